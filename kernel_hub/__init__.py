@@ -1,0 +1,91 @@
+"""CUDA kernels as data: prebuilt cubins, chosen for the GPU at hand, checked and launched.
+
+Importing this loads nothing: no driver, no torch, no file is read before it is needed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from . import ops, registry
+    from .errors import (
+        CubinCorruptError,
+        CubinNotFoundError,
+        CudaDriverError,
+        DeviceOutOfMemoryError,
+        DriverNotFoundError,
+        FunctionNotFoundError,
+        KernelHubError,
+        LaunchConfigError,
+        ParamsError,
+        TensorError,
+    )
+    from .kernel import BoundLaunch, Kernel, KernelFunction
+    from .memory import DeviceArray, memory_stats
+    from .tensormap import TensorMap
+
+_HOME = {
+    "Kernel": "kernel",
+    "KernelFunction": "kernel",
+    "BoundLaunch": "kernel",
+    "DeviceArray": "memory",
+    "memory_stats": "memory",
+    "TensorMap": "tensormap",
+    **dict.fromkeys(
+        (
+            "KernelHubError",
+            "DriverNotFoundError",
+            "CudaDriverError",
+            "DeviceOutOfMemoryError",
+            "CubinNotFoundError",
+            "CubinCorruptError",
+            "FunctionNotFoundError",
+            "ParamsError",
+            "LaunchConfigError",
+            "TensorError",
+        ),
+        "errors",
+    ),
+}
+_MODULES = ("errors", "ops", "registry", "testing")
+
+__all__ = [
+    "BoundLaunch",
+    "CubinCorruptError",
+    "CubinNotFoundError",
+    "CudaDriverError",
+    "DeviceArray",
+    "DeviceOutOfMemoryError",
+    "DriverNotFoundError",
+    "FunctionNotFoundError",
+    "Kernel",
+    "KernelFunction",
+    "KernelHubError",
+    "LaunchConfigError",
+    "ParamsError",
+    "TensorError",
+    "TensorMap",
+    "memory_stats",
+    "ops",
+    "registry",
+]
+
+
+def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
+    if name in _HOME:
+        value = getattr(import_module(f".{_HOME[name]}", __name__), name)
+    elif name in _MODULES:
+        value = import_module(f".{name}", __name__)
+    else:
+        raise AttributeError(f"module 'kernel_hub' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME, *_MODULES})

@@ -1,0 +1,171 @@
+"""Launch geometry: grid, block, shared memory and launch attributes, checked against their limits.
+
+Pure but for the limits it is handed; every refusal names the value, the limit and its origin.
+"""
+
+from __future__ import annotations
+
+import operator
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import LaunchConfigError
+
+# CUlaunchConfig: grid x3, block x3, shared bytes, pad, stream, attributes, their count, pad.
+CONFIG = struct.Struct("<7I4xQQI4x")
+_ATTRIBUTE_BYTES = 72
+_COOPERATIVE, _CLUSTER, _PROGRAMMATIC, _PRIORITY, _CARVEOUT = 2, 4, 6, 8, 14
+PORTABLE_CLUSTER = 8
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one function can be launched with on one device."""
+
+    function: str
+    device_name: str
+    compute_capability: tuple[int, int]
+    max_grid: tuple[int, int, int]
+    max_block: tuple[int, int, int]
+    max_threads: int
+    required_block: tuple[int, int, int] | None
+    static_shared_bytes: int
+    max_dynamic_shared_bytes: int
+    cluster: tuple[int, int, int] | None
+    num_multiprocessors: int
+
+
+@dataclass(frozen=True)
+class Options:
+    """The launch attributes beyond grid, block, shared memory and stream."""
+
+    cluster: tuple[int, int, int] | None = None
+    cooperative: bool = False
+    programmatic: bool = False
+    priority: int | None = None
+    carveout: int | None = None
+
+    @classmethod
+    def make(
+        cls, limits: Limits, cluster: Any, cooperative: Any, programmatic: Any, priority: Any,
+        carveout: Any,
+    ) -> Options:
+        """Options as given to a launch, checked."""
+        where = f"{limits.function} on {limits.device_name}"
+        if cluster is not None:
+            cluster = dims(cluster, "cluster", where)
+            size = cluster[0] * cluster[1] * cluster[2]
+            if limits.compute_capability < (9, 0):
+                raise LaunchConfigError(
+                    f"cluster={cluster}: thread-block clusters need compute capability 9.0, "
+                    f"{limits.device_name} has {'.'.join(map(str, limits.compute_capability))}"
+                )
+            if min(cluster) < 1 or size > 2 * PORTABLE_CLUSTER:
+                raise LaunchConfigError(
+                    f"cluster={cluster} of {where}: 1 to {PORTABLE_CLUSTER} blocks in all "
+                    f"(16 where the GPU allows the non-portable size)"
+                )
+            if limits.cluster is not None and cluster != limits.cluster:
+                raise LaunchConfigError(
+                    f"cluster={cluster}: {limits.function} is compiled for {limits.cluster}"
+                )
+        if priority is not None:
+            priority = _index(priority, "priority", where)
+        if carveout is not None:
+            carveout = _index(carveout, "carveout", where)
+            if not -1 <= carveout <= 100:
+                raise LaunchConfigError(f"carveout={carveout} of {where}: a percentage, 0 to 100")
+        return cls(cluster, bool(cooperative), bool(programmatic), priority, carveout)
+
+    @property
+    def count(self) -> int:
+        """How many launch attributes these options need."""
+        given = (self.cluster, self.priority, self.carveout)
+        return sum(x is not None for x in given) + self.cooperative + self.programmatic
+
+    def encode(self) -> bytes:
+        """The CUlaunchAttribute array."""
+        parts = []
+        if self.cluster is not None:
+            parts.append(struct.pack("<I4x3I", _CLUSTER, *self.cluster))
+        if self.cooperative:
+            parts.append(struct.pack("<I4xi", _COOPERATIVE, 1))
+        if self.programmatic:
+            parts.append(struct.pack("<I4xi", _PROGRAMMATIC, 1))
+        if self.priority is not None:
+            parts.append(struct.pack("<I4xi", _PRIORITY, self.priority))
+        if self.carveout is not None:
+            parts.append(struct.pack("<I4xi", _CARVEOUT, self.carveout))
+        return b"".join(part.ljust(_ATTRIBUTE_BYTES, b"\0") for part in parts)
+
+
+def _index(value: Any, name: str, where: str) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise LaunchConfigError(
+            f"{name}={value!r} of {where}: an int, not {type(value).__name__}"
+        ) from None
+
+
+def dims(value: Any, name: str, where: str) -> tuple[int, int, int]:
+    """An int or 1 to 3 ints as (x, y, z)."""
+    if isinstance(value, (tuple, list)):
+        if not 1 <= len(value) <= 3:
+            raise LaunchConfigError(f"{name}={value!r} of {where}: 1 to 3 ints, got {len(value)}")
+        numbers = [_index(part, name, where) for part in value]
+    else:
+        try:
+            numbers = [operator.index(value)]
+        except TypeError:
+            try:
+                numbers = [_index(part, name, where) for part in value]
+            except TypeError:
+                numbers = [_index(value, name, where)]
+            if not 1 <= len(numbers) <= 3:
+                raise LaunchConfigError(f"{name}={value!r} of {where}: 1 to 3 ints") from None
+    x, y, z = (*numbers, 1, 1)[:3]
+    return x, y, z
+
+
+def check(
+    limits: Limits, gridDim: Any, blockDim: Any, sharedMemBytes: Any, options: Options
+) -> tuple[int, int, int, int, int, int, int]:
+    """(grid x, y, z, block x, y, z, shared bytes), or LaunchConfigError."""
+    where = f"{limits.function} on {limits.device_name}"
+    grid, block = dims(gridDim, "gridDim", where), dims(blockDim, "blockDim", where)
+    shared = _index(sharedMemBytes, "sharedMemBytes", where)
+    for name, value, most in (
+        ("gridDim", grid, limits.max_grid),
+        ("blockDim", block, limits.max_block),
+    ):
+        for axis, number, limit in zip("xyz", value, most, strict=True):
+            if not 1 <= number <= limit:
+                raise LaunchConfigError(
+                    f"{name}={value} of {where}: {axis} is {number}, the device takes 1 to {limit}"
+                )
+    threads = block[0] * block[1] * block[2]
+    if limits.required_block is not None and block != limits.required_block:
+        raise LaunchConfigError(
+            f"blockDim={block} of {where}: the kernel is compiled for exactly "
+            f"{limits.required_block} (.reqntid)"
+        )
+    if threads > limits.max_threads:
+        raise LaunchConfigError(
+            f"blockDim={block} of {where}: {threads} threads, the function takes at most "
+            f"{limits.max_threads} (its __launch_bounds__ and registers)"
+        )
+    if not 0 <= shared <= limits.max_dynamic_shared_bytes:
+        raise LaunchConfigError(
+            f"sharedMemBytes={shared} of {where}: the limit is {limits.max_dynamic_shared_bytes} "
+            f"(the device's opt-in limit a block less {limits.static_shared_bytes} static bytes)"
+        )
+    cluster = options.cluster or limits.cluster
+    if cluster is not None:
+        for axis, blocks, part in zip("xyz", grid, cluster, strict=True):
+            if blocks % part:
+                raise LaunchConfigError(
+                    f"gridDim={grid} of {where}: {axis} is not a multiple of cluster={cluster}"
+                )
+    return (*grid, *block, shared)

@@ -1,0 +1,261 @@
+"""Loaded images: one CUlibrary an image for all devices, loaded once, and functions in them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+import threading
+from ctypes import byref, c_int, c_size_t, c_uint, c_ulonglong, c_void_p
+from dataclasses import replace
+from typing import Any
+
+from . import driver as _driver
+from ._geometry import Limits
+from ._image import Chosen, FunctionSpec
+from ._launch import DeviceFunction
+from .driver import Driver
+from .errors import (
+    CubinCorruptError,
+    DriverNotFoundError,
+    FunctionNotFoundError,
+    LaunchConfigError,
+)
+from .params import Param
+
+_MAX_THREADS, _STATIC_SHARED, _CLUSTER_REQUIRED = 0, 1, (11, 12, 13)
+_JIT_INFO, _JIT_INFO_BYTES, _JIT_ERROR, _JIT_ERROR_BYTES = 3, 4, 5, 6
+_BINARY_IS_PRESERVED = 1
+_LOG_BYTES = 16384
+_PROBE_SECONDS = 60
+
+_libraries: dict[str, Library] = {}
+_lock = threading.Lock()
+
+
+class Library:
+    """One image in the driver. `users` counts the kernels that hold it."""
+
+    def __init__(self, driver: Driver, chosen: Chosen, handle: int, image: bytes) -> None:
+        self.driver = driver
+        self.key = chosen.key
+        self.label = chosen.label
+        self.handle = handle
+        self.users = 0
+        self._image = image  # the driver reads it lazily, at the first function asked for
+
+    def find_function(self, name: str, device: int) -> tuple[int, int]:
+        """(CUkernel, CUfunction of the device's primary context) of `name`."""
+        kernel, function = c_void_p(), c_void_p()
+        with self.driver.on_device(device):
+            code = self.driver.try_call(
+                "cuLibraryGetKernel", byref(kernel), self.handle, name.encode()
+            )
+            if code == 500:
+                raise FunctionNotFoundError(f"no function {name!r} in {self.label}")
+            if code == 0:
+                code = self.driver.try_call("cuKernelGetFunction", byref(function), kernel)
+            if code:
+                raise self.driver.error(
+                    "cuKernelGetFunction", code, f"loading {name} of {self.label}"
+                )
+            if self.driver.has("cuFuncLoad"):
+                # Lazy loading would otherwise happen inside the first launch.
+                self.driver.call("cuFuncLoad", function, asked=f"loading {name}")
+        return kernel.value or 0, function.value or 0
+
+    def find_global(self, name: str, device: int) -> tuple[int, int]:
+        """(address, bytes) of a variable."""
+        address, size = c_ulonglong(), c_size_t()
+        with self.driver.on_device(device):
+            code = self.driver.try_call(
+                "cuLibraryGetGlobal", byref(address), byref(size), self.handle, name.encode()
+            )
+        if code == 500:
+            raise FunctionNotFoundError(f"no variable {name!r} in {self.label}")
+        if code:
+            raise self.driver.error("cuLibraryGetGlobal", code, f"finding {name}")
+        return address.value, size.value
+
+    def read_params(self, kernel: int) -> tuple[Param, ...]:
+        """Sizes and offsets from the driver, for images only it can read."""
+        if not self.driver.has("cuKernelGetParamInfo"):
+            raise CubinCorruptError(
+                f"{self.label} is compressed and this driver cannot tell its parameters "
+                "(it takes 12.4): build it with -no-compress"
+            )
+        found: list[Param] = []
+        offset, size = c_size_t(), c_size_t()
+        while True:
+            code = self.driver.try_call(
+                "cuKernelGetParamInfo", kernel, len(found), byref(offset), byref(size)
+            )
+            if code == 1:  # past the last one
+                self.driver.take_log()
+                return tuple(found)
+            if code:
+                raise self.driver.error("cuKernelGetParamInfo", code)
+            found.append(Param.make(len(found), None, None, size.value, offset.value))
+
+    def check_unload(self, device: int) -> None:
+        """Refuse an unload while the current stream captures."""
+        from .tensors import current_stream
+
+        with self.driver.on_device(device):
+            for stream in {0, current_stream(device)}:
+                if self.driver.is_capturing(stream):
+                    raise LaunchConfigError(
+                        f"{self.label} cannot be unloaded while a stream is capturing"
+                    )
+
+    def release(self) -> None:
+        """One kernel less; the last one unloads."""
+        with _lock:
+            self.users -= 1
+            if self.users or os.getpid() != self.driver.pid:
+                return
+            _libraries.pop(self.key, None)
+            self.driver.call("cuLibraryUnload", self.handle, asked=f"unloading {self.label}")
+
+
+def library_for(driver: Driver, chosen: Chosen, probe: bool) -> Library:
+    """The library of `chosen`, loaded at most once a process however many threads ask."""
+    with _lock:
+        library = _libraries.get(chosen.key)
+        if library is None:
+            if driver.version < chosen.minimum_driver:
+                raise DriverNotFoundError(
+                    f"{chosen.label} needs a driver of CUDA {_version(chosen.minimum_driver)} or "
+                    f"later, {driver.path} is of CUDA {_version(driver.version)}: update the "
+                    "NVIDIA driver"
+                )
+            image = chosen.read()
+            if probe and not chosen.vouched:
+                _probe(image, chosen)
+            library = Library(driver, chosen, _load(driver, chosen, image), image)
+            _libraries[chosen.key] = library
+        library.users += 1
+        return library
+
+
+def forget() -> None:
+    """Drop the cache of libraries (tests give the next one another driver)."""
+    _libraries.clear()
+
+
+def _version(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def _load(driver: Driver, chosen: Chosen, image: bytes) -> int:
+    handle = c_void_p()
+    asked = f"loading {chosen.label}"
+    if chosen.kind == "cubin":
+        options = (c_int * 1)(_BINARY_IS_PRESERVED)
+        values = (c_void_p * 1)(1)
+        driver.call(
+            "cuLibraryLoadData", byref(handle), image, None, None, 0, options, values, 1,
+            asked=asked,
+        )
+        return handle.value or 0
+    info, errors = (ctypes.create_string_buffer(_LOG_BYTES) for _ in range(2))
+    keys = (c_uint * 4)(_JIT_INFO, _JIT_INFO_BYTES, _JIT_ERROR, _JIT_ERROR_BYTES)
+    slots = (c_void_p * 4)(
+        ctypes.addressof(info), _LOG_BYTES, ctypes.addressof(errors), _LOG_BYTES
+    )
+    text = image.rstrip(b"\0") + b"\0" if chosen.kind == "ptx" else image
+    code = driver.try_call("cuLibraryLoadData", byref(handle), text, keys, slots, 4, None, None, 0)
+    if code:
+        log = (errors.value or info.value).decode(errors="replace").strip()
+        raise driver.error(
+            "cuLibraryLoadData", code, asked + (f"\n  JIT log: {log}" if log else "")
+        )
+    return handle.value or 0
+
+
+def _probe(image: bytes, chosen: Chosen) -> None:
+    """Load `image` in a child process and see whether the child survives."""
+    advice = "the image is damaged or not for this driver; it was not loaded in this process"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "kernel_hub._probe", *chosen.functions],
+            input=image, capture_output=True, timeout=_PROBE_SECONDS, env=_child_environment(),
+        )
+    except subprocess.TimeoutExpired:
+        raise CubinCorruptError(
+            f"{chosen.label}: the driver hung for {_PROBE_SECONDS} s on it in a child process; "
+            + advice
+        ) from None
+    if done.returncode < 0:
+        raise CubinCorruptError(
+            f"{chosen.label}: the driver died on it in a child process (signal "
+            f"{-done.returncode}); {advice}"
+        )
+    if done.returncode:
+        text = done.stderr.decode(errors="replace").strip().splitlines()
+        raise CubinCorruptError(
+            f"{chosen.label}: the driver refused it in a child process "
+            f"({text[-1] if text else f'exit {done.returncode}'}); {advice}"
+        )
+
+
+def _child_environment() -> dict[str, str]:
+    # The child must find this very package, however it was found here.
+    found = [path for path in sys.path if path]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *found])}
+
+
+def load_function(
+    driver: Driver, library: Library, chosen: Chosen, spec: FunctionSpec, device: int
+) -> DeviceFunction:
+    """`spec` on `device`, with its limits read from the driver and from the chosen image."""
+    kernel, handle = library.find_function(spec.name, device)
+    try:
+        known = chosen.functions[spec.name]
+    except KeyError:
+        known = spec
+    if known.params is None:
+        known = replace(known, params=library.read_params(kernel))
+    elif spec.params is not None and [p.size_bytes for p in known.params] != [
+        p.size_bytes for p in spec.params
+    ]:
+        raise CubinCorruptError(
+            f"{chosen.label}: {known.prototype()} differs from {spec.prototype()} of "
+            "another architecture"
+        )
+    assert known.params is not None
+    return DeviceFunction(driver, device, handle, known, _limits(driver, handle, known, device))
+
+
+def _limits(driver: Driver, handle: int, spec: FunctionSpec, device: int) -> Limits:
+    def read(attribute: int) -> int:
+        value = c_int()
+        driver.call("cuFuncGetAttribute", byref(value), attribute, handle)
+        return value.value
+
+    def of_device(attribute: int) -> int:
+        return driver.attribute(device, attribute)
+
+    static = read(_STATIC_SHARED)
+    cluster: Any = spec.cluster
+    capability = driver.compute_capability(device)
+    if cluster is None and capability >= (9, 0):
+        required = tuple(read(attribute) for attribute in _CLUSTER_REQUIRED)
+        cluster = required if all(required) else None
+    x, y, z = _driver.MAX_GRID_DIM
+    bx, by, bz = _driver.MAX_BLOCK_DIM
+    return Limits(
+        function=spec.name,
+        device_name=driver.device_name(device),
+        compute_capability=capability,
+        max_grid=(of_device(x), of_device(y), of_device(z)),
+        max_block=(of_device(bx), of_device(by), of_device(bz)),
+        max_threads=read(_MAX_THREADS),
+        required_block=spec.required_block,
+        static_shared_bytes=static,
+        max_dynamic_shared_bytes=of_device(_driver.SHARED_PER_BLOCK_OPTIN) - static,
+        cluster=cluster,
+        num_multiprocessors=of_device(_driver.MULTIPROCESSOR_COUNT),
+    )
+

@@ -1,0 +1,322 @@
+"""csrc/*.cu x architectures -> cubins/<arch>/<name>.cubin + cubins/manifest.json.
+
+Run as `python -m kernel_hub.build`; build_cubins.sh is that command. Needs nvcc and the standard
+library, never a GPU. The runtime does not import it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+from ._nvcc import Compiled, Job, Nvcc, compile_cubin, find_nvcc, make_jobs, only_arch
+from ._prototypes import match_params, read_prototypes
+from .cubin import read_cubin, read_ptx
+from .errors import CubinCorruptError, KernelHubError, nearest
+from .manifest import CubinEntry, FunctionEntry, Manifest
+
+DEFAULT_ARCHS = "sm80,sm89,sm90"
+Entries = dict[tuple[str, str], CubinEntry]  # by (name, arch)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Builds, or with --check compares; returns the exit status."""
+    args = _parse(argv)
+    try:
+        nvcc = find_nvcc()
+        jobs, wanted = _plan(args.csrc, args.arch, args.only, nvcc)
+        if args.check:
+            return _check(args.out, jobs, nvcc, args.jobs)
+        with _locked(args.out):
+            return _build(args.out, jobs, wanted, nvcc, args.jobs, anew=args.clean)
+    except KernelHubError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    root = Path(__file__).resolve().parent.parent
+    parser = argparse.ArgumentParser(
+        prog="python -m kernel_hub.build",
+        description="Build csrc/*.cu into cubins/ and write cubins/manifest.json. "
+        "$NVCC names the compiler to use.",
+    )
+    parser.add_argument("--csrc", type=Path, default=root / "csrc", help="folder of the .cu files")
+    parser.add_argument("--out", type=Path, default=root / "cubins", help="folder to write to")
+    parser.add_argument(
+        "--arch",
+        default=DEFAULT_ARCHS,
+        help=f"architectures, separated by commas (default {DEFAULT_ARCHS})",
+    )
+    parser.add_argument("--only", action="append", default=[], metavar="NAME", help="just this one")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="compilers at a time")
+    parser.add_argument("--clean", action="store_true", help="build what is unchanged too")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="build from a copy elsewhere, compare with what is there byte for byte, write nothing",
+    )
+    args = parser.parse_args(argv)
+    args.arch = args.arch.split(",")
+    for arch in args.arch:
+        if not (arch.startswith("sm") and arch[2:].isdigit()):
+            parser.error(f"--arch takes tokens like sm80 or sm90, not {arch!r}")
+    if args.jobs < 1:
+        parser.error(f"--jobs takes a number from 1 up, not {args.jobs}")
+    args.csrc, args.out = args.csrc.resolve(), args.out.resolve()
+    return args
+
+
+def _plan(
+    csrc: Path, archs: list[str], only: list[str], nvcc: Nvcc
+) -> tuple[list[Job], set[tuple[str, str]]]:
+    """The jobs asked for, and every (name, arch) that may stay in the manifest."""
+    sources = {path.stem: path for path in sorted(csrc.glob("*.cu"))}
+    if not sources:
+        raise KernelHubError(f"no .cu file in {csrc}")
+    for name in only:
+        if name not in sources:
+            raise KernelHubError(
+                f"--only {name}: no {csrc.name}/{name}.cu; there are "
+                f"{', '.join(nearest(name, sources)[:8])}"
+            )
+    jobs = []
+    for name in only or sources:
+        one = only_arch(sources[name])
+        asked = [arch for arch in archs if one in (None, arch)]
+        jobs += make_jobs(sources[name], asked, nvcc.version)
+    # An architecture left out of --arch today is not stale: only a vanished source is.
+    kept = {(name, arch) for name, path in sources.items() for arch in _any_arch(path)}
+    return jobs, kept | {(job.name, job.arch) for job in jobs}
+
+
+def _any_arch(source: Path) -> list[str]:
+    one = only_arch(source)
+    return [one] if one else DEFAULT_ARCHS.split(",")
+
+
+@contextlib.contextmanager
+def _locked(out: Path) -> Iterator[None]:
+    """One build at a time writes to `out`; the lock is on the folder and leaves no file."""
+    import fcntl  # POSIX only, as nvcc's use here is
+
+    out.mkdir(parents=True, exist_ok=True)
+    folder = os.open(out, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
+
+
+def _load(out: Path) -> Entries:
+    """What the manifest in `out` says; nothing where there is none or it cannot be read."""
+    file = out / "manifest.json"
+    if not file.exists():
+        return {}
+    try:
+        text = file.read_text(encoding="utf-8", errors="replace")
+        manifest = Manifest.from_json(text, where=str(file))
+        entries = {}
+        for name, archs in manifest.cubins.items():
+            for arch, entry in archs.items():
+                list(entry.functions.values())  # decoded now, so that a bad field shows here
+                entries[name, arch] = entry
+        return entries
+    except CubinCorruptError as error:
+        print(f"note: building everything anew: {error}", file=sys.stderr)
+        return {}
+
+
+def _unchanged(out: Path, job: Job, entry: CubinEntry | None) -> bool:
+    if entry is None or entry.source_sha256 != job.source_sha256:
+        return False
+    file = out / entry.file
+    return file.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() == entry.sha256
+
+
+def _build(
+    out: Path,
+    jobs: list[Job],
+    kept: set[tuple[str, str]],
+    nvcc: Nvcc,
+    num_jobs: int,
+    *,
+    anew: bool,
+) -> int:
+    started = time.perf_counter()
+    entries = {key: entry for key, entry in _load(out).items() if key in kept}
+    todo = [j for j in jobs if anew or not _unchanged(out, j, entries.get((j.name, j.arch)))]
+    num_failed = 0
+    for job, result in _compile_all(todo, nvcc, num_jobs):
+        if isinstance(result, KernelHubError):
+            num_failed += 1
+            continue
+        entry, image = result
+        _write(out / entry.file, image)
+        entries[job.name, job.arch] = entry
+    tables: dict[str, dict[str, CubinEntry]] = {}
+    for (name, arch), entry in entries.items():
+        tables.setdefault(name, {})[arch] = entry
+    text = Manifest(tables).to_json().encode()
+    manifest = out / "manifest.json"
+    if not manifest.exists() or manifest.read_bytes() != text:
+        _write(manifest, text)
+    shipped = {out / entry.file for entry in entries.values()}
+    stale = [file for file in out.glob("sm*/*.cubin") if file not in shipped]
+    for file in stale:
+        file.unlink()
+        print(f"removed {file.relative_to(out)}: no source for it")
+    print(
+        f"{len(entries)} cubins in {_shown(out)}: {len(todo) - num_failed} built, "
+        f"{len(jobs) - len(todo)} unchanged, {len(stale)} removed"
+        + (f", {num_failed} FAILED" if num_failed else "")
+        + f" (nvcc {nvcc.version}, {time.perf_counter() - started:.1f} s)"
+    )
+    return 1 if num_failed else 0
+
+
+def _check(out: Path, jobs: list[Job], nvcc: Nvcc, num_jobs: int) -> int:
+    """Builds every job from a copy in another folder and compares bytes and manifest entries."""
+    entries = _load(out)
+    csrc = jobs[0].source.parent
+    wrong: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="kernel_hub_check_") as scratch:
+        copy = Path(scratch, csrc.name)
+        shutil.copytree(csrc, copy)
+        elsewhere = [
+            job for j in jobs for job in make_jobs(copy / j.source.name, [j.arch], nvcc.version)
+        ]
+        for job, result in _compile_all(elsewhere, nvcc, num_jobs):
+            where = f"{out.name}/{job.file}"
+            entry = entries.get((job.name, job.arch))
+            if isinstance(result, KernelHubError):
+                wrong.append(f"{where}: does not build")
+            elif entry is None:
+                wrong.append(f"{where}: not in the manifest")
+            elif not _unchanged(out, job, entry):
+                why = "" if entry.toolkit == nvcc.version else f" (nvcc {entry.toolkit} then)"
+                wrong.append(f"{where}: edited, or of another source, flags or toolkit{why}")
+            elif result[0] != entry:
+                wrong.append(f"{where}: sha256 {entry.sha256} there, {result[0].sha256} here")
+    if wrong:
+        print("error: not reproducible:\n  " + "\n  ".join(sorted(wrong)), file=sys.stderr)
+        print("run ./build_cubins.sh and commit what it writes", file=sys.stderr)
+        return 1
+    print(f"{len(jobs)} cubins rebuilt elsewhere with nvcc {nvcc.version}: identical")
+    return 0
+
+
+Result = tuple[CubinEntry, bytes] | KernelHubError
+
+
+def _compile_all(jobs: list[Job], nvcc: Nvcc, num_jobs: int) -> Iterator[tuple[Job, Result]]:
+    """Results as they come, a progress line for each; a failure does not stop the others."""
+    num_done = 0
+    with ThreadPoolExecutor(num_jobs) as pool:
+        running = {pool.submit(_one, job, nvcc): job for job in jobs}
+        for future in as_completed(running):
+            job = running[future]
+            num_done += 1
+            result, messages, seconds = future.result()
+            head = f"[{num_done:{len(str(len(jobs)))}}/{len(jobs)}] {job.arch} {job.name}"
+            if isinstance(result, KernelHubError):
+                print(f"{head}: FAILED", flush=True)
+                print(f"error: {result}", file=sys.stderr, flush=True)
+            else:
+                entry, image = result
+                kib = len(image) / 1024
+                counted = f"{len(entry.functions)} functions, {kib:.0f} KiB, {seconds:.1f} s"
+                print(f"{head}: {counted}", flush=True)
+                if messages:
+                    print(messages, flush=True)
+            yield job, result
+
+
+def _one(job: Job, nvcc: Nvcc) -> tuple[Result, str, float]:
+    started = time.perf_counter()
+    try:
+        with tempfile.TemporaryDirectory(prefix="kernel_hub_") as scratch:
+            compiled = compile_cubin(nvcc, job, Path(scratch))
+        result: Result = (_describe(job, nvcc, compiled), compiled.image)
+        messages = compiled.messages
+    except KernelHubError as error:
+        result, messages = error, ""
+    return result, messages, time.perf_counter() - started
+
+
+def _describe(job: Job, nvcc: Nvcc, compiled: Compiled) -> CubinEntry:
+    """The manifest's entry: the cubin's own figures, with names and types from the source."""
+    info = read_cubin(compiled.image)
+    if not info.functions:
+        raise KernelHubError(f'{job.label}: exports no kernel; write extern "C" __global__')
+    mangled = [name for name in info.functions if name.startswith("_Z")]
+    if mangled:
+        raise KernelHubError(f'{job.label}: {", ".join(mangled)} lacks extern "C"')
+    spilled = {n: f.local_bytes for n, f in info.functions.items() if f.local_bytes}
+    if spilled and not job.local_memory_reason:
+        shown = ", ".join(f"{name} ({size} bytes)" for name, size in sorted(spilled.items()))
+        raise KernelHubError(
+            f"{job.label}: registers spill to local memory, or an array is indexed at run time: "
+            f"{shown}. Mend it, or say why: // kernel_hub: allow-local-memory: <reason>"
+        )
+    declared = read_prototypes(compiled.preprocessed, info.functions, job.label)
+    in_ptx = read_ptx(compiled.ptx).functions
+    functions = {}
+    for name, f in info.functions.items():
+        where = f"{job.label}: {name}"
+        if name not in in_ptx:
+            raise KernelHubError(f"{where} is in the cubin, but not in the PTX of the same build")
+        functions[name] = FunctionEntry(
+            name=name,
+            params=match_params(declared[name], f.params, in_ptx[name], where),
+            num_regs=f.num_regs,
+            static_shared_bytes=f.static_shared_bytes,
+            local_bytes=f.local_bytes,
+            max_threads=f.max_threads,
+            required_block=f.required_block,
+            cluster=f.cluster,
+            max_cluster_rank=f.max_cluster_rank,
+            cooperative=f.cooperative,
+        )
+    return CubinEntry(
+        name=job.name,
+        arch=job.arch,
+        file=job.file,
+        sha256=hashlib.sha256(compiled.image).hexdigest(),
+        size_bytes=len(compiled.image),
+        source=f"{job.source.parent.name}/{job.source.name}",
+        source_sha256=job.source_sha256,
+        toolkit=nvcc.version,
+        target=job.target,
+        flags=job.flags,
+        os_abi=info.os_abi,
+        abi_version=info.abi_version,
+        minimum_driver=nvcc.minimum_driver,
+        functions=functions,
+    )
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Replaces `path` whole: an interrupted build leaves the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part.write_bytes(content)
+    part.replace(path)
+
+
+def _shown(path: Path) -> str:
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""Terminal output: through rich on a terminal that has it, else as plain aligned text.
+
+Pipes and files always get the plain text: it does not wrap and greps well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TextIO
+
+
+def is_rich(stream: TextIO) -> bool:
+    """Whether `stream` is a terminal and rich is installed."""
+    return stream.isatty() and importlib.util.find_spec("rich") is not None
+
+
+def table(
+    columns: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[str] = ()
+) -> None:
+    """Print `rows` under `columns`; the columns named in `right` are right-aligned."""
+    cells = [["" if cell is None else str(cell) for cell in row] for row in rows]
+    if is_rich(sys.stdout):
+        _rich_table(columns, cells, right)
+    else:
+        print(plain_table(columns, cells, right))
+
+
+def plain_table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()
+) -> str:
+    """Aligned text; a line break in a cell continues the row."""
+    lines: list[list[str]] = [list(columns)]
+    for row in rows:
+        parts = [cell.split("\n") for cell in row]
+        height = max(map(len, parts))
+        padded = [part + [""] * (height - len(part)) for part in parts]
+        lines += [list(line) for line in zip(*padded, strict=True)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, ["-" * width for width in widths])
+    ways = [str.rjust if name in right else str.ljust for name in columns]
+    return "\n".join(
+        "  ".join(way(c, w) for way, c, w in zip(ways, line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+def _rich_table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str]
+) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    made = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in columns:
+        made.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    for row in rows:
+        made.add_row(*map(Text, row))  # Text: a "[" in a signature is no markup
+    Console().print(made)
+
+
+def heading(text: str) -> None:
+    """A line that starts a part of the output."""
+    if is_rich(sys.stdout):
+        from rich.console import Console
+
+        Console().print(text, style="bold", markup=False, highlight=False)
+    else:
+        print(text)
+
+
+def note(text: str) -> None:
+    """A plain line."""
+    print(text)
+
+
+def fields(rows: Sequence[tuple[str, object]]) -> None:
+    """Names and values, the values aligned; an empty name continues the one before."""
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        print(f"{name.ljust(width)}  {value}")
+
+
+def as_json(value: Any) -> None:
+    """`value` as indented JSON."""
+    print(json.dumps(value, indent=2))
+
+
+@contextlib.contextmanager
+def progress(total: int, label: str) -> Iterator[Callable[[str], None]]:
+    """Gives `advance(text)`, to be called at the start of each of `total` steps; on stderr.
+
+    A bar where rich is on a terminal, else a line a step.
+    """
+    if is_rich(sys.stderr):
+        from rich.console import Console
+        from rich.progress import Progress
+
+        with Progress(console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(label, total=total)
+
+            def advance(text: str) -> None:
+                bar.update(task, advance=1, description=f"{label}: {text}")
+
+            yield advance
+        return
+    done = 0
+
+    def advance_plainly(text: str) -> None:
+        nonlocal done
+        done += 1
+        print(f"[{min(done, total)}/{total}] {label}: {text}", file=sys.stderr, flush=True)
+
+    yield advance_plainly
+
+
+def size(num_bytes: int) -> str:
+    """'512 B', '34.1 KiB', '139.8 GiB'."""
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024 or unit == "GiB":
+            break
+        value /= 1024
+    return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def cuda_version(number: int) -> str:
+    """13000 -> '13.0'."""
+    return f"{number // 1000}.{number % 1000 // 10}"

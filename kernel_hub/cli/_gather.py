@@ -1,0 +1,52 @@
+"""What more than one command asks: the collections there are, and the cubin a GPU would take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import CubinNotFoundError
+from ..manifest import Collection, CubinEntry, open_collection
+from ..registry import packages
+from ..resolve import Candidate, resolve
+
+# GPUs that the tables name, newest last; the last is one that nothing shipped runs on.
+KNOWN_GPUS = {
+    (8, 0): "A100",
+    (8, 6): "A10, RTX 30",
+    (8, 9): "L4, L40S, RTX 40",
+    (9, 0): "H100, H200",
+    (10, 0): "B200",
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a GPU would load for a shipped name: an entry, or None with every refusal."""
+
+    name: str
+    entry: CubinEntry | None
+    rejected: dict[str, str]
+
+
+def choices(collection: Collection, compute_capability: tuple[int, int]) -> list[Choice]:
+    """The resolver's choice for each cubin of `collection`."""
+    made = []
+    for name, entries in sorted(collection.manifest.cubins.items()):
+        by_target = {entry.target: entry for entry in entries.values()}
+        found = resolve(
+            compute_capability, [Candidate(entry.arch, target) for target, entry in by_target.items()]
+        )
+        entry = by_target[found.chosen.target] if found.chosen else None
+        made.append(Choice(name, entry, found.rejected))
+    return made
+
+
+def collections() -> tuple[list[Collection], list[str]]:
+    """kernel_hub's own collection and those of other packages, and why others cannot be read."""
+    found, broken = [], []
+    for package in dict.fromkeys(["kernel_hub", *packages().values()]):
+        try:
+            found.append(open_collection(package))
+        except (CubinNotFoundError, ImportError) as error:
+            broken.append(f"{package}: {error}")
+    return found, broken

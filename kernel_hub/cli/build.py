@@ -1,0 +1,15 @@
+"""`kernel-hub build`: the builder, `python -m kernel_hub.build`, under one more name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+NAME = "build"
+HELP = "build .cu files into a package's cubins (needs nvcc)"
+
+
+def run(argv: Sequence[str]) -> int:
+    """Hand `argv` to the builder."""
+    from ..build import main
+
+    return main(argv)

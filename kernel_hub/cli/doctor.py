@@ -1,0 +1,243 @@
+"""`kernel-hub doctor`: driver, devices, cubins and torch: what is there, what is missing."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import platform
+import sys
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from .. import driver as _driver
+from ..errors import KernelHubError
+from ..manifest import Collection, open_collection
+from . import _console
+from ._gather import choices
+
+NAME = "doctor"
+HELP = "say whether launches are possible here, and if not, what to do (exit code 0 or 1)"
+EXAMPLE = "kernel-hub doctor || echo 'no launches on this machine'"
+
+# Driver calls kernel_hub does without: since which CUDA, and what is lost without them.
+OPTIONAL_CALLS = {
+    "cuLibraryGetKernelCount": ("12.4", "a compressed fatbin's functions cannot be counted"),
+    "cuLibraryEnumerateKernels": ("12.4", "a compressed fatbin's functions cannot be listed"),
+    "cuKernelGetName": ("12.3", "a compressed fatbin's functions cannot be named"),
+    "cuKernelGetParamInfo": ("12.4", "a compressed fatbin cannot be launched"),
+    "cuFuncLoad": ("12.4", "a function loads inside its first launch, not in .load()"),
+    "cuStreamGetDevice": ("12.8", "a raw stream handle's device is not checked"),
+    "cuLogsCurrent": ("12.9", "errors come without the driver's own explanation"),
+    "cuLogsDumpToMemory": ("12.9", "errors come without the driver's own explanation"),
+}
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU, and for each shipped cubin the file it would load or None."""
+
+    index: int
+    name: str
+    compute_capability: tuple[int, int]
+    num_multiprocessors: int
+    cubins: dict[str, str | None]
+
+
+@dataclass
+class Report:
+    """Everything `doctor` says. `problems` stop every launch and say what to do; `notes` do not."""
+
+    kernel_hub: str
+    python: str
+    platform: str
+    driver: dict[str, Any] | None = None
+    devices: list[Device] = field(default_factory=list)
+    cubins: dict[str, Any] | None = None
+    torch: dict[str, Any] | None = None
+    missing_calls: dict[str, tuple[str, str]] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def can_launch(self) -> bool:
+        """Whether a shipped kernel can run here."""
+        return not self.problems
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def examine() -> Report:
+    """Look at everything; never raises for what it finds."""
+    report = Report(__version__, platform.python_version(), platform.platform())
+    collection = _examine_cubins(report)
+    driver = _examine_driver(report)
+    if driver is not None:
+        _examine_devices(report, driver, collection)
+    _examine_torch(report)
+    return report
+
+
+def _examine_cubins(report: Report) -> Collection | None:
+    try:
+        collection = open_collection()
+    except KernelHubError as error:
+        report.problems.append(str(error))
+        return None
+    entries = [e for archs in collection.manifest.cubins.values() for e in archs.values()]
+    report.cubins = {
+        "folder": str(collection.root),
+        "number": len(entries),
+        "minimum_driver": max((e.minimum_driver for e in entries), default=0),
+    }
+    return collection
+
+
+def _examine_driver(report: Report) -> _driver.Driver | None:
+    tried = _driver.candidates()
+    try:
+        driver = _driver.get()
+    except KernelHubError as error:
+        report.problems.append(str(error))
+        return None
+    report.driver = {
+        "library": driver.path,
+        "file": loaded_file(driver.path),
+        "why": why(driver.path, tried),
+        "cuda": _console.cuda_version(driver.version),
+        "version": driver.version,
+    }
+    report.missing_calls = {
+        name: lost for name, lost in OPTIONAL_CALLS.items() if not driver.has(name)
+    }
+    needed = report.cubins["minimum_driver"] if report.cubins else 0
+    if driver.version < needed:
+        report.problems.append(
+            f"the driver is of CUDA {_console.cuda_version(driver.version)}, the shipped cubins "
+            f"need {_console.cuda_version(needed)}: update the NVIDIA driver (580 is CUDA 13.0)"
+        )
+    return driver
+
+
+def why(path: str, tried: list[str]) -> str:
+    """Why this library and not another."""
+    if tried == [path]:
+        return f"{_driver.LIBRARY_VARIABLE} names it"
+    before = tried[: tried.index(path)]
+    return f"tried after {', '.join(before)}" if before else "the first name the loader is asked for"
+
+
+def loaded_file(path: str, maps: Path = Path("/proc/self/maps")) -> str | None:
+    """The file behind the library's name, where the system says what is mapped."""
+    name = Path(path).name.partition(".so")[0]
+    try:
+        lines = maps.read_text().splitlines()
+    except OSError:
+        return None
+    mapped = (line.split(maxsplit=5)[-1] for line in lines)
+    return next((file for file in mapped if Path(file).name.startswith(f"{name}.so")), None)
+
+
+def _examine_devices(
+    report: Report, driver: _driver.Driver, collection: Collection | None
+) -> None:
+    for index in range(driver.device_count):
+        capability = driver.compute_capability(index)
+        found = choices(collection, capability) if collection else []
+        report.devices.append(
+            Device(
+                index,
+                driver.device_name(index),
+                capability,
+                driver.attribute(index, _driver.MULTIPROCESSOR_COUNT),
+                {choice.name: choice.entry.file if choice.entry else None for choice in found},
+            )
+        )
+    if not report.devices:
+        report.problems.append(
+            "the driver sees no GPU: check nvidia-smi and CUDA_VISIBLE_DEVICES"
+        )
+        return
+    if not any(any(device.cubins.values()) for device in report.devices):
+        tokens = sorted({"sm%d%d" % device.compute_capability for device in report.devices})
+        report.problems.append(
+            "no shipped cubin runs on any GPU here: in a checkout, "
+            f"./build_cubins.sh --arch {','.join(tokens)} builds some"
+        )
+    try:
+        driver.primary_context(0)
+    except KernelHubError as error:
+        report.problems.append(str(error))
+
+
+def _examine_torch(report: Report) -> None:
+    """From its files: importing torch would take seconds and may fail for reasons of its own."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        report.notes.append("torch is not installed: kernel_hub.ops needs it, Kernel does not")
+        return
+    folder = Path(spec.submodule_search_locations[0], "lib")
+    try:
+        version = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        version = "of unknown version"
+    uses_cuda = any(folder.glob("*torch_cuda*"))
+    report.torch = {"version": version, "cuda": uses_cuda}
+    if not uses_cuda and report.devices:
+        report.notes.append("this torch is a CPU build: its tensors never reach the GPU")
+
+
+def run(args: argparse.Namespace) -> int:
+    report = examine()
+    if args.json:
+        _console.as_json({"can_launch": report.can_launch, **asdict(report)})
+    else:
+        _print(report)
+    return 0 if report.can_launch else 1
+
+
+def _print(report: Report) -> None:
+    rows: list[tuple[str, object]] = [
+        ("kernel_hub", f"{report.kernel_hub}, Python {report.python} at {sys.executable}"),
+        ("system", report.platform),
+    ]
+    if report.driver:
+        file = f" ({report.driver['file']})" if report.driver["file"] else ""
+        rows.append(("driver", f"CUDA {report.driver['cuda']}, {report.driver['library']}{file}"))
+        rows.append(("", report.driver["why"]))
+    else:
+        rows.append(("driver", "none"))
+    if report.cubins:
+        needed = _console.cuda_version(report.cubins["minimum_driver"])
+        rows.append(("cubins", f"{report.cubins['number']} in {report.cubins['folder']}"))
+        rows.append(("", f"need a driver of CUDA {needed} or later"))
+    if report.torch:
+        build = "with CUDA" if report.torch["cuda"] else "for the CPU only"
+        rows.append(("torch", f"{report.torch['version']}, {build}"))
+    for device in report.devices:
+        major, minor = device.compute_capability
+        fitting = sum(file is not None for file in device.cubins.values())
+        rows.append(
+            (
+                f"GPU {device.index}",
+                f"{device.name}, {major}.{minor}, {device.num_multiprocessors} SMs: "
+                f"{fitting} of {len(device.cubins)} cubins fit",
+            )
+        )
+    _console.fields(rows)
+    for device in report.devices:
+        _console.table(
+            [f"on GPU {device.index}", "would load"],
+            [(name, file or "nothing") for name, file in device.cubins.items()],
+        )
+    for name, (since, lost) in report.missing_calls.items():
+        _console.note(f"note: the driver has no {name} (CUDA {since}): {lost}")
+    for text in report.notes:
+        _console.note(f"note: {text}")
+    for text in report.problems:
+        _console.note(f"problem: {text}")
+    _console.note("launches are possible" if report.can_launch else "no launch is possible here")

@@ -1,0 +1,110 @@
+"""`kernel-hub list`: the shipped cubins by name, architecture and dtype."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from dataclasses import dataclass, field
+
+from ..manifest import Collection, CubinEntry
+from ..registry import DTYPE_TOKENS, dtype_of
+from . import _console
+from ._gather import collections
+
+NAME = "list"
+HELP = "list the shipped cubins: architectures, dtypes, functions, sizes"
+EXAMPLE = "kernel-hub list --arch sm90 --dtype bf16 --functions"
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One cubin of one architecture, with the functions that the filters left."""
+
+    package: str
+    cubin: str
+    arch: str
+    target: str
+    size_bytes: int
+    toolkit: str
+    minimum_driver: int
+    dtypes: dict[str, int]
+    functions: dict[str, str] = field(repr=False)
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--arch", metavar="SM", help="only this architecture: sm80, sm89, sm90")
+    parser.add_argument("--dtype", choices=DTYPE_TOKENS, help="only functions of this dtype")
+    parser.add_argument("--functions", action="store_true", help="show every signature")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def shipped(
+    found: list[Collection], *, arch: str | None = None, dtype: str | None = None
+) -> list[Listed]:
+    """The cubins of `found`, filtered."""
+    rows = []
+    for collection in found:
+        for name, entries in sorted(collection.manifest.cubins.items()):
+            for entry_arch, entry in sorted(entries.items()):
+                functions = _functions(entry, dtype)
+                if arch in (None, entry_arch) and functions:
+                    dtypes = Counter(token for f in functions if (token := dtype_of(f)))
+                    rows.append(
+                        Listed(
+                            collection.package,
+                            name,
+                            entry_arch,
+                            entry.target,
+                            entry.size_bytes,
+                            entry.toolkit,
+                            entry.minimum_driver,
+                            dict(dtypes),
+                            functions,
+                        )
+                    )
+    return rows
+
+
+def _functions(entry: CubinEntry, dtype: str | None) -> dict[str, str]:
+    """Function name -> signature."""
+    return {
+        name: f"{name}({', '.join(f'{p.type} {p.name}' for p in function.params)})"
+        for name, function in sorted(entry.functions.items())
+        if dtype is None or dtype_of(name) == dtype
+    }
+
+
+def run(args: argparse.Namespace) -> int:
+    found, broken = collections()
+    rows = shipped(found, arch=args.arch, dtype=args.dtype)
+    if args.json:
+        _console.as_json([row.__dict__ for row in rows])
+        return 0
+    _console.table(
+        ["package", "cubin", "arch", "functions", "dtypes", "size", "toolkit", "driver from"],
+        [
+            (
+                row.package,
+                row.cubin,
+                row.arch if row.target == row.arch.replace("sm", "sm_") else f"{row.arch} ({row.target})",
+                len(row.functions),
+                " ".join(row.dtypes) or "-",
+                _console.size(row.size_bytes),
+                row.toolkit,
+                _console.cuda_version(row.minimum_driver),
+            )
+            for row in rows
+        ],
+        right=["functions", "size"],
+    )
+    if args.functions:
+        for cubin in dict.fromkeys((row.package, row.cubin) for row in rows):
+            _console.heading(f"\n{'.'.join(cubin)}")
+            signatures = [row.functions for row in rows if (row.package, row.cubin) == cubin]
+            for text in dict.fromkeys(text for table in signatures for text in table.values()):
+                _console.note(f"  {text}")
+    total = sum(row.size_bytes for row in rows)
+    _console.note(f"{len(rows)} cubins, {_console.size(total)}")
+    for line in broken:
+        _console.note(f"not readable: {line}")
+    return 0

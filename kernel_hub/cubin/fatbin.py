@@ -1,0 +1,111 @@
+"""`read_fatbin`: the header and entry headers of a fatbin. The images inside stay unread."""
+
+from __future__ import annotations
+
+import struct
+
+from .elf import corrupt
+from .model import FatbinEntry, FatbinInfo
+
+MAGIC = 0xBA55ED50
+
+_HEADER = struct.Struct("<IHHQ")
+# kind, version, header bytes, payload bytes, compressed bytes, options offset, minor, major, SM,
+# name offset, name bytes, flags, zero, uncompressed bytes
+_ENTRY = struct.Struct("<HHIQIIHHIIIQQQ")
+
+_KINDS = {1: "ptx", 2: "cubin"}
+_LZ4, _ZSTD, _ARCH_SPECIFIC = 0x2000, 0x8000, 0x100000
+_MAX_HEADER_BYTES = 1 << 16
+_MAX_IMAGE_BYTES = 1 << 32
+
+
+def read_fatbin(image: bytes) -> FatbinInfo:
+    """Check the frame of a fatbin and list its images.
+
+    Args:
+        image: the whole file.
+
+    Returns: one entry an image. `image` of an entry is None when it is compressed; a cubin there is
+        not validated, so pass it to `read_cubin` before trusting it.
+    Raises: CubinCorruptError when a header or a size is wrong, with the offset.
+    """
+    image = bytes(image)
+    if len(image) < 16:
+        corrupt(f"truncated: {len(image)} bytes, a fatbin header takes 16", len(image))
+    magic, version, header_bytes, size = _HEADER.unpack_from(image)
+    if magic != MAGIC:
+        corrupt(f"not a fatbin: it starts with {magic:#010x}, not with {MAGIC:#010x}", 0)
+    if version != 1 or header_bytes != 16:
+        corrupt(f"fatbin of version {version} with a header of {header_bytes} bytes", 4)
+    if size != len(image) - 16:
+        what = "truncated" if size > len(image) - 16 else "trailing bytes"
+        corrupt(f"{what}: the fatbin has {len(image) - 16} bytes of images and says {size}", 8)
+    entries = []
+    at = 16
+    while at < len(image):
+        entry, at = _read_entry(image, at)
+        entries.append(entry)
+    if not entries:
+        corrupt("the fatbin holds no image", 16)
+    return FatbinInfo(tuple(entries))
+
+
+def _read_entry(image: bytes, at: int) -> tuple[FatbinEntry, int]:
+    """The entry at `at` and the offset of the next one."""
+    if at + _ENTRY.size > len(image):
+        corrupt("the fatbin ends within an entry's header", at)
+    (
+        kind,
+        version,
+        header_bytes,
+        size,
+        packed,
+        options,
+        minor,
+        major,
+        sm,
+        name,
+        name_bytes,
+        flags,
+        zero,
+        unpacked,
+    ) = _ENTRY.unpack_from(image, at)
+    if kind not in _KINDS or version != 0x101:
+        corrupt(
+            f"fatbin entry of kind {kind}, version {version:#x}: neither PTX (1) nor cubin (2)", at
+        )
+    if not _ENTRY.size <= header_bytes <= _MAX_HEADER_BYTES or header_bytes % 8:
+        corrupt(f"fatbin entry with a header of {header_bytes} bytes", at + 4)
+    if size % 8 or not size or size > len(image) - at - header_bytes:
+        corrupt(f"fatbin entry of {size} bytes reaches beyond the end", at + 8)
+    if options > header_bytes or name > header_bytes or name_bytes > header_bytes - name:
+        corrupt("fatbin entry whose name or options lie outside its header", at + 20)
+    if not 20 <= sm <= 200 or major > 20 or minor > 20 or zero:
+        corrupt(f"fatbin entry for sm_{sm}, version {major}.{minor}", at + 24)
+    compressed = bool(flags & (_LZ4 | _ZSTD))
+    if (
+        compressed != bool(unpacked)
+        or compressed != bool(packed)
+        or packed > size
+        or unpacked > _MAX_IMAGE_BYTES
+    ):
+        corrupt(
+            f"fatbin entry of {size} bytes, {packed} compressed, {unpacked} uncompressed", at + 16
+        )
+    start = at + header_bytes
+    payload = None if compressed else image[start : start + size]
+    if payload is not None:
+        if kind == 2 and payload[:4] != b"\x7fELF":
+            corrupt("a fatbin entry for a cubin holds no ELF image", start)
+        if kind == 1:
+            payload = payload.rstrip(b"\0")
+    entry = FatbinEntry(
+        kind=_KINDS[kind],
+        compute_capability=divmod(sm, 10),
+        arch_specific=bool(flags & _ARCH_SPECIFIC),
+        compressed=compressed,
+        size_bytes=unpacked if compressed else size,
+        image=payload,
+    )
+    return entry, start + size

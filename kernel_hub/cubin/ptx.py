@@ -1,0 +1,134 @@
+"""`read_ptx`: version, target and the parameters of each entry of a PTX text, not its code."""
+
+from __future__ import annotations
+
+import re
+
+from ..errors import CubinCorruptError
+from .elf import corrupt
+from .model import PtxInfo, PtxParam
+
+_VERSION = re.compile(r"\s*\.version\s+(\d{1,3})\.(\d{1,3})\s")
+_TARGET = re.compile(r"\s*\.target\s+(sm_\d{2,3}[af]?)(?=[\s,])")
+_ENTRY = re.compile(r"\.entry\s+([A-Za-z_$%][\w$]*)\s*(\()?")
+_NAME = re.compile(r"([A-Za-z_$%][\w$]*)(?:\s*\[\s*(\d{1,9})\s*\])?\Z")
+
+_SIZES = {"8": 1, "16": 2, "32": 4, "64": 8, "128": 16}
+_HANDLES = {".texref": 8, ".samplerref": 8, ".surfref": 8}
+_SPACES = {".global", ".const", ".shared", ".local", ".param"}
+
+
+def read_ptx(image: bytes | str) -> PtxInfo:
+    """Read the header of a PTX text and the parameters of its entries.
+
+    Args:
+        image: the text; trailing NULs are tolerated.
+
+    Returns: version, target and, for each entry, its parameters in order.
+    Raises: CubinCorruptError when it is no PTX or an entry cannot be read.
+    """
+    text = _without_comments(_decode(image))
+    version = _VERSION.match(text)
+    if not version:
+        corrupt("not PTX: it does not start with .version")
+    target = _TARGET.match(text, version.end() - 1)
+    if not target:
+        corrupt("PTX without .target after .version")
+    functions: dict[str, tuple[PtxParam, ...]] = {}
+    match = _ENTRY.search(text, target.end())
+    while match:
+        name, end = match[1], match.end()
+        params: tuple[PtxParam, ...] = ()
+        if match[2]:
+            close = text.find(")", end)
+            if close < 0:
+                corrupt(f"PTX entry {name}: its parameter list has no end")
+            params = _read_params(text[end:close], name)
+            end = close
+        if functions.setdefault(name, params) != params:
+            corrupt(f"PTX entry {name} is declared twice, differently")
+        match = _ENTRY.search(text, end)
+    return PtxInfo((int(version[1]), int(version[2])), target[1], functions)
+
+
+def looks_like_ptx(image: bytes) -> bool:
+    """True when `image` starts, after blanks and comments, with .version."""
+    try:
+        return bool(_VERSION.match(_without_comments(_decode(image))))
+    except CubinCorruptError:
+        return False
+
+
+def _decode(image: bytes | str) -> str:
+    if isinstance(image, str):
+        text = image
+    else:
+        try:
+            text = bytes(image).decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise CubinCorruptError("not PTX: it is no UTF-8 text", offset=error.start) from None
+    text = text.rstrip("\0")
+    if "\0" in text:
+        corrupt("not PTX: a NUL inside the text", text.index("\0"))
+    return text
+
+
+def _without_comments(text: str) -> str:
+    """`text` with each comment replaced by a blank; linear in its length."""
+    if "//" not in text and "/*" not in text:
+        return text
+    parts = []
+    at = 0
+    while True:
+        line, block = text.find("//", at), text.find("/*", at)
+        if line < 0 and block < 0:
+            parts.append(text[at:])
+            return "".join(parts)
+        start = min(found for found in (line, block) if found >= 0)
+        parts.append(text[at:start])
+        parts.append(" ")
+        stop = text.find("\n", start) if start == line else text.find("*/", start + 2)
+        if stop < 0:
+            if start == block:
+                corrupt("PTX with a comment that has no end", start)
+            return "".join(parts)
+        at = stop if start == line else stop + 2
+
+
+def _read_params(text: str, entry: str) -> tuple[PtxParam, ...]:
+    """The parameters between the parentheses of an entry."""
+    if not text.strip():
+        return ()
+    return tuple(_read_param(part, entry) for part in text.split(","))
+
+
+def _read_param(text: str, entry: str) -> PtxParam:
+    """`.param [.align N] .type [.ptr [.space] [.align N]] name[count]`"""
+    words = text.split()
+    size = align = 0
+    kind = ""
+    at = 1
+    if words[:1] != [".param"]:
+        corrupt(f"PTX entry {entry}: {text.strip()[:60]!r} is no parameter")
+    while at < len(words) and words[at].startswith("."):
+        word = words[at]
+        if (
+            word == ".align"
+            and at + 1 < len(words)
+            and words[at + 1].isdecimal()
+            and len(words[at + 1]) < 6
+        ):
+            if not kind:  # after .ptr it is that of the memory pointed to
+                align = int(words[at + 1])
+            at += 1
+        elif not kind and word in _HANDLES:
+            kind, size = word, _HANDLES[word]
+        elif not kind and word[1:2] in ("u", "s", "b", "f") and word[2:] in _SIZES:
+            kind, size = word, _SIZES[word[2:]]
+        elif not (kind and (word == ".ptr" or word in _SPACES)):
+            corrupt(f"PTX entry {entry}: {word!r} in a parameter")
+        at += 1
+    name = _NAME.match(" ".join(words[at:]))
+    if not name or not kind:
+        corrupt(f"PTX entry {entry}: {text.strip()[:60]!r} is no parameter")
+    return PtxParam(name[1], kind, size * int(name[2] or 1), align or size)

@@ -1,0 +1,361 @@
+"""libcuda through ctypes: the only file that opens it. Knows prototypes, error texts and contexts.
+
+`get()` opens and initialises the driver once; `Driver.call` runs one driver function and turns a
+failure into `CudaDriverError` with the driver's own log lines. Hot launches use `launch_ex` raw.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_ulonglong, c_void_p
+from typing import Any
+
+from ._results import NO_DEVICE, RESULTS, STICKY, STUB_LIBRARY
+from .errors import CudaDriverError, DeviceOutOfMemoryError, DriverNotFoundError
+
+LIBRARY_VARIABLE = "KERNEL_HUB_LIBCUDA"
+
+# Letters: p pointer or handle, i int, u unsigned, Q 64-bit unsigned, z size_t, s C string.
+_TYPES: dict[str, Any] = {
+    "p": c_void_p,
+    "i": c_int,
+    "u": c_uint,
+    "Q": c_ulonglong,
+    "z": c_size_t,
+    "s": c_char_p,
+}
+# Present in every driver that can load cubin libraries (12.0 and later).
+_REQUIRED = {
+    "cuInit": "u",
+    "cuDriverGetVersion": "p",
+    "cuDeviceGetCount": "p",
+    "cuDeviceGet": "pi",
+    "cuDeviceGetName": "pii",
+    "cuDeviceGetAttribute": "pii",
+    "cuDeviceTotalMem_v2": "pi",
+    "cuDevicePrimaryCtxRetain": "pi",
+    "cuDevicePrimaryCtxRelease_v2": "i",
+    "cuCtxGetCurrent": "p",
+    "cuCtxSetCurrent": "p",
+    "cuCtxPushCurrent_v2": "p",
+    "cuCtxPopCurrent_v2": "p",
+    "cuCtxGetDevice": "p",
+    "cuCtxSynchronize": "",
+    "cuLibraryLoadData": "ppppuppu",
+    "cuLibraryUnload": "p",
+    "cuLibraryGetKernel": "pps",
+    "cuLibraryGetGlobal": "ppps",
+    "cuKernelGetFunction": "pp",
+    "cuKernelGetAttribute": "pipi",
+    "cuKernelSetAttribute": "iipi",
+    "cuFuncGetAttribute": "pip",
+    "cuFuncSetAttribute": "pii",
+    "cuLaunchKernelEx": "pppp",
+    "cuOccupancyMaxActiveBlocksPerMultiprocessor": "ppiz",
+    "cuOccupancyMaxActiveClusters": "ppp",
+    "cuStreamCreate": "pu",
+    "cuStreamDestroy_v2": "p",
+    "cuStreamSynchronize": "p",
+    "cuStreamIsCapturing": "pp",
+    "cuStreamGetCtx": "pp",
+    "cuStreamWaitEvent": "ppu",
+    "cuThreadExchangeStreamCaptureMode": "p",
+    "cuEventCreate": "pu",
+    "cuEventRecord": "pp",
+    "cuEventSynchronize": "p",
+    "cuEventElapsedTime": "ppp",
+    "cuEventDestroy_v2": "p",
+    "cuMemGetInfo_v2": "pp",
+    "cuMemPoolCreate": "pp",
+    "cuMemPoolDestroy": "p",
+    "cuMemPoolSetAttribute": "pip",
+    "cuMemPoolGetAttribute": "pip",
+    "cuMemPoolTrimTo": "pz",
+    "cuMemAllocFromPoolAsync": "pzpp",
+    "cuMemFreeAsync": "Qp",
+    "cuMemcpyHtoDAsync_v2": "Qpzp",
+    "cuMemcpyDtoHAsync_v2": "pQzp",
+    "cuMemcpyDtoDAsync_v2": "QQzp",
+    "cuMemsetD8Async": "Quzp",
+    "cuPointerGetAttribute": "piQ",
+    "cuTensorMapEncodeTiled": "piupppppiiii",
+}
+# Newer: what uses one of these asks `has` first and does without.
+_OPTIONAL = {
+    "cuLibraryGetKernelCount": "pp",  # 12.4
+    "cuLibraryEnumerateKernels": "pup",  # 12.4
+    "cuKernelGetName": "pp",  # 12.3
+    "cuKernelGetParamInfo": "pzpp",  # 12.4
+    "cuFuncLoad": "p",  # 12.4
+    "cuStreamGetDevice": "pp",  # 12.8
+    "cuLogsCurrent": "pu",  # 12.9
+    "cuLogsDumpToMemory": "pppu",  # 12.9
+}
+
+# Device attributes (CUdevice_attribute) used by the layers above.
+MAX_GRID_DIM = (5, 6, 7)
+MAX_BLOCK_DIM = (2, 3, 4)
+WARP_SIZE, MULTIPROCESSOR_COUNT, L2_CACHE_SIZE = 10, 16, 38
+COMPUTE_CAPABILITY_MAJOR, COMPUTE_CAPABILITY_MINOR = 75, 76
+SHARED_PER_BLOCK_OPTIN = 97
+MEMORY_POOLS_SUPPORTED = 115
+
+
+class Driver:
+    """An initialised libcuda. `version` is cuDriverGetVersion's (13000 = CUDA 13.0)."""
+
+    def __init__(self, library: ctypes.CDLL, path: str) -> None:
+        self.path = path
+        self.pid = os.getpid()
+        self._library = library
+        self._functions: dict[str, Any] = {}
+        self._bind(_REQUIRED, required=True)
+        self._bind(_OPTIONAL, required=False)
+        # Untyped twin: prebuilt byref()/from_param arguments skip the per-argument conversion.
+        self.launch_ex = library["cuLaunchKernelEx"]
+        self._contexts: dict[int, int] = {}
+        self._attributes: dict[tuple[int, int], int] = {}
+        self._lock = threading.Lock()
+        self._initialise()
+        self.version = self._read_int("cuDriverGetVersion")
+        self.device_count = self._read_int("cuDeviceGetCount")
+        self._log_position = c_uint(0)
+        self._has_logs = self.has("cuLogsCurrent") and self.has("cuLogsDumpToMemory")
+        if self._has_logs and self._functions["cuLogsCurrent"](byref(self._log_position), 0):
+            self._has_logs = False
+
+    def _bind(self, table: dict[str, str], *, required: bool) -> None:
+        for name, letters in table.items():
+            try:
+                function = self._library[name]
+            except AttributeError:
+                if not required:
+                    continue
+                raise DriverNotFoundError(
+                    f"{self.path} has no {name}: kernel_hub needs a driver of CUDA 12.0 or later "
+                    "(525 and up). Update the NVIDIA driver.",
+                    tried=[self.path],
+                ) from None
+            function.argtypes = [_TYPES[letter] for letter in letters]
+            function.restype = c_int
+            self._functions[name] = function
+
+    def _initialise(self) -> None:
+        code = self._functions["cuInit"](0)
+        if code == 0:
+            return
+        name, meaning = RESULTS.get(code, (f"CUresult {code}", "the driver does not say"))
+        if code == STUB_LIBRARY:
+            raise DriverNotFoundError(
+                f"{self.path} cannot be used: cuInit says {name}: {meaning}", tried=[self.path]
+            )
+        raise CudaDriverError(
+            f"cuInit failed: {name} ({code}): {meaning} (library {self.path})",
+            call="cuInit",
+            code=code,
+            name=name,
+        )
+
+    def _read_int(self, name: str) -> int:
+        value = c_int()
+        self.call(name, byref(value))
+        return value.value
+
+    def has(self, name: str) -> bool:
+        """Whether this driver exports `name` (newer calls are optional)."""
+        return name in self._functions
+
+    def call(self, name: str, *args: Any, asked: str = "") -> None:
+        """Run a driver function; a nonzero result raises with `asked` as the context."""
+        code = self._functions[name](*args)
+        if code:
+            raise self.error(name, code, asked)
+
+    def try_call(self, name: str, *args: Any) -> int:
+        """Run a driver function and return its CUresult."""
+        return int(self._functions[name](*args))
+
+    def error(self, call: str, code: int, asked: str = "") -> CudaDriverError:
+        """The exception for `code` from `call`; `asked` says what was being done."""
+        name, meaning = RESULTS.get(code, ("", ""))
+        if not name:
+            text = c_char_p()
+            getter = self._library["cuGetErrorName"]
+            name = f"CUresult {code}"
+            if getter(c_int(code), byref(text)) == 0 and text.value:
+                name = text.value.decode(errors="replace")
+        lines = [f"{call} failed: {name} ({code})" + (f": {meaning}" if meaning else "")]
+        if asked:
+            lines.append(asked)
+        if os.getpid() != self.pid:
+            lines.append(_FORKED)
+        elif code in STICKY:
+            lines.append(
+                "This error is sticky: a kernel that ran earlier caused it, not necessarily this "
+                "call, and the process must be restarted. Run again with "
+                "KERNEL_HUB_LAUNCH_BLOCKING=1 to learn which kernel."
+            )
+        if log := self.take_log():
+            lines.append(f"driver log: {log}")
+        kind = DeviceOutOfMemoryError if code == 2 else CudaDriverError
+        return kind("\n  ".join(lines), call=call, code=code, name=name)
+
+    def take_log(self) -> str:
+        """What the driver logged since the last call (drivers of 12.9 and later), else ''."""
+        if not self._has_logs or os.getpid() != self.pid:
+            return ""
+        size = c_size_t(8192)
+        buffer = ctypes.create_string_buffer(size.value)
+        code = self._functions["cuLogsDumpToMemory"](
+            byref(self._log_position), buffer, byref(size), 0
+        )
+        return buffer.value.decode(errors="replace").strip() if code == 0 else ""
+
+    def attribute(self, device: int, attribute: int) -> int:
+        """A CUdevice_attribute of `device`, read once."""
+        key = (device, attribute)
+        if key not in self._attributes:
+            value = c_int()
+            self.call("cuDeviceGetAttribute", byref(value), attribute, device)
+            self._attributes[key] = value.value
+        return self._attributes[key]
+
+    def compute_capability(self, device: int) -> tuple[int, int]:
+        """(major, minor) of `device`."""
+        return (
+            self.attribute(device, COMPUTE_CAPABILITY_MAJOR),
+            self.attribute(device, COMPUTE_CAPABILITY_MINOR),
+        )
+
+    def device_name(self, device: int) -> str:
+        """The marketing name of `device`."""
+        buffer = ctypes.create_string_buffer(256)
+        self.call("cuDeviceGetName", buffer, len(buffer), device)
+        return buffer.value.decode(errors="replace")
+
+    def primary_context(self, device: int) -> int:
+        """The device's primary context, retained once for the life of the process."""
+        known = self._contexts.get(device)
+        # Without the lock: a finaliser may ask while this very thread holds it.
+        if known is not None:
+            return known
+        with self._lock:
+            if device not in self._contexts:
+                if not 0 <= device < self.device_count:
+                    raise self.error(
+                        "cuDevicePrimaryCtxRetain",
+                        101 if self.device_count else NO_DEVICE,
+                        f"asked for device {device}; there are {self.device_count}",
+                    )
+                context = c_void_p()
+                self.call(
+                    "cuDevicePrimaryCtxRetain",
+                    byref(context),
+                    device,
+                    asked=f"making the primary context of device {device}",
+                )
+                self._contexts[device] = context.value or 0
+            return self._contexts[device]
+
+    def current_context(self) -> int:
+        """The calling thread's context, or 0."""
+        context = c_void_p()
+        self.call("cuCtxGetCurrent", byref(context))
+        return context.value or 0
+
+    def on_device(self, device: int) -> ContextGuard:
+        """`with driver.on_device(d):` the primary context of `d` is current inside."""
+        return ContextGuard(self, self.primary_context(device))
+
+    def is_capturing(self, stream: int) -> bool:
+        """Whether `stream` is recording a CUDA graph."""
+        status = c_int()
+        code = self.try_call("cuStreamIsCapturing", stream, byref(status))
+        if code == 906:  # asked of the legacy stream while another stream captures
+            return True
+        if code:
+            raise self.error("cuStreamIsCapturing", code, f"asking about stream {stream:#x}")
+        return status.value != 0
+
+
+class ContextGuard:
+    """Makes a context current for a `with` block and gives the previous one back."""
+
+    def __init__(self, driver: Driver, context: int) -> None:
+        self._driver = driver
+        self._context = context
+
+    def __enter__(self) -> None:
+        self._driver.call("cuCtxPushCurrent_v2", self._context)
+
+    def __exit__(self, *exc: object) -> None:
+        self._driver.try_call("cuCtxPopCurrent_v2", byref(c_void_p()))
+
+
+_FORKED = (
+    "This process was forked from one that had already used CUDA, and CUDA does not survive "
+    "fork: start workers with multiprocessing's 'spawn' (or 'forkserver') method."
+)
+_lock = threading.Lock()
+_driver: Driver | None = None
+
+
+def get() -> Driver:
+    """The driver, opened and initialised at the first call.
+
+    Raises DriverNotFoundError when there is none (or a stub), CudaDriverError when cuInit fails or
+    after a fork.
+    """
+    global _driver
+    if _driver is None:
+        with _lock:
+            if _driver is None:
+                _driver = _open()
+    if _driver.pid != os.getpid():
+        raise forked_error()
+    return _driver
+
+
+def forked_error() -> CudaDriverError:
+    """The error for any use of CUDA in a forked child."""
+    return CudaDriverError(
+        f"CUDA was used before this process was forked. {_FORKED}",
+        call="fork",
+        code=3,
+        name="CUDA_ERROR_NOT_INITIALIZED",
+    )
+
+
+def candidates() -> list[str]:
+    """Library names in the order they are tried; KERNEL_HUB_LIBCUDA alone when it is set."""
+    if override := os.environ.get(LIBRARY_VARIABLE):
+        return [override]
+    if sys.platform == "win32":
+        return ["nvcuda.dll"]
+    if sys.platform == "darwin":
+        return []
+    return ["libcuda.so.1", "/usr/lib/wsl/lib/libcuda.so.1", "libcuda.so"]
+
+
+def _open() -> Driver:
+    tried = candidates()
+    if not tried:
+        raise DriverNotFoundError("NVIDIA has no CUDA driver for macOS: nothing can be launched.")
+    reasons = []
+    for name in tried:
+        try:
+            library = ctypes.WinDLL(name) if sys.platform == "win32" else ctypes.CDLL(name)
+        except OSError as error:
+            reasons.append(f"{name}: {error}")
+            continue
+        return Driver(library, name)
+    raise DriverNotFoundError(
+        "no CUDA driver library could be loaded. Tried:\n  "
+        + "\n  ".join(reasons)
+        + "\nInstall the NVIDIA driver (the toolkit alone does not bring it), or, in a container, "
+        f"start it with GPU access; {LIBRARY_VARIABLE}=PATH names a library elsewhere.",
+        tried=tried,
+    )

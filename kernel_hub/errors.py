@@ -1,0 +1,86 @@
+"""Every exception kernel_hub raises. Knows nothing of the other layers.
+
+Each message says what was asked, what was found and what to do; the parts are also attributes.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+
+class KernelHubError(Exception):
+    """Base of every error kernel_hub raises on purpose."""
+
+
+class DriverNotFoundError(KernelHubError, ImportError, RuntimeError):
+    """libcuda could not be loaded, is a stub, or is too old to have what is needed."""
+
+    def __init__(self, message: str, *, tried: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.tried = tuple(tried)
+
+
+class CudaDriverError(KernelHubError, RuntimeError):
+    """A driver call failed. `.call`, `.code` (CUresult) and `.name` say which and how."""
+
+    def __init__(self, message: str, *, call: str, code: int, name: str) -> None:
+        super().__init__(message)
+        self.call = call
+        self.code = code
+        self.name = name
+
+
+class DeviceOutOfMemoryError(CudaDriverError, MemoryError):
+    """Device memory ran out: the message has the asked, free and pool figures."""
+
+
+class CubinNotFoundError(KernelHubError, FileNotFoundError, RuntimeError):
+    """No cubin fits. `.rejected` maps each candidate to the reason it fell."""
+
+    def __init__(self, message: str, *, rejected: dict[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.rejected = dict(rejected or {})
+
+    def __str__(self) -> str:  # OSError would print errno parts
+        return str(self.args[0])
+
+
+class CubinCorruptError(KernelHubError, ValueError):
+    """An image is not what it claims to be. `.offset` is the byte where it shows, if known."""
+
+    def __init__(self, message: str, *, offset: int | None = None) -> None:
+        super().__init__(message if offset is None else f"{message} (at byte {offset:#x})")
+        self.offset = offset
+
+
+class FunctionNotFoundError(KernelHubError, AttributeError):
+    """The image has no function of that name; the message lists those it has, nearest first."""
+
+    @classmethod
+    def among(cls, name: str, names: Iterable[str], where: str) -> FunctionNotFoundError:
+        """The error for `name` asked of `where`, which holds `names`."""
+        ordered = nearest(name, names)
+        shown = ", ".join(ordered[:12]) + (f", … ({len(ordered)} in all)" if len(ordered) > 12 else "")
+        return cls(f"no function {name!r} in {where}; it has: {shown or 'none'}")
+
+
+class ParamsError(KernelHubError, TypeError):
+    """A launch parameter does not fit what the kernel takes."""
+
+
+class LaunchConfigError(KernelHubError, ValueError):
+    """gridDim, blockDim, shared memory, cluster or stream is outside a limit, which is named."""
+
+
+class TensorError(KernelHubError, ValueError):
+    """An op's tensor has the wrong shape, dtype, stride or device."""
+
+
+def nearest(name: str, names: Iterable[str]) -> list[str]:
+    """`names` ordered by likeness to `name`."""
+
+    def likeness(other: str) -> tuple[float, str]:
+        return (-difflib.SequenceMatcher(None, name, other).ratio(), other)
+
+    return sorted(names, key=likeness)

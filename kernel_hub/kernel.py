@@ -1,0 +1,223 @@
+"""Kernel and KernelFunction: from a name to a checked launch. Holds the cache of loaded libraries.
+
+Making a Kernel reads names and signatures only. The first launch of a function on a device
+resolves, verifies and loads the image, reads the function's limits and generates its launcher;
+every later launch is that launcher.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from . import _library, tensors
+from . import driver as _driver
+from ._function import BoundLaunch, KernelFunction, live
+from ._image import Chosen, DeclaredImage, FunctionSpec, open_image
+from ._launch import DeviceFunction
+from ._library import Library, library_for, load_function
+from .errors import FunctionNotFoundError, LaunchConfigError
+
+if TYPE_CHECKING:
+    from .memory import DeviceArray
+
+__all__ = ["BoundLaunch", "Kernel", "KernelFunction"]
+
+_kernels: weakref.WeakSet[Kernel] = weakref.WeakSet()
+_fork_hook = threading.Lock()
+_fork_hooked = False
+
+
+class Kernel:
+    """The functions of one image: a shipped cubin, a file, or bytes.
+
+    filename: name of a cubin shipped by `package` (`.cubin`/`.fatbin` is tolerated), a path (`str`
+        with a suffix, or `Path`) to a .cubin, .fatbin or .ptx, or the image itself as bytes.
+    function_names: the functions to offer; None offers every one in the image.
+    package: the package whose collection `filename` is looked up in; None is kernel_hub's own.
+    signatures: C types for images that carry only sizes: {function: ['float*', 'int']}, a dict
+        name -> type, or a text 'float* out, int n'.
+    probe: load an image nobody vouches for in a child process first (a damaged image can kill the
+        driver, and then kills the child).
+
+    Needs no GPU, driver or torch. Raises CubinNotFoundError, CubinCorruptError,
+    FunctionNotFoundError.
+
+        k = Kernel("silu_and_mul")
+        k.silu_and_mul_bf16(grid, block, 0, None, [out, x, …])
+    """
+
+    def __init__(
+        self,
+        filename: Any,
+        function_names: Sequence[str] | None = None,
+        *,
+        package: str | None = None,
+        signatures: Mapping[str, Any] | None = None,
+        probe: bool = False,
+    ) -> None:
+        image = open_image(filename, package)
+        self._image = DeclaredImage(image, signatures) if signatures else image
+        self._probe = probe
+        self._lock = threading.RLock()
+        self._functions: dict[str, KernelFunction] = {}
+        self._libraries: dict[int, tuple[Library, Chosen]] = {}
+        _kernels.add(self)
+        available = self._image.names()
+        if function_names is None:
+            if available is None:
+                raise FunctionNotFoundError(
+                    f"{image.label} is compressed: its function names can only be read by the "
+                    "driver; pass function_names=[…]"
+                )
+            self._names = list(available)
+        else:
+            if isinstance(function_names, str):
+                function_names = [function_names]
+            self._names = list(function_names)
+            for name in self._names:
+                if available is not None and name not in available:
+                    raise FunctionNotFoundError.among(name, available, image.label)
+
+    def __getattr__(self, name: str) -> KernelFunction:
+        # Reached only until the function is in the instance's dict.
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self[name]
+
+    def __getitem__(self, name: str) -> KernelFunction:
+        with self._lock:
+            if name not in self._functions:
+                if name not in self._names:
+                    raise FunctionNotFoundError.among(name, self._names, self._image.label)
+                function = KernelFunction._make(self, self._image.spec(name))
+                self._functions[name] = function
+                if name not in type(self).__dict__:
+                    self.__dict__[name] = function
+            return self._functions[name]
+
+    @property
+    def function_names(self) -> list[str]:
+        """The functions this kernel offers."""
+        return list(self._names)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *self._names})
+
+    def __repr__(self) -> str:
+        shown = [self._image.spec(name).describe() for name in self._names[:16]]
+        more = len(self._names) - len(shown)
+        tail = [f"… and {more} more"] if more > 0 else []
+        return f"<Kernel {self._image.label}:\n  " + "\n  ".join(shown + tail) + ">"
+
+    def load(self, device: int | None = None) -> None:
+        """Load the image and every function on `device` (None: the current one) now."""
+        for name in self._names:
+            self[name].load(device)
+
+    def get_global(
+        self, name: str, dtype: Any = "uint8", *, device: int | None = None
+    ) -> DeviceArray:
+        """The `__device__` or `__constant__` variable `name` as a DeviceArray view.
+
+        Its elements are of `dtype`; the shape is flat. Raises FunctionNotFoundError when the image
+        has no such variable.
+        """
+        from .memory import DeviceArray
+
+        device = tensors.current_device() if device is None else device
+        library, _ = self._library(device)
+        address, size_bytes = library.find_global(name, device)
+        flat = DeviceArray.from_address(address, (size_bytes,), "uint8", device, library)
+        return flat if dtype == "uint8" else flat.view(dtype)
+
+    def unload(self) -> None:
+        """Unload the image from the driver; the next launch loads it again.
+
+        Must not be called while a stream is capturing, nor while a captured graph or a bound
+        launch still uses a function of this kernel.
+        """
+        with self._lock:
+            libraries = {}
+            for device, (library, _) in self._libraries.items():
+                library.check_unload(device)
+                libraries[id(library)] = library
+            self._libraries.clear()
+            for function in self._functions.values():
+                function._forget()
+            for library in libraries.values():
+                library.release()
+
+    def __enter__(self) -> Kernel:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.unload()
+
+    def _library(self, device: int) -> tuple[Library, Chosen]:
+        with self._lock:
+            if device not in self._libraries:
+                driver = _driver.get()
+                # Checks the device number, and that it can be used at all.
+                driver.primary_context(device)
+                chosen = self._image.choose(driver.compute_capability(device))
+                held = next((lib for lib, _ in self._libraries.values() if lib.key == chosen.key), None)
+                library = held or library_for(driver, chosen, self._probe)
+                self._libraries[device] = library, chosen
+            return self._libraries[device]
+
+    def _load_function(self, spec: FunctionSpec, device: int, stream: Any) -> DeviceFunction:
+        driver = _driver.get()
+        _hook_fork()
+        with self._lock:
+            if device not in self._libraries:
+                _refuse_capture(driver, self._image.label, device, stream)
+            library, chosen = self._library(device)
+            return load_function(driver, library, chosen, spec, device)
+
+
+def _refuse_capture(driver: Any, label: str, device: int, stream: Any) -> None:
+    """Loading inside a capture would be recorded or invalidate it: refuse before it happens."""
+    handle = tensors.stream_handle(stream, device)
+    with driver.on_device(device):
+        capturing = driver.is_capturing(handle)
+    if capturing:
+        raise LaunchConfigError(
+            f"{label} is not loaded on device {device} and stream {handle:#x} is capturing a "
+            "graph: call .load() (or launch once) before the capture"
+        )
+
+
+def _hook_fork() -> None:
+    global _fork_hooked
+    with _fork_hook:
+        if not _fork_hooked and hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=_after_fork)
+            _fork_hooked = True
+
+
+def _after_fork() -> None:
+    for function in list(live):
+        for state in function._states.values():
+            state.forget_slots()
+
+
+def _reset_for_tests() -> None:
+    """Forget everything that was loaded, as if no driver had been opened yet."""
+    _library.forget()
+    for kernel in list(_kernels):
+        kernel._libraries.clear()
+    for function in list(live):
+        function._forget()

@@ -1,0 +1,379 @@
+"""`cubins/manifest.json` as dataclasses, and finding a package's `cubins/` folder.
+
+Knows JSON and files; must not know the driver, ELF, or how a cubin is chosen.
+
+A first launch touches one function of a manifest of perhaps megabytes, so nothing is decoded or
+checked before it is asked for: `to_json` starts each cubin, arch and function on a line of its own
+(indented by 0, 1 and 2 spaces), and `from_json` splits there, a level at a time as it is touched.
+JSON laid out otherwise is decoded whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from .errors import CubinCorruptError, CubinNotFoundError
+
+if TYPE_CHECKING:  # importlib.resources costs milliseconds, needed for zip imports alone
+    from importlib.resources.abc import Traversable
+
+FORMAT = 1
+_HEAD = f'{{"format": {FORMAT}, "cubins": {{\n'
+_TAIL = "\n}}\n"
+_NAME = re.compile(r"[\w.$-]+")
+_FILE = re.compile(r"[A-Za-z0-9_]+/[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+T = TypeVar("T")
+Triple = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class ParamEntry:
+    """One kernel parameter; `type` is spelled as `ctypes_table.canonical` spells it."""
+
+    name: str
+    type: str
+    size_bytes: int
+    offset_bytes: int
+
+
+@dataclass(frozen=True)
+class FunctionEntry:
+    """One exported function: its parameters and what it takes of the GPU."""
+
+    name: str
+    params: tuple[ParamEntry, ...]
+    num_regs: int
+    static_shared_bytes: int
+    local_bytes: int
+    max_threads: int | None
+    required_block: Triple | None
+    cluster: Triple | None
+    max_cluster_rank: int | None
+    cooperative: bool
+
+
+@dataclass(frozen=True)
+class CubinEntry:
+    """One cubin: a source built for one architecture. `file` is relative to the manifest."""
+
+    name: str
+    arch: str
+    file: str
+    sha256: str
+    size_bytes: int
+    source: str
+    source_sha256: str
+    toolkit: str
+    target: str
+    flags: tuple[str, ...]
+    os_abi: int
+    abi_version: int
+    minimum_driver: int
+    functions: Mapping[str, FunctionEntry] = field(hash=False, repr=False)
+
+
+class _Lazy(Mapping[str, T]):
+    """A mapping whose values are made from `raw` at first touch."""
+
+    def __init__(self, raw: Mapping[str, Any], make: Callable[[str, Any], T]) -> None:
+        self._raw = raw
+        self._make = make
+        self._made: dict[str, T] = {}
+
+    def __getitem__(self, key: str) -> T:
+        try:
+            return self._made[key]
+        except KeyError:
+            return self._made.setdefault(key, self._make(key, self._raw[key]))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._raw)
+
+    def __len__(self) -> int:
+        return len(self._raw)
+
+    def __contains__(self, key: object) -> bool:  # Mapping's own would make the value
+        return key in self._raw
+
+    def __repr__(self) -> str:
+        return f"<{len(self)}: {', '.join(self)}>"
+
+
+class _Reader:
+    """A JSON object being taken apart; every complaint names the file and the field."""
+
+    def __init__(self, raw: object, where: str) -> None:
+        if not isinstance(raw, dict):
+            raise CubinCorruptError(f"{where} must be an object, found {raw!r}")
+        self.raw = raw
+        self.where = where
+
+    def bad(self, key: str, expected: str) -> CubinCorruptError:
+        found = f"found {self.raw[key]!r}" if key in self.raw else "it is missing"
+        return CubinCorruptError(f"{self.where}.{key} must be {expected}, {found}")
+
+    def text(self, key: str, pattern: re.Pattern[str] | None = None) -> str:
+        value = self.raw.get(key)
+        if not isinstance(value, str) or (pattern and not pattern.fullmatch(value)):
+            raise self.bad(key, f"text like {pattern.pattern}" if pattern else "text")
+        return value
+
+    def number(self, key: str) -> int:
+        value = self.raw.get(key)
+        if type(value) is not int or value < 0:
+            raise self.bad(key, "a whole number >= 0")
+        return value
+
+    def optional_number(self, key: str) -> int | None:
+        return None if self.raw.get(key, 0) is None else self.number(key)
+
+    def flag(self, key: str) -> bool:
+        value = self.raw.get(key)
+        if not isinstance(value, bool):
+            raise self.bad(key, "true or false")
+        return value
+
+    def triple(self, key: str) -> Triple | None:
+        value = self.raw.get(key, ())
+        if value is None:
+            return None
+        if not isinstance(value, list) or [type(v) for v in value] != [int] * 3 or min(value) < 1:
+            raise self.bad(key, "null or three whole numbers >= 1")
+        return (value[0], value[1], value[2])
+
+    def array(self, key: str) -> list[Any]:
+        value = self.raw.get(key)
+        if not isinstance(value, list):
+            raise self.bad(key, "a list")
+        return value
+
+    def table(self, key: str) -> dict[str, Any]:
+        value = self.raw.get(key)
+        if not isinstance(value, dict):
+            raise self.bad(key, "an object")
+        return value
+
+
+def _param(raw: object, where: str) -> ParamEntry:
+    read = _Reader(raw, where)
+    return ParamEntry(
+        read.text("name"), read.text("type"), read.number("size_bytes"), read.number("offset_bytes")
+    )
+
+
+def _function(name: str, raw: object, where: str) -> FunctionEntry:
+    where = f"{where}.functions.{name}"
+    read = _Reader(_decoded(raw, where), where)
+    return FunctionEntry(
+        name=name,
+        params=tuple(
+            _param(param, f"{where}.params[{i}]") for i, param in enumerate(read.array("params"))
+        ),
+        num_regs=read.number("num_regs"),
+        static_shared_bytes=read.number("static_shared_bytes"),
+        local_bytes=read.number("local_bytes"),
+        max_threads=read.optional_number("max_threads"),
+        required_block=read.triple("required_block"),
+        cluster=read.triple("cluster"),
+        max_cluster_rank=read.optional_number("max_cluster_rank"),
+        cooperative=read.flag("cooperative"),
+    )
+
+
+def _cubin(name: str, arch: str, raw: object, where: str) -> CubinEntry:
+    where = f"{where}.{arch}"
+    functions = None
+    if isinstance(raw, str) and raw.endswith("}}"):
+        head, _, rest = raw[:-2].partition('"functions": {\n')
+        functions = _split(rest, "  ")
+        if functions is not None:
+            raw = _loads(head + '"functions": {}}', where)
+    read = _Reader(_decoded(raw, where), where)
+    if functions is None:
+        functions = read.table("functions")
+    flags = read.array("flags")
+    if not all(isinstance(flag, str) for flag in flags):
+        raise read.bad("flags", "a list of text")
+    return CubinEntry(
+        name=name,
+        arch=arch,
+        file=read.text("file", _FILE),
+        sha256=read.text("sha256", _SHA256),
+        size_bytes=read.number("size_bytes"),
+        source=read.text("source"),
+        source_sha256=read.text("source_sha256", _SHA256),
+        toolkit=read.text("toolkit"),
+        target=read.text("target"),
+        flags=tuple(flags),
+        os_abi=read.number("os_abi"),
+        abi_version=read.number("abi_version"),
+        minimum_driver=read.number("minimum_driver"),
+        functions=_Lazy(functions, lambda key, value: _function(key, value, where)),
+    )
+
+
+def _archs(name: str, raw: object, where: str) -> dict[str, CubinEntry]:
+    where = f"{where}: cubins.{name}"
+    table = None
+    if isinstance(raw, str) and raw.startswith("{\n") and raw.endswith("}"):
+        table = _split(raw[2:-1], " ")
+    if table is None:
+        table = _Reader(_decoded(raw, where), where).raw
+    return {arch: _cubin(name, arch, value, where) for arch, value in table.items()}
+
+
+def _split(text: str, indent: str) -> dict[str, Any] | None:
+    """{name: JSON text still to be decoded} of one level; None where the layout is not ours.
+
+    JSON text holds no line break inside a string, so a comma, a line break and `indent` before
+    a quote can only be what `to_json` puts between two entries of that level.
+    """
+    table: dict[str, Any] = {}
+    for part in (",\n" + text).split(f',\n{indent}"')[1:]:
+        name, separator, value = part.partition('": ')
+        if not separator or not _NAME.fullmatch(name):
+            return None
+        table[name] = value
+    return table or None
+
+
+def _decoded(raw: object, where: str) -> object:
+    return _loads(raw, where) if isinstance(raw, str) and raw[:1] == "{" else raw
+
+
+def _loads(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CubinCorruptError(f"{where} is not JSON: {error}") from None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a `cubins/` folder holds: name -> arch -> CubinEntry."""
+
+    cubins: Mapping[str, dict[str, CubinEntry]] = field(hash=False)
+
+    @classmethod
+    def from_json(cls, text: str, *, where: str) -> Manifest:
+        """Reads a manifest; a bad field raises CubinCorruptError when it is first touched.
+
+        where: the file's name, for messages.
+        """
+        raw = None
+        if text.startswith(_HEAD) and text.endswith(_TAIL):
+            raw = _split(text[len(_HEAD) : -len(_TAIL)], "")
+        if raw is None:
+            read = _Reader(_loads(text, where), where)
+            if read.number("format") != FORMAT:
+                raise read.bad("format", f"{FORMAT} (a newer kernel_hub may read it)")
+            raw = read.table("cubins")
+        return cls(_Lazy(raw, lambda name, value: _archs(name, value, where)))
+
+    def to_json(self) -> str:
+        """The same bytes for the same content: sorted, one cubin, arch or function a line."""
+        blocks = (_cubin_lines(name, archs) for name, archs in sorted(self.cubins.items()))
+        return _HEAD + ",\n".join(blocks) + _TAIL
+
+
+def _fields(entry: Any, *skipped: str) -> dict[str, Any]:
+    return {f.name: getattr(entry, f.name) for f in fields(entry) if f.name not in skipped}
+
+
+def _cubin_lines(name: str, archs: dict[str, CubinEntry]) -> str:
+    lines = []
+    for arch, cubin in sorted(archs.items()):
+        functions = []
+        for function in sorted(cubin.functions.values(), key=lambda f: f.name):
+            row = _fields(function, "name", "params")
+            row["params"] = [_fields(param) for param in function.params]
+            functions.append(f"  {json.dumps(function.name)}: {json.dumps(row)}")
+        head = json.dumps(_fields(cubin, "name", "arch", "functions"))[:-1]
+        table = ",\n".join(functions)
+        lines.append(f' {json.dumps(arch)}: {head}, "functions": {{\n{table}}}}}')
+    return f"{json.dumps(name)}: {{\n" + ",\n".join(lines) + "}"
+
+
+@dataclass(frozen=True)
+class Collection:
+    """A package's cubins: `root` is the folder that holds `manifest.json`."""
+
+    package: str
+    root: Traversable | Path
+    manifest: Manifest
+
+    def read(self, entry: CubinEntry) -> bytes:
+        """The image of `entry`, with the digest the manifest gives for it."""
+        where = f"{self.root}{os.sep}{entry.file}"
+        try:
+            image = self.root.joinpath(*entry.file.split("/")).read_bytes()
+        except OSError as error:
+            raise CubinNotFoundError(
+                f"{where} is in the manifest but cannot be read ({error}); "
+                "reinstall the package, or build the cubins again with ./build_cubins.sh"
+            ) from error
+        found = hashlib.sha256(image).hexdigest()
+        if found != entry.sha256:
+            raise CubinCorruptError(
+                f"{where} is not the file the manifest describes: sha256 expected {entry.sha256}, "
+                f"found {found}; reinstall the package, or build again with ./build_cubins.sh"
+            )
+        return image
+
+
+_collections: dict[str, Collection] = {}
+_lock = threading.Lock()
+
+
+def open_collection(package: str = "kernel_hub") -> Collection:
+    """The cubins that `package` ships; read once a process.
+
+    Looks for `cubins/manifest.json` inside the package (wheel, zip), then beside it (checkout,
+    editable install). Raises CubinNotFoundError with the places it looked in.
+    """
+    collection = _collections.get(package)
+    if collection is None:
+        with _lock:
+            collection = _collections.get(package)
+            if collection is None:
+                collection = _collections[package] = _open(package)
+    return collection
+
+
+def _open(package: str) -> Collection:
+    try:
+        module = sys.modules.get(package) or importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        if error.name != package.partition(".")[0] and error.name != package:
+            raise
+        raise CubinNotFoundError(f"no package {package!r} can be imported: {error}") from error
+    places: list[Traversable | Path] = []
+    for location in map(Path, getattr(module, "__path__", ())):
+        if location.is_dir():
+            places += [location / "cubins", location.parent / "cubins"]
+    if not places and hasattr(module, "__path__"):
+        from importlib import resources
+
+        places = [resources.files(package).joinpath("cubins")]
+    for root in places:
+        file = root.joinpath("manifest.json")
+        if file.is_file():
+            text = file.read_text(encoding="utf-8")
+            return Collection(package, root, Manifest.from_json(text, where=str(file)))
+    looked = ", ".join(f"{root}{os.sep}manifest.json" for root in places)
+    raise CubinNotFoundError(
+        f"package {package!r} ships no cubins: looked for {looked or 'a package folder: none'}; "
+        "in a checkout, ./build_cubins.sh builds them"
+    )

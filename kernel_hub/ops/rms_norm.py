@@ -1,0 +1,293 @@
+"""RMS normalisation of rows, with an optional fused residual add (csrc/rms_norm.cu)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..errors import KernelHubError, TensorError
+from . import _common as common
+
+_Plan = tuple[Any, tuple[int, int, int], tuple[int, int, int], tuple[int, ...]]
+# What a call's shapes, strides and alignment were checked and planned to be.
+_plans: dict[tuple[Any, ...], _Plan] = {}
+_NO_LAUNCH: _Plan = (None, (0, 0, 0), (0, 0, 0), ())
+_PLAIN_TYPES = common.PLAIN_TYPES
+_is_tracing = torch.compiler.is_dynamo_compiling
+_is_grad_enabled = torch.is_grad_enabled
+_empty_like = torch.empty_like
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    *,
+    residual: torch.Tensor | None = None,
+    weight_offset: float = 0.0,
+    out: torch.Tensor | None = None,
+    residual_out: torch.Tensor | None = None,
+) -> Any:
+    """Normalise each row of `x` by its root mean square; optionally add a residual first.
+
+        residual_out = x + residual                       (rounded, equal to torch's own add)
+        out = s / sqrt(mean(s**2, -1) + eps) * (weight + weight_offset),  s = residual_out or x
+
+    computed in fp32 and rounded once: with a residual, the norm is of the rounded sum, as in the
+    unfused pair of ops.
+
+    x: (..., hidden_size), fp16, bf16 or fp32, on the GPU or the CPU; last dimension contiguous, the
+        leading ones in at most two separately strided groups.
+    weight: (hidden_size,), dtype and device of x, contiguous.
+    eps: added to the mean of squares.
+    residual: like x; strides of its own.
+    weight_offset: added to the weight; 1.0 for models that store weight - 1 (Gemma).
+    out, residual_out: like x; where to write. `out=x` and `residual_out=residual` work in place.
+
+    Returns out, or (out, residual_out) when a residual is given. A CUDA tensor runs the shipped
+    cubin on torch's current stream; a CPU tensor runs a reference in torch. No backward.
+    Raises TensorError naming the argument that does not fit.
+    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
+    """
+    if (
+        residual is None
+        and out is None
+        and residual_out is None
+        and not _is_tracing()
+        and type(x) in _PLAIN_TYPES
+        and type(weight) in _PLAIN_TYPES
+        and x.is_cuda
+        and not (_is_grad_enabled() and (x.requires_grad or weight.requires_grad))
+    ):
+        return _cuda(x, weight, eps, weight_offset)
+
+    _check(x, residual, weight, out, residual_out)
+    common.check_no_grad(
+        "rms_norm", x=x, weight=weight, residual=residual, out=out, residual_out=residual_out
+    )
+    if _is_tracing() or not common.is_plain(x, weight, residual, out, residual_out):
+        return _dispatch(x, residual, weight, eps, weight_offset, out, residual_out)
+    run = _cuda_into if x.is_cuda else _cpu_into
+    if out is None:
+        out = _empty_like(x)
+    if residual is not None and residual_out is None:
+        residual_out = _empty_like(residual)
+    run(x, residual, weight, eps, weight_offset, out, residual_out)
+    return out if residual is None else (out, residual_out)
+
+
+def _check(
+    x: Any, residual: Any, weight: Any, out: Any = None, residual_out: Any = None
+) -> None:
+    """Everything about the tensors but their addresses."""
+    op = "rms_norm"
+    common.check_data(op, "x", x)
+    hidden_size = x.shape[-1]
+    if hidden_size > common.MAX_SIZE:
+        raise common.refuse(op, "x", f"a last dimension of at most {common.MAX_SIZE}", x)
+    common.check_like(op, "weight", weight, (hidden_size,), x)
+    if residual is None and residual_out is not None:
+        raise TensorError(f"{op}: residual_out is given without residual")
+    for argument, value in (("residual", residual), ("out", out), ("residual_out", residual_out)):
+        if value is not None:
+            common.check_like(op, argument, value, x.shape, x)
+            if argument != "residual":
+                common.check_output(op, argument, value)
+    if out is not None and out is residual_out:
+        raise TensorError(f"{op}: out and residual_out are the same tensor")
+
+
+def _choose(vecs: int, rows: int) -> tuple[str, int, int]:
+    """(variant, threads a row, rows a block) for rows of `vecs` 16-byte vectors."""
+    if vecs > 4 * 1024:
+        return "loop", 1024, 1
+    if vecs <= 32:
+        threads = 1 << max(0, vecs - 1).bit_length()
+        return "vec1", threads, max(1, 128 // threads)
+    few_rows = rows <= 256
+    per_thread = next(
+        n for n in (1, 2, 4) if vecs <= n * (1024 if few_rows else (256, 512, 1024)[n // 2])
+    )
+    threads = 32 * -(-vecs // (32 * per_thread))
+    return f"vec{per_thread}", threads, max(1, 128 // threads)
+
+
+def _plan(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    residual_out: torch.Tensor | None,
+    low_bits: int,
+) -> _Plan:
+    """Check the tensors and choose the kernel, its launch shape and its integer parameters."""
+    _check(x, residual, weight, out, residual_out)
+    if x.numel() == 0:
+        return _NO_LAUNCH
+    hidden_size = x.shape[-1]
+    tensors = [t for t in (out, residual_out, x, residual) if t is not None]
+    outer, rows, pairs = common.split_rows(
+        "rms_norm", x.shape[:-1], [tensor.stride()[:-1] for tensor in tensors]
+    )
+    strides = [stride for outer_stride, stride in pairs for stride in (stride, outer_stride)]
+    elems = common.VEC_BYTES // x.element_size()
+    if low_bits or not common.is_aligned(elems, hidden_size, *strides):
+        threads = min(256, 32 * -(-hidden_size // 32))
+        variant, rows_a_block = "scalar", max(1, 128 // threads)
+    else:
+        variant, threads, rows_a_block = _choose(hidden_size // elems, rows * outer)
+    with_residual = "residual_" if residual is not None else ""
+    name = f"rms_norm_{common.DTYPE_TOKENS[x.dtype]}_{with_residual}{variant}"
+    function = common.shipped("rms_norm", name)
+    grid = (-(-rows // rows_a_block), outer, 1)
+    return function, grid, (threads, rows_a_block, 1), (*strides, rows, hidden_size)
+
+
+def _remember(key: tuple[Any, ...], plan: _Plan) -> _Plan:
+    if len(_plans) >= common.MAX_PLANS:
+        _plans.clear()
+    _plans[key] = plan
+    return plan
+
+
+def _cuda(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float
+) -> torch.Tensor:
+    """The plain norm of a CUDA tensor into a new one: the quick way through eager calls."""
+    out = _empty_like(x)
+    low_bits = (x.data_ptr() | weight.data_ptr()) & 15
+    key = (x.dtype, x.shape, x.stride(), weight.shape, weight.stride(), low_bits)
+    plan = _plans.get(key) or _remember(key, _plan(x, None, weight, out, None, low_bits))
+    function, grid, block, numbers = plan
+    if function is not None:
+        try:
+            function(grid, block, 0, None, (out, x, weight, *numbers, eps, weight_offset))
+        except KernelHubError:
+            _check(x, None, weight, out)  # the launch checks devices and dtypes; this names them
+            raise
+    return out
+
+
+def _cuda_into(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    weight_offset: float,
+    out: torch.Tensor,
+    residual_out: torch.Tensor | None,
+) -> None:
+    """The norm of a CUDA tensor into `out`, with or without a residual."""
+    tensors = [t for t in (out, residual_out, x, residual, weight) if t is not None]
+    low_bits = 0
+    for tensor in tensors:
+        low_bits |= tensor.data_ptr()
+    low_bits &= 15
+    layout = [(tensor.shape, tensor.stride()) for tensor in tensors]
+    key = (x.dtype, low_bits, *layout)
+    plan = _plans.get(key) or _remember(
+        key, _plan(x, residual, weight, out, residual_out, low_bits)
+    )
+    function, grid, block, numbers = plan
+    if function is not None:
+        try:
+            function(grid, block, 0, None, (*tensors, *numbers, eps, weight_offset))
+        except KernelHubError:
+            _check(x, residual, weight, out, residual_out)
+            raise
+
+
+def _cpu_into(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    weight_offset: float,
+    out: torch.Tensor,
+    residual_out: torch.Tensor | None,
+) -> None:
+    """The same on the CPU, by torch."""
+    if residual is not None and residual_out is not None:
+        x = residual_out.copy_(x + residual)
+    s = x.float()
+    scale = torch.rsqrt(s.square().mean(-1, keepdim=True) + eps)
+    out.copy_(s * scale * (weight.float() + weight_offset))
+
+
+def _dispatch(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    weight_offset: float,
+    out: torch.Tensor | None,
+    residual_out: torch.Tensor | None,
+) -> Any:
+    """Through torch's dispatcher, for tracing and for tensors that are not plain."""
+    if residual is None:
+        if out is None:
+            return _op(x, weight, eps, weight_offset)
+        _op_out(x, weight, eps, weight_offset, out)
+        return out
+    if out is None and residual_out is None:
+        return _op_residual(x, residual, weight, eps, weight_offset)
+    out = _empty_like(x) if out is None else out
+    residual_out = _empty_like(residual) if residual_out is None else residual_out
+    _op_residual_out(x, residual, weight, eps, weight_offset, out, residual_out)
+    return out, residual_out
+
+
+_DeviceWay = Any  # _cuda_into or _cpu_into
+
+
+def _returning(into: _DeviceWay) -> Any:
+    def run(x: Any, weight: Any, eps: float, weight_offset: float) -> torch.Tensor:
+        out = _empty_like(x)
+        into(x, None, weight, eps, weight_offset, out, None)
+        return out
+
+    return run
+
+
+def _returning_both(into: _DeviceWay) -> Any:
+    def run(x: Any, residual: Any, weight: Any, eps: float, weight_offset: float) -> Any:
+        out, residual_out = _empty_like(x), _empty_like(residual)
+        into(x, residual, weight, eps, weight_offset, out, residual_out)
+        return out, residual_out
+
+    return run
+
+
+def _writing(into: _DeviceWay) -> Any:
+    def run(x: Any, weight: Any, eps: float, weight_offset: float, out: Any) -> None:
+        into(x, None, weight, eps, weight_offset, out, None)
+
+    return run
+
+
+def _fake_into(
+    x: Any, residual: Any, weight: Any, eps: float, offset: float, out: Any, residual_out: Any
+) -> None:
+    _check(x, residual, weight, out, residual_out)
+
+
+_SCALARS = "float eps, float weight_offset"
+_op = common.define(
+    f"rms_norm(Tensor x, Tensor weight, {_SCALARS}) -> Tensor",
+    cuda=_cuda, cpu=_returning(_cpu_into), fake=_returning(_fake_into),
+)  # fmt: skip
+_op_out = common.define(
+    f"rms_norm_out(Tensor x, Tensor weight, {_SCALARS}, Tensor(a!) out) -> ()",
+    cuda=_writing(_cuda_into), cpu=_writing(_cpu_into), fake=_writing(_fake_into),
+)  # fmt: skip
+_op_residual = common.define(
+    f"rms_norm_residual(Tensor x, Tensor residual, Tensor weight, {_SCALARS}) -> (Tensor, Tensor)",
+    cuda=_returning_both(_cuda_into), cpu=_returning_both(_cpu_into),
+    fake=_returning_both(_fake_into),
+)  # fmt: skip
+_op_residual_out = common.define(
+    f"rms_norm_residual_out(Tensor x, Tensor residual, Tensor weight, {_SCALARS}, "
+    "Tensor(a!) out, Tensor(b!) residual_out) -> ()",
+    cuda=_cuda_into, cpu=_cpu_into, fake=_fake_into,
+)  # fmt: skip

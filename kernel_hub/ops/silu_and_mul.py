@@ -1,0 +1,149 @@
+"""The gated activation of SwiGLU layers (csrc/silu_and_mul.cu)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..errors import KernelHubError
+from . import _common as common
+
+_Plan = tuple[Any, tuple[int, int, int], tuple[int, int, int], tuple[int, ...]]
+_plans: dict[tuple[Any, ...], _Plan] = {}
+_NO_LAUNCH: _Plan = (None, (0, 0, 0), (0, 0, 0), ())
+_PLAIN_TYPES = common.PLAIN_TYPES
+_is_tracing = torch.compiler.is_dynamo_compiling
+_is_grad_enabled = torch.is_grad_enabled
+_empty = torch.empty
+
+
+def silu_and_mul(x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Multiply the second half of each row by the SiLU of the first.
+
+        out[..., j] = silu(x[..., j]) * x[..., size + j],  silu(g) = g / (1 + exp(-g))
+
+    computed in fp32 and rounded once.
+
+    x: (..., 2 * size), fp16, bf16 or fp32, on the GPU or the CPU; last dimension contiguous, the
+        leading ones in at most two separately strided groups.
+    out: (..., size), dtype and device of x, strides of its own; must not overlap x.
+
+    Returns out. A CUDA tensor runs the shipped cubin on torch's current stream; a CPU tensor runs a
+    reference in torch. No backward. Raises TensorError naming the argument that does not fit.
+    Source: Shazeer, "GLU Variants Improve Transformer", 2020.
+    """
+    if (
+        out is None
+        and not _is_tracing()
+        and type(x) in _PLAIN_TYPES
+        and x.is_cuda
+        and not (_is_grad_enabled() and x.requires_grad)
+    ):
+        return _cuda(x)
+    _check(x, out)
+    common.check_no_grad("silu_and_mul", x=x, out=out)
+    if _is_tracing() or not common.is_plain(x, out):
+        if out is None:
+            return _op(x)
+        _op_out(x, out)
+        return out
+    if out is None:
+        out = _new_out(x)
+    (_cuda_into if x.is_cuda else _cpu_into)(x, out)
+    return out
+
+
+def _check(x: Any, out: Any = None) -> None:
+    op = "silu_and_mul"
+    common.check_data(op, "x", x)
+    if x.shape[-1] % 2:
+        raise common.refuse(op, "x", "an even last dimension (gate, then up)", x)
+    if x.shape[-1] > common.MAX_SIZE:
+        raise common.refuse(op, "x", f"a last dimension of at most {common.MAX_SIZE}", x)
+    if out is not None:
+        common.check_like(op, "out", out, (*x.shape[:-1], x.shape[-1] // 2), x)
+        common.check_output(op, "out", out)
+
+
+def _new_out(x: torch.Tensor) -> torch.Tensor:
+    shape = x.shape
+    return _empty((*shape[:-1], shape[-1] // 2), dtype=x.dtype, device=x.device)
+
+
+def _choose(vecs: int, rows: int) -> tuple[int, int]:
+    """(vectors a thread, threads a block) for rows of `vecs` 16-byte vectors of output."""
+    per_thread = 1 if rows <= 256 else 2
+    threads = min(256, 32 * -(-vecs // (32 * per_thread)))
+    return per_thread, threads
+
+
+def _plan(x: torch.Tensor, out: torch.Tensor, low_bits: int) -> _Plan:
+    """Check the tensors and choose the kernel, its launch shape and its integer parameters."""
+    _check(x, out)
+    if out.numel() == 0:
+        return _NO_LAUNCH
+    size = out.shape[-1]
+    outer, rows, pairs = common.split_rows(
+        "silu_and_mul", x.shape[:-1], [out.stride()[:-1], x.stride()[:-1]]
+    )
+    strides = [stride for outer_stride, stride in pairs for stride in (stride, outer_stride)]
+    elems = common.VEC_BYTES // x.element_size()
+    if low_bits or not common.is_aligned(elems, size, *strides):
+        variant, threads, span = "scalar", 256, 256
+    else:
+        per_thread, threads = _choose(size // elems, rows * outer)
+        variant, span = f"vec{per_thread}", threads * per_thread * elems
+    name = f"silu_and_mul_{common.DTYPE_TOKENS[x.dtype]}_{variant}"
+    function = common.shipped("silu_and_mul", name)
+    grid = (-(-size // span), min(rows, common.MAX_GRID_Y), outer)
+    return function, grid, (threads, 1, 1), (*strides, rows, size)
+
+
+def _cuda(x: torch.Tensor) -> torch.Tensor:
+    if x.dim() == 0 or x.shape[-1] % 2:
+        _check(x)
+    out = _new_out(x)
+    _cuda_into(x, out)
+    return out
+
+
+def _cuda_into(x: torch.Tensor, out: torch.Tensor) -> None:
+    low_bits = (x.data_ptr() | out.data_ptr()) & 15
+    key = (x.dtype, x.shape, x.stride(), out.shape, out.stride(), low_bits)
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _plan(x, out, low_bits)
+        if len(_plans) >= common.MAX_PLANS:
+            _plans.clear()
+        _plans[key] = plan
+    function, grid, block, numbers = plan
+    if function is not None:
+        try:
+            function(grid, block, 0, None, (out, x, *numbers))
+        except KernelHubError:
+            _check(x, out)  # the launch checks devices and dtypes; this names them
+            raise
+
+
+def _cpu_into(x: torch.Tensor, out: torch.Tensor) -> None:
+    gate, up = x.float().chunk(2, -1)
+    out.copy_(torch.nn.functional.silu(gate) * up)
+
+
+def _cpu(x: torch.Tensor) -> torch.Tensor:
+    out = _new_out(x)
+    _cpu_into(x, out)
+    return out
+
+
+def _fake(x: torch.Tensor) -> torch.Tensor:
+    _check(x)
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+
+
+_op = common.define("silu_and_mul(Tensor x) -> Tensor", cuda=_cuda, cpu=_cpu, fake=_fake)
+_op_out = common.define(
+    "silu_and_mul_out(Tensor x, Tensor(a!) out) -> ()",
+    cuda=_cuda_into, cpu=_cpu_into, fake=_check,
+)  # fmt: skip

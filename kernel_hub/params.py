@@ -1,0 +1,275 @@
+"""Launch parameters: from Python values to the bytes a kernel reads.
+
+One `Param` a kernel parameter. `convert` takes a value of any supported kind and returns what
+`struct.pack_into` wants for that parameter, or raises ParamsError with index, name, what came and
+what the kernel takes. `_launch.py` generates the quick path around it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from .ctypes_table import TypeInfo, canonical, type_info
+from .errors import ParamsError, TensorError
+from .tensors import ArrayView, describe
+
+_CTYPES_KIND = {
+    **dict.fromkeys("bhilq", "int"),
+    **dict.fromkeys("BHILQ", "uint"),
+    **dict.fromkeys("fd", "float"),
+    "?": "bool",
+    "c": "int",
+    "P": "pointer",
+    "z": "pointer",
+    "Z": "pointer",
+}
+_NUMPY_KIND = {"i": "int", "u": "uint", "f": "float", "b": "bool"}
+_RAW_CODE = {1: "B", 2: "H", 4: "I", 8: "Q"}
+_UNSIGNED_TWIN = {"int8": "uint8", "int16": "uint16", "int32": "uint32", "int64": "uint64"}
+WAYS_OUT = (
+    "give its width: a ctypes or NumPy scalar (ctypes.c_int(3), numpy.float32(0.5)), or declare "
+    "the types once with Kernel(..., signatures={function: ['float*', 'int', …]})"
+)
+
+
+@dataclass(frozen=True)
+class Param:
+    """One parameter of a kernel. `type` None: only the size is known (a foreign cubin)."""
+
+    index: int
+    name: str
+    type: str | None
+    size_bytes: int
+    offset_bytes: int
+    info: TypeInfo | None = field(default=None, compare=False)
+
+    @classmethod
+    def make(
+        cls, index: int, name: str | None, type_text: str | None, size_bytes: int, offset: int
+    ) -> Param:
+        """A parameter; a declared type whose size disagrees with the image's is refused."""
+        info = type_info(type_text) if type_text else None
+        if info is not None and info.size_bytes != size_bytes:
+            raise ParamsError(
+                f"parameter {index} is declared {type_text} ({info.size_bytes} bytes) but the "
+                f"kernel takes {size_bytes} bytes there"
+            )
+        spelled = canonical(type_text) if type_text else None
+        return cls(index, name or f"arg{index}", spelled, size_bytes, offset, info)
+
+    @property
+    def is_pointer(self) -> bool:
+        """Declared a pointer."""
+        return self.info is not None and self.info.kind == "pointer"
+
+    @property
+    def code(self) -> str:
+        """The struct code this parameter is packed with."""
+        if self.info is not None and self.info.struct_code:
+            return self.info.struct_code
+        return _RAW_CODE.get(self.size_bytes, f"{self.size_bytes}s")
+
+    def __str__(self) -> str:
+        kind = self.type or f"<{self.size_bytes} bytes>"
+        return f"{kind} {self.name}"
+
+    def refuse(self, found: str, advice: str = "") -> ParamsError:
+        """The error for a value that does not fit here."""
+        takes = f"{self.type} ({self.size_bytes} bytes)" if self.type else f"{self.size_bytes} bytes"
+        text = f"params[{self.index}] ({self.name}): the kernel takes {takes}, got {found}"
+        return ParamsError(f"{text}; {advice}" if advice else text)
+
+    def convert(self, value: Any, device: int | None = None, stream: int = 0) -> Any:
+        """`value` as struct.pack_into takes it.
+
+        device: where arrays must live, None = anywhere. stream: where the launch will use them.
+        """
+        if value is None:
+            if self.is_pointer or (self.info is None and self.size_bytes == 8):
+                return 0
+            raise self.refuse("None", "None is a null pointer")
+        if isinstance(value, (bool, int, float)) and not isinstance(value, np.generic):
+            return self._convert_python(value)
+        if isinstance(value, (bytes, bytearray, memoryview)):
+            return self._raw(bytes(value), "bytes")
+        if isinstance(value, np.generic):
+            return self._convert_numpy(value)
+        if isinstance(value, (ctypes._SimpleCData, ctypes.Structure, ctypes.Union, ctypes.Array)):
+            return self._convert_ctypes(value)
+        if isinstance(value, ctypes._Pointer):
+            return self._raw(bytes(value), type(value).__name__)
+        as_bytes = getattr(value, "_as_bytes", None)
+        if as_bytes is not None:  # TensorMap
+            return self._raw(as_bytes(), type(value).__name__)
+        try:
+            view = describe(value)
+        except TensorError as error:
+            raise self.refuse(str(error)) from error
+        if view is None:
+            raise self.refuse(
+                f"{type(value).__name__} {_short(value)}",
+                "pass a tensor, a DeviceArray, a NumPy or ctypes scalar, or a Python number",
+            )
+        address = self._address(view, value, device)
+        if (record := getattr(value, "_record_use", None)) is not None:  # DeviceArray
+            record(stream)
+        return address
+
+    def _address(self, view: ArrayView, value: Any, device: int | None) -> int:
+        what = f"{type(value).__name__} of {view.dtype or 'unknown dtype'} {list(view.shape)}"
+        if self.info is not None and self.info.kind != "pointer":
+            raise self.refuse(what, "pass a number here (tensor.item() copies one to the CPU)")
+        if self.size_bytes != 8:
+            raise self.refuse(what, "a pointer has 8 bytes")
+        expected = self.info.dtype if self.info is not None else None
+        if expected and view.dtype and not _same_dtype(expected, view.dtype):
+            raise self.refuse(what, f"convert it to {expected} first")
+        if device is not None and view.device is not None and view.device != device:
+            raise self.refuse(
+                f"{what} on device {view.device}", f"this launch is on device {device}"
+            )
+        return view.address
+
+    def _convert_python(self, value: Any) -> Any:
+        info = self.info
+        found = f"{type(value).__name__} {value!r}"
+        if info is None:
+            raise self.refuse(found, f"its type is not known from the cubin: {WAYS_OUT}")
+        if info.kind == "pointer":
+            raise self.refuse(
+                found, "an address goes in as ctypes.c_void_p(address), null as None"
+            )
+        if info.kind == "struct":
+            raise self.refuse(found, "pass a TensorMap, a ctypes Structure or bytes")
+        if info.kind == "float":
+            return self._pack_float(float(value), found)
+        if isinstance(value, float):
+            raise self.refuse(found, "a float does not go into an integer")
+        if info.kind == "bool":
+            if value not in (0, 1):
+                raise self.refuse(found)
+            return bool(value)
+        bits = 8 * self.size_bytes
+        low, high = (0, 2**bits - 1) if info.kind == "uint" else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+        if not low <= value <= high:
+            raise self.refuse(found, f"the range is {low} … {high}")
+        return int(value)
+
+    def _pack_float(self, value: float, found: str) -> Any:
+        if self.info is not None and self.info.struct_code:
+            try:
+                struct.pack("<" + self.info.struct_code, value)
+            except (OverflowError, struct.error):
+                raise self.refuse(found, f"it overflows {self.type}") from None
+            return value
+        if self.info is not None and self.info.dtype == "bf16":
+            return bfloat16_bits(value)
+        raise self.refuse(found, f"Python has no {self.type}: pass its raw bytes")
+
+    def _convert_numpy(self, value: np.generic) -> Any:
+        if self.info is not None and self.info.kind != "struct":
+            kind = _NUMPY_KIND.get(value.dtype.kind, value.dtype.name)
+            self._check_kind(kind, value.dtype.itemsize, f"numpy.{value.dtype.name} {value!r}")
+        return self._raw(value.tobytes(), f"numpy.{value.dtype.name} {value!r}")
+
+    def _convert_ctypes(self, value: Any) -> Any:
+        name = type(value).__name__
+        code = getattr(type(value), "_type_", None)
+        if self.info is not None and self.info.kind != "struct" and isinstance(code, str):
+            self._check_kind(_CTYPES_KIND.get(code, name), ctypes.sizeof(value), f"{name} {value!r}")
+        return self._raw(bytes(value), name)
+
+    def _check_kind(self, kind: str, size_bytes: int, found: str) -> None:
+        assert self.info is not None
+        wanted = self.info.kind
+        integers = ("int", "uint", "bool")
+        fits = kind == wanted or (kind in integers and wanted in integers)
+        if wanted == "pointer":  # a raw 64-bit address, its maker vouches for it
+            fits = kind in ("pointer", "uint", "int")
+        if not fits or size_bytes != self.size_bytes:
+            raise self.refuse(f"{found} ({size_bytes} bytes)")
+
+    def _raw(self, data: bytes, found: str) -> Any:
+        if len(data) != self.size_bytes:
+            raise self.refuse(f"{found} of {len(data)} bytes")
+        code = self.code
+        return data if code.endswith("s") else struct.unpack(f"<{code}", data)[0]
+
+
+def _same_dtype(expected: str, found: str) -> bool:
+    # torch has few unsigned types, so integers of one width pass for each other.
+    byte = ("bool", "uint8")
+    twin = _UNSIGNED_TWIN
+    return (
+        expected == found
+        or twin.get(expected, expected) == twin.get(found, found)
+        or (expected in byte and found in byte)
+    )
+
+
+def bfloat16_bits(value: float) -> int:
+    """The bits of `value` as bfloat16, rounded to nearest even."""
+    bits = int(np.float32(value).view(np.uint32))
+    if (bits & 0x7FFFFFFF) > 0x7F800000:
+        return (bits >> 16) | 0x40
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
+
+
+def ordered(params: Any, expected: Sequence[Param]) -> Sequence[Any]:
+    """`params` as a sequence in the kernel's order; a dict goes by parameter name."""
+    if isinstance(params, Mapping):
+        names = [param.name for param in expected]
+        missing = [name for name in names if name not in params]
+        unknown = [str(name) for name in params if name not in names]
+        if missing or unknown:
+            parts = []
+            if missing:
+                parts.append(f"missing {', '.join(missing)}")
+            if unknown:
+                parts.append(f"unknown {', '.join(unknown)}")
+            raise ParamsError(f"params by name: {'; '.join(parts)}; {takes(expected)}")
+        return [params[name] for name in names]
+    if isinstance(params, (str, bytes)) or not hasattr(params, "__iter__") or hasattr(params, "shape"):
+        raise ParamsError(
+            f"params is a {type(params).__name__}, not a list, tuple or dict of parameters; "
+            + takes(expected)
+        )
+    return list(params)
+
+
+def takes(expected: Sequence[Param]) -> str:
+    """'the kernel takes 3: float* out, …' for messages."""
+    return f"the kernel takes {len(expected)}: {', '.join(map(str, expected)) or 'nothing'}"
+
+
+def wrong_count(found: Sequence[Any], expected: Sequence[Param]) -> ParamsError:
+    """The error for too few or too many parameters."""
+    kind = "few" if len(found) < len(expected) else "many"
+    return ParamsError(f"too {kind} params: got {len(found)}, {takes(expected)}")
+
+
+def layout(params: Sequence[Param], base: int) -> tuple[str, list[int], int]:
+    """(struct format of the values, each one's offset in the buffer, buffer end).
+
+    Values lie one after another, each aligned to its size up to 64 bytes; the driver copies each
+    from the address it is given, so these offsets are ours and not the cubin's.
+    """
+    text, offsets, position = "", [], base
+    for param in params:
+        align = min(param.size_bytes & -param.size_bytes, 64) if param.size_bytes else 1
+        pad = -position % align
+        text += f"{pad}x" * bool(pad) + param.code
+        offsets.append(position + pad)
+        position += pad + param.size_bytes
+    return text, offsets, position
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "…"

@@ -1,0 +1,84 @@
+"""Which cubin runs on a GPU: a pure function of compute capability and candidates."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from .errors import CubinNotFoundError
+
+_TARGET = re.compile(r"sm_?(\d+)(\d)([af]?)")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One cubin on offer. `target` is what it was built for: 'sm_80', 'sm_90a'."""
+
+    arch: str
+    target: str
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """The chosen candidate, or None, and for every other one the reason it fell."""
+
+    chosen: Candidate | None
+    rejected: dict[str, str]
+
+
+def parse_target(target: str) -> tuple[int, int, str]:
+    """'sm_90a' -> (9, 0, 'a')."""
+    match = _TARGET.fullmatch(target)
+    if match is None:
+        raise ValueError(f"{target!r} is no target: sm_80, sm_89, sm_90a are")
+    return int(match[1]), int(match[2]), match[3]
+
+
+def refusal(compute_capability: tuple[int, int], target: str) -> str | None:
+    """Why machine code for `target` cannot run on the GPU; None if it can.
+
+    SASS runs within its major version on the same or a later minor one; 'a' targets only on
+    exactly theirs.
+    """
+    major, minor = compute_capability
+    built_major, built_minor, suffix = parse_target(target)
+    gpu = f"{major}.{minor}"
+    if built_major != major:
+        return f"{target} code runs on {built_major}.x only, this GPU is {gpu}"
+    if suffix and built_minor != minor:
+        return f"{target} code runs on exactly {built_major}.{built_minor}, this GPU is {gpu}"
+    if built_minor > minor:
+        return f"{target} code needs {built_major}.{built_minor} or later, this GPU is {gpu}"
+    return None
+
+
+def resolve(compute_capability: tuple[int, int], candidates: Iterable[Candidate]) -> Resolution:
+    """The best candidate for the GPU: the nearest target that runs, arch-specific ones first."""
+    rejected: dict[str, str] = {}
+    runs: list[tuple[tuple[int, int, str], Candidate]] = []
+    for candidate in candidates:
+        reason = refusal(compute_capability, candidate.target)
+        if reason is None:
+            runs.append((parse_target(candidate.target), candidate))
+        else:
+            rejected[candidate.target] = reason
+    if not runs:
+        return Resolution(None, rejected)
+    runs.sort(key=lambda pair: pair[0])
+    best = runs.pop()[1]
+    rejected.update({c.target: f"{best.target} is nearer to the GPU" for _, c in runs})
+    return Resolution(best, rejected)
+
+
+def not_found(
+    what: str, compute_capability: tuple[int, int], rejected: dict[str, str], *, build: str
+) -> CubinNotFoundError:
+    """The error when nothing in `rejected` runs: every candidate, and how to get one that does."""
+    major, minor = compute_capability
+    lines = [f"{what}: no cubin for compute capability {major}.{minor}."]
+    lines += [f"  {target}: {reason}" for target, reason in sorted(rejected.items())]
+    if not rejected:
+        lines.append("  nothing is shipped under that name")
+    lines.append(build)
+    return CubinNotFoundError("\n".join(lines), rejected=rejected)

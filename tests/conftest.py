@@ -1,0 +1,93 @@
+"""Fixtures: a fresh stand-in driver for CPU tests, and the rules of GPU tests.
+
+GPU tests live in tests/gpu or carry `@pytest.mark.gpu`. Without a GPU they skip with the reason;
+`--require-gpu` turns that into a failure.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from fakecuda import CompilerMissingError, FakeCuda
+
+from kernel_hub import driver
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--require-gpu", action="store_true", help="GPU tests fail, not skip, without a GPU"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU and its driver")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "gpu" in item.path.relative_to(ROOT / "tests").parts[:-1]:
+            item.add_marker(pytest.mark.gpu)
+
+
+@functools.cache
+def _no_gpu_reason() -> str:
+    """Why GPU tests cannot run here, or ''. Asked of a child: this process stays free to fork."""
+    code = "from kernel_hub import driver; driver.get().primary_context(0)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    if done.returncode == 0:
+        return ""
+    lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+    errors = [line for line in lines if line.startswith("kernel_hub.errors.")]
+    return "no usable GPU: " + (errors or lines)[-1]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is None:
+        return
+    if reason := _no_gpu_reason():
+        if item.config.getoption("--require-gpu"):
+            pytest.fail(reason, pytrace=False)
+        pytest.skip(reason)
+
+
+def _forget_runtime() -> None:
+    """Drop the runtime's driver and caches; arrays that died give their memory back first."""
+    gc.collect()
+    for name in ("kernel_hub.kernel", "kernel_hub.memory"):
+        if name in sys.modules:
+            getattr(sys.modules[name], "_reset_for_tests", lambda: None)()
+    driver._driver = None
+
+
+@pytest.fixture
+def make_fakecuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FakeCuda]]:
+    """`make_fakecuda(devices=2, …)`: kernel_hub runs on this stand-in until the test ends."""
+    monkeypatch.delenv("KERNEL_HUB_LAUNCH_BLOCKING", raising=False)
+
+    def make(**options: object) -> FakeCuda:
+        try:
+            fake = FakeCuda(**options)  # type: ignore[arg-type]
+        except CompilerMissingError as missing:
+            pytest.skip(str(missing))
+        _forget_runtime()
+        monkeypatch.setenv(driver.LIBRARY_VARIABLE, fake.path)
+        return fake
+
+    yield make
+    _forget_runtime()
+
+
+@pytest.fixture
+def fakecuda(make_fakecuda: Callable[..., FakeCuda]) -> FakeCuda:
+    """One fake H200 under driver 13.0."""
+    return make_fakecuda()

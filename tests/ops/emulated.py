@@ -1,0 +1,101 @@
+"""Kernels of csrc/ on the CPU: builds them with emulator/ and calls them as KernelFunctions are."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+EMULATOR = Path(__file__).parent / "emulator"
+ERRORS = {1: "a 16-byte access is misaligned", 2: "some threads of a block missed a barrier"}
+
+
+class CannotEmulateError(RuntimeError):
+    """What is missing on this machine; tests skip with it."""
+
+
+@functools.cache
+def _cuda_headers() -> Path:
+    nvcc = os.environ.get("NVCC") or shutil.which("nvcc")
+    if not nvcc:
+        raise CannotEmulateError("no nvcc, whose headers the emulated kernels need")
+    done = subprocess.run(
+        [nvcc, "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True, check=False
+    )
+    for word in done.stderr.replace('"', " ").split():
+        folder = Path(word.removeprefix("-I"))
+        if word.startswith("-I") and (folder / "cuda_bf16.h").is_file():
+            return folder
+    raise CannotEmulateError(f"cuda_bf16.h was not found in the folders {nvcc} includes")
+
+
+@functools.cache
+def build(cubin: str) -> ctypes.CDLL:
+    """csrc/<cubin>.cu compiled for this CPU (made once for each text of source and headers)."""
+    if platform.machine() not in ("x86_64", "aarch64"):
+        raise CannotEmulateError(f"the emulator passes arguments as x86-64 and AArch64 do only")
+    compiler = os.environ.get("CXX") or shutil.which("g++")
+    if not compiler:
+        raise CannotEmulateError("no C++ compiler (g++)")
+    source = ROOT / "csrc" / f"{cubin}.cu"
+    digest = hashlib.sha256()
+    for path in [source, *sorted((ROOT / "csrc/include").rglob("*")), *sorted(EMULATOR.rglob("*"))]:
+        if path.is_file():
+            digest.update(path.read_bytes())
+    folder = Path(tempfile.gettempdir()) / f"kernel_hub_emulated_{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    library = folder / f"{cubin}_{digest.hexdigest()[:16]}.so"
+    if not library.exists():
+        made = library.with_suffix(f".{os.getpid()}.tmp")
+        command = [
+            compiler, "-std=c++17", "-O1", "-fno-strict-aliasing", "-fPIC", "-shared", "-w",
+            "-I", str(EMULATOR), "-I", str(ROOT / "csrc/include"), "-isystem", str(_cuda_headers()),
+            "-include", "emulator.h", "-x", "c++", str(source), "-o", str(made),
+        ]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{source} does not compile for the CPU:\n{done.stderr[:4000]}")
+        made.replace(library)
+    return ctypes.CDLL(str(library))
+
+
+class EmulatedFunction:
+    """One kernel; called like a KernelFunction with CPU tensors."""
+
+    def __init__(self, cubin: str, name: str) -> None:
+        self.name = name
+        self._library = build(cubin)
+        self._address = ctypes.cast(getattr(self._library, name), ctypes.c_void_p)
+
+    def __call__(
+        self,
+        gridDim: Sequence[int],
+        blockDim: Sequence[int],
+        sharedMemBytes: int,
+        stream: None,
+        params: Sequence[Any],
+    ) -> None:
+        integers = [0 if p is None else p for p in params if not isinstance(p, float)]
+        integers = [p.data_ptr() if isinstance(p, torch.Tensor) else p for p in integers]
+        floats = [p for p in params if isinstance(p, float)]
+        error = self._library.emulator_launch(
+            self._address,
+            (ctypes.c_uint * 3)(*gridDim),
+            (ctypes.c_uint * 3)(*blockDim),
+            (ctypes.c_int64 * len(integers))(*integers),
+            len(integers),
+            (ctypes.c_float * 2)(*floats),
+        )
+        if error:
+            raise AssertionError(f"{self.name}: {ERRORS[error]} (gridDim {gridDim}, {blockDim})")

@@ -1,0 +1,224 @@
+"""The rules of docs/architecture.md: who may import whom, and what happens at import (nothing)."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "kernel_hub"
+
+RUNTIME = {
+    *("errors", "driver", "cubin", "manifest", "ctypes_table", "params", "tensors", "memory"),
+    *("tensormap", "resolve"),
+}
+# What each unit (a module or a subpackage) may import; None = anything.
+ALLOWED: dict[str, set[str] | None] = {
+    "errors": set(),
+    "driver": {"errors"},
+    "cubin": {"errors"},
+    "manifest": {"errors"},
+    "ctypes_table": {"errors"},
+    "params": {"errors", "ctypes_table", "tensors"},
+    "tensors": {"errors"},
+    "memory": {"errors", "driver", "tensors"},
+    "tensormap": {"errors", "driver", "tensors"},
+    "resolve": {"errors"},
+    "kernel": RUNTIME,
+    "registry": {"errors", "manifest", "kernel"},
+    "build": {"errors", "cubin", "manifest", "ctypes_table"},
+    "ops": {"registry", "tensors", "errors"},
+    "testing": RUNTIME | {"kernel", "registry", "ops", "__init__"},
+    "formats": {"errors", "cubin", "manifest", "ctypes_table", "kernel"},
+    "integrations": {"errors", "registry", "ops", "kernel"},
+    "cli": None,
+    "__init__": None,
+    "__main__": {"cli"},
+}
+MAY_IMPORT_TORCH = {"tensors", "ops", "testing", "integrations"}
+TORCH_AT_TOP = {"ops", "testing", "integrations"}
+MAX_LINES = 400
+
+DOC = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+# A row of the document's table may name several modules: the others are parts of the first.
+ROWS = [
+    re.findall(r"`(\w+)(?:\.py|/)`", line.split("|")[1])
+    for line in DOC.splitlines()
+    if line.startswith("| `")
+]
+PARTS = {part: row[0] for row in ROWS for part in row}
+
+MODULES = sorted(p for p in PACKAGE.rglob("*.py") if "templates" not in p.parts)
+
+
+def unit_of(path: Path) -> str:
+    first = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    return PARTS.get(first, first)
+
+
+def imports(path: Path) -> Iterator[tuple[str, bool, int]]:
+    """(absolute dotted name, at module level, line); what only type checkers see is left out."""
+    parts = ("kernel_hub", *path.relative_to(PACKAGE).with_suffix("").parts)
+    tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+    def walk(node: ast.AST, top: bool) -> Iterator[tuple[str, bool, int]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
+                continue
+            if isinstance(child, ast.Import):
+                for alias in child.names:
+                    yield alias.name, top, child.lineno
+            elif isinstance(child, ast.ImportFrom):
+                base = ".".join(parts[: len(parts) - child.level]) if child.level else ""
+                module = ".".join(filter(None, (base, child.module)))
+                for alias in child.names:
+                    yield f"{module}.{alias.name}", top, child.lineno
+            inner = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+            yield from walk(child, top and not inner)
+
+    return walk(tree, True)
+
+
+def own_units(path: Path) -> Iterator[tuple[str, str, int]]:
+    """(unit, dotted name, line) for each import of the package's own."""
+    for name, _, line in imports(path):
+        parts = name.split(".")
+        if parts[0] == "kernel_hub" and len(parts) > 1:
+            first = parts[1]
+            known = (PACKAGE / first).is_dir() or (PACKAGE / f"{first}.py").is_file()
+            yield (PARTS.get(first, first) if known else "__init__"), name, line
+
+
+def test_every_module_is_in_the_document_and_has_a_layer() -> None:
+    names = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in MODULES}
+    missing = sorted(name for name in names - PARTS.keys() if not name.startswith("__"))
+    assert not missing, f"no row of the table in docs/architecture.md names {missing}"
+    units = {unit_of(path) for path in MODULES}
+    assert units <= ALLOWED.keys(), f"give {units - ALLOWED.keys()} a layer in this test"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_point_down_the_layers(path: Path) -> None:
+    unit = unit_of(path)
+    allowed = ALLOWED.get(unit, set())
+    if allowed is None:
+        return
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}; {unit} may import {sorted(allowed)}"
+        for other, name, line in own_units(path)
+        if other != unit and other not in allowed
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "ops").glob("[a-z]*.py")), ids=lambda p: p.stem)
+def test_an_op_knows_no_other_op_and_is_tested_and_measured(path: Path) -> None:
+    ops = {p.stem for p in (PACKAGE / "ops").glob("[a-z]*.py")} - {path.stem}
+    used = {name.split(".")[2] for unit, name, _ in own_units(path) if unit == "ops"}
+    assert not used & ops
+    assert (ROOT / f"tests/ops/test_{path.stem}.py").is_file()
+    benchmarks = [p.read_text(encoding="utf-8") for p in (ROOT / "benchmarks").glob("bench_*.py")]
+    assert any(path.stem in text for text in benchmarks), (
+        f"no benchmarks/bench_*.py runs {path.stem}"
+    )
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_torch_stays_where_it_may_be(path: Path) -> None:
+    unit = unit_of(path)
+    for name, top, line in imports(path):
+        if name.split(".")[0] == "torch":
+            assert unit in MAY_IMPORT_TORCH, f"{path}:{line} imports torch"
+            assert unit in TORCH_AT_TOP or not top, f"{path}:{line} imports torch at module level"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_only_the_driver_layer_opens_a_library(path: Path) -> None:
+    """`testing` may, for the contenders of the launch benchmark: a C loop, plain ctypes calls."""
+    openers = {"CDLL", "PyDLL", "WinDLL", "LibraryLoader", "cdll", "pydll", "LoadLibrary"}
+    used = {
+        node.attr if isinstance(node, ast.Attribute) else node.id
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, (ast.Attribute, ast.Name))
+    }
+    assert unit_of(path) in ("driver", "testing") or not used & openers
+
+
+SOURCES = sorted(
+    path
+    for folder in ("kernel_hub", "csrc", "tests", "benchmarks", "examples", ".ci")
+    for path in (ROOT / folder).rglob("*")
+    if path.suffix in (".py", ".cu", ".cuh", ".c", ".h", ".sh")
+)
+
+
+def test_no_file_is_long() -> None:
+    long = {
+        str(path.relative_to(ROOT)): num_lines
+        for path in SOURCES
+        if (num_lines := path.read_text(encoding="utf-8").count("\n")) > MAX_LINES
+    }
+    assert not long, f"over {MAX_LINES} lines, split by purpose: {long}"
+
+
+# Runs in a process of its own; prints what importing kernel_hub did.
+IMPORT_PROBE = """
+import json, sys, time
+import numpy
+seen = []
+watched = ("open", "ctypes.dlopen", "subprocess.Popen", "os.system", "os.fork", "socket.connect",
+           "os.exec", "os.posix_spawn", "glob.glob")
+def hook(event, args):
+    if event in watched:
+        seen.append([event, str(args[0])])
+sys.addaudithook(hook)
+before = set(sys.modules)
+started = time.perf_counter()
+import kernel_hub
+milliseconds = (time.perf_counter() - started) * 1e3
+events = list(seen)
+print(json.dumps({"ms": milliseconds, "events": events, "new": sorted(set(sys.modules) - before)}))
+"""
+
+
+def probe_import() -> dict[str, object]:
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT_PROBE], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    result: dict[str, object] = json.loads(done.stdout)
+    return result
+
+
+def test_import_does_nothing() -> None:
+    result = probe_import()
+    events = [
+        (event, target)
+        for event, target in result["events"]  # type: ignore[attr-defined]
+        if not (event == "open" and target.endswith((".py", ".pyc")))
+        and not (event == "ctypes.dlopen" and target in ("None", ""))
+    ]
+    assert not events, "importing kernel_hub opened files, libraries or processes"
+    new = set(result["new"])  # type: ignore[call-overload]
+    heavy = {"torch", "rich", "matplotlib", "cupy", "triton", "importlib.resources", "asyncio"}
+    own = {"kernel_hub.build", "kernel_hub.cli", "kernel_hub.ops", "kernel_hub.testing"}
+    assert not new & (heavy | own)
+
+
+def test_import_is_quick() -> None:
+    best = min(float(probe_import()["ms"]) for _ in range(5))  # type: ignore[arg-type]
+    assert best <= 30, f"import kernel_hub takes {best:.1f} ms beyond NumPy's own import"
+
+
+def test_the_builder_needs_no_numpy() -> None:
+    code = "import sys, kernel_hub.build; print(sorted(m for m in sys.modules if 'numpy' in m))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
