@@ -29,6 +29,7 @@ DEVICE = "cuda"
 REPOSITORY = Path(__file__).resolve().parent.parent
 L2_BYTES = 60 << 20
 EPS = 1e-6
+SHARED_BYTES_AN_SM = 228 << 10
 DTYPE_TOKENS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 LOADS = ("ld_global", "ld_global_cs")
 STORES = ("st_global", "st_global_cs")
@@ -81,6 +82,8 @@ class Cubin:
                 values.append(ctypes.c_int(arg))
             else:
                 values.append(arg)
+        if shared > 48 << 10:
+            self.call("cuFuncSetAttribute", self.function(name), 8, shared)
         pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
         function = self.function(name)
 
@@ -98,6 +101,7 @@ class Launch:
     function: str
     grid: Dims
     block: Dims
+    shared: int = 0
     policy: tuple[str, str] = (LOADS[0], STORES[0])
 
     @property
@@ -106,7 +110,16 @@ class Launch:
         policy = (
             "" if self.policy == (LOADS[0], STORES[0]) else f" {self.policy[0]} {self.policy[1]}"
         )
-        return f"{self.function} grid {'x'.join(map(str, self.grid))} block {blocks}{policy}"
+        grid = "x".join(map(str, self.grid))
+        shared = f" shared {self.shared}" if self.shared else ""
+        return f"{self.function} grid {grid} block {blocks}{shared}{policy}"
+
+    def throttled(self, resident: int) -> Iterator[Launch]:
+        """The same with fewer blocks on an SM, by shared memory nobody uses."""
+        for blocks in (2, 3, 4, 5, 6, 8, 10, 12):
+            if blocks < resident:
+                shared = (SHARED_BYTES_AN_SM // blocks - 1024) // 128 * 128 - 512
+                yield Launch(self.function, self.grid, self.block, shared, self.policy)
 
 
 def i64(value: int) -> ctypes.c_int64:
@@ -234,8 +247,6 @@ class RmsNorm:
         vecs = self.hidden * self.dtype.itemsize // 16
         prefix = f"rms_norm_{DTYPE_TOKENS[self.dtype]}_{'residual_' if self.residual else ''}"
         variants = [("vec1", 1, 1024), ("vec2", 2, 1024), ("vec4", 4, 1024)]
-        variants += [("vec4late5", 4, 256), ("vec4late6", 4, 256)]
-        variants += [("vec8late8", 8, 128), ("vec8late4", 8, 256)]
         for variant, per_thread, limit in variants:
             threads = -(-vecs // per_thread)
             threads = -(-threads // 32) * 32 if threads > 32 else 32
@@ -246,8 +257,8 @@ class RmsNorm:
                     continue
                 blocks = -(-self.tokens // rows)
                 yield Launch(f"{prefix}{variant}", (blocks, 1, 1), (threads, rows, 1))
-        for threads in (128, 256, 512, 1024):
-            if threads <= vecs:
+        for threads in (256, 512):
+            if vecs >= 512 and threads <= vecs:
                 yield Launch(f"{prefix}loop", (self.tokens, 1, 1), (threads, 1, 1))
 
     def arguments(self, i: int) -> list:
@@ -330,17 +341,11 @@ class SiluAndMul:
 
     def launches(self, cubin: Cubin, num_sms: int) -> Iterator[Launch]:
         vecs = self.hidden * self.dtype.itemsize // 16
-        for per_thread in (1, 2, 4):
-            for threads in (64, 128, 192, 224, 256, 320, 384, 448, 512, 768, 896, 1024):
-                span = threads * per_thread
-                blocks = -(-vecs // span)
-                if blocks * span > 1.08 * vecs:
-                    continue
-                name = f"silu_and_mul_{DTYPE_TOKENS[self.dtype]}_vec{per_thread}"
+        name = f"silu_and_mul_{DTYPE_TOKENS[self.dtype]}_vec"
+        for threads in (64, 128, 192, 224, 256, 320, 384, 448, 512, 704, 768, 896, 1024):
+            blocks = -(-vecs // threads)
+            if blocks * threads <= 1.08 * vecs:
                 yield Launch(name, (blocks, min(self.tokens, 65535), 1), (threads, 1, 1))
-                resident = num_sms * cubin.blocks_per_sm(name, threads) // blocks
-                if 0 < resident < self.tokens:
-                    yield Launch(name, (blocks, resident, 1), (threads, 1, 1))
 
     def arguments(self, i: int) -> list:
         zero = i64(0)
@@ -397,7 +402,7 @@ class Rope:
         for per_thread in (1, 2, 4):
             for rounds in (1, 2, 3, 4):
                 head_threads = -(-total // (per_thread * rounds))
-                for tokens in (1, 2, 4, 8):
+                for tokens in (1, 2, 4):
                     threads = width * head_threads * tokens
                     if not 64 <= threads <= 512 or tokens > self.tokens:
                         continue
@@ -415,10 +420,10 @@ class Rope:
         zero = i64(0)
         q_out, k_out = (self.q, self.k) if self.in_place else (self.q_out, self.k_out)
         return [
-            q_out[i], k_out[i], self.q[i], self.k[i], self.cos, self.sin, self.positions,
+            q_out[i], k_out[i], self.q[i], self.k[i], self.cos, self.sin, ctypes.c_void_p(0),
             zero, q_width, d, zero, k_width, d, zero, q_width, d, zero, k_width, d,
             i64(self.head_dim // 2), zero, self.tokens, self.heads, self.kv_heads,
-            self.head_dim, self.head_dim, ROTARY_TABLE_ROWS, 8,
+            self.head_dim, self.head_dim, ROTARY_TABLE_ROWS, 0,
         ]  # fmt: skip
 
     @staticmethod
@@ -502,7 +507,9 @@ def run_cell(
     def prepare(launch: Launch) -> list[Callable[[], object]] | None:
         cubin = cubins[(kind.source, launch.policy)]
         calls = [
-            cubin.launcher(launch.function, launch.grid, launch.block, 0, cell.arguments(i))
+            cubin.launcher(
+                launch.function, launch.grid, launch.block, launch.shared, cell.arguments(i)
+            )
             for i in range(cell.sets)
         ]
         cell.poison()
@@ -514,7 +521,12 @@ def run_cell(
             return None
         return calls
 
-    launches = list(cell.launches(cubins[(kind.source, default)], num_sms))
+    cubin = cubins[(kind.source, default)]
+    launches = list(cell.launches(cubin, num_sms))
+    if options.throttle:
+        for launch in list(launches):
+            threads = launch.block[0] * launch.block[1] * launch.block[2]
+            launches += launch.throttled(cubin.blocks_per_sm(launch.function, threads))
     contenders = {launch.name: calls for launch in launches if (calls := prepare(launch))}
     peers: dict[str, list[Callable[[], object]]] = {}
     if options.peers and hidden in options.peer_sizes:
@@ -537,7 +549,9 @@ def run_cell(
         for launch in launches:
             if launch.name in best:
                 for policy in itertools.product(LOADS, STORES):
-                    other = Launch(launch.function, launch.grid, launch.block, policy)
+                    other = Launch(
+                        launch.function, launch.grid, launch.block, launch.shared, policy
+                    )
                     if calls := prepare(other):
                         again[other.name] = calls
         times.update(timer.measure({**again, **peers}, cell.bytes_a_launch))
@@ -578,6 +592,7 @@ def main() -> int:
     parser.add_argument(
         "--no-policies", dest="policies", action="store_false", help="skip the cache policies"
     )
+    parser.add_argument("--throttle", action="store_true", help="also with fewer blocks an SM")
     parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--top", type=int, default=6)
     parser.add_argument(

@@ -1,19 +1,23 @@
 // Rotary position embedding of queries and keys in one launch.
 //
-// For each head of each token, with c, s = cos[position], sin[position] and half = rotary_dim / 2:
-//   half-split:   out[j] = x[j] c[j] - x[half + j] s[j],      out[half + j] = x[half + j] c[j] + x[j] s[j]
-//   interleaved:  out[2j] = x[2j] c[j] - x[2j + 1] s[j],      out[2j + 1] = x[2j + 1] c[j] + x[2j] s[j]
-//   out[rotary_dim:] = x[rotary_dim:],                        all in fp32, rounded once
-// position = positions[batch, token] (int32 or int64), or the token's index when positions is null; one outside the
-// table gives NaN.
+// For each head of each token, with c, s = cos[position], sin[position], half = rotary_dim / 2:
+//   half-split:   out[j]        = x[j] c[j] - x[half + j] s[j]
+//                 out[half + j] = x[half + j] c[j] + x[j] s[j]
+//   interleaved:  out[2j]       = x[2j] c[j] - x[2j + 1] s[j]
+//                 out[2j + 1]   = x[2j + 1] c[j] + x[2j] s[j]
+//   out[rotary_dim:] = x[rotary_dim:]
+// in fp32, rounded once. position = positions[batch, token] (int32 or int64), or the token's index
+// when positions is null; one outside the table gives NaN.
 //
-// Parallelisation: threadIdx.x walks the rotary dimension of a head, threadIdx.y the heads (query heads, then key
-// heads), threadIdx.z the tokens of a block; gridDim.x blocks of tokens, gridDim.y the batch. A thread reads its cosines
-// and sines once and keeps them in registers for all its heads, kHeads at a time. No shared memory.
-//   vec1 vec2 vec4   a thread takes 16 bytes (of each half) of that many heads at a time: head_dim and rotary_dim / 2
-//                    (interleaved: rotary_dim) multiples of the vector, everything 16-byte aligned
+// Parallelisation: threadIdx.x walks the rotary dimension of a head, threadIdx.y the heads (query
+// heads, then key heads), threadIdx.z the tokens of a block; blocks of tokens along gridDim.x, the
+// batch along gridDim.y. A thread reads its cosines and sines once for all its heads, and takes
+// kHeads of them at a time. No shared memory.
+//   vec1 vec2 vec4   16 bytes (of each half) of that many heads at a time: head_dim and
+//                    rotary_dim / 2 (interleaved: rotary_dim) multiples of the vector, blockDim.x
+//                    as many as there are, everything 16-byte aligned
 //   scalar           any size, any alignment
-// In place is allowed: each element is read and written by one thread, in this order.
+// In place is allowed: each element is read, then written, by one thread.
 // Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
 
 #include "kernel_hub/vec.cuh"
@@ -34,9 +38,11 @@ struct RopeTensor {
     }
 };
 
-// The first element of head `head_idx`: query heads, then key heads. By selects: branches would split the loads.
+// The first element of head `head_idx`: query heads, then key heads. By selects: branches would
+// split the loads.
 template <typename Pointer>
-__device__ __forceinline__ Pointer select_head(int head_idx, int num_heads, Pointer q, int64_t q_head_stride, Pointer k,
+__device__ __forceinline__ Pointer select_head(int head_idx, int num_heads, Pointer q,
+                                               int64_t q_head_stride, Pointer k,
                                                int64_t k_head_stride) {
     const bool is_query = head_idx < num_heads;
     const Pointer base = is_query ? q : k;
@@ -69,13 +75,14 @@ __device__ __forceinline__ void load_table(const Table* entries, float (&values)
 }
 
 template <typename T, typename Table, bool kInterleaved, int kHeads, int kWidth>
-__device__ __forceinline__ void rope(RopeTensor<T> q, RopeTensor<T> k, const Table* cos, const Table* sin,
-                                     const void* positions, int64_t table_stride, int64_t positions_batch_stride,
-                                     int num_tokens, int num_heads, int num_kv_heads, int head_dim, int rotary_dim,
+__device__ __forceinline__ void rope(RopeTensor<T> q, RopeTensor<T> k, const Table* cos,
+                                     const Table* sin, const void* positions, int64_t table_stride,
+                                     int64_t positions_batch_stride, int num_tokens, int num_heads,
+                                     int num_kv_heads, int head_dim, int rotary_dim,
                                      int max_position, int positions_bytes) {
     using HeadAccess = Access<T, kWidth>;
-    // Half-split: kWidth pairs, one element of each in either half. Interleaved: the pairs lie side by side in the
-    // accesses; a scalar access needs two for one pair.
+    // Half-split: kWidth pairs, one element of each in either half. Interleaved: the pairs lie side
+    // by side in the accesses; a scalar access needs two for one pair.
     constexpr int kPairs = kInterleaved && kWidth > 1 ? kWidth / 2 : kWidth;
     constexpr int kParts = kInterleaved && kWidth > 1 ? 1 : 2;
     const int64_t token_idx = static_cast<int64_t>(blockIdx.x) * blockDim.z + threadIdx.z;
@@ -91,13 +98,12 @@ __device__ __forceinline__ void rope(RopeTensor<T> q, RopeTensor<T> k, const Tab
         position = positions_bytes == 8 ? __ldg(static_cast<const long long*>(positions) + i)
                                         : __ldg(static_cast<const int*>(positions) + i);
     }
-    // A position outside the table must not read past it; it shows as NaN.
-    const bool is_inside = position >= 0 && position < max_position;
-    const int64_t table_offset = is_inside ? position * table_stride : 0;
 
     const int half = rotary_dim / 2;
     const int total_heads = num_heads + num_kv_heads;
-    for (int pair = threadIdx.x * kPairs; pair < half; pair += blockDim.x * kPairs) {
+    // One round for the vector variants, whose blockDim.x covers the rotary dimension.
+    const int pair_step = kWidth > 1 ? (1 << 30) : blockDim.x * kPairs;
+    for (int pair = threadIdx.x * kPairs; pair < half; pair += pair_step) {
         const int first = kInterleaved ? 2 * pair : pair;
         const int second = kInterleaved ? 2 * pair + 1 : half + pair;  // used with two parts only
         float c[kPairs], s[kPairs];
@@ -108,7 +114,8 @@ __device__ __forceinline__ void rope(RopeTensor<T> q, RopeTensor<T> k, const Tab
             for (int h = 0; h < kHeads; ++h) {
                 const int head_idx = head + h * blockDim.y;
                 if (head_idx < total_heads) {
-                    const T* x = select_head(head_idx, num_heads, q.x, q.x_head_stride, k.x, k.x_head_stride);
+                    const T* x = select_head(head_idx, num_heads, q.x, q.x_head_stride, k.x,
+                                             k.x_head_stride);
                     bits[h][0] = HeadAccess::read(x + first);
                     if constexpr (kParts == 2) {
                         bits[h][1] = HeadAccess::read(x + second);
@@ -116,8 +123,12 @@ __device__ __forceinline__ void rope(RopeTensor<T> q, RopeTensor<T> k, const Tab
                 }
             }
 
-            // NOTE: after the heads' loads: the table's address waits for the position, and would hold them up.
+            // NOTE: after the heads' loads: the table's address waits for the position, and would
+            // hold them up.
             if (head == threadIdx.y) {
+                // A position outside the table must not read past it; it shows as NaN.
+                const bool is_inside = position >= 0 && position < max_position;
+                const int64_t table_offset = is_inside ? position * table_stride : 0;
                 load_table<Table, kPairs>(cos + table_offset + pair, c);
                 load_table<Table, kPairs>(sin + table_offset + pair, s);
                 if (!is_inside) {
@@ -133,7 +144,8 @@ __device__ __forceinline__ void rope(RopeTensor<T> q, RopeTensor<T> k, const Tab
             for (int h = 0; h < kHeads; ++h) {
                 const int head_idx = head + h * blockDim.y;
                 if (head_idx < total_heads) {
-                    T* out = select_head(head_idx, num_heads, q.out, q.out_head_stride, k.out, k.out_head_stride);
+                    T* out = select_head(head_idx, num_heads, q.out, q.out_head_stride, k.out,
+                                         k.out_head_stride);
                     float a[kWidth];
                     HeadAccess::unpack(bits[h][0], a);
                     if constexpr (kParts == 2) {
@@ -163,8 +175,10 @@ __device__ __forceinline__ void rope(RopeTensor<T> q, RopeTensor<T> k, const Tab
     // Copy the part that is not rotated, unless it is in place.
     for (int j = rotary_dim + threadIdx.x * kWidth; j < head_dim; j += blockDim.x * kWidth) {
         for (int head_idx = threadIdx.y; head_idx < total_heads; head_idx += blockDim.y) {
-            const T* x = select_head(head_idx, num_heads, q.x, q.x_head_stride, k.x, k.x_head_stride);
-            T* out = select_head(head_idx, num_heads, q.out, q.out_head_stride, k.out, k.out_head_stride);
+            const T* x =
+                select_head(head_idx, num_heads, q.x, q.x_head_stride, k.x, k.x_head_stride);
+            T* out = select_head(head_idx, num_heads, q.out, q.out_head_stride, k.out,
+                                 k.out_head_stride);
             if (out != x) {
                 HeadAccess::write_bits(out + j, HeadAccess::read(x + j));
             }
@@ -174,37 +188,44 @@ __device__ __forceinline__ void rope(RopeTensor<T> q, RopeTensor<T> k, const Tab
 
 }  // namespace kernel_hub
 
-#define EXPORT_ROPE(DTYPE, T, TABLE, LAYOUT, INTERLEAVED, VARIANT, HEADS, WIDTH)                                       \
-    extern "C" __global__ void __launch_bounds__(512, 1) rope_##DTYPE##_##LAYOUT##_##VARIANT(                            \
-        T* q_out, T* k_out, const T* q, const T* k, const TABLE* cos, const TABLE* sin, const void* positions,         \
-        int64_t q_out_batch_stride, int64_t q_out_token_stride, int64_t q_out_head_stride, int64_t k_out_batch_stride, \
-        int64_t k_out_token_stride, int64_t k_out_head_stride, int64_t q_batch_stride, int64_t q_token_stride,         \
-        int64_t q_head_stride, int64_t k_batch_stride, int64_t k_token_stride, int64_t k_head_stride,                  \
-        int64_t table_stride, int64_t positions_batch_stride, int num_tokens, int num_heads, int num_kv_heads,         \
-        int head_dim, int rotary_dim, int max_position, int positions_bytes) {                                         \
-        kernel_hub::rope<T, TABLE, INTERLEAVED, HEADS, WIDTH>(                                                         \
-            {q_out, q, q_out_batch_stride, q_out_token_stride, q_out_head_stride, q_batch_stride, q_token_stride,      \
-             q_head_stride},                                                                                           \
-            {k_out, k, k_out_batch_stride, k_out_token_stride, k_out_head_stride, k_batch_stride, k_token_stride,      \
-             k_head_stride},                                                                                           \
-            cos, sin, positions, table_stride, positions_batch_stride, num_tokens, num_heads, num_kv_heads, head_dim,  \
-            rotary_dim, max_position, positions_bytes);                                                                \
+#define EXPORT_ROPE(DTYPE, T, TABLE, LAYOUT, INTERLEAVED, VARIANT, HEADS, WIDTH, MIN_BLOCKS)      \
+    extern "C" __global__ void __launch_bounds__(512, MIN_BLOCKS)                                 \
+    rope_##DTYPE##_##LAYOUT##_##VARIANT(                                                          \
+        T* q_out, T* k_out, const T* q, const T* k, const TABLE* cos, const TABLE* sin,           \
+        const void* positions, int64_t q_out_batch_stride, int64_t q_out_token_stride,            \
+        int64_t q_out_head_stride, int64_t k_out_batch_stride, int64_t k_out_token_stride,        \
+        int64_t k_out_head_stride, int64_t q_batch_stride, int64_t q_token_stride,                \
+        int64_t q_head_stride, int64_t k_batch_stride, int64_t k_token_stride,                    \
+        int64_t k_head_stride, int64_t table_stride, int64_t positions_batch_stride,              \
+        int num_tokens, int num_heads, int num_kv_heads, int head_dim, int rotary_dim,            \
+        int max_position, int positions_bytes) {                                                  \
+        kernel_hub::rope<T, TABLE, INTERLEAVED, HEADS, WIDTH>(                                    \
+            {q_out, q, q_out_batch_stride, q_out_token_stride, q_out_head_stride, q_batch_stride, \
+             q_token_stride, q_head_stride},                                                      \
+            {k_out, k, k_out_batch_stride, k_out_token_stride, k_out_head_stride, k_batch_stride, \
+             k_token_stride, k_head_stride},                                                      \
+            cos, sin, positions, table_stride, positions_batch_stride, num_tokens, num_heads,     \
+            num_kv_heads, head_dim, rotary_dim, max_position, positions_bytes);                   \
     }
 
-#define EXPORT_ROPE_VARIANTS(DTYPE, T, TABLE, LAYOUT, INTERLEAVED)                                  \
-    EXPORT_ROPE(DTYPE, T, TABLE, LAYOUT, INTERLEAVED, vec1, 1, kernel_hub::kVecElems<T>)            \
-    EXPORT_ROPE(DTYPE, T, TABLE, LAYOUT, INTERLEAVED, vec2, 2, kernel_hub::kVecElems<T>)            \
-    EXPORT_ROPE(DTYPE, T, TABLE, LAYOUT, INTERLEAVED, vec4, 4, kernel_hub::kVecElems<T>)            \
-    EXPORT_ROPE(DTYPE, T, TABLE, LAYOUT, INTERLEAVED, scalar, 1, 1)
+// MIN_BLOCKS: of 512 threads an SM, so 2 is a cap of 64 registers.
+#define EXPORT_ROPE_VARIANTS(DTYPE, T, TABLE, LAYOUT, INTERLEAVED, MIN_BLOCKS)              \
+    EXPORT_ROPE(DTYPE, T, TABLE, LAYOUT, INTERLEAVED, vec1, 1, kernel_hub::kVecElems<T>,    \
+                MIN_BLOCKS)                                                                 \
+    EXPORT_ROPE(DTYPE, T, TABLE, LAYOUT, INTERLEAVED, vec2, 2, kernel_hub::kVecElems<T>,    \
+                MIN_BLOCKS)                                                                 \
+    EXPORT_ROPE(DTYPE, T, TABLE, LAYOUT, INTERLEAVED, vec4, 4, kernel_hub::kVecElems<T>, 1) \
+    EXPORT_ROPE(DTYPE, T, TABLE, LAYOUT, INTERLEAVED, scalar, 1, 1, 1)
 
-// {op}_{dtype}[_table32]_{layout}_{variant}: table32 = fp32 cosines and sines with 16-bit queries and keys.
-EXPORT_ROPE_VARIANTS(fp16, __half, __half, half, false)
-EXPORT_ROPE_VARIANTS(fp16, __half, __half, interleaved, true)
-EXPORT_ROPE_VARIANTS(fp16_table32, __half, float, half, false)
-EXPORT_ROPE_VARIANTS(fp16_table32, __half, float, interleaved, true)
-EXPORT_ROPE_VARIANTS(bf16, __nv_bfloat16, __nv_bfloat16, half, false)
-EXPORT_ROPE_VARIANTS(bf16, __nv_bfloat16, __nv_bfloat16, interleaved, true)
-EXPORT_ROPE_VARIANTS(bf16_table32, __nv_bfloat16, float, half, false)
-EXPORT_ROPE_VARIANTS(bf16_table32, __nv_bfloat16, float, interleaved, true)
-EXPORT_ROPE_VARIANTS(fp32, float, float, half, false)
-EXPORT_ROPE_VARIANTS(fp32, float, float, interleaved, true)
+// {op}_{dtype}[_table32]_{layout}_{variant}: table32 = fp32 cosines and sines with 16-bit queries
+// and keys.
+EXPORT_ROPE_VARIANTS(fp16, __half, __half, half, false, 2)
+EXPORT_ROPE_VARIANTS(fp16, __half, __half, interleaved, true, 2)
+EXPORT_ROPE_VARIANTS(fp16_table32, __half, float, half, false, 1)
+EXPORT_ROPE_VARIANTS(fp16_table32, __half, float, interleaved, true, 2)
+EXPORT_ROPE_VARIANTS(bf16, __nv_bfloat16, __nv_bfloat16, half, false, 2)
+EXPORT_ROPE_VARIANTS(bf16, __nv_bfloat16, __nv_bfloat16, interleaved, true, 2)
+EXPORT_ROPE_VARIANTS(bf16_table32, __nv_bfloat16, float, half, false, 1)
+EXPORT_ROPE_VARIANTS(bf16_table32, __nv_bfloat16, float, interleaved, true, 2)
+EXPORT_ROPE_VARIANTS(fp32, float, float, half, false, 2)
+EXPORT_ROPE_VARIANTS(fp32, float, float, interleaved, true, 2)

@@ -1,4 +1,4 @@
-"""KernelFunction: one function of an image, and BoundLaunch, a launch with everything fixed.
+"""KernelFunction: one function of an image.
 
 The first launch on a device has the kernel load the function and generates its launcher; every
 later launch is that launcher.
@@ -12,15 +12,18 @@ import types
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from . import _launch, tensors
+from . import _codegen, _native, tensors
 from . import driver as _driver
 from ._geometry import dims
 from ._image import FunctionSpec
-from ._launch import DeviceFunction, StreamConfigs
+from ._launch import DeviceFunction, device_of, is_blocking
 from .errors import LaunchConfigError
-from .params import ordered, takes
+from .params import ordered
+
+if TYPE_CHECKING:
+    from ._bound import BoundLaunch
 
 live: weakref.WeakSet[KernelFunction] = weakref.WeakSet()
 
@@ -60,6 +63,8 @@ class KernelFunction(partial):  # type: ignore[type-arg]
         launch = types.FunctionType(_first_launch.__code__, {}, spec.name)
         launch.__defaults__ = _first_launch.__defaults__
         self = cls(launch)
+        self._launch = launch
+        self._native: _native.Launcher | None = None
         self._kernel = kernel
         self._spec = spec
         self._states: dict[int, DeviceFunction] = {}
@@ -156,6 +161,8 @@ class KernelFunction(partial):  # type: ignore[type-arg]
 
         Arguments as in a launch; `options` are its keywords (cluster, cooperative, …).
         """
+        from ._bound import BoundLaunch
+
         return BoundLaunch._make(self, gridDim, blockDim, sharedMemBytes, stream, params, options)
 
     def _device(self, device: int | None) -> int:
@@ -179,155 +186,79 @@ class KernelFunction(partial):  # type: ignore[type-arg]
         driver = _driver.get()
         device = 0 if driver.device_count == 1 else self._device_of(params)
         state = self._state(device, stream)
+        params_spec = state.params
         with self._lock:
+            namespace = self._launch.__globals__
             if driver.device_count == 1:
-                self.func.__globals__.update(
-                    state=state, plain=state.plain, function=state.argument
-                )
-            assert self._spec.params is not None
-            namespace = self.func.__globals__
-            namespace.update(_launch.fixed_names(driver, self._spec.params))
-            namespace.update(_launch.torch_names(self._spec.params))
-            text = _launch.launcher_source(
-                self._spec.params,
+                namespace.update(state=state, plain=state.plain, function=state.argument)
+            torch_names = _codegen.torch_names(params_spec)
+            namespace.update(_codegen.fixed_names(driver, params_spec) | torch_names)
+            text = _codegen.launcher_source(
+                params_spec,
                 many_devices=driver.device_count > 1,
-                blocking=_launch.is_blocking(),
+                blocking=is_blocking(),
                 watch_torch=tensors.loaded_torch() is None,
             )
             local: dict[str, Any] = {}
             exec(compile(text, f"<launcher of {self.name}>", "exec"), namespace, local)
             # The swap is one store: other threads run either launcher whole.
-            self.func.__code__ = local["launch"].__code__
+            self._launch.__code__ = local["launch"].__code__
+            self._install_native(driver, state, torch_names)
+
+    def _install_native(
+        self, driver: _driver.Driver, state: DeviceFunction, torch_names: dict[str, Any]
+    ) -> None:
+        """Put the C launcher in front where it applies: one GPU, torch, no blocking."""
+        getter = tensors.raw_stream_getter()
+        if driver.device_count > 1 or getter is None or is_blocking():
+            return
+        if not _native.available():
+            return
+        native = self._native or _native.Launcher(self._launch)
+        dtypes = [torch_names.get(f"dtype{param.index}") for param in state.params]
+        if not native.arm(
+            driver.launch_ex_address,
+            state.handle,
+            state.params,
+            state.limits,
+            dtypes,
+            tensors.loaded_torch(),
+            getter,
+            state.shared_ready,
+        ):
+            return
+        state.native = native
+        if self._native is None:
+            self._native = native  # for good: calls under way hold no reference of their own
+            self.__setstate__((native.call, (), {}, self.__dict__))
 
     def _device_of(self, params: Any) -> int:
         expected = self._spec.params
         if expected is not None and isinstance(params, Mapping):
             params = ordered(params, expected)
-        return _launch.device_of(params, _pointer_device)
+        return device_of(params, _pointer_device)
 
     def _forget(self) -> None:
         """Back to the state before the first launch (after unload)."""
         with self._lock:
-            self.func.__code__ = _first_launch.__code__
+            if self._native is not None:
+                self._native.disarm()
+            self._launch.__code__ = _first_launch.__code__
             self._states.clear()
 
 
-class BoundLaunch(partial):  # type: ignore[type-arg]
-    """A launch with its geometry, stream and params fixed; made by `KernelFunction.bind`.
-
-    Call it with nothing to repeat the bound launch, or with `params` alone to launch other values.
-    It keeps the bound params alive. A bound stream of None follows torch's current stream.
-    """
-
-    _keep: Any
-
-    @classmethod
-    def _make(
-        cls, function: KernelFunction, gridDim: Any, blockDim: Any, sharedMemBytes: Any,
-        stream: Any, params: Any, options: dict[str, Any],
-    ) -> BoundLaunch:
-        geometry = (gridDim, blockDim, sharedMemBytes, stream)
-        again = partial(_launch_with, function, geometry, options)
-        spec_params = function._spec.params
-        if params is None and spec_params is not None and not spec_params:
-            params = ()
-        if params is None:
-            self = cls(_needs_params(again, function))
-            self._keep = function
-            return self
-        if isinstance(params, Mapping):
-            params = ordered(params, function._spec.params or ())
-        params = tuple(params)
-        driver = _driver.get()
-        device = 0 if driver.device_count == 1 else function._device_of(params)
-        state = function._state(device, stream)
-        expected = state.params
-        if len(params) != len(expected):
-            raise _launch.wrong_count(params, expected)
-        follow = stream is None and tensors.raw_stream_getter() is not None
-        handle = tensors.stream_handle(stream, device)
-        pool = state.options_pool(**options)
-        slot = state.new_slot(pool)
-        state.shape(pool, slot, gridDim, blockDim, sharedMemBytes)
-        values = [p.convert(v, device, handle) for p, v in zip(expected, params, strict=True)]
-        slot[4](slot[3], 32, handle, *values)
-        configs = StreamConfigs(state, pool, slot)
-        configs.arrays = params
-        launch = _bound_launcher(
-            driver, state, slot, configs, again, handle,
-            follow=follow, guard=driver.device_count > 1, blocking=_launch.is_blocking(),
-        )
-        self = cls(launch)
-        self._keep = (function, params, configs)
-        return self
-
-    def __repr__(self) -> str:
-        return f"<BoundLaunch of {self._keep[0] if isinstance(self._keep, tuple) else self._keep}>"
-
-
-def _launch_with(
-    function: KernelFunction, geometry: tuple[Any, ...], options: dict[str, Any], params: Any
-) -> None:
-    function(*geometry, params, **options)
-
-
-def _needs_params(again: Any, function: KernelFunction) -> Any:
-    def launch(params: Any = None) -> None:
-        if params is None:
-            raise _launch.ParamsError(
-                f"{function.name} was bound without params: call it with them; "
-                + (takes(function.params) if function.params is not None else "")
-            )
-        again(params)
-
-    return launch
-
-
-def _bound_launcher(
-    driver: Any, state: DeviceFunction, slot: list[Any], configs: StreamConfigs, again: Any,
-    handle: int, *, follow: bool, guard: bool, blocking: bool,
-) -> Any:
-    launch_ex, function, config, values = driver.launch_ex, state.argument, slot[5], slot[6]
-    current_stream, device = tensors.raw_stream_getter(), state.device
-
-    def follow_stream(params: Any = None) -> None:
-        if params is not None:
-            return again(params)
-        if code := launch_ex(configs[current_stream(device)], function, values, None):
-            state.recover(code, [*slot[:5], configs[current_stream(device)], values], handle)
-        return None
-
-    def fixed_stream(params: Any = None) -> None:
-        if params is not None:
-            return again(params)
-        if code := launch_ex(config, function, values, None):
-            state.recover(code, slot, handle)
-        return None
-
-    quick = follow_stream if follow else fixed_stream
-    if not (guard or blocking):
-        return quick
-
-    def guarded(params: Any = None) -> None:
-        if params is not None:
-            return again(params)
-        with driver.on_device(device):
-            quick()
-        if blocking:
-            state.finish(slot, current_stream(device) if follow else handle)
-        return None
-
-    return guarded
-
-
 def _first_launch(
-    gridDim: Any, blockDim: Any, sharedMemBytes: Any = 0, stream: Any = None, params: Any = (),
+    gridDim: Any,
+    blockDim: Any,
+    sharedMemBytes: Any = 0,
+    stream: Any = None,
+    params: Any = (),
     **options: Any,
 ) -> None:
     # Runs with the namespace of `_namespace` as its globals.
     me = owner()  # type: ignore[name-defined]  # noqa: F821
     me._install(params, stream)
-    me.func(gridDim, blockDim, sharedMemBytes, stream, params, **options)
+    me._launch(gridDim, blockDim, sharedMemBytes, stream, params, **options)
 
 
 def _namespace(owner: Any) -> dict[str, Any]:
@@ -336,13 +267,13 @@ def _namespace(owner: Any) -> dict[str, Any]:
 
     def torch_appeared(params: Any, stream: Any) -> Any:
         owner()._install(params, stream)
-        return owner().func
+        return owner()._launch
 
     return {
         "__builtins__": __builtins__,
         "owner": owner,
         "load": load,
-        "device_of": lambda params: _launch.device_of(params, _pointer_device),
+        "device_of": lambda params: device_of(params, _pointer_device),
         "torch_appeared": torch_appeared,
         "states": owner()._states,
     }

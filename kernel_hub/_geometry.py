@@ -48,7 +48,12 @@ class Options:
 
     @classmethod
     def make(
-        cls, limits: Limits, cluster: Any, cooperative: Any, programmatic: Any, priority: Any,
+        cls,
+        limits: Limits,
+        cluster: Any,
+        cooperative: Any,
+        programmatic: Any,
+        priority: Any,
         carveout: Any,
     ) -> Options:
         """Options as given to a launch, checked."""

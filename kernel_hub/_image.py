@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from .cubin import CubinInfo, FunctionInfo, image_kind, read_cubin, read_fatbin, read_ptx
 from .errors import (
     CubinCorruptError,
     CubinNotFoundError,
@@ -23,6 +22,9 @@ from .errors import (
 from .manifest import Collection, CubinEntry, open_collection
 from .params import Param
 from .resolve import Candidate, not_found, resolve
+
+if TYPE_CHECKING:  # the readers take milliseconds to import, and shipped cubins need none
+    from .cubin import CubinInfo, FunctionInfo
 
 SUFFIXES = (".cubin", ".fatbin", ".ptx")
 _PTX_FLOATS = {".f32": "float", ".f64": "double"}
@@ -121,14 +123,21 @@ class ShippedImage:
         if found.chosen is None:
             major, minor = compute_capability
             raise not_found(
-                self.label, compute_capability, found.rejected,
+                self.label,
+                compute_capability,
+                found.rejected,
                 build=f"Shipped: {', '.join(sorted(self._entries))}. From a checkout, "
                 f"./build_cubins.sh --arch sm{major}{minor} --only {self._name} would build one.",
             )
         entry = candidates[found.chosen.target]
         return Chosen(
-            entry.sha256, "cubin", f"{self.label} ({entry.file})",
-            lambda: self._collection.read(entry), _EntrySpecs(entry), entry.minimum_driver, True,
+            entry.sha256,
+            "cubin",
+            f"{self.label} ({entry.file})",
+            lambda: self._collection.read(entry),
+            _EntrySpecs(entry),
+            entry.minimum_driver,
+            True,
         )
 
 
@@ -157,20 +166,33 @@ def _entry_spec(entry: CubinEntry, name: str) -> FunctionSpec:
         for i, p in enumerate(function.params)
     )
     return FunctionSpec(
-        name, entry.arch, params, function.num_regs, function.static_shared_bytes,
-        function.local_bytes, function.max_threads, function.required_block, function.cluster,
+        name,
+        entry.arch,
+        params,
+        function.num_regs,
+        function.static_shared_bytes,
+        function.local_bytes,
+        function.max_threads,
+        function.required_block,
+        function.cluster,
     )
 
 
 def _cubin_specs(info: CubinInfo) -> dict[str, FunctionSpec]:
     def spec(function: FunctionInfo) -> FunctionSpec:
         params = tuple(
-            Param.make(p.ordinal, None, None, p.size_bytes, p.offset_bytes)
-            for p in function.params
+            Param.make(p.ordinal, None, None, p.size_bytes, p.offset_bytes) for p in function.params
         )
         return FunctionSpec(
-            function.name, info.arch, params, function.num_regs, function.static_shared_bytes,
-            function.local_bytes, function.max_threads, function.required_block, function.cluster,
+            function.name,
+            info.arch,
+            params,
+            function.num_regs,
+            function.static_shared_bytes,
+            function.local_bytes,
+            function.max_threads,
+            function.required_block,
+            function.cluster,
         )
 
     return {name: spec(function) for name, function in info.functions.items()}
@@ -185,6 +207,8 @@ class ForeignImage:
     """A cubin, fatbin or PTX that no manifest vouches for: read and validated here."""
 
     def __init__(self, data: bytes, label: str) -> None:
+        from .cubin import image_kind
+
         self.label = label
         self._data = data
         self._kind = image_kind(data)
@@ -193,17 +217,21 @@ class ForeignImage:
         self._floor = 12000
         self._opaque = False
         self._specs: dict[str, FunctionSpec] = {}
-        {"cubin": self._read_cubin, "fatbin": self._read_fatbin, "ptx": self._read_ptx}[
-            self._kind
-        ](data)
+        {"cubin": self._read_cubin, "fatbin": self._read_fatbin, "ptx": self._read_ptx}[self._kind](
+            data
+        )
 
     def _read_cubin(self, data: bytes) -> None:
+        from .cubin import read_cubin
+
         info = read_cubin(data)
         self._targets.append(info.target)
         self._floor = max(self._floor, _floor(info.toolkit))
         self._specs |= _cubin_specs(info)
 
     def _read_ptx(self, data: bytes) -> None:
+        from .cubin import read_ptx
+
         info = read_ptx(data)
         for name, params in info.functions.items():
             made, offset = [], 0
@@ -215,6 +243,8 @@ class ForeignImage:
             self._specs.setdefault(name, FunctionSpec(name, f"ptx {info.target}", tuple(made)))
 
     def _read_fatbin(self, data: bytes) -> None:
+        from .cubin import read_cubin, read_fatbin
+
         for entry in read_fatbin(data).entries:
             if entry.kind == "cubin":
                 major, minor = entry.compute_capability
@@ -245,7 +275,9 @@ class ForeignImage:
             if found.chosen is None:
                 major, minor = compute_capability
                 raise not_found(
-                    self.label, compute_capability, found.rejected,
+                    self.label,
+                    compute_capability,
+                    found.rejected,
                     build=f"Build it for this GPU: nvcc -cubin -arch=sm_{major}{minor} …",
                 )
         return Chosen(

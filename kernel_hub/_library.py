@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import subprocess
 import sys
 import threading
 from ctypes import byref, c_int, c_size_t, c_uint, c_ulonglong, c_void_p
@@ -155,15 +154,21 @@ def _load(driver: Driver, chosen: Chosen, image: bytes) -> int:
         options = (c_int * 1)(_BINARY_IS_PRESERVED)
         values = (c_void_p * 1)(1)
         driver.call(
-            "cuLibraryLoadData", byref(handle), image, None, None, 0, options, values, 1,
+            "cuLibraryLoadData",
+            byref(handle),
+            image,
+            None,
+            None,
+            0,
+            options,
+            values,
+            1,
             asked=asked,
         )
         return handle.value or 0
     info, errors = (ctypes.create_string_buffer(_LOG_BYTES) for _ in range(2))
     keys = (c_uint * 4)(_JIT_INFO, _JIT_INFO_BYTES, _JIT_ERROR, _JIT_ERROR_BYTES)
-    slots = (c_void_p * 4)(
-        ctypes.addressof(info), _LOG_BYTES, ctypes.addressof(errors), _LOG_BYTES
-    )
+    slots = (c_void_p * 4)(ctypes.addressof(info), _LOG_BYTES, ctypes.addressof(errors), _LOG_BYTES)
     text = image.rstrip(b"\0") + b"\0" if chosen.kind == "ptx" else image
     code = driver.try_call("cuLibraryLoadData", byref(handle), text, keys, slots, 4, None, None, 0)
     if code:
@@ -176,11 +181,16 @@ def _load(driver: Driver, chosen: Chosen, image: bytes) -> int:
 
 def _probe(image: bytes, chosen: Chosen) -> None:
     """Load `image` in a child process and see whether the child survives."""
+    import subprocess
+
     advice = "the image is damaged or not for this driver; it was not loaded in this process"
     try:
         done = subprocess.run(
             [sys.executable, "-m", "kernel_hub._probe", *chosen.functions],
-            input=image, capture_output=True, timeout=_PROBE_SECONDS, env=_child_environment(),
+            input=image,
+            capture_output=True,
+            timeout=_PROBE_SECONDS,
+            env=_child_environment(),
         )
     except subprocess.TimeoutExpired:
         raise CubinCorruptError(
@@ -258,4 +268,3 @@ def _limits(driver: Driver, handle: int, spec: FunctionSpec, device: int) -> Lim
         cluster=cluster,
         num_multiprocessors=of_device(_driver.MULTIPROCESSOR_COUNT),
     )
-

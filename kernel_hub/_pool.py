@@ -6,19 +6,20 @@ Knows addresses, sizes and streams; nothing of shapes and dtypes. Finalisers may
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
+import operator
 import os
 import struct
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator
 from ctypes import byref, c_int, c_size_t, c_uint64, c_void_p
 from dataclasses import dataclass
 
 from . import driver as _driver
+from . import tensors
+from ._results import STICKY
 from .errors import CudaDriverError, TensorError
 
 _RELEASE_THRESHOLD = 4
@@ -53,6 +54,58 @@ class MemoryStats:
     total_device_bytes: int
     live_arrays: int
     pending_frees: int
+
+
+class _Relaxed:
+    """Inside, the thread's calls do not end a graph capture that runs on some other stream.
+
+    Measured on an H200 (driver 580): while any stream of the process captures in the usual mode,
+    allocating, freeing, trimming, reading a pool's figures and synchronising another stream all
+    give 900 and invalidate that capture; in relaxed mode they neither fail nor harm it.
+    cuCtxSynchronize invalidates it in either mode.
+    """
+
+    def __init__(self, driver: _driver.Driver) -> None:
+        self._driver = driver
+        self._mode = c_int(_CAPTURE_MODE_RELAXED)
+
+    def __enter__(self) -> None:
+        code = self._driver.try_call("cuThreadExchangeStreamCaptureMode", byref(self._mode))
+        self._changed = code == 0
+
+    def __exit__(self, *exc: object) -> None:
+        if self._changed:
+            self._driver.try_call("cuThreadExchangeStreamCaptureMode", byref(self._mode))
+
+
+class Work:
+    """`with Work(device, stream, asked) as driver:` the device is current, captures are safe.
+
+    Raises CudaDriverError if `stream` itself is capturing: memory work of arrays is not recorded.
+    """
+
+    def __init__(self, device: int, stream: int, asked: str) -> None:
+        self._driver = _driver.get()
+        self._context = self._driver.on_device(device)
+        self._relaxed = _Relaxed(self._driver)
+        self._stream, self._asked = stream, asked
+
+    def __enter__(self) -> _driver.Driver:
+        self._context.__enter__()
+        self._relaxed.__enter__()
+        if code := _capture_code(self._driver, self._stream):
+            self.__exit__()
+            raise self._driver.error(
+                "cuStreamIsCapturing",
+                code,
+                f"asked for {self._asked} while the stream captures a CUDA graph: do it before "
+                "the capture begins",
+            )
+        return self._driver
+
+    def __exit__(self, *exc: object) -> None:
+        self._relaxed.__exit__()
+        self._context.__exit__()
 
 
 class Block:
@@ -151,42 +204,43 @@ class Block:
         if code:
             return code, "cuCtxPushCurrent_v2"
         try:
-            if code := _capture_code(driver, self.stream):
+            if code := _capture_code(driver, self.stream, self.device):
                 return code, "cuStreamIsCapturing"
             if self._foreign:
                 # The other streams may be gone by now, so nothing may be asked of their handles.
-                # A capture in this thread is on torch's current stream: it would not survive the
-                # synchronisation.
-                code = _capture_code(driver, current_stream(self.device))
-                if code:
-                    return code, "cuStreamIsCapturing"
                 code = driver.try_call("cuCtxSynchronize")
                 if code:
                     return code, "cuCtxSynchronize"
-            return driver.try_call("cuMemFreeAsync", self.address, self.stream), "cuMemFreeAsync"
+            with _Relaxed(driver):
+                code = driver.try_call("cuMemFreeAsync", self.address, self.stream)
+            return code, "cuMemFreeAsync"
         finally:
             driver.try_call("cuCtxPopCurrent_v2", byref(c_void_p()))
 
 
 # After these there is nothing left to free, and an exit or an earlier error has said why.
-_LOST = _driver.STICKY | {_DEINITIALIZED, _INVALID_CONTEXT, _CONTEXT_IS_DESTROYED}
+_LOST = STICKY | {_DEINITIALIZED, _INVALID_CONTEXT, _CONTEXT_IS_DESTROYED}
 
 
-def current_stream(device: int) -> int:
-    """torch's current stream of `device` when torch is loaded, else 0."""
-    from . import tensors  # a layer below this one: loaded only once arrays are in use
-
-    return tensors.current_stream(device)
+def device_number(device: int | None) -> int:
+    """The device meant: None is torch's current one when torch uses CUDA, else 0."""
+    return tensors.current_device() if device is None else operator.index(device)
 
 
-def _capture_code(driver: _driver.Driver, stream: int) -> int:
-    """Nonzero (a code of _CAPTURING) if `stream` is recording a graph."""
+def _capture_code(driver: _driver.Driver, stream: int, device: int) -> int:
+    """Nonzero (a code of _CAPTURING) if `stream` or torch's current stream records a graph.
+
+    torch's too: a capture ends in an error when its thread allocates or frees on another stream.
+    """
     status = c_int()
-    code = driver.try_call("cuStreamIsCapturing", stream, byref(status))
-    if code in _CAPTURING:
-        return code
-    # Another failure (a stream destroyed since) is no capture; the free itself will tell.
-    return 900 if code == 0 and status.value else 0
+    for handle in {stream, tensors.current_stream(device)}:
+        code = driver.try_call("cuStreamIsCapturing", handle, byref(status))
+        if code in _CAPTURING:
+            return code
+        # Another failure (a stream destroyed since) is no capture; the free itself will tell.
+        if code == 0 and status.value:
+            return 900
+    return 0
 
 
 def allocate(size_bytes: int, device: int, stream: int, asked: str) -> Block:
@@ -194,17 +248,9 @@ def allocate(size_bytes: int, device: int, stream: int, asked: str) -> Block:
 
     Raises DeviceOutOfMemoryError (after one more try with the pool trimmed) or CudaDriverError.
     """
-    driver = _driver.get()
     stream = 0 if stream == 1 else stream
-    with driver.on_device(device):
+    with Work(device, stream, asked) as driver:
         pool = _pool(driver, device)
-        if code := _capture_code(driver, stream):
-            raise driver.error(
-                "cuMemAllocFromPoolAsync",
-                code,
-                f"asked for {asked} while a CUDA graph is being captured: allocate before the "
-                "capture begins",
-            )
         if _pending:
             drain()
         address = c_void_p()
@@ -256,27 +302,13 @@ def _pool(driver: _driver.Driver, device: int) -> int:
         return _pools[device]
 
 
-@contextlib.contextmanager
-def _unsafe_calls_allowed(driver: _driver.Driver) -> Iterator[None]:
-    """Calls that another thread's graph capture would forbid are let through inside."""
-    mode = c_int(_CAPTURE_MODE_RELAXED)
-    changed = driver.try_call("cuThreadExchangeStreamCaptureMode", byref(mode)) == 0
-    try:
-        yield
-    finally:
-        if changed:
-            driver.try_call("cuThreadExchangeStreamCaptureMode", byref(mode))
-
-
 def _reclaim(driver: _driver.Driver, pool: int, stream: int) -> None:
     """Free what can be freed: dead cycles, pending blocks, the pool's unused memory."""
     gc.collect()
     drain()
-    with _unsafe_calls_allowed(driver):
-        # Memory freed in stream order comes free. Not cuCtxSynchronize: a capture in another
-        # thread would not survive it.
-        driver.try_call("cuStreamSynchronize", stream)
-        driver.try_call("cuMemPoolTrimTo", pool, 0)
+    # Memory freed in stream order comes free. Not cuCtxSynchronize: see _Relaxed.
+    driver.try_call("cuStreamSynchronize", stream)
+    driver.try_call("cuMemPoolTrimTo", pool, 0)
 
 
 def drain() -> None:
@@ -306,7 +338,7 @@ def _out_of_memory(driver: _driver.Driver, device: int, asked: str) -> CudaDrive
 def statistics(device: int) -> MemoryStats:
     """Figures of the device's pool; zeros while it has none."""
     driver = _driver.get()
-    with driver.on_device(device):
+    with driver.on_device(device), _Relaxed(driver):
         if _pending:
             drain()
         figures = {}
@@ -330,16 +362,23 @@ def statistics(device: int) -> MemoryStats:
     )
 
 
-def trim(device: int, keep_bytes: int = 0) -> None:
-    """Give the pool's unused memory back to the device, down to `keep_bytes`."""
+def memory_stats(device: int | None = None) -> MemoryStats:
+    """What kernel_hub's pool on `device` (None: the current one) holds and the GPU has left."""
+    return statistics(device_number(device))
+
+
+def trim(device: int | None = None, *, keep_bytes: int = 0) -> None:
+    """Return memory that the pool keeps for reuse to the GPU, all but `keep_bytes`."""
+    device = device_number(device)
     if keep_bytes < 0:
         raise TensorError(f"keep_bytes={keep_bytes}: expected 0 or more")
     driver = _driver.get()
-    with driver.on_device(device):
+    with driver.on_device(device), _Relaxed(driver):
         drain()
         if device not in _pools:
             return
-        driver.call("cuCtxSynchronize", asked="waiting for frees before trimming the pool")
+        # The pool gives back what is free by now: most frees are on the legacy stream.
+        driver.call("cuStreamSynchronize", 0, asked="waiting for frees before trimming the pool")
         driver.call("cuMemPoolTrimTo", _pools[device], keep_bytes)
 
 

@@ -24,14 +24,6 @@ def as_shape(shape: Any, *, wildcard: bool = False) -> Dims:
     return dims
 
 
-def contiguous(shape: Dims) -> Dims:
-    """Row-major strides."""
-    strides = [1] * len(shape)
-    for axis in range(len(shape) - 2, -1, -1):
-        strides[axis] = strides[axis + 1] * max(shape[axis + 1], 1)
-    return tuple(strides)
-
-
 def is_contiguous(shape: Dims, strides: Dims) -> bool:
     """Whether the elements lie in row-major order without gaps."""
     expected = 1

@@ -116,6 +116,7 @@ class Driver:
         self._bind(_OPTIONAL, required=False)
         # Untyped twin: prebuilt byref()/from_param arguments skip the per-argument conversion.
         self.launch_ex = library["cuLaunchKernelEx"]
+        self.launch_ex_address = ctypes.cast(self.launch_ex, c_void_p).value or 0
         self._contexts: dict[int, int] = {}
         self._attributes: dict[tuple[int, int], int] = {}
         self._lock = threading.Lock()

@@ -61,7 +61,9 @@ class FunctionNotFoundError(KernelHubError, AttributeError):
     def among(cls, name: str, names: Iterable[str], where: str) -> FunctionNotFoundError:
         """The error for `name` asked of `where`, which holds `names`."""
         ordered = nearest(name, names)
-        shown = ", ".join(ordered[:12]) + (f", … ({len(ordered)} in all)" if len(ordered) > 12 else "")
+        shown = ", ".join(ordered[:12]) + (
+            f", … ({len(ordered)} in all)" if len(ordered) > 12 else ""
+        )
         return cls(f"no function {name!r} in {where}; it has: {shown or 'none'}")
 
 

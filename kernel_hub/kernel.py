@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from . import _library, tensors
 from . import driver as _driver
-from ._function import BoundLaunch, KernelFunction, live
+from ._bound import BoundLaunch
+from ._function import KernelFunction, live
 from ._image import Chosen, DeclaredImage, FunctionSpec, open_image
 from ._launch import DeviceFunction
 from ._library import Library, library_for, load_function
@@ -173,7 +174,9 @@ class Kernel:
                 # Checks the device number, and that it can be used at all.
                 driver.primary_context(device)
                 chosen = self._image.choose(driver.compute_capability(device))
-                held = next((lib for lib, _ in self._libraries.values() if lib.key == chosen.key), None)
+                held = next(
+                    (lib for lib, _ in self._libraries.values() if lib.key == chosen.key), None
+                )
                 library = held or library_for(driver, chosen, self._probe)
                 self._libraries[device] = library, chosen
             return self._libraries[device]

@@ -6,18 +6,18 @@ Shapes, strides, copies and interchange; the memory itself is `_pool`'s.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from . import _dtypes, _pool, _strided, dlpack
-from . import driver as _driver
+from . import _dtypes, _pool, _strided, dlpack, tensors
 from ._dtypes import Dtype
-from ._pool import Block, MemoryStats
+from ._pool import Block, MemoryStats, Work, memory_stats, trim
+from .driver import Driver
 from .errors import TensorError
+from .tensors import contiguous_strides
 
 __all__ = ["DeviceArray", "MemoryStats", "memory_stats", "trim"]
 
@@ -76,8 +76,8 @@ class DeviceArray:
         """
         kind = _dtypes.of(dtype)
         dims = _strided.as_shape(shape)
-        device = _device(device)
-        handle = _stream(stream, device)
+        device = _pool.device_number(device)
+        handle = tensors.stream_handle(stream, device)
         size_bytes = math.prod(dims) * kind.size_bytes
         if size_bytes:
             asked = f"{size_bytes:,} bytes for shape {dims} of {kind.token}"
@@ -86,7 +86,7 @@ class DeviceArray:
             block.owner = None if isinstance(stream, int) else stream
         else:
             block = Block(0, 0, device, 0 if handle == 1 else handle)
-        return cls(block, block.address, dims, _strided.contiguous(dims), kind)
+        return cls(block, block.address, dims, contiguous_strides(dims), kind)
 
     @classmethod
     def zeros(
@@ -100,8 +100,7 @@ class DeviceArray:
         """An array of `shape` filled with zeros; arguments as for `empty`."""
         array = cls.empty(shape, dtype, device=device, stream=stream)
         if array.size_bytes:
-            driver = _driver.get()
-            with driver.on_device(array.device):
+            with Work(array.device, array._block.stream, "zeros") as driver:
                 driver.call("cuMemsetD8Async", array.ptr, 0, array.size_bytes, array._block.stream)
         return array
 
@@ -125,10 +124,10 @@ class DeviceArray:
         stream: where the array will be used next; the producer orders its own work before it.
         """
         kind, device = dlpack.device_of(producer)
-        handle = _stream(stream, device)
+        handle = tensors.stream_handle(stream, device)
         given = dlpack.consume(producer, kind, handle)
         block = Block(given.address, given.size_bytes, given.device, handle, owner=given.owner)
-        strides = _strided.contiguous(given.shape) if given.strides is None else given.strides
+        strides = contiguous_strides(given.shape) if given.strides is None else given.strides
         return cls(block, given.address, given.shape, strides, given.dtype, given.read_only)
 
     @classmethod
@@ -144,7 +143,7 @@ class DeviceArray:
         kind = _dtypes.of(dtype)
         dims = _strided.as_shape(shape)
         block = Block(ptr, math.prod(dims) * kind.size_bytes, device, 0, owner=owner)
-        return cls(block, ptr, dims, _strided.contiguous(dims), kind)
+        return cls(block, ptr, dims, contiguous_strides(dims), kind)
 
     # -- what it is
 
@@ -216,7 +215,7 @@ class DeviceArray:
             raise TensorError(
                 f"cannot reshape a view with strides {self.strides}: its elements are not adjacent"
             )
-        return self._derive(self.ptr, dims, _strided.contiguous(dims))
+        return self._derive(self.ptr, dims, contiguous_strides(dims))
 
     def view(self, dtype: Any) -> DeviceArray:
         """The same bytes as another dtype; the last dimension scales with the element size."""
@@ -255,11 +254,10 @@ class DeviceArray:
             (length - 1) * stride for length, stride in zip(self.shape, self.strides, strict=True)
         )
         host = np.empty(span, self._dtype.raw)
-        driver = _driver.get()
-        handle = _stream(stream, self.device)
-        self._block.settle(handle)
-        with driver.on_device(self.device):
-            asked = f"copying {host.nbytes:,} bytes of {self!r} to the host"
+        handle = tensors.stream_handle(stream, self.device)
+        asked = f"copying {host.nbytes:,} bytes of {self!r} to the host"
+        with Work(self.device, handle, asked) as driver:
+            self._block.settle(handle)
             driver.call(
                 "cuMemcpyDtoHAsync_v2", host.ctypes.data, ptr, host.nbytes, handle, asked=asked
             )
@@ -289,11 +287,10 @@ class DeviceArray:
             raise TensorError(f"source has dtype {array.dtype}, expected {self.dtype_token}")
         if not self.size:
             return self
-        driver = _driver.get()
-        handle = _stream(stream, self.device)
-        self._block.settle(handle)
+        handle = tensors.stream_handle(stream, self.device)
         asked = f"copying {self.size_bytes:,} bytes to {self!r}"
-        with driver.on_device(self.device):
+        with Work(self.device, handle, asked) as driver:
+            self._block.settle(handle)
             if isinstance(array, DeviceArray):
                 self._copy_device(driver, array, handle, asked)
             else:
@@ -306,9 +303,7 @@ class DeviceArray:
         self._record_use(handle)
         return self
 
-    def _copy_device(
-        self, driver: _driver.Driver, source: DeviceArray, handle: int, asked: str
-    ) -> None:
+    def _copy_device(self, driver: Driver, source: DeviceArray, handle: int, asked: str) -> None:
         if not source.is_contiguous or source.device != self.device:
             raise TensorError(
                 f"copy_from takes a contiguous source on device {self.device}, not {source!r} "
@@ -385,29 +380,5 @@ class DeviceArray:
         raise TypeError("a DeviceArray is not converted silently: use .to_numpy()")
 
 
-def memory_stats(device: int | None = None) -> MemoryStats:
-    """What kernel_hub's pool on `device` (None: the current one) holds and the GPU has left."""
-    return _pool.statistics(_device(device))
-
-
-def trim(device: int | None = None, *, keep_bytes: int = 0) -> None:
-    """Return memory that the pool keeps for reuse to the GPU, all but `keep_bytes`."""
-    _pool.trim(_device(device), keep_bytes)
-
-
 def _reset_for_tests() -> None:
     _pool._reset_for_tests()
-
-
-def _device(device: int | None) -> int:
-    if device is None:
-        from . import tensors  # a layer below this one
-
-        return tensors.current_device()
-    return operator.index(device)
-
-
-def _stream(stream: Any, device: int) -> int:
-    from . import tensors  # a layer below this one
-
-    return tensors.stream_handle(stream, device)

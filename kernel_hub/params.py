@@ -81,7 +81,9 @@ class Param:
 
     def refuse(self, found: str, advice: str = "") -> ParamsError:
         """The error for a value that does not fit here."""
-        takes = f"{self.type} ({self.size_bytes} bytes)" if self.type else f"{self.size_bytes} bytes"
+        takes = (
+            f"{self.type} ({self.size_bytes} bytes)" if self.type else f"{self.size_bytes} bytes"
+        )
         text = f"params[{self.index}] ({self.name}): the kernel takes {takes}, got {found}"
         return ParamsError(f"{text}; {advice}" if advice else text)
 
@@ -142,9 +144,7 @@ class Param:
         if info is None:
             raise self.refuse(found, f"its type is not known from the cubin: {WAYS_OUT}")
         if info.kind == "pointer":
-            raise self.refuse(
-                found, "an address goes in as ctypes.c_void_p(address), null as None"
-            )
+            raise self.refuse(found, "an address goes in as ctypes.c_void_p(address), null as None")
         if info.kind == "struct":
             raise self.refuse(found, "pass a TensorMap, a ctypes Structure or bytes")
         if info.kind == "float":
@@ -156,7 +156,9 @@ class Param:
                 raise self.refuse(found)
             return bool(value)
         bits = 8 * self.size_bytes
-        low, high = (0, 2**bits - 1) if info.kind == "uint" else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+        low, high = (
+            (0, 2**bits - 1) if info.kind == "uint" else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+        )
         if not low <= value <= high:
             raise self.refuse(found, f"the range is {low} … {high}")
         return int(value)
@@ -182,7 +184,9 @@ class Param:
         name = type(value).__name__
         code = getattr(type(value), "_type_", None)
         if self.info is not None and self.info.kind != "struct" and isinstance(code, str):
-            self._check_kind(_CTYPES_KIND.get(code, name), ctypes.sizeof(value), f"{name} {value!r}")
+            self._check_kind(
+                _CTYPES_KIND.get(code, name), ctypes.sizeof(value), f"{name} {value!r}"
+            )
         return self._raw(bytes(value), name)
 
     def _check_kind(self, kind: str, size_bytes: int, found: str) -> None:
@@ -235,7 +239,11 @@ def ordered(params: Any, expected: Sequence[Param]) -> Sequence[Any]:
                 parts.append(f"unknown {', '.join(unknown)}")
             raise ParamsError(f"params by name: {'; '.join(parts)}; {takes(expected)}")
         return [params[name] for name in names]
-    if isinstance(params, (str, bytes)) or not hasattr(params, "__iter__") or hasattr(params, "shape"):
+    if (
+        isinstance(params, (str, bytes))
+        or not hasattr(params, "__iter__")
+        or hasattr(params, "shape")
+    ):
         raise ParamsError(
             f"params is a {type(params).__name__}, not a list, tuple or dict of parameters; "
             + takes(expected)

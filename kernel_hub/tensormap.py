@@ -7,16 +7,17 @@ driver's is innermost first, and the reversal happens here.
 from __future__ import annotations
 
 import ctypes
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any
 
-from . import _dtypes
+from . import _dtypes, tensors
 from . import driver as _driver
 from .errors import LaunchConfigError, TensorError
 
 _SIZE_BYTES, _ALIGNMENT = 128, 64
-_TENSOR_MAP_ACCESS = 127  # CUdevice_attribute
+_TENSOR_MAP_ACCESS, _SHARED_PER_MULTIPROCESSOR = 127, 81  # CUdevice_attribute
 # Dtype token -> CUtensorMapDataType. Types that the TMA does not know travel as their bits.
 _DATA_TYPES = {
     "uint8": 0,
@@ -100,8 +101,6 @@ class TensorMap:
 
         Raises LaunchConfigError for box and options, TensorError for the tensor, CudaDriverError.
         """
-        from . import tensors  # a layer below this one: loaded with the first tensor
-
         array = tensors.describe(tensor)
         if array is None:
             raise TensorError(
@@ -119,7 +118,7 @@ class TensorMap:
         elif shape is None and array.strides is not None:
             steps = _usable(dims, array.strides, item_bytes)
         else:
-            steps = _row_major(dims)
+            steps = tensors.contiguous_strides(dims)
         _check_tensor(array.address, array.dtype, item_bytes, dims, steps)
         rank = len(dims)
         box_dims = _integers(box, "box")
@@ -180,6 +179,13 @@ class TensorMap:
                 f"device {self.device} ({driver.device_name(self.device)}, compute capability "
                 f"{major}.{minor}) has no TMA, which came with 9.0: use plain pointers"
             )
+        box_bytes = math.prod(self.box) * item_bytes
+        limit = driver.attribute(self.device, _SHARED_PER_MULTIPROCESSOR)
+        if box_bytes > limit:
+            raise LaunchConfigError(
+                f"box {self.box} is {box_bytes:,} bytes: more than the {limit:,} bytes of shared "
+                f"memory that device {self.device} ({driver.device_name(self.device)}) has"
+            )
         with driver.on_device(self.device):
             driver.call("cuTensorMapEncodeTiled", *arguments, asked=f"encoding {self!r}")
         self.raw = ctypes.string_at(self.data_address, _SIZE_BYTES)
@@ -229,13 +235,6 @@ def _choice(name: str, value: Any, choices: dict[Any, int]) -> int:
         names = ", ".join(repr(choice) for choice in choices)
         raise LaunchConfigError(f"{name}={value!r}: expected one of {names}")
     return choices[value]
-
-
-def _row_major(dims: tuple[int, ...]) -> tuple[int, ...]:
-    strides = [1] * len(dims)
-    for axis in range(len(dims) - 2, -1, -1):
-        strides[axis] = strides[axis + 1] * dims[axis + 1]
-    return tuple(strides)
 
 
 def _usable(dims: tuple[int, ...], strides: Sequence[int], item_bytes: int) -> tuple[int, ...]:

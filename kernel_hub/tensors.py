@@ -156,9 +156,7 @@ def _describe_dlpack(value: Any) -> ArrayView:
     strides = tuple(tensor.strides[:rank]) if rank and tensor.strides else contiguous_strides(shape)
     code, bits = tensor.dtype_code, tensor.dtype_bits
     special = {_DLPACK_BF16: "bf16", _DLPACK_E4M3FN: "e4m3", _DLPACK_E5M2: "e5m2"}
-    token = special.get(code) or _TYPESTR.get(
-        f"{_DLPACK_LETTER.get(code, '?')}{max(1, bits // 8)}"
-    )
+    token = special.get(code) or _TYPESTR.get(f"{_DLPACK_LETTER.get(code, '?')}{max(1, bits // 8)}")
     return ArrayView(
         (tensor.data or 0) + tensor.byte_offset,
         token if tensor.dtype_lanes == 1 else None,

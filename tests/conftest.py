@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from fakecuda import CompilerMissingError, FakeCuda
 
-from kernel_hub import driver
+from kernel_hub import driver, tensors
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -29,6 +29,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU and its driver")
+    if config.getoption("--require-gpu"):
+        from launch_coverage import LaunchCoverage
+
+        coverage = LaunchCoverage(config)
+        coverage.install()
+        config.pluginmanager.register(coverage)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -40,15 +46,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @functools.cache
 def _no_gpu_reason() -> str:
     """Why GPU tests cannot run here, or ''. Asked of a child: this process stays free to fork."""
-    code = "from kernel_hub import driver; driver.get().primary_context(0)"
+    code = (
+        "from kernel_hub import driver\n"
+        "try: driver.get().primary_context(0)\n"
+        "except Exception as error: print(str(error).splitlines()[0].removesuffix('. Tried:'))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
-    if done.returncode == 0:
+    said = (done.stdout or done.stderr).strip()
+    if done.returncode == 0 and not said:
         return ""
-    lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-    errors = [line for line in lines if line.startswith("kernel_hub.errors.")]
-    return "no usable GPU: " + (errors or lines)[-1]
+    return f"no usable GPU: {said or f'the driver ended a process with {done.returncode}'}"
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -81,6 +90,9 @@ def make_fakecuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Fak
             pytest.skip(str(missing))
         _forget_runtime()
         monkeypatch.setenv(driver.LIBRARY_VARIABLE, fake.path)
+        # A torch that drives a real GPU knows nothing of the stand-in's devices and streams.
+        monkeypatch.setattr(tensors, "raw_stream_getter", lambda: None)
+        monkeypatch.setattr(tensors, "current_device", lambda: 0)
         return fake
 
     yield make

@@ -1,9 +1,10 @@
-"""Feeds damaged cubins that pass the validator to the CUDA driver, in child processes. A script, not a test.
+"""Feeds damaged cubins that pass the validator to the CUDA driver. A script, not a test.
 
     python tests/gpu_fuzz.py --images 10000 --workers 12 --seed 1 --json OUT.json --save DIR
 
-Loads and resolves every kernel, launches nothing. Reports how many images the validator refused, and of those that pass how
-many the driver accepted, refused, died of or hung on. `--no-validate` shows what the driver does without the validator.
+Child processes load each image and resolve every kernel; nothing is launched. Reports how many
+images the validator refused, and of those that pass how many the driver accepted, refused, died of
+or hung on. `--no-validate` shows what the driver does without the validator.
 """
 
 from __future__ import annotations
@@ -20,7 +21,12 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mutate import Mutation
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "cubin")]
@@ -55,11 +61,11 @@ def child() -> None:
         say(f"end {call} {code}")
 
 
-def _speaker(descriptor: int):  # noqa: ANN202
+def _speaker(descriptor: int) -> Callable[[str], int]:
     return lambda line: os.write(descriptor, line.encode() + b"\n")
 
 
-def load(driver: ctypes.CDLL, image: bytes, say) -> tuple[str, int]:  # noqa: ANN001
+def load(driver: ctypes.CDLL, image: bytes, say: Callable[[str], int]) -> tuple[str, int]:
     """Load, resolve and unload one image; (the first call that failed or '-', its code)."""
     library, module, count = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_uint()
     failed: list[tuple[str, int]] = []
@@ -193,7 +199,7 @@ def bases() -> dict[str, bytes]:
     return found
 
 
-def mutations(options: argparse.Namespace):  # noqa: ANN201
+def mutations(options: argparse.Namespace) -> Iterator[tuple[Mutation | None, str, bytes]]:
     """(mutation or None for the sound images first, name, image)"""
     import mutate
 
@@ -208,7 +214,7 @@ def mutations(options: argparse.Namespace):  # noqa: ANN201
 
 
 def refusal(image: bytes) -> str | None:
-    """Why the validator refuses the image; anything but CubinCorruptError is its fault and goes through."""
+    """Why the validator refuses the image; any other exception is our fault and ends the run."""
     from kernel_hub.cubin import read_cubin
     from kernel_hub.errors import CubinCorruptError
 
@@ -229,7 +235,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     unsound: list[str] = []
     slots = threading.BoundedSemaphore(options.workers * 4)
 
-    def send(mutation, name: str, image: bytes) -> None:  # noqa: ANN001
+    def send(mutation: Mutation | None, name: str, image: bytes) -> None:
         try:
             if not hasattr(local, "worker"):
                 local.worker = Worker(options.timeout)
@@ -254,9 +260,20 @@ def run(options: argparse.Namespace) -> dict[str, object]:
                 return
             sections = mutation.sections_hit(options.spans[name])
             hits.update(sections)
-            bad.append({"index": mutation.index, "kind": mutation.kind, "base": name, "outcome": outcome, "call": call,
-                        "status": code, "alone": again, "loads_before": loads, "offsets": mutation.offsets[:16],
-                        "sections": sections})  # fmt: skip
+            bad.append(
+                {
+                    "index": mutation.index,
+                    "kind": mutation.kind,
+                    "base": name,
+                    "outcome": outcome,
+                    "call": call,
+                    "status": code,
+                    "alone": again,
+                    "loads_before": loads,
+                    "offsets": mutation.offsets[:16],
+                    "sections": sections,
+                }
+            )
             if options.save and len(bad) <= MAX_SAVED:
                 (Path(options.save) / f"{mutation.index}_{outcome}.cubin").write_bytes(image)
 
@@ -279,10 +296,13 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     total = sum(kinds.values(), collections.Counter())
     deadly = total["killed"] + total["hung"]
     return {
-        "seed": options.seed, "validated": not options.no_validate, "seconds": round(time.monotonic() - started, 1),
+        "seed": options.seed, "validated": not options.no_validate,
+        "seconds": round(time.monotonic() - started, 1),
         "total": dict(total), "deadly": deadly, "rate_of_passed": deadly / max(1, total["passed"]),
-        "rate_of_images": deadly / max(1, total["images"]), "kinds": {kind: dict(kinds[kind]) for kind in sorted(kinds)},
-        "driver_codes": dict(codes.most_common(30)), "sections_of_killers": dict(hits.most_common(40)),
+        "rate_of_images": deadly / max(1, total["images"]),
+        "kinds": {kind: dict(kinds[kind]) for kind in sorted(kinds)},
+        "driver_codes": dict(codes.most_common(30)),
+        "sections_of_killers": dict(hits.most_common(40)),
         "sound_images_not_accepted": unsound, "killers": bad[:200],
     }  # fmt: skip
 
@@ -318,8 +338,10 @@ def main() -> None:
     print(f"{'kind':16}" + "".join(f"{column:>10}" for column in columns))
     for kind, row in [*result["kinds"].items(), ("all", result["total"])]:
         print(f"{kind:16}" + "".join(f"{row.get(column, 0):>10}" for column in columns))
-    print(f"killed or hung: {result['deadly']} = {result['rate_of_passed']:.2%} of those that pass the validator, "
-          f"{result['rate_of_images']:.2%} of all; seed {options.seed}, {result['seconds']} s")  # fmt: skip
+    print(
+        f"killed or hung: {result['deadly']} = {result['rate_of_passed']:.2%} of those that pass, "
+        f"{result['rate_of_images']:.2%} of all; seed {options.seed}, {result['seconds']} s"
+    )
     print("driver refusals:", result["driver_codes"])
     print("sections of killers:", result["sections_of_killers"])
     print("sound images not accepted:", result["sound_images_not_accepted"])

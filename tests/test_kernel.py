@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import multiprocessing
-import os
 import struct
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,12 +16,9 @@ from fakecuda import FakeCuda
 
 import kernel_hub
 from kernel_hub import DeviceArray, Kernel, KernelFunction, driver
-from kernel_hub._results import RESULTS, STICKY
 from kernel_hub.errors import (
     CubinCorruptError,
     CubinNotFoundError,
-    CudaDriverError,
-    DriverNotFoundError,
     FunctionNotFoundError,
     LaunchConfigError,
     ParamsError,
@@ -114,9 +108,7 @@ def test_what_reaches_the_driver(fakecuda: FakeCuda, probe: KernelFunction) -> N
         struct.pack("<f", 0.25),
     )
     assert launch.attributes == {}
-    probe(
-        1, 32, params={"scale": 1, "num_elements": np.int32(3), "out": out, "x": x, "y": None}
-    )
+    probe(1, 32, params={"scale": 1, "num_elements": np.int32(3), "out": out, "x": x, "y": None})
     assert fakecuda.launch().params == (
         struct.pack("<Q", out.ptr), struct.pack("<Q", x.ptr), bytes(8),
         struct.pack("<i", 3), struct.pack("<f", 1),
@@ -321,208 +313,6 @@ def test_a_foreign_cubin_refuses_bare_numbers_until_they_are_declared(fakecuda: 
         Kernel(data, signatures={"nothing": ["int"]})
 
 
-def test_digest_mismatch_is_found_at_load(
-    fakecuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from kernel_hub import manifest
-
-    read = manifest.Collection.read
-    path = PROBE_CUBIN
-    damaged = bytearray(path.read_bytes())
-    damaged[-1] ^= 1
-    collection = manifest.open_collection()
-    root = collection.root
-
-    class Root:
-        def joinpath(self, *parts: str) -> Any:
-            made = root.joinpath(*parts)
-            return type("File", (), {"read_bytes": lambda self: bytes(damaged)})() if parts and parts[
-                -1
-            ].endswith("launch_probe.cubin") else made
-
-    entry = collection.manifest.cubins["launch_probe"]["sm90"]
-    changed = type(collection)(collection.package, Root(), collection.manifest)
-    with pytest.raises(CubinCorruptError, match=entry.sha256[:12]):
-        read(changed, entry)
-    assert fakecuda.calls("cuLibraryLoadData") == 0
-
-
-def test_an_old_driver_is_named(make_fakecuda: Callable[..., FakeCuda]) -> None:
-    make_fakecuda(version=12080)
-    with pytest.raises(DriverNotFoundError) as caught:
-        Kernel("launch_probe").load()
-    assert "13.0" in str(caught.value)
-    assert "12.8" in str(caught.value)
-
-
-def test_no_driver_and_no_device(
-    monkeypatch: pytest.MonkeyPatch, make_fakecuda: Callable[..., FakeCuda]
-) -> None:
-    make_fakecuda().set_init_code(100)
-    with pytest.raises(CudaDriverError, match="NO_DEVICE"):
-        Kernel("launch_probe").load()
-    make_fakecuda()
-    monkeypatch.setenv(driver.LIBRARY_VARIABLE, "/nowhere/libcuda.so")
-    with pytest.raises(DriverNotFoundError, match="/nowhere"):
-        Kernel("launch_probe").load()
-    with pytest.raises(CudaDriverError, match="device 7"):
-        make_fakecuda()
-        Kernel("launch_probe").load(7)
-
-
-def test_a_fresh_thread_gets_a_context(fakecuda: FakeCuda, probe: KernelFunction) -> None:
-    params = [*arrays(), 5, 0.5]
-    probe(GRID, BLOCK, 0, 0, params)
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            for _ in range(100):
-                probe(GRID, BLOCK, 0, 0, params)
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert not errors
-    assert fakecuda.launch_count == 101
-
-
-def test_eight_threads_never_share_a_slot(fakecuda: FakeCuda, probe: KernelFunction) -> None:
-    seen: dict[int, list[int]] = {}
-    lock = threading.Lock()
-
-    def note(launch: Any, addresses: list[int]) -> None:
-        value = ctypes.c_int.from_address(addresses[3]).value
-        with lock:
-            seen.setdefault(launch.thread, []).append(value)
-
-    fakecuda.set_callback("launch_probe_5", note)
-    fakecuda.record(False)
-    params = arrays()
-    start = threading.Barrier(8)
-
-    def work(base: int) -> None:
-        start.wait()
-        for i in range(500):
-            probe((1 + i % 3, 1, 1), BLOCK, 0, 0, [*params, base + i, 0.5])
-
-    threads = [threading.Thread(target=work, args=(1000 * n,)) for n in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(map(tuple, seen.values())) == [
-        tuple(range(1000 * n, 1000 * n + 500)) for n in range(8)
-    ]
-
-
-def test_one_load_however_many_threads_ask(fakecuda: FakeCuda) -> None:
-    fakecuda.set_latency("cuLibraryLoadData", 20000)
-    kernel = Kernel("launch_probe")
-    start = threading.Barrier(8)
-
-    def work() -> None:
-        start.wait()
-        kernel.launch_probe_5.load()
-
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert fakecuda.calls("cuLibraryLoadData") == 1
-
-
-LOADING = ["cuDevicePrimaryCtxRetain", "cuLibraryLoadData", "cuLibraryGetKernel",
-           "cuKernelGetFunction", "cuFuncLoad", "cuFuncGetAttribute", "cuDeviceGetAttribute",
-           "cuCtxPushCurrent_v2", "cuLaunchKernelEx"]  # fmt: skip
-
-
-@pytest.mark.parametrize("call", LOADING)
-@pytest.mark.parametrize("code", sorted(RESULTS))
-def test_every_call_failing_with_every_error(fakecuda: FakeCuda, call: str, code: int) -> None:
-    probe = Kernel("launch_probe").launch_probe_5
-    params = [ctypes.c_void_p(1), ctypes.c_void_p(2), ctypes.c_void_p(3), 5, 0.5]
-    driver.get()
-    fakecuda.fail(call, code)
-    if call == "cuLaunchKernelEx" and code in (201, 709, 400):
-        # Taken for a missing context: set and tried again.
-        probe(GRID, BLOCK, 0, 0, params)
-        assert fakecuda.launch_count == 1
-        return
-    expected = (CudaDriverError, FunctionNotFoundError)
-    with pytest.raises(expected) as caught:
-        probe(GRID, BLOCK, 0, 0, params)
-    if isinstance(caught.value, CudaDriverError):
-        assert caught.value.code == code
-        assert RESULTS[code][0] in str(caught.value)
-        assert ("sticky" in str(caught.value)) == (code in STICKY)
-    else:
-        assert (call, code) == ("cuLibraryGetKernel", 500)
-    assert fakecuda.launch_count == 0
-    assert fakecuda.context_depth == 0
-    probe(GRID, BLOCK, 0, 0, params)
-    assert fakecuda.launch_count == 1
-    assert fakecuda.live("libraries") == 1
-
-
-def test_a_launch_error_says_what_was_asked_and_the_driver_log(
-    fakecuda: FakeCuda, probe: KernelFunction
-) -> None:
-    probe.load()
-    fakecuda.log("the driver's own words")
-    fakecuda.fail("cuLaunchKernelEx", 701)
-    with pytest.raises(CudaDriverError) as caught:
-        probe(GRID, BLOCK, 77, 0, [*arrays(), 5, 0.5])
-    error = caught.value
-    assert (error.call, error.code, error.name) == (
-        "cuLaunchKernelEx", 701, "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES",
-    )  # fmt: skip
-    for part in ("launch_probe_5", "(4, 1, 1)", "(256, 1, 1)", "77", "1024 threads", "own words"):
-        assert part in str(error)
-
-
-def test_a_sticky_error_is_said_to_be_of_an_earlier_kernel(
-    fakecuda: FakeCuda, probe: KernelFunction
-) -> None:
-    params = [*arrays(), 5, 0.5]
-    probe(GRID, BLOCK, 0, 0, params)
-    fakecuda.set_sticky(700)
-    with pytest.raises(CudaDriverError, match="ran earlier"):
-        probe(GRID, BLOCK, 0, 0, params)
-
-
-def test_blocking_names_the_kernel_that_failed(
-    fakecuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("KERNEL_HUB_LAUNCH_BLOCKING", "1")
-    probe = Kernel("launch_probe").launch_probe_5
-    params = [*arrays(), 5, 0.5]
-    probe(GRID, BLOCK, 0, 0, params)
-    assert fakecuda.calls("cuStreamSynchronize") >= 1
-    fakecuda.fail("cuStreamSynchronize", 700)
-    with pytest.raises(CudaDriverError, match="this kernel is the one that failed"):
-        probe(GRID, BLOCK, 0, 0, params)
-
-
-def test_capture_needs_a_load_before(fakecuda: FakeCuda) -> None:
-    stream = new_stream()
-    params = [*arrays(), 5, 0.5]
-    fakecuda.set_capture(stream)
-    fakecuda.strict_capture()
-    kernel = Kernel("launch_probe")
-    with pytest.raises(LaunchConfigError, match=r"call \.load\(\)"):
-        kernel.launch_probe_5(GRID, BLOCK, 0, stream, params)
-    assert fakecuda.calls("cuLibraryLoadData") == 0
-    fakecuda.set_capture(stream, 0)
-    kernel.load()
-    fakecuda.set_capture(stream)
-    kernel.launch_probe_5(GRID, BLOCK, 0, stream, params)
-    assert fakecuda.launch().stream == stream
-
-
 def test_bound_launches(fakecuda: FakeCuda, probe: KernelFunction) -> None:
     params = [*arrays(), 5, 0.5]
     bound = probe.bind(GRID, BLOCK, 64, 0, params)
@@ -574,60 +364,6 @@ def test_attributes_and_occupancy(fakecuda: FakeCuda, probe: KernelFunction) -> 
         probe.occupancy(2048)
     with pytest.raises(LaunchConfigError):
         probe.occupancy(256, 10**6)
-
-
-def test_ten_thousand_load_and_unload_cycles_leave_nothing(fakecuda: FakeCuda) -> None:
-    data = PROBE_CUBIN.read_bytes()
-    kernel = Kernel(data, ["launch_probe_5"])
-    params = [None, None, None, ctypes.c_int(1), ctypes.c_float(1)]
-    fakecuda.record(False)
-    for _ in range(10_000):
-        kernel.launch_probe_5(GRID, BLOCK, 0, 0, params)
-        kernel.unload()
-    assert fakecuda.live("libraries") == 0
-    assert fakecuda.launch_count == 10_000
-    with Kernel("launch_probe") as held, Kernel("launch_probe") as other:
-        held.load()
-        other.load()
-        assert fakecuda.live("libraries") == 1
-        held.unload()
-        assert fakecuda.live("libraries") == 1
-    assert fakecuda.live("libraries") == 0
-
-
-def _launch_in_child(queue: Any, function: KernelFunction, params: list[Any]) -> None:
-    texts = []
-    bound = None
-    for call in (lambda: function(GRID, BLOCK, 0, 0, params), lambda: bound()):
-        try:
-            call()
-            texts.append("launched")
-        except Exception as error:
-            texts.append(f"{type(error).__name__}: {error}")
-        bound = BOUND
-    queue.put(texts)
-
-
-BOUND: Any = None
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this platform")
-def test_a_launch_after_fork_says_so(fakecuda: FakeCuda, probe: KernelFunction) -> None:
-    global BOUND
-    params: list[Any] = [None, None, None, 5, 0.5]
-    probe(GRID, BLOCK, 0, 0, params)
-    BOUND = probe.bind(GRID, BLOCK, 0, 0, params)
-    context = multiprocessing.get_context("fork")
-    queue = context.Queue()
-    child = context.Process(target=_launch_in_child, args=(queue, probe, params))
-    child.start()
-    texts = queue.get(timeout=30)
-    child.join()
-    assert len(texts) == 2
-    for text in texts:
-        assert text.startswith("CudaDriverError")
-        assert "spawn" in text
-    probe(GRID, BLOCK, 0, 0, params)
 
 
 def test_pickling_is_refused_with_advice(probe: KernelFunction) -> None:

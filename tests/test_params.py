@@ -28,7 +28,10 @@ class OnGpu:
 
     def __init__(self, address: int = 0x7F00, typestr: str = "<f4", device: int | None = None):
         self.__cuda_array_interface__ = {
-            "data": (address, False), "typestr": typestr, "shape": (4,), "version": 3,
+            "data": (address, False),
+            "typestr": typestr,
+            "shape": (4,),
+            "version": 3,
         }
         self.device = device
 
@@ -141,9 +144,9 @@ def test_params_by_name() -> None:
     for wrong in ("text", b"bytes", 7, np.zeros(2)):
         with pytest.raises(ParamsError, match="not a list"):
             ordered(wrong, expected)
-    assert "too few params: got 1, the kernel takes 2: float\\* out, int n".replace("\\", "") in str(
-        wrong_count([1], expected)
-    )
+    assert "too few params: got 1, the kernel takes 2: float\\* out, int n".replace(
+        "\\", ""
+    ) in str(wrong_count([1], expected))
 
 
 @given(st.lists(st.sampled_from(sorted(SIZES)), max_size=20))

@@ -34,7 +34,8 @@ def choices(collection: Collection, compute_capability: tuple[int, int]) -> list
     for name, entries in sorted(collection.manifest.cubins.items()):
         by_target = {entry.target: entry for entry in entries.values()}
         found = resolve(
-            compute_capability, [Candidate(entry.arch, target) for target, entry in by_target.items()]
+            compute_capability,
+            [Candidate(entry.arch, target) for target, entry in by_target.items()],
         )
         entry = by_target[found.chosen.target] if found.chosen else None
         made.append(Choice(name, entry, found.rejected))

@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from .. import __version__
+from .. import __version__, _native
 from .. import driver as _driver
 from ..errors import KernelHubError
 from ..manifest import Collection, open_collection
@@ -34,6 +34,11 @@ OPTIONAL_CALLS = {
     "cuLogsDumpToMemory": ("12.9", "errors come without the driver's own explanation"),
 }
 
+LAUNCHERS = {
+    "C": "the C launcher takes the common launches",
+    "Python": "the Python launcher takes every launch (the C one does not fit here, or is off)",
+}
+
 
 @dataclass(frozen=True)
 class Device:
@@ -53,6 +58,7 @@ class Report:
     kernel_hub: str
     python: str
     platform: str
+    launcher: str
     driver: dict[str, Any] | None = None
     devices: list[Device] = field(default_factory=list)
     cubins: dict[str, Any] | None = None
@@ -73,7 +79,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def examine() -> Report:
     """Look at everything; never raises for what it finds."""
-    report = Report(__version__, platform.python_version(), platform.platform())
+    launcher = "C" if _native.available() else "Python"
+    report = Report(__version__, platform.python_version(), platform.platform(), launcher)
     collection = _examine_cubins(report)
     driver = _examine_driver(report)
     if driver is not None:
@@ -127,8 +134,8 @@ def why(path: str, tried: list[str]) -> str:
     """Why this library and not another."""
     if tried == [path]:
         return f"{_driver.LIBRARY_VARIABLE} names it"
-    before = tried[: tried.index(path)]
-    return f"tried after {', '.join(before)}" if before else "the first name the loader is asked for"
+    before = ", ".join(tried[: tried.index(path)])
+    return f"loaded because {before} could not be" if before else "the first name that is tried"
 
 
 def loaded_file(path: str, maps: Path = Path("/proc/self/maps")) -> str | None:
@@ -142,9 +149,7 @@ def loaded_file(path: str, maps: Path = Path("/proc/self/maps")) -> str | None:
     return next((file for file in mapped if Path(file).name.startswith(f"{name}.so")), None)
 
 
-def _examine_devices(
-    report: Report, driver: _driver.Driver, collection: Collection | None
-) -> None:
+def _examine_devices(report: Report, driver: _driver.Driver, collection: Collection | None) -> None:
     for index in range(driver.device_count):
         capability = driver.compute_capability(index)
         found = choices(collection, capability) if collection else []
@@ -158,12 +163,10 @@ def _examine_devices(
             )
         )
     if not report.devices:
-        report.problems.append(
-            "the driver sees no GPU: check nvidia-smi and CUDA_VISIBLE_DEVICES"
-        )
+        report.problems.append("the driver sees no GPU: check nvidia-smi and CUDA_VISIBLE_DEVICES")
         return
     if not any(any(device.cubins.values()) for device in report.devices):
-        tokens = sorted({"sm%d%d" % device.compute_capability for device in report.devices})
+        tokens = sorted({"sm{}{}".format(*gpu.compute_capability) for gpu in report.devices})
         report.problems.append(
             "no shipped cubin runs on any GPU here: in a checkout, "
             f"./build_cubins.sh --arch {','.join(tokens)} builds some"
@@ -204,6 +207,7 @@ def _print(report: Report) -> None:
     rows: list[tuple[str, object]] = [
         ("kernel_hub", f"{report.kernel_hub}, Python {report.python} at {sys.executable}"),
         ("system", report.platform),
+        ("launcher", LAUNCHERS[report.launcher]),
     ]
     if report.driver:
         file = f" ({report.driver['file']})" if report.driver["file"] else ""

@@ -22,8 +22,8 @@ from . import _console, _sass
 
 NAME = "inspect"
 HELP = "show what a cubin, fatbin or PTX file, or a shipped cubin, holds"
-EXAMPLE = "kernel-hub inspect rms_norm --arch sm90    kernel-hub inspect my.cubin --sass"
-_OWNED = re.compile(r"(\.nv\.info|\.nv\.shared|\.nv\.local|\.nv\.constant\d+|\.text|\.rela?\.\w+)\.")
+EXAMPLE = "kernel-hub inspect rms_norm --arch sm90 --function rms_norm_bf16_vec1 --sass"
+_OWNED = re.compile(r"(\.nv\.(?:info|shared|local|constant\d+)|\.text|\.rela?\.\w+)\.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,9 +108,10 @@ def _fatbin(image: Image) -> dict[str, Any]:
     entries = []
     for number, entry in enumerate(read_fatbin(image.data).entries):
         major, minor = entry.compute_capability
+        prefix = "sm" if entry.kind == "cubin" else "compute"
         row: dict[str, Any] = {
             "kind": entry.kind,
-            "target": f"sm_{major}{minor}{'a' * entry.arch_specific}",
+            "target": f"{prefix}_{major}{minor}{'a' * entry.arch_specific}",
             "compressed": entry.compressed,
             "size_bytes": entry.size_bytes,
         }

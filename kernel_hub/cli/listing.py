@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
             (
                 row.package,
                 row.cubin,
-                row.arch if row.target == row.arch.replace("sm", "sm_") else f"{row.arch} ({row.target})",
+                row.arch if row.target[-1].isdigit() else f"{row.arch} ({row.target})",
                 len(row.functions),
                 " ".join(row.dtypes) or "-",
                 _console.size(row.size_bytes),

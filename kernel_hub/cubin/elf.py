@@ -46,7 +46,7 @@ _UNPRINTABLE = re.compile(rb"[^\x00\x21-\x7e]")
 class Section(NamedTuple):
     """One section header, with its name looked up."""
 
-    index: int
+    number: int
     name: str
     type: int
     flags: int
@@ -259,7 +259,7 @@ def _check_layout(image: bytes, sections: Sequence[Section], shoff: int) -> None
             corrupt(f"section {section.name}: alignment {align}", section.header_offset + 48)
         expected = align_up(cursor, align)
         # Names that were dropped leave a hole after .shstrtab: the only gap a toolkit writes.
-        if section.offset != expected and not (section.index == 2 and section.offset > expected):
+        if section.offset != expected and not (section.number == 2 and section.offset > expected):
             corrupt(
                 f"section {section.name} lies at {section.offset:#x}, expected {expected:#x}",
                 section.header_offset + 24,
@@ -339,7 +339,7 @@ def _check_segments(
     loads.remove(own[0])
 
     allocated = [section for section in sections if section.flags & SHF_ALLOC]
-    if allocated and allocated[0].index + len(allocated) != len(sections):
+    if allocated and allocated[0].number + len(allocated) != len(sections):
         corrupt(
             f"section {sections[-1].name} is not allocated but lies after one that is",
             allocated[0].header_offset,

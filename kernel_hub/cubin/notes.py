@@ -13,9 +13,9 @@ _CUDA_VERSIONS = range(100, 200)  # 10 x major + minor
 _ARCH_SPECIFIC, _FINALIZER = 0x09, 0x0B
 # code: (format, payload bytes, values seen) of .nv.compat, 12.8 to 13.4
 _COMPAT = {
-    0x02: (2, 0, (1, 2, 4)), 0x03: (2, 0, (0, 1)), 0x05: (2, 0, (5,)), 0x06: (2, 0, (0, 1)), 0x07: (3, 0, (0x101,)),
-    _ARCH_SPECIFIC: (2, 0, (0, 1, 2)), _FINALIZER: (4, 8, ()), 0x0C: (2, 0, (0, 1)), 0x0D: (3, 0, (0x101,)),
-    0x0E: (3, 0, (0x400,)),
+    0x02: (2, 0, (1, 2, 4)), 0x03: (2, 0, (0, 1)), 0x05: (2, 0, (5,)), 0x06: (2, 0, (0, 1)),
+    0x07: (3, 0, (0x101,)), _ARCH_SPECIFIC: (2, 0, (0, 1, 2)), _FINALIZER: (4, 8, ()),
+    0x0C: (2, 0, (0, 1)), 0x0D: (3, 0, (0x101,)), 0x0E: (3, 0, (0x400,)),
 }  # fmt: skip
 
 

@@ -31,14 +31,16 @@ CTA_PER_CLUSTER, MAX_CLUSTER_RANK = 0x3D, 0x3F
 # code: (format, exact payload length, or -n for any multiple of n)
 _SHAPES: dict[int, tuple[int, int]] = {
     0x04: (1, 0), MAX_THREADS: (4, 12), PARAM_CBANK: (4, 8), EXTERNS: (4, -4), REQNTID: (4, 12),
-    FRAME_SIZE: (4, 8), MIN_STACK_SIZE: (4, 8), KPARAM_INFO: (4, 12), CBANK_PARAM_SIZE: (3, 2), MAXREG_COUNT: (3, 2),
-    EXIT_OFFSETS: (4, -4), 0x1D: (4, -4), 0x1E: (4, 4), 0x21: (1, 0), MAX_STACK_SIZE: (4, 8), 0x25: (4, -4),
-    0x27: (4, -4), 0x28: (4, -4), 0x29: (4, -4), 0x2A: (1, 0), 0x2B: (1, 0), REGCOUNT: (4, 8),
-    0x31: (4, -4), BRANCH_TARGETS: (4, -4), 0x35: (1, 0), 0x36: (4, 4), API_VERSION: (4, 4), NUM_MBARRIERS: (3, 2),
-    MBARRIER_OFFSETS: (4, -16), CTA_PER_CLUSTER: (4, 12), 0x3E: (1, 0), MAX_CLUSTER_RANK: (4, 4), 0x41: (1, 0),
-    0x44: (4, -4), 0x4A: (2, 1), KPARAM_INFO_V2: (4, 12), 0x46: (4, -4), 0x47: (4, -4), NUM_BARRIERS: (2, 1), 0x50: (3, 2),
-    0x51: (1, 0), 0x52: (1, 0), 0x53: (1, 0), 0x54: (1, 0), 0x55: (4, -4), 0x57: (4, -4), 0x59: (4, -4),
-    0x5B: (1, 0), 0x5F: (3, 2), 0x66: (4, 4), 0x6B: (3, 2), 0x6D: (2, 1),
+    FRAME_SIZE: (4, 8), MIN_STACK_SIZE: (4, 8), KPARAM_INFO: (4, 12), CBANK_PARAM_SIZE: (3, 2),
+    MAXREG_COUNT: (3, 2), EXIT_OFFSETS: (4, -4), 0x1D: (4, -4), 0x1E: (4, 4), 0x21: (1, 0),
+    MAX_STACK_SIZE: (4, 8), 0x25: (4, -4), 0x27: (4, -4), 0x28: (4, -4), 0x29: (4, -4),
+    0x2A: (1, 0), 0x2B: (1, 0), REGCOUNT: (4, 8), 0x31: (4, -4), BRANCH_TARGETS: (4, -4),
+    0x35: (1, 0), 0x36: (4, 4), API_VERSION: (4, 4), NUM_MBARRIERS: (3, 2),
+    MBARRIER_OFFSETS: (4, -16), CTA_PER_CLUSTER: (4, 12), 0x3E: (1, 0), MAX_CLUSTER_RANK: (4, 4),
+    0x41: (1, 0), 0x44: (4, -4), 0x4A: (2, 1), KPARAM_INFO_V2: (4, 12), 0x46: (4, -4),
+    0x47: (4, -4), NUM_BARRIERS: (2, 1), 0x50: (3, 2), 0x51: (1, 0), 0x52: (1, 0), 0x53: (1, 0),
+    0x54: (1, 0), 0x55: (4, -4), 0x57: (4, -4), 0x59: (4, -4), 0x5B: (1, 0), 0x5F: (3, 2),
+    0x66: (4, 4), 0x6B: (3, 2), 0x6D: (2, 1),
 }  # fmt: skip
 _PER_FUNCTION = {FRAME_SIZE, MIN_STACK_SIZE, MAX_STACK_SIZE, REGCOUNT}
 _GLOBAL = _PER_FUNCTION | {0x53, 0x5F}
@@ -85,13 +87,13 @@ def read_records(elf: Elf, section: Section) -> list[Record]:
         if form == 4:
             if at + 4 + value > end:
                 corrupt(
-                    f"section {section.name}: record {code:#x} of {value} bytes reaches beyond the section",
+                    f"section {section.name}: record {code:#x} of {value} bytes is cut short",
                     at,
                 )
             payload = image[at + 4 : at + 4 + value]
             if shape and (value != shape[1] if shape[1] > 0 else not value or value % -shape[1]):
                 corrupt(
-                    f"section {section.name}: record {code:#x} has {value} bytes, expected {abs(shape[1])}",
+                    f"section {section.name}: record {code:#x} has a payload of {value} bytes",
                     at,
                 )
             records.append(Record(code, 0, payload, at))
@@ -105,7 +107,7 @@ def read_records(elf: Elf, section: Section) -> list[Record]:
 
 
 def _check_unknown(elf: Elf, section: Section, form: int, code: int, value: int, at: int) -> None:
-    """A code of a toolkit newer than this reader, in a sound format; Mercury has codes of its own."""
+    """A newer toolkit's code, in a sound format; Mercury has codes of its own."""
     sound = (
         (0x56 if elf.sm < MERCURY_SM else 1) <= code <= _LAST_CODE
         and 1 <= form <= 4
@@ -148,12 +150,12 @@ def read_global_info(
 def read_function_info(
     elf: Elf, section: Section, text: Section, symbols: list[Symbol], name: str
 ) -> tuple[dict[int, Record], Params | None]:
-    """The records of one function by code, each checked, and its parameters (None when it has none)."""
+    """The records of one function by code, each checked, and its parameters, if it has any."""
     records: dict[int, Record] = {}
     params: dict[int, tuple[int, int]] = {}
     for record in read_records(elf, section):
         code = record.code
-        if code == KPARAM_INFO or code == KPARAM_INFO_V2:
+        if code in (KPARAM_INFO, KPARAM_INFO_V2):
             ordinal, offset, size = _read_param(section, record)
             if params.setdefault(ordinal, (offset, size)) != (offset, size):
                 corrupt(f"{section.name}: two parameters {ordinal}", record.offset)
@@ -223,7 +225,7 @@ def _check_params(
 
 
 def param_bases(sm: int) -> tuple[int, ...]:
-    """Where parameters may start in constant bank 0: the second place is for more than 4 KiB of them."""
+    """Where parameters may start in constant bank 0 (the second: more than 4 KiB of them)."""
     return (0x160, 0x1A80) if sm < 90 else (0x210,) if sm < 100 else (0x380,)
 
 
@@ -232,7 +234,7 @@ def _check_offsets(elf: Elf, section: Section, text: Section, record: Record) ->
     for (offset,) in struct.iter_unpack("<I", record.payload):
         if offset % 16 or offset >= text.size or offset <= last:
             corrupt(
-                f"{section.name}: record {record.code:#x} names {offset:#x}, no instruction of {text.name}",
+                f"{section.name}: record {record.code:#x} names {offset:#x}, no instruction",
                 record.offset,
             )
         if record.code == EXIT_OFFSETS:
@@ -296,10 +298,12 @@ def _check_value(section: Section, text: Section, symbols: list[Symbol], record:
 
 
 _VALUES = {
-    MAXREG_COUNT: (1, 255), 0x1E: (0, MAX_LOCAL_BYTES), API_VERSION: (100, 199), NUM_MBARRIERS: (1, 0xFFFF),
-    NUM_BARRIERS: (0, 16), MAX_CLUSTER_RANK: (1, 16), 0x36: (0, 0xFFFF), 0x50: (0, 0xFF), 0x5F: (0, 0xFFF),
+    MAXREG_COUNT: (1, 255), 0x1E: (0, MAX_LOCAL_BYTES), API_VERSION: (100, 199),
+    NUM_MBARRIERS: (1, 0xFFFF), NUM_BARRIERS: (0, 16), MAX_CLUSTER_RANK: (1, 16),
+    0x36: (0, 0xFFFF), 0x50: (0, 0xFF), 0x5F: (0, 0xFFF),
 }  # fmt: skip
 _CHECKS = {
-    MAX_THREADS: _check_threads, REQNTID: _check_threads, CTA_PER_CLUSTER: _check_cluster, EXTERNS: _check_externs,
-    BRANCH_TARGETS: _check_branches, MBARRIER_OFFSETS: _check_mbarriers, **dict.fromkeys(_VALUES, _check_value),
+    MAX_THREADS: _check_threads, REQNTID: _check_threads, CTA_PER_CLUSTER: _check_cluster,
+    EXTERNS: _check_externs, BRANCH_TARGETS: _check_branches, MBARRIER_OFFSETS: _check_mbarriers,
+    **dict.fromkeys(_VALUES, _check_value),
 }  # fmt: skip

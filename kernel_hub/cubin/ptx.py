@@ -11,6 +11,7 @@ from .model import PtxInfo, PtxParam
 _VERSION = re.compile(r"\s*\.version\s+(\d{1,3})\.(\d{1,3})\s")
 _TARGET = re.compile(r"\s*\.target\s+(sm_\d{2,3}[af]?)(?=[\s,])")
 _ENTRY = re.compile(r"\.entry\s+([A-Za-z_$%][\w$]*)\s*(\()?")
+_COMMENT = re.compile(r"//|/\*")
 _NAME = re.compile(r"([A-Za-z_$%][\w$]*)(?:\s*\[\s*(\d{1,9})\s*\])?\Z")
 
 _SIZES = {"8": 1, "16": 2, "32": 4, "64": 8, "128": 16}
@@ -75,24 +76,21 @@ def _decode(image: bytes | str) -> str:
 
 def _without_comments(text: str) -> str:
     """`text` with each comment replaced by a blank; linear in its length."""
-    if "//" not in text and "/*" not in text:
-        return text
-    parts = []
+    parts: list[str] = []
     at = 0
-    while True:
-        line, block = text.find("//", at), text.find("/*", at)
-        if line < 0 and block < 0:
-            parts.append(text[at:])
-            return "".join(parts)
-        start = min(found for found in (line, block) if found >= 0)
-        parts.append(text[at:start])
-        parts.append(" ")
-        stop = text.find("\n", start) if start == line else text.find("*/", start + 2)
-        if stop < 0:
-            if start == block:
+    while match := _COMMENT.search(text, at):
+        start = match.start()
+        parts += (text[at:start], " ")
+        if match[0] == "//":
+            at = text.find("\n", start)
+        else:
+            at = text.find("*/", start + 2) + 2
+            if at == 1:
                 corrupt("PTX with a comment that has no end", start)
+        if at < 0:
             return "".join(parts)
-        at = stop if start == line else stop + 2
+    parts.append(text[at:])
+    return "".join(parts)
 
 
 def _read_params(text: str, entry: str) -> tuple[PtxParam, ...]:

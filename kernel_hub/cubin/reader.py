@@ -84,7 +84,7 @@ def read_cubin(image: bytes) -> CubinInfo:
         os_abi=elf.os_abi,
         abi_version=elf.abi_version,
         toolkit=divmod(version, 10) if version else None,
-        size_bytes=len(image),
+        size_bytes=len(elf.image),
         functions=kernels,
         globals=_read_globals(elf, symbols),
         sections=tuple(
@@ -107,34 +107,34 @@ def _read_functions(
     kernels = {}
     for text, name in found.get("text", []):
         symbol = functions[name]
-        section = elf.by_name.get(".nv.info." + name)
-        if section is None:
+        info = elf.by_name.get(".nv.info." + name)
+        if info is None:
             corrupt(f"function {name} has no section .nv.info.{name}", text.header_offset)
-        records, params = read_function_info(elf, section, text, symbols, name)
+        records, params = read_function_info(elf, info, text, symbols, name)
         needed = (
             (REGCOUNT, FRAME_SIZE, MIN_STACK_SIZE)
             if symbol.other == STO_ENTRY
             else (REGCOUNT, FRAME_SIZE)
         )
         for code in needed:
-            if symbol.index not in used.get(code, ()):
+            if symbol.number not in used.get(code, ()):
                 corrupt(
                     f"function {name}: .nv.info has no record {code:#x} for it", text.header_offset
                 )
         built = int.from_bytes(records[API_VERSION].payload, "little")
         if version and built > version:
             corrupt(
-                f"{section.name}: toolkit {built}, but the image was built by {version}",
+                f"{info.name}: toolkit {built}, but the image is from {version}",
                 records[API_VERSION].offset,
             )
-        _check_registers(elf, text, used[REGCOUNT][symbol.index])
+        _check_registers(elf, text, used[REGCOUNT][symbol.number])
         bank = elf.by_name.get(".nv.constant0." + name)
         if symbol.other != STO_ENTRY:
             if params or bank:
-                corrupt(f"function {name} is no kernel but has parameters", symbol.index)
+                corrupt(f"function {name} is no kernel but has parameters", info.offset)
             continue
         if MAXREG_COUNT not in records:
-            corrupt(f"{section.name} has no register limit", section.offset)
+            corrupt(f"{info.name} has no register limit", info.offset)
         _check_bank(elf, bank, name, params)
         kernels[name] = _describe(elf, symbol, text, used, records, params)
     return kernels
@@ -174,16 +174,16 @@ def _describe(
     def triple(code: int) -> tuple[int, int, int] | None:
         return struct.unpack("<3I", records[code].payload) if code in records else None
 
-    name, index = symbol.name, symbol.index
+    name, number = symbol.name, symbol.number
     threads, rank = triple(MAX_THREADS), records.get(MAX_CLUSTER_RANK)
     shared = elf.by_name.get(".nv.shared." + name)
     shared_bytes = shared.size if shared else 0
     if elf.sm >= 90:
         shared_bytes = max(0, shared_bytes - _RESERVED_SHARED)
     local = [
-        used[code][index]
+        used[code][number]
         for code in (FRAME_SIZE, MIN_STACK_SIZE)
-        if used[code][index] != UNKNOWN_STACK
+        if used[code][number] != UNKNOWN_STACK
     ]
     return FunctionInfo(
         name=name,
@@ -191,7 +191,7 @@ def _describe(
             ParamInfo(ordinal, *place)
             for ordinal, place in enumerate(params.params if params else ())
         ),
-        num_regs=used[REGCOUNT][index],
+        num_regs=used[REGCOUNT][number],
         static_shared_bytes=shared_bytes,
         local_bytes=max(local),
         max_threads=threads[0] * threads[1] * threads[2] if threads else None,
@@ -225,7 +225,7 @@ def _reads_constant(image: bytes, text: Section, offset: int) -> bool:
 
 def _read_globals(elf: Elf, symbols: list[Symbol]) -> dict[str, GlobalInfo]:
     """Variables by name, without the compiler's own (string literals, `$` names)."""
-    found = {}
+    found: dict[str, GlobalInfo] = {}
     for symbol in symbols:
         section = elf.sections[symbol.section].name
         is_data = symbol.type == STT_OBJECT and section.startswith((".nv.global", ".nv.constant"))

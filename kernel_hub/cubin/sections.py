@@ -181,7 +181,7 @@ def _check_header(elf: Elf, section: Section, rule: Rule, owner: str) -> None:
             corrupt(f"section {name} has sh_info {section.info}, expected 0", at + 44)
     elif rule.owner != "any":
         target = elf.by_name.get(f".text.{owner}" if rule.owner == "text" else owner)
-        if target is None or target.index != section.info:
+        if target is None or target.number != section.info:
             corrupt(
                 f"section {name} belongs to section {section.info}, not to the one in its name",
                 at + 44,
@@ -255,7 +255,7 @@ def _check_note(elf: Elf, section: Section) -> None:
         expected = (0x2000000, 0, 0)
     elif section.name in (".note.nv.cuinfo", ".note.nv.cuver") and toolkit is not None:
         expected = (
-            (0x1000040, toolkit.index, compat.index) if compat else (0x1000000, toolkit.index, 0)
+            (0x1000040, toolkit.number, compat.number) if compat else (0x1000000, toolkit.number, 0)
         )
     else:
         corrupt(

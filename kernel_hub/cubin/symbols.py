@@ -17,8 +17,8 @@ _RELA = struct.Struct("<QIIq")
 _REL = struct.Struct("<QII")
 _PAIR = struct.Struct("<Ii")
 
-# The types seen, by what they patch (64-bit words of data, 128-bit instructions): what they take the
-# address of. 58 and 75 are calls, 35, 62 and 63 function descriptors.
+# The types seen in data (64-bit words) and in code (128-bit instructions), and what they take the
+# address of. 58 and 75 are calls; 35, 62 and 63 function descriptors.
 _DATA_RELOCATIONS = {2: (STT_OBJECT, STT_FUNC), 4: (STT_OBJECT,), 35: (STT_FUNC,)}
 _TEXT_RELOCATIONS = {
     56: (STT_OBJECT, STT_FUNC),
@@ -34,7 +34,7 @@ _MAX_PROTOTYPES = 1 << 20
 class Symbol(NamedTuple):
     """One symbol; `section` is 0 when it is undefined."""
 
-    index: int
+    number: int
     name: str
     bind: int
     type: int
@@ -83,7 +83,7 @@ def read_symbols(elf: Elf) -> list[Symbol]:
 
 
 def _check_order(table: Section, symbols: list[Symbol]) -> None:
-    """sh_info counts all symbols, or those before the global ones (weak ones may stand on either side).
+    """sh_info counts all symbols, or those before the global ones; weak ones stand on either side.
 
     From sm_90 on, the symbols of the constant banks follow the global ones.
     """
@@ -113,7 +113,7 @@ def check_text_symbols(
         if symbol is None or (symbol.type, symbol.name, symbol.section) != (
             STT_FUNC,
             owner,
-            section.index,
+            section.number,
         ):
             corrupt(
                 f"section {section.name}: symbol {index} is not its function",
@@ -145,7 +145,7 @@ def check_relocations(elf: Elf, section: Section, target: Section, symbols: list
     for offset, kind, index, *addend in entries:
         if kind not in types or index >= count or offset > limit or offset % unit:
             corrupt(
-                f"{section.name}: no relocation {kind} at {offset:#x} by symbol {index} is possible",
+                f"{section.name}: relocation {kind} at {offset:#x} by symbol {index}",
                 at,
             )
         symbol = symbols[index]
@@ -191,7 +191,7 @@ def _check_function(symbol: Symbol, section: Section, at: int) -> None:
     if not symbol.section:
         if symbol.bind != STB_GLOBAL or symbol.other or symbol.value or symbol.size or not name:
             corrupt(
-                f"symbol {symbol.index} ({name}) is no sound reference to a function of the driver",
+                f"symbol {symbol.number} ({name}) is no sound reference to a driver function",
                 at,
             )
         return
@@ -240,8 +240,8 @@ def _check_untyped(elf: Elf, symbol: Symbol, section: Section, at: int) -> None:
         )
         sound = sound and symbol.value <= _reserved_limit(elf)
     else:
-        first = symbol.index == 0
+        first = symbol.number == 0
         sound = symbol.bind == STB_LOCAL and not symbol.section and not symbol.name
         sound = sound and not symbol.value and symbol.other == (0 if first else _STO_ANONYMOUS)
     if not sound or symbol.size:
-        corrupt(f"symbol {symbol.index} ({symbol.name}) is of no kind that cubins have", at)
+        corrupt(f"symbol {symbol.number} ({symbol.name}) is of no kind that cubins have", at)

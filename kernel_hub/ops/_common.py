@@ -42,9 +42,9 @@ def define(
 
 def shipped(cubin: str, function: str) -> Any:
     """The KernelFunction; the runtime is imported here, so that CPU tensors do without it."""
-    from ..registry import registry
+    from ..registry import own
 
-    return registry[cubin][function]
+    return own[cubin][function]
 
 
 def say(tensor: torch.Tensor) -> str:
@@ -76,9 +76,7 @@ def check_data(op: str, argument: str, value: Any) -> None:
     if value.dim() == 0:
         raise refuse(op, argument, "at least one dimension", value)
     if value.shape[-1] > 1 and value.stride(-1) != 1:
-        raise refuse(
-            op, argument, "a contiguous last dimension (call .contiguous() first)", value
-        )
+        raise refuse(op, argument, "a contiguous last dimension (call .contiguous() first)", value)
 
 
 def check_like(
@@ -101,9 +99,7 @@ def check_like(
     if tuple(value.shape) != tuple(shape):
         raise refuse(op, argument, f"shape {tuple(shape)}", value)
     if value.shape and value.shape[-1] > 1 and value.stride(-1) != 1:
-        raise refuse(
-            op, argument, "a contiguous last dimension (call .contiguous() first)", value
-        )
+        raise refuse(op, argument, "a contiguous last dimension (call .contiguous() first)", value)
 
 
 def check_output(op: str, argument: str, out: torch.Tensor) -> None:
@@ -184,6 +180,5 @@ def is_aligned(elems: int, *strides: int) -> bool:
 def is_plain(*tensors: torch.Tensor | None) -> bool:
     """Whether all are real torch tensors with memory, not fake, meta or another library's."""
     return all(
-        tensor is None or (type(tensor) in PLAIN_TYPES and not tensor.is_meta)
-        for tensor in tensors
+        tensor is None or (type(tensor) in PLAIN_TYPES and not tensor.is_meta) for tensor in tensors
     )

@@ -77,9 +77,7 @@ def rms_norm(
     return out if residual is None else (out, residual_out)
 
 
-def _check(
-    x: Any, residual: Any, weight: Any, out: Any = None, residual_out: Any = None
-) -> None:
+def _check(x: Any, residual: Any, weight: Any, out: Any = None, residual_out: Any = None) -> None:
     """Everything about the tensors but their addresses."""
     op = "rms_norm"
     common.check_data(op, "x", x)
@@ -98,19 +96,29 @@ def _check(
         raise TensorError(f"{op}: out and residual_out are the same tensor")
 
 
-def _choose(vecs: int, rows: int) -> tuple[str, int, int]:
-    """(variant, threads a row, rows a block) for rows of `vecs` 16-byte vectors."""
-    if vecs > 4 * 1024:
-        return "loop", 1024, 1
+def _choose(vecs: int, rows: int, has_residual: bool) -> tuple[str, int, int]:
+    """(variant, threads a row, rows a block) for rows of `vecs` 16-byte vectors.
+
+    Measured on an H200 (docs/notes/rms_norm.md): few rows want every load of a row in flight at
+    once, many rows want few registers a row, or the two passes whose second finds the row in L1.
+    """
     if vecs <= 32:
-        threads = 1 << max(0, vecs - 1).bit_length()
-        return "vec1", threads, max(1, 128 // threads)
-    few_rows = rows <= 256
-    per_thread = next(
-        n for n in (1, 2, 4) if vecs <= n * (1024 if few_rows else (256, 512, 1024)[n // 2])
-    )
+        threads = 1 << (vecs - 1).bit_length()
+        return "vec1", threads, 128 // threads
+    if vecs > 4 * 1024:
+        return "loop", 512, 1
+    if has_residual and vecs == 1024 and rows > 4096:
+        return "loop", 256, 1
+    if rows <= 256:
+        widest = (640, 640) if has_residual else (256, 1024)
+    elif has_residual:
+        widest = (128, 640 if rows > 4096 else 128)
+    else:
+        widest = (32, 1024 if rows <= 16384 or vecs % 512 else 256)
+    per_thread = 1 if vecs <= widest[0] else 2 if vecs <= widest[1] else 4
     threads = 32 * -(-vecs // (32 * per_thread))
-    return f"vec{per_thread}", threads, max(1, 128 // threads)
+    several = rows > 256 and (threads <= 64 or (threads == 128 and per_thread != 2))
+    return f"vec{per_thread}", threads, max(2, 128 // threads) if several else 1
 
 
 def _plan(
@@ -136,7 +144,9 @@ def _plan(
         threads = min(256, 32 * -(-hidden_size // 32))
         variant, rows_a_block = "scalar", max(1, 128 // threads)
     else:
-        variant, threads, rows_a_block = _choose(hidden_size // elems, rows * outer)
+        variant, threads, rows_a_block = _choose(
+            hidden_size // elems, rows * outer, residual is not None
+        )
     with_residual = "residual_" if residual is not None else ""
     name = f"rms_norm_{common.DTYPE_TOKENS[x.dtype]}_{with_residual}{variant}"
     function = common.shipped("rms_norm", name)
@@ -151,13 +161,15 @@ def _remember(key: tuple[Any, ...], plan: _Plan) -> _Plan:
     return plan
 
 
-def _cuda(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float
-) -> torch.Tensor:
+def _cuda(x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float) -> torch.Tensor:
     """The plain norm of a CUDA tensor into a new one: the quick way through eager calls."""
     out = _empty_like(x)
     low_bits = (x.data_ptr() | weight.data_ptr()) & 15
-    key = (x.dtype, x.shape, x.stride(), weight.shape, weight.stride(), low_bits)
+    key: tuple[Any, ...]
+    if x.is_contiguous() and weight.is_contiguous():
+        key = (x.dtype, x.shape, weight.shape, low_bits)
+    else:
+        key = (x.dtype, x.shape, weight.shape, low_bits, x.stride(), weight.stride())
     plan = _plans.get(key) or _remember(key, _plan(x, None, weight, out, None, low_bits))
     function, grid, block, numbers = plan
     if function is not None:

@@ -34,7 +34,7 @@ def rope(
 
     With c, s = cos[position], sin[position] and half = rotary_dim // 2:
 
-        half-split:   out[j] = x[j] c[j] - x[half + j] s[j];  out[half + j] = x[half + j] c[j] + x[j] s[j]
+        half-split:   out[j] = x[j] c[j] - x[half+j] s[j];  out[half+j] = x[half+j] c[j] + x[j] s[j]
         interleaved:  out[2j] = x[2j] c[j] - x[2j+1] s[j];    out[2j+1] = x[2j+1] c[j] + x[2j] s[j]
         out[rotary_dim:] = x[rotary_dim:]
 
@@ -56,8 +56,8 @@ def rope(
     not fit.
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
     """
-    if rotary_dim is None and isinstance(cos, torch.Tensor) and cos.dim():
-        rotary_dim = 2 * cos.shape[-1]
+    if rotary_dim is None:
+        rotary_dim = 2 * cos.shape[-1] if isinstance(cos, torch.Tensor) and cos.dim() else 0
     into = _cuda_into if not _is_tracing() and common.is_plain(q, k) and q.is_cuda else None
     if into is None:
         _check(q, k, cos, sin, positions, rotary_dim, out_q, out_k)
@@ -103,9 +103,7 @@ def _check(
     else:
         common.check_tensor(op, "positions", positions)
         shape = q.shape[-3:-2] if positions.dim() == 1 else q.shape[:-2]
-        common.check_like(
-            op, "positions", positions, shape, q, dtypes=(torch.int32, torch.int64)
-        )
+        common.check_like(op, "positions", positions, shape, q, dtypes=(torch.int32, torch.int64))
         if not positions.is_contiguous():
             raise common.refuse(op, "positions", "a contiguous tensor", positions)
     for argument, out, x in (("out_q", out_q, q), ("out_k", out_k, k)):
@@ -114,11 +112,20 @@ def _check(
             common.check_output(op, argument, out)
 
 
-def _choose(width: int, heads: int, tokens: int, max_per_thread: int) -> tuple[int, int, int]:
-    """(heads a thread, heads a block, tokens a block) where a head takes `width` threads."""
-    per_thread = min(2, max_per_thread)
-    block_heads = max(1, min(-(-heads // per_thread), _MAX_THREADS // width))
-    block_tokens = 1 if tokens <= 256 else max(1, 128 // (width * block_heads))
+def _choose(width: int, heads: int, tokens: int) -> tuple[int, int, int]:
+    """(heads a thread, heads a block, tokens a block) where a head takes `width` threads.
+
+    Measured on an H200 (docs/notes/rope.md): few tokens want every load in flight at once.
+    """
+    rounds = 1
+    if tokens <= 256:
+        per_thread = 1 if width * heads <= 320 else 2
+    elif heads <= 40:
+        per_thread = 4
+    else:
+        per_thread, rounds = 2, -(-heads // 24)
+    block_heads = min(-(-heads // (per_thread * rounds)), _MAX_THREADS // width)
+    block_tokens = 1 if tokens <= 256 else max(1, 160 // (width * block_heads))
     return per_thread, block_heads, min(block_tokens, 64)
 
 
@@ -177,12 +184,11 @@ def _plan(
         not low_bits
         and half % pairs_at_once == 0
         and table_stride % table_elems == 0
+        and half // pairs_at_once <= _MAX_THREADS
         and common.is_aligned(elems, head_dim, *strides)
     )
-    width = max(1, min(32, -(-half // (pairs_at_once if aligned else 1))))
-    per_thread, block_heads, block_tokens = _choose(
-        width, num_heads + num_kv_heads, batch * tokens, 2 if aligned else 1
-    )
+    width = max(1, half // pairs_at_once if aligned else min(32, half))
+    per_thread, block_heads, block_tokens = _choose(width, num_heads + num_kv_heads, batch * tokens)
     token = common.DTYPE_TOKENS[q.dtype]
     table = "_table32" if cos.dtype != q.dtype else ""
     layout = "interleaved" if interleaved else "half"

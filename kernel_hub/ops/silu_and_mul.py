@@ -71,11 +71,15 @@ def _new_out(x: torch.Tensor) -> torch.Tensor:
     return _empty((*shape[:-1], shape[-1] // 2), dtype=x.dtype, device=x.device)
 
 
-def _choose(vecs: int, rows: int) -> tuple[int, int]:
-    """(vectors a thread, threads a block) for rows of `vecs` 16-byte vectors of output."""
-    per_thread = 1 if rows <= 256 else 2
-    threads = min(256, 32 * -(-vecs // (32 * per_thread)))
-    return per_thread, threads
+def _threads(vecs: int, rows: int) -> int:
+    """Threads a block, each with one 16-byte vector of output, for rows of `vecs` of them.
+
+    Measured on an H200 (docs/notes/silu_and_mul.md): few rows want many small blocks, many rows as
+    few blocks a row as there can be.
+    """
+    most = 128 if rows <= 256 else 1024
+    blocks = -(-vecs // most)
+    return 32 * -(-vecs // (32 * blocks))
 
 
 def _plan(x: torch.Tensor, out: torch.Tensor, low_bits: int) -> _Plan:
@@ -92,8 +96,8 @@ def _plan(x: torch.Tensor, out: torch.Tensor, low_bits: int) -> _Plan:
     if low_bits or not common.is_aligned(elems, size, *strides):
         variant, threads, span = "scalar", 256, 256
     else:
-        per_thread, threads = _choose(size // elems, rows * outer)
-        variant, span = f"vec{per_thread}", threads * per_thread * elems
+        threads = _threads(size // elems, rows * outer)
+        variant, span = "vec", threads * elems
     name = f"silu_and_mul_{common.DTYPE_TOKENS[x.dtype]}_{variant}"
     function = common.shipped("silu_and_mul", name)
     grid = (-(-size // span), min(rows, common.MAX_GRID_Y), outer)

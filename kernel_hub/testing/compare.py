@@ -1,6 +1,6 @@
 """The numeric rule: at most twice the error of torch's own arithmetic in the tensor's dtype.
 
-    max|out - truth| <= 2 * max|own - truth| + atol, once nan and inf stand at the same places
+max|out - truth| <= 2 * max|own - truth| + atol, once nan and inf stand at the same places
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def check(
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor, *, name: str = "out") -> None:
-    """Raise AssertionError unless the two are equal bit by bit (nan equals nan of the same bits)."""
+    """Raise AssertionError unless the two are equal bit by bit (so nan may equal nan)."""
     if a.shape != b.shape or a.dtype != b.dtype:
         raise AssertionError(f"{name}: {a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)}")
     kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]

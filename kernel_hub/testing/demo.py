@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from .. import ops
 from . import reference
-from .compare import compare
+from .compare import Comparison, compare
+from .timing import GraphTimer, num_sets
 
 Inputs = dict[str, torch.Tensor]
 Outputs = tuple[torch.Tensor, ...]
@@ -51,64 +54,68 @@ class Result:
 
 def cases(device: str, num_tokens: int) -> Iterator[Case]:
     """Every op in every dtype, in the shapes of an 8-billion-parameter Llama."""
-    for token, dtype in DTYPES.items():
-        size = dtype.itemsize
+    for dtype in DTYPES:
+        yield from _cases(device, num_tokens, dtype)
 
-        def random(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-            return torch.randn(shape, device=device, dtype=dtype)
 
-        row = num_tokens * _HIDDEN * size
-        yield Case(
-            "rms_norm",
-            f"{num_tokens} x {_HIDDEN}",
-            token,
-            2 * row,
-            lambda random=random: {"x": random(num_tokens, _HIDDEN), "weight": random(_HIDDEN)},
-            lambda i: (ops.rms_norm(i["x"], i["weight"]),),
-            lambda i, dtype: (reference.rms_norm(i["x"], i["weight"], dtype=dtype),),
-        )
-        yield Case(
-            "rms_norm + residual",
-            f"{num_tokens} x {_HIDDEN}",
-            token,
-            4 * row,
-            lambda random=random: {
-                "x": random(num_tokens, _HIDDEN),
-                "residual": random(num_tokens, _HIDDEN),
-                "weight": random(_HIDDEN),
-            },
-            lambda i: ops.rms_norm(i["x"], i["weight"], residual=i["residual"]),
-            lambda i, dtype: (
-                reference.rms_norm(i["x"], i["weight"], residual=i["residual"], dtype=dtype),
-                i["x"].to(dtype) + i["residual"].to(dtype),
-            ),
-        )
-        yield Case(
-            "silu_and_mul",
-            f"{num_tokens} x 2 x {_INTERMEDIATE}",
-            token,
-            3 * num_tokens * _INTERMEDIATE * size,
-            lambda random=random: {"x": random(num_tokens, 2 * _INTERMEDIATE)},
-            lambda i: (ops.silu_and_mul(i["x"]),),
-            lambda i, dtype: (reference.silu_and_mul(i["x"], dtype=dtype),),
-        )
-        yield Case(
-            "rope",
-            f"{num_tokens} x ({_HEADS} + {_KV_HEADS}) x {_HEAD_DIM}",
-            token,
-            2 * num_tokens * (_HEADS + _KV_HEADS) * _HEAD_DIM * size,
-            lambda random=random: {
-                "q": random(num_tokens, _HEADS, _HEAD_DIM),
-                "k": random(num_tokens, _KV_HEADS, _HEAD_DIM),
-                "positions": torch.arange(num_tokens, device=device),
-                **_rotary_table(num_tokens, device),
-            },
-            lambda i: ops.rope(i["q"], i["k"], i["cos"], i["sin"], i["positions"]),
-            lambda i, dtype: tuple(
-                reference.rope(i[name], i["cos"], i["sin"], i["positions"], dtype=dtype)
-                for name in ("q", "k")
-            ),
-        )
+def _cases(device: str, num_tokens: int, token: str) -> Iterator[Case]:
+    dtype = DTYPES[token]
+    row_bytes = num_tokens * dtype.itemsize
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device, dtype=dtype)
+
+    yield Case(
+        "rms_norm",
+        f"{num_tokens} x {_HIDDEN}",
+        token,
+        2 * row_bytes * _HIDDEN,
+        lambda: {"x": random(num_tokens, _HIDDEN), "weight": random(_HIDDEN)},
+        lambda i: (ops.rms_norm(i["x"], i["weight"]),),
+        lambda i, dtype: (reference.rms_norm(i["x"], i["weight"], dtype=dtype),),
+    )
+    yield Case(
+        "rms_norm + residual",
+        f"{num_tokens} x {_HIDDEN}",
+        token,
+        4 * row_bytes * _HIDDEN,
+        lambda: {
+            "x": random(num_tokens, _HIDDEN),
+            "residual": random(num_tokens, _HIDDEN),
+            "weight": random(_HIDDEN),
+        },
+        lambda i: ops.rms_norm(i["x"], i["weight"], residual=i["residual"]),
+        lambda i, dtype: (
+            reference.rms_norm(i["x"], i["weight"], residual=i["residual"], dtype=dtype),
+            i["x"].to(dtype) + i["residual"].to(dtype),
+        ),
+    )
+    yield Case(
+        "silu_and_mul",
+        f"{num_tokens} x 2 x {_INTERMEDIATE}",
+        token,
+        3 * row_bytes * _INTERMEDIATE,
+        lambda: {"x": random(num_tokens, 2 * _INTERMEDIATE)},
+        lambda i: (ops.silu_and_mul(i["x"]),),
+        lambda i, dtype: (reference.silu_and_mul(i["x"], dtype=dtype),),
+    )
+    yield Case(
+        "rope",
+        f"{num_tokens} x ({_HEADS} + {_KV_HEADS}) x {_HEAD_DIM}",
+        token,
+        2 * row_bytes * (_HEADS + _KV_HEADS) * _HEAD_DIM,
+        lambda: {
+            "q": random(num_tokens, _HEADS, _HEAD_DIM),
+            "k": random(num_tokens, _KV_HEADS, _HEAD_DIM),
+            "positions": torch.arange(num_tokens, device=device),
+            **_rotary_table(num_tokens, device),
+        },
+        lambda i: ops.rope(i["q"], i["k"], i["cos"], i["sin"], i["positions"]),
+        lambda i, dtype: tuple(
+            reference.rope(i[name], i["cos"], i["sin"], i["positions"], dtype=dtype)
+            for name in ("q", "k")
+        ),
+    )
 
 
 def _rotary_table(num_positions: int, device: str) -> Inputs:
@@ -117,18 +124,35 @@ def _rotary_table(num_positions: int, device: str) -> Inputs:
     return {"cos": angles.cos(), "sin": angles.sin()}
 
 
-def checked(case: Case, inputs: Inputs) -> Result:
+def checked(case: Case, inputs: Inputs | None = None) -> Result:
     """Run the op once and compare every element with the fp64 reference."""
+    inputs = case.make() if inputs is None else inputs
     outputs = case.run(inputs)
-    ok, error, limit, message = True, 0.0, 0.0, ""
+    found: list[Comparison] = []
     for start in range(0, len(outputs[0]), _CHECKED_ROWS):
         rows = slice(start, start + _CHECKED_ROWS)
         part = {name: t[rows] if name in _A_ROW_A_TOKEN else t for name, t in inputs.items()}
         truths = case.refer(part, torch.float64)
         owns = case.refer(part, DTYPES[case.dtype])
         for out, truth, own in zip(outputs, truths, owns, strict=True):
-            one = compare(out[rows], truth, own, name=case.op)
-            worse = one.error / max(one.limit, 1e-30) >= error / max(limit, 1e-30)
-            if (worse or not one.ok) and ok:
-                ok, error, limit, message = one.ok, one.error, one.limit, one.message
-    return Result(case.op, case.shape, case.dtype, ok, error, limit, message)
+            found.append(compare(out[rows], truth, own, name=case.op))
+    worst = max(found, key=lambda one: (not one.ok, one.error / max(one.limit, 1e-30)))
+    return Result(
+        case.op, case.shape, case.dtype, worst.ok, worst.error, worst.limit, worst.message
+    )
+
+
+def measured(case: Case, timer: GraphTimer, copy_terabytes_per_s: float) -> Result:
+    """`checked`, and the kernel's median time over inputs rotated past the L2 (GPU only)."""
+    sets = [case.make() for _ in range(num_sets(case.num_bytes))]
+    result = checked(case, sets[0])
+    launches = [partial(case.run, inputs) for inputs in sets]
+    samples = timer.measure({case.op: launches}, case.num_bytes)[case.op]
+    time_us = statistics.median(samples)
+    terabytes_per_s = case.num_bytes / time_us / 1e6
+    return replace(
+        result,
+        time_us=time_us,
+        terabytes_per_s=terabytes_per_s,
+        share_of_copy=terabytes_per_s / copy_terabytes_per_s,
+    )

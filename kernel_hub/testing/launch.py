@@ -6,6 +6,7 @@ All contenders launch the same shipped kernels on the same buffers, interleaved 
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
 import statistics
 import subprocess
@@ -86,10 +87,9 @@ def _contenders(
 ) -> Iterator[tuple[str, Contender]]:
     function(GRID, BLOCK, 0, None, params)
     bound = function.bind(GRID, BLOCK, 0, None, params)
-    # Each builds its lists and tuples as a caller's code would: in the call.
-    yield "kernel_hub", timed(lambda: function(GRID, BLOCK, 0, None, params))
+    yield "kernel_hub", timed(partial(function, GRID, BLOCK, 0, None, params))
     yield "kernel_hub keywords", timed(
-        lambda: function(gridDim=GRID, blockDim=BLOCK, sharedMemBytes=0, params=params)
+        partial(function, gridDim=GRID, blockDim=BLOCK, sharedMemBytes=0, params=params)
     )
     yield "kernel_hub bound", timed(bound)
     handle = function.load()._state(0, 0).handle
@@ -208,7 +208,6 @@ def _tvm_ffi(handle: int, params: list[Any]) -> tuple[str, Contender] | None:
     if len(params) != 5:
         return None
     import torch
-    import tvm_ffi.cpp
     from tvm_ffi import cpp
 
     source = r"""
@@ -291,7 +290,7 @@ def import_milliseconds(repeats: int = 15) -> list[Row]:
     """What `import kernel_hub` adds to NumPy's own import, and the first launch's cost."""
     added, first = [], []
     for _ in range(repeats):
-        added.append(_child("import time, numpy; t = time.perf_counter(); import kernel_hub"))
+        added.append(_child(_IMPORT))
         first.append(_child(_FIRST_LAUNCH))
     rows = summarise("start", "import kernel_hub after numpy", {"kernel_hub": added}, "ms", ratio_to="")
     return rows + summarise(
@@ -299,17 +298,23 @@ def import_milliseconds(repeats: int = 15) -> list[Row]:
     )
 
 
+_IMPORT = "import time, numpy; t = time.perf_counter(); from kernel_hub import Kernel"
 _FIRST_LAUNCH = """
-import time, torch, kernel_hub
+import time, torch
+from kernel_hub import Kernel
 x = torch.ones(1024, device="cuda"); torch.cuda.synchronize()
 t = time.perf_counter()
-kernel_hub.Kernel("launch_probe").launch_probe_5((4, 1, 1), (256, 1, 1), 0, None, [x, x, x, 1024, 0.5])
+Kernel("launch_probe").launch_probe_5((4, 1, 1), (256, 1, 1), 0, None, [x, x, x, 1024, 0.5])
 """
 
 
 def _child(code: str) -> float:
     text = code + "\nprint((time.perf_counter() - t) * 1e3)"
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
+    # An installed package has its bytecode; a checkout gets it at the first of these runs.
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    done = subprocess.run(
+        [sys.executable, "-c", text], capture_output=True, text=True, check=True, env=environment
+    )
     return float(done.stdout.split()[-1])
 
 

@@ -18,7 +18,7 @@ def rms_norm(
     weight_offset: float = 0.0,
     dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor:
-    """x / sqrt(mean(x**2) + eps) * (weight + weight_offset), of x + residual rounded to x's dtype."""
+    """x / sqrt(mean(x**2) + eps) * (weight + weight_offset); with residual, of x + residual."""
     if residual is not None:
         x = x + residual
     s = x.to(dtype)

@@ -1,4 +1,4 @@
-"""Builds tests/cubin/data/*.cubin. Needs nvcc 13.0, NVRTC 12.9 and Triton; run by hand, the results are committed.
+"""Builds tests/cubin/data/. Needs nvcc 13.0, NVRTC 12.9 and Triton; run by hand and committed.
 
 pip install nvidia-cuda-nvrtc-cu12==12.9.86 triton && python tests/cubin/make_data.py
 """
@@ -33,8 +33,8 @@ NVCC_IMAGES = {
 NVRTC_IMAGES = {
     f"{source}_sm{arch}{mode.replace('-', '_')}": (f"{source}.cu", arch, [mode] if mode else [])
     for source, arch, mode in (
-        ("features", "80", ""), ("features", "90", ""), ("features", "90a", ""), ("tiny", "80", ""), ("tiny", "89", ""),
-        ("tiny", "90", ""), ("tiny", "90", "-lineinfo"),
+        ("features", "80", ""), ("features", "90", ""), ("features", "90a", ""), ("tiny", "80", ""),
+        ("tiny", "89", ""), ("tiny", "90", ""), ("tiny", "90", "-lineinfo"),
     )
 }  # fmt: skip
 
@@ -107,7 +107,7 @@ def nvrtc_compile(source: str, arch: str, flags: list[str]) -> bytes:
 
 
 def triton_compile() -> None:
-    """One Triton kernel for sm_80 (its own ptxas 12.9: ABI 7) and for sm_90a (a newer one: ABI 8)."""
+    """One Triton kernel for sm_80 (by its ptxas 12.9: ABI 7) and sm_90a (by a newer one: ABI 8)."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

@@ -1,4 +1,4 @@
-"""Damaged cubins from sound ones, each reproducible from (seed, index). Used by the CPU tests and on the GPU."""
+"""Damaged cubins from sound ones, reproducible from (seed, index); for CPU tests and the GPU."""
 
 from __future__ import annotations
 
@@ -77,8 +77,10 @@ _ANYWHERE = (
     "splice",
 )
 KINDS = (*_ANYWHERE, *_TARGETS)
-_INTERESTING = (0, 1, 2, 3, 4, 7, 8, 15, 16, 64, 127, 128, 255, 256, 0x7FFF, 0xFFFF, 0x10000, 1 << 24, 0x7FFFFFFF,
-                0x80000000, 0xFFFFFFFF, 1 << 40, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)  # fmt: skip
+_INTERESTING = (
+    0, 1, 2, 3, 4, 7, 8, 15, 16, 64, 127, 128, 255, 256, 0x7FFF, 0xFFFF, 0x10000, 1 << 24,
+    0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 1 << 40, (1 << 63) - 1, 1 << 63, (1 << 64) - 1,
+)  # fmt: skip
 
 
 class Mutator:
@@ -197,10 +199,10 @@ def _splice(rng: random.Random, image: bytearray, other: bytes) -> None:
 
 
 def _differences(base: bytes, image: bytes) -> tuple[int, ...]:
-    """Up to 64 offsets where they differ; for another length the first one only, and the shorter end."""
+    """Up to 64 offsets where they differ; for another length the first, and the shorter end."""
     if len(base) != len(image):
         end = min(len(base), len(image))
-        first = next((at for at in range(0, end) if base[at] != image[at]), end)
+        first = next((at for at in range(end) if base[at] != image[at]), end)
         return (first, end)
     found = []
     for block in range(0, len(base), 256):

@@ -1,4 +1,4 @@
-"""The Triton kernel of tests/cubin/data/triton_*.cubin (Triton reads the source, so it needs a file)."""
+"""The kernel of tests/cubin/data/triton_*.cubin: Triton reads the source, so it needs a file."""
 
 import triton
 import triton.language as tl

@@ -103,7 +103,15 @@ class FakeCuda:
         self.path = str(shutil.copy(build(*defines), Path(self._folder.name) / "libcuda.so.1"))
         self._lib = ctypes.CDLL(self.path)
         self._callbacks: list[object] = []
-        for name in ("launch_count", "recorded", "live_allocations", "all_calls", "calls", "live"):
+        for name in (
+            "launch_count",
+            "recorded",
+            "live_allocations",
+            "all_calls",
+            "calls",
+            "live",
+            "capture_violations",
+        ):
             getattr(self._lib, f"fakecuda_{name}").restype = ctypes.c_long
         self._lib.fakecuda_get_param.restype = ctypes.c_long
         self._lib.fakecuda_last_free_stream.restype = ctypes.c_void_p
@@ -233,6 +241,11 @@ class FakeCuda:
             attributes={int.from_bytes(a[:4], "little"): a[8:] for a in attributes},
             params=tuple(params) if raw.num_params >= 0 else None,
         )
+
+    @property
+    def capture_violations(self) -> int:
+        """Calls that would have ended a graph capture of the process."""
+        return int(self._lib.fakecuda_capture_violations())
 
     @property
     def live_allocations(self) -> int:

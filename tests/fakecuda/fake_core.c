@@ -9,6 +9,8 @@
 
 Device fake_devices[MAX_DEVICES];
 int fake_device_count = 1, fake_strict_capture = 0, fake_capturing = 0;
+int fake_blocking_captures = 0;
+long fake_capture_violations;
 long fake_live[8];
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -247,7 +249,7 @@ EXPORT CUresult cuCtxGetDevice(int* out) {
 EXPORT CUresult cuCtxSynchronize(void) {
     ENTER_WORK("cuCtxSynchronize");
     if (!fake_current()) LEAVE(INVALID_CONTEXT);
-    LEAVE(fake_capturing && capture_mode != 2 ? CAPTURE_UNSUPPORTED : OK);
+    LEAVE(fake_unsafe(1));
 }
 
 EXPORT CUresult cuThreadExchangeStreamCaptureMode(int* mode) {
@@ -359,4 +361,7 @@ EXPORT int fakecuda_context_depth(void) {
 }
 EXPORT int fakecuda_retained(int device) {
     return fake_devices[device].context.retained;
+}
+EXPORT long fakecuda_capture_violations(void) {
+    return fake_capture_violations;
 }

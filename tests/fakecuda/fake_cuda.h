@@ -43,7 +43,7 @@ typedef struct {
     int kind, device, retained;
 } Context;
 typedef struct {
-    int kind, device, capture;
+    int kind, device, capture, non_blocking;
 } Stream;
 typedef struct {
     int kind, device;
@@ -96,8 +96,10 @@ typedef struct {
 extern Device fake_devices[MAX_DEVICES];
 extern int fake_device_count;
 extern int fake_strict_capture;
-extern int fake_capturing;  // streams that are recording a graph
-extern long fake_live[8];   // live handles by kind, KIND_CONTEXT = index 0
+extern int fake_capturing;          // streams that are recording a graph
+extern int fake_blocking_captures;  // those of them that wait for the legacy stream
+extern long fake_capture_violations;
+extern long fake_live[8];  // live handles by kind, KIND_CONTEXT = index 0
 extern Allocation* fake_allocations;
 extern long fake_live_allocations;
 extern uint64_t fake_live_bytes;
@@ -107,6 +109,8 @@ CUresult fake_enter(const char* name, int* slot, int needs_context);
 void fake_leave(void);
 Context* fake_current(void);
 int fake_capture_mode(void);  // of this thread: 0 global, 1 thread-local, 2 relaxed
+// 900 where the real driver gives it and invalidates the captures: counted as a violation.
+CUresult fake_unsafe(int even_relaxed);
 int fake_kind(const void* handle);
 // The device whose work `stream` takes (0, 1, 2 are the default streams), or a code below zero.
 CUresult fake_stream_device(void* stream, int* device);

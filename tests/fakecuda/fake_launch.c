@@ -61,6 +61,7 @@ static uint64_t read_uint(const unsigned char* at, int bytes) {
 }
 
 // ---- driver calls ----
+#ifndef FAKECUDA_OLD  // a driver before 12.0 has no libraries
 EXPORT CUresult cuLibraryLoadData(Library** out, const void* image, int* options, void** values,
                                   unsigned num_options, int* library_options, void** library_values,
                                   unsigned num_library_options) {
@@ -117,6 +118,8 @@ EXPORT CUresult cuLibraryGetGlobal(void** out, size_t* bytes, Library* lib, cons
         }
     LEAVE(NOT_FOUND);
 }
+#endif
+
 static CUresult function_of(Kernel* kernel, int device, Function** out) {
     if (fake_strict_capture && fake_capturing && fake_capture_mode() != 2 &&
         !kernel->functions[device])
@@ -240,7 +243,7 @@ EXPORT CUresult cuLaunchKernelEx(const LaunchConfig* config, void* f, void** par
     CUresult code = fake_stream_device(config->stream, &device);
     if (code) LEAVE(code);
     if (fake_kind(f) == KIND_FUNCTION && ((Function*)f)->device != device) LEAVE(INVALID_HANDLE);
-    if ((uintptr_t)config->stream <= 1 && fake_capturing) LEAVE(CAPTURE_IMPLICIT);
+    if ((uintptr_t)config->stream <= 1 && fake_blocking_captures) LEAVE(CAPTURE_IMPLICIT);
     Function* function;
     if ((code = function_of(kernel, device, &function))) LEAVE(code);
     if ((code = check_launch(config, kernel, device))) LEAVE(code);

@@ -27,6 +27,7 @@ static uint64_t round_up(uint64_t value, uint64_t unit) {
 
 EXPORT CUresult cuMemPoolCreate(void** out, const PoolProps* props) {
     ENTER_WORK("cuMemPoolCreate");
+    if (fake_unsafe(0)) LEAVE(CAPTURE_UNSUPPORTED);
     if (props->allocType != 1 || props->locationType != 1) LEAVE(INVALID_VALUE);
     if (props->device < 0 || props->device >= fake_device_count) LEAVE(INVALID_DEVICE);
     if (!fake_devices[props->device].attributes[115]) LEAVE(NOT_SUPPORTED);
@@ -56,6 +57,7 @@ static void release(Pool* pool, uint64_t keep) {
 }
 EXPORT CUresult cuMemPoolTrimTo(Pool* pool, size_t keep) {
     ENTER_WORK("cuMemPoolTrimTo");
+    if (fake_unsafe(0)) LEAVE(CAPTURE_UNSUPPORTED);
     if (fake_kind(pool) != KIND_POOL) LEAVE(INVALID_HANDLE);
     release(pool, keep);
     LEAVE(OK);
@@ -76,6 +78,7 @@ EXPORT CUresult cuMemPoolSetAttribute(Pool* pool, int attribute, void* value) {
 }
 EXPORT CUresult cuMemPoolGetAttribute(Pool* pool, int attribute, uint64_t* value) {
     ENTER_WORK("cuMemPoolGetAttribute");
+    if (fake_unsafe(0)) LEAVE(CAPTURE_UNSUPPORTED);
     if (fake_kind(pool) != KIND_POOL) LEAVE(INVALID_HANDLE);
     uint64_t values[] = {pool->threshold, pool->reserved, pool->reserved_high, pool->used,
                          pool->used_high};
@@ -97,9 +100,10 @@ EXPORT CUresult cuMemAllocFromPoolAsync(void** out, size_t bytes, Pool* pool, vo
     int device;
     CUresult code = fake_stream_device(stream, &device);
     if (code) LEAVE(code);
+    if (fake_unsafe(0)) LEAVE(CAPTURE_UNSUPPORTED);
     if (fake_kind(pool) != KIND_POOL) LEAVE(INVALID_HANDLE);
     if (!bytes || pool->device != device) LEAVE(INVALID_VALUE);
-    if ((uintptr_t)stream <= 1 && fake_capturing) LEAVE(CAPTURE_IMPLICIT);
+    if ((uintptr_t)stream <= 1 && fake_blocking_captures) LEAVE(CAPTURE_IMPLICIT);
     uint64_t size = round_up(bytes, 512);
     Device* owner = &fake_devices[device];
     if (pool->used + size > pool->reserved) {
@@ -127,8 +131,9 @@ EXPORT CUresult cuMemFreeAsync(char* address, void* stream) {
     int device;
     CUresult code = fake_stream_device(stream, &device);
     if (code) LEAVE(code);
+    if (fake_unsafe(0)) LEAVE(CAPTURE_UNSUPPORTED);
     if (fake_stream_captures(stream)) LEAVE(CAPTURE_UNSUPPORTED);
-    if ((uintptr_t)stream <= 1 && fake_capturing) LEAVE(CAPTURE_IMPLICIT);
+    if ((uintptr_t)stream <= 1 && fake_blocking_captures) LEAVE(CAPTURE_IMPLICIT);
     for (Allocation** link = &fake_allocations; *link; link = &(*link)->next) {
         Allocation* found = *link;
         if (found->address != address) continue;
@@ -164,7 +169,7 @@ static CUresult copy(void* to, const void* from, size_t bytes, void* stream) {
     int device;
     CUresult code = fake_stream_device(stream, &device);
     if (code) return code;
-    if ((uintptr_t)stream <= 1 && fake_capturing) return CAPTURE_IMPLICIT;
+    if ((uintptr_t)stream <= 1 && fake_blocking_captures) return CAPTURE_IMPLICIT;
     if (bytes && !fake_stream_captures(stream)) memmove(to, from, bytes);
     return OK;
 }

@@ -4,12 +4,18 @@
 
 #include "fake_cuda.h"
 
+EXPORT void fakecuda_set_capture(void* stream, int status) {
+    Stream* captured = stream;
+    int change = (status != 0) - (captured->capture != 0);
+    fake_capturing += change;
+    if (!captured->non_blocking) fake_blocking_captures += change;
+    captured->capture = status;
+}
 EXPORT CUresult cuStreamCreate(void** out, unsigned flags) {
-    (void)flags;
     ENTER_WORK("cuStreamCreate");
     if (!fake_current()) LEAVE(INVALID_CONTEXT);
     Stream* stream = calloc(1, sizeof *stream);
-    *stream = (Stream){KIND_STREAM, fake_current()->device, 0};
+    *stream = (Stream){KIND_STREAM, fake_current()->device, 0, flags == 1};
     ++fake_live[KIND_STREAM - KIND_CONTEXT];
     *out = stream;
     LEAVE(OK);
@@ -17,7 +23,7 @@ EXPORT CUresult cuStreamCreate(void** out, unsigned flags) {
 EXPORT CUresult cuStreamDestroy_v2(void* stream) {
     ENTER("cuStreamDestroy_v2");
     if (fake_kind(stream) != KIND_STREAM) LEAVE(INVALID_HANDLE);
-    if (((Stream*)stream)->capture) --fake_capturing;
+    fakecuda_set_capture(stream, 0);
     --fake_live[KIND_STREAM - KIND_CONTEXT];
     ((Stream*)stream)->kind = 0;  // kept, so that a use of the dead handle is seen
     LEAVE(OK);
@@ -27,15 +33,15 @@ EXPORT CUresult cuStreamSynchronize(void* stream) {
     int device;
     CUresult code = fake_stream_device(stream, &device);
     if (!code && fake_stream_captures(stream)) code = CAPTURE_UNSUPPORTED;
-    if (!code && (uintptr_t)stream <= 1 && fake_capturing) code = CAPTURE_IMPLICIT;
-    LEAVE(code);
+    if (!code && (uintptr_t)stream <= 1 && fake_blocking_captures) code = CAPTURE_IMPLICIT;
+    LEAVE(code ? code : fake_unsafe(0));
 }
 EXPORT CUresult cuStreamIsCapturing(void* stream, int* status) {
     ENTER_WORK("cuStreamIsCapturing");
     int device;
     CUresult code = fake_stream_device(stream, &device);
     if (code) LEAVE(code);
-    if ((uintptr_t)stream <= 1 && fake_capturing) LEAVE(CAPTURE_IMPLICIT);
+    if ((uintptr_t)stream <= 1 && fake_blocking_captures) LEAVE(CAPTURE_IMPLICIT);
     *status = (uintptr_t)stream > 2 ? ((Stream*)stream)->capture : 0;
     LEAVE(OK);
 }
@@ -96,9 +102,3 @@ EXPORT CUresult cuStreamGetDevice(void* stream, int* device) {
     LEAVE(fake_stream_device(stream, device));
 }
 #endif
-
-EXPORT void fakecuda_set_capture(void* stream, int status) {
-    Stream* captured = stream;
-    fake_capturing += (status != 0) - (captured->capture != 0);
-    captured->capture = status;
-}

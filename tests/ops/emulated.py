@@ -44,7 +44,7 @@ def _cuda_headers() -> Path:
 def build(cubin: str) -> ctypes.CDLL:
     """csrc/<cubin>.cu compiled for this CPU (made once for each text of source and headers)."""
     if platform.machine() not in ("x86_64", "aarch64"):
-        raise CannotEmulateError(f"the emulator passes arguments as x86-64 and AArch64 do only")
+        raise CannotEmulateError("the emulator passes arguments as x86-64 and AArch64 do only")
     compiler = os.environ.get("CXX") or shutil.which("g++")
     if not compiler:
         raise CannotEmulateError("no C++ compiler (g++)")

@@ -1,4 +1,5 @@
-// Sums over a warp and over the threads of one row. Portable to sm_80. Fixed order: the same bits on every run.
+// Sums over a warp and over the threads of one row. Portable to sm_80. Fixed order: the same bits
+// on every run.
 #pragma once
 
 namespace kernel_hub {
@@ -6,7 +7,8 @@ namespace kernel_hub {
 constexpr int kWarpSize = 32;
 constexpr int kMaxWarps = 32;  // 1,024 threads a block
 
-// The sum of `value` over aligned groups of `width` lanes (a power of two, at most 32), in every lane.
+// The sum of `value` over aligned groups of `width` lanes (a power of two, at most 32), in every
+// lane.
 __device__ __forceinline__ float group_sum(float value, int width) {
 #pragma unroll
     for (int mask = kWarpSize / 2; mask > 0; mask /= 2) {
@@ -19,8 +21,8 @@ __device__ __forceinline__ float group_sum(float value, int width) {
 
 // The sum of `value` over the blockDim.x threads that share threadIdx.y, in every one of them.
 // blockDim.x is a power of two below 32, or a multiple of 32; every thread of the block calls this.
-// `slots` is shared memory for one float a warp; a caller in a loop alternates between two of them, so that one
-// barrier a call is enough.
+// `slots` is shared memory for one float a warp; a caller in a loop alternates between two of them,
+// so that one barrier a call is enough.
 __device__ __forceinline__ float row_sum(float value, float (&slots)[kMaxWarps]) {
     const int row_threads = blockDim.x;
     if (row_threads <= kWarpSize) {

@@ -1,4 +1,4 @@
-// 16-byte vectors of fp16, bf16 and fp32: memory <-> registers, and packed <-> float. Portable to sm_80.
+// 16-byte vectors of fp16, bf16 and fp32: memory, registers, floats. Portable to sm_80.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -7,32 +7,26 @@
 
 #include "kernel_hub/ptx.cuh"
 
-// The cache policy of data touched once; `benchmarks/tune_memory_bound.py` overrides them to compare.
-// NOTE: the ordinary policy is the fast one on an H200: .cs loads cost 2-5 % from 8k tokens, .cs stores up to 1 %.
-#ifndef KERNEL_HUB_STREAM_LOAD
-#define KERNEL_HUB_STREAM_LOAD ld_global
-#endif
-#ifndef KERNEL_HUB_STREAM_STORE
-#define KERNEL_HUB_STREAM_STORE st_global
-#endif
-
 namespace kernel_hub {
 
 // Elements of T in one 16-byte vector.
 template <typename T>
 constexpr int kVecElems = 16 / static_cast<int>(sizeof(T));
 
-__device__ __forceinline__ uint4 load_stream(const void* address) { return KERNEL_HUB_STREAM_LOAD(address); }
-__device__ __forceinline__ void store_stream(void* address, uint4 bits) { KERNEL_HUB_STREAM_STORE(address, bits); }
-
 // Reads 16 bytes that other blocks read too (weights, tables).
 __device__ __forceinline__ uint4 load_shared_by_blocks(const void* address) {
     return __ldg(static_cast<const uint4*>(address));
 }
 
-__device__ __forceinline__ float to_float(float value) { return value; }
-__device__ __forceinline__ float to_float(__half value) { return __half2float(value); }
-__device__ __forceinline__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
+__device__ __forceinline__ float to_float(float value) {
+    return value;
+}
+__device__ __forceinline__ float to_float(__half value) {
+    return __half2float(value);
+}
+__device__ __forceinline__ float to_float(__nv_bfloat16 value) {
+    return __bfloat162float(value);
+}
 
 template <typename T>
 __device__ __forceinline__ T from_float(float value);
@@ -56,8 +50,12 @@ struct Word;
 template <>
 struct Word<float> {
     static constexpr int kElems = 1;
-    static __device__ __forceinline__ void unpack(uint32_t word, float* values) { values[0] = __uint_as_float(word); }
-    static __device__ __forceinline__ uint32_t pack(const float* values) { return __float_as_uint(values[0]); }
+    static __device__ __forceinline__ void unpack(uint32_t word, float* values) {
+        values[0] = __uint_as_float(word);
+    }
+    static __device__ __forceinline__ uint32_t pack(const float* values) {
+        return __float_as_uint(values[0]);
+    }
 };
 
 template <>
@@ -101,32 +99,28 @@ __device__ __forceinline__ void unpack(uint4 bits, float (&values)[kVecElems<T>]
 template <typename T>
 __device__ __forceinline__ uint4 pack(const float (&values)[kVecElems<T>]) {
     constexpr int kElems = Word<T>::kElems;
-    return make_uint4(Word<T>::pack(values), Word<T>::pack(values + kElems), Word<T>::pack(values + 2 * kElems),
-                      Word<T>::pack(values + 3 * kElems));
+    return make_uint4(Word<T>::pack(values), Word<T>::pack(values + kElems),
+                      Word<T>::pack(values + 2 * kElems), Word<T>::pack(values + 3 * kElems));
 }
 
-// An access of kWidth elements, 1 or kVecElems<T>, for code that is the same for aligned and unaligned rows.
-// `Bits` is what is held in registers between the load and the use.
+// An access of kWidth elements, 1 or kVecElems<T>, for code that is the same for aligned and
+// unaligned rows. `Bits` is what is held in registers between the load and the use.
 template <typename T, int kWidth>
 struct Access {
     static_assert(kWidth == kVecElems<T>, "an access is one element or 16 bytes");
     using Bits = uint4;
-    static __device__ __forceinline__ Bits read(const T* address) { return load_stream(address); }
+    static __device__ __forceinline__ Bits read(const T* address) { return ld_global(address); }
     static __device__ __forceinline__ Bits read_shared_by_blocks(const T* address) {
         return load_shared_by_blocks(address);
     }
-    // Reads what this kernel may have written, or reads again: the ordinary cache policy, never the read-only path.
-    static __device__ __forceinline__ Bits read_cached(const T* address) { return ld_global(address); }
     static __device__ __forceinline__ void unpack(Bits bits, float (&values)[kWidth]) {
         kernel_hub::unpack<T>(bits, values);
     }
     static __device__ __forceinline__ void write(T* address, const float (&values)[kWidth]) {
-        store_stream(address, pack<T>(values));
-    }
-    static __device__ __forceinline__ void write_bits(T* address, Bits bits) { store_stream(address, bits); }
-    // Writes what this kernel reads again.
-    static __device__ __forceinline__ void write_cached(T* address, const float (&values)[kWidth]) {
         st_global(address, pack<T>(values));
+    }
+    static __device__ __forceinline__ void write_bits(T* address, Bits bits) {
+        st_global(address, bits);
     }
 };
 
@@ -134,16 +128,16 @@ template <typename T>
 struct Access<T, 1> {
     using Bits = T;
     static __device__ __forceinline__ Bits read(const T* address) { return *address; }
-    static __device__ __forceinline__ Bits read_shared_by_blocks(const T* address) { return __ldg(address); }
-    static __device__ __forceinline__ Bits read_cached(const T* address) { return *address; }
-    static __device__ __forceinline__ void unpack(Bits bits, float (&values)[1]) { values[0] = to_float(bits); }
+    static __device__ __forceinline__ Bits read_shared_by_blocks(const T* address) {
+        return __ldg(address);
+    }
+    static __device__ __forceinline__ void unpack(Bits bits, float (&values)[1]) {
+        values[0] = to_float(bits);
+    }
     static __device__ __forceinline__ void write(T* address, const float (&values)[1]) {
         *address = from_float<T>(values[0]);
     }
     static __device__ __forceinline__ void write_bits(T* address, Bits bits) { *address = bits; }
-    static __device__ __forceinline__ void write_cached(T* address, const float (&values)[1]) {
-        *address = from_float<T>(values[0]);
-    }
 };
 
 }  // namespace kernel_hub

@@ -1,6 +1,7 @@
-// Runs a kernel's own source on the CPU, for tests without a GPU: block after block, each CUDA thread a fibre that
-// runs until its next barrier or shuffle. Finds wrong indices, misaligned vectors and barriers some threads miss; shows
-// nothing about speed, and not what only parallel threads do (races).
+// Runs a kernel's own source on the CPU, for tests without a GPU: block after block, each CUDA
+// thread a fibre that runs until its next barrier or shuffle. Finds wrong indices, misaligned
+// vectors and barriers some threads miss; shows nothing about speed, and not what only parallel
+// threads do (races).
 #pragma once
 
 #include <cuda_bf16.h>
@@ -48,7 +49,9 @@ inline void check_aligned(const void* address) {
     if (reinterpret_cast<uintptr_t>(address) % 16) error = kMisaligned;
 }
 
-inline void yield() { swapcontext(&fibres[current].context, &scheduler); }
+inline void yield() {
+    swapcontext(&fibres[current].context, &scheduler);
+}
 
 inline float shuffle_xor(float value, int mask) {
     const int me = current;
@@ -88,8 +91,9 @@ inline void run_block() {
     }
 }
 
-// The arguments of a kernel in two lists: the calling conventions of x86-64 and AArch64 count integers and floats apart,
-// and give every integer 8 bytes on the stack, so one call fits every kernel of at most 40 integers and 2 floats.
+// The arguments of a kernel in two lists: the calling conventions of x86-64 and AArch64 count
+// integers and floats apart, and give every integer 8 bytes on the stack, so one call fits every
+// kernel of at most 40 integers and 2 floats.
 inline int64_t integers[40];
 inline float floats[2];
 inline void* kernel;
@@ -103,8 +107,8 @@ inline void call_kernel(std::integer_sequence<int, kIndices...>) {
 
 }  // namespace emulator
 
-extern "C" int emulator_launch(void* kernel, const unsigned* grid, const unsigned* block, const int64_t* integers,
-                               int num_integers, const float* floats) {
+extern "C" int emulator_launch(void* kernel, const unsigned* grid, const unsigned* block,
+                               const int64_t* integers, int num_integers, const float* floats) {
     emulator::kernel = kernel;
     memcpy(emulator::integers, integers, num_integers * sizeof(int64_t));
     memcpy(emulator::floats, floats, sizeof(emulator::floats));
@@ -118,8 +122,12 @@ extern "C" int emulator_launch(void* kernel, const unsigned* grid, const unsigne
     return emulator::error;
 }
 
-inline void __syncthreads() { emulator::yield(); }
-inline float __shfl_xor_sync(unsigned, float value, int mask) { return emulator::shuffle_xor(value, mask); }
+inline void __syncthreads() {
+    emulator::yield();
+}
+inline float __shfl_xor_sync(unsigned, float value, int mask) {
+    return emulator::shuffle_xor(value, mask);
+}
 template <typename T>
 inline T __ldg(const T* address) {
     if (sizeof(T) == 16) emulator::check_aligned(address);
@@ -130,12 +138,20 @@ inline float __uint_as_float(uint32_t bits) {
     memcpy(&value, &bits, 4);
     return value;
 }
-inline float __int_as_float(int bits) { return __uint_as_float(static_cast<uint32_t>(bits)); }
+inline float __int_as_float(int bits) {
+    return __uint_as_float(static_cast<uint32_t>(bits));
+}
 inline uint32_t __float_as_uint(float value) {
     uint32_t bits;
     memcpy(&bits, &value, 4);
     return bits;
 }
-inline float __expf(float x) { return expf(x); }
-inline float __fdividef(float a, float b) { return a / b; }
-inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+inline float __expf(float x) {
+    return expf(x);
+}
+inline float __fdividef(float a, float b) {
+    return a / b;
+}
+inline float rsqrtf(float x) {
+    return 1.0f / sqrtf(x);
+}

@@ -1,5 +1,5 @@
-// Stands in for csrc/include/kernel_hub/ptx.cuh when a kernel is compiled for the CPU: same names, plain accesses,
-// misaligned ones recorded.
+// Stands in for csrc/include/kernel_hub/ptx.cuh when a kernel is compiled for the CPU: same names,
+// plain accesses, misaligned ones recorded.
 #pragma once
 
 #include "emulator.h"
@@ -12,14 +12,10 @@ inline uint4 ld_global(const void* address) {
     __builtin_memcpy(&bits, address, sizeof(bits));
     return bits;
 }
-inline uint4 ld_global_no_allocate(const void* address) { return ld_global(address); }
-inline uint4 ld_global_cs(const void* address) { return ld_global(address); }
-inline uint4 ld_global_evict_first(const void* address) { return ld_global(address); }
 
 inline void st_global(void* address, uint4 bits) {
     emulator::check_aligned(address);
     __builtin_memcpy(address, &bits, sizeof(bits));
 }
-inline void st_global_cs(void* address, uint4 bits) { st_global(address, bits); }
 
 }  // namespace kernel_hub

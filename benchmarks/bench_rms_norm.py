@@ -1,0 +1,142 @@
+"""rms_norm and rms_norm + residual beside torch, torch.compile, Liger and FlashInfer, in one run.
+
+Kernel time by CUDA-graph replays over inputs rotated past the L2; each contender's output is held
+against fp64 first. Writes benchmarks/results/<gpu>_rms_norm.json.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from _ops_common import CHECKED_TOKENS, Case, Contender, arguments, compiled, run
+
+from kernel_hub import ops
+from kernel_hub.testing import reference, timing
+
+EPS = 1e-6
+
+
+def formula(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """What torch.compile is given."""
+    s = x.float()
+    return (s * torch.rsqrt(s.pow(2).mean(-1, keepdim=True) + EPS) * weight.float()).to(x.dtype)
+
+
+def fused_formula(x: torch.Tensor, r: torch.Tensor, weight: torch.Tensor) -> Any:
+    """The same after a residual add."""
+    s = x + r
+    return formula(s, weight), s
+
+
+def norm(dtype: torch.dtype, tokens: int, hidden: int) -> Case:
+    """x -> rms_norm(x)."""
+    num_bytes = 2 * tokens * hidden * dtype.itemsize
+    x = torch.randn(timing.num_sets(num_bytes), tokens, hidden, device="cuda", dtype=dtype)
+    out = torch.empty_like(x)
+    weight = torch.randn(hidden, device="cuda", dtype=dtype)
+    sets = range(len(x))
+
+    def each(function: Callable[..., Any]) -> Contender:
+        return Contender([partial(function, x[i], weight) for i in sets])
+
+    def liger() -> Contender:
+        from liger_kernel.ops.rms_norm import rms_norm_forward
+
+        launches = [partial(rms_norm_forward, x[i], weight, EPS, 0.0, "llama", True) for i in sets]
+        return Contender(launches, lambda found: found[:1])
+
+    def flashinfer() -> Contender:
+        from flashinfer.norm import rmsnorm
+
+        return Contender([partial(rmsnorm, x[i], weight, EPS, out=out[i]) for i in sets])
+
+    checked = x[0][:CHECKED_TOKENS]
+    return Case(
+        f"rms_norm {tokens} x {hidden}",
+        num_bytes,
+        Contender([partial(ops.rms_norm, x[i], weight, EPS, out=out[i]) for i in sets]),
+        [reference.rms_norm(checked, weight, EPS)],
+        [reference.rms_norm(checked, weight, EPS, dtype=dtype)],
+        {
+            "torch": lambda: each(lambda a, w: torch.nn.functional.rms_norm(a, (hidden,), w, EPS)),
+            "torch.compile": lambda: each(compiled(formula)),
+            "liger": liger,
+            "flashinfer": flashinfer,
+        },
+    )
+
+
+def norm_residual(dtype: torch.dtype, tokens: int, hidden: int) -> Case:
+    """x, r -> rms_norm(x + r), x + r."""
+    num_bytes = 4 * tokens * hidden * dtype.itemsize
+    x = torch.randn(timing.num_sets(num_bytes), tokens, hidden, device="cuda", dtype=dtype)
+    r, out, r_out = torch.randn_like(x), torch.empty_like(x), torch.empty_like(x)
+    weight = torch.randn(hidden, device="cuda", dtype=dtype)
+    sets = range(len(x))
+
+    def ours(i: int) -> Any:
+        return ops.rms_norm(x[i], weight, EPS, residual=r[i], out=out[i], residual_out=r_out[i])
+
+    def torch_eager(i: int) -> Any:
+        s = x[i] + r[i]
+        return torch.nn.functional.rms_norm(s, (hidden,), weight, EPS), s
+
+    def torch_compile() -> Contender:
+        function = compiled(fused_formula)
+        return Contender([partial(function, x[i], r[i], weight) for i in sets], tuple)
+
+    def liger() -> Contender:
+        from liger_kernel.ops.fused_add_rms_norm import fused_add_rms_norm_forward
+
+        launches = [
+            partial(fused_add_rms_norm_forward, x[i], r[i], weight, EPS, 0.0, "llama") for i in sets
+        ]
+        return Contender(launches, lambda found: found[:2])
+
+    def flashinfer() -> Contender:
+        from flashinfer.norm import fused_add_rmsnorm
+
+        # In place: on copies, and the first check sees the first run.
+        xs, rs = x.clone(), r.clone()
+        launches = [partial(fused_add_rmsnorm, xs[i], rs[i], weight, EPS) for i in sets]
+        return Contender(launches, lambda _: (xs[0].clone(), rs[0].clone()))
+
+    checked, residual = x[0][:CHECKED_TOKENS], r[0][:CHECKED_TOKENS]
+    total = checked + residual
+    return Case(
+        f"rms_norm + residual {tokens} x {hidden}",
+        num_bytes,
+        Contender([partial(ours, i) for i in sets], tuple),
+        [reference.rms_norm(total, weight, EPS), total.double()],
+        [reference.rms_norm(total, weight, EPS, dtype=dtype), total],
+        {
+            "torch": lambda: Contender([partial(torch_eager, i) for i in sets], tuple),
+            "torch.compile": torch_compile,
+            "liger": liger,
+            "flashinfer (in place)": flashinfer,
+        },
+    )
+
+
+def main() -> int:
+    """Measure, write, print."""
+    options = arguments(__doc__, hidden="2048,4096,8192,16384")
+    if options.quick:
+        options.hidden = ["4096", "8192"]
+
+    def cases() -> Iterator[Callable[[], Case]]:
+        for kind in (norm, norm_residual):
+            for hidden in options.hidden:
+                for tokens in options.tokens:
+                    yield partial(kind, options.torch_dtype, tokens, int(hidden))
+
+    with torch.no_grad():
+        return run("rms_norm", cases(), options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

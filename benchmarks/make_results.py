@@ -1,0 +1,246 @@
+"""benchmarks/results/*.json -> benchmarks/RESULTS.md, and the table between README's markers.
+
+python benchmarks/make_results.py           writes both
+python benchmarks/make_results.py --check   fails where they are out of date
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks/results"
+BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
+OURS = "kernel_hub"
+FLOORS = ("C loop", "copy")  # ceilings of what is possible, not peers
+QUICK_UNITS = {"ns", "us", "ms", "s"}  # smaller is better; in every other unit larger is
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One case of a family: contender -> row, in the order measured."""
+
+    name: str
+    rows: dict[str, Row]
+
+    @property
+    def unit(self) -> str:
+        return str(next(iter(self.rows.values()))["unit"])
+
+    @property
+    def ours(self) -> str | None:
+        """The contender that stands for kernel_hub: its plain name, else the first of its kind."""
+        kin = [name for name in self.rows if name.startswith(OURS)]
+        return OURS if OURS in kin else (kin[0] if kin else None)
+
+    @property
+    def best_peer(self) -> str | None:
+        """The quickest contender that is neither ours nor a floor."""
+        peers = [n for n in self.rows if not n.startswith(OURS) and n not in FLOORS]
+        return min(peers, key=self.cost, default=None)
+
+    def cost(self, contender: str) -> float:
+        """Smaller is better, whatever the unit."""
+        median = float(self.rows[contender]["median"])
+        return median if self.unit in QUICK_UNITS else 1 / median
+
+    def ratio(self) -> float | None:
+        """Our time over that of the best peer; below 1 is ahead."""
+        if self.ours is None or self.best_peer is None:
+            return None
+        return self.cost(self.ours) / self.cost(self.best_peer)
+
+    @property
+    def is_lost(self) -> bool:
+        ratio = self.ratio()
+        return ratio is not None and ratio > 1
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family of one results file, with where and how it was measured."""
+
+    name: str
+    gpu: str
+    driver: str
+    versions: dict[str, str]
+    command: str
+    cases: tuple[Case, ...]
+
+
+def load(folder: Path) -> list[Family]:
+    """Every family of every file, in the order of the files."""
+    families: dict[tuple[str, str], dict[str, dict[str, Row]]] = {}
+    about: dict[tuple[str, str], Row] = {}
+    for file in sorted(folder.glob("*.json")):
+        for row in json.loads(file.read_text(encoding="utf-8")):
+            key = (file.stem, row["family"])
+            about.setdefault(key, row)
+            families.setdefault(key, {}).setdefault(row["case"], {})[row["contender"]] = row
+    return [
+        Family(
+            name,
+            about[file, name]["gpu"],
+            about[file, name]["driver"],
+            about[file, name]["versions"],
+            about[file, name]["command"],
+            tuple(Case(case, rows) for case, rows in cases.items()),
+        )
+        for (file, name), cases in families.items()
+    ]
+
+
+def number(value: float) -> str:
+    """Four significant digits, thousands separated."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def line(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def family_table(family: Family) -> list[str]:
+    """A case a row, a contender a column: medians, and our ratio to the best peer."""
+    contenders = list(dict.fromkeys(name for case in family.cases for name in case.rows))
+    has_ratio = any(case.ratio() is not None for case in family.cases)
+    head = ["case", "unit", *contenders] + (["ratio"] if has_ratio else [])
+    lines = [line(head), line(["---", "---"] + ["---:"] * (len(head) - 2))]
+    for case in family.cases:
+        cells = [case.name, case.unit]
+        for name in contenders:
+            cells.append(number(case.rows[name]["median"]) if name in case.rows else "")
+        if has_ratio:
+            ratio = case.ratio()
+            cells.append("" if ratio is None else f"{ratio:.2f}")
+        lines.append(line(cells))
+    return lines
+
+
+def lost(families: Iterable[Family]) -> list[str]:
+    """One line for each case in which a peer is ahead."""
+    return [
+        f"- {family.name}, {case.name}: {number(case.rows[case.ours]['median'])} {case.unit} "
+        f"against {number(case.rows[case.best_peer]['median'])} of {case.best_peer} "
+        f"({case.ratio():.2f})"
+        for family in families
+        for case in family.cases
+        if case.is_lost and case.ours and case.best_peer
+    ]
+
+
+def document(families: list[Family]) -> str:
+    """RESULTS.md."""
+    lines = [
+        "# Results",
+        "",
+        "Written by `python benchmarks/make_results.py` from `benchmarks/results/*.json`; do not",
+        "edit. Medians; `ratio` is kernel_hub's time over that of the best peer in the same run,",
+        "so below 1 is ahead. `C loop` and `copy` are floors, not peers.",
+        "",
+    ]
+    for family in families:
+        versions = ", ".join(f"{name} {version}" for name, version in family.versions.items())
+        lines += [f"## {family.name}", "", *family_table(family), ""]
+        lines += [f"{family.gpu}, driver {family.driver}; {versions}.", ""]
+        lines += [f"Reproduce: `{family.command}`", ""]
+    behind = lost(families)
+    lines += ["## Where a peer is ahead", "", *(behind or ["Nowhere in these runs."]), ""]
+    if not families:
+        lines = [*lines[:6], "Nothing has been measured yet.", ""]
+    return "\n".join(lines)
+
+
+def summary(families: list[Family]) -> str:
+    """README's table: the launch and start cases one by one, each other family in a line."""
+    if not families:
+        return "Not measured yet: `make bench` on a GPU."
+    lines = [line(["what", "kernel_hub", "best peer", "ratio"]), line(["---"] * 4)]
+    for family in families:
+        if family.name in ("launch", "start"):
+            lines += [summary_line(case) for case in family.cases if case.ours]
+            continue
+        ratios = [ratio for case in family.cases if (ratio := case.ratio()) is not None]
+        if ratios:
+            ahead = sum(ratio <= 1 for ratio in ratios)
+            lines.append(
+                line(
+                    [
+                        family.name,
+                        f"ahead or level in {ahead} of {len(ratios)} cases",
+                        "",
+                        f"{min(ratios):.2f} to {max(ratios):.2f}",
+                    ]
+                )
+            )
+    measured = dict.fromkeys(f"{family.gpu}, driver {family.driver}" for family in families)
+    note = "Ratio: our time over the best peer's, below 1 is ahead. All rows, versions and commands"
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"Measured on {'; '.join(measured)}. {note}: [RESULTS.md](benchmarks/RESULTS.md).",
+        ]
+    )
+
+
+def summary_line(case: Case) -> str:
+    """One case: ours (with the bound launch and the floor beside it), the best peer, the ratio."""
+    assert case.ours is not None
+    ours = f"{number(case.rows[case.ours]['median'])} {case.unit}"
+    beside = [
+        f"{label} {number(case.rows[name]['median'])}"
+        for name, label in ((f"{OURS} bound", "bound"), ("C loop", "C floor"))
+        if name in case.rows
+    ]
+    peer = case.best_peer
+    other = f"{number(case.rows[peer]['median'])} ({peer})" if peer else ""
+    ratio = case.ratio()
+    return line(
+        [
+            case.name,
+            ours + (f" ({', '.join(beside)})" if beside else ""),
+            other,
+            "" if ratio is None else f"{ratio:.2f}",
+        ]
+    )
+
+
+def replaced(readme: str, table: str) -> str:
+    """README with `table` between the markers. Raises ValueError where they are missing."""
+    if readme.count(BEGIN) != 1 or readme.count(END) != 1:
+        raise ValueError(f"README.md needs one line {BEGIN} and one {END}")
+    head, _, rest = readme.partition(BEGIN)
+    return f"{head}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Write, or with --check compare."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if out of date")
+    args = parser.parse_args(argv)
+    families = load(RESULTS)
+    readme = ROOT / "README.md"
+    texts = {
+        ROOT / "benchmarks/RESULTS.md": document(families),
+        readme: replaced(readme.read_text(encoding="utf-8"), summary(families)),
+    }
+    stale = [f for f, text in texts.items() if not f.exists() or f.read_text("utf-8") != text]
+    for file in stale:
+        if not args.check:
+            file.write_text(text := texts[file], encoding="utf-8")
+            print(f"wrote {file.relative_to(ROOT)} ({len(text.splitlines())} lines)")
+    if args.check and stale:
+        print(f"out of date: {', '.join(f.name for f in stale)}; run make_results.py")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""BoundLaunch: a launch with geometry, stream and params fixed, checked and packed once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from . import _native, tensors
+from . import driver as _driver
+from ._codegen import STREAM_AT
+from ._function import KernelFunction
+from ._launch import DeviceFunction, StreamConfigs, is_blocking
+from .errors import ParamsError
+from .params import ordered, takes, wrong_count
+
+
+class BoundLaunch(partial):  # type: ignore[type-arg]
+    """A launch with its geometry, stream and params fixed; made by `KernelFunction.bind`.
+
+    Call it with nothing to repeat the bound launch, or with `params` alone to launch other values.
+    It keeps the bound params alive. A bound stream of None follows torch's current stream.
+    """
+
+    _keep: Any
+
+    @classmethod
+    def _make(
+        cls,
+        function: KernelFunction,
+        gridDim: Any,
+        blockDim: Any,
+        sharedMemBytes: Any,
+        stream: Any,
+        params: Any,
+        options: dict[str, Any],
+    ) -> BoundLaunch:
+        geometry = (gridDim, blockDim, sharedMemBytes, stream)
+        again = partial(_launch_with, function, geometry, options)
+        spec_params = function._spec.params
+        if params is None and spec_params is not None and not spec_params:
+            params = ()
+        if params is None:
+            self = cls(_needs_params(again, function))
+            self._keep = function
+            return self
+        if isinstance(params, Mapping):
+            params = ordered(params, function._spec.params or ())
+        params = tuple(params)
+        driver = _driver.get()
+        device = 0 if driver.device_count == 1 else function._device_of(params)
+        state = function._state(device, stream)
+        expected = state.params
+        if len(params) != len(expected):
+            raise wrong_count(params, expected)
+        follow = stream is None and tensors.raw_stream_getter() is not None
+        handle = tensors.stream_handle(stream, device)
+        pool = state.options_pool(**options)
+        slot = state.new_slot(pool)
+        state.shape(pool, slot, gridDim, blockDim, sharedMemBytes)
+        values = [p.convert(v, device, handle) for p, v in zip(expected, params, strict=True)]
+        slot[4](slot[3], STREAM_AT, handle, *values)
+        configs = StreamConfigs(state, pool, slot)
+        configs.arrays = params
+        launch = _bound_launcher(
+            driver,
+            state,
+            slot,
+            configs,
+            again,
+            handle,
+            follow=follow,
+            guard=driver.device_count > 1,
+            blocking=is_blocking(),
+        )
+        twin = None
+        if driver.device_count == 1 and not is_blocking() and _native.available():
+            twin = _native.Bound(
+                driver.launch_ex_address,
+                state.handle,
+                slot[3],
+                slot[6]._obj,
+                launch,
+                tensors.raw_stream_getter() if follow else None,
+            )
+        self = cls(twin.call if twin else launch)
+        self._keep = (function, params, configs, twin)
+        return self
+
+    def __repr__(self) -> str:
+        return f"<BoundLaunch of {self._keep[0] if isinstance(self._keep, tuple) else self._keep}>"
+
+
+def _launch_with(
+    function: KernelFunction, geometry: tuple[Any, ...], options: dict[str, Any], params: Any
+) -> None:
+    function(*geometry, params, **options)
+
+
+def _needs_params(again: Any, function: KernelFunction) -> Any:
+    def launch(params: Any = None) -> None:
+        if params is None:
+            raise ParamsError(
+                f"{function.name} was bound without params: call it with them; "
+                + (takes(function.params) if function.params is not None else "")
+            )
+        again(params)
+
+    return launch
+
+
+def _bound_launcher(
+    driver: Any,
+    state: DeviceFunction,
+    slot: list[Any],
+    configs: StreamConfigs,
+    again: Any,
+    handle: int,
+    *,
+    follow: bool,
+    guard: bool,
+    blocking: bool,
+) -> Any:
+    launch_ex, function, config, values = driver.launch_ex, state.argument, slot[5], slot[6]
+    current_stream, device = tensors.raw_stream_getter(), state.device
+
+    def follow_stream(params: Any = None) -> None:
+        if params is not None:
+            return again(params)
+        if code := launch_ex(configs[current_stream(device)], function, values, None):
+            state.recover(code, [*slot[:5], configs[current_stream(device)], values], handle)
+        return None
+
+    def fixed_stream(params: Any = None) -> None:
+        if params is not None:
+            return again(params)
+        if code := launch_ex(config, function, values, None):
+            state.recover(code, slot, handle)
+        return None
+
+    quick = follow_stream if follow else fixed_stream
+    if not (guard or blocking):
+        return quick
+
+    def guarded(params: Any = None) -> None:
+        if params is not None:
+            return again(params)
+        with driver.on_device(device):
+            quick()
+        if blocking:
+            state.finish(slot, current_stream(device) if follow else handle)
+        return None
+
+    return guarded

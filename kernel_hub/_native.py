@@ -1,0 +1,246 @@
+"""The C twin of the generated launcher (native/launcher.c): loading it and filling in its structs.
+
+Optional: where the shipped library does not fit this Python or platform, or KERNEL_HUB_NATIVE=0,
+`available()` is false and the Python launchers do everything. It takes the common case alone and
+leaves all else, every refusal included, to the Python launcher.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import sys
+import sysconfig
+from ctypes import POINTER, c_int64, c_uint32, c_uint64, c_void_p, py_object
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from ._geometry import CONFIG, Limits
+from .params import Param
+from .tensors import loaded_torch
+
+VARIABLE = "KERNEL_HUB_NATIVE"
+_MAX_PARAMS = 64
+_POINTER, _INT, _FLOAT, _DOUBLE = range(4)
+_NAMES = ("gridDim", "blockDim", "sharedMemBytes", "stream", "params")
+# dtype token -> DLPack's code, bits and one lane.
+_DLPACK_DTYPE = {
+    token: code | bits << 8 | 1 << 16
+    for token, code, bits in (
+        ("int8", 0, 8), ("int16", 0, 16), ("int32", 0, 32), ("int64", 0, 64), ("uint8", 1, 8),
+        ("uint16", 1, 16), ("uint32", 1, 32), ("uint64", 1, 64), ("fp16", 2, 16), ("fp32", 2, 32),
+        ("fp64", 2, 64), ("bf16", 4, 16), ("bool", 6, 8), ("e4m3", 10, 8), ("e5m2", 12, 8),
+    )
+}  # fmt: skip
+_LAUNCH_OFF = 0xFFFFFFFF  # a parameter count that no call has
+
+
+class _Param(ctypes.Structure):
+    _fields_ = [
+        ("kind", c_uint32),
+        ("size_bytes", c_uint32),
+        ("least", c_int64),
+        ("most", c_int64),
+        ("dtype", c_void_p),
+        ("dlpack_dtype", c_uint32),
+        ("pad", c_uint32),
+    ]
+
+
+class _State(ctypes.Structure):
+    _fields_ = [
+        ("launch_ex", c_void_p),
+        ("function", c_void_p),
+        ("fallback", c_void_p),
+        ("current_stream", c_void_p),
+        ("device", c_void_p),
+        ("names", c_void_p * 5),
+        ("name_dtype", c_void_p),
+        ("name_is_cuda", c_void_p),
+        ("name_data_ptr", c_void_p),
+        ("tensor_types", c_void_p * 2),
+        ("as_dltensor", c_void_p),
+        ("work_stream", c_void_p),
+        ("max_grid", c_uint32 * 3),
+        ("max_block", c_uint32 * 3),
+        ("required_block", c_uint32 * 3),
+        ("cluster", c_uint32 * 3),
+        ("max_threads", c_uint32),
+        ("num_params", c_uint32),
+        ("shared_ready", c_uint64),
+        ("params", _Param * _MAX_PARAMS),
+    ]
+
+
+class _Bound(ctypes.Structure):
+    _fields_ = [
+        ("launch_ex", c_void_p),
+        ("function", c_void_p),
+        ("addresses", c_void_p),
+        ("fallback", c_void_p),
+        ("current_stream", c_void_p),
+        ("device", c_void_p),
+        ("work_stream", c_void_p),
+        ("config", ctypes.c_ubyte * CONFIG.size),
+    ]
+
+
+@lru_cache(maxsize=1)
+def _library() -> Any:
+    """The loaded library, or None where it does not fit."""
+    if (
+        sys.implementation.name != "cpython"
+        or sysconfig.get_config_var("Py_GIL_DISABLED")
+        or (sys.platform, platform.machine()) != ("linux", "x86_64")
+    ):
+        return None
+    path = Path(__file__).parent / "native" / "launcher_linux_x86_64.so"
+    try:
+        library = ctypes.PyDLL(str(path))
+    except OSError:  # a zip import, a Python built without exported symbols
+        return None
+    library.kernel_hub_state_bytes.restype = c_uint64
+    if library.kernel_hub_state_bytes() != ctypes.sizeof(_State) << 32 | ctypes.sizeof(_Bound):
+        return None
+    for name, struct in (("launcher", _State), ("bound", _Bound)):
+        make = getattr(library, f"kernel_hub_make_{name}")
+        make.restype, make.argtypes = py_object, [POINTER(struct)]
+    return library
+
+
+class _Exchange(ctypes.Structure):
+    """DLPackExchangeAPI of DLPack 1.3."""
+
+    _fields_ = [
+        ("major", c_uint32),
+        ("minor", c_uint32),
+        ("older", c_void_p),
+        ("allocate", c_void_p),
+        ("from_object", c_void_p),
+        ("to_object", c_void_p),
+        ("as_dltensor", c_void_p),
+        ("work_stream", c_void_p),
+    ]
+
+
+@lru_cache(maxsize=1)
+def _exchange(tensor_type: Any) -> _Exchange:
+    """torch's C exchange API; one with null functions where it has none (before 2.11)."""
+    capsule = getattr(tensor_type, "__dlpack_c_exchange_api__", None)
+    if type(capsule).__name__ != "PyCapsule":
+        return _Exchange()
+    get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    get_pointer.restype, get_pointer.argtypes = c_void_p, [py_object, ctypes.c_char_p]
+    found = _Exchange.from_address(get_pointer(capsule, b"dlpack_exchange_api"))
+    return found if found.major == 1 else _Exchange()
+
+
+def available() -> bool:
+    """Whether launches in this process go through the C launcher where they can."""
+    return os.environ.get(VARIABLE, "1") != "0" and _library() is not None
+
+
+def _param(param: Param, dtype: Any) -> _Param | None:
+    info = param.info
+    if info is None:
+        # Eight bytes of unknown meaning: a tensor is the one value that goes in unasked.
+        return _Param(_POINTER, 8, 0, 1, None) if param.size_bytes == 8 else None
+    if info.kind == "pointer":
+        code = _DLPACK_DTYPE[info.dtype] if info.dtype else 0
+        return _Param(_POINTER, 8, 0, 1, id(dtype) if info.dtype else None, code)
+    if info.kind in ("int", "uint"):
+        bits = 8 * info.size_bytes
+        if info.kind == "uint" and bits == 64:
+            return _Param(_INT, 8, 0, 2**63 - 1, None)  # the upper half goes the Python way
+        low, high = (
+            (0, 2**bits - 1) if info.kind == "uint" else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+        )
+        return _Param(_INT, info.size_bytes, low, high, None)
+    if info.kind == "float" and info.struct_code in ("f", "d"):
+        return _Param(_DOUBLE if info.struct_code == "d" else _FLOAT, info.size_bytes, 0, 0, None)
+    return None
+
+
+class Launcher:
+    """One C launcher: `call` takes what a KernelFunction takes; `fallback` gets what it leaves."""
+
+    def __init__(self, fallback: Any) -> None:
+        names = [sys.intern(name) for name in (*_NAMES, "dtype", "is_cuda", "data_ptr")]
+        self._state = _State(num_params=_LAUNCH_OFF, fallback=id(fallback))
+        self._state.names[:] = [id(name) for name in names[:5]]
+        self._state.name_dtype, self._state.name_is_cuda, self._state.name_data_ptr = map(
+            id, names[5:]
+        )
+        # The struct holds addresses of Python objects: these keep them alive.
+        self._keep: list[Any] = [fallback, names]
+        self.call = _library().kernel_hub_make_launcher(ctypes.byref(self._state))
+
+    def arm(
+        self,
+        launch_ex: int,
+        function: int,
+        params: tuple[Param, ...],
+        limits: Limits,
+        dtypes: list[Any],
+        torch: Any,
+        current_stream: Any,
+        shared_ready: int,
+    ) -> bool:
+        """Take over launches of `function`; False where a parameter is not of a common kind."""
+        made = [_param(param, dtype) for param, dtype in zip(params, dtypes, strict=True)]
+        if len(made) > _MAX_PARAMS or None in made:
+            return False
+        state, device = self._state, 0
+        state.num_params = _LAUNCH_OFF
+        self._keep[2:] = [dtypes, torch, current_stream, device]
+        exchange = _exchange(torch.Tensor)
+        state.tensor_types[:] = [id(torch.Tensor), id(torch.nn.Parameter)]
+        state.as_dltensor, state.work_stream = exchange.as_dltensor, exchange.work_stream
+        state.launch_ex, state.function = launch_ex, function
+        state.current_stream, state.device = id(current_stream), id(device)
+        state.max_grid[:], state.max_block[:] = limits.max_grid, limits.max_block
+        state.required_block[:] = limits.required_block or (0, 0, 0)
+        state.cluster[:] = limits.cluster or (1, 1, 1)
+        state.max_threads, state.shared_ready = limits.max_threads, shared_ready
+        for index, param in enumerate(made):
+            state.params[index] = param
+        state.num_params = len(params)
+        return True
+
+    def allow_shared(self, num_bytes: int) -> None:
+        """Dynamic shared memory up to `num_bytes` needs no further opt-in."""
+        self._state.shared_ready = num_bytes
+
+    def disarm(self) -> None:
+        """Leave every launch to the fallback."""
+        self._state.num_params = _LAUNCH_OFF
+
+
+class Bound:
+    """The C twin of a bound launch: `call()` launches, `call(params)` goes to the fallback."""
+
+    def __init__(
+        self,
+        launch_ex: int,
+        function: int,
+        buffer: bytearray,
+        addresses: Any,
+        fallback: Any,
+        current_stream: Any,
+    ) -> None:
+        device = 0
+        self._keep = (fallback, buffer, addresses, current_stream, device)
+        torch = loaded_torch()
+        self._bound = _Bound(
+            launch_ex,
+            function,
+            ctypes.addressof(addresses),
+            id(fallback),
+            id(current_stream) if current_stream is not None else None,
+            id(device),
+            _exchange(torch.Tensor).work_stream if torch is not None else None,
+        )
+        ctypes.memmove(self._bound.config, bytes(buffer[: CONFIG.size]), CONFIG.size)
+        self.call = _library().kernel_hub_make_bound(ctypes.byref(self._bound))

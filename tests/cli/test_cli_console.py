@@ -1,0 +1,85 @@
+"""Tables, progress and units, with rich and without."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import sys
+
+import pytest
+
+from kernel_hub.cli import _console
+
+needs_rich = pytest.mark.skipif(
+    importlib.util.find_spec("rich") is None, reason="rich is not installed"
+)
+
+
+class Terminal(io.StringIO):
+    """Text that claims to be a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_plain_table_is_aligned_and_holds_lines() -> None:
+    text = _console.plain_table(["name", "n"], [["a", "1"], ["long\nname", "23"]], right=["n"])
+    assert text.splitlines() == ["name   n", "----  --", "a      1", "long  23", "name"]
+
+
+def test_a_pipe_gets_plain_text(capsys: pytest.CaptureFixture[str]) -> None:
+    _console.heading("all of it")
+    _console.table(["a"], [[None], [3]])
+    assert capsys.readouterr().out == "all of it\na\n-\n\n3\n"
+
+
+@needs_rich
+def test_a_terminal_gets_rich_and_brackets_are_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    _console.heading("[bold]")
+    _console.table(["kernel", "n"], [["f(int[3])", 1]], right=["n"])
+    assert "[bold]" in terminal.getvalue()
+    assert "f(int[3])" in terminal.getvalue()
+
+
+def test_a_terminal_without_rich_gets_plain_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    _console.table(["a"], [["b"]])
+    assert terminal.getvalue() == "a\n-\nb\n"
+
+
+@pytest.mark.parametrize("terminal", [False, pytest.param(True, marks=needs_rich)])
+def test_progress_counts_on_stderr(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Terminal() if terminal else io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    with _console.progress(2, "work") as advance:
+        advance("first")
+        advance("second")
+    if not terminal:
+        assert stream.getvalue() == "[1/2] work: first\n[2/2] work: second\n"
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.5 KiB"),
+        (3 << 20, "3.0 MiB"),
+        (1 << 40, "1024.0 GiB"),
+    ],
+)
+def test_sizes(num_bytes: int, text: str) -> None:
+    assert _console.size(num_bytes) == text
+
+
+def test_cuda_versions() -> None:
+    assert [_console.cuda_version(n) for n in (12040, 13000)] == ["12.4", "13.0"]
+
+
+def test_fields_align(capsys: pytest.CaptureFixture[str]) -> None:
+    _console.fields([("a", 1), ("long", 2)])
+    assert capsys.readouterr().out == "a     1\nlong  2\n"

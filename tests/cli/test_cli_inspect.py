@@ -1,0 +1,158 @@
+"""`inspect`: shipped names, files of every kind, sections, and disassembly."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from cli_run import ROOT, Run
+
+from kernel_hub.cli import _sass, inspect
+from kernel_hub.cubin import SectionInfo
+from kernel_hub.errors import CubinCorruptError, KernelHubError
+from kernel_hub.manifest import open_collection
+
+PTX = b""".version 8.8
+.target sm_90a
+.address_size 64
+.visible .entry copy(.param .u64 out, .param .f32 scale)
+{
+    ret;
+}
+"""
+PROBE = "launch_probe_5(float* out, float* x, float* y, int num_elements, float scale)"
+
+
+@pytest.fixture
+def cubin(tmp_path: Path) -> Path:
+    """launch_probe for sm90 as a file of nobody's."""
+    collection = open_collection()
+    path = tmp_path / "mine.cubin"
+    path.write_bytes(collection.read(collection.manifest.cubins["launch_probe"]["sm90"]))
+    return path
+
+
+def test_a_shipped_name_shows_each_architecture(kernel_hub_cli: Run) -> None:
+    ran = kernel_hub_cli("inspect", "launch_probe")
+    assert ran.code == 0
+    assert [line.split(":")[0] for line in ran.out.splitlines() if ": cubin, " in line] == [
+        f"{arch}/launch_probe.cubin" for arch in ("sm80", "sm89", "sm90")
+    ]
+    assert ran.out.count(PROBE) == 3
+    assert "at most 1024" in ran.out and "csrc/launch_probe.cu" in ran.out
+
+
+def test_one_architecture_and_one_function_as_json(kernel_hub_cli: Run) -> None:
+    arguments = ("launch_probe.cubin", "--arch", "sm90", "--function", "launch_probe_5", "--json")
+    (one,) = json.loads(kernel_hub_cli("inspect", *arguments).out)
+    assert (one["arch"], one["target"], one["kind"]) == ("sm90", "sm_90", "cubin")
+    assert one["toolkit"][0] in (12, 13)
+    assert list(one["functions"]) == ["launch_probe_5"]
+    function = one["functions"]["launch_probe_5"]
+    assert function["signature"] == PROBE
+    assert [p["size_bytes"] for p in function["params"]] == [8, 8, 8, 4, 4]
+    assert function["max_threads"] == 1024
+    assert ".text.launch_probe_5" in {section["name"] for section in one["sections"]}
+    assert len(one["manifest"]["sha256"]) == 64
+
+
+def test_a_foreign_cubin_shows_sizes(kernel_hub_cli: Run, cubin: Path) -> None:
+    ran = kernel_hub_cli("inspect", str(cubin))
+    assert ran.code == 0
+    sizes = ", ".join(["<8 bytes>"] * 3 + ["<4 bytes>"] * 2)
+    assert f"launch_probe_5({sizes})" in ran.out
+    assert "sha256" not in ran.out
+
+
+def test_ptx(kernel_hub_cli: Run, tmp_path: Path) -> None:
+    path = tmp_path / "copy.ptx"
+    path.write_bytes(PTX)
+    ran = kernel_hub_cli("inspect", str(path))
+    assert "PTX 8.8 for sm_90a" in ran.out
+    assert "copy(.u64 out, .f32 scale)" in ran.out
+    refused = kernel_hub_cli("inspect", str(path), "--sass")
+    assert refused.code == 2 and "--sass reads cubins" in refused.err
+
+
+def test_a_fatbin_shows_its_entries(kernel_hub_cli: Run) -> None:
+    path = str(ROOT / "tests/cubin/data/plain.fatbin")
+    ran = kernel_hub_cli("inspect", path)
+    assert ran.code == 0, ran.err
+    for shown in ("cubin sm_80,", "cubin sm_90a,", "ptx compute_90,", "entry 2: ptx", "add("):
+        assert shown in ran.out
+    (one,) = json.loads(kernel_hub_cli("inspect", path, "--json").out)
+    assert one["kind"] == "fatbin"
+    assert [entry["contents"]["kind"] for entry in one["entries"]] == ["cubin", "cubin", "ptx"]
+
+
+def test_a_compressed_entry_is_left_to_the_driver(kernel_hub_cli: Run) -> None:
+    ran = kernel_hub_cli("inspect", str(ROOT / "tests/cubin/data/compressed.fatbin"))
+    assert ran.code == 0 and ran.out.count("only the driver can read it") == 1
+
+
+def test_a_damaged_file_is_named(cubin: Path, kernel_hub_cli: Run) -> None:
+    cubin.write_bytes(cubin.read_bytes()[:1000])
+    ran = kernel_hub_cli("inspect", str(cubin))
+    assert ran.code == 2
+    assert str(cubin) in ran.err and "at byte" in ran.err
+    with pytest.raises(CubinCorruptError, match="neither cubin, fatbin nor PTX"):
+        inspect.describe(inspect.Image("text", b"hello"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("launch_prob",),
+            "neither a file nor a cubin that kernel_hub ships",
+        ),
+        (("launch_probe", "--arch", "sm61"), "shipped for sm80, sm89, sm90, not sm61"),
+        (("launch_probe", "--function", "launch_prob_5"), "it has: launch_probe_5"),
+        (("x", "--package", "no_such_package"), "no package 'no_such_package'"),
+    ],
+)
+def test_wrong_names(kernel_hub_cli: Run, arguments: tuple[str, ...], message: str) -> None:
+    ran = kernel_hub_cli("inspect", *arguments)
+    assert ran.code == 2 and message in ran.err
+
+
+def test_sections_of_functions_are_grouped() -> None:
+    names = [".text.f", ".text.g", ".nv.constant0.f", ".rela.text.f", ".nv.info", ".nv.info.f"]
+    groups = inspect.section_groups(SectionInfo(name, 0, 8, 1, 0) for name in names)
+    assert groups == [
+        (".text.*", 2, 16),
+        (".nv.constant0.*", 1, 8),
+        (".rela.text.*", 1, 8),
+        (".nv.info", 1, 8),
+        (".nv.info.*", 1, 8),
+    ]
+
+
+def test_what_a_launch_must_use() -> None:
+    plain = {"required_block": None, "max_threads": None, "cluster": None, "cooperative": False}
+    assert inspect._threads(plain) == "any"
+    exact = {**plain, "required_block": (32, 4, 1), "cluster": (2, 1, 1), "cooperative": True}
+    assert inspect._threads(exact) == "exactly 32 x 4 x 1, cluster 2 x 1 x 1, cooperative"
+
+
+@pytest.mark.skipif(_sass.find_nvdisasm() is None, reason="nvdisasm is not installed")
+def test_sass_of_one_function(kernel_hub_cli: Run, cubin: Path) -> None:
+    one = kernel_hub_cli("inspect", str(cubin), "--function", "launch_probe_5", "--sass").out
+    both = kernel_hub_cli("inspect", str(cubin), "--sass").out
+    assert one.count("EXIT") >= 1
+    assert both.count("EXIT") > one.count("EXIT")
+
+
+def test_sass_without_nvdisasm(
+    kernel_hub_cli: Run, cubin: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_sass, "find_nvdisasm", lambda: None)
+    ran = kernel_hub_cli("inspect", str(cubin), "--sass")
+    assert ran.code == 2 and _sass.INSTALL in ran.err
+
+
+def test_nvdisasm_that_fails_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_sass, "find_nvdisasm", lambda: "/bin/false")
+    with pytest.raises(KernelHubError, match="/bin/false failed"):
+        _sass.disassemble(b"")

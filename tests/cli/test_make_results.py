@@ -1,0 +1,120 @@
+"""RESULTS.md and README's table from benchmark rows."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from cli_run import ROOT
+
+
+def script(name: str) -> ModuleType:
+    """A script of benchmarks/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"benchmarks/{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+make_results = script("make_results")
+
+
+def row(family: str, case: str, contender: str, median: float, unit: str) -> dict[str, Any]:
+    return {
+        "family": family,
+        "case": case,
+        "contender": contender,
+        "median": median,
+        "p20": median,
+        "p80": median,
+        "unit": unit,
+        "ratio": None,
+        "ratio_to": None,
+        "gpu": "NVIDIA H200",
+        "driver": "CUDA 13.0 (580.1)",
+        "versions": {"python": "3.12"},
+        "command": "python benchmarks/bench_x.py",
+    }
+
+
+ROWS = [
+    row("launch", "3 tensors", "kernel_hub", 4500.0, "ns"),
+    row("launch", "3 tensors", "kernel_hub bound", 3900.0, "ns"),
+    row("launch", "3 tensors", "C loop", 3200.0, "ns"),
+    row("launch", "3 tensors", "CuPy", 5900.0, "ns"),
+    row("rms_norm", "1k", "kernel_hub", 3.0, "TB/s"),
+    row("rms_norm", "1k", "Liger", 2.7, "TB/s"),
+    row("rms_norm", "8k", "kernel_hub", 3.8, "TB/s"),
+    row("rms_norm", "8k", "Liger", 3.9, "TB/s"),
+    row("rms_norm", "8k", "copy", 4.2, "TB/s"),
+]
+
+
+@pytest.fixture
+def families(tmp_path: Path) -> list[Any]:
+    (tmp_path / "h200.json").write_text(json.dumps(ROWS))
+    loaded: list[Any] = make_results.load(tmp_path)
+    return loaded
+
+
+def test_the_best_peer_is_no_floor_and_units_have_a_direction(families: list[Any]) -> None:
+    launch, norm = families
+    assert launch.cases[0].best_peer == "CuPy"
+    assert launch.cases[0].ratio() == pytest.approx(4500 / 5900)
+    assert [case.best_peer for case in norm.cases] == ["Liger", "Liger"]
+    assert norm.cases[1].ratio() == pytest.approx(3.9 / 3.8)
+    assert [case.is_lost for case in norm.cases] == [False, True]
+
+
+def test_the_document(families: list[Any]) -> None:
+    text = make_results.document(families)
+    assert "| 3 tensors | ns | 4,500 | 3,900 | 3,200 | 5,900 | 0.76 |" in text
+    assert "Reproduce: `python benchmarks/bench_x.py`" in text
+    assert "- rms_norm, 8k: 3.8 TB/s against 3.9 of Liger (1.03)" in text
+    assert "NVIDIA H200, driver CUDA 13.0 (580.1); python 3.12." in text
+
+
+def test_the_readme(families: list[Any]) -> None:
+    table = make_results.summary(families)
+    line = "| 3 tensors | 4,500 ns (bound 3,900, C floor 3,200) | 5,900 (CuPy) | 0.76 |"
+    assert line in table
+    assert "| rms_norm | ahead or level in 1 of 2 cases |  | 0.90 to 1.03 |" in table
+    text = make_results.replaced(f"a\n{make_results.BEGIN}\nold\n{make_results.END}\nb\n", "new")
+    assert text == f"a\n{make_results.BEGIN}\nnew\n{make_results.END}\nb\n"
+    with pytest.raises(ValueError, match="needs one line"):
+        make_results.replaced("no markers", "new")
+
+
+def test_nothing_measured(tmp_path: Path) -> None:
+    families = make_results.load(tmp_path)
+    assert "Nothing has been measured yet." in make_results.document(families)
+    assert "Not measured yet" in make_results.summary(families)
+
+
+def test_it_writes_once_and_checks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "benchmarks").mkdir()
+    readme = tmp_path / "README.md"
+    readme.write_text(f"{make_results.BEGIN}\n{make_results.END}\n")
+    (tmp_path / "h200.json").write_text(json.dumps(ROWS))
+    monkeypatch.setattr(make_results, "ROOT", tmp_path)
+    monkeypatch.setattr(make_results, "RESULTS", tmp_path)
+    assert make_results.main(["--check"]) == 1
+    assert make_results.main([]) == 0
+    assert capsys.readouterr().out.count("wrote ") == 2
+    assert make_results.main(["--check"]) == 0
+    assert "5,900 (CuPy)" in readme.read_text()
+
+
+def test_gpu_names() -> None:
+    bench_launch = script("bench_launch")
+    names = ["NVIDIA H200", "NVIDIA A100-SXM4-80GB", ""]
+    assert [bench_launch.gpu_token(n) for n in names] == ["h200", "a100_sxm4_80gb", "gpu"]

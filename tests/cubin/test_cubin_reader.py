@@ -1,0 +1,175 @@
+"""What read_cubin says of sound cubins, against what their sources say and against cuobjdump."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from kernel_hub.cubin import CubinInfo, image_kind, read_cubin
+
+DATA = Path(__file__).parent / "data"
+IMAGES = sorted(DATA.glob("*.cubin"))
+FEATURES = [path for path in IMAGES if "features" in path.name]
+NVCC, NVRTC, TRITON_90 = (13, 0), (12, 9), (13, 4)
+
+
+def read(name: str) -> CubinInfo:
+    return read_cubin((DATA / f"{name}.cubin").read_bytes())
+
+
+def sizes(info: CubinInfo, function: str) -> list[tuple[int, int]]:
+    return [(param.offset_bytes, param.size_bytes) for param in info.functions[function].params]
+
+
+@pytest.mark.parametrize("path", IMAGES, ids=lambda path: path.stem)
+def test_every_image_is_accepted(path: Path) -> None:
+    image = path.read_bytes()
+    info = read_cubin(image)
+    assert image_kind(image) == "cubin"
+    assert info.size_bytes == len(image)
+    assert info.functions
+    assert all(section.offset <= len(image) for section in info.sections)
+    assert all(0 < function.num_regs <= 255 for function in info.functions.values())
+
+
+@pytest.mark.parametrize("kind", [bytearray, memoryview])
+def test_any_buffer_is_taken(kind: type) -> None:
+    assert read_cubin(kind((DATA / "tiny_sm90.cubin").read_bytes())) == read("tiny_sm90")
+
+
+@pytest.mark.parametrize(
+    ("name", "arch", "target", "os_abi", "abi_version", "toolkit"),
+    [
+        ("features_sm80", "sm80", "sm_80", 0x41, 8, NVCC),
+        ("features_sm89", "sm89", "sm_89", 0x41, 8, NVCC),
+        ("features_sm90", "sm90", "sm_90", 0x41, 8, NVCC),
+        ("features_sm90a", "sm90", "sm_90a", 0x41, 8, NVCC),
+        ("nvrtc_features_sm80", "sm80", "sm_80", 0x33, 7, NVRTC),
+        ("nvrtc_tiny_sm89", "sm89", "sm_89", 0x33, 7, NVRTC),
+        ("nvrtc_features_sm90", "sm90", "sm_90", 0x33, 7, NVRTC),
+        ("nvrtc_features_sm90a", "sm90", "sm_90a", 0x33, 7, NVRTC),
+        ("triton_sm80", "sm80", "sm_80", 0x33, 7, NVRTC),
+        ("triton_sm90", "sm90", "sm_90a", 0x41, 8, TRITON_90),
+        ("linked_sm90", "sm90", "sm_90", 0x41, 8, NVCC),
+        ("tiny_sm120", "sm120", "sm_120", 0x41, 8, NVCC),
+    ],
+)
+def test_target(
+    name: str, arch: str, target: str, os_abi: int, abi_version: int, toolkit: tuple[int, int]
+) -> None:
+    info = read(name)
+    assert (info.arch, info.target, info.toolkit) == (arch, target, toolkit)
+    assert (info.os_abi, info.abi_version) == (os_abi, abi_version)
+    assert info.arch_specific == target.endswith("a")
+    assert info.compute_capability == divmod(int(arch[2:]), 10)
+
+
+@pytest.mark.parametrize("path", FEATURES, ids=lambda path: path.stem)
+def test_features(path: Path) -> None:
+    info = read_cubin(path.read_bytes())
+    expected = {"scale", "staged", "empty", "by_value", "calls"}
+    if info.compute_capability == (9, 0):
+        expected |= {"clustered"}
+        assert info.functions["clustered"].cluster == (2, 1, 1)
+        assert info.functions["clustered"].max_threads == 64
+    assert set(info.functions) == expected
+
+    assert sizes(info, "scale") == [(0, 8), (8, 8), (16, 4), (20, 4)]
+    assert sizes(info, "by_value") == [(0, 80), (80, 1), (82, 2), (88, 8), (96, 8)]
+    assert sizes(info, "empty") == []
+    assert [param.ordinal for param in info.functions["scale"].params] == [0, 1, 2, 3]
+
+    assert info.functions["scale"].max_threads == 256
+    assert info.functions["staged"].max_threads == 128
+    assert info.functions["empty"].max_threads is None
+    assert info.functions["staged"].static_shared_bytes == 512
+    assert info.functions["scale"].static_shared_bytes == 0
+    assert info.functions["calls"].local_bytes >= 256
+    assert info.functions["scale"].local_bytes == 0
+    assert not any(function.cooperative for function in info.functions.values())
+    assert all(function.required_block is None for function in info.functions.values())
+
+    variables = {name: variable.size_bytes for name, variable in info.globals.items()}
+    assert variables == {"table": 256, "counter": 4, "lookup": 32}
+    assert info.globals["table"].section == ".nv.constant3"
+    assert info.globals["counter"].section == ".nv.global"
+    assert info.globals["lookup"].section == ".nv.global.init"
+
+
+@pytest.mark.parametrize("name", ["cooperative_sm80", "cooperative_sm90"])
+def test_grid_sync_is_seen(name: str) -> None:
+    functions = read(name).functions
+    assert functions["grid_wide"].cooperative
+    assert not functions["block_wide"].cooperative
+
+
+def test_cluster_bound() -> None:
+    function = read("cooperative_sm90").functions["block_wide"]
+    assert (function.max_cluster_rank, function.max_threads) == (8, 128)
+
+
+@pytest.mark.parametrize("name", ["huge_sm80", "huge_sm90"])
+def test_more_than_4_kib_of_params(name: str) -> None:
+    assert sizes(read(name), "huge") == [(0, 4100), (4104, 8), (4112, 4)]
+
+
+@pytest.mark.parametrize("name", ["triton_sm80", "triton_sm90"])
+def test_triton(name: str) -> None:
+    """Three pointers and n, then the two scratch pointers Triton adds; the block is fixed."""
+    info = read(name)
+    assert sizes(info, "add_kernel") == [(0, 8), (8, 8), (16, 8), (24, 4), (32, 8), (40, 8)]
+    assert info.functions["add_kernel"].required_block == (128, 1, 1)
+
+
+def test_linked_image_lists_kernels_only() -> None:
+    info = read("linked_sm90")
+    assert list(info.functions) == ["caller"]
+    assert info.functions["caller"].static_shared_bytes == 40
+
+
+def cuobjdump() -> str | None:
+    """NVIDIA's own reader, from PATH or its wheel."""
+    spec = importlib.util.find_spec("nvidia")
+    folders = list(spec.submodule_search_locations or []) if spec else []
+    wheel = [str(path) for folder in folders for path in Path(folder).glob("cu*/bin/cuobjdump")]
+    return shutil.which("cuobjdump") or (wheel[0] if wheel else None)
+
+
+@pytest.mark.skipif(cuobjdump() is None, reason="no cuobjdump: pip install nvidia-cuda-cuobjdump")
+@pytest.mark.parametrize("path", IMAGES, ids=lambda path: path.stem)
+def test_against_cuobjdump(path: Path) -> None:
+    text = subprocess.run(
+        [str(cuobjdump()), "-res-usage", str(path)], capture_output=True, text=True, check=True
+    ).stdout
+    found = dict(re.findall(r"Function (\S+):\n\s*(REG.*)", text))
+    info = read_cubin(path.read_bytes())
+    for name, function in info.functions.items():
+        usage = {
+            key: int(value) for key, value in re.findall(r"([A-Z]+)(?:\[0\])?:(\d+)", found[name])
+        }
+        assert usage["REG"] == function.num_regs
+        reserved = 1024 if usage["SHARED"] and info.compute_capability >= (9, 0) else 0
+        assert usage["SHARED"] - reserved == function.static_shared_bytes
+        assert usage["STACK"] <= function.local_bytes or usage["STACK"] == 0
+        last = function.params[-1] if function.params else None
+        base = usage["CONSTANT"] - (last.offset_bytes + last.size_bytes if last else 0)
+        assert base in {(8, 0): (0x160, 0x1A80), (8, 9): (0x160,), (9, 0): (0x210,)}.get(
+            info.compute_capability, (0x380,)
+        )
+
+
+def test_reading_is_quick() -> None:
+    """Six kernels take 0.4 ms; ten times that is a fault of the reader, not of a busy machine."""
+    image = (DATA / "features_sm90.cubin").read_bytes()
+    best = 1.0
+    for _ in range(20):
+        start = time.perf_counter()
+        read_cubin(image)
+        best = min(best, time.perf_counter() - start)
+    assert best < 4e-3

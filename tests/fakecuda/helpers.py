@@ -1,0 +1,37 @@
+"""What several test files do with the stand-in: streams of its own, child processes on it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from ctypes import byref, c_void_p
+from pathlib import Path
+
+from kernel_hub import driver
+
+from . import FakeCuda
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def make_stream(device: int = 0, *, blocking: bool = True) -> int:
+    """A new stream of `device`; torch's are not blocking: the legacy stream ignores them."""
+    handle = c_void_p()
+    drv = driver.get()
+    with drv.on_device(device):
+        drv.call("cuStreamCreate", byref(handle), 0 if blocking else 1)
+    return handle.value or 0
+
+
+def run_child(fake: FakeCuda, code: str) -> subprocess.CompletedProcess[str]:
+    """Run `code` in a Python of its own on `fake`'s library; any warning is an error there."""
+    environment = {**os.environ, driver.LIBRARY_VARIABLE: fake.path, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-X", "dev", "-W", "error", "-c", code],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=60,
+        check=False,
+    )

@@ -1,0 +1,277 @@
+"""DeviceArray on a real GPU: copies, the pool, interchange with torch and CuPy, quiet exits."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kernel_hub import _dtypes, _pool, driver
+from kernel_hub.errors import CudaDriverError, DeviceOutOfMemoryError, TensorError
+from kernel_hub.memory import DeviceArray, memory_stats, trim
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+@pytest.fixture
+def torch() -> Any:
+    return pytest.importorskip("torch", reason="torch is not installed")
+
+
+@pytest.fixture
+def cupy() -> Any:
+    return pytest.importorskip("cupy", reason="CuPy is not installed")
+
+
+@pytest.mark.parametrize("token", sorted(_dtypes.DTYPES))
+@pytest.mark.parametrize("shape", [(), (1,), (127, 129), (3, 0), (2, 3, 4)])
+def test_round_trip(token: str, shape: tuple[int, ...]) -> None:
+    count = int(np.prod(shape, dtype=int))
+    array = DeviceArray.empty(shape, token)
+    host = (np.arange(count) % 100).reshape(shape).astype(array.dtype)
+    array.copy_from(host)
+    assert array.to_numpy().tobytes() == host.tobytes()
+    assert DeviceArray.zeros(shape, token).to_numpy().tobytes() == bytes(host.nbytes)
+
+
+def test_views() -> None:
+    host = np.arange(4 * 5 * 6, dtype=np.int64).reshape(4, 5, 6)
+    array = DeviceArray.from_numpy(host)
+    for key in (1, (slice(1, 3), 2), (..., slice(0, 6, 2)), (slice(None), slice(1, 4), 5)):
+        np.testing.assert_array_equal(array[key].to_numpy(), host[key])
+    array[2, 1:].copy_from(np.zeros((4, 6), np.int64))
+    host[2, 1:] = 0
+    np.testing.assert_array_equal(array.to_numpy(), host)
+    copied = DeviceArray.empty(host.shape, "int64").copy_from(array)
+    np.testing.assert_array_equal(copied.to_numpy(), host)
+
+
+def test_pool_reuses_memory() -> None:
+    gc.collect()
+    trim()
+    DeviceArray.empty(64 << 20, "uint8").free()
+    before = memory_stats()
+    for _ in range(1000):
+        DeviceArray.empty(64 << 20, "uint8")
+    after = memory_stats()
+    assert after.reserved_bytes == before.reserved_bytes >= 64 << 20
+    assert after.used_bytes == before.used_bytes
+    assert after.live_arrays == before.live_arrays
+    assert 0 < after.free_device_bytes < after.total_device_bytes
+    trim()
+    assert memory_stats().reserved_bytes < 64 << 20
+
+
+def test_out_of_memory() -> None:
+    free = memory_stats().free_device_bytes
+    with pytest.raises(DeviceOutOfMemoryError) as caught:
+        DeviceArray.empty(2 * free, "uint8")
+    assert f"asked for {2 * free:,} bytes" in str(caught.value)
+    np.testing.assert_array_equal(DeviceArray.zeros(8).to_numpy(), np.zeros(8))
+
+
+def test_threads() -> None:
+    errors: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        try:
+            for step in range(100):
+                host = np.full(10_000, seed * 1000 + step)
+                np.testing.assert_array_equal(DeviceArray.from_numpy(host).to_numpy(), host)
+        except BaseException as error:  # noqa: BLE001 - reported by the main thread
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
+# ---- torch ----
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "int32", "uint8", "bool"])
+def test_torch_dlpack(torch: Any, name: str) -> None:
+    dtype = getattr(torch, name)
+    tensor = (torch.arange(24, device="cuda") % 5).to(dtype).reshape(4, 6)
+    array = DeviceArray.from_dlpack(tensor[1:, ::2])
+    assert array.ptr == tensor[1:].data_ptr()
+    assert (array.shape, array.strides) == ((3, 3), (6, 2))
+    assert array.to_numpy().astype(float).tolist() == tensor[1:, ::2].double().tolist()
+    back = torch.from_dlpack(array)
+    assert back.dtype == dtype
+    assert back.data_ptr() == array.ptr
+    assert torch.equal(back, tensor[1:, ::2])
+
+
+def test_torch_keeps_our_memory(torch: Any) -> None:
+    gc.collect()
+    before = memory_stats().live_arrays
+    tensor = torch.from_dlpack(DeviceArray.from_numpy(np.arange(1000, dtype=np.float32)))
+    gc.collect()
+    assert memory_stats().live_arrays == before + 1
+    assert tensor.sum().item() == 499500
+    view = tensor[10:]
+    del tensor
+    assert view[0].item() == 10
+    del view
+    gc.collect()
+    assert memory_stats().live_arrays == before
+
+
+def test_we_keep_torchs_memory(torch: Any) -> None:
+    tensor = torch.arange(1 << 20, device="cuda")
+    held = torch.cuda.memory_allocated()
+    array = DeviceArray.from_dlpack(tensor)
+    del tensor
+    gc.collect()
+    assert torch.cuda.memory_allocated() == held
+    assert array[-1].to_numpy() == (1 << 20) - 1
+    del array
+    gc.collect()
+    assert torch.cuda.memory_allocated() < held
+
+
+def test_torch_reads_the_array_interface(torch: Any) -> None:
+    host = np.arange(12, dtype=np.float32).reshape(3, 4)
+    array = DeviceArray.from_numpy(host)
+    tensor = torch.as_tensor(array[:, ::2], device="cuda")
+    assert tensor.cpu().tolist() == host[:, ::2].tolist()
+    tensor += 1
+    np.testing.assert_array_equal(array.to_numpy()[:, ::2], host[:, ::2] + 1)
+
+
+def test_torch_streams_are_ordered(torch: Any) -> None:
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        big = torch.ones(4096, 4096, device="cuda")
+        for _ in range(20):
+            big = big @ torch.eye(4096, device="cuda")
+        array = DeviceArray.from_dlpack(big)
+        assert (array.to_numpy() == 1).all()
+        mine = DeviceArray.zeros(1 << 20)
+        assert mine._block.stream == side.cuda_stream
+    mine._record_use(torch.cuda.current_stream().cuda_stream)
+    del mine  # waits: it was used on the default stream
+    assert (DeviceArray.zeros(1 << 20).to_numpy() == 0).all()
+
+
+def test_torch_graph_capture(torch: Any) -> None:
+    array = DeviceArray.zeros(1 << 16)
+    tensor = torch.from_dlpack(array)
+    doomed = DeviceArray.zeros(1 << 16)
+    warm = torch.cuda.Stream()
+    with torch.cuda.stream(warm):
+        tensor.add_(0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    plain = DeviceArray.zeros(1 << 16)
+    pending: list[int] = []
+    with torch.cuda.graph(graph):
+        tensor.add_(1)
+        stream = torch.cuda.current_stream().cuda_stream
+        doomed._record_use(stream)
+        del doomed  # queued: freeing would end the capture
+        del plain  # freed at once: its own stream does not capture
+        pending.append(len(_pool._pending))
+        for on in (None, 0):
+            with pytest.raises(CudaDriverError, match="before the capture begins"):
+                DeviceArray.empty(16, stream=on)
+    graph.replay()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert pending == [2]
+    assert memory_stats().pending_frees == 0
+    assert (array.to_numpy() == 2).all()
+
+
+def test_cpu_tensors_are_refused(torch: Any) -> None:
+    with pytest.raises(TensorError, match="not in CUDA memory"):
+        DeviceArray.from_dlpack(torch.zeros(3))
+
+
+# ---- CuPy ----
+
+
+def test_cupy_dlpack(cupy: Any) -> None:
+    theirs = cupy.arange(24, dtype=cupy.float32).reshape(4, 6)
+    array = DeviceArray.from_dlpack(theirs[:, 1:3])
+    np.testing.assert_array_equal(array.to_numpy(), theirs[:, 1:3].get())
+    back = cupy.from_dlpack(array)
+    assert back.data.ptr == array.ptr
+    cupy.testing.assert_array_equal(back, theirs[:, 1:3])
+    del theirs, back
+    gc.collect()
+    assert array.to_numpy().shape == (4, 2)
+
+
+def test_cupy_array_interface(cupy: Any) -> None:
+    host = np.arange(24, dtype=np.int64).reshape(4, 6)
+    array = DeviceArray.from_numpy(host)
+    theirs = cupy.asarray(array[1:, ::3])
+    assert theirs.data.ptr == array[1:].ptr
+    cupy.testing.assert_array_equal(theirs, host[1:, ::3])
+    theirs += 1
+    np.testing.assert_array_equal(array.to_numpy()[1:, ::3], host[1:, ::3] + 1)
+
+
+def test_cupy_keeps_our_memory(cupy: Any) -> None:
+    gc.collect()
+    before = memory_stats().live_arrays
+    theirs = cupy.from_dlpack(DeviceArray.from_numpy(np.arange(10)))
+    gc.collect()
+    assert int(theirs.sum()) == 45
+    assert memory_stats().live_arrays == before + 1
+    del theirs
+    gc.collect()
+    assert memory_stats().live_arrays == before
+
+
+# ---- processes ----
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        "",
+        "import torch; tensor = torch.from_dlpack(array)",
+        "import torch; torch.kept = torch.from_dlpack(array); array._record_use(2)",
+        "import torch, atexit; t = torch.from_dlpack(array); atexit.register(lambda: t.sum())",
+        "import cupy; theirs = cupy.from_dlpack(array); cupy.kept = theirs",
+        "import torch; array = DeviceArray.from_dlpack(torch.zeros(4, device='cuda'))",
+    ],
+)
+def test_exit_is_quiet(hold: str) -> None:
+    for module in ("torch", "cupy"):
+        if module in hold:
+            pytest.importorskip(module, reason=f"{module} is not installed")
+    code = f"from kernel_hub.memory import DeviceArray\narray = DeviceArray.zeros((4, 4))\n{hold}\n"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_two_devices() -> None:
+    if driver.get().device_count < 2:
+        pytest.skip("one GPU only; this needs two")
+    host = np.arange(1000, dtype=np.float32)
+    arrays = [DeviceArray.from_numpy(host, device=device) for device in (0, 1)]
+    for device, array in enumerate(arrays):
+        assert array.device == device
+        np.testing.assert_array_equal(array.to_numpy(), host)
+        assert memory_stats(device).live_arrays >= 1

@@ -1,0 +1,167 @@
+"""The ops inside torch.compile, torch.export and FakeTensorMode, and as registered ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from kernel_hub.errors import TensorError
+from kernel_hub.ops import rms_norm, rope, silu_and_mul
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def inputs(device: str) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(torch.bfloat16).to(device)
+
+    return {
+        "x": randn(2, 5, 64), "r": randn(2, 5, 64), "w": randn(64),
+        "q": randn(2, 5, 4, 64), "k": randn(2, 5, 2, 64), "cos": randn(9, 16), "sin": randn(9, 16),
+    }  # fmt: skip
+
+
+def norm(t: dict[str, torch.Tensor]) -> Any:
+    return rms_norm(t["x"], t["w"], weight_offset=1.0) + 1
+
+
+def norm_residual(t: dict[str, torch.Tensor]) -> Any:
+    return rms_norm(t["x"], t["w"], residual=t["r"])
+
+
+def norm_in_place(t: dict[str, torch.Tensor]) -> Any:
+    x, r = t["x"] + 0, t["r"] * 1
+    out, residual_out = rms_norm(x, t["w"], residual=r, out=x, residual_out=r)
+    return out, residual_out, x + r
+
+
+def norm_of_an_input_in_place(t: dict[str, torch.Tensor]) -> Any:
+    rms_norm(t["x"], t["w"], out=t["x"])
+    return t["x"].sum(), t["x"]
+
+
+def silu(t: dict[str, torch.Tensor]) -> Any:
+    out = torch.empty(2, 5, 32, dtype=t["x"].dtype, device=t["x"].device)
+    return silu_and_mul(t["x"]) * 2, silu_and_mul(t["x"], out=out)
+
+
+def rotate(t: dict[str, torch.Tensor]) -> Any:
+    positions = torch.arange(5, device=t["q"].device).flip(0)
+    return (
+        *rope(t["q"], t["k"], t["cos"], t["sin"]),
+        *rope(t["q"], t["k"], t["cos"], t["sin"], positions, interleaved=True),
+    )
+
+
+def rotate_in_place(t: dict[str, torch.Tensor]) -> Any:
+    q, k = t["q"].clone(), t["k"].clone()
+    rope(q, k, t["cos"], t["sin"], out_q=q, out_k=k)
+    return q, k
+
+
+FUNCTIONS = [norm, norm_residual, norm_in_place, norm_of_an_input_in_place, silu, rotate,
+             rotate_in_place]  # fmt: skip
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+def test_compiled_equals_eager(
+    function: Callable[[dict[str, torch.Tensor]], Any], backend: str, device: str
+) -> None:
+    expected = function(inputs(device))
+    found = torch.compile(function, fullgraph=True, backend=backend)(inputs(device))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_dynamic_shapes_compile_once(device: str) -> None:
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(
+        lambda x, w: rms_norm(x, w), fullgraph=True, dynamic=True, backend=counter
+    )
+    weight = torch.randn(64, device=device)
+    for rows in (3, 4, 17):
+        x = torch.randn(rows, 64, device=device)
+        assert torch.equal(compiled(x, weight), rms_norm(x, weight))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(device: str, strict: bool) -> None:
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(64, device=device), requires_grad=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return silu_and_mul(rms_norm(x, self.weight))
+
+    layer, x = Layer(), torch.randn(3, 64, device=device)
+    batch = torch.export.Dim("batch", max=1024)
+    program = torch.export.export(layer, (x,), dynamic_shapes={"x": {0: batch}}, strict=strict)
+    called = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+    assert {"kernel_hub.rms_norm.default", "kernel_hub.silu_and_mul.default"} <= called
+    other = torch.randn(7, 64, device=device)
+    assert torch.equal(program.module()(other), layer(other))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_registered_ops_pass_opcheck(device: str) -> None:
+    t, ops = inputs(device), torch.ops.kernel_hub
+    x, r, w = t["x"], t["r"], t["w"]
+    rotary = (t["q"], t["k"], t["cos"], t["sin"], None, False, 32)
+    for op, arguments in (
+        (ops.rms_norm, (x, w, 1e-6, 0.0)),
+        (ops.rms_norm_out, (x, w, 1e-6, 0.0, torch.empty_like(x))),
+        (ops.rms_norm_residual, (x, r, w, 1e-6, 0.0)),
+        (ops.rms_norm_residual_out, (x, r, w, 1e-6, 0.0, x.clone(), r.clone())),
+        (ops.silu_and_mul, (x,)),
+        (ops.silu_and_mul_out, (x, x.new_empty(2, 5, 32))),
+        (ops.rope, rotary),
+        (ops.rope_out, (*rotary, t["q"].clone(), t["k"].clone())),
+    ):
+        torch.library.opcheck(op.default, arguments)
+
+
+def test_fake_and_meta_tensors_give_shapes_only() -> None:
+    with FakeTensorMode():
+        x = torch.empty(4, 64, device="cuda", dtype=torch.bfloat16)
+        w = torch.empty(64, device="cuda", dtype=torch.bfloat16)
+        out, residual_out = rms_norm(x, w, residual=x)
+        assert out.device.type == "cuda" and residual_out.shape == x.shape
+        assert silu_and_mul(x).shape == (4, 32)
+        with pytest.raises(TensorError, match="weight"):
+            rms_norm(x, torch.empty(3, device="cuda", dtype=torch.bfloat16))
+    meta = torch.empty(4, 64, device="meta")
+    assert rms_norm(meta, meta[0]).is_meta
+    assert silu_and_mul(meta).shape == (4, 32)
+
+
+def test_strides_of_the_result_are_known_to_the_tracer() -> None:
+    x, w = torch.randn(4, 3, 64).transpose(0, 1), torch.randn(64)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = rms_norm(mode.from_tensor(x), mode.from_tensor(w))
+    assert fake.stride() == rms_norm(x, w).stride()
+
+
+def test_gradients_are_refused_while_tracing_too() -> None:
+    x, w = torch.randn(3, 64, requires_grad=True), torch.randn(64)
+    with pytest.raises(Exception, match="no backward"):
+        torch.compile(lambda a, b: rms_norm(a, b), fullgraph=True, backend="eager")(x, w)

@@ -1,0 +1,302 @@
+"""The C launcher and the Python launcher side by side: same launches, same refusals.
+
+A stand-in for torch gives both their tensors; the C launcher needs nothing more of torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+import sys
+import threading
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fakecuda import FakeCuda
+
+from kernel_hub import Kernel, KernelFunction, _native
+from kernel_hub.errors import CudaDriverError, KernelHubError, LaunchConfigError, ParamsError
+
+pytestmark = pytest.mark.skipif(
+    not _native.available(), reason="the shipped C launcher does not fit this Python or platform"
+)
+GRID, BLOCK = (4, 1, 1), (256, 1, 1)
+
+
+class _Dtype:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __str__(self) -> str:
+        return f"torch.{self.name}"
+
+
+FP32, FP16 = _Dtype("float32"), _Dtype("float16")
+
+
+class Tensor:
+    """What the launchers look at in a torch tensor."""
+
+    def __init__(self, address: int, dtype: _Dtype = FP32, cuda: bool = True, numel: int = 8):
+        self.address, self.dtype, self.is_cuda, self.elements = address, dtype, cuda, numel
+        self.device = "cuda:0" if cuda else "cpu"
+        self.shape = (numel,)
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    def get_device(self) -> int:
+        return 0 if self.is_cuda else -1
+
+    def numel(self) -> int:
+        return self.elements
+
+    def stride(self) -> tuple[int, ...]:
+        return (1,)
+
+
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A torch in sys.modules; the list holds its current stream."""
+    current = [0]
+    torch = types.ModuleType("torch")
+    torch.Tensor = Tensor  # type: ignore[attr-defined]
+    torch.nn = types.SimpleNamespace(Parameter=Tensor)  # type: ignore[attr-defined]
+    torch.float32, torch.float16 = FP32, FP16  # type: ignore[attr-defined]
+    torch._C = types.SimpleNamespace(  # type: ignore[attr-defined]
+        _cuda_getCurrentRawStream=lambda device: current[0]
+    )
+    torch.cuda = types.SimpleNamespace(  # type: ignore[attr-defined]
+        is_available=lambda: True, is_initialized=lambda: True, current_device=lambda: 0
+    )
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    return current
+
+
+@pytest.fixture
+def probe(fakecuda: FakeCuda, stream: list[int]) -> KernelFunction:
+    made = Kernel("launch_probe").launch_probe_5
+    made(GRID, BLOCK, 0, None, [None, None, None, 1, 0.5])
+    assert made.func is not made._launch, "the C launcher is in front"
+    return made
+
+
+def tensors() -> list[Tensor]:
+    return [Tensor(0x7F0000001000 + 256 * i) for i in range(3)]
+
+
+# Launch arguments: (positional, keywords). Each is given to both launchers.
+X, Y, Z = tensors()
+GOOD = [X, Y, Z, 5, 0.5]
+CALLS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+    ((GRID, BLOCK, 0, None, GOOD), {}),
+    ((GRID, BLOCK, 0, None, tuple(GOOD)), {}),
+    ((4, 256), {"params": GOOD}),
+    ((), {"params": GOOD, "blockDim": 64, "gridDim": (1, 2, 3), "sharedMemBytes": 9, "stream": 0}),
+    ((GRID, BLOCK, 0, None, [None, None, X, -(2**31), float("inf")]), {}),
+    ((GRID, BLOCK, 0, None, [X, Y, Z, True, 3]), {}),
+    ((GRID, BLOCK, 0, None, [X, Y, Z, 2**31, 0.5]), {}),
+    ((GRID, BLOCK, 0, None, [X, Y, Z, 5, 1e300]), {}),
+    ((GRID, BLOCK, 0, None, [X, Y, Z, 5, -0.0]), {}),
+    ((GRID, BLOCK, 0, None, [X, Y, Z, 0.5, 0.5]), {}),
+    ((GRID, BLOCK, 0, None, [X, Y, Z, 5, "x"]), {}),
+    ((GRID, BLOCK, 0, None, [X, Y, Z, 5]), {}),
+    ((GRID, BLOCK, 0, None, [*GOOD, 6]), {}),
+    ((GRID, BLOCK, 0, None, {"out": X, "x": Y, "y": Z, "num_elements": 1, "scale": 1}), {}),
+    ((GRID, BLOCK, 0, None, 7), {}),
+    ((GRID, BLOCK, 0, None, "abcde"), {}),
+    ((GRID, BLOCK, 0, None, [Tensor(16, FP16), Y, Z, 5, 0.5]), {}),
+    ((GRID, BLOCK, 0, None, [Tensor(16, cuda=False), Y, Z, 5, 0.5]), {}),
+    ((GRID, BLOCK, 0, None, [Tensor(0), Y, Z, 5, 0.5]), {}),
+    ((GRID, BLOCK, 0, None, [Tensor(0, numel=0), Y, Z, 5, 0.5]), {}),
+    ((GRID, BLOCK, 0, None, [X, 3, Z, 5, 0.5]), {}),
+    ((GRID, BLOCK, 0, None, [X, object(), Z, 5, 0.5]), {}),
+    (((0, 1, 1), BLOCK, 0, None, GOOD), {}),
+    (((1, 65536, 1), BLOCK, 0, None, GOOD), {}),
+    (((2**31 - 1, 65535, 65535), BLOCK, 0, None, GOOD), {}),
+    ((-1, BLOCK, 0, None, GOOD), {}),
+    ((2**70, BLOCK, 0, None, GOOD), {}),
+    ((1.0, BLOCK, 0, None, GOOD), {}),
+    (((4,), [32, 2], 0, None, GOOD), {}),
+    ((GRID, 1025, 0, None, GOOD), {}),
+    ((GRID, (32, 33, 1), 0, None, GOOD), {}),
+    ((GRID, (2**16, 2**16, 1), 0, None, GOOD), {}),
+    ((GRID, BLOCK, -1, None, GOOD), {}),
+    ((GRID, BLOCK, 49152, None, GOOD), {}),
+    ((GRID, BLOCK, 60000, None, GOOD), {}),
+    ((GRID, BLOCK, 300000, None, GOOD), {}),
+    ((GRID, BLOCK, 0, -5, GOOD), {}),
+    ((GRID, BLOCK, 0, "s", GOOD), {}),
+    ((GRID, BLOCK, 0, None, GOOD), {"cluster": 2}),
+    ((GRID, BLOCK, 0, None, GOOD), {"programmatic": True}),
+    ((GRID, BLOCK, 0, None, GOOD), {"colour": 1}),
+    ((GRID, BLOCK, 0, None, GOOD), {"params": GOOD}),
+    ((GRID,), {}),
+    ((), {}),
+    ((GRID, BLOCK, 0, None, GOOD, 1), {}),
+]
+
+
+@pytest.mark.parametrize("number", range(len(CALLS)))
+def test_both_launchers_do_the_same(fakecuda: FakeCuda, probe: KernelFunction, number: int) -> None:
+    args, keywords = CALLS[number]
+
+    def outcome(launch: Callable[..., None]) -> tuple[Any, ...]:
+        before = fakecuda.launch_count
+        try:
+            launch(*args, **keywords)
+        except (KernelHubError, TypeError) as error:
+            assert fakecuda.launch_count == before
+            return type(error), str(error).replace("launch_probe_5.", "").replace("launch()", "")
+        assert fakecuda.launch_count == before + 1
+        made = fakecuda.launch()
+        return (
+            made.gridDim,
+            made.blockDim,
+            made.sharedMemBytes,
+            made.stream,
+            made.params,
+            (made.attributes),
+        )
+
+    assert outcome(probe) == outcome(probe._launch)
+
+
+def test_the_c_launcher_calls_the_driver_once_and_nothing_of_python(
+    fakecuda: FakeCuda, probe: KernelFunction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = fakecuda.all_calls
+    probe._native.disarm()  # type: ignore[union-attr]
+    probe(GRID, BLOCK, 0, None, GOOD)  # through Python: also sets this thread's context
+    calls = fakecuda.all_calls
+    state = probe._states[0]
+    assert probe._native.arm(  # type: ignore[union-attr]
+        state.driver.launch_ex_address, state.handle, state.params, state.limits,
+        [FP32, FP32, FP32, None, None], sys.modules["torch"], lambda device: 0,
+        state.shared_ready,
+    )  # fmt: skip
+    probe._launch.__code__ = (lambda *a, **k: 1 / 0).__code__
+    probe(GRID, BLOCK, 0, None, GOOD)
+    assert fakecuda.all_calls == calls + 1
+
+
+def test_a_parameter_that_changed_its_dtype_is_noticed(probe: KernelFunction) -> None:
+    tensor = Tensor(64)
+    probe(GRID, BLOCK, 0, None, [tensor, Y, Z, 5, 0.5])
+    tensor.dtype = FP16
+    with pytest.raises(ParamsError, match="fp16"):
+        probe(GRID, BLOCK, 0, None, [tensor, Y, Z, 5, 0.5])
+
+
+def test_a_list_that_shrinks_while_it_is_read(fakecuda: FakeCuda, probe: KernelFunction) -> None:
+    params: list[Any] = [*GOOD]
+
+    class Shrinking(Tensor):
+        def data_ptr(self) -> int:
+            params.clear()
+            return 16
+
+    params[0] = Shrinking(16)
+    before = fakecuda.launch_count
+    with pytest.raises(ParamsError, match="too few"):
+        probe(GRID, BLOCK, 0, None, params)
+    assert fakecuda.launch_count == before
+
+
+def test_failures_reach_python_with_their_words(fakecuda: FakeCuda, probe: KernelFunction) -> None:
+    fakecuda.fail("cuLaunchKernelEx", 701, count=2)
+    with pytest.raises(CudaDriverError, match="LAUNCH_OUT_OF_RESOURCES"):
+        probe(GRID, BLOCK, 0, None, GOOD)
+    probe(GRID, BLOCK, 0, None, GOOD)
+
+
+def test_the_current_stream_is_followed(
+    fakecuda: FakeCuda, probe: KernelFunction, stream: list[int]
+) -> None:
+    import ctypes
+
+    from kernel_hub import driver
+
+    handle = ctypes.c_void_p()
+    with driver.get().on_device(0):
+        driver.get().call("cuStreamCreate", ctypes.byref(handle), 0)
+    bound = probe.bind(GRID, BLOCK, 0, None, GOOD)
+    fixed = probe.bind(GRID, BLOCK, 0, 0, GOOD)
+    for number in (handle.value or 0, 0):
+        stream[0] = number
+        for launch in (lambda: probe(GRID, BLOCK, 0, None, GOOD), bound):
+            launch()
+            assert fakecuda.launch().stream == number
+            assert fakecuda.launch().params == tuple(
+                [struct.pack("<Q", t.address) for t in (X, Y, Z)]
+                + [struct.pack("<i", 5), struct.pack("<f", 0.5)]
+            )
+        fixed()
+        assert fakecuda.launch().stream == 0
+    bound([X, Y, Z, 6, 0.5])
+    assert fakecuda.launch().params is not None
+    assert fakecuda.launch().params[3] == struct.pack("<i", 6)  # type: ignore[index]
+    fakecuda.fail("cuLaunchKernelEx", 719, count=2)
+    with pytest.raises(CudaDriverError, match="719"):
+        bound()
+
+
+def test_unload_and_load_again(fakecuda: FakeCuda, probe: KernelFunction) -> None:
+    kernel: Any = probe._kernel
+    for _ in range(5):
+        kernel.unload()
+        assert fakecuda.live("libraries") == 0
+        probe(GRID, BLOCK, 0, None, GOOD)
+    assert fakecuda.live("libraries") == 1
+
+
+def test_eight_threads(fakecuda: FakeCuda, probe: KernelFunction) -> None:
+    import ctypes
+
+    seen: list[tuple[int, int]] = []
+    fakecuda.set_callback(
+        "launch_probe_5",
+        lambda launch, at: seen.append((launch.thread, ctypes.c_int.from_address(at[3]).value)),
+    )
+    fakecuda.record(False)
+
+    def work(base: int) -> None:
+        for i in range(500):
+            probe(GRID, BLOCK, 0, None, [X, Y, Z, base + i, 0.5])
+
+    threads = [threading.Thread(target=work, args=(1000 * n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    per_thread = itertools.groupby(sorted(seen, key=lambda pair: pair[0]), lambda pair: pair[0])
+    runs = [[value for _, value in group] for _, group in per_thread]
+    assert sorted(value for run in runs for value in run) == sorted(
+        1000 * n + i for n in range(8) for i in range(500)
+    )
+
+
+def test_references_are_given_back(probe: KernelFunction) -> None:
+    params = [*tensors(), 5, 0.5]
+    watched = [params[0], params, FP32, GRID, True, None]
+    before = [sys.getrefcount(value) for value in watched]
+    for _ in range(1000):
+        probe(gridDim=GRID, blockDim=BLOCK, params=params)
+        with pytest.raises(LaunchConfigError):
+            probe((0, 1, 1), BLOCK, 0, None, params)
+    after = [sys.getrefcount(value) for value in watched]
+    assert all(b - a < 50 for a, b in zip(before, after, strict=True))
+
+
+def test_it_can_be_turned_off(
+    fakecuda: FakeCuda, stream: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KERNEL_HUB_NATIVE", "0")
+    plain = Kernel("launch_probe").launch_probe_5
+    plain(GRID, BLOCK, 0, None, GOOD)
+    assert plain.func is plain._launch
+    bound = plain.bind(GRID, BLOCK, 0, None, GOOD)
+    bound()
+    assert fakecuda.launch_count == 2
