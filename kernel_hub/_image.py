@@ -112,7 +112,7 @@ class ShippedImage:
 
     def spec(self, name: str) -> FunctionSpec:
         # The newest architecture stands for all: signatures are the same, resources nearly.
-        for entry in reversed(self._entries.values()):
+        for entry in reversed(list(self._entries.values())):
             if name in entry.functions:
                 return _entry_spec(entry, name)
         raise FunctionNotFoundError.among(name, self.names(), self.label)

@@ -204,12 +204,15 @@ class Block:
         if code:
             return code, "cuCtxPushCurrent_v2"
         try:
-            if code := _capture_code(driver, self.stream, self.device):
+            if code := _capture_code(driver, self.stream):
                 return code, "cuStreamIsCapturing"
             if self._foreign:
                 # The other streams may be gone by now, so nothing may be asked of their handles.
-                code = driver.try_call("cuCtxSynchronize")
-                if code:
+                # A capture in this thread is on torch's current stream and would not survive the
+                # synchronisation; one in another thread cannot be seen.
+                if code := _capture_code(driver, tensors.current_stream(self.device)):
+                    return code, "cuStreamIsCapturing"
+                if code := driver.try_call("cuCtxSynchronize"):
                     return code, "cuCtxSynchronize"
             with _Relaxed(driver):
                 code = driver.try_call("cuMemFreeAsync", self.address, self.stream)
@@ -227,20 +230,14 @@ def device_number(device: int | None) -> int:
     return tensors.current_device() if device is None else operator.index(device)
 
 
-def _capture_code(driver: _driver.Driver, stream: int, device: int) -> int:
-    """Nonzero (a code of _CAPTURING) if `stream` or torch's current stream records a graph.
-
-    torch's too: a capture ends in an error when its thread allocates or frees on another stream.
-    """
+def _capture_code(driver: _driver.Driver, stream: int) -> int:
+    """Nonzero (a code of _CAPTURING) if `stream` is recording a graph."""
     status = c_int()
-    for handle in {stream, tensors.current_stream(device)}:
-        code = driver.try_call("cuStreamIsCapturing", handle, byref(status))
-        if code in _CAPTURING:
-            return code
-        # Another failure (a stream destroyed since) is no capture; the free itself will tell.
-        if code == 0 and status.value:
-            return 900
-    return 0
+    code = driver.try_call("cuStreamIsCapturing", stream, byref(status))
+    if code in _CAPTURING:
+        return code
+    # Another failure (a stream destroyed since) is no capture; the free itself will tell.
+    return 900 if code == 0 and status.value else 0
 
 
 def allocate(size_bytes: int, device: int, stream: int, asked: str) -> Block:

@@ -348,7 +348,9 @@ def _open() -> Driver:
     reasons = []
     for name in tried:
         try:
-            library = ctypes.WinDLL(name) if sys.platform == "win32" else ctypes.CDLL(name)
+            # nvcuda.dll is stdcall; getattr, because ctypes has WinDLL on Windows alone.
+            opener = getattr(ctypes, "WinDLL" if sys.platform == "win32" else "CDLL")
+            library = opener(name)
         except OSError as error:
             reasons.append(f"{name}: {error}")
             continue

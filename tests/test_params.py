@@ -1,8 +1,9 @@
-"""Converting values to parameters: what goes in, what is refused, and that messages say both sides."""
+"""Values to parameters: what goes in, what is refused, and that messages say both sides."""
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import struct
 from typing import Any
 
@@ -157,7 +158,7 @@ def test_layout_aligns_every_value(types: list[str]) -> None:
     for made, offset in zip(params, offsets, strict=True):
         assert offset % made.size_bytes == 0
     spans = sorted((o, o + p.size_bytes) for o, p in zip(offsets, params, strict=True))
-    assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False))
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
 
 
 @given(st.floats(width=32))

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def kernel(out, x, y, num_elements, scale, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """out = x + scale * y."""
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

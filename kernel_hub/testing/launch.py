@@ -41,10 +41,12 @@ def run(rounds: int = 60, progress: Callable[[str], None] = lambda text: None) -
     x = [torch.randn(NUM_ELEMENTS, device="cuda") for _ in range(6)]
     cases = {
         "3 tensors + int + float": (
-            kernel.launch_probe_5, [x[0], x[1], x[2], NUM_ELEMENTS, 0.5],
+            kernel.launch_probe_5,
+            [x[0], x[1], x[2], NUM_ELEMENTS, 0.5],
         ),
         "12 parameters": (
-            kernel.launch_probe_12, [*x, NUM_ELEMENTS, 3, 7, 0.5, 0.25, 1],
+            kernel.launch_probe_12,
+            [*x, NUM_ELEMENTS, 3, 7, 0.5, 0.25, 1],
         ),
     }
     for case, (function, params) in cases.items():
@@ -88,8 +90,9 @@ def _contenders(
     function(GRID, BLOCK, 0, None, params)
     bound = function.bind(GRID, BLOCK, 0, None, params)
     yield "kernel_hub", timed(partial(function, GRID, BLOCK, 0, None, params))
-    yield "kernel_hub keywords", timed(
-        partial(function, gridDim=GRID, blockDim=BLOCK, sharedMemBytes=0, params=params)
+    yield (
+        "kernel_hub keywords",
+        timed(partial(function, gridDim=GRID, blockDim=BLOCK, sharedMemBytes=0, params=params)),
     )
     yield "kernel_hub bound", timed(bound)
     handle = function.load()._state(0, 0).handle
@@ -106,7 +109,7 @@ def _contenders(
 
 def _arguments(params: list[Any]) -> tuple[Any, Any]:
     """(array of addresses, the values it points to) as a C caller prepares them."""
-    values = []
+    values: list[Any] = []
     for index, value in enumerate(params):
         if hasattr(value, "data_ptr"):
             values.append(ctypes.c_void_p(value.data_ptr()))
@@ -130,7 +133,9 @@ def _floor(handle: int, params: list[Any]) -> tuple[str, Contender]:
     loop = ctypes.CDLL(str(library)).floor_launch
     shutil.rmtree(folder)
     loop.restype = ctypes.c_double
-    loop.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_uint] * 2 + [ctypes.c_void_p] * 2 + [ctypes.c_int]
+    loop.argtypes = (
+        [ctypes.c_void_p] * 2 + [ctypes.c_uint] * 2 + [ctypes.c_void_p] * 2 + [ctypes.c_int]
+    )
     launch = ctypes.cast(ctypes.CDLL(driver.get().path).cuLaunchKernel, ctypes.c_void_p)
     addresses, values = _arguments(params)
 
@@ -151,8 +156,11 @@ def _plain_ctypes(handle: int, params: list[Any]) -> tuple[str, Contender]:
     def call() -> None:
         addresses, _values = _arguments(params)
         library.cuLaunchKernel(
-            ctypes.c_void_p(handle), *(ctypes.c_uint(n) for n in (*GRID, *BLOCK, 0)),
-            ctypes.c_void_p(torch.cuda.current_stream().cuda_stream), addresses, None,
+            ctypes.c_void_p(handle),
+            *(ctypes.c_uint(n) for n in (*GRID, *BLOCK, 0)),
+            ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
+            addresses,
+            None,
         )
 
     return "ctypes, fresh objects", timed(call)
@@ -165,7 +173,7 @@ def _cuda_core(handle: int, params: list[Any]) -> tuple[str, Contender]:
     try:
         from cuda.core import Device, LaunchConfig, ObjectCode, launch
     except ImportError:
-        from cuda.core.experimental import Device, LaunchConfig, ObjectCode, launch  # type: ignore
+        from cuda.core.experimental import Device, LaunchConfig, ObjectCode, launch
     device = Device(torch.cuda.current_device())
     device.set_current()
     stream = device.create_stream(torch.cuda.current_stream())
@@ -175,8 +183,11 @@ def _cuda_core(handle: int, params: list[Any]) -> tuple[str, Contender]:
 
     def call() -> None:
         values = [
-            p.data_ptr() if hasattr(p, "data_ptr")
-            else np.float32(p) if isinstance(p, float) else kinds[i](p)
+            p.data_ptr()
+            if hasattr(p, "data_ptr")
+            else np.float32(p)
+            if isinstance(p, float)
+            else kinds[i](p)
             for i, p in enumerate(params)
         ]
         launch(stream, config, kernel, *values)
@@ -195,8 +206,10 @@ def _cupy(handle: int, params: list[Any]) -> tuple[str, Contender]:
         function = cp.RawModule(path=file.name).get_function(_name(params))
         arrays = [cp.asarray(p) if hasattr(p, "data_ptr") else p for p in params]
         scalars = tuple(
-            np.float32(p) if isinstance(p, float)
-            else (np.int64 if len(params) == 12 and i == 8 else np.int32)(p) if isinstance(p, int)
+            np.float32(p)
+            if isinstance(p, float)
+            else (np.int64 if len(params) == 12 and i == 8 else np.int32)(p)
+            if isinstance(p, int)
             else p
             for i, p in enumerate(arrays)
         )
@@ -233,7 +246,9 @@ def _tvm_ffi(handle: int, params: list[Any]) -> tuple[str, Contender] | None:
     TVM_FFI_DLL_EXPORT_TYPED_FUNC(launch, probe::Launch);
     }
     """
-    module = cpp.load_inline("kernel_hub_probe", cuda_sources=source, embed_cubin={"probe": _image()})
+    module = cpp.load_inline(
+        "kernel_hub_probe", cuda_sources=source, embed_cubin={"probe": _image()}
+    )
     out, x, y, n, scale = params
     module.launch(out, x, y, n, scale)
     assert torch.isfinite(out).all()
@@ -292,7 +307,9 @@ def import_milliseconds(repeats: int = 15) -> list[Row]:
     for _ in range(repeats):
         added.append(_child(_IMPORT))
         first.append(_child(_FIRST_LAUNCH))
-    rows = summarise("start", "import kernel_hub after numpy", {"kernel_hub": added}, "ms", ratio_to="")
+    rows = summarise(
+        "start", "import kernel_hub after numpy", {"kernel_hub": added}, "ms", ratio_to=""
+    )
     return rows + summarise(
         "start", "first launch of a shipped kernel", {"kernel_hub": first}, "ms", ratio_to=""
     )

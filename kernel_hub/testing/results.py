@@ -6,14 +6,20 @@ import json
 import platform
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 PACKAGES = (
-    "torch", "triton", "numpy", "cupy-cuda13x", "cuda-core", "apache-tvm-ffi", "flashinfer-python",
+    "torch",
+    "triton",
+    "numpy",
+    "cupy-cuda13x",
+    "cuda-core",
+    "apache-tvm-ffi",
+    "flashinfer-python",
     "liger-kernel",
 )
 
@@ -34,7 +40,7 @@ class Row:
 
 
 def summarise(
-    family: str, case: str, samples: dict[str, Sequence[float]], unit: str, *, ratio_to: str
+    family: str, case: str, samples: Mapping[str, Sequence[float]], unit: str, *, ratio_to: str
 ) -> list[Row]:
     """Rows of all contenders of a case, each beside `ratio_to` where that one was measured."""
     base = statistics.median(samples[ratio_to]) if ratio_to in samples else None
@@ -44,9 +50,15 @@ def summarise(
         median = statistics.median(ordered)
         rows.append(
             Row(
-                family, case, contender, median,
-                ordered[int(0.2 * (len(ordered) - 1))], ordered[int(0.8 * (len(ordered) - 1))],
-                unit, median / base if base else None, ratio_to if base else None,
+                family,
+                case,
+                contender,
+                median,
+                ordered[int(0.2 * (len(ordered) - 1))],
+                ordered[int(0.8 * (len(ordered) - 1))],
+                unit,
+                median / base if base else None,
+                ratio_to if base else None,
             )
         )
     return rows
@@ -90,12 +102,17 @@ def write(path: Path, rows: Iterable[Row]) -> None:
 
 def table(rows: Iterable[Row]) -> str:
     """The rows as aligned text."""
-    cells = [("case", "contender", "median", "p20", "p80", "unit", "ratio")]
+    cells: list[tuple[str, ...]] = [("case", "contender", "median", "p20", "p80", "unit", "ratio")]
     for row in rows:
         ratio = f"{row.ratio:.2f} x {row.ratio_to}" if row.ratio is not None else ""
         cells.append(
-            (row.case, row.contender, *(f"{v:.4g}" for v in (row.median, row.p20, row.p80)),
-             row.unit, ratio)
+            (
+                row.case,
+                row.contender,
+                *(f"{v:.4g}" for v in (row.median, row.p20, row.p80)),
+                row.unit,
+                ratio,
+            )
         )
     widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
     return "\n".join(

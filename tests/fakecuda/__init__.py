@@ -39,7 +39,12 @@ def build(*defines: str) -> Path:
         raise CompilerMissingError("no C compiler (cc or gcc) to build tests/fakecuda with")
     made = library.with_suffix(f".{os.getpid()}.tmp")
     command = [compiler, "-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared"]
-    command += ["-fvisibility=hidden", "-pthread", *(f"-D{name}" for name in defines)]
+    command += [
+        "-fvisibility=hidden",
+        "-pthread",
+        "-Wl,-z,defs",
+        *(f"-D{name}" for name in defines),
+    ]
     done = subprocess.run(
         [*command, "-o", str(made), *map(str, sources)], capture_output=True, text=True
     )

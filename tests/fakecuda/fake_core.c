@@ -126,6 +126,11 @@ Context* fake_current(void) {
 int fake_capture_mode(void) {
     return capture_mode;
 }
+CUresult fake_unsafe(int even_relaxed) {
+    if (!fake_capturing || (capture_mode == 2 && !even_relaxed)) return OK;
+    ++fake_capture_violations;
+    return CAPTURE_UNSUPPORTED;
+}
 int fake_kind(const void* handle) {
     return (uintptr_t)handle > 4096 ? *(const int*)handle : 0;
 }
