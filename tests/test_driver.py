@@ -233,7 +233,7 @@ def test_capture(make_fakecuda: Make) -> None:
     drv = driver.get()
     stream = c_void_p()
     with drv.on_device(0):
-        drv.call("cuStreamCreate", byref(stream), 1)
+        drv.call("cuStreamCreate", byref(stream), 0)
         handle = stream.value or 0
         assert not drv.is_capturing(handle)
         assert not drv.is_capturing(0)

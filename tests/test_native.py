@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from fakecuda import FakeCuda
 
-from kernel_hub import Kernel, KernelFunction, _native
+from kernel_hub import Kernel, KernelFunction, _native, tensors
 from kernel_hub.errors import CudaDriverError, KernelHubError, LaunchConfigError, ParamsError
 
 pytestmark = pytest.mark.skipif(
@@ -58,7 +58,7 @@ class Tensor:
 
 
 @pytest.fixture
-def stream(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def stream(fakecuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A torch in sys.modules; the list holds its current stream."""
     current = [0]
     torch = types.ModuleType("torch")
@@ -72,6 +72,9 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         is_available=lambda: True, is_initialized=lambda: True, current_device=lambda: 0
     )
     monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setattr(  # `fakecuda` hides the streams of a real torch
+        tensors, "raw_stream_getter", lambda: torch._C._cuda_getCurrentRawStream
+    )
     return current
 
 
@@ -83,12 +86,12 @@ def probe(fakecuda: FakeCuda, stream: list[int]) -> KernelFunction:
     return made
 
 
-def tensors() -> list[Tensor]:
+def three() -> list[Tensor]:
     return [Tensor(0x7F0000001000 + 256 * i) for i in range(3)]
 
 
 # Launch arguments: (positional, keywords). Each is given to both launchers.
-X, Y, Z = tensors()
+X, Y, Z = three()
 GOOD = [X, Y, Z, 5, 0.5]
 CALLS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
     ((GRID, BLOCK, 0, None, GOOD), {}),
@@ -279,7 +282,7 @@ def test_eight_threads(fakecuda: FakeCuda, probe: KernelFunction) -> None:
 
 
 def test_references_are_given_back(probe: KernelFunction) -> None:
-    params = [*tensors(), 5, 0.5]
+    params = [*three(), 5, 0.5]
     watched = [params[0], params, FP32, GRID, True, None]
     before = [sys.getrefcount(value) for value in watched]
     for _ in range(1000):
