@@ -10,7 +10,7 @@ import ctypes
 import threading
 import types
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -188,56 +188,60 @@ class KernelFunction(partial):  # type: ignore[type-arg]
                     self._states[device] = state
         return state
 
-    def _install(self, params: Sequence[Any], stream: Any) -> None:
-        """Generate the launcher for this process: its devices, and torch or none."""
+    def _prepare(self, params: Any, stream: Any) -> Any:
+        """Load where needed; the launcher to go on with: the C one, later the generated one."""
         driver = _driver.get()
         device = 0 if driver.device_count == 1 else self._device_of(params)
         state = self._state(device, stream)
-        params_spec = state.params
         with self._lock:
-            namespace = self._launch.__globals__
-            if driver.device_count == 1:
-                namespace.update(state=state, plain=state.plain, function=state.argument)
-            torch_names = _codegen.torch_names(params_spec)
-            namespace.update(_codegen.fixed_names(driver, params_spec) | torch_names)
-            text = _codegen.launcher_source(
-                params_spec,
-                many_devices=driver.device_count > 1,
-                blocking=is_blocking(),
-                watch_torch=tensors.loaded_torch() is None,
-            )
-            local: dict[str, Any] = {}
-            exec(compile(text, f"<launcher of {self.name}>", "exec"), namespace, local)
-            # The swap is one store: other threads run either launcher whole.
-            self._launch.__code__ = local["launch"].__code__
-            self._install_native(driver, state, torch_names)
+            # The generated launcher costs a millisecond to make: not before the C one leaves
+            # something to it.
+            if state.native is None and self._arm_native(driver, state):
+                return self.func
+            self._generate(driver, state)
+            return self._launch
 
-    def _install_native(
-        self, driver: _driver.Driver, state: DeviceFunction, torch_names: dict[str, Any]
-    ) -> None:
+    def _generate(self, driver: _driver.Driver, state: DeviceFunction) -> None:
+        """Replace the Python launcher's code by that for this process: its devices, its torch."""
+        namespace = self._launch.__globals__
+        if driver.device_count == 1:
+            namespace.update(state=state, plain=state.plain, function=state.argument)
+        namespace.update(_codegen.fixed_names(driver, state.params))
+        namespace.update(_codegen.torch_names(state.params))
+        text = _codegen.launcher_source(
+            state.params,
+            many_devices=driver.device_count > 1,
+            blocking=is_blocking(),
+            watch_torch=tensors.loaded_torch() is None,
+        )
+        local: dict[str, Any] = {}
+        exec(compile(text, f"<launcher of {self.name}>", "exec"), namespace, local)
+        # The swap is one store: other threads run either launcher whole.
+        self._launch.__code__ = local["launch"].__code__
+
+    def _arm_native(self, driver: _driver.Driver, state: DeviceFunction) -> bool:
         """Put the C launcher in front where it applies: one GPU, torch, no blocking."""
         getter = tensors.raw_stream_getter()
-        if driver.device_count > 1 or getter is None or is_blocking():
-            return
-        if not native_available():
-            return
+        if driver.device_count > 1 or getter is None or is_blocking() or not native_available():
+            return False
         native = self._native or Launcher(self._launch)
-        dtypes = [torch_names.get(f"dtype{param.index}") for param in state.params]
+        torch_names = _codegen.torch_names(state.params)
         if not native.arm(
             driver.launch_ex_address,
             state.handle,
             state.params,
             state.limits,
-            dtypes,
+            [torch_names.get(f"dtype{param.index}") for param in state.params],
             tensors.loaded_torch(),
             getter,
             state.shared_ready,
         ):
-            return
+            return False
         state.native = native
         if self._native is None:
             self._native = native  # for good: calls under way hold no reference of their own
             self.__setstate__((native.call, (), {}, self.__dict__))  # type: ignore[attr-defined]
+        return True
 
     def _device_of(self, params: Any) -> int:
         expected = self._spec.params
@@ -264,8 +268,8 @@ def _first_launch(
 ) -> None:
     # Runs with the namespace of `_namespace` as its globals.
     me = owner()  # type: ignore[name-defined]  # noqa: F821
-    me._install(params, stream)
-    me._launch(gridDim, blockDim, sharedMemBytes, stream, params, **options)
+    launch = me._prepare(params, stream)
+    launch(gridDim, blockDim, sharedMemBytes, stream, params, **options)
 
 
 def _namespace(owner: Any) -> dict[str, Any]:
@@ -273,8 +277,7 @@ def _namespace(owner: Any) -> dict[str, Any]:
         return owner()._state(device, stream)
 
     def torch_appeared(params: Any, stream: Any) -> Any:
-        owner()._install(params, stream)
-        return owner()._launch
+        return owner()._prepare(params, stream)
 
     return {
         "__builtins__": __builtins__,

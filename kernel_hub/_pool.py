@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from . import driver as _driver
 from . import tensors
 from ._results import STICKY
+from .driver import RelaxedCapture
 from .errors import CudaDriverError, TensorError
 
 _RELEASE_THRESHOLD = 4
 _RESERVED, _RESERVED_HIGH, _USED, _USED_HIGH = 5, 6, 7, 8
-_CAPTURE_MODE_RELAXED = 2
 # CUresults of a call that a graph capture forbids: the memory is freed later instead.
 _CAPTURING = frozenset({900, 901, 906})
 _OUT_OF_MEMORY, _DEINITIALIZED, _INVALID_CONTEXT, _CONTEXT_IS_DESTROYED = 2, 4, 201, 709
@@ -56,28 +56,6 @@ class MemoryStats:
     pending_frees: int
 
 
-class _Relaxed:
-    """Inside, the thread's calls do not end a graph capture that runs on some other stream.
-
-    Measured on an H200 (driver 580): while any stream of the process captures in the usual mode,
-    allocating, freeing, trimming, reading a pool's figures and synchronising another stream all
-    give 900 and invalidate that capture; in relaxed mode they neither fail nor harm it.
-    cuCtxSynchronize invalidates it in either mode.
-    """
-
-    def __init__(self, driver: _driver.Driver) -> None:
-        self._driver = driver
-        self._mode = c_int(_CAPTURE_MODE_RELAXED)
-
-    def __enter__(self) -> None:
-        code = self._driver.try_call("cuThreadExchangeStreamCaptureMode", byref(self._mode))
-        self._changed = code == 0
-
-    def __exit__(self, *exc: object) -> None:
-        if self._changed:
-            self._driver.try_call("cuThreadExchangeStreamCaptureMode", byref(self._mode))
-
-
 class Work:
     """`with Work(device, stream, asked) as driver:` the device is current, captures are safe.
 
@@ -87,7 +65,7 @@ class Work:
     def __init__(self, device: int, stream: int, asked: str) -> None:
         self._driver = _driver.get()
         self._context = self._driver.on_device(device)
-        self._relaxed = _Relaxed(self._driver)
+        self._relaxed = RelaxedCapture(self._driver)
         self._stream, self._asked = stream, asked
 
     def __enter__(self) -> _driver.Driver:
@@ -214,7 +192,7 @@ class Block:
                     return code, "cuStreamIsCapturing"
                 if code := driver.try_call("cuCtxSynchronize"):
                     return code, "cuCtxSynchronize"
-            with _Relaxed(driver):
+            with RelaxedCapture(driver):
                 code = driver.try_call("cuMemFreeAsync", self.address, self.stream)
             return code, "cuMemFreeAsync"
         finally:
@@ -335,7 +313,7 @@ def _out_of_memory(driver: _driver.Driver, device: int, asked: str) -> CudaDrive
 def statistics(device: int) -> MemoryStats:
     """Figures of the device's pool; zeros while it has none."""
     driver = _driver.get()
-    with driver.on_device(device), _Relaxed(driver):
+    with driver.on_device(device), RelaxedCapture(driver):
         if _pending:
             drain()
         figures = {}
@@ -370,7 +348,7 @@ def trim(device: int | None = None, *, keep_bytes: int = 0) -> None:
     if keep_bytes < 0:
         raise TensorError(f"keep_bytes={keep_bytes}: expected 0 or more")
     driver = _driver.get()
-    with driver.on_device(device), _Relaxed(driver):
+    with driver.on_device(device), RelaxedCapture(driver):
         drain()
         if device not in _pools:
             return

@@ -187,8 +187,10 @@ class Kernel:
         with self._lock:
             if device not in self._libraries:
                 _refuse_capture(driver, self._image.label, device, stream)
-            library, chosen = self._library(device)
-            return load_function(driver, library, chosen, spec, device)
+            # Another thread may be capturing a graph, which a load must not end.
+            with _driver.RelaxedCapture(driver):
+                library, chosen = self._library(device)
+                return load_function(driver, library, chosen, spec, device)
 
 
 def _refuse_capture(driver: Any, label: str, device: int, stream: Any) -> None:

@@ -108,7 +108,9 @@ class Param:
             return self._raw(bytes(value), type(value).__name__)
         as_bytes = getattr(value, "_as_bytes", None)
         if as_bytes is not None:  # TensorMap
-            return self._raw(as_bytes(), type(value).__name__)
+            packed = self._raw(as_bytes(), type(value).__name__)
+            value._record_use(stream)
+            return packed
         try:
             view = describe(value)
         except TensorError as error:
