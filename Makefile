@@ -25,7 +25,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check -q
 help:
 	@echo "make demo     every op on the GPU against its reference; without a GPU, on the CPU"
 	@echo "make test     all tests this machine can run      (ARGS='-k rope' picks some)"
-	@echo "make bench    benchmarks on the GPU               (writes benchmarks/results)"
+	@echo "make bench    benchmarks on the GPU               (writes benchmarks/results and RESULTS.md)"
 	@echo "make cubins   build csrc/ into cubins/ with nvcc  (ARGS='--only rope')"
 	@echo "make lint     format, lint and type checks"
 
@@ -36,7 +36,8 @@ test: setup
 	@$(PY) -m pytest $(ARGS)
 
 bench: setup
-	@$(PY) -m kernel_hub bench $(ARGS)
+	@for name in launch rms_norm silu_and_mul rope; do $(PY) benchmarks/bench_$$name.py $(ARGS) || exit 1; done
+	@$(PY) benchmarks/make_results.py
 
 cubins:
 	@PYTHON=$(PYTHON) ./build_cubins.sh $(ARGS)
@@ -44,7 +45,7 @@ cubins:
 lint: dev
 	@echo "== format"
 	@$(VENV)/bin/ruff format --check .
-	@find csrc examples -name '*.cu' -o -name '*.cuh' | xargs -r $(VENV)/bin/clang-format --dry-run -Werror
+	@find csrc examples native -name '*.cu' -o -name '*.cuh' -o -name '*.c' | xargs -r $(VENV)/bin/clang-format --dry-run -Werror
 	@echo "== lint"
 	@$(VENV)/bin/ruff check .
 	@echo "== types"

@@ -74,15 +74,9 @@ class BoundLaunch(partial):  # type: ignore[type-arg]
             blocking=is_blocking(),
         )
         twin = None
-        if driver.device_count == 1 and not is_blocking() and _native.available():
-            twin = _native.Bound(
-                driver.launch_ex_address,
-                state.handle,
-                slot[3],
-                slot[6]._obj,
-                launch,
-                tensors.raw_stream_getter() if follow else None,
-            )
+        if not is_blocking() and _native.available():
+            getter = tensors.raw_stream_getter() if follow else None
+            twin = _native.Bound(state, slot[3], slot[6]._obj, launch, getter)
         self = cls(twin.call if twin else launch)
         self._keep = (function, params, configs, twin)
         return self

@@ -61,6 +61,7 @@ class KernelFunction(partial):  # type: ignore[type-arg]
     _spec: FunctionSpec
     _launch: Any  # the Python launcher: a function whose code is replaced
     _native: Launcher | None
+    _armed: bool
     _states: dict[int, DeviceFunction]
     _lock: threading.RLock
 
@@ -72,6 +73,7 @@ class KernelFunction(partial):  # type: ignore[type-arg]
         self = cls(launch)
         self._launch = launch
         self._native = None
+        self._armed = False
         self._kernel = kernel
         self._spec = spec
         self._states = {}
@@ -196,7 +198,8 @@ class KernelFunction(partial):  # type: ignore[type-arg]
         with self._lock:
             # The generated launcher costs a millisecond to make: not before the C one leaves
             # something to it.
-            if state.native is None and self._arm_native(driver, state):
+            if not self._armed and self._arm_native(state):
+                self._armed = True  # for this device; tensors on others go the Python way
                 return self.func
             self._generate(driver, state)
             return self._launch
@@ -219,23 +222,15 @@ class KernelFunction(partial):  # type: ignore[type-arg]
         # The swap is one store: other threads run either launcher whole.
         self._launch.__code__ = local["launch"].__code__
 
-    def _arm_native(self, driver: _driver.Driver, state: DeviceFunction) -> bool:
-        """Put the C launcher in front where it applies: one GPU, torch, no blocking."""
+    def _arm_native(self, state: DeviceFunction) -> bool:
+        """Put the C launcher in front for `state`'s device, where torch is and nothing blocks."""
         getter = tensors.raw_stream_getter()
-        if driver.device_count > 1 or getter is None or is_blocking() or not native_available():
+        if getter is None or is_blocking() or not native_available():
             return False
         native = self._native or Launcher(self._launch)
-        torch_names = _codegen.torch_names(state.params)
-        if not native.arm(
-            driver.launch_ex_address,
-            state.handle,
-            state.params,
-            state.limits,
-            [torch_names.get(f"dtype{param.index}") for param in state.params],
-            tensors.loaded_torch(),
-            getter,
-            state.shared_ready,
-        ):
+        names = _codegen.torch_names(state.params)
+        dtypes = [names.get(f"dtype{param.index}") for param in state.params]
+        if not native.arm(state, dtypes, tensors.loaded_torch(), getter):
             return False
         state.native = native
         if self._native is None:
@@ -254,6 +249,7 @@ class KernelFunction(partial):  # type: ignore[type-arg]
         with self._lock:
             if self._native is not None:
                 self._native.disarm()
+            self._armed = False
             self._launch.__code__ = _first_launch.__code__
             self._states.clear()
 

@@ -15,11 +15,14 @@ import sysconfig
 from ctypes import POINTER, c_int64, c_uint32, c_uint64, c_void_p, py_object
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ._geometry import CONFIG, Limits
+from ._geometry import CONFIG
 from .params import Param
 from .tensors import loaded_torch
+
+if TYPE_CHECKING:
+    from ._launch import DeviceFunction
 
 VARIABLE = "KERNEL_HUB_NATIVE"
 _MAX_PARAMS = 64
@@ -49,6 +52,15 @@ class _Param(ctypes.Structure):
     ]
 
 
+class _Place(ctypes.Structure):
+    _fields_ = [
+        ("device", ctypes.c_int),
+        ("pad", ctypes.c_int),
+        ("context", c_void_p),
+        ("current_context", c_void_p),
+    ]
+
+
 class _State(ctypes.Structure):
     _fields_ = [
         ("launch_ex", c_void_p),
@@ -63,6 +75,7 @@ class _State(ctypes.Structure):
         ("tensor_types", c_void_p * 2),
         ("as_dltensor", c_void_p),
         ("work_stream", c_void_p),
+        ("place", _Place),
         ("max_grid", c_uint32 * 3),
         ("max_block", c_uint32 * 3),
         ("required_block", c_uint32 * 3),
@@ -83,6 +96,7 @@ class _Bound(ctypes.Structure):
         ("current_stream", c_void_p),
         ("device", c_void_p),
         ("work_stream", c_void_p),
+        ("place", _Place),
         ("config", ctypes.c_ubyte * CONFIG.size),
     ]
 
@@ -163,6 +177,12 @@ def _param(param: Param, dtype: Any) -> _Param | None:
     return None
 
 
+def _place(function: DeviceFunction) -> _Place:
+    many = function.driver.device_count > 1
+    asking = function.driver.current_context_address if many else None
+    return _Place(function.device, 0, function.context, asking)
+
+
 class Launcher:
     """One C launcher: `call` takes what a KernelFunction takes; `fallback` gets what it leaves."""
 
@@ -178,35 +198,32 @@ class Launcher:
         self.call = _library().kernel_hub_make_launcher(ctypes.byref(self._state))
 
     def arm(
-        self,
-        launch_ex: int,
-        function: int,
-        params: tuple[Param, ...],
-        limits: Limits,
-        dtypes: list[Any],
-        torch: Any,
-        current_stream: Any,
-        shared_ready: int,
+        self, function: DeviceFunction, dtypes: list[Any], torch: Any, current_stream: Any
     ) -> bool:
-        """Take over launches of `function`; False where a parameter is not of a common kind."""
-        made = [_param(param, dtype) for param, dtype in zip(params, dtypes, strict=True)]
-        if len(made) > _MAX_PARAMS or None in made:
+        """Take over launches of `function`; False where it has a parameter of a rare kind.
+
+        dtypes: the torch dtype of each parameter's tensor, None where any goes.
+        """
+        made = [_param(p, dtype) for p, dtype in zip(function.params, dtypes, strict=True)]
+        exchange = _exchange(torch.Tensor)
+        one_gpu = function.driver.device_count == 1
+        if len(made) > _MAX_PARAMS or None in made or not (one_gpu or exchange.as_dltensor):
             return False
-        state, device = self._state, 0
+        state, limits, device = self._state, function.limits, function.device
         state.num_params = _LAUNCH_OFF
         self._keep[2:] = [dtypes, torch, current_stream, device]
-        exchange = _exchange(torch.Tensor)
         state.tensor_types[:] = [id(torch.Tensor), id(torch.nn.Parameter)]
         state.as_dltensor, state.work_stream = exchange.as_dltensor, exchange.work_stream
-        state.launch_ex, state.function = launch_ex, function
+        state.launch_ex, state.function = function.driver.launch_ex_address, function.handle
         state.current_stream, state.device = id(current_stream), id(device)
+        state.place = _place(function)
         state.max_grid[:], state.max_block[:] = limits.max_grid, limits.max_block
         state.required_block[:] = limits.required_block or (0, 0, 0)
         state.cluster[:] = limits.cluster or (1, 1, 1)
-        state.max_threads, state.shared_ready = limits.max_threads, shared_ready
+        state.max_threads, state.shared_ready = limits.max_threads, function.shared_ready
         for index, param in enumerate(made):
             state.params[index] = param
-        state.num_params = len(params)
+        state.num_params = len(made)
         return True
 
     def allow_shared(self, num_bytes: int) -> None:
@@ -223,24 +240,24 @@ class Bound:
 
     def __init__(
         self,
-        launch_ex: int,
-        function: int,
+        function: DeviceFunction,
         buffer: bytearray,
         addresses: Any,
         fallback: Any,
         current_stream: Any,
     ) -> None:
-        device = 0
-        self._keep = (fallback, buffer, addresses, current_stream, device)
+        device = function.device
+        self._keep = (function, fallback, buffer, addresses, current_stream, device)
         torch = loaded_torch()
         self._bound = _Bound(
-            launch_ex,
-            function,
+            function.driver.launch_ex_address,
+            function.handle,
             ctypes.addressof(addresses),
             id(fallback),
             id(current_stream) if current_stream is not None else None,
             id(device),
             _exchange(torch.Tensor).work_stream if torch is not None else None,
+            _place(function),
         )
         ctypes.memmove(self._bound.config, bytes(buffer[: CONFIG.size]), CONFIG.size)
         self.call = _library().kernel_hub_make_bound(ctypes.byref(self._bound))

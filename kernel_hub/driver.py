@@ -118,6 +118,8 @@ class Driver:
         # Untyped twin: prebuilt byref()/from_param arguments skip the per-argument conversion.
         self.launch_ex = library["cuLaunchKernelEx"]
         self.launch_ex_address = ctypes.cast(self.launch_ex, c_void_p).value or 0
+        asking = self._functions["cuCtxGetCurrent"]
+        self.current_context_address = ctypes.cast(asking, c_void_p).value or 0
         self._contexts: dict[int, int] = {}
         self._attributes: dict[tuple[int, int], int] = {}
         self._lock = threading.Lock()

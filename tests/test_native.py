@@ -5,6 +5,7 @@ A stand-in for torch gives both their tensors; the C launcher needs nothing more
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import struct
 import sys
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 from fakecuda import FakeCuda
 
-from kernel_hub import Kernel, KernelFunction, _native, tensors
+from kernel_hub import Kernel, KernelFunction, _native, driver, tensors
 from kernel_hub.errors import CudaDriverError, KernelHubError, LaunchConfigError, ParamsError
 
 pytestmark = pytest.mark.skipif(
@@ -39,6 +40,8 @@ FP32, FP16 = _Dtype("float32"), _Dtype("float16")
 class Tensor:
     """What the launchers look at in a torch tensor."""
 
+    gpu = 0
+
     def __init__(self, address: int, dtype: _Dtype = FP32, cuda: bool = True, numel: int = 8):
         self.address, self.dtype, self.is_cuda, self.elements = address, dtype, cuda, numel
         self.device = "cuda:0" if cuda else "cpu"
@@ -48,7 +51,7 @@ class Tensor:
         return self.address
 
     def get_device(self) -> int:
-        return 0 if self.is_cuda else -1
+        return self.gpu if self.is_cuda else -1
 
     def numel(self) -> int:
         return self.elements
@@ -57,9 +60,34 @@ class Tensor:
         return (1,)
 
 
-@pytest.fixture
-def stream(fakecuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+class _DLTensor(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p), ("device_type", ctypes.c_int), ("device_id", ctypes.c_int),
+        ("ndim", ctypes.c_int), ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16), ("shape", ctypes.c_void_p), ("strides", ctypes.c_void_p),
+        ("byte_offset", ctypes.c_uint64),
+    ]  # fmt: skip
+
+
+@ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(_DLTensor))
+def _as_dltensor(tensor: Any, out: Any) -> int:
+    made = out.contents
+    made.data, made.byte_offset = tensor.data_ptr(), 0
+    made.device_type, made.device_id = (2, tensor.gpu) if tensor.is_cuda else (1, 0)
+    made.code, made.bits, made.lanes = 2, 16 if tensor.dtype is FP16 else 32, 1
+    return 0
+
+
+@pytest.fixture(params=["attributes", "exchange API"])
+def stream(
+    fakecuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> list[int]:
     """A torch in sys.modules; the list holds its current stream."""
+    return fake_torch(monkeypatch, request.param == "exchange API")
+
+
+def fake_torch(monkeypatch: pytest.MonkeyPatch, exchange: bool) -> list[int]:
+    """Put the stand-in in sys.modules, with DLPack's C exchange API or without."""
     current = [0]
     torch = types.ModuleType("torch")
     torch.Tensor = Tensor  # type: ignore[attr-defined]
@@ -71,6 +99,25 @@ def stream(fakecuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     torch.cuda = types.SimpleNamespace(  # type: ignore[attr-defined]
         is_available=lambda: True, is_initialized=lambda: True, current_device=lambda: 0
     )
+    if exchange:
+
+        @ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_void_p)
+        def work_stream(kind: int, device: int, out: int) -> int:
+            ctypes.c_void_p.from_address(out).value = current[0]
+            return 0
+
+        def address(function: Any) -> int:
+            return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+        api = _native._Exchange(1, 3, 0, 0, 0, 0, address(_as_dltensor), address(work_stream))
+        new = ctypes.pythonapi.PyCapsule_New
+        new.restype, new.argtypes = ctypes.py_object, [
+            ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p,
+        ]  # fmt: skip
+        capsule = new(ctypes.addressof(api), b"dlpack_exchange_api", None)
+        monkeypatch.setattr(Tensor, "__dlpack_c_exchange_api__", capsule, raising=False)
+        torch.keep = (api, work_stream)  # type: ignore[attr-defined]
+    _native._exchange.cache_clear()
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setattr(  # `fakecuda` hides the streams of a real torch
         tensors, "raw_stream_getter", lambda: torch._C._cuda_getCurrentRawStream
@@ -174,12 +221,9 @@ def test_the_c_launcher_calls_the_driver_once_and_nothing_of_python(
     probe._native.disarm()  # type: ignore[union-attr]
     probe(GRID, BLOCK, 0, None, GOOD)  # through Python: also sets this thread's context
     calls = fakecuda.all_calls
-    state = probe._states[0]
-    assert probe._native.arm(  # type: ignore[union-attr]
-        state.driver.launch_ex_address, state.handle, state.params, state.limits,
-        [FP32, FP32, FP32, None, None], sys.modules["torch"], lambda device: 0,
-        state.shared_ready,
-    )  # fmt: skip
+    assert probe._native is not None
+    dtypes = [FP32, FP32, FP32, None, None]
+    assert probe._native.arm(probe._states[0], dtypes, sys.modules["torch"], lambda device: 0)
     probe._launch.__code__ = (lambda *a, **k: 1 / 0).__code__
     probe(GRID, BLOCK, 0, None, GOOD)
     assert fakecuda.all_calls == calls + 1
@@ -218,10 +262,6 @@ def test_failures_reach_python_with_their_words(fakecuda: FakeCuda, probe: Kerne
 def test_the_current_stream_is_followed(
     fakecuda: FakeCuda, probe: KernelFunction, stream: list[int]
 ) -> None:
-    import ctypes
-
-    from kernel_hub import driver
-
     handle = ctypes.c_void_p()
     with driver.get().on_device(0):
         driver.get().call("cuStreamCreate", ctypes.byref(handle), 0)
@@ -246,6 +286,29 @@ def test_the_current_stream_is_followed(
         bound()
 
 
+def test_two_gpus(make_fakecuda: Callable[..., FakeCuda], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The C launcher serves the first device used; the other's tensors go the Python way."""
+    fake = make_fakecuda(devices=2)
+    fake_torch(monkeypatch, exchange=True)
+    probe = Kernel("launch_probe").launch_probe_5
+    on = [three(), three()]
+    for tensor in on[1]:
+        tensor.gpu = 1
+    for device in (1, 0, 1, 0):
+        for current in (0, 1):
+            with driver.get().on_device(current):
+                probe(GRID, BLOCK, 0, None, [*on[device], 5, 0.5])
+            assert fake.launch().device == device
+    assert probe.func is not probe._launch
+    bound = probe.bind(GRID, BLOCK, 0, None, [*on[0], 5, 0.5])
+    for current in (0, 1):
+        with driver.get().on_device(current):
+            bound()
+        assert fake.launch().device == 0
+    with pytest.raises(ParamsError, match="device 1"):
+        probe(GRID, BLOCK, 0, None, [on[0][0], on[1][0], on[0][1], 5, 0.5])
+
+
 def test_unload_and_load_again(fakecuda: FakeCuda, probe: KernelFunction) -> None:
     kernel: Any = probe._kernel
     for _ in range(5):
@@ -256,8 +319,6 @@ def test_unload_and_load_again(fakecuda: FakeCuda, probe: KernelFunction) -> Non
 
 
 def test_eight_threads(fakecuda: FakeCuda, probe: KernelFunction) -> None:
-    import ctypes
-
     seen: list[tuple[int, int]] = []
     fakecuda.set_callback(
         "launch_probe_5",
