@@ -19,7 +19,7 @@ from .errors import (
     ParamsError,
     nearest,
 )
-from .manifest import Collection, CubinEntry, open_collection
+from .manifest import Collection, CubinEntry, FunctionEntry, open_collection
 from .params import Param
 from .resolve import Candidate, not_found, resolve
 
@@ -161,14 +161,28 @@ class _EntrySpecs(Mapping[str, FunctionSpec]):
 
 def _entry_spec(entry: CubinEntry, name: str) -> FunctionSpec:
     function = entry.functions[name]
-    params = tuple(
+    params = [
         Param.make(i, p.name, p.type, p.size_bytes, p.offset_bytes)
         for i, p in enumerate(function.params)
-    )
+    ]
+    return _spec(function, entry.arch, params)
+
+
+def _cubin_specs(info: CubinInfo) -> dict[str, FunctionSpec]:
+    specs = {}
+    for name, function in info.functions.items():
+        params = [
+            Param.make(p.ordinal, None, None, p.size_bytes, p.offset_bytes) for p in function.params
+        ]
+        specs[name] = _spec(function, info.arch, params)
+    return specs
+
+
+def _spec(function: FunctionEntry | FunctionInfo, arch: str, params: list[Param]) -> FunctionSpec:
     return FunctionSpec(
-        name,
-        entry.arch,
-        params,
+        function.name,
+        arch,
+        tuple(params),
         function.num_regs,
         function.static_shared_bytes,
         function.local_bytes,
@@ -176,26 +190,6 @@ def _entry_spec(entry: CubinEntry, name: str) -> FunctionSpec:
         function.required_block,
         function.cluster,
     )
-
-
-def _cubin_specs(info: CubinInfo) -> dict[str, FunctionSpec]:
-    def spec(function: FunctionInfo) -> FunctionSpec:
-        params = tuple(
-            Param.make(p.ordinal, None, None, p.size_bytes, p.offset_bytes) for p in function.params
-        )
-        return FunctionSpec(
-            function.name,
-            info.arch,
-            params,
-            function.num_regs,
-            function.static_shared_bytes,
-            function.local_bytes,
-            function.max_threads,
-            function.required_block,
-            function.cluster,
-        )
-
-    return {name: spec(function) for name, function in info.functions.items()}
 
 
 def _floor(toolkit: tuple[int, int] | None) -> int:

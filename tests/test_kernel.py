@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fakecuda import FakeCuda
+from fakecuda.helpers import BLOCK, GRID, PROBE_CUBIN, arrays, make_stream
 
 import kernel_hub
 from kernel_hub import DeviceArray, Kernel, KernelFunction, driver
@@ -24,25 +25,10 @@ from kernel_hub.errors import (
     ParamsError,
 )
 
-ROOT = Path(__file__).resolve().parent.parent
-GRID, BLOCK = (4, 1, 1), (256, 1, 1)
-PROBE_CUBIN = ROOT / "cubins" / "sm90" / "launch_probe.cubin"
-
 
 @pytest.fixture
 def probe(fakecuda: FakeCuda) -> KernelFunction:
     return Kernel("launch_probe").launch_probe_5
-
-
-def new_stream() -> int:
-    handle = ctypes.c_void_p()
-    with driver.get().on_device(0):
-        driver.get().call("cuStreamCreate", ctypes.byref(handle), 0)
-    return handle.value or 0
-
-
-def arrays(count: int = 3) -> list[DeviceArray]:
-    return [DeviceArray.zeros(1024, "fp32") for _ in range(count)]
 
 
 def test_construction_touches_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +197,7 @@ def test_what_is_no_stream(fakecuda: FakeCuda, probe: KernelFunction, stream: An
 
 
 def test_every_kind_of_stream_object(fakecuda: FakeCuda, probe: KernelFunction) -> None:
-    number = new_stream()
+    number = make_stream()
 
     class Torch:
         cuda_stream, device_index = number, 0

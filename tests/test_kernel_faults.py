@@ -7,13 +7,13 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from fakecuda import FakeCuda
+from fakecuda.helpers import BLOCK, GRID, PROBE_CUBIN, arrays, make_stream
 
-from kernel_hub import DeviceArray, Kernel, KernelFunction, driver
+from kernel_hub import Kernel, KernelFunction, driver
 from kernel_hub._results import RESULTS, STICKY
 from kernel_hub.errors import (
     CubinCorruptError,
@@ -23,25 +23,10 @@ from kernel_hub.errors import (
     LaunchConfigError,
 )
 
-ROOT = Path(__file__).resolve().parent.parent
-GRID, BLOCK = (4, 1, 1), (256, 1, 1)
-PROBE_CUBIN = ROOT / "cubins" / "sm90" / "launch_probe.cubin"
-
 
 @pytest.fixture
 def probe(fakecuda: FakeCuda) -> KernelFunction:
     return Kernel("launch_probe").launch_probe_5
-
-
-def new_stream() -> int:
-    handle = ctypes.c_void_p()
-    with driver.get().on_device(0):
-        driver.get().call("cuStreamCreate", ctypes.byref(handle), 0)
-    return handle.value or 0
-
-
-def arrays(count: int = 3) -> list[DeviceArray]:
-    return [DeviceArray.zeros(1024, "fp32") for _ in range(count)]
 
 
 def test_digest_mismatch_is_found_at_load(
@@ -233,7 +218,7 @@ def test_blocking_names_the_kernel_that_failed(
 
 
 def test_capture_needs_a_load_before(fakecuda: FakeCuda) -> None:
-    stream = new_stream()
+    stream = make_stream()
     params = [*arrays(), 5, 0.5]
     fakecuda.set_capture(stream)
     fakecuda.strict_capture()

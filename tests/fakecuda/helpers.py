@@ -8,11 +8,19 @@ import sys
 from ctypes import byref, c_void_p
 from pathlib import Path
 
-from kernel_hub import driver
+from kernel_hub import DeviceArray, driver
 
 from . import FakeCuda
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+# What most launches of the tests are: the shipped launch_probe_5 on 1024 elements.
+GRID, BLOCK = (4, 1, 1), (256, 1, 1)
+PROBE_CUBIN = ROOT / "cubins" / "sm90" / "launch_probe.cubin"
+
+
+def arrays(count: int = 3) -> list[DeviceArray]:
+    """Arrays for launch_probe_5."""
+    return [DeviceArray.zeros(1024, "fp32") for _ in range(count)]
 
 
 def make_stream(device: int = 0, *, blocking: bool = True) -> int:
