@@ -105,6 +105,13 @@ class KernelFunction(partial):  # type: ignore[type-arg]
         """Resources and bounds: num_regs, static_shared_bytes, max_threads, …"""
         return self._spec
 
+    @property
+    def __signature__(self) -> Any:
+        # The launchers take **options for speed; help() and editors should see the names.
+        from inspect import signature
+
+        return signature(_call_signature)
+
     def __repr__(self) -> str:
         return f"<KernelFunction {self._spec.describe()}>"
 
@@ -252,6 +259,21 @@ class KernelFunction(partial):  # type: ignore[type-arg]
             self._armed = False
             self._launch.__code__ = _first_launch.__code__
             self._states.clear()
+
+
+def _call_signature(
+    gridDim: int | tuple[int, ...],
+    blockDim: int | tuple[int, ...],
+    sharedMemBytes: int = 0,
+    stream: Any = None,
+    params: Sequence[Any] | Mapping[str, Any] = (),
+    *,
+    cluster: int | tuple[int, ...] | None = None,
+    cooperative: bool = False,
+    programmatic: bool = False,
+    priority: int | None = None,
+    carveout: int | None = None,
+) -> None: ...
 
 
 def _first_launch(

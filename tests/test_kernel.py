@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import inspect
 import struct
 import sys
 from collections.abc import Callable
@@ -43,6 +44,10 @@ def test_construction_touches_no_driver(monkeypatch: pytest.MonkeyPatch) -> None
     assert "num_elements" in str(kernel.launch_probe_5.__doc__)
     assert kernel["launch_probe_5"] is kernel.launch_probe_5
     assert kernel.launch_probe_5.signature.startswith("launch_probe_5(float* out")
+    assert list(inspect.signature(kernel.launch_probe_5).parameters) == [
+        *("gridDim", "blockDim", "sharedMemBytes", "stream", "params"),
+        *("cluster", "cooperative", "programmatic", "priority", "carveout"),
+    ]
 
 
 def test_a_wrong_function_name_lists_what_is_there_nearest_first() -> None:
