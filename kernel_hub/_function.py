@@ -10,7 +10,7 @@ import ctypes
 import threading
 import types
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
