@@ -1,7 +1,10 @@
 """rms_norm and rms_norm + residual beside torch, torch.compile, Liger and FlashInfer, in one run.
 
 Kernel time by CUDA-graph replays over inputs rotated past the L2; each contender's output is held
-against fp64 first. Writes benchmarks/results/<gpu>_rms_norm.json.
+against fp64 first. All contenders read the same inputs and allocate their outputs themselves, in
+the capture, from one memory pool, so that all write the same addresses; three pools are averaged
+over, and the order is drawn anew each round (kernel_hub/testing/timing.py). FlashInfer's residual
+norm is in place only. Writes benchmarks/results/<gpu>_rms_norm.json.
 """
 
 from __future__ import annotations
@@ -36,7 +39,6 @@ def norm(dtype: torch.dtype, tokens: int, hidden: int) -> Case:
     """x -> rms_norm(x)."""
     num_bytes = 2 * tokens * hidden * dtype.itemsize
     x = torch.randn(timing.num_sets(num_bytes), tokens, hidden, device="cuda", dtype=dtype)
-    out = torch.empty_like(x)
     weight = torch.randn(hidden, device="cuda", dtype=dtype)
     sets = range(len(x))
 
@@ -52,13 +54,13 @@ def norm(dtype: torch.dtype, tokens: int, hidden: int) -> Case:
     def flashinfer() -> Contender:
         from flashinfer.norm import rmsnorm
 
-        return Contender([partial(rmsnorm, x[i], weight, EPS, out=out[i]) for i in sets])
+        return Contender([partial(rmsnorm, x[i], weight, EPS) for i in sets])
 
     checked = x[0][:CHECKED_TOKENS]
     return Case(
         f"rms_norm {tokens} x {hidden}",
         num_bytes,
-        Contender([partial(ops.rms_norm, x[i], weight, EPS, out=out[i]) for i in sets]),
+        Contender([partial(ops.rms_norm, x[i], weight, EPS) for i in sets]),
         [reference.rms_norm(checked, weight, EPS)],
         [reference.rms_norm(checked, weight, EPS, dtype=dtype)],
         {
@@ -74,12 +76,12 @@ def norm_residual(dtype: torch.dtype, tokens: int, hidden: int) -> Case:
     """x, r -> rms_norm(x + r), x + r."""
     num_bytes = 4 * tokens * hidden * dtype.itemsize
     x = torch.randn(timing.num_sets(num_bytes), tokens, hidden, device="cuda", dtype=dtype)
-    r, out, r_out = torch.randn_like(x), torch.empty_like(x), torch.empty_like(x)
+    r = torch.randn_like(x)
     weight = torch.randn(hidden, device="cuda", dtype=dtype)
     sets = range(len(x))
 
     def ours(i: int) -> Any:
-        return ops.rms_norm(x[i], weight, EPS, residual=r[i], out=out[i], residual_out=r_out[i])
+        return ops.rms_norm(x[i], weight, EPS, residual=r[i])
 
     def torch_eager(i: int) -> Any:
         s = x[i] + r[i]

@@ -1,7 +1,10 @@
 """rope on q and k beside torch, torch.compile, Liger and FlashInfer, in one run.
 
 Kernel time by CUDA-graph replays over inputs rotated past the L2; each contender's output is held
-against fp64 first. Everybody gets cosines and sines as he takes them: ours and torch's a table of
+against fp64 first. All contenders read the same inputs and allocate their outputs themselves, in
+the capture, from one memory pool, so that all write the same addresses; three pools are averaged
+over, and the order is drawn anew each round (kernel_hub/testing/timing.py).
+Everybody gets cosines and sines as he takes them: ours and torch's a table of
 half a head a row, Liger rows of a whole head already picked by position, FlashInfer an fp32 cache
 and positions. Writes benchmarks/results/<gpu>_rope.json.
 """
@@ -41,7 +44,8 @@ def rotary(
     """q, k -> rotated q, k."""
     total = num_heads + num_kv_heads
     num_bytes = 2 * tokens * total * HEAD_DIM * dtype.itemsize
-    sets = range(timing.num_sets(num_bytes))
+    # In place a launch touches half as many bytes as it moves.
+    sets = range(timing.num_sets(num_bytes // 2))
     q = torch.randn(len(sets), tokens, num_heads, HEAD_DIM, device="cuda", dtype=dtype)
     k = torch.randn(len(sets), tokens, num_kv_heads, HEAD_DIM, device="cuda", dtype=dtype)
     frequencies = BASE ** (-torch.arange(0, HEAD_DIM, 2, device="cuda") / HEAD_DIM)
@@ -50,13 +54,17 @@ def rotary(
     cos, sin = cos32.to(dtype), sin32.to(dtype)
     checked = slice(0, CHECKED_TOKENS)
     heads = [part[0][checked].clone() for part in (q, k)]
+    qs, ks = q.clone(), k.clone()  # what all contenders that work in place work on
+
+    def fresh() -> None:
+        qs.copy_(q)
+        ks.copy_(k)
 
     def ours() -> Contender:
-        qs, ks = (q.clone(), k.clone()) if in_place else (q, k)
-        out_q, out_k = (qs, ks) if in_place else (torch.empty_like(q), torch.empty_like(k))
-
         def launch(i: int) -> Any:
-            return ops.rope(qs[i], ks[i], cos, sin, out_q=out_q[i], out_k=out_k[i])
+            if in_place:
+                return ops.rope(qs[i], ks[i], cos, sin, out_q=qs[i], out_k=ks[i])
+            return ops.rope(q[i], k[i], cos, sin)
 
         return Contender([partial(launch, i) for i in sets], lambda found: _kept(found))
 
@@ -66,7 +74,7 @@ def rotary(
     def liger() -> Contender:
         from liger_kernel.ops.rope import rope_forward
 
-        qs, ks = q.clone(), k.clone()
+        fresh()
         wide_cos, wide_sin = (torch.cat((t, t), -1)[None].contiguous() for t in (cos, sin))
         launches = [
             partial(
@@ -80,7 +88,7 @@ def rotary(
     def flashinfer() -> Contender:
         from flashinfer.rope import apply_rope_with_cos_sin_cache_inplace
 
-        qs, ks = q.clone(), k.clone()
+        fresh()
         cache = torch.cat((cos32, sin32), -1).contiguous()
         positions = torch.arange(tokens, device="cuda", dtype=torch.int64)
 

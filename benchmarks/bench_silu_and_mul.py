@@ -1,7 +1,10 @@
 """silu_and_mul beside torch, torch.compile, Liger and FlashInfer, in one run.
 
 Kernel time by CUDA-graph replays over inputs rotated past the L2; each contender's output is held
-against fp64 first. Writes benchmarks/results/<gpu>_silu_and_mul.json.
+against fp64 first. All contenders read the same inputs and allocate their outputs themselves, in
+the capture, from one memory pool, so that all write the same addresses; three pools are averaged
+over, and the order is drawn anew each round (kernel_hub/testing/timing.py). Writes
+benchmarks/results/<gpu>_silu_and_mul.json.
 """
 
 from __future__ import annotations
@@ -34,7 +37,6 @@ def gated(dtype: torch.dtype, tokens: int, size: int) -> Case:
     """x -> silu(x[:, :size]) * x[:, size:]."""
     num_bytes = 3 * tokens * size * dtype.itemsize
     x = torch.randn(timing.num_sets(num_bytes), tokens, 2 * size, device="cuda", dtype=dtype)
-    out = torch.empty(len(x), tokens, size, device="cuda", dtype=dtype)
     sets = range(len(x))
 
     def each(function: Callable[..., Any]) -> Contender:
@@ -51,13 +53,13 @@ def gated(dtype: torch.dtype, tokens: int, size: int) -> Case:
     def flashinfer() -> Contender:
         from flashinfer.activation import silu_and_mul
 
-        return Contender([partial(silu_and_mul, x[i], out[i]) for i in sets])
+        return Contender([partial(silu_and_mul, x[i]) for i in sets])
 
     checked = x[0][:CHECKED_TOKENS]
     return Case(
         f"silu_and_mul {tokens} x {size}",
         num_bytes,
-        Contender([partial(ops.silu_and_mul, x[i], out=out[i]) for i in sets]),
+        Contender([partial(ops.silu_and_mul, x[i]) for i in sets]),
         [reference.silu_and_mul(checked)],
         [reference.silu_and_mul(checked, dtype=dtype)],
         {

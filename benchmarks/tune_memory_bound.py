@@ -104,7 +104,7 @@ def rms_norm(dtype: torch.dtype, tokens: int, hidden: int, residual: bool) -> Ce
             grid, block = (-(-tokens // rows), 1, 1), (threads, rows, 1)
             launches.append(Launch("rms_norm", f"{prefix}_vec{per_thread}", grid, block))
     for threads in (128, 256, 512):
-        if 128 <= vecs >= threads:
+        if 128 <= vecs >= threads and not prefix.endswith("flat"):
             launches.append(Launch("rms_norm", f"{prefix}_loop", (tokens, 1, 1), (threads, 1, 1)))
 
     def params(i: int) -> tuple[Any, ...]:
@@ -156,7 +156,8 @@ def rope(dtype: torch.dtype, tokens: int, num_heads: int, in_place: bool) -> Cel
     for per_thread, rounds, at_once in itertools.product((1, 2, 4), (1, 2, 3, 4), (1, 2, 4)):
         heads = -(-total // (per_thread * rounds))
         if 64 <= width * heads * at_once <= 512 and at_once <= tokens:
-            grid, block = (-(-tokens // at_once), 1, 1), (width, heads, at_once)
+            # Flat variants: rounds are blocks of heads along gridDim.y.
+            grid, block = (-(-tokens // at_once), rounds, 1), (width, heads, at_once)
             launches.append(Launch("rope", f"{prefix}_vec{per_thread}", grid, block))
 
     def params(i: int) -> tuple[Any, ...]:

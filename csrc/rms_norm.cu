@@ -10,6 +10,7 @@
 // gridDim.y an outer dimension whose stride does not collapse with theirs.
 //   vec1 vec2 vec4   a row in registers, that many 16-byte vectors a thread: hidden_size at most
 //                    blockDim.x * vectors of them, everything 16-byte aligned
+//   flat_vec1 ...    the same of contiguous rows: few parameters, no strides, one outer index
 //   loop             rows of any length in two passes, the second finds the row in L1 or L2;
 //                    everything 16-byte aligned
 //   scalar           any size, any alignment: two passes, one element an access
@@ -139,8 +140,12 @@ struct RowVecs {
     }
 };
 
+// kFast: a division of two units in the last place, without the code of the exact one.
+// NOTE: four vectors of fp16 spill with it, so only the variants of few rows take it.
+template <bool kFast>
 __device__ __forceinline__ float inverse_rms_of(float sum_of_squares, int hidden_size, float eps) {
-    return rsqrtf(sum_of_squares / static_cast<float>(hidden_size) + eps);
+    const float size = static_cast<float>(hidden_size);
+    return rsqrtf((kFast ? __fdividef(sum_of_squares, size) : sum_of_squares / size) + eps);
 }
 
 // One row a blockDim.x, the row in registers.
@@ -168,7 +173,7 @@ __device__ __forceinline__ void rms_norm_vecs(RmsNormParams<T> p) {
     // Reduce, scale, write.
     const float sum = row_sum(row.sum_of_squares(), slots);
     row.keep_packed();
-    row.scale(inverse_rms_of(sum, p.hidden_size, p.eps), weight, p.weight_offset);
+    row.scale(inverse_rms_of<(kVecs <= 2)>(sum, p.hidden_size, p.eps), weight, p.weight_offset);
     row.store(p.out + row_idx * p.out_stride, num_vecs);
 }
 
@@ -205,7 +210,7 @@ __device__ __forceinline__ void rms_norm_two_pass(RmsNormParams<T> p) {
             sum += a[j] * a[j];
         }
     }
-    const float inverse_rms = inverse_rms_of(row_sum(sum, slots), p.hidden_size, p.eps);
+    const float inverse_rms = inverse_rms_of<false>(row_sum(sum, slots), p.hidden_size, p.eps);
 
     const T* normed = kResidual ? residual_out : x;
 #pragma unroll 4
@@ -245,10 +250,30 @@ __device__ __forceinline__ void rms_norm_two_pass(RmsNormParams<T> p) {
              residual_stride, residual_outer_stride, num_rows, hidden_size, eps, weight_offset}); \
     }
 
+// The same where every tensor is contiguous.
+#define EXPORT_RMS_NORM_FLAT(DTYPE, T, VARIANT, VECS)                                              \
+    extern "C" __global__ void __launch_bounds__(1024) rms_norm_##DTYPE##_flat_##VARIANT(          \
+        T* out, const T* x, const T* weight, int num_rows, int hidden_size, float eps,             \
+        float weight_offset) {                                                                     \
+        kernel_hub::rms_norm_vecs<T, false, VECS>({out, nullptr, x, nullptr, weight, hidden_size,  \
+                                                   0, 0, 0, hidden_size, 0, 0, 0, num_rows,        \
+                                                   hidden_size, eps, weight_offset});              \
+    }                                                                                              \
+    extern "C" __global__ void __launch_bounds__(1024) rms_norm_##DTYPE##_residual_flat_##VARIANT( \
+        T* out, T* residual_out, const T* x, const T* residual, const T* weight, int num_rows,     \
+        int hidden_size, float eps, float weight_offset) {                                         \
+        kernel_hub::rms_norm_vecs<T, true, VECS>(                                                  \
+            {out, residual_out, x, residual, weight, hidden_size, 0, hidden_size, 0, hidden_size,  \
+             0, hidden_size, 0, num_rows, hidden_size, eps, weight_offset});                       \
+    }
+
 #define EXPORT_RMS_NORM_VARIANTS(DTYPE, T)                                       \
     EXPORT_RMS_NORM(DTYPE, T, vec1, rms_norm_vecs, 1)                            \
     EXPORT_RMS_NORM(DTYPE, T, vec2, rms_norm_vecs, 2)                            \
     EXPORT_RMS_NORM(DTYPE, T, vec4, rms_norm_vecs, 4)                            \
+    EXPORT_RMS_NORM_FLAT(DTYPE, T, vec1, 1)                                      \
+    EXPORT_RMS_NORM_FLAT(DTYPE, T, vec2, 2)                                      \
+    EXPORT_RMS_NORM_FLAT(DTYPE, T, vec4, 4)                                      \
     EXPORT_RMS_NORM(DTYPE, T, loop, rms_norm_two_pass, kernel_hub::kVecElems<T>) \
     EXPORT_RMS_NORM(DTYPE, T, scalar, rms_norm_two_pass, 1)
 

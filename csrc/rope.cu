@@ -16,6 +16,9 @@
 //   vec1 vec2 vec4   16 bytes (of each half) of that many heads at a time: head_dim and
 //                    rotary_dim / 2 (interleaved: rotary_dim) multiples of the vector, blockDim.x
 //                    as many as there are, everything 16-byte aligned
+//   flat_vec1 ...    the same where all tensors are contiguous, rotary_dim is head_dim and there is
+//                    one batch: few parameters, no stride arithmetic, no loop (gridDim.y is blocks
+//                    of heads)
 //   scalar           any size, any alignment
 // In place is allowed: each element is read, then written, by one thread.
 // Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
@@ -74,7 +77,7 @@ __device__ __forceinline__ void load_table(const Table* entries, float (&values)
     }
 }
 
-template <typename T, typename Table, bool kInterleaved, int kHeads, int kWidth>
+template <typename T, typename Table, bool kInterleaved, int kHeads, int kWidth, bool kFlat>
 __device__ __forceinline__ void rope(RopeTensor<T> q, RopeTensor<T> k, const Table* cos,
                                      const Table* sin, const void* positions, int64_t table_stride,
                                      int64_t positions_batch_stride, int num_tokens, int num_heads,
@@ -89,25 +92,27 @@ __device__ __forceinline__ void rope(RopeTensor<T> q, RopeTensor<T> k, const Tab
     if (token_idx >= num_tokens) {
         return;
     }
-    q.select_token(blockIdx.y, token_idx);
-    k.select_token(blockIdx.y, token_idx);
+    const int batch_idx = kFlat ? 0 : blockIdx.y;
+    q.select_token(batch_idx, token_idx);
+    k.select_token(batch_idx, token_idx);
 
     int64_t position = token_idx;
     if (positions_bytes != 0) {
-        const int64_t i = blockIdx.y * positions_batch_stride + token_idx;
+        const int64_t i = batch_idx * positions_batch_stride + token_idx;
         position = positions_bytes == 8 ? __ldg(static_cast<const long long*>(positions) + i)
                                         : __ldg(static_cast<const int*>(positions) + i);
     }
 
     const int half = rotary_dim / 2;
     const int total_heads = num_heads + num_kv_heads;
+    const int first_head = threadIdx.y + (kFlat ? blockIdx.y * blockDim.y * kHeads : 0);
     // One round for the vector variants, whose blockDim.x covers the rotary dimension.
     const int pair_step = kWidth > 1 ? (1 << 30) : blockDim.x * kPairs;
     for (int pair = threadIdx.x * kPairs; pair < half; pair += pair_step) {
         const int first = kInterleaved ? 2 * pair : pair;
         const int second = kInterleaved ? 2 * pair + 1 : half + pair;  // used with two parts only
         float c[kPairs], s[kPairs];
-        for (int head = threadIdx.y; head < total_heads; head += blockDim.y * kHeads) {
+        for (int head = first_head; head < total_heads; head += blockDim.y * kHeads) {
             // Issue the loads of kHeads heads before the first use.
             typename HeadAccess::Bits bits[kHeads][kParts];
 #pragma unroll
@@ -125,9 +130,10 @@ __device__ __forceinline__ void rope(RopeTensor<T> q, RopeTensor<T> k, const Tab
 
             // NOTE: after the heads' loads: the table's address waits for the position, and would
             // hold them up.
-            if (head == threadIdx.y) {
+            if (kFlat || head == first_head) {
                 // A position outside the table must not read past it; it shows as NaN.
-                const bool is_inside = position >= 0 && position < max_position;
+                const bool is_inside =
+                    (kFlat && positions_bytes == 0) || position >= 0 && position < max_position;
                 const int64_t table_offset = is_inside ? position * table_stride : 0;
                 load_table<Table, kPairs>(cos + table_offset + pair, c);
                 load_table<Table, kPairs>(sin + table_offset + pair, s);
@@ -169,11 +175,15 @@ __device__ __forceinline__ void rope(RopeTensor<T> q, RopeTensor<T> k, const Tab
                     HeadAccess::write(out + first, a);
                 }
             }
+            if constexpr (kFlat) {
+                break;
+            }
         }
     }
 
     // Copy the part that is not rotated, unless it is in place.
-    for (int j = rotary_dim + threadIdx.x * kWidth; j < head_dim; j += blockDim.x * kWidth) {
+    for (int j = kFlat ? head_dim : rotary_dim + threadIdx.x * kWidth; j < head_dim;
+         j += blockDim.x * kWidth) {
         for (int head_idx = threadIdx.y; head_idx < total_heads; head_idx += blockDim.y) {
             const T* x =
                 select_head(head_idx, num_heads, q.x, q.x_head_stride, k.x, k.x_head_stride);
@@ -199,13 +209,27 @@ __device__ __forceinline__ void rope(RopeTensor<T> q, RopeTensor<T> k, const Tab
         int64_t k_head_stride, int64_t table_stride, int64_t positions_batch_stride,              \
         int num_tokens, int num_heads, int num_kv_heads, int head_dim, int rotary_dim,            \
         int max_position, int positions_bytes) {                                                  \
-        kernel_hub::rope<T, TABLE, INTERLEAVED, HEADS, WIDTH>(                                    \
+        kernel_hub::rope<T, TABLE, INTERLEAVED, HEADS, WIDTH, false>(                             \
             {q_out, q, q_out_batch_stride, q_out_token_stride, q_out_head_stride, q_batch_stride, \
              q_token_stride, q_head_stride},                                                      \
             {k_out, k, k_out_batch_stride, k_out_token_stride, k_out_head_stride, k_batch_stride, \
              k_token_stride, k_head_stride},                                                      \
             cos, sin, positions, table_stride, positions_batch_stride, num_tokens, num_heads,     \
             num_kv_heads, head_dim, rotary_dim, max_position, positions_bytes);                   \
+    }
+
+#define EXPORT_ROPE_FLAT(DTYPE, T, TABLE, LAYOUT, INTERLEAVED, VARIANT, HEADS, MIN_BLOCKS)        \
+    extern "C" __global__ void __launch_bounds__(512, MIN_BLOCKS)                                 \
+    rope_##DTYPE##_##LAYOUT##_flat_##VARIANT(                                                     \
+        T* q_out, T* k_out, const T* q, const T* k, const TABLE* cos, const TABLE* sin,           \
+        const void* positions, int table_stride, int num_tokens, int num_heads, int num_kv_heads, \
+        int head_dim, int max_position, int positions_bytes) {                                    \
+        const int q_stride = num_heads * head_dim, k_stride = num_kv_heads * head_dim;            \
+        kernel_hub::rope<T, TABLE, INTERLEAVED, HEADS, kernel_hub::kVecElems<T>, true>(           \
+            {q_out, q, 0, q_stride, head_dim, 0, q_stride, head_dim},                             \
+            {k_out, k, 0, k_stride, head_dim, 0, k_stride, head_dim}, cos, sin, positions,        \
+            table_stride, 0, num_tokens, num_heads, num_kv_heads, head_dim, head_dim,             \
+            max_position, positions_bytes);                                                       \
     }
 
 // MIN_BLOCKS: of 512 threads an SM, so 2 is a cap of 64 registers.
@@ -215,6 +239,9 @@ __device__ __forceinline__ void rope(RopeTensor<T> q, RopeTensor<T> k, const Tab
     EXPORT_ROPE(DTYPE, T, TABLE, LAYOUT, INTERLEAVED, vec2, 2, kernel_hub::kVecElems<T>,    \
                 MIN_BLOCKS)                                                                 \
     EXPORT_ROPE(DTYPE, T, TABLE, LAYOUT, INTERLEAVED, vec4, 4, kernel_hub::kVecElems<T>, 1) \
+    EXPORT_ROPE_FLAT(DTYPE, T, TABLE, LAYOUT, INTERLEAVED, vec1, 1, MIN_BLOCKS)             \
+    EXPORT_ROPE_FLAT(DTYPE, T, TABLE, LAYOUT, INTERLEAVED, vec2, 2, MIN_BLOCKS)             \
+    EXPORT_ROPE_FLAT(DTYPE, T, TABLE, LAYOUT, INTERLEAVED, vec4, 4, 1)                      \
     EXPORT_ROPE(DTYPE, T, TABLE, LAYOUT, INTERLEAVED, scalar, 1, 1, 1)
 
 // {op}_{dtype}[_table32]_{layout}_{variant}: table32 = fp32 cosines and sines with 16-bit queries

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -44,7 +43,7 @@ class BoundLaunch(partial):  # type: ignore[type-arg]
             self = cls(_needs_params(again, function))
             self._keep = function
             return self
-        if isinstance(params, Mapping):
+        if type(params) not in (list, tuple):
             params = ordered(params, function._spec.params or ())
         params = tuple(params)
         driver = _driver.get()
@@ -74,7 +73,9 @@ class BoundLaunch(partial):  # type: ignore[type-arg]
             blocking=is_blocking(),
         )
         twin = None
-        if not is_blocking() and _native.available():
+        # Which streams use a DeviceArray is noted in Python, at each stream's first launch.
+        noting = follow and any(hasattr(value, "_record_use") for value in params)
+        if not noting and not is_blocking() and _native.available():
             getter = tensors.raw_stream_getter() if follow else None
             twin = _native.Bound(state, slot[3], slot[6]._obj, launch, getter)
         self = cls(twin.call if twin else launch)

@@ -33,6 +33,9 @@ live: weakref.WeakSet[KernelFunction] = weakref.WeakSet()
 class Loader(Protocol):
     """What a function needs of its kernel."""
 
+    # One lock for the kernel and its functions: a load and an unload take it in either order.
+    _lock: threading.RLock
+
     def _load_function(self, spec: FunctionSpec, device: int, stream: Any) -> DeviceFunction: ...
 
 
@@ -77,7 +80,7 @@ class KernelFunction(partial):  # type: ignore[type-arg]
         self._kernel = kernel
         self._spec = spec
         self._states = {}
-        self._lock = threading.RLock()
+        self._lock = kernel._lock
         self.__name__ = spec.name
         self.__doc__ = f"{spec.describe()}\n\n{cls.__doc__}"
         # Weak: the kernel holds the function, and a cycle would keep both past their last user.
@@ -249,6 +252,9 @@ class KernelFunction(partial):  # type: ignore[type-arg]
         expected = self._spec.params
         if expected is not None and isinstance(params, Mapping):
             params = ordered(params, expected)
+        if not isinstance(params, (list, tuple)):
+            # An iterator must not be used up here; anything else the launcher refuses in words.
+            return tensors.current_device()
         return device_of(params, _pointer_device)
 
     def _forget(self) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 import struct
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +78,8 @@ class Options:
                 )
         if priority is not None:
             priority = _index(priority, "priority", where)
+            if not -(2**31) <= priority < 2**31:
+                raise LaunchConfigError(f"priority={priority} of {where}: a 32-bit int")
         if carveout is not None:
             carveout = _index(carveout, "carveout", where)
             if not -1 <= carveout <= 100:
@@ -120,6 +123,10 @@ def dims(value: Any, name: str, where: str) -> tuple[int, int, int]:
         if not 1 <= len(value) <= 3:
             raise LaunchConfigError(f"{name}={value!r} of {where}: 1 to 3 ints, got {len(value)}")
         numbers = [_index(part, name, where) for part in value]
+    elif isinstance(value, (str, bytes, bytearray, Mapping, Set)):
+        raise LaunchConfigError(
+            f"{name}={value!r} of {where}: an int or 1 to 3 ints, not {type(value).__name__}"
+        )
     else:
         try:
             numbers = [operator.index(value)]

@@ -78,6 +78,8 @@ class Chosen:
     functions: Mapping[str, FunctionSpec]
     minimum_driver: int
     vouched: bool
+    # Puts the caller's types onto what only the driver could tell.
+    declare: Callable[[FunctionSpec], FunctionSpec] = lambda spec: spec
 
 
 class Image(Protocol):
@@ -282,9 +284,12 @@ class ForeignImage:
 class DeclaredImage:
     """An image whose parameter types the caller declares (`Kernel(..., signatures=…)`)."""
 
-    def __init__(self, image: Image, signatures: Mapping[str, Any]) -> None:
+    def __init__(self, image: Image, signatures: Any) -> None:
         self.label = image.label
         self._image = image
+        if not isinstance(signatures, Mapping):
+            found = type(signatures).__name__
+            raise ParamsError(f"signatures is a {found}, not a dict by function name")
         self._signatures = {
             name: _parse_signature(name, given) for name, given in signatures.items()
         }
@@ -303,7 +308,7 @@ class DeclaredImage:
     def choose(self, compute_capability: tuple[int, int]) -> Chosen:
         chosen = self._image.choose(compute_capability)
         declared = {name: self._declare(chosen.functions[name]) for name in chosen.functions}
-        return replace(chosen, functions=declared)
+        return replace(chosen, functions=declared, declare=self._declare)
 
     def _declare(self, spec: FunctionSpec) -> FunctionSpec:
         signature = self._signatures.get(spec.name)
@@ -326,6 +331,8 @@ def _parse_signature(function: str, given: Any) -> list[tuple[str, str | None]]:
     if isinstance(given, Mapping):
         return [(str(text), str(name)) for name, text in given.items()]
     if isinstance(given, str):
+        if given.rstrip(" ;").endswith(")"):  # a whole prototype: 'void f(float* out, int n)'
+            given = given[given.find("(") + 1 : given.rindex(")")]
         given = [part for part in given.split(",") if part.strip()]
     if not isinstance(given, Sequence) or not all(isinstance(part, str) for part in given):
         raise ParamsError(
@@ -385,10 +392,9 @@ def _read_file(path: Path, stamp: tuple[int, int]) -> ForeignImage:
 def _open_file(path: Path) -> ForeignImage:
     try:
         status = path.stat()
-    except OSError as error:
-        raise CubinNotFoundError(
-            f"no file {path} (looked at {path.absolute()}): {error.strerror}"
-        ) from error
+    except (OSError, ValueError) as error:  # ValueError: a null byte
+        found = f"no file {str(path)!r} (looked at {path.absolute()}): {error}"
+        raise CubinNotFoundError(found) from error
     if path.is_dir():
         raise CubinNotFoundError(f"{path} is a folder; name a .cubin, .fatbin or .ptx file")
     return _read_file(path.absolute(), (status.st_mtime_ns, status.st_size))

@@ -59,7 +59,7 @@ class DeviceFunction:
         self.argument = ctypes.c_void_p.from_param(handle)
         self.native: Launcher | None = None
         self.plain = Pool(self, Options())
-        self._optioned: dict[tuple[Any, ...], Pool] = {}
+        self._optioned: dict[Any, Pool] = {}
         self._lock = threading.Lock()
         # What a launch may use of dynamic shared memory without a further opt-in.
         self.shared_ready = max(0, _OPT_IN_FROM - limits.static_shared_bytes)
@@ -77,13 +77,18 @@ class DeviceFunction:
         carveout: Any = None,
     ) -> Pool:
         """The pool of a launch with these attributes (the keywords of a launch)."""
+        given = (cluster, cooperative, programmatic, priority, carveout)
+        # By identity: a priority or carve-out of 0 is a wish too.
+        if all(part is None or part is False for part in given):
+            return self.plain
         if isinstance(cluster, list):
             cluster = tuple(cluster)
-        given = (cluster, cooperative, programmatic, priority, carveout)
-        if not any(part not in (None, False) for part in given):
-            return self.plain
-        key = (*given, type(priority), type(carveout))
-        pool = self._optioned.get(key)
+        key: Any = (cluster, *given[1:], type(cluster), type(priority), type(carveout))
+        try:
+            pool = self._optioned.get(key)
+        except TypeError:  # unhashable: a NumPy array of ints, or what the check refuses
+            key = Options.make(self.limits, *given)
+            pool = self._optioned.get(key)
         if pool is None:
             options = Options.make(self.limits, *given)
             if options.cluster is not None:
@@ -224,6 +229,8 @@ class DeviceFunction:
 
     def forget_slots(self) -> None:
         """In a forked child: empty pools, so that every launch meets `new_slot` and its error."""
+        if self.native is not None:
+            self.native.disarm()
         self.plain.clear()
         for pool in self._optioned.values():
             pool.clear()
@@ -247,7 +254,7 @@ def device_of(params: Sequence[Any], pointer_device: Callable[[int], int]) -> in
             return int(value.get_device())
         try:
             view = tensors.describe(value)
-        except ValueError:
+        except (KeyError, IndexError, TypeError, ValueError):
             continue  # the parameter's own check says what is wrong with it
         if view is not None:
             return pointer_device(view.address) if view.device is None else view.device

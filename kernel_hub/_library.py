@@ -226,7 +226,7 @@ def load_function(
     except KeyError:
         known = spec
     if known.params is None:
-        known = replace(known, params=library.read_params(kernel))
+        known = chosen.declare(replace(known, params=library.read_params(kernel)))
     elif spec.params is not None and [p.size_bytes for p in known.params] != [
         p.size_bytes for p in spec.params
     ]:

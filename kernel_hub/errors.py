@@ -79,10 +79,11 @@ class TensorError(KernelHubError, ValueError):
     """An op's tensor has the wrong shape, dtype, stride or device."""
 
 
-def nearest(name: str, names: Iterable[str]) -> list[str]:
+def nearest(name: object, names: Iterable[str]) -> list[str]:
     """`names` ordered by likeness to `name`."""
+    wanted = str(name)
 
     def likeness(other: str) -> tuple[float, str]:
-        return (-difflib.SequenceMatcher(None, name, other).ratio(), other)
+        return (-difflib.SequenceMatcher(None, wanted, other).ratio(), other)
 
     return sorted(names, key=likeness)

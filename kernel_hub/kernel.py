@@ -85,8 +85,8 @@ class Kernel:
 
     def __getattr__(self, name: str) -> KernelFunction:
         # Reached only until the function is in the instance's dict.
-        if name.startswith("_"):
-            raise AttributeError(name)
+        if name.startswith("_") and name not in self.__dict__.get("_names", ()):
+            raise AttributeError(name)  # but C++ functions have names like _Z6kernelPf
         return self[name]
 
     def __getitem__(self, name: str) -> KernelFunction:
@@ -147,8 +147,8 @@ class Kernel:
     def unload(self) -> None:
         """Unload the image from the driver; the next launch loads it again.
 
-        Must not be called while a stream is capturing, nor while a captured graph or a bound
-        launch still uses a function of this kernel.
+        Must not be called while a stream is capturing, while another thread launches a function
+        of this kernel, nor while a captured graph or a bound launch still uses one.
         """
         with self._lock:
             libraries = {}

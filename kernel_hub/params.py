@@ -8,8 +8,9 @@ what the kernel takes. `_launch.py` generates the quick path around it.
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +33,7 @@ _CTYPES_KIND = {
 _NUMPY_KIND = {"i": "int", "u": "uint", "f": "float", "b": "bool"}
 _RAW_CODE = {1: "B", 2: "H", 4: "I", 8: "Q"}
 _UNSIGNED_TWIN = {"int8": "uint8", "int16": "uint16", "int32": "uint32", "int64": "uint64"}
+_BF16_MOST = (2 - 2**-8) * 2.0**127  # from its upper half on, the last step rounds to inf
 WAYS_OUT = (
     "give its width: a ctypes or NumPy scalar (ctypes.c_int(3), numpy.float32(0.5)), or declare "
     "the types once with Kernel(..., signatures={function: ['float*', 'int', …]})"
@@ -115,6 +117,9 @@ class Param:
             view = describe(value)
         except TensorError as error:
             raise self.refuse(str(error)) from error
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            found = f"{type(value).__name__} whose array interface is malformed ({error!r})"
+            raise self.refuse(found) from error
         if view is None:
             raise self.refuse(
                 f"{type(value).__name__} {_short(value)}",
@@ -150,7 +155,10 @@ class Param:
         if info.kind == "struct":
             raise self.refuse(found, "pass a TensorMap, a ctypes Structure or bytes")
         if info.kind == "float":
-            return self._pack_float(float(value), found)
+            try:
+                return self._pack_float(float(value), found)
+            except OverflowError:  # an int beyond every float
+                raise self.refuse(_short(value), f"it overflows {self.type}") from None
         if isinstance(value, float):
             raise self.refuse(found, "a float does not go into an integer")
         if info.kind == "bool":
@@ -173,6 +181,8 @@ class Param:
                 raise self.refuse(found, f"it overflows {self.type}") from None
             return value
         if self.info is not None and self.info.dtype == "bf16":
+            if abs(value) >= _BF16_MOST and not math.isinf(value):
+                raise self.refuse(found, f"it overflows {self.type}")
             return bfloat16_bits(value)
         raise self.refuse(found, f"Python has no {self.type}: pass its raw bytes")
 
@@ -242,7 +252,7 @@ def ordered(params: Any, expected: Sequence[Param]) -> Sequence[Any]:
             raise ParamsError(f"params by name: {'; '.join(parts)}; {takes(expected)}")
         return [params[name] for name in names]
     if (
-        isinstance(params, (str, bytes))
+        isinstance(params, (str, bytes, Set))
         or not hasattr(params, "__iter__")
         or hasattr(params, "shape")
     ):

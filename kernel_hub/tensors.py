@@ -215,8 +215,8 @@ def stream_handle(stream: Any, device: int) -> int:
     if stream is None:
         return current_stream(device)
     handle: Any
-    if isinstance(stream, int) and not isinstance(stream, bool):
-        handle = stream
+    if isinstance(stream, int):
+        handle = -1 if isinstance(stream, bool) else stream
     elif hasattr(stream, "cuda_stream"):  # torch
         handle = stream.cuda_stream
         of_device = getattr(stream, "device_index", None)
@@ -227,7 +227,8 @@ def stream_handle(stream: Any, device: int) -> int:
             )
     elif hasattr(stream, "__cuda_stream__"):  # cuda.core and others: (version, handle)
         pair = stream.__cuda_stream__
-        handle = (pair() if callable(pair) else pair)[1]
+        pair = pair() if callable(pair) else pair
+        handle = pair[1] if isinstance(pair, (tuple, list)) and len(pair) == 2 else None
     elif hasattr(stream, "_as_parameter_"):
         handle = stream._as_parameter_
     elif hasattr(stream, "ptr"):  # CuPy

@@ -289,20 +289,25 @@ static int try_launch(const State* s, Object* const* args, ssize count, Object* 
     // A list may be changed by code that a tensor's attribute runs: hold each value while it is
     // read.
     Object* params = given[4];
+    const uint32 num_params = s->num_params;  // another thread may disarm this launcher meanwhile
     const int is_list = IS(params, PyList_Type);
     if (!is_list && !IS(params, PyTuple_Type)) return 0;
-    if ((is_list ? PyList_Size(params) : PyTuple_Size(params)) != (ssize)s->num_params) return 0;
+    if ((is_list ? PyList_Size(params) : PyTuple_Size(params)) != (ssize)num_params) return 0;
     uint64 values[MAX_PARAMS];
     void* addresses[MAX_PARAMS];
-    for (uint32 i = 0; i < s->num_params; ++i) {
+    int num_tensors = 0;
+    for (uint32 i = 0; i < num_params; ++i) {
         Object* value = is_list ? PyList_GetItem(params, i) : PyTuple_GetItem(params, i);
         if (!value) return 0;
         Py_IncRef(value);
         const int fits = read_param(s, &s->params[i], value, &values[i]);
         Py_DecRef(value);
         if (!fits) return 0;
+        num_tensors += s->params[i].kind == POINTER && values[i];
         addresses[i] = &values[i];
     }
+    // Without a tensor the current device decides, which Python knows.
+    if (s->place.current_context && !num_tensors) return 0;
     Object* stream = given[3] ? given[3] : NONE;
     if (!read_stream(&s->place, s->work_stream, s->current_stream, s->device, stream,
                      &config.stream)) {

@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 from fakecuda import FakeCuda
+from fakecuda.helpers import make_stream
 
-from kernel_hub import Kernel, KernelFunction, _native, driver, tensors
+from kernel_hub import DeviceArray, Kernel, KernelFunction, _native, driver, tensors
 from kernel_hub.errors import CudaDriverError, KernelHubError, LaunchConfigError, ParamsError
 
 pytestmark = pytest.mark.skipif(
@@ -364,3 +365,29 @@ def test_it_can_be_turned_off(
     bound = plain.bind(GRID, BLOCK, 0, None, GOOD)
     bound()
     assert fakecuda.launch_count == 2
+
+
+def test_without_a_tensor_the_current_device_decides(
+    make_fakecuda: Callable[..., FakeCuda], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = make_fakecuda(devices=2)
+    fake_torch(monkeypatch, exchange=True)
+    probe = Kernel("launch_probe").launch_probe_5
+    for device in (0, 1, 0):
+        monkeypatch.setattr(tensors, "current_device", lambda device=device: device)
+        probe(GRID, BLOCK, 0, None, [None, None, None, 1, 0.5])
+        assert fake.launch().device == device
+
+
+def test_a_bound_device_array_is_noted_on_every_stream(
+    fakecuda: FakeCuda, stream: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = DeviceArray.zeros(8, "fp32")
+    bound = Kernel("launch_probe").launch_probe_5.bind(GRID, BLOCK, 0, None, [x, x, x, 5, 0.5])
+    seen: list[int] = []
+    monkeypatch.setattr(DeviceArray, "_record_use", lambda self, stream: seen.append(stream))
+    handle = make_stream()
+    for stream[0] in (0, handle):
+        bound()
+        assert fakecuda.launch().stream == stream[0]
+    assert handle in seen

@@ -100,24 +100,26 @@ def _choose(vecs: int, rows: int, has_residual: bool) -> tuple[str, int, int]:
     """(variant, threads a row, rows a block) for rows of `vecs` 16-byte vectors.
 
     Measured on an H200 (docs/notes/rms_norm.md): few rows want every load of a row in flight at
-    once, many rows want few registers a row, or the two passes whose second finds the row in L1.
+    once, many rows want four vectors a thread and two rows a block.
     """
     if vecs <= 32:
         threads = 1 << (vecs - 1).bit_length()
         return "vec1", threads, 128 // threads
     if vecs > 4 * 1024:
         return "loop", 512, 1
-    if has_residual and vecs == 1024 and rows > 4096:
-        return "loop", 256, 1
     if rows <= 256:
-        widest = (640, 640) if has_residual else (256, 1024)
+        widest = (256, 1024)
     elif has_residual:
-        widest = (128, 640 if rows > 4096 else 128)
+        widest = (128, 640 if rows > 4096 and vecs % 512 else 128)
     else:
-        widest = (32, 1024 if rows <= 16384 or vecs % 512 else 256)
+        widest = (32, 1024 if vecs % 512 else 512 if rows <= 4096 else 256)
     per_thread = 1 if vecs <= widest[0] else 2 if vecs <= widest[1] else 4
     threads = 32 * -(-vecs // (32 * per_thread))
-    several = rows > 256 and (threads <= 64 or (threads == 128 and per_thread != 2))
+    several = rows > 256 and (
+        threads <= 64
+        or (threads == 128 and per_thread != 2)
+        or (threads == 256 and per_thread == 4 and rows > (4096 if has_residual else 16384))
+    )
     return f"vec{per_thread}", threads, max(2, 128 // threads) if several else 1
 
 
@@ -147,6 +149,9 @@ def _plan(
         variant, threads, rows_a_block = _choose(
             hidden_size // elems, rows * outer, residual is not None
         )
+    # Contiguous rows take fewer parameters and no stride arithmetic.
+    if variant.startswith("vec") and outer == 1 and all(t.is_contiguous() for t in tensors):
+        variant, strides = f"flat_{variant}", []
     with_residual = "residual_" if residual is not None else ""
     name = f"rms_norm_{common.DTYPE_TOKENS[x.dtype]}_{with_residual}{variant}"
     function = common.shipped("rms_norm", name)

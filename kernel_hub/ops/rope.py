@@ -129,6 +129,21 @@ def _choose(width: int, heads: int, tokens: int) -> tuple[int, int, int]:
     return per_thread, block_heads, min(block_tokens, 64)
 
 
+def _choose_flat(width: int, heads: int, tokens: int) -> tuple[int, int, int]:
+    """The same for contiguous tensors, whose heads need not all be one block's.
+
+    Few tokens want blocks of a few heads each, a head a thread.
+    """
+    if tokens <= 256:
+        per_thread, block_heads = 1, -(-heads // -(-heads // 18))
+    else:
+        per_thread = 4 if heads <= 40 and tokens <= 2048 else 2
+        block_heads = -(-heads // per_thread)
+    block_heads = min(block_heads, _MAX_THREADS // width)
+    block_tokens = 1 if tokens <= 256 else max(1, 160 // (width * block_heads))
+    return per_thread, block_heads, min(block_tokens, 64)
+
+
 def _plan(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -188,18 +203,32 @@ def _plan(
         and common.is_aligned(elems, head_dim, *strides)
     )
     width = max(1, half // pairs_at_once if aligned else min(32, half))
-    per_thread, block_heads, block_tokens = _choose(width, num_heads + num_kv_heads, batch * tokens)
+    is_flat = (
+        aligned
+        and batch == 1
+        and rotary_dim == head_dim
+        and table_stride <= common.MAX_SIZE
+        and all(tensor.is_contiguous() for tensor in tensors)
+    )
+    heads = num_heads + num_kv_heads
+    choose = _choose_flat if is_flat else _choose
+    per_thread, block_heads, block_tokens = choose(width, heads, batch * tokens)
     token = common.DTYPE_TOKENS[q.dtype]
     table = "_table32" if cos.dtype != q.dtype else ""
     layout = "interleaved" if interleaved else "half"
     variant = f"vec{per_thread}" if aligned else "scalar"
+    if is_flat:
+        variant = f"flat_{variant}"
     function = common.shipped("rope", f"rope_{token}{table}_{layout}_{variant}")
-    grid = (-(-tokens // block_tokens), batch, 1)
-    numbers = (
-        *strides, table_stride, positions_stride, tokens, num_heads, num_kv_heads, head_dim,
-        rotary_dim, cos.shape[0], 0 if positions is None else positions.element_size(),
-    )  # fmt: skip
-    return function, grid, (width, block_heads, block_tokens), numbers
+    block = (width, block_heads, block_tokens)
+    blocks = -(-tokens // block_tokens)
+    sizes = (tokens, num_heads, num_kv_heads, head_dim)
+    last = (cos.shape[0], 0 if positions is None else positions.element_size())
+    if is_flat:
+        grid = (blocks, -(-heads // (per_thread * block_heads)), 1)
+        return function, grid, block, (table_stride, *sizes, *last)
+    numbers = (*strides, table_stride, positions_stride, *sizes, rotary_dim, *last)
+    return function, (blocks, batch, 1), block, numbers
 
 
 def _cuda_into(

@@ -98,10 +98,14 @@ def _plan(x: torch.Tensor, out: torch.Tensor, low_bits: int) -> _Plan:
     else:
         threads = _threads(size // elems, rows * outer)
         variant, span = "vec", threads * elems
+    numbers = (*strides, rows, size)
+    # Contiguous rows take fewer parameters and no stride arithmetic.
+    if variant == "vec" and x.is_contiguous() and out.is_contiguous() and rows <= common.MAX_GRID_Y:
+        variant, numbers = "flat", (size,)
     name = f"silu_and_mul_{common.DTYPE_TOKENS[x.dtype]}_{variant}"
     function = common.shipped("silu_and_mul", name)
     grid = (-(-size // span), min(rows, common.MAX_GRID_Y), outer)
-    return function, grid, (threads, 1, 1), (*strides, rows, size)
+    return function, grid, (threads, 1, 1), numbers
 
 
 def _cuda(x: torch.Tensor) -> torch.Tensor:

@@ -49,6 +49,9 @@ def test_rms_norm(chosen: set[str]) -> None:
         x, weight = meta(rows, hidden, dtype=dtype), meta(hidden, dtype=dtype)
         module("rms_norm")._plan(x, None, weight, x, None, 0)
         module("rms_norm")._plan(x, x, weight, x, x.clone(), 0)
+        wide = meta(rows, 2 * hidden, dtype=dtype)[:, :hidden]
+        module("rms_norm")._plan(wide, None, weight, x, None, 0)
+        module("rms_norm")._plan(wide, x, weight, x, x.clone(), 0)
     assert chosen == exported("rms_norm")
 
 
@@ -56,6 +59,7 @@ def test_silu_and_mul(chosen: set[str]) -> None:
     for dtype, size in itertools.product(DTYPES, [129, 4096]):
         plan: Callable[..., Any] = module("silu_and_mul")._plan
         plan(meta(4, 2 * size, dtype=dtype), meta(4, size, dtype=dtype), 0)
+        plan(meta(4, 4 * size, dtype=dtype)[:, : 2 * size], meta(4, size, dtype=dtype), 0)
     assert chosen == exported("silu_and_mul")
 
 
@@ -68,6 +72,8 @@ def test_rope(chosen: set[str]) -> None:
         for num_heads in (32, 64):
             q = meta(tokens, num_heads, head_dim, dtype=dtype)
             module("rope")._plan(q, k, table, table, None, interleaved, head_dim, q, k, 0)
+            wide = meta(tokens, num_heads, 2 * head_dim, dtype=dtype)[..., :head_dim]
+            module("rope")._plan(wide, k, table, table, None, interleaved, head_dim, q, k, 0)
     assert chosen == exported("rope")
 
 

@@ -36,8 +36,10 @@ __device__ __forceinline__ float row_sum(float value, float (&slots)[kMaxWarps])
         slots[first_slot + threadIdx.x / kWarpSize] = value;
     }
     __syncthreads();
-    value = lane_idx < row_warps ? slots[first_slot + lane_idx] : 0.0f;
-    return group_sum(value, kWarpSize);
+    // Up to eight warps, the usual number: three shuffles, not five.
+    const int width = row_warps <= 8 ? 8 : kWarpSize;
+    const int slot = lane_idx % width;
+    return group_sum(slot < row_warps ? slots[first_slot + slot] : 0.0f, width);
 }
 
 }  // namespace kernel_hub
