@@ -10,7 +10,7 @@ from . import driver as _driver
 from ._codegen import STREAM_AT
 from ._function import KernelFunction
 from ._launch import DeviceFunction, StreamConfigs, is_blocking
-from .errors import ParamsError
+from .errors import LaunchConfigError, ParamsError
 from .params import ordered, takes, wrong_count
 
 
@@ -79,8 +79,28 @@ class BoundLaunch(partial):  # type: ignore[type-arg]
             getter = tensors.raw_stream_getter() if follow else None
             twin = _native.Bound(state, slot[3], slot[6]._obj, launch, getter)
         self = cls(twin.call if twin else launch)
-        self._keep = (function, params, configs, twin)
+        self._keep = (function, params, configs, twin, launch)
+        state.bounds.add(self)
         return self
+
+    def _expire(self) -> None:
+        """The function's image was unloaded: launching its old handle could crash the process."""
+        name = self._keep[0].name
+
+        def launch(params: Any = None) -> None:
+            raise LaunchConfigError(
+                f"{name} was unloaded after this launch was bound: bind it again"
+            )
+
+        # What a call under way still runs stays alive in `_keep`.
+        self._keep = (*self._keep, self.func)
+        self.__setstate__((launch, (), {}, self.__dict__))  # type: ignore[attr-defined]
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
 
     def __repr__(self) -> str:
         return f"<BoundLaunch of {self._keep[0] if isinstance(self._keep, tuple) else self._keep}>"

@@ -73,6 +73,7 @@ class KernelFunction(partial):  # type: ignore[type-arg]
         # The launcher's code is replaced at the first launch and again when torch appears.
         launch = types.FunctionType(_first_launch.__code__, {}, spec.name)
         launch.__defaults__ = _first_launch.__defaults__
+        launch.__qualname__ = spec.name  # Python's own errors about arguments show it
         self = cls(launch)
         self._launch = launch
         self._native = None
@@ -264,6 +265,9 @@ class KernelFunction(partial):  # type: ignore[type-arg]
                 self._native.disarm()
             self._armed = False
             self._launch.__code__ = _first_launch.__code__
+            for state in self._states.values():
+                for bound in list(state.bounds):
+                    bound._expire()
             self._states.clear()
 
 

@@ -12,6 +12,7 @@ import ctypes
 import os
 import struct
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -58,6 +59,7 @@ class DeviceFunction:
         self.limits = limits
         self.argument = ctypes.c_void_p.from_param(handle)
         self.native: Launcher | None = None
+        self.bounds: weakref.WeakSet[Any] = weakref.WeakSet()  # launches bound to this handle
         self.plain = Pool(self, Options())
         self._optioned: dict[Any, Pool] = {}
         self._lock = threading.Lock()
@@ -75,8 +77,14 @@ class DeviceFunction:
         programmatic: Any = False,
         priority: Any = None,
         carveout: Any = None,
+        **unknown: Any,
     ) -> Pool:
         """The pool of a launch with these attributes (the keywords of a launch)."""
+        if unknown:
+            raise TypeError(
+                f"{self.limits.function}() got unexpected keywords {', '.join(unknown)}; it takes "
+                "cluster, cooperative, programmatic, priority and carveout"
+            )
         given = (cluster, cooperative, programmatic, priority, carveout)
         # By identity: a priority or carve-out of 0 is a wish too.
         if all(part is None or part is False for part in given):

@@ -6,6 +6,7 @@ import ctypes
 import os
 import sys
 import threading
+import weakref
 from ctypes import byref, c_int, c_size_t, c_uint, c_ulonglong, c_void_p
 from dataclasses import replace
 from typing import Any
@@ -34,14 +35,14 @@ _lock = threading.Lock()
 
 
 class Library:
-    """One image in the driver. `users` counts the kernels that hold it."""
+    """One image in the driver. `users` are the kernels that hold it, as long as they live."""
 
     def __init__(self, driver: Driver, chosen: Chosen, handle: int, image: bytes) -> None:
         self.driver = driver
         self.key = chosen.key
         self.label = chosen.label
         self.handle = handle
-        self.users = 0
+        self.users: weakref.WeakSet[object] = weakref.WeakSet()
         self._image = image  # the driver reads it lazily, at the first function asked for
 
     def find_function(self, name: str, device: int) -> tuple[int, int]:
@@ -108,17 +109,17 @@ class Library:
                         f"{self.label} cannot be unloaded while a stream is capturing"
                     )
 
-    def release(self) -> None:
+    def release(self, user: object) -> None:
         """One kernel less; the last one unloads."""
         with _lock:
-            self.users -= 1
+            self.users.discard(user)
             if self.users or os.getpid() != self.driver.pid:
                 return
             _libraries.pop(self.key, None)
             self.driver.call("cuLibraryUnload", self.handle, asked=f"unloading {self.label}")
 
 
-def library_for(driver: Driver, chosen: Chosen, probe: bool) -> Library:
+def library_for(driver: Driver, chosen: Chosen, probe: bool, user: object) -> Library:
     """The library of `chosen`, loaded at most once a process however many threads ask."""
     with _lock:
         library = _libraries.get(chosen.key)
@@ -134,7 +135,7 @@ def library_for(driver: Driver, chosen: Chosen, probe: bool) -> Library:
                 _probe(image, chosen)
             library = Library(driver, chosen, _load(driver, chosen, image), image)
             _libraries[chosen.key] = library
-        library.users += 1
+        library.users.add(user)
         return library
 
 

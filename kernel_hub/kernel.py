@@ -139,7 +139,7 @@ class Kernel:
         from .memory import DeviceArray
 
         device = tensors.current_device() if device is None else device
-        library, _ = self._library(device)
+        library, _ = self._load_library(device, None)
         address, size_bytes = library.find_global(name, device)
         flat = DeviceArray.from_address(address, (size_bytes,), "uint8", device, library)
         return flat if dtype == "uint8" else flat.view(dtype)
@@ -147,8 +147,9 @@ class Kernel:
     def unload(self) -> None:
         """Unload the image from the driver; the next launch loads it again.
 
-        Must not be called while a stream is capturing, while another thread launches a function
-        of this kernel, nor while a captured graph or a bound launch still uses one.
+        Bound launches made before it are refused from then on. Must not be called while a stream is
+        capturing, while another thread launches a function of this kernel, nor while a captured
+        graph still holds one.
         """
         with self._lock:
             libraries = {}
@@ -159,7 +160,7 @@ class Kernel:
             for function in self._functions.values():
                 function._forget()
             for library in libraries.values():
-                library.release()
+                library.release(self)
 
     def __enter__(self) -> Kernel:
         return self
@@ -177,20 +178,25 @@ class Kernel:
                 held = next(
                     (lib for lib, _ in self._libraries.values() if lib.key == chosen.key), None
                 )
-                library = held or library_for(driver, chosen, self._probe)
+                library = held or library_for(driver, chosen, self._probe, self)
                 self._libraries[device] = library, chosen
             return self._libraries[device]
 
     def _load_function(self, spec: FunctionSpec, device: int, stream: Any) -> DeviceFunction:
-        driver = _driver.get()
         _hook_fork()
+        with self._lock:
+            library, chosen = self._load_library(device, stream)
+            with _driver.RelaxedCapture(library.driver):
+                return load_function(library.driver, library, chosen, spec, device)
+
+    def _load_library(self, device: int, stream: Any) -> tuple[Library, Chosen]:
+        driver = _driver.get()
         with self._lock:
             if device not in self._libraries:
                 _refuse_capture(driver, self._image.label, device, stream)
             # Another thread may be capturing a graph, which a load must not end.
             with _driver.RelaxedCapture(driver):
-                library, chosen = self._library(device)
-                return load_function(driver, library, chosen, spec, device)
+                return self._library(device)
 
 
 def _refuse_capture(driver: Any, label: str, device: int, stream: Any) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from fakecuda import FakeCuda
+from fakecuda.helpers import BLOCK, GRID, PROBE_CUBIN, arrays
 
 from kernel_hub import Kernel, KernelFunction
 from kernel_hub.errors import (
@@ -19,8 +20,6 @@ from kernel_hub.errors import (
     LaunchConfigError,
     ParamsError,
 )
-
-PROBE_CUBIN = Path(__file__).resolve().parent.parent / "cubins" / "sm90" / "launch_probe.cubin"
 
 
 @pytest.fixture
@@ -105,3 +104,25 @@ def test_unload_waits_for_loads_of_other_functions(fakecuda: FakeCuda) -> None:
     for thread in threads:
         thread.join(20)
     assert not any(thread.is_alive() for thread in threads)
+
+
+def test_a_bound_launch_is_refused_once_its_image_is_unloaded(fakecuda: FakeCuda) -> None:
+    kernel = Kernel("launch_probe")
+    params = [*arrays(), 5, 0.5]
+    bound = kernel.launch_probe_5.bind(GRID, BLOCK, 0, 0, params)
+    bound()
+    kernel.unload()
+    with pytest.raises(LaunchConfigError, match="bind it again"):
+        bound()
+    kernel.launch_probe_5.bind(GRID, BLOCK, 0, 0, params)()
+    assert fakecuda.launch_count == 2
+
+
+def test_a_kernel_that_died_holds_no_image(fakecuda: FakeCuda) -> None:
+    first, second = Kernel("launch_probe"), Kernel("launch_probe")
+    first.load()
+    second.load()
+    del first
+    gc.collect()
+    second.unload()
+    assert fakecuda.live("libraries") == 0
