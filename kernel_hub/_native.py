@@ -11,7 +11,6 @@ import ctypes
 import os
 import platform
 import sys
-import sysconfig
 from ctypes import POINTER, c_int64, c_uint32, c_uint64, c_void_p, py_object
 from functools import lru_cache
 from pathlib import Path
@@ -106,7 +105,7 @@ def _library() -> Any:
     """The loaded library, or None where it does not fit."""
     if (
         sys.implementation.name != "cpython"
-        or sysconfig.get_config_var("Py_GIL_DISABLED")
+        or "t" in sys.abiflags  # free-threaded: objects have another layout
         or (sys.platform, platform.machine()) != ("linux", "x86_64")
     ):
         return None
