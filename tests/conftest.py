@@ -6,12 +6,18 @@ GPU tests live in tests/gpu or carry `@pytest.mark.gpu`. Without a GPU they skip
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+with contextlib.suppress(ImportError):
+    # First: once something has imported the standard distutils, setuptools refuses to load, and
+    # torch.compile needs it.
+    import setuptools  # noqa: F401
 
 import pytest
 from fakecuda import CompilerMissingError, FakeCuda
