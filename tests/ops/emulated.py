@@ -18,7 +18,11 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 EMULATOR = Path(__file__).parent / "emulator"
-ERRORS = {1: "a 16-byte access is misaligned", 2: "some threads of a block missed a barrier"}
+ERRORS = {
+    1: "a 16-byte access is misaligned",
+    2: "the threads of a warp or a block do not meet at one barrier or warp collective",
+    3: "dynamic shared memory was used past sharedMemBytes",
+}
 
 
 class CannotEmulateError(RuntimeError):
@@ -59,7 +63,8 @@ def build(cubin: str) -> ctypes.CDLL:
     if not library.exists():
         made = library.with_suffix(f".{os.getpid()}.tmp")
         command = [
-            compiler, "-std=c++17", "-O1", "-fno-strict-aliasing", "-fPIC", "-shared", "-w",
+            compiler, "-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-fno-strict-aliasing", "-fPIC",
+            "-shared", "-w",
             "-I", str(EMULATOR), "-I", str(ROOT / "csrc/include"), "-isystem", str(_cuda_headers()),
             "-include", "emulator.h", "-x", "c++", str(source), "-o", str(made),
         ]  # fmt: skip
@@ -93,9 +98,11 @@ class EmulatedFunction:
             self._address,
             (ctypes.c_uint * 3)(*gridDim),
             (ctypes.c_uint * 3)(*blockDim),
+            sharedMemBytes,
             (ctypes.c_int64 * len(integers))(*integers),
             len(integers),
-            (ctypes.c_float * 2)(*floats),
+            (ctypes.c_float * len(floats))(*floats),
+            len(floats),
         )
         if error:
             raise AssertionError(f"{self.name}: {ERRORS[error]} (gridDim {gridDim}, {blockDim})")

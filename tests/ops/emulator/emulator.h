@@ -1,21 +1,26 @@
-// Runs a kernel's own source on the CPU, for tests without a GPU: block after block, each CUDA
-// thread a fibre that runs until its next barrier or shuffle. Finds wrong indices, misaligned
-// vectors and barriers some threads miss; shows nothing about speed, and not what only parallel
-// threads do (races).
+// Runs a kernel's own source on the CPU, for tests without a GPU: block after block, warp after
+// warp up to the block's next barrier, each CUDA thread a fibre that runs until its next barrier or
+// warp collective. Finds wrong indices, misaligned vectors, copies used before they were waited
+// for, barriers that some threads miss, and shared memory that is read before it is written (it
+// starts as nan) or written past its end; shows nothing about speed, and few races.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <math.h>
+#include <setjmp.h>
 #include <stdint.h>
 #include <string.h>
 #include <ucontext.h>
 #include <vector_types.h>
 
+#include <utility>
 #include <vector>
 
 #undef __launch_bounds__
 #define __launch_bounds__(...)
+#undef __grid_constant__
+#define __grid_constant__
 #undef __shared__
 #define __shared__ static
 #ifndef __forceinline__
@@ -28,20 +33,41 @@ static dim3 blockDim, gridDim;
 namespace emulator {
 
 constexpr int kMaxThreads = 1024;
+constexpr int kWarp = 32;
 constexpr size_t kStackBytes = 64 << 10;
+constexpr size_t kSharedBytes = 256 << 10;
+constexpr size_t kCanaryBytes = 4096;  // watched, behind the shared memory asked for
+constexpr size_t kPayloadBytes = 64;
+constexpr int kMaxIntegers = 64, kMaxFloats = 8;
 
-enum Error { kNone = 0, kMisaligned = 1, kDivergentBarrier = 2 };
+enum Error { kNone = 0, kMisaligned = 1, kDivergentBarrier = 2, kSharedBounds = 3 };
+// Where a thread stands: at the block's barrier, at its end, or at a warp collective of some kind.
+enum Stop { kBlockBarrier, kDone, kSyncWarp, kShuffle, kVote, kLdmatrix, kMma };
 
-struct Fibre {
-    ucontext_t context;
-    bool done;
-    int parity;
+struct Copy {
+    char* target;
+    const void* source;  // null: zeros
+    int bytes;
 };
 
-inline ucontext_t scheduler;
+struct Fibre {
+    ucontext_t start;
+    jmp_buf resume;
+    bool is_started;
+    Stop stop;
+    int parity;
+    std::vector<Copy> copies;      // started, not arrived
+    std::vector<size_t> groups;    // how many of them each open group holds
+    size_t ungrouped;
+    alignas(16) char payload[2][kPayloadBytes];
+};
+
+inline ucontext_t scheduler_context;
+inline jmp_buf scheduler;
 inline std::vector<Fibre> fibres(kMaxThreads);
 inline std::vector<char> stacks(kMaxThreads* kStackBytes);
-inline float exchanged[2][kMaxThreads];
+alignas(1024) inline char shared[kSharedBytes + kCanaryBytes];
+inline size_t shared_bytes;
 inline int current, error;
 inline void (*body)();
 
@@ -49,71 +75,172 @@ inline void check_aligned(const void* address) {
     if (reinterpret_cast<uintptr_t>(address) % 16) error = kMisaligned;
 }
 
-inline void yield() {
-    swapcontext(&fibres[current].context, &scheduler);
+// A place in dynamic shared memory by its address, aligned and inside.
+inline char* shared_place(uint32_t address, size_t bytes) {
+    if (address % bytes) error = kMisaligned;
+    if (address + bytes > shared_bytes) {
+        error = kSharedBounds;
+        return shared + kSharedBytes + kCanaryBytes - bytes;
+    }
+    return shared + address;
 }
 
-inline float shuffle_xor(float value, int mask) {
-    const int me = current;
-    const int parity = fibres[me].parity ^= 1;
-    exchanged[parity][me] = value;
-    yield();
-    return exchanged[parity][(me & ~31) | ((me ^ mask) & 31)];
+// Gives way until every thread of the warp (kBlockBarrier: of the block) stands at the same stop.
+inline void wait_at(Stop stop) {
+    Fibre& fibre = fibres[current];
+    fibre.stop = stop;
+    if (_setjmp(fibre.resume) == 0) _longjmp(scheduler, 1);
+}
+
+// Puts up `mine` for the other lanes of the warp; peer(lane) reads theirs afterwards.
+template <typename T>
+struct Exchange {
+    static_assert(sizeof(T) <= kPayloadBytes, "a lane puts up at most kPayloadBytes");
+    int first, parity;
+    Exchange(Stop stop, const T& mine) {
+        const int me = current;
+        first = me & ~(kWarp - 1);
+        parity = fibres[me].parity ^= 1;
+        memcpy(fibres[me].payload[parity], &mine, sizeof(T));
+        wait_at(stop);
+    }
+    const T& peer(int lane) const {
+        return *reinterpret_cast<const T*>(fibres[first + (lane & (kWarp - 1))].payload[parity]);
+    }
+};
+
+inline int lane() {
+    return current & (kWarp - 1);
+}
+
+template <typename T>
+inline T shuffle(T value, int from) {
+    return Exchange<T>(kShuffle, value).peer(from);
+}
+
+inline unsigned ballot(bool vote) {
+    const Exchange<bool> votes(kVote, vote);
+    unsigned bits = 0;
+    for (int i = 0; i < kWarp; ++i) bits |= votes.peer(i) ? 1u << i : 0u;
+    return bits;
+}
+
+inline void start_copy(char* target, const void* source, int bytes) {
+    fibres[current].copies.push_back({target, source, bytes});
+    ++fibres[current].ungrouped;
+}
+
+inline void commit_copies() {
+    Fibre& fibre = fibres[current];
+    fibre.groups.push_back(fibre.ungrouped);
+    fibre.ungrouped = 0;
+}
+
+inline void wait_for_copies(size_t pending) {
+    Fibre& fibre = fibres[current];
+    while (fibre.groups.size() > pending) {
+        const size_t count = fibre.groups.front();
+        for (size_t i = 0; i < count; ++i) {
+            const Copy& copy = fibre.copies[i];
+            if (copy.source)
+                memcpy(copy.target, copy.source, copy.bytes);
+            else
+                memset(copy.target, 0, copy.bytes);
+        }
+        fibre.copies.erase(fibre.copies.begin(), fibre.copies.begin() + count);
+        fibre.groups.erase(fibre.groups.begin());
+    }
 }
 
 inline void run_fibre() {
     body();
-    fibres[current].done = true;
-    yield();
+    wait_at(kDone);
+}
+
+inline void step(int thread) {
+    current = thread;
+    threadIdx.x = thread % blockDim.x;
+    threadIdx.y = thread / blockDim.x % blockDim.y;
+    threadIdx.z = thread / (blockDim.x * blockDim.y);
+    Fibre& fibre = fibres[thread];
+    if (_setjmp(scheduler)) return;
+    if (fibre.is_started) _longjmp(fibre.resume, 1);
+    fibre.is_started = true;
+    setcontext(&fibre.start);
+}
+
+// Runs a warp to the block's barrier or to its end; returns where it stands.
+inline Stop run_warp(int first, int last) {
+    for (;;) {
+        for (int i = first; i < last; ++i) step(i);
+        const Stop stop = fibres[first].stop;
+        for (int i = first; i < last; ++i) {
+            if (fibres[i].stop != stop) {
+                error = kDivergentBarrier;
+                return kDone;
+            }
+        }
+        if (stop == kBlockBarrier || stop == kDone) return stop;
+    }
 }
 
 inline void run_block() {
     const int threads = blockDim.x * blockDim.y * blockDim.z;
+    memset(shared, 0xff, shared_bytes + kCanaryBytes);
     for (int i = 0; i < threads; ++i) {
         Fibre& fibre = fibres[i];
-        getcontext(&fibre.context);
-        fibre.context.uc_stack.ss_sp = &stacks[i * kStackBytes];
-        fibre.context.uc_stack.ss_size = kStackBytes;
-        fibre.context.uc_link = &scheduler;
-        fibre.done = false;
-        makecontext(&fibre.context, run_fibre, 0);
+        getcontext(&fibre.start);
+        fibre.start.uc_stack.ss_sp = &stacks[i * kStackBytes];
+        fibre.start.uc_stack.ss_size = kStackBytes;
+        fibre.start.uc_link = &scheduler_context;
+        fibre.is_started = false;
+        fibre.copies.clear();
+        fibre.groups.clear();
+        fibre.ungrouped = 0;
+        makecontext(&fibre.start, run_fibre, 0);
     }
-    for (int left = threads; left == threads;) {
-        left = 0;
-        for (current = 0; current < threads; ++current) {
-            threadIdx.x = current % blockDim.x;
-            threadIdx.y = current / blockDim.x % blockDim.y;
-            threadIdx.z = current / (blockDim.x * blockDim.y);
-            swapcontext(&scheduler, &fibres[current].context);
-            left += !fibres[current].done;
+    for (Stop stop = kBlockBarrier; stop == kBlockBarrier && error != kDivergentBarrier;) {
+        for (int first = 0; first < threads; first += kWarp) {
+            const Stop at = run_warp(first, first + kWarp < threads ? first + kWarp : threads);
+            if (first != 0 && at != stop) error = kDivergentBarrier;
+            stop = at;
         }
-        if (left != 0 && left != threads) error = kDivergentBarrier;
     }
+    for (size_t i = shared_bytes; i < shared_bytes + kCanaryBytes; ++i)
+        if (shared[i] != static_cast<char>(0xff)) error = kSharedBounds;
 }
 
 // The arguments of a kernel in two lists: the calling conventions of x86-64 and AArch64 count
 // integers and floats apart, and give every integer 8 bytes on the stack, so one call fits every
-// kernel of at most 40 integers and 2 floats.
-inline int64_t integers[40];
-inline float floats[2];
+// kernel of at most kMaxIntegers integers and kMaxFloats floats.
+inline int64_t integers[kMaxIntegers];
+inline float floats[kMaxFloats];
 inline void* kernel;
 
-template <int... kIndices>
-inline void call_kernel(std::integer_sequence<int, kIndices...>) {
+template <int... kIntegers, int... kFloats>
+inline void call_kernel(std::integer_sequence<int, kIntegers...>,
+                        std::integer_sequence<int, kFloats...>) {
     using Integer = int64_t;
-    using Kernel = void (*)(decltype((void)kIndices, Integer())..., float, float);
-    reinterpret_cast<Kernel>(kernel)(integers[kIndices]..., floats[0], floats[1]);
+    using Float = float;
+    using Kernel =
+        void (*)(decltype((void)kIntegers, Integer())..., decltype((void)kFloats, Float())...);
+    reinterpret_cast<Kernel>(kernel)(integers[kIntegers]..., floats[kFloats]...);
 }
 
 }  // namespace emulator
 
 extern "C" int emulator_launch(void* kernel, const unsigned* grid, const unsigned* block,
-                               const int64_t* integers, int num_integers, const float* floats) {
+                               unsigned shared_bytes, const int64_t* integers, int num_integers,
+                               const float* floats, int num_floats) {
     emulator::kernel = kernel;
+    emulator::shared_bytes = shared_bytes;
     memcpy(emulator::integers, integers, num_integers * sizeof(int64_t));
-    memcpy(emulator::floats, floats, sizeof(emulator::floats));
+    memcpy(emulator::floats, floats, num_floats * sizeof(float));
     emulator::error = emulator::kNone;
-    emulator::body = [] { emulator::call_kernel(std::make_integer_sequence<int, 40>()); };
+    emulator::body = [] {
+        emulator::call_kernel(std::make_integer_sequence<int, emulator::kMaxIntegers>(),
+                              std::make_integer_sequence<int, emulator::kMaxFloats>());
+    };
     gridDim = {grid[0], grid[1], grid[2]};
     blockDim = {block[0], block[1], block[2]};
     for (blockIdx.z = 0; blockIdx.z < grid[2]; ++blockIdx.z)
@@ -123,11 +250,35 @@ extern "C" int emulator_launch(void* kernel, const unsigned* grid, const unsigne
 }
 
 inline void __syncthreads() {
-    emulator::yield();
+    emulator::wait_at(emulator::kBlockBarrier);
 }
-inline float __shfl_xor_sync(unsigned, float value, int mask) {
-    return emulator::shuffle_xor(value, mask);
+inline void __syncwarp(unsigned = ~0u) {
+    emulator::wait_at(emulator::kSyncWarp);
 }
+template <typename T>
+inline T __shfl_xor_sync(unsigned, T value, int mask) {
+    return emulator::shuffle(value, emulator::lane() ^ mask);
+}
+template <typename T>
+inline T __shfl_sync(unsigned, T value, int lane) {
+    return emulator::shuffle(value, lane);
+}
+inline unsigned __ballot_sync(unsigned, bool vote) {
+    return emulator::ballot(vote);
+}
+inline bool __any_sync(unsigned, bool vote) {
+    return emulator::ballot(vote) != 0;
+}
+inline bool __all_sync(unsigned, bool vote) {
+    return emulator::ballot(vote) == ~0u;
+}
+template <typename T>
+inline T atomicAdd(T* address, T value) {
+    const T before = *address;
+    *address = before + value;
+    return before;
+}
+inline void __threadfence() {}
 template <typename T>
 inline T __ldg(const T* address) {
     if (sizeof(T) == 16) emulator::check_aligned(address);
@@ -149,9 +300,20 @@ inline uint32_t __float_as_uint(float value) {
 inline float __expf(float x) {
     return expf(x);
 }
+inline float __logf(float x) {
+    return logf(x);
+}
 inline float __fdividef(float a, float b) {
     return a / b;
 }
 inline float rsqrtf(float x) {
     return 1.0f / sqrtf(x);
+}
+template <typename T>
+inline T min(T a, T b) {
+    return b < a ? b : a;
+}
+template <typename T>
+inline T max(T a, T b) {
+    return a < b ? b : a;
 }
