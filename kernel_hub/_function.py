@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from . import _codegen, tensors
 from . import driver as _driver
-from ._geometry import dims
+from ._geometry import dims, index
 from ._image import FunctionSpec
 from ._launch import DeviceFunction, device_of, is_blocking
 from ._native import Launcher
@@ -157,6 +157,7 @@ class KernelFunction(partial):  # type: ignore[type-arg]
         """How many blocks of that shape one SM of `device` holds at once."""
         state = self._state(self._device(device), 0)
         x, y, z = dims(blockDim, "blockDim", self.name)
+        sharedMemBytes = index(sharedMemBytes, "sharedMemBytes", self.name)
         if not 1 <= x * y * z <= state.limits.max_threads:
             raise LaunchConfigError(
                 f"blockDim={blockDim} of {self.name}: 1 to {state.limits.max_threads} threads"
@@ -186,7 +187,7 @@ class KernelFunction(partial):  # type: ignore[type-arg]
         return BoundLaunch._make(self, gridDim, blockDim, sharedMemBytes, stream, params, options)
 
     def _device(self, device: int | None) -> int:
-        return tensors.current_device() if device is None else device
+        return device_number(device, self.name)
 
     def _state(self, device: int, stream: Any) -> DeviceFunction:
         """The function on `device`, loaded once."""
@@ -269,6 +270,11 @@ class KernelFunction(partial):  # type: ignore[type-arg]
                 for bound in list(state.bounds):
                     bound._expire()
             self._states.clear()
+
+
+def device_number(device: Any, where: str) -> int:
+    """`device`, an int, or the current one for None."""
+    return tensors.current_device() if device is None else index(device, "device", where)
 
 
 def _call_signature(

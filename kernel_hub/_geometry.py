@@ -77,11 +77,11 @@ class Options:
                     f"cluster={cluster}: {limits.function} is compiled for {limits.cluster}"
                 )
         if priority is not None:
-            priority = _index(priority, "priority", where)
+            priority = index(priority, "priority", where)
             if not -(2**31) <= priority < 2**31:
                 raise LaunchConfigError(f"priority={priority} of {where}: a 32-bit int")
         if carveout is not None:
-            carveout = _index(carveout, "carveout", where)
+            carveout = index(carveout, "carveout", where)
             if not -1 <= carveout <= 100:
                 raise LaunchConfigError(f"carveout={carveout} of {where}: a percentage, 0 to 100")
         return cls(cluster, bool(cooperative), bool(programmatic), priority, carveout)
@@ -108,7 +108,8 @@ class Options:
         return b"".join(part.ljust(_ATTRIBUTE_BYTES, b"\0") for part in parts)
 
 
-def _index(value: Any, name: str, where: str) -> int:
+def index(value: Any, name: str, where: str) -> int:
+    """`value` as an int, or LaunchConfigError."""
     try:
         return operator.index(value)
     except TypeError:
@@ -122,7 +123,7 @@ def dims(value: Any, name: str, where: str) -> tuple[int, int, int]:
     if isinstance(value, (tuple, list)):
         if not 1 <= len(value) <= 3:
             raise LaunchConfigError(f"{name}={value!r} of {where}: 1 to 3 ints, got {len(value)}")
-        numbers = [_index(part, name, where) for part in value]
+        numbers = [index(part, name, where) for part in value]
     elif isinstance(value, (str, bytes, bytearray, Mapping, Set)):
         raise LaunchConfigError(
             f"{name}={value!r} of {where}: an int or 1 to 3 ints, not {type(value).__name__}"
@@ -132,9 +133,9 @@ def dims(value: Any, name: str, where: str) -> tuple[int, int, int]:
             numbers = [operator.index(value)]
         except TypeError:
             try:
-                numbers = [_index(part, name, where) for part in value]
+                numbers = [index(part, name, where) for part in value]
             except TypeError:
-                numbers = [_index(value, name, where)]
+                numbers = [index(value, name, where)]
             if not 1 <= len(numbers) <= 3:
                 raise LaunchConfigError(f"{name}={value!r} of {where}: 1 to 3 ints") from None
     x, y, z = (*numbers, 1, 1)[:3]
@@ -147,7 +148,7 @@ def check(
     """(grid x, y, z, block x, y, z, shared bytes), or LaunchConfigError."""
     where = f"{limits.function} on {limits.device_name}"
     grid, block = dims(gridDim, "gridDim", where), dims(blockDim, "blockDim", where)
-    shared = _index(sharedMemBytes, "sharedMemBytes", where)
+    shared = index(sharedMemBytes, "sharedMemBytes", where)
     for name, value, most in (
         ("gridDim", grid, limits.max_grid),
         ("blockDim", block, limits.max_block),

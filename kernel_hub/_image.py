@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -281,87 +281,21 @@ class ForeignImage:
         )
 
 
-class DeclaredImage:
-    """An image whose parameter types the caller declares (`Kernel(..., signatures=…)`)."""
-
-    def __init__(self, image: Image, signatures: Any) -> None:
-        self.label = image.label
-        self._image = image
-        if not isinstance(signatures, Mapping):
-            found = type(signatures).__name__
-            raise ParamsError(f"signatures is a {found}, not a dict by function name")
-        self._signatures = {
-            name: _parse_signature(name, given) for name, given in signatures.items()
-        }
-        names = image.names()
-        for name in self._signatures:
-            if names is not None and name not in names:
-                raise FunctionNotFoundError.among(name, names, self.label)
-            self.spec(name)  # a wrong declaration is refused now, not at the first launch
-
-    def names(self) -> Sequence[str] | None:
-        return self._image.names()
-
-    def spec(self, name: str) -> FunctionSpec:
-        return self._declare(self._image.spec(name))
-
-    def choose(self, compute_capability: tuple[int, int]) -> Chosen:
-        chosen = self._image.choose(compute_capability)
-        declared = {name: self._declare(chosen.functions[name]) for name in chosen.functions}
-        return replace(chosen, functions=declared, declare=self._declare)
-
-    def _declare(self, spec: FunctionSpec) -> FunctionSpec:
-        signature = self._signatures.get(spec.name)
-        if signature is None or spec.params is None:
-            return spec
-        if len(signature) != len(spec.params):
-            raise ParamsError(
-                f"signatures[{spec.name!r}] declares {len(signature)} parameters, the function "
-                f"takes {len(spec.params)}"
-            )
-        params = tuple(
-            Param.make(old.index, name, text, old.size_bytes, old.offset_bytes)
-            for old, (text, name) in zip(spec.params, signature, strict=True)
-        )
-        return replace(spec, params=params)
-
-
-def _parse_signature(function: str, given: Any) -> list[tuple[str, str | None]]:
-    """A prototype text, a list of types, or a dict name -> type, as (type, name) pairs."""
-    if isinstance(given, Mapping):
-        return [(str(text), str(name)) for name, text in given.items()]
-    if isinstance(given, str):
-        if given.rstrip(" ;").endswith(")"):  # a whole prototype: 'void f(float* out, int n)'
-            given = given[given.find("(") + 1 : given.rindex(")")]
-        given = [part for part in given.split(",") if part.strip()]
-    if not isinstance(given, Sequence) or not all(isinstance(part, str) for part in given):
-        raise ParamsError(
-            f"signatures[{function!r}] must be a list of C types, a dict name -> type or a text "
-            f"like 'float* out, int n', not {given!r}"
-        )
-    return [_split_declaration(part) for part in given]
-
-
-def _split_declaration(text: str) -> tuple[str, str | None]:
-    """'const float* x' -> ('const float*', 'x'); a type alone has no name."""
-    from .ctypes_table import type_info
-
-    words = text.replace("*", "* ").split()
-    if len(words) > 1 and words[-1].isidentifier() and type_info(" ".join(words[:-1])) is not None:
-        return " ".join(words[:-1]), words[-1]
-    return text.strip(), None
-
-
 def open_image(filename: Any, package: str | None) -> Image:
     """The image `filename` stands for: a shipped name, a path, or the bytes themselves."""
+    if package is not None and not isinstance(package, str):
+        raise ParamsError(
+            f"package={package!r}: a package's name, or None for kernel_hub's own, not "
+            f"{type(package).__name__}"
+        )
     if isinstance(filename, (bytes, bytearray, memoryview)):
         return ForeignImage(bytes(filename), f"an image of {len(filename)} bytes")
     if isinstance(filename, Path):
         return _open_file(filename)
     if not isinstance(filename, str):
-        raise TypeError(
-            f"filename is a {type(filename).__name__}; pass a shipped cubin's name, a path, or "
-            "the image as bytes"
+        raise ParamsError(
+            f"filename={filename!r} is a {type(filename).__name__}; pass a shipped cubin's name, a "
+            "path, or the image as bytes"
         )
     name = filename
     for suffix in SUFFIXES[:2]:

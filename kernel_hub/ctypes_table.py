@@ -47,7 +47,7 @@ SCALARS: dict[str, TypeInfo] = {
 }
 
 # Other spellings of the names above. `long` is 64 bits: nvcc's hosts for these cubins are LP64.
-_ALIASES = {
+ALIASES = {
     "signed char": "int8_t",
     "unsigned char": "uint8_t",
     "short": "int16_t",
@@ -98,7 +98,7 @@ def canonical(type_text: str) -> str:
             base = sign or ["int"]
         words = base
     name = " ".join(words)
-    return _ALIASES.get(name, name) + stars
+    return ALIASES.get(name, name) + stars
 
 
 @lru_cache(maxsize=1024)

@@ -10,17 +10,18 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import _library, tensors
 from . import driver as _driver
 from ._bound import BoundLaunch
-from ._function import KernelFunction, live
-from ._image import Chosen, DeclaredImage, FunctionSpec, open_image
+from ._declared import DeclaredImage
+from ._function import KernelFunction, device_number, live
+from ._image import Chosen, FunctionSpec, open_image
 from ._launch import DeviceFunction
 from ._library import Library, library_for, load_function
-from .errors import FunctionNotFoundError, LaunchConfigError
+from .errors import CudaDriverError, FunctionNotFoundError, LaunchConfigError, ParamsError
 
 if TYPE_CHECKING:
     from .memory import DeviceArray
@@ -40,7 +41,7 @@ class Kernel:
     function_names: the functions to offer; None offers every one in the image.
     package: the package whose collection `filename` is looked up in; None is kernel_hub's own.
     signatures: C types for images that carry only sizes: {function: ['float*', 'int']}, a dict
-        name -> type, or a text 'float* out, int n'.
+        name -> type, or a text 'float* out, int n'. Types of your own are written `struct Params`.
     probe: load an image nobody vouches for in a child process first (a damaged image can kill the
         driver, and then kills the child).
 
@@ -78,6 +79,8 @@ class Kernel:
         else:
             if isinstance(function_names, str):
                 function_names = [function_names]
+            if not isinstance(function_names, Iterable):
+                raise ParamsError(f"function_names={function_names!r}: a list of names, or None")
             self._names = list(function_names)
             for name in self._names:
                 if available is not None and name not in available:
@@ -138,9 +141,13 @@ class Kernel:
         """
         from .memory import DeviceArray
 
-        device = tensors.current_device() if device is None else device
-        library, _ = self._load_library(device, None)
-        address, size_bytes = library.find_global(name, device)
+        if not isinstance(name, str):
+            raise ParamsError(f"name={name!r} of get_global: a str, not {type(name).__name__}")
+        device = device_number(device, self._image.label)
+        driver = _driver.get()
+        with self._lock, _driver.RelaxedCapture(driver):
+            library, _ = self._library(driver, device, None)
+            address, size_bytes = library.find_global(name, device)
         flat = DeviceArray.from_address(address, (size_bytes,), "uint8", device, library)
         return flat if dtype == "uint8" else flat.view(dtype)
 
@@ -159,8 +166,16 @@ class Kernel:
             self._libraries.clear()
             for function in self._functions.values():
                 function._forget()
+            failures = []
             for library in libraries.values():
-                library.release(self)
+                try:
+                    library.release(self)
+                except CudaDriverError as error:  # the others are still to go
+                    failures.append(error)
+            if failures:
+                first = failures[0]
+                text = "\n".join(map(str, failures))
+                raise CudaDriverError(text, call=first.call, code=first.code, name=first.name)
 
     def __enter__(self) -> Kernel:
         return self
@@ -168,35 +183,25 @@ class Kernel:
     def __exit__(self, *exc: object) -> None:
         self.unload()
 
-    def _library(self, device: int) -> tuple[Library, Chosen]:
-        with self._lock:
-            if device not in self._libraries:
-                driver = _driver.get()
-                # Checks the device number, and that it can be used at all.
-                driver.primary_context(device)
-                chosen = self._image.choose(driver.compute_capability(device))
-                held = next(
-                    (lib for lib, _ in self._libraries.values() if lib.key == chosen.key), None
-                )
-                library = held or library_for(driver, chosen, self._probe, self)
-                self._libraries[device] = library, chosen
-            return self._libraries[device]
+    def _library(self, driver: Any, device: int, stream: Any) -> tuple[Library, Chosen]:
+        """What runs on `device`, loaded; the caller holds the lock and a RelaxedCapture."""
+        if device not in self._libraries:
+            _refuse_capture(driver, self._image.label, device, stream)
+            # Checks the device number, and that it can be used at all.
+            driver.primary_context(device)
+            chosen = self._image.choose(driver.compute_capability(device))
+            held = next((lib for lib, _ in self._libraries.values() if lib.key == chosen.key), None)
+            library = held or library_for(driver, chosen, self._probe, self)
+            self._libraries[device] = library, chosen
+        return self._libraries[device]
 
     def _load_function(self, spec: FunctionSpec, device: int, stream: Any) -> DeviceFunction:
         _hook_fork()
-        with self._lock:
-            library, chosen = self._load_library(device, stream)
-            with _driver.RelaxedCapture(library.driver):
-                return load_function(library.driver, library, chosen, spec, device)
-
-    def _load_library(self, device: int, stream: Any) -> tuple[Library, Chosen]:
         driver = _driver.get()
-        with self._lock:
-            if device not in self._libraries:
-                _refuse_capture(driver, self._image.label, device, stream)
-            # Another thread may be capturing a graph, which a load must not end.
-            with _driver.RelaxedCapture(driver):
-                return self._library(device)
+        # Another thread may be capturing a graph, which a load must not end.
+        with self._lock, _driver.RelaxedCapture(driver):
+            library, chosen = self._library(driver, device, stream)
+            return load_function(driver, library, chosen, spec, device)
 
 
 def _refuse_capture(driver: Any, label: str, device: int, stream: Any) -> None:

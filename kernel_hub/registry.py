@@ -82,8 +82,18 @@ class Registry:
         return f"<Registry of {self._package}: {', '.join(self)}>"
 
     def find(self, *, arch: str | None = None, dtype: str | None = None) -> list[Found]:
-        """The shipped functions, of one architecture ('sm90') and dtype token ('bf16') if given."""
+        """The shipped functions, of one architecture ('sm90') and dtype token ('bf16') if given.
+
+        Raises CubinNotFoundError for an architecture nothing is built for, or no dtype token.
+        """
         manifest = open_collection(self._package).manifest
+        archs = sorted({name for entries in manifest.cubins.values() for name in entries})
+        for argument, value, known in (("arch", arch, archs), ("dtype", dtype, DTYPE_TOKENS)):
+            if value is not None and value not in known:
+                raise CubinNotFoundError(
+                    f"{self._package} ships nothing for {argument}={value!r}; it has: "
+                    + ", ".join(known)
+                )
         found = []
         for cubin, entries in sorted(manifest.cubins.items()):
             for entry_arch, entry in sorted(entries.items()):

@@ -22,7 +22,7 @@ with contextlib.suppress(ImportError):
 import pytest
 from fakecuda import CompilerMissingError, FakeCuda
 
-from kernel_hub import driver, tensors
+from kernel_hub import Kernel, KernelFunction, driver, tensors
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -109,3 +109,9 @@ def make_fakecuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Fak
 def fakecuda(make_fakecuda: Callable[..., FakeCuda]) -> FakeCuda:
     """One fake H200 under driver 13.0."""
     return make_fakecuda()
+
+
+@pytest.fixture
+def probe(fakecuda: FakeCuda) -> KernelFunction:
+    """launch_probe_5 of the shipped cubin on the stand-in driver: (out, x, y, n, scale)."""
+    return Kernel("launch_probe").launch_probe_5

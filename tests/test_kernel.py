@@ -27,11 +27,6 @@ from kernel_hub.errors import (
 )
 
 
-@pytest.fixture
-def probe(fakecuda: FakeCuda) -> KernelFunction:
-    return Kernel("launch_probe").launch_probe_5
-
-
 def test_construction_touches_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(driver.LIBRARY_VARIABLE, "/nowhere/libcuda.so")
     kernel = Kernel("launch_probe", ["launch_probe_5"])

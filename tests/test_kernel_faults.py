@@ -24,11 +24,6 @@ from kernel_hub.errors import (
 )
 
 
-@pytest.fixture
-def probe(fakecuda: FakeCuda) -> KernelFunction:
-    return Kernel("launch_probe").launch_probe_5
-
-
 def test_digest_mismatch_is_found_at_load(
     fakecuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:

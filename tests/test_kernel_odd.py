@@ -17,15 +17,12 @@ from fakecuda.helpers import BLOCK, GRID, PROBE_CUBIN, arrays
 from kernel_hub import Kernel, KernelFunction
 from kernel_hub.errors import (
     CubinNotFoundError,
+    CudaDriverError,
     FunctionNotFoundError,
+    KernelHubError,
     LaunchConfigError,
     ParamsError,
 )
-
-
-@pytest.fixture
-def probe(fakecuda: FakeCuda) -> KernelFunction:
-    return Kernel("launch_probe").launch_probe_5
 
 
 class Malformed:
@@ -127,3 +124,75 @@ def test_a_kernel_that_died_holds_no_image(fakecuda: FakeCuda) -> None:
     gc.collect()
     second.unload()
     assert fakecuda.live("libraries") == 0
+
+
+ODD: list[tuple[Callable[[Kernel], object], str]] = [
+    (lambda k: k.launch_probe_5.occupancy(1, 1.5), r"sharedMemBytes=1\.5 .*an int, not float"),
+    (lambda k: k.launch_probe_5.occupancy("1"), "blockDim='1' .*not str"),
+    (lambda k: k.launch_probe_5.occupancy(1, device=0.0), r"device=0\.0 .*an int, not float"),
+    (lambda k: k.launch_probe_5.attributes("0"), "device='0' of launch_probe_5.*not str"),
+    (lambda k: k.launch_probe_5.load("0"), "device='0' .*an int, not str"),
+    (lambda k: k.load([0]), r"device=\[0\] .*an int, not list"),
+    (lambda k: k.get_global("x", device="0"), "device='0' .*an int, not str"),
+    (lambda k: k.get_global(3), "name=3 of get_global: a str, not int"),
+    (lambda k: Kernel("launch_probe", package=3), "package=3: a package's name, .*not int"),
+    (lambda k: Kernel(3), "filename=3 is a int"),
+    (lambda k: Kernel("launch_probe", 5), "function_names=5: a list of names, or None"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("call, text", ODD, ids=[text for _, text in ODD])
+def test_arguments_of_the_wrong_kind_are_named(
+    fakecuda: FakeCuda, call: Callable[[Kernel], object], text: str
+) -> None:
+    with pytest.raises(KernelHubError, match=text):
+        call(Kernel("launch_probe"))
+
+
+MISSPELT = [
+    ("flaot*", "float"), ("flaot", "float"), ("in", "int"), ("unit32_t", "uint32_t"),
+    ("__haf*", "__half"), ("float**x, inn n", "int"), ("const Float* x", "float"),
+    ("bfloat16*", "nv_bfloat16"), ("void", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text, nearest", MISSPELT, ids=[text for text, _ in MISSPELT])
+def test_a_misspelt_type_is_refused_with_the_nearest_names(text: str, nearest: str) -> None:
+    first = text.split(",")[-1]
+    given = ["float*", "float*", "float*", "int", first]
+    for signature in (given, ", ".join(given), dict(zip("abcde", given, strict=True))):
+        with pytest.raises(ParamsError, match="no such type") as caught:
+            Kernel(PROBE_CUBIN, signatures={"launch_probe_5": signature})
+        if not (isinstance(signature, dict) and " " in first):
+            assert nearest in str(caught.value).partition("nearest:")[2].partition(";")[0]
+        assert "`struct …`" in str(caught.value)
+
+
+def test_types_of_cuda_and_of_the_callers_own_are_taken() -> None:
+    for own in ("struct Params*", "enum Mode *mode", "ns::Params*", "vec<float>*", "float4* x",
+                "const __half2 *x", "void* x", "float** x", "cudaTextureObject_t*"):  # fmt: skip
+        types = [own, "float*", "float*", "int", "float"]
+        Kernel(PROBE_CUBIN, signatures={"launch_probe_5": types})
+
+
+def test_a_load_relaxes_capture_once(fakecuda: FakeCuda) -> None:
+    before = fakecuda.calls("cuThreadExchangeStreamCaptureMode")
+    Kernel("launch_probe").launch_probe_5.load()
+    assert fakecuda.calls("cuThreadExchangeStreamCaptureMode") - before == 2  # in, and out
+
+
+def test_unload_goes_on_past_a_library_that_fails(make_fakecuda: Callable[..., FakeCuda]) -> None:
+    fake = make_fakecuda(devices=3)
+    for device, capability in enumerate([(8, 0), (8, 9), (9, 0)]):
+        fake.set_capability(device, *capability)
+    kernel = Kernel("launch_probe")
+    for device in range(3):
+        kernel.load(device)
+    assert fake.live("libraries") == 3
+    fake.fail("cuLibraryUnload", 999, count=2)
+    with pytest.raises(CudaDriverError, match=r"(?s)cuLibraryUnload.*cuLibraryUnload") as caught:
+        kernel.unload()
+    assert caught.value.code == 999
+    assert fake.calls("cuLibraryUnload") == 3
+    assert fake.live("libraries") == 2
+    kernel.load(2)  # and the kernel can be used again

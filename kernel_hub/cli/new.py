@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import keyword
 import re
+import sys
 from importlib import resources
 from pathlib import Path
 
@@ -39,6 +41,10 @@ def render(name: str) -> dict[str, str]:
             f"{name!r} cannot name a package: use lower-case letters, digits and underscores, "
             "starting with a letter"
         )
+    if taken := _taken_by(name):
+        raise KernelHubError(
+            f"{name!r} cannot name a package: it would hide {taken}; choose another name"
+        )
     folder = resources.files(f"{__package__.rpartition('.')[0]}.templates")
     return {
         path.replace("@NAME@", name): folder.joinpath(template)
@@ -46,6 +52,18 @@ def render(name: str) -> dict[str, str]:
         .replace("@NAME@", name)
         for template, path in FILES.items()
     }
+
+
+def _taken_by(name: str) -> str:
+    """The module that `import <name>` finds today, in words, or ''."""
+    if name in sys.stdlib_module_names:
+        return "Python's own module of that name"
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):  # ValueError: a module that was made by hand
+        spec = None
+    # A plain folder (on the path, as the current one may be) is no module anybody installed.
+    return f"the installed module at {spec.origin}" if spec is not None and spec.origin else ""
 
 
 def write(name: str, into: Path) -> Path:

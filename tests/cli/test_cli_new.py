@@ -177,3 +177,18 @@ def test_an_installed_package_is_found(tmp_path: Path) -> None:
     ):
         done = shell(script, tmp_path, PYTHONPATH=path)
         assert done.returncode == 0, script + done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", ["numpy", "json", "pytest", "sys", "string"])
+def test_the_name_of_a_module_there_is_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(KernelHubError, match=f"'{name}' cannot name a package: it would hide"):
+        new.write(name, tmp_path)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_plain_folder_on_the_path_is_no_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_scale_add").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    new.render("my_scale_add")

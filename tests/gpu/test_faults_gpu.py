@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch")
 ROOT = Path(__file__).resolve().parent.parent.parent
-SOURCE = Path(__file__).with_name("gpu_kernels.cu")
 
 
 @pytest.fixture(scope="module")
-def cubin(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
-    if not Path(nvcc).exists():
-        pytest.skip("no nvcc to build tests/gpu/gpu_kernels.cu with")
-    made = tmp_path_factory.mktemp("cubin") / "gpu_kernels.cubin"
-    subprocess.run([nvcc, "-cubin", "-arch=sm_90", "-std=c++17", "-o", made, SOURCE], check=True)
-    return made
+def cubin(compile_cuda: Callable[..., Path], device_arch: str) -> Path:
+    return compile_cuda("gpu_kernels.cu", "-cubin", f"-arch={device_arch}")
 
 
 def run_child(code: str, **environment: str) -> str:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from kernel_hub.errors import (
 
 torch = pytest.importorskip("torch")
 ROOT = Path(__file__).resolve().parent.parent.parent
-SOURCE = Path(__file__).with_name("gpu_kernels.cu")
 GRID, BLOCK = (4, 1, 1), (256, 1, 1)
 DECLARED = {
     "take_struct": None, "add_table": ["float*"], "count": ["int*"],
@@ -32,19 +30,9 @@ DECLARED = {
 }  # fmt: skip
 
 
-def build(folder: Path, *flags: str, suffix: str = ".cubin") -> Path:
-    nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
-    if not Path(nvcc).exists():
-        pytest.skip("no nvcc to build tests/gpu/gpu_kernels.cu with")
-    made = folder / f"gpu_kernels{suffix}"
-    subprocess.run([nvcc, *flags, "-std=c++17", "-o", made, SOURCE], check=True)
-    return made
-
-
 @pytest.fixture(scope="module")
-def cubin(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    major, minor = torch.cuda.get_device_capability()
-    return build(tmp_path_factory.mktemp("cubin"), "-cubin", f"-arch=sm_{major}{minor}")
+def cubin(compile_cuda: Callable[..., Path], device_arch: str) -> Path:
+    return compile_cuda("gpu_kernels.cu", "-cubin", f"-arch={device_arch}")
 
 
 @pytest.fixture(scope="module")
@@ -290,30 +278,24 @@ def test_occupancy_and_attributes_are_the_driver_s(kernels: Kernel) -> None:
     assert found["max_threads"] == 1024
 
 
-def test_ptx_and_fatbins(tmp_path: Path) -> None:
+def test_ptx_and_fatbins(tmp_path: Path, compile_cuda: Callable[..., Path]) -> None:
     out = torch.zeros(4, device="cuda")
-    for suffix, flags in (
-        (".ptx", ["-ptx", "-arch=compute_80"]),
-        (".fatbin", ["-fatbin", "-arch=sm_90"]),
-        (".fatbin", ["-fatbin", "-arch=sm_90", "--no-compress"]),
+    source = tmp_path / "k.cu"  # for PTX: clusters and grid sync are not for sm_80
+    source.write_text('extern "C" __global__ void add_table(float* o) '
+                      "{ o[threadIdx.x] = threadIdx.x + 1; }")  # fmt: skip
+    ptx = compile_cuda(source, "-ptx", "-arch=compute_80", suffix=".ptx")
+    for made in (
+        ptx,
+        compile_cuda("gpu_kernels.cu", "-fatbin", "-arch=sm_90", suffix=".fatbin"),
+        compile_cuda("gpu_kernels.cu", "-fatbin", "-arch=sm_90", "--no-compress", suffix=".fatbin"),
     ):
-        folder = tmp_path / f"{suffix[1:]}{len(flags)}"
-        folder.mkdir()
-        if suffix == ".ptx":  # clusters and grid sync are not for sm_80
-            source = folder / "k.cu"
-            source.write_text('extern "C" __global__ void add_table(float* o) '
-                              "{ o[threadIdx.x] = threadIdx.x + 1; }")  # fmt: skip
-            made = folder / "k.ptx"
-            subprocess.run(["nvcc", *flags, "-o", made, source], check=True)
-        else:
-            made = build(folder, *flags, suffix=suffix)
         out.zero_()
         kernel = Kernel(made, ["add_table"])
         kernel.add_table(1, 4, params=[out])
         assert out.tolist() == [1.0, 2.0, 3.0, 4.0]
         with pytest.raises(ParamsError, match="too many"):
             kernel.add_table(1, 4, params=[out, out])
-    broken = (tmp_path / "ptx2" / "k.ptx").read_text().replace("ret;", "no_such_instruction;")
+    broken = ptx.read_text().replace("ret;", "no_such_instruction;")
     with pytest.raises(CudaDriverError, match="JIT log"):
         Kernel(broken.encode()).add_table(1, 4, params=[out])
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,19 +14,13 @@ from kernel_hub.errors import LaunchConfigError
 from kernel_hub.memory import DeviceArray
 from kernel_hub.tensormap import TensorMap
 
-SOURCE = Path(__file__).with_name("tma_copy.cu")
-
 
 @pytest.fixture(scope="module")
-def tma_copy(tmp_path_factory: pytest.TempPathFactory) -> Kernel:
-    """tests/gpu/tma_copy.cu, compiled by the machine's own nvcc."""
-    nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
-    if not Path(nvcc).exists():
-        pytest.skip("no nvcc on this machine to compile tma_copy.cu with")
+def tma_copy(compile_cuda: Callable[..., Path]) -> Kernel:
+    """tests/gpu/tma_copy.cu."""
     if get().compute_capability(0) != (9, 0):
         pytest.skip("tma_copy.cu is compiled for compute capability 9.0")
-    cubin = tmp_path_factory.mktemp("tma") / "tma_copy.cubin"
-    subprocess.run([nvcc, "-cubin", "-arch=sm_90a", "-o", cubin, SOURCE], check=True)
+    cubin = compile_cuda("tma_copy.cu", "-cubin", "-arch=sm_90a")
     return Kernel(
         cubin, signatures={"tma_copy_2d": ["unsigned char*", "CUtensorMap", "int", "int", "int"]}
     )
