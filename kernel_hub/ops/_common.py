@@ -5,6 +5,7 @@ Knows nothing of any one op.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -170,6 +171,11 @@ def split_rows(
             "call .contiguous() first"
         )
     return outer, rows, [(pair[0], pair[1]) for pair in pairs]
+
+
+def is_debugging() -> bool:
+    """Whether KERNEL_HUB_DEBUG asks for checks of values on the device, which wait for it."""
+    return os.environ.get("KERNEL_HUB_DEBUG", "0") not in ("", "0")
 
 
 def is_aligned(elems: int, *strides: int) -> bool:

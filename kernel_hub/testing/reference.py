@@ -6,6 +6,8 @@ tensor's own dtype the budget of `compare`. Written apart from the ops' own CPU 
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 
@@ -55,3 +57,80 @@ def rope(
     turned = (real * c - imaginary * s, imaginary * c + real * s)
     dim = -1 if interleaved else -2
     return torch.cat((torch.stack(turned, dim).flatten(-2), rest), -1)
+
+
+def append_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    cache_seqlens: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    slot_mapping: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    interleaved: bool = False,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[torch.Tensor, torch.Tensor, list[int], list[tuple[int, int] | None]]:
+    """Both caches after the append in `dtype`, each token's position, and its page and row."""
+    new_k, new_v = (cache.to(dtype) for cache in (k_cache, v_cache))
+    num_tokens, (num_pages, page_size) = k.shape[:-2].numel(), k_cache.shape[:2]
+    if cu_seqlens is not None:
+        starts = cu_seqlens.tolist()
+    else:
+        seqlen = k.shape[1] if k.dim() == 4 else num_tokens
+        starts = list(range(0, num_tokens + 1, max(1, seqlen)))
+    at: list[int] = [0] * num_tokens
+    places: list[tuple[int, int] | None] = [None] * num_tokens
+    for b, (start, end) in enumerate(itertools.pairwise(starts)):
+        past = 0 if cache_seqlens is None else int(cache_seqlens[b])
+        for token in range(start, end):
+            n = past + token - start
+            at[token] = n if positions is None else int(positions.flatten()[token])
+            if slot_mapping is not None:
+                slot = int(slot_mapping.flatten()[token])
+                page, row = divmod(slot, page_size) if slot >= 0 else (-1, 0)
+            elif block_table is not None:
+                column, row = divmod(n, page_size)
+                inside = 0 <= column < block_table.shape[1]
+                page = int(block_table[b, column]) if inside else -1
+            else:
+                page, row = b, n
+            if 0 <= page < num_pages and 0 <= row < page_size:
+                places[token] = (page, row)
+    keys, values = (x.reshape(num_tokens, *x.shape[-2:]) for x in (k, v))
+    if cos is not None and sin is not None:
+        rows = torch.tensor(at, device=k.device)
+        keys = rope(keys, cos, sin, rows, interleaved=interleaved, dtype=dtype)
+    for cache, x, scale in ((new_k, keys, k_scale), (new_v, values, v_scale)):
+        x = x.to(dtype)
+        if k_cache.dtype == torch.float8_e4m3fn:
+            x = (x if scale is None else x / scale.to(dtype)[:, None]).clamp(-448, 448)
+        for token, place in enumerate(places):
+            if place is not None:
+                cache[place] = x[token]
+    return new_k, new_v, at, places
+
+
+def merge_states(
+    out_a: torch.Tensor,
+    lse_a: torch.Tensor,
+    out_b: torch.Tensor,
+    lse_b: torch.Tensor,
+    *,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of both key sets; what a side with lse = -inf holds counts nothing."""
+    wide = torch.promote_types(dtype, torch.float32)
+    a, b = lse_a.to(wide), lse_b.to(wide)
+    lse = torch.logaddexp(a, b)
+    out = torch.zeros(out_a.shape, dtype=dtype, device=out_a.device)
+    for state, own in ((out_a, a), (out_b, b)):
+        weight = (own - lse).exp().nan_to_num(0.0).transpose(-1, -2)[..., None].to(dtype)
+        out += torch.where(weight == 0, 0.0, weight * state.to(dtype))
+    return out, lse
