@@ -35,6 +35,31 @@ __device__ __forceinline__ void cp_async_16(uint32_t target, const void* source,
                  : "memory");
 }
 
+// The same with 4 bytes, both addresses multiples of 4.
+__device__ __forceinline__ void cp_async_4(uint32_t target, const void* source, bool is_inside) {
+    const int source_bytes = is_inside ? 4 : 0;
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(target), "l"(source),
+                 "r"(source_bytes)
+                 : "memory");
+}
+
+// The L2 policy of data that is read once: first to be evicted.
+__device__ __forceinline__ uint64_t read_once_policy() {
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+// cp_async_16 under an L2 policy.
+__device__ __forceinline__ void cp_async_16(uint32_t target, const void* source, bool is_inside,
+                                            uint64_t policy) {
+    const int source_bytes = is_inside ? 16 : 0;
+    asm volatile(
+        "cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(target),
+        "l"(source), "r"(source_bytes), "l"(policy)
+        : "memory");
+}
+
 // Closes the group of copies this thread has started since the last one.
 __device__ __forceinline__ void cp_async_commit() {
     asm volatile("cp.async.commit_group;" ::: "memory");

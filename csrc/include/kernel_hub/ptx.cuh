@@ -23,4 +23,34 @@ __device__ __forceinline__ void st_global(void* address, uint4 bits) {
                  : "memory");
 }
 
+// Adds to memory without reading it back; in no order.
+__device__ __forceinline__ void red_add(float* address, float value) {
+    asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(address), "f"(value) : "memory");
+}
+
+// Reads what another block has released.
+__device__ __forceinline__ int ld_acquire(const int* address) {
+    int value;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+__device__ void red_add_4(float* address, float a, float b, float c, float d);  // sm_90 and later
+#else
+// red_add of four neighbours, 16-byte aligned.
+__device__ __forceinline__ void red_add_4(float* address, float a, float b, float c, float d) {
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(a),
+                 "f"(b), "f"(c), "f"(d)
+                 : "memory");
+}
+#endif
+
+// threadIdx.x, read again each time: what is worked out from it is not kept in registers.
+__device__ __forceinline__ int read_thread_idx() {
+    int value;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(value));
+    return value;
+}
+
 }  // namespace kernel_hub

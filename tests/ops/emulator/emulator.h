@@ -272,6 +272,9 @@ inline bool __any_sync(unsigned, bool vote) {
 inline bool __all_sync(unsigned, bool vote) {
     return emulator::ballot(vote) == ~0u;
 }
+inline int __ffs(int bits) {
+    return __builtin_ffs(bits);
+}
 template <typename T>
 inline T atomicAdd(T* address, T value) {
     const T before = *address;

@@ -21,6 +21,18 @@ inline void cp_async_16(uint32_t target, const void* source, bool is_inside) {
     emulator::start_copy(emulator::shared_place(target, 16), is_inside ? source : nullptr, 16);
 }
 
+inline void cp_async_4(uint32_t target, const void* source, bool is_inside) {
+    emulator::start_copy(emulator::shared_place(target, 4), is_inside ? source : nullptr, 4);
+}
+
+inline uint64_t read_once_policy() {
+    return 0;
+}
+
+inline void cp_async_16(uint32_t target, const void* source, bool is_inside, uint64_t) {
+    cp_async_16(target, source, is_inside);
+}
+
 inline void cp_async_commit() {
     emulator::commit_copies();
 }

@@ -18,4 +18,22 @@ inline void st_global(void* address, uint4 bits) {
     __builtin_memcpy(address, &bits, sizeof(bits));
 }
 
+inline void red_add(float* address, float value) {
+    *address += value;
+}
+
+inline void red_add_4(float* address, float a, float b, float c, float d) {
+    emulator::check_aligned(address);
+    const float values[4] = {a, b, c, d};
+    for (int i = 0; i < 4; ++i) address[i] += values[i];
+}
+
+inline int ld_acquire(const int* address) {
+    return *address;
+}
+
+inline int read_thread_idx() {
+    return threadIdx.x;
+}
+
 }  // namespace kernel_hub

@@ -1,0 +1,197 @@
+"""The backward of flash_attention beside torch's flash (FlashAttention-2) and cuDNN backends.
+
+The gradients are held against fp64 first, at small sizes. Timed is the backward alone: all
+contenders are given the same q, k, v and dout, and the out and lse of torch's flash forward (cuDNN
+its own forward's). Burst: 6 ms of launches after 35 ms of idling, in random order, medians of the
+rounds. TFLOP/s count 10 * head_dim operations a (query, key) pair seen. Writes
+benchmarks/results/<gpu>_attention_backward.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+from _ops_common import DTYPES, OURS, RESULTS, _gpu_token
+from bench_attention import CUDNN, FA2, HEADS, SHAPES, Launch, burst, randn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from kernel_hub.ops import _flash_attention_backward
+from kernel_hub.ops._attention import Problem
+from kernel_hub.testing import results
+from kernel_hub.testing.compare import compare
+from kernel_hub.testing.reference_attention import reference_backward_of, reference_of
+
+FAMILY = "attention_backward"
+DETERMINISTIC = f"{OURS} deterministic"
+
+
+def problem_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Problem:
+    """Dense (batch, seqlen, heads, head_dim)."""
+    scale = 1 / math.sqrt(q.shape[-1])
+    right = 0 if causal else -1
+    return Problem(q, k, v, q.shape[0], q.shape[1], k.shape[1], scale, window_right=right)
+
+
+def wrong(head_dim: int, causal: bool, dtype: torch.dtype) -> list[str]:
+    """What is wrong with our gradients of a small problem."""
+    q, dout = (randn(2, 300, 4, head_dim, dtype=dtype) for _ in range(2))
+    k, v = (randn(2, 257, 2, head_dim, dtype=dtype) for _ in range(2))
+    problem = problem_of(q, k, v, causal)
+    out, lse = reference_of(problem)
+    truths = reference_backward_of(problem, dout)
+    owns = reference_backward_of(problem, dout, dtype=dtype)
+    messages = []
+    for deterministic in (False, True):
+        grads = [torch.full_like(x, math.nan) for x in (q, k, v)]
+        _flash_attention_backward.backward(
+            problem, out.to(dtype), lse.float(), dout, *grads, deterministic=deterministic
+        )
+        for name, grad, truth, own in zip(("dq", "dk", "dv"), grads, truths, owns, strict=True):
+            result = compare(grad, truth, own, name=f"d{head_dim} {dtype} {name}")
+            messages += [] if result.ok else [result.message]
+    return messages
+
+
+def contenders(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, causal: bool
+) -> dict[str, Launch]:
+    """The backwards; a peer that cannot run is left out, and said."""
+    views = [x.transpose(1, 2) for x in (q, k, v)]
+    flash_views = views
+    forward = torch.ops.aten._scaled_dot_product_flash_attention
+    try:
+        flash = forward(*views, 0.0, causal, False)
+    except RuntimeError:  # it takes no groups: it is given a key head a query head
+        group = q.shape[2] // k.shape[2]
+        flash_views = [views[0], *(x.repeat_interleave(group, 1) for x in views[1:])]
+        flash = forward(*flash_views, 0.0, causal, False)
+    out, lse, *tables = flash[:8]
+    problem = problem_of(q, k, v, causal)
+    grads = [torch.empty_like(x) for x in (q, k, v)]
+    ours = partial(
+        _flash_attention_backward.backward, problem, out.transpose(1, 2), lse, dout, *grads
+    )
+
+    def use_cudnn() -> Launch:
+        leaves = [x.detach().requires_grad_() for x in views]
+        with torch.enable_grad(), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            grouped = q.shape[2] != k.shape[2]
+            attended = torch.nn.functional.scaled_dot_product_attention(
+                *leaves, is_causal=causal, enable_gqa=grouped
+            )
+        gradient = dout.transpose(1, 2)
+        return lambda: torch.autograd.grad(attended, leaves, gradient, retain_graph=True)[0]
+
+    launches: dict[str, Launch] = {
+        OURS: partial(ours, deterministic=False),
+        DETERMINISTIC: partial(ours, deterministic=True),
+        FA2: lambda: torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            dout.transpose(1, 2), *flash_views, out, lse, *tables[:4], 0.0, causal, *tables[4:6]
+        )[0],
+    }
+    try:
+        launches[CUDNN] = use_cudnn()
+    except RuntimeError as error:
+        print(f"left out: {CUDNN}: {str(error)[:200]}", file=sys.stderr)
+    for name, launch in list(launches.items()):
+        try:
+            launch()
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            if name.startswith(OURS):
+                raise
+            print(f"left out: {name}: {str(error)[:200]}", file=sys.stderr)
+            del launches[name]
+    return launches
+
+
+def cases(
+    options: argparse.Namespace,
+) -> Iterator[tuple[str, float, Callable[[], dict[str, Launch]]]]:
+    """(name, operations, how to make the contenders)."""
+    shapes = SHAPES[::2] if options.quick else SHAPES
+    heads = [(head_dim, (count, count)) for head_dim, count in HEADS.items()]
+    for token in ("bf16",) if options.quick else ("bf16", "fp16"):
+        for head_dim, (num_heads, num_kv_heads) in (*heads, (128, (32, 8))):
+            for causal in (False, True):
+                for batch, seqlen in shapes:
+                    name = (
+                        f"{batch} x {seqlen} h{num_heads}/{num_kv_heads} d{head_dim} "
+                        f"{'causal' if causal else 'full'} {token}"
+                    )
+                    pairs = batch * num_heads * seqlen * seqlen * (0.5 if causal else 1.0)
+
+                    def make(
+                        token: str = token, batch: int = batch, seqlen: int = seqlen,
+                        num_heads: int = num_heads, num_kv_heads: int = num_kv_heads,
+                        head_dim: int = head_dim, causal: bool = causal,
+                    ) -> dict[str, Launch]:  # fmt: skip
+                        dtype = DTYPES[token]
+                        q, dout = (
+                            randn(batch, seqlen, num_heads, head_dim, dtype=dtype) for _ in range(2)
+                        )
+                        k, v = (
+                            randn(batch, seqlen, num_kv_heads, head_dim, dtype=dtype)
+                            for _ in range(2)
+                        )
+                        return contenders(q, k, v, dout, causal)
+
+                    yield name, 10.0 * pairs * head_dim, make
+
+
+def main() -> int:
+    """Check, measure, write, print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--quick", action="store_true", help="every other shape, bf16, few rounds")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/<gpu>_<family>.json")
+    options = parser.parse_args()
+    if options.quick:
+        options.rounds = 4
+    began = time.monotonic()
+    failures = [
+        message
+        for head_dim in (32, *HEADS, 192)
+        for causal in (False, True)
+        for dtype in (torch.bfloat16, torch.float16)
+        for message in wrong(head_dim, causal, dtype)
+    ]
+    rows: list[results.Row] = []
+    ratios: dict[str, list[float]] = {}
+    with torch.no_grad():
+        for name, flops, make in cases(options):
+            samples = burst(make(), options.rounds)
+            medians = {who: statistics.median(values) for who, values in samples.items()}
+            rates = {who: [flops / ms / 1e9 for ms in values] for who, values in samples.items()}
+            rows += results.summarise(FAMILY, name, rates, "TFLOP/s", ratio_to=FA2)
+            for who, ms in medians.items():
+                if FA2 in medians:
+                    group = name.split()[3] + " " + name.split()[4] + " " + name.split()[5]
+                    ratios.setdefault(f"{who}: {group}", []).append(medians[FA2] / ms)
+                    ratios.setdefault(f"{who}: all", []).append(medians[FA2] / ms)
+            shown = ", ".join(f"{who} {flops / ms / 1e9:.0f}" for who, ms in medians.items())
+            print(f"{name}: {shown}", flush=True)
+            torch.cuda.empty_cache()
+    about = results.environment()
+    out = options.out or RESULTS / f"{_gpu_token(about['gpu'])}_{FAMILY}.json"
+    results.write(out, rows)
+    for group, values in ratios.items():
+        if not group.startswith(FA2):
+            print(f"x {FA2}, {group}: {statistics.geometric_mean(values):.3f}, "
+                  f"worst {min(values):.3f}")  # fmt: skip
+    print(f"{FAMILY}: {len(rows)} rows, {time.monotonic() - began:.0f} s; {out}")
+    for failure in failures:
+        print(f"WRONG {failure}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

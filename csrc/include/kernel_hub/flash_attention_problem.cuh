@@ -1,0 +1,88 @@
+// What the attention forward kernels are asked for, and which part of it a block works on.
+#pragma once
+
+#include "kernel_hub/attention.cuh"
+
+namespace kernel_hub {
+
+enum class Variant { kPlain, kPaged, kGeneral };
+
+// In elements.
+struct Strides {
+    int64_t batch, token, head;
+};
+
+template <typename T>
+struct AttentionParams {
+    T* out;                    // (batch, seqlen_q, num_heads, head_dim) or (total_q, ...)
+    float* lse;                // (batch, num_heads, seqlen_q) or (num_heads, total_q); may be null
+    const T* q;                // like out
+    const T* k;                // (batch, seqlen_k, num_kv_heads, head_dim), (total_k, ...) or pages
+    const T* v;                // like k
+    const int* cu_seqlens_q;   // (batch + 1) or null
+    const int* cu_seqlens_k;   // (batch + 1) or null
+    const int* cache_seqlens;  // (batch) or null: all keys there are
+    const int* block_table;    // (batch, max_pages), or null where the variant allows
+    const float* alibi_slopes;  // (num_heads) or (batch, num_heads), or null; general only
+    Strides out_strides, q_strides;
+    Strides k_strides, v_strides;  // batch: of pages where paged
+    int64_t lse_batch_stride, lse_head_stride;
+    int64_t block_table_stride, alibi_batch_stride;
+    int num_batch_heads;  // batch * num_heads
+    int heads_a_group;    // (batch, head) pairs that are scheduled together
+    int num_row_blocks;   // of the longest sequence
+    int num_heads, num_kv_heads, head_dim;
+    int seqlen_q, seqlen_k;  // where there are no cu_seqlens; seqlen_k bounds cache_seqlens
+    int page_size;
+    int window_left, window_right;
+    int is_aligned;  // general: pointers and strides are multiples of 16 bytes
+    float softmax_scale_log2, softcap_log2;  // times log2(e); softcap 0: none
+};
+
+// What a block works on.
+struct Tile {
+    int batch_idx, head_idx, kv_head_idx, first_row;
+};
+
+// What a warp keeps in shared memory during the loop, which has no registers to spare.
+struct __align__(16) WarpPlace {
+    int64_t out_offset, lse_offset;  // of its first row
+    int64_t table_offset;            // of the sequence's row of the block table
+    int num_rows;                    // from its first to the end of the sequence; may be negative
+};
+static_assert(sizeof(WarpPlace) == 32, "the launch reckons with 32 bytes a warp");
+
+template <typename T>
+__device__ __forceinline__ Tile find_tile(const AttentionParams<T>& params, int block_m) {
+    const int group_tiles = params.heads_a_group * params.num_row_blocks;
+    const int group = blockIdx.x / group_tiles;
+    const int first_pair = group * params.heads_a_group;
+    const int num_pairs = min(params.heads_a_group, params.num_batch_heads - first_pair);
+    const int in_group = blockIdx.x - group * group_tiles;
+    const int row_rank = in_group / num_pairs;
+    const int pair = first_pair + in_group - row_rank * num_pairs;
+    Tile tile;
+    tile.batch_idx = pair / params.num_heads;
+    tile.head_idx = pair - tile.batch_idx * params.num_heads;
+    tile.kv_head_idx = tile.head_idx / (params.num_heads / params.num_kv_heads);
+    tile.first_row = (params.num_row_blocks - 1 - row_rank) * block_m;
+    return tile;
+}
+
+// The rows of a sequence: in q and out, or in k and v.
+struct Rows {
+    int seqlen, start;
+    int64_t batch;  // that the strides count; 0 where cu_seqlens tell the start
+};
+
+__device__ __forceinline__ Rows find_rows(const int* cu_seqlens, int seqlen, int batch_idx) {
+    Rows rows{seqlen, 0, batch_idx};
+    if (cu_seqlens) {
+        rows.start = cu_seqlens[batch_idx];
+        rows.seqlen = cu_seqlens[batch_idx + 1] - rows.start;
+        rows.batch = 0;
+    }
+    return rows;
+}
+
+}  // namespace kernel_hub

@@ -1,0 +1,99 @@
+"""Every variant of the attention kernels over ragged shapes once, for compute-sanitizer. Nothing is
+compared: tests/gpu_attention_grid.py does that. tests/ops/test_attention_limits.py holds that none
+is left out.
+
+for tool in memcheck racecheck initcheck synccheck; do
+    compute-sanitizer --tool $tool --error-exitcode 1 python tests/gpu/sanitize_attention.py
+done
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ops"))
+
+from attention_cases import Case, call, make
+
+from kernel_hub import ops
+from kernel_hub.ops import _flash_attention_sm90 as hopper
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+# The head_dim of each body, and one that fills it in part.
+HEAD_DIMS = (16, 32, 64, 72, 96, 128, 136, 160, 192, 200, 256)
+
+
+def forward(device: str) -> None:
+    """Dense, in pages, and what takes the general kernel; tiles that end within."""
+    for dtype, head_dim in itertools.product(DTYPES, HEAD_DIMS):
+        case = Case(
+            dtype=dtype, head_dim=head_dim, num_heads=3, num_kv_heads=1, causal=True,
+            lengths_q=(5, 0, 150), lengths_k=(70, 3, 201), seed=1,
+        )  # fmt: skip
+        for layout, softcap in itertools.product(("varlen", "varlen_paged", "cache"), (0.0, 2.0)):
+            ragged = dataclasses.replace(case, layout=layout, softcap=softcap)
+            if layout == "cache":
+                ragged = dataclasses.replace(ragged, lengths_q=(150,) * 3, window_size=(30, 9))
+            call(ragged, make(ragged, device), return_lse=True)
+
+
+def backward(device: str) -> None:
+    """The same of the gradients, in any order and deterministic."""
+    for dtype, head_dim in itertools.product(DTYPES, HEAD_DIMS):
+        for softcap, deterministic, causal in itertools.product((0.0, 2.0), *[(False, True)] * 2):
+            case = Case(
+                dtype=dtype, head_dim=head_dim, num_heads=4, num_kv_heads=2, softcap=softcap,
+                layout="varlen", lengths_q=(5, 0, 150), lengths_k=(70, 3, 201), causal=causal,
+            )  # fmt: skip
+            inputs = make(case, device)
+            inputs.tensors = [x.detach().requires_grad_() for x in inputs.tensors]
+            with torch.enable_grad():
+                out = call(case, inputs, deterministic=deterministic)
+                torch.autograd.grad(out, inputs.tensors, torch.ones_like(out))
+
+
+def decode(device: str) -> None:
+    """One token and many, both kinds of cache, split and whole, appending and not."""
+    for dtype, head_dim, is_e4m3 in itertools.product(DTYPES.values(), HEAD_DIMS, (False, True)):
+        if is_e4m3 and head_dim % 16:
+            continue
+        lengths = torch.tensor([600, 3, 17], device=device, dtype=torch.int32)
+        table = torch.arange(3 * 40, device=device, dtype=torch.int32).view(3, 40)
+        pages = [
+            torch.zeros(120, 16, 2, head_dim, device=device, dtype=dtype).to(
+                torch.float8_e4m3fn if is_e4m3 else dtype
+            )
+            for _ in range(2)
+        ]
+        angles = torch.zeros(700, head_dim // 2, device=device)
+        for seqlen_q, softcap, num_splits in itertools.product((1, 16), (0.0, 2.0), (0, 1, 3)):
+            q = torch.zeros(3, seqlen_q, 8, head_dim, device=device, dtype=dtype)
+            options = {"softcap": softcap, "num_splits": num_splits, "block_table": table}
+            ops.decode_attention(q, *pages, cache_seqlens=lengths, return_lse=True, **options)
+            new = {"k": q[:, :, :2], "v": q[:, :, 2:4], "cos": angles, "sin": angles}
+            ops.decode_attention(q, *pages, cache_seqlens=lengths, **new, **options)
+
+
+CASES: tuple[Callable[[str], None], ...] = (forward, backward, decode)
+
+
+def main() -> int:
+    """Launch everything, wait, say what it was."""
+    with torch.no_grad():
+        for run in CASES:
+            run("cuda")
+        hopper.is_enabled = False
+        forward("cuda")
+    torch.cuda.synchronize()
+    print(f"launched {', '.join(run.__name__ for run in CASES)}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,215 @@
+"""What the attention plans launch fits each GPU it may meet, told from the manifest, without a GPU.
+
+The plans run on CPU tensors with the limits of each compute capability; what they would launch is
+held against what ptxas wrote of that kernel: registers, local and shared memory, threads.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attention_devices import BACKWARD, DEVICES, FORWARD, KIB, pretend
+
+from kernel_hub.manifest import FunctionEntry, open_collection
+from kernel_hub.ops import _common
+from kernel_hub.ops._attention import Problem
+
+# Compute capability -> the cubins it takes.
+ARCHS = {(8, 0): "sm80", (8, 6): "sm80", (8, 7): "sm80", (8, 9): "sm89", (9, 0): "sm90"}
+HEAD_DIMS = range(16, 257, 8)
+REGISTERS = 64 * KIB
+# The portable kernels of all architectures, and Hopper's own beside them.
+MAX_CUBIN_BYTES, MAX_HOPPER_BYTES = 15 * KIB * KIB, 2.5 * KIB * KIB
+CUBINS = ("flash_attention", "flash_attention_backward", "decode_attention")
+HOPPER = "flash_attention_sm90"
+SM90: Any = importlib.import_module("kernel_hub.ops._flash_attention_sm90")
+# What its source says why; a few values that no loop over the keys touches.
+HOPPER_LOCAL_BYTES = 32
+DTYPES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Launch:
+    cubin: str
+    function: str
+    threads: int
+    shared_bytes: int
+
+
+class Recorder:
+    """Stands where the kernels are and notes what would be launched."""
+
+    def __init__(self) -> None:
+        self.launches: set[Launch] = set()
+
+    def shipped(self, cubin: str, name: str) -> Any:
+        def launch(grid: Any, block: Any, shared_bytes: int, *rest: Any, **more: Any) -> None:
+            threads = block[0] * block[1] * block[2]
+            self.launches.add(Launch(cubin, name, threads, shared_bytes))
+
+        return launch
+
+
+def forwards() -> None:
+    table = torch.zeros(1, 1, dtype=torch.int32)
+    for dtype, head_dim in itertools.product(DTYPES, HEAD_DIMS):
+        q = torch.zeros(1, 8, 2, head_dim, dtype=dtype)
+        for softcap, pages, seqlen_q in itertools.product((0.0, 1.0), (None, table), (1, 8)):
+            rows = q[:, :seqlen_q]
+            problem = Problem(
+                rows, q, q, 1, seqlen_q, 8, 1.0, softcap=softcap, block_table=pages
+            )  # fmt: skip
+            FORWARD.forward(problem, torch.empty_like(rows), None)
+
+
+def backwards() -> None:
+    for dtype, head_dim in itertools.product(DTYPES, HEAD_DIMS):
+        q = torch.zeros(1, 8, 2, head_dim, dtype=dtype)
+        lse = torch.zeros(1, 2, 8)
+        for softcap, window_right, order in itertools.product((0.0, 1.0), (-1, 0), (False, True)):
+            problem = Problem(
+                q, q, q, 1, 8, 8, 1.0, softcap=softcap, window_right=window_right
+            )  # fmt: skip
+            BACKWARD.backward(
+                problem, q, lse, q, *(q.clone() for _ in range(3)), deterministic=order
+            )
+
+
+def decodes() -> None:
+    module = importlib.import_module("kernel_hub.ops.decode_attention")
+    lengths = torch.ones(1, dtype=torch.int32)
+    for dtype, head_dim in itertools.product(DTYPES, HEAD_DIMS):
+        for is_e4m3, seqlen_q, softcap in itertools.product((False, True), (1, 16), (0.0, 1.0)):
+            if is_e4m3 and head_dim % 16:
+                continue
+            q = torch.zeros(1, seqlen_q, 4, head_dim, dtype=dtype)
+            cache = torch.zeros(1, 4096, 1, head_dim, dtype=dtype)
+            cache = cache.to(torch.float8_e4m3fn) if is_e4m3 else cache
+            for num_splits in (0, 1):
+                module.decode_attention(
+                    q, cache, cache, cache_seqlens=lengths, softcap=softcap, num_splits=num_splits
+                )
+
+
+def recorded(capability: tuple[int, int], *runs: Callable[[], None]) -> frozenset[Launch]:
+    """All that `runs` launch on such a device."""
+    recorder = Recorder()
+    decode = importlib.import_module("kernel_hub.ops.decode_attention")
+    run = importlib.import_module("kernel_hub.ops._attention_run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_common, "shipped", recorder.shipped)
+        pretend(patch, capability)
+        patch.setattr(decode, "_plans", {})
+        patch.setattr(run, "cpu_forward", FORWARD.forward)
+        patch.setattr(run, "cpu_backward", BACKWARD.backward)
+        patch.setattr(decode, "_cpu_into", decode._cuda_into)
+        for each in runs:
+            each()
+    return frozenset(recorder.launches)
+
+
+@functools.cache
+def launches(capability: tuple[int, int]) -> frozenset[Launch]:
+    """All that the plans launch on such a device."""
+    return recorded(capability, forwards, backwards, decodes)
+
+
+def entry_of(arch: str, launch: Launch) -> FunctionEntry:
+    built = open_collection().manifest.cubins
+    assert launch.cubin in built, f"cubins/ has no {launch.cubin}: run ./build_cubins.sh"
+    functions = built[launch.cubin][arch].functions
+    assert launch.function in functions, f"{launch.cubin} for {arch} has no {launch.function}"
+    return functions[launch.function]
+
+
+@pytest.mark.parametrize("capability", DEVICES, ids=str)
+def test_what_the_plans_launch_fits(capability: tuple[int, int]) -> None:
+    arch, most_shared = ARCHS[capability], DEVICES[capability] * KIB
+    wrong = []
+    assert launches(capability)
+    for launch in sorted(launches(capability), key=str):
+        entry = entry_of(arch, launch)
+        shared = launch.shared_bytes + entry.static_shared_bytes
+        # A warp's registers come in steps of 8 a thread.
+        registers = -(-entry.num_regs // 8) * 8 * -(-launch.threads // 32) * 32
+        for what, found, most in (
+            ("bytes of shared memory", shared, most_shared),
+            ("threads", launch.threads, min(1024, entry.max_threads or 1024)),
+            ("registers a block", registers, REGISTERS),
+            ("registers a thread", entry.num_regs, 255),
+            ("bytes of local memory", entry.local_bytes, 0),
+        ):
+            if found > most:
+                wrong.append(f"{launch.function} on {capability}: {found} {what}, {most} allowed")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("arch", ["sm80", "sm89", "sm90"])
+@pytest.mark.parametrize("cubin", CUBINS)
+def test_every_kernel_is_one_some_plan_launches(cubin: str, arch: str) -> None:
+    """And none of them keeps anything in local memory."""
+    built = open_collection().manifest.cubins
+    assert cubin in built, f"cubins/ has no {cubin}: run ./build_cubins.sh"
+    functions = built[cubin][arch].functions
+    used = {
+        capability: {x.function for x in launches(capability) if x.cubin == cubin}
+        for capability in DEVICES
+    }
+    own = set().union(*(names for device, names in used.items() if ARCHS[device] == arch))
+    assert sorted(own - set(functions)) == []
+    assert sorted(set(functions) - set().union(*used.values())) == []
+    assert not [name for name, entry in functions.items() if entry.local_bytes]
+
+
+def test_the_hopper_kernels_fit_and_are_all_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = open_collection().manifest.cubins
+    assert HOPPER in built, f"cubins/ has no {HOPPER}: run ./build_cubins.sh"
+    assert list(built[HOPPER]) == ["sm90"]
+    recorder = Recorder()
+    monkeypatch.setattr(_common, "shipped", recorder.shipped)
+    monkeypatch.setattr(SM90, "_multiprocessors", lambda _: 132)
+    for dtype, head_dim in itertools.product(DTYPES, HEAD_DIMS):
+        q = torch.zeros(1, 8, 2, head_dim, dtype=dtype)
+        for window in ((-1, -1), (-1, 0), (-1, 3), (2, -1), (2, 3), (100, 0), (100, 100)):
+            problem = Problem(q, q, q, 1, 8, 8, 1.0, *window)
+            function, grid, block, shared_bytes, *_ = SM90.plan(problem, q, None)
+            function(grid, block, shared_bytes)
+    assert {launch.function for launch in recorder.launches} == set(built[HOPPER]["sm90"].functions)
+    for launch in recorder.launches:
+        entry = entry_of("sm90", launch)
+        assert entry.local_bytes <= HOPPER_LOCAL_BYTES, launch
+        assert launch.threads == entry.max_threads, launch
+        assert launch.shared_bytes + entry.static_shared_bytes <= DEVICES[9, 0] * KIB, launch
+        assert -(-entry.num_regs // 8) * 8 * launch.threads <= REGISTERS, launch
+
+
+def test_all_attention_cubins_together_are_small() -> None:
+    built = open_collection().manifest.cubins
+    sizes = {
+        f"{arch}/{name}": entry.size_bytes
+        for name, archs in built.items()
+        if name in CUBINS
+        for arch, entry in archs.items()
+    }
+    assert sum(sizes.values()) <= MAX_CUBIN_BYTES, sizes
+    assert built[HOPPER]["sm90"].size_bytes <= MAX_HOPPER_BYTES
+
+
+def test_the_sanitizer_sees_every_kernel() -> None:
+    path = Path(__file__).parents[1] / "gpu/sanitize_attention.py"
+    spec = importlib.util.spec_from_file_location("sanitize_attention", path)
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    runs = [functools.partial(run, "cpu") for run in script.CASES]
+    seen = {launch.function for launch in recorded((9, 0), *runs)}
+    assert {launch.function for launch in launches((9, 0))} - seen == set()
