@@ -1,0 +1,134 @@
+"""Which decode kernel, how many workers, how much workspace: pure functions of host-known sizes."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+MAX_SEQLEN_Q = 16
+MAX_HEAD_DIM = 256
+NUM_WARPS = 4
+NUM_THREADS = 32 * NUM_WARPS
+# Workers for tensors that are on no GPU: the emulator's tests.
+CPU_WORKERS = 7
+MAX_MERGE_BLOCKS = 264
+# Blocks on this part of the multiprocessors read at full speed.
+FULL = 0.85
+# Multiprocessors where there are none: the emulator's tests.
+CPU_MULTIPROCESSORS = 7
+# Where no item can be longer than this, finding equal shares costs more than unequal ones do.
+SHORT_TOKENS = 8192
+# More parts than this take longer to merge than they save, unless an item is twice as many units.
+MANY_PARTS = 32
+# A share smaller than this costs more in merging than it gains.
+MIN_SHARE_TOKENS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One kernel of csrc/decode_attention.cu, as its last screen lists them."""
+
+    suffix: str
+    head_dim: int
+    cache_bytes: int  # of an element
+    tile: int  # tokens a warp takes at once
+    slots: int  # of the ring, each a tile of keys or of values
+    row_tiles: int
+    blocks_per_sm: int
+
+    @property
+    def rows(self) -> int:
+        """Rows (tokens x query heads of one kv head) a block takes."""
+        return 16 * self.row_tiles
+
+    @property
+    def unit(self) -> int:
+        """Tokens in a unit of work."""
+        return NUM_WARPS * self.tile
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory a block: DecodeConfig::kSharedBytes."""
+        ring = NUM_WARPS * self.slots * self.tile * self.head_dim * self.cache_bytes
+        merge = NUM_WARPS * self.rows * (self.head_dim + 10) * 4
+        return max(ring, merge) + self.rows * self.head_dim * 2
+
+
+VARIANTS = (
+    Variant("", 64, 2, 32, 5, 1, 2),
+    Variant("_rows32", 64, 2, 32, 5, 2, 2),
+    Variant("", 128, 2, 16, 5, 1, 2),
+    Variant("_rows32", 128, 2, 16, 3, 2, 2),
+    Variant("", 256, 2, 16, 2, 1, 2),
+    Variant("_e4m3", 64, 1, 32, 9, 1, 2),
+    Variant("_e4m3_rows32", 64, 1, 32, 9, 2, 2),
+    Variant("_e4m3", 128, 1, 16, 9, 1, 2),
+    Variant("_e4m3_rows32", 128, 1, 16, 9, 2, 2),
+    Variant("_e4m3", 256, 1, 16, 5, 1, 2),
+)
+
+
+def choose_variant(head_dim: int, cache_bytes: int, rows: int, is_general: bool) -> Variant:
+    """The kernel for `rows` rows (seqlen_q x group); is_general: window, softcap or alibi."""
+    wanted = 1 if rows <= 16 or is_general else 2
+    fitting = [v for v in VARIANTS if v.head_dim >= head_dim and v.cache_bytes == cache_bytes]
+    # The smallest head_dim; then the blocks of rows wanted, where there are such.
+    return min(fitting, key=lambda v: (v.head_dim, v.row_tiles != wanted))
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How items are cut into parts, a part a block.
+
+    num_splits: parts an item; 0: the kernel cuts about `parallel` equal ones from the lengths.
+    num_blocks: at most so many parts; num_merges: at most so many items in more than one part.
+    """
+
+    num_splits: int
+    parallel: int
+    num_blocks: int
+    num_merges: int
+
+
+def choose_split(
+    items: int, max_units: int, unit_tokens: int, num_splits: int, multiprocessors: int
+) -> Split:
+    """items: (sequence, kv head, block of rows) triples; max_units: the most an item can have.
+
+    Measured on an H200 (docs/notes/decode_attention.md): a block a multiprocessor is best, and
+    reads as fast as two.
+    """
+    # As many parts of equal items as fill the GPU, or nearly.
+    parts = max(1, multiprocessors // items)
+    if items * parts < FULL * multiprocessors:
+        parts += 1
+    if num_splits == 0 and max_units * unit_tokens <= SHORT_TOKENS:
+        num_splits = min(parts, max(MANY_PARTS, max_units // 2))
+    num_splits = min(num_splits, max_units)
+    if num_splits == 1:
+        return Split(1, items, items, 0)
+    if num_splits > 1:
+        return Split(num_splits, items, items * num_splits, items)
+    parallel = items * parts if items < multiprocessors else multiprocessors
+    # Work::splits_of: less than an item's shares + 1, and more than one only above 9/8 of a share.
+    return Split(0, parallel, min(parallel + items, items * max_units), min(items, parallel))
+
+
+def merge_grid(split: Split, rows: int, head_dim: int) -> tuple[int, int, int]:
+    """Blocks of the merge kernel for `rows` rows an item: (items, tasks, 1)."""
+    tasks = rows * -(-head_dim // 128)
+    # Few items may have many parts each: a block a task; else a warp a task.
+    many = split.num_merges * tasks > MAX_MERGE_BLOCKS
+    return split.num_merges, -(-tasks // NUM_WARPS) if many else tasks, 1
+
+
+@functools.cache
+def device_of(device: torch.device) -> tuple[int, bool]:
+    """(multiprocessors, whether launches may overlap) of a device; those of the tests off it."""
+    if device.type != "cuda":
+        return CPU_MULTIPROCESSORS, False
+    properties: Any = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, properties.major >= 9

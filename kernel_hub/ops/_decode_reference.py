@@ -1,0 +1,118 @@
+"""decode_attention on the CPU, by torch, in fp32: sequence by sequence."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+
+def decode_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    qkv_bias: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    interleaved: bool,
+    rotary_dim: int,
+    softmax_scale: float,
+    window_left: int,
+    softcap: float,
+    num_splits: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) in fp32; new tokens are written to the caches."""
+    batch_size, seqlen_q, num_heads, head_dim = q.shape
+    num_kv_heads = k_cache.shape[2]
+    group = num_heads // num_kv_heads
+    capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+    lengths = cache_seqlens.clamp(min=0) + (0 if k is None else seqlen_q)
+    positions = lengths[:, None] - seqlen_q + torch.arange(seqlen_q, device=q.device)
+
+    bias = torch.zeros((), device=q.device).expand(num_heads + 2 * num_kv_heads, head_dim)
+    if qkv_bias is not None:
+        bias = qkv_bias.float().view(num_heads + 2 * num_kv_heads, head_dim)
+    q_bias, k_bias, v_bias = bias.split([num_heads, num_kv_heads, num_kv_heads])
+    turn = (cos, sin, positions, interleaved, rotary_dim)
+    # Rounded as the tensor cores take them.
+    queries = _rotated(q.float() + q_bias, *turn).to(q.dtype).float()
+    if k is not None and v is not None:
+        fits = positions < capacity
+        rows = _rows(positions.clamp(max=max(capacity - 1, 0)), k_cache, block_table)
+        for cache, scale, new in (
+            (k_cache, k_scale, _rotated(k.float() + k_bias, *turn)),
+            (v_cache, v_scale, v.float() + v_bias),
+        ):
+            if cache.dtype == torch.float8_e4m3fn:
+                new = (new if scale is None else new * (1.0 / scale)[:, None]).clamp(-448, 448)
+            cache[tuple(row[fits] for row in rows)] = new[fits].to(cache.dtype)
+
+    out = torch.zeros(batch_size, seqlen_q, num_heads, head_dim, device=q.device)
+    lse = torch.full((batch_size, num_heads, seqlen_q), -math.inf, device=q.device)
+    for index, length in enumerate(lengths.tolist()):
+        length = min(length, capacity)
+        if length == 0:
+            continue
+        at = torch.arange(length, device=q.device)
+        table = None if block_table is None else block_table[index : index + 1]
+        where = _rows(at[None], k_cache, table, index)
+        keys, values = (
+            cache[tuple(row[0] for row in where)].float() * (1 if s is None else s[:, None])
+            for cache, s in ((k_cache, k_scale), (v_cache, v_scale))
+        )
+        keys, values = (x.repeat_interleave(group, 1).transpose(0, 1) for x in (keys, values))
+        scores = queries[index].transpose(0, 1) @ keys.transpose(1, 2) * softmax_scale
+        if softcap > 0:
+            scores = softcap * torch.tanh(scores / softcap)
+        distance = positions[index][:, None] - at
+        if alibi_slopes is not None:
+            slopes = alibi_slopes if alibi_slopes.dim() == 1 else alibi_slopes[index]
+            scores = scores - slopes[:, None, None] * distance
+        seen = distance >= 0
+        if window_left >= 0:
+            seen = seen & (distance <= window_left)
+        scores = scores.masked_fill(~seen, -math.inf)
+        lse[index] = torch.logsumexp(scores, -1)
+        weights = torch.softmax(scores, -1).masked_fill(~seen.any(-1, keepdim=True), 0.0)
+        out[index] = (weights @ values).transpose(0, 1)
+    return out, lse
+
+
+def _rows(
+    positions: torch.Tensor,
+    cache: torch.Tensor,
+    block_table: torch.Tensor | None,
+    first: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where tokens at `positions` (sequences, tokens) lie in a cache: its first two indices."""
+    if block_table is None:
+        batch = torch.arange(first, first + positions.shape[0], device=positions.device)
+        return batch[:, None].expand_as(positions), positions
+    page_size = cache.shape[1]
+    return block_table.long().gather(1, (positions // page_size).long()), positions % page_size
+
+
+def _rotated(
+    x: torch.Tensor, cos: Any, sin: Any, positions: torch.Tensor, interleaved: bool, rotary_dim: int
+) -> torch.Tensor:
+    if cos is None or rotary_dim == 0:
+        return x
+    inside = (positions >= 0) & (positions < cos.shape[0])
+    at = torch.where(inside, positions, 0).long()
+    keep = torch.where(inside, 1.0, math.nan)[..., None]
+    c, s = ((table.float()[at] * keep)[..., None, :] for table in (cos, sin))
+    half = rotary_dim // 2
+    first = slice(0, rotary_dim, 2) if interleaved else slice(0, half)
+    second = slice(1, rotary_dim, 2) if interleaved else slice(half, rotary_dim)
+    out = x.clone()
+    out[..., first] = x[..., first] * c - x[..., second] * s
+    out[..., second] = x[..., second] * c + x[..., first] * s
+    return out

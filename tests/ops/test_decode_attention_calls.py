@@ -1,0 +1,163 @@
+"""How decode_attention is called: what it refuses, what debugging checks, torch.compile."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from decode_step import E4M3, Step
+from emulated import ROOT
+from ways import Way
+
+from kernel_hub.errors import TensorError
+from kernel_hub.ops import _decode_plan, decode_attention
+from kernel_hub.testing.compare import same_bits
+
+Q, CACHE = torch.ones(2, 1, 4, 64).half(), torch.ones(2, 32, 2, 64).half()
+LENS = torch.ones(2, dtype=torch.int32)
+NEW, TABLE = torch.ones(2, 1, 2, 64).half(), torch.ones(40, 32)
+PAGES = torch.zeros(2, 4, dtype=torch.int32)
+OUT = torch.ones(1, 1, 4, 64).half().expand(2, 1, 4, 64)
+
+
+def refused(q: Any = Q, k: Any = CACHE, v: Any = CACHE, lens: Any = LENS, **options: Any) -> Any:
+    return lambda: decode_attention(q, k, v, cache_seqlens=lens, **options)
+
+
+REFUSED: list[tuple[Callable[[], object], list[str]]] = [
+    (refused(q=Q.float()), ["q", "float16 or bfloat16", "float32"]),
+    (refused(q=Q[0]), ["q", "(batch_size, seqlen_q, num_heads, head_dim)", "(1, 4, 64)"]),
+    (refused(q=Q.repeat(1, 17, 1, 1)), ["q", "1 to 16 tokens", "(2, 17, 4, 64)"]),
+    (refused(q=torch.ones(2, 1, 4, 264).half()), ["q", "head_dim 16 to 256", "264"]),
+    (refused(q=Q[..., :20]), ["q", "multiples of 8", "20"]),
+    (refused(q=Q[:, :, :3]), ["k_cache", "divides num_heads = 3", "(2, 32, 2, 64)"]),
+    (refused(k=CACHE[:1]), ["k_cache", "shape (2, 32, 2, 64)", "shape (1, 32, 2, 64)"]),
+    (refused(k=CACHE.bfloat16()), ["k_cache", "float16 or float8_e4m3fn", "bfloat16"]),
+    (refused(v=CACHE[:, :31]), ["v_cache", "shape (2, 32, 2, 64)", "shape (2, 31, 2, 64)"]),
+    (refused(v=CACHE.to(E4M3)), ["v_cache", "dtype float16", "float8_e4m3fn"]),
+    (refused(k=CACHE.mT.contiguous().mT), ["k_cache", "contiguous last", "strides"]),
+    (refused(k=torch.ones(2, 32, 2, 68).half()[..., :64]), ["k_cache", "16 bytes", "(4352, 136"]),
+    (refused(k=torch.ones(8193).half()[1:].view(2, 32, 2, 64)), ["k_cache", "aligned to 16"]),
+    (refused(lens=LENS.long()), ["cache_seqlens", "dtype int32", "int64"]),
+    (refused(lens=LENS[:1]), ["cache_seqlens", "shape (2,)", "shape (1,)"]),
+    (refused(k=CACHE[0]), ["k_cache", "(batch_size, max_seqlen, num_kv_heads, head_dim)"]),
+    (lambda: decode_attention(Q, CACHE, CACHE, cache_seqlens=LENS, k=NEW), ["v", "k is one"]),
+    (lambda: decode_attention(Q, CACHE, CACHE, cache_seqlens=LENS, k=NEW, v=NEW[..., :32]),
+     ["v", "shape (2, 1, 2, 64)", "shape (2, 1, 2, 32)"]),
+    (refused(block_table=PAGES[0]), ["block_table", "(batch_size, max_pages)", "shape (4,)"]),
+    (refused(block_table=PAGES.long()), ["block_table", "dtype int32", "int64"]),
+    (refused(k=CACHE[:, :4], v=CACHE[:, :4], block_table=PAGES), ["page_size of 8 to 256"]),
+    (refused(cos=TABLE), ["sin", "a torch tensor", "NoneType"]),
+    (refused(cos=TABLE, sin=TABLE[:39]), ["sin", "shape (40, 32)", "shape (39, 32)"]),
+    (refused(cos=TABLE, sin=TABLE, rotary_dim=66), ["rotary_dim", "head_dim = 64", "66"]),
+    (refused(rotary_dim=64), ["rotary_dim", "cos and sin", "None"]),
+    (refused(qkv_bias=torch.ones(64).half()), ["qkv_bias", "shape (512,)", "shape (64,)"]),
+    (refused(alibi_slopes=torch.ones(3)), ["alibi_slopes", "shape (4,)", "shape (3,)"]),
+    (refused(window_size=(-2, 0)), ["window_size", "at least -1", "(-2, 0)"]),
+    (refused(softcap=-1.0), ["softcap", "at least 0", "-1.0"]),
+    (refused(num_splits=-1), ["num_splits", "at least 0", "-1"]),
+    (refused(out=OUT), ["out", "do not overlap", "strides (0,"]),
+    (refused(k_scale=torch.ones(2)), ["k_scale", "None for a cache of float16"]),
+    (refused(k=CACHE.to(E4M3), v=CACHE.to(E4M3), k_scale=torch.ones(3)), ["k_scale", "(2,)"]),
+    (refused(q=Q[..., :24], k=CACHE[..., :24].contiguous().to(E4M3),
+             v=CACHE[..., :24].contiguous().to(E4M3)), ["k_cache", "multiple of 16 for e4m3"]),
+    (refused(q=Q.clone().requires_grad_()), ["q", "no backward", "q.detach()"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("index", range(len(REFUSED)))
+def test_refusals(way: Way, index: int) -> None:
+    call, words = REFUSED[index]
+    with pytest.raises(TensorError) as caught:
+        call()
+    message = str(caught.value)
+    assert message.startswith("decode_attention: ")
+    for word in words:
+        assert word in message, message
+
+
+def test_what_debugging_checks(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KERNEL_HUB_DEBUG", "1")
+    step = Step(way, [40, 9], append=True, page_size=16)
+    step.run()
+    step.options["cache_seqlens"][1] = 320
+    with pytest.raises(TensorError, match="cache_seqlens: expected 0 to 319 at index 1, found 320"):
+        step.run()
+    step.options["cache_seqlens"][1] = 9
+    step.table[0, 2] = 99
+    with pytest.raises(TensorError, match=r"block_table: expected pages .* at \[0, 2\], found 99"):
+        step.run()
+    step.table[0, 2] = 1
+    step.table[1, 3] = 99  # beyond the sequence: nobody reads it
+    step.run()
+
+
+def test_the_plan_knows_the_kernels_as_they_are() -> None:
+    source = (ROOT / "csrc/decode_attention.cu").read_text()
+    found = re.findall(
+        r"EXPORT_DECODE_ATTENTION\(DTYPE, T, (\w+), (\d+), (\w*), (\d+), (\d+), (\d+), (\d+)\)",
+        source,
+    )
+    kernels = {
+        (flags, int(head_dim), 2 if cache == "T" else 1, *map(int, figures))
+        for cache, head_dim, flags, *figures in found
+    }
+    planned = {
+        (v.suffix, v.head_dim, v.cache_bytes, v.tile, v.slots, v.row_tiles, v.blocks_per_sm)
+        for v in _decode_plan.VARIANTS
+    }
+    assert kernels == planned
+    assert all(v.shared_bytes <= 99 << 10 for v in _decode_plan.VARIANTS)
+
+
+def test_every_kernel_is_chosen() -> None:
+    chosen = {
+        _decode_plan.choose_variant(head_dim, cache_bytes, rows, is_general)
+        for head_dim in range(16, 257, 8)
+        for cache_bytes in (1, 2)
+        for rows in (1, 16, 17, 128)
+        for is_general in (False, True)
+    }
+    assert chosen == set(_decode_plan.VARIANTS)
+
+
+@pytest.mark.parametrize("items", [1, 2, 8, 32, 64, 100, 120, 132, 200, 512, 4096])
+@pytest.mark.parametrize("max_units", [1, 2, 16, 128, 2048])
+def test_the_grid_holds_every_part(items: int, max_units: int) -> None:
+    # Work::splits_of, for lengths that are the worst: all just above what earns one part more.
+    split = _decode_plan.choose_split(items, max_units, 64, 0, 132)
+    assert split.num_blocks <= items * max_units
+    if split.num_splits:
+        return
+    shares = split.parallel / items
+    parts = max(1, -int(-(shares - 0.125) // 1))
+    assert items * min(parts, max_units) <= split.num_blocks
+    assert (items if min(parts, max_units) > 1 else 0) <= split.num_merges
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_torch_compile(device: str) -> None:
+    torch._dynamo.reset()
+    way = Way("gpu" if device == "cuda" else "emulated", device)
+    options: dict[str, Any] = {"append": True, "rope": 128, "bias": True, "page_size": 16}
+    eager, traced = (Step(way, [100, 0, 33], torch.float16, **options) for _ in range(2))
+
+    def step(
+        q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, options: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = decode_attention(q, k_cache, v_cache, **options, return_lse=True)
+        return out * 2, lse
+
+    def arguments(of: Step) -> tuple[Any, ...]:
+        return (of.q, *(cache.tensor for cache in of.caches), of.options)
+
+    expected = step(*arguments(eager))
+    found = torch.compile(step, fullgraph=True, backend="aot_eager")(*arguments(traced))
+    for a, b in zip(found, expected, strict=True):
+        same_bits(a, b)
+    for which in (0, 1):
+        same_bits(traced.caches[which].tensor, eager.caches[which].tensor)
+    traced.check_appended()
