@@ -34,7 +34,7 @@ ALLOWED: dict[str, set[str] | None] = {
     "kernel": RUNTIME,
     "registry": {"errors", "manifest", "kernel"},
     "build": {"errors", "cubin", "manifest", "ctypes_table"},
-    "ops": {"registry", "tensors", "errors"},
+    "ops": {"registry", "tensors", "tensormap", "errors"},
     "testing": RUNTIME | {"kernel", "registry", "ops", "__init__"},
     "formats": {"errors", "cubin", "manifest", "ctypes_table", "kernel"},
     "integrations": {"errors", "registry", "ops", "kernel"},

@@ -1,0 +1,251 @@
+"""The forward launch of attention on Hopper: which problems, which kernel, which numbers.
+
+Knows the canonical `Problem` and the kernels of csrc/flash_attention_sm90.cu. Of `Problem` it
+checks what the launch cannot see, since descriptors of q, k and v go there instead of tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import TensorError
+from ..tensormap import TensorMap
+from . import _common as common
+from ._attention import Problem
+
+COMPUTE_CAPABILITY = (9, 0)
+# False: the portable kernels take everything. For tests and benchmarks.
+is_enabled = True
+
+CUBIN = "flash_attention_sm90"
+_ELEMENT_BYTES = 2
+_PANEL_COLUMNS = 64  # columns of a row of shared memory
+_ROW_BYTES = 128  # of shared memory
+_CONSUMER_ROWS = 64  # query rows of a warpgroup
+_ALIGNMENT_BYTES = 1024
+# K and V of the heads that run together stay in the L2 (60 MB on an H200).
+_L2_BYTES = 32 << 20
+_DTYPES = (torch.float16, torch.bfloat16)
+# The TMA's limit of a stride, and that of the kernel's 32-bit sums of two lengths and a window.
+_MAX_STRIDE_BYTES = 1 << 40
+_MAX_TOKENS = 1 << 29
+_MAX_TILES = 1 << 30
+# Masked scores are -inf times the scale, which fp32 must hold as a normal number.
+_SCALES = (1e-20, 1e20)
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """One compiled tile shape: `flash_attention_sm90_{dtype}_hdim{head_dim}_{mask}`."""
+
+    mask: str
+    head_dim: int
+    num_consumers: int
+    block_n: int
+
+    @property
+    def block_m(self) -> int:
+        """Query rows of a tile."""
+        return _CONSUMER_ROWS * self.num_consumers
+
+    @property
+    def num_threads(self) -> int:
+        """The producer's warpgroup and the consumers."""
+        return 128 * (1 + self.num_consumers)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Q, two stages of K and of V, and room to align them."""
+        panels = -(-self.head_dim // _PANEL_COLUMNS)
+        rows = self.block_m + 4 * self.block_n
+        return panels * rows * _ROW_BYTES + _ALIGNMENT_BYTES
+
+    def name(self, dtype: torch.dtype) -> str:
+        """The function's name."""
+        token = common.DTYPE_TOKENS[dtype]
+        return f"flash_attention_sm90_{token}_hdim{self.head_dim}_{self.mask}"
+
+
+# Of the rows with a problem's mask, the smallest head_dim that holds its own; the numbers are those
+# of the last screen of csrc/flash_attention_sm90.cu; docs/notes/flash_attention_sm90.md says why.
+BODIES = (
+    *(Body(mask, 64, 3, 128) for mask in ("full", "causal", "window")),
+    *(Body(mask, 96, 2, 128) for mask in ("full", "causal", "window")),
+    *(Body(mask, 128, 2, 128) for mask in ("full", "causal", "window")),
+    *(Body(mask, 192, 2, 112) for mask in ("full", "causal", "window")),
+    *(Body(mask, 256, 2, 80) for mask in ("full", "causal", "window")),
+)
+
+# function, gridDim, blockDim, sharedMemBytes, integers and floats of the kernel; the rows of a box
+# of K and V.
+_Plan = tuple[Any, tuple[int, int, int], tuple[int, int, int], int, tuple[Any, ...], int]
+# Descriptors by what they hold. Their bytes alone: a TensorMap would keep its tensor alive.
+_maps: dict[tuple[Any, ...], bytes] = {}
+_counters: dict[tuple[int, int], torch.Tensor] = {}
+
+
+@functools.cache
+def _multiprocessors(index: int) -> int:
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)
+
+
+def _is_mappable(tensor: torch.Tensor) -> bool:
+    """Whether the TMA takes it: 16-byte aligned, something in it, no element twice."""
+    elems = common.VEC_BYTES // _ELEMENT_BYTES
+    return (
+        tensor.numel() > 0
+        and tensor.stride(-1) == 1
+        and tensor.shape[-1] % elems == 0
+        and tensor.data_ptr() % common.VEC_BYTES == 0
+        and all(
+            size == 1 or (stride % elems == 0 and 0 < stride * _ELEMENT_BYTES < _MAX_STRIDE_BYTES)
+            for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+        )
+    )
+
+
+def _window(problem: Problem) -> tuple[int, int]:
+    """(left, right). One wider than the sequence is no bound; so the sums stay in 32 bits."""
+    seqlen_q = problem.q.shape[1] if problem.cu_seqlens_q is None else problem.max_seqlen_q
+    seqlen_k = problem.k.shape[1] if problem.cu_seqlens_k is None else problem.max_seqlen_k
+    left = problem.window_left if problem.window_left < max(seqlen_k, 1) else -1
+    right = problem.window_right if problem.window_right < max(seqlen_q, 1) else -1
+    return left, right
+
+
+def _fitting(head_dim: int, window: tuple[int, int]) -> list[Body]:
+    """The rows of BODIES that hold such a problem."""
+    mask = "window" if window[0] >= 0 else "causal" if window[1] >= 0 else "full"
+    return [body for body in BODIES if body.mask == mask and body.head_dim >= head_dim]
+
+
+def applies(problem: Problem, out: torch.Tensor) -> bool:
+    """Whether these kernels take the problem on a GPU of COMPUTE_CAPABILITY.
+
+    Lengths on the device (cu_seqlens, cache_seqlens) may be anything: rows beyond them are masked,
+    and cleared where they hold what is not the sequence's.
+    """
+    q, k, v = problem.q, problem.k, problem.v
+    num_rows = max(1, -(-problem.max_seqlen_q // _CONSUMER_ROWS))
+    return (
+        q.is_cuda
+        and q.dtype in _DTYPES
+        and problem.alibi_slopes is None
+        and problem.block_table is None
+        and problem.softcap == 0
+        and _SCALES[0] <= problem.softmax_scale <= _SCALES[1]
+        and max(*q.shape[:-2], *k.shape[:-2], problem.max_seqlen_q) <= _MAX_TOKENS
+        and num_rows * problem.batch_size * q.shape[-2] <= _MAX_TILES
+        and all(_is_mappable(tensor) for tensor in (q, k, v, out))
+        and len(_fitting(q.shape[-1], _window(problem))) > 0
+    )
+
+
+def heads_a_group(seqlen_k: int, head_dim: int, num_heads: int, num_kv_heads: int) -> int:
+    """How many (batch, head) pairs are scheduled together, so that their K and V stay in the L2."""
+    pair_bytes = max(1, 2 * seqlen_k * head_dim * _ELEMENT_BYTES)
+    return max(1, _L2_BYTES // pair_bytes) * (num_heads // num_kv_heads)
+
+
+def _map(tensor: torch.Tensor, rows: int) -> bytes:
+    """The descriptor of boxes of `rows` tokens of one head, 64 columns wide.
+
+    Dimensions: (batch, heads, tokens, head_dim), batch 1 where the tensor has none.
+    """
+    key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), rows, tensor.device)
+    found = _maps.get(key)
+    if found is not None:
+        return found
+    head_dim = tensor.shape[-1]
+    sizes = tensor.shape if tensor.dim() == 4 else (1, *tensor.shape)
+    steps = tensor.stride() if tensor.dim() == 4 else (0, *tensor.stride())
+    # A stride along a single element says nothing; the TMA wants a valid one.
+    steps = tuple(s if n > 1 else head_dim for n, s in zip(sizes[:-1], steps[:-1], strict=True))
+    made = TensorMap.tiled(
+        tensor,
+        (1, 1, rows, _PANEL_COLUMNS),
+        swizzle="128B",
+        l2_promotion="256B",
+        shape=(sizes[0], sizes[2], sizes[1], head_dim),
+        strides=(steps[0], steps[2], steps[1], 1),
+    ).raw
+    if len(_maps) >= common.MAX_PLANS:
+        _maps.clear()
+    _maps[key] = made
+    return made
+
+
+def _counter(device: torch.device) -> torch.Tensor:
+    """{next tile, blocks that are done}: zeros before and after every launch.
+
+    Launches on one stream follow each other and share one. A captured launch may be replayed beside
+    anything: it gets its own. So does one on a stream that torch did not make: when that one is
+    destroyed, another may have its name before its work is done.
+    """
+    stream = torch.cuda.current_stream(device)
+    # torch's own have odd numbers (c10/cuda/CUDAStream.cpp), the default stream 0.
+    is_torchs = stream.stream_id == 0 or stream.stream_id % 2 == 1
+    if not is_torchs or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(2, dtype=torch.int32, device=device)
+    key = (device.index, stream.stream_id)
+    counter = _counters.get(key)
+    if counter is None:
+        counter = _counters[key] = torch.zeros(2, dtype=torch.int32, device=device)
+    return counter
+
+
+def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> _Plan:
+    """The launch, where `applies`."""
+    q, k = problem.q, problem.k
+    num_heads, head_dim = q.shape[-2:]
+    num_kv_heads = k.shape[-2]
+    is_varlen_q, is_varlen_k = problem.cu_seqlens_q is not None, problem.cu_seqlens_k is not None
+    seqlen_q = problem.max_seqlen_q if is_varlen_q else q.shape[1]
+    seqlen_k = problem.max_seqlen_k if is_varlen_k else k.shape[1]
+    window = _window(problem)
+    body = min(_fitting(head_dim, window), key=lambda body: body.head_dim)
+    num_tiles = -(-seqlen_q // body.block_m) * problem.batch_size * num_heads
+    out_strides = (0 if is_varlen_q else out.stride(0), out.stride(-3), out.stride(-2))
+    lse_strides = (0, 0)
+    if lse is not None:
+        lse_strides = (0, lse.stride(0)) if is_varlen_q else (lse.stride(0), lse.stride(1))
+    numbers = (
+        *out_strides,
+        *lse_strides,
+        problem.batch_size,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        seqlen_q,
+        seqlen_k,
+        *window,
+        min(
+            problem.batch_size * num_heads,
+            heads_a_group(seqlen_k, head_dim, num_heads, num_kv_heads),
+        ),
+        int(is_varlen_k or problem.cache_seqlens is not None),
+        problem.softmax_scale,
+    )
+    grid = (min(num_tiles, _multiprocessors(q.device.index)), 1, 1)
+    function = common.shipped(CUBIN, body.name(q.dtype)) if num_tiles else None
+    block = (body.num_threads, 1, 1)
+    return function, grid, block, body.shared_bytes, numbers, body.block_n
+
+
+def launch(plan: _Plan, problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    """Run what `plan` made for a problem of the same shapes and strides."""
+    q, k, v = problem.q, problem.k, problem.v
+    if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
+        raise TensorError("flash_attention: q, k and v differ in dtype or device")
+    function, grid, block, shared_bytes, numbers, block_n = plan
+    if function is not None:
+        params = (
+            out, lse, _map(q, _CONSUMER_ROWS), _map(k, block_n), _map(v, block_n),
+            problem.cu_seqlens_q, problem.cu_seqlens_k, problem.cache_seqlens, _counter(q.device),
+            *numbers,
+        )  # fmt: skip
+        function(grid, block, shared_bytes, None, params)

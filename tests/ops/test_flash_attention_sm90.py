@@ -1,0 +1,231 @@
+"""Hopper's own forward kernels: which problems they take, and on an H200 whether they are right."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import Case, run
+from attention_devices import FORWARD
+from emulated import ROOT
+
+from kernel_hub.errors import TensorError
+from kernel_hub.ops import flash_attention
+from kernel_hub.ops._attention import Problem
+from kernel_hub.testing.compare import same_bits
+
+SM90: Any = importlib.import_module("kernel_hub.ops._flash_attention_sm90")
+DTYPES = ["fp16", "bf16"]
+# Those of the compiled kernels, and some that fill one in part.
+HEAD_DIMS = [16, 64, 72, 96, 128, 136, 192, 256]
+MASKS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (70, 19)},
+}
+LAUNCHES_SECONDS = 40
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The masks of the launches that the Hopper kernels took."""
+    if torch.cuda.get_device_capability() != SM90.COMPUTE_CAPABILITY:
+        pytest.skip("not compute capability 9.0")
+    taken: list[str] = []
+    launch = SM90.launch
+
+    def counted(plan: Any, problem: Problem, *rest: Any) -> None:
+        left, right = problem.window_left, problem.window_right
+        taken.append("window" if left >= 0 else "causal" if right >= 0 else "full")
+        launch(plan, problem, *rest)
+
+    monkeypatch.setattr(SM90, "launch", counted)
+    monkeypatch.setattr(FORWARD, "_plans", {})
+    yield taken
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_kernel(hopper: list[str], dtype: str, head_dim: int, mask: str) -> None:
+    case = Case(
+        dtype=dtype, head_dim=head_dim, num_heads=4, num_kv_heads=2, twice=True, **MASKS[mask]
+    )  # fmt: skip
+    run(dataclasses.replace(case, lengths_q=(1,), lengths_k=(1,)), "cuda")
+    run(dataclasses.replace(case, lengths_q=(515,) * 2, lengths_k=(515,) * 2, seed=1), "cuda")
+    # nan around k and v, and past the end of every sequence.
+    run(dataclasses.replace(case, layout="strided", lengths_q=(97,), lengths_k=(333,)), "cuda")
+    ragged = dataclasses.replace(
+        case, lengths_q=(1, 77, 300, 513, 64, 0, 130), lengths_k=(1, 200, 129, 513, 0, 5, 5)
+    )
+    run(dataclasses.replace(ragged, layout="varlen", seed=2), "cuda")
+    ragged = dataclasses.replace(ragged, lengths_q=(200,) * 7, layout="cache")
+    run(dataclasses.replace(ragged, lengths_k=(1, 200, 129, 321, 0, 5, 80)), "cuda")
+    assert set(hopper) == {mask} and len(hopper) == 10
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["bhsd", "kvpacked", "qkvpacked", "gqapacked", "varlen_packed"])
+def test_layouts(hopper: list[str], layout: str) -> None:
+    heads = 2 if layout == "qkvpacked" else 1
+    case = Case(layout=layout, num_kv_heads=heads, lengths_q=(150,) * 2, lengths_k=(150,) * 2)
+    for causal in (False, True):
+        run(dataclasses.replace(case, causal=causal, head_dim=128), "cuda")
+    assert hopper
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"layout": "expanded"}, {"layout": "unaligned"}, {"layout": "paged"}, {"softcap": 2.0},
+        {"alibi": "heads"}, {"softmax_scale": -0.3}, {"softmax_scale": 0.0},
+        {"softmax_scale": 1e-30}, {"lengths_k": (0, 0)},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_portable_kernels_take_the_rest(hopper: list[str], options: dict[str, Any]) -> None:
+    run(Case(**options), "cuda")
+    assert not hopper
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_many_tiles_without_keys(hopper: list[str], head_dim: int) -> None:
+    # Far more than a block has places for in its ring of tiles.
+    case = Case(head_dim=head_dim, num_heads=16, num_kv_heads=4, causal=True)
+    run(dataclasses.replace(case, lengths_q=(2048,) * 4, lengths_k=(64,) * 4), "cuda")
+    lengths = tuple(300 * (i % 9 == 4) for i in range(40))
+    run(dataclasses.replace(case, layout="varlen_cache", lengths_q=(300,) * 40, lengths_k=lengths),
+        "cuda")  # fmt: skip
+    assert len(hopper) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window_size", [(0, 0), (9, 0), (-1, 3), (300, 200), (2, -1), (5000, 5)])
+def test_windows(hopper: list[str], window_size: tuple[int, int]) -> None:
+    for lengths_q, lengths_k in (((330,), (900,)), ((900,), (330,))):
+        case = Case(lengths_q=lengths_q, lengths_k=lengths_k, window_size=window_size)
+        for head_dim in (64, 128):
+            run(dataclasses.replace(case, head_dim=head_dim, num_heads=4), "cuda")
+    assert hopper
+
+
+@pytest.mark.gpu
+def test_large_scores(hopper: list[str]) -> None:
+    for dtype, seed in (("fp16", 0), ("bf16", 1)):
+        run(Case(dtype=dtype, magnitude=35.0, causal=True, seed=seed, lengths_q=(400,),
+                 lengths_k=(700,)), "cuda")  # fmt: skip
+    assert hopper
+
+
+@pytest.mark.gpu
+def test_switched_off(hopper: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.randn(2, 300, 4, 64, device="cuda", dtype=torch.bfloat16)
+    own = flash_attention(q, q, q)
+    assert hopper.pop() == "full"
+    monkeypatch.setattr(SM90, "is_enabled", False)
+    torch.testing.assert_close(flash_attention(q, q, q), own, rtol=2e-2, atol=2e-2)
+    assert not hopper
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 160, 192, 256])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_portable_kernels_on_hopper(
+    hopper: list[str], dtype: str, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SM90, "is_enabled", False)
+    case = Case(dtype=dtype, head_dim=head_dim, lengths_q=(129,), lengths_k=(200,))
+    for causal in (False, True):
+        run(dataclasses.replace(case, causal=causal), "cuda")
+    assert not hopper
+
+
+@pytest.mark.gpu
+def test_a_tensor_of_another_dtype_or_device_is_refused(hopper: list[str]) -> None:
+    q = torch.randn(1, 64, 2, 64, device="cuda", dtype=torch.bfloat16)
+    flash_attention(q, q, q)
+    for other in (q.half(), q.cpu()):
+        with pytest.raises(TensorError, match=r"flash_attention: [kv]: expected"):
+            flash_attention(q, other, q)
+        with pytest.raises(TensorError, match=r"flash_attention: [kv]: expected"):
+            flash_attention(q, q, other)
+
+
+@pytest.mark.gpu
+def test_graphs_beside_launches(hopper: list[str]) -> None:
+    q, k, v = (torch.randn(4, 1024, 8, 128, device="cuda").half() for _ in range(3))
+    expected = flash_attention(q, k, v, causal=True)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        found = flash_attention(q, k, v, causal=True)
+    other = torch.cuda.Stream()
+    other.wait_stream(torch.cuda.current_stream())
+    for _ in range(50):
+        graph.replay()
+        with torch.cuda.stream(other):
+            apart = flash_attention(q, k, v, causal=True)
+    torch.cuda.synchronize()
+    same_bits(found, expected)
+    same_bits(apart, expected)
+    assert set(hopper) == {"causal"}
+
+
+BACK_TO_BACK = """
+import torch
+from kernel_hub.ops import flash_attention
+streams = [torch.cuda.Stream() for _ in range(3)]
+cases = []
+for i, (batch, length, heads, head_dim) in enumerate(
+    [(4, 1024, 8, 128), (1, 130, 2, 64), (2, 700, 16, 256), (9, 515, 4, 96), (3, 333, 6, 192)]
+):
+    q, k, v = (torch.randn(batch, length, heads, head_dim, device="cuda").half() for _ in range(3))
+    options = [{}, {"causal": True}, {"window_size": (100, 7)}][i % 3]
+    cases.append((q, k, v, options, flash_attention(q, k, v, **options)))
+torch.cuda.synchronize()
+differs = []
+for i in range(1000):
+    q, k, v, options, expected = cases[i % len(cases)]
+    with torch.cuda.stream(streams[i % 7 % 3]):
+        out = flash_attention(q, k, v, **options)
+        if i % 9 == 8:
+            differs.append((out != expected).any())
+torch.cuda.synchronize()
+assert not any(differs), differs
+print("done")
+"""
+
+
+@pytest.mark.gpu
+def test_a_thousand_launches_back_to_back(hopper: list[str]) -> None:
+    # In a process of its own: one that hangs is ended.
+    done = subprocess.run(
+        [sys.executable, "-c", BACK_TO_BACK], cwd=ROOT, capture_output=True, text=True,
+        timeout=LAUNCHES_SECONDS, check=False,
+    )  # fmt: skip
+    assert done.stdout == "done\n", done.stderr[-2000:]
+
+
+def test_cpu_tensors_never_take_them() -> None:
+    q = torch.zeros(1, 8, 2, 64, dtype=torch.bfloat16)
+    assert not SM90.applies(Problem(q, q, q, 1, 8, 8, 0.1), torch.empty_like(q))
+
+
+def test_what_the_tma_takes() -> None:
+    x = torch.zeros(2, 8, 4, 72, dtype=torch.bfloat16)
+    for good in (x, x[:, :1], x[:1], x.transpose(1, 2), x[..., 8:], x[:, 1:, ::2], x[0]):
+        assert SM90._is_mappable(good), good.stride()
+    narrow = torch.zeros(2, 8, 4, 68, dtype=torch.bfloat16)[..., :64]
+    bad = [x[:0], x[..., 1:65], narrow, x[:1].expand(2, -1, -1, -1), x[:, :, :1].expand(x.shape)]
+    bad += [x[..., ::2], x[..., :4]]
+    for each in bad:
+        assert not SM90._is_mappable(each), each.stride()
