@@ -1,0 +1,179 @@
+"""The product of a linear layer with its epilogue (csrc/linear*.cu)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..errors import KernelHubError
+from . import _common as common
+from ._linear_launch import Launch, plan_launch
+
+_OP = "linear"
+_ACTIVATIONS = {None: 0, "gelu": 1, "silu": 2, "relu": 3}
+_DTYPES = (torch.float16, torch.bfloat16)
+_plans: dict[tuple[Any, ...], Launch] = {}
+_is_tracing = torch.compiler.is_dynamo_compiling
+
+
+def linear(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: str | None = None,
+    residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Multiply rows by a weight matrix, add a bias, activate, add a residual.
+
+        out = activation(a @ b.T + bias) + residual
+
+    with fp32 sums, rounded once. The same inputs give the same bits on every run.
+
+    a: (..., k) or (k,), fp16 or bf16, on the GPU or the CPU; k a multiple of 8; the last dimension
+        contiguous, the leading ones evenly spaced. Its rows begin at multiples of 16 bytes.
+    b: (n, k), the weight, dtype and device of a; rows as those of a.
+    bias: (n,), dtype of a, contiguous.
+    activation: None, 'gelu' (with the error function), 'silu' or 'relu'.
+    residual: (..., n), dtype and device of out, the last dimension contiguous; may be out itself.
+    out: (..., n), dtype out_dtype, device of a; must not overlap a, b or bias.
+    out_dtype: the dtype of a (default; or that of out), or torch.float32.
+
+    Returns out. A CUDA tensor runs a shipped cubin on torch's current stream; a CPU tensor runs a
+    reference in torch. No backward. Raises TensorError naming the argument that does not fit.
+    """
+    if activation not in _ACTIVATIONS:
+        raise common.refuse(_OP, "activation", "None, 'gelu', 'silu' or 'relu'", repr(activation))
+    code = _ACTIVATIONS[activation]
+    if out_dtype is None:
+        out_dtype = getattr(a if out is None else out, "dtype", None)
+    common.check_no_grad(_OP, a=a, b=b, bias=bias, residual=residual, out=out)
+    if a is None or b is None or _is_tracing() or not common.is_plain(a, b, bias, residual, out):
+        _check(a, b, bias, residual, out, out_dtype)
+        if out is None:
+            return _op(a, b, bias, code, residual, out_dtype)
+        _op_out(a, b, bias, code, residual, out)
+        return out
+    if out is None:
+        _check(a, b, bias, residual, None, out_dtype)
+        out = _new_out(a, b, out_dtype)
+    elif out.dtype != out_dtype:
+        raise common.refuse(_OP, "out", f"dtype {out_dtype}, as out_dtype says", out)
+    (_cuda_into if a.is_cuda else _cpu_into)(a, b, bias, code, residual, out)
+    return out
+
+
+def _check(
+    a: Any, b: Any, bias: Any = None, residual: Any = None, out: Any = None, out_dtype: Any = None
+) -> None:
+    common.check_data(_OP, "a", a)
+    if a.dtype not in _DTYPES:
+        raise common.refuse(_OP, "a", "dtype float16 or bfloat16", a)
+    k = a.shape[-1]
+    if k % 8:
+        raise common.refuse(_OP, "a", "a last dimension (k) that is a multiple of 8", a)
+    common.check_data(_OP, "b", b)
+    n = b.shape[0]
+    common.check_like(_OP, "b", b, (n, k), a)
+    if max(n, k) > common.MAX_SIZE or a.numel() > common.MAX_SIZE * max(k, 1):
+        raise common.refuse(_OP, "b", f"sizes of at most {common.MAX_SIZE}", b)
+    if bias is not None:
+        common.check_like(_OP, "bias", bias, (n,), a)
+    if out_dtype not in (None, a.dtype, torch.float32):
+        raise common.refuse(_OP, "out_dtype", f"{a.dtype} or torch.float32", out_dtype)
+    shape = (*a.shape[:-1], n)
+    dtypes = (out_dtype or a.dtype,)
+    if out is not None:
+        common.check_like(_OP, "out", out, shape, a, dtypes=dtypes)
+        common.check_output(_OP, "out", out)
+    if residual is not None:
+        common.check_like(_OP, "residual", residual, shape, a, dtypes=dtypes)
+
+
+def _new_out(a: Any, b: Any, out_dtype: Any) -> torch.Tensor:
+    return a.new_empty((*a.shape[:-1], b.shape[0]), dtype=out_dtype)
+
+
+def _cuda_into(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: int,
+    residual: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    low_bits = (a.data_ptr() | b.data_ptr()) & 15
+    added = None if residual is None else (residual.dtype, residual.shape, residual.stride())
+    first = None if bias is None else (bias.dtype, bias.shape, bias.stride())
+    key = (
+        a.dtype, a.shape, a.stride(), b.dtype, b.shape, b.stride(), out.dtype, out.shape,
+        out.stride(), first, added, activation, low_bits, a.device, b.device,
+    )  # fmt: skip
+    plan = _plans.get(key)
+    if plan is None:
+        _check(a, b, bias, residual, out, out.dtype)
+        plan = plan_launch(a, b, bias, activation, residual, out)
+        if len(_plans) >= common.MAX_PLANS:
+            _plans.clear()
+        _plans[key] = plan
+    if plan.function is not None:
+        try:
+            plan.run(a, b, bias, residual, out)
+        except KernelHubError:
+            _check(a, b, bias, residual, out, out.dtype)  # names the devices that differ
+            raise
+
+
+def _cpu_into(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: int,
+    residual: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """The same on the CPU, by torch."""
+    _check(a, b, bias, residual, out, out.dtype)
+    values = a.float() @ b.float().T
+    if bias is not None:
+        values += bias.float()
+    if activation == _ACTIVATIONS["gelu"]:
+        values = torch.nn.functional.gelu(values)
+    elif activation == _ACTIVATIONS["silu"]:
+        values = torch.nn.functional.silu(values)
+    elif activation == _ACTIVATIONS["relu"]:
+        values = values.relu()
+    if residual is not None:
+        values += residual.float()
+    out.copy_(values)
+
+
+def _returning(into: Any) -> Any:
+    def run(
+        a: Any, b: Any, bias: Any, activation: int, residual: Any, out_dtype: Any
+    ) -> torch.Tensor:
+        out = _new_out(a, b, out_dtype)
+        into(a, b, bias, activation, residual, out)
+        return out
+
+    return run
+
+
+def _fake_into(
+    a: Any, b: Any, bias: Any, activation: int, residual: Any, out: Any
+) -> None:  # fmt: skip
+    _check(a, b, bias, residual, out, out.dtype)
+
+
+_INPUTS = "Tensor a, Tensor b, Tensor? bias, int activation, Tensor? residual"
+_op = common.define(
+    f"linear({_INPUTS}, ScalarType out_dtype) -> Tensor",
+    cuda=_returning(_cuda_into), cpu=_returning(_cpu_into), fake=_returning(_fake_into),
+)  # fmt: skip
+_op_out = common.define(
+    f"linear_out({_INPUTS}, Tensor(a!) out) -> ()",
+    cuda=_cuda_into, cpu=_cpu_into, fake=_fake_into,
+)  # fmt: skip

@@ -1,0 +1,234 @@
+"""linear against fp64: sizes, epilogues, layouts, every variant, refusals."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ways import Way
+
+from kernel_hub.errors import TensorError
+from kernel_hub.ops import _linear_plan
+from kernel_hub.testing.compare import check, same_bits
+from kernel_hub.testing.guard import Guarded
+
+module: Any = importlib.import_module("kernel_hub.ops.linear")
+linear: Callable[..., torch.Tensor] = module.linear
+DTYPES = [torch.float16, torch.bfloat16]
+ACTIVATIONS = {
+    None: lambda x: x,
+    "gelu": torch.nn.functional.gelu,
+    "silu": torch.nn.functional.silu,
+    "relu": torch.relu,
+}
+
+
+def reference(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    residual: torch.Tensor | None = None,
+    *,
+    dtype: torch.dtype = torch.float64,
+) -> torch.Tensor:
+    """activation(a @ b.T + bias) + residual, each step rounded to `dtype`."""
+    values = a.to(dtype) @ b.to(dtype).T
+    if bias is not None:
+        values = values + bias.to(dtype)
+    values = ACTIVATIONS[activation](values)
+    return values if residual is None else values + residual.to(dtype)
+
+
+def check_linear(
+    way: Way,
+    m: int,
+    n: int,
+    k: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    out_dtype: torch.dtype | None = None,
+    activation: str | None = None,
+    has_bias: bool = False,
+    has_residual: bool = False,
+) -> None:
+    a, b = way.randn(m, k, dtype=dtype), way.randn(n, k, dtype=dtype, seed=1)
+    bias = way.randn(n, dtype=dtype, seed=2) if has_bias else None
+    kind = out_dtype or dtype
+    residual = way.randn(m, n, dtype=kind, seed=3) if has_residual else None
+    out = Guarded((m, n), kind, way.device)
+    options = {"activation": activation, "residual": residual}
+    got = linear(a, b, bias, out=out.tensor, **options)
+    assert got is out.tensor
+    out.check()
+    truth = reference(a, b, bias, **options)
+    own = reference(a, b, bias, **options, dtype=kind)
+    # Tensor cores cut their fp32 sums off where torch's fp32 rounds them.
+    atol = 2.0**-18 * float(truth.abs().max()) if kind == torch.float32 and m * n else None
+    check(got, truth, own, atol=atol, name=f"{(m, n, k)}")
+    same_bits(linear(a, b, bias, out_dtype=out_dtype, **options), got)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("k", [8, 72, 264])
+@pytest.mark.parametrize("n", [1, 127, 136])
+@pytest.mark.parametrize("m", [1, 7, 16, 31, 65, 130])
+def test_sizes(way: Way, dtype: torch.dtype, m: int, n: int, k: int) -> None:
+    check_linear(way, m, n, k, dtype=dtype)
+
+
+@pytest.mark.parametrize("size", [(1, 4096, 4096), (129, 1000, 1544), (300, 4112, 72)], ids=str)
+@pytest.mark.gpu
+def test_larger(way: Way, size: tuple[int, int, int]) -> None:
+    if way.is_gpu:
+        for dtype in DTYPES:
+            check_linear(way, *size, dtype=dtype, activation="silu", has_residual=True)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+@pytest.mark.parametrize("out_dtype", [None, torch.float32], ids=str)
+@pytest.mark.parametrize("m", [3, 70])
+def test_epilogues(way: Way, m: int, out_dtype: torch.dtype | None, activation: str | None) -> None:
+    for has_bias, has_residual in ((False, False), (True, False), (False, True), (True, True)):
+        for n in (40, 45):
+            check_linear(
+                way, m, n, 64, out_dtype=out_dtype, activation=activation,
+                has_bias=has_bias, has_residual=has_residual,
+            )  # fmt: skip
+
+
+def test_leading_dimensions(way: Way) -> None:
+    a, b = way.randn(2, 3, 5, 64, dtype=torch.float16), way.randn(24, 64, dtype=torch.float16)
+    flat = linear(a.view(30, 64), b)
+    assert linear(a, b).shape == (2, 3, 5, 24)
+    same_bits(linear(a, b).view(30, 24), flat)
+    same_bits(linear(a[0, 0, 0], b), flat[0])
+
+
+def test_strided_rows(way: Way) -> None:
+    wide, weights = way.randn(9, 80, dtype=torch.float16), way.randn(48, 80, dtype=torch.float16)
+    a, b = wide[:, 8:72], weights[::2, :64]
+    out = Guarded((9, 24), torch.float16, way.device, row_stride=27)
+    residual = way.randn(9, 31, dtype=torch.float16, seed=4)[:, :24]
+    linear(a, b, residual=residual, out=out.tensor)
+    out.check()
+    same_bits(out.tensor.contiguous(), linear(a.contiguous(), b.contiguous(), residual=residual))
+
+
+@pytest.mark.parametrize("m", [2, 12, 70])
+def test_expanded_and_overlapping_rows(way: Way, m: int) -> None:
+    row, b = way.randn(1, 72, dtype=torch.float16), way.randn(40, 72, dtype=torch.float16)
+    windows = way.randn(8 * m + 64, dtype=torch.float16).as_strided((m, 72), (8, 1))
+    for a, weights in ((row.expand(m, 72), b), (windows, b), (windows, row.expand(24, 72))):
+        rounded = reference(a, weights, dtype=torch.float16)
+        check(linear(a, weights), reference(a, weights), rounded)
+
+
+def test_the_default_dtype_is_of_no_matter(way: Way) -> None:
+    # Shares of k are fp32 whatever torch makes by default.
+    a, b = way.randn(12, 4104, dtype=torch.bfloat16), way.randn(40, 4104, dtype=torch.bfloat16)
+    expected = linear(a, b)
+    kept = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        same_bits(linear(a, b), expected)
+    finally:
+        torch.set_default_dtype(kept)
+
+
+def test_residual_in_place(way: Way) -> None:
+    a, b = way.randn(70, 64, dtype=torch.bfloat16), way.randn(40, 64, dtype=torch.bfloat16)
+    residual = way.randn(70, 40, dtype=torch.bfloat16, seed=5)
+    expected = linear(a, b, residual=residual)
+    linear(a, b, residual=residual, out=residual)
+    same_bits(residual, expected)
+
+
+def test_nan_and_inf(way: Way) -> None:
+    a, b = way.randn(4, 16, dtype=torch.bfloat16), way.randn(8, 16, dtype=torch.bfloat16)
+    a[1, 3], a[2, 0] = float("nan"), float("inf")
+    for activation in ACTIVATIONS:
+        out = linear(a, b, activation=activation)
+        assert bool(out[1].isnan().all())
+        assert bool(torch.isfinite(out[[0, 3]]).all())
+    assert bool(linear(a, b)[2].isinf().all())
+
+
+@pytest.mark.parametrize("shape", [(0, 8, 16), (3, 0, 16), (0, 0, 8)])
+def test_nothing_to_do(way: Way, shape: tuple[int, int, int]) -> None:
+    m, n, k = shape
+    a, b = way.randn(m, k, dtype=torch.float16), way.randn(n, k, dtype=torch.float16)
+    assert linear(a, b).shape == (m, n)
+
+
+def test_no_columns(way: Way) -> None:
+    a, b = way.randn(3, 0, dtype=torch.float16), way.randn(5, 0, dtype=torch.float16)
+    bias = way.randn(5, dtype=torch.float16)
+    same_bits(linear(a, b, bias), bias.expand(3, 5).contiguous())
+
+
+@pytest.mark.parametrize("size", [(5, 40, 600), (20, 100, 1032), (40, 70, 1032)], ids=str)
+def test_shares_of_k(way: Way, size: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    # Every portable body with k shared by three blocks, whatever the plan would choose.
+    m, n, k = size
+    for choice in _linear_plan.portable_choices((8, 0), m, n, k, num_splits=3):
+        monkeypatch.setattr("kernel_hub.ops._linear_launch.choose", lambda *_, c=choice: c)
+        monkeypatch.setattr(module, "_plans", {})
+        check_linear(way, m, n, k, activation="gelu", has_bias=True, has_residual=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", sorted(_linear_plan.HOPPER))
+def test_hopper_variants(way: Way, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not way.is_gpu or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("these kernels need a GPU of compute capability 9.0")
+    variant = _linear_plan.HOPPER[name]
+    most = variant.block_n if variant.swaps else 700
+    for m, n, k in ((1, 8, 64), (most, 333, 520), (most - 3, 4104, 1096), (most, 40000, 512)):
+        choice = _linear_plan.hopper_choice(name, 132, m, n, max(k, 64 * variant.splits))
+        monkeypatch.setattr("kernel_hub.ops._linear_launch.choose", lambda *_, c=choice: c)
+        monkeypatch.setattr(module, "_plans", {})
+        for dtype in DTYPES:
+            for out_dtype in (None, torch.float32)[: 1 + (name in _linear_plan.HOPPER_FP32)]:
+                check_linear(
+                    way, m, n, max(k, 64 * variant.splits), dtype=dtype, out_dtype=out_dtype,
+                    activation="silu", has_bias=True, has_residual=True,
+                )  # fmt: skip
+
+
+A, B = torch.ones(3, 16, dtype=torch.float16), torch.ones(8, 16, dtype=torch.float16)
+REFUSED: list[tuple[Callable[[], object], list[str]]] = [
+    (lambda: linear(None, B), ["a", "a torch tensor", "NoneType"]),
+    (lambda: linear(A, None, out=B), ["b", "a torch tensor", "NoneType"]),
+    (lambda: linear(A, B, out=[B]), ["out", "a torch tensor", "list"]),
+    (lambda: linear(A.float(), B), ["a", "float16 or bfloat16", "float32"]),
+    (lambda: linear(A[:, :12], B[:, :12]), ["a", "multiple of 8", "shape (3, 12)"]),
+    (lambda: linear(A, B.bfloat16()), ["b", "dtype float16", "bfloat16"]),
+    (lambda: linear(A, B[:, :8]), ["b", "shape (8, 16)", "shape (8, 8)"]),
+    (lambda: linear(A, B[0]), ["b", "shape (16, 16)", "shape (16,)"]),
+    (lambda: linear(A, B, B[0, :7]), ["bias", "shape (8,)", "shape (7,)"]),
+    (lambda: linear(A, B, activation="tanh"), ["activation", "'gelu'", "'tanh'"]),
+    (lambda: linear(A, B, out_dtype=torch.float64), ["out_dtype", "float32", "float64"]),
+    (lambda: linear(A, B, residual=A[:, :8].float()), ["residual", "float16", "float32"]),
+    (lambda: linear(A, B, out=A[:2, :8]), ["out", "shape (3, 8)", "shape (2, 8)"]),
+    (lambda: linear(A.requires_grad_(), B), ["a", "no backward", "a.detach()"]),
+]
+
+
+@pytest.mark.parametrize("case", range(len(REFUSED)))
+def test_refusals(way: Way, case: int) -> None:
+    call, words = REFUSED[case]
+    with pytest.raises(TensorError) as raised:
+        call()
+    for word in ["linear", *words]:
+        assert word in str(raised.value)
+
+
+def test_misaligned_rows_are_refused(way: Way) -> None:
+    a, b = way.randn(3, 20, dtype=torch.float16), way.randn(8, 16, dtype=torch.float16)
+    for wrong in (a[:, 1:17], a[:, :16]):
+        with pytest.raises(TensorError, match="multiples of 16 bytes"):
+            linear(wrong, b)
