@@ -36,7 +36,7 @@ test: setup
 	@$(PY) -m pytest $(ARGS)
 
 bench: setup
-	@for name in launch rms_norm silu_and_mul rope; do $(PY) benchmarks/bench_$$name.py $(ARGS) || exit 1; done
+	@for name in launch rms_norm silu_and_mul rope append_kv merge_states attention attention_backward decode linear; do $(PY) benchmarks/bench_$$name.py $(ARGS) || exit 1; done
 	@$(PY) benchmarks/make_results.py
 
 cubins:

@@ -72,5 +72,5 @@ def test_the_readmes_snippet_runs_up_to_the_launch() -> None:
     assert len([line for line in snippet.splitlines() if line.strip()]) <= 15
     compile(snippet, "README.md", "exec")
     hello = (ROOT / "examples/01_hello_launch.py").read_text()
-    launch = snippet[snippet.index("out = torch") : snippet.index("hidden =")].strip()
+    launch = snippet[snippet.index("out = torch") : snippet.index("q =")].strip()
     assert launch in hello

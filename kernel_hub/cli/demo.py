@@ -22,7 +22,7 @@ NAME = "demo"
 HELP = "run every op on real tensors, on the GPU or the CPU, against its reference"
 EXAMPLE = "kernel-hub demo"
 GPU_TOKENS, CPU_TOKENS = 8192, 64
-_NUM_OPS = 12
+_NUM_OPS = 16
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,15 +12,18 @@ import torch
 from .. import ops
 from . import reference
 from .compare import Comparison, compare
+from .reference_attention import reference_attention
 from .timing import GraphTimer, num_sets
 
 Inputs = dict[str, torch.Tensor]
 Outputs = tuple[torch.Tensor, ...]
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-_A_ROW_A_TOKEN = frozenset({"x", "residual", "q", "k", "positions"})
+# Inputs whose first dimension is that of the outputs: tokens, or sequences for attention.
+_A_ROW_A_TOKEN = frozenset({"x", "residual", "q", "k", "v", "positions", "cache_seqlens"})
 # The reference is fp64 and makes several temporaries: rows are checked this many at a time.
 _CHECKED_ROWS = 1024
 _HIDDEN, _INTERMEDIATE, _HEAD_DIM, _HEADS, _KV_HEADS = 4096, 14336, 128, 32, 8
+_SEQLEN, _SEQUENCES = 1024, 8
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,8 @@ def cases(device: str, num_tokens: int) -> Iterator[Case]:
     """Every op in every dtype, in the shapes of an 8-billion-parameter Llama."""
     for dtype in DTYPES:
         yield from _cases(device, num_tokens, dtype)
+        if dtype != "fp32":
+            yield from _attention_cases(device, num_tokens, dtype)
 
 
 def _cases(device: str, num_tokens: int, token: str) -> Iterator[Case]:
@@ -115,6 +120,54 @@ def _cases(device: str, num_tokens: int, token: str) -> Iterator[Case]:
             reference.rope(i[name], i["cos"], i["sin"], i["positions"], dtype=dtype)
             for name in ("q", "k")
         ),
+    )
+
+
+def _attention_cases(device: str, num_tokens: int, token: str) -> Iterator[Case]:
+    """A causal prompt of all the tokens, and one new token for each of a few sequences of them."""
+    dtype = DTYPES[token]
+    seqlen = min(num_tokens, _SEQLEN)
+    batch_size = -(-num_tokens // seqlen)
+    kv_bytes = 2 * num_tokens * _KV_HEADS * _HEAD_DIM * dtype.itemsize
+
+    def random(batch_size: int, seqlen: int, num_heads: int) -> torch.Tensor:
+        return torch.randn(batch_size, seqlen, num_heads, _HEAD_DIM, device=device, dtype=dtype)
+
+    def refer(i: Inputs, dtype: torch.dtype) -> Outputs:
+        lengths = i.get("cache_seqlens")
+        is_prompt = lengths is None
+        return (
+            reference_attention(
+                i["q"], i["k"], i["v"], causal=is_prompt, cache_seqlens=lengths, dtype=dtype
+            )[0],
+        )
+
+    yield Case(
+        "flash_attention, causal",
+        f"{batch_size} x {seqlen} x {_HEADS}/{_KV_HEADS} x {_HEAD_DIM}",
+        token,
+        kv_bytes + 2 * num_tokens * _HEADS * _HEAD_DIM * dtype.itemsize,
+        lambda: {
+            "q": random(batch_size, seqlen, _HEADS),
+            "k": random(batch_size, seqlen, _KV_HEADS),
+            "v": random(batch_size, seqlen, _KV_HEADS),
+        },
+        lambda i: (ops.flash_attention(i["q"], i["k"], i["v"], causal=True),),
+        refer,
+    )
+    yield Case(
+        "decode_attention",
+        f"{_SEQUENCES} x 1 over {num_tokens} x {_HEADS}/{_KV_HEADS} x {_HEAD_DIM}",
+        token,
+        _SEQUENCES * kv_bytes,
+        lambda: {
+            "q": random(_SEQUENCES, 1, _HEADS),
+            "k": random(_SEQUENCES, num_tokens, _KV_HEADS),
+            "v": random(_SEQUENCES, num_tokens, _KV_HEADS),
+            "cache_seqlens": torch.full((_SEQUENCES,), num_tokens, device=device).int(),
+        },
+        lambda i: (ops.decode_attention(i["q"], i["k"], i["v"], cache_seqlens=i["cache_seqlens"]),),
+        refer,
     )
 
 

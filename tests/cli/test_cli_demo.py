@@ -13,7 +13,7 @@ from fakecuda import FakeCuda
 
 from kernel_hub.cli import demo
 
-NUM_CASES = 12
+NUM_CASES = 16
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_a_wrong_op_fails(
     ran = kernel_hub_cli("demo", "--tokens", "2")
     assert ran.code == 1
     assert ran.out.count("FAILED") == 3
-    assert "9 of 12 ops are right" in ran.out
+    assert "13 of 16 ops are right" in ran.out
 
 
 def test_every_row_is_checked(torch: Any, monkeypatch: pytest.MonkeyPatch) -> None:

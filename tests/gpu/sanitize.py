@@ -1,4 +1,5 @@
-"""Every op over ugly shapes once, for compute-sanitizer (no comparison: tests/ops does that).
+"""Every variant of the ops over ugly shapes once, for compute-sanitizer (no comparison: tests/ops
+does that; tests/ops/test_sanitizer_cases.py holds that no variant is left out).
 
 for tool in memcheck racecheck initcheck synccheck; do
     compute-sanitizer --tool $tool --error-exitcode 1 python tests/gpu/sanitize.py
@@ -8,48 +9,181 @@ done
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from kernel_hub import Kernel, ops
+from kernel_hub import ops
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HIDDEN = (1, 8, 127, 256, 1000, 2048, 4096, 5120, 8192, 16384, 40000)
 ROWS = (1, 3, 300)
+# (m, n, k) for which linear chooses each of its variants on an H200; those with fp32 results; and
+# those of its portable bodies.
+LINEAR = (
+    (1, 8, 64), (1, 4096, 4096), (5, 8, 64), (5, 8, 128), (5, 8, 1024), (17, 8, 1024),
+    (33, 8, 1024), (65, 8, 8192), (5, 14336, 64), (5, 18944, 64), (5, 5120, 256), (17, 5120, 256),
+    (17, 7168, 256), (5, 28672, 64), (300, 6144, 64), (300, 8192, 64), (3000, 512, 512),
+    (33, 7168, 512), (33, 5120, 1024), (5, 28672, 4096), (300, 333, 520), (37, 45, 72),
+)  # fmt: skip
+LINEAR_FP32 = ((1, 8, 64), (5, 8, 64), (5, 8, 256), (17, 8, 512), (5, 14336, 64), (37, 45, 72))
+LINEAR_PORTABLE = ((5, 40, 72), (12, 40, 4104), (20, 101, 1032), (2000, 2000, 72))
+# What the choice of a variant turns on beyond the shapes above.
+MANY_ROWS = ((4100, 4096), (4100, 2048), (1100, 8192), (1100, 16384))
+
+
+def rms_norm(device: str) -> None:
+    """Rows far apart, rows one behind the other (flat), with a residual and without."""
+    shapes = [*itertools.product(ROWS, HIDDEN), *MANY_ROWS]
+    for dtype, (rows, hidden) in itertools.product(DTYPES, shapes):
+        x = torch.randn(rows, hidden + 8, device=device, dtype=dtype)[:, :hidden]
+        residual = torch.randn(rows, hidden, device=device, dtype=dtype)
+        weight = torch.randn(hidden, device=device, dtype=dtype)
+        ops.rms_norm(x, weight)
+        ops.rms_norm(x.contiguous(), weight)
+        ops.rms_norm(x, weight, residual=residual)
+        ops.rms_norm(residual, weight, residual=x.contiguous(), out=residual)
+
+
+def silu_and_mul(device: str) -> None:
+    """The same for the product."""
+    for dtype, hidden, rows in itertools.product(DTYPES, HIDDEN[1:], ROWS):
+        hidden -= hidden % 2
+        x = torch.randn(rows, hidden + 16, device=device, dtype=dtype)[:, :hidden]
+        ops.silu_and_mul(x)
+        ops.silu_and_mul(x.contiguous())
+
+
+def rope(device: str) -> None:
+    """Half the head and the whole of it (flat), strided heads, positions or none, odd sizes."""
+    for dtype, head_dim, heads, tokens, interleaved in itertools.product(
+        DTYPES, (64, 80, 128, 256, 18), ((32, 8), (5, 1), (64, 8)), (1, 7, 300), (False, True)
+    ):
+        _rotate(device, dtype, head_dim, heads, tokens, interleaved, heads[0] != 64)
+    for dtype, heads, interleaved in itertools.product(DTYPES, ((32, 8), (64, 8)), (False, True)):
+        _rotate(device, dtype, 64, heads, 1030, interleaved, False)
+
+
+def _rotate(
+    device: str, dtype: torch.dtype, head_dim: int, heads: tuple[int, int], tokens: int,
+    interleaved: bool, some_positions: bool,
+) -> None:  # fmt: skip
+    q = torch.randn(tokens, heads[0], head_dim, device=device, dtype=dtype)
+    k = torch.randn(tokens, heads[1], head_dim, device=device, dtype=dtype)
+    angles = torch.randn(max(512, tokens), head_dim // 2, device=device)
+    positions = torch.randint(0, 512, (tokens,), device=device)
+    for table in {torch.float32, dtype}:
+        cos, sin = angles.cos().to(table), angles.sin().to(table)
+        for where in (None, positions) if some_positions else (None,):
+            ops.rope(q, k, cos, sin, where, interleaved=interleaved)
+        half = cos[:, : head_dim // 4], sin[:, : head_dim // 4]
+        ops.rope(q, k, *half, interleaved=interleaved)
+
+
+def append_kv(device: str) -> None:
+    """Each way to say where tokens go, tables that point outside, both caches, odd sizes."""
+    for dtype, cache_dtype, head_dim, kind in itertools.product(
+        DTYPES, (None, torch.float8_e4m3fn), (64, 128, 18), ("dense", "paged", "slots")
+    ):
+        heads, kv_heads, lengths = 8, 2, (5, 0, 70)
+        total = 64 if kind == "dense" else sum(lengths) + 3
+        leading: tuple[int, ...] = (4, 16) if kind == "dense" else (total,)
+        q, k, v = (
+            torch.randn(*leading, n, head_dim, device=device, dtype=dtype)
+            for n in (heads, kv_heads, kv_heads)
+        )
+        pages = (4, 20) if kind == "dense" else (9, 16)
+        caches = [
+            torch.zeros(*pages, kv_heads, head_dim, device=device, dtype=torch.float32).to(
+                cache_dtype or dtype
+            )
+            for _ in "kv"
+        ]
+        options: dict[str, Any] = {}
+        if kind == "dense":
+            options["cache_seqlens"] = torch.tensor([0, 3, -2, 17], device=device).int()
+        else:
+            starts = torch.tensor([0, *itertools.accumulate(lengths)], device=device)
+            options["cu_seqlens"] = starts.int()
+        if kind == "paged":
+            options["cache_seqlens"] = torch.tensor([11, 0, 12], device=device).int()
+            table = [[0, 1, 2, 3, 4], [-1] * 5, [8, 7, 99, 6, 5]]
+            options["block_table"] = torch.tensor(table, device=device).int()
+        if kind == "slots":
+            options["slot_mapping"] = torch.arange(total, device=device) * 2 - 1
+        if cache_dtype is not None:
+            options["k_scale"] = options["v_scale"] = torch.rand(kv_heads, device=device) + 0.1
+        ops.append_kv(k, v, *caches, **options)
+        angles = torch.randn(80, head_dim // 2, device=device)
+        for table, interleaved in itertools.product({torch.float32, dtype}, (False, True)):
+            cos, sin = angles.cos().to(table), angles.sin().to(table)
+            ops.append_kv(
+                k, v, *caches, **options, q=q, cos=cos, sin=sin, interleaved=interleaved, out_k=k
+            )
+
+
+def merge_states(device: str) -> None:
+    """Few and many heads, into a third place and in place."""
+    sizes = [*itertools.product((64, 128, 18), (3, 32), (1, 7, 300)), (64, 32, 4200)]
+    for dtype, (head_dim, heads, tokens) in itertools.product(DTYPES, sizes):
+        out_a, out_b = (
+            torch.randn(tokens, heads, head_dim, device=device, dtype=dtype) for _ in "ab"
+        )
+        lse_a, lse_b = (torch.randn(heads, tokens, device=device) for _ in "ab")
+        ops.merge_states(out_a, lse_a, out_b, lse_b)
+        ops.merge_states(out_a, lse_a, out_b, lse_b, out=out_b, out_lse=lse_b)
+        turned = torch.randn(tokens, heads, device=device).t()
+        ops.merge_states(out_a, turned, out_b, lse_b)
+
+
+def linear(device: str) -> None:
+    """Every variant, plain and with all that can be added; and rows a tensor map cannot tell of."""
+    for dtype, wide in itertools.product(DTYPES[:2], (False, True)):
+        out_dtype = torch.float32 if wide else dtype
+        sizes = LINEAR_FP32 if wide else LINEAR
+        for size, is_expanded in [
+            *((size, False) for size in sizes),
+            *((size, True) for size in LINEAR_PORTABLE),
+        ]:
+            m, n, k = size
+            a = torch.randn(1 if is_expanded else m, k, device=device, dtype=dtype).expand(m, k)
+            b = torch.randn(n, k, device=device, dtype=dtype)
+            bias = torch.randn(n, device=device, dtype=dtype)
+            residual = torch.randn(m, n, device=device, dtype=out_dtype)
+            ops.linear(a, b, out_dtype=out_dtype)
+            ops.linear(a, b, bias, activation="gelu", residual=residual, out=residual)
+
+
+CASES: dict[str, Callable[[str], None]] = {
+    "rms_norm": rms_norm,
+    "silu_and_mul": silu_and_mul,
+    "rope": rope,
+    "append_kv": append_kv,
+    "merge_states": merge_states,
+    "linear": linear,
+}
+
+
+def matmul() -> None:
+    """The example kernel."""
+    from kernel_hub import Kernel
+
+    a, b = (torch.randn(512, 512, device="cuda", dtype=torch.half) for _ in range(2))
+    c = torch.empty(512, 512, device="cuda")
+    Kernel("matmul_cache_kernel").matmul_cache_kernel_0d1d2d(
+        (8, 8, 1), (32, 32, 1), 16384, None, [a, b, c]
+    )
 
 
 def main() -> int:
-    """Launch everything, wait, say how much it was."""
-    count = 0
+    """Launch everything, wait, say what it was."""
     with torch.no_grad():
-        for dtype, hidden, rows in itertools.product(DTYPES, HIDDEN, ROWS):
-            x = torch.randn(rows, hidden + 8, device="cuda", dtype=dtype)[:, :hidden]
-            residual = torch.randn(rows, hidden, device="cuda", dtype=dtype)
-            weight = torch.randn(hidden, device="cuda", dtype=dtype)
-            ops.rms_norm(x, weight)
-            ops.rms_norm(x, weight, residual=residual)
-            ops.rms_norm(residual, weight, residual=x.contiguous(), out=residual)
-            if hidden % 2 == 0:
-                ops.silu_and_mul(x)
-            count += 3 + (hidden % 2 == 0)
-        for dtype, head_dim, heads, tokens, interleaved in itertools.product(
-            DTYPES, (64, 80, 128, 256), ((32, 8), (5, 1)), (1, 7, 300), (False, True)
-        ):
-            q = torch.randn(tokens, heads[0], head_dim, device="cuda", dtype=dtype)
-            k = torch.randn(tokens, heads[1], head_dim, device="cuda", dtype=dtype)
-            angles = torch.randn(512, head_dim // 4, device="cuda")
-            positions = torch.randint(0, 512, (tokens,), device="cuda")
-            for where in (None, positions):
-                ops.rope(q, k, angles.cos(), angles.sin(), where, interleaved=interleaved,
-                         rotary_dim=head_dim // 2)  # fmt: skip
-                count += 1
-        a, b = (torch.randn(512, 512, device="cuda", dtype=torch.half) for _ in range(2))
-        c = torch.empty(512, 512, device="cuda")
-        Kernel("matmul_cache_kernel").matmul_cache_kernel_0d1d2d(
-            (8, 8, 1), (32, 32, 1), 16384, None, [a, b, c]
-        )
+        for run in CASES.values():
+            run("cuda")
+        matmul()
     torch.cuda.synchronize()
-    print(f"{count + 1} launches")
+    print(f"launched {', '.join(CASES)} and matmul_cache_kernel")
     return 0
 
 

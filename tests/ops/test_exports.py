@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import os
 import re
+import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ import torch
 from emulated import ROOT, CannotEmulateError, build
 from ways import DTYPES, Way
 
-from kernel_hub.ops import _common
+from kernel_hub.ops import _common, _linear_table
 
 
 def exported(cubin: str) -> set[str]:
@@ -23,9 +26,27 @@ def exported(cubin: str) -> set[str]:
         library = Path(build(cubin)._name)
     except CannotEmulateError as missing:
         pytest.skip(str(missing))
-    names = re.findall(rb"\b(?:rms_norm|silu_and_mul|rope)_[a-z0-9_]+", library.read_bytes())
+    names = re.findall(rb"\b%s_[a-z0-9_]+" % cubin.encode(), library.read_bytes())
     found = {name.decode() for name in names}
     return {name for name in found if any(token in name for token in ("fp16", "bf16", "fp32"))}
+
+
+def exported_linear() -> set[str]:
+    """The same of the three cubins of linear, of which the emulator cannot build Hopper's: what
+    the macros at their ends make."""
+    compiler = os.environ.get("CXX") or shutil.which("g++")
+    if not compiler:
+        pytest.skip("no C++ compiler (g++)")
+    names: set[str] = set()
+    for cubin in ("linear", "linear_small_m", "linear_sm90"):
+        source = (ROOT / f"csrc/{cubin}.cu").read_text()
+        done = subprocess.run(
+            [compiler, "-E", "-P", "-x", "c++", "-"],
+            input=source[source.index("#define EXPORT_") :],
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        names |= set(re.findall(r"\blinear_(?:fp16|bf16)_\w+", done.stdout))
+    return names
 
 
 @pytest.fixture
@@ -77,7 +98,55 @@ def test_rope(chosen: set[str]) -> None:
     assert chosen == exported("rope")
 
 
-@pytest.mark.parametrize("name", ["rms_norm", "silu_and_mul", "rope", "matmul_cache_kernel"])
+def test_append_kv(chosen: set[str]) -> None:
+    e4m3 = torch.float8_e4m3fn
+    for dtype, quantised, table32, layout, head_dim in itertools.product(
+        DTYPES, [False, True], [False, True], ["plain", "half", "interleaved"], [64, 18]
+    ):
+        k = meta(2, 5, 4, head_dim, dtype=dtype)
+        cache = meta(2, 9, 4, head_dim, dtype=e4m3 if quantised else dtype)
+        table, rotary_dim = None, 0
+        if layout != "plain":
+            table = meta(9, head_dim // 2, dtype=torch.float32 if table32 else dtype)
+            rotary_dim = head_dim
+        given = (k, k, cache, cache, *[None] * 5, table, table, None, layout == "interleaved")
+        module("append_kv")._plan((*given, rotary_dim, *[None] * 4), 0)
+    assert chosen == exported("append_kv")
+
+
+def test_merge_states(chosen: set[str]) -> None:
+    for dtype, tokens, head_dim in itertools.product(DTYPES, [1, 1024, 32768], [128, 18]):
+        out, lse = meta(tokens, 8, head_dim, dtype=dtype), meta(8, tokens, dtype=torch.float32)
+        module("merge_states")._plan(out, lse, out, lse, out, lse, 0)
+        module("merge_states")._plan(out, lse.t().contiguous().t(), out, lse, out, lse, 0)
+    assert chosen == exported("merge_states")
+
+
+def test_linear(chosen: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = importlib.import_module("kernel_hub.ops._linear_launch")
+    rows = [1, 5, 8, 16, 17, 32, 33, 64, 65, 300, 512, 1024, 4096, 8192]
+    weights = [(8, 64), (5120, 256), (18944, 64), *_linear_table.MEASURED]
+    for device in (((8, 0), 108), ((9, 0), 132)):
+        monkeypatch.setattr(launch, "_device", lambda _, found=device: found)
+        for dtype, m, (n, k), wide in itertools.product(DTYPES[:2], rows, weights, [False, True]):
+            a, b = meta(m, k, dtype=dtype), meta(n, k, dtype=dtype)
+            out = meta(m, n, dtype=torch.float32 if wide else dtype)
+            launch.plan_launch(a, b, None, 0, None, out)
+    assert chosen == exported_linear()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "append_kv",
+        "merge_states",
+        "rms_norm",
+        "silu_and_mul",
+        "rope",
+        "matmul_cache_kernel",
+        "flash_attention_sm90",
+    ],
+)
 def test_the_list_of_variants_ends_the_file(name: str) -> None:
     last = (ROOT / f"csrc/{name}.cu").read_text().rstrip().splitlines()[-12:]
     assert any("EXPORT_" in line or "matmul_tile(" in line for line in last)

@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kernel_hub.errors import TensorError
-from kernel_hub.ops import rms_norm, rope, silu_and_mul
+from kernel_hub.ops import linear, rms_norm, rope, silu_and_mul
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -31,6 +31,7 @@ def inputs(device: str) -> dict[str, torch.Tensor]:
     return {
         "x": randn(2, 5, 64), "r": randn(2, 5, 64), "w": randn(64),
         "q": randn(2, 5, 4, 64), "k": randn(2, 5, 2, 64), "cos": randn(9, 16), "sin": randn(9, 16),
+        "weight": randn(64, 64),
     }  # fmt: skip
 
 
@@ -72,8 +73,18 @@ def rotate_in_place(t: dict[str, torch.Tensor]) -> Any:
     return q, k
 
 
+def multiply(t: dict[str, torch.Tensor]) -> Any:
+    out = linear(t["x"], t["weight"], t["w"], activation="gelu", out_dtype=torch.float32)
+    return out + 1, linear(t["x"], t["weight"], residual=t["r"])
+
+
+def multiply_in_place(t: dict[str, torch.Tensor]) -> Any:
+    r = t["r"] + 0
+    return linear(t["x"], t["weight"], residual=r, out=r), r + 1
+
+
 FUNCTIONS = [norm, norm_residual, norm_in_place, norm_of_an_input_in_place, silu, rotate,
-             rotate_in_place]  # fmt: skip
+             rotate_in_place, multiply, multiply_in_place]  # fmt: skip
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -134,6 +145,8 @@ def test_registered_ops_pass_opcheck(device: str) -> None:
         (ops.rms_norm_residual_out, (x, r, w, 1e-6, 0.0, x.clone(), r.clone())),
         (ops.silu_and_mul, (x,)),
         (ops.silu_and_mul_out, (x, x.new_empty(2, 5, 32))),
+        (ops.linear, (x, t["weight"], w, 1, r, torch.bfloat16)),
+        (ops.linear_out, (x, t["weight"], w, 2, None, torch.empty_like(x))),
         (ops.rope, rotary),
         (ops.rope_out, (*rotary, t["q"].clone(), t["k"].clone())),
     ):

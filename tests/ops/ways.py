@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from attention_devices import BACKWARD, FORWARD, pretend
 from emulated import CannotEmulateError, EmulatedFunction, build
 
 from kernel_hub.ops import _common
@@ -35,8 +36,18 @@ class Way:
 
 MODULES = [
     importlib.import_module(f"kernel_hub.ops.{name}")
-    for name in ("rms_norm", "silu_and_mul", "rope")
+    for name in (
+        "rms_norm",
+        "silu_and_mul",
+        "rope",
+        "append_kv",
+        "merge_states",
+        "decode_attention",
+        "linear",
+    )
 ]
+# Attention has its launches apart from its public op.
+ATTENTION = importlib.import_module("kernel_hub.ops._attention_run")
 
 
 @functools.cache
@@ -49,6 +60,8 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     """CPU tensors and the kernels' source run by the emulator, or CUDA tensors and the cubins."""
     for module in MODULES:
         monkeypatch.setattr(module, "_plans", {})
+    for module in (FORWARD, BACKWARD):
+        monkeypatch.setattr(module, "_plans", {}, raising=False)
     if request.param == "gpu":
         yield Way("gpu", "cuda")
         return
@@ -59,4 +72,8 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     monkeypatch.setattr(_common, "shipped", emulated_function)
     for module in MODULES:
         monkeypatch.setattr(module, "_cpu_into", module._cuda_into)
+    pretend(monkeypatch, (9, 0))
+    for direction in ("forward", "backward"):
+        launch = getattr(ATTENTION, f"cuda_{direction}")
+        monkeypatch.setattr(ATTENTION, f"cpu_{direction}", launch)
     yield Way("emulated", "cpu")

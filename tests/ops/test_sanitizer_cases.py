@@ -1,0 +1,46 @@
+"""tests/gpu/sanitize.py launches every variant of the ops it runs: told by a stand-in's names."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from test_exports import exported, exported_linear, module
+
+from kernel_hub.ops import _common, _linear_launch
+
+PATH = Path(__file__).parent.parent / "gpu/sanitize.py"
+
+
+def sanitize() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("sanitize", PATH)
+    assert spec is not None and spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    sys.modules["sanitize"] = found
+    spec.loader.exec_module(found)
+    return found
+
+
+@pytest.mark.parametrize("op", sanitize().CASES)
+def test_every_variant_is_launched(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: set[str] = set()
+
+    def shipped(cubin: str, name: str) -> Any:
+        return lambda *launch: launched.add(name)
+
+    monkeypatch.setattr(_common, "shipped", shipped)
+    monkeypatch.setattr(module(op), "_plans", {})
+    monkeypatch.setattr(module(op), "_cpu_into", module(op)._cuda_into)
+    # The numbers are of no matter here.
+    monkeypatch.setattr(torch, "randn", torch.empty)
+    monkeypatch.setattr(_linear_launch, "_device", lambda device: ((9, 0), 132))
+    monkeypatch.setattr(_linear_launch, "tensor_map", lambda *layout: b"")
+    sanitize().CASES[op]("cpu")
+    expected = exported_linear() if op == "linear" else exported(op)
+    assert expected - launched == set(), "add cases to tests/gpu/sanitize.py"
+    assert any("flat" in name for name in launched) == any("flat" in name for name in expected)
