@@ -1,16 +1,15 @@
-"""Draws the prefill rows of benchmarks/results/<gpu>_attention.json. Needs matplotlib.
-
-python benchmarks/plot_attention.py benchmarks/results/h200_attention.json attention.svg
-"""
+"""Draws the prefill rows of benchmarks/results/<gpu>_attention.json. Needs matplotlib."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
+RESULTS = Path(__file__).resolve().parent / "results"
 CASE = re.compile(r"prefill \d+ x (\d+) h\S+ d(\d+) (full|causal) (bf16|fp16) burst")
 
 
@@ -18,7 +17,11 @@ def main() -> int:
     """One panel a head_dim and mask, bf16: TFLOP/s over the sequence length."""
     import matplotlib.pyplot as plt
 
-    source, target = (Path(argument) for argument in sys.argv[1:3])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("source", type=Path, nargs="?", default=RESULTS / "h200_attention.json")
+    parser.add_argument("--out", type=Path, help="default: the source's name with .svg")
+    options = parser.parse_args()
+    source, target = options.source, options.out or options.source.with_suffix(".svg")
     panels: dict[tuple[int, str], dict[str, list[tuple[int, float]]]] = {}
     gpu = ""
     for row in json.loads(source.read_text(encoding="utf-8")):
@@ -30,11 +33,11 @@ def main() -> int:
     dims = sorted({dim for dim, _ in panels})
     figure, axes = plt.subplots(2, len(dims), figsize=(4 * len(dims), 6), squeeze=False)
     for (dim, mask), lines in panels.items():
-        axis: Any = axes[mask == "causal"][dims.index(dim)]
+        axis: Any = axes[int(mask == "causal")][dims.index(dim)]
         for contender, points in lines.items():
             xs, ys = zip(*sorted(points), strict=True)
             axis.plot(xs, ys, marker="o", label=contender)
-        axis.set(title=f"head_dim {dim}, {mask}", xscale="log", ylim=(0, None))
+        axis.set(title=f"head_dim {dim}, {mask}", ylim=(0, None))
         axis.set_xscale("log", base=2)
         axis.set(xlabel="seqlen, 16k tokens in all", ylabel="TFLOP/s")
     axes[0][0].legend()
