@@ -23,7 +23,7 @@
 #include "kernel_hub/linear_sm90_loop.cuh"
 #include "kernel_hub/linear_sm90_tiles.cuh"
 #include "kernel_hub/linear_sm90_write.cuh"
-#include "kernel_hub/sm90_gemm.cuh"
+#include "kernel_hub/sm90.cuh"
 
 namespace kernel_hub {
 
@@ -40,13 +40,13 @@ __device__ __forceinline__ void linear_sm90(Out* out, const CUtensorMap* out_map
     const int warpgroup = threadIdx.x / 128;
 
     if (threadIdx.x == 0) {
-        prefetch_tensor_map(row_map);
-        prefetch_tensor_map(column_map);
+        tma_prefetch_map(row_map);
+        tma_prefetch_map(column_map);
         for (int i = 0; i < C::kStages; ++i) {
             mbarrier_init(full + 8 * i, 1);
             mbarrier_init(empty + 8 * i, C::kReaders * (C::kClusterM + C::kClusterN - 1));
         }
-        mbarrier_fence_init();
+        fence_mbarrier_init();
     }
     if constexpr (C::kClusterSize > 1) {
         __syncwarp();
@@ -67,7 +67,7 @@ __device__ __forceinline__ void linear_sm90(Out* out, const CUtensorMap* out_map
 
     if (warpgroup == 0) {
         if constexpr (C::kTradesRegisters) {
-            give_registers_back<C::kProducerRegisters>();
+            release_registers<C::kProducerRegisters>();
         }
         if (threadIdx.x == 0) {
             produce<C>(row_map, column_map, raster, ring_base, full, empty, rank, first_step,
@@ -82,15 +82,15 @@ __device__ __forceinline__ void linear_sm90(Out* out, const CUtensorMap* out_map
         }
     } else {
         if constexpr (C::kTradesRegisters) {
-            take_registers<C::kConsumerRegisters>();
+            acquire_registers<C::kConsumerRegisters>();
         }
         const int consumer = warpgroup - 1, thread = threadIdx.x % 128;
         const int rank_m = rank % C::kClusterM, rank_n = rank / C::kClusterM % C::kClusterN;
         const Epilogue<T, Out> epilogue(out, bias, residual, out_stride, residual_stride, m, n,
                                         activation);
         const int row_in_tile = C::kTakesTurns ? 0 : consumer * C::kConsumerM;
-        const uint32_t rows = wgmma_descriptor_low(ring_base + row_in_tile * kRowBytes);
-        const uint32_t columns = wgmma_descriptor_low(ring_base + C::kTileBytesM);
+        const uint32_t rows = descriptor_low(ring_base + row_in_tile * kRowBytes, 16);
+        const uint32_t columns = descriptor_low(ring_base + C::kTileBytesM, 16);
         const uint32_t boxes = ring_base + C::kBoxesAt + consumer * C::kBoxes * kBoxBytes;
         uint32_t* tile_bias = reinterpret_cast<uint32_t*>(dynamic_shared() + C::kBiasAt) +
                               consumer * (C::kBlockN / 2);

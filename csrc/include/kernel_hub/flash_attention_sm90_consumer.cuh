@@ -55,7 +55,8 @@ struct Consumer : Rows<C> {
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < C::kBlockN / 16; ++i) {
-            Wgmma<T>::rs(output, probs[i], descriptor(b, i * 16 * 128), i != 0 ? 1 : accumulate);
+            Wgmma<T>::template rs<1>(output, probs[i], descriptor(b, i * 16 * 128),
+                                     i != 0 ? 1 : accumulate);
         }
         wgmma_commit();
     }

@@ -2,7 +2,8 @@
 #pragma once
 
 #include "kernel_hub/linear_sm90_tiles.cuh"
-#include "kernel_hub/sm90_gemm.cuh"
+#include "kernel_hub/sm90.cuh"
+#include "kernel_hub/wgmma.cuh"
 
 namespace kernel_hub {
 
@@ -35,20 +36,20 @@ __device__ __forceinline__ void produce(const CUtensorMap* row_map, const CUtens
         for (int step = first_step; step < last_step; ++step) {
             mbarrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
             const uint32_t barrier = full + 8 * ring.stage;
-            mbarrier_arrive_expect(barrier, C::kStageBytes);
+            mbarrier_arrive_expect_tx(barrier, C::kStageBytes);
             const uint32_t rows = ring_base + ring.stage * C::kStageBytes;
             const uint32_t to_rows = rows + rank_n * kShareM * kRowBytes;
             const uint32_t to_columns = rows + C::kTileBytesM + rank_m * kShareN * kRowBytes;
             if constexpr (C::kClusterN > 1) {
-                tma_load_multicast(to_rows, row_map, barrier, step * kBlockK, row, row_mask);
+                tma_load_2d_multicast(to_rows, row_map, barrier, step * kBlockK, row, row_mask);
             } else {
-                tma_load(to_rows, row_map, barrier, step * kBlockK, row);
+                tma_load_2d(to_rows, row_map, barrier, step * kBlockK, row);
             }
             if constexpr (C::kClusterM > 1) {
-                tma_load_multicast(to_columns, column_map, barrier, step * kBlockK, column,
-                                   column_mask);
+                tma_load_2d_multicast(to_columns, column_map, barrier, step * kBlockK, column,
+                                      column_mask);
             } else {
-                tma_load(to_columns, column_map, barrier, step * kBlockK, column);
+                tma_load_2d(to_columns, column_map, barrier, step * kBlockK, column);
             }
             ring.next();
         }
@@ -72,7 +73,7 @@ __device__ __forceinline__ void release(uint32_t empty, uint32_t stage, uint32_t
             const uint32_t to = rank / C::kSharers * C::kSharers +
                                 (thread < C::kClusterM ? rank_n * C::kClusterM + thread
                                                        : to_n * C::kClusterM + rank_m);
-            mbarrier_arrive_cluster(map_shared(barrier, to));
+            mbarrier_arrive_cluster(cluster_address(barrier, to));
         }
     }
 }
@@ -90,20 +91,17 @@ __device__ __forceinline__ void multiply(float (&acc)[C::kParts][C::kSums], Ring
         const uint32_t offset = ring.stage * (C::kStageBytes >> 4);
 #pragma unroll
         for (int part = 0; part < C::kParts; ++part) {
-            pin(acc[part]);
+            hold_registers(acc[part]);
         }
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < kBlockK / 16; ++i) {
 #pragma unroll
             for (int part = 0; part < C::kParts; ++part) {
-                constexpr uint32_t kFragment = 64 * kRowBytes >> 4;
-                constexpr uint32_t kPiece = C::kPieceN * kRowBytes >> 4;
-                const uint32_t at = offset + 2 * i;
-                Wgmma<T, C::kPieceN>::mma(
-                    acc[part], wgmma_descriptor(rows + at + part / C::kPieces * kFragment),
-                    wgmma_descriptor(columns + at + part % C::kPieces * kPiece),
-                    step != 0 || i != 0);
+                const int row_bytes = 32 * i + part / C::kPieces * 64 * kRowBytes;
+                const int column_bytes = 32 * i + part % C::kPieces * C::kPieceN * kRowBytes;
+                Wgmma<T>::ss(acc[part], descriptor(rows + offset, row_bytes),
+                             descriptor(columns + offset, column_bytes), step != 0 || i != 0);
             }
         }
         wgmma_commit();
@@ -125,7 +123,7 @@ __device__ __forceinline__ void multiply(float (&acc)[C::kParts][C::kSums], Ring
     wgmma_wait<0>();
 #pragma unroll
     for (int part = 0; part < C::kParts; ++part) {
-        pin(acc[part]);
+        hold_registers(acc[part]);
     }
     release<C>(empty, previous, rank, thread);
 }

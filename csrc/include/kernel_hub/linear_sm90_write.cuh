@@ -5,7 +5,7 @@
 
 #include "kernel_hub/linear.cuh"
 #include "kernel_hub/linear_sm90_tiles.cuh"
-#include "kernel_hub/sm90_gemm.cuh"
+#include "kernel_hub/sm90.cuh"
 
 namespace kernel_hub {
 
@@ -70,14 +70,14 @@ __device__ __forceinline__ void write_aligned(const Epilogue<T, Out>& epilogue,
                                 words[1], words[2], words[3]);
                 }
                 if ((group + 1) % kBatch == 0 || group + 1 == 2 * kPasses) {
-                    fence_async_shared();
+                    fence_proxy_async();
                     named_barrier_sync(barrier, 128);
                     if (thread == 0) {
                         const int first = group / kBatch * kBatch;
 #pragma unroll
                         for (int from = first; from <= group; from += 2) {
-                            tma_store(out_map, boxes + (from - first) / 2 * kBoxBytes,
-                                      column + 32 * from, first_row);
+                            tma_store_2d(out_map, boxes + (from - first) / 2 * kBoxBytes,
+                                         column + 32 * from, first_row);
                         }
                         tma_store_commit();
                     }
@@ -108,7 +108,7 @@ __device__ __forceinline__ void write_unaligned(const Epilogue<T, Out>& epilogue
             epilogue.add_bias(tile_bias + 16 * group, values);
         }
         activate(values, epilogue.activation);
-        pin(values);  // one copy of what follows, not one for each activation
+        hold_registers(values);  // one copy of what follows, not one for each activation
         epilogue.put_32_scalar(row, column + 32 * group, values);
     }
 }
@@ -174,10 +174,10 @@ __device__ __forceinline__ void write_swapped(const Epilogue<T, Out>& epilogue,
                 stmatrix_x4_trans(box + box_row * kRowBytes + (chunk ^ (lane % 8)) * 16, words[0],
                                   words[1], words[2], words[3]);
             }
-            fence_async_shared();
+            fence_proxy_async();
             named_barrier_sync(barrier, 128);
             if (thread == 0) {
-                tma_store(out_map, box, first_row, column);
+                tma_store_2d(out_map, box, first_row, column);
                 tma_store_commit();
             }
             return;
@@ -209,7 +209,7 @@ __device__ __forceinline__ void merge_and_write(const Epilogue<T, Out>& epilogue
         float total[4] = {};
 #pragma unroll
         for (int split = 0; split < C::kSplits; ++split) {
-            const float4 part = ld_shared_cluster(map_shared(
+            const float4 part = ld_shared_cluster(cluster_address(
                 sums + (i * kThreads + thread) * 16, split * C::kSharers + rank % C::kSharers));
             total[0] += part.x, total[1] += part.y, total[2] += part.z, total[3] += part.w;
         }

@@ -44,20 +44,7 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, uint
                  : "memory");
 }
 
-// Whether the phase of this parity has completed; may sleep a while before it says no.
-__device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
-    uint32_t is_done;
-    asm volatile(
-        "{\n.reg .pred p;\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, p;\n}"
-        : "=r"(is_done)
-        : "r"(barrier), "r"(parity)
-        : "memory");
-    return is_done != 0;
-}
-
-// The same without sleeping.
+// Whether the phase of this parity has completed; does not sleep.
 __device__ __forceinline__ bool mbarrier_test_wait(uint32_t barrier, uint32_t parity) {
     uint32_t is_done;
     asm volatile(
@@ -116,18 +103,6 @@ __device__ __forceinline__ void tma_load_4d(uint32_t target, const CUtensorMap* 
         : "memory");
 }
 
-// The same into every block of the cluster whose bit is set in `blocks`, at the same place, counted
-// by each one's own barrier.
-__device__ __forceinline__ void tma_load_4d_multicast(uint32_t target, const CUtensorMap* map,
-                                                      uint32_t barrier, uint16_t blocks, int x,
-                                                      int y, int z, int w) {
-    asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
-        ".multicast::cluster [%0], [%1, {%4, %5, %6, %7}], [%2], %3;" ::"r"(target),
-        "l"(map), "r"(barrier), "h"(blocks), "r"(x), "r"(y), "r"(z), "r"(w)
-        : "memory");
-}
-
 // Brings the box into the L2.
 __device__ __forceinline__ void tma_prefetch_4d(const CUtensorMap* map, int x, int y, int z,
                                                 int w) {
@@ -136,9 +111,75 @@ __device__ __forceinline__ void tma_prefetch_4d(const CUtensorMap* map, int x, i
                  : "memory");
 }
 
+// The box at (column, row) of a matrix; zeros outside it.
+__device__ __forceinline__ void tma_load_2d(uint32_t target, const CUtensorMap* map,
+                                            uint32_t barrier, int column, int row) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%3, %4}], [%2];" ::"r"(target),
+        "l"(map), "r"(barrier), "r"(column), "r"(row)
+        : "memory");
+}
+
+// The same to all blocks in `block_mask`, at the same places in each.
+__device__ __forceinline__ void tma_load_2d_multicast(uint32_t target, const CUtensorMap* map,
+                                                      uint32_t barrier, int column, int row,
+                                                      uint16_t block_mask) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        ".multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(target),
+        "l"(map), "r"(barrier), "r"(column), "r"(row), "h"(block_mask)
+        : "memory");
+}
+
+// The box at (column, row) of a matrix from shared memory; what lies outside it is left out.
+__device__ __forceinline__ void tma_store_2d(const CUtensorMap* map, uint32_t source, int column,
+                                             int row) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
+        "r"(source), "r"(column), "r"(row)
+        : "memory");
+}
+
+// Closes the group of stores this thread has started since the last one.
+__device__ __forceinline__ void tma_store_commit() {
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Waits until at most `kPending` of this thread's groups still read shared memory.
+template <int kPending>
+__device__ __forceinline__ void tma_store_wait() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
 // Orders this thread's ordinary accesses to shared memory before those of TMA and wgmma.
 __device__ __forceinline__ void fence_proxy_async() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// ---- Shared memory -----------------------------------------------------------------------------
+
+// Four 8x8 tiles of 16-bit values, laid out in registers as ldmatrix_x4 leaves them.
+__device__ __forceinline__ void stmatrix_x4(uint32_t address, uint32_t tile0, uint32_t tile1,
+                                            uint32_t tile2, uint32_t tile3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+                 "r"(tile0), "r"(tile1), "r"(tile2), "r"(tile3)
+                 : "memory");
+}
+
+// The same, each tile transposed.
+__device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, uint32_t tile0, uint32_t tile1,
+                                                  uint32_t tile2, uint32_t tile3) {
+    asm volatile(
+        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+        "r"(tile0), "r"(tile1), "r"(tile2), "r"(tile3)
+        : "memory");
+}
+
+__device__ __forceinline__ void st_shared(uint32_t address, float x, float y, float z, float w) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x), "f"(y), "f"(z),
+                 "f"(w)
+                 : "memory");
 }
 
 // ---- Warpgroup products -----------------------------------------------------------------------
@@ -180,46 +221,56 @@ __device__ __forceinline__ void hold_registers(float (&values)[kCount]) {
     }
 }
 
+// `value`, of which the compiler no longer knows how it was made, so that it keeps it.
+__device__ __forceinline__ uint32_t keep(uint32_t value) {
+    asm volatile("" : "+r"(value));
+    return value;
+}
+
 // ---- Clusters ---------------------------------------------------------------------------------
 
 // This block's number in its cluster.
-__device__ __forceinline__ int cluster_rank() {
-    int rank;
+__device__ __forceinline__ uint32_t cluster_rank() {
+    uint32_t rank;
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return rank;
 }
 
 // The cluster's address of what lies at `address` in the block `rank`.
-__device__ __forceinline__ uint32_t cluster_address(uint32_t address, int rank) {
+__device__ __forceinline__ uint32_t cluster_address(uint32_t address, uint32_t rank) {
     uint32_t mapped;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
     return mapped;
 }
 
-// Arrives at a barrier of any block of the cluster where `condition` holds, without a branch.
+// Arrives at a barrier of any block of the cluster, of which this is the cluster's address.
 // NOTE: the form with .release.cluster costs a memory barrier; what was read needs none.
-__device__ __forceinline__ void mbarrier_arrive_cluster_if(uint32_t cluster_address,
-                                                           bool condition) {
-    asm volatile(
-        "{\n.reg .pred p;\n"
-        "setp.ne.u32 p, %1, 0;\n"
-        "@p mbarrier.arrive.shared::cluster.b64 _, [%0];\n}" ::"r"(cluster_address),
-        "r"(static_cast<uint32_t>(condition))
-        : "memory");
+__device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// Whole warps, all of every block.
 __device__ __forceinline__ void cluster_arrive() {
-    asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");
+}
+
+// Orders nothing but the arrival itself.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 
 __device__ __forceinline__ void cluster_wait() {
-    asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 }
 
-// Waits for every thread of the cluster.
-__device__ __forceinline__ void cluster_sync() {
-    cluster_arrive();
-    cluster_wait();
+// Reads what cluster_address gave.
+__device__ __forceinline__ float4 ld_shared_cluster(uint32_t address) {
+    float4 v;
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "r"(address)
+                 : "memory");
+    return v;
 }
 
 // ---- Warpgroups among themselves --------------------------------------------------------------
