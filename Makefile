@@ -32,11 +32,12 @@ help:
 demo: setup
 	@$(PY) -m kernel_hub demo $(ARGS)
 
+# A process a core where pytest-xdist is at hand; on a GPU one (tests/conftest.py).
 test: setup
-	@$(PY) -m pytest $(ARGS)
+	@$(PY) -m pytest $(shell $(PY) -c "import xdist" 2>/dev/null && echo "-n auto --dist worksteal") $(ARGS)
 
 bench: setup
-	@for name in launch rms_norm silu_and_mul rope append_kv merge_states attention attention_backward decode linear; do $(PY) benchmarks/bench_$$name.py $(ARGS) || exit 1; done
+	@for name in launch rms_norm silu_and_mul rope append_kv merge_states attention attention_backward attention_fp8 decode linear linear_fp8 swiglu_linear qkv_linear grouped_linear batched_matmul; do $(PY) benchmarks/bench_$$name.py $(ARGS) || exit 1; done
 	@$(PY) benchmarks/make_results.py
 
 cubins:

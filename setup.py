@@ -5,7 +5,10 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
-TEST = ["hypothesis", "pytest>=8", "pytest-timeout", "rich>=12", "setuptools>=70.1"]
+TEST = [
+    *("hypothesis", "pytest>=8", "pytest-timeout", "pytest-xdist>=3.6", "rich>=12"),
+    "setuptools>=70.1",
+]
 
 readme = HERE / "README.md"
 packages = find_packages(include=["kernel_hub", "kernel_hub.*"])

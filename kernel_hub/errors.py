@@ -79,6 +79,10 @@ class TensorError(KernelHubError, ValueError):
     """An op's tensor has the wrong shape, dtype, stride or device."""
 
 
+class TableError(KernelHubError, ValueError):
+    """A table of measured choices does not say what it should, or cannot be written."""
+
+
 def nearest(name: object, names: Iterable[str]) -> list[str]:
     """`names` ordered by likeness to `name`."""
     wanted = str(name)

@@ -330,6 +330,12 @@ REFUSED = {
         "a_sm90.cu",
         "serialised wgmma",
     ),
+    "setmaxnreg ignored": (  # without launch bounds
+        'extern "C" __global__ void k(int* x) {\n'
+        '    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");\n    x[0] = 1;\n}\n',
+        "a_sm90.cu",
+        "C7508",
+    ),
 }
 
 

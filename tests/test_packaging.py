@@ -30,13 +30,14 @@ needs_setuptools = pytest.mark.skipif(
 
 # Run in a process of its own, far from the checkout: where are the cubins, do their digests hold?
 PROBE = """
-import json, sys
+import json, pkgutil, sys
 from kernel_hub.manifest import open_collection
 collection = open_collection()
 cubins = [entry for archs in collection.manifest.cubins.values() for entry in archs.values()]
 for entry in cubins:
     collection.read(entry)
 import kernel_hub
+assert pkgutil.get_data("kernel_hub", "tables/linear.json")
 found = [str(collection.root), kernel_hub.__version__, len(cubins), "torch" in sys.modules]
 print(json.dumps(found))
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -115,3 +116,45 @@ def copy_bandwidth(gigabytes: float = 2.0, repeats: int = 15) -> float:
         torch.cuda.synchronize()
         times.append(start.elapsed_time(stop))
     return 2 * source.nbytes / statistics.median(times) / 1e9
+
+
+class BurstTimer:
+    """Microseconds a launch takes in short bursts after idleness; the contenders alternate.
+
+    For matrix-bound kernels: clocks fall under longer load. A sample is one replay of a CUDA graph
+    of `BURST_US` of launches.
+    """
+
+    BURST_US = 6000.0
+    IDLE_SECONDS = 0.035
+    MOST_LAUNCHES = 250
+
+    def __init__(self, rounds: int = 5) -> None:
+        self.rounds = rounds
+        self._random = random.Random(0)
+
+    def measure(
+        self, contenders: Mapping[str, Sequence[Callable[[], object]]], expected_us: float
+    ) -> dict[str, list[float]]:
+        """contenders: name -> launches, one an input set; expected_us: of one launch, about."""
+        count = max(4, min(self.MOST_LAUNCHES, int(self.BURST_US / max(expected_us, 8.0))))
+        graphs = {}
+        for name, launches in contenders.items():
+            launches[0]()
+            torch.cuda.synchronize()
+            graphs[name] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graphs[name]):
+                for i in range(count):
+                    launches[i % len(launches)]()
+        samples: dict[str, list[float]] = {name: [] for name in graphs}
+        for _ in range(self.rounds):
+            for name in self._random.sample(list(graphs), len(graphs)):
+                torch.cuda.synchronize()
+                time.sleep(self.IDLE_SECONDS)
+                start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                graphs[name].replay()
+                stop.record()
+                torch.cuda.synchronize()
+                samples[name].append(start.elapsed_time(stop) * 1e3 / count)
+        return samples
