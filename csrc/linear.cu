@@ -175,19 +175,16 @@ __device__ __forceinline__ void linear(Out* out, float* partials, int* tickets, 
     }
     const Epilogue<T, Out> epilogue(out, bias, residual, out_stride, residual_stride, m, n,
                                     activation);
-#pragma unroll
-    for (int i = 0; i < C::kTilesM; ++i) {
-#pragma unroll
-        for (int j = 0; j < C::kTilesN / 4; ++j) {
-            float values[16];
-#pragma unroll
-            for (int e = 0; e < 16; ++e) {
-                values[e] = acc[i][4 * j + e / 4][e % 4];
-            }
-            const int first = row + warp_row + 16 * i + lane_idx / 4;
-            epilogue.finish_32(first, column + warp_column + 32 * j, values);
-            epilogue.put_32(first, column + warp_column + 32 * j, values);
-        }
+    constexpr int kGroups = C::kTilesM * C::kTilesN / 4;  // of two rows of 32 columns
+#pragma unroll 1
+    for (int group = 0; group < kGroups; ++group) {
+        float values[16];
+        pick<kGroups>(values, group,
+                      [&](int i) { return acc[i / 4 / C::kTilesN][i / 4 % C::kTilesN][i % 4]; });
+        const int first = row + warp_row + group / (C::kTilesN / 4) * 16 + lane_idx / 4;
+        const int at = column + warp_column + group % (C::kTilesN / 4) * 32;
+        epilogue.finish_32(first, at, values);
+        epilogue.put_32(first, at, values);
     }
 }
 

@@ -13,6 +13,7 @@
 // m16: the most rows of a; m8_deep: longer chunks, for the shared memory of sm_90. All
 // deterministic. Source: NVIDIA, PTX ISA, "Matrix fragments for mma.m16n8k16".
 
+#include "kernel_hub/dependent_launch.cuh"
 #include "kernel_hub/linear.cuh"
 #include "kernel_hub/mma.cuh"
 #include "kernel_hub/vec.cuh"
@@ -31,6 +32,14 @@ struct SmallM {
     static constexpr int kSums = 4 * kRowTiles * kColumnTiles;  // a lane
     static constexpr int kRingBytes = kWarps * kStages * kVectors * 32 * 16;
     static constexpr int kBufferFloats = kWarps * kSums * 32;
+
+    // Where the sum `at` of a block's kSums * 32 is: the row of a, the row of b within the tile.
+    __device__ static __forceinline__ int row_of(int at) {
+        return at / 32 / 4 % kColumnTiles * 8 + at % 4 * 2 + at / 32 % 2;
+    }
+    __device__ static __forceinline__ int column_of(int at) {
+        return at / 32 / 4 / kColumnTiles * 16 + at / 32 / 2 % 2 * 8 + at % 32 / 4;
+    }
 };
 
 // Where a warp is in its list of (tile, chunk).
@@ -119,7 +128,8 @@ __device__ __forceinline__ void linear_small_m(Out* out, float* partials, int* t
     const Inputs<T, C> inputs{a, b, a_stride, b_stride, m, n, k};
     const Epilogue<T, Out> epilogue(out, bias, residual, out_stride, residual_stride, m, n,
                                     activation);
-    constexpr int kTileRows = 16 * C::kRowTiles;
+    constexpr int kTileRows = 16 * C::kRowTiles, kThreads = 32 * kWarps;
+    constexpr int kTotals = (C::kSums * 32 + kThreads - 1) / kThreads;  // a thread
     const int num_tiles = (n + kTileRows - 1) / kTileRows;
     const int num_chunks = (k + C::kChunk - 1) / C::kChunk;
     const int num_splits = gridDim.y, split = blockIdx.y;
@@ -132,6 +142,7 @@ __device__ __forceinline__ void linear_small_m(Out* out, float* partials, int* t
     const uint32_t ring_address = shared_address(ring);
     constexpr int kSlot = C::kVectors * 32;  // in vectors
 
+    wait_for_launch_before();
     Walk ahead{chunks_a_tile > 0 ? static_cast<int>(blockIdx.x) : num_tiles, first_chunk};
 #pragma unroll
     for (int stage = 0; stage < C::kStages; ++stage) {
@@ -154,6 +165,23 @@ __device__ __forceinline__ void linear_small_m(Out* out, float* partials, int* t
 
     int stage = 0;
     for (int tile = blockIdx.x, turn = 0; tile < num_tiles; tile += gridDim.x, turn ^= 1) {
+        // What is added to this thread's results, so that nothing waits for it after the product.
+        T more_bias[kTotals];
+        Out more[kTotals];
+#pragma unroll
+        for (int i = 0; i < kTotals; ++i) {
+            const int at = threadIdx.x + i * kThreads;
+            const int row = C::row_of(at), column = tile * kTileRows + C::column_of(at);
+            if (at < C::kSums * 32 && row < m && column < n) {
+                if (bias) {
+                    more_bias[i] = bias[column];
+                }
+                if (residual) {
+                    more[i] = residual[row * residual_stride + column];
+                }
+            }
+        }
+
         float sums[C::kRowTiles][C::kColumnTiles][4] = {};
         for (int i = 0; i < chunks_a_tile; ++i) {
             cp_async_wait<C::kStages - 1>();
@@ -166,6 +194,9 @@ __device__ __forceinline__ void linear_small_m(Out* out, float* partials, int* t
             stage = stage + 1 == C::kStages ? 0 : stage + 1;
         }
 
+        if (ahead.tile >= num_tiles) {
+            allow_next_launch();
+        }
         // Add the warps' sums, in their order.
         float* mine = buffer + turn * C::kBufferFloats;
 #pragma unroll
@@ -174,8 +205,6 @@ __device__ __forceinline__ void linear_small_m(Out* out, float* partials, int* t
                 sums[i / 4 / C::kColumnTiles][i / 4 % C::kColumnTiles][i % 4];
         }
         __syncthreads();
-        constexpr int kThreads = 32 * kWarps;
-        constexpr int kTotals = (C::kSums * 32 + kThreads - 1) / kThreads;  // a thread
         float totals[kTotals];
 #pragma unroll
         for (int i = 0; i < kTotals; ++i) {
@@ -230,12 +259,15 @@ __device__ __forceinline__ void linear_small_m(Out* out, float* partials, int* t
         for (int i = 0; i < kTotals; ++i) {
             const int at = threadIdx.x + i * kThreads;
             if (at < C::kSums * 32) {
-                const int lane = at % 32, sum = at / 32;
-                const int row_tile = sum / 4 / C::kColumnTiles,
-                          column_tile = sum / 4 % C::kColumnTiles;
-                epilogue.write(column_tile * 8 + lane % 4 * 2 + sum % 2,
-                               tile * kTileRows + row_tile * 16 + sum / 2 % 2 * 8 + lane / 4,
-                               totals[i]);
+                float value[1] = {totals[i]};
+                if (bias) {
+                    value[0] += to_float(more_bias[i]);
+                }
+                activate<Out>(value, activation);
+                if (residual) {
+                    value[0] += to_float(more[i]);
+                }
+                epilogue.put_complete(C::row_of(at), tile * kTileRows + C::column_of(at), value[0]);
             }
         }
     }

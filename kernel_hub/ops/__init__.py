@@ -4,23 +4,31 @@ Each is also registered as `torch.ops.kernel_hub.<name>`, for torch.compile and 
 """
 
 from .append_kv import append_kv as append_kv
+from .batched_matmul import batched_matmul as batched_matmul
 from .decode_attention import decode_attention as decode_attention
 from .flash_attention import flash_attention as flash_attention
 from .flash_attention import flash_attention_qkvpacked as flash_attention_qkvpacked
+from .grouped_linear import grouped_linear as grouped_linear
 from .linear import linear as linear
 from .merge_states import merge_states as merge_states
+from .qkv_linear import qkv_linear as qkv_linear
 from .rms_norm import rms_norm as rms_norm
 from .rope import rope as rope
 from .silu_and_mul import silu_and_mul as silu_and_mul
+from .swiglu_linear import swiglu_linear as swiglu_linear
 
 __all__ = [
     "append_kv",
+    "batched_matmul",
     "decode_attention",
     "flash_attention",
     "flash_attention_qkvpacked",
+    "grouped_linear",
     "linear",
     "merge_states",
+    "qkv_linear",
     "rms_norm",
     "rope",
     "silu_and_mul",
+    "swiglu_linear",
 ]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from ..tuning import Gpu
 from . import _common as common
 from ._linear_plan import BLOCK_K, MAX_SPLIT_TILES, Choice, choose
 
@@ -29,6 +31,8 @@ class Launch:
     a_layout: tuple[int, int, int] = (0, 0, 0)  # rows, columns, stride
     b_layout: tuple[int, int, int] = (0, 0, 0)
     out_layout: tuple[int, int, int] | None = None  # where results leave through boxes
+    residual_layout: tuple[int, int, int] | None = None  # where it arrives through boxes
+    options: Mapping[str, bool] = field(default_factory=dict)  # of the launch
 
     def run(
         self,
@@ -50,14 +54,19 @@ class Launch:
             out_map = row_map  # not looked at where results leave from registers
             if self.out_layout is not None and not out.data_ptr() % common.VEC_BYTES:
                 out_map = tensor_map(out, self.out_layout, choice.out_box_rows)
-            params = (out, out_map, row_map, column_map, bias, residual, *self.numbers)
+            residual_map = row_map
+            layout = self.residual_layout
+            if layout and residual is not None and not residual.data_ptr() % common.VEC_BYTES:
+                residual_map = tensor_map(residual, layout, choice.out_box_rows)
+            maps = (out_map, residual_map, row_map, column_map)
+            params = (out, *maps, bias, residual, *self.numbers)
         else:
             partials = tickets = None
             if choice.num_partials:
                 partials = torch.empty(choice.num_partials, dtype=torch.float32, device=out.device)
                 tickets = _tickets_of(out.device)
             params = (out, partials, tickets, a, b, bias, residual, *self.numbers)
-        self.function(choice.grid, choice.block, choice.shared_bytes, None, params)
+        self.function(choice.grid, choice.block, choice.shared_bytes, None, params, **self.options)
 
 
 def plan_launch(
@@ -89,10 +98,13 @@ def plan_launch(
             raise common.refuse(
                 _OP, argument, "rows that begin at multiples of 16 bytes (copy it first)", tensor
             )
-    capability, num_sms = _device(a.device)
-    if (m > 1 and a_stride < k) or (n > 1 and b_stride < k):
+    capability, num_sms, name = _device(a.device)
+    overlaps = [(m, a_stride, k), (n, b_stride, k)]
+    if residual is not None:
+        overlaps.append((m, residual_stride, n))
+    if any(rows > 1 and stride < columns for rows, stride, columns in overlaps):
         capability = (8, 0)  # rows that overlap, or an expanded one: pointers, no tensor maps
-    choice = choose(capability, num_sms, m, n, k, out.dtype != a.dtype)
+    choice = choose(capability, num_sms, m, n, k, out.dtype != a.dtype, name)
     token = common.DTYPE_TOKENS[a.dtype]
     suffix = "_fp32" if out.dtype != a.dtype else ""
     function = common.shipped(choice.cubin, f"linear_{token}_{choice.variant}{suffix}")
@@ -105,7 +117,14 @@ def plan_launch(
         choice.out_box_rows > 0 and out.dtype == a.dtype and not n % 8 and not out_stride % 8
     )
     out_layout = (m, n, n if m == 1 else out_stride) if boxes_fit else None
-    return Launch(function, choice, numbers, (m, k, a_stride), (n, k, b_stride), out_layout)
+    residual_layout = None
+    if boxes_fit and residual is not None and not choice.swaps and not residual_stride % 8:
+        residual_layout = (m, n, n if m == 1 else residual_stride)
+    # These kernels wait for the launch before themselves, so that their start overlaps its end.
+    may_overlap = choice.overlaps and capability >= (9, 0) and choice.cubin != "linear"
+    options = {"programmatic": True} if may_overlap else {}
+    layouts = (m, k, a_stride), (n, k, b_stride)
+    return Launch(function, choice, numbers, *layouts, out_layout, residual_layout, options)
 
 
 def tensor_map(tensor: torch.Tensor, layout: tuple[int, int, int], box_rows: int) -> bytes:
@@ -127,12 +146,12 @@ def tensor_map(tensor: torch.Tensor, layout: tuple[int, int, int], box_rows: int
 
 
 @functools.cache
-def _device(device: torch.device) -> tuple[tuple[int, int], int]:
-    """(compute capability, multiprocessors); the emulator counts as a small sm_80."""
+def _device(device: torch.device) -> Gpu:
+    """The GPU a launch is for; the emulator counts as a small sm_80."""
     if device.type != "cuda":
-        return (8, 0), 4
-    properties = torch.cuda.get_device_properties(device)
-    return (properties.major, properties.minor), properties.multi_processor_count
+        return Gpu((8, 0), 4)
+    found = torch.cuda.get_device_properties(device)
+    return Gpu((found.major, found.minor), found.multi_processor_count, found.name)
 
 
 def _tickets_of(device: torch.device) -> torch.Tensor:

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ._linear_table import HOPPER_COSTS, MEASURED
+from ..tuning import Gpu, Row, Table
 
 BLOCK_K = 64  # elements of k in a box of linear_sm90.cu: 128 bytes, the span of the swizzle
 BOX_ROWS = 64  # of out, in a box on its way out (block_n where swapped); it has BLOCK_K columns
@@ -34,15 +34,15 @@ class Choice:
     out_box_rows: int = 0  # of the boxes in which results leave; 0: they leave from registers
     group: int = 1
     num_partials: int = 0
+    overlaps: bool = True  # with the end of the launch before, where the kernel waits for it
 
 
 @dataclass(frozen=True, slots=True)
 class Hopper:
     """A variant of linear_sm90.cu; the fields are those of its Config."""
 
-    sharing: str  # 'together', 'turns' or 'swapped'
+    sharing: str  # 'together' or 'swapped'
     consumers: int
-    fragments: int
     pieces: int
     piece_n: int
     stages: int
@@ -69,7 +69,7 @@ class Hopper:
     @property
     def block_m(self) -> int:
         """Rows of a block's tile."""
-        return 64 * self.fragments * (1 if self.sharing == "turns" else self.consumers)
+        return 64 * self.consumers
 
     @property
     def block_n(self) -> int:
@@ -105,24 +105,25 @@ class Hopper:
 HOPPER: dict[str, Hopper] = {
     variant.name: variant
     for variant in (
-        Hopper("together", 2, 1, 1, 256, 4, 2, 1, 1, 2, 1),
-        Hopper("together", 2, 1, 2, 160, 3, 2, 1, 1, 3, 1),
-        Hopper("together", 2, 1, 1, 224, 4, 2, 1, 1, 3, 1),
-        Hopper("together", 2, 1, 1, 192, 4, 2, 1, 1, 3, 1),
-        Hopper("together", 2, 1, 1, 160, 5, 2, 1, 1, 2, 1),
-        Hopper("together", 2, 1, 1, 128, 6, 2, 1, 1, 2, 1),
-        Hopper("together", 2, 1, 1, 96, 7, 2, 1, 1, 1, 1),
-        Hopper("together", 2, 1, 1, 64, 8, 2, 1, 1, 1, 1),
-        Hopper("together", 2, 1, 1, 128, 6, 1, 1, 2, 0, 1),
-        Hopper("swapped", 1, 1, 1, 16, 10, 1, 1, 1, 1, 2),
-        Hopper("swapped", 1, 1, 1, 16, 11, 1, 1, 2, 0, 2),
-        Hopper("swapped", 1, 1, 1, 32, 8, 1, 1, 1, 1, 2),
-        Hopper("swapped", 1, 1, 1, 32, 9, 1, 1, 2, 0, 2),
-        Hopper("swapped", 1, 1, 1, 64, 6, 1, 1, 1, 1, 2),
-        Hopper("swapped", 1, 1, 1, 64, 13, 1, 1, 1, 1, 1),
-        Hopper("swapped", 1, 1, 1, 64, 13, 1, 1, 2, 0, 1),
-        Hopper("swapped", 2, 1, 1, 16, 11, 2, 1, 1, 1, 1),
-        Hopper("swapped", 2, 1, 1, 32, 4, 2, 1, 1, 1, 2),
+        Hopper("together", 2, 1, 256, 4, 2, 1, 1, 2, 1),
+        Hopper("together", 2, 2, 160, 3, 2, 1, 1, 3, 1),
+        Hopper("together", 2, 1, 224, 4, 2, 1, 1, 2, 1),
+        Hopper("together", 2, 1, 192, 4, 2, 1, 1, 2, 1),
+        Hopper("together", 2, 1, 160, 5, 2, 1, 1, 2, 1),
+        Hopper("together", 2, 1, 128, 6, 2, 1, 1, 2, 1),
+        Hopper("together", 2, 1, 96, 7, 2, 1, 1, 1, 1),
+        Hopper("together", 2, 1, 64, 8, 2, 1, 1, 1, 1),
+        Hopper("together", 2, 1, 128, 6, 1, 1, 2, 0, 1),
+        Hopper("swapped", 1, 1, 16, 10, 1, 1, 1, 1, 2),
+        Hopper("swapped", 1, 1, 16, 11, 1, 1, 2, 0, 2),
+        Hopper("swapped", 1, 1, 32, 8, 1, 1, 1, 1, 2),
+        Hopper("swapped", 1, 1, 32, 9, 1, 1, 2, 0, 2),
+        Hopper("swapped", 1, 1, 64, 6, 1, 1, 1, 1, 2),
+        Hopper("swapped", 1, 1, 64, 13, 1, 1, 1, 1, 1),
+        Hopper("swapped", 1, 1, 64, 13, 1, 1, 2, 0, 1),
+        Hopper("swapped", 1, 1, 128, 8, 1, 1, 1, 2, 1),
+        Hopper("swapped", 1, 1, 128, 9, 1, 1, 2, 0, 1),
+        Hopper("swapped", 2, 1, 128, 6, 2, 1, 1, 2, 1),
     )
 }
 HOPPER_FP32 = ("128x256_c21", "128x128_c21", "swapped_64x16_c11_b2", "swapped_64x64_c11_b2")
@@ -135,6 +136,8 @@ def hopper_choice(name: str, num_sms: int, m: int, n: int, k: int, group: int = 
     variant = HOPPER[name]
     tiles_m, tiles_n = variant.tiles(m, n)
     clusters = tiles_m * tiles_n
+    # Blocks of few rows that begin early take places unevenly where there is not one for each.
+    overlaps = not variant.swaps or clusters * variant.cluster_size <= num_sms
     if variant.splits == 1:  # those that share k take one tile each
         clusters = min(clusters, variant.clusters_at_once(num_sms))
     return Choice(
@@ -147,6 +150,7 @@ def hopper_choice(name: str, num_sms: int, m: int, n: int, k: int, group: int = 
         variant.swaps,
         (variant.block_n if variant.swaps else BOX_ROWS) if variant.boxes else 0,
         group,
+        overlaps=overlaps,
     )
 
 
@@ -156,10 +160,10 @@ def hopper_cost(name: str, num_sms: int, m: int, n: int, k: int) -> float | None
     steps = -(-k // BLOCK_K)
     if steps < variant.splits or (variant.swaps and m > variant.block_n):
         return None
-    a_step, a_tile = HOPPER_COSTS[name]
+    cost = TABLE.costs("sm90")[name]
     tiles_m, tiles_n = variant.tiles(m, n)
     waves = -(-tiles_m * tiles_n // variant.clusters_at_once(num_sms))
-    busy = waves * (a_step * -(-steps // variant.splits) + a_tile)
+    busy = waves * (cost["step_us"] * -(-steps // variant.splits) + cost["tile_us"])
     memory = 2 * (n * k + m * k + m * n) / _BYTES_A_US + _START_US
     return max(busy, memory) + 0.01 * busy
 
@@ -226,24 +230,81 @@ def _choose_portable(
 
 @functools.lru_cache(maxsize=4096)
 def choose(
-    compute_capability: tuple[int, int], num_sms: int, m: int, n: int, k: int, is_wide: bool
+    compute_capability: tuple[int, int],
+    num_sms: int,
+    m: int,
+    n: int,
+    k: int,
+    is_wide: bool,
+    gpu_name: str = "",
 ) -> Choice:
     """The launch for out (m, n) = a (m, k) b (n, k)^T: what was measured, else what is expected.
 
-    is_wide: out is fp32 and a is not.
+    is_wide: out is fp32 and a is not. gpu_name: whose file of `kernel-hub tune` counts.
     """
+    if not is_wide:
+        row = TABLE.lookup(Gpu(compute_capability, num_sms, gpu_name), m, n=n, k=k)
+        if row is not None:
+            return _measured(row, compute_capability, num_sms, m, n, k)
     if compute_capability != (9, 0) or k == 0:
         return _choose_portable(compute_capability, num_sms, m, n, k)
-    if num_sms == 132 and not is_wide:
-        for most_rows, name, group in MEASURED.get((n, k), []):
-            if m <= most_rows:
-                if name in HOPPER:
-                    return hopper_choice(name, num_sms, m, n, k, group)
-                few = portable_choices(compute_capability, m, n, k, group, num_sms)
-                return next(choice for choice in few if choice.variant == name)
     if m <= 4:
         return _choose_portable(compute_capability, num_sms, m, n, k)
     names = HOPPER_FP32 if is_wide else tuple(HOPPER)
     costs = {name: hopper_cost(name, num_sms, m, n, k) for name in names}
     known = {name: cost for name, cost in costs.items() if cost is not None}
     return hopper_choice(min(known, key=known.__getitem__), num_sms, m, n, k)
+
+
+def _measured(
+    row: Row, compute_capability: tuple[int, int], num_sms: int, m: int, n: int, k: int
+) -> Choice:
+    if row.variant in HOPPER:
+        return hopper_choice(row.variant, num_sms, m, n, k, row.numbers.get("group", 8))
+    splits = row.numbers.get("num_splits", 1)
+    applying = portable_choices(compute_capability, m, n, k, splits, num_sms)
+    return next(choice for choice in applying if choice.variant == row.variant)
+
+
+def _check(row: Row, arch: str, m: int, *, n: int, k: int) -> str:
+    """'' or why this row of a table cannot be."""
+    capability = (int(arch[2:-1]), int(arch[-1]))
+    hopper = HOPPER.get(row.variant) if capability == (9, 0) else None
+    if hopper is not None:
+        if hopper.swaps and m > hopper.block_n:
+            return f"it takes at most {hopper.block_n} rows"
+        return "" if k >= BLOCK_K * hopper.splits else f"it shares k, and {k} is too small"
+    splits = row.numbers.get("num_splits", 1)
+    if k < 1 or n < 1 or splits > max(1, k // _CHUNK):
+        return f"k = {k} in {splits} shares"
+    if splits > 1 and -(-n // 16) * -(-m // 64) > MAX_SPLIT_TILES:
+        return "too many tiles to share k"
+    names = [choice.variant for choice in portable_choices(capability, m, n, k, splits)]
+    return "" if row.variant in names else f"on {arch} with {m} rows there are {', '.join(names)}"
+
+
+TABLE = Table(
+    "linear",
+    key=("n", "k"),
+    bucket="m",
+    cubins=("linear", "linear_small_m", "linear_sm90"),
+    numbers={"group": (1, 64), "num_splits": (1, 64)},
+    check=_check,
+)
+TABLE.on_change(choose.cache_clear)
+
+
+def candidates(gpu: Gpu, m: int, *, n: int, k: int) -> Iterator[Row]:
+    """Every launch that `kernel-hub tune` measures.
+
+    Tiles of linear.cu are left out on Hopper: wgmma is three times as fast.
+    """
+    rows = []
+    if gpu.compute_capability == (9, 0):
+        groups = (8,) if m <= 1024 else (4, 8, 16)
+        rows += [Row(name, {"group": group}) for name in HOPPER for group in groups]
+    names = [name for name, *_ in _SMALL_M]
+    if gpu.compute_capability != (9, 0):
+        names += [f"128x{_PORTABLE_N}", f"64x{_PORTABLE_N}"]
+    rows += [Row(name, {"num_splits": splits}) for name in names for splits in (1, 2, 3, 4, 6, 8)]
+    yield from (row for row in rows if not _check(row, gpu.arch, m, n=n, k=k))

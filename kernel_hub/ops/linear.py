@@ -8,12 +8,15 @@ import torch
 
 from ..errors import KernelHubError
 from . import _common as common
+from . import _linear_fp8 as fp8
 from ._linear_launch import Launch, plan_launch
+from ._linear_plan import TABLE
 
 _OP = "linear"
 _ACTIVATIONS = {None: 0, "gelu": 1, "silu": 2, "relu": 3}
 _DTYPES = (torch.float16, torch.bfloat16)
 _plans: dict[tuple[Any, ...], Launch] = {}
+TABLE.on_change(_plans.clear)
 _is_tracing = torch.compiler.is_dynamo_compiling
 
 
@@ -26,6 +29,9 @@ def linear(
     residual: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    a_scale: torch.Tensor | None = None,
+    b_scale: torch.Tensor | None = None,
+    use_fast_accum: bool = False,
 ) -> torch.Tensor:
     """Multiply rows by a weight matrix, add a bias, activate, add a residual.
 
@@ -37,10 +43,19 @@ def linear(
         contiguous, the leading ones evenly spaced. Its rows begin at multiples of 16 bytes.
     b: (n, k), the weight, dtype and device of a; rows as those of a.
     bias: (n,), dtype of a, contiguous.
-    activation: None, 'gelu' (with the error function), 'silu' or 'relu'.
+    activation: None, 'gelu' (with the error function), 'silu' or 'relu'. Where out is bf16, gelu is
+        right to 2e-4 and silu to a relative 2e-4 before rounding; fp16: 6e-5 and 1e-5.
     residual: (..., n), dtype and device of out, the last dimension contiguous; may be out itself.
     out: (..., n), dtype out_dtype, device of a; must not overlap a, b or bias.
     out_dtype: the dtype of a (default; or that of out), or torch.float32.
+    a_scale, b_scale: a and b are float8_e4m3fn (compute capability 9.0, or the CPU; k a multiple of
+        16), each times its fp32 scales: None for 1; one element; one a row, (...) or (..., 1) for
+        a, (n,) or (n, 1) for b; or of both one a block, (..., ceil(k / 128)) for 128 elements of a
+        row of a, (ceil(n / 128), ceil(k / 128)) for 128 x 128 of b. out_dtype is then bfloat16
+        (default), float16 or float32, and bias has that dtype too.
+    use_fast_accum: of e4m3 without scales of blocks, sums stay in the tensor cores, which keep
+        about 14 bits of them, over all of k. Else they leave them every 512 elements of k (with
+        scales of blocks every 128).
 
     Returns out. A CUDA tensor runs a shipped cubin on torch's current stream; a CPU tensor runs a
     reference in torch. No backward. Raises TensorError naming the argument that does not fit.
@@ -48,6 +63,10 @@ def linear(
     if activation not in _ACTIVATIONS:
         raise common.refuse(_OP, "activation", "None, 'gelu', 'silu' or 'relu'", repr(activation))
     code = _ACTIVATIONS[activation]
+    dtype = getattr(a, "dtype", None)
+    if dtype == fp8.DTYPE or a_scale is not None or b_scale is not None or use_fast_accum:
+        scales = (a_scale, b_scale, use_fast_accum)
+        return fp8.linear(a, b, bias, code, residual, out, out_dtype, *scales)
     if out_dtype is None:
         out_dtype = getattr(a if out is None else out, "dtype", None)
     common.check_no_grad(_OP, a=a, b=b, bias=bias, residual=residual, out=out)

@@ -15,17 +15,16 @@ from typing import Any
 import torch
 
 from kernel_hub import ops
+from kernel_hub.ops import _linear_plan, _paired_plan
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HIDDEN = (1, 8, 127, 256, 1000, 2048, 4096, 5120, 8192, 16384, 40000)
 ROWS = (1, 3, 300)
-# (m, n, k) for which linear chooses each of its variants on an H200; those with fp32 results; and
-# those of its portable bodies.
+# (m, n, k) for linear as it chooses its variant on an H200; those with fp32 results, of every such
+# variant; and those of its portable bodies.
 LINEAR = (
-    (1, 8, 64), (1, 4096, 4096), (5, 8, 64), (5, 8, 128), (5, 8, 1024), (17, 8, 1024),
-    (33, 8, 1024), (65, 8, 8192), (5, 14336, 64), (5, 18944, 64), (5, 5120, 256), (17, 5120, 256),
-    (17, 7168, 256), (5, 28672, 64), (300, 6144, 64), (300, 8192, 64), (3000, 512, 512),
-    (33, 7168, 512), (33, 5120, 1024), (5, 28672, 4096), (300, 333, 520), (37, 45, 72),
+    (1, 8, 64), (1, 4096, 4096), (5, 8, 64), (17, 8, 1024), (65, 8, 8192), (5, 14336, 64),
+    (300, 6144, 64), (3000, 512, 512), (33, 5120, 1024), (300, 333, 520), (37, 45, 72),
 )  # fmt: skip
 LINEAR_FP32 = ((1, 8, 64), (5, 8, 64), (5, 8, 256), (17, 8, 512), (5, 14336, 64), (37, 45, 72))
 LINEAR_PORTABLE = ((5, 40, 72), (12, 40, 4104), (20, 101, 1032), (2000, 2000, 72))
@@ -139,6 +138,17 @@ def merge_states(device: str) -> None:
 
 def linear(device: str) -> None:
     """Every variant, plain and with all that can be added; and rows a tensor map cannot tell of."""
+    for dtype, (i, (name, variant)) in itertools.product(
+        DTYPES[:2], enumerate(_linear_plan.HOPPER.items())
+    ):
+        m, n = 5 if variant.swaps else 300, 168 + 8 * i
+        a, b, bias, residual = (
+            torch.randn(*size, device=device, dtype=dtype)
+            for size in ((m, 200), (n, 200), (n,), (m, n))
+        )
+        with _linear_plan.TABLE.forcing(_linear_plan.Row(name, {"group": 8})):
+            ops.linear(a, b)
+            ops.linear(a, b, bias, activation="silu", residual=residual, out=residual)
     for dtype, wide in itertools.product(DTYPES[:2], (False, True)):
         out_dtype = torch.float32 if wide else dtype
         sizes = LINEAR_FP32 if wide else LINEAR
@@ -155,6 +165,44 @@ def linear(device: str) -> None:
             ops.linear(a, b, bias, activation="gelu", residual=residual, out=residual)
 
 
+def _paired(op: str, call: Callable[[int, torch.dtype], object]) -> None:
+    """Every variant, whatever would be chosen: call(rows of a, dtype)."""
+    portable = ("m8", "m8_deep", "m16", "128x128", "64x128")
+    for variant in (*portable, *(hopper.name for hopper in _paired_plan.HOPPER[op])):
+        m = 5 if variant.startswith(("m", "swapped")) else 300
+        for dtype in DTYPES[:2]:
+            with _paired_plan.TABLES[op].forcing(_paired_plan.Row(variant, {})):
+                call(m, dtype)
+
+
+def swiglu_linear(device: str) -> None:
+    """Every variant, over tiles that end early."""
+
+    def call(m: int, dtype: torch.dtype) -> None:
+        a = torch.randn(m, 136, device=device, dtype=dtype)
+        ops.swiglu_linear(a, torch.randn(2 * 168, 136, device=device, dtype=dtype))
+
+    _paired("swiglu_linear", call)
+
+
+def qkv_linear(device: str) -> None:
+    """Every variant, with a bias and a paged cache, halves and neighbours rotated."""
+
+    def call(m: int, dtype: torch.dtype) -> None:
+        x = torch.randn(m, 136, device=device, dtype=dtype)
+        w, bias = (torch.randn(7 * 64, *k, device=device, dtype=dtype) for k in ((136,), ()))
+        table = torch.randn(m, 32, device=device)
+        tokens = torch.arange(m, device=device)
+        caches = [torch.zeros(m, 4, 1, 64, device=device, dtype=dtype) for _ in range(2)]
+        for interleaved in (False, True):
+            ops.qkv_linear(
+                x, w, bias, table, table, tokens, num_heads=5, num_kv_heads=1, k_cache=caches[0],
+                v_cache=caches[1], slot_mapping=tokens * 3, interleaved=interleaved,
+            )  # fmt: skip
+
+    _paired("qkv_linear", call)
+
+
 CASES: dict[str, Callable[[str], None]] = {
     "rms_norm": rms_norm,
     "silu_and_mul": silu_and_mul,
@@ -162,6 +210,8 @@ CASES: dict[str, Callable[[str], None]] = {
     "append_kv": append_kv,
     "merge_states": merge_states,
     "linear": linear,
+    "swiglu_linear": swiglu_linear,
+    "qkv_linear": qkv_linear,
 }
 
 

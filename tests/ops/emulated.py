@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
@@ -60,6 +61,13 @@ def build(cubin: str) -> ctypes.CDLL:
     folder = Path(tempfile.gettempdir()) / f"kernel_hub_emulated_{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     library = folder / f"{cubin}_{digest.hexdigest()[:16]}.so"
+    with open(folder / f"{cubin}.lock", "w") as lock:  # one process compiles, the others wait
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _compile(compiler, source, library)
+    return ctypes.CDLL(str(library))
+
+
+def _compile(compiler: str, source: Path, library: Path) -> None:
     if not library.exists():
         made = library.with_suffix(f".{os.getpid()}.tmp")
         command = [
@@ -72,7 +80,6 @@ def build(cubin: str) -> ctypes.CDLL:
         if done.returncode:
             raise RuntimeError(f"{source} does not compile for the CPU:\n{done.stderr[:4000]}")
         made.replace(library)
-    return ctypes.CDLL(str(library))
 
 
 class EmulatedFunction:

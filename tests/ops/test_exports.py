@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ import torch
 from emulated import ROOT, CannotEmulateError, build
 from ways import DTYPES, Way
 
-from kernel_hub.ops import _common, _linear_table
+from kernel_hub.ops import _common, _linear_plan, _paired_plan
+from kernel_hub.tuning import Gpu
 
 
 def exported(cubin: str) -> set[str]:
@@ -32,20 +33,29 @@ def exported(cubin: str) -> set[str]:
 
 
 def exported_linear() -> set[str]:
-    """The same of the three cubins of linear, of which the emulator cannot build Hopper's: what
-    the macros at their ends make."""
+    """The same of the three cubins of linear, of which the emulator cannot build Hopper's."""
+    return exported_by_macros("linear", ("linear", "linear_small_m", "linear_sm90"))
+
+
+def exported_paired(op: str) -> set[str]:
+    """The same of swiglu_linear or qkv_linear."""
+    return exported_by_macros(op, (op, f"{op}_sm90"))
+
+
+def exported_by_macros(op: str, cubins: Sequence[str]) -> set[str]:
+    """What the macros at the ends of these sources make."""
     compiler = os.environ.get("CXX") or shutil.which("g++")
     if not compiler:
         pytest.skip("no C++ compiler (g++)")
     names: set[str] = set()
-    for cubin in ("linear", "linear_small_m", "linear_sm90"):
+    for cubin in cubins:
         source = (ROOT / f"csrc/{cubin}.cu").read_text()
         done = subprocess.run(
             [compiler, "-E", "-P", "-x", "c++", "-"],
             input=source[source.index("#define EXPORT_") :],
             capture_output=True, text=True, check=True,
         )  # fmt: skip
-        names |= set(re.findall(r"\blinear_(?:fp16|bf16)_\w+", done.stdout))
+        names |= set(re.findall(rf"\b{op}_(?:fp16|bf16)_\w+", done.stdout))
     return names
 
 
@@ -124,15 +134,34 @@ def test_merge_states(chosen: set[str]) -> None:
 
 def test_linear(chosen: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     launch = importlib.import_module("kernel_hub.ops._linear_launch")
-    rows = [1, 5, 8, 16, 17, 32, 33, 64, 65, 300, 512, 1024, 4096, 8192]
-    weights = [(8, 64), (5120, 256), (18944, 64), *_linear_table.MEASURED]
-    for device in (((8, 0), 108), ((9, 0), 132)):
+    rows = [1, 5, 8, 16, 17, 32, 33, 64, 65, 128, 256, 300, 512, 1024, 2048, 4096, 8192]
+    weights = [(8, 64), (5120, 256), (18944, 64)]
+    for section in _linear_plan.TABLE.shipped():
+        weights += [tuple(_linear_plan.TABLE.layout.parse(key).values()) for key in section.choices]
+    for device in (Gpu((8, 0), 108), Gpu((9, 0), 132)):
         monkeypatch.setattr(launch, "_device", lambda _, found=device: found)
         for dtype, m, (n, k), wide in itertools.product(DTYPES[:2], rows, weights, [False, True]):
             a, b = meta(m, k, dtype=dtype), meta(n, k, dtype=dtype)
             out = meta(m, n, dtype=torch.float32 if wide else dtype)
             launch.plan_launch(a, b, None, 0, None, out)
     assert chosen == exported_linear()
+
+
+@pytest.mark.parametrize("op", _paired_plan.TABLES)
+def test_paired(op: str) -> None:
+    rows = [1, 5, 8, 12, 16, 17, 32, 33, 64, 65, 128, 256, 300, 512, 1024, 4096, 8192]
+    weights = [(96, 64), (1536, 512), (5120, 1024)]
+    for section in _paired_plan.TABLES[op].shipped():
+        keys = map(_paired_plan.TABLES[op].layout.parse, section.choices)
+        weights += [(int(key["n"]), int(key["k"])) for key in keys]
+    variants = {
+        _paired_plan.choose(op, gpu, m, n, k, True).variant
+        for gpu in (Gpu((8, 0), 108), Gpu((9, 0), 132))
+        for m, (n, k) in itertools.product(rows, weights)
+    }
+    assert {f"{op}_{token}_{variant}" for token in ("fp16", "bf16") for variant in variants} == (
+        exported_paired(op)
+    )
 
 
 @pytest.mark.parametrize(
@@ -145,6 +174,10 @@ def test_linear(chosen: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
         "rope",
         "matmul_cache_kernel",
         "flash_attention_sm90",
+        "swiglu_linear",
+        "swiglu_linear_sm90",
+        "qkv_linear",
+        "qkv_linear_sm90",
     ],
 )
 def test_the_list_of_variants_ends_the_file(name: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from back_to_back import check_back_to_back
 from ways import Way
 
 from kernel_hub.errors import TensorError
@@ -157,6 +158,25 @@ def test_nan_and_inf(way: Way) -> None:
     assert bool(linear(a, b)[2].isinf().all())
 
 
+@pytest.mark.parametrize("activation", ["gelu", "silu"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_activations_over_their_range(way: Way, dtype: torch.dtype, activation: str) -> None:
+    # One column of a is not zero: the product is that column. Approximated for results of 16 bits.
+    x = torch.cat([torch.linspace(-60, 60, 2001), torch.tensor([-6e4, -1e3, 0.0, 1e3, 6e4])])
+    a, b = torch.zeros(len(x), 64), torch.zeros(64, 64)
+    a[:, 5], b[:, 5] = x, 1.0
+    a, b = a.to(dtype).to(way.device), b.to(dtype).to(way.device)
+    truth = ACTIVATIONS[activation](a[:, 5].double())[:, None]
+    rounding, error = (2.0**-11, 7e-5) if dtype == torch.float16 else (2.0**-8, 2.5e-4)
+    for rows in (slice(0, 1), slice(700, 730), slice(None)):
+        for out_dtype in (dtype, torch.float32):
+            out = linear(a[rows], b, activation=activation, out_dtype=out_dtype).double()
+            limit = truth[rows].abs() * rounding * 1.05 + error
+            if out_dtype == torch.float32:
+                limit = truth[rows].abs() * 2e-6 + 1e-6
+            assert bool(((out - truth[rows]).abs() <= limit).all())
+
+
 @pytest.mark.parametrize("shape", [(0, 8, 16), (3, 0, 16), (0, 0, 8)])
 def test_nothing_to_do(way: Way, shape: tuple[int, int, int]) -> None:
     m, n, k = shape
@@ -187,16 +207,50 @@ def test_hopper_variants(way: Way, name: str, monkeypatch: pytest.MonkeyPatch) -
         pytest.skip("these kernels need a GPU of compute capability 9.0")
     variant = _linear_plan.HOPPER[name]
     most = variant.block_n if variant.swaps else 700
-    for m, n, k in ((1, 8, 64), (most, 333, 520), (most - 3, 4104, 1096), (most, 40000, 512)):
+    sizes = ((1, 8, 64), (most, 333, 520), (most - 3, 4104, 1096), (most, 20000, 264))
+    for m, n, k in (*sizes, (most, 20000, 64), (most, 20000, 128)):
         choice = _linear_plan.hopper_choice(name, 132, m, n, max(k, 64 * variant.splits))
         monkeypatch.setattr("kernel_hub.ops._linear_launch.choose", lambda *_, c=choice: c)
         monkeypatch.setattr(module, "_plans", {})
         for dtype in DTYPES:
             for out_dtype in (None, torch.float32)[: 1 + (name in _linear_plan.HOPPER_FP32)]:
-                check_linear(
-                    way, m, n, max(k, 64 * variant.splits), dtype=dtype, out_dtype=out_dtype,
-                    activation="silu", has_bias=True, has_residual=True,
-                )  # fmt: skip
+                for extras in (("silu", True, True), ("gelu", True, False), (None, False, False)):
+                    activation, has_bias, has_residual = extras
+                    check_linear(
+                        way, m, n, max(k, 64 * variant.splits), dtype=dtype, out_dtype=out_dtype,
+                        activation=activation, has_bias=has_bias, has_residual=has_residual,
+                    )  # fmt: skip
+
+
+@pytest.mark.gpu
+def test_a_thousand_launches_back_to_back() -> None:
+    # Launches overlap the end of those before.
+    check_back_to_back(
+        "cases = [partial(ops.linear, randn(m, 512), randn(4096, 512)) for m in (1, 16, 64, 300)]"
+    )
+
+
+@pytest.mark.gpu
+def test_each_launch_sees_the_one_before(way: Way) -> None:
+    # A chain of products, each the next one's input and residual, against the same with waits.
+    if not way.is_gpu:
+        pytest.skip("on the CPU one launch ends before the next begins")
+    for m in (1, 16, 64, 300, 1024):
+        weights = [way.randn(1024, 1024, dtype=torch.bfloat16, seed=i) / 32 for i in range(6)]
+        first = way.randn(m, 1024, dtype=torch.bfloat16, seed=9)
+        ends = []
+        for waits in (False, True):
+            rows, other = first.clone(), torch.empty_like(first)
+            for i in range(120):
+                linear(rows, weights[i % 6], residual=rows, activation="silu", out=other)
+                rows, other = other, rows
+                if i % 12 == 11:
+                    rows.mul_(0.05)
+                if waits:
+                    torch.cuda.synchronize()
+            ends.append(rows)
+        assert bool(torch.isfinite(ends[0]).all())
+        same_bits(*ends)
 
 
 A, B = torch.ones(3, 16, dtype=torch.float16), torch.ones(8, 16, dtype=torch.float16)

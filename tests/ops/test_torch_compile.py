@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kernel_hub.errors import TensorError
-from kernel_hub.ops import linear, rms_norm, rope, silu_and_mul
+from kernel_hub.ops import batched_matmul, grouped_linear, linear, rms_norm, rope, silu_and_mul
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -31,7 +31,8 @@ def inputs(device: str) -> dict[str, torch.Tensor]:
     return {
         "x": randn(2, 5, 64), "r": randn(2, 5, 64), "w": randn(64),
         "q": randn(2, 5, 4, 64), "k": randn(2, 5, 2, 64), "cos": randn(9, 16), "sin": randn(9, 16),
-        "weight": randn(64, 64),
+        "weight": randn(64, 64), "experts": randn(3, 64, 64),
+        "offsets": torch.tensor([0, 4, 4, 10], dtype=torch.int32, device=device),
     }  # fmt: skip
 
 
@@ -83,8 +84,22 @@ def multiply_in_place(t: dict[str, torch.Tensor]) -> Any:
     return linear(t["x"], t["weight"], residual=r, out=r), r + 1
 
 
+def experts(t: dict[str, torch.Tensor]) -> Any:
+    rows, out = t["x"].view(10, 64), torch.empty_like(t["x"]).view(10, 64)
+    grouped_linear(rows, t["experts"], t["offsets"], activation="silu", out=out)
+    return out * 2, grouped_linear(rows, t["experts"], t["offsets"], bias=t["experts"][:, 0])
+
+
+def heads(t: dict[str, torch.Tensor]) -> Any:
+    q = t["q"].transpose(1, 2)
+    out = torch.empty(2, 4, 5, 64, dtype=q.dtype, device=q.device)
+    return batched_matmul(q, t["weight"], out=out) + 1, batched_matmul(
+        q, q, out_dtype=torch.float32
+    )
+
+
 FUNCTIONS = [norm, norm_residual, norm_in_place, norm_of_an_input_in_place, silu, rotate,
-             rotate_in_place, multiply, multiply_in_place]  # fmt: skip
+             rotate_in_place, multiply, multiply_in_place, experts, heads]  # fmt: skip
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -147,6 +162,20 @@ def test_registered_ops_pass_opcheck(device: str) -> None:
         (ops.silu_and_mul_out, (x, x.new_empty(2, 5, 32))),
         (ops.linear, (x, t["weight"], w, 1, r, torch.bfloat16)),
         (ops.linear_out, (x, t["weight"], w, 2, None, torch.empty_like(x))),
+        (ops.grouped_linear, (r.view(10, 64), t["experts"], t["offsets"], None, 2, torch.float32)),
+        (
+            ops.grouped_linear_out,
+            (
+                r.view(10, 64),
+                t["experts"],
+                t["offsets"],
+                None,
+                0,
+                torch.empty_like(r).view(10, 64),
+            ),
+        ),
+        (ops.batched_matmul, (x, t["weight"], torch.bfloat16)),
+        (ops.batched_matmul_out, (x, t["weight"], torch.empty_like(x))),
         (ops.rope, rotary),
         (ops.rope_out, (*rotary, t["q"].clone(), t["k"].clone())),
     ):

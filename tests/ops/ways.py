@@ -44,6 +44,10 @@ MODULES = [
         "merge_states",
         "decode_attention",
         "linear",
+        "grouped_linear",
+        "batched_matmul",
+        "swiglu_linear",
+        "qkv_linear",
     )
 ]
 # Attention has its launches apart from its public op.

@@ -1,53 +1,11 @@
 // What the bodies of linear share: the epilogue out = act(product + bias) + residual.
 #pragma once
 
+#include "kernel_hub/activation.cuh"
 #include "kernel_hub/mma.cuh"
 #include "kernel_hub/vec.cuh"
 
 namespace kernel_hub {
-
-// As kernel_hub/ops/linear.py numbers them.
-enum Activation { kIdentity = 0, kGelu = 1, kSilu = 2, kRelu = 3 };
-
-// x Phi(x), with the error function of Abramowitz and Stegun 7.1.26 (absolute error 1.5e-7).
-__device__ __forceinline__ float gelu(float x) {
-    constexpr float kLog2E = 1.44269504f;
-    const float t = __fdividef(1.0f, 1.0f + 0.3275911f * 0.70710678f * fabsf(x));
-    float tail = 1.061405429f;
-    tail = tail * t - 1.453152027f;
-    tail = tail * t + 1.421413741f;
-    tail = tail * t - 0.284496736f;
-    tail = tail * t + 0.254829592f;
-    tail *= t * exp2_approx(-0.5f * kLog2E * x * x);
-    // NOTE: the bound keeps inf * 0 out, and lets nan through `tail`.
-    return fmaxf(x, 0.0f) - 0.5f * fminf(fabsf(x), 1e4f) * tail;
-}
-
-__device__ __forceinline__ float silu(float x) {
-    constexpr float kLog2E = 1.44269504f;
-    return __fdividef(x, 1.0f + exp2_approx(-kLog2E * x));
-}
-
-// One branch for many values: `activation` is the same for the whole grid.
-template <int kCount>
-__device__ __forceinline__ void activate(float (&values)[kCount], int activation) {
-    if (activation == kGelu) {
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-            values[i] = gelu(values[i]);
-        }
-    } else if (activation == kSilu) {
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-            values[i] = silu(values[i]);
-        }
-    } else if (activation == kRelu) {
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-            values[i] = values[i] < 0.0f ? 0.0f : values[i];  // nan stays nan
-        }
-    }
-}
 
 // A 4x4 transpose over four neighbouring lanes: lane q gives words[j] and gets word q of lane j.
 __device__ __forceinline__ void transpose_quad(uint32_t (&words)[4], int q) {
@@ -63,6 +21,41 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&words)[4], int q) {
         words[i] = q & 2 ? got : words[i];
         words[i + 2] = q & 2 ? words[i + 2] : got;
     }
+}
+
+template <int kGroup, typename At>
+__device__ __forceinline__ void copy_group(float (&values)[16], const At& at) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+        values[i] = at(16 * kGroup + i);
+    }
+}
+
+// values = at(16 group), at(16 group + 1), ..., where `at` reads registers by constant indices.
+// NOTE: a jump and 16 moves. What is done with the values can then be in a loop: straight code for
+// each group is several times larger, and misses the instruction cache.
+template <int kGroups, typename At>
+__device__ __forceinline__ void pick(float (&values)[16], int group, const At& at) {
+    static_assert(kGroups <= 10, "cases are missing");
+#define KH_PICK(GROUP)                     \
+    case GROUP:                            \
+        if constexpr (GROUP < kGroups) {   \
+            copy_group<GROUP>(values, at); \
+        }                                  \
+        break;
+    switch (group) {
+        KH_PICK(0)
+        KH_PICK(1)
+        KH_PICK(2)
+        KH_PICK(3)
+        KH_PICK(4)
+        KH_PICK(5)
+        KH_PICK(6)
+        KH_PICK(7)
+        KH_PICK(8)
+        KH_PICK(9)
+    }
+#undef KH_PICK
 }
 
 // Where results go and what is added to them: of T come a, b and the bias, of Out residual and out.
@@ -100,14 +93,16 @@ struct Epilogue {
         }
     }
 
-    // Writes one element of the product.
-    __device__ __forceinline__ void write(int row, int column, float value) const {
-        float values[1] = {value};
-        if (bias && column < n) {
-            values[0] += to_float(__ldg(bias + column));
+    // Writes one element.
+    __device__ __forceinline__ void put_complete(int64_t row, int column, float value) const {
+        if (row < m && column < n) {
+            out[row * out_stride + column] = from_float<Out>(value);
         }
-        activate(values, activation);
-        put(row, column, values[0]);
+    }
+
+    // Whether results are aligned products, rounded.
+    __device__ __forceinline__ bool is_plain() const {
+        return is_aligned && !bias && !residual && activation == kIdentity;
     }
 
     // Whether the residual is read 16 bytes at a time, and added before put_32.
@@ -131,7 +126,7 @@ struct Epilogue {
             }
             add_pairs(words, values);
         }
-        activate(values, activation);
+        activate<Out>(values, activation);
         if (adds_vectors()) {
             add_residual(added, values);
         }
@@ -225,16 +220,6 @@ struct Epilogue {
                     }
                 }
             }
-        }
-    }
-
-    // Two rows of 8 columns, held as those of put_32. kSwaps: columns are rows of out.
-    template <bool kSwaps>
-    __device__ __forceinline__ void write_8(int row, int column, const float (&values)[4]) const {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int r = row + 8 * (i / 2), c = column + 2 * (threadIdx.x % 4) + i % 2;
-            write(kSwaps ? c : r, kSwaps ? r : c, values[i]);
         }
     }
 

@@ -1,17 +1,44 @@
 // The product of tiles in linear_sm90.cu: the producer that fetches, the consumers that multiply.
 #pragma once
 
+#include "kernel_hub/dependent_launch.cuh"
 #include "kernel_hub/linear_sm90_tiles.cuh"
 #include "kernel_hub/sm90.cuh"
 #include "kernel_hub/wgmma.cuh"
 
 namespace kernel_hub {
 
+// Fetches what is added to a tile, through the ring as if it were steps of k: into each stage as
+// many boxes of 64 x 64 for each consumer as it has for its results.
+template <typename C>
+__device__ __forceinline__ void fetch_residual(const CUtensorMap* map, Ring<C::kStages>& ring,
+                                               uint32_t ring_base, uint32_t full, uint32_t empty,
+                                               int row, int column) {
+    constexpr int kAll = (C::kBlockN + kBoxColumns - 1) / kBoxColumns;
+#pragma unroll 1
+    for (int first = 0; first < kAll; first += C::kBoxes) {
+        const int count = min(C::kBoxes, kAll - first);
+        mbarrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
+        const uint32_t barrier = full + 8 * ring.stage;
+        mbarrier_arrive_expect_tx(barrier, C::kConsumers * count * kBoxBytes);
+#pragma unroll 1
+        for (int consumer = 0; consumer < C::kConsumers; ++consumer) {
+#pragma unroll 1
+            for (int i = 0; i < count; ++i) {
+                tma_load_2d(ring_base + ring.stage * C::kStageBytes +
+                                (consumer * C::kBoxes + i) * kBoxBytes,
+                            map, barrier, column + (first + i) * kBoxColumns, row + 64 * consumer);
+            }
+        }
+        ring.next();
+    }
+}
+
 template <typename C>
 __device__ __forceinline__ void produce(const CUtensorMap* row_map, const CUtensorMap* column_map,
                                         const Raster& raster, uint32_t ring_base, uint32_t full,
                                         uint32_t empty, uint32_t rank, int first_step,
-                                        int last_step) {
+                                        int last_step, const CUtensorMap* residual_map = nullptr) {
     const int rank_m = rank % C::kClusterM, rank_n = rank / C::kClusterM % C::kClusterN;
     constexpr int kShareM = C::kBlockM / C::kClusterN, kShareN = C::kBlockN / C::kClusterM;
     // Blocks of one row of the cluster share rows, those of one column share columns.
@@ -53,6 +80,16 @@ __device__ __forceinline__ void produce(const CUtensorMap* row_map, const CUtens
             }
             ring.next();
         }
+        if constexpr (C::kFetchesResidual) {
+            if (residual_map != nullptr) {
+                fetch_residual<C>(residual_map, ring, ring_base, full, empty,
+                                  (tile_m * C::kClusterM + rank_m) * C::kBlockM,
+                                  (tile_n * C::kClusterN + rank_n) * C::kBlockN);
+            }
+        }
+    }
+    if constexpr (C::kMinBlocks == 1) {
+        allow_next_launch();
     }
 }
 
@@ -78,28 +115,45 @@ __device__ __forceinline__ void release(uint32_t empty, uint32_t stage, uint32_t
     }
 }
 
-// acc = the product of this consumer's rows over `num_steps` steps of k.
+// Lets go of the stages of the last two steps, out of which results were stored, once the copy
+// engine has read all but the last group of stores. At the first step of the tile after it.
+template <typename C>
+__device__ __forceinline__ void release_borrowed(const Ring<C::kStages>& ring, uint32_t empty,
+                                                 uint32_t rank, int thread) {
+    if (thread < 32) {
+        if (thread == 0) {
+            tma_store_wait<1>();
+        }
+        __syncwarp();
+    }
+    release<C>(empty, ring.before(2), rank, thread);
+    release<C>(empty, ring.before(1), rank, thread);
+}
+
+// acc = the product of this consumer's rows over `num_steps` steps of k. borrows: the stages of the
+// last two steps are kept for what follows, until release_borrowed, here in the next tile;
+// has_borrowed: those of the last tile are.
 template <typename T, typename C>
-__device__ __forceinline__ void multiply(float (&acc)[C::kParts][C::kSums], Ring<C::kStages>& ring,
+__device__ __forceinline__ void multiply(float (&acc)[C::kPieces][C::kSums], Ring<C::kStages>& ring,
                                          uint32_t rows, uint32_t columns, uint32_t full,
                                          uint32_t empty, uint32_t rank, int thread, int num_steps,
-                                         int& steps_to_signal, int next_turn) {
+                                         bool borrows = false, bool has_borrowed = false) {
     uint32_t previous = 0;
 #pragma unroll 1
     for (int step = 0; step < num_steps; ++step) {
         mbarrier_wait(full + 8 * ring.stage, ring.parity);
         const uint32_t offset = ring.stage * (C::kStageBytes >> 4);
 #pragma unroll
-        for (int part = 0; part < C::kParts; ++part) {
+        for (int part = 0; part < C::kPieces; ++part) {
             hold_registers(acc[part]);
         }
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < kBlockK / 16; ++i) {
 #pragma unroll
-            for (int part = 0; part < C::kParts; ++part) {
-                const int row_bytes = 32 * i + part / C::kPieces * 64 * kRowBytes;
-                const int column_bytes = 32 * i + part % C::kPieces * C::kPieceN * kRowBytes;
+            for (int part = 0; part < C::kPieces; ++part) {
+                const int row_bytes = 32 * i;
+                const int column_bytes = 32 * i + part * C::kPieceN * kRowBytes;
                 Wgmma<T>::ss(acc[part], descriptor(rows + offset, row_bytes),
                              descriptor(columns + offset, column_bytes), step != 0 || i != 0);
             }
@@ -107,25 +161,23 @@ __device__ __forceinline__ void multiply(float (&acc)[C::kParts][C::kSums], Ring
         wgmma_commit();
         if (step != 0) {
             wgmma_wait<1>();
-            release<C>(empty, previous, rank, thread);
-        }
-        if constexpr (C::kSkew > 0) {
-            if (--steps_to_signal == 0) {
-                named_barrier_arrive(1, 256);
+            if (!borrows || step + 1 != num_steps) {
+                release<C>(empty, previous, rank, thread);
             }
+        } else if (has_borrowed) {
+            release_borrowed<C>(ring, empty, rank, thread);
         }
         previous = ring.stage;
         ring.next();
     }
-    if (C::kTakesTurns && next_turn) {
-        named_barrier_arrive(next_turn, 256);
-    }
     wgmma_wait<0>();
 #pragma unroll
-    for (int part = 0; part < C::kParts; ++part) {
+    for (int part = 0; part < C::kPieces; ++part) {
         hold_registers(acc[part]);
     }
-    release<C>(empty, previous, rank, thread);
+    if (!borrows) {
+        release<C>(empty, previous, rank, thread);
+    }
 }
 
 }  // namespace kernel_hub

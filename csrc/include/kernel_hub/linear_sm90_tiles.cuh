@@ -10,27 +10,22 @@ constexpr int kRowBytes = 128;   // of kBlockK elements: the span of the swizzle
 constexpr int kBoxColumns = 64;  // of a box on its way out; it has 64 rows
 constexpr uint32_t kBoxBytes = 64 * kBoxColumns * 2;
 
-// How the consumers share work.
+// Which rows are the rows of the product, 64 of a tile for each consumer.
 enum Sharing {
-    kTogether,  // each has rows of one tile
-    kInTurns,   // each has tiles of its own: one multiplies while the other writes
-    kSwapped,   // as kTogether, and rows of b are the rows of the product
+    kTogether,  // rows of a
+    kSwapped,   // rows of b
 };
 
-// A consumer holds kFragments x kPieces sums of 64 x kPieceN. kClusterM x kClusterN blocks of a
-// cluster share what they fetch; kSplits times as many share k. kBoxes: places for results on their
-// way out.
-template <Sharing kSharing, int kConsumers_, int kFragments_, int kPieces_, int kPieceN_,
-          int kStages_, int kClusterM_, int kClusterN_, int kSplits_, int kBoxes_, int kMinBlocks_,
-          int kSkew_>
+// A consumer holds kPieces sums of 64 x kPieceN. kClusterM x kClusterN blocks of a cluster share
+// what they fetch; kSplits times as many share k. kBoxes: places for results on their way out.
+template <Sharing kSharing, int kConsumers_, int kPieces_, int kPieceN_, int kStages_,
+          int kClusterM_, int kClusterN_, int kSplits_, int kBoxes_, int kMinBlocks_>
 struct Config {
-    static constexpr bool kSwaps = kSharing == kSwapped, kTakesTurns = kSharing == kInTurns;
-    static constexpr int kConsumers = kConsumers_, kFragments = kFragments_, kPieces = kPieces_;
-    static constexpr int kPieceN = kPieceN_, kParts = kFragments * kPieces, kSums = kPieceN / 2;
-    static constexpr int kConsumerM = 64 * kFragments;
-    static constexpr int kBlockM = kTakesTurns ? kConsumerM : kConsumerM * kConsumers;
-    static constexpr int kBlockN = kPieces * kPieceN;
-    static constexpr int kStages = kStages_, kSkew = kSkew_, kBoxes = kBoxes_;
+    static constexpr bool kSwaps = kSharing == kSwapped;
+    static constexpr int kConsumers = kConsumers_, kPieces = kPieces_;
+    static constexpr int kPieceN = kPieceN_, kSums = kPieceN / 2;
+    static constexpr int kBlockM = 64 * kConsumers, kBlockN = kPieces * kPieceN;
+    static constexpr int kStages = kStages_, kBoxes = kBoxes_;
     static constexpr int kClusterM = kClusterM_, kClusterN = kClusterN_, kSplits = kSplits_;
     static constexpr int kSharers = kClusterM * kClusterN, kClusterSize = kSharers * kSplits;
     static constexpr int kMinBlocks = kMinBlocks_;
@@ -41,16 +36,20 @@ struct Config {
     static constexpr uint32_t kBarriersAt = kBoxesAt + kConsumers * kBoxes * kBoxBytes;
     static constexpr uint32_t kBiasAt = kBarriersAt + 16 * kStages;
     static constexpr bool kStagesBias = kSplits_ == 1 && !kSwaps;
-    static constexpr int kBiasWords = (kBlockN / 2 + 127) / 128;   // a thread
-    static constexpr int kReaders = kTakesTurns ? 1 : kConsumers;  // of a stage
+    static constexpr int kBiasWords = (kBlockN / 2 + 127) / 128;  // a thread
+    // Whether what is added to a tile comes through the ring: a stage for each filling of the
+    // boxes.
+    static constexpr bool kFetchesResidual =
+        kStagesBias && kBoxes > 0 && kConsumers * kBoxes * kBoxBytes <= kStageBytes;
     // Registers a thread, where warpgroups trade them.
     static constexpr bool kTradesRegisters = kConsumers == 2 && kMinBlocks == 1;
     static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 
     static_assert(kSplits == 1 || kBoxes == 0, "split tiles are written from registers");
-    static_assert((kSplits == 1 && !kSwaps) || (kParts == 1 && !kTakesTurns),
+    static_assert((kSplits == 1 && !kSwaps) || kPieces == 1,
                   "swapped and split tiles are one sum a consumer");
-    static_assert(!kSwaps || (kBlockN <= 64 && kBoxes <= 1), "a swapped tile leaves in one box");
+    static_assert(!kSwaps || kBoxes == 0 || kBlockN == 64 * kBoxes || kBlockN < 64,
+                  "a swapped tile leaves in one box of its columns");
     static_assert(kBlockN / kClusterM % 8 == 0 && kBlockM / kClusterN % 8 == 0,
                   "a block's share of a tile is whole groups of 8 rows, as the swizzle is");
     static_assert(kSplits == 1 || kBlockM * kBlockN * 4u <= kStages * kStageBytes,
@@ -67,6 +66,10 @@ struct Ring {
             stage = 0;
             parity ^= 1;
         }
+    }
+    // The stage some steps ago.
+    __device__ __forceinline__ uint32_t before(uint32_t steps) const {
+        return stage >= steps ? stage - steps : stage + kStages - steps;
     }
     __device__ __forceinline__ void skip(int steps) {
         const uint32_t to = stage + steps;

@@ -103,12 +103,54 @@ __device__ __forceinline__ void tma_load_4d(uint32_t target, const CUtensorMap* 
         : "memory");
 }
 
+// The same to all blocks in `block_mask`, at the same places in each.
+__device__ __forceinline__ void tma_load_4d_multicast(uint32_t target, const CUtensorMap* map,
+                                                      uint32_t barrier, uint16_t block_mask, int x,
+                                                      int y, int z, int w) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        ".multicast::cluster [%0], [%1, {%4, %5, %6, %7}], [%2], %3;" ::"r"(target),
+        "l"(map), "r"(barrier), "h"(block_mask), "r"(x), "r"(y), "r"(z), "r"(w)
+        : "memory");
+}
+
 // Brings the box into the L2.
 __device__ __forceinline__ void tma_prefetch_4d(const CUtensorMap* map, int x, int y, int z,
                                                 int w) {
     asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(map),
                  "r"(x), "r"(y), "r"(z), "r"(w)
                  : "memory");
+}
+
+// The box at (x, 0, 0, y, z) of five dimensions, innermost first; zeros outside them.
+__device__ __forceinline__ void tma_load_5d(uint32_t target, const CUtensorMap* map,
+                                            uint32_t barrier, int x, int y, int z) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%3, 0, 0, %4, %5}], [%2];" ::"r"(target),
+        "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z)
+        : "memory");
+}
+
+// The same to all blocks in `block_mask`, at the same places in each.
+__device__ __forceinline__ void tma_load_5d_multicast(uint32_t target, const CUtensorMap* map,
+                                                      uint32_t barrier, int x, int y, int z,
+                                                      uint16_t block_mask) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        ".multicast::cluster [%0], [%1, {%3, 0, 0, %4, %5}], [%2], %6;" ::"r"(target),
+        "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "h"(block_mask)
+        : "memory");
+}
+
+// Starts the copy of `bytes` neighbours, a multiple of 16 like both addresses.
+__device__ __forceinline__ void bulk_load(uint32_t target, const void* source, uint32_t bytes,
+                                          uint32_t barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+            "r"(target),
+        "l"(source), "r"(bytes), "r"(barrier)
+        : "memory");
 }
 
 // The box at (column, row) of a matrix; zeros outside it.
@@ -141,6 +183,24 @@ __device__ __forceinline__ void tma_store_2d(const CUtensorMap* map, uint32_t so
         : "memory");
 }
 
+// The box at (x, y, z, w), innermost first, from shared memory.
+__device__ __forceinline__ void tma_store_4d(const CUtensorMap* map, uint32_t source, int x, int y,
+                                             int z, int w) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(
+            map),
+        "r"(source), "r"(x), "r"(y), "r"(z), "r"(w)
+        : "memory");
+}
+
+// Starts adding `bytes` of fp32 from shared to global memory, a multiple of 16 like both addresses.
+__device__ __forceinline__ void bulk_reduce_add(float* target, uint32_t source, uint32_t bytes) {
+    asm volatile(
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(target),
+        "r"(source), "r"(bytes)
+        : "memory");
+}
+
 // Closes the group of stores this thread has started since the last one.
 __device__ __forceinline__ void tma_store_commit() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
@@ -152,9 +212,32 @@ __device__ __forceinline__ void tma_store_wait() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
+// The same, until they have also written global memory.
+template <int kPending>
+__device__ __forceinline__ void tma_store_wait_all() {
+    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
 // Orders this thread's ordinary accesses to shared memory before those of TMA and wgmma.
 __device__ __forceinline__ void fence_proxy_async() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// The same of global memory.
+__device__ __forceinline__ void fence_proxy_async_global() {
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
+// ---- Small copies, counted by an mbarrier ------------------------------------------------------
+
+// Starts a copy of 4 bytes to shared memory.
+__device__ __forceinline__ void cp_async_4(uint32_t target, const void* source) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(target), "l"(source) : "memory");
+}
+
+// Arrives at a barrier, which counts this thread, once its copies have arrived.
+__device__ __forceinline__ void cp_async_arrive(uint32_t barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
 // ---- Shared memory -----------------------------------------------------------------------------
@@ -174,6 +257,13 @@ __device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, uint32_t til
         "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
         "r"(tile0), "r"(tile1), "r"(tile2), "r"(tile3)
         : "memory");
+}
+
+// An 8x8 tile of 16-bit values, two a lane as ldmatrix leaves them, transposed over the warp.
+__device__ __forceinline__ uint32_t movmatrix_trans(uint32_t tile) {
+    uint32_t transposed;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(tile));
+    return transposed;
 }
 
 __device__ __forceinline__ void st_shared(uint32_t address, float x, float y, float z, float w) {
@@ -271,6 +361,18 @@ __device__ __forceinline__ float4 ld_shared_cluster(uint32_t address) {
                  : "r"(address)
                  : "memory");
     return v;
+}
+
+// True in one lane of the warp, which must be converged. A branch on it tells ptxas that one thread
+// starts the copies behind it; else it writes a loop over the lanes around each.
+__device__ __forceinline__ bool elect_one() {
+    uint32_t is_elected;
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "elect.sync _|p, 0xffffffff;\n"
+        "selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(is_elected));
+    return is_elected != 0;
 }
 
 // ---- Warpgroups among themselves --------------------------------------------------------------

@@ -309,6 +309,9 @@ inline float __logf(float x) {
 inline float __fdividef(float a, float b) {
     return a / b;
 }
+inline float __saturatef(float x) {
+    return x > 0.0f ? (x < 1.0f ? x : 1.0f) : 0.0f;  // nan becomes 0
+}
 inline float rsqrtf(float x) {
     return 1.0f / sqrtf(x);
 }

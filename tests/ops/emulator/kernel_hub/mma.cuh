@@ -106,6 +106,9 @@ inline uint32_t pack2(float low, float high) {
     return word;
 }
 
+inline float max_nan(float x, float y) {
+    return x != x || x > y ? x : y;
+}
 inline float exp2_approx(float x) {
     return exp2f(x);
 }

@@ -1,0 +1,202 @@
+"""swiglu_linear against fp64: sizes, layouts, every variant, refusals."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from back_to_back import check_back_to_back
+from ways import Way
+
+from kernel_hub.errors import TensorError
+from kernel_hub.ops import _paired_plan
+from kernel_hub.testing.compare import check, same_bits
+from kernel_hub.testing.guard import Guarded
+
+module: Any = importlib.import_module("kernel_hub.ops.swiglu_linear")
+swiglu_linear: Callable[..., torch.Tensor] = module.swiglu_linear
+DTYPES = [torch.float16, torch.bfloat16]
+
+
+def reference(
+    a: torch.Tensor, b: torch.Tensor, *, dtype: torch.dtype = torch.float64
+) -> torch.Tensor:
+    """silu(a @ gate.T) * (a @ up.T), each step rounded to `dtype`."""
+    gate, up = (a.to(dtype) @ half.to(dtype).T for half in b.chunk(2))
+    return torch.nn.functional.silu(gate) * up
+
+
+def check_swiglu(
+    way: Way, m: int, columns: int, k: int, *, dtype: torch.dtype = torch.bfloat16
+) -> None:
+    a = way.randn(m, k, dtype=dtype)
+    b = way.randn(2 * columns, k, dtype=dtype, seed=1) * (2 / max(k, 4)) ** 0.5
+    out = Guarded((m, columns), dtype, way.device)
+    got = swiglu_linear(a, b, out=out.tensor)
+    assert got is out.tensor
+    out.check()
+    check(got, reference(a, b), reference(a, b, dtype=dtype), name=f"{(m, columns, k)}")
+    same_bits(swiglu_linear(a, b), got)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("k", [8, 72, 264])
+@pytest.mark.parametrize("columns", [1, 8, 63, 136])
+@pytest.mark.parametrize("m", [1, 7, 16, 31, 65, 130])
+def test_sizes(way: Way, dtype: torch.dtype, m: int, columns: int, k: int) -> None:
+    check_swiglu(way, m, columns, k, dtype=dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [(1, 14336, 4096), (129, 1000, 1544), (300, 4112, 72)], ids=str)
+def test_larger(way: Way, size: tuple[int, int, int]) -> None:
+    if way.is_gpu:
+        for dtype in DTYPES:
+            check_swiglu(way, *size, dtype=dtype)
+
+
+@pytest.mark.parametrize("size", [(5, 24, 200), (12, 20, 96), (70, 72, 96)], ids=str)
+def test_portable_bodies(
+    way: Way, size: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    m, columns, k = size
+    n = 16 * -(-columns // 8)
+    for choice in _paired_plan.portable_choices("swiglu_linear", (9, 0), 4, m, n):
+        monkeypatch.setattr(module, "choose", lambda *_, c=choice: c)
+        monkeypatch.setattr(module, "_plans", {})
+        for dtype in DTYPES:
+            check_swiglu(way, m, columns, k, dtype=dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", _paired_plan.HOPPER["swiglu_linear"], ids=lambda v: v.name)
+def test_hopper_variants(
+    way: Way, variant: _paired_plan.Hopper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not way.is_gpu or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("these kernels need a GPU of compute capability 9.0")
+    most = variant.block_n if variant.swaps else 700
+    for m, columns, k in ((1, 8, 64), (most, 168, 520), (most - 3, 2056, 1096), (most, 20000, 512)):
+        choice = _paired_plan.hopper_choice("swiglu_linear", variant, 132, m, 2 * columns)
+        monkeypatch.setattr(module, "choose", lambda *_, c=choice: c)
+        monkeypatch.setattr(module, "_plans", {})
+        for dtype in DTYPES:
+            check_swiglu(way, m, columns, k, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_cpu_reference(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(n, 72, generator=generator).to(dtype) / 3 for n in (9, 26))
+    check(swiglu_linear(a, b), reference(a, b), reference(a, b, dtype=dtype))
+
+
+@pytest.mark.gpu
+def test_a_thousand_launches_back_to_back(way: Way) -> None:
+    if way.is_gpu:
+        check_back_to_back(
+            "cases = [partial(ops.swiglu_linear, randn(m, 512), randn(4096, 512) / 16)"
+            " for m in (1, 7, 30, 64, 300, 1500)]"
+        )
+
+
+def test_compiled() -> None:
+    a, b = torch.randn(3, 16).half(), torch.randn(8, 16).half()
+    operators = torch.ops.kernel_hub
+    torch.library.opcheck(operators.swiglu_linear.default, (a, b))
+    torch.library.opcheck(operators.swiglu_linear_out.default, (a, b, a[:, :4].clone()))
+    compiled = torch.compile(lambda *x: swiglu_linear(*x) + 1, fullgraph=True, backend="aot_eager")
+    same_bits(compiled(a, b), swiglu_linear(a, b) + 1)
+
+
+def test_leading_dimensions(way: Way) -> None:
+    a, b = way.randn(2, 3, 5, 64, dtype=torch.float16), way.randn(48, 64, dtype=torch.float16)
+    flat = swiglu_linear(a.view(30, 64), b)
+    assert swiglu_linear(a, b).shape == (2, 3, 5, 24)
+    same_bits(swiglu_linear(a, b).view(30, 24), flat)
+    one = a[0, 0, 0]
+    check(swiglu_linear(one, b), reference(one, b), reference(one, b, dtype=a.dtype))
+
+
+@pytest.mark.parametrize("m", [9, 70])
+def test_strided_rows(way: Way, m: int) -> None:
+    wide, weights = way.randn(m, 80, dtype=torch.float16), way.randn(96, 80, dtype=torch.float16)
+    a, b = wide[:, 8:72], weights[::2, :64]
+    out = Guarded((m, 24), torch.float16, way.device, row_stride=27)
+    swiglu_linear(a, b, out=out.tensor)
+    out.check()
+    same_bits(out.tensor.contiguous(), swiglu_linear(a.contiguous(), b.contiguous()))
+
+
+@pytest.mark.parametrize("m", [2, 12, 70])
+def test_expanded_and_overlapping_rows(way: Way, m: int) -> None:
+    row, b = way.randn(1, 72, dtype=torch.float16), way.randn(48, 72, dtype=torch.float16) / 8
+    windows = way.randn(8 * m + 64, dtype=torch.float16).as_strided((m, 72), (8, 1))
+    for a, weights in ((row.expand(m, 72), b), (windows, b), (windows, b[:1].expand(48, 72))):
+        rounded = reference(a, weights, dtype=torch.float16)
+        check(swiglu_linear(a, weights), reference(a, weights), rounded)
+
+
+def test_nan_and_inf(way: Way) -> None:
+    a, b = way.randn(4, 16, dtype=torch.bfloat16), way.randn(16, 16, dtype=torch.bfloat16)
+    a[1, 3], a[2, 0] = float("nan"), float("inf")
+    b[:, 0] = b[:, 0].abs() + 1
+    out = swiglu_linear(a, b)
+    assert bool(out[1].isnan().all())
+    assert bool(out[2].isinf().all())
+    assert bool(torch.isfinite(out[[0, 3]]).all())
+
+
+def test_large_gates(way: Way) -> None:
+    # silu is x to the right and 0 to the left, however far.
+    gates = torch.tensor([-3e38, -1e30, -100.0, -88.0, -30.0, 30.0, 88.0, 1e30, 3e38])
+    for m in (3, 40):
+        b = torch.zeros(18, 8, dtype=torch.bfloat16, device=way.device)
+        b[:9, 0], b[9:, 1] = gates, 1.0
+        a = torch.ones(m, 8, dtype=torch.bfloat16, device=way.device)
+        check(swiglu_linear(a, b), reference(a, b), reference(a, b, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("shape", [(0, 8, 16), (3, 0, 16), (0, 0, 8), (3, 5, 0), (40, 8, 0)])
+def test_empty(way: Way, shape: tuple[int, int, int]) -> None:
+    m, columns, k = shape
+    a, b = way.randn(m, k, dtype=torch.float16), way.randn(2 * columns, k, dtype=torch.float16)
+    out = swiglu_linear(a, b)
+    assert out.shape == (m, columns)
+    assert not bool(out.any())
+
+
+A, B = torch.ones(3, 16, dtype=torch.float16), torch.ones(8, 16, dtype=torch.float16)
+REFUSED: list[tuple[Callable[[], object], list[str]]] = [
+    (lambda: swiglu_linear(None, B), ["a", "a torch tensor", "NoneType"]),
+    (lambda: swiglu_linear(A, None, out=B), ["b_gate_up", "a torch tensor", "NoneType"]),
+    (lambda: swiglu_linear(A, B, out=[B]), ["out", "a torch tensor", "list"]),
+    (lambda: swiglu_linear(A.float(), B), ["a", "float16 or bfloat16", "float32"]),
+    (lambda: swiglu_linear(A[:, :12], B[:, :12]), ["a", "multiple of 8", "shape (3, 12)"]),
+    (lambda: swiglu_linear(A, B.bfloat16()), ["b_gate_up", "dtype float16", "bfloat16"]),
+    (lambda: swiglu_linear(A, B[:, :8]), ["b_gate_up", "shape (8, 16)", "shape (8, 8)"]),
+    (lambda: swiglu_linear(A, B[:7]), ["b_gate_up", "shape (2 * i, 16)", "shape (7, 16)"]),
+    (lambda: swiglu_linear(A, B[0]), ["b_gate_up", "shape (2 * i, 16)", "shape (16,)"]),
+    (lambda: swiglu_linear(A, B, out=A[:2, :4]), ["out", "shape (3, 4)", "shape (2, 4)"]),
+    (lambda: swiglu_linear(A, B, out=A[:, :4].float()), ["out", "float16", "float32"]),
+    (lambda: swiglu_linear(A.requires_grad_(), B), ["a", "no backward", "a.detach()"]),
+]
+
+
+@pytest.mark.parametrize("case", range(len(REFUSED)))
+def test_refusals(way: Way, case: int) -> None:
+    call, words = REFUSED[case]
+    with pytest.raises(TensorError) as raised:
+        call()
+    for word in ["swiglu_linear", *words]:
+        assert word in str(raised.value)
+
+
+def test_misaligned_rows_are_refused(way: Way) -> None:
+    a, b = way.randn(3, 20, dtype=torch.float16), way.randn(8, 16, dtype=torch.float16)
+    for wrong in (a[:, 1:17], a[:, :16]):
+        with pytest.raises(TensorError, match="multiples of 16 bytes"):
+            swiglu_linear(wrong, b)
