@@ -77,8 +77,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     from decode_cases import run_decode
 
     if options.portable:
-        hopper: Any = importlib.import_module("kernel_hub.ops._flash_attention_sm90")
-        hopper.is_enabled = False
+        for name in ("_flash_attention_sm90", "_flash_attention_backward_sm90"):
+            hopper: Any = importlib.import_module(f"kernel_hub.ops.{name}")
+            hopper.is_enabled = False
     # The fp64 truth needs no help, the budget must be the dtype's own.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False

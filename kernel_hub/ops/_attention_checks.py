@@ -46,9 +46,11 @@ def resolve(
     max_seqlen_k: int | None,
     block_table: Any,
     cache_seqlens: Any,
+    *,
+    dtypes: tuple[torch.dtype, ...] = DTYPES,
 ) -> Numbers:
     """Check everything that does not lie on the device; what the launch needs beside tensors."""
-    _check_qkv(op, q, k, v, cu_seqlens_q, cu_seqlens_k, block_table)
+    _check_qkv(op, q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, dtypes)
     if cu_seqlens_k is not None:
         for argument, value in (("block_table", block_table), ("cache_seqlens", cache_seqlens)):
             if value is not None:
@@ -97,8 +99,9 @@ def resolve(
 
 
 def _check_qkv(
-    op: str, q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, block_table: Any
-) -> None:
+    op: str, q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, block_table: Any,
+    dtypes: tuple[torch.dtype, ...],
+) -> None:  # fmt: skip
     for argument, value in (("q", q), ("k", k), ("v", v)):
         common.check_tensor(op, argument, value)
     _check_dims(op, "q", q, "batch_size, seqlen_q", "total_q", cu_seqlens_q, "num_heads")
@@ -107,7 +110,7 @@ def _check_qkv(
     elif k.dim() != 4:
         shape = "(num_pages, page_size, num_kv_heads, head_dim) with block_table"
         raise common.refuse(op, "k", f"shape {shape}", k)
-    check_rows(op, "q", q)
+    check_rows(op, "q", q, dtypes)
     num_heads, head_dim = q.shape[-2:]
     common.check_like(op, "k", k, (*k.shape[:-1], head_dim), q)
     common.check_like(op, "v", v, k.shape, q)
@@ -119,10 +122,13 @@ def _check_qkv(
         )
 
 
-def check_rows(op: str, argument: str, x: torch.Tensor) -> None:
-    """fp16 or bf16, somewhere we run, a head_dim we have, its elements side by side."""
-    if x.dtype not in DTYPES:
-        raise common.refuse(op, argument, "dtype float16 or bfloat16", x)
+def check_rows(
+    op: str, argument: str, x: torch.Tensor, dtypes: tuple[torch.dtype, ...] = DTYPES
+) -> None:
+    """One of `dtypes`, somewhere we run, a head_dim we have, its elements side by side."""
+    if x.dtype not in dtypes:
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise common.refuse(op, argument, f"dtype {names}", x)
     if x.device.type not in ("cuda", "cpu", "meta"):
         raise common.refuse(op, argument, "a CUDA or CPU tensor", x)
     head_dim = x.shape[-1]
@@ -225,9 +231,15 @@ def check_number(op: str, argument: str, value: Any, default: float) -> float:
     return float(value)
 
 
-def check_out(op: str, out: Any, q: torch.Tensor, *inputs: torch.Tensor) -> None:
-    """`out` must be like q and share no memory with the inputs (or itself)."""
-    common.check_like(op, "out", out, q.shape, q)
+def check_out(
+    op: str,
+    out: Any,
+    q: torch.Tensor,
+    *inputs: torch.Tensor,
+    dtypes: tuple[torch.dtype, ...] = (),
+) -> None:
+    """`out` must be like q, or of `dtypes`, and share no memory with the inputs (or itself)."""
+    common.check_like(op, "out", out, q.shape, q, dtypes=dtypes)
     if out.numel():
         common.check_output(op, "out", out)
     if not common.is_plain(out, q, *inputs) or torch.compiler.is_compiling():

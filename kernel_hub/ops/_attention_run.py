@@ -55,6 +55,8 @@ def problem_of(
     max_seqlen_k: int | None,
     block_table: torch.Tensor | None,
     cache_seqlens: torch.Tensor | None,
+    *,
+    dtypes: tuple[torch.dtype, ...] = checks.DTYPES,
 ) -> Problem:
     """The `Problem` of a call, checked unless a call like it was."""
     tables = (alibi_slopes, cu_seqlens_q, cu_seqlens_k, block_table, cache_seqlens)
@@ -75,7 +77,7 @@ def problem_of(
     if plan is None:
         plan = checks.resolve(
             op, q, k, v, causal, softmax_scale, window_size, softcap, alibi_slopes, cu_seqlens_q,
-            cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, cache_seqlens,
+            cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, cache_seqlens, dtypes=dtypes,
         )  # fmt: skip
         if q.is_cuda:
             if len(_plans) >= common.MAX_PLANS:

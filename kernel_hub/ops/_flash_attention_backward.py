@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from . import _common as common
+from . import _flash_attention_backward_sm90 as sm90
 from ._attention import Problem
 
 CUBIN = "flash_attention_backward"
@@ -125,8 +126,14 @@ def backward(
         lse = lse.contiguous()
     capability, num_sms = _device(problem.q.device)
     variant = choose(problem.q.shape[-1], capability)
+    is_hopper = (
+        sm90.is_enabled
+        and capability == sm90.COMPUTE_CAPABILITY
+        and sm90.applies(problem, out, dout, dq, dk, dv)
+    )
     num_heads, num_kv_heads = problem.q.shape[-2], problem.k.shape[-2]
-    key_blocks = -(-problem.max_seqlen_k // variant.tiles.block_n) * problem.batch_size
+    block_n = sm90.BLOCK_N if is_hopper else variant.tiles.block_n
+    key_blocks = -(-problem.max_seqlen_k // block_n) * problem.batch_size
     grads = (dk, dv)
     # Few blocks: one a query head, which is as many times more; the group's are then summed.
     is_split = num_heads > num_kv_heads and key_blocks * num_kv_heads < 2 * num_sms
@@ -136,9 +143,9 @@ def backward(
         make = torch.zeros if has_gaps else torch.empty
         shape = (*problem.k.shape[:-2], num_heads, problem.k.shape[-1])
         grads = tuple(make(shape, dtype=dk.dtype, device=dk.device) for _ in grads)
-    launch(variant.name, variant.tiles, problem, out, lse, dout, dq, *grads,
-           heads_a_block=1 if is_split else num_heads // num_kv_heads,
-           deterministic=deterministic)  # fmt: skip
+    run = sm90.launch if is_hopper else functools.partial(launch, variant.name, variant.tiles)
+    run(problem, out, lse, dout, dq, *grads, deterministic=deterministic,
+        heads_a_block=1 if is_split else num_heads // num_kv_heads)  # fmt: skip
     if is_split:
         for grad, parts in zip((dk, dv), grads, strict=True):
             torch.sum(parts.unflatten(-2, (num_kv_heads, -1)), -2, out=grad)

@@ -14,6 +14,7 @@ import torch
 from ..errors import TensorError
 from . import _attention_autograd as autograd
 from . import _attention_checks as checks
+from . import _attention_fp8 as fp8
 from . import _attention_registered as registered
 from . import _attention_run as run
 from . import _common as common
@@ -47,6 +48,10 @@ def flash_attention(
     out: torch.Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
+    q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Any:
     """Attention of every query over the keys of its sequence, without the matrix of scores.
 
@@ -57,7 +62,7 @@ def flash_attention(
     accumulated in fp32 and rounded once. Query i stands at key i + seqlen_k - seqlen_q: the last
     query at the last key. A row that sees no key gives 0, and lse -inf.
 
-    q: (batch_size, seqlen_q, num_heads, head_dim), fp16 or bf16, on the GPU or the CPU; any
+    q: (batch_size, seqlen_q, num_heads, head_dim), fp16, bf16 or e4m3, on the GPU or the CPU; any
         strides, the last dimension contiguous; head_dim 16 to 256 in multiples of 8.
     k, v: (batch_size, seqlen_k, num_kv_heads, head_dim), dtype and device of q; num_kv_heads
         divides num_heads, and query head h reads head h * num_kv_heads // num_heads.
@@ -85,6 +90,20 @@ def flash_attention(
     deterministic: the backward gives the same bits every time (the forward always does); on under
         torch.use_deterministic_algorithms. Costs time.
 
+    q_scale, k_scale, v_scale, out_dtype: with q, k and v of float8_e4m3fn alone, on a Hopper GPU
+        (compute capability 9.0) or the CPU: q is q * q_scale, and so k and v; None is 1. Positive
+        fp32 on the device of q, any strides:
+            () or (1,): of the tensor
+            (num_kv_heads,) or (batch_size, num_kv_heads): of heads; q's also by num_heads
+            (batch_size, num_heads of the tensor, ceil(seqlen / 128)): of blocks of 128 tokens,
+                counted from the start of each sequence (with cu_seqlens, of the longest: more is
+                not read). Scales of blocks for k or v take kernels with blocks of 128 keys, which
+                are slower.
+        The sums are the tensor cores' (fp32 registers), probabilities are rounded to e4m3 for the
+        product with v alone. out_dtype is torch.bfloat16 (None) or torch.float16, and out is of
+        either. head_dim 16 to 256 in multiples of 16; no window, softcap, alibi, block_table or
+        gradients.
+
     Packed tensors are slices: k, v = kv[:, :, 0], kv[:, :, 1].
     Returns out, or (out, lse). A CUDA tensor runs the shipped cubins on torch's current stream; a
     CPU tensor runs a reference in torch. KERNEL_HUB_DEBUG=1 checks lengths and page numbers too,
@@ -101,6 +120,15 @@ def flash_attention(
         causal, softmax_scale, window_size, softcap, alibi_slopes, cu_seqlens_q, cu_seqlens_k,
         max_seqlen_q, max_seqlen_k, block_table, cache_seqlens,
     )  # fmt: skip
+    if isinstance(q, torch.Tensor) and q.dtype == fp8.DTYPE:
+        scales = (q_scale, k_scale, v_scale)
+        _refuse_transforms()
+        out, lse = fp8.attention(q, k, v, scales, out, out_dtype, return_lse, options)
+        if layout != "bshd":
+            out = as_given if as_given is not None else _tokens_first(out)
+        return (out, lse) if return_lse else out
+    if not (q_scale is k_scale is v_scale is out_dtype is None):
+        fp8.check_unscaled(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out_dtype=out_dtype)
     if (
         type(q) in _PLAIN_TYPES
         and type(k) in _PLAIN_TYPES

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ops"))
 from attention_cases import Case, call, make
 
 from kernel_hub import ops
+from kernel_hub.ops import _flash_attention_backward_sm90 as hopper_backward
 from kernel_hub.ops import _flash_attention_sm90 as hopper
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -88,8 +89,9 @@ def main() -> int:
     with torch.no_grad():
         for run in CASES:
             run("cuda")
-        hopper.is_enabled = False
+        hopper.is_enabled = hopper_backward.is_enabled = False
         forward("cuda")
+        backward("cuda")
     torch.cuda.synchronize()
     print(f"launched {', '.join(run.__name__ for run in CASES)}")
     return 0

@@ -82,12 +82,66 @@ def test_layouts(hopper: list[str], layout: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [8, 16, 24, 64, 112, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+def test_pages(hopper: list[str], head_dim: int, page_size: int) -> None:
+    # Table entries past a sequence's end are garbage, and so is the rest of its last page.
+    case = Case(head_dim=head_dim, num_heads=4, num_kv_heads=2, page_size=page_size, twice=True)
+    case = dataclasses.replace(case, lengths_k=(1, 200, 700, 513, 0, 5, 80), layout="varlen_paged")
+    case = dataclasses.replace(case, lengths_q=(1, 77, 300, 513, 64, 0, 130), dtype="fp16")
+    for seed, mask in enumerate(MASKS.values()):
+        run(dataclasses.replace(case, seed=seed, **mask), "cuda")
+    case = dataclasses.replace(case, lengths_q=(150,) * 7, dtype="bf16")
+    for seed, layout in ((3, "paged"), (4, "paged_bhsd")):
+        run(dataclasses.replace(case, layout=layout, causal=True, seed=seed), "cuda")
+    assert len(hopper) == 10
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("softcap", [0.7, 30.0])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+def test_softcap(hopper: list[str], head_dim: int, softcap: float) -> None:
+    case = Case(head_dim=head_dim, num_heads=4, softcap=softcap, softmax_scale=0.3, twice=True)
+    case = dataclasses.replace(case, lengths_q=(530,) * 2, lengths_k=(530,) * 2)
+    for mask in MASKS.values():
+        run(dataclasses.replace(case, **mask), "cuda")
+        run(dataclasses.replace(case, layout="varlen_paged", dtype="fp16", **mask), "cuda")
+    assert len(hopper) == 12
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 192, 256])
+def test_blocks_on_the_diagonal(hopper: list[str], head_dim: int) -> None:
+    # Every place of the diagonal in a block of keys, and tiles whose first rows see no keys.
+    for i, (seqlen_q, seqlen_k) in enumerate(
+        [(192, 192), (256, 256), (384, 400), (640, 333), (1100, 1100), (200, 968), (129, 16)]
+    ):
+        case = Case(head_dim=head_dim, num_heads=8, causal=True, seed=i, twice=True)
+        run(dataclasses.replace(case, lengths_q=(seqlen_q,), lengths_k=(seqlen_k,)), "cuda")
+        run(dataclasses.replace(case, lengths_q=(seqlen_q,) * 9, lengths_k=(seqlen_k,) * 9), "cuda")
+    assert set(hopper) == {"causal"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch_size", [1, 33, 255, 300])
+def test_ragged_batches(hopper: list[str], batch_size: int) -> None:
+    # Up to 256 sequences are sorted by length.
+    lengths_q = tuple(i * i % 71 * (i % 7 != 3) for i in range(batch_size))
+    lengths_k = tuple(i * 37 % 97 * (i % 11 != 5) for i in range(batch_size))
+    case = Case(layout="varlen", num_heads=3, head_dim=128, twice=True)
+    for causal in (False, True):
+        run(dataclasses.replace(case, causal=causal, lengths_q=(*lengths_q, 400),
+            lengths_k=(*lengths_k, 900)), "cuda")  # fmt: skip
+    assert len(hopper) == 4
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     "options",
     [
-        {"layout": "expanded"}, {"layout": "unaligned"}, {"layout": "paged"}, {"softcap": 2.0},
-        {"alibi": "heads"}, {"softmax_scale": -0.3}, {"softmax_scale": 0.0},
-        {"softmax_scale": 1e-30}, {"lengths_k": (0, 0)},
+        {"layout": "expanded"}, {"layout": "unaligned"}, {"layout": "paged", "page_size": 100},
+        {"alibi": "heads"}, {"softcap": 2.0, "alibi": "batch"}, {"softmax_scale": -0.3},
+        {"softmax_scale": 0.0}, {"softmax_scale": 1e-30}, {"lengths_k": (0, 0)},
     ],
     ids=str,
 )  # fmt: skip
@@ -190,6 +244,20 @@ for i, (batch, length, heads, head_dim) in enumerate(
 ):
     q, k, v = (torch.randn(batch, length, heads, head_dim, device="cuda").half() for _ in range(3))
     options = [{}, {"causal": True}, {"window_size": (100, 7)}][i % 3]
+    cases.append((q, k, v, options, flash_attention(q, k, v, **options)))
+for i, (batch, length, heads, head_dim) in enumerate(
+    [(4, 1024, 8, 64), (3, 777, 16, 256), (9, 515, 4, 128), (2, 2048, 8, 64)]
+):
+    q = torch.randn(batch, length, heads, head_dim, device="cuda").half()
+    pages = [[p * batch + b for p in range(-(-length // 16))] for b in range(batch)]
+    table = torch.tensor(pages, device="cuda", dtype=torch.int32)
+    k, v = (torch.randn(table.numel(), 16, 2, head_dim, device="cuda").half() for _ in range(2))
+    used = torch.tensor([length - 100 * b for b in range(batch)], device="cuda").int()
+    options = {"causal": i % 2 == 0, "softcap": 20.0 * (i % 3 == 1)}
+    options |= {"block_table": table, "cache_seqlens": used}
+    cases.append((q, k, v, options, flash_attention(q, k, v, **options)))
+    q, k, v = (torch.randn(batch, length, heads, head_dim, device="cuda").half() for _ in range(3))
+    options = {"causal": True, "softcap": 20.0 * (i % 2)}
     cases.append((q, k, v, options, flash_attention(q, k, v, **options)))
 torch.cuda.synchronize()
 differs = []

@@ -35,7 +35,10 @@ struct Consumer : Rows<C> {
 
     // Issues scores = Q K^T.
     __device__ __forceinline__ void issue_scores() {
-        const uint32_t a = q_low + q.stage * (C::kConsumers * C::kQBytes / 16);
+        // Where there are many, ptxas would prepare Q's descriptors before the loop and keep them
+        // in vector registers, to be moved for each product.
+        const uint32_t a = (C::kHeadDim > 128 ? fresh(q_low) : q_low) +
+                           q.stage * (C::kConsumers * C::kQBytes / 16);
         const uint32_t b = k_low + k.stage * (C::kKVBytes / 16);
         hold_registers(scores);
         wgmma_fence();
@@ -98,9 +101,10 @@ struct Consumer : Rows<C> {
         named_barrier_arrive(1 + (consumer + 1 == C::kConsumers ? 0 : consumer + 1), 256);
     }
 
-    // Scores of `block` under the product of the block before it, in the same tile.
-    template <bool kRight, bool kLeft>
-    __device__ __forceinline__ void step(const Tile& tile, int block, int accumulate) {
+    // Scores of `block` under the product of the block before it, in the same tile. kGeneral: with
+    // masks and softcap.
+    template <bool kGeneral>
+    __device__ __forceinline__ void step(const Range& tile, int block, int accumulate) {
         wait_k();
         take_turn();
         issue_scores();
@@ -110,8 +114,11 @@ struct Consumer : Rows<C> {
         wgmma_wait<1>();
         hold_registers(scores);
         release_k(block == tile.block_begin);
-        if constexpr (kRight || kLeft) {
-            this->template mask<kRight, kLeft>(tile, block);
+        if constexpr (kGeneral) {
+            if constexpr (C::kMask == Mask::kWindow) {
+                this->cap();
+            }
+            this->template mask<true, C::kMask == Mask::kWindow>(tile, block);
         }
         this->template softmax<false>();
         hold_registers(scores);
@@ -124,15 +131,15 @@ struct Consumer : Rows<C> {
     }
 
     // The next tile, and its place in the ring.
-    __device__ __forceinline__ Tile next_tile(int& place) {
+    __device__ __forceinline__ Range next_tile(int& place) {
         mbarrier_wait(shared.tile_full(slot.stage), slot.parity);
         place = slot.stage;
         slot.advance();
-        return this->read_tile(place);
+        return this->read_range(place);
     }
 
     // Zeros what the first block of V holds beyond the sequence: 0 times a NaN there is a NaN.
-    __device__ __forceinline__ void clear_foreign_rows(const Tile& tile) {
+    __device__ __forceinline__ void clear_foreign_rows(const Range& tile) {
         const int rows = tile.seqlen_k - (tile.block_end - 1) * C::kBlockN;
         if (!p.has_foreign_rows || rows >= C::kBlockN) {
             return;
@@ -151,32 +158,82 @@ struct Consumer : Rows<C> {
         named_barrier_sync(1 + C::kConsumers + consumer, 128);
     }
 
+    // The thread's first row, of the warpgroup's 64.
+    __device__ __forceinline__ int row_in_group() const {
+        return 16 * (thread_idx / 32) + lane_idx / 4;
+    }
+
+    // Takes the tile's first block away where this warpgroup's rows see nothing of it and another
+    // is left. Returns how many that are.
+    __device__ __forceinline__ int trim(Range& tile) const {
+        int is_skipped = 0;
+        if constexpr (C::kTrims) {
+            const int key_end = tile.diagonal - row_in_group() + 64 + p.window_right;
+            const int end = max(tile.block_begin + 1, (key_end + C::kBlockN - 1) / C::kBlockN);
+            // As a uniform value: it moves the places in the rings.
+            is_skipped = __reduce_max_sync(kAllLanes, end < tile.block_end ? 1 : 0);
+            tile.block_end -= is_skipped;
+        }
+        return is_skipped;
+    }
+
+    // Passes over a block of K or V. One warp waits for it and releases it; the others meet that
+    // warp, at the turn, before they wait for the next block in the same place.
+    __device__ __forceinline__ void skip(int is_skipped, uint32_t full, uint32_t empty,
+                                         Place<C::kStages>& place) const {
+        mbarrier_wait_unless(is_skipped == 0 || thread_idx >= 32, full, place.parity);
+        mbarrier_arrive_if(empty, is_skipped != 0 && thread_idx == 0);
+        place.advance_by(is_skipped);
+    }
+
+    __device__ __forceinline__ void skip_k(int is_skipped) {
+        if constexpr (C::kTrims) {
+            skip(is_skipped, shared.k_full(k.stage), shared.k_empty(k.stage), k);
+            k_is_there = k_is_there && is_skipped == 0;  // it was about the block left out
+            if (is_skipped) {
+                take_turn();
+                pass_turn();
+            }
+        }
+    }
+
+    __device__ __forceinline__ void skip_v(int is_skipped) {
+        if constexpr (C::kTrims) {
+            skip(is_skipped, shared.v_full(v.stage), shared.v_empty(v.stage), v);
+        }
+    }
+
     __device__ __forceinline__ void run() {
         int place, next_place;
-        Tile tile = next_tile(place);
+        Range tile = next_tile(place);
         if (!tile.is_valid()) {
             return;
         }
         if (consumer == C::kConsumers - 1) {
             pass_turn();
         }
+        int is_skipped = trim(tile);
+        skip_k(is_skipped);
+        skip_v(is_skipped);
         begin(tile);
         while (true) {
             clear_foreign_rows(tile);
             const int accumulate = walk(tile);
-            const Tile next = next_tile(next_place);
+            Range next = next_tile(next_place);
             if (!next.is_valid()) {
                 finish(place, accumulate);
                 return;
             }
-            cross(place, next, accumulate);
+            is_skipped = trim(next);
+            skip_k(is_skipped);
+            cross(place, next, is_skipped, accumulate);
             tile = next;
             place = next_place;
         }
     }
 
     // The first scores of the first tile, with nothing to run under them.
-    __device__ __forceinline__ void begin(const Tile& tile) {
+    __device__ __forceinline__ void begin(const Range& tile) {
         wait_q();
         wait_k();
         issue_scores();
@@ -184,6 +241,9 @@ struct Consumer : Rows<C> {
         hold_registers(scores);
         const int block = tile.block_end - 1;
         release_k(block == tile.block_begin);
+        if constexpr (C::kMask == Mask::kWindow) {
+            this->cap();
+        }
         this->mask_first(tile, block);
         this->template softmax<true>();
         this->pack_probs();
@@ -191,53 +251,58 @@ struct Consumer : Rows<C> {
 
     // All blocks of the tile but the first one's scores and the last one's product. Returns whether
     // the output holds something.
-    __device__ __forceinline__ int walk(const Tile& tile) {
+    __device__ __forceinline__ int walk(const Range& tile) {
         int accumulate = 0;
         int block = tile.block_end - 2;
         if constexpr (C::kMask == Mask::kFull) {
 #pragma unroll 1
             for (; block >= tile.block_begin; --block) {
-                step<false, false>(tile, block, accumulate);
+                step<false>(tile, block, accumulate);
                 accumulate = 1;
             }
         } else {
             constexpr bool kWindow = C::kMask == Mask::kWindow;
             // Blocks from `masked` on have keys that the warpgroup's first row does not see.
-            const int first_row = tile.row_begin + 64 * consumer + tile.offset();
             int visible = tile.seqlen_k;
             if (!kWindow || p.window_right >= 0) {
+                const int first_row = tile.diagonal - row_in_group();
                 visible = max(0, min(visible, first_row + p.window_right + 1));
             }
-            const int masked = max(tile.block_begin, visible / C::kBlockN);
-#pragma unroll 1
-            for (; block >= masked; --block) {
-                step<true, kWindow>(tile, block, accumulate);
-                accumulate = 1;
+            int masked = max(tile.block_begin, visible / C::kBlockN);
+            if (kWindow && p.cap_scale_log2 != 0.f) {
+                masked = tile.block_begin;
             }
             // And blocks below `unmasked` have keys that its last row does not see.
             int unmasked = tile.block_begin;
             if (kWindow && p.window_left >= 0) {
-                const int hidden = max(0, first_row + 63 - p.window_left);
+                const int hidden = max(0, tile.diagonal - row_in_group() + 63 - p.window_left);
                 unmasked = max(unmasked, (hidden + C::kBlockN - 1) / C::kBlockN);
             }
+            // A window comes here twice: right of the blocks without masks, and left of them.
 #pragma unroll 1
-            for (; block >= unmasked; --block) {
-                step<false, false>(tile, block, accumulate);
-                accumulate = 1;
-            }
-            if constexpr (kWindow) {
+            while (true) {
 #pragma unroll 1
-                for (; block >= tile.block_begin; --block) {
-                    step<true, true>(tile, block, accumulate);
+                for (; block >= masked; --block) {
+                    step<true>(tile, block, accumulate);
                     accumulate = 1;
                 }
+#pragma unroll 1
+                for (; block >= unmasked; --block) {
+                    step<false>(tile, block, accumulate);
+                    accumulate = 1;
+                }
+                if (!kWindow || block < tile.block_begin) {
+                    break;
+                }
+                masked = tile.block_begin;
             }
         }
         return accumulate;
     }
 
     // The first scores of the next tile under the last product of this one, then this one's output.
-    __device__ __forceinline__ void cross(int place, const Tile& next, int accumulate) {
+    __device__ __forceinline__ void cross(int place, const Range& next, int is_skipped,
+                                          int accumulate) {
         wait_q();
         wait_k();
         take_turn();
@@ -251,12 +316,16 @@ struct Consumer : Rows<C> {
         hold_registers(scores);
         const int block = next.block_end - 1;
         release_k(block == next.block_begin);
+        if constexpr (C::kMask == Mask::kWindow) {
+            this->cap();
+        }
         this->mask_first(next, block);
         this->template softmax<true>();
         hold_registers(scores);
         wgmma_wait<0>();
         hold_registers(output);
         release_v();
+        skip_v(is_skipped);
         look_ahead();
         this->pack_probs();
         this->store(place, factor);

@@ -1,4 +1,4 @@
-// flash_attention_sm90.cu: its tile shapes, parameters, shared memory, and which tile is which.
+// flash_attention_sm90.cu: its tile shapes, parameters and shared memory.
 #pragma once
 
 #include "kernel_hub/mma.cuh"
@@ -10,7 +10,6 @@ enum class Mask { kFull, kCausal, kWindow };
 
 constexpr int kPanelColumns = 64;  // columns of a 128-byte row of shared memory
 constexpr int kTileSlots = 4;
-constexpr float kLog2E = 1.4426950408889634f;
 // Probabilities stay below 2^kRescaleBits, which fp16 holds.
 constexpr float kRescaleBits = 8.f;
 constexpr float kLn2 = 0.6931471805599453f;
@@ -28,6 +27,9 @@ struct Config {
     static constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;
     static constexpr int kStages = 2;
     static constexpr int kQStages = 1;
+    // Whether a warpgroup leaves out a tile's first block where it sees nothing of it; with blocks
+    // wider than that it sees something of each.
+    static constexpr bool kTrims = kMask == Mask::kCausal && (kConsumers > 2 || kBlockN < 128);
     static constexpr int kQPanelBytes = 64 * 128;
     static constexpr int kQBytes = kPanels * kQPanelBytes;  // of one consumer
     static constexpr int kKVPanelBytes = kBlockN * 128;
@@ -43,6 +45,7 @@ struct Config {
                   "acquire_registers would wait for ever");
     static_assert(kSharedBytes <= 227 * 1024, "shared memory of an SM");
     static_assert(kBlockN % 16 == 0 && kHeadDim % 16 == 0, "products are 16 deep");
+    static_assert(64 * (kConsumers - 1) <= kBlockN, "at most one block is left out");
 };
 
 struct Parameters {
@@ -52,13 +55,18 @@ struct Parameters {
     const int* cu_seqlens_q;   // (batch + 1) or null
     const int* cu_seqlens_k;   // (batch + 1) or null
     const int* cache_seqlens;  // (batch) or null
-    int* tile_counter;  // {next tile, blocks that are done}, zeros; null: tiles in fixed turn
+    const int* block_table;    // (batch, pages of a sequence) or null: K and V are pages
+    int* tile_counter;         // {next tile, blocks that are done}, zeros
     int64_t out_batch_stride, out_token_stride, out_head_stride, lse_batch_stride, lse_head_stride;
+    int64_t block_table_stride;
     int batch_size, num_heads, num_kv_heads, head_dim, seqlen_q, seqlen_k;
+    int page_size, box_rows;  // keys of a page; those that one copy brings, which divide it
     int window_left, window_right;
     int heads_a_group;     // this many (batch, head) pairs run through their tiles together
     int has_foreign_rows;  // keys past a sequence's end belong to something else
-    float softmax_scale;
+    // In units of log2: what scores are multiplied by before exp2; with softcap, which that factor
+    // then is, 2 softmax_scale / softcap, else 0.
+    float scale_log2, cap_scale_log2;
 };
 
 // One tile, as the producer tells the consumers: 32 bytes of shared memory.
@@ -72,6 +80,31 @@ struct Tile {
     __device__ __forceinline__ int offset() const { return seqlen_k - seqlen_q; }
 };
 
+// Not kept from one read to the next.
+__device__ __forceinline__ int4 ld_shared_volatile(uint32_t address) {
+    int4 v;
+    asm volatile("ld.volatile.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(address)
+                 : "memory");
+    return v;
+}
+
+// The sequences with keys and queries, the longest first, where their lengths are on the device.
+struct Order {
+    static constexpr int kMost = 256;  // with more of them they stay in the order they have
+    int end[kMost];                    // how many tiles there are up to here
+    unsigned char batch[kMost];
+    int count;
+};
+
+// `value`, with its origin hidden: quotients by it are computed where they are used, not prepared
+// before the loop and then held in registers, of which the loading warp has none to spare.
+__device__ __forceinline__ int fresh(int value) {
+    asm volatile("" : "+r"(value));
+    return value;
+}
+
 // What the roles share.
 template <class C>
 struct Shared {
@@ -79,6 +112,7 @@ struct Shared {
     uint32_t barriers;
     Tile* tiles;
     uint32_t tiles_address;
+    const Order* order;
 
     static constexpr int kQFull = 0;
     static constexpr int kQEmpty = kQFull + C::kQStages * C::kConsumers;
@@ -90,6 +124,11 @@ struct Shared {
     static constexpr int kTileEmpty = kTileFull + kTileSlots;
     static constexpr int kCount = kTileEmpty + kTileSlots;
 
+    __device__ __forceinline__ Tile read_tile(int slot) const {
+        const int4 a = ld_shared_volatile(tiles_address + slot * sizeof(Tile));
+        const int4 b = ld_shared_volatile(tiles_address + slot * sizeof(Tile) + 16);
+        return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+    }
     __device__ __forceinline__ uint32_t barrier(int i) const { return barriers + 8 * i; }
     __device__ __forceinline__ uint32_t q_full(int stage, int consumer) const {
         return barrier(kQFull + stage * C::kConsumers + consumer);
@@ -128,49 +167,13 @@ struct Place {
             parity ^= 1;
         }
     }
-};
 
-// Tile number `index` of the schedule; row_begin is beyond seqlen_q where the sequence is shorter
-// than the longest. Causal: within a group of heads whose keys and values stay in the L2, the tiles
-// with the most keys come first.
-template <class C>
-__device__ __forceinline__ Tile locate(const Parameters& p, int index) {
-    const int num_rows = (p.seqlen_q + C::kBlockM - 1) / C::kBlockM;
-    const int group = index / (p.heads_a_group * num_rows);
-    const int first = group * p.heads_a_group;
-    const int size = min(p.heads_a_group, p.batch_size * p.num_heads - first);
-    const int rest = index - first * num_rows;
-    int row, pair;
-    if constexpr (C::kMask == Mask::kCausal) {
-        row = num_rows - 1 - rest / size;
-        pair = first + rest % size;
-    } else {
-        row = rest % num_rows;
-        pair = first + rest / num_rows;
+    // By 0 or 1, without a branch.
+    __device__ __forceinline__ void advance_by(int count) {
+        stage += count;
+        parity ^= stage / kCount;
+        stage %= kCount;
     }
-    Tile tile;
-    tile.row_begin = row * C::kBlockM;
-    tile.batch = pair / p.num_heads;
-    tile.head = pair - tile.batch * p.num_heads;
-    tile.q_begin = p.cu_seqlens_q ? p.cu_seqlens_q[tile.batch] : 0;
-    tile.seqlen_q = p.cu_seqlens_q ? p.cu_seqlens_q[tile.batch + 1] - tile.q_begin : p.seqlen_q;
-    tile.seqlen_k =
-        p.cu_seqlens_k ? p.cu_seqlens_k[tile.batch + 1] - p.cu_seqlens_k[tile.batch] : p.seqlen_k;
-    if (p.cache_seqlens) {
-        tile.seqlen_k = p.cache_seqlens[tile.batch];
-    }
-    // The keys that some row of the tile sees.
-    int key_begin = 0, key_end = tile.seqlen_k;
-    if (C::kMask != Mask::kFull && p.window_right >= 0) {
-        const int row_end = min(tile.row_begin + C::kBlockM, tile.seqlen_q);
-        key_end = min(key_end, row_end + tile.offset() + p.window_right);
-    }
-    if (C::kMask == Mask::kWindow && p.window_left >= 0) {
-        key_begin = max(0, tile.row_begin + tile.offset() - p.window_left);
-    }
-    tile.block_begin = key_begin / C::kBlockN;
-    tile.block_end = key_end > key_begin ? (key_end + C::kBlockN - 1) / C::kBlockN : 0;
-    return tile;
-}
+};
 
 }  // namespace kernel_hub

@@ -21,20 +21,26 @@ __device__ __forceinline__ void transpose_among_four(uint32_t (&w)[4], int lane_
     }
 }
 
-__device__ __forceinline__ int4 ld_shared_volatile(uint32_t address) {
-    int4 v;
-    asm volatile("ld.volatile.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "r"(address)
-                 : "memory");
-    return v;
-}
-
 __device__ __forceinline__ float max_or_nan(float a, float b) {
     float largest;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(largest) : "f"(a), "f"(b));
     return largest;
 }
+
+__device__ __forceinline__ float reciprocal_approx(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// What a consumer keeps of a tile: the rest it reads again where it needs it.
+struct Range {
+    int diagonal;  // of the thread's first row: the key that stands under the query; none: kOver
+    int seqlen_k, block_begin, block_end;
+
+    static constexpr int kOver = -2147483647;
+    __device__ __forceinline__ bool is_valid() const { return diagonal != kOver; }
+};
 
 // A consumer's registers: its places in the rings, scores, probabilities and output of 64 rows.
 template <class C>
@@ -44,7 +50,6 @@ struct Rows {
     const Shared<C>& shared;
     const int consumer, thread_idx, lane_idx;
     const int row;  // of the tile; the thread also holds row + 8
-    const float scale_log2;
     const uint32_t q_low, k_low, v_low;
     Place<C::kQStages> q;
     Place<C::kStages> k, v;
@@ -63,18 +68,31 @@ struct Rows {
           thread_idx(threadIdx.x % 128),
           lane_idx(threadIdx.x % 32),
           row(64 * consumer_ + 16 * (thread_idx / 32) + lane_idx / 4),
-          scale_log2(p_.softmax_scale * kLog2E),
           q_low(__shfl_sync(kAllLanes, descriptor_low(shared_.q_tile(0, consumer_), 16), 0)),
           k_low(descriptor_low(shared_.k, 16)),
           v_low(descriptor_low(shared_.v, C::kKVPanelBytes)) {}
 
+    // With softcap, scores become tanh(score softmax_scale / softcap).
+    __device__ __forceinline__ void cap() {
+        if (p.cap_scale_log2 == 0.f) {
+            return;
+        }
+        // 1 - 2 / (1 + exp(2 x)): absolute error 1e-7. tanh.approx is off by 5e-4, which a softcap
+        // of 50 multiplies.
+#pragma unroll
+        for (int i = 0; i < C::kBlockN / 2; ++i) {
+            scores[i] =
+                fmaf(-2.f, reciprocal_approx(1.f + exp2_approx(scores[i] * p.cap_scale_log2)), 1.f);
+        }
+    }
+
     // Sets what the rows do not see to -inf.
     template <bool kRight, bool kLeft>
-    __device__ __forceinline__ void mask(const Tile& tile, int block) {
+    __device__ __forceinline__ void mask(const Range& tile, int block) {
         const int column = block * C::kBlockN + 2 * (lane_idx % 4);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const int diagonal = tile.row_begin + row + 8 * r + tile.offset();
+            const int diagonal = tile.diagonal + 8 * r;
             int end = tile.seqlen_k - column, begin = 0;
             if (kRight && (C::kMask == Mask::kCausal || p.window_right >= 0)) {
                 end = min(end, diagonal + p.window_right + 1 - column);
@@ -95,7 +113,7 @@ struct Rows {
         }
     }
 
-    __device__ __forceinline__ void mask_first(const Tile& tile, int block) {
+    __device__ __forceinline__ void mask_first(const Range& tile, int block) {
         if constexpr (C::kMask == Mask::kFull) {
             if ((block + 1) * C::kBlockN > tile.seqlen_k) {
                 mask<false, false>(tile, block);
@@ -123,7 +141,7 @@ struct Rows {
             float largest = max_or_nan(even, odd);
             largest = max_or_nan(largest, __shfl_xor_sync(kAllLanes, largest, 1));
             largest = max_or_nan(largest, __shfl_xor_sync(kAllLanes, largest, 2));
-            largest *= scale_log2;
+            largest *= p.scale_log2;
             if constexpr (!kFirst) {
                 largest = max_or_nan(largest, row_shift[r]);
                 const bool keep = largest - row_shift[r] <= kRescaleBits;
@@ -142,7 +160,7 @@ struct Rows {
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                     float& score = scores[4 * j + 2 * r + e];
-                    score = exp2_approx(fmaf(score, scale_log2, -shift));
+                    score = exp2_approx(fmaf(score, p.scale_log2, -shift));
                     sum += score;
                 }
             }
@@ -171,10 +189,12 @@ struct Rows {
         }
     }
 
-    __device__ __forceinline__ Tile read_tile(int place) const {
-        const int4 a = ld_shared_volatile(shared.tiles_address + place * sizeof(Tile));
-        const int4 b = ld_shared_volatile(shared.tiles_address + place * sizeof(Tile) + 16);
-        return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+    __device__ __forceinline__ Range read_range(int place) const {
+        const Tile tile = shared.read_tile(place);
+        const int diagonal = tile.is_valid() ? tile.row_begin + row + tile.offset() : Range::kOver;
+        // Known to be 0 without a left bound: a register less.
+        const int block_begin = C::kMask == Mask::kWindow ? tile.block_begin : 0;
+        return {diagonal, tile.seqlen_k, block_begin, tile.block_end};
     }
 
     __device__ __forceinline__ void release_tile(int place) {
@@ -185,7 +205,7 @@ struct Rows {
     // The rows' sums are complete: writes lse; `factor` becomes what the output must be multiplied
     // by.
     __device__ __forceinline__ void finish_rows(int place, float (&factor)[2]) {
-        const Tile tile = read_tile(place);
+        const Tile tile = shared.read_tile(place);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             float sum = row_sum[r];
@@ -203,7 +223,7 @@ struct Rows {
 
     // Writes the tile's output.
     __device__ __forceinline__ void store(int place, const float (&factor)[2]) {
-        const Tile tile = read_tile(place);  // again: it would take registers until here
+        const Tile tile = shared.read_tile(place);  // again: it would take registers until here
         release_tile(place);
         const int first_column = 8 * (lane_idx % 4);
 #pragma unroll

@@ -128,6 +128,13 @@ __device__ __forceinline__ float exp2_approx(float x) {
     return y;
 }
 
+// The larger one; nan if one of them is.
+__device__ __forceinline__ float max_nan(float x, float y) {
+    float larger;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(x), "f"(y));
+    return larger;
+}
+
 // tanh(x), relative error 2^-11.
 __device__ __forceinline__ float tanh_approx(float x) {
     float y;

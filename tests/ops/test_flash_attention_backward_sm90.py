@@ -1,0 +1,216 @@
+"""Hopper's own gradients of attention: which problems they take, and on an H200 whether they are
+right."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import Case, run
+from back_to_back import check_back_to_back
+from emulated import ROOT
+
+from kernel_hub.ops import flash_attention
+from kernel_hub.ops._attention import Problem
+from kernel_hub.testing.compare import same_bits
+
+SM90: Any = importlib.import_module("kernel_hub.ops._flash_attention_backward_sm90")
+BACKWARD: Any = importlib.import_module("kernel_hub.ops._flash_attention_backward")
+DTYPES = ["fp16", "bf16"]
+# Those of the compiled kernels, and some that fill one in part; and the rows of a block.
+SHAPES = [(40, 128), (64, 128), (72, 64), (128, 64), (96, 80), (128, 80)]
+MASKS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (70, 19)},
+}
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The head_dims of the launches that the Hopper kernels took."""
+    if torch.cuda.get_device_capability() != SM90.COMPUTE_CAPABILITY:
+        pytest.skip("not compute capability 9.0")
+    taken: list[int] = []
+    launch = SM90.launch
+
+    def counted(problem: Problem, *rest: Any, **options: Any) -> None:
+        taken.append(problem.q.shape[-1])
+        launch(problem, *rest, **options)
+
+    monkeypatch.setattr(SM90, "launch", counted)
+    yield taken
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("head_dim", "rows"), SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_kernel(
+    hopper: list[int], dtype: str, head_dim: int, rows: int, mask: str, deterministic: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(SM90, "_TALL_FROM", dict.fromkeys((False, True), 0 if rows == 80 else 1e9))
+    assert SM90.choose(head_dim, 1, mask != "full").block_m == rows
+    case = Case(
+        dtype=dtype, head_dim=head_dim, num_heads=4, num_kv_heads=2, backward=True,
+        deterministic=deterministic, seed=1, **MASKS[mask],
+    )  # fmt: skip
+    run(dataclasses.replace(case, lengths_q=(1,), lengths_k=(1,)), "cuda")
+    run(dataclasses.replace(case, lengths_q=(515,) * 2, lengths_k=(515,) * 2, seed=2), "cuda")
+    run(dataclasses.replace(case, lengths_q=(127,), lengths_k=(700,)), "cuda")
+    run(dataclasses.replace(case, lengths_q=(2000,), lengths_k=(900,)), "cuda")
+    run(dataclasses.replace(case, lengths_q=(700,), lengths_k=(129,)), "cuda")
+    # nan around q, k and v, and past the end of every sequence.
+    run(dataclasses.replace(case, layout="strided", lengths_q=(97,), lengths_k=(333,)), "cuda")
+    ragged = dataclasses.replace(
+        case, lengths_q=(1, 77, 300, 513, 64, 0, 130), lengths_k=(1, 200, 129, 513, 0, 5, 5)
+    )
+    run(dataclasses.replace(ragged, layout="varlen", seed=3), "cuda")
+    assert hopper == [head_dim] * len(hopper) and len(hopper) >= 6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["bhsd", "kvpacked", "qkvpacked", "gqapacked", "varlen_packed"])
+def test_layouts(hopper: list[int], layout: str) -> None:
+    heads = 2 if layout == "qkvpacked" else 1
+    case = Case(layout=layout, num_kv_heads=heads, lengths_q=(150,) * 2, lengths_k=(150,) * 2,
+                backward=True, seed=1)  # fmt: skip
+    for causal in (False, True):
+        run(dataclasses.replace(case, causal=causal, head_dim=128), "cuda")
+    assert hopper
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window_size", [(0, 0), (9, 0), (-1, 3), (300, 200), (2, -1), (5000, 5)])
+def test_windows(hopper: list[int], window_size: tuple[int, int]) -> None:
+    for lengths_q, lengths_k in (((330,), (900,)), ((900,), (330,))):
+        case = Case(lengths_q=lengths_q, lengths_k=lengths_k, window_size=window_size,
+                    backward=True, deterministic=True, seed=1)  # fmt: skip
+        for head_dim in (64, 128):
+            run(dataclasses.replace(case, head_dim=head_dim, num_heads=4), "cuda")
+    assert hopper
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"layout": "unaligned"}, {"softcap": 2.0}, {"alibi": "heads"}, {"softmax_scale": -0.3},
+        {"head_dim": 32}, {"head_dim": 192},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_portable_kernels_take_the_rest(hopper: list[int], options: dict[str, Any]) -> None:
+    run(Case(backward=True, seed=1, **options), "cuda")
+    assert not hopper
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_portable_kernels_on_hopper(
+    hopper: list[int], dtype: str, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SM90, "is_enabled", False)
+    case = Case(dtype=dtype, head_dim=head_dim, lengths_q=(129,), lengths_k=(200,), backward=True)
+    for causal in (False, True):
+        run(dataclasses.replace(case, causal=causal), "cuda")
+    assert not hopper
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_deterministic_repeats_its_bits(hopper: list[int], head_dim: int, causal: bool) -> None:
+    # More blocks of keys than run at once, and heads that share their keys.
+    leaves = [
+        torch.randn(2, 5000, heads, head_dim, device="cuda").bfloat16().requires_grad_()
+        for heads in (8, 4, 4)
+    ]
+    out = flash_attention(*leaves, causal=causal, deterministic=True)
+    dout = torch.randn_like(out)
+    first = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    for _ in range(8):
+        again = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+        for one, other in zip(first, again, strict=True):
+            same_bits(one, other)
+    assert len(hopper) == 9
+
+
+@pytest.mark.gpu
+def test_large_scores(hopper: list[int]) -> None:
+    for dtype, seed in (("fp16", 1), ("bf16", 2)):
+        run(Case(dtype=dtype, magnitude=6.0, causal=True, seed=seed, lengths_q=(400,),
+                 lengths_k=(700,), backward=True), "cuda")  # fmt: skip
+    assert hopper
+
+
+# Gradients of one order of summation, so that every launch must repeat its bits.
+LAUNCHES = """
+def gradients(batch, length, heads, kv_heads, head_dim, **options):
+    counts = (heads, kv_heads, kv_heads)
+    leaves = [randn(batch, length, count, head_dim).requires_grad_() for count in counts]
+    out = ops.flash_attention(*leaves, deterministic=True, **options)
+    dout = torch.randn_like(out)
+    return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+cases = [
+    gradients(4, 1024, 8, 8, 128), gradients(1, 130, 2, 1, 64, causal=True),
+    gradients(9, 515, 4, 2, 96, window_size=(100, 7)), gradients(2, 777, 16, 4, 64),
+    gradients(3, 333, 6, 6, 128, causal=True),
+]
+"""
+
+
+@pytest.mark.gpu
+def test_a_thousand_launches_back_to_back(hopper: list[int]) -> None:
+    check_back_to_back(LAUNCHES)
+
+
+def problem(head_dim: int, **options: Any) -> Problem:
+    q = torch.zeros(1, 8, 2, head_dim, dtype=torch.bfloat16)
+    return Problem(q, q, q, 1, 8, 8, 0.1, **options)
+
+
+def test_cpu_tensors_never_take_them() -> None:
+    small = problem(64)
+    assert not SM90.applies(small, *(torch.empty_like(small.q) for _ in range(5)))
+
+
+def test_bodies_are_those_of_the_source() -> None:
+    source = (ROOT / f"csrc/{SM90.CUBIN}.cu").read_text()
+    for body in SM90.BODIES:
+        for dtype, name in ((torch.float16, "__half"), (torch.bfloat16, "__nv_bfloat16")):
+            token = body.name(dtype).removeprefix(f"{SM90.CUBIN}_")
+            line = f"EXPORT_VARIANT({token}, {name}, {body.head_dim}, {body.block_m})"
+            assert source.count(line) == 1, line
+    assert source.count("\nEXPORT_VARIANT(") == 2 * len(SM90.BODIES)
+    assert max(body.shared_bytes for body in SM90.BODIES) <= 227 << 10
+
+
+def test_which_body() -> None:
+    chosen = {d: SM90.choose(d, 1024, False) for d in (8, 32, 40, 64, 72, 128, 136, 256)}
+    assert {d: body.head_dim for d, body in chosen.items() if body} == {
+        40: 64, 64: 64, 72: 128, 128: 128,
+    }  # fmt: skip
+    sizes = [64 * i for i in range(199)]
+    every = {SM90.choose(d, size, c) for d in (64, 128) for size in sizes for c in (True, False)}
+    assert every == set(SM90.BODIES)
+
+
+def test_workspace_of_a_ragged_batch_holds_every_block() -> None:
+    # The kernel's numbering: a sequence starts at block cu_seqlens // block_m + its index.
+    for block_m in (64, 80, 128):
+        for lengths in ([0, 1, 64, 65, 127, 128, 0, 3], [block_m] * 5, [1] * 300):
+            begin, end = 0, 0
+            for index, length in enumerate(lengths):
+                first = begin // block_m + index
+                assert first >= end
+                begin, end = begin + length, first + math.ceil(length / block_m)
+            assert end <= begin // block_m + len(lengths)
