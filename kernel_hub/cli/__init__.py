@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..errors import KernelHubError
-from . import bench, build, demo, doctor, inspect, listing, new, verify
+from . import bench, build, demo, doctor, export, inspect, listing, new, tune, verify
 
-COMMANDS = (listing, inspect, doctor, verify, demo, bench, new)
+COMMANDS = (listing, inspect, doctor, verify, demo, bench, tune, new, export)
 ERROR = 2
 
 

@@ -1,0 +1,26 @@
+"""`kernel-hub export`: shipped kernels as C sources, for programs without Python."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ..formats import c_export
+from . import _console
+
+NAME = "export"
+HELP = "write shipped kernels as .c and .h, cubins included, and a CMakeLists.txt"
+EXAMPLE = "kernel-hub export rms_norm silu_and_mul --to kernels && cmake -S kernels -B build"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("names", nargs="+", metavar="NAME", help="cubins, as in kernel-hub list")
+    parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="folder to write to")
+    parser.add_argument("--arch", action="append", metavar="SM", help="only this build: sm80, …")
+    parser.add_argument("--package", default="kernel_hub", help="whose cubins")
+
+
+def run(args: argparse.Namespace) -> int:
+    for path in c_export.export(args.names, args.to, package=args.package, archs=args.arch):
+        _console.note(f"{path}  {_console.size(path.stat().st_size)}")
+    return 0

@@ -1,0 +1,153 @@
+"""Images in C sources: as bin2c, xxd and people write them, and damaged in every way."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernel_hub import Kernel
+from kernel_hub.errors import CubinCorruptError, CubinNotFoundError, ParamsError
+from kernel_hub.formats import carray
+
+ROOT = Path(__file__).resolve().parents[2]
+CUBIN = (ROOT / "cubins/sm90/launch_probe.cubin").read_bytes()
+PTX = b".version 8.0\n.target sm_80\n.address_size 64\n.visible .entry k(.param .u32 n)\n{ ret; }\n"
+ELF = b"\x7fELF"
+
+
+def array(name: str, data: bytes, kind: str = "unsigned char", width: int = 1) -> str:
+    data = data + b"\0" * (-len(data) % width)
+    words = [data[i : i + width] for i in range(0, len(data), width)]
+    numbers = ", ".join(f"{int.from_bytes(word, 'little'):#04x}" for word in words)
+    return f"{kind} {name}[] = {{\n{numbers}\n}};\n"
+
+
+def test_a_cubin_as_tensorrt_llm_keeps_it(tmp_path: Path) -> None:
+    path = tmp_path / "x.cubin.cpp"
+    path.write_text(
+        '#include "a.h"\n/* a comment with unsigned char fake[] = {1}; */\nnamespace kernels\n{\n'
+        "#ifndef EXCLUDE_SM_90\n// clang-format off\n"
+        + array("cubin_x_cu_cubin", CUBIN)
+        + f"uint32_t cubin_x_cu_cubin_len = {len(CUBIN)}U;\n#endif\n}} // namespace kernels\n"
+    )
+    images = carray.load(path)
+    assert images == {"cubin_x_cu_cubin": CUBIN}
+    kernel = Kernel(images["cubin_x_cu_cubin"])
+    assert kernel.function_names == Kernel(CUBIN).function_names != []
+
+
+@pytest.mark.parametrize(
+    ("kind", "width"),
+    [
+        ("const unsigned char", 1),
+        ("static const std::uint8_t", 1),
+        ("alignas(8) static unsigned char const", 1),
+        ("unsigned short", 2),
+        ("const uint32_t", 4),
+        ("static unsigned", 4),
+        ("static const unsigned long long", 8),
+        ("uint64_t const", 8),
+    ],
+)
+def test_every_integer_type_keeps_its_bytes(kind: str, width: int) -> None:
+    padded = CUBIN + b"\0" * (-len(CUBIN) % width)
+    assert carray.loads(array("image", CUBIN, kind, width)) == {"image": padded}
+
+
+def test_attributes_between_name_and_numbers() -> None:
+    text = array("image", CUBIN).replace("[] =", "[] __attribute__((aligned(8))) =")
+    assert carray.loads(text) == {"image": CUBIN}
+
+
+def test_several_images_and_arrays_that_hold_none() -> None:
+    text = array("table", bytes(range(20))) + array("a", CUBIN) + array("p", PTX + b"\0", "char")
+    text += "float weights[] = {1.5f, 2.5f};\n" + f"int p_len = {len(PTX)};\n"
+    assert carray.loads(text) == {"a": CUBIN, "p": PTX + b"\0"}
+
+
+def test_decimal_octal_and_suffixes() -> None:
+    numbers = "127, 0105, 0x4CU, 0b1000110"
+    text = f"unsigned char e[] = {{{numbers}}}; unsigned char e2[] = {{{numbers},}};"
+    assert carray.loads(text) == {"e": ELF, "e2": ELF}
+
+
+@pytest.mark.skipif(shutil.which("xxd") is None, reason="xxd is not installed")
+def test_xxd(tmp_path: Path) -> None:
+    (tmp_path / "k.cubin").write_bytes(CUBIN)
+    out = subprocess.run(["xxd", "-i", "k.cubin"], cwd=tmp_path, capture_output=True, check=True)
+    assert carray.loads(out.stdout.decode()) == {"k_cubin": CUBIN}
+
+
+@pytest.mark.skipif(shutil.which("bin2c") is None, reason="bin2c is not on PATH")
+@pytest.mark.parametrize("kind", ["char", "short", "int", "longlong"])
+def test_bin2c(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "k.cubin").write_bytes(CUBIN)
+    command = ["bin2c", "--const", "--name", "image", "--type", kind, "k.cubin"]
+    out = subprocess.run(command, cwd=tmp_path, capture_output=True, check=True)
+    (image,) = carray.loads(out.stdout.decode()).values()
+    assert image[: len(CUBIN)] == CUBIN
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    data=st.binary(max_size=80), width=st.sampled_from([1, 2, 4, 8]), base=st.sampled_from("xdo")
+)
+def test_any_bytes_come_back(data: bytes, width: int, base: str) -> None:
+    data = ELF + data
+    data += b"\0" * (-len(data) % width)
+    kind = {1: "uint8_t", 2: "uint16_t", 4: "uint32_t", 8: "uint64_t"}[width]
+    form = {"x": "{:#x}", "d": "{}", "o": "0{:o}"}[base]
+    words = [
+        form.format(int.from_bytes(data[i : i + width], "little"))
+        for i in range(0, len(data), width)
+    ]
+    text = f"{kind} image[{len(words)}] = {{{','.join(words)}}};"
+    assert carray.loads(text) == {"image": data}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("unsigned char a[] = {0x7f, 0x45, 0x4c", "src: a (line 1) is cut off"),
+        ("\n\nunsigned char a[] = {0x7f, oops};", "a (line 3): element 1 is 'oops', not a number"),
+        ("unsigned char a[] = {0x7f, 0x145};", "element 1 is 0x145, more than 1 bytes hold"),
+        ("unsigned char a[] = {0x7f, -1};", "element 1 is '-1'"),
+        ("unsigned char a[] = {09};", "element 0 is '09'"),
+        ("unsigned char a[9] = {0x7f, 0x45};", "declared with 9 elements and lists 2"),
+        ("unsigned char a[99999999999999999999] = {1};", "declared with 99999999999999999999"),
+        (array("a", ELF) + "unsigned a_len = 400;", "a (line 1) has 4 bytes, and the file gives"),
+        (array("a", ELF) + array("a", ELF + b"x"), "two different arrays are called a"),
+    ],
+)
+def test_damage_is_named(text: str, words: str) -> None:
+    with pytest.raises(CubinCorruptError) as caught:
+        carray.loads(text, "src")
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "no integer array"),
+        ("int main() { return 0; }", "no integer array"),
+        ("unsigned char a[] = {1, 2, 3};", "a (3 bytes, from 01 02 03)"),
+        ("double a[] = {1, 2, 3};", "no integer array"),
+    ],
+)
+def test_no_image_says_what_is_there(text: str, words: str) -> None:
+    with pytest.raises(CubinNotFoundError, match="no cubin, fatbin or PTX in src") as caught:
+        carray.loads(text, "src")
+    assert words in str(caught.value)
+
+
+def test_files_that_are_not_there(tmp_path: Path) -> None:
+    for path in (tmp_path / "no.cpp", tmp_path, "nul\0byte"):
+        with pytest.raises(CubinNotFoundError, match="cannot read"):
+            carray.load(path)
+    with pytest.raises(ParamsError, match="a path, not bytes"):
+        carray.load(b"unsigned char")  # type: ignore[arg-type]
