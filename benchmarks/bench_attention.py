@@ -5,7 +5,8 @@ Each contender's output is held against fp64 first, on the last queries of a seq
 of launches after 35 ms of idling, contenders in random order, medians of the rounds. Sustained:
 the same after half a second of launches back to back, when the card runs at its power cap. Inputs
 of a case are larger than the L2. TFLOP/s count 4 * head_dim operations a (query, key) pair seen.
-Writes benchmarks/results/<gpu>_attention.json; `plot_attention.py` draws it.
+FlashAttention-3 comes from fa3-fwd, or from xformers where it is fp16 or paged. Writes
+benchmarks/results/<gpu>_attention.json; `plot_attention.py` draws it.
 
 Peers that are not installed or cannot run a case are left out, and named on stderr.
 """
@@ -13,264 +14,101 @@ Peers that are not installed or cannot run a case are left out, and named on std
 from __future__ import annotations
 
 import argparse
-import math
+import json
 import random
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cache, partial
+from dataclasses import fields
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
+from _attention_cases import (
+    CUDNN,
+    FA2,
+    FA3,
+    FLASHINFER,
+    PORTABLE,
+    Case,
+    Launch,
+    dense,
+    fa3,
+    paged,
+    randn,
+    varlen,
+)  # fmt: skip
 from _ops_common import DTYPES, OURS, RESULTS, _gpu_token
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kernel_hub import ops
-from kernel_hub.ops import _flash_attention_sm90 as hopper
 from kernel_hub.testing import results
 from kernel_hub.testing.compare import compare
-from kernel_hub.testing.reference_attention import reference_attention
 
-PORTABLE = f"{OURS} portable"
-FA2, CUDNN, FA3, FLASHINFER = "torch flash", "torch cuDNN", "FlashAttention-3", "FlashInfer"
-CHECKED_ROWS = 128
+__all__ = ["CUDNN", "FA2", "FA3", "HEADS", "MODELS", "SHAPES", "Launch", "burst", "fa3", "randn",
+           "sustained"]  # fmt: skip
+
 BUSY_MS, IDLE_S, WARM_S = 6.0, 0.035, 0.5
-Launch = Callable[[], torch.Tensor]
 # head_dim -> heads of the protocol: 2048 columns in all.
 HEADS = {64: 32, 128: 16, 256: 8}
 SHAPES = ((32, 512), (16, 1024), (8, 2048), (4, 4096), (2, 8192), (1, 16384))
+SUSTAINED = (1024, 16384)
 MODELS = {"Llama 8B": (32, 8), "Llama 70B": (64, 8), "Llama 70B TP8": (8, 1)}
 
 
-@dataclass
-class Case:
-    """One shape: contenders, its operations, and what to hold their outputs against.
-
-    checks: (rows of out, truth in fp64, the same reference in the tensors' dtype).
-    """
-
-    name: str
-    flops: float
-    contenders: dict[str, Callable[[], Launch]]
-    checks: list[tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor, torch.Tensor]] = field(
-        default_factory=list
-    )
-
-    def check(
-        self,
-        rows: Callable[[torch.Tensor], torch.Tensor],
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        causal: bool,
-    ) -> None:
-        """Hold `rows` of every output against attention of q (the last queries) over k and v."""
-        truth, own = (
-            reference_attention(q, k, v, causal=causal, dtype=dtype)[0]
-            for dtype in (torch.float64, q.dtype)
-        )
-        self.checks.append((rows, truth, own))
-
-
-def randn(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn(shape, device="cuda", dtype=dtype)
-
-
-def portable(**options: Any) -> torch.Tensor:
-    """Our op without Hopper's own kernels."""
-    before, hopper.is_enabled = hopper.is_enabled, False
-    try:
-        return ops.flash_attention(**options)
-    finally:
-        hopper.is_enabled = before
-
-
-def ours(**options: Any) -> dict[str, Callable[[], Launch]]:
-    """Our op; on Hopper also its portable kernels."""
-    found = {OURS: lambda: partial(ops.flash_attention, **options)}
-    if torch.cuda.get_device_capability() == hopper.COMPUTE_CAPABILITY:
-        found[PORTABLE] = lambda: partial(portable, **options)
-    return found
-
-
-@cache
-def fa3() -> Any:
-    """FlashAttention-3's forward op, from the fa3-fwd wheel."""
-    import importlib.util
-
-    spec = importlib.util.find_spec("fa3_fwd")
-    if spec is None or not spec.submodule_search_locations:
-        raise ImportError("no fa3_fwd package")
-    for library in Path(spec.submodule_search_locations[0]).glob("*.so"):
-        torch.ops.load_library(str(library))
-    return torch.ops.fa3_fwd.fwd
-
-
-def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, backend: Any) -> Launch:
-    views = [x.transpose(1, 2) for x in (q, k, v)]
-    grouped = q.shape[2] != k.shape[2]
-
-    def launch() -> torch.Tensor:
-        with sdpa_kernel(backend):
-            out = torch.nn.functional.scaled_dot_product_attention(
-                *views, is_causal=causal, enable_gqa=grouped
-            )
-        return out.transpose(1, 2)
-
-    return launch
-
-
-def dense(
-    title: str, batch: int, seqlen: int, heads: tuple[int, int], head_dim: int, causal: bool,
-    dtype: torch.dtype,
-) -> Case:  # fmt: skip
-    """(batch, seqlen, heads, head_dim) contiguous."""
-    q = randn(batch, seqlen, heads[0], head_dim, dtype=dtype)
-    k, v = (randn(batch, seqlen, heads[1], head_dim, dtype=dtype) for _ in range(2))
-
-    def use_fa3() -> Launch:
-        op = fa3()
-        scale = 1 / math.sqrt(head_dim)
-        return lambda: op(q, k, v, softmax_scale=scale, is_causal=causal, num_splits=1)[0]
-
-    token = next(name for name, kind in DTYPES.items() if kind == dtype)
-    mask = "causal" if causal else "full"
-    case = Case(
-        f"{title} {batch} x {seqlen} h{heads[0]}/{heads[1]} d{head_dim} {mask} {token}",
-        4.0 * batch * heads[0] * seqlen * seqlen * head_dim * (0.5 if causal else 1),
-        {
-            **ours(q=q, k=k, v=v, causal=causal),
-            FA2: lambda: sdpa(q, k, v, causal, SDPBackend.FLASH_ATTENTION),
-            CUDNN: lambda: sdpa(q, k, v, causal, SDPBackend.CUDNN_ATTENTION),
-            FA3: use_fa3,
-        },
-    )
-    for b in {0, batch - 1}:
-        rows = partial(lambda b, out: out[b : b + 1, -CHECKED_ROWS:, : heads[0] // heads[1]], b)
-        case.check(rows, rows(q), k[b : b + 1, :, :1], v[b : b + 1, :, :1], causal)
-    return case
-
-
-def varlen(heads: tuple[int, int], head_dim: int, causal: bool, dtype: torch.dtype) -> Case:
-    """16 lengths, log-uniform from 64 to 8k, the same every time."""
-    draw = random.Random(0)
-    lengths = [round(64 * 128 ** draw.random()) for _ in range(16)]
-    starts = [sum(lengths[:i]) for i in range(17)]
-    bounds = torch.tensor(starts, dtype=torch.int32, device="cuda")
-    longest, total = max(lengths), starts[-1]
-    q = randn(total, heads[0], head_dim, dtype=dtype)
-    k, v = (randn(total, heads[1], head_dim, dtype=dtype) for _ in range(2))
-    scale = 1 / math.sqrt(head_dim)
-    tables: dict[str, Any] = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds}
-    tables |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
-
-    def use_fa2() -> Launch:
-        # It takes as many key heads as query heads, or groups by itself; torch's op does the same.
-        op = torch.ops.aten._flash_attention_forward
-        return lambda: op(
-            q, k, v, bounds, bounds, longest, longest, 0.0, causal, False, scale=scale
-        )[0]
-
-    def use_fa3() -> Launch:
-        op = fa3()
-        return lambda: op(q, k, v, softmax_scale=scale, is_causal=causal, num_splits=1, **tables)[0]
-
-    token = next(name for name, kind in DTYPES.items() if kind == dtype)
-    case = Case(
-        f"varlen 16 x 64..8192 h{heads[0]}/{heads[1]} d{head_dim} "
-        f"{'causal' if causal else 'full'} {token}",
-        sum(4.0 * heads[0] * n * n * head_dim * (0.5 if causal else 1) for n in lengths),
-        {**ours(q=q, k=k, v=v, causal=causal, **tables), FA2: use_fa2, FA3: use_fa3},
-    )
-    for i in (0, lengths.index(longest)):
-        start, end = starts[i], starts[i + 1]
-        first = max(start, end - CHECKED_ROWS)
-        rows = partial(lambda a, b, out: out[None, a:b, : heads[0] // heads[1]], first, end)
-        case.check(rows, rows(q), k[None, start:end, :1], v[None, start:end, :1], causal)
-    return case
-
-
-def paged(
-    page_size: int, batch: int, seqlen_q: int, seqlen_k: int, heads: tuple[int, int],
-    head_dim: int, dtype: torch.dtype,
-) -> Case:  # fmt: skip
-    """Causal prefill of seqlen_q new tokens over seqlen_k in shuffled pages."""
-    per_sequence = -(-seqlen_k // page_size)
-    num_pages = batch * per_sequence
-    q = randn(batch, seqlen_q, heads[0], head_dim, dtype=dtype)
-    k, v = (randn(num_pages, page_size, heads[1], head_dim, dtype=dtype) for _ in range(2))
-    table = torch.randperm(num_pages, device="cuda").to(torch.int32).view(batch, per_sequence)
-    lengths = torch.full((batch,), seqlen_k, dtype=torch.int32, device="cuda")
-    gathered = [x[table[:1].long()].flatten(1, 2)[:, :seqlen_k].contiguous() for x in (k, v)]
-    dense_k, dense_v = (x[table.long()].flatten(1, 2)[:, :seqlen_k].contiguous() for x in (k, v))
-
-    def use_flashinfer() -> Launch:
-        from flashinfer import BatchPrefillWithPagedKVCacheWrapper
-
-        wrapper = BatchPrefillWithPagedKVCacheWrapper(
-            torch.empty(256 << 20, dtype=torch.uint8, device="cuda"), "NHD"
-        )
-        steps = torch.arange(batch + 1, dtype=torch.int32, device="cuda")
-        last = (seqlen_k - 1) % page_size + 1
-        wrapper.plan(
-            steps * seqlen_q, steps * per_sequence, table.flatten(),
-            torch.full((batch,), last, dtype=torch.int32, device="cuda"),
-            heads[0], heads[1], head_dim, page_size, causal=True, q_data_type=dtype,
-            kv_data_type=dtype,
-        )  # fmt: skip
-        flat = q.flatten(0, 1)
-        return lambda: wrapper.run(flat, (k, v)).view(q.shape)
-
-    token = next(name for name, kind in DTYPES.items() if kind == dtype)
-    hidden = seqlen_q * (seqlen_q - 1) / 2
-    case = Case(
-        f"paged {page_size} {batch} x {seqlen_q} over {seqlen_k} h{heads[0]}/{heads[1]} "
-        f"d{head_dim} causal {token}",
-        4.0 * batch * heads[0] * (seqlen_q * seqlen_k - hidden) * head_dim,
-        {
-            OURS: lambda: partial(
-                ops.flash_attention, q, k, v, causal=True, block_table=table, cache_seqlens=lengths
-            ),
-            f"{OURS} contiguous": lambda: partial(
-                ops.flash_attention, q, dense_k, dense_v, causal=True
-            ),
-            FLASHINFER: use_flashinfer,
-        },
-    )
-    rows = partial(lambda out: out[:1, -CHECKED_ROWS:, : heads[0] // heads[1]])
-    case.check(rows, rows(q), gathered[0][:, :, :1], gathered[1][:, :, :1], True)
-    return case
+def protocol(dtype: torch.dtype, quick: bool) -> Iterator[tuple[Callable[[], Case], bool]]:
+    """Every head_dim and mask; of fp16 every second length, and none of it sustained."""
+    is_bf16 = dtype == torch.bfloat16
+    shapes = SHAPES if is_bf16 and not quick else SHAPES[1::2]
+    for head_dim, heads in HEADS.items():
+        for causal in (False, True):
+            for batch, seqlen in shapes:
+                yield partial(
+                    dense, "prefill", batch, seqlen, (heads, heads), head_dim, causal, dtype
+                ), is_bf16 and seqlen in SUSTAINED and not quick  # fmt: skip
 
 
 def cases(options: argparse.Namespace) -> Iterator[tuple[Callable[[], Case], bool]]:
-    """(how to make it, whether it is measured sustained too)."""
-    sections = options.sections
+    """(how to make it, whether it is measured sustained too), section by section."""
     bf16 = torch.bfloat16
-    if "protocol" in sections:
-        shapes = SHAPES[::2] + SHAPES[-1:] if options.quick else SHAPES
-        for dtype in (bf16,) if options.quick else (bf16, torch.float16):
-            for head_dim, heads in HEADS.items():
-                for causal in (False, True):
-                    for batch, seqlen in shapes:
-                        long = seqlen == 16384 and dtype == bf16 and not options.quick
-                        yield partial(
-                            dense, "prefill", batch, seqlen, (heads, heads), head_dim, causal, dtype
-                        ), long  # fmt: skip
-    if "models" in sections:
-        for name, heads in MODELS.items():
-            for batch, seqlen in ((4, 4096),) if options.quick else ((4, 4096), (1, 32768)):
-                yield partial(dense, name, batch, seqlen, heads, 128, True, bf16), False
-    if "varlen" in sections:
-        for causal in (True,) if options.quick else (False, True):
-            yield partial(varlen, (16, 16), 128, causal, bf16), False
-    if "paged" in sections:
-        for page_size in (16, 64):
-            yield partial(paged, page_size, 4, 4096, 4096, (32, 8), 128, bf16), False
-            if not options.quick:
-                yield partial(paged, page_size, 4, 1024, 16384, (32, 8), 128, bf16), False
+    for section in options.sections:
+        if section == "models":
+            for name, heads in MODELS.items():
+                for batch, seqlen in ((4, 4096),) if options.quick else ((4, 4096), (1, 32768)):
+                    yield partial(dense, name, batch, seqlen, heads, 128, True, bf16), False
+        if section == "varlen":
+            for causal in (True,) if options.quick else (False, True):
+                yield partial(varlen, (16, 16), 128, causal, bf16), False
+        if section == "paged":
+            for page_size in (16, 64, 256):
+                yield partial(paged, page_size, 4, 4096, 4096, (32, 8), 128, bf16), False
+                if not options.quick:
+                    yield partial(paged, page_size, 4, 1024, 16384, (32, 8), 128, bf16), False
+        if section in DTYPES:
+            yield from protocol(DTYPES[section], options.quick)
+
+
+def of_part(
+    found: Iterator[tuple[Callable[[], Case], bool]], part: str
+) -> Iterator[tuple[Callable[[], Case], bool]]:
+    """Every case, or with "2/5" each fifth one from the second."""
+    number, count = (int(word) for word in part.split("/"))
+    for index, each in enumerate(found):
+        if index % count == number - 1:
+            yield each
+
+
+def kept(path: Path, measured: Sequence[results.Row]) -> list[results.Row]:
+    """The rows of other cases that `path` has."""
+    if not path.is_file():
+        return []
+    names = [field.name for field in fields(results.Row)]
+    cases = {row.case for row in measured}
+    rows = json.loads(path.read_text(encoding="utf-8"))
+    return [
+        results.Row(**{name: row[name] for name in names})
+        for row in rows
+        if row["case"] not in cases
+    ]
 
 
 def usable(case: Case, wanted: Sequence[str]) -> dict[str, Launch]:
@@ -340,12 +178,15 @@ def sustained(launches: dict[str, Launch], rounds: int) -> dict[str, list[float]
 def main() -> int:
     """Measure, write, print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sections", default="protocol,models,varlen,paged")
+    parser.add_argument("--sections", default="models,varlen,paged,bf16,fp16")
     parser.add_argument(
         "--peers", help=f"default: {FA2},{CUDNN},{FA3}, and without --quick {FLASHINFER} (compiles)"
     )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--quick", action="store_true", help="fewer shapes and rounds")
+    parser.add_argument(
+        "--part", help="2/5: each fifth case from the second; the rows of the others stay"
+    )
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/<gpu>_attention.json")
     options = parser.parse_args()
     options.sections = options.sections.split(",")
@@ -358,7 +199,7 @@ def main() -> int:
     rows: list[results.Row] = []
     ratios: dict[str, list[float]] = {}
     failures = []
-    for make, is_long in cases(options):
+    for make, is_long in of_part(cases(options), options.part or "1/1"):
         case = make()
         try:
             launches = usable(case, wanted)
@@ -367,6 +208,8 @@ def main() -> int:
             continue
         ways = {"burst": burst, "sustained": sustained} if is_long else {"burst": burst}
         for way, measure in ways.items():
+            if way == "sustained":  # the nearest peers alone: it takes its time
+                launches = {n: each for n, each in launches.items() if n not in (PORTABLE, FA2)}
             rates = {
                 name: [case.flops / ms / 1e9 for ms in values]
                 for name, values in measure(launches, options.rounds).items()
@@ -380,7 +223,8 @@ def main() -> int:
                     ratios.setdefault(peer, []).append(medians[OURS] / rate)
             shown = ", ".join(f"{name} {rate:.0f}" for name, rate in medians.items())
             print(f"{case.name} {way}: {shown} TFLOP/s", flush=True)
-        results.write(out, rows)  # what there is so far: a peer may hang in its compiler
+        # What there is so far: a peer may hang in its compiler.
+        results.write(out, [*(kept(out, rows) if options.part else []), *rows])
         del case, launches
         torch.cuda.empty_cache()
     for peer, values in ratios.items():

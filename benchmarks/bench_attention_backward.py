@@ -1,10 +1,14 @@
-"""The backward of flash_attention beside torch's flash (FlashAttention-2) and cuDNN backends.
+"""The backward of flash_attention beside torch's flash (FlashAttention-2) and cuDNN backends and
+FlashAttention-3.
 
 The gradients are held against fp64 first, at small sizes. Timed is the backward alone: all
 contenders are given the same q, k, v and dout, and the out and lse of torch's flash forward (cuDNN
 its own forward's). Burst: 6 ms of launches after 35 ms of idling, in random order, medians of the
 rounds. TFLOP/s count 10 * head_dim operations a (query, key) pair seen. Writes
 benchmarks/results/<gpu>_attention_backward.json.
+
+FlashAttention-3's backward is that of xformers' library, named by --fa3; peers that are not there
+or cannot run a case are left out, and named on stderr.
 """
 
 from __future__ import annotations
@@ -19,18 +23,21 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from _attention_cases import CUDNN, FA2, FA3, Launch, randn
 from _ops_common import DTYPES, OURS, RESULTS, _gpu_token
-from bench_attention import CUDNN, FA2, HEADS, SHAPES, Launch, burst, randn
+from bench_attention import HEADS, SHAPES, burst
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernel_hub.ops import _flash_attention_backward
+from kernel_hub.ops import _flash_attention_backward_sm90 as hopper
 from kernel_hub.ops._attention import Problem
 from kernel_hub.testing import results
 from kernel_hub.testing.compare import compare
 from kernel_hub.testing.reference_attention import reference_backward_of, reference_of
 
 FAMILY = "attention_backward"
-DETERMINISTIC = f"{OURS} deterministic"
+DETERMINISTIC, PORTABLE = f"{OURS} deterministic", f"{OURS} portable"
+FA3_LIBRARY = Path.home() / "site/xf_fa3_C.so"
 
 
 def problem_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Problem:
@@ -80,6 +87,23 @@ def contenders(
         _flash_attention_backward.backward, problem, out.transpose(1, 2), lse, dout, *grads
     )
 
+    def portable() -> None:
+        before, hopper.is_enabled = hopper.is_enabled, False
+        try:
+            ours(deterministic=False)
+        finally:
+            hopper.is_enabled = before
+
+    def use_fa3() -> Launch:
+        op = torch.ops.flash_attn_3.bwd
+        rows = out.transpose(1, 2).contiguous()
+        return lambda: op(
+            dout, q, k, v, rows, lse, *fa3_grads, softmax_scale=problem.softmax_scale,
+            is_causal=causal,
+        )  # fmt: skip
+
+    fa3_grads = [torch.empty_like(x) for x in (q, k, v)]
+
     def use_cudnn() -> Launch:
         leaves = [x.detach().requires_grad_() for x in views]
         with torch.enable_grad(), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
@@ -97,10 +121,13 @@ def contenders(
             dout.transpose(1, 2), *flash_views, out, lse, *tables[:4], 0.0, causal, *tables[4:6]
         )[0],
     }
-    try:
-        launches[CUDNN] = use_cudnn()
-    except RuntimeError as error:
-        print(f"left out: {CUDNN}: {str(error)[:200]}", file=sys.stderr)
+    if torch.cuda.get_device_capability() == hopper.COMPUTE_CAPABILITY:
+        launches[PORTABLE] = portable
+    for name, make in ((CUDNN, use_cudnn), (FA3, use_fa3)):
+        try:
+            launches[name] = make()
+        except (AttributeError, RuntimeError) as error:
+            print(f"left out: {name}: {str(error)[:200]}", file=sys.stderr)
     for name, launch in list(launches.items()):
         try:
             launch()
@@ -152,10 +179,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--quick", action="store_true", help="every other shape, bf16, few rounds")
+    parser.add_argument("--fa3", type=Path, default=FA3_LIBRARY, help=f"default: {FA3_LIBRARY}")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/<gpu>_<family>.json")
     options = parser.parse_args()
     if options.quick:
         options.rounds = 4
+    if options.fa3.exists():
+        torch.ops.load_library(str(options.fa3))
     began = time.monotonic()
     failures = [
         message
@@ -172,11 +202,13 @@ def main() -> int:
             medians = {who: statistics.median(values) for who, values in samples.items()}
             rates = {who: [flops / ms / 1e9 for ms in values] for who, values in samples.items()}
             rows += results.summarise(FAMILY, name, rates, "TFLOP/s", ratio_to=FA2)
-            for who, ms in medians.items():
-                if FA2 in medians:
-                    group = name.split()[3] + " " + name.split()[4] + " " + name.split()[5]
-                    ratios.setdefault(f"{who}: {group}", []).append(medians[FA2] / ms)
-                    ratios.setdefault(f"{who}: all", []).append(medians[FA2] / ms)
+            for peer in (FA2, FA3, CUDNN):
+                for who in (OURS, DETERMINISTIC):
+                    if peer in medians:
+                        for group in (" ".join(name.split()[3:6]), "all"):
+                            ratios.setdefault(f"{who} x {peer}, {group}", []).append(
+                                medians[peer] / medians[who]
+                            )
             shown = ", ".join(f"{who} {flops / ms / 1e9:.0f}" for who, ms in medians.items())
             print(f"{name}: {shown}", flush=True)
             torch.cuda.empty_cache()
@@ -184,9 +216,7 @@ def main() -> int:
     out = options.out or RESULTS / f"{_gpu_token(about['gpu'])}_{FAMILY}.json"
     results.write(out, rows)
     for group, values in ratios.items():
-        if not group.startswith(FA2):
-            print(f"x {FA2}, {group}: {statistics.geometric_mean(values):.3f}, "
-                  f"worst {min(values):.3f}")  # fmt: skip
+        print(f"{group}: {statistics.geometric_mean(values):.3f}, worst {min(values):.3f}")
     print(f"{FAMILY}: {len(rows)} rows, {time.monotonic() - began:.0f} s; {out}")
     for failure in failures:
         print(f"WRONG {failure}", file=sys.stderr)

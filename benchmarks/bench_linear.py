@@ -1,8 +1,8 @@
-"""linear against cuBLAS (torch.matmul) on the shapes of Llama 8B and 70B.
+"""linear against cuBLAS (torch.matmul) on the shapes of Llama 8B, 70B and an eighth of 70B; with
+--epilogues also, for some of them, each fused epilogue and cuBLAS with the epilogue of torch.
 
 256 rows and more: bursts of 6 ms of work after 35 ms of idleness, as clocks fall under longer load.
 Fewer rows: CUDA-graph replays. Inputs are rotated past the L2; contenders alternate.
-`--tune` times every variant that applies and prints the lines of kernel_hub/ops/_linear_table.py.
 """
 
 from __future__ import annotations
@@ -16,15 +16,13 @@ import random
 import statistics
 import sys
 import time
-import unittest.mock
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from _ops_common import RESULTS, _gpu_token
 
-from kernel_hub.ops import _linear_launch, _linear_plan
 from kernel_hub.testing import results, timing
 from kernel_hub.testing.compare import compare
 
@@ -37,12 +35,13 @@ SHAPES = {
     "8B qkv": (6144, 4096), "8B o": (4096, 4096), "8B gate_up": (28672, 4096),
     "8B down": (4096, 14336), "70B qkv": (10240, 8192), "70B o": (8192, 8192),
     "70B gate_up": (57344, 8192), "70B down": (8192, 28672),
+    "70B/8 qkv": (1280, 8192), "70B/8 o": (8192, 1024), "70B/8 gate_up": (7168, 8192),
+    "70B/8 down": (8192, 3584),
 }  # fmt: skip
 BURST_US, IDLE_SECONDS = 6000.0, 0.035
 FEW_ROWS = 128
-EPILOGUES = {
-    "bias": {}, "gelu": {"activation": "gelu"}, "silu": {"activation": "silu"}, "residual": {}
-}  # fmt: skip
+EPILOGUES = ("bias", "gelu", "silu", "residual")  # each with a bias
+EPILOGUE_SHAPES, EPILOGUE_ROWS = ("8B o", "8B gate_up", "70B o", "70B down"), (1, 64, 1024, 4096)
 
 
 class Inputs:
@@ -109,53 +108,9 @@ def wrong(inputs: tuple[torch.Tensor, ...]) -> str:
     return "" if result.ok else result.message
 
 
-def forced(choice: _linear_plan.Choice, ss: Sequence[tuple[torch.Tensor, ...]]) -> list[Launch]:
-    """Launches of one variant, whatever the plan would take."""
-    with unittest.mock.patch.object(_linear_launch, "choose", lambda *_: choice):
-        plans = [_linear_launch.plan_launch(a, b, None, 0, None, out) for a, b, out in ss]
-    return [
-        functools.partial(plan.run, a, b, None, None, out)
-        for plan, (a, b, out) in zip(plans, ss, strict=True)
-    ]
-
-
-def choices(m: int, n: int, k: int) -> Iterator[tuple[str, int, _linear_plan.Choice]]:
-    """(name, group or shares of k, launch) of what may be the fastest."""
-    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
-    costs = {x: _linear_plan.hopper_cost(x, num_sms, m, n, k) for x in _linear_plan.HOPPER}
-    known = {name: cost for name, cost in costs.items() if cost is not None}
-    least = min(known.values())
-    for name, cost in known.items():
-        if cost <= 1.5 * least:
-            groups = (8,) if m <= 1024 else (4, 8, 16)
-            for group in groups:
-                yield name, group, _linear_plan.hopper_choice(name, num_sms, m, n, k, group)
-    if m <= 16:
-        for splits in (1, 2):
-            choice = next(_linear_plan.portable_choices((9, 0), m, n, k, splits, num_sms))
-            yield choice.variant, splits, choice
-
-
-def tune(options: argparse.Namespace, inputs: Inputs) -> None:
-    for name in options.shapes:
-        n, k = SHAPES[name]
-        lines = []
-        for m in options.tokens:
-            ss = inputs.sets(m, n, k)
-            contenders = {
-                (variant, group): forced(choice, ss) for variant, group, choice in choices(m, n, k)
-            }
-            samples = measure(contenders, *plan_of(m, n, k, options.rounds))
-            medians = {key: statistics.median(values) for key, values in samples.items()}
-            variant, group = min(medians, key=medians.__getitem__)
-            lines.append((m, variant, group))
-            print(f"# {name} {m}: {variant} {group} {min(medians.values()):.2f} us", flush=True)
-        print(f"    ({n}, {k}): {lines},", flush=True)
-
-
 def run(options: argparse.Namespace, inputs: Inputs) -> int:
     rows: list[results.Row] = []
-    ratios: dict[bool, list[float]] = {True: [], False: []}
+    ratios: dict[str, list[float]] = {}
     failures = []
     for name, m in itertools.product(options.shapes, options.tokens):
         n, k = SHAPES[name]
@@ -167,14 +122,16 @@ def run(options: argparse.Namespace, inputs: Inputs) -> int:
             "kernel_hub": [functools.partial(linear, a, b, out=o) for a, b, o in ss],
             "cuBLAS": [functools.partial(torch.matmul, a, b.T, out=o) for a, b, o in ss],
         }
-        if options.epilogues:
+        if options.epilogues and name in EPILOGUE_SHAPES and m in EPILOGUE_ROWS:
             contenders |= fused(ss, m, n)
         samples = measure(contenders, *plan_of(m, n, k, options.rounds))
         case = f"{name} {n}x{k} m{m}"
         rows += results.summarise("linear", case, samples, "us", ratio_to="cuBLAS")
         medians = {label: statistics.median(values) for label, values in samples.items()}
         ratio = medians["cuBLAS"] / medians["kernel_hub"]
-        ratios[m <= FEW_ROWS].append(ratio)
+        range_of_m = "1-64 rows" if m <= 64 else "65-255 rows" if m < 256 else "256 rows and more"
+        which = f"{range_of_m}, {'an eighth of 70B' if '/8' in name else '8B and 70B'}"
+        ratios.setdefault(which, []).append(ratio)
         rate = 2 * m * n * k / medians["kernel_hub"] / 1e6
         read = 2 * (n * k + m * k + m * n) / medians["kernel_hub"] / 1e6
         others = "".join(
@@ -187,11 +144,9 @@ def run(options: argparse.Namespace, inputs: Inputs) -> int:
             f"cuBLAS {medians['cuBLAS']:9.2f} us  x {ratio:.3f}{others}",
             flush=True,
         )
-    for few, found in ratios.items():
-        if found:
-            mean = math.exp(statistics.fmean(map(math.log, found)))
-            which = f"up to {FEW_ROWS} rows" if few else "more rows"
-            print(f"{which}: geometric mean {mean:.3f} x cuBLAS, least {min(found):.3f}")
+    for which, found in ratios.items():
+        mean = math.exp(statistics.fmean(map(math.log, found)))
+        print(f"{which}: geometric mean {mean:.3f} x cuBLAS, least {min(found):.3f}")
     about = results.environment()
     results.write(options.out or RESULTS / f"{_gpu_token(about['gpu'])}_linear.json", rows)
     for failure in failures:
@@ -200,13 +155,51 @@ def run(options: argparse.Namespace, inputs: Inputs) -> int:
 
 
 def fused(ss: Sequence[tuple[torch.Tensor, ...]], m: int, n: int) -> dict[str, list[Launch]]:
+    """Each epilogue fused, and as torch has it: by cuBLAS (bias) or compiled, after cuBLAS."""
     bias = torch.randn(n, device="cuda", dtype=ss[0][0].dtype)
     residual = torch.randn(m, n, device="cuda", dtype=ss[0][0].dtype)
     made: dict[str, list[Launch]] = {}
-    for label, extra in EPILOGUES.items():
-        keywords: dict[str, Any] = {"residual": residual} if label == "residual" else extra
-        made[label] = [functools.partial(linear, a, b, bias, out=o, **keywords) for a, b, o in ss]
+    for label in EPILOGUES:
+        more = {"residual": residual} if label == "residual" else {}
+        activation = label if label in ("gelu", "silu") else None
+        ours = functools.partial(linear, activation=activation, **more)
+        made[label] = [functools.partial(ours, a, b, bias, out=out) for a, b, out in ss]
+        theirs: list[Launch]
+        if label == "bias":
+            theirs = [functools.partial(torch.addmm, bias, a, b.T, out=o) for a, b, o in ss]
+        else:
+            finish = compiled(label)
+            finish(ss[0][2], bias, residual)
+            theirs = [
+                functools.partial(apart, finish, a, b, out, bias, residual) for a, b, out in ss
+            ]
+        made[f"cuBLAS + {label}"] = theirs
     return made
+
+
+@functools.cache
+def compiled(label: str) -> Callable[..., torch.Tensor]:
+    """The epilogue as a kernel of its own."""
+
+    def finish(x: torch.Tensor, bias: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        x = x + bias
+        if label == "residual":
+            return x + residual
+        return torch.nn.functional.gelu(x) if label == "gelu" else torch.nn.functional.silu(x)
+
+    made: Callable[..., torch.Tensor] = torch.compile(finish, dynamic=True)
+    return made
+
+
+def apart(
+    finish: Callable[..., torch.Tensor],
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    bias: torch.Tensor,
+    residual: torch.Tensor,
+) -> torch.Tensor:
+    return finish(torch.matmul(a, b.T, out=out), bias, residual)
 
 
 def main() -> int:
@@ -215,16 +208,12 @@ def main() -> int:
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--tokens", default="1,8,16,32,64,128,256,512,1024,2048,4096,8192")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--epilogues", action="store_true", help="time fused epilogues too")
-    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--epilogues", action="store_true", help="for some shapes, fused too")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     options.shapes = options.shapes.split(",")
     options.tokens = [int(count) for count in options.tokens.split(",")]
     inputs = Inputs({"bf16": torch.bfloat16, "fp16": torch.float16}[options.dtype])
-    if options.tune:
-        tune(options, inputs)
-        return 0
     return run(options, inputs)
 
 

@@ -1,0 +1,161 @@
+"""qkv_linear against cuBLAS, then our rope, then our append_kv, on the shapes of Llama 8B and 70B.
+
+Keys and values go to a paged cache by slot_mapping; half-split rotation of whole heads. Peers: the
+three launches, or two (append_kv rotates q and k too), and cuBLAS alone, which is the floor. Timed
+as bench_linear.py does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import math
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from _ops_common import RESULTS, _gpu_token
+from bench_linear import FEW_ROWS, Inputs, measure, plan_of
+
+from kernel_hub.ops import append_kv, qkv_linear, rope
+from kernel_hub.testing import results
+from kernel_hub.testing.compare import compare
+
+OP = "qkv_linear"
+PEER = "cuBLAS + rope + append_kv"
+# name -> num_heads, num_kv_heads, hidden_size
+SHAPES = {"8B": (32, 8, 4096), "70B": (64, 8, 8192), "70B TP8": (8, 1, 8192)}
+HEAD_DIM, PAGE_SIZE = 128, 16
+Launch = Callable[[], object]
+Set = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class Step:
+    """One projection: its heads, its cache, where its tokens go."""
+
+    def __init__(self, m: int, num_heads: int, num_kv_heads: int, like: torch.Tensor) -> None:
+        self.heads = (num_heads, num_kv_heads)
+        pages = -(-m // PAGE_SIZE) + 1
+        shape = (pages, PAGE_SIZE, num_kv_heads, HEAD_DIM)
+        self.caches = [torch.zeros(shape, device="cuda", dtype=like.dtype) for _ in range(2)]
+        self.slots = torch.randperm(pages * PAGE_SIZE, device="cuda")[:m]
+        self.positions = torch.randint(0, 8192, (m,), device="cuda")
+        angles = torch.rand(8192, HEAD_DIM // 2, device="cuda") * 6
+        self.tables = angles.cos(), angles.sin()
+        self.out_q = torch.empty(m, num_heads, HEAD_DIM, device="cuda", dtype=like.dtype)
+
+    def fused(self, x: torch.Tensor, w: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        num_heads, num_kv_heads = self.heads
+        q: torch.Tensor = qkv_linear(
+            x, w, None, *self.tables, self.positions, num_heads=num_heads,
+            num_kv_heads=num_kv_heads, k_cache=self.caches[0], v_cache=self.caches[1],
+            slot_mapping=self.slots, out_q=self.out_q,
+        )[0]  # fmt: skip
+        return q
+
+    def heads_of(self, product: torch.Tensor) -> Sequence[torch.Tensor]:
+        num_heads, num_kv_heads = self.heads
+        sizes = [num_heads, num_kv_heads, num_kv_heads]
+        return product.view(len(product), -1, HEAD_DIM).split(sizes, dim=1)
+
+    def three(self, x: torch.Tensor, w: torch.Tensor, product: torch.Tensor) -> None:
+        q, k, v = self.heads_of(torch.matmul(x, w.T, out=product))
+        rope(q, k, *self.tables, self.positions, out_q=q, out_k=k)
+        append_kv(k, v, *self.caches, slot_mapping=self.slots)
+
+    def two(self, x: torch.Tensor, w: torch.Tensor, product: torch.Tensor) -> None:
+        q, k, v = self.heads_of(torch.matmul(x, w.T, out=product))
+        cos, sin = self.tables
+        append_kv(
+            k, v, *self.caches, slot_mapping=self.slots, q=q, out_q=q, cos=cos, sin=sin,
+            positions=self.positions,
+        )  # fmt: skip
+
+    def wrong(self, x: torch.Tensor, w: torch.Tensor) -> str:
+        """'' or what is wrong, on up to 256 tokens: the last query head, keys and values."""
+        rows, (num_heads, _) = slice(0, 256), self.heads
+        q = self.fused(x, w, x)[rows, -1]
+        kept = self.slots[rows]
+        found = [q, *(cache.flatten(0, 1)[kept, 0] for cache in self.caches)]
+        starts = [num_heads - 1, num_heads, num_heads + self.heads[1]]
+        for i, (got, head) in enumerate(zip(found, starts, strict=True)):
+            part = w[head * HEAD_DIM : (head + 1) * HEAD_DIM]
+            both = []
+            for dtype in (torch.float64, x.dtype):
+                values = x[rows].to(dtype) @ part.to(dtype).T
+                if i < 2:
+                    c, s = (table.to(dtype)[self.positions[rows]] for table in self.tables)
+                    a, b = values.chunk(2, dim=-1)
+                    values = torch.cat((a * c - b * s, b * c + a * s), dim=-1)
+                both.append(values)
+            result = compare(got, *both, name="qkv"[i])
+            if not result.ok:
+                return result.message
+        return ""
+
+
+def run(options: argparse.Namespace, inputs: Inputs) -> int:
+    rows: list[results.Row] = []
+    ratios: dict[bool, list[float]] = {True: [], False: []}
+    failures = []
+    for name, m in itertools.product(options.shapes, options.tokens):
+        num_heads, num_kv_heads, k = SHAPES[name]
+        n = (num_heads + 2 * num_kv_heads) * HEAD_DIM
+        ss: list[Set] = inputs.sets(m, n, k)
+        step = Step(m, num_heads, num_kv_heads, ss[0][0])
+        if message := step.wrong(*ss[0][:2]):
+            failures.append(f"{name} {m}: {message}")
+            continue
+        found: dict[str, list[Launch]] = {
+            "kernel_hub": [functools.partial(step.fused, *s) for s in ss],
+            PEER: [functools.partial(step.three, *s) for s in ss],
+            "cuBLAS + append_kv": [functools.partial(step.two, *s) for s in ss],
+            "cuBLAS, product alone": [
+                functools.partial(torch.matmul, a, b.T, out=out) for a, b, out in ss
+            ],
+        }
+        samples = measure(found, *plan_of(m, n, k, options.rounds))
+        case = f"{name} qkv {n}x{k} m{m}"
+        rows += results.summarise(OP, case, samples, "us", ratio_to=PEER)
+        medians = {label: statistics.median(values) for label, values in samples.items()}
+        ours = medians.pop("kernel_hub")
+        ratios[m <= FEW_ROWS].append(medians[PEER] / ours)
+        others = "".join(
+            f"  {label} {us:.2f} us x {us / ours:.3f}" for label, us in medians.items()
+        )
+        print(
+            f"{case:28} {ours:9.2f} us  {2 * m * n * k / ours / 1e6:6.1f} TFLOP/s{others}",
+            flush=True,
+        )
+    for few, values in ratios.items():
+        if values:
+            mean = math.exp(statistics.fmean(map(math.log, values)))
+            which = f"up to {FEW_ROWS} rows" if few else "more rows"
+            print(f"{which}: geometric mean {mean:.3f} x {PEER}, least {min(values):.3f}")
+    about = results.environment()
+    results.write(options.out or RESULTS / f"{_gpu_token(about['gpu'])}_{OP}.json", rows)
+    for failure in failures:
+        print(f"WRONG {failure}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp16"))
+    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--tokens", default="1,8,16,32,64,128,256,512,1024,2048,4096,8192")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    for name in ("shapes", "tokens"):
+        setattr(options, name, options.__dict__[name].split(","))
+    options.tokens = [int(count) for count in options.tokens]
+    inputs = Inputs({"bf16": torch.bfloat16, "fp16": torch.float16}[options.dtype])
+    return run(options, inputs)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""swiglu_linear against cuBLAS and a fused SwiGLU on the gate and up weights of Llama 8B and 70B.
+
+Peers: torch.matmul, then silu(gate) * up by torch.compile (the target is 1.1 x that), or by our
+silu_and_mul. Timed as bench_linear.py does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import math
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from _ops_common import RESULTS, _gpu_token, compiled
+from bench_linear import FEW_ROWS, Inputs, measure, plan_of
+
+from kernel_hub.ops import silu_and_mul, swiglu_linear
+from kernel_hub.testing import results
+from kernel_hub.testing.compare import compare
+
+OP = "swiglu_linear"
+PEER = "cuBLAS + torch.compile"
+# name -> (rows of gate and up, k)
+SHAPES = {"8B": (28672, 4096), "70B": (57344, 8192)}
+Launch = Callable[[], object]
+Set = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def joined(product: torch.Tensor) -> torch.Tensor:
+    gate, up = product.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def wrong(inputs: Set) -> str:
+    """'' or what is wrong with our output, on up to 256 rows and the last 256 columns."""
+    a, b, _ = inputs
+    out = swiglu_linear(a, b)
+    rows, columns = a[:256], [half[-256:] for half in b.chunk(2)]
+    gate, up = (rows.double() @ half.double().T for half in columns)
+    truth = torch.nn.functional.silu(gate) * up
+    gate, up = (rows @ half.T for half in columns)
+    result = compare(out[:256, -256:], truth, torch.nn.functional.silu(gate) * up)
+    return "" if result.ok else result.message
+
+
+def contenders(ss: Sequence[Set], wanted: Sequence[str]) -> dict[str, list[Launch]]:
+    """`ss`: a, b and a place for the product."""
+    outs = [torch.empty_like(product.chunk(2, dim=-1)[0]) for _, _, product in ss]
+
+    def two(
+        join: Callable[..., object], a: torch.Tensor, b: torch.Tensor, to: torch.Tensor
+    ) -> None:
+        join(torch.matmul(a, b.T, out=to))
+
+    made: dict[str, list[Launch]] = {
+        "kernel_hub": [
+            functools.partial(swiglu_linear, a, b, out=out)
+            for (a, b, _), out in zip(ss, outs, strict=True)
+        ],
+        "cuBLAS + silu_and_mul": [functools.partial(two, silu_and_mul, *s) for s in ss],
+    }
+    if "torch.compile" in wanted:
+        join = compiled(joined)
+        made[PEER] = [functools.partial(two, join, *s) for s in ss]
+    return made
+
+
+def run(options: argparse.Namespace, inputs: Inputs) -> int:
+    rows: list[results.Row] = []
+    ratios: dict[bool, list[float]] = {True: [], False: []}
+    failures = []
+    for name, m in itertools.product(options.shapes, options.tokens):
+        n, k = SHAPES[name]
+        ss = inputs.sets(m, n, k)
+        if message := wrong(ss[0]):
+            failures.append(f"{name} {m}: {message}")
+            continue
+        found = contenders(ss, options.peers)
+        samples = measure(found, *plan_of(m, n, k, options.rounds))
+        case = f"{name} gate_up {n}x{k} m{m}"
+        base = PEER if PEER in samples else "cuBLAS + silu_and_mul"
+        rows += results.summarise(OP, case, samples, "us", ratio_to=base)
+        medians = {label: statistics.median(values) for label, values in samples.items()}
+        ours = medians.pop("kernel_hub")
+        ratios[m <= FEW_ROWS].append(medians[base] / ours)
+        others = "".join(
+            f"  {label} {us:.2f} us x {us / ours:.3f}" for label, us in medians.items()
+        )
+        print(
+            f"{case:28} {ours:9.2f} us  {2 * m * n * k / ours / 1e6:6.1f} TFLOP/s  "
+            f"{2 * (n * k + m * k + m * n / 2) / ours / 1e6:5.2f} TB/s{others}",
+            flush=True,
+        )
+    for few, values in ratios.items():
+        if values:
+            mean = math.exp(statistics.fmean(map(math.log, values)))
+            which = f"up to {FEW_ROWS} rows" if few else "more rows"
+            print(f"{which}: geometric mean {mean:.3f} x the peer, least {min(values):.3f}")
+    about = results.environment()
+    results.write(options.out or RESULTS / f"{_gpu_token(about['gpu'])}_{OP}.json", rows)
+    for failure in failures:
+        print(f"WRONG {failure}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp16"))
+    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--tokens", default="1,8,16,32,64,128,256,512,1024,2048,4096,8192")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--peers", default="torch.compile")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    for name in ("shapes", "tokens", "peers"):
+        setattr(options, name, options.__dict__[name].split(","))
+    options.tokens = [int(count) for count in options.tokens]
+    inputs = Inputs({"bf16": torch.bfloat16, "fp16": torch.float16}[options.dtype])
+    return run(options, inputs)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
