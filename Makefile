@@ -23,7 +23,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check -q
 .PHONY: help demo test bench cubins lint setup dev clean
 
 help:
-	@echo "make demo     every op on the GPU against its reference; without a GPU, on the CPU"
+	@echo "make demo     ops on the GPU against their references; without a GPU, on the CPU"
 	@echo "make test     all tests this machine can run      (ARGS='-k rope' picks some)"
 	@echo "make bench    benchmarks on the GPU               (writes benchmarks/results and RESULTS.md)"
 	@echo "make cubins   build csrc/ into cubins/ with nvcc  (ARGS='--only rope')"

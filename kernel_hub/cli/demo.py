@@ -1,4 +1,4 @@
-"""`kernel-hub demo`: every op on real tensors against its reference, on the GPU or the CPU."""
+"""`kernel-hub demo`: ops on real tensors against their references, on the GPU or the CPU."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from ..testing.demo import Result
 
 NAME = "demo"
-HELP = "run every op on real tensors, on the GPU or the CPU, against its reference"
+HELP = "run ops on real tensors, on the GPU or the CPU, against their references"
 EXAMPLE = "kernel-hub demo"
 GPU_TOKENS, CPU_TOKENS = 8192, 64
-_NUM_OPS = 16
+_NUM_OPS = 20
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +56,7 @@ def no_torch() -> str | None:
 
 
 def run_ops(device: str, num_tokens: int) -> list[Result]:
-    """Every op in every dtype on `device`; on a GPU timed too."""
+    """The cases in every dtype on `device`; on a GPU timed too."""
     from ..testing import demo, timing
 
     measure: Callable[[demo.Case], Result]
@@ -165,7 +165,7 @@ def _print_ops(results: list[Result], device: str) -> None:
         columns += ["us", "TB/s", "of copy"]
         for row, r in zip(rows, results, strict=True):
             row += [f"{r.time_us:.1f}", f"{r.terabytes_per_s:.2f}", f"{r.share_of_copy:.0%}"]
-    _console.heading(f"every op on {_where(device)}, against an fp64 reference")
+    _console.heading(f"ops on {_where(device)}, against fp64 references")
     _console.table(columns, rows, right=["max error", "allowed", "us", "TB/s", "of copy"])
 
 

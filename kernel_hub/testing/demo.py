@@ -56,11 +56,12 @@ class Result:
 
 
 def cases(device: str, num_tokens: int) -> Iterator[Case]:
-    """Every op in every dtype, in the shapes of an 8-billion-parameter Llama."""
+    """An op of each kind in every dtype, in the shapes of an 8-billion-parameter Llama."""
     for dtype in DTYPES:
         yield from _cases(device, num_tokens, dtype)
         if dtype != "fp32":
             yield from _attention_cases(device, num_tokens, dtype)
+            yield from _product_cases(device, num_tokens, dtype)
 
 
 def _cases(device: str, num_tokens: int, token: str) -> Iterator[Case]:
@@ -168,6 +169,45 @@ def _attention_cases(device: str, num_tokens: int, token: str) -> Iterator[Case]
         },
         lambda i: (ops.decode_attention(i["q"], i["k"], i["v"], cache_seqlens=i["cache_seqlens"]),),
         refer,
+    )
+
+
+def _product_cases(device: str, num_tokens: int, token: str) -> Iterator[Case]:
+    """The output projection with its residual, and the first half of the feed-forward layer."""
+    dtype = DTYPES[token]
+    intermediate = _INTERMEDIATE if device == "cuda" else _HIDDEN // 4  # the reference is fp64
+
+    def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return torch.randn(shape, device=device, dtype=dtype) * scale
+
+    def weight(num_rows: int) -> torch.Tensor:
+        return random(num_rows, _HIDDEN, scale=_HIDDEN**-0.5)
+
+    def refer_gated(i: Inputs, dtype: torch.dtype) -> Outputs:
+        gate, up = (i["x"].to(dtype) @ i["weight"].to(dtype).T).chunk(2, -1)
+        return (torch.nn.functional.silu(gate) * up,)
+
+    yield Case(
+        "linear + residual",
+        f"{num_tokens} x {_HIDDEN} x {_HIDDEN}",
+        token,
+        (3 * num_tokens + _HIDDEN) * _HIDDEN * dtype.itemsize,
+        lambda: {
+            "x": random(num_tokens, _HIDDEN),
+            "weight": weight(_HIDDEN),
+            "residual": random(num_tokens, _HIDDEN),
+        },
+        lambda i: (ops.linear(i["x"], i["weight"], residual=i["residual"]),),
+        lambda i, dtype: (i["x"].to(dtype) @ i["weight"].to(dtype).T + i["residual"].to(dtype),),
+    )
+    yield Case(
+        "swiglu_linear",
+        f"{num_tokens} x {_HIDDEN} x 2 x {intermediate}",
+        token,
+        (num_tokens * (_HIDDEN + intermediate) + 2 * intermediate * _HIDDEN) * dtype.itemsize,
+        lambda: {"x": random(num_tokens, _HIDDEN), "weight": weight(2 * intermediate)},
+        lambda i: (ops.swiglu_linear(i["x"], i["weight"]),),
+        refer_gated,
     )
 
 
