@@ -47,13 +47,13 @@ def run(args: argparse.Namespace) -> int:
         return clear(args.op)
     if importlib.util.find_spec("torch") is None:
         raise KernelHubError("tuning needs torch with CUDA: pip install torch")
-    driver.get().primary_context(0)
     from ..testing import tune
 
-    gpu = tune.current_gpu()
     tunables = chosen(args.op)
     if args.output and len(tunables) > 1:
         raise KernelHubError("--output takes the file of one op: kernel-hub tune OP --output FILE")
+    driver.get().primary_context(0)
+    gpu = tune.current_gpu()
     for op, tunable in tunables.items():
         path = args.output or tunable.table.user_file(gpu)
         if path is None:
