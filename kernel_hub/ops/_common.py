@@ -5,6 +5,7 @@ Knows nothing of any one op.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from ..errors import TensorError
+from ..tuning import Gpu
 
 DTYPE_TOKENS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 VEC_BYTES = 16
@@ -188,3 +190,12 @@ def is_plain(*tensors: torch.Tensor | None) -> bool:
     return all(
         tensor is None or (type(tensor) in PLAIN_TYPES and not tensor.is_meta) for tensor in tensors
     )
+
+
+@functools.cache
+def gpu_of(device: torch.device) -> Gpu:
+    """The GPU a launch is for; the emulator counts as a small sm_80."""
+    if device.type != "cuda":
+        return Gpu((8, 0), 4)
+    found = torch.cuda.get_device_properties(device)
+    return Gpu((found.major, found.minor), found.multi_processor_count, found.name)

@@ -12,7 +12,7 @@ import torch
 
 from . import _common as common
 from ._attention import Problem
-from ._flash_attention_sm90 import _is_mappable, _map
+from ._attention_tma import is_mappable, tensor_map
 
 COMPUTE_CAPABILITY = (9, 0)
 # False: the portable kernels take everything. For tests and benchmarks.
@@ -106,7 +106,7 @@ def applies(
         and max(*q.shape[:-2], *k.shape[:-2], problem.max_seqlen_q) <= _MAX_TOKENS
         and q.shape[-2] <= _MAX_HEADS
         and -(-problem.max_seqlen_k // BLOCK_N) * problem.batch_size * q.shape[-2] <= _MAX_BLOCKS
-        and all(_is_mappable(tensor) for tensor in (q, k, v, out, dout, dq, dk, dv))
+        and all(is_mappable(tensor) for tensor in (q, k, v, out, dout, dq, dk, dv))
     )
 
 
@@ -179,8 +179,9 @@ def launch(
             (key_blocks * num_pairs, 1, 1), (_THREADS, 1, 1),
             body.shared_bytes, None,
             (
-                dk, dv, sums, turns, _map(q, body.block_m), _map(k, BLOCK_N), _map(v, BLOCK_N),
-                _map(dout, body.block_m), lse_log2, delta, cu_q, cu_k, problem.cache_seqlens,
+                dk, dv, sums, turns, tensor_map(q, body.block_m), tensor_map(k, BLOCK_N),
+                tensor_map(v, BLOCK_N), tensor_map(dout, body.block_m), lse_log2, delta, cu_q, cu_k,
+                problem.cache_seqlens,
                 *_strides(dk), *_strides(dv), num_blocks_q, key_blocks, num_pairs, pairs_a_group,
                 seqlen_q, seqlen_k, num_heads, num_heads // k.shape[-2], heads_a_block, head_dim,
                 problem.window_left, problem.window_right, float(problem.softmax_scale),

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from ..errors import TensorError
-from ..tensormap import TensorMap
 from . import _common as common
 from ._attention import Problem
+from ._attention_tma import counter, is_mappable, tensor_map
 
 COMPUTE_CAPABILITY = (9, 0)
 CUBIN = "flash_attention_fp8_sm90"
@@ -29,7 +29,6 @@ _ALIGNMENT_BYTES = 1024
 # K and V of the heads that run together stay in the L2 (60 MB on an H200).
 _L2_BYTES = 32 << 20
 # The TMA's limit of a stride, and those of the kernel's 32-bit sums.
-_MAX_STRIDE_BYTES = 1 << 40
 _MAX_TOKENS = 1 << 29
 _MAX_TILES = 1 << 30
 # Masked scores are -inf times the scale, which fp32 must hold as a normal number.
@@ -114,9 +113,6 @@ BODIES = (
 # of K and V.
 _Plan = tuple[Any, tuple[int, int, int], tuple[int, int, int], int, tuple[Any, ...], int]
 _plans: dict[tuple[Any, ...], _Plan] = {}
-# Descriptors by what they hold. Their bytes alone: a TensorMap would keep its tensor alive.
-_maps: dict[tuple[Any, ...], bytes] = {}
-_counters: dict[tuple[int, int], torch.Tensor] = {}
 
 
 @functools.cache
@@ -139,7 +135,7 @@ def check_device(q: torch.Tensor) -> None:
 def check_problem(problem: Problem) -> None:
     """What the TMA and the kernel's 32-bit sums need."""
     for argument, x in (("q", problem.q), ("k", problem.k), ("v", problem.v)):
-        if x.numel() and not _is_mappable(x):
+        if x.numel() and not is_mappable(x):
             raise common.refuse(
                 _OP, argument, "e4m3 rows that start at multiples of 16 bytes and do not overlap "
                 "(call .contiguous() first)", x,
@@ -155,18 +151,6 @@ def check_problem(problem: Problem) -> None:
             f"at most {_MAX_TOKENS} tokens and {_MAX_TILES} tiles of {_CONSUMER_ROWS} queries"
         )
         raise common.refuse(_OP, "q", expected, problem.q)
-
-
-def _is_mappable(tensor: torch.Tensor) -> bool:
-    """Whether the TMA takes it: 16-byte aligned, no element twice."""
-    return (
-        tensor.stride(-1) == 1
-        and tensor.data_ptr() % common.VEC_BYTES == 0
-        and all(
-            size == 1 or (stride % common.VEC_BYTES == 0 and 0 < stride < _MAX_STRIDE_BYTES)
-            for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
-        )
-    )
 
 
 def choose(head_dim: int, is_causal: bool, has_blocks: bool, seqlen_k: int) -> Body:
@@ -186,53 +170,6 @@ def heads_a_group(seqlen_k: int, head_dim: int, num_heads: int, num_kv_heads: in
     """How many (batch, head) pairs are scheduled together, so that their K and V stay in the L2."""
     pair_bytes = max(1, 2 * seqlen_k * head_dim)
     return max(1, _L2_BYTES // pair_bytes) * (num_heads // num_kv_heads)
-
-
-def _map(tensor: torch.Tensor, rows: int) -> bytes:
-    """The descriptor of boxes of `rows` tokens of one head, 128 columns wide.
-
-    Dimensions: (batch, heads, tokens, head_dim), batch 1 where the tensor has none.
-    """
-    key = (tensor.data_ptr(), tensor.shape, tensor.stride(), rows, tensor.device)
-    found = _maps.get(key)
-    if found is not None:
-        return found
-    head_dim = tensor.shape[-1]
-    sizes = tensor.shape if tensor.dim() == 4 else (1, *tensor.shape)
-    steps = tensor.stride() if tensor.dim() == 4 else (0, *tensor.stride())
-    # A stride along a single element says nothing; the TMA wants a valid one.
-    steps = tuple(s if n > 1 else head_dim for n, s in zip(sizes[:-1], steps[:-1], strict=True))
-    made = TensorMap.tiled(
-        tensor,
-        (1, 1, rows, _PANEL_COLUMNS),
-        swizzle="128B",
-        l2_promotion="256B",
-        shape=(sizes[0], sizes[2], sizes[1], head_dim),
-        strides=(steps[0], steps[2], steps[1], 1),
-    ).raw
-    if len(_maps) >= common.MAX_PLANS:
-        _maps.clear()
-    _maps[key] = made
-    return made
-
-
-def _counter(device: torch.device) -> torch.Tensor:
-    """{next tile, blocks that are done}: zeros before and after every launch.
-
-    Launches on one stream follow each other and share one. A captured launch may be replayed beside
-    anything: it gets its own. So does one on a stream that torch did not make: when that one is
-    destroyed, another may have its name before its work is done.
-    """
-    stream = torch.cuda.current_stream(device)
-    # torch's own have odd numbers (c10/cuda/CUDAStream.cpp), the default stream 0.
-    is_torchs = stream.stream_id == 0 or stream.stream_id % 2 == 1
-    if not is_torchs or torch.cuda.is_current_stream_capturing():
-        return torch.zeros(2, dtype=torch.int32, device=device)
-    key = (device.index, stream.stream_id)
-    counter = _counters.get(key)
-    if counter is None:
-        counter = _counters[key] = torch.zeros(2, dtype=torch.int32, device=device)
-    return counter
 
 
 def _scale_strides(scale: torch.Tensor | None) -> tuple[int, int, int]:
@@ -318,10 +255,10 @@ def forward(problem: Problem, scales: Scales, out: torch.Tensor, lse: torch.Tens
     function, grid, block, shared_bytes, numbers, block_n = plan
     if function is not None:
         # Where there are no keys, descriptors of something: nothing is loaded.
-        maps = [_map(x if x.numel() else q, block_n) for x in (k, v)]
+        maps = [tensor_map(x if x.numel() else q, block_n) for x in (k, v)]
         params = (
-            out, lse, _map(q, _CONSUMER_ROWS), *maps, *given,
-            problem.cu_seqlens_q, problem.cu_seqlens_k, problem.cache_seqlens, _counter(q.device),
+            out, lse, tensor_map(q, _CONSUMER_ROWS), *maps, *given,
+            problem.cu_seqlens_q, problem.cu_seqlens_k, problem.cache_seqlens, counter(q.device),
             *numbers,
         )  # fmt: skip
         function(grid, block, shared_bytes, None, params)

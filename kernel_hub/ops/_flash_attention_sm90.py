@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from ..errors import TensorError
-from ..tensormap import TensorMap
 from . import _common as common
 from ._attention import Problem
+from ._attention_tma import counter, is_mappable, tensor_map
 
 COMPUTE_CAPABILITY = (9, 0)
 # False: the portable kernels take everything. For tests and benchmarks.
@@ -33,7 +33,6 @@ _ALIGNMENT_BYTES = 1024
 _L2_BYTES = 32 << 20
 _DTYPES = (torch.float16, torch.bfloat16)
 # The TMA's limit of a stride, and that of the kernel's 32-bit sums of two lengths and a window.
-_MAX_STRIDE_BYTES = 1 << 40
 _MAX_TOKENS = 1 << 29
 _MAX_TILES = 1 << 30
 # Masked scores are -inf times the scale, which fp32 must hold as a normal number.
@@ -93,29 +92,11 @@ BODIES = (
 
 # function, gridDim, blockDim, sharedMemBytes, integers and floats of the kernel; the keys of a box.
 _Plan = tuple[Any, tuple[int, int, int], tuple[int, int, int], int, tuple[Any, ...], int]
-# Descriptors by what they hold. Their bytes alone: a TensorMap would keep its tensor alive.
-_maps: dict[tuple[Any, ...], bytes] = {}
-_counters: dict[tuple[int, int], torch.Tensor] = {}
 
 
 @functools.cache
 def _multiprocessors(index: int) -> int:
     return int(torch.cuda.get_device_properties(index).multi_processor_count)
-
-
-def _is_mappable(tensor: torch.Tensor) -> bool:
-    """Whether the TMA takes it: 16-byte aligned, something in it, no element twice."""
-    elems = common.VEC_BYTES // _ELEMENT_BYTES
-    return (
-        tensor.numel() > 0
-        and tensor.stride(-1) == 1
-        and tensor.shape[-1] % elems == 0
-        and tensor.data_ptr() % common.VEC_BYTES == 0
-        and all(
-            size == 1 or (stride % elems == 0 and 0 < stride * _ELEMENT_BYTES < _MAX_STRIDE_BYTES)
-            for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
-        )
-    )
 
 
 def _seqlens(problem: Problem) -> tuple[int, int]:
@@ -166,7 +147,7 @@ def applies(problem: Problem, out: torch.Tensor) -> bool:
         and _SCALES[0] <= problem.softmax_scale <= _SCALES[1]
         and max(*q.shape[:-2], *k.shape[:-2], *_seqlens(problem)) <= _MAX_TOKENS
         and num_rows * problem.batch_size * q.shape[-2] <= _MAX_TILES
-        and all(_is_mappable(tensor) for tensor in (q, k, v, out))
+        and all(is_mappable(tensor) for tensor in (q, k, v, out))
         and _choose(problem) is not None
     )
 
@@ -175,53 +156,6 @@ def heads_a_group(seqlen_k: int, head_dim: int, num_heads: int, num_kv_heads: in
     """How many (batch, head) pairs are scheduled together, so that their K and V stay in the L2."""
     pair_bytes = max(1, 2 * seqlen_k * head_dim * _ELEMENT_BYTES)
     return max(1, _L2_BYTES // pair_bytes) * (num_heads // num_kv_heads)
-
-
-def _map(tensor: torch.Tensor, rows: int) -> bytes:
-    """The descriptor of boxes of `rows` tokens of one head, 64 columns wide.
-
-    Dimensions: (batch, heads, tokens, head_dim), batch 1 where the tensor has none.
-    """
-    key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), rows, tensor.device)
-    found = _maps.get(key)
-    if found is not None:
-        return found
-    head_dim = tensor.shape[-1]
-    sizes = tensor.shape if tensor.dim() == 4 else (1, *tensor.shape)
-    steps = tensor.stride() if tensor.dim() == 4 else (0, *tensor.stride())
-    # A stride along a single element says nothing; the TMA wants a valid one.
-    steps = tuple(s if n > 1 else head_dim for n, s in zip(sizes[:-1], steps[:-1], strict=True))
-    made = TensorMap.tiled(
-        tensor,
-        (1, 1, rows, _PANEL_COLUMNS),
-        swizzle="128B",
-        l2_promotion="256B",
-        shape=(sizes[0], sizes[2], sizes[1], head_dim),
-        strides=(steps[0], steps[2], steps[1], 1),
-    ).raw
-    if len(_maps) >= common.MAX_PLANS:
-        _maps.clear()
-    _maps[key] = made
-    return made
-
-
-def _counter(device: torch.device) -> torch.Tensor:
-    """{next tile, blocks that are done}: zeros before and after every launch.
-
-    Launches on one stream follow each other and share one. A captured launch may be replayed beside
-    anything: it gets its own. So does one on a stream that torch did not make: when that one is
-    destroyed, another may have its name before its work is done.
-    """
-    stream = torch.cuda.current_stream(device)
-    # torch's own have odd numbers (c10/cuda/CUDAStream.cpp), the default stream 0.
-    is_torchs = stream.stream_id == 0 or stream.stream_id % 2 == 1
-    if not is_torchs or torch.cuda.is_current_stream_capturing():
-        return torch.zeros(2, dtype=torch.int32, device=device)
-    key = (device.index, stream.stream_id)
-    counter = _counters.get(key)
-    if counter is None:
-        counter = _counters[key] = torch.zeros(2, dtype=torch.int32, device=device)
-    return counter
 
 
 def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> _Plan:
@@ -279,8 +213,8 @@ def launch(plan: _Plan, problem: Problem, out: torch.Tensor, lse: torch.Tensor |
     function, grid, block, shared_bytes, numbers, box_rows = plan
     if function is not None:
         params = (
-            out, lse, _map(q, _CONSUMER_ROWS), _map(k, box_rows), _map(v, box_rows),
-            problem.cu_seqlens_q, problem.cu_seqlens_k, problem.cache_seqlens, problem.block_table,
-            _counter(q.device), *numbers,
+            out, lse, tensor_map(q, _CONSUMER_ROWS), tensor_map(k, box_rows),
+            tensor_map(v, box_rows), problem.cu_seqlens_q, problem.cu_seqlens_k,
+            problem.cache_seqlens, problem.block_table, counter(q.device), *numbers,
         )  # fmt: skip
         function(grid, block, shared_bytes, None, params)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from ..tuning import Gpu
 from . import _common as common
 from ._grouped_plan import BLOCK_K, Choice
 
@@ -126,15 +124,6 @@ def tensor_map(tensor: torch.Tensor, layout: Layout, box_rows: int) -> bytes:
             _maps.clear()
         _maps[key] = found
     return found
-
-
-@functools.cache
-def device_of(device: torch.device) -> Gpu:
-    """The GPU a launch is for; the emulator counts as a small sm_80."""
-    if device.type != "cuda":
-        return Gpu((8, 0), 4)
-    found = torch.cuda.get_device_properties(device)
-    return Gpu((found.major, found.minor), found.multi_processor_count, found.name)
 
 
 def check_rows(op: str, argument: str, tensor: torch.Tensor, layout: Layout) -> None:

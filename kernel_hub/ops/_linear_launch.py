@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from ..tuning import Gpu
 from . import _common as common
+from ._common import gpu_of
 from ._linear_plan import BLOCK_K, MAX_SPLIT_TILES, Choice, choose
 
 _OP = "linear"
@@ -98,7 +97,7 @@ def plan_launch(
             raise common.refuse(
                 _OP, argument, "rows that begin at multiples of 16 bytes (copy it first)", tensor
             )
-    capability, num_sms, name = _device(a.device)
+    capability, num_sms, name = gpu_of(a.device)
     overlaps = [(m, a_stride, k), (n, b_stride, k)]
     if residual is not None:
         overlaps.append((m, residual_stride, n))
@@ -143,15 +142,6 @@ def tensor_map(tensor: torch.Tensor, layout: tuple[int, int, int], box_rows: int
             _maps.clear()
         _maps[key] = found
     return found
-
-
-@functools.cache
-def _device(device: torch.device) -> Gpu:
-    """The GPU a launch is for; the emulator counts as a small sm_80."""
-    if device.type != "cuda":
-        return Gpu((8, 0), 4)
-    found = torch.cuda.get_device_properties(device)
-    return Gpu((found.major, found.minor), found.multi_processor_count, found.name)
 
 
 def _tickets_of(device: torch.device) -> torch.Tensor:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 
-from ..tuning import Gpu
 from . import _common as common
 from ._paired_plan import BLOCK_K
 
@@ -61,13 +59,3 @@ def rows_and_strides(
                 op, name, "rows that begin at multiples of 16 bytes (copy it first)", tensor
             )
     return m, tuple(strides), b_stride
-
-
-@functools.cache
-def gpu_of(device: torch.device) -> Gpu:
-    """What plans ask of a device; the emulator counts as a small sm_80."""
-    if device.type != "cuda":
-        return Gpu((8, 0), 4, "")
-    properties = torch.cuda.get_device_properties(device)
-    capability = (properties.major, properties.minor)
-    return Gpu(capability, properties.multi_processor_count, properties.name)

@@ -8,7 +8,7 @@ import torch
 
 from ..errors import KernelHubError
 from . import _common as common
-from ._grouped_launch import Launch, Layout, check_rows, device_of, launch_of
+from ._grouped_launch import Launch, Layout, check_rows, launch_of
 from ._grouped_plan import TABLES, Problem, choose, too_large
 
 _OP = "batched_matmul"
@@ -131,7 +131,7 @@ def _plan(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Launch:
     check_rows(_OP, "b", b, b_layout)
     problem = Problem(_OP, outer * inner, m, n, k)
     has_maps = a_layout.is_mappable and b_layout.is_mappable
-    gpu = device_of(a.device)
+    gpu = common.gpu_of(a.device)
     choice = choose(*gpu[:2], problem, has_maps, gpu.name)
     given = layouts if choice.box_rows is None else layouts[:1]
     numbers = [x for at in given for x in (at.outer_stride, at.inner_stride, at.stride)]

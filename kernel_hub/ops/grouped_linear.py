@@ -9,7 +9,7 @@ import torch
 
 from ..errors import KernelHubError
 from . import _common as common
-from ._grouped_launch import Launch, Layout, check_rows, device_of, launch_of
+from ._grouped_launch import Launch, Layout, check_rows, launch_of
 from ._grouped_plan import TABLES, Problem, choose, too_large
 
 _OP = "grouped_linear"
@@ -128,7 +128,7 @@ def _plan(
     bias_stride = 0 if bias is None else bias.stride(0)
     problem = Problem(_OP, num_experts, total_tokens, n, k)
     has_maps = a_layout.is_mappable and b_layout.is_mappable
-    gpu = device_of(a.device)
+    gpu = common.gpu_of(a.device)
     choice = choose(*gpu[:2], problem, has_maps, gpu.name)
     sizes = (total_tokens, n, k, num_experts, activation)
     if choice.box_rows is None:

@@ -11,7 +11,8 @@ import torch
 from ..errors import KernelHubError
 from . import _append_kv_checks
 from . import _common as common
-from ._paired_launch import gpu_of, rows_and_strides, tensor_map
+from ._common import gpu_of
+from ._paired_launch import rows_and_strides, tensor_map
 from ._paired_plan import GROUP_ROWS, TABLES, Choice, choose
 from ._qkv_linear_checks import OP, Given, check, check_heads
 

@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 # Prints what the op launches for one product, and for one that no file is about.
 USE = """
 import sys, torch
-from kernel_hub.ops import _linear_launch, _linear_plan, linear
-gpu = _linear_launch._device(torch.device("cuda:0"))
+from kernel_hub.ops import _common, _linear_plan, linear
+gpu = _common.gpu_of(torch.device("cuda:0"))
 for m in (8, 9):
     row = _linear_plan.TABLE.lookup(gpu, m, n=1536, k=256)
     choice = _linear_plan.choose(*gpu[:2], m, 1536, 256, False, gpu.name)

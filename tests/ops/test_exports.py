@@ -139,7 +139,7 @@ def test_linear(chosen: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for section in _linear_plan.TABLE.shipped():
         weights += [tuple(_linear_plan.TABLE.layout.parse(key).values()) for key in section.choices]
     for device in (Gpu((8, 0), 108), Gpu((9, 0), 132)):
-        monkeypatch.setattr(launch, "_device", lambda _, found=device: found)
+        monkeypatch.setattr(launch, "gpu_of", lambda _, found=device: found)
         for dtype, m, (n, k), wide in itertools.product(DTYPES[:2], rows, weights, [False, True]):
             a, b = meta(m, k, dtype=dtype), meta(n, k, dtype=dtype)
             out = meta(m, n, dtype=torch.float32 if wide else dtype)

@@ -39,7 +39,7 @@ def test_every_variant_is_launched(op: str, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(module(op), "_cpu_into", module(op)._cuda_into)
     # The numbers are of no matter here.
     monkeypatch.setattr(torch, "randn", torch.empty)
-    monkeypatch.setattr(_linear_launch, "_device", lambda device: Gpu((9, 0), 132))
+    monkeypatch.setattr(_linear_launch, "gpu_of", lambda device: Gpu((9, 0), 132))
     monkeypatch.setattr(_linear_launch, "tensor_map", lambda *layout: b"")
     if op in _paired_plan.TABLES:
         monkeypatch.setattr(module(op), "gpu_of", lambda device: Gpu((9, 0), 132))
