@@ -11,80 +11,12 @@
 // ISA, "Matrix fragments for mma.m16n8k16".
 
 #include "kernel_hub/linear.cuh"
-#include "kernel_hub/mma.cuh"
+#include "kernel_hub/mma_stages.cuh"
 #include "kernel_hub/vec.cuh"
 
 namespace kernel_hub {
 
-constexpr int kThreads = 128;
-constexpr int kBlockN = 128;
-constexpr int kBlockK = 32;
-constexpr int kChunks = kBlockK / 8;  // of 16 bytes, in a row of a stage
 constexpr int kGroup = 8;
-// NOTE: sm_89 has 99 KiB of shared memory: three stages let two blocks share a multiprocessor.
-// kernel_hub/ops/_linear_plan.py knows these numbers.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 890
-constexpr int kStages = 3;
-#else
-constexpr int kStages = 4;
-#endif
-
-template <int kBlockM_>
-struct Tile {
-    static constexpr int kBlockM = kBlockM_;
-    static constexpr int kWarpM = kBlockM / 2, kWarpN = kBlockN / 2;
-    static constexpr int kTilesM = kWarpM / 16, kTilesN = kWarpN / 8;  // of mma, a warp
-    static constexpr int kStageBytes = (kBlockM + kBlockN) * kBlockK * 2;
-    static constexpr int kSums = 4 * kTilesM * kTilesN;  // a lane
-};
-
-// The place of a 16-byte chunk of a row in a stage, in bytes.
-__device__ __forceinline__ uint32_t place(int row, int chunk) {
-    const int pair = row / 2;
-    return (pair * 2 * kChunks + row % 2 * kChunks + (chunk ^ (pair % kChunks))) * 16;
-}
-
-// Starts the block's copies of kRows rows of a matrix at `from` (its first row, first column).
-template <int kRows, typename T>
-__device__ __forceinline__ void fetch(uint32_t target, const T* from, int64_t stride, int rows_left,
-                                      int columns_left) {
-    const int chunk = threadIdx.x % kChunks;
-    constexpr int kRowsAtOnce = kThreads / kChunks;
-#pragma unroll
-    for (int i = 0; i < kRows / kRowsAtOnce; ++i) {
-        const int row = threadIdx.x / kChunks + i * kRowsAtOnce;
-        cp_async_16(target + place(row, chunk), from + row * stride + chunk * 8,
-                    row < rows_left && chunk * 8 < columns_left);
-    }
-}
-
-// acc += the products of one stage.
-template <typename T, typename C>
-__device__ __forceinline__ void multiply(uint32_t stage, int warp_row, int warp_column,
-                                         float (&acc)[C::kTilesM][C::kTilesN][4]) {
-    const int lane = threadIdx.x % 32;
-    const uint32_t b_stage = stage + C::kBlockM * kBlockK * 2;
-#pragma unroll
-    for (int step = 0; step < kBlockK / 16; ++step) {
-        uint32_t a[C::kTilesM][4], b[C::kTilesN / 2][4];
-#pragma unroll
-        for (int i = 0; i < C::kTilesM; ++i) {
-            ldmatrix_x4(a[i], stage + place(warp_row + 16 * i + lane % 16, 2 * step + lane / 16));
-        }
-#pragma unroll
-        for (int j = 0; j < C::kTilesN / 2; ++j) {
-            ldmatrix_x4(b[j], b_stage + place(warp_column + 16 * j + lane / 16 * 8 + lane % 8,
-                                              2 * step + lane / 8 % 2));
-        }
-#pragma unroll
-        for (int i = 0; i < C::kTilesM; ++i) {
-#pragma unroll
-            for (int j = 0; j < C::kTilesN; ++j) {
-                mma_m16n8k16<T>(acc[i][j], a[i], b[j / 2][2 * (j % 2)], b[j / 2][2 * (j % 2) + 1]);
-            }
-        }
-    }
-}
 
 // Leaves this block's sums in `partials`; in the block that comes last for its tile, acc becomes
 // the sum of all shares, and the result is true.
@@ -147,9 +79,10 @@ __device__ __forceinline__ void linear(Out* out, float* partials, int* tickets, 
         if (step < last_step) {
             const int64_t at = static_cast<int64_t>(step) * kBlockK;
             const uint32_t target = ring + stage * C::kStageBytes;
-            fetch<C::kBlockM>(target, a_tile + at, a_stride, m - row, k - static_cast<int>(at));
-            fetch<kBlockN>(target + C::kBlockM * kBlockK * 2, b_tile + at, b_stride, n - column,
-                           k - static_cast<int>(at));
+            fetch_rows<C::kBlockM>(target, a_tile + at, a_stride, m - row,
+                                   k - static_cast<int>(at));
+            fetch_rows<kBlockN>(target + C::kBlockM * kBlockK * 2, b_tile + at, b_stride,
+                                n - column, k - static_cast<int>(at));
         }
         cp_async_commit();
     };
@@ -166,7 +99,7 @@ __device__ __forceinline__ void linear(Out* out, float* partials, int* tickets, 
         // All warps see this stage, and have left the one that is fetched into next.
         __syncthreads();
         fetch_step(step + kStages - 1, stage == 0 ? kStages - 1 : stage - 1);
-        multiply<T, C>(ring + stage * C::kStageBytes, warp_row, warp_column, acc);
+        multiply_stage<T, C>(ring + stage * C::kStageBytes, warp_row, warp_column, acc);
         stage = stage + 1 == kStages ? 0 : stage + 1;
     }
 
