@@ -46,7 +46,7 @@ cubins:
 lint: dev
 	@echo "== format"
 	@$(VENV)/bin/ruff format --check .
-	@find csrc examples native -name '*.cu' -o -name '*.cuh' -o -name '*.c' | xargs -r $(VENV)/bin/clang-format --dry-run -Werror
+	@find csrc examples native -name '*.cu' -o -name '*.cuh' -o -name '*.c' -o -name '*.h' | xargs -r $(VENV)/bin/clang-format --dry-run -Werror
 	@echo "== lint"
 	@$(VENV)/bin/ruff check .
 	@echo "== types"

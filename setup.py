@@ -5,9 +5,11 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
+ZSTD = "zstandard>=0.19; python_version < '3.14'"  # later ones bring it themselves
 TEST = [
     *("hypothesis", "pytest>=8", "pytest-timeout", "pytest-xdist>=3.6", "rich>=12"),
     "setuptools>=70.1",
+    ZSTD,
 ]
 
 readme = HERE / "README.md"
@@ -33,7 +35,10 @@ setup(
         "torch": ["torch>=2.4"],
         "cli": ["rich>=12"],
         "bench": ["matplotlib>=3.6", "rich>=12"],
-        "jit": ["nvidia-cuda-nvrtc-cu12>=12.9,<13"],
+        # cuda-core[cu13] would bring NVVM and more, twice the download.
+        "jit": ["cuda-core>=1.2,<2", "cuda-bindings>=13,<14", "nvidia-cuda-nvrtc>=13,<14"],
+        "triton": ["triton>=3.0"],
+        "fatbin": [ZSTD],
         "test": TEST,
         # Exact versions: another formatter release would want other line breaks.
         "dev": [*TEST, "build>=1", "clang-format==23.1.5", "mypy==2.4.1", "ruff==0.17.5"],

@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from . import _native, tensors
+from . import _codegen, _native, tensors
 from . import driver as _driver
-from ._codegen import STREAM_AT
 from ._function import KernelFunction
 from ._launch import DeviceFunction, StreamConfigs, is_blocking
+from ._order import Order
 from .errors import LaunchConfigError, ParamsError
 from .params import ordered, takes, wrong_count
 
@@ -57,8 +57,8 @@ class BoundLaunch(partial):  # type: ignore[type-arg]
         pool = state.options_pool(**options)
         slot = state.new_slot(pool)
         state.shape(pool, slot, gridDim, blockDim, sharedMemBytes)
-        values = [p.convert(v, device, handle) for p, v in zip(expected, params, strict=True)]
-        slot[4](slot[3], STREAM_AT, handle, *values)
+        values = _codegen.convert_all(Order(driver), expected, params, device, handle)
+        slot[4](slot[3], _codegen.STREAM_AT, handle, *values)
         configs = StreamConfigs(state, pool, slot)
         configs.arrays = params
         launch = _bound_launcher(

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from . import tensors
+from ._order import Order
 from .driver import Driver
 from .errors import ParamsError
 from .params import Param, ordered, wrong_count
@@ -137,11 +139,12 @@ def _argument_lines(params: Sequence[Param], device: str, many_devices: bool) ->
 
 
 def convert_all(
-    expected: Sequence[Param], params: Sequence[Any], device: int, stream: int
+    order: Order, expected: Sequence[Param], params: Sequence[Any], device: int, stream: int
 ) -> list[Any]:
     """Every value by its careful converter."""
     return [
-        param.convert(value, device, stream) for param, value in zip(expected, params, strict=True)
+        param.convert(value, device, stream, order)
+        for param, value in zip(expected, params, strict=True)
     ]
 
 
@@ -170,6 +173,7 @@ def torch_names(params: Sequence[Param]) -> dict[str, Any]:
 
 def fixed_names(driver: Driver, params: Sequence[Param]) -> dict[str, Any]:
     """The names of the launcher that never change."""
+    order = Order(driver)
     names: dict[str, Any] = {
         "expected": params,
         "ordered": ordered,
@@ -177,11 +181,11 @@ def fixed_names(driver: Driver, params: Sequence[Param]) -> dict[str, Any]:
         "stream_handle": tensors.stream_handle,
         "loaded_torch": tensors.loaded_torch,
         "explain": explain,
-        "convert_all": convert_all,
+        "convert_all": partial(convert_all, order),
         "PACK_ERRORS": _PACK_ERRORS,
         "launch_ex": driver.launch_ex,
         "driver": driver,
         "current_context": driver.current_context,
     }
-    names.update({f"convert{param.index}": param.convert for param in params})
+    names.update({f"convert{p.index}": partial(p.convert, order=order) for p in params})
     return names

@@ -69,9 +69,11 @@ def of(dtype: Any) -> Dtype:
     raise TensorError(f"dtype {dtype!r} is not supported; the tokens are {', '.join(DTYPES)}")
 
 
-def of_dlpack(code: int, bits: int, lanes: int) -> Dtype:
-    """The dtype of a DLDataType."""
+def of_dlpack(code: int, bits: int, lanes: int, *, any_dtype: bool = False) -> Dtype:
+    """The dtype of a DLDataType; any_dtype: one without a token has the token ''."""
     found = _BY_DLPACK.get((code, bits)) if lanes == 1 else None
+    if found is None and any_dtype:
+        return Dtype("", max(1, bits * lanes // 8), "", "", code)
     if found is None:
         raise TensorError(
             f"DLPack dtype (code {code}, {bits} bits, {lanes} lanes) is not supported; the tokens "

@@ -128,12 +128,12 @@ class KernelFunction(partial):  # type: ignore[type-arg]
     def __eq__(self, other: object) -> bool:
         return self is other
 
-    def load(self, device: int | None = None) -> KernelFunction:
+    def load(self, device: Any = None) -> KernelFunction:
         """Load on `device` (None: the current one) now, as a graph capture needs it before."""
         self._state(self._device(device), 0)
         return self
 
-    def attributes(self, device: int | None = None) -> dict[str, Any]:
+    def attributes(self, device: Any = None) -> dict[str, Any]:
         """What the loaded function has and may use on `device`.
 
         num_regs, local_bytes (a thread), static_shared_bytes, max_threads (a block),
@@ -153,7 +153,7 @@ class KernelFunction(partial):  # type: ignore[type-arg]
             "cluster": limits.cluster,
         }
 
-    def occupancy(self, blockDim: Any, sharedMemBytes: int = 0, device: int | None = None) -> int:
+    def occupancy(self, blockDim: Any, sharedMemBytes: int = 0, device: Any = None) -> int:
         """How many blocks of that shape one SM of `device` holds at once."""
         state = self._state(self._device(device), 0)
         x, y, z = dims(blockDim, "blockDim", self.name)
@@ -186,7 +186,7 @@ class KernelFunction(partial):  # type: ignore[type-arg]
 
         return BoundLaunch._make(self, gridDim, blockDim, sharedMemBytes, stream, params, options)
 
-    def _device(self, device: int | None) -> int:
+    def _device(self, device: Any) -> int:
         return device_number(device, self.name)
 
     def _state(self, device: int, stream: Any) -> DeviceFunction:
@@ -273,8 +273,13 @@ class KernelFunction(partial):  # type: ignore[type-arg]
 
 
 def device_number(device: Any, where: str) -> int:
-    """`device`, an int, or the current one for None."""
-    return tensors.current_device() if device is None else index(device, "device", where)
+    """The number of `device` (see `tensors.device_index`), or of the current one for None."""
+    if device is None:
+        return tensors.current_device()
+    try:
+        return tensors.device_index(device)
+    except TypeError:
+        return index(device, "device", where)  # says what is wrong
 
 
 def _call_signature(

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
 import threading
 import weakref
-from ctypes import byref, c_int, c_size_t, c_uint, c_ulonglong, c_void_p
+from ctypes import byref, c_int, c_size_t, c_ulonglong, c_void_p
 from dataclasses import replace
 from typing import Any
 
+from . import _cache
 from . import driver as _driver
 from ._geometry import Limits
 from ._image import Chosen, FunctionSpec
+from ._jit import compile_ptx
 from ._launch import DeviceFunction
 from .driver import Driver
 from .errors import (
@@ -25,9 +26,7 @@ from .errors import (
 from .params import Param
 
 _MAX_THREADS, _STATIC_SHARED, _CLUSTER_REQUIRED = 0, 1, (11, 12, 13)
-_JIT_INFO, _JIT_INFO_BYTES, _JIT_ERROR, _JIT_ERROR_BYTES = 3, 4, 5, 6
 _BINARY_IS_PRESERVED = 1
-_LOG_BYTES = 16384
 _PROBE_SECONDS = 60
 
 _libraries: dict[str, Library] = {}
@@ -37,11 +36,14 @@ _lock = threading.Lock()
 class Library:
     """One image in the driver. `users` are the kernels that hold it, as long as they live."""
 
-    def __init__(self, driver: Driver, chosen: Chosen, handle: int, image: bytes) -> None:
+    def __init__(
+        self, driver: Driver, chosen: Chosen, handle: int, image: bytes, jit_log: str
+    ) -> None:
         self.driver = driver
         self.key = chosen.key
         self.label = chosen.label
         self.handle = handle
+        self.jit_log = jit_log
         self.users: weakref.WeakSet[object] = weakref.WeakSet()
         self._image = image  # the driver reads it lazily, at the first function asked for
 
@@ -53,6 +55,7 @@ class Library:
                 "cuLibraryGetKernel", byref(kernel), self.handle, name.encode()
             )
             if code == 500:
+                self.driver.take_log()  # it is said here, and no part of the next error
                 raise FunctionNotFoundError(f"no function {name!r} in {self.label}")
             if code == 0:
                 code = self.driver.try_call("cuKernelGetFunction", byref(function), kernel)
@@ -119,8 +122,11 @@ class Library:
             self.driver.call("cuLibraryUnload", self.handle, asked=f"unloading {self.label}")
 
 
-def library_for(driver: Driver, chosen: Chosen, probe: bool, user: object) -> Library:
-    """The library of `chosen`, loaded at most once a process however many threads ask."""
+def library_for(driver: Driver, chosen: Chosen, probe: bool, user: object, device: int) -> Library:
+    """The library of `chosen`, loaded at most once a process however many threads ask.
+
+    PTX is compiled for `device`, one of those that `chosen` is for.
+    """
     with _lock:
         library = _libraries.get(chosen.key)
         if library is None:
@@ -131,9 +137,14 @@ def library_for(driver: Driver, chosen: Chosen, probe: bool, user: object) -> Li
                     "NVIDIA driver"
                 )
             image = chosen.read()
-            if probe and not chosen.vouched:
-                _probe(image, chosen)
-            library = Library(driver, chosen, _load(driver, chosen, image), image)
+            if chosen.kind == "fatbin":
+                _probe_once(driver, image, chosen, device)
+            elif probe and not chosen.vouched:
+                _probe(image, chosen, device)
+            jit_log = ""
+            if chosen.jit_target:
+                image, jit_log = compile_ptx(driver, chosen, image, device)
+            library = Library(driver, chosen, _load(driver, chosen, image), image, jit_log)
             _libraries[chosen.key] = library
         library.users.add(user)
         return library
@@ -150,44 +161,42 @@ def _version(number: int) -> str:
 
 def _load(driver: Driver, chosen: Chosen, image: bytes) -> int:
     handle = c_void_p()
-    asked = f"loading {chosen.label}"
-    if chosen.kind == "cubin":
-        options = (c_int * 1)(_BINARY_IS_PRESERVED)
-        values = (c_void_p * 1)(1)
-        driver.call(
-            "cuLibraryLoadData",
-            byref(handle),
-            image,
-            None,
-            None,
-            0,
-            options,
-            values,
-            1,
-            asked=asked,
-        )
-        return handle.value or 0
-    info, errors = (ctypes.create_string_buffer(_LOG_BYTES) for _ in range(2))
-    keys = (c_uint * 4)(_JIT_INFO, _JIT_INFO_BYTES, _JIT_ERROR, _JIT_ERROR_BYTES)
-    slots = (c_void_p * 4)(ctypes.addressof(info), _LOG_BYTES, ctypes.addressof(errors), _LOG_BYTES)
-    text = image.rstrip(b"\0") + b"\0" if chosen.kind == "ptx" else image
-    code = driver.try_call("cuLibraryLoadData", byref(handle), text, keys, slots, 4, None, None, 0)
-    if code:
-        log = (errors.value or info.value).decode(errors="replace").strip()
-        raise driver.error(
-            "cuLibraryLoadData", code, asked + (f"\n  JIT log: {log}" if log else "")
-        )
+    options = (c_int * 1)(_BINARY_IS_PRESERVED)
+    values = (c_void_p * 1)(1)
+    # The driver unpacks and chooses within a fatbin, so that one cannot be promised to stay.
+    count = 0 if chosen.kind == "fatbin" and not chosen.jit_target else 1
+    driver.call(
+        "cuLibraryLoadData",
+        byref(handle),
+        image,
+        None,
+        None,
+        0,
+        options,
+        values,
+        count,
+        asked=f"loading {chosen.label}",
+    )
     return handle.value or 0
 
 
-def _probe(image: bytes, chosen: Chosen) -> None:
+def _probe_once(driver: Driver, image: bytes, chosen: Chosen, device: int) -> None:
+    """Probe what nobody here could unpack, and remember that the driver survived it."""
+    key = _cache.key(driver.version, driver.compute_capability(device), image)
+    if _cache.load("probed", key) is None:
+        _probe(image, chosen, device)
+        _cache.store("probed", key, b"survived")
+
+
+def _probe(image: bytes, chosen: Chosen, device: int) -> None:
     """Load `image` in a child process and see whether the child survives."""
     import subprocess
 
+    symbols = [spec.symbol or name for name, spec in chosen.functions.items()]
     advice = "the image is damaged or not for this driver; it was not loaded in this process"
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "kernel_hub._probe", *chosen.functions],
+            [sys.executable, "-m", "kernel_hub._probe", str(device), *symbols],
             input=image,
             capture_output=True,
             timeout=_PROBE_SECONDS,
@@ -221,7 +230,7 @@ def load_function(
     driver: Driver, library: Library, chosen: Chosen, spec: FunctionSpec, device: int
 ) -> DeviceFunction:
     """`spec` on `device`, with its limits read from the driver and from the chosen image."""
-    kernel, handle = library.find_function(spec.name, device)
+    kernel, handle = library.find_function(spec.symbol or spec.name, device)
     try:
         known = chosen.functions[spec.name]
     except KeyError:

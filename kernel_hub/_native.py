@@ -12,6 +12,7 @@ import os
 import platform
 import sys
 from ctypes import POINTER, c_int64, c_uint32, c_uint64, c_void_p, py_object
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,7 +48,7 @@ class _Param(ctypes.Structure):
         ("most", c_int64),
         ("dtype", c_void_p),
         ("dlpack_dtype", c_uint32),
-        ("pad", c_uint32),
+        ("zero_bits", c_uint32),
     ]
 
 
@@ -81,6 +82,10 @@ class _State(ctypes.Structure):
         ("cluster", c_uint32 * 3),
         ("max_threads", c_uint32),
         ("num_params", c_uint32),
+        ("fixed_block", c_uint32 * 3),
+        ("fixed_shared", c_uint32),
+        ("num_hidden", c_uint32),
+        ("pad", c_uint32),
         ("shared_ready", c_uint64),
         ("params", _Param * _MAX_PARAMS),
     ]
@@ -100,6 +105,29 @@ class _Bound(ctypes.Structure):
     ]
 
 
+class _At(ctypes.Structure):
+    _fields_ = [
+        ("state", POINTER(_State)),
+        ("fallback", c_void_p),
+        ("grid", c_uint32 * 3),
+        ("pad", c_uint32),
+    ]
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """What the caller of a function does not give, or must respect.
+
+    block, shared_bytes: the launch's own. num_hidden: null pointers after the caller's parameters.
+    divisors: of each of those, an address or an int; 1 for any.
+    """
+
+    block: tuple[int, int, int]
+    shared_bytes: int
+    num_hidden: int
+    divisors: tuple[int, ...]
+
+
 @lru_cache(maxsize=1)
 def _library() -> Any:
     """The loaded library, or None where it does not fit."""
@@ -115,11 +143,14 @@ def _library() -> Any:
     except OSError:  # a zip import, a Python built without exported symbols
         return None
     library.kernel_hub_state_bytes.restype = c_uint64
-    if library.kernel_hub_state_bytes() != ctypes.sizeof(_State) << 32 | ctypes.sizeof(_Bound):
+    state, bound, at = (ctypes.sizeof(kind) for kind in (_State, _Bound, _At))
+    if library.kernel_hub_state_bytes() != state << 32 | bound << 16 | at:
         return None
     for name, struct in (("launcher", _State), ("bound", _Bound)):
         make = getattr(library, f"kernel_hub_make_{name}")
         make.restype, make.argtypes = py_object, [POINTER(struct)]
+    make = library.kernel_hub_make_at
+    make.restype, make.argtypes = py_object, [POINTER(_At), py_object]
     return library
 
 
@@ -197,16 +228,27 @@ class Launcher:
         self.call = _library().kernel_hub_make_launcher(ctypes.byref(self._state))
 
     def arm(
-        self, function: DeviceFunction, dtypes: list[Any], torch: Any, current_stream: Any
+        self,
+        function: DeviceFunction,
+        dtypes: list[Any],
+        torch: Any,
+        current_stream: Any,
+        fixed: Fixed | None = None,
     ) -> bool:
         """Take over launches of `function`; False where it has a parameter of a rare kind.
 
-        dtypes: the torch dtype of each parameter's tensor, None where any goes.
+        dtypes: the torch dtype of each parameter's tensor, None where any goes. fixed: for a
+        function whose launches are partly given.
         """
-        made = [_param(p, dtype) for p, dtype in zip(function.params, dtypes, strict=True)]
+        given = len(function.params) - (fixed.num_hidden if fixed else 0)
+        made = [_param(p, dtype) for p, dtype in zip(function.params, dtypes, strict=True)][:given]
         exchange = _exchange(torch.Tensor)
         one_gpu = function.driver.device_count == 1
-        if len(made) > _MAX_PARAMS or None in made or not (one_gpu or exchange.as_dltensor):
+        if len(dtypes) > _MAX_PARAMS or None in made or not (one_gpu or exchange.as_dltensor):
+            return False
+        if fixed is not None and (
+            fixed.shared_bytes > function.shared_ready or any(d & (d - 1) for d in fixed.divisors)
+        ):
             return False
         state, limits, device = self._state, function.limits, function.device
         state.num_params = _LAUNCH_OFF
@@ -222,8 +264,21 @@ class Launcher:
         state.max_threads, state.shared_ready = limits.max_threads, function.shared_ready
         for index, param in enumerate(made):
             state.params[index] = param
+            if fixed is not None:
+                state.params[index].zero_bits = fixed.divisors[index] - 1
+        if fixed is not None:
+            state.fixed_block[:], state.fixed_shared = fixed.block, fixed.shared_bytes
+            state.num_hidden = fixed.num_hidden
         state.num_params = len(made)
         return True
+
+    def at(self, grid: tuple[int, int, int], fallback: Any) -> Any:
+        """A launcher of `grid` blocks (each below 2**32) that takes the parameters themselves.
+
+        For a function with a fixed block; `fallback` gets what it leaves. Keeps this one alive.
+        """
+        made = _At(ctypes.pointer(self._state), id(fallback), grid)
+        return _library().kernel_hub_make_at(ctypes.byref(made), (self, made, fallback))
 
     def allow_shared(self, num_bytes: int) -> None:
         """Dynamic shared memory up to `num_bytes` needs no further opt-in."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import operator
 import os
 import struct
 import sys
@@ -16,6 +15,7 @@ import threading
 from collections import deque
 from ctypes import byref, c_int, c_size_t, c_uint64, c_void_p
 from dataclasses import dataclass
+from typing import Any
 
 from . import driver as _driver
 from . import tensors
@@ -203,9 +203,9 @@ class Block:
 _LOST = STICKY | {_DEINITIALIZED, _INVALID_CONTEXT, _CONTEXT_IS_DESTROYED}
 
 
-def device_number(device: int | None) -> int:
+def device_number(device: Any) -> int:
     """The device meant: None is torch's current one when torch uses CUDA, else 0."""
-    return tensors.current_device() if device is None else operator.index(device)
+    return tensors.current_device() if device is None else tensors.device_index(device)
 
 
 def _capture_code(driver: _driver.Driver, stream: int) -> int:
@@ -337,12 +337,12 @@ def statistics(device: int) -> MemoryStats:
     )
 
 
-def memory_stats(device: int | None = None) -> MemoryStats:
+def memory_stats(device: Any = None) -> MemoryStats:
     """What kernel_hub's pool on `device` (None: the current one) holds and the GPU has left."""
     return statistics(device_number(device))
 
 
-def trim(device: int | None = None, *, keep_bytes: int = 0) -> None:
+def trim(device: Any = None, *, keep_bytes: int = 0) -> None:
     """Return memory that the pool keeps for reuse to the GPU, all but `keep_bytes`."""
     device = device_number(device)
     if keep_bytes < 0:

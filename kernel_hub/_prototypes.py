@@ -1,5 +1,5 @@
-"""Kernel prototypes in preprocessed CUDA C++: parameter names and C types, checked against the PTX
-and the cubin of the same compilation. Build only; reads text, runs nothing.
+"""Kernel prototypes in CUDA C++: parameter names and C types, checked against the PTX and the cubin
+of the same compilation. Reads text, runs nothing.
 
 A cubin cannot tell a float from an int, nor a pointer from an int64; the source can. This is not
 a C++ parser: it reads the flat `extern "C"` signatures the house style asks for, refuses the
@@ -18,6 +18,9 @@ from .manifest import ParamEntry
 
 _GLOBAL = re.compile(r"__attribute__\s*\(\(\s*(?:__)?global(?:__)?\s*\)\)|\b__global__\b")
 _HEAD_TOKEN = re.compile(r'\s*([A-Za-z_]\w*|"C")\s*')
+_TEMPLATE = re.compile(r"\btemplate\s*<([^<>]*)>[^;{}<>]*$")
+_COMMENT_OR_STRING = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"', re.DOTALL)
+_ATTRIBUTES = ("__attribute__", "__launch_bounds__", "__cluster_dims__", "__maxnreg__", "alignas")
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*$")
 _TYPE_WORDS = {"unsigned", "signed", "short", "long", "int", "char", "float", "double", "bool"}
 
@@ -45,6 +48,57 @@ def read_prototypes(preprocessed: str, names: Iterable[str], where: str) -> dict
             'export kernels as `extern "C" __global__ void name(...)`'
         )
     return found
+
+
+def read_instance(source: str, expression: str, where: str) -> Declared:
+    """The parameters of `expression` (`f`, `ns::f<float, 4>`) as declared in `source` as written.
+
+    Macros are not expanded and both sides of an #if are read: two different declarations of the
+    name are an error, as is none.
+    """
+    text = _COMMENT_OR_STRING.sub(lambda m: m[0] if m[0][0] == '"' else " ", source)
+    text = re.sub(r"^[ \t]*#(?:.*\\\n)*.*$", "", text, flags=re.MULTILINE)
+    name, bracket, arguments = expression.partition("<")
+    name = name.strip().rpartition("::")[2]
+    resolve = _alias_resolver(text, where)
+    found: list[Declared] = []
+    for match in _GLOBAL.finditer(text):
+        declared, start = _declared_name(text, match.end())
+        if declared != name:
+            continue
+        inside = text[start : _closing(text, start - 1)]
+        template = _TEMPLATE.search(text, 0, match.start())
+        if bracket or template:
+            given = _split_params(arguments.rpartition(">")[0])
+            for word, value in _template_arguments(template, given, f"{where}: {name}").items():
+                inside = re.sub(rf"\b{word}\b", value.replace("\\", r"\\"), inside)
+        params = [_param(p, i, resolve, f"{where}: {name}") for i, p in _numbered(inside)]
+        if [kind for _, kind in params] not in [[kind for _, kind in one] for one in found]:
+            found.append(params)
+    if len(found) != 1:
+        raise KernelHubError(f"{where}: {len(found)} different declarations of {name!r} found")
+    return found[0]
+
+
+def _template_arguments(
+    template: re.Match[str] | None, given: list[str], where: str
+) -> dict[str, str]:
+    """{'T': 'float', 'N': '4'}: the template's parameters by name, defaults where none is given."""
+    values = {}
+    for i, text in _numbered(template[1] if template else ""):
+        left, _, default = text.partition("=")
+        word = _IDENTIFIER.search(left.strip())
+        value = given[i] if i < len(given) else default.strip()
+        if word is None or not value or "..." in left:
+            raise KernelHubError(f"{where}: template parameter {i} `{text}` is not understood")
+        values[word[0]] = value
+    if len(given) > len(values):
+        raise KernelHubError(f"{where}: {len(given)} template arguments, {len(values)} parameters")
+    return values
+
+
+def _numbered(inside: str) -> Iterable[tuple[int, str]]:
+    return enumerate(_split_params(inside))
 
 
 def match_params(
@@ -98,7 +152,7 @@ def _declared_name(text: str, position: int) -> tuple[str | None, int]:
         position = token.end()
         if text[position : position + 1] != "(":
             continue
-        if token[1] not in ("__attribute__", "__launch_bounds__", "alignas"):
+        if token[1] not in _ATTRIBUTES:
             return token[1], position + 1
         position = _closing(text, position) + 1
     return None, position

@@ -7,7 +7,6 @@ library, never a GPU. The runtime does not import it.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import os
 import shutil
@@ -18,11 +17,12 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
+from ._manifest_write import function_entry, locked, write
 from ._nvcc import Compiled, Job, Nvcc, compile_cubin, find_nvcc, make_jobs, only_arch
 from ._prototypes import match_params, read_prototypes
 from .cubin import read_cubin, read_ptx
 from .errors import CubinCorruptError, KernelHubError, nearest
-from .manifest import CubinEntry, FunctionEntry, Manifest
+from .manifest import CubinEntry, Manifest
 
 DEFAULT_ARCHS = "sm80,sm89,sm90"
 Entries = dict[tuple[str, str], CubinEntry]  # by (name, arch)
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         jobs, wanted = _plan(args.csrc, args.arch, args.only, nvcc)
         if args.check:
             return _check(args.out, jobs, nvcc, args.jobs)
-        with _locked(args.out):
+        with locked(args.out):
             return _build(args.out, jobs, wanted, nvcc, args.jobs, anew=args.clean)
     except KernelHubError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -104,20 +104,6 @@ def _any_arch(source: Path) -> list[str]:
     return [one] if one else DEFAULT_ARCHS.split(",")
 
 
-@contextlib.contextmanager
-def _locked(out: Path) -> Iterator[None]:
-    """One build at a time writes to `out`; the lock is on the folder and leaves no file."""
-    import fcntl  # POSIX only, as nvcc's use here is
-
-    out.mkdir(parents=True, exist_ok=True)
-    folder = os.open(out, os.O_RDONLY)
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(folder)
-
-
 def _load(out: Path) -> Entries:
     """What the manifest in `out` says; nothing where there is none or it cannot be read."""
     file = out / "manifest.json"
@@ -162,7 +148,7 @@ def _build(
             num_failed += 1
             continue
         entry, image = result
-        _write(out / entry.file, image)
+        write(out / entry.file, image)
         entries[job.name, job.arch] = entry
     tables: dict[str, dict[str, CubinEntry]] = {}
     for (name, arch), entry in entries.items():
@@ -170,7 +156,7 @@ def _build(
     text = Manifest(tables).to_json().encode()
     manifest = out / "manifest.json"
     if not manifest.exists() or manifest.read_bytes() != text:
-        _write(manifest, text)
+        write(manifest, text)
     shipped = {out / entry.file for entry in entries.values()}
     stale = [file for file in out.glob("sm*/*.cubin") if file not in shipped]
     for file in stale:
@@ -276,18 +262,8 @@ def _describe(job: Job, nvcc: Nvcc, compiled: Compiled) -> CubinEntry:
         where = f"{job.label}: {name}"
         if name not in in_ptx:
             raise KernelHubError(f"{where} is in the cubin, but not in the PTX of the same build")
-        functions[name] = FunctionEntry(
-            name=name,
-            params=match_params(declared[name], f.params, in_ptx[name], where),
-            num_regs=f.num_regs,
-            static_shared_bytes=f.static_shared_bytes,
-            local_bytes=f.local_bytes,
-            max_threads=f.max_threads,
-            required_block=f.required_block,
-            cluster=f.cluster,
-            max_cluster_rank=f.max_cluster_rank,
-            cooperative=f.cooperative,
-        )
+        params = match_params(declared[name], f.params, in_ptx[name], where)
+        functions[name] = function_entry(f, params)
     return CubinEntry(
         name=job.name,
         arch=job.arch,
@@ -304,14 +280,6 @@ def _describe(job: Job, nvcc: Nvcc, compiled: Compiled) -> CubinEntry:
         minimum_driver=nvcc.minimum_driver,
         functions=functions,
     )
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Replaces `path` whole: an interrupted build leaves the old file or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    part.write_bytes(content)
-    part.replace(path)
 
 
 def _shown(path: Path) -> str:

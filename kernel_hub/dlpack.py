@@ -27,7 +27,7 @@ from typing import Any
 
 from . import _dtypes
 from ._dtypes import Dtype
-from .errors import TensorError
+from .errors import KernelHubError, TensorError
 
 CUDA, CUDA_MANAGED = 2, 13
 _READ_ONLY = 1  # bit of DLManagedTensorVersioned.flags
@@ -117,28 +117,45 @@ class _Owner:
             _DELETER(self._deleter)(self._address)
 
 
-def device_of(producer: Any) -> tuple[int, int]:
-    """(device type, device number) of an object with DLPack methods, checked to be a GPU's."""
+HOST_DATA = "use DeviceArray.from_numpy for host data"
+
+
+def device_of(producer: Any, advice: str = HOST_DATA) -> int:
+    """The GPU's number of an object with DLPack methods; TensorError for other memory."""
+    name = type(producer).__name__
     if not hasattr(producer, "__dlpack__") or not hasattr(producer, "__dlpack_device__"):
-        raise TensorError(
-            f"{type(producer).__name__} has no __dlpack__; use DeviceArray.from_numpy for host data"
-        )
-    kind, device = (int(part) for part in producer.__dlpack_device__())
-    if kind not in (CUDA, CUDA_MANAGED):
-        raise TensorError(
-            f"{type(producer).__name__} is not in CUDA memory (DLPack device type {kind}); use "
-            "DeviceArray.from_numpy for host data"
-        )
-    return kind, device
-
-
-def consume(producer: Any, kind: int, stream: int) -> Given:
-    """Take the producer's capsule, ordered before work on `stream`."""
-    number = stream or 1  # 0 is not allowed; 1 names the legacy default stream
+        raise TensorError(f"{name} has no __dlpack__; {advice}")
     try:
-        capsule = producer.__dlpack__(stream=number, max_version=(1, 0))
-    except TypeError:  # a producer older than DLPack 1.0
-        capsule = producer.__dlpack__(stream=number)
+        kind, device = (int(part) for part in producer.__dlpack_device__())
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise TensorError(_refused(name, error)) from error
+    if kind not in (CUDA, CUDA_MANAGED):
+        raise TensorError(f"{name} is not in CUDA memory (DLPack device type {kind}); {advice}")
+    return device
+
+
+def _refused(name: str, error: Exception) -> str:
+    # A JAX array spread over several devices, or one that was deleted or donated.
+    return f"{name} is not one array in the memory of one GPU ({type(error).__name__}: {error})"
+
+
+def consume(producer: Any, stream: int, *, any_dtype: bool = False) -> Given:
+    """Take the producer's capsule, ordered before work on `stream` (-1: not ordered).
+
+    any_dtype: one without a token comes as a Dtype whose token is ''.
+    """
+    number: int | None = stream or 1  # 0 is not allowed; 1 names the legacy default stream
+    if stream == -1 and type(producer).__module__.startswith("jax"):
+        number = None  # to JAX -1 is a stream of that number, and None no order
+    try:
+        try:
+            capsule = producer.__dlpack__(stream=number, max_version=(1, 0))
+        except TypeError:  # a producer older than DLPack 1.0
+            capsule = producer.__dlpack__(stream=number)
+    except KernelHubError:  # a DeviceArray's
+        raise
+    except (BufferError, RuntimeError, ValueError) as error:
+        raise TensorError(_refused(type(producer).__name__, error)) from error
     handle = id(capsule)
     name = next((name for name in _HOLDERS if _is_valid(handle, name)), None)
     if name is None:
@@ -155,7 +172,7 @@ def consume(producer: Any, kind: int, stream: int) -> Given:
         )
     tensor = managed.tensor
     # Before the capsule is taken over: an error here leaves it to its own destructor.
-    dtype = _dtypes.of_dlpack(tensor.code, tensor.bits, tensor.lanes)
+    dtype = _dtypes.of_dlpack(tensor.code, tensor.bits, tensor.lanes, any_dtype=any_dtype)
     rank = tensor.ndim
     shape = tuple(tensor.shape[:rank]) if rank else ()
     strides = None

@@ -44,6 +44,10 @@ _REQUIRED = {
     "cuCtxPopCurrent_v2": "p",
     "cuCtxGetDevice": "p",
     "cuCtxSynchronize": "",
+    "cuLinkCreate_v2": "uppp",
+    "cuLinkAddData_v2": "pipzsupp",
+    "cuLinkComplete": "ppp",
+    "cuLinkDestroy": "p",
     "cuLibraryLoadData": "ppppuppu",
     "cuLibraryUnload": "p",
     "cuLibraryGetKernel": "pps",
@@ -85,6 +89,7 @@ _REQUIRED = {
 }
 # Newer: what uses one of these asks `has` first and does without.
 _OPTIONAL = {
+    "cuGetErrorString": "ip",
     "cuLibraryGetKernelCount": "pp",  # 12.4
     "cuLibraryEnumerateKernels": "pup",  # 12.4
     "cuKernelGetName": "pp",  # 12.3

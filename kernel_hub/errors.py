@@ -79,6 +79,18 @@ class TensorError(KernelHubError, ValueError):
     """An op's tensor has the wrong shape, dtype, stride or device."""
 
 
+class CompileError(KernelHubError, RuntimeError):
+    """A source does not compile. `.log` is what the compiler said."""
+
+    def __init__(self, message: str, *, log: str = "") -> None:
+        super().__init__(f"{message}\n{log}" if log else message)
+        self.log = log
+
+
+class MissingPackageError(KernelHubError, ImportError):
+    """An optional package is not installed; the message names what to install."""
+
+
 class TableError(KernelHubError, ValueError):
     """A table of measured choices does not say what it should, or cannot be written."""
 

@@ -18,10 +18,16 @@ from . import driver as _driver
 from ._bound import BoundLaunch
 from ._declared import DeclaredImage
 from ._function import KernelFunction, device_number, live
-from ._image import Chosen, FunctionSpec, open_image
+from ._image import Chosen, FunctionSpec, Image, open_image
 from ._launch import DeviceFunction
 from ._library import Library, library_for, load_function
-from .errors import CudaDriverError, FunctionNotFoundError, LaunchConfigError, ParamsError
+from .errors import (
+    CudaDriverError,
+    DriverNotFoundError,
+    FunctionNotFoundError,
+    LaunchConfigError,
+    ParamsError,
+)
 
 if TYPE_CHECKING:
     from .memory import DeviceArray
@@ -37,7 +43,8 @@ class Kernel:
     """The functions of one image: a shipped cubin, a file, or bytes.
 
     filename: name of a cubin shipped by `package` (`.cubin`/`.fatbin` is tolerated), a path (`str`
-        with a suffix, or `Path`) to a .cubin, .fatbin or .ptx, or the image itself as bytes.
+        with a suffix, or `Path`) to a .cubin, .fatbin or .ptx, the image itself as bytes (PTX
+        also as text), or a cuda.core ObjectCode.
     function_names: the functions to offer; None offers every one in the image.
     package: the package whose collection `filename` is looked up in; None is kernel_hub's own.
     signatures: C types for images that carry only sizes: {function: ['float*', 'int']}, a dict
@@ -61,30 +68,79 @@ class Kernel:
         signatures: Mapping[str, Any] | None = None,
         probe: bool = False,
     ) -> None:
-        image = open_image(filename, package)
+        if type(filename).__name__ == "ObjectCode":  # asked without importing cuda.core
+            from ._source import object_code_image
+
+            image = object_code_image(filename)
+        else:
+            image = open_image(filename, package)
+        self._offer(image, _checked_names(function_names), signatures, probe)
+
+    @classmethod
+    def from_source(
+        cls,
+        code: str | os.PathLike[str],
+        function_names: Sequence[str] | None = None,
+        *,
+        options: Sequence[str] = (),
+        arch: str | tuple[int, int] | None = None,
+        device: Any = None,
+        signatures: Mapping[str, Any] | None = None,
+        cache: bool = True,
+    ) -> Kernel:
+        """Compile CUDA C++ with NVRTC, now; needs the extra `jit` (cuda-core).
+
+        code: the source, or a Path to a file of it.
+        function_names: the kernels to offer; instances of templates as C++ writes them:
+            ['scale<float>', 'ns::sum<__half, 256>'], reached as k['scale<float>']. None offers
+            every kernel that is no template.
+        options: NVRTC's options, e.g. ['-std=c++20', '-DTILE=64', '-Iinclude', '-lineinfo']. CUDA's
+            own headers are found without one.
+        arch: 'sm90', 'sm_90a' or (9, 0), which needs no GPU; None: that of `device` (None: the
+            current one), and later of every GPU it is launched on.
+        signatures: as for Kernel, for parameters whose types could not be read from the source.
+        cache: keep the result in the user's cache folder ($KERNEL_HUB_CACHE, '0' for none), by
+            content: source, included files, options, architecture and compiler.
+
+        `compiler_log` has the warnings. Raises CompileError with the compiler's log,
+        MissingPackageError, ParamsError, DriverNotFoundError.
+
+            k = Kernel.from_source(text, ["scale<float>"])
+            k["scale<float>"](grid, block, 0, None, [out, x, n, 2.0])
+        """
+        from ._source import SourceImage
+
+        names = _checked_names(function_names)
+        capability = None
+        if arch is None:
+            capability = _capability_at_hand(device)
+        image = SourceImage(code, names, options, arch, capability, cache)
+        self = cls.__new__(cls)
+        self._offer(image, names, signatures, False)
+        self._log = image.log
+        return self
+
+    def _offer(self, image: Image, names: list[str] | None, signatures: Any, probe: bool) -> None:
+        """What every way to make a Kernel ends with: the functions `names` of `image`."""
         self._image = DeclaredImage(image, signatures) if signatures else image
         self._probe = probe
+        self._log = ""
         self._lock = threading.RLock()
         self._functions: dict[str, KernelFunction] = {}
         self._libraries: dict[int, tuple[Library, Chosen]] = {}
         _kernels.add(self)
         available = self._image.names()
-        if function_names is None:
+        if names is None:
             if available is None:
                 raise FunctionNotFoundError(
                     f"{image.label} is compressed: its function names can only be read by the "
-                    "driver; pass function_names=[…]"
+                    "driver; pass function_names=[…] (or, for zstd, install kernel_hub[fatbin])"
                 )
-            self._names = list(available)
-        else:
-            if isinstance(function_names, str):
-                function_names = [function_names]
-            if not isinstance(function_names, Iterable):
-                raise ParamsError(f"function_names={function_names!r}: a list of names, or None")
-            self._names = list(function_names)
-            for name in self._names:
-                if available is not None and name not in available:
-                    raise FunctionNotFoundError.among(name, available, image.label)
+            names = list(available)
+        for name in names:
+            if available is None or name not in available:
+                image.spec(name)  # raises, unless it may be in what only the driver can unpack
+        self._names = names
 
     def __getattr__(self, name: str) -> KernelFunction:
         # Reached only until the function is in the instance's dict.
@@ -108,6 +164,11 @@ class Kernel:
         """The functions this kernel offers."""
         return list(self._names)
 
+    @property
+    def compiler_log(self) -> str:
+        """What the compiler said of a source that it compiled (warnings); '' for other images."""
+        return self._log
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
 
@@ -126,14 +187,12 @@ class Kernel:
         tail = [f"… and {more} more"] if more > 0 else []
         return f"<Kernel {self._image.label}:\n  " + "\n  ".join(shown + tail) + ">"
 
-    def load(self, device: int | None = None) -> None:
+    def load(self, device: Any = None) -> None:
         """Load the image and every function on `device` (None: the current one) now."""
         for name in self._names:
             self[name].load(device)
 
-    def get_global(
-        self, name: str, dtype: Any = "uint8", *, device: int | None = None
-    ) -> DeviceArray:
+    def get_global(self, name: str, dtype: Any = "uint8", *, device: Any = None) -> DeviceArray:
         """The `__device__` or `__constant__` variable `name` as a DeviceArray view.
 
         Its elements are of `dtype`; the shape is flat. Raises FunctionNotFoundError when the image
@@ -150,6 +209,16 @@ class Kernel:
             address, size_bytes = library.find_global(name, device)
         flat = DeviceArray.from_address(address, (size_bytes,), "uint8", device, library)
         return flat if dtype == "uint8" else flat.view(dtype)
+
+    def jit_log(self, device: Any = None) -> str:
+        """What the driver's compiler said of the image's PTX: registers, spills, warnings.
+
+        Loads the image on `device` (None: the current one). '' where machine code was loaded.
+        """
+        device = device_number(device, self._image.label)
+        driver = _driver.get()
+        with self._lock, _driver.RelaxedCapture(driver):
+            return self._library(driver, device, None)[0].jit_log
 
     def unload(self) -> None:
         """Unload the image from the driver; the next launch loads it again.
@@ -191,7 +260,7 @@ class Kernel:
             driver.primary_context(device)
             chosen = self._image.choose(driver.compute_capability(device))
             held = next((lib for lib, _ in self._libraries.values() if lib.key == chosen.key), None)
-            library = held or library_for(driver, chosen, self._probe, self)
+            library = held or library_for(driver, chosen, self._probe, self, device)
             self._libraries[device] = library, chosen
         return self._libraries[device]
 
@@ -202,6 +271,27 @@ class Kernel:
         with self._lock, _driver.RelaxedCapture(driver):
             library, chosen = self._library(driver, device, stream)
             return load_function(driver, library, chosen, spec, device)
+
+
+def _checked_names(names: Any) -> list[str] | None:
+    """`function_names` as a list, or None."""
+    if names is None:
+        return None
+    if isinstance(names, str):
+        names = [names]
+    if not isinstance(names, Iterable):
+        raise ParamsError(f"function_names={names!r}: a list of names, or None")
+    return list(names)
+
+
+def _capability_at_hand(device: Any) -> tuple[int, int]:
+    try:
+        return _driver.get().compute_capability(device_number(device, "from_source"))
+    except DriverNotFoundError as error:
+        raise DriverNotFoundError(
+            f"arch=None compiles for the GPU at hand; without one name it: arch='sm90'. {error}",
+            tried=error.tried,
+        ) from error
 
 
 def _refuse_capture(driver: Any, label: str, device: int, stream: Any) -> None:

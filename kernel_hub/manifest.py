@@ -62,6 +62,8 @@ class FunctionEntry:
     cluster: Triple | None
     max_cluster_rank: int | None
     cooperative: bool
+    # How a Triton kernel is launched; only formats.triton writes, checks and reads what is inside.
+    triton: Mapping[str, Any] | None = field(default=None, hash=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -189,6 +191,7 @@ def _function(name: str, raw: object, where: str) -> FunctionEntry:
         cluster=read.triple("cluster"),
         max_cluster_rank=read.optional_number("max_cluster_rank"),
         cooperative=read.flag("cooperative"),
+        triton=read.table("triton") if "triton" in read.raw else None,
     )
 
 
@@ -297,7 +300,7 @@ def _cubin_lines(name: str, archs: dict[str, CubinEntry]) -> str:
     for arch, cubin in sorted(archs.items()):
         functions = []
         for function in sorted(cubin.functions.values(), key=lambda f: f.name):
-            row = _fields(function, "name", "params")
+            row = _fields(function, "name", "params", *(() if function.triton else ("triton",)))
             row["params"] = [_fields(param) for param in function.params]
             functions.append(f"  {json.dumps(function.name)}: {json.dumps(row)}")
         head = json.dumps(_fields(cubin, "name", "arch", "functions"))[:-1]
@@ -322,13 +325,13 @@ class Collection:
         except OSError as error:
             raise CubinNotFoundError(
                 f"{where} is in the manifest but cannot be read ({error}); "
-                "reinstall the package, or build the cubins again with ./build_cubins.sh"
+                "reinstall the package, or build it again"
             ) from error
         found = hashlib.sha256(image).hexdigest()
         if found != entry.sha256:
             raise CubinCorruptError(
                 f"{where} is not the file the manifest describes: sha256 expected {entry.sha256}, "
-                f"found {found}; reinstall the package, or build again with ./build_cubins.sh"
+                f"found {found}; reinstall the package, or build it again"
             )
         return image
 

@@ -65,13 +65,14 @@ class DeviceArray:
         shape: int | Sequence[int],
         dtype: Any = "fp32",
         *,
-        device: int | None = None,
+        device: Any = None,
         stream: Any = None,
     ) -> DeviceArray:
         """An array of `shape` with whatever the memory held.
 
         dtype: a token ('fp16', 'bf16', 'e4m3', …), a NumPy dtype or a torch dtype.
-        device: None is torch's current device when torch uses CUDA, else 0.
+        device: a number, or a device of torch, CuPy or cuda.core; None is torch's current one when
+            torch uses CUDA, else 0.
         Raises TensorError, DeviceOutOfMemoryError, CudaDriverError.
         """
         kind = _dtypes.of(dtype)
@@ -94,7 +95,7 @@ class DeviceArray:
         shape: int | Sequence[int],
         dtype: Any = "fp32",
         *,
-        device: int | None = None,
+        device: Any = None,
         stream: Any = None,
     ) -> DeviceArray:
         """An array of `shape` filled with zeros; arguments as for `empty`."""
@@ -105,9 +106,7 @@ class DeviceArray:
         return array
 
     @classmethod
-    def from_numpy(
-        cls, array: Any, *, device: int | None = None, stream: Any = None
-    ) -> DeviceArray:
+    def from_numpy(cls, array: Any, *, device: Any = None, stream: Any = None) -> DeviceArray:
         """A copy on the GPU of a NumPy array (or what `numpy.asarray` takes), row-major.
 
         The host array may be changed as soon as this returns. bfloat16 and float8 arrays of
@@ -123,9 +122,9 @@ class DeviceArray:
 
         stream: where the array will be used next; the producer orders its own work before it.
         """
-        kind, device = dlpack.device_of(producer)
+        device = dlpack.device_of(producer)
         handle = tensors.stream_handle(stream, device)
-        given = dlpack.consume(producer, kind, handle)
+        given = dlpack.consume(producer, handle)
         block = Block(given.address, given.size_bytes, given.device, handle, owner=given.owner)
         strides = contiguous_strides(given.shape) if given.strides is None else given.strides
         return cls(block, given.address, given.shape, strides, given.dtype, given.read_only)

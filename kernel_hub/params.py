@@ -10,8 +10,9 @@ from __future__ import annotations
 import ctypes
 import math
 import struct
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -32,8 +33,14 @@ _CTYPES_KIND = {
 }
 _NUMPY_KIND = {"i": "int", "u": "uint", "f": "float", "b": "bool"}
 _RAW_CODE = {1: "B", 2: "H", 4: "I", 8: "Q"}
+_INTEGERS = {
+    getattr(ctypes, f"c_{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)
+}
+_OF_ANY_KIND = {*_INTEGERS, ctypes.c_void_p, ctypes.c_float, ctypes.c_double, ctypes.c_bool}
 _UNSIGNED_TWIN = {"int8": "uint8", "int16": "uint16", "int32": "uint32", "int64": "uint64"}
 _BF16_MOST = (2 - 2**-8) * 2.0**127  # from its upper half on, the last step rounds to inf
+# (device, stream of the launch, stream of an array's own work or None) -> see `tensors.Ready`.
+OrderStreams = Callable[[int, int, int | None], int]
 WAYS_OUT = (
     "give its width: a ctypes or NumPy scalar (ctypes.c_int(3), numpy.float32(0.5)), or declare "
     "the types once with Kernel(..., signatures={function: ['float*', 'int', …]})"
@@ -50,6 +57,8 @@ class Param:
     size_bytes: int
     offset_bytes: int
     info: TypeInfo | None = field(default=None, compare=False)
+    # ctypes classes whose bytes are what the kernel reads.
+    scalars: frozenset[Any] = field(default=frozenset(), compare=False, repr=False)
 
     @classmethod
     def make(
@@ -63,7 +72,8 @@ class Param:
                 f"kernel takes {size_bytes} bytes there"
             )
         spelled = canonical(type_text) if type_text else None
-        return cls(index, name or f"arg{index}", spelled, size_bytes, offset, info)
+        scalars = _scalars(info.kind if info else None, size_bytes)
+        return cls(index, name or f"arg{index}", spelled, size_bytes, offset, info, scalars)
 
     @property
     def is_pointer(self) -> bool:
@@ -89,11 +99,23 @@ class Param:
         text = f"params[{self.index}] ({self.name}): the kernel takes {takes}, got {found}"
         return ParamsError(f"{text}; {advice}" if advice else text)
 
-    def convert(self, value: Any, device: int | None = None, stream: int = 0) -> Any:
+    def convert(
+        self,
+        value: Any,
+        device: int | None = None,
+        stream: int = 0,
+        order: OrderStreams | None = None,
+    ) -> Any:
         """`value` as struct.pack_into takes it.
 
         device: where arrays must live, None = anywhere. stream: where the launch will use them.
+        order: makes the work of an array's own stream come first.
         """
+        if type(value) in self.scalars:
+            signed = self.info is not None and self.info.kind == "int"
+            return int.from_bytes(value, "little", signed=signed)
+        if hasattr(type(value), "__cuda_array_interface__"):  # nothing else to be
+            return self._convert_array(value, device, stream, order)
         if value is None:
             if self.is_pointer or (self.info is None and self.size_bytes == 8):
                 return 0
@@ -113,8 +135,14 @@ class Param:
             packed = self._raw(as_bytes(), type(value).__name__)
             value._record_use(stream)
             return packed
+        return self._convert_array(value, device, stream, order)
+
+    def _convert_array(
+        self, value: Any, device: int | None, stream: int, order: OrderStreams | None
+    ) -> int:
+        ready = None if order is None or device is None else partial(order, device, stream)
         try:
-            view = describe(value)
+            view = describe(value, ready)
         except TensorError as error:
             raise self.refuse(str(error)) from error
         except (KeyError, IndexError, TypeError, ValueError) as error:
@@ -131,19 +159,21 @@ class Param:
         return address
 
     def _address(self, view: ArrayView, value: Any, device: int | None) -> int:
+        info = self.info
+        expected = info.dtype if info is not None else None
+        wrong_kind = info is not None and info.kind != "pointer"
+        wrong_dtype = expected and view.dtype and not _same_dtype(expected, view.dtype)
+        elsewhere = device is not None and view.device is not None and view.device != device
+        if not (wrong_kind or wrong_dtype or elsewhere) and self.size_bytes == 8:
+            return view.address
         what = f"{type(value).__name__} of {view.dtype or 'unknown dtype'} {list(view.shape)}"
-        if self.info is not None and self.info.kind != "pointer":
+        if wrong_kind:
             raise self.refuse(what, "pass a number here (tensor.item() copies one to the CPU)")
         if self.size_bytes != 8:
             raise self.refuse(what, "a pointer has 8 bytes")
-        expected = self.info.dtype if self.info is not None else None
-        if expected and view.dtype and not _same_dtype(expected, view.dtype):
+        if wrong_dtype:
             raise self.refuse(what, f"convert it to {expected} first")
-        if device is not None and view.device is not None and view.device != device:
-            raise self.refuse(
-                f"{what} on device {view.device}", f"this launch is on device {device}"
-            )
-        return view.address
+        raise self.refuse(f"{what} on device {view.device}", f"this launch is on device {device}")
 
     def _convert_python(self, value: Any) -> Any:
         info = self.info
@@ -216,6 +246,12 @@ class Param:
             raise self.refuse(f"{found} of {len(data)} bytes")
         code = self.code
         return data if code.endswith("s") else struct.unpack(f"<{code}", data)[0]
+
+
+@lru_cache(maxsize=64)
+def _scalars(kind: str | None, size_bytes: int) -> frozenset[type]:
+    known = {None: _OF_ANY_KIND, "pointer": {ctypes.c_void_p}, "int": _INTEGERS, "uint": _INTEGERS}
+    return frozenset(c for c in known.get(kind, ()) if ctypes.sizeof(c) == size_bytes)
 
 
 def _same_dtype(expected: str, found: str) -> bool:

@@ -38,19 +38,34 @@ def parse_target(target: str) -> tuple[int, int, str]:
 def refusal(compute_capability: tuple[int, int], target: str) -> str | None:
     """Why machine code for `target` cannot run on the GPU; None if it can.
 
-    SASS runs within its major version on the same or a later minor one; 'a' targets only on
-    exactly theirs.
+    SASS, and that of 'f' targets, runs within its major version on the same or a later minor one;
+    that of 'a' targets only on exactly theirs.
     """
     major, minor = compute_capability
     built_major, built_minor, suffix = parse_target(target)
     gpu = f"{major}.{minor}"
+    if suffix == "a" and (built_major, built_minor) != compute_capability:
+        return f"{target} code runs on exactly {built_major}.{built_minor}, this GPU is {gpu}"
     if built_major != major:
         return f"{target} code runs on {built_major}.x only, this GPU is {gpu}"
-    if suffix and built_minor != minor:
-        return f"{target} code runs on exactly {built_major}.{built_minor}, this GPU is {gpu}"
     if built_minor > minor:
         return f"{target} code needs {built_major}.{built_minor} or later, this GPU is {gpu}"
     return None
+
+
+def ptx_refusal(compute_capability: tuple[int, int], target: str) -> str | None:
+    """Why PTX for `target` cannot be compiled for the GPU; None if it can.
+
+    PTX is for every later architecture too; that of 'a' and 'f' targets goes no further than code.
+    """
+    major, minor, suffix = parse_target(target)
+    if suffix:
+        reason = refusal(compute_capability, target)
+        return reason and "PTX for " + reason.replace(" code", "", 1)
+    if (major, minor) <= compute_capability:
+        return None
+    gpu = "{}.{}".format(*compute_capability)
+    return f"PTX for {target} needs {major}.{minor} or later, this GPU is {gpu}"
 
 
 def resolve(compute_capability: tuple[int, int], candidates: Iterable[Candidate]) -> Resolution:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
 from operator import index
-from typing import Any
+from typing import Any, NamedTuple
 
 from .errors import LaunchConfigError, TensorError
 
-# NumPy-style type strings (CUDA array interface) and DLPack (code, bits) -> dtype token.
+# NumPy-style type strings (CUDA array interface) -> dtype token.
 _TYPESTR = {
     "b1": "bool",
     "i1": "int8",
@@ -29,9 +29,6 @@ _TYPESTR = {
     "f4": "fp32",
     "f8": "fp64",
 }
-_DLPACK_LETTER = {0: "i", 1: "u", 2: "f", 6: "b"}
-_DLPACK_BF16, _DLPACK_E4M3FN, _DLPACK_E5M2 = 4, 10, 12
-_DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged
 _TORCH_TOKENS = {
     "float16": "fp16",
     "bfloat16": "bf16",
@@ -44,8 +41,7 @@ _TORCH_TOKENS = {
 }
 
 
-@dataclass(frozen=True)
-class ArrayView:
+class ArrayView(NamedTuple):
     """A device array as a kernel sees it. Strides in elements; None where they are not known."""
 
     address: int
@@ -79,24 +75,41 @@ def torch_token(dtype: object) -> str | None:
     return _TORCH_TOKENS.get(str(dtype).removeprefix("torch."))
 
 
-def describe(value: Any) -> ArrayView | None:
+# What arrays of other libraries ask of the launch they go into: called with the stream that their
+# own work is on (None: the producer orders itself), gives the launch's stream, -1 for no order.
+Ready = Callable[[int | None], int]
+
+
+def describe(value: Any, ready: Ready | None = None) -> ArrayView | None:
     """`value` as an ArrayView, or None if it is no array.
 
-    Raises TensorError for an array that lives on the CPU or whose memory is gone.
+    ready: makes the work of another stream come first; None orders nothing.
+    Raises TensorError for an array that lives on the CPU, on several GPUs, or whose memory is gone.
     """
     torch = loaded_torch()
     if torch is not None and isinstance(value, torch.Tensor):
         return _describe_torch(value)
     if getattr(value, "is_freed", False):
         raise TensorError(f"{type(value).__name__} was freed")
-    # Numba and CuPy raise from the property for arrays that are not theirs to give.
-    interface = getattr(value, "__cuda_array_interface__", None)
-    if interface is not None:
-        return _describe_interface(value, interface)
-    if hasattr(value, "__array_interface__"):
-        raise TensorError(f"{type(value).__name__} is on the CPU; copy it to the GPU first")
+    module = type(value).__module__
+    if not module.startswith("jax"):
+        # Numba and CuPy raise from the property for arrays that are not theirs to give.
+        interface = getattr(value, "__cuda_array_interface__", None)
+        if interface is not None:
+            return _describe_interface(value, interface, ready)
+        if hasattr(value, "__array_interface__"):
+            raise TensorError(f"{type(value).__name__} is on the CPU; copy it to the GPU first")
+    elif type(value).__name__.endswith("Tracer"):
+        raise TensorError(
+            f"{type(value).__name__} has no memory: JAX is tracing (jit, vmap, grad) here"
+        )
+    elif hasattr(value, "is_deleted") and value.is_deleted():
+        raise TensorError(f"JAX's {type(value).__name__} was deleted or donated")
+    if module.startswith("cuda.core") and hasattr(value, "memory_resource"):
+        return _describe_buffer(value)
+    # JAX's arrays are promises: only its DLPack export can wait for the work that fills them.
     if hasattr(value, "__dlpack__") and hasattr(value, "__dlpack_device__"):
-        return _describe_dlpack(value)
+        return _describe_dlpack(value, ready)
     return None
 
 
@@ -119,71 +132,64 @@ def _describe_torch(tensor: Any) -> ArrayView:
     )
 
 
-def _describe_interface(value: Any, interface: dict[str, Any]) -> ArrayView:
-    typestr = str(interface["typestr"])
-    token = _TYPESTR.get(typestr[1:]) if typestr[:1] in "<|=" else None
-    # Types NumPy lacks travel as raw integers: an array that knows its token says so itself.
-    token = getattr(value, "dtype_token", None) or token
+def _describe_interface(value: Any, interface: dict[str, Any], ready: Ready | None) -> ArrayView:
+    typestr = interface["typestr"]
+    token = _TYPESTR.get(typestr[1:]) if typestr[0] in "<|=" else None
+    # Types NumPy lacks travel as raw bits: an array that knows its token or dtype says so itself.
+    own = getattr(value, "dtype_token", None)
+    if own is None and token is None:  # CuPy with ml_dtypes
+        token = torch_token(getattr(value, "dtype", None))
     shape = tuple(interface["shape"])
-    itemsize = int(typestr[2:]) if typestr[2:].isdigit() else 1
-    strides = interface.get("strides")
+    if (strides := interface.get("strides")) is None:
+        strides = contiguous_strides(shape)
+    else:
+        itemsize = int(typestr[2:]) if typestr[2:].isdigit() else 1
+        strides = tuple(stride // itemsize for stride in strides)
     device = getattr(value, "device", None)
     device = getattr(device, "id", device)  # CuPy: Device object; DeviceArray: int
+    # DeviceArray keeps account of its streams by itself.
+    if ready is not None and own is None and (stream := interface.get("stream")) is not None:
+        ready(int(stream))
     return ArrayView(
         int(interface["data"][0]),
-        token,
+        own or token,
         device if isinstance(device, int) else None,
         shape,
-        contiguous_strides(shape) if strides is None else tuple(s // itemsize for s in strides),
+        strides,
         value,
     )
 
 
-def _describe_dlpack(value: Any) -> ArrayView:
-    kind, device = (int(part) for part in value.__dlpack_device__())
-    if kind not in _DLPACK_CUDA:
-        raise TensorError(
-            f"{type(value).__name__} is not in CUDA memory (DLPack device type {kind}); "
-            "copy it to the GPU first"
-        )
-    # -1: no synchronisation by the producer; the caller orders streams, as with torch tensors.
-    capsule = value.__dlpack__(stream=-1)
-    get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
-    get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-    tensor = _DLTensor.from_address(get_pointer(capsule, b"dltensor"))
-    rank = tensor.ndim
-    shape = tuple(tensor.shape[:rank]) if rank else ()
-    strides = tuple(tensor.strides[:rank]) if rank and tensor.strides else contiguous_strides(shape)
-    code, bits = tensor.dtype_code, tensor.dtype_bits
-    special = {_DLPACK_BF16: "bf16", _DLPACK_E4M3FN: "e4m3", _DLPACK_E5M2: "e5m2"}
-    token = special.get(code) or _TYPESTR.get(f"{_DLPACK_LETTER.get(code, '?')}{max(1, bits // 8)}")
+def _describe_buffer(buffer: Any) -> ArrayView:
+    """cuda.core's Buffer: bytes without a dtype, which DLPack would call int8."""
+    if getattr(buffer, "is_closed", False) or not buffer.handle:
+        raise TensorError(f"cuda.core's {type(buffer).__name__} was closed")
+    if not buffer.is_device_accessible:
+        raise TensorError(f"cuda.core's {type(buffer).__name__} is memory that no GPU can reach")
+    # Pinned memory is no GPU's, and says so by an error; managed memory is every GPU's.
+    device = None if buffer.is_host_accessible else int(buffer.device_id)
+    return ArrayView(int(buffer.handle), None, device, (buffer.size,), (1,), buffer)
+
+
+def _describe_dlpack(value: Any, ready: Ready | None) -> ArrayView:
+    from . import dlpack
+
+    dlpack.device_of(value, "copy it to the GPU first")
+    given = dlpack.consume(value, -1 if ready is None else ready(None), any_dtype=True)
     return ArrayView(
-        (tensor.data or 0) + tensor.byte_offset,
-        token if tensor.dtype_lanes == 1 else None,
-        device,
-        shape,
-        strides,
-        (capsule, value),
+        given.address,
+        given.dtype.token or None,
+        given.device,
+        given.shape,
+        contiguous_strides(given.shape) if given.strides is None else given.strides,
+        (given.owner, value),
     )
-
-
-class _DLTensor(ctypes.Structure):
-    _fields_ = [
-        ("data", ctypes.c_void_p),
-        ("device_type", ctypes.c_int32),
-        ("device_id", ctypes.c_int32),
-        ("ndim", ctypes.c_int32),
-        ("dtype_code", ctypes.c_uint8),
-        ("dtype_bits", ctypes.c_uint8),
-        ("dtype_lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-    ]
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Row-major strides in elements."""
+    if len(shape) == 1:
+        return (1,)
     strides = [1] * len(shape)
     for axis in range(len(shape) - 2, -1, -1):
         strides[axis] = strides[axis + 1] * max(shape[axis + 1], 1)
@@ -210,33 +216,46 @@ def current_device() -> int:
     return 0
 
 
+def device_index(device: Any) -> int:
+    """The GPU's number in an int, or in a device of torch, cuda.core or CuPy; else TypeError."""
+    if not isinstance(device, int):
+        if type(device).__module__ == "torch" and device.type == "cuda":
+            return current_device() if device.index is None else int(device.index)
+        for name in ("device_id", "id"):  # cuda.core, CuPy
+            if isinstance(number := getattr(device, name, None), int):
+                return number
+    return index(device)
+
+
 def stream_handle(stream: Any, device: int) -> int:
     """The CUstream behind any kind of stream object, checked to be of `device` where it says."""
     if stream is None:
         return current_stream(device)
     handle: Any
+    of_device = None
     if isinstance(stream, int):
         handle = -1 if isinstance(stream, bool) else stream
     elif hasattr(stream, "cuda_stream"):  # torch
         handle = stream.cuda_stream
         of_device = getattr(stream, "device_index", None)
-        if isinstance(of_device, int) and of_device not in (-1, device):
-            raise LaunchConfigError(
-                f"stream belongs to device {of_device}, the params are on device {device}; "
-                f"pass a stream of device {device}"
-            )
-    elif hasattr(stream, "__cuda_stream__"):  # cuda.core and others: (version, handle)
+    elif hasattr(stream, "__cuda_stream__"):  # cuda.core, CuPy, Numba: (version, handle)
         pair = stream.__cuda_stream__
         pair = pair() if callable(pair) else pair
         handle = pair[1] if isinstance(pair, (tuple, list)) and len(pair) == 2 else None
+        of_device = getattr(stream, "device_id", None)
     elif hasattr(stream, "_as_parameter_"):
         handle = stream._as_parameter_
-    elif hasattr(stream, "ptr"):  # CuPy
+    elif hasattr(stream, "ptr"):  # older CuPy
         handle = stream.ptr
+        of_device = getattr(stream, "device_id", None)
+    elif hasattr(stream, "handle"):  # older Numba
+        handle = stream.handle
     else:
         handle = stream
     if isinstance(handle, ctypes._SimpleCData):
         handle = handle.value or 0
+    elif type(handle).__name__ in ("CUstream", "cudaStream_t"):  # cuda.bindings
+        handle = int(handle)
     try:
         handle = index(handle)
     except TypeError:
@@ -244,6 +263,11 @@ def stream_handle(stream: Any, device: int) -> int:
     if not 0 <= handle < 1 << 64:
         raise LaunchConfigError(
             f"stream={stream!r} is no stream: pass None, an int handle, or an object with "
-            "cuda_stream, __cuda_stream__, _as_parameter_ or ptr"
+            "cuda_stream, __cuda_stream__, _as_parameter_, ptr or handle"
+        )
+    if isinstance(of_device, int) and of_device not in (-1, device):
+        raise LaunchConfigError(
+            f"stream belongs to device {of_device}, the params are on device {device}; "
+            f"pass a stream of device {device}"
         )
     return handle

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from . import _cache
 from . import _tuning_file as file
 from ._tuning_file import Choice, Layout, Row, Section
 from .errors import CubinNotFoundError, TableError
@@ -45,14 +46,8 @@ def is_enabled() -> bool:
 
 
 def user_folder() -> Path | None:
-    """Where `kernel-hub tune` keeps its files; None for a user without a home."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(base):  # the specification: a relative one is to be ignored
-        home = os.path.expanduser("~")
-        if not os.path.isabs(home):
-            return None
-        base = os.path.join(home, ".cache")
-    return Path(base, "kernel_hub", "tuned")
+    """Where `kernel-hub tune` keeps its files; None for a user without a home, or without cache."""
+    return _cache.folder("tuned")
 
 
 def folder_name(gpu: Gpu) -> str:

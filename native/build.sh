@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds native/launcher.c -> kernel_hub/native/launcher_linux_x86_64.so, or with --check compares the two.
+# Builds native/launcher.c and .h -> kernel_hub/native/launcher_linux_x86_64.so, or with --check compares the two.
 # Reproducible with one compiler version, which is recorded beside the library.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -12,7 +12,7 @@ if [ "$(uname -sm)" != "Linux x86_64" ]; then
 fi
 compiler=$($CC --version | head -n 1)
 record="$compiler
-$(sha256sum native/launcher.c | cut -d ' ' -f 1)"
+$(cat native/launcher.h native/launcher.c | sha256sum | cut -d ' ' -f 1)"
 made=$(mktemp)
 trap 'rm -f "$made"' EXIT
 $CC -std=gnu11 -O2 -fPIC -shared -nostdlib -ffreestanding -fvisibility=default -fno-ident -fno-stack-protector \

@@ -7,143 +7,7 @@
 // library: it names a few functions of Python's stable ABI, which the process that loads it
 // (through ctypes) already has. One file therefore serves CPython 3.10 and all later ones.
 
-typedef unsigned char uint8;
-typedef unsigned int uint32;
-typedef unsigned long long uint64;
-typedef long long int64;
-typedef long ssize;
-
-// Python's stable ABI, as much as is used. An object begins with its reference count and its type.
-typedef struct Object {
-    ssize count;
-    void* type;
-} Object;
-typedef struct {
-    const char* name;
-    void* function;
-    int flags;
-    const char* text;
-} MethodDef;
-
-extern char PyLong_Type[], PyFloat_Type[], PyTuple_Type[], PyList_Type[];
-extern Object _Py_NoneStruct, _Py_TrueStruct;
-extern Object* PyObject_GetAttr(Object*, Object*);
-extern Object* PyObject_CallMethodObjArgs(Object*, Object*, ...);
-extern Object* PyObject_CallFunctionObjArgs(Object*, ...);
-extern Object* PyObject_Call(Object*, Object*, Object*);
-extern Object* PyTuple_New(ssize);
-extern int PyTuple_SetItem(Object*, ssize, Object*);
-extern Object* PyTuple_GetItem(Object*, ssize);
-extern ssize PyTuple_Size(Object*);
-extern Object* PyList_GetItem(Object*, ssize);
-extern ssize PyList_Size(Object*);
-extern Object* PyDict_New(void);
-extern int PyDict_SetItem(Object*, Object*, Object*);
-extern uint64 PyLong_AsUnsignedLongLong(Object*);
-extern int64 PyLong_AsLongLongAndOverflow(Object*, int*);
-extern double PyFloat_AsDouble(Object*);
-extern Object* PyErr_Occurred(void);
-extern void PyErr_Clear(void);
-extern void Py_IncRef(Object*);
-extern void Py_DecRef(Object*);
-extern void* PyEval_SaveThread(void);
-extern void PyEval_RestoreThread(void*);
-extern Object* PyCFunction_NewEx(MethodDef*, Object*, Object*);
-extern Object* PyCapsule_New(void*, const char*, void*);
-extern void* PyCapsule_GetPointer(Object*, const char*);
-
-#define NONE (&_Py_NoneStruct)
-#define IS(object, kind) ((object)->type == (void*)(kind))
-#define METH_FASTCALL_KEYWORDS 0x0082
-#define MAX_PARAMS 64
-#define CAPSULE "kernel_hub.launcher"
-
-typedef int (*current_context_fn)(void** context);
-typedef int (*launch_ex_fn)(const void* config, void* function, void** params, void** extra);
-
-// Kinds of parameter; kernel_hub/_native.py has the same list.
-enum { POINTER, INT, FLOAT, DOUBLE };
-
-typedef struct {
-    uint32 kind;
-    uint32 size_bytes;
-    int64 least;
-    int64 most;
-    Object* dtype;        // the torch dtype a POINTER's tensor must have; null: any
-    uint32 dlpack_dtype;  // the same as DLPack's code, bits and lanes; 0: any
-    uint32 pad;
-} Param;
-
-// DLPack's C exchange API (DLPack 1.3), as torch offers it from 2.11 on.
-typedef struct {
-    void* data;
-    int device_type, device_id;
-    int ndim;
-    uint32 dtype;  // code, bits, lanes: 8, 8 and 16 bits
-    int64 *shape, *strides;
-    uint64 byte_offset;
-} DLTensor;
-typedef int (*dltensor_fn)(void* object, DLTensor* out);
-typedef int (*work_stream_fn)(int device_type, int device_id, void** stream);
-#define DLPACK_CUDA 2
-
-// The device of a launcher. A NULL stream means the current context, which is asked for where there
-// are several GPUs.
-typedef struct {
-    int device;
-    int pad;
-    void* context;
-    current_context_fn current_context;  // null: one GPU
-} Place;
-
-// Filled in by kernel_hub/_native.py, which keeps every object alive as long as the function.
-typedef struct {
-    launch_ex_fn launch_ex;
-    void* function;
-    Object* fallback;        // the Python launcher, same arguments
-    Object* current_stream;  // device -> handle of torch's current stream
-    Object* device;          // the device's number as an int
-    Object* names[5];        // gridDim, blockDim, sharedMemBytes, stream, params, interned
-    Object *name_dtype, *name_is_cuda, *name_data_ptr;
-    void* tensor_types[2];       // torch.Tensor and Parameter, whose objects `as_dltensor` takes
-    dltensor_fn as_dltensor;     // null where torch has none
-    work_stream_fn work_stream;  // null where torch has none
-    Place place;
-    uint32 max_grid[3];
-    uint32 max_block[3];
-    uint32 required_block[3];  // zeros: any
-    uint32 cluster[3];         // compiled-in cluster, at least 1 each
-    uint32 max_threads;
-    uint32 num_params;
-    uint64 shared_ready;  // bytes of dynamic shared memory that need no further opt-in
-    Param params[MAX_PARAMS];
-} State;
-
-typedef struct {
-    uint32 grid[3];
-    uint32 block[3];
-    uint32 shared_bytes;
-    uint32 pad;
-    void* stream;
-    void* attributes;
-    uint32 num_attributes;
-    uint32 tail;
-} Config;
-
-// Filled in by kernel_hub/_native.py too.
-typedef struct {
-    launch_ex_fn launch_ex;
-    void* function;
-    void** addresses;
-    Object* fallback;
-    Object* current_stream;  // null: the stream in `config` stays
-    Object* device;
-    work_stream_fn work_stream;
-    Place place;
-    Config config;
-} Bound;
-
-_Static_assert(sizeof(Config) == 56, "CUlaunchConfig has 56 bytes");
+#include "launcher.h"
 
 // An exact int within [least, most]; 0 where it is not one.
 static inline int read_int(Object* value, int64 least, int64 most, int64* result) {
@@ -153,7 +17,7 @@ static inline int read_int(Object* value, int64 least, int64 most, int64* result
     return !overflow && *result >= least && *result <= most;
 }
 
-// An int or a tuple of three ints, each from 1 to its limit.
+// An int or a tuple of 1 to 3 ints, each from 1 to its limit.
 static inline int read_dims(Object* value, const uint32* most, uint32* result) {
     int64 number;
     result[0] = result[1] = result[2] = 1;
@@ -162,8 +26,9 @@ static inline int read_dims(Object* value, const uint32* most, uint32* result) {
         result[0] = (uint32)number;
         return 1;
     }
-    if (!IS(value, PyTuple_Type) || PyTuple_Size(value) != 3) return 0;
-    for (int axis = 0; axis < 3; ++axis) {
+    const ssize size = IS(value, PyTuple_Type) ? PyTuple_Size(value) : 0;
+    if (size < 1 || size > 3) return 0;
+    for (ssize axis = 0; axis < size; ++axis) {
         if (!read_int(PyTuple_GetItem(value, axis), 1, most[axis], &number)) return 0;
         result[axis] = (uint32)number;
     }
@@ -203,11 +68,11 @@ static inline int read_param(const State* s, const Param* param, Object* value, 
                 *slot = 0;
                 return param->most != 0;
             }
-            return (*slot = read_tensor(s, param, value)) != 0;
+            return (*slot = read_tensor(s, param, value)) != 0 && !(*slot & param->zero_bits);
         case INT:
             if (!read_int(value, param->least, param->most, &number)) return 0;
             *slot = (uint64)number;
-            return 1;
+            return !(*slot & param->zero_bits);
         default: {
             if (!IS(value, PyFloat_Type)) return 0;
             const double wide = PyFloat_AsDouble(value);
@@ -265,7 +130,63 @@ static inline int read_arguments(const State* s, Object* const* args, ssize coun
         if (at == 5 || given[at]) return 0;
         given[at] = args[count + i];
     }
-    return given[0] && given[1] && given[4];
+    return given[0] && given[4];
+}
+
+// Block and shared memory, given or fixed; 0 where the Python launcher has to look.
+static inline int read_block(const State* s, Object* block, Object* shared, Config* config) {
+    if (s->fixed_block[0]) {
+        if ((block && block != NONE) || (shared && shared != NONE)) return 0;
+        __builtin_memcpy(config->block, s->fixed_block, sizeof config->block);
+        config->shared_bytes = s->fixed_shared;
+        return 1;
+    }
+    if (!block || !read_dims(block, s->max_block, config->block)) return 0;
+    int64 shared_bytes = 0;
+    if (shared && !read_int(shared, 0, (int64)s->shared_ready, &shared_bytes)) return 0;
+    config->shared_bytes = (uint32)shared_bytes;
+    return 1;
+}
+
+// The shape is what the function was compiled for; 0 where it is not.
+static inline int fits(const State* s, const Config* config) {
+    if (config->block[0] * config->block[1] * config->block[2] > s->max_threads) return 0;
+    for (int axis = 0; axis < 3; ++axis) {
+        if (s->required_block[axis] && config->block[axis] != s->required_block[axis]) return 0;
+        if (config->grid[axis] % s->cluster[axis]) return 0;
+    }
+    return 1;
+}
+
+// The values of a launch, as the driver takes them. `count` is that of a moment when the launcher
+// was armed: another thread may disarm it meanwhile.
+typedef struct {
+    uint32 count;
+    int num_tensors;
+    uint64 null;
+    uint64 values[MAX_PARAMS];
+    void* addresses[MAX_PARAMS];
+} Values;
+
+static inline int read_value(const State* s, uint32 index, Object* value, Values* v) {
+    if (!read_param(s, &s->params[index], value, &v->values[index])) return 0;
+    v->num_tensors += s->params[index].kind == POINTER && v->values[index];
+    v->addresses[index] = &v->values[index];
+    return 1;
+}
+
+// 1: launched. 0: nothing has happened.
+static inline int send(const State* s, Config* config, Values* v, Object* stream) {
+    v->null = 0;
+    for (uint32 i = v->count; i < v->count + s->num_hidden; ++i) v->addresses[i] = &v->null;
+    // Without a tensor the current device decides, which Python knows.
+    if (s->place.current_context && !v->num_tensors) return 0;
+    if (!read_stream(&s->place, s->work_stream, s->current_stream, s->device,
+                     stream ? stream : NONE, &config->stream)) {
+        return 0;
+    }
+    // A failed launch is made again by the Python launcher, which recovers or says why it failed.
+    return call_driver(&s->place, s->launch_ex, config, s->function, v->addresses) == 0;
 }
 
 // 1: launched. 0: left to the Python launcher; nothing has happened.
@@ -276,45 +197,50 @@ static int try_launch(const State* s, Object* const* args, ssize count, Object* 
     Config config;
     __builtin_memset(&config, 0, sizeof config);
     if (!read_dims(given[0], s->max_grid, config.grid)) return 0;
-    if (!read_dims(given[1], s->max_block, config.block)) return 0;
-    if (config.block[0] * config.block[1] * config.block[2] > s->max_threads) return 0;
-    for (int axis = 0; axis < 3; ++axis) {
-        if (s->required_block[axis] && config.block[axis] != s->required_block[axis]) return 0;
-        if (config.grid[axis] % s->cluster[axis]) return 0;
-    }
-    int64 shared_bytes = 0;
-    if (given[2] && !read_int(given[2], 0, (int64)s->shared_ready, &shared_bytes)) return 0;
-    config.shared_bytes = (uint32)shared_bytes;
+    if (!read_block(s, given[1], given[2], &config) || !fits(s, &config)) return 0;
 
     // A list may be changed by code that a tensor's attribute runs: hold each value while it is
     // read.
     Object* params = given[4];
-    const uint32 num_params = s->num_params;  // another thread may disarm this launcher meanwhile
+    Values v;
+    v.count = s->num_params, v.num_tensors = 0;
     const int is_list = IS(params, PyList_Type);
     if (!is_list && !IS(params, PyTuple_Type)) return 0;
-    if ((is_list ? PyList_Size(params) : PyTuple_Size(params)) != (ssize)num_params) return 0;
-    uint64 values[MAX_PARAMS];
-    void* addresses[MAX_PARAMS];
-    int num_tensors = 0;
-    for (uint32 i = 0; i < num_params; ++i) {
+    if ((is_list ? PyList_Size(params) : PyTuple_Size(params)) != (ssize)v.count) return 0;
+    for (uint32 i = 0; i < v.count; ++i) {
         Object* value = is_list ? PyList_GetItem(params, i) : PyTuple_GetItem(params, i);
         if (!value) return 0;
         Py_IncRef(value);
-        const int fits = read_param(s, &s->params[i], value, &values[i]);
+        const int taken = read_value(s, i, value, &v);
         Py_DecRef(value);
-        if (!fits) return 0;
-        num_tensors += s->params[i].kind == POINTER && values[i];
-        addresses[i] = &values[i];
+        if (!taken) return 0;
     }
-    // Without a tensor the current device decides, which Python knows.
-    if (s->place.current_context && !num_tensors) return 0;
-    Object* stream = given[3] ? given[3] : NONE;
-    if (!read_stream(&s->place, s->work_stream, s->current_stream, s->device, stream,
-                     &config.stream)) {
-        return 0;
+    return send(s, &config, &v, given[3]);
+}
+
+// The same for a launch whose grid is known: its arguments are the parameters and, by name, the
+// stream.
+static int try_launch_at(const At* at, Object* const* args, ssize count, Object* names) {
+    const State* s = at->state;
+    Config config;
+    __builtin_memset(&config, 0, sizeof config);
+    __builtin_memcpy(config.grid, at->grid, sizeof config.grid);
+    for (int axis = 0; axis < 3; ++axis) {
+        if (config.grid[axis] > s->max_grid[axis]) return 0;
     }
-    // A failed launch is made again by the Python launcher, which recovers or says why it failed.
-    return call_driver(&s->place, s->launch_ex, &config, s->function, addresses) == 0;
+    if (!read_block(s, 0, 0, &config) || !fits(s, &config)) return 0;
+    Values v;
+    v.count = s->num_params, v.num_tensors = 0;
+    if (count != (ssize)v.count) return 0;
+    Object* stream = 0;
+    if (names) {
+        if (PyTuple_Size(names) != 1 || PyTuple_GetItem(names, 0) != s->names[3]) return 0;
+        stream = args[count];
+    }
+    for (uint32 i = 0; i < v.count; ++i) {
+        if (!read_value(s, i, args[i], &v)) return 0;
+    }
+    return send(s, &config, &v, stream);
 }
 
 // The same call on the Python launcher.
@@ -365,9 +291,18 @@ static Object* launch_bound(Object* self, Object* const* args, ssize count, Obje
     return fall_back(b->fallback, args, count, names);
 }
 
+// Its object is a tuple: the capsule, and what keeps the rest alive.
+static Object* launch_at(Object* self, Object* const* args, ssize count, Object* names) {
+    const At* at = PyCapsule_GetPointer(PyTuple_GetItem(self, 0), CAPSULE);
+    if (!at) return 0;
+    return try_launch_at(at, args, count, names) ? none()
+                                                 : fall_back(at->fallback, args, count, names);
+}
+
 static MethodDef methods[] = {
     {"launch", launch, METH_FASTCALL_KEYWORDS, "A launch; see KernelFunction."},
     {"launch_bound", launch_bound, METH_FASTCALL_KEYWORDS, "A bound launch; see BoundLaunch."},
+    {"launch_at", launch_at, METH_FASTCALL_KEYWORDS, "A launch of one grid; its parameters."},
 };
 
 static Object* make(MethodDef* method, void* state) {
@@ -375,6 +310,22 @@ static Object* make(MethodDef* method, void* state) {
     if (!capsule) return 0;
     Object* made = PyCFunction_NewEx(method, capsule, 0);
     Py_DecRef(capsule);
+    return made;
+}
+
+// The callable for an At; `keep` lives as long as it.
+Object* kernel_hub_make_at(At* at, Object* keep) {
+    Object* capsule = PyCapsule_New(at, CAPSULE, 0);
+    Object* both = capsule ? PyTuple_New(2) : 0;
+    if (!both) {
+        if (capsule) Py_DecRef(capsule);
+        return 0;
+    }
+    Py_IncRef(keep);
+    PyTuple_SetItem(both, 0, capsule);
+    PyTuple_SetItem(both, 1, keep);
+    Object* made = PyCFunction_NewEx(&methods[2], both, 0);
+    Py_DecRef(both);
     return made;
 }
 
@@ -388,5 +339,5 @@ Object* kernel_hub_make_bound(Bound* bound) {
 
 // What _native.py compares with its own idea of the layouts before it uses anything here.
 uint64 kernel_hub_state_bytes(void) {
-    return sizeof(State) << 32 | sizeof(Bound);
+    return sizeof(State) << 32 | sizeof(Bound) << 16 | sizeof(At);
 }

@@ -12,6 +12,7 @@ import gc
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -28,6 +29,10 @@ from kernel_hub import Kernel, KernelFunction, driver, tensors
 ROOT = Path(__file__).resolve().parent.parent
 # What `kernel-hub tune` left on this machine is no part of what is tested.
 os.environ["KERNEL_HUB_TUNED"] = "0"
+# Nor what it compiled before; and nothing that is compiled here stays.
+_cache_home = tempfile.TemporaryDirectory(prefix="kernel_hub_cache_")
+os.environ["XDG_CACHE_HOME"] = _cache_home.name
+os.environ.pop("KERNEL_HUB_CACHE", None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -13,6 +13,7 @@ import argparse
 import collections
 import concurrent.futures
 import ctypes
+import fnmatch
 import json
 import os
 import select
@@ -184,7 +185,7 @@ class Worker:
         return line.decode()
 
 
-def bases() -> dict[str, bytes]:
+def bases(pattern: str) -> dict[str, bytes]:
     """The sound cubins for sm90: the fixtures of the tests and what the project ships."""
     from kernel_hub.cubin import read_cubin
 
@@ -194,6 +195,8 @@ def bases() -> dict[str, bytes]:
         *sorted((ROOT / "cubins/sm90").glob("*.cubin")),
     ):
         image = path.read_bytes()
+        if not fnmatch.fnmatch(path.name, pattern):
+            continue
         if read_cubin(image).compute_capability == (9, 0):
             found[path.relative_to(ROOT).as_posix()] = image
     return found
@@ -203,26 +206,41 @@ def mutations(options: argparse.Namespace) -> Iterator[tuple[Mutation | None, st
     """(mutation or None for the sound images first, name, image)"""
     import mutate
 
-    images = bases()
+    images = bases(options.bases)
+    if options.fatbins:
+        paths = sorted((ROOT / "tests/cubin/data").glob("*.fatbin"))
+        images = {path.name: path.read_bytes() for path in paths}
     yield from ((None, name, image) for name, image in images.items())
     kinds = tuple(options.kinds.split(",")) if options.kinds else mutate.KINDS
-    mutator = mutate.Mutator(images, options.seed, kinds)
+    mutator: mutate.Mutator | mutate.FatbinMutator = (
+        mutate.FatbinMutator(images, options.seed)
+        if options.fatbins
+        else mutate.Mutator(images, options.seed, kinds)
+    )
     options.spans = mutator.spans
+    started = time.monotonic()
     for index in range(options.first, options.first + options.images):
+        if options.seconds and time.monotonic() - started > options.seconds:
+            return
         mutation = mutator.make(index)
         yield mutation, mutation.base, mutation.image
 
 
-def refusal(image: bytes) -> str | None:
-    """Why the validator refuses the image; any other exception is our fault and ends the run."""
-    from kernel_hub.cubin import read_cubin
-    from kernel_hub.errors import CubinCorruptError
+def passed(image: bytes) -> bytes | None:
+    """What goes to the driver; None when the image is refused, or goes to a child process first.
+
+    PTX stays here: nothing loads it.
+
+    Any other exception is our fault and ends the run.
+    """
+    from kernel_hub._foreign import ForeignImage
+    from kernel_hub.errors import CubinCorruptError, CubinNotFoundError
 
     try:
-        read_cubin(image)
-    except CubinCorruptError as error:
-        return str(error)
-    return None
+        chosen = ForeignImage(image, "x").choose((9, 0))
+    except (CubinCorruptError, CubinNotFoundError):
+        return None
+    return None if chosen.jit_target or chosen.kind == "fatbin" else chosen.read()
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:
@@ -283,9 +301,12 @@ def run(options: argparse.Namespace) -> dict[str, object]:
         for mutation, name, image in mutations(options):
             if mutation is not None:
                 kinds[mutation.kind]["images"] += 1
-                if not options.no_validate and refusal(image) is not None:
-                    kinds[mutation.kind]["invalid"] += 1
-                    continue
+                if not options.no_validate:
+                    kept = passed(image)
+                    if kept is None:
+                        kinds[mutation.kind]["invalid"] += 1
+                        continue
+                    image = kept
                 kinds[mutation.kind]["passed"] += 1
             slots.acquire()
             futures.append(pool.submit(send, mutation, name, image))
@@ -317,6 +338,9 @@ def main() -> None:
     parser.add_argument(
         "--kinds", default="", help="comma-separated kinds of damage (default: all)"
     )
+    parser.add_argument("--bases", default="*", help="damage only files like this: 'cuda1*'")
+    parser.add_argument("--fatbins", action="store_true", help="damage the fatbins of the tests")
+    parser.add_argument("--seconds", type=float, default=0, help="stop early after so long")
     parser.add_argument(
         "--timeout",
         type=float,

@@ -18,8 +18,10 @@ each = pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 
 def run(example: Path, cwd: Path, **env: str) -> str:
     """What the example prints; it must succeed."""
-    if "import torch" in example.read_text() and importlib.util.find_spec("torch") is None:
-        pytest.skip("torch is not installed")
+    for package in ("torch", "triton"):
+        text = f"import {package}\n"
+        if text in example.read_text() and importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
     done = subprocess.run(
         [sys.executable, str(example)],
         cwd=cwd,

@@ -12,9 +12,34 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..errors import KernelHubError
-from . import bench, build, demo, doctor, export, inspect, listing, new, tune, verify
+from . import (
+    bench,
+    build,
+    build_triton,
+    cpm_alias,
+    demo,
+    doctor,
+    export,
+    inspect,
+    listing,
+    new,
+    tune,
+    verify,
+)
 
-COMMANDS = (listing, inspect, doctor, verify, demo, bench, tune, new, export)
+COMMANDS = (
+    listing,
+    inspect,
+    doctor,
+    verify,
+    demo,
+    bench,
+    tune,
+    new,
+    export,
+    build_triton,
+    cpm_alias,
+)
 ERROR = 2
 
 

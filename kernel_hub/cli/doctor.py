@@ -24,6 +24,7 @@ EXAMPLE = "kernel-hub doctor || echo 'no launches on this machine'"
 
 # Driver calls kernel_hub does without: since which CUDA, and what is lost without them.
 OPTIONAL_CALLS = {
+    "cuGetErrorString": ("6.0", "clients of cpm_kernels are not told the driver's own words"),
     "cuLibraryGetKernelCount": ("12.4", "a compressed fatbin's functions cannot be counted"),
     "cuLibraryEnumerateKernels": ("12.4", "a compressed fatbin's functions cannot be listed"),
     "cuKernelGetName": ("12.3", "a compressed fatbin's functions cannot be named"),

@@ -17,10 +17,24 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", nargs="+", metavar="NAME", help="cubins, as in kernel-hub list")
     parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="folder to write to")
     parser.add_argument("--arch", action="append", metavar="SM", help="only this build: sm80, …")
+    parser.add_argument("--prefix", default="", help="put before each file's and function's name")
+    parser.add_argument("--dlpack", action="store_true", help="also functions on DLTensors")
+    parser.add_argument(
+        "--tvm-ffi", action="store_true", help="also TVM-FFI functions (apache-tvm-ffi), and dlpack"
+    )
     parser.add_argument("--package", default="kernel_hub", help="whose cubins")
 
 
 def run(args: argparse.Namespace) -> int:
-    for path in c_export.export(args.names, args.to, package=args.package, archs=args.arch):
+    written = c_export.export(
+        args.names,
+        args.to,
+        package=args.package,
+        archs=args.arch,
+        prefix=args.prefix,
+        dlpack=args.dlpack,
+        tvm_ffi=args.tvm_ffi,
+    )
+    for path in written:
         _console.note(f"{path}  {_console.size(path.stat().st_size)}")
     return 0

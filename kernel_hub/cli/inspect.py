@@ -9,7 +9,16 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ..cubin import CubinInfo, PtxInfo, SectionInfo, image_kind, read_cubin, read_fatbin, read_ptx
+from ..cubin import (
+    CubinInfo,
+    PtxInfo,
+    SectionInfo,
+    driver_of,
+    image_kind,
+    read_cubin,
+    read_fatbin,
+    read_ptx,
+)
 from ..errors import (
     CubinCorruptError,
     CubinNotFoundError,
@@ -107,14 +116,17 @@ def _signature(info: CubinInfo, name: str, declared: Any) -> str:
 def _fatbin(image: Image) -> dict[str, Any]:
     entries = []
     for number, entry in enumerate(read_fatbin(image.data).entries):
-        major, minor = entry.compute_capability
-        prefix = "sm" if entry.kind == "cubin" else "compute"
+        target = entry.target if entry.kind == "cubin" else entry.target.replace("sm", "compute")
         row: dict[str, Any] = {
             "kind": entry.kind,
-            "target": f"{prefix}_{major}{minor}{'a' * entry.arch_specific}",
+            "target": target,
             "compressed": entry.compressed,
             "size_bytes": entry.size_bytes,
         }
+        if entry.kind == "ptx":
+            row["version"] = entry.version
+        if entry.unread:
+            row["unread"] = entry.unread
         if entry.image is not None:
             row["contents"] = describe(Image(f"{image.label} entry {number}", entry.image))
         entries.append(row)
@@ -127,10 +139,16 @@ def _ptx(image: Image) -> dict[str, Any]:
         name: {
             "signature": f"{name}({', '.join(f'{p.type} {p.name}' for p in params)})",
             "params": [dataclasses.asdict(param) for param in params],
+            "required_block": info.required_blocks.get(name),
         }
         for name, params in info.functions.items()
     }
-    return {"version": info.version, "target": info.target, "functions": functions}
+    return {
+        "version": info.version,
+        "target": info.target,
+        "minimum_driver": driver_of(info.version),
+        "functions": functions,
+    }
 
 
 def only_function(described: dict[str, Any], name: str) -> dict[str, Any]:
@@ -172,15 +190,28 @@ def _print(one: dict[str, Any]) -> None:
     _console.heading(f"{one['image']}: {one['kind']}, {_console.size(one['size_bytes'])}")
     if one["kind"] == "fatbin":
         for entry in one["entries"]:
-            state = "compressed: only the driver can read it" if entry["compressed"] else ""
-            size = _console.size(entry["size_bytes"])
-            _console.note(f"  {entry['kind']} {entry['target']}, {size} {state}".rstrip())
+            notes = [_console.size(entry["size_bytes"])]
+            if "version" in entry:
+                notes.append("PTX {}.{}".format(*entry["version"]))
+            if entry["compressed"]:
+                notes.append("compressed")
+            if "unread" in entry:
+                notes.append(f"not read ({entry['unread']})")
+            elif "contents" not in entry:
+                notes.append("only the driver can unpack it (zstd: install kernel_hub[fatbin])")
+            _console.note(f"  {entry['kind']} {entry['target']}, {', '.join(notes)}")
             if "contents" in entry:
                 _print(entry["contents"])
         return
     if one["kind"] == "ptx":
         version = ".".join(map(str, one["version"]))
-        _console.note(f"  PTX {version} for {one['target']}: the driver compiles it at load")
+        needed = "{}.{}".format(*divmod(one["minimum_driver"] // 10, 100))
+        suffix = one["target"][-1]
+        gpus = {"a": "exactly that GPU", "f": "its family"}.get(suffix, "that GPU and later ones")
+        _console.note(
+            f"  PTX {version} for {one['target']} ({gpus}): a driver of CUDA {needed} or later "
+            "compiles it at load"
+        )
         for function in one["functions"].values():
             _console.note(f"  {function['signature']}")
         return

@@ -21,7 +21,7 @@ from .model import (
     PtxParam,
     SectionInfo,
 )
-from .ptx import looks_like_ptx, read_ptx
+from .ptx import driver_of, looks_like_ptx, read_ptx
 from .reader import read_cubin
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "PtxInfo",
     "PtxParam",
     "SectionInfo",
+    "driver_of",
     "image_kind",
     "read_cubin",
     "read_fatbin",

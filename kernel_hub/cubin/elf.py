@@ -1,4 +1,4 @@
-"""The ELF frame of a cubin: header, section headers, program headers, and the layout of the file.
+"""The ELF frame of a cubin: header, section headers and program headers.
 
 Everything a compiler writes here is canonical, so everything is checked for equality, not for
 plausibility. Knows no CUDA section by name beyond the first three.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
 from ..errors import CubinCorruptError
@@ -17,24 +16,17 @@ PROGBITS, SYMTAB, STRTAB, RELA, NOTE, NOBITS, REL = 1, 2, 3, 4, 7, 8, 9
 MERCURY_NOBITS = 0x70000015  # reserved shared memory beside Mercury code
 # From here on cubins carry a second, intermediate code; kernel_hub inspects them, never loads them.
 MERCURY_SM = 100
-SHF_WRITE, SHF_ALLOC, SHF_EXECINSTR = 1, 2, 4
 
 _HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
 _SECTION = struct.Struct("<IIQQQQIIQQ")
 _SEGMENT = struct.Struct("<IIQQQQQQ")
 
 _ABIS = {(0x33, 7), (0x41, 8)}
+# 11.0 to 11.4 have no segment for the program headers, 11.5 to 11.7 no program headers at all.
+FIRST_SOUND_SEGMENTS = 118
 _KNOWN_SM = {70, 72, 75, 80, 86, 87, 88, 89, 90, 100, 101, 103, 110, 120, 121}
 _OLD_SM = {20, 21, 30, 32, 35, 37, 50, 52, 53, 60, 61, 62}
-_MACHINES = {
-    3: "x86",
-    40: "Arm",
-    62: "x86-64",
-    183: "AArch64",
-    224: "AMD GPU",
-    243: "RISC-V",
-    247: "BPF",
-}
+_MACHINES = {3: "x86", 40: "Arm", 62: "x86-64", 183: "AArch64", 224: "AMD GPU", 247: "BPF"}
 _ELF_TYPES = {
     1: "a relocatable object (link it with nvlink first)",
     3: "a shared library",
@@ -71,7 +63,7 @@ class Segment(NamedTuple):
 
 
 class Elf(NamedTuple):
-    """A cubin whose frame is sound: every section lies inside `image`."""
+    """A cubin whose tables are sound."""
 
     image: bytes
     os_abi: int
@@ -79,8 +71,14 @@ class Elf(NamedTuple):
     version: int
     sm: int
     arch_flag: bool
+    shoff: int
     sections: tuple[Section, ...]
+    segments: list[Segment]
     by_name: dict[str, Section]
+
+    def is_before(self, toolkit: int) -> bool:
+        """Whether a toolkit before `toolkit` (118 for 11.8) wrote it; ABI 8 began with 12.8."""
+        return _is_before(self.os_abi, self.version, toolkit)
 
 
 def corrupt(message: str, offset: int | None = None) -> NoReturn:
@@ -94,23 +92,25 @@ def align_up(value: int, align: int) -> int:
 
 
 def read_elf(image: bytes) -> Elf:
-    """Check header, tables and layout of `image`; what comes back is safe to index."""
+    """Check header and tables of `image`; where sections lie, `layout` checks."""
     header = _read_header(image)
     os_abi, abi_version, version, flags, shoff, shnum = header
     sm, arch_flag = _read_flags(flags, os_abi)
     raw = list(_SECTION.iter_unpack(image[shoff : shoff + 64 * shnum]))
     sections = _name_sections(image, raw, shoff)
-    phoff = shoff + 64 * shnum
-    segments = _read_segments(image, phoff)
-    if sm < MERCURY_SM:
-        _check_layout(image, sections, shoff)
-        _check_segments(sections, segments, phoff, sm)
-    else:
-        _check_bounds(sections, segments, shoff, len(image))
+    segments = _read_segments(image, shoff + 64 * shnum)
     by_name = {section.name: section for section in sections}
     if len(by_name) != shnum:
         corrupt("two sections have the same name", shoff)
-    return Elf(image, os_abi, abi_version, version, sm, arch_flag, sections, by_name)
+    return Elf(
+        image, os_abi, abi_version, version, sm, arch_flag, shoff, sections, segments, by_name
+    )
+
+
+def unread_architecture(sm: int) -> str:
+    """Why no cubin for `sm` is read, or ''."""
+    old = "an architecture before sm_70"
+    return "" if sm in _KNOWN_SM else old if sm < 70 else "an unknown architecture"
 
 
 def read_names(image: bytes, offset: int, size: int, what: str) -> dict[int, str]:
@@ -183,22 +183,28 @@ def _read_header(image: bytes) -> tuple[int, int, int, int, int, int]:
         corrupt("ELF identification is not that of a cubin", 6)
     if not (version == 1 if ident[7] == 0x41 else 100 <= version < 200):
         corrupt(f"ELF version {version} belongs to no known toolkit", 20)
-    if (entry, ehsize, phentsize, shentsize, shstrndx) != (0, 64, 56, 64, 1):
+    bare = phnum == 0 and _is_before(ident[7], version, FIRST_SOUND_SEGMENTS)
+    if (entry, ehsize, phentsize, shentsize, shstrndx) != (0, 64, 0 if bare else 56, 64, 1):
         corrupt(
             "ELF header: entry point, header sizes or string table index are not those of a cubin",
             24,
         )
-    if shnum < 4 or phnum < 2 or shoff % 8 or shoff < 64:
+    if shnum < 4 or (phnum < 2 and not bare) or shoff < 64:
         corrupt(
             f"ELF header: {shnum} sections at {shoff:#x}, {phnum} segments: no cubin has that", 40
         )
-    if phoff != shoff + 64 * shnum:
+    end = shoff + 64 * shnum
+    if phoff != (0 if bare else end):
         corrupt(f"program headers at {phoff:#x} do not follow the section headers", 32)
-    end = phoff + 56 * phnum
+    end += 56 * phnum
     if end != len(image):
         what = "truncated" if end > len(image) else "trailing bytes"
         corrupt(f"{what}: {len(image)} bytes, the tables end at {end}", min(end, len(image)))
     return ident[7], ident[8], version, flags, shoff, shnum
+
+
+def _is_before(os_abi: int, version: int, toolkit: int) -> bool:
+    return os_abi == 0x33 and version < toolkit
 
 
 def _read_flags(flags: int, os_abi: int) -> tuple[int, bool]:
@@ -218,7 +224,7 @@ def _read_flags(flags: int, os_abi: int) -> tuple[int, bool]:
             and (virtual in _KNOWN_SM or virtual in _OLD_SM)
         )
     if sm in _OLD_SM:
-        corrupt(f"built for sm_{sm}: architectures before sm_70 are not read", 48)
+        corrupt(f"built for sm_{sm}, {unread_architecture(sm)}: that is not read", 48)
     if not sound or sm not in _KNOWN_SM or (arch_flag and sm < 90):
         corrupt(f"ELF flags {flags:#x} name no known architecture", 48)
     return sm, arch_flag
@@ -250,58 +256,6 @@ def _name_sections(image: bytes, raw: list[tuple[int, ...]], shoff: int) -> tupl
     return tuple(sections)
 
 
-def _check_layout(image: bytes, sections: Sequence[Section], shoff: int) -> None:
-    """Sections follow each other up to the section headers, with zeroed alignment padding alone."""
-    cursor = 64
-    for section in sections[1:]:
-        align = section.align
-        if align < 1 or align & (align - 1) or align > 1 << 16:
-            corrupt(f"section {section.name}: alignment {align}", section.header_offset + 48)
-        expected = align_up(cursor, align)
-        # Names that were dropped leave a hole after .shstrtab: the only gap a toolkit writes.
-        if section.offset != expected and not (section.number == 2 and section.offset > expected):
-            corrupt(
-                f"section {section.name} lies at {section.offset:#x}, expected {expected:#x}",
-                section.header_offset + 24,
-            )
-        end = section.offset + (0 if section.type == NOBITS else section.size)
-        if end > shoff:
-            corrupt(
-                f"section {section.name} ends at {end:#x}, the section headers start at {shoff:#x}",
-                section.header_offset + 32,
-            )
-        if (
-            section.offset > cursor
-            and image.count(0, cursor, section.offset) != section.offset - cursor
-        ):
-            corrupt(f"padding before section {section.name} is not zero", cursor)
-        cursor = end
-    if align_up(cursor, 8) != shoff or image.count(0, cursor, shoff) != shoff - cursor:
-        corrupt(
-            f"section headers at {shoff:#x}, but the last section ends at {cursor:#x}",
-            40,
-        )
-
-
-def _check_bounds(
-    sections: Sequence[Section], segments: list[Segment], shoff: int, size: int
-) -> None:
-    """All that is checked of the layout from sm_100 on: nothing points outside the file."""
-    for section in sections:
-        if (
-            section.type != NOBITS
-            and section.type != MERCURY_NOBITS
-            and section.offset + section.size > shoff
-        ):
-            corrupt(
-                f"section {section.name} ends beyond the section headers",
-                section.header_offset + 32,
-            )
-    for segment in segments:
-        if segment.offset + segment.file_size > size:
-            corrupt("a program header ends beyond the file", segment.header_offset)
-
-
 def _read_segments(image: bytes, phoff: int) -> list[Segment]:
     segments = []
     at = phoff
@@ -320,68 +274,3 @@ def _read_segments(image: bytes, phoff: int) -> list[Segment]:
         segments.append(Segment(kind, flags, offset, file_size, memory_size, at))
         at += 56
     return segments
-
-
-def _check_segments(
-    sections: Sequence[Section], segments: list[Segment], phoff: int, sm: int
-) -> None:
-    """PT_PHDR and its PT_LOAD cover the program headers; the other PT_LOADs split the sections."""
-    size = 56 * len(segments)
-    first = segments[0]
-    if first[:5] != (6, first.flags, phoff, size, size) or first.flags not in (4, 5):
-        corrupt(
-            "the first program header does not describe the program headers", first.header_offset
-        )
-    loads = segments[1:]
-    own = [load for load in loads if load[:5] == (1, first.flags, phoff, size, size)]
-    if len(own) != 1 or own[0] not in (loads[0], loads[-1]):
-        corrupt("the program headers are not loaded exactly once", first.header_offset)
-    loads.remove(own[0])
-
-    allocated = [section for section in sections if section.flags & SHF_ALLOC]
-    if allocated and allocated[0].number + len(allocated) != len(sections):
-        corrupt(
-            f"section {sections[-1].name} is not allocated but lies after one that is",
-            allocated[0].header_offset,
-        )
-    position = 0
-    for load in loads:
-        position = _check_load(load, allocated, position, sm)
-    if position != len(allocated):
-        corrupt(
-            f"section {allocated[position].name} is in no segment",
-            allocated[position].header_offset,
-        )
-
-
-def _check_load(load: Segment, allocated: list[Section], position: int, sm: int) -> int:
-    """Check one PT_LOAD against the sections from `position` on; returns the position after it."""
-    if load.type != 1 or position == len(allocated) or load.offset != allocated[position].offset:
-        corrupt("a program header loads what is no section", load.header_offset)
-    writable = allocated[position].flags & SHF_WRITE
-    flags = 6 if writable else 5 if sm < 90 else 4
-    end = (
-        load.offset
-    )  # the file offset where the last section ends (or lies, when it takes no bytes)
-    memory = load.file_size
-    in_memory = False
-    for section in allocated[position:]:
-        if section.flags & SHF_WRITE != writable:
-            break
-        if section.type == NOBITS:
-            grown = align_up(memory, section.align) + section.size
-            if grown > load.memory_size:
-                break
-            in_memory, memory, end = True, grown, section.offset
-        elif in_memory or section.offset + section.size - load.offset > load.file_size:
-            break
-        else:
-            end = section.offset + section.size
-        flags |= (section.flags & SHF_EXECINSTR) >> 2
-        position += 1
-    if memory != load.memory_size or load.flags != flags or load.offset + load.file_size != end:
-        corrupt(
-            "a program header does not cover whole sections, or with the wrong rights",
-            load.header_offset,
-        )
-    return position

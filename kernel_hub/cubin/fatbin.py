@@ -1,21 +1,22 @@
-"""`read_fatbin`: the header and entry headers of a fatbin. The images inside stay unread."""
+"""`read_fatbin`: the frame of a fatbin. The images inside are unpacked, but not read."""
 
 from __future__ import annotations
 
 import struct
 
-from .elf import corrupt
+from .elf import corrupt, unread_architecture
 from .model import FatbinEntry, FatbinInfo
+from .unpack import LZ4, ROOM, ZSTD, unpack
 
 MAGIC = 0xBA55ED50
 
 _HEADER = struct.Struct("<IHHQ")
 # kind, version, header bytes, payload bytes, compressed bytes, options offset, minor, major, SM,
-# name offset, name bytes, flags, zero, uncompressed bytes
+# name offset, name bytes, flags, zero (not for LTO code), uncompressed bytes
 _ENTRY = struct.Struct("<HHIQIIHHIIIQQQ")
 
-_KINDS = {1: "ptx", 2: "cubin"}
-_LZ4, _ZSTD, _ARCH_SPECIFIC = 0x2000, 0x8000, 0x100000
+_KINDS = {1: "ptx", 2: "cubin", 8: "ltoir"}
+_ARCH_SPECIFIC, _FAMILY_SPECIFIC = 0x100000, 0x200000
 _MAX_HEADER_BYTES = 1 << 16
 _MAX_IMAGE_BYTES = 1 << 32
 
@@ -26,8 +27,8 @@ def read_fatbin(image: bytes) -> FatbinInfo:
     Args:
         image: the whole file.
 
-    Returns: one entry an image. `image` of an entry is None when it is compressed; a cubin there is
-        not validated, so pass it to `read_cubin` before trusting it.
+    Returns: one entry an image. `image` of an entry is None when only the driver can unpack it, or
+        it is large; a cubin there is not validated: pass it to `read_cubin` before trusting it.
     Raises: CubinCorruptError when a header or a size is wrong, with the offset.
     """
     image = bytes(image)
@@ -42,17 +43,17 @@ def read_fatbin(image: bytes) -> FatbinInfo:
         what = "truncated" if size > len(image) - 16 else "trailing bytes"
         corrupt(f"{what}: the fatbin has {len(image) - 16} bytes of images and says {size}", 8)
     entries = []
-    at = 16
+    at, room = 16, dict(ROOM)
     while at < len(image):
-        entry, at = _read_entry(image, at)
+        entry, at = _read_entry(image, at, room)
         entries.append(entry)
     if not entries:
         corrupt("the fatbin holds no image", 16)
     return FatbinInfo(tuple(entries))
 
 
-def _read_entry(image: bytes, at: int) -> tuple[FatbinEntry, int]:
-    """The entry at `at` and the offset of the next one."""
+def _read_entry(image: bytes, at: int, room: dict[int, int]) -> tuple[FatbinEntry, int]:
+    """The entry at `at` and the offset of the next one; `room` is what may still be unpacked."""
     if at + _ENTRY.size > len(image):
         corrupt("the fatbin ends within an entry's header", at)
     (
@@ -81,12 +82,14 @@ def _read_entry(image: bytes, at: int) -> tuple[FatbinEntry, int]:
         corrupt(f"fatbin entry of {size} bytes reaches beyond the end", at + 8)
     if options > header_bytes or name > header_bytes or name_bytes > header_bytes - name:
         corrupt("fatbin entry whose name or options lie outside its header", at + 20)
-    if not 20 <= sm <= 200 or major > 20 or minor > 20 or zero:
+    is_lto = _KINDS[kind] == "ltoir"
+    if not 20 <= sm <= 200 or (not is_lto and (zero or major > 20 or minor > 20)):
         corrupt(f"fatbin entry for sm_{sm}, version {major}.{minor}", at + 24)
-    compressed = bool(flags & (_LZ4 | _ZSTD))
+    method = flags & (LZ4 | ZSTD)
     if (
-        compressed != bool(unpacked)
-        or compressed != bool(packed)
+        bool(method) != bool(unpacked)
+        or bool(method) != bool(packed)
+        or method == LZ4 | ZSTD
         or packed > size
         or unpacked > _MAX_IMAGE_BYTES
     ):
@@ -94,7 +97,15 @@ def _read_entry(image: bytes, at: int) -> tuple[FatbinEntry, int]:
             f"fatbin entry of {size} bytes, {packed} compressed, {unpacked} uncompressed", at + 16
         )
     start = at + header_bytes
-    payload = None if compressed else image[start : start + size]
+    unread = "link-time code: nvlink makes a cubin of it" if is_lto else ""
+    if not unread and kind == 2:
+        unread = unread_architecture(sm)
+    payload: bytes | None = None
+    if not unread and not method:
+        payload = image[start : start + size]
+    elif not unread and unpacked <= room[method]:
+        payload = unpack(image[start : start + packed], method, unpacked, start)
+        room[method] -= unpacked
     if payload is not None:
         if kind == 2 and payload[:4] != b"\x7fELF":
             corrupt("a fatbin entry for a cubin holds no ELF image", start)
@@ -103,9 +114,11 @@ def _read_entry(image: bytes, at: int) -> tuple[FatbinEntry, int]:
     entry = FatbinEntry(
         kind=_KINDS[kind],
         compute_capability=divmod(sm, 10),
-        arch_specific=bool(flags & _ARCH_SPECIFIC),
-        compressed=compressed,
-        size_bytes=unpacked if compressed else size,
+        suffix="a" if flags & _ARCH_SPECIFIC else "f" if flags & _FAMILY_SPECIFIC else "",
+        version=(major, minor),
+        compressed=bool(method),
+        size_bytes=unpacked if method else size,
         image=payload,
+        unread=unread,
     )
     return entry, start + size

@@ -78,14 +78,27 @@ class CubinInfo:
 
 @dataclass(frozen=True)
 class FatbinEntry:
-    """One image of a fatbin: `kind` 'ptx' or 'cubin'; `image` is None when it is compressed."""
+    """One image of a fatbin: `kind` 'ptx', 'cubin' or 'ltoir'.
+
+    `suffix` is 'a' for code of one exact architecture, 'f' for one of its family; `version` that of
+    the PTX, else the fatbin writer's. `image` is None when only the driver can unpack it, and when
+    `unread` says why it is not read at all.
+    """
 
     kind: str
     compute_capability: tuple[int, int]
-    arch_specific: bool
+    suffix: str
+    version: tuple[int, int]
     compressed: bool
     size_bytes: int
     image: bytes | None = field(repr=False)
+    unread: str = ""
+
+    @property
+    def target(self) -> str:
+        """`sm_90a`."""
+        major, minor = self.compute_capability
+        return f"sm_{major}{minor}{self.suffix}"
 
 
 @dataclass(frozen=True)
@@ -107,8 +120,12 @@ class PtxParam:
 
 @dataclass(frozen=True)
 class PtxInfo:
-    """The header of a PTX text and the parameters of each entry."""
+    """The header of a PTX text and the parameters of each entry.
+
+    `required_blocks` has the blockDim of those that insist on one (`.reqntid`).
+    """
 
     version: tuple[int, int]
     target: str
     functions: dict[str, tuple[PtxParam, ...]]
+    required_blocks: dict[str, tuple[int, int, int]] = field(default_factory=dict)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Collection
 
 from .elf import MERCURY_SM, Elf, Section, corrupt
 
 _OWNER = b"NVIDIA Corp\0"
 _TKINFO, _CUINFO = 2000, 1000
 _CUDA_VERSIONS = range(100, 200)  # 10 x major + minor
+_NEWEST = 135
 
 _ARCH_SPECIFIC, _FINALIZER = 0x09, 0x0B
-# code: (format, payload bytes, values seen) of .nv.compat, 12.8 to 13.4
-_COMPAT = {
-    0x02: (2, 0, (1, 2, 4)), 0x03: (2, 0, (0, 1)), 0x05: (2, 0, (5,)), 0x06: (2, 0, (0, 1)),
+# code: (format, payload bytes, values seen) of .nv.compat, 12.8 to 13.5; the first two count up.
+_COMPAT: dict[int, tuple[int, int, Collection[int]]] = {
+    0x02: (2, 0, range(8)), 0x03: (2, 0, range(8)), 0x05: (2, 0, (5,)), 0x06: (2, 0, (0, 1)),
     0x07: (3, 0, (0x101,)), _ARCH_SPECIFIC: (2, 0, (0, 1, 2)), _FINALIZER: (4, 8, ()),
-    0x0C: (2, 0, (0, 1)), 0x0D: (3, 0, (0x101,)), 0x0E: (3, 0, (0x400,)),
+    0x0C: (2, 0, (0, 1)), 0x0D: (3, 0, (0x101,)), 0x0E: (3, 0, (0x400, 0x440)),
 }  # fmt: skip
 
 
@@ -76,8 +78,11 @@ def _read_cuinfo(elf: Elf, section: Section, desc: bytes, at: int) -> int:
     return version
 
 
-def read_compat(elf: Elf, section: Section) -> bool:
-    """True for an arch-specific ('a') image. The records have the formats of `.nv.info`."""
+def read_compat(elf: Elf, section: Section, toolkit: int) -> bool:
+    """True for an arch-specific ('a') image. The records have the formats of `.nv.info`.
+
+    A toolkit after the newest one known here may have given a record a new value.
+    """
     image, at, end = elf.image, section.offset, section.offset + section.size
     found: dict[int, int] = {}
     while at < end:
@@ -89,7 +94,8 @@ def read_compat(elf: Elf, section: Section) -> bool:
             # A later toolkit's: the reader of a known architecture can only check its shape.
             sound = 0x0F <= code <= 0x1F and 2 <= form <= 4 and (form != 2 or value <= 255)
         else:
-            sound = form == shape[0] and (value == shape[1] if form == 4 else value in shape[2])
+            known = value == shape[1] if form == 4 else value in shape[2] or toolkit > _NEWEST
+            sound = form == shape[0] and known
         length = value if form == 4 else 0
         if not sound or code in found or length % 4 or at + 4 + length > end:
             corrupt(f".nv.compat: record {code:#x} of format {form} with {value:#x}", at)

@@ -11,12 +11,28 @@ from .model import PtxInfo, PtxParam
 _VERSION = re.compile(r"\s*\.version\s+(\d{1,3})\.(\d{1,3})\s")
 _TARGET = re.compile(r"\s*\.target\s+(sm_\d{2,3}[af]?)(?=[\s,])")
 _ENTRY = re.compile(r"\.entry\s+([A-Za-z_$%][\w$]*)\s*(\()?")
+_BLOCK = re.compile(r"\.reqntid\s+(\d{1,9})(?:\s*,\s*(\d{1,9}))?(?:\s*,\s*(\d{1,9}))?")
+_BODY = re.compile(r"[{;]")
+_MAX_DIRECTIVES = 512  # characters between an entry's parameters and its body
 _COMMENT = re.compile(r"//|/\*")
 _NAME = re.compile(r"([A-Za-z_$%][\w$]*)(?:\s*\[\s*(\d{1,9})\s*\])?\Z")
 
 _SIZES = {"8": 1, "16": 2, "32": 4, "64": 8, "128": 16}
 _HANDLES = {".texref": 8, ".samplerref": 8, ".surfref": 8}
 _SPACES = {".global", ".const", ".shared", ".local", ".param"}
+
+# PTX 8.0 to 8.4 came with CUDA 12.0 to 12.4, 9.N with 13.N.
+_DRIVERS = {(8, 5): 12050, (8, 6): 12070, (8, 7): 12080, (8, 8): 12090}
+
+
+def driver_of(version: tuple[int, int]) -> int:
+    """The first driver (12000 is CUDA 12.0, the oldest one here) that compiles PTX of `version`."""
+    major, minor = version
+    if version in _DRIVERS:
+        return _DRIVERS[version]
+    if major > 8:
+        return 1000 * (major + 4) + 10 * minor
+    return 12000 + 10 * minor if major == 8 else 12000
 
 
 def read_ptx(image: bytes | str) -> PtxInfo:
@@ -36,6 +52,7 @@ def read_ptx(image: bytes | str) -> PtxInfo:
     if not target:
         corrupt("PTX without .target after .version")
     functions: dict[str, tuple[PtxParam, ...]] = {}
+    blocks: dict[str, tuple[int, int, int]] = {}
     match = _ENTRY.search(text, target.end())
     while match:
         name, end = match[1], match.end()
@@ -46,10 +63,14 @@ def read_ptx(image: bytes | str) -> PtxInfo:
                 corrupt(f"PTX entry {name}: its parameter list has no end")
             params = _read_params(text[end:close], name)
             end = close
+        directives = _BODY.split(text[end : end + _MAX_DIRECTIVES], maxsplit=1)[0]
+        if block := _BLOCK.search(directives):
+            x, y, z = (int(each or 1) for each in block.groups())
+            blocks[name] = (x, y, z)
         if functions.setdefault(name, params) != params:
             corrupt(f"PTX entry {name} is declared twice, differently")
         match = _ENTRY.search(text, end)
-    return PtxInfo((int(version[1]), int(version[2])), target[1], functions)
+    return PtxInfo((int(version[1]), int(version[2])), target[1], functions, blocks)
 
 
 def looks_like_ptx(image: bytes) -> bool:

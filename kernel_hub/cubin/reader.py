@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 
 from .elf import MERCURY_SM, Elf, Section, corrupt, read_elf
+from .layout import check_layout
 from .model import CubinInfo, FunctionInfo, GlobalInfo, ParamInfo, SectionInfo
 from .notes import read_compat, read_note
 from .nvinfo import (
@@ -53,10 +54,11 @@ def read_cubin(image: bytes) -> CubinInfo:
         image: the whole file, nothing before or after it.
 
     Returns: its architecture, toolkit, kernels, variables and sections.
-    Raises: CubinCorruptError, with the offset, for anything that a toolkit from 11.8 to 13.4 would
+    Raises: CubinCorruptError, with the offset, for anything that a toolkit from 11.0 to 13.5 would
         not have written.
     """
     elf = read_elf(bytes(image))
+    check_layout(elf)
     found = check_sections(elf)
     symbols = read_symbols(elf)
     functions = check_text_symbols(elf, found.get("text", []), symbols)
@@ -64,16 +66,16 @@ def read_cubin(image: bytes) -> CubinInfo:
         check_relocations(elf, section, elf.by_name[target], symbols)
     for section, _ in found.get("callgraph", []):
         check_callgraph(elf, section, symbols)
-    versions = [read_note(elf, section) for section, _ in found.get("note", [])]
+    noted = max((read_note(elf, section) or 0 for section, _ in found.get("note", [])), default=0)
+    version = elf.version if elf.os_abi == 0x33 else noted or None
     specific = elf.arch_flag
     for section, _ in found.get("compat", []):
-        specific = read_compat(elf, section) or specific
+        specific = read_compat(elf, section, noted) or specific
     if elf.os_abi == 0x41 and elf.sm < MERCURY_SM:
         needed = [".note.nv.tkinfo", ".note.nv.cuinfo"] + [".nv.compat"] * (elf.sm >= 90)
         missing = [name for name in needed if name not in elf.by_name]
         if missing:
             corrupt(f"section {missing[0]} is missing")
-    version = elf.version if elf.os_abi == 0x33 else max((v for v in versions if v), default=None)
     kernels = _read_functions(elf, found, symbols, functions, version)
     capability = divmod(elf.sm, 10)
     return CubinInfo(
@@ -121,12 +123,10 @@ def _read_functions(
                 corrupt(
                     f"function {name}: .nv.info has no record {code:#x} for it", text.header_offset
                 )
-        built = int.from_bytes(records[API_VERSION].payload, "little")
-        if version and built > version:
-            corrupt(
-                f"{info.name}: toolkit {built}, but the image is from {version}",
-                records[API_VERSION].offset,
-            )
+        api = records.get(API_VERSION)
+        built = int.from_bytes(api.payload, "little") if api else 0
+        if api and version and built > version:
+            corrupt(f"{info.name}: toolkit {built}, but the image is from {version}", api.offset)
         _check_registers(elf, text, used[REGCOUNT][symbol.number])
         bank = elf.by_name.get(".nv.constant0." + name)
         if symbol.other != STO_ENTRY:

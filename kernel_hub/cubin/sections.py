@@ -1,6 +1,6 @@
 """Which sections a cubin may have, and what the header of each must hold.
 
-A whitelist: a section of a kind that no toolkit from 11.8 to 13.4 writes is refused. Mercury
+A whitelist: a section of a kind that no toolkit from 11.0 to 13.5 writes is refused. Mercury
 sections (sm_100 and later) pass unread, because kernel_hub never loads them.
 """
 
@@ -33,14 +33,16 @@ _SHF_INFO_LINK = 0x40
 # Before 12.4, ptxas left SHF_INFO_LINK out and wrote sh_link of an earlier order of the sections.
 _FIRST_SOUND_LINKS = 124
 
-# All that ptxas and nvlink ever put into .nv.rel.action: 12.0 and later, and 11.x.
+# All that ptxas and nvlink ever put into .nv.rel.action: from 12.0 on, and what grew in 11.x.
+_ACTIONS_11 = bytes.fromhex("4b0000000000000000020208100a2f22") + b"".join(
+    bytes((kind, 0, shift, 8, 0, 0, 0, 0)) for kind in range(3) for shift in range(0, 64, 8)
+)
 _RELOC_ACTIONS = (
     bytes.fromhex("73000000000000000000001125000536"),
-    bytes.fromhex("4b0000000000000000020208100a2f22")
-    + b"".join(
-        bytes((kind, 0, shift, 8, 0, 0, 0, 0)) for kind in range(3) for shift in range(0, 64, 8)
-    )
-    + bytes.fromhex("000000142c0000000300000c00000000"),
+    _ACTIONS_11,  # 11.1
+    _ACTIONS_11 + bytes.fromhex("000000142c000000"),  # 11.3
+    _ACTIONS_11 + bytes.fromhex("000000142c0000000900000c00000000"),  # 11.7
+    _ACTIONS_11 + bytes.fromhex("000000142c0000000300000c00000000"),  # 11.8
 )
 
 _DEBUG = {
@@ -165,7 +167,7 @@ def _check_header(elf: Elf, section: Section, rule: Rule, owner: str) -> None:
     if section.type != rule.type:
         corrupt(f"section {name} has type {section.type:#x}, expected {rule.type:#x}", at + 4)
     flags, link = section.flags, 3 if rule.linked else 0
-    if elf.os_abi == 0x33 and elf.version < _FIRST_SOUND_LINKS:
+    if elf.is_before(_FIRST_SOUND_LINKS):
         flags |= rule.flags & _SHF_INFO_LINK
         link = section.link if rule.linked else 0
     if rule is _TEXT and elf.os_abi == 0x33:  # bits 20 to 24: the number of barriers

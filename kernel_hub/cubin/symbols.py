@@ -8,6 +8,7 @@ from typing import NamedTuple
 from .elf import MERCURY_SM, Elf, Section, corrupt, read_names
 
 STT_NOTYPE, STT_OBJECT, STT_FUNC, STT_SECTION = 0, 1, 2, 3
+_REFERENCES = (10, 11)
 STB_LOCAL, STB_GLOBAL, STB_WEAK = 0, 1, 2
 STO_ENTRY = 0x10  # a kernel
 _STO_ANONYMOUS, _STO_MANAGED, _STO_RESERVED_SHARED = 0x01, 0x04, 0xA0
@@ -28,6 +29,8 @@ _TEXT_RELOCATIONS = {
     63: (STT_FUNC,),
     75: (STT_FUNC,),
 }
+_OPTIMIZER = ".nv.constant.optimizer."
+_FIRST_SOUND_COUNT = 114  # before, sh_info of .symtab left local symbols out
 _MAX_PROTOTYPES = 1 << 20
 
 
@@ -57,15 +60,16 @@ def read_symbols(elf: Elf) -> list[Symbol]:
     ):
         name = names.get(name_at)
         bind, kind = info >> 4, info & 15
+        if kind in _REFERENCES and name and not shndx:
+            corrupt(f"{name} is a texture or surface reference: CUDA 12 removed these", at)
         if name is None or bind > STB_WEAK or kind > STT_SECTION or shndx >= len(sections):
             corrupt(f"symbol {index}: name, binding, type or section is out of range", at)
         symbol = Symbol(index, name, bind, kind, other, shndx, value, size)
         if kind == STT_SECTION:
-            if (
-                (bind, other, value, size) != (0, 0, 0, 0)
-                or sections[shndx].name != name
-                or not shndx
-            ):
+            known = sections[shndx].name
+            if name.startswith(_OPTIMIZER):  # 13.5
+                known = known.replace(".nv.constant2.", _OPTIMIZER)
+            if (bind, other, value, size) != (0, 0, 0, 0) or known != name or not shndx:
                 corrupt(f"symbol {index} ({name}) is not the symbol of its section", at)
             if shndx in section_symbols:
                 corrupt(f"symbol {index} ({name}) is the second of its section", at)
@@ -78,14 +82,15 @@ def read_symbols(elf: Elf) -> list[Symbol]:
             _check_untyped(elf, symbol, sections[shndx], at)
         symbols.append(symbol)
         at += 24
-    _check_order(table, symbols)
+    _check_order(table, symbols, elf.is_before(_FIRST_SOUND_COUNT))
     return symbols
 
 
-def _check_order(table: Section, symbols: list[Symbol]) -> None:
+def _check_order(table: Section, symbols: list[Symbol], early: bool) -> None:
     """sh_info counts all symbols, or those before the global ones; weak ones stand on either side.
 
-    From sm_90 on, the symbols of the constant banks follow the global ones.
+    From sm_90 on, the symbols of the constant banks follow the global ones; 11.0 to 11.3 did not
+    count those of .debug_frame and .nv.rel.action.
     """
     count = table.info
     if count == len(symbols):
@@ -96,7 +101,9 @@ def _check_order(table: Section, symbols: list[Symbol]) -> None:
                 f"global symbol {symbol.name} lies among the local ones", table.header_offset + 44
             )
     for symbol in symbols[count:]:
-        if symbol.bind == STB_LOCAL and not symbol.name.startswith(".nv.constant0."):
+        uncounted = early and symbol.name in (".debug_frame", ".nv.rel.action")
+        late = uncounted or symbol.name.startswith(".nv.constant0.")
+        if symbol.bind == STB_LOCAL and not late:
             corrupt(
                 f"local symbol {symbol.name} lies among the global ones", table.header_offset + 44
             )
@@ -182,7 +189,7 @@ def check_callgraph(elf: Elf, section: Section, symbols: list[Symbol]) -> None:
         if not sound:
             corrupt(f"{section.name}: no entry ({caller}, {callee}) is possible in list {part}", at)
         at += 8
-    if part != 4 and (part != 3 or elf.version >= 120 or elf.version == 1):
+    if part != 4 and (part != 3 or not elf.is_before(120)):
         corrupt(f"{section.name} has {part} lists, expected 4 (3 before 12.0)", section.offset)
 
 
@@ -232,7 +239,9 @@ def _reserved_limit(elf: Elf) -> int:
 
 
 def _check_untyped(elf: Elf, symbol: Symbol, section: Section, at: int) -> None:
-    if symbol.other == _STO_RESERVED_SHARED:
+    if elf.sm >= MERCURY_SM and symbol.name.startswith("$L__"):  # debug data of 13.5
+        sound = symbol[2:7] == (STB_LOCAL, 0, 0, 0, 0)
+    elif symbol.other == _STO_RESERVED_SHARED:
         sound = (
             symbol.bind == STB_WEAK
             and section.name == ".nv.shared.reserved.0"

@@ -5,30 +5,41 @@ Writes text only; the C files need the driver's header and library, and no Pytho
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from importlib import resources
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from .. import __version__
-from ..ctypes_table import canonical, type_info
-from ..errors import CubinNotFoundError, FunctionNotFoundError, KernelHubError, nearest
-from ..manifest import Collection, CubinEntry, FunctionEntry, ParamEntry, open_collection
+from ..ctypes_table import type_info
+from ..errors import (
+    CubinCorruptError,
+    CubinNotFoundError,
+    FunctionNotFoundError,
+    KernelHubError,
+    nearest,
+)
+from ..manifest import Collection, CubinEntry, FunctionEntry, open_collection
 from ..resolve import parse_target
+from . import _c_tensors
+from ._c_text import (
+    checked_name,
+    declare,
+    fill,
+    limits,
+    local_array,
+    names_of,
+    prototype,
+    values_of,
+    wrapped,
+)
 
 _WORDS_A_LINE = 4
-# Scalars without a C type of their own pass as their bits.
-_BITS = {"__half": "uint16_t", "__nv_bfloat16": "uint16_t"} | dict.fromkeys(
-    ("__nv_fp8_e4m3", "__nv_fp8_e5m2", "bool"), "uint8_t"
-)
-_KEYWORDS = """\
-    stream grid block shared_bytes params auto break case char const continue default do double
-    else enum extern float for goto if inline int long register restrict return short signed sizeof
-    static struct switch typedef union unsigned void volatile while alignas alignof bool catch class
-    delete explicit export false friend mutable namespace new operator private protected public
-    template this throw true try typename using virtual and or not xor"""
-_TAKEN = set(_KEYWORDS.split())
+_TVM_FFI_HEADERS = """
+/* pip install apache-tvm-ffi; tvm-ffi-config --cflags --ldflags --libs says where it is. */
+#include <tvm/ffi/c_api.h>
+#include <tvm/ffi/extra/c_env_api.h>
+"""
 
 
 def export(
@@ -37,25 +48,43 @@ def export(
     *,
     package: str = "kernel_hub",
     archs: Sequence[str] | None = None,
+    prefix: str = "",
+    dlpack: bool = False,
+    tvm_ffi: bool = False,
 ) -> list[Path]:
     """Write `NAME.c` and `NAME.h` for each cubin of `package`, and a CMakeLists.txt.
 
     names: cubins as `kernel-hub list` shows them.
     to: folder, made where it does not exist; files of these names in it are replaced.
     archs: which builds to take ('sm80', 'sm90'); None takes all.
+    prefix: put before the name of each file and function.
+    dlpack: also a function FUNCTION_dlpack for each, which takes DLTensors and checks them.
+    tvm_ffi: also a TVM-FFI function for each (and dlpack); compiling needs apache-tvm-ffi.
 
     Returns: the files written. Raises CubinNotFoundError for a name or arch that is not shipped;
+    FunctionNotFoundError for a function that C cannot name, or that two of the cubins have;
+    CubinCorruptError for an image or a parameter that is not what the manifest says;
     KernelHubError when the folder cannot be written.
 
-    Each header declares `NAME_load`, `NAME_unload` and `CUresult FUNCTION(CUstream stream,
-    kernel_hub_dim3 grid, kernel_hub_dim3 block, unsigned int shared_bytes, parameters ...)`.
+    Each header declares `NAME_load`, `NAME_unload`, `NAME_get` and `CUresult FUNCTION(CUstream
+    stream, kernel_hub_dim3 grid, kernel_hub_dim3 block, unsigned int shared_bytes, parameters
+    ...)`. A TVM-FFI function is called as `FUNCTION(grid, block, shared_bytes, parameters ...)`.
     """
     collection = open_collection(package)
     texts: dict[str, str] = {}
+    owners: dict[str, str] = {}
     for name in dict.fromkeys(names):
-        texts |= render(collection, name, archs)
-    sources = " ".join(path for path in texts if path.endswith(".c"))
-    texts["CMakeLists.txt"] = _fill("export.cmake.in", VERSION=__version__, SOURCES=sources)
+        texts |= render(
+            collection, name, archs, prefix=prefix, dlpack=dlpack or tvm_ffi, tvm_ffi=tvm_ffi
+        )
+        for symbol in _symbols(name, _functions(name, _entries(collection, name, archs))):
+            if symbol in owners:
+                raise FunctionNotFoundError(
+                    f"{owners[symbol]} and {name} both have a function {symbol}: export one of "
+                    "them to a folder of its own, with a prefix"
+                )
+            owners[symbol] = name
+    texts["CMakeLists.txt"] = _cmake([path for path in texts if path.endswith(".c")], tvm_ffi)
     folder = Path(to)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -66,45 +95,73 @@ def export(
     return [folder / path for path in texts]
 
 
-def render(collection: Collection, name: str, archs: Sequence[str] | None = None) -> dict[str, str]:
+def render(
+    collection: Collection,
+    name: str,
+    archs: Sequence[str] | None = None,
+    *,
+    prefix: str = "",
+    dlpack: bool = False,
+    tvm_ffi: bool = False,
+) -> dict[str, str]:
     """The header and the source of one cubin, by file name."""
     entries = _entries(collection, name, archs)
-    # The newest build stands for all; one that lacks a function says so at run time.
-    functions: dict[str, FunctionEntry] = {}
-    for entry in entries:
-        for function in entry.functions.values():
-            known = functions.setdefault(function.name, function)
-            if known.params != function.params:
-                raise FunctionNotFoundError(
-                    f"{function.name} takes different parameters in the builds of {name}: export "
-                    "one arch at a time"
-                )
-    common = {"NAME": name, "VERSION": __version__}
-    prototypes = [_prototype(function) for function in functions.values()]
-    header = _fill(
-        "export.h.in",
-        GUARD=f"KERNEL_HUB_{name.upper()}_H",
-        ARCHS=", ".join(sorted(entry.arch for entry in entries)),
-        DECLARATIONS="".join(f"{prototype};\n\n" for prototype in prototypes),
-        **common,
-    )
-    definitions = (
-        f"{prototype} {{\n{_body(index, function)}}}\n"
-        for index, (prototype, function) in enumerate(
-            zip(prototypes, functions.values(), strict=True)
+    table = _functions(name, entries)
+    functions = list(table.values())
+    checked_name(prefix + name, "cubin")
+    common = {
+        "NAME": name,
+        "PREFIX": prefix,
+        "VERSION": __version__,
+        "ARCHS": ", ".join(sorted(_spelled(entry) for entry in entries)),
+    }
+    prototypes = {
+        function.name: prototype(
+            prefix + checked_name(function.name, "function"),
+            map(declare, function.params, names_of(function.params)),
         )
+        for function in functions
+    }
+    on_tensors = _c_tensors.declarations(functions, prefix) if dlpack else {}
+    declarations = [
+        limits(function, entries) + f"{text};\n" + (f"{on_tensors[function]};\n" if dlpack else "")
+        for function, text in prototypes.items()
+    ]
+    header = fill(
+        "export.h.in",
+        {
+            "GUARD": f"KERNEL_HUB_{prefix.upper()}{name.upper()}_H",
+            "EXAMPLE": prefix + functions[0].name,
+            "INCLUDES": fill("export_dlpack_types.h.in", {}) if dlpack else "",
+            "EXTRA": fill("export_dlpack.h.in", {}) if dlpack else "",
+            "DECLARATIONS": "\n".join(declarations),
+            **common,
+        },
     )
-    source = _fill(
+    definitions = [
+        f"{prototypes[function.name]} {{\n{_body(index, function)}}}\n"
+        for index, function in enumerate(functions)
+    ]
+    if dlpack:
+        definitions.append(_c_tensors.dlpack_source(functions, common))
+    if tvm_ffi:
+        definitions.append(_c_tensors.tvm_ffi_source(functions, common))
+    source = fill(
         "export.c.in",
-        NUM_IMAGES=str(len(entries)),
-        NUM_FUNCTIONS=str(len(functions)),
-        NAMES=",\n".join(f'    "{function}"' for function in functions),
-        IMAGES="\n".join(_array(f"image_{e.arch}", collection.read(e)) for e in entries),
-        ROWS=",\n".join(_row(entry, functions) for entry in entries),
-        DEFINITIONS="\n".join(definitions),
-        **common,
+        {
+            "STDIO": "#include <stdio.h>\n" if dlpack else "",
+            "TVM_FFI": _TVM_FFI_HEADERS if tvm_ffi else "",
+            "NUM_IMAGES": str(len(entries)),
+            "NUM_FUNCTIONS": str(len(functions)),
+            "NAMES": ",\n".join(f'    "{function}"' for function in table),
+            "COOPERATIVE": wrapped(str(int(function.cooperative)) for function in functions),
+            "ROWS": ",\n".join(_row(entry, table) for entry in entries),
+            "DEFINITIONS": "\n".join(definitions),
+            **common,
+            "IMAGES": "\n".join(_array(_image(e), collection.read(e)) for e in entries),
+        },
     )
-    return {f"{name}.h": header, f"{name}.c": source}
+    return {f"{prefix}{name}.h": header, f"{prefix}{name}.c": source}
 
 
 def _entries(collection: Collection, name: str, archs: Sequence[str] | None) -> list[CubinEntry]:
@@ -121,44 +178,53 @@ def _entries(collection: Collection, name: str, archs: Sequence[str] | None) -> 
     return sorted(chosen, key=lambda entry: parse_target(entry.target), reverse=True)
 
 
-def _prototype(function: FunctionEntry) -> str:
-    first = [
-        "CUstream stream",
-        "kernel_hub_dim3 grid",
-        "kernel_hub_dim3 block",
-        "unsigned int shared_bytes",
-    ]
-    params = first + [_declare(param) for param in function.params]
-    return f"CUresult {function.name}(" + ",\n    ".join(["\n    " + params[0], *params[1:]]) + ")"
+def _functions(name: str, entries: Sequence[CubinEntry]) -> dict[str, FunctionEntry]:
+    """Every function of the builds. The newest one that has it stands for all."""
+    functions: dict[str, FunctionEntry] = {}
+    for entry in entries:
+        for function in entry.functions.values():
+            for param in function.params:
+                info = type_info(param.type)
+                if info is not None and info.size_bytes != param.size_bytes:
+                    raise CubinCorruptError(
+                        f"{entry.file}: parameter {param.name} of {function.name} is {param.type} "
+                        f"({info.size_bytes} bytes) with {param.size_bytes} bytes in the manifest"
+                    )
+            known = functions.setdefault(function.name, function)
+            if [(p.type, p.size_bytes) for p in known.params] != [
+                (p.type, p.size_bytes) for p in function.params
+            ]:
+                raise FunctionNotFoundError(
+                    f"{function.name} takes different parameters in the builds of {name}: export "
+                    "one arch at a time"
+                )
+    if not functions:
+        raise FunctionNotFoundError(f"{name} has no function to export")
+    return functions
 
 
-def _declare(param: ParamEntry) -> str:
-    kind, name = canonical(param.type), _name(param)
-    if kind.endswith("*"):
-        return f"CUdeviceptr {name} /* {kind} */"
-    if kind == "CUtensorMap":
-        return f"const CUtensorMap* {name}"
-    if type_info(kind) is None:
-        return f"const void* {name} /* {kind}, {param.size_bytes} bytes */"
-    bits = _BITS.get(kind)
-    return f"{bits} {name} /* bits of {kind} */" if bits else f"{kind} {name}"
+def _symbols(name: str, functions: Iterable[str]) -> list[str]:
+    """What a cubin's C file may define, without its prefix."""
+    own = [f"{name}_{word}" for word in ("load", "unload", "get", "error")]
+    return own + [function + end for function in functions for end in ("", "_dlpack")]
+
+
+def _spelled(entry: CubinEntry) -> str:
+    """'sm80', or 'sm90 (sm_90a)' where that says more."""
+    return f"{entry.arch} ({entry.target})" if entry.target[-1].isalpha() else entry.arch
 
 
 def _body(index: int, function: FunctionEntry) -> str:
-    """Parameters that the caller passes by address are copied from there by the driver."""
-    values = []
-    for param in function.params:
-        by_address = canonical(param.type) == "CUtensorMap" or type_info(param.type) is None
-        values.append(f"(void*){_name(param)}" if by_address else f"&{_name(param)}")
-    params, argument = "", "NULL"
-    if values:
-        params = f"    void* params[] = {{{', '.join(values)}}};\n"
-        argument = "params"
-    return f"{params}    return launch({index}, stream, grid, block, shared_bytes, {argument});\n"
+    values = values_of(function.params)
+    argument = "params" if values else "NULL"
+    return (
+        local_array("void* params", values)
+        + f"    return launch({index}, stream, grid, block, shared_bytes, {argument});\n"
+    )
 
 
-def _name(param: ParamEntry) -> str:
-    return f"{param.name}_" if param.name in _TAKEN else param.name
+def _image(entry: CubinEntry) -> str:
+    return checked_name(f"image_{entry.arch}", "the image")
 
 
 def _array(name: str, data: bytes) -> str:
@@ -172,16 +238,27 @@ def _array(name: str, data: bytes) -> str:
 
 def _row(entry: CubinEntry, functions: Mapping[str, FunctionEntry]) -> str:
     major, minor, suffix = parse_target(entry.target)
-    has = ", ".join("1" if name in entry.functions else "0" for name in functions)
-    return (
-        f"    {{image_{entry.arch}, {major}, {minor}, {int(bool(suffix))}, {{{has}}}, 0, NULL, "
-        "{NULL}}"
+    numbers = f"{major}, {minor}, {int(suffix == 'a')}"
+    built = [
+        f"{{1, {entry.functions[name].static_shared_bytes}}}"
+        if name in entry.functions
+        else "{0, 0}"
+        for name in functions
+    ]
+    table = wrapped(built, "      ").strip()
+    return f"    {{{_image(entry)}, {numbers}, 0, NULL, {{NULL}}, {{0}},\n     {{{table}}}}}"
+
+
+def _cmake(sources: Sequence[str], tvm_ffi: bool) -> str:
+    # TVM-FFI's own CMake file speaks of C++ features.
+    return fill(
+        "export.cmake.in",
+        {
+            "VERSION": __version__,
+            "SOURCES": " ".join(sources),
+            "LANGUAGES": "C CXX" if tvm_ffi else "C",
+            "KIND": "SHARED " if tvm_ffi else "",
+            "TVM_FFI": fill("export_tvm_ffi.cmake.in", {}) if tvm_ffi else "",
+            "LIBRARIES": " tvm_ffi::shared" if tvm_ffi else "",
+        },
     )
-
-
-def _fill(template: str, **values: str) -> str:
-    folder = resources.files(f"{__package__.rpartition('.')[0]}.templates")
-    text = folder.joinpath(template).read_text(encoding="utf-8")
-    for key, value in values.items():
-        text = text.replace(f"@{key}@", value)
-    return text

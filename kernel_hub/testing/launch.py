@@ -52,12 +52,13 @@ def run(rounds: int = 60, progress: Callable[[str], None] = lambda text: None) -
     for case, (function, params) in cases.items():
         contenders = dict(_contenders(function, params, progress))
         progress(f"{case}: {len(contenders)} contenders")
-        rows += summarise("launch", case, _interleave(contenders, rounds), "ns", ratio_to=FLOOR)
+        rows += summarise("launch", case, interleave(contenders, rounds), "ns", ratio_to=FLOOR)
     progress("eager rms_norm")
     return rows + _eager_rms_norm(rounds)
 
 
-def _interleave(contenders: dict[str, Contender], rounds: int) -> dict[str, list[float]]:
+def interleave(contenders: dict[str, Contender], rounds: int) -> dict[str, list[float]]:
+    """Nanoseconds a launch of each contender, `rounds` of them in turn, once they are warm."""
     import torch
 
     samples: dict[str, list[float]] = {name: [] for name in contenders}
@@ -290,7 +291,7 @@ def _eager_rms_norm(rounds: int) -> list[Row]:
     peer = "torch.nn.functional.rms_norm"
     compiled = torch.compile(lambda a, w: torch.nn.functional.rms_norm(a, (4096,), w, 1e-6))
     with torch.no_grad():
-        samples = _interleave(
+        samples = interleave(
             {
                 "kernel_hub.ops.rms_norm": timed(lambda: ops.rms_norm(x, weight, 1e-6)),
                 peer: timed(lambda: torch.nn.functional.rms_norm(x, (4096,), weight, 1e-6)),

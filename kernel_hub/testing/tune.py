@@ -154,26 +154,42 @@ def _measure(
             continue
         plans.append(plan)
         launches = [_forced(table, row, launch) for launch in case.launches]
-        problem = _problem(launches[0], expected)
-        if problem:
-            refused[str(row)] = problem
+        wrong = problem(launches[0], expected)
+        if wrong:
+            refused[str(row)] = wrong
         else:
             contenders[str(row)], rows[str(row)] = launches, row
-    medians = _medians(timer(contenders, case, 1))
-    least = min(medians.values())
-    close = {
-        name: launches
-        for name, launches in contenders.items()
-        if name == DEFAULT or medians[name] <= _HOPELESS * least
-    }
-    medians |= _medians(timer(close, case, rounds))
-    best = min(close, key=medians.__getitem__)
+    medians, finalists = race(contenders, case, rounds, timer, keep=DEFAULT)
+    best = min(finalists, key=medians.__getitem__)
     if medians[best] > _BETTER * medians[DEFAULT]:
         best = DEFAULT
     return Measured(
         table.layout.text(key), size, rows.get(best), medians[best], medians[DEFAULT], medians,
         refused,
     )  # fmt: skip
+
+
+def race(
+    contenders: Mapping[str, Sequence[Launch]],
+    case: Case,
+    rounds: int,
+    timer: Timer,
+    *,
+    keep: str | None = None,
+) -> tuple[dict[str, float], list[str]]:
+    """(median microseconds by name, those timed in earnest): one look sends the hopeless home.
+
+    keep: one that stays in whatever it takes.
+    """
+    medians = _medians(timer(contenders, case, 1))
+    least = min(medians.values())
+    close = {
+        name: launches
+        for name, launches in contenders.items()
+        if name == keep or medians[name] <= _HOPELESS * least
+    }
+    medians |= _medians(timer(close, case, rounds))
+    return medians, list(close)
 
 
 def _forced(table: Table, row: Row, launch: Launch) -> Launch:
@@ -188,7 +204,7 @@ def _medians(samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in samples.items()}
 
 
-def _problem(launch: Launch, expected: torch.Tensor) -> str:
+def problem(launch: Launch, expected: torch.Tensor) -> str:
     """'' or what is wrong with the result of `launch`, over an output that was poisoned."""
     try:
         launch().fill_(math.nan)

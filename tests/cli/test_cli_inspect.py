@@ -9,7 +9,7 @@ import pytest
 from cli_run import ROOT, Run
 
 from kernel_hub.cli import _sass, inspect
-from kernel_hub.cubin import SectionInfo
+from kernel_hub.cubin import SectionInfo, unpack
 from kernel_hub.errors import CubinCorruptError, KernelHubError
 from kernel_hub.manifest import open_collection
 
@@ -86,9 +86,32 @@ def test_a_fatbin_shows_its_entries(kernel_hub_cli: Run) -> None:
     assert [entry["contents"]["kind"] for entry in one["entries"]] == ["cubin", "cubin", "ptx"]
 
 
-def test_a_compressed_entry_is_left_to_the_driver(kernel_hub_cli: Run) -> None:
-    ran = kernel_hub_cli("inspect", str(ROOT / "tests/cubin/data/compressed.fatbin"))
-    assert ran.code == 0 and ran.out.count("only the driver can read it") == 1
+def test_a_compressed_entry_is_left_to_the_driver_where_nothing_unpacks_it(
+    kernel_hub_cli: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unpack, "_zstd", lambda: None)
+    path = str(ROOT / "tests/cubin/data/compressed.fatbin")
+    ran = kernel_hub_cli("inspect", path)
+    assert ran.code == 0 and ran.out.count("only the driver can unpack it") == 1
+    assert "ptx compute_90, 858 B, PTX 9.0, compressed" in ran.out
+    (one,) = json.loads(kernel_hub_cli("inspect", path, "--json").out)
+    assert ["contents" in entry for entry in one["entries"]] == [True, True, False]
+
+
+def test_an_lz4_entry_is_shown(kernel_hub_cli: Run) -> None:
+    ran = kernel_hub_cli("inspect", str(ROOT / "tests/cubin/data/speed.fatbin"))
+    assert "PTX 9.0, compressed" in ran.out and "add(.u64 add_param_0" in ran.out
+    assert "a driver of CUDA 13.0 or later compiles it at load" in ran.out
+
+
+def test_entries_of_old_gpus_are_shown_and_not_read(kernel_hub_cli: Run, tmp_path: Path) -> None:
+    image = bytearray((ROOT / "tests/cubin/data/plain.fatbin").read_bytes())
+    image[16 + 28] = 61
+    (tmp_path / "old.fatbin").write_bytes(image)
+    ran = kernel_hub_cli("inspect", str(tmp_path / "old.fatbin"))
+    assert ran.code == 0
+    assert "cubin sm_61, 3.3 KiB, not read (an architecture before sm_70)" in ran.out
+    assert "cubin sm_90a, 3.8 KiB" in ran.out
 
 
 def test_a_damaged_file_is_named(cubin: Path, kernel_hub_cli: Run) -> None:

@@ -39,8 +39,9 @@ def part_spans(image: bytes) -> dict[str, list[Span]]:
     spans = {
         "header": [(0, 64)],
         "section table": [(shoff, phoff)],
-        "program headers": [(phoff, len(image))],
     }
+    if phoff < len(image):  # 11.5 to 11.7 wrote none
+        spans["program headers"] = [(phoff, len(image))]
     for section in elf.sections[1:]:
         if section.type != _elf.NOBITS and section.size:
             spans[section.name] = [(section.offset, section.offset + section.size)]
@@ -104,7 +105,9 @@ class Mutator:
         """Mutation `index`; never equal to its base."""
         rng = random.Random(self.seed * 1_000_003 + index)
         kind = self.kinds[index % len(self.kinds)]
-        name = rng.choice(self._names)
+        # Not every cubin has what is aimed at: debug data, program headers.
+        fit = [name for name in self._names if self._aims.get((name, kind))]
+        name = rng.choice(fit or self._names)
         base = self.bases[name]
         while True:
             image = bytearray(base)
@@ -211,3 +214,32 @@ def _differences(base: bytes, image: bytes) -> tuple[int, ...]:
                 at for at in range(block, min(block + 256, len(base))) if base[at] != image[at]
             ]
     return tuple(found[:64])
+
+
+class FatbinMutator:
+    """As `Mutator`, of fatbins: their headers, and what lies behind them, packed or not."""
+
+    def __init__(self, bases: dict[str, bytes], seed: int) -> None:
+        self.bases = dict(sorted(bases.items()))
+        self.spans: dict[str, dict[str, list[Span]]] = {}
+        for name, image in self.bases.items():
+            headers, contents, at = [(0, 16)], [], 16
+            while at < len(image):
+                header, size = struct.unpack_from("<IQ", image, at + 4)
+                headers.append((at, at + header))
+                contents.append((at + header, at + header + size))
+                at += header + size
+            self.spans[name] = {"fatbin headers": headers, "fatbin contents": contents}
+        self.seed = seed
+
+    def make(self, index: int) -> Mutation:
+        """Mutation `index`; never equal to its base."""
+        rng = random.Random(self.seed * 1_000_003 + index)
+        name = rng.choice(list(self.bases))
+        kind = rng.choice(("fatbin headers", "fatbin contents", "fatbin contents"))
+        base = self.bases[name]
+        image = bytearray(base)
+        while image == base:
+            for _ in range(rng.choice((1, 1, 2, 8))):
+                _change_in_place(rng, image, *rng.choice(self.spans[name][kind]))
+        return Mutation(index, kind, name, bytes(image), _differences(base, bytes(image)))

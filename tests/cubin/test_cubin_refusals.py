@@ -82,7 +82,7 @@ WRONG_FILES: dict[str, tuple[bytes, str]] = {
     "relocatable": (put(SM90, 16, "H", 1), "relocatable object (link it"),
     "shared library": (put(SM90, 16, "H", 3), "shared library"),
     "unknown ABI": (put(SM90, 8, "B", 9), "unknown cubin ABI: OSABI 0x41, version 9"),
-    "older architecture": (put(SM90, 48, "I", 0x06003D04), "sm_61: architectures before sm_70"),
+    "older architecture": (put(SM90, 48, "I", 0x06003D04), "sm_61, an architecture before sm_70"),
     "no architecture": (put(SM90, 48, "I", 0x0600FF04), "name no known architecture"),
     "entry point": (put(SM90, 24, "Q", 64), "entry point"),
     "no sections": (put(SM90, 60, "H", 0), "no cubin has that"),

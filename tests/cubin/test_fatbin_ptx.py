@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import struct
+import time
 from pathlib import Path
 
 import pytest
 
-from kernel_hub.cubin import image_kind, read_cubin, read_fatbin, read_ptx
+from kernel_hub.cubin import driver_of, image_kind, read_cubin, read_fatbin, read_ptx, unpack
 from kernel_hub.errors import CubinCorruptError
 
 DATA = Path(__file__).parent / "data"
@@ -18,24 +20,89 @@ PTX = (DATA / "tiny_sm90.ptx").read_text()
 def test_fatbin() -> None:
     assert image_kind(PLAIN) == "fatbin"
     entries = read_fatbin(PLAIN).entries
-    kinds = [(entry.kind, entry.compute_capability, entry.arch_specific) for entry in entries]
-    assert kinds == [("cubin", (8, 0), False), ("cubin", (9, 0), True), ("ptx", (9, 0), False)]
+    kinds = [(entry.kind, entry.compute_capability, entry.suffix) for entry in entries]
+    assert kinds == [("cubin", (8, 0), ""), ("cubin", (9, 0), "a"), ("ptx", (9, 0), "")]
     assert not any(entry.compressed for entry in entries)
     for entry in entries[:2]:
         assert entry.image is not None and len(entry.image) == entry.size_bytes
         info = read_cubin(entry.image)
         assert info.compute_capability == entry.compute_capability
-        assert info.arch_specific == entry.arch_specific
+        assert info.target == entry.target
     assert entries[2].image is not None
     assert list(read_ptx(entries[2].image).functions) == ["add"]
 
 
-def test_compressed_fatbin() -> None:
-    """nvcc compresses PTX: the entry has its real size and no image."""
+def test_a_compressed_entry_without_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The entry still has its size, target and version."""
+    monkeypatch.setattr(unpack, "_zstd", lambda: None)
     entries = read_fatbin((DATA / "compressed.fatbin").read_bytes()).entries
     assert [entry.compressed for entry in entries] == [False, False, True]
-    assert entries[2].image is None
+    assert entries[2].image is None and not entries[2].unread
     assert entries[2].size_bytes > 500
+    assert (entries[2].target, entries[2].version) == ("sm_90", (9, 0))
+
+
+@pytest.mark.parametrize("name", ["speed", "compressed", "size"])
+def test_unpacking(name: str) -> None:
+    """nvcc's modes: PTX by LZ4, PTX by zstd, all by zstd; each unpacks to what `plain` holds."""
+    if name != "speed" and unpack._zstd() is None:
+        pytest.skip("no zstd: Python 3.14 or `pip install zstandard`")
+    entries = read_fatbin((DATA / f"{name}.fatbin").read_bytes()).entries
+    plain = read_fatbin(PLAIN).entries
+    assert [entry.compressed for entry in entries] == [name == "size"] * 2 + [True]
+    for entry, other in zip(entries, plain, strict=True):
+        assert entry.image is not None and other.image is not None
+        if entry.kind == "cubin":
+            assert read_cubin(entry.image) == read_cubin(other.image)
+        else:
+            assert read_ptx(entry.image) == read_ptx(other.image)
+
+
+@pytest.mark.parametrize("name", ["speed", "compressed", "size"])
+def test_damage_in_a_compressed_entry(name: str) -> None:
+    """Refused, or as long as it should be: the readers of its contents come next."""
+    if name != "speed" and unpack._zstd() is None:
+        pytest.skip("no zstd: Python 3.14 or `pip install zstandard`")
+    image = (DATA / f"{name}.fatbin").read_bytes()
+    rng, refused = random.Random(4), 0
+    for _ in range(300):
+        damaged = bytearray(image)
+        for _ in range(rng.choice((1, 2, 8))):
+            damaged[rng.randrange(len(image) - 300, len(image))] = rng.randrange(256)
+        try:
+            (entry,) = read_fatbin(bytes(damaged)).entries[2:]
+            assert entry.image is not None and len(entry.image) <= entry.size_bytes
+        except CubinCorruptError as error:
+            refused += "unpack" in str(error)
+    assert refused > 30
+
+
+def test_a_fatbin_is_unpacked_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(unpack.ROOM, unpack.LZ4, 800)
+    entry = read_fatbin((DATA / "speed.fatbin").read_bytes()).entries[2]
+    assert entry.image is None and entry.size_bytes == 858
+
+
+def test_hostile_lz4_takes_linear_time() -> None:
+    packed = b"\x10a\x01\x00" * 200_000 + b"\x10a"
+    start = time.thread_time()
+    assert unpack.unpack(packed, unpack.LZ4, 1_000_001, 0) == b"a" * 1_000_001
+    for damaged in (packed[:-1] + b"\xff" * 9, b"\xff" * 100_000, b"\x0f\x01\x00" + b"\xff" * 9999):
+        with pytest.raises(CubinCorruptError, match="unpack"):
+            unpack.unpack(damaged, unpack.LZ4, 1_000_001, 0)
+    assert time.thread_time() - start < 3
+
+
+def test_entries_that_nobody_here_reads() -> None:
+    """Code before sm_70, of an unknown architecture, or for a linker, says why; it is not read."""
+    cases = {61: "before sm_70", 199: "unknown architecture"}
+    for sm, words in cases.items():
+        changed = PLAIN[: 16 + 28] + struct.pack("<I", sm) + PLAIN[16 + 32 :]
+        entry = read_fatbin(changed).entries[0]
+        assert words in entry.unread and entry.image is None and entry.target == f"sm_{sm}"
+    linked = PLAIN[:16] + struct.pack("<H", 8) + PLAIN[18:]
+    entry = read_fatbin(linked).entries[0]
+    assert entry.kind == "ltoir" and "nvlink" in entry.unread
 
 
 @pytest.mark.parametrize(
@@ -133,3 +200,12 @@ def test_ptx_by_value_params_and_comments() -> None:
 def test_damaged_ptx(image: str | bytes, words: str) -> None:
     with pytest.raises(CubinCorruptError, match=words):
         read_ptx(image)
+
+
+@pytest.mark.parametrize(
+    ("version", "driver"),
+    [((6, 5), 12000), ((7, 8), 12000), ((8, 0), 12000), ((8, 4), 12040), ((8, 5), 12050),
+     ((8, 7), 12080), ((8, 8), 12090), ((9, 0), 13000), ((9, 4), 13040)],
+)  # fmt: skip
+def test_the_driver_a_ptx_version_needs(version: tuple[int, int], driver: int) -> None:
+    assert driver_of(version) == driver

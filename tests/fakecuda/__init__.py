@@ -192,6 +192,14 @@ class FakeCuda:
         self._callbacks.append(callback)
         self._lib.fakecuda_set_callback(function.encode(), callback)
 
+    def set_jit(self, image: bytes | None, info: str = "") -> None:
+        """PTX compiles to `image` (None: to itself), and the compiler says `info`."""
+        self._lib.fakecuda_set_jit(image, ctypes.c_size_t(len(image or b"")), info.encode())
+
+    def fail_jit(self, code: int, error: str) -> None:
+        """PTX does not compile: `code`, and `error` in the log."""
+        self._lib.fakecuda_fail_jit(code, error.encode())
+
     # -- what happened
     def calls(self, name: str) -> int:
         """How often the driver function `name` was called."""

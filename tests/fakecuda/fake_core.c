@@ -266,12 +266,23 @@ EXPORT CUresult cuThreadExchangeStreamCaptureMode(int* mode) {
     LEAVE(OK);
 }
 EXPORT CUresult cuGetErrorName(int code, const char** out) {
-    *out = NULL;
-    if (code == 226) *out = "CUDA_ERROR_FAKE_226";  // a code that driver.py's table lacks
+    *out = code == 1     ? "CUDA_ERROR_INVALID_VALUE"
+           : code == 201 ? "CUDA_ERROR_INVALID_CONTEXT"
+           : code == 209 ? "CUDA_ERROR_NO_BINARY_FOR_GPU"
+           : code == 226 ? "CUDA_ERROR_FAKE_226"  // a code that driver.py's table lacks
+                         : NULL;
     return *out ? OK : INVALID_VALUE;
 }
 
 #ifndef FAKECUDA_NO_OPTIONAL
+EXPORT CUresult cuGetErrorString(int code, const char** out) {
+    *out = code == 1     ? "invalid argument"
+           : code == 200 ? "device kernel image is invalid"
+           : code == 209 ? "no kernel image is available for execution on the device"
+           : code == 500 ? "named symbol not found"
+                         : NULL;
+    return *out ? OK : INVALID_VALUE;
+}
 EXPORT CUresult cuLogsCurrent(unsigned* iterator, unsigned flags) {
     (void)flags;
     ENTER("cuLogsCurrent");

@@ -36,7 +36,8 @@ enum {
     KIND_POOL,
     KIND_LIBRARY,
     KIND_KERNEL,
-    KIND_FUNCTION
+    KIND_FUNCTION,
+    KIND_LINK
 };
 
 typedef struct {

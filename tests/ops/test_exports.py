@@ -172,6 +172,7 @@ def test_paired(op: str) -> None:
         "rms_norm",
         "silu_and_mul",
         "rope",
+        "weight_extraction",
         "matmul_cache_kernel",
         "flash_attention_sm90",
         "swiglu_linear",

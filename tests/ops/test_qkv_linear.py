@@ -379,7 +379,7 @@ REFUSED: list[tuple[Callable[[], object], list[str]]] = [
         ["cache_seqlens", "give cu_seqlens"],
     ),
     (lambda: call(X, W, out_q=X), ["out_q", "shape (3, 2, 32)", "shape (3, 16)"]),
-    (lambda: call(X.requires_grad_(), W), ["x", "no backward", "x.detach()"]),
+    (lambda: call(X.clone().requires_grad_(), W), ["x", "no backward", "x.detach()"]),
 ]
 
 

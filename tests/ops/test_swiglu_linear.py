@@ -182,7 +182,7 @@ REFUSED: list[tuple[Callable[[], object], list[str]]] = [
     (lambda: swiglu_linear(A, B[0]), ["b_gate_up", "shape (2 * i, 16)", "shape (16,)"]),
     (lambda: swiglu_linear(A, B, out=A[:2, :4]), ["out", "shape (3, 4)", "shape (2, 4)"]),
     (lambda: swiglu_linear(A, B, out=A[:, :4].float()), ["out", "float16", "float32"]),
-    (lambda: swiglu_linear(A.requires_grad_(), B), ["a", "no backward", "a.detach()"]),
+    (lambda: swiglu_linear(A.clone().requires_grad_(), B), ["a", "no backward", "a.detach()"]),
 ]
 
 

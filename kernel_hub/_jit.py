@@ -1,0 +1,81 @@
+"""PTX to machine code by the driver's own compiler: its log, and the result kept on disk.
+
+Knows no library and no function; what comes back is a cubin for `_library` to load.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from ctypes import byref, c_int, c_size_t, c_void_p
+from typing import NamedTuple
+
+from . import _cache
+from ._spec import Chosen
+from .driver import Driver
+
+_INFO, _INFO_BYTES, _ERROR, _ERROR_BYTES, _VERBOSE = 3, 4, 5, 6, 12
+_INPUTS = {"ptx": 1, "fatbin": 2}
+_LOG_BYTES = 1 << 16
+# Part of each entry's key: another layout, or other options, is another entry.
+_FORMAT = "kernel_hub jit 1: verbose"
+_LENGTH = struct.Struct("<I")
+
+
+class Compiled(NamedTuple):
+    """Machine code, and what the compiler said of it."""
+
+    image: bytes
+    log: str
+
+
+def compile_ptx(driver: Driver, chosen: Chosen, image: bytes, device: int) -> Compiled:
+    """Machine code of `image` (PTX, or a fatbin that holds it) for `device`: cached, or made now.
+
+    Raises CudaDriverError with the compiler's log, lines numbered, when it is refused.
+    """
+    key = _cache.key(_FORMAT, chosen.kind, chosen.jit_target, driver.version, image)
+    kept = _cache.load("ptx", key)
+    if kept is not None and (found := _unpack(kept)) is not None:
+        return found
+    made = _link(driver, chosen, image, device)
+    text = made.log.encode()
+    _cache.store("ptx", key, _LENGTH.pack(len(text)) + text + made.image)
+    return made
+
+
+def _unpack(kept: bytes) -> Compiled | None:
+    """What `compile_ptx` stored; None for anything else under that name."""
+    if len(kept) < _LENGTH.size:
+        return None
+    start = _LENGTH.size + _LENGTH.unpack_from(kept)[0]
+    image = kept[start:]
+    if not image:
+        return None
+    return Compiled(image, kept[_LENGTH.size : start].decode(errors="replace"))
+
+
+def _link(driver: Driver, chosen: Chosen, image: bytes, device: int) -> Compiled:
+    asked = f"compiling {chosen.label} for {chosen.jit_target}"
+    info, errors = (ctypes.create_string_buffer(_LOG_BYTES) for _ in range(2))
+    keys = (c_int * 5)(_INFO, _INFO_BYTES, _ERROR, _ERROR_BYTES, _VERBOSE)
+    values = (c_void_p * 5)(
+        ctypes.addressof(info), _LOG_BYTES, ctypes.addressof(errors), _LOG_BYTES, 1
+    )
+    text = image.rstrip(b"\0") + b"\0" if chosen.kind == "ptx" else image
+    state, cubin, size = c_void_p(), c_void_p(), c_size_t()
+    with driver.on_device(device):
+        driver.call("cuLinkCreate_v2", len(keys), keys, values, byref(state), asked=asked)
+        try:
+            call, kind = "cuLinkAddData_v2", _INPUTS[chosen.kind]
+            code = driver.try_call(call, state, kind, text, len(text), b"ptx", 0, None, None)
+            if not code:
+                call = "cuLinkComplete"
+                code = driver.try_call(call, state, byref(cubin), byref(size))
+            log = info.value.decode(errors="replace").strip()
+            if code:
+                said = errors.value.decode(errors="replace").strip() or log
+                raise driver.error(call, code, asked + (f"\n  JIT log: {said}" if said else ""))
+            return Compiled(ctypes.string_at(cubin.value or 0, size.value), log)
+        finally:
+            driver.try_call("cuLinkDestroy", state)

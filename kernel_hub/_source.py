@@ -1,0 +1,274 @@
+"""C++ source as an image: compiled for a GPU when one is asked for, kept on disk by content.
+
+Also images whose functions go by other names than their symbols (cuda.core's ObjectCode).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from . import _cache, _nvrtc
+from ._foreign import PTX_FLOATS
+from ._image import Chosen, ForeignImage, FunctionSpec, Image, open_image
+from .ctypes_table import type_info
+from .errors import (
+    CompileError,
+    FunctionNotFoundError,
+    KernelHubError,
+    ParamsError,
+)
+from .params import Param
+
+_FORMAT = 1  # raise it when entries of the cache are written otherwise
+_ARCH = re.compile(r"sm_?(\d{2,3}[af]?)")
+_LENGTH = re.compile(r"(\d+)")
+
+
+Types = Mapping[str, Sequence[tuple[str | None, str | None]]]  # function -> (name, C type) each
+
+
+class NamedImage:
+    """`image` with its functions offered under the names of `symbols` (name -> symbol).
+
+    types: parameter names and C types by offered name, where they are known.
+    """
+
+    def __init__(self, image: ForeignImage, symbols: Mapping[str, str], types: Types) -> None:
+        self.label = image.label
+        self._image = image
+        self._specs: dict[str, FunctionSpec] = {}
+        for name, symbol in symbols.items():
+            spec = image.spec(symbol)
+            if name in types and spec.params is not None:
+                params = tuple(
+                    Param.make(old.index, param, text, old.size_bytes, old.offset_bytes)
+                    for old, (param, text) in zip(spec.params, types[name], strict=True)
+                )
+                spec = replace(spec, params=params)
+            self._specs[name] = replace(spec, name=name, symbol=symbol)
+
+    def names(self) -> Sequence[str]:
+        return list(self._specs)
+
+    def spec(self, name: str) -> FunctionSpec:
+        if name not in self._specs:
+            raise FunctionNotFoundError.among(name, self._specs, self.label)
+        return self._specs[name]
+
+    def choose(self, compute_capability: tuple[int, int]) -> Chosen:
+        return replace(self._image.choose(compute_capability), functions=self._specs)
+
+
+class SourceImage:
+    """C++ source. Compiled at once for `arch`; without one for the GPU at hand, and at the first
+    launch on a GPU of another architecture for that.
+    """
+
+    def __init__(
+        self,
+        code: Any,
+        names: Sequence[str] | None,
+        options: Any,
+        arch: Any,
+        compute_capability: tuple[int, int] | None,
+        cache: bool,
+    ) -> None:
+        self._code, self._file = _read_code(code)
+        self.label = str(self._file) if self._file else "the source"
+        self._names = names
+        self._options = _checked_options(options)
+        self._arch = None if arch is None else _arch(arch)
+        self._cache = cache
+        self._built: dict[str, NamedImage] = {}
+        self.log = ""
+        first = self._arch or _own_arch(compute_capability or (0, 0))
+        self._first = self._build(first)
+
+    def names(self) -> Sequence[str]:
+        return self._first.names()
+
+    def spec(self, name: str) -> FunctionSpec:
+        return self._first.spec(name)
+
+    def choose(self, compute_capability: tuple[int, int]) -> Chosen:
+        arch = self._arch or _own_arch(compute_capability)
+        return self._build(arch).choose(compute_capability)
+
+    def _build(self, arch: str) -> NamedImage:
+        if arch not in self._built:
+            options = [f"-arch={arch}", *self._options]
+            if _nvrtc.includes_files(self._code, self._options):
+                options += _nvrtc.cuda_headers()
+            key = self._key(options) if self._cache else None
+            found = _read_entry(key) if key else None
+            if found is None:
+                found = self._compile(options)
+                if key:
+                    _cache.store("source", key, _entry(*found))
+            image, symbols, types, self.log = found
+            label = f"{self.label} compiled for {arch}"
+            self._built[arch] = NamedImage(ForeignImage(image, label), symbols, types)
+        return self._built[arch]
+
+    def _key(self, options: list[str]) -> str | None:
+        """The name of the entry in the cache; None where the outcome hangs on what nobody sees."""
+        folders, included = _nvrtc.looked_into(options)
+        own = self._file.parent if self._file else Path.cwd()
+        toolkits = [path for path in folders if (path / "cuda_runtime_api.h").is_file()]
+        others = [path for path in folders if path not in toolkits]
+        state = _nvrtc.include_state(self._code, included, [own, *others])
+        if state is None or any("pch" in option for option in options):
+            return None
+        state += map(_nvrtc.folder_state, toolkits)
+        parts = (_FORMAT, _nvrtc.identity(), self.label, self._code, len(state), *state)
+        return _cache.key(*parts, *options, self._names is None, *(self._names or ()))
+
+    def _compile(self, options: list[str]) -> tuple[bytes, dict[str, str], Types, str]:
+        name = str(self._file) if self._file else "source.cu"
+        made = _nvrtc.compile_source(self._code, name, options, self._names or ())
+        image = ForeignImage(made.image, self.label)
+        symbols = made.symbols if self._names is not None else _plain_names(image.names() or ())
+        if not symbols:
+            raise CompileError(
+                f"{self.label} has no kernel: name the instances of its templates, as in "
+                "function_names=['scale<float>']"
+            )
+        types = {}
+        for offered, symbol in symbols.items():
+            types[offered] = _types(self._code, offered, symbol, made, self.label)
+        return made.image, symbols, types, made.log
+
+
+def object_code_image(value: Any) -> Image:
+    """The image in a cuda.core ObjectCode."""
+    kind = getattr(value, "code_type", None)
+    if kind not in ("cubin", "fatbin", "ptx"):
+        raise ParamsError(
+            f"filename is an ObjectCode of {kind!r}: a Kernel runs 'cubin', 'fatbin' or 'ptx'; "
+            "link it first (cuda.core.Linker)"
+        )
+    code = value.code
+    if isinstance(code, str) and kind != "ptx":  # ObjectCode.from_cubin("path")
+        code = Path(code)
+    image = open_image(code.encode() if isinstance(code, str) else code, None)
+    given = getattr(value, "symbol_mapping", None) or {}
+    symbols = {k: v.decode() if isinstance(v, bytes) else str(v) for k, v in given.items()}
+    names = image.names()
+    if not symbols or names is None or not isinstance(image, ForeignImage):
+        return image
+    others = {name: name for name in names if name not in symbols.values()}
+    return NamedImage(image, {**symbols, **others}, {})
+
+
+def _read_code(code: Any) -> tuple[str, Path | None]:
+    file = None
+    if isinstance(code, os.PathLike):
+        file = Path(code).absolute()
+        try:
+            code = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise CompileError(f"{file} cannot be read: {error}") from error
+    if not isinstance(code, str) or "\0" in code:
+        found = "text with a NUL" if isinstance(code, str) else type(code).__name__
+        raise ParamsError(f"code is {found}: pass CUDA C++ as a str, or a Path to a file of it")
+    return code, file
+
+
+def _checked_options(options: Any) -> list[str]:
+    parts = shlex.split(options) if isinstance(options, str) else options
+    if not isinstance(parts, Sequence) or not all(isinstance(part, str) for part in parts):
+        raise ParamsError(
+            f"options={options!r}: a list of NVRTC's options such as ['-std=c++20', '-DN=4', "
+            "'-Iinclude'], or a str of them"
+        )
+    for part in parts:
+        if re.match(r"--?(arch|gpu-architecture)\b", part):
+            raise ParamsError(f"options holds {part!r}: the architecture is given as arch='sm90'")
+    return list(parts)
+
+
+def _arch(arch: Any) -> str:
+    """'sm90', 'sm_90a' or (9, 0) as NVRTC writes it."""
+    if isinstance(arch, tuple) and len(arch) == 2 and all(type(n) is int for n in arch):
+        return "sm_{}{}".format(*arch)
+    match = _ARCH.fullmatch(arch) if isinstance(arch, str) else None
+    if match is None:
+        raise ParamsError(f"arch={arch!r}: 'sm90', 'sm_90a', a tuple (9, 0), or None: the GPU's")
+    return f"sm_{match[1]}"
+
+
+def _own_arch(compute_capability: tuple[int, int]) -> str:
+    # From 9.0 on, the instructions of this very architecture too (wgmma, TMA's multicast).
+    major, minor = compute_capability
+    return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
+
+
+def _plain_names(symbols: Sequence[str]) -> dict[str, str]:
+    """Offered name -> symbol: `ns::scale` for _ZN2ns5scaleEPfi where no other is called so."""
+    plain = {symbol: _plain_name(symbol) for symbol in symbols}
+    counts = Counter(plain.values())
+    return {name if counts[name] == 1 else symbol: symbol for symbol, name in plain.items()}
+
+
+def _plain_name(symbol: str) -> str:
+    """The name in a mangled one; instances of templates are left as they are."""
+    rest = symbol.removeprefix("_Z").removeprefix("N")
+    parts = []
+    while match := _LENGTH.match(rest):
+        end = match.end() + int(match[1])
+        parts.append(rest[match.end() : end])
+        rest = rest[end:]
+    nested = symbol.startswith("_ZN")
+    if not parts or rest.startswith("I") or nested != rest.startswith("E"):
+        return symbol
+    return "::".join(parts)
+
+
+def _types(
+    code: str, offered: str, symbol: str, made: _nvrtc.Compiled, where: str
+) -> list[tuple[str | None, str | None]]:
+    """Parameter names and types as the source declares them and PTX and cubin confirm.
+
+    Where the source is not read, PTX tells floats alone, and `signatures=` helps.
+    """
+    from ._prototypes import match_params, read_instance
+    from .cubin import read_cubin, read_ptx
+
+    in_cubin = read_cubin(made.image).functions[symbol].params
+    in_ptx = read_ptx(made.ptx).functions.get(symbol, ()) if made.ptx else ()
+    if len(in_ptx) != len(in_cubin):
+        return [(None, None)] * len(in_cubin)
+    found: list[tuple[str | None, str]] = [(None, "")] * len(in_ptx)
+    with contextlib.suppress(KernelHubError):
+        declared = read_instance(code, offered, where)
+        found = [(e.name, e.type) for e in match_params(declared, in_cubin, in_ptx, where)]
+    return [
+        (name, text if type_info(text) else PTX_FLOATS.get(ptx.type, text or None))
+        for (name, text), ptx in zip(found, in_ptx, strict=True)
+    ]
+
+
+def _entry(image: bytes, symbols: dict[str, str], types: Types, log: str) -> bytes:
+    head = json.dumps({"symbols": symbols, "types": types, "log": log})
+    return head.encode() + b"\n" + image
+
+
+def _read_entry(key: str) -> tuple[bytes, dict[str, str], Types, str] | None:
+    data = _cache.load("source", key)
+    if data is None:
+        return None
+    head, _, image = data.partition(b"\n")
+    try:
+        raw = json.loads(head)
+        return image, raw["symbols"], raw["types"], raw["log"]
+    except (ValueError, KeyError, TypeError):  # written by somebody else
+        return None

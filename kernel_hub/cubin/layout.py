@@ -1,0 +1,155 @@
+"""The layout of a cubin: sections without a gap, and segments that cover them exactly.
+
+Knows no section by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .elf import (
+    FIRST_SOUND_SEGMENTS,
+    MERCURY_NOBITS,
+    MERCURY_SM,
+    NOBITS,
+    Elf,
+    Section,
+    Segment,
+    align_up,
+    corrupt,
+)
+
+SHF_WRITE, SHF_ALLOC, SHF_EXECINSTR = 1, 2, 4
+
+
+def check_layout(elf: Elf) -> None:
+    """Every byte of the file belongs to a table, a section or the padding between two.
+
+    From sm_100 on, all that is checked is that nothing points outside the file.
+    """
+    if elf.sm >= MERCURY_SM:
+        _check_bounds(elf.sections, elf.segments, elf.shoff, len(elf.image))
+        return
+    _check_sections(elf.image, elf.sections, elf.shoff)
+    if elf.segments:
+        _check_segments(elf)
+
+
+def _check_sections(image: bytes, sections: Sequence[Section], shoff: int) -> None:
+    """Sections follow each other up to the section headers, with zeroed alignment padding alone."""
+    cursor = 64
+    for section in sections[1:]:
+        align = section.align
+        if align < 1 or align & (align - 1) or align > 1 << 16:
+            corrupt(f"section {section.name}: alignment {align}", section.header_offset + 48)
+        expected = align_up(cursor, align)
+        # Names that were dropped leave a hole after .shstrtab: the only gap a toolkit writes.
+        if section.offset != expected and not (section.number == 2 and section.offset > expected):
+            corrupt(
+                f"section {section.name} lies at {section.offset:#x}, expected {expected:#x}",
+                section.header_offset + 24,
+            )
+        end = section.offset + (0 if section.type == NOBITS else section.size)
+        if end > shoff:
+            corrupt(
+                f"section {section.name} ends at {end:#x}, the section headers start at {shoff:#x}",
+                section.header_offset + 32,
+            )
+        if (
+            section.offset > cursor
+            and image.count(0, cursor, section.offset) != section.offset - cursor
+        ):
+            corrupt(f"padding before section {section.name} is not zero", cursor)
+        cursor = end
+    # NVRTC 13.5 does not align them.
+    if shoff not in (cursor, align_up(cursor, 8)) or image.count(0, cursor, shoff) != (
+        shoff - cursor
+    ):
+        corrupt(
+            f"section headers at {shoff:#x}, but the last section ends at {cursor:#x}",
+            40,
+        )
+
+
+def _check_segments(elf: Elf) -> None:
+    """PT_PHDR and its PT_LOAD cover the program headers; the other PT_LOADs split the sections."""
+    sections, segments = elf.sections, elf.segments
+    phoff, early = elf.shoff + 64 * len(sections), elf.is_before(FIRST_SOUND_SEGMENTS)
+    size = 56 * len(segments)
+    first = segments[0]
+    if first[:5] != (6, first.flags, phoff, size, size) or first.flags not in (4, 5):
+        corrupt(
+            "the first program header does not describe the program headers", first.header_offset
+        )
+    loads = segments[1:]
+    own = [load for load in loads if load[:5] == (1, first.flags, phoff, size, size)]
+    if len(own) != (not early) or (own and own[0] not in (loads[0], loads[-1])):
+        corrupt("the program headers are not loaded exactly once", first.header_offset)
+    spare = [(1, 6, 0, 0, 0)] if early else []  # 11.1's, where no section is writable
+    loads = [load for load in loads if load not in own and load[:5] not in spare]
+
+    allocated = [section for section in sections if section.flags & SHF_ALLOC]
+    if allocated and allocated[0].number + len(allocated) != len(sections):
+        corrupt(
+            f"section {sections[-1].name} is not allocated but lies after one that is",
+            allocated[0].header_offset,
+        )
+    position = 0
+    for load in loads:
+        position = _check_load(load, allocated, position, elf.sm)
+    if position != len(allocated):
+        corrupt(
+            f"section {allocated[position].name} is in no segment",
+            allocated[position].header_offset,
+        )
+
+
+def _check_load(load: Segment, allocated: list[Section], position: int, sm: int) -> int:
+    """Check one PT_LOAD against the sections from `position` on; returns the position after it."""
+    if load.type != 1 or position == len(allocated) or load.offset != allocated[position].offset:
+        corrupt("a program header loads what is no section", load.header_offset)
+    writable = allocated[position].flags & SHF_WRITE
+    flags = 6 if writable else 5 if sm < 90 else 4
+    end = (
+        load.offset
+    )  # the file offset where the last section ends (or lies, when it takes no bytes)
+    memory = load.file_size
+    in_memory = False
+    for section in allocated[position:]:
+        if section.flags & SHF_WRITE != writable:
+            break
+        if section.type == NOBITS:
+            grown = align_up(memory, section.align) + section.size
+            if grown > load.memory_size:
+                break
+            in_memory, memory, end = True, grown, section.offset
+        elif in_memory or section.offset + section.size - load.offset > load.file_size:
+            break
+        else:
+            end = section.offset + section.size
+        flags |= (section.flags & SHF_EXECINSTR) >> 2
+        position += 1
+    if memory != load.memory_size or load.flags != flags or load.offset + load.file_size != end:
+        corrupt(
+            "a program header does not cover whole sections, or with the wrong rights",
+            load.header_offset,
+        )
+    return position
+
+
+def _check_bounds(
+    sections: Sequence[Section], segments: list[Segment], shoff: int, size: int
+) -> None:
+    for section in sections:
+        if (
+            section.type != NOBITS
+            and section.type != MERCURY_NOBITS
+            and section.offset + section.size > shoff
+        ):
+            corrupt(
+                f"section {section.name} ends beyond the section headers",
+                section.header_offset + 32,
+            )
+    for segment in segments:
+        if segment.offset + segment.file_size > size:
+            corrupt("a program header ends beyond the file", segment.header_offset)

@@ -1,0 +1,110 @@
+"""What a caller asks of an fmha_v2 kernel besides tensors, against what the kernel's name says."""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+from numbers import Real
+from operator import index
+from typing import Any
+
+from ...errors import LaunchConfigError
+from ._names import KernelName
+
+NO_WINDOW = 2**31 - 1
+_NOT_RUN = ("sage_", "skipSoftmax", "mtp", "scale_max")
+
+
+def check_options(
+    name: KernelName,
+    causal: bool | None,
+    window_size: tuple[int, int],
+    chunk_size: int | None,
+    softcap: float | None,
+    alibi: bool,
+) -> None:
+    """The options against what the kernel's name says it does."""
+    if unknown := [a for a in name.attributes if a.startswith(_NOT_RUN)]:
+        raise LaunchConfigError(f"{name}: kernels with {', '.join(unknown)} are not run here")
+    is_causal = name.mask in ("causal", "sliding_or_chunked_causal")
+    if causal is not None and (bool(causal) != is_causal or name.mask == "custom_mask"):
+        raise LaunchConfigError(
+            f"causal={causal}: {name} has the mask {name.mask}; take a kernel with "
+            + ("_causal" if causal else "no mask word")
+            + " in its name"
+        )
+    sliding = name.mask == "sliding_or_chunked_causal"
+    try:
+        left, right = (index(side) for side in window_size)
+    except (TypeError, ValueError):
+        left, right = -2, 0
+    if left < -1 or right not in (-1, 0) or left >= NO_WINDOW - 1:
+        raise LaunchConfigError(f"window_size={window_size!r}: expected (left, 0) or (-1, -1)")
+    for argument, value in (
+        ("window_size", None if left < 0 else left),
+        ("chunk_size", chunk_size),
+    ):
+        if value is not None and not sliding:
+            raise LaunchConfigError(
+                f"{argument}: {name} has the mask {name.mask}; take one with "
+                "_sliding_or_chunked_causal in its name"
+            )
+    if chunk_size is not None:
+        good = type(chunk_size) is int and 2 <= chunk_size < 2**31
+        if not good or chunk_size & (chunk_size - 1) or left >= 0 or name.variant != "tma_ws":
+            raise LaunchConfigError(
+                f"chunk_size={chunk_size!r}: a power of two, without window_size, and only tma_ws "
+                f"kernels know chunks ({name})"
+            )
+    if (softcap is not None) != ("softcapping" in name.attributes):
+        raise LaunchConfigError(
+            f"softcap={softcap}: {name} is a kernel "
+            + ("with softcapping: it needs one" if softcap is None else "without _softcapping")
+        )
+    if alibi and ("softcapping" in name.attributes or not is_causal):
+        raise LaunchConfigError(
+            f"alibi=True: {name} adds no ALiBi, only kernels with a causal mask and without "
+            "softcapping do"
+        )
+    if name.variant == "tma_ws" and alibi != ("alibi" in name.attributes):
+        raise LaunchConfigError(
+            f"alibi={alibi}: {name} {'has no' if alibi else 'always adds'} ALiBi"
+        )
+
+
+@dataclass
+class Scales:
+    """Factors of QK^T and of PV, before they are written as the kernel reads them."""
+
+    qk: float
+    pv: float
+
+
+def read_scales(
+    name: KernelName, softmax_scale: float | None, softcap: float | None, factors: dict[str, float]
+) -> Scales:
+    given: dict[str, Any] = {"softmax_scale": softmax_scale, "softcap": softcap, **factors}
+    for argument, value in given.items():
+        number = isinstance(value, Real) and not isinstance(value, bool)
+        positive = argument != "softmax_scale"
+        absent = value is None and argument not in factors
+        if not absent and not (number and math.isfinite(value) and (value > 0 or not positive)):
+            raise LaunchConfigError(
+                f"{argument}={value!r}: expected a finite {'positive ' if positive else ''}number"
+            )
+        if argument in factors and value != 1 and name.dtype != "e4m3":
+            raise LaunchConfigError(f"{argument}={value}: only e4m3 kernels have scales ({name})")
+    scale = name.head_dim**-0.5 if softmax_scale is None else softmax_scale
+    scale *= factors["q_scale"] * factors["k_scale"] / (softcap or 1.0)
+    return Scales(scale, factors["v_scale"] / factors["out_scale"])
+
+
+def bits(value: float, dtype: str) -> int:
+    """`value` as the kernels read a factor: float bits, or those of a half twice."""
+    try:
+        if dtype == "fp32":
+            return int.from_bytes(struct.pack("<f", value), "little")
+        return int.from_bytes(struct.pack("<e", value) * 2, "little")
+    except OverflowError:
+        raise LaunchConfigError(f"a factor of {value} overflows the kernel's {dtype}") from None

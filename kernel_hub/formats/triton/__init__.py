@@ -1,0 +1,57 @@
+"""Triton's kernels: `load` what its cache holds, `compile` ahead of time, `tune`, launch them all.
+
+`load` and launches need no Triton; `compile` and `tune` import it when they are called.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ._cache import load
+    from ._collection import TritonCollection, collection
+    from ._compile import compile, compile_configs
+    from ._function import TritonFunction
+    from ._metadata import Metadata
+    from ._signature import Argument
+    from ._tune import Problem, tune
+    from ._tuned import Tuned
+
+__all__ = [
+    "Argument",
+    "Metadata",
+    "Problem",
+    "TritonCollection",
+    "TritonFunction",
+    "Tuned",
+    "collection",
+    "compile",
+    "compile_configs",
+    "load",
+    "tune",
+]
+
+_MODULES = {
+    "Argument": "_signature",
+    "Metadata": "_metadata",
+    "Problem": "_tune",
+    "TritonCollection": "_collection",
+    "TritonFunction": "_function",
+    "Tuned": "_tuned",
+    "collection": "_collection",
+    "compile": "_compile",
+    "compile_configs": "_compile",
+    "load": "_cache",
+    "tune": "_tune",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_MODULES[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,262 @@
+"""Collections of ahead-of-time built Triton kernels: a folder, or a package's `cubins/`.
+
+Reads and writes manifests; needs no Triton. What a launch does is TritonFunction's business.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ... import _manifest_write, registry
+from ... import driver as _driver
+from ..._image import ShippedImage
+from ...errors import CubinCorruptError, CubinNotFoundError, KernelHubError, ParamsError, nearest
+from ...kernel import Kernel
+from ...manifest import Collection, CubinEntry, FunctionEntry, Manifest, open_collection
+from ...resolve import Candidate, not_found, resolve
+from ...tensors import current_device
+from ._function import TritonFunction
+from ._metadata import Metadata
+from ._signature import arguments_from_json
+
+if TYPE_CHECKING:
+    from ._compile import Built
+    from ._tuned import Tuned
+
+MANIFEST = "manifest.json"
+
+
+def collection(where: str | Path) -> TritonCollection:
+    """Open the collection in the folder `where`, or the one that the package `where` ships.
+
+    A package is named by its entry point of the group `kernel_hub.cubins`, or as it is imported.
+    Needs neither Triton nor a GPU. Raises CubinNotFoundError, CubinCorruptError.
+    """
+    if not isinstance(where, (str, Path)):
+        raise ParamsError(f"collection({where!r:.80}): a folder, or a package's name")
+    folder = Path(where)
+    if folder.joinpath(MANIFEST).is_file():
+        return TritonCollection(Collection(str(folder), folder, read_manifest(folder)))
+    if isinstance(where, Path) or not where.replace(".", "_").isidentifier():
+        raise CubinNotFoundError(
+            f"no collection in {str(folder)!r}: there is no {folder / MANIFEST}; "
+            "kernel-hub build-triton makes one"
+        )
+    return TritonCollection(open_collection(registry.packages().get(where, where)))
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest in `folder`; an empty one where there is none."""
+    file = folder / MANIFEST
+    try:
+        text = file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return Manifest({})
+    except (OSError, UnicodeDecodeError) as error:
+        raise CubinCorruptError(f"{file} cannot be read: {error}") from error
+    return Manifest.from_json(text, where=str(file))
+
+
+class TritonCollection:
+    """Name -> TritonFunction for the GPU at hand; names, not kernels, are read before that."""
+
+    def __init__(self, found: Collection) -> None:
+        self.root = found.root
+        self._collection = found
+        self._functions: dict[tuple[str, str], TritonFunction] = {}
+
+    def __repr__(self) -> str:
+        return f"<TritonCollection {self._collection.package}: {', '.join(self)}>"
+
+    def __iter__(self) -> Iterator[str]:
+        cubins = self._collection.manifest.cubins
+        return (name for name in sorted(cubins) if name in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __contains__(self, name: object) -> bool:
+        cubins = self._collection.manifest.cubins
+        known = isinstance(name, str) and name in cubins
+        return known and _launchable(self.entries(str(name))) is not None
+
+    def __getitem__(self, name: str) -> TritonFunction:
+        return self.function(name)
+
+    def entries(self, name: str) -> Mapping[str, CubinEntry]:
+        """What the manifest says of `name`, by architecture."""
+        cubins = self._collection.manifest.cubins
+        if name not in cubins:
+            shipped = ", ".join(nearest(name, cubins)[:12])
+            raise CubinNotFoundError(
+                f"{self._collection.package} has no {name!r}; it has: {shipped}"
+            )
+        return cubins[name]
+
+    def function(
+        self, name: str, *, arch: str | None = None, device: int | None = None
+    ) -> TritonFunction:
+        """`name` as built for `arch` ('sm90'), or for the GPU `device`, None being the current one.
+
+        With `arch` no GPU is needed, as long as nothing is launched. Raises CubinNotFoundError
+        with every architecture there is, CubinCorruptError and ParamsError for a manifest that
+        does not say how to launch it.
+        """
+        entries = self.entries(name)
+        if arch is None:
+            arch = self._arch(name, device)
+        elif arch not in entries:
+            raise CubinNotFoundError(
+                f"{name} of {self._collection.package} is not built for {arch!r}; it is for "
+                + ", ".join(entries)
+            )
+        found = self._functions.get((name, arch))
+        if found is None:
+            found = self._functions.setdefault((name, arch), self._open(entries[arch]))
+        return found
+
+    def image_of(self, name: str) -> str:
+        """SHA-256 of the image that the current GPU runs for `name`."""
+        return self.entries(name)[self._arch(name, None)].sha256
+
+    def tuned(self, table: str | None = None) -> Tuned:
+        """What `tune` found best: a dispatcher by problem size, for the GPU at hand.
+
+        table: which, where the collection holds several (by default a kernel's name).
+        """
+        from ._tuned import Tuned
+
+        return Tuned.open(self, table)
+
+    def _arch(self, name: str, device: int | None) -> str:
+        driver = _driver.get()
+        number = current_device() if device is None else device
+        capability = driver.compute_capability(number)
+        entries = {entry.target: entry for entry in self.entries(name).values()}
+        found = resolve(capability, [Candidate(e.arch, t) for t, e in entries.items()])
+        if found.chosen is None:
+            raise not_found(
+                f"{self._collection.package}'s {name!r}",
+                capability,
+                found.rejected,
+                build="Build it for this GPU: kernel-hub build-triton … --arch "
+                f"sm{capability[0]}{capability[1]}",
+            )
+        return found.chosen.arch
+
+    def _open(self, entry: CubinEntry) -> TritonFunction:
+        name, arch = entry.name, entry.arch
+        where = f"{self.root}{os.sep}{MANIFEST}: cubins.{name}.{arch}.functions"
+        launchable = _launchable({arch: entry})
+        if launchable is None:
+            raise CubinNotFoundError(
+                f"{where}: none has a 'triton' object: it is no Triton kernel, "
+                f"Kernel({name!r}) launches it"
+            )
+        where = f"{where}.{launchable.name}.triton"
+        read = launch_of(launchable, where)
+        metadata = Metadata.from_mapping(read["metadata"], f"{where}.metadata")
+        if metadata.name != launchable.name or f"sm{_token(metadata)}" != arch:
+            raise CubinCorruptError(
+                f"{where}.metadata is of {metadata.name!r} for sm{_token(metadata)}, found at "
+                f"{launchable.name!r} for {arch}"
+            )
+        arguments = arguments_from_json(read["arguments"], f"{where}.arguments")
+        # What a launch refuses need not name the field.
+        metadata = replace(metadata, label=f"{self.root}{os.sep}{MANIFEST}: {name} for {arch}")
+        only = replace(self._collection, manifest=Manifest({name: {arch: entry}}))
+        kernel = Kernel.__new__(Kernel)
+        try:
+            kernel._offer(ShippedImage(only, name), None, None, False)
+            function = kernel[launchable.name]
+        except ParamsError as error:  # sizes and types that cannot be
+            raise CubinCorruptError(f"{where.removesuffix('.triton')}.params: {error}") from error
+        constexprs = read["configuration"]["constexprs"]
+        return TritonFunction.wrap(function, metadata, arguments, constexprs)
+
+
+def _token(metadata: Metadata) -> str:
+    return "{}{}".format(*metadata.compute_capability)
+
+
+def _launchable(entries: Mapping[str, CubinEntry]) -> FunctionEntry | None:
+    """The first function that says how Triton launches it."""
+    for entry in entries.values():
+        for function in entry.functions.values():
+            if function.triton is not None:
+                return function
+    return None
+
+
+def launch_of(function: FunctionEntry, where: str) -> Mapping[str, Any]:
+    """The `triton` object of a function, its own fields checked; `where` names it in messages."""
+    found = function.triton or {}
+    for key, kind in (("metadata", dict), ("arguments", list), ("configuration", dict)):
+        if not isinstance(found.get(key), kind):
+            expected = "a list" if kind is list else "an object"
+            raise CubinCorruptError(
+                f"{where}.{key} must be {expected}, found {found.get(key)!r:.80}"
+            )
+    for key in ("signature", "constexprs", "options"):
+        value = found["configuration"].get(key)
+        if not isinstance(value, dict):
+            raise CubinCorruptError(
+                f"{where}.configuration.{key} must be an object, found {value!r:.80}"
+            )
+    return found
+
+
+def add(out: str | Path, built: Sequence[Built]) -> None:
+    """Write what was built into the collection in `out`, leaving what else is there.
+
+    A name stands for one configuration of one source: what an architecture not built now has of
+    another goes. Raises CubinCorruptError (a damaged collection, left as it is), KernelHubError.
+    """
+    folder = Path(out)
+    if all(one.entry is None for one in built):
+        return
+    try:
+        with _manifest_write.locked(folder):
+            _add(folder, built)
+    except OSError as error:
+        raise KernelHubError(f"cannot write the collection {str(folder)!r}: {error}") from error
+
+
+def _add(folder: Path, built: Sequence[Built]) -> None:
+    old = read_manifest(folder)
+    tables = {name: dict(old.cubins[name]) for name in old.cubins}
+    for entries in tables.values():
+        for entry in entries.values():
+            list(entry.functions.values())  # decoded now: a wrong field stops us before we write
+    dropped: set[str] = set()
+    for one in built:
+        if one.entry is None:
+            continue
+        kept = tables.setdefault(one.name, {})
+        if kept and _launchable(kept) is None:
+            raise KernelHubError(
+                f"{folder / MANIFEST}: {one.name!r} is a kernel that Triton did not make: "
+                "give another name or folder"
+            )
+        for arch, entry in list(kept.items()):
+            if _identity(entry) != _identity(one.entry):
+                dropped.add(kept.pop(arch).file)
+        kept[one.arch] = one.entry
+    for one in built:
+        if one.entry is not None and one.image is not None:
+            _manifest_write.write(folder / one.entry.file, one.image)
+            dropped.discard(one.entry.file)
+    _manifest_write.write(folder / MANIFEST, Manifest(tables).to_json().encode())
+    for file in dropped:
+        (folder / file).unlink(missing_ok=True)
+
+
+def _identity(entry: CubinEntry) -> object:
+    """What all architectures of a name have in common."""
+    function = _launchable({entry.arch: entry})
+    said = function.triton.get("configuration") if function and function.triton else None
+    return entry.source_sha256, said

@@ -1,0 +1,352 @@
+"""The declared run-time arguments of a Triton kernel: names, types, divisibility it relies on.
+
+Read from the `.ttir`, else the `.ptx`, or given by the caller; knows nothing of launches.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ...cubin import read_ptx
+from ...errors import CubinCorruptError, ParamsError
+from ._metadata import Metadata
+
+HIDDEN = ("global_scratch", "profile_scratch")
+# Element types: Triton's name -> C's. MLIR has integers without a sign.
+_SCALARS = {
+    "i1": "bool", "i8": "int8_t", "i16": "int16_t", "i32": "int", "i64": "int64_t",
+    "u1": "bool", "u8": "uint8_t", "u16": "uint16_t", "u32": "uint32_t", "u64": "uint64_t",
+    "fp16": "__half", "bf16": "__nv_bfloat16", "fp32": "float", "f32": "float", "fp64": "double",
+}  # fmt: skip
+_POINTEES = {**_SCALARS, "fp8e4nv": "__nv_fp8_e4m3", "fp8e5": "__nv_fp8_e5m2"}
+_MLIR = {"f16": "fp16", "f32": "fp32", "f64": "fp64", "f8E4M3FN": "fp8e4nv", "f8E5M2": "fp8e5"}
+_PTX = {".u32": "i32", ".f32": "fp32", ".f64": "fp64"}
+UNKNOWN = "struct unknown"  # a size without a type
+
+_ARGUMENT = re.compile(r"%([\w.$-]+)\s*:\s*")
+_NAMED = re.compile(r'loc\("([A-Za-z_][\w.]*)"[(\s)]')
+_DIVISOR = re.compile(r"tt\.divisibility\s*=\s*(\d{1,9})\s*:")
+_POINTER = re.compile(r"!tt\.ptr<([\w!.<>]+?)(?:,\s*\d+)?>")
+_TENSORDESC = re.compile(r"!tt\.tensordesc<(?:tensor<)?((?:\d+x){1,5})(\w+)[\w\s#,=.]*>{1,2}")
+_DECLARED_DESC = re.compile(r"tensordesc<(\w+)\[([\d,\s]*)\][\w\s,<>=.]*>")
+_MAX_ARGUMENTS = 1024
+_MAX_DIVISOR = 1 << 20
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One declared run-time argument.
+
+    type: in Triton's spelling: 'i32', 'fp16', '*fp16', 'tensordesc<fp16[64,64]>'; None where only
+    the size is known. divisors: what each of its cubin parameters is compiled to be divisible by
+    (a pointer: aligned to, bytes), 1 where nothing is assumed; a plain argument has one.
+    """
+
+    name: str
+    type: str | None
+    divisors: tuple[int, ...] = (1,)
+    parts: tuple[str, ...] = ()  # a descriptor's parameters in Triton's spelling
+
+    @property
+    def is_descriptor(self) -> bool:
+        """Whether the caller passes a host tensor descriptor."""
+        return bool(self.parts)
+
+    @property
+    def block(self) -> tuple[int, ...]:
+        """A descriptor's tile, where the type says it."""
+        match = _DECLARED_DESC.fullmatch(self.type or "")
+        return tuple(int(part) for part in match[2].split(",")) if match and match[2] else ()
+
+    @property
+    def element(self) -> str:
+        """What a pointer or descriptor points to, in Triton's spelling; '' where not known."""
+        if self.is_descriptor:
+            match = _DECLARED_DESC.fullmatch(self.type or "")
+            return match[1] if match else ""
+        return (self.type or "")[1:] if (self.type or "").startswith("*") else ""
+
+
+def c_type(kind: str | None) -> str:
+    """The C type of a cubin parameter in Triton's spelling."""
+    if kind is None:
+        return UNKNOWN
+    if kind == "nvTmaDesc":
+        return "CUtensorMap"
+    if kind.startswith("*"):
+        return _POINTEES.get(kind[1:], "void") + "*"
+    return _SCALARS.get(kind, UNKNOWN)
+
+
+def c_types(arguments: Sequence[Argument], metadata: Metadata) -> list[tuple[str, str]]:
+    """(C type, name) of each parameter of the cubin, Triton's hidden pointers included."""
+    found: list[tuple[str, str]] = []
+    for argument in arguments:
+        names = part_names(argument)
+        kinds = argument.parts or (argument.type,)
+        found += [(c_type(kind), name) for kind, name in zip(kinds, names, strict=True)]
+    taken = {name for _, name in found}
+    for name in HIDDEN[: metadata.num_hidden]:
+        found.append(("void*", f"{name} (hidden)" if name in taken else name))
+    return found
+
+
+def part_names(argument: Argument) -> list[str]:
+    """Names of the cubin parameters an argument becomes."""
+    if not argument.is_descriptor:
+        return [argument.name]
+    rank = descriptor_rank(argument.parts)
+    lengths = [f"{argument.name}.shape[{i}]" for i in range(rank)]
+    strides = [f"{argument.name}.strides[{i}]" for i in range(rank)]
+    flags = [f"{argument.name}.padding", f"{argument.name}.round_f32_to_tf32"]
+    if argument.parts[0] == "nvTmaDesc":
+        return [argument.name, *lengths, *strides]
+    again = [f"{name} (again)" for name in (*lengths, *strides)]
+    num_flags = argument.parts.count("i1")
+    return [argument.name, *lengths, *strides, *flags[:num_flags], *again]
+
+
+def descriptor_parts(first: str, rank: int, num_flags: int) -> tuple[str, ...]:
+    """What a descriptor becomes: a TMA descriptor, or a pointer with everything said twice."""
+    tail = ("i32",) * rank + ("i64",) * rank
+    if first == "nvTmaDesc":
+        return (first, *tail)
+    return (first, *("i64",) * (2 * rank), *("i1",) * num_flags, *tail)
+
+
+def descriptor_rank(parts: Sequence[str]) -> int:
+    """The rank of a descriptor with these parts."""
+    return sum(part == "i32" for part in parts)
+
+
+# -- the .ttir
+
+
+def read_ttir(text: str, function: str, label: str) -> tuple[Argument, ...]:
+    """The arguments of `function` in Triton's own intermediate form.
+
+    Names are there from Triton 3.5 on, before that they are arg0, arg1, …
+    Raises CubinCorruptError naming `label` where there is no such function or its list is damaged.
+    """
+    start = re.search(rf"tt\.func\s+public\s+@\"?{re.escape(function)}\"?\s*\(", text)
+    if start is None:
+        raise CubinCorruptError(f"{label} has no public function {function!r}")
+    flat: list[tuple[str | None, str, int]] = []
+    for item in _split(text, start.end(), f"{label}: {function}"):
+        match = _ARGUMENT.match(item)
+        if match is None or len(flat) == _MAX_ARGUMENTS:
+            raise CubinCorruptError(f"{label}: argument {len(flat)} of {function}: {item[:60]!r}")
+        kind = _read_type(item[match.end() :])
+        if kind is None:
+            raise CubinCorruptError(
+                f"{label}: argument {len(flat)} of {function} has a type that is not known here: "
+                f"{item[match.end() : match.end() + 60]!r}"
+            )
+        named = _NAMED.search(item)
+        assumed = _DIVISOR.search(item)
+        divisor = int(assumed[1]) if assumed else 1
+        if not 1 <= divisor <= _MAX_DIVISOR:
+            raise CubinCorruptError(
+                f"{label}: argument {len(flat)} of {function}: tt.divisibility is {divisor}"
+            )
+        flat.append((named[1] if named else None, kind, divisor))
+    return tuple(_group(flat))
+
+
+def _split(text: str, at: int, where: str) -> list[str]:
+    """The comma-separated items up to the parenthesis that ends the list."""
+    items: list[str] = []
+    depth, start, quoted = 0, at, False
+    for position in range(at, min(len(text), at + (1 << 20))):
+        char = text[position]
+        if char == '"':
+            quoted = not quoted
+        elif quoted:
+            continue
+        elif char in "([{<":
+            depth += 1
+        elif char in ")]}>":
+            if char == ")" and depth == 0:
+                last = text[start:position].strip()
+                return [*items, last] if last else items
+            depth -= 1
+        elif char == "," and depth == 0:
+            items.append(text[start:position].strip())
+            start = position + 1
+    raise CubinCorruptError(f"{where}: its list of arguments has no end")
+
+
+def _read_type(text: str) -> str | None:
+    """An MLIR type as Triton spells it; None for one that is not known."""
+    if match := _TENSORDESC.match(text):
+        block = match[1].rstrip("x").replace("x", ",")
+        return f"tensordesc<{_MLIR.get(match[2], match[2])}[{block}]>"
+    if match := _POINTER.match(text):
+        return "*" + _MLIR.get(match[1], match[1])
+    match = re.match(r"\w+", text)
+    kind = _MLIR.get(match[0], match[0]) if match else ""
+    return kind if kind in _SCALARS else None
+
+
+def _group(flat: Sequence[tuple[str | None, str, int]]) -> list[Argument]:
+    """The flat list with the parts of each tensor descriptor put together, names made unique."""
+    found: list[Argument] = []
+    at = 0
+    while at < len(flat):
+        name, kind, divisor = flat[at]
+        parts = _descriptor_at(flat, at)
+        if parts is not None:
+            size = len(parts)
+            declared = kind if kind.startswith("tensordesc") else f"tensordesc<{kind[1:]}[]>"
+            divisors = tuple(item[2] for item in flat[at : at + size])
+            found.append(Argument(name or f"arg{len(found)}", declared, divisors, parts))
+        else:
+            size = 1
+            found.append(Argument(name or f"arg{len(found)}", kind, (divisor,)))
+        at += size
+    return _unique(found)
+
+
+def _descriptor_at(flat: Sequence[tuple[str | None, str, int]], at: int) -> tuple[str, ...] | None:
+    """The parts of the descriptor that begins at `at`, or None where none does."""
+    name, kind = flat[at][:2]
+    if not kind.startswith("tensordesc"):
+        # Without TMA a descriptor is a pointer and numbers that all bear its name; names are what
+        # tells it from a pointer with such numbers after it.
+        if name is None or not kind.startswith("*"):
+            return None
+        first, ranks = kind, list(range(1, 6))
+    else:
+        first, ranks = "nvTmaDesc", [kind.count(",") + 1]
+    follows = [item[1] for item in flat[at + 1 : at + 64]]
+    same = 0
+    for other, _, _ in flat[at + 1 :]:
+        if name is not None and other != name and not (other or "").startswith(name + "."):
+            break
+        same += 1
+    for rank in ranks:
+        for num_flags in (0,) if first == "nvTmaDesc" else (2, 1, 0):
+            parts = descriptor_parts(first, rank, num_flags)
+            if len(parts) - 1 <= same and tuple(follows[: len(parts) - 1]) == parts[1:]:
+                return parts
+    return None
+
+
+def _unique(arguments: list[Argument]) -> list[Argument]:
+    """Elements of a tuple argument bear one name: they become name.0, name.1, …"""
+    counts: dict[str, int] = {}
+    for argument in arguments:
+        counts[argument.name] = counts.get(argument.name, 0) + 1
+    seen: dict[str, int] = {}
+    named = []
+    for argument in arguments:
+        name = argument.name
+        if counts[name] > 1:
+            seen[name] = seen.get(name, -1) + 1
+            argument = replace(argument, name=f"{name}.{seen[name]}")
+        named.append(argument)
+    return named
+
+
+# -- other sources
+
+
+def read_ptx_arguments(
+    text: str | bytes, function: str, metadata: Metadata, label: str
+) -> tuple[Argument, ...]:
+    """What PTX knows: pointers (from Triton 3.2 on), widths, floats. No names, no divisibility."""
+    try:
+        params = read_ptx(text).functions.get(function)
+    except CubinCorruptError as error:
+        raise CubinCorruptError(f"{label}: {error.args[0]}") from error
+    if params is None:
+        raise CubinCorruptError(f"{label} has no function {function!r}")
+    declared = params[: max(0, len(params) - metadata.num_hidden)]
+    kinds = [_PTX.get(param.type) for param in declared]
+    return tuple(Argument(f"arg{i}", kind) for i, kind in enumerate(kinds))
+
+
+def with_signature(
+    arguments: Sequence[Argument] | None, signature: Any, metadata: Metadata
+) -> tuple[Argument, ...]:
+    """Arguments as the caller's own `signature` (name -> Triton type, as for compiling) says.
+
+    `arguments`: what was read from the files, whose divisibility is kept. 'constexpr' entries are
+    left out. Raises ParamsError.
+    """
+    if not isinstance(signature, Mapping):
+        raise ParamsError(f"signature is a {type(signature).__name__}, not a dict name -> type")
+    declared = {
+        str(name): kind
+        for name, kind in signature.items()
+        if kind != "constexpr" and kind is not None
+    }
+    divisors = [item for argument in arguments or () for item in argument.divisors]
+    found, at = [], 0
+    for name, kind in declared.items():
+        parts = _declared_parts(name, kind, metadata)
+        size = max(1, len(parts))
+        assumed = tuple(divisors[at : at + size]) if arguments is not None else (1,) * size
+        found.append(Argument(name, kind, assumed, parts))
+        at += size
+    if arguments is not None and at != len(divisors):
+        raise ParamsError(
+            f"signature declares {len(declared)} arguments ({at} parameters); {metadata.name} was "
+            f"compiled with {len(divisors)}: {', '.join(a.name for a in arguments)} (constexprs "
+            "and arguments equal to 1 are folded away: leave them out or say 'constexpr')"
+        )
+    return tuple(found)
+
+
+def _declared_parts(name: str, kind: Any, metadata: Metadata) -> tuple[str, ...]:
+    if isinstance(kind, str) and (match := _DECLARED_DESC.fullmatch(kind)):
+        if not match[2].strip():
+            raise ParamsError(f"signature[{name!r}] is {kind!r}: its block shape is missing")
+        rank = match[2].count(",") + 1
+        if metadata.descriptors:
+            return descriptor_parts("nvTmaDesc", rank, 0)
+        version = [int(part) for part in re.findall(r"\d+", metadata.triton_version or "")[:2]]
+        num_flags = 2 if version >= [3, 7] else 1 if version >= [3, 5] else 0
+        return descriptor_parts("*" + match[1], rank, num_flags)
+    if not isinstance(kind, str) or (not kind.startswith("*") and kind not in _SCALARS):
+        raise ParamsError(
+            f"signature[{name!r}] is {kind!r}; expected a Triton type such as '*fp16', 'i32', "
+            "'fp32', 'tensordesc<fp16[64,64]>' or 'constexpr'"
+        )
+    return ()
+
+
+def arguments_from_json(found: Any, label: str) -> tuple[Argument, ...]:
+    """Arguments as `dataclasses.asdict` of each wrote them; `label` names the file in messages."""
+    if not isinstance(found, list) or len(found) > _MAX_ARGUMENTS:
+        raise ParamsError(f"{label}: arguments is a {type(found).__name__}; expected a list")
+    return tuple(_argument(item, f"{label}: arguments[{i}]") for i, item in enumerate(found))
+
+
+def _argument(item: Any, where: str) -> Argument:
+    if not isinstance(item, Mapping):
+        raise ParamsError(f"{where} is a {type(item).__name__}; expected an object")
+    name, kind = item.get("name"), item.get("type")
+    divisors, parts = item.get("divisors", [1]), item.get("parts", [])
+    if not isinstance(name, str) or not name:
+        raise ParamsError(f"{where}: name is {name!r}; expected a string")
+    if kind is not None and not isinstance(kind, str):
+        raise ParamsError(f"{where}: type is {kind!r}; expected a string or null")
+    if not isinstance(parts, (list, tuple)) or not all(isinstance(p, str) for p in parts):
+        raise ParamsError(f"{where}: parts is {parts!r}; expected a list of strings")
+    if parts:
+        rank = descriptor_rank(parts)
+        if tuple(parts) != descriptor_parts(parts[0], rank, list(parts).count("i1")):
+            raise ParamsError(f"{where}: parts is {parts!r:.80}; not those of a descriptor")
+    if (
+        not isinstance(divisors, (list, tuple))
+        or len(divisors) != max(1, len(parts))
+        or any(type(d) is not int or not 1 <= d <= _MAX_DIVISOR for d in divisors)
+    ):
+        raise ParamsError(
+            f"{where}: divisors is {divisors!r:.80}; expected {max(1, len(parts))} positive ints"
+        )
+    return Argument(name, kind, tuple(divisors), tuple(parts))

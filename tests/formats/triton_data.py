@@ -1,0 +1,31 @@
+"""The kept kernels of every Triton version, and what tests of several files need of them."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+DATA = Path(__file__).parent / "data/triton"
+VERSIONS = sorted(path.name for path in DATA.iterdir())
+NEWEST = DATA / VERSIONS[-1]
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("."))
+
+
+def hidden(version: str) -> int:
+    return 0 if numbers(version) < (3, 3) else 1 if numbers(version) < (3, 5) else 2
+
+
+def words(*values: int) -> tuple[bytes, ...]:
+    return tuple(struct.pack("<Q", value) for value in values)
+
+
+class TensorDescriptor:
+    """What a call takes of Triton's class of that name."""
+
+    def __init__(self, base: Any, shape: Any, block: Any, padding: str = "zero") -> None:
+        self.base, self.shape, self.strides = base, list(shape), [shape[1], 1]
+        self.block_shape, self.padding = list(block), padding

@@ -1,0 +1,191 @@
+"""What is read from source text without a compiler, and the user's cache of results."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from kernel_hub import Kernel, _cache, _nvrtc, _source
+from kernel_hub._prototypes import read_instance
+from kernel_hub.errors import CompileError, KernelHubError, MissingPackageError, ParamsError
+
+SOURCE = r"""
+// template <typename T> __global__ void scale(T only_a_comment);
+#define KERNEL(name) \
+    __global__ void name(int only_a_macro)
+#include <stdint.h>
+namespace ns {
+using real = double;
+template <typename T, int kCount = 4>
+__global__ void __launch_bounds__(256) scale(T* __restrict__ out, const T* x, T factor, int n) {
+    if (n) { out[0] = "template <"[0]; }
+}
+template <class T> static __device__ T help(T x) { return x; }
+__global__ void plain(real* x, unsigned long long n) {}
+}
+extern "C" __global__ void declared_twice(float* x, unsigned n);
+extern "C" __global__ void declared_twice(float* y, unsigned m) {}
+__global__ void overloaded(int a) {}
+__global__ void overloaded(float a) {}
+template <typename... Ts> __global__ void variadic(Ts... values) {}
+template <typename T> __device__ T before(); __global__ void after(int* T) {}
+"""
+
+
+@pytest.mark.parametrize(
+    ("expression", "expected"),
+    [
+        ("ns::scale<float>", "out float*, x float*, factor float, n int"),
+        ("ns::scale<__half, 8>", "out __half*, x __half*, factor __half, n int"),
+        ("ns::plain", "x double*, n uint64_t"),
+        ("declared_twice", "x float*, n uint32_t"),
+        ("after", "T int*"),
+    ],
+)
+def test_an_instance_is_read_from_the_source(expression: str, expected: str) -> None:
+    found = read_instance(SOURCE, expression, "here")
+    assert ", ".join(" ".join(param) for param in found) == expected
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["overloaded", "ns::scale", "ns::scale<int, 4, 5>", "variadic<int>", "nothing", "name"],
+)
+def test_what_is_not_certain_is_refused(expression: str) -> None:
+    with pytest.raises(KernelHubError, match=r"^here"):
+        read_instance(SOURCE, expression, "here")
+
+
+def test_plain_names_of_mangled_ones() -> None:
+    symbols = ["plain", "_Z5scalePfi", "_ZN2ns6nestedEPh", "_Z4overf", "_Z4overi", "_Z1fIfEvPT_"]
+    assert _source._plain_names(symbols) == {
+        "plain": "plain",
+        "scale": "_Z5scalePfi",
+        "ns::nested": "_ZN2ns6nestedEPh",
+        "_Z4overf": "_Z4overf",
+        "_Z4overi": "_Z4overi",
+        "_Z1fIfEvPT_": "_Z1fIfEvPT_",
+    }
+
+
+def test_options_that_look_into_files() -> None:
+    options = ["-Ia", "-I", "/b", "--include-path=c", "-DI=1", "--pre-include=d.h", "-include", "e"]
+    folders, headers = _nvrtc.looked_into(options)
+    assert folders == [Path("a").absolute(), Path("/b"), Path("c").absolute()]
+    assert headers == ["d.h", "e"]
+
+
+def test_the_state_of_included_files(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    (first / "sub").mkdir(parents=True)
+    second.mkdir()
+    (first / "sub" / "a.h").write_text('#include "b.h"\n')
+    (first / "sub" / "b.h").write_text("#define B 1\n")
+
+    def state(code: str = "#include <sub/a.h>\n", *included: str) -> list[str] | None:
+        return _nvrtc.include_state(code, included, [first, second])
+
+    before = state()
+    assert before is not None
+    assert [Path(path).name for path in before if path.startswith("/")] == ["a.h", "b.h"]
+    (first / "sub" / "b.h").write_text("#define B 2\n")
+    changed = state()
+    assert changed != before
+    # A file that would be found first, or that __has_include asks for, counts once it is there.
+    (second / "sub").mkdir()
+    (second / "sub" / "a.h").write_text("")
+    assert state() != changed
+    asking = "#if __has_include(<late.h>)\n#endif\n"
+    assert state(asking) == []
+    (second / "late.h").write_text("")
+    assert state(asking) != []
+    assert state("", "late.h") != []
+    assert state("#include HEADER\n") is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"code": 5}, "pass CUDA C\\+\\+ as a str"),
+        ({"code": "int x;\0"}, "a NUL"),
+        ({"code": Path("/nowhere/x.cu")}, "/nowhere/x.cu"),
+        ({"options": 5}, "options=5"),
+        ({"options": ["-O3", 5]}, "options="),
+        ({"options": "-DN=1 -arch=sm_80"}, "arch='sm90'"),
+        ({"options": ["--gpu-architecture=sm_80"]}, "arch='sm90'"),
+        ({"arch": "hopper"}, "arch='hopper'"),
+        ({"arch": 90}, "arch=90"),
+        ({"arch": (9, 0, 0)}, "arch="),
+        ({"function_names": 5}, "function_names=5"),
+    ],
+)
+def test_wrong_arguments_need_no_compiler(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises((ParamsError, CompileError), match=message):
+        Kernel.from_source(**{"code": "", "arch": "sm90", **arguments})  # type: ignore[arg-type]
+
+
+def test_architectures() -> None:
+    assert [_source._arch(a) for a in ("sm90", "sm_90a", (8, 6))] == ["sm_90", "sm_90a", "sm_86"]
+    assert [_source._own_arch(c) for c in ((8, 9), (9, 0), (12, 1))] == [
+        *("sm_89", "sm_90a", "sm_121a"),
+    ]
+
+
+def test_without_cuda_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    _nvrtc._bindings.cache_clear()
+    for name in ("cuda", "cuda.pathfinder", "cuda.bindings"):
+        monkeypatch.setitem(__import__("sys").modules, name, None)
+    with pytest.raises(MissingPackageError, match=r"pip install 'kernel_hub\[jit\]'") as caught:
+        Kernel.from_source("", arch="sm90")
+    assert isinstance(caught.value, ImportError)
+    _nvrtc._bindings.cache_clear()
+
+
+# ---- the cache
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(_cache.VARIABLE, str(tmp_path))
+    return tmp_path
+
+
+def test_what_is_stored_comes_back(folder: Path) -> None:
+    key = _cache.key("text", b"bytes", 7)
+    assert key != _cache.key("textbytes", 7) != _cache.key("text", "bytes7")
+    assert _cache.load("kind", key) is None
+    assert _cache.store("kind", key, b"content")
+    assert _cache.load("kind", key) == b"content"
+    assert _cache.load("other", key) is None
+    assert [path.name for path in (folder / "kind").iterdir()] == [key], "nothing half-written"
+
+
+@pytest.mark.parametrize("damage", [b"", b"short", b"\0" * 40])
+def test_a_damaged_entry_is_gone_with_a_warning(folder: Path, damage: bytes) -> None:
+    _cache.store("kind", "entry", b"content")
+    path = folder / "kind" / "entry"
+    path.write_bytes(damage or path.read_bytes()[:-1])
+    with pytest.warns(RuntimeWarning, match=r"entry.*damaged"):
+        assert _cache.load("kind", "entry") is None
+    assert not path.exists()
+
+
+def test_a_folder_that_cannot_be_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "file").write_text("")
+    monkeypatch.setenv(_cache.VARIABLE, str(folder / "file"))
+    assert not _cache.store("kind", "entry", b"content")
+    assert _cache.load("kind", "entry") is None
+
+
+def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(_cache.VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+    assert _cache.folder("ptx") == Path("/xdg/kernel_hub/ptx")
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert _cache.root() == Path(os.path.expanduser("~"), ".cache", "kernel_hub")
+    monkeypatch.setenv(_cache.VARIABLE, "0")
+    assert _cache.root() is None
+    assert not _cache.store("kind", "entry", b"content")
+    assert _cache.load("kind", "entry") is None
