@@ -49,7 +49,7 @@ def key(*parts: object) -> str:
 
 
 def load(kind: str, key: str) -> bytes | None:
-    """The entry, or None where there is none; one that is damaged is removed with a warning."""
+    """The entry, or None where there is none; a damaged one, or another's, is `discard`ed."""
     base = folder(kind)
     if base is None:
         return None
@@ -59,12 +59,22 @@ def load(kind: str, key: str) -> bytes | None:
     except OSError:
         return None
     digest, content = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
-    if hashlib.sha256(content).digest() == digest:
+    if _seal(kind, key, content) == digest:
         return content
-    warnings.warn(f"the cached entry {path} is damaged and is made anew", RuntimeWarning, 2)
-    with contextlib.suppress(OSError):
-        path.unlink()
+    discard(kind, key, "its digest is another")
     return None
+
+
+def discard(kind: str, key: str, reason: object) -> None:
+    """Remove an entry that is not what it should be, with a warning that names the file."""
+    base = folder(kind)
+    if base is None:
+        return
+    warnings.warn(
+        f"the cached entry {base / key} is damaged and is made anew: {reason}", RuntimeWarning, 3
+    )
+    with contextlib.suppress(OSError):
+        (base / key).unlink()
 
 
 def store(kind: str, key: str, content: bytes) -> bool:
@@ -77,7 +87,7 @@ def store(kind: str, key: str, content: bytes) -> bool:
         base.mkdir(parents=True, exist_ok=True)
         handle, part = tempfile.mkstemp(prefix=".", dir=base)
         with open(handle, "wb") as file:
-            file.write(hashlib.sha256(content).digest() + content)
+            file.write(_seal(kind, key, content) + content)
         os.replace(part, base / key)
     except OSError:
         if part is not None:
@@ -85,3 +95,8 @@ def store(kind: str, key: str, content: bytes) -> bool:
                 os.unlink(part)
         return False
     return True
+
+
+def _seal(kind: str, name: str, content: bytes) -> bytes:
+    """What an entry begins with: its own name counts, so that files are not exchanged unnoticed."""
+    return bytes.fromhex(key(kind, name, content))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ._foreign import ForeignImage
+from ._read import read_file
 from ._spec import Chosen, FunctionSpec, Image, spec_of
 from .errors import (
     CubinCorruptError,
@@ -139,8 +140,9 @@ def open_image(filename: Any, package: str | None) -> Image:
 
 @lru_cache(maxsize=32)
 def _read_file(path: Path, stamp: tuple[int, int]) -> ForeignImage:
+    data = read_file(path)
     try:
-        return ForeignImage(path.read_bytes(), str(path))
+        return ForeignImage(data, str(path))
     except CubinCorruptError as error:
         named = CubinCorruptError(f"{path}: {error.args[0]}")
         named.offset = error.offset
@@ -151,8 +153,6 @@ def _open_file(path: Path) -> ForeignImage:
     try:
         status = path.stat()
     except (OSError, ValueError) as error:  # ValueError: a null byte
-        found = f"no file {str(path)!r} (looked at {path.absolute()}): {error}"
+        found = f"no file {str(path)!r} (looked at {str(path.absolute())!r}): {error}"
         raise CubinNotFoundError(found) from error
-    if path.is_dir():
-        raise CubinNotFoundError(f"{path} is a folder; name a .cubin, .fatbin or .ptx file")
     return _read_file(path.absolute(), (status.st_mtime_ns, status.st_size))

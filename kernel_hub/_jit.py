@@ -5,6 +5,7 @@ Knows no library and no function; what comes back is a cubin for `_library` to l
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import struct
 from ctypes import byref, c_int, c_size_t, c_void_p
@@ -13,12 +14,13 @@ from typing import NamedTuple
 from . import _cache
 from ._spec import Chosen
 from .driver import Driver
+from .errors import CubinCorruptError
 
 _INFO, _INFO_BYTES, _ERROR, _ERROR_BYTES, _VERBOSE = 3, 4, 5, 6, 12
 _INPUTS = {"ptx": 1, "fatbin": 2}
 _LOG_BYTES = 1 << 16
 # Part of each entry's key: another layout, or other options, is another entry.
-_FORMAT = "kernel_hub jit 1: verbose"
+_FORMAT = "kernel_hub jit 2: verbose"
 _LENGTH = struct.Struct("<I")
 
 
@@ -36,23 +38,39 @@ def compile_ptx(driver: Driver, chosen: Chosen, image: bytes, device: int) -> Co
     """
     key = _cache.key(_FORMAT, chosen.kind, chosen.jit_target, driver.version, image)
     kept = _cache.load("ptx", key)
-    if kept is not None and (found := _unpack(kept)) is not None:
-        return found
+    if kept is not None:
+        try:
+            return _unpack(kept, chosen)
+        except CubinCorruptError as error:
+            _cache.discard("ptx", key, error)
     made = _link(driver, chosen, image, device)
     text = made.log.encode()
-    _cache.store("ptx", key, _LENGTH.pack(len(text)) + text + made.image)
+    entry = _LENGTH.pack(len(text)) + text + made.image
+    # What a later driver makes may be beyond our reader: it runs, but is not kept.
+    with contextlib.suppress(CubinCorruptError):
+        _unpack(entry, chosen)
+        _cache.store("ptx", key, entry)
     return made
 
 
-def _unpack(kept: bytes) -> Compiled | None:
-    """What `compile_ptx` stored; None for anything else under that name."""
+def _unpack(kept: bytes, chosen: Chosen) -> Compiled:
+    """What `compile_ptx` stored, its code read whole: the driver gets nothing from disk unread.
+
+    Raises CubinCorruptError for anything else, and for code of other functions than `chosen` has.
+    """
+    from .cubin import read_cubin
+
     if len(kept) < _LENGTH.size:
-        return None
+        raise CubinCorruptError(f"it is {len(kept)} bytes")
     start = _LENGTH.size + _LENGTH.unpack_from(kept)[0]
-    image = kept[start:]
-    if not image:
-        return None
-    return Compiled(image, kept[_LENGTH.size : start].decode(errors="replace"))
+    made = Compiled(kept[start:], kept[_LENGTH.size : start].decode(errors="replace"))
+    functions = read_cubin(made.image).functions
+    for name, spec in chosen.functions.items():
+        found = functions.get(spec.symbol or name)
+        sizes = None if found is None else [param.size_bytes for param in found.params]
+        if spec.params is not None and sizes != [param.size_bytes for param in spec.params]:
+            raise CubinCorruptError(f"it holds no {spec.prototype()}")
+    return made
 
 
 def _link(driver: Driver, chosen: Chosen, image: bytes, device: int) -> Compiled:

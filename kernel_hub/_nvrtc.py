@@ -189,7 +189,8 @@ def include_state(code: str, included: Iterable[str], folders: Sequence[Path]) -
     """What the files that `code` may include hold, transitively, as parts of a cache key.
 
     included: names given by option; folders: where the compiler looks. Both sides of every #if
-    count, and every folder's file of a name. None where a name is a macro: it cannot be followed.
+    count, and every folder's file of a name. None where one cannot be followed: a name that is a
+    macro, a file that cannot be read.
     """
     state: list[str] = []
     seen: set[Path] = set()
@@ -201,10 +202,13 @@ def include_state(code: str, included: Iterable[str], folders: Sequence[Path]) -
             if name is None:
                 return None
             for path in dict.fromkeys(Path(os.path.normpath(p / name)) for p in [*own, *folders]):
-                if path in seen or not path.is_file():
+                if path in seen or not os.path.isfile(path):
                     continue
                 seen.add(path)
-                content = path.read_bytes()
+                try:
+                    content = path.read_bytes()
+                except OSError:
+                    return None
                 state += [str(path), _cache.key(content)]
                 waiting.append((content.decode("utf-8", "replace"), [path.parent]))
     return sorted(state)

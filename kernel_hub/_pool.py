@@ -24,6 +24,7 @@ from .driver import RelaxedCapture
 from .errors import CudaDriverError, TensorError
 
 _RELEASE_THRESHOLD = 4
+_MAX_BYTES = 2**63 - 1
 _RESERVED, _RESERVED_HIGH, _USED, _USED_HIGH = 5, 6, 7, 8
 # CUresults of a call that a graph capture forbids: the memory is freed later instead.
 _CAPTURING = frozenset({900, 901, 906})
@@ -224,6 +225,8 @@ def allocate(size_bytes: int, device: int, stream: int, asked: str) -> Block:
     Raises DeviceOutOfMemoryError (after one more try with the pool trimmed) or CudaDriverError.
     """
     stream = 0 if stream == 1 else stream
+    if size_bytes > _MAX_BYTES:  # ctypes would cut it to its last 64 bits
+        raise _out_of_memory(_driver.get(), device, asked)
     with Work(device, stream, asked) as driver:
         pool = _pool(driver, device)
         if _pending:

@@ -19,6 +19,7 @@ from typing import Any
 from . import _cache, _nvrtc
 from ._foreign import PTX_FLOATS
 from ._image import Chosen, ForeignImage, FunctionSpec, Image, open_image
+from ._read import read_file
 from .ctypes_table import type_info
 from .errors import (
     CompileError,
@@ -28,10 +29,18 @@ from .errors import (
 )
 from .params import Param
 
-_FORMAT = 1  # raise it when entries of the cache are written otherwise
+_FORMAT = 2  # raise it when entries of the cache are written otherwise
 _ARCH = re.compile(r"sm_?(\d{2,3}[af]?)")
 _LENGTH = re.compile(r"(\d+)")
-
+_MAX_SOURCE_BYTES = 1 << 28
+# Options of NVRTC that from_source has no use for, and what to do instead.
+_REFUSED = {
+    r"--?(arch|gpu-architecture)\b": "the architecture is given as arch='sm90'",
+    r"--?(time|create-pch|pch-dir|fdevice-time-trace)\b": "it writes files; leave it out",
+    r"(-dlto|--dlink-time-opt|--?optix-ir|--?fdevice-syntax-only)\b": "it makes no machine code",
+    r"(-dc|--?device-c|-rdc=true|--relocatable-device-code=true)\b": "from_source links nothing, "
+    "and needs code that is whole",
+}
 
 Types = Mapping[str, Sequence[tuple[str | None, str | None]]]  # function -> (name, C type) each
 
@@ -84,6 +93,10 @@ class SourceImage:
     ) -> None:
         self._code, self._file = _read_code(code)
         self.label = str(self._file) if self._file else "the source"
+        if not all(map(_is_text, names or ())):
+            raise ParamsError(
+                f"function_names={names!r}: a name has a NUL or a lone surrogate in it"
+            )
         self._names = names
         self._options = _checked_options(options)
         self._arch = None if arch is None else _arch(arch)
@@ -109,21 +122,21 @@ class SourceImage:
             if _nvrtc.includes_files(self._code, self._options):
                 options += _nvrtc.cuda_headers()
             key = self._key(options) if self._cache else None
-            found = _read_entry(key) if key else None
-            if found is None:
-                found = self._compile(options)
-                if key:
-                    _cache.store("source", key, _entry(*found))
-            image, symbols, types, self.log = found
             label = f"{self.label} compiled for {arch}"
-            self._built[arch] = NamedImage(ForeignImage(image, label), symbols, types)
+            found = _read_entry(key, label) if key else None
+            if found is None:
+                made, symbols, types, log = self._compile(options)
+                found = NamedImage(ForeignImage(made, label), symbols, types), log
+                if key:
+                    _cache.store("source", key, _entry(made, symbols, types, log))
+            self._built[arch], self.log = found
         return self._built[arch]
 
     def _key(self, options: list[str]) -> str | None:
         """The name of the entry in the cache; None where the outcome hangs on what nobody sees."""
         folders, included = _nvrtc.looked_into(options)
         own = self._file.parent if self._file else Path.cwd()
-        toolkits = [path for path in folders if (path / "cuda_runtime_api.h").is_file()]
+        toolkits = [path for path in folders if os.path.isfile(path / "cuda_runtime_api.h")]
         others = [path for path in folders if path not in toolkits]
         state = _nvrtc.include_state(self._code, included, [own, *others])
         if state is None or any("pch" in option for option in options):
@@ -133,7 +146,7 @@ class SourceImage:
         return _cache.key(*parts, *options, self._names is None, *(self._names or ()))
 
     def _compile(self, options: list[str]) -> tuple[bytes, dict[str, str], Types, str]:
-        name = str(self._file) if self._file else "source.cu"
+        name = str(self._file).encode(errors="replace").decode() if self._file else "source.cu"
         made = _nvrtc.compile_source(self._code, name, options, self._names or ())
         image = ForeignImage(made.image, self.label)
         symbols = made.symbols if self._names is not None else _plain_names(image.names() or ())
@@ -156,12 +169,19 @@ def object_code_image(value: Any) -> Image:
             f"filename is an ObjectCode of {kind!r}: a Kernel runs 'cubin', 'fatbin' or 'ptx'; "
             "link it first (cuda.core.Linker)"
         )
-    code = value.code
+    code = getattr(value, "code", None)
+    if not isinstance(code, (str, bytes, bytearray, memoryview)):
+        raise ParamsError(f"filename is an ObjectCode whose code is {code!r}, not a {kind}")
     if isinstance(code, str) and kind != "ptx":  # ObjectCode.from_cubin("path")
         code = Path(code)
-    image = open_image(code.encode() if isinstance(code, str) else code, None)
+    image = open_image(code.encode(errors="replace") if isinstance(code, str) else code, None)
     given = getattr(value, "symbol_mapping", None) or {}
-    symbols = {k: v.decode() if isinstance(v, bytes) else str(v) for k, v in given.items()}
+    if not isinstance(given, Mapping):
+        raise ParamsError(f"the ObjectCode's symbol_mapping is {given!r}: a dict, name -> symbol")
+    symbols = {
+        name: symbol.decode(errors="replace") if isinstance(symbol, bytes) else str(symbol)
+        for name, symbol in given.items()
+    }
     names = image.names()
     if not symbols or names is None or not isinstance(image, ForeignImage):
         return image
@@ -172,27 +192,40 @@ def object_code_image(value: Any) -> Image:
 def _read_code(code: Any) -> tuple[str, Path | None]:
     file = None
     if isinstance(code, os.PathLike):
-        file = Path(code).absolute()
+        file = Path(os.fsdecode(code)).absolute()
         try:
-            code = file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise CompileError(f"{file} cannot be read: {error}") from error
-    if not isinstance(code, str) or "\0" in code:
-        found = "text with a NUL" if isinstance(code, str) else type(code).__name__
+            code = read_file(file, _MAX_SOURCE_BYTES).decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise CompileError(f"{file} is not UTF-8: {error}") from error
+    if not isinstance(code, str) or not _is_text(code):
+        found = "a str with a NUL or a lone surrogate in it"
+        found = found if isinstance(code, str) else type(code).__name__
         raise ParamsError(f"code is {found}: pass CUDA C++ as a str, or a Path to a file of it")
     return code, file
 
 
+def _is_text(value: str) -> bool:
+    """Whether it can be handed to C as UTF-8: no NUL, no lone surrogate."""
+    return "\0" not in value and value == value.encode(errors="replace").decode()
+
+
 def _checked_options(options: Any) -> list[str]:
-    parts = shlex.split(options) if isinstance(options, str) else options
-    if not isinstance(parts, Sequence) or not all(isinstance(part, str) for part in parts):
+    parts = options
+    with contextlib.suppress(ValueError):  # a quotation that does not end
+        parts = shlex.split(options) if isinstance(options, str) else options
+    if (
+        isinstance(parts, str)
+        or not isinstance(parts, Sequence)
+        or not all(isinstance(part, str) and "\0" not in part for part in parts)
+    ):
         raise ParamsError(
             f"options={options!r}: a list of NVRTC's options such as ['-std=c++20', '-DN=4', "
-            "'-Iinclude'], or a str of them"
+            "'-Iinclude'], or a str of them as a shell takes it"
         )
     for part in parts:
-        if re.match(r"--?(arch|gpu-architecture)\b", part):
-            raise ParamsError(f"options holds {part!r}: the architecture is given as arch='sm90'")
+        for pattern, reason in _REFUSED.items():
+            if re.match(pattern, part):
+                raise ParamsError(f"options holds {part!r}: {reason}")
     return list(parts)
 
 
@@ -262,13 +295,35 @@ def _entry(image: bytes, symbols: dict[str, str], types: Types, log: str) -> byt
     return head.encode() + b"\n" + image
 
 
-def _read_entry(key: str) -> tuple[bytes, dict[str, str], Types, str] | None:
+def _read_entry(key: str, label: str) -> tuple[NamedImage, str] | None:
+    """What `_entry` wrote, checked like anything from disk; None where there is no such entry."""
     data = _cache.load("source", key)
     if data is None:
         return None
     head, _, image = data.partition(b"\n")
     try:
         raw = json.loads(head)
-        return image, raw["symbols"], raw["types"], raw["log"]
-    except (ValueError, KeyError, TypeError):  # written by somebody else
+        if not _is_head(raw):
+            raise ValueError("its head is not what from_source writes")
+        return NamedImage(ForeignImage(image, label), raw["symbols"], raw["types"]), raw["log"]
+    except (ValueError, RecursionError, KernelHubError) as error:
+        _cache.discard("source", key, error)
         return None
+
+
+def _is_head(raw: Any) -> bool:
+    if not isinstance(raw, dict) or raw.keys() != {"symbols", "types", "log"}:
+        return False
+    symbols, types = raw["symbols"], raw["types"]
+    return (
+        isinstance(raw["log"], str)
+        and isinstance(symbols, dict)
+        and all(isinstance(symbol, str) for symbol in symbols.values())
+        and isinstance(types, dict)
+        and all(isinstance(params, list) for params in types.values())
+        and all(
+            isinstance(pair, list) and len(pair) == 2 and {*map(type, pair)} <= {str, type(None)}
+            for params in types.values()
+            for pair in params
+        )
+    )

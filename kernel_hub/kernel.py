@@ -90,20 +90,24 @@ class Kernel:
     ) -> Kernel:
         """Compile CUDA C++ with NVRTC, now; needs the extra `jit` (cuda-core).
 
-        code: the source, or a Path to a file of it.
+        code: the source, or a Path to a file of it (UTF-8).
         function_names: the kernels to offer; instances of templates as C++ writes them:
             ['scale<float>', 'ns::sum<__half, 256>'], reached as k['scale<float>']. None offers
             every kernel that is no template.
         options: NVRTC's options, e.g. ['-std=c++20', '-DTILE=64', '-Iinclude', '-lineinfo']. CUDA's
-            own headers are found without one.
-        arch: 'sm90', 'sm_90a' or (9, 0), which needs no GPU; None: that of `device` (None: the
-            current one), and later of every GPU it is launched on.
+            own headers are found without one. Those that write files of their own (--time,
+            --create-pch), or make something else than machine code (-dlto), are refused.
+        arch: 'sm90' (or 'sm_90', (9, 0)) for the instructions that all GPUs of 9.x have; 'sm_90a'
+            with those of 9.0 alone (wgmma needs it). Neither needs a GPU. None: everything that
+            `device` (None: the current one) can do, sm_90a on a Hopper GPU, sm_89 on an Ada one,
+            and later the same for every GPU it is launched on.
         signatures: as for Kernel, for parameters whose types could not be read from the source.
         cache: keep the result in the user's cache folder ($KERNEL_HUB_CACHE, '0' for none), by
             content: source, included files, options, architecture and compiler.
 
         `compiler_log` has the warnings. Raises CompileError with the compiler's log,
-        MissingPackageError, ParamsError, DriverNotFoundError.
+        CubinNotFoundError for a missing file, MissingPackageError, ParamsError,
+        DriverNotFoundError.
 
             k = Kernel.from_source(text, ["scale<float>"])
             k["scale<float>"](grid, block, 0, None, [out, x, n, 2.0])
@@ -278,10 +282,11 @@ def _checked_names(names: Any) -> list[str] | None:
     if names is None:
         return None
     if isinstance(names, str):
-        names = [names]
-    if not isinstance(names, Iterable):
+        return [names]
+    found = list(names) if isinstance(names, Iterable) else [names]
+    if not all(isinstance(name, str) for name in found):
         raise ParamsError(f"function_names={names!r}: a list of names, or None")
-    return list(names)
+    return found
 
 
 def _capability_at_hand(device: Any) -> tuple[int, int]:

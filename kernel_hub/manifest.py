@@ -11,18 +11,17 @@ JSON laid out otherwise is decoded whole.
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import os
 import re
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from .errors import CubinCorruptError, CubinNotFoundError
+from ._packages import locations_of
+from .errors import CubinCorruptError, CubinNotFoundError, ParamsError
 
 if TYPE_CHECKING:  # importlib.resources costs milliseconds, needed for zip imports alone
     from importlib.resources.abc import Traversable
@@ -33,6 +32,7 @@ _TAIL = "\n}}\n"
 _NAME = re.compile(r"[\w.$-]+")
 _FILE = re.compile(r"[A-Za-z0-9_]+/[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_TARGET = re.compile(r"sm_?[0-9]{2,4}[af]?")
 
 T = TypeVar("T")
 Triple = tuple[int, int, int]
@@ -218,7 +218,7 @@ def _cubin(name: str, arch: str, raw: object, where: str) -> CubinEntry:
         source=read.text("source"),
         source_sha256=read.text("source_sha256", _SHA256),
         toolkit=read.text("toolkit"),
-        target=read.text("target"),
+        target=read.text("target", _TARGET),
         flags=tuple(flags),
         os_abi=read.number("os_abi"),
         abi_version=read.number("abi_version"),
@@ -341,11 +341,13 @@ _lock = threading.Lock()
 
 
 def open_collection(package: str = "kernel_hub") -> Collection:
-    """The cubins that `package` ships; read once a process.
+    """The cubins that `package` ships; read once a process, and the package's code is not run.
 
     Looks for `cubins/manifest.json` inside the package (wheel, zip), then beside it (checkout,
     editable install). Raises CubinNotFoundError with the places it looked in.
     """
+    if not isinstance(package, str):
+        raise ParamsError(f"package={package!r:.80}: a package's name, such as 'kernel_hub'")
     collection = _collections.get(package)
     if collection is None:
         with _lock:
@@ -355,28 +357,37 @@ def open_collection(package: str = "kernel_hub") -> Collection:
     return collection
 
 
+def find_collection(where: str | Path) -> Collection:
+    """The cubins in the folder `where`, if it has a manifest.json; else of the package `where`."""
+    is_place = isinstance(where, (str, Path)) and where not in ("", "kernel_hub")
+    if is_place and os.path.isfile(Path(where, "manifest.json")):
+        return _read(str(where), Path(where))
+    return open_collection(str(where) if isinstance(where, Path) else where)
+
+
 def _open(package: str) -> Collection:
-    try:
-        module = sys.modules.get(package) or importlib.import_module(package)
-    except ModuleNotFoundError as error:
-        if error.name != package.partition(".")[0] and error.name != package:
-            raise
-        raise CubinNotFoundError(f"no package {package!r} can be imported: {error}") from error
+    locations = locations_of(package)
     places: list[Traversable | Path] = []
-    for location in map(Path, getattr(module, "__path__", ())):
-        if location.is_dir():
-            places += [location / "cubins", location.parent / "cubins"]
-    if not places and hasattr(module, "__path__"):
+    for location in filter(Path.is_dir, map(Path, locations)):
+        places += [location / "cubins", location.parent / "cubins"]
+    if locations and not places:
         from importlib import resources
 
         places = [resources.files(package).joinpath("cubins")]
     for root in places:
-        file = root.joinpath("manifest.json")
-        if file.is_file():
-            text = file.read_text(encoding="utf-8")
-            return Collection(package, root, Manifest.from_json(text, where=str(file)))
+        if root.joinpath("manifest.json").is_file():
+            return _read(package, root)
     looked = ", ".join(f"{root}{os.sep}manifest.json" for root in places)
     raise CubinNotFoundError(
         f"package {package!r} ships no cubins: looked for {looked or 'a package folder: none'}; "
         "in a checkout, ./build_cubins.sh builds them"
     )
+
+
+def _read(package: str, root: Traversable | Path) -> Collection:
+    file = root.joinpath("manifest.json")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CubinCorruptError(f"{file} cannot be read: {error}") from error
+    return Collection(package, root, Manifest.from_json(text, where=str(file)))

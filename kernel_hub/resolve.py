@@ -35,6 +35,12 @@ def parse_target(target: str) -> tuple[int, int, str]:
     return int(match[1]), int(match[2]), match[3]
 
 
+def names_target(asked: str, target: str) -> bool:
+    """Whether `asked` is a name of `target`: 'sm90', 'sm_90' and 'sm_90a' are names of 'sm_90a'."""
+    plain = target.replace("_", "")
+    return asked.replace("_", "") in (plain, plain.rstrip("af"))
+
+
 def refusal(compute_capability: tuple[int, int], target: str) -> str | None:
     """Why machine code for `target` cannot run on the GPU; None if it can.
 

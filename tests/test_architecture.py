@@ -17,12 +17,13 @@ PACKAGE = ROOT / "kernel_hub"
 
 RUNTIME = {
     *("errors", "driver", "cubin", "manifest", "ctypes_table", "params", "tensors", "memory"),
-    *("tensormap", "resolve", "_cache"),
+    *("tensormap", "resolve", "_cache", "_read"),
 }
 # What each unit (a module or a subpackage) may import; None = anything.
 ALLOWED: dict[str, set[str] | None] = {
     "errors": set(),
     "_cache": set(),
+    "_read": {"errors"},
     "_progress": set(),
     "driver": {"errors"},
     "cubin": {"errors"},
@@ -41,7 +42,7 @@ ALLOWED: dict[str, set[str] | None] = {
     "ops": {"registry", "tensors", "tensormap", "tuning", "errors"},
     "testing": RUNTIME | {"kernel", "registry", "tuning", "ops", "__init__"},
     "formats": {
-        *("errors", "_progress", "cubin", "manifest", "ctypes_table", "resolve", "kernel"),
+        *("errors", "_progress", "_read", "cubin", "manifest", "ctypes_table", "resolve", "kernel"),
         *("registry", "testing", "tensors", "params", "tensormap", "memory", "driver", "tuning"),
         "__init__",
     },

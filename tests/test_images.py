@@ -261,6 +261,7 @@ def test_ptx_is_compiled_once_and_kept(fakecuda: FakeCuda, cache: Path) -> None:
 def test_each_text_and_gpu_and_driver_has_its_own(make_fakecuda: Make, cache: Path) -> None:
     for version in (13000, 13010):
         fake = make_fakecuda(devices=3, version=version)
+        fake.set_jit(SM90)
         fake.set_capability(2, 12, 0)
         kernel = Kernel(PTX.encode(), signatures=ADD)
         for device in range(3):
@@ -284,6 +285,66 @@ def test_a_damaged_entry_is_made_again(fakecuda: FakeCuda, cache: Path, damaged:
         launch_add(kernel)
     assert kept.read_bytes() == whole
     assert fakecuda.calls("cuLinkComplete") == 2
+
+
+def _jit_entry(image: bytes, log: bytes = b"said") -> bytes:
+    return struct.pack("<I", len(log)) + log + image
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "it is 0 bytes"),
+        (struct.pack("<I", 1 << 31) + SM90, "not an ELF image"),
+        (_jit_entry(b"garbage"), "not an ELF image"),
+        (_jit_entry(SM90[:700]), "truncated"),
+        (_jit_entry((DATA / "huge_sm90.cubin").read_bytes()), "it holds no add"),
+        (_jit_entry(PTX.encode()), "not an ELF image"),
+    ],
+)
+def test_machine_code_is_read_before_the_driver_gets_it(
+    fakecuda: FakeCuda, cache: Path, content: bytes, reason: str
+) -> None:
+    """An entry sealed as it should be, of something else."""
+    fakecuda.set_jit(SM90, "of the driver")
+    kernel = Kernel(PTX.encode(), signatures=ADD)
+    kernel.load()
+    kernel.unload()
+    (kept,) = cache.iterdir()
+    whole = kept.read_bytes()
+    assert _cache.store("ptx", kept.name, content)
+    with pytest.warns(RuntimeWarning, match=f"{kept.name} is damaged and is made anew: .*{reason}"):
+        launch_add(kernel)
+    assert kernel.jit_log() == "of the driver"
+    assert kept.read_bytes() == whole
+    assert fakecuda.calls("cuLinkComplete") == 2
+
+
+def test_entries_that_changed_places_are_not_taken(fakecuda: FakeCuda, cache: Path) -> None:
+    """Two texts with one function of one signature: only the entry's name tells them apart."""
+    texts = {"one": PTX.encode(), "two": PTX.encode() + b"\n"}
+    for log, text in texts.items():
+        fakecuda.set_jit(SM90, log)
+        with Kernel(text) as kernel:
+            assert kernel.jit_log() == log
+    first, second = cache.iterdir()
+    first.rename(cache / "first")
+    second.rename(first)
+    (cache / "first").rename(second)
+    for log, text in texts.items():
+        fakecuda.set_jit(SM90, log + " anew")
+        with Kernel(text) as kernel, pytest.warns(RuntimeWarning, match="damaged"):
+            assert kernel.jit_log() == log + " anew"
+
+
+def test_code_that_the_reader_does_not_know_runs_and_is_not_kept(
+    fakecuda: FakeCuda, cache: Path
+) -> None:
+    fakecuda.set_jit(SM90 + b"of a later driver")
+    kernel = Kernel(PTX.encode(), signatures=ADD)
+    launch_add(kernel)
+    assert fakecuda.launch_count == 1
+    assert not cache.exists()
 
 
 @pytest.mark.parametrize("value", ["0", "file"])

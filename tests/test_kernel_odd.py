@@ -18,7 +18,6 @@ from kernel_hub import Kernel, KernelFunction
 from kernel_hub.errors import (
     CubinNotFoundError,
     CudaDriverError,
-    FunctionNotFoundError,
     KernelHubError,
     LaunchConfigError,
     ParamsError,
@@ -72,7 +71,7 @@ def test_odd_arguments_are_refused_in_words(
 
 
 def test_odd_names_paths_and_signatures() -> None:
-    with pytest.raises(FunctionNotFoundError):
+    with pytest.raises(ParamsError, match=r"function_names=\[3\]"):
         Kernel("launch_probe", [3])  # type: ignore[list-item]
     with pytest.raises(CubinNotFoundError, match="null"):
         Kernel(Path("a\0b.cubin"))

@@ -15,17 +15,19 @@ from typing import Any
 import pytest
 
 from kernel_hub import manifest
-from kernel_hub.errors import CubinCorruptError, CubinNotFoundError
+from kernel_hub.errors import CubinCorruptError, CubinNotFoundError, ParamsError
 from kernel_hub.manifest import (
     Collection,
     CubinEntry,
     FunctionEntry,
     Manifest,
     ParamEntry,
+    find_collection,
     open_collection,
 )
 
 IMAGE = b"an image"
+BAD_NAMES = ("", ".", "..", ".x", "x.", "a b", "../x", "a\0b", "3")
 
 
 def function(name: str, num_params: int = 2) -> FunctionEntry:
@@ -105,6 +107,9 @@ CUBIN = ("cubins", "norm", "sm80")
         ((*CUBIN, "file"), "sm80/.."),
         ((*CUBIN, "file"), "/abs/x.cubin"),
         ((*CUBIN, "sha256"), "abc"),
+        ((*CUBIN, "target"), ""),
+        ((*CUBIN, "target"), "../../x"),
+        ((*CUBIN, "target"), "compute_90"),
         ((*CUBIN, "size_bytes"), -1),
         ((*CUBIN, "size_bytes"), True),
         ((*CUBIN, "flags"), "-O3"),
@@ -255,15 +260,53 @@ def test_no_cubins_names_where_it_looked(package: str, tmp_path: Path) -> None:
     assert str(tmp_path / "cubins") in str(caught.value)
 
 
-def test_no_such_package() -> None:
-    with pytest.raises(CubinNotFoundError, match="no package 'not_there_at_all'"):
-        open_collection("not_there_at_all")
+@pytest.mark.parametrize(
+    ("asked", "error", "message"),
+    [
+        ("not_there_at_all", CubinNotFoundError, "no package 'not_there_at_all'"),
+        ("not_there_at_all.x", CubinNotFoundError, "not_there_at_all is not found"),
+        *((name, CubinNotFoundError, "neither the name of a package") for name in BAD_NAMES),
+        ("this", CubinNotFoundError, "ships no cubins"),
+        ("this.x", CubinNotFoundError, "ships no cubins"),
+        ("numpy.not_there_at_all", CubinNotFoundError, "is not found"),
+        ("__main__", CubinNotFoundError, "__main__"),
+        (None, ParamsError, "package=None"),
+        ([], ParamsError, r"package=\[\]"),
+    ],
+)
+def test_no_such_package(asked: Any, error: type[Exception], message: str) -> None:
+    for find in (open_collection, find_collection):
+        with pytest.raises(error, match=message):
+            find(asked)
+    assert "this" not in sys.modules  # looked for, never run
 
 
-def test_a_broken_import_is_not_taken_for_a_missing_package(package: str, tmp_path: Path) -> None:
-    (tmp_path / package / "__init__.py").write_text("import not_there_at_all")
-    with pytest.raises(ModuleNotFoundError, match="not_there_at_all"):
+def test_a_packages_code_is_not_run(package: str, tmp_path: Path) -> None:
+    (tmp_path / package / "__init__.py").write_text("raise SystemExit")
+    with pytest.raises(CubinNotFoundError, match="ships no cubins"):
         open_collection(package)
+    write_collection(tmp_path / package / "cubins")
+    assert read_norm(open_collection(package)) == IMAGE
+    assert package not in sys.modules
+
+
+def test_a_folder_of_cubins(package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "any where"
+    write_collection(folder)
+    for asked in (folder, str(folder)):
+        assert read_norm(find_collection(asked)) == IMAGE
+    write_collection(tmp_path / package / "cubins")
+    assert read_norm(find_collection(package)) == IMAGE
+    for place in (tmp_path, package, tmp_path / "\0", tmp_path / ("long" * 1000)):
+        if place != package:
+            with pytest.raises(CubinNotFoundError, match=r"nor a folder with a manifest\.json"):
+                find_collection(place)
+    write_collection(tmp_path / "kernel_hub")
+    monkeypatch.chdir(tmp_path)
+    assert "norm" not in find_collection("kernel_hub").manifest.cubins  # ours stays ours
+    (folder / "manifest.json").write_bytes(b"\xff")
+    with pytest.raises(CubinCorruptError, match=r"manifest\.json cannot be read"):
+        find_collection(folder)
 
 
 def test_read_shows_both_digests(package: str, tmp_path: Path) -> None:

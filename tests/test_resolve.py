@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from kernel_hub.errors import CubinNotFoundError
-from kernel_hub.resolve import Candidate, not_found, parse_target, refusal, resolve
+from kernel_hub.resolve import (
+    Candidate,
+    names_target,
+    not_found,
+    parse_target,
+    refusal,
+    resolve,
+)
 
 SHIPPED = [Candidate("sm80", "sm_80"), Candidate("sm89", "sm_89"), Candidate("sm90", "sm_90")]
 
@@ -56,3 +63,10 @@ def test_reasons_name_what_the_target_needs() -> None:
     assert parse_target("sm_120a") == (12, 0, "a")
     with pytest.raises(ValueError, match="no target"):
         parse_target("compute_90")
+
+
+def test_names_of_a_target() -> None:
+    for asked in ("sm90", "sm_90", "sm90a", "sm_90a"):
+        assert names_target(asked, "sm_90a")
+    assert not names_target("sm_90a", "sm_90")
+    assert not any(names_target(asked, "sm_90") for asked in ("", "90", "sm9", "sm_900", "sm"))

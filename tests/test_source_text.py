@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kernel_hub import Kernel, _cache, _nvrtc, _source
 from kernel_hub._prototypes import read_instance
-from kernel_hub.errors import CompileError, KernelHubError, MissingPackageError, ParamsError
+from kernel_hub.errors import (
+    CompileError,
+    CubinNotFoundError,
+    KernelHubError,
+    MissingPackageError,
+    ParamsError,
+)
+
+TINY = Path(__file__).parent / "cubin/data/tiny_sm90.cubin"
 
 SOURCE = r"""
 // template <typename T> __global__ void scale(T only_a_comment);
@@ -103,6 +113,7 @@ def test_the_state_of_included_files(tmp_path: Path) -> None:
     assert state(asking) != []
     assert state("", "late.h") != []
     assert state("#include HEADER\n") is None
+    assert state(f'#include "{"x" * 5000}.h"\n') == [], "no name of a file"
 
 
 @pytest.mark.parametrize(
@@ -110,20 +121,72 @@ def test_the_state_of_included_files(tmp_path: Path) -> None:
     [
         ({"code": 5}, "pass CUDA C\\+\\+ as a str"),
         ({"code": "int x;\0"}, "a NUL"),
-        ({"code": Path("/nowhere/x.cu")}, "/nowhere/x.cu"),
+        ({"code": "// \ud800"}, "a lone surrogate"),
+        ({"code": Path("/nowhere/x.cu")}, "cannot read '/nowhere/x.cu'"),
+        ({"code": Path("a\0b")}, r"a\\x00b"),
+        ({"code": TINY.parent}, "is a folder"),
+        ({"code": TINY}, "is not UTF-8"),
         ({"options": 5}, "options=5"),
         ({"options": ["-O3", 5]}, "options="),
         ({"options": "-DN=1 -arch=sm_80"}, "arch='sm90'"),
         ({"options": ["--gpu-architecture=sm_80"]}, "arch='sm90'"),
+        ({"options": "'"}, "as a shell takes it"),
+        ({"options": ["-DN=\0"]}, "options="),
+        *(
+            ({"options": [f"{dash}{option}=file"]}, "writes files")
+            for option in ("time", "create-pch", "pch-dir", "fdevice-time-trace")
+            for dash in ("-", "--")
+        ),
+        *(
+            ({"options": [option]}, f"holds '{option}': it makes no machine code")
+            for option in ("-dlto", "--dlink-time-opt", "-optix-ir", "--optix-ir")
+        ),
+        ({"options": ["-dc"]}, "links nothing"),
+        ({"options": ["--relocatable-device-code=true"]}, "links nothing"),
         ({"arch": "hopper"}, "arch='hopper'"),
         ({"arch": 90}, "arch=90"),
         ({"arch": (9, 0, 0)}, "arch="),
         ({"function_names": 5}, "function_names=5"),
+        ({"function_names": [b"f"]}, r"function_names=\[b'f'\]"),
+        ({"function_names": ["\ud800"]}, "a lone surrogate"),
+        ({"function_names": ["f\0"]}, "a NUL"),
     ],
 )
 def test_wrong_arguments_need_no_compiler(arguments: dict[str, object], message: str) -> None:
-    with pytest.raises((ParamsError, CompileError), match=message):
+    with pytest.raises((ParamsError, CompileError, CubinNotFoundError), match=message):
         Kernel.from_source(**{"code": "", "arch": "sm90", **arguments})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("names", [5, [5], [None], [[]], [b"add"]])
+def test_names_of_functions_are_text(names: Any) -> None:
+    with pytest.raises(ParamsError, match="function_names="):
+        Kernel(TINY, names)
+
+
+class ObjectCode:
+    """As cuda.core's: a sound cubin, but for what a test puts in."""
+
+    def __init__(self, **given: object) -> None:
+        self.__dict__.update({"code_type": "cubin", "code": TINY.read_bytes(), **given})
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"code_type": 5}, "ObjectCode of 5"),
+        ({"code": None}, "code is None, not a cubin"),
+        ({"code": 5}, "code is 5"),
+        ({"code": "/nowhere/x.cubin"}, "/nowhere/x.cubin"),
+        ({"code_type": "ptx", "code": "\ud800\n"}, "neither cubin, fatbin nor PTX"),
+        ({"symbol_mapping": 5}, "symbol_mapping is 5"),
+        ({"symbol_mapping": {"f": b"\xff"}}, "no function '\ufffd'"),
+    ],
+)
+def test_object_code_that_is_not_as_it_should_be(given: dict[str, object], words: str) -> None:
+    with pytest.raises(KernelHubError, match=words):
+        Kernel(ObjectCode(**given))
+    named = ObjectCode(symbol_mapping={"f<int>": b"add"})
+    assert Kernel(named).function_names == ["f<int>"]
 
 
 def test_architectures() -> None:
@@ -170,6 +233,46 @@ def test_a_damaged_entry_is_gone_with_a_warning(folder: Path, damage: bytes) -> 
     with pytest.warns(RuntimeWarning, match=r"entry.*damaged"):
         assert _cache.load("kind", "entry") is None
     assert not path.exists()
+
+
+def test_an_entry_under_another_name_is_gone_with_a_warning(folder: Path) -> None:
+    _cache.store("kind", "entry", b"content")
+    (folder / "kind" / "entry").rename(folder / "kind" / "other")
+    with pytest.warns(RuntimeWarning, match=r"other is damaged"):
+        assert _cache.load("kind", "other") is None
+    assert not list((folder / "kind").iterdir())
+
+
+SYMBOLS = {"f": "add"}
+TYPES = {"f": [("x", "float*")] * 3 + [("n", "int")]}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        None, [], 0, {}, {"symbols": 5}, {"symbols": {"f": 5}}, {"symbols": {"f": "nothing"}},
+        {"types": 5}, {"types": {"f": 5}}, {"types": {"f": [1]}}, {"types": {"f": [[1, 2]]}},
+        {"types": {"f": [["a", "float*"]]}}, {"types": {"f": [["a", "double"]] * 4}},
+        {"log": None}, {"more": 1}, {"image": b"garbage"}, {"image": b""},
+    ],
+)  # fmt: skip
+def test_an_entry_of_a_source_is_checked_whole(folder: Path, changed: Any) -> None:
+    """Sealed as it should be, and not what from_source writes."""
+    head, image = changed, TINY.read_bytes()
+    if changed:
+        head = {"symbols": SYMBOLS, "types": TYPES, "log": "", **changed}
+        image = head.pop("image", image)
+    assert _cache.store("source", "entry", json.dumps(head).encode() + b"\n" + image)
+    with pytest.warns(RuntimeWarning, match="entry is damaged and is made anew: ."):
+        assert _source._read_entry("entry", "here") is None
+    assert not (folder / "source" / "entry").exists()
+
+
+def test_an_entry_of_a_source_comes_back(folder: Path) -> None:
+    _cache.store("source", "entry", _source._entry(TINY.read_bytes(), SYMBOLS, TYPES, "said"))
+    image, log = _source._read_entry("entry", "here") or pytest.fail("it is sound")
+    assert log == "said"
+    assert image.spec("f").prototype() == "f(float* x, float* x, float* x, int n)"
 
 
 def test_a_folder_that_cannot_be_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

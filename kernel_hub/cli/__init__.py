@@ -48,7 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == [build.NAME]:  # its options are the builder's own to parse
         return build.run(argv[1:])
-    args = _parser().parse_args(argv)
+    args, unknown = _parser().parse_known_args(argv)
+    if unknown:  # said with the usage of the command, not of them all
+        args.usage.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         code: int = args.run(args)
         sys.stdout.flush()  # a closed pipe shows here, not at exit
@@ -81,6 +83,6 @@ def _parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         module.arguments(command)
-        command.set_defaults(run=module.run)
+        command.set_defaults(run=module.run, usage=command)
     commands.add_parser(build.NAME, help=build.HELP)
     return parser

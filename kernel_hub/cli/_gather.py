@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
 
-from ..errors import CubinNotFoundError
-from ..manifest import Collection, CubinEntry, open_collection
+from ..errors import KernelHubError
+from ..manifest import Collection, CubinEntry, find_collection, open_collection
 from ..registry import packages
 from ..resolve import Candidate, resolve
 
@@ -42,12 +43,25 @@ def choices(collection: Collection, compute_capability: tuple[int, int]) -> list
     return made
 
 
-def collections() -> tuple[list[Collection], list[str]]:
-    """kernel_hub's own collection and those of other packages, and why others cannot be read."""
+def add_package(parser: argparse.ArgumentParser, *, default: str | None) -> None:
+    """The option that says whose cubins are meant."""
+    parser.add_argument(
+        "--package", default=default, metavar="PACKAGE|DIR",
+        help="whose cubins: a package's, or those of a folder with a manifest.json",
+    )  # fmt: skip
+
+
+def collections(package: str | None = None) -> tuple[list[Collection], list[str]]:
+    """kernel_hub's own collection and those of other packages, and why others cannot be read.
+
+    package: only this package's, or a folder's. Raises what `find_collection` does for it.
+    """
+    if package is not None:
+        return [find_collection(package)], []
     found, broken = [], []
     for package in dict.fromkeys(["kernel_hub", *packages().values()]):
         try:
             found.append(open_collection(package))
-        except (CubinNotFoundError, ImportError) as error:
+        except (KernelHubError, ImportError) as error:
             broken.append(f"{package}: {error}")
     return found, broken

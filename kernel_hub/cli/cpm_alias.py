@@ -23,12 +23,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="launch kernel_hub's own kernels where the program's have no code for the GPU",
     )
     parser.add_argument(
-        "command", nargs=argparse.REMAINDER, metavar="-- script.py args", help="what to run"
+        "script", nargs=argparse.REMAINDER, metavar="-- script.py args", help="what to run"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    command = args.script[1:] if args.script[:1] == ["--"] else args.script
     if not command:
         raise ParamsError(f"no script is named, as in: {EXAMPLE}")
     path = Path(command[0])

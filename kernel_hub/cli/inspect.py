@@ -1,14 +1,15 @@
-"""`kernel-hub inspect`: what an image holds: a cubin, fatbin or PTX file, or a shipped name."""
+"""`kernel-hub inspect`: what images hold: those of a file, or a shipped cubin's."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import re
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from .._read import read_file
 from ..cubin import (
     CubinInfo,
     PtxInfo,
@@ -26,12 +27,17 @@ from ..errors import (
     KernelHubError,
     nearest,
 )
-from ..manifest import CubinEntry, open_collection
+from ..formats import carray
+from ..manifest import CubinEntry, find_collection
+from ..resolve import names_target
 from . import _console, _sass
+from ._gather import add_package
 
 NAME = "inspect"
-HELP = "show what a cubin, fatbin or PTX file, or a shipped cubin, holds"
+HELP = "show what a file (cubin, fatbin, PTX, arrays in C), or a shipped cubin, holds"
 EXAMPLE = "kernel-hub inspect rms_norm --arch sm90 --function rms_norm_bf16_vec1 --sass"
+_SOURCES = (".c", ".cc", ".cpp", ".cxx", ".cu", ".h", ".hpp", ".cuh", ".inc", ".inl")
+Described = dict[str, Any]
 _OWNED = re.compile(r"(\.nv\.(?:info|shared|local|constant\d+)|\.text|\.rela?\.\w+)\.")
 
 
@@ -46,36 +52,38 @@ class Image:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("image", metavar="FILE|NAME", help="a file, or the name of a shipped cubin")
-    parser.add_argument("--package", default="kernel_hub", help="whose cubins NAME is one of")
-    parser.add_argument("--arch", metavar="SM", help="of a shipped cubin, only this: sm80 …")
+    add_package(parser, default="kernel_hub")
+    parser.add_argument("--arch", metavar="SM", help="only images for this: sm80 …")
     parser.add_argument("--function", metavar="NAME", help="only this kernel")
     parser.add_argument("--sass", action="store_true", help="disassemble (needs nvdisasm)")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def images(asked: str, *, package: str = "kernel_hub", arch: str | None = None) -> list[Image]:
-    """The images `asked` stands for: one file, or a shipped cubin of each architecture."""
-    path = Path(asked)
-    if path.is_file():
-        return [Image(str(path), path.read_bytes())]
-    collection = open_collection(package)
+    """The images `asked` stands for: those of a file, or a shipped cubin of each architecture."""
+    if os.path.isfile(asked):
+        if not asked.endswith(_SOURCES):
+            return [Image(asked, read_file(asked))]
+        arrays = carray.load(asked)
+        return [Image(f"{asked}: {name}", data) for name, data in arrays.items()]
+    collection = find_collection(package)
     name = asked.removesuffix(".cubin").removesuffix(".fatbin")
     if name not in collection.manifest.cubins:
+        if os.path.isdir(asked):
+            do = "kernel-hub inspect NAME --package DIR shows a folder of cubins"
+            raise CubinNotFoundError(f"{asked} is a folder: name one of its files; {do}")
         shipped = ", ".join(nearest(name, collection.manifest.cubins)[:8])
         raise CubinNotFoundError(
             f"{asked} is neither a file nor a cubin that {package} ships; it ships: {shipped}"
         )
     entries = collection.manifest.cubins[name]
-    if arch is not None and arch not in entries:
+    chosen = [e for _, e in sorted(entries.items()) if arch is None or names_target(arch, e.target)]
+    if not chosen:
         raise CubinNotFoundError(f"{name} is shipped for {', '.join(sorted(entries))}, not {arch}")
-    return [
-        Image(entry.file, collection.read(entry), entry)
-        for key, entry in sorted(entries.items())
-        if arch in (None, key)
-    ]
+    return [Image(entry.file, collection.read(entry), entry) for entry in chosen]
 
 
-def describe(image: Image) -> dict[str, Any]:
+def describe(image: Image) -> Described:
     """Everything known of an image, as JSON would hold it. Raises CubinCorruptError."""
     try:
         kind = image_kind(image.data)
@@ -85,7 +93,7 @@ def describe(image: Image) -> dict[str, Any]:
         raise CubinCorruptError(f"{image.label}: {error}") from error
 
 
-def _cubin(image: Image) -> dict[str, Any]:
+def _cubin(image: Image) -> Described:
     info = read_cubin(image.data)
     described = dataclasses.asdict(info)
     declared = image.entry.functions if image.entry else {}
@@ -113,7 +121,7 @@ def _signature(info: CubinInfo, name: str, declared: Any) -> str:
     return f"{name}({', '.join(params)})"
 
 
-def _fatbin(image: Image) -> dict[str, Any]:
+def _fatbin(image: Image) -> Described:
     entries = []
     for number, entry in enumerate(read_fatbin(image.data).entries):
         target = entry.target if entry.kind == "cubin" else entry.target.replace("sm", "compute")
@@ -133,7 +141,7 @@ def _fatbin(image: Image) -> dict[str, Any]:
     return {"entries": entries}
 
 
-def _ptx(image: Image) -> dict[str, Any]:
+def _ptx(image: Image) -> Described:
     info: PtxInfo = read_ptx(image.data)
     functions = {
         name: {
@@ -151,12 +159,50 @@ def _ptx(image: Image) -> dict[str, Any]:
     }
 
 
-def only_function(described: dict[str, Any], name: str) -> dict[str, Any]:
-    """`described` with that kernel alone."""
-    functions = described.get("functions", {})
-    if name not in functions:
-        raise FunctionNotFoundError.among(name, functions, described["image"])
-    return {**described, "functions": {name: functions[name]}}
+def only_function(described: Sequence[Described], name: str, where: str) -> list[Described]:
+    """The images, and their entries, that have that kernel, with it alone."""
+    parts = [entry.get("contents", {}) for one in described for entry in _entries(one)]
+    every = {function for part in parts for function in part.get("functions", ())}
+    if name not in every:
+        raise FunctionNotFoundError.among(name, every, where)
+
+    def alone(one: Described) -> Described:
+        return {**one, "functions": {name: one["functions"][name]}}
+
+    return _kept(
+        described,
+        lambda entry: name in entry.get("contents", {}).get("functions", ()),
+        lambda entry: {**entry, "contents": alone(entry["contents"])},
+    )
+
+
+def only_arch(described: Sequence[Described], arch: str, where: str) -> list[Described]:
+    """The images, and their entries, that are for `arch`."""
+    targets = {entry["target"]: None for one in described for entry in _entries(one)}
+    fitting = {target for target in targets if names_target(arch, target.replace("compute", "sm"))}
+    if not fitting:
+        raise CubinNotFoundError(f"{where} has nothing for {arch}; it is for {', '.join(targets)}")
+    return _kept(described, lambda entry: entry["target"] in fitting, lambda entry: entry)
+
+
+def _entries(one: Described) -> list[Described]:
+    """A fatbin's entries; another image as if it were the one entry."""
+    return one["entries"] if "entries" in one else [{"target": one["target"], "contents": one}]
+
+
+def _kept(
+    described: Sequence[Described],
+    is_wanted: Callable[[Described], bool],
+    change: Callable[[Described], Described],
+) -> list[Described]:
+    found = []
+    for one in described:
+        entries = [change(entry) for entry in _entries(one) if is_wanted(entry)]
+        if entries:
+            found.append(
+                {**one, "entries": entries} if "entries" in one else entries[0]["contents"]
+            )
+    return found
 
 
 def section_groups(sections: Iterable[SectionInfo]) -> list[tuple[str, int, int]]:
@@ -172,21 +218,24 @@ def section_groups(sections: Iterable[SectionInfo]) -> list[tuple[str, int, int]
 def run(args: argparse.Namespace) -> int:
     found = images(args.image, package=args.package, arch=args.arch)
     described = [describe(image) for image in found]
+    if args.arch is not None:
+        described = only_arch(described, args.arch, args.image)
     if args.function:
-        described = [only_function(one, args.function) for one in described]
+        described = only_function(described, args.function, args.image)
     if args.json:
         _console.as_json(described)
         return 0
-    for image, one in zip(found, described, strict=True):
+    data = {image.label: image.data for image in found}
+    for one in described:
         _print(one)
         if args.sass:
             if one["kind"] != "cubin":
                 raise KernelHubError(f"--sass reads cubins; {one['image']} is {one['kind']}")
-            _console.note(_sass.disassemble(image.data, args.function))
+            _console.note(_sass.disassemble(data[one["image"]], args.function))
     return 0
 
 
-def _print(one: dict[str, Any]) -> None:
+def _print(one: Described) -> None:
     _console.heading(f"{one['image']}: {one['kind']}, {_console.size(one['size_bytes'])}")
     if one["kind"] == "fatbin":
         for entry in one["entries"]:
@@ -218,7 +267,7 @@ def _print(one: dict[str, Any]) -> None:
     _print_cubin(one)
 
 
-def _print_cubin(one: dict[str, Any]) -> None:
+def _print_cubin(one: Described) -> None:
     toolkit = ".".join(map(str, one["toolkit"])) if one["toolkit"] else "unknown"
     exact = ", this architecture alone" if one["arch_specific"] else ""
     _console.note(
@@ -228,7 +277,8 @@ def _print_cubin(one: dict[str, Any]) -> None:
     if "manifest" in one:
         told = one["manifest"]
         _console.note(f"  sha256 {told['sha256']}, from {told['source']}")
-        _console.note(f"  nvcc {told['toolkit']} {' '.join(told['flags'])}")
+        nvcc = "nvcc " if told["toolkit"][:1].isdigit() else ""  # others say who they are
+        _console.note(f"  {nvcc}{told['toolkit']} {' '.join(told['flags'])}")
     _console.table(
         ["kernel", "params", "registers", "static shared", "local", "threads", "code"],
         [

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 from ..manifest import Collection, CubinEntry
 from ..registry import DTYPE_TOKENS, dtype_of
+from ..resolve import names_target
 from . import _console
-from ._gather import collections
+from ._gather import add_package, collections
 
 NAME = "list"
 HELP = "list the shipped cubins: architectures, dtypes, functions, sizes"
@@ -33,6 +34,7 @@ class Listed:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arch", metavar="SM", help="only this architecture: sm80, sm89, sm90")
+    add_package(parser, default=None)
     parser.add_argument("--dtype", choices=DTYPE_TOKENS, help="only functions of this dtype")
     parser.add_argument("--functions", action="store_true", help="show every signature")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -47,7 +49,7 @@ def shipped(
         for name, entries in sorted(collection.manifest.cubins.items()):
             for entry_arch, entry in sorted(entries.items()):
                 functions = _functions(entry, dtype)
-                if arch in (None, entry_arch) and functions:
+                if functions and (arch is None or names_target(arch, entry.target)):
                     dtypes = Counter(token for f in functions if (token := dtype_of(f)))
                     rows.append(
                         Listed(
@@ -75,7 +77,7 @@ def _functions(entry: CubinEntry, dtype: str | None) -> dict[str, str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    found, broken = collections()
+    found, broken = collections(args.package)
     rows = shipped(found, arch=args.arch, dtype=args.dtype)
     if args.json:
         _console.as_json([row.__dict__ for row in rows])

@@ -9,7 +9,7 @@ from ..cubin import read_cubin
 from ..errors import KernelHubError
 from ..manifest import Collection, CubinEntry
 from . import _console
-from ._gather import collections
+from ._gather import add_package, collections
 
 NAME = "verify"
 HELP = "check every shipped cubin: sha256, ELF, and that both agree with the manifest"
@@ -29,6 +29,7 @@ class Verified:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
+    add_package(parser, default=None)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -69,7 +70,7 @@ def verified(found: list[Collection]) -> list[Verified]:
 
 
 def run(args: argparse.Namespace) -> int:
-    found, broken = collections()
+    found, broken = collections(args.package)
     rows = verified(found)
     wrong = [row for row in rows if row.problem]
     if args.json:

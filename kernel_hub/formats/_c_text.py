@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 
 from ..ctypes_table import canonical, type_info
-from ..errors import FunctionNotFoundError
+from ..errors import FunctionNotFoundError, ParamsError
 from ..manifest import CubinEntry, FunctionEntry, ParamEntry
 
 # Scalars without a C type of their own pass as their bits.
@@ -32,6 +32,15 @@ def checked_name(name: str, what: str) -> str:
     if not _IDENTIFIER.fullmatch(name) or name in _TAKEN:
         raise FunctionNotFoundError(f"{what} {name!r} cannot be exported: it is no C identifier")
     return name
+
+
+def checked_prefix(prefix: str) -> str:
+    """`prefix`, if names in C can begin so."""
+    if not isinstance(prefix, str) or (prefix and not _IDENTIFIER.fullmatch(prefix)):
+        raise ParamsError(
+            f"prefix={prefix!r:.80} is put before names in C: letters, digits and _, no digit first"
+        )
+    return prefix
 
 
 def names_of(params: Sequence[ParamEntry]) -> list[str]:

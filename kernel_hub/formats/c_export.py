@@ -16,14 +16,15 @@ from ..errors import (
     CubinCorruptError,
     CubinNotFoundError,
     FunctionNotFoundError,
-    KernelHubError,
+    ParamsError,
     nearest,
 )
-from ..manifest import Collection, CubinEntry, FunctionEntry, open_collection
-from ..resolve import parse_target
-from . import _c_tensors
+from ..manifest import Collection, CubinEntry, FunctionEntry, find_collection
+from ..resolve import names_target, parse_target
+from . import _c_folder, _c_tensors
 from ._c_text import (
     checked_name,
+    checked_prefix,
     declare,
     fill,
     limits,
@@ -43,11 +44,11 @@ _TVM_FFI_HEADERS = """
 
 
 def export(
-    names: Sequence[str],
+    names: str | Sequence[str],
     to: str | Path,
     *,
-    package: str = "kernel_hub",
-    archs: Sequence[str] | None = None,
+    package: str | Path = "kernel_hub",
+    archs: str | Sequence[str] | None = None,
     prefix: str = "",
     dlpack: bool = False,
     tvm_ffi: bool = False,
@@ -55,8 +56,10 @@ def export(
     """Write `NAME.c` and `NAME.h` for each cubin of `package`, and a CMakeLists.txt.
 
     names: cubins as `kernel-hub list` shows them.
-    to: folder, made where it does not exist; files of these names in it are replaced.
-    archs: which builds to take ('sm80', 'sm90'); None takes all.
+    to: folder, made where it does not exist. What was exported to it before is replaced where the
+        names are the same, else it stays and is in the CMakeLists.txt too.
+    package: whose cubins, or a folder with a manifest.json.
+    archs: which builds to take ('sm80', 'sm_90'); None takes all.
     prefix: put before the name of each file and function.
     dlpack: also a function FUNCTION_dlpack for each, which takes DLTensors and checks them.
     tvm_ffi: also a TVM-FFI function for each (and dlpack); compiling needs apache-tvm-ffi.
@@ -64,35 +67,37 @@ def export(
     Returns: the files written. Raises CubinNotFoundError for a name or arch that is not shipped;
     FunctionNotFoundError for a function that C cannot name, or that two of the cubins have;
     CubinCorruptError for an image or a parameter that is not what the manifest says;
-    KernelHubError when the folder cannot be written.
+    ParamsError for an argument of another kind; KernelHubError when the folder cannot be written,
+    or has files of these names that no export wrote. Nothing is written then.
 
     Each header declares `NAME_load`, `NAME_unload`, `NAME_get` and `CUresult FUNCTION(CUstream
     stream, kernel_hub_dim3 grid, kernel_hub_dim3 block, unsigned int shared_bytes, parameters
     ...)`. A TVM-FFI function is called as `FUNCTION(grid, block, shared_bytes, parameters ...)`.
     """
-    collection = open_collection(package)
+    names = _listed("names", names, "rms_norm")
+    archs = None if archs is None else _listed("archs", archs, "sm90")
+    checked_prefix(prefix)
+    if not isinstance(to, (str, Path)) or not str(to) or "\0" in str(to):
+        raise ParamsError(f"to={to!r:.80}: the folder to write to")
+    collection = find_collection(package)
     texts: dict[str, str] = {}
-    owners: dict[str, str] = {}
     for name in dict.fromkeys(names):
         texts |= render(
             collection, name, archs, prefix=prefix, dlpack=dlpack or tvm_ffi, tvm_ffi=tvm_ffi
         )
-        for symbol in _symbols(name, _functions(name, _entries(collection, name, archs))):
-            if symbol in owners:
-                raise FunctionNotFoundError(
-                    f"{owners[symbol]} and {name} both have a function {symbol}: export one of "
-                    "them to a folder of its own, with a prefix"
-                )
-            owners[symbol] = name
-    texts["CMakeLists.txt"] = _cmake([path for path in texts if path.endswith(".c")], tvm_ffi)
-    folder = Path(to)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for path, text in texts.items():
-            (folder / path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise KernelHubError(f"cannot write to {str(folder)!r}: {error}") from error
-    return [folder / path for path in texts]
+    return _c_folder.write(Path(to), texts)
+
+
+def _listed(argument: str, value: object, example: str) -> list[str]:
+    """What is given as a list of texts, or as one text with commas between."""
+    found = value.split(",") if isinstance(value, str) else value
+    items = list(found) if isinstance(found, Iterable) else []
+    if not items or not all(isinstance(item, str) and item for item in items):
+        raise ParamsError(
+            f"{argument}={value!r:.80}: a list of texts, or one text with commas between, such as "
+            f"{example!r}"
+        )
+    return items
 
 
 def render(
@@ -170,11 +175,18 @@ def _entries(collection: Collection, name: str, archs: Sequence[str] | None) -> 
     if name not in cubins:
         shipped = ", ".join(nearest(name, cubins)[:12])
         raise CubinNotFoundError(f"{collection.package} ships no cubin {name!r}; it has: {shipped}")
-    if missing := [arch for arch in archs or () if arch not in cubins[name]]:
+    built = cubins[name].values()
+    if missing := [
+        arch for arch in archs or () if not any(names_target(arch, e.target) for e in built)
+    ]:
         raise CubinNotFoundError(
             f"{name} is not built for {', '.join(missing)}; it is for {', '.join(cubins[name])}"
         )
-    chosen = [entry for arch, entry in cubins[name].items() if archs is None or arch in archs]
+    chosen = [
+        entry
+        for entry in built
+        if archs is None or any(names_target(arch, entry.target) for arch in archs)
+    ]
     return sorted(chosen, key=lambda entry: parse_target(entry.target), reverse=True)
 
 
@@ -201,12 +213,6 @@ def _functions(name: str, entries: Sequence[CubinEntry]) -> dict[str, FunctionEn
     if not functions:
         raise FunctionNotFoundError(f"{name} has no function to export")
     return functions
-
-
-def _symbols(name: str, functions: Iterable[str]) -> list[str]:
-    """What a cubin's C file may define, without its prefix."""
-    own = [f"{name}_{word}" for word in ("load", "unload", "get", "error")]
-    return own + [function + end for function in functions for end in ("", "_dlpack")]
 
 
 def _spelled(entry: CubinEntry) -> str:
@@ -247,18 +253,3 @@ def _row(entry: CubinEntry, functions: Mapping[str, FunctionEntry]) -> str:
     ]
     table = wrapped(built, "      ").strip()
     return f"    {{{_image(entry)}, {numbers}, 0, NULL, {{NULL}}, {{0}},\n     {{{table}}}}}"
-
-
-def _cmake(sources: Sequence[str], tvm_ffi: bool) -> str:
-    # TVM-FFI's own CMake file speaks of C++ features.
-    return fill(
-        "export.cmake.in",
-        {
-            "VERSION": __version__,
-            "SOURCES": " ".join(sources),
-            "LANGUAGES": "C CXX" if tvm_ffi else "C",
-            "KIND": "SHARED " if tvm_ffi else "",
-            "TVM_FFI": fill("export_tvm_ffi.cmake.in", {}) if tvm_ffi else "",
-            "LIBRARIES": " tvm_ffi::shared" if tvm_ffi else "",
-        },
-    )

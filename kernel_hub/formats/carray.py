@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from .._read import read_file
 from ..cubin import image_kind
 from ..errors import CubinCorruptError, CubinNotFoundError, ParamsError
 
@@ -24,17 +25,23 @@ _WIDTHS = {
     **dict.fromkeys(("int", "unsigned", "signed"), 4),
 }
 _MAX_TEXT_BYTES = 1 << 30
+# How much before an array's numbers is read for its declaration, once its blanks are single ones.
+_MAX_WORDS, _MAX_DECLARATION = 64, 512
 
+# Every pattern here takes time in proportion to the text, whatever it holds. So a text without its
+# closing quote ends with its line, and a ' within a number (1'000) begins none.
 _COMMENT_OR_STRING = re.compile(
-    r'"(?:\\.|[^"\\\n])*"|' + r"'(?:\\.|[^'\\\n])*'" + r"|//[^\n]*|/\*.*?(?:\*/|\Z)", re.DOTALL
+    r'"(?:\\.|[^"\\\n])*"?|' + r"(?<!\w)'(?:\\.|[^'\\\n])*'?" + r"|//[^\n]*|/\*.*?(?:\*/|\Z)",
+    re.DOTALL,
 )
 _DIRECTIVE = re.compile(r"^[ \t]*#(?:[^\n]*\\\n)*[^\n]*", re.MULTILINE)
-# type words, name, [size], anything up to the =, {
-_ARRAY = re.compile(
-    r"((?:\b(?!return\b)\w+(?:::\w+)*\s+)+)(\w+)\s*\[([^\]\n]*)\]\s*(?:[\w\s(),]*?)=\s*\{"
+_LIST = re.compile(r"=\s*\{")
+_ATTRIBUTES = re.compile(r"[\w\s(),]*")
+# The digits are bounded, as 64 bits are all that an element or a length may need.
+_NUMBER = re.compile(
+    r"(0[xX][0-9a-fA-F]{1,64}|0[bB][01]{1,64}|0[0-7]{0,64}|[1-9][0-9]{0,63})[uUlL]{0,3}"
 )
-_NUMBER = re.compile(r"(0[xX][0-9a-fA-F]+|0[bB][01]+|\d+)[uUlL]*")
-_LENGTH = re.compile(r"\b(\w+?)_(?:len|size)\s*=\s*((?:0[xX])?[0-9a-fA-F]+)[uUlL]*\s*;")
+_LENGTH = re.compile(r"\b(\w+?)_(?:len|size)\s*=\s*([0-9]\w*)\s*;")
 
 
 @dataclass(frozen=True)
@@ -60,24 +67,26 @@ def load(source: str | Path) -> dict[str, bytes]:
     """
     if not isinstance(source, (str, Path)):
         raise ParamsError(f"source={source!r}: a path, not {type(source).__name__}")
-    path = Path(source)
-    return loads(_read_text(path), str(path))
+    text = read_file(source, _MAX_TEXT_BYTES).decode("utf-8", errors="replace")
+    return loads(text.replace("\r\n", "\n"), str(source))
 
 
 def loads(text: str, label: str = "the text") -> dict[str, bytes]:
     """The same from the source's text; `label` names it in messages."""
+    if not isinstance(text, str):
+        raise ParamsError(f"text={text!r:.60}: a str, not {type(text).__name__}")
     clean = _DIRECTIVE.sub("", _COMMENT_OR_STRING.sub(_blank, text))
-    lengths = {match[1]: int(match[2], 0) for match in _LENGTH.finditer(clean)}
+    lengths = {match[1]: match[2] for match in _LENGTH.finditer(clean)}
     images: dict[str, bytes] = {}
     others = []
     for array in _arrays(clean, label):
         data = array.data
-        stated = lengths.get(array.name, len(data))
+        stated = lengths.get(array.name, str(len(data)))
         # A text array may end in a zero that its length does not count.
-        if stated != len(data) and not (stated == len(data) - 1 and data.endswith(b"\0")):
+        if _number(stated) not in (len(data), len(data) - data.endswith(b"\0")):
             raise CubinCorruptError(
                 f"{label}: {array.name} (line {array.line}) has {len(data)} bytes, and the file "
-                f"gives its length as {stated}: one of them was cut or edited"
+                f"gives its length as {stated[:24]}: one of them was cut or edited"
             )
         try:
             image_kind(data)
@@ -92,43 +101,50 @@ def loads(text: str, label: str = "the text") -> dict[str, bytes]:
     return images
 
 
-def _read_text(path: Path) -> str:
-    try:
-        if path.stat().st_size > _MAX_TEXT_BYTES:
-            raise CubinCorruptError(f"{path} is larger than {_MAX_TEXT_BYTES >> 20} MiB")
-        return path.read_text(encoding="utf-8", errors="replace")
-    except (OSError, ValueError) as error:
-        if isinstance(error, CubinCorruptError):
-            raise
-        raise CubinNotFoundError(f"cannot read {str(path)!r}: {error}") from error
-
-
 def _blank(match: re.Match[str]) -> str:
     """Comments and texts become blanks; the lines stay where they are."""
     return re.sub(r"[^\n]", " ", match[0])
 
 
 def _arrays(text: str, label: str) -> Iterator[_Array]:
-    for match in _ARRAY.finditer(text):
-        width = _width(match[1])
-        if width is None:
+    line, counted, before = 1, 0, 0
+    for match in _LIST.finditer(text):
+        declared = _declaration(text[before : match.start()])
+        bracket, before = text.rfind("[", before, match.start()), match.end()
+        if declared is None:
             continue
-        name, line = match[2], text.count("\n", 0, match.start(2)) + 1
+        width, name, size = declared
+        line, counted = line + text.count("\n", counted, bracket), bracket
         where = f"{label}: {name} (line {line})"
         end = text.find("}", match.end())
         if end < 0:
             raise CubinCorruptError(f"{where} is cut off: the file ends within its numbers")
         data = _bytes(text[match.end() : end], width, where)
-        _check_size(match[3].strip(), len(data) // width, where)
+        _check_size(size, len(data) // width, where)
+        before = end
         yield _Array(name, line, data)
 
 
-def _width(words: str) -> int | None:
-    """Bytes of an element, by the words before the array's name; None: no integer."""
-    found = {word.rpartition("::")[2] for word in words.split()}
-    if found & {"double", "float"}:
+def _declaration(text: str) -> tuple[int, str, str] | None:
+    """(bytes of an element, name, size as written) of an array of integers that `text` ends with.
+
+    That is: words of the type, the name, [size], and maybe attributes.
+    """
+    text = " ".join(text.rsplit(None, _MAX_WORDS)[-_MAX_WORDS:])[-_MAX_DECLARATION:]
+    first, _, rest = text.rpartition("[")
+    size, closed, attributes = rest.partition("]")
+    if not closed or not _ATTRIBUTES.fullmatch(attributes):
         return None
-    return next((width for word, width in _WIDTHS.items() if word in found), None)
+    words = [word.rpartition(":")[2] for word in re.split(r"[^\w:\s]", first)[-1].split()]
+    width = _width(words[:-1])
+    return None if width is None else (width, words[-1], size.strip())
+
+
+def _width(words: list[str]) -> int | None:
+    """Bytes of an element, by the words before the array's name; None: no integer."""
+    if {"double", "float"} & set(words):
+        return None
+    return next((width for word, width in _WIDTHS.items() if word in words), None)
 
 
 def _bytes(body: str, width: int, where: str) -> bytes:
@@ -140,12 +156,9 @@ def _bytes(body: str, width: int, where: str) -> bytes:
             pass
     values = np.empty(len(tokens), np.uint64)
     for i, token in enumerate(tokens):
-        number = _NUMBER.fullmatch(token)
-        digits = number[1] if number else ""
-        octal = len(digits) > 1 and digits[0] == "0" and digits.isdigit()
-        if not number or (octal and set(digits) & {"8", "9"}):
+        value = _number(token)
+        if value is None:
             raise CubinCorruptError(f"{where}: element {i} is {token[:24]!r}, not a number")
-        value = int(digits, 8) if octal else int(digits, 0)
         if value >= 1 << (8 * width):
             raise CubinCorruptError(
                 f"{where}: element {i} is {token[:24]}, more than {width} bytes hold"
@@ -154,9 +167,19 @@ def _bytes(body: str, width: int, where: str) -> bytes:
     return values.astype(f"<u{width}").tobytes()
 
 
+def _number(text: str) -> int | None:
+    """What a C literal stands for; None where it is none, or longer than any 64 bits need."""
+    match = _NUMBER.fullmatch(text)
+    if match is None:
+        return None
+    digits = match[1]
+    return int(digits, 8 if digits.isdigit() and digits[0] == "0" else 0)
+
+
 def _check_size(declared: str, count: int, where: str) -> None:
-    number = _NUMBER.fullmatch(declared)
-    if number and int(number[1], 0) != count:
+    """A size that is a literal must be right; a macro or an expression is not read."""
+    literal = declared.isalnum() and declared[0].isdigit()
+    if literal and _number(declared) != count:
         raise CubinCorruptError(
-            f"{where} is declared with {int(number[1], 0)} elements and lists {count}"
+            f"{where} is declared with {declared[:24]} elements and lists {count}"
         )

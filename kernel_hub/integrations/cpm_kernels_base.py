@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import re
 import sys
 import threading
 import warnings
@@ -42,6 +43,7 @@ CUDAStream = ctypes.c_void_p
 OWN_CUBIN = "weight_extraction"
 
 _INTEGERS = "bBhHiIlLqQ"  # ctypes' codes
+_FILE_NAME = re.compile(r"\w[\w.-]*")  # and no path
 
 _substitute = False
 
@@ -158,6 +160,8 @@ class KernelFunction:
                 f"KernelFunction({func_name!r}) takes a LazyKernelCModule of kernel_hub's "
                 f"cpm_kernels, not {type(cmodule).__module__}.{type(cmodule).__qualname__}"
             )
+        if not isinstance(func_name, str):
+            raise _ParamsError(f"KernelFunction takes a function's name, not {func_name!r:.80}")
         self._module = cmodule
         self._func_name = func_name
         self._launch: _kernel.KernelFunction | None = None
@@ -214,15 +218,21 @@ class Kernel:
     """Functions of a fatbin of the installed cpm_kernels package.
 
     filename: of `kernels/cuda/<filename>.fatbin` there. function_names: each becomes an attribute.
-    Raises CubinNotFoundError (a RuntimeError) when there is no such file; it is read at the first
-    launch.
+    Raises CubinNotFoundError (a RuntimeError) when there is no such file, which is read at the
+    first launch; ParamsError (a RuntimeError too) for anything but names.
     """
 
     def __init__(self, filename: str, function_names: Iterable[str]) -> None:
+        if not isinstance(filename, str) or not _FILE_NAME.fullmatch(filename):
+            raise _ParamsError(f"Kernel takes the name of a file, such as 'gemm', not {filename!r}")
+        is_list = isinstance(function_names, Iterable) and not isinstance(function_names, str)
+        names = list(function_names) if is_list else []
+        if not is_list or not all(isinstance(name, str) for name in names):
+            raise _ParamsError(f"Kernel({filename!r}) takes a list of functions' names")
         path = _package_data(f"{filename}.fatbin")
         self.filename = f"cuda/{path.name}"
         self._path = path
-        self._function_names = list(function_names)
+        self._function_names = names
         self._cmodule = LazyKernelCModule.__new__(LazyKernelCModule)
         self._cmodule._setup(path.read_bytes, str(path))
         for name in self._function_names:

@@ -7,6 +7,7 @@ from typing import Any
 
 from .. import driver as _driver
 from .. import tensors
+from ..errors import ParamsError
 
 __all__ = ["Device", "current_device", "num_devices"]
 
@@ -17,6 +18,8 @@ class Device:
     """A GPU by its number."""
 
     def __init__(self, index: int) -> None:
+        if not hasattr(type(index), "__index__"):
+            raise ParamsError(f"Device({index!r:.80}): the number of a GPU")
         if not 0 <= index < num_devices():
             raise ValueError(f"Device({index}): there are {num_devices()} devices")
         self._index = index

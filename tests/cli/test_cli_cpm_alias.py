@@ -61,4 +61,12 @@ def test_the_scripts_own_errors_keep_their_lines(tmp_path: Path, script: str) ->
 def test_nothing_to_run(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     done = alias(tmp_path, *arguments)
     assert done.returncode == 2
-    assert "no script" in done.stderr and "Traceback" not in done.stderr
+    assert done.stderr.startswith("kernel-hub cpm-alias: no script")
+    assert "Traceback" not in done.stderr
+
+
+def test_a_misspelt_option_shows_the_commands_own_usage(tmp_path: Path) -> None:
+    done = alias(tmp_path, "--substitue", "--", "run.py")
+    assert done.returncode == 2
+    assert done.stderr.startswith("usage: kernel-hub cpm-alias")
+    assert "unrecognized arguments: --substitue" in done.stderr

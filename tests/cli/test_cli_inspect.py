@@ -13,6 +13,7 @@ from kernel_hub.cubin import SectionInfo, unpack
 from kernel_hub.errors import CubinCorruptError, KernelHubError
 from kernel_hub.manifest import open_collection
 
+FATBIN = str(ROOT / "tests/cubin/data/plain.fatbin")
 PTX = b""".version 8.8
 .target sm_90a
 .address_size 64
@@ -76,7 +77,7 @@ def test_ptx(kernel_hub_cli: Run, tmp_path: Path) -> None:
 
 
 def test_a_fatbin_shows_its_entries(kernel_hub_cli: Run) -> None:
-    path = str(ROOT / "tests/cubin/data/plain.fatbin")
+    path = FATBIN
     ran = kernel_hub_cli("inspect", path)
     assert ran.code == 0, ran.err
     for shown in ("cubin sm_80,", "cubin sm_90a,", "ptx compute_90,", "entry 2: ptx", "add("):
@@ -130,6 +131,9 @@ def test_a_damaged_file_is_named(cubin: Path, kernel_hub_cli: Run) -> None:
             ("launch_prob",),
             "neither a file nor a cubin that kernel_hub ships",
         ),
+        ((FATBIN, "--function", "ad"), f"no function 'ad' in {FATBIN}; it has: add"),
+        ((FATBIN, "--arch", "sm75"), "nothing for sm75; it is for sm_80, sm_90a, compute_90"),
+        ((str(ROOT),), "is a folder: name one of its files; kernel-hub inspect NAME --package"),
         (("launch_probe", "--arch", "sm61"), "shipped for sm80, sm89, sm90, not sm61"),
         (("launch_probe", "--function", "launch_prob_5"), "it has: launch_probe_5"),
         (("x", "--package", "no_such_package"), "no package 'no_such_package'"),
@@ -179,3 +183,35 @@ def test_nvdisasm_that_fails_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_sass, "find_nvdisasm", lambda: "/bin/false")
     with pytest.raises(KernelHubError, match="/bin/false failed"):
         _sass.disassemble(b"")
+
+
+@pytest.mark.parametrize(
+    ("options", "targets"),
+    [
+        (("--function", "add"), ["sm_80", "sm_90a", "compute_90"]),
+        (("--arch", "sm_80", "--function", "add"), ["sm_80"]),
+        (("--arch", "sm90"), ["sm_90a", "compute_90"]),
+        (("--arch", "sm90a"), ["sm_90a"]),
+    ],
+)
+def test_parts_of_a_fatbin(
+    kernel_hub_cli: Run, options: tuple[str, ...], targets: list[str]
+) -> None:
+    assert kernel_hub_cli("inspect", FATBIN, *options).code == 0
+    (one,) = json.loads(kernel_hub_cli("inspect", FATBIN, *options, "--json").out)
+    assert [entry["target"] for entry in one["entries"]] == targets
+    assert all(list(entry["contents"]["functions"]) == ["add"] for entry in one["entries"])
+
+
+def test_arrays_in_a_source(kernel_hub_cli: Run, tmp_path: Path) -> None:
+    kernel_hub_cli("export", "launch_probe", "--to", str(tmp_path))
+    source = str(tmp_path / "launch_probe.c")
+    assert kernel_hub_cli("inspect", source).out.count("launch_probe_12(") == 3
+    ran = kernel_hub_cli(
+        "inspect", source, "--arch", "sm89", "--function", "launch_probe_5", "--json"
+    )
+    (one,) = json.loads(ran.out)
+    assert one["image"] == f"{source}: image_sm89" and list(one["functions"]) == ["launch_probe_5"]
+    (tmp_path / "none.cpp").write_text("int x;")
+    refused = kernel_hub_cli("inspect", str(tmp_path / "none.cpp"))
+    assert refused.code == 2 and "no cubin, fatbin or PTX in" in refused.err

@@ -93,7 +93,7 @@ def test_verify_finds_a_missing_file(
 ) -> None:
     collection, file = damaged(own, tmp_path)
     Path(file).unlink()
-    monkeypatch.setattr(verify, "collections", lambda: ([collection], []))
+    monkeypatch.setattr(verify, "collections", lambda package: ([collection], []))
     ran = kernel_hub_cli("verify")
     assert ran.code == 1
     assert "cannot be read" in ran.out and "0 of 1 cubins are intact" in ran.out
@@ -127,3 +127,41 @@ def test_listed_sizes_are_the_files(own: Collection) -> None:
     for row in listing.shipped([own]):
         entry = own.manifest.cubins[row.cubin][row.arch]
         assert row.size_bytes == len(own.read(entry))
+
+
+@pytest.mark.parametrize("command", ["list", "verify", "inspect", "export"])
+def test_a_folder_of_cubins(
+    own: Collection, tmp_path: Path, kernel_hub_cli: Run, command: str
+) -> None:
+    collection, _ = damaged(own, tmp_path)
+    (tmp_path / "manifest.json").write_text(collection.manifest.to_json())
+    arguments = {"inspect": ["launch_probe"], "export": ["launch_probe", "--to"]}.get(command, [])
+    arguments += [str(tmp_path / "out")] if command == "export" else ["--json"]
+    ran = kernel_hub_cli(command, *arguments, "--package", str(tmp_path))
+    assert ran.code == 0, ran.err
+    if command == "export":
+        assert "image_sm90" in (tmp_path / "out/launch_probe.c").read_text()
+        return
+    rows = json.loads(ran.out)
+    rows = rows["cubins"] if command == "verify" else rows
+    assert [row["arch"] for row in rows] == ["sm90"]
+    if command != "inspect":
+        assert [row["package"] for row in rows] == [str(tmp_path)]
+
+
+@pytest.mark.parametrize("command", [["list"], ["verify"], ["inspect", "x"], ["export", "x"]])
+@pytest.mark.parametrize("package", ["", ".x", "this"])
+def test_a_package_that_is_none(
+    kernel_hub_cli: Run, tmp_path: Path, command: list[str], package: str
+) -> None:
+    to = ["--to", str(tmp_path / "out")] if command[0] == "export" else []
+    ran = kernel_hub_cli(*command, *to, "--package", package)
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.startswith(f"kernel-hub {command[0]}: ") and repr(package) in ran.err
+
+
+def test_an_architecture_as_nvcc_spells_it(kernel_hub_cli: Run) -> None:
+    assert (
+        kernel_hub_cli("list", "--arch", "sm_90").out
+        == kernel_hub_cli("list", "--arch", "sm90").out
+    )

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from exported import COMPILERS, changed_probe, cuda_include, run_compiler
@@ -22,6 +23,7 @@ from kernel_hub.errors import (
     CubinNotFoundError,
     FunctionNotFoundError,
     KernelHubError,
+    ParamsError,
 )
 from kernel_hub.formats import c_export, carray
 from kernel_hub.manifest import Collection, ParamEntry, open_collection
@@ -146,3 +148,79 @@ def test_refusals_write_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(KernelHubError, match="cannot write to"):
         c_export.export([NAME], tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"names": None}, {"names": [[]]}, {"names": []}, {"names": ""}, {"names": [""]},
+        {"to": None}, {"to": 5}, {"to": ""}, {"to": "a\0b"},
+        {"archs": 5}, {"archs": [5]}, {"archs": [[]]}, {"archs": []}, {"archs": ""},
+        {"prefix": None}, {"prefix": 5}, {"prefix": "9"}, {"prefix": "a b"},
+        {"package": None}, {"package": 5},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_arguments_of_the_wrong_kind(
+    wrong: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ParamsError, match=f"^{next(iter(wrong))}="):
+        c_export.export(**{"names": [NAME], "to": "x", **wrong})
+    assert not list(tmp_path.iterdir())
+
+
+def test_texts_stand_for_lists(tmp_path: Path) -> None:
+    c_export.export(f"{NAME},silu_and_mul", tmp_path, archs="sm80,sm_90")
+    assert carray.load(tmp_path / f"{NAME}.c").keys() == {"image_sm80", "image_sm90"}
+    options = ["--arch", "sm_90", "--arch", "sm80,sm90"]
+    assert main(["export", "silu_and_mul", "--to", str(tmp_path), *options]) == 0
+    assert len(carray.load(tmp_path / "silu_and_mul.c")) == 2
+    c_export.export("linear_sm90", tmp_path, archs="sm_90a")
+
+
+def test_a_second_export_keeps_the_first(tmp_path: Path) -> None:
+    c_export.export(NAME, tmp_path, archs="sm90", tvm_ffi=True)
+    (tmp_path / "own.c").write_text("int own;\n")
+    c_export.export("silu_and_mul", tmp_path, archs="sm90")
+    cmake = (tmp_path / "CMakeLists.txt").read_text()
+    assert "SHARED launch_probe.c silu_and_mul.c)" in cmake and "tvm_ffi::shared" in cmake
+    c_export.export("batched_matmul", tmp_path, archs="sm90")
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(
+        FunctionNotFoundError, match=r"batched_matmul\.c and batched_matmul_sm90\.c"
+    ):
+        c_export.export("batched_matmul_sm90", tmp_path)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("name", ["CMakeLists.txt", f"{NAME}.c", f"{NAME}.h"])
+@pytest.mark.parametrize("kind", ["file", "folder", "link", "dangling"])
+def test_what_others_wrote_stays(tmp_path: Path, name: str, kind: str) -> None:
+    folder, victim = tmp_path / "k", tmp_path / "victim"
+    folder.mkdir()
+    if kind == "folder":
+        (folder / name).mkdir()
+    elif kind == "file":
+        (folder / name).write_text("mine")
+    else:
+        (folder / name).symlink_to(victim)
+    if kind == "link":
+        victim.write_text("mine")
+    with pytest.raises(KernelHubError, match=rf"{name} is in the way: .*another folder"):
+        c_export.export(NAME, folder)
+    assert [path.name for path in folder.iterdir()] == [name]
+    if kind in ("file", "link"):
+        assert (folder / name).read_text() == "mine"
+    else:
+        assert not victim.exists()
+
+
+def test_a_link_to_an_export_is_replaced_itself(tmp_path: Path) -> None:
+    c_export.export(NAME, tmp_path / "first", archs="sm80")
+    kept = (tmp_path / f"first/{NAME}.c").read_text()
+    (tmp_path / "second").mkdir()
+    (tmp_path / f"second/{NAME}.c").symlink_to(tmp_path / f"first/{NAME}.c")
+    c_export.export(NAME, tmp_path / "second", archs="sm90")
+    assert (tmp_path / f"first/{NAME}.c").read_text() == kept
+    assert not (tmp_path / f"second/{NAME}.c").is_symlink()

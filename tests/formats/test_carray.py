@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 
 from kernel_hub import Kernel
 from kernel_hub.errors import CubinCorruptError, CubinNotFoundError, ParamsError
-from kernel_hub.formats import carray
+from kernel_hub.formats import carray, fmha_v2
 
 ROOT = Path(__file__).resolve().parents[2]
 CUBIN = (ROOT / "cubins/sm90/launch_probe.cubin").read_bytes()
@@ -37,6 +39,10 @@ def test_a_cubin_as_tensorrt_llm_keeps_it(tmp_path: Path) -> None:
     )
     images = carray.load(path)
     assert images == {"cubin_x_cu_cubin": CUBIN}
+    path.write_bytes(
+        path.read_bytes().replace(b"#endif", b"#define X \\\n {").replace(b"\n", b"\r\n")
+    )
+    assert carray.load(path) == images
     kernel = Kernel(images["cubin_x_cu_cubin"])
     assert kernel.function_names == Kernel(CUBIN).function_names != []
 
@@ -122,12 +128,49 @@ def test_any_bytes_come_back(data: bytes, width: int, base: str) -> None:
         ("unsigned char a[99999999999999999999] = {1};", "declared with 99999999999999999999"),
         (array("a", ELF) + "unsigned a_len = 400;", "a (line 1) has 4 bytes, and the file gives"),
         (array("a", ELF) + array("a", ELF + b"x"), "two different arrays are called a"),
+        (array("a", ELF) + "int a_len = 010;", "4 bytes, and the file gives its length as 010"),
+        (array("a", ELF) + "int a_len = 09;", "the file gives its length as 09"),
+        (array("a", ELF) + f"int a_len = {'9' * 5000};", f"its length as {'9' * 24}:"),
+        ("unsigned char a[010] = {1, 2};", "declared with 010 elements and lists 2"),
+        ("unsigned char a[08] = {1, 2};", "declared with 08 elements and lists 2"),
+        (f"unsigned char a[] = {{{'9' * 5000}}};", f"element 0 is '{'9' * 24}', not a number"),
+        ("unsigned char a[] = {0x7f'45};", 'element 0 is "0x7f\'45", not a number'),
+        ("unsigned char a[] = /* b[ */\n= {1};\n\nchar c[2] = {1};", "c (line 4)"),
     ],
 )
 def test_damage_is_named(text: str, words: str) -> None:
     with pytest.raises(CubinCorruptError) as caught:
         carray.loads(text, "src")
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        "int n_size = face; int a_len = sizeof(a); int a_size = N;",
+        "unsigned n_len = 0100; unsigned char macro[N] = {1}, product[2*3] = {1};",
+        "int x[1] = {0}; struct s t = { .a = {1} }; a[0] = x[1] = 5;",
+        '#error don\'t "\n#define D \\\n int e[] = {x}\nconst char* d = "}"; // \'',
+    ],
+)
+def test_what_else_a_file_says(others: str) -> None:
+    image = array("ns::a", ELF, "extern const unsigned char").replace(
+        "[]", "[4] /*" + "c" * 9999 + "*/\n __attribute__((aligned(8)))\n"
+    )
+    assert carray.loads(f"{others}\n{image}") == {"a": ELF}
+    assert carray.loads(f"{image}\n{others}") == {"a": ELF}
+
+
+@pytest.mark.parametrize(
+    "unit", ["a ", "int x[3", '\\"', "int a[]={1};", "={", "a_len ", " ", "/*"]
+)
+def test_time_is_in_proportion_to_the_text(unit: str) -> None:
+    """Not to its square, with which 200 KB of some of these would take over ten minutes."""
+    for before in ("", "int x[3]"):
+        started = time.perf_counter()
+        with pytest.raises((CubinNotFoundError, CubinCorruptError)):
+            carray.loads(before + unit * (200_000 // len(unit)))
+        assert time.perf_counter() - started < 20
 
 
 @pytest.mark.parametrize(
@@ -146,8 +189,20 @@ def test_no_image_says_what_is_there(text: str, words: str) -> None:
 
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:
-    for path in (tmp_path / "no.cpp", tmp_path, "nul\0byte"):
-        with pytest.raises(CubinNotFoundError, match="cannot read"):
+    os.mkfifo(tmp_path / "pipe.cpp")
+    (tmp_path / "zero.cpp").symlink_to("/dev/zero")
+    for path, said in (
+        (tmp_path / "no.cpp", "cannot read"),
+        ("nul\0byte", "cannot read"),
+        (tmp_path, "is a folder"),
+        (tmp_path / "pipe.cpp", "is a pipe or a device"),
+        (tmp_path / "zero.cpp", "is a pipe or a device"),
+    ):
+        with pytest.raises(CubinNotFoundError, match=said):
             carray.load(path)
+        with pytest.raises(CubinNotFoundError, match=said):
+            fmha_v2.load(path)
+    with pytest.raises(ParamsError, match="a str, not bytes"):
+        carray.loads(b"unsigned char")  # type: ignore[arg-type]
     with pytest.raises(ParamsError, match="a path, not bytes"):
         carray.load(b"unsigned char")  # type: ignore[arg-type]

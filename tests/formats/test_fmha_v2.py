@@ -152,8 +152,9 @@ def test_other_names_are_refused(text: str, said: str) -> None:
     with pytest.raises(FunctionNotFoundError) as caught:
         parse_name(text)
     assert said in str(caught.value)
-    with pytest.raises(ParamsError, match="a str, not int"):
-        parse_name(3)  # type: ignore[arg-type]
+    for other in (3, [], None, b"fmha_v2_"):
+        with pytest.raises(ParamsError, match=f"a str, not {type(other).__name__}"):
+            parse_name(other)  # type: ignore[arg-type]
 
 
 @given(
@@ -222,13 +223,15 @@ def test_shared_memory() -> None:
     function = fmha_v2.load(CUBIN).popitem()[1]
     for text, expected in offsets(SHARED_BYTES).items():
         name = parse_name(FLASH + text)
-        assert _geometry.default_shared_bytes(name, function, 0) == expected, text
-        assert _geometry.default_threads(name, function) == 128
+        assert _geometry.shared_bytes(name, function, 0) == expected, text
+        assert _geometry.block_threads(name, function) == 128
     whole = parse_name("fmha_v2_fp16_256_64_ldgsts_sm90_kernel_nl")
     with pytest.raises(LaunchConfigError, match="shared_bytes= is needed"):
-        _geometry.default_shared_bytes(whole, function, 0)
+        _geometry.shared_bytes(whole, function, 0)
     with pytest.raises(LaunchConfigError, match="threads= is needed"):
-        _geometry.default_threads(whole, function)
+        _geometry.block_threads(whole, function)
+    assert _geometry.shared_bytes(whole, function, 0, 0) == 0
+    assert _geometry.block_threads(whole, function, 256) == 256
 
 
 # -- loading
@@ -251,6 +254,16 @@ def test_load_a_source_and_find(tmp_path: Path) -> None:
         fmha_v2.find(kernels, variant="nl_tiled")
     with pytest.raises(ParamsError, match="no such field"):
         fmha_v2.find(kernels, masks="causal")
+    alone = fmha_v2.find(kernels, layout="q_paged_kv", attributes="tma_ws")
+    assert parse_name(alone.name).attributes == ("tma_ws",)
+    for attributes in (5, None, [1], [["tma_ws"]], {"tma_ws": 1}):
+        with pytest.raises(ParamsError, match=r"attributes=.*: a str, or a tuple, list or set"):
+            fmha_v2.find(kernels, attributes=attributes)
+    for other in (None, "abc", {"a": 1}, [parse_name(alone.name)]):
+        with pytest.raises(ParamsError, match=r"kernels=.*: the dict that load\(\) gave"):
+            fmha_v2.find(other, mask="causal")  # type: ignore[arg-type]
+    with pytest.raises(FunctionNotFoundError, match="there are: none"):
+        fmha_v2.find({}, mask="causal")
 
 
 def test_load_refuses_other_images() -> None:

@@ -15,7 +15,7 @@ import pytest
 from fakecuda import FakeCuda
 from fmha_calls import HEADS, TOTAL, array, arrived, float_bits, half2, kernel, paged, starts
 
-from kernel_hub.errors import TensorError
+from kernel_hub.errors import ParamsError, TensorError
 from kernel_hub.formats import fmha_v2
 from kernel_hub.formats.fmha_v2 import Params
 from kernel_hub.memory import DeviceArray
@@ -153,6 +153,23 @@ def test_pack_mask(rows: int, columns: int) -> None:
         fmha_v2.pack_mask(through_tma, [np.ones((4, 4))], 4)
     with pytest.raises(TensorError, match="at most 3"):
         fmha_v2.pack_mask(through_tma, [np.ones((4, 4), bool)], 3)
+
+
+def test_pack_mask_of_other_arguments() -> None:
+    name = fmha_v2.parse_name(kernel(mask="custom_mask", variant="tma_ws").name)
+    good: Any = [np.ones((2, 2), bool)]
+    for given, masks, longest, said in (
+        *((other, good, 2, "kernel=") for other in (None, 5, str(name))),
+        (name, None, 2, "masks=None: a boolean array for each sequence"),
+        (name, [[[True], [True, False]]], 2, r"masks\[0\]: expected a boolean array"),
+        (name, [None], 2, r"masks\[0\]: expected bool"),
+        *((name, good, longest, "max_seqlen_k=") for longest in ("2", 2.0, 0, -1, None, 2**40)),
+        (name, good, 2**31 - 1, "are more than the 2 GiB packed here"),
+    ):
+        with pytest.raises((ParamsError, TensorError), match=said):
+            fmha_v2.pack_mask(given, masks, longest)
+    packed, _ = fmha_v2.pack_mask(name, good, 2**18)  # the rest of the columns costs little
+    assert (packed.size, np.count_nonzero(packed)) == (128 * 2**18 // 32, 2)
 
 
 def test_masks_that_a_kernel_does_not_read_whole() -> None:

@@ -70,6 +70,15 @@ def test_tensors_that_do_not_fit(fakecuda: FakeCuda) -> None:
     refused(TensorError, "block_table: expected shape (1, 2, …), found int32 (2, 2, 3)", PAGED, q,
             pool, block_table=table)  # fmt: skip
     refused(TensorError, "block_table: expected None for layout qkv", NL, good, block_table=table)
+    for shape, options, said in (
+        ((1, 2, 0), {}, "max_blocks of at least 1"),
+        ((1, 2, 3), {"max_seqlen_k": 97}, "max_blocks of at least 4, for 97 keys"),
+        ((1, 2, 3), {"max_seqlen_k": "97"}, "max_seqlen_k: expected a positive int"),
+    ):
+        for fields in (PAGED, {**PAGED, "variant": "nl_tiled"}):
+            scores = {} if fields is PAGED else {"softcap": 30.0}
+            refused(TensorError, said, fields, q, pool, block_table=array(*shape, dtype="int32"),
+                    **scores, **options)  # fmt: skip
     refused(TensorError, "power of two, found 24", PAGED, q, paged(24)[1], block_table=table)
     assert fakecuda.launch_count == 0
 
@@ -96,6 +105,9 @@ def test_arguments_that_do_not_fit(fakecuda: FakeCuda) -> None:
         (NL, {"max_seqlen": 3.0}, "max_seqlen: expected a positive int, found 3.0"),
         (NL, {"num_kv_heads": "4"}, "num_kv_heads: expected a positive int, found '4'"),
         (NL, {"unroll": True}, "unroll: expected a positive int, found True"),
+        (NL, {"threads": 0}, "threads: expected a positive int, found 0"),
+        (NL, {"threads": "128"}, "threads: expected a positive int, found '128'"),
+        (NL, {"shared_bytes": -1}, "shared_bytes: expected an int of at least 0, found -1"),
         (NL, {"out": array(TOTAL, HEADS, 64)}, "out: expected shape (48, 4, 128)"),
         (NL, {"out": array(TOTAL, HEADS, 128, dtype="bf16")}, "out: expected dtype fp16"),
         (NL, {"attention_sinks": sinks}, "attention_sinks: expected dtype fp32, found fp16 (4,)"),
@@ -111,6 +123,8 @@ def test_arguments_that_do_not_fit(fakecuda: FakeCuda) -> None:
         (NL, {"window_size": (3, 0)}, "window_size: "),
         (NL, {"window_size": 3}, "window_size=3: expected (left, 0)"),
         (NL, {"window_size": (3, 3)}, "window_size=(3, 3): expected (left, 0)"),
+        (NL, {"window_size": {-1: 0, 0: 1}}, "expected (left, 0)"),
+        (NL, {"window_size": iter((-1, -1))}, "expected (left, 0)"),
         (NL, {"chunk_size": 64}, "chunk_size: "),
         (NL, {"softcap": 3.0}, "without _softcapping"),
         (WS, {"alibi": True}, "has no ALiBi"),
@@ -121,13 +135,22 @@ def test_arguments_that_do_not_fit(fakecuda: FakeCuda) -> None:
         ),
         (NL, {"softmax_scale": math.nan}, "softmax_scale=nan: expected a finite number"),
         (NL, {"softmax_scale": "1"}, "softmax_scale='1'"),
+        (NL, {"softmax_scale": 10**400}, "expected a finite number"),
         (NL, {"softmax_scale": 1e6}, "overflows the kernel's fp16"),
         (NL, {"q_scale": None}, "q_scale=None: expected a finite positive number"),
         (NL, {"q_scale": 2.0}, "only e4m3 kernels have scales"),
         (NL, {"shared_bytes": 10**6}, "sharedMemBytes"),
         (WS, {"max_seqlen": 2**31 - 1, "cu_seqlens": starts(*range(1, 99))}, "tiles of fmha_v2_"),
-        (NL, {"threads": 2048}, "blockDim"),
-        (NL, {"threads": 0}, "blockDim"),
+        (NL, {"threads": 96}, "threads=96: its blocks have 128"),
+        (WS, {"threads": 128}, "threads=128: its blocks have 384"),
+        (NL, {"shared_bytes": 32767}, "shared_bytes=32767: it takes 32768"),
+        (WS, {"shared_bytes": 0}, "shared_bytes=0: it takes 232448"),
+        (NL, {"unroll": 64}, "unroll=64: only kernels that are not flash attention"),
+        (WS, {"unroll": 64}, "unroll=64: only kernels that are not flash attention"),
+        (NL, {"causal": "no"}, "causal='no': expected True or False"),
+        (NL, {"causal": 1}, "causal=1: expected True or False"),
+        (NL, {"alibi": "yes"}, "alibi='yes': expected True or False"),
+        (NL, {"alibi": None}, "alibi=None: expected True or False"),
         (NL, {"stream": "now"}, "stream='now' is no stream"),
     ):
         refused(LaunchConfigError, said, fields, good, out=out, **options)
@@ -154,6 +177,19 @@ def test_options_of_other_kernels(fakecuda: FakeCuda) -> None:
     refused(TensorError, "max_seqlen_k: expected what pack_mask was given", custom, q, kv, **mask)
     refused(TensorError, "packed_mask: expected a multiple of 128 rows of 32 bytes", custom, q, kv,
             max_seqlen_k=9, **mask)  # fmt: skip
+    assert fakecuda.launch_count == 0
+
+
+def test_factors_beyond_a_float(fakecuda: FakeCuda) -> None:
+    qkv, given = array(TOTAL, 3, HEADS, 64, dtype="e4m3"), kernel(dtype="e4m3")
+    packed, rows = fmha_v2.pack_mask(given, [np.ones((TOTAL, TOTAL), bool)], TOTAL)
+    mask = {"packed_mask": DeviceArray.from_numpy(packed), "max_seqlen_k": TOTAL}
+    mask["cu_mask_rows"] = DeviceArray.from_numpy(rows)
+    for factors in (
+        {"q_scale": 10**300, "k_scale": 10**300},
+        {"v_scale": 1e300, "out_scale": 1e-9},
+    ):
+        refused(LaunchConfigError, "overflows", {"dtype": "e4m3"}, qkv, **mask, **factors)
     assert fakecuda.launch_count == 0
 
 

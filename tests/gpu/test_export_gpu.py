@@ -87,7 +87,6 @@ def libcuda() -> str:
 def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """`built(cubin)`: the exported cubin as a shared library, with everything that can be."""
     made: dict[str, Path] = {}
-    folder = tmp_path_factory.mktemp("exported")
 
     def make(cubin: str) -> Path:
         if cubin not in made:
@@ -97,6 +96,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
                 flags = [f"-I{path}" for path in libinfo.include_paths()]
                 flags += [libinfo.find_libtvm_ffi()]
+            folder = tmp_path_factory.mktemp(cubin)
             c_export.export([cubin], folder, dlpack=True, tvm_ffi=HAS_TVM_FFI)
             made[cubin] = shared_library(folder, cubin, "c", libcuda(), flags)
         return made[cubin]

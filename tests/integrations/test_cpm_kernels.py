@@ -20,6 +20,8 @@ from fakecuda.helpers import make_stream
 from kernel_hub import driver, tensors
 from kernel_hub.errors import CubinNotFoundError, ParamsError
 from kernel_hub.integrations import cpm_kernels
+from kernel_hub.integrations import cpm_kernels_base as base
+from kernel_hub.integrations.cpm_kernels_device import Device
 
 GEOMETRY: tuple[Any, ...] = ((3, 1, 1), (64, 1, 1), 0)
 EXTRACTION = [ctypes.c_void_p(address) for address in (0x1000, 0x2000, 0x3000)]
@@ -342,3 +344,27 @@ def test_an_older_gpu_runs_the_older_code(
     client = import_client(tmp_path, monkeypatch, OLDER.read_bytes())
     client.kernels.int4WeightExtractionHalf(*GEOMETRY, 0, EXTRACTION)
     assert fake.launch_count == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: base.Kernel("gemm", None), "list of functions' names"),
+        (lambda: base.Kernel("gemm", [5]), "list of functions' names"),
+        (lambda: base.Kernel("gemm", "name"), "list of functions' names"),
+        (lambda: base.Kernel("../../x", []), "name of a file"),
+        (lambda: base.Kernel("", []), "name of a file"),
+        (lambda: base.Kernel(None, []), "name of a file"),
+        (lambda: base.KernelFunction(base.LazyKernelCModule(b""), []), "a function's name"),
+    ],
+)
+def test_names_of_the_wrong_kind(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(RuntimeError, match=message) as raised:
+        make()
+    assert isinstance(raised.value, ParamsError)
+
+
+@pytest.mark.parametrize("index", ["x", None, 1.0])
+def test_a_device_is_a_number(fake: FakeCuda, index: Any) -> None:
+    with pytest.raises(ParamsError, match="the number of a GPU"):
+        Device(index)

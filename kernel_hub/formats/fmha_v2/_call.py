@@ -72,7 +72,7 @@ class Call:
             raise inputs.refuse("max_seqlen", f"at most {limit}, the kernel's own length", longest)
         params.max_seqlen_q = longest
 
-    def paged(self, block_table: Any) -> None:
+    def paged(self, block_table: Any, max_seqlen_k: int | None) -> None:
         inputs, params = self.inputs, self.params
         if (block_table is not None) != (inputs.pool is not None):
             found = "a tensor" if inputs.pool is None else "None"
@@ -83,6 +83,10 @@ class Call:
         wanted_shape = (params.batch_size, 2, None)
         table = inputs.take(block_table, "block_table", "int32", wanted_shape, rows=False)
         num_kv_heads, page_size = inputs.pool.shape[1:3]
+        longest = inputs.count(max_seqlen_k, "max_seqlen_k", min(1, inputs.total_q))
+        if table.shape[2] * page_size < longest:
+            wanted = f"max_blocks of at least {-(-longest // page_size)}, for {longest} keys"
+            raise inputs.refuse("block_table", wanted, f"shape {table.shape}")
         block_bytes = num_kv_heads * inputs.rows["k"].stride
         if block_bytes > 2**31 - 1:
             raise inputs.refuse("pool", "blocks of less than 2 GiB", f"{block_bytes:,} bytes")
@@ -182,12 +186,12 @@ class Call:
 
     def geometry(self, threads: int | None, shared_bytes: int | None, unroll: int | None) -> None:
         name, function = self.name, self.function
-        self.threads = _geometry.default_threads(name, function) if threads is None else threads
-        self.shared_bytes = (
-            _geometry.default_shared_bytes(name, function, self.device)
-            if shared_bytes is None
-            else shared_bytes
-        )
+        if threads is not None:
+            threads = self.inputs.count(threads, "threads", 0)
+        if shared_bytes is not None:
+            shared_bytes = self.inputs.count(shared_bytes, "shared_bytes", 0, least=0)
+        self.threads = _geometry.block_threads(name, function, threads)
+        self.shared_bytes = _geometry.shared_bytes(name, function, self.device, shared_bytes)
         rows = self.inputs.count(unroll, "unroll", 0)
         self.grid = _geometry.grid(name, self.params, self.device, rows)
         if name.variant == "tma_ws" and self.inputs.total_q:

@@ -24,29 +24,48 @@ _TMA_OUT_ROWS = 16
 _MAX_TILE_V = 256
 
 
-def default_threads(name: KernelName, function: KernelFunction) -> int:
-    """Threads a block: 4 warps, or for tma_ws 3 groups of 4 (load, and two that compute)."""
-    if name.variant == "tma_ws":
-        return 384
-    if name.q_step is not None:
-        return 128
-    raise LaunchConfigError(
-        f"{name}: threads= is needed: only the host's table has the block size of kernels that "
-        f"are not flash attention (this one allows {function.spec.max_threads or 'any'})"
-    )
+def block_threads(name: KernelName, function: KernelFunction, asked: int | None = None) -> int:
+    """Threads a block: 4 warps, or for tma_ws 3 groups of 4 (load, and two that compute).
+
+    asked: the caller's, which must be those where they are known.
+    """
+    known = 384 if name.variant == "tma_ws" else None if name.q_step is None else 128
+    if known is None and asked is None:
+        allows = function.spec.max_threads or "any"
+        raise LaunchConfigError(
+            f"{name}: threads= is needed: only the host's table has the block size of kernels that "
+            f"are not flash attention (this one allows {allows})"
+        )
+    if known is not None and asked not in (None, known):
+        raise LaunchConfigError(f"{name}: threads={asked}: its blocks have {known}; omit it")
+    return known or asked or 0
 
 
-def default_shared_bytes(name: KernelName, function: KernelFunction, device: int) -> int:
-    """Dynamic shared memory of the known configurations; else LaunchConfigError asks for it."""
+def shared_bytes(
+    name: KernelName, function: KernelFunction, device: int, asked: int | None = None
+) -> int:
+    """Dynamic shared memory: `asked`, which must be enough where that is known, or just enough."""
+    needed = _needed_shared_bytes(name, function, device)
+    if needed is None and asked is None:
+        raise LaunchConfigError(
+            f"{name}: shared_bytes= is needed: it stands in the host's table of kernels, and is "
+            "known here for flash attention only"
+        )
+    if needed is not None and asked is not None and asked < needed:
+        raise LaunchConfigError(
+            f"{name}: shared_bytes={asked}: it takes {needed}; omit it, or give no less"
+        )
+    return needed or 0 if asked is None else asked
+
+
+def _needed_shared_bytes(name: KernelName, function: KernelFunction, device: int) -> int | None:
+    """What the known configurations take; None for another."""
     if name.variant == "tma_ws":
         # Its registers leave room for one block an SM, so that all shared memory may be its.
         most = _driver.get().attribute(device, _SHARED_OPT_IN)
         return most - (function.spec.static_shared_bytes or 0)
     if name.q_step is None or name.kv_step is None:
-        raise LaunchConfigError(
-            f"{name}: shared_bytes= is needed: it stands in the host's table of kernels, and is "
-            "known here for flash attention only"
-        )
+        return None
     item = ITEM_BYTES[name.dtype]
     depth, depth_v = _power_of_two(name.head_dim), _power_of_two(name.head_dim_v)
     if name.variant == "nl":
@@ -68,8 +87,14 @@ def grid(name: KernelName, params: Params, device: int, unroll: int) -> tuple[in
     unroll: rows a block of a kernel that is not flash attention handles (`_nl`), or 0.
     """
     heads, batch = params.num_heads, params.batch_size
+    whole = name.q_step is None and name.variant != "plain"
+    if unroll and not whole:
+        raise LaunchConfigError(
+            f"{name}: unroll={unroll}: only kernels that are not flash attention and end in _nl "
+            "have one; omit it"
+        )
     if name.q_step is None:
-        if name.variant == "plain":
+        if not whole:
             return heads, batch, 1
         if not unroll:
             raise LaunchConfigError(

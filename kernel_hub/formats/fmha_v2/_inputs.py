@@ -108,14 +108,15 @@ class Inputs:
             )
         return rows
 
-    def count(self, value: Any, argument: str, default: int) -> int:
-        """`value`, a positive int, or `default` for None."""
+    def count(self, value: Any, argument: str, default: int, least: int = 1) -> int:
+        """`value`, an int of at least `least` (0 or 1), or `default` for None."""
         try:
             number = default if value is None else index(value)
         except TypeError:
             number = -1
-        if isinstance(value, bool) or not (value is None or 0 < number < 2**31):
-            raise self.refuse(argument, "a positive int", repr(value))
+        if isinstance(value, bool) or not (value is None or least <= number < 2**31):
+            wanted = "a positive int" if least else "an int of at least 0"
+            raise self.refuse(argument, wanted, f"{value!r:.80}")
         return number
 
     def refuse(self, argument: str, expected: str, found: object) -> TensorError:

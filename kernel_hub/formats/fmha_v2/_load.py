@@ -53,13 +53,18 @@ def load(source: Any) -> dict[KernelName, KernelFunction]:
 def find(kernels: Mapping[KernelName, KernelFunction], **fields: Any) -> KernelFunction:
     """The one kernel whose name has these fields: `find(kernels, mask="causal", head_dim=128)`.
 
+    attributes: the name's own in any order; one may be given as a str.
+
     Raises FunctionNotFoundError when none has, or several have; ParamsError for an unknown field.
     """
-    found = [name for name in kernels if name.matches(**fields)]
-    if len(found) == 1:
-        return kernels[found[0]]
+    if not isinstance(kernels, Mapping) or not all(isinstance(k, KernelName) for k in kernels):
+        found = type(kernels).__name__
+        raise ParamsError(f"kernels={kernels!r:.60}: the dict that load() gave, not this {found}")
+    named = [name for name in kernels if name.matches(**fields)]
+    if len(named) == 1:
+        return kernels[named[0]]
     asked = ", ".join(f"{field}={value!r}" for field, value in fields.items()) or "no field"
-    have = ", ".join(map(str, (found or list(kernels))[:8]))
+    have = ", ".join(map(str, (named or list(kernels))[:8])) or "none"
     raise FunctionNotFoundError(
-        f"{len(found) or 'no'} kernels with {asked}; {'they are' if found else 'there are'}: {have}"
+        f"{len(named) or 'no'} kernels with {asked}; {'they are' if named else 'there are'}: {have}"
     )

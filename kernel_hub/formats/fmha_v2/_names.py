@@ -82,19 +82,35 @@ class KernelName:
                 known = ", ".join(self.__dataclass_fields__)
                 raise ParamsError(f"{field}={value!r}: a kernel's name has no such field; {known}")
             mine = getattr(self, field)
-            if (set(mine) != set(value)) if field == "attributes" else (mine != value):
+            if field == "attributes":
+                mine, value = set(mine), _words(value)
+            if mine != value:
                 return False
         return True
 
 
-@functools.lru_cache(maxsize=4096)
+def _words(attributes: Any) -> set[str]:
+    """One attribute, or some, as a set."""
+    given = (attributes,) if isinstance(attributes, str) else attributes
+    if isinstance(given, (tuple, list, set, frozenset)) and all(isinstance(w, str) for w in given):
+        return set(given)
+    raise ParamsError(
+        f"attributes={attributes!r:.80}: a str, or a tuple, list or set of some; () for none"
+    )
+
+
 def parse_name(name: str) -> KernelName:
     """The fields of a kernel symbol, a cubin's file name or an array's name.
 
     Raises FunctionNotFoundError, with the place where the name leaves the grammar.
     """
     if not isinstance(name, str):
-        raise ParamsError(f"name={name!r}: a str, not {type(name).__name__}")
+        raise ParamsError(f"name={name!r:.80}: a str, not {type(name).__name__}")
+    return _parse(name)
+
+
+@functools.lru_cache(maxsize=4096)
+def _parse(name: str) -> KernelName:
     match = _WRAPPING.fullmatch(name)
     text = match[1] if match else name
     flash = text.startswith("fmha_v2_flash_attention_")

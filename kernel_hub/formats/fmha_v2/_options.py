@@ -9,6 +9,8 @@ from numbers import Real
 from operator import index
 from typing import Any
 
+import numpy as np
+
 from ...errors import LaunchConfigError
 from ._names import KernelName
 
@@ -23,10 +25,13 @@ def check_options(
     chunk_size: int | None,
     softcap: float | None,
     alibi: bool,
-) -> None:
-    """The options against what the kernel's name says it does."""
+) -> int:
+    """The options against what the kernel's name says it does; returns the window, or -1."""
     if unknown := [a for a in name.attributes if a.startswith(_NOT_RUN)]:
         raise LaunchConfigError(f"{name}: kernels with {', '.join(unknown)} are not run here")
+    for option, flag in (("causal", causal), ("alibi", alibi)):
+        if not isinstance(flag, (bool, np.bool_)) and not (option == "causal" and flag is None):
+            raise LaunchConfigError(f"{option}={flag!r:.80}: expected True or False")
     is_causal = name.mask in ("causal", "sliding_or_chunked_causal")
     if causal is not None and (bool(causal) != is_causal or name.mask == "custom_mask"):
         raise LaunchConfigError(
@@ -36,11 +41,13 @@ def check_options(
         )
     sliding = name.mask == "sliding_or_chunked_causal"
     try:
-        left, right = (index(side) for side in window_size)
+        if not isinstance(window_size, (tuple, list)):
+            raise TypeError
+        left, right = map(index, window_size)
     except (TypeError, ValueError):
         left, right = -2, 0
     if left < -1 or right not in (-1, 0) or left >= NO_WINDOW - 1:
-        raise LaunchConfigError(f"window_size={window_size!r}: expected (left, 0) or (-1, -1)")
+        raise LaunchConfigError(f"window_size={window_size!r:.80}: expected (left, 0) or (-1, -1)")
     for argument, value in (
         ("window_size", None if left < 0 else left),
         ("chunk_size", chunk_size),
@@ -71,6 +78,7 @@ def check_options(
         raise LaunchConfigError(
             f"alibi={alibi}: {name} {'has no' if alibi else 'always adds'} ALiBi"
         )
+    return left
 
 
 @dataclass
@@ -85,24 +93,40 @@ def read_scales(
     name: KernelName, softmax_scale: float | None, softcap: float | None, factors: dict[str, float]
 ) -> Scales:
     given: dict[str, Any] = {"softmax_scale": softmax_scale, "softcap": softcap, **factors}
+    numbers: dict[str, float] = {}
     for argument, value in given.items():
-        number = isinstance(value, Real) and not isinstance(value, bool)
         positive = argument != "softmax_scale"
         absent = value is None and argument not in factors
-        if not absent and not (number and math.isfinite(value) and (value > 0 or not positive)):
+        if absent:
+            continue
+        number = _finite(value)
+        if number is None or (positive and number <= 0):
             raise LaunchConfigError(
-                f"{argument}={value!r}: expected a finite {'positive ' if positive else ''}number"
+                f"{argument}={value!r:.80}: expected a finite "
+                f"{'positive ' if positive else ''}number"
             )
-        if argument in factors and value != 1 and name.dtype != "e4m3":
+        numbers[argument] = number
+        if argument in factors and number != 1 and name.dtype != "e4m3":
             raise LaunchConfigError(f"{argument}={value}: only e4m3 kernels have scales ({name})")
-    scale = name.head_dim**-0.5 if softmax_scale is None else softmax_scale
-    scale *= factors["q_scale"] * factors["k_scale"] / (softcap or 1.0)
-    return Scales(scale, factors["v_scale"] / factors["out_scale"])
+    scale = numbers.get("softmax_scale", name.head_dim**-0.5)
+    scale *= numbers["q_scale"] * numbers["k_scale"] / numbers.get("softcap", 1.0)
+    return Scales(scale, numbers["v_scale"] / numbers["out_scale"])
+
+
+def _finite(value: Any) -> float | None:
+    """`value` as a float; None where it is no number or none that a float holds."""
+    try:
+        number = float(value) if isinstance(value, Real) and value is not True else math.nan
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 def bits(value: float, dtype: str) -> int:
     """`value` as the kernels read a factor: float bits, or those of a half twice."""
     try:
+        if not math.isfinite(value):
+            raise OverflowError
         if dtype == "fp32":
             return int.from_bytes(struct.pack("<f", value), "little")
         return int.from_bytes(struct.pack("<e", value) * 2, "little")

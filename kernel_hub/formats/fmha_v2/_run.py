@@ -110,7 +110,8 @@ def plan(
     softcap: c in c tanh(scores / c); given exactly where the name says softcapping.
     alibi: add ALiBi's bias, under a causal mask; a tma_ws kernel's name says whether it does.
     packed_mask, cu_mask_rows: what `pack_mask` made, on the device, for custom_mask kernels.
-    block_table: int32 (batch_size, 2, max_blocks): the blocks of K, then of V.
+    block_table: int32 (batch_size, 2, max_blocks): the blocks of K, then of V; room for
+        max_seqlen_k keys, where that is given.
     q_scale, k_scale, v_scale, out_scale: for e4m3, value = e4m3 number * scale.
     attention_sinks: fp32 (num_heads,).
     softmax_stats: fp32 (total_q, num_heads, 2), written: each row's largest score and its sum of
@@ -118,7 +119,8 @@ def plan(
     out: (total_q, num_heads, head_dim_v); None makes one: a torch tensor for torch tensors, else a
         DeviceArray.
     stream: as in a launch; the plan keeps it.
-    threads, shared_bytes, unroll: what the host's table of kernels has, where it is not known here.
+    threads, shared_bytes, unroll: what the host's table of kernels has, where it is not known here;
+        where it is (flash attention), other threads, less shared memory and unroll are refused.
 
     Raises TensorError, LaunchConfigError and ParamsError, naming the argument, before the driver
     is asked for anything but to load; CubinNotFoundError where the kernel does not fit the GPU.
@@ -127,16 +129,16 @@ def plan(
         raise ParamsError(f"kernel={kernel!r:.80}: a KernelFunction; find() picks one of load()'s")
     name = parse_name(kernel.name)
     read = read_inputs(name, inputs, num_heads, num_kv_heads)
-    check_options(name, causal, window_size, chunk_size, softcap, alibi)
+    window = check_options(name, causal, window_size, chunk_size, softcap, alibi)
     params = Params()
     call = Call(kernel, name, read, params)
     call.lengths(cu_seqlens, cu_seqlens_k, max_seqlen)
-    call.paged(block_table)
+    call.paged(block_table, max_seqlen_k)
     call.custom_mask(packed_mask, cu_mask_rows, max_seqlen_k)
     if attention_sinks is not None:
         sinks = read.take(attention_sinks, "attention_sinks", "fp32", (read.num_heads,), False)
         params.attention_sinks = sinks.address
-    params.sliding_window_size = NO_WINDOW if window_size[0] < 0 else window_size[0] + 1
+    params.sliding_window_size = NO_WINDOW if window < 0 else window + 1
     params.log2_chunk_size = 0 if chunk_size is None else chunk_size.bit_length() - 1
     if alibi:
         call.alibi()

@@ -31,7 +31,10 @@ _GROUP = "__grp__"  # Triton's own notes of which files belong together
 
 
 def load(
-    path: str | Path, name: str | None = None, *, signature: Mapping[str, str] | None = None
+    path: str | Path,
+    name: str | None = None,
+    *,
+    signature: str | Mapping[str, str] | None = None,
 ) -> TritonFunction:
     """A kernel that Triton 3.0 or later has compiled, to be launched without Triton.
 
@@ -39,8 +42,9 @@ def load(
         the cache ($TRITON_CACHE_DIR, else ~/.triton/cache), the kernel's hash in its json, or the
         kernel's name where the cache holds one of that name.
     name: which kernel, where the folder holds several.
-    signature: the declared arguments, name -> Triton type as for `triton.compile`; where it is not
-        given they are read from the `.ttir` or `.ttgir` beside the cubin, else from the `.ptx`;
+    signature: the declared arguments as for `triton.compile` (':16' is checked at launches, and so
+        is what the files say); where it is not given they are read from the `.ttir` or `.ttgir`
+        beside the cubin, else from the `.ptx`;
         where none is there only sizes are known, and numbers are passed with their width
         (`ctypes.c_int(3)`). Triton before 3.5 writes no argument names: they are arg0, arg1, …
 
@@ -192,7 +196,7 @@ def _function_name(path: Path) -> str | None:
     try:
         path = path.with_suffix(".json")
         return Metadata.from_json(_read(path, _MAX_JSON_BYTES), str(path)).name
-    except (ParamsError, CubinCorruptError, CubinNotFoundError):
+    except (CubinCorruptError, CubinNotFoundError):
         return None
 
 

@@ -13,21 +13,28 @@ from typing import TYPE_CHECKING, Any
 
 from ... import _manifest_write, registry
 from ... import driver as _driver
+from ..._function import device_number
 from ..._image import ShippedImage
+from ...cubin import read_cubin
 from ...errors import CubinCorruptError, CubinNotFoundError, KernelHubError, ParamsError, nearest
 from ...kernel import Kernel
 from ...manifest import Collection, CubinEntry, FunctionEntry, Manifest, open_collection
 from ...resolve import Candidate, not_found, resolve
-from ...tensors import current_device
 from ._function import TritonFunction
 from ._metadata import Metadata
 from ._signature import arguments_from_json
 
 if TYPE_CHECKING:
+    from ...cubin.model import CubinInfo
     from ._compile import Built
     from ._tuned import Tuned
 
 MANIFEST = "manifest.json"
+# What the launch's checks take from the manifest, and the cubin says too.
+_FIGURES = (
+    *("required_block", "max_threads", "cluster", "max_cluster_rank", "cooperative"),
+    "static_shared_bytes",
+)
 
 
 def collection(where: str | Path) -> TritonCollection:
@@ -90,6 +97,8 @@ class TritonCollection:
     def entries(self, name: str) -> Mapping[str, CubinEntry]:
         """What the manifest says of `name`, by architecture."""
         cubins = self._collection.manifest.cubins
+        if not isinstance(name, str):
+            raise ParamsError(f"a kernel's name is a string, not {name!r:.80}")
         if name not in cubins:
             shipped = ", ".join(nearest(name, cubins)[:12])
             raise CubinNotFoundError(
@@ -97,19 +106,18 @@ class TritonCollection:
             )
         return cubins[name]
 
-    def function(
-        self, name: str, *, arch: str | None = None, device: int | None = None
-    ) -> TritonFunction:
+    def function(self, name: str, *, arch: str | None = None, device: Any = None) -> TritonFunction:
         """`name` as built for `arch` ('sm90'), or for the GPU `device`, None being the current one.
 
-        With `arch` no GPU is needed, as long as nothing is launched. Raises CubinNotFoundError
-        with every architecture there is, CubinCorruptError and ParamsError for a manifest that
-        does not say how to launch it.
+        device: a number, or a device of torch, CuPy or cuda.core. With `arch` no GPU is needed, as
+            long as nothing is launched.
+
+        Raises CubinNotFoundError with every architecture there is, CubinCorruptError where manifest
+        and image do not say how to launch it, or not the same.
         """
         entries = self.entries(name)
-        if arch is None:
-            arch = self._arch(name, device)
-        elif arch not in entries:
+        arch = self._arch(name, device) if arch is None else plain_arch(arch)
+        if arch not in entries:
             raise CubinNotFoundError(
                 f"{name} of {self._collection.package} is not built for {arch!r}; it is for "
                 + ", ".join(entries)
@@ -132,10 +140,9 @@ class TritonCollection:
 
         return Tuned.open(self, table)
 
-    def _arch(self, name: str, device: int | None) -> str:
+    def _arch(self, name: str, device: Any) -> str:
         driver = _driver.get()
-        number = current_device() if device is None else device
-        capability = driver.compute_capability(number)
+        capability = driver.compute_capability(device_number(device, name))
         entries = {entry.target: entry for entry in self.entries(name).values()}
         found = resolve(capability, [Candidate(e.arch, t) for t, e in entries.items()])
         if found.chosen is None:
@@ -166,6 +173,7 @@ class TritonCollection:
                 f"{launchable.name!r} for {arch}"
             )
         arguments = arguments_from_json(read["arguments"], f"{where}.arguments")
+        _check_image(read_cubin(self._collection.read(entry)), entry, launchable, where)
         # What a launch refuses need not name the field.
         metadata = replace(metadata, label=f"{self.root}{os.sep}{MANIFEST}: {name} for {arch}")
         only = replace(self._collection, manifest=Manifest({name: {arch: entry}}))
@@ -175,8 +183,38 @@ class TritonCollection:
             function = kernel[launchable.name]
         except ParamsError as error:  # sizes and types that cannot be
             raise CubinCorruptError(f"{where.removesuffix('.triton')}.params: {error}") from error
-        constexprs = read["configuration"]["constexprs"]
-        return TritonFunction.wrap(function, metadata, arguments, constexprs)
+        try:
+            return TritonFunction.wrap(
+                function, metadata, arguments, read["configuration"]["constexprs"]
+            )
+        except ParamsError as error:
+            raise CubinCorruptError(str(error)) from error
+
+
+def plain_arch(arch: object) -> str:
+    """'sm90' of 'sm90' or the compilers' 'sm_90'."""
+    if not isinstance(arch, str):
+        raise ParamsError(f"arch={arch!r:.80}: a text such as 'sm90'")
+    return arch.strip().replace("sm_", "sm", 1)
+
+
+def _check_image(image: CubinInfo, entry: CubinEntry, said: FunctionEntry, where: str) -> None:
+    """What the launch relies on is what the cubin itself says, or CubinCorruptError."""
+    where = where.removesuffix(".triton")
+    found = image.functions.get(said.name)
+    if found is None or image.target != entry.target:
+        raise CubinCorruptError(
+            f"{where} for {entry.target}: the cubin {entry.file} holds "
+            f"{', '.join(image.functions) or 'nothing'} for {image.target}: build it again"
+        )
+    pairs = [(name, getattr(said, name), getattr(found, name)) for name in _FIGURES]
+    sizes = [[(p.offset_bytes, p.size_bytes) for p in each.params] for each in (said, found)]
+    for name, ours, real in [("params (offset, size in bytes)", *sizes), *pairs]:
+        if ours != real:
+            raise CubinCorruptError(
+                f"{where}.{name} is {ours}, the cubin says {real}: they are not of one build; "
+                "build it again"
+            )
 
 
 def _token(metadata: Metadata) -> str:

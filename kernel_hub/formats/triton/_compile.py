@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,19 +18,19 @@ from ..._foreign import driver_floor
 from ..._manifest_write import function_entry
 from ...cubin import read_cubin
 from ...cubin.model import CubinInfo
-from ...errors import CompileError, ParamsError, nearest
+from ...errors import CompileError, KernelHubError, ParamsError, nearest
 from ...manifest import CubinEntry, FunctionEntry, ParamEntry
-from ._collection import add
+from ._collection import add, plain_arch
 from ._configuration import Configuration, configuration
 from ._frontend import compiled, jit_function, triton
-from ._metadata import Metadata
+from ._metadata import MAX_WARPS, Metadata
 from ._signature import c_types, read_ttir, with_signature
 
 ARCHS = ("sm80", "sm89", "sm90")
 # Shared memory that a block may be granted, KiB, by compute capability: no GPU is there to ask.
 _SHARED_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
 _NOT_OPTIONS = {"arch", "backend_name", "warp_size"}  # what the target says
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 
 
 @dataclass(frozen=True)
@@ -66,26 +67,28 @@ def compile(
         left out) or a dict name -> type. ':16' promises an address or a value that 16 divides,
         and launches check it; ':1' is a constant 1.
     constexprs: values of the constants, by name; those with a default may be left out.
-    arch: 'sm80,sm90', or a list of such tokens.
+    arch: 'sm80,sm90', or a list of such tokens; 'sm_90' is read as sm90.
     out: the collection's folder: made where it does not exist, added to where it does.
     name: what the collection calls it; None makes a name of the configuration. A name stands for
         one configuration: another one under the same name takes its place.
-    options: others of Triton's compiler: num_ctas, maxnreg, launch_pdl, enable_fp_fusion, …
+    options: others of Triton's compiler: num_ctas, maxnreg, launch_pdl, …; enable_fp_fusion is
+        True unless given, whatever the version and the environment say.
 
     Returns the name: `collection(out)[name]` is the function. Nothing is written unless it compiles
     for every architecture. Raises ParamsError, CompileError (with Triton's text),
     MissingPackageError, CubinCorruptError (a damaged collection in `out`).
     """
     if name is not None and not (isinstance(name, str) and _NAME.fullmatch(name)):
-        raise ParamsError(f"name={name!r}: letters, digits, '_', '.' and '-'")
+        raise ParamsError(f"name={name!r:.80}: up to 200 letters, digits, '_', '.' and '-'")
+    folder, tokens, constants = _folder(out), archs(arch), _constants(constexprs)
     options = {"num_warps": num_warps, "num_stages": num_stages, **options}
     jit = jit_function(fn)
-    of = _configuration(jit, signature, constexprs or {}, options)
-    built = [_build(jit, of, name, token) for token in archs(arch)]
+    of = _configuration(jit, signature, constants, options)
+    built = [_build(jit, of, name, token) for token in tokens]
     for one in built:
         if one.problem:
             raise CompileError(f"{one.problem}; or leave {one.arch} out of arch")
-    add(out, built)
+    add(folder, built)
     return built[0].name
 
 
@@ -108,37 +111,61 @@ def compile_configs(
     A configuration that needs more shared memory than an architecture has is left out there, and
     its `Built` says so; any other problem is an error, and then nothing is written.
     """
+    folder, tokens, constants = _folder(out), archs(arch), _constants(constexprs)
     jit = jit_function(fn)
     if configs is None:
         configs = getattr(fn, "configs", None)
         if not configs:
             raise ParamsError(f"{jit.__name__} has no @triton.autotune: pass configs=[…]")
+    if not isinstance(configs, (list, tuple)) or not configs:
+        raise ParamsError(f"configs={configs!r:.80}: expected a list of at least one")
     todo = []
     for config in configs:
         values, options = _split_config(jit, config)
-        values = {**(constexprs or {}), **values}
-        todo.append(_configuration(jit, signature, values, options))
+        if twice := sorted(values.keys() & constants.keys()):
+            raise ParamsError(
+                f"{jit.__name__}: {twice[0]!r} is {values[twice[0]]!r} in one of configs and "
+                f"{constants[twice[0]]!r} in constexprs: leave one out"
+            )
+        todo.append(_configuration(jit, signature, {**constants, **values}, options))
     built = []
     for of in todo:
-        for token in archs(arch):
+        for token in tokens:
             if on_step is not None:
                 on_step(f"{token} {of.name(jit.__name__)}")
             built.append(_build(jit, of, None, token))
-    add(out, built)
+    add(folder, built)
     return built
 
 
 def archs(arch: str | Sequence[str]) -> list[str]:
     """The tokens of `arch`, checked: 'sm80,sm90' or a list."""
-    tokens = arch.split(",") if isinstance(arch, str) else list(arch)
+    if not isinstance(arch, (str, list, tuple)):
+        raise ParamsError(f"arch={arch!r:.80}: expected 'sm80,sm90' or a list of such tokens")
+    tokens = [plain_arch(token) for token in (arch.split(",") if isinstance(arch, str) else arch)]
     for token in tokens:
-        if not isinstance(token, str) or not re.fullmatch(r"sm\d{2,3}", token):
+        if not re.fullmatch(r"sm\d{2,3}", token):
             raise ParamsError(f"arch takes tokens such as sm80 or sm90, not {token!r}")
         if int(token[2:]) < 75:
             raise ParamsError(f"arch {token}: nothing is built here for GPUs before sm75")
     if not tokens:
         raise ParamsError("arch names no architecture: sm80, sm90, …")
     return list(dict.fromkeys(tokens))
+
+
+def _folder(out: Any) -> Path:
+    """`out` as a path that may be a folder, known before anything is compiled."""
+    if not isinstance(out, (str, Path)) or not str(out) or "\0" in str(out):
+        raise ParamsError(f"out={out!r:.80}: expected the path of a folder")
+    if os.path.isfile(out):
+        raise KernelHubError(f"cannot write the collection {str(out)!r}: it is a file")
+    return Path(out)
+
+
+def _constants(constexprs: Any) -> dict[str, Any]:
+    if constexprs is not None and not isinstance(constexprs, Mapping):
+        raise ParamsError(f"constexprs={constexprs!r:.80}: expected a dict name -> value")
+    return dict(constexprs or {})
 
 
 def _split_config(jit: Any, config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -173,9 +200,12 @@ def _configuration(
                 f"{option!r} is neither an argument of {jit.__name__} ({', '.join(jit.arg_names)}) "
                 f"nor an option of Triton's compiler: {', '.join(nearest(option, known)[:5])}, …"
             )
-    for option in ("num_warps", "num_stages"):
-        if type(options[option]) is not int or options[option] < 1:
-            raise ParamsError(f"{option}={options[option]!r}: a whole number from 1 up")
+    for option, most in (("num_warps", MAX_WARPS), ("num_stages", 1 << 10)):
+        if type(options[option]) is not int or not 1 <= options[option] <= most:
+            raise ParamsError(f"{option}={options[option]!r}: a whole number from 1 to {most}")
+    if "enable_fp_fusion" in known:
+        # Said here, as Triton's own default changes with its version and the environment.
+        options = {"enable_fp_fusion": True, **options}
     defaults = {
         name: parameter.default
         for name, parameter in inspect.signature(jit.fn).parameters.items()
@@ -205,8 +235,7 @@ def _build(jit: Any, of: Configuration, name: str | None, arch: str) -> Built:
         )
         return Built(name, arch, of, None, None, problem)
     info = read_cubin(image)
-    types = {name: text.partition(":")[0] for name, text in of.signature.items()}
-    arguments = with_signature(read_ttir(ttir, metadata.name, label), types, metadata)
+    arguments = with_signature(read_ttir(ttir, metadata.name, label), of.signature, metadata)
     launch = {
         "metadata": found,
         "arguments": [asdict(argument) for argument in arguments],

@@ -16,7 +16,15 @@ from typing import Any
 from ...errors import ParamsError, nearest
 
 _MAX_READABLE = 80
-_TYPE = re.compile(r"\*{0,2}k?[a-z]\w*|tensordesc<\w+\[[\d,]+\](,.*)?>")
+# What Triton calls element types, in all of its versions.
+_ELEMENTS = frozenset(
+    [
+        *("i1", "i8", "i16", "i32", "i64", "u1", "u8", "u16", "u32", "u64"),
+        *("fp16", "bf16", "fp32", "f32", "fp64"),
+        *("fp8e4nv", "fp8e5", "fp8e4b15", "fp8e4b8", "fp8e5b16"),
+    ]
+)
+_TYPE = re.compile(r"(?:(?P<stars>\*{1,2})k?)?(?P<element>\w+)|tensordesc<(\w+)\[[\d,]+\](,.*)?>")
 _INT = re.compile(r"[+-]?\d{1,20}")
 _FLOAT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 
@@ -83,7 +91,7 @@ def configuration(
     types: dict[str, str] = {}
     for name, text in given.items():
         _known(function, name, names, "signature")
-        kind, value = _entry(f"{function}: signature of {name!r}", text)
+        kind, value = entry(f"{function}: signature of {name!r}", text)
         if kind == "":
             _constant(function, name, value, constants)
         elif kind != "constexpr":
@@ -170,8 +178,11 @@ def split(text: str) -> list[str]:
     return [] if parts == [""] else parts
 
 
-def _entry(where: str, text: object) -> tuple[str, Any]:
-    """(type with its hint, None), or ('', value of a constant), of one entry of a signature."""
+def entry(where: str, text: object) -> tuple[str, Any]:
+    """(type with its hint, None), or ('', value of a constant), of one entry of a signature.
+
+    Raises ParamsError that begins with `where`.
+    """
     if not isinstance(text, str):
         raise ParamsError(f"{where} is {text!r:.80}: a text like '*fp16:16' or 'i32'")
     text = text.replace(" ", "")
@@ -180,13 +191,22 @@ def _entry(where: str, text: object) -> tuple[str, Any]:
     if value is not None and not colon:
         return "", value
     hints = ("",) if kind.startswith("tensordesc") else ("", ":16", ":1")
-    if not _TYPE.fullmatch(kind) or colon + hint not in hints:
+    if not _is_type(kind) or colon + hint not in hints:
         raise ParamsError(
-            f"{where} is {text!r:.80}: a type such as '*fp16', 'i32', 'fp32', "
-            "'tensordesc<fp16[64,64]>', after it ':16' or ':1', or the number of a constant"
+            f"{where} is {text!r:.80}: expected a type such as '*fp16', 'i32', 'fp32', "
+            "'tensordesc<fp16[64,64]>', after it ':16' or ':1', or the number of a constant; "
+            f"elements are {', '.join(sorted(_ELEMENTS))}"
         )
     # Triton folds an argument that equals one into the code.
     return (text, None) if hint != "1" else ("", 1)
+
+
+def _is_type(kind: str) -> bool:
+    match = _TYPE.fullmatch(kind)
+    if match is None:
+        return False
+    element = match["element"] or match[3]
+    return element in _ELEMENTS or kind == "constexpr" or bool(match["stars"] and element == "void")
 
 
 def number(text: str) -> int | float | None:

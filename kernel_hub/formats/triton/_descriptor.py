@@ -9,7 +9,7 @@ import operator
 from typing import Any
 
 from ..._dtypes import of as dtype_of
-from ...errors import LaunchConfigError, ParamsError, TensorError
+from ...errors import CubinCorruptError, LaunchConfigError, ParamsError, TensorError
 from ...memory import DeviceArray
 from ...params import Param
 from ...params import _same_dtype as same_dtype
@@ -64,11 +64,13 @@ class Expander:
     def _check_meta(self, meta: Descriptor) -> None:
         found = f"{self._where}: tensordesc_meta of {self._argument.name}"
         if self._dtype is None:
-            raise ParamsError(f"{found}: elem_type {meta.elem_type} is not known here")
+            raise CubinCorruptError(f"{found}: elem_type {meta.elem_type} is not known here")
         if dtype_of(self._dtype).size_bytes != meta.elem_bytes:
-            raise ParamsError(f"{found}: elem_size is {meta.elem_bytes}, {self._dtype} has another")
+            raise CubinCorruptError(
+                f"{found}: elem_size is {meta.elem_bytes}, {self._dtype} has another"
+            )
         if len(meta.block) != self._rank:
-            raise ParamsError(
+            raise CubinCorruptError(
                 f"{found}: block_size {list(meta.block)}, the kernel takes rank {self._rank}"
             )
 

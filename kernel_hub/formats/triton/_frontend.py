@@ -140,7 +140,7 @@ def from_file(path: Path, name: str) -> Any:
     sys.path.insert(0, str(path.resolve().parent))
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # whatever the file does
+    except (Exception, SystemExit) as error:  # whatever the file does
         raise CompileError(f"{path} cannot be executed:", log=_text(error)) from error
     finally:
         sys.path.pop(0)

@@ -20,7 +20,7 @@ from ..._launch import DeviceFunction, is_blocking
 from ..._native import Fixed, Launcher
 from ..._native import available as native_available
 from ...ctypes_table import type_info
-from ...errors import ParamsError
+from ...errors import CubinCorruptError, ParamsError
 from ...params import ordered
 from . import _scratch
 from ._launcher import blocks, generate
@@ -67,8 +67,8 @@ class TritonFunction(KernelFunction):
         """`function` (of a Kernel, by name) as the Triton kernel that `metadata` describes.
 
         arguments: the declared ones; None where only sizes are known. constexprs: the values it was
-        compiled with, kept under that name. Raises ParamsError where function, metadata and
-        arguments do not belong together.
+        compiled with, kept under that name. Raises ParamsError where the arguments do not fit the
+        function, CubinCorruptError where the metadata does not.
         """
         spec = function.spec
         where = metadata.label
@@ -220,7 +220,8 @@ def _call_signature(
 def _check_fit(
     function: KernelFunction, metadata: Metadata, arguments: tuple[Argument, ...]
 ) -> None:
-    """Cubin, metadata and arguments belong together, or ParamsError."""
+    """Cubin, metadata and arguments belong together, or ParamsError; CubinCorruptError where it is
+    cubin and metadata that do not."""
     spec, where = function.spec, metadata.label
     found = spec.params or ()
     expected = c_types(arguments, metadata)
@@ -241,22 +242,26 @@ def _check_fit(
     digits = re.search(r"(\d+)(\d)", spec.arch)
     if digits and (int(digits[1]), int(digits[2])) != metadata.compute_capability:
         major, minor = metadata.compute_capability
-        raise ParamsError(f"{where}: target.arch is {major}{minor}, the cubin is for {spec.arch}")
+        raise CubinCorruptError(
+            f"{where}: target.arch is {major}{minor}, the cubin is for {spec.arch}"
+        )
     threads = metadata.block_threads
-    if spec.required_block not in (None, (threads, 1, 1)) or threads > (spec.max_threads or 1024):
-        raise ParamsError(
+    if spec.required_block not in (None, (threads, 1, 1)) or threads != (
+        spec.max_threads or threads
+    ):
+        raise CubinCorruptError(
             f"{where}: num_warps {metadata.num_warps} means {threads} threads a block; the cubin "
             f"is compiled for {spec.required_block or spec.max_threads}"
         )
     known = spec.cluster is not None or metadata.cluster_is_compiled_in
     if known and (spec.cluster or (1, 1, 1)) != (metadata.cluster or (1, 1, 1)):
-        raise ParamsError(
+        raise CubinCorruptError(
             f"{where}: num_ctas is {metadata.num_ctas}, the cubin is compiled for clusters of "
             f"{spec.cluster or 1}"
         )
     maps = sum(param.size_bytes == _TENSOR_MAP_BYTES for param in found)
     if maps != len(metadata.descriptors):
-        raise ParamsError(
+        raise CubinCorruptError(
             f"{where}: tensordesc_meta has {len(metadata.descriptors)} entries, {spec.name} takes "
             f"{maps} TMA descriptors"
         )

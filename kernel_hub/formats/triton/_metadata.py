@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from ...errors import ParamsError
+from ...errors import CubinCorruptError
 
 _WARP_SIZE = 32
-_MAX_WARPS = 32  # 1,024 threads a block on every GPU so far
+MAX_WARPS = 32  # 1,024 threads a block on every GPU so far
 _MAX_CLUSTER = 16
 _MAX_SHARED_BYTES = 1 << 24  # far above any GPU; the launch checks the GPU's own limit
-_MAX_SCRATCH_BYTES = 1 << 40
+_MAX_SCRATCH_BYTES = 1 << 30  # a block; descriptors take 128
 _MAX_ALIGN = 1 << 20
 _MAX_RANK = 5
 _REQUIRED = object()
@@ -77,17 +77,17 @@ class Metadata:
         try:
             found = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise ParamsError(f"{label} is no JSON: {error}") from error
+            raise CubinCorruptError(f"{label} is no JSON: {error}") from error
         return cls.from_mapping(found, label)
 
     @classmethod
     def from_mapping(cls, found: Any, label: str) -> Metadata:
         """The same as a dict, e.g. `compiled.metadata._asdict()`.
 
-        Raises ParamsError naming `label` and the field.
+        Raises CubinCorruptError naming `label` and the field.
         """
         if not isinstance(found, Mapping):
-            raise ParamsError(
+            raise CubinCorruptError(
                 f"{label} holds a {type(found).__name__}, not an object: Triton's metadata of a "
                 "kernel is a JSON object"
             )
@@ -112,7 +112,7 @@ class Metadata:
             label=label,
             name=field.get("name", str),
             compute_capability=_capability(field),
-            num_warps=field.number("num_warps", 1, _MAX_WARPS),
+            num_warps=field.number("num_warps", 1, MAX_WARPS),
             cluster=cluster,
             cluster_is_compiled_in=cluster is not None and "cluster_dims" not in found,
             shared_bytes=field.number("shared", 0, _MAX_SHARED_BYTES),
@@ -137,12 +137,12 @@ class _Fields:
         self.found, self.label = found, label
 
     def refuse(self, name: str, expected: str) -> NoReturn:
-        raise ParamsError(f"{self.label}: {name} is {self.found.get(name)!r:.80}; {expected}")
+        raise CubinCorruptError(f"{self.label}: {name} is {self.found.get(name)!r:.80}; {expected}")
 
     def get(self, name: str, kind: type, default: Any = _REQUIRED) -> Any:
         value = self.found.get(name, default)
         if value is _REQUIRED:
-            raise ParamsError(
+            raise CubinCorruptError(
                 f"{self.label} has no {name!r}: it is not Triton's metadata of a kernel"
             )
         if type(value) is not kind:
@@ -189,7 +189,7 @@ def _cluster(field: _Fields) -> tuple[int, int, int] | None:
 
 def _descriptor(item: Any, label: str) -> Descriptor:
     if not isinstance(item, Mapping):
-        raise ParamsError(f"{label} is {item!r:.80}; expected an object")
+        raise CubinCorruptError(f"{label} is {item!r:.80}; expected an object")
     field = _Fields(item, label)
     if field.get("fp4_padded", bool, False):
         field.refuse("fp4_padded", "packed 4-bit tensors cannot be described here")

@@ -18,6 +18,7 @@ from ...memory import DeviceArray
 from ._metadata import Metadata
 
 _POOL_ALIGN = 256  # of every block of the driver's pools
+_ALWAYS_THERE_BYTES = 1 << 30
 
 
 def launch(
@@ -78,4 +79,15 @@ def _measure(
     block, shared = (metadata.block_threads, 1, 1), metadata.shared_bytes
     x, y, z = check(state.limits, gridDim, block, shared, Options(metadata.cluster))[:3]
     size_bytes = x * y * z * metadata.global_scratch_bytes
-    return state, handle, size_bytes + max(0, metadata.global_scratch_align - _POOL_ALIGN)
+    size_bytes += max(0, metadata.global_scratch_align - _POOL_ALIGN)
+    if size_bytes > _ALWAYS_THERE_BYTES:
+        total = ctypes.c_size_t()
+        state.driver.call("cuDeviceTotalMem_v2", ctypes.byref(total), device)
+        if size_bytes > total.value:
+            raise LaunchConfigError(
+                f"gridDim={(x, y, z)} of {metadata.name}: {metadata.global_scratch_bytes:,} bytes "
+                f"of global scratch a block (global_scratch_size in {metadata.label}) make "
+                f"{size_bytes:,} bytes; device {device} ({state.limits.device_name}) has "
+                f"{total.value:,}: launch fewer blocks at a time"
+            )
+    return state, handle, size_bytes

@@ -6,12 +6,13 @@ Read from the `.ttir`, else the `.ptx`, or given by the caller; knows nothing of
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ...cubin import read_ptx
 from ...errors import CubinCorruptError, ParamsError
+from ._configuration import entry, split
 from ._metadata import Metadata
 
 HIDDEN = ("global_scratch", "profile_scratch")
@@ -28,7 +29,7 @@ UNKNOWN = "struct unknown"  # a size without a type
 
 _ARGUMENT = re.compile(r"%([\w.$-]+)\s*:\s*")
 _NAMED = re.compile(r'loc\("([A-Za-z_][\w.]*)"[(\s)]')
-_DIVISOR = re.compile(r"tt\.divisibility\s*=\s*(\d{1,9})\s*:")
+_DIVISOR = re.compile(r"tt\.divisibility\s*=\s*([^\s:,}]*)")
 _POINTER = re.compile(r"!tt\.ptr<([\w!.<>]+?)(?:,\s*\d+)?>")
 _TENSORDESC = re.compile(r"!tt\.tensordesc<(?:tensor<)?((?:\d+x){1,5})(\w+)[\w\s#,=.]*>{1,2}")
 _DECLARED_DESC = re.compile(r"tensordesc<(\w+)\[([\d,\s]*)\][\w\s,<>=.]*>")
@@ -77,7 +78,9 @@ def c_type(kind: str | None) -> str:
     if kind == "nvTmaDesc":
         return "CUtensorMap"
     if kind.startswith("*"):
-        return _POINTEES.get(kind[1:], "void") + "*"
+        return (
+            _POINTEES.get(kind[1:].removeprefix("k"), "void") + "*"
+        )  # *k: what it points to is const
     return _SCALARS.get(kind, UNKNOWN)
 
 
@@ -147,13 +150,19 @@ def read_ttir(text: str, function: str, label: str) -> tuple[Argument, ...]:
             )
         named = _NAMED.search(item)
         assumed = _DIVISOR.search(item)
-        divisor = int(assumed[1]) if assumed else 1
-        if not 1 <= divisor <= _MAX_DIVISOR:
+        said = assumed[1] if assumed else "1"
+        divisor = int(said) if re.fullmatch(r"\d{1,9}", said) else 0
+        if not _is_divisor(divisor):
             raise CubinCorruptError(
-                f"{label}: argument {len(flat)} of {function}: tt.divisibility is {divisor}"
+                f"{label}: argument {len(flat)} of {function}: tt.divisibility is {said:.40}; "
+                f"expected a power of two up to {_MAX_DIVISOR:,}"
             )
         flat.append((named[1] if named else None, kind, divisor))
     return tuple(_group(flat))
+
+
+def _is_divisor(value: object) -> bool:
+    return type(value) is int and 1 <= value <= _MAX_DIVISOR and not value & (value - 1)
 
 
 def _split(text: str, at: int, where: str) -> list[str]:
@@ -272,25 +281,21 @@ def read_ptx_arguments(
 def with_signature(
     arguments: Sequence[Argument] | None, signature: Any, metadata: Metadata
 ) -> tuple[Argument, ...]:
-    """Arguments as the caller's own `signature` (name -> Triton type, as for compiling) says.
+    """Arguments as the caller's own `signature` says, which is spelled as for compiling.
 
-    `arguments`: what was read from the files, whose divisibility is kept. 'constexpr' entries are
-    left out. Raises ParamsError.
+    `arguments`: what was read from the files; its divisibility holds too. Constants are left out.
+    Raises ParamsError.
     """
-    if not isinstance(signature, Mapping):
-        raise ParamsError(f"signature is a {type(signature).__name__}, not a dict name -> type")
-    declared = {
-        str(name): kind
-        for name, kind in signature.items()
-        if kind != "constexpr" and kind is not None
-    }
+    declared = _declared(arguments, signature)
     divisors = [item for argument in arguments or () for item in argument.divisors]
     found, at = [], 0
-    for name, kind in declared.items():
+    for name, text in declared.items():
+        kind, _, hint = text.partition(":")
         parts = _declared_parts(name, kind, metadata)
         size = max(1, len(parts))
-        assumed = tuple(divisors[at : at + size]) if arguments is not None else (1,) * size
-        found.append(Argument(name, kind, assumed, parts))
+        assumed = divisors[at : at + size] if arguments is not None else [1] * size
+        least = int(hint or 1)
+        found.append(Argument(name, kind, tuple(max(least, one) for one in assumed), parts))
         at += size
     if arguments is not None and at != len(divisors):
         raise ParamsError(
@@ -301,52 +306,77 @@ def with_signature(
     return tuple(found)
 
 
-def _declared_parts(name: str, kind: Any, metadata: Metadata) -> tuple[str, ...]:
-    if isinstance(kind, str) and (match := _DECLARED_DESC.fullmatch(kind)):
-        if not match[2].strip():
-            raise ParamsError(f"signature[{name!r}] is {kind!r}: its block shape is missing")
+def _declared(arguments: Sequence[Argument] | None, signature: Any) -> dict[str, str]:
+    """{name: type with its hint} of the arguments that `signature` leaves to the launch."""
+    found: Iterable[tuple[Any, Any]]
+    if isinstance(signature, str):
+        found = enumerate(split(signature))
+    elif isinstance(signature, Mapping):
+        found = signature.items()
+    else:
+        raise ParamsError(
+            f"signature is a {type(signature).__name__}; expected a text such as '*fp16:16,i32' or "
+            "a dict name -> type"
+        )
+    kinds = {
+        name: entry(f"signature[{name!r}]", text)[0] for name, text in found if text is not None
+    }
+    kinds = {name: kind for name, kind in kinds.items() if kind not in ("", "constexpr")}
+    if not isinstance(signature, str):
+        return {str(name): kind for name, kind in kinds.items()}
+    names = [argument.name for argument in arguments or ()]
+    if len(names) != len(kinds):  # the caller says what is wrong
+        names = [f"arg{i}" for i in range(len(kinds))]
+    return dict(zip(names, kinds.values(), strict=True))
+
+
+def _declared_parts(name: str, kind: str, metadata: Metadata) -> tuple[str, ...]:
+    if match := _DECLARED_DESC.fullmatch(kind):
         rank = match[2].count(",") + 1
         if metadata.descriptors:
             return descriptor_parts("nvTmaDesc", rank, 0)
         version = [int(part) for part in re.findall(r"\d+", metadata.triton_version or "")[:2]]
         num_flags = 2 if version >= [3, 7] else 1 if version >= [3, 5] else 0
         return descriptor_parts("*" + match[1], rank, num_flags)
-    if not isinstance(kind, str) or (not kind.startswith("*") and kind not in _SCALARS):
+    if not kind.startswith("*") and kind not in _SCALARS:
         raise ParamsError(
-            f"signature[{name!r}] is {kind!r}; expected a Triton type such as '*fp16', 'i32', "
-            "'fp32', 'tensordesc<fp16[64,64]>' or 'constexpr'"
+            f"signature[{name!r}] is {kind!r}, which no launch can pass; it takes pointers, "
+            f"'tensordesc<fp16[64,64]>' and {', '.join(_SCALARS)}"
         )
     return ()
 
 
 def arguments_from_json(found: Any, label: str) -> tuple[Argument, ...]:
-    """Arguments as `dataclasses.asdict` of each wrote them; `label` names the file in messages."""
+    """Arguments as `dataclasses.asdict` of each wrote them; `label` names the file in messages.
+
+    Raises CubinCorruptError.
+    """
     if not isinstance(found, list) or len(found) > _MAX_ARGUMENTS:
-        raise ParamsError(f"{label}: arguments is a {type(found).__name__}; expected a list")
+        raise CubinCorruptError(f"{label}: arguments is a {type(found).__name__}; expected a list")
     return tuple(_argument(item, f"{label}: arguments[{i}]") for i, item in enumerate(found))
 
 
 def _argument(item: Any, where: str) -> Argument:
     if not isinstance(item, Mapping):
-        raise ParamsError(f"{where} is a {type(item).__name__}; expected an object")
+        raise CubinCorruptError(f"{where} is a {type(item).__name__}; expected an object")
     name, kind = item.get("name"), item.get("type")
     divisors, parts = item.get("divisors", [1]), item.get("parts", [])
     if not isinstance(name, str) or not name:
-        raise ParamsError(f"{where}: name is {name!r}; expected a string")
+        raise CubinCorruptError(f"{where}: name is {name!r}; expected a string")
     if kind is not None and not isinstance(kind, str):
-        raise ParamsError(f"{where}: type is {kind!r}; expected a string or null")
+        raise CubinCorruptError(f"{where}: type is {kind!r}; expected a string or null")
     if not isinstance(parts, (list, tuple)) or not all(isinstance(p, str) for p in parts):
-        raise ParamsError(f"{where}: parts is {parts!r}; expected a list of strings")
+        raise CubinCorruptError(f"{where}: parts is {parts!r}; expected a list of strings")
     if parts:
         rank = descriptor_rank(parts)
         if tuple(parts) != descriptor_parts(parts[0], rank, list(parts).count("i1")):
-            raise ParamsError(f"{where}: parts is {parts!r:.80}; not those of a descriptor")
+            raise CubinCorruptError(f"{where}: parts is {parts!r:.80}; not those of a descriptor")
     if (
         not isinstance(divisors, (list, tuple))
         or len(divisors) != max(1, len(parts))
-        or any(type(d) is not int or not 1 <= d <= _MAX_DIVISOR for d in divisors)
+        or not all(map(_is_divisor, divisors))
     ):
-        raise ParamsError(
-            f"{where}: divisors is {divisors!r:.80}; expected {max(1, len(parts))} positive ints"
+        raise CubinCorruptError(
+            f"{where}: divisors is {divisors!r:.80}; expected {max(1, len(parts))} powers of two"
         )
     return Argument(name, kind, tuple(divisors), tuple(parts))

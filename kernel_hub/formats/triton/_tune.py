@@ -7,16 +7,30 @@ from __future__ import annotations
 
 import functools
 import math
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ... import tensors
 from ..._progress import progress
-from ...errors import KernelHubError, MissingPackageError, ParamsError
+from ...errors import KernelHubError, MissingPackageError, ParamsError, TableError
 from ._collection import TritonCollection, collection
 from ._function import TritonFunction
-from ._tuned import FILE, Bucket, Choice, Section, bucket_of, current_gpu, merged, read, save
+from ._tuned import (
+    FILE,
+    Bucket,
+    Choice,
+    Section,
+    bucket_of,
+    check_sizes,
+    current_gpu,
+    is_name,
+    merged,
+    read,
+    save,
+)
 
 if TYPE_CHECKING:
     from ...testing.tune import Timer
@@ -41,6 +55,14 @@ class Problem:
     num_bytes: int = 0
     num_operations: int = 0
     expected: Any = None
+
+    def __post_init__(self) -> None:
+        if not callable(self.launch):
+            raise ParamsError(f"launch={self.launch!r:.80}: expected a function of a kernel")
+        for name in ("num_bytes", "num_operations"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 0:
+                raise ParamsError(f"{name}={value!r:.80}: a whole number from 0 up")
 
 
 @dataclass(frozen=True)
@@ -86,14 +108,16 @@ def tune(
         raise MissingPackageError(
             f'tuning needs torch with CUDA ({error}): pip install "kernel_hub[torch]"'
         ) from error
-    todo = [dict(shape) for shape in shapes]
-    keys = tuple(todo[0]) if todo else ()
-    if not keys or any(shape.keys() != set(keys) for shape in todo):
-        raise ParamsError("shapes: at least one, a dict of the same sizes each: [{'M': 512}, …]")
+    todo = _shapes(shapes)
+    keys = tuple(todo[0])
+    if not callable(case):
+        raise ParamsError(f"case={case!r:.80}: a function of the sizes {', '.join(keys)}")
+    if type(rounds) is not int or rounds < 1:
+        raise ParamsError(f"rounds={rounds!r:.80}: a whole number from 1 up")
     kernel, functions = _functions(found, names, table)
     tables = read(found)
     file, gpu = found.root / FILE, current_gpu()
-    save(file, tables)  # fails before the work
+    _check_writable(found.root)  # fails before the work
     outcomes: list[Measured] = []
     timer = timer or engine.time_on_gpu
     with progress(len(todo), f"tuning {kernel}") as advance:
@@ -106,10 +130,37 @@ def tune(
     return outcomes
 
 
+def _shapes(shapes: Any) -> list[dict[str, int]]:
+    """`shapes`, checked: at least one, and all of the same sizes."""
+    expected = "shapes: at least one, a dict of the same sizes each: [{'M': 512}, …]"
+    if not isinstance(shapes, Iterable) or isinstance(shapes, (str, bytes, Mapping)):
+        raise ParamsError(f"{expected}; got {shapes!r:.80}")
+    todo = []
+    for shape in shapes:
+        if not isinstance(shape, Mapping) or not shape or not all(map(is_name, shape)):
+            raise ParamsError(f"{expected}; one is {shape!r:.80}")
+        check_sizes(shape, "shapes")
+        todo.append(dict(shape))
+    if not todo or any(shape.keys() != todo[0].keys() for shape in todo):
+        raise ParamsError(f"{expected}; got {todo!r:.80}")
+    return todo
+
+
+def _check_writable(folder: Path) -> None:
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise TableError(f"{folder / FILE} cannot be written: {error}") from error
+
+
 def _functions(
     found: TritonCollection, names: Sequence[str] | None, table: str | None
 ) -> tuple[str, dict[str, TritonFunction]]:
     """(the table's name, the configurations to measure)."""
+    if table is not None and not (isinstance(table, str) and table):
+        raise ParamsError(f"table={table!r:.80}: a name to write under, or None")
+    if names is not None and not isinstance(names, (list, tuple)):
+        raise ParamsError(f"names={names!r:.80}: a list of names of {found!r}, or None")
     functions = {name: found[name] for name in (found if names is None else names)}
     kernels = {function.name for function in functions.values()}
     if names is None and table in kernels:
@@ -132,6 +183,11 @@ def _measure(
 
     def make() -> Problem:
         made = case(**sizes)
+        if not isinstance(made, Problem) and not callable(made):
+            raise ParamsError(
+                f"case of {dict(sizes)} returned {made!r:.80}: a Problem, or the function that "
+                "launches one"
+            )
         return made if isinstance(made, Problem) else Problem(made)
 
     first = make()
@@ -143,12 +199,12 @@ def _measure(
     for name, function in functions.items():
         launches = [functools.partial(each.launch, function) for each in problems]
         try:
-            if expected is None:
-                expected = launches[0]().clone()
-            wrong = problem(launches[0], expected)
+            out = launches[0]()
         except KernelHubError as error:
-            wrong = str(error).splitlines()[0]
-        if wrong:
+            refused[name] = str(error).splitlines()[0]
+            continue
+        expected = _expected(out, expected, sizes)
+        if wrong := problem(launches[0], expected):
             refused[name] = wrong
         else:
             contenders[name] = launches
@@ -159,6 +215,25 @@ def _measure(
     medians, finalists = race(contenders, measured, rounds, timer)
     best = min(finalists, key=medians.__getitem__)
     return Measured(dict(sizes), best, medians[best], medians, refused)
+
+
+def _expected(out: Any, expected: Any, sizes: Mapping[str, int]) -> Any:
+    """What the problem's output is to be, `out` being the first; ParamsError if they cannot be."""
+    torch = tensors.loaded_torch()
+    for name, value in (("launch of", out), ("expected of", out if expected is None else expected)):
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            raise ParamsError(
+                f"{name} {dict(sizes)} is {getattr(value, 'dtype', repr(value))!s:.80}: expected "
+                "the output, a torch tensor of floats"
+            )
+    if expected is None:
+        return out.clone()
+    if out.shape != expected.shape:
+        raise ParamsError(
+            f"launch of {dict(sizes)} gives the shape {tuple(out.shape)}, expected has "
+            f"{tuple(expected.shape)}"
+        )
+    return expected
 
 
 def _choices(

@@ -64,6 +64,13 @@ def bucket_of(keys: Iterable[str], sizes: Mapping[str, int]) -> Bucket:
     return tuple((operator.index(sizes[key]) - 1).bit_length() for key in keys)
 
 
+def check_sizes(sizes: Mapping[str, Any], where: str) -> None:
+    """Raises ParamsError, which begins with `where`, unless the sizes are whole numbers."""
+    for name, size in sizes.items():
+        if not hasattr(size, "__index__") or not 0 <= operator.index(size) <= _MAX_SIZE:
+            raise ParamsError(f"{where}: {name}={size!r}: a whole number from 0 to {_MAX_SIZE}")
+
+
 def current_gpu() -> Gpu:
     """The GPU at hand."""
     driver, device = _driver.get(), current_device()
@@ -102,9 +109,7 @@ class Tuned:
             raise ParamsError(
                 f"select takes {', '.join(self.keys)}, not {', '.join(sizes) or 'nothing'}"
             )
-        for name, size in sizes.items():
-            if not hasattr(size, "__index__") or not 0 <= operator.index(size) <= _MAX_SIZE:
-                raise ParamsError(f"select: {name}={size!r}: a whole number from 0 to {_MAX_SIZE}")
+        check_sizes(sizes, "select")
         bucket = bucket_of(self.keys, sizes)
 
         found = self._nearest.get(bucket)
@@ -127,6 +132,8 @@ class Tuned:
         Raises TableError for a wrong file, CubinNotFoundError where nothing chosen can run.
         """
         where = str(collection.root.joinpath(FILE))
+        if table is not None and not isinstance(table, str):
+            raise ParamsError(f"table={table!r:.80}: the name of a table, or None")
         tables = read(collection)
         if table is None and len(tables) == 1:
             (table,) = tables
@@ -196,7 +203,7 @@ def _table(raw: object, where: str, name: str) -> Table:
     reader = Reader(raw, where, f"tables.{name}")
     reader.only(("keys", "gpus"))
     keys, gpus = reader.raw.get("keys"), reader.raw.get("gpus")
-    if not isinstance(keys, list) or not keys or not all(_is_name(key) for key in keys):
+    if not isinstance(keys, list) or not keys or not all(map(is_name, keys)):
         raise reader.bad("keys", "a list of names such as M", keys)
     if len(set(keys)) != len(keys):
         raise reader.bad("keys", "names that differ", keys)
@@ -206,7 +213,8 @@ def _table(raw: object, where: str, name: str) -> Table:
     return Table(tuple(keys), tuple(sections))
 
 
-def _is_name(key: object) -> bool:
+def is_name(key: object) -> bool:
+    """Whether it may name a size."""
     return isinstance(key, str) and key.isidentifier()
 
 
