@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ._manifest_text import decoded, loads, split
 from ._packages import locations_of
 from .errors import CubinCorruptError, CubinNotFoundError, ParamsError
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:  # importlib.resources costs milliseconds, needed for zip impo
 FORMAT = 1
 _HEAD = f'{{"format": {FORMAT}, "cubins": {{\n'
 _TAIL = "\n}}\n"
-_NAME = re.compile(r"[\w.$-]+")
 _FILE = re.compile(r"[A-Za-z0-9_]+/[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _TARGET = re.compile(r"sm_?[0-9]{2,4}[af]?")
@@ -177,7 +177,7 @@ def _param(raw: object, where: str) -> ParamEntry:
 
 def _function(name: str, raw: object, where: str) -> FunctionEntry:
     where = f"{where}.functions.{name}"
-    read = _Reader(_decoded(raw, where), where)
+    read = _Reader(decoded(raw, where), where)
     return FunctionEntry(
         name=name,
         params=tuple(
@@ -198,12 +198,12 @@ def _function(name: str, raw: object, where: str) -> FunctionEntry:
 def _cubin(name: str, arch: str, raw: object, where: str) -> CubinEntry:
     where = f"{where}.{arch}"
     functions = None
-    if isinstance(raw, str) and raw.endswith("}}"):
-        head, _, rest = raw[:-2].partition('"functions": {\n')
-        functions = _split(rest, "  ")
-        if functions is not None:
-            raw = _loads(head + '"functions": {}}', where)
-    read = _Reader(_decoded(raw, where), where)
+    if isinstance(raw, bytes) and raw.endswith(b"}}"):
+        head, _, rest = raw[:-2].partition(b'"functions": {\n')
+        if parts := split(rest, 0, len(rest), b"  "):
+            functions = {function: rest[part] for function, part in parts.items()}
+            raw = loads(head + b'"functions": {}}', where)
+    read = _Reader(decoded(raw, where), where)
     if functions is None:
         functions = read.table("functions")
     flags = read.array("flags")
@@ -229,38 +229,12 @@ def _cubin(name: str, arch: str, raw: object, where: str) -> CubinEntry:
 
 def _archs(name: str, raw: object, where: str) -> dict[str, CubinEntry]:
     where = f"{where}: cubins.{name}"
-    table = None
-    if isinstance(raw, str) and raw.startswith("{\n") and raw.endswith("}"):
-        table = _split(raw[2:-1], " ")
-    if table is None:
-        table = _Reader(_decoded(raw, where), where).raw
-    return {arch: _cubin(name, arch, value, where) for arch, value in table.items()}
-
-
-def _split(text: str, indent: str) -> dict[str, Any] | None:
-    """{name: JSON text still to be decoded} of one level; None where the layout is not ours.
-
-    JSON text holds no line break inside a string, so a comma, a line break and `indent` before
-    a quote can only be what `to_json` puts between two entries of that level.
-    """
     table: dict[str, Any] = {}
-    for part in (",\n" + text).split(f',\n{indent}"')[1:]:
-        name, separator, value = part.partition('": ')
-        if not separator or not _NAME.fullmatch(name):
-            return None
-        table[name] = value
-    return table or None
-
-
-def _decoded(raw: object, where: str) -> object:
-    return _loads(raw, where) if isinstance(raw, str) and raw[:1] == "{" else raw
-
-
-def _loads(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CubinCorruptError(f"{where} is not JSON: {error}") from None
+    if isinstance(raw, bytes) and raw.startswith(b"{\n") and raw.endswith(b"}"):
+        parts = split(raw, 2, len(raw) - 1, b" ") or {}
+        table = {arch: raw[part] for arch, part in parts.items()}
+    table = table or _Reader(decoded(raw, where), where).raw
+    return {arch: _cubin(name, arch, value, where) for arch, value in table.items()}
 
 
 @dataclass(frozen=True)
@@ -270,20 +244,27 @@ class Manifest:
     cubins: Mapping[str, dict[str, CubinEntry]] = field(hash=False)
 
     @classmethod
-    def from_json(cls, text: str, *, where: str) -> Manifest:
+    def from_json(cls, text: str | bytes, *, where: str) -> Manifest:
         """Reads a manifest; a bad field raises CubinCorruptError when it is first touched.
 
-        where: the file's name, for messages.
+        text: megabytes, of which only what is asked for is decoded. where: the file's name, for
+        messages.
         """
-        raw = None
-        if text.startswith(_HEAD) and text.endswith(_TAIL):
-            raw = _split(text[len(_HEAD) : -len(_TAIL)], "")
-        if raw is None:
-            read = _Reader(_loads(text, where), where)
+        data = text.encode() if isinstance(text, str) else text
+        table: Mapping[str, Any] | None = None
+        head, tail = _HEAD.encode(), _TAIL.encode()
+        if data.startswith(head) and data.endswith(tail):
+            table = split(data, len(head), len(data) - len(tail), b"")
+        if table is None:
+            read = _Reader(loads(data, where), where)
             if read.number("format") != FORMAT:
                 raise read.bad("format", f"{FORMAT} (a newer kernel_hub may read it)")
-            raw = read.table("cubins")
-        return cls(_Lazy(raw, lambda name, value: _archs(name, value, where)))
+            table = read.table("cubins")
+
+        def archs(name: str, value: Any) -> dict[str, CubinEntry]:
+            return _archs(name, data[value] if isinstance(value, slice) else value, where)
+
+        return cls(_Lazy(table, archs))
 
     def to_json(self) -> str:
         """The same bytes for the same content: sorted, one cubin, arch or function a line."""
@@ -387,7 +368,9 @@ def _open(package: str) -> Collection:
 def _read(package: str, root: Traversable | Path) -> Collection:
     file = root.joinpath("manifest.json")
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_bytes()
+        if not text.isascii():
+            text.decode()  # refuse now what is no text
     except (OSError, UnicodeDecodeError) as error:
         raise CubinCorruptError(f"{file} cannot be read: {error}") from error
     return Collection(package, root, Manifest.from_json(text, where=str(file)))
