@@ -59,6 +59,7 @@ def read_mutations(first: int) -> tuple[collections.Counter[str], float]:
     return passed, slowest
 
 
+@pytest.mark.slow
 def test_damaged_cubins() -> None:
     print(f"seed {SEED} (KERNEL_HUB_FUZZ_SEED sets another)")
     passed: collections.Counter[str] = collections.Counter()

@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NAME = "launch_probe"
 
 
+@pytest.mark.slow
 def test_every_shipped_cubin_compiles_as_c(tmp_path: Path, fakecuda: FakeCuda) -> None:
     """With one arch, and its numbers left out: what varies is names and types."""
     names = list(open_collection("kernel_hub").manifest.cubins)
