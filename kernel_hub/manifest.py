@@ -366,11 +366,15 @@ def _open(package: str) -> Collection:
 
 
 def _read(package: str, root: Traversable | Path) -> Collection:
-    file = root.joinpath("manifest.json")
+    return Collection(package, root, read_manifest(root.joinpath("manifest.json")))
+
+
+def read_manifest(file: Traversable | Path) -> Manifest:
+    """The manifest in `file`. Raises CubinCorruptError."""
     try:
         text = file.read_bytes()
         if not text.isascii():
             text.decode()  # refuse now what is no text
     except (OSError, UnicodeDecodeError) as error:
         raise CubinCorruptError(f"{file} cannot be read: {error}") from error
-    return Collection(package, root, Manifest.from_json(text, where=str(file)))
+    return Manifest.from_json(text, where=str(file))

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..._read import read_file
 from ...errors import CubinCorruptError, CubinNotFoundError, FunctionNotFoundError, ParamsError
 from ...kernel import Kernel
 from ._function import TritonFunction
@@ -25,7 +26,6 @@ from ._signature import (
 
 _MAX_JSON_BYTES = 1 << 24
 _MAX_TEXT_BYTES = 1 << 28
-_MAX_CUBIN_BYTES = 1 << 30
 _MAX_SHOWN = 12
 _GROUP = "__grp__"  # Triton's own notes of which files belong together
 
@@ -57,10 +57,8 @@ def load(
     """
     cubin = _locate(path, name)
     metadata = Metadata.from_json(
-        _read(cubin.with_suffix(".json"), _MAX_JSON_BYTES), str(cubin.with_suffix(".json"))
+        read_file(cubin.with_suffix(".json"), _MAX_JSON_BYTES), str(cubin.with_suffix(".json"))
     )
-    if cubin.stat().st_size > _MAX_CUBIN_BYTES:
-        raise CubinCorruptError(f"{cubin} is larger than {_MAX_CUBIN_BYTES >> 30} GiB")
     plain = Kernel(cubin)
     if metadata.name not in plain:
         wrong = FunctionNotFoundError.among(metadata.name, plain, str(cubin))
@@ -195,19 +193,10 @@ def _function_name(path: Path) -> str | None:
     """The function that a json names, where it can be read at all."""
     try:
         path = path.with_suffix(".json")
-        return Metadata.from_json(_read(path, _MAX_JSON_BYTES), str(path)).name
+        return Metadata.from_json(read_file(path, _MAX_JSON_BYTES), str(path)).name
     except (CubinCorruptError, CubinNotFoundError):
         return None
 
 
 def _text(path: Path) -> str:
-    return _read(path, _MAX_TEXT_BYTES).decode("utf-8", errors="replace")
-
-
-def _read(path: Path, most: int) -> bytes:
-    try:
-        if path.stat().st_size > most:
-            raise CubinCorruptError(f"{path} is larger than {most >> 20} MiB")
-        return path.read_bytes()
-    except OSError as error:
-        raise CubinNotFoundError(f"cannot read {str(path)!r}: {error}") from error
+    return read_file(path, _MAX_TEXT_BYTES).decode("utf-8", errors="replace")

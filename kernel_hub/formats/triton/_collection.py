@@ -18,7 +18,15 @@ from ..._image import ShippedImage
 from ...cubin import read_cubin
 from ...errors import CubinCorruptError, CubinNotFoundError, KernelHubError, ParamsError, nearest
 from ...kernel import Kernel
-from ...manifest import Collection, CubinEntry, FunctionEntry, Manifest, open_collection
+from ...manifest import (
+    Collection,
+    CubinEntry,
+    FunctionEntry,
+    Manifest,
+    find_collection,
+    open_collection,
+    read_manifest,
+)
 from ...resolve import Candidate, not_found, resolve
 from ._function import TritonFunction
 from ._metadata import Metadata
@@ -47,25 +55,13 @@ def collection(where: str | Path) -> TritonCollection:
         raise ParamsError(f"collection({where!r:.80}): a folder, or a package's name")
     folder = Path(where)
     if folder.joinpath(MANIFEST).is_file():
-        return TritonCollection(Collection(str(folder), folder, read_manifest(folder)))
+        return TritonCollection(find_collection(folder))
     if isinstance(where, Path) or not where.replace(".", "_").isidentifier():
         raise CubinNotFoundError(
             f"no collection in {str(folder)!r}: there is no {folder / MANIFEST}; "
             "kernel-hub build-triton makes one"
         )
     return TritonCollection(open_collection(registry.packages().get(where, where)))
-
-
-def read_manifest(folder: Path) -> Manifest:
-    """The manifest in `folder`; an empty one where there is none."""
-    file = folder / MANIFEST
-    try:
-        text = file.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return Manifest({})
-    except (OSError, UnicodeDecodeError) as error:
-        raise CubinCorruptError(f"{file} cannot be read: {error}") from error
-    return Manifest.from_json(text, where=str(file))
 
 
 class TritonCollection:
@@ -265,7 +261,8 @@ def add(out: str | Path, built: Sequence[Built]) -> None:
 
 
 def _add(folder: Path, built: Sequence[Built]) -> None:
-    old = read_manifest(folder)
+    present = folder / MANIFEST
+    old = read_manifest(present) if present.exists() else Manifest({})
     tables = {name: dict(old.cubins[name]) for name in old.cubins}
     for entries in tables.values():
         for entry in entries.values():
