@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         KernelHubError,
         LaunchConfigError,
         ParamsError,
+        ProbeError,
         TensorError,
     )
     from .kernel import BoundLaunch, Kernel, KernelFunction
@@ -45,6 +46,7 @@ _HOME = {
             "FunctionNotFoundError",
             "ParamsError",
             "LaunchConfigError",
+            "ProbeError",
             "TensorError",
         ),
         "errors",
@@ -66,6 +68,7 @@ __all__ = [
     "KernelHubError",
     "LaunchConfigError",
     "ParamsError",
+    "ProbeError",
     "TensorError",
     "TensorMap",
     "memory_stats",

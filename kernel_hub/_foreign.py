@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ._spec import Chosen, FunctionSpec, spec_of
@@ -23,21 +23,31 @@ PTX_FLOATS = {".f32": "float", ".f64": "double"}
 
 @dataclass(frozen=True)
 class _Entry:
-    """Code or PTX for one target. `image` None: only the driver can unpack it."""
+    """Code or PTX for one target. `image` None: only the driver can unpack it.
+
+    `unknown` is what the reader does not know of it, `unread` why it could not be read at all.
+    """
 
     target: str
     minimum_driver: int
     image: bytes | None
     label: str
     specs: dict[str, FunctionSpec] = field(default_factory=dict)
+    unknown: tuple[str, ...] = ()
+    unread: str = ""
 
 
 class ForeignImage:
-    """A cubin, fatbin or PTX from anywhere. Raises CubinCorruptError for one that is damaged."""
+    """A cubin, fatbin or PTX from anywhere.
+
+    Raises CubinCorruptError for one that is damaged; for a fatbin where nothing in it can be read.
+    What is wrong with one entry of several shows when that is the one to load.
+    """
 
     def __init__(self, data: bytes, label: str) -> None:
-        from .cubin import image_kind
+        from .cubin import image_kind, unwrap
 
+        data = unwrap(data)
         self.label = label
         self._data = data
         self._key = hashlib.sha256(data).hexdigest()
@@ -52,7 +62,7 @@ class ForeignImage:
         else:
             self._read_fatbin()
         entries = [*self._texts, *self._cubins]
-        self._opaque = any(entry.image is None for entry in entries)
+        self._opaque = any(entry.image is None and not entry.unread for entry in entries)
         self._specs: dict[str, FunctionSpec] = {}
         for entry in entries:  # code after PTX: it knows registers too
             self._specs |= entry.specs
@@ -61,23 +71,20 @@ class ForeignImage:
         from .cubin import read_fatbin
 
         seen = set()
-        for number, entry in enumerate(read_fatbin(self._data).entries):
-            if entry.unread:
-                prefix = "lto_" if entry.kind == "ltoir" else "sm_"
-                self._unread[entry.target.replace("sm_", prefix)] = entry.unread
-                continue
-            if (entry.kind, entry.target) in seen:
-                continue  # of several for one target the driver takes the first, too
-            seen.add((entry.kind, entry.target))
-            try:
-                made = _read_entry(entry)
-            except CubinCorruptError as error:
-                named = CubinCorruptError(
-                    f"fatbin entry {number} ({entry.kind} for {entry.target}): {error.args[0]}"
-                )
-                named.offset = error.offset
-                raise named from error
-            (self._texts if entry.kind == "ptx" else self._cubins).append(made)
+        for entry in read_fatbin(self._data).entries:
+            if entry.unread and not entry.damaged:
+                self._unread[_name(entry)] = entry.unread
+            elif (entry.kind, entry.target) not in seen:
+                # Of several for one target the driver takes the first, too.
+                seen.add((entry.kind, entry.target))
+                kept = self._texts if entry.kind == "ptx" else self._cubins
+                kept.append(_read_entry(entry))
+        damaged = [entry for entry in [*self._cubins, *self._texts] if entry.unread]
+        if damaged and len(damaged) == len(seen):
+            raise CubinCorruptError(
+                "no entry of the fatbin can be read: "
+                + "; ".join(f"{entry.label}: {entry.unread}" for entry in damaged)
+            )
 
     def names(self) -> Sequence[str] | None:
         return None if self._opaque and not self._specs else list(self._specs)
@@ -119,6 +126,10 @@ class ForeignImage:
 
     def _chosen(self, entry: _Entry, kind: str, jit_target: str) -> Chosen:
         """`entry` goes to the driver by itself, if it can be had without the driver."""
+        if entry.unread:
+            raise CubinCorruptError(
+                f"{self.label}: {entry.label} is not read, because {entry.unread}"
+            )
         whole = entry.image is None
         image = self._data if entry.image is None else entry.image
         label = self.label
@@ -133,7 +144,16 @@ class ForeignImage:
             entry.minimum_driver,
             False,
             jit_target,
+            unknown=entry.unknown,
         )
+
+
+def _name(entry: FatbinEntry) -> str:
+    """`sm_61`, `lto_90`, or what an entry of no known kind says."""
+    if entry.kind in ("cubin", "ptx"):
+        return entry.target
+    lto = entry.kind == "ltoir"
+    return entry.target.replace("sm_", "lto_") if lto else f"{entry.kind} for {entry.target}"
 
 
 def driver_floor(toolkit: tuple[int, int] | None) -> int:
@@ -143,21 +163,27 @@ def driver_floor(toolkit: tuple[int, int] | None) -> int:
 
 
 def _read_entry(entry: FatbinEntry) -> _Entry:
-    """An entry of a fatbin. Raises CubinCorruptError when it holds something else than it says."""
+    """An entry of a fatbin; `unread` says so when it holds something else than its header says."""
     from .cubin import driver_of
 
-    if entry.image is None:
-        if entry.kind == "ptx":
-            label = "PTX {}.{}".format(*entry.version) + f" for {entry.target}"
-            return _Entry(entry.target, driver_of(entry.version), None, label)
-        # ABI 8 for these GPUs began with CUDA 13.
+    text = entry.kind == "ptx"
+    label = "PTX {}.{} for ".format(*entry.version) * text + entry.target
+    if text:
+        floor = driver_of(entry.version)
+    else:  # ABI 8 for these GPUs began with CUDA 13
         newer = entry.version == (1, 8) and entry.compute_capability < (10, 0)
-        return _Entry(entry.target, 13000 if newer else 12000, None, entry.target)
-    made = _read_ptx(entry.image) if entry.kind == "ptx" else _read_cubin(entry.image)
+        floor = 13000 if newer else 12000
+    unread = _Entry(entry.target, floor, None, label, unread=entry.unread)
+    if entry.image is None:
+        return unread
+    try:
+        made = _read_ptx(entry.image) if text else _read_cubin(entry.image)
+    except CubinCorruptError as error:
+        return replace(unread, unread=str(error))
     # Cubins keep no 'f'.
-    if made.target != entry.target.removesuffix("f" if entry.kind == "cubin" else ""):
-        raise CubinCorruptError(f"it holds {entry.kind} for {made.target}")
-    return _Entry(entry.target, made.minimum_driver, made.image, made.label, made.specs)
+    if made.target != entry.target.removesuffix("" if text else "f"):
+        return replace(unread, unread=f"it holds {entry.kind} for {made.target}")
+    return replace(made, target=entry.target)
 
 
 def _read_cubin(data: bytes) -> _Entry:
@@ -170,7 +196,7 @@ def _read_cubin(data: bytes) -> _Entry:
             Param.make(p.ordinal, None, None, p.size_bytes, p.offset_bytes) for p in function.params
         ]
         specs[name] = spec_of(function, info.arch, params)
-    return _Entry(info.target, driver_floor(info.toolkit), data, info.target, specs)
+    return _Entry(info.target, driver_floor(info.toolkit), data, info.target, specs, info.unknown)
 
 
 def _read_ptx(data: bytes) -> _Entry:

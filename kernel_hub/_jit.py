@@ -21,6 +21,7 @@ _INPUTS = {"ptx": 1, "fatbin": 2}
 _LOG_BYTES = 1 << 16
 # Part of each entry's key: another layout, or other options, is another entry.
 _FORMAT = "kernel_hub jit 2: verbose"
+_ALWAYS_UNKNOWN = (10, 0)  # of code for these GPUs the reader checks bounds alone
 _LENGTH = struct.Struct("<I")
 
 
@@ -46,7 +47,7 @@ def compile_ptx(driver: Driver, chosen: Chosen, image: bytes, device: int) -> Co
     made = _link(driver, chosen, image, device)
     text = made.log.encode()
     entry = _LENGTH.pack(len(text)) + text + made.image
-    # What a later driver makes may be beyond our reader: it runs, but is not kept.
+    # What our reader does not know of a later driver's code runs, and is not kept.
     with contextlib.suppress(CubinCorruptError):
         _unpack(entry, chosen)
         _cache.store("ptx", key, entry)
@@ -64,7 +65,10 @@ def _unpack(kept: bytes, chosen: Chosen) -> Compiled:
         raise CubinCorruptError(f"it is {len(kept)} bytes")
     start = _LENGTH.size + _LENGTH.unpack_from(kept)[0]
     made = Compiled(kept[start:], kept[_LENGTH.size : start].decode(errors="replace"))
-    functions = read_cubin(made.image).functions
+    info = read_cubin(made.image)
+    if info.unknown and info.compute_capability < _ALWAYS_UNKNOWN:
+        raise CubinCorruptError(f"it holds {'; '.join(info.unknown)}, unknown here")
+    functions = info.functions
     for name, spec in chosen.functions.items():
         found = functions.get(spec.symbol or name)
         sizes = None if found is None else [param.size_bytes for param in found.params]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
+import warnings
 import weakref
 from ctypes import byref, c_int, c_size_t, c_ulonglong, c_void_p
 from dataclasses import replace
 from typing import Any
 
-from . import _cache
+from . import _probe
 from . import driver as _driver
 from ._geometry import Limits
 from ._image import Chosen, FunctionSpec
@@ -27,7 +27,6 @@ from .params import Param
 
 _MAX_THREADS, _STATIC_SHARED, _CLUSTER_REQUIRED = 0, 1, (11, 12, 13)
 _BINARY_IS_PRESERVED = 1
-_PROBE_SECONDS = 60
 
 _libraries: dict[str, Library] = {}
 _lock = threading.Lock()
@@ -137,10 +136,8 @@ def library_for(driver: Driver, chosen: Chosen, probe: bool, user: object, devic
                     "NVIDIA driver"
                 )
             image = chosen.read()
-            if chosen.kind == "fatbin":
-                _probe_once(driver, image, chosen, device)
-            elif probe and not chosen.vouched:
-                _probe(image, chosen, device)
+            if chosen.kind == "fatbin" or chosen.unknown or (probe and not chosen.vouched):
+                _probe_first(driver, image, chosen, device)
             jit_log = ""
             if chosen.jit_target:
                 image, jit_log = compile_ptx(driver, chosen, image, device)
@@ -180,50 +177,23 @@ def _load(driver: Driver, chosen: Chosen, image: bytes) -> int:
     return handle.value or 0
 
 
-def _probe_once(driver: Driver, image: bytes, chosen: Chosen, device: int) -> None:
-    """Probe what nobody here could unpack, and remember that the driver survived it."""
-    key = _cache.key(driver.version, driver.compute_capability(device), image)
-    if _cache.load("probed", key) is None:
-        _probe(image, chosen, device)
-        _cache.store("probed", key, b"survived")
-
-
-def _probe(image: bytes, chosen: Chosen, device: int) -> None:
-    """Load `image` in a child process and see whether the child survives."""
-    import subprocess
-
+def _probe_first(driver: Driver, image: bytes, chosen: Chosen, device: int) -> None:
+    """Load what no reader could vouch for in a child process, and say so the first time."""
+    unknown = "; ".join(chosen.unknown)
+    if _probe.is_off():
+        if unknown:
+            _warn(f"{chosen.label} holds {unknown}, unknown here, and was loaded unprobed")
+        return
     symbols = [spec.symbol or name for name, spec in chosen.functions.items()]
-    advice = "the image is damaged or not for this driver; it was not loaded in this process"
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "kernel_hub._probe", str(device), *symbols],
-            input=image,
-            capture_output=True,
-            timeout=_PROBE_SECONDS,
-            env=_child_environment(),
-        )
-    except subprocess.TimeoutExpired:
-        raise CubinCorruptError(
-            f"{chosen.label}: the driver hung for {_PROBE_SECONDS} s on it in a child process; "
-            + advice
-        ) from None
-    if done.returncode < 0:
-        raise CubinCorruptError(
-            f"{chosen.label}: the driver died on it in a child process (signal "
-            f"{-done.returncode}); {advice}"
-        )
-    if done.returncode:
-        text = done.stderr.decode(errors="replace").strip().splitlines()
-        raise CubinCorruptError(
-            f"{chosen.label}: the driver refused it in a child process "
-            f"({text[-1] if text else f'exit {done.returncode}'}); {advice}"
+    if _probe.survives(driver, image, chosen.label, symbols, device) and unknown:
+        _warn(
+            f"{chosen.label} holds {unknown}, unknown to this version of kernel_hub. "
+            "It was loaded in a child process first, and the driver took it"
         )
 
 
-def _child_environment() -> dict[str, str]:
-    # The child must find this very package, however it was found here.
-    found = [path for path in sys.path if path]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *found])}
+def _warn(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 def load_function(

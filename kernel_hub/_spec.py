@@ -66,6 +66,8 @@ class Chosen:
     jit_target: str = ""
     # Puts the caller's types onto what only the driver could tell.
     declare: Callable[[FunctionSpec], FunctionSpec] = lambda spec: spec
+    # What the reader of a cubin does not know: only a driver can tell whether it is sound.
+    unknown: tuple[str, ...] = ()
 
 
 class Image(Protocol):

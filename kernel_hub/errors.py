@@ -54,6 +54,10 @@ class CubinCorruptError(KernelHubError, ValueError):
         self.offset = offset
 
 
+class ProbeError(KernelHubError, RuntimeError):
+    """An image that is to be loaded in a child process first, and no child could be asked."""
+
+
 class FunctionNotFoundError(KernelHubError, AttributeError):
     """The image has no function of that name; the message lists those it has, nearest first."""
 

@@ -11,7 +11,7 @@ import pytest
 from fakecuda import FakeCuda
 from fakecuda.helpers import arrays
 
-from kernel_hub import Kernel, _cache, _library, driver
+from kernel_hub import Kernel, _cache, _probe
 from kernel_hub._foreign import ForeignImage, driver_floor
 from kernel_hub.cubin import unpack
 from kernel_hub.errors import (
@@ -134,14 +134,28 @@ def test_entries_that_nobody_reads_are_named_even_on_their_gpu() -> None:
 @pytest.mark.parametrize(
     ("image", "words"),
     [
-        (fatbin(entry(2, 90, SM80)), r"entry 0 \(cubin for sm_90\): it holds cubin for sm_80"),
-        (fatbin(ptx("sm_80"), entry(2, 90, SM90[:-64])), r"entry 1 \(cubin for sm_90\): trunc"),
+        (fatbin(entry(2, 90, SM80)), r"sm_90: it holds cubin for sm_80"),
+        (fatbin(ptx("sm_80"), entry(2, 90, SM90[:-64])), r"sm_90 is not read, because trunc"),
         (fatbin(entry(1, 90, b".version 9.0\n.target sm_80\n")), "it holds ptx for sm_80"),
     ],
 )
 def test_an_entry_that_is_not_what_it_says(image: bytes, words: str) -> None:
     with pytest.raises(CubinCorruptError, match=words):
-        ForeignImage(image, "x")
+        ForeignImage(image, "x").choose((9, 0))
+
+
+def test_a_damaged_entry_for_another_gpu_is_in_nobodys_way() -> None:
+    """Only what is loaded must be sound; the driver is not asked about the rest."""
+    image = ForeignImage(
+        fatbin(entry(2, 80, SM80[:-64]), entry(2, 90, SM90), entry(9, 90, b"?")), "x"
+    )
+    assert image.names() == ["add"]
+    assert image.choose((9, 0)).read() == SM90
+    with pytest.raises(CubinCorruptError, match="sm_80 is not read, because truncated"):
+        image.choose((8, 6))  # the driver would take the damaged one
+    with pytest.raises(CubinNotFoundError) as caught:
+        image.choose((12, 0))
+    assert "neither PTX (1) nor cubin (2)" in str(caught.value)
 
 
 def test_the_first_of_several_entries_for_one_architecture_counts() -> None:
@@ -166,7 +180,7 @@ def test_compressed_entries_that_only_the_driver_unpacks(
     fakecuda.set_jit(SM90)
     fakecuda.set_capability(0, 12, 0)
     probed: list[bytes] = []
-    monkeypatch.setattr(_library, "_probe", lambda image, *_: probed.append(image))
+    monkeypatch.setattr(_probe, "_ask", lambda image, *_: probed.append(image) or "")
     kernel.add.load()
     assert fakecuda.calls("cuLinkAddData_v2") == 1
     kernel.unload()
@@ -215,19 +229,6 @@ def test_ptx_for_a_newer_gpu_or_driver_never_reaches_it(fakecuda: FakeCuda, tmp_
 )
 def test_the_driver_that_code_needs(toolkit: tuple[int, int] | None, floor: int) -> None:
     assert driver_floor(toolkit) == floor
-
-
-def test_a_packed_image_that_kills_the_driver_kills_a_child(
-    fakecuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, cache: Path
-) -> None:
-    """Measured: of damaged entries that nobody unpacked, some end the process in the driver."""
-    monkeypatch.setattr(unpack, "_zstd", lambda: None)
-    driver.get()  # the stand-in; what follows is for the child
-    monkeypatch.setenv(driver.LIBRARY_VARIABLE, str(DATA / "no_such_library.so"))
-    kernel = Kernel(DATA / "size.fatbin", ["add"])
-    with pytest.raises(CubinCorruptError, match="in a child process"):
-        kernel.add.load()
-    assert not fakecuda.calls("cuLibraryLoadData") and not cache.exists()
 
 
 def test_ptx_as_text(fakecuda: FakeCuda) -> None:

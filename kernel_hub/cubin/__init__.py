@@ -23,6 +23,7 @@ from .model import (
 )
 from .ptx import driver_of, looks_like_ptx, read_ptx
 from .reader import read_cubin
+from .unwrap import unwrap
 
 __all__ = [
     "CubinInfo",
@@ -39,12 +40,13 @@ __all__ = [
     "read_cubin",
     "read_fatbin",
     "read_ptx",
+    "unwrap",
 ]
 
 
 def image_kind(image: bytes) -> str:
     """'cubin', 'fatbin' or 'ptx', by the first bytes alone; CubinCorruptError for anything else."""
-    image = bytes(image)
+    image = unwrap(bytes(image))
     if image[:4] == b"\x7fELF":
         return "cubin"
     if image[:4] == _FATBIN_MAGIC.to_bytes(4, "little"):

@@ -1,7 +1,8 @@
 """The ELF frame of a cubin: header, section headers and program headers.
 
-Everything a compiler writes here is canonical, so everything is checked for equality, not for
-plausibility. Knows no CUDA section by name beyond the first three.
+Up to sm_90 compilers write it in one canonical form, so everything is checked for equality, not for
+plausibility. From sm_100 on several linkers write it, so only bounds are checked, and such an image
+is never called sound. Knows no CUDA section by name beyond the first three.
 """
 
 from __future__ import annotations
@@ -14,15 +15,18 @@ from ..errors import CubinCorruptError
 
 PROGBITS, SYMTAB, STRTAB, RELA, NOTE, NOBITS, REL = 1, 2, 3, 4, 7, 8, 9
 MERCURY_NOBITS = 0x70000015  # reserved shared memory beside Mercury code
-# From here on cubins carry a second, intermediate code; kernel_hub inspects them, never loads them.
+# From here on cubins carry a second, intermediate code, and what is checked is bounds alone.
 MERCURY_SM = 100
 
 _HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
 _SECTION = struct.Struct("<IIQQQQIIQQ")
 _SEGMENT = struct.Struct("<IIQQQQQQ")
 
+MAX_NOTES = 16
+
 _ABIS = {(0x33, 7), (0x41, 8)}
-# 11.0 to 11.4 have no segment for the program headers, 11.5 to 11.7 no program headers at all.
+# Up to 11.4 and in some builds of 11.8 the program headers have no segment; from 11.5 to 11.7 there
+# are none of them.
 FIRST_SOUND_SEGMENTS = 118
 _KNOWN_SM = {70, 72, 75, 80, 86, 87, 88, 89, 90, 100, 101, 103, 110, 120, 121}
 _OLD_SM = {20, 21, 30, 32, 35, 37, 50, 52, 53, 60, 61, 62}
@@ -63,7 +67,11 @@ class Segment(NamedTuple):
 
 
 class Elf(NamedTuple):
-    """A cubin whose tables are sound."""
+    """A cubin whose tables are sound.
+
+    `by_name` has the first section of a name: nvlink keeps functions that are static in two files,
+    so names repeat. `unknown` collects what no toolkit known here writes, all of it in bounds.
+    """
 
     image: bytes
     os_abi: int
@@ -75,6 +83,19 @@ class Elf(NamedTuple):
     sections: tuple[Section, ...]
     segments: list[Segment]
     by_name: dict[str, Section]
+    symtab: Section
+    strtab: Section
+    unknown: list[str]
+
+    def note(self, message: str) -> None:
+        """Remember something unknown that is in bounds."""
+        if message not in self.unknown and len(self.unknown) < MAX_NOTES:
+            self.unknown.append(message)
+
+    def deny(self, message: str, offset: int) -> None:
+        """Refuse what no toolkit writes, but from sm_100 on, where linkers differ."""
+        if self.sm < MERCURY_SM:
+            corrupt(message, offset)
 
     def is_before(self, toolkit: int) -> bool:
         """Whether a toolkit before `toolkit` (118 for 11.8) wrote it; ABI 8 began with 12.8."""
@@ -93,18 +114,30 @@ def align_up(value: int, align: int) -> int:
 
 def read_elf(image: bytes) -> Elf:
     """Check header and tables of `image`; where sections lie, `layout` checks."""
-    header = _read_header(image)
-    os_abi, abi_version, version, flags, shoff, shnum = header
-    sm, arch_flag = _read_flags(flags, os_abi)
+    unknown: list[str] = []
+    header = _read_header(image, unknown)
+    shoff, shnum = header.shoff, header.shnum
     raw = list(_SECTION.iter_unpack(image[shoff : shoff + 64 * shnum]))
-    sections = _name_sections(image, raw, shoff)
-    segments = _read_segments(image, shoff + 64 * shnum)
-    by_name = {section.name: section for section in sections}
-    if len(by_name) != shnum:
-        corrupt("two sections have the same name", shoff)
+    sections = _name_sections(image, raw, header)
+    segments = _read_segments(image, header)
+    by_name: dict[str, Section] = {}
+    for section in sections:
+        by_name.setdefault(section.name, section)
+    symtab, strtab = by_name.get(".symtab"), by_name.get(".strtab")
+    if symtab is None or strtab is None:
+        corrupt("no section .symtab or .strtab", shoff)
     return Elf(
-        image, os_abi, abi_version, version, sm, arch_flag, shoff, sections, segments, by_name
-    )
+        image, header.os_abi, header.abi_version, header.version, header.sm, header.arch_flag,
+        shoff, sections, segments, by_name, symtab, strtab, unknown,
+    )  # fmt: skip
+
+
+def announced_bytes(image: bytes) -> int:
+    """Where the tables of an ELF image end, by its header: the size of a cubin up to sm_90."""
+    if len(image) < 64 or image[:4] != b"\x7fELF":
+        return 0
+    _, _, _, _, _, phoff, shoff, *_, phnum, _, shnum, _ = _HEADER.unpack_from(image)
+    return max(int(phoff) + 56 * int(phnum), int(shoff) + 64 * int(shnum))
 
 
 def unread_architecture(sm: int) -> str:
@@ -132,8 +165,20 @@ def read_names(image: bytes, offset: int, size: int, what: str) -> dict[int, str
     return names
 
 
-def _read_header(image: bytes) -> tuple[int, int, int, int, int, int]:
-    """(os_abi, abi_version, e_version, e_flags, shoff, shnum)"""
+class _Header(NamedTuple):
+    os_abi: int
+    abi_version: int
+    version: int
+    sm: int
+    arch_flag: bool
+    phoff: int
+    phnum: int
+    shoff: int
+    shnum: int
+    shstrndx: int
+
+
+def _read_header(image: bytes, unknown: list[str]) -> _Header:
     if image[:4] != b"\x7fELF":
         corrupt(
             f"not an ELF image: it starts with {image[:4].hex(' ') or 'nothing'}, "
@@ -158,6 +203,49 @@ def _read_header(image: bytes) -> tuple[int, int, int, int, int, int]:
         shnum,
         shstrndx,
     ) = _HEADER.unpack_from(image)
+    _check_identity(ident, kind, machine)
+    os_abi = ident[7]
+    if not (version == 1 if os_abi == 0x41 else 100 <= version < 200):
+        corrupt(f"ELF version {version} belongs to no known toolkit", 20)
+    sm, arch_flag = _read_flags(flags, os_abi, unknown)
+    header = _Header(os_abi, ident[8], version, sm, arch_flag, phoff, phnum, shoff, shnum, shstrndx)
+    bare = phnum == 0 and _is_before(os_abi, version, FIRST_SOUND_SEGMENTS)
+    mercury = sm >= MERCURY_SM
+    if (entry, ehsize, shentsize) != (0, 64, 64) or (
+        phentsize != (0 if bare else 56) or shstrndx != 1 if not mercury else shstrndx >= shnum
+    ):
+        corrupt(
+            "ELF header: entry point, header sizes or string table index are not those of a cubin",
+            24,
+        )
+    if shnum < 4 or shoff < 64 or (phnum < 2 and not bare and not mercury):
+        corrupt(
+            f"ELF header: {shnum} sections at {shoff:#x}, {phnum} segments: no cubin has that", 40
+        )
+    if mercury:
+        _check_mercury_frame(image, header, unknown)
+        return header
+    end = shoff + 64 * shnum
+    if phoff != (0 if bare else end):
+        corrupt(f"program headers at {phoff:#x} do not follow the section headers", 32)
+    end += 56 * phnum
+    if end != len(image):
+        what = "truncated" if end > len(image) else "trailing bytes"
+        corrupt(f"{what}: {len(image)} bytes, the tables end at {end}", min(end, len(image)))
+    return header
+
+
+def _check_mercury_frame(image: bytes, header: _Header, unknown: list[str]) -> None:
+    unknown.append(f"code for sm_{header.sm}, of which only the bounds are checked")
+    for what, at, end in (
+        ("section", header.shoff, header.shoff + 64 * header.shnum),
+        ("program", header.phoff, header.phoff + 56 * header.phnum),
+    ):
+        if end > len(image):
+            corrupt(f"truncated: {len(image)} bytes, the {what} headers end at {end}", at)
+
+
+def _check_identity(ident: bytes, kind: int, machine: int) -> None:
     if ident[4] != 2:
         corrupt(f"not a 64-bit ELF (class {ident[4]})", 4)
     if ident[5] != 1:
@@ -181,61 +269,46 @@ def _read_header(image: bytes) -> tuple[int, int, int, int, int, int]:
         )
     if ident[6] != 1 or any(ident[9:]):
         corrupt("ELF identification is not that of a cubin", 6)
-    if not (version == 1 if ident[7] == 0x41 else 100 <= version < 200):
-        corrupt(f"ELF version {version} belongs to no known toolkit", 20)
-    bare = phnum == 0 and _is_before(ident[7], version, FIRST_SOUND_SEGMENTS)
-    if (entry, ehsize, phentsize, shentsize, shstrndx) != (0, 64, 0 if bare else 56, 64, 1):
-        corrupt(
-            "ELF header: entry point, header sizes or string table index are not those of a cubin",
-            24,
-        )
-    if shnum < 4 or (phnum < 2 and not bare) or shoff < 64:
-        corrupt(
-            f"ELF header: {shnum} sections at {shoff:#x}, {phnum} segments: no cubin has that", 40
-        )
-    end = shoff + 64 * shnum
-    if phoff != (0 if bare else end):
-        corrupt(f"program headers at {phoff:#x} do not follow the section headers", 32)
-    end += 56 * phnum
-    if end != len(image):
-        what = "truncated" if end > len(image) else "trailing bytes"
-        corrupt(f"{what}: {len(image)} bytes, the tables end at {end}", min(end, len(image)))
-    return ident[7], ident[8], version, flags, shoff, shnum
 
 
 def _is_before(os_abi: int, version: int, toolkit: int) -> bool:
     return os_abi == 0x33 and version < toolkit
 
 
-def _read_flags(flags: int, os_abi: int) -> tuple[int, bool]:
-    """(SM, 'a' flag) of e_flags in the layout of the ABI."""
+def _read_flags(flags: int, os_abi: int, unknown: list[str]) -> tuple[int, bool]:
+    """(SM, 'a' flag) of e_flags in the layout of the ABI; other bits than the known are noted."""
     if os_abi == 0x41:
         sm, arch_flag = flags >> 8 & 0xFF, bool(flags & 8)
-        sound = (
-            flags & 0xFF00F1 == 0 and 1 <= flags >> 24 <= 31 and flags & 6 == (4 if sm < 100 else 2)
-        )
-        sound = sound and not (arch_flag and sm < 90)
+        usual = flags & 0xFF00F1 == 0 and 1 <= flags >> 24 <= 31
+        usual = usual and flags & 6 == (4 if sm < MERCURY_SM else 2)
     else:
         sm, arch_flag = flags & 0xFF, bool(flags & 0x800)
         virtual = flags >> 16
-        sound = (
-            flags >> 8 & 0xF7 == 5
-            and 50 <= virtual <= sm
-            and (virtual in _KNOWN_SM or virtual in _OLD_SM)
-        )
+        usual = flags >> 8 & 0xF7 == 5 and 50 <= virtual <= sm
+        usual = usual and (virtual in _KNOWN_SM or virtual in _OLD_SM)
     if sm in _OLD_SM:
         corrupt(f"built for sm_{sm}, {unread_architecture(sm)}: that is not read", 48)
-    if not sound or sm not in _KNOWN_SM or (arch_flag and sm < 90):
+    if sm not in _KNOWN_SM or (arch_flag and sm < 90):
         corrupt(f"ELF flags {flags:#x} name no known architecture", 48)
+    if not usual:
+        unknown.append(f"ELF flags {flags:#x}")
     return sm, arch_flag
 
 
-def _name_sections(image: bytes, raw: list[tuple[int, ...]], shoff: int) -> tuple[Section, ...]:
+def _name_sections(
+    image: bytes, raw: list[tuple[int, ...]], header: _Header
+) -> tuple[Section, ...]:
+    shoff = header.shoff
     if any(raw[0]):
         corrupt("section 0 is not empty", shoff)
-    _, kind, _, _, offset, size, *_ = raw[1]
-    if kind != STRTAB or offset != 64 or offset + size > shoff:
-        corrupt("section 1 is not the section name table at 0x40", shoff + 64)
+    mercury = header.sm >= MERCURY_SM
+    _, kind, _, _, offset, size, *_ = raw[header.shstrndx]
+    end = len(image) if mercury else shoff
+    if kind != STRTAB or (offset != 64 and not mercury) or offset + size > end:
+        corrupt(
+            f"section {header.shstrndx} is not the section name table at 0x40",
+            shoff + 64 * header.shstrndx,
+        )
     names = read_names(image, offset, size, ".shstrtab")
     sections = []
     at = shoff
@@ -251,14 +324,15 @@ def _name_sections(image: bytes, raw: list[tuple[int, ...]], shoff: int) -> tupl
             Section(index, text, kind, flags, offset, size, link, info, align, entsize, at)
         )
         at += 64
-    if [section.name for section in sections[1:4]] != [".shstrtab", ".strtab", ".symtab"]:
+    first = [section.name for section in sections[1:4]]
+    if first != [".shstrtab", ".strtab", ".symtab"] and not mercury:
         corrupt("the first sections are not .shstrtab, .strtab, .symtab", shoff + 64)
     return tuple(sections)
 
 
-def _read_segments(image: bytes, phoff: int) -> list[Segment]:
+def _read_segments(image: bytes, header: _Header) -> list[Segment]:
     segments = []
-    at = phoff
+    at, mercury = header.phoff, header.sm >= MERCURY_SM
     for (
         kind,
         flags,
@@ -268,8 +342,8 @@ def _read_segments(image: bytes, phoff: int) -> list[Segment]:
         file_size,
         memory_size,
         align,
-    ) in _SEGMENT.iter_unpack(image[phoff:]):
-        if virtual or physical or align != 8:
+    ) in _SEGMENT.iter_unpack(image[at : at + 56 * header.phnum]):
+        if (virtual or physical or align != 8) and not mercury:
             corrupt("program header: address or alignment is not that of a cubin", at)
         segments.append(Segment(kind, flags, offset, file_size, memory_size, at))
         at += 56

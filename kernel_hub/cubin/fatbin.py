@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 
+from ..errors import CubinCorruptError
 from .elf import corrupt, unread_architecture
 from .model import FatbinEntry, FatbinInfo
 from .unpack import LZ4, ROOM, ZSTD, unpack
@@ -28,8 +29,9 @@ def read_fatbin(image: bytes) -> FatbinInfo:
         image: the whole file.
 
     Returns: one entry an image. `image` of an entry is None when only the driver can unpack it, or
-        it is large; a cubin there is not validated: pass it to `read_cubin` before trusting it.
-    Raises: CubinCorruptError when a header or a size is wrong, with the offset.
+        it is large, or it is not what its header says: `unread` has the reason then. A cubin there
+        is not validated: pass it to `read_cubin` before trusting it.
+    Raises: CubinCorruptError when the frame is wrong, with the offset: no entry can be found then.
     """
     image = bytes(image)
     if len(image) < 16:
@@ -72,19 +74,13 @@ def _read_entry(image: bytes, at: int, room: dict[int, int]) -> tuple[FatbinEntr
         zero,
         unpacked,
     ) = _ENTRY.unpack_from(image, at)
-    if kind not in _KINDS or version != 0x101:
-        corrupt(
-            f"fatbin entry of kind {kind}, version {version:#x}: neither PTX (1) nor cubin (2)", at
-        )
     if not _ENTRY.size <= header_bytes <= _MAX_HEADER_BYTES or header_bytes % 8:
         corrupt(f"fatbin entry with a header of {header_bytes} bytes", at + 4)
     if size % 8 or not size or size > len(image) - at - header_bytes:
         corrupt(f"fatbin entry of {size} bytes reaches beyond the end", at + 8)
     if options > header_bytes or name > header_bytes or name_bytes > header_bytes - name:
         corrupt("fatbin entry whose name or options lie outside its header", at + 20)
-    is_lto = _KINDS[kind] == "ltoir"
-    if not 20 <= sm <= 200 or (not is_lto and (zero or major > 20 or minor > 20)):
-        corrupt(f"fatbin entry for sm_{sm}, version {major}.{minor}", at + 24)
+    unread = _unknown(kind, version, sm, major, minor, zero)
     method = flags & (LZ4 | ZSTD)
     if (
         bool(method) != bool(unpacked)
@@ -97,22 +93,21 @@ def _read_entry(image: bytes, at: int, room: dict[int, int]) -> tuple[FatbinEntr
             f"fatbin entry of {size} bytes, {packed} compressed, {unpacked} uncompressed", at + 16
         )
     start = at + header_bytes
-    unread = "link-time code: nvlink makes a cubin of it" if is_lto else ""
-    if not unread and kind == 2:
-        unread = unread_architecture(sm)
-    payload: bytes | None = None
-    if not unread and not method:
-        payload = image[start : start + size]
-    elif not unread and unpacked <= room[method]:
-        payload = unpack(image[start : start + packed], method, unpacked, start)
-        room[method] -= unpacked
-    if payload is not None:
-        if kind == 2 and payload[:4] != b"\x7fELF":
+    payload, damaged = None, False
+    try:
+        if not unread and not method:
+            payload = image[start : start + size]
+        elif not unread and unpacked <= room[method]:
+            payload = unpack(image[start : start + packed], method, unpacked, start)
+            room[method] -= unpacked
+        if payload is not None and kind == 2 and payload[:4] != b"\x7fELF":
             corrupt("a fatbin entry for a cubin holds no ELF image", start)
-        if kind == 1:
-            payload = payload.rstrip(b"\0")
+    except CubinCorruptError as error:
+        payload, unread, damaged = None, str(error), True
+    if payload is not None and kind == 1:
+        payload = payload.rstrip(b"\0")
     entry = FatbinEntry(
-        kind=_KINDS[kind],
+        kind=_KINDS.get(kind, f"kind {kind}"),
         compute_capability=divmod(sm, 10),
         suffix="a" if flags & _ARCH_SPECIFIC else "f" if flags & _FAMILY_SPECIFIC else "",
         version=(major, minor),
@@ -120,5 +115,17 @@ def _read_entry(image: bytes, at: int, room: dict[int, int]) -> tuple[FatbinEntr
         size_bytes=unpacked if method else size,
         image=payload,
         unread=unread,
+        damaged=damaged,
     )
     return entry, start + size
+
+
+def _unknown(kind: int, version: int, sm: int, major: int, minor: int, zero: int) -> str:
+    """Why an entry whose place is sound is not read, or ''."""
+    if kind not in _KINDS or version != 0x101:
+        return f"an entry of kind {kind}, version {version:#x}: neither PTX (1) nor cubin (2)"
+    if _KINDS[kind] == "ltoir":
+        return "link-time code: nvlink makes a cubin of it"
+    if zero or major > 20 or minor > 20:
+        return f"an entry for sm_{sm}, version {major}.{minor}, of no known form"
+    return unread_architecture(sm) if kind == 2 else ""

@@ -20,6 +20,7 @@ from .elf import (
 )
 
 SHF_WRITE, SHF_ALLOC, SHF_EXECINSTR = 1, 2, 4
+_FIRST_FITTED_LOADS = 111
 
 
 def check_layout(elf: Elf) -> None:
@@ -28,7 +29,7 @@ def check_layout(elf: Elf) -> None:
     From sm_100 on, all that is checked is that nothing points outside the file.
     """
     if elf.sm >= MERCURY_SM:
-        _check_bounds(elf.sections, elf.segments, elf.shoff, len(elf.image))
+        _check_bounds(elf.sections, elf.segments, len(elf.image))
         return
     _check_sections(elf.image, elf.sections, elf.shoff)
     if elf.segments:
@@ -83,17 +84,23 @@ def _check_segments(elf: Elf) -> None:
         )
     loads = segments[1:]
     own = [load for load in loads if load[:5] == (1, first.flags, phoff, size, size)]
-    if len(own) != (not early) or (own and own[0] not in (loads[0], loads[-1])):
+    either = elf.is_before(FIRST_SOUND_SEGMENTS + 1) and not early
+    if len(own) not in ((0, 1) if either else (not early,)) or (
+        own and own[0] not in (loads[0], loads[-1])
+    ):
         corrupt("the program headers are not loaded exactly once", first.header_offset)
-    spare = [(1, 6, 0, 0, 0)] if early else []  # 11.1's, where no section is writable
-    loads = [load for load in loads if load not in own and load[:5] not in spare]
-
     allocated = [section for section in sections if section.flags & SHF_ALLOC]
     if allocated and allocated[0].number + len(allocated) != len(sections):
         corrupt(
             f"section {sections[-1].name} is not allocated but lies after one that is",
             allocated[0].header_offset,
         )
+    if elf.is_before(_FIRST_FITTED_LOADS):
+        _check_old_loads(elf, loads, allocated)
+        return
+    # Up to 11.4 there is an empty load where no section is writable, or none is not.
+    spare = [(1, 5, 0, 0, 0), (1, 6, 0, 0, 0)] if early or either else []
+    loads = [load for load in loads if load not in own and load[:5] not in spare]
     position = 0
     for load in loads:
         position = _check_load(load, allocated, position, elf.sm)
@@ -102,6 +109,40 @@ def _check_segments(elf: Elf) -> None:
             f"section {allocated[position].name} is in no segment",
             allocated[position].header_offset,
         )
+
+
+def _check_old_loads(elf: Elf, loads: list[Segment], allocated: list[Section]) -> None:
+    """CUDA 10.0 to 11.0: one PT_LOAD for what is read, one for what is written, either empty.
+
+    10.x leaves out the padding between read sections, and counts of the memory sections the largest
+    alone. 11.0 counts them all, aligned against the end of the file's part.
+    """
+    expected = []
+    for flags, writable in ((5, 0), (6, SHF_WRITE)):
+        run = [section for section in allocated if section.flags & SHF_WRITE == writable]
+        if not run:
+            expected.append((1, flags, 0, 0, 0))
+            continue
+        start = run[0].offset
+        stored = [section for section in run if section.type != NOBITS]
+        in_memory = [section for section in run if section.type == NOBITS]
+        end = max((section.offset + section.size for section in stored), default=start)
+        if writable:
+            file_size = elf.shoff - start
+        elif elf.is_before(110):
+            file_size = sum(section.size for section in run)
+        else:
+            file_size = end - start
+        memory_size = file_size
+        if in_memory:
+            grown = 0
+            for section in in_memory:
+                grown = align_up(grown, section.align) + section.size
+            largest = max(section.size for section in in_memory)
+            memory_size = end - start + (largest if elf.is_before(110) else grown)
+        expected.append((1, flags, start, file_size, memory_size))
+    if [load[:5] for load in loads] != expected:
+        corrupt("the program headers do not cover the sections", loads[0].header_offset)
 
 
 def _check_load(load: Segment, allocated: list[Section], position: int, sm: int) -> int:
@@ -119,7 +160,9 @@ def _check_load(load: Segment, allocated: list[Section], position: int, sm: int)
         if section.flags & SHF_WRITE != writable:
             break
         if section.type == NOBITS:
-            grown = align_up(memory, section.align) + section.size
+            # ptxas aligns the place in the file, not the distance from the segment's start.
+            place = align_up(load.offset + memory, section.align)
+            grown = place - load.offset + section.size
             if grown > load.memory_size:
                 break
             in_memory, memory, end = True, grown, section.offset
@@ -137,19 +180,11 @@ def _check_load(load: Segment, allocated: list[Section], position: int, sm: int)
     return position
 
 
-def _check_bounds(
-    sections: Sequence[Section], segments: list[Segment], shoff: int, size: int
-) -> None:
+def _check_bounds(sections: Sequence[Section], segments: list[Segment], size: int) -> None:
     for section in sections:
-        if (
-            section.type != NOBITS
-            and section.type != MERCURY_NOBITS
-            and section.offset + section.size > shoff
-        ):
-            corrupt(
-                f"section {section.name} ends beyond the section headers",
-                section.header_offset + 32,
-            )
+        in_file = section.type not in (NOBITS, MERCURY_NOBITS)
+        if in_file and section.offset + section.size > size:
+            corrupt(f"section {section.name} ends beyond the file", section.header_offset + 32)
     for segment in segments:
         if segment.offset + segment.file_size > size:
             corrupt("a program header ends beyond the file", segment.header_offset)

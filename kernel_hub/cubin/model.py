@@ -60,7 +60,8 @@ class SectionInfo:
 class CubinInfo:
     """A validated cubin. `arch` is the folder token (`sm90`), `target` the build target (`sm_90a`).
 
-    `toolkit` is (major, minor), None when the image does not say.
+    `toolkit` is (major, minor), None when the image does not say. `unknown` names what no toolkit
+    known here writes, all of it in bounds: such an image is sound or not, only a driver can tell.
     """
 
     arch: str
@@ -74,6 +75,7 @@ class CubinInfo:
     functions: dict[str, FunctionInfo]
     globals: dict[str, GlobalInfo]
     sections: tuple[SectionInfo, ...]
+    unknown: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class FatbinEntry:
 
     `suffix` is 'a' for code of one exact architecture, 'f' for one of its family; `version` that of
     the PTX, else the fatbin writer's. `image` is None when only the driver can unpack it, and when
-    `unread` says why it is not read at all.
+    `unread` says why it is not read at all; `damaged` where that is not for its kind or target.
     """
 
     kind: str
@@ -93,6 +95,7 @@ class FatbinEntry:
     size_bytes: int
     image: bytes | None = field(repr=False)
     unread: str = ""
+    damaged: bool = False
 
     @property
     def target(self) -> str:

@@ -10,12 +10,11 @@ from .elf import MERCURY_SM, Elf, Section, corrupt
 _OWNER = b"NVIDIA Corp\0"
 _TKINFO, _CUINFO = 2000, 1000
 _CUDA_VERSIONS = range(100, 200)  # 10 x major + minor
-_NEWEST = 135
 
 _ARCH_SPECIFIC, _FINALIZER = 0x09, 0x0B
 # code: (format, payload bytes, values seen) of .nv.compat, 12.8 to 13.5; the first two count up.
 _COMPAT: dict[int, tuple[int, int, Collection[int]]] = {
-    0x02: (2, 0, range(8)), 0x03: (2, 0, range(8)), 0x05: (2, 0, (5,)), 0x06: (2, 0, (0, 1)),
+    0x02: (2, 0, range(8)), 0x03: (2, 0, range(8)), 0x05: (2, 0, (5, 6)), 0x06: (2, 0, (0, 1)),
     0x07: (3, 0, (0x101,)), _ARCH_SPECIFIC: (2, 0, (0, 1, 2)), _FINALIZER: (4, 8, ()),
     0x0C: (2, 0, (0, 1)), 0x0D: (3, 0, (0x101,)), 0x0E: (3, 0, (0x400, 0x440)),
 }  # fmt: skip
@@ -78,10 +77,10 @@ def _read_cuinfo(elf: Elf, section: Section, desc: bytes, at: int) -> int:
     return version
 
 
-def read_compat(elf: Elf, section: Section, toolkit: int) -> bool:
+def read_compat(elf: Elf, section: Section) -> bool:
     """True for an arch-specific ('a') image. The records have the formats of `.nv.info`.
 
-    A toolkit after the newest one known here may have given a record a new value.
+    Another code than the known ones, or a known one with a new value, is noted.
     """
     image, at, end = elf.image, section.offset, section.offset + section.size
     found: dict[int, int] = {}
@@ -90,12 +89,13 @@ def read_compat(elf: Elf, section: Section, toolkit: int) -> bool:
             corrupt(".nv.compat ends within a record", at)
         form, code, value = struct.unpack_from("<BBH", image, at)
         shape = _COMPAT.get(code)
+        sound = 2 <= form <= 4 and (form != 2 or value <= 255)
         if shape is None:
-            # A later toolkit's: the reader of a known architecture can only check its shape.
-            sound = 0x0F <= code <= 0x1F and 2 <= form <= 4 and (form != 2 or value <= 255)
+            elf.note(f".nv.compat: record {code:#x}")
         else:
-            known = value == shape[1] if form == 4 else value in shape[2] or toolkit > _NEWEST
-            sound = form == shape[0] and known
+            sound = form == shape[0] and (form != 4 or value == shape[1])
+            if form != 4 and value not in shape[2]:
+                elf.note(f".nv.compat: record {code:#x} with {value:#x}")
         length = value if form == 4 else 0
         if not sound or code in found or length % 4 or at + 4 + length > end:
             corrupt(f".nv.compat: record {code:#x} of format {form} with {value:#x}", at)

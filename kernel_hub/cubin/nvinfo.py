@@ -27,6 +27,7 @@ KPARAM_INFO, KPARAM_INFO_V2, CBANK_PARAM_SIZE = 0x17, 0x45, 0x19
 MAXREG_COUNT, EXIT_OFFSETS, BRANCH_TARGETS, API_VERSION = 0x1B, 0x1C, 0x34, 0x37
 MBARRIER_OFFSETS, NUM_MBARRIERS, NUM_BARRIERS = 0x39, 0x38, 0x4C
 CTA_PER_CLUSTER, MAX_CLUSTER_RANK = 0x3D, 0x3F
+ATOMIC16_OFFSETS, COPY_OFFSETS = 0x2E, 0x40
 
 # code: (format, exact payload length, or -n for any multiple of n)
 _SHAPES: dict[int, tuple[int, int]] = {
@@ -34,16 +35,16 @@ _SHAPES: dict[int, tuple[int, int]] = {
     FRAME_SIZE: (4, 8), MIN_STACK_SIZE: (4, 8), KPARAM_INFO: (4, 12), CBANK_PARAM_SIZE: (3, 2),
     MAXREG_COUNT: (3, 2), EXIT_OFFSETS: (4, -4), 0x1D: (4, -4), 0x1E: (4, 4), 0x21: (1, 0),
     MAX_STACK_SIZE: (4, 8), 0x25: (4, -4), 0x27: (4, -4), 0x28: (4, -4), 0x29: (4, -4),
-    0x2A: (1, 0), 0x2B: (1, 0), REGCOUNT: (4, 8), 0x31: (4, -4), BRANCH_TARGETS: (4, -4),
-    0x35: (1, 0), 0x36: (4, 4), API_VERSION: (4, 4), NUM_MBARRIERS: (3, 2),
-    MBARRIER_OFFSETS: (4, -16), CTA_PER_CLUSTER: (4, 12), 0x3E: (1, 0), MAX_CLUSTER_RANK: (4, 4),
-    0x41: (1, 0), 0x44: (4, -4), 0x4A: (2, 1), KPARAM_INFO_V2: (4, 12), 0x46: (4, -4),
-    0x47: (4, -4), NUM_BARRIERS: (2, 1), 0x50: (3, 2), 0x51: (1, 0), 0x52: (1, 0), 0x53: (1, 0),
-    0x54: (1, 0), 0x55: (4, -4), 0x57: (4, -4), 0x59: (4, -4), 0x5B: (1, 0), 0x5F: (3, 2),
-    0x66: (4, 4), 0x6B: (3, 2), 0x6D: (2, 1),
+    0x2A: (1, 0), 0x2B: (1, 0), ATOMIC16_OFFSETS: (4, -8), REGCOUNT: (4, 8), 0x31: (4, -4),
+    BRANCH_TARGETS: (4, -4), 0x35: (1, 0), 0x36: (4, 4), API_VERSION: (4, 4),
+    NUM_MBARRIERS: (3, 2), MBARRIER_OFFSETS: (4, -16), CTA_PER_CLUSTER: (4, 12), 0x3E: (1, 0),
+    MAX_CLUSTER_RANK: (4, 4), COPY_OFFSETS: (4, -12), 0x41: (1, 0), 0x44: (4, -4), 0x4A: (2, 1),
+    KPARAM_INFO_V2: (4, 12), 0x46: (4, -4), 0x47: (4, -4), NUM_BARRIERS: (2, 1), 0x50: (3, 2),
+    0x51: (1, 0), 0x52: (1, 0), 0x53: (1, 0), 0x54: (1, 0), 0x55: (4, -4), 0x57: (4, -4),
+    0x59: (4, -4), 0x5B: (1, 0), 0x5F: (3, 2), 0x66: (4, 4), 0x6B: (3, 2), 0x6D: (2, 1),
 }  # fmt: skip
-_PER_FUNCTION = {FRAME_SIZE, MIN_STACK_SIZE, MAX_STACK_SIZE, REGCOUNT}
-_GLOBAL = _PER_FUNCTION | {0x53, 0x5F}
+PER_FUNCTION = {FRAME_SIZE, MIN_STACK_SIZE, MAX_STACK_SIZE, REGCOUNT}
+_GLOBAL = PER_FUNCTION | {0x41, 0x53, 0x5F}
 # Offsets of instructions in the function's code, ascending.
 _OFFSET_LISTS = {EXIT_OFFSETS, 0x1D, 0x25, 0x27, 0x28, 0x31, 0x46, 0x47, 0x57, 0x59}
 _OPCODE_EXIT = 0x94D
@@ -107,25 +108,22 @@ def read_records(elf: Elf, section: Section) -> list[Record]:
 
 
 def _check_unknown(elf: Elf, section: Section, form: int, code: int, value: int, at: int) -> None:
-    """A newer toolkit's code, in a sound format; Mercury has codes of its own."""
-    sound = (
-        (0x56 if elf.sm < MERCURY_SM else 1) <= code <= _LAST_CODE
-        and 1 <= form <= 4
-        and (form != 4 or (value and value % 4 == 0))
-    )
-    if not sound:
+    """A code no known toolkit writes, in a sound format; Mercury has codes of its own."""
+    if not (1 <= code <= _LAST_CODE and 1 <= form <= 4 and (form != 4 or value % 4 == 0)):
         corrupt(
             f"section {section.name}: record {code:#x} of format {form} is of no known kind", at
         )
+    if elf.sm < MERCURY_SM:
+        elf.note(f"record {code:#x} in section .nv.info")
 
 
 def read_global_info(
     elf: Elf, section: Section, symbols: list[Symbol]
 ) -> dict[int, dict[int, int]]:
     """{code: {symbol index: value}} of the records per function: registers, frame, stack."""
-    found: dict[int, dict[int, int]] = {code: {} for code in _PER_FUNCTION}
+    found: dict[int, dict[int, int]] = {code: {} for code in PER_FUNCTION}
     for code, _, payload, at in read_records(elf, section):
-        if code not in _PER_FUNCTION:
+        if code not in PER_FUNCTION:
             if code in _SHAPES and code not in _GLOBAL:
                 corrupt(f".nv.info: record {code:#x} belongs to a single kernel", at)
             continue
@@ -201,7 +199,7 @@ def _check_params(
         return None
     index, base, size = _CBANK.unpack(bank.payload)
     if index >= len(symbols) or symbols[index][1:4] != (".nv.constant0." + name, 0, STT_SECTION):
-        corrupt(
+        elf.deny(
             f"{section.name}: symbol {index} is not the constant bank of {name}", bank.offset + 4
         )
     if size != total.value:
@@ -281,13 +279,17 @@ def _check_branches(section: Section, text: Section, symbols: list[Symbol], reco
         at += 3 + count
 
 
-def _check_mbarriers(
+def _check_instructions(
     section: Section, text: Section, symbols: list[Symbol], record: Record
 ) -> None:
-    for offset, _, _, _ in struct.iter_unpack("<4I", record.payload):
-        if offset % 16 or offset >= text.size:
+    """Entries that begin with an instruction's offset; those of 16-bit atomics name a register."""
+    width = -_SHAPES[record.code][1]
+    for at in range(0, len(record.payload), width):
+        offset, value = struct.unpack_from("<II", record.payload, at)
+        too_far = record.code == ATOMIC16_OFFSETS and value > 255
+        if offset % 16 or offset >= text.size or too_far:
             corrupt(
-                f"{section.name}: a barrier instruction at {offset:#x}, outside {text.name}",
+                f"{section.name}: record {record.code:#x} names {offset:#x}, register {value}",
                 record.offset,
             )
 
@@ -301,11 +303,13 @@ def _check_value(section: Section, text: Section, symbols: list[Symbol], record:
 
 _VALUES = {
     MAXREG_COUNT: (1, 255), 0x1E: (0, MAX_LOCAL_BYTES), API_VERSION: (100, 199),
-    NUM_MBARRIERS: (1, 0xFFFF), NUM_BARRIERS: (0, 16), MAX_CLUSTER_RANK: (1, 16),
-    0x36: (0, 0xFFFF), 0x50: (0, 0xFF), 0x5F: (0, 0xFFF),
+    NUM_MBARRIERS: (0, 0xFFFF), NUM_BARRIERS: (0, 16), MAX_CLUSTER_RANK: (1, 16),
+    0x36: (0, 0xFFFF), 0x50: (0, 0x80FF), 0x5F: (0, 0xFFF),
 }  # fmt: skip
 _CHECKS = {
     MAX_THREADS: _check_threads, REQNTID: _check_threads, CTA_PER_CLUSTER: _check_cluster,
-    EXTERNS: _check_externs, BRANCH_TARGETS: _check_branches, MBARRIER_OFFSETS: _check_mbarriers,
+    EXTERNS: _check_externs, BRANCH_TARGETS: _check_branches, **dict.fromkeys(
+        (MBARRIER_OFFSETS, ATOMIC16_OFFSETS, COPY_OFFSETS), _check_instructions
+    ),
     **dict.fromkeys(_VALUES, _check_value),
 }  # fmt: skip

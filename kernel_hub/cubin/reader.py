@@ -21,6 +21,7 @@ from .nvinfo import (
     MAX_THREADS,
     MAXREG_COUNT,
     MIN_STACK_SIZE,
+    PER_FUNCTION,
     REGCOUNT,
     REQNTID,
     UNKNOWN_STACK,
@@ -40,6 +41,7 @@ from .symbols import (
     check_text_symbols,
     read_symbols,
 )
+from .unwrap import unwrap
 
 _Found = dict[str, list[tuple[Section, str]]]
 
@@ -51,26 +53,28 @@ def read_cubin(image: bytes) -> CubinInfo:
     """Validate `image` and describe it.
 
     Args:
-        image: the whole file, nothing before or after it.
+        image: the whole file, nothing before or after it but what CuPy adds and leaves off.
 
-    Returns: its architecture, toolkit, kernels, variables and sections.
-    Raises: CubinCorruptError, with the offset, for anything that a toolkit from 11.0 to 13.5 would
-        not have written.
+    Returns: its architecture, toolkit, kernels, variables and sections. With an empty `unknown` it
+        is sound: all of it is what a toolkit from 10.0 to 13.5 writes. Otherwise it is in bounds,
+        and whether a driver takes it only a driver can tell.
+    Raises: CubinCorruptError, with the offset, for damage: what lies out of bounds, what two places
+        of the file say differently, what no value can be.
     """
-    elf = read_elf(bytes(image))
+    elf = read_elf(unwrap(bytes(image)))
     check_layout(elf)
     found = check_sections(elf)
     symbols = read_symbols(elf)
     functions = check_text_symbols(elf, found.get("text", []), symbols)
-    for section, target in found.get("relocations", []):
-        check_relocations(elf, section, elf.by_name[target], symbols)
+    for section, _ in found.get("relocations", []):
+        check_relocations(elf, section, elf.sections[section.info], symbols)
     for section, _ in found.get("callgraph", []):
         check_callgraph(elf, section, symbols)
     noted = max((read_note(elf, section) or 0 for section, _ in found.get("note", [])), default=0)
     version = elf.version if elf.os_abi == 0x33 else noted or None
     specific = elf.arch_flag
     for section, _ in found.get("compat", []):
-        specific = read_compat(elf, section, noted) or specific
+        specific = read_compat(elf, section) or specific
     if elf.os_abi == 0x41 and elf.sm < MERCURY_SM:
         needed = [".note.nv.tkinfo", ".note.nv.cuinfo"] + [".nv.compat"] * (elf.sm >= 90)
         missing = [name for name in needed if name not in elf.by_name]
@@ -92,6 +96,7 @@ def read_cubin(image: bytes) -> CubinInfo:
         sections=tuple(
             SectionInfo(s.name, s.offset, s.size, s.type, s.flags) for s in elf.sections[1:]
         ),
+        unknown=tuple(elf.unknown),
     )
 
 
@@ -99,27 +104,33 @@ def _read_functions(
     elf: Elf,
     found: _Found,
     symbols: list[Symbol],
-    functions: dict[str, Symbol],
+    functions: dict[int, Symbol],
     version: int | None,
 ) -> dict[str, FunctionInfo]:
     """Every kernel in the order of the code, and each device function's records checked."""
-    used: dict[int, dict[int, int]] = {}
+    used: dict[int, dict[int, int]] = {code: {} for code in PER_FUNCTION}
     for section, _ in found.get("info", []):
         used = read_global_info(elf, section, symbols)
-    kernels = {}
+    parts = {
+        kind: {section.info: section for section, _ in found.get(kind, [])}
+        for kind in ("function info", "shared", "constant 0")
+    }
+    kernels: dict[str, FunctionInfo] = {}
     for text, name in found.get("text", []):
-        symbol = functions[name]
-        info = elf.by_name.get(".nv.info." + name)
+        symbol = functions[text.number]
+        info = parts["function info"].get(text.number)
         if info is None:
             corrupt(f"function {name} has no section .nv.info.{name}", text.header_offset)
         records, params = read_function_info(elf, info, text, symbols, name)
+        if elf.is_before(111):
+            used[REGCOUNT].setdefault(symbol.number, text.info >> 24)
         needed = (
             (REGCOUNT, FRAME_SIZE, MIN_STACK_SIZE)
             if symbol.other == STO_ENTRY
             else (REGCOUNT, FRAME_SIZE)
         )
         for code in needed:
-            if symbol.number not in used.get(code, ()):
+            if symbol.number not in used[code]:
                 corrupt(
                     f"function {name}: .nv.info has no record {code:#x} for it", text.header_offset
                 )
@@ -128,7 +139,7 @@ def _read_functions(
         if api and version and built > version:
             corrupt(f"{info.name}: toolkit {built}, but the image is from {version}", api.offset)
         _check_registers(elf, text, used[REGCOUNT][symbol.number])
-        bank = elf.by_name.get(".nv.constant0." + name)
+        bank = parts["constant 0"].get(text.number)
         if symbol.other != STO_ENTRY:
             if params or bank:
                 corrupt(f"function {name} is no kernel but has parameters", info.offset)
@@ -136,7 +147,11 @@ def _read_functions(
         if MAXREG_COUNT not in records:
             corrupt(f"{info.name} has no register limit", info.offset)
         _check_bank(elf, bank, name, params)
-        kernels[name] = _describe(elf, symbol, text, used, records, params)
+        if name in kernels:
+            elf.note(f"two kernels {name}")
+            continue
+        shared = parts["shared"].get(text.number)
+        kernels[name] = _describe(elf, symbol, text, shared, used, records, params)
     return kernels
 
 
@@ -153,12 +168,14 @@ def _check_bank(elf: Elf, bank: Section | None, name: str, params: Params | None
     """Constant bank 0 ends where the parameters end, and holds zeros until a launch fills it."""
     if bank is None:
         corrupt(f"kernel {name} has no section .nv.constant0.{name}")
-    sound = bank.size == params.base + params.size if params else bank.size in param_bases(elf.sm)
-    if not sound:
+    end = params.base + params.size if params else min(param_bases(elf.sm))
+    if bank.size < end:
         corrupt(
             f"section {bank.name}: {bank.size} bytes do not fit the parameters of {name}",
             bank.header_offset + 32,
         )
+    if bank.size > end and (params or bank.size not in param_bases(elf.sm)):
+        elf.note("constants behind a kernel's parameters")  # texture references have theirs there
     if elf.image.count(0, bank.offset, bank.offset + bank.size) != bank.size:
         corrupt(f"section {bank.name} is not empty", bank.offset)
 
@@ -167,6 +184,7 @@ def _describe(
     elf: Elf,
     symbol: Symbol,
     text: Section,
+    shared: Section | None,
     used: dict[int, dict[int, int]],
     records: dict[int, Record],
     params: Params | None,
@@ -176,7 +194,6 @@ def _describe(
 
     name, number = symbol.name, symbol.number
     threads, rank = triple(MAX_THREADS), records.get(MAX_CLUSTER_RANK)
-    shared = elf.by_name.get(".nv.shared." + name)
     shared_bytes = shared.size if shared else 0
     if elf.sm >= 90:
         shared_bytes = max(0, shared_bytes - _RESERVED_SHARED)

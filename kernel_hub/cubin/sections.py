@@ -1,7 +1,7 @@
 """Which sections a cubin may have, and what the header of each must hold.
 
-A whitelist: a section of a kind that no toolkit from 11.0 to 13.5 writes is refused. Mercury
-sections (sm_100 and later) pass unread, because kernel_hub never loads them.
+A section of a kind that no toolkit from 10.0 to 13.5 writes is noted as unknown, one of a known
+kind with another header is refused. Mercury sections (sm_100 and later) pass unread.
 """
 
 from __future__ import annotations
@@ -33,17 +33,14 @@ _SHF_INFO_LINK = 0x40
 # Before 12.4, ptxas left SHF_INFO_LINK out and wrote sh_link of an earlier order of the sections.
 _FIRST_SOUND_LINKS = 124
 
-# All that ptxas and nvlink ever put into .nv.rel.action: from 12.0 on, and what grew in 11.x.
-_ACTIONS_11 = bytes.fromhex("4b0000000000000000020208100a2f22") + b"".join(
-    bytes((kind, 0, shift, 8, 0, 0, 0, 0)) for kind in range(3) for shift in range(0, 64, 8)
-)
-_RELOC_ACTIONS = (
+# .nv.rel.action: a head of 16 bytes (from 12.0 on that is all), then a row a kind of relocation.
+_ACTION_HEADS = (
     bytes.fromhex("73000000000000000000001125000536"),
-    _ACTIONS_11,  # 11.1
-    _ACTIONS_11 + bytes.fromhex("000000142c000000"),  # 11.3
-    _ACTIONS_11 + bytes.fromhex("000000142c0000000900000c00000000"),  # 11.7
-    _ACTIONS_11 + bytes.fromhex("000000142c0000000300000c00000000"),  # 11.8
+    bytes.fromhex("4b0000000000000000020208100a2f22"),
 )
+# What rows of 11.0 to 11.8 hold: kind, shift, and width with what follows it.
+_ACTION_KINDS, _ACTION_SHIFTS = (0, 1, 2, 3, 9), range(0, 64, 8)
+_ACTION_WIDTHS = ((8, 0), (12, 0), (32, 0), (64, 0), (0x14, 0x2C))
 
 _DEBUG = {
     "abbrev",
@@ -105,6 +102,7 @@ _SHARED = Rule("shared", NOBITS, 0x43, False, "text", (), 0)
 _LOCAL = Rule("local", NOBITS, 0x43, False, "text", (), 0)
 _CONSTANT = Rule("constant", PROGBITS, 2, False, "", (), 0)
 _FUNCTION_CONSTANT = Rule("constant", PROGBITS, 0x42, False, "text", (), 0)
+_PARAMETERS = _FUNCTION_CONSTANT._replace(kind="constant 0")
 _DEBUG_RULE = Rule("debug", PROGBITS, 0, False, "", (1, 4, 8), 0)
 _RELA_RULE = Rule("relocations", RELA, 0x40, True, "target", (8,), 24)
 _REL_RULE = Rule("relocations", REL, 0x40, True, "target", (8,), 16)
@@ -116,14 +114,14 @@ def check_sections(elf: Elf) -> dict[str, list[tuple[Section, str]]]:
     for section in elf.sections[1:]:
         name = section.name
         if name == ".symtab":
-            _check_symtab(section)
+            _check_symtab(elf, section)
             continue
         if section.type == NOTE:
-            _check_note(elf, section)
-            found.setdefault("note", []).append((section, ""))
+            if _check_note(elf, section):
+                found.setdefault("note", []).append((section, ""))
             continue
         rule, owner = _rule(elf, section)
-        if rule is None:
+        if rule is None:  # in bounds, by the layout
             continue
         _check_header(elf, section, rule, owner)
         _check_size(elf, section, rule)
@@ -146,7 +144,8 @@ def _rule(elf: Elf, section: Section) -> tuple[Rule | None, str]:
     if name.startswith(".nv.constant"):
         bank, _, owner = name[12:].partition(".")
         if len(bank) <= 2 and bank.isdecimal():
-            return (_FUNCTION_CONSTANT if owner else _CONSTANT), owner
+            kernel = _PARAMETERS if int(bank) == 0 else _FUNCTION_CONSTANT
+            return (kernel if owner else _CONSTANT), owner
     if name.startswith(".rela."):
         return _RELA_RULE, name[5:]
     if name.startswith(".rel."):
@@ -159,14 +158,15 @@ def _rule(elf: Elf, section: Section) -> tuple[Rule | None, str]:
         return _DEBUG_RULE, ""
     if elf.sm >= MERCURY_SM and name.startswith((".nv.merc.", ".nv.capmerc.", ".nv.constant.")):
         return None, ""
-    corrupt(f"section {name} is of a kind that no known toolkit writes", section.header_offset)
+    elf.note(f"section {name}, of a kind that no known toolkit writes")
+    return None, ""
 
 
 def _check_header(elf: Elf, section: Section, rule: Rule, owner: str) -> None:
     name, at = section.name, section.header_offset
     if section.type != rule.type:
-        corrupt(f"section {name} has type {section.type:#x}, expected {rule.type:#x}", at + 4)
-    flags, link = section.flags, 3 if rule.linked else 0
+        elf.deny(f"section {name} has type {section.type:#x}, expected {rule.type:#x}", at + 4)
+    flags, link = section.flags, elf.symtab.number if rule.linked else 0
     if elf.is_before(_FIRST_SOUND_LINKS):
         flags |= rule.flags & _SHF_INFO_LINK
         link = section.link if rule.linked else 0
@@ -175,23 +175,25 @@ def _check_header(elf: Elf, section: Section, rule: Rule, owner: str) -> None:
             corrupt(f"section {name} uses {flags >> 20} barriers; there are 16", at + 8)
         flags &= 0xFFFFF
     if flags != rule.flags:
-        corrupt(f"section {name} has flags {section.flags:#x}, expected {rule.flags:#x}", at + 8)
+        elf.deny(f"section {name} has flags {section.flags:#x}, expected {rule.flags:#x}", at + 8)
     if section.link != link:
-        corrupt(f"section {name} is linked to section {section.link}", at + 40)
+        elf.deny(f"section {name} is linked to section {section.link}", at + 40)
     if rule.owner == "":
         if section.info:
-            corrupt(f"section {name} has sh_info {section.info}, expected 0", at + 44)
+            elf.deny(f"section {name} has sh_info {section.info}, expected 0", at + 44)
     elif rule.owner != "any":
-        target = elf.by_name.get(f".text.{owner}" if rule.owner == "text" else owner)
-        if target is None or target.number != section.info:
+        wanted = f".text.{owner}" if rule.owner == "text" else owner
+        # By number: nvlink keeps functions of one name that are static in two files.
+        found = elf.sections[section.info].name if section.info < len(elf.sections) else ""
+        if found != wanted:
             corrupt(
                 f"section {name} belongs to section {section.info}, not to the one in its name",
                 at + 44,
             )
     if section.align not in rule.aligns and (rule.aligns or section.align > MAX_ALIGN):
-        corrupt(f"section {name} is aligned to {section.align}", at + 48)
+        elf.deny(f"section {name} is aligned to {section.align}", at + 48)
     if section.entsize != rule.entsize:
-        corrupt(
+        elf.deny(
             f"section {name} has entries of {section.entsize} bytes, expected {rule.entsize}",
             at + 56,
         )
@@ -208,7 +210,7 @@ def _check_size(elf: Elf, section: Section, rule: Rule) -> None:
     if kind == "text":
         if not size or size % 128:
             corrupt(f"section {section.name}: {size} bytes of code are no multiple of 128", at)
-    elif kind == "constant":
+    elif kind in ("constant", "constant 0"):
         if size > MAX_CONSTANT_BYTES:
             corrupt(
                 f"section {section.name}: {size} bytes, a constant bank has {MAX_CONSTANT_BYTES}",
@@ -222,35 +224,48 @@ def _check_size(elf: Elf, section: Section, rule: Rule) -> None:
     elif kind == "global" or kind == "local":
         if size >= 1 << 40:
             corrupt(f"section {section.name}: {size} bytes", at)
-    elif (
-        kind == "reloc action"
-        and elf.image[section.offset : section.offset + size] not in _RELOC_ACTIONS
+    elif kind == "reloc action" and not _is_action_table(
+        elf.image[section.offset : section.offset + size]
     ):
-        corrupt(
-            f"section {section.name} does not hold the one table that toolkits write",
-            section.offset,
-        )
+        elf.note(f"section {section.name} holds a table that no known toolkit writes")
 
 
-def _check_symtab(section: Section) -> None:
-    if (section.type, section.flags, section.link, section.align, section.entsize) != (
-        SYMTAB,
-        0,
-        2,
-        8,
-        24,
-    ):
-        corrupt("section .symtab has a wrong header", section.header_offset)
+def _is_action_table(table: bytes) -> bool:
+    head, rows = table[:16], [table[at : at + 8] for at in range(16, len(table), 8)]
+    if head == _ACTION_HEADS[0]:
+        return not rows
+    return head == _ACTION_HEADS[1] and len(set(rows)) == len(rows) and all(map(_is_action, rows))
+
+
+def _is_action(row: bytes) -> bool:
+    kind, zero, shift, width, *rest = row
+    return (
+        kind in _ACTION_KINDS
+        and zero == 0
+        and shift in _ACTION_SHIFTS
+        and (width, rest[0]) in _ACTION_WIDTHS
+        and not any(rest[1:])
+    )
+
+
+def _check_symtab(elf: Elf, section: Section) -> None:
+    header = (section.type, section.flags, section.link, section.align, section.entsize)
+    if header != (SYMTAB, 0, elf.strtab.number, 8, 24):
+        elf.deny("section .symtab has a wrong header", section.header_offset)
     count, rest = divmod(section.size, 24)
-    if rest or not 1 <= section.info <= count:
+    least = 0 if elf.is_before(111) else 1  # 10.x does not count the empty one
+    if rest or not least <= section.info <= count:
         corrupt(
             f"section .symtab: {section.size} bytes, {section.info} local symbols",
             section.header_offset + 32,
         )
 
 
-def _check_note(elf: Elf, section: Section) -> None:
-    """The header of a .note.nv.* section: the later ones link to .note.nv.tkinfo and .nv.compat."""
+def _check_note(elf: Elf, section: Section) -> bool:
+    """The header of a .note.nv.* section: the later ones link to .note.nv.tkinfo and .nv.compat.
+
+    Returns whether it is one that `read_note` knows.
+    """
     toolkit = elf.by_name.get(".note.nv.tkinfo")
     compat = elf.by_name.get(".nv.compat")
     if section is toolkit:
@@ -260,12 +275,11 @@ def _check_note(elf: Elf, section: Section) -> None:
             (0x1000040, toolkit.number, compat.number) if compat else (0x1000000, toolkit.number, 0)
         )
     else:
-        corrupt(
-            f"note section {section.name} is of a kind that no known toolkit writes",
-            section.header_offset,
-        )
+        elf.note(f"note section {section.name}, of a kind that no known toolkit writes")
+        return False
     if (section.flags, section.link, section.info) != expected or (
         section.align,
         section.entsize,
     ) != (4, 0):
-        corrupt(f"section {section.name} has a wrong header", section.header_offset)
+        elf.deny(f"section {section.name} has a wrong header", section.header_offset)
+    return True

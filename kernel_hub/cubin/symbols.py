@@ -29,8 +29,10 @@ _TEXT_RELOCATIONS = {
     63: (STT_FUNC,),
     75: (STT_FUNC,),
 }
+_RESERVED = ".nv.reservedSmem."
 _OPTIMIZER = ".nv.constant.optimizer."
 _FIRST_SOUND_COUNT = 114  # before, sh_info of .symtab left local symbols out
+_UNCOUNTED = (".debug_frame", ".nv.rel.action", ".nv_debug_ptx_txt")
 _MAX_PROTOTYPES = 1 << 20
 
 
@@ -49,7 +51,7 @@ class Symbol(NamedTuple):
 
 def read_symbols(elf: Elf) -> list[Symbol]:
     """Every symbol, each consistent with the section it lies in."""
-    table, strings = elf.sections[3], elf.sections[2]
+    table, strings = elf.symtab, elf.strtab
     names = read_names(elf.image, strings.offset, strings.size, ".strtab")
     sections = elf.sections
     symbols = []
@@ -60,59 +62,62 @@ def read_symbols(elf: Elf) -> list[Symbol]:
     ):
         name = names.get(name_at)
         bind, kind = info >> 4, info & 15
-        if kind in _REFERENCES and name and not shndx:
-            corrupt(f"{name} is a texture or surface reference: CUDA 12 removed these", at)
-        if name is None or bind > STB_WEAK or kind > STT_SECTION or shndx >= len(sections):
-            corrupt(f"symbol {index}: name, binding, type or section is out of range", at)
+        if name is None or bind > STB_WEAK or shndx >= len(sections):
+            corrupt(f"symbol {index}: name, binding or section is out of range", at)
         symbol = Symbol(index, name, bind, kind, other, shndx, value, size)
         if kind == STT_SECTION:
             known = sections[shndx].name
             if name.startswith(_OPTIMIZER):  # 13.5
                 known = known.replace(".nv.constant2.", _OPTIMIZER)
             if (bind, other, value, size) != (0, 0, 0, 0) or known != name or not shndx:
-                corrupt(f"symbol {index} ({name}) is not the symbol of its section", at)
+                elf.deny(f"symbol {index} ({name}) is not the symbol of its section", at)
             if shndx in section_symbols:
-                corrupt(f"symbol {index} ({name}) is the second of its section", at)
+                elf.deny(f"symbol {index} ({name}) is the second of its section", at)
             section_symbols.add(shndx)
         elif kind == STT_FUNC:
-            _check_function(symbol, sections[shndx], at)
+            _check_function(elf, symbol, sections[shndx], at)
         elif kind == STT_OBJECT:
             _check_object(elf, symbol, sections[shndx], at)
-        else:
+        elif kind == STT_NOTYPE:
             _check_untyped(elf, symbol, sections[shndx], at)
+        elif kind in _REFERENCES and name and not shndx:
+            elf.note(f"texture or surface reference {name}, which CUDA 12 has no way to bind")
+        else:
+            elf.note(f"symbol of type {kind}")
         symbols.append(symbol)
         at += 24
-    _check_order(table, symbols, elf.is_before(_FIRST_SOUND_COUNT))
+    _check_order(elf, symbols)
     return symbols
 
 
-def _check_order(table: Section, symbols: list[Symbol], early: bool) -> None:
+def _check_order(elf: Elf, symbols: list[Symbol]) -> None:
     """sh_info counts all symbols, or those before the global ones; weak ones stand on either side.
 
-    From sm_90 on, the symbols of the constant banks follow the global ones; 11.0 to 11.3 did not
-    count those of .debug_frame and .nv.rel.action.
+    From sm_90 on, the symbols of the constant banks follow the global ones; up to 11.3 the symbols
+    of .debug_frame, .nv.rel.action and PTX texts were not counted.
     """
+    table, early = elf.symtab, elf.is_before(_FIRST_SOUND_COUNT)
     count = table.info
     if count == len(symbols):
         return
     for symbol in symbols[:count]:
         if symbol.bind == STB_GLOBAL:
-            corrupt(
+            elf.deny(
                 f"global symbol {symbol.name} lies among the local ones", table.header_offset + 44
             )
-    for symbol in symbols[count:]:
-        uncounted = early and symbol.name in (".debug_frame", ".nv.rel.action")
+    for symbol in symbols[max(count, 1) :]:
+        uncounted = early and symbol.name.startswith(_UNCOUNTED)
         late = uncounted or symbol.name.startswith(".nv.constant0.")
         if symbol.bind == STB_LOCAL and not late:
-            corrupt(
+            elf.deny(
                 f"local symbol {symbol.name} lies among the global ones", table.header_offset + 44
             )
 
 
 def check_text_symbols(
     elf: Elf, texts: list[tuple[Section, str]], symbols: list[Symbol]
-) -> dict[str, Symbol]:
-    """The function symbol of each .text section (which names it in sh_info), by name."""
+) -> dict[int, Symbol]:
+    """The function symbol of each .text section (which names it in sh_info), by its number."""
     functions = {}
     for section, owner in texts:
         index = section.info & 0xFFFFFF
@@ -134,7 +139,7 @@ def check_text_symbols(
             corrupt(
                 f"section {section.name}: sh_info {section.info:#x}", section.header_offset + 44
             )
-        functions[owner] = symbol
+        functions[section.number] = symbol
     return functions
 
 
@@ -150,13 +155,16 @@ def check_relocations(elf: Elf, section: Section, target: Section, symbols: list
     entries = _RELA.iter_unpack(data) if section.entsize == 24 else _REL.iter_unpack(data)
     at = section.offset
     for offset, kind, index, *addend in entries:
-        if kind not in types or index >= count or offset > limit or offset % unit:
+        known = kind in types
+        if index >= count or offset >= target.size or (known and (offset > limit or offset % unit)):
             corrupt(
                 f"{section.name}: relocation {kind} at {offset:#x} by symbol {index}",
                 at,
             )
         symbol = symbols[index]
-        if symbol.type not in types[kind]:
+        if not known:
+            elf.note(f"relocation {kind} of {'code' if is_text else 'data'}")
+        elif symbol.type not in types[kind]:
             corrupt(
                 f"{section.name}: relocation {kind} by symbol {index}, of type {symbol.type}",
                 at,
@@ -193,7 +201,7 @@ def check_callgraph(elf: Elf, section: Section, symbols: list[Symbol]) -> None:
         corrupt(f"{section.name} has {part} lists, expected 4 (3 before 12.0)", section.offset)
 
 
-def _check_function(symbol: Symbol, section: Section, at: int) -> None:
+def _check_function(elf: Elf, symbol: Symbol, section: Section, at: int) -> None:
     name = symbol.name
     if not symbol.section:
         if symbol.bind != STB_GLOBAL or symbol.other or symbol.value or symbol.size or not name:
@@ -210,16 +218,16 @@ def _check_function(symbol: Symbol, section: Section, at: int) -> None:
         if section.name != ".text." + name:
             corrupt(f"kernel {name} lies in section {section.name}", at + 6)
     elif symbol.other:
-        corrupt(f"function {name} has st_other {symbol.other:#x}", at + 5)
+        elf.note(f"function with st_other {symbol.other:#x}")
 
 
 def _check_object(elf: Elf, symbol: Symbol, section: Section, at: int) -> None:
     name = symbol.name
     if symbol.other not in (0, _STO_MANAGED):
-        corrupt(f"variable {name} has st_other {symbol.other:#x}", at + 5)
+        elf.note(f"variable with st_other {symbol.other:#x}")
     if not symbol.section:
-        sound = name.startswith(".nv.reservedSmem.") and symbol.bind != STB_LOCAL
-        if not sound or symbol.value > _reserved_limit(elf) or symbol.size != 4:
+        sound = name.startswith(_RESERVED) and symbol.bind != STB_LOCAL and symbol.size == 4
+        if not sound or symbol.value > _reserved_limit(elf, name):
             corrupt(f"variable {name} is not defined here", at + 6)
         return
     if not section.name.startswith(
@@ -233,9 +241,10 @@ def _check_object(elf: Elf, symbol: Symbol, section: Section, at: int) -> None:
         corrupt(f"variable {name} has {symbol.size} bytes at {symbol.value:#x}", at + 8)
 
 
-def _reserved_limit(elf: Elf) -> int:
-    """Up to sm_90 the driver's shared memory starts at 0 and has one known word."""
-    return 0 if elf.sm < MERCURY_SM else 1024
+def _reserved_limit(elf: Elf, name: str) -> int:
+    """Up to sm_90 the driver's shared memory starts at 0, has one known word and an end."""
+    known = elf.sm < MERCURY_SM and name != _RESERVED + "cap"
+    return 0 if known else 1024
 
 
 def _check_untyped(elf: Elf, symbol: Symbol, section: Section, at: int) -> None:
@@ -247,10 +256,10 @@ def _check_untyped(elf: Elf, symbol: Symbol, section: Section, at: int) -> None:
             and section.name == ".nv.shared.reserved.0"
             and bool(symbol.name)
         )
-        sound = sound and symbol.value <= _reserved_limit(elf)
+        sound = sound and symbol.value <= _reserved_limit(elf, symbol.name)
     else:
         first = symbol.number == 0
         sound = symbol.bind == STB_LOCAL and not symbol.section and not symbol.name
         sound = sound and not symbol.value and symbol.other == (0 if first else _STO_ANONYMOUS)
     if not sound or symbol.size:
-        corrupt(f"symbol {symbol.number} ({symbol.name}) is of no kind that cubins have", at)
+        elf.deny(f"symbol {symbol.number} ({symbol.name}) is of no kind that cubins have", at)

@@ -32,6 +32,8 @@ NVCC_IMAGES = {
     "tiny_sm90_debug": ("tiny.cu", "90", ["-G"]),
     "huge_sm80": ("huge.cu", "80", []),
     "huge_sm90": ("huge.cu", "90", []),
+    "genuine_sm80": ("genuine.cu", "80", []),
+    "genuine_sm90": ("genuine.cu", "90", []),
     "tiny_sm120": ("tiny.cu", "120", []),
 }
 NVRTC_IMAGES = {
@@ -164,6 +166,8 @@ def nvrtc_compile(
     source: str, arch: str, flags: list[str], path: Path, kind: str = "CUBIN"
 ) -> bytes:
     """One source through the NVRTC at `path` to an ABI-7 cubin, or to PTX."""
+    for builtins in path.parent.glob("libnvrtc-builtins.so*"):  # it would look for them elsewhere
+        ctypes.CDLL(str(builtins), ctypes.RTLD_GLOBAL)
     library = ctypes.CDLL(str(path))
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
     library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"k.cu", 0, None, None)

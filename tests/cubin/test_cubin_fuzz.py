@@ -1,4 +1,7 @@
-"""100,000 damaged cubins, and any bytes at all: a CubinInfo or a CubinCorruptError, and soon."""
+"""100,000 damaged cubins, and any bytes at all: a CubinInfo or a CubinCorruptError, and soon.
+
+Of what is not refused hardly any counts as unknown: that costs a child process each.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +32,7 @@ DATA = Path(__file__).parent / "data"
 IMAGES = 100_000
 CHUNK = 5_000
 SEED = int(os.environ.get("KERNEL_HUB_FUZZ_SEED", "20250611"))
+MAX_UNKNOWN = 0.05  # of all mutants
 MAX_SECONDS = 0.5  # of CPU, an image: the slowest takes 0.01
 
 
@@ -39,7 +43,10 @@ def bases() -> dict[str, bytes]:
 
 
 def read_mutations(first: int) -> tuple[collections.Counter[str], float]:
-    """Read CHUNK mutations from number `first` on; (passed by kind, the slowest one's CPU time)."""
+    """Read CHUNK mutations from number `first` on.
+
+    Returns: how many pass as sound by kind ("unknown": those that are not), the slowest's CPU time.
+    """
     mutator = Mutator(bases(), SEED)
     passed: collections.Counter[str] = collections.Counter()
     slowest = 0.0
@@ -49,7 +56,7 @@ def read_mutations(first: int) -> tuple[collections.Counter[str], float]:
         try:
             info = read_cubin(mutation.image)
             assert isinstance(info, CubinInfo)
-            passed[mutation.kind] += 1
+            passed["unknown" if info.unknown else mutation.kind] += 1
         except CubinCorruptError:
             pass
         except Exception as error:
@@ -71,9 +78,11 @@ def test_damaged_cubins() -> None:
             slowest = max(slowest, seconds)
     print(f"{sum(passed.values())} pass: {dict(passed)}; slowest {slowest * 1e3:.1f} ms")
     assert slowest < MAX_SECONDS
+    assert passed["unknown"] < MAX_UNKNOWN * IMAGES
     each = IMAGES / len(KINDS)
     # Whatever changes the length is refused; of the frame's own bytes hardly one is free.
-    assert not any(passed[kind] for kind in ("truncate", "delete", "duplicate"))
+    assert not any(passed[kind] for kind in ("delete", "duplicate"))
+    assert passed["truncate"] < 0.005 * each  # the last byte is known
     for kind in ("header", "section table", "program headers", "symbols"):
         assert passed[kind] < 0.02 * each, kind
     for kind in ("nv.info", "notes", "relocations", "strings"):

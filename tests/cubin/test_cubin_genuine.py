@@ -1,0 +1,100 @@
+"""150 programs drawn by lot and compiled here: each cubin is sound, and read as its text says.
+
+KERNEL_HUB_SEED draws others; `genuine_build.py` takes more, and compilers of CUDA 12.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from genuine import draw
+from genuine_build import DidNotCompileError, faults, nvcc_cubin, nvrtc_cubin
+
+SEED = int(os.environ.get("KERNEL_HUB_SEED", "20261122"))
+CHUNK = 10
+NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+# NVRTC takes a quarter of nvcc's time, but links nothing.
+BY_NVCC, BY_NVRTC = range(0, 40, CHUNK), range(40, 150, CHUNK)
+BLACKWELL = ("100", "100a", "120", "120a")
+
+
+def nvrtc() -> Path | None:
+    """The NVRTC that the extra `jit` installs."""
+    spec = importlib.util.find_spec("nvidia")
+    folders = spec.submodule_search_locations or () if spec else ()
+    found = [p for folder in folders for p in Path(folder).glob("cu*/lib/libnvrtc.so.*")]
+    return found[0] if found else None
+
+
+@functools.cache
+def headers() -> list[str]:
+    """CUDA's and CCCL's headers: of the toolkit that nvcc belongs to, or beside NVRTC."""
+    roots = []
+    if NVCC:
+        command = [NVCC, "--dryrun", "-E", "-x", "cu", os.devnull]
+        told = subprocess.run(command, capture_output=True, text=True, check=False).stderr
+        roots += re.findall(r'INCLUDES="-I(.*?)"', told)
+    library = nvrtc()
+    if library:
+        roots.append(str(library.parent.parent / "include"))
+    paths = [path for root in roots for path in (Path(root), Path(root, "cccl"))]
+    return [os.path.normpath(path) for path in paths if path.is_dir()]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(NVCC is None, reason="no nvcc: it draws and compiles programs")
+@pytest.mark.parametrize("first", BY_NVCC)
+def test_by_nvcc(first: int) -> None:
+    for number in range(first, first + CHUNK):
+        program = draw(SEED, number)
+        assert not faults(program, nvcc_cubin(program, str(NVCC))), (SEED, number)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(nvrtc() is None, reason="no NVRTC: pip install 'kernel_hub[jit]'")
+@pytest.mark.parametrize("first", BY_NVRTC)
+def test_by_nvrtc(first: int) -> None:
+    library = nvrtc()
+    assert library is not None
+    compiled = 0
+    for number in range(first, first + CHUNK):
+        program = draw(SEED, number, linked=False)
+        try:
+            image = nvrtc_cubin(program, library, headers())
+        except DidNotCompileError as error:
+            assert "cannot open source file" in str(error), (SEED, number)
+            continue  # a header that is not on this machine
+        compiled += 1
+        assert not faults(program, image), (SEED, number)
+    assert compiled >= CHUNK // 3
+
+
+@pytest.mark.skipif(NVCC is None, reason="no nvcc: it draws and compiles programs")
+def test_later_gpus_are_read_but_never_called_sound() -> None:
+    """From sm_100 on only bounds are checked, so a driver is asked in a child process first."""
+    for number in range(4):
+        program = draw(SEED, number, archs=BLACKWELL)
+        found = faults(program, nvcc_cubin(program, str(NVCC)))
+        bounds = f"code for sm_{program.arch.rstrip('a')}, of which only the bounds are checked"
+        assert found[0] == f"unknown: {bounds}", (SEED, number)
+        assert all(text.startswith("unknown: ") for text in found), (SEED, number)
+
+
+def test_the_judge_can_say_no() -> None:
+    """Facts of one program are not those of another, and a damaged cubin is not sound."""
+    data = Path(__file__).parent / "data"
+    image = (data / "features_sm90.cubin").read_bytes()
+    number = next(n for n in range(99) if draw(SEED, n, archs=("90",)).variables)
+    program = draw(SEED, number, archs=("90",))
+    found = faults(program, image)
+    assert any("kernels, not" in text for text in found)
+    assert any(text.startswith("variable") for text in found)
+    assert faults(program, image[:-8])[0].startswith("refused")
+    assert faults(draw(SEED, number, archs=("80",)), image)[0].startswith("target")
