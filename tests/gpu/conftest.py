@@ -45,3 +45,9 @@ def compile_cuda(tmp_path_factory: pytest.TempPathFactory) -> Compile:
         return made[key]
 
     return compile_source
+
+
+@pytest.fixture(scope="session")
+def cubin(compile_cuda: Compile, device_arch: str) -> Path:
+    """The kernels of this folder for the GPU at hand."""
+    return compile_cuda("gpu_kernels.cu", "-cubin", f"-arch={device_arch}")

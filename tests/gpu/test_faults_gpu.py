@@ -5,18 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch")
 ROOT = Path(__file__).resolve().parent.parent.parent
-
-
-@pytest.fixture(scope="module")
-def cubin(compile_cuda: Callable[..., Path], device_arch: str) -> Path:
-    return compile_cuda("gpu_kernels.cu", "-cubin", f"-arch={device_arch}")
 
 
 def run_child(code: str, **environment: str) -> str:

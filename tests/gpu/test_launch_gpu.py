@@ -31,11 +31,6 @@ DECLARED = {
 
 
 @pytest.fixture(scope="module")
-def cubin(compile_cuda: Callable[..., Path], device_arch: str) -> Path:
-    return compile_cuda("gpu_kernels.cu", "-cubin", f"-arch={device_arch}")
-
-
-@pytest.fixture(scope="module")
 def kernels(cubin: Path) -> Kernel:
     return Kernel(cubin, signatures={name: given for name, given in DECLARED.items() if given})
 
