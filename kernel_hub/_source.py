@@ -114,7 +114,8 @@ class SourceImage:
 
     def choose(self, compute_capability: tuple[int, int]) -> Chosen:
         arch = self._arch or _own_arch(compute_capability)
-        return self._build(arch).choose(compute_capability)
+        # What a compiler made here may be newer than the reader: no child process is asked.
+        return replace(self._build(arch).choose(compute_capability), unknown=())
 
     def _build(self, arch: str) -> NamedImage:
         if arch not in self._built:

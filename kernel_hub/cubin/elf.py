@@ -1,8 +1,9 @@
 """The ELF frame of a cubin: header, section headers and program headers.
 
-Up to sm_90 compilers write it in one canonical form, so everything is checked for equality, not for
-plausibility. From sm_100 on several linkers write it, so only bounds are checked, and such an image
-is never called sound. Knows no CUDA section by name beyond the first three.
+Up to sm_90 ptxas and nvlink write it in one canonical form, so everything is checked for equality,
+not for plausibility. From sm_100 on, and where the section headers come first, other linkers wrote
+it: only bounds are checked, and such an image is never called sound. Knows no CUDA section by name
+beyond the first three.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ PROGBITS, SYMTAB, STRTAB, RELA, NOTE, NOBITS, REL = 1, 2, 3, 4, 7, 8, 9
 MERCURY_NOBITS = 0x70000015  # reserved shared memory beside Mercury code
 # From here on cubins carry a second, intermediate code, and what is checked is bounds alone.
 MERCURY_SM = 100
+# (section headers, program headers, how many) of a linker that writes section headers first.
+_HEADERS_FIRST = (64, 0, 0)
 
 _HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
 _SECTION = struct.Struct("<IIQQQQIIQQ")
@@ -86,6 +89,7 @@ class Elf(NamedTuple):
     symtab: Section
     strtab: Section
     unknown: list[str]
+    canonical: bool
 
     def note(self, message: str) -> None:
         """Remember something unknown that is in bounds."""
@@ -93,8 +97,8 @@ class Elf(NamedTuple):
             self.unknown.append(message)
 
     def deny(self, message: str, offset: int) -> None:
-        """Refuse what no toolkit writes, but from sm_100 on, where linkers differ."""
-        if self.sm < MERCURY_SM:
+        """Refuse what ptxas and nvlink do not write; of other linkers it is taken."""
+        if self.canonical:
             corrupt(message, offset)
 
     def is_before(self, toolkit: int) -> bool:
@@ -128,7 +132,7 @@ def read_elf(image: bytes) -> Elf:
         corrupt("no section .symtab or .strtab", shoff)
     return Elf(
         image, header.os_abi, header.abi_version, header.version, header.sm, header.arch_flag,
-        shoff, sections, segments, by_name, symtab, strtab, unknown,
+        shoff, sections, segments, by_name, symtab, strtab, unknown, header.canonical,
     )  # fmt: skip
 
 
@@ -177,6 +181,10 @@ class _Header(NamedTuple):
     shnum: int
     shstrndx: int
 
+    @property
+    def canonical(self) -> bool:
+        return self.sm < MERCURY_SM and (self.shoff, self.phoff, self.phnum) != _HEADERS_FIRST
+
 
 def _read_header(image: bytes, unknown: list[str]) -> _Header:
     if image[:4] != b"\x7fELF":
@@ -210,20 +218,20 @@ def _read_header(image: bytes, unknown: list[str]) -> _Header:
     sm, arch_flag = _read_flags(flags, os_abi, unknown)
     header = _Header(os_abi, ident[8], version, sm, arch_flag, phoff, phnum, shoff, shnum, shstrndx)
     bare = phnum == 0 and _is_before(os_abi, version, FIRST_SOUND_SEGMENTS)
-    mercury = sm >= MERCURY_SM
+    canonical = header.canonical
     if (entry, ehsize, shentsize) != (0, 64, 64) or (
-        phentsize != (0 if bare else 56) or shstrndx != 1 if not mercury else shstrndx >= shnum
+        phentsize != (0 if bare else 56) or shstrndx != 1 if canonical else shstrndx >= shnum
     ):
         corrupt(
             "ELF header: entry point, header sizes or string table index are not those of a cubin",
             24,
         )
-    if shnum < 4 or shoff < 64 or (phnum < 2 and not bare and not mercury):
+    if shnum < 4 or shoff < 64 or (phnum < 2 and not bare and canonical):
         corrupt(
             f"ELF header: {shnum} sections at {shoff:#x}, {phnum} segments: no cubin has that", 40
         )
-    if mercury:
-        _check_mercury_frame(image, header, unknown)
+    if not canonical:
+        _check_frame(image, header, unknown)
         return header
     end = shoff + 64 * shnum
     if phoff != (0 if bare else end):
@@ -235,8 +243,9 @@ def _read_header(image: bytes, unknown: list[str]) -> _Header:
     return header
 
 
-def _check_mercury_frame(image: bytes, header: _Header, unknown: list[str]) -> None:
-    unknown.append(f"code for sm_{header.sm}, of which only the bounds are checked")
+def _check_frame(image: bytes, header: _Header, unknown: list[str]) -> None:
+    what = f"code for sm_{header.sm}" if header.sm >= MERCURY_SM else "another linker's layout"
+    unknown.append(f"{what}, of which only the bounds are checked")
     for what, at, end in (
         ("section", header.shoff, header.shoff + 64 * header.shnum),
         ("program", header.phoff, header.phoff + 56 * header.phnum),
@@ -279,8 +288,7 @@ def _read_flags(flags: int, os_abi: int, unknown: list[str]) -> tuple[int, bool]
     """(SM, 'a' flag) of e_flags in the layout of the ABI; other bits than the known are noted."""
     if os_abi == 0x41:
         sm, arch_flag = flags >> 8 & 0xFF, bool(flags & 8)
-        usual = flags & 0xFF00F1 == 0 and 1 <= flags >> 24 <= 31
-        usual = usual and flags & 6 == (4 if sm < MERCURY_SM else 2)
+        usual = flags & 0xFF00F7 == 4 and 1 <= flags >> 24 <= 31
     else:
         sm, arch_flag = flags & 0xFF, bool(flags & 0x800)
         virtual = flags >> 16
@@ -290,7 +298,7 @@ def _read_flags(flags: int, os_abi: int, unknown: list[str]) -> tuple[int, bool]
         corrupt(f"built for sm_{sm}, {unread_architecture(sm)}: that is not read", 48)
     if sm not in _KNOWN_SM or (arch_flag and sm < 90):
         corrupt(f"ELF flags {flags:#x} name no known architecture", 48)
-    if not usual:
+    if not usual and sm < MERCURY_SM:
         unknown.append(f"ELF flags {flags:#x}")
     return sm, arch_flag
 
@@ -301,10 +309,10 @@ def _name_sections(
     shoff = header.shoff
     if any(raw[0]):
         corrupt("section 0 is not empty", shoff)
-    mercury = header.sm >= MERCURY_SM
+    canonical = header.canonical
     _, kind, _, _, offset, size, *_ = raw[header.shstrndx]
-    end = len(image) if mercury else shoff
-    if kind != STRTAB or (offset != 64 and not mercury) or offset + size > end:
+    end = shoff if canonical else len(image)
+    if kind != STRTAB or (offset != 64 and canonical) or offset + size > end:
         corrupt(
             f"section {header.shstrndx} is not the section name table at 0x40",
             shoff + 64 * header.shstrndx,
@@ -325,14 +333,14 @@ def _name_sections(
         )
         at += 64
     first = [section.name for section in sections[1:4]]
-    if first != [".shstrtab", ".strtab", ".symtab"] and not mercury:
+    if first != [".shstrtab", ".strtab", ".symtab"] and canonical:
         corrupt("the first sections are not .shstrtab, .strtab, .symtab", shoff + 64)
     return tuple(sections)
 
 
 def _read_segments(image: bytes, header: _Header) -> list[Segment]:
     segments = []
-    at, mercury = header.phoff, header.sm >= MERCURY_SM
+    at = header.phoff
     for (
         kind,
         flags,
@@ -343,7 +351,7 @@ def _read_segments(image: bytes, header: _Header) -> list[Segment]:
         memory_size,
         align,
     ) in _SEGMENT.iter_unpack(image[at : at + 56 * header.phnum]):
-        if (virtual or physical or align != 8) and not mercury:
+        if (virtual or physical or align != 8) and header.canonical:
             corrupt("program header: address or alignment is not that of a cubin", at)
         segments.append(Segment(kind, flags, offset, file_size, memory_size, at))
         at += 56

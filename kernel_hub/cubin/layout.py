@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from .elf import (
     FIRST_SOUND_SEGMENTS,
     MERCURY_NOBITS,
-    MERCURY_SM,
     NOBITS,
     Elf,
     Section,
@@ -26,9 +25,9 @@ _FIRST_FITTED_LOADS = 111
 def check_layout(elf: Elf) -> None:
     """Every byte of the file belongs to a table, a section or the padding between two.
 
-    From sm_100 on, all that is checked is that nothing points outside the file.
+    Of another linker's, all that is checked is that nothing points outside the file.
     """
-    if elf.sm >= MERCURY_SM:
+    if not elf.canonical:
         _check_bounds(elf.sections, elf.segments, len(elf.image))
         return
     _check_sections(elf.image, elf.sections, elf.shoff)

@@ -120,6 +120,8 @@ def _read_functions(
         symbol = functions[text.number]
         info = parts["function info"].get(text.number)
         if info is None:
+            if elf.is_before(111) and symbol.other != STO_ENTRY:
+                continue  # of the device runtime
             corrupt(f"function {name} has no section .nv.info.{name}", text.header_offset)
         records, params = read_function_info(elf, info, text, symbols, name)
         if elf.is_before(111):
@@ -138,7 +140,7 @@ def _read_functions(
         built = int.from_bytes(api.payload, "little") if api else 0
         if api and version and built > version:
             corrupt(f"{info.name}: toolkit {built}, but the image is from {version}", api.offset)
-        _check_registers(elf, text, used[REGCOUNT][symbol.number])
+        _check_registers(text, used[REGCOUNT][symbol.number])
         bank = parts["constant 0"].get(text.number)
         if symbol.other != STO_ENTRY:
             if params or bank:
@@ -155,9 +157,12 @@ def _read_functions(
     return kernels
 
 
-def _check_registers(elf: Elf, text: Section, num_regs: int) -> None:
-    """Up to sm_89 the section header repeats the registers, those of called functions left out."""
-    if elf.sm < 90 and text.info >> 24 > num_regs:
+def _check_registers(text: Section, num_regs: int) -> None:
+    """The section header may repeat the registers, those of called functions left out.
+
+    It does up to sm_89, and in code of early toolkits for the first GPUs after.
+    """
+    if text.info >> 24 > num_regs:
         corrupt(
             f"section {text.name} says {text.info >> 24} registers, .nv.info {num_regs}",
             text.header_offset + 44,

@@ -40,7 +40,7 @@ _ACTION_HEADS = (
 )
 # What rows of 11.0 to 11.8 hold: kind, shift, and width with what follows it.
 _ACTION_KINDS, _ACTION_SHIFTS = (0, 1, 2, 3, 9), range(0, 64, 8)
-_ACTION_WIDTHS = ((8, 0), (12, 0), (32, 0), (64, 0), (0x14, 0x2C))
+_ACTION_WIDTHS = ((8, 0), (12, 0), (32, 0), (64, 0), (32, 32), (0x14, 0x2C))
 
 _DEBUG = {
     "abbrev",

@@ -135,10 +135,6 @@ def check_text_symbols(
             corrupt(
                 f"function {owner} does not span section {section.name}", section.header_offset + 32
             )
-        if elf.sm >= 90 and section.info >> 24:
-            corrupt(
-                f"section {section.name}: sh_info {section.info:#x}", section.header_offset + 44
-            )
         functions[section.number] = symbol
     return functions
 

@@ -62,7 +62,7 @@ def members(path: Path) -> Iterator[tuple[str, bytes]]:
 def cubins_in(name: str, data: bytes) -> list[Found]:
     """Every cubin for sm_70 or newer in one file: its own bytes, fatbins in it, or C arrays."""
     if name.endswith((".cpp", ".c", ".cu", ".h", ".inc")):
-        if b"0x7f" not in data and b"0x50" not in data:
+        if b"0x7f" not in data.lower():
             return []
         try:
             arrays = carray.loads(data.decode(errors="replace"))
