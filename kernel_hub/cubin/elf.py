@@ -31,7 +31,7 @@ _ABIS = {(0x33, 7), (0x41, 8)}
 # Up to 11.4 and in some builds of 11.8 the program headers have no segment; from 11.5 to 11.7 there
 # are none of them.
 FIRST_SOUND_SEGMENTS = 118
-_KNOWN_SM = {70, 72, 75, 80, 86, 87, 88, 89, 90, 100, 101, 103, 110, 120, 121}
+_KNOWN_SM = {70, 72, 75, 80, 86, 87, 88, 89, 90}  # and all from MERCURY_SM on
 _OLD_SM = {20, 21, 30, 32, 35, 37, 50, 52, 53, 60, 61, 62}
 _MACHINES = {3: "x86", 40: "Arm", 62: "x86-64", 183: "AArch64", 224: "AMD GPU", 247: "BPF"}
 _ELF_TYPES = {
@@ -146,27 +146,37 @@ def announced_bytes(image: bytes) -> int:
 
 def unread_architecture(sm: int) -> str:
     """Why no cubin for `sm` is read, or ''."""
-    old = "an architecture before sm_70"
-    return "" if sm in _KNOWN_SM else old if sm < 70 else "an unknown architecture"
+    if sm in _KNOWN_SM or MERCURY_SM <= sm < 200:
+        return ""
+    return "an architecture before sm_70" if sm < 70 else "an unknown architecture"
 
 
-def read_names(image: bytes, offset: int, size: int, what: str) -> dict[int, str]:
-    """The strings of a string table by the offset where each starts."""
-    table = image[offset : offset + size]
-    if size < 1 or table[0] or table[-1]:
-        corrupt(f"{what} does not start and end with NUL", offset)
-    bad = _UNPRINTABLE.search(table)
-    if bad:
-        corrupt(
-            f"{what} holds the byte {table[bad.start()]:#04x}, which no name has",
-            offset + bad.start(),
-        )
-    names = {}
-    at = 0
-    for name in table[:-1].decode("ascii").split("\0"):
-        names[at] = name
-        at += len(name) + 1
-    return names
+class Names:
+    """The strings of a string table. Raises CubinCorruptError when it is none."""
+
+    def __init__(self, image: bytes, offset: int, size: int, what: str, canonical: bool) -> None:
+        self._table = image[offset : offset + size]
+        self._canonical = canonical
+        if size < 1 or self._table[0] or self._table[-1]:
+            corrupt(f"{what} does not start and end with NUL", offset)
+        bad = _UNPRINTABLE.search(self._table)
+        if bad:
+            corrupt(
+                f"{what} holds the byte {self._table[bad.start()]:#04x}, which no name has",
+                offset + bad.start(),
+            )
+        self._known: dict[int, str] = {}
+        at = 0
+        for name in self._table[:-1].decode("ascii").split("\0"):
+            self._known[at] = name
+            at += len(name) + 1
+
+    def get(self, at: int) -> str | None:
+        """The name that starts at `at`; other linkers share the ends of names."""
+        name = self._known.get(at)
+        if name is None and not self._canonical and at < len(self._table):
+            name = self._table[at : self._table.index(0, at)].decode("ascii")
+        return name
 
 
 class _Header(NamedTuple):
@@ -296,7 +306,7 @@ def _read_flags(flags: int, os_abi: int, unknown: list[str]) -> tuple[int, bool]
         usual = usual and (virtual in _KNOWN_SM or virtual in _OLD_SM)
     if sm in _OLD_SM:
         corrupt(f"built for sm_{sm}, {unread_architecture(sm)}: that is not read", 48)
-    if sm not in _KNOWN_SM or (arch_flag and sm < 90):
+    if unread_architecture(sm) or (arch_flag and sm < 90):
         corrupt(f"ELF flags {flags:#x} name no known architecture", 48)
     if not usual and sm < MERCURY_SM:
         unknown.append(f"ELF flags {flags:#x}")
@@ -317,7 +327,7 @@ def _name_sections(
             f"section {header.shstrndx} is not the section name table at 0x40",
             shoff + 64 * header.shstrndx,
         )
-    names = read_names(image, offset, size, ".shstrtab")
+    names = Names(image, offset, size, ".shstrtab", canonical)
     sections = []
     at = shoff
     for index, (name, kind, flags, address, offset, size, link, info, align, entsize) in enumerate(

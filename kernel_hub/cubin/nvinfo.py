@@ -48,6 +48,7 @@ _GLOBAL = PER_FUNCTION | {0x41, 0x53, 0x5F}
 # Offsets of instructions in the function's code, ascending.
 _OFFSET_LISTS = {EXIT_OFFSETS, 0x1D, 0x25, 0x27, 0x28, 0x31, 0x46, 0x47, 0x57, 0x59}
 _OPCODE_EXIT = 0x94D
+_MAX_POINTED = 16  # log2
 _LAST_CODE = 0x7F
 
 
@@ -175,10 +176,11 @@ def read_function_info(
 def _read_param(section: Section, record: Record) -> tuple[int, int, int]:
     if record.code == KPARAM_INFO:
         index, ordinal, offset, bits = _PARAM.unpack(record.payload)
-        size, sound = bits >> 18, bits & 0x3F0FF == 0x1F000
+        size, align, sound = bits >> 18, bits & 0xFF, bits & 0x3F000 == 0x1F000
     else:
         index, ordinal, offset, size, align, _ = _PARAM_V2.unpack(record.payload)
-        sound = align == 0
+        sound = True
+    sound = sound and align <= _MAX_POINTED  # to what a pointer is aligned, where PTX says so
     if index or not sound or not size:
         corrupt(f"{section.name}: parameter {ordinal} has an impossible description", record.offset)
     return ordinal, offset, size

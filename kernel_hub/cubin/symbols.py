@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
-from .elf import MERCURY_SM, Elf, Section, corrupt, read_names
+from .elf import MERCURY_SM, Elf, Names, Section, corrupt
 
 STT_NOTYPE, STT_OBJECT, STT_FUNC, STT_SECTION = 0, 1, 2, 3
 _REFERENCES = (10, 11)
@@ -52,7 +52,7 @@ class Symbol(NamedTuple):
 def read_symbols(elf: Elf) -> list[Symbol]:
     """Every symbol, each consistent with the section it lies in."""
     table, strings = elf.symtab, elf.strtab
-    names = read_names(elf.image, strings.offset, strings.size, ".strtab")
+    names = Names(elf.image, strings.offset, strings.size, ".strtab", elf.canonical)
     sections = elf.sections
     symbols = []
     section_symbols = set()
@@ -98,14 +98,14 @@ def _check_order(elf: Elf, symbols: list[Symbol]) -> None:
     """
     table, early = elf.symtab, elf.is_before(_FIRST_SOUND_COUNT)
     count = table.info
-    if count == len(symbols):
+    if count == len(symbols) or elf.is_before(111):  # 10.x left out some of any kind
         return
     for symbol in symbols[:count]:
         if symbol.bind == STB_GLOBAL:
             elf.deny(
                 f"global symbol {symbol.name} lies among the local ones", table.header_offset + 44
             )
-    for symbol in symbols[max(count, 1) :]:
+    for symbol in symbols[count:]:
         uncounted = early and symbol.name.startswith(_UNCOUNTED)
         late = uncounted or symbol.name.startswith(".nv.constant0.")
         if symbol.bind == STB_LOCAL and not late:

@@ -17,6 +17,8 @@ import pytest
 from genuine import draw
 from genuine_build import DidNotCompileError, faults, nvcc_cubin, nvrtc_cubin
 
+from kernel_hub.cubin import read_cubin
+
 SEED = int(os.environ.get("KERNEL_HUB_SEED", "20261122"))
 CHUNK = 10
 NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
@@ -85,6 +87,23 @@ def test_later_gpus_are_read_but_never_called_sound() -> None:
         bounds = f"code for sm_{program.arch.rstrip('a')}, of which only the bounds are checked"
         assert found[0] == f"unknown: {bounds}", (SEED, number)
         assert all(text.startswith("unknown: ") for text in found), (SEED, number)
+
+
+@pytest.mark.skipif(NVCC is None, reason="no nvcc: it draws and compiles programs")
+def test_pointers_whose_alignment_ptx_tells(tmp_path: Path) -> None:
+    """As LLVM writes them for XLA and TensorFlow; nvcc's own PTX says nothing of the kind."""
+    text = """.version 8.0
+.target sm_80
+.address_size 64
+.visible .entry pointed(.param .u64 .ptr .global .align 16 a, .param .u64 .ptr .align 1 b,
+                        .param .u32 n) { ret; }
+"""
+    (tmp_path / "a.ptx").write_text(text)
+    command = [str(NVCC), "-cubin", "-arch=sm_80", "a.ptx", "-o", "out.cubin"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    info = read_cubin((tmp_path / "out.cubin").read_bytes())
+    assert info.unknown == ()
+    assert [p.size_bytes for p in info.functions["pointed"].params] == [8, 8, 4]
 
 
 def test_the_judge_can_say_no() -> None:

@@ -98,7 +98,7 @@ def test_hostile_lz4_takes_linear_time() -> None:
 
 def test_entries_that_nobody_here_reads() -> None:
     """Code before sm_70, of an unknown architecture, or for a linker, says why; it is not read."""
-    cases = {61: "before sm_70", 199: "unknown architecture"}
+    cases = {61: "before sm_70", 250: "unknown architecture"}
     for sm, words in cases.items():
         changed = PLAIN[: 16 + 28] + struct.pack("<I", sm) + PLAIN[16 + 32 :]
         entry = read_fatbin(changed).entries[0]
