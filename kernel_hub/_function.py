@@ -36,6 +36,8 @@ class Loader(Protocol):
     # One lock for the kernel and its functions: a load and an unload take it in either order.
     _lock: threading.RLock
 
+    def image(self, device: Any = None) -> bytes: ...
+
     def _load_function(self, spec: FunctionSpec, device: int, stream: Any) -> DeviceFunction: ...
 
 

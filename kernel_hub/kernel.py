@@ -196,6 +196,21 @@ class Kernel:
         for name in self._names:
             self[name].load(device)
 
+    def image(self, device: Any = None) -> bytes:
+        """The bytes that are, or would be, loaded on `device` (None: the current one).
+
+        A cubin; of a fatbin the entry for that GPU, unpacked, or all of it where only the driver
+        can unpack it; PTX as text where no machine code fits; of a source what it was compiled to.
+        Loads nothing. Raises CubinNotFoundError when the image has nothing for that GPU,
+        CubinCorruptError when a shipped file is not what its manifest says.
+        """
+        device = device_number(device, self._image.label)
+        with self._lock:
+            if device in self._libraries:
+                return self._libraries[device][1].read()
+            capability = _driver.get().compute_capability(device)
+            return self._image.choose(capability).read()
+
     def get_global(self, name: str, dtype: Any = "uint8", *, device: Any = None) -> DeviceArray:
         """The `__device__` or `__constant__` variable `name` as a DeviceArray view.
 

@@ -188,6 +188,24 @@ def test_masks_that_a_kernel_does_not_read_whole() -> None:
 # -- paged, and through the TMA
 
 
+def test_paged_tiled_with_softcapping(fakecuda: FakeCuda) -> None:
+    q, pool, table = paged()
+    function = kernel(layout="q_paged_kv", variant="nl_tiled")
+    lengths = {"cu_seqlens": starts(8, TOTAL), "cu_seqlens_k": starts(40, 120)}
+    fmha_v2.run(function, q, pool, block_table=table, softcap=30.0, **lengths)
+    params, cache = arrived(fakecuda), arrived(fakecuda).paged
+    block_bytes = 2 * 32 * 256
+    assert (cache.max_seqs, cache.max_blocks_per_seq) == (2, 3)
+    assert (cache.tokens_per_block, cache.tokens_per_block_log2) == (32, 5)
+    assert (cache.bytes_per_block, cache.pool, cache.block_offsets) == (
+        *(block_bytes, pool.ptr),
+        table.ptr,
+    )
+    assert (params.k_stride, params.v_stride) == (32 * 256, 32 * 256)
+    assert params.softcap == 30  # the kernels convert an unsigned integer
+    assert params.scale_bmm1 == float_bits(128**-0.5 / 30.0)
+
+
 def map_of(tensor: DeviceArray, box: tuple[int, ...], address: int, **view: Any) -> bytes:
     base = DeviceArray.from_address(address, view["shape"], tensor.dtype_token)
     made = TensorMap.tiled(base, box, swizzle="128B", l2_promotion="none", **view)

@@ -1,7 +1,7 @@
 """fmha_v2 on a real GPU: the stand-ins of fmha_stand_in.cu, and the user's own kernels.
 
 KERNEL_HUB_FMHA_DIR names a folder of TensorRT-LLM's cubins or `.cubin.cpp` files: each kernel in it
-is called too.
+is called too, of any version whose struct is known.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch", reason="the reference of these tests is tor
 from kernel_hub import KernelFunction  # noqa: E402
 from kernel_hub.errors import LaunchConfigError  # noqa: E402
 from kernel_hub.formats import fmha_v2  # noqa: E402
-from kernel_hub.formats.fmha_v2 import KernelName  # noqa: E402
+from kernel_hub.formats.fmha_v2 import KernelName, _layouts  # noqa: E402
 from kernel_hub.memory import DeviceArray  # noqa: E402
 from kernel_hub.testing.compare import compare  # noqa: E402
 
@@ -53,6 +53,17 @@ def own_kernels() -> list[Any]:
         if not any(a.startswith(("sage", "skip", "mtp")) for a in name.attributes)
         and not ("alibi" in name.attributes and name.mask in ("padding", "custom_mask"))
     ]
+
+
+def struct_of(function: KernelFunction, name: KernelName) -> Any:
+    """The struct that the kernel reads."""
+    return _layouts.layout_of(function.load(), name, torch.cuda.current_device()).struct
+
+
+def is_run(function: KernelFunction, name: KernelName) -> bool:
+    """Older kernels of some kinds are refused."""
+    is_old = not hasattr(struct_of(function, name), "k_stride")
+    return not is_old or (name.variant != "tma_ws" and name.layout in ("qkv", "q_paged_kv"))
 
 
 @functools.cache
@@ -100,7 +111,7 @@ class Case:
         if name.dtype == "e4m3":
             self.options |= E4M3_SCALES
         if "softcapping" in name.attributes:
-            self.options["softcap"] = 5.0
+            self.options.setdefault("softcap", 5.0)
         if "alibi" in name.attributes:
             self.options["alibi"] = True
         if name.mask == "custom_mask":
@@ -227,7 +238,10 @@ class Case:
         held = torch.full(shape, GUARD, device="cuda").to(DTYPES[name.out_dtype])
         stats = None
         default_scale = "softmax_scale" not in self.options
-        if name.variant != "tma_ws" or ("softmax" in name.attributes and default_scale):
+        has_stats = hasattr(struct_of(function, name), "softmax_stats")
+        if has_stats and (
+            name.variant != "tma_ws" or ("softmax" in name.attributes and default_scale)
+        ):
             stats = torch.zeros(len(self.q), self.heads, 2, device="cuda")
         out = fmha_v2.run(
             function, *self.inputs, out=held[1:-1], softmax_stats=stats, **self.options
@@ -263,7 +277,9 @@ def slopes(heads: int) -> Any:
 def variations(name: KernelName) -> list[dict[str, Any]]:
     """Options that a kernel is called with besides none."""
     found: list[dict[str, Any]] = [{}]
-    if name.mask == "sliding_or_chunked_causal":
+    if "softcapping" in name.attributes:
+        found.append({"softcap": 30})
+    if name.mask in ("sliding_or_chunked_causal", "sliding_window_causal"):
         found.append({"window_size": (70, 0)})
         if name.variant == "tma_ws":
             found.append({"chunk_size": 64})
@@ -282,20 +298,43 @@ def call_all(name: KernelName, function: KernelFunction) -> None:
             Case(name, heads, kv_heads, page_size, **options).check(function)
 
 
-def test_stand_ins(stand_ins: dict[KernelName, KernelFunction]) -> None:
-    assert len(stand_ins) == 11
+def call_each(kernels: dict[KernelName, KernelFunction]) -> None:
     failed = {}
-    for name, function in stand_ins.items():
+    for name, function in kernels.items():
         try:
-            call_all(name, function)
+            if is_run(function, name):
+                call_all(name, function)
+            else:
+                with pytest.raises(LaunchConfigError, match="are not known here"):
+                    Case(name, 4, 4).check(function)
         except AssertionError as error:
             failed[str(name)] = str(error)
     assert not failed, "\n".join(f"{name}: {why}" for name, why in failed.items())
 
 
+def test_stand_ins(stand_ins: dict[KernelName, KernelFunction]) -> None:
+    assert len(stand_ins) == 11
+    call_each(stand_ins)
+
+
+@pytest.mark.parametrize("struct", ["WITHOUT_SINKS", "P640", "P576", "LONG512", "P512"])
+def test_stand_ins_of_other_structs(
+    compile_cuda: Callable[..., Path], device_arch: str, struct: str
+) -> None:
+    if device_arch != "sm_90":
+        pytest.skip("the stand-ins use the TMA and are named sm90")
+    kernels = load(compile_cuda("fmha_stand_in.cu", "-cubin", "-arch=sm_90a", f"-DSTRUCT={struct}"))
+    assert len(kernels) == (11 if struct == "WITHOUT_SINKS" else 5)
+    call_each(kernels)
+
+
 @pytest.mark.parametrize(("path", "name"), own_kernels())
 def test_real_kernels(path: Path, name: KernelName) -> None:
     function = load(path)[name]
+    if name.arch != "sm90":
+        pytest.skip(f"a kernel for {name.arch}")
+    if not is_run(function, name):
+        pytest.skip("an older kernel of a kind that is refused")
     if name.q_step is None:
         with pytest.raises(LaunchConfigError, match="threads="):
             Case(name, 4, 4).check(function)
