@@ -125,18 +125,26 @@ def load(file: str, **fields: Any) -> KernelFunction:
 def test_each_kernels_struct(fakecuda: FakeCuda, file: str) -> None:
     for name, function in fmha_v2.load(DATA / f"fmha_{file}.cubin").items():
         function.load(0)
-        found = _layouts.layout_of(function, name, 0)
-        assert found.struct.__name__ == FILES[file], str(name)
-        assert _layouts.layout_of(function, name, 0) is found
+        found = _layouts.reader_of(function, name, 0)
+        assert found.layout.struct.__name__ == FILES[file], str(name)
+        assert _layouts.reader_of(function, name, 0) is found
 
 
 def test_reads_of_machine_code() -> None:
-    """Those of the smallest stand-in: what `read_always` of its source names, and no more."""
+    """Those of one stand-in: what `read_always` of its source names, and no more."""
     symbol = "fmha_v2_flash_attention_fp16_64_32_S_qkv_128_causal_sm90_kernel_nl"
     reads = _layouts.struct_reads((DATA / "fmha_640.cubin").read_bytes(), symbol, 640)
-    always = {getattr(_params.Params640, field).offset for field in _layouts._ALWAYS_READ}
-    # Two of the ints are read by one load of 8 bytes, or by two.
-    assert always <= reads <= {*always, *(offset + 4 for offset in always)}
+    named = [
+        *_layouts._ALWAYS_READ,
+        "qkv_stride",
+        "softmax_stats",
+        "softmax_stats_stride",
+        "has_alibi",
+        "alibi",
+    ]
+    offsets = {getattr(_params.Params640, field).offset for field in named}
+    # Eight bytes are read by one load, or by two.
+    assert offsets <= reads <= {*offsets, *(offset + 4 for offset in offsets)}
 
 
 def run(function: KernelFunction, *inputs: Any, **options: Any) -> Any:
@@ -186,17 +194,23 @@ def test_kernels_of_two_readings_or_one_too_many_are_refused(
 ) -> None:
     """What no kernel seen reads: all that two structs must have read; a byte of no field too."""
     newest, before = (
-        frozenset(getattr(struct, field).offset for field in _layouts._ALWAYS_READ)
+        frozenset(
+            getattr(struct, field).offset
+            for field in (*_layouts._ALWAYS_READ, *_layouts._MASK_READ, "q_stride")
+        )
         for struct in (_params.Params, _params.ParamsWithoutSinks)
     )
+    function = load("stand_in", mask="custom_mask", layout="q_kv").load(0)
     for reads, said in (
         (newest | before, r"August 2025 on or TensorRT-LLM of July 2025 would"),
-        (newest | {160}, r"no version known here .*\(bytes 96, 144, 160, 460,"),
+        (newest | {160}, r"no version known here .*\(bytes 80, 96, 112, 136, 144, 160, 460,"),
     ):
         monkeypatch.setattr(_layouts, "struct_reads", lambda *_, reads=reads: reads)
         with pytest.raises(ParamsError, match=said):
-            run(load("stand_in", mask="causal", variant="nl"), array(TOTAL, 3, HEADS, DIM))
-    assert fakecuda.launch_count == 0
+            _layouts.reader_of(function, fmha_v2.parse_name(function.name), 0)
+    monkeypatch.setattr(_layouts, "struct_reads", lambda *_: newest)
+    found = _layouts.reader_of(function, fmha_v2.parse_name(function.name), 0)
+    assert (found.layout.struct, found.reads) == (_params.Params, newest)
 
 
 def test_other_sizes_and_images_without_machine_code(fakecuda: FakeCuda) -> None:
@@ -281,6 +295,30 @@ def test_masks_alibi_pages_and_softcapping(fakecuda: FakeCuda, file: str) -> Non
     assert (params.kv_stride, params.v_stride) == (32 * DIM * 2, 32 * DIM * 2)
     assert (params.paged.pool, params.paged.block_offsets) == (pool.ptr, table.ptr)
     assert (params.softcap, params.scale_bmm1) == (50, float_bits(DIM**-0.5 / 50))
+
+
+def test_options_that_a_kernel_does_not_read(fakecuda: FakeCuda) -> None:
+    """As TensorRT-LLM's of 2025: only tma_ws kernels read sinks; others took them for nothing."""
+    qkv, sinks = array(TOTAL, 3, HEADS, DIM), array(HEADS, dtype="fp32")
+    function = load("stand_in", mask="causal", variant="nl")
+    with pytest.raises(
+        LaunchConfigError, match=r"attention_sinks: .*_nl is a kernel that does not"
+    ):
+        run(function, qkv, attention_sinks=sinks)
+    image, name = CUBIN.read_bytes(), function.name
+    reads = _layouts.struct_reads(image, name, 704)
+    for option, given in (
+        ("softmax_stats", {"softmax_stats": array(TOTAL, HEADS, 2, dtype="fp32")}),
+        ("alibi", {"alibi": True}),
+    ):
+        field, _ = _layouts._OPTIONS[option]
+        old = getattr(_params.Params, field).offset
+        other = Kernel(changed(image, name, 704, old, _params.Params.out.offset))[name]
+        assert old in reads
+        with pytest.raises(LaunchConfigError, match=rf"{option}: .* does not read it"):
+            run(other, qkv, **given)
+        run(other, qkv)
+    assert fakecuda.launch_count == 2
 
 
 @pytest.mark.parametrize("file", OLD)

@@ -139,11 +139,11 @@ __device__ void store(__nv_fp8_e4m3* to, float x) {
     *to = __nv_fp8_e4m3(x);
 }
 
-template <typename T>
+template <typename T, bool kSinks>
 __device__ void write_row(const Params& p, const Head& at, int row, const float* acc, float m,
                           float sum, float last) {
 #if STRUCT == CURRENT
-    if (p.sinks) sum += expf(p.sinks[at.head] - m);
+    if (kSinks && p.sinks) sum += expf(p.sinks[at.head] - m);
 #endif
     T* out = (T*)(p.out + (at.q_start + row) * p.out_stride) + at.head * p.head_dim_v;
     for (int i = 0; i < p.head_dim_v; ++i) store(out + i, acc[i] / sum * last);
@@ -178,7 +178,7 @@ __device__ void plain(const Params& p) {
         for (int i = 0; i < p.head_dim_v; ++i) acc[i] = acc[i] * shrink + weight * to_float(v[i]);
     }
     const float last = rules ? factor(p.scale_bmm2, p.scale_bmm2_d, kHalf) : NAN;
-    write_row<T>(p, at, row, acc, state.m, state.sum, last);
+    write_row<T, false>(p, at, row, acc, state.m, state.sum, last);
 }
 
 #if !IS_OLD
@@ -310,35 +310,47 @@ __device__ void through_tma(const Params& p) {
             }
         }
         const float last = rules ? factor(p.scale_bmm2, p.scale_bmm2_d, kHalf) : NAN;
-        if (mine) write_row<T>(p, at, row, acc, state.m, state.sum, last);
+        if (mine) write_row<T, true>(p, at, row, acc, state.m, state.sum, last);
     }
 }
 
 #endif
 
-// What every kernel reads, or every one with such a name.
-template <Mask kMask, bool kSoftcap>
+// What every kernel reads, or every one with such a name; so do TensorRT-LLM's of September 2025.
+template <Layout kLayout, Mask kMask, bool kSoftcap, bool kThroughTma, bool kAlibi>
 __device__ void read_always(const Params& p) {
     int64_t found = p.out_stride + p.cu_seqlens_q[0] + p.num_heads * p.max_seqlen_q + p.is_padded;
+    if (!kThroughTma) found += row_stride(p, kLayout == QKV, 'q');
     if (kMask == CUSTOM) found += p.packed_mask[p.mask_stride] + p.cu_mask_rows[0];
     if (kSoftcap) found += (int64_t)(float)p.softcap;
+    const bool is_causal = kMask == CAUSAL || kMask == SLIDING;
+    if (kMask == SLIDING) found += p.window;
+    if (kAlibi || (is_causal && !kThroughTma && p.has_alibi)) found += p.alibi.num_heads_pow2;
+#if !IS_512
+    if ((!kThroughTma || kMask == SLIDING) && p.stats) found += p.stats_stride;
+#endif
+#if STRUCT == CURRENT || STRUCT == EDGE
+    if (kThroughTma && p.sinks) found += (int64_t)p.sinks[0];
+#endif
+    if (kThroughTma && kMask == SLIDING) found += log2_chunk(p);
     *(int64_t*)p.out = found;
 }
 
 #ifdef NAMES_ONLY
-#define BODY(MASK, SOFTCAP, ...) read_always<MASK, SOFTCAP>(p)
+#define BODY(LAYOUT, MASK, SOFTCAP, TMA, ALIBI, ...) \
+    read_always<LAYOUT, MASK, SOFTCAP, TMA, ALIBI>(p)
 #else
-#define BODY(MASK, SOFTCAP, ...) __VA_ARGS__
+#define BODY(LAYOUT, MASK, SOFTCAP, TMA, ALIBI, ...) __VA_ARGS__
 #endif
 #define NL_KERNEL(SYMBOL, T, LAYOUT, MASK, VARIANT, Q_STEP, HALF, SHARED, SOFTCAP)               \
     extern "C" __global__ void __launch_bounds__(128) SYMBOL(const __grid_constant__ Params p) { \
-        BODY(MASK, SOFTCAP,                                                                      \
+        BODY(LAYOUT, MASK, SOFTCAP, false, false,                                                \
              plain<T, LAYOUT, MASK, VARIANT, Q_STEP, HALF, SHARED, false, SOFTCAP>(p));          \
     }
 #define WS_KERNEL(SYMBOL, T, LAYOUT, MASK, KV_STEP, D, DV, HALF, ALIBI, SOFTCAP)              \
     extern "C" __global__ void __launch_bounds__(384, 1) SYMBOL(const                         \
                                                                 __grid_constant__ Params p) { \
-        BODY(MASK, SOFTCAP,                                                                   \
+        BODY(LAYOUT, MASK, SOFTCAP, true, ALIBI,                                              \
              through_tma<T, LAYOUT, MASK, 64, KV_STEP, D, DV, HALF, ALIBI, SOFTCAP>(p));      \
     }
 #define FLASH(REST) fmha_v2_flash_attention_##REST

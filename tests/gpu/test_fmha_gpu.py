@@ -55,14 +55,21 @@ def own_kernels() -> list[Any]:
     ]
 
 
-def struct_of(function: KernelFunction, name: KernelName) -> Any:
-    """The struct that the kernel reads."""
-    return _layouts.layout_of(function.load(), name, torch.cuda.current_device()).struct
+def reader_of(function: KernelFunction, name: KernelName) -> Any:
+    """What the kernel reads."""
+    return _layouts.reader_of(function.load(), name, torch.cuda.current_device())
+
+
+def reads_sinks(function: KernelFunction, name: KernelName) -> bool:
+    """Some kernels have the field and do not read it; for them the argument is refused."""
+    reader = reader_of(function, name)
+    field = getattr(reader.layout.struct, "attention_sinks", None)
+    return field is not None and field.offset in reader.reads
 
 
 def is_run(function: KernelFunction, name: KernelName) -> bool:
     """Older kernels of some kinds are refused."""
-    is_old = not hasattr(struct_of(function, name), "k_stride")
+    is_old = not hasattr(reader_of(function, name).layout.struct, "k_stride")
     return not is_old or (name.variant != "tma_ws" and name.layout in ("qkv", "q_paged_kv"))
 
 
@@ -114,6 +121,8 @@ class Case:
             self.options.setdefault("softcap", 5.0)
         if "alibi" in name.attributes:
             self.options["alibi"] = True
+        if self.options.pop("sinks", False):
+            self.options["attention_sinks"] = torch.randn(heads, device="cuda") * 2 + 1
         if name.mask == "custom_mask":
             self.add_custom_mask()
 
@@ -227,7 +236,10 @@ class Case:
                 scores = scores + slopes(self.heads).to(dtype)[:, None, None] * places
             scores = scores.masked_fill(~self.visible(index), float("-inf"))
             sums.append(scores.logsumexp(dim=2).transpose(0, 1))
-            weights = rounded(scores.softmax(dim=2))
+            if (sinks := options.get("attention_sinks")) is not None:  # a column without a value
+                column = sinks.to(dtype)[:, None, None].expand(-1, scores.shape[1], 1)
+                scores = torch.cat([scores, column], dim=2)
+            weights = rounded(scores.softmax(dim=2))[:, :, : k.shape[1]]
             out = weights @ v * (scales["v_scale"] / scales["out_scale"])
             outs.append(out.transpose(0, 1))
         return torch.cat(outs), torch.cat(sums)
@@ -238,7 +250,7 @@ class Case:
         held = torch.full(shape, GUARD, device="cuda").to(DTYPES[name.out_dtype])
         stats = None
         default_scale = "softmax_scale" not in self.options
-        has_stats = hasattr(struct_of(function, name), "softmax_stats")
+        has_stats = hasattr(reader_of(function, name).layout.struct, "softmax_stats")
         if has_stats and (
             name.variant != "tma_ws" or ("softmax" in name.attributes and default_scale)
         ):
@@ -256,7 +268,7 @@ class Case:
         result = compare(out.float(), truth, own.to(DTYPES[name.out_dtype]).float(), atol=atol)
         print(f"{name}: {result.message}")
         assert result.ok, result.message
-        if stats is not None and "alibi" not in self.options:
+        if stats is not None and not {"alibi", "attention_sinks"} & self.options.keys():
             self.check_stats(stats, sums)
 
     def check_stats(self, stats: Any, sums: Any) -> None:
@@ -293,7 +305,10 @@ def variations(name: KernelName) -> list[dict[str, Any]]:
 
 
 def call_all(name: KernelName, function: KernelFunction) -> None:
-    for options in variations(name):
+    found = variations(name)
+    if reads_sinks(function, name):
+        found.append({"sinks": True})
+    for options in found:
         for heads, kv_heads, page_size in ((4, 4, 32), (6, 2, 256)):
             Case(name, heads, kv_heads, page_size, **options).check(function)
 

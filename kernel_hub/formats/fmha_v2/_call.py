@@ -13,7 +13,7 @@ from ...kernel import KernelFunction
 from ...memory import DeviceArray
 from . import _geometry
 from ._inputs import Inputs, Rows
-from ._layouts import Layout, layout_of
+from ._layouts import Reader, reader_of
 from ._mask import mask_row_bytes
 from ._names import KernelName
 from ._options import Scales, bits
@@ -158,10 +158,10 @@ class Call:
         self.out_rows = inputs.rows_of(view, "out", name.out_dtype)
         self.params.out, self.params.out_stride = self.out_rows.address, self.out_rows.stride
 
-    def check_kernel(self) -> Layout:
-        """Load it, which refuses an image for another GPU, and find the struct it reads."""
+    def check_kernel(self) -> Reader:
+        """Load it, which refuses an image for another GPU, and find what it reads."""
         self.function.load(self.device)
-        return layout_of(self.function, self.name, self.device)
+        return reader_of(self.function, self.name, self.device)
 
     def scale(self, scales: Scales, softcap: int | None, alibi: bool, stream: Any) -> None:
         """The factors as the kernel reads them: half2, or float, in base 2 for tma_ws."""

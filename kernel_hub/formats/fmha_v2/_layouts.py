@@ -17,6 +17,7 @@ from ...errors import LaunchConfigError, ParamsError
 from ...kernel import KernelFunction
 from . import _params
 from ._names import KernelName
+from ._options import NO_WINDOW
 
 _INSTRUCTION_BYTES = 16
 _BARRIER, _LOAD_UNIFORM = 0xB1D, 0x7AC  # opcodes: no operand there; one a bit lower
@@ -44,18 +45,36 @@ LAYOUTS = (
 _ALWAYS_READ = ("out", "out_stride", "num_heads", "max_seqlen_q", "cu_seqlens_q", "is_padded")
 _MASK_READ = ("packed_mask", "packed_mask_stride", "cu_mask_rows")
 
-_found: weakref.WeakKeyDictionary[KernelFunction, dict[int, Layout]] = weakref.WeakKeyDictionary()
+# Options by the field that says them, and its value without them.
+_OPTIONS = {
+    "attention_sinks": ("attention_sinks", 0),
+    "softmax_stats": ("softmax_stats", 0),
+    "window_size": ("sliding_window_size", NO_WINDOW),
+    "chunk_size": ("log2_chunk_size", 0),
+    "alibi": ("alibi", 0),
+}
 
 
-def layout_of(function: KernelFunction, name: KernelName, device: int) -> Layout:
-    """The struct that `function` reads on `device`, one that is run here. Raises ParamsError."""
+@dataclass(frozen=True)
+class Reader:
+    """What a kernel reads: a struct, and of that the bytes at these offsets."""
+
+    layout: Layout
+    reads: frozenset[int]
+
+
+_found: weakref.WeakKeyDictionary[KernelFunction, dict[int, Reader]] = weakref.WeakKeyDictionary()
+
+
+def reader_of(function: KernelFunction, name: KernelName, device: int) -> Reader:
+    """What `function` reads on `device`: a struct that is run here. Raises ParamsError."""
     known = _found.setdefault(function, {})
     if device not in known:
         known[device] = _find(function, name, device)
     return known[device]
 
 
-def _find(function: KernelFunction, name: KernelName, device: int) -> Layout:
+def _find(function: KernelFunction, name: KernelName, device: int) -> Reader:
     sizes = [param.size_bytes for param in function.params or ()]
     fitting = [one for one in LAYOUTS if sizes == [ctypes.sizeof(one.struct)]]
     if not fitting:
@@ -80,7 +99,7 @@ def _find(function: KernelFunction, name: KernelName, device: int) -> Layout:
         )
     if fitting[0].refused:
         raise LaunchConfigError(f"{name} is of {fitting[0].whose}: {fitting[0].refused}")
-    return fitting[0]
+    return Reader(fitting[0], reads)
 
 
 def struct_reads(image: bytes, symbol: str, size_bytes: int) -> frozenset[int]:
@@ -104,10 +123,20 @@ def struct_reads(image: bytes, symbol: str, size_bytes: int) -> frozenset[int]:
 
 def _fits(struct: type[ctypes.Structure], name: KernelName, reads: frozenset[int]) -> bool:
     """Whether all that is read is a field's, and what such a kernel must read is read."""
-    fields = _words(struct)
-    needed = [*_ALWAYS_READ, *(_MASK_READ if name.mask == "custom_mask" else ())]
-    needed += ["softcap"] if "softcapping" in name.attributes else []
-    return reads <= fields and all(getattr(struct, field).offset in reads for field in needed)
+
+    def is_read(field: str) -> bool:
+        return getattr(struct, field).offset in reads
+
+    needed = [*_ALWAYS_READ, *(["softcap"] if "softcapping" in name.attributes else [])]
+    if name.variant != "tma_ws":  # those find Q by its tensor map
+        is_packed = name.layout == "qkv" and hasattr(struct, "qkv_stride")
+        needed.append("qkv_stride" if is_packed else "q_stride")
+    has_mask = name.mask == "custom_mask"
+    return (
+        reads <= _words(struct)
+        and all(map(is_read, needed))
+        and all(is_read(field) == has_mask for field in _MASK_READ)
+    )
 
 
 @functools.cache
@@ -123,14 +152,24 @@ def _words(struct: type[ctypes.Structure]) -> frozenset[int]:
     return frozenset(words)
 
 
-def laid_out(params: Any, name: KernelName, layout: Layout) -> Any:
+def laid_out(params: Any, name: KernelName, reader: Reader) -> Any:
     """`params`, filled as a `Params`, as the struct that the kernel reads.
 
-    Raises LaunchConfigError for an argument that this struct has no field for.
+    Raises LaunchConfigError for an argument that the struct has no field for, or that the kernel
+    does not read.
     """
+    layout = reader.layout
+    made = params if isinstance(params, layout.struct) else _moved(params, name, layout)
+    for option, (field, without) in _OPTIONS.items():
+        is_given = not _is_idle(getattr(params, field), without)
+        if is_given and getattr(layout.struct, field).offset not in reader.reads:
+            raise LaunchConfigError(f"{option}: {name} is a kernel that does not read it")
+    return made
+
+
+def _moved(params: Any, name: KernelName, layout: Layout) -> Any:
+    """`params` in another struct."""
     struct = layout.struct
-    if isinstance(params, struct):
-        return params
     fields = {field: getattr(params, field) for field, _ in params._fields_ if field[0] != "_"}
     if not hasattr(struct, "k_stride"):
         if name.variant == "tma_ws" or name.layout not in ("qkv", "q_paged_kv"):

@@ -115,7 +115,7 @@ def plan(
     block_table: int32 (batch_size, 2, max_blocks): the blocks of K, then of V; room for
         max_seqlen_k keys, where that is given.
     q_scale, k_scale, v_scale, out_scale: for e4m3, value = e4m3 number * scale.
-    attention_sinks: fp32 (num_heads,).
+    attention_sinks: fp32 (num_heads,); of kernels that read them (their machine code says).
     softmax_stats: fp32 (total_q, num_heads, 2), written: each row's largest score and its sum of
         exp(score - largest); of tma_ws kernels those with _softmax, at the default softmax_scale.
     out: (total_q, num_heads, head_dim_v); None makes one: a torch tensor for torch tensors, else a
@@ -152,10 +152,10 @@ def plan(
     call.device = read.device
     call.stats(softmax_stats, scales, stream)
     call.output(out, stream)
-    layout = call.check_kernel()
+    reader = call.check_kernel()
     call.scale(scales, cap, alibi, stream)
     call.geometry(threads, shared_bytes, unroll)
-    call.params = laid_out(params, name, layout)
+    call.params = laid_out(params, name, reader)
     return Attention(call, stream)
 
 
