@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from . import tensors
+from ._geometry import NOT_GIVEN, one_shared
 from ._order import Order
 from .driver import Driver
 from .errors import ParamsError
@@ -23,7 +24,7 @@ _NO_TORCH = type("_NoTorch", (), {})  # stands for torch's types while torch is 
 _PACK_ERRORS = (struct.error, OverflowError)
 
 # **options and not keyword-only names: five absent ones cost a dict look-up each (60 ns).
-SIGNATURE = "gridDim, blockDim, sharedMemBytes=0, stream=None, params=(), **options"
+SIGNATURE = f"gridDim, blockDim, sharedMemBytes={NOT_GIVEN}, stream=None, params=(), **options"
 
 
 def launcher_source(
@@ -67,13 +68,21 @@ def launcher_source(
     add("    elif type(stream) is not int:")
     add(f"        stream = stream_handle(stream, {device})")
     lines += _argument_lines(params, device, many_devices)
-    add("    pool = plain if not options else state.options_pool(**options)")
+    add("    if options:")
+    add("        if 'sharedMem' in options:")
+    add("            sharedMemBytes = one_shared(sharedMemBytes, options, state.limits.function)")
+    add("        pool = state.options_pool(**options)")
+    add("    else:")
+    add("        pool = plain")
     add("    try:")
     add("        slot = pool.pop()")
     add("    except IndexError:")
     add("        slot = state.new_slot(pool)")
     add("    grid, block, shared, buffer, pack, config, values = slot")
-    add("    if grid is not gridDim or block is not blockDim or shared != sharedMemBytes:")
+    add(
+        "    if grid is not gridDim or block is not blockDim or ("
+        "shared is not sharedMemBytes and shared != sharedMemBytes):"
+    )
     add("        state.shape(pool, slot, gridDim, blockDim, sharedMemBytes)")
     add("    try:")
     add(f"        pack(buffer, {STREAM_AT}, {', '.join(['stream', *names])})")
@@ -181,6 +190,7 @@ def fixed_names(driver: Driver, params: Sequence[Param]) -> dict[str, Any]:
         "stream_handle": tensors.stream_handle,
         "loaded_torch": tensors.loaded_torch,
         "explain": explain,
+        "one_shared": one_shared,
         "convert_all": partial(convert_all, order),
         "PACK_ERRORS": _PACK_ERRORS,
         "launch_ex": driver.launch_ex,

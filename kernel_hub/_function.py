@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from . import _codegen, tensors
 from . import driver as _driver
-from ._geometry import dims, index
+from ._geometry import NOT_GIVEN, dims, index, one_shared
 from ._image import FunctionSpec
 from ._launch import DeviceFunction, device_of, is_blocking
 from ._native import Launcher
@@ -36,6 +36,8 @@ class Loader(Protocol):
     # One lock for the kernel and its functions: a load and an unload take it in either order.
     _lock: threading.RLock
 
+    def image(self, device: Any = None) -> bytes: ...
+
     def _load_function(self, spec: FunctionSpec, device: int, stream: Any) -> DeviceFunction: ...
 
 
@@ -46,11 +48,11 @@ class KernelFunction(partial):  # type: ignore[type-arg]
       cooperative=False, programmatic=False, priority=None, carveout=None) -> None
 
     gridDim, blockDim: int or 1 to 3 ints, in blocks and threads. sharedMemBytes: dynamic shared
-    memory a block, bytes. stream: None (torch's current stream, else the legacy default), an int
-    handle, or a torch, CuPy or cuda.core stream. params: a sequence, or a dict by name. cluster:
-    blocks a cluster. cooperative: grid-wide synchronisation allowed. programmatic: programmatic
-    stream serialization (PDL). priority: stream priority of this launch. carveout: preferred
-    shared-memory carve-out, percent.
+    memory a block, bytes (sharedMem= is another name for it). stream: None (torch's current stream,
+    else the legacy default), an int handle, or a torch, CuPy or cuda.core stream. params: a
+    sequence, or a dict by name. cluster: blocks a cluster. cooperative: grid-wide synchronisation
+    allowed. programmatic: programmatic stream serialization (PDL). priority: stream priority of
+    this launch. carveout: preferred shared-memory carve-out, percent.
 
     The call is asynchronous. Raises ParamsError, LaunchConfigError, CubinNotFoundError,
     CudaDriverError.
@@ -173,7 +175,7 @@ class KernelFunction(partial):  # type: ignore[type-arg]
         self,
         gridDim: Any,
         blockDim: Any,
-        sharedMemBytes: int = 0,
+        sharedMemBytes: int = NOT_GIVEN,
         stream: Any = None,
         params: Any = None,
         **options: Any,
@@ -184,6 +186,7 @@ class KernelFunction(partial):  # type: ignore[type-arg]
         """
         from ._bound import BoundLaunch
 
+        sharedMemBytes = one_shared(sharedMemBytes, options, self.name)
         return BoundLaunch._make(self, gridDim, blockDim, sharedMemBytes, stream, params, options)
 
     def _device(self, device: Any) -> int:
@@ -294,13 +297,14 @@ def _call_signature(
     programmatic: bool = False,
     priority: int | None = None,
     carveout: int | None = None,
+    sharedMem: int | None = None,
 ) -> None: ...
 
 
 def _first_launch(
     gridDim: Any,
     blockDim: Any,
-    sharedMemBytes: Any = 0,
+    sharedMemBytes: Any = NOT_GIVEN,
     stream: Any = None,
     params: Any = (),
     **options: Any,

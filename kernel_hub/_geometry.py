@@ -108,6 +108,26 @@ class Options:
         return b"".join(part.ljust(_ATTRIBUTE_BYTES, b"\0") for part in parts)
 
 
+# The default of sharedMemBytes: 0, and told from a 0 that the caller gave.
+NOT_GIVEN = False
+
+
+def one_shared(sharedMemBytes: Any, options: dict[str, Any], function: str) -> Any:
+    """Dynamic shared memory under whichever of its two names it was given.
+
+    `options` may hold `sharedMem`, the name in CUDA's own launch syntax, and loses it.
+    """
+    if "sharedMem" not in options:
+        return sharedMemBytes
+    sharedMem = options.pop("sharedMem")
+    if sharedMemBytes is not NOT_GIVEN:
+        raise LaunchConfigError(
+            f"sharedMem={sharedMem!r:.80} of {function}: sharedMemBytes={sharedMemBytes!r:.80} is "
+            "given too, another name for the same; give one"
+        )
+    return sharedMem
+
+
 def index(value: Any, name: str, where: str) -> int:
     """`value` as an int, or LaunchConfigError."""
     try:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 VARIABLE = "KERNEL_HUB_NATIVE"
 _MAX_PARAMS = 64
 _POINTER, _INT, _FLOAT, _DOUBLE = range(4)
-_NAMES = ("gridDim", "blockDim", "sharedMemBytes", "stream", "params")
+_NAMES = ("gridDim", "blockDim", "sharedMemBytes", "stream", "params", "sharedMem")
 # dtype token -> DLPack's code, bits and one lane.
 _DLPACK_DTYPE = {
     token: code | bits << 8 | 1 << 16
@@ -68,7 +68,7 @@ class _State(ctypes.Structure):
         ("fallback", c_void_p),
         ("current_stream", c_void_p),
         ("device", c_void_p),
-        ("names", c_void_p * 5),
+        ("names", c_void_p * len(_NAMES)),
         ("name_dtype", c_void_p),
         ("name_is_cuda", c_void_p),
         ("name_data_ptr", c_void_p),
@@ -219,9 +219,9 @@ class Launcher:
     def __init__(self, fallback: Any) -> None:
         names = [sys.intern(name) for name in (*_NAMES, "dtype", "is_cuda", "data_ptr")]
         self._state = _State(num_params=_LAUNCH_OFF, fallback=id(fallback))
-        self._state.names[:] = [id(name) for name in names[:5]]
+        self._state.names[:] = [id(name) for name in names[: len(_NAMES)]]
         self._state.name_dtype, self._state.name_is_cuda, self._state.name_data_ptr = map(
-            id, names[5:]
+            id, names[len(_NAMES) :]
         )
         # The struct holds addresses of Python objects: these keep them alive.
         self._keep: list[Any] = [fallback, names]

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from . import _library, tensors
+from . import _demangle, _library, tensors
 from . import driver as _driver
 from ._bound import BoundLaunch
 from ._declared import DeclaredImage
@@ -45,7 +45,9 @@ class Kernel:
     filename: name of a cubin shipped by `package` (`.cubin`/`.fatbin` is tolerated), a path (`str`
         with a suffix, or `Path`) to a .cubin, .fatbin or .ptx, the image itself as bytes (PTX
         also as text), or a cuda.core ObjectCode.
-    function_names: the functions to offer; None offers every one in the image.
+    function_names: the functions to offer; None offers every one in the image. A C++ kernel goes by
+        its mangled name or by its own, with template arguments: 'scale<float, 4>', or with
+        parameters too where several are called so.
     package: the package whose collection `filename` is looked up in; None is kernel_hub's own.
     signatures: C types for images that carry only sizes: {function: ['float*', 'int']}, a dict
         name -> type, or a text 'float* out, int n'. Types of your own are written `struct Params`.
@@ -126,11 +128,15 @@ class Kernel:
 
     def _offer(self, image: Image, names: list[str] | None, signatures: Any, probe: bool) -> None:
         """What every way to make a Kernel ends with: the functions `names` of `image`."""
+        if isinstance(signatures, Mapping):
+            known = image.names() or ()
+            signatures = {_symbol_in(known, name): given for name, given in signatures.items()}
         self._image = DeclaredImage(image, signatures) if signatures else image
         self._probe = probe
         self._log = ""
         self._lock = threading.RLock()
         self._functions: dict[str, KernelFunction] = {}
+        self._symbols: dict[str, str] = {}  # by the C++ names that were asked for
         self._libraries: dict[int, tuple[Library, Chosen]] = {}
         _kernels.add(self)
         available = self._image.names()
@@ -141,6 +147,7 @@ class Kernel:
                     "driver; pass function_names=[…] (or, for zstd, install kernel_hub[fatbin])"
                 )
             names = list(available)
+        names = [_symbol_in(available or (), name) for name in names]
         for name in names:
             if available is None or name not in available:
                 image.spec(name)  # raises, unless it may be in what only the driver can unpack
@@ -154,14 +161,23 @@ class Kernel:
 
     def __getitem__(self, name: str) -> KernelFunction:
         with self._lock:
-            if name not in self._functions:
-                if name not in self._names:
-                    raise FunctionNotFoundError.among(name, self._names, self._image.label)
-                function = KernelFunction._make(self, self._image.spec(name))
-                self._functions[name] = function
-                if name not in type(self).__dict__:
-                    self.__dict__[name] = function
-            return self._functions[name]
+            symbol = name if name in self._functions else self._symbol(name)
+            if symbol not in self._functions:
+                self._functions[symbol] = KernelFunction._make(self, self._image.spec(symbol))
+            function = self._functions[symbol]
+            if name not in type(self).__dict__:
+                self.__dict__[name] = function
+            return function
+
+    def _symbol(self, name: str) -> str:
+        """The function's name in the image, for that or its C++ name."""
+        if name not in self._names and name not in self._symbols:
+            symbol = _symbol_in(self._names, name)
+            if symbol not in self._names:
+                known = _demangle.cxx_names(self._names).values()
+                raise FunctionNotFoundError.among(name, known, self._image.label)
+            self._symbols[name] = symbol
+        return self._symbols.get(name, name)
 
     @property
     def function_names(self) -> list[str]:
@@ -180,7 +196,7 @@ class Kernel:
         return len(self._names)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._names
+        return isinstance(name, str) and _symbol_in(self._names, name) in self._names
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *self._names})
@@ -195,6 +211,21 @@ class Kernel:
         """Load the image and every function on `device` (None: the current one) now."""
         for name in self._names:
             self[name].load(device)
+
+    def image(self, device: Any = None) -> bytes:
+        """The bytes that are, or would be, loaded on `device` (None: the current one).
+
+        A cubin; of a fatbin the entry for that GPU, unpacked, or all of it where only the driver
+        can unpack it; PTX as text where no machine code fits; of a source what it was compiled to.
+        Loads nothing. Raises CubinNotFoundError when the image has nothing for that GPU,
+        CubinCorruptError when a shipped file is not what its manifest says.
+        """
+        device = device_number(device, self._image.label)
+        with self._lock:
+            if device in self._libraries:
+                return self._libraries[device][1].read()
+            capability = _driver.get().compute_capability(device)
+            return self._image.choose(capability).read()
 
     def get_global(self, name: str, dtype: Any = "uint8", *, device: Any = None) -> DeviceArray:
         """The `__device__` or `__constant__` variable `name` as a DeviceArray view.
@@ -275,6 +306,13 @@ class Kernel:
         with self._lock, _driver.RelaxedCapture(driver):
             library, chosen = self._library(driver, device, stream)
             return load_function(driver, library, chosen, spec, device)
+
+
+def _symbol_in(symbols: Sequence[str], name: Any) -> Any:
+    """The one of `symbols` that is `name`, or is called so in C++; else `name`."""
+    if name in symbols or not isinstance(name, str):
+        return name
+    return _demangle.symbol_of(name, symbols) or name
 
 
 def _checked_names(names: Any) -> list[str] | None:

@@ -117,6 +117,8 @@ static inline int call_driver(const Place* place, launch_ex_fn launch_ex, const 
     return code;
 }
 
+enum { SHARED_MEM_BYTES = 2, SHARED_MEM = 5 };  // two names of one argument
+
 // Arguments by position or name into `given`; 0 where the Python launcher has to look.
 static inline int read_arguments(const State* s, Object* const* args, ssize count, Object* names,
                                  Object** given) {
@@ -126,8 +128,9 @@ static inline int read_arguments(const State* s, Object* const* args, ssize coun
     for (ssize i = 0; i < named; ++i) {
         Object* name = PyTuple_GetItem(names, i);
         int at = 0;
-        while (at < 5 && s->names[at] != name) ++at;
-        if (at == 5 || given[at]) return 0;
+        while (at < 6 && s->names[at] != name) ++at;
+        if (at == SHARED_MEM) at = SHARED_MEM_BYTES;
+        if (at == 6 || given[at]) return 0;
         given[at] = args[count + i];
     }
     return given[0] && given[4];

@@ -98,7 +98,7 @@ typedef struct {
     Object* fallback;        // the Python launcher, same arguments
     Object* current_stream;  // device -> handle of torch's current stream
     Object* device;          // the device's number as an int
-    Object* names[5];        // gridDim, blockDim, sharedMemBytes, stream, params, interned
+    Object* names[6];        // gridDim, blockDim, sharedMemBytes, stream, params, sharedMem
     Object *name_dtype, *name_is_cuda, *name_data_ptr;
     void* tensor_types[2];       // torch.Tensor and Parameter, whose objects `as_dltensor` takes
     dltensor_fn as_dltensor;     // null where torch has none

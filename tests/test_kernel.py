@@ -41,7 +41,7 @@ def test_construction_touches_no_driver(monkeypatch: pytest.MonkeyPatch) -> None
     assert kernel.launch_probe_5.signature.startswith("launch_probe_5(float* out")
     assert list(inspect.signature(kernel.launch_probe_5).parameters) == [
         *("gridDim", "blockDim", "sharedMemBytes", "stream", "params"),
-        *("cluster", "cooperative", "programmatic", "priority", "carveout"),
+        *("cluster", "cooperative", "programmatic", "priority", "carveout", "sharedMem"),
     ]
 
 

@@ -30,6 +30,37 @@ class Malformed:
         return {"shape": (2,)}
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_shared_memory_has_two_names(make_fakecuda: Callable[..., FakeCuda], devices: int) -> None:
+    fake = make_fakecuda(devices=devices)
+    params: list[Any] = [None, None, None, 1, 0.5]
+    for launch in (probe := Kernel("launch_probe").launch_probe_5, probe._launch):
+        for size in (100, 0, 64 * 1024, np.int64(32), True):
+            launch(1, 1, params=params, sharedMem=size)
+            assert fake.launch().sharedMemBytes == size
+            launch(1, 1, sharedMem=size, params=params, priority=1)
+            assert (fake.launch().sharedMemBytes, fake.launch().attributes.keys()) == (size, {8})
+            probe.bind(1, 1, params=params, sharedMem=size)()
+            assert fake.launch().sharedMemBytes == size
+        launch(1, 1, params=params)
+        assert fake.launch().sharedMemBytes == 0
+    bound = probe.bind(1, 1, sharedMem=80)  # without params: launched with them
+    bound(params)
+    assert fake.launch().sharedMemBytes == 80
+    count = fake.launch_count
+    for wrong, said in (
+        (lambda f: f(1, 1, 0, None, params, sharedMem=0), "sharedMemBytes=0 is given too"),
+        (lambda f: f(1, 1, sharedMemBytes=8, params=params, sharedMem=8), "=8 is given too"),
+        (lambda f: f(1, 1, params=params, sharedMem=-1), "sharedMemBytes=-1 of launch_probe_5"),
+        (lambda f: f(1, 1, params=params, sharedMem="8"), "sharedMemBytes='8' of launch_probe_5"),
+        (lambda f: f(1, 1, params=params, sharedMem=None), "sharedMemBytes=None of launch_probe_5"),
+    ):
+        for launch in (probe, probe._launch, probe.bind):
+            with pytest.raises(LaunchConfigError, match=said):
+                wrong(launch)
+    assert fake.launch_count == count
+
+
 def test_zero_is_a_priority_and_a_carveout(fakecuda: FakeCuda, probe: KernelFunction) -> None:
     params = [None, None, None, 1, 0.5]
     probe(1, 1, 0, None, params, priority=0, carveout=0)

@@ -146,6 +146,9 @@ CALLS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
     ((GRID, BLOCK, 0, None, tuple(GOOD)), {}),
     ((4, 256), {"params": GOOD}),
     ((), {"params": GOOD, "blockDim": 64, "gridDim": (1, 2, 3), "sharedMemBytes": 9, "stream": 0}),
+    ((GRID, BLOCK), {"params": GOOD, "sharedMem": 48}),
+    ((GRID, BLOCK), {"sharedMem": 48, "params": GOOD, "sharedMemBytes": 48}),
+    ((GRID, BLOCK, 0, None, GOOD), {"sharedMem": 0}),
     ((GRID, BLOCK, 0, None, [None, None, X, -(2**31), float("inf")]), {}),
     ((GRID, BLOCK, 0, None, [X, Y, Z, True, 3]), {}),
     ((GRID, BLOCK, 0, None, [X, Y, Z, 2**31, 0.5]), {}),
@@ -228,6 +231,8 @@ def test_the_c_launcher_calls_the_driver_once_and_nothing_of_python(
     probe._launch.__code__ = (lambda *a, **k: 1 / 0).__code__
     probe(GRID, BLOCK, 0, None, GOOD)
     assert fakecuda.all_calls == calls + 1
+    probe(GRID, BLOCK, sharedMem=512, params=GOOD)
+    assert (fakecuda.all_calls, fakecuda.launch().sharedMemBytes) == (calls + 2, 512)
 
 
 def test_a_parameter_that_changed_its_dtype_is_noticed(probe: KernelFunction) -> None:

@@ -9,10 +9,12 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from .._demangle import cxx_names, symbol_of
 from .._read import read_file
 from ..cubin import (
     CubinInfo,
     PtxInfo,
+    PtxParam,
     SectionInfo,
     driver_of,
     image_kind,
@@ -97,8 +99,13 @@ def _cubin(image: Image) -> Described:
     info = read_cubin(image.data)
     described = dataclasses.asdict(info)
     declared = image.entry.functions if image.entry else {}
+    called = cxx_names(described["functions"])
     described["functions"] = {
-        name: {"signature": _signature(info, name, declared), **function}
+        name: {
+            "signature": _signature(info, name, declared),
+            "cxx_name": called[name],
+            **function,
+        }
         for name, function in described["functions"].items()
     }
     if image.entry:
@@ -143,9 +150,11 @@ def _fatbin(image: Image) -> Described:
 
 def _ptx(image: Image) -> Described:
     info: PtxInfo = read_ptx(image.data)
+    called = cxx_names(info.functions)
     functions = {
         name: {
-            "signature": f"{name}({', '.join(f'{p.type} {p.name}' for p in params)})",
+            "signature": f"{name}({', '.join(_ptx_param(name, param) for param in params)})",
+            "cxx_name": called[name],
             "params": [dataclasses.asdict(param) for param in params],
             "required_block": info.required_blocks.get(name),
         }
@@ -159,12 +168,25 @@ def _ptx(image: Image) -> Described:
     }
 
 
+def _ptx_param(function: str, param: PtxParam) -> str:
+    """As in PTX, but for the function in its name; a struct by value is an array of bytes there."""
+    name = param.name.removeprefix(f"{function}_")
+    element_bytes = int("".join(filter(str.isdigit, param.type)) or 8) // 8
+    if param.size_bytes == element_bytes:
+        return f"{param.type} {name}"
+    count = param.size_bytes // element_bytes
+    return f".align {param.align} {param.type} {name}[{count}]"
+
+
 def only_function(described: Sequence[Described], name: str, where: str) -> list[Described]:
-    """The images, and their entries, that have that kernel, with it alone."""
+    """The images, and their entries, that have that kernel (its own or its C++ name), it alone."""
     parts = [entry.get("contents", {}) for one in described for entry in _entries(one)]
     every = {function for part in parts for function in part.get("functions", ())}
     if name not in every:
-        raise FunctionNotFoundError.among(name, every, where)
+        symbol = symbol_of(name, every)
+        if symbol is None:
+            raise FunctionNotFoundError.among(name, cxx_names(every).values(), where)
+        name = symbol
 
     def alone(one: Described) -> Described:
         return {**one, "functions": {name: one["functions"][name]}}
@@ -231,7 +253,8 @@ def run(args: argparse.Namespace) -> int:
         if args.sass:
             if one["kind"] != "cubin":
                 raise KernelHubError(f"--sass reads cubins; {one['image']} is {one['kind']}")
-            _console.note(_sass.disassemble(data[one["image"]], args.function))
+            symbol = next(iter(one["functions"])) if args.function else None
+            _console.note(_sass.disassemble(data[one["image"]], symbol))
     return 0
 
 
@@ -261,8 +284,7 @@ def _print(one: Described) -> None:
             f"  PTX {version} for {one['target']} ({gpus}): a driver of CUDA {needed} or later "
             "compiles it at load"
         )
-        for function in one["functions"].values():
-            _console.note(f"  {function['signature']}")
+        _print_signatures(one)
         return
     _print_cubin(one)
 
@@ -283,7 +305,7 @@ def _print_cubin(one: Described) -> None:
         ["kernel", "params", "registers", "static shared", "local", "threads", "code"],
         [
             (
-                function["name"],
+                function["cxx_name"],
                 len(function["params"]),
                 function["num_regs"],
                 function["static_shared_bytes"],
@@ -295,8 +317,7 @@ def _print_cubin(one: Described) -> None:
         ],
         right=["params", "registers", "static shared", "local", "code"],
     )
-    for function in one["functions"].values():
-        _console.note(f"  {function['signature']}")
+    _print_signatures(one)
     if one["globals"]:
         _console.table(
             ["variable", "bytes", "section"],
@@ -305,6 +326,14 @@ def _print_cubin(one: Described) -> None:
         )
     groups = section_groups(SectionInfo(**section) for section in one["sections"])
     _console.table(["section", "number", "bytes"], groups, right=["number", "bytes"])
+
+
+def _print_signatures(one: Described) -> None:
+    """Each kernel by its C++ name, then by the one it has in the image."""
+    for name, function in one["functions"].items():
+        _console.note(f"  {function['cxx_name']}{function['signature'].removeprefix(name)}")
+        if function["cxx_name"] != name:
+            _console.note(f"    {name}")
 
 
 def _threads(function: dict[str, Any]) -> str:

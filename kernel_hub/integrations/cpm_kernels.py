@@ -17,14 +17,22 @@ from typing import Any
 from . import cpm_kernels_base as base
 
 _PACKAGE = "cpm_kernels"
+_NAMES = (_PACKAGE, "pkg_resources")
 # Ours in their place, whether the package is installed or not.
 _OURS = {
     f"{_PACKAGE}.kernels.base": f"{__package__}.cpm_kernels_base",
     f"{_PACKAGE}.device": f"{__package__}.cpm_kernels_device",
 }
-# Parents of `kernels.base`: there must be such packages even where none is installed.
-_PARENTS = (_PACKAGE, f"{_PACKAGE}.kernels")
 _LIBRARY = f"{_PACKAGE}.library"
+# Ours where no package is installed.
+_INSTEAD = {
+    f"{_LIBRARY}.base": f"{__package__}.cpm_kernels_library",
+    f"{_LIBRARY}.cuda": f"{__package__}.cpm_kernels_cuda",
+    f"{_LIBRARY}.cudart": f"{__package__}.cpm_kernels_cudart",
+    "pkg_resources": f"{__package__}.pkg_resources",
+}
+# Parents of these: there must be such packages even where none is installed.
+_PARENTS = (_PACKAGE, f"{_PACKAGE}.kernels", _LIBRARY)
 
 
 def install(*, substitute: bool = False) -> None:
@@ -32,7 +40,9 @@ def install(*, substitute: bool = False) -> None:
 
     `cpm_kernels.kernels.base` and `cpm_kernels.device` are kernel_hub's; the other modules of an
     installed cpm_kernels work on top, and open no library before one of its functions is used.
-    Modules that imported cpm_kernels earlier keep what they got.
+    Where none is installed, `cpm_kernels.library.base`, `.cuda` and `.cudart` are kernel_hub's too,
+    and so is `pkg_resources` where setuptools has it no longer. Modules that imported cpm_kernels
+    earlier keep what they got.
 
     substitute: where a client's own image has no code for the GPU, launch kernel_hub's kernels of
         the same names and parameter sizes (`weight_extraction`), with a warning that says so. A
@@ -56,6 +66,9 @@ def uninstall() -> None:
 
 def _take_modules() -> dict[str, ModuleType]:
     names = [name for name in sys.modules if name.partition(".")[0] == _PACKAGE]
+    stand_in = sys.modules.get("pkg_resources")
+    if isinstance(getattr(stand_in, "__loader__", None), _Ours):
+        names.append("pkg_resources")
     return {name: sys.modules.pop(name) for name in names}
 
 
@@ -73,6 +86,8 @@ class _Ours(Loader):
         module.__doc__ = home.__doc__
         for name in home.__all__:
             setattr(module, name, getattr(home, name))
+        if "__getattr__" in vars(home):
+            module.__getattr__ = home.__getattr__  # type: ignore[method-assign]
 
 
 class _DeferredModule(ModuleType):
@@ -114,18 +129,23 @@ class _Deferred(Loader):
                     raise
 
 
+def _ours(name: str, home: str) -> ModuleSpec:
+    return ModuleSpec(name, _Ours(home), origin=home)
+
+
 class _Finder(MetaPathFinder):
     """Finds cpm_kernels and what is in it, before any other finder does."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname.partition(".")[0] != _PACKAGE:
+        if fullname.partition(".")[0] not in _NAMES:
             return None
         if fullname in _OURS:
-            home = _OURS[fullname]
-            return ModuleSpec(fullname, _Ours(home), origin=home)
+            return _ours(fullname, _OURS[fullname])
         found = self._installed(fullname, path)
+        if found is None and fullname in _INSTEAD:
+            return _ours(fullname, _INSTEAD[fullname])
         if found is None:
             return (
                 ModuleSpec(fullname, _Deferred(None), is_package=True)

@@ -54,6 +54,11 @@ def set_substitute(wanted: bool) -> None:
     _substitute = wanted
 
 
+def is_substituting() -> bool:
+    """What `set_substitute` was told."""
+    return _substitute
+
+
 def round_up(x: int, m: int) -> int:
     """The least multiple of `m` not below `x`."""
     return (x + m - 1) // m * m
@@ -83,6 +88,15 @@ class LazyKernelCModule:
         self._is_said = False
         self._lock = threading.Lock()
 
+    def _setup_shipped(self, name: str, missing: CubinNotFoundError) -> None:
+        """As `_setup`, of a cubin that kernel_hub ships; raises `missing` where it ships none."""
+        try:
+            kernel = _kernel.Kernel(name)
+        except CubinNotFoundError:
+            raise missing from None
+        self._setup(kernel.image, f"kernel_hub's cubin {name!r}")
+        self._kernel = kernel
+
     def get_module(self) -> _kernel.Kernel:
         """The image, loaded on the current device: a kernel_hub.Kernel, not a driver's handle."""
         try:
@@ -91,6 +105,12 @@ class LazyKernelCModule:
             return kernel
         except KernelHubError as error:
             raise _in_their_words(error, self._label) from error
+
+    def unload(self) -> None:
+        """Unload the image from the driver; a later launch loads it again."""
+        with self._lock:
+            if self._kernel is not None:
+                self._kernel.unload()
 
     def _whole(self) -> _kernel.Kernel | None:
         """The image with all its functions; None where only the driver can list them."""
@@ -170,6 +190,22 @@ class KernelFunction:
     def __repr__(self) -> str:
         return f"<KernelFunction {self._func_name} of {self._module._label}>"
 
+    def find(self) -> None:
+        """Look the function up now. Raises as a launch of a function that is not there."""
+        if self._launch is None:
+            try:
+                self._launch = self._module._function(self._func_name)
+            except KernelHubError as error:
+                where = f"{self._func_name} of {self._module._label}"
+                raise _in_their_words(error, where) from error
+
+    @property
+    def params(self) -> Sequence[Any] | None:
+        """The parameters as kernel_hub knows them; None where only the driver can tell."""
+        self.find()
+        assert self._launch is not None
+        return self._launch.params
+
     def __call__(
         self,
         gridDim: tuple[int, int, int],
@@ -215,9 +251,10 @@ class KernelFunction:
 
 
 class Kernel:
-    """Functions of a fatbin of the installed cpm_kernels package.
+    """Functions of a fatbin of the installed cpm_kernels package, or of a cubin of kernel_hub's.
 
-    filename: of `kernels/cuda/<filename>.fatbin` there. function_names: each becomes an attribute.
+    filename: of `kernels/cuda/<filename>.fatbin` there; where there is none, the name of a cubin
+    that kernel_hub ships. function_names: each becomes an attribute.
     Raises CubinNotFoundError (a RuntimeError) when there is no such file, which is read at the
     first launch; ParamsError (a RuntimeError too) for anything but names.
     """
@@ -229,19 +266,21 @@ class Kernel:
         names = list(function_names) if is_list else []
         if not is_list or not all(isinstance(name, str) for name in names):
             raise _ParamsError(f"Kernel({filename!r}) takes a list of functions' names")
-        path = _package_data(f"{filename}.fatbin")
-        self.filename = f"cuda/{path.name}"
-        self._path = path
+        self.filename = f"cuda/{filename}.fatbin"
         self._function_names = names
         self._cmodule = LazyKernelCModule.__new__(LazyKernelCModule)
-        self._cmodule._setup(path.read_bytes, str(path))
+        try:
+            path = _package_data(f"{filename}.fatbin")
+            self._cmodule._setup(path.read_bytes, str(path))
+        except CubinNotFoundError as missing:
+            self._cmodule._setup_shipped(filename, missing)
         for name in self._function_names:
             setattr(self, name, KernelFunction(self._cmodule, name))
 
     @property
     def code(self) -> bytes:
-        """The file's bytes."""
-        return self._path.read_bytes()
+        """The file's bytes; of a cubin of kernel_hub's those for the current device."""
+        return self._cmodule._read()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -333,6 +372,12 @@ def _in_their_words(error: KernelHubError, where: str) -> KernelHubError:
 
 def _driver_text(code: int) -> str:
     """'CUDA Error: invalid argument\\n', or '' where no driver has words for it."""
+    words = driver_words(code)
+    return f"CUDA Error: {words}\n" if words else ""
+
+
+def driver_words(code: int) -> str:
+    """'invalid argument' for 1, or '' where no driver has words for it."""
     words = ctypes.c_char_p()
     try:
         driver = _driver.get()
@@ -340,4 +385,4 @@ def _driver_text(code: int) -> str:
             driver.try_call("cuGetErrorString", code, ctypes.byref(words))
     except KernelHubError:  # there is no driver
         pass
-    return f"CUDA Error: {words.value.decode(errors='replace')}\n" if words.value else ""
+    return words.value.decode(errors="replace") if words.value else ""

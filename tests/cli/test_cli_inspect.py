@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from cli_run import ROOT, Run
 
+from kernel_hub import _demangle
 from kernel_hub.cli import _sass, inspect
 from kernel_hub.cubin import SectionInfo, unpack
 from kernel_hub.errors import CubinCorruptError, KernelHubError
@@ -99,9 +100,40 @@ def test_a_compressed_entry_is_left_to_the_driver_where_nothing_unpacks_it(
     assert ["contents" in entry for entry in one["entries"]] == [True, True, False]
 
 
+def test_structs_of_ptx_have_their_sizes(kernel_hub_cli: Run) -> None:
+    path = str(ROOT / "tests/data/cxx_names.ptx")
+    (one,) = json.loads(kernel_hub_cli("inspect", path, "--json").out)
+    solve = one["functions"]["_ZN2ns5solveE7Problem"]
+    assert solve["signature"] == "_ZN2ns5solveE7Problem(.align 8 .b8 param_0[40])"
+    assert [param["size_bytes"] for param in solve["params"]] == [40]
+    assert "solve(.align 8 .b8 param_0[40])" in kernel_hub_cli("inspect", path).out
+
+
+@pytest.mark.skipif(_demangle._reader() is None, reason="no C++ library that reads names")
+@pytest.mark.parametrize("kind", ["cubin", "ptx"])
+def test_kernels_have_their_cxx_names(kernel_hub_cli: Run, kind: str) -> None:
+    path, name = str(ROOT / f"tests/data/cxx_names.{kind}"), "ns::scale<float, 4, false, (Kind)0>"
+    symbol = "_ZN2ns5scaleIfLj4ELb0EL4Kind0EEEvPT_x"
+    shown = kernel_hub_cli("inspect", path).out
+    assert "  ns::scale<float, 4u, false, (Kind)0>(" in shown and f"    {symbol}\n" in shown
+    assert shown.count("  plain(") == 1 and "    plain\n" not in shown
+    for asked in (name, symbol):
+        ran = kernel_hub_cli("inspect", path, "--function", asked, "--json")
+        (one,) = json.loads(ran.out)
+        assert list(one["functions"]) == [symbol]
+        assert one["functions"][symbol]["cxx_name"] == "ns::scale<float, 4u, false, (Kind)0>"
+    ran = kernel_hub_cli("inspect", path, "--function", "ns::scalp")
+    assert ran.code == 2 and "ns::solve" in ran.err and "add(double*, int)" in ran.err
+    ran = kernel_hub_cli("inspect", path, "--function", "add")
+    assert ran.code == 2 and "2 kernels are called 'add': add(" in ran.err
+    if kind == "cubin" and _sass.find_nvdisasm():
+        ran = kernel_hub_cli("inspect", path, "--function", name, "--sass")
+        assert f".text.{symbol}" in ran.out and ".text.plain" not in ran.out
+
+
 def test_an_lz4_entry_is_shown(kernel_hub_cli: Run) -> None:
     ran = kernel_hub_cli("inspect", str(ROOT / "tests/cubin/data/speed.fatbin"))
-    assert "PTX 9.0, compressed" in ran.out and "add(.u64 add_param_0" in ran.out
+    assert "PTX 9.0, compressed" in ran.out and "add(.u64 param_0, .u64" in ran.out
     assert "a driver of CUDA 13.0 or later compiles it at load" in ran.out
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from pathlib import Path
 from typing import Any
 
@@ -17,46 +16,10 @@ from kernel_hub.errors import (
     ParamsError,
 )
 from kernel_hub.formats import carray, fmha_v2
-from kernel_hub.formats.fmha_v2 import KernelName, Params, _geometry, parse_name
+from kernel_hub.formats.fmha_v2 import KernelName, _geometry, parse_name
 
 CUBIN = Path(__file__).parent / "data/fmha_stand_in.cubin"
 FLASH = "fmha_v2_flash_attention_"
-
-# Offset, bytes and ctypes' view of each field, as TensorRT-LLM's compiler lays them out.
-OFFSETS = """
-    qkv 0 q 8 k 16 v 24 kv 32 paged 40 packed_mask 80 attention_sinks 88 out 96 softmax_stats 104
-    q_stride 112 k_stride 120 v_stride 128 packed_mask_stride 136 out_stride 144
-    softmax_stats_stride 152 tma_q 192 tma_k 256 tma_v 320 tma_out 384 blocks_per_tma_load 448
-    blocks_per_tma_load_log2 452 batch_size 456 num_heads 460 num_kv_heads 464 num_heads_per_kv 468
-    max_seqlen_q 472 head_dim 476 head_dim_v 480 num_grouped_heads 484 sliding_window_size 488
-    log2_chunk_size 492 scale_bmm1 496 softcap 500 scale_softmax 504 scale_bmm2 508
-    scale_bmm1_on_device 512 scale_bmm2_on_device 520 cu_seqlens_q 528 cu_seqlens_k 536
-    cu_mask_rows 544 has_alibi 552 alibi 556 tile_counter 576 num_tiles 584 num_tiles_per_head 588
-    balanced 592 is_padded 593 sage_q 600 sage_k 616 sage_v 632"""
-PAGED_OFFSETS = """
-    max_seqs 0 max_blocks_per_seq 4 tokens_per_block 8 tokens_per_block_log2 12 bytes_per_block 16
-    pool 24 block_offsets 32"""
-
-
-def offsets(text: str) -> dict[str, int]:
-    words = text.split()
-    return dict(zip(words[::2], map(int, words[1::2]), strict=True))
-
-
-def test_struct() -> None:
-    assert ctypes.sizeof(Params) == 704
-    found = {f[0]: getattr(Params, f[0]).offset for f in Params._fields_ if f[0][0] != "_"}
-    assert found == offsets(OFFSETS)
-    paged = Params().paged
-    assert {f[0]: getattr(type(paged), f[0]).offset for f in paged._fields_} == offsets(
-        PAGED_OFFSETS
-    )
-    assert ctypes.sizeof(paged) == 40
-    assert ctypes.sizeof(Params().alibi) == 20
-    assert [getattr(type(Params().sage_q), n).offset for n in ("max_num_blocks", "scales")] == [
-        0,
-        8,
-    ]
 
 
 def test_fields_of_a_symbol() -> None:
@@ -94,6 +57,10 @@ def test_fields_of_a_symbol() -> None:
                 "variant": "tma_ws",
                 "layout": "q_kv",
             },
+        ),
+        (
+            "bf16_64_128_S_qkv_192x128_sliding_window_causal_sm90_kernel_nl_tiled",
+            {"mask": "sliding_window_causal", "variant": "nl_tiled", "attributes": ()},
         ),
         (
             "e4m3_64_256_S_q_k_v_128_custom_mask_output_bf16_tma_ws_sm90_kernel",
@@ -198,6 +165,11 @@ def test_any_text_is_a_name_or_refused(text: str) -> None:
             assert parse_name(whole).text in whole
         except FunctionNotFoundError:
             continue
+
+
+def offsets(text: str) -> dict[str, int]:
+    words = text.split()
+    return dict(zip(words[::2], map(int, words[1::2]), strict=True))
 
 
 # Of the sizes that the traits of TensorRT-LLM's own sources give when compiled.

@@ -58,16 +58,15 @@ def test_packed_nl(fakecuda: FakeCuda) -> None:
     assert bytes(arrived(fakecuda)) == bytes(expected)
 
 
-def test_alibi_sinks_stats_and_rows_with_gaps(fakecuda: FakeCuda) -> None:
+def test_alibi_stats_and_rows_with_gaps(fakecuda: FakeCuda) -> None:
     wide, out = array(TOTAL, 10, 128), array(TOTAL, 8, 128)
-    sinks, stats = array(7, dtype="fp32"), array(TOTAL, 7, 2, dtype="fp32")
+    stats = array(TOTAL, 7, 2, dtype="fp32")
     given = fmha_v2.run(
         kernel(mask="causal", variant="nl"),
         wide[:, 1:],
         cu_seqlens=starts(TOTAL),
         num_kv_heads=1,
         alibi=True,
-        attention_sinks=sinks,
         softmax_stats=stats,
         softmax_scale=0.25,
         out=out[:, :7],
@@ -77,7 +76,7 @@ def test_alibi_sinks_stats_and_rows_with_gaps(fakecuda: FakeCuda) -> None:
     assert (params.num_heads, params.num_kv_heads, params.num_heads_per_kv) == (7, 1, 7)
     assert params.qkv == wide.ptr + 256
     assert (params.q_stride, params.v_stride, params.out_stride) == (2560, 2560, 2048)
-    assert (params.attention_sinks, params.softmax_stats) == (sinks.ptr, stats.ptr)
+    assert params.softmax_stats == stats.ptr
     assert params.softmax_stats_stride == 8 * 7
     assert params.has_alibi
     alibi = params.alibi
@@ -188,6 +187,24 @@ def test_masks_that_a_kernel_does_not_read_whole() -> None:
 # -- paged, and through the TMA
 
 
+def test_paged_tiled_with_softcapping(fakecuda: FakeCuda) -> None:
+    q, pool, table = paged()
+    function = kernel(layout="q_paged_kv", variant="nl_tiled")
+    lengths = {"cu_seqlens": starts(8, TOTAL), "cu_seqlens_k": starts(40, 120)}
+    fmha_v2.run(function, q, pool, block_table=table, softcap=30.0, **lengths)
+    params, cache = arrived(fakecuda), arrived(fakecuda).paged
+    block_bytes = 2 * 32 * 256
+    assert (cache.max_seqs, cache.max_blocks_per_seq) == (2, 3)
+    assert (cache.tokens_per_block, cache.tokens_per_block_log2) == (32, 5)
+    assert (cache.bytes_per_block, cache.pool, cache.block_offsets) == (
+        *(block_bytes, pool.ptr),
+        table.ptr,
+    )
+    assert (params.k_stride, params.v_stride) == (32 * 256, 32 * 256)
+    assert params.softcap == 30  # the kernels convert an unsigned integer
+    assert params.scale_bmm1 == float_bits(128**-0.5 / 30.0)
+
+
 def map_of(tensor: DeviceArray, box: tuple[int, ...], address: int, **view: Any) -> bytes:
     base = DeviceArray.from_address(address, view["shape"], tensor.dtype_token)
     made = TensorMap.tiled(base, box, swizzle="128B", l2_promotion="none", **view)
@@ -198,8 +215,10 @@ def test_tma_packed(fakecuda: FakeCuda) -> None:
     qkv, lengths = array(TOTAL, HEADS + 4, 128), starts(20, TOTAL)
     function = kernel(mask="causal", variant="tma_ws", layout="qkv")
     call = {"cu_seqlens": lengths, "num_kv_heads": 2, "max_seqlen": 300}
-    fmha_v2.run(function, qkv, **call)
+    sinks = array(HEADS, dtype="fp32")
+    fmha_v2.run(function, qkv, attention_sinks=sinks, **call)
     launch, params = fakecuda.launch(), arrived(fakecuda)
+    assert params.attention_sinks == sinks.ptr
     tiles = -(-300 // 128)
     assert (launch.gridDim, launch.blockDim) == ((1, tiles * HEADS * 2, 1), (384, 1, 1))
     assert launch.sharedMemBytes == 227 * 1024

@@ -1,58 +1,21 @@
-// Stand-ins for TensorRT-LLM's fmha_v2 kernels: their struct, names and launch rules, and attention
-// computed plainly from what the struct says. A launch against the rules leaves NaN in the output.
+// Stand-ins for TensorRT-LLM's fmha_v2 kernels: their structs, names and launch rules, and
+// attention computed plainly from what the struct says. A launch against the rules leaves NaN in
+// the output.
 //
 // nl, nl_tiled: a block is (q step, head, sequence); a thread has one row of O. tma_ws: blocks draw
 // tiles of two q steps from the counter, and read Q, K and V through the struct's 64-byte TMA
 // descriptors. Shared memory: nl none; tma_ws the boxes of Q (128 rows) and of K and V (kv_step).
 //
-// -DNAMES_ONLY leaves the bodies out: with -cubin -arch=sm_90a -std=c++17 that is
-// tests/formats/data/fmha_stand_in.cubin.
+// -DSTRUCT=… names a struct: CURRENT unless it is given; the older ones have kernels of their own.
+// -DNAMES_ONLY leaves the attention out, and reads what every kernel reads of its struct: so
+// tests/formats/make_fmha_data.py builds the cubins of tests/formats/data.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
 #include <cstdint>
 
-struct Paged {
-    int max_seqs, max_blocks_per_seq, tokens_per_block, tokens_per_block_log2, bytes_per_block;
-    const char* pool;
-    const int* block_offsets;
-};
-struct Alibi {
-    int num_heads_pow2;
-    float neg4_div_num_heads, scale_after_alibi;
-    int head_idx_offset, sequence_pos_offset;
-};
-struct Sage {
-    int max_num_blocks;
-    float* scales;
-};
-struct alignas(64) Descriptor {
-    uint64_t words[8];
-};
-struct Params {
-    const char *qkv, *q, *k, *v, *kv;
-    Paged paged;
-    const uint32_t* packed_mask;
-    const float* sinks;
-    char* out;
-    float* stats;
-    int64_t q_stride, k_stride, v_stride, mask_stride, out_stride, stats_stride;
-    Descriptor tma_q, tma_k, tma_v, tma_out;
-    int blocks_per_tma_load, blocks_per_tma_load_log2;
-    int batch_size, num_heads, num_kv_heads, num_heads_per_kv, max_seqlen_q, head_dim, head_dim_v;
-    int num_grouped_heads, window, log2_chunk;
-    uint32_t scale_bmm1, softcap, scale_softmax, scale_bmm2;
-    const uint32_t *scale_bmm1_d, *scale_bmm2_d;
-    const int *cu_seqlens_q, *cu_seqlens_k, *cu_mask_rows;
-    bool has_alibi;
-    Alibi alibi;
-    uint32_t* tile_counter;
-    uint32_t num_tiles, num_tiles_per_head;
-    bool balanced, is_padded;
-    Sage sage_q, sage_k, sage_v;
-};
-static_assert(sizeof(Params) == 704 && alignof(Params) == 64, "the struct of these kernels");
+#include "fmha_structs.cuh"
 
 enum Layout { QKV, Q_KV, Q_K_V, Q_PAGED_KV };
 enum Mask { PADDING, CAUSAL, SLIDING, CUSTOM };
@@ -83,9 +46,10 @@ __device__ const T* row_of(const Params& p, const Head& at, char part, int row) 
     const int64_t d = p.head_dim, dv = p.head_dim_v;
     if (part == 'q') {
         const char* base = kLayout == QKV ? p.qkv : p.q;
-        return (const T*)(base + (at.q_start + row) * p.q_stride) + at.head * d;
+        const int64_t stride = row_stride(p, kLayout == QKV, 'q');
+        return (const T*)(base + (at.q_start + row) * stride) + at.head * d;
     }
-    const int64_t stride = part == 'k' ? p.k_stride : p.v_stride;
+    const int64_t stride = row_stride(p, kLayout == QKV, part);
     if (kLayout == Q_PAGED_KV) {
         const int* table = p.paged.block_offsets + at.seq * 2 * p.paged.max_blocks_per_seq;
         if (part == 'v') table += p.paged.max_blocks_per_seq;
@@ -95,7 +59,10 @@ __device__ const T* row_of(const Params& p, const Head& at, char part, int row) 
         return (const T*)(block + at.kv_head * stride +
                           in_block * (stride / p.paged.tokens_per_block));
     }
-    const char* base = kLayout == QKV ? p.qkv : kLayout == Q_KV ? p.kv : part == 'k' ? p.k : p.v;
+    const char* base = kLayout == QKV ? p.qkv : p.kv;
+#if !IS_OLD
+    if (kLayout == Q_K_V) base = part == 'k' ? p.k : p.v;
+#endif
     const T* start = (const T*)(base + (at.k_start + row) * stride);
     if (kLayout == QKV) start += p.num_heads * d;
     if (part == 'v' && kLayout != Q_K_V) start += p.num_kv_heads * d;
@@ -115,7 +82,7 @@ __device__ bool sees(const Params& p, const Head& at, int row, int col) {
     }
     if (col > place) return false;
     if (kMask == CAUSAL) return true;
-    if (p.log2_chunk) return col >= place >> p.log2_chunk << p.log2_chunk;
+    if (const int log2 = log2_chunk(p)) return col >= place >> log2 << log2;
     return (int64_t)col > (int64_t)place - p.window;
 }
 
@@ -140,7 +107,7 @@ struct Row {
         scale = factor(p.scale_bmm1, p.scale_bmm1_d, kHalf && !kBase2) * (kBase2 ? logf(2.f) : 1.f);
         if (factor(p.scale_softmax, nullptr, kHalf) != 1.f) scale = NAN;
         if (kAlibi || p.has_alibi) slope = slope_of(p.alibi, head);
-        if (kSoftcap) cap = __uint_as_float(p.softcap);
+        if (kSoftcap) cap = (float)p.softcap;  // an integer, as in the real ones
     }
     // The factor for what was summed before; `weight` is that of the new column.
     __device__ float add(float dot, int col, float& weight) {
@@ -172,16 +139,20 @@ __device__ void store(__nv_fp8_e4m3* to, float x) {
     *to = __nv_fp8_e4m3(x);
 }
 
-template <typename T>
+template <typename T, bool kSinks>
 __device__ void write_row(const Params& p, const Head& at, int row, const float* acc, float m,
                           float sum, float last) {
-    if (p.sinks) sum += expf(p.sinks[at.head] - m);
+#if STRUCT == CURRENT
+    if (kSinks && p.sinks) sum += expf(p.sinks[at.head] - m);
+#endif
     T* out = (T*)(p.out + (at.q_start + row) * p.out_stride) + at.head * p.head_dim_v;
     for (int i = 0; i < p.head_dim_v; ++i) store(out + i, acc[i] / sum * last);
+#if !IS_512
     if (p.stats) {
         float* stats = (float*)((char*)p.stats + (at.q_start + row) * p.stats_stride);
         stats[at.head * 2] = m, stats[at.head * 2 + 1] = sum;
     }
+#endif
 }
 
 template <typename T, Layout kLayout, Mask kMask, Variant kVariant, int kQStep, bool kHalf,
@@ -194,8 +165,7 @@ __device__ void plain(const Params& p) {
     Row<T, kMask, kHalf, false, kAlibi, kSoftcap> state(p, at.head);
     const bool rules = blockDim.x == 128 && gridDim.y == p.num_heads && gridDim.z == p.batch_size &&
                        gridDim.x == (p.max_seqlen_q + kQStep - 1) / kQStep * v_blocks &&
-                       dynamic_shared_bytes() == kShared && !p.is_padded &&
-                       p.num_grouped_heads == 1;
+                       dynamic_shared_bytes() == kShared && !p.is_padded && ungrouped(p);
     float acc[256] = {};
     const T* q = row_of<T, kLayout>(p, at, 'q', row);
     for (int col = 0; col < at.k_len; ++col) {
@@ -208,9 +178,10 @@ __device__ void plain(const Params& p) {
         for (int i = 0; i < p.head_dim_v; ++i) acc[i] = acc[i] * shrink + weight * to_float(v[i]);
     }
     const float last = rules ? factor(p.scale_bmm2, p.scale_bmm2_d, kHalf) : NAN;
-    write_row<T>(p, at, row, acc, state.m, state.sum, last);
+    write_row<T, false>(p, at, row, acc, state.m, state.sum, last);
 }
 
+#if !IS_OLD
 __device__ void copy_box(void* to, const Descriptor* map, uint64_t* barrier, int rank, int x, int y,
                          int z, int w) {
     const uint32_t shared = (uint32_t)__cvta_generic_to_shared(to);
@@ -339,26 +310,52 @@ __device__ void through_tma(const Params& p) {
             }
         }
         const float last = rules ? factor(p.scale_bmm2, p.scale_bmm2_d, kHalf) : NAN;
-        if (mine) write_row<T>(p, at, row, acc, state.m, state.sum, last);
+        if (mine) write_row<T, true>(p, at, row, acc, state.m, state.sum, last);
     }
 }
 
+#endif
+
+// What every kernel reads, or every one with such a name; so do TensorRT-LLM's of September 2025.
+template <Layout kLayout, Mask kMask, bool kSoftcap, bool kThroughTma, bool kAlibi>
+__device__ void read_always(const Params& p) {
+    int64_t found = p.out_stride + p.cu_seqlens_q[0] + p.num_heads * p.max_seqlen_q + p.is_padded;
+    if (!kThroughTma) found += row_stride(p, kLayout == QKV, 'q');
+    if (kMask == CUSTOM) found += p.packed_mask[p.mask_stride] + p.cu_mask_rows[0];
+    if (kSoftcap) found += (int64_t)(float)p.softcap;
+    const bool is_causal = kMask == CAUSAL || kMask == SLIDING;
+    if (kMask == SLIDING) found += p.window;
+    if (kAlibi || (is_causal && !kThroughTma && p.has_alibi)) found += p.alibi.num_heads_pow2;
+#if !IS_512
+    if ((!kThroughTma || kMask == SLIDING) && p.stats) found += p.stats_stride;
+#endif
+#if STRUCT == CURRENT || STRUCT == EDGE
+    if (kThroughTma && p.sinks) found += (int64_t)p.sinks[0];
+#endif
+    if (kThroughTma && kMask == SLIDING) found += log2_chunk(p);
+    *(int64_t*)p.out = found;
+}
+
 #ifdef NAMES_ONLY
-#define BODY(...)
+#define BODY(LAYOUT, MASK, SOFTCAP, TMA, ALIBI, ...) \
+    read_always<LAYOUT, MASK, SOFTCAP, TMA, ALIBI>(p)
 #else
-#define BODY(...) __VA_ARGS__
+#define BODY(LAYOUT, MASK, SOFTCAP, TMA, ALIBI, ...) __VA_ARGS__
 #endif
 #define NL_KERNEL(SYMBOL, T, LAYOUT, MASK, VARIANT, Q_STEP, HALF, SHARED, SOFTCAP)               \
     extern "C" __global__ void __launch_bounds__(128) SYMBOL(const __grid_constant__ Params p) { \
-        BODY(plain<T, LAYOUT, MASK, VARIANT, Q_STEP, HALF, SHARED, false, SOFTCAP>(p);)          \
+        BODY(LAYOUT, MASK, SOFTCAP, false, false,                                                \
+             plain<T, LAYOUT, MASK, VARIANT, Q_STEP, HALF, SHARED, false, SOFTCAP>(p));          \
     }
 #define WS_KERNEL(SYMBOL, T, LAYOUT, MASK, KV_STEP, D, DV, HALF, ALIBI, SOFTCAP)              \
     extern "C" __global__ void __launch_bounds__(384, 1) SYMBOL(const                         \
                                                                 __grid_constant__ Params p) { \
-        BODY(through_tma<T, LAYOUT, MASK, 64, KV_STEP, D, DV, HALF, ALIBI, SOFTCAP>(p);)      \
+        BODY(LAYOUT, MASK, SOFTCAP, true, ALIBI,                                              \
+             through_tma<T, LAYOUT, MASK, 64, KV_STEP, D, DV, HALF, ALIBI, SOFTCAP>(p));      \
     }
 #define FLASH(REST) fmha_v2_flash_attention_##REST
 
+#if !IS_OLD
 NL_KERNEL(FLASH(fp16_64_32_S_qkv_128_sm90_kernel_nl), __half, QKV, PADDING, NL, 64, true, 32768,
           false)
 NL_KERNEL(FLASH(fp16_64_32_S_qkv_128_causal_sm90_kernel_nl), __half, QKV, CAUSAL, NL, 64, true,
@@ -381,3 +378,15 @@ WS_KERNEL(FLASH(bf16_64_128_S_q_k_v_192x128_causal_alibi_tma_ws_sm90_kernel), __
           CAUSAL, 128, 192, 128, false, true, false)
 WS_KERNEL(FLASH(e4m3_64_256_S_qkv_64_custom_mask_tma_ws_sm90_kernel), __nv_fp8_e4m3, QKV, CUSTOM,
           256, 64, 64, false, false, false)
+#else
+NL_KERNEL(FLASH(fp16_64_32_S_qkv_128_causal_sm90_kernel_nl), __half, QKV, CAUSAL, NL, 64, true,
+          32768, false)
+NL_KERNEL(FLASH(bf16_64_128_S_qkv_192x128_sliding_window_causal_sm90_kernel_nl_tiled),
+          __nv_bfloat16, QKV, SLIDING, NL_TILED, 64, false, 81920, false)
+NL_KERNEL(FLASH(bf16_64_128_S_qkv_128_custom_mask_sm90_kernel_nl_tiled), __nv_bfloat16, QKV, CUSTOM,
+          NL_TILED, 64, false, 81920, false)
+NL_KERNEL(FLASH(bf16_64_128_S_q_paged_kv_128_causal_softcapping_sm90_kernel_nl_tiled),
+          __nv_bfloat16, Q_PAGED_KV, CAUSAL, NL_TILED, 64, false, 81920, true)
+NL_KERNEL(FLASH(bf16_64_32_S_q_kv_64_sm90_kernel_nl), __nv_bfloat16, Q_KV, PADDING, NL, 64, false,
+          16384, false)
+#endif

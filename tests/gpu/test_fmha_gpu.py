@@ -1,7 +1,7 @@
 """fmha_v2 on a real GPU: the stand-ins of fmha_stand_in.cu, and the user's own kernels.
 
 KERNEL_HUB_FMHA_DIR names a folder of TensorRT-LLM's cubins or `.cubin.cpp` files: each kernel in it
-is called too.
+is called too, of any version whose struct is known.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch", reason="the reference of these tests is tor
 from kernel_hub import KernelFunction  # noqa: E402
 from kernel_hub.errors import LaunchConfigError  # noqa: E402
 from kernel_hub.formats import fmha_v2  # noqa: E402
-from kernel_hub.formats.fmha_v2 import KernelName  # noqa: E402
+from kernel_hub.formats.fmha_v2 import KernelName, _layouts  # noqa: E402
 from kernel_hub.memory import DeviceArray  # noqa: E402
 from kernel_hub.testing.compare import compare  # noqa: E402
 
@@ -53,6 +53,24 @@ def own_kernels() -> list[Any]:
         if not any(a.startswith(("sage", "skip", "mtp")) for a in name.attributes)
         and not ("alibi" in name.attributes and name.mask in ("padding", "custom_mask"))
     ]
+
+
+def reader_of(function: KernelFunction, name: KernelName) -> Any:
+    """What the kernel reads."""
+    return _layouts.reader_of(function.load(), name, torch.cuda.current_device())
+
+
+def reads_sinks(function: KernelFunction, name: KernelName) -> bool:
+    """Some kernels have the field and do not read it; for them the argument is refused."""
+    reader = reader_of(function, name)
+    field = getattr(reader.layout.struct, "attention_sinks", None)
+    return field is not None and field.offset in reader.reads
+
+
+def is_run(function: KernelFunction, name: KernelName) -> bool:
+    """Older kernels of some kinds are refused."""
+    is_old = not hasattr(reader_of(function, name).layout.struct, "k_stride")
+    return not is_old or (name.variant != "tma_ws" and name.layout in ("qkv", "q_paged_kv"))
 
 
 @functools.cache
@@ -100,9 +118,11 @@ class Case:
         if name.dtype == "e4m3":
             self.options |= E4M3_SCALES
         if "softcapping" in name.attributes:
-            self.options["softcap"] = 5.0
+            self.options.setdefault("softcap", 5.0)
         if "alibi" in name.attributes:
             self.options["alibi"] = True
+        if self.options.pop("sinks", False):
+            self.options["attention_sinks"] = torch.randn(heads, device="cuda") * 2 + 1
         if name.mask == "custom_mask":
             self.add_custom_mask()
 
@@ -216,7 +236,10 @@ class Case:
                 scores = scores + slopes(self.heads).to(dtype)[:, None, None] * places
             scores = scores.masked_fill(~self.visible(index), float("-inf"))
             sums.append(scores.logsumexp(dim=2).transpose(0, 1))
-            weights = rounded(scores.softmax(dim=2))
+            if (sinks := options.get("attention_sinks")) is not None:  # a column without a value
+                column = sinks.to(dtype)[:, None, None].expand(-1, scores.shape[1], 1)
+                scores = torch.cat([scores, column], dim=2)
+            weights = rounded(scores.softmax(dim=2))[:, :, : k.shape[1]]
             out = weights @ v * (scales["v_scale"] / scales["out_scale"])
             outs.append(out.transpose(0, 1))
         return torch.cat(outs), torch.cat(sums)
@@ -227,7 +250,10 @@ class Case:
         held = torch.full(shape, GUARD, device="cuda").to(DTYPES[name.out_dtype])
         stats = None
         default_scale = "softmax_scale" not in self.options
-        if name.variant != "tma_ws" or ("softmax" in name.attributes and default_scale):
+        has_stats = hasattr(reader_of(function, name).layout.struct, "softmax_stats")
+        if has_stats and (
+            name.variant != "tma_ws" or ("softmax" in name.attributes and default_scale)
+        ):
             stats = torch.zeros(len(self.q), self.heads, 2, device="cuda")
         out = fmha_v2.run(
             function, *self.inputs, out=held[1:-1], softmax_stats=stats, **self.options
@@ -242,7 +268,7 @@ class Case:
         result = compare(out.float(), truth, own.to(DTYPES[name.out_dtype]).float(), atol=atol)
         print(f"{name}: {result.message}")
         assert result.ok, result.message
-        if stats is not None and "alibi" not in self.options:
+        if stats is not None and not {"alibi", "attention_sinks"} & self.options.keys():
             self.check_stats(stats, sums)
 
     def check_stats(self, stats: Any, sums: Any) -> None:
@@ -263,7 +289,9 @@ def slopes(heads: int) -> Any:
 def variations(name: KernelName) -> list[dict[str, Any]]:
     """Options that a kernel is called with besides none."""
     found: list[dict[str, Any]] = [{}]
-    if name.mask == "sliding_or_chunked_causal":
+    if "softcapping" in name.attributes:
+        found.append({"softcap": 30})
+    if name.mask in ("sliding_or_chunked_causal", "sliding_window_causal"):
         found.append({"window_size": (70, 0)})
         if name.variant == "tma_ws":
             found.append({"chunk_size": 64})
@@ -277,25 +305,51 @@ def variations(name: KernelName) -> list[dict[str, Any]]:
 
 
 def call_all(name: KernelName, function: KernelFunction) -> None:
-    for options in variations(name):
+    found = variations(name)
+    if reads_sinks(function, name):
+        found.append({"sinks": True})
+    for options in found:
         for heads, kv_heads, page_size in ((4, 4, 32), (6, 2, 256)):
             Case(name, heads, kv_heads, page_size, **options).check(function)
 
 
-def test_stand_ins(stand_ins: dict[KernelName, KernelFunction]) -> None:
-    assert len(stand_ins) == 11
+def call_each(kernels: dict[KernelName, KernelFunction]) -> None:
     failed = {}
-    for name, function in stand_ins.items():
+    for name, function in kernels.items():
         try:
-            call_all(name, function)
+            if is_run(function, name):
+                call_all(name, function)
+            else:
+                with pytest.raises(LaunchConfigError, match="are not known here"):
+                    Case(name, 4, 4).check(function)
         except AssertionError as error:
             failed[str(name)] = str(error)
     assert not failed, "\n".join(f"{name}: {why}" for name, why in failed.items())
 
 
+def test_stand_ins(stand_ins: dict[KernelName, KernelFunction]) -> None:
+    assert len(stand_ins) == 11
+    call_each(stand_ins)
+
+
+@pytest.mark.parametrize("struct", ["WITHOUT_SINKS", "P640", "P576", "LONG512", "P512"])
+def test_stand_ins_of_other_structs(
+    compile_cuda: Callable[..., Path], device_arch: str, struct: str
+) -> None:
+    if device_arch != "sm_90":
+        pytest.skip("the stand-ins use the TMA and are named sm90")
+    kernels = load(compile_cuda("fmha_stand_in.cu", "-cubin", "-arch=sm_90a", f"-DSTRUCT={struct}"))
+    assert len(kernels) == (11 if struct == "WITHOUT_SINKS" else 5)
+    call_each(kernels)
+
+
 @pytest.mark.parametrize(("path", "name"), own_kernels())
 def test_real_kernels(path: Path, name: KernelName) -> None:
     function = load(path)[name]
+    if name.arch != "sm90":
+        pytest.skip(f"a kernel for {name.arch}")
+    if not is_run(function, name):
+        pytest.skip("an older kernel of a kind that is refused")
     if name.q_step is None:
         with pytest.raises(LaunchConfigError, match="threads="):
             Case(name, 4, 4).check(function)

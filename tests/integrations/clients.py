@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import bz2
 import importlib
+import importlib.util
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -92,6 +94,15 @@ def extract(weight, scale, bits):
         )
         return out
 '''
+
+
+def needs_package() -> None:
+    """Skip, or fail where KERNEL_HUB_TEST_REQUIRES lists it, without the published cpm_kernels."""
+    if importlib.util.find_spec("cpm_kernels") is None:
+        missing = "cpm_kernels is not installed (pip install --no-deps cpm_kernels)"
+        if "cpm_kernels" in os.environ.get("KERNEL_HUB_TEST_REQUIRES", "").split(","):
+            pytest.fail(missing, pytrace=False)
+        pytest.skip(missing)
 
 
 def client_text(image: bytes, names: list[str]) -> str:

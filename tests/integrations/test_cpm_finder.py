@@ -51,7 +51,7 @@ def test_the_base_without_the_package(alone: None, alias: None) -> None:
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("cpm_kernels.torch")
     with pytest.raises(ModuleNotFoundError):
-        importlib.import_module("cpm_kernels.library")
+        importlib.import_module("cpm_kernels.library.nvrtc")
 
 
 def test_the_base_runs_nothing_of_the_package(package: Path) -> None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import math
 from typing import Any
 
 import numpy as np
 
 from ... import tensors
-from ...errors import ParamsError
 from ...kernel import KernelFunction
 from ...memory import DeviceArray
 from . import _geometry
 from ._inputs import Inputs, Rows
+from ._layouts import Reader, reader_of
 from ._mask import mask_row_bytes
 from ._names import KernelName
 from ._options import Scales, bits
@@ -159,17 +158,12 @@ class Call:
         self.out_rows = inputs.rows_of(view, "out", name.out_dtype)
         self.params.out, self.params.out_stride = self.out_rows.address, self.out_rows.stride
 
-    def check_kernel(self) -> None:
-        """Load it, which refuses an image for another GPU, and check what it takes."""
+    def check_kernel(self) -> Reader:
+        """Load it, which refuses an image for another GPU, and find what it reads."""
         self.function.load(self.device)
-        takes = [param.size_bytes for param in self.function.params or ()]
-        if takes != [ctypes.sizeof(Params)]:
-            raise ParamsError(
-                f"{self.name} takes parameters of {takes} bytes, not one struct of "
-                f"{ctypes.sizeof(Params)}: it was built by another version of TensorRT-LLM"
-            )
+        return reader_of(self.function, self.name, self.device)
 
-    def scale(self, scales: Scales, softcap: float | None, alibi: bool, stream: Any) -> None:
+    def scale(self, scales: Scales, softcap: int | None, alibi: bool, stream: Any) -> None:
         """The factors as the kernel reads them: half2, or float, in base 2 for tma_ws."""
         params, name = self.params, self.name
         in_base_2 = name.variant == "tma_ws" and not alibi and softcap is None
@@ -177,7 +171,7 @@ class Call:
         params.scale_bmm1 = bits(qk, "fp32" if in_base_2 else name.accumulation)
         params.scale_softmax = bits(1.0, name.accumulation)
         params.scale_bmm2 = bits(scales.pv, name.accumulation)
-        params.softcap = bits(softcap or 0.0, "fp32")
+        params.softcap = softcap or 0
         if name.dtype == "e4m3":  # those kernels read their factors from the device
             values = np.array([qk, scales.pv], np.float32)
             held = DeviceArray.from_numpy(values, device=self.device, stream=stream)

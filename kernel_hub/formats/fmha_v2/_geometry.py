@@ -13,7 +13,7 @@ from ...kernel import KernelFunction
 from ...memory import DeviceArray
 from ...tensormap import TensorMap
 from ._inputs import ITEM_BYTES, Inputs, Rows
-from ._names import KernelName
+from ._names import SLIDING, KernelName
 from ._params import Params
 
 _MULTIPROCESSORS, _L2_BYTES, _SHARED_OPT_IN = 16, 38, 97  # CUdevice_attribute
@@ -141,7 +141,7 @@ def set_tensor_maps(params: Params, inputs: Inputs, out: Rows) -> None:
 
     q_shape = (inputs.total_q, heads, name.head_dim)
     _put(params, "tma_q", describe(rows["q"], name.dtype, q_shape, q_step))
-    if name.out_dtype == "e4m3" and name.mask != "sliding_or_chunked_causal":
+    if name.out_dtype == "e4m3" and name.mask not in SLIDING:
         out_shape = (inputs.total_q, heads, name.head_dim_v)
         _put(params, "tma_out", describe(out, name.out_dtype, out_shape, _TMA_OUT_ROWS))
     for part, length in (("k", name.head_dim), ("v", name.head_dim_v)):

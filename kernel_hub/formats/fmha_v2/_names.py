@@ -10,6 +10,8 @@ from typing import Any
 from ...errors import FunctionNotFoundError, ParamsError
 
 LAYOUTS = ("qkv", "q_kv", "q_k_v", "q_paged_kv")
+# The older name is of kernels that know no chunks.
+SLIDING = ("sliding_or_chunked_causal", "sliding_window_causal")
 _ATTRIBUTES = (
     r"alibi|softmax|softcapping|skipSoftmax|sage_[0-9]+_[0-9]+_[0-9]+|output_(?:fp16|bf16)|mtp|scale_max|"
     "tma_ws|tma|ldgsts"
@@ -25,7 +27,7 @@ _FLASH = [
 ]
 _WHOLE = [*_HEAD, ("sizes", f"_({_COUNT})_({_COUNT})(?=_)", "_<seq_len>_<head_dim>")]
 _TAIL = [
-    ("mask", "(?:_(causal|sliding_or_chunked_causal|custom_mask)(?=_))?", "a mask"),
+    ("mask", f"(?:_(causal|{'|'.join(SLIDING)}|custom_mask)(?=_))?", "a mask"),
     ("attributes", f"((?:_(?:{_ATTRIBUTES})(?=_))*)", "attributes"),
     ("arch", r"_sm([0-9]{2,3})(?=_|\Z)", "_sm<NN>, after attributes that are known here"),
     (
@@ -46,7 +48,8 @@ class KernelName:
     q_step, kv_step: rows of Q and of K that one step handles; None where the whole sequence, of at
         most `seq_len` tokens, is one (not flash attention).
     layout: 'qkv', 'q_kv', 'q_k_v' or 'q_paged_kv'.
-    mask: 'padding', 'causal', 'sliding_or_chunked_causal' or 'custom_mask'.
+    mask: 'padding', 'causal', 'sliding_or_chunked_causal' ('sliding_window_causal' in older
+        kernels) or 'custom_mask'.
     attributes: 'alibi', 'softcapping', 'softmax', 'tma_ws', 'output_bf16', …, in the name's order.
     arch: 'sm80', 'sm90', ….
     variant: 'nl', 'nl_tiled', 'tma_ws' or 'plain'.

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from ...errors import LaunchConfigError
-from ._names import KernelName
+from ._names import SLIDING, KernelName
 
 NO_WINDOW = 2**31 - 1
+_MAX_SOFTCAP = 1 << 24  # what a float holds exactly
 _NOT_RUN = ("sage_", "skipSoftmax", "mtp", "scale_max")
 
 
@@ -32,14 +33,14 @@ def check_options(
     for option, flag in (("causal", causal), ("alibi", alibi)):
         if not isinstance(flag, (bool, np.bool_)) and not (option == "causal" and flag is None):
             raise LaunchConfigError(f"{option}={flag!r:.80}: expected True or False")
-    is_causal = name.mask in ("causal", "sliding_or_chunked_causal")
+    sliding = name.mask in SLIDING
+    is_causal = sliding or name.mask == "causal"
     if causal is not None and (bool(causal) != is_causal or name.mask == "custom_mask"):
         raise LaunchConfigError(
             f"causal={causal}: {name} has the mask {name.mask}; take a kernel with "
             + ("_causal" if causal else "no mask word")
             + " in its name"
         )
-    sliding = name.mask == "sliding_or_chunked_causal"
     try:
         if not isinstance(window_size, (tuple, list)):
             raise TypeError
@@ -55,7 +56,7 @@ def check_options(
         if value is not None and not sliding:
             raise LaunchConfigError(
                 f"{argument}: {name} has the mask {name.mask}; take one with "
-                "_sliding_or_chunked_causal in its name"
+                "_sliding_or_chunked_causal or _sliding_window_causal in its name"
             )
     if chunk_size is not None:
         good = type(chunk_size) is int and 2 <= chunk_size < 2**31
@@ -89,10 +90,23 @@ class Scales:
     pv: float
 
 
+def read_softcap(name: KernelName, softcap: float | None) -> int | None:
+    """The cap as the kernels read it: an unsigned integer, which they convert to a float."""
+    if softcap is None:
+        return None
+    number = _finite(softcap)
+    if number is None or number != int(number) or not 0 < number <= _MAX_SOFTCAP:
+        raise LaunchConfigError(
+            f"softcap={softcap!r:.80}: expected a whole number from 1 to {_MAX_SOFTCAP}, as {name} "
+            "reads an integer"
+        )
+    return int(number)
+
+
 def read_scales(
-    name: KernelName, softmax_scale: float | None, softcap: float | None, factors: dict[str, float]
+    name: KernelName, softmax_scale: float | None, softcap: int | None, factors: dict[str, float]
 ) -> Scales:
-    given: dict[str, Any] = {"softmax_scale": softmax_scale, "softcap": softcap, **factors}
+    given: dict[str, Any] = {"softmax_scale": softmax_scale, **factors}
     numbers: dict[str, float] = {}
     for argument, value in given.items():
         positive = argument != "softmax_scale"
@@ -109,7 +123,7 @@ def read_scales(
         if argument in factors and number != 1 and name.dtype != "e4m3":
             raise LaunchConfigError(f"{argument}={value}: only e4m3 kernels have scales ({name})")
     scale = numbers.get("softmax_scale", name.head_dim**-0.5)
-    scale *= numbers["q_scale"] * numbers["k_scale"] / numbers.get("softcap", 1.0)
+    scale *= numbers["q_scale"] * numbers["k_scale"] / (softcap or 1)
     return Scales(scale, numbers["v_scale"] / numbers["out_scale"])
 
 

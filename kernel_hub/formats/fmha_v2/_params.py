@@ -1,12 +1,14 @@
-"""The by-value parameter of an fmha_v2 kernel: 704 bytes, aligned to 64."""
+"""The by-value parameters of fmha_v2 kernels: one struct a generation of TensorRT-LLM."""
 
 from __future__ import annotations
 
 import ctypes
 from ctypes import c_bool, c_float, c_int32, c_int64, c_uint8, c_uint32, c_uint64
+from typing import Any
 
 Address = c_uint64
 TmaDescriptor = c_uint8 * 64
+_ALIGNMENT = 64
 
 
 class PagedCache(ctypes.Structure):
@@ -41,61 +43,116 @@ class SageScales(ctypes.Structure):
     _fields_ = (("max_num_blocks", c_int32), ("scales", Address))
 
 
-class Params(ctypes.Structure):
-    """What the kernel reads; addresses are of the device, strides in bytes."""
+# Addresses are of the device, strides in bytes; what is not named here is an int32.
+_NAMES: dict[Any, str] = {
+    Address: """qkv q k v kv packed_mask attention_sinks out softmax_stats scale_bmm1_on_device
+        scale_bmm2_on_device cu_seqlens_q cu_seqlens_k cu_mask_rows tile_counter""",
+    c_int64: """qkv_stride q_stride k_stride kv_stride v_stride packed_mask_stride out_stride
+        softmax_stats_stride""",
+    TmaDescriptor: "tma_q tma_k tma_v tma_kv tma_out",
+    # softcap is an integer, which the kernels convert; the scales hold the bits of floats.
+    c_uint32: "scale_bmm1 softcap scale_softmax scale_bmm2 num_tiles num_tiles_per_head",
+    c_bool: "has_alibi balanced is_padded",
+    SageScales: "sage_q sage_k sage_v",
+    PagedCache: "paged",
+    Alibi: "alibi",
+}
+_TYPES = {name: kind for kind, names in _NAMES.items() for name in names.split()}
+_SIZES = """blocks_per_tma_load blocks_per_tma_load_log2 batch_size num_heads num_kv_heads
+    num_heads_per_kv max_seqlen_q"""
+_HEADS = "head_dim head_dim_v num_grouped_heads sliding_window_size log2_chunk_size"
+_SCALES = """scale_bmm1 softcap scale_softmax scale_bmm2 scale_bmm1_on_device scale_bmm2_on_device
+    cu_seqlens_q cu_seqlens_k cu_mask_rows has_alibi alibi tile_counter num_tiles num_tiles_per_head
+    balanced is_padded"""
+_SAGE = "sage_q sage_k sage_v"
+_SEPARATE = "q_stride k_stride v_stride packed_mask_stride out_stride softmax_stats_stride"
+_FOUR_MAPS = "tma_q tma_k tma_v tma_out"
+_TOGETHER = "qkv q kv paged packed_mask out"
 
-    _fields_ = (
-        ("qkv", Address),
-        ("q", Address),
-        ("k", Address),
-        ("v", Address),
-        ("kv", Address),
-        ("paged", PagedCache),
-        ("packed_mask", Address),
-        ("attention_sinks", Address),
-        ("out", Address),
-        ("softmax_stats", Address),
-        ("q_stride", c_int64),
-        ("k_stride", c_int64),
-        ("v_stride", c_int64),
-        ("packed_mask_stride", c_int64),
-        ("out_stride", c_int64),
-        ("softmax_stats_stride", c_int64),
-        ("_to_192", c_uint8 * 32),
-        ("tma_q", TmaDescriptor),
-        ("tma_k", TmaDescriptor),
-        ("tma_v", TmaDescriptor),
-        ("tma_out", TmaDescriptor),
-        ("blocks_per_tma_load", c_int32),
-        ("blocks_per_tma_load_log2", c_int32),
-        ("batch_size", c_int32),
-        ("num_heads", c_int32),
-        ("num_kv_heads", c_int32),
-        ("num_heads_per_kv", c_int32),
-        ("max_seqlen_q", c_int32),
-        ("head_dim", c_int32),
-        ("head_dim_v", c_int32),
-        ("num_grouped_heads", c_int32),
-        ("sliding_window_size", c_int32),
-        ("log2_chunk_size", c_int32),
-        ("scale_bmm1", c_uint32),
-        ("softcap", c_uint32),
-        ("scale_softmax", c_uint32),
-        ("scale_bmm2", c_uint32),
-        ("scale_bmm1_on_device", Address),
-        ("scale_bmm2_on_device", Address),
-        ("cu_seqlens_q", Address),
-        ("cu_seqlens_k", Address),
-        ("cu_mask_rows", Address),
-        ("has_alibi", c_bool),
-        ("alibi", Alibi),
-        ("tile_counter", Address),
-        ("num_tiles", c_uint32),
-        ("num_tiles_per_head", c_uint32),
-        ("balanced", c_bool),
-        ("is_padded", c_bool),
-        ("sage_q", SageScales),
-        ("sage_k", SageScales),
-        ("sage_v", SageScales),
-        ("_to_704", c_uint8 * 56),
+
+def _laid_out(*names: str) -> list[tuple[str, Any]]:
+    """These fields, where the compiler of TensorRT-LLM puts them.
+
+    Tensor maps begin at multiples of 64 bytes, and the whole is a multiple of them.
+    """
+    fields: list[tuple[str, Any]] = []
+    at = 0
+
+    def pad(alignment: int) -> None:
+        nonlocal at
+        if count := -at % alignment:
+            at += count
+            fields.append((f"_to_{at}", c_uint8 * count))
+
+    for name in " ".join(names).split():
+        kind = _TYPES.get(name, c_int32)
+        pad(_ALIGNMENT if kind is TmaDescriptor else ctypes.alignment(kind))
+        fields.append((name, kind))
+        at += ctypes.sizeof(kind)
+    pad(_ALIGNMENT)
+    return fields
+
+
+class Params(ctypes.Structure):
+    """TensorRT-LLM from August 2025 on: 704 bytes."""
+
+    _fields_ = _laid_out(
+        "qkv q k v kv paged packed_mask attention_sinks out softmax_stats",
+        *(_SEPARATE, _FOUR_MAPS, _SIZES, _HEADS, _SCALES, _SAGE),
     )
+
+
+class ParamsWithoutSinks(ctypes.Structure):
+    """The same before attention sinks: 704 bytes."""
+
+    _fields_ = _laid_out(
+        "qkv q k v kv paged packed_mask out softmax_stats",
+        *(_SEPARATE, _FOUR_MAPS, _SIZES, _HEADS, _SCALES, _SAGE),
+    )
+
+
+class EdgeParams(ctypes.Structure):
+    """TensorRT-Edge-LLM, with a longest K: 704 bytes."""
+
+    _fields_ = _laid_out(
+        "qkv q k v kv paged packed_mask attention_sinks out softmax_stats",
+        *(_SEPARATE, _FOUR_MAPS, _SIZES, "max_seqlen_k", _HEADS, _SCALES, _SAGE),
+    )
+
+
+class Params640(ctypes.Structure):
+    """Before K and V were apart: one stride for packed QKV, one tensor map for K and V."""
+
+    _fields_ = _laid_out(
+        *(_TOGETHER, "softmax_stats qkv_stride q_stride kv_stride v_stride"),
+        "packed_mask_stride out_stride softmax_stats_stride tma_q tma_kv tma_out",
+        *(_SIZES, _HEADS, _SCALES, _SAGE),
+    )
+
+
+class Params576(ctypes.Structure):
+    """Before chunks and grouped heads."""
+
+    _fields_ = _laid_out(
+        *(_TOGETHER, "softmax_stats qkv_stride q_stride kv_stride v_stride"),
+        "packed_mask_stride out_stride softmax_stats_stride tma_q tma_kv tma_out",
+        *(_SIZES, "head_dim head_dim_v sliding_window_size", _SCALES, _SAGE),
+    )
+
+
+class Params512(ctypes.Structure):
+    """TensorRT-LLM 0.12 to 0.16."""
+
+    _fields_ = _laid_out(
+        *(_TOGETHER, "qkv_stride q_stride kv_stride packed_mask_stride out_stride"),
+        *("tma_q tma_kv tma_out", _SIZES, "head_dim sliding_window_size", _SCALES),
+        "head_dim_v v_stride",
+    )
+
+
+class LongParams512(ctypes.Structure):
+    """The kernels with head sizes of 192 and 128 in TensorRT-LLM 0.16: 640 bytes."""
+
+    # What the 128 bytes at the end hold is not known; no such kernel reads them.
+    _fields_ = (("short", Params512), ("_to_640", c_uint8 * 128))
+    _anonymous_ = ("short",)

@@ -11,8 +11,9 @@ from ...kernel import KernelFunction
 from ...memory import DeviceArray
 from ._call import Call
 from ._inputs import read_inputs
+from ._layouts import laid_out
 from ._names import parse_name
-from ._options import NO_WINDOW, check_options, read_scales
+from ._options import NO_WINDOW, check_options, read_scales, read_softcap
 from ._params import Params
 
 
@@ -105,15 +106,16 @@ def plan(
     max_seqlen, max_seqlen_k: the longest Q (None: total_q, which launches idle blocks) and K.
     causal: what the kernel's mask must be; None takes it as it is.
     softmax_scale: None is 1 / sqrt(head_dim).
-    window_size: (left, right): keys before a query that it sees, for sliding_or_chunked_causal.
+    window_size: (left, right): keys before a query that it sees, for kernels with a sliding mask.
     chunk_size: a power of two: a query sees its own chunk only (sliding_or_chunked_causal, tma_ws).
-    softcap: c in c tanh(scores / c); given exactly where the name says softcapping.
+    softcap: c in c tanh(scores / c), a whole number, as these kernels read an integer; given
+        exactly where the name says softcapping.
     alibi: add ALiBi's bias, under a causal mask; a tma_ws kernel's name says whether it does.
     packed_mask, cu_mask_rows: what `pack_mask` made, on the device, for custom_mask kernels.
     block_table: int32 (batch_size, 2, max_blocks): the blocks of K, then of V; room for
         max_seqlen_k keys, where that is given.
     q_scale, k_scale, v_scale, out_scale: for e4m3, value = e4m3 number * scale.
-    attention_sinks: fp32 (num_heads,).
+    attention_sinks: fp32 (num_heads,); of kernels that read them (their machine code says).
     softmax_stats: fp32 (total_q, num_heads, 2), written: each row's largest score and its sum of
         exp(score - largest); of tma_ws kernels those with _softmax, at the default softmax_scale.
     out: (total_q, num_heads, head_dim_v); None makes one: a torch tensor for torch tensors, else a
@@ -143,15 +145,17 @@ def plan(
     if alibi:
         call.alibi()
     factors = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale, "out_scale": out_scale}
-    scales = read_scales(name, softmax_scale, softcap, factors)
+    cap = read_softcap(name, softcap)
+    scales = read_scales(name, softmax_scale, cap, factors)
     if read.device is None:
         read.device = tensors.current_device()
     call.device = read.device
     call.stats(softmax_stats, scales, stream)
     call.output(out, stream)
-    call.check_kernel()
-    call.scale(scales, softcap, alibi, stream)
+    reader = call.check_kernel()
+    call.scale(scales, cap, alibi, stream)
     call.geometry(threads, shared_bytes, unroll)
+    call.params = laid_out(params, name, reader)
     return Attention(call, stream)
 
 

@@ -1,0 +1,359 @@
+"""The structs of fmha_v2 kernels: where fields are, which one a kernel reads, and filling it."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from fakecuda import FakeCuda
+from fmha_calls import CUBIN, DATA, HEADS, TOTAL, array, arrived, float_bits, half2, starts
+
+from kernel_hub import Kernel, KernelFunction
+from kernel_hub.cubin import read_cubin
+from kernel_hub.errors import LaunchConfigError, ParamsError
+from kernel_hub.formats import fmha_v2
+from kernel_hub.formats.fmha_v2 import _layouts, _params
+from kernel_hub.memory import DeviceArray
+
+# Offsets of the fields as a C++ compiler gives them for the structs in the headers of
+# TensorRT-LLM (Edge: TensorRT-Edge-LLM) that the kernels were built with.
+OFFSETS: dict[str, tuple[int, str]] = {
+    "Params": (
+        704,
+        """
+    qkv 0 q 8 k 16 v 24 kv 32 paged 40 packed_mask 80 attention_sinks 88 out 96 softmax_stats 104
+    q_stride 112 k_stride 120 v_stride 128 packed_mask_stride 136 out_stride 144
+    softmax_stats_stride 152 tma_q 192 tma_k 256 tma_v 320 tma_out 384 blocks_per_tma_load 448
+    blocks_per_tma_load_log2 452 batch_size 456 num_heads 460 num_kv_heads 464 num_heads_per_kv 468
+    max_seqlen_q 472 head_dim 476 head_dim_v 480 num_grouped_heads 484 sliding_window_size 488
+    log2_chunk_size 492 scale_bmm1 496 softcap 500 scale_softmax 504 scale_bmm2 508
+    scale_bmm1_on_device 512 scale_bmm2_on_device 520 cu_seqlens_q 528 cu_seqlens_k 536
+    cu_mask_rows 544 has_alibi 552 alibi 556 tile_counter 576 num_tiles 584 num_tiles_per_head 588
+    balanced 592 is_padded 593 sage_q 600 sage_k 616 sage_v 632""",
+    ),
+    "ParamsWithoutSinks": (
+        704,
+        """packed_mask 80 out 88 softmax_stats 96 q_stride 104 k_stride 112 v_stride 120
+    out_stride 136 tma_out 384 batch_size 456 max_seqlen_q 472 head_dim_v 480 scale_bmm1 496
+    softcap 500 cu_seqlens_q 528 cu_mask_rows 544 alibi 556 is_padded 593 sage_q 600""",
+    ),
+    "EdgeParams": (
+        704,
+        """packed_mask 80 out 96 softmax_stats 104 q_stride 112 k_stride 120 v_stride 128
+    out_stride 144 tma_out 384 batch_size 456 max_seqlen_q 472 head_dim 480 head_dim_v 484
+    sliding_window_size 492 scale_bmm1 500 softcap 504 scale_bmm1_on_device 520 cu_seqlens_q 536
+    cu_mask_rows 552 alibi 564 tile_counter 584 is_padded 601 sage_q 608""",
+    ),
+    "Params640": (
+        640,
+        """packed_mask 64 out 72 softmax_stats 80 qkv_stride 88 q_stride 96 kv_stride 104
+    v_stride 112 out_stride 128 tma_out 320 batch_size 392 max_seqlen_q 408 head_dim 412
+    head_dim_v 416 sliding_window_size 424 scale_bmm1 432 softcap 436 scale_bmm1_on_device 448
+    cu_seqlens_q 464 cu_mask_rows 480 alibi 492 tile_counter 512 is_padded 529 sage_q 536""",
+    ),
+    "Params576": (
+        576,
+        """packed_mask 64 out 72 softmax_stats 80 qkv_stride 88 kv_stride 104 out_stride 128
+    batch_size 392 head_dim_v 416 sliding_window_size 420 scale_bmm1 424 softcap 428
+    scale_bmm1_on_device 440 cu_seqlens_q 456 cu_mask_rows 472 alibi 484 tile_counter 504
+    is_padded 521 sage_q 528""",
+    ),
+    "Params512": (
+        512,
+        """qkv 0 q 8 kv 16 paged 24 packed_mask 64 out 72 qkv_stride 80 q_stride 88
+    kv_stride 96 packed_mask_stride 104 out_stride 112 tma_q 128 tma_kv 192 tma_out 256
+    blocks_per_tma_load 320 batch_size 328 num_heads 332 num_kv_heads 336 num_heads_per_kv 340
+    max_seqlen_q 344 head_dim 348 sliding_window_size 352 scale_bmm1 356 softcap 360
+    scale_softmax 364 scale_bmm2 368 scale_bmm1_on_device 376 scale_bmm2_on_device 384
+    cu_seqlens_q 392 cu_seqlens_k 400 cu_mask_rows 408 has_alibi 416 alibi 420 tile_counter 440
+    num_tiles 448 num_tiles_per_head 452 balanced 456 is_padded 457 head_dim_v 460 v_stride 464""",
+    ),
+    "LongParams512": (640, "qkv 0 out 72 cu_seqlens_q 392 is_padded 457 head_dim_v 460"),
+}
+PARTS = {
+    "PagedCache": """max_seqs 0 max_blocks_per_seq 4 tokens_per_block 8 tokens_per_block_log2 12
+    bytes_per_block 16 pool 24 block_offsets 32""",
+    "Alibi": """num_heads_pow2 0 neg4_div_num_heads 4 scale_after_alibi 8 head_idx_offset 12
+    sequence_pos_offset 16""",
+    "SageScales": "max_num_blocks 0 scales 8",
+}
+# The stand-ins' files, each built with one of the structs.
+FILES = {
+    "stand_in": "Params",
+    "without_sinks": "ParamsWithoutSinks",
+    "640": "Params640",
+    "576": "Params576",
+    "long_512": "LongParams512",
+    "512": "Params512",
+}
+OLD = ["640", "576", "long_512", "512"]
+DIM = 128
+
+
+def offsets(text: str) -> dict[str, int]:
+    words = text.split()
+    return dict(zip(words[::2], map(int, words[1::2]), strict=True))
+
+
+@pytest.mark.parametrize("struct", OFFSETS)
+def test_where_fields_are(struct: str) -> None:
+    made, (size, text) = getattr(_params, struct), OFFSETS[struct]
+    assert ctypes.sizeof(made) == size
+    assert {name: getattr(made, name).offset for name in offsets(text)} == offsets(text)
+    if struct == "Params":
+        assert [name for name, _ in made._fields_ if name[0] != "_"] == list(offsets(text))
+
+
+@pytest.mark.parametrize("struct", PARTS)
+def test_where_parts_fields_are(struct: str) -> None:
+    made = getattr(_params, struct)
+    assert {name: getattr(made, name).offset for name, _ in made._fields_} == offsets(PARTS[struct])
+
+
+# -- which struct
+
+
+def load(file: str, **fields: Any) -> KernelFunction:
+    return fmha_v2.find(fmha_v2.load(DATA / f"fmha_{file}.cubin"), **fields)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_each_kernels_struct(fakecuda: FakeCuda, file: str) -> None:
+    for name, function in fmha_v2.load(DATA / f"fmha_{file}.cubin").items():
+        function.load(0)
+        found = _layouts.reader_of(function, name, 0)
+        assert found.layout.struct.__name__ == FILES[file], str(name)
+        assert _layouts.reader_of(function, name, 0) is found
+
+
+def test_reads_of_machine_code() -> None:
+    """Those of one stand-in: what `read_always` of its source names, and no more."""
+    symbol = "fmha_v2_flash_attention_fp16_64_32_S_qkv_128_causal_sm90_kernel_nl"
+    reads = _layouts.struct_reads((DATA / "fmha_640.cubin").read_bytes(), symbol, 640)
+    named = [
+        *_layouts._ALWAYS_READ,
+        "qkv_stride",
+        "softmax_stats",
+        "softmax_stats_stride",
+        "has_alibi",
+        "alibi",
+    ]
+    offsets = {getattr(_params.Params640, field).offset for field in named}
+    # Eight bytes are read by one load, or by two.
+    assert offsets <= reads <= {*offsets, *(offset + 4 for offset in offsets)}
+
+
+def run(function: KernelFunction, *inputs: Any, **options: Any) -> Any:
+    return fmha_v2.run(function, *inputs, cu_seqlens=starts(20, TOTAL), **options)
+
+
+def test_another_struct_of_the_same_size_is_refused(fakecuda: FakeCuda) -> None:
+    function = load("edge", mask="causal", variant="nl")
+    with pytest.raises(LaunchConfigError, match="is of TensorRT-Edge-LLM: its kernels are not run"):
+        run(function, array(TOTAL, 3, HEADS, DIM))
+    assert fakecuda.launch_count == 0
+
+
+def changed(image: bytes, symbol: str, size: int, old: int, new: int) -> bytes:
+    """`image` whose kernel reads byte `new` of its struct where it read byte `old`."""
+    sections = {section.name: section for section in read_cubin(image).sections}
+    text = sections[f".text.{symbol}"]
+    start = sections[f".nv.constant0.{symbol}"].size_bytes - size
+    made = bytearray(image)
+    for at in range(text.offset, text.offset + text.size_bytes, 16):
+        word = int.from_bytes(made[at : at + 8], "little")
+        if word >> 9 & 7 in (3, 5) and word >> 38 & 0xFFFF == start + old:
+            word += (new - old) << 38
+            made[at : at + 8] = word.to_bytes(8, "little")
+    assert made != image
+    return bytes(made)
+
+
+def test_a_struct_that_is_not_known_is_refused(fakecuda: FakeCuda) -> None:
+    rng = random.Random(11)
+    image = CUBIN.read_bytes()
+    name = "fmha_v2_flash_attention_fp16_64_32_S_qkv_128_causal_sm90_kernel_nl"
+    known = _layouts._words(_params.Params)
+    for field in _layouts._ALWAYS_READ:
+        old = getattr(_params.Params, field).offset
+        # A field of another place; a byte that is no field's.
+        for new in (rng.choice(sorted(known - {old})) // 8 * 8, 160, 696):
+            function = Kernel(changed(image, name, 704, old, new))[name]
+            with pytest.raises(ParamsError, match="reads its struct of 704 bytes as") as caught:
+                run(function, array(TOTAL, 3, HEADS, DIM))
+            assert "no version known here would have it" in str(caught.value)
+    assert fakecuda.launch_count == 0
+
+
+def test_kernels_of_two_readings_or_one_too_many_are_refused(
+    fakecuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What no kernel seen reads: all that two structs must have read; a byte of no field too."""
+    newest, before = (
+        frozenset(
+            getattr(struct, field).offset
+            for field in (*_layouts._ALWAYS_READ, *_layouts._MASK_READ, "q_stride")
+        )
+        for struct in (_params.Params, _params.ParamsWithoutSinks)
+    )
+    function = load("stand_in", mask="custom_mask", layout="q_kv").load(0)
+    for reads, said in (
+        (newest | before, r"August 2025 on or TensorRT-LLM of July 2025 would"),
+        (newest | {160}, r"no version known here .*\(bytes 80, 96, 112, 136, 144, 160, 460,"),
+    ):
+        monkeypatch.setattr(_layouts, "struct_reads", lambda *_, reads=reads: reads)
+        with pytest.raises(ParamsError, match=said):
+            _layouts.reader_of(function, fmha_v2.parse_name(function.name), 0)
+    monkeypatch.setattr(_layouts, "struct_reads", lambda *_: newest)
+    found = _layouts.reader_of(function, fmha_v2.parse_name(function.name), 0)
+    assert (found.layout.struct, found.reads) == (_params.Params, newest)
+
+
+def test_other_sizes_and_images_without_machine_code(fakecuda: FakeCuda) -> None:
+    name = "fmha_v2_flash_attention_fp16_64_32_S_qkv_128_causal_sm90_kernel_nl"
+    ptx = """.version 8.0
+.target sm_90
+.address_size 64
+.visible .entry {name}(.param .align 64 .b8 p[{size}]) {{ ret; }}
+"""
+    for size, said in (
+        (704, "only machine code tells which one a kernel reads; its image for this GPU is ptx"),
+        (448, r"takes parameters of \[448\] bytes, not one struct of 512, 576, 640, 704"),
+    ):
+        function = Kernel(ptx.format(name=name, size=size))[name]
+        with pytest.raises(ParamsError, match=said):
+            run(function, array(TOTAL, 3, HEADS, DIM))
+    assert fakecuda.launch_count == 0
+
+
+# -- older structs, filled
+
+
+@pytest.mark.parametrize("file", OLD)
+def test_packed_qkv(fakecuda: FakeCuda, file: str) -> None:
+    struct = getattr(_params, FILES[file])
+    qkv, lengths = array(TOTAL, HEADS + 2, DIM), starts(20, TOTAL)
+    function = load(file, mask="causal", variant="nl")
+    out = fmha_v2.run(function, qkv, cu_seqlens=lengths, num_kv_heads=1, softmax_scale=0.25)
+    expected = struct()
+    values: dict[str, Any] = {
+        "qkv": qkv.ptr,
+        "out": out.ptr,
+        "out_stride": HEADS * DIM * 2,
+        **dict.fromkeys(("qkv_stride", "q_stride", "kv_stride", "v_stride"), (HEADS + 2) * DIM * 2),
+        "batch_size": 2,
+        **dict.fromkeys(("num_heads", "num_heads_per_kv"), HEADS),
+        "num_kv_heads": 1,
+        "max_seqlen_q": TOTAL,
+        **dict.fromkeys(("head_dim", "head_dim_v"), DIM),
+        "sliding_window_size": 2**31 - 1,
+        "scale_bmm1": half2(0.25),
+        **dict.fromkeys(("scale_softmax", "scale_bmm2"), half2(1.0)),
+        **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), lengths.ptr),
+    }
+    if file in ("640", "576"):
+        values["softmax_stats_stride"] = 8 * HEADS
+    if file == "640":
+        values["num_grouped_heads"] = 1
+    for field, value in values.items():
+        setattr(expected, field, value)
+    assert bytes(arrived(fakecuda, struct)) == bytes(expected)
+
+
+@pytest.mark.parametrize("file", OLD)
+def test_masks_alibi_pages_and_softcapping(fakecuda: FakeCuda, file: str) -> None:
+    come = functools.partial(arrived, fakecuda, getattr(_params, FILES[file]))
+    sliding = load(file, mask="sliding_window_causal")
+    packed = array(TOTAL, HEADS * (192 + 192 + 128), dtype="bf16")
+    heads = {"num_heads": HEADS, "num_kv_heads": HEADS}
+    run(sliding, packed, window_size=(16, 0), alibi=True, causal=True, **heads)
+    params = come()
+    assert (params.sliding_window_size, params.has_alibi) == (17, True)
+    assert (params.alibi.num_heads_pow2, params.alibi.neg4_div_num_heads) == (HEADS, -4 / HEADS)
+    assert (params.head_dim, params.head_dim_v) == (192, 128)
+    assert params.qkv_stride == HEADS * 512 * 2
+
+    masked = load(file, mask="custom_mask")
+    masks = [np.ones((20, 20), bool), np.ones((28, 28), bool)]
+    words, rows = (DeviceArray.from_numpy(a) for a in fmha_v2.pack_mask(masked, masks, 28))
+    qkv = array(TOTAL, 3, HEADS, DIM, dtype="bf16")
+    run(masked, qkv, packed_mask=words, cu_mask_rows=rows, max_seqlen_k=28)
+    params = come()
+    assert (params.packed_mask, params.packed_mask_stride) == (words.ptr, 32)
+    assert params.cu_mask_rows == rows.ptr
+
+    paged = load(file, layout="q_paged_kv")
+    q, pool = array(TOTAL, HEADS, DIM, dtype="bf16"), array(12, 2, 32, DIM, dtype="bf16")
+    table = array(2, 2, 3, dtype="int32")
+    run(paged, q, pool, cu_seqlens_k=starts(40, 90), block_table=table, softcap=50)
+    params = come()
+    assert (params.q, params.q_stride) == (q.ptr, HEADS * DIM * 2)
+    assert (params.kv_stride, params.v_stride) == (32 * DIM * 2, 32 * DIM * 2)
+    assert (params.paged.pool, params.paged.block_offsets) == (pool.ptr, table.ptr)
+    assert (params.softcap, params.scale_bmm1) == (50, float_bits(DIM**-0.5 / 50))
+
+
+def test_options_that_a_kernel_does_not_read(fakecuda: FakeCuda) -> None:
+    """As TensorRT-LLM's of 2025: only tma_ws kernels read sinks; others took them for nothing."""
+    qkv, sinks = array(TOTAL, 3, HEADS, DIM), array(HEADS, dtype="fp32")
+    function = load("stand_in", mask="causal", variant="nl")
+    with pytest.raises(
+        LaunchConfigError, match=r"attention_sinks: .*_nl is a kernel that does not"
+    ):
+        run(function, qkv, attention_sinks=sinks)
+    image, name = CUBIN.read_bytes(), function.name
+    reads = _layouts.struct_reads(image, name, 704)
+    for option, given in (
+        ("softmax_stats", {"softmax_stats": array(TOTAL, HEADS, 2, dtype="fp32")}),
+        ("alibi", {"alibi": True}),
+    ):
+        field, _ = _layouts._OPTIONS[option]
+        old = getattr(_params.Params, field).offset
+        other = Kernel(changed(image, name, 704, old, _params.Params.out.offset))[name]
+        assert old in reads
+        with pytest.raises(LaunchConfigError, match=rf"{option}: .* does not read it"):
+            run(other, qkv, **given)
+        run(other, qkv)
+    assert fakecuda.launch_count == 2
+
+
+@pytest.mark.parametrize("file", OLD)
+def test_what_older_structs_cannot_say(fakecuda: FakeCuda, file: str) -> None:
+    function, qkv = load(file, mask="causal", variant="nl"), array(TOTAL, 3, HEADS, DIM)
+    said = r"attention_sinks: fmha_v2.* is of TensorRT-LLM .* which has no such parameter"
+    with pytest.raises(LaunchConfigError, match=said):
+        run(function, qkv, attention_sinks=array(HEADS, dtype="fp32"))
+    with pytest.raises(LaunchConfigError, match="only tma_ws kernels know chunks"):
+        run(load(file, mask="sliding_window_causal"),
+            array(TOTAL, 2048, dtype="bf16"), num_heads=4, num_kv_heads=4,
+            chunk_size=64)  # fmt: skip
+    q, kv = array(TOTAL, HEADS, 64, dtype="bf16"), array(TOTAL, 2, HEADS, 64, dtype="bf16")
+    with pytest.raises(LaunchConfigError, match="tma_ws kernels and q_kv layout are not known"):
+        run(load(file, layout="q_kv"), q, kv)
+    stats = array(TOTAL, HEADS, 2, dtype="fp32")
+    if "512" in file:
+        with pytest.raises(LaunchConfigError, match=r"softmax_stats: .*no such parameter"):
+            run(function, qkv, softmax_stats=stats)
+        assert fakecuda.launch_count == 0
+    else:
+        run(function, qkv, softmax_stats=stats)
+        struct = getattr(_params, FILES[file])
+        assert arrived(fakecuda, struct).softmax_stats == stats.ptr
+
+
+def test_without_sinks(fakecuda: FakeCuda) -> None:
+    function, qkv = load("without_sinks", mask="causal", variant="nl"), array(TOTAL, 3, HEADS, DIM)
+    out = run(function, qkv)
+    params = arrived(fakecuda, _params.ParamsWithoutSinks)
+    assert (params.qkv, params.out, params.out_stride) == (qkv.ptr, out.ptr, HEADS * DIM * 2)
+    with pytest.raises(LaunchConfigError, match=r"attention_sinks: .*no such parameter"):
+        run(function, qkv, attention_sinks=array(HEADS, dtype="fp32"))
+    through_tma = load("without_sinks", mask="causal", variant="tma_ws", layout="qkv")
+    plan = fmha_v2.plan(through_tma, qkv, cu_seqlens=starts(20, TOTAL))
+    assert isinstance(plan.params, _params.ParamsWithoutSinks)
+    assert plan.params.tile_counter and plan.params.num_tiles == 2 * HEADS
+    assert any(plan.params.tma_q)
