@@ -143,7 +143,10 @@ def _fatbin(image: Image) -> Described:
         if entry.unread:
             row["unread"] = entry.unread
         if entry.image is not None:
-            row["contents"] = describe(Image(f"{image.label} entry {number}", entry.image))
+            try:
+                row["contents"] = describe(Image(f"{image.label} entry {number}", entry.image))
+            except CubinCorruptError as error:
+                row["unread"] = str(error)
         entries.append(row)
     return {"entries": entries}
 
@@ -268,7 +271,7 @@ def _print(one: Described) -> None:
             if entry["compressed"]:
                 notes.append("compressed")
             if "unread" in entry:
-                notes.append(f"not read ({entry['unread']})")
+                notes.append(f"not read, because {entry['unread']}")
             elif "contents" not in entry:
                 notes.append("only the driver can unpack it (zstd: install kernel_hub[fatbin])")
             _console.note(f"  {entry['kind']} {entry['target']}, {', '.join(notes)}")
@@ -296,6 +299,8 @@ def _print_cubin(one: Described) -> None:
         f"  for {one['target']}{exact}; toolkit {toolkit}; "
         f"ELF ABI {one['os_abi']:#x} version {one['abi_version']}"
     )
+    for what in one["unknown"]:
+        _console.note(f"  unknown: {what}")
     if "manifest" in one:
         told = one["manifest"]
         _console.note(f"  sha256 {told['sha256']}, from {told['source']}")

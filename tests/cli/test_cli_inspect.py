@@ -143,8 +143,26 @@ def test_entries_of_old_gpus_are_shown_and_not_read(kernel_hub_cli: Run, tmp_pat
     (tmp_path / "old.fatbin").write_bytes(image)
     ran = kernel_hub_cli("inspect", str(tmp_path / "old.fatbin"))
     assert ran.code == 0
-    assert "cubin sm_61, 3.3 KiB, not read (an architecture before sm_70)" in ran.out
+    assert "cubin sm_61, 3.3 KiB, not read, because an architecture before sm_70" in ran.out
     assert "cubin sm_90a, 3.8 KiB" in ran.out
+
+
+def test_a_damaged_entry_does_not_hide_the_others(kernel_hub_cli: Run, tmp_path: Path) -> None:
+    image = bytearray((ROOT / "tests/cubin/data/plain.fatbin").read_bytes())
+    image[16 + 64 + 60] = 0  # the number of sections of the first entry's cubin
+    (tmp_path / "half.fatbin").write_bytes(image)
+    ran = kernel_hub_cli("inspect", str(tmp_path / "half.fatbin"))
+    assert ran.code == 0
+    assert "cubin sm_80, 3.3 KiB, not read, because " in ran.out
+    assert "ELF header: 0 sections" in ran.out and "cubin sm_90a, 3.8 KiB" in ran.out
+
+
+def test_what_is_unknown_is_named(cubin: Path, kernel_hub_cli: Run) -> None:
+    image = cubin.read_bytes()
+    assert "unknown:" not in kernel_hub_cli("inspect", str(cubin)).out
+    cubin.write_bytes(image.replace(b".nv.callgraph\0", b".nv.callgriph\0"))
+    ran = kernel_hub_cli("inspect", str(cubin))
+    assert ran.code == 0 and "unknown: section .nv.callgriph, of a kind" in ran.out
 
 
 def test_a_damaged_file_is_named(cubin: Path, kernel_hub_cli: Run) -> None:
