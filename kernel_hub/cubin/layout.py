@@ -100,14 +100,20 @@ def _check_segments(elf: Elf) -> None:
     # Up to 11.4 there is an empty load where no section is writable, or none is not.
     spare = [(1, 5, 0, 0, 0), (1, 6, 0, 0, 0)] if early or either else []
     loads = [load for load in loads if load not in own and load[:5] not in spare]
-    position = 0
+    position: int | None = 0
     for load in loads:
-        position = _check_load(load, allocated, position, elf.sm)
+        if position is not None:
+            position = _cover(load, allocated, position, elf.sm)
     if position != len(allocated):
-        corrupt(
-            f"section {allocated[position].name} is in no segment",
-            allocated[position].header_offset,
-        )
+        _note_loads(elf)
+
+
+def _note_loads(elf: Elf) -> None:
+    """Loads that are not as toolkits known here divide the sections: in bounds, or damage."""
+    for load in elf.segments:
+        if load.offset + load.file_size > len(elf.image) or load.memory_size >= 1 << 40:
+            corrupt("a program header ends beyond the file", load.header_offset)
+    elf.note("program headers that divide the sections as no known toolkit does")
 
 
 def _check_old_loads(elf: Elf, loads: list[Segment], allocated: list[Section]) -> None:
@@ -133,26 +139,24 @@ def _check_old_loads(elf: Elf, loads: list[Segment], allocated: list[Section]) -
         else:
             file_size = end - start
         memory_size = file_size
-        if in_memory:
-            grown = 0
+        if writable:
+            grown = largest = 0
             for section in in_memory:
                 grown = align_up(grown, section.align) + section.size
-            largest = max(section.size for section in in_memory)
+                largest = max(largest, section.size)
             memory_size = end - start + (largest if elf.is_before(110) else grown)
         expected.append((1, flags, start, file_size, memory_size))
     if [load[:5] for load in loads] != expected:
-        corrupt("the program headers do not cover the sections", loads[0].header_offset)
+        _note_loads(elf)
 
 
-def _check_load(load: Segment, allocated: list[Section], position: int, sm: int) -> int:
-    """Check one PT_LOAD against the sections from `position` on; returns the position after it."""
+def _cover(load: Segment, allocated: list[Section], position: int, sm: int) -> int | None:
+    """The position after the sections that one PT_LOAD covers; None where it does not fit them."""
     if load.type != 1 or position == len(allocated) or load.offset != allocated[position].offset:
-        corrupt("a program header loads what is no section", load.header_offset)
+        return None
     writable = allocated[position].flags & SHF_WRITE
     flags = 6 if writable else 5 if sm < 90 else 4
-    end = (
-        load.offset
-    )  # the file offset where the last section ends (or lies, when it takes no bytes)
+    end = load.offset  # where the last section ends in the file (or lies, if it takes no bytes)
     memory = load.file_size
     in_memory = False
     for section in allocated[position:]:
@@ -171,12 +175,8 @@ def _check_load(load: Segment, allocated: list[Section], position: int, sm: int)
             end = section.offset + section.size
         flags |= (section.flags & SHF_EXECINSTR) >> 2
         position += 1
-    if memory != load.memory_size or load.flags != flags or load.offset + load.file_size != end:
-        corrupt(
-            "a program header does not cover whole sections, or with the wrong rights",
-            load.header_offset,
-        )
-    return position
+    sound = memory == load.memory_size and load.offset + load.file_size == end
+    return position if sound and load.flags == flags else None
 
 
 def _check_bounds(sections: Sequence[Section], segments: list[Segment], size: int) -> None:

@@ -222,8 +222,10 @@ def _check_object(elf: Elf, symbol: Symbol, section: Section, at: int) -> None:
     if symbol.other not in (0, _STO_MANAGED):
         elf.note(f"variable with st_other {symbol.other:#x}")
     if not symbol.section:
-        sound = name.startswith(_RESERVED) and symbol.bind != STB_LOCAL and symbol.size == 4
-        if not sound or symbol.value > _reserved_limit(elf, name):
+        # 11.8 drops the name in stripped code.
+        nameless = symbol.bind == STB_LOCAL and not name and not symbol.value
+        sound = nameless or (name.startswith(_RESERVED) and symbol.bind != STB_LOCAL)
+        if not sound or symbol.size != 4 or symbol.value > _reserved_limit(elf, name):
             corrupt(f"variable {name} is not defined here", at + 6)
         return
     if not section.name.startswith(

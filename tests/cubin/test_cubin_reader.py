@@ -216,8 +216,8 @@ def test_frames_of_cuda_10_and_11_0(version: int) -> None:
     for at in (phoff + 56 + 32, phoff + 112 + 32, phoff + 112 + 40):
         wrong = bytearray(made)
         wrong[at] ^= 8
-        with pytest.raises(CubinCorruptError, match="program headers do not cover the sections"):
-            read_cubin(bytes(wrong))
+        (text,) = read_cubin(bytes(wrong)).unknown
+        assert "program headers that divide the sections as no known toolkit does" in text
 
 
 @pytest.mark.parametrize("arch", [80, 90])

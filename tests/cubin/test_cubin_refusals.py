@@ -106,8 +106,8 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
     "section alignment 0": (header_of(".nv.info.scale", 48, "Q", 0), "alignment 0"),
     "entry size": (header_of(".nv.callgraph", 56, "Q", 0), "entries of 0 bytes"),
     "padding": (put(SM90, FIRST_TEXT.offset - 1, "B", 1), "padding"),
-    "program header": (put(SM90, len(SM90) - 56 + 32, "Q", 1 << 40), "whole sections"),
-    "program header kind": (put(SM90, len(SM90) - 56, "I", 2), "no section"),
+    "program header": (put(SM90, len(SM90) - 56 + 32, "Q", 1 << 40), "beyond the file"),
+    "program header's memory": (put(SM90, len(SM90) - 56 + 40, "Q", 1 << 40), "beyond the file"),
     "string table": (content(".strtab", 0, "B", 65), "does not start and end with NUL"),
     "control character": (content(".strtab", 2, "B", 7), "byte 0x07"),
     "symbol name": (entry("scale", 0, "I", 1 << 30), "out of range"),
@@ -149,6 +149,9 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
 
 # In bounds, and nothing else in the file says otherwise: what a later toolkit might write.
 UNKNOWN: dict[str, tuple[bytes, str]] = {
+    "program header kind": (put(SM90, len(SM90) - 56, "I", 2), "that divide the sections as no"),
+    "program header's rights": (put(SM90, len(SM90) - 52, "I", 7), "that divide the sections"),
+    "program header's place": (put(SM90, len(SM90) - 48, "Q", 64), "that divide the sections"),
     "section": (
         UNKNOWN_SECTION, "section .nv.callgriph, of a kind that no known toolkit writes"),
     "info code": (info(".nv.info.scale", 0x50, 1, "B", 0x6E), "record 0x6e in section .nv.info"),
