@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from decode_step import E4M3, Step
-from emulated import ROOT
 from ways import Way
 
 from kernel_hub.errors import TensorError
@@ -93,24 +91,6 @@ def test_what_debugging_checks(way: Way, monkeypatch: pytest.MonkeyPatch) -> Non
     step.table[0, 2] = 1
     step.table[1, 3] = 99  # beyond the sequence: nobody reads it
     step.run()
-
-
-def test_the_plan_knows_the_kernels_as_they_are() -> None:
-    source = (ROOT / "csrc/decode_attention.cu").read_text()
-    found = re.findall(
-        r"EXPORT_DECODE_ATTENTION\(DTYPE, T, (\w+), (\d+), (\w*), (\d+), (\d+), (\d+), (\d+)\)",
-        source,
-    )
-    kernels = {
-        (flags, int(head_dim), 2 if cache == "T" else 1, *map(int, figures))
-        for cache, head_dim, flags, *figures in found
-    }
-    planned = {
-        (v.suffix, v.head_dim, v.cache_bytes, v.tile, v.slots, v.row_tiles, v.blocks_per_sm)
-        for v in _decode_plan.VARIANTS
-    }
-    assert kernels == planned
-    assert all(v.shared_bytes <= 99 << 10 for v in _decode_plan.VARIANTS)
 
 
 def test_every_kernel_is_chosen() -> None:

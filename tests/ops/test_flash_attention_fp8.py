@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import itertools
 import math
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 import torch
 from attention_fp8_cases import E4M3, Case, spread
 from back_to_back import check_back_to_back
-from emulated import ROOT
 
 from kernel_hub.errors import TensorError
 from kernel_hub.ops import flash_attention
@@ -154,20 +152,6 @@ def test_the_table_holds_every_case() -> None:
         assert ("blocks" in body.suffix) == blocks
         assert body.shared_bytes <= 226 * 1024
     assert chosen == set(FP8.BODIES)
-
-
-def test_the_table_is_the_sources() -> None:
-    source = (ROOT / "csrc/flash_attention_fp8_sm90.cu").read_text()
-    found = set()
-    variants = re.findall(
-        r"^EXPORT_MASKS\((\d+), (\w*), k\w+, (\d+), (\d+)\)$", source, re.MULTILINE
-    )
-    for head_dim, suffix, consumers, block_n in variants:
-        numbers = (int(head_dim), int(consumers), int(block_n))
-        found |= {(mask + suffix, *numbers) for mask in ("full", "causal")}
-    ours = {(body.suffix, body.head_dim, body.num_consumers, body.block_n) for body in FP8.BODIES}
-    assert found == ours
-    assert source.rstrip().splitlines()[-1].startswith("EXPORT_MASKS")
 
 
 # ---- on Hopper -----------------------------------------------------------------------------------
