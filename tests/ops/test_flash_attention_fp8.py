@@ -59,6 +59,19 @@ def test_compiled_on_the_cpu() -> None:
     same_bits(compiled(*case.tensors, causal=True, **case.options), case.call(causal=True))
 
 
+def test_registered_ops_pass_opcheck_on_the_cpu() -> None:
+    q, k, v = Case((40,), (40,), head_dim=64).tensors
+    given = (q, k, v, None, None, None, True, 0.1, [-1, -1], 0.0, *[None] * 7)
+    operators, out = torch.ops.kernel_hub, torch.empty(q.shape, dtype=torch.bfloat16)
+    for op, arguments in (
+        (operators.flash_attention_fp8, (*given, torch.float16, True)),
+        (operators.flash_attention_fp8_out, (*given, False, out)),
+    ):
+        # test_schema multiplies its inputs, which torch cannot in e4m3.
+        checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+        torch.library.opcheck(op.default, arguments, test_utils=checks)
+
+
 def tensors(**more: Any) -> dict[str, Any]:
     q = torch.zeros(2, 200, 4, 64).to(E4M3)
     k = torch.zeros(2, 300, 2, 64).to(E4M3)
