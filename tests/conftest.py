@@ -43,11 +43,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU and its driver")
+    from launch_coverage import EmulatorCoverage, LaunchCoverage
+
+    config.pluginmanager.register(EmulatorCoverage(config))
     if config.getoption("--require-gpu"):
         if getattr(config.option, "numprocesses", None):
             raise pytest.UsageError("--require-gpu counts launches in one process: leave -n out")
-        from launch_coverage import LaunchCoverage
-
         coverage = LaunchCoverage(config)
         coverage.install()
         config.pluginmanager.register(coverage)

@@ -24,6 +24,8 @@ ERRORS = {
     2: "the threads of a warp or a block do not meet at one barrier or warp collective",
     3: "dynamic shared memory was used past sharedMemBytes",
 }
+# (cubin, function) of each launch that went to its end.
+RAN: set[tuple[str, str]] = set()
 
 
 class CannotEmulateError(RuntimeError):
@@ -86,7 +88,7 @@ class EmulatedFunction:
     """One kernel; called like a KernelFunction with CPU tensors."""
 
     def __init__(self, cubin: str, name: str) -> None:
-        self.name = name
+        self.cubin, self.name = cubin, name
         self._library = build(cubin)
         self._address = ctypes.cast(getattr(self._library, name), ctypes.c_void_p)
 
@@ -113,3 +115,4 @@ class EmulatedFunction:
         )
         if error:
             raise AssertionError(f"{self.name}: {ERRORS[error]} (gridDim {gridDim}, {blockDim})")
+        RAN.add((self.cubin, self.name))

@@ -141,3 +141,21 @@ def test_torch_compile(device: str) -> None:
     for which in (0, 1):
         same_bits(traced.caches[which].tensor, eager.caches[which].tensor)
     traced.check_appended()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_registered_op_passes_opcheck(device: str) -> None:
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=torch.Generator().manual_seed(1)).half().to(device)
+
+    q, new, cache = randn(2, 1, 4, 64), randn(2, 1, 2, 64), randn(2, 20, 2, 64)
+    lengths = torch.tensor([7, 0], dtype=torch.int32, device=device)
+    table = randn(20, 32)
+    lse = torch.empty(2, 4, 1, device=device)
+    for added, last in (((None,) * 6, None), ((new, new * 2, None, table, table, None), lse)):
+        rotary_dim = 0 if added[0] is None else 64
+        torch.library.opcheck(
+            torch.ops.kernel_hub.decode_attention.default,
+            (q, cache, cache.clone(), lengths, *added, None, None, None, False, rotary_dim, 0.1,
+             -1, 0.0, 0, torch.empty_like(q), last),
+        )  # fmt: skip
