@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from bits import same_bits
 from decode_step import E4M3, Step
 from ways import Way
 
 from kernel_hub.errors import TensorError
 from kernel_hub.ops import _decode_plan, decode_attention
-from kernel_hub.testing.compare import same_bits
 
 Q, CACHE = torch.ones(2, 1, 4, 64).half(), torch.ones(2, 32, 2, 64).half()
 LENS = torch.ones(2, dtype=torch.int32)

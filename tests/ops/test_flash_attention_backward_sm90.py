@@ -13,10 +13,10 @@ import pytest
 import torch
 from attention_cases import Case, run
 from back_to_back import check_back_to_back
+from bits import same_bits
 
 from kernel_hub.ops import flash_attention
 from kernel_hub.ops._attention import Problem
-from kernel_hub.testing.compare import same_bits
 
 SM90: Any = importlib.import_module("kernel_hub.ops._flash_attention_backward_sm90")
 BACKWARD: Any = importlib.import_module("kernel_hub.ops._flash_attention_backward")

@@ -12,11 +12,11 @@ import pytest
 import torch
 from attention_fp8_cases import E4M3, Case, spread
 from back_to_back import check_back_to_back
+from bits import same_bits
 
 from kernel_hub.errors import TensorError
 from kernel_hub.ops import flash_attention
 from kernel_hub.ops._attention import Problem
-from kernel_hub.testing.compare import same_bits
 from kernel_hub.testing.guard import Guarded
 
 FP8: Any = importlib.import_module("kernel_hub.ops._flash_attention_fp8")

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from back_to_back import check_back_to_back
+from bits import same_bits
 
 from kernel_hub.errors import TensorError
 from kernel_hub.ops import _linear_fp8 as fp8
 from kernel_hub.ops import _linear_fp8_plan as plan
-from kernel_hub.testing.compare import check, same_bits
+from kernel_hub.testing.compare import check
 from kernel_hub.testing.guard import Guarded
 from kernel_hub.tuning import Gpu, Row
 

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from bits import same_bits
 from ways import DTYPES, Way
 
 from kernel_hub.ops import rms_norm
 from kernel_hub.testing import reference
-from kernel_hub.testing.compare import check, same_bits
+from kernel_hub.testing.compare import check
 from kernel_hub.testing.guard import Guarded
 
 module: Any = importlib.import_module("kernel_hub.ops.rms_norm")
