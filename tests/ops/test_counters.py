@@ -98,6 +98,15 @@ def test_what_is_captured_has_its_own(on_stream: Callable[..., torch.Tensor]) ->
 
 
 @pytest.mark.gpu
+def test_torch_numbers_its_streams_so() -> None:
+    made = [torch.cuda.Stream(priority=priority) for priority in (0, -1) for _ in range(40)]
+    assert all(stream.stream_id % 2 == 1 for stream in made)
+    assert torch.cuda.default_stream().stream_id == DEFAULT
+    others = torch.cuda.ExternalStream(made[0].cuda_stream)
+    assert others.stream_id % 2 == 0 and others.stream_id != DEFAULT
+
+
+@pytest.mark.gpu
 def test_streams_that_come_and_go() -> None:
     """Products that share k, on streams that somebody else makes and destroys at once."""
     libcuda = ctypes.CDLL(driver.get().path)
@@ -113,5 +122,6 @@ def test_streams_that_come_and_go() -> None:
             found += [linear(a, b) for _ in range(3)]
         assert libcuda.cuStreamDestroy_v2(handle) == 0
     torch.cuda.synchronize()
+    print(f"{len(handles)} handles")
     wrong = [i for i, out in enumerate(found) if not torch.equal(out, expected)]
     assert not wrong, f"{len(wrong)} of {len(found)} differ, on {len(handles)} handles: {wrong[:9]}"
