@@ -17,6 +17,9 @@ from typing import Any
 
 import torch
 
+from kernel_hub._nvcc import find_nvcc
+from kernel_hub.errors import KernelHubError
+
 ROOT = Path(__file__).resolve().parents[2]
 EMULATOR = Path(__file__).parent / "emulator"
 ERRORS = {
@@ -34,9 +37,10 @@ class CannotEmulateError(RuntimeError):
 
 @functools.cache
 def _cuda_headers() -> Path:
-    nvcc = os.environ.get("NVCC") or shutil.which("nvcc")
-    if not nvcc:
-        raise CannotEmulateError("no nvcc, whose headers the emulated kernels need")
+    try:
+        nvcc = find_nvcc().path
+    except KernelHubError as missing:
+        raise CannotEmulateError(f"the emulator needs CUDA's headers: {missing}") from missing
     done = subprocess.run(
         [nvcc, "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True, check=False
     )
