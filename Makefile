@@ -36,9 +36,12 @@ demo: setup
 test: setup
 	@$(PY) -m pytest $(shell $(PY) -c "import xdist" 2>/dev/null && echo "-n auto --dist worksteal") $(ARGS)
 
+# Every one, then the table of results; those that did not go well are named at the end.
 bench: setup
-	@for name in launch rms_norm silu_and_mul rope append_kv merge_states attention attention_backward attention_fp8 decode linear linear_fp8 swiglu_linear qkv_linear grouped_linear batched_matmul; do $(PY) benchmarks/bench_$$name.py $(ARGS) || exit 1; done
-	@$(PY) benchmarks/make_results.py
+	@failed=; for file in benchmarks/bench_*.py; do \
+	  echo "== $$file"; $(PY) $$file $(ARGS) || failed="$$failed $$file"; done; \
+	$(PY) benchmarks/make_results.py || exit 1; \
+	[ -z "$$failed" ] || { echo "FAILED:$$failed"; exit 1; }
 
 cubins:
 	@PYTHON=$(PYTHON) ./build_cubins.sh $(ARGS)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import _codegen, _native, tensors
 from . import driver as _driver
-from ._function import KernelFunction
 from ._launch import DeviceFunction, StreamConfigs, is_blocking
 from ._order import Order
 from .errors import LaunchConfigError, ParamsError
 from .params import ordered, takes, wrong_count
+
+if TYPE_CHECKING:
+    from ._function import KernelFunction
 
 
 class BoundLaunch(partial):  # type: ignore[type-arg]

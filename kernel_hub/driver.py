@@ -32,17 +32,14 @@ _REQUIRED = {
     "cuInit": "u",
     "cuDriverGetVersion": "p",
     "cuDeviceGetCount": "p",
-    "cuDeviceGet": "pi",
     "cuDeviceGetName": "pii",
     "cuDeviceGetAttribute": "pii",
     "cuDeviceTotalMem_v2": "pi",
     "cuDevicePrimaryCtxRetain": "pi",
-    "cuDevicePrimaryCtxRelease_v2": "i",
     "cuCtxGetCurrent": "p",
     "cuCtxSetCurrent": "p",
     "cuCtxPushCurrent_v2": "p",
     "cuCtxPopCurrent_v2": "p",
-    "cuCtxGetDevice": "p",
     "cuCtxSynchronize": "",
     "cuLinkCreate_v2": "uppp",
     "cuLinkAddData_v2": "pipzsupp",
@@ -53,24 +50,18 @@ _REQUIRED = {
     "cuLibraryGetKernel": "pps",
     "cuLibraryGetGlobal": "ppps",
     "cuKernelGetFunction": "pp",
-    "cuKernelGetAttribute": "pipi",
-    "cuKernelSetAttribute": "iipi",
     "cuFuncGetAttribute": "pip",
     "cuFuncSetAttribute": "pii",
     "cuLaunchKernelEx": "pppp",
     "cuOccupancyMaxActiveBlocksPerMultiprocessor": "ppiz",
-    "cuOccupancyMaxActiveClusters": "ppp",
     "cuStreamCreate": "pu",
     "cuStreamDestroy_v2": "p",
     "cuStreamSynchronize": "p",
     "cuStreamIsCapturing": "pp",
-    "cuStreamGetCtx": "pp",
     "cuStreamWaitEvent": "ppu",
     "cuThreadExchangeStreamCaptureMode": "p",
     "cuEventCreate": "pu",
     "cuEventRecord": "pp",
-    "cuEventSynchronize": "p",
-    "cuEventElapsedTime": "ppp",
     "cuEventDestroy_v2": "p",
     "cuMemGetInfo_v2": "pp",
     "cuMemPoolCreate": "pp",
@@ -103,7 +94,7 @@ _OPTIONAL = {
 # Device attributes (CUdevice_attribute) used by the layers above.
 MAX_GRID_DIM = (5, 6, 7)
 MAX_BLOCK_DIM = (2, 3, 4)
-WARP_SIZE, MULTIPROCESSOR_COUNT, L2_CACHE_SIZE = 10, 16, 38
+MULTIPROCESSOR_COUNT = 16
 COMPUTE_CAPABILITY_MAJOR, COMPUTE_CAPABILITY_MINOR = 75, 76
 SHARED_PER_BLOCK_OPTIN = 97
 MEMORY_POOLS_SUPPORTED = 115

@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,11 +23,13 @@ with contextlib.suppress(ImportError):
     import setuptools  # noqa: F401
 
 import pytest
+import skips
 from fakecuda import CompilerMissingError, FakeCuda
 
 from kernel_hub import Kernel, KernelFunction, driver, tensors
 
 ROOT = Path(__file__).resolve().parent.parent
+pytest.importorskip = skips.importorskip
 # What `kernel-hub tune` left on this machine is no part of what is tested.
 os.environ["KERNEL_HUB_TUNED"] = "0"
 # Nor what it compiled before; and nothing that is compiled here stays.
@@ -43,11 +46,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU and its driver")
+    from launch_coverage import EmulatorCoverage, LaunchCoverage
+
+    config.pluginmanager.register(EmulatorCoverage(config))
+    config.pluginmanager.register(skips.SkipSummary())
     if config.getoption("--require-gpu"):
         if getattr(config.option, "numprocesses", None):
             raise pytest.UsageError("--require-gpu counts launches in one process: leave -n out")
-        from launch_coverage import LaunchCoverage
-
         coverage = LaunchCoverage(config)
         coverage.install()
         config.pluginmanager.register(coverage)
@@ -68,11 +73,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
 
 
-def pytest_collection_finish() -> None:
-    # Between tests gc.collect() makes dead arrays give their memory back. It need not look through
-    # what is there now (torch alone: half a million objects), so it takes 1 ms instead of 200.
+def _collect_garbage() -> None:
+    """Makes dead arrays give their memory back, in 1 ms.
+
+    What is there after a collection that took long (torch alone: half a million objects; a compiler
+    of torch's that a test has loaded since: as many again) need not be looked through by the next.
+    """
+    started = time.perf_counter()
     gc.collect()
-    gc.freeze()
+    if time.perf_counter() - started > 0.02:
+        gc.freeze()
+
+
+def pytest_collection_finish() -> None:
+    _collect_garbage()
 
 
 @functools.cache
@@ -103,7 +117,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def _forget_runtime() -> None:
     """Drop the runtime's driver and caches; arrays that died give their memory back first."""
-    gc.collect()
+    _collect_garbage()
     for name in ("kernel_hub.kernel", "kernel_hub.memory"):
         if name in sys.modules:
             getattr(sys.modules[name], "_reset_for_tests", lambda: None)()

@@ -1,10 +1,13 @@
-"""Counts which functions of the manifest a full `--require-gpu` run launched on the real GPU.
+"""Counts what a whole run of the tests launched; what none launched fails the session.
 
-A pytest plugin (conftest.py registers it). A function that no test launched fails the session.
+Pytest plugins (conftest.py registers them): functions of the manifest on the GPU of a
+`--require-gpu` run; in every run, kernels of each op in the emulator (tests/ops/emulated.py), and
+the ops registered with torch that `torch.library.opcheck` was given.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,15 +19,31 @@ from kernel_hub.manifest import open_collection
 from kernel_hub.resolve import refusal
 
 TESTS = Path(__file__).resolve().parent
+# Each leaves tests out.
+_SUBSETS = (
+    *("keyword", "markexpr", "deselect", "ignore", "ignore_glob"),
+    *("lf", "stepwise", "collectonly"),
+)
+
+
+def is_full_run(config: pytest.Config, *folders: Path) -> bool:
+    """Whether all tests are to run, or all of one of `folders`."""
+    paths = {(Path(config.invocation_params.dir) / arg).resolve() for arg in config.args}
+    selects = any(getattr(config.option, name, None) for name in _SUBSETS)
+    return not selects and bool(paths & {TESTS, TESTS.parent, *folders})
+
+
+def fail(session: pytest.Session) -> None:
+    """Turn a session that went well into one that did not."""
+    if session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 class LaunchCoverage:
     """Wraps the launch call of every real driver opened from here on."""
 
     def __init__(self, config: pytest.Config) -> None:
-        paths = {(Path(config.invocation_params.dir) / arg).resolve() for arg in config.args}
-        selected = config.option.keyword or config.option.markexpr
-        self.is_full_run = not selected and paths <= {TESTS, TESTS.parent}
+        self.is_full_run = is_full_run(config)
         self.launched: set[str] = set()
         self.missing: list[str] = []
         self._names: dict[int, str] = {}
@@ -68,8 +87,8 @@ class LaunchCoverage:
             usable = {e.target: e for e in cubin.values() if not refusal(capability, e.target)}
             if usable:
                 self.missing += sorted(set(usable[max(usable)].functions) - self.launched)
-        if self.missing and session.exitstatus == pytest.ExitCode.OK:
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        if self.missing:
+            fail(session)
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         if not self.is_full_run or self._gpu is None:
@@ -78,3 +97,48 @@ class LaunchCoverage:
         terminalreporter.write_line(f"{len(self.launched - {''})} launched")
         for name in self.missing:
             terminalreporter.write_line(f"FAILED: no test launched {name}", red=True)
+
+
+class EmulatorCoverage:
+    """Adds up what the test processes ran, be it one or the workers of pytest-xdist."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.counts = is_full_run(config, TESTS / "ops")
+        self.missing: list[str] = []
+        self._expected: set[str] = set()
+        self._seen: set[str] = set()
+        self._notes: set[str] = set()
+
+    def _add(self, expected: list[str], seen: list[str], note: str) -> None:
+        self._expected.update(expected)
+        self._seen.update(seen)
+        self._notes.update({note} - {""})
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        if found := getattr(node, "workeroutput", {}).get("kernels"):
+            self._add(*found)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        # Without torch, or where no test of an op was collected, nobody has loaded it.
+        if ops_coverage := sys.modules.get("ops_coverage"):
+            self._add(*ops_coverage.report())
+        if (output := getattr(session.config, "workeroutput", None)) is not None:
+            output["kernels"] = sorted(self._expected), sorted(self._seen), "; ".join(self._notes)
+            return
+        self.counts &= not (session.shouldstop or session.shouldfail)
+        if self.counts:
+            self.missing = sorted(self._expected - self._seen)
+        if self.missing:
+            fail(session)
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        if not self.counts or not self._expected | self._notes:
+            return
+        terminalreporter.section("kernels that ran in the emulator, ops given to opcheck")
+        terminalreporter.write_line(f"{len(self._seen)} seen")
+        for note in sorted(self._notes):
+            terminalreporter.write_line(note)
+        for name in self.missing:
+            terminalreporter.write_line(f"FAILED: no test {name}", red=True)

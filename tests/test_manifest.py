@@ -274,7 +274,15 @@ def test_no_cubins_names_where_it_looked(package: str, tmp_path: Path) -> None:
         ([], ParamsError, r"package=\[\]"),
     ],
 )
-def test_no_such_package(asked: Any, error: type[Exception], message: str) -> None:
+def test_no_such_package(
+    asked: Any,
+    error: type[Exception],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")  # where some of these would be folders
     for find in (open_collection, find_collection):
         with pytest.raises(error, match=message):
             find(asked)

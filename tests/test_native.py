@@ -268,12 +268,10 @@ def test_failures_reach_python_with_their_words(fakecuda: FakeCuda, probe: Kerne
 def test_the_current_stream_is_followed(
     fakecuda: FakeCuda, probe: KernelFunction, stream: list[int]
 ) -> None:
-    handle = ctypes.c_void_p()
-    with driver.get().on_device(0):
-        driver.get().call("cuStreamCreate", ctypes.byref(handle), 0)
+    handle = make_stream()
     bound = probe.bind(GRID, BLOCK, 0, None, GOOD)
     fixed = probe.bind(GRID, BLOCK, 0, 0, GOOD)
-    for number in (handle.value or 0, 0):
+    for number in (handle, 0):
         stream[0] = number
         for launch in (lambda: probe(GRID, BLOCK, 0, None, GOOD), bound):
             launch()

@@ -22,7 +22,6 @@ NAME = "demo"
 HELP = "run ops on real tensors, on the GPU or the CPU, against their references"
 EXAMPLE = "kernel-hub demo"
 GPU_TOKENS, CPU_TOKENS = 8192, 64
-_NUM_OPS = 20
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,14 +59,15 @@ def run_ops(device: str, num_tokens: int) -> list[Result]:
     from ..testing import demo, timing
 
     measure: Callable[[demo.Case], Result]
-    with _console.progress(_NUM_OPS, f"ops on {device}") as advance:
+    cases = list(demo.cases(device, num_tokens))  # which make their tensors when they are run
+    with _console.progress(len(cases), f"ops on {device}") as advance:
         if device == "cuda":
             copy = timing.copy_bandwidth()
             measure = partial(demo.measured, timer=timing.GraphTimer(), copy_terabytes_per_s=copy)
         else:
             measure = demo.checked
         results = []
-        for case in demo.cases(device, num_tokens):
+        for case in cases:
             advance(f"{case.op} {case.dtype}")
             results.append(measure(case))
     return results

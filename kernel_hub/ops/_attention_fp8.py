@@ -59,9 +59,9 @@ def _check_scales(problem: Problem, scales: Scales) -> None:
     q, k = problem.q, problem.k
     heads, kv_heads = q.shape[-2], k.shape[-2]
     for argument, scale, counts, bounds, rows, longest in (
-        ("q_scale", scales.q, {heads, kv_heads}, problem.cu_seqlens_q, q, problem.max_seqlen_q),
-        ("k_scale", scales.k, {kv_heads}, problem.cu_seqlens_k, k, problem.max_seqlen_k),
-        ("v_scale", scales.v, {kv_heads}, problem.cu_seqlens_k, k, problem.max_seqlen_k),
+        ("q_scale", scales.q, (heads, kv_heads), problem.cu_seqlens_q, q, problem.max_seqlen_q),
+        ("k_scale", scales.k, (kv_heads,), problem.cu_seqlens_k, k, problem.max_seqlen_k),
+        ("v_scale", scales.v, (kv_heads,), problem.cu_seqlens_k, k, problem.max_seqlen_k),
     ):
         if scale is None:
             continue
@@ -83,7 +83,7 @@ def _check_scales(problem: Problem, scales: Scales) -> None:
         else:
             fits = shape[-1] in counts and shape[:-1] in ((), (problem.batch_size,))
         if not fits:
-            names = " or ".join(str(count) for count in sorted(counts))
+            names = " or ".join(str(count) for count in sorted({int(count) for count in counts}))
             least = f"{blocks}" if bounds is None else f"at least {blocks}"
             raise common.refuse(
                 _OP, argument, f"a scale of the tensor, () or (1,); of heads, ({names},) or "

@@ -1,4 +1,4 @@
-"""What the attention kernels of Hopper share on the host: tensor maps and the counter of tiles."""
+"""What the attention kernels of Hopper share on the host: tensor maps, which tensors have them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ _PANEL_BYTES = 128  # of a row of shared memory: the span of the swizzle
 _MAX_STRIDE_BYTES = 1 << 40
 # Descriptors by what they hold. Their bytes alone: a TensorMap would keep its tensor alive.
 _maps: dict[tuple[Any, ...], bytes] = {}
-_counters: dict[tuple[int, int], torch.Tensor] = {}
 
 
 def is_mappable(tensor: torch.Tensor) -> bool:
@@ -58,22 +57,3 @@ def tensor_map(tensor: torch.Tensor, rows: int) -> bytes:
         _maps.clear()
     _maps[key] = made
     return made
-
-
-def counter(device: torch.device) -> torch.Tensor:
-    """{next tile, blocks that are done}: zeros before and after every launch.
-
-    Launches on one stream follow each other and share one. A captured launch may be replayed beside
-    anything: it gets its own. So does one on a stream that torch did not make: when that one is
-    destroyed, another may have its name before its work is done.
-    """
-    stream = torch.cuda.current_stream(device)
-    # torch's own have odd numbers (c10/cuda/CUDAStream.cpp), the default stream 0.
-    is_torchs = stream.stream_id == 0 or stream.stream_id % 2 == 1
-    if not is_torchs or torch.cuda.is_current_stream_capturing():
-        return torch.zeros(2, dtype=torch.int32, device=device)
-    key = (device.index, stream.stream_id)
-    found = _counters.get(key)
-    if found is None:
-        found = _counters[key] = torch.zeros(2, dtype=torch.int32, device=device)
-    return found

@@ -12,8 +12,6 @@ MAX_SEQLEN_Q = 16
 MAX_HEAD_DIM = 256
 NUM_WARPS = 4
 NUM_THREADS = 32 * NUM_WARPS
-# Workers for tensors that are on no GPU: the emulator's tests.
-CPU_WORKERS = 7
 MAX_MERGE_BLOCKS = 264
 # Blocks on this part of the multiprocessors read at full speed.
 FULL = 0.85
@@ -23,8 +21,6 @@ CPU_MULTIPROCESSORS = 7
 SHORT_TOKENS = 8192
 # More parts than this take longer to merge than they save, unless an item is twice as many units.
 MANY_PARTS = 32
-# A share smaller than this costs more in merging than it gains.
-MIN_SHARE_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,25 +55,10 @@ class Body:
         return f"flash_attention_{token}_hdim{self.head_dim}{self.suffix}"
 
 
-# On compute capability 9.0 the rows of HOPPER_BODIES come first, for what their kernels take
-# (`_flash_attention_sm90.applies`: no alibi, pages of a multiple of 8 keys, everything 16-byte
-# aligned): of the problem's mask the one with the smallest head_dim that holds its own. From that
-# module's table: flash_attention_sm90_{dtype}_hdim{head_dim}_{mask}, mask one of full, causal,
-# window (which softcap takes), and causal_short up to 1,280 queries
-#
-#   head_dim  queries x keys of a tile  threads  shared memory
-#         64                 192 x 128      512   91,136 bytes
-#   64 short                 128 x 128      384   82,944
-#         96                 128 x 128      384  164,864
-#        128                 128 x 128      384  164,864
-#        192                 128 x 112      384  222,208
-#        256                 128 x  80      384  230,400
-# 256 causal                 128 x  64      384  197,632
-HOPPER_BODIES = sm90.BODIES
-# A problem that they do not take, or on another device, gets the rows of its features with the
-# smallest head_dim that holds its own, and of those the first that fits `blocks_an_sm` times into
-# the shared memory of an SM of the device, else the last that fits once. The numbers are those of
-# the last screen of csrc/flash_attention.cu; docs/notes/flash_attention.md says why these.
+# What `_flash_attention_sm90.applies` does not take gets the rows of its features with the smallest
+# head_dim that holds its own, and of those the first that fits `blocks_an_sm` times into the shared
+# memory of an SM of the device, else the last that fits once. The numbers are those of the last
+# screen of csrc/flash_attention.cu; docs/notes/flash_attention.md says why these.
 BODIES = (
     Body("plain", 32, "", 128, 64, 4, 2),
     Body("plain", 64, "", 128, 64, 4, 2),

@@ -15,7 +15,8 @@ import torch
 from ..errors import TensorError
 from . import _common as common
 from ._attention import Problem
-from ._attention_tma import counter, is_mappable, tensor_map
+from ._attention_tma import is_mappable, tensor_map
+from .core.counters import counters
 
 COMPUTE_CAPABILITY = (9, 0)
 CUBIN = "flash_attention_fp8_sm90"
@@ -26,6 +27,7 @@ _OP = "flash_attention"
 _PANEL_COLUMNS = 128  # columns of a row of shared memory, bytes too
 _CONSUMER_ROWS = 64  # query rows of a warpgroup
 _ALIGNMENT_BYTES = 1024
+_NUM_COUNTERS = 2  # the next tile, blocks that are done
 # K and V of the heads that run together stay in the L2 (60 MB on an H200).
 _L2_BYTES = 32 << 20
 # The TMA's limit of a stride, and those of the kernel's 32-bit sums.
@@ -258,7 +260,7 @@ def forward(problem: Problem, scales: Scales, out: torch.Tensor, lse: torch.Tens
         maps = [tensor_map(x if x.numel() else q, block_n) for x in (k, v)]
         params = (
             out, lse, tensor_map(q, _CONSUMER_ROWS), *maps, *given,
-            problem.cu_seqlens_q, problem.cu_seqlens_k, problem.cache_seqlens, counter(q.device),
-            *numbers,
+            problem.cu_seqlens_q, problem.cu_seqlens_k, problem.cache_seqlens,
+            counters(q.device, _NUM_COUNTERS), *numbers,
         )  # fmt: skip
         function(grid, block, shared_bytes, None, params)

@@ -16,7 +16,8 @@ import torch
 from ..errors import TensorError
 from . import _common as common
 from ._attention import Problem
-from ._attention_tma import counter, is_mappable, tensor_map
+from ._attention_tma import is_mappable, tensor_map
+from .core.counters import counters
 
 COMPUTE_CAPABILITY = (9, 0)
 # False: the portable kernels take everything. For tests and benchmarks.
@@ -29,6 +30,7 @@ _ROW_BYTES = 128  # of shared memory
 _CONSUMER_ROWS = 64  # query rows of a warpgroup
 _BOX_ROWS = 8  # the fewest keys a copy brings: the swizzle repeats after so many rows
 _ALIGNMENT_BYTES = 1024
+_NUM_COUNTERS = 2  # the next tile, blocks that are done
 # K and V of the heads that run together stay in the L2 (60 MB on an H200).
 _L2_BYTES = 32 << 20
 _DTYPES = (torch.float16, torch.bfloat16)
@@ -215,6 +217,6 @@ def launch(plan: _Plan, problem: Problem, out: torch.Tensor, lse: torch.Tensor |
         params = (
             out, lse, tensor_map(q, _CONSUMER_ROWS), tensor_map(k, box_rows),
             tensor_map(v, box_rows), problem.cu_seqlens_q, problem.cu_seqlens_k,
-            problem.cache_seqlens, problem.block_table, counter(q.device), *numbers,
+            problem.cache_seqlens, problem.block_table, counters(q.device, _NUM_COUNTERS), *numbers,
         )  # fmt: skip
         function(grid, block, shared_bytes, None, params)

@@ -10,11 +10,11 @@ import torch
 
 from . import _common as common
 from ._grouped_plan import BLOCK_K, Choice
+from .core.counters import counters
 
 _MAX_MAPS = 8192
 # The 128 bytes of a tensor map say all about it and own nothing: address, sizes, strides, box.
 _maps: dict[tuple[Any, ...], bytes] = {}
-_arrivals: dict[tuple[int | None, int, int], torch.Tensor] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,17 +72,11 @@ class Launch:
 def _workspace(
     choice: Choice, device: torch.device
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Memory for tiles of which two blocks share k. The counters are zeros before every launch and
-    after it: one set a stream, and one for each launch that is captured in a graph."""
+    """Memory for tiles of which two blocks share k: fp32 sums, counters of blocks that arrived."""
     if not choice.num_partials:
         return None, None
     partials = torch.empty(choice.num_partials, dtype=torch.float32, device=device)
-    if torch.cuda.is_current_stream_capturing():
-        return partials, torch.zeros(choice.num_arrivals, dtype=torch.int32, device=device)
-    key = (device.index, torch.cuda.current_stream(device).cuda_stream, choice.num_arrivals)
-    if key not in _arrivals:
-        _arrivals[key] = torch.zeros(choice.num_arrivals, dtype=torch.int32, device=device)
-    return partials, _arrivals[key]
+    return partials, counters(device, choice.num_arrivals)
 
 
 def launch_of(

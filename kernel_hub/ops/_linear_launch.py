@@ -11,13 +11,12 @@ import torch
 from . import _common as common
 from ._common import gpu_of
 from ._linear_plan import BLOCK_K, MAX_SPLIT_TILES, Choice, choose
+from .core.counters import counters
 
 _OP = "linear"
 _MAX_MAPS = 8192
 # The 128 bytes of a tensor map say all about it and own nothing: address, sizes, strides, box.
 _maps: dict[tuple[Any, ...], bytes] = {}
-# Counters of arrived blocks: zero before every launch, and again after it.
-_tickets: dict[tuple[int, int], torch.Tensor] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,7 @@ class Launch:
             partials = tickets = None
             if choice.num_partials:
                 partials = torch.empty(choice.num_partials, dtype=torch.float32, device=out.device)
-                tickets = _tickets_of(out.device)
+                tickets = counters(out.device, MAX_SPLIT_TILES)
             params = (out, partials, tickets, a, b, bias, residual, *self.numbers)
         self.function(choice.grid, choice.block, choice.shared_bytes, None, params, **self.options)
 
@@ -142,13 +141,3 @@ def tensor_map(tensor: torch.Tensor, layout: tuple[int, int, int], box_rows: int
             _maps.clear()
         _maps[key] = found
     return found
-
-
-def _tickets_of(device: torch.device) -> torch.Tensor:
-    """Zeros for the launches of one stream; what is captured in a graph gets its own."""
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return torch.zeros(MAX_SPLIT_TILES, dtype=torch.int32, device=device)
-    key = (device.index, torch.cuda.current_stream(device).cuda_stream)
-    if key not in _tickets:
-        _tickets[key] = torch.zeros(MAX_SPLIT_TILES, dtype=torch.int32, device=device)
-    return _tickets[key]

@@ -24,8 +24,10 @@ _is_tracing = torch.compiler.is_dynamo_compiling
 _is_grad_enabled = torch.is_grad_enabled
 _forward = run.forward
 _differentiable = autograd.Attention.apply
-# What torch.func's transforms put on a stack while they run.
-_transform = torch._C._functorch.peek_interpreter_stack
+# What torch.func's transforms put on a stack while they run. It is no public name: a torch without
+# it loses only the refusal below.
+_functorch = getattr(torch._C, "_functorch", None)
+_transform = getattr(_functorch, "peek_interpreter_stack", lambda: None)
 
 
 def flash_attention(

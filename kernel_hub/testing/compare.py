@@ -83,20 +83,6 @@ def check(
     return result
 
 
-def same_bits(a: torch.Tensor, b: torch.Tensor, *, name: str = "out") -> None:
-    """Raise AssertionError unless the two are equal bit by bit (so nan may equal nan)."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        raise AssertionError(f"{name}: {a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)}")
-    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-    differs = a.contiguous().view(kind) != b.contiguous().view(kind)
-    if bool(differs.any()):
-        where = _index(int(differs.flatten().nonzero()[0].item()), a.shape)
-        raise AssertionError(
-            f"{name}: {int(differs.sum())} of {a.numel()} elements differ in their bits, first at "
-            f"{where}: {a[where].item()!r} and {b[where].item()!r}"
-        )
-
-
 def _failed(name: str, text: str) -> Comparison:
     return Comparison(False, float("inf"), 0.0, f"{name}: {text}")
 

@@ -204,14 +204,7 @@ def qkv_linear(device: str) -> None:
 
 
 CASES: dict[str, Callable[[str], None]] = {
-    "rms_norm": rms_norm,
-    "silu_and_mul": silu_and_mul,
-    "rope": rope,
-    "append_kv": append_kv,
-    "merge_states": merge_states,
-    "linear": linear,
-    "swiglu_linear": swiglu_linear,
-    "qkv_linear": qkv_linear,
+    op: globals()[op] for op in ops.__all__ if op in globals()
 }
 
 

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from bits import same_bits
 
 from kernel_hub.ops import _attention_run, flash_attention, flash_attention_qkvpacked
-from kernel_hub.testing.compare import check, same_bits
+from kernel_hub.testing.compare import check
 from kernel_hub.testing.guard import Guarded
 from kernel_hub.testing.reference_attention import (
     reference_attention,

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from attention_cases import GARBAGE_PAGES, check_lse
+from bits import same_bits
 
 from kernel_hub.ops import decode_attention
 from kernel_hub.testing import reference
-from kernel_hub.testing.compare import check, same_bits
+from kernel_hub.testing.compare import check
 from kernel_hub.testing.guard import Guarded
 from kernel_hub.testing.reference_attention import reference_attention
 

@@ -17,6 +17,9 @@ from typing import Any
 
 import torch
 
+from kernel_hub._nvcc import find_nvcc
+from kernel_hub.errors import KernelHubError
+
 ROOT = Path(__file__).resolve().parents[2]
 EMULATOR = Path(__file__).parent / "emulator"
 ERRORS = {
@@ -24,6 +27,8 @@ ERRORS = {
     2: "the threads of a warp or a block do not meet at one barrier or warp collective",
     3: "dynamic shared memory was used past sharedMemBytes",
 }
+# (cubin, function) of each launch that went to its end.
+RAN: set[tuple[str, str]] = set()
 
 
 class CannotEmulateError(RuntimeError):
@@ -32,9 +37,10 @@ class CannotEmulateError(RuntimeError):
 
 @functools.cache
 def _cuda_headers() -> Path:
-    nvcc = os.environ.get("NVCC") or shutil.which("nvcc")
-    if not nvcc:
-        raise CannotEmulateError("no nvcc, whose headers the emulated kernels need")
+    try:
+        nvcc = find_nvcc().path
+    except KernelHubError as missing:
+        raise CannotEmulateError(f"the emulator needs CUDA's headers: {missing}") from missing
     done = subprocess.run(
         [nvcc, "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True, check=False
     )
@@ -86,7 +92,7 @@ class EmulatedFunction:
     """One kernel; called like a KernelFunction with CPU tensors."""
 
     def __init__(self, cubin: str, name: str) -> None:
-        self.name = name
+        self.cubin, self.name = cubin, name
         self._library = build(cubin)
         self._address = ctypes.cast(getattr(self._library, name), ctypes.c_void_p)
 
@@ -113,3 +119,4 @@ class EmulatedFunction:
         )
         if error:
             raise AssertionError(f"{self.name}: {ERRORS[error]} (gridDim {gridDim}, {blockDim})")
+        RAN.add((self.cubin, self.name))

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from bits import same_bits
 from ways import DTYPES, Way
 
 from kernel_hub.ops import append_kv, rope
 from kernel_hub.testing import reference
-from kernel_hub.testing.compare import check, same_bits
+from kernel_hub.testing.compare import check
 from kernel_hub.testing.guard import Guarded
 
 E4M3 = torch.float8_e4m3fn

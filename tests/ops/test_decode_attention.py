@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from bits import same_bits
 from decode_step import E4M3, Step
 from ways import Way
 
 from kernel_hub.ops import _decode_plan, decode_attention
-from kernel_hub.testing.compare import check, same_bits
+from kernel_hub.testing.compare import check
 from kernel_hub.testing.guard import Guarded
 from kernel_hub.testing.reference_attention import reference_attention
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from bits import same_bits
 from decode_step import E4M3, Step
-from emulated import ROOT
 from ways import Way
 
 from kernel_hub.errors import TensorError
 from kernel_hub.ops import _decode_plan, decode_attention
-from kernel_hub.testing.compare import same_bits
 
 Q, CACHE = torch.ones(2, 1, 4, 64).half(), torch.ones(2, 32, 2, 64).half()
 LENS = torch.ones(2, dtype=torch.int32)
@@ -95,24 +93,6 @@ def test_what_debugging_checks(way: Way, monkeypatch: pytest.MonkeyPatch) -> Non
     step.run()
 
 
-def test_the_plan_knows_the_kernels_as_they_are() -> None:
-    source = (ROOT / "csrc/decode_attention.cu").read_text()
-    found = re.findall(
-        r"EXPORT_DECODE_ATTENTION\(DTYPE, T, (\w+), (\d+), (\w*), (\d+), (\d+), (\d+), (\d+)\)",
-        source,
-    )
-    kernels = {
-        (flags, int(head_dim), 2 if cache == "T" else 1, *map(int, figures))
-        for cache, head_dim, flags, *figures in found
-    }
-    planned = {
-        (v.suffix, v.head_dim, v.cache_bytes, v.tile, v.slots, v.row_tiles, v.blocks_per_sm)
-        for v in _decode_plan.VARIANTS
-    }
-    assert kernels == planned
-    assert all(v.shared_bytes <= 99 << 10 for v in _decode_plan.VARIANTS)
-
-
 def test_every_kernel_is_chosen() -> None:
     chosen = {
         _decode_plan.choose_variant(head_dim, cache_bytes, rows, is_general)
@@ -161,3 +141,21 @@ def test_torch_compile(device: str) -> None:
     for which in (0, 1):
         same_bits(traced.caches[which].tensor, eager.caches[which].tensor)
     traced.check_appended()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_registered_op_passes_opcheck(device: str) -> None:
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=torch.Generator().manual_seed(1)).half().to(device)
+
+    q, new, cache = randn(2, 1, 4, 64), randn(2, 1, 2, 64), randn(2, 20, 2, 64)
+    lengths = torch.tensor([7, 0], dtype=torch.int32, device=device)
+    table = randn(20, 32)
+    lse = torch.empty(2, 4, 1, device=device)
+    for added, last in (((None,) * 6, None), ((new, new * 2, None, table, table, None), lse)):
+        rotary_dim = 0 if added[0] is None else 64
+        torch.library.opcheck(
+            torch.ops.kernel_hub.decode_attention.default,
+            (q, cache, cache.clone(), lengths, *added, None, None, None, False, rotary_dim, 0.1,
+             -1, 0.0, 0, torch.empty_like(q), last),
+        )  # fmt: skip

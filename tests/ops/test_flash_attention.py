@@ -23,11 +23,12 @@ from attention_cases import (
 )
 from attention_devices import pretend
 from attention_random import random_case
+from bits import same_bits
 from ways import Way
 
 from kernel_hub.errors import FunctionNotFoundError
 from kernel_hub.ops import flash_attention, flash_attention_qkvpacked
-from kernel_hub.testing.compare import check, same_bits
+from kernel_hub.testing.compare import check
 from kernel_hub.testing.reference_attention import reference_attention
 
 DTYPES = ["fp16", "bf16"]

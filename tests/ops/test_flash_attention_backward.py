@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from emulated import ROOT
+from bits import same_bits
 from ways import Way
 
 from kernel_hub.ops import _flash_attention_backward as module
 from kernel_hub.ops._attention import Problem
-from kernel_hub.testing.compare import check, same_bits
+from kernel_hub.testing.compare import check
 from kernel_hub.testing.guard import Guarded
 from kernel_hub.testing.reference_attention import reference_backward_of, reference_of
 
@@ -227,19 +226,6 @@ def test_long(way: Way, any_capability: None, lengths: tuple[int, int], head_dim
         pytest.skip("too long for the emulator")
     for window_right in (-1, 0):
         run(make(way, BF16, lengths, (6, 2), head_dim, batch_size=2, window_right=window_right))
-
-
-def test_the_table_is_that_of_the_source() -> None:
-    source = (ROOT / f"csrc/{module.CUBIN}.cu").read_text()
-    pattern = r"^EXPORT_VARIANTS\((\w+), (\d+), ([\d, ]+)\)"
-    exported = {
-        name: tuple(map(int, numbers.split(",")))
-        for name, _, numbers in re.findall(pattern, source, re.MULTILINE)
-    }
-    listed = {variant.name: variant.tiles for variant in module.VARIANTS}
-    assert {name: dataclasses.astuple(tiles) for name, tiles in listed.items()} == exported
-    chosen = {module.choose(d, c).name for d in range(8, 257, 8) for c in CAPABILITIES}
-    assert chosen == set(exported)
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 7), (8, 9), (9, 0)], ids=str)

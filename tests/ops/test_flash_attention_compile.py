@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from emulated import ROOT
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kernel_hub.errors import TensorError
@@ -269,3 +272,16 @@ def test_transforms_are_refused() -> None:
     if hasattr(torch.library, "register_vmap"):
         with pytest.raises(TensorError, match="vmap"):
             torch.func.vmap(lambda x: op(x, x, x, *options, False, False))(q)
+
+
+def test_a_torch_that_names_its_stack_otherwise_loses_nothing_else() -> None:
+    code = """
+import torch
+del torch._C._functorch.peek_interpreter_stack
+from kernel_hub import ops
+q = torch.ones(1, 3, 2, 16, requires_grad=True)
+assert torch.equal(ops.flash_attention(q.half(), q.half(), q.half()), q.half())
+assert ops.rms_norm(torch.ones(2, 8), torch.ones(8)).shape == (2, 8)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -13,13 +13,13 @@ import pytest
 import torch
 from attention_cases import Case, run
 from attention_devices import FORWARD
+from bits import same_bits
 from emulated import ROOT
 
 from kernel_hub.errors import TensorError
 from kernel_hub.ops import flash_attention
 from kernel_hub.ops._attention import Problem
 from kernel_hub.ops._attention_tma import is_mappable
-from kernel_hub.testing.compare import same_bits
 
 SM90: Any = importlib.import_module("kernel_hub.ops._flash_attention_sm90")
 DTYPES = ["fp16", "bf16"]

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import os
-import re
-import shutil
-import subprocess
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -15,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 from back_to_back import check_back_to_back
-from emulated import ROOT
+from bits import same_bits
+from test_exports import exported_by_macros
 from ways import Way
 
 from kernel_hub.errors import TensorError
 from kernel_hub.ops import _grouped_plan
-from kernel_hub.testing.compare import check, same_bits
+from kernel_hub.testing.compare import check
 from kernel_hub.testing.guard import Guarded
 
 module: Any = importlib.import_module("kernel_hub.ops.grouped_linear")
@@ -263,28 +260,11 @@ def test_variants_are_what_is_exported_and_each_is_chosen() -> None:
                 problem = _grouped_plan.Problem(op, count, total, n, k)
                 choice = _grouped_plan.choose(capability, 132, problem, True)
                 chosen |= {f"{op}_{token}_{choice.variant}" for token in ("fp16", "bf16")}
-        assert chosen == exported_by_macros(op)
+        assert chosen == exported_by_macros(op, (op, f"{op}_sm90"))
 
 
 ROWS = (1, 16, 32, 48, 64, 256, 1024, 4096)
 SIZES = (128, 512, 1024, 1536, 4096, 14336)
-
-
-def exported_by_macros(op: str) -> set[str]:
-    """What the macros at the ends of both sources make."""
-    compiler = os.environ.get("CXX") or shutil.which("g++")
-    if not compiler:
-        pytest.skip("no C++ compiler (g++)")
-    names: set[str] = set()
-    for cubin in (op, f"{op}_sm90"):
-        source = (ROOT / f"csrc/{cubin}.cu").read_text()
-        done = subprocess.run(
-            [compiler, "-E", "-P", "-x", "c++", "-"],
-            input=source[source.index("#define EXPORT_") :],
-            capture_output=True, text=True, check=True,
-        )  # fmt: skip
-        names |= set(re.findall(rf"\b{op}_(?:fp16|bf16)_\w+", done.stdout))
-    return names
 
 
 A, B = torch.ones(3, 16, dtype=torch.float16), torch.ones(2, 8, 16, dtype=torch.float16)

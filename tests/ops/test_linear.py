@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from back_to_back import check_back_to_back
+from bits import same_bits
 from ways import Way
 
 from kernel_hub.errors import TensorError
 from kernel_hub.ops import _linear_plan
-from kernel_hub.testing.compare import check, same_bits
+from kernel_hub.testing.compare import check
 from kernel_hub.testing.guard import Guarded
 
 module: Any = importlib.import_module("kernel_hub.ops.linear")
@@ -190,14 +192,22 @@ def test_no_columns(way: Way) -> None:
     same_bits(linear(a, b, bias), bias.expand(3, 5).contiguous())
 
 
-@pytest.mark.parametrize("size", [(5, 40, 600), (20, 100, 1032), (40, 70, 1032)], ids=str)
+@pytest.mark.parametrize(
+    "size", [(5, 40, 600), (12, 40, 600), (20, 100, 1032), (40, 70, 1032)], ids=str
+)
 def test_shares_of_k(way: Way, size: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     # Every portable body with k shared by three blocks, whatever the plan would choose.
     m, n, k = size
-    for choice in _linear_plan.portable_choices((8, 0), m, n, k, num_splits=3):
+    capability = torch.cuda.get_device_capability() if way.is_gpu else (9, 0)
+    for choice in _linear_plan.portable_choices(capability, m, n, k, num_splits=3):
         monkeypatch.setattr("kernel_hub.ops._linear_launch.choose", lambda *_, c=choice: c)
-        monkeypatch.setattr(module, "_plans", {})
-        check_linear(way, m, n, k, activation="gelu", has_bias=True, has_residual=True)
+        for dtype, out_dtype in itertools.product(DTYPES, (None, torch.float32)):
+            if out_dtype is None or choice.variant != "m8_deep":  # which has no wide results
+                monkeypatch.setattr(module, "_plans", {})
+                check_linear(
+                    way, m, n, k, dtype=dtype, out_dtype=out_dtype, activation="gelu",
+                    has_bias=True, has_residual=True,
+                )  # fmt: skip
 
 
 @pytest.mark.gpu

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from bits import same_bits
 from ways import DTYPES, Way
 
 from kernel_hub.errors import TensorError
 from kernel_hub.ops import merge_states
 from kernel_hub.testing import reference
-from kernel_hub.testing.compare import check, same_bits
+from kernel_hub.testing.compare import check
 from kernel_hub.testing.guard import Guarded
 
 INF = float("inf")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from bits import same_bits
 
-from kernel_hub.testing.compare import check, compare, same_bits
+from kernel_hub.testing.compare import check, compare
 from kernel_hub.testing.guard import Guarded
 
 TRUTH = torch.tensor([[1.0, -2.0, 3.0], [4.0, 5.0, 6.0]], dtype=torch.float64)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 import pytest
 import torch
+from bits import same_bits
 from ways import DTYPES, Way
 
 from kernel_hub.ops import rms_norm
 from kernel_hub.testing import reference
-from kernel_hub.testing.compare import check, same_bits
+from kernel_hub.testing.compare import check
 from kernel_hub.testing.guard import Guarded
 
+module: Any = importlib.import_module("kernel_hub.ops.rms_norm")
 HIDDEN_SIZES = [1, 7, 16, 127, 128, 129, 199, 256, 264, 1024, 2048, 4096, 5120, 8192, 16384, 40000]
 
 
@@ -64,6 +69,30 @@ def test_residual(way: Way, dtype: torch.dtype, hidden: int) -> None:
         fresh, fresh_residual = rms_norm(x, weight, residual=residual)
         same_bits(fresh, out.tensor)
         same_bits(fresh_residual, residual_out.tensor)
+
+
+@pytest.mark.parametrize("vecs, rows", [(40, 1024), (160, 1024), (160, 8192), (1024, 1024)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_chosen_for_many_rows(
+    way: Way, dtype: torch.dtype, vecs: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Several vectors a thread and rows a block, on rows that are no whole number of blocks.
+    choose, hidden = module._choose, 16 // dtype.itemsize * vecs
+    monkeypatch.setattr(module, "_choose", lambda vecs, _, adds: choose(vecs, rows, adds))
+    wide = way.randn(3, hidden + 64, dtype=dtype)
+    residual = way.randn(3, hidden, dtype=dtype, seed=2)
+    weight = way.randn(hidden, dtype=dtype, seed=1)
+    for x in (wide[:, :hidden], wide[:, :hidden].contiguous()):
+        out, residual_out = (Guarded((3, hidden), dtype, way.device) for _ in range(2))
+        rms_norm(x, weight, out=out.tensor)
+        out.check()
+        check_rms_norm(out.tensor, x, weight)
+        outs = {"out": out.tensor, "residual_out": residual_out.tensor}
+        rms_norm(x, weight, residual=residual, **outs)
+        out.check()
+        residual_out.check("residual_out")
+        same_bits(residual_out.tensor, x + residual, name="residual_out")
+        check_rms_norm(out.tensor, x, weight, residual=residual)
 
 
 @pytest.mark.parametrize("hidden", [16, 129, 4096])

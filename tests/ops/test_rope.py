@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 import pytest
 import torch
+from bits import same_bits
 from ways import DTYPES, Way
 
 from kernel_hub.ops import rope
 from kernel_hub.testing import reference
-from kernel_hub.testing.compare import check, same_bits
+from kernel_hub.testing.compare import check
 from kernel_hub.testing.guard import Guarded
 
+module: Any = importlib.import_module("kernel_hub.ops.rope")
 MAX_POSITION = 50
 # (num_heads, num_kv_heads, head_dim, rotary_dim): GQA 4, 5, 1, 8; partial; odd sizes
 SHAPES = [
@@ -73,6 +78,35 @@ def test_shapes(
             rope(in_q, in_k, cos, sin, positions, interleaved=interleaved, out_q=in_q, out_k=in_k)
             same_bits(in_q, out_q)
             same_bits(in_k, out_k)
+
+
+@pytest.mark.parametrize("tokens", [1024, 8192])
+@pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
+@pytest.mark.parametrize("table32", [False, True], ids=["own table", "fp32 table"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_chosen_for_many_tokens(
+    way: Way,
+    dtype: torch.dtype,
+    table32: bool,
+    interleaved: bool,
+    tokens: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Several heads a thread and tokens a block, on tokens that are no whole number of blocks.
+    for name in ("_choose", "_choose_flat"):
+        choose = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda width, heads, _, f=choose: f(width, heads, tokens))
+    for num_heads, num_kv_heads, head_dim, rotary_dim in ((5, 2, 64, 64), (9, 3, 96, 32)):
+        cos, sin = table(way, rotary_dim, torch.float32 if table32 else dtype)
+        q = way.randn(7, num_heads, head_dim, dtype=dtype)
+        k = way.randn(7, num_kv_heads, head_dim, dtype=dtype, seed=1)
+        outs = [Guarded(x.shape, dtype, way.device) for x in (q, k)]
+        rope(
+            q, k, cos, sin, interleaved=interleaved, out_q=outs[0].tensor, out_k=outs[1].tensor
+        )  # fmt: skip
+        for x, out, name in ((q, outs[0], "q"), (k, outs[1], "k")):
+            out.check(name)
+            check_rope(out.tensor, x, cos, sin, interleaved=interleaved, name=name)
 
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])

@@ -12,6 +12,7 @@ import pytest
 import torch
 from test_exports import exported, exported_linear, exported_paired, module
 
+from kernel_hub import ops
 from kernel_hub.ops import _common, _linear_launch, _paired_plan
 from kernel_hub.tuning import Gpu
 
@@ -25,6 +26,15 @@ def sanitize() -> ModuleType:
     sys.modules["sanitize"] = found
     spec.loader.exec_module(found)
     return found
+
+
+# These have scripts of their own: tests/gpu/sanitize_attention.py and sanitize_grouped.py.
+ELSEWHERE = {"flash_attention", "flash_attention_qkvpacked", "decode_attention"}
+ELSEWHERE |= {"grouped_linear", "batched_matmul"}
+
+
+def test_every_op_has_cases() -> None:
+    assert set(ops.__all__) == sanitize().CASES.keys() | ELSEWHERE
 
 
 @pytest.mark.parametrize("op", sanitize().CASES)

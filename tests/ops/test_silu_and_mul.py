@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from bits import same_bits
 from ways import DTYPES, Way
 
 from kernel_hub.ops import silu_and_mul
 from kernel_hub.testing import reference
-from kernel_hub.testing.compare import check, same_bits
+from kernel_hub.testing.compare import check
 from kernel_hub.testing.guard import Guarded
 
 

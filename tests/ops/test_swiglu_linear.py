@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from back_to_back import check_back_to_back
+from bits import same_bits
 from ways import Way
 
 from kernel_hub.errors import TensorError
 from kernel_hub.ops import _paired_plan
-from kernel_hub.testing.compare import check, same_bits
+from kernel_hub.testing.compare import check
 from kernel_hub.testing.guard import Guarded
 
 module: Any = importlib.import_module("kernel_hub.ops.swiglu_linear")

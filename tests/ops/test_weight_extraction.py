@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from bits import same_bits
 from ways import Way, emulated_function
 
-from kernel_hub.testing.compare import same_bits
 from kernel_hub.testing.guard import Guarded
 
 CUBIN = "weight_extraction"

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import functools
 import importlib
+import pkgutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import ModuleType
 
+import ops_coverage  # noqa: F401 (it counts)
 import pytest
 import torch
-from attention_devices import BACKWARD, FORWARD, pretend
+from attention_devices import pretend
 from emulated import CannotEmulateError, EmulatedFunction, build
 
+from kernel_hub import ops
 from kernel_hub.ops import _common
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
@@ -34,24 +38,11 @@ class Way:
         return torch.randn(shape, generator=generator).to(dtype).to(self.device)
 
 
-MODULES = [
-    importlib.import_module(f"kernel_hub.ops.{name}")
-    for name in (
-        "rms_norm",
-        "silu_and_mul",
-        "rope",
-        "append_kv",
-        "merge_states",
-        "decode_attention",
-        "linear",
-        "grouped_linear",
-        "batched_matmul",
-        "swiglu_linear",
-        "qkv_linear",
-    )
-]
-# Attention has its launches apart from its public op.
-ATTENTION = importlib.import_module("kernel_hub.ops._attention_run")
+@functools.cache
+def op_modules() -> list[ModuleType]:
+    """All modules of kernel_hub.ops."""
+    names = [found.name for found in pkgutil.iter_modules(ops.__path__)]
+    return [importlib.import_module(f"kernel_hub.ops.{name}") for name in names]
 
 
 @functools.cache
@@ -62,10 +53,9 @@ def emulated_function(cubin: str, name: str) -> EmulatedFunction:
 @pytest.fixture(params=["emulated", pytest.param("gpu", marks=pytest.mark.gpu)])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Way]:
     """CPU tensors and the kernels' source run by the emulator, or CUDA tensors and the cubins."""
-    for module in MODULES:
-        monkeypatch.setattr(module, "_plans", {})
-    for module in (FORWARD, BACKWARD):
-        monkeypatch.setattr(module, "_plans", {}, raising=False)
+    for module in op_modules():
+        if hasattr(module, "_plans"):
+            monkeypatch.setattr(module, "_plans", {})
     if request.param == "gpu":
         yield Way("gpu", "cuda")
         return
@@ -74,10 +64,11 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     except CannotEmulateError as missing:
         pytest.skip(str(missing))
     monkeypatch.setattr(_common, "shipped", emulated_function)
-    for module in MODULES:
-        monkeypatch.setattr(module, "_cpu_into", module._cuda_into)
+    # What launches takes the place of what torch computes, by their names: `_cpu_into`, ...
+    for module in op_modules():
+        for name, launches in list(vars(module).items()):
+            by_torch = name.replace("cuda", "cpu", 1)
+            if name.lstrip("_").startswith("cuda") and hasattr(module, by_torch):
+                monkeypatch.setattr(module, by_torch, launches)
     pretend(monkeypatch, (9, 0))
-    for direction in ("forward", "backward"):
-        launch = getattr(ATTENTION, f"cuda_{direction}")
-        monkeypatch.setattr(ATTENTION, f"cpu_{direction}", launch)
     yield Way("emulated", "cpu")

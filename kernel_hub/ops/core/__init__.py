@@ -1,0 +1,1 @@
+"""What ops of any kind need, each thing once. Knows no op."""

@@ -1,0 +1,127 @@
+"""Whose launches share zeroed counters: those of one stream that lives as long as the process."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kernel_hub import driver
+from kernel_hub.ops import linear
+
+CUDA = torch.device("cuda", 0)
+# What torch says of its streams (c10/cuda/CUDAStream.cpp): numbers of its own are odd, the default
+# stream has 0, and a stream that somebody else made has its handle.
+DEFAULT, POOL, OTHER_POOL, HANDLE = 0, 3, 35, 0x5581_1F20_7A40
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"kernel_hub.ops.{name}")
+
+
+def _of_linear() -> torch.Tensor:
+    seen: list[Any] = []
+    choice = SimpleNamespace(boxes=None, num_partials=8, grid=(), block=(), shared_bytes=0)
+    launch = _module("_linear_launch").Launch(lambda *given: seen.append(given[4]), choice)
+    launch.run(None, None, None, None, SimpleNamespace(device=CUDA))
+    return seen[0][2]
+
+
+def _of_grouped() -> torch.Tensor:
+    choice = SimpleNamespace(num_partials=8, num_arrivals=4)
+    return _module("_grouped_launch")._workspace(choice, CUDA)[1]
+
+
+def _of_attention() -> torch.Tensor:
+    seen: list[Any] = []
+    q = SimpleNamespace(dtype=torch.float16, device=CUDA)
+    lengths = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "cache_seqlens", "block_table"))
+    plan = (lambda *given: seen.append(given[4]), (), (), 0, (), 64)
+    _module("_flash_attention_sm90").launch(
+        plan, SimpleNamespace(q=q, k=q, v=q, **lengths), None, None
+    )
+    return seen[0][9]
+
+
+@pytest.fixture(params=[_of_linear, _of_grouped, _of_attention], ids=lambda f: f.__name__[4:])
+def on_stream(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., torch.Tensor]:
+    """The counters of a launch on a stream, as torch tells of it; memory is the CPU's."""
+    state = SimpleNamespace(stream_id=DEFAULT, is_capturing=False)
+    for name in ("zeros", "empty"):
+        make = getattr(torch, name)
+        monkeypatch.setattr(
+            torch, name, lambda *size, device=None, make=make, **how: make(*size, **how)
+        )
+    monkeypatch.setattr(_module("_flash_attention_sm90"), "tensor_map", lambda *_: b"")
+    monkeypatch.setattr(
+        torch.cuda,
+        "current_stream",
+        lambda _: SimpleNamespace(stream_id=state.stream_id, cuda_stream=state.stream_id),
+    )
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.is_capturing)
+
+    def counters(stream_id: int, is_capturing: bool = False) -> torch.Tensor:
+        state.stream_id, state.is_capturing = stream_id, is_capturing
+        found = request.param()
+        assert found.dtype == torch.int32 and not found.any()
+        return found
+
+    return counters
+
+
+@pytest.mark.parametrize("stream", [DEFAULT, POOL])
+def test_a_stream_of_torch_has_one_set(on_stream: Callable[..., torch.Tensor], stream: int) -> None:
+    first = on_stream(stream)
+    assert on_stream(stream) is first
+    assert on_stream(OTHER_POOL) is not first
+
+
+def test_a_handle_that_comes_again_is_another_stream(
+    on_stream: Callable[..., torch.Tensor],
+) -> None:
+    # The first was destroyed, and its work may still be on its way.
+    first = on_stream(HANDLE)
+    assert on_stream(HANDLE) is not first
+
+
+def test_what_is_captured_has_its_own(on_stream: Callable[..., torch.Tensor]) -> None:
+    first = on_stream(POOL, is_capturing=True)
+    assert on_stream(POOL, is_capturing=True) is not first
+    assert on_stream(POOL) is not first
+
+
+@pytest.mark.gpu
+def test_torch_numbers_its_streams_so() -> None:
+    made = [torch.cuda.Stream(priority=priority) for priority in (0, -1) for _ in range(40)]
+    assert all(stream.stream_id % 2 == 1 for stream in made)
+    assert torch.cuda.default_stream().stream_id == DEFAULT
+    others = torch.cuda.ExternalStream(made[0].cuda_stream)
+    assert others.stream_id % 2 == 0 and others.stream_id != DEFAULT
+
+
+@pytest.mark.gpu
+def test_streams_that_come_and_go() -> None:
+    """Products that share k, on streams that somebody else makes and destroys at once."""
+    libcuda = ctypes.CDLL(driver.get().path)
+    a, b = (torch.randn(rows, 16384, device="cuda").half() for rows in (4, 64))
+    expected = linear(a, b)
+    torch.cuda.synchronize()
+    found, handles = [], set()
+    for _ in range(200):
+        handle = ctypes.c_void_p()
+        assert libcuda.cuStreamCreate(ctypes.byref(handle), 1) == 0
+        handles.add(handle.value)
+        with torch.cuda.stream(torch.cuda.ExternalStream(handle.value)):
+            found += [linear(a, b) for _ in range(3)]
+        assert libcuda.cuStreamDestroy_v2(handle) == 0
+    torch.cuda.synchronize()
+    print(f"{len(handles)} handles")
+    wrong = [i for i, out in enumerate(found) if not torch.equal(out, expected)]
+    assert not wrong, f"{len(wrong)} of {len(found)} differ, on {len(handles)} handles: {wrong[:9]}"

@@ -1,0 +1,49 @@
+"""What a run says of the tests that it skipped."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import skips
+
+
+def skipped(reason: str, count: int = 1) -> list[Any]:
+    return [SimpleNamespace(longrepr=("test_x.py", 3, f"Skipped: {reason}"))] * count
+
+
+def test_reasons_are_counted_the_most_frequent_first() -> None:
+    reports = skipped("no torch", 2) + skipped("no usable GPU", 3234) + skipped("other")
+    assert skips.grouped(reports) == [
+        " 3,234 x no usable GPU", "     2 x no torch", "     1 x other",
+    ]  # fmt: skip
+
+
+def test_many_reasons_become_one_line() -> None:
+    reports = [report for i in range(40) for report in skipped(f"reason {i}", 50 - i)]
+    lines = skips.grouped(reports)
+    assert len(lines) == skips.MOST_LINES and lines[0] == "    50 x reason 0"
+    hidden = sum(50 - i for i in range(skips.MOST_LINES - 1, 40))
+    assert lines[-1] == f"{hidden:6,} x 16 other reasons: pytest -rs"
+    total = sum(int(line.split(" x ")[0].replace(",", "")) for line in lines)
+    assert total == len(reports)
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("no_such_module", "no_such_module is not installed: pip install no_such_module"),
+        ("cpm_kernels_.x", "cpm_kernels_.x is not installed: pip install cpm_kernels_"),
+    ],
+)
+def test_a_module_that_is_missing_says_where_it_is_from(name: str, said: str) -> None:
+    with pytest.raises(pytest.skip.Exception) as caught:
+        pytest.importorskip(name, reason="the test compares with it")
+    assert str(caught.value) == said
+
+
+def test_a_module_that_is_too_old_is_not_missing() -> None:
+    assert pytest.importorskip("pytest", "8", reason="new there") is pytest
+    with pytest.raises(pytest.skip.Exception, match="9999"):
+        pytest.importorskip("pytest", "9999", reason="new there")
