@@ -175,6 +175,10 @@ def target(**fields: Any) -> dict[str, Any]:
         ({"num_ctas": 17}, "num_ctas is 17"),
         ({"cluster_dims": [2, 1, 1]}, "num_ctas is 1: their product must be that"),
         ({"cluster_dims": [1, 1]}, "expected three ints"),
+        ({"clusterDims": [2, 1, 1]}, "num_ctas is 1: their product must be that"),
+        ({"ctas_per_cga": [17, 1, 1]}, "ctas_per_cga is .* expected three ints"),
+        ({"ctas_per_cga": [4, 8, 1]}, "ctas_per_cga is"),
+        ({"ctas_per_cga": [2, 1, 1]}, "clusters of"),
         ({"cluster_dims": [0, 1, 1]}, "cluster_dims"),
         ({"target": ...}, "target is None"),
         ({"target": []}, "target"),
@@ -223,7 +227,8 @@ def test_hostile_descriptors_are_named(tmp_path: Path, field: str, value: Any, w
     path = copy("desc_kernel", tmp_path)
     meta = json.loads(path.read_text())["tensordesc_meta"]
     edit(path, tensordesc_meta=[{**meta[0], field: value}])
-    with pytest.raises(CubinCorruptError, match=words) as caught:
+    wanted = CubinNotFoundError if value is True else CubinCorruptError
+    with pytest.raises(wanted, match=words) as caught:
         triton.load(path)
     assert str(path) in str(caught.value)
     edit(path, tensordesc_meta=[])
@@ -231,6 +236,29 @@ def test_hostile_descriptors_are_named(tmp_path: Path, field: str, value: Any, w
         CubinCorruptError, match="tensordesc_meta has 0 entries, desc_kernel takes 1"
     ):
         triton.load(path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"target": target(backend="hip", arch="gfx942")}, "backend is 'hip'; only 'cuda'"),
+        ({"target": ["hip", "gfx90a"]}, "backend is 'hip'"),
+        ({"target": ..., "arch": "gfx90a", "device_type": "hip"}, "backend is 'hip'"),
+        ({"target": ..., "ctime": {"ttir": 1.5}}, "written by Triton 2.0, .*2.1 and later are"),
+        ({"profile_scratch_size": 64}, "Proton"),
+        ({"tensormaps_info": [{"globalAddressArgIdx": 0}]}, "Triton 2.2's and 2.3's experim"),
+        ({"auto_tma_recipes": [{"desc_arg_index": 4}]}, "fbtriton makes of plain pointers"),
+        ({"instrumentation_mode": "gsan"}, "global sanitizer"),
+    ],
+)
+def test_what_is_whole_but_not_launched_here_is_not_called_corrupt(
+    tmp_path: Path, fields: dict[str, Any], words: str
+) -> None:
+    path = copy("add_kernel", tmp_path)
+    edit(path, **fields)
+    with pytest.raises(CubinNotFoundError, match=words) as caught:
+        triton.load(path)
+    assert str(path) in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 DATA = Path(__file__).parent / "data/triton"
-VERSIONS = sorted(path.name for path in DATA.iterdir())
+TLX = DATA / "fbtriton"  # 3.7.4, with the extension TLX
+VERSIONS = sorted(path.name for path in DATA.iterdir() if path.name[0].isdigit())
 NEWEST = DATA / VERSIONS[-1]
 
 

@@ -63,3 +63,13 @@ def matmul_kernel(
         sums += tl.dot(a, b)
     c_ptrs = c_ptr + rows[:, None] * N + columns[None, :]
     tl.store(c_ptrs, sums.to(tl.float16), mask=(rows[:, None] < M) & (columns[None, :] < N))
+
+
+@triton.jit
+def tuple_kernel(pair, numbers, out_ptr, stride, BLOCK: tl.constexpr):
+    offsets = tl.arange(0, BLOCK)
+    mask = offsets < numbers[0]
+    sums = tl.load(pair[0] + offsets, mask=mask) * numbers[1][0]
+    if numbers[1][1] is not None:
+        sums += tl.load(pair[1] + offsets, mask=mask) + numbers[1][1]
+    tl.store(out_ptr + offsets * stride, sums, mask=mask)

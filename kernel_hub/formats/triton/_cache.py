@@ -14,7 +14,7 @@ from typing import Any
 from ..._read import read_file
 from ...errors import CubinCorruptError, CubinNotFoundError, FunctionNotFoundError, ParamsError
 from ...kernel import Kernel
-from ._function import TritonFunction
+from ._function import TritonFunction, declared_of
 from ._metadata import Metadata
 from ._signature import (
     Argument,
@@ -36,7 +36,7 @@ def load(
     *,
     signature: str | Mapping[str, str] | None = None,
 ) -> TritonFunction:
-    """A kernel that Triton 3.0 or later has compiled, to be launched without Triton.
+    """A kernel that Triton 2.1 or later has compiled, to be launched without Triton.
 
     path: a folder of Triton's cache; a `.cubin`, or the `.json` beside it; the name of a folder in
         the cache ($TRITON_CACHE_DIR, else ~/.triton/cache), the kernel's hash in its json, or the
@@ -45,12 +45,14 @@ def load(
     signature: the declared arguments as for `triton.compile` (':16' is checked at launches, and so
         is what the files say); where it is not given they are read from the `.ttir` or `.ttgir`
         beside the cubin, else from the `.ptx`;
-        where none is there only sizes are known, and numbers are passed with their width
-        (`ctypes.c_int(3)`). Triton before 3.5 writes no argument names: they are arg0, arg1, …
+        where none is there only sizes and tensor descriptors are known, and numbers are passed with
+        their width (`ctypes.c_int(3)`). Triton before 3.5 writes no argument names: they are arg0,
+        arg1, …
 
     Returns: a TritonFunction, called with the declared run-time arguments. Nothing is loaded on a
-    GPU yet. Raises: CubinNotFoundError, CubinCorruptError, FunctionNotFoundError and ParamsError,
-    naming file and field.
+    GPU yet. Raises: CubinNotFoundError (also for what is whole but not launched here, such as a
+    kernel of Triton 2.0), CubinCorruptError, FunctionNotFoundError and ParamsError, naming file and
+    field.
 
         add = triton.load("~/.triton/cache/GTSCC6DQ…")
         add[(4,)](x, y, out, 1000)
@@ -67,6 +69,8 @@ def load(
     if signature is not None:
         arguments = with_signature(arguments, signature, metadata)
     function = plain[metadata.name]
+    if arguments is None and metadata.maps:
+        arguments = declared_of(function.spec, metadata)
     if arguments is None:
         return TritonFunction.wrap(function, metadata)
     declared = {kind_name: kind for kind, kind_name in c_types(arguments, metadata)}

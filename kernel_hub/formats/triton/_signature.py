@@ -6,14 +6,14 @@ Read from the `.ttir`, else the `.ptx`, or given by the caller; knows nothing of
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ...cubin import read_ptx
 from ...errors import CubinCorruptError, ParamsError
-from ._configuration import entry, split
-from ._metadata import Metadata
+from ._configuration import entry, is_tuple, leaves, split, tuple_text
+from ._metadata import Descriptor, Metadata
 
 HIDDEN = ("global_scratch", "profile_scratch")
 # Element types: Triton's name -> C's. MLIR has integers without a sign.
@@ -25,6 +25,18 @@ _SCALARS = {
 _POINTEES = {**_SCALARS, "fp8e4nv": "__nv_fp8_e4m3", "fp8e5": "__nv_fp8_e5m2"}
 _MLIR = {"f16": "fp16", "f32": "fp32", "f64": "fp64", "f8E4M3FN": "fp8e4nv", "f8E5M2": "fp8e5"}
 _PTX = {".u32": "i32", ".f32": "fp32", ".f64": "fp64"}
+# PTX's number of a TMA element type; bytes and halfwords may be of several.
+_TMA_ELEMENTS = {
+    2: "u32",
+    3: "i32",
+    4: "u64",
+    5: "i64",
+    6: "fp16",
+    7: "fp32",
+    9: "fp64",
+    10: "bf16",
+}
+TENSOR_MAP_BYTES = 128
 UNKNOWN = "struct unknown"  # a size without a type
 
 _ARGUMENT = re.compile(r"%([\w.$-]+)\s*:\s*")
@@ -274,8 +286,31 @@ def read_ptx_arguments(
     if params is None:
         raise CubinCorruptError(f"{label} has no function {function!r}")
     declared = params[: max(0, len(params) - metadata.num_hidden)]
-    kinds = [_PTX.get(param.type) for param in declared]
-    return tuple(Argument(f"arg{i}", kind) for i, kind in enumerate(kinds))
+    return of_sizes([(_PTX.get(param.type), param.size_bytes) for param in declared], metadata)
+
+
+def of_sizes(flat: Sequence[tuple[str | None, int]], metadata: Metadata) -> tuple[Argument, ...]:
+    """Arguments of the cubin's (type or None, bytes) each, the hidden ones left out.
+
+    `tensordesc_meta` tells which of them are the parts of a host tensor descriptor.
+    """
+    maps, found, at = iter(metadata.maps), list[Argument](), 0
+    while at < len(flat):
+        kind, size_bytes = flat[at]
+        meta = next(maps, None) if size_bytes == TENSOR_MAP_BYTES else None
+        rank = len(meta.block) if meta else 0
+        parts = descriptor_parts("nvTmaDesc", rank, 0) if meta else ()
+        sizes = [TENSOR_MAP_BYTES, *(4,) * rank, *(8,) * rank]
+        name = f"arg{len(found)}"
+        if meta and [size for _, size in flat[at : at + len(parts)]] == sizes:
+            # The tile may be narrower than the block that the kernel was written for.
+            kind = f"tensordesc<{_TMA_ELEMENTS.get(meta.elem_type, 'void')}[]>"
+            found.append(Argument(name, kind, (1,) * len(parts), parts))
+            at += len(parts)
+        else:
+            found.append(Argument(name, kind))
+            at += 1
+    return tuple(found)
 
 
 def with_signature(
@@ -289,9 +324,10 @@ def with_signature(
     declared = _declared(arguments, signature)
     divisors = [item for argument in arguments or () for item in argument.divisors]
     found, at = [], 0
+    metas = iter(metadata.descriptors)
     for name, text in declared.items():
         kind, _, hint = text.partition(":")
-        parts = _declared_parts(name, kind, metadata)
+        parts = _declared_parts(name, kind, metas, metadata)
         size = max(1, len(parts))
         assumed = divisors[at : at + size] if arguments is not None else [1] * size
         least = int(hint or 1)
@@ -318,22 +354,28 @@ def _declared(arguments: Sequence[Argument] | None, signature: Any) -> dict[str,
             f"signature is a {type(signature).__name__}; expected a text such as '*fp16:16,i32' or "
             "a dict name -> type"
         )
-    kinds = {
-        name: entry(f"signature[{name!r}]", text)[0] for name, text in found if text is not None
-    }
+    kinds: dict[str, str] = {}
+    for name, text in found:
+        if is_tuple(text):
+            text = tuple_text(f"signature[{name!r}]", text)
+            kinds |= {leaf: kind for _, leaf, kind, _ in leaves(str(name), text)}
+        elif text is not None:
+            kinds[str(name)] = entry(f"signature[{name!r}]", text)[0]
     kinds = {name: kind for name, kind in kinds.items() if kind not in ("", "constexpr")}
     if not isinstance(signature, str):
-        return {str(name): kind for name, kind in kinds.items()}
+        return kinds
     names = [argument.name for argument in arguments or ()]
     if len(names) != len(kinds):  # the caller says what is wrong
         names = [f"arg{i}" for i in range(len(kinds))]
     return dict(zip(names, kinds.values(), strict=True))
 
 
-def _declared_parts(name: str, kind: str, metadata: Metadata) -> tuple[str, ...]:
+def _declared_parts(
+    name: str, kind: str, metas: Iterator[Descriptor | None], metadata: Metadata
+) -> tuple[str, ...]:
     if match := _DECLARED_DESC.fullmatch(kind):
         rank = match[2].count(",") + 1
-        if metadata.descriptors:
+        if next(metas, None) is not None:
             return descriptor_parts("nvTmaDesc", rank, 0)
         version = [int(part) for part in re.findall(r"\d+", metadata.triton_version or "")[:2]]
         num_flags = 2 if version >= [3, 7] else 1 if version >= [3, 5] else 0
