@@ -16,13 +16,8 @@ from ...errors import CubinCorruptError, CubinNotFoundError, FunctionNotFoundErr
 from ...kernel import Kernel
 from ._function import TritonFunction, declared_of
 from ._metadata import Metadata
-from ._signature import (
-    Argument,
-    c_types,
-    read_ptx_arguments,
-    read_ttir,
-    with_signature,
-)
+from ._signature import Argument, c_types, read_ptx_arguments, with_signature
+from ._ttir import read_ttir
 
 _MAX_JSON_BYTES = 1 << 24
 _MAX_TEXT_BYTES = 1 << 28

@@ -24,7 +24,8 @@ from ._collection import add, plain_arch
 from ._configuration import Configuration, configuration
 from ._frontend import compiled, jit_function, triton
 from ._metadata import MAX_WARPS, Metadata
-from ._signature import c_types, read_ttir, with_signature
+from ._signature import c_types, with_signature
+from ._ttir import read_ttir
 
 ARCHS = ("sm80", "sm89", "sm90")
 # Shared memory that a block may be granted, KiB, by compute capability: no GPU is there to ask.
