@@ -232,10 +232,11 @@ def _bytes(body: str, width: int) -> tuple[bytes, str]:
             wrong = f": element {i} is {token[:24]!r}, not a number"
         elif value >= 1 << (8 * width):
             wrong = f": element {i} is {token[:24]}, more than {width} bytes hold"
-        if wrong:
-            values = values[:i]
-            break
-        values[i] = value
+        else:
+            values[i] = value
+            continue
+        values = values[:i]
+        break
     return values.astype(f"<u{width}").tobytes(), wrong
 
 

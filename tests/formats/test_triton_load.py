@@ -306,7 +306,7 @@ def test_wrap_takes_any_kernel_with_the_right_parameters(
     metadata = triton.Metadata.from_json((NEWEST / "add_kernel.json").read_bytes(), "add.json")
     text = (NEWEST / "add_kernel.ttir").read_text()
     arguments = read_ttir(text, "add_kernel", "add.ttir")
-    kernel = Kernel(NEWEST / "add_kernel.cubin")
+    kernel = Kernel((NEWEST / "add_kernel.cubin").read_bytes())
     f = triton.TritonFunction.wrap(kernel.add_kernel, metadata, arguments)
     f[1](*arrays, ctypes.c_int(16))  # the kernel was not told its types
     f[1](*arrays[:2], arrays[2], np.int32(16))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,9 @@ import pytest
 from fakecuda import FakeCuda
 from fakecuda.helpers import PROBE_CUBIN
 from triton_data import DATA, NEWEST, copy, edit
+from triton_data import words as triton_words
 
-from kernel_hub import DeviceArray
+from kernel_hub import DeviceArray, Kernel
 from kernel_hub.errors import (
     CubinCorruptError,
     CubinNotFoundError,
@@ -277,3 +280,61 @@ def test_arguments_from_a_collection_are_checked(found: Any, words: str) -> None
     with pytest.raises(CubinCorruptError, match=words) as caught:
         arguments_from_json(found, "manifest.json")
     assert "manifest.json" in str(caught.value)
+
+
+# -- opened as a plain Kernel
+
+
+def test_a_kernel_of_tritons_is_told_what_launches_it(
+    fakecuda: FakeCuda, x: DeviceArray, tmp_path: Path
+) -> None:
+    copy("add_kernel", tmp_path)
+    path = tmp_path / "add_kernel.cubin"
+    hint = r"formats\.triton\.load\(.*add_kernel\.cubin.\) knows its block"
+    with pytest.warns(RuntimeWarning, match=hint):
+        kernel = Kernel(str(path))
+    typed = {"add_kernel": "float* x, float* y, float* out, int n, void* a, void* b"}
+    with pytest.warns(RuntimeWarning, match=hint):
+        declared = Kernel(path, signatures=typed)
+    for given in (
+        (1, 128, 0, 0, [x, x, x]),
+        (1, 32, 0, 0, [x, x, x, ctypes.c_int(7), None, None]),
+        (1,),
+    ):
+        for function in (kernel.add_kernel, declared.add_kernel):
+            with pytest.raises((ParamsError, LaunchConfigError, TypeError), match=hint) as caught:
+                function(*given)
+            assert str(caught.value).count("formats.triton.load") == 1
+    assert fakecuda.launch_count == 0
+    declared.add_kernel(1, 128, 0, 0, [x, x, x, 7, None, None])  # whoever knows may
+    assert fakecuda.launch().params[:2] == triton_words(x.ptr, x.ptr)  # type: ignore[index]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        triton.load(path)[1](x, x, x, 16)
+        for text in ("{}", "[1]", "no json", '{"num_warps": 4}'):
+            path.with_suffix(".json").write_text(text)
+            Kernel(path)
+        path.with_suffix(".json").unlink()
+        Kernel(path)
+
+
+def test_a_refused_kernel_of_tritons_is_built_with_triton(
+    make_fakecuda: Callable[..., FakeCuda], tmp_path: Path
+) -> None:
+    make_fakecuda(capability=(8, 9))
+    copy("add_kernel", tmp_path)
+    path, x = tmp_path / "add_kernel.cubin", DeviceArray.zeros(16, "fp32")
+    with pytest.warns(RuntimeWarning):
+        plain = Kernel(path)
+    for launch in (
+        lambda: plain.load(),
+        lambda: triton.load(path)[1](x, x, x, 16),
+        lambda: triton.load(path).load(),
+    ):
+        with pytest.raises(CubinNotFoundError, match=r"build-triton .* --arch sm89") as caught:
+            launch()
+        assert "nvcc" not in str(caught.value)
+        assert caught.value.rejected.keys() == {"sm_90a"}
+    path.with_suffix(".json").unlink()
+    with pytest.raises(CubinNotFoundError, match="nvcc -cubin -arch=sm_89"):
+        Kernel(path).load()

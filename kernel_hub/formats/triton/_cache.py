@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..._image import open_file
 from ..._read import read_file
 from ...errors import CubinCorruptError, CubinNotFoundError, FunctionNotFoundError, ParamsError
 from ...kernel import Kernel
@@ -56,7 +57,7 @@ def load(
     metadata = Metadata.from_json(
         read_file(cubin.with_suffix(".json"), _MAX_JSON_BYTES), str(cubin.with_suffix(".json"))
     )
-    plain = Kernel(cubin)
+    plain = _opened(cubin)
     if metadata.name not in plain:
         wrong = FunctionNotFoundError.among(metadata.name, plain, str(cubin))
         raise FunctionNotFoundError(f"{metadata.label}: name: {wrong}")
@@ -71,8 +72,15 @@ def load(
     declared = {kind_name: kind for kind, kind_name in c_types(arguments, metadata)}
     # First with sizes alone, whose mismatch is explained with the json's fields.
     TritonFunction.wrap(function, metadata, arguments)
-    typed = Kernel(cubin, [metadata.name], signatures={metadata.name: declared})
+    typed = _opened(cubin, [metadata.name], {metadata.name: declared})
     return TritonFunction.wrap(typed[metadata.name], metadata, arguments)
+
+
+def _opened(cubin: Path, names: list[str] | None = None, signatures: Any = None) -> Kernel:
+    """The cubin as a Kernel, without the hint to come here instead."""
+    kernel = Kernel.__new__(Kernel)
+    kernel._offer(open_file(cubin), names, signatures, False)
+    return kernel
 
 
 def cache_folder() -> Path:
