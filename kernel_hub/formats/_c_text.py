@@ -150,3 +150,14 @@ def fill(template: str, values: Mapping[str, str]) -> str:
     for key, value in values.items():
         text = text.replace(f"@{key}@", value)
     return text
+
+
+def functions_used(template: str, text: str) -> str:
+    """Those functions of a template that `text` calls, and those that they call."""
+    found: list[str] = []
+    for block in reversed(fill(template, {}).strip().split("\n\n")):
+        name = block.partition("(")[0].split()[-1]
+        if re.search(rf"\b{name}\(", text):
+            found.insert(0, block)
+            text += block
+    return "\n\n".join(found) + "\n" if found else ""
