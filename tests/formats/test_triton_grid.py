@@ -14,23 +14,8 @@ from kernel_hub.formats._c_text import functions_used
 from kernel_hub.formats.triton._grid import Grid
 
 BINARY = ["+", "-", "*", "/", "%", "<<", ">>", "&", "|", "^", "<", "<=", ">", ">=", "==", "!="]
-VALUES = [
-    0,
-    1,
-    2,
-    3,
-    7,
-    16,
-    31,
-    64,
-    1000,
-    -1,
-    -5,
-    (1 << 31) - 1,
-    -(1 << 31),
-    (1 << 63) - 1,
-    -(1 << 63),
-]
+LAST = (1 << 63) - 1
+VALUES = [0, 1, 2, 3, 7, 16, 31, 64, 1000, -1, -5, (1 << 31) - 1, -(1 << 31), LAST, -LAST - 1]
 
 
 def test_what_triton_s_users_write() -> None:
