@@ -42,6 +42,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--autotune", action="store_true", help="the configurations of its @triton.autotune"
     )
     parser.add_argument("--arch", default="sm80,sm89,sm90", help="default sm80,sm89,sm90")
+    parser.add_argument(
+        "--grid", metavar="EXPR", help="kept with the kernel: C expressions over integer arguments "
+        "and constants, such as '(n + BLOCK - 1) / BLOCK, heads'",
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the collection")
 
 
@@ -78,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     with _console.progress(total, "building") as advance:
         built = _compile.compile_configs(
             fn, configs, signature=signature, constexprs=constants, arch=tokens, out=args.out,
-            on_step=advance,
+            grid=args.grid, on_step=advance,
         )  # fmt: skip
     _console.table(
         ["name", "arch", "registers", "spilled", "shared", "size"],

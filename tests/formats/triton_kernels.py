@@ -73,3 +73,13 @@ def tuple_kernel(pair, numbers, out_ptr, stride, BLOCK: tl.constexpr):
     if numbers[1][1] is not None:
         sums += tl.load(pair[1] + offsets, mask=mask) + numbers[1][1]
     tl.store(out_ptr + offsets * stride, sums, mask=mask)
+
+
+@triton.jit
+def scale_kernel(x_ptr, bias_ptr, out_ptr, n, stride, scale, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < n
+    x = tl.load(x_ptr + offsets * stride, mask=mask) * scale
+    if bias_ptr is not None:
+        x += tl.load(bias_ptr + offsets, mask=mask)
+    tl.store(out_ptr + offsets * stride, x, mask=mask)

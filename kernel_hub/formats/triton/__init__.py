@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ._cache import load
     from ._collection import TritonCollection, collection
     from ._compile import compile, compile_configs
+    from ._dispatch import Dispatcher
     from ._function import TritonFunction
     from ._metadata import Metadata
     from ._signature import Argument
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Argument",
+    "Dispatcher",
     "Metadata",
     "Problem",
     "TritonCollection",
@@ -34,6 +36,7 @@ __all__ = [
 
 _MODULES = {
     "Argument": "_signature",
+    "Dispatcher": "_dispatch",
     "Metadata": "_metadata",
     "Problem": "_tune",
     "TritonCollection": "_collection",

@@ -21,9 +21,11 @@ from ..._launch import DeviceFunction, is_blocking
 from ..._native import Fixed, Launcher
 from ..._native import available as native_available
 from ...ctypes_table import type_info
-from ...errors import CubinCorruptError, ParamsError
+from ...errors import CubinCorruptError, LaunchConfigError, ParamsError
+from ...params import wrong_count
 from . import _scratch
-from ._launcher import blocks, generate
+from ._grid import Grid
+from ._launcher import blocks, generate, integer
 from ._metadata import Metadata
 from ._signature import TENSOR_MAP_BYTES, Argument, c_types, of_sizes
 
@@ -52,6 +54,7 @@ class TritonFunction(KernelFunction):
     metadata: Metadata
     arguments: tuple[Argument, ...]
     constexprs: Mapping[str, Any]
+    grid: Grid | None
     _inner: KernelFunction
     _names: dict[str, Any]  # of the generated launcher
     _grids: dict[Any, Any]
@@ -63,12 +66,13 @@ class TritonFunction(KernelFunction):
         metadata: Metadata,
         arguments: Sequence[Argument] | None = None,
         constexprs: Mapping[str, Any] | None = None,
+        grid: Grid | None = None,
     ) -> TritonFunction:
         """`function` (of a Kernel, by name) as the Triton kernel that `metadata` describes.
 
         arguments: the declared ones; None where only sizes are known. constexprs: the values it was
-        compiled with, kept under that name. Raises ParamsError where the arguments do not fit the
-        function, CubinCorruptError where the metadata does not.
+        compiled with, kept under that name; grid: what `run` launches. Raises ParamsError where the
+        arguments do not fit the function, CubinCorruptError where the metadata does not.
         """
         spec = function.spec
         where = metadata.label
@@ -85,6 +89,7 @@ class TritonFunction(KernelFunction):
         self._inner, self._kernel, self._lock = function, function._kernel, function._lock
         self.metadata, self.arguments = metadata, arguments
         self.constexprs = dict(constexprs or {})
+        self.grid = grid
         self._launch, self._native, self._armed = launch, None, False
         names["arm"] = partial(_arm, weakref.ref(self))
         self._states, self._grids = function._states, {}
@@ -114,6 +119,27 @@ class TritonFunction(KernelFunction):
                     self._grids.clear()
                 self._grids[grid] = run
         return run
+
+    def run(self, *params: Any, stream: Any = None, **named: Any) -> None:
+        """`f[grid](*params)` with the grid that was kept with the kernel (`compile(grid=…)`)."""
+        values = self._names["by_name"](params, named)
+        self[self.programs(values)](*values, stream=stream)
+
+    def programs(self, values: Sequence[Any]) -> tuple[int, int, int]:
+        """What the kept grid is for these run-time arguments. Raises LaunchConfigError."""
+        if self.grid is None:
+            raise LaunchConfigError(
+                f"{self.name}: no grid was kept with it: launch f[grid](…), or build it with one "
+                "(compile(grid=…), kernel-hub build-triton --grid)"
+            )
+        expected = self._names["expected"]
+        if len(values) != len(expected):
+            raise wrong_count(values, expected)
+        sizes = {name: int(v) for name, v in self.constexprs.items() if isinstance(v, int)}
+        for param, value in zip(expected, values, strict=True):
+            if param.name in self.grid.names:
+                sizes[param.name] = integer(value, f"{param.name} of {self.name}")
+        return self.grid(sizes)
 
     @property
     def __signature__(self) -> Any:

@@ -17,6 +17,8 @@ _TOKEN = re.compile(
     r"|(<<|>>|<=|>=|==|!=|&&|\|\||[-+*/%()<>?:,!~&|^]))"
 )
 _MAX_TEXT, _MAX_DEPTH = 2000, 64
+# Types of arguments that a grid may name.
+INTEGERS = frozenset(["i1", "i8", "i16", "i32", "i64", "u1", "u8", "u16", "u32", "u64"])
 _LOW, _HIGH = -(1 << 63), (1 << 63) - 1
 _MAX_GRID = (1 << 31) - 1
 
@@ -128,6 +130,22 @@ class Grid:
         scope that these set where a value leaves 64 bits.
         """
         return [_c(axis, spell) for axis in [*self._axes, ("number", 1), ("number", 1)][:3]]
+
+
+def check_names(
+    grid: Grid, signature: Mapping[str, str], constexprs: Mapping[str, Any], kernel: str
+) -> None:
+    """Raises ParamsError unless integer arguments and constants of `kernel` are all it names."""
+    for name in sorted(grid.names):
+        kind, value = signature.get(name, "").partition(":")[0], constexprs.get(name)
+        if kind not in INTEGERS and not isinstance(value, int):
+            what = f"which is {kind or value!r}" if name in {*signature, *constexprs} else "unknown"
+            known = [n for n, text in signature.items() if text.partition(":")[0] in INTEGERS]
+            known += [n for n, each in constexprs.items() if isinstance(each, int)]
+            raise ParamsError(
+                f"grid {grid.text!r} of {kernel} names {name!r}, {what}; integers are: "
+                + (", ".join(known) or "none")
+            )
 
 
 class _Parser:

@@ -72,7 +72,7 @@ def _namespace(
         "flat": tuples.flat,
         "wrong_count": wrong_count,
         "settle": partial(settle, metadata, fixed),
-        "by_name": partial(_by_name, tuples, expected),
+        "by_name": partial(by_name, tuples, expected),
         "check_each": partial(_check_each, arguments, expected, metadata.label),
         "with_scratch": partial(_scratch.launch, function, metadata),
         "one_device": partial(_one_device, function, metadata.label),
@@ -269,7 +269,7 @@ def _ordered(tuples: Tuples, expected: Sequence[Param], params: Any) -> Sequence
     return ordered(tuples.by_name(params) if named else params, expected)
 
 
-def _by_name(
+def by_name(
     tuples: Tuples, expected: Sequence[Param], given: Sequence[Any], named: Mapping[str, Any]
 ) -> Sequence[Any]:
     """Positional and named arguments of `f[grid](…)` in order."""
@@ -291,15 +291,24 @@ def _check_each(
         divisor = argument.divisors[0]
         if argument.is_descriptor or divisor == 1:
             continue
-        number = _number(value)
-        if number is not None and number % divisor:
+        found = value_of(value)
+        if found is not None and found % divisor:
             text = not_divisible(
-                where, param.index, argument.name, number, divisor, address=param.is_pointer
+                where, param.index, argument.name, found, divisor, address=param.is_pointer
             )
             raise ParamsError(text)
 
 
-def _number(value: Any) -> int | None:
+def integer(value: Any, what: str) -> int:
+    """The whole number that an argument is. Raises ParamsError, which begins with `what`."""
+    try:
+        return operator.index(getattr(value, "value", value))
+    except TypeError:
+        found = f"{what} is {value!r:.80}"
+        raise ParamsError(f"{found}: a whole number, as the grid names it") from None
+
+
+def value_of(value: Any) -> int | None:
     """An array's address or an integer's value; None for what the kernel itself will refuse."""
     try:
         # First: an array of one integer is taken for that integer by `operator.index`.

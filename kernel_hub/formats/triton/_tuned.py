@@ -92,6 +92,7 @@ class Tuned:
         self._measured = {bucket: function for bucket, (_, function) in choices.items()}
         self._nearest = dict(self._measured)  # of each bucket asked for
         self._recent: dict[tuple[tuple[str, int], ...], TritonFunction] = {}
+        self._names = {function: name for name, function in choices.values()}
 
     def select(self, **sizes: int) -> TritonFunction:
         """The function for these sizes: `tuned.select(M=512, N=512, K=100)`.
@@ -103,6 +104,10 @@ class Tuned:
             return self._recent[tuple(sizes.items())]
         except (KeyError, TypeError):
             return self._search(sizes)
+
+    def name(self, **sizes: int) -> str:
+        """What the collection calls the function for these sizes."""
+        return self._names[self.select(**sizes)]
 
     def _search(self, sizes: Mapping[str, Any]) -> TritonFunction:
         if sizes.keys() != set(self.keys):
