@@ -156,7 +156,7 @@ class Tuned:
         for section in sorted(found.sections, key=foreign):
             choices = {}
             for bucket, choice in section.choices.items():
-                _check_image(collection, choice, f"{where}: {table}")
+                check_image(collection, choice, f"{where}: {table}")
                 try:
                     function = collection.function(choice.function)
                 except CubinNotFoundError as error:
@@ -169,7 +169,8 @@ class Tuned:
         raise CubinNotFoundError(f"{where}: {table}: no choice runs on this GPU{reasons}")
 
 
-def _check_image(collection: TritonCollection, choice: Choice, where: str) -> None:
+def check_image(collection: TritonCollection, choice: Choice, where: str) -> None:
+    """A choice is of the collection, or TableError; a warning where it was built anew."""
     if choice.function not in collection:
         raise TableError(
             f"{where}: chooses {choice.function!r}, which the collection does not hold: tune again"
