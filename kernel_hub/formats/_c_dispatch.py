@@ -16,6 +16,8 @@ from ._c_triton import TENSOR, arguments_of, first_of
 from .triton import TritonCollection, _tuned
 from .triton._family import Algo, Family, Variant
 
+_LOCALS = ("result", "found", "fits", "best", "i", "launch_algo", "best_algo")
+
 
 def render_dispatcher(
     collection: TritonCollection,
@@ -31,7 +33,8 @@ def render_dispatcher(
     """
     name = checked_name(family.name, "kernel")
     params = arguments_of(family.arguments, {})
-    spelled = names_of(params)
+    # What the functions call, and their own variables.
+    spelled = names_of(params, (*(prefix + each for each in builds), *_LOCALS))
     first = first_of(has_grid)
     declared = list(map(declare, params, spelled))
     given = [text.split()[-1] for text in first] + spelled

@@ -48,12 +48,13 @@ def checked_prefix(prefix: str) -> str:
     return prefix
 
 
-def names_of(params: Sequence[ParamEntry]) -> list[str]:
-    """C names for parameters: their own where C can have them."""
+def names_of(params: Sequence[ParamEntry], taken: Iterable[str] = ()) -> list[str]:
+    """C names for parameters: their own where C can have them, and none of `taken`."""
+    taken = {*_TAKEN, *taken}
     names: list[str] = []
     for index, param in enumerate(params):
         plain = param.name.replace(".", "_")  # an element of a tuple
-        name = f"{plain}_" if plain in _TAKEN else plain
+        name = f"{plain}_" if plain in taken else plain
         names.append(
             name if _IDENTIFIER.fullmatch(name) and name not in names else f"param_{index}"
         )

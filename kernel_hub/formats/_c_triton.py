@@ -43,7 +43,9 @@ def arguments_of(arguments: Sequence[Argument], sizes: Mapping[str, int]) -> tup
     for argument in arguments:
         kind = TENSOR if argument.is_descriptor else c_type(argument.type)
         info = type_info(kind)
-        size_bytes = info.size_bytes if info else sizes.get(argument.name, 0)
+        # Of a tensor the parameters differ by architecture; C passes the one struct.
+        unknown = 0 if kind == TENSOR else sizes.get(argument.name, 0)
+        size_bytes = info.size_bytes if info else unknown
         found.append(ParamEntry(argument.name, kind, size_bytes, 0))
     return tuple(found)
 

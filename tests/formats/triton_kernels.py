@@ -83,3 +83,9 @@ def scale_kernel(x_ptr, bias_ptr, out_ptr, n, stride, scale, BLOCK: tl.constexpr
     if bias_ptr is not None:
         x += tl.load(bias_ptr + offsets, mask=mask)
     tl.store(out_ptr + offsets * stride, x, mask=mask)
+
+
+@triton.jit
+def widths_kernel(out_ptr, a8, b16, c32, d64, e8, f16, g32, h64, BLOCK: tl.constexpr):
+    total = a8 + b16 + c32 + d64 + e8.to(tl.int64) + f16 + g32 + h64.to(tl.int64)
+    tl.store(out_ptr + tl.arange(0, BLOCK), total.to(tl.int64))
