@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from .._manifest_write import function_entry
@@ -89,6 +90,15 @@ def of_kernel(name: str, kernel: Kernel, archs: Sequence[str] | None = None) -> 
         shown = "".join(f"\n  {target}: {why}" for target, why in reasons.items())
         raise CubinNotFoundError(f"{name} has nothing for any GPU{shown}")
     return _sorted(name, found.values(), None if compiles else archs)
+
+
+def of_source(name: str, path: Path, archs: Sequence[str] | None = None) -> list[Build]:
+    """The builds of a file of CUDA C++, compiled now: for each of `archs`, else the GPU at hand."""
+    found: list[Build] = []
+    wanted: Sequence[str | None] = archs or (None,)
+    for arch in wanted:
+        found += of_kernel(name, Kernel.from_source(path, arch=arch))
+    return _sorted(name, {build.target: build for build in found}.values(), None)
 
 
 def _wanted(archs: Sequence[str] | None, name: str) -> list[tuple[int, int]]:

@@ -18,7 +18,7 @@ from ..kernel import Kernel
 from ..manifest import Collection, find_collection
 from . import _c_folder, carray
 from ._c_dispatch import render_dispatcher
-from ._c_images import Build, of_collection, of_kernel
+from ._c_images import Build, of_collection, of_kernel, of_source
 from ._c_source import c_name, render_plain
 from ._c_text import checked_prefix
 from ._c_triton import render_triton
@@ -59,7 +59,8 @@ def export(
         - a Triton kernel of it by the kernel's own name: all its configurations, and NAME.c with
           the function that chooses among them;
         - a path: a .cubin, .fatbin or .ptx (with Triton's json beside it a Triton kernel), a C or
-          C++ source with images as arrays, or the folder of a collection, of which all is written;
+          C++ source with images as arrays, CUDA C++ (.cu, compiled by NVRTC), or the folder of a
+          collection, of which all is written;
         - a dict, name -> such a path, the image as bytes, a Kernel (`Kernel.from_source` too) or a
           TritonFunction.
     to: folder, made where it does not exist. What was exported to it before is replaced where the
@@ -149,7 +150,7 @@ def _is_path(name: str) -> bool:
     return looks or os.path.isfile(Path(name, _MANIFEST))
 
 
-_SOURCES = (".c", ".cc", ".cpp", ".cxx", ".h", ".hpp", ".inc")
+_SOURCES = (".cu", ".c", ".cc", ".cpp", ".cxx", ".h", ".hpp", ".inc")
 
 
 def _listed(
@@ -251,6 +252,9 @@ def _of_path(path: Path, name: str | None, options: _Options) -> Iterable[dict[s
             yield from _of_source(load_triton(path), own, options)
         else:
             yield from _of_source(_declared(partial(Kernel, path), options), own, options)
+    elif path.suffix == ".cu":
+        own = name or c_name(path.stem)
+        yield render_plain(own, of_source(own, path, options.archs), **options.text)
     else:
         images = carray.load(path)
         for array, data in images.items():
