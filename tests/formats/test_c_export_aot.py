@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from c_launches import (
     INVALID,
+    Tensor,
     in_c,
     same,
 )
@@ -215,3 +216,48 @@ def test_numbers_of_every_width_are_checked_and_counted(tmp_path: Path, context:
             same(first, second)
         outcomes.add((wanted, launched))
     assert outcomes == {(0, 1), (INVALID, 0)}
+
+
+@pytest.mark.parametrize("language", COMPILERS)
+def test_as_tvm_ffi_functions(
+    context: FakeCuda, tmp_path: Path, built: Path, language: str
+) -> None:
+    """With a kept grid the arguments alone, else programs first."""
+    tvm_ffi = pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
+    c_export.export(["scale", "matmul", "copy"], tmp_path, package=built, tvm_ffi=True)
+    flags = [f"-I{path}" for path in tvm_ffi.libinfo.include_paths()]
+    flags.append(tvm_ffi.libinfo.find_libtvm_ffi())
+
+    def module(name: str) -> Any:
+        return tvm_ffi.load_module(
+            str(shared_library(tmp_path, name, language, context.path, flags))
+        )
+
+    x, half = DeviceArray.zeros(4096, "fp32"), DeviceArray.zeros((256, 256), "fp16")
+    scale, found = module("scale"), triton.collection(built)
+    scale.scale(x, None, x, 4000, 2.0)
+    launch = context.launch()
+    found["scale"].run(x, None, x, 4000, 2.0, stream=0)
+    same(launch, context.launch())
+    module("matmul").matmul((2, 2), half, half, half, 256, 256, 256)
+    launch = context.launch()
+    found["matmul"][(2, 2)](half, half, half, 256, 256, 256, stream=0)
+    same(launch, context.launch())
+    tiles = [TensorDescriptor(half, (256, 256), (64, 64)) for _ in range(2)]
+    given = [Tensor.of(tile) for tile in tiles]
+    module("copy").copy(4, *(ctypes.c_void_p(ctypes.addressof(each)) for each in given))
+    launch = context.launch()
+    found["copy"][4](*tiles, stream=0)
+    same(launch, context.launch())
+    for arguments, error, words in (
+        (
+            (x, x, x, 4000),
+            TypeError,
+            "4 arguments given, it takes x_ptr, bias_ptr, out_pt",
+        ),
+        ((x, x, half, 4000, 2.0), ValueError, "out_ptr must be float32"),
+        ((x, x, x, 4000.5, 2.0), TypeError, "n takes an int"),
+        ((x[1:], x, x, 4000, 2.0), RuntimeError, "compiled for addresses that 16 divides"),
+    ):
+        with pytest.raises(error, match=words):
+            scale.scale(*arguments)
