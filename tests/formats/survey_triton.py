@@ -90,7 +90,7 @@ def open_package(folder: Path) -> None:
     try:
         importlib.import_module(folder.name)
         return
-    except BaseException:  # whatever it asks of a machine
+    except BaseException:  # noqa: BLE001 (whatever it asks of a machine)
         for name in [n for n in sys.modules if n.partition(".")[0] == folder.name]:
             del sys.modules[name]
     for init in [folder / "__init__.py", *folder.rglob("__init__.py")]:
@@ -114,7 +114,7 @@ def kernels(folder: Path) -> Iterator[tuple[str, Any]]:
         module = importlib.util.module_from_spec(spec)
         try:
             spec.loader.exec_module(module)
-        except BaseException:  # whatever a file does without its package
+        except BaseException:  # noqa: BLE001 (whatever a file does without its package)
             traceback.print_exc(limit=-1)
         for name, found in list(vars(module).items()):
             while not isinstance(found, triton.JITFunction) and hasattr(found, "fn"):
@@ -233,7 +233,7 @@ def tried(jit: Any, cuda_h: str) -> tuple[str, str]:
                     )
                     if done.returncode:
                         return "failed", f"C: {done.stderr[:400]}"
-            except Exception as error:  # that is what is looked for
+            except Exception as error:  # noqa: BLE001 (what is looked for)
                 return "failed", f"{type(error).__name__}: {error}"[:400]
             return "fine", ""
     return "no guess compiles", refusal
@@ -262,7 +262,7 @@ def worker(out: Path, folder: Path, cuda_h: str) -> None:
             done[name] = list(tried(jit, cuda_h))
         except TimeoutError:
             done[name] = ["took too long", ""]
-        except Exception as error:  # no outcome may be lost
+        except Exception as error:  # noqa: BLE001 (no outcome may be lost)
             done[name] = ["failed", f"{type(error).__name__}: {error}"[:400]]
         signal.alarm(0)
         out.write_text(json.dumps(done))
