@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,7 +33,7 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
 
-SECONDS = 60  # a kernel
+SECONDS = 25  # a kernel
 KEPT = ("triton", "kernel_hub", "numpy", "torch", "tvm_ffi")
 BOOLEAN = re.compile(
     r"^(IS|HAS|USE|STORE|LOAD|ENABLE|APPLY|NEED|DO|EVEN|CAUSAL|SAVE|OUTPUT|ADD)_|CAUSAL"
@@ -250,7 +251,7 @@ def worker(out: Path, folder: Path, cuda_h: str) -> None:
     for name, jit in kernels(folder):
         if name in done:
             continue
-        done[name] = ["the compiler ended the process", ""]
+        done[name] = ["the compiler ended or hung", ""]
         out.write_text(json.dumps(done))
 
         def late(*_: object) -> None:
@@ -268,6 +269,18 @@ def worker(out: Path, folder: Path, cuda_h: str) -> None:
         out.write_text(json.dumps(done))
 
 
+def run_watched(command: list[str], out: Path) -> int:
+    """The worker's exit status. It is ended where a compilation neither ends nor can be stopped."""
+    worker = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    started = time.time()
+    while worker.poll() is None:
+        time.sleep(1)
+        last = max(started, out.stat().st_mtime if out.exists() else 0)
+        if time.time() - last > 2 * SECONDS:
+            worker.kill()
+    return worker.returncode
+
+
 def main() -> None:
     """Every folder in a process of its own, begun again after the kernel that ended it."""
     sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parents[2])]
@@ -279,7 +292,7 @@ def main() -> None:
     out = Path(sys.argv[1])
     for folder in sys.argv[2:]:
         command = [sys.executable, __file__, "--worker", str(out), folder, str(cuda_include())]
-        while subprocess.run(command, stderr=subprocess.DEVNULL).returncode:
+        while run_watched(command, out):
             pass
     found = json.loads(out.read_text())
     for outcome, count in collections.Counter(each for each, _ in found.values()).most_common():

@@ -126,13 +126,14 @@ def test_the_tuned_table_is_followed_as_in_python(
         gpus.append(("sm90" if seed < 3 else "sm80", "Fake GPU 0", 132))  # the stand-in's own
     for arch, gpu, sms in gpus:
         choices = {}
-        for _ in range(5):
+        for power in range(12):
+            # By turns where only n counts: a size taken for its neighbour shows.
             text = " ".join(f"{key}={1 << rng.randrange(0, 12)}" for key in keys)
-            name = rng.choice(sorted(entries))
-            built_for = "sm90" if arch == "sm75" else arch
-            choices[text] = {
-                "function": name, "us": 1.0, "sha256": entries[name][built_for].sha256
-            }  # fmt: skip
+            block = BLOCKS[power % 2] if keys == ["n"] else rng.choice(BLOCKS)
+            text = f"n={1 << power}" if keys == ["n"] else text
+            name = rng.choice([n for n in sorted(entries) if f"BLOCK{block}_" in n])
+            sha256 = entries[name]["sm90" if arch == "sm75" else arch].sha256
+            choices[text] = {"function": name, "us": 1.0, "sha256": sha256}
         sections.append({"arch": arch, "gpu": gpu, "num_sms": sms, "choices": choices})
     rng.shuffle(sections)
     tuned(folder, sections, keys)
