@@ -22,7 +22,9 @@ EXAMPLE = (
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "function", metavar="FILE.py:NAME", help="a @triton.jit function; the file is executed"
+        "function",
+        metavar="FILE.py:NAME",
+        help="a @triton.jit function; the file is executed. Or package.module:NAME",
     )
     parser.add_argument(
         "--signature", required=True, metavar="TYPES", help="by position: '*fp16:16,*fp16:16,i32' "
@@ -58,7 +60,8 @@ def run(args: argparse.Namespace) -> int:
     path, colon, name = args.function.rpartition(":")
     if not colon:
         raise KernelHubError(f"{args.function}: FILE.py:NAME, such as add.py:add_kernel")
-    fn = _frontend.from_file(Path(path), name)
+    is_module = not path.endswith(".py") and all(map(str.isidentifier, path.split(".")))
+    fn = _frontend.from_module(path, name) if is_module else _frontend.from_file(Path(path), name)
     signature: Any = args.signature
     if "=" in signature:
         signature = dict(_pair("--signature", part) for part in split(signature))

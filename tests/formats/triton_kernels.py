@@ -89,3 +89,10 @@ def scale_kernel(x_ptr, bias_ptr, out_ptr, n, stride, scale, BLOCK: tl.constexpr
 def widths_kernel(out_ptr, a8, b16, c32, d64, e8, f16, g32, h64, BLOCK: tl.constexpr):
     total = a8 + b16 + c32 + d64 + e8.to(tl.int64) + f16 + g32 + h64.to(tl.int64)
     tl.store(out_ptr + tl.arange(0, BLOCK), total.to(tl.int64))
+
+
+@triton.jit
+def warps_kernel(x_ptr, out_ptr, num_warps: tl.constexpr, BLOCK: tl.constexpr):
+    # Reads the compiler's own option by its name, as Liger's sparsemax does.
+    offsets = tl.program_id(0) * BLOCK * num_warps + tl.arange(0, BLOCK * num_warps)
+    tl.store(out_ptr + offsets, tl.load(x_ptr + offsets) * num_warps)

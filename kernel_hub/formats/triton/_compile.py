@@ -200,8 +200,13 @@ def _configuration(
     from triton.backends.nvidia.compiler import CUDAOptions
 
     known = CUDAOptions.__dataclass_fields__.keys() - _NOT_OPTIONS
+    constant = frozenset(p.name for p in jit.params if p.is_constexpr)
+    for option in options.keys() & constant & known:
+        # A kernel may ask for the compiler's own figure by its name: both are one value.
+        value = constexprs.get(option, options[option])
+        constexprs, options = {**constexprs, option: value}, {**options, option: value}
     for option in options:
-        if option in jit.arg_names:
+        if option in jit.arg_names and option not in known & constant:
             raise ParamsError(f"{option!r} is an argument of the kernel: give it in constexprs")
         if option not in known:
             raise ParamsError(
@@ -219,7 +224,6 @@ def _configuration(
         for name, parameter in inspect.signature(jit.fn).parameters.items()
         if parameter.default is not parameter.empty
     }
-    constant = frozenset(p.name for p in jit.params if p.is_constexpr)
     return configuration(
         jit.__name__, jit.arg_names, defaults, constant, signature, constexprs, options
     )

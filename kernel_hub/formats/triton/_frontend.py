@@ -161,9 +161,23 @@ def from_file(path: Path, name: str) -> Any:
         raise CompileError(f"{path} cannot be executed:", log=_text(error)) from error
     finally:
         sys.path.pop(0)
+    return _named(module, name, str(path))
+
+
+def from_module(dotted: str, name: str) -> Any:
+    """The object `name` of an installed module, which is imported."""
+    triton()
+    try:
+        module = importlib.import_module(dotted)
+    except (Exception, SystemExit) as error:  # whatever the module does
+        raise CompileError(f"{dotted} cannot be imported:", log=_text(error)) from error
+    return _named(module, name, dotted)
+
+
+def _named(module: ModuleType, name: str, where: str) -> Any:
     if not hasattr(module, name):
         kernels = [key for key, value in vars(module).items() if hasattr(value, "arg_names")]
-        raise ParamsError(f"{path} has no {name!r}; it has: {', '.join(kernels) or 'no kernel'}")
+        raise ParamsError(f"{where} has no {name!r}; it has: {', '.join(kernels) or 'no kernel'}")
     return getattr(module, name)
 
 
