@@ -38,9 +38,6 @@ KEPT = ("triton", "kernel_hub", "numpy", "torch", "tvm_ffi")
 BOOLEAN = re.compile(
     r"^(IS|HAS|USE|STORE|LOAD|ENABLE|APPLY|NEED|DO|EVEN|CAUSAL|SAVE|OUTPUT|ADD)_|CAUSAL"
 )
-POINTER = re.compile(
-    r"ptr|^p_|_p$|^[a-zA-Z]$|^d[a-z]{1,2}$|cu_seqlens|indices|offsets?$|^(q|k|v|o|x|y|w)\w?$"
-)
 NUMBER = re.compile(
     r"stride|^n_|num|size|len|dim|^[A-Z]{1,2}$|seqlen|rows?$|cols?$|^n$|max|count|heads|batch|width|"
     r"height|vocab|hidden|layers|topk|groups?$|step|start|end|index$|rank|tokens"
@@ -50,10 +47,10 @@ FLOAT = re.compile(
 )
 DTYPE = re.compile(r"dtype|DTYPE|_TYPE$", re.IGNORECASE)
 GUESSES = [
-    {"pointer": pointer, "block": block, "flag": flag}
-    for pointer, block, flag in (
-        *(("*fp16", 64, False), ("*fp32", 64, False), ("*fp16", 32, True), ("*fp32", 32, True)),
-        *(("*i32", 64, False), ("*bf16", 128, True)),
+    {"pointer": pointer, "block": block, "flag": flag, "other": other}
+    for pointer, block, flag, other in (
+        *(("*fp16", 64, False, "i32"), ("*fp32", 64, False, "fp32"), ("*fp16", 32, True, "i32")),
+        *(("*i32", 64, False, "i32"), ("*bf16", 128, True, "*"), ("*fp32", 16, False, "i32")),
     )
 ]
 
@@ -122,7 +119,11 @@ def kernels(folder: Path) -> Iterator[tuple[str, Any]]:
                 if isinstance(found, MagicMock):
                     break
                 found = found.fn
-            if isinstance(found, triton.JITFunction) and found.fn.__module__ == spec.name:
+            if not isinstance(found, triton.JITFunction) or found.fn.__module__ != spec.name:
+                continue
+            if re.search(
+                r"store\(|atomic_\w+\(|scatter", found.src
+            ):  # else no kernel, but a part of one
                 yield f"{path.relative_to(folder.parent)}:{name}", found
 
 
@@ -132,6 +133,7 @@ class Pointers(ast.NodeVisitor):
     def __init__(self, text: str) -> None:
         self.assigned: dict[str, ast.expr] = {}
         self.found: set[str] = set()
+        self.described: set[str] = set()  # tensor descriptors, which load and store themselves
         tree = ast.parse(textwrap.dedent(text))
         for node in ast.walk(tree):
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
@@ -145,6 +147,10 @@ class Pointers(ast.NodeVisitor):
             self._note(first[0], 0)
         if first and name.endswith("tensor_descriptor"):
             self._note(first[0], 0)
+        if name in ("load", "store", "gather") and isinstance(node.func, ast.Attribute):
+            owner = node.func.value
+            if isinstance(owner, ast.Name) and owner.id not in ("tl", "gl"):
+                self.described.add(owner.id)
         self.generic_visit(node)
 
     def _note(self, node: ast.expr, depth: int) -> None:
@@ -165,25 +171,22 @@ def guessed(jit: Any, guess: dict[str, Any]) -> tuple[dict[str, str], dict[str, 
     """A signature and constants that such names may have."""
     import triton.language as tl
 
-    pointers = Pointers(jit.src).found
+    used = Pointers(jit.src)
     signature, constants = {}, {}
     for param in jit.params:
         name = param.name
         if not param.is_constexpr:
-            unknown = POINTER.search(name.lower()) and not NUMBER.search(name)
-            if name in pointers or "ptr" in name.lower() or unknown:
-                kind = (
-                    "*i64"
-                    if re.search(r"seqlens|indices|idx|slot|table", name)
-                    else guess["pointer"]
-                )
-                signature[name] = f"{kind}:16"
+            integers = re.search(r"seqlens|indices|idx|slot|table", name)
+            if name in used.described:
+                signature[name] = "tensordesc<fp16[64,64]>"
+            elif name in used.found or "ptr" in name.lower():
+                signature[name] = f"{'*i64' if integers else guess['pointer']}:16"
             elif FLOAT.search(name.lower()):
                 signature[name] = "fp32"
             elif NUMBER.search(name) or name.isupper():
                 signature[name] = "i32:16" if "stride" in name and guess["flag"] else "i32"
             else:
-                signature[name] = f"{guess['pointer']}:16"
+                signature[name] = guess["other"].replace("*", guess["pointer"] + ":16")
         elif DTYPE.search(name):
             constants[name] = tl.float16 if guess["pointer"] == "*fp16" else tl.float32
         elif BOOLEAN.search(name) or (name.islower() and name.startswith(("is_", "has_", "use_"))):
