@@ -10,7 +10,7 @@ from ..errors import KernelHubError
 from . import _console
 
 if TYPE_CHECKING:
-    from ..formats.triton._compile import Built
+    from ..formats.triton.ahead._compile import Built
 
 NAME = "build-triton"
 HELP = "build a Triton kernel ahead of time, for several architectures (needs Triton, no GPU)"
@@ -52,8 +52,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..formats.triton import _compile, _frontend
     from ..formats.triton._configuration import split
+    from ..formats.triton.ahead import _compile, _frontend
 
     if args.autotune and args.config:
         raise KernelHubError("--autotune and --config: one of them")

@@ -13,8 +13,9 @@ from ..resolve import parse_target
 from ._c_images import Build
 from ._c_text import checked_name, declare, fill, is_by_address, is_pointer, names_of, prototype
 from ._c_triton import TENSOR, arguments_of, first_of
-from .triton import TritonCollection, _tuned
-from .triton._family import Algo, Family, Variant
+from .triton import TritonCollection
+from .triton.ahead import _tuned
+from .triton.ahead._family import Algo, Family, Variant
 
 _LOCALS = ("result", "found", "fits", "best", "i", "launch_algo", "best_algo")
 

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...errors import ParamsError
-from ._configuration import entry, is_tuple
-from ._grid import Grid
-from ._signature import Argument
+from ....errors import ParamsError
+from .._configuration import entry, is_tuple
+from .._grid import Grid
+from .._signature import Argument
 
 
 @dataclass(frozen=True)

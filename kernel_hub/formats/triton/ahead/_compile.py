@@ -14,19 +14,19 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..._foreign import driver_floor
-from ..._manifest_write import function_entry
-from ...cubin import read_cubin
-from ...cubin.model import CubinInfo
-from ...errors import CompileError, KernelHubError, ParamsError, nearest
-from ...manifest import CubinEntry, FunctionEntry, ParamEntry
+from ...._foreign import driver_floor
+from ...._manifest_write import function_entry
+from ....cubin import read_cubin
+from ....cubin.model import CubinInfo
+from ....errors import CompileError, KernelHubError, ParamsError, nearest
+from ....manifest import CubinEntry, FunctionEntry, ParamEntry
+from .._configuration import Configuration, configuration
+from .._grid import Grid, check_names
+from .._metadata import MAX_WARPS, Metadata
+from .._signature import c_types, with_signature
+from .._ttir import read_ttir
 from ._collection import add, plain_arch
-from ._configuration import Configuration, configuration
 from ._frontend import compiled, jit_function, triton
-from ._grid import Grid, check_names
-from ._metadata import MAX_WARPS, Metadata
-from ._signature import c_types, with_signature
-from ._ttir import read_ttir
 
 ARCHS = ("sm80", "sm89", "sm90")
 # Shared memory that a block may be granted, KiB, by compute capability: no GPU is there to ask.

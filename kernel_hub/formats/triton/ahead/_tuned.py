@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ... import driver as _driver
-from ..._tuning_file import Reader, write
-from ...errors import CubinNotFoundError, ParamsError, TableError
-from ...tensors import current_device
-from ...tuning import Gpu
-from ._function import TritonFunction
+from .... import driver as _driver
+from ...._tuning_file import Reader, write
+from ....errors import CubinNotFoundError, ParamsError, TableError
+from ....tensors import current_device
+from ....tuning import Gpu
+from .._function import TritonFunction
 
 if TYPE_CHECKING:
     from ._collection import TritonCollection

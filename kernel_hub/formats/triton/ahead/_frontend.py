@@ -17,8 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ...errors import CompileError, MissingPackageError, ParamsError
-from ._configuration import Configuration, is_tuple, leaves, number, split
+from ....errors import CompileError, MissingPackageError, ParamsError
+from .._configuration import Configuration, is_tuple, leaves, number, split
 
 # Fields of Triton's metadata that say how to launch or what was compiled; others name files of
 # the machine that compiled.

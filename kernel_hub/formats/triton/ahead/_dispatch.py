@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ...ctypes_table import type_info
-from ...errors import CubinNotFoundError, ParamsError, TableError
-from ...params import Param, wrong_count
+from ....ctypes_table import type_info
+from ....errors import CubinNotFoundError, ParamsError, TableError
+from ....params import Param, wrong_count
+from .._function import TritonFunction
+from .._launcher import by_name, value_of
+from .._signature import Argument, c_type
+from .._tuples import Tuples
 from ._family import Algo, Family, Variant
-from ._function import TritonFunction
-from ._launcher import by_name, value_of
-from ._signature import Argument, c_type
-from ._tuples import Tuples
 
 if TYPE_CHECKING:
     from ._collection import TritonCollection

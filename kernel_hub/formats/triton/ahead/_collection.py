@@ -11,14 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ... import _manifest_write, registry
-from ... import driver as _driver
-from ..._function import device_number
-from ..._image import ShippedImage
-from ...cubin import read_cubin
-from ...errors import CubinCorruptError, CubinNotFoundError, KernelHubError, ParamsError, nearest
-from ...kernel import Kernel
-from ...manifest import (
+from .... import _manifest_write, registry
+from .... import driver as _driver
+from ...._function import device_number
+from ...._image import ShippedImage
+from ....cubin import read_cubin
+from ....errors import CubinCorruptError, CubinNotFoundError, KernelHubError, ParamsError, nearest
+from ....kernel import Kernel
+from ....manifest import (
     Collection,
     CubinEntry,
     FunctionEntry,
@@ -27,15 +27,15 @@ from ...manifest import (
     open_collection,
     read_manifest,
 )
-from ...resolve import Candidate, not_found, resolve
+from ....resolve import Candidate, not_found, resolve
+from .._function import TritonFunction
+from .._grid import Grid, check_names
+from .._metadata import Metadata
+from .._signature import arguments_from_json
 from ._family import Described, Family, family
-from ._function import TritonFunction
-from ._grid import Grid, check_names
-from ._metadata import Metadata
-from ._signature import arguments_from_json
 
 if TYPE_CHECKING:
-    from ...cubin.model import CubinInfo
+    from ....cubin.model import CubinInfo
     from ._compile import Built
     from ._dispatch import Dispatcher
     from ._tuned import Tuned
