@@ -33,7 +33,7 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
 
-SECONDS = 60  # a kernel
+SECONDS = int(os.environ.get("SURVEY_SECONDS", "60"))  # a kernel
 KEPT = ("triton", "kernel_hub", "numpy", "torch", "tvm_ffi")
 BOOLEAN = re.compile(
     r"^(IS|HAS|USE|STORE|LOAD|ENABLE|APPLY|NEED|DO|EVEN|CAUSAL|SAVE|OUTPUT|ADD)_|CAUSAL"
@@ -49,8 +49,8 @@ DTYPE = re.compile(r"dtype|DTYPE|_TYPE$", re.IGNORECASE)
 GUESSES = [
     {"pointer": pointer, "block": block, "flag": flag, "other": other}
     for pointer, block, flag, other in (
-        *(("*fp16", 64, False, "i32"), ("*fp32", 64, False, "fp32"), ("*fp16", 32, True, "i32")),
-        *(("*i32", 64, False, "i32"), ("*bf16", 128, True, "*"), ("*fp32", 16, False, "i32")),
+        *(("*fp16", 32, False, "i32"), ("*fp32", 32, False, "fp32"), ("*fp16", 64, True, "i32")),
+        *(("*i32", 32, False, "i32"), ("*bf16", 64, True, "*"), ("*fp32", 16, False, "i32")),
     )
 ]
 
