@@ -7,6 +7,7 @@ import json
 import random
 import shutil
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from kernel_hub.errors import (
     CubinNotFoundError,
     LaunchConfigError,
     ParamsError,
+    TableError,
 )
 from kernel_hub.formats import triton
 
@@ -146,6 +148,30 @@ def test_the_tuned_table_chooses_the_algo(fakecuda: FakeCuda, built: Path, tmp_p
     kernel = triton.collection(folder).kernel("scale_kernel")
     assert kernel.select(x, None, x, 1000, 1, 1.0).constexprs["BLOCK"] == 256
     assert triton.collection(folder).tuned().name(rows=7) == best[512]
+
+
+def test_each_gpu_has_its_own_functions_and_choices(
+    make_fakecuda: Callable[..., FakeCuda],
+    built: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake = make_fakecuda(devices=2)
+    fake.set_capability(1, 8, 0)
+    variants.build(tmp_path, "sm80,sm90")
+    kernel = triton.collection(tmp_path).kernel("scale_kernel")
+    for device, arch in ((0, "sm90"), (1, "sm80"), (0, "sm90")):
+        for module in ("_dispatch", "_tuned"):
+            name = f"kernel_hub.formats.triton.ahead.{module}.current_device"
+            monkeypatch.setattr(name, lambda device=device: device)
+        monkeypatch.setattr("kernel_hub.tensors.current_device", lambda device=device: device)
+        x = DeviceArray.zeros(64, "fp32", device=device)
+        assert kernel.select(x, None, x, 64, 1, 1.0).spec.arch == arch
+        kernel(x, None, x, 64, 1, 1.0)
+        assert fake.launch().device == device
+    (tmp_path / "tuned.json").write_text("{")
+    with pytest.raises(TableError, match=r"tuned\.json: cannot be read"):
+        triton.collection(tmp_path).kernel("scale_kernel").select(x, None, x, 64, 1, 1.0)
 
 
 def test_what_makes_no_family(fakecuda: FakeCuda, tmp_path: Path) -> None:

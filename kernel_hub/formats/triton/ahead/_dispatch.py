@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ....ctypes_table import type_info
-from ....errors import CubinNotFoundError, ParamsError, TableError
+from ....errors import CubinNotFoundError, ParamsError
 from ....params import Param, wrong_count
+from ....tensors import current_device
 from .._function import TritonFunction
 from .._launcher import by_name, value_of
 from .._signature import Argument, c_type
 from .._tuples import Tuples
+from . import _tuned
 from ._family import Algo, Family, Variant
 
 if TYPE_CHECKING:
     from ._collection import TritonCollection
-    from ._tuned import Tuned
 
 
 class Dispatcher:
@@ -32,7 +34,8 @@ class Dispatcher:
     arguments, else the first. Of the configurations of an algo the one that assumes the most runs,
     of those whose assumptions hold. A function of them is `d.select(*params)`.
 
-    Raises ParamsError where none fits, CubinNotFoundError where none is for the GPU.
+    Raises ParamsError where none fits, CubinNotFoundError where none is for the GPU, TableError for
+    a damaged tuned.json.
     """
 
     def __init__(self, collection: TritonCollection, family: Family) -> None:
@@ -42,8 +45,8 @@ class Dispatcher:
         self._collection, self._family = collection, family
         self._tuples = Tuples(family.names)
         self._expected = [_shown(i, argument) for i, argument in enumerate(family.arguments)]
-        self._functions: dict[str, TritonFunction] | None = None  # by name, those for this GPU
-        self._tuned: Tuned | None = None
+        # By GPU: the functions for it by name, and what was measured there.
+        self._found: dict[int, tuple[dict[str, TritonFunction], _tuned.Tuned | None]] = {}
 
     def __repr__(self) -> str:
         names = ", ".join(self._family.names)
@@ -74,9 +77,9 @@ class Dispatcher:
         values = by_name(self._tuples, self._expected, params, named)
         if len(values) != len(self._expected):
             raise wrong_count(values, self._expected)
-        functions = self._for_this_gpu()
+        functions, tuned = self._for_this_gpu()
         refused = []
-        for each in self._ranked(values, algo):
+        for each in self._ranked(values, algo, tuned):
             for variant in each.variants:
                 if variant.name not in functions:
                     continue
@@ -90,7 +93,9 @@ class Dispatcher:
             + ("".join(refused) or ": none of it is for this GPU")
         )
 
-    def _ranked(self, values: Sequence[Any], algo: Any) -> Sequence[Algo]:
+    def _ranked(
+        self, values: Sequence[Any], algo: Any, tuned: _tuned.Tuned | None
+    ) -> Sequence[Algo]:
         algos = self._family.algos
         if algo is not None:
             chosen = self.algos.index(algo) if algo in self.algos else algo
@@ -100,11 +105,11 @@ class Dispatcher:
                     + ", ".join(self.algos)
                 )
             return [algos[chosen]]
-        if self._tuned is None:
+        if tuned is None:
             return algos
         places = {name: i for i, name in enumerate(self._family.names)}
-        sizes = {key: value_of(values[places[key]]) or 0 for key in self._tuned.keys}
-        best = self._family.algo_of(self._tuned.name(**sizes))
+        sizes = {key: value_of(values[places[key]]) or 0 for key in tuned.keys}
+        best = self._family.algo_of(tuned.name(**sizes))
         return [algos[best], *(each for i, each in enumerate(algos) if i != best)]
 
     def _misfit(self, variant: Variant, values: Sequence[Any]) -> str:
@@ -119,8 +124,9 @@ class Dispatcher:
                 return f"{names[place]} is {found:#x}, not divisible by {divisor}"
         return ""
 
-    def _for_this_gpu(self) -> dict[str, TritonFunction]:
-        if self._functions is None:
+    def _for_this_gpu(self) -> tuple[dict[str, TritonFunction], _tuned.Tuned | None]:
+        device = current_device()
+        if device not in self._found:
             found: dict[str, TritonFunction] = {}
             refusal: CubinNotFoundError | None = None
             for algo in self._family.algos:
@@ -131,14 +137,13 @@ class Dispatcher:
                         refusal = error
             if refusal is not None and not found:
                 raise refusal
-            try:
-                tuned = self._collection.tuned(self.name)
-            except (TableError, CubinNotFoundError):  # nothing was measured
-                tuned = None
-            if tuned is not None and {*tuned.keys} <= {*self._family.names}:
-                self._tuned = tuned
-            self._functions = found
-        return self._functions
+            table = _tuned.read(self._collection).get(self.name)
+            tuned: _tuned.Tuned | None = None
+            if table is not None and {*table.keys} <= {*self._family.names}:
+                with contextlib.suppress(CubinNotFoundError):  # no choice is for this GPU
+                    tuned = self._collection.tuned(self.name)
+            self._found[device] = found, tuned
+        return self._found[device]
 
 
 def _shown(place: int, argument: Argument) -> Param:
