@@ -191,6 +191,8 @@ def guessed(jit: Any, guess: dict[str, Any]) -> tuple[dict[str, str], dict[str, 
                 signature[name] = "i32:16" if "stride" in name and guess["flag"] else "i32"
             else:
                 signature[name] = guess["other"].replace("*", guess["pointer"] + ":16")
+        elif name in ("num_warps", "num_stages", "num_ctas"):
+            continue  # the compiler's own
         elif DTYPE.search(name):
             constants[name] = tl.float16 if guess["pointer"] == "*fp16" else tl.float32
         elif BOOLEAN.search(name) or (name.islower() and name.startswith(("is_", "has_", "use_"))):
