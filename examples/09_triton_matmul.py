@@ -1,7 +1,7 @@
 """512 x 512 in fp16 through Triton: several configurations built ahead of time, the fastest chosen.
 
-Built for two architectures without a GPU; measured, chosen by (M, N, K) and compared with torch on
-one.
+Built for two architectures without a GPU, and written out as C; measured, chosen by (M, N, K) and
+compared with torch on one.
 """
 
 import sys
@@ -10,6 +10,7 @@ import tempfile
 import torch
 
 from kernel_hub import KernelHubError, driver
+from kernel_hub.formats import c_export
 from kernel_hub.formats.triton import Problem, collection, compile_configs, tune
 
 try:
@@ -49,10 +50,8 @@ CONFIGS = [
 
 
 def launch(function, a, b, c):
-    """One configuration's launch: the grid follows from its block sizes."""
-    (m, k), n = a.shape, b.shape[1]
-    block = function.constexprs
-    function[triton.cdiv(m, block["BLOCK_M"]), triton.cdiv(n, block["BLOCK_N"])](a, b, c, m, n, k)
+    """One configuration's launch, on the grid that was kept with it."""
+    function.run(a, b, c, a.shape[0], b.shape[1], a.shape[1])
     return c
 
 
@@ -72,11 +71,14 @@ with tempfile.TemporaryDirectory() as folder:
     built = compile_configs(
         matmul_kernel, CONFIGS,
         signature="*fp16:16, *fp16:16, *fp16:16, i32:16, i32:16, i32:16",
-        arch=["sm80", "sm90"], out=folder,
+        arch=["sm80", "sm90"], out=folder, grid="cdiv(M, BLOCK_M), cdiv(N, BLOCK_N)",
     )  # fmt: skip
     kernels = collection(folder)
     for one in built:
         print(one.problem or kernels.function(one.name, arch=one.arch))
+
+    for path in c_export.export("matmul_kernel", f"{folder}/c", package=folder):
+        print(path.name)  # matmul_kernel_default(stream, a, b, c, M, N, K) chooses as below
 
     try:
         driver.get().primary_context(0)
@@ -90,8 +92,8 @@ with tempfile.TemporaryDirectory() as folder:
         times = ", ".join(f"{us:.2f}" for us in found.medians.values())
         print(f"{found.sizes}: {found.best} in {found.best_us:.2f} us (of {times})")
 
-    matmul = kernels.tuned()  # reads tuned.json once; a lookup costs less than a launch
     a, b = torch.randn(2, 512, 512, device="cuda", dtype=torch.float16)
-    c = launch(matmul.select(M=512, N=512, K=512), a, b, torch.empty_like(a))
+    c = torch.empty_like(a)
+    kernels.kernel("matmul_kernel")(a, b, c, 512, 512, 512)  # of tuned.json, for these sizes
     torch.testing.assert_close(c, a @ b, rtol=1e-2, atol=1e-2)
     print(f"512 x 512 on {driver.get().device_name(0)}: equal to torch's")

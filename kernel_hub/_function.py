@@ -21,7 +21,7 @@ from ._image import FunctionSpec
 from ._launch import DeviceFunction, device_of, is_blocking
 from ._native import Launcher
 from ._native import available as native_available
-from .errors import LaunchConfigError
+from .errors import KernelHubError, LaunchConfigError
 from .params import ordered
 
 if TYPE_CHECKING:
@@ -273,6 +273,27 @@ class KernelFunction(partial):  # type: ignore[type-arg]
                 for bound in list(state.bounds):
                     bound._expire()
             self._states.clear()
+
+
+class HintedFunction(KernelFunction):
+    """A function that has a better way to be launched, which the errors of a launch name."""
+
+    _hint: str
+
+    @classmethod
+    def _hinted(cls, hint: str, kernel: Loader, spec: FunctionSpec) -> HintedFunction:
+        self = cls._make(kernel, spec)
+        assert isinstance(self, HintedFunction)
+        self._hint = hint
+        return self
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        try:
+            return super().__call__(*args, **options)
+        except (KernelHubError, TypeError) as error:
+            if error.args and self._hint not in str(error.args[0]):
+                error.args = (f"{error.args[0]}\n{self._hint}", *error.args[1:])
+            raise
 
 
 def device_number(device: Any, where: str) -> int:

@@ -5,6 +5,7 @@ An image knows its functions and gives the bytes for a compute capability; it ne
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -27,6 +28,32 @@ from .resolve import Candidate, not_found, resolve
 __all__ = ["Chosen", "ForeignImage", "FunctionSpec", "Image", "ShippedImage", "open_image"]
 
 SUFFIXES = (".cubin", ".fatbin", ".ptx")
+_MAX_JSON_BYTES = 1 << 20
+
+
+class TritonCubin(ForeignImage):
+    """A cubin with Triton's json beside it. `hint` says what launches it."""
+
+    def __init__(self, image: ForeignImage, path: Path) -> None:
+        self.__dict__.update(vars(image))
+        self.hint = (
+            f"{path} is a kernel of Triton's ({path.stem}.json lies beside it): "
+            f"kernel_hub.formats.triton.load({str(path)!r}) knows its block, its shared memory and "
+            "its hidden parameters, and takes the declared arguments only"
+        )
+
+    def choose(self, compute_capability: tuple[int, int]) -> Chosen:
+        try:
+            return super().choose(compute_capability)
+        except CubinNotFoundError as error:
+            arch = "sm{}{}".format(*compute_capability)
+            raise not_found(
+                self.label,
+                compute_capability,
+                error.rejected,
+                build="Build it for this GPU with Triton: run its Python code there, or without "
+                f"one kernel-hub build-triton FILE.py:NAME --arch {arch} …",
+            ) from None
 
 
 class ShippedImage:
@@ -112,7 +139,7 @@ def open_image(filename: Any, package: str | None) -> Image:
     if isinstance(filename, (bytes, bytearray, memoryview)):
         return ForeignImage(bytes(filename), f"an image of {len(filename)} bytes")
     if isinstance(filename, Path):
-        return _open_file(filename)
+        return open_file(filename)
     if not isinstance(filename, str):
         raise ParamsError(
             f"filename={filename!r} is a {type(filename).__name__}; pass a shipped cubin's name, a "
@@ -130,7 +157,7 @@ def open_image(filename: Any, package: str | None) -> Image:
     if name in collection.manifest.cubins:
         return ShippedImage(collection, name)
     if is_path and package is None:
-        return _open_file(Path(filename))
+        return open_file(Path(filename))
     shipped = nearest(name, collection.manifest.cubins)
     raise CubinNotFoundError(
         f"{collection.package} ships no cubin {name!r}; it ships: {', '.join(shipped[:12])}. "
@@ -149,10 +176,23 @@ def _read_file(path: Path, stamp: tuple[int, int]) -> ForeignImage:
         raise named from error
 
 
-def _open_file(path: Path) -> ForeignImage:
+def open_file(path: Path) -> ForeignImage:
+    """The image in a file. Raises CubinNotFoundError, CubinCorruptError."""
     try:
         status = path.stat()
     except (OSError, ValueError) as error:  # ValueError: a null byte
         found = f"no file {str(path)!r} (looked at {str(path.absolute())!r}): {error}"
         raise CubinNotFoundError(found) from error
-    return _read_file(path.absolute(), (status.st_mtime_ns, status.st_size))
+    image = _read_file(path.absolute(), (status.st_mtime_ns, status.st_size))
+    return TritonCubin(image, path) if _has_triton_json(path) else image
+
+
+def _has_triton_json(path: Path) -> bool:
+    json_file = path.with_suffix(".json")
+    if path.suffix != ".cubin" or not json_file.is_file():
+        return False
+    try:
+        found = json.loads(read_file(json_file, _MAX_JSON_BYTES))
+    except (CubinNotFoundError, CubinCorruptError, ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and {"num_warps", "shared", "name"} <= found.keys()

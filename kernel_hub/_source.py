@@ -100,6 +100,7 @@ class SourceImage:
         self._names = names
         self._options = _checked_options(options)
         self._arch = None if arch is None else _arch(arch)
+        self.compiles_for_any = arch is None
         self._cache = cache
         self._built: dict[str, NamedImage] = {}
         self.log = ""

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from . import _demangle, _library, tensors
 from . import driver as _driver
 from ._bound import BoundLaunch
 from ._declared import DeclaredImage
-from ._function import KernelFunction, device_number, live
+from ._function import HintedFunction, KernelFunction, device_number, live
 from ._image import Chosen, FunctionSpec, Image, open_image
 from ._launch import DeviceFunction
 from ._library import Library, library_for, load_function
@@ -61,6 +63,8 @@ class Kernel:
         k.silu_and_mul_bf16(grid, block, 0, None, [out, x, …])
     """
 
+    _function_type: Callable[..., KernelFunction] = KernelFunction._make
+
     def __init__(
         self,
         filename: Any,
@@ -76,6 +80,9 @@ class Kernel:
             image = object_code_image(filename)
         else:
             image = open_image(filename, package)
+        if hint := getattr(image, "hint", ""):
+            warnings.warn(hint, RuntimeWarning, stacklevel=2)
+            self._function_type = partial(HintedFunction._hinted, hint)
         self._offer(image, _checked_names(function_names), signatures, probe)
 
     @classmethod
@@ -163,7 +170,7 @@ class Kernel:
         with self._lock:
             symbol = name if name in self._functions else self._symbol(name)
             if symbol not in self._functions:
-                self._functions[symbol] = KernelFunction._make(self, self._image.spec(symbol))
+                self._functions[symbol] = self._function_type(self, self._image.spec(symbol))
             function = self._functions[symbol]
             if name not in type(self).__dict__:
                 self.__dict__[name] = function

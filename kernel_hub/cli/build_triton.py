@@ -10,7 +10,7 @@ from ..errors import KernelHubError
 from . import _console
 
 if TYPE_CHECKING:
-    from ..formats.triton._compile import Built
+    from ..formats.triton.ahead._compile import Built
 
 NAME = "build-triton"
 HELP = "build a Triton kernel ahead of time, for several architectures (needs Triton, no GPU)"
@@ -22,7 +22,9 @@ EXAMPLE = (
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "function", metavar="FILE.py:NAME", help="a @triton.jit function; the file is executed"
+        "function",
+        metavar="FILE.py:NAME",
+        help="a @triton.jit function; the file is executed. Or package.module:NAME",
     )
     parser.add_argument(
         "--signature", required=True, metavar="TYPES", help="by position: '*fp16:16,*fp16:16,i32' "
@@ -42,19 +44,24 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--autotune", action="store_true", help="the configurations of its @triton.autotune"
     )
     parser.add_argument("--arch", default="sm80,sm89,sm90", help="default sm80,sm89,sm90")
+    parser.add_argument(
+        "--grid", metavar="EXPR", help="kept with the kernel: C expressions over integer arguments "
+        "and constants, such as '(n + BLOCK - 1) / BLOCK, heads'",
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the collection")
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..formats.triton import _compile, _frontend
     from ..formats.triton._configuration import split
+    from ..formats.triton.ahead import _compile, _frontend
 
     if args.autotune and args.config:
         raise KernelHubError("--autotune and --config: one of them")
     path, colon, name = args.function.rpartition(":")
     if not colon:
         raise KernelHubError(f"{args.function}: FILE.py:NAME, such as add.py:add_kernel")
-    fn = _frontend.from_file(Path(path), name)
+    is_module = not path.endswith(".py") and all(map(str.isidentifier, path.split(".")))
+    fn = _frontend.from_module(path, name) if is_module else _frontend.from_file(Path(path), name)
     signature: Any = args.signature
     if "=" in signature:
         signature = dict(_pair("--signature", part) for part in split(signature))
@@ -78,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     with _console.progress(total, "building") as advance:
         built = _compile.compile_configs(
             fn, configs, signature=signature, constexprs=constants, arch=tokens, out=args.out,
-            on_step=advance,
+            grid=args.grid, on_step=advance,
         )  # fmt: skip
     _console.table(
         ["name", "arch", "registers", "spilled", "shared", "size"],

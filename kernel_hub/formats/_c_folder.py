@@ -13,7 +13,7 @@ from ._c_text import fill
 
 _CMAKE = "CMakeLists.txt"
 _MARK = "written by kernel_hub"  # in the first line of every exported file
-_DEFINED = re.compile(r"^(?:CUresult|const char\*) (\w+)\(", re.MULTILINE)
+_DEFINED = re.compile(r"^(?:CUresult|const char\*|int) (\w+)\(", re.MULTILINE)
 
 
 def write(folder: Path, texts: Mapping[str, str]) -> list[Path]:

@@ -18,25 +18,69 @@ from ._c_text import (
     values_of,
 )
 
+# What a TVM-FFI function takes before the parameters, and how that is read: not 0 where it fails.
+_FIRST = {
+    "plain": (
+        ("grid", "block", "shared_bytes"),
+        """    static const param_t shared_bytes = {"shared_bytes", UNSIGNED, 1, 32, 0};
+    value_t shared = {0};
+    void* unused;
+    int failed = read_dim3(function, "grid", &args[0], &shape->grid) ||
+                 read_dim3(function, "block", &args[1], &shape->block) ||
+                 read_value(function, &shared_bytes, &args[2], device, &shared, &unused);
+    shape->shared_bytes = (unsigned int)shared.integer;
+    return failed;
+""",
+    ),
+    "programs": (
+        ("programs",),
+        """    (void)device;
+    return read_dim3(function, "programs", &args[0], &shape->programs);
+""",
+    ),
+    "nothing": (
+        (),
+        """    (void)function;
+    (void)args;
+    (void)device;
+    memset(shape, 0, sizeof *shape);
+    return 0;
+""",
+    ),
+}
+_INVALID = {
+    "plain": "grid, block or shared_bytes are beyond a limit of the function or the device",
+    "triton": "the grid is beyond a limit, or 16 does not divide an argument as the kernel assumes",
+}
 _KINDS = {"int": "SIGNED", "uint": "UNSIGNED", "bool": "UNSIGNED", "float": "FLOATING"}
 
 
-def declarations(functions: Sequence[FunctionEntry], prefix: str) -> dict[str, str]:
-    """The prototype of each function's DLPack entry, by the function's name."""
+def declarations(
+    functions: Sequence[FunctionEntry], prefix: str, first: Sequence[str]
+) -> dict[str, str]:
+    """The prototype of each function's DLPack entry, by the function's name.
+
+    first: what it takes before its parameters.
+    """
     return {
         function.name: prototype(
             f"{prefix}{function.name}_dlpack",
-            (
-                declare(param, name, pointer="const DLTensor*")
-                for param, name in zip(function.params, names_of(function.params), strict=True)
-            ),
+            [
+                *first,
+                *(
+                    declare(param, name, pointer="const DLTensor*")
+                    for param, name in zip(function.params, names_of(function.params), strict=True)
+                ),
+            ],
         )
         for function in functions
     }
 
 
-def dlpack_source(functions: Sequence[FunctionEntry], common: Mapping[str, str]) -> str:
-    """The DLPack entries and the tables that they check by."""
+def dlpack_source(
+    functions: Sequence[FunctionEntry], common: Mapping[str, str], first: Sequence[str], shape: str
+) -> str:
+    """The DLPack entries and the tables that they check by. shape: makes a shape_t of `first`."""
     # Most functions of a cubin take the same parameters: a table for each list of them.
     tables: dict[tuple[str, ...], str] = {}
     for function in functions:
@@ -51,9 +95,9 @@ def dlpack_source(functions: Sequence[FunctionEntry], common: Mapping[str, str])
     for function in functions:
         rows = _rows(function.params)
         signatures.append(f"    {{{len(rows)}, {tables[rows] if rows else 'NULL'}}}")
-    given = declarations(functions, common["PREFIX"])
+    given = declarations(functions, common["PREFIX"], first)
     entries = [
-        f"\n{given[function.name]} {{\n{_body(index, function)}}}\n"
+        f"\n{given[function.name]} {{\n{_body(index, function, shape)}}}\n"
         for index, function in enumerate(functions)
     ]
     return fill(
@@ -63,15 +107,28 @@ def dlpack_source(functions: Sequence[FunctionEntry], common: Mapping[str, str])
             "TABLES": "\n".join(texts),
             "SIGNATURES": ",\n".join(signatures),
             "ENTRIES": "".join(entries),
+            "INVALID": _INVALID["plain" if "grid" in shape else "triton"],
         },
     )
 
 
-def tvm_ffi_source(functions: Sequence[FunctionEntry], common: Mapping[str, str]) -> str:
-    """The TVM-FFI functions, which use what `dlpack_source` gives."""
+def tvm_ffi_source(
+    functions: Sequence[FunctionEntry], common: Mapping[str, str], takes: str
+) -> str:
+    """The TVM-FFI functions, which use what `dlpack_source` gives.
+
+    takes: before the parameters 'plain' grid, block and shared memory, 'programs', or 'nothing'.
+    """
     prefix = common["PREFIX"]
     exports = (f"EXPORTED({i}, {prefix}{f.name})" for i, f in enumerate(functions))
-    return fill("export_tvm_ffi.c.in", {**common, "EXPORTS": "\n".join(exports)})
+    first, read = _FIRST[takes]
+    values = {
+        "EXPORTS": "\n".join(exports),
+        "FIRST": "".join(f"{name}, " for name in first),
+        "READ_DIM3": fill("export_tvm_ffi_dim3.c.in", {}) if first else "",
+        "READ_SHAPE": fill("export_tvm_ffi_shape.c.in", {"READ": read, "FIRST": str(len(first))}),
+    }
+    return fill("export_tvm_ffi.c.in", {**common, **values})
 
 
 def _rows(params: Sequence[ParamEntry]) -> tuple[str, ...]:
@@ -103,7 +160,7 @@ def _has_strides(name: str, strides: Sequence[str]) -> bool:
     return any(stride.split("_")[0] == first for stride in strides)
 
 
-def _body(index: int, function: FunctionEntry) -> str:
+def _body(index: int, function: FunctionEntry, shape: str) -> str:
     names, values = names_of(function.params), values_of(function.params)
     tensors = [name for p, name in zip(function.params, names, strict=True) if is_pointer(p)]
     for number, name in enumerate(tensors):
@@ -114,5 +171,5 @@ def _body(index: int, function: FunctionEntry) -> str:
         local_array("const DLTensor* const tensors", tensors)
         + addresses
         + local_array("void* params", values)
-        + f"    return launch_tensors({index}, stream, grid, block, shared_bytes, {given});\n"
+        + f"{shape}    return launch_tensors({index}, stream, &shape, {given});\n"
     )

@@ -6,10 +6,14 @@ import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
+from typing import TYPE_CHECKING
 
 from ..ctypes_table import canonical, type_info
 from ..errors import FunctionNotFoundError, ParamsError
-from ..manifest import CubinEntry, FunctionEntry, ParamEntry
+from ..manifest import FunctionEntry, ParamEntry
+
+if TYPE_CHECKING:
+    from ._c_images import Build
 
 # Scalars without a C type of their own pass as their bits.
 _BITS = {"__half": "uint16_t", "__nv_bfloat16": "uint16_t"} | dict.fromkeys(
@@ -17,7 +21,8 @@ _BITS = {"__half": "uint16_t", "__nv_bfloat16": "uint16_t"} | dict.fromkeys(
 )
 # Words of C and C++, and what the bodies of the exported functions use themselves.
 _WORDS = """\
-    stream grid block shared_bytes params tensors addresses launch launch_tensors NULL
+    stream grid block shared_bytes programs shape algo params tensors addresses given launch NULL
+    launch_tensors
     auto break case char const continue default do double
     else enum extern float for goto if inline int long register restrict return short signed sizeof
     static struct switch typedef union unsigned void volatile while alignas alignof bool catch class
@@ -43,11 +48,13 @@ def checked_prefix(prefix: str) -> str:
     return prefix
 
 
-def names_of(params: Sequence[ParamEntry]) -> list[str]:
-    """C names for parameters: their own where C can have them."""
+def names_of(params: Sequence[ParamEntry], taken: Iterable[str] = ()) -> list[str]:
+    """C names for parameters: their own where C can have them, and none of `taken`."""
+    taken = {*_TAKEN, *taken}
     names: list[str] = []
     for index, param in enumerate(params):
-        name = f"{param.name}_" if param.name in _TAKEN else param.name
+        plain = param.name.replace(".", "_")  # an element of a tuple
+        name = f"{plain}_" if plain in taken else plain
         names.append(
             name if _IDENTIFIER.fullmatch(name) and name not in names else f"param_{index}"
         )
@@ -70,8 +77,8 @@ def declare(param: ParamEntry, name: str, *, pointer: str = "CUdeviceptr") -> st
     said = re.sub(r"[^\w *<>,:]", "?", kind)
     if is_pointer(param):
         return f"{pointer} {name} /* {said} */"
-    if kind == "CUtensorMap":
-        return f"const CUtensorMap* {name}"
+    if kind in ("CUtensorMap", "kernel_hub_tensor"):
+        return f"const {kind}* {name}"
     if is_by_address(param):
         return f"const void* {name} /* {said}, {param.size_bytes} bytes */"
     bits = _BITS.get(kind)
@@ -79,9 +86,8 @@ def declare(param: ParamEntry, name: str, *, pointer: str = "CUdeviceptr") -> st
 
 
 def prototype(name: str, params: Iterable[str]) -> str:
-    """`CUresult name(stream, grid, block, shared_bytes, params)`, without an end."""
-    first = ("CUstream stream", "kernel_hub_dim3 grid", "kernel_hub_dim3 block")
-    given = ",\n    ".join((*first, "unsigned int shared_bytes", *params))
+    """`CUresult name(params)`, without an end."""
+    given = ",\n    ".join(params)
     return f"CUresult {name}(\n    {given})"
 
 
@@ -99,7 +105,7 @@ def local_array(declared: str, items: Sequence[str]) -> str:
     return f"    {declared}[] = {{\n{listed}}};\n" if items else ""
 
 
-def limits(name: str, entries: Iterable[CubinEntry]) -> str:
+def limits(name: str, entries: Iterable[Build]) -> str:
     """A comment of what holds for a function's launches, a line an answer that archs differ in."""
     said: dict[str, list[str]] = {}
     for entry in entries:
@@ -150,3 +156,14 @@ def fill(template: str, values: Mapping[str, str]) -> str:
     for key, value in values.items():
         text = text.replace(f"@{key}@", value)
     return text
+
+
+def functions_used(template: str, text: str) -> str:
+    """Those functions of a template that `text` calls, and those that they call."""
+    found: list[str] = []
+    for block in reversed(fill(template, {}).strip().split("\n\n")):
+        name = block.partition("(")[0].split()[-1]
+        if re.search(rf"\b{name}\(", text):
+            found.insert(0, block)
+            text += block
+    return "\n\n".join(found) + "\n" if found else ""

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from .._read import read_file
-from ..cubin import image_kind
+from ..cubin import image_kind, read_cubin, read_fatbin
 from ..errors import CubinCorruptError, CubinNotFoundError, ParamsError
 
 # Bytes of an element, by the words of its type, the first that is there.
@@ -35,6 +35,8 @@ _COMMENT_OR_STRING = re.compile(
     re.DOTALL,
 )
 _DIRECTIVE = re.compile(r"^[ \t]*#(?:[^\n]*\\\n)*[^\n]*", re.MULTILINE)
+_MACRO = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)[ \t]+(\w+)[ \t]*$", re.MULTILINE)
+_MAX_MACROS = 8
 _LIST = re.compile(r"=\s*\{")
 _ATTRIBUTES = re.compile(r"[\w\s(),]*")
 # The digits are bounded, as 64 bits are all that an element or a length may need.
@@ -46,17 +48,23 @@ _LENGTH = re.compile(r"\b(\w+?)_(?:len|size)\s*=\s*([0-9]\w*)\s*;")
 
 @dataclass(frozen=True)
 class _Array:
+    """`data` are the listed bytes, up to what is `wrong`; `num_bytes` those that it has in C."""
+
     name: str
-    line: int
+    where: str
     data: bytes
+    num_bytes: int
+    wrong: str
 
 
 def load(source: str | Path) -> dict[str, bytes]:
     """The images in a C or C++ file, by array name.
 
     source: path of the file. Arrays of 1, 2, 4 or 8-byte integers are read, in the order and byte
-        order an x86 compiler would store them; those that hold no image are left out, and where
-        the file also says an array's length (`NAME_len`, `NAME_size`), it must be that.
+        order an x86 compiler would store them; those that hold no image are left out. Names and
+        sizes may be macros that the file defines. Where an array is declared longer than its
+        numbers, they must be a whole image; where the file also says an array's length
+        (`NAME_len`, `NAME_size`), it must be that.
 
     Returns: {name: bytes} of cubins, fatbins and PTX; give one to `Kernel`.
     Raises: CubinNotFoundError when the file is missing or holds no image; CubinCorruptError, with
@@ -75,30 +83,87 @@ def loads(text: str, label: str = "the text") -> dict[str, bytes]:
     """The same from the source's text; `label` names it in messages."""
     if not isinstance(text, str):
         raise ParamsError(f"text={text!r:.60}: a str, not {type(text).__name__}")
-    clean = _DIRECTIVE.sub("", _COMMENT_OR_STRING.sub(_blank, text))
+    clean = _COMMENT_OR_STRING.sub(_blank, text)
+    macros = _macros(clean)
+    clean = _DIRECTIVE.sub("", clean)
     lengths = {match[1]: match[2] for match in _LENGTH.finditer(clean)}
     images: dict[str, bytes] = {}
-    others = []
-    for array in _arrays(clean, label):
+    others: list[str] = []
+    damaged: list[CubinCorruptError] = []
+    for array in _arrays(clean, macros, label):
         data = array.data
-        stated = lengths.get(array.name, str(len(data)))
-        # A text array may end in a zero that its length does not count.
-        if _number(stated) not in (len(data), len(data) - data.endswith(b"\0")):
-            raise CubinCorruptError(
-                f"{label}: {array.name} (line {array.line}) has {len(data)} bytes, and the file "
-                f"gives its length as {stated[:24]}: one of them was cut or edited"
-            )
         try:
+            if array.wrong:
+                raise CubinCorruptError(f"{array.where}{array.wrong}")
+            _check_length(array, lengths.get(array.name))
             image_kind(data)
-        except CubinCorruptError:
-            others.append(f"{array.name} ({len(data)} bytes, from {data[:4].hex(' ') or 'none'})")
+        except CubinCorruptError as error:
+            # What begins as an image is one: only its own damage can refuse the file.
+            if _begins_as_image(data):
+                raise
+            if array.wrong:
+                damaged.append(error)
+            start = data[:4].hex(" ") or "none"
+            others.append(f"{array.name} ({array.num_bytes} bytes, from {start})")
             continue
         if images.setdefault(array.name, data) != data:
             raise CubinCorruptError(f"{label}: two different arrays are called {array.name}")
+    if not images and damaged:
+        raise damaged[0]
     if not images:
         found = f"arrays that hold none: {', '.join(others[:8])}" if others else "no integer array"
         raise CubinNotFoundError(f"no cubin, fatbin or PTX in {label}; it has {found}")
     return images
+
+
+def _macros(text: str) -> dict[str, str]:
+    """Names that the file itself defines as one other name or number, and never as two."""
+    found: dict[str, str] = {}
+    for match in _MACRO.finditer(text):
+        name, value = match[1], match[2]
+        found[name] = value if found.get(name, value) == value else ""
+    return {name: value for name, value in found.items() if value}
+
+
+def _resolved(text: str, macros: dict[str, str]) -> str:
+    for _ in range(_MAX_MACROS):
+        if text not in macros:
+            break
+        text = macros[text]
+    return text
+
+
+def _begins_as_image(data: bytes) -> bool:
+    starts = (b"\x7fELF", b"\x50\xed\x55\xba", b".version")
+    return any(data and data[:8].startswith(start[: len(data)]) for start in starts)
+
+
+def _check_length(array: _Array, stated: str | None) -> None:
+    """What the file says of an array's length, and an image with zeros after it, or an error."""
+    data = array.data
+    # A text array may end in a zero that its length does not count.
+    fitting = (len(data), len(data) - data.endswith(b"\0"), array.num_bytes)
+    if stated is not None and _number(stated) not in fitting:
+        raise CubinCorruptError(
+            f"{array.where} has {len(data)} bytes, and the file gives its length as "
+            f"{stated[:24]}: one of them was cut or edited"
+        )
+    if array.num_bytes > len(data) and not _is_whole(data):
+        raise CubinCorruptError(
+            f"{array.where} is declared with {array.num_bytes} bytes and lists {len(data)}, which "
+            "are no whole image: it was cut or edited"
+        )
+
+
+def _is_whole(data: bytes) -> bool:
+    """Whether the listed numbers are all of an image: C fills the rest of an array with zeros."""
+    try:
+        kind = image_kind(data)
+        if kind != "ptx":
+            (read_cubin if kind == "cubin" else read_fatbin)(data)
+    except CubinCorruptError:
+        return False
+    return True
 
 
 def _blank(match: re.Match[str]) -> str:
@@ -106,7 +171,7 @@ def _blank(match: re.Match[str]) -> str:
     return re.sub(r"[^\n]", " ", match[0])
 
 
-def _arrays(text: str, label: str) -> Iterator[_Array]:
+def _arrays(text: str, macros: dict[str, str], label: str) -> Iterator[_Array]:
     line, counted, before = 1, 0, 0
     for match in _LIST.finditer(text):
         declared = _declaration(text[before : match.start()])
@@ -114,15 +179,19 @@ def _arrays(text: str, label: str) -> Iterator[_Array]:
         if declared is None:
             continue
         width, name, size = declared
+        name = _resolved(name, macros)
         line, counted = line + text.count("\n", counted, bracket), bracket
-        where = f"{label}: {name} (line {line})"
         end = text.find("}", match.end())
-        if end < 0:
-            raise CubinCorruptError(f"{where} is cut off: the file ends within its numbers")
-        data = _bytes(text[match.end() : end], width, where)
-        _check_size(size, len(data) // width, where)
-        before = end
-        yield _Array(name, line, data)
+        if end >= 0:
+            data, wrong = _bytes(text[match.end() : end], width)
+        else:
+            data, wrong = _bytes(text[match.end() :], width)
+            wrong = " is cut off: the file ends within its numbers"
+        count = _stated(_resolved(size, macros), len(data) // width)
+        if not wrong and (count is None or count < len(data) // width):
+            wrong = f" is declared with {size[:24]} elements and lists {len(data) // width}"
+        yield _Array(name, f"{label}: {name} (line {line})", data, (count or 0) * width, wrong)
+        before = max(before, end)
 
 
 def _declaration(text: str) -> tuple[int, str, str] | None:
@@ -147,24 +216,28 @@ def _width(words: list[str]) -> int | None:
     return next((width for word, width in _WIDTHS.items() if word in words), None)
 
 
-def _bytes(body: str, width: int, where: str) -> bytes:
+def _bytes(body: str, width: int) -> tuple[bytes, str]:
+    """(the bytes listed, what is wrong with the first element that is none)."""
     tokens = body.replace(",", " ").split()
     if width == 1 and all(len(token) == 4 and token[:2] in ("0x", "0X") for token in tokens):
         try:
-            return bytes.fromhex("".join([token[2:] for token in tokens]))
+            return bytes.fromhex("".join([token[2:] for token in tokens])), ""
         except ValueError:  # a digit is wrong: below it is found and named
             pass
     values = np.empty(len(tokens), np.uint64)
+    wrong = ""
     for i, token in enumerate(tokens):
         value = _number(token)
         if value is None:
-            raise CubinCorruptError(f"{where}: element {i} is {token[:24]!r}, not a number")
-        if value >= 1 << (8 * width):
-            raise CubinCorruptError(
-                f"{where}: element {i} is {token[:24]}, more than {width} bytes hold"
-            )
-        values[i] = value
-    return values.astype(f"<u{width}").tobytes()
+            wrong = f": element {i} is {token[:24]!r}, not a number"
+        elif value >= 1 << (8 * width):
+            wrong = f": element {i} is {token[:24]}, more than {width} bytes hold"
+        else:
+            values[i] = value
+            continue
+        values = values[:i]
+        break
+    return values.astype(f"<u{width}").tobytes(), wrong
 
 
 def _number(text: str) -> int | None:
@@ -176,10 +249,8 @@ def _number(text: str) -> int | None:
     return int(digits, 8 if digits.isdigit() and digits[0] == "0" else 0)
 
 
-def _check_size(declared: str, count: int, where: str) -> None:
-    """A size that is a literal must be right; a macro or an expression is not read."""
+def _stated(declared: str, count: int) -> int | None:
+    """Elements that a size says: a literal's number, None for a wrong one; of what is not read (no
+    size, a macro of another file, an expression) the listed `count`."""
     literal = declared.isalnum() and declared[0].isdigit()
-    if literal and _number(declared) != count:
-        raise CubinCorruptError(
-            f"{where} is declared with {declared[:24]} elements and lists {count}"
-        )
+    return _number(declared) if literal else count

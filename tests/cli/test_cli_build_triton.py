@@ -95,3 +95,31 @@ def test_a_file_that_does_not_run(kernel_hub_cli: Run, tmp_path: Path) -> None:
         "build-triton", f"{file}:f", "--signature", "i32", "--out", str(tmp_path / "out")
     )
     assert ran.code == 2 and "ValueError: half way" in ran.err
+
+
+def test_a_kept_grid_and_a_module(
+    kernel_hub_cli: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests/formats"))
+    for grid, code, words in (
+        ("cdiv(n, BLOCK), 2", 0, "1 kernels in"),
+        ("cdiv(m, BLOCK)", 2, "names 'm', unknown; integers are: n, BLOCK"),
+        ("cdiv(n", 2, "expected ','"),
+    ):
+        ran = kernel_hub_cli(
+            "build-triton", "triton_kernels:add_kernel", "--signature", SIGNATURE, "--constexpr",
+            "BLOCK=64", "--arch", "sm90", "--grid", grid, "--out", str(tmp_path),
+        )  # fmt: skip
+        assert ran.code == code and words in ran.out + ran.err, ran.err
+    kernels = triton.collection(tmp_path)
+    (name,) = kernels
+    assert kernels.function(name, arch="sm90").programs((None, None, None, 130)) == (3, 2, 1)
+    for module, words in (
+        ("no_such_module:add_kernel", "no_such_module cannot be imported"),
+        ("triton_kernels:nothing", "triton_kernels has no 'nothing'; it has: add_kernel"),
+        ("nothing.py:add_kernel", "no file 'nothing.py'"),
+    ):
+        ran = kernel_hub_cli(
+            "build-triton", module, "--signature", SIGNATURE, "--out", str(tmp_path)
+        )
+        assert ran.code == 2 and words in ran.out + ran.err, ran.err

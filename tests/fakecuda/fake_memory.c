@@ -126,6 +126,16 @@ EXPORT CUresult cuMemAllocFromPoolAsync(void** out, size_t bytes, Pool* pool, vo
     *out = address;
     LEAVE(OK);
 }
+// From the device's own pool, of which there is one without a handle.
+EXPORT CUresult cuMemAllocAsync(void** out, size_t bytes, void* stream) {
+    static Pool pools[MAX_DEVICES];
+    int device;
+    CUresult code = fake_stream_device(stream, &device);
+    if (code) return code;
+    pools[device].kind = KIND_POOL;
+    pools[device].device = device;
+    return cuMemAllocFromPoolAsync(out, bytes, &pools[device], stream);
+}
 EXPORT CUresult cuMemFreeAsync(char* address, void* stream) {
     ENTER_WORK("cuMemFreeAsync");
     int device;

@@ -1,6 +1,6 @@
 """Makes tests/formats/data/triton: small kernels as each version of Triton compiles and keeps them.
 
-    python tests/formats/make_triton_data.py 3.6.0=/path/with/triton-3.6.0 …
+    python tests/formats/make_triton_data.py 3.6.0=/path/with/triton-3.6.0 fbtriton=/path/with/it …
 
 needs no GPU. Each version runs in a Python of its own with that folder in front of its path. Line
 information is left out, and paths of the machine are taken out of the texts.
@@ -8,6 +8,7 @@ information is left out, and paths of the machine are taken out of the texts.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -21,7 +22,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 KEPT = (".cubin", ".json", ".ttir")
 WITH_PTX = ("3.0.0", "3.6.0")
-PLAIN = ("3.0.0", "3.3.1", "3.6.0", "3.9.0")  # versions that also get matmul and cluster
+PLAIN = ("2.2.0", "3.0.0", "3.3.1", "3.6.0", "3.9.0")  # versions that also get matmul and cluster
 FP32 = {"x_ptr": "*fp32", "y_ptr": "*fp32", "out_ptr": "*fp32", "n": "i32", "BLOCK": "constexpr"}
 POINTERS = ("x_ptr", "y_ptr", "out_ptr")
 MATMUL = {
@@ -39,6 +40,11 @@ DESC = {
     "x_desc": "tensordesc<fp16[16,128]>", "out_ptr": "*fp16", "M": "i32", "N": "i32",
     "scale": "fp32", "BM": "constexpr", "BN": "constexpr",
 }  # fmt: skip
+TUPLES = {
+    "pair": ("*fp32", "*fp32"), "numbers": ("i32", ("fp32", "constexpr")), "out": "*fp32",
+    "BLOCK": "constexpr",
+}  # fmt: skip
+COPY = {"x_desc": "tensordesc<fp16[64,64]>", "y_desc": "tensordesc<fp16[64,64]>", "n": "i32"}
 TILE, WIDE = {"BM": 32, "BN": 32}, {"BM": 16, "BN": 128}
 
 
@@ -48,6 +54,10 @@ def kernels() -> dict[str, Any]:
     import triton.language as tl
 
     globals()["tl"] = tl
+    with contextlib.suppress(ImportError):
+        from triton.language.extra import tlx
+
+        globals()["tlx"] = tlx
 
     @triton.jit
     def add_kernel(x_ptr, y_ptr, out_ptr, n, BLOCK: tl.constexpr):
@@ -102,14 +112,36 @@ def kernels() -> dict[str, Any]:
         out = out_ptr + rows[:, None] * N + columns[None, :]
         tl.store(out, (value * scale).to(tl.float16), mask=mask)
 
-    return {
-        fn.__name__: fn
-        for fn in (add_kernel, matmul_kernel, cluster_kernel, scratch_kernel, desc_kernel)
-    }
+    @triton.jit
+    def tuple_kernel(pair, numbers, out, BLOCK: tl.constexpr):
+        offsets = tl.arange(0, BLOCK)
+        mask = offsets < numbers[0]
+        sums = tl.load(pair[0] + offsets, mask=mask) * numbers[1][0]
+        sums += tl.load(pair[1] + offsets, mask=mask) + numbers[1][1]
+        tl.store(out + offsets, sums, mask=mask)
+
+    @triton.jit
+    def tlx_copy(x_desc, y_desc, n, BM: tl.constexpr, BN: tl.constexpr):
+        row, column = tl.program_id(0) * BM, tl.program_id(1) * BN
+        buffer = tlx.local_view(tlx.local_alloc((BM, BN), tl.float16, 1), 0)
+        barrier = tlx.local_view(tlx.alloc_barriers(num_barriers=1, arrive_count=1), 0)
+        tlx.barrier_expect_bytes(barrier, BM * BN * 2)
+        tlx.async_descriptor_load(x_desc, buffer, [row, column], barrier)
+        tlx.barrier_wait(bar=barrier, phase=0)
+        tlx.async_descriptor_store(y_desc, buffer, [row, column])
+        tlx.async_descriptor_store_wait(0)
+
+    plain = (add_kernel, matmul_kernel, cluster_kernel, scratch_kernel, desc_kernel)
+    return {fn.__name__: fn for fn in (*plain, tuple_kernel, tlx_copy)}
 
 
 def jobs(version: str) -> Iterator[tuple[Any, ...]]:
     """(function, signature, constexprs, divisible by 16, options, compute capability)."""
+    if version == "fbtriton":
+        yield "tlx_copy", COPY, {"BM": 64, "BN": 64}, (), {"num_warps": 4}, 90
+        options = {"num_warps": 4, "ctas_per_cga": (2, 1, 1)}
+        yield "add_kernel", FP32, {"BLOCK": 256}, POINTERS, options, 90
+        return
     yield "add_kernel", FP32, {"BLOCK": 256}, (*POINTERS, "n"), {"num_warps": 4}, 90
     yield "add_kernel", FP32, {"BLOCK": 256}, POINTERS, {"num_warps": 2}, 80
     if version in PLAIN:
@@ -122,6 +154,9 @@ def jobs(version: str) -> Iterator[tuple[Any, ...]]:
         options = {"num_warps": 4}
         yield "desc_kernel", DESC, WIDE, ("out_ptr",), options, 90
         yield "desc_kernel", DESC, WIDE, (), options, 80
+        if version in ("3.6.0", "3.9.0"):
+            divisible = ((0, 0), (0, 1), "out")
+            yield "tuple_kernel", TUPLES, {"BLOCK": 64, (1, 1, 1): 3}, divisible, options, 90
         if version != "3.5.0":
             yield "scratch_kernel", SCRATCH, TILE, ("x_ptr", "out_ptr", "N"), options, 90
 
@@ -135,7 +170,8 @@ def compile_all(version: str, out: Path) -> None:
             compile_one(made[name], *job, capability)
             folder = out / version / ("sm80" if capability == 80 else "")
             folder.mkdir(parents=True, exist_ok=True)
-            kept = (*KEPT, ".ptx") if name == "add_kernel" and version in WITH_PTX else KEPT
+            with_ptx = name == "tlx_copy" or (name == "add_kernel" and version in WITH_PTX)
+            kept = (*KEPT, ".ptx") if with_ptx else KEPT
             for path in Path(cache).rglob(f"{name}.*"):
                 if path.suffix in kept:
                     (folder / path.name).write_bytes(without_paths(path))
@@ -146,13 +182,19 @@ def compile_one(
 ) -> None:
     """One kernel, in the words of this version of Triton."""
     import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     version = tuple(map(int, triton.__version__.split("+")[0].split(".")[:2]))
     index = fn.arg_names.index
     runtime = {name: kind for name, kind in signature.items() if kind != "constexpr"}
-    divisors = [index(name) for name in divisible]
+    divisors = [index(name) if isinstance(name, str) else name for name in divisible]
+    if version < (3, 0):
+        types = {index(name): kind for name, kind in runtime.items()}
+        constants = {index(name): value for name, value in constexprs.items()}
+        compile_before_3(version, fn, types, constants, divisors, options, capability)
+        return
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
     if version < (3, 2):
         from triton.compiler import AttrsDescriptor
 
@@ -169,9 +211,33 @@ def compile_one(
         attrs = AttrsDescriptor.from_dict({"arg_properties": properties, "cls": "AttrsDescriptor"})
         source = ASTSource(fn, runtime, constants=constexprs, attrs=attrs)
     else:
-        attrs = {(i,): [["tt.divisibility", 16]] for i in divisors}
+        paths = [i if isinstance(i, tuple) else (i,) for i in divisors]
+        attrs = {path: [["tt.divisibility", 16]] for path in paths}
         source = ASTSource(fn, signature, constexprs=constexprs, attrs=attrs)
     triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def compile_before_3(
+    version: Any, fn: Any, types: Any, constants: Any, divisors: Any, options: Any, capability: int
+) -> None:
+    """With Triton 2.1 to 2.3, whose launcher, made at the end, would need libcuda."""
+    import triton
+    from triton.compiler import compiler
+
+    compiler.make_stub = lambda *_, **__: ""
+    compiler.CompiledKernel = lambda *_: None
+    if version < (2, 3):
+        kind = triton.compiler.instance_descriptor
+        config = kind(divisible_by_16=divisors, equal_to_1=[])
+        given = {"signature": types, "constants": constants, "configs": [config], **options}
+        triton.compile(fn, cc=capability, **given)
+        return
+    from triton.compiler.backends import cuda
+
+    cuda.make_stub = compiler.make_stub
+    attrs = triton.compiler.AttrsDescriptor(divisible_by_16=divisors, equal_to_1=[])
+    source = compiler.ASTSource(fn, types, constants=constants, attrs=attrs)
+    triton.compile(source, target=("cuda", capability), options=options)
 
 
 def without_paths(path: Path) -> bytes:
@@ -181,7 +247,10 @@ def without_paths(path: Path) -> bytes:
     text = path.read_text()
     if path.suffix == ".json":
         found = json.loads(text)
-        found["extern_libs"] = [[k, Path(v).name] for k, v in found.get("extern_libs") or []]
+        if "extern_libs" in found:
+            # (name, path) each, in some versions with a digest after them.
+            libs = found["extern_libs"] or []
+            found["extern_libs"] = [[Path(str(part)).name for part in lib] for lib in libs]
         return json.dumps(found).encode()
     return re.sub(r'"(/[^"]*/)([^"/]+)"', r'"\2"', text).encode()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -124,18 +125,23 @@ def test_any_bytes_come_back(data: bytes, width: int, base: str) -> None:
         ("unsigned char a[] = {0x7f, 0x145};", "element 1 is 0x145, more than 1 bytes hold"),
         ("unsigned char a[] = {0x7f, -1};", "element 1 is '-1'"),
         ("unsigned char a[] = {09};", "element 0 is '09'"),
-        ("unsigned char a[9] = {0x7f, 0x45};", "declared with 9 elements and lists 2"),
-        ("unsigned char a[99999999999999999999] = {1};", "declared with 99999999999999999999"),
+        ("unsigned char a[9] = {0x7f, 0x45};", "declared with 9 bytes and lists 2, which are no"),
+        ("unsigned char a[1] = {0x7f, 0x45};", "declared with 1 elements and lists 2"),
+        (
+            "\n#define N 2\nchar a[N] = {1, 2, 3};",
+            "a (line 3) is declared with N elements",
+        ),
+        (array("a", CUBIN[:-9]).replace("[]", "[9999999]"), "no whole image: it was cut or edited"),
         (array("a", ELF) + "unsigned a_len = 400;", "a (line 1) has 4 bytes, and the file gives"),
         (array("a", ELF) + array("a", ELF + b"x"), "two different arrays are called a"),
         (array("a", ELF) + "int a_len = 010;", "4 bytes, and the file gives its length as 010"),
         (array("a", ELF) + "int a_len = 09;", "the file gives its length as 09"),
         (array("a", ELF) + f"int a_len = {'9' * 5000};", f"its length as {'9' * 24}:"),
-        ("unsigned char a[010] = {1, 2};", "declared with 010 elements and lists 2"),
+        ("unsigned char a[01] = {1, 2};", "declared with 01 elements and lists 2"),
         ("unsigned char a[08] = {1, 2};", "declared with 08 elements and lists 2"),
         (f"unsigned char a[] = {{{'9' * 5000}}};", f"element 0 is '{'9' * 24}', not a number"),
         ("unsigned char a[] = {0x7f'45};", 'element 0 is "0x7f\'45", not a number'),
-        ("unsigned char a[] = /* b[ */\n= {1};\n\nchar c[2] = {1};", "c (line 4)"),
+        ("unsigned char a[] = /* b[ */\n= {1};\n\nchar c[1] = {1, 2};", "c (line 4)"),
     ],
 )
 def test_damage_is_named(text: str, words: str) -> None:
@@ -144,9 +150,84 @@ def test_damage_is_named(text: str, words: str) -> None:
     assert words in str(caught.value)
 
 
+def triton_source(name: str, data: bytes, digits_an_element: int = 1) -> str:
+    """What surrounds the image in the sources that Triton's compile.py writes.
+
+    digits_an_element: before 3.0 the array is declared with the number of its hex digits, so
+    that C fills its second half with zeros.
+    """
+    listed = ", ".join(f"0x{byte:02x}" for byte in data)
+    return f"""
+#define CUDA_CHECK(ans) {{\\
+    check((ans), __FILE__, __LINE__);\\
+  }}\\
+
+static inline void check(CUresult code, const char *file, int line) {{
+    char err[1024] = {{0}};
+    printf("%s\\n", err);
+}}
+#define CUBIN_NAME {name}_cubin
+CUmodule {name}_mod = NULL;
+unsigned char CUBIN_NAME[{len(data) * digits_an_element}] = {{ {listed} }};
+CUresult {name}(CUstream stream, CUdeviceptr x, int n) {{
+    CUdeviceptr global_scratch = 0;
+    void *args[3] = {{ &x, &n, &global_scratch }};
+    unsigned int sizes[2] = {{ (n + 3) / 4, 1 }};
+}}
+"""
+
+
+@pytest.mark.parametrize("digits", [1, 2])
+def test_a_source_as_triton_writes_it(digits: int) -> None:
+    text = triton_source("add_785f2513_0d1d2", CUBIN, digits)
+    assert carray.loads(text) == {"add_785f2513_0d1d2_cubin": CUBIN}
+    two = text + triton_source("add_11111111_0d1d2", CUBIN[:-1] + b"\0", digits)
+    assert sorted(carray.loads(two)) == ["CUBIN_NAME"]  # one macro of two meanings says nothing
+    cut = triton_source("add_785f2513_0d1d2", CUBIN[: len(CUBIN) // 2], 2 * digits)
+    with pytest.raises(CubinCorruptError, match="no whole image: it was cut or edited"):
+        carray.loads(cut)
+
+
+@pytest.mark.parametrize("digits", [1, 2])
+def test_triton_s_own_template(digits: int) -> None:
+    """As the installed compile.py fills it, which needs an active GPU driver itself."""
+    found = pytest.importorskip("triton.tools", reason="the template is Triton's")
+    folder = Path(found.__path__[0]) / "extra/cuda"
+    names = re.findall(r"(?<!{){(\w+)}(?!})", (folder / "compile.c").read_text())
+    values = {
+        **dict.fromkeys(names, "1"),
+        "kernel_name": "add_785f2513_0d1d2",
+        "bin_size": len(CUBIN) * digits,
+        "bin_data": ", ".join(f"0x{byte:02x}" for byte in CUBIN),
+        "signature": "CUdeviceptr x, int32_t n",
+        "arg_pointers": "&x, &n, &global_scratch, &profile_scratch",
+        "num_args": 4,
+        "_placeholder": "",
+        "full_signature": "CUdeviceptr x, int32_t n",
+        "algo_info": "256_warps4xstages3",
+    }
+    text = (folder / "compile.c").read_text().format(**values)
+    assert carray.loads(text) == {"add_785f2513_0d1d2_cubin": CUBIN}
+    with pytest.raises(CubinNotFoundError, match="no integer array"):
+        carray.loads((folder / "compile.h").read_text().format(**values))
+
+
+def test_sizes_by_macros_that_the_file_defines() -> None:
+    size = f"#define SIZE BYTES\n#  define BYTES {len(CUBIN)}\n"
+    text = array("a", CUBIN).replace("[]", "[SIZE]")
+    assert carray.loads(size + text) == carray.loads(text) == {"a": CUBIN}
+    loop = "#define SIZE BYTES\n#define BYTES SIZE\n"
+    either = f"#ifdef A\n#define SIZE 1\n#else\n#define SIZE {len(CUBIN)}\n#endif\n"
+    assert carray.loads(loop + text) == carray.loads(either + text) == {"a": CUBIN}
+    with pytest.raises(CubinCorruptError, match=r"a \(line 2\) is declared with SIZE elements"):
+        carray.loads("#define SIZE 16\n" + text)
+
+
 @pytest.mark.parametrize(
     "others",
     [
+        "int wide[2][2] = {{1, 2}, {3, 4}}; char err[1024] = {0}; int m[2] = {FIRST, SECOND};",
+        "unsigned char table[4] = {1, 2, 3}; int big[1] = {0xfffffffff}; short n[3] = {-1, 1, 2};",
         "int n_size = face; int a_len = sizeof(a); int a_size = N;",
         "unsigned n_len = 0100; unsigned char macro[N] = {1}, product[2*3] = {1};",
         "int x[1] = {0}; struct s t = { .a = {1} }; a[0] = x[1] = 5;",

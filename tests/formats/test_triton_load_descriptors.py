@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import json
 import shutil
 import struct
 from collections.abc import Callable
@@ -10,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fakecuda import FakeCuda
-from triton_data import DATA, NEWEST, TensorDescriptor, hidden, numbers, words
+from triton_data import DATA, NEWEST, TLX, TensorDescriptor, hidden, numbers, words
 
 from kernel_hub import DeviceArray, TensorMap
-from kernel_hub.errors import ParamsError
+from kernel_hub.errors import LaunchConfigError, ParamsError
 from kernel_hub.formats import triton
 
 
@@ -108,8 +110,68 @@ def test_a_descriptor_where_only_sizes_are_known(fakecuda: FakeCuda, tmp_path: P
     x = DeviceArray.zeros((48, 256), "fp16")
     made = TensorMap.tiled(x, (16, 64), swizzle="128B")
     f = triton.load(tmp_path)
-    numbers = [np.int32(48), np.int32(256), np.int64(256), np.int64(1)]
-    f[1](made, *numbers, x, *numbers[:2], np.float32(0.5))
+    f[1](made, x, np.int32(48), np.int32(256), np.float32(0.5))
     params = fakecuda.launch().params
     assert params is not None
     assert (params[0], params[1], params[8]) == (made.raw, struct.pack("<i", 48), b"\0\0\0?")
+
+
+@pytest.mark.parametrize("suffix", [".ptx", None])
+def test_without_the_intermediate_form_the_metadata_tells_the_descriptors(
+    fakecuda: FakeCuda, tmp_path: Path, suffix: str | None
+) -> None:
+    """`tensordesc_meta` says which parameters are a descriptor's, where only sizes are known."""
+    path = TLX / "tlx_copy.cubin"
+    for kept in (".cubin", ".json", suffix):
+        if kept:
+            shutil.copy(path.with_suffix(kept), tmp_path)
+    f = triton.load(tmp_path)
+    assert [(a.name, len(a.divisors)) for a in f.arguments] == [
+        ("arg0", 5),
+        ("arg1", 5),
+        ("arg2", 1),
+    ]
+    assert f.arguments[0].element == "fp16"
+    x, out = (DeviceArray.zeros((64, 128), "fp16") for _ in range(2))
+    given = [TensorDescriptor(each, (64, 128), (64, 64)) for each in (x, out)]
+    f[(1, 2)](*given, ctypes.c_int(7))
+    loaded = fakecuda.launch().params
+    triton.load(TLX, "tlx_copy")[(1, 2)](*given, 7)
+    assert fakecuda.launch().params == loaded
+    f[1](TensorMap.tiled(x, (64, 64), swizzle="128B"), given[1], ctypes.c_int(0))
+    with pytest.raises(ParamsError, match=r"DeviceArray of fp32 .*; convert it to fp16"):
+        wide = DeviceArray.zeros((64, 128), "fp32")
+        f[1](TensorDescriptor(wide, (64, 128), (64, 64)), given[1], ctypes.c_int(7))
+
+
+def test_descriptors_without_a_tensor_map_are_null_in_the_metadata(
+    make_fakecuda: Callable[..., FakeCuda], tmp_path: Path
+) -> None:
+    """fbtriton keeps one entry a descriptor: null where it became a pointer and numbers."""
+    for kept in (".cubin", ".json", ".ttir"):
+        shutil.copy((NEWEST / "sm80/desc_kernel").with_suffix(kept), tmp_path)
+    file = tmp_path / "desc_kernel.json"
+    said = json.loads(file.read_text())
+    file.write_text(json.dumps({**said, "tensordesc_meta": [None]}))
+    fake = make_fakecuda(capability=(8, 0))
+    x, out = (DeviceArray.zeros((48, 256), "fp16") for _ in range(2))
+    declared = {
+        "x_desc": "tensordesc<fp16[16,128]>", "out": "*fp16", "M": "i32", "N": "i32",
+        "scale": "fp32",
+    }  # fmt: skip
+    for signature in (None, declared):
+        f = triton.load(tmp_path, signature=signature)
+        f[(3, 2)](TensorDescriptor(x, (48, 256), (16, 128)), out, 48, 256, 0.5)
+        assert fake.launch().params[:2] == words(x.ptr, 48)  # type: ignore[index]
+
+
+def test_clusters_that_group_the_blocks_of_a_grid(fakecuda: FakeCuda) -> None:
+    """TLX's ctas_per_cga: the grid counts blocks, where num_ctas makes a program a cluster."""
+    f = triton.load(TLX, "add_kernel")
+    assert f.metadata.cluster == f.spec.cluster == (2, 1, 1)
+    x = DeviceArray.zeros(1024, "fp32")
+    f[(4,)](x, x, x, 1000)
+    launch = fakecuda.launch()
+    assert (launch.gridDim, launch.attributes) == ((4, 1, 1), {})
+    with pytest.raises(LaunchConfigError, match="not a multiple of cluster"):
+        f[(3,)](x, x, x, 1000)

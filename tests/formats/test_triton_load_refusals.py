@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
+import ctypes
 import random
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ from typing import Any
 import pytest
 from fakecuda import FakeCuda
 from fakecuda.helpers import PROBE_CUBIN
-from triton_data import DATA, NEWEST
+from triton_data import DATA, NEWEST, copy, edit
+from triton_data import words as triton_words
 
-from kernel_hub import DeviceArray
+from kernel_hub import DeviceArray, Kernel
 from kernel_hub.errors import (
     CubinCorruptError,
     CubinNotFoundError,
@@ -24,25 +26,6 @@ from kernel_hub.errors import (
     ParamsError,
 )
 from kernel_hub.formats import triton
-
-
-def copy(name: str, to: Path, version: str = "3.9.0") -> Path:
-    """A kernel's files in a folder of their own; its json."""
-    for suffix in (".cubin", ".json", ".ttir"):
-        shutil.copy((DATA / version / name).with_suffix(suffix), to)
-    return to / f"{name}.json"
-
-
-def edit(path: Path, **fields: Any) -> None:
-    """Change fields of a json; `...` takes one out."""
-    found = json.loads(path.read_text())
-    for name, value in fields.items():
-        if value is ...:
-            del found[name]
-        else:
-            found[name] = value
-    path.write_text(json.dumps(found))
-
 
 # -- launches
 
@@ -145,103 +128,6 @@ def test_more_shared_memory_than_the_gpu_has(
     with pytest.raises(LaunchConfigError, match="sharedMemBytes=300000"):
         f[1](x, x, x, 16)
     assert fakecuda.launch_count == 0
-
-
-# -- metadata
-
-
-def target(**fields: Any) -> dict[str, Any]:
-    return {"backend": "cuda", "arch": 90, "warp_size": 32, **fields}
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"num_warps": "abc"}, "num_warps is 'abc'; expected an int"),
-        ({"num_warps": -1}, "num_warps is -1; expected 1 to 32"),
-        ({"num_warps": 10**9}, "num_warps is 1000000000"),
-        ({"num_warps": True}, "num_warps is True"),
-        ({"num_warps": 8}, "num_warps 8 means 256 threads a block; the cubin is compiled for"),
-        ({"num_warps": ...}, "has no 'num_warps'"),
-        ({"shared": -5}, "shared is -5"),
-        ({"shared": 1 << 40}, "shared is 1099511627776"),
-        ({"shared": 1.5}, "shared is 1.5"),
-        ({"shared": ...}, "has no 'shared'"),
-        ({"name": ...}, "has no 'name'"),
-        ({"name": 7}, "name is 7; expected a string"),
-        ({"name": "other_kernel"}, "json: name: no function 'other_kernel' in .*add_kernel.cubin"),
-        ({"name": "../../etc/passwd"}, "no function '../../etc/passwd'"),
-        ({"num_ctas": 2}, "num_ctas is 2, the cubin is compiled for clusters of 1"),
-        ({"num_ctas": 17}, "num_ctas is 17"),
-        ({"cluster_dims": [2, 1, 1]}, "num_ctas is 1: their product must be that"),
-        ({"cluster_dims": [1, 1]}, "expected three ints"),
-        ({"cluster_dims": [0, 1, 1]}, "cluster_dims"),
-        ({"target": ...}, "target is None"),
-        ({"target": []}, "target"),
-        ({"target": "cuda"}, "target"),
-        ({"target": target(backend="hip")}, "target: backend is 'hip'"),
-        ({"target": target(warp_size=64)}, "target: warp_size is 64"),
-        ({"target": target(arch=80)}, "target.arch is 80, the cubin is for sm_?90"),
-        ({"target": target(arch="sm_90")}, "target: arch is 'sm_90'"),
-        ({"global_scratch_size": -1}, "global_scratch_size is -1"),
-        ({"global_scratch_size": 1 << 60}, "global_scratch_size"),
-        ({"global_scratch_size": ...}, "takes 6 parameters; declared are 4 and 1"),
-        ({"global_scratch_align": 3}, "global_scratch_align is 3; a power of two"),
-        ({"profile_scratch_size": 64}, "profile_scratch_size is 64; .* Proton"),
-        ({"launch_pdl": 1}, "launch_pdl is 1; expected true or false"),
-        ({"launch_cooperative_grid": "no"}, "launch_cooperative_grid is 'no'"),
-        ({"tensordesc_meta": {}}, "tensordesc_meta is {}; a list"),
-        ({"tensordesc_meta": 7}, "tensordesc_meta is 7; a list"),
-        ({"tensordesc_meta": [7]}, r"tensordesc_meta\[0\] is 7; expected an object"),
-        ({"tensordesc_meta": [{}]}, r"tensordesc_meta\[0\] has no 'block_size'"),
-    ],
-)
-def test_hostile_metadata_is_named(tmp_path: Path, fields: dict[str, Any], words: str) -> None:
-    path = copy("add_kernel", tmp_path)
-    edit(path, **fields)
-    with pytest.raises(KernelHubError, match=words) as caught:
-        triton.load(path)
-    assert str(path) in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "words"),
-    [
-        ("swizzle", 4, "swizzle is 4"),
-        ("elem_size", 0, "elem_size is 0"),
-        ("elem_size", 4, "elem_size is 4, fp16 has another"),
-        ("elem_type", 8, "elem_type 8 is not known"),
-        ("elem_type", "f16", "elem_type is 'f16'"),
-        ("block_size", [16], r"block_size \[16\], the kernel takes rank 2"),
-        ("block_size", [16, 512], "block_size is .16, 512."),
-        ("block_size", [], "block_size is"),
-        ("fp4_padded", True, "fp4_padded is True"),
-        ("is_im2col", True, "is_im2col is True"),
-    ],
-)
-def test_hostile_descriptors_are_named(tmp_path: Path, field: str, value: Any, words: str) -> None:
-    path = copy("desc_kernel", tmp_path)
-    meta = json.loads(path.read_text())["tensordesc_meta"]
-    edit(path, tensordesc_meta=[{**meta[0], field: value}])
-    with pytest.raises(CubinCorruptError, match=words) as caught:
-        triton.load(path)
-    assert str(path) in str(caught.value)
-    edit(path, tensordesc_meta=[])
-    with pytest.raises(
-        CubinCorruptError, match="tensordesc_meta has 0 entries, desc_kernel takes 1"
-    ):
-        triton.load(path)
-
-
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", '"kernel"', "null", "7", "{}", "\0", "[" * 100_000, '{"name": NaN}']
-)
-def test_what_is_no_metadata(tmp_path: Path, text: str) -> None:
-    path = copy("add_kernel", tmp_path)
-    path.write_text(text)
-    with pytest.raises(CubinCorruptError, match=r"add_kernel\.json") as caught:
-        triton.load(path)
-    assert len(str(caught.value)) < 600
 
 
 # -- files
@@ -394,3 +280,61 @@ def test_arguments_from_a_collection_are_checked(found: Any, words: str) -> None
     with pytest.raises(CubinCorruptError, match=words) as caught:
         arguments_from_json(found, "manifest.json")
     assert "manifest.json" in str(caught.value)
+
+
+# -- opened as a plain Kernel
+
+
+def test_a_kernel_of_tritons_is_told_what_launches_it(
+    fakecuda: FakeCuda, x: DeviceArray, tmp_path: Path
+) -> None:
+    copy("add_kernel", tmp_path)
+    path = tmp_path / "add_kernel.cubin"
+    hint = r"formats\.triton\.load\(.*add_kernel\.cubin.\) knows its block"
+    with pytest.warns(RuntimeWarning, match=hint):
+        kernel = Kernel(str(path))
+    typed = {"add_kernel": "float* x, float* y, float* out, int n, void* a, void* b"}
+    with pytest.warns(RuntimeWarning, match=hint):
+        declared = Kernel(path, signatures=typed)
+    for given in (
+        (1, 128, 0, 0, [x, x, x]),
+        (1, 32, 0, 0, [x, x, x, ctypes.c_int(7), None, None]),
+        (1,),
+    ):
+        for function in (kernel.add_kernel, declared.add_kernel):
+            with pytest.raises((ParamsError, LaunchConfigError, TypeError), match=hint) as caught:
+                function(*given)
+            assert str(caught.value).count("formats.triton.load") == 1
+    assert fakecuda.launch_count == 0
+    declared.add_kernel(1, 128, 0, 0, [x, x, x, 7, None, None])  # whoever knows may
+    assert fakecuda.launch().params[:2] == triton_words(x.ptr, x.ptr)  # type: ignore[index]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        triton.load(path)[1](x, x, x, 16)
+        for text in ("{}", "[1]", "no json", '{"num_warps": 4}'):
+            path.with_suffix(".json").write_text(text)
+            Kernel(path)
+        path.with_suffix(".json").unlink()
+        Kernel(path)
+
+
+def test_a_refused_kernel_of_tritons_is_built_with_triton(
+    make_fakecuda: Callable[..., FakeCuda], tmp_path: Path
+) -> None:
+    make_fakecuda(capability=(8, 9))
+    copy("add_kernel", tmp_path)
+    path, x = tmp_path / "add_kernel.cubin", DeviceArray.zeros(16, "fp32")
+    with pytest.warns(RuntimeWarning):
+        plain = Kernel(path)
+    for launch in (
+        lambda: plain.load(),
+        lambda: triton.load(path)[1](x, x, x, 16),
+        lambda: triton.load(path).load(),
+    ):
+        with pytest.raises(CubinNotFoundError, match=r"build-triton .* --arch sm89") as caught:
+            launch()
+        assert "nvcc" not in str(caught.value)
+        assert caught.value.rejected.keys() == {"sm_90a"}
+    path.with_suffix(".json").unlink()
+    with pytest.raises(CubinNotFoundError, match="nvcc -cubin -arch=sm_89"):
+        Kernel(path).load()

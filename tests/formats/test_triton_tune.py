@@ -25,7 +25,8 @@ from kernel_hub.errors import (  # noqa: E402
     TableError,
 )
 from kernel_hub.formats import triton  # noqa: E402
-from kernel_hub.formats.triton import Problem, TritonFunction, Tuned, _tune  # noqa: E402
+from kernel_hub.formats.triton import Problem, TritonFunction, Tuned  # noqa: E402
+from kernel_hub.formats.triton.ahead import _tune  # noqa: E402
 from kernel_hub.tuning import Gpu  # noqa: E402
 
 BLOCKS = (128, 256, 512)

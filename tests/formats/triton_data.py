@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import struct
 from pathlib import Path
 from typing import Any
 
 DATA = Path(__file__).parent / "data/triton"
-VERSIONS = sorted(path.name for path in DATA.iterdir())
+TLX = DATA / "fbtriton"  # 3.7.4, with the extension TLX
+VERSIONS = sorted(path.name for path in DATA.iterdir() if path.name[0].isdigit())
 NEWEST = DATA / VERSIONS[-1]
 
 
@@ -29,3 +32,21 @@ class TensorDescriptor:
     def __init__(self, base: Any, shape: Any, block: Any, padding: str = "zero") -> None:
         self.base, self.shape, self.strides = base, list(shape), [shape[1], 1]
         self.block_shape, self.padding = list(block), padding
+
+
+def copy(name: str, to: Path, version: str = "3.9.0") -> Path:
+    """A kernel's files in a folder of their own; its json."""
+    for suffix in (".cubin", ".json", ".ttir"):
+        shutil.copy((DATA / version / name).with_suffix(suffix), to)
+    return to / f"{name}.json"
+
+
+def edit(path: Path, **fields: Any) -> None:
+    """Change fields of a json; `...` takes one out."""
+    found = json.loads(path.read_text())
+    for name, value in fields.items():
+        if value is ...:
+            del found[name]
+        else:
+            found[name] = value
+    path.write_text(json.dumps(found))

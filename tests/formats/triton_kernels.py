@@ -63,3 +63,36 @@ def matmul_kernel(
         sums += tl.dot(a, b)
     c_ptrs = c_ptr + rows[:, None] * N + columns[None, :]
     tl.store(c_ptrs, sums.to(tl.float16), mask=(rows[:, None] < M) & (columns[None, :] < N))
+
+
+@triton.jit
+def tuple_kernel(pair, numbers, out_ptr, stride, BLOCK: tl.constexpr):
+    offsets = tl.arange(0, BLOCK)
+    mask = offsets < numbers[0]
+    sums = tl.load(pair[0] + offsets, mask=mask) * numbers[1][0]
+    if numbers[1][1] is not None:
+        sums += tl.load(pair[1] + offsets, mask=mask) + numbers[1][1]
+    tl.store(out_ptr + offsets * stride, sums, mask=mask)
+
+
+@triton.jit
+def scale_kernel(x_ptr, bias_ptr, out_ptr, n, stride, scale, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < n
+    x = tl.load(x_ptr + offsets * stride, mask=mask) * scale
+    if bias_ptr is not None:
+        x += tl.load(bias_ptr + offsets, mask=mask)
+    tl.store(out_ptr + offsets * stride, x, mask=mask)
+
+
+@triton.jit
+def widths_kernel(out_ptr, a8, b16, c32, d64, e8, f16, g32, h64, BLOCK: tl.constexpr):
+    total = a8 + b16 + c32 + d64 + e8.to(tl.int64) + f16 + g32 + h64.to(tl.int64)
+    tl.store(out_ptr + tl.arange(0, BLOCK), total.to(tl.int64))
+
+
+@triton.jit
+def warps_kernel(x_ptr, out_ptr, num_warps: tl.constexpr, BLOCK: tl.constexpr):
+    # Reads the compiler's own option by its name, as Liger's sparsemax does.
+    offsets = tl.program_id(0) * BLOCK * num_warps + tl.arange(0, BLOCK * num_warps)
+    tl.store(out_ptr + offsets, tl.load(x_ptr + offsets) * num_warps)

@@ -19,7 +19,7 @@ from kernel_hub.formats import triton as formats_triton
 torch = pytest.importorskip("torch", reason="compares with torch")
 
 DATA = Path(__file__).resolve().parents[1] / "formats/data/triton"
-VERSIONS = sorted(path.name for path in DATA.iterdir())
+VERSIONS = sorted(path.name for path in DATA.iterdir() if path.name[0].isdigit())
 load = formats_triton.load
 
 
@@ -61,6 +61,39 @@ def test_add(version: str, n: int) -> None:
     f(-(-n // 256), stream=stream, params=[y, y, out, n])
     stream.synchronize()
     assert torch.equal(out[:n], y + y)
+
+
+@pytest.mark.parametrize("version", ["3.6.0", "3.9.0"])
+def test_tuples(version: str) -> None:
+    f = of_this_gpu("tuple_kernel", version)
+    x, y, out = noise(64), noise(64), torch.full((64,), torch.nan, device="cuda")
+    f[1]((x, y), (60, (2.5,)), out)
+    torch.testing.assert_close(out[:60], 2.5 * x[:60] + (y[:60] + 3))
+    assert out[60:].isnan().all()
+    f[1](x, y, 61, 0.0, out)
+    assert torch.equal(out[:61], y[:61] + 3)
+
+
+def test_descriptors_of_tlx() -> None:
+    """fbtriton's language extension: TMA by descriptors of the host, with and without its ttir."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kept kernel of fbtriton is for compute capability 9.0")
+    f = load(DATA / "fbtriton", "tlx_copy")
+    x, out = (noise(256, 192, dtype=torch.float16) for _ in range(2))
+    f[(4, 3)](TensorDescriptor(x, [64, 64]), TensorDescriptor(out, [64, 64]), 7)
+    assert torch.equal(out, x)
+
+
+def test_clusters_of_a_grid_s_blocks() -> None:
+    """TLX's ctas_per_cga: the grid counts blocks."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kept kernel of fbtriton is for compute capability 9.0")
+    f = load(DATA / "fbtriton", "add_kernel")
+    x, y, out = noise(4096), noise(4096), torch.full((4096,), torch.nan, device="cuda")
+    f[16](x, y, out, 4096)
+    assert torch.equal(out, x + y)
+    with pytest.raises(LaunchConfigError, match="multiple of cluster"):
+        f[15](x, y, out, 4096)
 
 
 @pytest.mark.parametrize("version", VERSIONS)

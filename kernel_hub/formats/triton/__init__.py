@@ -10,16 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ._cache import load
-    from ._collection import TritonCollection, collection
-    from ._compile import compile, compile_configs
     from ._function import TritonFunction
     from ._metadata import Metadata
     from ._signature import Argument
-    from ._tune import Problem, tune
-    from ._tuned import Tuned
+    from .ahead._collection import TritonCollection, collection
+    from .ahead._compile import compile, compile_configs
+    from .ahead._dispatch import Dispatcher
+    from .ahead._tune import Problem, tune
+    from .ahead._tuned import Tuned
 
 __all__ = [
     "Argument",
+    "Dispatcher",
     "Metadata",
     "Problem",
     "TritonCollection",
@@ -34,16 +36,17 @@ __all__ = [
 
 _MODULES = {
     "Argument": "_signature",
+    "Dispatcher": "ahead._dispatch",
     "Metadata": "_metadata",
-    "Problem": "_tune",
-    "TritonCollection": "_collection",
+    "Problem": "ahead._tune",
+    "TritonCollection": "ahead._collection",
     "TritonFunction": "_function",
-    "Tuned": "_tuned",
-    "collection": "_collection",
-    "compile": "_compile",
-    "compile_configs": "_compile",
+    "Tuned": "ahead._tuned",
+    "collection": "ahead._collection",
+    "compile": "ahead._compile",
+    "compile_configs": "ahead._compile",
     "load": "_cache",
-    "tune": "_tune",
+    "tune": "ahead._tune",
 }
 
 

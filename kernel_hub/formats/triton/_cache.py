@@ -11,18 +11,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..._image import open_file
 from ..._read import read_file
 from ...errors import CubinCorruptError, CubinNotFoundError, FunctionNotFoundError, ParamsError
 from ...kernel import Kernel
-from ._function import TritonFunction
+from ._function import TritonFunction, declared_of
 from ._metadata import Metadata
-from ._signature import (
-    Argument,
-    c_types,
-    read_ptx_arguments,
-    read_ttir,
-    with_signature,
-)
+from ._signature import Argument, c_types, read_ptx_arguments, with_signature
+from ._ttir import read_ttir
 
 _MAX_JSON_BYTES = 1 << 24
 _MAX_TEXT_BYTES = 1 << 28
@@ -36,7 +32,7 @@ def load(
     *,
     signature: str | Mapping[str, str] | None = None,
 ) -> TritonFunction:
-    """A kernel that Triton 3.0 or later has compiled, to be launched without Triton.
+    """A kernel that Triton 2.1 or later has compiled, to be launched without Triton.
 
     path: a folder of Triton's cache; a `.cubin`, or the `.json` beside it; the name of a folder in
         the cache ($TRITON_CACHE_DIR, else ~/.triton/cache), the kernel's hash in its json, or the
@@ -45,12 +41,14 @@ def load(
     signature: the declared arguments as for `triton.compile` (':16' is checked at launches, and so
         is what the files say); where it is not given they are read from the `.ttir` or `.ttgir`
         beside the cubin, else from the `.ptx`;
-        where none is there only sizes are known, and numbers are passed with their width
-        (`ctypes.c_int(3)`). Triton before 3.5 writes no argument names: they are arg0, arg1, …
+        where none is there only sizes and tensor descriptors are known, and numbers are passed with
+        their width (`ctypes.c_int(3)`). Triton before 3.5 writes no argument names: they are arg0,
+        arg1, …
 
     Returns: a TritonFunction, called with the declared run-time arguments. Nothing is loaded on a
-    GPU yet. Raises: CubinNotFoundError, CubinCorruptError, FunctionNotFoundError and ParamsError,
-    naming file and field.
+    GPU yet. Raises: CubinNotFoundError (also for what is whole but not launched here, such as a
+    kernel of Triton 2.0), CubinCorruptError, FunctionNotFoundError and ParamsError, naming file and
+    field.
 
         add = triton.load("~/.triton/cache/GTSCC6DQ…")
         add[(4,)](x, y, out, 1000)
@@ -59,7 +57,7 @@ def load(
     metadata = Metadata.from_json(
         read_file(cubin.with_suffix(".json"), _MAX_JSON_BYTES), str(cubin.with_suffix(".json"))
     )
-    plain = Kernel(cubin)
+    plain = _opened(cubin)
     if metadata.name not in plain:
         wrong = FunctionNotFoundError.among(metadata.name, plain, str(cubin))
         raise FunctionNotFoundError(f"{metadata.label}: name: {wrong}")
@@ -67,13 +65,22 @@ def load(
     if signature is not None:
         arguments = with_signature(arguments, signature, metadata)
     function = plain[metadata.name]
+    if arguments is None and metadata.maps:
+        arguments = declared_of(function.spec, metadata)
     if arguments is None:
         return TritonFunction.wrap(function, metadata)
     declared = {kind_name: kind for kind, kind_name in c_types(arguments, metadata)}
     # First with sizes alone, whose mismatch is explained with the json's fields.
     TritonFunction.wrap(function, metadata, arguments)
-    typed = Kernel(cubin, [metadata.name], signatures={metadata.name: declared})
+    typed = _opened(cubin, [metadata.name], {metadata.name: declared})
     return TritonFunction.wrap(typed[metadata.name], metadata, arguments)
+
+
+def _opened(cubin: Path, names: list[str] | None = None, signatures: Any = None) -> Kernel:
+    """The cubin as a Kernel, without the hint to come here instead."""
+    kernel = Kernel.__new__(Kernel)
+    kernel._offer(open_file(cubin), names, signatures, False)
+    return kernel
 
 
 def cache_folder() -> Path:

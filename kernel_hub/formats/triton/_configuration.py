@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,8 @@ _ELEMENTS = frozenset(
     ]
 )
 _TYPE = re.compile(r"(?:(?P<stars>\*{1,2})k?)?(?P<element>\w+)|tensordesc<(\w+)\[[\d,]+\](,.*)?>")
+# Constants inside of a tuple that are no numbers.
+_WORDS = {"none": None, "true": True, "false": False}
 _INT = re.compile(r"[+-]?\d{1,20}")
 _FLOAT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 
@@ -33,19 +35,21 @@ _FLOAT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 class Configuration:
     """One specialisation of a kernel.
 
-    signature: name -> type of the arguments that a launch passes, with the hint (`*fp16:16`).
-    constexprs: the values of the others. options: num_warps, num_stages and whatever else Triton's
-    compiler takes.
+    signature: name -> type of the arguments that a launch passes, with the hint (`*fp16:16`); of a
+    tuple the types in parentheses (`(*fp16:16,i32)`). constexprs: the values of the others.
+    options: num_warps, num_stages and whatever else Triton's compiler takes. declared: the
+    signature with the arguments that were said to equal one (`i32:1`), which constexprs has too.
     """
 
     signature: Mapping[str, str]
     constexprs: Mapping[str, Any]
     options: Mapping[str, Any]
+    declared: Mapping[str, str]
 
     def as_json(self) -> dict[str, Any]:
         """What a collection keeps of it."""
         return {
-            "signature": dict(self.signature),
+            "signature": dict(self.declared),
             "constexprs": {name: plain(value) for name, value in self.constexprs.items()},
             "options": {name: plain(value) for name, value in self.options.items()},
         }
@@ -89,11 +93,15 @@ def configuration(
         _known(function, name, names, "constexprs")
     given = _by_name(function, names, signature, constants, must_be_constant)
     types: dict[str, str] = {}
+    ones: dict[str, str] = {}
     for name, text in given.items():
         _known(function, name, names, "signature")
-        kind, value = entry(f"{function}: signature of {name!r}", text)
+        where = f"{function}: signature of {name!r}"
+        kind, value = (tuple_text(where, text), None) if is_tuple(text) else entry(where, text)
         if kind == "":
             _constant(function, name, value, constants)
+            if text.endswith(":1"):
+                ones[name] = text.replace(" ", "")
         elif kind != "constexpr":
             types[name] = kind
     for name in names:
@@ -118,6 +126,7 @@ def configuration(
         {name: types[name] for name in names if name in types},
         {name: constants[name] for name in names if name in constants},
         dict(options),
+        {name: {**types, **ones}[name] for name in names if name in types or name in ones},
     )
 
 
@@ -176,6 +185,47 @@ def split(text: str) -> list[str]:
             parts[-1] += char
     parts = [part.strip() for part in parts]
     return [] if parts == [""] else parts
+
+
+def is_tuple(given: object) -> bool:
+    """Whether an entry of a signature is a tuple: of Python, or in parentheses."""
+    return isinstance(given, (tuple, list)) or (isinstance(given, str) and given.strip()[:1] == "(")
+
+
+def tuple_text(where: str, given: Any) -> str:
+    """A tuple of types as text, checked: '(*fp32:16,(i32,3))'."""
+    if not is_tuple(given):
+        if given is None or isinstance(given, (bool, int, float)):
+            return str(given).lower()
+        text = str(given).replace(" ", "")
+        if text not in _WORDS:
+            kind, _ = entry(where, text)
+            if kind == "constexpr":
+                raise ParamsError(f"{where}: in a tuple a constant is given by its value: (i32, 3)")
+        return text
+    if isinstance(given, str):
+        given = given.strip()
+        if given[-1] != ")":
+            raise ParamsError(f"{where} is {given!r:.80}: a tuple ends with ')'")
+        given = split(given[1:-1].rstrip().removesuffix(","))
+    if not given:
+        raise ParamsError(f"{where}: an empty tuple has no types")
+    parts = [tuple_text(where, item) for item in given]
+    return f"({','.join(parts)}{',' if len(parts) == 1 else ''})"
+
+
+def leaves(name: str, text: str) -> Iterator[tuple[tuple[int, ...], str, str, Any]]:
+    """(path, name, type with its hint or '', value of a constant) of each element of an argument.
+
+    A plain argument is one, with an empty path; the elements of `x` are called x.0, x.1.0, …
+    """
+    if not is_tuple(text):
+        kind, value = ("", _WORDS[text]) if text in _WORDS else entry(name, text)
+        yield (), name, kind, value
+        return
+    for i, part in enumerate(split(text[1:-1].removesuffix(","))):
+        for path, leaf, kind, value in leaves(f"{name}.{i}", part):
+            yield (i, *path), leaf, kind, value
 
 
 def entry(where: str, text: object) -> tuple[str, Any]:

@@ -16,19 +16,20 @@ from ... import tensors
 from ..._bound import BoundLaunch
 from ..._codegen import torch_names
 from ..._function import KernelFunction
+from ..._image import FunctionSpec
 from ..._launch import DeviceFunction, is_blocking
 from ..._native import Fixed, Launcher
 from ..._native import available as native_available
 from ...ctypes_table import type_info
-from ...errors import CubinCorruptError, ParamsError
-from ...params import ordered
+from ...errors import CubinCorruptError, LaunchConfigError, ParamsError
+from ...params import wrong_count
 from . import _scratch
-from ._launcher import blocks, generate
+from ._grid import Grid
+from ._launcher import blocks, generate, integer
 from ._metadata import Metadata
-from ._signature import Argument, c_types
+from ._signature import TENSOR_MAP_BYTES, Argument, c_types, of_sizes
 
 _MAX_GRIDS = 64
-_TENSOR_MAP_BYTES = 128
 
 
 class TritonFunction(KernelFunction):
@@ -42,8 +43,9 @@ class TritonFunction(KernelFunction):
     blockDim, sharedMemBytes: known from the metadata; where given they must be that. stream: None
     (torch's current stream, else the legacy default), an int handle, or a torch, CuPy or cuda.core
     stream. params: the run-time arguments (no constexprs, no arguments equal to 1 that Triton
-    folded away) as a sequence, or a dict by name. options: those of a KernelFunction; cluster,
-    cooperative and programmatic are the kernel's own.
+    folded away) as a sequence, or a dict by name; for a tuple argument a tuple less its constants,
+    or its elements one by one. options: those of a KernelFunction; cluster, cooperative and
+    programmatic are the kernel's own.
 
     Scratch memory is allocated for each launch, in stream order. Raises ParamsError,
     LaunchConfigError, TensorError, CubinNotFoundError, CudaDriverError.
@@ -52,6 +54,7 @@ class TritonFunction(KernelFunction):
     metadata: Metadata
     arguments: tuple[Argument, ...]
     constexprs: Mapping[str, Any]
+    grid: Grid | None
     _inner: KernelFunction
     _names: dict[str, Any]  # of the generated launcher
     _grids: dict[Any, Any]
@@ -63,20 +66,20 @@ class TritonFunction(KernelFunction):
         metadata: Metadata,
         arguments: Sequence[Argument] | None = None,
         constexprs: Mapping[str, Any] | None = None,
+        grid: Grid | None = None,
     ) -> TritonFunction:
         """`function` (of a Kernel, by name) as the Triton kernel that `metadata` describes.
 
         arguments: the declared ones; None where only sizes are known. constexprs: the values it was
-        compiled with, kept under that name. Raises ParamsError where the arguments do not fit the
-        function, CubinCorruptError where the metadata does not.
+        compiled with, kept under that name; grid: what `run` launches. Raises ParamsError where the
+        arguments do not fit the function, CubinCorruptError where the metadata does not.
         """
         spec = function.spec
         where = metadata.label
         if isinstance(function, TritonFunction) or spec.params is None:
             raise ParamsError(f"{where}: {spec.name} is no plain function with known parameters")
         if arguments is None:
-            declared = spec.params[: max(0, len(spec.params) - metadata.num_hidden)]
-            arguments = [Argument(param.name, None) for param in declared]
+            arguments = declared_of(spec, metadata)
         arguments = tuple(arguments)
         _check_fit(function, metadata, arguments)
         names = generate(function, metadata, arguments)
@@ -86,6 +89,7 @@ class TritonFunction(KernelFunction):
         self._inner, self._kernel, self._lock = function, function._kernel, function._lock
         self.metadata, self.arguments = metadata, arguments
         self.constexprs = dict(constexprs or {})
+        self.grid = grid
         self._launch, self._native, self._armed = launch, None, False
         names["arm"] = partial(_arm, weakref.ref(self))
         self._states, self._grids = function._states, {}
@@ -115,6 +119,27 @@ class TritonFunction(KernelFunction):
                     self._grids.clear()
                 self._grids[grid] = run
         return run
+
+    def run(self, *params: Any, stream: Any = None, **named: Any) -> None:
+        """`f[grid](*params)` with the grid that was kept with the kernel (`compile(grid=…)`)."""
+        values = self._names["by_name"](params, named)
+        self[self.programs(values)](*values, stream=stream)
+
+    def programs(self, values: Sequence[Any]) -> tuple[int, int, int]:
+        """What the kept grid is for these run-time arguments. Raises LaunchConfigError."""
+        if self.grid is None:
+            raise LaunchConfigError(
+                f"{self.name}: no grid was kept with it: launch f[grid](…), or build it with one "
+                "(compile(grid=…), kernel-hub build-triton --grid)"
+            )
+        expected = self._names["expected"]
+        if len(values) != len(expected):
+            raise wrong_count(values, expected)
+        sizes = {name: int(v) for name, v in self.constexprs.items() if isinstance(v, int)}
+        for param, value in zip(expected, values, strict=True):
+            if param.name in self.grid.names:
+                sizes[param.name] = integer(value, f"{param.name} of {self.name}")
+        return self.grid(sizes)
 
     @property
     def __signature__(self) -> Any:
@@ -151,7 +176,7 @@ class TritonFunction(KernelFunction):
         options = names["settle"](blockDim, sharedMemBytes, options)
         values = None
         if params is not None or not self.arguments:
-            values = names["expanded"](ordered(() if params is None else params, names["expected"]))
+            values = names["expanded"](names["ordered"](() if params is None else params))
             values += _scratch.bound(self._inner, metadata, gridDim, stream, values)
         shape = (gridDim, (metadata.block_threads, 1, 1), metadata.shared_bytes, stream)
         return BoundLaunch._make(self, *shape, values, options)
@@ -217,6 +242,13 @@ def _call_signature(
 ) -> None: ...
 
 
+def declared_of(spec: FunctionSpec, metadata: Metadata) -> tuple[Argument, ...]:
+    """The arguments of a cubin's function of which only sizes are known."""
+    params = spec.params or ()
+    declared = params[: max(0, len(params) - metadata.num_hidden)]
+    return of_sizes([(None, param.size_bytes) for param in declared], metadata)
+
+
 def _check_fit(
     function: KernelFunction, metadata: Metadata, arguments: tuple[Argument, ...]
 ) -> None:
@@ -259,9 +291,9 @@ def _check_fit(
             f"{where}: num_ctas is {metadata.num_ctas}, the cubin is compiled for clusters of "
             f"{spec.cluster or 1}"
         )
-    maps = sum(param.size_bytes == _TENSOR_MAP_BYTES for param in found)
-    if maps != len(metadata.descriptors):
+    maps = sum(param.size_bytes == TENSOR_MAP_BYTES for param in found)
+    if maps != len(metadata.maps):
         raise CubinCorruptError(
-            f"{where}: tensordesc_meta has {len(metadata.descriptors)} entries, {spec.name} takes "
+            f"{where}: tensordesc_meta has {len(metadata.maps)} entries, {spec.name} takes "
             f"{maps} TMA descriptors"
         )

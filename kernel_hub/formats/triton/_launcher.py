@@ -22,6 +22,7 @@ from . import _scratch
 from ._descriptor import Encoded, Expander, not_divisible
 from ._metadata import Metadata
 from ._signature import Argument, c_type
+from ._tuples import Tuples
 
 _PORTABLE_CLUSTER = 8
 
@@ -51,7 +52,8 @@ def _namespace(
     fixed = _fixed_options(metadata, function)
     expected: list[Param] = []
     names: dict[str, Any] = {}
-    maps = iter(metadata.descriptors)
+    maps = iter(metadata.maps)
+    tuples = Tuples([argument.name for argument in arguments])
     position = 0
     for i, argument in enumerate(arguments):
         if argument.is_descriptor:
@@ -66,10 +68,11 @@ def _namespace(
         "FIXED": fixed,
         "inner": function,
         "expected": tuple(expected),
-        "ordered": ordered,
+        "ordered": partial(_ordered, tuples, expected),
+        "flat": tuples.flat,
         "wrong_count": wrong_count,
         "settle": partial(settle, metadata, fixed),
-        "by_name": partial(_by_name, expected),
+        "by_name": partial(by_name, tuples, expected),
         "check_each": partial(_check_each, arguments, expected, metadata.label),
         "with_scratch": partial(_scratch.launch, function, metadata),
         "one_device": partial(_one_device, function, metadata.label),
@@ -106,9 +109,11 @@ def _shown(index: int, argument: Argument, param: Param) -> Param:
 
 def _source(arguments: tuple[Argument, ...], metadata: Metadata, *, fixed: bool) -> str:
     names = [f"a{i}" for i in range(len(arguments))]
+    tuples = ["params = flat(params)"] if any("." in a.name for a in arguments) else []
     unpack = ["if params:", "    raise wrong_count(params, expected)"]
     if names:
         unpack = [
+            *tuples,
             "try:",
             f"    {', '.join(names)}, = params",
             "except ValueError:",
@@ -121,7 +126,7 @@ def _source(arguments: tuple[Argument, ...], metadata: Metadata, *, fixed: bool)
         with_options = without = f"with_scratch(gridDim, stream, ({values}), options)"
     launch = [
         "if type(params) is not tuple and type(params) is not list:",
-        "    params = ordered(params, expected)",
+        "    params = ordered(params)",
         *unpack,
         "if blockDim is not None or sharedMemBytes is not None or options:",
         "    options = settle(blockDim, sharedMemBytes, options)",
@@ -254,14 +259,22 @@ def blocks(grid: Any, metadata: Metadata) -> tuple[int, int, int] | None:
         raise LaunchConfigError(f"grid={grid!r} of {where}: 0 or more")
     if 0 in (x, y, z):
         return None
-    of_x, of_y, of_z = metadata.cluster or (1, 1, 1)
+    of_x, of_y, of_z = metadata.program_blocks
     return x * of_x, y * of_y, z * of_z
 
 
-def _by_name(
-    expected: Sequence[Param], given: tuple[Any, ...], named: Mapping[str, Any]
+def _ordered(tuples: Tuples, expected: Sequence[Param], params: Any) -> Sequence[Any]:
+    """A dict's values in the order of the arguments, anything else as a sequence."""
+    named = isinstance(params, Mapping) and tuples.any
+    return ordered(tuples.by_name(params) if named else params, expected)
+
+
+def by_name(
+    tuples: Tuples, expected: Sequence[Param], given: Sequence[Any], named: Mapping[str, Any]
 ) -> Sequence[Any]:
     """Positional and named arguments of `f[grid](…)` in order."""
+    if tuples.any:
+        given, named = tuples.flat(given), tuples.by_name(named)
     first = [param.name for param in expected[: len(given)]]
     if twice := [name for name in first if name in named]:
         raise ParamsError(f"{', '.join(twice)} given by position and by name")
@@ -278,15 +291,24 @@ def _check_each(
         divisor = argument.divisors[0]
         if argument.is_descriptor or divisor == 1:
             continue
-        number = _number(value)
-        if number is not None and number % divisor:
+        found = value_of(value)
+        if found is not None and found % divisor:
             text = not_divisible(
-                where, param.index, argument.name, number, divisor, address=param.is_pointer
+                where, param.index, argument.name, found, divisor, address=param.is_pointer
             )
             raise ParamsError(text)
 
 
-def _number(value: Any) -> int | None:
+def integer(value: Any, what: str) -> int:
+    """The whole number that an argument is. Raises ParamsError, which begins with `what`."""
+    try:
+        return operator.index(getattr(value, "value", value))
+    except TypeError:
+        found = f"{what} is {value!r:.80}"
+        raise ParamsError(f"{found}: a whole number, as the grid names it") from None
+
+
+def value_of(value: Any) -> int | None:
     """An array's address or an integer's value; None for what the kernel itself will refuse."""
     try:
         # First: an array of one integer is taken for that integer by `operator.index`.

@@ -1,40 +1,46 @@
 """The declared run-time arguments of a Triton kernel: names, types, divisibility it relies on.
 
-Read from the `.ttir`, else the `.ptx`, or given by the caller; knows nothing of launches.
+Read by `_ttir`, from the `.ptx` or a manifest, or given by the caller; knows nothing of launches.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ...cubin import read_ptx
 from ...errors import CubinCorruptError, ParamsError
-from ._configuration import entry, split
-from ._metadata import Metadata
+from ._configuration import entry, is_tuple, leaves, split, tuple_text
+from ._metadata import Descriptor, Metadata
 
 HIDDEN = ("global_scratch", "profile_scratch")
-# Element types: Triton's name -> C's. MLIR has integers without a sign.
-_SCALARS = {
+# Element types: Triton's name -> C's.
+SCALARS = {
     "i1": "bool", "i8": "int8_t", "i16": "int16_t", "i32": "int", "i64": "int64_t",
     "u1": "bool", "u8": "uint8_t", "u16": "uint16_t", "u32": "uint32_t", "u64": "uint64_t",
     "fp16": "__half", "bf16": "__nv_bfloat16", "fp32": "float", "f32": "float", "fp64": "double",
 }  # fmt: skip
-_POINTEES = {**_SCALARS, "fp8e4nv": "__nv_fp8_e4m3", "fp8e5": "__nv_fp8_e5m2"}
-_MLIR = {"f16": "fp16", "f32": "fp32", "f64": "fp64", "f8E4M3FN": "fp8e4nv", "f8E5M2": "fp8e5"}
+_POINTEES = {**SCALARS, "fp8e4nv": "__nv_fp8_e4m3", "fp8e5": "__nv_fp8_e5m2"}
 _PTX = {".u32": "i32", ".f32": "fp32", ".f64": "fp64"}
+# PTX's number of a TMA element type; bytes and halfwords may be of several.
+_TMA_ELEMENTS = {
+    2: "u32",
+    3: "i32",
+    4: "u64",
+    5: "i64",
+    6: "fp16",
+    7: "fp32",
+    9: "fp64",
+    10: "bf16",
+}
+TENSOR_MAP_BYTES = 128
 UNKNOWN = "struct unknown"  # a size without a type
 
-_ARGUMENT = re.compile(r"%([\w.$-]+)\s*:\s*")
-_NAMED = re.compile(r'loc\("([A-Za-z_][\w.]*)"[(\s)]')
-_DIVISOR = re.compile(r"tt\.divisibility\s*=\s*([^\s:,}]*)")
-_POINTER = re.compile(r"!tt\.ptr<([\w!.<>]+?)(?:,\s*\d+)?>")
-_TENSORDESC = re.compile(r"!tt\.tensordesc<(?:tensor<)?((?:\d+x){1,5})(\w+)[\w\s#,=.]*>{1,2}")
 _DECLARED_DESC = re.compile(r"tensordesc<(\w+)\[([\d,\s]*)\][\w\s,<>=.]*>")
-_MAX_ARGUMENTS = 1024
-_MAX_DIVISOR = 1 << 20
+MAX_ARGUMENTS = 1024
+MAX_DIVISOR = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -81,7 +87,7 @@ def c_type(kind: str | None) -> str:
         return (
             _POINTEES.get(kind[1:].removeprefix("k"), "void") + "*"
         )  # *k: what it points to is const
-    return _SCALARS.get(kind, UNKNOWN)
+    return SCALARS.get(kind, UNKNOWN)
 
 
 def c_types(arguments: Sequence[Argument], metadata: Metadata) -> list[tuple[str, str]]:
@@ -125,144 +131,6 @@ def descriptor_rank(parts: Sequence[str]) -> int:
     return sum(part == "i32" for part in parts)
 
 
-# -- the .ttir
-
-
-def read_ttir(text: str, function: str, label: str) -> tuple[Argument, ...]:
-    """The arguments of `function` in Triton's own intermediate form.
-
-    Names are there from Triton 3.5 on, before that they are arg0, arg1, …
-    Raises CubinCorruptError naming `label` where there is no such function or its list is damaged.
-    """
-    start = re.search(rf"tt\.func\s+public\s+@\"?{re.escape(function)}\"?\s*\(", text)
-    if start is None:
-        raise CubinCorruptError(f"{label} has no public function {function!r}")
-    flat: list[tuple[str | None, str, int]] = []
-    for item in _split(text, start.end(), f"{label}: {function}"):
-        match = _ARGUMENT.match(item)
-        if match is None or len(flat) == _MAX_ARGUMENTS:
-            raise CubinCorruptError(f"{label}: argument {len(flat)} of {function}: {item[:60]!r}")
-        kind = _read_type(item[match.end() :])
-        if kind is None:
-            raise CubinCorruptError(
-                f"{label}: argument {len(flat)} of {function} has a type that is not known here: "
-                f"{item[match.end() : match.end() + 60]!r}"
-            )
-        named = _NAMED.search(item)
-        assumed = _DIVISOR.search(item)
-        said = assumed[1] if assumed else "1"
-        divisor = int(said) if re.fullmatch(r"\d{1,9}", said) else 0
-        if not _is_divisor(divisor):
-            raise CubinCorruptError(
-                f"{label}: argument {len(flat)} of {function}: tt.divisibility is {said:.40}; "
-                f"expected a power of two up to {_MAX_DIVISOR:,}"
-            )
-        flat.append((named[1] if named else None, kind, divisor))
-    return tuple(_group(flat))
-
-
-def _is_divisor(value: object) -> bool:
-    return type(value) is int and 1 <= value <= _MAX_DIVISOR and not value & (value - 1)
-
-
-def _split(text: str, at: int, where: str) -> list[str]:
-    """The comma-separated items up to the parenthesis that ends the list."""
-    items: list[str] = []
-    depth, start, quoted = 0, at, False
-    for position in range(at, min(len(text), at + (1 << 20))):
-        char = text[position]
-        if char == '"':
-            quoted = not quoted
-        elif quoted:
-            continue
-        elif char in "([{<":
-            depth += 1
-        elif char in ")]}>":
-            if char == ")" and depth == 0:
-                last = text[start:position].strip()
-                return [*items, last] if last else items
-            depth -= 1
-        elif char == "," and depth == 0:
-            items.append(text[start:position].strip())
-            start = position + 1
-    raise CubinCorruptError(f"{where}: its list of arguments has no end")
-
-
-def _read_type(text: str) -> str | None:
-    """An MLIR type as Triton spells it; None for one that is not known."""
-    if match := _TENSORDESC.match(text):
-        block = match[1].rstrip("x").replace("x", ",")
-        return f"tensordesc<{_MLIR.get(match[2], match[2])}[{block}]>"
-    if match := _POINTER.match(text):
-        return "*" + _MLIR.get(match[1], match[1])
-    match = re.match(r"\w+", text)
-    kind = _MLIR.get(match[0], match[0]) if match else ""
-    return kind if kind in _SCALARS else None
-
-
-def _group(flat: Sequence[tuple[str | None, str, int]]) -> list[Argument]:
-    """The flat list with the parts of each tensor descriptor put together, names made unique."""
-    found: list[Argument] = []
-    at = 0
-    while at < len(flat):
-        name, kind, divisor = flat[at]
-        parts = _descriptor_at(flat, at)
-        if parts is not None:
-            size = len(parts)
-            declared = kind if kind.startswith("tensordesc") else f"tensordesc<{kind[1:]}[]>"
-            divisors = tuple(item[2] for item in flat[at : at + size])
-            found.append(Argument(name or f"arg{len(found)}", declared, divisors, parts))
-        else:
-            size = 1
-            found.append(Argument(name or f"arg{len(found)}", kind, (divisor,)))
-        at += size
-    return _unique(found)
-
-
-def _descriptor_at(flat: Sequence[tuple[str | None, str, int]], at: int) -> tuple[str, ...] | None:
-    """The parts of the descriptor that begins at `at`, or None where none does."""
-    name, kind = flat[at][:2]
-    if not kind.startswith("tensordesc"):
-        # Without TMA a descriptor is a pointer and numbers that all bear its name; names are what
-        # tells it from a pointer with such numbers after it.
-        if name is None or not kind.startswith("*"):
-            return None
-        first, ranks = kind, list(range(1, 6))
-    else:
-        first, ranks = "nvTmaDesc", [kind.count(",") + 1]
-    follows = [item[1] for item in flat[at + 1 : at + 64]]
-    same = 0
-    for other, _, _ in flat[at + 1 :]:
-        if name is not None and other != name and not (other or "").startswith(name + "."):
-            break
-        same += 1
-    for rank in ranks:
-        for num_flags in (0,) if first == "nvTmaDesc" else (2, 1, 0):
-            parts = descriptor_parts(first, rank, num_flags)
-            if len(parts) - 1 <= same and tuple(follows[: len(parts) - 1]) == parts[1:]:
-                return parts
-    return None
-
-
-def _unique(arguments: list[Argument]) -> list[Argument]:
-    """Elements of a tuple argument bear one name: they become name.0, name.1, …"""
-    counts: dict[str, int] = {}
-    for argument in arguments:
-        counts[argument.name] = counts.get(argument.name, 0) + 1
-    seen: dict[str, int] = {}
-    named = []
-    for argument in arguments:
-        name = argument.name
-        if counts[name] > 1:
-            seen[name] = seen.get(name, -1) + 1
-            argument = replace(argument, name=f"{name}.{seen[name]}")
-        named.append(argument)
-    return named
-
-
-# -- other sources
-
-
 def read_ptx_arguments(
     text: str | bytes, function: str, metadata: Metadata, label: str
 ) -> tuple[Argument, ...]:
@@ -274,8 +142,31 @@ def read_ptx_arguments(
     if params is None:
         raise CubinCorruptError(f"{label} has no function {function!r}")
     declared = params[: max(0, len(params) - metadata.num_hidden)]
-    kinds = [_PTX.get(param.type) for param in declared]
-    return tuple(Argument(f"arg{i}", kind) for i, kind in enumerate(kinds))
+    return of_sizes([(_PTX.get(param.type), param.size_bytes) for param in declared], metadata)
+
+
+def of_sizes(flat: Sequence[tuple[str | None, int]], metadata: Metadata) -> tuple[Argument, ...]:
+    """Arguments of the cubin's (type or None, bytes) each, the hidden ones left out.
+
+    `tensordesc_meta` tells which of them are the parts of a host tensor descriptor.
+    """
+    maps, found, at = iter(metadata.maps), list[Argument](), 0
+    while at < len(flat):
+        kind, size_bytes = flat[at]
+        meta = next(maps, None) if size_bytes == TENSOR_MAP_BYTES else None
+        rank = len(meta.block) if meta else 0
+        parts = descriptor_parts("nvTmaDesc", rank, 0) if meta else ()
+        sizes = [TENSOR_MAP_BYTES, *(4,) * rank, *(8,) * rank]
+        name = f"arg{len(found)}"
+        if meta and [size for _, size in flat[at : at + len(parts)]] == sizes:
+            # The tile may be narrower than the block that the kernel was written for.
+            kind = f"tensordesc<{_TMA_ELEMENTS.get(meta.elem_type, 'void')}[]>"
+            found.append(Argument(name, kind, (1,) * len(parts), parts))
+            at += len(parts)
+        else:
+            found.append(Argument(name, kind))
+            at += 1
+    return tuple(found)
 
 
 def with_signature(
@@ -289,9 +180,10 @@ def with_signature(
     declared = _declared(arguments, signature)
     divisors = [item for argument in arguments or () for item in argument.divisors]
     found, at = [], 0
+    metas = iter(metadata.descriptors)
     for name, text in declared.items():
         kind, _, hint = text.partition(":")
-        parts = _declared_parts(name, kind, metadata)
+        parts = _declared_parts(name, kind, metas, metadata)
         size = max(1, len(parts))
         assumed = divisors[at : at + size] if arguments is not None else [1] * size
         least = int(hint or 1)
@@ -318,32 +210,43 @@ def _declared(arguments: Sequence[Argument] | None, signature: Any) -> dict[str,
             f"signature is a {type(signature).__name__}; expected a text such as '*fp16:16,i32' or "
             "a dict name -> type"
         )
-    kinds = {
-        name: entry(f"signature[{name!r}]", text)[0] for name, text in found if text is not None
-    }
+    kinds: dict[str, str] = {}
+    for name, text in found:
+        if is_tuple(text):
+            text = tuple_text(f"signature[{name!r}]", text)
+            kinds |= {leaf: kind for _, leaf, kind, _ in leaves(str(name), text)}
+        elif text is not None:
+            kinds[str(name)] = entry(f"signature[{name!r}]", text)[0]
     kinds = {name: kind for name, kind in kinds.items() if kind not in ("", "constexpr")}
     if not isinstance(signature, str):
-        return {str(name): kind for name, kind in kinds.items()}
+        return kinds
     names = [argument.name for argument in arguments or ()]
     if len(names) != len(kinds):  # the caller says what is wrong
         names = [f"arg{i}" for i in range(len(kinds))]
     return dict(zip(names, kinds.values(), strict=True))
 
 
-def _declared_parts(name: str, kind: str, metadata: Metadata) -> tuple[str, ...]:
+def _declared_parts(
+    name: str, kind: str, metas: Iterator[Descriptor | None], metadata: Metadata
+) -> tuple[str, ...]:
     if match := _DECLARED_DESC.fullmatch(kind):
         rank = match[2].count(",") + 1
-        if metadata.descriptors:
+        if next(metas, None) is not None:
             return descriptor_parts("nvTmaDesc", rank, 0)
         version = [int(part) for part in re.findall(r"\d+", metadata.triton_version or "")[:2]]
         num_flags = 2 if version >= [3, 7] else 1 if version >= [3, 5] else 0
         return descriptor_parts("*" + match[1], rank, num_flags)
-    if not kind.startswith("*") and kind not in _SCALARS:
+    if not kind.startswith("*") and kind not in SCALARS:
         raise ParamsError(
             f"signature[{name!r}] is {kind!r}, which no launch can pass; it takes pointers, "
-            f"'tensordesc<fp16[64,64]>' and {', '.join(_SCALARS)}"
+            f"'tensordesc<fp16[64,64]>' and {', '.join(SCALARS)}"
         )
     return ()
+
+
+def is_divisor(value: object) -> bool:
+    """Whether an argument can be taken to be divisible by `value`."""
+    return type(value) is int and 1 <= value <= MAX_DIVISOR and not value & (value - 1)
 
 
 def arguments_from_json(found: Any, label: str) -> tuple[Argument, ...]:
@@ -351,7 +254,7 @@ def arguments_from_json(found: Any, label: str) -> tuple[Argument, ...]:
 
     Raises CubinCorruptError.
     """
-    if not isinstance(found, list) or len(found) > _MAX_ARGUMENTS:
+    if not isinstance(found, list) or len(found) > MAX_ARGUMENTS:
         raise CubinCorruptError(f"{label}: arguments is a {type(found).__name__}; expected a list")
     return tuple(_argument(item, f"{label}: arguments[{i}]") for i, item in enumerate(found))
 
@@ -374,7 +277,7 @@ def _argument(item: Any, where: str) -> Argument:
     if (
         not isinstance(divisors, (list, tuple))
         or len(divisors) != max(1, len(parts))
-        or not all(map(_is_divisor, divisors))
+        or not all(map(is_divisor, divisors))
     ):
         raise CubinCorruptError(
             f"{where}: divisors is {divisors!r:.80}; expected {max(1, len(parts))} powers of two"

@@ -14,17 +14,19 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..._foreign import driver_floor
-from ..._manifest_write import function_entry
-from ...cubin import read_cubin
-from ...cubin.model import CubinInfo
-from ...errors import CompileError, KernelHubError, ParamsError, nearest
-from ...manifest import CubinEntry, FunctionEntry, ParamEntry
+from ...._foreign import driver_floor
+from ...._manifest_write import function_entry
+from ....cubin import read_cubin
+from ....cubin.model import CubinInfo
+from ....errors import CompileError, KernelHubError, ParamsError, nearest
+from ....manifest import CubinEntry, FunctionEntry, ParamEntry
+from .._configuration import Configuration, configuration
+from .._grid import Grid, check_names
+from .._metadata import MAX_WARPS, Metadata
+from .._signature import c_types, with_signature
+from .._ttir import read_ttir
 from ._collection import add, plain_arch
-from ._configuration import Configuration, configuration
 from ._frontend import compiled, jit_function, triton
-from ._metadata import MAX_WARPS, Metadata
-from ._signature import c_types, read_ttir, with_signature
 
 ARCHS = ("sm80", "sm89", "sm90")
 # Shared memory that a block may be granted, KiB, by compute capability: no GPU is there to ask.
@@ -59,6 +61,7 @@ def compile(
     arch: str | Sequence[str] = ARCHS,
     out: str | Path,
     name: str | None = None,
+    grid: str | None = None,
     **options: Any,
 ) -> str:
     """Build a `@triton.jit` function into the collection `out`; no GPU is needed.
@@ -71,6 +74,8 @@ def compile(
     out: the collection's folder: made where it does not exist, added to where it does.
     name: what the collection calls it; None makes a name of the configuration. A name stands for
         one configuration: another one under the same name takes its place.
+    grid: the programs of a launch, kept with it: C expressions over integer arguments and
+        constants, '(n + BLOCK - 1) / BLOCK, heads'; then `run` and exported C need none.
     options: others of Triton's compiler: num_ctas, maxnreg, launch_pdl, …; enable_fp_fusion is
         True unless given, whatever the version and the environment say.
 
@@ -84,7 +89,8 @@ def compile(
     options = {"num_warps": num_warps, "num_stages": num_stages, **options}
     jit = jit_function(fn)
     of = _configuration(jit, signature, constants, options)
-    built = [_build(jit, of, name, token) for token in tokens]
+    kept = _grid(jit, of, grid)
+    built = [_build(jit, of, name, token, kept) for token in tokens]
     for one in built:
         if one.problem:
             raise CompileError(f"{one.problem}; or leave {one.arch} out of arch")
@@ -100,6 +106,7 @@ def compile_configs(
     constexprs: Mapping[str, Any] | None = None,
     arch: str | Sequence[str] = ARCHS,
     out: str | Path,
+    grid: str | None = None,
     on_step: Callable[[str], None] | None = None,
 ) -> list[Built]:
     """Build several configurations of one kernel; arguments not named here are as in `compile`.
@@ -128,12 +135,13 @@ def compile_configs(
                 f"{constants[twice[0]]!r} in constexprs: leave one out"
             )
         todo.append(_configuration(jit, signature, {**constants, **values}, options))
+    kept = [_grid(jit, of, grid) for of in todo]
     built = []
-    for of in todo:
+    for of, grid in zip(todo, kept, strict=True):
         for token in tokens:
             if on_step is not None:
                 on_step(f"{token} {of.name(jit.__name__)}")
-            built.append(_build(jit, of, None, token))
+            built.append(_build(jit, of, None, token, grid))
     add(folder, built)
     return built
 
@@ -192,8 +200,13 @@ def _configuration(
     from triton.backends.nvidia.compiler import CUDAOptions
 
     known = CUDAOptions.__dataclass_fields__.keys() - _NOT_OPTIONS
+    constant = frozenset(p.name for p in jit.params if p.is_constexpr)
+    for option in options.keys() & constant & known:
+        # A kernel may ask for the compiler's own figure by its name: both are one value.
+        value = constexprs.get(option, options[option])
+        constexprs, options = {**constexprs, option: value}, {**options, option: value}
     for option in options:
-        if option in jit.arg_names:
+        if option in jit.arg_names and option not in known & constant:
             raise ParamsError(f"{option!r} is an argument of the kernel: give it in constexprs")
         if option not in known:
             raise ParamsError(
@@ -211,13 +224,21 @@ def _configuration(
         for name, parameter in inspect.signature(jit.fn).parameters.items()
         if parameter.default is not parameter.empty
     }
-    constant = frozenset(p.name for p in jit.params if p.is_constexpr)
     return configuration(
         jit.__name__, jit.arg_names, defaults, constant, signature, constexprs, options
     )
 
 
-def _build(jit: Any, of: Configuration, name: str | None, arch: str) -> Built:
+def _grid(jit: Any, of: Configuration, grid: Any) -> str | None:
+    """The text of a grid, checked against the configuration."""
+    if grid is None:
+        return None
+    made = Grid(grid)
+    check_names(made, of.signature, of.constexprs, jit.__name__)
+    return made.text
+
+
+def _build(jit: Any, of: Configuration, name: str | None, arch: str, grid: str | None) -> Built:
     name = of.name(jit.__name__) if name is None else name
     label = f"{jit.__name__} for {arch}"
     if of.options.get("num_ctas", 1) != 1 and int(arch[2:]) < 90:
@@ -236,11 +257,14 @@ def _build(jit: Any, of: Configuration, name: str | None, arch: str) -> Built:
         return Built(name, arch, of, None, None, problem)
     info = read_cubin(image)
     arguments = with_signature(read_ttir(ttir, metadata.name, label), of.signature, metadata)
-    launch = {
+    launch: dict[str, Any] = {
         "metadata": found,
         "arguments": [asdict(argument) for argument in arguments],
         "configuration": of.as_json(),
+        "names": list(jit.arg_names),
     }
+    if grid is not None:
+        launch["grid"] = grid
     function = _function(info, metadata.name, c_types(arguments, metadata), launch, label)
     entry = CubinEntry(
         name=name,

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ... import driver as _driver
-from ..._tuning_file import Reader, write
-from ...errors import CubinNotFoundError, ParamsError, TableError
-from ...tensors import current_device
-from ...tuning import Gpu
-from ._function import TritonFunction
+from .... import driver as _driver
+from ...._tuning_file import Reader, write
+from ....errors import CubinNotFoundError, ParamsError, TableError
+from ....tensors import current_device
+from ....tuning import Gpu
+from .._function import TritonFunction
 
 if TYPE_CHECKING:
     from ._collection import TritonCollection
@@ -92,6 +92,7 @@ class Tuned:
         self._measured = {bucket: function for bucket, (_, function) in choices.items()}
         self._nearest = dict(self._measured)  # of each bucket asked for
         self._recent: dict[tuple[tuple[str, int], ...], TritonFunction] = {}
+        self._names = {function: name for name, function in choices.values()}
 
     def select(self, **sizes: int) -> TritonFunction:
         """The function for these sizes: `tuned.select(M=512, N=512, K=100)`.
@@ -103,6 +104,10 @@ class Tuned:
             return self._recent[tuple(sizes.items())]
         except (KeyError, TypeError):
             return self._search(sizes)
+
+    def name(self, **sizes: int) -> str:
+        """What the collection calls the function for these sizes."""
+        return self._names[self.select(**sizes)]
 
     def _search(self, sizes: Mapping[str, Any]) -> TritonFunction:
         if sizes.keys() != set(self.keys):
@@ -151,7 +156,7 @@ class Tuned:
         for section in sorted(found.sections, key=foreign):
             choices = {}
             for bucket, choice in section.choices.items():
-                _check_image(collection, choice, f"{where}: {table}")
+                check_image(collection, choice, f"{where}: {table}")
                 try:
                     function = collection.function(choice.function)
                 except CubinNotFoundError as error:
@@ -164,7 +169,8 @@ class Tuned:
         raise CubinNotFoundError(f"{where}: {table}: no choice runs on this GPU{reasons}")
 
 
-def _check_image(collection: TritonCollection, choice: Choice, where: str) -> None:
+def check_image(collection: TritonCollection, choice: Choice, where: str) -> None:
+    """A choice is of the collection, or TableError; a warning where it was built anew."""
     if choice.function not in collection:
         raise TableError(
             f"{where}: chooses {choice.function!r}, which the collection does not hold: tune again"

@@ -17,8 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ...errors import CompileError, MissingPackageError, ParamsError
-from ._configuration import Configuration, number
+from ....errors import CompileError, MissingPackageError, ParamsError
+from .._configuration import Configuration, is_tuple, leaves, number, split
 
 # Fields of Triton's metadata that say how to launch or what was compiled; others name files of
 # the machine that compiled.
@@ -103,15 +103,24 @@ def _source(jit: Any, of: Configuration) -> Any:
 
     takes = inspect.signature(ASTSource.__init__).parameters
     position = {name: i for i, name in enumerate(jit.arg_names)}
+    if "constexprs" in takes:  # 3.3 and later
+        constants: dict[Any, Any] = dict(of.constexprs)
+        attrs = {}
+        for name, text in of.signature.items():
+            for path, _, kind, value in leaves(name, text):
+                if not kind:
+                    constants[(position[name], *path)] = value
+                elif kind.endswith(":16"):
+                    attrs[(position[name], *path)] = [["tt.divisibility", 16]]
+        signature: dict[str, Any] = dict.fromkeys(jit.arg_names, "constexpr")
+        signature |= {name: _nested(text) for name, text in of.signature.items()}
+        return ASTSource(fn=jit, signature=signature, constexprs=constants, attrs=attrs)
+    if tuples := [name for name, text in of.signature.items() if is_tuple(text)]:
+        raise ParamsError(
+            f"{tuples[0]} is a tuple, which Triton {triton().__version__} cannot compile: 3.3 can"
+        )
     types = {name: text.partition(":")[0] for name, text in of.signature.items()}
     divisible = [position[name] for name, text in of.signature.items() if text.endswith(":16")]
-    if "constexprs" in takes:  # 3.3 and later
-        return ASTSource(
-            fn=jit,
-            signature={name: types.get(name, "constexpr") for name in jit.arg_names},
-            constexprs=dict(of.constexprs),
-            attrs={(i,): [["tt.divisibility", 16]] for i in divisible},
-        )
     try:  # 3.2
         from triton.backends.compiler import AttrsDescriptor
 
@@ -126,6 +135,14 @@ def _source(jit: Any, of: Configuration) -> Any:
         constants={position[name]: value for name, value in of.constexprs.items()},
         attrs=AttrsDescriptor(divisible_by_16=tuple(divisible), equal_to_1=()),
     )
+
+
+def _nested(text: str) -> Any:
+    """A type as Triton takes it, without its hint; a tuple for a tuple."""
+    if is_tuple(text):
+        return tuple(_nested(part) for part in split(text[1:-1].removesuffix(",")))
+    ((_, _, kind, _),) = leaves("", text)
+    return kind.partition(":")[0] or "constexpr"
 
 
 def from_file(path: Path, name: str) -> Any:
@@ -144,9 +161,23 @@ def from_file(path: Path, name: str) -> Any:
         raise CompileError(f"{path} cannot be executed:", log=_text(error)) from error
     finally:
         sys.path.pop(0)
+    return _named(module, name, str(path))
+
+
+def from_module(dotted: str, name: str) -> Any:
+    """The object `name` of an installed module, which is imported."""
+    triton()
+    try:
+        module = importlib.import_module(dotted)
+    except (Exception, SystemExit) as error:  # whatever the module does
+        raise CompileError(f"{dotted} cannot be imported:", log=_text(error)) from error
+    return _named(module, name, dotted)
+
+
+def _named(module: ModuleType, name: str, where: str) -> Any:
     if not hasattr(module, name):
         kernels = [key for key, value in vars(module).items() if hasattr(value, "arg_names")]
-        raise ParamsError(f"{path} has no {name!r}; it has: {', '.join(kernels) or 'no kernel'}")
+        raise ParamsError(f"{where} has no {name!r}; it has: {', '.join(kernels) or 'no kernel'}")
     return getattr(module, name)
 
 

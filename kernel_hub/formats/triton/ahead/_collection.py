@@ -6,19 +6,19 @@ Reads and writes manifests; needs no Triton. What a launch does is TritonFunctio
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ... import _manifest_write, registry
-from ... import driver as _driver
-from ..._function import device_number
-from ..._image import ShippedImage
-from ...cubin import read_cubin
-from ...errors import CubinCorruptError, CubinNotFoundError, KernelHubError, ParamsError, nearest
-from ...kernel import Kernel
-from ...manifest import (
+from .... import _manifest_write, registry
+from .... import driver as _driver
+from ...._function import device_number
+from ...._image import ShippedImage
+from ....cubin import read_cubin
+from ....errors import CubinCorruptError, CubinNotFoundError, KernelHubError, ParamsError, nearest
+from ....kernel import Kernel
+from ....manifest import (
     Collection,
     CubinEntry,
     FunctionEntry,
@@ -27,14 +27,17 @@ from ...manifest import (
     open_collection,
     read_manifest,
 )
-from ...resolve import Candidate, not_found, resolve
-from ._function import TritonFunction
-from ._metadata import Metadata
-from ._signature import arguments_from_json
+from ....resolve import Candidate, not_found, resolve
+from .._function import TritonFunction
+from .._grid import Grid, check_names
+from .._metadata import Metadata
+from .._signature import arguments_from_json
+from ._family import Described, Family, family
 
 if TYPE_CHECKING:
-    from ...cubin.model import CubinInfo
+    from ....cubin.model import CubinInfo
     from ._compile import Built
+    from ._dispatch import Dispatcher
     from ._tuned import Tuned
 
 MANIFEST = "manifest.json"
@@ -127,6 +130,53 @@ class TritonCollection:
         """SHA-256 of the image that the current GPU runs for `name`."""
         return self.entries(name)[self._arch(name, None)].sha256
 
+    def kernels(self) -> list[str]:
+        """The kernels' own names: each may be there in several configurations."""
+        return sorted({each.function for each in map(self.described, self)})
+
+    def kernel(self, name: str) -> Dispatcher:
+        """All configurations of the kernel `name` (its own name, of `kernels()`) as one function.
+
+        Raises CubinNotFoundError, ParamsError where they do not take the same arguments.
+        """
+        from ._dispatch import Dispatcher
+
+        return Dispatcher(self, self.family(name))
+
+    def family(self, kernel: str, among: Iterable[str] | None = None) -> Family:
+        """The configurations of `kernel`, all or those `among` some names."""
+        found = [self.described(name) for name in (self if among is None else among)]
+        members = [each for each in found if each.function == kernel]
+        if not members:
+            shown = ", ".join(self.kernels()) or "none"
+            raise CubinNotFoundError(
+                f"{self._collection.package} has no kernel {kernel!r:.80}; it has: {shown}"
+            )
+        return family(kernel, members)
+
+    def described(self, name: str) -> Described:
+        """What the manifest says of a configuration, the same for every architecture."""
+        arch, entry = next(iter(self.entries(name).items()))
+        function = _launchable({arch: entry})
+        where = f"{self.root}{os.sep}{MANIFEST}: cubins.{name}.{arch}"
+        if function is None:
+            raise CubinNotFoundError(f"{where}: it is no Triton kernel")
+        where = f"{where}.functions.{function.name}.triton"
+        read = launch_of(function, where)
+        said, order = read["configuration"], read.get("names", [])
+        if not isinstance(order, list) or not all(isinstance(each, str) for each in order):
+            raise CubinCorruptError(f"{where}.names must be a list of names, found {order!r:.80}")
+        return Described(
+            name,
+            function.name,
+            arguments_from_json(read["arguments"], f"{where}.arguments"),
+            said["signature"],
+            said["constexprs"],
+            said["options"],
+            tuple(order),
+            grid_of(read, where),
+        )
+
     def tuned(self, table: str | None = None) -> Tuned:
         """What `tune` found best: a dispatcher by problem size, for the GPU at hand.
 
@@ -169,6 +219,7 @@ class TritonCollection:
                 f"{launchable.name!r} for {arch}"
             )
         arguments = arguments_from_json(read["arguments"], f"{where}.arguments")
+        grid = grid_of(read, where)
         _check_image(read_cubin(self._collection.read(entry)), entry, launchable, where)
         # What a launch refuses need not name the field.
         metadata = replace(metadata, label=f"{self.root}{os.sep}{MANIFEST}: {name} for {arch}")
@@ -181,7 +232,7 @@ class TritonCollection:
             raise CubinCorruptError(f"{where.removesuffix('.triton')}.params: {error}") from error
         try:
             return TritonFunction.wrap(
-                function, metadata, arguments, read["configuration"]["constexprs"]
+                function, metadata, arguments, read["configuration"]["constexprs"], grid
             )
         except ParamsError as error:
             raise CubinCorruptError(str(error)) from error
@@ -241,7 +292,23 @@ def launch_of(function: FunctionEntry, where: str) -> Mapping[str, Any]:
             raise CubinCorruptError(
                 f"{where}.configuration.{key} must be an object, found {value!r:.80}"
             )
+    for name, text in found["configuration"]["signature"].items():
+        if not isinstance(text, str):
+            raise CubinCorruptError(f"{where}.configuration.signature.{name} is {text!r:.80}")
     return found
+
+
+def grid_of(read: Mapping[str, Any], where: str) -> Grid | None:
+    """The grid in a `triton` object. Raises CubinCorruptError."""
+    text, configuration = read.get("grid"), read["configuration"]
+    if text is None:
+        return None
+    try:
+        grid = Grid(text)
+        check_names(grid, configuration["signature"], configuration["constexprs"], "the kernel")
+    except ParamsError as error:
+        raise CubinCorruptError(f"{where}.grid: {error}") from error
+    return grid
 
 
 def add(out: str | Path, built: Sequence[Built]) -> None:
@@ -293,5 +360,5 @@ def _add(folder: Path, built: Sequence[Built]) -> None:
 def _identity(entry: CubinEntry) -> object:
     """What all architectures of a name have in common."""
     function = _launchable({entry.arch: entry})
-    said = function.triton.get("configuration") if function and function.triton else None
-    return entry.source_sha256, said
+    said = function.triton if function and function.triton else {}
+    return entry.source_sha256, said.get("configuration"), said.get("grid")
