@@ -61,7 +61,7 @@ def test_files_bytes_and_declared_types(fakecuda: FakeCuda) -> None:
     assert Kernel(Kernel(path).image()).function_names == Kernel(path).function_names
 
 
-@pytest.mark.parametrize("name", ["plain.fatbin", "compressed.fatbin"])
+@pytest.mark.parametrize("name", ["plain.fatbin", "speed.fatbin"])
 def test_of_a_fatbin_the_entry_that_is_loaded(make_fakecuda: Make, name: str) -> None:
     """Also where it is packed (LZ4): what goes out is the text or code itself."""
     whole = (DATA / name).read_bytes()

@@ -28,7 +28,7 @@ from kernel_hub.formats import c_export
 
 NO_BINARY = 209
 ADD = {"add": "float* out, float* a, float* b, int n"}
-HAS_NVRTC = importlib.util.find_spec("cuda.core") is not None
+HAS_NVRTC = all(map(importlib.util.find_spec, ("cuda", "cuda.core")))
 SOURCE = """
 template <typename T>
 __global__ void scale(T* out, const T* x, float factor, int n) {
