@@ -77,7 +77,7 @@ def test_of_a_fatbin_the_entry_that_is_loaded(make_fakecuda: Make, name: str) ->
         seen.add((entry.kind, entry.target, entry.compressed))
         kernel.load()
         assert kernel.image() == image
-    is_packed = name == "compressed.fatbin"
+    is_packed = name == "speed.fatbin"
     assert seen == {
         ("cubin", "sm_80", False),
         ("cubin", "sm_90a", False),
