@@ -11,6 +11,7 @@ import numpy as np
 from fakecuda import FakeCuda
 
 from kernel_hub import KernelFunction
+from kernel_hub.cubin import read_cubin
 from kernel_hub.formats import fmha_v2
 from kernel_hub.formats.fmha_v2 import Params
 from kernel_hub.memory import DeviceArray
@@ -18,10 +19,23 @@ from kernel_hub.memory import DeviceArray
 DATA = Path(__file__).parent / "data"
 CUBIN = DATA / "fmha_stand_in.cubin"
 HEADS, TOTAL = 4, 48
+# The stand-ins' files, each built with one of the structs.
+FILES = {
+    "stand_in": "Params",
+    "without_sinks": "ParamsWithoutSinks",
+    "640": "Params640",
+    "576": "Params576",
+    "long_512": "LongParams512",
+    "512": "Params512",
+}
 
 
 def kernel(**fields: Any) -> KernelFunction:
     return fmha_v2.find(fmha_v2.load(CUBIN), **fields)
+
+
+def load(file: str, **fields: Any) -> KernelFunction:
+    return fmha_v2.find(fmha_v2.load(DATA / f"fmha_{file}.cubin"), **fields)
 
 
 def array(*shape: int, dtype: str = "fp16") -> DeviceArray:
@@ -39,6 +53,21 @@ def arrived(fake: FakeCuda, struct: type[Any] = Params) -> Any:
     (raw,) = params
     assert len(raw) == ctypes.sizeof(struct)
     return struct.from_buffer_copy(raw)
+
+
+def changed(image: bytes, symbol: str, size: int, old: int, new: int) -> bytes:
+    """`image` whose kernel reads byte `new` of its struct where it read byte `old`."""
+    sections = {section.name: section for section in read_cubin(image).sections}
+    text = sections[f".text.{symbol}"]
+    start = sections[f".nv.constant0.{symbol}"].size_bytes - size
+    made = bytearray(image)
+    for at in range(text.offset, text.offset + text.size_bytes, 16):
+        word = int.from_bytes(made[at : at + 8], "little")
+        if word >> 9 & 7 in (3, 5) and word >> 38 & 0xFFFF == start + old:
+            word += (new - old) << 38
+            made[at : at + 8] = word.to_bytes(8, "little")
+    assert made != image
+    return bytes(made)
 
 
 def half2(value: float) -> int:

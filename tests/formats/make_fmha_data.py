@@ -24,8 +24,9 @@ def main() -> None:
     for name, struct in STRUCTS.items():
         flags = ["-cubin", "-arch=sm_90a", "-std=c++17", "-DNAMES_ONLY", f"-DSTRUCT={struct}"]
         target = HERE / f"data/fmha_{name}.cubin"
-        source = HERE.parent / "gpu/fmha_stand_in.cu"
-        subprocess.run([find_nvcc().path, *flags, "-o", str(target), str(source)], check=True)
+        # By its bare name, as assertions hold the path that it was given by.
+        command = [find_nvcc().path, *flags, "-o", str(target), "fmha_stand_in.cu"]
+        subprocess.run(command, cwd=HERE.parent / "gpu", check=True)
 
 
 if __name__ == "__main__":

@@ -215,14 +215,14 @@ def test_load_a_source_and_find(tmp_path: Path) -> None:
     source.write_text(f"unsigned char cubin_fmha_cu_cubin[] = {{{numbers}}};\n")
     kernels = fmha_v2.load(source)
     assert kernels.keys() == fmha_v2.load(CUBIN).keys()
-    assert len(kernels) == 11
+    assert len(kernels) == 12
     assert fmha_v2.load(carray.load(source)).keys() == kernels.keys()
     found = fmha_v2.find(kernels, variant="tma_ws", attributes=["tma_ws", "softmax"])
     assert found.name == str(parse_name(found.name))
     assert parse_name(found.name).layout == "q_kv"
     with pytest.raises(FunctionNotFoundError, match="no kernels with dtype='fp8'; there are: fmha"):
         fmha_v2.find(kernels, dtype="fp8")
-    with pytest.raises(FunctionNotFoundError, match="2 kernels with variant='nl_tiled'; they are"):
+    with pytest.raises(FunctionNotFoundError, match="3 kernels with variant='nl_tiled'; they are"):
         fmha_v2.find(kernels, variant="nl_tiled")
     with pytest.raises(ParamsError, match="no such field"):
         fmha_v2.find(kernels, masks="causal")

@@ -1,25 +1,23 @@
 // Stand-ins for TensorRT-LLM's fmha_v2 kernels: their structs, names and launch rules, and
 // attention computed plainly from what the struct says. A launch against the rules leaves NaN in
-// the output.
+// the output. They read the fields that all of TensorRT-LLM's kernels of such a name read, and stop
+// themselves where those do.
 //
 // nl, nl_tiled: a block is (q step, head, sequence); a thread has one row of O. tma_ws: blocks draw
 // tiles of two q steps from the counter, and read Q, K and V through the struct's 64-byte TMA
 // descriptors. Shared memory: nl none; tma_ws the boxes of Q (128 rows) and of K and V (kv_step).
 //
 // -DSTRUCT=… names a struct: CURRENT unless it is given; the older ones have kernels of their own.
-// -DNAMES_ONLY leaves the attention out, and reads what every kernel reads of its struct: so
-// tests/formats/make_fmha_data.py builds the cubins of tests/formats/data.
+// -DNAMES_ONLY leaves the attention out, and reads what every kernel of such a name reads of its
+// struct: so tests/formats/make_fmha_data.py builds the cubins of tests/formats/data.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
 #include <cstdint>
 
+#include "fmha_always.cuh"
 #include "fmha_structs.cuh"
-
-enum Layout { QKV, Q_KV, Q_K_V, Q_PAGED_KV };
-enum Mask { PADDING, CAUSAL, SLIDING, CUSTOM };
-enum Variant { NL, NL_TILED, TMA_WS };
 
 __device__ float to_float(__half x) {
     return __half2float(x);
@@ -139,7 +137,7 @@ __device__ void store(__nv_fp8_e4m3* to, float x) {
     *to = __nv_fp8_e4m3(x);
 }
 
-template <typename T, bool kSinks>
+template <typename T, bool kSinks, bool kStats>
 __device__ void write_row(const Params& p, const Head& at, int row, const float* acc, float m,
                           float sum, float last) {
 #if STRUCT == CURRENT
@@ -148,7 +146,7 @@ __device__ void write_row(const Params& p, const Head& at, int row, const float*
     T* out = (T*)(p.out + (at.q_start + row) * p.out_stride) + at.head * p.head_dim_v;
     for (int i = 0; i < p.head_dim_v; ++i) store(out + i, acc[i] / sum * last);
 #if !IS_512
-    if (p.stats) {
+    if (kStats && p.stats) {
         float* stats = (float*)((char*)p.stats + (at.q_start + row) * p.stats_stride);
         stats[at.head * 2] = m, stats[at.head * 2 + 1] = sum;
     }
@@ -162,6 +160,7 @@ __device__ void plain(const Params& p) {
     const Head at(p, blockIdx.z, blockIdx.y);
     const int row = blockIdx.x / v_blocks * kQStep + threadIdx.x;
     if (threadIdx.x >= kQStep || row >= at.q_len || blockIdx.x % v_blocks) return;
+    check_heads<kLayout>(p);
     Row<T, kMask, kHalf, false, kAlibi, kSoftcap> state(p, at.head);
     const bool rules = blockDim.x == 128 && gridDim.y == p.num_heads && gridDim.z == p.batch_size &&
                        gridDim.x == (p.max_seqlen_q + kQStep - 1) / kQStep * v_blocks &&
@@ -178,7 +177,7 @@ __device__ void plain(const Params& p) {
         for (int i = 0; i < p.head_dim_v; ++i) acc[i] = acc[i] * shrink + weight * to_float(v[i]);
     }
     const float last = rules ? factor(p.scale_bmm2, p.scale_bmm2_d, kHalf) : NAN;
-    write_row<T, false>(p, at, row, acc, state.m, state.sum, last);
+    write_row<T, false, true>(p, at, row, acc, state.m, state.sum, last);
 }
 
 #if !IS_OLD
@@ -209,7 +208,7 @@ __device__ float swizzled(const char* tile, int row, int col, int bytes) {
 }
 
 template <typename T, Layout kLayout, Mask kMask, int kQStep, int kKvStep, int kHeadDim,
-          int kHeadDimV, bool kHalf, bool kAlibi, bool kSoftcap>
+          int kHeadDimV, bool kHalf, bool kAlibi, bool kSoftcap, bool kSoftmax>
 __device__ void through_tma(const Params& p) {
     constexpr int kColumns = 128 / sizeof(T) < kHeadDim ? 128 / sizeof(T) : kHeadDim;
     constexpr int kBytes = kColumns * sizeof(T);
@@ -238,8 +237,10 @@ __device__ void through_tma(const Params& p) {
                      : "memory");
     };
     const uint32_t needed = v_tiles - shared + kGroupsV * kKvStep * kBytes;
-    const bool rules = blockDim.x == 384 && gridDim.x == 1 && gridDim.z == 1 &&
+    const int tiles_per_head = (p.max_seqlen_q + 2 * kQStep - 1) / (2 * kQStep);
+    const bool rules = blockDim.x == 384 && gridDim.x == 1 && gridDim.z == 1 && !p.is_padded &&
                        dynamic_shared_bytes() >= needed && gridDim.y <= p.num_tiles &&
+                       p.num_tiles_per_head == tiles_per_head &&
                        p.num_tiles == p.num_tiles_per_head * p.num_heads * p.batch_size;
     while (true) {
         __syncthreads();
@@ -310,48 +311,29 @@ __device__ void through_tma(const Params& p) {
             }
         }
         const float last = rules ? factor(p.scale_bmm2, p.scale_bmm2_d, kHalf) : NAN;
-        if (mine) write_row<T, true>(p, at, row, acc, state.m, state.sum, last);
+        if (mine) write_row<T, true, kSoftmax>(p, at, row, acc, state.m, state.sum, last);
     }
 }
 
 #endif
 
-// What every kernel reads, or every one with such a name; so do TensorRT-LLM's of September 2025.
-template <Layout kLayout, Mask kMask, bool kSoftcap, bool kThroughTma, bool kAlibi>
-__device__ void read_always(const Params& p) {
-    int64_t found = p.out_stride + p.cu_seqlens_q[0] + p.num_heads * p.max_seqlen_q + p.is_padded;
-    if (!kThroughTma) found += row_stride(p, kLayout == QKV, 'q');
-    if (kMask == CUSTOM) found += p.packed_mask[p.mask_stride] + p.cu_mask_rows[0];
-    if (kSoftcap) found += (int64_t)(float)p.softcap;
-    const bool is_causal = kMask == CAUSAL || kMask == SLIDING;
-    if (kMask == SLIDING) found += p.window;
-    if (kAlibi || (is_causal && !kThroughTma && p.has_alibi)) found += p.alibi.num_heads_pow2;
-#if !IS_512
-    if ((!kThroughTma || kMask == SLIDING) && p.stats) found += p.stats_stride;
-#endif
-#if STRUCT == CURRENT || STRUCT == EDGE
-    if (kThroughTma && p.sinks) found += (int64_t)p.sinks[0];
-#endif
-    if (kThroughTma && kMask == SLIDING) found += log2_chunk(p);
-    *(int64_t*)p.out = found;
-}
-
 #ifdef NAMES_ONLY
-#define BODY(LAYOUT, MASK, SOFTCAP, TMA, ALIBI, ...) \
-    read_always<LAYOUT, MASK, SOFTCAP, TMA, ALIBI>(p)
+#define BODY(LAYOUT, MASK, SOFTCAP, TMA, ALIBI, SOFTMAX, ...) \
+    read_always<LAYOUT, MASK, SOFTCAP, TMA, ALIBI, SOFTMAX>(p)
 #else
-#define BODY(LAYOUT, MASK, SOFTCAP, TMA, ALIBI, ...) __VA_ARGS__
+#define BODY(LAYOUT, MASK, SOFTCAP, TMA, ALIBI, SOFTMAX, ...) __VA_ARGS__
 #endif
 #define NL_KERNEL(SYMBOL, T, LAYOUT, MASK, VARIANT, Q_STEP, HALF, SHARED, SOFTCAP)               \
     extern "C" __global__ void __launch_bounds__(128) SYMBOL(const __grid_constant__ Params p) { \
-        BODY(LAYOUT, MASK, SOFTCAP, false, false,                                                \
+        BODY(LAYOUT, MASK, SOFTCAP, false, false, false,                                         \
              plain<T, LAYOUT, MASK, VARIANT, Q_STEP, HALF, SHARED, false, SOFTCAP>(p));          \
     }
-#define WS_KERNEL(SYMBOL, T, LAYOUT, MASK, KV_STEP, D, DV, HALF, ALIBI, SOFTCAP)              \
+#define WS_KERNEL(SYMBOL, T, LAYOUT, MASK, KV_STEP, D, DV, HALF, ALIBI, SOFTCAP, SOFTMAX)     \
     extern "C" __global__ void __launch_bounds__(384, 1) SYMBOL(const                         \
                                                                 __grid_constant__ Params p) { \
-        BODY(LAYOUT, MASK, SOFTCAP, true, ALIBI,                                              \
-             through_tma<T, LAYOUT, MASK, 64, KV_STEP, D, DV, HALF, ALIBI, SOFTCAP>(p));      \
+        BODY(LAYOUT, MASK, SOFTCAP, true, ALIBI, SOFTMAX,                                     \
+             through_tma<T, LAYOUT, MASK, 64, KV_STEP, D, DV, HALF, ALIBI, SOFTCAP, SOFTMAX>( \
+                 p));                                                                         \
     }
 #define FLASH(REST) fmha_v2_flash_attention_##REST
 
@@ -368,16 +350,18 @@ NL_KERNEL(FLASH(bf16_64_128_S_q_paged_kv_128_causal_softcapping_sm90_kernel_nl_t
           __nv_bfloat16, Q_PAGED_KV, CAUSAL, NL_TILED, 64, false, 81920, true)
 NL_KERNEL(FLASH(bf16_64_128_S_q_k_v_192x128_causal_sm90_kernel_nl_tiled), __nv_bfloat16, Q_K_V,
           CAUSAL, NL_TILED, 64, false, 81920, false)
+NL_KERNEL(FLASH(bf16_64_128_S_qkv_192x128_causal_sm90_kernel_nl_tiled), __nv_bfloat16, QKV, CAUSAL,
+          NL_TILED, 64, false, 81920, false)
 WS_KERNEL(FLASH(fp16_64_128_S_qkv_128_causal_tma_ws_sm90_kernel), __half, QKV, CAUSAL, 128, 128,
-          128, true, false, false)
+          128, true, false, false, false)
 WS_KERNEL(FLASH(bf16_64_256_S_q_kv_32_sliding_or_chunked_causal_softmax_tma_ws_sm90_kernel),
-          __nv_bfloat16, Q_KV, SLIDING, 256, 32, 32, false, false, false)
+          __nv_bfloat16, Q_KV, SLIDING, 256, 32, 32, false, false, false, true)
 WS_KERNEL(FLASH(bf16_64_128_S_q_paged_kv_128_tma_ws_sm90_kernel), __nv_bfloat16, Q_PAGED_KV,
-          PADDING, 128, 128, 128, false, false, false)
+          PADDING, 128, 128, 128, false, false, false, false)
 WS_KERNEL(FLASH(bf16_64_128_S_q_k_v_192x128_causal_alibi_tma_ws_sm90_kernel), __nv_bfloat16, Q_K_V,
-          CAUSAL, 128, 192, 128, false, true, false)
+          CAUSAL, 128, 192, 128, false, true, false, false)
 WS_KERNEL(FLASH(e4m3_64_256_S_qkv_64_custom_mask_tma_ws_sm90_kernel), __nv_fp8_e4m3, QKV, CUSTOM,
-          256, 64, 64, false, false, false)
+          256, 64, 64, false, false, false, false)
 #else
 NL_KERNEL(FLASH(fp16_64_32_S_qkv_128_causal_sm90_kernel_nl), __half, QKV, CAUSAL, NL, 64, true,
           32768, false)

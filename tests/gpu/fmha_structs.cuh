@@ -106,7 +106,7 @@ __device__ int64_t row_stride(const Params& p, bool is_packed, char part) {
            : part == 'v' ? p.v_stride
                          : p.kv_stride;
 #else
-    return part == 'q' ? p.q_stride : part == 'k' ? p.k_stride : p.v_stride;
+    return is_packed || part == 'q' ? p.q_stride : part == 'k' ? p.k_stride : p.v_stride;
 #endif
 }
 __device__ int log2_chunk(const Params& p) {

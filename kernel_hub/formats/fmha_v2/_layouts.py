@@ -1,26 +1,27 @@
 """Which struct an fmha_v2 kernel reads: told by its size and by the kernel's own machine code.
 
 Generations of TensorRT-LLM have structs of one size and different fields, and names do not tell
-them apart. What a kernel reads of its parameters shows in the operands of its instructions.
+them apart. What a kernel reads of its parameters shows in the operands of its instructions: it is
+the struct in whose terms that makes sense for a kernel of such a name.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import weakref
 from dataclasses import dataclass
 from typing import Any
 
-from ...cubin import image_kind, read_cubin
+from ...cubin import image_kind
 from ...errors import LaunchConfigError, ParamsError
 from ...kernel import KernelFunction
 from . import _params
-from ._names import KernelName
+from ._names import SLIDING, KernelName
 from ._options import NO_WINDOW
+from ._reads import Read, all_fields, fields_read, may_assert, struct_reads
 
-_INSTRUCTION_BYTES = 16
-_BARRIER, _LOAD_UNIFORM = 0xB1D, 0x7AC  # opcodes: no operand there; one a bit lower
+# A kernel may read one field more, or one fewer, than all those known of such a name.
+_MOST_ODD = 1
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,6 @@ LAYOUTS = (
     Layout(_params.Params576, "TensorRT-LLM of early 2025"),
     Layout(_params.Params512, "TensorRT-LLM 0.12 to 0.16"),
 )
-# Of every kernel, whatever it computes; 3,100 kernels of four generations do.
-_ALWAYS_READ = ("out", "out_stride", "num_heads", "max_seqlen_q", "cu_seqlens_q", "is_padded")
-_MASK_READ = ("packed_mask", "packed_mask_stride", "cu_mask_rows")
-
 # Options by the field that says them, and its value without them.
 _OPTIONS = {
     "attention_sinks": ("attention_sinks", 0),
@@ -53,14 +50,16 @@ _OPTIONS = {
     "chunk_size": ("log2_chunk_size", 0),
     "alibi": ("alibi", 0),
 }
+_FIRST_OF = {"alibi": "alibi.num_heads_pow2"}
 
 
 @dataclass(frozen=True)
 class Reader:
-    """What a kernel reads: a struct, and of that the bytes at these offsets."""
+    """What a kernel reads: a struct, and of that these fields; whether it may assert."""
 
     layout: Layout
-    reads: frozenset[int]
+    fields: frozenset[str]
+    may_assert: bool
 
 
 _found: weakref.WeakKeyDictionary[KernelFunction, dict[int, Reader]] = weakref.WeakKeyDictionary()
@@ -90,66 +89,80 @@ def _find(function: KernelFunction, name: KernelName, device: int) -> Reader:
             f"tells which one a kernel reads; its image for this GPU is {image_kind(image)}"
         )
     reads = struct_reads(image, function.spec.symbol or function.name, sizes[0])
-    fitting = [one for one in fitting if _fits(one.struct, name, reads)]
-    if len(fitting) != 1:
-        among = " or ".join(one.whose for one in fitting) or "no version known here"
+    layout, fields = _tell(fitting, name, reads, sizes[0])
+    if layout.refused:
+        raise LaunchConfigError(f"{name} is of {layout.whose}: {layout.refused}")
+    return Reader(layout, fields, may_assert(image))
+
+
+def _tell(
+    layouts: list[Layout], name: KernelName, reads: frozenset[Read], size_bytes: int
+) -> tuple[Layout, frozenset[str]]:
+    """The layout in whose terms these reads are least odd, and the fields they are of."""
+    told = []
+    for layout in layouts:
+        fields = fields_read(layout.struct, reads)
+        if fields is not None and _essential(name) <= fields:
+            told.append((_oddities(layout.struct, name, fields), layout, fields))
+    told.sort(key=lambda one: len(one[0]))
+    least = [one for one in told if len(one[0]) == len(told[0][0])]
+    if len(least) != 1 or len(least[0][0]) > _MOST_ODD:
+        among = " or ".join(layout.whose for odd, layout, _ in least if len(odd) <= _MOST_ODD)
         raise ParamsError(
-            f"{name} reads its struct of {sizes[0]} bytes as {among} would have it (bytes "
-            f"{', '.join(map(str, sorted(reads)))}): its arguments cannot be laid out"
+            f"{name} reads its struct of {size_bytes} bytes as {among or 'no version known here'} "
+            f"would have it (bytes {', '.join(map(str, sorted({read.offset for read in reads})))}"
+            + "".join(f"; to {layout.whose} {', '.join(odd)}" for odd, layout, _ in least if odd)
+            + "): its arguments cannot be laid out"
         )
-    if fitting[0].refused:
-        raise LaunchConfigError(f"{name} is of {fitting[0].whose}: {fitting[0].refused}")
-    return Reader(fitting[0], reads)
+    return least[0][1:]
 
 
-def struct_reads(image: bytes, symbol: str, size_bytes: int) -> frozenset[int]:
-    """The bytes of its one parameter, a struct of that size, at which a kernel's code reads."""
-    sections = {section.name: section for section in read_cubin(image).sections}
-    text, bank = sections[f".text.{symbol}"], sections[f".nv.constant0.{symbol}"]
-    start = bank.size_bytes - size_bytes  # parameters end constant bank 0
-    code = image[text.offset : text.offset + text.size_bytes]
-    found = set()
-    for at in range(0, len(code), _INSTRUCTION_BYTES):
-        word = int.from_bytes(code[at : at + 8], "little")
-        opcode = word & 0xFFF
-        # An operand in a constant bank: its form, its bank, the byte in it.
-        if opcode == _BARRIER or word >> 9 & 7 not in (3, 5) or word >> 54 & 0x1F:
-            continue
-        offset = word >> (37 if opcode == _LOAD_UNIFORM else 38) & 0xFFFF
-        if offset >= start:
-            found.add(offset - start)
-    return frozenset(found)
+def _essential(name: KernelName) -> set[str]:
+    """What no attention can do without; tma_ws kernels find Q by its tensor map."""
+    q = set() if name.variant == "tma_ws" else {"qkv" if name.layout == "qkv" else "q"}
+    return {"out", "cu_seqlens_q"} | q
 
 
-def _fits(struct: type[ctypes.Structure], name: KernelName, reads: frozenset[int]) -> bool:
-    """Whether all that is read is a field's, and what such a kernel must read is read."""
+def _oddities(
+    struct: type[ctypes.Structure], name: KernelName, fields: frozenset[str]
+) -> list[str]:
+    """Where reading these fields is not what kernels of such names do: 3,100 kernels of 3,100.
 
-    def is_read(field: str) -> bool:
-        return getattr(struct, field).offset in reads
-
-    needed = [*_ALWAYS_READ, *(["softcap"] if "softcapping" in name.attributes else [])]
-    if name.variant != "tma_ws":  # those find Q by its tensor map
-        is_packed = name.layout == "qkv" and hasattr(struct, "qkv_stride")
-        needed.append("qkv_stride" if is_packed else "q_stride")
-    has_mask = name.mask == "custom_mask"
-    return (
-        reads <= _words(struct)
-        and all(map(is_read, needed))
-        and all(is_read(field) == has_mask for field in _MASK_READ)
-    )
-
-
-@functools.cache
-def _words(struct: type[ctypes.Structure]) -> frozenset[int]:
-    """Where the fields of a struct, and the second halves of those of 8 bytes, begin."""
-    words: set[int] = set()
-    for field, kind, *_ in struct._fields_:
-        start, size = getattr(struct, field).offset, ctypes.sizeof(kind)
-        if issubclass(kind, ctypes.Structure):
-            words |= {start + word for word in _words(kind)}
-        elif not field.startswith("_"):
-            words |= set(range(start, start + size, 4))
-    return frozenset(words)
+    Those are TensorRT-LLM's of 0.16 and of September 2025, and TensorRT-Edge-LLM's.
+    """
+    tma, packed = name.variant == "tma_ws", name.layout == "qkv"
+    paged = name.layout == "q_paged_kv"
+    q_stride = "qkv_stride" if packed and hasattr(struct, "qkv_stride") else "q_stride"
+    sage = any(one.startswith("sage_") for one in name.attributes)
+    always = {  # read by all of them, by no other
+        "num_heads max_seqlen_q is_padded out_stride": True,
+        q_stride: not tma,
+        "packed_mask packed_mask_stride cu_mask_rows": name.mask == "custom_mask",
+        "softcap": "softcapping" in name.attributes,
+        "softmax_stats softmax_stats_stride": not tma or "softmax" in name.attributes,
+        "tile_counter num_tiles num_tiles_per_head": tma,
+        "paged.max_blocks_per_seq paged.tokens_per_block_log2 paged.block_offsets": paged,
+    }
+    some = {  # read by some of them, by no other
+        "qkv": packed,
+        "q": not packed,
+        "kv": name.layout == "q_kv",
+        "k v": name.layout == "q_k_v",
+        "k_stride v_stride kv_stride": not packed and not tma,
+        "attention_sinks": tma or struct is _params.EdgeParams,
+        "balanced": tma,
+        "blocks_per_tma_load blocks_per_tma_load_log2": paged and tma,
+        "paged.pool paged.bytes_per_block": paged,
+        "sliding_window_size log2_chunk_size": name.mask in SLIDING,
+        "sage_q.scales sage_k.scales sage_v.scales": sage,
+    }
+    known = {field.name for field in all_fields(struct)}
+    must = {one for names, of in always.items() if of for one in names.split()} & known
+    may_not = {one for names, of in (always | some).items() if not of for one in names.split()}
+    return [
+        *(f"it should read {field}" for field in sorted(must - fields)),
+        *(f"it has no use for {field}" for field in sorted(may_not & fields)),
+    ]
 
 
 def laid_out(params: Any, name: KernelName, reader: Reader) -> Any:
@@ -159,12 +172,34 @@ def laid_out(params: Any, name: KernelName, reader: Reader) -> Any:
     does not read.
     """
     layout = reader.layout
+    _check_kv_heads(params, name, reader)
     made = params if isinstance(params, layout.struct) else _moved(params, name, layout)
     for option, (field, without) in _OPTIONS.items():
         is_given = not _is_idle(getattr(params, field), without)
-        if is_given and getattr(layout.struct, field).offset not in reader.reads:
+        if is_given and _FIRST_OF.get(field, field) not in reader.fields:
             raise LaunchConfigError(f"{option}: {name} is a kernel that does not read it")
     return made
+
+
+def _check_kv_heads(params: Any, name: KernelName, reader: Reader) -> None:
+    """Refuse what the kernel answers with an assertion, which ends the context of the process.
+
+    Kernels of two head sizes did not know, at first, where V is in packed rows with fewer heads of
+    K and V than of Q: those of 0.16 assert that there are none such.
+    """
+    is_old = not hasattr(reader.layout.struct, "k_stride")
+    if (
+        name.layout == "qkv"
+        and name.head_dim != name.head_dim_v
+        and name.variant != "tma_ws"
+        and params.num_kv_heads != params.num_heads
+        and (is_old or reader.may_assert)
+    ):
+        raise LaunchConfigError(
+            f"num_kv_heads={params.num_kv_heads}: {name} is of {reader.layout.whose}, whose "
+            "kernels with two head sizes take as many heads of K and V as of Q, "
+            f"{params.num_heads}, and stop themselves at fewer: repeat those of K and V"
+        )
 
 
 def _moved(params: Any, name: KernelName, layout: Layout) -> Any:
