@@ -156,7 +156,7 @@ def test_packed_qkv(fakecuda: FakeCuda, file: str) -> None:
 @pytest.mark.parametrize("file", OLD)
 def test_masks_alibi_pages_and_softcapping(fakecuda: FakeCuda, file: str) -> None:
     come = functools.partial(arrived, fakecuda, getattr(_params, FILES[file]))
-    sliding = load(file, mask="sliding_window_causal")
+    sliding = load(file, mask="sliding_window_causal", layout="qkv")
     packed = array(TOTAL, HEADS * (192 + 192 + 128), dtype="bf16")
     heads = {"num_heads": HEADS, "num_kv_heads": HEADS}
     run(sliding, packed, window_size=(16, 0), alibi=True, causal=True, **heads)
@@ -175,7 +175,7 @@ def test_masks_alibi_pages_and_softcapping(fakecuda: FakeCuda, file: str) -> Non
     assert (params.packed_mask, params.packed_mask_stride) == (words.ptr, 32)
     assert params.cu_mask_rows == rows.ptr
 
-    paged = load(file, layout="q_paged_kv")
+    paged = load(file, layout="q_paged_kv", mask="causal")
     q, pool = array(TOTAL, HEADS, DIM, dtype="bf16"), array(12, 2, 32, DIM, dtype="bf16")
     table = array(2, 2, 3, dtype="int32")
     run(paged, q, pool, cu_seqlens_k=starts(40, 90), block_table=table, softcap=50)
@@ -215,7 +215,7 @@ def test_what_older_structs_cannot_say(fakecuda: FakeCuda, file: str) -> None:
     with pytest.raises(LaunchConfigError, match=said):
         run(function, qkv, attention_sinks=array(HEADS, dtype="fp32"))
     with pytest.raises(LaunchConfigError, match="only tma_ws kernels know chunks"):
-        run(load(file, mask="sliding_window_causal"),
+        run(load(file, mask="sliding_window_causal", layout="qkv"),
             array(TOTAL, 2048, dtype="bf16"), num_heads=4, num_kv_heads=4,
             chunk_size=64)  # fmt: skip
     q, kv = array(TOTAL, HEADS, 64, dtype="bf16"), array(TOTAL, 2, HEADS, 64, dtype="bf16")
@@ -230,6 +230,20 @@ def test_what_older_structs_cannot_say(fakecuda: FakeCuda, file: str) -> None:
         run(function, qkv, softmax_stats=stats)
         struct = getattr(_params, FILES[file])
         assert arrived(fakecuda, struct).softmax_stats == stats.ptr
+
+
+@pytest.mark.parametrize("file", OLD)
+def test_a_window_over_pages(fakecuda: FakeCuda, file: str) -> None:
+    """Kernels of 0.16 find key r in row r % window of the blocks, once there are more."""
+    function = load(file, layout="q_paged_kv", mask="sliding_window_causal")
+    q, pool = array(TOTAL, HEADS, 64, dtype="bf16"), array(12, 2, 32, 64, dtype="bf16")
+    pages = {"cu_seqlens_k": starts(40, 90), "block_table": array(2, 2, 3, dtype="int32")}
+    with pytest.raises(LaunchConfigError, match="window_size: .*a ring of the window's size"):
+        run(function, q, pool, window_size=(16, 0), **pages)
+    assert fakecuda.launch_count == 0
+    run(function, q, pool, **pages)
+    params = arrived(fakecuda, getattr(_params, FILES[file]))
+    assert params.sliding_window_size == 2**31 - 1
 
 
 @pytest.mark.parametrize("file", FILES)

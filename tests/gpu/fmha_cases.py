@@ -13,6 +13,7 @@ from kernel_hub import KernelFunction
 from kernel_hub.errors import LaunchConfigError
 from kernel_hub.formats import fmha_v2
 from kernel_hub.formats.fmha_v2 import KernelName, _layouts
+from kernel_hub.formats.fmha_v2._names import SLIDING
 from kernel_hub.testing.compare import compare
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}
@@ -232,7 +233,7 @@ def variations(name: KernelName) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = [{}]
     if "softcapping" in name.attributes:
         found.append({"softcap": 30})
-    if name.mask in ("sliding_or_chunked_causal", "sliding_window_causal"):
+    if name.mask in SLIDING:
         found.append({"window_size": (70, 0)})
         if name.variant == "tma_ws":
             found.append({"chunk_size": 64})
@@ -265,6 +266,9 @@ def call(path: Path, text: str) -> str:
         options.append({"sinks": True})
     sizes = [(4, 4, 32), (6, 2, 256)]
     said = []
+    if is_old and name.layout == "q_paged_kv" and name.mask in SLIDING:
+        ring = options.pop()
+        said.append(refused(name, function, 4, "ring of the window's size", **ring))
     two_sizes = name.layout == "qkv" and name.head_dim != name.head_dim_v
     if two_sizes and name.variant != "tma_ws" and (is_old or reader.may_assert):
         said.append(refused(name, function, 2, "stop themselves at fewer"))
@@ -275,9 +279,11 @@ def call(path: Path, text: str) -> str:
     return "\n".join(said)
 
 
-def refused(name: KernelName, function: KernelFunction, kv_heads: int, words: str) -> str:
+def refused(
+    name: KernelName, function: KernelFunction, kv_heads: int, words: str, **options: Any
+) -> str:
     try:
-        Case(name, 4, kv_heads).check(function)
+        Case(name, 4, kv_heads, **options).check(function)
     except LaunchConfigError as error:
         assert words in str(error), str(error)
         return f"refused: {error}"

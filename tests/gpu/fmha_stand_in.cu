@@ -371,6 +371,8 @@ NL_KERNEL(FLASH(bf16_64_128_S_qkv_128_custom_mask_sm90_kernel_nl_tiled), __nv_bf
           NL_TILED, 64, false, 81920, false)
 NL_KERNEL(FLASH(bf16_64_128_S_q_paged_kv_128_causal_softcapping_sm90_kernel_nl_tiled),
           __nv_bfloat16, Q_PAGED_KV, CAUSAL, NL_TILED, 64, false, 81920, true)
+NL_KERNEL(FLASH(bf16_64_32_S_q_paged_kv_64_sliding_window_causal_sm90_kernel_nl), __nv_bfloat16,
+          Q_PAGED_KV, SLIDING, NL, 64, false, 16384, false)
 NL_KERNEL(FLASH(bf16_64_32_S_q_kv_64_sm90_kernel_nl), __nv_bfloat16, Q_KV, PADDING, NL, 64, false,
           16384, false)
 #endif

@@ -25,6 +25,9 @@ from kernel_hub.formats import fmha_v2  # noqa: E402
 from kernel_hub.formats.fmha_v2 import KernelName  # noqa: E402
 from kernel_hub.memory import DeviceArray  # noqa: E402
 
+# How many kernels the stand-ins of a struct are.
+STRUCTS = {"CURRENT": 12, "WITHOUT_SINKS": 12, "P640": 6, "P576": 6, "LONG512": 6, "P512": 6}
+
 
 def folder() -> Path | None:
     given = os.environ.get("KERNEL_HUB_FMHA_DIR")
@@ -79,18 +82,11 @@ def stand_in(compile_cuda: Callable[..., Path], device_arch: str, struct: str) -
     return compile_cuda("fmha_stand_in.cu", "-cubin", "-arch=sm_90a", f"-DSTRUCT={struct}")
 
 
-@pytest.mark.parametrize(
-    ("struct", "num_kernels"),
-    [("CURRENT", 12), ("WITHOUT_SINKS", 12), ("P640", 5), ("P576", 5), ("LONG512", 5), ("P512", 5)],
-)
+@pytest.mark.parametrize("struct", STRUCTS)
 def test_stand_ins(
-    worker: Worker,
-    compile_cuda: Callable[..., Path],
-    device_arch: str,
-    struct: str,
-    num_kernels: int,
+    worker: Worker, compile_cuda: Callable[..., Path], device_arch: str, struct: str
 ) -> None:
-    call_each(worker, stand_in(compile_cuda, device_arch, struct), num_kernels)
+    call_each(worker, stand_in(compile_cuda, device_arch, struct), STRUCTS[struct])
 
 
 @pytest.mark.parametrize(("path", "name"), own_kernels())

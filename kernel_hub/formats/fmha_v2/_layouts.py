@@ -212,6 +212,12 @@ def _moved(params: Any, name: KernelName, layout: Layout) -> Any:
                 f"{name} is of {layout.whose}, whose tma_ws kernels and q_kv layout are not known "
                 "here: take one with layout qkv or q_paged_kv that ends in _nl or _nl_tiled"
             )
+        if name.layout == "q_paged_kv" and params.sliding_window_size != NO_WINDOW:
+            raise LaunchConfigError(
+                f"window_size: {name} is of {layout.whose}, whose kernels take the blocks as a "
+                "ring of the window's size, not as all keys in a row: take one of TensorRT-LLM "
+                "from July 2025 on"
+            )
         fields["qkv_stride"], fields["kv_stride"] = fields["q_stride"], fields.pop("k_stride")
     # What says nothing in a struct that cannot say it.
     idle = {"num_grouped_heads": 1, "softmax_stats_stride": fields["softmax_stats_stride"]}
