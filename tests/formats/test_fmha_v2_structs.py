@@ -238,7 +238,7 @@ def test_a_window_over_pages(fakecuda: FakeCuda, file: str) -> None:
     function = load(file, layout="q_paged_kv", mask="sliding_window_causal")
     q, pool = array(TOTAL, HEADS, 64, dtype="bf16"), array(12, 2, 32, 64, dtype="bf16")
     pages = {"cu_seqlens_k": starts(40, 90), "block_table": array(2, 2, 3, dtype="int32")}
-    with pytest.raises(LaunchConfigError, match="window_size: .*a ring of the window's size"):
+    with pytest.raises(LaunchConfigError, match=r"window_size: .*a ring of the window's size"):
         run(function, q, pool, window_size=(16, 0), **pages)
     assert fakecuda.launch_count == 0
     run(function, q, pool, **pages)
