@@ -115,6 +115,7 @@ def _conditions(
     found = []
     for place, constant in variant.equals.items():
         found.append(_equals(params[place], spelled[place], constant, variant.name))
+    found += [f"!({_equals(params[i], spelled[i], None, variant.name)})" for i in variant.present]
     for place, divisor in variant.divisors.items():
         if not is_by_address(params[place]):
             found.append(f"({spelled[place]} & {divisor - 1}) == 0")

@@ -65,7 +65,7 @@ def test_c_chooses_what_python_chooses(
     context: FakeCuda, tmp_path: Path, built: Path, language: str
 ) -> None:
     written = c_export.export("scale_kernel", tmp_path, package=built)
-    assert len(written) == 2 * 9 + 1
+    assert len(written) == 2 * (len(BLOCKS) * len(variants.ASSUMED) + 1) + 1
     library = linked(tmp_path, language, context.path)
     library.scale_kernel_algo_name.restype = ctypes.c_char_p
     found = triton.collection(built)
@@ -74,7 +74,7 @@ def test_c_chooses_what_python_chooses(
     names = [library.scale_kernel_algo_name(i) for i in (0, 1, 2, -1)]
     assert names == [*(name.encode() for name in kernel.algos), None, None]
     assert library.scale_kernel_load() == 0
-    assert context.live("libraries") == 8
+    assert context.live("libraries") == len(BLOCKS) * len(variants.ASSUMED)
     rng = random.Random(9)
     stream = ctypes.c_void_p(0)
     seen = set()
@@ -92,12 +92,12 @@ def test_c_chooses_what_python_chooses(
         assert context.launch().params == wanted.params
         assert context.launch().gridDim == wanted.gridDim
         seen.add((algo, fitting(values)))
-    assert len(seen) == 8
+    assert len(seen) == len(BLOCKS) * len(variants.ASSUMED)
     count = context.launch_count
     for algo in (2, -1):
         assert library.scale_kernel(stream, *c_values(values), ctypes.c_int(algo)) == INVALID
     assert library.scale_kernel_unload() == 0
-    assert context.live("libraries") == 8  # Python's own
+    assert context.live("libraries") == len(BLOCKS) * len(variants.ASSUMED)  # Python's own
     context.set_capability(0, 7, 5)
     assert library.scale_kernel_default(stream, *c_values(values)) == NO_BINARY
     assert library.scale_kernel(stream, *c_values(values), ctypes.c_int(0)) == NO_BINARY

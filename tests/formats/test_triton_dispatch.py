@@ -51,7 +51,7 @@ def test_the_one_that_assumes_the_most_runs(fakecuda: FakeCuda, built: Path) -> 
     assert kernel.algos == [f"BLOCK{block}_w4_s3" for block in BLOCKS]
     assert [argument.name for argument in kernel.arguments] == NAMES
     said = {name: assumed_by(name, found.described(name)) for name in found}
-    assert len(set(said.values())) == len(said) == 8
+    assert len(set(said.values())) == len(said) == len(BLOCKS) * len(variants.ASSUMED)
     names = {found.function(name, arch="sm90"): name for name in found}
     rng = random.Random(3)
     seen = set()
@@ -62,6 +62,19 @@ def test_the_one_that_assumes_the_most_runs(fakecuda: FakeCuda, built: Path) -> 
         assert kernel.select(*params(values).values(), algo=kernel.algos[algo]) is found[chosen]
         seen.add(chosen)
     assert seen == {*said}
+
+
+def test_none_is_for_what_is_compiled_for_none(fakecuda: FakeCuda, tmp_path: Path) -> None:
+    """Seen on a GPU: a configuration that reads the bias was launched without one."""
+    variants.build(tmp_path / "two", "sm90", assumed=[variants.ASSUMED[0], variants.ASSUMED[-1]])
+    kernel = triton.collection(tmp_path / "two").kernel("scale_kernel")
+    values = {name: ctypes.c_void_p(0x10000) for name in NAMES[:3]}
+    values |= {"n": 64, "stride": 1, "scale": 2.0}
+    reads = len(kernel.select(**values).params or ())
+    assert len(kernel.select(**values | {"bias_ptr": None}).params or ()) < reads
+    for bias in (None, ctypes.c_void_p(0)):
+        with pytest.raises(ParamsError, match="bias_ptr is None, and it reads it"):
+            kernel.select(**values | {"bias_ptr": bias, "stride": 3})
 
 
 def test_a_call_launches_on_the_kept_grid(fakecuda: FakeCuda, built: Path) -> None:

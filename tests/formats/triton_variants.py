@@ -10,16 +10,24 @@ POINTER, GRID = "*fp32", "cdiv(n, BLOCK), heads"
 NAMES = ["x_ptr", "bias_ptr", "out_ptr", "n", "stride", "scale"]
 BLOCKS = (256, 512)
 # What each configuration assumes: 16 divides pointers and n, the stride is 1, there is no bias.
-ASSUMED = [(False, False, False), (True, False, False), (True, True, False), (True, True, True)]
+ASSUMED = [
+    (False, False, False), (False, False, True), (True, False, False), (True, True, False),
+    (True, True, True),
+]  # fmt: skip
 
 
-def build(out: Path, arch: str, grid: str | None = "cdiv(n, BLOCK)") -> None:
+def build(
+    out: Path,
+    arch: str,
+    grid: str | None = "cdiv(n, BLOCK)",
+    assumed: list[tuple[bool, bool, bool]] = ASSUMED,
+) -> None:
     """Every configuration, into the collection `out`."""
     from triton_kernels import scale_kernel
 
     from kernel_hub.formats import triton
 
-    for aligned, unit, plain in ASSUMED:
+    for aligned, unit, plain in assumed:
         hint = ":16" if aligned else ""
         signature = dict.fromkeys(NAMES[:3], f"{POINTER}{hint}") | {
             "n": f"i32{hint}",
@@ -44,10 +52,10 @@ def fitting(values: dict[str, int]) -> tuple[bool, bool, bool]:
         if (
             (not aligned or not any(value % 16 for value in checked))
             and (not unit or values["stride"] == 1)
-            and (not plain or values["bias_ptr"] == 0)
+            and plain == (values["bias_ptr"] == 0)
         ):
             return aligned, unit, plain
-    raise AssertionError("the first assumes nothing")
+    raise AssertionError("the first two assume nothing else")
 
 
 def drawn(rng: random.Random) -> dict[str, int]:

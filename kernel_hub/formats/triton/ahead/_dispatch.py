@@ -118,6 +118,9 @@ class Dispatcher:
         for place, constant in variant.equals.items():
             if not _is(values[place], constant):
                 return f"{names[place]} is compiled to be {constant}"
+        for place in variant.present:
+            if _is_null(values[place]):
+                return f"{names[place]} is None, and it reads it"
         for place, divisor in variant.divisors.items():
             found = value_of(values[place])
             if found is not None and found % divisor:
@@ -152,6 +155,11 @@ def _shown(place: int, argument: Argument) -> Param:
     if info is None or argument.is_descriptor:
         return Param(place, argument.name, argument.type, 8, 0)
     return Param.make(place, argument.name, c_type(argument.type), info.size_bytes, 0)
+
+
+def _is_null(value: Any) -> bool:
+    # The value of a c_void_p that is null is None.
+    return value is None or getattr(value, "value", 0) is None or value_of(value) == 0
 
 
 def _is(value: Any, constant: Any) -> bool:

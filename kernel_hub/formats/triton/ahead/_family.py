@@ -46,13 +46,15 @@ class Described:
 class Variant:
     """A configuration, and which values it takes.
 
-    divisors: argument -> what must divide it; equals: argument -> the value compiled in. passed:
-    the arguments that it is launched with. All by position in the family's arguments.
+    divisors: argument -> what must divide it; equals: argument -> the value compiled in; present:
+    what must not be None, because None is compiled into another configuration. passed: the
+    arguments that it is launched with. All by position in the family's arguments.
     """
 
     name: str
     divisors: Mapping[int, int]
     equals: Mapping[int, Any]
+    present: frozenset[int]
     passed: tuple[int, ...]
 
 
@@ -107,13 +109,19 @@ def family(kernel: str, found: Iterable[Described]) -> Family:
         arguments.setdefault(name, Argument(name, kind))
     order = _ordered(arguments, members)
     places = {name: place for place, name in enumerate(order)}
+    optional = frozenset(
+        places[name]
+        for each in members
+        for name, value in each.constexprs.items()
+        if value is None and name in places
+    )
     groups: dict[str, list[Described]] = {}
     for each in members:
         constants = {n: v for n, v in each.constexprs.items() if n not in places}
         groups.setdefault(_key(constants, each.options), []).append(each)
     algos = []
     for group in groups.values():
-        variants = [_variant(each, places) for each in group]
+        variants = [_variant(each, places, optional) for each in group]
         variants.sort(key=lambda v: (-len(v.divisors) - len(v.equals), v.name))
         algos.append(Algo(_algo_name(group[0], places), tuple(variants)))
     return Family(kernel, tuple(arguments[name] for name in order), _distinct(algos))
@@ -137,7 +145,7 @@ def _ordered(names: Iterable[str], members: Sequence[Described]) -> list[str]:
     return sorted(names, key=place)
 
 
-def _variant(each: Described, places: Mapping[str, int]) -> Variant:
+def _variant(each: Described, places: Mapping[str, int], optional: frozenset[int]) -> Variant:
     divisors = {
         places[a.name]: a.divisors[0]
         for a in each.arguments
@@ -149,7 +157,7 @@ def _variant(each: Described, places: Mapping[str, int]) -> Variant:
         for name, place in places.items()
         if place not in passed and name in each.constexprs
     }
-    return Variant(each.name, divisors, equals, passed)
+    return Variant(each.name, divisors, equals, optional.intersection(passed), passed)
 
 
 def _algo_name(each: Described, places: Mapping[str, int]) -> str:
