@@ -20,6 +20,7 @@ from kernel_hub.errors import (
     TensorError,
 )
 from kernel_hub.formats import fmha_v2
+from kernel_hub.formats.fmha_v2._options import check_sinks
 from kernel_hub.memory import DeviceArray
 
 
@@ -212,3 +213,21 @@ def test_a_failing_launch_says_so(fakecuda: FakeCuda) -> None:
     fakecuda.fail("cuLaunchKernelEx", 700, count=-1)
     with pytest.raises(CudaDriverError, match="fmha_v2_flash_attention_fp16_64_32"):
         fmha_v2.run(kernel(**NL), array(TOTAL, 3, HEADS, 128), cu_seqlens=starts(TOTAL))
+
+
+def test_sinks_that_a_kernel_weighs_wrongly() -> None:
+    """Measured on an H100: right with every sink lowered by 8 - ln 256."""
+    for attributes, is_right in (
+        ("causal_alibi_", False), ("causal_softcapping_", False),
+        ("sliding_or_chunked_causal_softcapping_", False), ("causal_", True),
+    ):  # fmt: skip
+        for dtype in ("e4m3", "bf16"):
+            text = (
+                f"fmha_v2_flash_attention_{dtype}_64_256_S_qkv_128_{attributes}tma_ws_sm90_kernel"
+            )
+            name = fmha_v2.parse_name(text)
+            if is_right or dtype == "bf16":
+                check_sinks(name)
+            else:
+                with pytest.raises(LaunchConfigError, match="weighs a sink e\\^8 / 256"):
+                    check_sinks(name)

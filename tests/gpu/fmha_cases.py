@@ -262,13 +262,18 @@ def call(path: Path, text: str) -> str:
     if is_old and (name.variant == "tma_ws" or name.layout not in ("qkv", "q_paged_kv")):
         return refused(name, function, 4, "are not known here")
     options = variations(name)
-    if "attention_sinks" in reader.fields:
-        options.append({"sinks": True})
     sizes = [(4, 4, 32), (6, 2, 256)]
     said = []
+    if "attention_sinks" in reader.fields:
+        if name.dtype == "e4m3" and {"alibi", "softcapping"} & set(name.attributes):
+            said.append(refused(name, function, 4, "weighs a sink e^8 / 256", sinks=True))
+        else:
+            options.append({"sinks": True})
     if is_old and name.layout == "q_paged_kv" and name.mask in SLIDING:
         ring = options.pop()
         said.append(refused(name, function, 4, "ring of the window's size", **ring))
+    elif is_old and name.mask in SLIDING and "0.16" not in reader.layout.whose:
+        said.append(refused(name, function, 4, "it is not known", **options.pop()))
     two_sizes = name.layout == "qkv" and name.head_dim != name.head_dim_v
     if two_sizes and name.variant != "tma_ws" and (is_old or reader.may_assert):
         said.append(refused(name, function, 2, "stop themselves at fewer"))

@@ -218,6 +218,7 @@ def _moved(params: Any, name: KernelName, layout: Layout) -> Any:
                 "ring of the window's size, not as all keys in a row: take one of TensorRT-LLM "
                 "from July 2025 on"
             )
+        fields["sliding_window_size"] = _window_of_old(fields["sliding_window_size"], name, layout)
         fields["qkv_stride"], fields["kv_stride"] = fields["q_stride"], fields.pop("k_stride")
     # What says nothing in a struct that cannot say it.
     idle = {"num_grouped_heads": 1, "softmax_stats_stride": fields["softmax_stats_stride"]}
@@ -230,6 +231,18 @@ def _moved(params: Any, name: KernelName, layout: Layout) -> Any:
                 f"{field}: {name} is of {layout.whose}, which has no such parameter"
             )
     return made
+
+
+def _window_of_old(size: int, name: KernelName, layout: Layout) -> int:
+    """How many keys these kernels are told to see: those of 0.16 see one more than that."""
+    if size == NO_WINDOW:
+        return size
+    if layout.struct not in (_params.LongParams512, _params.Params512):
+        raise LaunchConfigError(
+            f"window_size: {name} is of {layout.whose}, of which it is not known whether a window "
+            "holds a row's own key: take one of TensorRT-LLM from July 2025 on"
+        )
+    return size - 1
 
 
 def _is_idle(value: Any, idle: int) -> bool:

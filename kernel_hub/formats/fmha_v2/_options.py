@@ -82,6 +82,20 @@ def check_options(
     return left
 
 
+def check_sinks(name: KernelName) -> None:
+    """Refuse sinks where the kernel weighs them wrongly.
+
+    e4m3 kernels that take their exponentials in base e, those with ALiBi or softcapping, scale
+    scores by 256 = e^5.545 and a sink by e^8: it counts 11.6 times.
+    """
+    in_base_e = {"alibi", "softcapping"} & set(name.attributes)
+    if name.dtype == "e4m3" and in_base_e:
+        raise LaunchConfigError(
+            f"attention_sinks: {name} weighs a sink e^8 / 256 = 11.6 times, a fault of e4m3 ones "
+            f"with _{' or _'.join(sorted(in_base_e))}: take a bf16 or fp16 kernel"
+        )
+
+
 @dataclass
 class Scales:
     """Factors of QK^T and of PV, before they are written as the kernel reads them."""

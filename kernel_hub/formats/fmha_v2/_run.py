@@ -13,7 +13,7 @@ from ._call import Call
 from ._inputs import read_inputs
 from ._layouts import laid_out
 from ._names import parse_name
-from ._options import NO_WINDOW, check_options, read_scales, read_softcap
+from ._options import NO_WINDOW, check_options, check_sinks, read_scales, read_softcap
 from ._params import Params
 
 
@@ -115,7 +115,8 @@ def plan(
     block_table: int32 (batch_size, 2, max_blocks): the blocks of K, then of V; room for
         max_seqlen_k keys, where that is given.
     q_scale, k_scale, v_scale, out_scale: for e4m3, value = e4m3 number * scale.
-    attention_sinks: fp32 (num_heads,); of kernels that read them (their machine code says).
+    attention_sinks: fp32 (num_heads,); of kernels that read them (their machine code says),
+        but for e4m3 with alibi or softcapping, which weigh them wrongly.
     softmax_stats: fp32 (total_q, num_heads, 2), written: each row's largest score and its sum of
         exp(score - largest); of tma_ws kernels those with _softmax, at the default softmax_scale.
     out: (total_q, num_heads, head_dim_v); None makes one: a torch tensor for torch tensors, else a
@@ -138,6 +139,7 @@ def plan(
     call.paged(block_table, max_seqlen_k)
     call.custom_mask(packed_mask, cu_mask_rows, max_seqlen_k)
     if attention_sinks is not None:
+        check_sinks(name)
         sinks = read.take(attention_sinks, "attention_sinks", "fp32", (read.num_heads,), False)
         params.attention_sinks = sinks.address
     params.sliding_window_size = NO_WINDOW if window < 0 else window + 1
