@@ -72,7 +72,7 @@ def measure(
         launches[0]()
         torch.cuda.synchronize()
         graphs[name] = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graphs[name]):
+        with torch.cuda.graph(graphs[name], capture_error_mode="thread_local"):
             for launch in itertools.islice(itertools.cycle(launches), count):
                 launch()
     samples: dict[Key, list[float]] = {name: [] for name in graphs}

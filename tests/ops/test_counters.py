@@ -54,6 +54,7 @@ def on_stream(
 ) -> Callable[..., torch.Tensor]:
     """The counters of a launch on a stream, as torch tells of it; memory is the CPU's."""
     state = SimpleNamespace(stream_id=DEFAULT, is_capturing=False)
+    monkeypatch.setattr(_module("core.counters"), "_sets", {})
     for name in ("zeros", "empty"):
         make = getattr(torch, name)
         monkeypatch.setattr(
