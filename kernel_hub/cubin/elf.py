@@ -223,8 +223,10 @@ def _read_header(image: bytes, unknown: list[str]) -> _Header:
     ) = _HEADER.unpack_from(image)
     _check_identity(ident, kind, machine)
     os_abi = ident[7]
-    if not (version == 1 if os_abi == 0x41 else 100 <= version < 200):
+    if not (version == 1 if os_abi == 0x41 else 90 <= version < 200):
         corrupt(f"ELF version {version} belongs to no known toolkit", 20)
+    if 1 < version < 100:
+        unknown.append(f"code of CUDA {version / 10:.1f}, which no driver known here was given")
     sm, arch_flag = _read_flags(flags, os_abi, unknown)
     header = _Header(os_abi, ident[8], version, sm, arch_flag, phoff, phnum, shoff, shnum, shstrndx)
     bare = phnum == 0 and _is_before(os_abi, version, FIRST_SOUND_SEGMENTS)

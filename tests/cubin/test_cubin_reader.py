@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kernel_hub.cubin import CubinInfo, image_kind, read_cubin
+from kernel_hub.cubin.elf import read_elf
 from kernel_hub.errors import CubinCorruptError
 
 DATA = Path(__file__).parent / "data"
@@ -228,6 +229,46 @@ def test_what_was_once_called_corrupt(arch: int) -> None:
     kernels = ["add_half", "add_bf16", "swap16", "one", "two", "copies"]
     assert sorted(info.functions) == sorted(kernels)
     assert {name: v.size_bytes for name, v in info.globals.items()} == {"started": 12, "empty": 20}
+
+
+def test_code_that_is_not_padded() -> None:
+    """Large functions of ptxas 12.4 may end anywhere: so do 31 images of sgl_kernel 0.1.9."""
+    image = bytearray((DATA / "genuine_sm90.cubin").read_bytes())
+    shoff, count = struct.unpack_from("<Q", image, 40)[0], struct.unpack_from("<H", image, 60)[0]
+    at = [shoff + 64 * i for i in range(count)]
+    table = [struct.unpack_from("<IIQQQQIIQQ", image, one) for one in at]
+    texts = [i for i, s in enumerate(table) if s[1] == 1 and s[2] & 7 == 6]
+    symbols = next(s for s in table if s[1] == 2)
+    first = texts[0]  # the next one begins where it did
+    assert table[first + 1][8] == 128
+    for missing, is_whole in ((112, True), (16, True), (8, False)):
+        made = bytearray(image)
+        size = table[first][5] - missing
+        struct.pack_into("<Q", made, at[first] + 32, size)
+        made[table[first][4] + size : table[first + 1][4]] = bytes(missing)
+        with pytest.raises(CubinCorruptError):  # its function has another size
+            read_cubin(bytes(made))
+        for symbol in range(symbols[4], symbols[4] + symbols[5], 24):
+            _, info, _, section, _, _ = struct.unpack_from("<IBBHQQ", made, symbol)
+            if info & 15 == 2 and section == first:
+                struct.pack_into("<Q", made, symbol + 16, size)
+        if is_whole:
+            assert read_cubin(bytes(made)).unknown == ()
+        else:
+            with pytest.raises(CubinCorruptError, match="no whole instructions"):
+                read_cubin(bytes(made))
+
+
+def test_cuda_9_is_unknown() -> None:
+    """Its images are read (232 of MXNet's for CUDA 9.2), but none could be given to a driver."""
+    image = bytearray(early((DATA / "cuda117_tiny_sm75.cubin").read_bytes(), 117, False))
+    assert read_elf(bytes(image)).unknown == []
+    image[20] = 92
+    (said,) = read_elf(bytes(image)).unknown
+    assert said.startswith("code of CUDA 9.2, ")
+    image[20] = 89
+    with pytest.raises(CubinCorruptError, match="belongs to no known toolkit"):
+        read_elf(bytes(image))
 
 
 def test_linked_image_lists_kernels_only() -> None:
