@@ -6,6 +6,7 @@ Pipes and files always get the plain text: it does not wrap and greps well.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -14,32 +15,79 @@ from .._progress import is_rich as is_rich
 from .._progress import progress as progress
 
 
+class Cell(str):
+    """Text of a table that has a colour on a terminal: "green" or "red"."""
+
+    __slots__ = ("colour",)
+    colour: str
+
+
+def good(text: str) -> Cell:
+    """`text`, green on a terminal."""
+    return _coloured(text, "green")
+
+
+def bad(text: str) -> Cell:
+    """`text`, red on a terminal."""
+    return _coloured(text, "red")
+
+
+def _coloured(text: str, colour: str) -> Cell:
+    cell = Cell(text)
+    cell.colour = colour
+    return cell
+
+
+_ANSI = {"green": "\x1b[32m", "red": "\x1b[1;31m", "": ""}
+
+
+def _shows_colour() -> bool:
+    """Whether plain text on stdout may hold colours (https://no-color.org)."""
+    wanted = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return wanted and sys.stdout.isatty()
+
+
 def table(
     columns: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[str] = ()
 ) -> None:
     """Print `rows` under `columns`; the columns named in `right` are right-aligned."""
-    cells = [["" if cell is None else str(cell) for cell in row] for row in rows]
+    cells = [
+        ["" if cell is None else cell if isinstance(cell, Cell) else str(cell) for cell in row]
+        for row in rows
+    ]
     if is_rich(sys.stdout):
         _rich_table(columns, cells, right)
     else:
-        print(plain_table(columns, cells, right))
+        print(plain_table(columns, cells, right, colours=_shows_colour()))
 
 
 def plain_table(
-    columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    right: Sequence[str] = (),
+    *,
+    colours: bool = False,
 ) -> str:
     """Aligned text; a line break in a cell continues the row."""
     lines: list[list[str]] = [list(columns)]
     for row in rows:
-        parts = [cell.split("\n") for cell in row]
+        parts = [[cell] if isinstance(cell, Cell) else cell.split("\n") for cell in row]
         height = max(map(len, parts))
         padded = [part + [""] * (height - len(part)) for part in parts]
         lines += [list(line) for line in zip(*padded, strict=True)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * width for width in widths])
     ways = [str.rjust if name in right else str.ljust for name in columns]
+
+    def shown(cell: str, text: str) -> str:
+        start = _ANSI[getattr(cell, "colour", "")] if colours else ""
+        return f"{start}{text}\x1b[0m" if start else text
+
     return "\n".join(
-        "  ".join(way(c, w) for way, c, w in zip(ways, line, widths, strict=True)).rstrip()
+        "  ".join(
+            shown(cell, way(cell, width))
+            for way, cell, width in zip(ways, line, widths, strict=True)
+        ).rstrip()
         for line in lines
     )
 
@@ -56,7 +104,8 @@ def _rich_table(
     for name in columns:
         made.add_column(name, justify="right" if name in right else "left", overflow="fold")
     for row in rows:
-        made.add_row(*map(Text, row))  # Text: a "[" in a signature is no markup
+        # Text: a "[" in a signature is no markup.
+        made.add_row(*(Text(cell, style=getattr(cell, "colour", "")) for cell in row))
     Console().print(made)
 
 

@@ -1,12 +1,13 @@
-"""`kernel-hub demo`: ops on real tensors against their references, on the GPU or the CPU."""
+"""`kernel-hub demo`: kernels on real data against references, on the GPU or the CPU."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import driver
@@ -16,22 +17,63 @@ from . import _console
 from ._gather import KNOWN_GPUS, choices
 
 if TYPE_CHECKING:
-    from ..testing.demo import Result
+    from ..testing.rates import Result
 
 NAME = "demo"
-HELP = "run ops on real tensors, on the GPU or the CPU, against their references"
+HELP = "run kernels on real data against references, on the GPU or the CPU (exit code 0 or 1)"
 EXAMPLE = "kernel-hub demo"
-GPU_TOKENS, CPU_TOKENS = 8192, 64
+GPU_TOKENS, NUMPY_TOKENS, CPU_TOKENS = 8192, 2048, 64
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass
+class Report:
+    """What ran, and why other things did not. `problems` are what went wrong, each said whole."""
+
+    no_gpu: str | None
+    no_torch: str | None
+    torch_on_gpu: bool = False
+    ops: list[Result] = field(default_factory=list)
+    numpy: list[Result] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def try_to(self, run: Callable[..., list[Result]], *args: Any) -> list[Result]:
+        """What `run(*args)` gives, or nothing and a problem: a refusal of the runtime."""
+        try:
+            return run(*args)
+        except KernelHubError as error:
+            self.problems.append(str(error))
+            return []
+
+    @property
+    def wrong(self) -> list[Result]:
+        """What ran and is off by more than is allowed."""
+        return [result for result in (*self.numpy, *self.ops) if not result.ok]
+
+    @property
+    def ok(self) -> bool:
+        """Something ran, all of it was right, and nothing failed."""
+        return bool(self.ops or self.numpy) and not self.wrong and not self.problems
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens",
-        type=int,
+        type=_positive,
         metavar="N",
-        help=f"rows of every tensor (default {GPU_TOKENS} on a GPU, {CPU_TOKENS} on the CPU)",
+        help=f"rows of the tensors (default {GPU_TOKENS} on a GPU, {NUMPY_TOKENS} there without "
+        f"torch, {CPU_TOKENS} on the CPU)",
+    )
+    parser.add_argument(
+        "--numpy", action="store_true", help="leave torch out, as where it is not installed"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _positive(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a number of rows")
+    return value
 
 
 def no_gpu() -> str | None:
@@ -46,7 +88,7 @@ def no_gpu() -> str | None:
 def no_torch() -> str | None:
     """Why the ops cannot run, or None."""
     if importlib.util.find_spec("torch") is None:
-        return "torch is not installed (pip install torch)"
+        return "torch is not installed"
     try:
         importlib.import_module("kernel_hub.ops")
     except (ImportError, OSError) as error:
@@ -54,39 +96,38 @@ def no_torch() -> str | None:
     return None
 
 
-def run_ops(device: str, num_tokens: int) -> list[Result]:
-    """The cases in every dtype on `device`; on a GPU timed too."""
+def run_ops(num_tokens: int, device: str) -> list[Result]:
+    """torch's ops in every dtype on `device`; on a GPU timed too."""
     from ..testing import demo, timing
 
-    measure: Callable[[demo.Case], Result]
-    cases = list(demo.cases(device, num_tokens))  # which make their tensors when they are run
-    with _console.progress(len(cases), f"ops on {device}") as advance:
-        if device == "cuda":
-            copy = timing.copy_bandwidth()
-            measure = partial(demo.measured, timer=timing.GraphTimer(), copy_terabytes_per_s=copy)
-        else:
-            measure = demo.checked
+    measure: Callable[[demo.Case], Result] = demo.checked
+    if device == "cuda":
+        timer = timing.GraphTimer()
+        measure = partial(demo.measured, timer=timer, roofs=demo.roofs(timer))
+    # Cases make their tensors when they are run.
+    return _run(list(demo.cases(device, num_tokens)), measure, f"ops on {device}")
+
+
+def run_numpy(num_tokens: int) -> list[Result]:
+    """Shipped kernels on NumPy's data on the GPU, without torch."""
+    import numpy as np
+
+    from ..testing import demo_numpy
+
+    cases = list(demo_numpy.cases(num_tokens, driver.get().compute_capability(0)))
+    measure = partial(
+        demo_numpy.measured, random=np.random.default_rng(0), roofs=demo_numpy.roofs()
+    )
+    return _run(cases, measure, "kernels on NumPy data")
+
+
+def _run(cases: Sequence[Any], measure: Callable[[Any], Result], label: str) -> list[Result]:
+    with _console.progress(len(cases), label) as advance:
         results = []
         for case in cases:
             advance(f"{case.op} {case.dtype}")
             results.append(measure(case))
     return results
-
-
-def numpy_launch() -> float:
-    """Launch a shipped kernel on DeviceArrays, without torch; the largest error."""
-    import numpy as np
-
-    from .. import DeviceArray, Kernel
-
-    random = np.random.default_rng(0)
-    x, y = (random.standard_normal(100_003, dtype=np.float32) for _ in range(2))
-    out = DeviceArray.zeros(x.shape)
-    arrays = [out, DeviceArray.from_numpy(x), DeviceArray.from_numpy(y)]
-    Kernel("launch_probe").launch_probe_5(
-        gridDim=-(-x.size // 256), blockDim=256, params=[*arrays, x.size, 0.5]
-    )
-    return float(np.abs(out.to_numpy() - (x + np.float32(0.5) * y)).max())
 
 
 def resolver_rows() -> list[list[str]]:
@@ -99,47 +140,36 @@ def resolver_rows() -> list[list[str]]:
     ]
 
 
+def examine(num_tokens: int | None, without_torch: bool) -> Report:
+    """Run what can run here."""
+    report = Report(no_gpu(), "left out" if without_torch else no_torch())
+    report.torch_on_gpu = not (report.no_gpu or report.no_torch) and _torch_has_cuda()
+    if not report.no_gpu and not report.torch_on_gpu:
+        report.numpy = report.try_to(run_numpy, num_tokens or NUMPY_TOKENS)
+    if not report.no_torch:
+        device, default = ("cuda", GPU_TOKENS) if report.torch_on_gpu else ("cpu", CPU_TOKENS)
+        report.ops = report.try_to(run_ops, num_tokens or default, device)
+    return report
+
+
 def run(args: argparse.Namespace) -> int:
-    without_gpu, without_torch = no_gpu(), no_torch()
-    device = "cpu" if without_gpu or without_torch or not _torch_has_cuda() else "cuda"
-    results: list[Result] = []
-    if without_torch is None:
-        results = run_ops(device, args.tokens or (GPU_TOKENS if device == "cuda" else CPU_TOKENS))
-    error = None if without_gpu or device == "cuda" else numpy_launch()
-    failed = [result for result in results if not result.ok]
-    ok = not failed and (error is None or error <= 1e-6)
+    report = examine(args.tokens, args.numpy)
     if args.json:
         _console.as_json(
             {
-                "ok": ok,
-                "device": device,
-                "no_gpu": without_gpu,
-                "no_torch": without_torch,
-                "ops": [asdict(result) for result in results],
-                "numpy_launch_error": error,
+                "ok": report.ok,
+                "device": "cuda" if report.torch_on_gpu or report.numpy else "cpu",
+                "no_gpu": report.no_gpu,
+                "no_torch": report.no_torch,
+                "ops": [asdict(result) for result in report.ops],
+                "numpy": [asdict(result) for result in report.numpy],
+                "problems": report.problems,
                 "would_load": resolver_rows(),
             }
         )
-        return 0 if ok else 1
-    _print_ops(results, device)
-    if without_torch:
-        _console.note(f"the ops did not run: {without_torch}")
-    if without_gpu:
-        _console.note(f"no kernel was launched: {without_gpu}")
-    elif device == "cpu":
-        _console.note("the ops ran on the CPU: they need a torch with CUDA to use the GPU")
-        _console.note(
-            f"launch_probe_5 ran on {driver.get().device_name(0)} on NumPy data without torch: "
-            f"largest error {error:.2g}"
-        )
-    if device == "cpu":
-        _print_resolver()
-    for result in failed:
-        _console.note(f"FAILED {result.dtype} {result.message}")
-    if results:
-        where = f"on {_where(device)}"
-        _console.note(f"{len(results) - len(failed)} of {len(results)} ops are right {where}")
-    return 0 if ok else 1
+    else:
+        _print(report)
+    return 0 if report.ok else 1
 
 
 def _torch_has_cuda() -> bool:
@@ -149,27 +179,85 @@ def _torch_has_cuda() -> bool:
     return torch is not None and bool(torch.cuda.is_available())
 
 
-def _where(device: str) -> str:
-    return driver.get().device_name(0) if device == "cuda" else "the CPU (the reference path)"
+def _print(report: Report) -> None:
+    gpu = "" if report.no_gpu else driver.get().device_name(0)
+    cpu = "the CPU (the reference path)"
+    where = gpu if report.torch_on_gpu else cpu
+    if report.numpy:
+        _console.heading(f"shipped kernels on {gpu} on NumPy's data, against NumPy in fp64")
+        _print_results(report.numpy)
+    if report.ops:
+        _console.heading(f"ops on {where}, against fp64 references")
+        _print_results(report.ops)
+    if report.no_torch:
+        _console.note(f"the ops did not run: {report.no_torch}")
+    if report.no_gpu:
+        _console.note(f"no kernel was launched: {report.no_gpu}")
+        _print_resolver()
+    for result in report.wrong:
+        _console.note(f"FAILED {result.dtype} {result.message}")
+    for problem in report.problems:
+        _console.note(f"FAILED: {problem}")
+    for results, what, at in ((report.numpy, "kernels", gpu), (report.ops, "ops", where)):
+        if results:
+            right = sum(result.ok for result in results)
+            _console.note(f"{right} of {len(results)} {what} are right on {at}")
+    if not report.ops and not report.numpy:
+        _console.note("FAILED: nothing ran")
+    # Where the GPU refused, torch would not help: the problems say what does.
+    if report.no_torch != "left out" and not report.torch_on_gpu and not report.problems:
+        _print_way_on(report)
 
 
-def _print_ops(results: list[Result], device: str) -> None:
-    if not results:
-        return
+def _print_results(results: list[Result]) -> None:
     columns = ["op", "shape", "dtype", "max error", "allowed", "result"]
+    verdicts = (_console.good("ok") if r.ok else _console.bad("WRONG") for r in results)
     rows: list[list[Any]] = [
-        [r.op, r.shape, r.dtype, f"{r.error:.2e}", f"{r.limit:.2e}", "ok" if r.ok else "WRONG"]
-        for r in results
+        [r.op, r.shape, r.dtype, f"{r.error:.2e}", f"{r.limit:.2e}", verdict]
+        for r, verdict in zip(results, verdicts, strict=True)
     ]
-    if device == "cuda":
-        columns += ["us", "TB/s", "of copy"]
-        for row, r in zip(rows, results, strict=True):
-            row += [f"{r.time_us:.1f}", f"{r.terabytes_per_s:.2f}", f"{r.share_of_copy:.0%}"]
-    _console.heading(f"ops on {_where(device)}, against fp64 references")
-    _console.table(columns, rows, right=["max error", "allowed", "us", "TB/s", "of copy"])
+    if results[0].time_us is not None:
+        columns += ["us", "rate", "of the card's"]
+        for row, result in zip(rows, results, strict=True):
+            row += [f"{result.time_us:.1f}", *_rate(result)]
+    _console.table(columns, rows, right=["max error", "allowed", "us", "rate", "of the card's"])
+
+
+def _rate(result: Result) -> tuple[str, str]:
+    """The rate by the roof that the op is nearer to, and its share of that."""
+    if result.bound == "matrix":
+        share = result.share_of_matrix
+        return f"{result.teraflops:.0f} TFLOP/s", "" if share is None else f"{share:.0%} matmul"
+    return f"{result.terabytes_per_s:.2f} TB/s", f"{result.share_of_copy:.0%} copy"
 
 
 def _print_resolver() -> None:
     _console.heading("on a GPU of these compute capabilities, these cubins would be loaded")
     gpus = [f"{major}.{minor} ({names})" for (major, minor), names in KNOWN_GPUS.items()]
     _console.table(["cubin", *gpus], resolver_rows())
+
+
+def _print_way_on(report: Report) -> None:
+    """The one command that brings the ops to this machine, and what it costs; nothing is asked."""
+    from ..testing import torch_builds
+
+    in_checkout = (ROOT / "Makefile").is_file()
+    if report.no_gpu:
+        if report.no_torch:
+            _console.note(
+                "the ops on the CPU need torch (about 0.2 GB to download): "
+                + ("make demo TORCH=cpu" if in_checkout else _pip(torch_builds.CPU_INDEX))
+            )
+        return
+    build = torch_builds.build_for(driver.get().version)
+    if build is None:
+        return
+    _console.note(
+        f"the ops on this GPU need torch with CUDA {build.cuda}, "
+        f"{torch_builds.cost(build, ROOT)}:\n"
+        f"  {'make demo TORCH=cuda' if in_checkout else _pip(build.index)}"
+    )
+
+
+def _pip(index: str) -> str:
+    return f"pip install torch --index-url {index}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -12,8 +12,9 @@ import torch
 from .. import ops
 from . import reference
 from .compare import Comparison, compare
+from .rates import Result, Roofs
 from .reference_attention import reference_attention
-from .timing import GraphTimer, num_sets
+from .timing import GraphTimer, copy_bandwidth, matrix_rate, num_sets
 
 Inputs = dict[str, torch.Tensor]
 Outputs = tuple[torch.Tensor, ...]
@@ -28,7 +29,10 @@ _SEQLEN, _SEQUENCES = 1024, 8
 
 @dataclass(frozen=True)
 class Case:
-    """One op on one shape and dtype. `num_bytes` is what it reads and writes at least."""
+    """One op on one shape and dtype.
+
+    `num_bytes` is what it reads and writes at least, `num_flops` what its matrix products take.
+    """
 
     op: str
     shape: str
@@ -37,22 +41,7 @@ class Case:
     make: Callable[[], Inputs]
     run: Callable[[Inputs], Outputs]
     refer: Callable[[Inputs, torch.dtype], Outputs]
-
-
-@dataclass(frozen=True)
-class Result:
-    """The largest error beside what is allowed, and on a GPU the median time."""
-
-    op: str
-    shape: str
-    dtype: str
-    ok: bool
-    error: float
-    limit: float
-    message: str
-    time_us: float | None = None
-    terabytes_per_s: float | None = None
-    share_of_copy: float | None = None
+    num_flops: int = 0
 
 
 def cases(device: str, num_tokens: int) -> Iterator[Case]:
@@ -155,6 +144,8 @@ def _attention_cases(device: str, num_tokens: int, token: str) -> Iterator[Case]
         },
         lambda i: (ops.flash_attention(i["q"], i["k"], i["v"], causal=True),),
         refer,
+        # Query i of a sequence sees i + 1 keys: two products for each pair.
+        4 * batch_size * (seqlen * (seqlen + 1) // 2) * _HEADS * _HEAD_DIM,
     )
     yield Case(
         "decode_attention",
@@ -169,6 +160,7 @@ def _attention_cases(device: str, num_tokens: int, token: str) -> Iterator[Case]
         },
         lambda i: (ops.decode_attention(i["q"], i["k"], i["v"], cache_seqlens=i["cache_seqlens"]),),
         refer,
+        4 * _SEQUENCES * num_tokens * _HEADS * _HEAD_DIM,
     )
 
 
@@ -199,6 +191,7 @@ def _product_cases(device: str, num_tokens: int, token: str) -> Iterator[Case]:
         },
         lambda i: (ops.linear(i["x"], i["weight"], residual=i["residual"]),),
         lambda i, dtype: (i["x"].to(dtype) @ i["weight"].to(dtype).T + i["residual"].to(dtype),),
+        2 * num_tokens * _HIDDEN * _HIDDEN,
     )
     yield Case(
         "swiglu_linear",
@@ -208,6 +201,7 @@ def _product_cases(device: str, num_tokens: int, token: str) -> Iterator[Case]:
         lambda: {"x": random(num_tokens, _HIDDEN), "weight": weight(2 * intermediate)},
         lambda i: (ops.swiglu_linear(i["x"], i["weight"]),),
         refer_gated,
+        2 * num_tokens * _HIDDEN * 2 * intermediate,
     )
 
 
@@ -235,17 +229,17 @@ def checked(case: Case, inputs: Inputs | None = None) -> Result:
     )
 
 
-def measured(case: Case, timer: GraphTimer, copy_terabytes_per_s: float) -> Result:
+def roofs(timer: GraphTimer) -> Roofs:
+    """What this GPU copies and multiplies, measured as the ops are."""
+    gigabytes = min(2.0, torch.cuda.mem_get_info()[0] / 2**30 / 8)  # twice that is allocated
+    matrix = {name: matrix_rate(timer, DTYPES[name]) for name in ("fp16", "bf16")}
+    return Roofs(copy_bandwidth(gigabytes), matrix)
+
+
+def measured(case: Case, timer: GraphTimer, roofs: Roofs) -> Result:
     """`checked`, and the kernel's median time over inputs rotated past the L2 (GPU only)."""
     sets = [case.make() for _ in range(num_sets(case.num_bytes))]
     result = checked(case, sets[0])
     launches = [partial(case.run, inputs) for inputs in sets]
     samples = timer.measure({case.op: launches}, case.num_bytes)[case.op]
-    time_us = statistics.median(samples)
-    terabytes_per_s = case.num_bytes / time_us / 1e6
-    return replace(
-        result,
-        time_us=time_us,
-        terabytes_per_s=terabytes_per_s,
-        share_of_copy=terabytes_per_s / copy_terabytes_per_s,
-    )
+    return roofs.rated(result, case.num_bytes, case.num_flops, statistics.median(samples))

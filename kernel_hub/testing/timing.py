@@ -6,6 +6,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -118,6 +119,18 @@ def copy_bandwidth(gigabytes: float = 2.0, repeats: int = 15) -> float:
         torch.cuda.synchronize()
         times.append(start.elapsed_time(stop))
     return 2 * source.nbytes / statistics.median(times) / 1e9
+
+
+def matrix_rate(timer: GraphTimer, dtype: torch.dtype, size: int = 8192) -> float:
+    """TFLOP/s of torch's own product of two square matrices of random numbers (cuBLAS).
+
+    Timed by `timer` as an op is, under the clocks that so long a load leaves: a product on zeros,
+    or a single one after idleness, is faster than any op can be.
+    """
+    pairs = [[torch.randn(size, size, device="cuda").to(dtype) for _ in range(2)] for _ in range(2)]
+    launches = [partial(torch.nn.functional.linear, a, b) for a, b in pairs]
+    samples = timer.measure({"matmul": launches}, 3 * pairs[0][0].nbytes)["matmul"]
+    return 2 * size**3 / statistics.median(samples) / 1e6
 
 
 class BurstTimer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import re
 import sys
 
 import pytest
@@ -31,6 +32,54 @@ def test_a_pipe_gets_plain_text(capsys: pytest.CaptureFixture[str]) -> None:
     _console.heading("all of it")
     _console.table(["a"], [[None], [3]])
     assert capsys.readouterr().out == "all of it\na\n-\n\n3\n"
+
+
+GREEN, RED = "\x1b[32m", "\x1b[1;31m"
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_terminal", "coloured"),
+    [
+        ({"TERM": "xterm"}, True, True),
+        ({"TERM": "xterm", "NO_COLOR": "1"}, True, False),
+        ({"TERM": "dumb"}, True, False),
+        ({"TERM": "xterm"}, False, False),
+    ],
+)
+@pytest.mark.parametrize("has_rich", [False, pytest.param(True, marks=needs_rich)])
+def test_verdicts_have_a_colour_on_a_terminal(
+    has_rich: bool,
+    environment: dict[str, str],
+    is_terminal: bool,
+    coloured: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stream = Terminal() if is_terminal else io.StringIO()
+    monkeypatch.setattr(sys, "stdout", stream)
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if not has_rich:
+        monkeypatch.setattr(_console, "is_rich", lambda stream: False)
+    rows = [["a", _console.good("ok")], ["b", _console.bad("WRONG")], ["c", "ok"]]
+    _console.table(["name", "result"], rows, right=["result"])
+    text = stream.getvalue()
+    assert ("\x1b[32m" in text) is coloured
+    assert ("31m" in text) is coloured
+    assert text.count("32m") <= 1  # the plain "ok" has none
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    shown = [words for line in plain.splitlines() if len(words := line.split()) == 2]
+    assert shown[-3:] == [["a", "ok"], ["b", "WRONG"], ["c", "ok"]]
+
+
+def test_colours_do_not_move_columns() -> None:
+    rows = [[_console.good("ok"), "x"], [_console.bad("WRONG"), "y"]]
+    text = _console.plain_table(["result", "z"], rows, right=["result"], colours=True)
+    plain = _console.plain_table(["result", "z"], rows, right=["result"])
+    assert re.sub(r"\x1b\[[0-9;]*m", "", text) == plain
+    assert plain.splitlines()[2:] == ["    ok  x", " WRONG  y"]
+    assert f"{GREEN}    ok\x1b[0m  x" in text and f"{RED} WRONG\x1b[0m  y" in text
 
 
 @needs_rich

@@ -80,5 +80,9 @@ def test_neither_rich_nor_torch_is_needed(tmp_path: Path) -> None:
         done = python("-m", "kernel_hub", command, path=path)
         assert done.returncode == 0, done.stderr
     done = python("-m", "kernel_hub", "demo", path=path)
-    assert done.returncode == 0, done.stderr
+    assert not done.stderr
     assert "the ops did not run: torch" in done.stdout
+    # Right on a GPU, which needs neither; elsewhere there is nothing left to run.
+    ran = "kernels are right on" in done.stdout
+    assert done.returncode == (0 if ran else 1)
+    assert ran != ("FAILED: nothing ran" in done.stdout)
