@@ -30,6 +30,9 @@ from kernel_hub import Kernel, KernelFunction, driver, tensors
 
 ROOT = Path(__file__).resolve().parent.parent
 pytest.importorskip = skips.importorskip
+# Where it cannot be had (no network), the rest of the tests runs all the same.
+if not skips.is_there("hypothesis"):
+    sys.modules["hypothesis"] = skips.Missing("hypothesis")
 # What `kernel-hub tune` left on this machine is no part of what is tested.
 os.environ["KERNEL_HUB_TUNED"] = "0"
 # Nor what it compiled before; and nothing that is compiled here stays.
@@ -106,10 +109,23 @@ def _no_gpu_reason() -> str:
     return f"no usable GPU: {said or f'the driver ended a process with {done.returncode}'}"
 
 
+def _no_cuda_reason(item: pytest.Item) -> str:
+    """Why a test of tensors on the GPU cannot run with the torch that is installed, or ''."""
+    torch = sys.modules.get("torch")
+    uses_it = (
+        item.path.is_relative_to(ROOT / "tests/ops")
+        or "torch" in getattr(item, "fixturenames", ())
+        or getattr(getattr(item, "module", None), "torch", None) is torch
+    )
+    if torch is None or not uses_it or torch.version.cuda:
+        return ""
+    return "this torch is a build for the CPU: make test TORCH=cuda"
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") is None:
         return
-    if reason := _no_gpu_reason():
+    if reason := _no_gpu_reason() or _no_cuda_reason(item):
         if item.config.getoption("--require-gpu"):
             pytest.fail(reason, pytrace=False)
         pytest.skip(reason)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import types
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -17,17 +18,33 @@ _DISTRIBUTIONS = {
     "cupy": "cupy-cuda13x",
     "numba": "numba-cuda",
     "cpm_kernels": "--no-deps cpm_kernels",
+    "cyclonedx": "cyclonedx-python-lib",
+    "jsonschema": '"cyclonedx-python-lib[json-validation]"',
 }
 _importorskip = pytest.importorskip
 
 
+def is_there(modname: str) -> bool:
+    """Whether the module could be imported; a package around it that is not there says no."""
+    try:
+        return importlib.util.find_spec(modname) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+class Missing(types.ModuleType):
+    """In place of a module: `from it import name`, at the top of a test file, skips the file."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        reason = f"{self.__name__} is not installed: pip install {self.__name__}"
+        pytest.skip(reason, allow_module_level=True)
+
+
 def importorskip(modname: str, minversion: str | None = None, **options: Any) -> Any:
     """pytest's own, but a module that is not there is said to be missing, and where it is from."""
-    try:
-        found = importlib.util.find_spec(modname)
-    except ModuleNotFoundError:
-        found = None
-    if found is None:
+    if not is_there(modname):
         top = modname.partition(".")[0]
         distribution = _DISTRIBUTIONS.get(top, top)
         options["reason"] = f"{modname} is not installed: pip install {distribution}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,3 +48,19 @@ def test_a_module_that_is_too_old_is_not_missing() -> None:
     assert pytest.importorskip("pytest", "8", reason="new there") is pytest
     with pytest.raises(pytest.skip.Exception, match="9999"):
         pytest.importorskip("pytest", "9999", reason="new there")
+
+
+def test_a_file_that_imports_from_a_missing_module_is_skipped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "no_such_module", skips.Missing("no_such_module"))
+    with pytest.raises(pytest.skip.Exception, match="pip install no_such_module") as caught:
+        exec("from no_such_module import given, strategies")
+    assert caught.value.allow_module_level
+    assert not hasattr(sys.modules["no_such_module"], "__path__")  # as a module without a folder
+
+
+@pytest.mark.parametrize("name", ["no_such_module", "no_such_package.module", "os.no_such_module"])
+def test_a_module_of_a_missing_package_is_not_there(name: str) -> None:
+    assert not skips.is_there(name)
+    assert skips.is_there("os.path")
