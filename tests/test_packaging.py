@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import calendar
+import hashlib
 import importlib.util
 import json
 import os
+import random
 import shutil
+import struct
 import subprocess
 import sys
 import tarfile
@@ -19,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SHIPPED = (
     *("kernel_hub", "csrc", "cubins", "tests", "examples", "benchmarks", "docs", "native"),
     *("setup.py", "pyproject.toml", "MANIFEST.in", "Makefile", "build_cubins.sh", "LICENSE"),
-    *("README.md", ".clang-format"),
+    *("README.md", ".clang-format", "tools"),
 )
 needs_setuptools = pytest.mark.skipif(
     not importlib.util.find_spec("setuptools")
@@ -43,16 +47,17 @@ print(json.dumps(found))
 """
 
 
-def run_backend(folder: Path, code: str) -> str:
+def run_backend(folder: Path, code: str, umask: int = -1, **environment: str) -> str:
     """Runs setuptools' build backend in `folder` with nothing on PATH: no nvcc, no shell."""
     code = f"import setuptools.build_meta as backend; result = {code}; print(result)"
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=folder,
-        env={"PATH": "/nonexistent", "HOME": str(folder)},
+        env={"PATH": "/nonexistent", "HOME": str(folder), **environment},
         capture_output=True,
         text=True,
         check=False,
+        umask=umask,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.splitlines()[-1]
@@ -144,9 +149,94 @@ def test_sdist_holds_the_sources_and_gives_the_same_wheel(
     again = top / run_backend(top, "backend.build_wheel('.')")
     with zipfile.ZipFile(wheel) as first, zipfile.ZipFile(again) as second:
         contents = [{i.filename: i.CRC for i in z.infolist()} for z in (first, second)]
-    record = "kernel_hub-0.1.0.dist-info/"
-    same = [{n: crc for n, crc in c.items() if not n.startswith(record)} for c in contents]
-    assert same[0] == same[1]
+    assert contents[0] == contents[1]
+    assert again.read_bytes() == wheel.read_bytes()
+
+
+COMMITTED = 1_700_000_000
+
+
+def copy_by_lot(source: Path, target: Path, seed: int) -> None:
+    """A copy whose files were made in another order, at other times and with another umask."""
+    lot = random.Random(seed)
+    files = [path for path in source.rglob("*") if path.is_file()]
+    for path in lot.sample(files, len(files)):
+        copied = target / path.relative_to(source)
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, copied)
+        copied.chmod((path.stat().st_mode | 0o222) & ~lot.choice([0o077, 0o022, 0o002, 0]))
+        date = lot.randrange(10**9, 2 * 10**9)
+        os.utime(copied, (date, date))
+
+
+def digests(path: Path) -> dict[str, str]:
+    """The digest of everything in a wheel or sdist: when two differ, this says where."""
+    if path.suffix == ".whl":
+        with zipfile.ZipFile(path) as archive:
+            return {i.filename: f"{i!r} {i.date_time} {i.CRC}" for i in archive.infolist()}
+    with tarfile.open(path) as archive:
+        return {
+            member.name: f"{member.get_info()} {hashlib.sha256(read.read()).hexdigest()}"
+            for member in archive
+            if (read := archive.extractfile(member))
+        }
+
+
+@needs_setuptools
+@pytest.mark.parametrize("kind", ["wheel", "sdist"])
+def test_two_copies_build_the_same_bytes(
+    kind: str, wheel: Path, sdist: Path, checkout: Path, tmp_path: Path
+) -> None:
+    """At another path, in other files' order, times, umask, home, zone and language."""
+    folder = tmp_path / "a place of another name" / "kernel-hub.copy"
+    copy_by_lot(checkout, folder, seed=20261122)
+    shutil.rmtree(folder / "build", ignore_errors=True)  # of the first build
+    out = tmp_path / "out"
+    out.mkdir()
+    other = {"TZ": "Pacific/Kiritimati", "LC_ALL": "C.UTF-8", "PYTHONHASHSEED": "77"}
+    name = run_backend(folder, f"backend.build_{kind}({str(out)!r})", umask=0o077, **other)
+    first, second = {"wheel": wheel, "sdist": sdist}[kind], out / name
+    assert first.name == second.name
+    assert digests(first) == digests(second)
+    assert first.read_bytes() == second.read_bytes()
+
+
+@needs_setuptools
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+def test_what_is_built_is_dated_with_the_commit(tmp_path: Path) -> None:
+    """And with SOURCE_DATE_EPOCH where that is given; an sdist hands the date on."""
+    folder = tmp_path / "checkout"
+    (folder / "kernel_hub").mkdir(parents=True)
+    for name in ("setup.py", "pyproject.toml", "kernel_hub/__init__.py"):
+        shutil.copy(ROOT / name, folder / name)
+    path = {"PATH": os.environ["PATH"]}
+    commit = {"GIT_COMMITTER_DATE": f"{COMMITTED} +1400", "GIT_AUTHOR_DATE": "1234567890 +0000"}
+    person = ("-c", "user.name=A", "-c", "user.email=a@example.org")
+    for command in (("init", "-q"), ("add", "."), (*person, "commit", "-q", "-m", "One")):
+        environment = {**path, **commit, "HOME": str(tmp_path)}
+        subprocess.run(["git", *command], cwd=folder, env=environment, check=True)
+    out = str(tmp_path)
+
+    def dates_of(name: str) -> set[int]:
+        if name.endswith(".whl"):
+            with zipfile.ZipFile(tmp_path / name) as archive:
+                times = [(*info.date_time, 0, 0, 0) for info in archive.infolist()]
+            return {calendar.timegm(one) for one in times}
+        with tarfile.open(tmp_path / name) as archive:
+            return {int(member.mtime) for member in archive}
+
+    for given, date in ((path, COMMITTED), ({"SOURCE_DATE_EPOCH": "1650000000"}, 1650000000)):
+        wheel = run_backend(folder, f"backend.build_wheel({out!r})", **given)
+        sdist = run_backend(folder, f"backend.build_sdist({out!r})", **given)
+        assert dates_of(wheel) == dates_of(sdist) == {date}
+        assert (tmp_path / sdist).read_bytes()[4:8] == struct.pack("<I", date)  # gzip's own
+        with tarfile.open(tmp_path / sdist) as archive:
+            archive.extractall(tmp_path / str(date), filter="data")
+            assert {(one.uid, one.gid, one.uname, one.gname) for one in archive} == {(0, 0, "", "")}
+        (top,) = (tmp_path / str(date)).iterdir()
+        content = (tmp_path / wheel).read_bytes()
+        again = run_backend(top, f"backend.build_wheel({out!r})")  # neither git nor a variable
+        assert (tmp_path / again).read_bytes() == content
 
 
 @needs_setuptools
