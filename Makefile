@@ -1,89 +1,68 @@
-# `make demo` and `make test` set up .venv on a fresh machine, then do the job.
-# Where the Python at hand has torch, NumPy and pytest (a GPU machine, perhaps without a network),
-# it is used as it is and nothing is installed. PYTHON=python3.12 takes another interpreter.
+# `make demo` and `make test` find or make a Python that can do the job (tools/environment.py), then
+# do it. PYTHON=python3.12 names another to begin with; TORCH=cuda fetches torch for the GPU here.
 
-PYTHON ?= python3
-VENV := .venv
 ARGS ?=
-
-has = $(shell $(PYTHON) -c "import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, '$(1)'.split())))" && echo yes)
-COMPLETE := $(call has,torch numpy pytest)
-HAS_TORCH := $(call has,torch)
-
-ifeq ($(COMPLETE),yes)
-PY := $(PYTHON)
-READY :=
-export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
-else
-PY := $(VENV)/bin/python
-READY := $(VENV)/.ready
+ifndef PYTHON
+PYTHON := $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python3.10 python; do \
+  $$p -c "import sys; sys.exit(sys.version_info < (3, 10))" 2>/dev/null && { echo $$p; exit; }; \
+  done; echo python3)
 endif
-PIP := $(VENV)/bin/python -m pip --disable-pip-version-check -q
 
-.PHONY: help demo test bench cubins lint setup dev clean
+# Sets $$py to the Python for $(1), which imports kernel_hub from here.
+with_python = py=$$($(PYTHON) tools/environment.py $(1) $(if $(TORCH),--torch '$(TORCH)')) || exit 1; \
+  PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}"; export PYTHONPATH
+
+.PHONY: help demo test bench cubins lint dev release python clean
 
 help:
 	@echo "make demo     ops on the GPU against their references; without a GPU, on the CPU"
+	@echo "              (TORCH=cuda fetches torch for this GPU: gigabytes, the size is said first)"
 	@echo "make test     all tests this machine can run      (ARGS='-k rope' picks some)"
 	@echo "make bench    benchmarks on the GPU               (writes benchmarks/results and RESULTS.md)"
 	@echo "make cubins   build csrc/ into cubins/ with nvcc  (ARGS='--only rope')"
 	@echo "make lint     format, lint and type checks"
+	@echo "make release  sdist, wheel, SHA256SUMS and SBOM of the last commit in dist/"
 
-demo: setup
-	@$(PY) -m kernel_hub demo $(ARGS)
+demo: python
+	@$(call with_python,demo); "$$py" -m kernel_hub demo $(ARGS)
 
 # A process a core where pytest-xdist is at hand; on a GPU one (tests/conftest.py).
-test: setup
-	@$(PY) -m pytest $(shell $(PY) -c "import xdist" 2>/dev/null && echo "-n auto --dist worksteal") $(ARGS)
+test: python
+	@$(call with_python,test); \
+	if "$$py" -c "import xdist" 2>/dev/null; then set -- -n auto --dist worksteal; fi; \
+	"$$py" -m pytest "$$@" $(ARGS)
 
 # Every one, then the table of results; those that did not go well are named at the end.
-bench: setup
-	@failed=; for file in benchmarks/bench_*.py; do \
-	  echo "== $$file"; $(PY) $$file $(ARGS) || failed="$$failed $$file"; done; \
-	$(PY) benchmarks/make_results.py || exit 1; \
+bench: python
+	@$(call with_python,bench); failed=; for file in benchmarks/bench_*.py; do \
+	  echo "== $$file"; "$$py" $$file $(ARGS) || failed="$$failed $$file"; done; \
+	"$$py" benchmarks/make_results.py || exit 1; \
 	[ -z "$$failed" ] || { echo "FAILED:$$failed"; exit 1; }
 
-cubins:
+cubins: python
 	@PYTHON=$(PYTHON) ./build_cubins.sh $(ARGS)
 
-lint: dev
-	@echo "== format"
-	@$(VENV)/bin/ruff format --check .
-	@find csrc examples native -name '*.cu' -o -name '*.cuh' -o -name '*.c' -o -name '*.h' | xargs -r $(VENV)/bin/clang-format --dry-run -Werror
-	@echo "== lint"
-	@$(VENV)/bin/ruff check .
-	@echo "== types"
-	@$(VENV)/bin/mypy
+lint: python
+	@set -e; $(call with_python,dev); bin=$$(dirname "$$py"); \
+	echo "== format"; \
+	"$$bin/ruff" format --check .; \
+	find csrc examples native -name '*.cu' -o -name '*.cuh' -o -name '*.c' -o -name '*.h' | xargs -r "$$bin/clang-format" --dry-run -Werror; \
+	echo "== lint"; \
+	"$$bin/ruff" check .; \
+	echo "== types"; \
+	"$$bin/mypy"; \
+	"$$bin/mypy" tools
 
-setup: $(READY)
-	@:
-ifeq ($(COMPLETE),yes)
-	@echo "== using $$($(PYTHON) -c 'import sys; print(sys.executable)'): it has torch, NumPy and pytest"
-endif
+dev: python
+	@$(call with_python,dev)
 
-dev: $(VENV)/.dev
+release: python
+	@$(PYTHON) tools/release.py $(ARGS)
 
-# torch never comes from an index that might send gigabytes of CUDA: a wheel at hand (pip's own
-# find-links), else PyTorch's CPU index; with neither the tests that need it skip and say so.
-$(VENV)/.ready: setup.py Makefile
-	@echo "== $(VENV): a virtual environment of $$($(PYTHON) --version)"
-	@$(PYTHON) -m venv $(if $(HAS_TORCH),--system-site-packages) $(VENV)
-	@echo "== kernel_hub, editable, with NumPy and the test tools"
-	@$(PIP) install -e '.[test]'
-ifneq ($(HAS_TORCH),yes)
-	@echo "== torch for the CPU, if a build of it is at hand"
-	@if $(PIP) install --no-index --no-deps torch==2.13.0 2>/dev/null \
-	  || $(PIP) --retries 0 --timeout 15 install --no-deps \
-	       --index-url https://download.pytorch.org/whl/cpu torch 2>/dev/null; \
-	then $(PIP) install torch; \
-	else echo "   none for $$($(PYTHON) --version): going on without torch (pip install torch in $(VENV) changes that)"; fi
-endif
-	@touch $@
-
-$(VENV)/.dev: $(VENV)/.ready
-	@echo "== format, lint and type tools"
-	@$(PIP) install -e '.[dev]'
-	@touch $@
+python:
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10))" 2>/dev/null || { \
+	  echo "kernel_hub needs Python 3.10 or later; $(PYTHON): $$($(PYTHON) --version 2>&1 || true)"; \
+	  echo "  make $(MAKECMDGOALS) PYTHON=/path/to/python3.12"; exit 1; } >&2
 
 clean:
-	rm -rf $(VENV) .ci-venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-over build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
