@@ -81,7 +81,8 @@ def launcher_source(
     add("    grid, block, shared, buffer, pack, config, values = slot")
     add(
         "    if grid is not gridDim or block is not blockDim or ("
-        "shared is not sharedMemBytes and shared != sharedMemBytes):"
+        "shared is not sharedMemBytes and (type(sharedMemBytes) is not int "
+        "or shared != sharedMemBytes)):"
     )
     add("        state.shape(pool, slot, gridDim, blockDim, sharedMemBytes)")
     add("    try:")

@@ -31,6 +31,9 @@ _PUT_STREAM = struct.Struct("<Q").pack_into
 _MAX_DYNAMIC_SHARED, _NON_PORTABLE_CLUSTER = 8, 14
 _OPT_IN_FROM = 48 * 1024
 _WRONG_CONTEXT = (201, 400, 709)
+# Stands in a slot for a gridDim or blockDim that no later launch may be recognised by: nothing that
+# a caller can pass (None can be passed).
+_UNKNOWN = object()
 
 
 class Pool(list[list[Any]]):
@@ -130,7 +133,7 @@ class DeviceFunction:
         )
         config = ctypes.byref(ctypes.c_char.from_buffer(buffer))
         pack = self._pack_apart if attributes else self._pack_plain
-        return [None, None, -1, buffer, pack, config, ctypes.byref(values)]
+        return [_UNKNOWN, _UNKNOWN, -1, buffer, pack, config, ctypes.byref(values)]
 
     def _pack_apart(self, buffer: bytearray, at: int, stream: int, *values: Any) -> None:
         # The plain packer zeroes the attribute pointer that lies between stream and params.
@@ -149,8 +152,8 @@ class DeviceFunction:
             self._check_cooperative(numbers)
         struct.pack_into("<7I", slot[3], 0, *numbers)
         # Only what cannot change may be recognised by identity at the next launch.
-        slot[0] = gridDim if _is_constant(gridDim) else None
-        slot[1] = blockDim if _is_constant(blockDim) else None
+        slot[0] = gridDim if _is_constant(gridDim) else _UNKNOWN
+        slot[1] = blockDim if _is_constant(blockDim) else _UNKNOWN
         slot[2] = numbers[6]
 
     def _opt_in(self, shared_bytes: int) -> None:

@@ -61,6 +61,36 @@ def test_shared_memory_has_two_names(make_fakecuda: Callable[..., FakeCuda], dev
     assert fake.launch_count == count
 
 
+@pytest.mark.parametrize("blocking", ["0", "1"])
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("before", [(1, 1), ([2], [32]), (np.int64(2), (1, 2)), ((3, 1, 1), [4])])
+def test_no_geometry_is_never_the_one_before(
+    make_fakecuda: Callable[..., FakeCuda],
+    monkeypatch: pytest.MonkeyPatch,
+    devices: int,
+    before: Any,
+    blocking: str,
+) -> None:
+    """What a launch recognises by identity is nothing that a caller can pass for no geometry."""
+    monkeypatch.setenv("KERNEL_HUB_LAUNCH_BLOCKING", blocking)
+    fake = make_fakecuda(devices=devices)
+    params: list[Any] = [None, None, None, 1, 0.5]
+    for launch in (probe := Kernel("launch_probe").launch_probe_5, probe._launch):
+        for options in ({}, {"priority": 1}):
+            for _ in range(2):
+                launch(*before, 0, None, params, **options)
+                count = fake.launch_count
+                for wrong in ((None, None), (None, 1), (1, None), ((), ()), (NotImplemented,) * 2):
+                    with pytest.raises(LaunchConfigError, match=r"(gridDim|blockDim)="):
+                        launch(*wrong, 0, None, params, **options)
+                for shared in (None, 0.0, -0.0, "", np.zeros(1), np.zeros(2), ()):
+                    with pytest.raises(LaunchConfigError, match="sharedMemBytes="):
+                        launch(*before, shared, None, params, **options)
+                assert fake.launch_count == count
+    with pytest.raises(LaunchConfigError, match="gridDim=None"):
+        probe.bind(None, None, params=params)
+
+
 def test_zero_is_a_priority_and_a_carveout(fakecuda: FakeCuda, probe: KernelFunction) -> None:
     params = [None, None, None, 1, 0.5]
     probe(1, 1, 0, None, params, priority=0, carveout=0)
