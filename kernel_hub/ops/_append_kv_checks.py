@@ -66,7 +66,7 @@ def check(
         common.check_tensor(_OP, "q", q)
         heads = q.shape[-2] if q.dim() > 1 else 0
         common.check_like(_OP, "q", q, (*k.shape[:-2], heads, k.shape[-1]), k)
-    _check_rotation(k, q, cos, sin, positions, rotary_dim)
+    _check_rotation(k, q, cos, sin, positions, interleaved, rotary_dim)
     if positions is None and cos is not None and k.dim() == 3 and cu_seqlens is None:
         raise TensorError(
             f"{_OP}: positions: expected one for each of {num_tokens} tokens, as neither "
@@ -125,7 +125,11 @@ def _check_caches(k: Any, k_cache: Any, v_cache: Any, k_scale: Any, v_scale: Any
                 raise common.refuse(_OP, argument, expected, scale)
 
 
-def _check_rotation(k: Any, q: Any, cos: Any, sin: Any, positions: Any, rotary_dim: Any) -> None:
+def _check_rotation(
+    k: Any, q: Any, cos: Any, sin: Any, positions: Any, interleaved: Any, rotary_dim: Any
+) -> None:
+    common.check_flag(_OP, "interleaved", interleaved)
+    common.check_count(_OP, "rotary_dim", rotary_dim)
     if cos is None:
         for argument, value in (("sin", sin), ("q", q), ("positions", positions)):
             if value is not None:

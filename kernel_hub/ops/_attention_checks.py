@@ -7,7 +7,6 @@ reads tables on the device and therefore waits for it: only under KERNEL_HUB_DEB
 from __future__ import annotations
 
 import itertools
-import math
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from . import _common as common
 from ._attention import Problem
 
 DTYPES = (torch.float16, torch.bfloat16)
-LAYOUTS = ("bshd", "bhsd")
+LAYOUTS = {"bshd": 1, "bhsd": 2}  # the dimension of tokens
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 MIN_PAGE_SIZE, MAX_PAGE_SIZE = 8, 256
 # batch_size, max_seqlen_q, max_seqlen_k, softmax_scale, window_left, window_right, softcap
@@ -26,8 +25,7 @@ Numbers = tuple[int, int, int, float, int, int, float]
 
 def check_layout(op: str, layout: Any) -> None:
     """`layout` must be one of the known ones."""
-    if layout not in LAYOUTS:
-        raise common.refuse(op, "layout", " or ".join(map(repr, LAYOUTS)), repr(layout))
+    common.check_choice(op, "layout", layout, LAYOUTS)
 
 
 def resolve(
@@ -90,11 +88,12 @@ def resolve(
     lengths_vary = cu_seqlens_k is not None or cache_seqlens is not None
     longest_k = _bound(op, "max_seqlen_k", max_seqlen_k, rows_k, lengths_vary)
 
-    left, right = _window(op, window_size)
-    scale = check_number(op, "softmax_scale", softmax_scale, q.shape[-1] ** -0.5)
-    softcap = check_number(op, "softcap", softcap, 0.0)
-    if softcap < 0:
-        raise common.refuse(op, "softcap", "0 (none) or a positive number", softcap)
+    left, right = common.check_window(op, window_size)
+    scale = q.shape[-1] ** -0.5
+    if softmax_scale is not None:
+        scale = common.check_number(op, "softmax_scale", softmax_scale)
+    softcap = 0.0 if softcap is None else common.check_number(op, "softcap", softcap, least=0.0)
+    common.check_flag(op, "causal", causal)
     return (batch_size, longest_q, longest_k, scale, left, 0 if causal else right, softcap)
 
 
@@ -208,65 +207,51 @@ def _bound(op: str, argument: str, value: Any, rows: int, lengths_vary: bool) ->
     return min(value, rows)
 
 
-def _window(op: str, window_size: Any) -> tuple[int, int]:
-    expected = "two whole numbers from -1 (no bound), (left, right)"
-    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        raise common.refuse(op, "window_size", expected, repr(window_size))
-    for side in window_size:
-        if not isinstance(side, (int, torch.SymInt)) or isinstance(side, bool) or side < -1:
-            raise common.refuse(op, "window_size", expected, repr(tuple(window_size)))
-    # A window no sequence can reach the end of is none; device arithmetic is in C ints.
-    left, right = (-1 if side >= common.MAX_SIZE else side for side in window_size)
-    return left, right
-
-
-def check_number(op: str, argument: str, value: Any, default: float) -> float:
-    """`value` as a finite float; None is the default."""
-    if value is None:
-        return default
-    if not isinstance(value, (int, float, torch.SymFloat, torch.SymInt)):
-        raise common.refuse(op, argument, "a number", f"{type(value).__name__} {value!r:.60}")
-    if not -math.inf < value < math.inf:
-        raise common.refuse(op, argument, "a finite number", value)
-    return float(value)
+_writes = common.Writes(
+    "flash_attention",
+    "out q k v alibi_slopes cu_seqlens_q cu_seqlens_k block_table cache_seqlens q_scale k_scale "
+    "v_scale", "out",
+)  # fmt: skip
+# Of calls with an output whose layouts were checked.
+_spans: dict[tuple[Any, ...], common.Spans] = {}
 
 
 def check_out(
-    op: str,
-    out: Any,
-    q: torch.Tensor,
-    *inputs: torch.Tensor,
+    op: str, out: Any, q: torch.Tensor, *others: torch.Tensor | None,
     dtypes: tuple[torch.dtype, ...] = (),
-) -> None:
-    """`out` must be like q, or of `dtypes`, and share no memory with the inputs (or itself)."""
-    common.check_like(op, "out", out, q.shape, q, dtypes=dtypes)
-    if out.numel():
-        common.check_output(op, "out", out)
-    if not common.is_plain(out, q, *inputs) or torch.compiler.is_compiling():
+) -> None:  # fmt: skip
+    """`out` must be like q, or of `dtypes`, and share no memory with the inputs (or itself).
+
+    others: k, v, then what else `_writes` names, None where not given.
+    """
+    tensors = (out, q, *others, *(None,) * (10 - len(others)))
+    if not common.is_plain(*tensors):  # no memory
+        _check_out_layout(op, out, q, dtypes)
         return
-    for argument, x in zip(("q", "k", "v"), (q, *inputs), strict=False):
-        if _overlap(out, x):
-            raise TensorError(
-                f"{op}: out: expected memory of its own, found that of {argument}: out "
-                f"{common.say(out)}, {argument} {common.say(x)}"
-            )
+    key = tuple([None if x is None else (x.dtype, x.shape, x.stride()) for x in tensors])
+    spans = _spans.get(key)
+    if spans is None or out.device != q.device:
+        _check_out_layout(op, out, q, dtypes)
+        spans = _writes.spans(*tensors)
+        if len(_spans) >= common.MAX_PLANS:
+            _spans.clear()
+        _spans[key] = spans
+    addresses = tuple([x.data_ptr() for x in tensors if x is not None])
+    if addresses not in spans.apart:
+        spans.check(addresses)
 
 
-def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors start at one place, or both are dense and their spans meet."""
-    if a.numel() == 0 or b.numel() == 0:
-        return False
-    start_a, start_b = a.data_ptr(), b.data_ptr()
-    if start_a == start_b:
-        return True
-    dense = torch.ops.aten.is_non_overlapping_and_dense.default
-    if not (dense(a) and dense(b)):
-        return False  # slices of one buffer may lie between each other
-    return start_a < start_b + b.nbytes and start_b < start_a + a.nbytes
+def _check_out_layout(op: str, out: Any, q: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    common.check_like(op, "out", out, q.shape, q, dtypes=dtypes)
+    common.check_output(op, "out", out)
 
 
-def check_values(op: str, problem: Problem) -> None:
-    """Values on the device: bounds, lengths and page numbers. Waits for the device."""
+def check_values(op: str, problem: Problem, *, is_strict: bool = True) -> None:
+    """Values on the device: bounds, lengths and page numbers. Waits for the device.
+
+    is_strict: rows before the first bound, and a max_seqlen that is less than a length, are refused
+    too; they cost rows, not memory.
+    """
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return  # a captured call cannot wait
     for argument, bounds, total, longest in (
@@ -276,19 +261,25 @@ def check_values(op: str, problem: Problem) -> None:
         if bounds is None:
             continue
         values = bounds.tolist()
-        if values[0] != 0 or any(a > b for a, b in itertools.pairwise(values)):
+        starts_well = values[0] == 0 if is_strict else values[0] >= 0
+        if not starts_well or any(a > b for a, b in itertools.pairwise(values)):
             raise common.refuse(op, argument, "bounds that start at 0 and do not fall", values)
         if values[-1] > total:
             raise common.refuse(op, argument, f"an end of at most {total} rows", values)
         most = max((b - a for a, b in itertools.pairwise(values)), default=0)
-        if most > longest:
+        if most > longest and is_strict:
             name = argument.replace("cu_seqlens", "max_seqlen")
             raise common.refuse(op, argument, f"lengths of at most {name} = {longest}", most)
     lengths = [problem.max_seqlen_k] * problem.batch_size
     if problem.cache_seqlens is not None:
         lengths = problem.cache_seqlens.tolist()
-        if any(not 0 <= length <= problem.max_seqlen_k for length in lengths):
-            expected = f"lengths from 0 to {problem.max_seqlen_k}"
+        most = problem.max_seqlen_k
+        if not is_strict:
+            most = problem.k.shape[1]
+            if problem.block_table is not None:
+                most *= problem.block_table.shape[1]
+        if any(not 0 <= length <= most for length in lengths):
+            expected = f"lengths from 0 to {most}"
             raise common.refuse(op, "cache_seqlens", expected, lengths)
     if problem.block_table is not None:
         num_pages, page_size = problem.k.shape[:2]

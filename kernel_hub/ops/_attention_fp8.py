@@ -25,6 +25,10 @@ DTYPE = torch.float8_e4m3fn
 _DTYPES = (DTYPE,)
 _OP = "flash_attention"
 _HEAD_DIM_STEP = 16  # bytes of the TMA
+_operands = common.Operands(
+    f"{_OP} with float8_e4m3fn", "q k v",
+    "q_scale k_scale v_scale alibi_slopes cu_seqlens_q cu_seqlens_k block_table cache_seqlens out",
+)  # fmt: skip
 # Calls on a GPU whose options and scales were checked.
 _checked: set[tuple[Any, ...]] = set()
 
@@ -41,7 +45,8 @@ def check_unscaled(**options: Any) -> None:
 
 def _check_options(q: Any, options: tuple[Any, ...]) -> None:
     """What the kernels do not do; the same on every device."""
-    causal, _, window_size, softcap = options[:4]
+    causal, _, _, softcap = options[:4]
+    window_size = common.check_window(_OP, options[2])
     is_open = window_size[0] == -1 and (window_size[1] == -1 or (causal or window_size[1] == 0))
     if not is_open:
         raise common.refuse(
@@ -93,8 +98,7 @@ def _check_scales(problem: Problem, scales: Scales) -> None:
 
 
 def _out_dtype(out: Any, out_dtype: Any) -> torch.dtype:
-    if out_dtype is not None and out_dtype not in OUT_DTYPES:
-        raise common.refuse(_OP, "out_dtype", "torch.bfloat16 or torch.float16", out_dtype)
+    common.check_dtype(_OP, "out_dtype", out_dtype, OUT_DTYPES)
     if out is None:
         return out_dtype or torch.bfloat16
     common.check_tensor(_OP, "out", out)
@@ -103,8 +107,12 @@ def _out_dtype(out: Any, out_dtype: Any) -> torch.dtype:
     return out.dtype
 
 
-def _check_out(out: torch.Tensor, problem: Problem) -> None:
-    checks.check_out(_OP, out, problem.q, problem.k, problem.v, dtypes=OUT_DTYPES)
+def _check_out(out: torch.Tensor, problem: Problem, scales: Scales) -> None:
+    checks.check_out(
+        _OP, out, problem.q, problem.k, problem.v, None, problem.cu_seqlens_q,
+        problem.cu_seqlens_k, None, problem.cache_seqlens, scales.q, scales.k, scales.v,
+        dtypes=OUT_DTYPES,
+    )  # fmt: skip
     step = common.VEC_BYTES // out.element_size()
     if not common.is_aligned(step, *out.stride()[:-1]) or (
         common.is_plain(out) and out.data_ptr() % common.VEC_BYTES
@@ -156,7 +164,7 @@ def _forward(
     if out is None:
         out = _new_out(q, dtype)
     else:
-        _check_out(out, problem)
+        _check_out(out, problem, scales)
     lse = run.new_lse(q, problem.cu_seqlens_q is not None) if need_lse else None
     if out.numel() == 0:
         return out, lse
@@ -195,6 +203,7 @@ def _cpu_forward(
     problem: Problem, scales: Scales, out: torch.Tensor, lse: torch.Tensor | None
 ) -> None:
     """In fp32, probabilities too."""
+    checks.check_values(_OP, problem, is_strict=False)
     _attention_cpu.forward(
         dataclasses.replace(
             problem,
@@ -246,7 +255,7 @@ def _registered_out(q: Any, k: Any, v: Any, *rest: Any) -> torch.Tensor:
 
 def _registered_out_fake(q: Any, k: Any, v: Any, *rest: Any) -> torch.Tensor:
     scales, options = _split(rest)
-    _check_out(rest[15], _problem(q, k, v, scales, options))
+    _check_out(rest[15], _problem(q, k, v, scales, options), scales)
     return run.new_lse(q, options[5] is not None) if rest[14] else _no_lse(q)
 
 
@@ -267,19 +276,12 @@ def attention(
     out_dtype: Any, return_lse: bool, options: tuple[Any, ...],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """(out, lse or None). `options`: those of `_attention_run.problem_of`."""
-    named = dict(zip(("q_scale", "k_scale", "v_scale"), scales, strict=True))
-    for argument, scale in named.items():
-        if scale is not None:
-            common.check_tensor(_OP, argument, scale)
-    common.check_no_grad(f"{_OP} with float8_e4m3fn", q=q, k=k, v=v, **named)
-    tables = (*options[4:7], *options[9:])
-    if not torch.compiler.is_dynamo_compiling() and common.is_plain(
-        *(x for x in (q, k, v, out, *scales, *tables) if isinstance(x, torch.Tensor))
-    ):
+    if _operands.are_plain((q, k, v), (*scales, *options[4:7], *options[9:], out)):
         return _forward(q, k, v, Scales(*scales), out, out_dtype, return_lse, options)
-    _problem(q, k, v, Scales(*scales), options)
+    problem = _problem(q, k, v, Scales(*scales), options)
     dtype = _out_dtype(out, out_dtype)
     if out is not None:
+        _check_out(out, problem, Scales(*scales))
         lse = _out_op(q, k, v, *scales, *options, return_lse, out)
         return out, lse if return_lse else None
     out, lse = _op(q, k, v, *scales, *options, dtype, return_lse)

@@ -22,8 +22,13 @@ _float32 = torch.float32
 
 cuda_forward = _flash_attention_forward.forward
 cuda_backward = _flash_attention_backward.backward
-cpu_forward = _attention_cpu.forward
 cpu_backward = _attention_cpu.backward
+
+
+def cpu_forward(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    """Looks at the lengths first: nothing waits for it, and torch's error would name none."""
+    checks.check_values("flash_attention", problem, is_strict=False)
+    _attention_cpu.forward(problem, out, lse)
 
 
 def new_like(x: torch.Tensor) -> torch.Tensor:
@@ -111,7 +116,7 @@ def forward(
         if out.stride(-1) != 1:
             out = new_like(q)
     else:
-        checks.check_out(op, out, q, k, v)
+        checks.check_out(op, out, q, k, v, *options[4:7], *options[9:])
     lse = new_lse(q, problem.cu_seqlens_q is not None) if need_lse else None
     if out.numel() == 0:
         return out, lse

@@ -14,15 +14,67 @@ import torch
 
 from ..errors import TensorError
 from ..tuning import Gpu
+from .core.numbers import (
+    MAX_SIZE as MAX_SIZE,
+)
+from .core.numbers import (
+    check_choice as check_choice,
+)
+from .core.numbers import (
+    check_count as check_count,
+)
+from .core.numbers import (
+    check_dtype as check_dtype,
+)
+from .core.numbers import (
+    check_flag as check_flag,
+)
+from .core.numbers import (
+    check_flags as check_flags,
+)
+from .core.numbers import (
+    check_number as check_number,
+)
+from .core.numbers import (
+    check_window as check_window,
+)
+from .core.numbers import (
+    last_size as last_size,
+)
+from .core.operands import (
+    FOREIGN as FOREIGN,
+)
+from .core.operands import (
+    PLAIN_TYPES as PLAIN_TYPES,
+)
+from .core.operands import (
+    Operands as Operands,
+)
+from .core.operands import (
+    check_tensor as check_tensor,
+)
+from .core.operands import (
+    forward_ad as forward_ad,
+)
+from .core.operands import (
+    gradient_refusal as gradient_refusal,
+)
+from .core.operands import (
+    transform as transform,
+)
+from .core.overlap import Spans as Spans
+from .core.overlap import Writes as Writes
+from .core.overlap import check_output as check_output
+from .core.refusals import refuse as refuse
+from .core.refusals import say as say
+from .core.versions import marking
+from .core.versions import written as written
 
 DTYPE_TOKENS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 VEC_BYTES = 16
 MAX_GRID_Y = 65535
 MAX_GRID_X = 2**31 - 1
-# Sizes are C ints on the device, and an index may pass the end by one block's span.
-MAX_SIZE = 2**30
 MAX_PLANS = 4096
-PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 
 LIBRARY = torch.library.Library("kernel_hub", "FRAGMENT")
 
@@ -34,13 +86,19 @@ def define(
     cpu: Callable[..., Any],
     fake: Callable[..., Any],
 ) -> Any:
-    """Register `kernel_hub::<schema>` with torch and return the op."""
+    """Register `kernel_hub::<schema>` with torch and return the op.
+
+    It tells autograd of what it writes: torch does so for its own ops only.
+    """
     name = schema.partition("(")[0]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    LIBRARY.impl(name, cuda, "CUDA")
-    LIBRARY.impl(name, cpu, "CPU")
+    op = getattr(torch.ops.kernel_hub, name).default
+    written_to = [x.alias_info and x.alias_info.is_write for x in op._schema.arguments]
+    places = [place for place, is_written in enumerate(written_to) if is_written]
+    LIBRARY.impl(name, marking(cuda, places) if places else cuda, "CUDA")
+    LIBRARY.impl(name, marking(cpu, places) if places else cpu, "CPU")
     torch.library.register_fake(f"kernel_hub::{name}", fake, lib=LIBRARY)
-    return getattr(torch.ops.kernel_hub, name).default
+    return op
 
 
 def shipped(cubin: str, function: str) -> Any:
@@ -48,25 +106,6 @@ def shipped(cubin: str, function: str) -> Any:
     from ..registry import own
 
     return own[cubin][function]
-
-
-def say(tensor: torch.Tensor) -> str:
-    """A tensor in an error message: shape, dtype, strides, device."""
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    strides = tuple(tensor.stride())
-    return f"shape {tuple(tensor.shape)}, {dtype}, strides {strides}, on {tensor.device}"
-
-
-def refuse(op: str, argument: str, expected: str, found: object) -> TensorError:
-    """The TensorError for `argument` of `op`."""
-    shown = say(found) if isinstance(found, torch.Tensor) else found
-    return TensorError(f"{op}: {argument}: expected {expected}, found {shown}")
-
-
-def check_tensor(op: str, argument: str, value: Any) -> None:
-    """`value` must be a torch tensor."""
-    if not isinstance(value, torch.Tensor):
-        raise refuse(op, argument, "a torch tensor", f"{type(value).__name__} {value!r:.60}")
 
 
 def check_data(op: str, argument: str, value: Any) -> None:
@@ -103,24 +142,6 @@ def check_like(
         raise refuse(op, argument, f"shape {tuple(shape)}", value)
     if value.shape and value.shape[-1] > 1 and value.stride(-1) != 1:
         raise refuse(op, argument, "a contiguous last dimension (call .contiguous() first)", value)
-
-
-def check_output(op: str, argument: str, out: torch.Tensor) -> None:
-    """No two elements of an output may share memory."""
-    if any(n > 1 and s == 0 for n, s in zip(out.shape, out.stride(), strict=True)):
-        raise refuse(op, argument, "an output whose elements do not overlap", out)
-
-
-def check_no_grad(op: str, **tensors: torch.Tensor | None) -> None:
-    """These ops have no backward: refuse inputs that autograd would follow."""
-    if not torch.is_grad_enabled():
-        return
-    for argument, value in tensors.items():
-        if isinstance(value, torch.Tensor) and value.requires_grad:
-            raise TensorError(
-                f"{op}: {argument}: requires grad, but {op} has no backward; call it under "
-                f"torch.no_grad() or pass {argument}.detach()"
-            )
 
 
 def collapse(
@@ -187,7 +208,7 @@ def is_aligned(elems: int, *strides: int) -> bool:
 
 def is_plain(*tensors: torch.Tensor | None) -> bool:
     """Whether all are real torch tensors with memory, not fake, meta or another library's."""
-    return all(
+    return not torch.compiler.is_dynamo_compiling() and all(
         tensor is None or (type(tensor) in PLAIN_TYPES and not tensor.is_meta) for tensor in tensors
     )
 

@@ -48,7 +48,7 @@ def check(
         common.check_like(_OP, "v", v, shape, q)
         for argument, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
             common.check_output(_OP, argument, cache)
-    _check_rotation(q, cos, sin, rotary_dim)
+    _check_rotation(q, cos, sin, interleaved, rotary_dim)
     if qkv_bias is not None:
         size = (num_heads + 2 * num_kv_heads) * head_dim
         common.check_like(_OP, "qkv_bias", qkv_bias, (size,), q)
@@ -56,13 +56,10 @@ def check(
         common.check_tensor(_OP, "alibi_slopes", alibi_slopes)
         slopes = (num_heads,) if alibi_slopes.dim() == 1 else (batch_size, num_heads)
         common.check_like(_OP, "alibi_slopes", alibi_slopes, slopes, q, dtypes=(torch.float32,))
-    if window_left < -1 or window_right < -1:
-        found = f"({window_left}, {window_right})"
-        raise common.refuse(_OP, "window_size", "(left, right), each at least -1", found)
-    if not softcap >= 0.0:
-        raise common.refuse(_OP, "softcap", "at least 0", softcap)
-    if num_splits < 0:
-        raise common.refuse(_OP, "num_splits", "at least 0", num_splits)
+    common.check_window(_OP, (window_left, window_right))
+    common.check_number(_OP, "softmax_scale", softmax_scale)
+    common.check_number(_OP, "softcap", softcap, least=0.0)
+    common.check_count(_OP, "num_splits", num_splits)
     if out is not None:
         common.check_like(_OP, "out", out, q.shape, q)
         common.check_output(_OP, "out", out)
@@ -118,7 +115,9 @@ def _check_caches(
         common.check_like(_OP, argument, scale, (num_kv_heads,), q, dtypes=(torch.float32,))
 
 
-def _check_rotation(q: torch.Tensor, cos: Any, sin: Any, rotary_dim: Any) -> None:
+def _check_rotation(q: torch.Tensor, cos: Any, sin: Any, interleaved: Any, rotary_dim: Any) -> None:
+    common.check_flag(_OP, "interleaved", interleaved)
+    common.check_count(_OP, "rotary_dim", rotary_dim)
     if cos is None and sin is None:
         if rotary_dim:
             raise TensorError(f"{_OP}: rotary_dim: expected cos and sin with it, found None")
@@ -146,20 +145,26 @@ def check_values(
     cache_seqlens: torch.Tensor,
     k: torch.Tensor | None,
     block_table: torch.Tensor | None,
+    *,
+    is_strict: bool = True,
 ) -> None:
-    """Lengths that fit the cache, and pages that exist."""
+    """Lengths that fit the cache, and pages that exist.
+
+    is_strict: lengths below 0 (none) and new tokens past the end (dropped) are refused too.
+    """
     seqlen_q = 0 if k is None else q.shape[1]
     page_size = k_cache.shape[1]
     capacity = page_size * (1 if block_table is None else block_table.shape[1])
     lengths = cache_seqlens.tolist()
+    most = capacity - seqlen_q if is_strict else capacity
     for index, length in enumerate(lengths):
-        if not 0 <= length <= capacity - seqlen_q:
-            expected = f"0 to {capacity - seqlen_q} at index {index}"
+        if length > most or (is_strict and length < 0):
+            expected = f"0 to {most} at index {index}"
             raise common.refuse(_OP, "cache_seqlens", expected, length)
     if block_table is None:
         return
     for index, (length, pages) in enumerate(zip(lengths, block_table.tolist(), strict=True)):
-        for place, page in enumerate(pages[: -(-(length + seqlen_q) // page_size)]):
+        for place, page in enumerate(pages[: -(-(max(0, length) + seqlen_q) // page_size)]):
             if not 0 <= page < k_cache.shape[0]:
                 expected = f"pages from 0 to {k_cache.shape[0] - 1} at [{index}, {place}]"
                 raise common.refuse(_OP, "block_table", expected, page)

@@ -22,9 +22,12 @@ _ACTIVATIONS = (
 _MAX_MAPS = 8192
 # The 128 bytes of a tensor map say all about it and own nothing: address, sizes, strides, box.
 _maps: dict[tuple[Any, ...], bytes] = {}
-_plans: dict[tuple[Any, ...], Launch] = {}
+_plans: dict[tuple[Any, ...], tuple[Launch, common.Spans]] = {}
 TABLE.on_change(_plans.clear)
-_is_tracing = torch.compiler.is_dynamo_compiling
+_operands = common.Operands(_OP, "a b", "a_scale b_scale bias residual out")
+_writes = common.Writes(
+    _OP, "a b a_scale b_scale bias residual out", "out", in_place="out=residual"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,24 +76,27 @@ def linear(
     """As ops.linear, which passes here what is of e4m3 or has scales."""
     if out_dtype is None:
         out_dtype = getattr(out, "dtype", torch.bfloat16)
-    tensors = (a, b, a_scale, b_scale, bias, residual, out)
-    common.check_no_grad(
-        _OP, a_scale=a_scale, b_scale=b_scale, bias=bias, residual=residual, out=out
-    )
-    if a is None or b is None or _is_tracing() or not common.is_plain(*tensors):
+    inputs = (a, b, a_scale, b_scale, bias, activation, residual)
+    if not _operands.are_plain((a, b), (a_scale, b_scale, bias, residual, out)):
         check(a, b, a_scale, b_scale, bias, residual, out, out_dtype, use_fast_accum)
-        inputs = (a, b, a_scale, b_scale, bias, activation, residual)
         if out is None:
             return _op(*inputs, out_dtype, use_fast_accum)
         _op_out(*inputs, out, use_fast_accum)
         return out
-    if out is None:
-        check(a, b, a_scale, b_scale, bias, residual, None, out_dtype, use_fast_accum)
-        out = _new_out(a, b, out_dtype)
-    elif out.dtype != out_dtype:
-        raise common.refuse(_OP, "out", f"dtype {out_dtype}, as out_dtype says", out)
-    into = _cuda_into if a.is_cuda else _cpu_into
-    into(a, b, a_scale, b_scale, bias, activation, residual, out, use_fast_accum)
+    is_given = out is not None
+    try:
+        if out is None:
+            out = _new_out(a, b, out_dtype)
+        elif out.dtype is not out_dtype:
+            raise common.refuse(_OP, "out", f"dtype {out_dtype}, as out_dtype says", out)
+        into = _cuda_into if a.is_cuda else _cpu_into
+        into(*inputs, out, use_fast_accum, is_given)
+    except common.FOREIGN:
+        _operands.check_tensors((a, b), (a_scale, b_scale, bias, residual, out))
+        check(a, b, a_scale, b_scale, bias, residual, out, out_dtype, use_fast_accum)
+        raise
+    if is_given:
+        common.written((out,))
     return out
 
 
@@ -113,8 +119,9 @@ def check(
     common.check_like(_OP, "b", b, (n, k), a)
     if max(n, k) > common.MAX_SIZE or a.numel() > common.MAX_SIZE * k:
         raise common.refuse(_OP, "b", f"sizes of at most {common.MAX_SIZE}", b)
-    if out_dtype not in OUT_DTYPES:
+    if out_dtype is None:
         raise common.refuse(_OP, "out_dtype", "torch.bfloat16, float16 or float32", out_dtype)
+    common.check_dtype(_OP, "out_dtype", out_dtype, OUT_DTYPES)
     shape, dtypes = (*a.shape[:-1], n), (out_dtype,)
     if bias is not None:
         common.check_like(_OP, "bias", bias, (n,), a, dtypes=dtypes)
@@ -171,18 +178,24 @@ def _layout_of(tensor: torch.Tensor | None) -> Any:
 
 def _cuda_into(
     a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any, activation: int, residual: Any,
-    out: Any, use_fast_accum: bool,
+    out: Any, use_fast_accum: bool, is_given: bool = True,
 ) -> None:  # fmt: skip
+    """is_given: the caller gave out, which may overlap the rest."""
     tensors = (a, b, a_scale, b_scale, bias, residual, out)
     low_bits = (a.data_ptr() | b.data_ptr()) & 15
     key = (*map(_layout_of, tensors), activation, use_fast_accum, low_bits)
-    plan = _plans.get(key)
-    if plan is None:
+    found = _plans.get(key)
+    if found is None:
         has_blocks = check(*tensors, out.dtype, use_fast_accum)
         plan = plan_launch(*tensors, activation, has_blocks, use_fast_accum)
         if len(_plans) >= common.MAX_PLANS:
             _plans.clear()
-        _plans[key] = plan
+        found = _plans[key] = plan, _writes.spans(*tensors)
+    plan, spans = found
+    if is_given:
+        addresses = tuple([x.data_ptr() for x in tensors if x is not None])
+        if addresses not in spans.apart:
+            spans.check(addresses)
     if plan.function is not None:
         try:
             plan.run(*tensors)
@@ -227,7 +240,7 @@ def plan_launch(
     if b_scale is not None and b_scale.dim() and (has_blocks or b_scale.numel() > 1):
         b_scale_stride = b_scale.stride(0)
     k_strides = (a_scale.stride(-1), b_scale.stride(1)) if has_blocks else (0, 0)
-    choice = choose(num_sms, m, n, k, use_fast_accum, gpu_name, has_blocks)
+    choice = choose(num_sms, m, n, k, bool(use_fast_accum), gpu_name, has_blocks)
     token = common.DTYPE_TOKENS[out.dtype]
     function = common.shipped(CUBIN, f"linear_fp8_{token}_{choice.variant}")
     numbers = (
@@ -289,10 +302,12 @@ def dequantised(
 
 def _cpu_into(
     a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any, activation: int, residual: Any,
-    out: Any, use_fast_accum: bool,
+    out: Any, use_fast_accum: bool, is_given: bool = True,
 ) -> None:  # fmt: skip
     """The same on the CPU, by torch."""
     has_blocks = check(a, b, a_scale, b_scale, bias, residual, out, out.dtype, use_fast_accum)
+    if is_given:
+        _writes.check(a, b, a_scale, b_scale, bias, residual, out)
     values = dequantised(a, a_scale, has_blocks, torch.float32)
     values = values @ dequantised(b, b_scale, has_blocks, torch.float32, SCALE_BLOCK).T
     if bias is not None:
@@ -310,7 +325,7 @@ def _returning(into: Any) -> Any:
     ) -> torch.Tensor:  # fmt: skip
         check(a, b, a_scale, b_scale, bias, residual, None, out_dtype, use_fast_accum)
         out = _new_out(a, b, out_dtype)
-        into(a, b, a_scale, b_scale, bias, activation, residual, out, use_fast_accum)
+        into(a, b, a_scale, b_scale, bias, activation, residual, out, use_fast_accum, False)
         return out
 
     return run
@@ -318,7 +333,7 @@ def _returning(into: Any) -> Any:
 
 def _fake_into(
     a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any, activation: int, residual: Any,
-    out: Any, use_fast_accum: bool,
+    out: Any, use_fast_accum: bool, is_given: bool = True,
 ) -> None:  # fmt: skip
     check(a, b, a_scale, b_scale, bias, residual, out, out.dtype, use_fast_accum)
 

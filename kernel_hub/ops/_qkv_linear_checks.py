@@ -62,7 +62,7 @@ class Given:
 def check(given: Given) -> None:
     """Raise TensorError for whatever does not fit."""
     x, w = given.x, given.w_qkv
-    common.check_data(OP, "x", x)
+    check_heads(x, w, given.num_heads, given.num_kv_heads)
     if x.dtype not in _DTYPES:
         raise common.refuse(OP, "x", "dtype float16 or bfloat16", x)
     if x.dim() not in (2, 3):
@@ -71,7 +71,6 @@ def check(given: Given) -> None:
     k = x.shape[-1]
     if k % 8:
         raise common.refuse(OP, "x", "a hidden_size that is a multiple of 8", x)
-    check_heads(w, k, given.num_heads, given.num_kv_heads)
     common.check_like(OP, "w_qkv", w, w.shape, x)
     if max(*w.shape) > common.MAX_SIZE or x.shape[:-1].numel() > common.MAX_SIZE:
         raise common.refuse(OP, "w_qkv", f"sizes of at most {common.MAX_SIZE}", w)
@@ -84,12 +83,14 @@ def check(given: Given) -> None:
         _check_aligned(name, getattr(given, name))
 
 
-def check_heads(w: Any, k: int, num_heads: Any, num_kv_heads: Any) -> None:
+def check_heads(x: Any, w: Any, num_heads: Any, num_kv_heads: Any) -> None:
     """w_qkv must hold whole heads of a multiple of 32."""
+    common.check_data(OP, "x", x)
     common.check_data(OP, "w_qkv", w)
+    k = x.shape[-1]
     for argument, value in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
-        if not isinstance(value, int) or value < 1:
-            raise common.refuse(OP, argument, "a number of at least 1", repr(value))
+        if not isinstance(value, int) or not 1 <= value <= common.MAX_SIZE:
+            raise common.refuse(OP, argument, "a number of at least 1", f"{value!r:.60}")
     total = num_heads + 2 * num_kv_heads
     if w.dim() != 2 or w.shape[0] == 0 or w.shape[0] % (32 * total):
         expected = (
@@ -179,6 +180,8 @@ def _check_caches(given: Given) -> None:
 
 def _check_rotation(given: Given) -> None:
     x, cos, sin, rotary_dim = given.x, given.cos, given.sin, given.rotary_dim
+    common.check_flag(OP, "interleaved", given.interleaved)
+    common.check_count(OP, "rotary_dim", rotary_dim)
     if cos is None:
         for argument in ("sin", "positions"):
             if getattr(given, argument) is not None:

@@ -11,9 +11,17 @@ from . import _append_kv_checks as checks
 from . import _common as common
 
 _Plan = tuple[Any, tuple[int, int, int], tuple[int, int, int], tuple[int, ...]]
-_plans: dict[tuple[Any, ...], _Plan] = {}
+_plans: dict[tuple[Any, ...], tuple[_Plan, common.Spans]] = {}
 _NO_LAUNCH: _Plan = (None, (0, 0, 0), (0, 0, 0), ())
-_is_tracing = torch.compiler.is_dynamo_compiling
+_OP = "append_kv"
+_TABLES = "cache_seqlens block_table slot_mapping cu_seqlens"
+_operands = common.Operands(
+    _OP, "k v k_cache v_cache", f"{_TABLES} q cos sin positions k_scale v_scale out_q out_k"
+)
+_writes = common.Writes(
+    _OP, f"k_cache v_cache out_q out_k k v q cos sin positions k_scale v_scale {_TABLES}",
+    "k_cache v_cache out_q out_k", "out_q=q out_k=k",
+)  # fmt: skip
 _MAX_THREADS = 256
 
 
@@ -81,27 +89,31 @@ def append_kv(
     Language Model Serving with PagedAttention", 2023.
     """
     if rotary_dim is None:
-        rotary_dim = 2 * cos.shape[-1] if isinstance(cos, torch.Tensor) and cos.dim() else 0
-    if out_q is None and isinstance(q, torch.Tensor):
-        out_q = torch.empty_like(q)
+        rotary_dim = 2 * common.last_size(cos)
+    options = (
+        cache_seqlens, block_table, slot_mapping, cu_seqlens, q, cos, sin, positions, k_scale,
+        v_scale, out_q, out_k,
+    )  # fmt: skip
+    plain = _operands.are_plain((k, v, k_cache, v_cache), options)
     given = (
-        k, v, k_cache, v_cache, cache_seqlens, block_table, slot_mapping, cu_seqlens, q, cos, sin,
-        positions, interleaved, rotary_dim, k_scale, v_scale, out_q, out_k,
+        k, v, k_cache, v_cache, *options[:8], interleaved, rotary_dim, k_scale, v_scale, out_q,
+        out_k,
     )  # fmt: skip
-    tensors = (*given[:12], *given[14:])
-    common.check_no_grad(
-        "append_kv", k=k, v=v, k_cache=k_cache, v_cache=v_cache, q=q, cos=cos, sin=sin,
-        k_scale=k_scale, v_scale=v_scale, out_q=out_q, out_k=out_k,
-    )  # fmt: skip
-    if not _is_tracing() and common.is_plain(*tensors):
-        if isinstance(k, torch.Tensor) and k.is_cuda:
-            _cuda_into(*given)
-        else:
-            checks.check(*given)
-            _cpu_into(*given)
-    else:
+    if not plain:
         checks.check(*given)
-        _op(*given)
+    try:
+        if out_q is None and q is not None:
+            out_q = torch.empty_like(q)
+            given = *given[:16], out_q, out_k
+        if not plain:
+            _op(*given)
+            return out_q
+        (_cuda_into if k.is_cuda else _cpu_into)(*given)
+    except common.FOREIGN:
+        _operands.check_tensors((k, v, k_cache, v_cache), options)  # names what has no memory
+        checks.check(*given)
+        raise
+    common.written((k_cache, v_cache, *[out for out in options[10:] if out is not None]))
     return out_q
 
 
@@ -184,29 +196,36 @@ def _cuda_into(*given: Any) -> None:
     """The whole append in one launch."""
     (k, v, k_cache, v_cache, cache_seqlens, block_table, slot_mapping, cu_seqlens, q, cos, sin,
      positions, interleaved, rotary_dim, k_scale, v_scale, out_q, out_k) = given  # fmt: skip
-    try:
-        low_bits = 0
-        for tensor in (k, v, q, cos, sin, out_q, out_k):
-            if tensor is not None:
-                low_bits |= tensor.data_ptr()
-        low_bits &= 15
-        # A cache takes as many elements at a time as k, in perhaps fewer bytes.
-        cache_bytes = common.VEC_BYTES * k_cache.element_size() // k.element_size()
-        low_bits |= (k_cache.data_ptr() | v_cache.data_ptr()) & (cache_bytes - 1)
-        layout = [
-            None if tensor is None else (tensor.dtype, tensor.shape, tensor.stride())
-            for tensor in (*given[:12], *given[14:])
-        ]
-    except AttributeError:  # one of them is no tensor
-        checks.check(*given)
-        raise
+    addresses = [k_cache.data_ptr(), v_cache.data_ptr()]
+    low_bits = 0
+    for tensor in (out_q, out_k, k, v, q, cos, sin):
+        if tensor is not None:
+            addresses.append(address := tensor.data_ptr())
+            low_bits |= address
+    low_bits &= 15
+    # A cache takes as many elements at a time as k, in perhaps fewer bytes.
+    cache_bytes = common.VEC_BYTES * k_cache.element_size() // k.element_size()
+    low_bits |= (addresses[0] | addresses[1]) & (cache_bytes - 1)
+    layout = [
+        None if tensor is None else (tensor.dtype, tensor.shape, tensor.stride())
+        for tensor in (*given[:12], *given[14:])
+    ]
+    others = (positions, k_scale, v_scale, cache_seqlens, block_table, slot_mapping, cu_seqlens)
     key = (low_bits, interleaved, rotary_dim, *layout)
-    plan = _plans.get(key)
-    if plan is None:
+    found = _plans.get(key)
+    if found is None:
         plan = _plan(given, low_bits)
         if len(_plans) >= common.MAX_PLANS:
             _plans.clear()
-        _plans[key] = plan
+        spans = _writes.spans(k_cache, v_cache, out_q, out_k, k, v, q, cos, sin, *others)
+        found = _plans[key] = plan, spans
+    plan, spans = found
+    for tensor in others:
+        if tensor is not None:
+            addresses.append(tensor.data_ptr())
+    found_at = tuple(addresses)
+    if found_at not in spans.apart:
+        spans.check(found_at)
     if common.is_debugging():
         checks.check_routing(*given)
     function, grid, block, numbers = plan
@@ -225,8 +244,13 @@ def _cuda_into(*given: Any) -> None:
 
 def _cpu_into(*given: Any) -> None:
     """The same on the CPU, by torch."""
+    checks.check(*given)
     (k, v, k_cache, v_cache, cache_seqlens, block_table, slot_mapping, cu_seqlens, q, cos, sin,
      positions, interleaved, rotary_dim, k_scale, v_scale, out_q, out_k) = given  # fmt: skip
+    _writes.check(
+        k_cache, v_cache, out_q, out_k, k, v, q, cos, sin, positions, k_scale, v_scale,
+        cache_seqlens, block_table, slot_mapping, cu_seqlens,
+    )  # fmt: skip
     if common.is_debugging():
         checks.check_routing(*given)
     places = checks.places(

@@ -13,9 +13,10 @@ from ._grouped_plan import TABLES, Problem, choose, too_large
 
 _OP = "batched_matmul"
 _DTYPES = (torch.float16, torch.bfloat16)
-_plans: dict[tuple[Any, ...], Launch] = {}
+_plans: dict[tuple[Any, ...], tuple[Launch, common.Spans]] = {}
 TABLES[_OP].on_change(_plans.clear)
-_is_tracing = torch.compiler.is_dynamo_compiling
+_operands = common.Operands(_OP, "a b", "out")
+_writes = common.Writes(_OP, "out a b", "out")
 
 
 def batched_matmul(
@@ -44,19 +45,25 @@ def batched_matmul(
     """
     if out_dtype is None:
         out_dtype = getattr(a if out is None else out, "dtype", None)
-    common.check_no_grad(_OP, a=a, b=b, out=out)
-    if a is None or b is None or _is_tracing() or not common.is_plain(a, b, out):
+    if not _operands.are_plain((a, b), (out,)):
         _check(a, b, out, out_dtype)
         if out is None:
             return _op(a, b, out_dtype)
         _op_out(a, b, out)
         return out
-    if out is None:
-        _check(a, b, None, out_dtype)
-        out = _new_out(a, b, out_dtype)
-    elif out.dtype != out_dtype:
-        raise common.refuse(_OP, "out", f"dtype {out_dtype}, as out_dtype says", out)
-    (_cuda_into if a.is_cuda else _cpu_into)(a, b, out)
+    is_given = out is not None
+    try:
+        if out is None:
+            out = _new_out(a, b, out_dtype)
+        elif out.dtype is not out_dtype:
+            raise common.refuse(_OP, "out", f"dtype {out_dtype}, as out_dtype says", out)
+        (_cuda_into if a.is_cuda else _cpu_into)(a, b, out, is_given)
+    except common.FOREIGN:
+        _operands.check_tensors((a, b), (out,))  # names what has no memory
+        _check(a, b, out, out_dtype)
+        raise
+    if is_given:
+        common.written((out,))
     return out
 
 
@@ -90,8 +97,7 @@ def _check(a: Any, b: Any, out: Any = None, out_dtype: Any = None) -> None:
         raise common.refuse(_OP, "b", f"sizes of at most {common.MAX_SIZE}", b)
     if num_matrices and m and n and too_large(Problem(_OP, num_matrices, m, n, k)):
         raise common.refuse(_OP, "b", "fewer or smaller matrices: too many tiles", b)
-    if out_dtype not in (None, a.dtype, torch.float32):
-        raise common.refuse(_OP, "out_dtype", f"{a.dtype} or torch.float32", out_dtype)
+    common.check_dtype(_OP, "out_dtype", out_dtype, (a.dtype, torch.float32))
     if out is not None:
         dtypes = (out_dtype or a.dtype,)
         common.check_like(_OP, "out", out, (*batch, m, n), a, dtypes=dtypes)
@@ -141,19 +147,24 @@ def _plan(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Launch:
     )  # fmt: skip
 
 
-def _cuda_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    low_bits = (a.data_ptr() | b.data_ptr()) & 15
+def _cuda_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, is_given: bool = True) -> None:
+    """is_given: the caller gave out, which may overlap the rest."""
+    addresses = out.data_ptr(), a.data_ptr(), b.data_ptr()
+    low_bits = (addresses[1] | addresses[2]) & 15
     key = (
         a.dtype, a.shape, a.stride(), b.dtype, b.shape, b.stride(), out.dtype, out.shape,
         out.stride(), low_bits, a.device, b.device,
     )  # fmt: skip
-    plan = _plans.get(key)
-    if plan is None:
+    found = _plans.get(key)
+    if found is None:
         _check(a, b, out, out.dtype)
         plan = _plan(a, b, out)
         if len(_plans) >= common.MAX_PLANS:
             _plans.clear()
-        _plans[key] = plan
+        found = _plans[key] = plan, _writes.spans(out, a, b)
+    plan, spans = found
+    if is_given and addresses not in spans.apart:
+        spans.check(addresses)
     if plan.function is not None:
         try:
             plan.run(out, a, b)
@@ -162,22 +173,24 @@ def _cuda_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
             raise
 
 
-def _cpu_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+def _cpu_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, is_given: bool = True) -> None:
     """The same on the CPU, by torch."""
     _check(a, b, out, out.dtype)
+    if is_given:
+        _writes.check(out, a, b)
     out.copy_(a.float() @ b.float().transpose(-1, -2))
 
 
 def _returning(into: Any) -> Any:
     def run(a: Any, b: Any, out_dtype: Any) -> torch.Tensor:
         out = _new_out(a, b, out_dtype)
-        into(a, b, out)
+        into(a, b, out, False)
         return out
 
     return run
 
 
-def _fake_into(a: Any, b: Any, out: Any) -> None:
+def _fake_into(a: Any, b: Any, out: Any, is_given: bool = True) -> None:
     _check(a, b, out, out.dtype)
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,8 +18,18 @@ from ._decode_reference import decode_attention as _reference
 # (kernel, grid, shared bytes, its numbers, merge kernel or None, its grid, its numbers,
 #  rows of partials, their width, launch options)
 _Plan = tuple[Any, ...]
-_plans: dict[tuple[Any, ...], _Plan | None] = {}
-_is_tracing = torch.compiler.is_dynamo_compiling
+_plans: dict[tuple[Any, ...], tuple[_Plan | None, common.Spans]] = {}
+_OP = "decode_attention"
+_REQUIRED = "q k_cache v_cache cache_seqlens"
+_OPTIONAL = "k v block_table cos sin qkv_bias k_scale v_scale alibi_slopes out"
+_operands = common.Operands(_OP, _REQUIRED, _OPTIONAL)
+# Caches are written where there are new tokens.
+_LIE = (
+    "q k v cos sin qkv_bias k_cache v_cache cache_seqlens block_table k_scale v_scale "
+    "alibi_slopes out"
+)
+_appends = common.Writes(_OP, _LIE, "k_cache v_cache out")
+_reads = common.Writes(_OP, _LIE, "out")
 _BLOCK = (plans.NUM_THREADS, 1, 1)
 
 
@@ -93,34 +104,48 @@ def decode_attention(
     Source: Dao et al., "Flash-Decoding for long-context inference", 2023.
     """
     if softmax_scale is None:
-        softmax_scale = 1.0 / math.sqrt(q.shape[-1]) if isinstance(q, torch.Tensor) else 1.0
+        softmax_scale = 1.0 / math.sqrt(common.last_size(q) or 1)
     if rotary_dim is None:
-        rotary_dim = 2 * cos.shape[-1] if isinstance(cos, torch.Tensor) and cos.dim() else 0
-    left, right = window_size
+        rotary_dim = 2 * common.last_size(cos)
+    left = right = -1
+    if not (type(window_size) is tuple and window_size == (-1, -1)):
+        left, right = common.check_window(_OP, window_size)
+    # As the kernels take them; whether they are finite is checked with the shapes.
+    if type(softmax_scale) is not float:
+        softmax_scale = common.check_number(_OP, "softmax_scale", softmax_scale)
+    if type(softcap) is not float:
+        softcap = common.check_number(_OP, "softcap", softcap)
     tensors = (
         q, k_cache, v_cache, cache_seqlens, k, v, block_table, cos, sin, qkv_bias, k_scale,
         v_scale, alibi_slopes,
     )  # fmt: skip
-    options = (interleaved, rotary_dim, float(softmax_scale), left, float(softcap), num_splits)
-    is_eager = not _is_tracing() and common.is_plain(*tensors, out)
-    if not (is_eager and q.is_cuda):
+    options = (interleaved, rotary_dim, softmax_scale, left, softcap, num_splits)
+    is_eager = _operands.are_plain(tensors[:4], (*tensors[4:], out))
+    if not is_eager or common.is_debugging():
         checks.check(*tensors, *options, out, right)
-    elif right < -1:
-        raise common.refuse("decode_attention", "window_size", "at least -1", window_size)
-    common.check_no_grad(
-        "decode_attention", q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, qkv_bias=qkv_bias,
-        cos=cos, sin=sin, out=out,
-    )  # fmt: skip
     if is_eager and common.is_debugging():
-        checks.check(*tensors, *options, out, right)
         checks.check_values(q, k_cache, cache_seqlens, k, block_table)
-    if out is None:
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    lse = None
-    if return_lse:
-        lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
-    into = (_cuda_into if q.is_cuda else _cpu_into) if is_eager else _op
-    into(*tensors, *options, out, lse)
+    given = out
+    try:
+        if out is None:
+            out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        lse = None
+        if return_lse:
+            lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+        if not is_eager:
+            _op(*tensors, *options, out, lse)
+        else:
+            into = _cuda_into if q.is_cuda else _cpu_into
+            into(*tensors, *options, out, lse, given is not None or k is not None)
+    except common.FOREIGN:
+        _operands.check_tensors(tensors[:4], (*tensors[4:], given))  # names what has no memory
+        checks.check(*tensors, *options, given, right)
+        common.check_flag(_OP, "return_lse", return_lse)
+        raise
+    if is_eager and k is not None:
+        common.written((k_cache, v_cache) if given is None else (k_cache, v_cache, out))
+    elif is_eager and given is not None:
+        common.written((out,))
     return out if lse is None else (out, lse)
 
 
@@ -173,7 +198,7 @@ def _plan(
         alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0,
         batch_size, seqlen_q, num_heads, num_kv_heads, head_dim, page_size, max_tokens,
         rotary_dim, 0 if cos is None else cos.shape[0], 0 if cos is None else cos.element_size(),
-        int(interleaved), int(aligned), split.num_splits, split.parallel, window_left,
+        int(bool(interleaved)), int(aligned), split.num_splits, split.parallel, window_left,
         softmax_scale, softcap,
     )  # fmt: skip
     merge, merge_grid, merge_numbers = None, (0, 0, 0), ()
@@ -214,33 +239,49 @@ def _cuda_into(
     num_splits: int,
     out: torch.Tensor,
     lse: torch.Tensor | None,
+    is_given: bool = True,
 ) -> None:
-    """The step on the GPU: one launch, and the merge where something may be split."""
+    """The step on the GPU: one launch, and the merge where something may be split.
+
+    is_given: the caller gave out, or has new tokens written to the caches.
+    """
     tensors = (
         q, k_cache, v_cache, cache_seqlens, k, v, block_table, cos, sin, qkv_bias, k_scale,
         v_scale, alibi_slopes,
     )  # fmt: skip
     options = (interleaved, rotary_dim, softmax_scale, window_left, softcap, num_splits)
+    addresses: Any = []
     low_bits = 0
     for tensor in (q, k, v, cos, sin, qkv_bias):
         if tensor is not None:
-            low_bits |= tensor.data_ptr()
+            addresses.append(address := tensor.data_ptr())
+            low_bits |= address
     low_bits &= 15
-    cache_bits = (k_cache.data_ptr() | v_cache.data_ptr()) & 15
+    k_address, v_address = k_cache.data_ptr(), v_cache.data_ptr()
+    cache_bits = (k_address | v_address) & 15
     layout = [
         None if x is None else (x.dtype, x.shape, x.stride()) for x in (*tensors, out)
     ]  # fmt: skip
     key = (*options, low_bits, cache_bits, q.device, *layout)
-    try:
-        plan = _plans[key]
-    except KeyError:
+    found = _plans.get(key)
+    if found is None:
         checks.check(*tensors, *options, out, 0)
         plan = _plan(
             q, k_cache, v_cache, k, v, block_table, cos, alibi_slopes, *options, out, low_bits
         )
         if len(_plans) >= common.MAX_PLANS:
             _plans.clear()
-        _plans[key] = plan
+        writes, lying = _lying(tensors, out)
+        found = _plans[key] = plan, writes.spans(*lying)
+    plan, spans = found
+    if is_given:
+        addresses += (k_address, v_address, cache_seqlens.data_ptr())
+        for tensor in (block_table, k_scale, v_scale, alibi_slopes, out):
+            if tensor is not None:
+                addresses.append(tensor.data_ptr())
+        addresses = tuple(addresses)
+        if addresses not in spans.apart:
+            spans.check(addresses)
     if plan is None:
         return
     function, grid, shared, numbers, merge, merge_grid, merge_numbers, slots, width, how = plan
@@ -266,9 +307,26 @@ def _cuda_into(
         raise
 
 
+def _lying(tensors: Sequence[Any], out: torch.Tensor) -> tuple[common.Writes, tuple[Any, ...]]:
+    """What is written, and the tensors in the order of `_LIE`."""
+    (q, k_cache, v_cache, cache_seqlens, k, v, block_table, cos, sin, qkv_bias, k_scale, v_scale,
+     alibi_slopes) = tensors  # fmt: skip
+    return _reads if k is None else _appends, (
+        q, k, v, cos, sin, qkv_bias, k_cache, v_cache, cache_seqlens, block_table, k_scale,
+        v_scale, alibi_slopes, out,
+    )  # fmt: skip
+
+
 def _cpu_into(*arguments: Any) -> None:
     """The same on the CPU, by torch."""
-    *inputs, out, lse = arguments
+    inputs: list[Any] = list(arguments[:19])
+    out, lse = arguments[19:21]
+    checks.check(*[*inputs, out, 0])
+    if arguments[21:] != (False,):
+        writes, lying = _lying(inputs[:13], out)
+        writes.check(*lying)
+    q, k_cache, _, cache_seqlens, k, _, block_table = inputs[:7]
+    checks.check_values(q, k_cache, cache_seqlens, k, block_table, is_strict=False)
     found, found_lse = _reference(*inputs)
     out.copy_(found)
     if lse is not None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..errors import TensorError
+from ..errors import KernelHubError
 from . import _attention_autograd as autograd
 from . import _attention_checks as checks
 from . import _attention_fp8 as fp8
@@ -19,15 +19,17 @@ from . import _attention_registered as registered
 from . import _attention_run as run
 from . import _common as common
 
+_OP, _PACKED = "flash_attention", "flash_attention_qkvpacked"
 _PLAIN_TYPES = common.PLAIN_TYPES
+_OPTIONAL = "alibi_slopes cu_seqlens_q cu_seqlens_k block_table cache_seqlens out"
+_operands = common.Operands(_OP, "q k v", _OPTIONAL, has_backward=True)
+_all_operands = common.Operands(_OP, "q k v", f"{_OPTIONAL} q_scale k_scale v_scale")
+_packed_operands = common.Operands(_PACKED, "qkv", "alibi_slopes cu_seqlens out", has_backward=True)
 _is_tracing = torch.compiler.is_dynamo_compiling
 _is_grad_enabled = torch.is_grad_enabled
+_transform, _forward_ad = common.transform, common.forward_ad
 _forward = run.forward
 _differentiable = autograd.Attention.apply
-# What torch.func's transforms put on a stack while they run. It is no public name: a torch without
-# it loses only the refusal below.
-_functorch = getattr(torch._C, "_functorch", None)
-_transform = getattr(_functorch, "peek_interpreter_stack", lambda: None)
 
 
 def flash_attention(
@@ -113,24 +115,54 @@ def flash_attention(
     Source: Dao, "FlashAttention-2", 2023.
     """
     as_given = out
-    if layout != "bshd":
-        checks.check_layout("flash_attention", layout)
-        q, k, v, out = _tokens_first(q), _tokens_first(k), _tokens_first(v), _tokens_first(out)
-    if isinstance(window_size, list):
-        window_size = tuple(window_size)
+    if type(layout) is not str or layout != "bshd":
+        checks.check_layout(_OP, layout)
+    if type(window_size) is not tuple:
+        window_size = common.check_window(_OP, window_size)
     options = (
         causal, softmax_scale, window_size, softcap, alibi_slopes, cu_seqlens_q, cu_seqlens_k,
         max_seqlen_q, max_seqlen_k, block_table, cache_seqlens,
     )  # fmt: skip
-    if isinstance(q, torch.Tensor) and q.dtype == fp8.DTYPE:
-        scales = (q_scale, k_scale, v_scale)
-        _refuse_transforms()
-        out, lse = fp8.attention(q, k, v, scales, out, out_dtype, return_lse, options)
+    try:
         if layout != "bshd":
-            out = as_given if as_given is not None else _tokens_first(out)
-        return (out, lse) if return_lse else out
-    if not (q_scale is k_scale is v_scale is out_dtype is None):
-        fp8.check_unscaled(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out_dtype=out_dtype)
+            q, k, v, out = _tokens_first(q), _tokens_first(k), _tokens_first(v), _tokens_first(out)
+        if isinstance(q, torch.Tensor) and q.dtype is fp8.DTYPE:
+            scales = (q_scale, k_scale, v_scale)
+            made, lse = fp8.attention(q, k, v, scales, out, out_dtype, return_lse, options)
+        else:
+            if not (q_scale is k_scale is v_scale is out_dtype is None):
+                fp8.check_unscaled(
+                    q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out_dtype=out_dtype
+                )
+            made, lse = _attend(q, k, v, out, return_lse, deterministic, options)
+        if as_given is not None:
+            if not _is_tracing():
+                common.written((as_given,))
+            made = as_given
+        elif layout != "bshd":
+            made = _tokens_first(made)
+        return (made, lse) if return_lse else made
+    except common.FOREIGN as found:
+        # Names what has no memory, or is no number.
+        tables = (*options[4:7], *options[9:])
+        _all_operands.check_tensors((q, k, v), (*tables, as_given, q_scale, k_scale, v_scale))
+        if isinstance(found, KernelHubError):
+            raise
+        common.check_flags(_OP, return_lse=return_lse, deterministic=deterministic)
+        if isinstance(q, torch.Tensor) and q.dtype is fp8.DTYPE:
+            checks.resolve(_OP, q, k, v, *options, dtypes=(fp8.DTYPE,))
+        else:
+            checks.resolve(_OP, q, k, v, *options)
+        raise
+
+
+def _attend(
+    q: Any, k: Any, v: Any, out: Any, return_lse: bool, deterministic: bool,
+    options: tuple[Any, ...],
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """(out, lse or None) of layout bshd, in whichever way there is."""
+    alibi_slopes, cu_seqlens_q, cu_seqlens_k, _, _, block_table, cache_seqlens = options[4:]
+    tables = (alibi_slopes, cu_seqlens_q, cu_seqlens_k, block_table, cache_seqlens, out)
     if (
         type(q) in _PLAIN_TYPES
         and type(k) in _PLAIN_TYPES
@@ -138,23 +170,24 @@ def flash_attention(
         and not _is_tracing()
         and not q.is_meta
         and _transform() is None
-        and (out is None or type(out) in _PLAIN_TYPES)
+        and _forward_ad._current_level < 0
+        and not (q.is_neg() or k.is_neg() or v.is_neg())
         and (
-            alibi_slopes is cu_seqlens_q is cu_seqlens_k is block_table is cache_seqlens is None
-            or common.is_plain(alibi_slopes, cu_seqlens_q, cu_seqlens_k, block_table, cache_seqlens)
+            alibi_slopes is cu_seqlens_q is cu_seqlens_k is block_table is cache_seqlens is out
+            is None
+            or _operands.are_plain((q, k, v), tables)
         )
-    ):
+    ):  # fmt: skip
         needs_grad = _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         if needs_grad:
             _check_grad(q, k, v, out, options)
-            out, lse = _differentiable(q, k, v, _is_deterministic(deterministic), options)
-        else:
-            out, lse = _forward("flash_attention", q, k, v, out, return_lse, options)
-    else:
-        out, lse = _dispatch(q, k, v, out, return_lse, deterministic, options)
-    if layout != "bshd":
-        out = as_given if as_given is not None else _tokens_first(out)
-    return (out, lse) if return_lse else out
+            attended: tuple[torch.Tensor, torch.Tensor] = _differentiable(
+                q, k, v, _is_deterministic(deterministic), options
+            )
+            return attended
+        return _forward(_OP, q, k, v, out, return_lse, options)
+    _operands.are_plain((q, k, v), tables)  # refuses what the op would drop
+    return _dispatch(q, k, v, out, return_lse, deterministic, options)
 
 
 def flash_attention_qkvpacked(
@@ -182,10 +215,28 @@ def flash_attention_qkvpacked(
     The others, what is returned and raised: see `flash_attention`; out is (batch_size, seqlen,
     num_heads, head_dim) or (total, num_heads, head_dim).
     """
-    op = "flash_attention_qkvpacked"
-    if isinstance(window_size, list):
-        window_size = tuple(window_size)
-    common.check_tensor(op, "qkv", qkv)
+    if type(window_size) is not tuple:
+        window_size = common.check_window(_PACKED, window_size)
+    options = (
+        causal, softmax_scale, window_size, softcap, alibi_slopes, cu_seqlens, cu_seqlens,
+        max_seqlen, max_seqlen, None, None,
+    )  # fmt: skip
+    try:
+        return _attend_packed(qkv, num_heads, num_kv_heads, out, return_lse, deterministic, options)
+    except common.FOREIGN:
+        _packed_operands.check_tensors((qkv,), (alibi_slopes, cu_seqlens, out))
+        raise
+
+
+def _attend_packed(
+    qkv: Any, num_heads: Any, num_kv_heads: Any, out: Any, return_lse: bool, deterministic: bool,
+    options: tuple[Any, ...],
+) -> Any:  # fmt: skip
+    op = _PACKED
+    (causal, softmax_scale, window_size, softcap, alibi_slopes, cu_seqlens, _, max_seqlen) = (
+        options[:8]
+    )
+    plain = _packed_operands.are_plain((qkv,), (alibi_slopes, cu_seqlens, out))
     leading = 2 if cu_seqlens is None else 1
     tokens = "batch_size, seqlen" if cu_seqlens is None else "total"
     if num_heads is None and num_kv_heads is None:
@@ -198,33 +249,31 @@ def flash_attention_qkvpacked(
         qkv = qkv.flatten(-3, -2) if joined else qkv
     else:
         joined = True
-        if num_heads is None or num_kv_heads is None or num_heads < 0 or num_kv_heads < 0:
+        if num_heads is None or num_kv_heads is None:
             argument = "num_heads" if num_kv_heads is not None else "num_kv_heads"
             raise common.refuse(
                 op, argument, "both num_heads and num_kv_heads, or neither",
-                f"num_heads={num_heads}, num_kv_heads={num_kv_heads}",
+                f"num_heads={num_heads!r:.60}, num_kv_heads={num_kv_heads!r:.60}",
             )  # fmt: skip
+        common.check_count(op, "num_heads", num_heads)
+        common.check_count(op, "num_kv_heads", num_kv_heads)
         if qkv.dim() != leading + 2 or qkv.shape[-2] != num_heads + 2 * num_kv_heads:
             heads = f"num_heads + 2 * num_kv_heads = {num_heads + 2 * num_kv_heads}"
             raise common.refuse(op, "qkv", f"shape ({tokens}, {heads}, head_dim)", qkv)
         q = k = v = None
     if joined:
         q, k, v = registered.split_packed(qkv, num_heads, num_kv_heads)
-    options = (
-        causal, softmax_scale, window_size, softcap, alibi_slopes, cu_seqlens, cu_seqlens,
-        max_seqlen, max_seqlen, None, None,
-    )  # fmt: skip
     if out is None and joined and _is_grad_enabled() and qkv.requires_grad:
         # One op, so that one gradient comes back instead of three to be put together.
         _check_grad(q, k, v, None, options)
+        common.check_flags(op, return_lse=return_lse, deterministic=deterministic)
         deterministic = _is_deterministic(deterministic)
-        if _is_tracing() or not common.is_plain(qkv, alibi_slopes, cu_seqlens):
+        if not plain:
             checks.resolve(op, q, k, v, *options)
             out, lse = registered.packed_op(
                 qkv, num_heads, num_kv_heads, *options, deterministic, True
             )
         else:
-            _refuse_transforms()
             out, lse = autograd.PackedAttention.apply(
                 qkv, num_heads, num_kv_heads, deterministic, options
             )
@@ -256,14 +305,14 @@ def _dispatch(
     options: tuple[Any, ...],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Through torch's dispatcher: while tracing, for fake and meta tensors, and with gradients."""
-    op = "flash_attention"
-    _refuse_transforms()
+    op = _OP
+    common.check_flags(op, return_lse=return_lse, deterministic=deterministic)
     checks.resolve(op, q, k, v, *options)
     needs_grad = _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if needs_grad:
         _check_grad(q, k, v, out, options)
     if out is not None:
-        checks.check_out(op, out, q, k, v)
+        checks.check_out(op, out, q, k, v, *options[4:7], *options[9:])
         return out, registered.forward_out_op(q, k, v, *options, return_lse, out)
     out, lse = registered.forward_op(
         q, k, v, *options, _is_deterministic(deterministic), return_lse or needs_grad
@@ -271,16 +320,10 @@ def _dispatch(
     return out, lse.detach()
 
 
-def _refuse_transforms() -> None:
-    if not _is_tracing() and _transform() is not None:
-        raise TensorError(
-            "flash_attention: torch.func.vmap and the other transforms of torch.func are not "
-            "supported; batch_size is a dimension of q, k and v, and torch.autograd works"
-        )
-
-
 def _check_grad(q: Any, k: Any, v: Any, out: Any, options: tuple[Any, ...]) -> None:
     """What cannot be differentiated."""
     if out is not None:
-        common.check_no_grad("flash_attention into out", q=q, k=k, v=v, out=out)
+        for argument, x in (("q", q), ("k", k), ("v", v)):
+            if x.requires_grad:
+                raise common.gradient_refusal(f"{_OP} into out", argument)
     registered.check_gradients("flash_attention", True, options[9], options[4])

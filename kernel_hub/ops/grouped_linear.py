@@ -15,9 +15,10 @@ from ._grouped_plan import TABLES, Problem, choose, too_large
 _OP = "grouped_linear"
 _ACTIVATIONS = {None: 0, "gelu": 1, "silu": 2, "relu": 3}
 _DTYPES = (torch.float16, torch.bfloat16)
-_plans: dict[tuple[Any, ...], Launch] = {}
+_plans: dict[tuple[Any, ...], tuple[Launch, common.Spans]] = {}
 TABLES[_OP].on_change(_plans.clear)
-_is_tracing = torch.compiler.is_dynamo_compiling
+_operands = common.Operands(_OP, "a b offsets", "bias out")
+_writes = common.Writes(_OP, "out a b offsets bias", "out")
 
 
 def grouped_linear(
@@ -55,25 +56,28 @@ def grouped_linear(
     Returns out. A CUDA tensor runs a shipped cubin on torch's current stream; a CPU tensor runs a
     reference in torch. No backward. Raises TensorError naming the argument that does not fit.
     """
-    if activation not in _ACTIVATIONS:
-        raise common.refuse(_OP, "activation", "None, 'gelu', 'silu' or 'relu'", repr(activation))
-    code = _ACTIVATIONS[activation]
+    code = common.check_choice(_OP, "activation", activation, _ACTIVATIONS)
     if out_dtype is None:
         out_dtype = getattr(a if out is None else out, "dtype", None)
-    common.check_no_grad(_OP, a=a, b=b, bias=bias, out=out)
-    given = (a, b, offsets)
-    if any(x is None for x in given) or _is_tracing() or not common.is_plain(*given, bias, out):
+    if not _operands.are_plain((a, b, offsets), (bias, out)):
         _check(a, b, offsets, bias, out, out_dtype)
         if out is None:
             return _op(a, b, offsets, bias, code, out_dtype)
         _op_out(a, b, offsets, bias, code, out)
         return out
-    if out is None:
-        _check(a, b, offsets, bias, None, out_dtype)
-        out = _new_out(a, b, out_dtype)
-    elif out.dtype != out_dtype:
-        raise common.refuse(_OP, "out", f"dtype {out_dtype}, as out_dtype says", out)
-    (_cuda_into if a.is_cuda else _cpu_into)(a, b, offsets, bias, code, out)
+    is_given = out is not None
+    try:
+        if out is None:
+            out = _new_out(a, b, out_dtype)
+        elif out.dtype is not out_dtype:
+            raise common.refuse(_OP, "out", f"dtype {out_dtype}, as out_dtype says", out)
+        (_cuda_into if a.is_cuda else _cpu_into)(a, b, offsets, bias, code, out, is_given)
+    except common.FOREIGN:
+        _operands.check_tensors((a, b, offsets), (bias, out))  # names what has no memory
+        _check(a, b, offsets, bias, out, out_dtype)
+        raise
+    if is_given:
+        common.written((out,))
     return out
 
 
@@ -100,8 +104,7 @@ def _check(
         raise common.refuse(_OP, "b", "fewer experts or rows: too many tiles", b)
     if bias is not None:
         common.check_like(_OP, "bias", bias, (num_experts, n), a)
-    if out_dtype not in (None, a.dtype, torch.float32):
-        raise common.refuse(_OP, "out_dtype", f"{a.dtype} or torch.float32", out_dtype)
+    common.check_dtype(_OP, "out_dtype", out_dtype, (a.dtype, torch.float32))
     if out is not None:
         dtypes = (out_dtype or a.dtype,)
         common.check_like(_OP, "out", out, (total_tokens, n), a, dtypes=dtypes)
@@ -147,7 +150,9 @@ def _cuda_into(
     bias: torch.Tensor | None,
     activation: int,
     out: torch.Tensor,
+    is_given: bool = True,
 ) -> None:
+    """is_given: the caller gave out, which may overlap the rest."""
     low_bits = (a.data_ptr() | b.data_ptr()) & 15
     first = None if bias is None else (bias.dtype, bias.shape, bias.stride())
     key = (
@@ -155,13 +160,20 @@ def _cuda_into(
         out.stride(), offsets.dtype, offsets.shape, offsets.stride(), first, activation, low_bits,
         a.device, b.device,
     )  # fmt: skip
-    plan = _plans.get(key)
-    if plan is None:
+    found = _plans.get(key)
+    if found is None:
         _check(a, b, offsets, bias, out, out.dtype)
         plan = _plan(a, b, bias, activation, out)
         if len(_plans) >= common.MAX_PLANS:
             _plans.clear()
-        _plans[key] = plan
+        found = _plans[key] = plan, _writes.spans(out, a, b, offsets, bias)
+    plan, spans = found
+    if is_given:
+        addresses: tuple[int, ...] = out.data_ptr(), a.data_ptr(), b.data_ptr(), offsets.data_ptr()
+        if bias is not None:
+            addresses = *addresses, bias.data_ptr()
+        if addresses not in spans.apart:
+            spans.check(addresses)
     if plan.function is not None:
         try:
             plan.run(out, a, b, offsets, bias)
@@ -177,9 +189,12 @@ def _cpu_into(
     bias: torch.Tensor | None,
     activation: int,
     out: torch.Tensor,
+    is_given: bool = True,
 ) -> None:
     """The same on the CPU, by torch."""
     _check(a, b, offsets, bias, out, out.dtype)
+    if is_given:
+        _writes.check(out, a, b, offsets, bias)
     bounds = [min(max(int(at), 0), a.shape[0]) for at in offsets.tolist()]
     for expert, (first, end) in enumerate(itertools.pairwise(bounds)):
         if end <= first:
@@ -201,13 +216,15 @@ def _returning(into: Any) -> Any:
         a: Any, b: Any, offsets: Any, bias: Any, activation: int, out_dtype: Any
     ) -> torch.Tensor:
         out = _new_out(a, b, out_dtype)
-        into(a, b, offsets, bias, activation, out)
+        into(a, b, offsets, bias, activation, out, False)
         return out
 
     return run
 
 
-def _fake_into(a: Any, b: Any, offsets: Any, bias: Any, activation: int, out: Any) -> None:
+def _fake_into(
+    a: Any, b: Any, offsets: Any, bias: Any, activation: int, out: Any, is_given: bool = True
+) -> None:
     _check(a, b, offsets, bias, out, out.dtype)
 
 

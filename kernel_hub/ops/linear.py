@@ -15,9 +15,10 @@ from ._linear_plan import TABLE
 _OP = "linear"
 _ACTIVATIONS = {None: 0, "gelu": 1, "silu": 2, "relu": 3}
 _DTYPES = (torch.float16, torch.bfloat16)
-_plans: dict[tuple[Any, ...], Launch] = {}
+_plans: dict[tuple[Any, ...], tuple[Launch, common.Spans]] = {}
 TABLE.on_change(_plans.clear)
-_is_tracing = torch.compiler.is_dynamo_compiling
+_operands = common.Operands(_OP, "a b", "bias residual out")
+_writes = common.Writes(_OP, "out a b bias residual", "out", in_place="out=residual")
 
 
 def linear(
@@ -60,28 +61,34 @@ def linear(
     Returns out. A CUDA tensor runs a shipped cubin on torch's current stream; a CPU tensor runs a
     reference in torch. No backward. Raises TensorError naming the argument that does not fit.
     """
-    if activation not in _ACTIVATIONS:
-        raise common.refuse(_OP, "activation", "None, 'gelu', 'silu' or 'relu'", repr(activation))
-    code = _ACTIVATIONS[activation]
+    code = common.check_choice(_OP, "activation", activation, _ACTIVATIONS)
+    if use_fast_accum is not False:
+        common.check_flag(_OP, "use_fast_accum", use_fast_accum)
     dtype = getattr(a, "dtype", None)
-    if dtype == fp8.DTYPE or a_scale is not None or b_scale is not None or use_fast_accum:
+    if dtype is fp8.DTYPE or a_scale is not None or b_scale is not None or use_fast_accum:
         scales = (a_scale, b_scale, use_fast_accum)
         return fp8.linear(a, b, bias, code, residual, out, out_dtype, *scales)
     if out_dtype is None:
         out_dtype = getattr(a if out is None else out, "dtype", None)
-    common.check_no_grad(_OP, a=a, b=b, bias=bias, residual=residual, out=out)
-    if a is None or b is None or _is_tracing() or not common.is_plain(a, b, bias, residual, out):
+    if not _operands.are_plain((a, b), (bias, residual, out)):
         _check(a, b, bias, residual, out, out_dtype)
         if out is None:
             return _op(a, b, bias, code, residual, out_dtype)
         _op_out(a, b, bias, code, residual, out)
         return out
-    if out is None:
-        _check(a, b, bias, residual, None, out_dtype)
-        out = _new_out(a, b, out_dtype)
-    elif out.dtype != out_dtype:
-        raise common.refuse(_OP, "out", f"dtype {out_dtype}, as out_dtype says", out)
-    (_cuda_into if a.is_cuda else _cpu_into)(a, b, bias, code, residual, out)
+    is_given = out is not None
+    try:
+        if out is None:
+            out = _new_out(a, b, out_dtype)
+        elif out.dtype is not out_dtype:
+            raise common.refuse(_OP, "out", f"dtype {out_dtype}, as out_dtype says", out)
+        (_cuda_into if a.is_cuda else _cpu_into)(a, b, bias, code, residual, out, is_given)
+    except common.FOREIGN:
+        _operands.check_tensors((a, b), (bias, residual, out))  # names what has no memory
+        _check(a, b, bias, residual, out, out_dtype)
+        raise
+    if is_given:
+        common.written((out,))
     return out
 
 
@@ -101,8 +108,7 @@ def _check(
         raise common.refuse(_OP, "b", f"sizes of at most {common.MAX_SIZE}", b)
     if bias is not None:
         common.check_like(_OP, "bias", bias, (n,), a)
-    if out_dtype not in (None, a.dtype, torch.float32):
-        raise common.refuse(_OP, "out_dtype", f"{a.dtype} or torch.float32", out_dtype)
+    common.check_dtype(_OP, "out_dtype", out_dtype, (a.dtype, torch.float32))
     shape = (*a.shape[:-1], n)
     dtypes = (out_dtype or a.dtype,)
     if out is not None:
@@ -123,21 +129,33 @@ def _cuda_into(
     activation: int,
     residual: torch.Tensor | None,
     out: torch.Tensor,
+    is_given: bool = True,
 ) -> None:
-    low_bits = (a.data_ptr() | b.data_ptr()) & 15
+    """is_given: the caller gave out, which may overlap the rest."""
+    addresses: tuple[int, ...] = a.data_ptr(), b.data_ptr()
+    low_bits = (addresses[0] | addresses[1]) & 15
     added = None if residual is None else (residual.dtype, residual.shape, residual.stride())
     first = None if bias is None else (bias.dtype, bias.shape, bias.stride())
     key = (
         a.dtype, a.shape, a.stride(), b.dtype, b.shape, b.stride(), out.dtype, out.shape,
         out.stride(), first, added, activation, low_bits, a.device, b.device,
     )  # fmt: skip
-    plan = _plans.get(key)
-    if plan is None:
+    found = _plans.get(key)
+    if found is None:
         _check(a, b, bias, residual, out, out.dtype)
         plan = plan_launch(a, b, bias, activation, residual, out)
         if len(_plans) >= common.MAX_PLANS:
             _plans.clear()
-        _plans[key] = plan
+        found = _plans[key] = plan, _writes.spans(out, a, b, bias, residual)
+    plan, spans = found
+    if is_given:
+        addresses = out.data_ptr(), *addresses
+        if bias is not None:
+            addresses = *addresses, bias.data_ptr()
+        if residual is not None:
+            addresses = *addresses, residual.data_ptr()
+        if addresses not in spans.apart:
+            spans.check(addresses)
     if plan.function is not None:
         try:
             plan.run(a, b, bias, residual, out)
@@ -153,9 +171,12 @@ def _cpu_into(
     activation: int,
     residual: torch.Tensor | None,
     out: torch.Tensor,
+    is_given: bool = True,
 ) -> None:
     """The same on the CPU, by torch."""
     _check(a, b, bias, residual, out, out.dtype)
+    if is_given:
+        _writes.check(out, a, b, bias, residual)
     values = a.float() @ b.float().T
     if bias is not None:
         values += bias.float()
@@ -175,15 +196,15 @@ def _returning(into: Any) -> Any:
         a: Any, b: Any, bias: Any, activation: int, residual: Any, out_dtype: Any
     ) -> torch.Tensor:
         out = _new_out(a, b, out_dtype)
-        into(a, b, bias, activation, residual, out)
+        into(a, b, bias, activation, residual, out, False)
         return out
 
     return run
 
 
 def _fake_into(
-    a: Any, b: Any, bias: Any, activation: int, residual: Any, out: Any
-) -> None:  # fmt: skip
+    a: Any, b: Any, bias: Any, activation: int, residual: Any, out: Any, is_given: bool = True
+) -> None:
     _check(a, b, bias, residual, out, out.dtype)
 
 

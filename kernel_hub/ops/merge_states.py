@@ -9,10 +9,15 @@ import torch
 from ..errors import KernelHubError
 from . import _common as common
 
+_OP = "merge_states"
 _Plan = tuple[Any, tuple[int, int, int], tuple[int, int, int], tuple[int, ...]]
-_plans: dict[tuple[Any, ...], _Plan] = {}
+_plans: dict[tuple[Any, ...], tuple[_Plan, common.Spans]] = {}
 _NO_LAUNCH: _Plan = (None, (0, 0, 0), (0, 0, 0), ())
-_is_tracing = torch.compiler.is_dynamo_compiling
+_operands = common.Operands(_OP, "out_a lse_a out_b lse_b", "out out_lse")
+_writes = common.Writes(
+    _OP, "out out_lse out_a out_b lse_a lse_b", "out out_lse",
+    in_place="out=out_a out=out_b out_lse=lse_a out_lse=lse_b",
+)  # fmt: skip
 _MAX_THREADS = 512
 
 
@@ -38,42 +43,40 @@ def merge_states(
     lse_a, lse_b: (batch, num_heads, seqlen) or (num_heads, total), fp32, natural logarithms, as
         flash_attention returns them; any strides. (FlashInfer's are (total, num_heads) and base 2:
         pass `(lse * math.log(2)).transpose(0, 1)`.)
-    out, out_lse: like out_a and lse_a; where to write. `out=out_a, out_lse=lse_a` works in place.
+    out, out_lse: like out_a and lse_a; where to write. Into either state works in place; no other
+        overlap of what is written with anything else.
 
     Returns (out, lse). A CUDA tensor runs the shipped cubin on torch's current stream; a CPU tensor
     runs a reference in torch. The same bits every time; not for any order of merging. No backward.
     Raises TensorError naming the argument that does not fit.
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
     """
-    common.check_no_grad(
-        "merge_states", out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b, out=out, out_lse=out_lse
-    )
-    given = (out_a, lse_a, out_b, lse_b, out, out_lse)
-    if _is_tracing() or not common.is_plain(*given):
-        _check(*given)
+    given = (out_a, lse_a, out_b, lse_b)
+    if not _operands.are_plain(given, (out, out_lse)):
+        _check(*given, out, out_lse)
         if out is None and out_lse is None:
-            merged: tuple[torch.Tensor, torch.Tensor] = _op(out_a, lse_a, out_b, lse_b)
+            merged: tuple[torch.Tensor, torch.Tensor] = _op(*given)
             return merged
-        into = _op_out
-    elif isinstance(out_a, torch.Tensor) and out_a.is_cuda:
-        into = _cuda_into
-    else:
-        _check(*given)
-        into = _cpu_into
-    out = torch.empty_like(out_a) if out is None else out
-    out_lse = _empty_lse(lse_a) if out_lse is None else out_lse
-    into(out_a, lse_a, out_b, lse_b, out, out_lse)
+        out = torch.empty_like(out_a) if out is None else out
+        out_lse = torch.empty_like(lse_a) if out_lse is None else out_lse
+        _op_out(*given, out, out_lse)
+        return out, out_lse
+    is_given = out is not None or out_lse is not None
+    try:
+        out = torch.empty_like(out_a) if out is None else out
+        out_lse = torch.empty_like(lse_a) if out_lse is None else out_lse
+        (_cuda_into if out_a.is_cuda else _cpu_into)(*given, out, out_lse, is_given)
+    except common.FOREIGN:
+        _operands.check_tensors(given, (out, out_lse))  # names what has no memory
+        _check(*given, out, out_lse)
+        raise
+    if is_given:
+        common.written((out, out_lse))
     return out, out_lse
 
 
-def _empty_lse(lse: Any) -> torch.Tensor:
-    if not isinstance(lse, torch.Tensor):
-        raise common.refuse("merge_states", "lse_a", "a torch tensor", f"{lse!r:.60}")
-    return torch.empty_like(lse)
-
-
 def _check(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, out: Any, out_lse: Any) -> None:
-    op = "merge_states"
+    op = _OP
     common.check_data(op, "out_a", out_a)
     if out_a.dim() not in (3, 4):
         expected = "shape (batch, seqlen, num_heads, head_dim) or (total, num_heads, head_dim)"
@@ -155,13 +158,11 @@ def _plan(
     if max(blocks, batch_size) > common.MAX_GRID_Y:
         most = common.MAX_GRID_Y
         expected = f"at most {most} sequences and {most * per_thread * block_heads} heads"
-        raise common.refuse("merge_states", "out_a", expected, out_a)
+        raise common.refuse(_OP, "out_a", expected, out_a)
     variant = f"vec{per_thread}" if aligned else "scalar"
     if aligned and all(state.is_contiguous() for state in states):
         variant, strides = f"flat_{variant}", []
-    function = common.shipped(
-        "merge_states", f"merge_states_{common.DTYPE_TOKENS[out_a.dtype]}_{variant}"
-    )
+    function = common.shipped(_OP, f"{_OP}_{common.DTYPE_TOKENS[out_a.dtype]}_{variant}")
     grid = (-(-seqlen // block_tokens), blocks, batch_size)
     block = (width, block_heads, block_tokens)
     return function, grid, block, (*strides, seqlen, heads, head_dim)
@@ -174,22 +175,22 @@ def _cuda_into(
     lse_b: torch.Tensor,
     out: torch.Tensor,
     out_lse: torch.Tensor,
+    is_given: bool = True,
 ) -> None:
-    """The merge in one launch."""
+    """The merge in one launch. is_given: the caller gave out or out_lse."""
     tensors = (out, out_lse, out_a, out_b, lse_a, lse_b)
-    try:
-        low_bits = (out.data_ptr() | out_a.data_ptr() | out_b.data_ptr()) & 15
-        key = (out_a.dtype, low_bits, *[(t.shape, t.stride()) for t in tensors])
-    except AttributeError:  # one of them is no tensor
-        _check(out_a, lse_a, out_b, lse_b, out, out_lse)
-        raise
-    plan = _plans.get(key)
-    if plan is None:
+    addresses = tuple([tensor.data_ptr() for tensor in tensors])
+    low_bits = (addresses[0] | addresses[2] | addresses[3]) & 15
+    key = (out_a.dtype, low_bits, *[(t.shape, t.stride()) for t in tensors])
+    found = _plans.get(key)
+    if found is None:
         plan = _plan(out_a, lse_a, out_b, lse_b, out, out_lse, low_bits)
         if len(_plans) >= common.MAX_PLANS:
             _plans.clear()
-        _plans[key] = plan
-    function, grid, block, numbers = plan
+        found = _plans[key] = plan, _writes.spans(*tensors)
+    (function, grid, block, numbers), spans = found
+    if is_given and addresses not in spans.apart:
+        spans.check(addresses)
     if function is not None:
         try:
             function(grid, block, 0, None, (*tensors, *numbers))
@@ -206,8 +207,12 @@ def _cpu_into(
     lse_b: torch.Tensor,
     out: torch.Tensor,
     out_lse: torch.Tensor,
+    is_given: bool = True,
 ) -> None:
     """The same on the CPU, by torch."""
+    _check(out_a, lse_a, out_b, lse_b, out, out_lse)
+    if is_given:
+        _writes.check(out, out_lse, out_a, out_b, lse_a, lse_b)
     lse = torch.logaddexp(lse_a, lse_b)
     merged = torch.zeros(out_a.shape, dtype=torch.float32)
     for state, own in ((out_a, lse_a), (out_b, lse_b)):
@@ -221,14 +226,14 @@ def _cpu_into(
 def _returning(into: Any) -> Any:
     def run(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[torch.Tensor, torch.Tensor]:
         out, out_lse = torch.empty_like(out_a), torch.empty_like(lse_a)
-        into(out_a, lse_a, out_b, lse_b, out, out_lse)
+        into(out_a, lse_a, out_b, lse_b, out, out_lse, False)
         return out, out_lse
 
     return run
 
 
 def _fake_into(*given: Any) -> None:
-    _check(*given)
+    _check(*given[:6])
 
 
 _INPUTS = "Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b"

@@ -16,8 +16,13 @@ from ._paired_launch import rows_and_strides, tensor_map
 from ._paired_plan import GROUP_ROWS, TABLES, Choice, choose
 from ._qkv_linear_checks import OP, Given, check, check_heads
 
-_NUM_TENSORS = 15  # the first fields of Given
 _is_tracing = torch.compiler.is_dynamo_compiling
+_OPTIONAL = (
+    "bias cos sin positions k_cache v_cache cache_seqlens block_table slot_mapping cu_seqlens "
+    "out_q out_k out_v"
+)
+_operands = common.Operands(OP, "x w_qkv", _OPTIONAL)
+_writes = common.Writes(OP, f"x w_qkv {_OPTIONAL}", "k_cache v_cache out_q out_k out_v")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,7 +40,7 @@ class _Plan:
     is_programmatic: bool = False  # may begin under the end of the launch before
 
 
-_plans: dict[tuple[Any, ...], _Plan] = {}
+_plans: dict[tuple[Any, ...], tuple[_Plan, common.Spans]] = {}
 TABLES[OP].on_change(lambda: _plans.clear())
 
 
@@ -101,29 +106,45 @@ def qkv_linear(
     Language Model Serving with PagedAttention", 2023.
     """
     if rotary_dim is None:
-        rotary_dim = 2 * cos.shape[-1] if isinstance(cos, torch.Tensor) and cos.dim() else 0
-    common.check_data(OP, "x", x)
-    check_heads(w_qkv, x.shape[-1], num_heads, num_kv_heads)
-    head_dim = w_qkv.shape[0] // (num_heads + 2 * num_kv_heads)
-    kv_shape = (*x.shape[:-1], num_kv_heads, head_dim)
-    if out_q is None:
-        out_q = x.new_empty((*x.shape[:-1], num_heads, head_dim))
-    if k_cache is None:
-        out_k = x.new_empty(kv_shape) if out_k is None else out_k
-        out_v = x.new_empty(kv_shape) if out_v is None else out_v
+        rotary_dim = 2 * common.last_size(cos)
+    optional = (
+        bias, cos, sin, positions, k_cache, v_cache, cache_seqlens, block_table, slot_mapping,
+        cu_seqlens, out_q, out_k, out_v,
+    )  # fmt: skip
+    plain = _operands.are_plain((x, w_qkv), optional)
+    written = [out for out in (k_cache, v_cache, out_q, out_k, out_v) if out is not None]
+    if not plain:
+        check_heads(x, w_qkv, num_heads, num_kv_heads)
+    try:
+        head_dim = w_qkv.shape[0] // (num_heads + 2 * num_kv_heads)
+        if out_q is None:
+            out_q = x.new_empty((*x.shape[:-1], num_heads, head_dim))
+        if k_cache is None:
+            kv_shape = (*x.shape[:-1], num_kv_heads, head_dim)
+            out_k = x.new_empty(kv_shape) if out_k is None else out_k
+            out_v = x.new_empty(kv_shape) if out_v is None else out_v
+    except common.FOREIGN:
+        _operands.check_tensors((x, w_qkv), optional)  # names what has no memory
+        check_heads(x, w_qkv, num_heads, num_kv_heads)
+        raise
     values = (
-        x, w_qkv, bias, cos, sin, positions, k_cache, v_cache, cache_seqlens, block_table,
-        slot_mapping, cu_seqlens, out_q, out_k, out_v, num_heads, num_kv_heads, interleaved,
+        x, w_qkv, *optional[:10], out_q, out_k, out_v, num_heads, num_kv_heads, interleaved,
         rotary_dim,
     )  # fmt: skip
-    common.check_no_grad(
-        OP, x=x, w_qkv=w_qkv, bias=bias, cos=cos, sin=sin, k_cache=k_cache, v_cache=v_cache,
-        out_q=out_q, out_k=out_k, out_v=out_v,
-    )  # fmt: skip
-    if _is_tracing() or not common.is_plain(*values[:_NUM_TENSORS]):
+    if not plain:
+        if not _is_tracing():
+            check(Given(*values))
         _op(*values)  # checks the fake tensors
-    else:
-        (_cuda_into if x.is_cuda else _cpu_into)(Given(*values))
+        return out_q, out_k, out_v
+    given = Given(*values)
+    try:
+        (_cuda_into if x.is_cuda else _cpu_into)(given, bool(written))
+    except common.FOREIGN:
+        _operands.check_tensors((x, w_qkv), optional)  # names what has no memory
+        check(given)
+        raise
+    if written:
+        common.written(tuple(written))
     return out_q, out_k, out_v
 
 
@@ -221,7 +242,7 @@ def _plan(given: Given) -> _Plan:
     )  # fmt: skip
     sizes = (
         m, k, given.num_heads, given.num_kv_heads, given.head_dim, given.rotary_dim, paired_dim,
-        int(given.interleaved and given.rotary_dim > 0), seqlen, batch_size,
+        int(bool(given.interleaved) and given.rotary_dim > 0), seqlen, batch_size,
         *((0, 0) if cos is None else (cos.shape[0], cos.element_size())),
         *pages,
         # NOTE: a table of no columns has no address either; -1 says that there is none.
@@ -243,32 +264,31 @@ def _plan(given: Given) -> _Plan:
     return _Plan(function, choice, numbers, a_map, b_map, is_programmatic)
 
 
-def _cuda_into(given: Given) -> None:
-    """All of it in one launch."""
+def _cuda_into(given: Given, is_given: bool = True) -> None:
+    """All of it in one launch. is_given: the caller gave a cache, out_q, out_k or out_v."""
     x, w = given.x, given.w_qkv
-    try:
-        tensors = _tensors(given)
-        low_bits = 0
-        for tensor in tensors:
-            if tensor is not None:
-                low_bits |= tensor.data_ptr()
-        layout = [
-            None if tensor is None else (tensor.dtype, tensor.shape, tensor.stride())
-            for tensor in tensors
-        ]
-    except AttributeError:  # one of them is no tensor
-        check(given)
-        raise
+    tensors = _tensors(given)
+    addresses = tuple([tensor.data_ptr() for tensor in tensors if tensor is not None])
+    low_bits = 0
+    for address in addresses:
+        low_bits |= address
+    layout = [
+        None if tensor is None else (tensor.dtype, tensor.shape, tensor.stride())
+        for tensor in tensors
+    ]
     key = (
         low_bits & 15, x.device, w.device, given.num_heads, given.num_kv_heads, given.interleaved,
         given.rotary_dim, *layout,
     )  # fmt: skip
-    plan = _plans.get(key)
-    if plan is None:
+    found = _plans.get(key)
+    if found is None:
         plan = _plan(given)
         if len(_plans) >= common.MAX_PLANS:
             _plans.clear()
-        _plans[key] = plan
+        found = _plans[key] = plan, _writes.spans(*tensors)
+    plan, spans = found
+    if is_given and addresses not in spans.apart:
+        spans.check(addresses)
     choice = plan.choice
     if choice is None:
         return
@@ -291,9 +311,11 @@ def _cuda_into(given: Given) -> None:
         raise
 
 
-def _cpu_into(given: Given) -> None:
+def _cpu_into(given: Given, is_given: bool = True) -> None:
     """The same on the CPU, by torch."""
     check(given)
+    if is_given:
+        _writes.check(*_tensors(given))
     x, cos, sin, rotary_dim = given.x, given.cos, given.sin, given.rotary_dim
     m = x.shape[:-1].numel()
     values = x.reshape(m, x.shape[-1]).float() @ given.w_qkv.float().T

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -9,14 +10,23 @@ import torch
 from ..errors import KernelHubError, TensorError
 from . import _common as common
 
+_OP = "rms_norm"
 _Plan = tuple[Any, tuple[int, int, int], tuple[int, int, int], tuple[int, ...]]
 # What a call's shapes, strides and alignment were checked and planned to be.
-_plans: dict[tuple[Any, ...], _Plan] = {}
-_NO_LAUNCH: _Plan = (None, (0, 0, 0), (0, 0, 0), ())
+# The quick way has a _Plan, the other a _Plan and how far its tensors reach.
+_plans: dict[tuple[Any, ...], Any] = {}
+_operands = common.Operands(_OP, "x weight", "residual out residual_out")
+_writes = common.Writes(
+    _OP, "out residual_out x residual weight", "out residual_out",
+    in_place="out=x out=residual residual_out=x residual_out=residual",
+)  # fmt: skip
 _PLAIN_TYPES = common.PLAIN_TYPES
 _is_tracing = torch.compiler.is_dynamo_compiling
 _is_grad_enabled = torch.is_grad_enabled
+_transform, _forward_ad = common.transform, common.forward_ad
+_written = common.written
 _empty_like = torch.empty_like
+_INF = math.inf
 
 
 def rms_norm(
@@ -40,60 +50,81 @@ def rms_norm(
     x: (..., hidden_size), fp16, bf16 or fp32, on the GPU or the CPU; last dimension contiguous, the
         leading ones in at most two separately strided groups.
     weight: (hidden_size,), dtype and device of x, contiguous.
-    eps: added to the mean of squares.
+    eps: added to the mean of squares; at least 0.
     residual: like x; strides of its own.
     weight_offset: added to the weight; 1.0 for models that store weight - 1 (Gemma).
-    out, residual_out: like x; where to write. `out=x` and `residual_out=residual` work in place.
+    out, residual_out: like x; where to write. Either may be x or residual itself (in place); no
+        other overlap of what is written with anything else.
 
     Returns out, or (out, residual_out) when a residual is given. A CUDA tensor runs the shipped
     cubin on torch's current stream; a CPU tensor runs a reference in torch. No backward.
     Raises TensorError naming the argument that does not fit.
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
     """
-    if (
-        residual is None
-        and out is None
-        and residual_out is None
-        and not _is_tracing()
-        and type(x) in _PLAIN_TYPES
-        and type(weight) in _PLAIN_TYPES
-        and x.is_cuda
-        and not (_is_grad_enabled() and (x.requires_grad or weight.requires_grad))
-    ):
-        return _cuda(x, weight, eps, weight_offset)
+    try:
+        if (
+            residual is out is residual_out is None
+            and not _is_tracing()
+            and type(x) in _PLAIN_TYPES
+            and type(weight) in _PLAIN_TYPES
+            and x.is_cuda
+            and 0.0 <= eps + 0.0 * weight_offset < _INF
+            # What `Operands` asks of every other call.
+            and _transform() is None
+            and _forward_ad._current_level < 0
+            and not (x.is_neg() or weight.is_neg())
+            and not (_is_grad_enabled() and (x.requires_grad or weight.requires_grad))
+        ):
+            return _cuda(x, weight, eps, weight_offset)
+    except common.FOREIGN:
+        _operands.check_tensors((x, weight), (None, None, None))
+        _check(x, None, weight)
+        _numbers(eps, weight_offset)
+        raise
 
-    _check(x, residual, weight, out, residual_out)
-    common.check_no_grad(
-        "rms_norm", x=x, weight=weight, residual=residual, out=out, residual_out=residual_out
-    )
-    if _is_tracing() or not common.is_plain(x, weight, residual, out, residual_out):
+    eps, weight_offset = _numbers(eps, weight_offset)
+    if not _operands.are_plain((x, weight), (residual, out, residual_out)):
+        _check(x, residual, weight, out, residual_out)
         return _dispatch(x, residual, weight, eps, weight_offset, out, residual_out)
-    run = _cuda_into if x.is_cuda else _cpu_into
-    if out is None:
-        out = _empty_like(x)
-    if residual is not None and residual_out is None:
-        residual_out = _empty_like(residual)
-    run(x, residual, weight, eps, weight_offset, out, residual_out)
+    is_given = out is not None or residual_out is not None
+    try:
+        if out is None:
+            out = _empty_like(x)
+        if residual is not None and residual_out is None:
+            residual_out = _empty_like(residual)
+        into = _cuda_into if x.is_cuda else _cpu_into
+        into(x, residual, weight, eps, weight_offset, out, residual_out, is_given)
+    except common.FOREIGN:
+        _operands.check_tensors((x, weight), (residual, out, residual_out))
+        _check(x, residual, weight, out, residual_out)
+        raise
+    if is_given:
+        _written((out,) if residual_out is None else (out, residual_out))
     return out if residual is None else (out, residual_out)
+
+
+def _numbers(eps: Any, weight_offset: Any) -> tuple[float, float]:
+    """Both, as numbers that give no nan."""
+    return (
+        common.check_number(_OP, "eps", eps, least=0.0),
+        common.check_number(_OP, "weight_offset", weight_offset),
+    )
 
 
 def _check(x: Any, residual: Any, weight: Any, out: Any = None, residual_out: Any = None) -> None:
     """Everything about the tensors but their addresses."""
-    op = "rms_norm"
-    common.check_data(op, "x", x)
+    common.check_data(_OP, "x", x)
     hidden_size = x.shape[-1]
     if hidden_size > common.MAX_SIZE:
-        raise common.refuse(op, "x", f"a last dimension of at most {common.MAX_SIZE}", x)
-    common.check_like(op, "weight", weight, (hidden_size,), x)
+        raise common.refuse(_OP, "x", f"a last dimension of at most {common.MAX_SIZE}", x)
+    common.check_like(_OP, "weight", weight, (hidden_size,), x)
     if residual is None and residual_out is not None:
-        raise TensorError(f"{op}: residual_out is given without residual")
+        raise TensorError(f"{_OP}: residual_out is given without residual")
     for argument, value in (("residual", residual), ("out", out), ("residual_out", residual_out)):
         if value is not None:
-            common.check_like(op, argument, value, x.shape, x)
+            common.check_like(_OP, argument, value, x.shape, x)
             if argument != "residual":
-                common.check_output(op, argument, value)
-    if out is not None and out is residual_out:
-        raise TensorError(f"{op}: out and residual_out are the same tensor")
+                common.check_output(_OP, argument, value)
 
 
 def _choose(vecs: int, rows: int, has_residual: bool) -> tuple[str, int, int]:
@@ -134,11 +165,11 @@ def _plan(
     """Check the tensors and choose the kernel, its launch shape and its integer parameters."""
     _check(x, residual, weight, out, residual_out)
     if x.numel() == 0:
-        return _NO_LAUNCH
+        return None, (0, 0, 0), (0, 0, 0), ()
     hidden_size = x.shape[-1]
     tensors = [t for t in (out, residual_out, x, residual) if t is not None]
     outer, rows, pairs = common.split_rows(
-        "rms_norm", x.shape[:-1], [tensor.stride()[:-1] for tensor in tensors]
+        _OP, x.shape[:-1], [tensor.stride()[:-1] for tensor in tensors]
     )
     strides = [stride for outer_stride, stride in pairs for stride in (stride, outer_stride)]
     elems = common.VEC_BYTES // x.element_size()
@@ -154,12 +185,12 @@ def _plan(
         variant, strides = f"flat_{variant}", []
     with_residual = "residual_" if residual is not None else ""
     name = f"rms_norm_{common.DTYPE_TOKENS[x.dtype]}_{with_residual}{variant}"
-    function = common.shipped("rms_norm", name)
+    function = common.shipped(_OP, name)
     grid = (-(-rows // rows_a_block), outer, 1)
     return function, grid, (threads, rows_a_block, 1), (*strides, rows, hidden_size)
 
 
-def _remember(key: tuple[Any, ...], plan: _Plan) -> _Plan:
+def _remember(key: tuple[Any, ...], plan: Any) -> Any:
     if len(_plans) >= common.MAX_PLANS:
         _plans.clear()
     _plans[key] = plan
@@ -194,18 +225,29 @@ def _cuda_into(
     weight_offset: float,
     out: torch.Tensor,
     residual_out: torch.Tensor | None,
+    is_given: bool = True,
 ) -> None:
-    """The norm of a CUDA tensor into `out`, with or without a residual."""
+    """The norm of a CUDA tensor into `out`, with or without a residual.
+
+    is_given: the caller gave what is written, which may overlap the rest.
+    """
     tensors = [t for t in (out, residual_out, x, residual, weight) if t is not None]
+    addresses = tuple([tensor.data_ptr() for tensor in tensors])
     low_bits = 0
-    for tensor in tensors:
-        low_bits |= tensor.data_ptr()
+    for address in addresses:
+        low_bits |= address
     low_bits &= 15
     layout = [(tensor.shape, tensor.stride()) for tensor in tensors]
     key = (x.dtype, low_bits, *layout)
-    plan = _plans.get(key) or _remember(
-        key, _plan(x, residual, weight, out, residual_out, low_bits)
+    plan, spans = _plans.get(key) or _remember(
+        key,
+        (
+            _plan(x, residual, weight, out, residual_out, low_bits),
+            _writes.spans(out, residual_out, x, residual, weight),
+        ),
     )
+    if is_given and addresses not in spans.apart:
+        spans.check(addresses)
     function, grid, block, numbers = plan
     if function is not None:
         try:
@@ -223,8 +265,12 @@ def _cpu_into(
     weight_offset: float,
     out: torch.Tensor,
     residual_out: torch.Tensor | None,
+    is_given: bool = True,
 ) -> None:
     """The same on the CPU, by torch."""
+    _check(x, residual, weight, out, residual_out)
+    if is_given:
+        _writes.check(out, residual_out, x, residual, weight)
     if residual is not None and residual_out is not None:
         x = residual_out.copy_(x + residual)
     s = x.float()
@@ -261,7 +307,7 @@ _DeviceWay = Any  # _cuda_into or _cpu_into
 def _returning(into: _DeviceWay) -> Any:
     def run(x: Any, weight: Any, eps: float, weight_offset: float) -> torch.Tensor:
         out = _empty_like(x)
-        into(x, None, weight, eps, weight_offset, out, None)
+        into(x, None, weight, eps, weight_offset, out, None, False)
         return out
 
     return run
@@ -270,7 +316,7 @@ def _returning(into: _DeviceWay) -> Any:
 def _returning_both(into: _DeviceWay) -> Any:
     def run(x: Any, residual: Any, weight: Any, eps: float, weight_offset: float) -> Any:
         out, residual_out = _empty_like(x), _empty_like(residual)
-        into(x, residual, weight, eps, weight_offset, out, residual_out)
+        into(x, residual, weight, eps, weight_offset, out, residual_out, False)
         return out, residual_out
 
     return run
@@ -284,8 +330,9 @@ def _writing(into: _DeviceWay) -> Any:
 
 
 def _fake_into(
-    x: Any, residual: Any, weight: Any, eps: float, offset: float, out: Any, residual_out: Any
-) -> None:
+    x: Any, residual: Any, weight: Any, eps: float, offset: float, out: Any, residual_out: Any,
+    is_given: bool = True,
+) -> None:  # fmt: skip
     _check(x, residual, weight, out, residual_out)
 
 

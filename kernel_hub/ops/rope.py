@@ -10,10 +10,14 @@ import torch
 from ..errors import KernelHubError, TensorError
 from . import _common as common
 
+_OP = "rope"
 _Plan = tuple[Any, tuple[int, int, int], tuple[int, int, int], tuple[int, ...]]
-_plans: dict[tuple[Any, ...], _Plan] = {}
+_plans: dict[tuple[Any, ...], tuple[_Plan, common.Spans]] = {}
 _NO_LAUNCH: _Plan = (None, (0, 0, 0), (0, 0, 0), ())
-_is_tracing = torch.compiler.is_dynamo_compiling
+_operands = common.Operands(_OP, "q k cos sin", "positions out_q out_k")
+_writes = common.Writes(
+    _OP, "out_q out_k q k cos sin positions", "out_q out_k", in_place="out_q=q out_k=k"
+)
 _empty_like = torch.empty_like
 _MAX_THREADS = 512
 
@@ -57,28 +61,36 @@ def rope(
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
     """
     if rotary_dim is None:
-        rotary_dim = 2 * cos.shape[-1] if isinstance(cos, torch.Tensor) and cos.dim() else 0
-    into = _cuda_into if not _is_tracing() and common.is_plain(q, k) and q.is_cuda else None
-    if into is None:
-        _check(q, k, cos, sin, positions, rotary_dim, out_q, out_k)
-    common.check_no_grad("rope", q=q, k=k, cos=cos, sin=sin, out_q=out_q, out_k=out_k)
-    if _is_tracing() or not common.is_plain(q, k, cos, sin, positions, out_q, out_k):
+        rotary_dim = 2 * common.last_size(cos)
+    given = (q, k, cos, sin, positions, interleaved, rotary_dim)
+    if not _operands.are_plain((q, k, cos, sin), (positions, out_q, out_k)):
+        _check(*given, out_q, out_k)
         if out_q is None and out_k is None:
-            rotated: tuple[torch.Tensor, torch.Tensor] = _op(
-                q, k, cos, sin, positions, interleaved, rotary_dim
-            )
+            rotated: tuple[torch.Tensor, torch.Tensor] = _op(*given)
             return rotated
-        into = _op_out
-    out_q = _empty_like(q) if out_q is None else out_q
-    out_k = _empty_like(k) if out_k is None else out_k
-    (into or _cpu_into)(q, k, cos, sin, positions, interleaved, rotary_dim, out_q, out_k)
+        out_q = _empty_like(q) if out_q is None else out_q
+        out_k = _empty_like(k) if out_k is None else out_k
+        _op_out(*given, out_q, out_k)
+        return out_q, out_k
+    is_given = out_q is not None or out_k is not None
+    try:
+        out_q = _empty_like(q) if out_q is None else out_q
+        out_k = _empty_like(k) if out_k is None else out_k
+        (_cuda_into if q.is_cuda else _cpu_into)(*given, out_q, out_k, is_given)
+    except common.FOREIGN:
+        _operands.check_tensors((q, k, cos, sin), (positions, out_q, out_k))
+        _check(*given, out_q, out_k)
+        raise
+    if is_given:
+        common.written((out_q, out_k))
     return out_q, out_k
 
 
 def _check(
-    q: Any, k: Any, cos: Any, sin: Any, positions: Any, rotary_dim: Any, out_q: Any, out_k: Any
-) -> None:
-    op = "rope"
+    q: Any, k: Any, cos: Any, sin: Any, positions: Any, interleaved: Any, rotary_dim: Any,
+    out_q: Any, out_k: Any,
+) -> None:  # fmt: skip
+    op = _OP
     for argument, value in (("q", q), ("k", k)):
         common.check_data(op, argument, value)
         if value.dim() < 3:
@@ -87,7 +99,9 @@ def _check(
     common.check_tensor(op, "cos", cos)
     if cos.dim() != 2:
         raise common.refuse(op, "cos", "shape (max_position, rotary_dim // 2)", cos)
-    if rotary_dim % 2 or not 0 <= rotary_dim <= q.shape[-1]:
+    common.check_flag(op, "interleaved", interleaved)
+    common.check_count(op, "rotary_dim", rotary_dim)
+    if rotary_dim % 2 or rotary_dim > q.shape[-1]:
         raise TensorError(
             f"rope: rotary_dim: expected an even number up to head_dim = {q.shape[-1]}, found "
             f"{rotary_dim}" + " (it is twice the last dimension of cos unless given)"
@@ -157,7 +171,7 @@ def _plan(
     low_bits: int,
 ) -> _Plan:
     """Check the tensors and choose the kernel, its launch shape and its integer parameters."""
-    _check(q, k, cos, sin, positions, rotary_dim, out_q, out_k)
+    _check(q, k, cos, sin, positions, interleaved, rotary_dim, out_q, out_k)
     if q.numel() + k.numel() == 0:
         return _NO_LAUNCH
     tensors = (out_q, out_k, q, k)
@@ -241,29 +255,36 @@ def _cuda_into(
     rotary_dim: int,
     out_q: torch.Tensor,
     out_k: torch.Tensor,
+    is_given: bool = True,
 ) -> None:
-    """Both rotations in one launch."""
+    """Both rotations in one launch. is_given: the caller gave out_q or out_k."""
     tensors = (out_q, out_k, q, k, cos, sin)
+    addresses = tuple([tensor.data_ptr() for tensor in tensors])
     low_bits = 0
-    for tensor in tensors:
-        low_bits |= tensor.data_ptr()
+    for address in addresses:
+        low_bits |= address
     low_bits &= 15
     layout = [(tensor.shape, tensor.stride()) for tensor in tensors]
     where = None if positions is None else (positions.dtype, positions.shape, positions.stride())
     key = (q.dtype, cos.dtype, low_bits, interleaved, rotary_dim, where, *layout)
-    plan = _plans.get(key)
-    if plan is None:
+    found = _plans.get(key)
+    if found is None:
         plan = _plan(q, k, cos, sin, positions, interleaved, rotary_dim, out_q, out_k, low_bits)
         if len(_plans) >= common.MAX_PLANS:
             _plans.clear()
-        _plans[key] = plan
-    function, grid, block, numbers = plan
+        found = _plans[key] = plan, _writes.spans(*tensors, positions)
+    (function, grid, block, numbers), spans = found
+    if is_given:
+        if positions is not None:
+            addresses = (*addresses, positions.data_ptr())
+        if addresses not in spans.apart:
+            spans.check(addresses)
     if function is not None:
         try:
             function(grid, block, 0, None, (*tensors, positions, *numbers))
         except KernelHubError:
             # The launch checks devices and dtypes; this names them.
-            _check(q, k, cos, sin, positions, rotary_dim, out_q, out_k)
+            _check(q, k, cos, sin, positions, interleaved, rotary_dim, out_q, out_k)
             raise
 
 
@@ -277,8 +298,12 @@ def _cpu_into(
     rotary_dim: int,
     out_q: torch.Tensor,
     out_k: torch.Tensor,
+    is_given: bool = True,
 ) -> None:
     """The same on the CPU, by torch."""
+    _check(q, k, cos, sin, positions, interleaved, rotary_dim, out_q, out_k)
+    if is_given:
+        _writes.check(out_q, out_k, q, k, cos, sin, positions)
     if positions is None:
         positions = torch.arange(q.shape[-3], device=q.device)
     inside = (positions >= 0) & (positions < cos.shape[0])
@@ -302,7 +327,7 @@ def _returning(into: Any) -> Any:
         q: Any, k: Any, cos: Any, sin: Any, positions: Any, interleaved: bool, rotary_dim: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         out_q, out_k = _empty_like(q), _empty_like(k)
-        into(q, k, cos, sin, positions, interleaved, rotary_dim, out_q, out_k)
+        into(q, k, cos, sin, positions, interleaved, rotary_dim, out_q, out_k, False)
         return out_q, out_k
 
     return run
@@ -310,9 +335,9 @@ def _returning(into: Any) -> Any:
 
 def _fake_into(
     q: Any, k: Any, cos: Any, sin: Any, positions: Any, interleaved: bool, rotary_dim: int,
-    out_q: Any, out_k: Any,
+    out_q: Any, out_k: Any, is_given: bool = True,
 ) -> None:  # fmt: skip
-    _check(q, k, cos, sin, positions, rotary_dim, out_q, out_k)
+    _check(q, k, cos, sin, positions, interleaved, rotary_dim, out_q, out_k)
 
 
 _INPUTS = (

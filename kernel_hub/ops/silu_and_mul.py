@@ -9,12 +9,15 @@ import torch
 from ..errors import KernelHubError
 from . import _common as common
 
-_Plan = tuple[Any, tuple[int, int, int], tuple[int, int, int], tuple[int, ...]]
+_OP = "silu_and_mul"
+_Plan = tuple[Any, tuple[int, int, int], tuple[int, int, int], tuple[int, ...], common.Spans]
 _plans: dict[tuple[Any, ...], _Plan] = {}
-_NO_LAUNCH: _Plan = (None, (0, 0, 0), (0, 0, 0), ())
+_operands = common.Operands(_OP, "x", "out")
+_writes = common.Writes(_OP, "out x", "out")
 _PLAIN_TYPES = common.PLAIN_TYPES
 _is_tracing = torch.compiler.is_dynamo_compiling
 _is_grad_enabled = torch.is_grad_enabled
+_transform, _forward_ad = common.transform, common.forward_ad
 _empty = torch.empty
 
 
@@ -33,37 +36,49 @@ def silu_and_mul(x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.T
     reference in torch. No backward. Raises TensorError naming the argument that does not fit.
     Source: Shazeer, "GLU Variants Improve Transformer", 2020.
     """
-    if (
-        out is None
-        and not _is_tracing()
-        and type(x) in _PLAIN_TYPES
-        and x.is_cuda
-        and not (_is_grad_enabled() and x.requires_grad)
-    ):
-        return _cuda(x)
-    _check(x, out)
-    common.check_no_grad("silu_and_mul", x=x, out=out)
-    if _is_tracing() or not common.is_plain(x, out):
+    try:
+        if (
+            out is None
+            and not _is_tracing()
+            and type(x) in _PLAIN_TYPES
+            and x.is_cuda
+            # What `Operands` asks of every other call.
+            and _transform() is None
+            and _forward_ad._current_level < 0
+            and not x.is_neg()
+            and not (_is_grad_enabled() and x.requires_grad)
+        ):
+            return _cuda(x)
+    except RuntimeError:
+        _check(x)  # names what has no memory or no strides
+        raise
+    if not _operands.are_plain((x,), (out,)):
+        _check(x, out)
         if out is None:
             return _op(x)
         _op_out(x, out)
         return out
-    if out is None:
-        out = _new_out(x)
-    (_cuda_into if x.is_cuda else _cpu_into)(x, out)
+    try:
+        if out is None:
+            return (_cuda if x.is_cuda else _cpu)(x)
+        (_cuda_into if x.is_cuda else _cpu_into)(x, out)
+    except common.FOREIGN:
+        _operands.check_tensors((x,), (out,))  # names what has no memory
+        _check(x, out)
+        raise
+    common.written((out,))
     return out
 
 
 def _check(x: Any, out: Any = None) -> None:
-    op = "silu_and_mul"
-    common.check_data(op, "x", x)
+    common.check_data(_OP, "x", x)
     if x.shape[-1] % 2:
-        raise common.refuse(op, "x", "an even last dimension (gate, then up)", x)
+        raise common.refuse(_OP, "x", "an even last dimension (gate, then up)", x)
     if x.shape[-1] > common.MAX_SIZE:
-        raise common.refuse(op, "x", f"a last dimension of at most {common.MAX_SIZE}", x)
+        raise common.refuse(_OP, "x", f"a last dimension of at most {common.MAX_SIZE}", x)
     if out is not None:
-        common.check_like(op, "out", out, (*x.shape[:-1], x.shape[-1] // 2), x)
-        common.check_output(op, "out", out)
+        common.check_like(_OP, "out", out, (*x.shape[:-1], x.shape[-1] // 2), x)
+        common.check_output(_OP, "out", out)
 
 
 def _new_out(x: torch.Tensor) -> torch.Tensor:
@@ -85,12 +100,11 @@ def _threads(vecs: int, rows: int) -> int:
 def _plan(x: torch.Tensor, out: torch.Tensor, low_bits: int) -> _Plan:
     """Check the tensors and choose the kernel, its launch shape and its integer parameters."""
     _check(x, out)
+    spans = _writes.spans(out, x)
     if out.numel() == 0:
-        return _NO_LAUNCH
+        return None, (0, 0, 0), (0, 0, 0), (), spans
     size = out.shape[-1]
-    outer, rows, pairs = common.split_rows(
-        "silu_and_mul", x.shape[:-1], [out.stride()[:-1], x.stride()[:-1]]
-    )
+    outer, rows, pairs = common.split_rows(_OP, x.shape[:-1], [out.stride()[:-1], x.stride()[:-1]])
     strides = [stride for outer_stride, stride in pairs for stride in (stride, outer_stride)]
     elems = common.VEC_BYTES // x.element_size()
     if low_bits or not common.is_aligned(elems, size, *strides):
@@ -102,22 +116,24 @@ def _plan(x: torch.Tensor, out: torch.Tensor, low_bits: int) -> _Plan:
     # Contiguous rows take fewer parameters and no stride arithmetic.
     if variant == "vec" and x.is_contiguous() and out.is_contiguous() and rows <= common.MAX_GRID_Y:
         variant, numbers = "flat", (size,)
-    name = f"silu_and_mul_{common.DTYPE_TOKENS[x.dtype]}_{variant}"
-    function = common.shipped("silu_and_mul", name)
+    name = f"{_OP}_{common.DTYPE_TOKENS[x.dtype]}_{variant}"
+    function = common.shipped(_OP, name)
     grid = (-(-size // span), min(rows, common.MAX_GRID_Y), outer)
-    return function, grid, (threads, 1, 1), numbers
+    return function, grid, (threads, 1, 1), numbers, spans
 
 
 def _cuda(x: torch.Tensor) -> torch.Tensor:
     if x.dim() == 0 or x.shape[-1] % 2:
         _check(x)
     out = _new_out(x)
-    _cuda_into(x, out)
+    _cuda_into(x, out, False)
     return out
 
 
-def _cuda_into(x: torch.Tensor, out: torch.Tensor) -> None:
-    low_bits = (x.data_ptr() | out.data_ptr()) & 15
+def _cuda_into(x: torch.Tensor, out: torch.Tensor, is_given: bool = True) -> None:
+    """is_given: the caller gave out, which may overlap x."""
+    addresses = out.data_ptr(), x.data_ptr()
+    low_bits = (addresses[0] | addresses[1]) & 15
     key = (x.dtype, x.shape, x.stride(), out.shape, out.stride(), low_bits)
     plan = _plans.get(key)
     if plan is None:
@@ -125,7 +141,9 @@ def _cuda_into(x: torch.Tensor, out: torch.Tensor) -> None:
         if len(_plans) >= common.MAX_PLANS:
             _plans.clear()
         _plans[key] = plan
-    function, grid, block, numbers = plan
+    function, grid, block, numbers, spans = plan
+    if is_given and addresses not in spans.apart:
+        spans.check(addresses)
     if function is not None:
         try:
             function(grid, block, 0, None, (out, x, *numbers))
@@ -134,14 +152,18 @@ def _cuda_into(x: torch.Tensor, out: torch.Tensor) -> None:
             raise
 
 
-def _cpu_into(x: torch.Tensor, out: torch.Tensor) -> None:
+def _cpu_into(x: torch.Tensor, out: torch.Tensor, is_given: bool = True) -> None:
+    _check(x, out)
+    if is_given:
+        _writes.check(out, x)
     gate, up = x.float().chunk(2, -1)
     out.copy_(torch.nn.functional.silu(gate) * up)
 
 
 def _cpu(x: torch.Tensor) -> torch.Tensor:
+    _check(x)
     out = _new_out(x)
-    _cpu_into(x, out)
+    _cpu_into(x, out, False)
     return out
 
 

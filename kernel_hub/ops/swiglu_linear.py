@@ -15,7 +15,8 @@ from ._paired_plan import GROUP_ROWS, TABLES, Choice, choose
 
 _OP = "swiglu_linear"
 _DTYPES = (torch.float16, torch.bfloat16)
-_is_tracing = torch.compiler.is_dynamo_compiling
+_operands = common.Operands(_OP, "a b_gate_up", "out")
+_writes = common.Writes(_OP, "out a b_gate_up", "out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class _Plan:
     is_programmatic: bool = False  # may begin under the end of the launch before
 
 
-_plans: dict[tuple[Any, ...], _Plan] = {}
+_plans: dict[tuple[Any, ...], tuple[_Plan, common.Spans]] = {}
 TABLES[_OP].on_change(lambda: _plans.clear())
 
 
@@ -56,18 +57,23 @@ def swiglu_linear(
     reference in torch. No backward. Raises TensorError naming the argument that does not fit.
     Source: Shazeer, "GLU Variants Improve Transformer", 2020.
     """
-    common.check_no_grad(_OP, a=a, b_gate_up=b_gate_up, out=out)
-    if a is None or b_gate_up is None or _is_tracing() or not common.is_plain(a, b_gate_up, out):
+    if not _operands.are_plain((a, b_gate_up), (out,)):
         _check(a, b_gate_up, out)
         if out is None:
             result: torch.Tensor = _op(a, b_gate_up)
             return result
         _op_out(a, b_gate_up, out)
         return out
-    if out is None:
-        _check(a, b_gate_up)
-        out = _new_out(a, b_gate_up)
-    (_cuda_into if a.is_cuda else _cpu_into)(a, b_gate_up, out)
+    is_given = out is not None
+    try:
+        out = _new_out(a, b_gate_up) if out is None else out
+        (_cuda_into if a.is_cuda else _cpu_into)(a, b_gate_up, out, is_given)
+    except common.FOREIGN:
+        _operands.check_tensors((a, b_gate_up), (out,))  # names what has no memory
+        _check(a, b_gate_up, out)
+        raise
+    if is_given:
+        common.written((out,))
     return out
 
 
@@ -125,18 +131,23 @@ def _plan(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> _Plan:
     return _Plan(function, choice, numbers, a_map, b_map, is_programmatic)
 
 
-def _cuda_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    low_bits = (a.data_ptr() | b.data_ptr()) & 15
+def _cuda_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, is_given: bool = True) -> None:
+    """is_given: the caller gave out, which may overlap the rest."""
+    addresses = out.data_ptr(), a.data_ptr(), b.data_ptr()
+    low_bits = (addresses[1] | addresses[2]) & 15
     key = (
         a.dtype, a.shape, a.stride(), b.dtype, b.shape, b.stride(), out.dtype, out.shape,
         out.stride(), low_bits, a.device, b.device,
     )  # fmt: skip
-    plan = _plans.get(key)
-    if plan is None:
+    found = _plans.get(key)
+    if found is None:
         plan = _plan(a, b, out)
         if len(_plans) >= common.MAX_PLANS:
             _plans.clear()
-        _plans[key] = plan
+        found = _plans[key] = plan, _writes.spans(out, a, b)
+    plan, spans = found
+    if is_given and addresses not in spans.apart:
+        spans.check(addresses)
     choice = plan.choice
     if choice is None:
         return
@@ -152,9 +163,11 @@ def _cuda_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
         raise
 
 
-def _cpu_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+def _cpu_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, is_given: bool = True) -> None:
     """The same on the CPU, by torch."""
     _check(a, b, out)
+    if is_given:
+        _writes.check(out, a, b)
     gate, up = (a.float() @ half.float().T for half in b.chunk(2))
     out.copy_(torch.nn.functional.silu(gate) * up)
 
@@ -162,13 +175,13 @@ def _cpu_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
 def _returning(into: Any) -> Any:
     def run(a: Any, b_gate_up: Any) -> torch.Tensor:
         out = _new_out(a, b_gate_up)
-        into(a, b_gate_up, out)
+        into(a, b_gate_up, out, False)
         return out
 
     return run
 
 
-def _fake_into(a: Any, b_gate_up: Any, out: Any) -> None:
+def _fake_into(a: Any, b_gate_up: Any, out: Any, is_given: bool = True) -> None:
     _check(a, b_gate_up, out)
 
 

@@ -75,7 +75,7 @@ REFUSED: list[tuple[Callable[[], object], list[str]]] = [
     (lambda: dense(softmax_scale="1"), ["softmax_scale", "a number", "str '1'"]),
     (lambda: dense(softmax_scale=float("nan")), ["softmax_scale", "finite", "nan"]),
     (lambda: dense(softmax_scale=float("inf")), ["softmax_scale", "finite", "inf"]),
-    (lambda: dense(softcap=-1.0), ["softcap", "0 (none) or a positive number", "-1.0"]),
+    (lambda: dense(softcap=-1.0), ["softcap", "at least 0", "-1.0"]),
     (lambda: dense(softcap=float("nan")), ["softcap", "finite", "nan"]),
     (lambda: dense(softcap=None, window_size=3), ["window_size", "(left, right)", "3"]),
     (lambda: dense(window_size=(1, 2, 3)), ["window_size", "two whole numbers", "(1, 2, 3)"]),

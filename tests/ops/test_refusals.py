@@ -35,7 +35,10 @@ REFUSED: list[tuple[Callable[[], object], list[str]]] = [
     (lambda: rms_norm(X, WEIGHT, out=X[:2]), ["out", "shape (3, 8)", "shape (2, 8)"]),
     (lambda: rms_norm(X, WEIGHT, out=OVERLAPPING), ["out", "do not overlap", "strides (0, 1)"]),
     (lambda: rms_norm(X, WEIGHT, residual_out=X), ["residual_out", "without residual"]),
-    (lambda: rms_norm(X, WEIGHT, residual=X, out=X, residual_out=X), ["same tensor"]),
+    (
+        lambda: rms_norm(X, WEIGHT, residual=X, out=X, residual_out=X),
+        ["out", "that of residual_out"],
+    ),
     (lambda: rms_norm(X.clone().requires_grad_(), WEIGHT), ["x", "no backward", "x.detach()"]),
     (lambda: silu_and_mul(None), ["x", "a torch tensor", "NoneType"]),
     (lambda: silu_and_mul(torch.ones(3, 7)), ["x", "an even last dimension", "shape (3, 7)"]),

@@ -1,0 +1,97 @@
+"""Arguments that are no tensors: numbers, counts, switches, names and dtypes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from .refusals import refuse
+
+_NUMBERS = (int, float, np.integer, np.floating, torch.SymInt, torch.SymFloat)
+_COUNTS = (int, np.integer, torch.SymInt)
+_FLAGS = (bool, int, np.bool_, torch.SymBool, type(None))
+# Sizes are C ints on the device, and an index may pass the end by one block's span.
+MAX_SIZE = 2**30
+
+
+def _shown(value: Any) -> str:
+    return f"{type(value).__name__} {value!r:.60}"
+
+
+def check_number(op: str, argument: str, value: Any, *, least: float = -math.inf) -> float:
+    """`value` as a finite float, `least` or more."""
+    if not isinstance(value, _NUMBERS):
+        raise refuse(op, argument, "a number", _shown(value))
+    if not -math.inf < value < math.inf:
+        raise refuse(op, argument, "a finite number", value)
+    if value < least:
+        raise refuse(op, argument, f"at least {least:g}", value)
+    if isinstance(value, (torch.SymInt, torch.SymFloat)):
+        return value  # a tracer's number
+    try:
+        return float(value)
+    except OverflowError:
+        raise refuse(op, argument, "a number that a float holds", f"{value!r:.60}") from None
+
+
+def check_count(op: str, argument: str, value: Any, *, least: int = 0) -> None:
+    """`value` must be a whole number, `least` or more, that fits a C int."""
+    if not isinstance(value, _COUNTS) or isinstance(value, bool):
+        raise refuse(op, argument, "a whole number", _shown(value))
+    if value < least:
+        raise refuse(op, argument, f"at least {least}", value)
+    if value > MAX_SIZE:
+        raise refuse(op, argument, f"at most {MAX_SIZE}", f"{value!r:.60}")
+
+
+def check_flag(op: str, argument: str, value: Any) -> None:
+    """`value` must be True or False, or what counts as one of them."""
+    if not isinstance(value, _FLAGS):
+        raise refuse(op, argument, "True or False", _shown(value))
+
+
+def check_flags(op: str, **flags: Any) -> None:
+    """Each must be True or False, or what counts as one of them."""
+    for argument, value in flags.items():
+        check_flag(op, argument, value)
+
+
+def check_choice(op: str, argument: str, value: Any, choices: Mapping[Any, Any]) -> Any:
+    """What `choices` has for `value`, one of its keys."""
+    try:
+        return choices[value]
+    except (KeyError, TypeError):
+        *names, last = map(repr, choices)
+        expected = f"{', '.join(names)} or {last}"
+        raise refuse(op, argument, expected, f"{value!r:.60}") from None
+
+
+def check_dtype(op: str, argument: str, value: Any, dtypes: Sequence[torch.dtype]) -> None:
+    """`value` must be one of `dtypes`, or None."""
+    if value is not None and (not isinstance(value, torch.dtype) or value not in dtypes):
+        raise refuse(op, argument, " or ".join(map(str, dtypes)), f"{value!r:.60}")
+
+
+def check_window(op: str, window_size: Any) -> tuple[int, int]:
+    """(left, right) of a window: whole numbers from -1, which is no bound."""
+    expected = "two whole numbers from -1 (no bound), (left, right)"
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise refuse(op, "window_size", expected, f"{window_size!r:.60}")
+    for side in window_size:
+        if not isinstance(side, _COUNTS) or isinstance(side, bool) or side < -1:
+            raise refuse(op, "window_size", expected, f"{tuple(window_size)!r:.60}")
+    # A window no sequence can reach the end of is none; device arithmetic is in C ints.
+    left, right = (-1 if side >= MAX_SIZE else side for side in window_size)
+    return left, right
+
+
+def last_size(x: Any) -> Any:
+    """The last size of a tensor, for a default; 0 where there is none, which checks will name."""
+    try:
+        return x.shape[-1] if isinstance(x, torch.Tensor) and x.dim() else 0
+    except (RuntimeError, ValueError):  # nested, or not initialised
+        return 0

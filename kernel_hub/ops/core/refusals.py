@@ -1,0 +1,25 @@
+"""How an op says no: the argument, what it expects there and what it found."""
+
+from __future__ import annotations
+
+import torch
+
+from ...errors import TensorError
+
+
+def say(tensor: torch.Tensor) -> str:
+    """A tensor in an error message: shape, dtype, strides, device."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if tensor.is_nested:
+        return f"a nested tensor, {dtype}, on {tensor.device}"
+    shape = tuple(tensor.shape)
+    if tensor.layout is not torch.strided:
+        layout = str(tensor.layout).removeprefix("torch.").lstrip("_")
+        return f"a {layout} tensor, shape {shape}, {dtype}, on {tensor.device}"
+    return f"shape {shape}, {dtype}, strides {tuple(tensor.stride())}, on {tensor.device}"
+
+
+def refuse(op: str, argument: str, expected: str, found: object) -> TensorError:
+    """The TensorError for `argument` of `op`."""
+    shown = say(found) if isinstance(found, torch.Tensor) else found
+    return TensorError(f"{op}: {argument}: expected {expected}, found {shown}")
