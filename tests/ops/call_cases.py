@@ -1,0 +1,374 @@
+"""One call of every public op, drawn by lot: its tensors by name, and which of them it writes.
+
+`draw(name, seed)` gives a `Case`; `CASES` must hold every op of `ops.__all__` (the tests that use
+it ask), so that no new op stays outside what they ask of all.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from kernel_hub import ops
+
+E4M3 = torch.float8_e4m3fn
+_HALF = [torch.float16, torch.bfloat16]
+_ANY = [*_HALF, torch.float32]
+
+
+@dataclass(repr=False)
+class Case:
+    """The arguments of one call."""
+
+    op: str
+    tensors: dict[str, torch.Tensor]
+    options: dict[str, Any] = field(default_factory=dict)
+    outs: tuple[str, ...] = ()  # where results may be told to go; all are among `tensors`
+    caches: tuple[str, ...] = ()  # written without being asked
+    in_place: frozenset[tuple[str, str]] = frozenset()  # (written, input it may be)
+    required: tuple[str, ...] = ()
+    differentiable: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        shown = {key: (tuple(x.shape), x.stride(), x.dtype) for key, x in self.tensors.items()}
+        return f"{self.op}({shown}, {self.options})"
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        return self.outs + self.caches
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return tuple(name for name in self.tensors if name not in self.outs)
+
+    def call(self, **changes: Any) -> Any:
+        return getattr(ops, self.op)(**{**self.tensors, **self.options, **changes})
+
+    def call_fresh(self, **changes: Any) -> Any:
+        """The same without `outs`."""
+        return self.call(**{**dict.fromkeys(self.outs), **changes})
+
+
+class Lot:
+    """What the cases draw from."""
+
+    def __init__(self, name: str, seed: int, device: str) -> None:
+        self.random = random.Random(f"{name} {seed}")
+        self.generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {seed}".encode()))
+        self.device = device
+
+    def one(self, *choices: Any) -> Any:
+        return self.random.choice(choices)
+
+    def randn(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        made = torch.randn(shape, generator=self.generator) / 4
+        return made.to(dtype).to(self.device)
+
+    def ints(self, *values: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.device)
+
+    def maybe(self, *made: tuple[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: tensor for name, tensor in made if self.random.random() < 0.5}
+
+
+def _tables(lot: Lot, rows: int, rotary_dim: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    dtype = lot.one(dtype, torch.float32)
+    return {name: lot.randn(rows, rotary_dim // 2, dtype=dtype) for name in ("cos", "sin")}
+
+
+def _rms_norm(lot: Lot) -> Case:
+    dtype, shape = lot.one(*_ANY), (lot.one(1, 2, 3), lot.one(2, 5), 8 * lot.one(1, 2, 5))
+    tensors = {"x": lot.randn(*shape, dtype=dtype), "weight": lot.randn(shape[-1], dtype=dtype)}
+    outs = {"out": torch.empty_like(tensors["x"])}
+    if lot.one(True, False):
+        tensors["residual"] = lot.randn(*shape, dtype=dtype)
+        outs["residual_out"] = torch.empty_like(tensors["x"])
+    pairs = {(out, x) for out in outs for x in ("x", "residual") if x in tensors}
+    return Case(
+        "rms_norm", {**tensors, **outs}, {"eps": lot.one(0.0, 1e-6), "weight_offset": 1.0},
+        outs=tuple(outs), in_place=frozenset(pairs), required=("x", "weight"),
+    )  # fmt: skip
+
+
+def _silu_and_mul(lot: Lot) -> Case:
+    dtype, rows, size = lot.one(*_ANY), lot.one(1, 3, 7), lot.one(8, 16, 24)
+    x, out = lot.randn(rows, 2 * size, dtype=dtype), lot.randn(rows, size, dtype=dtype)
+    return Case("silu_and_mul", {"x": x, "out": out}, outs=("out",), required=("x",))
+
+
+def _rope(lot: Lot) -> Case:
+    dtype, tokens, dim = lot.one(*_ANY), lot.one(1, 3, 5), lot.one(8, 16, 32)
+    lead = lot.one((tokens,), (2, tokens))
+    q = lot.randn(*lead, lot.one(2, 4), dim, dtype=dtype)
+    k = lot.randn(*lead, lot.one(1, 2), dim, dtype=dtype)
+    index = lot.one(torch.int32, torch.int64)
+    places = lot.ints(*(lot.random.randrange(9) for _ in range(tokens)), dtype=index)
+    return Case(
+        "rope",
+        {
+            "q": q, "k": k, **_tables(lot, 9, lot.one(dim, dim // 2), dtype),
+            **lot.maybe(("positions", places)),
+            "out_q": torch.empty_like(q), "out_k": torch.empty_like(k),
+        },
+        {"interleaved": lot.one(True, False)},
+        outs=("out_q", "out_k"), in_place=frozenset({("out_q", "q"), ("out_k", "k")}),
+        required=("q", "k", "cos", "sin"),
+    )  # fmt: skip
+
+
+def _merge_states(lot: Lot) -> Case:
+    dtype, (b, s, h, d) = lot.one(*_ANY), (lot.one(1, 2), lot.one(1, 3), lot.one(1, 2), 8)
+    tensors = {
+        "out_a": lot.randn(b, s, h, d, dtype=dtype), "lse_a": lot.randn(b, h, s),
+        "out_b": lot.randn(b, s, h, d, dtype=dtype), "lse_b": lot.randn(b, h, s),
+        "out": lot.randn(b, s, h, d, dtype=dtype), "out_lse": lot.randn(b, h, s),
+    }  # fmt: skip
+    pairs = {("out", "out_a"), ("out", "out_b"), ("out_lse", "lse_a"), ("out_lse", "lse_b")}
+    return Case(
+        "merge_states", tensors, outs=("out", "out_lse"), in_place=frozenset(pairs),
+        required=("out_a", "lse_a", "out_b", "lse_b"),
+    )  # fmt: skip
+
+
+def _linear(lot: Lot) -> Case:
+    dtype, m, n, k = lot.one(*_HALF), lot.one(1, 3, 7), lot.one(8, 16), lot.one(8, 16, 64)
+    to = lot.one(dtype, torch.float32)
+    return Case(
+        "linear",
+        {
+            "a": lot.randn(m, k, dtype=dtype), "b": lot.randn(n, k, dtype=dtype),
+            **lot.maybe(("bias", lot.randn(n, dtype=dtype)),
+                        ("residual", lot.randn(m, n, dtype=to))),
+            "out": lot.randn(m, n, dtype=to),
+        },
+        {"activation": lot.one(None, "gelu", "silu", "relu"), "out_dtype": to},
+        outs=("out",), in_place=frozenset({("out", "residual")}), required=("a", "b"),
+    )  # fmt: skip
+
+
+def _linear_fp8(lot: Lot) -> Case:
+    m, n, k = lot.one(1, 3, 7), lot.one(8, 16), lot.one(16, 64)
+    to = lot.one(*_ANY)
+    scales = lot.one(
+        {}, {"a_scale": lot.randn(m), "b_scale": lot.randn(1)},
+        {"a_scale": lot.randn(m, 1), "b_scale": lot.randn(1, 1)}, {"b_scale": lot.randn(n)},
+    )  # fmt: skip
+    return Case(
+        "linear",
+        {
+            "a": lot.randn(m, k).to(E4M3), "b": lot.randn(n, k).to(E4M3), **scales,
+            **lot.maybe(("bias", lot.randn(n, dtype=to)), ("residual", lot.randn(m, n, dtype=to))),
+            "out": lot.randn(m, n, dtype=to),
+        },
+        {"activation": lot.one(None, "relu"), "out_dtype": to},
+        outs=("out",), in_place=frozenset({("out", "residual")}), required=("a", "b"),
+    )  # fmt: skip
+
+
+def _swiglu_linear(lot: Lot) -> Case:
+    dtype, m, n, k = lot.one(*_HALF), lot.one(1, 3, 7), lot.one(32, 64), lot.one(8, 32)
+    tensors = {
+        "a": lot.randn(m, k, dtype=dtype), "b_gate_up": lot.randn(2 * n, k, dtype=dtype),
+        "out": lot.randn(m, n, dtype=dtype),
+    }  # fmt: skip
+    return Case("swiglu_linear", tensors, outs=("out",), required=("a", "b_gate_up"))
+
+
+def _batched_matmul(lot: Lot) -> Case:
+    dtype, m, n, k = lot.one(*_HALF), lot.one(1, 3, 7), lot.one(8, 16), lot.one(8, 32)
+    tensors = {
+        "a": lot.randn(3, m, k, dtype=dtype),
+        "b": lot.randn(*lot.one((3,), (1,), ()), n, k, dtype=dtype),
+        "out": lot.randn(3, m, n, dtype=dtype),
+    }
+    return Case("batched_matmul", tensors, outs=("out",), required=("a", "b"))
+
+
+def _grouped_linear(lot: Lot) -> Case:
+    dtype, m, n, k = lot.one(*_HALF), lot.one(4, 9), lot.one(8, 16), lot.one(8, 32)
+    return Case(
+        "grouped_linear",
+        {
+            "a": lot.randn(m, k, dtype=dtype), "b": lot.randn(3, n, k, dtype=dtype),
+            "offsets": lot.ints(0, 1, 1, m), **lot.maybe(("bias", lot.randn(3, n, dtype=dtype))),
+            "out": lot.randn(m, n, dtype=dtype),
+        },
+        {"activation": lot.one(None, "silu")},
+        outs=("out",), required=("a", "b", "offsets"),
+    )  # fmt: skip
+
+
+def _qkv_linear(lot: Lot) -> Case:
+    dtype, heads, kv_heads, dim, k = lot.one(*_HALF), lot.one(2, 4), lot.one(1, 2), 32, 16
+    batch, seqlen = lot.one(1, 2), lot.one(1, 3)
+    rows = (heads + 2 * kv_heads) * dim
+    tensors = {
+        "x": lot.randn(batch, seqlen, k, dtype=dtype), "w_qkv": lot.randn(rows, k, dtype=dtype),
+        **lot.maybe(("bias", lot.randn(rows, dtype=dtype))),
+        "out_q": lot.randn(batch, seqlen, heads, dim, dtype=dtype),
+    }  # fmt: skip
+    if lot.one(True, False):
+        tensors |= _tables(lot, 20, lot.one(16, 32), dtype)
+        places = lot.ints(*range(batch * seqlen), dtype=torch.int64)
+        tensors |= lot.maybe(("positions", places))
+    outs: tuple[str, ...] = ("out_q",)
+    caches: tuple[str, ...] = ()
+    if lot.one(True, False):
+        caches = ("k_cache", "v_cache")
+        tensors |= {name: lot.randn(3, 8, kv_heads, dim, dtype=dtype) for name in caches}
+        tensors |= lot.one(
+            {"slot_mapping": lot.ints(*range(batch * seqlen), dtype=torch.int64)},
+            {"block_table": lot.ints(*range(batch)).view(batch, 1)},
+        )
+        tensors |= lot.maybe(("cache_seqlens", lot.ints(*[2] * batch)))
+    else:
+        outs += ("out_k", "out_v")
+        shape = (batch, seqlen, kv_heads, dim)
+        tensors |= {name: lot.randn(*shape, dtype=dtype) for name in ("out_k", "out_v")}
+    return Case(
+        "qkv_linear", tensors,
+        {"num_heads": heads, "num_kv_heads": kv_heads, "interleaved": lot.one(True, False)},
+        outs=outs, caches=caches, required=("x", "w_qkv"),
+    )  # fmt: skip
+
+
+def _append_kv(lot: Lot) -> Case:
+    dtype, batch, seqlen, heads, dim = lot.one(*_ANY), lot.one(1, 2), lot.one(1, 3), 2, 16
+    cache_dtype = lot.one(dtype, E4M3)
+    tensors = {name: lot.randn(batch, seqlen, heads, dim, dtype=dtype) for name in ("k", "v")}
+    outs: tuple[str, ...] = ()
+    if lot.one(True, False):
+        tensors |= _tables(lot, 20, lot.one(8, 16), dtype)
+        tensors |= {
+            "q": lot.randn(batch, seqlen, 4, dim, dtype=dtype),
+            "out_q": lot.randn(batch, seqlen, 4, dim, dtype=dtype),
+            "out_k": lot.randn(batch, seqlen, heads, dim, dtype=dtype),
+        }
+        places = lot.ints(*range(batch * seqlen), dtype=lot.one(torch.int32, torch.int64))
+        tensors |= lot.maybe(("positions", places))
+        outs = ("out_q", "out_k")
+    caches = ("k_cache", "v_cache")
+    tensors |= {name: lot.randn(3, 8, heads, dim).to(cache_dtype) for name in caches}
+    if cache_dtype == E4M3:
+        tensors |= {name: lot.randn(heads).abs() + 0.1 for name in ("k_scale", "v_scale")}
+    tensors |= lot.one(
+        {"slot_mapping": lot.ints(*range(batch * seqlen), dtype=torch.int64)},
+        {"block_table": lot.ints(*range(batch)).view(batch, 1)},
+    )
+    tensors |= lot.maybe(("cache_seqlens", lot.ints(*[2] * batch)))
+    return Case(
+        "append_kv", tensors, {"interleaved": lot.one(True, False)}, outs=outs, caches=caches,
+        in_place=frozenset({("out_q", "q"), ("out_k", "k")}),
+        required=("k", "v", *caches),
+    )  # fmt: skip
+
+
+def _decode_attention(lot: Lot) -> Case:
+    dtype, batch, seqlen, heads, kv_heads, dim = lot.one(*_HALF), 2, lot.one(1, 2), 4, 2, 16
+    cache_dtype = lot.one(dtype, E4M3)
+    tensors = {
+        "q": lot.randn(batch, seqlen, heads, dim, dtype=dtype),
+        "cache_seqlens": lot.ints(3, 5),
+        "out": lot.randn(batch, seqlen, heads, dim, dtype=dtype),
+        **lot.maybe(("alibi_slopes", lot.randn(heads)),
+                    ("block_table", lot.ints(1, 0).view(batch, 1))),
+    }  # fmt: skip
+    tensors |= {n: lot.randn(2, 8, kv_heads, dim).to(cache_dtype) for n in ("k_cache", "v_cache")}
+    if cache_dtype == E4M3:
+        tensors |= {name: lot.randn(kv_heads).abs() + 0.1 for name in ("k_scale", "v_scale")}
+    caches: tuple[str, ...] = ()
+    if lot.one(True, False):
+        tensors |= {
+            name: lot.randn(batch, seqlen, kv_heads, dim, dtype=dtype) for name in ("k", "v")
+        }
+        tensors |= lot.maybe(("qkv_bias", lot.randn((heads + 2 * kv_heads) * dim, dtype=dtype)))
+        caches = ("k_cache", "v_cache")
+        if lot.one(True, False):
+            tensors |= _tables(lot, 20, lot.one(8, 16), dtype)
+    return Case(
+        "decode_attention", tensors, {"softcap": lot.one(0.0, 30.0)}, outs=("out",), caches=caches,
+        required=("q", "k_cache", "v_cache", "cache_seqlens"),
+    )  # fmt: skip
+
+
+def _flash_attention(lot: Lot) -> Case:
+    dtype, heads, dim = lot.one(*_HALF), 4, lot.one(16, 32)
+    layout = "bshd"
+    if lot.one(True, False):  # lengths on the device
+        q_shape, kv_shape = (9, heads, dim), (11, 2, dim)
+        tables = {"cu_seqlens_q": lot.ints(0, 4, 9), "cu_seqlens_k": lot.ints(0, 6, 11)}
+    else:
+        layout = lot.one("bshd", "bhsd")
+        q_shape, kv_shape = (2, 5, heads, dim), (2, 7, 2, dim)
+        if layout == "bhsd":
+            q_shape, kv_shape = (2, heads, 5, dim), (2, 2, 7, dim)
+        tables = lot.maybe(("cache_seqlens", lot.ints(3, 7)))
+    tables |= lot.maybe(("alibi_slopes", lot.randn(heads)))
+    return Case(
+        "flash_attention",
+        {
+            "q": lot.randn(*q_shape, dtype=dtype), "k": lot.randn(*kv_shape, dtype=dtype),
+            "v": lot.randn(*kv_shape, dtype=dtype), **tables,
+            "out": lot.randn(*q_shape, dtype=dtype),
+        },
+        {"causal": lot.one(True, False), "layout": layout, "return_lse": lot.one(True, False)},
+        outs=("out",), required=("q", "k", "v"), differentiable=("q", "k", "v"),
+    )  # fmt: skip
+
+
+def _flash_attention_fp8(lot: Lot) -> Case:
+    q, kv = (2, 5, 4, 16), (2, 7, 2, 16)
+    tensors = {name: lot.randn(*shape).to(E4M3) for name, shape in (("q", q), ("k", kv), ("v", kv))}
+    scale = lot.randn(1).abs() + 0.1
+    tensors |= lot.maybe(("q_scale", scale), ("k_scale", scale + 1), ("v_scale", scale + 2))
+    tensors["out"] = lot.randn(*q, dtype=lot.one(*_HALF))
+    return Case("flash_attention", tensors, outs=("out",), required=("q", "k", "v"))
+
+
+def _flash_attention_qkvpacked(lot: Lot) -> Case:
+    dtype, heads, kv_heads, dim = lot.one(*_HALF), 4, 2, 16
+    lead, tables = lot.one(((2, 5), {}), ((9,), {"cu_seqlens": lot.ints(0, 4, 9)}))
+    options: dict[str, Any] = {"causal": lot.one(True, False)}
+    if lot.one(True, False):
+        qkv = lot.randn(*lead, heads + 2 * kv_heads, dim, dtype=dtype)
+        options |= {"num_heads": heads, "num_kv_heads": kv_heads}
+    else:
+        qkv = lot.randn(*lead, 3, heads, dim, dtype=dtype)
+    return Case(
+        "flash_attention_qkvpacked",
+        {"qkv": qkv, **tables, **lot.maybe(("alibi_slopes", lot.randn(heads))),
+         "out": lot.randn(*lead, heads, dim, dtype=dtype)},
+        options, outs=("out",), required=("qkv",), differentiable=("qkv",),
+    )  # fmt: skip
+
+
+# By the name of the op, or of a second way through it.
+CASES: dict[str, Callable[[Lot], Case]] = {
+    "append_kv": _append_kv,
+    "batched_matmul": _batched_matmul,
+    "decode_attention": _decode_attention,
+    "flash_attention": _flash_attention,
+    "flash_attention fp8": _flash_attention_fp8,
+    "flash_attention_qkvpacked": _flash_attention_qkvpacked,
+    "grouped_linear": _grouped_linear,
+    "linear": _linear,
+    "linear fp8": _linear_fp8,
+    "merge_states": _merge_states,
+    "qkv_linear": _qkv_linear,
+    "rms_norm": _rms_norm,
+    "rope": _rope,
+    "silu_and_mul": _silu_and_mul,
+    "swiglu_linear": _swiglu_linear,
+}
+# An op without a case fails wherever these are asked.
+NAMES = sorted({*ops.__all__, *CASES})
+
+
+def draw(name: str, seed: int, device: str = "cpu") -> Case:
+    """The call of this name and seed, the same each time."""
+    return CASES[name](Lot(name, seed, device))

@@ -1,0 +1,69 @@
+"""CPU tensors on the way of CUDA tensors, up to the launch: checks, plans, addresses, marks."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+import torch
+from attention_devices import pretend
+from call_cases import E4M3, Case
+from ways import op_modules
+
+from kernel_hub.ops import _common
+from kernel_hub.ops.core import operands
+
+
+class _NoLaunch:
+    """A KernelFunction of which no launch arrives anywhere."""
+
+    def __call__(self, *arguments: Any, **options: Any) -> None:
+        pass
+
+
+class OnGpu(torch.Tensor):
+    """Says that it is on a GPU, so that it goes the quick ways of the ops too."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    is_cuda = True
+
+
+def on_gpu(case: Case) -> Case:
+    """The same call, of tensors that say so; `plan_only` makes the ops believe it."""
+    if "q" in case.required and case.tensors["q"].dtype == E4M3:
+        return case  # its launch, which is not reached here, asks for the device
+    case.tensors = {key: tensor.as_subclass(OnGpu) for key, tensor in case.tensors.items()}
+    return case
+
+
+@functools.cache
+def _no_launch(cubin: str, name: str) -> Any:
+    return _NoLaunch()
+
+
+def plan_only(monkeypatch: Any) -> None:
+    """CPU tensors go the whole way of CUDA tensors from here on, but nothing is launched.
+
+    So nothing but the ops' own marks says that a tensor was written.
+    """
+    for module in op_modules():
+        if hasattr(module, "_plans"):
+            monkeypatch.setattr(module, "_plans", {})
+    monkeypatch.setattr(_common, "shipped", _no_launch)
+    believed = operands.PLAIN_TYPES | {OnGpu}
+    for module in (*op_modules(), operands):
+        for name in ("PLAIN_TYPES", "_PLAIN_TYPES"):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, believed)
+    for module in op_modules():
+        for name, launches in list(vars(module).items()):
+            by_torch = name.replace("cuda", "cpu", 1)
+            if name.lstrip("_").startswith("cuda") and hasattr(module, by_torch):
+                monkeypatch.setattr(module, by_torch, launches)
+    pretend(monkeypatch, (8, 0))
+    fp8 = importlib.import_module("kernel_hub.ops._linear_fp8")
+    monkeypatch.setattr(fp8, "_device", lambda _: (fp8.COMPUTE_CAPABILITY, 132, ""))
+    monkeypatch.setattr(fp8, "_map", lambda *_: b"")
+    attention_fp8 = importlib.import_module("kernel_hub.ops._attention_fp8")
+    monkeypatch.setattr(attention_fp8, "_cpu_forward", lambda *_: None)
