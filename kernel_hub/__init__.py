@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         ProbeError,
         TensorError,
     )
-    from .kernel import BoundLaunch, Kernel, KernelFunction
+    from .kernel import BoundLaunch, Kernel, KernelFunction, LoadedImage, loaded_images
     from .memory import DeviceArray, memory_stats
     from .tensormap import TensorMap
 
@@ -32,6 +32,8 @@ _HOME = {
     "Kernel": "kernel",
     "KernelFunction": "kernel",
     "BoundLaunch": "kernel",
+    "LoadedImage": "kernel",
+    "loaded_images": "kernel",
     "DeviceArray": "memory",
     "memory_stats": "memory",
     "TensorMap": "tensormap",
@@ -67,10 +69,12 @@ __all__ = [
     "KernelFunction",
     "KernelHubError",
     "LaunchConfigError",
+    "LoadedImage",
     "ParamsError",
     "ProbeError",
     "TensorError",
     "TensorMap",
+    "loaded_images",
     "memory_stats",
     "ops",
     "registry",

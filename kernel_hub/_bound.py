@@ -60,10 +60,15 @@ class BoundLaunch(partial):  # type: ignore[type-arg]
         slot = state.new_slot(pool)
         state.shape(pool, slot, gridDim, blockDim, sharedMemBytes)
         values = _codegen.convert_all(Order(driver), expected, params, device, handle)
-        slot[4](slot[3], _codegen.STREAM_AT, handle, *values)
+        try:
+            slot[4](slot[3], _codegen.STREAM_AT, handle, *values)
+        except _codegen.PACK_ERRORS:
+            raise _codegen.explain(params, expected, handle, device) from None
+        if handle:
+            state.admit(handle)
         configs = StreamConfigs(state, pool, slot)
         configs.arrays = params
-        launch = _bound_launcher(
+        launch, expire = _bound_launcher(
             driver,
             state,
             slot,
@@ -74,29 +79,23 @@ class BoundLaunch(partial):  # type: ignore[type-arg]
             guard=driver.device_count > 1,
             blocking=is_blocking(),
         )
-        twin = None
+        call, twin = launch, None
         # Which streams use a DeviceArray is noted in Python, at each stream's first launch.
         noting = follow and any(hasattr(value, "_record_use") for value in params)
         if not noting and not is_blocking() and _native.available():
             getter = tensors.raw_stream_getter() if follow else None
-            twin = _native.Bound(state, slot[3], slot[6]._obj, launch, getter)
-        self = cls(twin.call if twin else launch)
-        self._keep = (function, params, configs, twin, launch)
+            call, twin = _native.bound(state, slot[3], slot[6]._obj, launch, getter)
+        self = cls(call)
+        self._keep = (function, params, configs, expire, twin)
         state.bounds.add(self)
         return self
 
     def _expire(self) -> None:
         """The function's image was unloaded: launching its old handle could crash the process."""
-        name = self._keep[0].name
-
-        def launch(params: Any = None) -> None:
-            raise LaunchConfigError(
-                f"{name} was unloaded after this launch was bound: bind it again"
-            )
-
-        # What a call under way still runs stays alive in `_keep`.
-        self._keep = (*self._keep, self.func)
-        self.__setstate__((launch, (), {}, self.__dict__))  # type: ignore[attr-defined]
+        _, _, _, expire, twin = self._keep
+        expire()
+        if twin is not None:
+            twin.launch_ex = None  # and C leaves it to the launcher that now refuses
 
     def __hash__(self) -> int:
         return id(self)
@@ -137,7 +136,8 @@ def _bound_launcher(
     follow: bool,
     guard: bool,
     blocking: bool,
-) -> Any:
+) -> tuple[Any, Any]:
+    """(the launch, what makes it refuse from now on)."""
     launch_ex, function, config, values = driver.launch_ex, state.argument, slot[5], slot[6]
     current_stream, device = tensors.raw_stream_getter(), state.device
 
@@ -155,9 +155,19 @@ def _bound_launcher(
             state.recover(code, slot, handle)
         return None
 
+    def expire() -> None:
+        nonlocal launch_ex, again
+
+        def refuse(*_: Any) -> None:
+            raise LaunchConfigError(
+                f"{state.limits.function} was unloaded after this launch was bound: bind it again"
+            )
+
+        launch_ex = again = refuse
+
     quick = follow_stream if follow else fixed_stream
     if not (guard or blocking):
-        return quick
+        return quick, expire
 
     def guarded(params: Any = None) -> None:
         if params is not None:
@@ -168,4 +178,4 @@ def _bound_launcher(
             state.finish(slot, current_stream(device) if follow else handle)
         return None
 
-    return guarded
+    return guarded, expire

@@ -21,7 +21,7 @@ from .params import Param, ordered, wrong_count
 STREAM_AT = 32  # of CUlaunchConfig
 PARAMS_AT = 64
 _NO_TORCH = type("_NoTorch", (), {})  # stands for torch's types while torch is not loaded
-_PACK_ERRORS = (struct.error, OverflowError)
+PACK_ERRORS = (struct.error, OverflowError)
 
 # **options and not keyword-only names: five absent ones cost a dict look-up each (60 ns).
 SIGNATURE = f"gridDim, blockDim, sharedMemBytes={NOT_GIVEN}, stream=None, params=(), **options"
@@ -67,6 +67,8 @@ def launcher_source(
     add(f"        stream = current_stream({device})")
     add("    elif type(stream) is not int:")
     add(f"        stream = stream_handle(stream, {device})")
+    add(f"    if stream and stream not in {'state.' * many_devices}streams:")
+    add("        state.admit(stream)")
     lines += _argument_lines(params, device, many_devices)
     add("    if options:")
     add("        if 'sharedMem' in options:")
@@ -92,8 +94,8 @@ def launcher_source(
     if many_devices:
         # A NULL stream means the current context, which may be another device's.
         add("    if not stream and current_context() != state.context:")
-        add("        with driver.on_device(device):")
-        add("            code = launch_ex(config, function, values, None)")
+        add("        call = launch_ex, config, function, values, None")
+        add("        code = driver.within(device, call, relaxed=False)[1]")
         add("    else:")
         add("        code = launch_ex(config, function, values, None)")
     else:
@@ -193,7 +195,7 @@ def fixed_names(driver: Driver, params: Sequence[Param]) -> dict[str, Any]:
         "explain": explain,
         "one_shared": one_shared,
         "convert_all": partial(convert_all, order),
-        "PACK_ERRORS": _PACK_ERRORS,
+        "PACK_ERRORS": PACK_ERRORS,
         "launch_ex": driver.launch_ex,
         "driver": driver,
         "current_context": driver.current_context,

@@ -81,12 +81,38 @@ def symbol_of(name: str, symbols: Iterable[str]) -> str | None:
 
     Raises FunctionNotFoundError where several symbols are meant.
     """
-    asked = _plain(name)
-    found = [symbol for symbol in symbols if asked in _forms(symbol)]
-    if len(found) > 1:
-        whole = "; ".join(map(demangled, found[:8]))
-        raise FunctionNotFoundError(f"{len(found)} kernels are called {name!r}: {whole}")
-    return found[0] if found else None
+    return Symbols(symbols).called(name)
+
+
+class Symbols(dict[str, None]):
+    """The symbols of an image in their order, to be found by what C++ calls them too.
+
+    Each look-up takes the same time however many there are; the first by a C++ name reads them all.
+    """
+
+    def __init__(self, symbols: Iterable[str]) -> None:
+        super().__init__(dict.fromkeys(symbols))
+        self._by_form: dict[str, list[str]] | None = None
+
+    def called(self, name: str) -> str | None:
+        """See `symbol_of`."""
+        if self._by_form is None:
+            by_form: dict[str, list[str]] = {}
+            for symbol in self:
+                for form in _forms(symbol):
+                    by_form.setdefault(form, []).append(symbol)
+            self._by_form = by_form
+        found = self._by_form.get(_plain(name), [])
+        if len(found) > 1:
+            whole = "; ".join(map(demangled, found[:8]))
+            raise FunctionNotFoundError(f"{len(found)} kernels are called {name!r}: {whole}")
+        return found[0] if found else None
+
+    def find(self, name: Any) -> Any:
+        """The symbol that is `name`, or is called so in C++; else `name`."""
+        if not isinstance(name, str) or name in self:
+            return name
+        return self.called(name) or name
 
 
 @lru_cache(maxsize=1 << 14)

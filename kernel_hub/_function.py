@@ -7,18 +7,20 @@ later launch is that launcher.
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 import types
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from . import _codegen, tensors
+from . import _apart, _codegen, tensors
 from . import driver as _driver
 from ._geometry import NOT_GIVEN, dims, index, one_shared
 from ._image import FunctionSpec
 from ._launch import DeviceFunction, device_of, is_blocking
+from ._loader import Loader
 from ._native import Launcher
 from ._native import available as native_available
 from .errors import KernelHubError, LaunchConfigError
@@ -28,17 +30,6 @@ if TYPE_CHECKING:
     from ._bound import BoundLaunch
 
 live: weakref.WeakSet[KernelFunction] = weakref.WeakSet()
-
-
-class Loader(Protocol):
-    """What a function needs of its kernel."""
-
-    # One lock for the kernel and its functions: a load and an unload take it in either order.
-    _lock: threading.RLock
-
-    def image(self, device: Any = None) -> bytes: ...
-
-    def _load_function(self, spec: FunctionSpec, device: int, stream: Any) -> DeviceFunction: ...
 
 
 class KernelFunction(partial):  # type: ignore[type-arg]
@@ -62,7 +53,7 @@ class KernelFunction(partial):  # type: ignore[type-arg]
     # slot machinery (40 to 220 ns more with keywords, CPython 3.12).
 
     __name__: str
-    _kernel: Loader
+    _loader: Loader
     _spec: FunctionSpec
     _launch: Any  # the Python launcher: a function whose code is replaced
     _native: Launcher | None
@@ -71,7 +62,7 @@ class KernelFunction(partial):  # type: ignore[type-arg]
     _lock: threading.RLock
 
     @classmethod
-    def _make(cls, kernel: Loader, spec: FunctionSpec) -> KernelFunction:
+    def _make(cls, loader: Loader, spec: FunctionSpec) -> KernelFunction:
         # The launcher's code is replaced at the first launch and again when torch appears.
         launch = types.FunctionType(_first_launch.__code__, {}, spec.name)
         launch.__defaults__ = _first_launch.__defaults__
@@ -80,13 +71,13 @@ class KernelFunction(partial):  # type: ignore[type-arg]
         self._launch = launch
         self._native = None
         self._armed = False
-        self._kernel = kernel
+        self._loader = loader
         self._spec = spec
         self._states = {}
-        self._lock = kernel._lock
+        self._lock = loader.lock
         self.__name__ = spec.name
         self.__doc__ = f"{spec.describe()}\n\n{cls.__doc__}"
-        # Weak: the kernel holds the function, and a cycle would keep both past their last user.
+        # Weak: a cycle would keep the function past its last user.
         launch.__globals__.update(_namespace(weakref.ref(self)))
         live.add(self)
         return self
@@ -196,14 +187,19 @@ class KernelFunction(partial):  # type: ignore[type-arg]
         """The function on `device`, loaded once."""
         state = self._states.get(device)
         if state is None:
-            with self._lock:
-                state = self._states.get(device)
-                if state is None:
-                    state = self._kernel._load_function(self._spec, device, stream)
-                    if self._spec.params is None:
-                        self._spec = state.spec
-                    self._states[device] = state
+            hook_fork()
+            state = _apart.run(self._load, device, tensors.stream_handle(stream, device))
         return state
+
+    def _load(self, device: int, stream: int) -> DeviceFunction:
+        with self._lock:
+            state = self._states.get(device)
+            if state is None:
+                state = self._loader.function(self._spec, device, stream)
+                if self._spec.params is None:
+                    self._spec = state.spec
+                self._states[device] = state
+            return state
 
     def _prepare(self, params: Any, stream: Any) -> Any:
         """Load where needed; the launcher to go on with: the C one, later the generated one."""
@@ -223,7 +219,9 @@ class KernelFunction(partial):  # type: ignore[type-arg]
         """Replace the Python launcher's code by that for this process: its devices, its torch."""
         namespace = self._launch.__globals__
         if driver.device_count == 1:
-            namespace.update(state=state, plain=state.plain, function=state.argument)
+            namespace.update(
+                state=state, streams=state.streams, plain=state.plain, function=state.argument
+            )
         namespace.update(_codegen.fixed_names(driver, state.params))
         namespace.update(_codegen.torch_names(state.params))
         text = _codegen.launcher_source(
@@ -250,7 +248,7 @@ class KernelFunction(partial):  # type: ignore[type-arg]
         state.native = native
         if self._native is None:
             self._native = native  # for good: calls under way hold no reference of their own
-            self.__setstate__((native.call, (), {}, self.__dict__))  # type: ignore[attr-defined]
+            self.__setstate__((native.callable(), (), {}, self.__dict__))  # type: ignore[attr-defined]
         return True
 
     def _device_of(self, params: Any) -> int:
@@ -270,8 +268,7 @@ class KernelFunction(partial):  # type: ignore[type-arg]
             self._armed = False
             self._launch.__code__ = _first_launch.__code__
             for state in self._states.values():
-                for bound in list(state.bounds):
-                    bound._expire()
+                state.expire()
             self._states.clear()
 
 
@@ -281,8 +278,8 @@ class HintedFunction(KernelFunction):
     _hint: str
 
     @classmethod
-    def _hinted(cls, hint: str, kernel: Loader, spec: FunctionSpec) -> HintedFunction:
-        self = cls._make(kernel, spec)
+    def _hinted(cls, hint: str, loader: Loader, spec: FunctionSpec) -> HintedFunction:
+        self = cls._make(loader, spec)
         assert isinstance(self, HintedFunction)
         self._hint = hint
         return self
@@ -331,26 +328,56 @@ def _first_launch(
     **options: Any,
 ) -> None:
     # Runs with the namespace of `_namespace` as its globals.
-    me = owner()  # type: ignore[name-defined]  # noqa: F821
-    launch = me._prepare(params, stream)
+    launch = prepare(params, stream)  # type: ignore[name-defined]  # noqa: F821
     launch(gridDim, blockDim, sharedMemBytes, stream, params, **options)
 
 
-def _namespace(owner: Any) -> dict[str, Any]:
-    def load(device: int, stream: Any) -> DeviceFunction:
-        return owner()._state(device, stream)
+def _namespace(owner: weakref.ref[KernelFunction]) -> dict[str, Any]:
+    function = owner()
+    assert function is not None
+    name = function.name
 
-    def torch_appeared(params: Any, stream: Any) -> Any:
-        return owner()._prepare(params, stream)
+    def alive() -> KernelFunction:
+        if (function := owner()) is None:
+            raise LaunchConfigError(
+                f"{name} is gone, and what is left of it launches no more than it did: keep the "
+                "function, or its Kernel"
+            )
+        return function
+
+    def load(device: int, stream: Any) -> DeviceFunction:
+        return alive()._state(device, stream)
+
+    def prepare(params: Any, stream: Any) -> Any:
+        return alive()._prepare(params, stream)
 
     return {
         "__builtins__": __builtins__,
-        "owner": owner,
         "load": load,
         "device_of": lambda params: device_of(params, _pointer_device),
-        "torch_appeared": torch_appeared,
-        "states": owner()._states,
+        "prepare": prepare,
+        "torch_appeared": prepare,
+        "states": function._states,
     }
+
+
+_fork_hook = threading.Lock()
+_fork_hooked = False
+
+
+def hook_fork() -> None:
+    """See to it, once, that a forked child's launches meet the error that names the fork."""
+    global _fork_hooked
+    with _fork_hook:
+        if not _fork_hooked and hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=_after_fork)
+            _fork_hooked = True
+
+
+def _after_fork() -> None:
+    for function in list(live):
+        for state in function._states.values():
+            state.forget_slots()
 
 
 def _pointer_device(address: int) -> int:

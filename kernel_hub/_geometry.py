@@ -9,6 +9,7 @@ import operator
 import struct
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from .errors import LaunchConfigError
@@ -84,7 +85,10 @@ class Options:
             carveout = index(carveout, "carveout", where)
             if not -1 <= carveout <= 100:
                 raise LaunchConfigError(f"carveout={carveout} of {where}: a percentage, 0 to 100")
-        return cls(cluster, bool(cooperative), bool(programmatic), priority, carveout)
+        cooperative = _flag(cooperative, "cooperative", where)
+        return cls(
+            cluster, cooperative, _flag(programmatic, "programmatic", where), priority, carveout
+        )
 
     @property
     def count(self) -> int:
@@ -138,6 +142,16 @@ def index(value: Any, name: str, where: str) -> int:
         ) from None
 
 
+def _flag(value: Any, name: str, where: str) -> bool:
+    """`value` as a bool, or LaunchConfigError for what is neither true nor false (an array)."""
+    try:
+        return bool(value)
+    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: torch's
+        raise LaunchConfigError(
+            f"{name}={value!r:.80} of {where}: True or False, not {type(value).__name__}"
+        ) from error
+
+
 def dims(value: Any, name: str, where: str) -> tuple[int, int, int]:
     """An int or 1 to 3 ints as (x, y, z)."""
     if isinstance(value, (tuple, list)):
@@ -152,10 +166,14 @@ def dims(value: Any, name: str, where: str) -> tuple[int, int, int]:
         try:
             numbers = [operator.index(value)]
         except TypeError:
+            # Not by __getitem__ alone: a ctypes pointer would be read until the process dies.
+            if not hasattr(type(value), "__iter__"):
+                index(value, name, where)
             try:
-                numbers = [index(part, name, where) for part in value]
-            except TypeError:
-                numbers = [index(value, name, where)]
+                parts = list(islice(value, 4))
+            except TypeError:  # a 0-dimensional array of floats
+                parts = [value]
+            numbers = [index(part, name, where) for part in parts]
             if not 1 <= len(numbers) <= 3:
                 raise LaunchConfigError(f"{name}={value!r} of {where}: 1 to 3 ints") from None
     x, y, z = (*numbers, 1, 1)[:3]

@@ -6,6 +6,7 @@ An image knows its functions and gives the bytes for a compute capability; it ne
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -29,6 +30,7 @@ __all__ = ["Chosen", "ForeignImage", "FunctionSpec", "Image", "ShippedImage", "o
 
 SUFFIXES = (".cubin", ".fatbin", ".ptx")
 _MAX_JSON_BYTES = 1 << 20
+_FRESH_NS = 2_000_000_000  # also the step of some file systems' clocks
 
 
 class TritonCubin(ForeignImage):
@@ -166,7 +168,8 @@ def open_image(filename: Any, package: str | None) -> Image:
 
 
 @lru_cache(maxsize=32)
-def _read_file(path: Path, stamp: tuple[int, int]) -> ForeignImage:
+def _read_file(path: Path, stamp: tuple[int, ...]) -> ForeignImage:
+    """The image in `path`, read again whenever `stamp` says that it is another file."""
     data = read_file(path)
     try:
         return ForeignImage(data, str(path))
@@ -183,7 +186,12 @@ def open_file(path: Path) -> ForeignImage:
     except (OSError, ValueError) as error:  # ValueError: a null byte
         found = f"no file {str(path)!r} (looked at {str(path.absolute())!r}): {error}"
         raise CubinNotFoundError(found) from error
-    image = _read_file(path.absolute(), (status.st_mtime_ns, status.st_size))
+    stamp = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+    # A clock of files ticks a few hundred times a second: what was written just now may be written
+    # again within the same tick.
+    is_fresh = abs(time.time_ns() - max(status.st_mtime_ns, status.st_ctime_ns)) < _FRESH_NS
+    read = _read_file.__wrapped__ if is_fresh else _read_file
+    image = read(path.absolute(), stamp)
     return TritonCubin(image, path) if _has_triton_json(path) else image
 
 

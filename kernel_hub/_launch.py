@@ -14,6 +14,7 @@ import struct
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from . import driver as _driver
@@ -29,6 +30,7 @@ from .params import layout
 BLOCKING_VARIABLE = "KERNEL_HUB_LAUNCH_BLOCKING"
 _PUT_STREAM = struct.Struct("<Q").pack_into
 _MAX_DYNAMIC_SHARED, _NON_PORTABLE_CLUSTER = 8, 14
+_MAX_STREAMS = 64
 _OPT_IN_FROM = 48 * 1024
 _WRONG_CONTEXT = (201, 400, 709)
 # Stands in a slot for a gridDim or blockDim that no later launch may be recognised by: nothing that
@@ -39,19 +41,31 @@ _UNKNOWN = object()
 class Pool(list[list[Any]]):
     """Idle slots of one function, device and set of options."""
 
-    __slots__ = ("function", "options")
+    # NOTE: nothing in it leads back to the function, which so dies with its last user and not with
+    # the next collection of garbage.
+    __slots__ = ("options",)
 
-    def __init__(self, function: DeviceFunction, options: Options) -> None:
+    def __init__(self, options: Options) -> None:
         super().__init__()
-        self.function = function
         self.options = options
 
 
 class DeviceFunction:
-    """A function loaded on one device: its handle, limits and slots."""
+    """A function loaded on one device: its handle, limits and slots.
+
+    keep: lives as long as anything can launch the function. noted: its first byte is set by a
+    launch on a stream that a graph capture may be recording; None: nobody wants to know.
+    """
 
     def __init__(
-        self, driver: Driver, device: int, handle: int, spec: FunctionSpec, limits: Limits
+        self,
+        driver: Driver,
+        device: int,
+        handle: int,
+        spec: FunctionSpec,
+        limits: Limits,
+        keep: object = None,
+        noted: bytearray | None = None,
     ) -> None:
         self.driver = driver
         self.device = device
@@ -61,16 +75,20 @@ class DeviceFunction:
         self.params = params = spec.params or ()
         self.limits = limits
         self.argument = ctypes.c_void_p.from_param(handle)
-        self.native: Launcher | None = None
+        self.keep = keep
+        self.noted = noted
+        self.streams: set[int] = set()  # that `admit` let through
+        self.is_gone = False  # its image was unloaded
+        self._native: Callable[[], Launcher | None] = lambda: None
         self.bounds: weakref.WeakSet[Any] = weakref.WeakSet()  # launches bound to this handle
-        self.plain = Pool(self, Options())
+        self.plain = Pool(Options())
         self._optioned: dict[Any, Pool] = {}
         self._lock = threading.Lock()
         # What a launch may use of dynamic shared memory without a further opt-in.
         self.shared_ready = max(0, _OPT_IN_FROM - limits.static_shared_bytes)
         text, self._offsets, self._end = layout(params, PARAMS_AT)
         self._pack_plain = struct.Struct(f"<Q24x{text}").pack_into
-        self._pack_params = struct.Struct(f"<{text}").pack_into
+        self._pack_apart = partial(_pack_apart, struct.Struct(f"<{text}").pack_into)
 
     def options_pool(
         self,
@@ -97,14 +115,15 @@ class DeviceFunction:
         key: Any = (cluster, *given[1:], type(cluster), type(priority), type(carveout))
         try:
             pool = self._optioned.get(key)
-        except TypeError:  # unhashable: a NumPy array of ints, or what the check refuses
+        except (TypeError, ValueError, RuntimeError):
+            # An array of ints cannot be hashed, or compares by element; others the check refuses.
             key = Options.make(self.limits, *given)
             pool = self._optioned.get(key)
         if pool is None:
             options = Options.make(self.limits, *given)
             if options.cluster is not None:
                 self._allow_cluster(options.cluster)
-            pool = self._optioned[key] = Pool(self, options)
+            pool = self._optioned[key] = Pool(options)
         return pool
 
     def _allow_cluster(self, cluster: tuple[int, int, int]) -> None:
@@ -121,6 +140,10 @@ class DeviceFunction:
         """[gridDim, blockDim, sharedMemBytes, buffer, pack, config argument, params argument]."""
         if os.getpid() != self.driver.pid:
             raise _driver.forked_error()
+        if self.is_gone:
+            raise LaunchConfigError(
+                f"{self.limits.function} was unloaded: take the function of its Kernel anew"
+            )
         attributes = pool.options.encode()
         attributes_at = self._end + (-self._end % 8)
         buffer = bytearray(attributes_at + len(attributes))
@@ -135,10 +158,33 @@ class DeviceFunction:
         pack = self._pack_apart if attributes else self._pack_plain
         return [_UNKNOWN, _UNKNOWN, -1, buffer, pack, config, ctypes.byref(values)]
 
-    def _pack_apart(self, buffer: bytearray, at: int, stream: int, *values: Any) -> None:
-        # The plain packer zeroes the attribute pointer that lies between stream and params.
-        _PUT_STREAM(buffer, at, stream)
-        self._pack_params(buffer, PARAMS_AT, *values)
+    @property
+    def noted_address(self) -> int | None:
+        """The address of `noted`, for C; None where nobody wants to know."""
+        if self.noted is None:
+            return None
+        return ctypes.addressof(ctypes.c_char.from_buffer(self.noted))
+
+    @property
+    def native(self) -> Launcher | None:
+        """The C launcher in front of this function, while something can call it."""
+        return self._native()
+
+    @native.setter
+    def native(self, launcher: Launcher) -> None:
+        self._native = weakref.ref(launcher)
+
+    def admit(self, stream: int) -> None:
+        """Check a handle that is not 0, and note what a graph capture may record on it.
+
+        The driver takes other numbers than the default streams for addresses, and dies of them.
+        """
+        tensors.stream_handle(stream, self.device)
+        if self.noted is not None:
+            self.noted[0] = 1
+        if len(self.streams) >= _MAX_STREAMS:
+            self.streams.clear()
+        self.streams.add(stream)
 
     def shape(
         self, pool: Pool, slot: list[Any], gridDim: Any, blockDim: Any, sharedMemBytes: Any
@@ -168,22 +214,17 @@ class DeviceFunction:
                     "shared memory a block",
                 )
                 self.shared_ready = shared_bytes
-                if self.native is not None:
-                    self.native.allow_shared(shared_bytes)
+                if (native := self.native) is not None:
+                    native.allow_shared(shared_bytes)
 
     def occupancy(self, threads: int, shared_bytes: int) -> int:
         """Blocks an SM holds at once."""
         if shared_bytes > self.shared_ready:
             self._opt_in(shared_bytes)
         blocks = ctypes.c_int()
-        with self.driver.on_device(self.device):
-            self.driver.call(
-                "cuOccupancyMaxActiveBlocksPerMultiprocessor",
-                ctypes.byref(blocks),
-                self.handle,
-                threads,
-                shared_bytes,
-            )
+        asking = "cuOccupancyMaxActiveBlocksPerMultiprocessor"
+        call = asking, ctypes.byref(blocks), self.handle, threads, shared_bytes
+        self.driver.run(self.device, call, relaxed=False)
         return blocks.value
 
     def _check_cooperative(self, numbers: tuple[int, ...]) -> None:
@@ -208,8 +249,8 @@ class DeviceFunction:
                 self.driver.call("cuCtxSetCurrent", primary)
                 code = self.driver.launch_ex(slot[5], self.argument, slot[6], None)
             elif current != primary:
-                with self.driver.on_device(self.device):
-                    code = self.driver.launch_ex(slot[5], self.argument, slot[6], None)
+                call = self.driver.launch_ex, slot[5], self.argument, slot[6], None
+                code = self.driver.within(self.device, call, relaxed=False)[1]
         if code:
             raise self.driver.error("cuLaunchKernelEx", code, self.asked(slot, stream))
 
@@ -226,25 +267,38 @@ class DeviceFunction:
 
     def finish(self, slot: list[Any], stream: int) -> None:
         """Wait for the launch (KERNEL_HUB_LAUNCH_BLOCKING) and name the kernel if it failed."""
-        with self.driver.on_device(self.device):
-            if self.driver.is_capturing(stream):
-                return
-            code = self.driver.try_call("cuStreamSynchronize", stream)
+        if self.driver.is_capturing(stream, self.device):
+            return
+        call = "cuStreamSynchronize", stream
+        name, code = self.driver.within(self.device, call, relaxed=False)
         if code:
             raise self.driver.error(
-                "cuStreamSynchronize",
+                name,
                 code,
                 f"{self.asked(slot, stream)}; found by "
                 f"{BLOCKING_VARIABLE}=1: this kernel is the one that failed",
             )
 
+    def expire(self) -> None:
+        """The image was unloaded: whoever still holds a launcher is refused by it."""
+        self.is_gone = True
+        self.forget_slots()
+        for bound in list(self.bounds):
+            bound._expire()
+
     def forget_slots(self) -> None:
-        """In a forked child: empty pools, so that every launch meets `new_slot` and its error."""
-        if self.native is not None:
-            self.native.disarm()
+        """Empty pools, so that every launch meets `new_slot` and its error (in a forked child)."""
+        if (native := self.native) is not None:
+            native.disarm()
         self.plain.clear()
         for pool in self._optioned.values():
             pool.clear()
+
+
+def _pack_apart(pack_params: Any, buffer: bytearray, at: int, stream: int, *values: Any) -> None:
+    # The plain packer zeroes the attribute pointer that lies between stream and params.
+    _PUT_STREAM(buffer, at, stream)
+    pack_params(buffer, PARAMS_AT, *values)
 
 
 def _is_constant(value: Any) -> bool:
@@ -281,7 +335,9 @@ class StreamConfigs(dict[int, Any]):
         self.arrays: Sequence[Any] = ()
 
     def __missing__(self, stream: int) -> Any:
-        if len(self) >= 64:  # stream handles come and go; ours are cheap to make again
+        if stream:
+            self._function.admit(stream)
+        if len(self) >= _MAX_STREAMS:  # stream handles come and go; ours are cheap to make again
             self.clear()
         fresh = self._function.new_slot(self._pool)
         fresh[3][:STREAM_AT] = self.slot[3][:STREAM_AT]

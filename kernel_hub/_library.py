@@ -1,4 +1,8 @@
-"""Loaded images: one CUlibrary an image for all devices, loaded once, and functions in them."""
+"""Loaded images: one CUlibrary an image for all devices, loaded once, and functions in them.
+
+An image that nothing can launch any more is unloaded at the next load or `trim`, see `sweep`. All
+that loads or unloads here is called in a thread of its own (`_apart`) with captures relaxed.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,14 @@ import os
 import threading
 import warnings
 import weakref
-from ctypes import byref, c_int, c_size_t, c_ulonglong, c_void_p
-from dataclasses import replace
+from collections import deque
+from ctypes import byref, c_int, c_size_t, c_uint32, c_ulonglong, c_void_p
+from dataclasses import dataclass, replace
 from typing import Any
 
-from . import _probe
+from . import _apart, _pool, _probe
 from . import driver as _driver
+from ._context import RelaxedCapture
 from ._geometry import Limits
 from ._image import Chosen, FunctionSpec
 from ._jit import compile_ptx
@@ -19,6 +25,7 @@ from ._launch import DeviceFunction
 from .driver import Driver
 from .errors import (
     CubinCorruptError,
+    CudaDriverError,
     DriverNotFoundError,
     FunctionNotFoundError,
     LaunchConfigError,
@@ -30,10 +37,47 @@ _BINARY_IS_PRESERVED = 1
 
 _libraries: dict[str, Library] = {}
 _lock = threading.Lock()
+# Holds whose lease ended. C code adds to it when a lease dies, at any moment (inside a load too),
+# and does nothing else; Ctrl-C cannot end it.
+_ended: deque[_Hold] = deque()
+
+
+class Lease:
+    """One kernel's hold on a library: kept by all that can launch its functions or reach its
+    variables, and over when the last of them is gone."""
+
+    __slots__ = ("__weakref__", "hold")
+
+    def __init__(self, library: Library) -> None:
+        self.hold = _Hold(self, _ended.append)
+        self.hold.library = library
+        library.holds.add(self.hold)
+
+
+class _Hold(weakref.ref[Lease]):
+    """The library's side of a lease."""
+
+    __slots__ = ("library",)
+    library: Library
+
+
+@dataclass(frozen=True)
+class LoadedImage:
+    """An image that the driver holds. `num_kernels` can launch it; `why` says why it is loaded."""
+
+    label: str
+    size_bytes: int
+    num_kernels: int
+    why: str
 
 
 class Library:
-    """One image in the driver. `users` are the kernels that hold it, as long as they live."""
+    """One image in the driver.
+
+    stays: why it is never unloaded unasked, '' where it may be. noted: nonzero once it was launched
+    where a graph capture may have recorded it (on another stream than the legacy default one, which
+    no capture records): a graph launches it without our knowing.
+    """
 
     def __init__(
         self, driver: Driver, chosen: Chosen, handle: int, image: bytes, jit_log: str
@@ -43,12 +87,17 @@ class Library:
         self.label = chosen.label
         self.handle = handle
         self.jit_log = jit_log
-        self.users: weakref.WeakSet[object] = weakref.WeakSet()
+        self.holds: set[_Hold] = set()
+        self.stays = ""
+        self.noted = bytearray(c_uint32())
+        self.devices: set[int] = set()
+        self.size_bytes = len(image)
         self._image = image  # the driver reads it lazily, at the first function asked for
 
     def find_function(self, name: str, device: int) -> tuple[int, int]:
         """(CUkernel, CUfunction of the device's primary context) of `name`."""
         kernel, function = c_void_p(), c_void_p()
+        self.devices.add(device)
         with self.driver.on_device(device):
             code = self.driver.try_call(
                 "cuLibraryGetKernel", byref(kernel), self.handle, name.encode()
@@ -100,56 +149,148 @@ class Library:
                 raise self.driver.error("cuKernelGetParamInfo", code)
             found.append(Param.make(len(found), None, None, size.value, offset.value))
 
-    def check_unload(self, device: int) -> None:
+    def check_unload(self, device: int, current_stream: int) -> None:
         """Refuse an unload while the current stream captures."""
-        from .tensors import current_stream
-
         with self.driver.on_device(device):
-            for stream in {0, current_stream(device)}:
+            for stream in {0, current_stream}:
                 if self.driver.is_capturing(stream):
                     raise LaunchConfigError(
                         f"{self.label} cannot be unloaded while a stream is capturing"
                     )
 
-    def release(self, user: object) -> None:
-        """One kernel less; the last one unloads."""
+    def release(self, lease: Lease) -> None:
+        """End a kernel's lease; the last one unloads, whatever else speaks for staying."""
         with _lock:
-            self.users.discard(user)
-            if self.users or os.getpid() != self.driver.pid:
-                return
+            _ended.append(lease.hold)
+            _count()
+            if not self.holds:
+                self._unload()
+
+    @property
+    def why(self) -> str:
+        """Why it is loaded."""
+        if self.holds:
+            return "in use"
+        if self.stays:
+            return self.stays
+        if any(self.noted):
+            return "was launched on a stream: a captured graph may hold it"
+        return "goes at the next load or trim()"
+
+    def _may_go(self) -> bool:
+        """Whether nothing can launch it any more, nor launched it a moment ago."""
+        if self.holds or self.stays or any(self.noted) or os.getpid() != self.driver.pid:
+            return False
+        return all(self._is_done(device) for device in self.devices)
+
+    def _is_done(self, device: int) -> bool:
+        """Wait for the legacy default stream, where all its launches were that were not noted.
+
+        False while a capture on another stream forbids that.
+        """
+        with self.driver.on_device(device):
+            status = c_int()
+            return not (
+                self.driver.try_call("cuStreamIsCapturing", 0, byref(status))
+                or self.driver.try_call("cuStreamSynchronize", 0)
+            )
+
+    def _unload(self) -> None:
+        if os.getpid() == self.driver.pid:
             _libraries.pop(self.key, None)
             self.driver.call("cuLibraryUnload", self.handle, asked=f"unloading {self.label}")
 
 
-def library_for(driver: Driver, chosen: Chosen, probe: bool, user: object, device: int) -> Library:
+def _count() -> None:
+    """Take the leases that ended off their libraries; the caller holds the lock."""
+    while _ended:
+        _ended[0].library.holds.discard(_ended[0])
+        _ended.popleft()
+
+
+def sweep() -> None:
+    """Unload the images that nothing can launch any more and that may go.
+
+    Of those, the shipped ones stay, and what a captured graph may hold. Work in flight is waited
+    for. A driver that refuses is said in a warning.
+    """
+    with _lock:
+        _sweep()
+
+
+def _sweep() -> None:
+    _count()
+    for library in list(_libraries.values()):
+        if library._may_go():
+            try:
+                library._unload()
+            except CudaDriverError as error:
+                _warn(str(error))
+
+
+def _sweep_apart() -> None:
+    """`sweep`, for whoever gives device memory back."""
+    if _libraries:
+        _apart.run(_relaxed_sweep, _driver.get())
+
+
+def _relaxed_sweep(driver: Driver) -> None:
+    with RelaxedCapture(driver):
+        sweep()
+
+
+_pool.trims.append(_sweep_apart)
+
+
+def loaded_images() -> list[LoadedImage]:
+    """The images that the driver holds for kernel_hub, oldest first, each with the reason."""
+    with _lock:
+        _count()
+        return [
+            LoadedImage(library.label, library.size_bytes, len(library.holds), library.why)
+            for library in _libraries.values()
+        ]
+
+
+def library_for(
+    driver: Driver, chosen: Chosen, probe: bool, keep: bool | None, device: int
+) -> tuple[Library, Lease]:
     """The library of `chosen`, loaded at most once a process however many threads ask.
 
-    PTX is compiled for `device`, one of those that `chosen` is for.
+    PTX is compiled for `device`, one of those that `chosen` is for. keep: see Kernel.
     """
     with _lock:
         library = _libraries.get(chosen.key)
-        if library is None:
-            if driver.version < chosen.minimum_driver:
-                raise DriverNotFoundError(
-                    f"{chosen.label} needs a driver of CUDA {_version(chosen.minimum_driver)} or "
-                    f"later, {driver.path} is of CUDA {_version(driver.version)}: update the "
-                    "NVIDIA driver"
-                )
-            image = chosen.read()
-            if chosen.kind == "fatbin" or chosen.unknown or (probe and not chosen.vouched):
-                _probe_first(driver, image, chosen, device)
-            jit_log = ""
-            if chosen.jit_target:
-                image, jit_log = compile_ptx(driver, chosen, image, device)
-            library = Library(driver, chosen, _load(driver, chosen, image), image, jit_log)
-            _libraries[chosen.key] = library
-        library.users.add(user)
-        return library
+        lease = Lease(library) if library else None  # before the sweep, which else might take it
+        _sweep()
+        if library is None or lease is None:
+            library = _libraries[chosen.key] = _loaded(driver, chosen, probe, device)
+            lease = Lease(library)
+        if keep or (keep is None and chosen.vouched):
+            library.stays = "keep=True" if keep else "shipped: it stays for the next Kernel of it"
+        return library, lease
+
+
+def _loaded(driver: Driver, chosen: Chosen, probe: bool, device: int) -> Library:
+    if driver.version < chosen.minimum_driver:
+        raise DriverNotFoundError(
+            f"{chosen.label} needs a driver of CUDA {_version(chosen.minimum_driver)} or "
+            f"later, {driver.path} is of CUDA {_version(driver.version)}: update the "
+            "NVIDIA driver"
+        )
+    image = chosen.read()
+    if chosen.kind == "fatbin" or chosen.unknown or (probe and not chosen.vouched):
+        _probe_first(driver, image, chosen, device)
+    jit_log = ""
+    if chosen.jit_target:
+        image, jit_log = compile_ptx(driver, chosen, image, device)
+    return Library(driver, chosen, _load(driver, chosen, image), image, jit_log)
 
 
 def forget() -> None:
     """Drop the cache of libraries (tests give the next one another driver)."""
     _libraries.clear()
+    _ended.clear()
 
 
 def _version(number: int) -> str:
@@ -197,7 +338,13 @@ def _warn(message: str) -> None:
 
 
 def load_function(
-    driver: Driver, library: Library, chosen: Chosen, spec: FunctionSpec, device: int
+    driver: Driver,
+    library: Library,
+    chosen: Chosen,
+    spec: FunctionSpec,
+    device: int,
+    lease: Lease,
+    noted: bytearray | None,
 ) -> DeviceFunction:
     """`spec` on `device`, with its limits read from the driver and from the chosen image."""
     kernel, handle = library.find_function(spec.symbol or spec.name, device)
@@ -215,7 +362,8 @@ def load_function(
             "another architecture"
         )
     assert known.params is not None
-    return DeviceFunction(driver, device, handle, known, _limits(driver, handle, known, device))
+    limits = _limits(driver, handle, known, device)
+    return DeviceFunction(driver, device, handle, known, limits, keep=lease, noted=noted)
 
 
 def _limits(driver: Driver, handle: int, spec: FunctionSpec, device: int) -> Limits:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,18 @@ def locked(out: Path) -> Iterator[None]:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Replaces `path` whole: an interrupted build leaves the old file or the new one."""
+    """Replaces `path` whole: an interrupted build leaves the old file or the new one.
+
+    The new one is a file of its own from the start, under a name that nobody can have put there: a
+    link that was planted, at that name or at `path`, is not written through.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    part.write_bytes(content)
-    part.replace(path)
+    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
+    try:
+        with open(part, "wb", opener=lambda name, _: os.open(name, flags, 0o666)) as file:
+            file.write(content)
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise

@@ -3,14 +3,19 @@
 Optional: where the shipped library does not fit this Python or platform, or KERNEL_HUB_NATIVE=0,
 `available()` is false and the Python launchers do everything. It takes the common case alone and
 leaves all else, every refusal included, to the Python launcher.
+
+The library is the package's one file of machine code for the host. It is opened only where its
+digest is the one that stands here, where native/build.sh writes it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import platform
 import sys
+import warnings
 from ctypes import POINTER, c_int64, c_uint32, c_uint64, c_void_p, py_object
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,6 +30,8 @@ if TYPE_CHECKING:
     from ._launch import DeviceFunction
 
 VARIABLE = "KERNEL_HUB_NATIVE"
+LIBRARY = "native/launcher_linux_x86_64.so"
+LIBRARY_SHA256 = "7ee0b82b992d8be5f7d770b6daaba7274ab802ee3b17fc8f246ac110f7374de8"
 _MAX_PARAMS = 64
 _POINTER, _INT, _FLOAT, _DOUBLE = range(4)
 _NAMES = ("gridDim", "blockDim", "sharedMemBytes", "stream", "params", "sharedMem")
@@ -75,6 +82,7 @@ class _State(ctypes.Structure):
         ("tensor_types", c_void_p * 2),
         ("as_dltensor", c_void_p),
         ("work_stream", c_void_p),
+        ("noted", c_void_p),
         ("place", _Place),
         ("max_grid", c_uint32 * 3),
         ("max_block", c_uint32 * 3),
@@ -100,6 +108,7 @@ class _Bound(ctypes.Structure):
         ("current_stream", c_void_p),
         ("device", c_void_p),
         ("work_stream", c_void_p),
+        ("noted", c_void_p),
         ("place", _Place),
         ("config", ctypes.c_ubyte * CONFIG.size),
     ]
@@ -128,30 +137,76 @@ class Fixed:
     divisors: tuple[int, ...]
 
 
+_LAUNCH, _BOUND, _AT = range(3)  # what kernel_hub_make makes
+
+
 @lru_cache(maxsize=1)
-def _library() -> Any:
-    """The loaded library, or None where it does not fit."""
+def _opened() -> tuple[Any, str]:
+    """(the library, '') or (None, why it is not used)."""
     if (
         sys.implementation.name != "cpython"
         or "t" in sys.abiflags  # free-threaded: objects have another layout
         or (sys.platform, platform.machine()) != ("linux", "x86_64")
     ):
-        return None
-    path = Path(__file__).parent / "native" / "launcher_linux_x86_64.so"
+        return None, "there is none for this platform"
+    path = Path(__file__).parent / LIBRARY
+    try:
+        found = hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:  # a zip import
+        return None, "it is no file of its own here"
+    if found != LIBRARY_SHA256:
+        reason = (
+            f"{path} is not the file that was built (sha256 expected {LIBRARY_SHA256}, found "
+            f"{found}): it is not opened; reinstall the package"
+        )
+        warnings.warn(f"{reason}. The Python launcher serves", RuntimeWarning, 2)
+        return None, reason
     try:
         library = ctypes.PyDLL(str(path))
-    except OSError:  # a zip import, a Python built without exported symbols
-        return None
+    except OSError as error:  # a Python built without exported symbols
+        return None, f"it cannot be loaded: {error}"
     library.kernel_hub_state_bytes.restype = c_uint64
     state, bound, at = (ctypes.sizeof(kind) for kind in (_State, _Bound, _At))
     if library.kernel_hub_state_bytes() != state << 32 | bound << 16 | at:
-        return None
-    for name, struct in (("launcher", _State), ("bound", _Bound)):
-        make = getattr(library, f"kernel_hub_make_{name}")
-        make.restype, make.argtypes = py_object, [POINTER(struct)]
-    make = library.kernel_hub_make_at
-    make.restype, make.argtypes = py_object, [POINTER(_At), py_object]
-    return library
+        return None, "it is of another build of kernel_hub"
+    library.kernel_hub_type_is.argtypes = [py_object, c_uint32]
+    if not _knows_layout(library.kernel_hub_type_is):
+        return None, "objects of this Python are laid out in a way that is not known"
+    library.kernel_hub_make.restype = py_object
+    library.kernel_hub_make.argtypes = [c_uint32, c_void_p, py_object]
+    return library, ""
+
+
+def _knows_layout(type_is: Any) -> bool:
+    """Whether C finds an object's type where it looks, seen on objects of this very Python."""
+    kinds = (int, float, tuple, list)
+    samples = [
+        0,
+        -1,
+        2**70,
+        True,
+        0.5,
+        (),
+        (1, 2),
+        [],
+        [None],
+        None,
+        "text",
+        b"",
+        {},
+        object(),
+        int,
+    ]
+    return object.__basicsize__ == 2 * ctypes.sizeof(c_void_p) and all(
+        bool(type_is(sample, number)) == (type(sample) is kind)
+        for sample in samples
+        for number, kind in enumerate(kinds)
+    )
+
+
+def _made(method: int, struct: ctypes.Structure, keep: object) -> Any:
+    """The C callable for `struct`; it holds `keep`, which keeps all that the struct points to."""
+    return _opened()[0].kernel_hub_make(method, ctypes.addressof(struct), (struct, keep))
 
 
 class _Exchange(ctypes.Structure):
@@ -183,7 +238,12 @@ def _exchange(tensor_type: Any) -> _Exchange:
 
 def available() -> bool:
     """Whether launches in this process go through the C launcher where they can."""
-    return os.environ.get(VARIABLE, "1") != "0" and _library() is not None
+    return not why_not()
+
+
+def why_not() -> str:
+    """Why the C launcher takes no launches in this process; '' where it does."""
+    return f"{VARIABLE}=0" if os.environ.get(VARIABLE, "1") == "0" else _opened()[1]
 
 
 def _param(param: Param, dtype: Any) -> _Param | None:
@@ -214,7 +274,7 @@ def _place(function: DeviceFunction) -> _Place:
 
 
 class Launcher:
-    """One C launcher: `call` takes what a KernelFunction takes; `fallback` gets what it leaves."""
+    """One C launcher, for what a KernelFunction takes; `fallback` gets what it leaves."""
 
     def __init__(self, fallback: Any) -> None:
         names = [sys.intern(name) for name in (*_NAMES, "dtype", "is_cuda", "data_ptr")]
@@ -225,7 +285,10 @@ class Launcher:
         )
         # The struct holds addresses of Python objects: these keep them alive.
         self._keep: list[Any] = [fallback, names]
-        self.call = _library().kernel_hub_make_launcher(ctypes.byref(self._state))
+
+    def callable(self) -> Any:
+        """The C callable; whoever has it may call it, whatever else is gone."""
+        return _made(_LAUNCH, self._state, self)
 
     def arm(
         self,
@@ -252,11 +315,12 @@ class Launcher:
             return False
         state, limits, device = self._state, function.limits, function.device
         state.num_params = _LAUNCH_OFF
-        self._keep[2:] = [dtypes, torch, current_stream, device]
+        self._keep[2:] = [dtypes, torch, current_stream, device, function]
         state.tensor_types[:] = [id(torch.Tensor), id(torch.nn.Parameter)]
         state.as_dltensor, state.work_stream = exchange.as_dltensor, exchange.work_stream
         state.launch_ex, state.function = function.driver.launch_ex_address, function.handle
         state.current_stream, state.device = id(current_stream), id(device)
+        state.noted = function.noted_address
         state.place = _place(function)
         state.max_grid[:], state.max_block[:] = limits.max_grid, limits.max_block
         state.required_block[:] = limits.required_block or (0, 0, 0)
@@ -278,7 +342,7 @@ class Launcher:
         For a function with a fixed block; `fallback` gets what it leaves. Keeps this one alive.
         """
         made = _At(ctypes.pointer(self._state), id(fallback), grid)
-        return _library().kernel_hub_make_at(ctypes.byref(made), (self, made, fallback))
+        return _made(_AT, made, (self, fallback))
 
     def allow_shared(self, num_bytes: int) -> None:
         """Dynamic shared memory up to `num_bytes` needs no further opt-in."""
@@ -289,29 +353,30 @@ class Launcher:
         self._state.num_params = _LAUNCH_OFF
 
 
-class Bound:
-    """The C twin of a bound launch: `call()` launches, `call(params)` goes to the fallback."""
+def bound(
+    function: DeviceFunction,
+    buffer: bytearray,
+    addresses: Any,
+    fallback: Any,
+    current_stream: Any,
+) -> tuple[Any, Any]:
+    """The C twin of a bound launch: `call()` launches, `call(params)` goes to the fallback.
 
-    def __init__(
-        self,
-        function: DeviceFunction,
-        buffer: bytearray,
-        addresses: Any,
-        fallback: Any,
-        current_stream: Any,
-    ) -> None:
-        device = function.device
-        self._keep = (function, fallback, buffer, addresses, current_stream, device)
-        torch = loaded_torch()
-        self._bound = _Bound(
-            function.driver.launch_ex_address,
-            function.handle,
-            ctypes.addressof(addresses),
-            id(fallback),
-            id(current_stream) if current_stream is not None else None,
-            id(device),
-            _exchange(torch.Tensor).work_stream if torch is not None else None,
-            _place(function),
-        )
-        ctypes.memmove(self._bound.config, bytes(buffer[: CONFIG.size]), CONFIG.size)
-        self.call = _library().kernel_hub_make_bound(ctypes.byref(self._bound))
+    With it the struct behind it: without its `launch_ex` every call goes to the fallback.
+    """
+    device = function.device
+    torch = loaded_torch()
+    made = _Bound(
+        function.driver.launch_ex_address,
+        function.handle,
+        ctypes.addressof(addresses),
+        id(fallback),
+        id(current_stream) if current_stream is not None else None,
+        id(device),
+        _exchange(torch.Tensor).work_stream if torch is not None else None,
+        function.noted_address,
+        _place(function),
+    )
+    ctypes.memmove(made.config, bytes(buffer[: CONFIG.size]), CONFIG.size)
+    keep = (function, fallback, buffer, addresses, current_stream, device)
+    return _made(_BOUND, made, keep), made

@@ -5,7 +5,6 @@ Knows no Kernel and no cache.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import io
 import os
@@ -67,20 +66,13 @@ def identity() -> str:
 def cuda_headers() -> tuple[str, ...]:
     """The option that finds CUDA's own headers: NVRTC's, or else those of an installed toolkit."""
     _, version, _ = _bindings()
-    cache = _cache.folder("nvrtc_headers")
-    if version >= _BUNDLED_SINCE and cache is not None and _is_writable(cache):
+    cache = _cache.private_folder("nvrtc_headers") if version >= _BUNDLED_SINCE else None
+    if cache is not None:
         return (f"--use-bundled-headers={cache / '{}.{}'.format(*version)}",)
     from cuda import pathfinder
 
     found = pathfinder.find_nvidia_header_directory("cudart")
     return (f"-I{found}",) if found else ()
-
-
-def _is_writable(folder: Path) -> bool:
-    with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        return os.access(folder, os.W_OK)
-    return False
 
 
 def compile_source(code: str, name: str, options: Sequence[str], names: Sequence[str]) -> Compiled:

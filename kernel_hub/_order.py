@@ -27,22 +27,26 @@ class Order:
         # No capture is on the legacy default stream, and a launch there fails while one goes on.
         if stream == producer or (stream == 0 and producer is None):
             return stream
-        with driver.on_device(device):
-            if driver.is_capturing(stream):
-                return -1
-            if producer is None:
-                return stream
-            if not driver.is_capturing(producer):
-                self._wait(stream, producer)
+        if driver.is_capturing(stream, device):
+            return -1
+        if producer is not None and not driver.is_capturing(producer, device):
+            self._wait(device, stream, producer)
         return stream
 
-    def _wait(self, stream: int, producer: int) -> None:
+    def _wait(self, device: int, stream: int, producer: int) -> None:
         driver = self._driver
         asked = f"making stream {stream:#x} wait for an array's own stream {producer:#x}"
         event = c_void_p()
-        driver.call("cuEventCreate", byref(event), _NO_TIMING, asked=asked)
-        try:
-            driver.call("cuEventRecord", event, producer, asked=asked)
-            driver.call("cuStreamWaitEvent", stream, event, 0, asked=asked)
-        finally:
-            driver.call("cuEventDestroy_v2", event)
+        failed, code = driver.within(
+            device,
+            ("cuEventCreate", byref(event), _NO_TIMING),
+            ("cuEventRecord", event, producer),
+            ("cuStreamWaitEvent", stream, event, 0),
+            ("cuEventDestroy_v2", event),
+            relaxed=False,
+        )
+        if code:
+            error = driver.error(failed, code, asked)
+            if event.value and failed != "cuEventDestroy_v2":
+                driver.try_call("cuEventDestroy_v2", event)
+            raise error

@@ -1,30 +1,43 @@
 """Loading an image in a child process first: what kills or hangs the driver ends the child alone.
 
-`survives` is what the loader asks. `main` is the child's half, run as
-`python -m kernel_hub._probe DEVICE NAME…`, without names for every function.
+`survives` is what the loader asks; the child's half is `_probe_child`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import secrets
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from ctypes import byref, c_uint, c_void_p
 from pathlib import Path
 
-from . import _cache, driver
-from .errors import CubinCorruptError, KernelHubError, ProbeError
+from . import _cache, _probe_child, driver
+from .errors import CubinCorruptError, ProbeError
 
 VARIABLE = "KERNEL_HUB_PROBE"
 SECONDS = 60  # that an image may take, the child's own start included
 _LOCK_SECONDS = 600  # that probes of other processes may take
-_READY = b"ready\n"
-_OUT_OF_MEMORY = 2
-_EXIT_REFUSED, _EXIT_OUT_OF_MEMORY = 1, 75
 _ADVICE = "the image is damaged or not for this driver; it was not loaded in this process"
+
+# The child's whole program. Isolated (-I -S) it has the standard library and nothing else to import
+# from: neither the working folder nor any folder of packages, where a module called `ctypes` may
+# lie. This package alone is looked for in its own folder, which never comes onto the path.
+_PROGRAM = """
+import sys
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
+spec = PathFinder.find_spec("kernel_hub", [sys.argv[1]])
+package = sys.modules["kernel_hub"] = module_from_spec(spec)
+spec.loader.exec_module(package)
+from kernel_hub._probe_child import main
+sys.exit(main())
+"""
+_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # or the zip file
+_FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP")  # no driver raises these
 
 
 def is_off() -> bool:
@@ -83,41 +96,50 @@ def _ask(image: bytes, label: str, symbols: Sequence[str], device: int) -> str:
     import signal
     import subprocess
 
-    if not sys.executable:
+    if not sys.executable or getattr(sys, "frozen", False):
         raise _unprobed(label, "this process has no interpreter to start another with")
-    command = [sys.executable, "-m", "kernel_hub._probe", str(device), *symbols]
+    token = secrets.token_hex(16)
+    ready, survived = f"ready {token}", f"survived {token}"
+    head = {"device": device, "names": list(symbols), "ready": ready, "survived": survived}
     pipe = subprocess.PIPE
     try:
         child = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=pipe, env=_child_environment()
+            [sys.executable, "-I", "-S", "-c", _PROGRAM, _FOLDER],
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
         )
     except OSError as error:
         raise _unprobed(label, f"no child process could be started: {error}") from error
     with child:
         try:
-            said, failure = child.communicate(image, SECONDS)
+            said, failure = child.communicate(json.dumps(head).encode() + b"\n" + image, SECONDS)
             hung = False
         except subprocess.TimeoutExpired:
             child.kill()
             said, failure = child.communicate()
             hung = True
-    status = child.returncode
+    status, words = child.returncode, said.decode(errors="replace").splitlines()
     text = failure.decode(errors="replace").strip().splitlines()
     last = text[-1] if text else f"exit {status}"
-    if not said.startswith(_READY):
+    if ready not in words:
         reason = f"it did not start within {SECONDS} s" if hung else last
         if status < 0 and not hung:
             reason = f"it died of signal {-status} before it had a context"
         raise _unprobed(label, f"the child process has no context: {reason}")
     if hung:
         return f"the driver hung for {SECONDS} s on it in a child process"
-    if status in (-signal.SIGKILL, -signal.SIGTERM):
+    if -status in [getattr(signal, name, None) for name in _FROM_OUTSIDE]:
         raise _unprobed(label, f"the child process was ended from outside (signal {-status})")
-    if status == _EXIT_OUT_OF_MEMORY:
+    if status == _probe_child.FULL:
         raise _unprobed(label, f"the child process ran out of GPU memory: {last}")
     if status < 0:
         return f"the driver died on it in a child process (signal {-status})"
-    return f"the driver refused it in a child process ({last})" if status else ""
+    if status:
+        return f"the driver refused it in a child process ({last})"
+    if survived not in words:
+        raise _unprobed(label, "the child process ended without an answer")
+    return ""
 
 
 def _unprobed(label: str, reason: str) -> ProbeError:
@@ -125,12 +147,6 @@ def _unprobed(label: str, reason: str) -> ProbeError:
         f"{label} could not be probed, so it was not loaded: {reason}. {VARIABLE}=0 loads images "
         "unprobed, if you trust them"
     )
-
-
-def _child_environment() -> dict[str, str]:
-    # The child must find this very package, however it was found here.
-    found = [path for path in sys.path if path]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), *found])}
 
 
 @contextlib.contextmanager
@@ -161,46 +177,3 @@ def _one_at_a_time(label: str) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
-
-
-def main(device: int, names: Sequence[str]) -> int:
-    """Load stdin's image on `device` and look up `names`; says when the context stands."""
-    image = sys.stdin.buffer.read()
-    library, function = c_void_p(), c_void_p()
-    try:
-        cuda = driver.get()
-        with cuda.on_device(device):
-            os.write(1, _READY)
-            cuda.call("cuLibraryLoadData", byref(library), image, None, None, 0, None, None, 0)
-            for kernel in _named(cuda, library, names) if names else _all(cuda, library):
-                cuda.call("cuKernelGetFunction", byref(function), kernel)
-                if cuda.has("cuFuncLoad"):
-                    cuda.call("cuFuncLoad", function)
-            cuda.call("cuLibraryUnload", library)
-    except KernelHubError as error:
-        print(" ".join(str(error).split()), file=sys.stderr)
-        full = getattr(error, "code", None) == _OUT_OF_MEMORY
-        return _EXIT_OUT_OF_MEMORY if full else _EXIT_REFUSED
-    return 0
-
-
-def _named(cuda: driver.Driver, library: c_void_p, names: Sequence[str]) -> list[c_void_p]:
-    kernels = [c_void_p() for _ in names]
-    for name, kernel in zip(names, kernels, strict=True):
-        cuda.call("cuLibraryGetKernel", byref(kernel), library, name.encode())
-    return kernels
-
-
-def _all(cuda: driver.Driver, library: c_void_p) -> list[int | None]:
-    """Every kernel, where the driver can tell (12.4): the image's names are not known here."""
-    if not cuda.has("cuLibraryEnumerateKernels") or not cuda.has("cuLibraryGetKernelCount"):
-        return []
-    count = c_uint()
-    cuda.call("cuLibraryGetKernelCount", byref(count), library)
-    kernels = (c_void_p * max(count.value, 1))()
-    cuda.call("cuLibraryEnumerateKernels", kernels, count, library)
-    return kernels[: count.value]
-
-
-if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))

@@ -91,7 +91,10 @@ def indexed(shape: Dims, strides: Dims, key: Any) -> tuple[int, Dims, Dims]:
             raise IndexError(
                 f"a DeviceArray takes integers, slices and '...', not {type(part).__name__}"
             )
-        index = operator.index(part)
+        try:
+            index = operator.index(part)
+        except TypeError:
+            raise IndexError(f"a DeviceArray takes integers, not {part!r:.80}") from None
         if not -length <= index < length:
             raise IndexError(f"index {index} is outside axis {axis} of length {length}")
         offset += index % length * stride

@@ -69,7 +69,8 @@ class Layout:
         parts = [part.partition("=") for part in text.split(" ")]
         if tuple(name for name, _, _ in parts) != self.key or not all(v for _, _, v in parts):
             return None
-        return {name: int(v) if v.isdecimal() else v for name, _, v in parts}
+        # Python refuses to read numbers of thousands of digits.
+        return {name: int(v) if v.isdecimal() and len(v) < 20 else v for name, _, v in parts}
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,10 @@ def _rows(
             if name in reader.raw
         }
         row = Row(reader.text("variant", _VARIANT), numbers)
-        problem = layout.check(row, arch, most, **key)
+        try:
+            problem = layout.check(row, arch, most, **key)
+        except (TypeError, ValueError, ArithmeticError, LookupError) as error:
+            problem = f"what the key says is no size: {error}"  # as in n=many
         if problem:
             raise reader.bad("variant", f"one that runs there ({problem})", row.variant)
         rows.append(Choice(above, most, row))

@@ -13,6 +13,7 @@ import threading
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_ulonglong, c_void_p
 from typing import Any
 
+from ._context import ContextGuard, Within
 from ._results import NO_DEVICE, RESULTS, STICKY, STUB_LIBRARY
 from .errors import CudaDriverError, DeviceOutOfMemoryError, DriverNotFoundError
 
@@ -98,7 +99,6 @@ MULTIPROCESSOR_COUNT = 16
 COMPUTE_CAPABILITY_MAJOR, COMPUTE_CAPABILITY_MINOR = 75, 76
 SHARED_PER_BLOCK_OPTIN = 97
 MEMORY_POOLS_SUPPORTED = 115
-_CAPTURE_MODE_RELAXED = 2
 
 
 class Driver:
@@ -116,7 +116,9 @@ class Driver:
         self.launch_ex_address = ctypes.cast(self.launch_ex, c_void_p).value or 0
         asking = self._functions["cuCtxGetCurrent"]
         self.current_context_address = ctypes.cast(asking, c_void_p).value or 0
+        self._within = Within(self._functions)
         self._contexts: dict[int, int] = {}
+        self._retained: dict[int, c_void_p] = {}
         self._attributes: dict[tuple[int, int], int] = {}
         self._lock = threading.Lock()
         self._initialise()
@@ -250,13 +252,15 @@ class Driver:
                         101 if self.device_count else NO_DEVICE,
                         f"asked for device {device}; there are {self.device_count}",
                     )
-                context = c_void_p()
-                self.call(
-                    "cuDevicePrimaryCtxRetain",
-                    byref(context),
-                    device,
-                    asked=f"making the primary context of device {device}",
-                )
+                # Kept before it is filled: Ctrl-C behind the call must not have it retained twice.
+                context = self._retained.setdefault(device, c_void_p())
+                if not context.value:
+                    self.call(
+                        "cuDevicePrimaryCtxRetain",
+                        byref(context),
+                        device,
+                        asked=f"making the primary context of device {device}",
+                    )
                 self._contexts[device] = context.value or 0
             return self._contexts[device]
 
@@ -267,54 +271,41 @@ class Driver:
         return context.value or 0
 
     def on_device(self, device: int) -> ContextGuard:
-        """`with driver.on_device(d):` the primary context of `d` is current inside."""
+        """`with driver.on_device(d):` the primary context of `d` is current inside.
+
+        In the caller's own thread Ctrl-C may leave it so: `within` there.
+        """
         return ContextGuard(self, self.primary_context(device))
 
-    def is_capturing(self, stream: int) -> bool:
-        """Whether `stream` is recording a CUDA graph."""
+    def within(self, device: int, *calls: tuple[Any, ...], relaxed: bool = True) -> tuple[str, int]:
+        """Make driver calls with `device` current, in relaxed capture mode unless told otherwise.
+
+        calls: (name, *arguments) each, or another C function in the place of the name. They are
+            made in turn up to the first that gives something else than 0.
+        Returns: the name of that one ('' where it has none) and what it gave; ('', 0) without.
+        Context and mode are as before in any case: Ctrl-C waits until all is done.
+        """
+        return self._within(self.primary_context(device), calls, relaxed)
+
+    def run(
+        self, device: int, *calls: tuple[Any, ...], asked: str = "", relaxed: bool = True
+    ) -> None:
+        """As `within`; a failure raises with `asked` as the context."""
+        name, code = self.within(device, *calls, relaxed=relaxed)
+        if code:
+            raise self.error(name, code, asked)
+
+    def is_capturing(self, stream: int, device: int | None = None) -> bool:
+        """Whether `stream` is recording a CUDA graph; a default one of `device`, or of the current
+        context."""
         status = c_int()
-        code = self.try_call("cuStreamIsCapturing", stream, byref(status))
+        call = "cuStreamIsCapturing", stream, byref(status)
+        code = self.try_call(*call) if device is None else self.within(device, call)[1]
         if code == 906:  # asked of the legacy stream while another stream captures
             return True
         if code:
             raise self.error("cuStreamIsCapturing", code, f"asking about stream {stream:#x}")
         return status.value != 0
-
-
-class ContextGuard:
-    """Makes a context current for a `with` block and gives the previous one back."""
-
-    def __init__(self, driver: Driver, context: int) -> None:
-        self._driver = driver
-        self._context = context
-
-    def __enter__(self) -> None:
-        self._driver.call("cuCtxPushCurrent_v2", self._context)
-
-    def __exit__(self, *exc: object) -> None:
-        self._driver.try_call("cuCtxPopCurrent_v2", byref(c_void_p()))
-
-
-class RelaxedCapture:
-    """Inside, the thread's calls do not end a graph capture that runs on some other stream.
-
-    Measured on an H200 (driver 580): while any stream of the process captures in the usual mode,
-    allocating, freeing, trimming, reading a pool's figures and synchronising another stream all
-    give 900 and invalidate that capture; in relaxed mode they neither fail nor harm it.
-    cuCtxSynchronize invalidates it in either mode.
-    """
-
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
-        self._mode = c_int(_CAPTURE_MODE_RELAXED)
-
-    def __enter__(self) -> None:
-        code = self._driver.try_call("cuThreadExchangeStreamCaptureMode", byref(self._mode))
-        self._changed = code == 0
-
-    def __exit__(self, *exc: object) -> None:
-        if self._changed:
-            self._driver.try_call("cuThreadExchangeStreamCaptureMode", byref(self._mode))
 
 
 _FORKED = (

@@ -1,4 +1,4 @@
-"""Kernel and KernelFunction: from a name to a checked launch. Holds the cache of loaded libraries.
+"""Kernel and KernelFunction: from a name to a checked launch.
 
 Making a Kernel reads names and signatures only. The first launch of a function on a device
 resolves, verifies and loads the image, reads the function's limits and generates its launcher;
@@ -8,37 +8,25 @@ every later launch is that launcher.
 from __future__ import annotations
 
 import os
-import threading
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from . import _demangle, _library, tensors
+from . import _apart, _loader, tensors
 from . import driver as _driver
 from ._bound import BoundLaunch
 from ._declared import DeclaredImage
-from ._function import HintedFunction, KernelFunction, device_number, live
-from ._image import Chosen, FunctionSpec, Image, open_image
-from ._launch import DeviceFunction
-from ._library import Library, library_for, load_function
-from .errors import (
-    CudaDriverError,
-    DriverNotFoundError,
-    FunctionNotFoundError,
-    LaunchConfigError,
-    ParamsError,
-)
+from ._demangle import Symbols, cxx_names
+from ._function import HintedFunction, KernelFunction, device_number, hook_fork, live
+from ._image import Image, open_image
+from ._library import Lease, Library, LoadedImage, loaded_images
+from .errors import DriverNotFoundError, FunctionNotFoundError, ParamsError
 
 if TYPE_CHECKING:
     from .memory import DeviceArray
 
-__all__ = ["BoundLaunch", "Kernel", "KernelFunction"]
-
-_kernels: weakref.WeakSet[Kernel] = weakref.WeakSet()
-_fork_hook = threading.Lock()
-_fork_hooked = False
+__all__ = ["BoundLaunch", "Kernel", "KernelFunction", "LoadedImage", "loaded_images"]
 
 
 class Kernel:
@@ -55,6 +43,10 @@ class Kernel:
         name -> type, or a text 'float* out, int n'. Types of your own are written `struct Params`.
     probe: load an image nobody vouches for in a child process first (a damaged image can kill the
         driver, and then kills the child).
+    keep: when the image leaves the driver. None: at some load (or `memory.trim`) after nothing can
+        launch it any more, unless it is a shipped one, or was once launched on another stream than
+        the legacy default one, where a captured graph may hold it. True: at `unload()` alone.
+        False: as None, and in those two cases too: not for kernels that a graph captures.
 
     Needs no GPU, driver or torch. Raises CubinNotFoundError, CubinCorruptError,
     FunctionNotFoundError.
@@ -73,6 +65,7 @@ class Kernel:
         package: str | None = None,
         signatures: Mapping[str, Any] | None = None,
         probe: bool = False,
+        keep: bool | None = None,
     ) -> None:
         if type(filename).__name__ == "ObjectCode":  # asked without importing cuda.core
             from ._source import object_code_image
@@ -83,7 +76,7 @@ class Kernel:
         if hint := getattr(image, "hint", ""):
             warnings.warn(hint, RuntimeWarning, stacklevel=2)
             self._function_type = partial(HintedFunction._hinted, hint)
-        self._offer(image, _checked_names(function_names), signatures, probe)
+        self._offer(image, _checked_names(function_names), signatures, probe, keep)
 
     @classmethod
     def from_source(
@@ -96,6 +89,7 @@ class Kernel:
         device: Any = None,
         signatures: Mapping[str, Any] | None = None,
         cache: bool = True,
+        keep: bool | None = None,
     ) -> Kernel:
         """Compile CUDA C++ with NVRTC, now; needs the extra `jit` (cuda-core).
 
@@ -113,6 +107,7 @@ class Kernel:
         signatures: as for Kernel, for parameters whose types could not be read from the source.
         cache: keep the result in the user's cache folder ($KERNEL_HUB_CACHE, '0' for none), by
             content: source, included files, options, architecture and compiler.
+        keep: as for Kernel.
 
         `compiler_log` has the warnings. Raises CompileError with the compiler's log,
         CubinNotFoundError for a missing file, MissingPackageError, ParamsError,
@@ -129,40 +124,48 @@ class Kernel:
             capability = _capability_at_hand(device)
         image = SourceImage(code, names, options, arch, capability, cache)
         self = cls.__new__(cls)
-        self._offer(image, names, signatures, False)
+        self._offer(image, names, signatures, False, keep)
         self._log = image.log
         return self
 
-    def _offer(self, image: Image, names: list[str] | None, signatures: Any, probe: bool) -> None:
+    def _offer(
+        self,
+        image: Image,
+        names: list[str] | None,
+        signatures: Any,
+        probe: bool,
+        keep: bool | None = None,
+    ) -> None:
         """What every way to make a Kernel ends with: the functions `names` of `image`."""
+        if keep not in (None, True, False):
+            raise ParamsError(f"keep={keep!r:.80}: True, False or None")
+        found = image.names()
+        available = Symbols(found or ())
         if isinstance(signatures, Mapping):
-            known = image.names() or ()
-            signatures = {_symbol_in(known, name): given for name, given in signatures.items()}
+            signatures = {available.find(name): given for name, given in signatures.items()}
         self._image = DeclaredImage(image, signatures) if signatures else image
-        self._probe = probe
+        self._loader = _loader.Loader(self._image, probe, keep)
+        self._lock = self._loader.lock
         self._log = ""
-        self._lock = threading.RLock()
         self._functions: dict[str, KernelFunction] = {}
         self._symbols: dict[str, str] = {}  # by the C++ names that were asked for
-        self._libraries: dict[int, tuple[Library, Chosen]] = {}
-        _kernels.add(self)
-        available = self._image.names()
         if names is None:
-            if available is None:
+            if found is None:
                 raise FunctionNotFoundError(
                     f"{image.label} is compressed: its function names can only be read by the "
                     "driver; pass function_names=[…] (or, for zstd, install kernel_hub[fatbin])"
                 )
-            names = list(available)
-        names = [_symbol_in(available or (), name) for name in names]
+            names = list(found)
+        names = [available.find(name) for name in names]
         for name in names:
-            if available is None or name not in available:
+            if name not in available:
                 image.spec(name)  # raises, unless it may be in what only the driver can unpack
         self._names = names
+        self._known = Symbols(names)
 
     def __getattr__(self, name: str) -> KernelFunction:
         # Reached only until the function is in the instance's dict.
-        if name.startswith("_") and name not in self.__dict__.get("_names", ()):
+        if name.startswith("_") and name not in self.__dict__.get("_known", ()):
             raise AttributeError(name)  # but C++ functions have names like _Z6kernelPf
         return self[name]
 
@@ -170,7 +173,9 @@ class Kernel:
         with self._lock:
             symbol = name if name in self._functions else self._symbol(name)
             if symbol not in self._functions:
-                self._functions[symbol] = self._function_type(self, self._image.spec(symbol))
+                self._functions[symbol] = self._function_type(
+                    self._loader, self._image.spec(symbol)
+                )
             function = self._functions[symbol]
             if name not in type(self).__dict__:
                 self.__dict__[name] = function
@@ -178,10 +183,10 @@ class Kernel:
 
     def _symbol(self, name: str) -> str:
         """The function's name in the image, for that or its C++ name."""
-        if name not in self._names and name not in self._symbols:
-            symbol = _symbol_in(self._names, name)
-            if symbol not in self._names:
-                known = _demangle.cxx_names(self._names).values()
+        if name not in self._known and name not in self._symbols:
+            symbol = self._known.find(name)
+            if symbol not in self._known:
+                known = cxx_names(self._names).values()
                 raise FunctionNotFoundError.among(name, known, self._image.label)
             self._symbols[name] = symbol
         return self._symbols.get(name, name)
@@ -203,7 +208,7 @@ class Kernel:
         return len(self._names)
 
     def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and _symbol_in(self._names, name) in self._names
+        return isinstance(name, str) and self._known.find(name) in self._known
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *self._names})
@@ -216,8 +221,11 @@ class Kernel:
 
     def load(self, device: Any = None) -> None:
         """Load the image and every function on `device` (None: the current one) now."""
-        for name in self._names:
-            self[name].load(device)
+        device = device_number(device, self._image.label)
+        functions = [self[name] for name in self._names]
+        stream = tensors.current_stream(device)
+        hook_fork()
+        _apart.run(lambda: [function._load(device, stream) for function in functions])
 
     def image(self, device: Any = None) -> bytes:
         """The bytes that are, or would be, loaded on `device` (None: the current one).
@@ -228,11 +236,7 @@ class Kernel:
         CubinCorruptError when a shipped file is not what its manifest says.
         """
         device = device_number(device, self._image.label)
-        with self._lock:
-            if device in self._libraries:
-                return self._libraries[device][1].read()
-            capability = _driver.get().compute_capability(device)
-            return self._image.choose(capability).read()
+        return self._loader.image(device)
 
     def get_global(self, name: str, dtype: Any = "uint8", *, device: Any = None) -> DeviceArray:
         """The `__device__` or `__constant__` variable `name` as a DeviceArray view.
@@ -245,11 +249,12 @@ class Kernel:
         if not isinstance(name, str):
             raise ParamsError(f"name={name!r} of get_global: a str, not {type(name).__name__}")
         device = device_number(device, self._image.label)
-        driver = _driver.get()
-        with self._lock, _driver.RelaxedCapture(driver):
-            library, _ = self._library(driver, device, None)
-            address, size_bytes = library.find_global(name, device)
-        flat = DeviceArray.from_address(address, (size_bytes,), "uint8", device, library)
+
+        def find(library: Library, lease: Lease) -> tuple[Lease, int, int]:
+            return lease, *library.find_global(name, device)
+
+        lease, address, size_bytes = self._loader.with_library(device, find)
+        flat = DeviceArray.from_address(address, (size_bytes,), "uint8", device, lease)
         return flat if dtype == "uint8" else flat.view(dtype)
 
     def jit_log(self, device: Any = None) -> str:
@@ -258,9 +263,7 @@ class Kernel:
         Loads the image on `device` (None: the current one). '' where machine code was loaded.
         """
         device = device_number(device, self._image.label)
-        driver = _driver.get()
-        with self._lock, _driver.RelaxedCapture(driver):
-            return self._library(driver, device, None)[0].jit_log
+        return self._loader.with_library(device, lambda library, _: library.jit_log)
 
     def unload(self) -> None:
         """Unload the image from the driver; the next launch loads it again.
@@ -269,57 +272,18 @@ class Kernel:
         capturing, while another thread launches a function of this kernel, nor while a captured
         graph still holds one.
         """
-        with self._lock:
-            libraries = {}
-            for device, (library, _) in self._libraries.items():
-                library.check_unload(device)
-                libraries[id(library)] = library
-            self._libraries.clear()
-            for function in self._functions.values():
-                function._forget()
-            failures = []
-            for library in libraries.values():
-                try:
-                    library.release(self)
-                except CudaDriverError as error:  # the others are still to go
-                    failures.append(error)
-            if failures:
-                first = failures[0]
-                text = "\n".join(map(str, failures))
-                raise CudaDriverError(text, call=first.call, code=first.code, name=first.name)
+        if streams := self._loader.current_streams():
+            _apart.run(self._loader.unload, streams, self._forget)
+
+    def _forget(self) -> None:
+        for function in self._functions.values():
+            function._forget()
 
     def __enter__(self) -> Kernel:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.unload()
-
-    def _library(self, driver: Any, device: int, stream: Any) -> tuple[Library, Chosen]:
-        """What runs on `device`, loaded; the caller holds the lock and a RelaxedCapture."""
-        if device not in self._libraries:
-            _refuse_capture(driver, self._image.label, device, stream)
-            # Checks the device number, and that it can be used at all.
-            driver.primary_context(device)
-            chosen = self._image.choose(driver.compute_capability(device))
-            held = next((lib for lib, _ in self._libraries.values() if lib.key == chosen.key), None)
-            library = held or library_for(driver, chosen, self._probe, self, device)
-            self._libraries[device] = library, chosen
-        return self._libraries[device]
-
-    def _load_function(self, spec: FunctionSpec, device: int, stream: Any) -> DeviceFunction:
-        _hook_fork()
-        driver = _driver.get()
-        # Another thread may be capturing a graph, which a load must not end.
-        with self._lock, _driver.RelaxedCapture(driver):
-            library, chosen = self._library(driver, device, stream)
-            return load_function(driver, library, chosen, spec, device)
-
-
-def _symbol_in(symbols: Sequence[str], name: Any) -> Any:
-    """The one of `symbols` that is `name`, or is called so in C++; else `name`."""
-    if name in symbols or not isinstance(name, str):
-        return name
-    return _demangle.symbol_of(name, symbols) or name
 
 
 def _checked_names(names: Any) -> list[str] | None:
@@ -344,36 +308,8 @@ def _capability_at_hand(device: Any) -> tuple[int, int]:
         ) from error
 
 
-def _refuse_capture(driver: Any, label: str, device: int, stream: Any) -> None:
-    """Loading inside a capture would be recorded or invalidate it: refuse before it happens."""
-    handle = tensors.stream_handle(stream, device)
-    with driver.on_device(device):
-        capturing = driver.is_capturing(handle)
-    if capturing:
-        raise LaunchConfigError(
-            f"{label} is not loaded on device {device} and stream {handle:#x} is capturing a "
-            "graph: call .load() (or launch once) before the capture"
-        )
-
-
-def _hook_fork() -> None:
-    global _fork_hooked
-    with _fork_hook:
-        if not _fork_hooked and hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=_after_fork)
-            _fork_hooked = True
-
-
-def _after_fork() -> None:
-    for function in list(live):
-        for state in function._states.values():
-            state.forget_slots()
-
-
 def _reset_for_tests() -> None:
     """Forget everything that was loaded, as if no driver had been opened yet."""
-    _library.forget()
-    for kernel in list(_kernels):
-        kernel._libraries.clear()
+    _loader._reset_for_tests()
     for function in list(live):
         function._forget()

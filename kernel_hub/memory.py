@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from . import _dtypes, _pool, _strided, dlpack, tensors
 from ._dtypes import Dtype
-from ._pool import Block, MemoryStats, Work, memory_stats, trim
-from .driver import Driver
+from ._pool import Block, Call, MemoryStats, memory_stats, trim
 from .errors import TensorError
 from .tensors import contiguous_strides
 
@@ -101,8 +100,9 @@ class DeviceArray:
         """An array of `shape` filled with zeros; arguments as for `empty`."""
         array = cls.empty(shape, dtype, device=device, stream=stream)
         if array.size_bytes:
-            with Work(array.device, array._block.stream, "zeros") as driver:
-                driver.call("cuMemsetD8Async", array.ptr, 0, array.size_bytes, array._block.stream)
+            on = array._block.stream
+            call = ("cuMemsetD8Async", array.ptr, 0, array.size_bytes, on)
+            _pool.work(array.device, on, "zeros", call)
         return array
 
     @classmethod
@@ -112,7 +112,7 @@ class DeviceArray:
         The host array may be changed as soon as this returns. bfloat16 and float8 arrays of
         `ml_dtypes` keep their dtype.
         """
-        host = np.asarray(array)
+        host = _host_array(array)
         made = cls.empty(host.shape, host.dtype, device=device, stream=stream)
         return made.copy_from(host, stream=stream)
 
@@ -255,12 +255,14 @@ class DeviceArray:
         host = np.empty(span, self._dtype.raw)
         handle = tensors.stream_handle(stream, self.device)
         asked = f"copying {host.nbytes:,} bytes of {self!r} to the host"
-        with Work(self.device, handle, asked) as driver:
-            self._block.settle(handle)
-            driver.call(
-                "cuMemcpyDtoHAsync_v2", host.ctypes.data, ptr, host.nbytes, handle, asked=asked
-            )
-            driver.call("cuStreamSynchronize", handle, asked=asked)
+        _pool.work(
+            self.device,
+            handle,
+            asked,
+            *self._block.settling(handle),
+            ("cuMemcpyDtoHAsync_v2", host.ctypes.data, ptr, host.nbytes, handle),
+            ("cuStreamSynchronize", handle),
+        )
         if self.is_contiguous:
             return host.view(self.dtype).reshape(self.shape)
         byte_strides = [stride * host.itemsize for stride in self.strides]
@@ -277,7 +279,7 @@ class DeviceArray:
             raise TensorError(f"{self!r} is read-only")
         if not self.is_contiguous:
             raise TensorError(f"copy_from needs a contiguous target, not strides {self.strides}")
-        array = source if isinstance(source, DeviceArray) else np.asarray(source)
+        array = source if isinstance(source, DeviceArray) else _host_array(source)
         if array.shape != self.shape:
             raise TensorError(f"source has shape {array.shape}, expected {self.shape}")
         # Raw bits (uint16 for bf16) are taken where NumPy lacks the dtype.
@@ -288,31 +290,31 @@ class DeviceArray:
             return self
         handle = tensors.stream_handle(stream, self.device)
         asked = f"copying {self.size_bytes:,} bytes to {self!r}"
-        with Work(self.device, handle, asked) as driver:
-            self._block.settle(handle)
-            if isinstance(array, DeviceArray):
-                self._copy_device(driver, array, handle, asked)
-            else:
-                # Row-major and in native byte order; a 0-dimensional array stays one.
-                host = np.asarray(array, dtype=array.dtype.newbyteorder("="), order="C")
-                arguments = (self.ptr, host.ctypes.data, self.size_bytes, handle)
-                driver.call("cuMemcpyHtoDAsync_v2", *arguments, asked=asked)
+        calls = self._block.settling(handle)
+        if isinstance(array, DeviceArray):
+            calls += self._copy_device(array, handle)
+        else:
+            # Row-major and in native byte order; a 0-dimensional array stays one.
+            host = np.asarray(array, dtype=array.dtype.newbyteorder("="), order="C")
+            calls += [
+                ("cuMemcpyHtoDAsync_v2", self.ptr, host.ctypes.data, self.size_bytes, handle),
                 # Where the GPU reads pageable memory itself, the copy may outlive the call.
-                driver.call("cuStreamSynchronize", handle, asked=asked)
+                ("cuStreamSynchronize", handle),
+            ]
+        _pool.work(self.device, handle, asked, *calls)
+        if isinstance(array, DeviceArray):
+            array._record_use(handle)
         self._record_use(handle)
         return self
 
-    def _copy_device(self, driver: Driver, source: DeviceArray, handle: int, asked: str) -> None:
+    def _copy_device(self, source: DeviceArray, handle: int) -> list[Call]:
         if not source.is_contiguous or source.device != self.device:
             raise TensorError(
                 f"copy_from takes a contiguous source on device {self.device}, not {source!r} "
                 f"with strides {source.strides}"
             )
-        source._block.settle(handle)
-        driver.call(
-            "cuMemcpyDtoDAsync_v2", self.ptr, source.ptr, self.size_bytes, handle, asked=asked
-        )
-        source._record_use(handle)
+        copy = ("cuMemcpyDtoDAsync_v2", self.ptr, source.ptr, self.size_bytes, handle)
+        return [*source._block.settling(handle), copy]
 
     # -- life
 
@@ -377,6 +379,15 @@ class DeviceArray:
 
     def __array__(self, *args: Any, **kwargs: Any) -> NDArray[Any]:
         raise TypeError("a DeviceArray is not converted silently: use .to_numpy()")
+
+
+def _host_array(value: Any) -> NDArray[Any]:
+    """What NumPy makes of `value`. Raises TensorError where it makes nothing of it."""
+    try:
+        return np.asarray(value)
+    except (TypeError, ValueError) as error:
+        kind = type(value).__name__
+        raise TensorError(f"NumPy makes no array of this {kind}: {error}") from error
 
 
 def _reset_for_tests() -> None:

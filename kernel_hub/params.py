@@ -165,6 +165,8 @@ class Param:
         wrong_dtype = expected and view.dtype and not _same_dtype(expected, view.dtype)
         elsewhere = device is not None and view.device is not None and view.device != device
         if not (wrong_kind or wrong_dtype or elsewhere) and self.size_bytes == 8:
+            if not 0 <= view.address < 1 << 64:
+                raise self.refuse(f"{type(value).__name__} at {view.address}, which is no address")
             return view.address
         what = f"{type(value).__name__} of {view.dtype or 'unknown dtype'} {list(view.shape)}"
         if wrong_kind:
@@ -217,6 +219,9 @@ class Param:
         raise self.refuse(found, f"Python has no {self.type}: pass its raw bytes")
 
     def _convert_numpy(self, value: np.generic) -> Any:
+        if value.dtype.kind in "OSUMmT":
+            found = f"numpy.{value.dtype.name} {_short(value)}"
+            raise self.refuse(found, "a text, a date or an object is no number")
         if self.info is not None and self.info.kind != "struct":
             kind = _NUMPY_KIND.get(value.dtype.kind, value.dtype.name)
             self._check_kind(kind, value.dtype.itemsize, f"numpy.{value.dtype.name} {value!r}")

@@ -186,8 +186,8 @@ class TensorMap:
                 f"box {self.box} is {box_bytes:,} bytes: more than the {limit:,} bytes of shared "
                 f"memory that device {self.device} ({driver.device_name(self.device)}) has"
             )
-        with driver.on_device(self.device):
-            driver.call("cuTensorMapEncodeTiled", *arguments, asked=f"encoding {self!r}")
+        call = "cuTensorMapEncodeTiled", *arguments
+        driver.run(self.device, call, asked=f"encoding {self!r}", relaxed=False)
         self.raw = ctypes.string_at(self.data_address, _SIZE_BYTES)
 
     def _as_bytes(self) -> bytes:

@@ -41,6 +41,10 @@ _TORCH_TOKENS = {
 }
 
 
+FIRST_ADDRESS = 4096  # no object lies in the first page
+END_OF_ADDRESSES = 1 << 63  # nor in the system's half
+
+
 class ArrayView(NamedTuple):
     """A device array as a kernel sees it. Strides in elements; None where they are not known."""
 
@@ -149,7 +153,9 @@ def _describe_interface(value: Any, interface: dict[str, Any], ready: Ready | No
     device = getattr(device, "id", device)  # CuPy: Device object; DeviceArray: int
     # DeviceArray keeps account of its streams by itself.
     if ready is not None and own is None and (stream := interface.get("stream")) is not None:
-        ready(int(stream))
+        if not is_handle(stream := index(stream)):
+            raise TensorError(f"{type(value).__name__} names the stream {stream}, which is none")
+        ready(stream)
     return ArrayView(
         int(interface["data"][0]),
         own or token,
@@ -227,6 +233,14 @@ def device_index(device: Any) -> int:
     return index(device)
 
 
+def is_handle(number: int) -> bool:
+    """Whether `number` can be a CUstream: a default stream (0, 1, 2), or an address of the host.
+
+    The driver takes any other number for an address too, and the process dies of it.
+    """
+    return 0 <= number <= 2 or FIRST_ADDRESS <= number < END_OF_ADDRESSES
+
+
 def stream_handle(stream: Any, device: int) -> int:
     """The CUstream behind any kind of stream object, checked to be of `device` where it says."""
     if stream is None:
@@ -260,10 +274,11 @@ def stream_handle(stream: Any, device: int) -> int:
         handle = index(handle)
     except TypeError:
         handle = -1
-    if not 0 <= handle < 1 << 64:
+    if not is_handle(handle):
         raise LaunchConfigError(
-            f"stream={stream!r} is no stream: pass None, an int handle, or an object with "
-            "cuda_stream, __cuda_stream__, _as_parameter_, ptr or handle"
+            f"stream={stream!r:.80} is no stream: pass None, an int handle (0, 1 and 2 are the "
+            "default streams), or an object with cuda_stream, __cuda_stream__, _as_parameter_, "
+            "ptr or handle"
         )
     if isinstance(of_device, int) and of_device not in (-1, device):
         raise LaunchConfigError(

@@ -50,6 +50,24 @@ def user_folder() -> Path | None:
     return _cache.folder("tuned")
 
 
+def _in_user_folder(path: Path) -> tuple[str, ...] | None:
+    """The parts of `path` below the user's folder; None for a file elsewhere."""
+    folder = user_folder()
+    inside = folder is not None and folder in path.parents and ".." not in path.parts
+    return path.relative_to(folder).parts if inside and folder is not None else None
+
+
+def write(path: Path, text: str) -> None:
+    """Replace the table `path` whole, making its folder; TableError where that is not possible."""
+    if (own := _in_user_folder(path)) is None:
+        return file.write(path, text)
+    try:
+        _cache.write(text.encode(), "tuned", *own)
+    except OSError as error:
+        reason = _cache.problem() or error.strerror or error
+        raise TableError(f"cannot write {path}: {reason}") from error
+
+
 def folder_name(gpu: Gpu) -> str:
     """'nvidia_h200_sm90'."""
     plain = re.sub(r"[^a-z0-9]+", "_", gpu.name.lower()).strip("_")
@@ -130,8 +148,10 @@ class Table:
 
     def sections_of(self, path: Path) -> list[Section]:
         """What `path` holds; nothing where there is no file. Raises TableError for a wrong one."""
+        own = _in_user_folder(path)
         try:
-            text = path.read_text(encoding="utf-8")
+            data = path.read_bytes() if own is None else _cache.read("tuned", *own)
+            text = data.decode("utf-8")
         except (FileNotFoundError, NotADirectoryError):
             return []
         except (OSError, UnicodeDecodeError) as error:

@@ -3,9 +3,10 @@
 //
 // An optional twin of the launcher that kernel_hub/_launch.py generates in Python. It takes the
 // common case only and hands anything else, every error included, to the Python launcher, which
-// knows the messages: so nothing here raises. Built by native/build.sh without any header or
-// library: it names a few functions of Python's stable ABI, which the process that loads it
-// (through ctypes) already has. One file therefore serves CPython 3.10 and all later ones.
+// knows the messages: so nothing here raises, and only what is no error (Ctrl-C) passes through.
+// Built by native/build.sh without any header or library: it names a few functions of Python's
+// stable ABI, which the process that loads it (through ctypes) already has. One file therefore
+// serves CPython 3.10 and all later ones.
 
 #include "launcher.h"
 
@@ -101,12 +102,14 @@ static inline int read_stream(const Place* place, work_stream_fn work_stream,
     const uint64 number = is_int ? PyLong_AsUnsignedLongLong(handle) : 0;
     if (stream == NONE) Py_DecRef(handle);
     *result = (void*)number;
-    return is_int && number != ~0ull;
+    if (!is_int || number >= END_OF_ADDRESSES) return 0;
+    return number <= LAST_DEFAULT_STREAM || number >= FIRST_ADDRESS;
 }
 
 // Launch without holding the GIL: the driver may block. Nonzero where nothing was launched.
 static inline int call_driver(const Place* place, launch_ex_fn launch_ex, const Config* config,
-                              void* function, void** addresses) {
+                              void* function, void** addresses, uint32* noted) {
+    if (noted && config->stream) *noted = 1;  // the legacy stream is never captured
     if (place->current_context && !config->stream) {
         void* current = 0;
         if (place->current_context(&current) || current != place->context) return -1;
@@ -189,7 +192,8 @@ static inline int send(const State* s, Config* config, Values* v, Object* stream
         return 0;
     }
     // A failed launch is made again by the Python launcher, which recovers or says why it failed.
-    return call_driver(&s->place, s->launch_ex, config, s->function, v->addresses) == 0;
+    return call_driver(&s->place, s->launch_ex, config, s->function, v->addresses,
+                       s->noted) == 0;
 }
 
 // 1: launched. 0: left to the Python launcher; nothing has happened.
@@ -246,9 +250,13 @@ static int try_launch_at(const At* at, Object* const* args, ssize count, Object*
     return send(s, &config, &v, stream);
 }
 
-// The same call on the Python launcher.
+// The same call on the Python launcher, which meets again whatever error there was; but what is none
+// (KeyboardInterrupt, SystemExit) came to the caller, and nothing is launched after it.
 static Object* fall_back(Object* fallback, Object* const* args, ssize count, Object* names) {
-    if (PyErr_Occurred()) PyErr_Clear();
+    if (PyErr_Occurred()) {
+        if (!PyErr_ExceptionMatches(PyExc_Exception)) return 0;
+        PyErr_Clear();
+    }
     Object* positional = PyTuple_New(count);
     Object* named = names ? PyDict_New() : 0;
     Object* result = 0;
@@ -282,21 +290,21 @@ static Object* launch(Object* self, Object* const* args, ssize count, Object* na
 static Object* launch_bound(Object* self, Object* const* args, ssize count, Object* names) {
     const Bound* b = PyCapsule_GetPointer(self, CAPSULE);
     if (!b) return 0;
-    if (count == 0 && !names) {
+    if (count == 0 && !names && b->launch_ex) {
         Config config = b->config;
         const int known =
             !b->current_stream || read_stream(&b->place, b->work_stream, b->current_stream,
                                               b->device, NONE, &config.stream);
-        if (known && !call_driver(&b->place, b->launch_ex, &config, b->function, b->addresses)) {
+        if (known && !call_driver(&b->place, b->launch_ex, &config, b->function, b->addresses,
+                                  b->noted)) {
             return none();
         }
     }
     return fall_back(b->fallback, args, count, names);
 }
 
-// Its object is a tuple: the capsule, and what keeps the rest alive.
 static Object* launch_at(Object* self, Object* const* args, ssize count, Object* names) {
-    const At* at = PyCapsule_GetPointer(PyTuple_GetItem(self, 0), CAPSULE);
+    const At* at = PyCapsule_GetPointer(self, CAPSULE);
     if (!at) return 0;
     return try_launch_at(at, args, count, names) ? none()
                                                  : fall_back(at->fallback, args, count, names);
@@ -308,39 +316,23 @@ static MethodDef methods[] = {
     {"launch_at", launch_at, METH_FASTCALL_KEYWORDS, "A launch of one grid; its parameters."},
 };
 
-static Object* make(MethodDef* method, void* state) {
+// The Python callable of `method` for a State, a Bound or an At, which lies in `keep` or is kept by
+// it: held as the callable's module, at no cost to a call.
+Object* kernel_hub_make(uint32 method, void* state, Object* keep) {
     Object* capsule = PyCapsule_New(state, CAPSULE, 0);
     if (!capsule) return 0;
-    Object* made = PyCFunction_NewEx(method, capsule, 0);
+    Object* made = PyCFunction_NewEx(&methods[method], capsule, keep);
     Py_DecRef(capsule);
     return made;
-}
-
-// The callable for an At; `keep` lives as long as it.
-Object* kernel_hub_make_at(At* at, Object* keep) {
-    Object* capsule = PyCapsule_New(at, CAPSULE, 0);
-    Object* both = capsule ? PyTuple_New(2) : 0;
-    if (!both) {
-        if (capsule) Py_DecRef(capsule);
-        return 0;
-    }
-    Py_IncRef(keep);
-    PyTuple_SetItem(both, 0, capsule);
-    PyTuple_SetItem(both, 1, keep);
-    Object* made = PyCFunction_NewEx(&methods[2], both, 0);
-    Py_DecRef(both);
-    return made;
-}
-
-// The Python callables for a State and a Bound, which must outlive them.
-Object* kernel_hub_make_launcher(State* state) {
-    return make(&methods[0], state);
-}
-Object* kernel_hub_make_bound(Bound* bound) {
-    return make(&methods[1], bound);
 }
 
 // What _native.py compares with its own idea of the layouts before it uses anything here.
 uint64 kernel_hub_state_bytes(void) {
     return sizeof(State) << 32 | sizeof(Bound) << 16 | sizeof(At);
+}
+
+// Whether `object` is of exactly that type: 0 to 3 for int, float, tuple and list.
+int kernel_hub_type_is(const Object* object, uint32 kind) {
+    const void* const types[] = {PyLong_Type, PyFloat_Type, PyTuple_Type, PyList_Type};
+    return IS(object, types[kind]);
 }

@@ -8,7 +8,9 @@ typedef unsigned long long uint64;
 typedef long long int64;
 typedef long ssize;
 
-// Python's stable ABI, as much as is used. An object begins with its reference count and its type.
+// Python's stable ABI, as much as is used. An object begins with its reference count and its type:
+// the one thing here that the ABI does not promise, so kernel_hub_type_is lets a process see it
+// before anything is launched.
 typedef struct Object {
     ssize count;
     void* type;
@@ -37,7 +39,9 @@ extern int PyDict_SetItem(Object*, Object*, Object*);
 extern uint64 PyLong_AsUnsignedLongLong(Object*);
 extern int64 PyLong_AsLongLongAndOverflow(Object*, int*);
 extern double PyFloat_AsDouble(Object*);
+extern Object* PyExc_Exception;
 extern Object* PyErr_Occurred(void);
+extern int PyErr_ExceptionMatches(Object*);
 extern void PyErr_Clear(void);
 extern void Py_IncRef(Object*);
 extern void Py_DecRef(Object*);
@@ -51,6 +55,10 @@ extern void* PyCapsule_GetPointer(Object*, const char*);
 #define IS(object, kind) ((object)->type == (void*)(kind))
 #define METH_FASTCALL_KEYWORDS 0x0082
 #define MAX_PARAMS 64
+// Streams are addresses but for the default ones; kernel_hub/tensors.py has the same limits.
+#define LAST_DEFAULT_STREAM 2
+#define FIRST_ADDRESS 4096
+#define END_OF_ADDRESSES (1ull << 63)
 #define CAPSULE "kernel_hub.launcher"
 
 typedef int (*current_context_fn)(void** context);
@@ -91,7 +99,8 @@ typedef struct {
     current_context_fn current_context;  // null: one GPU
 } Place;
 
-// Filled in by kernel_hub/_native.py, which keeps every object alive as long as the function.
+// Filled in by kernel_hub/_native.py. Everything that it points to is kept by an object that the
+// callable itself holds: whoever has that may call it, whatever else is gone.
 typedef struct {
     launch_ex_fn launch_ex;
     void* function;
@@ -103,6 +112,7 @@ typedef struct {
     void* tensor_types[2];       // torch.Tensor and Parameter, whose objects `as_dltensor` takes
     dltensor_fn as_dltensor;     // null where torch has none
     work_stream_fn work_stream;  // null where torch has none
+    uint32* noted;  // set by a launch that a graph capture may have recorded; null: not noted
     Place place;
     uint32 max_grid[3];
     uint32 max_block[3];
@@ -138,6 +148,7 @@ typedef struct {
     Object* current_stream;  // null: the stream in `config` stays
     Object* device;
     work_stream_fn work_stream;
+    uint32* noted;
     Place place;
     Config config;
 } Bound;

@@ -300,17 +300,17 @@ def test_jax_arrays_that_are_no_memory_of_one_gpu() -> None:
 
 def test_streams_of_other_libraries() -> None:
     class OldNumba:
-        handle = ctypes.c_void_p(0x30)
+        handle = ctypes.c_void_p(0x3000)
 
     class OldCupy:
-        ptr = 0x40
+        ptr = 0x4000
 
-    for stream, handle in ((CupyStream(0x20), 0x20), (OldNumba(), 0x30), (OldCupy(), 0x40)):
+    for stream, handle in ((CupyStream(0x2000), 0x2000), (OldNumba(), 0x3000), (OldCupy(), 0x4000)):
         assert tensors.stream_handle(stream, 0) == handle
     OldNumba.handle = ctypes.c_void_p(None)
     assert tensors.stream_handle(OldNumba(), 0) == 0
     with pytest.raises(LaunchConfigError, match=r"belongs to device 1, .* device 0"):
-        tensors.stream_handle(CupyStream(0x20, device_id=1), 0)
+        tensors.stream_handle(CupyStream(0x2000, device_id=1), 0)
     assert tensors.stream_handle(CupyStream(0, device_id=-1), 1) == 0
     with pytest.raises(LaunchConfigError, match="is no stream"):
         tensors.stream_handle(3.0, 0)
@@ -323,8 +323,8 @@ def test_streams_of_cuda_core_and_bindings() -> None:
     assert tensors.stream_handle(core.Stream.from_handle(0x1234), 0) == 0x1234
     assert tensors.stream_handle(core.LEGACY_DEFAULT_STREAM, 0) == 1
     assert tensors.stream_handle(core.PER_THREAD_DEFAULT_STREAM, 0) == 2
-    assert tensors.stream_handle(driver.CUstream(0x50), 0) == 0x50
-    assert tensors.stream_handle(runtime.cudaStream_t(0x60), 0) == 0x60
+    assert tensors.stream_handle(driver.CUstream(0x5000), 0) == 0x5000
+    assert tensors.stream_handle(runtime.cudaStream_t(0x6000), 0) == 0x6000
 
 
 def test_devices_of_other_libraries(make_fakecuda: Callable[..., FakeCuda]) -> None:

@@ -230,7 +230,7 @@ def test_streams_of_another_device_and_params_of_two(
     assert fake.calls("cuLibraryLoadData") == 1
 
     class Stream:
-        cuda_stream, device_index = 5, 0
+        cuda_stream, device_index = 0x5000, 0
 
     with pytest.raises(LaunchConfigError, match="device 0, the params are on device 1"):
         probe(GRID, BLOCK, 0, Stream(), [*on[1], 1, 0.5])

@@ -12,7 +12,7 @@ import pytest
 from fakecuda import FakeCuda
 from fakecuda.helpers import make_stream, run_child
 
-from kernel_hub import _pool, driver
+from kernel_hub import _block, _pool, driver
 from kernel_hub._results import RESULTS, STICKY
 from kernel_hub.errors import CudaDriverError, DeviceOutOfMemoryError
 from kernel_hub.memory import DeviceArray, memory_stats, trim
@@ -185,7 +185,7 @@ def test_reset_forgets_pending(fakecuda: FakeCuda) -> None:
     array = DeviceArray.zeros(4, stream=stream)
     fakecuda.set_capture(stream)
     del array
-    assert len(_pool._pending) == 1
+    assert len(_block.pending) == 1
     _pool._reset_for_tests()
-    assert not _pool._pending
+    assert not _block.pending
     assert fakecuda.calls("cuMemFreeAsync") == 0

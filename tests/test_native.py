@@ -183,6 +183,10 @@ CALLS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
     ((GRID, BLOCK, 300000, None, GOOD), {}),
     ((GRID, BLOCK, 0, -5, GOOD), {}),
     ((GRID, BLOCK, 0, "s", GOOD), {}),
+    *(
+        ((GRID, BLOCK, 0, stream, GOOD), {})
+        for stream in (0, 1, 2, -1, 3, 17, 4095, 2**63, 2**64 - 1, 2**64, 2**70, True)
+    ),
     ((GRID, BLOCK, 0, None, GOOD), {"cluster": 2}),
     ((GRID, BLOCK, 0, None, GOOD), {"programmatic": True}),
     ((GRID, BLOCK, 0, None, GOOD), {"colour": 1}),
@@ -314,9 +318,8 @@ def test_two_gpus(make_fakecuda: Callable[..., FakeCuda], monkeypatch: pytest.Mo
 
 
 def test_unload_and_load_again(fakecuda: FakeCuda, probe: KernelFunction) -> None:
-    kernel: Any = probe._kernel
     for _ in range(5):
-        kernel.unload()
+        probe._loader.unload({}, probe._forget)
         assert fakecuda.live("libraries") == 0
         probe(GRID, BLOCK, 0, None, GOOD)
     assert fakecuda.live("libraries") == 1

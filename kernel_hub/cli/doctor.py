@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from .. import __version__, _native
+from .. import __version__, _cache, _native
 from .. import driver as _driver
 from ..errors import KernelHubError
 from ..manifest import Collection, open_collection
@@ -37,7 +37,7 @@ OPTIONAL_CALLS = {
 
 LAUNCHERS = {
     "C": "the C launcher takes the common launches",
-    "Python": "the Python launcher takes every launch (the C one does not fit here, or is off)",
+    "Python": "the Python launcher takes every launch",
 }
 
 
@@ -63,7 +63,9 @@ class Report:
     driver: dict[str, Any] | None = None
     devices: list[Device] = field(default_factory=list)
     cubins: dict[str, Any] | None = None
+    cache: dict[str, str] = field(default_factory=dict)
     torch: dict[str, Any] | None = None
+    loaded: list[dict[str, Any]] = field(default_factory=list)
     missing_calls: dict[str, tuple[str, str]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -82,12 +84,28 @@ def examine() -> Report:
     """Look at everything; never raises for what it finds."""
     launcher = "C" if _native.available() else "Python"
     report = Report(__version__, platform.python_version(), platform.platform(), launcher)
+    if reason := _native.why_not():
+        report.notes.append(f"the C launcher is not used: {reason}")
+    _examine_cache(report)
     collection = _examine_cubins(report)
     driver = _examine_driver(report)
     if driver is not None:
         _examine_devices(report, driver, collection)
     _examine_torch(report)
+    # Of this process: from the command line nothing is loaded, within a program it says what is.
+    if library := sys.modules.get("kernel_hub._library"):
+        report.loaded = [asdict(image) for image in library.loaded_images()]
     return report
+
+
+def _examine_cache(report: Report) -> None:
+    folder, problem = _cache.root(), _cache.problem()
+    report.cache = {"folder": str(folder) if folder else "off", "problem": problem}
+    if problem:
+        report.notes.append(
+            f"the cache folder {folder} is not used: {problem}. Make it yours alone, or name "
+            f"another with {_cache.VARIABLE} (0 for none)"
+        )
 
 
 def _examine_cubins(report: Report) -> Collection | None:
@@ -220,6 +238,7 @@ def _print(report: Report) -> None:
         needed = _console.cuda_version(report.cubins["minimum_driver"])
         rows.append(("cubins", f"{report.cubins['number']} in {report.cubins['folder']}"))
         rows.append(("", f"need a driver of CUDA {needed} or later"))
+    rows.append(("cache", report.cache["folder"] + ", not used" * bool(report.cache["problem"])))
     if report.torch:
         build = "with CUDA" if report.torch["cuda"] else "for the CPU only"
         rows.append(("torch", f"{report.torch['version']}, {build}"))
@@ -238,6 +257,12 @@ def _print(report: Report) -> None:
         _console.table(
             [f"on GPU {device.index}", "would load"],
             [(name, file or "nothing") for name, file in device.cubins.items()],
+        )
+    if report.loaded:
+        _console.table(
+            ["loaded image", "bytes", "kernels", "why"],
+            [tuple(image.values()) for image in report.loaded],
+            right=["bytes", "kernels"],
         )
     for name, (since, lost) in report.missing_calls.items():
         _console.note(f"note: the driver has no {name} (CUDA {since}): {lost}")

@@ -139,7 +139,7 @@ def _tune(
     table = tunable.table
     old = _old_sections(table, path, gpu)
     try:
-        _tuning_file.write(path, _tuning_file.text_of(old, table.layout))  # fails before the work
+        tuning.write(path, _tuning_file.text_of(old, table.layout))  # fails before the work
     except TableError as error:
         hint = "--output FILE writes elsewhere, and so does XDG_CACHE_HOME"
         raise TableError(f"{error}; {hint}") from error
@@ -162,7 +162,7 @@ def _tune(
             others = [s for s in old if not _same_gpu(s, gpu)]
             own = next((s for s in old if _same_gpu(s, gpu)), None)
             text = _tuning_file.text_of([*others, _tuning_file.merged(own, new)], table.layout)
-            _tuning_file.write(path, text)
+            tuning.write(path, text)
     columns = ["op", "shape", table.layout.bucket, "choice", "us", "default us", "gain"]
     _console.table(columns, rows, right=[table.layout.bucket, "us", "default us", "gain"])
     wrong = {

@@ -1,4 +1,8 @@
-"""`kernel-hub verify`: every shipped cubin against its digest, and its ELF against the manifest."""
+"""`kernel-hub verify`: every shipped cubin against its digest, and its ELF against the manifest.
+
+Every other file of the package against what vouches for it, and the names of those that nothing
+vouches for.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +13,11 @@ from ..cubin import read_cubin
 from ..errors import KernelHubError
 from ..manifest import Collection, CubinEntry
 from . import _console
+from ._files import File, files_of
 from ._gather import add_package, collections
 
 NAME = "verify"
-HELP = "check every shipped cubin: sha256, ELF, and that both agree with the manifest"
+HELP = "check every shipped file: its sha256, and of cubins that the ELF and the manifest agree"
 EXAMPLE = "kernel-hub verify && echo intact"
 
 
@@ -73,8 +78,26 @@ def run(args: argparse.Namespace) -> int:
     found, broken = collections(args.package)
     rows = verified(found)
     wrong = [row for row in rows if row.problem]
+    files: list[File] = []
+    unknown: list[File] = []
+    is_checkout = False
+    for collection in found:
+        of_one, is_recorded = files_of(collection)
+        files += of_one
+        if collection.package == "kernel_hub" and not is_recorded:
+            is_checkout = True
+        else:
+            unknown += [file for file in of_one if not file.is_vouched]
+    changed = [file for file in files if file.problem]
     if args.json:
-        _console.as_json({"cubins": [row.__dict__ for row in rows], "unreadable": broken})
+        _console.as_json(
+            {
+                "cubins": [row.__dict__ for row in rows],
+                "files": [file.__dict__ for file in files],
+                "is_checkout": is_checkout,
+                "unreadable": broken,
+            }
+        )
     else:
         _console.table(
             ["package", "cubin", "arch", "functions", "sha256", "result"],
@@ -86,5 +109,18 @@ def run(args: argparse.Namespace) -> int:
         )
         for line in broken:
             _console.note(f"not readable: {line}")
+        for file in changed:
+            _console.note(f"changed: {file.file}: {file.problem}")
+        for file in unknown:
+            _console.note(f"nothing vouches for {file.file}")
         _console.note(f"{len(rows) - len(wrong)} of {len(rows)} cubins are intact")
-    return 1 if wrong or broken or not rows else 0
+        vouched = sum(file.is_vouched for file in files)
+        _console.note(f"{vouched - len(changed)} of {vouched} other files with a digest are intact")
+        if is_checkout:
+            number = len(files) - vouched - len(unknown)
+            _console.note(
+                f"nothing here vouches for {number} files of kernel_hub: it was not installed from "
+                "a wheel, so there is no record of them (git knows those of a checkout; --json "
+                "names them)"
+            )
+    return 1 if wrong or broken or changed or unknown or not rows else 0

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from .._image import Image
 from .._manifest_write import function_entry
 from ..cubin import read_cubin, read_ptx
 from ..errors import CubinNotFoundError, FunctionNotFoundError, nearest
@@ -59,12 +60,18 @@ def of_collection(
 
 
 def of_kernel(name: str, kernel: Kernel, archs: Sequence[str] | None = None) -> list[Build]:
-    """The builds of the image of any Kernel: what it would load on each GPU.
+    """The builds of the image of any Kernel; see `of_image`."""
+    return of_image(name, kernel._image, kernel.function_names, archs)
+
+
+def of_image(
+    name: str, image: Image, offered: Sequence[str], archs: Sequence[str] | None = None
+) -> list[Build]:
+    """The builds of an image, with the functions `offered`: what a Kernel would load on each GPU.
 
     C++ source without an architecture of its own is compiled for each of `archs`, or for the GPU at
     hand.
     """
-    image = kernel._image
     source: Any = image
     while hasattr(source, "_image"):  # under declared types and other names
         source = source._image
@@ -85,7 +92,7 @@ def of_kernel(name: str, kernel: Kernel, archs: Sequence[str] | None = None) -> 
             )
         target = read_ptx(data).target if is_ptx else read_cubin(data).target
         if (target, is_ptx) not in found:
-            found[target, is_ptx] = _build(kernel, chosen, data, target, is_ptx)
+            found[target, is_ptx] = _build(offered, chosen, data, target, is_ptx)
     if not found:
         shown = "".join(f"\n  {target}: {why}" for target, why in reasons.items())
         raise CubinNotFoundError(f"{name} has nothing for any GPU{shown}")
@@ -109,10 +116,10 @@ def _wanted(archs: Sequence[str] | None, name: str) -> list[tuple[int, int]]:
     return [parse_target(arch)[:2] for arch in archs]
 
 
-def _build(kernel: Kernel, chosen: Any, data: bytes, target: str, is_ptx: bool) -> Build:
+def _build(names: Sequence[str], chosen: Any, data: bytes, target: str, is_ptx: bool) -> Build:
     read = {} if is_ptx else read_cubin(data).functions
     entries, symbols = {}, {}
-    for offered in kernel.function_names:
+    for offered in names:
         spec = chosen.functions.get(offered)
         if spec is None:
             continue

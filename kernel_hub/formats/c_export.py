@@ -18,7 +18,7 @@ from ..kernel import Kernel
 from ..manifest import Collection, find_collection
 from . import _c_folder, carray
 from ._c_dispatch import render_dispatcher
-from ._c_images import Build, of_collection, of_kernel, of_source
+from ._c_images import Build, of_collection, of_image, of_kernel, of_source
 from ._c_source import c_name, render_plain
 from ._c_text import checked_prefix
 from ._c_triton import render_triton
@@ -215,9 +215,7 @@ def _configurations(
 
 def _of_source(source: Any, name: str, options: _Options) -> Iterable[dict[str, str]]:
     if isinstance(source, TritonFunction):
-        kernel = source._kernel
-        assert isinstance(kernel, Kernel)
-        builds = of_kernel(name, kernel, options.archs)
+        builds = of_image(name, source._loader._image, [source.name], options.archs)
         yield render_triton(name, [(build, source) for build in builds], **options.text)
     elif isinstance(source, (str, os.PathLike)):
         yield from _of_path(Path(source), name, options)

@@ -12,7 +12,7 @@ import pytest
 from cli_run import Run
 from fakecuda import FakeCuda
 
-from kernel_hub import _native, driver
+from kernel_hub import Kernel, _native, driver
 from kernel_hub.cli import doctor
 from kernel_hub.errors import CubinNotFoundError
 
@@ -138,3 +138,37 @@ def test_the_loaded_file_is_read_from_the_map(tmp_path: Path) -> None:
     )
     assert doctor.loaded_file("libcuda.so.1", maps) == "/usr/lib/libcuda.so.580.1"
     assert doctor.loaded_file("libcuda.so.1", tmp_path / "none") is None
+
+
+def test_a_cache_folder_that_is_not_used(
+    fakecuda: FakeCuda, kernel_hub_cli: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache/ptx").symlink_to(tmp_path / "elsewhere")
+    monkeypatch.setenv("KERNEL_HUB_CACHE", str(tmp_path / "cache"))
+    ran = kernel_hub_cli("doctor")
+    assert ran.code == 0
+    assert f"note: the cache folder {tmp_path / 'cache'} is not used" in ran.out
+    assert json.loads(kernel_hub_cli("doctor", "--json").out)["cache"]["problem"]
+    monkeypatch.setenv("KERNEL_HUB_CACHE", "0")
+    assert json.loads(kernel_hub_cli("doctor", "--json").out)["cache"]["folder"] == "off"
+
+
+def test_loaded_images_and_why(fakecuda: FakeCuda, kernel_hub_cli: Run) -> None:
+    assert not doctor.examine().loaded
+    kernel = Kernel("launch_probe")
+    kernel.launch_probe_5.load()
+    (loaded,) = doctor.examine().loaded
+    assert loaded["num_kernels"] == 1 and loaded["why"] == "in use"
+    assert "launch_probe" in kernel_hub_cli("doctor").out
+    del kernel
+    (loaded,) = doctor.examine().loaded
+    assert loaded["num_kernels"] == 0 and "shipped" in loaded["why"]
+
+
+def test_why_the_c_launcher_is_not_used(
+    fakecuda: FakeCuda, kernel_hub_cli: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(_native.VARIABLE, "0")
+    assert "note: the C launcher is not used: KERNEL_HUB_NATIVE=0" in kernel_hub_cli("doctor").out

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from private import private_folder
+
 HERE = Path(__file__).parent
 _KINDS = ("contexts", "streams", "events", "pools", "libraries")
 
@@ -29,9 +31,7 @@ def build(*defines: str) -> Path:
     digest = hashlib.sha256(repr(defines).encode())
     for path in [*sources, HERE / "fake_cuda.h"]:
         digest.update(path.read_bytes())
-    folder = Path(tempfile.gettempdir()) / f"kernel_hub_fakecuda_{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    library = folder / f"libcuda_{digest.hexdigest()[:16]}.so"
+    library = private_folder("fakecuda") / f"libcuda_{digest.hexdigest()[:16]}.so"
     if library.exists():
         return library
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")

@@ -88,10 +88,11 @@ static void configure(void) {
     }
 }
 
-// FAKECUDA_AT=cuLibraryLoadData=abort: what this process comes to there (abort, kill, hang, code).
+// FAKECUDA_AT=cuLibraryLoadData=abort: what this process comes to there (abort, kill, int, hang, code).
 static CUresult come_to_an_end(void) {
     if (!strcmp(fatal_end, "abort")) abort();
     if (!strcmp(fatal_end, "kill")) raise(SIGKILL);
+    if (!strcmp(fatal_end, "int")) raise(SIGINT);
     while (!strcmp(fatal_end, "hang")) pause();
     return (CUresult)atoi(fatal_end);
 }

@@ -164,7 +164,7 @@ def test_unloading_disarms_and_the_next_launch_arms_again(
     f = armed("3.9.0")
     run = f[(4,)]
     run(*GOOD)
-    f._kernel.unload()  # type: ignore[attr-defined]
+    f._loader.unload({}, f._inner._forget)
     assert fakecuda.live("libraries") == 0
     run(*GOOD)
     assert fakecuda.live("libraries") == 1

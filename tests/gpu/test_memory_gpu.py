@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kernel_hub import _dtypes, _pool, driver
+from kernel_hub import _block, _dtypes, driver
 from kernel_hub.errors import CudaDriverError, DeviceOutOfMemoryError, TensorError
 from kernel_hub.memory import DeviceArray, memory_stats, trim
 
@@ -182,7 +182,7 @@ def test_torch_graph_capture(torch: Any) -> None:
         doomed._record_use(stream)
         del doomed  # queued: freeing would end the capture
         del plain  # freed at once: its own stream does not capture
-        pending.append(len(_pool._pending))
+        pending.append(len(_block.pending))
         with pytest.raises(CudaDriverError, match="before the capture begins"):
             DeviceArray.empty(16)
         # On a stream that does not capture everything goes on, and the capture survives it.

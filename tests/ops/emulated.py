@@ -10,12 +10,12 @@ import os
 import platform
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from private import private_folder
 
 from kernel_hub._nvcc import find_nvcc
 from kernel_hub.errors import KernelHubError
@@ -64,8 +64,7 @@ def build(cubin: str) -> ctypes.CDLL:
     for path in [source, *sorted((ROOT / "csrc/include").rglob("*")), *sorted(EMULATOR.rglob("*"))]:
         if path.is_file():
             digest.update(path.read_bytes())
-    folder = Path(tempfile.gettempdir()) / f"kernel_hub_emulated_{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    folder = private_folder("emulated")
     library = folder / f"{cubin}_{digest.hexdigest()[:16]}.so"
     with open(folder / f"{cubin}.lock", "w") as lock:  # one process compiles, the others wait
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -82,7 +82,7 @@ def _find(function: KernelFunction, name: KernelName, device: int) -> Reader:
             f"{name} takes parameters of {sizes} bytes, not one struct of {known}: it was built by "
             "another version of TensorRT-LLM"
         )
-    image = function._kernel.image(device)
+    image = function._loader.image(device)
     if image_kind(image) != "cubin":
         raise ParamsError(
             f"{name}: {len(fitting)} structs of {sizes[0]} bytes are known, and only machine code "

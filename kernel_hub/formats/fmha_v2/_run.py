@@ -50,8 +50,8 @@ class Attention:
             driver = _driver.get()
             stream = tensors.stream_handle(self._stream, self._device)
             asked = f"setting the tile counter of {self.name} to 0"
-            with driver.on_device(self._device):
-                driver.call("cuMemsetD8Async", self._counter.ptr, 0, 4, stream, asked=asked)
+            call = "cuMemsetD8Async", self._counter.ptr, 0, 4, stream
+            driver.run(self._device, call, asked=asked, relaxed=False)
         self._launch()
         return self.out
 

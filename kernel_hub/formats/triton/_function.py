@@ -86,7 +86,7 @@ class TritonFunction(KernelFunction):
         launch = names["launch"]
         launch.__qualname__ = spec.name  # Python's own errors about arguments show it
         self = cls(launch)
-        self._inner, self._kernel, self._lock = function, function._kernel, function._lock
+        self._inner, self._loader, self._lock = function, function._loader, function._lock
         self.metadata, self.arguments = metadata, arguments
         self.constexprs = dict(constexprs or {})
         self.grid = grid
@@ -200,12 +200,13 @@ class TritonFunction(KernelFunction):
             if not native.arm(state, dtypes, tensors.loaded_torch(), getter, fixed):
                 return
             # Who holds a launcher of f[grid] holds its names, and with them what C points to.
-            names["native"], names["call"] = _Armed(native, names), native.call
+            call = native.callable()
+            names["native"], names["call"] = _Armed(native, names), call
             state.bounds.add(names["native"])
             if self._native is None:
                 self._native = native
                 self._grids.clear()
-                self.__setstate__((native.call, (), {}, self.__dict__))  # type: ignore[attr-defined]
+                self.__setstate__((call, (), {}, self.__dict__))  # type: ignore[attr-defined]
 
     def _state(self, device: int, stream: Any) -> DeviceFunction:
         return self._inner._state(device, stream)

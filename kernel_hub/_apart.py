@@ -1,0 +1,51 @@
+"""Running a function in a short-lived thread of its own, which Ctrl-C does not reach.
+
+Python runs signal handlers in the main thread, between any two bytecodes. What must be done whole,
+or not at all, is done in another: its capture mode and its context are its own too.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+_local = threading.local()
+
+
+def run(function: Callable[..., T], *args: Any) -> T:
+    """`function(*args)` in a thread of its own; returns what it returns, raises what it raises.
+
+    Ctrl-C is raised here at once, and the thread goes on to its end: what the function does must be
+    found by whoever asks again. A process that ends waits for it.
+    """
+    if getattr(_local, "is_apart", False):
+        return function(*args)
+    context = contextvars.copy_context()
+    result: list[T] = []
+    failure: list[BaseException] = []
+    done = threading.Lock()
+    done.acquire()
+
+    def work() -> None:
+        _local.is_apart = True
+        try:
+            result.append(context.run(function, *args))
+        except BaseException as error:  # noqa: BLE001 - it is the caller's
+            failure.append(error)
+        finally:
+            done.release()
+
+    try:
+        threading.Thread(target=work, name="kernel_hub").start()
+    except RuntimeError:  # the interpreter is ending, or the system has no thread to give
+        return function(*args)
+    done.acquire()
+    if failure:
+        try:
+            raise failure[0]
+        finally:
+            failure.clear()  # its traceback holds this frame
+    return result[0]

@@ -1,0 +1,163 @@
+"""Ctrl-C at any moment: nothing is left relaxed, pushed, loaded or allocated, and work goes on."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from fakecuda import FakeCuda
+from fakecuda.helpers import BLOCK, GRID, PROBE_CUBIN, make_stream
+from lots import Lots
+
+from kernel_hub import DeviceArray, Kernel, _apart, driver, loaded_images, memory_stats
+from kernel_hub.memory import trim
+
+pytestmark = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timer signals here")
+IMAGE = PROBE_CUBIN.read_bytes()
+
+
+@pytest.fixture
+def interrupted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Callable[[float, Callable[[], Any]], bool]]:
+    """`interrupted(seconds, work)`: whether KeyboardInterrupt ended `work`, that long after its
+    start; one that comes later than its end is caught too."""
+
+    def ring(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    # Ctrl-C in a finaliser is shown and lost; pytest would keep what it was about alive.
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+    before = signal.signal(signal.SIGALRM, ring)
+
+    def run(seconds: float, work: Callable[[], Any]) -> bool:
+        try:
+            try:
+                signal.setitimer(signal.ITIMER_REAL, seconds)
+                work()
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+        except KeyboardInterrupt:
+            return True
+        return False
+
+    yield run
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def settled() -> None:
+    """Threads of ours are at their end, garbage is collected."""
+    time.sleep(0.1)
+    while any(
+        thread.name == "kernel_hub" and thread.is_alive() for thread in threading.enumerate()
+    ):
+        time.sleep(0.01)
+    gc.collect()
+
+
+def check_thread(fake: FakeCuda, lots: Lots) -> None:
+    mode = ctypes.c_int(0)
+    driver.get().call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+    assert mode.value == 0, f"left in capture mode {mode.value}: {lots}"
+    assert fake.context_depth <= 1, f"a context stayed pushed: {lots}"
+
+
+@pytest.mark.parametrize("latency", [0, 20])
+@pytest.mark.parametrize("turn", range(3))
+def test_allocations_and_copies(
+    fakecuda: FakeCuda,
+    interrupted: Callable[[float, Callable[[], Any]], bool],
+    latency: int,
+    turn: int,
+) -> None:
+    lots = Lots("interrupted arrays", turn, latency)
+    for call in ("cuMemAllocFromPoolAsync", "cuMemFreeAsync", "cuMemcpyHtoDAsync_v2"):
+        fakecuda.set_latency(call, latency)
+    host = np.arange(300, dtype=np.float32)
+    stream = make_stream()
+    DeviceArray.zeros(4).free()
+
+    def work() -> None:
+        for _ in range(lots.randrange(1, 5)):
+            array = DeviceArray.from_numpy(host, stream=lots.choice([None, stream]))
+            assert (array.to_numpy() == host).all()
+            DeviceArray.zeros(100)
+            if lots.random() < 0.5:
+                array.free()
+            memory_stats()
+
+    came = 0
+    for _ in range(800):
+        came += interrupted(lots.uniform(2e-6, 4e-4), work)
+        check_thread(fakecuda, lots)
+    assert came > 100
+    settled()
+    assert memory_stats().live_arrays == 0, lots
+    assert fakecuda.live_allocations == 0, lots
+    assert fakecuda.live("pools") == 1
+
+
+@pytest.mark.parametrize("turn", range(3))
+def test_loads(
+    fakecuda: FakeCuda, interrupted: Callable[[float, Callable[[], Any]], bool], turn: int
+) -> None:
+    lots = Lots("interrupted loads", turn)
+    for call in ("cuLibraryLoadData", "cuKernelGetFunction", "cuFuncLoad", "cuLibraryUnload"):
+        fakecuda.set_latency(call, 30)
+    params = [DeviceArray.zeros(8)] * 3 + [ctypes.c_int(5), ctypes.c_float(0.5)]
+
+    def work() -> None:
+        kernel = Kernel(IMAGE)
+        kernel.launch_probe_5(GRID, BLOCK, 0, 0, params)
+        if lots.random() < 0.3:
+            kernel.unload()
+
+    came = 0
+    for _ in range(400):
+        came += interrupted(lots.uniform(5e-5, 3e-3), work)
+        check_thread(fakecuda, lots)
+    assert came > 50
+    settled()
+    kernel = Kernel(IMAGE)
+    before = fakecuda.launch_count
+    kernel.launch_probe_5(GRID, BLOCK, 0, 0, params)
+    assert fakecuda.launch_count == before + 1
+    assert [image.num_kernels for image in loaded_images()] == [1], lots
+    del kernel
+    trim()
+    assert loaded_images() == [] and fakecuda.live("libraries") == 0, lots
+    assert fakecuda.live("contexts") <= 1
+
+
+def test_apart_gives_what_the_function_gives() -> None:
+    assert _apart.run(lambda a: a + 1, 2) == 3
+    assert _apart.run(threading.get_ident) != threading.get_ident()
+    inner = _apart.run(lambda: (threading.get_ident(), _apart.run(threading.get_ident)))
+    assert inner[0] == inner[1]
+    with pytest.raises(ZeroDivisionError):
+        _apart.run(lambda: 1 / 0)
+
+
+def test_an_interrupted_function_goes_on_to_its_end(
+    interrupted: Callable[[float, Callable[[], Any]], bool],
+) -> None:
+    begun, may_end, ended = (threading.Event() for _ in range(3))
+
+    def work() -> None:
+        begun.set()
+        may_end.wait(10)
+        ended.set()
+
+    assert interrupted(0.05, lambda: _apart.run(work))
+    assert begun.is_set() and not ended.is_set()
+    may_end.set()
+    assert ended.wait(10)
