@@ -83,8 +83,8 @@ def launcher_source(
     add("    grid, block, shared, buffer, pack, config, values = slot")
     add(
         "    if grid is not gridDim or block is not blockDim or ("
-        "shared is not sharedMemBytes and (type(sharedMemBytes) is not int "
-        "or shared != sharedMemBytes)):"
+        "shared is not sharedMemBytes and (shared != sharedMemBytes "
+        "if type(sharedMemBytes) is int or sharedMemBytes is False else True)):"
     )
     add("        state.shape(pool, slot, gridDim, blockDim, sharedMemBytes)")
     add("    try:")
