@@ -129,7 +129,7 @@ class Library:
             raise self.driver.error("cuLibraryGetGlobal", code, f"finding {name}")
         return address.value, size.value
 
-    def read_params(self, kernel: int) -> tuple[Param, ...]:
+    def read_params(self, kernel: int, device: int) -> tuple[Param, ...]:
         """Sizes and offsets from the driver, for images only it can read."""
         if not self.driver.has("cuKernelGetParamInfo"):
             raise CubinCorruptError(
@@ -138,16 +138,17 @@ class Library:
             )
         found: list[Param] = []
         offset, size = c_size_t(), c_size_t()
-        while True:
-            code = self.driver.try_call(
-                "cuKernelGetParamInfo", kernel, len(found), byref(offset), byref(size)
-            )
-            if code == 1:  # past the last one
-                self.driver.take_log()
-                return tuple(found)
-            if code:
-                raise self.driver.error("cuKernelGetParamInfo", code)
-            found.append(Param.make(len(found), None, None, size.value, offset.value))
+        with self.driver.on_device(device):
+            while True:
+                code = self.driver.try_call(
+                    "cuKernelGetParamInfo", kernel, len(found), byref(offset), byref(size)
+                )
+                if code == 1:  # past the last one
+                    self.driver.take_log()
+                    return tuple(found)
+                if code:
+                    raise self.driver.error("cuKernelGetParamInfo", code)
+                found.append(Param.make(len(found), None, None, size.value, offset.value))
 
     def check_unload(self, device: int, current_stream: int) -> None:
         """Refuse an unload while the current stream captures."""
@@ -353,7 +354,7 @@ def load_function(
     except KeyError:
         known = spec
     if known.params is None:
-        known = chosen.declare(replace(known, params=library.read_params(kernel)))
+        known = chosen.declare(replace(known, params=library.read_params(kernel, device)))
     elif spec.params is not None and [p.size_bytes for p in known.params] != [
         p.size_bytes for p in spec.params
     ]:

@@ -313,6 +313,7 @@ EXPORT CUresult cuKernelGetName(const char** out, Kernel* kernel) {
 }
 EXPORT CUresult cuKernelGetParamInfo(Kernel* kernel, size_t index, size_t* offset, size_t* size) {
     ENTER_WORK("cuKernelGetParamInfo");
+    if (!fake_current()) LEAVE(INVALID_CONTEXT);  // as driver 580 does
     if (fake_kind(kernel) != KIND_KERNEL) LEAVE(INVALID_HANDLE);
     Rule* rule = rule_of(kernel->name, 0);
     int ruled = rule && rule->num_params >= 0;

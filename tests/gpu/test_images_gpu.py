@@ -109,7 +109,7 @@ def test_fatbins_with_ptx_alone(mode: str, compile_cuda: Compile, cache: Path) -
         compile_cuda(DATA / "tiny.cu", *flags, suffix=".fatbin"), ["add"], signatures=ADD
     )
     check_add(kernel)
-    assert "PTX" in repr(kernel._libraries[0][1].label)
+    assert "PTX" in repr(kernel._loader._held[0].chosen.label)
     assert len(list(cache.iterdir())) == 1
 
 
