@@ -20,7 +20,8 @@
 //
 // New tokens are written to the cache by the worker whose units hold their place, before it
 // reads them; nobody else reads them. (Blocks of rows of the same head each write them, the same
-// bytes.)
+// bytes.) Keys and values on pages that are not there count as zeros, and new tokens there or past
+// the end of the cache are dropped.
 //
 // Shared memory: for each warp a ring of kSlots slots of kTile rows, keys and values in turn,
 // filled by cp.async, 16-byte chunks swizzled; the queries. The ring is the warps' merge buffer at
@@ -78,6 +79,7 @@ __device__ __forceinline__ void attend(const Args& args, const Segment& segment,
     loader.ring = ring;
     loader.slot = 0;
     loader.lane_idx = lane_idx;
+    loader.is_outside = false;
     loader.look_up();
 
     // Start the first tiles, and write queries and new tokens: in this order, so that the copies
@@ -229,6 +231,7 @@ __device__ __forceinline__ void attend(const Args& args, const Segment& segment,
         slot = slot + 1 == kSlots ? 0 : slot + 1;
     }
     cp_async_wait<0>();
+    report_if(args.flag, loader.is_outside, kPagesOutside);
     __syncthreads();
     write_segment<Config>(args, segment, sums, scale_log2, reinterpret_cast<float*>(shared));
 }
@@ -246,6 +249,8 @@ __device__ __forceinline__ void decode_attention(const Args& args) {
     }
     const int row_blocks = (args.rows() + Config::kRows - 1) / Config::kRows;
     const Extent extent = work.extent_of(place.batch_idx);
+    const bool has_no_angle = args.cos != nullptr && extent.length > args.max_position;
+    report_if(args.flag, (extent.is_outside || has_no_angle) && threadIdx.x == 0, kLengthsOutside);
     const int count = extent.num_units / place.num_splits;
     const int rest = extent.num_units % place.num_splits;
     Segment segment;
@@ -264,7 +269,7 @@ __device__ __forceinline__ void decode_attention(const Args& args) {
                                 MIN_BLOCKS)                                                     \
     extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS)                               \
     decode_attention_##DTYPE##_hdim##HEAD_DIM##FLAGS(                                           \
-        T* out, float* lse, float* partial_out, float* partial_lse, CACHE* k_cache,             \
+        T* out, float* lse, float* partial_out, float* partial_lse, int* flag, CACHE* k_cache,  \
         CACHE* v_cache, const T* q, const T* k, const T* v, const int* cache_seqlens,           \
         const int* block_table, const void* cos, const void* sin, const T* qkv_bias,            \
         const float* k_scale, const float* v_scale, const float* alibi_slopes,                  \
@@ -276,15 +281,15 @@ __device__ __forceinline__ void decode_attention(const Args& args) {
         int64_t v_cache_page_stride, int64_t v_cache_token_stride, int64_t v_cache_head_stride, \
         int64_t block_table_stride, int64_t table_stride, int64_t alibi_batch_stride,           \
         int batch_size, int seqlen_q, int num_heads, int num_kv_heads, int head_dim,            \
-        int page_size, int max_tokens, int rotary_dim, int max_position, int table_bytes,       \
-        int is_interleaved, int is_vectorised, int num_splits, int parallel, int window_left,   \
-        float softmax_scale, float softcap) {                                                   \
+        int num_pages, int page_size, int max_tokens, int rotary_dim, int max_position,         \
+        int table_bytes, int is_interleaved, int is_vectorised, int num_splits, int parallel,   \
+        int window_left, float softmax_scale, float softcap) {                                  \
         using Config = kernel_hub::DecodeConfig<T, CACHE, HEAD_DIM, TILE, SLOTS, ROW_TILES>;    \
         const kernel_hub::DecodeArgs<T, CACHE> args = {out,                                     \
                                                        lse,                                     \
                                                        partial_out,                             \
                                                        partial_lse,                             \
-                                                                                                \
+                                                       flag,                                    \
                                                        k_cache,                                 \
                                                        v_cache,                                 \
                                                        q,                                       \
@@ -324,6 +329,7 @@ __device__ __forceinline__ void decode_attention(const Args& args) {
                                                        num_heads,                               \
                                                        num_kv_heads,                            \
                                                        head_dim,                                \
+                                                       num_pages,                               \
                                                        page_size,                               \
                                                        max_tokens,                              \
                                                        rotary_dim,                              \

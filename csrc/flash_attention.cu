@@ -9,6 +9,8 @@
 // Parallelisation: a block owns kBlockM queries of one head and walks its keys kBlockN at a time,
 // from the last to the first (the masked ones come first); a warp owns kRowTiles x 16 of the rows.
 // Every fragment of K and V that a warp reads from shared memory feeds kRowTiles matrix products.
+// A sequence whose cu_seqlens fall or lie outside has no rows; keys and values on pages that are
+// not there are zeros.
 // gridDim.x counts tiles: groups of `heads_a_group` (batch, head) pairs, in a group the row blocks
 // from the last to the first (the longest first, where causal), in a row block the heads.
 //
@@ -57,13 +59,10 @@ __device__ __forceinline__ void flash_attention(const AttentionParams<T>& params
     const Tile tile = find_tile(params, kBlockM);
 
     // Find the sequence, and leave where it has no such rows.
-    Rows queries = find_rows(params.cu_seqlens_q, params.seqlen_q, tile.batch_idx);
+    Rows queries, keys;
+    find_sequence(params, tile.batch_idx, queries, keys);
     if (tile.first_row >= queries.seqlen) {
         return;
-    }
-    Rows keys = find_rows(params.cu_seqlens_k, params.seqlen_k, tile.batch_idx);
-    if (params.cache_seqlens) {
-        keys.seqlen = max(0, min(keys.seqlen, params.cache_seqlens[tile.batch_idx]));
     }
     queries.start = warp_uniform(queries.start);
     keys.start = warp_uniform(keys.start);
@@ -128,7 +127,7 @@ __device__ __forceinline__ void flash_attention(const AttentionParams<T>& params
         q_tile, seqlen_q - tile.first_row - thread_row, num_cols, params.is_aligned, [&](int) {
             const T* here = q;
             q += Shape::kRowStep * params.q_strides.token;
-            return here;
+            return RowPlace<T>{here, true};
         });
     if (n >= block_begin) {
         if constexpr (kHasPlaces) {
@@ -333,21 +332,24 @@ __device__ __forceinline__ void flash_attention(const AttentionParams<T>& params
 }  // namespace kernel_hub
 
 // clang-format off: it would give each of the parameters a line.
+// NOTE: total_q, total_k and num_pages stand behind is_aligned: in other places, ptxas spills a
+// register of hdim128 (sm_90).
 #define EXPORT_FLASH_ATTENTION(DTYPE, T, NAME, HEAD_DIM, BLOCK_M, BLOCK_N, WARPS, STAGES, HOLD_Q, \
                                MIN_BLOCKS, VARIANT)                                               \
     extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)                          \
     flash_attention_##DTYPE##_##NAME(                                                             \
-        T* out, float* lse, const T* q, const T* k, const T* v, const int* cu_seqlens_q,          \
-        const int* cu_seqlens_k, const int* cache_seqlens, const int* block_table,                \
-        const float* alibi_slopes, int64_t out_batch_stride, int64_t out_token_stride,            \
-        int64_t out_head_stride, int64_t lse_batch_stride, int64_t lse_head_stride,               \
+        T* out, float* lse, int* flag, const T* q, const T* k, const T* v,                        \
+        const int* cu_seqlens_q, const int* cu_seqlens_k, const int* cache_seqlens,               \
+        const int* block_table, const float* alibi_slopes, int64_t out_batch_stride,              \
+        int64_t out_token_stride, int64_t out_head_stride, int64_t lse_batch_stride, int64_t lse_head_stride,               \
         int64_t q_batch_stride, int64_t q_token_stride, int64_t q_head_stride,                    \
         int64_t k_batch_stride, int64_t k_token_stride, int64_t k_head_stride,                    \
         int64_t v_batch_stride, int64_t v_token_stride, int64_t v_head_stride,                    \
         int64_t block_table_stride, int64_t alibi_batch_stride, int num_batch_heads,              \
         int heads_a_group, int num_row_blocks, int num_heads, int num_kv_heads, int head_dim,     \
         int seqlen_q, int seqlen_k, int page_size, int window_left, int window_right,             \
-        int is_aligned, float softmax_scale_log2, float softcap_log2) {                           \
+        int is_aligned, int total_q, int total_k, int num_pages, float softmax_scale_log2,        \
+        float softcap_log2) {                                                                     \
         const kernel_hub::Strides out_strides{out_batch_stride, out_token_stride,                 \
                                               out_head_stride};                                   \
         const kernel_hub::Strides q_strides{q_batch_stride, q_token_stride, q_head_stride};       \
@@ -355,12 +357,12 @@ __device__ __forceinline__ void flash_attention(const AttentionParams<T>& params
         const kernel_hub::Strides v_strides{v_batch_stride, v_token_stride, v_head_stride};       \
         kernel_hub::flash_attention<T, HEAD_DIM, BLOCK_M, BLOCK_N, WARPS, STAGES, HOLD_Q,         \
                                     kernel_hub::Variant::VARIANT>(                                \
-            {out, lse, q, k, v, cu_seqlens_q, cu_seqlens_k, cache_seqlens, block_table,           \
+            {out, lse, flag, q, k, v, cu_seqlens_q, cu_seqlens_k, cache_seqlens, block_table,     \
              alibi_slopes, out_strides, q_strides, k_strides, v_strides, lse_batch_stride,        \
              lse_head_stride, block_table_stride, alibi_batch_stride, num_batch_heads,            \
              heads_a_group, num_row_blocks, num_heads, num_kv_heads, head_dim, seqlen_q,          \
-             seqlen_k, page_size, window_left, window_right, is_aligned, softmax_scale_log2,      \
-             softcap_log2});                                                                      \
+             seqlen_k, total_q, total_k, num_pages, page_size, window_left, window_right,         \
+             is_aligned, softmax_scale_log2, softcap_log2});                                      \
     }
 // clang-format on
 

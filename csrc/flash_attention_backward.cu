@@ -42,12 +42,13 @@ namespace kernel_hub {
 
 template <typename T, typename Tiles, bool kGeneral>
 __device__ __forceinline__ void attention_backward(
-    const Heads<T>& dk, const Heads<T>& dv, float* dq_sums, int* turns, const Heads<const T>& q,
-    const Heads<const T>& k, const Heads<const T>& v, const Heads<const T>& dout, const float* lse,
-    const float* delta, const float* alibi_slopes, const int* cu_seqlens_q, const int* cu_seqlens_k,
-    const int* cache_seqlens, int64_t alibi_batch_stride, int64_t num_tiles, int num_blocks,
-    int fixed_seqlen_q, int fixed_seqlen_k, int group, int heads_a_block, int head_dim,
-    int window_left, int window_right, bool is_aligned, float softmax_scale, float softcap) {
+    const Heads<T>& dk, const Heads<T>& dv, float* dq_sums, int* turns, int* flag,
+    const Heads<const T>& q, const Heads<const T>& k, const Heads<const T>& v,
+    const Heads<const T>& dout, const float* lse, const float* delta, const float* alibi_slopes,
+    const int* cu_seqlens_q, const int* cu_seqlens_k, const int* cache_seqlens,
+    int64_t alibi_batch_stride, int64_t num_tiles, int num_blocks, int seqlen_q, int seqlen_k,
+    int total_q, int total_k, int group, int heads_a_block, int head_dim, int window_left,
+    int window_right, bool is_aligned, float softmax_scale, float softcap) {
     constexpr int kBlockM = Tiles::kBlockM, kBlockN = Tiles::kBlockN, kHeadDim = Tiles::kHeadDim;
     using Rows = typename Tiles::Rows;
     using Scores = typename Tiles::Scores;
@@ -59,9 +60,9 @@ __device__ __forceinline__ void attention_backward(
     int num_iterations;
     {
         Work mine;
-        if (!find_work(mine, kBlockM, kBlockN, turns != nullptr, num_blocks, cu_seqlens_q,
-                       cu_seqlens_k, cache_seqlens, fixed_seqlen_q, fixed_seqlen_k, window_left,
-                       window_right)) {
+        if (!find_work(mine, flag, kBlockM, kBlockN, turns != nullptr, num_blocks, cu_seqlens_q,
+                       cu_seqlens_k, cache_seqlens, seqlen_q, seqlen_k, total_q, total_k,
+                       window_left, window_right)) {
             return;
         }
         num_iterations =
@@ -326,7 +327,7 @@ __device__ __forceinline__ void attention_backward(
 #define EXPORT_BACKWARD(NAME, T, GENERAL, MIN_BLOCKS, THREADS, ...)                                \
     extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)                              \
     flash_attention_backward_##NAME(                                                               \
-        T* dk, T* dv, float* dq_sums, int* turns, const T* q, const T* k, const T* v,              \
+        T* dk, T* dv, float* dq_sums, int* turns, int* flag, const T* q, const T* k, const T* v,   \
         const T* dout, const float* lse_log2, const float* delta, const float* alibi_slopes,       \
         const int* cu_seqlens_q, const int* cu_seqlens_k, const int* cache_seqlens,                \
         int64_t dk_batch_stride, int64_t dk_row_stride, int64_t dk_head_stride,                    \
@@ -336,19 +337,19 @@ __device__ __forceinline__ void attention_backward(
         int64_t v_batch_stride, int64_t v_row_stride, int64_t v_head_stride,                       \
         int64_t dout_batch_stride, int64_t dout_row_stride, int64_t dout_head_stride,              \
         int64_t alibi_batch_stride, int64_t num_tiles, int num_blocks, int seqlen_q, int seqlen_k, \
-        int group, int heads_a_block, int head_dim, int window_left, int window_right,             \
-        int is_aligned, float softmax_scale, float softcap) {                                      \
+        int total_q, int total_k, int group, int heads_a_block, int head_dim, int window_left,     \
+        int window_right, int is_aligned, float softmax_scale, float softcap) {                    \
         kernel_hub::attention_backward<T, kernel_hub::Tiles<(GENERAL) ? 32 : 64, __VA_ARGS__>,     \
                                        GENERAL>(                                                   \
             {dk, dk_batch_stride, dk_row_stride, dk_head_stride},                                  \
-            {dv, dv_batch_stride, dv_row_stride, dv_head_stride}, dq_sums, turns,                  \
+            {dv, dv_batch_stride, dv_row_stride, dv_head_stride}, dq_sums, turns, flag,            \
             {q, q_batch_stride, q_row_stride, q_head_stride},                                      \
             {k, k_batch_stride, k_row_stride, k_head_stride},                                      \
             {v, v_batch_stride, v_row_stride, v_head_stride},                                      \
             {dout, dout_batch_stride, dout_row_stride, dout_head_stride}, lse_log2, delta,         \
             alibi_slopes, cu_seqlens_q, cu_seqlens_k, cache_seqlens, alibi_batch_stride,           \
-            num_tiles, num_blocks, seqlen_q, seqlen_k, group, heads_a_block, head_dim,             \
-            window_left, window_right, is_aligned, softmax_scale, softcap);                        \
+            num_tiles, num_blocks, seqlen_q, seqlen_k, total_q, total_k, group, heads_a_block,     \
+            head_dim, window_left, window_right, is_aligned, softmax_scale, softcap);              \
     }
 
 // NAME, threads, then the numbers of kernel_hub::Tiles (kernel_hub/ops/_flash_attention_backward.py

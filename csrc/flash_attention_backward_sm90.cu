@@ -91,69 +91,74 @@ __device__ __forceinline__ void attention_backward_sm90(
 
 }  // namespace kernel_hub
 
-#define EXPORT_BACKWARD(NAME, T, HEAD_DIM, BLOCK_M)                                               \
-    extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward_sm90_##NAME(    \
-        T* dk, T* dv, float* dq_sums, int* turns, const __grid_constant__ CUtensorMap q,          \
-        const __grid_constant__ CUtensorMap k, const __grid_constant__ CUtensorMap v,             \
-        const __grid_constant__ CUtensorMap dout, const float* lse_log2, const float* delta,      \
-        const int* cu_seqlens_q, const int* cu_seqlens_k, const int* cache_seqlens,               \
-        int64_t dk_batch_stride, int64_t dk_row_stride, int64_t dk_head_stride,                   \
-        int64_t dv_batch_stride, int64_t dv_row_stride, int64_t dv_head_stride,                   \
-        int64_t num_blocks_q, int num_blocks, int num_pairs, int pairs_a_group, int seqlen_q,     \
-        int seqlen_k, int num_heads, int group, int heads_a_block, int head_dim, int window_left, \
-        int window_right, float softmax_scale) {                                                  \
-        kernel_hub::attention_backward_sm90<kernel_hub::BackwardConfig<T, HEAD_DIM, BLOCK_M>>(    \
-            {{dk, dk_batch_stride, dk_row_stride, dk_head_stride},                                \
-             {dv, dv_batch_stride, dv_row_stride, dv_head_stride},                                \
-             dq_sums,                                                                             \
-             turns,                                                                               \
-             &q,                                                                                  \
-             &k,                                                                                  \
-             &v,                                                                                  \
-             &dout,                                                                               \
-             lse_log2,                                                                            \
-             delta,                                                                               \
-             cu_seqlens_q,                                                                        \
-             cu_seqlens_k,                                                                        \
-             cache_seqlens,                                                                       \
-             num_blocks_q,                                                                        \
-             num_blocks,                                                                          \
-             num_pairs,                                                                           \
-             pairs_a_group,                                                                       \
-             seqlen_q,                                                                            \
-             seqlen_k,                                                                            \
-             num_heads,                                                                           \
-             group,                                                                               \
-             heads_a_block,                                                                       \
-             head_dim,                                                                            \
-             window_left,                                                                         \
-             window_right,                                                                        \
-             softmax_scale});                                                                     \
+#define EXPORT_BACKWARD(NAME, T, HEAD_DIM, BLOCK_M)                                             \
+    extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward_sm90_##NAME(  \
+        T* dk, T* dv, float* dq_sums, int* turns, int* flag,                                    \
+        const __grid_constant__ CUtensorMap q, const __grid_constant__ CUtensorMap k,           \
+        const __grid_constant__ CUtensorMap v, const __grid_constant__ CUtensorMap dout,        \
+        const float* lse_log2, const float* delta, const int* cu_seqlens_q,                     \
+        const int* cu_seqlens_k, const int* cache_seqlens, int64_t dk_batch_stride,             \
+        int64_t dk_row_stride, int64_t dk_head_stride, int64_t dv_batch_stride,                 \
+        int64_t dv_row_stride, int64_t dv_head_stride, int64_t num_blocks_q, int num_blocks,    \
+        int num_pairs, int pairs_a_group, int seqlen_q, int seqlen_k, int total_q, int total_k, \
+        int num_heads, int group, int heads_a_block, int head_dim, int window_left,             \
+        int window_right, float softmax_scale) {                                                \
+        kernel_hub::attention_backward_sm90<kernel_hub::BackwardConfig<T, HEAD_DIM, BLOCK_M>>(  \
+            {{dk, dk_batch_stride, dk_row_stride, dk_head_stride},                              \
+             {dv, dv_batch_stride, dv_row_stride, dv_head_stride},                              \
+             dq_sums,                                                                           \
+             turns,                                                                             \
+             flag,                                                                              \
+             &q,                                                                                \
+             &k,                                                                                \
+             &v,                                                                                \
+             &dout,                                                                             \
+             lse_log2,                                                                          \
+             delta,                                                                             \
+             cu_seqlens_q,                                                                      \
+             cu_seqlens_k,                                                                      \
+             cache_seqlens,                                                                     \
+             num_blocks_q,                                                                      \
+             num_blocks,                                                                        \
+             num_pairs,                                                                         \
+             pairs_a_group,                                                                     \
+             seqlen_q,                                                                          \
+             seqlen_k,                                                                          \
+             total_q,                                                                           \
+             total_k,                                                                           \
+             num_heads,                                                                         \
+             group,                                                                             \
+             heads_a_block,                                                                     \
+             head_dim,                                                                          \
+             window_left,                                                                       \
+             window_right,                                                                      \
+             softmax_scale});                                                                   \
     }
 
-#define EXPORT_ROWS(NAME, T, HEAD_DIM, BLOCK_M)                                                 \
-    extern "C" __global__ void __launch_bounds__(128)                                           \
-    flash_attention_backward_sm90_##NAME##_delta(                                               \
-        float* delta, float* lse_log2, float* dq_sums, int* turns, const T* out, const T* dout, \
-        const float* lse, const int* cu_seqlens_q, int64_t out_batch_stride,                    \
-        int64_t out_row_stride, int64_t out_head_stride, int64_t dout_batch_stride,             \
-        int64_t dout_row_stride, int64_t dout_head_stride, int64_t lse_batch_stride,            \
-        int64_t lse_head_stride, int64_t num_blocks_q, int num_tiles, int seqlen_q,             \
-        int head_dim) {                                                                         \
-        kernel_hub::attention_delta_sm90<T, HEAD_DIM, BLOCK_M>(                                 \
-            delta, lse_log2, dq_sums, turns,                                                    \
-            {out, out_batch_stride, out_row_stride, out_head_stride},                           \
-            {dout, dout_batch_stride, dout_row_stride, dout_head_stride}, lse, cu_seqlens_q,    \
-            lse_batch_stride, lse_head_stride, num_blocks_q, num_tiles, seqlen_q, head_dim);    \
-    }                                                                                           \
-    extern "C" __global__ void __launch_bounds__(128)                                           \
-    flash_attention_backward_sm90_##NAME##_convert(                                             \
-        T* dq, const float* dq_sums, const int* cu_seqlens_q, int64_t dq_batch_stride,          \
-        int64_t dq_row_stride, int64_t dq_head_stride, int64_t num_blocks_q, int num_tiles,     \
-        int seqlen_q, int head_dim, float softmax_scale) {                                      \
-        kernel_hub::attention_convert_sm90<T, HEAD_DIM, BLOCK_M>(                               \
-            {dq, dq_batch_stride, dq_row_stride, dq_head_stride}, dq_sums, cu_seqlens_q,        \
-            num_blocks_q, num_tiles, seqlen_q, head_dim, softmax_scale);                        \
+#define EXPORT_ROWS(NAME, T, HEAD_DIM, BLOCK_M)                                                  \
+    extern "C" __global__ void __launch_bounds__(128)                                            \
+    flash_attention_backward_sm90_##NAME##_delta(                                                \
+        float* delta, float* lse_log2, float* dq_sums, int* turns, int* flag, const T* out,      \
+        const T* dout, const float* lse, const int* cu_seqlens_q, int64_t out_batch_stride,      \
+        int64_t out_row_stride, int64_t out_head_stride, int64_t dout_batch_stride,              \
+        int64_t dout_row_stride, int64_t dout_head_stride, int64_t lse_batch_stride,             \
+        int64_t lse_head_stride, int64_t num_blocks_q, int num_tiles, int seqlen_q, int total_q, \
+        int head_dim) {                                                                          \
+        kernel_hub::attention_delta_sm90<T, HEAD_DIM, BLOCK_M>(                                  \
+            delta, lse_log2, dq_sums, turns, flag,                                               \
+            {out, out_batch_stride, out_row_stride, out_head_stride},                            \
+            {dout, dout_batch_stride, dout_row_stride, dout_head_stride}, lse, cu_seqlens_q,     \
+            lse_batch_stride, lse_head_stride, num_blocks_q, num_tiles, seqlen_q, total_q,       \
+            head_dim);                                                                           \
+    }                                                                                            \
+    extern "C" __global__ void __launch_bounds__(128)                                            \
+    flash_attention_backward_sm90_##NAME##_convert(                                              \
+        T* dq, const float* dq_sums, const int* cu_seqlens_q, int64_t dq_batch_stride,           \
+        int64_t dq_row_stride, int64_t dq_head_stride, int64_t num_blocks_q, int num_tiles,      \
+        int seqlen_q, int total_q, int head_dim, float softmax_scale) {                          \
+        kernel_hub::attention_convert_sm90<T, HEAD_DIM, BLOCK_M>(                                \
+            {dq, dq_batch_stride, dq_row_stride, dq_head_stride}, dq_sums, cu_seqlens_q,         \
+            num_blocks_q, num_tiles, seqlen_q, total_q, head_dim, softmax_scale);                \
     }
 
 #define EXPORT_VARIANT(NAME, T, HEAD_DIM, BLOCK_M) \

@@ -70,7 +70,7 @@ __device__ __forceinline__ void flash_attention(const Parameters& p) {
             const int lane_idx = threadIdx.x % 32;
             Transposer<C> transposer{p, shared, warp - 1, lane_idx};
             transposer.run();
-            if (C::kMask == Mask::kCausal || p.has_foreign_rows) {
+            if (C::kMask == Mask::kCausal || p.has_foreign_rows || p.cu_seqlens_q) {
                 write_empty_tiles<C>(p, threadIdx.x - 32);
             }
         } else if (threadIdx.x == 0) {
@@ -90,7 +90,7 @@ __device__ __forceinline__ void flash_attention(const Parameters& p) {
 #define EXPORT_FLASH_ATTENTION_FP8(HEAD_DIM, VARIANT, MASK, SCALES, CONSUMERS, BLOCK_N)            \
     extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)                         \
     flash_attention_fp8_sm90_e4m3_hdim##HEAD_DIM##_##VARIANT(                                      \
-        void* out, float* lse, const __grid_constant__ CUtensorMap q,                              \
+        void* out, float* lse, int* flag, const __grid_constant__ CUtensorMap q,                   \
         const __grid_constant__ CUtensorMap k, const __grid_constant__ CUtensorMap v,              \
         const float* q_scale, const float* k_scale, const float* v_scale, const int* cu_seqlens_q, \
         const int* cu_seqlens_k, const int* cache_seqlens, int* tile_counter,                      \
@@ -99,13 +99,15 @@ __device__ __forceinline__ void flash_attention(const Parameters& p) {
         int64_t q_scale_head_stride, int64_t q_scale_block_stride, int64_t k_scale_batch_stride,   \
         int64_t k_scale_head_stride, int64_t k_scale_block_stride, int64_t v_scale_batch_stride,   \
         int64_t v_scale_head_stride, int64_t v_scale_block_stride, int batch_size, int num_heads,  \
-        int num_kv_heads, int head_dim, int seqlen_q, int seqlen_k, int heads_a_q_scale,           \
-        int heads_a_group, int has_foreign_rows, int is_out_fp16, float softmax_scale) {           \
+        int num_kv_heads, int head_dim, int seqlen_q, int seqlen_k, int total_q, int total_k,      \
+        int heads_a_q_scale, int heads_a_group, int has_foreign_rows, int is_out_fp16,             \
+        float softmax_scale) {                                                                     \
         using C =                                                                                  \
             kernel_hub::fp8::Config<HEAD_DIM, CONSUMERS, BLOCK_N, kernel_hub::fp8::Mask::MASK,     \
                                     kernel_hub::fp8::Scales::SCALES>;                              \
         kernel_hub::fp8::flash_attention<C>({out,                                                  \
                                              lse,                                                  \
+                                             flag,                                                 \
                                              &q,                                                   \
                                              &k,                                                   \
                                              &v,                                                   \
@@ -136,6 +138,8 @@ __device__ __forceinline__ void flash_attention(const Parameters& p) {
                                              head_dim,                                             \
                                              seqlen_q,                                             \
                                              seqlen_k,                                             \
+                                             total_q,                                              \
+                                             total_k,                                              \
                                              heads_a_q_scale,                                      \
                                              heads_a_group,                                        \
                                              has_foreign_rows,                                     \

@@ -15,13 +15,13 @@
 namespace kernel_hub {
 
 template <typename T, typename C>
-__device__ __forceinline__ void grouped_linear(T* out, float* out_fp32, const T* a, const T* b,
-                                               const int* offsets, const T* bias,
+__device__ __forceinline__ void grouped_linear(T* out, float* out_fp32, int* flag, const T* a,
+                                               const T* b, const int* offsets, const T* bias,
                                                int64_t out_stride, int64_t a_stride,
                                                int64_t b_expert_stride, int64_t b_stride,
                                                int64_t bias_stride, int total_tokens, int n, int k,
                                                int num_experts, int activation) {
-    GroupedWalk<false> walk(offsets, num_experts, total_tokens, C::kBlockM,
+    GroupedWalk<false> walk(offsets, flag, num_experts, total_tokens, C::kBlockM,
                             (n + kBlockN - 1) / kBlockN, kRasterGroup);
     Place place;
     if (!walk.find(blockIdx.x, place)) {
@@ -38,14 +38,15 @@ __device__ __forceinline__ void grouped_linear(T* out, float* out_fp32, const T*
 
 }  // namespace kernel_hub
 
-#define EXPORT_GROUPED_LINEAR(NAME, T, BLOCK_M)                                                  \
-    extern "C" __global__ void __launch_bounds__(kernel_hub::kThreads, 2) NAME(                  \
-        T* out, float* out_fp32, const T* a, const T* b, const int* offsets, const T* bias,      \
-        int64_t out_stride, int64_t a_stride, int64_t b_expert_stride, int64_t b_stride,         \
-        int64_t bias_stride, int total_tokens, int n, int k, int num_experts, int activation) {  \
-        kernel_hub::grouped_linear<T, kernel_hub::Tile<BLOCK_M>>(                                \
-            out, out_fp32, a, b, offsets, bias, out_stride, a_stride, b_expert_stride, b_stride, \
-            bias_stride, total_tokens, n, k, num_experts, activation);                           \
+#define EXPORT_GROUPED_LINEAR(NAME, T, BLOCK_M)                                                 \
+    extern "C" __global__ void __launch_bounds__(kernel_hub::kThreads, 2) NAME(                 \
+        T* out, float* out_fp32, int* flag, const T* a, const T* b, const int* offsets,         \
+        const T* bias, int64_t out_stride, int64_t a_stride, int64_t b_expert_stride,           \
+        int64_t b_stride, int64_t bias_stride, int total_tokens, int n, int k, int num_experts, \
+        int activation) {                                                                       \
+        kernel_hub::grouped_linear<T, kernel_hub::Tile<BLOCK_M>>(                               \
+            out, out_fp32, flag, a, b, offsets, bias, out_stride, a_stride, b_expert_stride,    \
+            b_stride, bias_stride, total_tokens, n, k, num_experts, activation);                \
     }
 
 EXPORT_GROUPED_LINEAR(grouped_linear_fp16_128x128, __half, 128)

@@ -38,14 +38,14 @@ struct ByExpert {
 
 template <typename T, typename C>
 __device__ __forceinline__ void grouped_linear_sm90(
-    T* out, float* out_fp32, float* partials, int* arrivals, const CUtensorMap* out_map,
+    T* out, float* out_fp32, int* flag, float* partials, int* arrivals, const CUtensorMap* out_map,
     const CUtensorMap* a_map, const CUtensorMap* b_map, const int* offsets, const T* bias,
     int64_t out_stride, int64_t bias_stride, int total_tokens, int n, int k, int num_experts,
     int activation, int group) {
     const int columns = (n + C::kWeights - 1) / C::kWeights;
     const ByExpert<T> policy{{out, out_fp32, bias, out_stride, 0, n, activation}, bias_stride};
     const auto make_walk = [&] {
-        return GroupedWalk<C::kPairs>(offsets, num_experts, total_tokens, C::kTokens, columns,
+        return GroupedWalk<C::kPairs>(offsets, flag, num_experts, total_tokens, C::kTokens, columns,
                                       group);
     };
     const bool is_aligned = ((n | out_stride) % 8 | reinterpret_cast<uint64_t>(out) % 16) == 0;
@@ -60,13 +60,13 @@ __device__ __forceinline__ void grouped_linear_sm90(
         __cluster_dims__(kernel_hub::GroupedConfig<__VA_ARGS__>::kClusterSize, 1, 1)               \
         __launch_bounds__(kernel_hub::GroupedConfig<__VA_ARGS__>::kThreads,                        \
                           kernel_hub::GroupedConfig<__VA_ARGS__>::kMinBlocks)                      \
-        NAME(T* out, float* out_fp32, float* partials, int* arrivals,                              \
+        NAME(T* out, float* out_fp32, int* flag, float* partials, int* arrivals,                   \
              const __grid_constant__ CUtensorMap out_map,                                          \
              const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map, \
              const int* offsets, const T* bias, int64_t out_stride, int64_t bias_stride,           \
              int total_tokens, int n, int k, int num_experts, int activation, int group) {         \
         kernel_hub::grouped_linear_sm90<T, kernel_hub::GroupedConfig<__VA_ARGS__>>(                \
-            out, out_fp32, partials, arrivals, &out_map, &a_map, &b_map, offsets, bias,            \
+            out, out_fp32, flag, partials, arrivals, &out_map, &a_map, &b_map, offsets, bias,      \
             out_stride, bias_stride, total_tokens, n, k, num_experts, activation, group);          \
     }
 

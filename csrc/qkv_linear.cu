@@ -19,8 +19,8 @@
 
 #define EXPORT_QKV_LINEAR(NAME, T, BLOCKS, BODY, ...)                                             \
     extern "C" __global__ void __launch_bounds__(kernel_hub::__VA_ARGS__::kThreads, BLOCKS) NAME( \
-        T* q, T* k_cache, T* v_cache, const T* a, const T* b, const T* bias, const void* cos,     \
-        const void* sin, const void* positions, const int* cache_seqlens,                         \
+        T* q, T* k_cache, T* v_cache, int* flag, const T* a, const T* b, const T* bias,           \
+        const void* cos, const void* sin, const void* positions, const int* cache_seqlens,        \
         const void* slot_mapping, const int* block_table, const int* cu_seqlens,                  \
         int64_t q_token_stride, int64_t q_head_stride, int64_t k_page_stride,                     \
         int64_t k_row_stride, int64_t k_head_stride, int64_t v_page_stride, int64_t v_row_stride, \
@@ -39,8 +39,8 @@
                                      sin,                                                         \
                                      table_stride,                                                \
                                      {positions, cache_seqlens, slot_mapping, block_table,        \
-                                      cu_seqlens, block_table_stride, batch_size, num_pages,      \
-                                      page_size, max_pages, positions_bytes, slot_bytes},         \
+                                      cu_seqlens, block_table_stride, batch_size, m, num_pages,   \
+                                      page_size, max_pages, positions_bytes, slot_bytes, flag},   \
                                      heads,                                                       \
                                      m,                                                           \
                                      num_heads,                                                   \

@@ -67,8 +67,10 @@ struct QkvEndingSm90 : QkvEnding<T> {
         BlockBoxes::Walk walk;
     };
     __device__ __forceinline__ void prepare(int row, int group, Prepared& prepared) const {
-        prepared.places[0] = this->find(row);
-        prepared.places[1] = this->find(row + 8);
+        int outside = 0;
+        prepared.places[0] = this->find(row, outside);
+        prepared.places[1] = this->find(row + 8, outside);
+        this->say(outside);
         prepared.walk = boxes.begin(16 * group);
     }
 
@@ -268,7 +270,7 @@ struct QkvEndingSm90 : QkvEnding<T> {
         __cluster_dims__(kernel_hub::Config<__VA_ARGS__>::kClusterSize, 1, 1)                      \
         __launch_bounds__(kernel_hub::Config<__VA_ARGS__>::kThreads,                               \
                           kernel_hub::Config<__VA_ARGS__>::kMinBlocks)                             \
-        NAME(T* q, T* k_cache, T* v_cache, const __grid_constant__ CUtensorMap a_map,              \
+        NAME(T* q, T* k_cache, T* v_cache, int* flag, const __grid_constant__ CUtensorMap a_map,   \
              const __grid_constant__ CUtensorMap b_map, const T* bias, const void* cos,            \
              const void* sin, const void* positions, const int* cache_seqlens,                     \
              const void* slot_mapping, const int* block_table, const int* cu_seqlens,              \
@@ -292,8 +294,8 @@ struct QkvEndingSm90 : QkvEnding<T> {
                               sin,                                                                 \
                               table_stride,                                                        \
                               {positions, cache_seqlens, slot_mapping, block_table, cu_seqlens,    \
-                               block_table_stride, batch_size, num_pages, page_size, max_pages,    \
-                               positions_bytes, slot_bytes},                                       \
+                               block_table_stride, batch_size, m, num_pages, page_size, max_pages, \
+                               positions_bytes, slot_bytes, flag},                                 \
                               {head_dim, rotary_dim, paired_dim, is_interleaved},                  \
                               m,                                                                   \
                               num_heads,                                                           \

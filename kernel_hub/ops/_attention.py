@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .core import bounds
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -43,3 +45,13 @@ class Problem:
     cu_seqlens_k: torch.Tensor | None = None
     cache_seqlens: torch.Tensor | None = None
     block_table: torch.Tensor | None = None
+
+    @property
+    def flag(self) -> torch.Tensor | None:
+        """Where launches leave what tables led outside."""
+        return bounds.flag("flash_attention", self.q)
+
+    @property
+    def totals(self) -> tuple[int, int]:
+        """The rows of q and k that cu_seqlens_q and cu_seqlens_k tell apart."""
+        return self.q.shape[0], self.k.shape[0]

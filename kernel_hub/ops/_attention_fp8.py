@@ -7,7 +7,6 @@ no other GPU does.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from typing import Any
 
 import torch
@@ -174,6 +173,7 @@ def _forward(
         # The launch checks devices and dtypes; this names them.
         checks.resolve(_OP, q, k, v, *options, dtypes=_DTYPES)
         raise
+    run.report(problem)
     return out, lse
 
 
@@ -188,14 +188,14 @@ def _dequantised(
     if scale.dim() == 1:
         return values * scale.repeat_interleave(group)[:, None]
     by_head = scale.repeat_interleave(group, 1)
-    starts = [0, *itertools.repeat(x.shape[1], x.shape[0])] if bounds is None else bounds.tolist()
+    ranges = None if bounds is None else _attention_cpu.row_ranges(bounds, x.shape[0])
     for index in range(by_head.shape[0]):
-        rows = values[index] if bounds is None else values[starts[index] : starts[index + 1]]
+        rows = values[index] if ranges is None else values[slice(*ranges[index])]
         if scale.dim() == 2:
             rows *= by_head[index][:, None]
         else:
-            tokens = by_head[index].repeat_interleave(SCALE_TOKENS, 1)[:, : rows.shape[0]]
-            rows *= tokens.transpose(0, 1)[..., None]
+            blocks = torch.arange(rows.shape[0]).clamp(max=scale.shape[2] * SCALE_TOKENS - 1)
+            rows *= by_head[index][:, blocks // SCALE_TOKENS].transpose(0, 1)[..., None]
     return values
 
 

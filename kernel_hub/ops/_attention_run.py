@@ -14,6 +14,7 @@ from . import _attention_checks as checks
 from . import _attention_cpu, _flash_attention_backward, _flash_attention_forward
 from . import _common as common
 from ._attention import Problem
+from .core import bounds
 
 # What a call's shapes, strides and options were checked and resolved to.
 _plans: dict[tuple[Any, ...], checks.Numbers] = {}
@@ -126,7 +127,14 @@ def forward(
         # The launch checks devices and dtypes; this names them.
         checks.resolve(op, q, k, v, *options)
         raise
+    report(problem)
     return out, lse
+
+
+def report(problem: Problem) -> None:
+    """Under KERNEL_HUB_DEBUG=1: raise TensorError where tables led a launch outside."""
+    if common.is_debugging():
+        bounds.report(problem.q)
 
 
 def _gradient_rows(dout: torch.Tensor) -> torch.Tensor:
@@ -167,3 +175,4 @@ def backward(
     (cuda_backward if q.is_cuda else cpu_backward)(
         problem, out, lse, _gradient_rows(dout), dq, dk, dv, deterministic=deterministic
     )
+    report(problem)

@@ -187,6 +187,7 @@ def launch(
     batch_size, head_dim = problem.batch_size, q.shape[-1]
     num_heads = q.shape[-2]
     seqlen_q, seqlen_k = problem.max_seqlen_q, problem.max_seqlen_k
+    total_q, total_k = problem.totals
     token = common.DTYPE_TOKENS[q.dtype]
 
     row_blocks = -(-seqlen_q // _TILE_ROWS)
@@ -205,9 +206,9 @@ def launch(
         common.shipped(CUBIN, f"{CUBIN}_{token}_delta")(
             rows_grid, (_ROWS_THREADS, 1, 1), 0, None,
             (
-                delta, lse_log2, sums, turns, out, dout, lse, cu_q,
+                delta, lse_log2, sums, turns, problem.flag, out, dout, lse, cu_q,
                 *_strides(out), *_strides(dout), *lse_strides, num_tiles,
-                row_blocks, seqlen_q, head_dim, padded, int(_is_aligned(out, dout)),
+                row_blocks, seqlen_q, total_q, head_dim, padded, int(_is_aligned(out, dout)),
             ),
         )  # fmt: skip
 
@@ -224,11 +225,11 @@ def launch(
             (key_blocks * batch_size, num_heads // heads_a_block, 1), (32 * tiles.warps, 1, 1),
             tiles.shared_bytes, None,
             (
-                dk, dv, sums, turns, q, k, v, dout, lse_log2, delta, slopes,
+                dk, dv, sums, turns, problem.flag, q, k, v, dout, lse_log2, delta, slopes,
                 cu_q, cu_k, problem.cache_seqlens,
                 *_strides(dk), *_strides(dv), *_strides(q), *_strides(k), *_strides(v),
                 *_strides(dout), slopes_stride,
-                num_tiles, key_blocks, seqlen_q, seqlen_k,
+                num_tiles, key_blocks, seqlen_q, seqlen_k, total_q, total_k,
                 num_heads // k.shape[-2], heads_a_block, head_dim,
                 problem.window_left, problem.window_right, int(is_aligned),
                 float(problem.softmax_scale), float(problem.softcap),
@@ -239,7 +240,7 @@ def launch(
         common.shipped(CUBIN, f"{CUBIN}_{token}_convert")(
             rows_grid, (_ROWS_THREADS, 1, 1), 0, None,
             (
-                dq, sums, cu_q, *_strides(dq), num_tiles, row_blocks, seqlen_q, head_dim, padded,
-                int(_is_aligned(dq)), float(problem.softmax_scale),
+                dq, sums, cu_q, *_strides(dq), num_tiles, row_blocks, seqlen_q, total_q, head_dim,
+                padded, int(_is_aligned(dq)), float(problem.softmax_scale),
             ),
         )  # fmt: skip

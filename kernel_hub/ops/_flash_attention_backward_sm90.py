@@ -135,6 +135,7 @@ def launch(
     cu_q, cu_k = problem.cu_seqlens_q, problem.cu_seqlens_k
     batch_size, head_dim, num_heads = problem.batch_size, q.shape[-1], q.shape[-2]
     seqlen_q, seqlen_k = problem.max_seqlen_q, problem.max_seqlen_k
+    total_q, total_k = problem.totals
     is_causal = problem.window_right >= 0
     body = choose(head_dim, seqlen_q, is_causal)
     assert body is not None
@@ -161,9 +162,9 @@ def launch(
         common.shipped(CUBIN, f"{name}_delta")(
             rows_grid, (_ROWS_THREADS, 1, 1), 0, None,
             (
-                delta, lse_log2, sums, turns, out, dout, lse, cu_q,
+                delta, lse_log2, sums, turns, problem.flag, out, dout, lse, cu_q,
                 *_strides(out), *_strides(dout), *lse_strides,
-                num_blocks_q, row_tiles, seqlen_q, head_dim,
+                num_blocks_q, row_tiles, seqlen_q, total_q, head_dim,
             ),
         )  # fmt: skip
 
@@ -179,11 +180,13 @@ def launch(
             (key_blocks * num_pairs, 1, 1), (_THREADS, 1, 1),
             body.shared_bytes, None,
             (
-                dk, dv, sums, turns, tensor_map(q, body.block_m), tensor_map(k, BLOCK_N),
+                dk, dv, sums, turns, problem.flag,
+                tensor_map(q, body.block_m), tensor_map(k, BLOCK_N),
                 tensor_map(v, BLOCK_N), tensor_map(dout, body.block_m), lse_log2, delta, cu_q, cu_k,
                 problem.cache_seqlens,
                 *_strides(dk), *_strides(dv), num_blocks_q, key_blocks, num_pairs, pairs_a_group,
-                seqlen_q, seqlen_k, num_heads, num_heads // k.shape[-2], heads_a_block, head_dim,
+                seqlen_q, seqlen_k, total_q, total_k,
+                num_heads, num_heads // k.shape[-2], heads_a_block, head_dim,
                 problem.window_left, problem.window_right, float(problem.softmax_scale),
             ),
         )  # fmt: skip
@@ -192,7 +195,7 @@ def launch(
         common.shipped(CUBIN, f"{name}_convert")(
             rows_grid, (_ROWS_THREADS, 1, 1), 0, None,
             (
-                dq, sums, cu_q, *_strides(dq), num_blocks_q, row_tiles, seqlen_q, head_dim,
-                float(problem.softmax_scale),
+                dq, sums, cu_q, *_strides(dq), num_blocks_q, row_tiles, seqlen_q, total_q,
+                head_dim, float(problem.softmax_scale),
             ),
         )  # fmt: skip

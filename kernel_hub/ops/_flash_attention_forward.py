@@ -240,6 +240,8 @@ def _plan(
         left,
         right,
         int(is_aligned),
+        *problem.totals,
+        k.shape[0] if is_paged else 1,  # pages
         problem.softmax_scale * log2e,
         problem.softcap * log2e,
     )
@@ -278,7 +280,7 @@ def forward(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> No
     function, grid, block, shared_bytes, numbers = plan
     if function is not None:
         params = (
-            out, lse, q, k, v, problem.cu_seqlens_q, problem.cu_seqlens_k, problem.cache_seqlens,
-            table, alibi, *numbers,
+            out, lse, problem.flag, q, k, v, problem.cu_seqlens_q, problem.cu_seqlens_k,
+            problem.cache_seqlens, table, alibi, *numbers,
         )  # fmt: skip
         function(grid, block, shared_bytes, None, params)

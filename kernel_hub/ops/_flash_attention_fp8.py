@@ -214,6 +214,7 @@ def _plan(problem: Problem, scales: Scales, out: torch.Tensor, lse: torch.Tensor
         head_dim,
         seqlen_q,
         seqlen_k,
+        *problem.totals,
         num_heads // max(1, q_scale_heads),
         min(
             problem.batch_size * num_heads,
@@ -232,7 +233,7 @@ def _plan(problem: Problem, scales: Scales, out: torch.Tensor, lse: torch.Tensor
 def forward(problem: Problem, scales: Scales, out: torch.Tensor, lse: torch.Tensor | None) -> None:
     """Write out (fp16 or bf16) and, unless it is None, lse (fp32, its last dimension contiguous).
 
-    Lengths on the device (cu_seqlens, cache_seqlens) may be anything within the tensors.
+    Lengths on the device (cu_seqlens, cache_seqlens) may be anything.
     """
     q, k, v = problem.q, problem.k, problem.v
     if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
@@ -259,7 +260,7 @@ def forward(problem: Problem, scales: Scales, out: torch.Tensor, lse: torch.Tens
         # Where there are no keys, descriptors of something: nothing is loaded.
         maps = [tensor_map(x if x.numel() else q, block_n) for x in (k, v)]
         params = (
-            out, lse, tensor_map(q, _CONSUMER_ROWS), *maps, *given,
+            out, lse, problem.flag, tensor_map(q, _CONSUMER_ROWS), *maps, *given,
             problem.cu_seqlens_q, problem.cu_seqlens_k, problem.cache_seqlens,
             counters(q.device, _NUM_COUNTERS), *numbers,
         )  # fmt: skip

@@ -190,6 +190,8 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> _Plan
         head_dim,
         seqlen_q,
         seqlen_k,
+        *problem.totals,
+        k.shape[0],  # where paged: pages
         page_size,
         box_rows,
         *window,
@@ -215,7 +217,7 @@ def launch(plan: _Plan, problem: Problem, out: torch.Tensor, lse: torch.Tensor |
     function, grid, block, shared_bytes, numbers, box_rows = plan
     if function is not None:
         params = (
-            out, lse, tensor_map(q, _CONSUMER_ROWS), tensor_map(k, box_rows),
+            out, lse, problem.flag, tensor_map(q, _CONSUMER_ROWS), tensor_map(k, box_rows),
             tensor_map(v, box_rows), problem.cu_seqlens_q, problem.cu_seqlens_k,
             problem.cache_seqlens, problem.block_table, counters(q.device, _NUM_COUNTERS), *numbers,
         )  # fmt: skip

@@ -51,11 +51,13 @@ class Launch:
     out_has_map: bool = False
     options: Mapping[str, bool] = field(default_factory=dict)
 
-    def run(self, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *more: Any) -> None:
-        """Launch on the current stream. more: the other pointers."""
+    def run(
+        self, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *more: Any, written: Any = ()
+    ) -> None:
+        """Launch on the current stream. more: the other pointers; written: those that are."""
         choice = self.choice
         assert choice is not None
-        outs = (out, None) if out.dtype == a.dtype else (None, out)
+        outs = (*((out, None) if out.dtype == a.dtype else (None, out)), *written)
         if choice.box_rows is None or self.layouts is None:
             params: tuple[Any, ...] = (*outs, a, b, *more, *self.numbers)
         else:

@@ -9,6 +9,7 @@ import torch
 from ..errors import KernelHubError
 from . import _append_kv_checks as checks
 from . import _common as common
+from .core import bounds
 
 _Plan = tuple[Any, tuple[int, int, int], tuple[int, int, int], tuple[int, ...]]
 _plans: dict[tuple[Any, ...], tuple[_Plan, common.Spans]] = {}
@@ -233,13 +234,16 @@ def _cuda_into(*given: Any) -> None:
         try:
             function(
                 grid, block, 0, None,
-                (out_q, out_k, k_cache, v_cache, q, k, v, cos, sin, positions, cache_seqlens,
-                 slot_mapping, block_table, cu_seqlens, k_scale, v_scale, *numbers),
+                (out_q, out_k, k_cache, v_cache, bounds.flag("append_kv", k), q, k, v, cos, sin,
+                 positions, cache_seqlens, slot_mapping, block_table, cu_seqlens, k_scale,
+                 v_scale, *numbers),
             )  # fmt: skip
         except KernelHubError:
             # The launch checks devices and dtypes; this names them.
             checks.check(*given)
             raise
+        if common.is_debugging():
+            bounds.report(k)
 
 
 def _cpu_into(*given: Any) -> None:

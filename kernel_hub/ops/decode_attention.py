@@ -14,6 +14,7 @@ from . import _common as common
 from . import _decode_checks as checks
 from . import _decode_plan as plans
 from ._decode_reference import decode_attention as _reference
+from .core import bounds
 
 # (kernel, grid, shared bytes, its numbers, merge kernel or None, its grid, its numbers,
 #  rows of partials, their width, launch options)
@@ -78,8 +79,9 @@ def decode_attention(
         in the cache before this step; without, all valid ones, the query's own included.
     k, v: (batch_size, seqlen_q, num_kv_heads, head_dim) of the new tokens, strides as q; they are
         written to the caches in place. Tokens past the end of a cache are dropped.
-    block_table: (batch_size, max_pages) int32: the page of each page_size tokens. Entries are
-        checked under KERNEL_HUB_DEBUG=1 only, which waits for the device.
+    block_table: (batch_size, max_pages) int32: the page of each page_size tokens. Keys and
+        values on a page that is not there count as zeros, new tokens there are dropped;
+        KERNEL_HUB_DEBUG=1 names such entries, and waits for the device.
     cos, sin: (max_position, rotary_dim // 2), fp32 or the dtype of q: q and k are rotated at the
         position of their token in the sequence. A position outside the table gives NaN.
     interleaved: rotate neighbouring elements (GPT-J) instead of the two halves (Llama).
@@ -196,8 +198,8 @@ def _plan(
         0 if block_table is None else block_table.stride(0),
         0 if cos is None else cos.stride(0),
         alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0,
-        batch_size, seqlen_q, num_heads, num_kv_heads, head_dim, page_size, max_tokens,
-        rotary_dim, 0 if cos is None else cos.shape[0], 0 if cos is None else cos.element_size(),
+        batch_size, seqlen_q, num_heads, num_kv_heads, head_dim, k_cache.shape[0], page_size,
+        max_tokens, rotary_dim, *((0, 0) if cos is None else (cos.shape[0], cos.element_size())),
         int(bool(interleaved)), int(aligned), split.num_splits, split.parallel, window_left,
         softmax_scale, softcap,
     )  # fmt: skip
@@ -293,7 +295,8 @@ def _cuda_into(
         function(
             grid, _BLOCK, shared, None,
             (
-                out, lse, partial_out, partial_lse, k_cache, v_cache, q, k, v, cache_seqlens,
+                out, lse, partial_out, partial_lse, bounds.flag("decode_attention", q), k_cache,
+                v_cache, q, k, v, cache_seqlens,
                 block_table, cos, sin, qkv_bias, k_scale, v_scale, alibi_slopes, *numbers,
             ),
             **how,
@@ -305,6 +308,8 @@ def _cuda_into(
         # The launch checks devices and dtypes; this names them.
         checks.check(*tensors, *options, out, 0)
         raise
+    if common.is_debugging():
+        bounds.report(q)
 
 
 def _lying(tensors: Sequence[Any], out: torch.Tensor) -> tuple[common.Writes, tuple[Any, ...]]:

@@ -77,13 +77,15 @@ def flash_attention(
     softcap: 0 is none.
     alibi_slopes: (num_heads,) or (batch_size, num_heads), fp32.
     cu_seqlens_q: (batch_size + 1,) int32: q is (total_q, num_heads, head_dim), and sequence b its
-        rows cu_seqlens_q[b] to cu_seqlens_q[b + 1]. Rows of out past the end are not written.
+        rows cu_seqlens_q[b] to cu_seqlens_q[b + 1]; none where these fall or lie outside. Rows of
+        out of no sequence are not written.
     cu_seqlens_k: the same of k and v, (total_k, num_kv_heads, head_dim).
     max_seqlen_q, max_seqlen_k: the longest sequence there is, or a bound of it; None is the total,
         which costs empty blocks. Lengths on the device are never waited for.
     block_table: (batch_size, max_pages) int32: k and v are pages (num_pages, page_size,
         num_kv_heads, head_dim), page_size 8 to 256, and row b lists those of sequence b in order.
-        No backward. Entries past a sequence's end may be anything.
+        No backward. Entries past a sequence's end may be anything; other pages that are not there
+        are zeros.
     cache_seqlens: (batch_size,) int32: how many keys each sequence has; None is all there are. Not
         with cu_seqlens_k.
     layout: "bshd", or "bhsd": the tensors of four dimensions are (batch_size, heads, seqlen,

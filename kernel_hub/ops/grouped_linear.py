@@ -11,6 +11,7 @@ from ..errors import KernelHubError
 from . import _common as common
 from ._grouped_launch import Launch, Layout, check_rows, launch_of
 from ._grouped_plan import TABLES, Problem, choose, too_large
+from .core import bounds
 
 _OP = "grouped_linear"
 _ACTIVATIONS = {None: 0, "gelu": 1, "silu": 2, "relu": 3}
@@ -176,10 +177,12 @@ def _cuda_into(
             spans.check(addresses)
     if plan.function is not None:
         try:
-            plan.run(out, a, b, offsets, bias)
+            plan.run(out, a, b, offsets, bias, written=(bounds.flag(_OP, a),))
         except KernelHubError:
             _check(a, b, offsets, bias, out, out.dtype)  # names the devices that differ
             raise
+        if common.is_debugging():
+            bounds.report(a)
 
 
 def _cpu_into(

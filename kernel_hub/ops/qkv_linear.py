@@ -15,6 +15,7 @@ from ._common import gpu_of
 from ._paired_launch import rows_and_strides, tensor_map
 from ._paired_plan import GROUP_ROWS, TABLES, Choice, choose
 from ._qkv_linear_checks import OP, Given, check, check_heads
+from .core import bounds
 
 _is_tracing = torch.compiler.is_dynamo_compiling
 _OPTIONAL = (
@@ -299,9 +300,9 @@ def _cuda_into(given: Given, is_given: bool = True) -> None:
     has_cache = given.k_cache is not None
     params = (
         given.out_q, given.k_cache if has_cache else given.out_k,
-        given.v_cache if has_cache else given.out_v, *matrices, given.bias, given.cos, given.sin,
-        given.positions, given.cache_seqlens, given.slot_mapping, given.block_table,
-        given.cu_seqlens, *plan.numbers,
+        given.v_cache if has_cache else given.out_v, bounds.flag(OP, x), *matrices, given.bias,
+        given.cos, given.sin, given.positions, given.cache_seqlens, given.slot_mapping,
+        given.block_table, given.cu_seqlens, *plan.numbers,
     )  # fmt: skip
     try:
         options = {"programmatic": True} if plan.is_programmatic else {}
@@ -309,6 +310,8 @@ def _cuda_into(given: Given, is_given: bool = True) -> None:
     except KernelHubError:
         check(given)  # names the devices that differ
         raise
+    if common.is_debugging():
+        bounds.report(x)
 
 
 def _cpu_into(given: Given, is_given: bool = True) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from ..errors import KernelHubError, TensorError
 from . import _common as common
+from .core import bounds
 
 _OP = "rope"
 _Plan = tuple[Any, tuple[int, int, int], tuple[int, int, int], tuple[int, ...]]
@@ -281,11 +282,15 @@ def _cuda_into(
             spans.check(addresses)
     if function is not None:
         try:
-            function(grid, block, 0, None, (*tensors, positions, *numbers))
+            flag = bounds.flag("rope", q)
+            params = (out_q, out_k, flag, q, k, cos, sin, positions, *numbers)
+            function(grid, block, 0, None, params)
         except KernelHubError:
             # The launch checks devices and dtypes; this names them.
             _check(q, k, cos, sin, positions, interleaved, rotary_dim, out_q, out_k)
             raise
+        if common.is_debugging():
+            bounds.report(q)
 
 
 def _cpu_into(

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import arena
 import torch
 from private import private_folder
 
@@ -26,7 +27,9 @@ ERRORS = {
     1: "a 16-byte access is misaligned",
     2: "the threads of a warp or a block do not meet at one barrier or warp collective",
     3: "dynamic shared memory was used past sharedMemBytes",
+    4: "memory that is no tensor's was read or written",
 }
+OUTSIDE = 4
 # (cubin, function) of each launch that went to its end.
 RAN: set[tuple[str, str]] = set()
 
@@ -93,6 +96,7 @@ class EmulatedFunction:
     def __init__(self, cubin: str, name: str) -> None:
         self.cubin, self.name = cubin, name
         self._library = build(cubin)
+        self._library.emulator_fault_address.restype = ctypes.c_uint64
         self._address = ctypes.cast(getattr(self._library, name), ctypes.c_void_p)
 
     def __call__(
@@ -117,5 +121,8 @@ class EmulatedFunction:
             len(floats),
         )
         if error:
-            raise AssertionError(f"{self.name}: {ERRORS[error]} (gridDim {gridDim}, {blockDim})")
+            where = f"gridDim {gridDim}, {blockDim}"
+            if error == OUTSIDE:
+                where += f", {arena.whereabouts(self._library.emulator_fault_address())}"
+            raise AssertionError(f"{self.name}: {ERRORS[error]} ({where})")
         RAN.add((self.cubin, self.name))

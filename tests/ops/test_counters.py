@@ -43,9 +43,9 @@ def _of_attention() -> torch.Tensor:
     lengths = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "cache_seqlens", "block_table"))
     plan = (lambda *given: seen.append(given[4]), (), (), 0, (), 64)
     _module("_flash_attention_sm90").launch(
-        plan, SimpleNamespace(q=q, k=q, v=q, **lengths), None, None
+        plan, SimpleNamespace(q=q, k=q, v=q, flag=None, **lengths), None, None
     )
-    return seen[0][9]
+    return seen[0][10]
 
 
 @pytest.fixture(params=[_of_linear, _of_grouped, _of_attention], ids=lambda f: f.__name__[4:])

@@ -37,9 +37,16 @@ struct LoadShape {
     static __device__ __forceinline__ int first_chunk() { return threadIdx.x % kLanes; }
 };
 
-// Starts the copy of kRows rows to `tile`. `locate(row)` gives the address of chunk first_chunk()
-// of a row; it is asked for rows first_row() + i * kRowStep, in order. Only `num_rows` rows and
-// `num_cols` columns, both counted from this thread's first, are read; the others become zeros.
+// Where chunk first_chunk() of a row is, if the row is anywhere.
+template <typename T>
+struct RowPlace {
+    const T* data;
+    bool is_there;
+};
+
+// Starts the copy of kRows rows to `tile`. `locate(row)` gives the RowPlace of a row; it is asked
+// for rows first_row() + i * kRowStep, in order. Only `num_rows` rows and `num_cols` columns, both
+// counted from this thread's first, are read; the others become zeros.
 template <typename T, int kHeadDim, int kRows, int kNumThreads, bool kMayBeUnaligned,
           typename Locate>
 __device__ __forceinline__ void load_tile(uint8_t* tile, int num_rows, int num_cols, int is_aligned,
@@ -56,10 +63,12 @@ __device__ __forceinline__ void load_tile(uint8_t* tile, int num_rows, int num_c
         if (kRows % kRowStep != 0 && row >= kRows) {
             break;
         }
-        const T* source = locate(row);
+        const RowPlace<T> place = locate(row);
+        const T* source = place.data;
 #pragma unroll
         for (int j = 0; j < kHeadDim / 8 / kLanes; ++j) {
-            const bool is_inside = i * kRowStep < num_rows && j * kLanes * 8 < num_cols;
+            const bool is_inside =
+                place.is_there && i * kRowStep < num_rows && j * kLanes * 8 < num_cols;
             const int offset = swizzled<kHeadDim>(row, first_chunk + j * kLanes);
             if (!kMayBeUnaligned || is_aligned) {
                 cp_async_16(address + offset, source + j * kLanes * 8, is_inside);

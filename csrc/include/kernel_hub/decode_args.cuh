@@ -13,6 +13,7 @@ struct DecodeArgs {
     float* lse;                 // (batch_size, num_heads, seqlen_q), or null
     float* partial_out;         // (gridDim.x, kRows, head_dim)
     float* partial_lse;         // (gridDim.x, kRows), base 2
+    int* flag;                  // what tables led outside (bounds.cuh), or null
     Cache* k_cache;             // (num_pages or batch_size, page_size, num_kv_heads, head_dim)
     Cache* v_cache;             // same
     const T* q;                 // (batch_size, seqlen_q, num_heads, head_dim)
@@ -33,7 +34,7 @@ struct DecodeArgs {
     int64_t k_cache_page_stride, k_cache_token_stride, k_cache_head_stride;
     int64_t v_cache_page_stride, v_cache_token_stride, v_cache_head_stride;
     int64_t block_table_stride, table_stride, alibi_batch_stride;
-    int batch_size, seqlen_q, num_heads, num_kv_heads, head_dim, page_size, max_tokens;
+    int batch_size, seqlen_q, num_heads, num_kv_heads, head_dim, num_pages, page_size, max_tokens;
     int rotary_dim, max_position, table_bytes, is_interleaved, is_vectorised;
     int num_splits, parallel, window_left;
     float softmax_scale, softcap;

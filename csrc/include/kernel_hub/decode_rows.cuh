@@ -205,12 +205,15 @@ __device__ __forceinline__ void prepare_rows(const Args& args, const Segment& se
         Cache* target = nullptr;
         float inverse_scale = 1.0f;
         if (!is_query) {
-            int64_t page = segment.batch_idx;
-            int in_page = position;
+            int page = segment.batch_idx, in_page = position;
             if (args.block_table != nullptr) {
                 page = __ldg(args.block_table + segment.batch_idx * args.block_table_stride +
                              position / args.page_size);
                 in_page = position % args.page_size;
+            }
+            // No page, no place: the row is dropped (the attention says so in the flag).
+            if (!is_index(page, args.num_pages)) {
+                continue;
             }
             target = is_value
                          ? args.v_cache + page * args.v_cache_page_stride +

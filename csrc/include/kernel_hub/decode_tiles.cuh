@@ -2,6 +2,7 @@
 // values.
 #pragma once
 
+#include "kernel_hub/bounds.cuh"
 #include "kernel_hub/e4m3.cuh"
 #include "kernel_hub/mma.cuh"
 
@@ -166,6 +167,7 @@ struct TileLoader {
     const Cache* row[Config::kTile / 16];  // this lane's; null: no such row
     uint32_t ring;
     int slot, lane_idx;
+    bool is_outside;  // some page so far
 
     // Look up the pages of the tile that starts at this lane's token.
     __device__ __forceinline__ void look_up() {
@@ -180,7 +182,8 @@ struct TileLoader {
         }
     }
 
-    // Go on to the next tile, whose pages have been looked up.
+    // Go on to the next tile, whose pages have been looked up. Rows of pages that are not there
+    // become zeros.
     __device__ __forceinline__ void advance() {
         const bool is_key = lane_idx < 16;
         const int64_t page_stride = is_key ? args.k_cache_page_stride : args.v_cache_page_stride;
@@ -189,8 +192,11 @@ struct TileLoader {
         for (int i = 0; i < Config::kTile / 16; ++i) {
             const int at = token + 16 * i;
             const int in_page = args.block_table == nullptr ? at : at % args.page_size;
-            row[i] = at < end_token ? head + next_page[i] * page_stride + in_page * token_stride
-                                    : nullptr;
+            const bool is_there = is_index(next_page[i], args.num_pages);
+            is_outside |= at < end_token && !is_there;
+            row[i] = at < end_token && is_there
+                         ? head + next_page[i] * page_stride + in_page * token_stride
+                         : nullptr;
         }
         token += Config::kUnit;
         look_up();

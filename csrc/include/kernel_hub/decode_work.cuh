@@ -2,18 +2,21 @@
 // their lengths.
 #pragma once
 
-#include <stdint.h>
+#include "kernel_hub/bounds.cuh"
 
 namespace kernel_hub {
 
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
+// A longer cache counts as one of so many tokens; no room is larger.
+constexpr int kMostTokens = 1 << 30;
 
 // How much of its cache a sequence attends to.
 struct Extent {
     int length;      // tokens, the new ones included
     int num_tokens;  // of which are in the cache, in case it is too short
     int first_unit, num_units;
+    bool is_outside;  // the length is none that the cache has room for
 };
 
 // What there is to do, and how it is cut; the attention and the merge read it the same way.
@@ -26,7 +29,9 @@ struct Work {
 
     __device__ __forceinline__ Extent extent_of(int batch_idx) const {
         Extent extent;
-        extent.length = max(__ldg(cache_seqlens + batch_idx), 0) + num_new;
+        const int given = __ldg(cache_seqlens + batch_idx);
+        extent.length = min(max(given, 0), kMostTokens) + num_new;
+        extent.is_outside = given < 0 || extent.length > max_tokens;
         extent.num_tokens = min(extent.length, max_tokens);
         extent.first_unit =
             window_left < 0 ? 0 : max(extent.length - seqlen_q - window_left, 0) / unit;

@@ -1,6 +1,7 @@
 // What the kernels of attention backward are asked for, and which part of it a block works on.
 #pragma once
 
+#include "kernel_hub/bounds.cuh"
 #include "kernel_hub/shared_rows.cuh"
 
 namespace kernel_hub {
@@ -40,19 +41,37 @@ struct Sequence {
     int first_row;  // 0 where each batch has its own stride
     int first_tile;
     int seqlen;
+    bool is_outside;  // the bounds were not what they should be, or further apart than said
 
-    __device__ __forceinline__ Sequence(const int* cu_seqlens, int batch_idx, int fixed_seqlen) {
+    // `longest`: of all sequences, for which grids and workspaces are made: no more rows count.
+    __device__ __forceinline__ Sequence(const int* cu_seqlens, int batch_idx, int longest,
+                                        int total) {
         if (cu_seqlens) {
-            first_row = cu_seqlens[batch_idx];
-            seqlen = cu_seqlens[batch_idx + 1] - first_row;
+            const RowRange rows = find_rows(cu_seqlens, batch_idx, total);
+            first_row = rows.start;
+            seqlen = min(rows.count, longest);
             first_tile = first_row / kTileRows + batch_idx;
+            is_outside = rows.is_outside || rows.count > longest;
         } else {
             first_row = 0;
-            seqlen = fixed_seqlen;
-            first_tile = batch_idx * ceil_div(fixed_seqlen, kTileRows);
+            seqlen = longest;
+            first_tile = batch_idx * ceil_div(longest, kTileRows);
+            is_outside = false;
         }
     }
 };
+
+// Of a sequence's keys those that cache_seqlens (or null) counts.
+__device__ __forceinline__ int count_keys(const int* cache_seqlens, int batch_idx, int seqlen) {
+    return cache_seqlens ? max(0, min(cache_seqlens[batch_idx], seqlen)) : seqlen;
+}
+
+// What led outside of the tables for keys.
+__device__ __forceinline__ int keys_outside(const Sequence& keys, const int* cache_seqlens,
+                                            int batch_idx) {
+    const bool is_outside = cache_seqlens && !is_index(cache_seqlens[batch_idx], keys.seqlen + 1);
+    return (keys.is_outside ? kKeysOutside : 0) | (is_outside ? kLengthsOutside : 0);
+}
 
 // Which keys of a block the queries see: num_keys in all, and of them span + 1 in a row each. With
 // relative = key - query, counted from the block's first key and the sequence's first query,
@@ -83,14 +102,15 @@ struct Work {
 };
 
 // Finds what this block works on; false: nothing.
-__device__ __forceinline__ bool find_work(Work& work, int block_m, int block_n, bool has_turns,
-                                          int num_blocks, const int* cu_seqlens_q,
+__device__ __forceinline__ bool find_work(Work& work, int* flag, int block_m, int block_n,
+                                          bool has_turns, int num_blocks, const int* cu_seqlens_q,
                                           const int* cu_seqlens_k, const int* cache_seqlens,
-                                          int fixed_seqlen_q, int fixed_seqlen_k, int window_left,
-                                          int window_right) {
+                                          int seqlen_q, int seqlen_k, int total_q, int total_k,
+                                          int window_left, int window_right) {
     work.batch_idx = blockIdx.x / num_blocks;
-    const Sequence queries(cu_seqlens_q, work.batch_idx, fixed_seqlen_q);
-    const Sequence keys(cu_seqlens_k, work.batch_idx, fixed_seqlen_k);
+    const Sequence queries(cu_seqlens_q, work.batch_idx, seqlen_q, total_q);
+    const Sequence keys(cu_seqlens_k, work.batch_idx, seqlen_k, total_k);
+    report(flag, threadIdx.x == 0 ? keys_outside(keys, cache_seqlens, work.batch_idx) : 0);
     // With turns, the last keys of a sequence come first: causal blocks then wait least.
     const int nth = blockIdx.x % num_blocks;
     const int first_key = (has_turns ? num_blocks - 1 - nth : nth) * block_n;
@@ -102,13 +122,12 @@ __device__ __forceinline__ bool find_work(Work& work, int block_m, int block_n, 
     work.seqlen_q = queries.seqlen;
     work.first_key_row = keys.first_row + first_key;
     work.num_key_rows = keys.seqlen - first_key;
-    const int seqlen_k =
-        cache_seqlens ? min(cache_seqlens[work.batch_idx], keys.seqlen) : keys.seqlen;
-    work.window.num_keys = seqlen_k - first_key;
+    const int num_keys = count_keys(cache_seqlens, work.batch_idx, keys.seqlen);
+    work.window.num_keys = num_keys - first_key;
     // Bounds that are finite: no more than the lengths.
-    const int left = window_left < 0 ? seqlen_k : min(window_left, seqlen_k);
+    const int left = window_left < 0 ? num_keys : min(window_left, num_keys);
     const int right = window_right < 0 ? queries.seqlen : min(window_right, queries.seqlen);
-    work.home = first_key - (seqlen_k - queries.seqlen);
+    work.home = first_key - (num_keys - queries.seqlen);
     work.window.start = work.home + left;
     work.window.span = left + right;
     work.first_m = max(0, floor_div(work.home - right, block_m));

@@ -8,15 +8,16 @@ namespace kernel_hub {
 // A block of 128 threads: 16 query rows of one head, eight threads a row.
 template <typename T>
 __device__ __forceinline__ void attention_delta(float* delta, float* lse_log2, float* dq_sums,
-                                                int* turns, const Heads<const T>& out,
+                                                int* turns, int* flag, const Heads<const T>& out,
                                                 const Heads<const T>& dout, const float* lse,
                                                 const int* cu_seqlens_q, int64_t lse_batch_stride,
                                                 int64_t lse_head_stride, int64_t num_tiles,
-                                                int num_blocks, int fixed_seqlen_q, int head_dim,
-                                                int padded_head_dim, int is_aligned) {
+                                                int num_blocks, int seqlen_q, int total_q,
+                                                int head_dim, int padded_head_dim, int is_aligned) {
     const int batch_idx = blockIdx.x / num_blocks, tile_idx = blockIdx.x % num_blocks;
     const int head_idx = blockIdx.y;
-    const Sequence queries(cu_seqlens_q, batch_idx, fixed_seqlen_q);
+    const Sequence queries(cu_seqlens_q, batch_idx, seqlen_q, total_q);
+    report_if(flag, queries.is_outside && threadIdx.x == 0, kQueriesOutside);
     if (tile_idx * kTileRows >= queries.seqlen) {
         return;
     }
@@ -67,12 +68,12 @@ __device__ __forceinline__ void attention_delta(float* delta, float* lse_log2, f
 template <typename T>
 __device__ __forceinline__ void attention_convert(const Heads<T>& dq, const float* dq_sums,
                                                   const int* cu_seqlens_q, int64_t num_tiles,
-                                                  int num_blocks, int fixed_seqlen_q, int head_dim,
-                                                  int padded_head_dim, int is_aligned,
+                                                  int num_blocks, int seqlen_q, int total_q,
+                                                  int head_dim, int padded_head_dim, int is_aligned,
                                                   float softmax_scale) {
     const int batch_idx = blockIdx.x / num_blocks, tile_idx = blockIdx.x % num_blocks;
     const int head_idx = blockIdx.y;
-    const Sequence queries(cu_seqlens_q, batch_idx, fixed_seqlen_q);
+    const Sequence queries(cu_seqlens_q, batch_idx, seqlen_q, total_q);
     if (tile_idx * kTileRows >= queries.seqlen) {
         return;
     }
@@ -112,26 +113,28 @@ __device__ __forceinline__ void attention_convert(const Heads<T>& dq, const floa
 }  // namespace kernel_hub
 
 // Both kernels of one dtype.
-#define EXPORT_ROWS(DTYPE, T)                                                                     \
-    extern "C" __global__ void __launch_bounds__(128) flash_attention_backward_##DTYPE##_delta(   \
-        float* delta, float* lse_log2, float* dq_sums, int* turns, const T* out, const T* dout,   \
-        const float* lse, const int* cu_seqlens_q, int64_t out_batch_stride,                      \
-        int64_t out_row_stride, int64_t out_head_stride, int64_t dout_batch_stride,               \
-        int64_t dout_row_stride, int64_t dout_head_stride, int64_t lse_batch_stride,              \
-        int64_t lse_head_stride, int64_t num_tiles, int num_blocks, int seqlen_q, int head_dim,   \
-        int padded_head_dim, int is_aligned) {                                                    \
-        kernel_hub::attention_delta<T>(                                                           \
-            delta, lse_log2, dq_sums, turns,                                                      \
-            {out, out_batch_stride, out_row_stride, out_head_stride},                             \
-            {dout, dout_batch_stride, dout_row_stride, dout_head_stride}, lse, cu_seqlens_q,      \
-            lse_batch_stride, lse_head_stride, num_tiles, num_blocks, seqlen_q, head_dim,         \
-            padded_head_dim, is_aligned);                                                         \
-    }                                                                                             \
-    extern "C" __global__ void __launch_bounds__(128) flash_attention_backward_##DTYPE##_convert( \
-        T* dq, const float* dq_sums, const int* cu_seqlens_q, int64_t dq_batch_stride,            \
-        int64_t dq_row_stride, int64_t dq_head_stride, int64_t num_tiles, int num_blocks,         \
-        int seqlen_q, int head_dim, int padded_head_dim, int is_aligned, float softmax_scale) {   \
-        kernel_hub::attention_convert<T>({dq, dq_batch_stride, dq_row_stride, dq_head_stride},    \
-                                         dq_sums, cu_seqlens_q, num_tiles, num_blocks, seqlen_q,  \
-                                         head_dim, padded_head_dim, is_aligned, softmax_scale);   \
+#define EXPORT_ROWS(DTYPE, T)                                                                      \
+    extern "C" __global__ void __launch_bounds__(128) flash_attention_backward_##DTYPE##_delta(    \
+        float* delta, float* lse_log2, float* dq_sums, int* turns, int* flag, const T* out,        \
+        const T* dout, const float* lse, const int* cu_seqlens_q, int64_t out_batch_stride,        \
+        int64_t out_row_stride, int64_t out_head_stride, int64_t dout_batch_stride,                \
+        int64_t dout_row_stride, int64_t dout_head_stride, int64_t lse_batch_stride,               \
+        int64_t lse_head_stride, int64_t num_tiles, int num_blocks, int seqlen_q, int total_q,     \
+        int head_dim, int padded_head_dim, int is_aligned) {                                       \
+        kernel_hub::attention_delta<T>(                                                            \
+            delta, lse_log2, dq_sums, turns, flag,                                                 \
+            {out, out_batch_stride, out_row_stride, out_head_stride},                              \
+            {dout, dout_batch_stride, dout_row_stride, dout_head_stride}, lse, cu_seqlens_q,       \
+            lse_batch_stride, lse_head_stride, num_tiles, num_blocks, seqlen_q, total_q, head_dim, \
+            padded_head_dim, is_aligned);                                                          \
+    }                                                                                              \
+    extern "C" __global__ void __launch_bounds__(128) flash_attention_backward_##DTYPE##_convert(  \
+        T* dq, const float* dq_sums, const int* cu_seqlens_q, int64_t dq_batch_stride,             \
+        int64_t dq_row_stride, int64_t dq_head_stride, int64_t num_tiles, int num_blocks,          \
+        int seqlen_q, int total_q, int head_dim, int padded_head_dim, int is_aligned,              \
+        float softmax_scale) {                                                                     \
+        kernel_hub::attention_convert<T>({dq, dq_batch_stride, dq_row_stride, dq_head_stride},     \
+                                         dq_sums, cu_seqlens_q, num_tiles, num_blocks, seqlen_q,   \
+                                         total_q, head_dim, padded_head_dim, is_aligned,           \
+                                         softmax_scale);                                           \
     }

@@ -52,14 +52,17 @@ struct BackwardParameters {
     Heads<T> dk, dv;
     float* dq_sums;
     int* turns;  // or null
+    int* flag;   // what tables led outside (bounds.cuh), or null
     const CUtensorMap *q, *k, *v, *dout;
     const float *lse, *delta;
     const int *cu_seqlens_q, *cu_seqlens_k, *cache_seqlens;
-    int64_t num_blocks_q;  // of a head, in the workspace
-    int num_blocks;        // of keys, of the longest sequence
-    int num_pairs;         // of a sequence and a head of dk
-    int pairs_a_group;     // this many run through their blocks of keys together
-    int seqlen_q, seqlen_k, num_heads, group, heads_a_block, head_dim, window_left, window_right;
+    int64_t num_blocks_q;    // of a head, in the workspace
+    int num_blocks;          // of keys, of the longest sequence
+    int num_pairs;           // of a sequence and a head of dk
+    int pairs_a_group;       // this many run through their blocks of keys together
+    int seqlen_q, seqlen_k;  // with cu_seqlens: of the longest
+    int total_q, total_k;    // rows of q and k that cu_seqlens tell apart
+    int num_heads, group, heads_a_block, head_dim, window_left, window_right;
     float softmax_scale;
 };
 
@@ -111,9 +114,9 @@ struct BackwardShared {
 // a new block.
 template <int kBlockM>
 __device__ __forceinline__ int first_block_of(const int* cu_seqlens_q, int first_row, int batch_idx,
-                                              int fixed_seqlen_q) {
+                                              int longest_q) {
     return cu_seqlens_q ? first_row / kBlockM + batch_idx
-                        : batch_idx * ceil_div(fixed_seqlen_q, kBlockM);
+                        : batch_idx * ceil_div(longest_q, kBlockM);
 }
 
 // What a block works on; kept in shared memory, because the sums leave no registers for it.
@@ -142,8 +145,9 @@ struct BackwardWork : Work {
         head_idx = pair % heads;
         first_head = head_idx * p.heads_a_block;
 
-        const Sequence queries(p.cu_seqlens_q, batch_idx, p.seqlen_q);
-        const Sequence keys(p.cu_seqlens_k, batch_idx, p.seqlen_k);
+        const Sequence queries(p.cu_seqlens_q, batch_idx, p.seqlen_q, p.total_q);
+        const Sequence keys(p.cu_seqlens_k, batch_idx, p.seqlen_k, p.total_k);
+        report(p.flag, threadIdx.x == 0 ? keys_outside(keys, p.cache_seqlens, batch_idx) : 0);
         const int first_key = (p.turns ? p.num_blocks - 1 - nth : nth) * C::kBlockN;
         if (first_key >= keys.seqlen) {
             return false;
@@ -153,8 +157,7 @@ struct BackwardWork : Work {
         seqlen_q = queries.seqlen;
         first_key_row = keys.first_row + first_key;
         num_key_rows = keys.seqlen - first_key;
-        const int seqlen_k =
-            p.cache_seqlens ? min(p.cache_seqlens[batch_idx], keys.seqlen) : keys.seqlen;
+        const int seqlen_k = count_keys(p.cache_seqlens, batch_idx, keys.seqlen);
         window.num_keys = seqlen_k - first_key;
         // Bounds that are finite: no more than the lengths.
         const int left = p.window_left < 0 ? seqlen_k : min(p.window_left, seqlen_k);

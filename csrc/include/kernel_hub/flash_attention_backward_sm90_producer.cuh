@@ -121,7 +121,9 @@ __device__ __forceinline__ void add_dq(const BackwardParameters<typename C::T>& 
                     min(ceil_div(work.window.num_keys, C::kBlockN) - 1,
                         floor_div((m + 1) * C::kBlockM - 1 - work.window.start + work.window.span,
                                   C::kBlockN));
-                while (ld_acquire(p.turns + part) != earlier) {
+                // NOTE: not `!=`: sequences whose cu_seqlens overlap add to one turn, and may pass
+                // it.
+                while (ld_acquire(p.turns + part) < earlier) {
                 }
                 fence_proxy_async_global();
             }

@@ -15,19 +15,21 @@ struct RowTile {
     int batch_idx, head_idx, first_query, seqlen;
     int64_t first_row;  // in the workspace
     int64_t token;      // of query 0, in the tensors
+    bool is_outside;    // cu_seqlens_q
 
     template <int kBlockM>
     static __device__ __forceinline__ RowTile find(const int* cu_seqlens_q, int64_t num_blocks_q,
-                                                   int num_tiles, int fixed_seqlen_q) {
+                                                   int num_tiles, int seqlen_q, int total_q) {
         RowTile tile;
         tile.batch_idx = blockIdx.x / num_tiles;
         tile.head_idx = blockIdx.y;
         tile.first_query = blockIdx.x % num_tiles * kTileRows;
-        const Sequence queries(cu_seqlens_q, tile.batch_idx, fixed_seqlen_q);
+        const Sequence queries(cu_seqlens_q, tile.batch_idx, seqlen_q, total_q);
         tile.seqlen = queries.seqlen;
+        tile.is_outside = queries.is_outside;
         tile.token = queries.first_row;
-        const int first_block = first_block_of<kBlockM>(cu_seqlens_q, queries.first_row,
-                                                        tile.batch_idx, fixed_seqlen_q);
+        const int first_block =
+            first_block_of<kBlockM>(cu_seqlens_q, queries.first_row, tile.batch_idx, seqlen_q);
         tile.first_row = (tile.head_idx * num_blocks_q + first_block) * kBlockM + tile.first_query;
         return tile;
     }
@@ -37,12 +39,13 @@ struct RowTile {
 // fill up a sequence's last block of kBlockM. Eight threads a row.
 template <typename T, int kHeadDim, int kBlockM>
 __device__ __forceinline__ void attention_delta_sm90(
-    float* delta, float* lse_log2, float* dq_sums, int* turns, const Heads<const T>& out,
+    float* delta, float* lse_log2, float* dq_sums, int* turns, int* flag, const Heads<const T>& out,
     const Heads<const T>& dout, const float* lse, const int* cu_seqlens_q, int64_t lse_batch_stride,
-    int64_t lse_head_stride, int64_t num_blocks_q, int num_tiles, int fixed_seqlen_q,
+    int64_t lse_head_stride, int64_t num_blocks_q, int num_tiles, int seqlen_q, int total_q,
     int head_dim) {
     const RowTile tile =
-        RowTile::find<kBlockM>(cu_seqlens_q, num_blocks_q, num_tiles, fixed_seqlen_q);
+        RowTile::find<kBlockM>(cu_seqlens_q, num_blocks_q, num_tiles, seqlen_q, total_q);
+    report_if(flag, tile.is_outside && threadIdx.x == 0, kQueriesOutside);
     if (tile.first_query >= ceil_div(tile.seqlen, kBlockM) * kBlockM) {
         return;
     }
@@ -99,10 +102,10 @@ __device__ __forceinline__ void attention_delta_sm90(
 template <typename T, int kHeadDim, int kBlockM>
 __device__ __forceinline__ void convert_straight(const Heads<T>& dq, const float* dq_sums,
                                                  const int* cu_seqlens_q, int64_t num_blocks_q,
-                                                 int num_tiles, int fixed_seqlen_q, int head_dim,
-                                                 float softmax_scale) {
+                                                 int num_tiles, int seqlen_q, int total_q,
+                                                 int head_dim, float softmax_scale) {
     const RowTile tile =
-        RowTile::find<kBlockM>(cu_seqlens_q, num_blocks_q, num_tiles, fixed_seqlen_q);
+        RowTile::find<kBlockM>(cu_seqlens_q, num_blocks_q, num_tiles, seqlen_q, total_q);
     if (tile.first_query >= tile.seqlen || threadIdx.x >= head_dim) {
         return;
     }
@@ -135,12 +138,12 @@ __device__ __forceinline__ void convert_straight(const Heads<T>& dq, const float
 template <typename T, int kHeadDim, int kBlockM>
 __device__ __forceinline__ void convert_turned(const Heads<T>& dq, const float* dq_sums,
                                                const int* cu_seqlens_q, int64_t num_blocks_q,
-                                               int num_tiles, int fixed_seqlen_q, int head_dim,
-                                               float softmax_scale) {
+                                               int num_tiles, int seqlen_q, int total_q,
+                                               int head_dim, float softmax_scale) {
     constexpr int kVecs = kHeadDim / 8;
     __shared__ __align__(16) T rows[kTileRows][kHeadDim + 8];
     const RowTile tile =
-        RowTile::find<kBlockM>(cu_seqlens_q, num_blocks_q, num_tiles, fixed_seqlen_q);
+        RowTile::find<kBlockM>(cu_seqlens_q, num_blocks_q, num_tiles, seqlen_q, total_q);
     if (tile.first_query >= tile.seqlen) {
         return;
     }
@@ -184,14 +187,14 @@ template <typename T, int kHeadDim, int kBlockM>
 __device__ __forceinline__ void attention_convert_sm90(const Heads<T>& dq, const float* dq_sums,
                                                        const int* cu_seqlens_q,
                                                        int64_t num_blocks_q, int num_tiles,
-                                                       int fixed_seqlen_q, int head_dim,
+                                                       int seqlen_q, int total_q, int head_dim,
                                                        float softmax_scale) {
     if constexpr (BackwardConfig<T, kHeadDim, kBlockM>::kTurnsDq) {
         convert_turned<T, kHeadDim, kBlockM>(dq, dq_sums, cu_seqlens_q, num_blocks_q, num_tiles,
-                                             fixed_seqlen_q, head_dim, softmax_scale);
+                                             seqlen_q, total_q, head_dim, softmax_scale);
     } else {
         convert_straight<T, kHeadDim, kBlockM>(dq, dq_sums, cu_seqlens_q, num_blocks_q, num_tiles,
-                                               fixed_seqlen_q, head_dim, softmax_scale);
+                                               seqlen_q, total_q, head_dim, softmax_scale);
     }
 }
 

@@ -19,7 +19,8 @@ __device__ __forceinline__ void add_to_sums(
                 ceil_div(work.window.num_keys, Tiles::kBlockN) - 1,
                 floor_div(first_query + Tiles::kBlockM - 1 - work.window.start + work.window.span,
                           Tiles::kBlockN));
-            while (ld_acquire(turn) != earlier) {
+            // NOTE: not `!=`: sequences whose cu_seqlens overlap add to one turn, and may pass it.
+            while (ld_acquire(turn) < earlier) {
             }
         }
         __syncthreads();

@@ -1,6 +1,7 @@
 // flash_attention_fp8_sm90.cu: tile shapes, parameters, shared memory, and which tile is which.
 #pragma once
 
+#include "kernel_hub/bounds.cuh"
 #include "kernel_hub/mma.cuh"
 #include "kernel_hub/sm90.cuh"
 
@@ -67,6 +68,7 @@ struct Config {
 struct Parameters {
     void* out;   // fp16 or bf16, (batch, seqlen_q, heads, head_dim) by strides
     float* lse;  // or null
+    int* flag;   // what tables led outside (bounds.cuh), or null
     const CUtensorMap *q, *k, *v;
     const float *q_scale, *k_scale, *v_scale;  // (batch, heads, blocks) by strides
     const int* cu_seqlens_q;                   // (batch + 1) or null
@@ -77,10 +79,12 @@ struct Parameters {
     int64_t q_scale_batch_stride, q_scale_head_stride, q_scale_block_stride;
     int64_t k_scale_batch_stride, k_scale_head_stride, k_scale_block_stride;
     int64_t v_scale_batch_stride, v_scale_head_stride, v_scale_block_stride;
-    int batch_size, num_heads, num_kv_heads, head_dim, seqlen_q, seqlen_k;
-    int heads_a_q_scale;   // query heads that share a q_scale
-    int heads_a_group;     // this many (batch, head) pairs run through their tiles together
-    int has_foreign_rows;  // keys past a sequence's end belong to something else
+    int batch_size, num_heads, num_kv_heads, head_dim;
+    int seqlen_q, seqlen_k;  // with cu_seqlens: of the longest; they bound the blocks with scales
+    int total_q, total_k;    // rows of q and k that cu_seqlens tell apart
+    int heads_a_q_scale;     // query heads that share a q_scale
+    int heads_a_group;       // this many (batch, head) pairs run through their tiles together
+    int has_foreign_rows;    // keys past a sequence's end belong to something else
     int is_out_fp16;
     float softmax_scale;
 };
@@ -201,6 +205,34 @@ __device__ __forceinline__ void st_shared_16(uint32_t address, uint4 v) {
                  : "memory");
 }
 
+// Where a sequence lies.
+__device__ __forceinline__ RowRange find_queries(const Parameters& p, int batch) {
+    if (!p.cu_seqlens_q) {
+        return {0, p.seqlen_q, false};
+    }
+    return find_rows(p.cu_seqlens_q, batch, p.total_q);
+}
+
+__device__ __forceinline__ RowRange find_keys(const Parameters& p, int batch) {
+    if (p.cache_seqlens) {
+        const int length = p.cache_seqlens[batch];
+        return {0, max(0, min(length, p.seqlen_k)), !is_index(length, p.seqlen_k + 1)};
+    }
+    if (!p.cu_seqlens_k) {
+        return {0, p.seqlen_k, false};
+    }
+    return find_rows(p.cu_seqlens_k, batch, p.total_k);
+}
+
+// Says which tables of a sequence led outside.
+__device__ __forceinline__ void report_lengths(const Parameters& p, int batch) {
+    const RowRange queries = find_queries(p, batch), keys = find_keys(p, batch);
+    const bool is_outside_q = queries.is_outside || queries.count > p.seqlen_q;
+    const bool is_outside_k = keys.is_outside || keys.count > p.seqlen_k;
+    const int table_k = p.cache_seqlens ? kLengthsOutside : kKeysOutside;
+    report(p.flag, (is_outside_q ? kQueriesOutside : 0) | (is_outside_k ? table_k : 0));
+}
+
 // Tile number `index` of the schedule, without its scales; row_begin is beyond seqlen_q where the
 // sequence is shorter than the longest. Causal: within a group of heads whose keys and values stay
 // in the L2, the tiles with the most keys come first.
@@ -223,13 +255,10 @@ __device__ __forceinline__ Tile locate(const Parameters& p, int index) {
     tile.row_begin = row * C::kBlockM;
     tile.batch = pair / p.num_heads;
     tile.head = pair - tile.batch * p.num_heads;
-    tile.q_begin = p.cu_seqlens_q ? p.cu_seqlens_q[tile.batch] : 0;
-    tile.seqlen_q = p.cu_seqlens_q ? p.cu_seqlens_q[tile.batch + 1] - tile.q_begin : p.seqlen_q;
-    tile.seqlen_k =
-        p.cu_seqlens_k ? p.cu_seqlens_k[tile.batch + 1] - p.cu_seqlens_k[tile.batch] : p.seqlen_k;
-    if (p.cache_seqlens) {
-        tile.seqlen_k = p.cache_seqlens[tile.batch];
-    }
+    const RowRange queries = find_queries(p, tile.batch);
+    tile.q_begin = queries.start;
+    tile.seqlen_q = queries.count;
+    tile.seqlen_k = find_keys(p, tile.batch).count;
     // The keys that some row of the tile sees.
     int key_end = tile.seqlen_k;
     if (C::kMask == Mask::kCausal) {

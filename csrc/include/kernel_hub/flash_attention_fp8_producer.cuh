@@ -35,7 +35,8 @@ struct Loader {
 
     __device__ __forceinline__ BlockScales read_block_scales(const Tile& tile, int kv_head,
                                                              int block) const {
-        block = block * C::kBlockN / kScaleTokens;
+        // There are as many scales as the longest sequence wants.
+        block = min(block * C::kBlockN, max(p.seqlen_k - 1, 0)) / kScaleTokens;
         const int64_t k_offset = tile.batch * p.k_scale_batch_stride +
                                  kv_head * p.k_scale_head_stride + block * p.k_scale_block_stride;
         const int64_t v_offset = tile.batch * p.v_scale_batch_stride +
@@ -52,7 +53,7 @@ struct Loader {
         const float scale = p.softmax_scale * kLog2E * scales.k;
         const int64_t offset = tile.batch * p.q_scale_batch_stride +
                                tile.head / p.heads_a_q_scale * p.q_scale_head_stride;
-        const int last_row = tile.seqlen_q - 1;
+        const int last_row = min(tile.seqlen_q, p.seqlen_q) - 1;
 #pragma unroll
         for (int i = 0; i < 3; ++i) {
             const int row = min(tile.row_begin + 64 * min(i, C::kConsumers - 1), last_row);
@@ -252,7 +253,7 @@ struct Transposer {
     }
 };
 
-// Writes the tiles that see no keys, in fixed turn.
+// Writes the tiles that see no keys, in fixed turn; says which tables led outside.
 template <class C>
 __device__ __forceinline__ void write_empty_tiles(const Parameters& p, int thread_idx) {
     const int num_rows = (p.seqlen_q + C::kBlockM - 1) / C::kBlockM;
@@ -260,6 +261,7 @@ __device__ __forceinline__ void write_empty_tiles(const Parameters& p, int threa
 #pragma unroll 1
     for (int index = blockIdx.x; index < num_tiles; index += gridDim.x) {
         const Tile tile = locate<C>(p, index);
+        report_lengths(p, tile.batch);
         const int rows = min(C::kBlockM, tile.seqlen_q - tile.row_begin);
         if (rows <= 0 || !tile.is_empty()) {
             continue;

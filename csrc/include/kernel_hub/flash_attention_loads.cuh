@@ -5,11 +5,14 @@
 
 namespace kernel_hub {
 
-// Where a key lies: first its page and the row in it, then (paged) the offset in elements.
+// Where a key lies: first its page and the row in it, then (paged) the offset in elements. Page or
+// offset below zero: on a page that is not there.
 union KeyPlace {
     int2 page_and_row;
     int64_t offset;
 };
+// An offset that keeps addresses aligned.
+constexpr int64_t kNowhere = -8;
 static_assert(sizeof(KeyPlace) == 8, "the launch reckons with 8 bytes a key");
 
 // Copies blocks of kBlockN keys and values, blocks counted from the sequence's first key.
@@ -47,16 +50,24 @@ struct KeyLoader {
         }
     }
 
-    // Turns what this thread has fetched into an offset, for K and V alike.
+    // Finds out whether the page that this thread has fetched is there, and (paged) turns it into
+    // an offset, for K and V alike.
     __device__ __forceinline__ void reckon(int n) const {
         const int thread = recomputed(threadIdx.x);
-        if (kVariant != Variant::kPaged || n < block_begin || thread >= kBlockN) {
+        if (n < block_begin || thread >= kBlockN) {
             return;
         }
         KeyPlace& place = key_places[(n & 3) * kBlockN + thread];
         const int2 page_and_row = place.page_and_row;
-        place.offset =
-            page_and_row.x * params.k_strides.batch + page_and_row.y * params.k_strides.token;
+        const bool is_there = is_index(page_and_row.x, params.num_pages);
+        report_if(params.flag, !is_there, kPagesOutside);
+        if constexpr (kVariant == Variant::kPaged) {
+            const int64_t offset =
+                page_and_row.x * params.k_strides.batch + page_and_row.y * params.k_strides.token;
+            place.offset = is_there ? offset : kNowhere;
+        } else if (!is_there) {
+            place.page_and_row.x = -1;
+        }
     }
 
     // Starts the copy of block n of K or V; blocks are asked for one after the other, downwards.
@@ -67,14 +78,16 @@ struct KeyLoader {
             target, seqlen_k - n * kBlockN - recomputed(threadIdx.x) / Shape::kLanes, num_cols,
             params.is_aligned, [&](int row) {
                 if constexpr (kVariant == Variant::kPaged) {
-                    return base + key_places[(n & 3) * kBlockN + row].offset;
+                    const int64_t offset = key_places[(n & 3) * kBlockN + row].offset;
+                    return RowPlace<T>{base + offset, offset >= 0};
                 } else if constexpr (kVariant == Variant::kGeneral) {
                     const int2 place = key_places[(n & 3) * kBlockN + row].page_and_row;
-                    return base + place.x * page_stride + place.y * token_stride;
+                    return RowPlace<T>{base + place.x * page_stride + place.y * token_stride,
+                                       place.x >= 0};
                 } else {
                     const T* here = source;
                     source += Shape::kRowStep * token_stride;
-                    return here;
+                    return RowPlace<T>{here, true};
                 }
             });
         if constexpr (kVariant == Variant::kPlain) {

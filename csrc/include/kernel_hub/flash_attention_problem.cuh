@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernel_hub/attention.cuh"
+#include "kernel_hub/bounds.cuh"
 
 namespace kernel_hub {
 
@@ -16,6 +17,7 @@ template <typename T>
 struct AttentionParams {
     T* out;                    // (batch, seqlen_q, num_heads, head_dim) or (total_q, ...)
     float* lse;                // (batch, num_heads, seqlen_q) or (num_heads, total_q); may be null
+    int* flag;                 // what tables led outside (bounds.cuh), or null
     const T* q;                // like out
     const T* k;                // (batch, seqlen_k, num_kv_heads, head_dim), (total_k, ...) or pages
     const T* v;                // like k
@@ -32,8 +34,9 @@ struct AttentionParams {
     int heads_a_group;    // (batch, head) pairs that are scheduled together
     int num_row_blocks;   // of the longest sequence
     int num_heads, num_kv_heads, head_dim;
-    int seqlen_q, seqlen_k;  // where there are no cu_seqlens; seqlen_k bounds cache_seqlens
-    int page_size;
+    int seqlen_q, seqlen_k;  // with cu_seqlens: of the longest; seqlen_k bounds cache_seqlens
+    int total_q, total_k;    // rows of q and k that cu_seqlens tell apart
+    int num_pages, page_size;
     int window_left, window_right;
     int is_aligned;  // general: pointers and strides are multiples of 16 bytes
     float softmax_scale_log2, softcap_log2;  // times log2(e); softcap 0: none
@@ -72,17 +75,32 @@ __device__ __forceinline__ Tile find_tile(const AttentionParams<T>& params, int 
 // The rows of a sequence: in q and out, or in k and v.
 struct Rows {
     int seqlen, start;
-    int64_t batch;  // that the strides count; 0 where cu_seqlens tell the start
+    int64_t batch;    // that the strides count; 0 where cu_seqlens tell the start
+    bool is_outside;  // the bounds were not what they should be, or further apart than said
 };
 
-__device__ __forceinline__ Rows find_rows(const int* cu_seqlens, int seqlen, int batch_idx) {
-    Rows rows{seqlen, 0, batch_idx};
-    if (cu_seqlens) {
-        rows.start = cu_seqlens[batch_idx];
-        rows.seqlen = cu_seqlens[batch_idx + 1] - rows.start;
-        rows.batch = 0;
+__device__ __forceinline__ Rows rows_of(const int* cu_seqlens, int seqlen, int total,
+                                        int batch_idx) {
+    if (!cu_seqlens) {
+        return {seqlen, 0, batch_idx, false};
     }
-    return rows;
+    const RowRange range = find_rows(cu_seqlens, batch_idx, total);
+    return {range.count, range.start, 0, range.is_outside || range.count > seqlen};
+}
+
+// Both of a sequence; says which tables led outside.
+template <typename T>
+__device__ __forceinline__ void find_sequence(const AttentionParams<T>& params, int batch_idx,
+                                              Rows& queries, Rows& keys) {
+    queries = rows_of(params.cu_seqlens_q, params.seqlen_q, params.total_q, batch_idx);
+    keys = rows_of(params.cu_seqlens_k, params.seqlen_k, params.total_k, batch_idx);
+    int outside = (queries.is_outside ? kQueriesOutside : 0) | (keys.is_outside ? kKeysOutside : 0);
+    if (params.cache_seqlens) {
+        const int length = params.cache_seqlens[batch_idx];
+        outside |= length < 0 || length > keys.seqlen ? kLengthsOutside : 0;
+        keys.seqlen = max(0, min(keys.seqlen, length));
+    }
+    report(params.flag, threadIdx.x == 0 ? outside : 0);
 }
 
 }  // namespace kernel_hub

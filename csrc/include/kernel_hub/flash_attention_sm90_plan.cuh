@@ -1,6 +1,7 @@
 // flash_attention_sm90.cu: its tile shapes, parameters and shared memory.
 #pragma once
 
+#include "kernel_hub/bounds.cuh"
 #include "kernel_hub/mma.cuh"
 #include "kernel_hub/sm90.cuh"
 
@@ -51,6 +52,7 @@ struct Config {
 struct Parameters {
     void* out;   // (batch, seqlen_q, heads, head_dim) by strides
     float* lse;  // or null
+    int* flag;   // what tables led outside (bounds.cuh), or null
     const CUtensorMap *q, *k, *v;
     const int* cu_seqlens_q;   // (batch + 1) or null
     const int* cu_seqlens_k;   // (batch + 1) or null
@@ -59,7 +61,10 @@ struct Parameters {
     int* tile_counter;         // {next tile, blocks that are done}, zeros
     int64_t out_batch_stride, out_token_stride, out_head_stride, lse_batch_stride, lse_head_stride;
     int64_t block_table_stride;
-    int batch_size, num_heads, num_kv_heads, head_dim, seqlen_q, seqlen_k;
+    int batch_size, num_heads, num_kv_heads, head_dim;
+    int seqlen_q, seqlen_k;  // with cu_seqlens: of the longest; seqlen_k bounds cache_seqlens
+    int total_q, total_k;    // rows of q and k that cu_seqlens tell apart
+    int num_pages;
     int page_size, box_rows;  // keys of a page; those that one copy brings, which divide it
     int window_left, window_right;
     int heads_a_group;     // this many (batch, head) pairs run through their tiles together

@@ -71,8 +71,8 @@ struct Loader {
     }
 
     // The same through the block table: lane i finds the page of the i-th box of a block, and reads
-    // the table a block ahead. A box past the sequence's end has page -1, for which the TMA writes
-    // zeros.
+    // the table a block ahead. A box past the sequence's end, or on a page that is not there, has
+    // page -1, for which the TMA writes zeros.
     __device__ __forceinline__ void load_pages(const Tile& tile, int head) {
         const int num_boxes = C::kBlockN / p.box_rows;
         const int step_pages = C::kBlockN / p.page_size;
@@ -81,10 +81,13 @@ struct Loader {
         int key = (tile.block_end - 1) * C::kBlockN + lane_idx * p.box_rows;
         int index = key / p.page_size;        // of the lane's page in the sequence
         int row = key - index * p.page_size;  // of the box in it
-        int page = lane_idx < num_boxes && key < tile.seqlen_k ? table[index] : -1;
+        bool is_box = lane_idx < num_boxes && key < tile.seqlen_k;
+        int page = is_box ? table[index] : 0;
 #pragma unroll 1
         for (int block = tile.block_end - 1; block >= tile.block_begin; --block) {
-            const int pages = page;
+            const bool is_there = is_box && is_index(page, p.num_pages);
+            report_if(p.flag, is_box && !is_there, kPagesOutside);
+            const int pages = is_there ? page : -1;
             int box_row = __shfl_sync(kAllLanes, row, 0);
             key -= C::kBlockN;
             index -= step_pages;
@@ -93,7 +96,8 @@ struct Loader {
                 row += p.page_size;
                 --index;
             }
-            if (block > tile.block_begin && lane_idx < num_boxes) {
+            is_box = block > tile.block_begin && lane_idx < num_boxes;
+            if (is_box) {
                 page = table[index];
             }
             uint32_t target = tiles + place.stage * C::kKVBytes;
@@ -231,7 +235,8 @@ struct Loader {
     static constexpr int kBoxes = 2;  // whose pages are exchanged at a time
 };
 
-// Writes the tiles that see no keys, in fixed turn: the warps that load nothing.
+// Writes the tiles that see no keys, in fixed turn: the warps that load nothing. Says which tables
+// led outside.
 // NOTE: they must not take places in the ring: a consumer holds the place of its tile until it has
 // found the next one with keys, and four without any in between would close the ring.
 template <class C>
@@ -241,13 +246,20 @@ __device__ __forceinline__ void write_empty_tiles(const Parameters& p) {
 #pragma unroll 1
     for (int batch = 0; batch < p.batch_size; ++batch) {
         // They are the first row blocks: those that end before the first key.
-        const int seqlen_q = query_length(p, batch), seqlen_k = key_length(p, batch);
-        int num_rows = seqlen_k > 0 ? 0 : count_rows<C>(seqlen_q);
+        const RowRange queries = find_queries(p, batch), keys = find_keys(p, batch);
+        const int seqlen_q = queries.count, seqlen_k = keys.count;
+        const bool is_outside_q = queries.is_outside || seqlen_q > p.seqlen_q;
+        const bool is_outside_k = keys.is_outside || seqlen_k > p.seqlen_k;
+        report(p.flag, (is_outside_q ? kQueriesOutside : 0) | (!is_outside_k     ? 0
+                                                               : p.cache_seqlens ? kLengthsOutside
+                                                                                 : kKeysOutside));
+        int num_rows = seqlen_k > 0 ? 0 : count_rows<C>(p, seqlen_q);
         if (C::kMask != Mask::kFull && p.window_right >= 0 && seqlen_k > 0) {
             const int hidden = max(0, seqlen_q - seqlen_k - p.window_right);
-            num_rows = hidden >= seqlen_q ? count_rows<C>(seqlen_q) : hidden / C::kBlockM;
+            num_rows = hidden >= seqlen_q ? count_rows<C>(p, seqlen_q)
+                                          : min(hidden, p.seqlen_q) / C::kBlockM;
         }
-        const int64_t first = p.cu_seqlens_q ? p.cu_seqlens_q[batch] : 0;
+        const int64_t first = queries.start;
 #pragma unroll 1
         for (int index = blockIdx.x; index < num_rows * p.num_heads; index += gridDim.x) {
             const int head = index / num_rows;

@@ -10,15 +10,30 @@ __device__ __forceinline__ int count_rows(int seqlen_q) {
     return (seqlen_q + C::kBlockM - 1) / C::kBlockM;
 }
 
-__device__ __forceinline__ int query_length(const Parameters& p, int batch) {
-    return p.cu_seqlens_q ? p.cu_seqlens_q[batch + 1] - p.cu_seqlens_q[batch] : p.seqlen_q;
+// Row blocks of a sequence that are worked on: no more than the longest may have, so that their
+// number stays an int whatever cu_seqlens say.
+template <class C>
+__device__ __forceinline__ int count_rows(const Parameters& p, int seqlen_q) {
+    return count_rows<C>(min(seqlen_q, p.seqlen_q));
 }
 
-__device__ __forceinline__ int key_length(const Parameters& p, int batch) {
-    if (p.cache_seqlens) {
-        return p.cache_seqlens[batch];
+// Where a sequence lies.
+__device__ __forceinline__ RowRange find_queries(const Parameters& p, int batch) {
+    if (!p.cu_seqlens_q) {
+        return {0, p.seqlen_q, false};
     }
-    return p.cu_seqlens_k ? p.cu_seqlens_k[batch + 1] - p.cu_seqlens_k[batch] : p.seqlen_k;
+    return find_rows(p.cu_seqlens_q, batch, p.total_q);
+}
+
+__device__ __forceinline__ RowRange find_keys(const Parameters& p, int batch) {
+    if (p.cache_seqlens) {
+        const int length = p.cache_seqlens[batch];
+        return {0, max(0, min(length, p.seqlen_k)), !is_index(length, p.seqlen_k + 1)};
+    }
+    if (!p.cu_seqlens_k) {
+        return {0, p.seqlen_k, false};
+    }
+    return find_rows(p.cu_seqlens_k, batch, p.total_k);
 }
 
 __device__ __forceinline__ bool has_lengths(const Parameters& p) {
@@ -32,8 +47,8 @@ __device__ __forceinline__ void make_order(const Parameters& p, Order& order) {
     const bool is_one = batch < p.batch_size;
     int keys = 0, tiles = 0, rank = 0;
     if (is_one) {
-        keys = key_length(p, batch);
-        tiles = keys > 0 ? count_rows<C>(query_length(p, batch)) * p.num_heads : 0;
+        keys = find_keys(p, batch).count;
+        tiles = keys > 0 ? count_rows<C>(p, find_queries(p, batch).count) * p.num_heads : 0;
         order.end[batch] = keys;
     }
     __syncthreads();
@@ -79,9 +94,10 @@ __device__ __forceinline__ Tile describe(const Parameters& p, int row, int batch
     tile.row_begin = row * C::kBlockM;
     tile.batch = batch;
     tile.head = head;
-    tile.q_begin = p.cu_seqlens_q ? p.cu_seqlens_q[batch] : 0;
-    tile.seqlen_q = query_length(p, batch);
-    tile.seqlen_k = key_length(p, batch);
+    const RowRange queries = find_queries(p, batch);
+    tile.q_begin = queries.start;
+    tile.seqlen_q = queries.count;
+    tile.seqlen_k = find_keys(p, batch).count;
     int key_begin = 0, key_end = tile.seqlen_k;
     if (C::kMask != Mask::kFull && p.window_right >= 0) {
         const int row_end = min(tile.row_begin + C::kBlockM, tile.seqlen_q);
@@ -121,7 +137,7 @@ struct Schedule {
             }
             index -= cursor == 0 ? 0 : order.end[cursor - 1];
             batch = order.batch[cursor];
-            num_rows = count_rows<C>(query_length(p, batch));
+            num_rows = count_rows<C>(p, find_queries(p, batch).count);
             num_pairs = num_heads;
             heads_a_group = min(num_pairs, heads_a_group);
         }

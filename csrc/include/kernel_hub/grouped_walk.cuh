@@ -1,7 +1,7 @@
 // The tiles of many products in one launch: which rows of a, which matrix of b a tile is of.
 #pragma once
 
-#include <stdint.h>
+#include "kernel_hub/bounds.cuh"
 
 namespace kernel_hub {
 
@@ -57,10 +57,11 @@ struct ProductTiles {
 template <bool kPairs>
 class GroupedWalk {
   public:
-    __device__ __forceinline__ GroupedWalk(const int* offsets, int num_products, int num_rows,
-                                           int rows_a_tile, int columns, int group)
+    __device__ __forceinline__ GroupedWalk(const int* offsets, int* flag, int num_products,
+                                           int num_rows, int rows_a_tile, int columns, int group)
         : tiles_{columns, group},
           offsets_(offsets),
+          flag_(flag),
           num_products_(num_products),
           num_rows_(num_rows),
           rows_a_tile_(rows_a_tile),
@@ -113,11 +114,15 @@ class GroupedWalk {
     __device__ __forceinline__ void look_at(int chunk, int before) {
         const int lane = threadIdx.x % 32;
         chunk_ = chunk;
+        bool is_outside = false;
 #pragma unroll
         for (int i = 0; i <= kPerLane; ++i) {
             const int at = min(chunk + lane * kPerLane + i, num_products_);
-            bounds_[i] = min(max(__ldg(offsets_ + at), 0), num_rows_);
+            const int given = __ldg(offsets_ + at);
+            bounds_[i] = min(max(given, 0), num_rows_);
+            is_outside |= given != bounds_[i] || bounds_[i] < bounds_[max(i - 1, 0)];
         }
+        report_if(flag_, is_outside, kOffsetsOutside);
         int mine = 0;
 #pragma unroll
         for (int i = 0; i < kPerLane; ++i) {
@@ -136,6 +141,7 @@ class GroupedWalk {
 
     ProductTiles<kPairs> tiles_;
     const int* offsets_;  // (num_products + 1)
+    int* flag_;           // what offsets led outside (bounds.cuh), or null
     int num_products_, num_rows_, rows_a_tile_;
     int most_;                  // tiles that offsets in order can make
     int chunk_;                 // the first product looked at

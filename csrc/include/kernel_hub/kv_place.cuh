@@ -2,7 +2,7 @@
 // cache holds. Portable to sm_80.
 #pragma once
 
-#include <stdint.h>
+#include "kernel_hub/bounds.cuh"
 
 namespace kernel_hub {
 
@@ -14,7 +14,8 @@ struct Routing {
     const int* block_table;    // (batch_size, max_pages)
     const int* cu_seqlens;     // (batch_size + 1,)
     int64_t block_table_stride;
-    int batch_size, num_pages, page_size, max_pages, positions_bytes, slot_bytes;
+    int batch_size, num_tokens, num_pages, page_size, max_pages, positions_bytes, slot_bytes;
+    int* flag;  // what tables led outside (bounds.cuh), or null
 };
 
 // Where one token is in its sequence and, of keys and values, where it goes.
@@ -23,6 +24,7 @@ struct Place {
     int page, row;
     bool is_inside;  // of a sequence
     bool is_stored;
+    int outside;  // bits of Outside, for the flag
 };
 
 __device__ __forceinline__ int64_t read_index(const void* indices, int64_t i, int num_bytes) {
@@ -49,11 +51,14 @@ __device__ __forceinline__ Place find_place(const Routing& to, int token_idx, in
     Place place;
     place.is_inside = true;
     place.is_stored = false;
-    place.page = place.row = 0;
+    place.page = place.row = place.outside = 0;
     if (to.cu_seqlens != nullptr) {
         batch_idx = find_sequence(to.cu_seqlens, to.batch_size, token_idx);
-        index = token_idx - __ldg(to.cu_seqlens + batch_idx);
-        place.is_inside = index >= 0 && token_idx < __ldg(to.cu_seqlens + batch_idx + 1);
+        const int start = __ldg(to.cu_seqlens + batch_idx);
+        const int end = __ldg(to.cu_seqlens + batch_idx + 1);
+        index = token_idx - start;
+        place.is_inside = token_idx >= start && token_idx < end;
+        place.outside = start < 0 || end > to.num_tokens ? kTokensOutside : 0;
     }
     int64_t in_sequence = index;
     if (to.cache_seqlens != nullptr) {
@@ -68,26 +73,31 @@ __device__ __forceinline__ Place find_place(const Routing& to, int token_idx, in
     }
 
     const uint32_t page_size = to.page_size;
+    int missing;  // what has no place for the token, if it has none
     if (to.slot_bytes != 0) {
         const int64_t slot = read_index(to.slot_mapping, token_idx, to.slot_bytes);
         place.page = static_cast<uint32_t>(slot) / page_size;
         place.row = static_cast<uint32_t>(slot) % page_size;
         place.is_stored = slot >= 0 && slot < static_cast<int64_t>(to.num_pages) * to.page_size;
+        missing = slot == -1 ? 0 : kSlotsOutside;
     } else if (to.max_pages >= 0) {
         const uint32_t page_idx = static_cast<uint32_t>(in_sequence) / page_size;
         place.row = static_cast<uint32_t>(in_sequence) % page_size;
         place.is_stored =
             in_sequence >= 0 && in_sequence < static_cast<int64_t>(to.max_pages) * to.page_size;
+        missing = place.is_stored ? kPagesOutside : kLengthsOutside;
         place.page = -1;
         if (place.is_stored) {
             place.page = __ldg(to.block_table + batch_idx * to.block_table_stride + page_idx);
         }
-        place.is_stored = place.page >= 0 && place.page < to.num_pages;
+        place.is_stored = is_index(place.page, to.num_pages);
     } else {
         place.page = batch_idx;
         place.row = static_cast<int>(in_sequence);
         place.is_stored = in_sequence >= 0 && in_sequence < to.page_size;
+        missing = to.page_size > 0 ? kLengthsOutside : 0;
     }
+    place.outside |= place.is_inside && !place.is_stored ? missing : 0;
     return place;
 }
 

@@ -28,6 +28,18 @@ __device__ __forceinline__ void red_add(float* address, float value) {
     asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(address), "f"(value) : "memory");
 }
 
+// Sets bits of an int if `is_set`, without reading it back and without a branch.
+__device__ __forceinline__ void red_or_if(bool is_set, int* address, int bits) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.s32 p, %0, 0;\n"
+        "@p red.relaxed.gpu.global.or.b32 [%1], %2;\n"
+        "}" ::"r"(static_cast<int>(is_set)),
+        "l"(address), "r"(bits)
+        : "memory");
+}
+
 // Reads what another block has released.
 __device__ __forceinline__ int ld_acquire(const int* address) {
     int value;

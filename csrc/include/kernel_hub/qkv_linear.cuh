@@ -78,7 +78,8 @@ struct QkvEnding {
         HeadPart next;
     };
 
-    __device__ __forceinline__ TokenPlace find(int token) const {
+    // Adds to `outside` what led there.
+    __device__ __forceinline__ TokenPlace find(int token, int& outside) const {
         TokenPlace found{-1, 0, -1, 0};
         if (token < m) {
             const Place place = find_place(routing, token, token / seqlen, token % seqlen, false);
@@ -89,17 +90,31 @@ struct QkvEnding {
                 found.page = 0;
                 found.row = place.is_inside ? token : -1;
             }
-            found.position = place.position >= 0 && place.position < max_position
-                                 ? static_cast<int>(place.position)
-                                 : -1;
+            const bool is_known = place.position >= 0 && place.position < max_position;
+            found.position = is_known ? static_cast<int>(place.position) : -1;
+            outside |= place.outside | (place.is_inside && !is_known ? kPositionsOutside : 0);
         }
+        return found;
+    }
+
+    // Without cos, positions are of no matter.
+    __device__ __forceinline__ void say(int outside) const {
+        report(routing.flag, cos != nullptr ? outside : outside & ~kPositionsOutside);
+    }
+
+    __device__ __forceinline__ TokenPlace find(int token) const {
+        int outside = 0;
+        const TokenPlace found = find(token, outside);
+        say(outside);
         return found;
     }
 
     // Of `row` and row + 8, from `group` on, which is even.
     __device__ __forceinline__ void prepare(int row, int group, Prepared& prepared) const {
-        prepared.places[0] = find(row);
-        prepared.places[1] = find(row + 8);
+        int outside = 0;
+        prepared.places[0] = find(row, outside);
+        prepared.places[1] = find(row + 8, outside);
+        say(outside);
         HeadPart& part = prepared.next;
         part.head = heads.head(group);
         part.first = heads.first(group);

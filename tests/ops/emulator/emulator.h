@@ -1,14 +1,16 @@
 // Runs a kernel's own source on the CPU, for tests without a GPU: block after block, warp after
 // warp up to the block's next barrier, each CUDA thread a fibre that runs until its next barrier or
 // warp collective. Finds wrong indices, misaligned vectors, copies used before they were waited
-// for, barriers that some threads miss, and shared memory that is read before it is written (it
-// starts as nan) or written past its end; shows nothing about speed, and few races.
+// for, barriers that some threads miss, shared memory that is read before it is written (it starts
+// as nan) or written past its end, and accesses to memory that is nobody's (of tensors in an arena,
+// arena.py, everything around them); shows nothing about speed, and few races.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <math.h>
 #include <setjmp.h>
+#include <signal.h>
 #include <stdint.h>
 #include <string.h>
 #include <ucontext.h>
@@ -40,7 +42,7 @@ constexpr size_t kCanaryBytes = 4096;  // watched, behind the shared memory aske
 constexpr size_t kPayloadBytes = 64;
 constexpr int kMaxIntegers = 64, kMaxFloats = 8;
 
-enum Error { kNone = 0, kMisaligned = 1, kDivergentBarrier = 2, kSharedBounds = 3 };
+enum Error { kNone = 0, kMisaligned = 1, kDivergentBarrier = 2, kSharedBounds = 3, kOutside = 4 };
 // Where a thread stands: at the block's barrier, at its end, or at a warp collective of some kind.
 enum Stop { kBlockBarrier, kDone, kSyncWarp, kShuffle, kVote, kLdmatrix, kMma };
 
@@ -56,8 +58,8 @@ struct Fibre {
     bool is_started;
     Stop stop;
     int parity;
-    std::vector<Copy> copies;      // started, not arrived
-    std::vector<size_t> groups;    // how many of them each open group holds
+    std::vector<Copy> copies;    // started, not arrived
+    std::vector<size_t> groups;  // how many of them each open group holds
     size_t ungrouped;
     alignas(16) char payload[2][kPayloadBytes];
 };
@@ -70,6 +72,32 @@ alignas(1024) inline char shared[kSharedBytes + kCanaryBytes];
 inline size_t shared_bytes;
 inline int current, error;
 inline void (*body)();
+inline jmp_buf launch;
+inline void* volatile fault_address;  // of the access that ended the last launch
+
+// An access to memory that is not there ends the launch.
+inline void on_fault(int, siginfo_t* info, void*) {
+    fault_address = info->si_addr;
+    _longjmp(launch, 1);
+}
+
+class FaultHandler {
+  public:
+    FaultHandler() {
+        struct sigaction action = {};
+        action.sa_sigaction = on_fault;
+        action.sa_flags = SA_SIGINFO | SA_NODEFER;
+        sigaction(SIGSEGV, &action, &before_[0]);
+        sigaction(SIGBUS, &action, &before_[1]);
+    }
+    ~FaultHandler() {
+        sigaction(SIGSEGV, &before_[0], nullptr);
+        sigaction(SIGBUS, &before_[1], nullptr);
+    }
+
+  private:
+    struct sigaction before_[2];
+};
 
 inline void check_aligned(const void* address) {
     if (reinterpret_cast<uintptr_t>(address) % 16) error = kMisaligned;
@@ -243,10 +271,16 @@ extern "C" int emulator_launch(void* kernel, const unsigned* grid, const unsigne
     };
     gridDim = {grid[0], grid[1], grid[2]};
     blockDim = {block[0], block[1], block[2]};
+    const emulator::FaultHandler handler;
+    if (_setjmp(emulator::launch)) return emulator::kOutside;
     for (blockIdx.z = 0; blockIdx.z < grid[2]; ++blockIdx.z)
         for (blockIdx.y = 0; blockIdx.y < grid[1]; ++blockIdx.y)
             for (blockIdx.x = 0; blockIdx.x < grid[0]; ++blockIdx.x) emulator::run_block();
     return emulator::error;
+}
+
+extern "C" uint64_t emulator_fault_address() {
+    return reinterpret_cast<uint64_t>(emulator::fault_address);
 }
 
 inline void __syncthreads() {
@@ -279,6 +313,11 @@ template <typename T>
 inline T atomicAdd(T* address, T value) {
     const T before = *address;
     *address = before + value;
+    return before;
+}
+inline int atomicOr(int* address, int value) {
+    const int before = *address;
+    *address = before | value;
     return before;
 }
 inline void __threadfence() {}

@@ -28,6 +28,10 @@ inline void red_add_4(float* address, float a, float b, float c, float d) {
     for (int i = 0; i < 4; ++i) address[i] += values[i];
 }
 
+inline void red_or_if(bool is_set, int* address, int bits) {
+    if (is_set) *address |= bits;
+}
+
 inline int ld_acquire(const int* address) {
     return *address;
 }

@@ -1,0 +1,22 @@
+"""rope, append_kv and qkv_linear stay inside their tensors, whatever their tables say."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from arena import SEED, Arena
+from hostile_rows import hostile_append, hostile_qkv, hostile_rope
+from ways import Way
+
+LOTS = 40
+
+
+@pytest.mark.parametrize("lot", range(LOTS))
+@pytest.mark.parametrize("draw", [hostile_rope, hostile_append, hostile_qkv])
+def test_hostile_tables(way: Way, draw: Callable[..., None], lot: int) -> None:
+    generator = random.Random(f"{SEED} {draw.__name__} {lot}")
+    print(f"KERNEL_HUB_SEED={SEED}, lot {lot}")
+    with Arena(way.device, generator) as arena:
+        draw(generator, arena)
