@@ -28,31 +28,21 @@ class _Sequence:
     seqlen_k: int
 
 
-def row_ranges(bounds: torch.Tensor, total: int) -> list[tuple[int, int]]:
-    """(start, end) of each sequence; bounds that fall or lie outside are those of no rows."""
-    return [
-        (start, end) if 0 <= start <= end <= total else (0, 0)
-        for start, end in itertools.pairwise(bounds.tolist())
-    ]
-
-
 def _sequences(problem: Problem) -> Iterator[_Sequence]:
     batch_size = problem.batch_size
     if problem.cu_seqlens_q is not None:
-        queries = row_ranges(problem.cu_seqlens_q, problem.q.shape[0])
+        queries = list(itertools.pairwise(problem.cu_seqlens_q.tolist()))
     else:
         queries = [(0, problem.q.shape[1])] * batch_size
     if problem.cu_seqlens_k is not None:
-        keys = row_ranges(problem.cu_seqlens_k, problem.k.shape[0])
+        keys = list(itertools.pairwise(problem.cu_seqlens_k.tolist()))
     elif problem.block_table is not None:
         keys = [(0, problem.block_table.shape[1] * problem.k.shape[1])] * batch_size
     else:
         keys = [(0, problem.k.shape[1])] * batch_size
     if problem.cache_seqlens is not None:
         lengths = problem.cache_seqlens.tolist()
-        keys = [
-            (0, min(max(length, 0), room)) for (_, room), length in zip(keys, lengths, strict=True)
-        ]
+        keys = [(start, start + length) for (start, _), length in zip(keys, lengths, strict=True)]
     for index in range(batch_size):
         (q_start, q_end), (k_start, k_end) = queries[index], keys[index]
         yield _Sequence(
@@ -71,10 +61,7 @@ def _keys_of(problem: Problem, x: torch.Tensor, sequence: _Sequence) -> torch.Te
     else:
         num_pages = -(-sequence.seqlen_k // x.shape[1])
         pages = problem.block_table[sequence.index, :num_pages].long()
-        known = (pages >= 0) & (pages < x.shape[0])
-        held = x.new_zeros((num_pages, *x.shape[1:]))  # zeros on pages that are not there
-        held[known] = x[pages[known]]
-        rows = held.flatten(0, 1)[: sequence.seqlen_k]
+        rows = x[pages].flatten(0, 1)[: sequence.seqlen_k]
     return rows.transpose(0, 1).float()
 
 

@@ -188,9 +188,9 @@ def _dequantised(
     if scale.dim() == 1:
         return values * scale.repeat_interleave(group)[:, None]
     by_head = scale.repeat_interleave(group, 1)
-    ranges = None if bounds is None else _attention_cpu.row_ranges(bounds, x.shape[0])
+    starts = None if bounds is None else bounds.tolist()
     for index in range(by_head.shape[0]):
-        rows = values[index] if ranges is None else values[slice(*ranges[index])]
+        rows = values[index] if starts is None else values[starts[index] : starts[index + 1]]
         if scale.dim() == 2:
             rows *= by_head[index][:, None]
         else:
