@@ -29,7 +29,7 @@ from hostile_attention import HostileAttention
 from hostile_decode import HostileStep
 from hostile_fp8 import HostileFp8
 from hostile_grouped import HostileGroups
-from hostile_rows import hostile_append, hostile_qkv, hostile_rope
+from hostile_rows import forcing_qkv, hostile_append, hostile_qkv, hostile_rope
 from sanitize_grouped import choices, forced
 
 from kernel_hub.ops import _flash_attention_backward_sm90 as hopper_backward
@@ -92,7 +92,7 @@ def qkv(generator: random.Random, arena: Arena) -> None:
     state = generator.getstate()
     for name in names:
         generator.setstate(state)
-        with _paired_plan.TABLES["qkv_linear"].forcing(_paired_plan.Row(name, {})):
+        with forcing_qkv(name):
             hostile_qkv(generator, arena)
 
 

@@ -109,7 +109,9 @@ class Arena:
             self._next = at + room + _GAP_BYTES // 4
             if self._next > self.end - self._size // 4:
                 raise MemoryError(f"an arena of {self._size} bytes is too small")
-            found = self._bytes[at - self.begin : at - self.begin + size]
+            # No view: writes to one tensor are none to another, for autograd.
+            found = torch.empty(0, dtype=torch.uint8, device=self.device)
+            found.set_(self._bytes.untyped_storage(), at - self.begin, (size,), (1,))
         else:
             span = -(-room // _PAGE) * _PAGE
             begin = _range().pages(span)

@@ -7,17 +7,20 @@ only what must not happen is looked for.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import random
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from arena import Arena, outside
 from bits import same_bits
 from led_outside import check_said, forget
 
-from kernel_hub.ops import append_kv, qkv_linear, rope
+from kernel_hub.ops import _paired_plan, append_kv, qkv_linear, rope
 from kernel_hub.testing import reference
 from kernel_hub.testing.compare import check
 
@@ -260,6 +263,22 @@ def hostile_append(generator: random.Random, arena: Arena) -> None:
         assert bool((out[~inside].contiguous().view(torch.uint8) == 0xFF).all())
 
 
+@contextlib.contextmanager
+def forcing_qkv(variant: str) -> Iterator[list[tuple[int, int, int]]]:
+    """Within, qkv_linear takes `variant` wherever that applies; yields (m, n, k) of these."""
+    table, row = _paired_plan.TABLES["qkv_linear"], _paired_plan.Row(variant, {})
+    taken: list[tuple[int, int, int]] = []
+
+    def lookup(gpu: Any, m: int, /, *, n: int, k: int) -> Any:
+        if _paired_plan._check("qkv_linear", row, gpu.arch, m, n=n, k=k):
+            return None
+        taken.append((m, n, k))
+        return row
+
+    with table.forcing(row), mock.patch.object(table, "lookup", lookup):
+        yield taken
+
+
 def hostile_qkv(generator: random.Random, arena: Arena) -> None:
     """One call of qkv_linear into a cache, drawn, run and checked."""
     choose = generator.choice
@@ -268,7 +287,7 @@ def hostile_qkv(generator: random.Random, arena: Arena) -> None:
     dtype = choose((torch.float16, torch.bfloat16))
     heads, kv_heads = choose(((4, 2), (3, 1)))
     head_dim = choose((32, 64))
-    hidden, interleaved = choose((64, 136)), choose((False, True))
+    hidden, interleaved = choose((64, 136, 520)), choose((False, True))
 
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=seed).to(dtype)
