@@ -194,8 +194,9 @@ __device__ __forceinline__ void append_kv(Rows<T*> out_q, Rows<T*> out_k, Rows<C
     const int span = kParts == 2 ? (head_dim + 1) / 2 : head_dim;
     // One round for the vector variants, whose blockDim.x covers the head.
     const int step = kWidth > 1 ? (1 << 30) : blockDim.x;
-    bool is_placed = false, is_inside = true, is_stored = false;
+    bool is_placed = false, is_stored = false, is_odd = false, is_known = true;
     int64_t position = 0;
+    int row = 0;
     T* out = nullptr;
     Cache* k_row = nullptr;
     Cache* v_row = nullptr;
@@ -233,10 +234,14 @@ __device__ __forceinline__ void append_kv(Rows<T*> out_q, Rows<T*> out_k, Rows<C
             if (!is_placed) {
                 is_placed = true;
                 const Place place = find_place(routing, token_idx, batch_idx, index, is_query);
-                is_inside = place.is_inside;
                 is_stored = place.is_stored;
+                is_odd = place.is_odd;
                 position = place.position;
-                report(routing.flag, place.outside);
+                row = place.row;
+                if (!place.is_inside) {
+                    report(routing.flag, is_odd ? kTokensOutside : 0);
+                    return;
+                }
                 if (is_query) {
                     out = out_q.at(batch_idx, index);
                 } else {
@@ -245,18 +250,14 @@ __device__ __forceinline__ void append_kv(Rows<T*> out_q, Rows<T*> out_k, Rows<C
                     v_row = v_cache.at(place.page, place.row);
                 }
             }
-            if (!is_inside) {
-                return;
-            }
             if constexpr (kRotation != Rotation::kNone) {
                 if (unit == first_unit && is_rotary) {
                     // A position outside the table must not read past it; it shows as nan.
-                    const bool is_known = position >= 0 && position < max_position;
+                    is_known = position >= 0 && position < max_position;
                     const int64_t entry =
                         (is_known ? position * table_stride : 0) + (kIsPaired ? at / 2 : at);
                     c.load(cos + entry);
                     s.load(sin + entry);
-                    report_if(routing.flag, !is_known, kPositionsOutside);
                     if (!is_known) {
                         c.fill_with_nan();
                         s.fill_with_nan();
@@ -290,6 +291,13 @@ __device__ __forceinline__ void append_kv(Rows<T*> out_q, Rows<T*> out_k, Rows<C
                     second, has_second);
             }
         }
+    }
+    // At the end, where no load waits for the tables.
+    const bool is_missing = is_placed && !is_query && !is_stored;
+    if (is_odd || is_missing || !is_known) {
+        const int missing = is_missing ? find_missing(routing, token_idx, row) : 0;
+        report(routing.flag,
+               missing | (is_odd ? kTokensOutside : 0) | (is_known ? 0 : kPositionsOutside));
     }
 }
 

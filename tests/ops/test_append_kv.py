@@ -327,12 +327,13 @@ def test_caches_of_no_rows_and_tables_of_no_pages(way: Way) -> None:
 def test_a_cache_of_more_than_two_to_the_31_elements() -> None:
     way = Way("gpu", "cuda")
     pages = (1 << 31) // (16 * 8 * 128) + 9
-    cache = torch.zeros(pages, 16, 8, 128, device="cuda", dtype=torch.bfloat16)
+    caches = torch.zeros(2, pages, 16, 8, 128, device="cuda", dtype=torch.bfloat16)
     k = way.randn(5, 8, 128, dtype=torch.bfloat16)
     slots = torch.arange(5, device="cuda") + (pages * 16 - 5)
-    append_kv(k, k, cache, cache[:], slot_mapping=slots)
-    same_bits(cache[-1, -5:], k)
-    assert not bool(cache[-1, :-5].any())
+    append_kv(k, k, caches[0], caches[1], slot_mapping=slots)
+    for cache in caches:
+        same_bits(cache[-1, -5:], k)
+        assert not bool(cache[-1, :-5].any())
 
 
 @pytest.mark.gpu

@@ -261,7 +261,9 @@ __device__ __forceinline__ void write_empty_tiles(const Parameters& p, int threa
 #pragma unroll 1
     for (int index = blockIdx.x; index < num_tiles; index += gridDim.x) {
         const Tile tile = locate<C>(p, index);
-        report_lengths(p, tile.batch);
+        if (tile.head == 0 && tile.row_begin == 0) {
+            report_lengths(p, tile.batch);
+        }
         const int rows = min(C::kBlockM, tile.seqlen_q - tile.row_begin);
         if (rows <= 0 || !tile.is_empty()) {
             continue;

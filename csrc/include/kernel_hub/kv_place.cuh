@@ -21,10 +21,10 @@ struct Routing {
 // Where one token is in its sequence and, of keys and values, where it goes.
 struct Place {
     int64_t position;
-    int page, row;
+    int page, row;   // row is -1 where the length has no page
     bool is_inside;  // of a sequence
     bool is_stored;
-    int outside;  // bits of Outside, for the flag
+    bool is_odd;  // cu_seqlens led outside
 };
 
 __device__ __forceinline__ int64_t read_index(const void* indices, int64_t i, int num_bytes) {
@@ -50,15 +50,15 @@ __device__ __forceinline__ Place find_place(const Routing& to, int token_idx, in
                                             int index, bool is_query) {
     Place place;
     place.is_inside = true;
-    place.is_stored = false;
-    place.page = place.row = place.outside = 0;
+    place.is_stored = place.is_odd = false;
+    place.page = place.row = 0;
     if (to.cu_seqlens != nullptr) {
         batch_idx = find_sequence(to.cu_seqlens, to.batch_size, token_idx);
         const int start = __ldg(to.cu_seqlens + batch_idx);
         const int end = __ldg(to.cu_seqlens + batch_idx + 1);
         index = token_idx - start;
         place.is_inside = token_idx >= start && token_idx < end;
-        place.outside = start < 0 || end > to.num_tokens ? kTokensOutside : 0;
+        place.is_odd = start < 0 || end > to.num_tokens;
     }
     int64_t in_sequence = index;
     if (to.cache_seqlens != nullptr) {
@@ -73,21 +73,20 @@ __device__ __forceinline__ Place find_place(const Routing& to, int token_idx, in
     }
 
     const uint32_t page_size = to.page_size;
-    int missing;  // what has no place for the token, if it has none
     if (to.slot_bytes != 0) {
         const int64_t slot = read_index(to.slot_mapping, token_idx, to.slot_bytes);
         place.page = static_cast<uint32_t>(slot) / page_size;
         place.row = static_cast<uint32_t>(slot) % page_size;
         place.is_stored = slot >= 0 && slot < static_cast<int64_t>(to.num_pages) * to.page_size;
-        missing = slot == -1 ? 0 : kSlotsOutside;
     } else if (to.max_pages >= 0) {
         const uint32_t page_idx = static_cast<uint32_t>(in_sequence) / page_size;
         place.row = static_cast<uint32_t>(in_sequence) % page_size;
         place.is_stored =
             in_sequence >= 0 && in_sequence < static_cast<int64_t>(to.max_pages) * to.page_size;
-        missing = place.is_stored ? kPagesOutside : kLengthsOutside;
         place.page = -1;
-        if (place.is_stored) {
+        if (!place.is_stored) {
+            place.row = -1;
+        } else {
             place.page = __ldg(to.block_table + batch_idx * to.block_table_stride + page_idx);
         }
         place.is_stored = is_index(place.page, to.num_pages);
@@ -95,10 +94,20 @@ __device__ __forceinline__ Place find_place(const Routing& to, int token_idx, in
         place.page = batch_idx;
         place.row = static_cast<int>(in_sequence);
         place.is_stored = in_sequence >= 0 && in_sequence < to.page_size;
-        missing = to.page_size > 0 ? kLengthsOutside : 0;
     }
-    place.outside |= place.is_inside && !place.is_stored ? missing : 0;
     return place;
+}
+
+// What has no place for a key or value that is not stored; row: its Place's. Apart, as hardly any
+// token needs it: code that is fetched costs a short launch more than work.
+__device__ __forceinline__ int find_missing(const Routing& to, int token_idx, int row) {
+    if (to.slot_bytes != 0) {
+        return read_index(to.slot_mapping, token_idx, to.slot_bytes) == -1 ? 0 : kSlotsOutside;
+    }
+    if (to.max_pages >= 0) {
+        return row < 0 ? kLengthsOutside : kPagesOutside;
+    }
+    return to.page_size > 0 ? kLengthsOutside : 0;
 }
 
 }  // namespace kernel_hub

@@ -92,7 +92,10 @@ struct QkvEnding {
             }
             const bool is_known = place.position >= 0 && place.position < max_position;
             found.position = is_known ? static_cast<int>(place.position) : -1;
-            outside |= place.outside | (place.is_inside && !is_known ? kPositionsOutside : 0);
+            const bool is_missing = place.is_inside && !place.is_stored;
+            outside |= (place.is_odd ? kTokensOutside : 0) |
+                       (is_missing ? find_missing(routing, token, place.row) : 0) |
+                       (place.is_inside && !is_known ? kPositionsOutside : 0);
         }
         return found;
     }
