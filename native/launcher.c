@@ -192,8 +192,7 @@ static inline int send(const State* s, Config* config, Values* v, Object* stream
         return 0;
     }
     // A failed launch is made again by the Python launcher, which recovers or says why it failed.
-    return call_driver(&s->place, s->launch_ex, config, s->function, v->addresses,
-                       s->noted) == 0;
+    return call_driver(&s->place, s->launch_ex, config, s->function, v->addresses, s->noted) == 0;
 }
 
 // 1: launched. 0: left to the Python launcher; nothing has happened.
@@ -250,8 +249,8 @@ static int try_launch_at(const At* at, Object* const* args, ssize count, Object*
     return send(s, &config, &v, stream);
 }
 
-// The same call on the Python launcher, which meets again whatever error there was; but what is none
-// (KeyboardInterrupt, SystemExit) came to the caller, and nothing is launched after it.
+// The same call on the Python launcher, which meets again whatever error there was; but what is
+// none (KeyboardInterrupt, SystemExit) came to the caller, and nothing is launched after it.
 static Object* fall_back(Object* fallback, Object* const* args, ssize count, Object* names) {
     if (PyErr_Occurred()) {
         if (!PyErr_ExceptionMatches(PyExc_Exception)) return 0;
@@ -295,8 +294,8 @@ static Object* launch_bound(Object* self, Object* const* args, ssize count, Obje
         const int known =
             !b->current_stream || read_stream(&b->place, b->work_stream, b->current_stream,
                                               b->device, NONE, &config.stream);
-        if (known && !call_driver(&b->place, b->launch_ex, &config, b->function, b->addresses,
-                                  b->noted)) {
+        if (known &&
+            !call_driver(&b->place, b->launch_ex, &config, b->function, b->addresses, b->noted)) {
             return none();
         }
     }

@@ -1,0 +1,246 @@
+"""Calls of every op as models have them, drawn by lot, for record_plans.py.
+
+Nothing is computed: most tensors hold nothing, the others what an op reads on the host.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+HALF = (torch.float16, torch.bfloat16)
+E4M3 = torch.float8_e4m3fn
+
+
+class Lot:
+    """Draws calls as models have them. Tensors hold nothing but what an op reads on the host."""
+
+    def __init__(self, seed: str) -> None:
+        self.random = random.Random(seed)
+
+    def one(self, *choices: Any) -> Any:
+        return self.random.choice(choices)
+
+    def log(self, least: int, most: int) -> int:
+        """A size, each order of magnitude as likely, powers of two and odd ones."""
+        found = round(least * (most / least) ** self.random.random())
+        return self.one(found, 1 << max(found.bit_length() - 1, 0), found | 1)
+
+    def rows(self, *shape: int, dtype: torch.dtype, aligned: bool = True) -> torch.Tensor:
+        """Contiguous, or rows of a wider tensor, or (not `aligned`) beginning off 16 bytes."""
+        how = self.random.random() * (0.9 if aligned else 1.0)
+        if how < 0.7:
+            return torch.empty(shape, dtype=dtype)
+        if how < 0.9:
+            return torch.empty(*shape[:-1], 2 * shape[-1], dtype=dtype)[..., : shape[-1]]
+        size = 1
+        for n in shape:
+            size *= n
+        return torch.empty(size + 8, dtype=dtype)[1 : 1 + size].view(shape)
+
+    def tables(self, tokens: int, dim: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        dtype = self.one(dtype, torch.float32)
+        return {name: torch.empty(tokens, dim // 2, dtype=dtype) for name in ("cos", "sin")}
+
+
+def _norm(lot: Lot) -> tuple[Any, ...]:
+    dtype, size = lot.one(*HALF, torch.float32), lot.one(64, 100, 896, 4096, 5120, 8192, 12288)
+    x = lot.rows(lot.log(1, 20000), size, dtype=dtype, aligned=False)
+    residual = lot.one(None, torch.empty_like(x))
+    return (x, torch.empty(size, dtype=dtype)), {"residual": residual}
+
+
+def _silu(lot: Lot) -> tuple[Any, ...]:
+    dtype, size = lot.one(*HALF, torch.float32), lot.one(64, 100, 4864, 11008, 14336, 28672)
+    return (lot.rows(lot.log(1, 8000), 2 * size, dtype=dtype, aligned=False),), {}
+
+
+def _rope(lot: Lot) -> tuple[Any, ...]:
+    dtype, dim, tokens = lot.one(*HALF, torch.float32), lot.one(64, 80, 96, 128), lot.log(1, 8000)
+    q = lot.rows(tokens, lot.one(8, 14, 32), dim, dtype=dtype, aligned=False)
+    k = lot.rows(tokens, lot.one(1, 2, 8), dim, dtype=dtype, aligned=False)
+    options = {
+        "interleaved": lot.one(True, False),
+        **lot.tables(8192, lot.one(dim, dim // 2), dtype),
+    }
+    if lot.one(True, False):
+        options["positions"] = torch.zeros(tokens, dtype=lot.one(torch.int32, torch.int64))
+    return (q, k), options
+
+
+def _merge(lot: Lot) -> tuple[Any, ...]:
+    dtype, (s, h) = lot.one(*HALF, torch.float32), (lot.log(1, 4000), lot.one(8, 14, 32))
+    out, lse = (torch.empty(1, s, h, lot.one(64, 80, 128), dtype=dtype), torch.empty(1, h, s))
+    return (out, lse, torch.empty_like(out), lse.clone()), {}
+
+
+def _product(lot: Lot) -> tuple[int, int, int]:
+    m = lot.one(lot.log(1, 16384), lot.log(1, 256))
+    return m, *lot.one(
+        (4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (1152, 896), (896, 4864),
+        (5120, 5120), (27648, 5120), (1280, 8192), (8192, 3584), (3072, 768), (768, 768),
+        (128256, 4096), (7168, 2048), (1000, 1000), (40, 72),
+    )  # fmt: skip
+
+
+def _linear(lot: Lot) -> tuple[Any, ...]:
+    dtype, (m, n, k) = lot.one(*HALF), _product(lot)
+    to = lot.one(dtype, dtype, torch.float32)
+    options: dict[str, Any] = {"activation": lot.one(None, None, "gelu", "silu"), "out_dtype": to}
+    if lot.one(True, False):
+        options["bias"] = torch.empty(n, dtype=dtype)
+    if lot.one(True, False, False):
+        options["residual"] = torch.empty(m, n, dtype=to)
+    return (lot.rows(m, k, dtype=dtype), lot.rows(n, k, dtype=dtype)), options
+
+
+def _linear_fp8(lot: Lot) -> tuple[Any, ...]:
+    m, n, k = _product(lot)
+    k = max(k // 128 * 128, 128)
+    blocks = (torch.empty(m, k // 128), torch.empty(-(-n // 128), k // 128))
+    scales = lot.one((None, None), (torch.empty(m), torch.empty(n)), (torch.empty(1),) * 2, blocks)
+    to = lot.one(*HALF, torch.float32)
+    options = {"a_scale": scales[0], "b_scale": scales[1], "out_dtype": to}
+    if lot.one(True, False):
+        options["bias"] = torch.empty(n, dtype=to)
+    return (torch.empty(m, k, dtype=E4M3), torch.empty(n, k, dtype=E4M3)), options
+
+
+def _swiglu(lot: Lot) -> tuple[Any, ...]:
+    dtype, (m, n, k) = lot.one(*HALF), _product(lot)
+    return (lot.rows(m, k, dtype=dtype), lot.rows(2 * n, k, dtype=dtype)), {}
+
+
+def _batched(lot: Lot) -> tuple[Any, ...]:
+    dtype, (m, n, k), batch = lot.one(*HALF), _product(lot), lot.one(1, 3, 16)
+    n = min(n, 8192)
+    b_batch = lot.one((batch,), (1,), ())
+    return (lot.rows(batch, m, k, dtype=dtype), torch.empty(*b_batch, n, k, dtype=dtype)), {}
+
+
+def _grouped(lot: Lot) -> tuple[Any, ...]:
+    dtype, (m, n, k), groups = lot.one(*HALF), _product(lot), lot.one(3, 8, 64)
+    n, k = min(n, 8192), min(k, 8192)
+    offsets = torch.linspace(0, m, groups + 1).to(torch.int32)
+    options: dict[str, Any] = {"activation": lot.one(None, "silu", "gelu")}
+    if lot.one(True, False):
+        options["bias"] = torch.empty(groups, n, dtype=dtype)
+    a, b = lot.rows(m, k, dtype=dtype), torch.empty(groups, n, k, dtype=dtype)
+    return (a, b, offsets), options
+
+
+def _heads(lot: Lot) -> tuple[int, int, int]:
+    return lot.one((32, 8, 128), (14, 2, 64), (28, 4, 128), (40, 10, 128), (16, 16, 80),
+                   (8, 4, 256), (12, 12, 64), (8, 1, 96), (24, 8, 192))  # fmt: skip
+
+
+def _qkv(lot: Lot) -> tuple[Any, ...]:
+    dtype, (heads, kv_heads, dim) = lot.one(*HALF), _heads(lot)
+    dim, k = dim // 32 * 32, lot.one(896, 4096, 5120)
+    batch, seqlen = lot.one((1, lot.log(1, 4096)), (lot.log(1, 64), 1), (3, 17))
+    rows = (heads + 2 * kv_heads) * dim
+    x, w = lot.rows(batch, seqlen, k, dtype=dtype), torch.empty(rows, k, dtype=dtype)
+    options: dict[str, Any] = {"num_heads": heads, "num_kv_heads": kv_heads}
+    if lot.one(True, False):
+        options["bias"] = torch.empty(rows, dtype=dtype)
+    if lot.one(True, False):
+        options |= lot.tables(8192, dim, dtype) | {"interleaved": lot.one(True, False)}
+    if lot.one(True, False):
+        for name in ("k_cache", "v_cache"):
+            options[name] = torch.empty(
+                batch * -(-seqlen // 16) + 1, 16, kv_heads, dim, dtype=dtype
+            )
+        options["slot_mapping"] = torch.arange(batch * seqlen)
+    return (x, w), options
+
+
+def _cache(lot: Lot, kv_heads: int, dim: int, dtype: torch.dtype) -> dict[str, Any]:
+    shape = lot.one((600, 16, kv_heads, dim), (64, 128, kv_heads, dim))
+    found: dict[str, Any] = {
+        name: torch.empty(shape, dtype=dtype) for name in ("k_cache", "v_cache")
+    }
+    if dtype == E4M3:
+        found |= {name: torch.empty(kv_heads) for name in ("k_scale", "v_scale")}
+    return found
+
+
+def _append(lot: Lot) -> tuple[Any, ...]:
+    dtype, (heads, kv_heads, dim) = lot.one(*HALF, torch.float32), _heads(lot)
+    batch, seqlen = lot.one((1, lot.log(1, 2048)), (lot.log(1, 64), 1), (3, 17))
+    k, v = (lot.rows(batch, seqlen, kv_heads, dim, dtype=dtype) for _ in range(2))
+    options = _cache(lot, kv_heads, dim, lot.one(dtype, E4M3))
+    if lot.one(True, False):
+        options |= lot.tables(8192, dim, dtype)
+        options["q"] = lot.rows(batch, seqlen, heads, dim, dtype=dtype)
+    options["slot_mapping"] = torch.arange(batch * seqlen)
+    return (k, v, options.pop("k_cache"), options.pop("v_cache")), options
+
+
+def _decode(lot: Lot) -> tuple[Any, ...]:
+    dtype, (heads, kv_heads, dim) = lot.one(*HALF), _heads(lot)
+    batch, seqlen = lot.log(1, 256), lot.one(1, 1, 2, 4, 16)
+    q = lot.rows(batch, seqlen, heads, dim, dtype=dtype)
+    options = _cache(lot, kv_heads, dim, lot.one(dtype, E4M3))
+    pages, size = options["k_cache"].shape[:2]
+    used = min(pages, lot.log(1, pages))
+    options["block_table"] = torch.zeros(batch, used, dtype=torch.int32)
+    lengths = torch.full((batch,), used * size - seqlen, dtype=torch.int32)
+    options |= {"softcap": lot.one(0.0, 30.0), "return_lse": lot.one(True, False)}
+    if lot.one(True, False):
+        options |= {n: lot.rows(batch, seqlen, kv_heads, dim, dtype=dtype) for n in "kv"}
+        if lot.one(True, False):
+            options |= lot.tables(1 << 17, dim, dtype)
+    options["cache_seqlens"] = lengths
+    return (q, options.pop("k_cache"), options.pop("v_cache")), options
+
+
+def _attention(lot: Lot) -> tuple[Any, ...]:
+    dtype, (heads, kv_heads, dim) = lot.one(*HALF), _heads(lot)
+    dim = lot.one(dim, lot.one(16, 40, 72, 112, 160, 224))
+    options: dict[str, Any] = {"causal": lot.one(True, False), "softcap": lot.one(0.0, 0.0, 30.0)}
+    if lot.one(True, False, False):
+        options["window_size"] = (lot.log(1, 4096), lot.one(0, -1))
+    if lot.one(True, False, False, False):
+        options["alibi_slopes"] = torch.empty(heads)
+    batch, seqlen_q = lot.one(1, 2, 7), lot.log(1, 8192)
+    seqlen_k = seqlen_q + lot.one(0, 0, lot.log(1, 8192))
+    if lot.one(True, False):
+        starts = [torch.arange(batch + 1, dtype=torch.int32) * n for n in (seqlen_q, seqlen_k)]
+        options |= {"cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1],
+                    "max_seqlen_q": seqlen_q, "max_seqlen_k": seqlen_k}  # fmt: skip
+        shapes = (batch * seqlen_q, heads, dim), (batch * seqlen_k, kv_heads, dim)
+    else:
+        shapes = (batch, seqlen_q, heads, dim), (batch, seqlen_k, kv_heads, dim)
+    q, k, v = (lot.rows(*shapes[i > 0], dtype=dtype) for i in range(3))
+    return (q, k, v), options
+
+
+def _attention_fp8(lot: Lot) -> tuple[Any, ...]:
+    heads, kv_heads, dim = _heads(lot)
+    batch, seqlen = lot.one(1, 2, 7), lot.log(1, 8192)
+    shapes = (batch, seqlen, heads, dim), (batch, seqlen, kv_heads, dim)
+    q, k, v = (torch.empty(shapes[i > 0], dtype=E4M3) for i in range(3))
+    scales = {n: lot.one(None, torch.empty(1)) for n in ("q_scale", "k_scale", "v_scale")}
+    return (q, k, v), {"causal": lot.one(True, False), **scales}
+
+
+DRAWN: dict[str, tuple[str, Callable[[Lot], tuple[Any, ...]]]] = {
+    "rms_norm": ("rms_norm", _norm),
+    "silu_and_mul": ("silu_and_mul", _silu),
+    "rope": ("rope", _rope),
+    "merge_states": ("merge_states", _merge),
+    "linear": ("linear", _linear),
+    "linear fp8": ("linear", _linear_fp8),
+    "swiglu_linear": ("swiglu_linear", _swiglu),
+    "batched_matmul": ("batched_matmul", _batched),
+    "grouped_linear": ("grouped_linear", _grouped),
+    "qkv_linear": ("qkv_linear", _qkv),
+    "append_kv": ("append_kv", _append),
+    "decode_attention": ("decode_attention", _decode),
+    "flash_attention": ("flash_attention", _attention),
+    "flash_attention backward": ("flash_attention", _attention),
+    "flash_attention fp8": ("flash_attention", _attention_fp8),
+}
