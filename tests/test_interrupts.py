@@ -61,6 +61,8 @@ def settled() -> None:
         thread.name == "kernel_hub" and thread.is_alive() for thread in threading.enumerate()
     ):
         time.sleep(0.01)
+    # Ctrl-C inside Thread.start() leaves a thread that never began there, and what it would do.
+    getattr(threading, "_limbo", {}).clear()
     gc.collect()
 
 
