@@ -1,7 +1,7 @@
 // flash_attention_fp8_sm90.cu: tile shapes, parameters, shared memory, and which tile is which.
 #pragma once
 
-#include "kernel_hub/bounds.cuh"
+#include "kernel_hub/attention_lengths.cuh"
 #include "kernel_hub/mma.cuh"
 #include "kernel_hub/sm90.cuh"
 
@@ -203,25 +203,6 @@ __device__ __forceinline__ void st_shared_16(uint32_t address, uint4 v) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y),
                  "r"(v.z), "r"(v.w)
                  : "memory");
-}
-
-// Where a sequence lies.
-__device__ __forceinline__ RowRange find_queries(const Parameters& p, int batch) {
-    if (!p.cu_seqlens_q) {
-        return {0, p.seqlen_q, false};
-    }
-    return find_rows(p.cu_seqlens_q, batch, p.total_q);
-}
-
-__device__ __forceinline__ RowRange find_keys(const Parameters& p, int batch) {
-    if (p.cache_seqlens) {
-        const int length = p.cache_seqlens[batch];
-        return {0, max(0, min(length, p.seqlen_k)), !is_index(length, p.seqlen_k + 1)};
-    }
-    if (!p.cu_seqlens_k) {
-        return {0, p.seqlen_k, false};
-    }
-    return find_rows(p.cu_seqlens_k, batch, p.total_k);
 }
 
 // Says which tables of a sequence led outside.

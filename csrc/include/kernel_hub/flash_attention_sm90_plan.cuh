@@ -1,7 +1,7 @@
 // flash_attention_sm90.cu: its tile shapes, parameters and shared memory.
 #pragma once
 
-#include "kernel_hub/bounds.cuh"
+#include "kernel_hub/attention_lengths.cuh"
 #include "kernel_hub/mma.cuh"
 #include "kernel_hub/sm90.cuh"
 

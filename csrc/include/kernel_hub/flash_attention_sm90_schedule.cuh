@@ -17,25 +17,6 @@ __device__ __forceinline__ int count_rows(const Parameters& p, int seqlen_q) {
     return count_rows<C>(min(seqlen_q, p.seqlen_q));
 }
 
-// Where a sequence lies.
-__device__ __forceinline__ RowRange find_queries(const Parameters& p, int batch) {
-    if (!p.cu_seqlens_q) {
-        return {0, p.seqlen_q, false};
-    }
-    return find_rows(p.cu_seqlens_q, batch, p.total_q);
-}
-
-__device__ __forceinline__ RowRange find_keys(const Parameters& p, int batch) {
-    if (p.cache_seqlens) {
-        const int length = p.cache_seqlens[batch];
-        return {0, max(0, min(length, p.seqlen_k)), !is_index(length, p.seqlen_k + 1)};
-    }
-    if (!p.cu_seqlens_k) {
-        return {0, p.seqlen_k, false};
-    }
-    return find_rows(p.cu_seqlens_k, batch, p.total_k);
-}
-
 __device__ __forceinline__ bool has_lengths(const Parameters& p) {
     return (p.cu_seqlens_q || p.cu_seqlens_k || p.cache_seqlens) && p.batch_size <= Order::kMost;
 }
