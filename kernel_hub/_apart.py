@@ -6,13 +6,18 @@ or not at all, is done in another: its capture mode and its context are its own 
 
 from __future__ import annotations
 
+import _thread
+import atexit
 import contextvars
+import os
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 _local = threading.local()
+_running: set[_thread.LockType] = set()  # one lock a function that runs; released at its end
 
 
 def run(function: Callable[..., T], *args: Any) -> T:
@@ -21,7 +26,7 @@ def run(function: Callable[..., T], *args: Any) -> T:
     Ctrl-C is raised here at once, and the thread goes on to its end: what the function does must be
     found by whoever asks again. A process that ends waits for it.
     """
-    if getattr(_local, "is_apart", False):
+    if getattr(_local, "is_apart", False) or sys.is_finalizing():
         return function(*args)
     context = contextvars.copy_context()
     result: list[T] = []
@@ -30,22 +35,40 @@ def run(function: Callable[..., T], *args: Any) -> T:
     done.acquire()
 
     def work() -> None:
+        _running.add(done)
         _local.is_apart = True
         try:
             result.append(context.run(function, *args))
         except BaseException as error:  # noqa: BLE001 - it is the caller's
             failure.append(error)
         finally:
+            _running.discard(done)
             done.release()
 
+    # Not threading.Thread: Ctrl-C inside its start() can keep a lock that the new thread needs;
+    # that thread never begins, and the process never ends.
     try:
-        threading.Thread(target=work, name="kernel_hub").start()
+        _thread.start_new_thread(work, ())
     except RuntimeError:  # the interpreter is ending, or the system has no thread to give
         return function(*args)
-    done.acquire()
+    with done:
+        pass
     if failure:
         try:
             raise failure[0]
         finally:
             failure.clear()  # its traceback holds this frame
     return result[0]
+
+
+@atexit.register
+def wait() -> None:
+    """Until every function that Ctrl-C left running is at its end."""
+    while _running:
+        for done in tuple(_running):
+            with done:
+                pass
+
+
+if hasattr(os, "register_at_fork"):  # a child has none of the threads
+    os.register_at_fork(after_in_child=_running.clear)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -20,7 +21,10 @@ from lots import Lots
 from kernel_hub import DeviceArray, Kernel, _apart, driver, loaded_images, memory_stats
 from kernel_hub.memory import trim
 
-pytestmark = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timer signals here")
+pytestmark = [
+    pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timer signals here"),
+    pytest.mark.timeout(300, method="thread"),  # the other method's timer is the one used here
+]
 IMAGE = PROBE_CUBIN.read_bytes()
 
 
@@ -55,14 +59,9 @@ def interrupted(
 
 
 def settled() -> None:
-    """Threads of ours are at their end, garbage is collected."""
+    """What Ctrl-C left running is at its end, garbage is collected."""
     time.sleep(0.1)
-    while any(
-        thread.name == "kernel_hub" and thread.is_alive() for thread in threading.enumerate()
-    ):
-        time.sleep(0.01)
-    # Ctrl-C inside Thread.start() leaves a thread that never began there, and what it would do.
-    getattr(threading, "_limbo", {}).clear()
+    _apart.wait()
     gc.collect()
 
 
@@ -164,3 +163,49 @@ def test_an_interrupted_function_goes_on_to_its_end(
     assert begun.is_set() and not ended.is_set()
     may_end.set()
     assert ended.wait(10)
+
+
+def test_a_process_ends_after_any_ctrl_c() -> None:
+    """Ctrl-C in threading.Thread.start() left threads that never began; exit waited for them."""
+    code = f"""
+import random, signal, sys, time
+from kernel_hub import _apart
+def ring(*_): raise KeyboardInterrupt
+signal.signal(signal.SIGALRM, ring)
+sys.unraisablehook = lambda _: None
+rng = random.Random({Lots("ctrl-c in a thread's start").randrange(10**9)})
+came, end = 0, time.monotonic() + 4
+while time.monotonic() < end:
+    try:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, rng.uniform(2e-6, 2e-4))
+            _apart.run(int)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    except KeyboardInterrupt:
+        came += 1
+_apart.wait()
+deadline = time.monotonic() + 10
+while len(sys._current_frames()) > 1 and time.monotonic() < deadline:
+    time.sleep(0.01)
+print(came, len(sys._current_frames()))
+"""
+    child = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    came, threads = map(int, child.stdout.split())
+    assert came > 100 and threads == 1, child.stderr
+    assert not child.stderr
+
+
+def test_a_process_that_ends_waits_for_what_ctrl_c_left() -> None:
+    code = """
+import signal, time
+from kernel_hub import _apart
+def ring(*_): raise KeyboardInterrupt
+signal.signal(signal.SIGALRM, ring)
+signal.setitimer(signal.ITIMER_REAL, 0.1)
+_apart.run(lambda: (time.sleep(0.5), print("whole")))
+"""
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert child.stdout == "whole\n" and "KeyboardInterrupt" in child.stderr
