@@ -16,7 +16,7 @@ from typing import Any
 
 from . import driver as _driver
 from . import tensors
-from ._results import STICKY
+from .driver.cuda_results import STICKY
 from .errors import CudaDriverError
 
 Call = tuple[Any, ...]  # what `Driver.within` takes

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from . import _codegen, _native, tensors
 from . import driver as _driver
 from ._launch import DeviceFunction, StreamConfigs, is_blocking
-from ._order import Order
+from .driver.stream_order import Order
 from .errors import LaunchConfigError, ParamsError
 from .params import ordered, takes, wrong_count
 

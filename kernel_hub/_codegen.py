@@ -13,8 +13,8 @@ from typing import Any
 
 from . import tensors
 from ._geometry import NOT_GIVEN, one_shared
-from ._order import Order
 from .driver import Driver
+from .driver.stream_order import Order
 from .errors import ParamsError
 from .params import Param, ordered, wrong_count
 

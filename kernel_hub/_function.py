@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from . import _apart, _codegen, tensors
+from . import _codegen, tensors
 from . import driver as _driver
 from ._geometry import NOT_GIVEN, dims, index, one_shared
 from ._image import FunctionSpec
@@ -23,6 +23,7 @@ from ._launch import DeviceFunction, device_of, is_blocking
 from ._loader import Loader
 from ._native import Launcher
 from ._native import available as native_available
+from .driver import apart
 from .errors import KernelHubError, LaunchConfigError
 from .params import ordered
 
@@ -188,7 +189,7 @@ class KernelFunction(partial):  # type: ignore[type-arg]
         state = self._states.get(device)
         if state is None:
             hook_fork()
-            state = _apart.run(self._load, device, tensors.stream_handle(stream, device))
+            state = apart.run(self._load, device, tensors.stream_handle(stream, device))
         return state
 
     def _load(self, device: int, stream: int) -> DeviceFunction:

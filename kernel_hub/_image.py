@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from ._foreign import ForeignImage
-from ._read import read_file
 from ._spec import Chosen, FunctionSpec, Image, spec_of
 from .errors import (
     CubinCorruptError,
@@ -22,6 +21,7 @@ from .errors import (
     ParamsError,
     nearest,
 )
+from .files import read_file
 from .manifest import Collection, CubinEntry, open_collection
 from .params import Param
 from .resolve import Candidate, not_found, resolve

@@ -11,7 +11,7 @@ import struct
 from ctypes import byref, c_int, c_size_t, c_void_p
 from typing import NamedTuple
 
-from . import _cache
+from . import cache_folder
 from ._spec import Chosen
 from .driver import Driver
 from .errors import CubinCorruptError
@@ -37,20 +37,20 @@ def compile_ptx(driver: Driver, chosen: Chosen, image: bytes, device: int) -> Co
 
     Raises CudaDriverError with the compiler's log, lines numbered, when it is refused.
     """
-    key = _cache.key(_FORMAT, chosen.kind, chosen.jit_target, driver.version, image)
-    kept = _cache.load("ptx", key)
+    key = cache_folder.key(_FORMAT, chosen.kind, chosen.jit_target, driver.version, image)
+    kept = cache_folder.load("ptx", key)
     if kept is not None:
         try:
             return _unpack(kept, chosen)
         except CubinCorruptError as error:
-            _cache.discard("ptx", key, error)
+            cache_folder.discard("ptx", key, error)
     made = _link(driver, chosen, image, device)
     text = made.log.encode()
     entry = _LENGTH.pack(len(text)) + text + made.image
     # What our reader does not know of a later driver's code runs, and is not kept.
     with contextlib.suppress(CubinCorruptError):
         _unpack(entry, chosen)
-        _cache.store("ptx", key, entry)
+        cache_folder.store("ptx", key, entry)
     return made
 
 

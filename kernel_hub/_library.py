@@ -15,14 +15,14 @@ from ctypes import byref, c_int, c_size_t, c_uint32, c_ulonglong, c_void_p
 from dataclasses import dataclass, replace
 from typing import Any
 
-from . import _apart, _pool, _probe
+from . import _pool, _probe
 from . import driver as _driver
-from ._context import RelaxedCapture
 from ._geometry import Limits
 from ._image import Chosen, FunctionSpec
 from ._jit import compile_ptx
 from ._launch import DeviceFunction
-from .driver import Driver
+from .driver import Driver, apart
+from .driver.contexts import RelaxedCapture
 from .errors import (
     CubinCorruptError,
     CudaDriverError,
@@ -232,7 +232,7 @@ def _sweep() -> None:
 def _sweep_apart() -> None:
     """`sweep`, for whoever gives device memory back."""
     if _libraries:
-        _apart.run(_relaxed_sweep, _driver.get())
+        apart.run(_relaxed_sweep, _driver.get())
 
 
 def _relaxed_sweep(driver: Driver) -> None:

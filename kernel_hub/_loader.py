@@ -11,13 +11,13 @@ import weakref
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
-from . import _apart, _library, tensors
+from . import _library, tensors
 from . import driver as _driver
-from ._context import RelaxedCapture
 from ._image import Chosen, FunctionSpec, Image
 from ._launch import DeviceFunction
 from ._library import Lease, Library, library_for, load_function
-from .driver import Driver
+from .driver import Driver, apart
+from .driver.contexts import RelaxedCapture
 from .errors import CudaDriverError, LaunchConfigError
 
 T = TypeVar("T")
@@ -68,7 +68,7 @@ class Loader:
                 library, _, lease = self._hold(driver, device, stream)
                 return ask(library, lease)
 
-        return _apart.run(work)
+        return apart.run(work)
 
     def _hold(self, driver: Driver, device: int, stream: int) -> _Held:
         if device not in self._held:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import _cache
+from . import cache_folder
 from .errors import CompileError, MissingPackageError
 
 INSTALL = "pip install 'kernel_hub[jit]'"
@@ -66,7 +66,7 @@ def identity() -> str:
 def cuda_headers() -> tuple[str, ...]:
     """The option that finds CUDA's own headers: NVRTC's, or else those of an installed toolkit."""
     _, version, _ = _bindings()
-    cache = _cache.private_folder("nvrtc_headers") if version >= _BUNDLED_SINCE else None
+    cache = cache_folder.private_folder("nvrtc_headers") if version >= _BUNDLED_SINCE else None
     if cache is not None:
         return (f"--use-bundled-headers={cache / '{}.{}'.format(*version)}",)
     from cuda import pathfinder
@@ -201,7 +201,7 @@ def include_state(code: str, included: Iterable[str], folders: Sequence[Path]) -
                     content = path.read_bytes()
                 except OSError:
                     return None
-                state += [str(path), _cache.key(content)]
+                state += [str(path), cache_folder.key(content)]
                 waiting.append((content.decode("utf-8", "replace"), [path.parent]))
     return sorted(state)
 
@@ -217,4 +217,4 @@ def folder_state(folder: Path) -> str:
     """What tells one toolkit's headers from another's: the names, sizes and times at the top."""
     with os.scandir(folder) as entries:
         facts = sorted((e.name, e.stat().st_size, e.stat().st_mtime_ns) for e in entries)
-    return _cache.key(folder, *facts)
+    return cache_folder.key(folder, *facts)

@@ -15,10 +15,11 @@ from ctypes import byref, c_size_t, c_uint64, c_void_p
 from dataclasses import dataclass
 from typing import Any
 
-from . import _apart, tensors
 from . import driver as _driver
+from . import tensors
 from ._block import Block, Call, dead, drain, forget, live, pending, unless_capturing
-from ._context import RelaxedCapture
+from .driver import apart
+from .driver.contexts import RelaxedCapture
 from .errors import CudaDriverError, TensorError
 
 _RELEASE_THRESHOLD = 4
@@ -96,7 +97,7 @@ def allocate(size_bytes: int, device: int, stream: int, asked: str) -> Block:
     driver = _driver.get()
     if size_bytes > _MAX_BYTES:  # ctypes would cut it to its last 64 bits
         raise _out_of_memory(driver, device, asked)
-    pool = _pools.get(device) or _apart.run(_make_pool, driver, device)
+    pool = _pools.get(device) or apart.run(_make_pool, driver, device)
     if pending or dead:
         drain()
     block = Block.owned(driver, size_bytes, device, stream)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from . import _cache, _probe_child, driver
+from . import _probe_child, cache_folder, driver
 from .errors import CubinCorruptError, ProbeError
 
 VARIABLE = "KERNEL_HUB_PROBE"
@@ -57,14 +57,14 @@ def survives(
         further than its own start, which says nothing of the image.
     """
     gpu = cuda.device_name(device), cuda.compute_capability(device)
-    key = _cache.key(_build(cuda), *gpu, image)
+    key = cache_folder.key(_build(cuda), *gpu, image)
     if _answer(key, label):
         return False
     with _one_at_a_time(label):
         if _answer(key, label):
             return False
         verdict = _ask(image, label, symbols, device)
-        _cache.store("probed", key, verdict.encode())
+        cache_folder.store("probed", key, verdict.encode())
     if verdict:
         raise CubinCorruptError(f"{label}: {verdict}; {_ADVICE}")
     return True
@@ -85,7 +85,7 @@ def _build(cuda: driver.Driver) -> str:
 
 def _answer(key: str, label: str) -> bool:
     """Whether a child is known to have survived; raises where it is known not to have."""
-    known = _cache.load("probed", key)
+    known = cache_folder.load("probed", key)
     if known:
         raise CubinCorruptError(f"{label}: {known.decode(errors='replace')}; {_ADVICE}")
     return known is not None

@@ -16,10 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from . import _cache, _nvrtc
+from . import _nvrtc, cache_folder
 from ._foreign import PTX_FLOATS
 from ._image import Chosen, ForeignImage, FunctionSpec, Image, open_image
-from ._read import read_file
 from .ctypes_table import type_info
 from .errors import (
     CompileError,
@@ -27,6 +26,7 @@ from .errors import (
     KernelHubError,
     ParamsError,
 )
+from .files import read_file
 from .params import Param
 
 _FORMAT = 2  # raise it when entries of the cache are written otherwise
@@ -130,7 +130,7 @@ class SourceImage:
                 made, symbols, types, log = self._compile(options)
                 found = NamedImage(ForeignImage(made, label), symbols, types), log
                 if key:
-                    _cache.store("source", key, _entry(made, symbols, types, log))
+                    cache_folder.store("source", key, _entry(made, symbols, types, log))
             self._built[arch], self.log = found
         return self._built[arch]
 
@@ -145,7 +145,7 @@ class SourceImage:
             return None
         state += map(_nvrtc.folder_state, toolkits)
         parts = (_FORMAT, _nvrtc.identity(), self.label, self._code, len(state), *state)
-        return _cache.key(*parts, *options, self._names is None, *(self._names or ()))
+        return cache_folder.key(*parts, *options, self._names is None, *(self._names or ()))
 
     def _compile(self, options: list[str]) -> tuple[bytes, dict[str, str], Types, str]:
         name = str(self._file).encode(errors="replace").decode() if self._file else "source.cu"
@@ -299,7 +299,7 @@ def _entry(image: bytes, symbols: dict[str, str], types: Types, log: str) -> byt
 
 def _read_entry(key: str, label: str) -> tuple[NamedImage, str] | None:
     """What `_entry` wrote, checked like anything from disk; None where there is no such entry."""
-    data = _cache.load("source", key)
+    data = cache_folder.load("source", key)
     if data is None:
         return None
     head, _, image = data.partition(b"\n")
@@ -309,7 +309,7 @@ def _read_entry(key: str, label: str) -> tuple[NamedImage, str] | None:
             raise ValueError("its head is not what from_source writes")
         return NamedImage(ForeignImage(image, label), raw["symbols"], raw["types"]), raw["log"]
     except (ValueError, RecursionError, KernelHubError) as error:
-        _cache.discard("source", key, error)
+        cache_folder.discard("source", key, error)
         return None
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from . import _apart, _loader, tensors
+from . import _loader, tensors
 from . import driver as _driver
 from ._bound import BoundLaunch
 from ._declared import DeclaredImage
@@ -21,6 +21,7 @@ from ._demangle import Symbols, cxx_names
 from ._function import HintedFunction, KernelFunction, device_number, hook_fork, live
 from ._image import Image, open_image
 from ._library import Lease, Library, LoadedImage, loaded_images
+from .driver import apart
 from .errors import DriverNotFoundError, FunctionNotFoundError, ParamsError
 
 if TYPE_CHECKING:
@@ -225,7 +226,7 @@ class Kernel:
         functions = [self[name] for name in self._names]
         stream = tensors.current_stream(device)
         hook_fork()
-        _apart.run(lambda: [function._load(device, stream) for function in functions])
+        apart.run(lambda: [function._load(device, stream) for function in functions])
 
     def image(self, device: Any = None) -> bytes:
         """The bytes that are, or would be, loaded on `device` (None: the current one).
@@ -273,7 +274,7 @@ class Kernel:
         graph still holds one.
         """
         if streams := self._loader.current_streams():
-            _apart.run(self._loader.unload, streams, self._forget)
+            apart.run(self._loader.unload, streams, self._forget)
 
     def _forget(self) -> None:
         for function in self._functions.values():

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from . import _cache
 from . import _tuning_file as file
+from . import cache_folder
 from ._tuning_file import Choice, Layout, Row, Section
 from .errors import CubinNotFoundError, TableError
 from .manifest import CubinEntry, open_collection
@@ -47,7 +47,7 @@ def is_enabled() -> bool:
 
 def user_folder() -> Path | None:
     """Where `kernel-hub tune` keeps its files; None for a user without a home, or without cache."""
-    return _cache.folder("tuned")
+    return cache_folder.folder("tuned")
 
 
 def _in_user_folder(path: Path) -> tuple[str, ...] | None:
@@ -62,9 +62,9 @@ def write(path: Path, text: str) -> None:
     if (own := _in_user_folder(path)) is None:
         return file.write(path, text)
     try:
-        _cache.write(text.encode(), "tuned", *own)
+        cache_folder.write(text.encode(), "tuned", *own)
     except OSError as error:
-        reason = _cache.problem() or error.strerror or error
+        reason = cache_folder.problem() or error.strerror or error
         raise TableError(f"cannot write {path}: {reason}") from error
 
 
@@ -150,7 +150,7 @@ class Table:
         """What `path` holds; nothing where there is no file. Raises TableError for a wrong one."""
         own = _in_user_folder(path)
         try:
-            data = path.read_bytes() if own is None else _cache.read("tuned", *own)
+            data = path.read_bytes() if own is None else cache_folder.read("tuned", *own)
             text = data.decode("utf-8")
         except (FileNotFoundError, NotADirectoryError):
             return []

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 from lots import Lots
 
-from kernel_hub import _cache, tuning
+from kernel_hub import cache_folder, tuning
 from kernel_hub.errors import TableError
 
 pytestmark = pytest.mark.skipif(
-    not _cache._HAS_OWNERS, reason="files have no owners and modes on this system"
+    not cache_folder._HAS_OWNERS, reason="files have no owners and modes on this system"
 )
 KEY = "ab" * 32
 STRANGER = 54321
@@ -41,14 +41,14 @@ def others(monkeypatch: pytest.MonkeyPatch) -> set[tuple[int, int]]:
             return os.stat_result(fields)
         return status
 
-    monkeypatch.setattr(_cache.os, "fstat", fstat)
+    monkeypatch.setattr(cache_folder.os, "fstat", fstat)
     return given
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No folder was refused before; a umask that leaves the group everything."""
-    monkeypatch.setattr(_cache, "_refused", {})
+    monkeypatch.setattr(cache_folder, "_refused", {})
     before = os.umask(0o002)
     yield
     os.umask(before)
@@ -63,13 +63,13 @@ def loaded(kind: str = "ptx", key: str = KEY) -> tuple[bytes | None, list[str]]:
     """The entry, and the warnings of two looks at it."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = [_cache.load(kind, key) for _ in range(2)]
+        found = [cache_folder.load(kind, key) for _ in range(2)]
     assert found[0] == found[1] or found[1] is None
     return found[0], [str(warning.message) for warning in caught]
 
 
 def put(base: Path, kind: str = "ptx", content: bytes = b"kept") -> Path:
-    assert _cache.store(kind, KEY, content)
+    assert cache_folder.store(kind, KEY, content)
     return base / kind / KEY
 
 
@@ -144,7 +144,7 @@ def _cut(path: Path, _: Any) -> bool:
 
 
 def _huge(path: Path, _: Any) -> bool:
-    os.truncate(path, _cache.MAX_BYTES + 1)
+    os.truncate(path, cache_folder.MAX_BYTES + 1)
     return False
 
 
@@ -191,7 +191,7 @@ def test_only_what_nobody_else_can_have_written_is_read(
         (tmp_path / "scratch").mkdir()
         (tmp_path / "home").symlink_to("scratch")
         base = tmp_path / "home" / "kernel_hub"
-    monkeypatch.setenv(_cache.VARIABLE, str(base))
+    monkeypatch.setenv(cache_folder.VARIABLE, str(base))
     kind = lots.choice(["source", "ptx", "probed"])
     path = put(base, kind)
     of_entry, of_folder = lots.choice(ENTRIES), lots.choice(FOLDERS)
@@ -202,20 +202,22 @@ def test_only_what_nobody_else_can_have_written_is_read(
     found, texts = loaded(kind)
     assert found == (b"kept" if is_sound and is_used else None), said
     if not is_used:
-        assert len(texts) == 1 and "is not used" in texts[0] and _cache.VARIABLE in texts[0], said
-        assert _cache.problem() and not _cache.store(kind, KEY, b"new"), said
+        assert (
+            len(texts) == 1 and "is not used" in texts[0] and cache_folder.VARIABLE in texts[0]
+        ), said
+        assert cache_folder.problem() and not cache_folder.store(kind, KEY, b"new"), said
         return
     assert len(texts) == (0 if is_sound else 2 if of_entry is _folder else 1), f"{said}: {texts}"
-    assert not _cache.problem(), said
+    assert not cache_folder.problem(), said
     assert not path.parent.stat().st_mode & 0o022, f"{said}: the folder was not tightened"
     if of_entry is not _folder:
         others.clear()  # a new file may get the inode of the old
-        assert _cache.store(kind, KEY, b"new") and loaded(kind) == (b"new", []), said
+        assert cache_folder.store(kind, KEY, b"new") and loaded(kind) == (b"new", []), said
 
 
 def test_what_is_made_is_ours_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = tmp_path / "a" / "b"
-    monkeypatch.setenv(_cache.VARIABLE, str(base))
+    monkeypatch.setenv(cache_folder.VARIABLE, str(base))
     path = put(base)
     assert [stat.S_IMODE(each.stat().st_mode) for each in (base, path.parent, path)] == [
         0o700, 0o700, 0o600,
@@ -237,7 +239,7 @@ def test_a_root_of_ours_is_tightened_and_one_of_others_left(
         base.chmod(mode)
         if more:
             (base / more).touch()
-        monkeypatch.setenv(_cache.VARIABLE, str(base))
+        monkeypatch.setenv(cache_folder.VARIABLE, str(base))
         put(base)
         assert loaded() == (b"kept", [])
         assert stat.S_IMODE(base.stat().st_mode) == left, name
@@ -247,37 +249,37 @@ def test_a_folder_that_stays_loose_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some file systems make up their modes, and changing them does nothing."""
-    monkeypatch.setenv(_cache.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(cache_folder.VARIABLE, str(tmp_path))
     put(tmp_path).parent.chmod(0o777)
-    monkeypatch.setattr(_cache.os, "fchmod", lambda *_: None)
+    monkeypatch.setattr(cache_folder.os, "fchmod", lambda *_: None)
     found, texts = loaded()
     assert found is None and len(texts) == 1 and "cannot be changed" in texts[0]
-    assert "mode 777" in _cache.problem()
+    assert "mode 777" in cache_folder.problem()
 
 
 def test_a_planted_link_is_not_written_through(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(_cache.VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(cache_folder.VARIABLE, str(tmp_path / "cache"))
     path = put(tmp_path / "cache")
     precious = tmp_path / "precious"
     precious.write_text("mine")
     path.unlink()
     path.symlink_to(precious)
-    assert _cache.store("ptx", KEY, b"new")
+    assert cache_folder.store("ptx", KEY, b"new")
     assert precious.read_text() == "mine" and loaded() == (b"new", [])
 
 
 def test_a_full_disk_leaves_the_old_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(_cache.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(cache_folder.VARIABLE, str(tmp_path))
     path = put(tmp_path)
 
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(_cache.os, "replace", full)
-        assert not _cache.store("ptx", KEY, b"new")
+        patch.setattr(cache_folder.os, "replace", full)
+        assert not cache_folder.store("ptx", KEY, b"new")
     assert loaded() == (b"kept", []) and os.listdir(path.parent) == [KEY]
 
 
@@ -285,8 +287,8 @@ def test_without_owners_the_kind_of_file_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on Windows, where modes say little."""
-    monkeypatch.setattr(_cache, "_HAS_OWNERS", False)
-    monkeypatch.setenv(_cache.VARIABLE, str(tmp_path))
+    monkeypatch.setattr(cache_folder, "_HAS_OWNERS", False)
+    monkeypatch.setenv(cache_folder.VARIABLE, str(tmp_path))
     path = put(tmp_path)
     path.parent.chmod(0o777)
     path.chmod(0o666)
@@ -294,7 +296,7 @@ def test_without_owners_the_kind_of_file_counts(
     _pipe(path, None)
     found, texts = loaded()
     assert found is None and "no ordinary file" in texts[0]
-    assert _cache.private_folder("nvrtc_headers") == tmp_path / "nvrtc_headers"
+    assert cache_folder.private_folder("nvrtc_headers") == tmp_path / "nvrtc_headers"
 
 
 @pytest.mark.parametrize("change", [_moved, _pipe, _others, _mode(0o664, False)])
@@ -304,7 +306,7 @@ def test_a_users_table_is_held_to_the_same_rule(
     others: set[tuple[int, int]],
     change: Any,
 ) -> None:
-    monkeypatch.setenv(_cache.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(cache_folder.VARIABLE, str(tmp_path))
     table = tuning.Table("any", key=("n",), bucket="m", cubins=(), check=lambda *_, **__: "")
     try:
         path = table.user_file(tuning.Gpu((9, 0), 132, "some GPU"))
@@ -325,9 +327,9 @@ def test_a_users_table_is_held_to_the_same_rule(
 def test_headers_go_into_a_folder_of_ours_or_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: set[tuple[int, int]]
 ) -> None:
-    monkeypatch.setenv(_cache.VARIABLE, str(tmp_path))
-    made = _cache.private_folder("nvrtc_headers")
+    monkeypatch.setenv(cache_folder.VARIABLE, str(tmp_path))
+    made = cache_folder.private_folder("nvrtc_headers")
     assert made == tmp_path / "nvrtc_headers"
     give(others, made)
     with pytest.warns(RuntimeWarning, match=f"belongs to the user {STRANGER}"):
-        assert _cache.private_folder("nvrtc_headers") is None
+        assert cache_folder.private_folder("nvrtc_headers") is None

@@ -15,7 +15,8 @@ from fakecuda import FakeCuda, build
 from fakecuda.helpers import make_stream
 
 from kernel_hub import driver
-from kernel_hub._results import RESULTS, STICKY
+from kernel_hub.driver import prototypes
+from kernel_hub.driver.cuda_results import RESULTS, STICKY
 from kernel_hub.errors import CudaDriverError, DeviceOutOfMemoryError, DriverNotFoundError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,22 +26,22 @@ Make = Callable[..., FakeCuda]
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """No driver opened yet; the process's own comes back afterwards."""
-    monkeypatch.setattr(driver, "_driver", None)
+    monkeypatch.setattr(driver.library, "_driver", None)
     return monkeypatch
 
 
 def test_the_stand_in_has_every_function(fakecuda: FakeCuda) -> None:
     drv = driver.get()
-    missing = [name for name in (*driver._REQUIRED, *driver._OPTIONAL) if not drv.has(name)]
+    missing = [name for name in (*prototypes.REQUIRED, *prototypes.OPTIONAL) if not drv.has(name)]
     assert not missing
     assert driver.get() is drv
     assert drv.path == fakecuda.path
 
 
 def test_nothing_is_asked_of_a_driver_that_nobody_calls() -> None:
-    package = Path(driver.__file__).parent
+    package = Path(driver.__file__).parent.parent
     text = "".join(path.read_text(encoding="utf-8") for path in package.rglob("*.py"))
-    names = (*driver._REQUIRED, *driver._OPTIONAL)
+    names = (*prototypes.REQUIRED, *prototypes.OPTIONAL)
     assert [name for name in names if text.count(f'"{name}"') < 2] == []  # its prototype is one
 
 
@@ -121,7 +122,7 @@ def test_without_the_newer_calls(make_fakecuda: Make) -> None:
     fake = make_fakecuda(version=12000, defines=("FAKECUDA_NO_OPTIONAL",))
     drv = driver.get()
     assert drv.version == 12000
-    assert not any(drv.has(name) for name in driver._OPTIONAL)
+    assert not any(drv.has(name) for name in prototypes.OPTIONAL)
     assert drv.take_log() == ""
     fake.fail("cuCtxGetCurrent", 1)
     with pytest.raises(CudaDriverError) as caught:
@@ -316,10 +317,10 @@ def test_nothing_is_opened_at_import() -> None:
     done = child(
         "import kernel_hub, sys\n"
         "from kernel_hub import driver\n"
-        "assert driver._driver is None\n"
+        "assert driver.library._driver is None\n"
         "assert not any('libcuda' in line for line in open('/proc/self/maps'))\n"
         if sys.platform == "linux"
-        else "from kernel_hub import driver\nassert driver._driver is None\n"
+        else "from kernel_hub import driver\nassert driver.library._driver is None\n"
     )
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -11,7 +11,7 @@ import pytest
 from fakecuda import FakeCuda
 from fakecuda.helpers import arrays
 
-from kernel_hub import Kernel, _cache, _probe
+from kernel_hub import Kernel, _probe, cache_folder
 from kernel_hub._foreign import ForeignImage, driver_floor
 from kernel_hub.cubin import unpack
 from kernel_hub.errors import (
@@ -240,7 +240,7 @@ def test_ptx_as_text(fakecuda: FakeCuda) -> None:
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where compiled PTX goes in this test."""
-    monkeypatch.setenv(_cache.VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(cache_folder.VARIABLE, str(tmp_path / "cache"))
     return tmp_path / "cache" / "ptx"
 
 
@@ -313,7 +313,7 @@ def test_machine_code_is_read_before_the_driver_gets_it(
     kernel.unload()
     (kept,) = cache.iterdir()
     whole = kept.read_bytes()
-    assert _cache.store("ptx", kept.name, content)
+    assert cache_folder.store("ptx", kept.name, content)
     with pytest.warns(RuntimeWarning, match=f"{kept.name} is damaged and is made anew: .*{reason}"):
         launch_add(kernel)
     assert kernel.jit_log() == "of the driver"
@@ -354,7 +354,7 @@ def test_without_a_cache(
 ) -> None:
     """Off, or a folder that cannot be: the launch goes on."""
     (tmp_path / "file").write_text("no folder")
-    monkeypatch.setenv(_cache.VARIABLE, value if value == "0" else str(tmp_path / value))
+    monkeypatch.setenv(cache_folder.VARIABLE, value if value == "0" else str(tmp_path / value))
     launch_add(Kernel(PTX.encode(), signatures=ADD))
     assert fakecuda.calls("cuLinkComplete") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

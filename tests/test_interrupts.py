@@ -18,7 +18,8 @@ from fakecuda import FakeCuda
 from fakecuda.helpers import BLOCK, GRID, PROBE_CUBIN, make_stream
 from lots import Lots
 
-from kernel_hub import DeviceArray, Kernel, _apart, driver, loaded_images, memory_stats
+from kernel_hub import DeviceArray, Kernel, driver, loaded_images, memory_stats
+from kernel_hub.driver import apart
 from kernel_hub.memory import trim
 
 pytestmark = [
@@ -61,7 +62,7 @@ def interrupted(
 def settled() -> None:
     """What Ctrl-C left running is at its end, garbage is collected."""
     time.sleep(0.1)
-    _apart.wait()
+    apart.wait()
     gc.collect()
 
 
@@ -141,12 +142,12 @@ def test_loads(
 
 
 def test_apart_gives_what_the_function_gives() -> None:
-    assert _apart.run(lambda a: a + 1, 2) == 3
-    assert _apart.run(threading.get_ident) != threading.get_ident()
-    inner = _apart.run(lambda: (threading.get_ident(), _apart.run(threading.get_ident)))
+    assert apart.run(lambda a: a + 1, 2) == 3
+    assert apart.run(threading.get_ident) != threading.get_ident()
+    inner = apart.run(lambda: (threading.get_ident(), apart.run(threading.get_ident)))
     assert inner[0] == inner[1]
     with pytest.raises(ZeroDivisionError):
-        _apart.run(lambda: 1 / 0)
+        apart.run(lambda: 1 / 0)
 
 
 def test_an_interrupted_function_goes_on_to_its_end(
@@ -159,7 +160,7 @@ def test_an_interrupted_function_goes_on_to_its_end(
         may_end.wait(10)
         ended.set()
 
-    assert interrupted(0.05, lambda: _apart.run(work))
+    assert interrupted(0.05, lambda: apart.run(work))
     assert begun.is_set() and not ended.is_set()
     may_end.set()
     assert ended.wait(10)

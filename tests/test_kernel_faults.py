@@ -14,7 +14,7 @@ from fakecuda import FakeCuda
 from fakecuda.helpers import BLOCK, GRID, PROBE_CUBIN, arrays, make_stream
 
 from kernel_hub import Kernel, KernelFunction, driver
-from kernel_hub._results import RESULTS, STICKY
+from kernel_hub.driver.cuda_results import RESULTS, STICKY
 from kernel_hub.errors import (
     CubinCorruptError,
     CudaDriverError,

@@ -13,7 +13,7 @@ from fakecuda import FakeCuda
 from fakecuda.helpers import make_stream, run_child
 
 from kernel_hub import _block, _pool, driver
-from kernel_hub._results import RESULTS, STICKY
+from kernel_hub.driver.cuda_results import RESULTS, STICKY
 from kernel_hub.errors import CudaDriverError, DeviceOutOfMemoryError
 from kernel_hub.memory import DeviceArray, memory_stats, trim
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from fakecuda import FakeCuda
 
-from kernel_hub import Kernel, _cache, _probe, driver
+from kernel_hub import Kernel, _probe, cache_folder, driver
 from kernel_hub.cubin import read_cubin, unpack
 from kernel_hub.errors import CubinCorruptError, ProbeError
 
@@ -31,7 +31,7 @@ WHAT = "section .nv.callgriph, of a kind that no known toolkit writes"
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where answers of this test are kept."""
-    monkeypatch.setenv(_cache.VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(cache_folder.VARIABLE, str(tmp_path / "cache"))
     return tmp_path / "cache" / "probed"
 
 
@@ -185,12 +185,12 @@ def test_one_probe_a_machine_at_a_time(
 
 def test_another_probed_it_meanwhile(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waited for the lock asks for the answer again before a child."""
-    key = _cache.key
+    key = cache_folder.key
     monkeypatch.setattr(_probe._cache, "key", lambda *parts: key("one"))
     once = _probe._one_at_a_time
 
     def after_another(label: str) -> object:
-        _cache.store("probed", key("one"), b"")
+        cache_folder.store("probed", key("one"), b"")
         return once(label)
 
     monkeypatch.setattr(_probe, "_one_at_a_time", after_another)

@@ -20,7 +20,7 @@ import pytest
 from fakecuda import FakeCuda
 from lots import Lots
 
-from kernel_hub import Kernel, _cache, _probe, driver
+from kernel_hub import Kernel, _probe, cache_folder, driver
 from kernel_hub.errors import ProbeError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -57,7 +57,7 @@ def run(way: str, package: Path, places: list[Path], fake: FakeCuda, python: str
     marker = folder / "it ran"
     numpys = str(Path(numpy.__file__).parents[1])
     environment = {
-        **os.environ, driver.LIBRARY_VARIABLE: fake.path, _cache.VARIABLE: "0",
+        **os.environ, driver.LIBRARY_VARIABLE: fake.path, cache_folder.VARIABLE: "0",
         "PYTHONPATH": numpys, "PYTHONDONTWRITEBYTECODE": "1",
     }  # fmt: skip
     script = folder.parent / "parent.py"
@@ -111,7 +111,7 @@ def test_a_package_among_others_runs_none_of_them(fakecuda: FakeCuda, tmp_path: 
 
 @pytest.fixture
 def plain(fakecuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setenv(_cache.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(cache_folder.VARIABLE, str(tmp_path))
     driver.get()
     return tmp_path / "probed"
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from kernel_hub import Kernel
-from kernel_hub._read import read_file
 from kernel_hub.errors import CubinCorruptError, CubinNotFoundError
+from kernel_hub.files import read_file
 
 SM90 = Path(__file__).parent / "cubin/data/tiny_sm90.cubin"
 

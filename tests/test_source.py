@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from fakecuda import FakeCuda
 
-from kernel_hub import DeviceArray, Kernel, _cache, _nvrtc
+from kernel_hub import DeviceArray, Kernel, _nvrtc, cache_folder
 from kernel_hub.errors import (
     CompileError,
     CubinNotFoundError,
@@ -49,7 +49,7 @@ def folder(
 ) -> Iterator[Path]:
     """An empty cache folder a test."""
     path = tmp_path_factory.mktemp("cache")
-    monkeypatch.setenv(_cache.VARIABLE, str(path))
+    monkeypatch.setenv(cache_folder.VARIABLE, str(path))
     forget = _nvrtc.cuda_headers.cache_clear
     forget()
     yield path
@@ -146,7 +146,7 @@ def test_without_a_gpu_the_architecture_is_asked_for(monkeypatch: pytest.MonkeyP
     from kernel_hub import driver
 
     monkeypatch.setenv(driver.LIBRARY_VARIABLE, "/nowhere/libcuda.so.1")
-    monkeypatch.setattr(driver, "_driver", None)
+    monkeypatch.setattr(driver.library, "_driver", None)
     with pytest.raises(DriverNotFoundError, match="arch='sm90'"):
         Kernel.from_source(SOURCE, NAMES)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kernel_hub import Kernel, _cache, _nvrtc, _source
+from kernel_hub import Kernel, _nvrtc, _source, cache_folder
 from kernel_hub._prototypes import read_instance
 from kernel_hub.errors import (
     CompileError,
@@ -211,35 +211,35 @@ def test_without_cuda_core(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(_cache.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(cache_folder.VARIABLE, str(tmp_path))
     return tmp_path
 
 
 def test_what_is_stored_comes_back(folder: Path) -> None:
-    key = _cache.key("text", b"bytes", 7)
-    assert key != _cache.key("textbytes", 7) != _cache.key("text", "bytes7")
-    assert _cache.load("kind", key) is None
-    assert _cache.store("kind", key, b"content")
-    assert _cache.load("kind", key) == b"content"
-    assert _cache.load("other", key) is None
+    key = cache_folder.key("text", b"bytes", 7)
+    assert key != cache_folder.key("textbytes", 7) != cache_folder.key("text", "bytes7")
+    assert cache_folder.load("kind", key) is None
+    assert cache_folder.store("kind", key, b"content")
+    assert cache_folder.load("kind", key) == b"content"
+    assert cache_folder.load("other", key) is None
     assert [path.name for path in (folder / "kind").iterdir()] == [key], "nothing half-written"
 
 
 @pytest.mark.parametrize("damage", [b"", b"short", b"\0" * 40])
 def test_a_damaged_entry_is_gone_with_a_warning(folder: Path, damage: bytes) -> None:
-    _cache.store("kind", "entry", b"content")
+    cache_folder.store("kind", "entry", b"content")
     path = folder / "kind" / "entry"
     path.write_bytes(damage or path.read_bytes()[:-1])
     with pytest.warns(RuntimeWarning, match=r"entry.*damaged"):
-        assert _cache.load("kind", "entry") is None
+        assert cache_folder.load("kind", "entry") is None
     assert not path.exists()
 
 
 def test_an_entry_under_another_name_is_gone_with_a_warning(folder: Path) -> None:
-    _cache.store("kind", "entry", b"content")
+    cache_folder.store("kind", "entry", b"content")
     (folder / "kind" / "entry").rename(folder / "kind" / "other")
     with pytest.warns(RuntimeWarning, match=r"other is damaged"):
-        assert _cache.load("kind", "other") is None
+        assert cache_folder.load("kind", "other") is None
     assert not list((folder / "kind").iterdir())
 
 
@@ -262,14 +262,14 @@ def test_an_entry_of_a_source_is_checked_whole(folder: Path, changed: Any) -> No
     if changed:
         head = {"symbols": SYMBOLS, "types": TYPES, "log": "", **changed}
         image = head.pop("image", image)
-    assert _cache.store("source", "entry", json.dumps(head).encode() + b"\n" + image)
+    assert cache_folder.store("source", "entry", json.dumps(head).encode() + b"\n" + image)
     with pytest.warns(RuntimeWarning, match="entry is damaged and is made anew: ."):
         assert _source._read_entry("entry", "here") is None
     assert not (folder / "source" / "entry").exists()
 
 
 def test_an_entry_of_a_source_comes_back(folder: Path) -> None:
-    _cache.store("source", "entry", _source._entry(TINY.read_bytes(), SYMBOLS, TYPES, "said"))
+    cache_folder.store("source", "entry", _source._entry(TINY.read_bytes(), SYMBOLS, TYPES, "said"))
     image, log = _source._read_entry("entry", "here") or pytest.fail("it is sound")
     assert log == "said"
     assert image.spec("f").prototype() == "f(float* x, float* x, float* x, int n)"
@@ -277,18 +277,18 @@ def test_an_entry_of_a_source_comes_back(folder: Path) -> None:
 
 def test_a_folder_that_cannot_be_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "file").write_text("")
-    monkeypatch.setenv(_cache.VARIABLE, str(folder / "file"))
-    assert not _cache.store("kind", "entry", b"content")
-    assert _cache.load("kind", "entry") is None
+    monkeypatch.setenv(cache_folder.VARIABLE, str(folder / "file"))
+    assert not cache_folder.store("kind", "entry", b"content")
+    assert cache_folder.load("kind", "entry") is None
 
 
 def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(_cache.VARIABLE, raising=False)
+    monkeypatch.delenv(cache_folder.VARIABLE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
-    assert _cache.folder("ptx") == Path("/xdg/kernel_hub/ptx")
+    assert cache_folder.folder("ptx") == Path("/xdg/kernel_hub/ptx")
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    assert _cache.root() == Path(os.path.expanduser("~"), ".cache", "kernel_hub")
-    monkeypatch.setenv(_cache.VARIABLE, "0")
-    assert _cache.root() is None
-    assert not _cache.store("kind", "entry", b"content")
-    assert _cache.load("kind", "entry") is None
+    assert cache_folder.root() == Path(os.path.expanduser("~"), ".cache", "kernel_hub")
+    monkeypatch.setenv(cache_folder.VARIABLE, "0")
+    assert cache_folder.root() is None
+    assert not cache_folder.store("kind", "entry", b"content")
+    assert cache_folder.load("kind", "entry") is None

@@ -11,8 +11,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from .._progress import is_rich as is_rich
-from .._progress import progress as progress
+from ..progress import is_rich
+from ..progress import progress as progress
 
 
 class Cell(str):

@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from .. import __version__, _cache, _native
+from .. import __version__, _native, cache_folder
 from .. import driver as _driver
 from ..errors import KernelHubError
 from ..manifest import Collection, open_collection
@@ -99,12 +99,12 @@ def examine() -> Report:
 
 
 def _examine_cache(report: Report) -> None:
-    folder, problem = _cache.root(), _cache.problem()
+    folder, problem = cache_folder.root(), cache_folder.problem()
     report.cache = {"folder": str(folder) if folder else "off", "problem": problem}
     if problem:
         report.notes.append(
             f"the cache folder {folder} is not used: {problem}. Make it yours alone, or name "
-            f"another with {_cache.VARIABLE} (0 for none)"
+            f"another with {cache_folder.VARIABLE} (0 for none)"
         )
 
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from .._demangle import cxx_names, symbol_of
-from .._read import read_file
 from ..cubin import (
     CubinInfo,
     PtxInfo,
@@ -29,6 +28,7 @@ from ..errors import (
     KernelHubError,
     nearest,
 )
+from ..files import read_file
 from ..formats import carray
 from ..manifest import CubinEntry, find_collection
 from ..resolve import names_target

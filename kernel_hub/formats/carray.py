@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from .._read import read_file
 from ..cubin import image_kind, read_cubin, read_fatbin
 from ..errors import CubinCorruptError, CubinNotFoundError, ParamsError
+from ..files import read_file
 
 # Bytes of an element, by the words of its type, the first that is there.
 _WIDTHS = {

@@ -12,7 +12,7 @@ from typing import Any
 
 from .. import driver as _driver
 from .. import kernel as _kernel
-from .._results import RESULTS
+from ..driver.cuda_results import RESULTS
 from ..errors import CubinNotFoundError
 from . import cpm_kernels_base as base
 

@@ -26,5 +26,5 @@ def kernel_hub_cli(capsys: pytest.CaptureFixture[str]) -> Run:
 def no_driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """This process has no libcuda."""
     monkeypatch.setenv(driver.LIBRARY_VARIABLE, "/nowhere/libcuda.so.1")
-    monkeypatch.setattr(driver, "_driver", None)
+    monkeypatch.setattr(driver.library, "_driver", None)
     yield

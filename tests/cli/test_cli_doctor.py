@@ -12,6 +12,7 @@ import pytest
 from cli_run import Run
 from fakecuda import FakeCuda
 
+from kernel_hub.driver import prototypes
 from kernel_hub import Kernel, _native, driver
 from kernel_hub.cli import doctor
 from kernel_hub.errors import CubinNotFoundError
@@ -100,7 +101,7 @@ def test_an_older_driver_lacks_calls(
 
 
 def test_every_optional_call_is_explained() -> None:
-    assert set(doctor.OPTIONAL_CALLS) == set(driver._OPTIONAL)
+    assert set(doctor.OPTIONAL_CALLS) == set(prototypes.OPTIONAL)
 
 
 @pytest.mark.parametrize(("on", "shown"), [(True, "the C"), (False, "the Python")])

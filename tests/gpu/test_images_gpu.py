@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kernel_hub import DeviceArray, Kernel, _cache, driver
+from kernel_hub import DeviceArray, Kernel, cache_folder, driver
 from kernel_hub.cubin import read_cubin
 from kernel_hub.errors import CubinNotFoundError, CudaDriverError, DriverNotFoundError
 
@@ -44,7 +44,7 @@ def needs_hopper() -> None:
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache of our own; the driver's is off, so that what is timed is a compilation."""
-    monkeypatch.setenv(_cache.VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(cache_folder.VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setenv("CUDA_CACHE_DISABLE", "1")
     return tmp_path / "cache" / "ptx"
 
@@ -179,14 +179,14 @@ def test_a_damaged_entry_is_made_again(cache: Path) -> None:
         with pytest.warns(RuntimeWarning, match="damaged"):
             check_add(kernel)
         kernel.unload()
-        assert b"\x7fELF" in entry.read_bytes() and _cache.load("ptx", entry.name)
+        assert b"\x7fELF" in entry.read_bytes() and cache_folder.load("ptx", entry.name)
 
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("no folder")
     for value in (str(blocked), "0"):
-        monkeypatch.setenv(_cache.VARIABLE, value)
+        monkeypatch.setenv(cache_folder.VARIABLE, value)
         check_add(Kernel(DATA / "tiny_sm90.ptx", signatures=ADD))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kernel_hub import Kernel, _cache, _probe
+from kernel_hub import Kernel, _probe, cache_folder
 from kernel_hub.cubin import read_cubin
 from kernel_hub.errors import ProbeError
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture
 def unknown(cubin: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> bytes:
     """The kernels of this folder with a section by a name that no toolkit writes."""
-    monkeypatch.setenv(_cache.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(cache_folder.VARIABLE, str(tmp_path))
     image = cubin.read_bytes().replace(b".nv.callgraph\0", b".nv.callgriph\0")
     assert read_cubin(image).unknown
     return image

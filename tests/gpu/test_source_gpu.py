@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kernel_hub import DeviceArray, Kernel, _cache, driver
+from kernel_hub import DeviceArray, Kernel, cache_folder, driver
 from kernel_hub.errors import CompileError
 
 core = pytest.importorskip("cuda.core", reason="the extra `jit` (cuda-core) is not installed")
@@ -33,7 +33,7 @@ class Shift(ctypes.Structure):
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(_cache.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(cache_folder.VARIABLE, str(tmp_path))
     return tmp_path
 
 

@@ -234,7 +234,7 @@ def test_without_a_driver_the_client_imports(
     alias: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(driver.LIBRARY_VARIABLE, str(tmp_path / "libcuda.so.1"))
-    monkeypatch.setattr(driver, "_driver", None)
+    monkeypatch.setattr(driver.library, "_driver", None)
     client = import_client(tmp_path, monkeypatch, HOPPER.read_bytes())
     assert client.failure is None
     with pytest.raises(RuntimeError, match="no CUDA driver library could be loaded"):

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .... import tensors
-from ...._progress import progress
 from ....errors import KernelHubError, MissingPackageError, ParamsError, TableError
+from ....progress import progress
 from .._function import TritonFunction
 from ._collection import TritonCollection, collection
 from ._tuned import (

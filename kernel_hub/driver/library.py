@@ -10,95 +10,21 @@ import ctypes
 import os
 import sys
 import threading
-from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_ulonglong, c_void_p
+from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
 from typing import Any
 
-from ._context import ContextGuard, Within
-from ._results import NO_DEVICE, RESULTS, STICKY, STUB_LIBRARY
-from .errors import CudaDriverError, DeviceOutOfMemoryError, DriverNotFoundError
+from ..errors import CudaDriverError, DeviceOutOfMemoryError, DriverNotFoundError
+from .contexts import ContextGuard, Within
+from .cuda_results import NO_DEVICE, RESULTS, STICKY, STUB_LIBRARY
+from .prototypes import (
+    COMPUTE_CAPABILITY_MAJOR,
+    COMPUTE_CAPABILITY_MINOR,
+    OPTIONAL,
+    REQUIRED,
+    TYPES,
+)
 
 LIBRARY_VARIABLE = "KERNEL_HUB_LIBCUDA"
-
-# Letters: p pointer or handle, i int, u unsigned, Q 64-bit unsigned, z size_t, s C string.
-_TYPES: dict[str, Any] = {
-    "p": c_void_p,
-    "i": c_int,
-    "u": c_uint,
-    "Q": c_ulonglong,
-    "z": c_size_t,
-    "s": c_char_p,
-}
-# Present in every driver that can load cubin libraries (12.0 and later).
-_REQUIRED = {
-    "cuInit": "u",
-    "cuDriverGetVersion": "p",
-    "cuDeviceGetCount": "p",
-    "cuDeviceGetName": "pii",
-    "cuDeviceGetAttribute": "pii",
-    "cuDeviceTotalMem_v2": "pi",
-    "cuDevicePrimaryCtxRetain": "pi",
-    "cuCtxGetCurrent": "p",
-    "cuCtxSetCurrent": "p",
-    "cuCtxPushCurrent_v2": "p",
-    "cuCtxPopCurrent_v2": "p",
-    "cuCtxSynchronize": "",
-    "cuLinkCreate_v2": "uppp",
-    "cuLinkAddData_v2": "pipzsupp",
-    "cuLinkComplete": "ppp",
-    "cuLinkDestroy": "p",
-    "cuLibraryLoadData": "ppppuppu",
-    "cuLibraryUnload": "p",
-    "cuLibraryGetKernel": "pps",
-    "cuLibraryGetGlobal": "ppps",
-    "cuKernelGetFunction": "pp",
-    "cuFuncGetAttribute": "pip",
-    "cuFuncSetAttribute": "pii",
-    "cuLaunchKernelEx": "pppp",
-    "cuOccupancyMaxActiveBlocksPerMultiprocessor": "ppiz",
-    "cuStreamCreate": "pu",
-    "cuStreamDestroy_v2": "p",
-    "cuStreamSynchronize": "p",
-    "cuStreamIsCapturing": "pp",
-    "cuStreamWaitEvent": "ppu",
-    "cuThreadExchangeStreamCaptureMode": "p",
-    "cuEventCreate": "pu",
-    "cuEventRecord": "pp",
-    "cuEventDestroy_v2": "p",
-    "cuMemGetInfo_v2": "pp",
-    "cuMemPoolCreate": "pp",
-    "cuMemPoolDestroy": "p",
-    "cuMemPoolSetAttribute": "pip",
-    "cuMemPoolGetAttribute": "pip",
-    "cuMemPoolTrimTo": "pz",
-    "cuMemAllocFromPoolAsync": "pzpp",
-    "cuMemFreeAsync": "Qp",
-    "cuMemcpyHtoDAsync_v2": "Qpzp",
-    "cuMemcpyDtoHAsync_v2": "pQzp",
-    "cuMemcpyDtoDAsync_v2": "QQzp",
-    "cuMemsetD8Async": "Quzp",
-    "cuPointerGetAttribute": "piQ",
-    "cuTensorMapEncodeTiled": "piupppppiiii",
-}
-# Newer: what uses one of these asks `has` first and does without.
-_OPTIONAL = {
-    "cuGetErrorString": "ip",
-    "cuLibraryGetKernelCount": "pp",  # 12.4
-    "cuLibraryEnumerateKernels": "pup",  # 12.4
-    "cuKernelGetName": "pp",  # 12.3
-    "cuKernelGetParamInfo": "pzpp",  # 12.4
-    "cuFuncLoad": "p",  # 12.4
-    "cuStreamGetDevice": "pp",  # 12.8
-    "cuLogsCurrent": "pu",  # 12.9
-    "cuLogsDumpToMemory": "pppu",  # 12.9
-}
-
-# Device attributes (CUdevice_attribute) used by the layers above.
-MAX_GRID_DIM = (5, 6, 7)
-MAX_BLOCK_DIM = (2, 3, 4)
-MULTIPROCESSOR_COUNT = 16
-COMPUTE_CAPABILITY_MAJOR, COMPUTE_CAPABILITY_MINOR = 75, 76
-SHARED_PER_BLOCK_OPTIN = 97
-MEMORY_POOLS_SUPPORTED = 115
 
 
 class Driver:
@@ -109,8 +35,8 @@ class Driver:
         self.pid = os.getpid()
         self._library = library
         self._functions: dict[str, Any] = {}
-        self._bind(_REQUIRED, required=True)
-        self._bind(_OPTIONAL, required=False)
+        self._bind(REQUIRED, required=True)
+        self._bind(OPTIONAL, required=False)
         # Untyped twin: prebuilt byref()/from_param arguments skip the per-argument conversion.
         self.launch_ex = library["cuLaunchKernelEx"]
         self.launch_ex_address = ctypes.cast(self.launch_ex, c_void_p).value or 0
@@ -141,7 +67,7 @@ class Driver:
                     "(525 and up). Update the NVIDIA driver.",
                     tried=[self.path],
                 ) from None
-            function.argtypes = [_TYPES[letter] for letter in letters]
+            function.argtypes = [TYPES[letter] for letter in letters]
             function.restype = c_int
             self._functions[name] = function
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ctypes import byref, c_void_p
 
-from .driver import Driver
+from . import Driver
 
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 

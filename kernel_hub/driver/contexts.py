@@ -16,7 +16,7 @@ from operator import methodcaller, not_
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .driver import Driver
+    from . import Driver
 
 RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _run = methodcaller("__call__")
