@@ -11,6 +11,8 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from . import ops, registry
+    from .arrays.device_array import DeviceArray, memory_stats
+    from .arrays.tensor_map import TensorMap
     from .errors import (
         CubinCorruptError,
         CubinNotFoundError,
@@ -25,8 +27,6 @@ if TYPE_CHECKING:
         TensorError,
     )
     from .kernel import BoundLaunch, Kernel, KernelFunction, LoadedImage, loaded_images
-    from .memory import DeviceArray, memory_stats
-    from .tensormap import TensorMap
 
 _HOME = {
     "Kernel": "kernel",

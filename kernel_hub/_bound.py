@@ -5,9 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from . import _codegen, _native, tensors
+from . import _codegen, _native
 from . import driver as _driver
 from ._launch import DeviceFunction, StreamConfigs, is_blocking
+from .arrays import interop
 from .driver.stream_order import Order
 from .errors import LaunchConfigError, ParamsError
 from .params import ordered, takes, wrong_count
@@ -54,8 +55,8 @@ class BoundLaunch(partial):  # type: ignore[type-arg]
         expected = state.params
         if len(params) != len(expected):
             raise wrong_count(params, expected)
-        follow = stream is None and tensors.raw_stream_getter() is not None
-        handle = tensors.stream_handle(stream, device)
+        follow = stream is None and interop.raw_stream_getter() is not None
+        handle = interop.stream_handle(stream, device)
         pool = state.options_pool(**options)
         slot = state.new_slot(pool)
         state.shape(pool, slot, gridDim, blockDim, sharedMemBytes)
@@ -83,7 +84,7 @@ class BoundLaunch(partial):  # type: ignore[type-arg]
         # Which streams use a DeviceArray is noted in Python, at each stream's first launch.
         noting = follow and any(hasattr(value, "_record_use") for value in params)
         if not noting and not is_blocking() and _native.available():
-            getter = tensors.raw_stream_getter() if follow else None
+            getter = interop.raw_stream_getter() if follow else None
             call, twin = _native.bound(state, slot[3], slot[6]._obj, launch, getter)
         self = cls(call)
         self._keep = (function, params, configs, expire, twin)
@@ -139,7 +140,7 @@ def _bound_launcher(
 ) -> tuple[Any, Any]:
     """(the launch, what makes it refuse from now on)."""
     launch_ex, function, config, values = driver.launch_ex, state.argument, slot[5], slot[6]
-    current_stream, device = tensors.raw_stream_getter(), state.device
+    current_stream, device = interop.raw_stream_getter(), state.device
 
     def follow_stream(params: Any = None) -> None:
         if params is not None:

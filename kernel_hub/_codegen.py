@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from . import tensors
 from ._geometry import NOT_GIVEN, one_shared
+from .arrays import interop
 from .driver import Driver
 from .driver.stream_order import Order
 from .errors import ParamsError
@@ -166,20 +166,20 @@ def explain(
     """Why packing failed: the careful converters find the value that does not fit."""
     for param, value in zip(expected, params, strict=True):
         param.convert(value, device)
-    tensors.stream_handle(stream, device)
+    interop.stream_handle(stream, device)
     return ParamsError(f"the parameters {params!r} cannot be packed")
 
 
 def torch_names(params: Sequence[Param]) -> dict[str, Any]:
     """The names of the launcher that depend on whether torch is loaded."""
-    torch = tensors.loaded_torch()
+    torch = interop.loaded_torch()
     names: dict[str, Any] = {
         "Tensor": torch.Tensor if torch else _NO_TORCH,
-        "current_stream": tensors.raw_stream_getter() or tensors.current_stream,
+        "current_stream": interop.raw_stream_getter() or interop.current_stream,
     }
     for param in params:
         if param.info is not None and param.info.dtype:
-            names[f"dtype{param.index}"] = tensors.torch_dtype(param.info.dtype) or _NO_TORCH
+            names[f"dtype{param.index}"] = interop.torch_dtype(param.info.dtype) or _NO_TORCH
     return names
 
 
@@ -190,8 +190,8 @@ def fixed_names(driver: Driver, params: Sequence[Param]) -> dict[str, Any]:
         "expected": params,
         "ordered": ordered,
         "wrong_count": wrong_count,
-        "stream_handle": tensors.stream_handle,
-        "loaded_torch": tensors.loaded_torch,
+        "stream_handle": interop.stream_handle,
+        "loaded_torch": interop.loaded_torch,
         "explain": explain,
         "one_shared": one_shared,
         "convert_all": partial(convert_all, order),

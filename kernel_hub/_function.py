@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from . import _codegen, tensors
+from . import _codegen
 from . import driver as _driver
 from ._geometry import NOT_GIVEN, dims, index, one_shared
 from ._image import FunctionSpec
@@ -23,6 +23,7 @@ from ._launch import DeviceFunction, device_of, is_blocking
 from ._loader import Loader
 from ._native import Launcher
 from ._native import available as native_available
+from .arrays import interop
 from .driver import apart
 from .errors import KernelHubError, LaunchConfigError
 from .params import ordered
@@ -189,7 +190,7 @@ class KernelFunction(partial):  # type: ignore[type-arg]
         state = self._states.get(device)
         if state is None:
             hook_fork()
-            state = apart.run(self._load, device, tensors.stream_handle(stream, device))
+            state = apart.run(self._load, device, interop.stream_handle(stream, device))
         return state
 
     def _load(self, device: int, stream: int) -> DeviceFunction:
@@ -229,7 +230,7 @@ class KernelFunction(partial):  # type: ignore[type-arg]
             state.params,
             many_devices=driver.device_count > 1,
             blocking=is_blocking(),
-            watch_torch=tensors.loaded_torch() is None,
+            watch_torch=interop.loaded_torch() is None,
         )
         local: dict[str, Any] = {}
         exec(compile(text, f"<launcher of {self.name}>", "exec"), namespace, local)
@@ -238,13 +239,13 @@ class KernelFunction(partial):  # type: ignore[type-arg]
 
     def _arm_native(self, state: DeviceFunction) -> bool:
         """Put the C launcher in front for `state`'s device, where torch is and nothing blocks."""
-        getter = tensors.raw_stream_getter()
+        getter = interop.raw_stream_getter()
         if getter is None or is_blocking() or not native_available():
             return False
         native = self._native or Launcher(self._launch)
         names = _codegen.torch_names(state.params)
         dtypes = [names.get(f"dtype{param.index}") for param in state.params]
-        if not native.arm(state, dtypes, tensors.loaded_torch(), getter):
+        if not native.arm(state, dtypes, interop.loaded_torch(), getter):
             return False
         state.native = native
         if self._native is None:
@@ -258,7 +259,7 @@ class KernelFunction(partial):  # type: ignore[type-arg]
             params = ordered(params, expected)
         if not isinstance(params, (list, tuple)):
             # An iterator must not be used up here; anything else the launcher refuses in words.
-            return tensors.current_device()
+            return interop.current_device()
         return device_of(params, _pointer_device)
 
     def _forget(self) -> None:
@@ -297,9 +298,9 @@ class HintedFunction(KernelFunction):
 def device_number(device: Any, where: str) -> int:
     """The number of `device` (see `tensors.device_index`), or of the current one for None."""
     if device is None:
-        return tensors.current_device()
+        return interop.current_device()
     try:
-        return tensors.device_index(device)
+        return interop.device_index(device)
     except TypeError:
         return index(device, "device", where)  # says what is wrong
 
@@ -386,7 +387,7 @@ def _pointer_device(address: int) -> int:
     driver = _driver.get()
     device = ctypes.c_int()
     code = driver.try_call("cuPointerGetAttribute", ctypes.byref(device), 9, address)
-    return device.value if code == 0 else tensors.current_device()
+    return device.value if code == 0 else interop.current_device()
 
 
 def _function_attribute(state: DeviceFunction, attribute: int) -> int:

@@ -18,11 +18,11 @@ from functools import partial
 from typing import Any
 
 from . import driver as _driver
-from . import tensors
 from ._codegen import PARAMS_AT, STREAM_AT
 from ._geometry import CONFIG, PORTABLE_CLUSTER, Limits, Options, check
 from ._image import FunctionSpec
 from ._native import Launcher
+from .arrays import interop
 from .driver import Driver
 from .errors import LaunchConfigError
 from .params import layout
@@ -179,7 +179,7 @@ class DeviceFunction:
 
         The driver takes other numbers than the default streams for addresses, and dies of them.
         """
-        tensors.stream_handle(stream, self.device)
+        interop.stream_handle(stream, self.device)
         if self.noted is not None:
             self.noted[0] = 1
         if len(self.streams) >= _MAX_STREAMS:
@@ -318,12 +318,12 @@ def device_of(params: Sequence[Any], pointer_device: Callable[[int], int]) -> in
         if hasattr(value, "get_device") and getattr(value, "is_cuda", False):
             return int(value.get_device())
         try:
-            view = tensors.describe(value)
+            view = interop.describe(value)
         except (KeyError, IndexError, TypeError, ValueError):
             continue  # the parameter's own check says what is wrong with it
         if view is not None:
             return pointer_device(view.address) if view.device is None else view.device
-    return tensors.current_device()
+    return interop.current_device()
 
 
 class StreamConfigs(dict[int, Any]):

@@ -15,12 +15,13 @@ from ctypes import byref, c_int, c_size_t, c_uint32, c_ulonglong, c_void_p
 from dataclasses import dataclass, replace
 from typing import Any
 
-from . import _pool, _probe
+from . import _probe
 from . import driver as _driver
 from ._geometry import Limits
 from ._image import Chosen, FunctionSpec
 from ._jit import compile_ptx
 from ._launch import DeviceFunction
+from .arrays import pool
 from .driver import Driver, apart
 from .driver.contexts import RelaxedCapture
 from .errors import (
@@ -240,7 +241,7 @@ def _relaxed_sweep(driver: Driver) -> None:
         sweep()
 
 
-_pool.trims.append(_sweep_apart)
+pool.trims.append(_sweep_apart)
 
 
 def loaded_images() -> list[LoadedImage]:

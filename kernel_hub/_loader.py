@@ -11,11 +11,12 @@ import weakref
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
-from . import _library, tensors
+from . import _library
 from . import driver as _driver
 from ._image import Chosen, FunctionSpec, Image
 from ._launch import DeviceFunction
 from ._library import Lease, Library, library_for, load_function
+from .arrays import interop
 from .driver import Driver, apart
 from .driver.contexts import RelaxedCapture
 from .errors import CudaDriverError, LaunchConfigError
@@ -60,7 +61,7 @@ class Loader:
 
     def with_library(self, device: int, ask: Callable[[Library, Lease], T]) -> T:
         """What `ask` says of the library on `device`, which is loaded where it is not."""
-        stream = tensors.current_stream(device)
+        stream = interop.current_stream(device)
 
         def work() -> T:
             driver = _driver.get()
@@ -86,7 +87,7 @@ class Loader:
 
     def current_streams(self) -> dict[int, int]:
         """The caller's current stream on each device that the image is loaded on."""
-        return {device: tensors.current_stream(device) for device in list(self._held)}
+        return {device: interop.current_stream(device) for device in list(self._held)}
 
     def unload(self, streams: dict[int, int], forget: Callable[[], None]) -> None:
         """Give up the image on every device, `forget` just before; nothing where a stream captures.

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ._geometry import CONFIG
+from .arrays.interop import loaded_torch
 from .params import Param
-from .tensors import loaded_torch
 
 if TYPE_CHECKING:
     from ._launch import DeviceFunction

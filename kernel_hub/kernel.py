@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from . import _loader, tensors
+from . import _loader
 from . import driver as _driver
 from ._bound import BoundLaunch
 from ._declared import DeclaredImage
@@ -21,11 +21,12 @@ from ._demangle import Symbols, cxx_names
 from ._function import HintedFunction, KernelFunction, device_number, hook_fork, live
 from ._image import Image, open_image
 from ._library import Lease, Library, LoadedImage, loaded_images
+from .arrays import interop
 from .driver import apart
 from .errors import DriverNotFoundError, FunctionNotFoundError, ParamsError
 
 if TYPE_CHECKING:
-    from .memory import DeviceArray
+    from .arrays.device_array import DeviceArray
 
 __all__ = ["BoundLaunch", "Kernel", "KernelFunction", "LoadedImage", "loaded_images"]
 
@@ -224,7 +225,7 @@ class Kernel:
         """Load the image and every function on `device` (None: the current one) now."""
         device = device_number(device, self._image.label)
         functions = [self[name] for name in self._names]
-        stream = tensors.current_stream(device)
+        stream = interop.current_stream(device)
         hook_fork()
         apart.run(lambda: [function._load(device, stream) for function in functions])
 
@@ -245,7 +246,7 @@ class Kernel:
         Its elements are of `dtype`; the shape is flat. Raises FunctionNotFoundError when the image
         has no such variable.
         """
-        from .memory import DeviceArray
+        from .arrays.device_array import DeviceArray
 
         if not isinstance(name, str):
             raise ParamsError(f"name={name!r} of get_global: a str, not {type(name).__name__}")

@@ -26,7 +26,8 @@ import pytest
 import skips
 from fakecuda import CompilerMissingError, FakeCuda
 
-from kernel_hub import Kernel, KernelFunction, driver, tensors
+from kernel_hub import Kernel, KernelFunction, driver
+from kernel_hub.arrays import interop
 
 ROOT = Path(__file__).resolve().parent.parent
 pytest.importorskip = skips.importorskip
@@ -134,7 +135,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def _forget_runtime() -> None:
     """Drop the runtime's driver and caches; arrays that died give their memory back first."""
     _collect_garbage()
-    for name in ("kernel_hub.kernel", "kernel_hub.memory"):
+    for name in ("kernel_hub.kernel", "kernel_hub.arrays.device_array"):
         if name in sys.modules:
             getattr(sys.modules[name], "_reset_for_tests", lambda: None)()
     driver._driver = None
@@ -153,8 +154,8 @@ def make_fakecuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Fak
         _forget_runtime()
         monkeypatch.setenv(driver.LIBRARY_VARIABLE, fake.path)
         # A torch that drives a real GPU knows nothing of the stand-in's devices and streams.
-        monkeypatch.setattr(tensors, "raw_stream_getter", lambda: None)
-        monkeypatch.setattr(tensors, "current_device", lambda: 0)
+        monkeypatch.setattr(interop, "raw_stream_getter", lambda: None)
+        monkeypatch.setattr(interop, "current_device", lambda: 0)
         return fake
 
     yield make

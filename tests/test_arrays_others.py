@@ -18,7 +18,8 @@ import pytest
 from fakecuda import FakeCuda
 from fakecuda.helpers import BLOCK, GRID, make_stream
 
-from kernel_hub import DeviceArray, Kernel, KernelFunction, TensorMap, driver, tensors
+from kernel_hub import DeviceArray, Kernel, KernelFunction, TensorMap, driver
+from kernel_hub.arrays import interop
 from kernel_hub.errors import CudaDriverError, LaunchConfigError, ParamsError, TensorError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -191,7 +192,7 @@ def test_dlpack_producers_are_told_the_stream(fakecuda: FakeCuda, probe: KernelF
     for used in (None, stream):
         probe(GRID, BLOCK, 0, used, [*arrays, 1024, 0.5])
     assert [array.asked for array in arrays] == [[1, stream]] * 3
-    assert [tensors.describe(array) is not None for array in arrays] == [True] * 3
+    assert [interop.describe(array) is not None for array in arrays] == [True] * 3
     assert [array.asked[-1] for array in arrays] == [-1, None, -1], "asked for nothing"
 
 
@@ -201,7 +202,7 @@ def test_dlpack_producers_are_told_the_stream(fakecuda: FakeCuda, probe: KernelF
 def test_dtypes_of_other_arrays(fakecuda: FakeCuda, probe: KernelFunction) -> None:
     bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
     raw = DeviceArray.zeros(8, "uint16")
-    described = tensors.describe(InterfaceArray(raw, dtype=np.dtype(bfloat16)))
+    described = interop.describe(InterfaceArray(raw, dtype=np.dtype(bfloat16)))
     assert described is not None
     assert described.dtype == "bf16"
     int8 = DlpackArray(DeviceArray.zeros(4096, "int8"))
@@ -229,7 +230,7 @@ def test_buffers_of_cuda_core(fakecuda: FakeCuda, probe: KernelFunction) -> None
 
 def test_arrays_of_types_without_a_token(fakecuda: FakeCuda) -> None:
     pairs = InterfaceArray(DeviceArray.zeros(8, "fp64"), dtype=np.dtype("complex64"))
-    described = tensors.describe(pairs)
+    described = interop.describe(pairs)
     assert described is not None
     assert described.dtype is None
     with pytest.raises(TensorError, match="unknown dtype"):
@@ -306,33 +307,33 @@ def test_streams_of_other_libraries() -> None:
         ptr = 0x4000
 
     for stream, handle in ((CupyStream(0x2000), 0x2000), (OldNumba(), 0x3000), (OldCupy(), 0x4000)):
-        assert tensors.stream_handle(stream, 0) == handle
+        assert interop.stream_handle(stream, 0) == handle
     OldNumba.handle = ctypes.c_void_p(None)
-    assert tensors.stream_handle(OldNumba(), 0) == 0
+    assert interop.stream_handle(OldNumba(), 0) == 0
     with pytest.raises(LaunchConfigError, match=r"belongs to device 1, .* device 0"):
-        tensors.stream_handle(CupyStream(0x2000, device_id=1), 0)
-    assert tensors.stream_handle(CupyStream(0, device_id=-1), 1) == 0
+        interop.stream_handle(CupyStream(0x2000, device_id=1), 0)
+    assert interop.stream_handle(CupyStream(0, device_id=-1), 1) == 0
     with pytest.raises(LaunchConfigError, match="is no stream"):
-        tensors.stream_handle(3.0, 0)
+        interop.stream_handle(3.0, 0)
 
 
 def test_streams_of_cuda_core_and_bindings() -> None:
     core = pytest.importorskip("cuda.core", reason="cuda-core is not installed")
     from cuda.bindings import driver, runtime
 
-    assert tensors.stream_handle(core.Stream.from_handle(0x1234), 0) == 0x1234
-    assert tensors.stream_handle(core.LEGACY_DEFAULT_STREAM, 0) == 1
-    assert tensors.stream_handle(core.PER_THREAD_DEFAULT_STREAM, 0) == 2
-    assert tensors.stream_handle(driver.CUstream(0x5000), 0) == 0x5000
-    assert tensors.stream_handle(runtime.cudaStream_t(0x6000), 0) == 0x6000
+    assert interop.stream_handle(core.Stream.from_handle(0x1234), 0) == 0x1234
+    assert interop.stream_handle(core.LEGACY_DEFAULT_STREAM, 0) == 1
+    assert interop.stream_handle(core.PER_THREAD_DEFAULT_STREAM, 0) == 2
+    assert interop.stream_handle(driver.CUstream(0x5000), 0) == 0x5000
+    assert interop.stream_handle(runtime.cudaStream_t(0x6000), 0) == 0x6000
 
 
 def test_devices_of_other_libraries(make_fakecuda: Callable[..., FakeCuda]) -> None:
     make_fakecuda(devices=2)
     devices: list[Any] = [1, np.int64(1), Device(id=1), Device(device_id=1)]
-    if torch := tensors.loaded_torch():
+    if torch := interop.loaded_torch():
         devices.append(torch.device("cuda:1"))
-        assert tensors.device_index(torch.device("cuda")) == 0
+        assert interop.device_index(torch.device("cuda")) == 0
     for device in devices:
         assert DeviceArray.zeros(4, device=device).device == 1
         kernel = Kernel("launch_probe")

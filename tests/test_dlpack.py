@@ -12,11 +12,11 @@ import pytest
 from fakecuda import FakeCuda
 from fakecuda.helpers import make_stream
 
-from kernel_hub import _dtypes, dlpack
+from kernel_hub.arrays import dlpack, dtypes
+from kernel_hub.arrays.device_array import DeviceArray
 from kernel_hub.errors import TensorError
-from kernel_hub.memory import DeviceArray
 
-TOKENS = sorted(_dtypes.DTYPES)
+TOKENS = sorted(dtypes.DTYPES)
 
 
 def test_cuda_array_interface(fakecuda: FakeCuda) -> None:

@@ -16,9 +16,10 @@ from fakecuda import FakeCuda
 from fakecuda.helpers import BLOCK, GRID, PROBE_CUBIN, arrays, make_stream
 from lots import Lots
 
-from kernel_hub import DeviceArray, Kernel, KernelFunction, memory_stats, tensors
+from kernel_hub import DeviceArray, Kernel, KernelFunction, memory_stats
+from kernel_hub.arrays import interop
+from kernel_hub.arrays.device_array import trim
 from kernel_hub.errors import KernelHubError, LaunchConfigError, ParamsError
-from kernel_hub.memory import trim
 
 UNTYPED = PROBE_CUBIN.read_bytes()
 
@@ -133,7 +134,7 @@ def test_what_once_came_through(fakecuda: FakeCuda, probe: KernelFunction) -> No
             with pytest.raises(LaunchConfigError, match="is no stream"):
                 call(GRID, BLOCK, 0, stream, [x, y, z, 5, 0.5])
         with pytest.raises(LaunchConfigError, match="is no stream"):
-            tensors.stream_handle(stream, 0)
+            interop.stream_handle(stream, 0)
         with pytest.raises(LaunchConfigError, match="is no stream"):
             DeviceArray.zeros(4, stream=stream)
     assert fakecuda.launch_count == before

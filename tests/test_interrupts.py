@@ -19,8 +19,8 @@ from fakecuda.helpers import BLOCK, GRID, PROBE_CUBIN, make_stream
 from lots import Lots
 
 from kernel_hub import DeviceArray, Kernel, driver, loaded_images, memory_stats
+from kernel_hub.arrays.device_array import trim
 from kernel_hub.driver import apart
-from kernel_hub.memory import trim
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timer signals here"),

@@ -7,11 +7,11 @@ import pytest
 from fakecuda import FakeCuda
 from fakecuda.helpers import run_child
 
-from kernel_hub import _dtypes, tensors
+from kernel_hub.arrays import dtypes, interop
+from kernel_hub.arrays.device_array import DeviceArray
 from kernel_hub.errors import TensorError
-from kernel_hub.memory import DeviceArray
 
-TOKENS = sorted(_dtypes.DTYPES)
+TOKENS = sorted(dtypes.DTYPES)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "bool", "int8", "uint64"])
@@ -49,9 +49,9 @@ def test_host_dtype_refused(fakecuda: FakeCuda, bad: np.ndarray) -> None:
 def test_tokens(fakecuda: FakeCuda, token: str) -> None:
     array = DeviceArray.zeros((3, 8), token)
     assert array.dtype_token == token
-    assert array.size_bytes == 24 * _dtypes.DTYPES[token].size_bytes
+    assert array.size_bytes == 24 * dtypes.DTYPES[token].size_bytes
     assert array.to_numpy().tobytes() == bytes(array.size_bytes)
-    described = tensors.describe(array)
+    described = interop.describe(array)
     assert described is not None
     assert (described.address, described.dtype, described.device) == (array.ptr, token, 0)
     assert described.strides == array.strides
@@ -70,7 +70,7 @@ def test_bfloat16_without_ml_dtypes(fakecuda: FakeCuda) -> None:
         fakecuda,
         "import sys; sys.modules['ml_dtypes'] = None\n"
         "import numpy as np\n"
-        "from kernel_hub.memory import DeviceArray\n"
+        "from kernel_hub.arrays.device_array import DeviceArray\n"
         "array = DeviceArray.zeros((2, 3), 'bf16')\n"
         "array.copy_from(np.full((2, 3), 0x3F80, np.uint16))\n"
         "raw = array[:, ::2].to_numpy()\n"
@@ -164,7 +164,7 @@ def test_reshape_and_view(fakecuda: FakeCuda) -> None:
         np.testing.assert_array_equal(array.reshape(shape).to_numpy(), host.reshape(shape))
     np.testing.assert_array_equal(array.reshape(4, -1).to_numpy(), host.reshape(4, 6))
     for dtype in ("int64", "uint8", "fp32", "int16"):
-        expected = host.reshape(4, 6).view(_dtypes.numpy_dtype(_dtypes.of(dtype)))
+        expected = host.reshape(4, 6).view(dtypes.numpy_dtype(dtypes.of(dtype)))
         view = array.reshape(4, 6).view(dtype)
         assert view.shape == expected.shape
         np.testing.assert_array_equal(view.to_numpy(), expected)

@@ -12,10 +12,11 @@ import pytest
 from fakecuda import FakeCuda
 from fakecuda.helpers import make_stream, run_child
 
-from kernel_hub import _block, _pool, driver
+from kernel_hub import driver
+from kernel_hub.arrays import block, pool
+from kernel_hub.arrays.device_array import DeviceArray, memory_stats, trim
 from kernel_hub.driver.cuda_results import RESULTS, STICKY
 from kernel_hub.errors import CudaDriverError, DeviceOutOfMemoryError
-from kernel_hub.memory import DeviceArray, memory_stats, trim
 
 CALLS = [
     "cuDevicePrimaryCtxRetain",
@@ -125,7 +126,7 @@ def test_lost_context_is_quiet_at_the_end_and_said_in_use(fakecuda: FakeCuda) ->
 def test_exit_is_quiet(fakecuda: FakeCuda, hold: str) -> None:
     done = run_child(
         fakecuda,
-        f"from kernel_hub.memory import DeviceArray\narray = DeviceArray.zeros((4, 4))\n{hold}\n",
+        f"from kernel_hub.arrays.device_array import DeviceArray\narray = DeviceArray.zeros((4, 4))\n{hold}\n",
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
@@ -136,7 +137,7 @@ def test_dlpack_consumer_outlives_the_interpreter(fakecuda: FakeCuda) -> None:
         fakecuda,
         "import ctypes\n"
         "from kernel_hub import dlpack\n"
-        "from kernel_hub.memory import DeviceArray\n"
+        "from kernel_hub.arrays.device_array import DeviceArray\n"
         "array = DeviceArray.zeros((4, 4))\n"
         "capsule = array.__dlpack__()\n"
         "where = next(iter(dlpack._exported))\n"
@@ -159,7 +160,7 @@ def test_fork(fakecuda: FakeCuda) -> None:
     done = run_child(
         fakecuda,
         "import os, sys, warnings\n"
-        "from kernel_hub.memory import DeviceArray, memory_stats\n"
+        "from kernel_hub.arrays.device_array import DeviceArray, memory_stats\n"
         "array = DeviceArray.zeros((4, 4))\n"
         "warnings.simplefilter('ignore')\n"
         "child = os.fork()\n"
@@ -185,7 +186,7 @@ def test_reset_forgets_pending(fakecuda: FakeCuda) -> None:
     array = DeviceArray.zeros(4, stream=stream)
     fakecuda.set_capture(stream)
     del array
-    assert len(_block.pending) == 1
-    _pool._reset_for_tests()
-    assert not _block.pending
+    assert len(block.pending) == 1
+    pool._reset_for_tests()
+    assert not block.pending
     assert fakecuda.calls("cuMemFreeAsync") == 0

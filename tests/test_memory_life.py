@@ -13,9 +13,10 @@ import pytest
 from fakecuda import FakeCuda
 from fakecuda.helpers import make_stream
 
-from kernel_hub import driver, tensors
+from kernel_hub import driver
+from kernel_hub.arrays import interop
+from kernel_hub.arrays.device_array import DeviceArray, memory_stats, trim
 from kernel_hub.errors import CudaDriverError, DeviceOutOfMemoryError, TensorError
-from kernel_hub.memory import DeviceArray, memory_stats, trim
 
 
 def test_views_keep_the_memory(fakecuda: FakeCuda) -> None:
@@ -48,7 +49,7 @@ def test_use_after_free_is_refused(fakecuda: FakeCuda) -> None:
         lambda: array.__cuda_array_interface__,
         lambda: array.__dlpack__(),
         lambda: DeviceArray.zeros((4, 4)).copy_from(array),
-        lambda: tensors.describe(array),
+        lambda: interop.describe(array),
     ]
     for use in uses:
         with pytest.raises(TensorError, match="freed"):
@@ -138,7 +139,7 @@ def test_freed_after_use_in_the_current_capture(
     fakecuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = make_stream(blocking=False)
-    monkeypatch.setattr(tensors, "current_stream", lambda device: stream)
+    monkeypatch.setattr(interop, "current_stream", lambda device: stream)
     used = DeviceArray.zeros(8, stream=0)
     fakecuda.set_capture(stream)
     used._record_use(stream)

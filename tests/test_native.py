@@ -18,7 +18,8 @@ import pytest
 from fakecuda import FakeCuda
 from fakecuda.helpers import make_stream
 
-from kernel_hub import DeviceArray, Kernel, KernelFunction, _native, driver, tensors
+from kernel_hub import DeviceArray, Kernel, KernelFunction, _native, driver
+from kernel_hub.arrays import interop
 from kernel_hub.errors import CudaDriverError, KernelHubError, LaunchConfigError, ParamsError
 
 pytestmark = pytest.mark.skipif(
@@ -121,7 +122,7 @@ def fake_torch(monkeypatch: pytest.MonkeyPatch, exchange: bool) -> list[int]:
     _native._exchange.cache_clear()
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setattr(  # `fakecuda` hides the streams of a real torch
-        tensors, "raw_stream_getter", lambda: torch._C._cuda_getCurrentRawStream
+        interop, "raw_stream_getter", lambda: torch._C._cuda_getCurrentRawStream
     )
     return current
 
@@ -380,7 +381,7 @@ def test_without_a_tensor_the_current_device_decides(
     fake_torch(monkeypatch, exchange=True)
     probe = Kernel("launch_probe").launch_probe_5
     for device in (0, 1, 0):
-        monkeypatch.setattr(tensors, "current_device", lambda device=device: device)
+        monkeypatch.setattr(interop, "current_device", lambda device=device: device)
         probe(GRID, BLOCK, 0, None, [None, None, None, 1, 0.5])
         assert fake.launch().device == device
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from fakecuda import FakeCuda
 
+from kernel_hub.arrays.device_array import DeviceArray
+from kernel_hub.arrays.tensor_map import TensorMap
 from kernel_hub.errors import CudaDriverError, LaunchConfigError, TensorError
-from kernel_hub.memory import DeviceArray
-from kernel_hub.tensormap import TensorMap
 
 
 def arguments(raw: bytes) -> dict[str, Any]:

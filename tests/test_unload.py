@@ -16,8 +16,8 @@ from lots import Lots
 from test_native import fake_torch
 
 from kernel_hub import Kernel, _library, _native, loaded_images
+from kernel_hub.arrays.device_array import trim
 from kernel_hub.errors import ParamsError
-from kernel_hub.memory import trim
 
 IMAGE = PROBE_CUBIN.read_bytes()
 PARAMS = [None, None, None, 5, 0.5]

@@ -173,7 +173,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _torch_has_cuda() -> bool:
-    from ..tensors import loaded_torch
+    from ..arrays.interop import loaded_torch
 
     torch = loaded_torch()
     return torch is not None and bool(torch.cuda.is_available())

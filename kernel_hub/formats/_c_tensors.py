@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from .._dtypes import DTYPES
+from ..arrays.dtypes import DTYPES
 from ..ctypes_table import type_info
 from ..manifest import FunctionEntry, ParamEntry
 from ._c_text import (

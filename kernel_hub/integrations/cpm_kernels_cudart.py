@@ -11,7 +11,7 @@ import ctypes
 from typing import Any
 
 from .. import driver as _driver
-from .. import tensors
+from ..arrays import interop
 from ..errors import LaunchConfigError
 from .cpm_kernels_cuda import cuGetErrorName, cuGetErrorString
 
@@ -80,14 +80,14 @@ def cudaGetDeviceCount() -> int:
 
 def cudaGetDevice() -> int:
     """torch's current device, else 0."""
-    return tensors.current_device()
+    return interop.current_device()
 
 
 def cudaSetDevice(device_id: int) -> None:
     """Make a GPU current for torch and this thread; without torch launches go to device 0."""
     driver = _driver.get()
     context = driver.primary_context(device_id)  # refuses a number that there is not
-    torch = tensors.loaded_torch()
+    torch = interop.loaded_torch()
     if torch is not None and torch.cuda.is_available():
         torch.cuda.set_device(device_id)
     elif device_id != cudaGetDevice():

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Any
 
 from .. import driver as _driver
-from .. import tensors
+from ..arrays import interop
 from ..errors import ParamsError
 
 __all__ = ["Device", "current_device", "num_devices"]
@@ -52,4 +52,4 @@ def num_devices() -> int:
 
 def current_device() -> Device:
     """torch's current device, else the first."""
-    return Device(tensors.current_device())
+    return Device(interop.current_device())

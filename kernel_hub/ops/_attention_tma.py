@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..tensormap import TensorMap
+from ..arrays.tensor_map import TensorMap
 from . import _common as common
 
 _PANEL_BYTES = 128  # of a row of shared memory: the span of the swizzle

@@ -105,7 +105,7 @@ def tensor_map(tensor: torch.Tensor, layout: Layout, box_rows: int) -> bytes:
     key = (tensor.data_ptr(), tensor.dtype, layout, box_rows)
     found = _maps.get(key)
     if found is None:
-        from ..tensormap import TensorMap  # CPU tensors do without the runtime
+        from ..arrays.tensor_map import TensorMap  # CPU tensors do without the runtime
 
         # A dimension of one element wants a stride all the same.
         stride = layout.stride if layout.rows > 1 else -(-layout.columns // 8) * 8

@@ -258,7 +258,7 @@ def _map(tensor: torch.Tensor, layout: tuple[int, int, int], box_rows: int) -> b
     key = (tensor.data_ptr(), tensor.dtype, layout, box_rows)
     found = _maps.get(key)
     if found is None:
-        from ..tensormap import TensorMap  # CPU tensors do without the runtime
+        from ..arrays.tensor_map import TensorMap  # CPU tensors do without the runtime
 
         rows, columns, stride = layout
         pairs = tensor.view(torch.int16) if tensor.dtype == DTYPE else tensor

@@ -130,7 +130,7 @@ def tensor_map(tensor: torch.Tensor, layout: tuple[int, int, int], box_rows: int
     key = (tensor.data_ptr(), tensor.dtype, layout, box_rows)
     found = _maps.get(key)
     if found is None:
-        from ..tensormap import TensorMap  # CPU tensors do without the runtime
+        from ..arrays.tensor_map import TensorMap  # CPU tensors do without the runtime
 
         rows, columns, stride = layout
         found = TensorMap.tiled(

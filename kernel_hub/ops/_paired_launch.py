@@ -21,7 +21,7 @@ def tensor_map(
     key = (tensor.data_ptr(), tensor.dtype, shape, strides, box)
     found = _maps.get(key)
     if found is None:
-        from ..tensormap import TensorMap  # CPU tensors do without the runtime
+        from ..arrays.tensor_map import TensorMap  # CPU tensors do without the runtime
 
         found = TensorMap.tiled(
             tensor, (*box, BLOCK_K), swizzle="128B", l2_promotion="256B",

@@ -12,9 +12,9 @@ import pytest
 from cli_run import Run
 from fakecuda import FakeCuda
 
-from kernel_hub.driver import prototypes
 from kernel_hub import Kernel, _native, driver
 from kernel_hub.cli import doctor
+from kernel_hub.driver import prototypes
 from kernel_hub.errors import CubinNotFoundError
 
 Make = Callable[..., FakeCuda]

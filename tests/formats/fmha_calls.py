@@ -11,10 +11,10 @@ import numpy as np
 from fakecuda import FakeCuda
 
 from kernel_hub import KernelFunction
+from kernel_hub.arrays.device_array import DeviceArray
 from kernel_hub.cubin import read_cubin
 from kernel_hub.formats import fmha_v2
 from kernel_hub.formats.fmha_v2 import Params
-from kernel_hub.memory import DeviceArray
 
 DATA = Path(__file__).parent / "data"
 CUBIN = DATA / "fmha_stand_in.cubin"

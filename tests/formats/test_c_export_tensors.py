@@ -14,7 +14,8 @@ from exported import COMPILERS, Dim3, shared_library
 from fakecuda import FakeCuda
 from fakecuda.helpers import make_stream
 
-from kernel_hub import DeviceArray, _dtypes, dlpack, driver
+from kernel_hub import DeviceArray, driver
+from kernel_hub.arrays import dlpack, dtypes
 from kernel_hub.formats import c_export
 from kernel_hub.manifest import open_collection
 
@@ -29,7 +30,7 @@ def dl_tensor(
     **fields: int,
 ) -> dlpack.DLTensor:
     """A DLTensor of no real memory, at 0x1000 on device 0 but for `fields`."""
-    tensor, known = dlpack.DLTensor(), _dtypes.of(dtype)
+    tensor, known = dlpack.DLTensor(), dtypes.of(dtype)
     tensor.data, tensor.ndim, tensor.device_type = 0x1000, len(shape), dlpack.CUDA
     tensor.code, tensor.bits, tensor.lanes = known.dlpack_code, 8 * known.size_bytes, 1
     if shape:

@@ -15,11 +15,11 @@ import pytest
 from fakecuda import FakeCuda
 from fmha_calls import HEADS, TOTAL, array, arrived, float_bits, half2, kernel, paged, starts
 
+from kernel_hub.arrays.device_array import DeviceArray
+from kernel_hub.arrays.tensor_map import TensorMap
 from kernel_hub.errors import ParamsError, TensorError
 from kernel_hub.formats import fmha_v2
 from kernel_hub.formats.fmha_v2 import Params
-from kernel_hub.memory import DeviceArray
-from kernel_hub.tensormap import TensorMap
 
 NO_WINDOW = 2**31 - 1
 

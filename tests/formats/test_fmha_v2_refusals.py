@@ -12,6 +12,7 @@ from fakecuda import FakeCuda
 from fmha_calls import HEADS, TOTAL, array, kernel, paged, starts
 
 from kernel_hub import Kernel
+from kernel_hub.arrays.device_array import DeviceArray
 from kernel_hub.errors import (
     CubinNotFoundError,
     CudaDriverError,
@@ -21,7 +22,6 @@ from kernel_hub.errors import (
 )
 from kernel_hub.formats import fmha_v2
 from kernel_hub.formats.fmha_v2._options import check_sinks
-from kernel_hub.memory import DeviceArray
 
 
 def refused(

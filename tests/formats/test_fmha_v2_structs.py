@@ -24,10 +24,10 @@ from fmha_calls import (
 )
 
 from kernel_hub import Kernel, KernelFunction
+from kernel_hub.arrays.device_array import DeviceArray
 from kernel_hub.errors import LaunchConfigError
 from kernel_hub.formats import fmha_v2
 from kernel_hub.formats.fmha_v2 import _layouts, _params
-from kernel_hub.memory import DeviceArray
 
 # Offsets of the fields as a C++ compiler gives them for the structs in the headers of
 # TensorRT-LLM (Edge: TensorRT-Edge-LLM) that the kernels were built with.

@@ -177,7 +177,9 @@ def test_each_gpu_has_its_own_functions_and_choices(
         for module in ("_dispatch", "_tuned"):
             name = f"kernel_hub.formats.triton.ahead.{module}.current_device"
             monkeypatch.setattr(name, lambda device=device: device)
-        monkeypatch.setattr("kernel_hub.tensors.current_device", lambda device=device: device)
+        monkeypatch.setattr(
+            "kernel_hub.arrays.interop.current_device", lambda device=device: device
+        )
         x = DeviceArray.zeros(64, "fp32", device=device)
         assert kernel.select(x, None, x, 64, 1, 1.0).spec.arch == arch
         kernel(x, None, x, 64, 1, 1.0)

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kernel_hub import DeviceArray, Kernel, TensorMap, driver, tensors
+from kernel_hub import DeviceArray, Kernel, TensorMap, driver
+from kernel_hub.arrays import interop
 from kernel_hub.errors import ParamsError
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -69,7 +70,7 @@ def test_cupy_arrays(cp: Any, launch: Any) -> None:
     with pytest.raises(ParamsError, match=r"fp64 \[4\].*convert it to fp32"):
         launch(GRID, BLOCK, 0, None, [out, cp.zeros(4), y, 4, 0.5])
     assert DeviceArray.from_dlpack(x).ptr == x.data.ptr
-    described = tensors.describe(cp.zeros((4, 6), "float16").T)
+    described = interop.describe(cp.zeros((4, 6), "float16").T)
     assert described is not None
     assert (described.dtype, described.shape, described.strides) == ("fp16", (6, 4), (1, 6))
 
@@ -114,9 +115,9 @@ def test_cupy_arrays_in_a_graph_of_torch(cp: Any, launch: Any) -> None:
 @pytest.mark.parametrize("token", ["float32", "float16", "bfloat16", "float8_e4m3fn", "int32"])
 def test_what_jax_arrays_are(jnp: Any, token: str) -> None:
     array = jnp.arange(24).astype(token).reshape(4, 6)
-    described = tensors.describe(array)
+    described = interop.describe(array)
     assert described is not None
-    assert described.dtype == tensors.torch_token(token)
+    assert described.dtype == interop.torch_token(token)
     assert (described.device, described.shape, described.strides) == (0, (4, 6), (6, 1))
     kept = DeviceArray.from_dlpack(array)
     assert (kept.ptr, kept.dtype_token) == (described.address, described.dtype)
@@ -171,7 +172,7 @@ def test_numba_arrays_and_streams(launch: Any, late: Any) -> None:
     launch(GRID, BLOCK, 0, other, [out, x, y, 1024, 0.5])
     other.synchronize()
     np.testing.assert_array_equal(out.copy_to_host(), np.full(1024, 3, np.float32))
-    assert tensors.stream_handle(own, 0) == driver_handle(own)
+    assert interop.stream_handle(own, 0) == driver_handle(own)
 
 
 def driver_handle(stream: Any) -> int:
@@ -196,7 +197,7 @@ def test_cuda_core_buffers_streams_and_devices(core: Any, launch: Any) -> None:
     result = DeviceArray.from_address(int(out.handle), 1024, "fp32", owner=out).to_numpy()
     np.testing.assert_array_equal(result, np.full(1024, 2.5, np.float32))
     assert DeviceArray.empty(8, device=device).device == 0
-    described = tensors.describe(out)
+    described = interop.describe(out)
     assert described is not None
     assert (described.address, described.dtype, described.shape) == (int(out.handle), None, (4096,))
     for buffer in (out, x, y):
@@ -232,7 +233,7 @@ def test_tensor_maps_of_other_arrays(cp: Any, jnp: Any) -> None:
         pytest.skip("the TMA came with compute capability 9.0")
     for array in (cp.zeros((64, 128), "float16"), jnp.zeros((64, 128), "bfloat16")):
         made = TensorMap.tiled(array, (8, 64), swizzle="128B")
-        described = tensors.describe(array)
+        described = interop.describe(array)
         assert described is not None
         assert (made.address, made.dtype, made.shape) == (
             described.address, described.dtype, (64, 128),

@@ -19,7 +19,8 @@ import pytest
 from exported import Dim3, run_compiler, shared_library
 
 import kernel_hub
-from kernel_hub import _dtypes, build, dlpack, driver
+from kernel_hub import build, driver
+from kernel_hub.arrays import dlpack, dtypes
 from kernel_hub.errors import KernelHubError
 from kernel_hub.formats import c_export
 from kernel_hub.manifest import Collection, Manifest
@@ -113,7 +114,7 @@ def dl_tensor(tensor: Any) -> dlpack.DLTensor:
     given = dlpack.DLTensor()
     numbers = (ctypes.c_int64 * (2 * tensor.dim()))(*tensor.shape, *tensor.stride())
     pointer = ctypes.POINTER(ctypes.c_int64)
-    dtype = _dtypes.of(tensor.dtype)
+    dtype = dtypes.of(tensor.dtype)
     given.data = tensor.data_ptr()
     given.device_type, given.device_id = dlpack.CUDA, tensor.device.index
     given.ndim = tensor.dim()

@@ -21,9 +21,9 @@ from fmha_cases import Case, load  # noqa: E402
 from fmha_worker import Worker  # noqa: E402
 
 from kernel_hub import KernelFunction  # noqa: E402
+from kernel_hub.arrays.device_array import DeviceArray  # noqa: E402
 from kernel_hub.formats import fmha_v2  # noqa: E402
 from kernel_hub.formats.fmha_v2 import KernelName  # noqa: E402
-from kernel_hub.memory import DeviceArray  # noqa: E402
 
 # How many kernels the stand-ins of a struct are.
 STRUCTS = {"CURRENT": 12, "WITHOUT_SINKS": 12, "P640": 6, "P576": 6, "LONG512": 6, "P512": 6}

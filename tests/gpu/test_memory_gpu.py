@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kernel_hub import _block, _dtypes, driver
+from kernel_hub import driver
+from kernel_hub.arrays import block, dtypes
+from kernel_hub.arrays.device_array import DeviceArray, memory_stats, trim
 from kernel_hub.errors import CudaDriverError, DeviceOutOfMemoryError, TensorError
-from kernel_hub.memory import DeviceArray, memory_stats, trim
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -30,7 +31,7 @@ def cupy() -> Any:
     return pytest.importorskip("cupy", reason="CuPy is not installed")
 
 
-@pytest.mark.parametrize("token", sorted(_dtypes.DTYPES))
+@pytest.mark.parametrize("token", sorted(dtypes.DTYPES))
 @pytest.mark.parametrize("shape", [(), (1,), (127, 129), (3, 0), (2, 3, 4)])
 def test_round_trip(token: str, shape: tuple[int, ...]) -> None:
     count = int(np.prod(shape, dtype=int))
@@ -182,7 +183,7 @@ def test_torch_graph_capture(torch: Any) -> None:
         doomed._record_use(stream)
         del doomed  # queued: freeing would end the capture
         del plain  # freed at once: its own stream does not capture
-        pending.append(len(_block.pending))
+        pending.append(len(block.pending))
         with pytest.raises(CudaDriverError, match="before the capture begins"):
             DeviceArray.empty(16)
         # On a stream that does not capture everything goes on, and the capture survives it.
@@ -257,7 +258,7 @@ def test_exit_is_quiet(hold: str) -> None:
     for module in ("torch", "cupy"):
         if module in hold:
             pytest.importorskip(module, reason=f"{module} is not installed")
-    code = f"from kernel_hub.memory import DeviceArray\narray = DeviceArray.zeros((4, 4))\n{hold}\n"
+    code = f"from kernel_hub.arrays.device_array import DeviceArray\narray = DeviceArray.zeros((4, 4))\n{hold}\n"
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,

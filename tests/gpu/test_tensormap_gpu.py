@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kernel_hub import Kernel, _dtypes
+from kernel_hub import Kernel
+from kernel_hub.arrays import dtypes
+from kernel_hub.arrays.device_array import DeviceArray
+from kernel_hub.arrays.tensor_map import TensorMap
 from kernel_hub.driver import get
 from kernel_hub.errors import LaunchConfigError
-from kernel_hub.memory import DeviceArray
-from kernel_hub.tensormap import TensorMap
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,7 @@ def copy_tile(
 @pytest.mark.parametrize("token", ["fp32", "fp16", "int32", "uint8", "e4m3", "fp64", "int64"])
 @pytest.mark.parametrize("corner", [(0, 0), (4, 16), (13, 48), (-3, -16)])
 def test_tile(tma_copy: Kernel, token: str, corner: tuple[int, int]) -> None:
-    kind = _dtypes.of(token)
+    kind = dtypes.of(token)
     host = (1 + np.arange(16 * 64) % 100).reshape(16, 64).astype(kind.raw)
     tensor = DeviceArray.empty((16, 64), token)
     tensor.view(kind.raw).copy_from(host)
@@ -99,7 +100,7 @@ def test_torch_tensor(tma_copy: Kernel) -> None:
 @pytest.mark.parametrize("rank", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("token", ["uint8", "bf16", "fp32", "int64", "uint64", "uint16", "uint32"])
 def test_driver_takes_what_the_checks_let_through(rank: int, token: str) -> None:
-    kind = _dtypes.of(token)
+    kind = dtypes.of(token)
     tensor = DeviceArray.empty((3,) * (rank - 1) + (256,), token)
     for inner in (16 // kind.size_bytes, 128 // kind.size_bytes, 256):
         for step in (1, 2, 8):

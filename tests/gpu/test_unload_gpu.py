@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kernel_hub import DeviceArray, Kernel, _library, driver, loaded_images
-from kernel_hub.memory import trim
+from kernel_hub.arrays.device_array import trim
 
 pytest.importorskip("cuda.core", reason="from_source needs cuda-core")
 SOURCE = """

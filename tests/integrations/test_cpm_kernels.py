@@ -17,7 +17,8 @@ from clients import HOPPER, OLDER, SIZES, import_client
 from fakecuda import FakeCuda
 from fakecuda.helpers import make_stream
 
-from kernel_hub import driver, tensors
+from kernel_hub import driver
+from kernel_hub.arrays import interop
 from kernel_hub.errors import CubinNotFoundError, ParamsError
 from kernel_hub.integrations import cpm_kernels
 from kernel_hub.integrations import cpm_kernels_base as base
@@ -143,7 +144,7 @@ def test_torchs_current_device_from_any_thread(
     fake = prepared(make_fakecuda(devices=2))
     client = import_client(tmp_path, monkeypatch, HOPPER.read_bytes())
     current = threading.local()
-    monkeypatch.setattr(tensors, "current_device", lambda: current.device)
+    monkeypatch.setattr(interop, "current_device", lambda: current.device)
     failures: list[BaseException] = []
 
     def work(device: int) -> None:

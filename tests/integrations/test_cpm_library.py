@@ -14,7 +14,7 @@ import pytest
 from clients import HOPPER, OLDER, SIZES, client_text
 from fakecuda import FakeCuda
 
-from kernel_hub import tensors
+from kernel_hub.arrays import interop
 from kernel_hub.errors import CubinNotFoundError, LaunchConfigError
 from kernel_hub.integrations import cpm_kernels
 
@@ -195,8 +195,8 @@ def test_devices_streams_and_events(
     torch = SimpleNamespace(
         cuda=SimpleNamespace(is_available=lambda: True, set_device=lambda d: current.append(d))
     )
-    monkeypatch.setattr(tensors, "loaded_torch", lambda: torch)
-    monkeypatch.setattr(tensors, "current_device", lambda: current[-1])
+    monkeypatch.setattr(interop, "loaded_torch", lambda: torch)
+    monkeypatch.setattr(interop, "current_device", lambda: current[-1])
     cudart.cudaSetDevice(1)
     assert cudart.cudaGetDevice() == 1 == current[-1]
     assert cudart.cudaDeviceGetAttribute(75, 1) == 9

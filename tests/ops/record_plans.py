@@ -27,7 +27,8 @@ from unittest import mock
 import torch
 from plan_lots import DRAWN, Lot
 
-from kernel_hub import ops, registry, tensormap
+from kernel_hub import ops, registry
+from kernel_hub.arrays import tensor_map
 from kernel_hub.errors import KernelHubError
 
 # Of each GPU: compute capability, multiprocessors, name, KiB of shared memory a block may have.
@@ -118,7 +119,7 @@ def pretending(gpu: tuple[Any, ...]) -> Iterator[_Recorder]:
                         stack.enter_context(mock.patch.object(module, attribute, maker))
         for place, attribute, value in (
             (registry, "own", recorder),
-            (tensormap.TensorMap, "tiled", _map),
+            (tensor_map.TensorMap, "tiled", _map),
             (torch.Tensor, "is_cuda", _IS_CUDA),
             (torch.Tensor, "device", _DEVICE),
             (torch.cuda, "get_device_properties", lambda *_: properties),

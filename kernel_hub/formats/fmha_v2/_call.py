@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from ... import tensors
+from ...arrays import interop
+from ...arrays.device_array import DeviceArray
 from ...kernel import KernelFunction
-from ...memory import DeviceArray
 from . import _geometry
 from ._inputs import Inputs, Rows
 from ._layouts import Reader, reader_of
@@ -193,12 +193,12 @@ class Call:
 
 
 def _empty_like(like: Any, shape: tuple[int, ...], dtype: str, device: int, stream: Any) -> Any:
-    torch = tensors.loaded_torch()
+    torch = interop.loaded_torch()
     if torch is None or not isinstance(like, torch.Tensor):
         return DeviceArray.empty(shape, dtype, device=device, stream=stream)
     on_stream: Any = contextlib.nullcontext()
     if stream is not None:
-        handle = tensors.stream_handle(stream, device)
+        handle = interop.stream_handle(stream, device)
         on_stream = torch.cuda.stream(torch.cuda.ExternalStream(handle, device=device))
     with on_stream:
-        return torch.empty(shape, dtype=tensors.torch_dtype(dtype), device=like.device)
+        return torch.empty(shape, dtype=interop.torch_dtype(dtype), device=like.device)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import ctypes
 
 from ... import driver as _driver
+from ...arrays.device_array import DeviceArray
+from ...arrays.tensor_map import TensorMap
 from ...errors import LaunchConfigError
 from ...kernel import KernelFunction
-from ...memory import DeviceArray
-from ...tensormap import TensorMap
 from ._inputs import ITEM_BYTES, Inputs, Rows
 from ._names import SLIDING, KernelName
 from ._params import Params

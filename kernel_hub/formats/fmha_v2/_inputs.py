@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from operator import index
 from typing import Any
 
-from ... import tensors
+from ...arrays import interop
+from ...arrays.interop import ArrayView
 from ...errors import TensorError
-from ...tensors import ArrayView
 from ._names import KernelName
 
 ITEM_BYTES = {"fp16": 2, "bf16": 2, "e4m3": 1, "fp32": 4, "int32": 4, "uint32": 4}
@@ -57,7 +57,7 @@ class Inputs:
         rows: the first dimension may have gaps; the rest, and all of it without, may not.
         """
         try:
-            view = tensors.describe(value)
+            view = interop.describe(value)
         except TensorError as error:
             raise TensorError(f"{self.name}: {argument}: {error}") from error
         except (KeyError, IndexError, TypeError, ValueError) as error:
@@ -73,8 +73,8 @@ class Inputs:
         ):
             wanted = "".join("…, " if length is None else f"{length}, " for length in shape)
             raise self.refuse(argument, f"shape ({wanted[: -1 if len(shape) == 1 else -2]})", said)
-        strides = view.strides or tensors.contiguous_strides(view.shape)
-        adjacent = tensors.contiguous_strides(view.shape)
+        strides = view.strides or interop.contiguous_strides(view.shape)
+        adjacent = interop.contiguous_strides(view.shape)
         first = 1 if rows else 0
         wrong = [
             axis

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from ... import driver as _driver
-from ... import tensors
+from ...arrays import interop
+from ...arrays.device_array import DeviceArray
 from ...errors import ParamsError
 from ...kernel import KernelFunction
-from ...memory import DeviceArray
 from ._call import Call
 from ._inputs import read_inputs
 from ._layouts import laid_out
@@ -48,7 +48,7 @@ class Attention:
             return self.out
         if self._counter is not None:
             driver = _driver.get()
-            stream = tensors.stream_handle(self._stream, self._device)
+            stream = interop.stream_handle(self._stream, self._device)
             asked = f"setting the tile counter of {self.name} to 0"
             call = "cuMemsetD8Async", self._counter.ptr, 0, 4, stream
             driver.run(self._device, call, asked=asked, relaxed=False)
@@ -150,7 +150,7 @@ def plan(
     cap = read_softcap(name, softcap)
     scales = read_scales(name, softmax_scale, cap, factors)
     if read.device is None:
-        read.device = tensors.current_device()
+        read.device = interop.current_device()
     call.device = read.device
     call.stats(softmax_stats, scales, stream)
     call.output(out, stream)

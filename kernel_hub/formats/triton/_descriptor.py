@@ -8,13 +8,13 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-from ..._dtypes import of as dtype_of
+from ...arrays.device_array import DeviceArray
+from ...arrays.dtypes import of as dtype_of
+from ...arrays.interop import current_device, describe
+from ...arrays.tensor_map import TensorMap
 from ...errors import CubinCorruptError, LaunchConfigError, ParamsError, TensorError
-from ...memory import DeviceArray
 from ...params import Param
 from ...params import _same_dtype as same_dtype
-from ...tensormap import TensorMap
-from ...tensors import current_device, describe
 from ._metadata import Descriptor
 from ._signature import Argument, c_type, descriptor_rank, part_names
 

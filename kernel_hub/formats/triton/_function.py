@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ... import tensors
 from ..._bound import BoundLaunch
 from ..._codegen import torch_names
 from ..._function import KernelFunction
@@ -20,6 +19,7 @@ from ..._image import FunctionSpec
 from ..._launch import DeviceFunction, is_blocking
 from ..._native import Fixed, Launcher
 from ..._native import available as native_available
+from ...arrays import interop
 from ...ctypes_table import type_info
 from ...errors import CubinCorruptError, LaunchConfigError, ParamsError
 from ...params import wrong_count
@@ -185,7 +185,7 @@ class TritonFunction(KernelFunction):
         """After a launch: put the C launcher in front, for the device it was on."""
         metadata, names = self.metadata, self._names
         with self._lock:
-            state, getter = next(iter(self._states.values()), None), tensors.raw_stream_getter()
+            state, getter = next(iter(self._states.values()), None), interop.raw_stream_getter()
             if names["armed"] or state is None or getter is None:
                 return  # torch may yet come
             names["armed"] = True
@@ -197,7 +197,7 @@ class TritonFunction(KernelFunction):
             block = (metadata.block_threads, 1, 1)
             fixed = Fixed(block, metadata.shared_bytes, metadata.num_hidden, divisors)
             native = self._native or Launcher(self._launch)
-            if not native.arm(state, dtypes, tensors.loaded_torch(), getter, fixed):
+            if not native.arm(state, dtypes, interop.loaded_torch(), getter, fixed):
                 return
             # Who holds a launcher of f[grid] holds its names, and with them what C points to.
             call = native.callable()

@@ -8,13 +8,13 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from ... import tensors
 from ..._function import KernelFunction
 from ..._geometry import Options, check
 from ..._launch import DeviceFunction
-from ..._pool import allocate
+from ...arrays import interop
+from ...arrays.device_array import DeviceArray
+from ...arrays.pool import allocate
 from ...errors import LaunchConfigError
-from ...memory import DeviceArray
 from ._metadata import Metadata
 
 _POOL_ALIGN = 256  # of every block of the driver's pools
@@ -74,7 +74,7 @@ def _measure(
 ) -> tuple[DeviceFunction, int, int]:
     """(the function on the launch's device, the stream's handle, bytes of scratch)."""
     device = function._device_of(values)
-    handle = tensors.stream_handle(stream, device)
+    handle = interop.stream_handle(stream, device)
     state = function._state(device, handle)
     block, shared = (metadata.block_threads, 1, 1), metadata.shared_bytes
     x, y, z = check(state.limits, gridDim, block, shared, Options(metadata.cluster))[:3]

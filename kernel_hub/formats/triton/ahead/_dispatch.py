@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ....arrays.interop import current_device
 from ....ctypes_table import type_info
 from ....errors import CubinNotFoundError, ParamsError
 from ....params import Param, wrong_count
-from ....tensors import current_device
 from .._function import TritonFunction
 from .._launcher import by_name, value_of
 from .._signature import Argument, c_type

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .... import tensors
+from ....arrays import interop
 from ....errors import KernelHubError, MissingPackageError, ParamsError, TableError
 from ....progress import progress
 from .._function import TritonFunction
@@ -219,7 +219,7 @@ def _measure(
 
 def _expected(out: Any, expected: Any, sizes: Mapping[str, int]) -> Any:
     """What the problem's output is to be, `out` being the first; ParamsError if they cannot be."""
-    torch = tensors.loaded_torch()
+    torch = interop.loaded_torch()
     for name, value in (("launch of", out), ("expected of", out if expected is None else expected)):
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
             raise ParamsError(

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from .... import driver as _driver
 from ...._tuning_file import Reader, write
+from ....arrays.interop import current_device
 from ....errors import CubinNotFoundError, ParamsError, TableError
-from ....tensors import current_device
 from ....tuning import Gpu
 from .._function import TritonFunction
 

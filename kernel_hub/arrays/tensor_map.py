@@ -12,9 +12,9 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-from . import _dtypes, tensors
-from . import driver as _driver
-from .errors import LaunchConfigError, TensorError
+from .. import driver as _driver
+from ..errors import LaunchConfigError, TensorError
+from . import dtypes, interop
 
 _SIZE_BYTES, _ALIGNMENT = 128, 64
 _TENSOR_MAP_ACCESS, _SHARED_PER_MULTIPROCESSOR = 127, 81  # CUdevice_attribute
@@ -101,7 +101,7 @@ class TensorMap:
 
         Raises LaunchConfigError for box and options, TensorError for the tensor, CudaDriverError.
         """
-        array = tensors.describe(tensor)
+        array = interop.describe(tensor)
         if array is None:
             raise TensorError(
                 f"TensorMap takes a CUDA tensor or array, not {type(tensor).__name__}"
@@ -111,14 +111,14 @@ class TensorMap:
                 f"the TMA cannot copy elements of {array.dtype or 'an unknown dtype'}; it takes "
                 + ", ".join(_DATA_TYPES)
             )
-        item_bytes = _dtypes.of(array.dtype).size_bytes
+        item_bytes = dtypes.of(array.dtype).size_bytes
         dims = tuple(array.shape) if shape is None else _integers(shape, "shape")
         if strides is not None:
             steps = _integers(strides, "strides")
         elif shape is None and array.strides is not None:
             steps = _usable(dims, array.strides, item_bytes)
         else:
-            steps = tensors.contiguous_strides(dims)
+            steps = interop.contiguous_strides(dims)
         _check_tensor(array.address, array.dtype, item_bytes, dims, steps)
         rank = len(dims)
         box_dims = _integers(box, "box")
@@ -141,7 +141,7 @@ class TensorMap:
         made.tensor = tensor
         made._keep = array.keep
         made.address, made.dtype = array.address, array.dtype
-        made.device = tensors.current_device() if array.device is None else array.device
+        made.device = interop.current_device() if array.device is None else array.device
         made.shape, made.strides = dims, steps
         made.box, made.element_strides = box_dims, element_steps
         made.swizzle, made.l2_promotion = swizzle or "none", l2_promotion or "none"

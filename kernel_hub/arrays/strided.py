@@ -7,7 +7,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-from .errors import TensorError
+from ..errors import TensorError
 
 Dims = tuple[int, ...]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .errors import TensorError
+from ..errors import TensorError
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from contextlib import suppress
 from ctypes import byref, c_int, c_void_p
 from typing import Any
 
-from . import driver as _driver
-from . import tensors
-from .driver.cuda_results import STICKY
-from .errors import CudaDriverError
+from .. import driver as _driver
+from ..driver.cuda_results import STICKY
+from ..errors import CudaDriverError
+from . import interop
 
 Call = tuple[Any, ...]  # what `Driver.within` takes
 _SYNCHRONIZE: Call = ("cuCtxSynchronize",)
@@ -70,7 +70,7 @@ class _Memory:
             # The other streams may be gone by now, so nothing may be asked of their handles. A
             # capture in this thread is on torch's current stream and would not survive the
             # synchronisation; one in another thread cannot be seen.
-            calls += [*unless_capturing(tensors.current_stream(self.device)), _SYNCHRONIZE]
+            calls += [*unless_capturing(interop.current_stream(self.device)), _SYNCHRONIZE]
         calls += [
             (self.owned.remove, driver),
             ("cuMemFreeAsync", address, self.stream),

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from operator import index
 from typing import Any, NamedTuple
 
-from .errors import LaunchConfigError, TensorError
+from ..errors import LaunchConfigError, TensorError
 
 # NumPy-style type strings (CUDA array interface) -> dtype token.
 _TYPESTR = {

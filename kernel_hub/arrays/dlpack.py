@@ -25,9 +25,9 @@ from ctypes import (
 from dataclasses import dataclass
 from typing import Any
 
-from . import _dtypes
-from ._dtypes import Dtype
-from .errors import KernelHubError, TensorError
+from ..errors import KernelHubError, TensorError
+from . import dtypes
+from .dtypes import Dtype
 
 CUDA, CUDA_MANAGED = 2, 13
 _READ_ONLY = 1  # bit of DLManagedTensorVersioned.flags
@@ -172,7 +172,7 @@ def consume(producer: Any, stream: int, *, any_dtype: bool = False) -> Given:
         )
     tensor = managed.tensor
     # Before the capsule is taken over: an error here leaves it to its own destructor.
-    dtype = _dtypes.of_dlpack(tensor.code, tensor.bits, tensor.lanes, any_dtype=any_dtype)
+    dtype = dtypes.of_dlpack(tensor.code, tensor.bits, tensor.lanes, any_dtype=any_dtype)
     rank = tensor.ndim
     shape = tuple(tensor.shape[:rank]) if rank else ()
     strides = None

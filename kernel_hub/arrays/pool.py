@@ -15,12 +15,12 @@ from ctypes import byref, c_size_t, c_uint64, c_void_p
 from dataclasses import dataclass
 from typing import Any
 
-from . import driver as _driver
-from . import tensors
-from ._block import Block, Call, dead, drain, forget, live, pending, unless_capturing
-from .driver import apart
-from .driver.contexts import RelaxedCapture
-from .errors import CudaDriverError, TensorError
+from .. import driver as _driver
+from ..driver import apart
+from ..driver.contexts import RelaxedCapture
+from ..errors import CudaDriverError, TensorError
+from . import interop
+from .block import Block, Call, dead, drain, forget, live, pending, unless_capturing
 
 _RELEASE_THRESHOLD = 4
 _MAX_BYTES = 2**63 - 1
@@ -55,7 +55,7 @@ class MemoryStats:
 def device_number(device: Any) -> int:
     """The device meant: None is torch's current one when torch uses CUDA, else 0."""
     try:
-        return tensors.current_device() if device is None else tensors.device_index(device)
+        return interop.current_device() if device is None else interop.device_index(device)
     except TypeError:
         raise TensorError(
             f"device={device!r:.80}: a number, or a device of torch, CuPy or cuda.core"

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from . import _dtypes, _pool, _strided, dlpack, tensors
-from ._dtypes import Dtype
-from ._pool import Block, Call, MemoryStats, memory_stats, trim
-from .errors import TensorError
-from .tensors import contiguous_strides
+from ..errors import TensorError
+from . import dlpack, dtypes, interop, pool, strided
+from .dtypes import Dtype
+from .interop import contiguous_strides
+from .pool import Block, Call, MemoryStats, memory_stats, trim
 
 __all__ = ["DeviceArray", "MemoryStats", "memory_stats", "trim"]
 
@@ -74,14 +74,14 @@ class DeviceArray:
             torch uses CUDA, else 0.
         Raises TensorError, DeviceOutOfMemoryError, CudaDriverError.
         """
-        kind = _dtypes.of(dtype)
-        dims = _strided.as_shape(shape)
-        device = _pool.device_number(device)
-        handle = tensors.stream_handle(stream, device)
+        kind = dtypes.of(dtype)
+        dims = strided.as_shape(shape)
+        device = pool.device_number(device)
+        handle = interop.stream_handle(stream, device)
         size_bytes = math.prod(dims) * kind.size_bytes
         if size_bytes:
             asked = f"{size_bytes:,} bytes for shape {dims} of {kind.token}"
-            block = _pool.allocate(size_bytes, device, handle, asked)
+            block = pool.allocate(size_bytes, device, handle, asked)
             # An object, unlike an int, can be kept alive until the memory is freed on its stream.
             block.owner = None if isinstance(stream, int) else stream
         else:
@@ -102,7 +102,7 @@ class DeviceArray:
         if array.size_bytes:
             on = array._block.stream
             call = ("cuMemsetD8Async", array.ptr, 0, array.size_bytes, on)
-            _pool.work(array.device, on, "zeros", call)
+            pool.work(array.device, on, "zeros", call)
         return array
 
     @classmethod
@@ -123,7 +123,7 @@ class DeviceArray:
         stream: where the array will be used next; the producer orders its own work before it.
         """
         device = dlpack.device_of(producer)
-        handle = tensors.stream_handle(stream, device)
+        handle = interop.stream_handle(stream, device)
         given = dlpack.consume(producer, handle)
         block = Block(given.address, given.size_bytes, given.device, handle, owner=given.owner)
         strides = contiguous_strides(given.shape) if given.strides is None else given.strides
@@ -139,8 +139,8 @@ class DeviceArray:
         owner: object = None,
     ) -> DeviceArray:
         """A row-major view of memory at `ptr` that somebody else frees; `owner` is kept alive."""
-        kind = _dtypes.of(dtype)
-        dims = _strided.as_shape(shape)
+        kind = dtypes.of(dtype)
+        dims = strided.as_shape(shape)
         block = Block(ptr, math.prod(dims) * kind.size_bytes, device, 0, owner=owner)
         return cls(block, ptr, dims, contiguous_strides(dims), kind)
 
@@ -166,7 +166,7 @@ class DeviceArray:
     @property
     def dtype(self) -> np.dtype[Any]:
         """NumPy's dtype; for bf16, e4m3 and e5m2 without ml_dtypes that of the raw bits."""
-        return _dtypes.numpy_dtype(self._dtype)
+        return dtypes.numpy_dtype(self._dtype)
 
     @property
     def ndim(self) -> int:
@@ -186,7 +186,7 @@ class DeviceArray:
     @property
     def is_contiguous(self) -> bool:
         """Whether the elements lie in row-major order without gaps."""
-        return _strided.is_contiguous(self.shape, self.strides)
+        return strided.is_contiguous(self.shape, self.strides)
 
     @property
     def is_freed(self) -> bool:
@@ -209,7 +209,7 @@ class DeviceArray:
 
     def reshape(self, *shape: int | Sequence[int]) -> DeviceArray:
         """The same elements in another shape (one length may be -1). The array is contiguous."""
-        dims = _strided.reshaped(self.shape, shape[0] if len(shape) == 1 else shape)
+        dims = strided.reshaped(self.shape, shape[0] if len(shape) == 1 else shape)
         if not self.is_contiguous:
             raise TensorError(
                 f"cannot reshape a view with strides {self.strides}: its elements are not adjacent"
@@ -218,14 +218,14 @@ class DeviceArray:
 
     def view(self, dtype: Any) -> DeviceArray:
         """The same bytes as another dtype; the last dimension scales with the element size."""
-        kind = _dtypes.of(dtype)
+        kind = dtypes.of(dtype)
         sizes = (self._dtype.size_bytes, kind.size_bytes)
-        shape, strides = _strided.reinterpreted(self.shape, self.strides, self.ptr, *sizes)
+        shape, strides = strided.reinterpreted(self.shape, self.strides, self.ptr, *sizes)
         return self._derive(self.ptr, shape, strides, kind)
 
     def __getitem__(self, key: Any) -> DeviceArray:
         """A view: integers, slices with a positive step, and `...`."""
-        offset, shape, strides = _strided.indexed(self.shape, self.strides, key)
+        offset, shape, strides = strided.indexed(self.shape, self.strides, key)
         return self._derive(self.ptr + offset * self._dtype.size_bytes, shape, strides)
 
     def _derive(
@@ -253,9 +253,9 @@ class DeviceArray:
             (length - 1) * stride for length, stride in zip(self.shape, self.strides, strict=True)
         )
         host = np.empty(span, self._dtype.raw)
-        handle = tensors.stream_handle(stream, self.device)
+        handle = interop.stream_handle(stream, self.device)
         asked = f"copying {host.nbytes:,} bytes of {self!r} to the host"
-        _pool.work(
+        pool.work(
             self.device,
             handle,
             asked,
@@ -284,11 +284,11 @@ class DeviceArray:
             raise TensorError(f"source has shape {array.shape}, expected {self.shape}")
         # Raw bits (uint16 for bf16) are taken where NumPy lacks the dtype.
         raw = isinstance(array, np.ndarray) and array.dtype == self.dtype
-        if not raw and _dtypes.of(getattr(array, "_dtype", array.dtype)) is not self._dtype:
+        if not raw and dtypes.of(getattr(array, "_dtype", array.dtype)) is not self._dtype:
             raise TensorError(f"source has dtype {array.dtype}, expected {self.dtype_token}")
         if not self.size:
             return self
-        handle = tensors.stream_handle(stream, self.device)
+        handle = interop.stream_handle(stream, self.device)
         asked = f"copying {self.size_bytes:,} bytes to {self!r}"
         calls = self._block.settling(handle)
         if isinstance(array, DeviceArray):
@@ -301,7 +301,7 @@ class DeviceArray:
                 # Where the GPU reads pageable memory itself, the copy may outlive the call.
                 ("cuStreamSynchronize", handle),
             ]
-        _pool.work(self.device, handle, asked, *calls)
+        pool.work(self.device, handle, asked, *calls)
         if isinstance(array, DeviceArray):
             array._record_use(handle)
         self._record_use(handle)
@@ -391,4 +391,4 @@ def _host_array(value: Any) -> NDArray[Any]:
 
 
 def _reset_for_tests() -> None:
-    _pool._reset_for_tests()
+    pool._reset_for_tests()

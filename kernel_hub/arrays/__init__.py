@@ -1,0 +1,1 @@
+"""Device memory, ours and other libraries': addresses, dtypes, streams. Knows no kernel."""
