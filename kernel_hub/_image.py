@@ -14,6 +14,8 @@ from typing import Any
 
 from ._foreign import ForeignImage
 from ._spec import Chosen, FunctionSpec, Image, spec_of
+from .collection.manifest import Collection, CubinEntry, open_collection
+from .collection.resolve import Candidate, not_found, resolve
 from .errors import (
     CubinCorruptError,
     CubinNotFoundError,
@@ -22,9 +24,7 @@ from .errors import (
     nearest,
 )
 from .files import read_file
-from .manifest import Collection, CubinEntry, open_collection
 from .params import Param
-from .resolve import Candidate, not_found, resolve
 
 __all__ = ["Chosen", "ForeignImage", "FunctionSpec", "Image", "ShippedImage", "open_image"]
 

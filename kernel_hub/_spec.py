@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from .manifest import FunctionEntry
+from .collection.manifest import FunctionEntry
 from .params import Param
 
 if TYPE_CHECKING:  # the reader takes milliseconds to import, and shipped cubins need none

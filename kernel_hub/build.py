@@ -17,12 +17,12 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from ._manifest_write import function_entry, locked, write
 from ._nvcc import Compiled, Job, Nvcc, compile_cubin, find_nvcc, make_jobs, only_arch
 from ._prototypes import match_params, read_prototypes
+from .collection.manifest import CubinEntry, Manifest
+from .collection.manifest_write import function_entry, locked, write
 from .cubin import read_cubin, read_ptx
 from .errors import CubinCorruptError, KernelHubError, nearest
-from .manifest import CubinEntry, Manifest
 
 DEFAULT_ARCHS = "sm80,sm89,sm90"
 Entries = dict[tuple[str, str], CubinEntry]  # by (name, arch)

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from .collection.manifest import open_collection
 from .errors import CubinNotFoundError, nearest
 from .kernel import Kernel
-from .manifest import open_collection
 
 ENTRY_POINT_GROUP = "kernel_hub.cubins"
 DTYPE_TOKENS = ("fp16", "bf16", "fp32", "fp64", "e4m3", "e5m2", "int8", "int4")

@@ -18,9 +18,9 @@ from typing import NamedTuple
 from . import _tuning_file as file
 from . import cache_folder
 from ._tuning_file import Choice, Layout, Row, Section
+from .collection.manifest import CubinEntry, open_collection
+from .collection.resolve import Candidate, resolve
 from .errors import CubinNotFoundError, TableError
-from .manifest import CubinEntry, open_collection
-from .resolve import Candidate, resolve
 
 __all__ = ["Choice", "Gpu", "Layout", "Row", "Section", "Table", "tables", "user_folder"]
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from kernel_hub._nvcc import find_nvcc
+from kernel_hub.collection.manifest import Collection, FunctionEntry, Manifest, open_collection
 from kernel_hub.errors import KernelHubError
-from kernel_hub.manifest import Collection, FunctionEntry, Manifest, open_collection
 
 COMPILERS = {"c": ("gcc", "-std=c11"), "c++": ("g++", "-std=c++17", "-xc++")}
 WARNINGS = ("-Wall", "-Wextra", "-Werror")

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from kernel_hub import _launch, driver
-from kernel_hub.manifest import open_collection
-from kernel_hub.resolve import refusal
+from kernel_hub.collection.manifest import open_collection
+from kernel_hub.collection.resolve import refusal
 
 TESTS = Path(__file__).resolve().parent
 # Each leaves tests out.

@@ -14,8 +14,8 @@ import pytest
 
 from kernel_hub import _nvcc, build
 from kernel_hub._nvcc import find_nvcc, make_jobs
+from kernel_hub.collection.manifest import CubinEntry, Manifest
 from kernel_hub.errors import KernelHubError
-from kernel_hub.manifest import CubinEntry, Manifest
 
 ROOT = Path(__file__).resolve().parent.parent
 

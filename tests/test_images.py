@@ -13,6 +13,7 @@ from fakecuda.helpers import arrays
 
 from kernel_hub import Kernel, _probe, cache_folder
 from kernel_hub._foreign import ForeignImage, driver_floor
+from kernel_hub.collection.resolve import ptx_refusal, refusal
 from kernel_hub.cubin import unpack
 from kernel_hub.errors import (
     CubinCorruptError,
@@ -22,7 +23,6 @@ from kernel_hub.errors import (
     FunctionNotFoundError,
     LaunchConfigError,
 )
-from kernel_hub.resolve import ptx_refusal, refusal
 
 DATA = Path(__file__).parent / "cubin/data"
 PTX = (DATA / "tiny_sm90.ptx").read_text()

@@ -27,7 +27,7 @@ from kernel_hub.errors import (
 def test_digest_mismatch_is_found_at_load(
     fakecuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kernel_hub import manifest
+    from kernel_hub.collection import manifest
 
     read = manifest.Collection.read
     path = PROBE_CUBIN

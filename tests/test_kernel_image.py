@@ -11,9 +11,9 @@ import pytest
 from fakecuda import FakeCuda
 
 from kernel_hub import Kernel
+from kernel_hub.collection.manifest import find_collection
 from kernel_hub.cubin import image_kind, read_cubin, read_fatbin, unpack
 from kernel_hub.errors import CubinCorruptError, CubinNotFoundError, CudaDriverError, ParamsError
-from kernel_hub.manifest import find_collection
 
 DATA = Path(__file__).parent / "cubin/data"
 ROOT = Path(__file__).parents[1]

@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 
-from kernel_hub import manifest
-from kernel_hub.errors import CubinCorruptError, CubinNotFoundError, ParamsError
-from kernel_hub.manifest import (
+from kernel_hub.collection import manifest
+from kernel_hub.collection.manifest import (
     Collection,
     CubinEntry,
     FunctionEntry,
@@ -25,6 +24,7 @@ from kernel_hub.manifest import (
     find_collection,
     open_collection,
 )
+from kernel_hub.errors import CubinCorruptError, CubinNotFoundError, ParamsError
 
 IMAGE = b"an image"
 BAD_NAMES = ("", ".", "..", ".x", "x.", "a b", "../x", "a\0b", "3")

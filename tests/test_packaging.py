@@ -35,7 +35,7 @@ needs_setuptools = pytest.mark.skipif(
 # Run in a process of its own, far from the checkout: where are the cubins, do their digests hold?
 PROBE = """
 import json, pkgutil, sys
-from kernel_hub.manifest import open_collection
+from kernel_hub.collection.manifest import open_collection
 collection = open_collection()
 cubins = [entry for archs in collection.manifest.cubins.values() for entry in archs.values()]
 for entry in cubins:

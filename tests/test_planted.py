@@ -11,7 +11,8 @@ import private
 import pytest
 from private import private_folder
 
-from kernel_hub import Kernel, _image, _manifest_write
+from kernel_hub import Kernel, _image
+from kernel_hub.collection import manifest_write
 
 SM90 = (Path(__file__).parent / "cubin/data/tiny_sm90.cubin").read_bytes()
 
@@ -26,21 +27,21 @@ def test_a_manifest_is_not_written_through_a_link(
     path.parent.mkdir()
     path.symlink_to(precious)
     path.with_name(f".{path.name}.{os.getpid()}").symlink_to(precious)
-    _manifest_write.write(path, b"new")
+    manifest_write.write(path, b"new")
     assert precious.read_text() == "mine"
     assert path.read_bytes() == b"new" and not path.is_symlink()
     # Even where the name is known: the file is made, never opened.
     monkeypatch.setattr(secrets, "token_hex", lambda _: "guessed")
     path.with_name(f".{path.name}.guessed").symlink_to(precious)
     with pytest.raises(FileExistsError):
-        _manifest_write.write(path, b"newer")
+        manifest_write.write(path, b"newer")
     assert precious.read_text() == "mine" and path.read_bytes() == b"new"
 
 
 def test_a_manifest_has_the_modes_of_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
-        _manifest_write.write(tmp_path / "new/x", b"")
+        manifest_write.write(tmp_path / "new/x", b"")
     finally:
         os.umask(before)
     assert (tmp_path / "new/x").stat().st_mode & 0o777 == 0o640

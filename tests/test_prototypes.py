@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kernel_hub._prototypes import Declared, match_params, read_prototypes
+from kernel_hub.collection.manifest import ParamEntry
 from kernel_hub.ctypes_table import canonical, type_info
 from kernel_hub.cubin import ParamInfo, PtxParam
 from kernel_hub.errors import KernelHubError
-from kernel_hub.manifest import ParamEntry
 
 GLOBAL = "__attribute__((global))"
 BOUNDS = "__attribute__((launch_bounds(256, (2 * 1))))"

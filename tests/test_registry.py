@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kernel_hub import registry
+from kernel_hub.collection.manifest import open_collection
 from kernel_hub.errors import CubinNotFoundError
-from kernel_hub.manifest import open_collection
 
 
 def test_find_filters_by_arch_and_dtype() -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kernel_hub.errors import CubinNotFoundError
-from kernel_hub.resolve import (
+from kernel_hub.collection.resolve import (
     Candidate,
     names_target,
     not_found,
@@ -13,6 +12,7 @@ from kernel_hub.resolve import (
     refusal,
     resolve,
 )
+from kernel_hub.errors import CubinNotFoundError
 
 SHIPPED = [Candidate("sm80", "sm_80"), Candidate("sm89", "sm_89"), Candidate("sm90", "sm_90")]
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from kernel_hub import _tuning_file, tuning
+from kernel_hub.collection.manifest import open_collection
 from kernel_hub.errors import TableError
-from kernel_hub.manifest import open_collection
 from kernel_hub.tuning import Choice, Gpu, Row, Section, Table
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -22,8 +22,8 @@ from pythons import ROOT, Environment, InstallError, Python, fail, look, say
 sys.path.insert(0, str(ROOT))
 
 from kernel_hub import driver
+from kernel_hub.collection.manifest import open_collection
 from kernel_hub.errors import KernelHubError
-from kernel_hub.manifest import open_collection
 from kernel_hub.testing import torch_builds
 
 OWN, OVER = ROOT / ".venv", ROOT / ".venv-over"

@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 
 from .. import _native
-from ..manifest import Collection
+from ..collection.manifest import Collection
 
 PACKAGE = Path(__file__).resolve().parent.parent
 

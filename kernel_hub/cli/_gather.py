@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
+from ..collection.manifest import Collection, CubinEntry, find_collection, open_collection
+from ..collection.resolve import Candidate, resolve
 from ..errors import KernelHubError
-from ..manifest import Collection, CubinEntry, find_collection, open_collection
 from ..registry import packages
-from ..resolve import Candidate, resolve
 
 # GPUs that the tables name, newest last; the last is one that nothing shipped runs on.
 KNOWN_GPUS = {

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import driver
+from ..collection.manifest import open_collection
 from ..errors import KernelHubError
-from ..manifest import open_collection
 from . import _console
 from ._gather import KNOWN_GPUS, choices
 

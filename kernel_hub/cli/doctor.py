@@ -13,8 +13,8 @@ from typing import Any
 
 from .. import __version__, _native, cache_folder
 from .. import driver as _driver
+from ..collection.manifest import Collection, open_collection
 from ..errors import KernelHubError
-from ..manifest import Collection, open_collection
 from . import _console
 from ._gather import choices
 

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from .._demangle import cxx_names, symbol_of
+from ..collection.manifest import CubinEntry, find_collection
+from ..collection.resolve import names_target
 from ..cubin import (
     CubinInfo,
     PtxInfo,
@@ -30,8 +32,6 @@ from ..errors import (
 )
 from ..files import read_file
 from ..formats import carray
-from ..manifest import CubinEntry, find_collection
-from ..resolve import names_target
 from . import _console, _sass
 from ._gather import add_package
 

@@ -6,9 +6,9 @@ import argparse
 from collections import Counter
 from dataclasses import dataclass, field
 
-from ..manifest import Collection, CubinEntry
+from ..collection.manifest import Collection, CubinEntry
+from ..collection.resolve import names_target
 from ..registry import DTYPE_TOKENS, dtype_of
-from ..resolve import names_target
 from . import _console
 from ._gather import add_package, collections
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
+from ..collection.manifest import Collection, CubinEntry
 from ..cubin import read_cubin
 from ..errors import KernelHubError
-from ..manifest import Collection, CubinEntry
 from . import _console
 from ._files import File, files_of
 from ._gather import add_package, collections

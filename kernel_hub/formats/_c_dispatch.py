@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .. import __version__
+from ..collection.manifest import ParamEntry
+from ..collection.resolve import parse_target
 from ..errors import ParamsError
-from ..manifest import ParamEntry
-from ..resolve import parse_target
 from ._c_images import Build
 from ._c_text import checked_name, declare, fill, is_by_address, is_pointer, names_of, prototype
 from ._c_triton import TENSOR, arguments_of, first_of

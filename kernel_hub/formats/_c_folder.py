@@ -7,7 +7,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from .. import __version__, _manifest_write
+from .. import __version__
+from ..collection import manifest_write
 from ..errors import FunctionNotFoundError, KernelHubError
 from ._c_text import fill
 
@@ -34,7 +35,7 @@ def write(folder: Path, texts: Mapping[str, str]) -> list[Path]:
         _check_symbols(sources)
         written = {**texts, _CMAKE: _cmake(sources)}
         for name, text in written.items():
-            _manifest_write.write(folder / name, text.encode())
+            manifest_write.write(folder / name, text.encode())
     except OSError as error:
         raise KernelHubError(f"cannot write to {str(folder)!r}: {error}") from error
     return [folder / name for name in written]

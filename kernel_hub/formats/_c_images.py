@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from .._image import Image
-from .._manifest_write import function_entry
+from ..collection.manifest import Collection, FunctionEntry, ParamEntry
+from ..collection.manifest_write import function_entry
+from ..collection.resolve import names_target, parse_target
 from ..cubin import read_cubin, read_ptx
 from ..errors import CubinNotFoundError, FunctionNotFoundError, nearest
 from ..kernel import Kernel, device_number
-from ..manifest import Collection, FunctionEntry, ParamEntry
 from ..params import Param
-from ..resolve import names_target, parse_target
 
 # Every GPU there is: what an image has for each is what is exported of it.
 _CAPABILITIES = (

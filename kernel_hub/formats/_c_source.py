@@ -9,10 +9,10 @@ from dataclasses import replace
 import numpy as np
 
 from .. import __version__
+from ..collection.manifest import FunctionEntry
+from ..collection.resolve import parse_target
 from ..ctypes_table import type_info
 from ..errors import CubinCorruptError, FunctionNotFoundError
-from ..manifest import FunctionEntry
-from ..resolve import parse_target
 from . import _c_tensors
 from ._c_images import Build
 from ._c_text import (

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ..arrays.dtypes import DTYPES
+from ..collection.manifest import FunctionEntry, ParamEntry
 from ..ctypes_table import type_info
-from ..manifest import FunctionEntry, ParamEntry
 from ._c_text import (
     declare,
     fill,

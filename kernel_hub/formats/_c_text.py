@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from typing import TYPE_CHECKING
 
+from ..collection.manifest import FunctionEntry, ParamEntry
 from ..ctypes_table import canonical, type_info
 from ..errors import FunctionNotFoundError, ParamsError
-from ..manifest import FunctionEntry, ParamEntry
 
 if TYPE_CHECKING:
     from ._c_images import Build

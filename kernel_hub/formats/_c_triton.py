@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ..collection.manifest import FunctionEntry, ParamEntry
 from ..ctypes_table import type_info
 from ..errors import FunctionNotFoundError
-from ..manifest import FunctionEntry, ParamEntry
 from . import _c_tensors
 from ._c_images import Build
 from ._c_source import common_names, header_names, source_text

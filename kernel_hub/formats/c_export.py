@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from .._image import SUFFIXES, TritonCubin, open_file
+from ..collection.manifest import Collection, find_collection
 from ..errors import CubinNotFoundError, FunctionNotFoundError, KernelHubError, ParamsError, nearest
 from ..kernel import Kernel
-from ..manifest import Collection, find_collection
 from . import _c_folder, carray
 from ._c_dispatch import render_dispatcher
 from ._c_images import Build, of_collection, of_image, of_kernel, of_source

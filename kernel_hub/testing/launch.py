@@ -269,7 +269,7 @@ def _triton(handle: int, params: list[Any]) -> tuple[str, Contender] | None:
 
 
 def _image() -> bytes:
-    from ..manifest import open_collection
+    from ..collection.manifest import open_collection
 
     collection = open_collection()
     major, minor = driver.get().compute_capability(0)

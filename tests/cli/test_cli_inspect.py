@@ -10,9 +10,9 @@ from cli_run import ROOT, Run
 
 from kernel_hub import _demangle
 from kernel_hub.cli import _sass, inspect
+from kernel_hub.collection.manifest import open_collection
 from kernel_hub.cubin import SectionInfo, unpack
 from kernel_hub.errors import CubinCorruptError, KernelHubError
-from kernel_hub.manifest import open_collection
 
 FATBIN = str(ROOT / "tests/cubin/data/plain.fatbin")
 PTX = b""".version 8.8

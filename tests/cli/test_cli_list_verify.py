@@ -10,8 +10,8 @@ import pytest
 from cli_run import Run
 
 from kernel_hub.cli import _gather, listing, verify
+from kernel_hub.collection.manifest import Collection, open_collection
 from kernel_hub.errors import CubinNotFoundError
-from kernel_hub.manifest import Collection, open_collection
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ from exported import COMPILERS, Dim3, changed_probe, shared_library
 from fakecuda import FakeCuda
 
 from kernel_hub import driver
+from kernel_hub.collection.manifest import open_collection
 from kernel_hub.errors import FunctionNotFoundError, ParamsError
 from kernel_hub.formats import c_export
-from kernel_hub.manifest import open_collection
 
 NAME = "launch_probe"
 NO_BINARY, NOT_FOUND = 209, 500

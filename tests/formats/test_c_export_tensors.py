@@ -16,8 +16,8 @@ from fakecuda.helpers import make_stream
 
 from kernel_hub import DeviceArray, driver
 from kernel_hub.arrays import dlpack, dtypes
+from kernel_hub.collection.manifest import open_collection
 from kernel_hub.formats import c_export
-from kernel_hub.manifest import open_collection
 
 CPU, PINNED, MANAGED = 1, 3, 13
 INVALID_VALUE, INVALID_CONTEXT, INVALID_DEVICE, NO_BINARY = 1, 201, 101, 209

@@ -18,6 +18,7 @@ from fakecuda import FakeCuda
 
 from kernel_hub import driver
 from kernel_hub.cli import main
+from kernel_hub.collection.manifest import Collection, ParamEntry, open_collection
 from kernel_hub.errors import (
     CubinCorruptError,
     CubinNotFoundError,
@@ -26,7 +27,6 @@ from kernel_hub.errors import (
     ParamsError,
 )
 from kernel_hub.formats import c_export, carray
-from kernel_hub.manifest import Collection, ParamEntry, open_collection
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "launch_probe"

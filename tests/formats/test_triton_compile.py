@@ -21,6 +21,7 @@ import triton_kernels  # noqa: E402
 from triton_kernels import add_kernel  # noqa: E402
 
 from kernel_hub import DeviceArray, Kernel, registry  # noqa: E402
+from kernel_hub.collection.manifest import open_collection  # noqa: E402
 from kernel_hub.errors import (  # noqa: E402
     CompileError,
     CubinCorruptError,
@@ -30,7 +31,6 @@ from kernel_hub.errors import (  # noqa: E402
     ParamsError,
 )
 from kernel_hub.formats import triton  # noqa: E402
-from kernel_hub.manifest import open_collection  # noqa: E402
 
 SIGNATURE = "*fp32:16,*fp32:16,*fp32:16,i32"
 BLOCK = {"BLOCK": 256}
@@ -171,7 +171,7 @@ def test_a_package_ships_one(
     shutil.move(folder, package / "cubins")
     monkeypatch.syspath_prepend(str(package.parent))
     monkeypatch.setattr(registry, "_packages", {"announced": "shipping_triton"})
-    monkeypatch.setattr("kernel_hub.manifest._collections", {})
+    monkeypatch.setattr("kernel_hub.collection.manifest._collections", {})
     for name in ("announced", "shipping_triton"):
         assert triton.collection(name)["add"].name == "add_kernel"
     # To everything else these are shipped cubins like any other, hidden pointers included.

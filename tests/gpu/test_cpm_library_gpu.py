@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from kernel_hub import driver
+from kernel_hub.collection.resolve import refusal
 from kernel_hub.integrations import cpm_kernels
-from kernel_hub.resolve import refusal
 
 torch = pytest.importorskip("torch", reason="the memory is torch's")
 

@@ -21,9 +21,9 @@ from exported import Dim3, run_compiler, shared_library
 import kernel_hub
 from kernel_hub import build, driver
 from kernel_hub.arrays import dlpack, dtypes
+from kernel_hub.collection.manifest import Collection, Manifest
 from kernel_hub.errors import KernelHubError
 from kernel_hub.formats import c_export
-from kernel_hub.manifest import Collection, Manifest
 
 torch = pytest.importorskip("torch")
 HERE = Path(__file__).parent

@@ -13,7 +13,7 @@ import torch
 from emulated import RAN, ROOT, CannotEmulateError, build
 
 from kernel_hub import ops
-from kernel_hub.manifest import open_collection
+from kernel_hub.collection.manifest import open_collection
 
 # Names of the ops that torch.library.opcheck was given.
 CHECKED: set[str] = set()

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kernel_hub.cli._sass import find_nvdisasm
+from kernel_hub.collection.manifest import CubinEntry, open_collection
 from kernel_hub.cubin import read_cubin
-from kernel_hub.manifest import CubinEntry, open_collection
 
 RECORD = Path(__file__).with_name("sass_loops.json")
 PRODUCT = re.compile(r"\b([HQI]GMMA)\b")

@@ -19,7 +19,7 @@ import pytest
 import torch
 from attention_devices import BACKWARD, DEVICES, FORWARD, KIB, pretend
 
-from kernel_hub.manifest import FunctionEntry, open_collection
+from kernel_hub.collection.manifest import FunctionEntry, open_collection
 from kernel_hub.ops import _common
 from kernel_hub.ops._attention import Problem
 

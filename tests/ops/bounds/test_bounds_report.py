@@ -14,8 +14,8 @@ from led_outside import forget
 from ways import Way
 
 from kernel_hub import ops
+from kernel_hub.collection.manifest import open_collection
 from kernel_hub.errors import TensorError
-from kernel_hub.manifest import open_collection
 from kernel_hub.ops.core import bounds
 
 FAR = 2**31 - 1

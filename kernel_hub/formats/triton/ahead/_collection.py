@@ -11,14 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .... import _manifest_write, registry
 from .... import driver as _driver
+from .... import registry
 from ...._function import device_number
 from ...._image import ShippedImage
-from ....cubin import read_cubin
-from ....errors import CubinCorruptError, CubinNotFoundError, KernelHubError, ParamsError, nearest
-from ....kernel import Kernel
-from ....manifest import (
+from ....collection import manifest_write
+from ....collection.manifest import (
     Collection,
     CubinEntry,
     FunctionEntry,
@@ -27,7 +25,10 @@ from ....manifest import (
     open_collection,
     read_manifest,
 )
-from ....resolve import Candidate, not_found, resolve
+from ....collection.resolve import Candidate, not_found, resolve
+from ....cubin import read_cubin
+from ....errors import CubinCorruptError, CubinNotFoundError, KernelHubError, ParamsError, nearest
+from ....kernel import Kernel
 from .._function import TritonFunction
 from .._grid import Grid, check_names
 from .._metadata import Metadata
@@ -321,7 +322,7 @@ def add(out: str | Path, built: Sequence[Built]) -> None:
     if all(one.entry is None for one in built):
         return
     try:
-        with _manifest_write.locked(folder):
+        with manifest_write.locked(folder):
             _add(folder, built)
     except OSError as error:
         raise KernelHubError(f"cannot write the collection {str(folder)!r}: {error}") from error
@@ -350,9 +351,9 @@ def _add(folder: Path, built: Sequence[Built]) -> None:
         kept[one.arch] = one.entry
     for one in built:
         if one.entry is not None and one.image is not None:
-            _manifest_write.write(folder / one.entry.file, one.image)
+            manifest_write.write(folder / one.entry.file, one.image)
             dropped.discard(one.entry.file)
-    _manifest_write.write(folder / MANIFEST, Manifest(tables).to_json().encode())
+    manifest_write.write(folder / MANIFEST, Manifest(tables).to_json().encode())
     for file in dropped:
         (folder / file).unlink(missing_ok=True)
 

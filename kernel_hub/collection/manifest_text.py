@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from .errors import CubinCorruptError
+from ..errors import CubinCorruptError
 
 _NAME = re.compile(r"[\w.$-]+")
 

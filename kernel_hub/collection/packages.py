@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from .errors import CubinNotFoundError
+from ..errors import CubinNotFoundError
 
 
 def locations_of(package: str) -> list[str]:

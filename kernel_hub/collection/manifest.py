@@ -20,9 +20,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ._manifest_text import decoded, loads, split
-from ._packages import locations_of
-from .errors import CubinCorruptError, CubinNotFoundError, ParamsError
+from ..errors import CubinCorruptError, CubinNotFoundError, ParamsError
+from .manifest_text import decoded, loads, split
+from .packages import locations_of
 
 if TYPE_CHECKING:  # importlib.resources costs milliseconds, needed for zip imports alone
     from importlib.resources.abc import Traversable

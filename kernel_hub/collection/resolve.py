@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .errors import CubinNotFoundError
+from ..errors import CubinNotFoundError
 
 _TARGET = re.compile(r"sm_?(\d+)(\d)([af]?)")
 
