@@ -11,7 +11,7 @@ from ._launch import DeviceFunction, StreamConfigs, is_blocking
 from .arrays import interop
 from .driver.stream_order import Order
 from .errors import LaunchConfigError, ParamsError
-from .params import ordered, takes, wrong_count
+from .signature.params import ordered, takes, wrong_count
 
 if TYPE_CHECKING:
     from ._function import KernelFunction

@@ -16,7 +16,7 @@ from .arrays import interop
 from .driver import Driver
 from .driver.stream_order import Order
 from .errors import ParamsError
-from .params import Param, ordered, wrong_count
+from .signature.params import Param, ordered, wrong_count
 
 STREAM_AT = 32  # of CUlaunchConfig
 PARAMS_AT = 64

@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from ._image import Chosen, FunctionSpec, Image
-from .ctypes_table import ALIASES, SCALARS, canonical
 from .errors import FunctionNotFoundError, ParamsError, nearest
-from .params import Param
+from .signature.c_types import ALIASES, SCALARS, canonical
+from .signature.params import Param
 
 _OWN_TYPE = {"struct", "class", "enum", "union"}
 # Types of CUDA's headers that no value here is checked against.

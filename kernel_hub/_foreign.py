@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from ._spec import Chosen, FunctionSpec, spec_of
 from .collection.resolve import Candidate, not_found, parse_target, ptx_refusal, refusal, resolve
 from .errors import CubinCorruptError, FunctionNotFoundError
-from .params import Param
+from .signature.function_spec import Chosen, FunctionSpec, spec_of
+from .signature.params import Param
 
 if TYPE_CHECKING:  # the readers take milliseconds to import, and shipped cubins need none
     from .cubin import FatbinEntry

@@ -26,7 +26,7 @@ from ._native import available as native_available
 from .arrays import interop
 from .driver import apart
 from .errors import KernelHubError, LaunchConfigError
-from .params import ordered
+from .signature.params import ordered
 
 if TYPE_CHECKING:
     from ._bound import BoundLaunch

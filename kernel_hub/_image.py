@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from ._foreign import ForeignImage
-from ._spec import Chosen, FunctionSpec, Image, spec_of
 from .collection.manifest import Collection, CubinEntry, open_collection
 from .collection.resolve import Candidate, not_found, resolve
 from .errors import (
@@ -24,7 +23,8 @@ from .errors import (
     nearest,
 )
 from .files import read_file
-from .params import Param
+from .signature.function_spec import Chosen, FunctionSpec, Image, spec_of
+from .signature.params import Param
 
 __all__ = ["Chosen", "ForeignImage", "FunctionSpec", "Image", "ShippedImage", "open_image"]
 

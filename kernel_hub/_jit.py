@@ -12,9 +12,9 @@ from ctypes import byref, c_int, c_size_t, c_void_p
 from typing import NamedTuple
 
 from . import cache_folder
-from ._spec import Chosen
 from .driver import Driver
 from .errors import CubinCorruptError
+from .signature.function_spec import Chosen
 
 _INFO, _INFO_BYTES, _ERROR, _ERROR_BYTES, _VERBOSE = 3, 4, 5, 6, 12
 _INPUTS = {"ptx": 1, "fatbin": 2}

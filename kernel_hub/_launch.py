@@ -25,7 +25,7 @@ from ._native import Launcher
 from .arrays import interop
 from .driver import Driver
 from .errors import LaunchConfigError
-from .params import layout
+from .signature.params import layout
 
 BLOCKING_VARIABLE = "KERNEL_HUB_LAUNCH_BLOCKING"
 _PUT_STREAM = struct.Struct("<Q").pack_into

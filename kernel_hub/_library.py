@@ -31,7 +31,7 @@ from .errors import (
     FunctionNotFoundError,
     LaunchConfigError,
 )
-from .params import Param
+from .signature.params import Param
 
 _MAX_THREADS, _STATIC_SHARED, _CLUSTER_REQUIRED = 0, 1, (11, 12, 13)
 _BINARY_IS_PRESERVED = 1

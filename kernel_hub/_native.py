@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from ._geometry import CONFIG
 from .arrays.interop import loaded_torch
-from .params import Param
+from .signature.params import Param
 
 if TYPE_CHECKING:
     from ._launch import DeviceFunction

@@ -19,7 +19,6 @@ from typing import Any
 from . import _nvrtc, cache_folder
 from ._foreign import PTX_FLOATS
 from ._image import Chosen, ForeignImage, FunctionSpec, Image, open_image
-from .ctypes_table import type_info
 from .errors import (
     CompileError,
     FunctionNotFoundError,
@@ -27,7 +26,8 @@ from .errors import (
     ParamsError,
 )
 from .files import read_file
-from .params import Param
+from .signature.c_types import type_info
+from .signature.params import Param
 
 _FORMAT = 2  # raise it when entries of the cache are written otherwise
 _ARCH = re.compile(r"sm_?(\d{2,3}[af]?)")

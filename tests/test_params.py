@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernel_hub.errors import ParamsError
-from kernel_hub.params import Param, bfloat16_bits, layout, ordered, wrong_count
+from kernel_hub.signature.params import Param, bfloat16_bits, layout, ordered, wrong_count
 
 SIZES = {"int": 4, "float": 4, "double": 8, "int64_t": 8, "uint8_t": 1, "bool": 1, "__half": 2,
          "__nv_bfloat16": 2, "float*": 8, "void*": 8, "int16_t": 2, "uint32_t": 4, "int8_t": 1,

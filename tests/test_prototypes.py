@@ -6,9 +6,9 @@ import pytest
 
 from kernel_hub._prototypes import Declared, match_params, read_prototypes
 from kernel_hub.collection.manifest import ParamEntry
-from kernel_hub.ctypes_table import canonical, type_info
 from kernel_hub.cubin import ParamInfo, PtxParam
 from kernel_hub.errors import KernelHubError
+from kernel_hub.signature.c_types import canonical, type_info
 
 GLOBAL = "__attribute__((global))"
 BOUNDS = "__attribute__((launch_bounds(256, (2 * 1))))"

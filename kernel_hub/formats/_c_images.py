@@ -15,7 +15,7 @@ from ..collection.resolve import names_target, parse_target
 from ..cubin import read_cubin, read_ptx
 from ..errors import CubinNotFoundError, FunctionNotFoundError, nearest
 from ..kernel import Kernel, device_number
-from ..params import Param
+from ..signature.params import Param
 
 # Every GPU there is: what an image has for each is what is exported of it.
 _CAPABILITIES = (

@@ -11,8 +11,8 @@ import numpy as np
 from .. import __version__
 from ..collection.manifest import FunctionEntry
 from ..collection.resolve import parse_target
-from ..ctypes_table import type_info
 from ..errors import CubinCorruptError, FunctionNotFoundError
+from ..signature.c_types import type_info
 from . import _c_tensors
 from ._c_images import Build
 from ._c_text import (

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from ..arrays.dtypes import DTYPES
 from ..collection.manifest import FunctionEntry, ParamEntry
-from ..ctypes_table import type_info
+from ..signature.c_types import type_info
 from ._c_text import (
     declare,
     fill,

@@ -9,8 +9,8 @@ from importlib import resources
 from typing import TYPE_CHECKING
 
 from ..collection.manifest import FunctionEntry, ParamEntry
-from ..ctypes_table import canonical, type_info
 from ..errors import FunctionNotFoundError, ParamsError
+from ..signature.c_types import canonical, type_info
 
 if TYPE_CHECKING:
     from ._c_images import Build

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..collection.manifest import FunctionEntry, ParamEntry
-from ..ctypes_table import type_info
 from ..errors import FunctionNotFoundError
+from ..signature.c_types import type_info
 from . import _c_tensors
 from ._c_images import Build
 from ._c_source import common_names, header_names, source_text

@@ -13,8 +13,8 @@ from ...arrays.dtypes import of as dtype_of
 from ...arrays.interop import current_device, describe
 from ...arrays.tensor_map import TensorMap
 from ...errors import CubinCorruptError, LaunchConfigError, ParamsError, TensorError
-from ...params import Param
-from ...params import _same_dtype as same_dtype
+from ...signature.params import Param
+from ...signature.params import _same_dtype as same_dtype
 from ._metadata import Descriptor
 from ._signature import Argument, c_type, descriptor_rank, part_names
 

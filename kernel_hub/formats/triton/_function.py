@@ -20,9 +20,9 @@ from ..._launch import DeviceFunction, is_blocking
 from ..._native import Fixed, Launcher
 from ..._native import available as native_available
 from ...arrays import interop
-from ...ctypes_table import type_info
 from ...errors import CubinCorruptError, LaunchConfigError, ParamsError
-from ...params import wrong_count
+from ...signature.c_types import type_info
+from ...signature.params import wrong_count
 from . import _scratch
 from ._grid import Grid
 from ._launcher import blocks, generate, integer

@@ -15,9 +15,9 @@ from typing import Any
 from ..._function import KernelFunction
 from ..._geometry import dims
 from ...arrays.interop import describe
-from ...ctypes_table import type_info
 from ...errors import LaunchConfigError, ParamsError, TensorError
-from ...params import Param, ordered, wrong_count
+from ...signature.c_types import type_info
+from ...signature.params import Param, ordered, wrong_count
 from . import _scratch
 from ._descriptor import Encoded, Expander, not_divisible
 from ._metadata import Metadata

@@ -8,9 +8,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ....arrays.interop import current_device
-from ....ctypes_table import type_info
 from ....errors import CubinNotFoundError, ParamsError
-from ....params import Param, wrong_count
+from ....signature.c_types import type_info
+from ....signature.params import Param, wrong_count
 from .._function import TritonFunction
 from .._launcher import by_name, value_of
 from .._signature import Argument, c_type

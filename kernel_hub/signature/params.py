@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from .arrays.interop import ArrayView, describe
-from .ctypes_table import TypeInfo, canonical, type_info
-from .errors import ParamsError, TensorError
+from ..arrays.interop import ArrayView, describe
+from ..errors import ParamsError, TensorError
+from .c_types import TypeInfo, canonical, type_info
 
 _CTYPES_KIND = {
     **dict.fromkeys("bhilq", "int"),

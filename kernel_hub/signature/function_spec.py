@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from .collection.manifest import FunctionEntry
+from ..collection.manifest import FunctionEntry
 from .params import Param
 
 if TYPE_CHECKING:  # the reader takes milliseconds to import, and shipped cubins need none
-    from .cubin import FunctionInfo
+    from ..cubin import FunctionInfo
 
 
 @dataclass(frozen=True)

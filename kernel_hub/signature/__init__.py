@@ -1,0 +1,1 @@
+"""What a kernel takes: C types, parameters, a function as an image describes it."""
