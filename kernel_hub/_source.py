@@ -16,9 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from . import _nvrtc, cache_folder
+from . import cache_folder
 from ._foreign import PTX_FLOATS
 from ._image import Chosen, ForeignImage, FunctionSpec, Image, open_image
+from .compilers import nvrtc
 from .errors import (
     CompileError,
     FunctionNotFoundError,
@@ -121,8 +122,8 @@ class SourceImage:
     def _build(self, arch: str) -> NamedImage:
         if arch not in self._built:
             options = [f"-arch={arch}", *self._options]
-            if _nvrtc.includes_files(self._code, self._options):
-                options += _nvrtc.cuda_headers()
+            if nvrtc.includes_files(self._code, self._options):
+                options += nvrtc.cuda_headers()
             key = self._key(options) if self._cache else None
             label = f"{self.label} compiled for {arch}"
             found = _read_entry(key, label) if key else None
@@ -136,20 +137,20 @@ class SourceImage:
 
     def _key(self, options: list[str]) -> str | None:
         """The name of the entry in the cache; None where the outcome hangs on what nobody sees."""
-        folders, included = _nvrtc.looked_into(options)
+        folders, included = nvrtc.looked_into(options)
         own = self._file.parent if self._file else Path.cwd()
         toolkits = [path for path in folders if os.path.isfile(path / "cuda_runtime_api.h")]
         others = [path for path in folders if path not in toolkits]
-        state = _nvrtc.include_state(self._code, included, [own, *others])
+        state = nvrtc.include_state(self._code, included, [own, *others])
         if state is None or any("pch" in option for option in options):
             return None
-        state += map(_nvrtc.folder_state, toolkits)
-        parts = (_FORMAT, _nvrtc.identity(), self.label, self._code, len(state), *state)
+        state += map(nvrtc.folder_state, toolkits)
+        parts = (_FORMAT, nvrtc.identity(), self.label, self._code, len(state), *state)
         return cache_folder.key(*parts, *options, self._names is None, *(self._names or ()))
 
     def _compile(self, options: list[str]) -> tuple[bytes, dict[str, str], Types, str]:
         name = str(self._file).encode(errors="replace").decode() if self._file else "source.cu"
-        made = _nvrtc.compile_source(self._code, name, options, self._names or ())
+        made = nvrtc.compile_source(self._code, name, options, self._names or ())
         image = ForeignImage(made.image, self.label)
         symbols = made.symbols if self._names is not None else _plain_names(image.names() or ())
         if not symbols:
@@ -269,13 +270,13 @@ def _plain_name(symbol: str) -> str:
 
 
 def _types(
-    code: str, offered: str, symbol: str, made: _nvrtc.Compiled, where: str
+    code: str, offered: str, symbol: str, made: nvrtc.Compiled, where: str
 ) -> list[tuple[str | None, str | None]]:
     """Parameter names and types as the source declares them and PTX and cubin confirm.
 
     Where the source is not read, PTX tells floats alone, and `signatures=` helps.
     """
-    from ._prototypes import match_params, read_instance
+    from .compilers.declarations import match_params, read_instance
     from .cubin import read_cubin, read_ptx
 
     in_cubin = read_cubin(made.image).functions[symbol].params

@@ -17,10 +17,10 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from ._nvcc import Compiled, Job, Nvcc, compile_cubin, find_nvcc, make_jobs, only_arch
-from ._prototypes import match_params, read_prototypes
 from .collection.manifest import CubinEntry, Manifest
 from .collection.manifest_write import function_entry, locked, write
+from .compilers.declarations import match_params, read_prototypes
+from .compilers.nvcc import Compiled, Job, Nvcc, compile_cubin, find_nvcc, make_jobs, only_arch
 from .cubin import read_cubin, read_ptx
 from .errors import CubinCorruptError, KernelHubError, nearest
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from kernel_hub._nvcc import find_nvcc
 from kernel_hub.collection.manifest import Collection, FunctionEntry, Manifest, open_collection
+from kernel_hub.compilers.nvcc import find_nvcc
 from kernel_hub.errors import KernelHubError
 
 COMPILERS = {"c": ("gcc", "-std=c11"), "c++": ("g++", "-std=c++17", "-xc++")}

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from kernel_hub import _nvcc, build
-from kernel_hub._nvcc import find_nvcc, make_jobs
+from kernel_hub import build
 from kernel_hub.collection.manifest import CubinEntry, Manifest
+from kernel_hub.compilers import nvcc
+from kernel_hub.compilers.nvcc import find_nvcc, make_jobs
 from kernel_hub.errors import KernelHubError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -155,7 +156,7 @@ def test_directives_are_checked(tree: Tree, line: str, said: str) -> None:
 def test_without_nvcc_the_message_has_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NVCC", raising=False)
     monkeypatch.delenv("CUDA_HOME", raising=False)
-    monkeypatch.setattr(_nvcc.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(nvcc.os, "access", lambda path, mode: False)
     with pytest.raises(KernelHubError, match=r'pip install "cuda-toolkit\[nvcc,nvvm,'):
         find_nvcc()
 
@@ -167,7 +168,7 @@ def test_nvcc_is_taken_from_the_environment(
     fake.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.8, V12.8.93'\n")
     fake.chmod(0o755)
     monkeypatch.setenv("NVCC", str(fake))
-    assert find_nvcc() == _nvcc.Nvcc(str(fake), "12.8.93")
+    assert find_nvcc() == nvcc.Nvcc(str(fake), "12.8.93")
     assert find_nvcc().minimum_driver == 12000
     for bad in ("/nowhere/nvcc", sys.executable):
         monkeypatch.setenv("NVCC", bad)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kernel_hub._prototypes import Declared, match_params, read_prototypes
 from kernel_hub.collection.manifest import ParamEntry
+from kernel_hub.compilers.declarations import Declared, match_params, read_prototypes
 from kernel_hub.cubin import ParamInfo, PtxParam
 from kernel_hub.errors import KernelHubError
 from kernel_hub.signature.c_types import canonical, type_info

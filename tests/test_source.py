@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from fakecuda import FakeCuda
 
-from kernel_hub import DeviceArray, Kernel, _nvrtc, cache_folder
+from kernel_hub import DeviceArray, Kernel, cache_folder
+from kernel_hub.compilers import nvrtc
 from kernel_hub.errors import (
     CompileError,
     CubinNotFoundError,
@@ -50,7 +51,7 @@ def folder(
     """An empty cache folder a test."""
     path = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv(cache_folder.VARIABLE, str(path))
-    forget = _nvrtc.cuda_headers.cache_clear
+    forget = nvrtc.cuda_headers.cache_clear
     forget()
     yield path
     forget()
@@ -60,13 +61,13 @@ def folder(
 def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A list that grows by the architecture of each run of the compiler."""
     runs: list[str] = []
-    compile_source = _nvrtc.compile_source
+    compile_source = nvrtc.compile_source
 
-    def counted(code: str, name: str, options: list[str], names: list[str]) -> _nvrtc.Compiled:
+    def counted(code: str, name: str, options: list[str], names: list[str]) -> nvrtc.Compiled:
         runs.append(options[0])
         return compile_source(code, name, options, names)
 
-    monkeypatch.setattr(_nvrtc, "compile_source", counted)
+    monkeypatch.setattr(nvrtc, "compile_source", counted)
     return runs
 
 
@@ -174,7 +175,7 @@ def test_the_error_has_the_compilers_log(
 
 
 def test_where_cudas_headers_would_come_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_nvrtc, "cuda_headers", lambda: ())
+    monkeypatch.setattr(nvrtc, "cuda_headers", lambda: ())
     with pytest.raises(CompileError, match=r"pip install nvidia-cuda-runtime\n.*cuda_fp16\.h"):
         Kernel.from_source("#include <cuda_fp16.h>", arch="sm90")
 
@@ -227,7 +228,7 @@ def test_cuda_headers_are_found() -> None:
         #include <cuda_bf16.h>
         template <typename T> __global__ void f(T* x, T y) { *x = y; }
     """
-    if not _nvrtc.cuda_headers():
+    if not nvrtc.cuda_headers():
         pytest.skip("this NVRTC brings no headers, and no CUDA toolkit is installed")
     kernel = Kernel.from_source(code, ["f<__half>", "f<__nv_bfloat16>"], arch="sm90")
     assert kernel["f<__half>"].signature == "f<__half>(__half* x, __half y)"

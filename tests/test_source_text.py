@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from kernel_hub import Kernel, _nvrtc, _source, cache_folder
-from kernel_hub._prototypes import read_instance
+from kernel_hub import Kernel, _source, cache_folder
+from kernel_hub.compilers import nvrtc
+from kernel_hub.compilers.declarations import read_instance
 from kernel_hub.errors import (
     CompileError,
     CubinNotFoundError,
@@ -82,7 +83,7 @@ def test_plain_names_of_mangled_ones() -> None:
 
 def test_options_that_look_into_files() -> None:
     options = ["-Ia", "-I", "/b", "--include-path=c", "-DI=1", "--pre-include=d.h", "-include", "e"]
-    folders, headers = _nvrtc.looked_into(options)
+    folders, headers = nvrtc.looked_into(options)
     assert folders == [Path("a").absolute(), Path("/b"), Path("c").absolute()]
     assert headers == ["d.h", "e"]
 
@@ -95,7 +96,7 @@ def test_the_state_of_included_files(tmp_path: Path) -> None:
     (first / "sub" / "b.h").write_text("#define B 1\n")
 
     def state(code: str = "#include <sub/a.h>\n", *included: str) -> list[str] | None:
-        return _nvrtc.include_state(code, included, [first, second])
+        return nvrtc.include_state(code, included, [first, second])
 
     before = state()
     assert before is not None
@@ -197,13 +198,13 @@ def test_architectures() -> None:
 
 
 def test_without_cuda_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    _nvrtc._bindings.cache_clear()
+    nvrtc._bindings.cache_clear()
     for name in ("cuda", "cuda.pathfinder", "cuda.bindings"):
         monkeypatch.setitem(__import__("sys").modules, name, None)
     with pytest.raises(MissingPackageError, match=r"pip install 'kernel_hub\[jit\]'") as caught:
         Kernel.from_source("", arch="sm90")
     assert isinstance(caught.value, ImportError)
-    _nvrtc._bindings.cache_clear()
+    nvrtc._bindings.cache_clear()
 
 
 # ---- the cache

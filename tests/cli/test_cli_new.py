@@ -14,8 +14,8 @@ import pytest
 from cli_run import ROOT, Run
 from fakecuda import FakeCuda
 
-from kernel_hub._nvcc import find_nvcc
 from kernel_hub.cli import new
+from kernel_hub.compilers.nvcc import find_nvcc
 from kernel_hub.errors import KernelHubError
 
 EXAMPLE = ROOT / "examples/scale_add"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from kernel_hub._nvcc import find_nvcc
+from kernel_hub.compilers.nvcc import find_nvcc
 
 HERE = Path(__file__).parent
 STRUCTS = {

@@ -15,7 +15,7 @@ from fakecuda import FakeCuda
 from fmha_calls import CUBIN, DATA, FILES, HEADS, TOTAL, array, changed, load, starts
 
 from kernel_hub import Kernel, KernelFunction
-from kernel_hub._nvcc import find_nvcc
+from kernel_hub.compilers.nvcc import find_nvcc
 from kernel_hub.errors import KernelHubError, LaunchConfigError, ParamsError
 from kernel_hub.formats import fmha_v2
 from kernel_hub.formats.fmha_v2 import KernelName, _layouts, _params

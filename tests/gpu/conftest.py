@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kernel_hub import driver
-from kernel_hub._nvcc import find_nvcc
+from kernel_hub.compilers.nvcc import find_nvcc
 from kernel_hub.errors import KernelHubError
 
 Compile = Callable[..., Path]

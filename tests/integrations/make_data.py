@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from kernel_hub._nvcc import find_nvcc
+from kernel_hub.compilers.nvcc import find_nvcc
 
 DATA = Path(__file__).parent / "data"
 IMAGES = {"client_sm80_sm90": (80, 90), "client_sm75_sm86": (75, 86)}

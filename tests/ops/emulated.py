@@ -18,7 +18,7 @@ import arena
 import torch
 from private import private_folder
 
-from kernel_hub._nvcc import find_nvcc
+from kernel_hub.compilers.nvcc import find_nvcc
 from kernel_hub.errors import KernelHubError
 
 ROOT = Path(__file__).resolve().parents[2]

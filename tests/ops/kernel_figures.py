@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from emulated import ROOT
 
-from kernel_hub._nvcc import find_nvcc
+from kernel_hub.compilers.nvcc import find_nvcc
 from kernel_hub.errors import KernelHubError
 
 Rows = dict[str, dict[str, int]]  # figures by name, of kernels by name

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import sass
 
-from kernel_hub._nvcc import make_jobs
 from kernel_hub.collection.manifest import open_collection
+from kernel_hub.compilers.nvcc import make_jobs
 
 ROOT = sass.RECORD.parents[2]
 # A loop may grow by this much before it must be looked at and recorded anew.

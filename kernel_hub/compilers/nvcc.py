@@ -16,7 +16,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from .errors import KernelHubError
+from ..errors import KernelHubError
 
 # Raise this when the builder changes so that unchanged sources must be built or described anew.
 BUILDER_FORMAT = 1

@@ -11,10 +11,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 
-from .collection.manifest import ParamEntry
-from .cubin import ParamInfo, PtxParam
-from .errors import KernelHubError
-from .signature.c_types import SCALARS, canonical, type_info
+from ..collection.manifest import ParamEntry
+from ..cubin import ParamInfo, PtxParam
+from ..errors import KernelHubError
+from ..signature.c_types import SCALARS, canonical, type_info
 
 _GLOBAL = re.compile(r"__attribute__\s*\(\(\s*(?:__)?global(?:__)?\s*\)\)|\b__global__\b")
 _HEAD_TOKEN = re.compile(r'\s*([A-Za-z_]\w*|"C")\s*')

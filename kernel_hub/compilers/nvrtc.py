@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import cache_folder
-from .errors import CompileError, MissingPackageError
+from .. import cache_folder
+from ..errors import CompileError, MissingPackageError
 
 INSTALL = "pip install 'kernel_hub[jit]'"
 _BUNDLED_SINCE = (13, 3)  # NVRTC carries CUDA's and CCCL's headers with it

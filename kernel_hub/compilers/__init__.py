@@ -1,0 +1,1 @@
+"""C++ to machine code: nvcc, NVRTC, what the source declares. Launches nothing."""
