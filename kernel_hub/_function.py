@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from . import _codegen
 from . import driver as _driver
 from ._geometry import NOT_GIVEN, dims, index, one_shared
-from ._image import FunctionSpec
 from ._launch import DeviceFunction, device_of, is_blocking
 from ._loader import Loader
 from ._native import Launcher
@@ -26,6 +25,7 @@ from ._native import available as native_available
 from .arrays import interop
 from .driver import apart
 from .errors import KernelHubError, LaunchConfigError
+from .image.shipped import FunctionSpec
 from .signature.params import ordered
 
 if TYPE_CHECKING:

@@ -20,11 +20,11 @@ from typing import Any
 from . import driver as _driver
 from ._codegen import PARAMS_AT, STREAM_AT
 from ._geometry import CONFIG, PORTABLE_CLUSTER, Limits, Options, check
-from ._image import FunctionSpec
 from ._native import Launcher
 from .arrays import interop
 from .driver import Driver
 from .errors import LaunchConfigError
+from .image.shipped import FunctionSpec
 from .signature.params import layout
 
 BLOCKING_VARIABLE = "KERNEL_HUB_LAUNCH_BLOCKING"

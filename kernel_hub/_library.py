@@ -18,7 +18,6 @@ from typing import Any
 from . import _probe
 from . import driver as _driver
 from ._geometry import Limits
-from ._image import Chosen, FunctionSpec
 from ._jit import compile_ptx
 from ._launch import DeviceFunction
 from .arrays import pool
@@ -31,6 +30,7 @@ from .errors import (
     FunctionNotFoundError,
     LaunchConfigError,
 )
+from .image.shipped import Chosen, FunctionSpec
 from .signature.params import Param
 
 _MAX_THREADS, _STATIC_SHARED, _CLUSTER_REQUIRED = 0, 1, (11, 12, 13)

@@ -13,13 +13,13 @@ from typing import NamedTuple, TypeVar
 
 from . import _library
 from . import driver as _driver
-from ._image import Chosen, FunctionSpec, Image
 from ._launch import DeviceFunction
 from ._library import Lease, Library, library_for, load_function
 from .arrays import interop
 from .driver import Driver, apart
 from .driver.contexts import RelaxedCapture
 from .errors import CudaDriverError, LaunchConfigError
+from .image.shipped import Chosen, FunctionSpec, Image
 
 T = TypeVar("T")
 _loaders: weakref.WeakSet[Loader] = weakref.WeakSet()

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 from . import _loader
 from . import driver as _driver
 from ._bound import BoundLaunch
-from ._declared import DeclaredImage
-from ._demangle import Symbols, cxx_names
 from ._function import HintedFunction, KernelFunction, device_number, hook_fork, live
-from ._image import Image, open_image
 from ._library import Lease, Library, LoadedImage, loaded_images
 from .arrays import interop
 from .driver import apart
 from .errors import DriverNotFoundError, FunctionNotFoundError, ParamsError
+from .image.demangle import Symbols, cxx_names
+from .image.retyped import DeclaredImage
+from .image.shipped import Image, open_image
 
 if TYPE_CHECKING:
     from .arrays.device_array import DeviceArray
@@ -70,7 +70,7 @@ class Kernel:
         keep: bool | None = None,
     ) -> None:
         if type(filename).__name__ == "ObjectCode":  # asked without importing cuda.core
-            from ._source import object_code_image
+            from .image.source import object_code_image
 
             image = object_code_image(filename)
         else:
@@ -118,7 +118,7 @@ class Kernel:
             k = Kernel.from_source(text, ["scale<float>"])
             k["scale<float>"](grid, block, 0, None, [out, x, n, 2.0])
         """
-        from ._source import SourceImage
+        from .image.source import SourceImage
 
         names = _checked_names(function_names)
         capability = None

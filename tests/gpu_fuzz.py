@@ -81,8 +81,8 @@ def passed(image: bytes) -> tuple[bytes | None, bool]:
     PTX and what only the driver unpacks stay here: the first nothing loads, the second goes to a
     child process first. Any other exception is our fault and ends the run.
     """
-    from kernel_hub._foreign import ForeignImage
     from kernel_hub.errors import CubinCorruptError, CubinNotFoundError
+    from kernel_hub.image.foreign import ForeignImage
 
     try:
         chosen = ForeignImage(image, "x").choose((9, 0))

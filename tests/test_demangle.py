@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from fakecuda import FakeCuda
 
-from kernel_hub import Kernel, _demangle
+from kernel_hub import Kernel
 from kernel_hub.errors import FunctionNotFoundError, ParamsError
+from kernel_hub.image import demangle
 
 ROOT = Path(__file__).parents[1]
 CUBIN, PTX = (ROOT / f"tests/data/cxx_names.{kind}" for kind in ("cubin", "ptx"))
@@ -33,22 +34,22 @@ PUBLIC = {
 }  # fmt: skip
 
 readable = pytest.mark.skipif(
-    _demangle._reader() is None, reason="no C++ library that reads names on this machine"
+    demangle._reader() is None, reason="no C++ library that reads names on this machine"
 )
 
 
 @readable
 @pytest.mark.parametrize("symbol", PUBLIC)
 def test_names_of_public_kernels(symbol: str) -> None:
-    assert _demangle.cxx_name(symbol) == PUBLIC[symbol]
-    assert _demangle.symbol_of(PUBLIC[symbol], PUBLIC) == symbol
-    assert _demangle.symbol_of(_demangle.demangled(symbol), PUBLIC) == symbol
+    assert demangle.cxx_name(symbol) == PUBLIC[symbol]
+    assert demangle.symbol_of(PUBLIC[symbol], PUBLIC) == symbol
+    assert demangle.symbol_of(demangle.demangled(symbol), PUBLIC) == symbol
 
 
 def test_what_is_no_mangled_name() -> None:
     for text in ("rms_norm", "_Z", "_Zé", "_Z3ad", "", "Z3addPfS_i", "_ZN" + "9" * 70_000):
-        assert _demangle.demangled(text) == _demangle.cxx_name(text) == text
-    assert _demangle.symbol_of("rms_norm", ["rms_norm"]) is None  # it is no C++ name
+        assert demangle.demangled(text) == demangle.cxx_name(text) == text
+    assert demangle.symbol_of("rms_norm", ["rms_norm"]) is None  # it is no C++ name
 
 
 @readable
@@ -110,16 +111,16 @@ def test_functions_and_signatures_by_cxx_names(fakecuda: FakeCuda) -> None:
 def test_without_a_library_that_reads_names(
     fakecuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for cached in (_demangle.demangled, _demangle.cxx_name, _demangle._forms):
+    for cached in (demangle.demangled, demangle.cxx_name, demangle._forms):
         cached.cache_clear()
-    monkeypatch.setattr(_demangle, "_reader", lambda: None)
+    monkeypatch.setattr(demangle, "_reader", lambda: None)
     try:
         kernel = Kernel(CUBIN)
         assert kernel[DEQUANTIZE].name == DEQUANTIZE
         with pytest.raises(FunctionNotFoundError, match=DEQUANTIZE):
             kernel["kDequantizeBlockwise<float, 512, 64, 8, 2>"]
     finally:
-        for cached in (_demangle.demangled, _demangle.cxx_name, _demangle._forms):
+        for cached in (demangle.demangled, demangle.cxx_name, demangle._forms):
             cached.cache_clear()
 
 
@@ -147,7 +148,7 @@ def test_any_symbol_is_read_or_left() -> None:
             at = rng.randrange(len(text) + 1)
             text[at : at + rng.randint(0, 3)] = rng.choices(alphabet, k=rng.randint(0, 8))
         symbol = "".join(text)
-        assert isinstance(_demangle.cxx_name(symbol), str)
-        assert symbol not in _demangle._forms(symbol)
+        assert isinstance(demangle.cxx_name(symbol), str)
+        assert symbol not in demangle._forms(symbol)
     deep = "_Z1f" + "P" * 60_000 + "v"
-    assert _demangle.demangled(deep).startswith(("f(void*", "_Z1f"))
+    assert demangle.demangled(deep).startswith(("f(void*", "_Z1f"))

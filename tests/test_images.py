@@ -12,7 +12,6 @@ from fakecuda import FakeCuda
 from fakecuda.helpers import arrays
 
 from kernel_hub import Kernel, _probe, cache_folder
-from kernel_hub._foreign import ForeignImage, driver_floor
 from kernel_hub.collection.resolve import ptx_refusal, refusal
 from kernel_hub.cubin import unpack
 from kernel_hub.errors import (
@@ -23,6 +22,7 @@ from kernel_hub.errors import (
     FunctionNotFoundError,
     LaunchConfigError,
 )
+from kernel_hub.image.foreign import ForeignImage, driver_floor
 
 DATA = Path(__file__).parent / "cubin/data"
 PTX = (DATA / "tiny_sm90.ptx").read_text()

@@ -11,8 +11,9 @@ import private
 import pytest
 from private import private_folder
 
-from kernel_hub import Kernel, _image
+from kernel_hub import Kernel
 from kernel_hub.collection import manifest_write
+from kernel_hub.image import shipped
 
 SM90 = (Path(__file__).parent / "cubin/data/tiny_sm90.cubin").read_bytes()
 
@@ -61,7 +62,7 @@ def test_a_file_that_was_changed_within_a_tick_is_read_again(
     os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
     assert Kernel(path).function_names == ["odd"]
     # By inode and change time: where neither is fresh, each of them tells.
-    monkeypatch.setattr(_image, "_FRESH_NS", 0)
+    monkeypatch.setattr(shipped, "_FRESH_NS", 0)
     assert Kernel(path).function_names == ["odd"]
     other_path = tmp_path / "y"
     other_path.write_bytes(SM90)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kernel_hub import Kernel, _source, cache_folder
+from kernel_hub import Kernel, cache_folder
 from kernel_hub.compilers import nvrtc
 from kernel_hub.compilers.declarations import read_instance
 from kernel_hub.errors import (
@@ -19,6 +19,7 @@ from kernel_hub.errors import (
     MissingPackageError,
     ParamsError,
 )
+from kernel_hub.image import source
 
 TINY = Path(__file__).parent / "cubin/data/tiny_sm90.cubin"
 
@@ -71,7 +72,7 @@ def test_what_is_not_certain_is_refused(expression: str) -> None:
 
 def test_plain_names_of_mangled_ones() -> None:
     symbols = ["plain", "_Z5scalePfi", "_ZN2ns6nestedEPh", "_Z4overf", "_Z4overi", "_Z1fIfEvPT_"]
-    assert _source._plain_names(symbols) == {
+    assert source._plain_names(symbols) == {
         "plain": "plain",
         "scale": "_Z5scalePfi",
         "ns::nested": "_ZN2ns6nestedEPh",
@@ -191,8 +192,8 @@ def test_object_code_that_is_not_as_it_should_be(given: dict[str, object], words
 
 
 def test_architectures() -> None:
-    assert [_source._arch(a) for a in ("sm90", "sm_90a", (8, 6))] == ["sm_90", "sm_90a", "sm_86"]
-    assert [_source._own_arch(c) for c in ((8, 9), (9, 0), (12, 1))] == [
+    assert [source._arch(a) for a in ("sm90", "sm_90a", (8, 6))] == ["sm_90", "sm_90a", "sm_86"]
+    assert [source._own_arch(c) for c in ((8, 9), (9, 0), (12, 1))] == [
         *("sm_89", "sm_90a", "sm_121a"),
     ]
 
@@ -265,13 +266,13 @@ def test_an_entry_of_a_source_is_checked_whole(folder: Path, changed: Any) -> No
         image = head.pop("image", image)
     assert cache_folder.store("source", "entry", json.dumps(head).encode() + b"\n" + image)
     with pytest.warns(RuntimeWarning, match="entry is damaged and is made anew: ."):
-        assert _source._read_entry("entry", "here") is None
+        assert source._read_entry("entry", "here") is None
     assert not (folder / "source" / "entry").exists()
 
 
 def test_an_entry_of_a_source_comes_back(folder: Path) -> None:
-    cache_folder.store("source", "entry", _source._entry(TINY.read_bytes(), SYMBOLS, TYPES, "said"))
-    image, log = _source._read_entry("entry", "here") or pytest.fail("it is sound")
+    cache_folder.store("source", "entry", source._entry(TINY.read_bytes(), SYMBOLS, TYPES, "said"))
+    image, log = source._read_entry("entry", "here") or pytest.fail("it is sound")
     assert log == "said"
     assert image.spec("f").prototype() == "f(float* x, float* x, float* x, int n)"
 

@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from .._demangle import cxx_names, symbol_of
 from ..collection.manifest import CubinEntry, find_collection
 from ..collection.resolve import names_target
 from ..cubin import (
@@ -32,6 +31,7 @@ from ..errors import (
 )
 from ..files import read_file
 from ..formats import carray
+from ..image.demangle import cxx_names, symbol_of
 from . import _console, _sass
 from ._gather import add_package
 

@@ -8,12 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .._image import Image
 from ..collection.manifest import Collection, FunctionEntry, ParamEntry
 from ..collection.manifest_write import function_entry
 from ..collection.resolve import names_target, parse_target
 from ..cubin import read_cubin, read_ptx
 from ..errors import CubinNotFoundError, FunctionNotFoundError, nearest
+from ..image.shipped import Image
 from ..kernel import Kernel, device_number
 from ..signature.params import Param
 

@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .._image import SUFFIXES, TritonCubin, open_file
 from ..collection.manifest import Collection, find_collection
 from ..errors import CubinNotFoundError, FunctionNotFoundError, KernelHubError, ParamsError, nearest
+from ..image.shipped import SUFFIXES, TritonCubin, open_file
 from ..kernel import Kernel
 from . import _c_folder, carray
 from ._c_dispatch import render_dispatcher

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from cli_run import ROOT, Run
 
-from kernel_hub import _demangle
 from kernel_hub.cli import _sass, inspect
 from kernel_hub.collection.manifest import open_collection
 from kernel_hub.cubin import SectionInfo, unpack
 from kernel_hub.errors import CubinCorruptError, KernelHubError
+from kernel_hub.image import demangle
 
 FATBIN = str(ROOT / "tests/cubin/data/plain.fatbin")
 PTX = b""".version 8.8
@@ -109,7 +109,7 @@ def test_structs_of_ptx_have_their_sizes(kernel_hub_cli: Run) -> None:
     assert "solve(.align 8 .b8 param_0[40])" in kernel_hub_cli("inspect", path).out
 
 
-@pytest.mark.skipif(_demangle._reader() is None, reason="no C++ library that reads names")
+@pytest.mark.skipif(demangle._reader() is None, reason="no C++ library that reads names")
 @pytest.mark.parametrize("kind", ["cubin", "ptx"])
 def test_kernels_have_their_cxx_names(kernel_hub_cli: Run, kind: str) -> None:
     path, name = str(ROOT / f"tests/data/cxx_names.{kind}"), "ns::scale<float, 4, false, (Kind)0>"

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..._image import open_file
 from ...errors import CubinCorruptError, CubinNotFoundError, FunctionNotFoundError, ParamsError
 from ...files import read_file
+from ...image.shipped import open_file
 from ...kernel import Kernel
 from ._function import TritonFunction, declared_of
 from ._metadata import Metadata

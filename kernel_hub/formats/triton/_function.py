@@ -15,12 +15,12 @@ from typing import Any
 from ..._bound import BoundLaunch
 from ..._codegen import torch_names
 from ..._function import KernelFunction
-from ..._image import FunctionSpec
 from ..._launch import DeviceFunction, is_blocking
 from ..._native import Fixed, Launcher
 from ..._native import available as native_available
 from ...arrays import interop
 from ...errors import CubinCorruptError, LaunchConfigError, ParamsError
+from ...image.shipped import FunctionSpec
 from ...signature.c_types import type_info
 from ...signature.params import wrong_count
 from . import _scratch

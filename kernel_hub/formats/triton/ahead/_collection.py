@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from .... import driver as _driver
 from .... import registry
 from ...._function import device_number
-from ...._image import ShippedImage
 from ....collection import manifest_write
 from ....collection.manifest import (
     Collection,
@@ -28,6 +27,7 @@ from ....collection.manifest import (
 from ....collection.resolve import Candidate, not_found, resolve
 from ....cubin import read_cubin
 from ....errors import CubinCorruptError, CubinNotFoundError, KernelHubError, ParamsError, nearest
+from ....image.shipped import ShippedImage
 from ....kernel import Kernel
 from .._function import TritonFunction
 from .._grid import Grid, check_names

@@ -14,12 +14,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...._foreign import driver_floor
 from ....collection.manifest import CubinEntry, FunctionEntry, ParamEntry
 from ....collection.manifest_write import function_entry
 from ....cubin import read_cubin
 from ....cubin.model import CubinInfo
 from ....errors import CompileError, KernelHubError, ParamsError, nearest
+from ....image.foreign import driver_floor
 from .._configuration import Configuration, configuration
 from .._grid import Grid, check_names
 from .._metadata import MAX_WARPS, Metadata

@@ -16,19 +16,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from . import cache_folder
-from ._foreign import PTX_FLOATS
-from ._image import Chosen, ForeignImage, FunctionSpec, Image, open_image
-from .compilers import nvrtc
-from .errors import (
-    CompileError,
-    FunctionNotFoundError,
-    KernelHubError,
-    ParamsError,
-)
-from .files import read_file
-from .signature.c_types import type_info
-from .signature.params import Param
+from .. import cache_folder
+from ..compilers import nvrtc
+from ..errors import CompileError, FunctionNotFoundError, KernelHubError, ParamsError
+from ..files import read_file
+from ..signature.c_types import type_info
+from ..signature.params import Param
+from .foreign import PTX_FLOATS
+from .shipped import Chosen, ForeignImage, FunctionSpec, Image, open_image
 
 _FORMAT = 2  # raise it when entries of the cache are written otherwise
 _ARCH = re.compile(r"sm_?(\d{2,3}[af]?)")
@@ -276,8 +271,8 @@ def _types(
 
     Where the source is not read, PTX tells floats alone, and `signatures=` helps.
     """
-    from .compilers.declarations import match_params, read_instance
-    from .cubin import read_cubin, read_ptx
+    from ..compilers.declarations import match_params, read_instance
+    from ..cubin import read_cubin, read_ptx
 
     in_cubin = read_cubin(made.image).functions[symbol].params
     in_ptx = read_ptx(made.ptx).functions.get(symbol, ()) if made.ptx else ()

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from .collection.resolve import Candidate, not_found, parse_target, ptx_refusal, refusal, resolve
-from .errors import CubinCorruptError, FunctionNotFoundError
-from .signature.function_spec import Chosen, FunctionSpec, spec_of
-from .signature.params import Param
+from ..collection.resolve import Candidate, not_found, parse_target, ptx_refusal, refusal, resolve
+from ..errors import CubinCorruptError, FunctionNotFoundError
+from ..signature.function_spec import Chosen, FunctionSpec, spec_of
+from ..signature.params import Param
 
 if TYPE_CHECKING:  # the readers take milliseconds to import, and shipped cubins need none
-    from .cubin import FatbinEntry
+    from ..cubin import FatbinEntry
 
 PTX_FLOATS = {".f32": "float", ".f64": "double"}
 
@@ -45,7 +45,7 @@ class ForeignImage:
     """
 
     def __init__(self, data: bytes, label: str) -> None:
-        from .cubin import image_kind, unwrap
+        from ..cubin import image_kind, unwrap
 
         data = unwrap(data)
         self.label = label
@@ -68,7 +68,7 @@ class ForeignImage:
             self._specs |= entry.specs
 
     def _read_fatbin(self) -> None:
-        from .cubin import read_fatbin
+        from ..cubin import read_fatbin
 
         seen = set()
         for entry in read_fatbin(self._data).entries:
@@ -164,7 +164,7 @@ def driver_floor(toolkit: tuple[int, int] | None) -> int:
 
 def _read_entry(entry: FatbinEntry) -> _Entry:
     """An entry of a fatbin; `unread` says so when it holds something else than its header says."""
-    from .cubin import driver_of
+    from ..cubin import driver_of
 
     text = entry.kind == "ptx"
     label = "PTX {}.{} for ".format(*entry.version) * text + entry.target
@@ -187,7 +187,7 @@ def _read_entry(entry: FatbinEntry) -> _Entry:
 
 
 def _read_cubin(data: bytes) -> _Entry:
-    from .cubin import read_cubin
+    from ..cubin import read_cubin
 
     info = read_cubin(data)
     specs = {}
@@ -200,7 +200,7 @@ def _read_cubin(data: bytes) -> _Entry:
 
 
 def _read_ptx(data: bytes) -> _Entry:
-    from .cubin import driver_of, read_ptx
+    from ..cubin import driver_of, read_ptx
 
     info = read_ptx(data)
     specs = {}

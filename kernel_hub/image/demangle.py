@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
-from .errors import FunctionNotFoundError
+from ..errors import FunctionNotFoundError
 
 _LIBRARIES = {"linux": ["libstdc++.so.6"], "darwin": ["/usr/lib/libc++abi.dylib"]}
 _PREFIX = "_Z"

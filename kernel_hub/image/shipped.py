@@ -12,19 +12,19 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ._foreign import ForeignImage
-from .collection.manifest import Collection, CubinEntry, open_collection
-from .collection.resolve import Candidate, not_found, resolve
-from .errors import (
+from ..collection.manifest import Collection, CubinEntry, open_collection
+from ..collection.resolve import Candidate, not_found, resolve
+from ..errors import (
     CubinCorruptError,
     CubinNotFoundError,
     FunctionNotFoundError,
     ParamsError,
     nearest,
 )
-from .files import read_file
-from .signature.function_spec import Chosen, FunctionSpec, Image, spec_of
-from .signature.params import Param
+from ..files import read_file
+from ..signature.function_spec import Chosen, FunctionSpec, Image, spec_of
+from ..signature.params import Param
+from .foreign import ForeignImage
 
 __all__ = ["Chosen", "ForeignImage", "FunctionSpec", "Image", "ShippedImage", "open_image"]
 

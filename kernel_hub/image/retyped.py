@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ._image import Chosen, FunctionSpec, Image
-from .errors import FunctionNotFoundError, ParamsError, nearest
-from .signature.c_types import ALIASES, SCALARS, canonical
-from .signature.params import Param
+from ..errors import FunctionNotFoundError, ParamsError, nearest
+from ..signature.c_types import ALIASES, SCALARS, canonical
+from ..signature.params import Param
+from .shipped import Chosen, FunctionSpec, Image
 
 _OWN_TYPE = {"struct", "class", "enum", "union"}
 # Types of CUDA's headers that no value here is checked against.
