@@ -13,17 +13,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from . import _loader
 from . import driver as _driver
-from ._bound import BoundLaunch
-from ._function import HintedFunction, KernelFunction, device_number, hook_fork, live
-from ._library import Lease, Library, LoadedImage, loaded_images
 from .arrays import interop
 from .driver import apart
 from .errors import DriverNotFoundError, FunctionNotFoundError, ParamsError
 from .image.demangle import Symbols, cxx_names
 from .image.retyped import DeclaredImage
 from .image.shipped import Image, open_image
+from .launch import loader
+from .launch.bound import BoundLaunch
+from .launch.function import HintedFunction, KernelFunction, device_number, hook_fork, live
+from .launch.libraries import Lease, Library, LoadedImage, loaded_images
 
 if TYPE_CHECKING:
     from .arrays.device_array import DeviceArray
@@ -146,7 +146,7 @@ class Kernel:
         if isinstance(signatures, Mapping):
             signatures = {available.find(name): given for name, given in signatures.items()}
         self._image = DeclaredImage(image, signatures) if signatures else image
-        self._loader = _loader.Loader(self._image, probe, keep)
+        self._loader = loader.Loader(self._image, probe, keep)
         self._lock = self._loader.lock
         self._log = ""
         self._functions: dict[str, KernelFunction] = {}
@@ -312,6 +312,6 @@ def _capability_at_hand(device: Any) -> tuple[int, int]:
 
 def _reset_for_tests() -> None:
     """Forget everything that was loaded, as if no driver had been opened yet."""
-    _loader._reset_for_tests()
+    loader._reset_for_tests()
     for function in list(live):
         function._forget()

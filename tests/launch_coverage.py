@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from kernel_hub import _launch, driver
+from kernel_hub import driver
 from kernel_hub.collection.manifest import open_collection
 from kernel_hub.collection.resolve import refusal
+from kernel_hub.launch import device_function
 
 TESTS = Path(__file__).resolve().parent
 # Each leaves tests out.
@@ -52,7 +53,7 @@ class LaunchCoverage:
 
     def install(self) -> None:
         """Patch the two places where a launch gets its function and its driver call."""
-        make_function = _launch.DeviceFunction.__init__
+        make_function = device_function.DeviceFunction.__init__
         open_driver = driver.Driver.__init__
 
         def new_function(function: Any, *args: Any, **kwargs: Any) -> None:
@@ -66,7 +67,7 @@ class LaunchCoverage:
                 self._gpu = opened
                 opened.launch_ex = self._counting(opened.launch_ex)
 
-        _launch.DeviceFunction.__init__ = new_function  # type: ignore[method-assign]
+        device_function.DeviceFunction.__init__ = new_function  # type: ignore[method-assign]
         driver.Driver.__init__ = new_driver  # type: ignore[method-assign]
 
     def _counting(self, launch_ex: Callable[..., int]) -> Callable[..., int]:

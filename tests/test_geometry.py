@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kernel_hub._geometry import CONFIG, Limits, Options, check, dims
 from kernel_hub.errors import LaunchConfigError
+from kernel_hub.launch.geometry import CONFIG, Limits, Options, check, dims
 
 
 def limits(**changes: Any) -> Limits:

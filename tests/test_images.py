@@ -11,7 +11,7 @@ import pytest
 from fakecuda import FakeCuda
 from fakecuda.helpers import arrays
 
-from kernel_hub import Kernel, _probe, cache_folder
+from kernel_hub import Kernel, cache_folder
 from kernel_hub.collection.resolve import ptx_refusal, refusal
 from kernel_hub.cubin import unpack
 from kernel_hub.errors import (
@@ -23,6 +23,7 @@ from kernel_hub.errors import (
     LaunchConfigError,
 )
 from kernel_hub.image.foreign import ForeignImage, driver_floor
+from kernel_hub.launch import probing
 
 DATA = Path(__file__).parent / "cubin/data"
 PTX = (DATA / "tiny_sm90.ptx").read_text()
@@ -180,7 +181,7 @@ def test_compressed_entries_that_only_the_driver_unpacks(
     fakecuda.set_jit(SM90)
     fakecuda.set_capability(0, 12, 0)
     probed: list[bytes] = []
-    monkeypatch.setattr(_probe, "_ask", lambda image, *_: probed.append(image) or "")
+    monkeypatch.setattr(probing, "_ask", lambda image, *_: probed.append(image) or "")
     kernel.add.load()
     assert fakecuda.calls("cuLinkAddData_v2") == 1
     kernel.unload()

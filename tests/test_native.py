@@ -18,12 +18,13 @@ import pytest
 from fakecuda import FakeCuda
 from fakecuda.helpers import make_stream
 
-from kernel_hub import DeviceArray, Kernel, KernelFunction, _native, driver
+from kernel_hub import DeviceArray, Kernel, KernelFunction, driver
 from kernel_hub.arrays import interop
 from kernel_hub.errors import CudaDriverError, KernelHubError, LaunchConfigError, ParamsError
+from kernel_hub.launch import c_launcher
 
 pytestmark = pytest.mark.skipif(
-    not _native.available(), reason="the shipped C launcher does not fit this Python or platform"
+    not c_launcher.available(), reason="the shipped C launcher does not fit this Python or platform"
 )
 GRID, BLOCK = (4, 1, 1), (256, 1, 1)
 
@@ -111,7 +112,7 @@ def fake_torch(monkeypatch: pytest.MonkeyPatch, exchange: bool) -> list[int]:
         def address(function: Any) -> int:
             return ctypes.cast(function, ctypes.c_void_p).value or 0
 
-        api = _native._Exchange(1, 3, 0, 0, 0, 0, address(_as_dltensor), address(work_stream))
+        api = c_launcher._Exchange(1, 3, 0, 0, 0, 0, address(_as_dltensor), address(work_stream))
         new = ctypes.pythonapi.PyCapsule_New
         new.restype, new.argtypes = ctypes.py_object, [
             ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p,
@@ -119,7 +120,7 @@ def fake_torch(monkeypatch: pytest.MonkeyPatch, exchange: bool) -> list[int]:
         capsule = new(ctypes.addressof(api), b"dlpack_exchange_api", None)
         monkeypatch.setattr(Tensor, "__dlpack_c_exchange_api__", capsule, raising=False)
         torch.keep = (api, work_stream)  # type: ignore[attr-defined]
-    _native._exchange.cache_clear()
+    c_launcher._exchange.cache_clear()
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setattr(  # `fakecuda` hides the streams of a real torch
         interop, "raw_stream_getter", lambda: torch._C._cuda_getCurrentRawStream

@@ -17,12 +17,13 @@ from fakecuda import FakeCuda
 from lots import Lots
 from test_native import BLOCK, GOOD, GRID, Tensor, X, Y, Z, fake_torch
 
-from kernel_hub import Kernel, KernelFunction, _native
+from kernel_hub import Kernel, KernelFunction
 from kernel_hub.errors import KernelHubError, LaunchConfigError, ParamsError
+from kernel_hub.launch import c_launcher
 
-PACKAGE = Path(_native.__file__).parent
+PACKAGE = Path(c_launcher.__file__).parent
 pytestmark = pytest.mark.skipif(
-    not _native.available(), reason="the shipped C launcher does not fit this Python or platform"
+    not c_launcher.available(), reason="the shipped C launcher does not fit this Python or platform"
 )
 
 
@@ -33,7 +34,7 @@ def make(
     """Makes a function that was launched once, with that launcher in front."""
     fake_torch(monkeypatch, request.param == "C, exchange API")
     if request.param == "Python":
-        monkeypatch.setenv(_native.VARIABLE, "0")
+        monkeypatch.setenv(c_launcher.VARIABLE, "0")
 
     def made(kernel: Kernel | None = None) -> KernelFunction:
         function = (kernel or Kernel("launch_probe")).launch_probe_5
@@ -191,11 +192,11 @@ def test_what_is_no_error_passes_through(
 @pytest.fixture
 def reopened(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The library is opened anew within the test, and after it."""
-    _native._opened.cache_clear()
+    c_launcher._opened.cache_clear()
     yield
     monkeypatch.undo()
-    _native._opened.cache_clear()
-    assert _native.available()
+    c_launcher._opened.cache_clear()
+    assert c_launcher.available()
 
 
 @pytest.mark.parametrize("turn", range(20))
@@ -203,7 +204,7 @@ def test_a_library_with_another_digest_is_not_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reopened: None, turn: int
 ) -> None:
     lots = Lots("digest", turn)
-    data = bytearray((PACKAGE / _native.LIBRARY).read_bytes())
+    data = bytearray((PACKAGE / c_launcher.LIBRARY).read_bytes())
     match lots.randrange(3):
         case 0:
             data[lots.randrange(len(data))] ^= 1 << lots.randrange(8)
@@ -213,24 +214,24 @@ def test_a_library_with_another_digest_is_not_opened(
             data += bytes([lots.randrange(256)])
     path = tmp_path / "launcher.so"
     path.write_bytes(data)
-    monkeypatch.setattr(_native, "LIBRARY", str(path))
+    monkeypatch.setattr(c_launcher, "LIBRARY", str(path))
     monkeypatch.setattr(ctypes, "PyDLL", lambda *_: pytest.fail(f"{lots}: it was opened"))
     with pytest.warns(RuntimeWarning, match="is not the file that was built") as warned:
-        assert not _native.available()
-    assert not _native.available() and len(warned) == 1
-    assert hashlib.sha256(data).hexdigest() in _native.why_not()
+        assert not c_launcher.available()
+    assert not c_launcher.available() and len(warned) == 1
+    assert hashlib.sha256(data).hexdigest() in c_launcher.why_not()
 
 
 def test_the_shipped_library_is_the_one_that_is_vouched_for() -> None:
-    data = (PACKAGE / _native.LIBRARY).read_bytes()
-    assert hashlib.sha256(data).hexdigest() == _native.LIBRARY_SHA256
+    data = (PACKAGE / c_launcher.LIBRARY).read_bytes()
+    assert hashlib.sha256(data).hexdigest() == c_launcher.LIBRARY_SHA256
 
 
 @pytest.mark.parametrize("turn", range(30))
 def test_a_python_of_another_layout_is_left_to_the_python_launcher(turn: int) -> None:
     """As one that puts an object's type elsewhere would look: some answer is wrong."""
     lots = Lots("layout", turn)
-    assert _native._knows_layout(_native._opened()[0].kernel_hub_type_is)
+    assert c_launcher._knows_layout(c_launcher._opened()[0].kernel_hub_type_is)
     wrong = lots.randrange(15 * 4)
     asked = iter(range(15 * 4))
 
@@ -238,17 +239,17 @@ def test_a_python_of_another_layout_is_left_to_the_python_launcher(turn: int) ->
         right = type(sample) is (int, float, tuple, list)[number]
         return right != (next(asked) == wrong)
 
-    assert not _native._knows_layout(type_is), lots
+    assert not c_launcher._knows_layout(type_is), lots
 
 
 def test_a_library_that_does_not_fit_says_why(
     monkeypatch: pytest.MonkeyPatch, reopened: None, fakecuda: FakeCuda
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(_native, "_knows_layout", lambda _: False)
-        assert "laid out" in _native.why_not()
+        patch.setattr(c_launcher, "_knows_layout", lambda _: False)
+        assert "laid out" in c_launcher.why_not()
         function = Kernel("launch_probe").launch_probe_5
         function(GRID, BLOCK, 0, 0, [None, None, None, 1, 0.5])
         assert function.func is function._launch
-    monkeypatch.setenv(_native.VARIABLE, "0")
-    assert _native.why_not() == "KERNEL_HUB_NATIVE=0"
+    monkeypatch.setenv(c_launcher.VARIABLE, "0")
+    assert c_launcher.why_not() == "KERNEL_HUB_NATIVE=0"

@@ -17,9 +17,10 @@ from pathlib import Path
 import pytest
 from fakecuda import FakeCuda
 
-from kernel_hub import Kernel, _probe, cache_folder, driver
+from kernel_hub import Kernel, cache_folder, driver
 from kernel_hub.cubin import read_cubin, unpack
 from kernel_hub.errors import CubinCorruptError, ProbeError
+from kernel_hub.launch import probing
 
 DATA = Path(__file__).parent / "cubin/data"
 SOUND = (DATA / "tiny_sm90.cubin").read_bytes()
@@ -76,7 +77,7 @@ def test_an_answer_is_kept(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(CubinCorruptError, match="signal 6"):
             load()
     with monkeypatch.context() as other:
-        other.setattr(_probe, "_build", lambda _: "another driver")
+        other.setattr(probing, "_build", lambda _: "another driver")
         with pytest.raises(CubinCorruptError, match="signal 6"):
             load()
     with pytest.raises(CubinCorruptError, match="signal 6"):
@@ -91,7 +92,7 @@ def test_a_deadly_image_is_remembered(
     with pytest.raises(CubinCorruptError, match=r"died on it in a child process \(signal 6\)"):
         load()
     monkeypatch.delenv("FAKECUDA_AT")
-    monkeypatch.setattr(_probe, "_ask", lambda *_: pytest.fail("asked again"))
+    monkeypatch.setattr(probing, "_ask", lambda *_: pytest.fail("asked again"))
     with pytest.raises(CubinCorruptError, match="signal 6"):
         load()
     assert not stand_in.calls("cuLibraryLoadData")
@@ -109,7 +110,7 @@ def test_the_image_is_to_blame(
     kept: Path, monkeypatch: pytest.MonkeyPatch, at: str, words: str
 ) -> None:
     monkeypatch.setenv("FAKECUDA_AT", at)
-    monkeypatch.setattr(_probe, "SECONDS", 2)
+    monkeypatch.setattr(probing, "SECONDS", 2)
     with pytest.raises(CubinCorruptError, match=words):
         load()
 
@@ -130,7 +131,7 @@ def test_the_image_is_not_to_blame(
 ) -> None:
     """What comes before a context, or from outside, is no word about the image, and is not kept."""
     monkeypatch.setenv("FAKECUDA_AT", at)
-    monkeypatch.setattr(_probe, "SECONDS", 2)
+    monkeypatch.setattr(probing, "SECONDS", 2)
     with pytest.raises(ProbeError, match=f"could not be probed.*{words}.*KERNEL_HUB_PROBE=0"):
         load()
     assert not kept.exists() and not stand_in.calls("cuLibraryLoadData")
@@ -168,16 +169,16 @@ def hold(path: str, seconds: float, ready: multiprocessing.synchronize.Event) ->
 def test_one_probe_a_machine_at_a_time(
     kept: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(_probe.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(probing.tempfile, "gettempdir", lambda: str(tmp_path))
     context = multiprocessing.get_context("spawn")
     ready = context.Event()
     holder = context.Process(target=hold, args=(str(tmp_path / "kernel_hub_probe.lock"), 3, ready))
     holder.start()
     assert ready.wait(60)
-    monkeypatch.setattr(_probe, "_LOCK_SECONDS", 0.1)
+    monkeypatch.setattr(probing, "_LOCK_SECONDS", 0.1)
     with pytest.raises(ProbeError, match="another process has held"):
         load()
-    monkeypatch.setattr(_probe, "_LOCK_SECONDS", 60)
+    monkeypatch.setattr(probing, "_LOCK_SECONDS", 60)
     assert len(load()) == 1
     holder.join(60)
     assert holder.exitcode == 0
@@ -186,22 +187,22 @@ def test_one_probe_a_machine_at_a_time(
 def test_another_probed_it_meanwhile(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waited for the lock asks for the answer again before a child."""
     key = cache_folder.key
-    monkeypatch.setattr(_probe._cache, "key", lambda *parts: key("one"))
-    once = _probe._one_at_a_time
+    monkeypatch.setattr(probing._cache, "key", lambda *parts: key("one"))
+    once = probing._one_at_a_time
 
     def after_another(label: str) -> object:
         cache_folder.store("probed", key("one"), b"")
         return once(label)
 
-    monkeypatch.setattr(_probe, "_one_at_a_time", after_another)
-    monkeypatch.setattr(_probe, "_ask", lambda *_: pytest.fail("asked all the same"))
+    monkeypatch.setattr(probing, "_one_at_a_time", after_another)
+    monkeypatch.setattr(probing, "_ask", lambda *_: pytest.fail("asked all the same"))
     assert load() == []
 
 
 def test_the_driver_is_known_to_the_build(stand_in: FakeCuda) -> None:
     status = os.stat(stand_in.path)
     expected = f"{os.path.basename(stand_in.path)} {status.st_size} {status.st_mtime_ns}"
-    assert _probe._build(driver.get()) == expected
+    assert probing._build(driver.get()) == expected
 
 
 def test_a_packed_image_that_kills_the_driver_kills_a_child(

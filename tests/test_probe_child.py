@@ -20,8 +20,9 @@ import pytest
 from fakecuda import FakeCuda
 from lots import Lots
 
-from kernel_hub import Kernel, _probe, cache_folder, driver
+from kernel_hub import Kernel, cache_folder, driver
 from kernel_hub.errors import ProbeError
+from kernel_hub.launch import probing
 
 ROOT = Path(__file__).resolve().parent.parent
 CUBIN = ROOT / "tests/cubin/data/tiny_sm90.cubin"
@@ -133,16 +134,16 @@ def test_an_early_end_is_no_answer(
     plain: Path, monkeypatch: pytest.MonkeyPatch, program: str
 ) -> None:
     """Exit code 0, and even words like the right ones: what they end with is new each time."""
-    monkeypatch.setattr(_probe, "_PROGRAM", program)
+    monkeypatch.setattr(probing, "_PROGRAM", program)
     with pytest.raises(ProbeError, match=r"could not be probed.*(no context|without an answer)"):
         Kernel(CUBIN, probe=True).load()
     assert not plain.exists()
 
 
 def test_the_words_are_new_each_time(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens = {_probe.secrets.token_hex(16) for _ in range(100)}
+    tokens = {probing.secrets.token_hex(16) for _ in range(100)}
     assert len(tokens) == 100
-    monkeypatch.setattr(_probe, "_PROGRAM", READS + "print(head['ready'], file=sys.stderr)")
+    monkeypatch.setattr(probing, "_PROGRAM", READS + "print(head['ready'], file=sys.stderr)")
     said = set()
     for _ in range(3):
         with pytest.raises(ProbeError, match=r"ready \w{32}") as caught:
@@ -154,8 +155,8 @@ def test_the_words_are_new_each_time(plain: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_chatty_driver_does_not_hide_the_answer(
     plain: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = "import os; os.write(1, b'libcuda: hello\\n\\xff\\n')" + _probe._PROGRAM
-    monkeypatch.setattr(_probe, "_PROGRAM", program)
+    program = "import os; os.write(1, b'libcuda: hello\\n\\xff\\n')" + probing._PROGRAM
+    monkeypatch.setattr(probing, "_PROGRAM", program)
     Kernel(CUBIN, probe=True).load()
     assert len(list(plain.iterdir())) == 1
 
@@ -178,14 +179,14 @@ def test_an_interrupted_child_says_nothing_of_the_image(
 def test_any_number_of_functions(plain: Path) -> None:
     """Their names do not fit on a command line."""
     names = ["add"] * 100_000
-    assert _probe._ask(CUBIN.read_bytes(), "x", names, 0) == ""
+    assert probing._ask(CUBIN.read_bytes(), "x", names, 0) == ""
 
 
 def test_names_of_any_kind(plain: Path) -> None:
     lots = Lots("names")
     for _ in range(10):
         name = "".join(chr(lots.randrange(1, 0x3000)) for _ in range(lots.randint(1, 40)))
-        answer = _probe._ask(CUBIN.read_bytes(), "x", ["add", name], 0)
+        answer = probing._ask(CUBIN.read_bytes(), "x", ["add", name], 0)
         assert "cuLibraryGetKernel failed" in answer, f"{lots}: {name!r}: {answer}"
 
 

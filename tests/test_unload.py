@@ -15,9 +15,10 @@ from fakecuda.helpers import BLOCK, GRID, PROBE_CUBIN, make_stream
 from lots import Lots
 from test_native import fake_torch
 
-from kernel_hub import Kernel, _library, _native, loaded_images
+from kernel_hub import Kernel, loaded_images
 from kernel_hub.arrays.device_array import trim
 from kernel_hub.errors import ParamsError
+from kernel_hub.launch import c_launcher, libraries
 
 IMAGE = PROBE_CUBIN.read_bytes()
 PARAMS = [None, None, None, 5, 0.5]
@@ -84,10 +85,10 @@ def test_what_a_graph_may_hold_stays(
 ) -> None:
     """A graph launches a captured kernel without our knowing, long after its Kernel is gone."""
     fake = make_fakecuda(devices=devices)
-    if native and not _native.available():
+    if native and not c_launcher.available():
         pytest.skip("the shipped C launcher does not fit here")
     if not native:
-        monkeypatch.setenv(_native.VARIABLE, "0")
+        monkeypatch.setenv(c_launcher.VARIABLE, "0")
     current = fake_torch(monkeypatch, exchange=True) if native else [0]
     stream = make_stream()
     quiet, used = kernel(1), kernel(2)
@@ -237,7 +238,7 @@ def test_nothing_is_swept_in_a_forked_child(fake: FakeCuda) -> None:
     if not pid:
         try:
             loaded_images()
-            _library.sweep()
+            libraries.sweep()
         finally:
             os._exit(0 if len(loaded_images()) == 1 else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from .. import _native
 from ..collection.manifest import Collection
+from ..launch import c_launcher
 
 PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -43,7 +43,7 @@ def files_of(collection: Collection) -> tuple[list[File], bool]:
     own = collection.package == "kernel_hub"
     record = _record(PACKAGE) if own else {}
     if own:
-        record[PACKAGE / _native.LIBRARY] = _native.LIBRARY_SHA256
+        record[PACKAGE / c_launcher.LIBRARY] = c_launcher.LIBRARY_SHA256
     found = []
     for path in sorted({*_below(root), *(_below(PACKAGE) if own else ())} - known):
         vouched = record.get(path)

@@ -11,10 +11,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from .. import __version__, _native, cache_folder
+from .. import __version__, cache_folder
 from .. import driver as _driver
 from ..collection.manifest import Collection, open_collection
 from ..errors import KernelHubError
+from ..launch import c_launcher
 from . import _console
 from ._gather import choices
 
@@ -82,9 +83,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def examine() -> Report:
     """Look at everything; never raises for what it finds."""
-    launcher = "C" if _native.available() else "Python"
+    launcher = "C" if c_launcher.available() else "Python"
     report = Report(__version__, platform.python_version(), platform.platform(), launcher)
-    if reason := _native.why_not():
+    if reason := c_launcher.why_not():
         report.notes.append(f"the C launcher is not used: {reason}")
     _examine_cache(report)
     collection = _examine_cubins(report)
@@ -93,7 +94,7 @@ def examine() -> Report:
         _examine_devices(report, driver, collection)
     _examine_torch(report)
     # Of this process: from the command line nothing is loaded, within a program it says what is.
-    if library := sys.modules.get("kernel_hub._library"):
+    if library := sys.modules.get("kernel_hub.launch.libraries"):
         report.loaded = [asdict(image) for image in library.loaded_images()]
     return report
 

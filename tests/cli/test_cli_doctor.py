@@ -12,10 +12,11 @@ import pytest
 from cli_run import Run
 from fakecuda import FakeCuda
 
-from kernel_hub import Kernel, _native, driver
+from kernel_hub import Kernel, driver
 from kernel_hub.cli import doctor
 from kernel_hub.driver import prototypes
 from kernel_hub.errors import CubinNotFoundError
+from kernel_hub.launch import c_launcher
 
 Make = Callable[..., FakeCuda]
 
@@ -108,7 +109,7 @@ def test_every_optional_call_is_explained() -> None:
 def test_which_launcher(
     kernel_hub_cli: Run, monkeypatch: pytest.MonkeyPatch, on: bool, shown: str
 ) -> None:
-    monkeypatch.setattr(_native, "available", lambda: on)
+    monkeypatch.setattr(c_launcher, "available", lambda: on)
     assert f"launcher    {shown} launcher takes" in kernel_hub_cli("doctor").out
 
 
@@ -171,5 +172,5 @@ def test_loaded_images_and_why(fakecuda: FakeCuda, kernel_hub_cli: Run) -> None:
 def test_why_the_c_launcher_is_not_used(
     fakecuda: FakeCuda, kernel_hub_cli: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(_native.VARIABLE, "0")
+    monkeypatch.setenv(c_launcher.VARIABLE, "0")
     assert "note: the C launcher is not used: KERNEL_HUB_NATIVE=0" in kernel_hub_cli("doctor").out

@@ -14,12 +14,12 @@ from fakecuda.helpers import make_stream
 from test_native import FP16, Tensor, fake_torch
 from triton_data import DATA, VERSIONS, hidden
 
-from kernel_hub import _native
 from kernel_hub.errors import KernelHubError, LaunchConfigError
 from kernel_hub.formats import triton
+from kernel_hub.launch import c_launcher
 
 pytestmark = pytest.mark.skipif(
-    not _native.available(), reason="the shipped C launcher does not fit this Python or platform"
+    not c_launcher.available(), reason="the shipped C launcher does not fit this Python or platform"
 )
 X, Y, Z = (Tensor(0x7F0000001000 + 256 * i) for i in range(3))
 GOOD = [X, Y, Z, 32]

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from kernel_hub import Kernel, _probe, cache_folder
+from kernel_hub import Kernel, cache_folder
 from kernel_hub.cubin import read_cubin
 from kernel_hub.errors import ProbeError
+from kernel_hub.launch import probing
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.gpu
@@ -59,4 +60,4 @@ def test_a_full_gpu_is_not_the_images_fault(unknown: bytes) -> None:
 def test_the_driver_names_its_build() -> None:
     from kernel_hub import driver
 
-    assert "libcuda.so." in _probe._build(driver.get())
+    assert "libcuda.so." in probing._build(driver.get())

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from kernel_hub import DeviceArray, Kernel, _library, driver, loaded_images
+from kernel_hub import DeviceArray, Kernel, driver, loaded_images
 from kernel_hub.arrays.device_array import trim
+from kernel_hub.launch import libraries
 
 pytest.importorskip("cuda.core", reason="from_source needs cuda-core")
 SOURCE = """
@@ -67,7 +68,7 @@ def test_whether_cu_library_unload_waits(
     print(f"\ncuLibraryUnload, work on the {where}: returned in {took * 1e3:.1f} ms, the work went "
           f"on for {rest * 1e3:.1f} ms; then {code}")  # fmt: skip
     record_property("unload_ms", took * 1e3)
-    _library._libraries.pop(held.library.key, None)  # it is gone already
+    libraries._libraries.pop(held.library.key, None)  # it is gone already
     made._loader._held.clear()
     assert code == ("", 0)
     assert value(out) == 11

@@ -12,15 +12,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ..._bound import BoundLaunch
-from ..._codegen import torch_names
-from ..._function import KernelFunction
-from ..._launch import DeviceFunction, is_blocking
-from ..._native import Fixed, Launcher
-from ..._native import available as native_available
 from ...arrays import interop
 from ...errors import CubinCorruptError, LaunchConfigError, ParamsError
 from ...image.shipped import FunctionSpec
+from ...launch.bound import BoundLaunch
+from ...launch.c_launcher import Fixed, Launcher
+from ...launch.c_launcher import available as native_available
+from ...launch.device_function import DeviceFunction, is_blocking
+from ...launch.function import KernelFunction
+from ...launch.generated import torch_names
 from ...signature.c_types import type_info
 from ...signature.params import wrong_count
 from . import _scratch

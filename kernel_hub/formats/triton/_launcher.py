@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ..._function import KernelFunction
-from ..._geometry import dims
 from ...arrays.interop import describe
 from ...errors import LaunchConfigError, ParamsError, TensorError
+from ...launch.function import KernelFunction
+from ...launch.geometry import dims
 from ...signature.c_types import type_info
 from ...signature.params import Param, ordered, wrong_count
 from . import _scratch

@@ -8,13 +8,13 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from ..._function import KernelFunction
-from ..._geometry import Options, check
-from ..._launch import DeviceFunction
 from ...arrays import interop
 from ...arrays.device_array import DeviceArray
 from ...arrays.pool import allocate
 from ...errors import LaunchConfigError
+from ...launch.device_function import DeviceFunction
+from ...launch.function import KernelFunction
+from ...launch.geometry import Options, check
 from ._metadata import Metadata
 
 _POOL_ALIGN = 256  # of every block of the driver's pools

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from .... import driver as _driver
 from .... import registry
-from ...._function import device_number
 from ....collection import manifest_write
 from ....collection.manifest import (
     Collection,
@@ -29,6 +28,7 @@ from ....cubin import read_cubin
 from ....errors import CubinCorruptError, CubinNotFoundError, KernelHubError, ParamsError, nearest
 from ....image.shipped import ShippedImage
 from ....kernel import Kernel
+from ....launch.function import device_number
 from .._function import TritonFunction
 from .._grid import Grid, check_names
 from .._metadata import Metadata

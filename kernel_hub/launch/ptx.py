@@ -11,10 +11,10 @@ import struct
 from ctypes import byref, c_int, c_size_t, c_void_p
 from typing import NamedTuple
 
-from . import cache_folder
-from .driver import Driver
-from .errors import CubinCorruptError
-from .signature.function_spec import Chosen
+from .. import cache_folder
+from ..driver import Driver
+from ..errors import CubinCorruptError
+from ..signature.function_spec import Chosen
 
 _INFO, _INFO_BYTES, _ERROR, _ERROR_BYTES, _VERBOSE = 3, 4, 5, 6, 12
 _INPUTS = {"ptx": 1, "fatbin": 2}
@@ -59,7 +59,7 @@ def _unpack(kept: bytes, chosen: Chosen) -> Compiled:
 
     Raises CubinCorruptError for anything else, and for code of other functions than `chosen` has.
     """
-    from .cubin import read_cubin
+    from ..cubin import read_cubin
 
     if len(kept) < _LENGTH.size:
         raise CubinCorruptError(f"it is {len(kept)} bytes")

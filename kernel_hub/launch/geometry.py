@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from .errors import LaunchConfigError
+from ..errors import LaunchConfigError
 
 # CUlaunchConfig: grid x3, block x3, shared bytes, pad, stream, attributes, their count, pad.
 CONFIG = struct.Struct("<7I4xQQI4x")

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Sequence
 from ctypes import byref, c_uint, c_void_p
 
-from . import driver
-from .errors import KernelHubError
+from .. import driver
+from ..errors import KernelHubError
 
 OUT_OF_MEMORY = 2  # a CUresult
 REFUSED, FULL = 1, 75  # exit codes

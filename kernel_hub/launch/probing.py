@@ -15,8 +15,9 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from . import _probe_child, cache_folder, driver
-from .errors import CubinCorruptError, ProbeError
+from .. import cache_folder, driver
+from ..errors import CubinCorruptError, ProbeError
+from . import probe_child
 
 VARIABLE = "KERNEL_HUB_PROBE"
 SECONDS = 60  # that an image may take, the child's own start included
@@ -33,7 +34,7 @@ from importlib.util import module_from_spec
 spec = PathFinder.find_spec("kernel_hub", [sys.argv[1]])
 package = sys.modules["kernel_hub"] = module_from_spec(spec)
 spec.loader.exec_module(package)
-from kernel_hub._probe_child import main
+from kernel_hub.launch.probe_child import main
 sys.exit(main())
 """
 _FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # or the zip file
@@ -131,7 +132,7 @@ def _ask(image: bytes, label: str, symbols: Sequence[str], device: int) -> str:
         return f"the driver hung for {SECONDS} s on it in a child process"
     if -status in [getattr(signal, name, None) for name in _FROM_OUTSIDE]:
         raise _unprobed(label, f"the child process was ended from outside (signal {-status})")
-    if status == _probe_child.FULL:
+    if status == probe_child.FULL:
         raise _unprobed(label, f"the child process ran out of GPU memory: {last}")
     if status < 0:
         return f"the driver died on it in a child process (signal {-status})"

@@ -17,15 +17,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from . import driver as _driver
-from ._codegen import PARAMS_AT, STREAM_AT
-from ._geometry import CONFIG, PORTABLE_CLUSTER, Limits, Options, check
-from ._native import Launcher
-from .arrays import interop
-from .driver import Driver
-from .errors import LaunchConfigError
-from .image.shipped import FunctionSpec
-from .signature.params import layout
+from .. import driver as _driver
+from ..arrays import interop
+from ..driver import Driver
+from ..errors import LaunchConfigError
+from ..image.shipped import FunctionSpec
+from ..signature.params import layout
+from .c_launcher import Launcher
+from .generated import PARAMS_AT, STREAM_AT
+from .geometry import CONFIG, PORTABLE_CLUSTER, Limits, Options, check
 
 BLOCKING_VARIABLE = "KERNEL_HUB_LAUNCH_BLOCKING"
 _PUT_STREAM = struct.Struct("<Q").pack_into

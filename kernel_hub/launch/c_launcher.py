@@ -22,12 +22,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ._geometry import CONFIG
-from .arrays.interop import loaded_torch
-from .signature.params import Param
+from ..arrays.interop import loaded_torch
+from ..signature.params import Param
+from .geometry import CONFIG
 
 if TYPE_CHECKING:
-    from ._launch import DeviceFunction
+    from .device_function import DeviceFunction
 
 VARIABLE = "KERNEL_HUB_NATIVE"
 LIBRARY = "native/launcher_linux_x86_64.so"

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from ._geometry import NOT_GIVEN, one_shared
-from .arrays import interop
-from .driver import Driver
-from .driver.stream_order import Order
-from .errors import ParamsError
-from .signature.params import Param, ordered, wrong_count
+from ..arrays import interop
+from ..driver import Driver
+from ..driver.stream_order import Order
+from ..errors import ParamsError
+from ..signature.params import Param, ordered, wrong_count
+from .geometry import NOT_GIVEN, one_shared
 
 STREAM_AT = 32  # of CUlaunchConfig
 PARAMS_AT = 64

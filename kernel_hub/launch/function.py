@@ -15,21 +15,21 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from . import _codegen
-from . import driver as _driver
-from ._geometry import NOT_GIVEN, dims, index, one_shared
-from ._launch import DeviceFunction, device_of, is_blocking
-from ._loader import Loader
-from ._native import Launcher
-from ._native import available as native_available
-from .arrays import interop
-from .driver import apart
-from .errors import KernelHubError, LaunchConfigError
-from .image.shipped import FunctionSpec
-from .signature.params import ordered
+from .. import driver as _driver
+from ..arrays import interop
+from ..driver import apart
+from ..errors import KernelHubError, LaunchConfigError
+from ..image.shipped import FunctionSpec
+from ..signature.params import ordered
+from . import generated
+from .c_launcher import Launcher
+from .c_launcher import available as native_available
+from .device_function import DeviceFunction, device_of, is_blocking
+from .geometry import NOT_GIVEN, dims, index, one_shared
+from .loader import Loader
 
 if TYPE_CHECKING:
-    from ._bound import BoundLaunch
+    from .bound import BoundLaunch
 
 live: weakref.WeakSet[KernelFunction] = weakref.WeakSet()
 
@@ -177,7 +177,7 @@ class KernelFunction(partial):  # type: ignore[type-arg]
 
         Arguments as in a launch; `options` are its keywords (cluster, cooperative, …).
         """
-        from ._bound import BoundLaunch
+        from .bound import BoundLaunch
 
         sharedMemBytes = one_shared(sharedMemBytes, options, self.name)
         return BoundLaunch._make(self, gridDim, blockDim, sharedMemBytes, stream, params, options)
@@ -224,9 +224,9 @@ class KernelFunction(partial):  # type: ignore[type-arg]
             namespace.update(
                 state=state, streams=state.streams, plain=state.plain, function=state.argument
             )
-        namespace.update(_codegen.fixed_names(driver, state.params))
-        namespace.update(_codegen.torch_names(state.params))
-        text = _codegen.launcher_source(
+        namespace.update(generated.fixed_names(driver, state.params))
+        namespace.update(generated.torch_names(state.params))
+        text = generated.launcher_source(
             state.params,
             many_devices=driver.device_count > 1,
             blocking=is_blocking(),
@@ -243,7 +243,7 @@ class KernelFunction(partial):  # type: ignore[type-arg]
         if getter is None or is_blocking() or not native_available():
             return False
         native = self._native or Launcher(self._launch)
-        names = _codegen.torch_names(state.params)
+        names = generated.torch_names(state.params)
         dtypes = [names.get(f"dtype{param.index}") for param in state.params]
         if not native.arm(state, dtypes, interop.loaded_torch(), getter):
             return False

@@ -15,23 +15,23 @@ from ctypes import byref, c_int, c_size_t, c_uint32, c_ulonglong, c_void_p
 from dataclasses import dataclass, replace
 from typing import Any
 
-from . import _probe
-from . import driver as _driver
-from ._geometry import Limits
-from ._jit import compile_ptx
-from ._launch import DeviceFunction
-from .arrays import pool
-from .driver import Driver, apart
-from .driver.contexts import RelaxedCapture
-from .errors import (
+from .. import driver as _driver
+from ..arrays import pool
+from ..driver import Driver, apart
+from ..driver.contexts import RelaxedCapture
+from ..errors import (
     CubinCorruptError,
     CudaDriverError,
     DriverNotFoundError,
     FunctionNotFoundError,
     LaunchConfigError,
 )
-from .image.shipped import Chosen, FunctionSpec
-from .signature.params import Param
+from ..image.shipped import Chosen, FunctionSpec
+from ..signature.params import Param
+from . import probing
+from .device_function import DeviceFunction
+from .geometry import Limits
+from .ptx import compile_ptx
 
 _MAX_THREADS, _STATIC_SHARED, _CLUSTER_REQUIRED = 0, 1, (11, 12, 13)
 _BINARY_IS_PRESERVED = 1
@@ -323,12 +323,12 @@ def _load(driver: Driver, chosen: Chosen, image: bytes) -> int:
 def _probe_first(driver: Driver, image: bytes, chosen: Chosen, device: int) -> None:
     """Load what no reader could vouch for in a child process, and say so the first time."""
     unknown = "; ".join(chosen.unknown)
-    if _probe.is_off():
+    if probing.is_off():
         if unknown:
             _warn(f"{chosen.label} holds {unknown}, unknown here, and was loaded unprobed")
         return
     symbols = [spec.symbol or name for name, spec in chosen.functions.items()]
-    if _probe.survives(driver, image, chosen.label, symbols, device) and unknown:
+    if probing.survives(driver, image, chosen.label, symbols, device) and unknown:
         _warn(
             f"{chosen.label} holds {unknown}, unknown to this version of kernel_hub. "
             "It was loaded in a child process first, and the driver took it"

@@ -11,15 +11,15 @@ import weakref
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
-from . import _library
-from . import driver as _driver
-from ._launch import DeviceFunction
-from ._library import Lease, Library, library_for, load_function
-from .arrays import interop
-from .driver import Driver, apart
-from .driver.contexts import RelaxedCapture
-from .errors import CudaDriverError, LaunchConfigError
-from .image.shipped import Chosen, FunctionSpec, Image
+from .. import driver as _driver
+from ..arrays import interop
+from ..driver import Driver, apart
+from ..driver.contexts import RelaxedCapture
+from ..errors import CudaDriverError, LaunchConfigError
+from ..image.shipped import Chosen, FunctionSpec, Image
+from . import libraries
+from .device_function import DeviceFunction
+from .libraries import Lease, Library, library_for, load_function
 
 T = TypeVar("T")
 _loaders: weakref.WeakSet[Loader] = weakref.WeakSet()
@@ -125,6 +125,6 @@ def _refuse_capture(driver: Driver, label: str, device: int, stream: int) -> Non
 
 def _reset_for_tests() -> None:
     """Forget everything that was loaded."""
-    _library.forget()
+    libraries.forget()
     for loader in list(_loaders):
         loader._held.clear()

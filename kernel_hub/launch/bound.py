@@ -5,16 +5,16 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from . import _codegen, _native
-from . import driver as _driver
-from ._launch import DeviceFunction, StreamConfigs, is_blocking
-from .arrays import interop
-from .driver.stream_order import Order
-from .errors import LaunchConfigError, ParamsError
-from .signature.params import ordered, takes, wrong_count
+from .. import driver as _driver
+from ..arrays import interop
+from ..driver.stream_order import Order
+from ..errors import LaunchConfigError, ParamsError
+from ..signature.params import ordered, takes, wrong_count
+from . import c_launcher, generated
+from .device_function import DeviceFunction, StreamConfigs, is_blocking
 
 if TYPE_CHECKING:
-    from ._function import KernelFunction
+    from .function import KernelFunction
 
 
 class BoundLaunch(partial):  # type: ignore[type-arg]
@@ -60,11 +60,11 @@ class BoundLaunch(partial):  # type: ignore[type-arg]
         pool = state.options_pool(**options)
         slot = state.new_slot(pool)
         state.shape(pool, slot, gridDim, blockDim, sharedMemBytes)
-        values = _codegen.convert_all(Order(driver), expected, params, device, handle)
+        values = generated.convert_all(Order(driver), expected, params, device, handle)
         try:
-            slot[4](slot[3], _codegen.STREAM_AT, handle, *values)
-        except _codegen.PACK_ERRORS:
-            raise _codegen.explain(params, expected, handle, device) from None
+            slot[4](slot[3], generated.STREAM_AT, handle, *values)
+        except generated.PACK_ERRORS:
+            raise generated.explain(params, expected, handle, device) from None
         if handle:
             state.admit(handle)
         configs = StreamConfigs(state, pool, slot)
@@ -83,9 +83,9 @@ class BoundLaunch(partial):  # type: ignore[type-arg]
         call, twin = launch, None
         # Which streams use a DeviceArray is noted in Python, at each stream's first launch.
         noting = follow and any(hasattr(value, "_record_use") for value in params)
-        if not noting and not is_blocking() and _native.available():
+        if not noting and not is_blocking() and c_launcher.available():
             getter = interop.raw_stream_getter() if follow else None
-            call, twin = _native.bound(state, slot[3], slot[6]._obj, launch, getter)
+            call, twin = c_launcher.bound(state, slot[3], slot[6]._obj, launch, getter)
         self = cls(call)
         self._keep = (function, params, configs, expire, twin)
         state.bounds.add(self)

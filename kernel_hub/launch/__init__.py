@@ -1,0 +1,1 @@
+"""From a chosen image to cuLaunchKernelEx: loading, launchers, functions. Knows no Kernel."""
