@@ -34,9 +34,9 @@ _HOME = {
     "BoundLaunch": "kernel",
     "LoadedImage": "kernel",
     "loaded_images": "kernel",
-    "DeviceArray": "memory",
-    "memory_stats": "memory",
-    "TensorMap": "tensormap",
+    "DeviceArray": "arrays.device_array",
+    "memory_stats": "arrays.device_array",
+    "TensorMap": "arrays.tensor_map",
     **dict.fromkeys(
         (
             "KernelHubError",

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds native/launcher.c and .h -> kernel_hub/native/launcher_linux_x86_64.so, or with --check compares the two.
 # Reproducible with one compiler version, which is recorded beside the library. The library's own digest is written into
-# kernel_hub/_native.py, which opens no other file.
+# kernel_hub/launch/c_launcher.py, which opens no other file.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 CC=${CC:-gcc}
@@ -11,7 +11,7 @@ if [ "$(uname -sm)" != "Linux x86_64" ]; then
     echo "the launcher is built on Linux x86_64 only; elsewhere the Python launcher serves"
     exit 0
 fi
-vouching=kernel_hub/_native.py
+vouching=kernel_hub/launch/c_launcher.py
 compiler=$($CC --version | head -n 1)
 record="$compiler
 $(cat native/launcher.h native/launcher.c | sha256sum | cut -d ' ' -f 1)"

@@ -1,12 +1,12 @@
 // The quick path of a launch in plain C: values -> CUlaunchConfig and parameters on this stack ->
 // cuLaunchKernelEx.
 //
-// An optional twin of the launcher that kernel_hub/_launch.py generates in Python. It takes the
-// common case only and hands anything else, every error included, to the Python launcher, which
-// knows the messages: so nothing here raises, and only what is no error (Ctrl-C) passes through.
-// Built by native/build.sh without any header or library: it names a few functions of Python's
-// stable ABI, which the process that loads it (through ctypes) already has. One file therefore
-// serves CPython 3.10 and all later ones.
+// An optional twin of the launcher that kernel_hub/launch/generated.py generates in Python. It
+// takes the common case only and hands anything else, every error included, to the Python launcher,
+// which knows the messages: so nothing here raises, and only what is no error (Ctrl-C) passes
+// through. Built by native/build.sh without any header or library: it names a few functions of
+// Python's stable ABI, which the process that loads it (through ctypes) already has. One file
+// therefore serves CPython 3.10 and all later ones.
 
 #include "launcher.h"
 
@@ -325,7 +325,7 @@ Object* kernel_hub_make(uint32 method, void* state, Object* keep) {
     return made;
 }
 
-// What _native.py compares with its own idea of the layouts before it uses anything here.
+// What c_launcher.py compares with its own idea of the layouts before it uses anything here.
 uint64 kernel_hub_state_bytes(void) {
     return sizeof(State) << 32 | sizeof(Bound) << 16 | sizeof(At);
 }

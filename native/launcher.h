@@ -1,5 +1,5 @@
 // What launcher.c names: Python's stable ABI as much as is used, and the structures that
-// kernel_hub/_native.py fills in.
+// kernel_hub/launch/c_launcher.py fills in.
 #pragma once
 
 typedef unsigned char uint8;
@@ -64,7 +64,7 @@ extern void* PyCapsule_GetPointer(Object*, const char*);
 typedef int (*current_context_fn)(void** context);
 typedef int (*launch_ex_fn)(const void* config, void* function, void** params, void** extra);
 
-// Kinds of parameter; kernel_hub/_native.py has the same list.
+// Kinds of parameter; kernel_hub/launch/c_launcher.py has the same list.
 enum { POINTER, INT, FLOAT, DOUBLE };
 
 typedef struct {
@@ -99,8 +99,8 @@ typedef struct {
     current_context_fn current_context;  // null: one GPU
 } Place;
 
-// Filled in by kernel_hub/_native.py. Everything that it points to is kept by an object that the
-// callable itself holds: whoever has that may call it, whatever else is gone.
+// Filled in by kernel_hub/launch/c_launcher.py. Everything that it points to is kept by an object
+// that the callable itself holds: whoever has that may call it, whatever else is gone.
 typedef struct {
     launch_ex_fn launch_ex;
     void* function;
@@ -139,7 +139,7 @@ typedef struct {
     uint32 tail;
 } Config;
 
-// Filled in by kernel_hub/_native.py too.
+// Filled in by kernel_hub/launch/c_launcher.py too.
 typedef struct {
     launch_ex_fn launch_ex;
     void* function;

@@ -138,7 +138,7 @@ def _forget_runtime() -> None:
     for name in ("kernel_hub.kernel", "kernel_hub.arrays.device_array"):
         if name in sys.modules:
             getattr(sys.modules[name], "_reset_for_tests", lambda: None)()
-    driver._driver = None
+    driver.library._driver = None
 
 
 @pytest.fixture

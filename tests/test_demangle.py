@@ -126,8 +126,8 @@ def test_without_a_library_that_reads_names(
 
 def test_names_that_are_there_load_no_library() -> None:
     code = (
-        "from kernel_hub import Kernel, _demangle; "
-        f"Kernel({str(CUBIN)!r})['{DEQUANTIZE}']; print(_demangle._reader.cache_info().misses)"
+        "from kernel_hub import Kernel; from kernel_hub.image import demangle; "
+        f"Kernel({str(CUBIN)!r})['{DEQUANTIZE}']; print(demangle._reader.cache_info().misses)"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(

@@ -72,7 +72,7 @@ def test_not_a_library(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_every_name_tried_is_listed(fresh: pytest.MonkeyPatch) -> None:
     fresh.delenv(driver.LIBRARY_VARIABLE, raising=False)
-    fresh.setattr(driver, "candidates", lambda: ["libnone1.so", "libnone2.so"])
+    fresh.setattr(driver.library, "candidates", lambda: ["libnone1.so", "libnone2.so"])
     with pytest.raises(DriverNotFoundError) as caught:
         driver.get()
     assert caught.value.tried == ("libnone1.so", "libnone2.so")

@@ -170,7 +170,7 @@ def test_a_process_ends_after_any_ctrl_c() -> None:
     """Ctrl-C in threading.Thread.start() left threads that never began; exit waited for them."""
     code = f"""
 import random, signal, sys, time
-from kernel_hub import _apart
+from kernel_hub.driver import apart
 def ring(*_): raise KeyboardInterrupt
 signal.signal(signal.SIGALRM, ring)
 sys.unraisablehook = lambda _: None
@@ -180,12 +180,12 @@ while time.monotonic() < end:
     try:
         try:
             signal.setitimer(signal.ITIMER_REAL, rng.uniform(2e-6, 2e-4))
-            _apart.run(int)
+            apart.run(int)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
     except KeyboardInterrupt:
         came += 1
-_apart.wait()
+apart.wait()
 deadline = time.monotonic() + 10
 while len(sys._current_frames()) > 1 and time.monotonic() < deadline:
     time.sleep(0.01)
@@ -202,11 +202,11 @@ print(came, len(sys._current_frames()))
 def test_a_process_that_ends_waits_for_what_ctrl_c_left() -> None:
     code = """
 import signal, time
-from kernel_hub import _apart
+from kernel_hub.driver import apart
 def ring(*_): raise KeyboardInterrupt
 signal.signal(signal.SIGALRM, ring)
 signal.setitimer(signal.ITIMER_REAL, 0.1)
-_apart.run(lambda: (time.sleep(0.5), print("whole")))
+apart.run(lambda: (time.sleep(0.5), print("whole")))
 """
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert child.stdout == "whole\n" and "KeyboardInterrupt" in child.stderr

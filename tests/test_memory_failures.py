@@ -126,7 +126,7 @@ def test_lost_context_is_quiet_at_the_end_and_said_in_use(fakecuda: FakeCuda) ->
 def test_exit_is_quiet(fakecuda: FakeCuda, hold: str) -> None:
     done = run_child(
         fakecuda,
-        f"from kernel_hub.arrays.device_array import DeviceArray\narray = DeviceArray.zeros((4, 4))\n{hold}\n",
+        f"from kernel_hub import DeviceArray\narray = DeviceArray.zeros((4, 4))\n{hold}\n",
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
@@ -136,7 +136,7 @@ def test_dlpack_consumer_outlives_the_interpreter(fakecuda: FakeCuda) -> None:
     done = run_child(
         fakecuda,
         "import ctypes\n"
-        "from kernel_hub import dlpack\n"
+        "from kernel_hub.arrays import dlpack\n"
         "from kernel_hub.arrays.device_array import DeviceArray\n"
         "array = DeviceArray.zeros((4, 4))\n"
         "capsule = array.__dlpack__()\n"

@@ -21,7 +21,7 @@ from kernel_hub import Kernel, KernelFunction
 from kernel_hub.errors import KernelHubError, LaunchConfigError, ParamsError
 from kernel_hub.launch import c_launcher
 
-PACKAGE = Path(c_launcher.__file__).parent
+PACKAGE = Path(c_launcher.__file__).parent.parent
 pytestmark = pytest.mark.skipif(
     not c_launcher.available(), reason="the shipped C launcher does not fit this Python or platform"
 )

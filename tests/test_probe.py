@@ -187,7 +187,7 @@ def test_one_probe_a_machine_at_a_time(
 def test_another_probed_it_meanwhile(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waited for the lock asks for the answer again before a child."""
     key = cache_folder.key
-    monkeypatch.setattr(probing._cache, "key", lambda *parts: key("one"))
+    monkeypatch.setattr(probing.cache_folder, "key", lambda *parts: key("one"))
     once = probing._one_at_a_time
 
     def after_another(label: str) -> object:

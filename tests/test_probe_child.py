@@ -36,7 +36,9 @@ if way == "editable":
     site.addsitedir(package)
 else:
     sys.path.append(package)
-from kernel_hub import Kernel, _cache, _nvrtc, _probe, driver
+from kernel_hub import Kernel, cache_folder, driver
+from kernel_hub.compilers import nvrtc
+from kernel_hub.launch import probing
 import ctypes, json, numpy, secrets, signal, subprocess, tempfile, kernel_hub.cubin
 driver.get()
 code = (  # as early as it may be run
@@ -48,7 +50,7 @@ for place in places:
         pathlib.Path(place, name + ".py").write_text(code)
 kernel = Kernel(pathlib.Path(cubin), probe=True)
 kernel.load()
-print("loaded by", _probe.__file__)
+print("loaded by", probing.__file__)
 """
 
 

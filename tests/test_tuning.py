@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from kernel_hub import _tuning_file, tuning
+from kernel_hub import tuning
 from kernel_hub.collection.manifest import open_collection
 from kernel_hub.errors import TableError
-from kernel_hub.tuning import Choice, Gpu, Row, Section, Table
+from kernel_hub.tuning import Choice, Gpu, Row, Section, Table, file
 
 ROOT = Path(__file__).resolve().parent.parent
 H200 = Gpu((9, 0), 132, "NVIDIA H200")
@@ -196,10 +196,10 @@ def test_forcing(table: Table) -> None:
 
 
 def test_text_is_read_back_and_written_alike(table: Table) -> None:
-    sections = _tuning_file.read(json.dumps(document()), table.layout, where="x")
-    text = _tuning_file.text_of(sections, table.layout)
-    assert _tuning_file.read(text, table.layout, where="x") == sections
-    assert _tuning_file.text_of(sections, table.layout) == text
+    sections = file.read(json.dumps(document()), table.layout, where="x")
+    text = file.text_of(sections, table.layout)
+    assert file.read(text, table.layout, where="x") == sections
+    assert file.text_of(sections, table.layout) == text
     assert json.loads(text) == document()
 
 
@@ -211,18 +211,18 @@ def test_merging_keeps_what_was_measured_before(table: Table) -> None:
     old = Section("sm90", "x", 132, {"a": "old"}, choice_rows((0, 4, "a"), (16, 64, "b")))
     old.choices["n=1 kind=b"] = (Choice(0, 1, Row("kept")),)
     new = Section("sm90", "x", 132, {"a": "new"}, choice_rows((8, 32, "c"), (32, 64, "d")))
-    merged = _tuning_file.merged(old, new)
+    merged = file.merged(old, new)
     assert merged.cubins == {"a": "new"}
     assert merged.choices == {
         **choice_rows((0, 4, "a"), (8, 32, "c"), (32, 64, "d")),
         "n=1 kind=b": (Choice(0, 1, Row("kept")),),
     }
-    assert _tuning_file.merged(None, new) is new
+    assert file.merged(None, new) is new
 
 
 def test_writing_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "new" / "x.json"
-    _tuning_file.write(path, "first")
+    file.write(path, "first")
     assert path.stat().st_mode & 0o777 == 0o644
 
     def fail(*_: object) -> None:
@@ -230,14 +230,14 @@ def test_writing_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(TableError, match=f"cannot write {path}: No space left on device"):
-        _tuning_file.write(path, "second")
+        file.write(path, "second")
     assert path.read_text() == "first" and os.listdir(path.parent) == ["x.json"]
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(TableError, match=r"cannot write .*(Not a directory|File exists)"):
-        _tuning_file.write(tmp_path / "file" / "x.json", "text")
+        file.write(tmp_path / "file" / "x.json", "text")
 
 
 def shipped_ops() -> list[str]:
@@ -254,8 +254,8 @@ def test_shipped_tables_are_right(op: str) -> None:
     table = tune_ops.TUNABLE[op].table
     sections = table.shipped()
     assert sections
-    text = (ROOT / f"kernel_hub/tables/{op}.json").read_text()
-    assert text == _tuning_file.text_of(sections, table.layout)
+    text = (ROOT / f"kernel_hub/tuning/shipped/{op}.json").read_text()
+    assert text == file.text_of(sections, table.layout)
     for section in sections:
         shipped = [open_collection().manifest.cubins[name] for name in table.cubins]
         functions = {name for archs in shipped for e in archs.values() for name in e.functions}

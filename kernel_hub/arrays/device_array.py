@@ -1,6 +1,6 @@
 """DeviceArray: GPU memory with a shape and a dtype, for NumPy users without torch.
 
-Shapes, strides, copies and interchange; the memory itself is `_pool`'s.
+Shapes, strides, copies and interchange; the memory itself is `pool`'s.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def allocate(size_bytes: int, device: int, stream: int, asked: str) -> Block:
 
 
 def _make_pool(driver: _driver.Driver, device: int) -> int:
-    """The device's pool (CUmemoryPool), made at first use; in a thread of ours, see `_apart`."""
+    """The device's pool (CUmemoryPool), made at first use, in a thread of ours."""
     with _lock, driver.on_device(device), RelaxedCapture(driver):
         if device in _pools:
             return _pools[device]

@@ -1,7 +1,7 @@
 """The files of a package beside its cubins, and what vouches for each: a digest somewhere else.
 
-The manifest has those of cubins, `_native` that of the C launcher, and the record that pip leaves
-those of everything that a wheel brought. Knows no kernel.
+The manifest has those of cubins, `launch.c_launcher` that of the C launcher, and the record that
+pip leaves those of everything that a wheel brought. Knows no kernel.
 """
 
 from __future__ import annotations

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import _tuning_file, driver, tuning
+from .. import driver, tuning
 from ..errors import KernelHubError, TableError
+from ..tuning import file
 from . import _console
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ def _tune(
     table = tunable.table
     old = _old_sections(table, path, gpu)
     try:
-        tuning.write(path, _tuning_file.text_of(old, table.layout))  # fails before the work
+        tuning.write(path, file.text_of(old, table.layout))  # fails before the work
     except TableError as error:
         hint = "--output FILE writes elsewhere, and so does XDG_CACHE_HOME"
         raise TableError(f"{error}; {hint}") from error
@@ -161,7 +162,7 @@ def _tune(
             new = tune.section(table, gpu, outcomes)
             others = [s for s in old if not _same_gpu(s, gpu)]
             own = next((s for s in old if _same_gpu(s, gpu)), None)
-            text = _tuning_file.text_of([*others, _tuning_file.merged(own, new)], table.layout)
+            text = file.text_of([*others, file.merged(own, new)], table.layout)
             tuning.write(path, text)
     columns = ["op", "shape", table.layout.bucket, "choice", "us", "default us", "gain"]
     _console.table(columns, rows, right=[table.layout.bucket, "us", "default us", "gain"])

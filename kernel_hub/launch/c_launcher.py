@@ -149,7 +149,7 @@ def _opened() -> tuple[Any, str]:
         or (sys.platform, platform.machine()) != ("linux", "x86_64")
     ):
         return None, "there is none for this platform"
-    path = Path(__file__).parent / LIBRARY
+    path = Path(__file__).parent.parent / LIBRARY
     try:
         found = hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError:  # a zip import

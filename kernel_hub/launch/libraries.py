@@ -1,7 +1,7 @@
 """Loaded images: one CUlibrary an image for all devices, loaded once, and functions in them.
 
 An image that nothing can launch any more is unloaded at the next load or `trim`, see `sweep`. All
-that loads or unloads here is called in a thread of its own (`_apart`) with captures relaxed.
+that loads or unloads here is called in a thread of its own (`driver.apart`) with captures relaxed.
 """
 
 from __future__ import annotations

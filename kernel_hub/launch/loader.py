@@ -1,7 +1,7 @@
 """A Kernel's loaded side: its image on each device, and what holds it there.
 
 Functions keep this and not the Kernel, which keeps them: so both go with their last user, and the
-image after them. Loads run in a thread of their own, see `_apart`.
+image after them. Loads run in a thread of their own, see `driver.apart`.
 """
 
 from __future__ import annotations

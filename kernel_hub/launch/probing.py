@@ -1,6 +1,6 @@
 """Loading an image in a child process first: what kills or hangs the driver ends the child alone.
 
-`survives` is what the loader asks; the child's half is `_probe_child`.
+`survives` is what the loader asks; the child's half is `probe_child`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ spec.loader.exec_module(package)
 from kernel_hub.launch.probe_child import main
 sys.exit(main())
 """
-_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # or the zip file
+_FOLDER = str(Path(__file__).absolute().parents[2])  # or the zip file
 _FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP")  # no driver raises these
 
 

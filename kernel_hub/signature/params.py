@@ -2,7 +2,7 @@
 
 One `Param` a kernel parameter. `convert` takes a value of any supported kind and returns what
 `struct.pack_into` wants for that parameter, or raises ParamsError with index, name, what came and
-what the kernel takes. `_codegen.py` generates the quick path around it.
+what the kernel takes. `launch.generated` makes the quick path around it.
 """
 
 from __future__ import annotations

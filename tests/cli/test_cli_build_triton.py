@@ -100,7 +100,7 @@ def test_a_file_that_does_not_run(kernel_hub_cli: Run, tmp_path: Path) -> None:
 def test_a_kept_grid_and_a_module(
     kernel_hub_cli: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests/formats"))
+    monkeypatch.syspath_prepend(str(ROOT / "tests/formats"))
     for grid, code, words in (
         ("cdiv(n, BLOCK), 2", 0, "1 kernels in"),
         ("cdiv(m, BLOCK)", 2, "names 'm', unknown; integers are: n, BLOCK"),

@@ -102,7 +102,7 @@ def test_output_goes_into_a_file_with_other_gpus(
 ) -> None:
     path = tmp_path / "linear.json"
     shipped = json.loads(
-        (Path(tuning.__file__).parent / "tables/linear.json").read_text(encoding="utf-8")
+        (Path(tuning.__file__).parent / "shipped/linear.json").read_text(encoding="utf-8")
     )
     (own,) = shipped["gpus"]
     row = {"m": 4, "variant": "m8_deep"}

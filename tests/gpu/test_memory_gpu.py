@@ -258,7 +258,7 @@ def test_exit_is_quiet(hold: str) -> None:
     for module in ("torch", "cupy"):
         if module in hold:
             pytest.importorskip(module, reason=f"{module} is not installed")
-    code = f"from kernel_hub.arrays.device_array import DeviceArray\narray = DeviceArray.zeros((4, 4))\n{hold}\n"
+    code = f"from kernel_hub import DeviceArray\narray = DeviceArray.zeros((4, 4))\n{hold}\n"
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .... import driver as _driver
-from ...._tuning_file import Reader, write
 from ....arrays.interop import current_device
 from ....errors import CubinNotFoundError, ParamsError, TableError
 from ....tuning import Gpu
+from ....tuning.file import Reader, write
 from .._function import TritonFunction
 
 if TYPE_CHECKING:

@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from . import _tuning_file as file
-from . import cache_folder
-from ._tuning_file import Choice, Layout, Row, Section
-from .collection.manifest import CubinEntry, open_collection
-from .collection.resolve import Candidate, resolve
-from .errors import CubinNotFoundError, TableError
+from .. import cache_folder
+from ..collection.manifest import CubinEntry, open_collection
+from ..collection.resolve import Candidate, resolve
+from ..errors import CubinNotFoundError, TableError
+from . import file
+from .file import Choice, Layout, Row, Section
 
 __all__ = ["Choice", "Gpu", "Layout", "Row", "Section", "Table", "tables", "user_folder"]
 
@@ -77,7 +77,7 @@ def folder_name(gpu: Gpu) -> str:
 class Table:
     """The measured choices of one op; one object an op, at module level.
 
-    op: its name; `kernel_hub/tables/<op>.json` is what is shipped, and may be missing
+    op: its name; `kernel_hub/tuning/shipped/<op>.json` is what is shipped, and may be missing
     cubins: those that the variants are in; a user's file of other cubins is stale
     The other arguments are those of `Layout`.
     """
@@ -130,9 +130,9 @@ class Table:
         return next((s.costs for s in self.shipped() if s.arch == arch and s.costs), {})
 
     def shipped(self) -> list[Section]:
-        """What `kernel_hub/tables/<op>.json` says; nothing where there is no such file."""
+        """What `kernel_hub/tuning/shipped/<op>.json` says; nothing where there is no such file."""
         if self._shipped is None:
-            where = f"tables/{self.op}.json"
+            where = f"tuning/shipped/{self.op}.json"
             try:
                 data = pkgutil.get_data("kernel_hub", where)
             except OSError:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .errors import TableError
+from ..errors import TableError
 
 FORMAT = 1
 _ARCH = re.compile(r"sm\d{2,3}")
