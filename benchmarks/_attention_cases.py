@@ -16,7 +16,7 @@ from _ops_common import DTYPES, OURS
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernel_hub import ops
-from kernel_hub.ops import _flash_attention_sm90 as hopper
+from kernel_hub.ops.attention import forward_sm90 as hopper
 from kernel_hub.testing.reference_attention import reference_attention
 
 PORTABLE, CONTIGUOUS = f"{OURS} portable", f"{OURS} contiguous"

@@ -28,9 +28,9 @@ from _ops_common import DTYPES, OURS, RESULTS, _gpu_token
 from bench_attention import HEADS, SHAPES, burst
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kernel_hub.ops import _flash_attention_backward
-from kernel_hub.ops import _flash_attention_backward_sm90 as hopper
-from kernel_hub.ops._attention import Problem
+from kernel_hub.ops.attention import backward_portable
+from kernel_hub.ops.attention import backward_sm90 as hopper
+from kernel_hub.ops.attention.problem import Problem
 from kernel_hub.testing import results
 from kernel_hub.testing.compare import compare
 from kernel_hub.testing.reference_attention import reference_backward_of, reference_of
@@ -58,7 +58,7 @@ def wrong(head_dim: int, causal: bool, dtype: torch.dtype) -> list[str]:
     messages = []
     for deterministic in (False, True):
         grads = [torch.full_like(x, math.nan) for x in (q, k, v)]
-        _flash_attention_backward.backward(
+        backward_portable.backward(
             problem, out.to(dtype), lse.float(), dout, *grads, deterministic=deterministic
         )
         for name, grad, truth, own in zip(("dq", "dk", "dv"), grads, truths, owns, strict=True):
@@ -83,9 +83,7 @@ def contenders(
     out, lse, *tables = flash[:8]
     problem = problem_of(q, k, v, causal)
     grads = [torch.empty_like(x) for x in (q, k, v)]
-    ours = partial(
-        _flash_attention_backward.backward, problem, out.transpose(1, 2), lse, dout, *grads
-    )
+    ours = partial(backward_portable.backward, problem, out.transpose(1, 2), lse, dout, *grads)
 
     def portable() -> None:
         before, hopper.is_enabled = hopper.is_enabled, False

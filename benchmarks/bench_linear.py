@@ -26,7 +26,7 @@ from _ops_common import RESULTS, _gpu_token
 from kernel_hub.testing import results, timing
 from kernel_hub.testing.compare import compare
 
-module: Any = importlib.import_module("kernel_hub.ops.linear")
+module: Any = importlib.import_module("kernel_hub.ops.matmul.linear")
 linear: Callable[..., torch.Tensor] = module.linear
 Launch = Callable[[], object]
 Key = TypeVar("Key")

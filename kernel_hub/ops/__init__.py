@@ -3,19 +3,19 @@
 Each is also registered as `torch.ops.kernel_hub.<name>`, for torch.compile and torch.export.
 """
 
-from .append_kv import append_kv as append_kv
-from .batched_matmul import batched_matmul as batched_matmul
-from .decode_attention import decode_attention as decode_attention
-from .flash_attention import flash_attention as flash_attention
-from .flash_attention import flash_attention_qkvpacked as flash_attention_qkvpacked
-from .grouped_linear import grouped_linear as grouped_linear
-from .linear import linear as linear
-from .merge_states import merge_states as merge_states
-from .qkv_linear import qkv_linear as qkv_linear
-from .rms_norm import rms_norm as rms_norm
-from .rope import rope as rope
-from .silu_and_mul import silu_and_mul as silu_and_mul
-from .swiglu_linear import swiglu_linear as swiglu_linear
+from .attention.flash_attention import flash_attention as flash_attention
+from .attention.flash_attention import flash_attention_qkvpacked as flash_attention_qkvpacked
+from .attention.merge_states import merge_states as merge_states
+from .kv_cache.append_kv import append_kv as append_kv
+from .kv_cache.decode_attention import decode_attention as decode_attention
+from .matmul.batched_matmul import batched_matmul as batched_matmul
+from .matmul.grouped_linear import grouped_linear as grouped_linear
+from .matmul.linear import linear as linear
+from .matmul.qkv_linear import qkv_linear as qkv_linear
+from .matmul.swiglu_linear import swiglu_linear as swiglu_linear
+from .rowwise.rms_norm import rms_norm as rms_norm
+from .rowwise.rope import rope as rope
+from .rowwise.silu_and_mul import silu_and_mul as silu_and_mul
 
 __all__ = [
     "append_kv",

@@ -293,7 +293,7 @@ def _eager_rms_norm(rounds: int) -> list[Row]:
     with torch.no_grad():
         samples = interleave(
             {
-                "kernel_hub.ops.rms_norm": timed(lambda: ops.rms_norm(x, weight, 1e-6)),
+                "kernel_hub.ops.rowwise.rms_norm": timed(lambda: ops.rms_norm(x, weight, 1e-6)),
                 peer: timed(lambda: torch.nn.functional.rms_norm(x, (4096,), weight, 1e-6)),
                 "torch.compile": timed(lambda: compiled(x, weight)),
             },

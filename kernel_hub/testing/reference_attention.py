@@ -106,8 +106,8 @@ def reference_attention_backward(
 
 
 def options_of(problem: Any) -> dict[str, Any]:
-    """The keyword arguments of the references that say what a `kernel_hub.ops._attention.Problem`
-    says beside q, k and v."""
+    """The keyword arguments of the references that say what a `ops.attention.problem.Problem` says
+    beside q, k and v."""
     return {
         "softmax_scale": problem.softmax_scale,
         "window_size": (problem.window_left, problem.window_right),

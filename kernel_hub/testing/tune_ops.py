@@ -9,17 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import KernelHubError
-from ..ops import (
-    _grouped_plan,
-    _linear_fp8_plan,
-    _linear_plan,
-    _paired_plan,
-    batched_matmul,
-    grouped_linear,
-    linear,
-    qkv_linear,
-    swiglu_linear,
-)
+from ..ops import batched_matmul, grouped_linear, linear, qkv_linear, swiglu_linear
+from ..ops.matmul import grouped_plan, linear_fp8_plan, linear_plan, paired_plan
 from ..tuning import Gpu, Row, Table
 from .timing import L2_FACTOR, l2_bytes
 from .tune import Case, Key, Launch, Tunable
@@ -165,40 +156,40 @@ def _batched_matmul(m: int, dtype: torch.dtype, *, num_products: int, n: int, k:
 
 def _many(op: str, make: Callable[..., Launch], shapes: Mapping[str, Key]) -> Product:
     def choose(gpu: Gpu, rows: int, *, num_products: int, n: int, k: int) -> object:
-        problem = _grouped_plan.Problem(op, num_products, rows, n, k)
-        return _grouped_plan.choose(*gpu[:2], problem, True, gpu.name)
+        problem = grouped_plan.Problem(op, num_products, rows, n, k)
+        return grouped_plan.choose(*gpu[:2], problem, True, gpu.name)
 
-    offer = functools.partial(_grouped_plan.candidates, op)
+    offer = functools.partial(grouped_plan.candidates, op)
     is_grouped = op == "grouped_linear"
-    table = _grouped_plan.TABLES[op]
+    table = grouped_plan.TABLES[op]
     sizes = EXPERT_ROWS if is_grouped else ROWS[:-2]
     return Product(table, offer, choose, make, shapes, sizes=sizes, is_grouped=is_grouped)
 
 
 def _paired(op: str, make: Callable[..., Launch], layer: str, share: float) -> Product:
     def choose(gpu: Gpu, m: int, *, n: int, k: int) -> object:
-        return _paired_plan.choose(op, gpu, m, n, k, True)
+        return paired_plan.choose(op, gpu, m, n, k, True)
 
     shapes = {name: {"n": n, "k": k} for name, (n, k) in LLAMA.items() if name.endswith(layer)}
-    offer = functools.partial(_paired_plan.candidates, op)
-    return Product(_paired_plan.TABLES[op], offer, choose, make, shapes, share=share)
+    offer = functools.partial(paired_plan.candidates, op)
+    return Product(paired_plan.TABLES[op], offer, choose, make, shapes, share=share)
 
 
 def _choose_linear(gpu: Gpu, m: int, *, n: int, k: int) -> object:
-    return _linear_plan.choose(gpu.compute_capability, gpu.num_sms, m, n, k, False, gpu.name)
+    return linear_plan.choose(gpu.compute_capability, gpu.num_sms, m, n, k, False, gpu.name)
 
 
 def _choose_linear_fp8(gpu: Gpu, m: int, *, n: int, k: int, fast: int) -> object:
-    return _linear_fp8_plan.choose(gpu.num_sms, m, n, k, bool(fast), gpu.name)
+    return linear_fp8_plan.choose(gpu.num_sms, m, n, k, bool(fast), gpu.name)
 
 
 _PRODUCTS = (
     Product(
-        _linear_plan.TABLE, _linear_plan.candidates, _choose_linear, _linear,
+        linear_plan.TABLE, linear_plan.candidates, _choose_linear, _linear,
         {name: {"n": n, "k": k} for name, (n, k) in LLAMA.items()},
     ),
     Product(
-        _linear_fp8_plan.TABLE, _linear_fp8_plan.candidates, _choose_linear_fp8, _linear_fp8,
+        linear_fp8_plan.TABLE, linear_fp8_plan.candidates, _choose_linear_fp8, _linear_fp8,
         {
             name + ("-fast" if fast else ""): {"n": n, "k": k, "fast": fast}
             for name, (n, k) in LLAMA.items()

@@ -13,12 +13,12 @@ from fakecuda import FakeCuda
 pytest.importorskip("torch", reason="the ops are torch ops")
 
 from kernel_hub import tuning
-from kernel_hub.ops import _linear_plan
+from kernel_hub.ops.matmul import linear_plan
 from kernel_hub.testing import tune
 from kernel_hub.tuning import Gpu, Row
 
 H200 = Gpu((9, 0), 132, "NVIDIA H200")
-TABLE = _linear_plan.TABLE
+TABLE = linear_plan.TABLE
 WIDE, NARROW = Row("128x256_c21", {"group": 8}), Row("swapped_64x16_c11_b2", {"group": 8})
 
 
@@ -59,7 +59,7 @@ def test_it_needs_a_gpu(no_driver: None, kernel_hub_cli: Run) -> None:
 def test_it_measures_and_writes_and_the_op_reads(
     measured: list[tuple[str, int]], kernel_hub_cli: Run, tmp_path: Path
 ) -> None:
-    before = _linear_plan.choose((9, 0), 132, 300, 4096, 11008, False, H200.name)
+    before = linear_plan.choose((9, 0), 132, 300, 4096, 11008, False, H200.name)
     ran = kernel_hub_cli("tune", "linear", "--shapes", "8B-o,4096x11008", "--sizes", "512,8")
     assert ran.code == 0, ran.err
     one, two = "n=4096 k=4096", "n=4096 k=11008"
@@ -73,9 +73,9 @@ def test_it_measures_and_writes_and_the_op_reads(
         {"m": 512, "above": 127, "variant": WIDE.variant, "group": 8},
     ]
     assert section["cubins"] == TABLE.hashes(H200)
-    after = _linear_plan.choose((9, 0), 132, 300, 4096, 11008, False, H200.name)
+    after = linear_plan.choose((9, 0), 132, 300, 4096, 11008, False, H200.name)
     assert after.variant == WIDE.variant != before.variant
-    assert _linear_plan.choose((9, 0), 132, 300, 4096, 11008, False, "other") == before
+    assert linear_plan.choose((9, 0), 132, 300, 4096, 11008, False, "other") == before
 
     again = kernel_hub_cli("tune", "linear", "--shapes", "8B-o", "--sizes", "32")
     assert again.code == 0, again.err

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from kernel_hub import ops
-from kernel_hub.ops import _linear_plan, _paired_plan
+from kernel_hub.ops.matmul import linear_plan, paired_plan
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HIDDEN = (1, 8, 127, 256, 1000, 2048, 4096, 5120, 8192, 16384, 40000)
@@ -139,14 +139,14 @@ def merge_states(device: str) -> None:
 def linear(device: str) -> None:
     """Every variant, plain and with all that can be added; and rows a tensor map cannot tell of."""
     for dtype, (i, (name, variant)) in itertools.product(
-        DTYPES[:2], enumerate(_linear_plan.HOPPER.items())
+        DTYPES[:2], enumerate(linear_plan.HOPPER.items())
     ):
         m, n = 5 if variant.swaps else 300, 168 + 8 * i
         a, b, bias, residual = (
             torch.randn(*size, device=device, dtype=dtype)
             for size in ((m, 200), (n, 200), (n,), (m, n))
         )
-        with _linear_plan.TABLE.forcing(_linear_plan.Row(name, {"group": 8})):
+        with linear_plan.TABLE.forcing(linear_plan.Row(name, {"group": 8})):
             ops.linear(a, b)
             ops.linear(a, b, bias, activation="silu", residual=residual, out=residual)
     for dtype, wide in itertools.product(DTYPES[:2], (False, True)):
@@ -168,10 +168,10 @@ def linear(device: str) -> None:
 def _paired(op: str, call: Callable[[int, torch.dtype], object]) -> None:
     """Every variant, whatever would be chosen: call(rows of a, dtype)."""
     portable = ("m8", "m8_deep", "m16", "128x128", "64x128")
-    for variant in (*portable, *(hopper.name for hopper in _paired_plan.HOPPER[op])):
+    for variant in (*portable, *(hopper.name for hopper in paired_plan.HOPPER[op])):
         m = 5 if variant.startswith(("m", "swapped")) else 300
         for dtype in DTYPES[:2]:
-            with _paired_plan.TABLES[op].forcing(_paired_plan.Row(variant, {})):
+            with paired_plan.TABLES[op].forcing(paired_plan.Row(variant, {})):
                 call(m, dtype)
 
 

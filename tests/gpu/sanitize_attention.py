@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ops"))
 from attention_cases import Case, call, make
 
 from kernel_hub import ops
-from kernel_hub.ops import _flash_attention_backward_sm90 as hopper_backward
-from kernel_hub.ops import _flash_attention_sm90 as hopper
+from kernel_hub.ops.attention import backward_sm90 as hopper_backward
+from kernel_hub.ops.attention import forward_sm90 as hopper
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 # The head_dim of each body, and one that fills it in part.

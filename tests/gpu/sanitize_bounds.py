@@ -32,9 +32,9 @@ from hostile_grouped import HostileGroups
 from hostile_rows import forcing_qkv, hostile_append, hostile_qkv, hostile_rope
 from sanitize_grouped import choices, forced
 
-from kernel_hub.ops import _flash_attention_backward_sm90 as hopper_backward
-from kernel_hub.ops import _flash_attention_sm90 as hopper
-from kernel_hub.ops import _grouped_plan, _paired_plan
+from kernel_hub.ops.attention import backward_sm90 as hopper_backward
+from kernel_hub.ops.attention import forward_sm90 as hopper
+from kernel_hub.ops.matmul import grouped_plan, paired_plan
 
 LAYOUTS = ("varlen", "varlen_q", "varlen_k", "cache", "varlen_cache")
 
@@ -79,7 +79,7 @@ def decode(generator: random.Random, arena: Arena) -> None:
 def grouped(generator: random.Random, arena: Arena) -> None:
     case = HostileGroups(generator, arena)
     sizes = (case.drawn[name] for name in ("experts", "rows", "n", "k"))
-    for choice in choices(_grouped_plan.Problem("grouped_linear", *sizes)):
+    for choice in choices(grouped_plan.Problem("grouped_linear", *sizes)):
         patch, _ = forced("grouped_linear", choice)
         with patch:
             case.run()
@@ -88,7 +88,7 @@ def grouped(generator: random.Random, arena: Arena) -> None:
 def qkv(generator: random.Random, arena: Arena) -> None:
     names = ["m8", "m8_deep", "m16", "128x128", "64x128"]
     if torch.cuda.get_device_capability() == (9, 0):
-        names += [found.name for found in _paired_plan.HOPPER["qkv_linear"]]
+        names += [found.name for found in paired_plan.HOPPER["qkv_linear"]]
     state = generator.getstate()
     for name in names:
         generator.setstate(state)

@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 
-from kernel_hub.ops import _grouped_plan as plan
+from kernel_hub.ops.matmul import grouped_plan as plan
 
 DTYPES = (torch.float16, torch.bfloat16)
 # Rows of each expert, n, k; what is behind the last row belongs to no expert.

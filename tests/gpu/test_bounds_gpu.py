@@ -32,10 +32,10 @@ from sanitize_grouped import choices, forced
 
 from kernel_hub import ops
 from kernel_hub.errors import TensorError
-from kernel_hub.ops import _flash_attention_backward_sm90 as hopper_backward
-from kernel_hub.ops import _flash_attention_sm90 as hopper
-from kernel_hub.ops import _grouped_plan, _paired_plan
+from kernel_hub.ops.attention import backward_sm90 as hopper_backward
+from kernel_hub.ops.attention import forward_sm90 as hopper
 from kernel_hub.ops.core import bounds
+from kernel_hub.ops.matmul import grouped_plan, paired_plan
 
 pytestmark = pytest.mark.gpu
 Hostile = Callable[[random.Random, Arena], None]
@@ -95,7 +95,7 @@ def test_rows(hostile: Hostile) -> None:
 
 
 def _qkv_variants() -> list[str]:
-    names = [found.name for found in _paired_plan.HOPPER["qkv_linear"]]
+    names = [found.name for found in paired_plan.HOPPER["qkv_linear"]]
     return ["m8", "m8_deep", "m16", "128x128", "64x128", *names]
 
 
@@ -112,7 +112,7 @@ def test_every_variant_of_grouped_linear() -> None:
     def hostile(generator: random.Random, arena: Arena) -> None:
         case = HostileGroups(generator, arena)
         drawn = case.drawn
-        problem = _grouped_plan.Problem(
+        problem = grouped_plan.Problem(
             "grouped_linear", drawn["experts"], drawn["rows"], drawn["n"], drawn["k"]
         )
         for choice in choices(problem):

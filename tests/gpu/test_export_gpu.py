@@ -51,10 +51,10 @@ class Recorded:
 @pytest.fixture
 def record(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Recorded]]:
     """`record(op, …)`: runs the op and gives its launches."""
-    from kernel_hub.ops import _common
+    from kernel_hub.ops.core import common
 
     seen: list[Recorded] = []
-    shipped = _common.shipped
+    shipped = common.shipped
 
     def recording(cubin: str, name: str) -> Any:
         function = shipped(cubin, name)
@@ -66,7 +66,7 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Recorded]]:
 
         return launch
 
-    monkeypatch.setattr(_common, "shipped", recording)
+    monkeypatch.setattr(common, "shipped", recording)
 
     def run(op: Callable[..., Any], *args: Any, **options: Any) -> list[Recorded]:
         seen.clear()

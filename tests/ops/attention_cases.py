@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from bits import same_bits
 
-from kernel_hub.ops import _attention_run, flash_attention, flash_attention_qkvpacked
+from kernel_hub.ops import flash_attention, flash_attention_qkvpacked
+from kernel_hub.ops.attention import eager
 from kernel_hub.testing.compare import check
 from kernel_hub.testing.guard import Guarded
 from kernel_hub.testing.reference_attention import (
@@ -227,19 +228,19 @@ def unpacked(case: Case, inputs: Inputs) -> list[torch.Tensor]:
 @contextlib.contextmanager
 def guarded_results() -> Iterator[None]:
     """What the op allocates for lse and gradients is poisoned, in guard bands, and watched."""
-    new_lse, new_like = _attention_run.new_lse, _attention_run.new_like
+    new_lse, new_like = eager.new_lse, eager.new_like
     made: list[Guarded] = []
 
     def watch(x: torch.Tensor) -> torch.Tensor:
         made.append(Guarded(x.shape, x.dtype, x.device))
         return made[-1].tensor
 
-    _attention_run.new_lse = lambda q, is_varlen: watch(new_lse(q, is_varlen))
-    _attention_run.new_like = lambda x: watch(new_like(x))
+    eager.new_lse = lambda q, is_varlen: watch(new_lse(q, is_varlen))
+    eager.new_like = lambda x: watch(new_like(x))
     try:
         yield
     finally:
-        _attention_run.new_lse, _attention_run.new_like = new_lse, new_like
+        eager.new_lse, eager.new_like = new_lse, new_like
     for each in made:
         each.check("lse or a gradient")
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-FORWARD: Any = importlib.import_module("kernel_hub.ops._flash_attention_forward")
-BACKWARD: Any = importlib.import_module("kernel_hub.ops._flash_attention_backward")
+FORWARD: Any = importlib.import_module("kernel_hub.ops.attention.forward_portable")
+BACKWARD: Any = importlib.import_module("kernel_hub.ops.attention.backward_portable")
 KIB = 1024
 # Compute capability -> KiB of shared memory a block may have.
 DEVICES = {(8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227}

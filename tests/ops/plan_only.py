@@ -11,8 +11,7 @@ from attention_devices import pretend
 from call_cases import E4M3, Case
 from ways import op_modules
 
-from kernel_hub.ops import _common
-from kernel_hub.ops.core import operands
+from kernel_hub.ops.core import common, operands
 
 
 class _NoLaunch:
@@ -50,7 +49,7 @@ def plan_only(monkeypatch: Any) -> None:
     for module in op_modules():
         if hasattr(module, "_plans"):
             monkeypatch.setattr(module, "_plans", {})
-    monkeypatch.setattr(_common, "shipped", _no_launch)
+    monkeypatch.setattr(common, "shipped", _no_launch)
     believed = operands.PLAIN_TYPES | {OnGpu}
     for module in (*op_modules(), operands):
         for name in ("PLAIN_TYPES", "_PLAIN_TYPES"):
@@ -62,8 +61,8 @@ def plan_only(monkeypatch: Any) -> None:
             if name.lstrip("_").startswith("cuda") and hasattr(module, by_torch):
                 monkeypatch.setattr(module, by_torch, launches)
     pretend(monkeypatch, (8, 0))
-    fp8 = importlib.import_module("kernel_hub.ops._linear_fp8")
+    fp8 = importlib.import_module("kernel_hub.ops.matmul.linear_fp8")
     monkeypatch.setattr(fp8, "_device", lambda _: (fp8.COMPUTE_CAPABILITY, 132, ""))
     monkeypatch.setattr(fp8, "_map", lambda *_: b"")
-    attention_fp8 = importlib.import_module("kernel_hub.ops._attention_fp8")
+    attention_fp8 = importlib.import_module("kernel_hub.ops.attention.fp8")
     monkeypatch.setattr(attention_fp8, "_cpu_forward", lambda *_: None)

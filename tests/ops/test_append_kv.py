@@ -192,7 +192,7 @@ def test_more_heads_than_threads(
     way: Way, layout: str, chosen: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As with many tokens, whose threads take several pairs of heads one after another.
-    monkeypatch.setattr(importlib.import_module("kernel_hub.ops.append_kv"), "_choose",
+    monkeypatch.setattr(importlib.import_module("kernel_hub.ops.kv_cache.append_kv"), "_choose",
                         lambda *sizes: chosen)  # fmt: skip
     for mode, heads, cache in itertools.product(("no past", "paged"), (8, 5), (None, E4M3)):
         call = Append(way, mode, shape=(heads, 4, 64, 32), layout=layout, cache=cache)

@@ -20,8 +20,8 @@ import torch
 from attention_devices import BACKWARD, DEVICES, FORWARD, KIB, pretend
 
 from kernel_hub.collection.manifest import FunctionEntry, open_collection
-from kernel_hub.ops import _common
-from kernel_hub.ops._attention import Problem
+from kernel_hub.ops.attention.problem import Problem
+from kernel_hub.ops.core import common
 
 # Compute capability -> the cubins it takes.
 ARCHS = {(8, 0): "sm80", (8, 6): "sm80", (8, 7): "sm80", (8, 9): "sm89", (9, 0): "sm90"}
@@ -31,7 +31,7 @@ REGISTERS = 64 * KIB
 MAX_CUBIN_BYTES, MAX_HOPPER_BYTES = 15.5 * KIB * KIB, 2.6 * KIB * KIB
 CUBINS = ("flash_attention", "flash_attention_backward", "decode_attention")
 HOPPER = "flash_attention_sm90"
-SM90: Any = importlib.import_module("kernel_hub.ops._flash_attention_sm90")
+SM90: Any = importlib.import_module("kernel_hub.ops.attention.forward_sm90")
 DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -83,7 +83,7 @@ def backwards() -> None:
 
 
 def decodes() -> None:
-    module = importlib.import_module("kernel_hub.ops.decode_attention")
+    module = importlib.import_module("kernel_hub.ops.kv_cache.decode_attention")
     lengths = torch.ones(1, dtype=torch.int32)
     for dtype, head_dim in itertools.product(DTYPES, HEAD_DIMS):
         for is_e4m3, seqlen_q, softcap in itertools.product((False, True), (1, 16), (0.0, 1.0)):
@@ -101,10 +101,10 @@ def decodes() -> None:
 def recorded(capability: tuple[int, int], *runs: Callable[[], None]) -> frozenset[Launch]:
     """All that `runs` launch on such a device."""
     recorder = Recorder()
-    decode = importlib.import_module("kernel_hub.ops.decode_attention")
-    run = importlib.import_module("kernel_hub.ops._attention_run")
+    decode = importlib.import_module("kernel_hub.ops.kv_cache.decode_attention")
+    run = importlib.import_module("kernel_hub.ops.attention.eager")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_common, "shipped", recorder.shipped)
+        patch.setattr(common, "shipped", recorder.shipped)
         pretend(patch, capability)
         patch.setattr(decode, "_plans", {})
         patch.setattr(run, "cpu_forward", FORWARD.forward)
@@ -173,7 +173,7 @@ def test_the_hopper_kernels_fit_and_are_all_used(monkeypatch: pytest.MonkeyPatch
     assert HOPPER in built, f"cubins/ has no {HOPPER}: run ./build_cubins.sh"
     assert list(built[HOPPER]) == ["sm90"]
     recorder = Recorder()
-    monkeypatch.setattr(_common, "shipped", recorder.shipped)
+    monkeypatch.setattr(common, "shipped", recorder.shipped)
     monkeypatch.setattr(SM90, "_multiprocessors", lambda _: 132)
     for dtype, head_dim, length in itertools.product(DTYPES, HEAD_DIMS, (8, 4000)):
         q = torch.zeros(1, length, 2, head_dim, dtype=dtype)

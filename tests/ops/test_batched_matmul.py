@@ -15,11 +15,11 @@ from bits import same_bits
 from ways import Way
 
 from kernel_hub.errors import TensorError
-from kernel_hub.ops import _grouped_plan
+from kernel_hub.ops.matmul import grouped_plan
 from kernel_hub.testing.compare import check
 from kernel_hub.testing.guard import Guarded
 
-module: Any = importlib.import_module("kernel_hub.ops.batched_matmul")
+module: Any = importlib.import_module("kernel_hub.ops.matmul.batched_matmul")
 batched_matmul: Callable[..., torch.Tensor] = module.batched_matmul
 DTYPES = [torch.float16, torch.bfloat16]
 
@@ -158,7 +158,7 @@ def force(monkeypatch: pytest.MonkeyPatch, choice: Callable[[Any], Any]) -> None
 @pytest.mark.parametrize("which", [0, 1])
 def test_portable_variants(way: Way, which: int, monkeypatch: pytest.MonkeyPatch) -> None:
     capability = torch.cuda.get_device_capability() if way.is_gpu else (8, 0)
-    force(monkeypatch, lambda x: list(_grouped_plan.portable_choices(capability, x))[which])
+    force(monkeypatch, lambda x: list(grouped_plan.portable_choices(capability, x))[which])
     for dtype in DTYPES:
         check_batched(way, 2, 131, 136, 136, dtype=dtype)
     check_batched(way, 2, 70, 141, 40, row_stride=150)
@@ -166,7 +166,7 @@ def test_portable_variants(way: Way, which: int, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", sorted(_grouped_plan.HOPPER["batched_matmul"]))
+@pytest.mark.parametrize("name", sorted(grouped_plan.HOPPER["batched_matmul"]))
 def test_hopper_variants(way: Way, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if not way.is_gpu or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("these kernels need a GPU of compute capability 9.0")
@@ -179,7 +179,7 @@ def test_hopper_variants(way: Way, name: str, monkeypatch: pytest.MonkeyPatch) -
         (2, 300, 400, 2056),
     )
     for group, dtype in itertools.product((1, 8), DTYPES):
-        force(monkeypatch, partial(_grouped_plan.hopper_choice, name, sms, group=group))
+        force(monkeypatch, partial(grouped_plan.hopper_choice, name, sms, group=group))
         for size in sizes:
             check_batched(way, *size, dtype=dtype)
         check_batched(way, 3, 77, 333, 200, dtype=dtype)

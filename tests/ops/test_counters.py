@@ -27,14 +27,14 @@ def _module(name: str) -> Any:
 def _of_linear() -> torch.Tensor:
     seen: list[Any] = []
     choice = SimpleNamespace(boxes=None, num_partials=8, grid=(), block=(), shared_bytes=0)
-    launch = _module("_linear_launch").Launch(lambda *given: seen.append(given[4]), choice)
+    launch = _module("matmul.linear_launch").Launch(lambda *given: seen.append(given[4]), choice)
     launch.run(None, None, None, None, SimpleNamespace(device=CUDA))
     return seen[0][2]
 
 
 def _of_grouped() -> torch.Tensor:
     choice = SimpleNamespace(num_partials=8, num_arrivals=4)
-    return _module("_grouped_launch")._workspace(choice, CUDA)[1]
+    return _module("matmul.grouped_launch")._workspace(choice, CUDA)[1]
 
 
 def _of_attention() -> torch.Tensor:
@@ -42,7 +42,7 @@ def _of_attention() -> torch.Tensor:
     q = SimpleNamespace(dtype=torch.float16, device=CUDA)
     lengths = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "cache_seqlens", "block_table"))
     plan = (lambda *given: seen.append(given[4]), (), (), 0, (), 64)
-    _module("_flash_attention_sm90").launch(
+    _module("attention.forward_sm90").launch(
         plan, SimpleNamespace(q=q, k=q, v=q, flag=None, **lengths), None, None
     )
     return seen[0][10]
@@ -60,7 +60,7 @@ def on_stream(
         monkeypatch.setattr(
             torch, name, lambda *size, device=None, make=make, **how: make(*size, **how)
         )
-    monkeypatch.setattr(_module("_flash_attention_sm90"), "tensor_map", lambda *_: b"")
+    monkeypatch.setattr(_module("attention.forward_sm90"), "tensor_map", lambda *_: b"")
     monkeypatch.setattr(
         torch.cuda,
         "current_stream",

@@ -11,7 +11,8 @@ from bits import same_bits
 from decode_step import E4M3, Step
 from ways import Way
 
-from kernel_hub.ops import _decode_plan, decode_attention
+from kernel_hub.ops import decode_attention
+from kernel_hub.ops.kv_cache import decode_plan
 from kernel_hub.testing.compare import check
 from kernel_hub.testing.guard import Guarded
 from kernel_hub.testing.reference_attention import reference_attention
@@ -103,7 +104,7 @@ def test_equal_shares(
     way: Way, monkeypatch: pytest.MonkeyPatch, window: int, lengths: list[int]
 ) -> None:
     # Cut from the lengths, though the caches are short.
-    monkeypatch.setattr(_decode_plan, "SHORT_TOKENS", 0)
+    monkeypatch.setattr(decode_plan, "SHORT_TOKENS", 0)
     options = {"seqlen_q": 2, "max_seqlen": 700, "page_size": 16, "append": True, "rope": 64}
     Step(way, lengths, heads=(4, 1), **options).check(window_size=(window, 0))
 

@@ -12,7 +12,8 @@ from decode_step import E4M3, Step
 from ways import Way
 
 from kernel_hub.errors import TensorError
-from kernel_hub.ops import _decode_plan, decode_attention
+from kernel_hub.ops import decode_attention
+from kernel_hub.ops.kv_cache import decode_plan
 
 Q, CACHE = torch.ones(2, 1, 4, 64).half(), torch.ones(2, 32, 2, 64).half()
 LENS = torch.ones(2, dtype=torch.int32)
@@ -95,20 +96,20 @@ def test_what_debugging_checks(way: Way, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_every_kernel_is_chosen() -> None:
     chosen = {
-        _decode_plan.choose_variant(head_dim, cache_bytes, rows, is_general)
+        decode_plan.choose_variant(head_dim, cache_bytes, rows, is_general)
         for head_dim in range(16, 257, 8)
         for cache_bytes in (1, 2)
         for rows in (1, 16, 17, 128)
         for is_general in (False, True)
     }
-    assert chosen == set(_decode_plan.VARIANTS)
+    assert chosen == set(decode_plan.VARIANTS)
 
 
 @pytest.mark.parametrize("items", [1, 2, 8, 32, 64, 100, 120, 132, 200, 512, 4096])
 @pytest.mark.parametrize("max_units", [1, 2, 16, 128, 2048])
 def test_the_grid_holds_every_part(items: int, max_units: int) -> None:
     # Work::splits_of, for lengths that are the worst: all just above what earns one part more.
-    split = _decode_plan.choose_split(items, max_units, 64, 0, 132)
+    split = decode_plan.choose_split(items, max_units, 64, 0, 132)
     assert split.num_blocks <= items * max_units
     if split.num_splits:
         return

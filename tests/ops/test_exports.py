@@ -17,7 +17,8 @@ import torch
 from emulated import ROOT, CannotEmulateError, build
 from ways import DTYPES, Way
 
-from kernel_hub.ops import _common, _linear_plan, _paired_plan
+from kernel_hub.ops.core import common
+from kernel_hub.ops.matmul import linear_plan, paired_plan
 from kernel_hub.tuning import Gpu
 
 
@@ -62,7 +63,7 @@ def exported_by_macros(op: str, cubins: Sequence[str]) -> set[str]:
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     names: set[str] = set()
-    monkeypatch.setattr(_common, "shipped", lambda cubin, name: names.add(name))
+    monkeypatch.setattr(common, "shipped", lambda cubin, name: names.add(name))
     return names
 
 
@@ -78,17 +79,17 @@ def test_rms_norm(chosen: set[str]) -> None:
     hiddens = [8, 129, *(2**i for i in range(5, 16)), 5120, 40960]
     for dtype, hidden, rows in itertools.product(DTYPES, hiddens, [1, 1024, 8192, 32768]):
         x, weight = meta(rows, hidden, dtype=dtype), meta(hidden, dtype=dtype)
-        module("rms_norm")._plan(x, None, weight, x, None, 0)
-        module("rms_norm")._plan(x, x, weight, x, x.clone(), 0)
+        module("rowwise.rms_norm")._plan(x, None, weight, x, None, 0)
+        module("rowwise.rms_norm")._plan(x, x, weight, x, x.clone(), 0)
         wide = meta(rows, 2 * hidden, dtype=dtype)[:, :hidden]
-        module("rms_norm")._plan(wide, None, weight, x, None, 0)
-        module("rms_norm")._plan(wide, x, weight, x, x.clone(), 0)
+        module("rowwise.rms_norm")._plan(wide, None, weight, x, None, 0)
+        module("rowwise.rms_norm")._plan(wide, x, weight, x, x.clone(), 0)
     assert chosen == exported("rms_norm")
 
 
 def test_silu_and_mul(chosen: set[str]) -> None:
     for dtype, size in itertools.product(DTYPES, [129, 4096]):
-        plan: Callable[..., Any] = module("silu_and_mul")._plan
+        plan: Callable[..., Any] = module("rowwise.silu_and_mul")._plan
         plan(meta(4, 2 * size, dtype=dtype), meta(4, size, dtype=dtype), 0)
         plan(meta(4, 4 * size, dtype=dtype)[:, : 2 * size], meta(4, size, dtype=dtype), 0)
     assert chosen == exported("silu_and_mul")
@@ -102,9 +103,12 @@ def test_rope(chosen: set[str]) -> None:
         k = meta(tokens, 8, head_dim, dtype=dtype)
         for num_heads in (32, 64):
             q = meta(tokens, num_heads, head_dim, dtype=dtype)
-            module("rope")._plan(q, k, table, table, None, interleaved, head_dim, q, k, 0)
+            plan = module("rowwise.rope")._plan
+            plan(q, k, table, table, None, interleaved, head_dim, q, k, 0)
             wide = meta(tokens, num_heads, 2 * head_dim, dtype=dtype)[..., :head_dim]
-            module("rope")._plan(wide, k, table, table, None, interleaved, head_dim, q, k, 0)
+            module("rowwise.rope")._plan(
+                wide, k, table, table, None, interleaved, head_dim, q, k, 0
+            )
     assert chosen == exported("rope")
 
 
@@ -120,24 +124,24 @@ def test_append_kv(chosen: set[str]) -> None:
             table = meta(9, head_dim // 2, dtype=torch.float32 if table32 else dtype)
             rotary_dim = head_dim
         given = (k, k, cache, cache, *[None] * 5, table, table, None, layout == "interleaved")
-        module("append_kv")._plan((*given, rotary_dim, *[None] * 4), 0)
+        module("kv_cache.append_kv")._plan((*given, rotary_dim, *[None] * 4), 0)
     assert chosen == exported("append_kv")
 
 
 def test_merge_states(chosen: set[str]) -> None:
     for dtype, tokens, head_dim in itertools.product(DTYPES, [1, 1024, 32768], [128, 18]):
         out, lse = meta(tokens, 8, head_dim, dtype=dtype), meta(8, tokens, dtype=torch.float32)
-        module("merge_states")._plan(out, lse, out, lse, out, lse, 0)
-        module("merge_states")._plan(out, lse.t().contiguous().t(), out, lse, out, lse, 0)
+        module("attention.merge_states")._plan(out, lse, out, lse, out, lse, 0)
+        module("attention.merge_states")._plan(out, lse.t().contiguous().t(), out, lse, out, lse, 0)
     assert chosen == exported("merge_states")
 
 
 def test_linear(chosen: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = importlib.import_module("kernel_hub.ops._linear_launch")
+    launch = importlib.import_module("kernel_hub.ops.matmul.linear_launch")
     rows = [1, 5, 8, 16, 17, 32, 33, 64, 65, 128, 256, 300, 512, 1024, 2048, 4096, 8192]
     weights = [(8, 64), (5120, 256), (18944, 64)]
-    for section in _linear_plan.TABLE.shipped():
-        weights += [tuple(_linear_plan.TABLE.layout.parse(key).values()) for key in section.choices]
+    for section in linear_plan.TABLE.shipped():
+        weights += [tuple(linear_plan.TABLE.layout.parse(key).values()) for key in section.choices]
     for device in (Gpu((8, 0), 108), Gpu((9, 0), 132)):
         monkeypatch.setattr(launch, "gpu_of", lambda _, found=device: found)
         for dtype, m, (n, k), wide in itertools.product(DTYPES[:2], rows, weights, [False, True]):
@@ -147,15 +151,15 @@ def test_linear(chosen: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen == exported_linear()
 
 
-@pytest.mark.parametrize("op", _paired_plan.TABLES)
+@pytest.mark.parametrize("op", paired_plan.TABLES)
 def test_paired(op: str) -> None:
     rows = [1, 5, 8, 12, 16, 17, 32, 33, 64, 65, 128, 256, 300, 512, 1024, 4096, 8192]
     weights = [(96, 64), (1536, 512), (5120, 1024)]
-    for section in _paired_plan.TABLES[op].shipped():
-        keys = map(_paired_plan.TABLES[op].layout.parse, section.choices)
+    for section in paired_plan.TABLES[op].shipped():
+        keys = map(paired_plan.TABLES[op].layout.parse, section.choices)
         weights += [(int(key["n"]), int(key["k"])) for key in keys]
     variants = {
-        _paired_plan.choose(op, gpu, m, n, k, True).variant
+        paired_plan.choose(op, gpu, m, n, k, True).variant
         for gpu in (Gpu((8, 0), 108), Gpu((9, 0), 132))
         for m, (n, k) in itertools.product(rows, weights)
     }

@@ -11,8 +11,8 @@ import torch
 from bits import same_bits
 from ways import Way
 
-from kernel_hub.ops import _flash_attention_backward as module
-from kernel_hub.ops._attention import Problem
+from kernel_hub.ops.attention import backward_portable as module
+from kernel_hub.ops.attention.problem import Problem
 from kernel_hub.testing.compare import check
 from kernel_hub.testing.guard import Guarded
 from kernel_hub.testing.reference_attention import reference_backward_of, reference_of

@@ -16,10 +16,10 @@ from back_to_back import check_back_to_back
 from bits import same_bits
 
 from kernel_hub.ops import flash_attention
-from kernel_hub.ops._attention import Problem
+from kernel_hub.ops.attention.problem import Problem
 
-SM90: Any = importlib.import_module("kernel_hub.ops._flash_attention_backward_sm90")
-BACKWARD: Any = importlib.import_module("kernel_hub.ops._flash_attention_backward")
+SM90: Any = importlib.import_module("kernel_hub.ops.attention.backward_sm90")
+BACKWARD: Any = importlib.import_module("kernel_hub.ops.attention.backward_portable")
 DTYPES = ["fp16", "bf16"]
 # Those of the compiled kernels, and some that fill one in part; and the rows of a block.
 SHAPES = [(40, 128), (64, 128), (72, 64), (128, 64), (96, 80), (128, 80)]

@@ -229,16 +229,16 @@ def test_only_what_asks_gets_a_gradient() -> None:
 def test_deterministic_algorithms_make_the_backward_deterministic(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from kernel_hub.ops import _attention_run
+    from kernel_hub.ops.attention import eager
 
     asked: list[bool] = []
-    backward = _attention_run.cpu_backward
+    backward = eager.cpu_backward
 
     def spy(*arguments: Any, deterministic: bool) -> None:
         asked.append(deterministic)
         backward(*arguments, deterministic=deterministic)
 
-    monkeypatch.setattr(_attention_run, "cpu_backward", spy)
+    monkeypatch.setattr(eager, "cpu_backward", spy)
     q = torch.randn(1, 4, 2, 32).half().requires_grad_()
     flash_attention(q, q, q).sum().backward()
     flash_attention(q, q, q, deterministic=True).sum().backward()

@@ -16,10 +16,10 @@ from bits import same_bits
 
 from kernel_hub.errors import TensorError
 from kernel_hub.ops import flash_attention
-from kernel_hub.ops._attention import Problem
+from kernel_hub.ops.attention.problem import Problem
 from kernel_hub.testing.guard import Guarded
 
-FP8: Any = importlib.import_module("kernel_hub.ops._flash_attention_fp8")
+FP8: Any = importlib.import_module("kernel_hub.ops.attention.forward_fp8")
 SCALES = ["none", "tensor", "heads", "batch", "blocks", "k blocks", "v blocks", "q blocks"]
 
 

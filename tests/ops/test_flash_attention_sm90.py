@@ -18,10 +18,10 @@ from emulated import ROOT
 
 from kernel_hub.errors import TensorError
 from kernel_hub.ops import flash_attention
-from kernel_hub.ops._attention import Problem
-from kernel_hub.ops._attention_tma import is_mappable
+from kernel_hub.ops.attention.maps import is_mappable
+from kernel_hub.ops.attention.problem import Problem
 
-SM90: Any = importlib.import_module("kernel_hub.ops._flash_attention_sm90")
+SM90: Any = importlib.import_module("kernel_hub.ops.attention.forward_sm90")
 DTYPES = ["fp16", "bf16"]
 # Those of the compiled kernels, and some that fill one in part.
 HEAD_DIMS = [16, 64, 72, 96, 128, 136, 192, 256]

@@ -16,11 +16,11 @@ from test_exports import exported_by_macros
 from ways import Way
 
 from kernel_hub.errors import TensorError
-from kernel_hub.ops import _grouped_plan
+from kernel_hub.ops.matmul import grouped_plan
 from kernel_hub.testing.compare import check
 from kernel_hub.testing.guard import Guarded
 
-module: Any = importlib.import_module("kernel_hub.ops.grouped_linear")
+module: Any = importlib.import_module("kernel_hub.ops.matmul.grouped_linear")
 grouped_linear: Callable[..., torch.Tensor] = module.grouped_linear
 DTYPES = [torch.float16, torch.bfloat16]
 ACTIVATIONS: dict[str | None, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -209,7 +209,7 @@ def force(monkeypatch: pytest.MonkeyPatch, choice: Callable[[Any], Any]) -> None
 @pytest.mark.parametrize("which", [0, 1])
 def test_portable_variants(way: Way, which: int, monkeypatch: pytest.MonkeyPatch) -> None:
     capability = torch.cuda.get_device_capability() if way.is_gpu else (8, 0)
-    force(monkeypatch, lambda x: list(_grouped_plan.portable_choices(capability, x))[which])
+    force(monkeypatch, lambda x: list(grouped_plan.portable_choices(capability, x))[which])
     for dtype in DTYPES:
         check_grouped(way, [0, 130, 131, 131, 200], 136, 136, dtype=dtype)
     check_grouped(way, [3, 130, 200], 141, 40, rows=203, activation="gelu", has_bias=True)
@@ -217,13 +217,13 @@ def test_portable_variants(way: Way, which: int, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", sorted(_grouped_plan.HOPPER["grouped_linear"]))
+@pytest.mark.parametrize("name", sorted(grouped_plan.HOPPER["grouped_linear"]))
 def test_hopper_variants(way: Way, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if not way.is_gpu or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("these kernels need a GPU of compute capability 9.0")
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     for group in (1, 8):
-        force(monkeypatch, partial(_grouped_plan.hopper_choice, name, sms, group=group))
+        force(monkeypatch, partial(grouped_plan.hopper_choice, name, sms, group=group))
         for dtype in DTYPES:
             for offsets in OFFSETS:
                 check_grouped(way, offsets, 520, 264, dtype=dtype)
@@ -257,8 +257,8 @@ def test_variants_are_what_is_exported_and_each_is_chosen() -> None:
         for capability, k in itertools.product(((8, 0), (9, 0)), (64, 128, 512, 2048, 4096)):
             for count, rows, n in itertools.product((4, 8, 128), ROWS, SIZES):
                 total = rows * count // 4 if op == "grouped_linear" else rows
-                problem = _grouped_plan.Problem(op, count, total, n, k)
-                choice = _grouped_plan.choose(capability, 132, problem, True)
+                problem = grouped_plan.Problem(op, count, total, n, k)
+                choice = grouped_plan.choose(capability, 132, problem, True)
                 chosen |= {f"{op}_{token}_{choice.variant}" for token in ("fp16", "bf16")}
         assert chosen == exported_by_macros(op, (op, f"{op}_sm90"))
 

@@ -14,11 +14,11 @@ from bits import same_bits
 from ways import Way
 
 from kernel_hub.errors import TensorError
-from kernel_hub.ops import _linear_plan
+from kernel_hub.ops.matmul import linear_plan
 from kernel_hub.testing.compare import check
 from kernel_hub.testing.guard import Guarded
 
-module: Any = importlib.import_module("kernel_hub.ops.linear")
+module: Any = importlib.import_module("kernel_hub.ops.matmul.linear")
 linear: Callable[..., torch.Tensor] = module.linear
 DTYPES = [torch.float16, torch.bfloat16]
 ACTIVATIONS = {
@@ -199,8 +199,8 @@ def test_shares_of_k(way: Way, size: tuple[int, int, int], monkeypatch: pytest.M
     # Every portable body with k shared by three blocks, whatever the plan would choose.
     m, n, k = size
     capability = torch.cuda.get_device_capability() if way.is_gpu else (9, 0)
-    for choice in _linear_plan.portable_choices(capability, m, n, k, num_splits=3):
-        monkeypatch.setattr("kernel_hub.ops._linear_launch.choose", lambda *_, c=choice: c)
+    for choice in linear_plan.portable_choices(capability, m, n, k, num_splits=3):
+        monkeypatch.setattr("kernel_hub.ops.matmul.linear_launch.choose", lambda *_, c=choice: c)
         for dtype, out_dtype in itertools.product(DTYPES, (None, torch.float32)):
             if out_dtype is None or choice.variant != "m8_deep":  # which has no wide results
                 monkeypatch.setattr(module, "_plans", {})
@@ -211,19 +211,19 @@ def test_shares_of_k(way: Way, size: tuple[int, int, int], monkeypatch: pytest.M
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", sorted(_linear_plan.HOPPER))
+@pytest.mark.parametrize("name", sorted(linear_plan.HOPPER))
 def test_hopper_variants(way: Way, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if not way.is_gpu or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("these kernels need a GPU of compute capability 9.0")
-    variant = _linear_plan.HOPPER[name]
+    variant = linear_plan.HOPPER[name]
     most = variant.block_n if variant.swaps else 700
     sizes = ((1, 8, 64), (most, 333, 520), (most - 3, 4104, 1096), (most, 20000, 264))
     for m, n, k in (*sizes, (most, 20000, 64), (most, 20000, 128)):
-        choice = _linear_plan.hopper_choice(name, 132, m, n, max(k, 64 * variant.splits))
-        monkeypatch.setattr("kernel_hub.ops._linear_launch.choose", lambda *_, c=choice: c)
+        choice = linear_plan.hopper_choice(name, 132, m, n, max(k, 64 * variant.splits))
+        monkeypatch.setattr("kernel_hub.ops.matmul.linear_launch.choose", lambda *_, c=choice: c)
         monkeypatch.setattr(module, "_plans", {})
         for dtype in DTYPES:
-            for out_dtype in (None, torch.float32)[: 1 + (name in _linear_plan.HOPPER_FP32)]:
+            for out_dtype in (None, torch.float32)[: 1 + (name in linear_plan.HOPPER_FP32)]:
                 for extras in (("silu", True, True), ("gelu", True, False), (None, False, False)):
                     activation, has_bias, has_residual = extras
                     check_linear(

@@ -12,13 +12,13 @@ from back_to_back import check_back_to_back
 from bits import same_bits
 
 from kernel_hub.errors import TensorError
-from kernel_hub.ops import _linear_fp8 as fp8
-from kernel_hub.ops import _linear_fp8_plan as plan
+from kernel_hub.ops.matmul import linear_fp8 as fp8
+from kernel_hub.ops.matmul import linear_fp8_plan as plan
 from kernel_hub.testing.compare import check
 from kernel_hub.testing.guard import Guarded
 from kernel_hub.tuning import Gpu, Row
 
-linear: Callable[..., torch.Tensor] = importlib.import_module("kernel_hub.ops.linear").linear
+linear: Callable[..., torch.Tensor] = importlib.import_module("kernel_hub.ops.matmul.linear").linear
 E4M3_OPCHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 E4M3 = torch.float8_e4m3fn
 OUT_DTYPES = [torch.bfloat16, torch.float16, torch.float32]

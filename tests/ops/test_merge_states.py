@@ -68,7 +68,7 @@ def test_every_launch_shape(
     way: Way, dtype: torch.dtype, chosen: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As with many tokens, whose threads take two heads.
-    module = importlib.import_module("kernel_hub.ops.merge_states")
+    module = importlib.import_module("kernel_hub.ops.attention.merge_states")
     monkeypatch.setattr(module, "_choose", lambda *sizes: chosen)
     for shape in ((2, 5, 7, 64), (1, 3, 1, 16)):
         given = states(way, shape, dtype)

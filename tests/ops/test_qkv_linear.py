@@ -13,11 +13,11 @@ from bits import same_bits
 from ways import Way
 
 from kernel_hub.errors import TensorError
-from kernel_hub.ops import _paired_plan
+from kernel_hub.ops.matmul import paired_plan
 from kernel_hub.testing.compare import check
 from kernel_hub.testing.guard import Guarded
 
-module: Any = importlib.import_module("kernel_hub.ops.qkv_linear")
+module: Any = importlib.import_module("kernel_hub.ops.matmul.qkv_linear")
 qkv_linear: Callable[..., Any] = module.qkv_linear
 DTYPES = [torch.float16, torch.bfloat16]
 # num_heads, num_kv_heads, head_dim
@@ -124,9 +124,9 @@ def test_rotations(way: Way, m: int, rotary_dim: int, interleaved: bool) -> None
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("variant", _paired_plan.HOPPER["qkv_linear"], ids=lambda v: v.name)
+@pytest.mark.parametrize("variant", paired_plan.HOPPER["qkv_linear"], ids=lambda v: v.name)
 def test_hopper_variants(
-    way: Way, variant: _paired_plan.Hopper, interleaved: bool, monkeypatch: pytest.MonkeyPatch
+    way: Way, variant: paired_plan.Hopper, interleaved: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not way.is_gpu or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("these kernels need a GPU of compute capability 9.0")
@@ -140,7 +140,7 @@ def test_hopper_variants(
     for m, heads, hidden, rotary_dim in cases:
         n = (heads[0] + 2 * heads[1]) * heads[2]
         hidden = max(hidden, 64 * variant.splits)
-        choice = _paired_plan.hopper_choice("qkv_linear", variant, 132, m, n)
+        choice = paired_plan.hopper_choice("qkv_linear", variant, 132, m, n)
         monkeypatch.setattr(module, "choose", lambda *_, c=choice: c)
         monkeypatch.setattr(module, "_plans", {})
         for dtype in DTYPES:
@@ -154,7 +154,7 @@ def test_hopper_variants(
 @pytest.mark.parametrize("m", [5, 12, 40])
 def test_portable_bodies(way: Way, m: int, monkeypatch: pytest.MonkeyPatch) -> None:
     heads = (3, 1, 64)
-    for choice in _paired_plan.portable_choices("qkv_linear", (9, 0), 4, m, 320):
+    for choice in paired_plan.portable_choices("qkv_linear", (9, 0), 4, m, 320):
         monkeypatch.setattr(module, "choose", lambda *_, c=choice: c)
         monkeypatch.setattr(module, "_plans", {})
         for dtype in DTYPES:

@@ -15,7 +15,7 @@ from kernel_hub.testing import reference
 from kernel_hub.testing.compare import check
 from kernel_hub.testing.guard import Guarded
 
-module: Any = importlib.import_module("kernel_hub.ops.rms_norm")
+module: Any = importlib.import_module("kernel_hub.ops.rowwise.rms_norm")
 HIDDEN_SIZES = [1, 7, 16, 127, 128, 129, 199, 256, 264, 1024, 2048, 4096, 5120, 8192, 16384, 40000]
 
 

@@ -15,7 +15,7 @@ from kernel_hub.testing import reference
 from kernel_hub.testing.compare import check
 from kernel_hub.testing.guard import Guarded
 
-module: Any = importlib.import_module("kernel_hub.ops.rope")
+module: Any = importlib.import_module("kernel_hub.ops.rowwise.rope")
 MAX_POSITION = 50
 # (num_heads, num_kv_heads, head_dim, rotary_dim): GQA 4, 5, 1, 8; partial; odd sizes
 SHAPES = [

@@ -13,7 +13,8 @@ import torch
 from test_exports import exported, exported_linear, exported_paired, module
 
 from kernel_hub import ops
-from kernel_hub.ops import _common, _linear_launch, _paired_plan
+from kernel_hub.ops.core import common
+from kernel_hub.ops.matmul import linear_launch, paired_plan
 from kernel_hub.tuning import Gpu
 
 PATH = Path(__file__).parent.parent / "gpu/sanitize.py"
@@ -44,18 +45,18 @@ def test_every_variant_is_launched(op: str, monkeypatch: pytest.MonkeyPatch) -> 
     def shipped(cubin: str, name: str) -> Any:
         return lambda *launch, **options: launched.add(name)
 
-    monkeypatch.setattr(_common, "shipped", shipped)
+    monkeypatch.setattr(common, "shipped", shipped)
     monkeypatch.setattr(module(op), "_plans", {})
     monkeypatch.setattr(module(op), "_cpu_into", module(op)._cuda_into)
     # The numbers are of no matter here.
     monkeypatch.setattr(torch, "randn", torch.empty)
-    monkeypatch.setattr(_linear_launch, "gpu_of", lambda device: Gpu((9, 0), 132))
-    monkeypatch.setattr(_linear_launch, "tensor_map", lambda *layout: b"")
-    if op in _paired_plan.TABLES:
+    monkeypatch.setattr(linear_launch, "gpu_of", lambda device: Gpu((9, 0), 132))
+    monkeypatch.setattr(linear_launch, "tensor_map", lambda *layout: b"")
+    if op in paired_plan.TABLES:
         monkeypatch.setattr(module(op), "gpu_of", lambda device: Gpu((9, 0), 132))
         monkeypatch.setattr(module(op), "tensor_map", lambda *layout: b"")
     sanitize().CASES[op]("cpu")
-    if op in _paired_plan.TABLES:
+    if op in paired_plan.TABLES:
         expected = exported_paired(op)
     else:
         expected = exported_linear() if op == "linear" else exported(op)

@@ -13,11 +13,11 @@ from bits import same_bits
 from ways import Way
 
 from kernel_hub.errors import TensorError
-from kernel_hub.ops import _paired_plan
+from kernel_hub.ops.matmul import paired_plan
 from kernel_hub.testing.compare import check
 from kernel_hub.testing.guard import Guarded
 
-module: Any = importlib.import_module("kernel_hub.ops.swiglu_linear")
+module: Any = importlib.import_module("kernel_hub.ops.matmul.swiglu_linear")
 swiglu_linear: Callable[..., torch.Tensor] = module.swiglu_linear
 DTYPES = [torch.float16, torch.bfloat16]
 
@@ -65,7 +65,7 @@ def test_portable_bodies(
 ) -> None:
     m, columns, k = size
     n = 16 * -(-columns // 8)
-    for choice in _paired_plan.portable_choices("swiglu_linear", (9, 0), 4, m, n):
+    for choice in paired_plan.portable_choices("swiglu_linear", (9, 0), 4, m, n):
         monkeypatch.setattr(module, "choose", lambda *_, c=choice: c)
         monkeypatch.setattr(module, "_plans", {})
         for dtype in DTYPES:
@@ -73,15 +73,15 @@ def test_portable_bodies(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("variant", _paired_plan.HOPPER["swiglu_linear"], ids=lambda v: v.name)
+@pytest.mark.parametrize("variant", paired_plan.HOPPER["swiglu_linear"], ids=lambda v: v.name)
 def test_hopper_variants(
-    way: Way, variant: _paired_plan.Hopper, monkeypatch: pytest.MonkeyPatch
+    way: Way, variant: paired_plan.Hopper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not way.is_gpu or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("these kernels need a GPU of compute capability 9.0")
     most = variant.block_n if variant.swaps else 700
     for m, columns, k in ((1, 8, 64), (most, 168, 520), (most - 3, 2056, 1096), (most, 20000, 512)):
-        choice = _paired_plan.hopper_choice("swiglu_linear", variant, 132, m, 2 * columns)
+        choice = paired_plan.hopper_choice("swiglu_linear", variant, 132, m, 2 * columns)
         monkeypatch.setattr(module, "choose", lambda *_, c=choice: c)
         monkeypatch.setattr(module, "_plans", {})
         for dtype in DTYPES:

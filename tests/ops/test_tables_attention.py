@@ -16,12 +16,12 @@ import pytest
 import torch
 from kernel_figures import HALVES, Rows, Source
 
-from kernel_hub.ops import _decode_plan as decode
-from kernel_hub.ops import _flash_attention_backward as backward
-from kernel_hub.ops import _flash_attention_backward_sm90 as backward_sm90
-from kernel_hub.ops import _flash_attention_forward as forward
-from kernel_hub.ops import _flash_attention_fp8 as attention_fp8
-from kernel_hub.ops import _flash_attention_sm90 as attention_sm90
+from kernel_hub.ops.attention import backward_portable as backward
+from kernel_hub.ops.attention import backward_sm90 as backward_sm90
+from kernel_hub.ops.attention import forward_fp8 as attention_fp8
+from kernel_hub.ops.attention import forward_portable as forward
+from kernel_hub.ops.attention import forward_sm90 as attention_sm90
+from kernel_hub.ops.kv_cache import decode_plan as decode
 
 DTYPES = (torch.float16, torch.bfloat16)
 

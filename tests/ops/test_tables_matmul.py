@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from kernel_figures import HALVES, Rows, Source
 
-from kernel_hub.ops import _grouped_plan as grouped
-from kernel_hub.ops import _linear_fp8_plan as linear_fp8
-from kernel_hub.ops import _linear_plan as linear
-from kernel_hub.ops import _paired_plan as paired
+from kernel_hub.ops.matmul import grouped_plan as grouped
+from kernel_hub.ops.matmul import linear_fp8_plan as linear_fp8
+from kernel_hub.ops.matmul import linear_plan as linear
+from kernel_hub.ops.matmul import paired_plan as paired
 
 SMS = 132
 

@@ -16,8 +16,7 @@ from attention_devices import pretend
 from emulated import CannotEmulateError, EmulatedFunction, build
 
 from kernel_hub import ops
-from kernel_hub.ops import _common
-from kernel_hub.ops.core import bounds
+from kernel_hub.ops.core import bounds, common
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 
@@ -42,8 +41,8 @@ class Way:
 @functools.cache
 def op_modules() -> list[ModuleType]:
     """All modules of kernel_hub.ops."""
-    names = [found.name for found in pkgutil.iter_modules(ops.__path__)]
-    return [importlib.import_module(f"kernel_hub.ops.{name}") for name in names]
+    found = pkgutil.walk_packages(ops.__path__, "kernel_hub.ops.")
+    return [importlib.import_module(each.name) for each in found if not each.ispkg]
 
 
 @functools.cache
@@ -66,7 +65,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
         build("silu_and_mul")
     except CannotEmulateError as missing:
         pytest.skip(str(missing))
-    monkeypatch.setattr(_common, "shipped", emulated_function)
+    monkeypatch.setattr(common, "shipped", emulated_function)
     # What launches takes the place of what torch computes, by their names: `_cpu_into`, ...
     for module in op_modules():
         for name, launches in list(vars(module).items()):

@@ -19,8 +19,9 @@ from arena import Arena, outside
 from attention_devices import BACKWARD
 from led_outside import check_said, forget
 
-from kernel_hub.ops import _attention_run, flash_attention
-from kernel_hub.ops import _flash_attention_backward_sm90 as hopper_backward
+from kernel_hub.ops import flash_attention
+from kernel_hub.ops.attention import backward_sm90 as hopper_backward
+from kernel_hub.ops.attention import eager
 from kernel_hub.testing.compare import check
 from kernel_hub.testing.reference_attention import (
     reference_attention,
@@ -61,8 +62,8 @@ def _allocations_in(arena: Arena) -> Iterator[None]:
         return arena.empty("a gradient", x.shape, x.dtype)
 
     with (
-        mock.patch.object(_attention_run, "new_lse", new_lse),
-        mock.patch.object(_attention_run, "new_like", new_like),
+        mock.patch.object(eager, "new_lse", new_lse),
+        mock.patch.object(eager, "new_like", new_like),
         mock.patch.object(BACKWARD, "torch", _Torch(arena)),
         mock.patch.object(hopper_backward, "torch", _Torch(arena)),
     ):

@@ -20,7 +20,8 @@ from arena import Arena, outside
 from bits import same_bits
 from led_outside import check_said, forget
 
-from kernel_hub.ops import _paired_plan, append_kv, qkv_linear, rope
+from kernel_hub.ops import append_kv, qkv_linear, rope
+from kernel_hub.ops.matmul import paired_plan
 from kernel_hub.testing import reference
 from kernel_hub.testing.compare import check
 
@@ -266,11 +267,11 @@ def hostile_append(generator: random.Random, arena: Arena) -> None:
 @contextlib.contextmanager
 def forcing_qkv(variant: str) -> Iterator[list[tuple[int, int, int]]]:
     """Within, qkv_linear takes `variant` wherever that applies; yields (m, n, k) of these."""
-    table, row = _paired_plan.TABLES["qkv_linear"], _paired_plan.Row(variant, {})
+    table, row = paired_plan.TABLES["qkv_linear"], paired_plan.Row(variant, {})
     taken: list[tuple[int, int, int]] = []
 
     def lookup(gpu: Any, m: int, /, *, n: int, k: int) -> Any:
-        if _paired_plan._check("qkv_linear", row, gpu.arch, m, n=n, k=k):
+        if paired_plan._check("qkv_linear", row, gpu.arch, m, n=n, k=k):
             return None
         taken.append((m, n, k))
         return row

@@ -106,8 +106,8 @@ CALLS: dict[str, Callable[[Way], Any]] = {
 def no_checks_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a call that is captured, which cannot look at what is on the device."""
     for module, name in (
-        ("_attention_checks", "check_values"), ("_decode_checks", "check_values"),
-        ("_append_kv_checks", "check_routing"),
+        ("attention.checks", "check_values"), ("kv_cache.decode_checks", "check_values"),
+        ("kv_cache.append_checks", "check_routing"),
     ):  # fmt: skip
         found = importlib.import_module(f"kernel_hub.ops.{module}")
         monkeypatch.setattr(found, name, lambda *given, **options: None)

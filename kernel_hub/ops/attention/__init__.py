@@ -1,0 +1,1 @@
+"""Attention over whole sequences, forward and backward. Knows core alone."""

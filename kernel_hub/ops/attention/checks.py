@@ -1,0 +1,292 @@
+"""What attention demands of its arguments, by name and with both values; the numbers they come to.
+
+Everything here looks at shapes, strides, dtypes and devices only, but for `check_values`, which
+reads tables on the device and therefore waits for it: only under KERNEL_HUB_DEBUG=1.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+
+from ...errors import TensorError
+from ..core import common
+from .problem import Problem
+
+DTYPES = (torch.float16, torch.bfloat16)
+LAYOUTS = {"bshd": 1, "bhsd": 2}  # the dimension of tokens
+MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
+MIN_PAGE_SIZE, MAX_PAGE_SIZE = 8, 256
+# batch_size, max_seqlen_q, max_seqlen_k, softmax_scale, window_left, window_right, softcap
+Numbers = tuple[int, int, int, float, int, int, float]
+
+
+def check_layout(op: str, layout: Any) -> None:
+    """`layout` must be one of the known ones."""
+    common.check_choice(op, "layout", layout, LAYOUTS)
+
+
+def resolve(
+    op: str,
+    q: Any,
+    k: Any,
+    v: Any,
+    causal: bool,
+    softmax_scale: float | None,
+    window_size: Any,
+    softcap: float,
+    alibi_slopes: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    block_table: Any,
+    cache_seqlens: Any,
+    *,
+    dtypes: tuple[torch.dtype, ...] = DTYPES,
+) -> Numbers:
+    """Check everything that does not lie on the device; what the launch needs beside tensors."""
+    _check_qkv(op, q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, dtypes)
+    if cu_seqlens_k is not None:
+        for argument, value in (("block_table", block_table), ("cache_seqlens", cache_seqlens)):
+            if value is not None:
+                raise TensorError(
+                    f"{op}: {argument}: expected None beside cu_seqlens_k, which says where the "
+                    f"keys are, found {common.say(value)}"
+                )
+    batch_size = q.shape[0]
+    if cu_seqlens_q is not None:
+        check_bounds(op, "cu_seqlens_q", cu_seqlens_q, q)
+        batch_size = cu_seqlens_q.shape[0] - 1
+    if cu_seqlens_k is not None:
+        check_bounds(op, "cu_seqlens_k", cu_seqlens_k, q, batch_size + 1)
+    elif block_table is not None:
+        _check_pages(op, block_table, q, k, batch_size)
+    elif k.shape[0] != batch_size:
+        raise common.refuse(op, "k", f"{batch_size} sequences, as q has", k)
+    if cache_seqlens is not None:
+        common.check_like(
+            op, "cache_seqlens", cache_seqlens, (batch_size,), q, dtypes=(torch.int32,)
+        )
+    _check_alibi(op, alibi_slopes, q, batch_size)
+
+    rows_q = q.shape[0] if cu_seqlens_q is not None else q.shape[1]
+    if cu_seqlens_k is not None:
+        rows_k = k.shape[0]
+    elif block_table is not None:
+        rows_k = block_table.shape[1] * k.shape[1]
+    else:
+        rows_k = k.shape[1]
+    for argument, rows in (("q", rows_q), ("k", rows_k)):
+        if rows > common.MAX_SIZE:
+            raise TensorError(
+                f"{op}: {argument}: expected at most {common.MAX_SIZE} tokens, found {rows}"
+            )
+    longest_q = _bound(op, "max_seqlen_q", max_seqlen_q, rows_q, cu_seqlens_q is not None)
+    lengths_vary = cu_seqlens_k is not None or cache_seqlens is not None
+    longest_k = _bound(op, "max_seqlen_k", max_seqlen_k, rows_k, lengths_vary)
+
+    left, right = common.check_window(op, window_size)
+    scale = q.shape[-1] ** -0.5
+    if softmax_scale is not None:
+        scale = common.check_number(op, "softmax_scale", softmax_scale)
+    softcap = 0.0 if softcap is None else common.check_number(op, "softcap", softcap, least=0.0)
+    common.check_flag(op, "causal", causal)
+    return (batch_size, longest_q, longest_k, scale, left, 0 if causal else right, softcap)
+
+
+def _check_qkv(
+    op: str, q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, block_table: Any,
+    dtypes: tuple[torch.dtype, ...],
+) -> None:  # fmt: skip
+    for argument, value in (("q", q), ("k", k), ("v", v)):
+        common.check_tensor(op, argument, value)
+    _check_dims(op, "q", q, "batch_size, seqlen_q", "total_q", cu_seqlens_q, "num_heads")
+    if block_table is None:
+        _check_dims(op, "k", k, "batch_size, seqlen_k", "total_k", cu_seqlens_k, "num_kv_heads")
+    elif k.dim() != 4:
+        shape = "(num_pages, page_size, num_kv_heads, head_dim) with block_table"
+        raise common.refuse(op, "k", f"shape {shape}", k)
+    check_rows(op, "q", q, dtypes)
+    num_heads, head_dim = q.shape[-2:]
+    common.check_like(op, "k", k, (*k.shape[:-1], head_dim), q)
+    common.check_like(op, "v", v, k.shape, q)
+    num_kv_heads = k.shape[-2]
+    if num_kv_heads == 0 or num_heads % num_kv_heads:
+        raise TensorError(
+            f"{op}: k: expected num_kv_heads to divide num_heads = {num_heads} of q, found "
+            f"{num_kv_heads} ({common.say(k)})"
+        )
+
+
+def check_rows(
+    op: str, argument: str, x: torch.Tensor, dtypes: tuple[torch.dtype, ...] = DTYPES
+) -> None:
+    """One of `dtypes`, somewhere we run, a head_dim we have, its elements side by side."""
+    if x.dtype not in dtypes:
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise common.refuse(op, argument, f"dtype {names}", x)
+    if x.device.type not in ("cuda", "cpu", "meta"):
+        raise common.refuse(op, argument, "a CUDA or CPU tensor", x)
+    head_dim = x.shape[-1]
+    if not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM or head_dim % 8:
+        expected = f"a head_dim from {MIN_HEAD_DIM} to {MAX_HEAD_DIM} in multiples of 8"
+        raise TensorError(f"{op}: {argument}: expected {expected}, found {head_dim}: "
+                          f"{common.say(x)}")  # fmt: skip
+    if x.stride(-1) != 1:
+        raise common.refuse(
+            op, argument, "a contiguous last dimension (call .contiguous() first)", x
+        )
+
+
+def _check_dims(
+    op: str, argument: str, x: torch.Tensor, dense: str, packed: str, bounds: Any, heads: str
+) -> None:
+    if bounds is not None and x.dim() != 3:
+        name = f"cu_seqlens_{argument}"
+        raise common.refuse(op, argument, f"shape ({packed}, {heads}, head_dim) with {name}", x)
+    if bounds is None and x.dim() != 4:
+        raise common.refuse(op, argument, f"shape ({dense}, {heads}, head_dim)", x)
+
+
+def check_bounds(
+    op: str, argument: str, bounds: Any, like: torch.Tensor, length: int | None = None
+) -> None:
+    """`bounds` must be (batch_size + 1,) int32 on the device of `like`."""
+    common.check_tensor(op, argument, bounds)
+    if length is None:
+        if bounds.dim() != 1 or bounds.shape[0] < 1:
+            raise common.refuse(op, argument, "shape (batch_size + 1,)", bounds)
+        length = bounds.shape[0]
+    common.check_like(op, argument, bounds, (length,), like, dtypes=(torch.int32,))
+
+
+def _check_pages(
+    op: str, block_table: Any, q: torch.Tensor, k: torch.Tensor, batch_size: int
+) -> None:
+    common.check_tensor(op, "block_table", block_table)
+    if block_table.dim() != 2:
+        raise common.refuse(op, "block_table", "shape (batch_size, max_pages)", block_table)
+    shape = (batch_size, block_table.shape[1])
+    common.check_like(op, "block_table", block_table, shape, q, dtypes=(torch.int32,))
+    page_size = k.shape[1]
+    if not MIN_PAGE_SIZE <= page_size <= MAX_PAGE_SIZE:
+        raise TensorError(
+            f"{op}: k: expected a page_size (dimension 1) from {MIN_PAGE_SIZE} to {MAX_PAGE_SIZE}, "
+            f"found {page_size}: {common.say(k)}"
+        )
+
+
+def _check_alibi(op: str, alibi_slopes: Any, q: torch.Tensor, batch_size: int) -> None:
+    if alibi_slopes is None:
+        return
+    common.check_tensor(op, "alibi_slopes", alibi_slopes)
+    num_heads = q.shape[-2]
+    if tuple(alibi_slopes.shape) not in ((num_heads,), (batch_size, num_heads)):
+        raise common.refuse(
+            op, "alibi_slopes", f"shape ({num_heads},) or ({batch_size}, {num_heads})", alibi_slopes
+        )
+    common.check_like(
+        op, "alibi_slopes", alibi_slopes, alibi_slopes.shape, q, dtypes=(torch.float32,)
+    )
+
+
+def _bound(op: str, argument: str, value: Any, rows: int, lengths_vary: bool) -> int:
+    """The longest a sequence can be: what the caller says, at most the rows there are."""
+    if value is None:
+        return rows
+    if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool) or value < 0:
+        raise common.refuse(op, argument, "a whole number from 0", repr(value))
+    if not lengths_vary:
+        raise TensorError(
+            f"{op}: {argument}: expected None where the tensors say the length ({rows}), "
+            f"found {value}"
+        )
+    return min(value, rows)
+
+
+_writes = common.Writes(
+    "flash_attention",
+    "out q k v alibi_slopes cu_seqlens_q cu_seqlens_k block_table cache_seqlens q_scale k_scale "
+    "v_scale", "out",
+)  # fmt: skip
+# Of calls with an output whose layouts were checked.
+_spans: dict[tuple[Any, ...], common.Spans] = {}
+
+
+def check_out(
+    op: str, out: Any, q: torch.Tensor, *others: torch.Tensor | None,
+    dtypes: tuple[torch.dtype, ...] = (),
+) -> None:  # fmt: skip
+    """`out` must be like q, or of `dtypes`, and share no memory with the inputs (or itself).
+
+    others: k, v, then what else `_writes` names, None where not given.
+    """
+    tensors = (out, q, *others, *(None,) * (10 - len(others)))
+    if not common.is_plain(*tensors):  # no memory
+        _check_out_layout(op, out, q, dtypes)
+        return
+    key = tuple([None if x is None else (x.dtype, x.shape, x.stride()) for x in tensors])
+    spans = _spans.get(key)
+    if spans is None or out.device != q.device:
+        _check_out_layout(op, out, q, dtypes)
+        spans = _writes.spans(*tensors)
+        if len(_spans) >= common.MAX_PLANS:
+            _spans.clear()
+        _spans[key] = spans
+    addresses = tuple([x.data_ptr() for x in tensors if x is not None])
+    if addresses not in spans.apart:
+        spans.check(addresses)
+
+
+def _check_out_layout(op: str, out: Any, q: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    common.check_like(op, "out", out, q.shape, q, dtypes=dtypes)
+    common.check_output(op, "out", out)
+
+
+def check_values(op: str, problem: Problem, *, is_strict: bool = True) -> None:
+    """Values on the device: bounds, lengths and page numbers. Waits for the device.
+
+    is_strict: rows before the first bound, and a max_seqlen that is less than a length, are refused
+    too; they cost rows, not memory.
+    """
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return  # a captured call cannot wait
+    for argument, bounds, total, longest in (
+        ("cu_seqlens_q", problem.cu_seqlens_q, problem.q.shape[0], problem.max_seqlen_q),
+        ("cu_seqlens_k", problem.cu_seqlens_k, problem.k.shape[0], problem.max_seqlen_k),
+    ):
+        if bounds is None:
+            continue
+        values = bounds.tolist()
+        starts_well = values[0] == 0 if is_strict else values[0] >= 0
+        if not starts_well or any(a > b for a, b in itertools.pairwise(values)):
+            raise common.refuse(op, argument, "bounds that start at 0 and do not fall", values)
+        if values[-1] > total:
+            raise common.refuse(op, argument, f"an end of at most {total} rows", values)
+        most = max((b - a for a, b in itertools.pairwise(values)), default=0)
+        if most > longest and is_strict:
+            name = argument.replace("cu_seqlens", "max_seqlen")
+            raise common.refuse(op, argument, f"lengths of at most {name} = {longest}", most)
+    lengths = [problem.max_seqlen_k] * problem.batch_size
+    if problem.cache_seqlens is not None:
+        lengths = problem.cache_seqlens.tolist()
+        most = problem.max_seqlen_k
+        if not is_strict:
+            most = problem.k.shape[1]
+            if problem.block_table is not None:
+                most *= problem.block_table.shape[1]
+        if any(not 0 <= length <= most for length in lengths):
+            expected = f"lengths from 0 to {most}"
+            raise common.refuse(op, "cache_seqlens", expected, lengths)
+    if problem.block_table is not None:
+        num_pages, page_size = problem.k.shape[:2]
+        for index, (length, row) in enumerate(
+            zip(lengths, problem.block_table.tolist(), strict=True)
+        ):
+            used = row[: -(-length // page_size)]
+            if any(not 0 <= page < num_pages for page in used):
+                expected = f"pages from 0 to {num_pages - 1} in sequence {index}"
+                raise common.refuse(op, "block_table", expected, used)

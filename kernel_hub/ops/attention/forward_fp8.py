@@ -1,0 +1,267 @@
+"""The launch of attention in e4m3 on Hopper: which kernel, which numbers, and what it refuses.
+
+Knows the canonical `Problem`, its scales and the kernels of csrc/flash_attention_fp8_sm90.cu;
+shapes and dtypes were checked before (_attention_fp8).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...errors import TensorError
+from ..core import common
+from ..core.counters import counters
+from .maps import is_mappable, tensor_map
+from .problem import Problem
+
+COMPUTE_CAPABILITY = (9, 0)
+CUBIN = "flash_attention_fp8_sm90"
+# Tokens that share a scale where scales are given for blocks.
+SCALE_TOKENS = 128
+OUT_DTYPES = (torch.bfloat16, torch.float16)
+_OP = "flash_attention"
+_PANEL_COLUMNS = 128  # columns of a row of shared memory, bytes too
+_CONSUMER_ROWS = 64  # query rows of a warpgroup
+_ALIGNMENT_BYTES = 1024
+_NUM_COUNTERS = 2  # the next tile, blocks that are done
+# K and V of the heads that run together stay in the L2 (60 MB on an H200).
+_L2_BYTES = 32 << 20
+# The TMA's limit of a stride, and those of the kernel's 32-bit sums.
+_MAX_TOKENS = 1 << 29
+_MAX_TILES = 1 << 30
+# Masked scores are -inf times the scale, which fp32 must hold as a normal number.
+_SCALES = (1e-20, 1e20)
+
+
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """fp32: x = x_fp8 * scale; None is 1. Of a tensor: () or (1,); of heads: (heads,) or
+    (batch_size, heads); of blocks of SCALE_TOKENS tokens: (batch_size, heads, blocks)."""
+
+    q: torch.Tensor | None = None
+    k: torch.Tensor | None = None
+    v: torch.Tensor | None = None
+
+    @property
+    def has_blocks_of_keys(self) -> bool:
+        """Whether K or V has scales of blocks."""
+        return any(scale is not None and scale.dim() == 3 for scale in (self.k, self.v))
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """One compiled tile shape: `flash_attention_fp8_sm90_e4m3_hdim{head_dim}_{suffix}`.
+
+    least_keys: of the longest sequence, for it to be the faster one.
+    """
+
+    suffix: str
+    head_dim: int
+    num_consumers: int
+    block_n: int
+    least_keys: int = 0
+
+    @property
+    def block_m(self) -> int:
+        """Query rows of a tile."""
+        return _CONSUMER_ROWS * self.num_consumers
+
+    @property
+    def num_threads(self) -> int:
+        """Warpgroup 0 and the consumers."""
+        return 128 * (1 + self.num_consumers)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Q, two stages of K, of V and of V transposed, and room to align them."""
+        panels = -(-self.head_dim // _PANEL_COLUMNS)
+        rows = panels * (self.block_m + 4 * self.block_n)
+        transposed = 2 * self.head_dim * -(-self.block_n // _PANEL_COLUMNS)
+        return (rows + transposed) * _PANEL_COLUMNS + _ALIGNMENT_BYTES
+
+    @property
+    def name(self) -> str:
+        """The function's name."""
+        return f"{CUBIN}_e4m3_hdim{self.head_dim}_{self.suffix}"
+
+
+# Of the rows with a problem's suffix, the smallest head_dim that holds its own, and of these the
+# largest least_keys that it reaches; the other numbers are those of the last screen of
+# csrc/flash_attention_fp8_sm90.cu, and docs/notes/flash_attention_fp8_sm90.md says why these.
+BODIES = (
+    Body("full", 64, 3, 128),
+    Body("full_long", 64, 3, 160, 2048),
+    Body("causal", 64, 3, 128),
+    Body("causal_long", 64, 3, 160, 1 << 14),
+    Body("full_blocks", 64, 2, 128),
+    Body("causal_blocks", 64, 2, 128),
+    Body("full", 128, 2, 128),
+    Body("full_long", 128, 3, 96, 2048),
+    Body("causal", 128, 2, 128),
+    Body("causal_long", 128, 3, 96, 8192),
+    Body("full_blocks", 128, 2, 128),
+    Body("causal_blocks", 128, 2, 128),
+    Body("full", 256, 2, 96),
+    Body("causal", 256, 2, 96),
+    Body("full_blocks", 256, 2, 64),
+    Body("causal_blocks", 256, 2, 64),
+)
+
+# function, gridDim, blockDim, sharedMemBytes, integers and floats of the kernel; the rows of a box
+# of K and V.
+_Plan = tuple[Any, tuple[int, int, int], tuple[int, int, int], int, tuple[Any, ...], int]
+_plans: dict[tuple[Any, ...], _Plan] = {}
+
+
+@functools.cache
+def _device(index: int) -> tuple[tuple[int, int], int, str]:
+    """Compute capability, multiprocessors, name."""
+    found = torch.cuda.get_device_properties(index)
+    return (found.major, found.minor), int(found.multi_processor_count), found.name
+
+
+def check_device(q: torch.Tensor) -> None:
+    """Only Hopper has these kernels."""
+    capability, _, name = _device(q.device.index)
+    if capability != COMPUTE_CAPABILITY:
+        raise TensorError(
+            f"{_OP}: q: expected float16 or bfloat16 on {name} (compute capability "
+            f"{capability[0]}.{capability[1]}), as e4m3 takes 9.0 (Hopper), found {common.say(q)}"
+        )
+
+
+def check_problem(problem: Problem) -> None:
+    """What the TMA and the kernel's 32-bit sums need."""
+    for argument, x in (("q", problem.q), ("k", problem.k), ("v", problem.v)):
+        if x.numel() and not is_mappable(x):
+            raise common.refuse(
+                _OP, argument, "e4m3 rows that start at multiples of 16 bytes and do not overlap "
+                "(call .contiguous() first)", x,
+            )  # fmt: skip
+    if not _SCALES[0] <= problem.softmax_scale <= _SCALES[1]:
+        expected = f"a number from {_SCALES[0]} to {_SCALES[1]} with e4m3"
+        raise common.refuse(_OP, "softmax_scale", expected, problem.softmax_scale)
+    num_rows = max(1, -(-problem.max_seqlen_q // _CONSUMER_ROWS))
+    num_tiles = num_rows * problem.batch_size * problem.q.shape[-2]
+    tokens = max(*problem.q.shape[:-2], *problem.k.shape[:-2], problem.max_seqlen_q)
+    if tokens > _MAX_TOKENS or num_tiles > _MAX_TILES:
+        expected = (
+            f"at most {_MAX_TOKENS} tokens and {_MAX_TILES} tiles of {_CONSUMER_ROWS} queries"
+        )
+        raise common.refuse(_OP, "q", expected, problem.q)
+
+
+def choose(head_dim: int, is_causal: bool, has_blocks: bool, seqlen_k: int) -> Body:
+    """The row of BODIES for such a problem."""
+    suffix = ("causal" if is_causal else "full") + ("_blocks" if has_blocks else "")
+    fitting = [
+        body
+        for body in BODIES
+        if body.suffix.removesuffix("_long") == suffix
+        and body.head_dim >= head_dim
+        and body.least_keys <= seqlen_k
+    ]
+    return min(fitting, key=lambda body: (body.head_dim, -body.least_keys))
+
+
+def heads_a_group(seqlen_k: int, head_dim: int, num_heads: int, num_kv_heads: int) -> int:
+    """How many (batch, head) pairs are scheduled together, so that their K and V stay in the L2."""
+    pair_bytes = max(1, 2 * seqlen_k * head_dim)
+    return max(1, _L2_BYTES // pair_bytes) * (num_heads // num_kv_heads)
+
+
+def _scale_strides(scale: torch.Tensor | None) -> tuple[int, int, int]:
+    """(batch, head, block) strides; 0 where one scale holds for all."""
+    if scale is None or scale.numel() == 1:
+        return 0, 0, 0
+    steps = [
+        step if size > 1 else 0 for size, step in zip(scale.shape, scale.stride(), strict=True)
+    ]
+    if scale.dim() == 1:
+        return 0, steps[0], 0
+    return steps[0], steps[1], steps[2] if scale.dim() == 3 else 0
+
+
+def _plan(problem: Problem, scales: Scales, out: torch.Tensor, lse: torch.Tensor | None) -> _Plan:
+    q, k = problem.q, problem.k
+    num_heads, head_dim = q.shape[-2:]
+    num_kv_heads = k.shape[-2]
+    is_varlen_q, is_varlen_k = problem.cu_seqlens_q is not None, problem.cu_seqlens_k is not None
+    seqlen_q = problem.max_seqlen_q if is_varlen_q else q.shape[1]
+    seqlen_k = problem.max_seqlen_k if is_varlen_k else k.shape[1]
+    body = choose(head_dim, problem.window_right == 0, scales.has_blocks_of_keys, seqlen_k)
+    num_tiles = -(-seqlen_q // body.block_m) * problem.batch_size * num_heads
+    out_strides = (0 if is_varlen_q else out.stride(0), out.stride(-3), out.stride(-2))
+    lse_strides = (0, 0)
+    if lse is not None:
+        lse_strides = (0, lse.stride(0)) if is_varlen_q else (lse.stride(0), lse.stride(1))
+    q_scale_heads = num_heads
+    if scales.q is not None and scales.q.numel() > 1:
+        q_scale_heads = scales.q.shape[0 if scales.q.dim() == 1 else 1]
+    numbers = (
+        *out_strides,
+        *lse_strides,
+        *_scale_strides(scales.q),
+        *_scale_strides(scales.k),
+        *_scale_strides(scales.v),
+        problem.batch_size,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        seqlen_q,
+        seqlen_k,
+        *problem.totals,
+        num_heads // max(1, q_scale_heads),
+        min(
+            problem.batch_size * num_heads,
+            heads_a_group(seqlen_k, head_dim, num_heads, num_kv_heads),
+        ),
+        int(is_varlen_k or problem.cache_seqlens is not None or seqlen_k == 0),
+        int(out.dtype == torch.float16),
+        problem.softmax_scale,
+    )
+    _, multiprocessors, _ = _device(q.device.index)
+    grid = (min(num_tiles, multiprocessors), 1, 1)
+    function = common.shipped(CUBIN, body.name) if num_tiles else None
+    return function, grid, (body.num_threads, 1, 1), body.shared_bytes, numbers, body.block_n
+
+
+def forward(problem: Problem, scales: Scales, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    """Write out (fp16 or bf16) and, unless it is None, lse (fp32, its last dimension contiguous).
+
+    Lengths on the device (cu_seqlens, cache_seqlens) may be anything.
+    """
+    q, k, v = problem.q, problem.k, problem.v
+    if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
+        raise TensorError(f"{_OP}: q, k and v differ in dtype or device")
+    given = (scales.q, scales.k, scales.v)
+    key = (
+        q.device, q.shape, q.stride(), k.shape, k.stride(), v.stride(), out.dtype, out.stride(),
+        (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()) % common.VEC_BYTES,
+        None if lse is None else lse.stride(), problem.batch_size, problem.max_seqlen_q,
+        problem.max_seqlen_k, problem.softmax_scale, problem.window_right,
+        problem.cu_seqlens_q is None, problem.cu_seqlens_k is None, problem.cache_seqlens is None,
+        *((None if scale is None else (scale.shape, scale.stride())) for scale in given),
+    )  # fmt: skip
+    plan = _plans.get(key)
+    if plan is None:
+        check_device(q)
+        check_problem(problem)
+        plan = _plan(problem, scales, out, lse)
+        if len(_plans) >= common.MAX_PLANS:
+            _plans.clear()
+        _plans[key] = plan
+    function, grid, block, shared_bytes, numbers, block_n = plan
+    if function is not None:
+        # Where there are no keys, descriptors of something: nothing is loaded.
+        maps = [tensor_map(x if x.numel() else q, block_n) for x in (k, v)]
+        params = (
+            out, lse, problem.flag, tensor_map(q, _CONSUMER_ROWS), *maps, *given,
+            problem.cu_seqlens_q, problem.cu_seqlens_k, problem.cache_seqlens,
+            counters(q.device, _NUM_COUNTERS), *numbers,
+        )  # fmt: skip
+        function(grid, block, shared_bytes, None, params)

@@ -1,0 +1,286 @@
+"""The forward launch of attention: which kernel, which tiles, which numbers.
+
+Knows the canonical `Problem` and the kernels of csrc/flash_attention.cu; checks nothing of it. What
+Hopper's own kernels take is planned by _flash_attention_sm90.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...errors import TensorError
+from ..core import common
+from . import forward_sm90 as sm90
+from .problem import Problem
+
+_KIB = 1024
+_ELEMENT_BYTES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """One compiled tile shape: `{cubin}_{dtype}_hdim{head_dim}{suffix}` in `cubin`.
+
+    features: "plain", "paged" (K and V in pages, with the same strides) or "general" (anything).
+    num_stages: buffers of K and of V. compute_capability: the least it runs on. blocks_an_sm: how
+    many an SM should hold at once for it to be worth its shared memory.
+    """
+
+    features: str
+    head_dim: int
+    suffix: str
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    cubin: str = "flash_attention"
+    compute_capability: tuple[int, int] = (8, 0)
+    blocks_an_sm: int = 2
+
+    @property
+    def shared_bytes(self) -> int:
+        """Q, the stages of K and V, 32 bytes a warp, and with pages four tables of keys."""
+        rows = self.block_m + 2 * self.num_stages * self.block_n
+        tables = 0 if self.features == "plain" else 4 * self.block_n * 8
+        return rows * self.head_dim * _ELEMENT_BYTES + 32 * self.num_warps + tables
+
+    def name(self, dtype: torch.dtype) -> str:
+        """The function's name."""
+        token = common.DTYPE_TOKENS[dtype]
+        return f"flash_attention_{token}_hdim{self.head_dim}{self.suffix}"
+
+
+# What `_flash_attention_sm90.applies` does not take gets the rows of its features with the smallest
+# head_dim that holds its own, and of those the first that fits `blocks_an_sm` times into the shared
+# memory of an SM of the device, else the last that fits once. The numbers are those of the last
+# screen of csrc/flash_attention.cu; docs/notes/flash_attention.md says why these.
+BODIES = (
+    Body("plain", 32, "", 128, 64, 4, 2),
+    Body("plain", 64, "", 128, 64, 4, 2),
+    Body("plain", 96, "", 128, 64, 4, 2),
+    Body("plain", 96, "_48k", 128, 64, 4, 1),
+    Body("plain", 128, "", 128, 64, 4, 2),
+    Body("plain", 128, "_64k", 128, 64, 4, 1),
+    Body("plain", 128, "_48k", 128, 32, 4, 1),
+    Body("plain", 160, "", 128, 32, 4, 2),
+    Body("plain", 192, "", 128, 64, 8, 2, blocks_an_sm=1),
+    Body("plain", 192, "_72k", 64, 64, 4, 1),
+    Body("plain", 256, "", 64, 64, 4, 1),
+    Body("paged", 64, "_paged", 128, 64, 4, 2),
+    Body("paged", 96, "_paged", 128, 48, 4, 2),
+    Body("paged", 128, "_paged", 128, 48, 4, 2),
+    Body("paged", 192, "_paged", 64, 64, 4, 1),
+    Body("paged", 256, "_paged", 64, 64, 4, 1),
+    Body("general", 32, "_general", 64, 64, 4, 1),
+    Body("general", 64, "_general", 64, 64, 4, 1),
+    Body("general", 96, "_general", 64, 64, 4, 1),
+    Body("general", 128, "_general", 64, 64, 4, 1),
+    Body("general", 160, "_general", 64, 64, 4, 1),
+    Body("general", 192, "_general", 64, 64, 4, 1),
+    Body("general", 256, "_general", 64, 64, 4, 1),
+)
+
+# function, gridDim, blockDim, sharedMemBytes, integers and floats of the kernel.
+# Hopper's have one number more.
+_Plan = tuple[Any, ...]
+_plans: dict[tuple[Any, ...], _Plan] = {}
+_NO_LAUNCH: _Plan = (None, (0, 0, 0), (0, 0, 0), 0, ())
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the choice of a kernel depends on: shared memory in bytes, of a block and of an SM."""
+
+    compute_capability: tuple[int, int]
+    shared_bytes: int
+    sm_shared_bytes: int
+
+
+@functools.cache
+def device_limits(index: int | None) -> Limits:
+    """Those of a GPU; None, the emulator of the tests: those of an H200."""
+    if index is None:
+        return Limits((9, 0), 227 * _KIB, 228 * _KIB)
+    device = torch.cuda.get_device_properties(index)
+    return Limits(
+        (device.major, device.minor),
+        device.shared_memory_per_block_optin,
+        device.shared_memory_per_multiprocessor,
+    )
+
+
+def choose(features: str, head_dim: int, limits: Limits) -> Body:
+    """The row of BODIES for such a problem on such a device."""
+    fitting = [
+        body
+        for body in BODIES
+        if body.features == features
+        and body.head_dim >= head_dim
+        and body.compute_capability <= limits.compute_capability
+        and body.shared_bytes <= limits.shared_bytes
+    ]
+    if not fitting:
+        raise TensorError(
+            f"flash_attention: head_dim {head_dim}: no kernel for it on compute capability "
+            f"{limits.compute_capability} with {limits.shared_bytes} bytes of shared memory a block"
+        )
+    least = min(body.head_dim for body in fitting)
+    fitting = [body for body in fitting if body.head_dim == least]
+    for body in fitting:
+        # Every block takes 1 KiB more, the driver's.
+        if body.blocks_an_sm * (body.shared_bytes + _KIB) <= limits.sm_shared_bytes:
+            return body
+    return fitting[-1]
+
+
+def heads_a_group(problem: Problem) -> int:
+    """How many (batch, head) pairs are scheduled together, row block by row block.
+
+    Measured on an H200 (docs/notes/flash_attention.md): causal row blocks differ in length, and the
+    longest of many heads first keeps the SMs busy to the end (5 to 25 % over one head at a time);
+    where all are equally long it makes no difference.
+    """
+    return 32 if problem.window_right >= 0 else 1
+
+
+def _strides(tensor: torch.Tensor, has_batch: bool) -> tuple[int, int, int]:
+    """(batch, token, head) strides; 0 where there is one only."""
+    sizes, strides = tensor.shape[:-1], tensor.stride()[:-1]
+    used = [stride if size > 1 else 0 for size, stride in zip(sizes, strides, strict=True)]
+    batch, token, head = used if has_batch else [0, *used]
+    return batch, token, head
+
+
+def _plan(
+    problem: Problem, out: torch.Tensor, lse: torch.Tensor | None, is_address_aligned: bool
+) -> _Plan:
+    """Choose the kernel and make its launch."""
+    q, k, v = problem.q, problem.k, problem.v
+    limits = device_limits(q.device.index if q.is_cuda else None)
+    is_hopper = limits.compute_capability == sm90.COMPUTE_CAPABILITY
+    if sm90.is_enabled and is_hopper and sm90.applies(problem, out):
+        return sm90.plan(problem, out, lse)
+    num_heads, head_dim = q.shape[-2:]
+    num_kv_heads = k.shape[-2]
+    is_varlen_q = problem.cu_seqlens_q is not None
+    is_paged = problem.block_table is not None
+    has_k_batch = problem.cu_seqlens_k is None or is_paged
+    strides = [
+        _strides(out, not is_varlen_q),
+        _strides(q, not is_varlen_q),
+        _strides(k, has_k_batch),
+        _strides(v, has_k_batch),
+    ]
+    elems = common.VEC_BYTES // _ELEMENT_BYTES
+    is_aligned = is_address_aligned and all(common.is_aligned(elems, *each) for each in strides)
+    # A scale that is not positive turns the order of the scores, which the others rely on, and the
+    # paged ones find V by the offsets of K.
+    is_general = (
+        not is_aligned
+        or (is_paged and strides[2] != strides[3])
+        or problem.softcap != 0
+        or problem.alibi_slopes is not None
+        or not problem.softmax_scale > 0
+    )
+    features = "general" if is_general else "paged" if is_paged else "plain"
+    body = choose(features, head_dim, limits)
+
+    seqlen_q = problem.max_seqlen_q if is_varlen_q else q.shape[1]
+    page_size = k.shape[1] if is_paged else 1
+    if problem.block_table is not None:
+        table_stride = problem.block_table.stride(0)
+        seqlen_k = problem.block_table.shape[1] * page_size
+        if problem.cache_seqlens is None:
+            seqlen_k = min(seqlen_k, problem.max_seqlen_k)
+    else:
+        table_stride = 0
+        seqlen_k = problem.max_seqlen_k if problem.cu_seqlens_k is not None else k.shape[1]
+    alibi = problem.alibi_slopes
+    alibi_stride = alibi.stride(0) if alibi is not None and alibi.dim() == 2 else 0
+    lse_strides = (0, 0)
+    if lse is not None:
+        lse_strides = (0, lse.stride(0)) if is_varlen_q else (lse.stride(0), lse.stride(1))
+
+    num_row_blocks = -(-seqlen_q // body.block_m)
+    num_batch_heads = problem.batch_size * num_heads
+    num_tiles = num_row_blocks * num_batch_heads
+    if num_tiles == 0:
+        return _NO_LAUNCH
+    if num_tiles > common.MAX_GRID_X or max(seqlen_q, seqlen_k) > common.MAX_SIZE:
+        raise TensorError(
+            f"flash_attention: q: expected at most {common.MAX_GRID_X} tiles of {body.block_m} "
+            f"queries of a head and sequences up to {common.MAX_SIZE}, found {num_tiles} tiles "
+            f"(batch_size {problem.batch_size}, num_heads {num_heads}, seqlen_q {seqlen_q}, "
+            f"seqlen_k {seqlen_k})"
+        )
+    # A window wider than the sequence is no bound; so the kernel's sums stay in 32 bits.
+    left = problem.window_left if problem.window_left < max(seqlen_k, 1) else -1
+    right = problem.window_right if problem.window_right < max(seqlen_q, 1) else -1
+    log2e = math.log2(math.e)
+    numbers = (
+        *strides[0],
+        *lse_strides,
+        *(stride for each in strides[1:] for stride in each),
+        table_stride,
+        alibi_stride,
+        num_batch_heads,
+        min(num_batch_heads, heads_a_group(problem)),
+        num_row_blocks,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        seqlen_q,
+        seqlen_k,
+        page_size,
+        left,
+        right,
+        int(is_aligned),
+        *problem.totals,
+        k.shape[0] if is_paged else 1,  # pages
+        problem.softmax_scale * log2e,
+        problem.softcap * log2e,
+    )
+    function = common.shipped(body.cubin, body.name(q.dtype))
+    return function, (num_tiles, 1, 1), (32 * body.num_warps, 1, 1), body.shared_bytes, numbers
+
+
+def forward(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    """Write softmax(q k^T) v to `out`, and its log-sum-exp to `lse` unless that is None.
+
+    out: like problem.q, any strides, the last dimension contiguous.
+    lse: fp32, (batch_size, num_heads, seqlen_q) or with cu_seqlens_q (num_heads, total_q), the last
+        dimension contiguous.
+    """
+    q, k, v = problem.q, problem.k, problem.v
+    alibi, table = problem.alibi_slopes, problem.block_table
+    low_bits = (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()) & 15
+    key = (
+        q.dtype, q.device, low_bits == 0, q.shape, q.stride(), k.shape, k.stride(), v.stride(),
+        out.stride(), None if lse is None else lse.stride(),
+        problem.batch_size, problem.max_seqlen_q, problem.max_seqlen_k, problem.softmax_scale,
+        problem.window_left, problem.window_right, problem.softcap,
+        None if alibi is None else alibi.stride(), problem.cu_seqlens_q is None,
+        problem.cu_seqlens_k is None, problem.cache_seqlens is None,
+        None if table is None else (table.shape, table.stride()), sm90.is_enabled,
+    )  # fmt: skip
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _plan(problem, out, lse, low_bits == 0)
+        if len(_plans) >= common.MAX_PLANS:
+            _plans.clear()
+        _plans[key] = plan
+    if len(plan) != len(_NO_LAUNCH):
+        sm90.launch(plan, problem, out, lse)
+        return
+    function, grid, block, shared_bytes, numbers = plan
+    if function is not None:
+        params = (
+            out, lse, problem.flag, q, k, v, problem.cu_seqlens_q, problem.cu_seqlens_k,
+            problem.cache_seqlens, table, alibi, *numbers,
+        )  # fmt: skip
+        function(grid, block, shared_bytes, None, params)

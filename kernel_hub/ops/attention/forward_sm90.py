@@ -1,0 +1,224 @@
+"""The forward launch of attention on Hopper: which problems, which kernel, which numbers.
+
+Knows the canonical `Problem` and the kernels of csrc/flash_attention_sm90.cu. Of `Problem` it
+checks what the launch cannot see, since descriptors of q, k and v go there instead of tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...errors import TensorError
+from ..core import common
+from ..core.counters import counters
+from .maps import is_mappable, tensor_map
+from .problem import Problem
+
+COMPUTE_CAPABILITY = (9, 0)
+# False: the portable kernels take everything. For tests and benchmarks.
+is_enabled = True
+
+CUBIN = "flash_attention_sm90"
+_ELEMENT_BYTES = 2
+_PANEL_COLUMNS = 64  # columns of a row of shared memory
+_ROW_BYTES = 128  # of shared memory
+_CONSUMER_ROWS = 64  # query rows of a warpgroup
+_BOX_ROWS = 8  # the fewest keys a copy brings: the swizzle repeats after so many rows
+_ALIGNMENT_BYTES = 1024
+_NUM_COUNTERS = 2  # the next tile, blocks that are done
+# K and V of the heads that run together stay in the L2 (60 MB on an H200).
+_L2_BYTES = 32 << 20
+_DTYPES = (torch.float16, torch.bfloat16)
+# The TMA's limit of a stride, and that of the kernel's 32-bit sums of two lengths and a window.
+_MAX_TOKENS = 1 << 29
+_MAX_TILES = 1 << 30
+# Masked scores are -inf times the scale, which fp32 must hold as a normal number.
+_SCALES = (1e-20, 1e20)
+_LOG2E = math.log2(math.e)
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """One compiled tile shape: `flash_attention_sm90_{dtype}_hdim{head_dim}_{mask}{suffix}`.
+
+    longest: it takes sequences of up to so many queries.
+    """
+
+    mask: str
+    head_dim: int
+    num_consumers: int
+    block_n: int
+    suffix: str = ""
+    longest: int = 1 << 30
+
+    @property
+    def block_m(self) -> int:
+        """Query rows of a tile."""
+        return _CONSUMER_ROWS * self.num_consumers
+
+    @property
+    def num_threads(self) -> int:
+        """The producer's warpgroup and the consumers."""
+        return 128 * (1 + self.num_consumers)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Q, two stages of K and of V, and room to align them."""
+        panels = -(-self.head_dim // _PANEL_COLUMNS)
+        rows = self.block_m + 4 * self.block_n
+        return panels * rows * _ROW_BYTES + _ALIGNMENT_BYTES
+
+    def name(self, dtype: torch.dtype) -> str:
+        """The function's name."""
+        token = common.DTYPE_TOKENS[dtype]
+        return f"flash_attention_sm90_{token}_hdim{self.head_dim}_{self.mask}{self.suffix}"
+
+
+# The first that holds a problem is its own; the numbers are those of the last screen of
+# csrc/flash_attention_sm90.cu; docs/notes/flash_attention_sm90.md says why.
+BODIES = (
+    Body("causal", 64, 2, 128, "_short", longest=1280),
+    *(Body(mask, 64, 3, 128) for mask in ("full", "causal", "window")),
+    *(Body(mask, 96, 2, 128) for mask in ("full", "causal", "window")),
+    *(Body(mask, 128, 2, 128) for mask in ("full", "causal", "window")),
+    *(Body(mask, 192, 2, 112) for mask in ("full", "causal", "window")),
+    Body("full", 256, 2, 80),
+    Body("causal", 256, 2, 64),
+    Body("window", 256, 2, 80),
+)
+
+# function, gridDim, blockDim, sharedMemBytes, integers and floats of the kernel; the keys of a box.
+_Plan = tuple[Any, tuple[int, int, int], tuple[int, int, int], int, tuple[Any, ...], int]
+
+
+@functools.cache
+def _multiprocessors(index: int) -> int:
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)
+
+
+def _seqlens(problem: Problem) -> tuple[int, int]:
+    """Queries and keys of the longest sequence."""
+    seqlen_q = problem.q.shape[1] if problem.cu_seqlens_q is None else problem.max_seqlen_q
+    if problem.block_table is not None:
+        room = problem.block_table.shape[1] * problem.k.shape[1]
+        has_lengths = problem.cache_seqlens is not None
+        return seqlen_q, room if has_lengths else min(room, problem.max_seqlen_k)
+    return seqlen_q, problem.k.shape[1] if problem.cu_seqlens_k is None else problem.max_seqlen_k
+
+
+def _window(problem: Problem) -> tuple[int, int]:
+    """(left, right). One wider than the sequence is no bound; so the sums stay in 32 bits."""
+    seqlen_q, seqlen_k = _seqlens(problem)
+    left = problem.window_left if problem.window_left < max(seqlen_k, 1) else -1
+    right = problem.window_right if problem.window_right < max(seqlen_q, 1) else -1
+    return left, right
+
+
+def _choose(problem: Problem) -> Body | None:
+    """The row of BODIES for a problem; None where its head_dim is larger than all of them."""
+    left, right = _window(problem)
+    mask = "causal" if left < 0 <= right else "full" if left == right == -1 else "window"
+    if problem.softcap != 0:
+        mask = "window"  # the others have no softcap
+    head_dim, seqlen_q = problem.q.shape[-1], _seqlens(problem)[0]
+    for body in BODIES:
+        if body.mask == mask and body.head_dim >= head_dim and seqlen_q <= body.longest:
+            return body
+    return None
+
+
+def applies(problem: Problem, out: torch.Tensor) -> bool:
+    """Whether these kernels take the problem on a GPU of COMPUTE_CAPABILITY.
+
+    Lengths on the device (cu_seqlens, cache_seqlens) may be anything: rows beyond them are masked,
+    and cleared where they hold what is not the sequence's.
+    """
+    q, k, v = problem.q, problem.k, problem.v
+    num_rows = max(1, -(-problem.max_seqlen_q // _CONSUMER_ROWS))
+    return (
+        q.is_cuda
+        and q.dtype in _DTYPES
+        and problem.alibi_slopes is None
+        and (problem.block_table is None or k.shape[1] % _BOX_ROWS == 0)
+        and (problem.softcap == 0 or _SCALES[0] <= problem.softcap <= _SCALES[1])
+        and _SCALES[0] <= problem.softmax_scale <= _SCALES[1]
+        and max(*q.shape[:-2], *k.shape[:-2], *_seqlens(problem)) <= _MAX_TOKENS
+        and num_rows * problem.batch_size * q.shape[-2] <= _MAX_TILES
+        and all(is_mappable(tensor) for tensor in (q, k, v, out))
+        and _choose(problem) is not None
+    )
+
+
+def heads_a_group(seqlen_k: int, head_dim: int, num_heads: int, num_kv_heads: int) -> int:
+    """How many (batch, head) pairs are scheduled together, so that their K and V stay in the L2."""
+    pair_bytes = max(1, 2 * seqlen_k * head_dim * _ELEMENT_BYTES)
+    return max(1, _L2_BYTES // pair_bytes) * (num_heads // num_kv_heads)
+
+
+def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> _Plan:
+    """The launch, where `applies`."""
+    q, k = problem.q, problem.k
+    num_heads, head_dim = q.shape[-2:]
+    num_kv_heads = k.shape[-2]
+    is_varlen_q, is_varlen_k = problem.cu_seqlens_q is not None, problem.cu_seqlens_k is not None
+    seqlen_q, seqlen_k = _seqlens(problem)
+    window = _window(problem)
+    body = _choose(problem)
+    if body is None:
+        raise TensorError(f"flash_attention: head_dim {head_dim}: no kernel of Hopper's for it")
+    table = problem.block_table
+    page_size = k.shape[1] if table is not None else 1
+    # A block of keys is whole boxes, and so is a page.
+    box_rows = body.block_n if table is None else math.gcd(page_size, body.block_n)
+    num_tiles = -(-seqlen_q // body.block_m) * problem.batch_size * num_heads
+    out_strides = (0 if is_varlen_q else out.stride(0), out.stride(-3), out.stride(-2))
+    lse_strides = (0, 0)
+    if lse is not None:
+        lse_strides = (0, lse.stride(0)) if is_varlen_q else (lse.stride(0), lse.stride(1))
+    numbers = (
+        *out_strides,
+        *lse_strides,
+        0 if table is None else table.stride(0),
+        problem.batch_size,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        seqlen_q,
+        seqlen_k,
+        *problem.totals,
+        k.shape[0],  # where paged: pages
+        page_size,
+        box_rows,
+        *window,
+        min(
+            problem.batch_size * num_heads,
+            heads_a_group(min(seqlen_k, problem.max_seqlen_k), head_dim, num_heads, num_kv_heads),
+        ),
+        int(is_varlen_k or table is not None or problem.cache_seqlens is not None),
+        (problem.softcap or problem.softmax_scale) * _LOG2E,
+        2 * _LOG2E * problem.softmax_scale / problem.softcap if problem.softcap else 0.0,
+    )
+    grid = (min(num_tiles, _multiprocessors(q.device.index)), 1, 1)
+    function = common.shipped(CUBIN, body.name(q.dtype)) if num_tiles else None
+    block = (body.num_threads, 1, 1)
+    return function, grid, block, body.shared_bytes, numbers, box_rows
+
+
+def launch(plan: _Plan, problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    """Run what `plan` made for a problem of the same shapes and strides."""
+    q, k, v = problem.q, problem.k, problem.v
+    if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
+        raise TensorError("flash_attention: q, k and v differ in dtype or device")
+    function, grid, block, shared_bytes, numbers, box_rows = plan
+    if function is not None:
+        params = (
+            out, lse, problem.flag, tensor_map(q, _CONSUMER_ROWS), tensor_map(k, box_rows),
+            tensor_map(v, box_rows), problem.cu_seqlens_q, problem.cu_seqlens_k,
+            problem.cache_seqlens, problem.block_table, counters(q.device, _NUM_COUNTERS), *numbers,
+        )  # fmt: skip
+        function(grid, block, shared_bytes, None, params)

@@ -1,0 +1,57 @@
+"""One attention problem in canonical form, as the forward and backward launches take it.
+
+Layouts, packing and paging are views and tables here; nothing was copied to get them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..core import bounds
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """softmax(softcap(softmax_scale * q k^T) + alibi, masked) v, per sequence and head.
+
+    q: (batch_size, seqlen_q, num_heads, head_dim), or with cu_seqlens_q (total_q, num_heads,
+        head_dim); any strides, the last dimension contiguous, fp16 or bf16.
+    k, v: (batch_size, seqlen_k, num_kv_heads, head_dim); with cu_seqlens_k (total_k, num_kv_heads,
+        head_dim); with block_table (num_pages, page_size, num_kv_heads, head_dim).
+    cu_seqlens_q, cu_seqlens_k: (batch_size + 1,) int32, where each sequence starts.
+    cache_seqlens: (batch_size,) int32, how many keys each sequence has; None: all there are.
+    block_table: (batch_size, max_pages) int32, last dimension contiguous.
+    alibi_slopes: (num_heads,) or (batch_size, num_heads) fp32; adds -slope * |distance|.
+    max_seqlen_q, max_seqlen_k: upper bounds of the lengths (the lengths themselves where fixed).
+    window_left, window_right: query i of a sequence sees keys from i + seqlen_k - seqlen_q -
+        window_left to i + seqlen_k - seqlen_q + window_right; -1: no bound. Causal: right is 0.
+    softcap: 0: none; else scores become softcap * tanh(scores / softcap), before alibi.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    batch_size: int
+    max_seqlen_q: int
+    max_seqlen_k: int
+    softmax_scale: float
+    window_left: int = -1
+    window_right: int = -1
+    softcap: float = 0.0
+    alibi_slopes: torch.Tensor | None = None
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
+    cache_seqlens: torch.Tensor | None = None
+    block_table: torch.Tensor | None = None
+
+    @property
+    def flag(self) -> torch.Tensor | None:
+        """Where launches leave what tables led outside."""
+        return bounds.flag("flash_attention", self.q)
+
+    @property
+    def totals(self) -> tuple[int, int]:
+        """The rows of q and k that cu_seqlens_q and cu_seqlens_k tell apart."""
+        return self.q.shape[0], self.k.shape[0]

@@ -1,0 +1,212 @@
+"""Attention as torch.library ops, with their gradients: what torch.compile and export work with.
+
+Each takes q, k, v as (..., tokens, heads, head_dim); the public op turns layouts into strides.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...errors import TensorError
+from ..core import common
+from . import checks as checks
+from . import eager as run
+
+_OPTIONS = (
+    "bool causal, float? softmax_scale, SymInt[] window_size, float softcap, "
+    "Tensor? alibi_slopes, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt? max_seqlen_q, "
+    "SymInt? max_seqlen_k, Tensor? block_table, Tensor? cache_seqlens"
+)
+NUM_OPTIONS = _OPTIONS.count(",") + 1
+_OP = "flash_attention"
+_Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def _plain_options(options: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A schema's list of numbers as the tuple the plans are kept by."""
+    return (*options[:2], tuple(options[2]), *options[3:])
+
+
+def _no_lse(q: torch.Tensor) -> torch.Tensor:
+    return q.new_empty((0,), dtype=torch.float32)
+
+
+def _forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    *options, _, need_lse = rest
+    out, lse = run.forward(_OP, q, k, v, None, need_lse, _plain_options(tuple(options)))
+    return out, _no_lse(q) if lse is None else lse
+
+
+def _forward_fake(q: Any, k: Any, v: Any, *rest: Any) -> _Pair:
+    *options, _, need_lse = rest
+    checks.resolve(_OP, q, k, v, *options)
+    return run.new_like(q), run.new_lse(q, options[5] is not None) if need_lse else _no_lse(q)
+
+
+def _forward_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> torch.Tensor:
+    *options, need_lse, out = rest
+    _, lse = run.forward(_OP, q, k, v, out, need_lse, _plain_options(tuple(options)))
+    return _no_lse(q) if lse is None else lse
+
+
+def _forward_out_fake(q: Any, k: Any, v: Any, *rest: Any) -> torch.Tensor:
+    *options, need_lse, out = rest
+    checks.resolve(_OP, q, k, v, *options)
+    checks.check_out(_OP, out, q, k, v)
+    return run.new_lse(q, options[5] is not None) if need_lse else _no_lse(q)
+
+
+def _backward(
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+    lse: torch.Tensor, *rest: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    *options, deterministic = rest
+    dq, dk, dv = run.new_like(q), run.new_like(k), run.new_like(v)
+    run.backward(
+        _OP, dout, q, k, v, out, lse, dq, dk, dv, deterministic, _plain_options(tuple(options))
+    )
+    return dq, dk, dv
+
+
+def _backward_fake(dout: Any, q: Any, k: Any, v: Any, *rest: Any) -> Any:
+    return run.new_like(q), run.new_like(k), run.new_like(v)
+
+
+def split_packed(
+    qkv: torch.Tensor, num_heads: int, num_kv_heads: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The heads of q, k and v in (..., num_heads + 2 * num_kv_heads, head_dim)."""
+    q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), -2)
+    return q, k, v
+
+
+def _packed(qkv: torch.Tensor, num_heads: int, num_kv_heads: int, *rest: Any) -> _Pair:
+    return _forward(*split_packed(qkv, num_heads, num_kv_heads), *rest)
+
+
+def _packed_fake(qkv: Any, num_heads: int, num_kv_heads: int, *rest: Any) -> _Pair:
+    return _forward_fake(*split_packed(qkv, num_heads, num_kv_heads), *rest)
+
+
+def packed_backward(
+    dout: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, num_heads: int,
+    num_kv_heads: int, *rest: Any,
+) -> torch.Tensor:  # fmt: skip
+    *options, deterministic = rest
+    dqkv = run.new_like(qkv)
+    run.backward(
+        _OP, dout, *split_packed(qkv, num_heads, num_kv_heads), out, lse,
+        *split_packed(dqkv, num_heads, num_kv_heads), deterministic,
+        _plain_options(tuple(options)),
+    )  # fmt: skip
+    return dqkv
+
+
+def _packed_backward_fake(dout: Any, qkv: Any, *rest: Any) -> torch.Tensor:
+    return run.new_like(qkv)
+
+
+forward_op = common.define(
+    f"flash_attention(Tensor q, Tensor k, Tensor v, {_OPTIONS}, bool deterministic, "
+    "bool need_lse) -> (Tensor, Tensor)",
+    cuda=_forward, cpu=_forward, fake=_forward_fake,
+)  # fmt: skip
+forward_out_op = common.define(
+    f"flash_attention_out(Tensor q, Tensor k, Tensor v, {_OPTIONS}, bool need_lse, "
+    "Tensor(a!) out) -> Tensor",
+    cuda=_forward_out, cpu=_forward_out, fake=_forward_out_fake,
+)  # fmt: skip
+backward_op = common.define(
+    "flash_attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{_OPTIONS}, bool deterministic) -> (Tensor, Tensor, Tensor)",
+    cuda=_backward, cpu=_backward, fake=_backward_fake,
+)  # fmt: skip
+packed_op = common.define(
+    f"flash_attention_qkvpacked(Tensor qkv, SymInt num_heads, SymInt num_kv_heads, {_OPTIONS}, "
+    "bool deterministic, bool need_lse) -> (Tensor, Tensor)",
+    cuda=_packed, cpu=_packed, fake=_packed_fake,
+)  # fmt: skip
+packed_backward_op = common.define(
+    "flash_attention_qkvpacked_backward(Tensor dout, Tensor qkv, Tensor out, Tensor lse, "
+    f"SymInt num_heads, SymInt num_kv_heads, {_OPTIONS}, bool deterministic) -> Tensor",
+    cuda=packed_backward, cpu=packed_backward, fake=_packed_backward_fake,
+)  # fmt: skip
+
+
+def check_gradients(op: str, need_lse: bool, block_table: Any, alibi_slopes: Any) -> None:
+    """What autograd cannot follow."""
+    if block_table is not None:
+        raise TensorError(
+            f"{op}: block_table: paged keys have no backward; call it under torch.no_grad()"
+        )
+    if isinstance(alibi_slopes, torch.Tensor) and alibi_slopes.requires_grad:
+        raise TensorError(f"{op}: alibi_slopes: requires grad, but has no gradient here; detach it")
+    if not need_lse:
+        raise TensorError(f"{op}: need_lse: expected True where gradients are needed, found False")
+
+
+# Tensors among the options, by place.
+_TABLES = [
+    place for place, option in enumerate(_OPTIONS.split(",")) if option.split()[0] == "Tensor?"
+]
+
+
+def _save(ctx: Any, tensors: tuple[Any, ...], rest: tuple[Any, ...]) -> None:
+    *options, ctx.deterministic, need_lse = rest
+    check_gradients(_OP, need_lse, options[9], options[4])
+    ctx.save_for_backward(*tensors, *(options[place] for place in _TABLES))
+    ctx.options = [None if place in _TABLES else x for place, x in enumerate(options)]
+
+
+def _saved(ctx: Any, count: int) -> tuple[tuple[Any, ...], list[Any]]:
+    saved, options = ctx.saved_tensors, list(ctx.options)
+    for place, table in zip(_TABLES, saved[count:], strict=True):
+        options[place] = table
+    return saved[:count], [*options, ctx.deterministic]
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: _Pair) -> None:
+    _save(ctx, (*inputs[:3], *output), inputs[3:])
+
+
+def _grad(ctx: Any, dout: torch.Tensor, dlse: Any) -> tuple[Any, ...]:
+    tensors, rest = _saved(ctx, 5)
+    return (*backward_op(dout, *tensors, *rest), *(None,) * (NUM_OPTIONS + 2))
+
+
+def _packed_setup(ctx: Any, inputs: tuple[Any, ...], output: _Pair) -> None:
+    _save(ctx, (inputs[0], *output), inputs[3:])
+    ctx.heads = inputs[1:3]
+
+
+def _packed_grad(ctx: Any, dout: torch.Tensor, dlse: Any) -> tuple[Any, ...]:
+    tensors, rest = _saved(ctx, 3)
+    return (packed_backward_op(dout, *tensors, *ctx.heads, *rest), *(None,) * (NUM_OPTIONS + 4))
+
+
+def _no_double(ctx: Any, *grads: Any) -> None:
+    raise TensorError(f"{_OP}: the gradients of its gradients (double backward) are not there")
+
+
+def _no_vmap(info: Any, in_dims: Any, *arguments: Any) -> None:
+    raise TensorError(
+        f"{_OP}: torch.func.vmap is not supported; batch_size is a dimension of q, k and v"
+    )
+
+
+for _op, _backward_of, _setup_of in (
+    (forward_op, _grad, _setup),
+    (packed_op, _packed_grad, _packed_setup),
+    (backward_op, _no_double, None),
+    (packed_backward_op, _no_double, None),
+):
+    torch.library.register_autograd(
+        _op.name(), _backward_of, setup_context=_setup_of, lib=common.LIBRARY
+    )
+if hasattr(torch.library, "register_vmap"):  # torch 2.5; earlier ones say there is no rule
+    for _op in (forward_op, forward_out_op, packed_op, backward_op, packed_backward_op):
+        torch.library.register_vmap(_op.name(), _no_vmap, lib=common.LIBRARY)

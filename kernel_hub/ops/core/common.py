@@ -1,0 +1,195 @@
+"""What every op needs: checks with full messages, row layouts, and registration with torch.library.
+
+Knows nothing of any one op.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ...errors import TensorError
+from ...tuning import Gpu
+from .numbers import MAX_SIZE as MAX_SIZE
+from .numbers import check_choice as check_choice
+from .numbers import check_count as check_count
+from .numbers import check_dtype as check_dtype
+from .numbers import check_flag as check_flag
+from .numbers import check_flags as check_flags
+from .numbers import check_number as check_number
+from .numbers import check_window as check_window
+from .numbers import last_size as last_size
+from .operands import FOREIGN as FOREIGN
+from .operands import PLAIN_TYPES as PLAIN_TYPES
+from .operands import Operands as Operands
+from .operands import check_tensor as check_tensor
+from .operands import forward_ad as forward_ad
+from .operands import gradient_refusal as gradient_refusal
+from .operands import transform as transform
+from .overlap import Spans as Spans
+from .overlap import Writes as Writes
+from .overlap import check_output as check_output
+from .refusals import refuse as refuse
+from .refusals import say as say
+from .versions import marking
+from .versions import written as written
+
+DTYPE_TOKENS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+VEC_BYTES = 16
+MAX_GRID_Y = 65535
+MAX_GRID_X = 2**31 - 1
+MAX_PLANS = 4096
+
+# The dict behind os.environ: every call asks, and the way through os.environ takes 0.6 us.
+_environ: Any = getattr(os.environ, "_data", os.environ)
+_encode: Any = getattr(os.environ, "encodekey", str)
+_DEBUG, _ZERO, _EMPTY = (_encode(text) for text in ("KERNEL_HUB_DEBUG", "0", ""))
+
+LIBRARY = torch.library.Library("kernel_hub", "FRAGMENT")
+
+
+def define(
+    schema: str,
+    *,
+    cuda: Callable[..., Any],
+    cpu: Callable[..., Any],
+    fake: Callable[..., Any],
+) -> Any:
+    """Register `kernel_hub::<schema>` with torch and return the op.
+
+    It tells autograd of what it writes: torch does so for its own ops only.
+    """
+    name = schema.partition("(")[0]
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    op = getattr(torch.ops.kernel_hub, name).default
+    written_to = [x.alias_info and x.alias_info.is_write for x in op._schema.arguments]
+    places = [place for place, is_written in enumerate(written_to) if is_written]
+    LIBRARY.impl(name, marking(cuda, places) if places else cuda, "CUDA")
+    LIBRARY.impl(name, marking(cpu, places) if places else cpu, "CPU")
+    torch.library.register_fake(f"kernel_hub::{name}", fake, lib=LIBRARY)
+    return op
+
+
+def shipped(cubin: str, function: str) -> Any:
+    """The KernelFunction; the runtime is imported here, so that CPU tensors do without it."""
+    from ...registry import own
+
+    return own[cubin][function]
+
+
+def check_data(op: str, argument: str, value: Any) -> None:
+    """`value` must be an fp16, bf16 or fp32 tensor on a GPU or the CPU, its last dim contiguous."""
+    check_tensor(op, argument, value)
+    if value.dtype not in DTYPE_TOKENS:
+        raise refuse(op, argument, "dtype float16, bfloat16 or float32", value)
+    if value.device.type not in ("cuda", "cpu", "meta"):
+        raise refuse(op, argument, "a CUDA or CPU tensor", value)
+    if value.dim() == 0:
+        raise refuse(op, argument, "at least one dimension", value)
+    if value.shape[-1] > 1 and value.stride(-1) != 1:
+        raise refuse(op, argument, "a contiguous last dimension (call .contiguous() first)", value)
+
+
+def check_like(
+    op: str,
+    argument: str,
+    value: Any,
+    shape: Sequence[int],
+    like: torch.Tensor,
+    *,
+    dtypes: Sequence[torch.dtype] = (),
+) -> None:
+    """`value` must be a tensor of `shape`, on the device of `like`, of its dtype or of `dtypes`."""
+    check_tensor(op, argument, value)
+    allowed = tuple(dtypes) or (like.dtype,)
+    if value.dtype not in allowed:
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
+        raise refuse(op, argument, f"dtype {names}", value)
+    if value.device != like.device:
+        raise refuse(op, argument, f"device {like.device}", value)
+    if tuple(value.shape) != tuple(shape):
+        raise refuse(op, argument, f"shape {tuple(shape)}", value)
+    if value.shape and value.shape[-1] > 1 and value.stride(-1) != 1:
+        raise refuse(op, argument, "a contiguous last dimension (call .contiguous() first)", value)
+
+
+def collapse(
+    op: str, sizes: Sequence[int], strides: Sequence[Sequence[int]], groups: int = 2
+) -> tuple[list[int], list[list[int]]]:
+    """Merge leading dimensions that are evenly spaced in every tensor.
+
+    sizes: the leading dimensions; strides: for each tensor, its strides along them.
+    Returns exactly `groups` sizes, and for each tensor as many strides; size-1 groups come first.
+    Raises TensorError where more groups than that are left.
+    """
+    merged_sizes: list[int] = []
+    merged: list[list[int]] = [[] for _ in strides]
+    for axis, size in enumerate(sizes):
+        if size == 1:
+            continue
+        evenly = bool(merged_sizes) and all(
+            kept[-1] == size * stride[axis] for kept, stride in zip(merged, strides, strict=True)
+        )
+        if evenly:
+            merged_sizes[-1] *= size
+        else:
+            merged_sizes.append(size)
+        for kept, stride in zip(merged, strides, strict=True):
+            if evenly:
+                kept[-1] = stride[axis]
+            else:
+                kept.append(stride[axis])
+    missing = groups - len(merged_sizes)
+    if missing < 0:
+        raise TensorError(
+            f"{op}: the leading dimensions {tuple(sizes)} with strides "
+            f"{[tuple(stride) for stride in strides]} are {len(merged_sizes)} separately strided "
+            f"groups, at most {groups} are supported; call .contiguous() first"
+        )
+    return [1] * missing + merged_sizes, [[0] * missing + kept for kept in merged]
+
+
+def split_rows(
+    op: str, sizes: Sequence[int], strides: Sequence[Sequence[int]]
+) -> tuple[int, int, list[tuple[int, int]]]:
+    """(outer, rows, [(outer stride, row stride) for each tensor]); outer fits gridDim.y."""
+    (outer, rows), pairs = collapse(op, sizes, strides)
+    if outer > MAX_GRID_Y:
+        outer, rows = rows, outer
+        pairs = [pair[::-1] for pair in pairs]
+    if outer > MAX_GRID_Y or rows > MAX_GRID_X:
+        raise TensorError(
+            f"{op}: {outer} x {rows} rows that do not collapse into one dimension; "
+            "call .contiguous() first"
+        )
+    return outer, rows, [(pair[0], pair[1]) for pair in pairs]
+
+
+def is_debugging() -> bool:
+    """Whether KERNEL_HUB_DEBUG asks for checks of values on the device, which wait for it."""
+    return _environ.get(_DEBUG, _ZERO) not in (_ZERO, _EMPTY)
+
+
+def is_aligned(elems: int, *strides: int) -> bool:
+    """Whether all strides are multiples of a vector of `elems` elements."""
+    return all(stride % elems == 0 for stride in strides)
+
+
+def is_plain(*tensors: torch.Tensor | None) -> bool:
+    """Whether all are real torch tensors with memory, not fake, meta or another library's."""
+    return not torch.compiler.is_dynamo_compiling() and all(
+        tensor is None or (type(tensor) in PLAIN_TYPES and not tensor.is_meta) for tensor in tensors
+    )
+
+
+@functools.cache
+def gpu_of(device: torch.device) -> Gpu:
+    """The GPU a launch is for; the emulator counts as a small sm_80."""
+    if device.type != "cuda":
+        return Gpu((8, 0), 4)
+    found = torch.cuda.get_device_properties(device)
+    return Gpu((found.major, found.minor), found.multi_processor_count, found.name)

@@ -1,0 +1,318 @@
+"""Append of new keys and values to a KV cache, rotated on the way (csrc/append_kv.cu)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...errors import KernelHubError
+from ..core import bounds, common
+from ..core.kv_cache import places
+from . import append_checks as checks
+
+_Plan = tuple[Any, tuple[int, int, int], tuple[int, int, int], tuple[int, ...]]
+_plans: dict[tuple[Any, ...], tuple[_Plan, common.Spans]] = {}
+_NO_LAUNCH: _Plan = (None, (0, 0, 0), (0, 0, 0), ())
+_OP = "append_kv"
+_TABLES = "cache_seqlens block_table slot_mapping cu_seqlens"
+_operands = common.Operands(
+    _OP, "k v k_cache v_cache", f"{_TABLES} q cos sin positions k_scale v_scale out_q out_k"
+)
+_writes = common.Writes(
+    _OP, f"k_cache v_cache out_q out_k k v q cos sin positions k_scale v_scale {_TABLES}",
+    "k_cache v_cache out_q out_k", "out_q=q out_k=k",
+)  # fmt: skip
+_MAX_THREADS = 256
+
+
+def append_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    cache_seqlens: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    slot_mapping: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    q: torch.Tensor | None = None,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    interleaved: bool = False,
+    rotary_dim: int | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    out_q: torch.Tensor | None = None,
+    out_k: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """Write `k`, rotated, and `v` behind what a KV cache holds; rotate `q` too. One launch.
+
+    The token at index i of sequence b has the index n = cache_seqlens[b] + i in it. It goes to
+
+        slot_mapping:  page, row = divmod(slot_mapping[token], page_size)
+        block_table:   page, row = block_table[b, n // page_size], n % page_size
+        neither:       row n of the cache of sequence b
+
+    and nowhere where that is outside the cache (a slot of -1, say), or where the token is outside
+    every sequence of cu_seqlens. Two tokens must not go to one place.
+
+    k, v: (batch, seqlen, num_kv_heads, head_dim), or (total, num_kv_heads, head_dim) with
+        cu_seqlens or slot_mapping; fp16, bf16 or fp32, on the GPU or the CPU; any strides, the last
+        dimension contiguous.
+    k_cache, v_cache: (num_pages, page_size, num_kv_heads, head_dim), or without slot_mapping and
+        block_table (batch, max_seqlen, num_kv_heads, head_dim); any strides, the last dimension
+        contiguous; the dtype of k, or float8_e4m3fn, which takes value / scale, saturated.
+    cache_seqlens: (batch,) int32, the tokens of each sequence before the append; None: none.
+    block_table: (batch, max_pages) int32. A contiguous cache whose sequences lie in another order
+        is a paged one whose pages are sequences.
+    slot_mapping: int32 or int64, one for each token; -1 skips it.
+    cu_seqlens: (batch + 1,) int32, where each sequence of k starts and the last one ends.
+    q: like k, with num_heads heads; rotated into out_q.
+    cos, sin: (max_position, rotary_dim // 2), fp32 or the dtype of k, as for `rope`; None: nothing
+        is rotated.
+    positions: int32 or int64, one for each token; None: n. One outside the table gives nan.
+    interleaved: rotate neighbouring elements (GPT-J) instead of the two halves (GPT-NeoX, Llama).
+    rotary_dim: None is 2 * cos.shape[-1].
+    k_scale, v_scale: (num_kv_heads,) fp32, only with e4m3 caches; None: 1.
+    out_q: like q, `out_q=q` works in place; None: a new tensor.
+    out_k: like k, where to write the rotated keys besides (`out_k=k`: in place), for attention
+        that reads them there; None: nowhere.
+    Rows of out_q and out_k whose token is outside every sequence are not written.
+
+    Returns out_q, or None without q. A CUDA tensor runs the shipped cubin on torch's current
+    stream, and nothing waits for the device, so cache_seqlens and the tables may change under a
+    captured graph; a CPU tensor runs a reference in torch. With KERNEL_HUB_DEBUG=1 each call waits,
+    and refuses tables that point outside the cache. No backward. Raises TensorError naming the
+    argument that does not fit.
+    Source: Su et al., "RoFormer", 2021; Kwon et al., "Efficient Memory Management for Large
+    Language Model Serving with PagedAttention", 2023.
+    """
+    if rotary_dim is None:
+        rotary_dim = 2 * common.last_size(cos)
+    options = (
+        cache_seqlens, block_table, slot_mapping, cu_seqlens, q, cos, sin, positions, k_scale,
+        v_scale, out_q, out_k,
+    )  # fmt: skip
+    plain = _operands.are_plain((k, v, k_cache, v_cache), options)
+    given = (
+        k, v, k_cache, v_cache, *options[:8], interleaved, rotary_dim, k_scale, v_scale, out_q,
+        out_k,
+    )  # fmt: skip
+    if not plain:
+        checks.check(*given)
+    try:
+        if out_q is None and q is not None:
+            out_q = torch.empty_like(q)
+            given = *given[:16], out_q, out_k
+        if not plain:
+            _op(*given)
+            return out_q
+        (_cuda_into if k.is_cuda else _cpu_into)(*given)
+    except common.FOREIGN:
+        _operands.check_tensors((k, v, k_cache, v_cache), options)  # names what has no memory
+        checks.check(*given)
+        raise
+    common.written((k_cache, v_cache, *[out for out in options[10:] if out is not None]))
+    return out_q
+
+
+def _choose(width: int, num_heads: int, num_kv_heads: int, tokens: int) -> tuple[int, int, int]:
+    """(query threads, key-and-value threads, tokens) of a block, a head taking `width` of each.
+
+    Measured on an H200 (docs/notes/append_kv.md).
+    """
+    pairs = -(-num_heads // 2) + num_kv_heads
+    room = max(1, _MAX_THREADS // width)
+    rounds = max(1 if tokens <= 512 else 2, -(-pairs // room))
+    q_threads, kv_threads = -(-num_heads // (2 * rounds)), -(-num_kv_heads // rounds)
+    if q_threads + kv_threads > room:
+        q_threads, kv_threads = (room - 1, 1) if num_heads else (0, room)
+    block_tokens = 1 if tokens <= 512 else 96 // (width * (q_threads + kv_threads))
+    return q_threads, kv_threads, min(max(1, block_tokens), 64)
+
+
+def _strides(tensor: Any) -> tuple[int, int, int]:
+    """(outer, row, head) strides; (total, heads, head_dim) has no outer one."""
+    if tensor is None:
+        return 0, 0, 0
+    outer = tensor.stride(0) if tensor.dim() == 4 else 0
+    return outer, tensor.stride(-3), tensor.stride(-2)
+
+
+def _plan(given: tuple[Any, ...], low_bits: int) -> _Plan:
+    """Check the tensors and choose the kernel, its launch shape and its integer parameters."""
+    checks.check(*given)
+    (k, v, k_cache, v_cache, _, block_table, slot_mapping, cu_seqlens, q, cos, _, positions,
+     interleaved, rotary_dim, _, _, out_q, out_k) = given  # fmt: skip
+    batch_size, seqlen = checks.batch_and_seqlen(k, cu_seqlens)
+    num_tokens = k.shape[:-2].numel()
+    num_heads = 0 if q is None else q.shape[-2]
+    num_kv_heads, head_dim = k.shape[-2:]
+    if num_tokens * (num_heads + num_kv_heads) * head_dim == 0 or batch_size == 0:
+        return _NO_LAUNCH
+    strides = [s for t in (out_q, out_k, k_cache, v_cache, q, k, v) for s in _strides(t)]
+    elems = common.VEC_BYTES // k.element_size()
+    layout = "plain" if cos is None else "interleaved" if interleaved else "half"
+    unit = 2 * elems if layout == "half" else elems
+    aligned = (
+        not low_bits
+        and head_dim % unit == rotary_dim % unit == 0
+        and head_dim // unit <= _MAX_THREADS // 2
+        and common.is_aligned(elems, *strides)
+    )
+    if cos is not None:
+        pairs_at_once = elems // 2 if interleaved else elems
+        table_elems = min(common.VEC_BYTES // cos.element_size(), pairs_at_once)
+        aligned = aligned and cos.stride(0) % table_elems == 0
+    width = head_dim // unit if aligned else min(32, head_dim)
+    q_threads, kv_threads, block_tokens = _choose(width, num_heads, num_kv_heads, num_tokens)
+    table = "" if cos is None or cos.dtype == k.dtype else "_table32"
+    cache = "" if k_cache.dtype == k.dtype else "_to_e4m3"
+    variant = "vec" if aligned else "scalar"
+    function = common.shipped(
+        "append_kv", f"append_kv_{common.DTYPE_TOKENS[k.dtype]}{table}_{layout}{cache}_{variant}"
+    )
+    page_size = k_cache.shape[1]
+    numbers = (
+        *strides,
+        0 if cos is None else cos.stride(0),
+        0 if block_table is None else block_table.stride(0),
+        *(num_tokens, seqlen, batch_size, num_heads, num_kv_heads, head_dim, rotary_dim),
+        0 if cos is None else cos.shape[0],
+        # NOTE: a cache of no rows has no pages either; the kernel divides by page_size.
+        *(k_cache.shape[0] if page_size else 0, max(1, page_size)),
+        # NOTE: a table of no columns has no address either; -1 says that there is none.
+        -1 if block_table is None else block_table.shape[1] if page_size else 0,
+        0 if positions is None else positions.element_size(),
+        0 if slot_mapping is None else slot_mapping.element_size(),
+        q_threads,
+    )
+    grid = (-(-num_tokens // block_tokens), 1, 1)
+    return function, grid, (width, q_threads + kv_threads, block_tokens), numbers
+
+
+def _cuda_into(*given: Any) -> None:
+    """The whole append in one launch."""
+    (k, v, k_cache, v_cache, cache_seqlens, block_table, slot_mapping, cu_seqlens, q, cos, sin,
+     positions, interleaved, rotary_dim, k_scale, v_scale, out_q, out_k) = given  # fmt: skip
+    addresses = [k_cache.data_ptr(), v_cache.data_ptr()]
+    low_bits = 0
+    for tensor in (out_q, out_k, k, v, q, cos, sin):
+        if tensor is not None:
+            addresses.append(address := tensor.data_ptr())
+            low_bits |= address
+    low_bits &= 15
+    # A cache takes as many elements at a time as k, in perhaps fewer bytes.
+    cache_bytes = common.VEC_BYTES * k_cache.element_size() // k.element_size()
+    low_bits |= (addresses[0] | addresses[1]) & (cache_bytes - 1)
+    layout = [
+        None if tensor is None else (tensor.dtype, tensor.shape, tensor.stride())
+        for tensor in (*given[:12], *given[14:])
+    ]
+    others = (positions, k_scale, v_scale, cache_seqlens, block_table, slot_mapping, cu_seqlens)
+    key = (low_bits, interleaved, rotary_dim, *layout)
+    found = _plans.get(key)
+    if found is None:
+        plan = _plan(given, low_bits)
+        if len(_plans) >= common.MAX_PLANS:
+            _plans.clear()
+        spans = _writes.spans(k_cache, v_cache, out_q, out_k, k, v, q, cos, sin, *others)
+        found = _plans[key] = plan, spans
+    plan, spans = found
+    for tensor in others:
+        if tensor is not None:
+            addresses.append(tensor.data_ptr())
+    found_at = tuple(addresses)
+    if found_at not in spans.apart:
+        spans.check(found_at)
+    if common.is_debugging():
+        checks.check_routing(*given)
+    function, grid, block, numbers = plan
+    if function is not None:
+        try:
+            function(
+                grid, block, 0, None,
+                (out_q, out_k, k_cache, v_cache, bounds.flag("append_kv", k), q, k, v, cos, sin,
+                 positions, cache_seqlens, slot_mapping, block_table, cu_seqlens, k_scale,
+                 v_scale, *numbers),
+            )  # fmt: skip
+        except KernelHubError:
+            # The launch checks devices and dtypes; this names them.
+            checks.check(*given)
+            raise
+        if common.is_debugging():
+            bounds.report(k)
+
+
+def _cpu_into(*given: Any) -> None:
+    """The same on the CPU, by torch."""
+    checks.check(*given)
+    (k, v, k_cache, v_cache, cache_seqlens, block_table, slot_mapping, cu_seqlens, q, cos, sin,
+     positions, interleaved, rotary_dim, k_scale, v_scale, out_q, out_k) = given  # fmt: skip
+    _writes.check(
+        k_cache, v_cache, out_q, out_k, k, v, q, cos, sin, positions, k_scale, v_scale,
+        cache_seqlens, block_table, slot_mapping, cu_seqlens,
+    )  # fmt: skip
+    if common.is_debugging():
+        checks.check_routing(*given)
+    tokens = places(k, k_cache, cache_seqlens, block_table, slot_mapping, cu_seqlens, positions)
+    if q is not None:
+        _assign(out_q, tokens.inside, _rotated(q, tokens, cos, sin, interleaved, rotary_dim))
+    keys = _rotated(k, tokens, cos, sin, interleaved, rotary_dim)
+    values = _flat(v)
+    stored = tokens.stored
+    page, row = tokens.page[stored], tokens.row[stored]
+    for cache, new, scale in ((k_cache, keys, k_scale), (v_cache, values, v_scale)):
+        new = new[stored]
+        if cache.dtype == torch.float8_e4m3fn:
+            inverse = 1.0 if scale is None else (1.0 / scale)[:, None]
+            # torch indexes no fp8 tensors.
+            new = (new.float() * inverse).clamp(-448, 448).to(cache.dtype).view(torch.uint8)
+            cache = cache.view(torch.uint8)
+        cache[page, row] = new.to(cache.dtype)
+    if out_k is not None:
+        _assign(out_k, tokens.inside, keys)
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1, *x.shape[-2:])
+
+
+def _assign(out: torch.Tensor, inside: torch.Tensor, values: torch.Tensor) -> None:
+    out[inside.view(out.shape[:-2])] = values[inside].to(out.dtype)
+
+
+def _rotated(
+    x: torch.Tensor, tokens: Any, cos: Any, sin: Any, interleaved: bool, rotary_dim: int
+) -> torch.Tensor:
+    """(num_tokens, heads, head_dim), in fp32 where rotated."""
+    x = _flat(x)
+    if cos is None:
+        return x
+    known = (tokens.position >= 0) & (tokens.position < cos.shape[0])
+    rows = torch.where(known, tokens.position, 0)
+    c, s = (
+        torch.where(known[:, None], table.float()[rows], torch.nan)[:, None] for table in (cos, sin)
+    )
+    half = rotary_dim // 2
+    first = slice(0, rotary_dim, 2) if interleaved else slice(0, half)
+    second = slice(1, rotary_dim, 2) if interleaved else slice(half, rotary_dim)
+    a, b = x[..., first].float(), x[..., second].float()
+    out = x.to(torch.float32, copy=True)
+    out[..., first], out[..., second] = a * c - b * s, b * c + a * s
+    return out
+
+
+def _fake_into(*given: Any) -> None:
+    checks.check(*given)
+
+
+_op = common.define(
+    "append_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? cache_seqlens, "
+    "Tensor? block_table, Tensor? slot_mapping, Tensor? cu_seqlens, Tensor? q, Tensor? cos, "
+    "Tensor? sin, Tensor? positions, bool interleaved, SymInt rotary_dim, Tensor? k_scale, "
+    "Tensor? v_scale, Tensor(c!)? out_q, Tensor(d!)? out_k) -> ()",
+    cuda=_cuda_into, cpu=_cpu_into, fake=_fake_into,
+)  # fmt: skip

@@ -1,0 +1,352 @@
+"""Attention of a few new tokens over a KV cache, with what surrounds it in a decode step fused in
+(csrc/decode_attention.cu)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ...errors import KernelHubError
+from ..core import bounds, common
+from . import decode_checks as checks
+from . import decode_plan as plans
+from .decode_cpu import decode_attention as _reference
+
+# (kernel, grid, shared bytes, its numbers, merge kernel or None, its grid, its numbers,
+#  rows of partials, their width, launch options)
+_Plan = tuple[Any, ...]
+_plans: dict[tuple[Any, ...], tuple[_Plan | None, common.Spans]] = {}
+_OP = "decode_attention"
+_REQUIRED = "q k_cache v_cache cache_seqlens"
+_OPTIONAL = "k v block_table cos sin qkv_bias k_scale v_scale alibi_slopes out"
+_operands = common.Operands(_OP, _REQUIRED, _OPTIONAL)
+# Caches are written where there are new tokens.
+_LIE = (
+    "q k v cos sin qkv_bias k_cache v_cache cache_seqlens block_table k_scale v_scale "
+    "alibi_slopes out"
+)
+_appends = common.Writes(_OP, _LIE, "k_cache v_cache out")
+_reads = common.Writes(_OP, _LIE, "out")
+_BLOCK = (plans.NUM_THREADS, 1, 1)
+
+
+def decode_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    cache_seqlens: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+    interleaved: bool = False,
+    rotary_dim: int | None = None,
+    qkv_bias: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    num_splits: int = 0,
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """One decode step of 1 to 16 new tokens a sequence, in one launch (and a merge where split):
+
+        q', k' = rope(q + bias), rope(k + bias);  v' = v + bias
+        cache[length + i] = k'_i, v'_i
+        out = softmax(softcap(softmax_scale q' K^T) + alibi, masked) V
+
+    each part only where its arguments are given. Token i sees the keys of its sequence up to its
+    own (causal, aligned to the end), so with one new token all of them.
+
+    q: (batch_size, seqlen_q, num_heads, head_dim), fp16 or bf16, 1 <= seqlen_q <= 16, head_dim 16
+        to 256 in multiples of 8; any strides, the last dimension contiguous (a slice of a packed
+        projection will do). On the GPU or the CPU.
+    k_cache, v_cache: (batch_size, max_seqlen, num_kv_heads, head_dim) in any strides, the last
+        dimension contiguous: a cache with the heads before the tokens is passed as
+        `cache.transpose(1, 2)`. With block_table (num_pages, page_size, num_kv_heads, head_dim),
+        8 <= page_size <= 256. Of the dtype of q or float8_e4m3fn (head_dim then a multiple of 16);
+        16-byte aligned.
+    cache_seqlens: (batch_size,) int32, read on the device, nothing waits for it: with k, the tokens
+        in the cache before this step; without, all valid ones, the query's own included.
+    k, v: (batch_size, seqlen_q, num_kv_heads, head_dim) of the new tokens, strides as q; they are
+        written to the caches in place. Tokens past the end of a cache are dropped.
+    block_table: (batch_size, max_pages) int32: the page of each page_size tokens. Keys and
+        values on a page that is not there count as zeros, new tokens there are dropped;
+        KERNEL_HUB_DEBUG=1 names such entries, and waits for the device.
+    cos, sin: (max_position, rotary_dim // 2), fp32 or the dtype of q: q and k are rotated at the
+        position of their token in the sequence. A position outside the table gives NaN.
+    interleaved: rotate neighbouring elements (GPT-J) instead of the two halves (Llama).
+    rotary_dim: None is 2 * cos.shape[-1].
+    qkv_bias: ((num_heads + 2 * num_kv_heads) * head_dim,) in the dtype of q, added to q, k, v.
+    softmax_scale: None is 1 / sqrt(head_dim).
+    window_size: (left, right): a token sees `left` keys before its own; -1: all. There are none on
+        its right.
+    softcap: 0: none; else scores become softcap * tanh(scores / softcap).
+    alibi_slopes: (num_heads,) or (batch_size, num_heads) fp32; adds -slope * distance.
+    num_splits: into how many parts each cache is cut for as many blocks; 0 gives every block of the
+        GPU an equal share of the work, from the lengths found on the device.
+    out: like q; where to write.
+    return_lse: also return log(sum(exp(scores))), (batch_size, num_heads, seqlen_q) fp32.
+    k_scale, v_scale: (num_kv_heads,) fp32, what the bytes of e4m3 caches are multiplied by; None:
+        1. New tokens are divided by it, rounded to nearest even, and saturate.
+
+    Returns out, or (out, lse). Rows without a key are 0, with lse -inf. Two runs give the same
+    bits. A CUDA tensor runs the shipped cubin on torch's current stream and can be captured in a
+    CUDA graph, lengths changing between replays; a CPU tensor runs a reference in torch. No
+    backward. Raises TensorError naming the argument that does not fit.
+    Source: Dao et al., "Flash-Decoding for long-context inference", 2023.
+    """
+    if softmax_scale is None:
+        softmax_scale = 1.0 / math.sqrt(common.last_size(q) or 1)
+    if rotary_dim is None:
+        rotary_dim = 2 * common.last_size(cos)
+    left = right = -1
+    if not (type(window_size) is tuple and window_size == (-1, -1)):
+        left, right = common.check_window(_OP, window_size)
+    # As the kernels take them; whether they are finite is checked with the shapes.
+    if type(softmax_scale) is not float:
+        softmax_scale = common.check_number(_OP, "softmax_scale", softmax_scale)
+    if type(softcap) is not float:
+        softcap = common.check_number(_OP, "softcap", softcap)
+    tensors = (
+        q, k_cache, v_cache, cache_seqlens, k, v, block_table, cos, sin, qkv_bias, k_scale,
+        v_scale, alibi_slopes,
+    )  # fmt: skip
+    options = (interleaved, rotary_dim, softmax_scale, left, softcap, num_splits)
+    is_eager = _operands.are_plain(tensors[:4], (*tensors[4:], out))
+    if not is_eager or common.is_debugging():
+        checks.check(*tensors, *options, out, right)
+    if is_eager and common.is_debugging():
+        checks.check_values(q, k_cache, cache_seqlens, k, block_table)
+    given = out
+    try:
+        if out is None:
+            out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        lse = None
+        if return_lse:
+            lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+        if not is_eager:
+            _op(*tensors, *options, out, lse)
+        else:
+            into = _cuda_into if q.is_cuda else _cpu_into
+            into(*tensors, *options, out, lse, given is not None or k is not None)
+    except common.FOREIGN:
+        _operands.check_tensors(tensors[:4], (*tensors[4:], given))  # names what has no memory
+        checks.check(*tensors, *options, given, right)
+        common.check_flag(_OP, "return_lse", return_lse)
+        raise
+    if is_eager and k is not None:
+        common.written((k_cache, v_cache) if given is None else (k_cache, v_cache, out))
+    elif is_eager and given is not None:
+        common.written((out,))
+    return out if lse is None else (out, lse)
+
+
+def _plan(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    cos: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    interleaved: bool,
+    rotary_dim: int,
+    softmax_scale: float,
+    window_left: int,
+    softcap: float,
+    num_splits: int,
+    out: torch.Tensor,
+    low_bits: int,
+) -> _Plan | None:
+    """Choose the kernel, its launch shape and its numbers, for arguments that were checked."""
+    batch_size, seqlen_q, num_heads, head_dim = q.shape
+    num_kv_heads = k_cache.shape[2]
+    if q.numel() == 0:
+        return None
+    rows = seqlen_q * (num_heads // num_kv_heads)
+    # A scale below 0 turns the order of scores round, which only the general kernel bears.
+    is_general = (
+        window_left >= 0 or softcap > 0.0 or alibi_slopes is not None or softmax_scale <= 0.0
+    )
+    variant = plans.choose_variant(head_dim, k_cache.element_size(), rows, is_general)
+    page_size = k_cache.shape[1]
+    max_tokens = page_size if block_table is None else page_size * block_table.shape[1]
+    items = batch_size * num_kv_heads * -(-rows // variant.rows)
+    multiprocessors, may_overlap = plans.device_of(q.device)
+    max_units = max(1, -(-max_tokens // variant.unit))
+    split = plans.choose_split(items, max_units, variant.unit, num_splits, multiprocessors)
+    token = common.DTYPE_TOKENS[q.dtype]
+    name = f"decode_attention_{token}_hdim{variant.head_dim}{variant.suffix}"
+    strides = (*out.stride()[:3], *q.stride()[:3])
+    new = [(0, 0, 0) if x is None else x.stride()[:3] for x in (k, v)]
+    aligned = not low_bits and common.is_aligned(
+        8, *strides, *new[0], *new[1], 0 if cos is None else cos.stride(0), rotary_dim // 2
+    )
+    numbers = (
+        *strides, *new[0], *new[1], *k_cache.stride()[:3], *v_cache.stride()[:3],
+        0 if block_table is None else block_table.stride(0),
+        0 if cos is None else cos.stride(0),
+        alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0,
+        batch_size, seqlen_q, num_heads, num_kv_heads, head_dim, k_cache.shape[0], page_size,
+        max_tokens, rotary_dim, *((0, 0) if cos is None else (cos.shape[0], cos.element_size())),
+        int(bool(interleaved)), int(aligned), split.num_splits, split.parallel, window_left,
+        softmax_scale, softcap,
+    )  # fmt: skip
+    merge, merge_grid, merge_numbers = None, (0, 0, 0), ()
+    if split.num_merges:
+        merge = common.shipped("decode_attention", f"decode_attention_{token}_merge")
+        merge_grid = plans.merge_grid(split, min(rows, variant.rows), head_dim)
+        merge_numbers = (
+            *out.stride()[:3], batch_size, seqlen_q, 0 if k is None else seqlen_q, max_tokens,
+            window_left, variant.unit, items // batch_size, split.num_splits, split.parallel,
+            num_heads, num_kv_heads, head_dim, variant.rows,
+        )  # fmt: skip
+    return (
+        common.shipped("decode_attention", name), (split.num_blocks, 1, 1), variant.shared_bytes,
+        numbers, merge, merge_grid, merge_numbers, split.num_blocks * variant.rows, head_dim,
+        {"programmatic": True} if may_overlap else {},
+    )  # fmt: skip
+
+
+def _cuda_into(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    qkv_bias: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    interleaved: bool,
+    rotary_dim: int,
+    softmax_scale: float,
+    window_left: int,
+    softcap: float,
+    num_splits: int,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    is_given: bool = True,
+) -> None:
+    """The step on the GPU: one launch, and the merge where something may be split.
+
+    is_given: the caller gave out, or has new tokens written to the caches.
+    """
+    tensors = (
+        q, k_cache, v_cache, cache_seqlens, k, v, block_table, cos, sin, qkv_bias, k_scale,
+        v_scale, alibi_slopes,
+    )  # fmt: skip
+    options = (interleaved, rotary_dim, softmax_scale, window_left, softcap, num_splits)
+    addresses: Any = []
+    low_bits = 0
+    for tensor in (q, k, v, cos, sin, qkv_bias):
+        if tensor is not None:
+            addresses.append(address := tensor.data_ptr())
+            low_bits |= address
+    low_bits &= 15
+    k_address, v_address = k_cache.data_ptr(), v_cache.data_ptr()
+    cache_bits = (k_address | v_address) & 15
+    layout = [
+        None if x is None else (x.dtype, x.shape, x.stride()) for x in (*tensors, out)
+    ]  # fmt: skip
+    key = (*options, low_bits, cache_bits, q.device, *layout)
+    found = _plans.get(key)
+    if found is None:
+        checks.check(*tensors, *options, out, 0)
+        plan = _plan(
+            q, k_cache, v_cache, k, v, block_table, cos, alibi_slopes, *options, out, low_bits
+        )
+        if len(_plans) >= common.MAX_PLANS:
+            _plans.clear()
+        writes, lying = _lying(tensors, out)
+        found = _plans[key] = plan, writes.spans(*lying)
+    plan, spans = found
+    if is_given:
+        addresses += (k_address, v_address, cache_seqlens.data_ptr())
+        for tensor in (block_table, k_scale, v_scale, alibi_slopes, out):
+            if tensor is not None:
+                addresses.append(tensor.data_ptr())
+        addresses = tuple(addresses)
+        if addresses not in spans.apart:
+            spans.check(addresses)
+    if plan is None:
+        return
+    function, grid, shared, numbers, merge, merge_grid, merge_numbers, slots, width, how = plan
+    partial_out = partial_lse = None
+    if merge is not None:
+        partial_out = torch.empty(slots * (width + 1), dtype=torch.float32, device=q.device)
+        partial_lse = partial_out[slots * width :]
+    try:
+        function(
+            grid, _BLOCK, shared, None,
+            (
+                out, lse, partial_out, partial_lse, bounds.flag("decode_attention", q), k_cache,
+                v_cache, q, k, v, cache_seqlens,
+                block_table, cos, sin, qkv_bias, k_scale, v_scale, alibi_slopes, *numbers,
+            ),
+            **how,
+        )  # fmt: skip
+        if merge is not None:
+            params = (out, lse, partial_out, partial_lse, cache_seqlens, *merge_numbers)
+            merge(merge_grid, _BLOCK, 0, None, params, **how)
+    except KernelHubError:
+        # The launch checks devices and dtypes; this names them.
+        checks.check(*tensors, *options, out, 0)
+        raise
+    if common.is_debugging():
+        bounds.report(q)
+
+
+def _lying(tensors: Sequence[Any], out: torch.Tensor) -> tuple[common.Writes, tuple[Any, ...]]:
+    """What is written, and the tensors in the order of `_LIE`."""
+    (q, k_cache, v_cache, cache_seqlens, k, v, block_table, cos, sin, qkv_bias, k_scale, v_scale,
+     alibi_slopes) = tensors  # fmt: skip
+    return _reads if k is None else _appends, (
+        q, k, v, cos, sin, qkv_bias, k_cache, v_cache, cache_seqlens, block_table, k_scale,
+        v_scale, alibi_slopes, out,
+    )  # fmt: skip
+
+
+def _cpu_into(*arguments: Any) -> None:
+    """The same on the CPU, by torch."""
+    inputs: list[Any] = list(arguments[:19])
+    out, lse = arguments[19:21]
+    checks.check(*[*inputs, out, 0])
+    if arguments[21:] != (False,):
+        writes, lying = _lying(inputs[:13], out)
+        writes.check(*lying)
+    q, k_cache, _, cache_seqlens, k, _, block_table = inputs[:7]
+    checks.check_values(q, k_cache, cache_seqlens, k, block_table, is_strict=False)
+    found, found_lse = _reference(*inputs)
+    out.copy_(found)
+    if lse is not None:
+        lse.copy_(found_lse)
+
+
+def _fake_into(*arguments: Any) -> None:
+    inputs: list[Any] = [*arguments[:-1], 0]
+    checks.check(*inputs)
+
+
+_op = common.define(
+    "decode_attention(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor cache_seqlens, "
+    "Tensor? k, Tensor? v, Tensor? block_table, Tensor? cos, Tensor? sin, Tensor? qkv_bias, "
+    "Tensor? k_scale, Tensor? v_scale, Tensor? alibi_slopes, bool interleaved, SymInt rotary_dim, "
+    "float softmax_scale, SymInt window_left, float softcap, int num_splits, Tensor(c!) out, "
+    "Tensor(d!)? lse) -> ()",
+    cuda=_cuda_into, cpu=_cpu_into, fake=_fake_into,
+)  # fmt: skip

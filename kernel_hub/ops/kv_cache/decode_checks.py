@@ -1,0 +1,170 @@
+"""What decode_attention refuses.
+
+`check` reads shapes only; `check_values` reads lengths and tables on the device and waits for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...errors import TensorError
+from ..core import common
+from .decode_plan import MAX_HEAD_DIM, MAX_SEQLEN_Q
+
+_OP = "decode_attention"
+_is_tracing = torch.compiler.is_dynamo_compiling
+_E4M3 = torch.float8_e4m3fn
+_MAX_TOKENS = 2**30
+
+
+def check(
+    q: Any, k_cache: Any, v_cache: Any, cache_seqlens: Any, k: Any, v: Any, block_table: Any,
+    cos: Any, sin: Any, qkv_bias: Any, k_scale: Any, v_scale: Any, alibi_slopes: Any,
+    interleaved: Any, rotary_dim: Any, softmax_scale: Any, window_left: Any, softcap: Any,
+    num_splits: Any, out: Any, window_right: Any,
+) -> None:  # fmt: skip
+    """Raise TensorError for whatever does not fit."""
+    common.check_data(_OP, "q", q)
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        raise common.refuse(_OP, "q", "dtype float16 or bfloat16", q)
+    if q.dim() != 4:
+        raise common.refuse(_OP, "q", "shape (batch_size, seqlen_q, num_heads, head_dim)", q)
+    batch_size, seqlen_q, num_heads, head_dim = q.shape
+    if not 1 <= seqlen_q <= MAX_SEQLEN_Q:
+        raise common.refuse(_OP, "q", f"1 to {MAX_SEQLEN_Q} tokens a sequence (seqlen_q)", q)
+    if head_dim % 8 or not 16 <= head_dim <= MAX_HEAD_DIM:
+        raise common.refuse(_OP, "q", f"head_dim 16 to {MAX_HEAD_DIM} in multiples of 8", q)
+    _check_caches(q, k_cache, v_cache, block_table, k_scale, v_scale)
+    num_kv_heads = k_cache.shape[2]
+    common.check_like(_OP, "cache_seqlens", cache_seqlens, (batch_size,), q, dtypes=(torch.int32,))
+    if (k is None) != (v is None):
+        missing, given = ("k", "v") if k is None else ("v", "k")
+        raise TensorError(f"{_OP}: {missing}: expected a tensor, as {given} is one, found None")
+    if k is not None:
+        shape = (batch_size, seqlen_q, num_kv_heads, head_dim)
+        common.check_like(_OP, "k", k, shape, q)
+        common.check_like(_OP, "v", v, shape, q)
+        for argument, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+            common.check_output(_OP, argument, cache)
+    _check_rotation(q, cos, sin, interleaved, rotary_dim)
+    if qkv_bias is not None:
+        size = (num_heads + 2 * num_kv_heads) * head_dim
+        common.check_like(_OP, "qkv_bias", qkv_bias, (size,), q)
+    if alibi_slopes is not None:
+        common.check_tensor(_OP, "alibi_slopes", alibi_slopes)
+        slopes = (num_heads,) if alibi_slopes.dim() == 1 else (batch_size, num_heads)
+        common.check_like(_OP, "alibi_slopes", alibi_slopes, slopes, q, dtypes=(torch.float32,))
+    common.check_window(_OP, (window_left, window_right))
+    common.check_number(_OP, "softmax_scale", softmax_scale)
+    common.check_number(_OP, "softcap", softcap, least=0.0)
+    common.check_count(_OP, "num_splits", num_splits)
+    if out is not None:
+        common.check_like(_OP, "out", out, q.shape, q)
+        common.check_output(_OP, "out", out)
+
+
+def _check_caches(
+    q: torch.Tensor, k_cache: Any, v_cache: Any, block_table: Any, k_scale: Any, v_scale: Any
+) -> None:
+    batch_size, _, num_heads, head_dim = q.shape
+    common.check_tensor(_OP, "k_cache", k_cache)
+    if k_cache.dim() != 4:
+        first = "batch_size, max_seqlen" if block_table is None else "num_pages, page_size"
+        expected = f"shape ({first}, num_kv_heads, head_dim)"
+        raise common.refuse(_OP, "k_cache", expected, k_cache)
+    pages, page_size, num_kv_heads, _ = k_cache.shape
+    if block_table is None:
+        pages = batch_size
+    if num_kv_heads == 0 or num_heads % num_kv_heads:
+        expected = f"num_kv_heads that divides num_heads = {num_heads}"
+        raise common.refuse(_OP, "k_cache", expected, k_cache)
+    shape = (pages, page_size, num_kv_heads, head_dim)
+    common.check_like(_OP, "k_cache", k_cache, shape, q, dtypes=(q.dtype, _E4M3))
+    common.check_like(_OP, "v_cache", v_cache, shape, q, dtypes=(k_cache.dtype,))
+    size = k_cache.element_size()
+    if head_dim * size % common.VEC_BYTES:
+        raise common.refuse(_OP, "k_cache", "head_dim a multiple of 16 for e4m3", k_cache)
+    for argument, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        strides = [s for s, n in zip(cache.stride()[:3], cache.shape[:3], strict=True) if n > 1]
+        if any(stride * size % common.VEC_BYTES for stride in strides):
+            raise common.refuse(_OP, argument, "strides that are multiples of 16 bytes", cache)
+        if _is_tracing() or not common.is_plain(cache):
+            continue
+        if cache.data_ptr() % common.VEC_BYTES:
+            found = f"address {cache.data_ptr():#x}"
+            raise common.refuse(_OP, argument, "memory aligned to 16 bytes", found)
+    if block_table is not None:
+        common.check_tensor(_OP, "block_table", block_table)
+        if block_table.dim() != 2:
+            raise common.refuse(_OP, "block_table", "shape (batch_size, max_pages)", block_table)
+        table = (batch_size, block_table.shape[1])
+        common.check_like(_OP, "block_table", block_table, table, q, dtypes=(torch.int32,))
+        if not 8 <= page_size <= 256:
+            raise common.refuse(_OP, "k_cache", "a page_size of 8 to 256 tokens", k_cache)
+        page_size *= block_table.shape[1]
+    if page_size > _MAX_TOKENS:
+        raise common.refuse(_OP, "k_cache", f"at most {_MAX_TOKENS} tokens a sequence", page_size)
+    for argument, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is None:
+            continue
+        if k_cache.dtype != _E4M3:
+            expected = f"None for a cache of {str(k_cache.dtype).removeprefix('torch.')}"
+            raise common.refuse(_OP, argument, expected, scale)
+        common.check_like(_OP, argument, scale, (num_kv_heads,), q, dtypes=(torch.float32,))
+
+
+def _check_rotation(q: torch.Tensor, cos: Any, sin: Any, interleaved: Any, rotary_dim: Any) -> None:
+    common.check_flag(_OP, "interleaved", interleaved)
+    common.check_count(_OP, "rotary_dim", rotary_dim)
+    if cos is None and sin is None:
+        if rotary_dim:
+            raise TensorError(f"{_OP}: rotary_dim: expected cos and sin with it, found None")
+        return
+    for argument, table in (("cos", cos), ("sin", sin)):
+        common.check_tensor(_OP, argument, table)
+        if table.dim() != 2:
+            raise common.refuse(_OP, argument, "shape (max_position, rotary_dim // 2)", table)
+    head_dim = q.shape[-1]
+    if rotary_dim % 2 or not 0 <= rotary_dim <= head_dim:
+        raise TensorError(
+            f"{_OP}: rotary_dim: expected an even number up to head_dim = {head_dim}, found "
+            f"{rotary_dim} (it is twice the last dimension of cos unless given)"
+        )
+    shape = (cos.shape[0], rotary_dim // 2)
+    for argument, table in (("cos", cos), ("sin", sin)):
+        common.check_like(_OP, argument, table, shape, q, dtypes=(torch.float32, q.dtype))
+    if cos.dtype != sin.dtype or cos.stride() != sin.stride():
+        raise common.refuse(_OP, "sin", f"the dtype and strides of cos ({common.say(cos)})", sin)
+
+
+def check_values(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    k: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    *,
+    is_strict: bool = True,
+) -> None:
+    """Lengths that fit the cache, and pages that exist.
+
+    is_strict: lengths below 0 (none) and new tokens past the end (dropped) are refused too.
+    """
+    seqlen_q = 0 if k is None else q.shape[1]
+    page_size = k_cache.shape[1]
+    capacity = page_size * (1 if block_table is None else block_table.shape[1])
+    lengths = cache_seqlens.tolist()
+    most = capacity - seqlen_q if is_strict else capacity
+    for index, length in enumerate(lengths):
+        if length > most or (is_strict and length < 0):
+            expected = f"0 to {most} at index {index}"
+            raise common.refuse(_OP, "cache_seqlens", expected, length)
+    if block_table is None:
+        return
+    for index, (length, pages) in enumerate(zip(lengths, block_table.tolist(), strict=True)):
+        for place, page in enumerate(pages[: -(-(max(0, length) + seqlen_q) // page_size)]):
+            if not 0 <= page < k_cache.shape[0]:
+                expected = f"pages from 0 to {k_cache.shape[0] - 1} at [{index}, {place}]"
+                raise common.refuse(_OP, "block_table", expected, page)

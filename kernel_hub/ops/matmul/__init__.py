@@ -1,0 +1,1 @@
+"""Products and what is fused into them. Knows core and tuning alone."""

@@ -1,0 +1,204 @@
+"""The products of two batches of matrices (csrc/batched_matmul*.cu)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...errors import KernelHubError
+from ..core import common
+from .grouped_launch import Launch, Layout, check_rows, launch_of
+from .grouped_plan import TABLES, Problem, choose, too_large
+
+_OP = "batched_matmul"
+_DTYPES = (torch.float16, torch.bfloat16)
+_plans: dict[tuple[Any, ...], tuple[Launch, common.Spans]] = {}
+TABLES[_OP].on_change(_plans.clear)
+_operands = common.Operands(_OP, "a b", "out")
+_writes = common.Writes(_OP, "out a b", "out")
+
+
+def batched_matmul(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Multiply matrices by transposed ones, batch by batch.
+
+        out = a @ b.transpose(-1, -2)
+
+    with fp32 sums, rounded once. The same inputs give the same bits on every run.
+
+    a: (..., m, k), fp16 or bf16, on the GPU or the CPU; k a multiple of 8; the last dimension
+        contiguous. Its rows begin at multiples of 16 bytes.
+    b: (..., n, k), dtype and device of a; rows as those of a. The leading dimensions (the batch) of
+        a and b are broadcast; they may have any strides, as long as they fold into two.
+    out: (..., m, n), of the broadcast batch, dtype out_dtype, device of a, the last dimension
+        contiguous; must not overlap the inputs.
+    out_dtype: the dtype of a (default; or that of out), or torch.float32.
+
+    Returns out. A CUDA tensor runs a shipped cubin on torch's current stream; a CPU tensor runs a
+    reference in torch. No backward. Raises TensorError naming the argument that does not fit.
+    """
+    if out_dtype is None:
+        out_dtype = getattr(a if out is None else out, "dtype", None)
+    if not _operands.are_plain((a, b), (out,)):
+        _check(a, b, out, out_dtype)
+        if out is None:
+            return _op(a, b, out_dtype)
+        _op_out(a, b, out)
+        return out
+    is_given = out is not None
+    try:
+        if out is None:
+            out = _new_out(a, b, out_dtype)
+        elif out.dtype is not out_dtype:
+            raise common.refuse(_OP, "out", f"dtype {out_dtype}, as out_dtype says", out)
+        (_cuda_into if a.is_cuda else _cpu_into)(a, b, out, is_given)
+    except common.FOREIGN:
+        _operands.check_tensors((a, b), (out,))  # names what has no memory
+        _check(a, b, out, out_dtype)
+        raise
+    if is_given:
+        common.written((out,))
+    return out
+
+
+def _batch_of(a: Any, b: Any) -> tuple[int, ...]:
+    if a.shape[:-2] == b.shape[:-2]:
+        return tuple(a.shape[:-2])
+    try:
+        return tuple(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
+    except RuntimeError:
+        wanted = f"leading dimensions that broadcast with {tuple(a.shape[:-2])}"
+        raise common.refuse(_OP, "b", wanted, b) from None
+
+
+def _check(a: Any, b: Any, out: Any = None, out_dtype: Any = None) -> None:
+    common.check_data(_OP, "a", a)
+    if a.dtype not in _DTYPES:
+        raise common.refuse(_OP, "a", "dtype float16 or bfloat16", a)
+    if a.dim() < 2:
+        raise common.refuse(_OP, "a", "at least two dimensions (..., m, k)", a)
+    m, k = a.shape[-2:]
+    if k % 8:
+        raise common.refuse(_OP, "a", "a last dimension (k) that is a multiple of 8", a)
+    common.check_tensor(_OP, "b", b)
+    if b.dim() < 2:
+        raise common.refuse(_OP, "b", "at least two dimensions (..., n, k)", b)
+    n = b.shape[-2]
+    common.check_like(_OP, "b", b, (*b.shape[:-1], k), a)
+    batch = _batch_of(a, b)
+    num_matrices = _product(batch)
+    if max(m, n, k, num_matrices) > common.MAX_SIZE:
+        raise common.refuse(_OP, "b", f"sizes of at most {common.MAX_SIZE}", b)
+    if num_matrices and m and n and too_large(Problem(_OP, num_matrices, m, n, k)):
+        raise common.refuse(_OP, "b", "fewer or smaller matrices: too many tiles", b)
+    common.check_dtype(_OP, "out_dtype", out_dtype, (a.dtype, torch.float32))
+    if out is not None:
+        dtypes = (out_dtype or a.dtype,)
+        common.check_like(_OP, "out", out, (*batch, m, n), a, dtypes=dtypes)
+        common.check_output(_OP, "out", out)
+
+
+def _product(sizes: tuple[int, ...]) -> int:
+    total = 1
+    for size in sizes:
+        total *= size
+    return total
+
+
+def _new_out(a: Any, b: Any, out_dtype: Any) -> torch.Tensor:
+    return a.new_empty((*_batch_of(a, b), a.shape[-2], b.shape[-2]), dtype=out_dtype)
+
+
+def _plan(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Launch:
+    """Choose the kernel and its integer parameters for tensors that were checked."""
+    if out.numel() == 0:
+        return Launch(None)
+    batch, (m, n), k = out.shape[:-2], out.shape[-2:], a.shape[-1]
+    tensors = (out, a.expand(*batch, m, k), b.expand(*batch, n, k))
+    (outer, inner), strides = common.collapse(_OP, batch, [x.stride()[:-2] for x in tensors])
+    rows = [x.stride(-2) for x in tensors]
+    # One b for all of the batch: rows of a and out that are evenly spaced make one product.
+    is_shared = outer == 1 and inner > 1 and m > 1 and strides[2][1] == 0
+    if is_shared and all(strides[i][1] == m * rows[i] for i in (0, 1)):
+        m, inner, strides = m * inner, 1, [[0, 0]] * 3
+    sizes = ((m, n), (m, k), (n, k))
+    layouts = [
+        Layout(outer, inner, *size, pair[0], pair[1], stride if size[0] > 1 else 0)
+        for size, pair, stride in zip(sizes, strides, rows, strict=True)
+    ]
+    out_layout, a_layout, b_layout = layouts
+    check_rows(_OP, "a", a, a_layout)
+    check_rows(_OP, "b", b, b_layout)
+    problem = Problem(_OP, outer * inner, m, n, k)
+    has_maps = a_layout.is_mappable and b_layout.is_mappable
+    gpu = common.gpu_of(a.device)
+    choice = choose(*gpu[:2], problem, has_maps, gpu.name)
+    given = layouts if choice.box_rows is None else layouts[:1]
+    numbers = [x for at in given for x in (at.outer_stride, at.inner_stride, at.stride)]
+    return launch_of(
+        _OP, choice, out, a, (out_layout, a_layout, b_layout),
+        (*numbers, outer * inner, inner, m, n, k),
+    )  # fmt: skip
+
+
+def _cuda_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, is_given: bool = True) -> None:
+    """is_given: the caller gave out, which may overlap the rest."""
+    addresses = out.data_ptr(), a.data_ptr(), b.data_ptr()
+    low_bits = (addresses[1] | addresses[2]) & 15
+    key = (
+        a.dtype, a.shape, a.stride(), b.dtype, b.shape, b.stride(), out.dtype, out.shape,
+        out.stride(), low_bits, a.device, b.device,
+    )  # fmt: skip
+    found = _plans.get(key)
+    if found is None:
+        _check(a, b, out, out.dtype)
+        plan = _plan(a, b, out)
+        if len(_plans) >= common.MAX_PLANS:
+            _plans.clear()
+        found = _plans[key] = plan, _writes.spans(out, a, b)
+    plan, spans = found
+    if is_given and addresses not in spans.apart:
+        spans.check(addresses)
+    if plan.function is not None:
+        try:
+            plan.run(out, a, b)
+        except KernelHubError:
+            _check(a, b, out, out.dtype)  # names the devices that differ
+            raise
+
+
+def _cpu_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, is_given: bool = True) -> None:
+    """The same on the CPU, by torch."""
+    _check(a, b, out, out.dtype)
+    if is_given:
+        _writes.check(out, a, b)
+    out.copy_(a.float() @ b.float().transpose(-1, -2))
+
+
+def _returning(into: Any) -> Any:
+    def run(a: Any, b: Any, out_dtype: Any) -> torch.Tensor:
+        out = _new_out(a, b, out_dtype)
+        into(a, b, out, False)
+        return out
+
+    return run
+
+
+def _fake_into(a: Any, b: Any, out: Any, is_given: bool = True) -> None:
+    _check(a, b, out, out.dtype)
+
+
+_op = common.define(
+    "batched_matmul(Tensor a, Tensor b, ScalarType out_dtype) -> Tensor",
+    cuda=_returning(_cuda_into), cpu=_returning(_cpu_into), fake=_returning(_fake_into),
+)  # fmt: skip
+_op_out = common.define(
+    "batched_matmul_out(Tensor a, Tensor b, Tensor(a!) out) -> ()",
+    cuda=_cuda_into, cpu=_cpu_into, fake=_fake_into,
+)  # fmt: skip

@@ -1,0 +1,241 @@
+"""The linear layers of a mixture of experts in one launch (csrc/grouped_linear*.cu)."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+
+from ...errors import KernelHubError
+from ..core import bounds, common
+from .grouped_launch import Launch, Layout, check_rows, launch_of
+from .grouped_plan import TABLES, Problem, choose, too_large
+
+_OP = "grouped_linear"
+_ACTIVATIONS = {None: 0, "gelu": 1, "silu": 2, "relu": 3}
+_DTYPES = (torch.float16, torch.bfloat16)
+_plans: dict[tuple[Any, ...], tuple[Launch, common.Spans]] = {}
+TABLES[_OP].on_change(_plans.clear)
+_operands = common.Operands(_OP, "a b offsets", "bias out")
+_writes = common.Writes(_OP, "out a b offsets bias", "out")
+
+
+def grouped_linear(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Multiply the rows of each expert by its weight matrix, add its bias, activate.
+
+        rows = slice(offsets[e], offsets[e + 1])
+        out[rows] = activation(a[rows] @ b[e].T + bias[e])    for every expert e
+
+    with fp32 sums, rounded once. The same inputs give the same bits on every run. The offsets are
+    read on the device only: nothing waits for them, and a CUDA graph may replay with others.
+
+    a: (total_tokens, k), fp16 or bf16, on the GPU or the CPU, rows sorted by expert; k a multiple
+        of 8; the last dimension contiguous. Its rows begin at multiples of 16 bytes.
+    b: (num_experts, n, k), the weights, dtype and device of a; rows as those of a.
+    offsets: (num_experts + 1,), int32, contiguous, device of a; not descending, from 0 to
+        total_tokens. An expert may have no rows. Rows before the first and behind the last offset
+        are of no expert: they are not written. Offsets outside 0 .. total_tokens count as the
+        nearest inside, an end before its beginning as no rows; where offsets descend, the values
+        of rows are undefined, but nothing outside out is written.
+    bias: (num_experts, n), dtype and device of a, the last dimension contiguous.
+    activation: None, 'gelu' (with the error function), 'silu' or 'relu'.
+    out: (total_tokens, n), dtype out_dtype, device of a, the last dimension contiguous; must not
+        overlap the inputs.
+    out_dtype: the dtype of a (default; or that of out), or torch.float32.
+
+    Returns out. A CUDA tensor runs a shipped cubin on torch's current stream; a CPU tensor runs a
+    reference in torch. No backward. Raises TensorError naming the argument that does not fit.
+    """
+    code = common.check_choice(_OP, "activation", activation, _ACTIVATIONS)
+    if out_dtype is None:
+        out_dtype = getattr(a if out is None else out, "dtype", None)
+    if not _operands.are_plain((a, b, offsets), (bias, out)):
+        _check(a, b, offsets, bias, out, out_dtype)
+        if out is None:
+            return _op(a, b, offsets, bias, code, out_dtype)
+        _op_out(a, b, offsets, bias, code, out)
+        return out
+    is_given = out is not None
+    try:
+        if out is None:
+            out = _new_out(a, b, out_dtype)
+        elif out.dtype is not out_dtype:
+            raise common.refuse(_OP, "out", f"dtype {out_dtype}, as out_dtype says", out)
+        (_cuda_into if a.is_cuda else _cpu_into)(a, b, offsets, bias, code, out, is_given)
+    except common.FOREIGN:
+        _operands.check_tensors((a, b, offsets), (bias, out))  # names what has no memory
+        _check(a, b, offsets, bias, out, out_dtype)
+        raise
+    if is_given:
+        common.written((out,))
+    return out
+
+
+def _check(
+    a: Any, b: Any, offsets: Any, bias: Any = None, out: Any = None, out_dtype: Any = None
+) -> None:
+    common.check_data(_OP, "a", a)
+    if a.dtype not in _DTYPES:
+        raise common.refuse(_OP, "a", "dtype float16 or bfloat16", a)
+    if a.dim() != 2:
+        raise common.refuse(_OP, "a", "two dimensions (total_tokens, k)", a)
+    total_tokens, k = a.shape
+    if k % 8:
+        raise common.refuse(_OP, "a", "a last dimension (k) that is a multiple of 8", a)
+    common.check_tensor(_OP, "b", b)
+    if b.dim() != 3:
+        raise common.refuse(_OP, "b", "three dimensions (num_experts, n, k)", b)
+    num_experts, n = b.shape[:2]
+    common.check_like(_OP, "b", b, (num_experts, n, k), a)
+    common.check_like(_OP, "offsets", offsets, (num_experts + 1,), a, dtypes=(torch.int32,))
+    if max(n, k, total_tokens) > common.MAX_SIZE:
+        raise common.refuse(_OP, "b", f"sizes of at most {common.MAX_SIZE}", b)
+    if num_experts and total_tokens and too_large(Problem(_OP, num_experts, total_tokens, n, k)):
+        raise common.refuse(_OP, "b", "fewer experts or rows: too many tiles", b)
+    if bias is not None:
+        common.check_like(_OP, "bias", bias, (num_experts, n), a)
+    common.check_dtype(_OP, "out_dtype", out_dtype, (a.dtype, torch.float32))
+    if out is not None:
+        dtypes = (out_dtype or a.dtype,)
+        common.check_like(_OP, "out", out, (total_tokens, n), a, dtypes=dtypes)
+        common.check_output(_OP, "out", out)
+
+
+def _new_out(a: Any, b: Any, out_dtype: Any) -> torch.Tensor:
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
+
+
+def _plan(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, activation: int, out: torch.Tensor
+) -> Launch:
+    """Choose the kernel and its integer parameters for tensors that were checked."""
+    (total_tokens, k), (num_experts, n, _) = a.shape, b.shape
+    if out.numel() == 0 or num_experts == 0:
+        return Launch(None)
+    a_layout = Layout(1, 1, total_tokens, k, 0, 0, a.stride(0))
+    b_layout = Layout(1, num_experts, n, k, 0, b.stride(0) if num_experts > 1 else 0, b.stride(1))
+    check_rows(_OP, "a", a, a_layout)
+    check_rows(_OP, "b", b, b_layout)
+    out_stride = out.stride(0) if total_tokens > 1 else 0
+    out_layout = Layout(1, 1, total_tokens, n, 0, 0, out_stride)
+    bias_stride = 0 if bias is None else bias.stride(0)
+    problem = Problem(_OP, num_experts, total_tokens, n, k)
+    has_maps = a_layout.is_mappable and b_layout.is_mappable
+    gpu = common.gpu_of(a.device)
+    choice = choose(*gpu[:2], problem, has_maps, gpu.name)
+    sizes = (total_tokens, n, k, num_experts, activation)
+    if choice.box_rows is None:
+        numbers: tuple[int, ...] = (
+            out_stride, a.stride(0), b_layout.inner_stride, b.stride(1), bias_stride, *sizes
+        )  # fmt: skip
+    else:
+        numbers = (out_stride, bias_stride, *sizes)
+    return launch_of(_OP, choice, out, a, (out_layout, a_layout, b_layout), numbers)
+
+
+def _cuda_into(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offsets: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: int,
+    out: torch.Tensor,
+    is_given: bool = True,
+) -> None:
+    """is_given: the caller gave out, which may overlap the rest."""
+    low_bits = (a.data_ptr() | b.data_ptr()) & 15
+    first = None if bias is None else (bias.dtype, bias.shape, bias.stride())
+    key = (
+        a.dtype, a.shape, a.stride(), b.dtype, b.shape, b.stride(), out.dtype, out.shape,
+        out.stride(), offsets.dtype, offsets.shape, offsets.stride(), first, activation, low_bits,
+        a.device, b.device,
+    )  # fmt: skip
+    found = _plans.get(key)
+    if found is None:
+        _check(a, b, offsets, bias, out, out.dtype)
+        plan = _plan(a, b, bias, activation, out)
+        if len(_plans) >= common.MAX_PLANS:
+            _plans.clear()
+        found = _plans[key] = plan, _writes.spans(out, a, b, offsets, bias)
+    plan, spans = found
+    if is_given:
+        addresses: tuple[int, ...] = out.data_ptr(), a.data_ptr(), b.data_ptr(), offsets.data_ptr()
+        if bias is not None:
+            addresses = *addresses, bias.data_ptr()
+        if addresses not in spans.apart:
+            spans.check(addresses)
+    if plan.function is not None:
+        try:
+            plan.run(out, a, b, offsets, bias, written=(bounds.flag(_OP, a),))
+        except KernelHubError:
+            _check(a, b, offsets, bias, out, out.dtype)  # names the devices that differ
+            raise
+        if common.is_debugging():
+            bounds.report(a)
+
+
+def _cpu_into(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offsets: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: int,
+    out: torch.Tensor,
+    is_given: bool = True,
+) -> None:
+    """The same on the CPU, by torch."""
+    _check(a, b, offsets, bias, out, out.dtype)
+    if is_given:
+        _writes.check(out, a, b, offsets, bias)
+    bounds = [min(max(int(at), 0), a.shape[0]) for at in offsets.tolist()]
+    for expert, (first, end) in enumerate(itertools.pairwise(bounds)):
+        if end <= first:
+            continue
+        values = a[first:end].float() @ b[expert].float().T
+        if bias is not None:
+            values += bias[expert].float()
+        if activation == _ACTIVATIONS["gelu"]:
+            values = torch.nn.functional.gelu(values)
+        elif activation == _ACTIVATIONS["silu"]:
+            values = torch.nn.functional.silu(values)
+        elif activation == _ACTIVATIONS["relu"]:
+            values = values.relu()
+        out[first:end].copy_(values)
+
+
+def _returning(into: Any) -> Any:
+    def run(
+        a: Any, b: Any, offsets: Any, bias: Any, activation: int, out_dtype: Any
+    ) -> torch.Tensor:
+        out = _new_out(a, b, out_dtype)
+        into(a, b, offsets, bias, activation, out, False)
+        return out
+
+    return run
+
+
+def _fake_into(
+    a: Any, b: Any, offsets: Any, bias: Any, activation: int, out: Any, is_given: bool = True
+) -> None:
+    _check(a, b, offsets, bias, out, out.dtype)
+
+
+_INPUTS = "Tensor a, Tensor b, Tensor offsets, Tensor? bias, int activation"
+_op = common.define(
+    f"grouped_linear({_INPUTS}, ScalarType out_dtype) -> Tensor",
+    cuda=_returning(_cuda_into), cpu=_returning(_cpu_into), fake=_returning(_fake_into),
+)  # fmt: skip
+_op_out = common.define(
+    f"grouped_linear_out({_INPUTS}, Tensor(a!) out) -> ()",
+    cuda=_cuda_into, cpu=_cpu_into, fake=_fake_into,
+)  # fmt: skip

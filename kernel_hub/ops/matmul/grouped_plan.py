@@ -1,0 +1,340 @@
+"""Which body computes many products in one launch, and its launch shape: pure functions of sizes.
+
+For grouped_linear and batched_matmul, whose cubins have the same variants.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ...tuning import Gpu, Row, Table
+
+BLOCK_K = 64  # elements of k in a box of the Hopper bodies: 128 bytes, the span of the swizzle
+# csrc/include/kernel_hub/grouped_mma.cuh
+_PORTABLE_N, _PORTABLE_K, _PORTABLE_THREADS, _BLOCKS_AN_SM = 128, 32, 128, 2
+# Tile indices are ints on the device, and a persistent block steps past the last one.
+MAX_TILES = 2**29
+# Experts are chosen unevenly: (times the mean, part of the experts), a lognormal law of spread 0.7.
+_POPULARITY = ((0.27, 0.16), (0.55, 0.34), (1.1, 0.34), (2.42, 0.16))
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One launch. box_rows: of the maps of out, a and b, or None where pointers are passed."""
+
+    cubin: str
+    variant: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared_bytes: int
+    box_rows: tuple[int, int, int] | None = None
+    group: int = 8
+    # For tiles of which two blocks share k: fp32 sums, and counters of blocks that left theirs.
+    num_partials: int = 0
+    num_arrivals: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Sizes of a launch. For grouped products `rows` is of all together, else of each."""
+
+    op: str  # 'grouped_linear' or 'batched_matmul'
+    num_products: int
+    rows: int
+    n: int
+    k: int
+
+    def most_row_tiles(self, height: int) -> int:
+        """Rows of tiles that `height` rows each can make at most."""
+        if self.op == "grouped_linear":
+            return self.rows // height + min(self.num_products, self.rows)
+        return self.num_products * -(-self.rows // height)
+
+    def row_tiles(self, height: int) -> float:
+        """The same as expected: offsets are not read on the host."""
+        if self.op != "grouped_linear":
+            return self.most_row_tiles(height)
+        mean = self.rows / self.num_products
+        if mean > 16 * height:
+            return self.rows / height + 0.5 * self.num_products
+        expected = 0.0
+        for share, weight in _POPULARITY:
+            # Of a Poisson law (a normal one in its place) of this expert's rows.
+            about, width = mean * share, math.sqrt(mean * share) + 1e-9
+            tiles = -math.expm1(-about)
+            for i in range(1, math.ceil((about + 3 * width) / height) + 1):
+                tiles += 0.5 * math.erfc((i * height + 0.5 - about) / width / math.sqrt(2))
+            expected += weight * tiles
+        return self.num_products * expected
+
+    def active(self) -> float:
+        """Products that are expected to have rows."""
+        if self.op != "grouped_linear":
+            return self.num_products
+        mean = self.rows / self.num_products
+        few = sum(weight * -math.expm1(-mean * share) for share, weight in _POPULARITY)
+        return self.num_products * few
+
+    @property
+    def num_bytes(self) -> float:
+        """Read and written, each once."""
+        rows = self.rows * (1 if self.op == "grouped_linear" else self.num_products)
+        return 2 * (rows * (self.k + self.n) + self.active() * self.n * self.k)
+
+
+@dataclass(frozen=True, slots=True)
+class Hopper:
+    """A variant of grouped_linear_sm90.cu and batched_matmul_sm90.cu: its GroupedConfig, and the
+    microseconds that a step of 64 elements of k and a tile cost a block."""
+
+    swaps: bool
+    consumers: int
+    block_n: int
+    stages: int
+    pairs: bool
+    boxes: int
+    min_blocks: int
+    step_us: float
+    tile_us: float
+
+    @property
+    def block_m(self) -> int:
+        """Rows of a block's tile of the product."""
+        return 64 * self.consumers
+
+    @property
+    def name(self) -> str:
+        """As it is exported, without op and dtype."""
+        name = f"{self.block_m}x{self.block_n}" + ("_c2" if self.pairs else "")
+        name += "_x4" if self.boxes == 4 else ""
+        return ("swapped_" if self.swaps else "") + name + ("_b2" if self.min_blocks == 2 else "")
+
+    @property
+    def cluster_size(self) -> int:
+        """Blocks of a cluster."""
+        return 2 if self.pairs else 1
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Rows of a and of b in a block's tile."""
+        sizes = self.block_m, self.block_n
+        return (sizes[1], sizes[0]) if self.swaps else sizes
+
+    @property
+    def box_rows(self) -> tuple[int, int, int]:
+        """Rows of a box of out, a and b."""
+        a_rows, b_rows = self.tile
+        out_rows = self.block_n if self.swaps else 64
+        return out_rows, a_rows // self.cluster_size, b_rows // self.cluster_size
+
+    @property
+    def shared_bytes(self) -> int:
+        """The ring, the boxes, two barriers and a record a stage."""
+        stage = (self.block_m + self.block_n) * 2 * BLOCK_K + 48
+        return self.stages * stage + self.consumers * self.boxes * self.box_rows[0] * 2 * BLOCK_K
+
+
+# What the two cubins export.
+_WIDE = Hopper(False, 2, 256, 4, True, 2, 1, 0.655, 2.4)
+_FEWEST = Hopper(True, 1, 16, 10, False, 2, 2, 0.38, 1.0)
+_GROUPED = (
+    _WIDE,
+    Hopper(False, 2, 128, 6, True, 2, 1, 0.355, 1.7),
+    Hopper(False, 1, 128, 4, False, 2, 2, 0.8, 1.2),
+    _FEWEST,
+)
+_BATCHED = (
+    _WIDE,
+    Hopper(False, 2, 256, 3, True, 4, 1, 0.675, 2.2),
+    Hopper(False, 2, 128, 6, False, 2, 1, 0.38, 1.2),
+    Hopper(True, 1, 64, 6, False, 2, 2, 0.42, 1.0),
+    Hopper(True, 1, 32, 8, False, 2, 2, 0.4, 1.0),
+    _FEWEST,
+)
+HOPPER: dict[str, dict[str, Hopper]] = {
+    "grouped_linear": {variant.name: variant for variant in _GROUPED},
+    "batched_matmul": {variant.name: variant for variant in _BATCHED},
+}
+# Of reading, in microseconds, and of starting clusters.
+_BYTES_A_US, _CLUSTER_US = 4.3e6, 1.0
+
+
+# A share of k below this costs more in adding up than it gains; csrc/.../grouped_walk.cuh knows
+# the number of tiles at once of so many products.
+_SHARED_K, _COUNTED_PRODUCTS = 2048, 128
+
+
+def _last_round(variant: Hopper, num_sms: int, problem: Problem) -> tuple[float, bool]:
+    """(rounds of tiles that the clusters take, whether two share each of the last round's)."""
+    rows, columns = variant.tile
+    tiles = problem.row_tiles(rows) * -(-problem.n // columns)
+    rounds = tiles / (num_sms * variant.min_blocks)
+    shares = variant.pairs and problem.k >= _SHARED_K and 0 < rounds % 1 <= 0.5
+    if problem.op == "grouped_linear":
+        return rounds, shares and problem.num_products <= _COUNTED_PRODUCTS
+    return rounds, shares
+
+
+def hopper_choice(name: str, num_sms: int, problem: Problem, group: int = 8) -> Choice:
+    """The launch of a Hopper variant."""
+    variant = HOPPER[problem.op][name]
+    rows, columns = variant.tile
+    most = problem.most_row_tiles(rows) * -(-problem.n // columns)
+    clusters = num_sms * variant.min_blocks // variant.cluster_size
+    num_tiles = 0  # that two blocks share, at most
+    is_counted = problem.op == "batched_matmul" or problem.num_products <= _COUNTED_PRODUCTS
+    if variant.pairs and problem.k >= _SHARED_K and is_counted:
+        num_tiles = clusters // 2 * variant.cluster_size
+    clusters = min(clusters, most * (2 if num_tiles else 1))
+    return Choice(
+        f"{problem.op}_sm90",
+        name,
+        (clusters * variant.cluster_size, 1, 1),
+        (128 * (variant.consumers + 1), 1, 1),
+        variant.shared_bytes,
+        variant.box_rows,
+        group,
+        num_tiles * variant.block_m * variant.block_n,
+        num_tiles * variant.consumers,
+    )
+
+
+def hopper_names(problem: Problem) -> list[str]:
+    """The variants that suit the rows of a product, about or exactly."""
+    if problem.op == "grouped_linear":
+        mean = problem.rows / problem.num_products
+        least, most = (20.0, 3.0), 0.75
+    else:
+        mean, least, most = float(problem.rows), (33.0, 33.0), 2.0
+    return [
+        name
+        for name, variant in HOPPER[problem.op].items()
+        if (
+            mean <= most * variant.block_n
+            if variant.swaps
+            else mean >= least[variant.block_m == 64]
+        )
+    ]
+
+
+def hopper_cost(name: str, num_sms: int, problem: Problem) -> float:
+    """Microseconds a Hopper variant is expected to take, but for what all take."""
+    variant = HOPPER[problem.op][name]
+    waves, shares = _last_round(variant, num_sms, problem)
+    if variant.min_blocks == 1:
+        waves = max(0.6 if shares else 1.0, math.floor(waves) + (0.6 if shares else 1.0))
+        step_us = variant.step_us
+    else:
+        # Two blocks of a multiprocessor slow each other down; experts' tiles are not known exactly.
+        step_us = variant.step_us * (0.5 if waves <= 0.5 else 1.0)
+        is_exact = problem.op == "batched_matmul" and waves <= 1.0
+        waves = 1.0 if is_exact else max(1.0, waves + 0.3)
+    busy = waves * (step_us * -(-problem.k // BLOCK_K) + variant.tile_us)
+    memory = problem.num_bytes / _BYTES_A_US
+    return max(busy, memory) + 0.25 * min(busy, memory) + (_CLUSTER_US if variant.pairs else 0.0)
+
+
+def portable_choices(compute_capability: tuple[int, int], problem: Problem) -> Iterator[Choice]:
+    """The launches of the portable bodies."""
+    stages = 3 if compute_capability == (8, 9) else 4
+    for block_m in (128, 64):
+        yield Choice(
+            problem.op,
+            f"{block_m}x{_PORTABLE_N}",
+            (problem.most_row_tiles(block_m) * -(-problem.n // _PORTABLE_N), 1, 1),
+            (_PORTABLE_THREADS, 1, 1),
+            stages * (block_m + _PORTABLE_N) * _PORTABLE_K * 2,
+        )
+
+
+def _portable_cost(choice: Choice, num_sms: int, problem: Problem) -> float:
+    """In steps of a 128 x 128 tile; the half tile reads b as often for half the work."""
+    block_m = int(choice.variant.partition("x")[0])
+    tiles = problem.row_tiles(block_m) * -(-problem.n // _PORTABLE_N)
+    waves = math.ceil(tiles / (_BLOCKS_AN_SM * num_sms))
+    return waves * (-(-problem.k // _PORTABLE_K) * (1.0 if block_m == 128 else 0.6) + 10)
+
+
+def too_large(problem: Problem) -> bool:
+    """Whether there may be more tiles than the kernels can count, whichever is taken."""
+    if problem.op == "grouped_linear":
+        row_tiles = problem.rows // 16 + problem.num_products
+    else:
+        row_tiles = problem.num_products * -(-problem.rows // 16)
+    return row_tiles * -(-problem.n // 64) > MAX_TILES
+
+
+@functools.lru_cache(maxsize=4096)
+def choose(
+    compute_capability: tuple[int, int],
+    num_sms: int,
+    problem: Problem,
+    has_maps: bool,
+    gpu_name: str = "",
+) -> Choice:
+    """The launch for a problem: what was measured, else what is expected to be fastest.
+
+    has_maps: tensor maps can describe a and b. gpu_name: whose file of `kernel-hub tune` counts.
+    """
+    gpu = Gpu(compute_capability, num_sms, gpu_name)
+    row = TABLES[problem.op].lookup(
+        gpu, problem.rows, num_products=problem.num_products, n=problem.n, k=problem.k
+    )
+    if row is not None and (has_maps or row.variant not in HOPPER[problem.op]):
+        return _measured(row, gpu, problem)
+    if compute_capability == (9, 0) and has_maps and problem.k > 0:
+        names = hopper_names(problem)
+        name = min(names, key=lambda name: hopper_cost(name, num_sms, problem))
+        return hopper_choice(name, num_sms, problem)
+    return min(
+        portable_choices(compute_capability, problem),
+        key=lambda choice: _portable_cost(choice, num_sms, problem),
+    )
+
+
+def _measured(row: Row, gpu: Gpu, problem: Problem) -> Choice:
+    if row.variant in HOPPER[problem.op]:
+        return hopper_choice(row.variant, gpu.num_sms, problem, row.numbers.get("group", 8))
+    applying = portable_choices(gpu.compute_capability, problem)
+    return next(choice for choice in applying if choice.variant == row.variant)
+
+
+def _check(op: str, row: Row, arch: str, rows: int, *, num_products: int, n: int, k: int) -> str:
+    """'' or why this row of a table cannot be."""
+    capability = (int(arch[2:-1]), int(arch[-1]))
+    problem = Problem(op, num_products, rows, n, k)
+    if min(num_products, n, k) < 1 or too_large(problem):
+        return "sizes from 1 up that the kernels can count"
+    names = [choice.variant for choice in portable_choices(capability, problem)]
+    names += HOPPER[op] if capability == (9, 0) else ()
+    return "" if row.variant in names else f"on {arch} there are {', '.join(names)}"
+
+
+# For grouped_linear the rows are of all products together, for batched_matmul of each.
+TABLES = {
+    op: Table(
+        op,
+        key=("num_products", "n", "k"),
+        bucket="rows",
+        cubins=(op, f"{op}_sm90"),
+        numbers={"group": (1, 64)},
+        check=functools.partial(_check, op),
+    )
+    for op in ("grouped_linear", "batched_matmul")
+}
+for _table in TABLES.values():
+    _table.on_change(choose.cache_clear)
+
+
+def candidates(op: str, gpu: Gpu, rows: int, *, num_products: int, n: int, k: int) -> Iterator[Row]:
+    """Every launch that `kernel-hub tune` measures; tiles of mma.sync only where wgmma is not."""
+    if gpu.compute_capability == (9, 0):
+        groups = (8,) if rows <= 1024 else (4, 8, 16)
+        yield from (Row(name, {"group": group}) for name in HOPPER[op] for group in groups)
+    else:
+        problem = Problem(op, num_products, rows, n, k)
+        choices = portable_choices(gpu.compute_capability, problem)
+        yield from (Row(choice.variant) for choice in choices)

@@ -1,0 +1,219 @@
+"""The product of a linear layer with its epilogue (csrc/linear*.cu)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...errors import KernelHubError
+from ..core import common
+from . import linear_fp8 as fp8
+from .linear_launch import Launch, plan_launch
+from .linear_plan import TABLE
+
+_OP = "linear"
+_ACTIVATIONS = {None: 0, "gelu": 1, "silu": 2, "relu": 3}
+_DTYPES = (torch.float16, torch.bfloat16)
+_plans: dict[tuple[Any, ...], tuple[Launch, common.Spans]] = {}
+TABLE.on_change(_plans.clear)
+_operands = common.Operands(_OP, "a b", "bias residual out")
+_writes = common.Writes(_OP, "out a b bias residual", "out", in_place="out=residual")
+
+
+def linear(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: str | None = None,
+    residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    a_scale: torch.Tensor | None = None,
+    b_scale: torch.Tensor | None = None,
+    use_fast_accum: bool = False,
+) -> torch.Tensor:
+    """Multiply rows by a weight matrix, add a bias, activate, add a residual.
+
+        out = activation(a @ b.T + bias) + residual
+
+    with fp32 sums, rounded once. The same inputs give the same bits on every run.
+
+    a: (..., k) or (k,), fp16 or bf16, on the GPU or the CPU; k a multiple of 8; the last dimension
+        contiguous, the leading ones evenly spaced. Its rows begin at multiples of 16 bytes.
+    b: (n, k), the weight, dtype and device of a; rows as those of a.
+    bias: (n,), dtype of a, contiguous.
+    activation: None, 'gelu' (with the error function), 'silu' or 'relu'. Where out is bf16, gelu is
+        right to 2e-4 and silu to a relative 2e-4 before rounding; fp16: 6e-5 and 1e-5.
+    residual: (..., n), dtype and device of out, the last dimension contiguous; may be out itself.
+    out: (..., n), dtype out_dtype, device of a; must not overlap a, b or bias.
+    out_dtype: the dtype of a (default; or that of out), or torch.float32.
+    a_scale, b_scale: a and b are float8_e4m3fn (compute capability 9.0, or the CPU; k a multiple of
+        16), each times its fp32 scales: None for 1; one element; one a row, (...) or (..., 1) for
+        a, (n,) or (n, 1) for b; or of both one a block, (..., ceil(k / 128)) for 128 elements of a
+        row of a, (ceil(n / 128), ceil(k / 128)) for 128 x 128 of b. out_dtype is then bfloat16
+        (default), float16 or float32, and bias has that dtype too.
+    use_fast_accum: of e4m3 without scales of blocks, sums stay in the tensor cores, which keep
+        about 14 bits of them, over all of k. Else they leave them every 512 elements of k (with
+        scales of blocks every 128).
+
+    Returns out. A CUDA tensor runs a shipped cubin on torch's current stream; a CPU tensor runs a
+    reference in torch. No backward. Raises TensorError naming the argument that does not fit.
+    """
+    code = common.check_choice(_OP, "activation", activation, _ACTIVATIONS)
+    if use_fast_accum is not False:
+        common.check_flag(_OP, "use_fast_accum", use_fast_accum)
+    dtype = getattr(a, "dtype", None)
+    if dtype is fp8.DTYPE or a_scale is not None or b_scale is not None or use_fast_accum:
+        scales = (a_scale, b_scale, use_fast_accum)
+        return fp8.linear(a, b, bias, code, residual, out, out_dtype, *scales)
+    if out_dtype is None:
+        out_dtype = getattr(a if out is None else out, "dtype", None)
+    if not _operands.are_plain((a, b), (bias, residual, out)):
+        _check(a, b, bias, residual, out, out_dtype)
+        if out is None:
+            return _op(a, b, bias, code, residual, out_dtype)
+        _op_out(a, b, bias, code, residual, out)
+        return out
+    is_given = out is not None
+    try:
+        if out is None:
+            out = _new_out(a, b, out_dtype)
+        elif out.dtype is not out_dtype:
+            raise common.refuse(_OP, "out", f"dtype {out_dtype}, as out_dtype says", out)
+        (_cuda_into if a.is_cuda else _cpu_into)(a, b, bias, code, residual, out, is_given)
+    except common.FOREIGN:
+        _operands.check_tensors((a, b), (bias, residual, out))  # names what has no memory
+        _check(a, b, bias, residual, out, out_dtype)
+        raise
+    if is_given:
+        common.written((out,))
+    return out
+
+
+def _check(
+    a: Any, b: Any, bias: Any = None, residual: Any = None, out: Any = None, out_dtype: Any = None
+) -> None:
+    common.check_data(_OP, "a", a)
+    if a.dtype not in _DTYPES:
+        raise common.refuse(_OP, "a", "dtype float16 or bfloat16", a)
+    k = a.shape[-1]
+    if k % 8:
+        raise common.refuse(_OP, "a", "a last dimension (k) that is a multiple of 8", a)
+    common.check_data(_OP, "b", b)
+    n = b.shape[0]
+    common.check_like(_OP, "b", b, (n, k), a)
+    if max(n, k) > common.MAX_SIZE or a.numel() > common.MAX_SIZE * max(k, 1):
+        raise common.refuse(_OP, "b", f"sizes of at most {common.MAX_SIZE}", b)
+    if bias is not None:
+        common.check_like(_OP, "bias", bias, (n,), a)
+    common.check_dtype(_OP, "out_dtype", out_dtype, (a.dtype, torch.float32))
+    shape = (*a.shape[:-1], n)
+    dtypes = (out_dtype or a.dtype,)
+    if out is not None:
+        common.check_like(_OP, "out", out, shape, a, dtypes=dtypes)
+        common.check_output(_OP, "out", out)
+    if residual is not None:
+        common.check_like(_OP, "residual", residual, shape, a, dtypes=dtypes)
+
+
+def _new_out(a: Any, b: Any, out_dtype: Any) -> torch.Tensor:
+    return a.new_empty((*a.shape[:-1], b.shape[0]), dtype=out_dtype)
+
+
+def _cuda_into(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: int,
+    residual: torch.Tensor | None,
+    out: torch.Tensor,
+    is_given: bool = True,
+) -> None:
+    """is_given: the caller gave out, which may overlap the rest."""
+    addresses: tuple[int, ...] = a.data_ptr(), b.data_ptr()
+    low_bits = (addresses[0] | addresses[1]) & 15
+    added = None if residual is None else (residual.dtype, residual.shape, residual.stride())
+    first = None if bias is None else (bias.dtype, bias.shape, bias.stride())
+    key = (
+        a.dtype, a.shape, a.stride(), b.dtype, b.shape, b.stride(), out.dtype, out.shape,
+        out.stride(), first, added, activation, low_bits, a.device, b.device,
+    )  # fmt: skip
+    found = _plans.get(key)
+    if found is None:
+        _check(a, b, bias, residual, out, out.dtype)
+        plan = plan_launch(a, b, bias, activation, residual, out)
+        if len(_plans) >= common.MAX_PLANS:
+            _plans.clear()
+        found = _plans[key] = plan, _writes.spans(out, a, b, bias, residual)
+    plan, spans = found
+    if is_given:
+        addresses = out.data_ptr(), *addresses
+        if bias is not None:
+            addresses = *addresses, bias.data_ptr()
+        if residual is not None:
+            addresses = *addresses, residual.data_ptr()
+        if addresses not in spans.apart:
+            spans.check(addresses)
+    if plan.function is not None:
+        try:
+            plan.run(a, b, bias, residual, out)
+        except KernelHubError:
+            _check(a, b, bias, residual, out, out.dtype)  # names the devices that differ
+            raise
+
+
+def _cpu_into(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: int,
+    residual: torch.Tensor | None,
+    out: torch.Tensor,
+    is_given: bool = True,
+) -> None:
+    """The same on the CPU, by torch."""
+    _check(a, b, bias, residual, out, out.dtype)
+    if is_given:
+        _writes.check(out, a, b, bias, residual)
+    values = a.float() @ b.float().T
+    if bias is not None:
+        values += bias.float()
+    if activation == _ACTIVATIONS["gelu"]:
+        values = torch.nn.functional.gelu(values)
+    elif activation == _ACTIVATIONS["silu"]:
+        values = torch.nn.functional.silu(values)
+    elif activation == _ACTIVATIONS["relu"]:
+        values = values.relu()
+    if residual is not None:
+        values += residual.float()
+    out.copy_(values)
+
+
+def _returning(into: Any) -> Any:
+    def run(
+        a: Any, b: Any, bias: Any, activation: int, residual: Any, out_dtype: Any
+    ) -> torch.Tensor:
+        out = _new_out(a, b, out_dtype)
+        into(a, b, bias, activation, residual, out, False)
+        return out
+
+    return run
+
+
+def _fake_into(
+    a: Any, b: Any, bias: Any, activation: int, residual: Any, out: Any, is_given: bool = True
+) -> None:
+    _check(a, b, bias, residual, out, out.dtype)
+
+
+_INPUTS = "Tensor a, Tensor b, Tensor? bias, int activation, Tensor? residual"
+_op = common.define(
+    f"linear({_INPUTS}, ScalarType out_dtype) -> Tensor",
+    cuda=_returning(_cuda_into), cpu=_returning(_cpu_into), fake=_returning(_fake_into),
+)  # fmt: skip
+_op_out = common.define(
+    f"linear_out({_INPUTS}, Tensor(a!) out) -> ()",
+    cuda=_cuda_into, cpu=_cpu_into, fake=_fake_into,
+)  # fmt: skip

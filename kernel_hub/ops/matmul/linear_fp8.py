@@ -1,0 +1,352 @@
+"""linear of e4m3 with scales (csrc/linear_fp8_sm90.cu): check -> plan -> launch."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...errors import KernelHubError
+from ..core import common
+from .linear_fp8_plan import COMPUTE_CAPABILITY, CUBIN, SCALE_BLOCK, TABLE, choose
+from .linear_plan import BLOCK_K, Choice
+
+DTYPE = torch.float8_e4m3fn
+OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_OP = "linear"
+_ACTIVATIONS = (
+    lambda x: x, torch.nn.functional.gelu, torch.nn.functional.silu, torch.relu,
+)  # fmt: skip
+_MAX_MAPS = 8192
+# The 128 bytes of a tensor map say all about it and own nothing: address, sizes, strides, box.
+_maps: dict[tuple[Any, ...], bytes] = {}
+_plans: dict[tuple[Any, ...], tuple[Launch, common.Spans]] = {}
+TABLE.on_change(_plans.clear)
+_operands = common.Operands(_OP, "a b", "a_scale b_scale bias residual out")
+_writes = common.Writes(
+    _OP, "a b a_scale b_scale bias residual out", "out", in_place="out=residual"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A launch but for its pointers; `function` is None where there is nothing to compute."""
+
+    function: Any
+    choice: Choice | None = None
+    numbers: tuple[int, ...] = ()
+    a_layout: tuple[int, int, int] = (0, 0, 0)  # rows, columns, stride, in pairs of elements
+    b_layout: tuple[int, int, int] = (0, 0, 0)
+    out_layout: tuple[int, int, int] | None = None  # where results leave through boxes
+
+    def run(
+        self, a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any, residual: Any, out: Any
+    ) -> None:
+        """Launch on the current stream; it begins under the end of the launch before."""
+        choice = self.choice
+        assert choice is not None and choice.boxes is not None
+        a_map = _map(a, self.a_layout, choice.boxes[1 if choice.swaps else 0])
+        b_map = _map(b, self.b_layout, choice.boxes[0 if choice.swaps else 1])
+        row_map, column_map = (b_map, a_map) if choice.swaps else (a_map, b_map)
+        out_map = row_map  # not looked at where results leave from registers
+        if self.out_layout is not None and not out.data_ptr() % common.VEC_BYTES:
+            out_map = _map(out, self.out_layout, choice.out_box_rows)
+        params = (
+            out, out_map, row_map, column_map, a_scale, b_scale, bias, residual, *self.numbers,
+        )  # fmt: skip
+        self.function(
+            choice.grid, choice.block, choice.shared_bytes, None, params, programmatic=True
+        )
+
+
+def linear(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: int,
+    residual: torch.Tensor | None,
+    out: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+    a_scale: torch.Tensor | None,
+    b_scale: torch.Tensor | None,
+    use_fast_accum: bool,
+) -> torch.Tensor:
+    """As ops.linear, which passes here what is of e4m3 or has scales."""
+    if out_dtype is None:
+        out_dtype = getattr(out, "dtype", torch.bfloat16)
+    inputs = (a, b, a_scale, b_scale, bias, activation, residual)
+    if not _operands.are_plain((a, b), (a_scale, b_scale, bias, residual, out)):
+        check(a, b, a_scale, b_scale, bias, residual, out, out_dtype, use_fast_accum)
+        if out is None:
+            return _op(*inputs, out_dtype, use_fast_accum)
+        _op_out(*inputs, out, use_fast_accum)
+        return out
+    is_given = out is not None
+    try:
+        if out is None:
+            out = _new_out(a, b, out_dtype)
+        elif out.dtype is not out_dtype:
+            raise common.refuse(_OP, "out", f"dtype {out_dtype}, as out_dtype says", out)
+        into = _cuda_into if a.is_cuda else _cpu_into
+        into(*inputs, out, use_fast_accum, is_given)
+    except common.FOREIGN:
+        _operands.check_tensors((a, b), (a_scale, b_scale, bias, residual, out))
+        check(a, b, a_scale, b_scale, bias, residual, out, out_dtype, use_fast_accum)
+        raise
+    if is_given:
+        common.written((out,))
+    return out
+
+
+def check(
+    a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any, residual: Any, out: Any, out_dtype: Any,
+    use_fast_accum: bool,
+) -> bool:  # fmt: skip
+    """Refuse what does not fit; whether scales are those of blocks."""
+    for argument, value in (("a", a), ("b", b)):
+        common.check_tensor(_OP, argument, value)
+        if value.dtype != DTYPE:
+            raise common.refuse(_OP, argument, "dtype float8_e4m3fn, as there are scales", value)
+        if value.device.type not in ("cuda", "cpu", "meta"):
+            raise common.refuse(_OP, argument, "a CUDA or CPU tensor", value)
+    if a.dim() == 0 or a.shape[-1] % 16 or not a.shape[-1]:
+        raise common.refuse(_OP, "a", "a last dimension (k) that is a multiple of 16", a)
+    if a.shape[-1] > 1 and a.stride(-1) != 1:
+        raise common.refuse(_OP, "a", "a contiguous last dimension (call .contiguous() first)", a)
+    n, k = b.shape[0] if b.dim() else 0, a.shape[-1]
+    common.check_like(_OP, "b", b, (n, k), a)
+    if max(n, k) > common.MAX_SIZE or a.numel() > common.MAX_SIZE * k:
+        raise common.refuse(_OP, "b", f"sizes of at most {common.MAX_SIZE}", b)
+    if out_dtype is None:
+        raise common.refuse(_OP, "out_dtype", "torch.bfloat16, float16 or float32", out_dtype)
+    common.check_dtype(_OP, "out_dtype", out_dtype, OUT_DTYPES)
+    shape, dtypes = (*a.shape[:-1], n), (out_dtype,)
+    if bias is not None:
+        common.check_like(_OP, "bias", bias, (n,), a, dtypes=dtypes)
+    if out is not None:
+        common.check_like(_OP, "out", out, shape, a, dtypes=dtypes)
+        common.check_output(_OP, "out", out)
+    if residual is not None:
+        common.check_like(_OP, "residual", residual, shape, a, dtypes=dtypes)
+    has_blocks = _check_scales(a, b, a_scale, b_scale)
+    if has_blocks and use_fast_accum:
+        raise common.refuse(
+            _OP, "use_fast_accum", "False with scales of blocks, which end its sums", use_fast_accum
+        )
+    return has_blocks
+
+
+def _check_scales(a: Any, b: Any, a_scale: Any, b_scale: Any) -> bool:
+    rows, n, blocks = tuple(a.shape[:-1]), b.shape[0], -(-a.shape[-1] // SCALE_BLOCK)
+    fits = []
+    for argument, scale, of_rows, of_blocks in (
+        ("a_scale", a_scale, rows, (*rows, blocks)),
+        ("b_scale", b_scale, (n,), (-(-n // SCALE_BLOCK), blocks)),
+    ):
+        if scale is None:
+            fits.append((True, False))
+            continue
+        common.check_tensor(_OP, argument, scale)
+        if scale.dtype != torch.float32:
+            raise common.refuse(_OP, argument, "dtype float32", scale)
+        if scale.device != a.device:
+            raise common.refuse(_OP, argument, f"device {a.device}", scale)
+        shape = tuple(scale.shape)
+        fits.append((shape in ((), (1,), of_rows, (*of_rows, 1)), shape == of_blocks))
+        if not any(fits[-1]):
+            raise common.refuse(
+                _OP, argument, f"one element, shape {of_rows} or {(*of_rows, 1)} for rows, or "
+                f"{of_blocks} for blocks of {SCALE_BLOCK} elements of k", scale,
+            )  # fmt: skip
+    if fits[0][0] and fits[1][0]:
+        return False
+    if not (fits[0][1] and fits[1][1]):
+        raise common.refuse(_OP, "b_scale", "scales of blocks where a_scale has, and only there",
+                            "None" if b_scale is None else b_scale)  # fmt: skip
+    return True
+
+
+def _new_out(a: Any, b: Any, out_dtype: Any) -> torch.Tensor:
+    return a.new_empty((*a.shape[:-1], b.shape[0]), dtype=out_dtype)
+
+
+def _layout_of(tensor: torch.Tensor | None) -> Any:
+    return None if tensor is None else (tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
+
+
+def _cuda_into(
+    a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any, activation: int, residual: Any,
+    out: Any, use_fast_accum: bool, is_given: bool = True,
+) -> None:  # fmt: skip
+    """is_given: the caller gave out, which may overlap the rest."""
+    tensors = (a, b, a_scale, b_scale, bias, residual, out)
+    low_bits = (a.data_ptr() | b.data_ptr()) & 15
+    key = (*map(_layout_of, tensors), activation, use_fast_accum, low_bits)
+    found = _plans.get(key)
+    if found is None:
+        has_blocks = check(*tensors, out.dtype, use_fast_accum)
+        plan = plan_launch(*tensors, activation, has_blocks, use_fast_accum)
+        if len(_plans) >= common.MAX_PLANS:
+            _plans.clear()
+        found = _plans[key] = plan, _writes.spans(*tensors)
+    plan, spans = found
+    if is_given:
+        addresses = tuple([x.data_ptr() for x in tensors if x is not None])
+        if addresses not in spans.apart:
+            spans.check(addresses)
+    if plan.function is not None:
+        try:
+            plan.run(*tensors)
+        except KernelHubError:
+            check(*tensors, out.dtype, use_fast_accum)  # names the devices that differ
+            raise
+
+
+def plan_launch(
+    a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any, residual: Any, out: Any,
+    activation: int, has_blocks: bool, use_fast_accum: bool,
+) -> Launch:  # fmt: skip
+    """Choose the kernel and its numbers for tensors that were checked."""
+    capability, num_sms, gpu_name = _device(a.device)
+    if capability != COMPUTE_CAPABILITY:
+        raise common.refuse(
+            _OP, "a", "a GPU of compute capability 9.0 (Hopper) for e4m3, which others do without",
+            "compute capability {}.{}".format(*capability),
+        )  # fmt: skip
+    if out.numel() == 0:
+        return Launch(None)
+    lead, (n, k) = a.shape[:-1], b.shape
+    # One scale for each row of a, or none of its own.
+    has_rows = a_scale is not None and (has_blocks or a_scale.numel() > 1)
+    scale_strides = a_scale.stride()[: len(lead)] if has_rows else (0,) * len(lead)
+    strides = [a.stride()[:-1], out.stride()[:-1], scale_strides]
+    if residual is not None:
+        strides.append(residual.stride()[:-1])
+    (m,), columns = common.collapse(_OP, lead, strides, groups=1)
+    a_stride, out_stride, a_scale_stride, residual_stride = (*(c[0] for c in columns), 0)[:4]
+    if m > common.MAX_SIZE:
+        raise common.refuse(_OP, "a", f"at most {common.MAX_SIZE} rows", a)
+    a_stride, b_stride = (k if m == 1 else a_stride), (k if n == 1 else b.stride(0))
+    for argument, tensor, stride in (("a", a, a_stride), ("b", b, b_stride)):
+        if stride % 16 or tensor.data_ptr() % common.VEC_BYTES:
+            raise common.refuse(
+                _OP, argument, "rows that begin at multiples of 16 bytes (copy it first)", tensor
+            )
+        if stride < k:
+            raise common.refuse(_OP, argument, "rows that do not overlap (copy it first)", tensor)
+    b_scale_stride = 0
+    if b_scale is not None and b_scale.dim() and (has_blocks or b_scale.numel() > 1):
+        b_scale_stride = b_scale.stride(0)
+    k_strides = (a_scale.stride(-1), b_scale.stride(1)) if has_blocks else (0, 0)
+    choice = choose(num_sms, m, n, k, bool(use_fast_accum), gpu_name, has_blocks)
+    token = common.DTYPE_TOKENS[out.dtype]
+    function = common.shipped(CUBIN, f"linear_fp8_{token}_{choice.variant}")
+    numbers = (
+        out_stride, residual_stride, a_scale_stride, k_strides[0], b_scale_stride, k_strides[1],
+        m, n, k, activation, choice.group, int(has_blocks),
+    )  # fmt: skip
+    boxes_fit = choice.out_box_rows > 0 and out.element_size() == 2 and not (n | out_stride) % 8
+    out_layout = (m, n, n if m == 1 else out_stride) if boxes_fit else None
+    a_layout, b_layout = (m, k // 2, a_stride // 2), (n, k // 2, b_stride // 2)
+    return Launch(function, choice, numbers, a_layout, b_layout, out_layout)
+
+
+def _map(tensor: torch.Tensor, layout: tuple[int, int, int], box_rows: int) -> bytes:
+    """The tensor map for boxes of 128 bytes of `box_rows` rows of 16-bit elements; made once."""
+    key = (tensor.data_ptr(), tensor.dtype, layout, box_rows)
+    found = _maps.get(key)
+    if found is None:
+        from ...arrays.tensor_map import TensorMap  # CPU tensors do without the runtime
+
+        rows, columns, stride = layout
+        pairs = tensor.view(torch.int16) if tensor.dtype == DTYPE else tensor
+        found = TensorMap.tiled(
+            pairs, (box_rows, BLOCK_K), swizzle="128B", l2_promotion="256B",
+            shape=(rows, columns), strides=(stride, 1),
+        ).raw  # fmt: skip
+        if len(_maps) >= _MAX_MAPS:
+            _maps.clear()
+        _maps[key] = found
+    return found
+
+
+@functools.cache
+def _device(device: torch.device) -> tuple[tuple[int, int], int, str]:
+    """(compute capability, multiprocessors, name)."""
+    properties = torch.cuda.get_device_properties(device)
+    capability = (properties.major, properties.minor)
+    return capability, properties.multi_processor_count, properties.name
+
+
+def dequantised(
+    values: torch.Tensor, scale: torch.Tensor | None, has_blocks: bool, dtype: torch.dtype,
+    block_rows: int = 1,
+) -> torch.Tensor:  # fmt: skip
+    """values * scale in `dtype`; a scale of blocks stands for SCALE_BLOCK elements of a row."""
+    wide = values.to(dtype)
+    if scale is None:
+        return wide
+    factors = scale.to(dtype)
+    if has_blocks:
+        factors = factors.repeat_interleave(SCALE_BLOCK, dim=-1)[..., : values.shape[-1]]
+        if block_rows > 1:
+            factors = factors.repeat_interleave(block_rows, dim=0)[: values.shape[0]]
+    elif factors.numel() > 1 and factors.dim() < values.dim():
+        factors = factors.unsqueeze(-1)
+    elif factors.numel() == 1:
+        factors = factors.reshape(())
+    return wide * factors
+
+
+def _cpu_into(
+    a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any, activation: int, residual: Any,
+    out: Any, use_fast_accum: bool, is_given: bool = True,
+) -> None:  # fmt: skip
+    """The same on the CPU, by torch."""
+    has_blocks = check(a, b, a_scale, b_scale, bias, residual, out, out.dtype, use_fast_accum)
+    if is_given:
+        _writes.check(a, b, a_scale, b_scale, bias, residual, out)
+    values = dequantised(a, a_scale, has_blocks, torch.float32)
+    values = values @ dequantised(b, b_scale, has_blocks, torch.float32, SCALE_BLOCK).T
+    if bias is not None:
+        values += bias.float()
+    values = _ACTIVATIONS[activation](values)
+    if residual is not None:
+        values = values + residual.float()
+    out.copy_(values)
+
+
+def _returning(into: Any) -> Any:
+    def run(
+        a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any, activation: int, residual: Any,
+        out_dtype: Any, use_fast_accum: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        check(a, b, a_scale, b_scale, bias, residual, None, out_dtype, use_fast_accum)
+        out = _new_out(a, b, out_dtype)
+        into(a, b, a_scale, b_scale, bias, activation, residual, out, use_fast_accum, False)
+        return out
+
+    return run
+
+
+def _fake_into(
+    a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any, activation: int, residual: Any,
+    out: Any, use_fast_accum: bool, is_given: bool = True,
+) -> None:  # fmt: skip
+    check(a, b, a_scale, b_scale, bias, residual, out, out.dtype, use_fast_accum)
+
+
+_INPUTS = (
+    "Tensor a, Tensor b, Tensor? a_scale, Tensor? b_scale, Tensor? bias, int activation, "
+    "Tensor? residual"
+)
+_op = common.define(
+    f"linear_fp8({_INPUTS}, ScalarType out_dtype, bool use_fast_accum) -> Tensor",
+    cuda=_returning(_cuda_into), cpu=_returning(_cpu_into), fake=_returning(_fake_into),
+)  # fmt: skip
+_op_out = common.define(
+    f"linear_fp8_out({_INPUTS}, Tensor(a!) out, bool use_fast_accum) -> ()",
+    cuda=_cuda_into, cpu=_cpu_into, fake=_fake_into,
+)  # fmt: skip

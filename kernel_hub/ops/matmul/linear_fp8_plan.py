@@ -1,0 +1,168 @@
+"""Which variant of csrc/linear_fp8_sm90.cu computes a product: pure functions of sizes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ...tuning import Gpu, Row, Table
+from .linear_plan import BOX_ROWS, Choice, Hopper
+
+CUBIN = "linear_fp8_sm90"
+COMPUTE_CAPABILITY = (9, 0)
+SCALE_BLOCK = 128  # elements of k, and rows of b, under one scale; also those of k in a stage
+_BOX_BYTES = 8192
+_GROUP = 8
+# Of reading weights and starting a kernel, in microseconds.
+_BYTES_A_US, _START_US = 4.2e6, 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled(Hopper):
+    """A variant; the fields are those of its ScaledConfig."""
+
+    is_fast: bool = False  # sums stay in the tensor cores
+
+    @property
+    def full_name(self) -> str:
+        """As it is exported, without op and dtype."""
+        return self.name + ("_fast" if self.is_fast else "")
+
+    @property
+    def ring_bytes(self) -> int:
+        """The ring, the boxes, two barriers a stage, scales and bias of a tile, and scales of
+        blocks."""
+        stage = (self.block_m + self.block_n) * SCALE_BLOCK + 16
+        if not self.is_fast:
+            stage += ((self.block_n if self.swaps else self.block_m) + 4) * 4
+        columns = 0 if self.swaps else self.block_n * 8 + self.block_m * 4
+        return self.stages * stage + self.consumers * self.boxes * _BOX_BYTES + columns
+
+
+def _scaled(
+    sharing: str, consumers: int, pieces: int, piece_n: int, stages: int, cluster_m: int,
+    splits: int, boxes: int, min_blocks: int, is_fast: bool = False,
+) -> Scaled:  # fmt: skip
+    return Scaled(
+        sharing, consumers, pieces, piece_n, stages, cluster_m, 1, splits, boxes, min_blocks,
+        is_fast,
+    )  # fmt: skip
+
+
+# What csrc/linear_fp8_sm90.cu exports, each for every dtype of out.
+VARIANTS: dict[str, Scaled] = {
+    variant.full_name: variant
+    for variant in (
+        _scaled("together", 2, 1, 256, 4, 2, 1, 2, 1, is_fast=True),
+        _scaled("together", 2, 1, 192, 5, 2, 1, 1, 1, is_fast=True),
+        _scaled("together", 2, 1, 128, 6, 2, 1, 1, 1),
+        _scaled("together", 2, 1, 64, 8, 2, 1, 1, 1),
+        _scaled("swapped", 1, 1, 16, 10, 1, 1, 1, 2),
+        _scaled("swapped", 1, 1, 16, 10, 1, 2, 0, 2),
+        _scaled("swapped", 1, 1, 64, 6, 1, 1, 1, 2),
+        _scaled("swapped", 1, 1, 64, 12, 1, 1, 1, 1),
+        _scaled("swapped", 1, 1, 64, 13, 1, 2, 0, 1),
+    )
+}
+
+
+# Those that another body of csrc/linear_fp8_sm90.cu computes where there are scales of blocks.
+WITH_BLOCKS = {name: f"{name}_blocks" for name in ("128x128_c21", "swapped_64x64_c11_b2")}
+
+
+def applies(name: str, m: int, k: int, is_fast: bool) -> bool:
+    """Whether a variant computes such a product. is_fast: sums may stay in the tensor cores."""
+    variant = VARIANTS[name]
+    if variant.is_fast and not is_fast:
+        return False
+    if variant.swaps and m > variant.block_n:
+        return False
+    return -(-k // SCALE_BLOCK) >= variant.splits
+
+
+def make_choice(
+    name: str, num_sms: int, m: int, n: int, has_blocks: bool = False, group: int = _GROUP
+) -> Choice:
+    """The launch of a variant. has_blocks: there are scales of blocks."""
+    variant = VARIANTS[name]
+    tiles_m, tiles_n = variant.tiles(m, n)
+    clusters = tiles_m * tiles_n
+    if variant.splits == 1:  # those that share k take one tile each
+        clusters = min(clusters, variant.clusters_at_once(num_sms))
+    return Choice(
+        CUBIN,
+        WITH_BLOCKS.get(name, name) if has_blocks else name,
+        (clusters * variant.cluster_size, 1, 1),
+        (128 * (variant.consumers + 1), 1, 1),
+        variant.ring_bytes,
+        (variant.block_m, variant.block_n // variant.cluster_m),
+        variant.swaps,
+        (variant.block_n if variant.swaps else BOX_ROWS) if variant.boxes else 0,
+        group,
+    )
+
+
+def expected_us(name: str, num_sms: int, m: int, n: int, k: int) -> float:
+    """Microseconds a variant is expected to take."""
+    variant = VARIANTS[name]
+    cost = TABLE.costs("sm90")[name]
+    steps = -(-k // SCALE_BLOCK)
+    tiles_m, tiles_n = variant.tiles(m, n)
+    waves = -(-tiles_m * tiles_n // variant.clusters_at_once(num_sms))
+    busy = waves * (cost["step_us"] * -(-steps // variant.splits) + cost["tile_us"])
+    memory = (n * k + m * k + 2 * m * n) / _BYTES_A_US + _START_US
+    return max(busy, memory) + 0.01 * busy
+
+
+@functools.lru_cache(maxsize=4096)
+def choose(
+    num_sms: int,
+    m: int,
+    n: int,
+    k: int,
+    is_fast: bool,
+    gpu_name: str = "",
+    has_blocks: bool = False,
+) -> Choice:
+    """The launch for out (m, n): what was measured, else what is expected to be fastest.
+
+    is_fast: sums may stay in the tensor cores over all of k. has_blocks: scales are of blocks.
+    """
+    gpu = Gpu(COMPUTE_CAPABILITY, num_sms, gpu_name)
+    row = TABLE.lookup(gpu, m, n=n, k=k, fast=int(is_fast))
+    if row is not None:
+        group = row.numbers.get("group", _GROUP)
+        return make_choice(row.variant, num_sms, m, n, has_blocks, group)
+    names = [name for name in VARIANTS if applies(name, m, k, is_fast)]
+    best = min(names, key=lambda name: expected_us(name, num_sms, m, n, k))
+    return make_choice(best, num_sms, m, n, has_blocks)
+
+
+def _check(row: Row, arch: str, m: int, *, n: int, k: int, fast: int) -> str:
+    """'' or why this row of a table cannot be."""
+    if arch != "sm90":
+        return "these kernels are for sm90 alone"
+    if row.variant not in VARIANTS:
+        return f"there are {', '.join(VARIANTS)}"
+    if n < 1 or not applies(row.variant, m, k, bool(fast)):
+        return f"it does not apply to m = {m}, n = {n}, k = {k}, fast = {fast}"
+    return ""
+
+
+TABLE = Table(
+    "linear_fp8",
+    key=("n", "k", "fast"),
+    bucket="m",
+    cubins=(CUBIN,),
+    numbers={"group": (1, 64)},
+    check=_check,
+)
+TABLE.on_change(choose.cache_clear)
+
+
+def candidates(gpu: Gpu, m: int, *, n: int, k: int, fast: int) -> Iterator[Row]:
+    """Every launch that `kernel-hub tune` measures."""
+    groups = (_GROUP,) if m <= 1024 else (4, 8, 16)
+    rows = (Row(name, {"group": group}) for name in VARIANTS for group in groups)
+    yield from (row for row in rows if not _check(row, gpu.arch, m, n=n, k=k, fast=fast))

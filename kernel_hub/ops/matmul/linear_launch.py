@@ -1,0 +1,143 @@
+"""From tensors to a launch of linear: strides, tensor maps, workspace. Chooses nothing itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..core import common
+from ..core.common import gpu_of
+from ..core.counters import counters
+from .linear_plan import BLOCK_K, MAX_SPLIT_TILES, Choice, choose
+
+_OP = "linear"
+_MAX_MAPS = 8192
+# The 128 bytes of a tensor map say all about it and own nothing: address, sizes, strides, box.
+_maps: dict[tuple[Any, ...], bytes] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A launch but for its pointers; `function` is None where there is nothing to compute."""
+
+    function: Any
+    choice: Choice | None
+    numbers: tuple[int, ...] = ()
+    a_layout: tuple[int, int, int] = (0, 0, 0)  # rows, columns, stride
+    b_layout: tuple[int, int, int] = (0, 0, 0)
+    out_layout: tuple[int, int, int] | None = None  # where results leave through boxes
+    residual_layout: tuple[int, int, int] | None = None  # where it arrives through boxes
+    options: Mapping[str, bool] = field(default_factory=dict)  # of the launch
+
+    def run(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> None:
+        """Launch on the current stream."""
+        choice = self.choice
+        assert choice is not None
+        if choice.boxes is not None:
+            rows, columns = (b, a) if choice.swaps else (a, b)
+            layouts = (self.a_layout, self.b_layout)
+            first, second = layouts[::-1] if choice.swaps else layouts
+            row_map = tensor_map(rows, first, choice.boxes[0])
+            column_map = tensor_map(columns, second, choice.boxes[1])
+            out_map = row_map  # not looked at where results leave from registers
+            if self.out_layout is not None and not out.data_ptr() % common.VEC_BYTES:
+                out_map = tensor_map(out, self.out_layout, choice.out_box_rows)
+            residual_map = row_map
+            layout = self.residual_layout
+            if layout and residual is not None and not residual.data_ptr() % common.VEC_BYTES:
+                residual_map = tensor_map(residual, layout, choice.out_box_rows)
+            maps = (out_map, residual_map, row_map, column_map)
+            params = (out, *maps, bias, residual, *self.numbers)
+        else:
+            partials = tickets = None
+            if choice.num_partials:
+                partials = torch.empty(choice.num_partials, dtype=torch.float32, device=out.device)
+                tickets = counters(out.device, MAX_SPLIT_TILES)
+            params = (out, partials, tickets, a, b, bias, residual, *self.numbers)
+        self.function(choice.grid, choice.block, choice.shared_bytes, None, params, **self.options)
+
+
+def plan_launch(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: int,
+    residual: torch.Tensor | None,
+    out: torch.Tensor,
+) -> Launch:
+    """Choose the kernel and its integer parameters for tensors that were checked."""
+    if out.numel() == 0:
+        return Launch(None, None)
+    k, n = a.shape[-1], b.shape[0]
+    tensors = [a, out] if residual is None else [a, out, residual]
+    (m,), columns = common.collapse(
+        _OP, a.shape[:-1], [tensor.stride()[:-1] for tensor in tensors], groups=1
+    )
+    if m > common.MAX_SIZE:
+        raise common.refuse(_OP, "a", f"at most {common.MAX_SIZE} rows", a)
+    a_stride, out_stride, residual_stride = (*(column[0] for column in columns), 0)[:3]
+    b_stride = b.stride(0)
+    if m == 1:
+        a_stride = k
+    if n == 1:
+        b_stride = k
+    for argument, tensor, stride in (("a", a, a_stride), ("b", b, b_stride)):
+        if tensor.numel() and (stride % 8 or tensor.data_ptr() % common.VEC_BYTES):
+            raise common.refuse(
+                _OP, argument, "rows that begin at multiples of 16 bytes (copy it first)", tensor
+            )
+    capability, num_sms, name = gpu_of(a.device)
+    overlaps = [(m, a_stride, k), (n, b_stride, k)]
+    if residual is not None:
+        overlaps.append((m, residual_stride, n))
+    if any(rows > 1 and stride < columns for rows, stride, columns in overlaps):
+        capability = (8, 0)  # rows that overlap, or an expanded one: pointers, no tensor maps
+    choice = choose(capability, num_sms, m, n, k, out.dtype != a.dtype, name)
+    token = common.DTYPE_TOKENS[a.dtype]
+    suffix = "_fp32" if out.dtype != a.dtype else ""
+    function = common.shipped(choice.cubin, f"linear_{token}_{choice.variant}{suffix}")
+    last = (residual_stride, m, n, k, activation)
+    if choice.boxes is not None:
+        numbers: tuple[int, ...] = (out_stride, *last, choice.group)
+    else:
+        numbers = (out_stride, a_stride, b_stride, *last)
+    boxes_fit = (
+        choice.out_box_rows > 0 and out.dtype == a.dtype and not n % 8 and not out_stride % 8
+    )
+    out_layout = (m, n, n if m == 1 else out_stride) if boxes_fit else None
+    residual_layout = None
+    if boxes_fit and residual is not None and not choice.swaps and not residual_stride % 8:
+        residual_layout = (m, n, n if m == 1 else residual_stride)
+    # These kernels wait for the launch before themselves, so that their start overlaps its end.
+    may_overlap = choice.overlaps and capability >= (9, 0) and choice.cubin != "linear"
+    options = {"programmatic": True} if may_overlap else {}
+    layouts = (m, k, a_stride), (n, k, b_stride)
+    return Launch(function, choice, numbers, *layouts, out_layout, residual_layout, options)
+
+
+def tensor_map(tensor: torch.Tensor, layout: tuple[int, int, int], box_rows: int) -> bytes:
+    """The tensor map for boxes of `box_rows` rows and 64 elements of k; made once."""
+    key = (tensor.data_ptr(), tensor.dtype, layout, box_rows)
+    found = _maps.get(key)
+    if found is None:
+        from ...arrays.tensor_map import TensorMap  # CPU tensors do without the runtime
+
+        rows, columns, stride = layout
+        found = TensorMap.tiled(
+            tensor, (box_rows, BLOCK_K), swizzle="128B", l2_promotion="256B",
+            shape=(rows, columns), strides=(stride, 1),
+        ).raw  # fmt: skip
+        if len(_maps) >= _MAX_MAPS:
+            _maps.clear()
+        _maps[key] = found
+    return found

@@ -1,0 +1,379 @@
+"""The query, key and value projection with bias, rotation and cache (csrc/qkv_linear*.cu)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+
+from ...errors import KernelHubError
+from ..core import bounds, common
+from ..core.common import gpu_of
+from ..core.kv_cache import places
+from .paired_launch import rows_and_strides, tensor_map
+from .paired_plan import GROUP_ROWS, TABLES, Choice, choose
+from .qkv_checks import OP, Given, check, check_heads
+
+_is_tracing = torch.compiler.is_dynamo_compiling
+_OPTIONAL = (
+    "bias cos sin positions k_cache v_cache cache_seqlens block_table slot_mapping cu_seqlens "
+    "out_q out_k out_v"
+)
+_operands = common.Operands(OP, "x w_qkv", _OPTIONAL)
+_writes = common.Writes(OP, f"x w_qkv {_OPTIONAL}", "k_cache v_cache out_q out_k out_v")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Plan:
+    """A launch but for its pointers; `choice` is None where there is nothing to compute.
+
+    a_map, b_map: shape, strides and box, where the kernel takes tensor maps.
+    """
+
+    function: Any
+    choice: Choice | None = None
+    numbers: tuple[int, ...] = ()
+    a_map: Any = None
+    b_map: Any = None
+    is_programmatic: bool = False  # may begin under the end of the launch before
+
+
+_plans: dict[tuple[Any, ...], tuple[_Plan, common.Spans]] = {}
+TABLES[OP].on_change(lambda: _plans.clear())
+
+
+def qkv_linear(
+    x: torch.Tensor,
+    w_qkv: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    interleaved: bool = False,
+    rotary_dim: int | None = None,
+    k_cache: torch.Tensor | None = None,
+    v_cache: torch.Tensor | None = None,
+    cache_seqlens: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    slot_mapping: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    out_q: torch.Tensor | None = None,
+    out_k: torch.Tensor | None = None,
+    out_v: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Project tokens to queries, keys and values, rotate, and write keys and values to a cache.
+
+        q, k, v = (x @ w_qkv.T + bias) as heads;  q, k rotated as by `rope`;  k, v as by `append_kv`
+
+    in one launch, with fp32 sums and rotation, rounded once. Token i of sequence b is number
+    n = cache_seqlens[b] + i of it, and its keys and values go to
+
+        slot_mapping:  page, row = divmod(slot_mapping[token], page_size)
+        block_table:   page, row = block_table[b, n // page_size], n % page_size
+        neither:       row n of the cache of sequence b
+
+    and nowhere where that is outside the cache (a slot of -1, say). Two tokens must not go to one
+    place.
+
+    x: (batch, seqlen, hidden_size) or (total, hidden_size), fp16 or bf16, on the GPU or the CPU;
+        hidden_size a multiple of 8; tokens evenly spaced, at multiples of 16 bytes.
+    w_qkv: ((num_heads + 2 * num_kv_heads) * head_dim, hidden_size), query heads, key heads, value
+        heads; dtype of x; head_dim a multiple of 32.
+    bias: (rows of w_qkv,), dtype of x.
+    cos, sin: (max_position, rotary_dim // 2), fp32 or the dtype of x; None: nothing is rotated.
+    positions: int32 or int64, one for each token; None: n. One outside the table gives nan.
+    interleaved: rotate neighbouring elements (GPT-J) instead of the two halves (GPT-NeoX, Llama).
+    rotary_dim: None is 2 * cos.shape[-1]; a multiple of 16.
+    k_cache, v_cache: (num_pages, page_size, num_kv_heads, head_dim), or without slot_mapping and
+        block_table (batch, max_seqlen, num_kv_heads, head_dim); dtype of x.
+    cache_seqlens: (batch,) int32, the tokens of each sequence before these; None: none.
+    block_table: (batch, max_pages) int32.
+    slot_mapping: int32 or int64, one for each token; -1 skips it.
+    cu_seqlens: (batch + 1,) int32, where each sequence of x (total, hidden_size) starts.
+    out_q: (..., num_heads, head_dim), where to write queries; None: a new tensor.
+    out_k, out_v: (..., num_kv_heads, head_dim), without a cache only; None: new tensors.
+
+    Returns (out_q, out_k, out_v); with a cache the last two are None. Rows of out_q whose token is
+    outside every sequence are not written. A CUDA tensor runs a shipped cubin on torch's current
+    stream, and nothing waits for the device; a CPU tensor runs a reference in torch. No backward.
+    Raises TensorError naming the argument that does not fit.
+    Source: Su et al., "RoFormer", 2021; Kwon et al., "Efficient Memory Management for Large
+    Language Model Serving with PagedAttention", 2023.
+    """
+    if rotary_dim is None:
+        rotary_dim = 2 * common.last_size(cos)
+    optional = (
+        bias, cos, sin, positions, k_cache, v_cache, cache_seqlens, block_table, slot_mapping,
+        cu_seqlens, out_q, out_k, out_v,
+    )  # fmt: skip
+    plain = _operands.are_plain((x, w_qkv), optional)
+    written = [out for out in (k_cache, v_cache, out_q, out_k, out_v) if out is not None]
+    if not plain:
+        check_heads(x, w_qkv, num_heads, num_kv_heads)
+    try:
+        head_dim = w_qkv.shape[0] // (num_heads + 2 * num_kv_heads)
+        if out_q is None:
+            out_q = x.new_empty((*x.shape[:-1], num_heads, head_dim))
+        if k_cache is None:
+            kv_shape = (*x.shape[:-1], num_kv_heads, head_dim)
+            out_k = x.new_empty(kv_shape) if out_k is None else out_k
+            out_v = x.new_empty(kv_shape) if out_v is None else out_v
+    except common.FOREIGN:
+        _operands.check_tensors((x, w_qkv), optional)  # names what has no memory
+        check_heads(x, w_qkv, num_heads, num_kv_heads)
+        raise
+    values = (
+        x, w_qkv, *optional[:10], out_q, out_k, out_v, num_heads, num_kv_heads, interleaved,
+        rotary_dim,
+    )  # fmt: skip
+    if not plain:
+        if not _is_tracing():
+            check(Given(*values))
+        _op(*values)  # checks the fake tensors
+        return out_q, out_k, out_v
+    given = Given(*values)
+    try:
+        (_cuda_into if x.is_cuda else _cpu_into)(given, bool(written))
+    except common.FOREIGN:
+        _operands.check_tensors((x, w_qkv), optional)  # names what has no memory
+        check(given)
+        raise
+    if written:
+        common.written(tuple(written))
+    return out_q, out_k, out_v
+
+
+def _tensors(given: Given) -> tuple[Any, ...]:
+    return (
+        given.x, given.w_qkv, given.bias, given.cos, given.sin, given.positions, given.k_cache,
+        given.v_cache, given.cache_seqlens, given.block_table, given.slot_mapping,
+        given.cu_seqlens, given.out_q, given.out_k, given.out_v,
+    )  # fmt: skip
+
+
+def _paired_dim(given: Given) -> int:
+    """Of a head, the columns that lie in blocks of pairs: all where rotary_dim divides them."""
+    rotary_dim, head_dim = given.rotary_dim, given.head_dim
+    if rotary_dim == 0 or given.interleaved:
+        return 0
+    return head_dim if head_dim % rotary_dim == 0 else rotary_dim
+
+
+def _swapped_map(given: Given, share: int, b_stride: int) -> tuple[tuple[int, int], Any]:
+    """((groups a block, rows of a box), (shape, strides, box)) for tiles whose rows are w_qkv's:
+    8 rows and their partners, 8 rows ...
+    """
+    rows, k = given.w_qkv.shape
+    if not _paired_dim(given):  # interleaved: even rows, then odd ones; nothing rotated: any
+        half, row = (1, 2) if given.rotary_dim else (8, 1)
+        groups, box = rows // GROUP_ROWS, share // GROUP_ROWS
+        shape = (1, groups, 2, 8, k)
+        strides = (GROUP_ROWS * b_stride, GROUP_ROWS * b_stride, half * b_stride, row * b_stride)
+    else:
+        block = given.rotary_dim
+        groups = block // GROUP_ROWS
+        box = math.gcd(groups, share // GROUP_ROWS)
+        shape = (rows // block, groups, 2, 8, k)
+        strides = (block * b_stride, 8 * b_stride, block // 2 * b_stride, b_stride)
+    return (groups, box * GROUP_ROWS), (shape, strides, (1, box, 2, 8))
+
+
+def _block_map(given: Given, b_stride: int) -> tuple[tuple[int, int, int, int], Any]:
+    """((pairs a run, blocks a run, step, distance), (shape, strides, box)) for the others.
+
+    A box is a block of 32 rows, in the order in which four lanes have 8 neighbours each. Blocks
+    come in pairs: those that a rotation pairs, or neighbours.
+    """
+    rows, k = given.w_qkv.shape
+    shape, box = (rows // 32, 4, 4, 2, k), (1, 4, 4, 2)
+    strides = (32 * b_stride, 2 * b_stride, 8 * b_stride, b_stride)
+    pairs = given.rotary_dim // 64
+    if not _paired_dim(given):
+        return (rows // 32 + 1, 0, 2, 1), (shape, strides, box)
+    return (pairs, 2 * pairs, 1, pairs), (shape, strides, box)
+
+
+def _fits_hopper(given: Given) -> bool:
+    """Whether the bodies for Hopper take this rotation: whole runs, tables in 16-byte reads."""
+    paired_dim, cos, sin = _paired_dim(given), given.cos, given.sin
+    if paired_dim and (paired_dim != given.head_dim or given.rotary_dim % 64):
+        return False
+    if cos is None:
+        return True
+    elems = common.VEC_BYTES // cos.element_size()
+    addresses = cos.data_ptr() | sin.data_ptr()
+    return bool(cos.stride(0) % elems == 0 and addresses % common.VEC_BYTES == 0)
+
+
+def _plan(given: Given) -> _Plan:
+    """Check the tensors; choose the kernel, its tensor maps and its integer parameters."""
+    check(given)
+    x, w, cos, k_cache = given.x, given.w_qkv, given.cos, given.k_cache
+    rows, k = w.shape
+    batch_size, seqlen = given.batch_and_seqlen
+    if given.out_q.numel() == 0 or batch_size == 0:
+        return _Plan(None)
+    outs = [out for out in (given.out_q, given.out_k, given.out_v) if out is not None]
+    m, (x_stride, q_stride, *kv_strides), w_stride = rows_and_strides(OP, x, "w_qkv", w, *outs)
+    paired_dim = _paired_dim(given)
+    # Rows that overlap, and pairs in part of a head: pointers, no tensor maps.
+    has_maps = _fits_hopper(given) and (m == 1 or x_stride >= k) and w_stride >= k
+    gpu = gpu_of(x.device)
+    choice = choose(OP, gpu, m, rows, k, has_maps)
+    function = common.shipped(choice.cubin, f"{OP}_{common.DTYPE_TOKENS[x.dtype]}_{choice.variant}")
+    if k_cache is None:  # page_size 0: keys and values lie as tokens do
+        caches = [
+            (0, stride, out.stride(-2)) for stride, out in zip(kv_strides, outs[1:], strict=True)
+        ]
+        pages = (0, 0)
+    else:
+        caches = [tensor.stride()[:3] for tensor in (k_cache, given.v_cache)]
+        # NOTE: a cache of no rows has no pages either; the kernel divides by page_size.
+        pages = (k_cache.shape[0] if k_cache.shape[1] else 0, max(1, k_cache.shape[1]))
+    table, slots, positions = given.block_table, given.slot_mapping, given.positions
+    strides = (
+        q_stride, given.out_q.stride(-2), *caches[0], *caches[1],
+        0 if cos is None else cos.stride(0), 0 if table is None else table.stride(0),
+    )  # fmt: skip
+    sizes = (
+        m, k, given.num_heads, given.num_kv_heads, given.head_dim, given.rotary_dim, paired_dim,
+        int(bool(given.interleaved) and given.rotary_dim > 0), seqlen, batch_size,
+        *((0, 0) if cos is None else (cos.shape[0], cos.element_size())),
+        *pages,
+        # NOTE: a table of no columns has no address either; -1 says that there is none.
+        -1 if table is None else table.shape[1] if pages[0] else 0,
+        0 if positions is None else positions.element_size(),
+        0 if slots is None else slots.element_size(),
+    )  # fmt: skip
+    is_programmatic = gpu.compute_capability >= (9, 0)
+    if choice.hopper is None:
+        numbers = (*strides, x_stride, w_stride, *sizes)
+        return _Plan(function, choice, numbers, is_programmatic=is_programmatic)
+    a_map = (m, k), (x_stride,), (choice.hopper.a_box_rows,)
+    boxes, blocks = (1, 16), (1, 0, 1, 1)
+    if choice.hopper.swaps:
+        boxes, b_map = _swapped_map(given, choice.hopper.b_share, w_stride)
+    else:
+        blocks, b_map = _block_map(given, w_stride)
+    numbers = (*strides, *sizes, *blocks, *boxes, choice.group)
+    return _Plan(function, choice, numbers, a_map, b_map, is_programmatic)
+
+
+def _cuda_into(given: Given, is_given: bool = True) -> None:
+    """All of it in one launch. is_given: the caller gave a cache, out_q, out_k or out_v."""
+    x, w = given.x, given.w_qkv
+    tensors = _tensors(given)
+    addresses = tuple([tensor.data_ptr() for tensor in tensors if tensor is not None])
+    low_bits = 0
+    for address in addresses:
+        low_bits |= address
+    layout = [
+        None if tensor is None else (tensor.dtype, tensor.shape, tensor.stride())
+        for tensor in tensors
+    ]
+    key = (
+        low_bits & 15, x.device, w.device, given.num_heads, given.num_kv_heads, given.interleaved,
+        given.rotary_dim, *layout,
+    )  # fmt: skip
+    found = _plans.get(key)
+    if found is None:
+        plan = _plan(given)
+        if len(_plans) >= common.MAX_PLANS:
+            _plans.clear()
+        found = _plans[key] = plan, _writes.spans(*tensors)
+    plan, spans = found
+    if is_given and addresses not in spans.apart:
+        spans.check(addresses)
+    choice = plan.choice
+    if choice is None:
+        return
+    if choice.hopper is None:
+        matrices: tuple[Any, Any] = (x, w)
+    else:
+        matrices = tensor_map(x, *plan.a_map), tensor_map(w, *plan.b_map)
+    has_cache = given.k_cache is not None
+    params = (
+        given.out_q, given.k_cache if has_cache else given.out_k,
+        given.v_cache if has_cache else given.out_v, bounds.flag(OP, x), *matrices, given.bias,
+        given.cos, given.sin, given.positions, given.cache_seqlens, given.slot_mapping,
+        given.block_table, given.cu_seqlens, *plan.numbers,
+    )  # fmt: skip
+    try:
+        options = {"programmatic": True} if plan.is_programmatic else {}
+        plan.function(choice.grid, choice.block, choice.shared_bytes, None, params, **options)
+    except KernelHubError:
+        check(given)  # names the devices that differ
+        raise
+    if common.is_debugging():
+        bounds.report(x)
+
+
+def _cpu_into(given: Given, is_given: bool = True) -> None:
+    """The same on the CPU, by torch."""
+    check(given)
+    if is_given:
+        _writes.check(*_tensors(given))
+    x, cos, sin, rotary_dim = given.x, given.cos, given.sin, given.rotary_dim
+    m = x.shape[:-1].numel()
+    values = x.reshape(m, x.shape[-1]).float() @ given.w_qkv.float().T
+    if given.bias is not None:
+        values += given.bias.float()
+    heads = values.view(m, given.total_heads, given.head_dim)
+    cache = given.k_cache
+    if cache is None:  # one page a sequence
+        batch_size, seqlen = given.batch_and_seqlen
+        cache = x.new_empty((batch_size, seqlen, 1, 1), device="meta")
+    tokens = places(
+        x[..., None, :], cache, given.cache_seqlens, given.block_table, given.slot_mapping,
+        given.cu_seqlens, given.positions,
+    )  # fmt: skip
+    rotated = given.num_heads + given.num_kv_heads
+    if cos is not None:
+        known = (tokens.position >= 0) & (tokens.position < cos.shape[0])
+        at = torch.where(known, tokens.position, 0)
+        c, s = (
+            torch.where(known[:, None], table.float()[at], math.nan)[:, None]
+            for table in (cos, sin)
+        )
+        half = rotary_dim // 2
+        first = slice(0, rotary_dim, 2) if given.interleaved else slice(0, half)
+        second = slice(1, rotary_dim, 2) if given.interleaved else slice(half, rotary_dim)
+        a, b = (heads[:, :rotated, part].clone() for part in (first, second))
+        heads[:, :rotated, first] = a * c - b * s
+        heads[:, :rotated, second] = b * c + a * s
+    q, k, v = heads.split([given.num_heads, given.num_kv_heads, given.num_kv_heads], dim=1)
+    _assign(given.out_q, tokens.inside, q)
+    if given.k_cache is None:
+        _assign(given.out_k, tokens.inside, k)
+        _assign(given.out_v, tokens.inside, v)
+        return
+    stored = tokens.stored
+    for target, new in ((given.k_cache, k), (given.v_cache, v)):
+        target[tokens.page[stored], tokens.row[stored]] = new[stored].to(target.dtype)
+
+
+def _assign(out: torch.Tensor, inside: torch.Tensor, values: torch.Tensor) -> None:
+    out[inside.view(out.shape[:-2])] = values[inside].to(out.dtype)
+
+
+def _fake_into(given: Given) -> None:
+    check(given)
+
+
+def _flat(into: Any) -> Any:
+    return lambda *values: into(Given(*values))
+
+
+_op = common.define(
+    f"{OP}(Tensor x, Tensor w_qkv, Tensor? bias, Tensor? cos, Tensor? sin, Tensor? positions, "
+    "Tensor(a!)? k_cache, Tensor(b!)? v_cache, Tensor? cache_seqlens, Tensor? block_table, "
+    "Tensor? slot_mapping, Tensor? cu_seqlens, Tensor(c!) out_q, Tensor(d!)? out_k, "
+    "Tensor(e!)? out_v, int num_heads, int num_kv_heads, bool interleaved, SymInt rotary_dim) "
+    "-> ()",
+    cuda=_flat(_cuda_into), cpu=_flat(_cpu_into), fake=_flat(_fake_into),
+)  # fmt: skip

@@ -1,0 +1,195 @@
+"""The gate and up products of a SwiGLU layer and what joins them (csrc/swiglu_linear*.cu)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...errors import KernelHubError
+from ..core import common
+from ..core.common import gpu_of
+from .paired_launch import rows_and_strides, tensor_map
+from .paired_plan import GROUP_ROWS, TABLES, Choice, choose
+
+_OP = "swiglu_linear"
+_DTYPES = (torch.float16, torch.bfloat16)
+_operands = common.Operands(_OP, "a b_gate_up", "out")
+_writes = common.Writes(_OP, "out a b_gate_up", "out")
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """A launch but for its pointers; `function` is None where there is nothing to compute.
+
+    a_map, b_map: shape, strides and box, where the kernel takes tensor maps.
+    """
+
+    function: Any
+    choice: Choice | None = None
+    numbers: tuple[int, ...] = ()
+    a_map: Any = None
+    b_map: Any = None
+    is_programmatic: bool = False  # may begin under the end of the launch before
+
+
+_plans: dict[tuple[Any, ...], tuple[_Plan, common.Spans]] = {}
+TABLES[_OP].on_change(lambda: _plans.clear())
+
+
+def swiglu_linear(
+    a: torch.Tensor, b_gate_up: torch.Tensor, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Multiply rows by the gate and up weights of a SwiGLU layer, and join the two.
+
+        out = silu(a @ gate.T) * (a @ up.T)        gate, up = b_gate_up.chunk(2)
+
+    with fp32 until the end, rounded once. The same inputs give the same bits on every run.
+
+    a: (..., k) or (k,), fp16 or bf16, on the GPU or the CPU; k a multiple of 8; the last dimension
+        contiguous, the leading ones evenly spaced. Its rows begin at multiples of 16 bytes.
+    b_gate_up: (2 * i, k), the rows of the gate, then those of up, as checkpoints have them; dtype
+        and device of a; rows as those of a.
+    out: (..., i), dtype and device of a; must not overlap a or b_gate_up.
+
+    Returns out. A CUDA tensor runs a shipped cubin on torch's current stream; a CPU tensor runs a
+    reference in torch. No backward. Raises TensorError naming the argument that does not fit.
+    Source: Shazeer, "GLU Variants Improve Transformer", 2020.
+    """
+    if not _operands.are_plain((a, b_gate_up), (out,)):
+        _check(a, b_gate_up, out)
+        if out is None:
+            result: torch.Tensor = _op(a, b_gate_up)
+            return result
+        _op_out(a, b_gate_up, out)
+        return out
+    is_given = out is not None
+    try:
+        out = _new_out(a, b_gate_up) if out is None else out
+        (_cuda_into if a.is_cuda else _cpu_into)(a, b_gate_up, out, is_given)
+    except common.FOREIGN:
+        _operands.check_tensors((a, b_gate_up), (out,))  # names what has no memory
+        _check(a, b_gate_up, out)
+        raise
+    if is_given:
+        common.written((out,))
+    return out
+
+
+def _check(a: Any, b: Any, out: Any = None) -> None:
+    common.check_data(_OP, "a", a)
+    if a.dtype not in _DTYPES:
+        raise common.refuse(_OP, "a", "dtype float16 or bfloat16", a)
+    k = a.shape[-1]
+    if k % 8:
+        raise common.refuse(_OP, "a", "a last dimension (k) that is a multiple of 8", a)
+    common.check_data(_OP, "b_gate_up", b)
+    if b.dim() != 2 or b.shape[0] % 2:
+        expected = f"shape (2 * i, {k}): as many rows of the gate as of up"
+        raise common.refuse(_OP, "b_gate_up", expected, b)
+    common.check_like(_OP, "b_gate_up", b, (b.shape[0], k), a)
+    if max(*b.shape) > common.MAX_SIZE or a.numel() > common.MAX_SIZE * max(k, 1):
+        raise common.refuse(_OP, "b_gate_up", f"sizes of at most {common.MAX_SIZE}", b)
+    if out is not None:
+        common.check_like(_OP, "out", out, (*a.shape[:-1], b.shape[0] // 2), a)
+        common.check_output(_OP, "out", out)
+
+
+def _new_out(a: Any, b: Any) -> torch.Tensor:
+    out: torch.Tensor = a.new_empty((*a.shape[:-1], b.shape[0] // 2))
+    return out
+
+
+def _plan(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> _Plan:
+    """Check the tensors; choose the kernel, its tensor maps and its integer parameters."""
+    _check(a, b, out)
+    if out.numel() == 0:
+        return _Plan(None)
+    k, columns = a.shape[-1], b.shape[0] // 2
+    m, (a_stride, out_stride), b_stride = rows_and_strides(_OP, a, "b_gate_up", b, out)
+    n = -(-columns // 8) * GROUP_ROWS
+    # Rows that overlap, or an expanded one: pointers, no tensor maps.
+    has_maps = columns % 8 == 0 and (m == 1 or a_stride >= k) and b_stride >= k
+    gpu = gpu_of(a.device)
+    choice = choose(_OP, gpu, m, n, k, has_maps)
+    token = common.DTYPE_TOKENS[a.dtype]
+    function = common.shipped(choice.cubin, f"{_OP}_{token}_{choice.variant}")
+    is_programmatic = gpu.compute_capability >= (9, 0)
+    if choice.hopper is None:
+        numbers: tuple[int, ...] = (out_stride, a_stride, b_stride, m, columns, k)
+        return _Plan(function, choice, numbers, is_programmatic=is_programmatic)
+    share = choice.hopper.b_share
+    a_map = (m, k), (a_stride,), (choice.hopper.a_box_rows,)
+    # 8 rows of the gate, the 8 of up beside them, the next 8 of the gate, ...
+    b_map = (
+        (1, columns // 8, 2, 8, k),
+        (8 * b_stride, 8 * b_stride, columns * b_stride, b_stride),
+        (1, share // GROUP_ROWS, 2, 8),
+    )
+    numbers = (out_stride, m, columns, k, share, choice.group)
+    return _Plan(function, choice, numbers, a_map, b_map, is_programmatic)
+
+
+def _cuda_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, is_given: bool = True) -> None:
+    """is_given: the caller gave out, which may overlap the rest."""
+    addresses = out.data_ptr(), a.data_ptr(), b.data_ptr()
+    low_bits = (addresses[1] | addresses[2]) & 15
+    key = (
+        a.dtype, a.shape, a.stride(), b.dtype, b.shape, b.stride(), out.dtype, out.shape,
+        out.stride(), low_bits, a.device, b.device,
+    )  # fmt: skip
+    found = _plans.get(key)
+    if found is None:
+        plan = _plan(a, b, out)
+        if len(_plans) >= common.MAX_PLANS:
+            _plans.clear()
+        found = _plans[key] = plan, _writes.spans(out, a, b)
+    plan, spans = found
+    if is_given and addresses not in spans.apart:
+        spans.check(addresses)
+    choice = plan.choice
+    if choice is None:
+        return
+    try:
+        if choice.hopper is None:
+            params = (out, a, b, *plan.numbers)
+        else:
+            params = (out, tensor_map(a, *plan.a_map), tensor_map(b, *plan.b_map), *plan.numbers)
+        options = {"programmatic": True} if plan.is_programmatic else {}
+        plan.function(choice.grid, choice.block, choice.shared_bytes, None, params, **options)
+    except KernelHubError:
+        _check(a, b, out)  # names the devices that differ
+        raise
+
+
+def _cpu_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, is_given: bool = True) -> None:
+    """The same on the CPU, by torch."""
+    _check(a, b, out)
+    if is_given:
+        _writes.check(out, a, b)
+    gate, up = (a.float() @ half.float().T for half in b.chunk(2))
+    out.copy_(torch.nn.functional.silu(gate) * up)
+
+
+def _returning(into: Any) -> Any:
+    def run(a: Any, b_gate_up: Any) -> torch.Tensor:
+        out = _new_out(a, b_gate_up)
+        into(a, b_gate_up, out, False)
+        return out
+
+    return run
+
+
+def _fake_into(a: Any, b_gate_up: Any, out: Any, is_given: bool = True) -> None:
+    _check(a, b_gate_up, out)
+
+
+_op = common.define(
+    f"{_OP}(Tensor a, Tensor b_gate_up) -> Tensor",
+    cuda=_returning(_cuda_into), cpu=_returning(_cpu_into), fake=_returning(_fake_into),
+)  # fmt: skip
+_op_out = common.define(
+    f"{_OP}_out(Tensor a, Tensor b_gate_up, Tensor(a!) out) -> ()",
+    cuda=_cuda_into, cpu=_cpu_into, fake=_fake_into,
+)  # fmt: skip

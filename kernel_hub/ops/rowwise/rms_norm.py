@@ -1,0 +1,357 @@
+"""RMS normalisation of rows, with an optional fused residual add (csrc/rms_norm.cu)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from ...errors import KernelHubError, TensorError
+from ..core import common
+
+_OP = "rms_norm"
+_Plan = tuple[Any, tuple[int, int, int], tuple[int, int, int], tuple[int, ...]]
+# What a call's shapes, strides and alignment were checked and planned to be.
+# The quick way has a _Plan, the other a _Plan and how far its tensors reach.
+_plans: dict[tuple[Any, ...], Any] = {}
+_operands = common.Operands(_OP, "x weight", "residual out residual_out")
+_writes = common.Writes(
+    _OP, "out residual_out x residual weight", "out residual_out",
+    in_place="out=x out=residual residual_out=x residual_out=residual",
+)  # fmt: skip
+_PLAIN_TYPES = common.PLAIN_TYPES
+_is_tracing = torch.compiler.is_dynamo_compiling
+_is_grad_enabled = torch.is_grad_enabled
+_transform, _forward_ad = common.transform, common.forward_ad
+_written = common.written
+_empty_like = torch.empty_like
+_INF = math.inf
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    *,
+    residual: torch.Tensor | None = None,
+    weight_offset: float = 0.0,
+    out: torch.Tensor | None = None,
+    residual_out: torch.Tensor | None = None,
+) -> Any:
+    """Normalise each row of `x` by its root mean square; optionally add a residual first.
+
+        residual_out = x + residual                       (rounded, equal to torch's own add)
+        out = s / sqrt(mean(s**2, -1) + eps) * (weight + weight_offset),  s = residual_out or x
+
+    computed in fp32 and rounded once: with a residual, the norm is of the rounded sum, as in the
+    unfused pair of ops.
+
+    x: (..., hidden_size), fp16, bf16 or fp32, on the GPU or the CPU; last dimension contiguous, the
+        leading ones in at most two separately strided groups.
+    weight: (hidden_size,), dtype and device of x, contiguous.
+    eps: added to the mean of squares; at least 0.
+    residual: like x; strides of its own.
+    weight_offset: added to the weight; 1.0 for models that store weight - 1 (Gemma).
+    out, residual_out: like x; where to write. Either may be x or residual itself (in place); no
+        other overlap of what is written with anything else.
+
+    Returns out, or (out, residual_out) when a residual is given. A CUDA tensor runs the shipped
+    cubin on torch's current stream; a CPU tensor runs a reference in torch. No backward.
+    Raises TensorError naming the argument that does not fit.
+    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
+    """
+    try:
+        if (
+            residual is out is residual_out is None
+            and not _is_tracing()
+            and type(x) in _PLAIN_TYPES
+            and type(weight) in _PLAIN_TYPES
+            and x.is_cuda
+            and 0.0 <= eps + 0.0 * weight_offset < _INF
+            # What `Operands` asks of every other call.
+            and _transform() is None
+            and _forward_ad._current_level < 0
+            and not (x.is_neg() or weight.is_neg())
+            and not (_is_grad_enabled() and (x.requires_grad or weight.requires_grad))
+        ):
+            return _cuda(x, weight, eps, weight_offset)
+    except common.FOREIGN:
+        _operands.check_tensors((x, weight), (None, None, None))
+        _check(x, None, weight)
+        _numbers(eps, weight_offset)
+        raise
+
+    eps, weight_offset = _numbers(eps, weight_offset)
+    if not _operands.are_plain((x, weight), (residual, out, residual_out)):
+        _check(x, residual, weight, out, residual_out)
+        return _dispatch(x, residual, weight, eps, weight_offset, out, residual_out)
+    is_given = out is not None or residual_out is not None
+    try:
+        if out is None:
+            out = _empty_like(x)
+        if residual is not None and residual_out is None:
+            residual_out = _empty_like(residual)
+        into = _cuda_into if x.is_cuda else _cpu_into
+        into(x, residual, weight, eps, weight_offset, out, residual_out, is_given)
+    except common.FOREIGN:
+        _operands.check_tensors((x, weight), (residual, out, residual_out))
+        _check(x, residual, weight, out, residual_out)
+        raise
+    if is_given:
+        _written((out,) if residual_out is None else (out, residual_out))
+    return out if residual is None else (out, residual_out)
+
+
+def _numbers(eps: Any, weight_offset: Any) -> tuple[float, float]:
+    """Both, as numbers that give no nan."""
+    return (
+        common.check_number(_OP, "eps", eps, least=0.0),
+        common.check_number(_OP, "weight_offset", weight_offset),
+    )
+
+
+def _check(x: Any, residual: Any, weight: Any, out: Any = None, residual_out: Any = None) -> None:
+    """Everything about the tensors but their addresses."""
+    common.check_data(_OP, "x", x)
+    hidden_size = x.shape[-1]
+    if hidden_size > common.MAX_SIZE:
+        raise common.refuse(_OP, "x", f"a last dimension of at most {common.MAX_SIZE}", x)
+    common.check_like(_OP, "weight", weight, (hidden_size,), x)
+    if residual is None and residual_out is not None:
+        raise TensorError(f"{_OP}: residual_out is given without residual")
+    for argument, value in (("residual", residual), ("out", out), ("residual_out", residual_out)):
+        if value is not None:
+            common.check_like(_OP, argument, value, x.shape, x)
+            if argument != "residual":
+                common.check_output(_OP, argument, value)
+
+
+def _choose(vecs: int, rows: int, has_residual: bool) -> tuple[str, int, int]:
+    """(variant, threads a row, rows a block) for rows of `vecs` 16-byte vectors.
+
+    Measured on an H200 (docs/notes/rms_norm.md): few rows want every load of a row in flight at
+    once, many rows want four vectors a thread and two rows a block.
+    """
+    if vecs <= 32:
+        threads = 1 << (vecs - 1).bit_length()
+        return "vec1", threads, 128 // threads
+    if vecs > 4 * 1024:
+        return "loop", 512, 1
+    if rows <= 256:
+        widest = (256, 1024)
+    elif has_residual:
+        widest = (128, 640 if rows > 4096 and vecs % 512 else 128)
+    else:
+        widest = (32, 1024 if vecs % 512 else 512 if rows <= 4096 else 256)
+    per_thread = 1 if vecs <= widest[0] else 2 if vecs <= widest[1] else 4
+    threads = 32 * -(-vecs // (32 * per_thread))
+    several = rows > 256 and (
+        threads <= 64
+        or (threads == 128 and per_thread != 2)
+        or (threads == 256 and per_thread == 4 and rows > (4096 if has_residual else 16384))
+    )
+    return f"vec{per_thread}", threads, max(2, 128 // threads) if several else 1
+
+
+def _plan(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    residual_out: torch.Tensor | None,
+    low_bits: int,
+) -> _Plan:
+    """Check the tensors and choose the kernel, its launch shape and its integer parameters."""
+    _check(x, residual, weight, out, residual_out)
+    if x.numel() == 0:
+        return None, (0, 0, 0), (0, 0, 0), ()
+    hidden_size = x.shape[-1]
+    tensors = [t for t in (out, residual_out, x, residual) if t is not None]
+    outer, rows, pairs = common.split_rows(
+        _OP, x.shape[:-1], [tensor.stride()[:-1] for tensor in tensors]
+    )
+    strides = [stride for outer_stride, stride in pairs for stride in (stride, outer_stride)]
+    elems = common.VEC_BYTES // x.element_size()
+    if low_bits or not common.is_aligned(elems, hidden_size, *strides):
+        threads = min(256, 32 * -(-hidden_size // 32))
+        variant, rows_a_block = "scalar", max(1, 128 // threads)
+    else:
+        variant, threads, rows_a_block = _choose(
+            hidden_size // elems, rows * outer, residual is not None
+        )
+    # Contiguous rows take fewer parameters and no stride arithmetic.
+    if variant.startswith("vec") and outer == 1 and all(t.is_contiguous() for t in tensors):
+        variant, strides = f"flat_{variant}", []
+    with_residual = "residual_" if residual is not None else ""
+    name = f"rms_norm_{common.DTYPE_TOKENS[x.dtype]}_{with_residual}{variant}"
+    function = common.shipped(_OP, name)
+    grid = (-(-rows // rows_a_block), outer, 1)
+    return function, grid, (threads, rows_a_block, 1), (*strides, rows, hidden_size)
+
+
+def _remember(key: tuple[Any, ...], plan: Any) -> Any:
+    if len(_plans) >= common.MAX_PLANS:
+        _plans.clear()
+    _plans[key] = plan
+    return plan
+
+
+def _cuda(x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float) -> torch.Tensor:
+    """The plain norm of a CUDA tensor into a new one: the quick way through eager calls."""
+    out = _empty_like(x)
+    low_bits = (x.data_ptr() | weight.data_ptr()) & 15
+    key: tuple[Any, ...]
+    if x.is_contiguous() and weight.is_contiguous():
+        key = (x.dtype, x.shape, weight.shape, low_bits)
+    else:
+        key = (x.dtype, x.shape, weight.shape, low_bits, x.stride(), weight.stride())
+    plan = _plans.get(key) or _remember(key, _plan(x, None, weight, out, None, low_bits))
+    function, grid, block, numbers = plan
+    if function is not None:
+        try:
+            function(grid, block, 0, None, (out, x, weight, *numbers, eps, weight_offset))
+        except KernelHubError:
+            _check(x, None, weight, out)  # the launch checks devices and dtypes; this names them
+            raise
+    return out
+
+
+def _cuda_into(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    weight_offset: float,
+    out: torch.Tensor,
+    residual_out: torch.Tensor | None,
+    is_given: bool = True,
+) -> None:
+    """The norm of a CUDA tensor into `out`, with or without a residual.
+
+    is_given: the caller gave what is written, which may overlap the rest.
+    """
+    tensors = [t for t in (out, residual_out, x, residual, weight) if t is not None]
+    addresses = tuple([tensor.data_ptr() for tensor in tensors])
+    low_bits = 0
+    for address in addresses:
+        low_bits |= address
+    low_bits &= 15
+    layout = [(tensor.shape, tensor.stride()) for tensor in tensors]
+    key = (x.dtype, low_bits, *layout)
+    plan, spans = _plans.get(key) or _remember(
+        key,
+        (
+            _plan(x, residual, weight, out, residual_out, low_bits),
+            _writes.spans(out, residual_out, x, residual, weight),
+        ),
+    )
+    if is_given and addresses not in spans.apart:
+        spans.check(addresses)
+    function, grid, block, numbers = plan
+    if function is not None:
+        try:
+            function(grid, block, 0, None, (*tensors, *numbers, eps, weight_offset))
+        except KernelHubError:
+            _check(x, residual, weight, out, residual_out)
+            raise
+
+
+def _cpu_into(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    weight_offset: float,
+    out: torch.Tensor,
+    residual_out: torch.Tensor | None,
+    is_given: bool = True,
+) -> None:
+    """The same on the CPU, by torch."""
+    _check(x, residual, weight, out, residual_out)
+    if is_given:
+        _writes.check(out, residual_out, x, residual, weight)
+    if residual is not None and residual_out is not None:
+        x = residual_out.copy_(x + residual)
+    s = x.float()
+    scale = torch.rsqrt(s.square().mean(-1, keepdim=True) + eps)
+    out.copy_(s * scale * (weight.float() + weight_offset))
+
+
+def _dispatch(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    weight_offset: float,
+    out: torch.Tensor | None,
+    residual_out: torch.Tensor | None,
+) -> Any:
+    """Through torch's dispatcher, for tracing and for tensors that are not plain."""
+    if residual is None:
+        if out is None:
+            return _op(x, weight, eps, weight_offset)
+        _op_out(x, weight, eps, weight_offset, out)
+        return out
+    if out is None and residual_out is None:
+        return _op_residual(x, residual, weight, eps, weight_offset)
+    out = _empty_like(x) if out is None else out
+    residual_out = _empty_like(residual) if residual_out is None else residual_out
+    _op_residual_out(x, residual, weight, eps, weight_offset, out, residual_out)
+    return out, residual_out
+
+
+_DeviceWay = Any  # _cuda_into or _cpu_into
+
+
+def _returning(into: _DeviceWay) -> Any:
+    def run(x: Any, weight: Any, eps: float, weight_offset: float) -> torch.Tensor:
+        out = _empty_like(x)
+        into(x, None, weight, eps, weight_offset, out, None, False)
+        return out
+
+    return run
+
+
+def _returning_both(into: _DeviceWay) -> Any:
+    def run(x: Any, residual: Any, weight: Any, eps: float, weight_offset: float) -> Any:
+        out, residual_out = _empty_like(x), _empty_like(residual)
+        into(x, residual, weight, eps, weight_offset, out, residual_out, False)
+        return out, residual_out
+
+    return run
+
+
+def _writing(into: _DeviceWay) -> Any:
+    def run(x: Any, weight: Any, eps: float, weight_offset: float, out: Any) -> None:
+        into(x, None, weight, eps, weight_offset, out, None)
+
+    return run
+
+
+def _fake_into(
+    x: Any, residual: Any, weight: Any, eps: float, offset: float, out: Any, residual_out: Any,
+    is_given: bool = True,
+) -> None:  # fmt: skip
+    _check(x, residual, weight, out, residual_out)
+
+
+_SCALARS = "float eps, float weight_offset"
+_op = common.define(
+    f"rms_norm(Tensor x, Tensor weight, {_SCALARS}) -> Tensor",
+    cuda=_cuda, cpu=_returning(_cpu_into), fake=_returning(_fake_into),
+)  # fmt: skip
+_op_out = common.define(
+    f"rms_norm_out(Tensor x, Tensor weight, {_SCALARS}, Tensor(a!) out) -> ()",
+    cuda=_writing(_cuda_into), cpu=_writing(_cpu_into), fake=_writing(_fake_into),
+)  # fmt: skip
+_op_residual = common.define(
+    f"rms_norm_residual(Tensor x, Tensor residual, Tensor weight, {_SCALARS}) -> (Tensor, Tensor)",
+    cuda=_returning_both(_cuda_into), cpu=_returning_both(_cpu_into),
+    fake=_returning_both(_fake_into),
+)  # fmt: skip
+_op_residual_out = common.define(
+    f"rms_norm_residual_out(Tensor x, Tensor residual, Tensor weight, {_SCALARS}, "
+    "Tensor(a!) out, Tensor(b!) residual_out) -> ()",
+    cuda=_cuda_into, cpu=_cpu_into, fake=_fake_into,
+)  # fmt: skip

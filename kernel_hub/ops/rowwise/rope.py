@@ -1,0 +1,358 @@
+"""Rotary position embedding of queries and keys in one launch (csrc/rope.cu)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from ...errors import KernelHubError, TensorError
+from ..core import bounds, common
+
+_OP = "rope"
+_Plan = tuple[Any, tuple[int, int, int], tuple[int, int, int], tuple[int, ...]]
+_plans: dict[tuple[Any, ...], tuple[_Plan, common.Spans]] = {}
+_NO_LAUNCH: _Plan = (None, (0, 0, 0), (0, 0, 0), ())
+_operands = common.Operands(_OP, "q k cos sin", "positions out_q out_k")
+_writes = common.Writes(
+    _OP, "out_q out_k q k cos sin positions", "out_q out_k", in_place="out_q=q out_k=k"
+)
+_empty_like = torch.empty_like
+_MAX_THREADS = 512
+
+
+def rope(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor | None = None,
+    *,
+    interleaved: bool = False,
+    rotary_dim: int | None = None,
+    out_q: torch.Tensor | None = None,
+    out_k: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate pairs of each head of `q` and `k` by angles that depend on the token's position.
+
+    With c, s = cos[position], sin[position] and half = rotary_dim // 2:
+
+        half-split:   out[j] = x[j] c[j] - x[half+j] s[j];  out[half+j] = x[half+j] c[j] + x[j] s[j]
+        interleaved:  out[2j] = x[2j] c[j] - x[2j+1] s[j];    out[2j+1] = x[2j+1] c[j] + x[2j] s[j]
+        out[rotary_dim:] = x[rotary_dim:]
+
+    computed in fp32 and rounded once.
+
+    q: (..., seqlen, num_heads, head_dim), fp16, bf16 or fp32, on the GPU or the CPU; any strides,
+        the last dimension contiguous.
+    k: (..., seqlen, num_kv_heads, head_dim), the leading dimensions, dtype and device of q.
+    cos, sin: (max_position, rotary_dim // 2), fp32 or the dtype of q; rows evenly strided, the same
+        for both (the halves of one cos_sin cache will do).
+    positions: int32 or int64, the leading dimensions of q, or (seqlen,) for all of them; None is
+        0 .. seqlen - 1. A position outside the table gives NaN in what is rotated.
+    interleaved: rotate neighbouring elements (GPT-J) instead of the two halves (GPT-NeoX, Llama).
+    rotary_dim: None is 2 * cos.shape[-1].
+    out_q, out_k: like q and k; where to write. `out_q=q, out_k=k` works in place.
+
+    Returns (out_q, out_k). A CUDA tensor runs the shipped cubin on torch's current stream; a CPU
+    tensor runs a reference in torch. No backward. Raises TensorError naming the argument that does
+    not fit.
+    Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
+    """
+    if rotary_dim is None:
+        rotary_dim = 2 * common.last_size(cos)
+    given = (q, k, cos, sin, positions, interleaved, rotary_dim)
+    if not _operands.are_plain((q, k, cos, sin), (positions, out_q, out_k)):
+        _check(*given, out_q, out_k)
+        if out_q is None and out_k is None:
+            rotated: tuple[torch.Tensor, torch.Tensor] = _op(*given)
+            return rotated
+        out_q = _empty_like(q) if out_q is None else out_q
+        out_k = _empty_like(k) if out_k is None else out_k
+        _op_out(*given, out_q, out_k)
+        return out_q, out_k
+    is_given = out_q is not None or out_k is not None
+    try:
+        out_q = _empty_like(q) if out_q is None else out_q
+        out_k = _empty_like(k) if out_k is None else out_k
+        (_cuda_into if q.is_cuda else _cpu_into)(*given, out_q, out_k, is_given)
+    except common.FOREIGN:
+        _operands.check_tensors((q, k, cos, sin), (positions, out_q, out_k))
+        _check(*given, out_q, out_k)
+        raise
+    if is_given:
+        common.written((out_q, out_k))
+    return out_q, out_k
+
+
+def _check(
+    q: Any, k: Any, cos: Any, sin: Any, positions: Any, interleaved: Any, rotary_dim: Any,
+    out_q: Any, out_k: Any,
+) -> None:  # fmt: skip
+    op = _OP
+    for argument, value in (("q", q), ("k", k)):
+        common.check_data(op, argument, value)
+        if value.dim() < 3:
+            raise common.refuse(op, argument, "shape (..., seqlen, num_heads, head_dim)", value)
+    common.check_like(op, "k", k, (*q.shape[:-2], k.shape[-2], q.shape[-1]), q)
+    common.check_tensor(op, "cos", cos)
+    if cos.dim() != 2:
+        raise common.refuse(op, "cos", "shape (max_position, rotary_dim // 2)", cos)
+    common.check_flag(op, "interleaved", interleaved)
+    common.check_count(op, "rotary_dim", rotary_dim)
+    if rotary_dim % 2 or rotary_dim > q.shape[-1]:
+        raise TensorError(
+            f"rope: rotary_dim: expected an even number up to head_dim = {q.shape[-1]}, found "
+            f"{rotary_dim}" + " (it is twice the last dimension of cos unless given)"
+        )
+    table = (cos.shape[0], rotary_dim // 2)
+    for argument, value in (("cos", cos), ("sin", sin)):
+        common.check_like(op, argument, value, table, q, dtypes=(torch.float32, q.dtype))
+    if cos.dtype != sin.dtype or cos.stride() != sin.stride():
+        raise common.refuse(op, "sin", f"the dtype and strides of cos ({common.say(cos)})", sin)
+    if positions is None:
+        if cos.shape[0] < q.shape[-3]:
+            raise common.refuse(op, "cos", f"at least seqlen = {q.shape[-3]} rows", cos)
+    else:
+        common.check_tensor(op, "positions", positions)
+        shape = q.shape[-3:-2] if positions.dim() == 1 else q.shape[:-2]
+        common.check_like(op, "positions", positions, shape, q, dtypes=(torch.int32, torch.int64))
+        if not positions.is_contiguous():
+            raise common.refuse(op, "positions", "a contiguous tensor", positions)
+    for argument, out, x in (("out_q", out_q, q), ("out_k", out_k, k)):
+        if out is not None:
+            common.check_like(op, argument, out, x.shape, x)
+            common.check_output(op, argument, out)
+
+
+def _choose(width: int, heads: int, tokens: int) -> tuple[int, int, int]:
+    """(heads a thread, heads a block, tokens a block) where a head takes `width` threads.
+
+    Measured on an H200 (docs/notes/rope.md): few tokens want every load in flight at once.
+    """
+    rounds = 1
+    if tokens <= 256:
+        per_thread = 1 if width * heads <= 320 else 2
+    elif heads <= 40:
+        per_thread = 4
+    else:
+        per_thread, rounds = 2, -(-heads // 24)
+    block_heads = min(-(-heads // (per_thread * rounds)), _MAX_THREADS // width)
+    block_tokens = 1 if tokens <= 256 else max(1, 160 // (width * block_heads))
+    return per_thread, block_heads, min(block_tokens, 64)
+
+
+def _choose_flat(width: int, heads: int, tokens: int) -> tuple[int, int, int]:
+    """The same for contiguous tensors, whose heads need not all be one block's.
+
+    Few tokens want blocks of a few heads each, a head a thread.
+    """
+    if tokens <= 256:
+        per_thread, block_heads = 1, -(-heads // -(-heads // 18))
+    else:
+        per_thread = 4 if heads <= 40 and tokens <= 2048 else 2
+        block_heads = -(-heads // per_thread)
+    block_heads = min(block_heads, _MAX_THREADS // width)
+    block_tokens = 1 if tokens <= 256 else max(1, 160 // (width * block_heads))
+    return per_thread, block_heads, min(block_tokens, 64)
+
+
+def _plan(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor | None,
+    interleaved: bool,
+    rotary_dim: int,
+    out_q: torch.Tensor,
+    out_k: torch.Tensor,
+    low_bits: int,
+) -> _Plan:
+    """Check the tensors and choose the kernel, its launch shape and its integer parameters."""
+    _check(q, k, cos, sin, positions, interleaved, rotary_dim, out_q, out_k)
+    if q.numel() + k.numel() == 0:
+        return _NO_LAUNCH
+    tensors = (out_q, out_k, q, k)
+    leading = q.shape[:-2]
+    lead_strides = [tensor.stride()[:-2] for tensor in tensors]
+    positions_stride = 0
+    if positions is not None and positions.dim() == len(leading):
+        # Every token has a position of its own: all leading dimensions may merge.
+        (batch, tokens), pairs = common.collapse(
+            "rope", leading, [*lead_strides, positions.stride()]
+        )
+        *pairs, (positions_stride, _) = pairs
+    else:
+        (batch,), columns = common.collapse(
+            "rope", leading[:-1], [stride[:-1] for stride in lead_strides], groups=1
+        )
+        tokens = leading[-1]
+        pairs = [
+            [column[0], stride[-1]] for column, stride in zip(columns, lead_strides, strict=True)
+        ]
+    if batch > common.MAX_GRID_Y or tokens > common.MAX_GRID_X:
+        raise TensorError(
+            f"rope: {batch} x {tokens} tokens: at most {common.MAX_GRID_Y} separately strided "
+            "batches are supported; call .contiguous() first, or give every token its position"
+        )
+    strides = [
+        stride
+        for tensor, (batch_stride, token_stride) in zip(tensors, pairs, strict=True)
+        for stride in (batch_stride, token_stride, tensor.stride(-2))
+    ]
+    head_dim, table_stride = q.shape[-1], cos.stride(0)
+    num_heads, num_kv_heads = q.shape[-2], k.shape[-2]
+    elems = common.VEC_BYTES // q.element_size()
+    half = rotary_dim // 2
+    # Pairs a thread takes at once, and the table entries that go with them.
+    pairs_at_once = elems // 2 if interleaved else elems
+    table_elems = min(common.VEC_BYTES // cos.element_size(), pairs_at_once)
+    aligned = (
+        not low_bits
+        and half % pairs_at_once == 0
+        and table_stride % table_elems == 0
+        and half // pairs_at_once <= _MAX_THREADS
+        and common.is_aligned(elems, head_dim, *strides)
+    )
+    width = max(1, half // pairs_at_once if aligned else min(32, half))
+    is_flat = (
+        aligned
+        and batch == 1
+        and rotary_dim == head_dim
+        and table_stride <= common.MAX_SIZE
+        and all(tensor.is_contiguous() for tensor in tensors)
+    )
+    heads = num_heads + num_kv_heads
+    choose = _choose_flat if is_flat else _choose
+    per_thread, block_heads, block_tokens = choose(width, heads, batch * tokens)
+    token = common.DTYPE_TOKENS[q.dtype]
+    table = "_table32" if cos.dtype != q.dtype else ""
+    layout = "interleaved" if interleaved else "half"
+    variant = f"vec{per_thread}" if aligned else "scalar"
+    if is_flat:
+        variant = f"flat_{variant}"
+    function = common.shipped("rope", f"rope_{token}{table}_{layout}_{variant}")
+    block = (width, block_heads, block_tokens)
+    blocks = -(-tokens // block_tokens)
+    sizes = (tokens, num_heads, num_kv_heads, head_dim)
+    last = (cos.shape[0], 0 if positions is None else positions.element_size())
+    if is_flat:
+        grid = (blocks, -(-heads // (per_thread * block_heads)), 1)
+        return function, grid, block, (table_stride, *sizes, *last)
+    numbers = (*strides, table_stride, positions_stride, *sizes, rotary_dim, *last)
+    return function, (blocks, batch, 1), block, numbers
+
+
+def _cuda_into(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor | None,
+    interleaved: bool,
+    rotary_dim: int,
+    out_q: torch.Tensor,
+    out_k: torch.Tensor,
+    is_given: bool = True,
+) -> None:
+    """Both rotations in one launch. is_given: the caller gave out_q or out_k."""
+    tensors = (out_q, out_k, q, k, cos, sin)
+    addresses = tuple([tensor.data_ptr() for tensor in tensors])
+    low_bits = 0
+    for address in addresses:
+        low_bits |= address
+    low_bits &= 15
+    layout = [(tensor.shape, tensor.stride()) for tensor in tensors]
+    where = None if positions is None else (positions.dtype, positions.shape, positions.stride())
+    key = (q.dtype, cos.dtype, low_bits, interleaved, rotary_dim, where, *layout)
+    found = _plans.get(key)
+    if found is None:
+        plan = _plan(q, k, cos, sin, positions, interleaved, rotary_dim, out_q, out_k, low_bits)
+        if len(_plans) >= common.MAX_PLANS:
+            _plans.clear()
+        found = _plans[key] = plan, _writes.spans(*tensors, positions)
+    (function, grid, block, numbers), spans = found
+    if is_given:
+        if positions is not None:
+            addresses = (*addresses, positions.data_ptr())
+        if addresses not in spans.apart:
+            spans.check(addresses)
+    if function is not None:
+        try:
+            flag = bounds.flag("rope", q)
+            params = (out_q, out_k, flag, q, k, cos, sin, positions, *numbers)
+            function(grid, block, 0, None, params)
+        except KernelHubError:
+            # The launch checks devices and dtypes; this names them.
+            _check(q, k, cos, sin, positions, interleaved, rotary_dim, out_q, out_k)
+            raise
+        if common.is_debugging():
+            bounds.report(q)
+
+
+def _cpu_into(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor | None,
+    interleaved: bool,
+    rotary_dim: int,
+    out_q: torch.Tensor,
+    out_k: torch.Tensor,
+    is_given: bool = True,
+) -> None:
+    """The same on the CPU, by torch."""
+    _check(q, k, cos, sin, positions, interleaved, rotary_dim, out_q, out_k)
+    if is_given:
+        _writes.check(out_q, out_k, q, k, cos, sin, positions)
+    if positions is None:
+        positions = torch.arange(q.shape[-3], device=q.device)
+    inside = (positions >= 0) & (positions < cos.shape[0])
+    rows = torch.where(inside, positions, 0).long()
+    keep = torch.where(inside, 1.0, math.nan)[..., None]
+    c, s = ((table.float()[rows] * keep)[..., None, :] for table in (cos, sin))
+    half = rotary_dim // 2
+    first = slice(0, rotary_dim, 2) if interleaved else slice(0, half)
+    second = slice(1, rotary_dim, 2) if interleaved else slice(half, rotary_dim)
+    for x, out in ((q, out_q), (k, out_k)):
+        a, b = x[..., first].float(), x[..., second].float()
+        rotated_a, rotated_b = a * c - b * s, b * c + a * s
+        if out is not x:
+            out[..., rotary_dim:] = x[..., rotary_dim:]
+        out[..., first] = rotated_a
+        out[..., second] = rotated_b
+
+
+def _returning(into: Any) -> Any:
+    def run(
+        q: Any, k: Any, cos: Any, sin: Any, positions: Any, interleaved: bool, rotary_dim: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out_q, out_k = _empty_like(q), _empty_like(k)
+        into(q, k, cos, sin, positions, interleaved, rotary_dim, out_q, out_k, False)
+        return out_q, out_k
+
+    return run
+
+
+def _fake_into(
+    q: Any, k: Any, cos: Any, sin: Any, positions: Any, interleaved: bool, rotary_dim: int,
+    out_q: Any, out_k: Any, is_given: bool = True,
+) -> None:  # fmt: skip
+    _check(q, k, cos, sin, positions, interleaved, rotary_dim, out_q, out_k)
+
+
+_INPUTS = (
+    "Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor? positions, bool interleaved, "
+    "SymInt rotary_dim"
+)
+_op = common.define(
+    f"rope({_INPUTS}) -> (Tensor, Tensor)",
+    cuda=_returning(_cuda_into), cpu=_returning(_cpu_into), fake=_returning(_fake_into),
+)  # fmt: skip
+_op_out = common.define(
+    f"rope_out({_INPUTS}, Tensor(a!) out_q, Tensor(b!) out_k) -> ()",
+    cuda=_cuda_into, cpu=_cpu_into, fake=_fake_into,
+)  # fmt: skip
