@@ -11,7 +11,15 @@ from ..driver.stream_order import Order
 from ..errors import LaunchConfigError, ParamsError
 from ..signature.params import ordered, takes, wrong_count
 from . import c_launcher, generated
-from .device_function import DeviceFunction, StreamConfigs, is_blocking
+from .device_function import (
+    BUFFER,
+    CONFIG_REF,
+    PACK,
+    VALUES_REF,
+    DeviceFunction,
+    StreamConfigs,
+    is_blocking,
+)
 
 if TYPE_CHECKING:
     from .function import KernelFunction
@@ -62,7 +70,7 @@ class BoundLaunch(partial):  # type: ignore[type-arg]
         state.shape(pool, slot, gridDim, blockDim, sharedMemBytes)
         values = generated.convert_all(Order(driver), expected, params, device, handle)
         try:
-            slot[4](slot[3], generated.STREAM_AT, handle, *values)
+            slot[PACK](slot[BUFFER], generated.STREAM_AT, handle, *values)
         except generated.PACK_ERRORS:
             raise generated.explain(params, expected, handle, device) from None
         if handle:
@@ -85,7 +93,9 @@ class BoundLaunch(partial):  # type: ignore[type-arg]
         noting = follow and any(hasattr(value, "_record_use") for value in params)
         if not noting and not is_blocking() and c_launcher.available():
             getter = interop.raw_stream_getter() if follow else None
-            call, twin = c_launcher.bound(state, slot[3], slot[6]._obj, launch, getter)
+            call, twin = c_launcher.bound(
+                state, slot[BUFFER], slot[VALUES_REF]._obj, launch, getter
+            )
         self = cls(call)
         self._keep = (function, params, configs, expire, twin)
         state.bounds.add(self)
@@ -139,14 +149,21 @@ def _bound_launcher(
     blocking: bool,
 ) -> tuple[Any, Any]:
     """(the launch, what makes it refuse from now on)."""
-    launch_ex, function, config, values = driver.launch_ex, state.argument, slot[5], slot[6]
+    launch_ex, function, config, values = (
+        driver.launch_ex,
+        state.argument,
+        slot[CONFIG_REF],
+        slot[VALUES_REF],
+    )
     current_stream, device = interop.raw_stream_getter(), state.device
 
     def follow_stream(params: Any = None) -> None:
         if params is not None:
             return again(params)
         if code := launch_ex(configs[current_stream(device)], function, values, None):
-            state.recover(code, [*slot[:5], configs[current_stream(device)], values], handle)
+            state.recover(
+                code, [*slot[:CONFIG_REF], configs[current_stream(device)], values], handle
+            )
         return None
 
     def fixed_stream(params: Any = None) -> None:

@@ -33,6 +33,8 @@ _MAX_DYNAMIC_SHARED, _NON_PORTABLE_CLUSTER = 8, 14
 _MAX_STREAMS = 64
 _OPT_IN_FROM = 48 * 1024
 _WRONG_CONTEXT = (201, 400, 709)
+# The places of a slot, which is a plain list because generated launchers unpack it.
+GRID, BLOCK, SHARED, BUFFER, PACK, CONFIG_REF, VALUES_REF = range(7)
 # Stands in a slot for a gridDim or blockDim that no later launch may be recognised by: nothing that
 # a caller can pass (None can be passed).
 _UNKNOWN = object()
@@ -137,7 +139,7 @@ class DeviceFunction:
             )
 
     def new_slot(self, pool: Pool) -> list[Any]:
-        """[gridDim, blockDim, sharedMemBytes, buffer, pack, config argument, params argument]."""
+        """A slot that no geometry was written into."""
         if os.getpid() != self.driver.pid:
             raise _driver.forked_error()
         if self.is_gone:
@@ -196,11 +198,11 @@ class DeviceFunction:
             self._opt_in(numbers[6])
         if options.cooperative:
             self._check_cooperative(numbers)
-        struct.pack_into("<7I", slot[3], 0, *numbers)
+        struct.pack_into("<7I", slot[BUFFER], 0, *numbers)
         # Only what cannot change may be recognised by identity at the next launch.
-        slot[0] = gridDim if _is_constant(gridDim) else _UNKNOWN
-        slot[1] = blockDim if _is_constant(blockDim) else _UNKNOWN
-        slot[2] = numbers[6]
+        slot[GRID] = gridDim if _is_constant(gridDim) else _UNKNOWN
+        slot[BLOCK] = blockDim if _is_constant(blockDim) else _UNKNOWN
+        slot[SHARED] = numbers[6]
 
     def _opt_in(self, shared_bytes: int) -> None:
         with self._lock:
@@ -247,16 +249,24 @@ class DeviceFunction:
             if current == 0:
                 # A fresh thread: give it the context for good, later launches need no retry.
                 self.driver.call("cuCtxSetCurrent", primary)
-                code = self.driver.launch_ex(slot[5], self.argument, slot[6], None)
+                code = self.driver.launch_ex(
+                    slot[CONFIG_REF], self.argument, slot[VALUES_REF], None
+                )
             elif current != primary:
-                call = self.driver.launch_ex, slot[5], self.argument, slot[6], None
+                call = (
+                    self.driver.launch_ex,
+                    slot[CONFIG_REF],
+                    self.argument,
+                    slot[VALUES_REF],
+                    None,
+                )
                 code = self.driver.within(self.device, call, relaxed=False)[1]
         if code:
             raise self.driver.error("cuLaunchKernelEx", code, self.asked(slot, stream))
 
     def asked(self, slot: list[Any], stream: int) -> str:
         """The launch in words, with the function's own limits."""
-        *numbers, _, _, _ = CONFIG.unpack_from(slot[3], 0)
+        *numbers, _, _, _ = CONFIG.unpack_from(slot[BUFFER], 0)
         limits = self.limits
         return (
             f"launching {limits.function} on device {self.device} ({limits.device_name}): gridDim="
@@ -340,10 +350,10 @@ class StreamConfigs(dict[int, Any]):
         if len(self) >= _MAX_STREAMS:  # stream handles come and go; ours are cheap to make again
             self.clear()
         fresh = self._function.new_slot(self._pool)
-        fresh[3][:STREAM_AT] = self.slot[3][:STREAM_AT]
-        _PUT_STREAM(fresh[3], STREAM_AT, stream)
+        fresh[BUFFER][:STREAM_AT] = self.slot[BUFFER][:STREAM_AT]
+        _PUT_STREAM(fresh[BUFFER], STREAM_AT, stream)
         for array in self.arrays:
             if (record := getattr(array, "_record_use", None)) is not None:
                 record(stream)
-        self[stream] = fresh[5]
-        return fresh[5]
+        self[stream] = fresh[CONFIG_REF]
+        return fresh[CONFIG_REF]
