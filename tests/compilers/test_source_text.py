@@ -21,7 +21,7 @@ from kernel_hub.errors import (
 )
 from kernel_hub.image import source
 
-TINY = Path(__file__).parent / "cubin/data/tiny_sm90.cubin"
+TINY = Path(__file__).parents[1] / "cubin/data/tiny_sm90.cubin"
 
 SOURCE = r"""
 // template <typename T> __global__ void scale(T only_a_comment);

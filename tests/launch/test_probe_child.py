@@ -24,7 +24,7 @@ from kernel_hub import Kernel, cache_folder, driver
 from kernel_hub.errors import ProbeError
 from kernel_hub.launch import probing
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CUBIN = ROOT / "tests/cubin/data/tiny_sm90.cubin"
 
 # argv: how sys.path is made, the package's folder, where to plant, the file that planted code

@@ -16,7 +16,7 @@ import pytest
 
 from kernel_hub.testing import torch_builds
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tools"))
 import environment  # noqa: E402
 import pythons  # noqa: E402

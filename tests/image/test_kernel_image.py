@@ -15,8 +15,8 @@ from kernel_hub.collection.manifest import find_collection
 from kernel_hub.cubin import image_kind, read_cubin, read_fatbin, unpack
 from kernel_hub.errors import CubinCorruptError, CubinNotFoundError, CudaDriverError, ParamsError
 
-DATA = Path(__file__).parent / "cubin/data"
-ROOT = Path(__file__).parents[1]
+DATA = Path(__file__).parents[1] / "cubin/data"
+ROOT = Path(__file__).parents[2]
 ADD = {"add": "float* out, float* a, float* b, int n"}
 CAPABILITIES = [(8, 0), (8, 6), (8, 9), (9, 0)]
 Make = Callable[..., FakeCuda]

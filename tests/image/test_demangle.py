@@ -15,7 +15,7 @@ from kernel_hub import Kernel
 from kernel_hub.errors import FunctionNotFoundError, ParamsError
 from kernel_hub.image import demangle
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CUBIN, PTX = (ROOT / f"tests/data/cxx_names.{kind}" for kind in ("cubin", "ptx"))
 DEQUANTIZE = "_Z20kDequantizeBlockwiseIfLi512ELi64ELi8ELi2EEvPfPhS0_PT_ii"
 SCALE = "_ZN2ns5scaleIhLj4ELb1EL4Kind1EEEvPT_x"

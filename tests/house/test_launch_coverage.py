@@ -9,7 +9,7 @@ from typing import Any
 import launch_coverage
 import pytest
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 
 
 def config_of(*args: str, **options: Any) -> Any:

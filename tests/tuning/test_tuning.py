@@ -18,7 +18,7 @@ from kernel_hub.collection.manifest import open_collection
 from kernel_hub.errors import TableError
 from kernel_hub.tuning import Choice, Gpu, Row, Section, Table, file
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 H200 = Gpu((9, 0), 132, "NVIDIA H200")
 CUBIN = "launch_probe"
 SHA = open_collection().manifest.cubins[CUBIN]["sm90"].sha256

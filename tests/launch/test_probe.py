@@ -22,7 +22,7 @@ from kernel_hub.cubin import read_cubin, unpack
 from kernel_hub.errors import CubinCorruptError, ProbeError
 from kernel_hub.launch import probing
 
-DATA = Path(__file__).parent / "cubin/data"
+DATA = Path(__file__).parents[1] / "cubin/data"
 SOUND = (DATA / "tiny_sm90.cubin").read_bytes()
 # A section of a name that no toolkit writes: in bounds, and nothing depends on it.
 UNKNOWN = SOUND.replace(b".nv.callgraph\0", b".nv.callgriph\0")

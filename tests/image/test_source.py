@@ -23,7 +23,7 @@ from kernel_hub.errors import (
 )
 
 core = pytest.importorskip("cuda.core", reason="the extra `jit` (cuda-core) is not installed")
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SOURCE = """
 struct Pair { float a; int b; };
 template <typename T, int kCount = 2>

@@ -22,7 +22,7 @@ from kernel_hub import DeviceArray, Kernel, KernelFunction, TensorMap, driver
 from kernel_hub.arrays import interop
 from kernel_hub.errors import CudaDriverError, LaunchConfigError, ParamsError, TensorError
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Device:

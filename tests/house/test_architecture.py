@@ -14,7 +14,7 @@ import pytest
 
 import kernel_hub
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "kernel_hub"
 
 MAY_IMPORT_TORCH = {"ops", "testing", "integrations"}

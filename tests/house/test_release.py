@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from test_packaging import SHIPPED, needs_setuptools
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 DATE = 1_700_000_000
 ANCHOR = "readme = HERE"  # a line of setup.py before which tests put one of their own
 

@@ -15,7 +15,7 @@ from kernel_hub import Kernel
 from kernel_hub.collection import manifest_write
 from kernel_hub.image import shipped
 
-SM90 = (Path(__file__).parent / "cubin/data/tiny_sm90.cubin").read_bytes()
+SM90 = (Path(__file__).parents[1] / "cubin/data/tiny_sm90.cubin").read_bytes()
 
 
 def test_a_manifest_is_not_written_through_a_link(

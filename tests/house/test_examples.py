@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("[0-9]*.py"))
 NEEDS = "needs an NVIDIA GPU"
 each = pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)

@@ -19,7 +19,7 @@ from kernel_hub.driver import prototypes
 from kernel_hub.driver.cuda_results import RESULTS, STICKY
 from kernel_hub.errors import CudaDriverError, DeviceOutOfMemoryError, DriverNotFoundError
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 Make = Callable[..., FakeCuda]
 
 

@@ -25,7 +25,7 @@ from kernel_hub.errors import (
 from kernel_hub.image.foreign import ForeignImage, driver_floor
 from kernel_hub.launch import probing
 
-DATA = Path(__file__).parent / "cubin/data"
+DATA = Path(__file__).parents[1] / "cubin/data"
 PTX = (DATA / "tiny_sm90.ptx").read_text()
 SM80, SM90 = ((DATA / f"tiny_sm{arch}.cubin").read_bytes() for arch in (80, 90))
 ADD = {"add": "float* out, float* a, float* b, int n"}
