@@ -75,6 +75,11 @@ def op(package: str, name: str) -> Any:
     return getattr(importlib.import_module(f"{package}.ops"), name)
 
 
+def module(package: str, old: str, new: str) -> Any:
+    """A module of one of the packages: where it lay in the old one, and where it lies."""
+    return importlib.import_module(f"{package}.ops.{new if package == NEW else old}")
+
+
 def randn(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.randn(shape, device="cuda", dtype=BF16).to(dtype)
 
@@ -202,12 +207,12 @@ def attention_backward() -> Iterator[Case]:
                     bounds = _ragged(8192, 8)
                     tables = [bounds, bounds, *[int(bounds.diff().max())] * 2]
                 options = (True, None, (-1, -1), 0.0, None, *tables, None, None)
-                run = importlib.import_module(f"{NEW}.ops._attention_run")
+                run = module(NEW, "_attention_run", "attention.eager")
                 out, lse = run.forward("flash_attention", q, k, v, None, True, options)
                 grads = [torch.empty_like(q) for _ in range(3)]
 
                 def launch(package: str) -> None:
-                    run = importlib.import_module(f"{package}.ops._attention_run")
+                    run = module(package, "_attention_run", "attention.eager")
                     run.backward(
                         "flash_attention", dout, q, k, v, out, lse, *grads, deterministic, options
                     )
@@ -300,8 +305,11 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
 
 def _take_portable(is_portable: bool) -> None:
     for package in (OLD, NEW):
-        for name in ("_flash_attention_sm90", "_flash_attention_backward_sm90"):
-            importlib.import_module(f"{package}.ops.{name}").is_enabled = not is_portable
+        for old, new in (
+            ("_flash_attention_sm90", "attention.forward_sm90"),
+            ("_flash_attention_backward_sm90", "attention.backward_sm90"),
+        ):
+            module(package, old, new).is_enabled = not is_portable
 
 
 def main() -> int:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_exports import exported, exported_linear, exported_paired, module
+from ops_coverage import module_of
+from test_exports import exported, exported_linear, exported_paired
 
 from kernel_hub import ops
 from kernel_hub.ops.core import common
@@ -46,15 +47,15 @@ def test_every_variant_is_launched(op: str, monkeypatch: pytest.MonkeyPatch) -> 
         return lambda *launch, **options: launched.add(name)
 
     monkeypatch.setattr(common, "shipped", shipped)
-    monkeypatch.setattr(module(op), "_plans", {})
-    monkeypatch.setattr(module(op), "_cpu_into", module(op)._cuda_into)
+    monkeypatch.setattr(module_of(op), "_plans", {})
+    monkeypatch.setattr(module_of(op), "_cpu_into", module_of(op)._cuda_into)
     # The numbers are of no matter here.
     monkeypatch.setattr(torch, "randn", torch.empty)
     monkeypatch.setattr(linear_launch, "gpu_of", lambda device: Gpu((9, 0), 132))
     monkeypatch.setattr(linear_launch, "tensor_map", lambda *layout: b"")
     if op in paired_plan.TABLES:
-        monkeypatch.setattr(module(op), "gpu_of", lambda device: Gpu((9, 0), 132))
-        monkeypatch.setattr(module(op), "tensor_map", lambda *layout: b"")
+        monkeypatch.setattr(module_of(op), "gpu_of", lambda device: Gpu((9, 0), 132))
+        monkeypatch.setattr(module_of(op), "tensor_map", lambda *layout: b"")
     sanitize().CASES[op]("cpu")
     if op in paired_plan.TABLES:
         expected = exported_paired(op)
