@@ -1,4 +1,4 @@
-"""What csrc/*.cu say of the launches of their kernels, in numbers that nvcc works out.
+"""What the sources in csrc say of the launches of their kernels, in numbers that nvcc works out.
 
 The macros of a source that make kernels (`EXPORT_*` with `__global__` in its text) are put aside,
 and one of them makes an array of figures instead: the source's own list of variants, in its own
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from emulated import ROOT
+from emulated import INCLUDE, SOURCES
 
 from kernel_hub.compilers.nvcc import find_nvcc
 from kernel_hub.errors import KernelHubError
@@ -31,7 +31,7 @@ _CONSTANTS = "the_constants_of_the_source"
 class Source:
     """Where figures come from.
 
-    macro: of csrc/`cubin`.cu, makes kernels named `kernel`. figures: by name, in C++; in them C is
+    macro: of `cubin`.cu, makes kernels named `kernel`. figures: by name, in C++; in them C is
     `config`, and the macro's arguments may be used. constants: of namespace kernel_hub. before:
     C++ that the figures need.
     """
@@ -47,9 +47,9 @@ class Source:
 
     def text(self) -> str:
         """The source with arrays where it has kernels."""
-        source = (ROOT / f"csrc/{self.cubin}.cu").read_text(encoding="utf-8")
+        source = SOURCES[self.cubin].read_text(encoding="utf-8")
         kernels = {match[1] for match in _MACRO.finditer(source) if "__global__" in match[3]}
-        assert self.macro in kernels, f"csrc/{self.cubin}.cu: no {self.macro} in {sorted(kernels)}"
+        assert self.macro in kernels, f"{self.cubin}.cu: no {self.macro} in {sorted(kernels)}"
 
         def without_kernel(match: re.Match[str]) -> str:
             if match[1] not in kernels:
@@ -89,7 +89,7 @@ def _compiled(text: str, arch: str) -> dict[str, list[int]]:
         source.write_text(text, encoding="utf-8")
         done = subprocess.run(
             [
-                nvcc.path, "-ptx", "-std=c++17", f"-arch={arch}", f"-I{ROOT / 'csrc/include'}",
+                nvcc.path, "-ptx", "-std=c++17", f"-arch={arch}", *INCLUDE,
                 str(source), "-o", str(ptx),
             ],
             capture_output=True, text=True, check=False,
