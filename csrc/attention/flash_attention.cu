@@ -37,8 +37,9 @@
 #include "attention/forward/problem.cuh"
 #include "attention/forward/softmax.cuh"
 #include "attention/forward/write.cuh"
+#include "kernel_hub/math.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::attention::forward {
 
 template <typename T, int kHeadDim, int kBlockM, int kBlockN, int kNumWarps, int kStages,
           bool kHoldQ, Variant kVariant>
@@ -321,15 +322,13 @@ __device__ __forceinline__ void flash_attention(const AttentionParams<T>& params
                     words[e] = pack2<T>(acc[i][j * 4 + e][2 * r] * inverse,
                                         acc[i][j * 4 + e][2 * r + 1] * inverse);
                 }
-                transpose_in_quad(words, lane_idx);
+                transpose_by_steps(words, lane_idx);
                 write_columns<kGeneral>(params, out_row, j * 32 + (lane_idx & 3) * 8, is_row,
                                         words);
             }
         }
     }
 }
-
-}  // namespace kernel_hub
 
 // clang-format off: it would give each of the parameters a line.
 // NOTE: total_q, total_k and num_pages stand behind is_aligned: in other places, ptxas spills a
@@ -350,13 +349,13 @@ __device__ __forceinline__ void flash_attention(const AttentionParams<T>& params
         int seqlen_q, int seqlen_k, int page_size, int window_left, int window_right,             \
         int is_aligned, int total_q, int total_k, int num_pages, float softmax_scale_log2,        \
         float softcap_log2) {                                                                     \
-        const kernel_hub::Strides out_strides{out_batch_stride, out_token_stride,                 \
+        const Strides out_strides{out_batch_stride, out_token_stride,                 \
                                               out_head_stride};                                   \
-        const kernel_hub::Strides q_strides{q_batch_stride, q_token_stride, q_head_stride};       \
-        const kernel_hub::Strides k_strides{k_batch_stride, k_token_stride, k_head_stride};       \
-        const kernel_hub::Strides v_strides{v_batch_stride, v_token_stride, v_head_stride};       \
-        kernel_hub::flash_attention<T, HEAD_DIM, BLOCK_M, BLOCK_N, WARPS, STAGES, HOLD_Q,         \
-                                    kernel_hub::Variant::VARIANT>(                                \
+        const Strides q_strides{q_batch_stride, q_token_stride, q_head_stride};       \
+        const Strides k_strides{k_batch_stride, k_token_stride, k_head_stride};       \
+        const Strides v_strides{v_batch_stride, v_token_stride, v_head_stride};       \
+        flash_attention<T, HEAD_DIM, BLOCK_M, BLOCK_N, WARPS, STAGES, HOLD_Q,         \
+                                    Variant::VARIANT>(                                \
             {out, lse, flag, q, k, v, cu_seqlens_q, cu_seqlens_k, cache_seqlens, block_table,     \
              alibi_slopes, out_strides, q_strides, k_strides, v_strides, lse_batch_stride,        \
              lse_head_stride, block_table_stride, alibi_batch_stride, num_batch_heads,            \
@@ -395,3 +394,5 @@ __device__ __forceinline__ void flash_attention(const AttentionParams<T>& params
 
 EXPORT_FLASH_ATTENTION_VARIANTS(fp16, __half)
 EXPORT_FLASH_ATTENTION_VARIANTS(bf16, __nv_bfloat16)
+
+}  // namespace kernel_hub::attention::forward

@@ -37,8 +37,9 @@
 #include "attention/backward/rows.cuh"
 #include "attention/backward/sums.cuh"
 #include "attention/backward/tiles.cuh"
+#include "kernel_hub/math.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::attention::backward {
 
 template <typename T, typename Tiles, bool kGeneral>
 __device__ __forceinline__ void attention_backward(
@@ -121,7 +122,7 @@ __device__ __forceinline__ void attention_backward(
     float dv_sums[Tiles::kDkvRows16][2 * Tiles::kDkvCols16][4];
     clear(dk_sums);
     clear(dv_sums);
-    const float scale_log2 = softmax_scale * kLog2E;
+    const float scale_log2 = softmax_scale * kLog2e;
 
     // p and ds of one block of queries; with it dv and dk where they stay in registers.
     const auto score = [&](int head_idx, int first_query, int row_slot, uint32_t q_stage,
@@ -134,7 +135,7 @@ __device__ __forceinline__ void attention_backward(
         const int home = kGeneral ? work.home : 0;
         float slope = 0.0f;
         if (kGeneral && alibi_slopes) {
-            slope = alibi_slopes[work.batch_idx * alibi_batch_stride + head_idx] * kLog2E;
+            slope = alibi_slopes[work.batch_idx * alibi_batch_stride + head_idx] * kLog2e;
         }
 #pragma unroll
         for (int chunk = 0; chunk < Tiles::kQueries; chunk += Tiles::kChunk) {
@@ -322,8 +323,6 @@ __device__ __forceinline__ void attention_backward(
                                  shared + Tiles::kV, dv.row_stride, work.num_key_rows);
 }
 
-}  // namespace kernel_hub
-
 #define EXPORT_BACKWARD(NAME, T, GENERAL, MIN_BLOCKS, THREADS, ...)                                \
     extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)                              \
     flash_attention_backward_##NAME(                                                               \
@@ -339,8 +338,7 @@ __device__ __forceinline__ void attention_backward(
         int64_t alibi_batch_stride, int64_t num_tiles, int num_blocks, int seqlen_q, int seqlen_k, \
         int total_q, int total_k, int group, int heads_a_block, int head_dim, int window_left,     \
         int window_right, int is_aligned, float softmax_scale, float softcap) {                    \
-        kernel_hub::attention_backward<T, kernel_hub::Tiles<(GENERAL) ? 32 : 64, __VA_ARGS__>,     \
-                                       GENERAL>(                                                   \
+        attention_backward<T, Tiles<(GENERAL) ? 32 : 64, __VA_ARGS__>, GENERAL>(                   \
             {dk, dk_batch_stride, dk_row_stride, dk_head_stride},                                  \
             {dv, dv_batch_stride, dv_row_stride, dv_head_stride}, dq_sums, turns, flag,            \
             {q, q_batch_stride, q_row_stride, q_head_stride},                                      \
@@ -352,7 +350,7 @@ __device__ __forceinline__ void attention_backward(
             head_dim, window_left, window_right, is_aligned, softmax_scale, softcap);              \
     }
 
-// NAME, threads, then the numbers of kernel_hub::Tiles (kernel_hub/ops/_flash_attention_backward.py
+// NAME, threads, then the numbers of Tiles (kernel_hub/ops/_flash_attention_backward.py
 // has the same list).
 #define EXPORT_VARIANTS(NAME, THREADS, ...)                                              \
     EXPORT_BACKWARD(bf16_##NAME, __nv_bfloat16, false, 1, THREADS, __VA_ARGS__)          \
@@ -385,3 +383,5 @@ EXPORT_VARIANTS(hdim160_99k, 256, 160, 64, 64, 8, 2, 4, 4, 1, 1)
 EXPORT_VARIANTS(hdim192_99k, 256, 192, 32, 64, 8, 4, 2, 2, 2, 1)
 EXPORT_VARIANTS(hdim256_99k, 128, 256, 32, 32, 4, 2, 2, 2, 2, 1)
 #endif
+
+}  // namespace kernel_hub::attention::backward

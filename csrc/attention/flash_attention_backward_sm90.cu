@@ -45,8 +45,12 @@
 #include "attention/backward/sm90/consumer.cuh"
 #include "attention/backward/sm90/producer.cuh"
 #include "attention/backward/sm90/rows.cuh"
+#include "kernel_hub/math.cuh"
+#include "kernel_hub/mbarrier.cuh"
+#include "kernel_hub/tma.cuh"
+#include "kernel_hub/warpgroup.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::attention::backward::sm90 {
 
 template <class C>
 __device__ __forceinline__ void attention_backward_sm90(
@@ -89,8 +93,6 @@ __device__ __forceinline__ void attention_backward_sm90(
     }
 }
 
-}  // namespace kernel_hub
-
 #define EXPORT_BACKWARD(NAME, T, HEAD_DIM, BLOCK_M)                                             \
     extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward_sm90_##NAME(  \
         T* dk, T* dv, float* dq_sums, int* turns, int* flag,                                    \
@@ -103,7 +105,7 @@ __device__ __forceinline__ void attention_backward_sm90(
         int num_pairs, int pairs_a_group, int seqlen_q, int seqlen_k, int total_q, int total_k, \
         int num_heads, int group, int heads_a_block, int head_dim, int window_left,             \
         int window_right, float softmax_scale) {                                                \
-        kernel_hub::attention_backward_sm90<kernel_hub::BackwardConfig<T, HEAD_DIM, BLOCK_M>>(  \
+        attention_backward_sm90<BackwardConfig<T, HEAD_DIM, BLOCK_M>>(                          \
             {{dk, dk_batch_stride, dk_row_stride, dk_head_stride},                              \
              {dv, dv_batch_stride, dv_row_stride, dv_head_stride},                              \
              dq_sums,                                                                           \
@@ -144,7 +146,7 @@ __device__ __forceinline__ void attention_backward_sm90(
         int64_t dout_row_stride, int64_t dout_head_stride, int64_t lse_batch_stride,             \
         int64_t lse_head_stride, int64_t num_blocks_q, int num_tiles, int seqlen_q, int total_q, \
         int head_dim) {                                                                          \
-        kernel_hub::attention_delta_sm90<T, HEAD_DIM, BLOCK_M>(                                  \
+        attention_delta_sm90<T, HEAD_DIM, BLOCK_M>(                                              \
             delta, lse_log2, dq_sums, turns, flag,                                               \
             {out, out_batch_stride, out_row_stride, out_head_stride},                            \
             {dout, dout_batch_stride, dout_row_stride, dout_head_stride}, lse, cu_seqlens_q,     \
@@ -156,7 +158,7 @@ __device__ __forceinline__ void attention_backward_sm90(
         T* dq, const float* dq_sums, const int* cu_seqlens_q, int64_t dq_batch_stride,           \
         int64_t dq_row_stride, int64_t dq_head_stride, int64_t num_blocks_q, int num_tiles,      \
         int seqlen_q, int total_q, int head_dim, float softmax_scale) {                          \
-        kernel_hub::attention_convert_sm90<T, HEAD_DIM, BLOCK_M>(                                \
+        attention_convert_sm90<T, HEAD_DIM, BLOCK_M>(                                            \
             {dq, dq_batch_stride, dq_row_stride, dq_head_stride}, dq_sums, cu_seqlens_q,         \
             num_blocks_q, num_tiles, seqlen_q, total_q, head_dim, softmax_scale);                \
     }
@@ -172,3 +174,5 @@ EXPORT_VARIANT(bf16_hdim128_rows64, __nv_bfloat16, 128, 64)
 EXPORT_VARIANT(fp16_hdim128_rows64, __half, 128, 64)
 EXPORT_VARIANT(bf16_hdim128_rows80, __nv_bfloat16, 128, 80)
 EXPORT_VARIANT(fp16_hdim128_rows80, __half, 128, 80)
+
+}  // namespace kernel_hub::attention::backward::sm90

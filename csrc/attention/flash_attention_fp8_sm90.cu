@@ -36,10 +36,11 @@
 
 #include "attention/fp8/consumer.cuh"
 #include "attention/fp8/producer.cuh"
+#include "kernel_hub/math.cuh"
+#include "kernel_hub/tma.cuh"
+#include "kernel_hub/warpgroup.cuh"
 
-namespace kernel_hub {
-namespace fp8 {
-
+namespace kernel_hub::attention::fp8 {
 template <class C>
 __device__ __forceinline__ void flash_attention(const Parameters& p) {
     __shared__ __align__(8) uint64_t barriers[Shared<C>::kCount];
@@ -84,9 +85,6 @@ __device__ __forceinline__ void flash_attention(const Parameters& p) {
     }
 }
 
-}  // namespace fp8
-}  // namespace kernel_hub
-
 #define EXPORT_FLASH_ATTENTION_FP8(HEAD_DIM, VARIANT, MASK, SCALES, CONSUMERS, BLOCK_N)            \
     extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)                         \
     flash_attention_fp8_sm90_e4m3_hdim##HEAD_DIM##_##VARIANT(                                      \
@@ -102,49 +100,47 @@ __device__ __forceinline__ void flash_attention(const Parameters& p) {
         int num_kv_heads, int head_dim, int seqlen_q, int seqlen_k, int total_q, int total_k,      \
         int heads_a_q_scale, int heads_a_group, int has_foreign_rows, int is_out_fp16,             \
         float softmax_scale) {                                                                     \
-        using C =                                                                                  \
-            kernel_hub::fp8::Config<HEAD_DIM, CONSUMERS, BLOCK_N, kernel_hub::fp8::Mask::MASK,     \
-                                    kernel_hub::fp8::Scales::SCALES>;                              \
-        kernel_hub::fp8::flash_attention<C>({out,                                                  \
-                                             lse,                                                  \
-                                             flag,                                                 \
-                                             &q,                                                   \
-                                             &k,                                                   \
-                                             &v,                                                   \
-                                             q_scale,                                              \
-                                             k_scale,                                              \
-                                             v_scale,                                              \
-                                             cu_seqlens_q,                                         \
-                                             cu_seqlens_k,                                         \
-                                             cache_seqlens,                                        \
-                                             tile_counter,                                         \
-                                             out_batch_stride,                                     \
-                                             out_token_stride,                                     \
-                                             out_head_stride,                                      \
-                                             lse_batch_stride,                                     \
-                                             lse_head_stride,                                      \
-                                             q_scale_batch_stride,                                 \
-                                             q_scale_head_stride,                                  \
-                                             q_scale_block_stride,                                 \
-                                             k_scale_batch_stride,                                 \
-                                             k_scale_head_stride,                                  \
-                                             k_scale_block_stride,                                 \
-                                             v_scale_batch_stride,                                 \
-                                             v_scale_head_stride,                                  \
-                                             v_scale_block_stride,                                 \
-                                             batch_size,                                           \
-                                             num_heads,                                            \
-                                             num_kv_heads,                                         \
-                                             head_dim,                                             \
-                                             seqlen_q,                                             \
-                                             seqlen_k,                                             \
-                                             total_q,                                              \
-                                             total_k,                                              \
-                                             heads_a_q_scale,                                      \
-                                             heads_a_group,                                        \
-                                             has_foreign_rows,                                     \
-                                             is_out_fp16,                                          \
-                                             softmax_scale});                                      \
+        using C = Config<HEAD_DIM, CONSUMERS, BLOCK_N, Mask::MASK, Scales::SCALES>;                \
+        flash_attention<C>({out,                                                                   \
+                            lse,                                                                   \
+                            flag,                                                                  \
+                            &q,                                                                    \
+                            &k,                                                                    \
+                            &v,                                                                    \
+                            q_scale,                                                               \
+                            k_scale,                                                               \
+                            v_scale,                                                               \
+                            cu_seqlens_q,                                                          \
+                            cu_seqlens_k,                                                          \
+                            cache_seqlens,                                                         \
+                            tile_counter,                                                          \
+                            out_batch_stride,                                                      \
+                            out_token_stride,                                                      \
+                            out_head_stride,                                                       \
+                            lse_batch_stride,                                                      \
+                            lse_head_stride,                                                       \
+                            q_scale_batch_stride,                                                  \
+                            q_scale_head_stride,                                                   \
+                            q_scale_block_stride,                                                  \
+                            k_scale_batch_stride,                                                  \
+                            k_scale_head_stride,                                                   \
+                            k_scale_block_stride,                                                  \
+                            v_scale_batch_stride,                                                  \
+                            v_scale_head_stride,                                                   \
+                            v_scale_block_stride,                                                  \
+                            batch_size,                                                            \
+                            num_heads,                                                             \
+                            num_kv_heads,                                                          \
+                            head_dim,                                                              \
+                            seqlen_q,                                                              \
+                            seqlen_k,                                                              \
+                            total_q,                                                               \
+                            total_k,                                                               \
+                            heads_a_q_scale,                                                       \
+                            heads_a_group,                                                         \
+                            has_foreign_rows,                                                      \
+                            is_out_fp16,                                                           \
+                            softmax_scale});                                                       \
     }
 
 #define EXPORT_MASKS(HEAD_DIM, SUFFIX, SCALES, CONSUMERS, BLOCK_N)                        \
@@ -159,3 +155,5 @@ EXPORT_MASKS(128, _long, kHeads, 3, 96)
 EXPORT_MASKS(128, _blocks, kBlocks, 2, 128)
 EXPORT_MASKS(256, , kHeads, 2, 96)
 EXPORT_MASKS(256, _blocks, kBlocks, 2, 64)
+
+}  // namespace kernel_hub::attention::fp8

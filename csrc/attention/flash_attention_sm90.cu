@@ -36,8 +36,12 @@
 
 #include "attention/sm90/consumer.cuh"
 #include "attention/sm90/producer.cuh"
+#include "kernel_hub/math.cuh"
+#include "kernel_hub/mbarrier.cuh"
+#include "kernel_hub/tma.cuh"
+#include "kernel_hub/warpgroup.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::attention::sm90 {
 
 template <class C>
 __device__ __forceinline__ void flash_attention_sm90(const Parameters& p) {
@@ -94,55 +98,53 @@ __device__ __forceinline__ void flash_attention_sm90(const Parameters& p) {
     }
 }
 
-}  // namespace kernel_hub
-
-#define EXPORT_FLASH_ATTENTION(DTYPE, T, HEAD_DIM, VARIANT, MASK, CONSUMERS, BLOCK_N)          \
-    extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)                     \
-    flash_attention_sm90_##DTYPE##_hdim##HEAD_DIM##_##VARIANT(                                 \
-        T* out, float* lse, int* flag, const __grid_constant__ CUtensorMap q,                  \
-        const __grid_constant__ CUtensorMap k, const __grid_constant__ CUtensorMap v,          \
-        const int* cu_seqlens_q, const int* cu_seqlens_k, const int* cache_seqlens,            \
-        const int* block_table, int* tile_counter, int64_t out_batch_stride,                   \
-        int64_t out_token_stride, int64_t out_head_stride, int64_t lse_batch_stride,           \
-        int64_t lse_head_stride, int64_t block_table_stride, int batch_size, int num_heads,    \
-        int num_kv_heads, int head_dim, int seqlen_q, int seqlen_k, int total_q, int total_k,  \
-        int num_pages, int page_size, int box_rows, int window_left, int window_right,         \
-        int heads_a_group, int has_foreign_rows, float scale_log2, float cap_scale_log2) {     \
-        using C = kernel_hub::Config<T, HEAD_DIM, CONSUMERS, BLOCK_N, kernel_hub::Mask::MASK>; \
-        kernel_hub::flash_attention_sm90<C>({out,                                              \
-                                             lse,                                              \
-                                             flag,                                             \
-                                             &q,                                               \
-                                             &k,                                               \
-                                             &v,                                               \
-                                             cu_seqlens_q,                                     \
-                                             cu_seqlens_k,                                     \
-                                             cache_seqlens,                                    \
-                                             block_table,                                      \
-                                             tile_counter,                                     \
-                                             out_batch_stride,                                 \
-                                             out_token_stride,                                 \
-                                             out_head_stride,                                  \
-                                             lse_batch_stride,                                 \
-                                             lse_head_stride,                                  \
-                                             block_table_stride,                               \
-                                             batch_size,                                       \
-                                             num_heads,                                        \
-                                             num_kv_heads,                                     \
-                                             head_dim,                                         \
-                                             seqlen_q,                                         \
-                                             seqlen_k,                                         \
-                                             total_q,                                          \
-                                             total_k,                                          \
-                                             num_pages,                                        \
-                                             page_size,                                        \
-                                             box_rows,                                         \
-                                             window_left,                                      \
-                                             window_right,                                     \
-                                             heads_a_group,                                    \
-                                             has_foreign_rows,                                 \
-                                             scale_log2,                                       \
-                                             cap_scale_log2});                                 \
+#define EXPORT_FLASH_ATTENTION(DTYPE, T, HEAD_DIM, VARIANT, MASK, CONSUMERS, BLOCK_N)         \
+    extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)                    \
+    flash_attention_sm90_##DTYPE##_hdim##HEAD_DIM##_##VARIANT(                                \
+        T* out, float* lse, int* flag, const __grid_constant__ CUtensorMap q,                 \
+        const __grid_constant__ CUtensorMap k, const __grid_constant__ CUtensorMap v,         \
+        const int* cu_seqlens_q, const int* cu_seqlens_k, const int* cache_seqlens,           \
+        const int* block_table, int* tile_counter, int64_t out_batch_stride,                  \
+        int64_t out_token_stride, int64_t out_head_stride, int64_t lse_batch_stride,          \
+        int64_t lse_head_stride, int64_t block_table_stride, int batch_size, int num_heads,   \
+        int num_kv_heads, int head_dim, int seqlen_q, int seqlen_k, int total_q, int total_k, \
+        int num_pages, int page_size, int box_rows, int window_left, int window_right,        \
+        int heads_a_group, int has_foreign_rows, float scale_log2, float cap_scale_log2) {    \
+        using C = Config<T, HEAD_DIM, CONSUMERS, BLOCK_N, Mask::MASK>;                        \
+        flash_attention_sm90<C>({out,                                                         \
+                                 lse,                                                         \
+                                 flag,                                                        \
+                                 &q,                                                          \
+                                 &k,                                                          \
+                                 &v,                                                          \
+                                 cu_seqlens_q,                                                \
+                                 cu_seqlens_k,                                                \
+                                 cache_seqlens,                                               \
+                                 block_table,                                                 \
+                                 tile_counter,                                                \
+                                 out_batch_stride,                                            \
+                                 out_token_stride,                                            \
+                                 out_head_stride,                                             \
+                                 lse_batch_stride,                                            \
+                                 lse_head_stride,                                             \
+                                 block_table_stride,                                          \
+                                 batch_size,                                                  \
+                                 num_heads,                                                   \
+                                 num_kv_heads,                                                \
+                                 head_dim,                                                    \
+                                 seqlen_q,                                                    \
+                                 seqlen_k,                                                    \
+                                 total_q,                                                     \
+                                 total_k,                                                     \
+                                 num_pages,                                                   \
+                                 page_size,                                                   \
+                                 box_rows,                                                    \
+                                 window_left,                                                 \
+                                 window_right,                                                \
+                                 heads_a_group,                                               \
+                                 has_foreign_rows,                                            \
+                                 scale_log2,                                                  \
+                                 cap_scale_log2});                                            \
     }
 
 #define EXPORT_MASKS(DTYPE, T, HEAD_DIM, CONSUMERS, BLOCK_N)                        \
@@ -162,3 +164,5 @@ __device__ __forceinline__ void flash_attention_sm90(const Parameters& p) {
 
 EXPORT_HEAD_DIMS(fp16, __half)
 EXPORT_HEAD_DIMS(bf16, __nv_bfloat16)
+
+}  // namespace kernel_hub::attention::sm90

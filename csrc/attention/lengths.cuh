@@ -4,7 +4,7 @@
 
 #include "kernel_hub/bounds.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::attention {
 
 template <class P>
 __device__ __forceinline__ RowRange find_queries(const P& p, int batch) {
@@ -26,4 +26,4 @@ __device__ __forceinline__ RowRange find_keys(const P& p, int batch) {
     return find_rows(p.cu_seqlens_k, batch, p.total_k);
 }
 
-}  // namespace kernel_hub
+}  // namespace kernel_hub::attention

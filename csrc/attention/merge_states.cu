@@ -19,7 +19,7 @@
 
 #include "kernel_hub/vec.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::attention {
 
 // (batch, seqlen, num_heads, head_dim), or without the last dimension. Strides in elements.
 template <typename Pointer>
@@ -130,8 +130,6 @@ __device__ __forceinline__ void merge_states(State<T*> out, State<float*> out_ls
     }
 }
 
-}  // namespace kernel_hub
-
 #define EXPORT_MERGE_STATES(DTYPE, T, VARIANT, HEADS, WIDTH)                                       \
     extern "C" __global__ void __launch_bounds__(512) merge_states_##DTYPE##_##VARIANT(            \
         T* out, float* out_lse, const T* out_a, const T* out_b, const float* lse_a,                \
@@ -142,7 +140,7 @@ __device__ __forceinline__ void merge_states(State<T*> out, State<float*> out_ls
         int64_t out_b_head_stride, int64_t lse_a_batch_stride, int64_t lse_a_token_stride,         \
         int64_t lse_a_head_stride, int64_t lse_b_batch_stride, int64_t lse_b_token_stride,         \
         int64_t lse_b_head_stride, int seqlen, int num_heads, int head_dim) {                      \
-        kernel_hub::merge_states<T, HEADS, WIDTH>(                                                 \
+        merge_states<T, HEADS, WIDTH>(                                                             \
             {out, out_batch_stride, out_token_stride, out_head_stride},                            \
             {out_lse, out_lse_batch_stride, out_lse_token_stride, out_lse_head_stride},            \
             {out_a, out_a_batch_stride, out_a_token_stride, out_a_head_stride},                    \
@@ -159,21 +157,23 @@ __device__ __forceinline__ void merge_states(State<T*> out, State<float*> out_ls
         const int64_t token_stride = static_cast<int64_t>(num_heads) * head_dim;             \
         const int64_t batch_stride = seqlen * token_stride;                                  \
         const int64_t lse_stride = static_cast<int64_t>(num_heads) * seqlen;                 \
-        kernel_hub::merge_states<T, HEADS, kernel_hub::kVecElems<T>>(                        \
+        merge_states<T, HEADS, kVecElems<T>>(                                                \
             {out, batch_stride, token_stride, head_dim}, {out_lse, lse_stride, 1, seqlen},   \
             {out_a, batch_stride, token_stride, head_dim},                                   \
             {out_b, batch_stride, token_stride, head_dim}, {lse_a, lse_stride, 1, seqlen},   \
             {lse_b, lse_stride, 1, seqlen}, seqlen, num_heads, head_dim);                    \
     }
 
-#define EXPORT_MERGE_STATES_VARIANTS(DTYPE, T)                       \
-    EXPORT_MERGE_STATES(DTYPE, T, vec1, 1, kernel_hub::kVecElems<T>) \
-    EXPORT_MERGE_STATES(DTYPE, T, vec2, 2, kernel_hub::kVecElems<T>) \
-    EXPORT_MERGE_STATES_FLAT(DTYPE, T, vec1, 1)                      \
-    EXPORT_MERGE_STATES_FLAT(DTYPE, T, vec2, 2)                      \
+#define EXPORT_MERGE_STATES_VARIANTS(DTYPE, T)           \
+    EXPORT_MERGE_STATES(DTYPE, T, vec1, 1, kVecElems<T>) \
+    EXPORT_MERGE_STATES(DTYPE, T, vec2, 2, kVecElems<T>) \
+    EXPORT_MERGE_STATES_FLAT(DTYPE, T, vec1, 1)          \
+    EXPORT_MERGE_STATES_FLAT(DTYPE, T, vec2, 2)          \
     EXPORT_MERGE_STATES(DTYPE, T, scalar, 1, 1)
 
 // {op}_{dtype}[_flat]_{variant}
 EXPORT_MERGE_STATES_VARIANTS(fp16, __half)
 EXPORT_MERGE_STATES_VARIANTS(bf16, __nv_bfloat16)
 EXPORT_MERGE_STATES_VARIANTS(fp32, float)
+
+}  // namespace kernel_hub::attention

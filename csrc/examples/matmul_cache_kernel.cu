@@ -11,7 +11,7 @@
 
 #include "kernel_hub/vec.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::examples {
 
 constexpr int kMatrixSize = 512;
 constexpr int kTile = 64;
@@ -68,11 +68,11 @@ __device__ __forceinline__ void matmul_tile(const __half* a, const __half* b, fl
     }
 }
 
-}  // namespace kernel_hub
-
 extern "C" __global__ void __launch_bounds__(1024) matmul_cache_kernel_0d1d2d(const __half* a,
                                                                               const __half* b,
                                                                               float* c) {
     extern __shared__ uint4 tiles[];
-    kernel_hub::matmul_tile(a, b, c, tiles);
+    matmul_tile(a, b, c, tiles);
 }
+
+}  // namespace kernel_hub::examples

@@ -23,11 +23,11 @@
 
 #include <type_traits>
 
+#include "kernel_hub/e4m3.cuh"
 #include "kernel_hub/kv_place.cuh"
 #include "kernel_hub/vec.cuh"
-#include "kernel_hub/write_e4m3.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::kv_cache {
 
 enum class Rotation { kNone, kHalf, kInterleaved };
 
@@ -301,8 +301,6 @@ __device__ __forceinline__ void append_kv(Rows<T*> out_q, Rows<T*> out_k, Rows<C
     }
 }
 
-}  // namespace kernel_hub
-
 #define EXPORT_APPEND_KV(NAME, T, CACHE, TABLE, ROTATION, VARIANT, WIDTH)                          \
     extern "C" __global__ void __launch_bounds__(256, 2) append_kv_##NAME##_##VARIANT(             \
         T* out_q, T* out_k, CACHE* k_cache, CACHE* v_cache, int* flag, const T* q, const T* k,     \
@@ -320,7 +318,7 @@ __device__ __forceinline__ void append_kv(Rows<T*> out_q, Rows<T*> out_k, Rows<C
         int batch_size, int num_heads, int num_kv_heads, int head_dim, int rotary_dim,             \
         int max_position, int num_pages, int page_size, int max_pages, int positions_bytes,        \
         int slot_bytes, int q_threads) {                                                           \
-        kernel_hub::append_kv<T, CACHE, TABLE, kernel_hub::Rotation::ROTATION, WIDTH>(             \
+        append_kv<T, CACHE, TABLE, Rotation::ROTATION, WIDTH>(                                     \
             {out_q, out_q_batch_stride, out_q_token_stride, out_q_head_stride},                    \
             {out_k, out_k_batch_stride, out_k_token_stride, out_k_head_stride},                    \
             {k_cache, k_cache_page_stride, k_cache_row_stride, k_cache_head_stride},               \
@@ -335,8 +333,8 @@ __device__ __forceinline__ void append_kv(Rows<T*> out_q, Rows<T*> out_k, Rows<C
             max_position, q_threads);                                                              \
     }
 
-#define EXPORT_APPEND_KV_VARIANTS(NAME, T, CACHE, TABLE, ROTATION)                   \
-    EXPORT_APPEND_KV(NAME, T, CACHE, TABLE, ROTATION, vec, kernel_hub::kVecElems<T>) \
+#define EXPORT_APPEND_KV_VARIANTS(NAME, T, CACHE, TABLE, ROTATION)       \
+    EXPORT_APPEND_KV(NAME, T, CACHE, TABLE, ROTATION, vec, kVecElems<T>) \
     EXPORT_APPEND_KV(NAME, T, CACHE, TABLE, ROTATION, scalar, 1)
 
 #define EXPORT_APPEND_KV_CACHES(NAME, T, TABLE, ROTATION)  \
@@ -358,3 +356,5 @@ EXPORT_APPEND_KV_CACHES(bf16_table32_interleaved, __nv_bfloat16, float, kInterle
 EXPORT_APPEND_KV_CACHES(fp32_plain, float, float, kNone)
 EXPORT_APPEND_KV_CACHES(fp32_half, float, float, kHalf)
 EXPORT_APPEND_KV_CACHES(fp32_interleaved, float, float, kInterleaved)
+
+}  // namespace kernel_hub::kv_cache

@@ -33,6 +33,7 @@
 // 2023.
 
 #include "kernel_hub/dependent_launch.cuh"
+#include "kernel_hub/math.cuh"
 #include "kernel_hub/mma.cuh"
 #include "kv_cache/decode/args.cuh"
 #include "kv_cache/decode/merge.cuh"
@@ -40,12 +41,12 @@
 #include "kv_cache/decode/tiles.cuh"
 #include "kv_cache/decode/work.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::kv_cache::decode {
 
 // softcap tanh(score / softcap).
 __device__ __forceinline__ float capped(float score, float softcap) {
     if (softcap > 0.0f) {
-        const float twice = exp2_approx(score * __fdividef(2.0f * kLog2E, softcap));
+        const float twice = exp2_approx(score * __fdividef(2.0f * kLog2e, softcap));
         score = softcap - __fdividef(2.0f * softcap, 1.0f + twice);
     }
     return score;
@@ -147,7 +148,7 @@ __device__ __forceinline__ void attend(const Args& args, const Segment& segment,
     const bool is_general =
         Config::kGeneral && (args.window_left >= 0 || args.softcap > 0.0f ||
                              args.alibi_slopes != nullptr || args.softmax_scale <= 0.0f);
-    const float scale_log2 = is_general ? 1.0f : score_scale * kLog2E;
+    const float scale_log2 = is_general ? 1.0f : score_scale * kLog2e;
 
     Accumulator<Config> sums;
     sums.clear();
@@ -180,7 +181,7 @@ __device__ __forceinline__ void attend(const Args& args, const Segment& segment,
                         if (is_general) {
                             score = capped(score * score_scale, args.softcap) -
                                     slope[i % 2] * static_cast<float>(distance);
-                            score = distance < window ? score * kLog2E : -INFINITY;
+                            score = distance < window ? score * kLog2e : -INFINITY;
                         }
                         score = distance >= 0 ? score : -INFINITY;
                     }
@@ -263,8 +264,6 @@ __device__ __forceinline__ void decode_attention(const Args& args) {
     attend<Config>(args, segment, extent, shared);
 }
 
-}  // namespace kernel_hub
-
 #define EXPORT_DECODE_ATTENTION(DTYPE, T, CACHE, HEAD_DIM, FLAGS, TILE, SLOTS, ROW_TILES,       \
                                 MIN_BLOCKS)                                                     \
     extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS)                               \
@@ -284,80 +283,79 @@ __device__ __forceinline__ void decode_attention(const Args& args) {
         int num_pages, int page_size, int max_tokens, int rotary_dim, int max_position,         \
         int table_bytes, int is_interleaved, int is_vectorised, int num_splits, int parallel,   \
         int window_left, float softmax_scale, float softcap) {                                  \
-        using Config = kernel_hub::DecodeConfig<T, CACHE, HEAD_DIM, TILE, SLOTS, ROW_TILES>;    \
-        const kernel_hub::DecodeArgs<T, CACHE> args = {out,                                     \
-                                                       lse,                                     \
-                                                       partial_out,                             \
-                                                       partial_lse,                             \
-                                                       flag,                                    \
-                                                       k_cache,                                 \
-                                                       v_cache,                                 \
-                                                       q,                                       \
-                                                       k,                                       \
-                                                       v,                                       \
-                                                       cache_seqlens,                           \
-                                                       block_table,                             \
-                                                       cos,                                     \
-                                                       sin,                                     \
-                                                       qkv_bias,                                \
-                                                       k_scale,                                 \
-                                                       v_scale,                                 \
-                                                       alibi_slopes,                            \
-                                                       out_batch_stride,                        \
-                                                       out_token_stride,                        \
-                                                       out_head_stride,                         \
-                                                       q_batch_stride,                          \
-                                                       q_token_stride,                          \
-                                                       q_head_stride,                           \
-                                                       k_batch_stride,                          \
-                                                       k_token_stride,                          \
-                                                       k_head_stride,                           \
-                                                       v_batch_stride,                          \
-                                                       v_token_stride,                          \
-                                                       v_head_stride,                           \
-                                                       k_cache_page_stride,                     \
-                                                       k_cache_token_stride,                    \
-                                                       k_cache_head_stride,                     \
-                                                       v_cache_page_stride,                     \
-                                                       v_cache_token_stride,                    \
-                                                       v_cache_head_stride,                     \
-                                                       block_table_stride,                      \
-                                                       table_stride,                            \
-                                                       alibi_batch_stride,                      \
-                                                       batch_size,                              \
-                                                       seqlen_q,                                \
-                                                       num_heads,                               \
-                                                       num_kv_heads,                            \
-                                                       head_dim,                                \
-                                                       num_pages,                               \
-                                                       page_size,                               \
-                                                       max_tokens,                              \
-                                                       rotary_dim,                              \
-                                                       max_position,                            \
-                                                       table_bytes,                             \
-                                                       is_interleaved,                          \
-                                                       is_vectorised,                           \
-                                                       num_splits,                              \
-                                                       parallel,                                \
-                                                       window_left,                             \
-                                                       softmax_scale,                           \
-                                                       softcap};                                \
-        kernel_hub::decode_attention<Config>(args);                                             \
+        using Config = DecodeConfig<T, CACHE, HEAD_DIM, TILE, SLOTS, ROW_TILES>;                \
+        const DecodeArgs<T, CACHE> args = {out,                                                 \
+                                           lse,                                                 \
+                                           partial_out,                                         \
+                                           partial_lse,                                         \
+                                           flag,                                                \
+                                           k_cache,                                             \
+                                           v_cache,                                             \
+                                           q,                                                   \
+                                           k,                                                   \
+                                           v,                                                   \
+                                           cache_seqlens,                                       \
+                                           block_table,                                         \
+                                           cos,                                                 \
+                                           sin,                                                 \
+                                           qkv_bias,                                            \
+                                           k_scale,                                             \
+                                           v_scale,                                             \
+                                           alibi_slopes,                                        \
+                                           out_batch_stride,                                    \
+                                           out_token_stride,                                    \
+                                           out_head_stride,                                     \
+                                           q_batch_stride,                                      \
+                                           q_token_stride,                                      \
+                                           q_head_stride,                                       \
+                                           k_batch_stride,                                      \
+                                           k_token_stride,                                      \
+                                           k_head_stride,                                       \
+                                           v_batch_stride,                                      \
+                                           v_token_stride,                                      \
+                                           v_head_stride,                                       \
+                                           k_cache_page_stride,                                 \
+                                           k_cache_token_stride,                                \
+                                           k_cache_head_stride,                                 \
+                                           v_cache_page_stride,                                 \
+                                           v_cache_token_stride,                                \
+                                           v_cache_head_stride,                                 \
+                                           block_table_stride,                                  \
+                                           table_stride,                                        \
+                                           alibi_batch_stride,                                  \
+                                           batch_size,                                          \
+                                           seqlen_q,                                            \
+                                           num_heads,                                           \
+                                           num_kv_heads,                                        \
+                                           head_dim,                                            \
+                                           num_pages,                                           \
+                                           page_size,                                           \
+                                           max_tokens,                                          \
+                                           rotary_dim,                                          \
+                                           max_position,                                        \
+                                           table_bytes,                                         \
+                                           is_interleaved,                                      \
+                                           is_vectorised,                                       \
+                                           num_splits,                                          \
+                                           parallel,                                            \
+                                           window_left,                                         \
+                                           softmax_scale,                                       \
+                                           softcap};                                            \
+        decode_attention<Config>(args);                                                         \
     }
 
-#define EXPORT_MERGE(DTYPE, T)                                                               \
-    extern "C" __global__ void __launch_bounds__(128, 8) decode_attention_##DTYPE##_merge(   \
-        T* out, float* lse, const float* partial_out, const float* partial_lse,              \
-        const int* cache_seqlens, int64_t out_batch_stride, int64_t out_token_stride,        \
-        int64_t out_head_stride, int batch_size, int seqlen_q, int num_new, int max_tokens,  \
-        int window_left, int unit, int items, int num_splits, int parallel, int num_heads,   \
-        int num_kv_heads, int head_dim, int block_rows) {                                    \
-        const kernel_hub::Work work = {                                                      \
-            cache_seqlens, batch_size, seqlen_q, num_new,    max_tokens,                     \
-            window_left,   unit,       items,    num_splits, parallel};                      \
-        kernel_hub::merge_decode_splits(out, lse, partial_out, partial_lse, work,            \
-                                        out_batch_stride, out_token_stride, out_head_stride, \
-                                        num_heads, num_kv_heads, head_dim, block_rows);      \
+#define EXPORT_MERGE(DTYPE, T)                                                                    \
+    extern "C" __global__ void __launch_bounds__(128, 8) decode_attention_##DTYPE##_merge(        \
+        T* out, float* lse, const float* partial_out, const float* partial_lse,                   \
+        const int* cache_seqlens, int64_t out_batch_stride, int64_t out_token_stride,             \
+        int64_t out_head_stride, int batch_size, int seqlen_q, int num_new, int max_tokens,       \
+        int window_left, int unit, int items, int num_splits, int parallel, int num_heads,        \
+        int num_kv_heads, int head_dim, int block_rows) {                                         \
+        const Work work = {cache_seqlens, batch_size, seqlen_q, num_new,    max_tokens,           \
+                           window_left,   unit,       items,    num_splits, parallel};            \
+        merge_decode_splits(out, lse, partial_out, partial_lse, work, out_batch_stride,           \
+                            out_token_stride, out_head_stride, num_heads, num_kv_heads, head_dim, \
+                            block_rows);                                                          \
     }
 
 // TILE, SLOTS, ROW_TILES, MIN_BLOCKS: see DecodeConfig; kernel_hub/ops/_decode_plan.py has
@@ -378,3 +376,5 @@ __device__ __forceinline__ void decode_attention(const Args& args) {
 // {op}_{dtype}_hdim{head_dim}[_e4m3][_rows32], {op}_{dtype}_merge
 EXPORT_DTYPE(fp16, __half)
 EXPORT_DTYPE(bf16, __nv_bfloat16)
+
+}  // namespace kernel_hub::kv_cache::decode

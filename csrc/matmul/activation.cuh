@@ -1,30 +1,29 @@
 // Activations of linear and its kin, exact to fp32 or to results of 16 bits.
 #pragma once
 
+#include "kernel_hub/math.cuh"
 #include "kernel_hub/mma.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::matmul {
 
 // As kernel_hub/ops/linear.py numbers them.
 enum Activation { kIdentity = 0, kGelu = 1, kSilu = 2, kRelu = 3 };
 
 // x Phi(x), with the error function of Abramowitz and Stegun 7.1.26 (absolute error 1.5e-7).
 __device__ __forceinline__ float gelu(float x) {
-    constexpr float kLog2E = 1.44269504f;
     const float t = __fdividef(1.0f, 1.0f + 0.3275911f * 0.70710678f * fabsf(x));
     float tail = 1.061405429f;
     tail = tail * t - 1.453152027f;
     tail = tail * t + 1.421413741f;
     tail = tail * t - 0.284496736f;
     tail = tail * t + 0.254829592f;
-    tail *= t * exp2_approx(-0.5f * kLog2E * x * x);
+    tail *= t * exp2_approx(-0.5f * kLog2e * x * x);
     // NOTE: the bound keeps inf * 0 out, and lets nan through `tail`.
     return fmaxf(x, 0.0f) - 0.5f * fminf(fabsf(x), 1e4f) * tail;
 }
 
 __device__ __forceinline__ float silu(float x) {
-    constexpr float kLog2E = 1.44269504f;
-    return __fdividef(x, 1.0f + exp2_approx(-kLog2E * x));
+    return __fdividef(x, 1.0f + exp2_approx(-kLog2e * x));
 }
 
 // The same for results of 16 bits: x Phi(x), Phi as 1/2 and an odd polynomial, held between 0 and 1
@@ -62,9 +61,8 @@ __device__ __forceinline__ float gelu_16(float x) {
 // special unit has enough to do with the exponential.
 template <typename Out = __half>
 __device__ __forceinline__ float silu_16(float x) {
-    constexpr float kLog2E = 1.44269504f;
     x = max_nan(x, -44.0f);  // there it is 0
-    const float divisor = 1.0f + exp2_approx(-kLog2E * x);
+    const float divisor = 1.0f + exp2_approx(-kLog2e * x);
     const float guess = __int_as_float(0x7ef31000 - static_cast<int>(__float_as_uint(divisor)));
     const float error = 1.0f - divisor * guess;
     if constexpr (std::is_same_v<Out, __nv_bfloat16>) {
@@ -98,4 +96,4 @@ __device__ __forceinline__ void activate(float (&values)[kCount], int activation
     }
 }
 
-}  // namespace kernel_hub
+}  // namespace kernel_hub::matmul

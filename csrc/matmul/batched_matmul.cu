@@ -10,7 +10,7 @@
 
 #include "matmul/grouped/mma.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::matmul::grouped {
 
 template <typename T, typename C>
 __device__ __forceinline__ void batched_matmul(T* out, float* out_fp32, const T* a, const T* b,
@@ -41,21 +41,21 @@ __device__ __forceinline__ void batched_matmul(T* out, float* out_fp32, const T*
                                k);
 }
 
-}  // namespace kernel_hub
-
 #define EXPORT_BATCHED_MATMUL(NAME, T, BLOCK_M)                                                   \
-    extern "C" __global__ void __launch_bounds__(kernel_hub::kThreads, 2) NAME(                   \
+    extern "C" __global__ void __launch_bounds__(kThreads, 2) NAME(                               \
         T* out, float* out_fp32, const T* a, const T* b, int64_t out_outer_stride,                \
         int64_t out_inner_stride, int64_t out_stride, int64_t a_outer_stride,                     \
         int64_t a_inner_stride, int64_t a_stride, int64_t b_outer_stride, int64_t b_inner_stride, \
         int64_t b_stride, int num_matrices, int num_inner, int m, int n, int k) {                 \
-        kernel_hub::batched_matmul<T, kernel_hub::Tile<BLOCK_M>>(                                 \
-            out, out_fp32, a, b, out_outer_stride, out_inner_stride, out_stride, a_outer_stride,  \
-            a_inner_stride, a_stride, b_outer_stride, b_inner_stride, b_stride, num_matrices,     \
-            num_inner, m, n, k);                                                                  \
+        batched_matmul<T, Tile<BLOCK_M>>(out, out_fp32, a, b, out_outer_stride, out_inner_stride, \
+                                         out_stride, a_outer_stride, a_inner_stride, a_stride,    \
+                                         b_outer_stride, b_inner_stride, b_stride, num_matrices,  \
+                                         num_inner, m, n, k);                                     \
     }
 
 EXPORT_BATCHED_MATMUL(batched_matmul_fp16_128x128, __half, 128)
 EXPORT_BATCHED_MATMUL(batched_matmul_bf16_128x128, __nv_bfloat16, 128)
 EXPORT_BATCHED_MATMUL(batched_matmul_fp16_64x128, __half, 64)
 EXPORT_BATCHED_MATMUL(batched_matmul_bf16_64x128, __nv_bfloat16, 64)
+
+}  // namespace kernel_hub::matmul::grouped

@@ -10,9 +10,10 @@
 // same bits when run again. Source: NVIDIA, PTX ISA, "Asynchronous warpgroup level matrix
 // instructions".
 
+#include "kernel_hub/tma.cuh"
 #include "matmul/grouped/sm90.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::matmul::grouped {
 
 template <typename T>
 struct ByMatrix {
@@ -60,21 +61,18 @@ __device__ __forceinline__ void batched_matmul_sm90(
                        out && is_aligned);
 }
 
-}  // namespace kernel_hub
-
-#define EXPORT_BATCHED_MATMUL(NAME, T, ...)                                                        \
-    extern "C" __global__ void                                                                     \
-        __cluster_dims__(kernel_hub::GroupedConfig<__VA_ARGS__>::kClusterSize, 1, 1)               \
-        __launch_bounds__(kernel_hub::GroupedConfig<__VA_ARGS__>::kThreads,                        \
-                          kernel_hub::GroupedConfig<__VA_ARGS__>::kMinBlocks)                      \
-        NAME(T* out, float* out_fp32, float* partials, int* arrivals,                              \
-             const __grid_constant__ CUtensorMap out_map,                                          \
-             const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map, \
-             int64_t out_outer_stride, int64_t out_inner_stride, int64_t out_stride,               \
-             int num_matrices, int num_inner, int m, int n, int k, int group) {                    \
-        kernel_hub::batched_matmul_sm90<T, kernel_hub::GroupedConfig<__VA_ARGS__>>(                \
-            out, out_fp32, partials, arrivals, &out_map, &a_map, &b_map, out_outer_stride,         \
-            out_inner_stride, out_stride, num_matrices, num_inner, m, n, k, group);                \
+#define EXPORT_BATCHED_MATMUL(NAME, T, ...)                                                      \
+    extern "C" __global__ void __cluster_dims__(GroupedConfig<__VA_ARGS__>::kClusterSize, 1, 1)  \
+    __launch_bounds__(GroupedConfig<__VA_ARGS__>::kThreads,                                      \
+                      GroupedConfig<__VA_ARGS__>::kMinBlocks)                                    \
+    NAME(T* out, float* out_fp32, float* partials, int* arrivals,                                \
+         const __grid_constant__ CUtensorMap out_map, const __grid_constant__ CUtensorMap a_map, \
+         const __grid_constant__ CUtensorMap b_map, int64_t out_outer_stride,                    \
+         int64_t out_inner_stride, int64_t out_stride, int num_matrices, int num_inner, int m,   \
+         int n, int k, int group) {                                                              \
+        batched_matmul_sm90<T, GroupedConfig<__VA_ARGS__>>(                                      \
+            out, out_fp32, partials, arrivals, &out_map, &a_map, &b_map, out_outer_stride,       \
+            out_inner_stride, out_stride, num_matrices, num_inner, m, n, k, group);              \
     }
 
 // kernel_hub/ops/_grouped_plan.py has the same list.
@@ -89,3 +87,5 @@ EXPORT_BOTH(swapped_64x64_b2, true, 1, 64, 6, false, 2, 2)
 EXPORT_BOTH(swapped_64x32_b2, true, 1, 32, 8, false, 2, 2)
 EXPORT_BOTH(swapped_64x16_b2, true, 1, 16, 10, false, 2, 2)
 // clang-format on
+
+}  // namespace kernel_hub::matmul::grouped

@@ -2,10 +2,11 @@
 #pragma once
 
 #include "kernel_hub/mma.cuh"
+#include "kernel_hub/ptx.cuh"
 #include "kernel_hub/vec.cuh"
 #include "matmul/activation.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::matmul {
 
 // A 4x4 transpose over four neighbouring lanes: lane q gives words[j] and gets word q of lane j.
 __device__ __forceinline__ void transpose_quad(uint32_t (&words)[4], int q) {
@@ -286,4 +287,4 @@ struct Epilogue {
     }
 };
 
-}  // namespace kernel_hub
+}  // namespace kernel_hub::matmul

@@ -12,7 +12,7 @@
 
 #include "matmul/grouped/mma.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::matmul::grouped {
 
 template <typename T, typename C>
 __device__ __forceinline__ void grouped_linear(T* out, float* out_fp32, int* flag, const T* a,
@@ -36,20 +36,20 @@ __device__ __forceinline__ void grouped_linear(T* out, float* out_fp32, int* fla
                               place.tile_column * kBlockN, k);
 }
 
-}  // namespace kernel_hub
-
 #define EXPORT_GROUPED_LINEAR(NAME, T, BLOCK_M)                                                 \
-    extern "C" __global__ void __launch_bounds__(kernel_hub::kThreads, 2) NAME(                 \
+    extern "C" __global__ void __launch_bounds__(kThreads, 2) NAME(                             \
         T* out, float* out_fp32, int* flag, const T* a, const T* b, const int* offsets,         \
         const T* bias, int64_t out_stride, int64_t a_stride, int64_t b_expert_stride,           \
         int64_t b_stride, int64_t bias_stride, int total_tokens, int n, int k, int num_experts, \
         int activation) {                                                                       \
-        kernel_hub::grouped_linear<T, kernel_hub::Tile<BLOCK_M>>(                               \
-            out, out_fp32, flag, a, b, offsets, bias, out_stride, a_stride, b_expert_stride,    \
-            b_stride, bias_stride, total_tokens, n, k, num_experts, activation);                \
+        grouped_linear<T, Tile<BLOCK_M>>(out, out_fp32, flag, a, b, offsets, bias, out_stride,  \
+                                         a_stride, b_expert_stride, b_stride, bias_stride,      \
+                                         total_tokens, n, k, num_experts, activation);          \
     }
 
 EXPORT_GROUPED_LINEAR(grouped_linear_fp16_128x128, __half, 128)
 EXPORT_GROUPED_LINEAR(grouped_linear_bf16_128x128, __nv_bfloat16, 128)
 EXPORT_GROUPED_LINEAR(grouped_linear_fp16_64x128, __half, 64)
 EXPORT_GROUPED_LINEAR(grouped_linear_bf16_64x128, __nv_bfloat16, 64)
+
+}  // namespace kernel_hub::matmul::grouped

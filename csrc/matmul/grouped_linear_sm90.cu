@@ -13,9 +13,10 @@
 // Every variant gives the same bits when run again.
 // Source: NVIDIA, PTX ISA, "Asynchronous warpgroup level matrix instructions".
 
+#include "kernel_hub/tma.cuh"
 #include "matmul/grouped/sm90.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::matmul::grouped {
 
 // All rows lie in one matrix of a and one of out; each expert has its own matrix of b.
 template <typename T>
@@ -53,19 +54,16 @@ __device__ __forceinline__ void grouped_linear_sm90(
                        out && is_aligned && !bias && activation == kIdentity);
 }
 
-}  // namespace kernel_hub
-
 #define EXPORT_GROUPED_LINEAR(NAME, T, ...)                                                        \
-    extern "C" __global__ void                                                                     \
-        __cluster_dims__(kernel_hub::GroupedConfig<__VA_ARGS__>::kClusterSize, 1, 1)               \
-        __launch_bounds__(kernel_hub::GroupedConfig<__VA_ARGS__>::kThreads,                        \
-                          kernel_hub::GroupedConfig<__VA_ARGS__>::kMinBlocks)                      \
-        NAME(T* out, float* out_fp32, int* flag, float* partials, int* arrivals,                   \
-             const __grid_constant__ CUtensorMap out_map,                                          \
-             const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map, \
-             const int* offsets, const T* bias, int64_t out_stride, int64_t bias_stride,           \
-             int total_tokens, int n, int k, int num_experts, int activation, int group) {         \
-        kernel_hub::grouped_linear_sm90<T, kernel_hub::GroupedConfig<__VA_ARGS__>>(                \
+    extern "C" __global__ void __cluster_dims__(GroupedConfig<__VA_ARGS__>::kClusterSize, 1, 1)    \
+    __launch_bounds__(GroupedConfig<__VA_ARGS__>::kThreads,                                        \
+                      GroupedConfig<__VA_ARGS__>::kMinBlocks)                                      \
+    NAME(T* out, float* out_fp32, int* flag, float* partials, int* arrivals,                       \
+         const __grid_constant__ CUtensorMap out_map, const __grid_constant__ CUtensorMap a_map,   \
+         const __grid_constant__ CUtensorMap b_map, const int* offsets, const T* bias,             \
+         int64_t out_stride, int64_t bias_stride, int total_tokens, int n, int k, int num_experts, \
+         int activation, int group) {                                                              \
+        grouped_linear_sm90<T, GroupedConfig<__VA_ARGS__>>(                                        \
             out, out_fp32, flag, partials, arrivals, &out_map, &a_map, &b_map, offsets, bias,      \
             out_stride, bias_stride, total_tokens, n, k, num_experts, activation, group);          \
     }
@@ -80,3 +78,5 @@ EXPORT_BOTH(128x128_c2, false, 2, 128, 6, true, 2, 1)
 EXPORT_BOTH(64x128_b2, false, 1, 128, 4, false, 2, 2)
 EXPORT_BOTH(swapped_64x16_b2, true, 1, 16, 10, false, 2, 2)
 // clang-format on
+
+}  // namespace kernel_hub::matmul::grouped

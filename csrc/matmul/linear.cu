@@ -14,7 +14,7 @@
 #include "matmul/epilogue.cuh"
 #include "matmul/stages.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::matmul {
 
 constexpr int kGroup = 8;
 
@@ -121,16 +121,13 @@ __device__ __forceinline__ void linear(Out* out, float* partials, int* tickets, 
     }
 }
 
-}  // namespace kernel_hub
-
-#define EXPORT_LINEAR(NAME, T, OUT, BLOCK_M)                                              \
-    extern "C" __global__ void __launch_bounds__(kernel_hub::kThreads, 2) NAME(           \
-        OUT* out, float* partials, int* tickets, const T* a, const T* b, const T* bias,   \
-        const OUT* residual, int64_t out_stride, int64_t a_stride, int64_t b_stride,      \
-        int64_t residual_stride, int m, int n, int k, int activation) {                   \
-        kernel_hub::linear<T, OUT, kernel_hub::Tile<BLOCK_M>>(                            \
-            out, partials, tickets, a, b, bias, residual, out_stride, a_stride, b_stride, \
-            residual_stride, m, n, k, activation);                                        \
+#define EXPORT_LINEAR(NAME, T, OUT, BLOCK_M)                                                     \
+    extern "C" __global__ void __launch_bounds__(kThreads, 2) NAME(                              \
+        OUT* out, float* partials, int* tickets, const T* a, const T* b, const T* bias,          \
+        const OUT* residual, int64_t out_stride, int64_t a_stride, int64_t b_stride,             \
+        int64_t residual_stride, int m, int n, int k, int activation) {                          \
+        linear<T, OUT, Tile<BLOCK_M>>(out, partials, tickets, a, b, bias, residual, out_stride,  \
+                                      a_stride, b_stride, residual_stride, m, n, k, activation); \
     }
 
 #define EXPORT_LINEAR_TILES(NAME, T, OUT, SUFFIX)      \
@@ -141,3 +138,5 @@ EXPORT_LINEAR_TILES(linear_fp16, __half, __half, )
 EXPORT_LINEAR_TILES(linear_bf16, __nv_bfloat16, __nv_bfloat16, )
 EXPORT_LINEAR_TILES(linear_fp16, __half, float, _fp32)
 EXPORT_LINEAR_TILES(linear_bf16, __nv_bfloat16, float, _fp32)
+
+}  // namespace kernel_hub::matmul

@@ -25,14 +25,18 @@
 // Source: NVIDIA, PTX ISA, "Asynchronous warpgroup level matrix instructions"; scales of blocks:
 // DeepSeek-V3 Technical Report, section 3.3.
 
+#include "kernel_hub/cluster.cuh"
 #include "kernel_hub/dependent_launch.cuh"
-#include "kernel_hub/sm90.cuh"
+#include "kernel_hub/mbarrier.cuh"
+#include "kernel_hub/tma.cuh"
+#include "kernel_hub/warpgroup.cuh"
+#include "kernel_hub/wgmma.cuh"
 #include "matmul/epilogue.cuh"
 #include "matmul/fp8/loop.cuh"
 #include "matmul/fp8/scales.cuh"
 #include "matmul/fp8/write.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::matmul::fp8 {
 
 // Makes the barriers of the ring, of which `num_fetching` threads fetch scales; returns when those
 // of the whole cluster can be used.
@@ -166,31 +170,23 @@ __device__ __forceinline__ void linear_fp8(const CUtensorMap* out_map, const CUt
     }
 }
 
-}  // namespace kernel_hub
-
-#define EXPORT_LINEAR_FP8(NAME, OUT, ...)                                                    \
-    extern "C" __global__ void                                                               \
-        __cluster_dims__(kernel_hub::ScaledConfig<__VA_ARGS__>::kClusterSize, 1, 1)          \
-        __launch_bounds__(kernel_hub::ScaledConfig<__VA_ARGS__>::kThreads,                   \
-                          kernel_hub::ScaledConfig<__VA_ARGS__>::kMinBlocks)                 \
-        NAME(OUT* out, const __grid_constant__ CUtensorMap out_map,                          \
-             const __grid_constant__ CUtensorMap row_map,                                    \
-             const __grid_constant__ CUtensorMap column_map, const float* a_scale,           \
-             const float* b_scale, const OUT* bias, const OUT* residual, int64_t out_stride, \
-             int64_t residual_stride, int64_t a_scale_stride, int64_t a_scale_k_stride,      \
-             int64_t b_scale_stride, int64_t b_scale_k_stride, int m, int n, int k,          \
-             int activation, int group, int has_blocks) {                                    \
-        const kernel_hub::Scales a{a_scale, a_scale_stride, a_scale_k_stride, m,             \
-                                   0,       has_blocks != 0};                                \
-        const kernel_hub::Scales b{b_scale, b_scale_stride, b_scale_k_stride, n,             \
-                                   7,       has_blocks != 0};                                \
-        const kernel_hub::Epilogue<OUT, OUT> epilogue(out, bias, residual, out_stride,       \
-                                                      residual_stride, m, n, activation);    \
-        kernel_hub::linear_fp8<OUT, kernel_hub::ScaledConfig<__VA_ARGS__>>(                  \
-            &out_map, &row_map, &column_map, {epilogue, a, b}, k, group);                    \
+#define EXPORT_LINEAR_FP8(NAME, OUT, ...)                                                         \
+    extern "C" __global__ void __cluster_dims__(ScaledConfig<__VA_ARGS__>::kClusterSize, 1, 1)    \
+    __launch_bounds__(ScaledConfig<__VA_ARGS__>::kThreads, ScaledConfig<__VA_ARGS__>::kMinBlocks) \
+    NAME(OUT* out, const __grid_constant__ CUtensorMap out_map,                                   \
+         const __grid_constant__ CUtensorMap row_map,                                             \
+         const __grid_constant__ CUtensorMap column_map, const float* a_scale,                    \
+         const float* b_scale, const OUT* bias, const OUT* residual, int64_t out_stride,          \
+         int64_t residual_stride, int64_t a_scale_stride, int64_t a_scale_k_stride,               \
+         int64_t b_scale_stride, int64_t b_scale_k_stride, int m, int n, int k, int activation,   \
+         int group, int has_blocks) {                                                             \
+        const Scales a{a_scale, a_scale_stride, a_scale_k_stride, m, 0, has_blocks != 0};         \
+        const Scales b{b_scale, b_scale_stride, b_scale_k_stride, n, 7, has_blocks != 0};         \
+        const Epilogue<OUT, OUT> epilogue(out, bias, residual, out_stride, residual_stride, m, n, \
+                                          activation);                                            \
+        linear_fp8<OUT, ScaledConfig<__VA_ARGS__>>(&out_map, &row_map, &column_map,               \
+                                                   {epilogue, a, b}, k, group);                   \
     }
-
-using namespace kernel_hub;
 
 // kernel_hub/ops/_linear_fp8_plan.py has the same list.
 #define EXPORT_ALL(NAME, ...)                                             \
@@ -210,3 +206,5 @@ EXPORT_ALL(swapped_64x64_c11_b2_blocks, kBlocks, kSwapped, 1, 1, 64, 6, 1, 1, 1,
 EXPORT_ALL(swapped_64x64_c11, kBoth, kSwapped, 1, 1, 64, 12, 1, 1, 1, 1)
 EXPORT_ALL(swapped_64x64_c11_k2, kBoth, kSwapped, 1, 1, 64, 13, 1, 2, 0, 1)
 // clang-format on
+
+}  // namespace kernel_hub::matmul::fp8

@@ -20,14 +20,18 @@
 // Every variant gives the same bits when run again.
 // Source: NVIDIA, PTX ISA, "Asynchronous warpgroup level matrix instructions".
 
+#include "kernel_hub/cluster.cuh"
 #include "kernel_hub/dependent_launch.cuh"
-#include "kernel_hub/sm90.cuh"
+#include "kernel_hub/mbarrier.cuh"
+#include "kernel_hub/tma.cuh"
+#include "kernel_hub/warpgroup.cuh"
+#include "kernel_hub/wgmma.cuh"
 #include "matmul/epilogue.cuh"
 #include "matmul/sm90/loop.cuh"
 #include "matmul/sm90/tiles.cuh"
 #include "matmul/sm90/write.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::matmul::sm90 {
 
 template <typename T, typename Out, typename C>
 __device__ __forceinline__ void linear_sm90(
@@ -153,25 +157,19 @@ __device__ __forceinline__ void linear_sm90(
     }
 }
 
-}  // namespace kernel_hub
-
-#define EXPORT_LINEAR(NAME, T, OUT, ...)                                                         \
-    extern "C" __global__ void                                                                   \
-        __cluster_dims__(kernel_hub::Config<__VA_ARGS__>::kClusterSize, 1, 1)                    \
-        __launch_bounds__(kernel_hub::Config<__VA_ARGS__>::kThreads,                             \
-                          kernel_hub::Config<__VA_ARGS__>::kMinBlocks)                           \
-        NAME(OUT* out, const __grid_constant__ CUtensorMap out_map,                              \
-             const __grid_constant__ CUtensorMap residual_map,                                   \
-             const __grid_constant__ CUtensorMap row_map,                                        \
-             const __grid_constant__ CUtensorMap column_map, const T* bias, const OUT* residual, \
-             int64_t out_stride, int64_t residual_stride, int m, int n, int k, int activation,   \
-             int group) {                                                                        \
-        kernel_hub::linear_sm90<T, OUT, kernel_hub::Config<__VA_ARGS__>>(                        \
-            out, &out_map, &residual_map, &row_map, &column_map, bias, residual, out_stride,     \
-            residual_stride, m, n, k, activation, group);                                        \
+#define EXPORT_LINEAR(NAME, T, OUT, ...)                                                       \
+    extern "C" __global__ void __cluster_dims__(Config<__VA_ARGS__>::kClusterSize, 1, 1)       \
+    __launch_bounds__(Config<__VA_ARGS__>::kThreads, Config<__VA_ARGS__>::kMinBlocks)          \
+    NAME(OUT* out, const __grid_constant__ CUtensorMap out_map,                                \
+         const __grid_constant__ CUtensorMap residual_map,                                     \
+         const __grid_constant__ CUtensorMap row_map,                                          \
+         const __grid_constant__ CUtensorMap column_map, const T* bias, const OUT* residual,   \
+         int64_t out_stride, int64_t residual_stride, int m, int n, int k, int activation,     \
+         int group) {                                                                          \
+        linear_sm90<T, OUT, Config<__VA_ARGS__>>(out, &out_map, &residual_map, &row_map,       \
+                                                 &column_map, bias, residual, out_stride,      \
+                                                 residual_stride, m, n, k, activation, group); \
     }
-
-using namespace kernel_hub;
 
 // kernel_hub/ops/_linear_plan.py has the same list.
 #define EXPORT_BOTH(NAME, ...)                                     \
@@ -202,3 +200,5 @@ EXPORT_BOTH(swapped_64x128_c11, kSwapped, 1, 1, 128, 8, 1, 1, 1, 2, 1)
 EXPORT_BOTH(swapped_64x128_c11_k2, kSwapped, 1, 1, 128, 9, 1, 1, 2, 0, 1)
 EXPORT_BOTH(swapped_128x128_c21, kSwapped, 2, 1, 128, 6, 2, 1, 1, 2, 1)
 // clang-format on
+
+}  // namespace kernel_hub::matmul::sm90

@@ -18,7 +18,7 @@
 #include "kernel_hub/vec.cuh"
 #include "matmul/epilogue.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::matmul {
 
 constexpr int kWarps = 8;
 constexpr int kSlice = 32;  // of k, 16 bytes a lane
@@ -273,16 +273,14 @@ __device__ __forceinline__ void linear_small_m(Out* out, float* partials, int* t
     }
 }
 
-}  // namespace kernel_hub
-
-#define EXPORT_LINEAR_SMALL_M(NAME, T, OUT, BLOCKS, ...)                                  \
-    extern "C" __global__ void __launch_bounds__(256, BLOCKS) NAME(                       \
-        OUT* out, float* partials, int* tickets, const T* a, const T* b, const T* bias,   \
-        const OUT* residual, int64_t out_stride, int64_t a_stride, int64_t b_stride,      \
-        int64_t residual_stride, int m, int n, int k, int activation) {                   \
-        kernel_hub::linear_small_m<T, OUT, kernel_hub::SmallM<__VA_ARGS__>>(              \
-            out, partials, tickets, a, b, bias, residual, out_stride, a_stride, b_stride, \
-            residual_stride, m, n, k, activation);                                        \
+#define EXPORT_LINEAR_SMALL_M(NAME, T, OUT, BLOCKS, ...)                                          \
+    extern "C" __global__ void __launch_bounds__(256, BLOCKS) NAME(                               \
+        OUT* out, float* partials, int* tickets, const T* a, const T* b, const T* bias,           \
+        const OUT* residual, int64_t out_stride, int64_t a_stride, int64_t b_stride,              \
+        int64_t residual_stride, int m, int n, int k, int activation) {                           \
+        linear_small_m<T, OUT, SmallM<__VA_ARGS__>>(out, partials, tickets, a, b, bias, residual, \
+                                                    out_stride, a_stride, b_stride,               \
+                                                    residual_stride, m, n, k, activation);        \
     }
 
 // clang-format off
@@ -296,3 +294,5 @@ EXPORT_BOTH(bf16, __nv_bfloat16, _fp32, float)
 EXPORT_LINEAR_SMALL_M(linear_fp16_m8_deep, __half, __half, 1, 1, 1, 4, 4)
 EXPORT_LINEAR_SMALL_M(linear_bf16_m8_deep, __nv_bfloat16, __nv_bfloat16, 1, 1, 1, 4, 4)
 // clang-format on
+
+}  // namespace kernel_hub::matmul

@@ -18,8 +18,10 @@
 #include "matmul/paired/qkv_ending.cuh"
 #include "matmul/paired/small_m.cuh"
 
+namespace kernel_hub::matmul::paired {
+
 #define EXPORT_QKV_LINEAR(NAME, T, BLOCKS, BODY, ...)                                             \
-    extern "C" __global__ void __launch_bounds__(kernel_hub::__VA_ARGS__::kThreads, BLOCKS) NAME( \
+    extern "C" __global__ void __launch_bounds__(__VA_ARGS__::kThreads, BLOCKS) NAME(             \
         T* q, T* k_cache, T* v_cache, int* flag, const T* a, const T* b, const T* bias,           \
         const void* cos, const void* sin, const void* positions, const int* cache_seqlens,        \
         const void* slot_mapping, const int* block_table, const int* cu_seqlens,                  \
@@ -30,25 +32,25 @@
         int rotary_dim, int paired_dim, int is_interleaved, int seqlen, int batch_size,           \
         int max_position, int table_bytes, int num_pages, int page_size, int max_pages,           \
         int positions_bytes, int slot_bytes) {                                                    \
-        const kernel_hub::HeadRows heads{head_dim, rotary_dim, paired_dim, is_interleaved};       \
-        kernel_hub::BODY<T, kernel_hub::__VA_ARGS__>(                                             \
-            kernel_hub::QkvEnding<T>{{q, 0, q_token_stride, q_head_stride},                       \
-                                     {k_cache, k_page_stride, k_row_stride, k_head_stride},       \
-                                     {v_cache, v_page_stride, v_row_stride, v_head_stride},       \
-                                     bias,                                                        \
-                                     cos,                                                         \
-                                     sin,                                                         \
-                                     table_stride,                                                \
-                                     {positions, cache_seqlens, slot_mapping, block_table,        \
-                                      cu_seqlens, block_table_stride, batch_size, m, num_pages,   \
-                                      page_size, max_pages, positions_bytes, slot_bytes, flag},   \
-                                     heads,                                                       \
-                                     m,                                                           \
-                                     num_heads,                                                   \
-                                     num_kv_heads,                                                \
-                                     seqlen,                                                      \
-                                     max_position,                                                \
-                                     table_bytes},                                                \
+        const HeadRows heads{head_dim, rotary_dim, paired_dim, is_interleaved};                   \
+        BODY<T, __VA_ARGS__>(                                                                     \
+            QkvEnding<T>{{q, 0, q_token_stride, q_head_stride},                                   \
+                         {k_cache, k_page_stride, k_row_stride, k_head_stride},                   \
+                         {v_cache, v_page_stride, v_row_stride, v_head_stride},                   \
+                         bias,                                                                    \
+                         cos,                                                                     \
+                         sin,                                                                     \
+                         table_stride,                                                            \
+                         {positions, cache_seqlens, slot_mapping, block_table, cu_seqlens,        \
+                          block_table_stride, batch_size, m, num_pages, page_size, max_pages,     \
+                          positions_bytes, slot_bytes, flag},                                     \
+                         heads,                                                                   \
+                         m,                                                                       \
+                         num_heads,                                                               \
+                         num_kv_heads,                                                            \
+                         seqlen,                                                                  \
+                         max_position,                                                            \
+                         table_bytes},                                                            \
             heads, a, b, a_stride, b_stride, m, (num_heads + 2 * num_kv_heads) * (head_dim / 16), \
             k);                                                                                   \
     }
@@ -64,3 +66,5 @@
 EXPORT_VARIANTS(fp16, __half)
 EXPORT_VARIANTS(bf16, __nv_bfloat16)
 // clang-format on
+
+}  // namespace kernel_hub::matmul::paired

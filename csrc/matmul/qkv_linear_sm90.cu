@@ -16,10 +16,13 @@
 // Source: Su et al., "RoFormer", 2021; NVIDIA, PTX ISA, "Asynchronous warpgroup level matrix
 // instructions".
 
+#include "kernel_hub/ptx.cuh"
+#include "kernel_hub/tma.cuh"
+#include "kernel_hub/warpgroup.cuh"
 #include "matmul/paired/qkv_ending.cuh"
 #include "matmul/paired/sm90.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::matmul::paired {
 
 // Rows of b for tiles by blocks of 32, two by two: columns 0-31 of 64 of a tile are those that a
 // rotation pairs with columns 32-63, or 64 that lie side by side. In a block the rows are in the
@@ -262,27 +265,22 @@ struct QkvEndingSm90 : QkvEnding<T> {
     }
 };
 
-}  // namespace kernel_hub
-
 // BOXES: of tiles that are swapped or not.
 #define EXPORT_QKV_LINEAR(NAME, T, BOXES, ...)                                                     \
-    extern "C" __global__ void                                                                     \
-        __cluster_dims__(kernel_hub::Config<__VA_ARGS__>::kClusterSize, 1, 1)                      \
-        __launch_bounds__(kernel_hub::Config<__VA_ARGS__>::kThreads,                               \
-                          kernel_hub::Config<__VA_ARGS__>::kMinBlocks)                             \
-        NAME(T* q, T* k_cache, T* v_cache, int* flag, const __grid_constant__ CUtensorMap a_map,   \
-             const __grid_constant__ CUtensorMap b_map, const T* bias, const void* cos,            \
-             const void* sin, const void* positions, const int* cache_seqlens,                     \
-             const void* slot_mapping, const int* block_table, const int* cu_seqlens,              \
-             int64_t q_token_stride, int64_t q_head_stride, int64_t k_page_stride,                 \
-             int64_t k_row_stride, int64_t k_head_stride, int64_t v_page_stride,                   \
-             int64_t v_row_stride, int64_t v_head_stride, int table_stride,                        \
-             int64_t block_table_stride, int m, int k, int num_heads, int num_kv_heads,            \
-             int head_dim, int rotary_dim, int paired_dim, int is_interleaved, int seqlen,         \
-             int batch_size, int max_position, int table_bytes, int num_pages, int page_size,      \
-             int max_pages, int positions_bytes, int slot_bytes, int pairs_a_run, int run_blocks,  \
-             int block_step, int block_distance, int groups_a_block, int box_rows, int group) {    \
-        using namespace kernel_hub;                                                                \
+    extern "C" __global__ void __cluster_dims__(Config<__VA_ARGS__>::kClusterSize, 1, 1)           \
+    __launch_bounds__(Config<__VA_ARGS__>::kThreads, Config<__VA_ARGS__>::kMinBlocks)              \
+    NAME(T* q, T* k_cache, T* v_cache, int* flag, const __grid_constant__ CUtensorMap a_map,       \
+         const __grid_constant__ CUtensorMap b_map, const T* bias, const void* cos,                \
+         const void* sin, const void* positions, const int* cache_seqlens,                         \
+         const void* slot_mapping, const int* block_table, const int* cu_seqlens,                  \
+         int64_t q_token_stride, int64_t q_head_stride, int64_t k_page_stride,                     \
+         int64_t k_row_stride, int64_t k_head_stride, int64_t v_page_stride, int64_t v_row_stride, \
+         int64_t v_head_stride, int table_stride, int64_t block_table_stride, int m, int k,        \
+         int num_heads, int num_kv_heads, int head_dim, int rotary_dim, int paired_dim,            \
+         int is_interleaved, int seqlen, int batch_size, int max_position, int table_bytes,        \
+         int num_pages, int page_size, int max_pages, int positions_bytes, int slot_bytes,         \
+         int pairs_a_run, int run_blocks, int block_step, int block_distance, int groups_a_block,  \
+         int box_rows, int group) {                                                                \
         [[maybe_unused]] const PairedBoxes swapped_boxes{&b_map, groups_a_block, box_rows};        \
         const BlockBoxes block_boxes{&b_map, pairs_a_run, run_blocks, block_step, block_distance}; \
         paired_linear_sm90<T, Config<__VA_ARGS__>>(                                                \
@@ -307,8 +305,6 @@ struct QkvEndingSm90 : QkvEnding<T> {
             &a_map, BOXES, m, (num_heads + 2 * num_kv_heads) * (head_dim / 16), k, group);         \
     }
 
-using namespace kernel_hub;
-
 // kernel_hub/ops/_paired_plan.py has the same list.
 #define EXPORT_BOTH(NAME, BOXES, ...)                                     \
     EXPORT_QKV_LINEAR(qkv_linear_fp16_##NAME, __half, BOXES, __VA_ARGS__) \
@@ -326,3 +322,5 @@ EXPORT_BOTH(swapped_64x64_c11, swapped_boxes, kSwapped, 1, 1, 64, 13, 1, 1, 1, 0
 EXPORT_BOTH(swapped_64x64_c11_k2, swapped_boxes, kSwapped, 1, 1, 64, 13, 1, 1, 2, 0, 1)
 EXPORT_BOTH(swapped_64x64_c11_k4, swapped_boxes, kSwapped, 1, 1, 64, 13, 1, 1, 4, 0, 1)
 // clang-format on
+
+}  // namespace kernel_hub::matmul::paired

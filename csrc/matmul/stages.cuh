@@ -6,7 +6,7 @@
 
 #include "kernel_hub/mma.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::matmul {
 
 constexpr int kThreads = 128;
 constexpr int kBlockN = 128;
@@ -78,4 +78,4 @@ __device__ __forceinline__ void multiply_stage(uint32_t stage, int warp_row, int
     }
 }
 
-}  // namespace kernel_hub
+}  // namespace kernel_hub::matmul

@@ -17,13 +17,14 @@
 #include "matmul/paired/small_m.cuh"
 #include "matmul/paired/swiglu_ending.cuh"
 
-#define EXPORT_SWIGLU_LINEAR(NAME, T, BLOCKS, BODY, ...)                                          \
-    extern "C" __global__ void __launch_bounds__(kernel_hub::__VA_ARGS__::kThreads, BLOCKS) NAME( \
-        T* out, const T* a, const T* b, int64_t out_stride, int64_t a_stride, int64_t b_stride,   \
-        int m, int columns, int k) {                                                              \
-        kernel_hub::BODY<T, kernel_hub::__VA_ARGS__>(                                             \
-            kernel_hub::SwigluEnding<T>(out, out_stride, m, columns),                             \
-            kernel_hub::GateUpRows{columns}, a, b, a_stride, b_stride, m, (columns + 7) / 8, k);  \
+namespace kernel_hub::matmul::paired {
+
+#define EXPORT_SWIGLU_LINEAR(NAME, T, BLOCKS, BODY, ...)                                           \
+    extern "C" __global__ void __launch_bounds__(__VA_ARGS__::kThreads, BLOCKS) NAME(              \
+        T* out, const T* a, const T* b, int64_t out_stride, int64_t a_stride, int64_t b_stride,    \
+        int m, int columns, int k) {                                                               \
+        BODY<T, __VA_ARGS__>(SwigluEnding<T>(out, out_stride, m, columns), GateUpRows{columns}, a, \
+                             b, a_stride, b_stride, m, (columns + 7) / 8, k);                      \
     }
 
 // kernel_hub/ops/_paired_plan.py has the same list.
@@ -37,3 +38,5 @@
 EXPORT_VARIANTS(fp16, __half)
 EXPORT_VARIANTS(bf16, __nv_bfloat16)
 // clang-format on
+
+}  // namespace kernel_hub::matmul::paired

@@ -12,10 +12,12 @@
 // deterministic. Source: Shazeer, "GLU Variants Improve Transformer", 2020; NVIDIA, PTX ISA,
 // "Asynchronous warpgroup level matrix instructions".
 
+#include "kernel_hub/tma.cuh"
+#include "kernel_hub/warpgroup.cuh"
 #include "matmul/paired/sm90.cuh"
 #include "matmul/paired/swiglu_ending.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::matmul::paired {
 
 // Also for swapped tiles: pair lane / 4 of `group`, sums[4 j + 2 half + e] of token + 8 j +
 // 2 (lane % 4) + e.
@@ -53,22 +55,16 @@ struct SwigluEndingSm90 : SwigluEnding<T> {
     }
 };
 
-}  // namespace kernel_hub
-
-#define EXPORT_SWIGLU_LINEAR(NAME, T, ...)                                                      \
-    extern "C" __global__ void                                                                  \
-        __cluster_dims__(kernel_hub::Config<__VA_ARGS__>::kClusterSize, 1, 1)                   \
-        __launch_bounds__(kernel_hub::Config<__VA_ARGS__>::kThreads,                            \
-                          kernel_hub::Config<__VA_ARGS__>::kMinBlocks)                          \
-        NAME(T* out, const __grid_constant__ CUtensorMap a_map,                                 \
-             const __grid_constant__ CUtensorMap b_map, int64_t out_stride, int m, int columns, \
-             int k, int box_rows, int group) {                                                  \
-        kernel_hub::paired_linear_sm90<T, kernel_hub::Config<__VA_ARGS__>>(                     \
-            kernel_hub::SwigluEndingSm90<T>(out, out_stride, m, columns), &a_map,               \
-            kernel_hub::PairedBoxes{&b_map, columns / 8, box_rows}, m, columns / 8, k, group);  \
+#define EXPORT_SWIGLU_LINEAR(NAME, T, ...)                                                         \
+    extern "C" __global__ void __cluster_dims__(Config<__VA_ARGS__>::kClusterSize, 1, 1)           \
+    __launch_bounds__(Config<__VA_ARGS__>::kThreads, Config<__VA_ARGS__>::kMinBlocks)              \
+    NAME(T* out, const __grid_constant__ CUtensorMap a_map,                                        \
+         const __grid_constant__ CUtensorMap b_map, int64_t out_stride, int m, int columns, int k, \
+         int box_rows, int group) {                                                                \
+        paired_linear_sm90<T, Config<__VA_ARGS__>>(                                                \
+            SwigluEndingSm90<T>(out, out_stride, m, columns), &a_map,                              \
+            PairedBoxes{&b_map, columns / 8, box_rows}, m, columns / 8, k, group);                 \
     }
-
-using namespace kernel_hub;
 
 // kernel_hub/ops/_paired_plan.py has the same list.
 #define EXPORT_BOTH(NAME, ...)                                           \
@@ -83,3 +79,5 @@ EXPORT_BOTH(swapped_64x16_c11_b2, kSwapped, 1, 1, 16, 10, 1, 1, 1, 0, 2)
 EXPORT_BOTH(swapped_64x32_c11_b2, kSwapped, 1, 1, 32, 8, 1, 1, 1, 0, 2)
 EXPORT_BOTH(swapped_64x64_c11_b2, kSwapped, 1, 1, 64, 6, 1, 1, 1, 0, 2)
 // clang-format on
+
+}  // namespace kernel_hub::matmul::paired

@@ -18,6 +18,7 @@
 // block does before it leaves counts, as most blocks do only that: divisions there doubled the time
 // (docs/notes/weight_extraction.md).
 
+#include "kernel_hub/ptx.cuh"
 #include "kernel_hub/vec.cuh"
 
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900)
@@ -26,7 +27,7 @@
 #define LAUNCH_BOUNDS __launch_bounds__(1024)
 #endif
 
-namespace kernel_hub {
+namespace kernel_hub::quantised {
 
 constexpr unsigned kTeam = 4;  // rows, and neighbouring blocks
 constexpr int kNarrow = 1024;  // vectors of a row that one block takes at once
@@ -207,17 +208,15 @@ __device__ __forceinline__ void compress(const int8_t* weight,  // (n, 2 m)
     }
 }
 
-}  // namespace kernel_hub
-
 extern "C" __global__ void LAUNCH_BOUNDS int4WeightCompression(const int8_t* weight, int8_t* out,
                                                                int n, int m) {
-    kernel_hub::compress(weight, out, n, m);
+    compress(weight, out, n, m);
 }
 
 #define EXPORT_EXTRACTION(NAME, T, ELEMS_PER_BYTE)                                              \
     extern "C" __global__ void LAUNCH_BOUNDS NAME(const int8_t* weight, const T* scale, T* out, \
                                                   int n, int m) {                               \
-        kernel_hub::extract<T, ELEMS_PER_BYTE>(weight, scale, out, n, m);                       \
+        extract<T, ELEMS_PER_BYTE>(weight, scale, out, n, m);                                   \
     }
 
 #define EXPORT_EXTRACTIONS(BITS, ELEMS_PER_BYTE)                                          \
@@ -229,3 +228,5 @@ extern "C" __global__ void LAUNCH_BOUNDS int4WeightCompression(const int8_t* wei
 
 EXPORT_EXTRACTIONS(4, 2)
 EXPORT_EXTRACTIONS(8, 1)
+
+}  // namespace kernel_hub::quantised

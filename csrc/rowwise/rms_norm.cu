@@ -20,10 +20,11 @@
 // (docs/notes/rms_norm.md).
 // Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
 
+#include "kernel_hub/ptx.cuh"
 #include "kernel_hub/reduce.cuh"
 #include "kernel_hub/vec.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::rowwise {
 
 template <typename T>
 struct RmsNormParams {
@@ -226,28 +227,26 @@ __device__ __forceinline__ void rms_norm_two_pass(RmsNormParams<T> p) {
     }
 }
 
-}  // namespace kernel_hub
-
 // 64 registers a thread: any blockDim up to 1,024.
-#define EXPORT_RMS_NORM(DTYPE, T, VARIANT, BODY, SIZE)                                            \
-    extern "C" __global__ void __launch_bounds__(1024) rms_norm_##DTYPE##_##VARIANT(              \
-        T* out, const T* x, const T* weight, int64_t out_stride, int64_t out_outer_stride,        \
-        int64_t x_stride, int64_t x_outer_stride, int num_rows, int hidden_size, float eps,       \
-        float weight_offset) {                                                                    \
-        kernel_hub::BODY<T, false, SIZE>({out, nullptr, x, nullptr, weight, out_stride,           \
-                                          out_outer_stride, 0, 0, x_stride, x_outer_stride, 0, 0, \
-                                          num_rows, hidden_size, eps, weight_offset});            \
-    }                                                                                             \
-    extern "C" __global__ void __launch_bounds__(1024) rms_norm_##DTYPE##_residual_##VARIANT(     \
-        T* out, T* residual_out, const T* x, const T* residual, const T* weight,                  \
-        int64_t out_stride, int64_t out_outer_stride, int64_t residual_out_stride,                \
-        int64_t residual_out_outer_stride, int64_t x_stride, int64_t x_outer_stride,              \
-        int64_t residual_stride, int64_t residual_outer_stride, int num_rows, int hidden_size,    \
-        float eps, float weight_offset) {                                                         \
-        kernel_hub::BODY<T, true, SIZE>(                                                          \
-            {out, residual_out, x, residual, weight, out_stride, out_outer_stride,                \
-             residual_out_stride, residual_out_outer_stride, x_stride, x_outer_stride,            \
-             residual_stride, residual_outer_stride, num_rows, hidden_size, eps, weight_offset}); \
+#define EXPORT_RMS_NORM(DTYPE, T, VARIANT, BODY, SIZE)                                             \
+    extern "C" __global__ void __launch_bounds__(1024) rms_norm_##DTYPE##_##VARIANT(               \
+        T* out, const T* x, const T* weight, int64_t out_stride, int64_t out_outer_stride,         \
+        int64_t x_stride, int64_t x_outer_stride, int num_rows, int hidden_size, float eps,        \
+        float weight_offset) {                                                                     \
+        BODY<T, false, SIZE>({out, nullptr, x, nullptr, weight, out_stride, out_outer_stride, 0,   \
+                              0, x_stride, x_outer_stride, 0, 0, num_rows, hidden_size, eps,       \
+                              weight_offset});                                                     \
+    }                                                                                              \
+    extern "C" __global__ void __launch_bounds__(1024) rms_norm_##DTYPE##_residual_##VARIANT(      \
+        T* out, T* residual_out, const T* x, const T* residual, const T* weight,                   \
+        int64_t out_stride, int64_t out_outer_stride, int64_t residual_out_stride,                 \
+        int64_t residual_out_outer_stride, int64_t x_stride, int64_t x_outer_stride,               \
+        int64_t residual_stride, int64_t residual_outer_stride, int num_rows, int hidden_size,     \
+        float eps, float weight_offset) {                                                          \
+        BODY<T, true, SIZE>({out, residual_out, x, residual, weight, out_stride, out_outer_stride, \
+                             residual_out_stride, residual_out_outer_stride, x_stride,             \
+                             x_outer_stride, residual_stride, residual_outer_stride, num_rows,     \
+                             hidden_size, eps, weight_offset});                                    \
     }
 
 // The same where every tensor is contiguous.
@@ -255,28 +254,30 @@ __device__ __forceinline__ void rms_norm_two_pass(RmsNormParams<T> p) {
     extern "C" __global__ void __launch_bounds__(1024) rms_norm_##DTYPE##_flat_##VARIANT(          \
         T* out, const T* x, const T* weight, int num_rows, int hidden_size, float eps,             \
         float weight_offset) {                                                                     \
-        kernel_hub::rms_norm_vecs<T, false, VECS>({out, nullptr, x, nullptr, weight, hidden_size,  \
-                                                   0, 0, 0, hidden_size, 0, 0, 0, num_rows,        \
-                                                   hidden_size, eps, weight_offset});              \
+        rms_norm_vecs<T, false, VECS>({out, nullptr, x, nullptr, weight, hidden_size, 0, 0, 0,     \
+                                       hidden_size, 0, 0, 0, num_rows, hidden_size, eps,           \
+                                       weight_offset});                                            \
     }                                                                                              \
     extern "C" __global__ void __launch_bounds__(1024) rms_norm_##DTYPE##_residual_flat_##VARIANT( \
         T* out, T* residual_out, const T* x, const T* residual, const T* weight, int num_rows,     \
         int hidden_size, float eps, float weight_offset) {                                         \
-        kernel_hub::rms_norm_vecs<T, true, VECS>(                                                  \
-            {out, residual_out, x, residual, weight, hidden_size, 0, hidden_size, 0, hidden_size,  \
-             0, hidden_size, 0, num_rows, hidden_size, eps, weight_offset});                       \
+        rms_norm_vecs<T, true, VECS>({out, residual_out, x, residual, weight, hidden_size, 0,      \
+                                      hidden_size, 0, hidden_size, 0, hidden_size, 0, num_rows,    \
+                                      hidden_size, eps, weight_offset});                           \
     }
 
-#define EXPORT_RMS_NORM_VARIANTS(DTYPE, T)                                       \
-    EXPORT_RMS_NORM(DTYPE, T, vec1, rms_norm_vecs, 1)                            \
-    EXPORT_RMS_NORM(DTYPE, T, vec2, rms_norm_vecs, 2)                            \
-    EXPORT_RMS_NORM(DTYPE, T, vec4, rms_norm_vecs, 4)                            \
-    EXPORT_RMS_NORM_FLAT(DTYPE, T, vec1, 1)                                      \
-    EXPORT_RMS_NORM_FLAT(DTYPE, T, vec2, 2)                                      \
-    EXPORT_RMS_NORM_FLAT(DTYPE, T, vec4, 4)                                      \
-    EXPORT_RMS_NORM(DTYPE, T, loop, rms_norm_two_pass, kernel_hub::kVecElems<T>) \
+#define EXPORT_RMS_NORM_VARIANTS(DTYPE, T)                           \
+    EXPORT_RMS_NORM(DTYPE, T, vec1, rms_norm_vecs, 1)                \
+    EXPORT_RMS_NORM(DTYPE, T, vec2, rms_norm_vecs, 2)                \
+    EXPORT_RMS_NORM(DTYPE, T, vec4, rms_norm_vecs, 4)                \
+    EXPORT_RMS_NORM_FLAT(DTYPE, T, vec1, 1)                          \
+    EXPORT_RMS_NORM_FLAT(DTYPE, T, vec2, 2)                          \
+    EXPORT_RMS_NORM_FLAT(DTYPE, T, vec4, 4)                          \
+    EXPORT_RMS_NORM(DTYPE, T, loop, rms_norm_two_pass, kVecElems<T>) \
     EXPORT_RMS_NORM(DTYPE, T, scalar, rms_norm_two_pass, 1)
 
 EXPORT_RMS_NORM_VARIANTS(fp16, __half)
 EXPORT_RMS_NORM_VARIANTS(bf16, __nv_bfloat16)
 EXPORT_RMS_NORM_VARIANTS(fp32, float)
+
+}  // namespace kernel_hub::rowwise

@@ -26,7 +26,7 @@
 #include "kernel_hub/bounds.cuh"
 #include "kernel_hub/vec.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::rowwise {
 
 // One of q and k: where it is read and written. Strides in elements.
 template <typename T>
@@ -198,8 +198,6 @@ __device__ __forceinline__ void rope(RopeTensor<T> q, RopeTensor<T> k, int* flag
     }
 }
 
-}  // namespace kernel_hub
-
 #define EXPORT_ROPE(DTYPE, T, TABLE, LAYOUT, INTERLEAVED, VARIANT, HEADS, WIDTH, MIN_BLOCKS)       \
     extern "C" __global__ void __launch_bounds__(512, MIN_BLOCKS)                                  \
     rope_##DTYPE##_##LAYOUT##_##VARIANT(                                                           \
@@ -211,7 +209,7 @@ __device__ __forceinline__ void rope(RopeTensor<T> q, RopeTensor<T> k, int* flag
         int64_t k_head_stride, int64_t table_stride, int64_t positions_batch_stride,               \
         int num_tokens, int num_heads, int num_kv_heads, int head_dim, int rotary_dim,             \
         int max_position, int positions_bytes) {                                                   \
-        kernel_hub::rope<T, TABLE, INTERLEAVED, HEADS, WIDTH, false>(                              \
+        rope<T, TABLE, INTERLEAVED, HEADS, WIDTH, false>(                                          \
             {q_out, q, q_out_batch_stride, q_out_token_stride, q_out_head_stride, q_batch_stride,  \
              q_token_stride, q_head_stride},                                                       \
             {k_out, k, k_out_batch_stride, k_out_token_stride, k_out_head_stride, k_batch_stride,  \
@@ -227,7 +225,7 @@ __device__ __forceinline__ void rope(RopeTensor<T> q, RopeTensor<T> k, int* flag
         const void* positions, int table_stride, int num_tokens, int num_heads, int num_kv_heads,  \
         int head_dim, int max_position, int positions_bytes) {                                     \
         const int q_stride = num_heads * head_dim, k_stride = num_kv_heads * head_dim;             \
-        kernel_hub::rope<T, TABLE, INTERLEAVED, HEADS, kernel_hub::kVecElems<T>, true>(            \
+        rope<T, TABLE, INTERLEAVED, HEADS, kVecElems<T>, true>(                                    \
             {q_out, q, 0, q_stride, head_dim, 0, q_stride, head_dim},                              \
             {k_out, k, 0, k_stride, head_dim, 0, k_stride, head_dim}, flag, cos, sin, positions,   \
             table_stride, 0, num_tokens, num_heads, num_kv_heads, head_dim, head_dim,              \
@@ -235,15 +233,13 @@ __device__ __forceinline__ void rope(RopeTensor<T> q, RopeTensor<T> k, int* flag
     }
 
 // MIN_BLOCKS: of 512 threads an SM, so 2 is a cap of 64 registers.
-#define EXPORT_ROPE_VARIANTS(DTYPE, T, TABLE, LAYOUT, INTERLEAVED, MIN_BLOCKS)              \
-    EXPORT_ROPE(DTYPE, T, TABLE, LAYOUT, INTERLEAVED, vec1, 1, kernel_hub::kVecElems<T>,    \
-                MIN_BLOCKS)                                                                 \
-    EXPORT_ROPE(DTYPE, T, TABLE, LAYOUT, INTERLEAVED, vec2, 2, kernel_hub::kVecElems<T>,    \
-                MIN_BLOCKS)                                                                 \
-    EXPORT_ROPE(DTYPE, T, TABLE, LAYOUT, INTERLEAVED, vec4, 4, kernel_hub::kVecElems<T>, 1) \
-    EXPORT_ROPE_FLAT(DTYPE, T, TABLE, LAYOUT, INTERLEAVED, vec1, 1, MIN_BLOCKS)             \
-    EXPORT_ROPE_FLAT(DTYPE, T, TABLE, LAYOUT, INTERLEAVED, vec2, 2, MIN_BLOCKS)             \
-    EXPORT_ROPE_FLAT(DTYPE, T, TABLE, LAYOUT, INTERLEAVED, vec4, 4, 1)                      \
+#define EXPORT_ROPE_VARIANTS(DTYPE, T, TABLE, LAYOUT, INTERLEAVED, MIN_BLOCKS)           \
+    EXPORT_ROPE(DTYPE, T, TABLE, LAYOUT, INTERLEAVED, vec1, 1, kVecElems<T>, MIN_BLOCKS) \
+    EXPORT_ROPE(DTYPE, T, TABLE, LAYOUT, INTERLEAVED, vec2, 2, kVecElems<T>, MIN_BLOCKS) \
+    EXPORT_ROPE(DTYPE, T, TABLE, LAYOUT, INTERLEAVED, vec4, 4, kVecElems<T>, 1)          \
+    EXPORT_ROPE_FLAT(DTYPE, T, TABLE, LAYOUT, INTERLEAVED, vec1, 1, MIN_BLOCKS)          \
+    EXPORT_ROPE_FLAT(DTYPE, T, TABLE, LAYOUT, INTERLEAVED, vec2, 2, MIN_BLOCKS)          \
+    EXPORT_ROPE_FLAT(DTYPE, T, TABLE, LAYOUT, INTERLEAVED, vec4, 4, 1)                   \
     EXPORT_ROPE(DTYPE, T, TABLE, LAYOUT, INTERLEAVED, scalar, 1, 1, 1)
 
 // {op}_{dtype}[_table32]_{layout}_{variant}: table32 = fp32 cosines and sines with 16-bit queries
@@ -258,3 +254,5 @@ EXPORT_ROPE_VARIANTS(bf16_table32, __nv_bfloat16, float, half, false, 1)
 EXPORT_ROPE_VARIANTS(bf16_table32, __nv_bfloat16, float, interleaved, true, 2)
 EXPORT_ROPE_VARIANTS(fp32, float, float, half, false, 2)
 EXPORT_ROPE_VARIANTS(fp32, float, float, interleaved, true, 2)
+
+}  // namespace kernel_hub::rowwise

@@ -15,7 +15,7 @@
 
 #include "kernel_hub/vec.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::rowwise {
 
 // 16-bit results need neither the slow exponential nor the slow division; their error is far below
 // the rounding.
@@ -75,24 +75,24 @@ __device__ __forceinline__ void silu_and_mul_flat(T* out, const T* x, int size) 
     gate_one<T, kWidth>(out + (first + column), gate, gate + size);
 }
 
-}  // namespace kernel_hub
-
-#define EXPORT_SILU_AND_MUL(DTYPE, T, VARIANT, WIDTH)                                       \
-    extern "C" __global__ void __launch_bounds__(1024) silu_and_mul_##DTYPE##_##VARIANT(    \
-        T* out, const T* x, int64_t out_stride, int64_t out_outer_stride, int64_t x_stride, \
-        int64_t x_outer_stride, int num_rows, int size) {                                   \
-        kernel_hub::silu_and_mul<T, WIDTH>(out, x, out_stride, out_outer_stride, x_stride,  \
-                                           x_outer_stride, num_rows, size);                 \
+#define EXPORT_SILU_AND_MUL(DTYPE, T, VARIANT, WIDTH)                                          \
+    extern "C" __global__ void __launch_bounds__(1024) silu_and_mul_##DTYPE##_##VARIANT(       \
+        T* out, const T* x, int64_t out_stride, int64_t out_outer_stride, int64_t x_stride,    \
+        int64_t x_outer_stride, int num_rows, int size) {                                      \
+        silu_and_mul<T, WIDTH>(out, x, out_stride, out_outer_stride, x_stride, x_outer_stride, \
+                               num_rows, size);                                                \
     }
 
 #define EXPORT_SILU_AND_MUL_VARIANTS(DTYPE, T)                                      \
     extern "C" __global__ void __launch_bounds__(1024) silu_and_mul_##DTYPE##_flat( \
         T* out, const T* x, int size) {                                             \
-        kernel_hub::silu_and_mul_flat<T>(out, x, size);                             \
+        silu_and_mul_flat<T>(out, x, size);                                         \
     }                                                                               \
-    EXPORT_SILU_AND_MUL(DTYPE, T, vec, kernel_hub::kVecElems<T>)                    \
+    EXPORT_SILU_AND_MUL(DTYPE, T, vec, kVecElems<T>)                                \
     EXPORT_SILU_AND_MUL(DTYPE, T, scalar, 1)
 
 EXPORT_SILU_AND_MUL_VARIANTS(fp16, __half)
 EXPORT_SILU_AND_MUL_VARIANTS(bf16, __nv_bfloat16)
 EXPORT_SILU_AND_MUL_VARIANTS(fp32, float)
+
+}  // namespace kernel_hub::rowwise

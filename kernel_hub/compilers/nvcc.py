@@ -20,7 +20,7 @@ from ..errors import KernelHubError
 
 # Raise this when the builder changes so that unchanged sources must be built or described anew.
 BUILDER_FORMAT = 1
-BASE_FLAGS = ("-std=c++17", "-O3")
+BASE_FLAGS = ("-std=c++20", "-O3")
 INSTALL_NVCC = 'pip install "cuda-toolkit[nvcc,nvvm,crt,cudart,cccl]==13.0.2"'
 
 _DIRECTIVE = re.compile(r"^\s*//\s*kernel_hub:\s*(.*?)\s*$", re.MULTILINE)

@@ -23,6 +23,7 @@ from kernel_hub.errors import KernelHubError
 Rows = dict[str, dict[str, int]]  # figures by name, of kernels by name
 HALVES = ("fp16", "bf16")
 _MACRO = re.compile(r"^#define (EXPORT_\w+)\(([^)]*)\)((?:.*\\\n)*.*\n)", re.MULTILINE)
+_NAMESPACE = re.compile(r"^namespace ([\w:]+) {", re.MULTILINE)
 _ARRAY = re.compile(r"\.global \.align 4 \.b8 (\w+)\[(\d+)\](?: = \{([\d, ]*)\})?;")
 _CONSTANTS = "the_constants_of_the_source"
 
@@ -32,8 +33,8 @@ class Source:
     """Where figures come from.
 
     macro: of `cubin`.cu, makes kernels named `kernel`. figures: by name, in C++; in them C is
-    `config`, and the macro's arguments may be used. constants: of namespace kernel_hub. before:
-    C++ that the figures need.
+    `config`, and the macro's arguments may be used. constants: of the source's
+    namespace. before: C++ that the figures need.
     """
 
     cubin: str
@@ -61,8 +62,9 @@ class Source:
             arguments = re.sub(r"\s*\\\n\s*", " ", match[2])
             return f"#define {match[1]}({arguments}) {array}\n{self.before if array else ''}\n"
 
-        constants = [f"kernel_hub::{name}" for name in self.constants]
-        return _MACRO.sub(without_kernel, source) + _array(_CONSTANTS, [*constants, "0"])
+        constants = _array(_CONSTANTS, [*self.constants, "0"])
+        namespace = _NAMESPACE.findall(source)[0]
+        return f"{_MACRO.sub(without_kernel, source)}namespace {namespace} {{ {constants} }}"
 
     def read(self) -> tuple[Rows, dict[str, int]]:
         """Figures of each kernel, and the constants; skips without nvcc."""
@@ -89,7 +91,7 @@ def _compiled(text: str, arch: str) -> dict[str, list[int]]:
         source.write_text(text, encoding="utf-8")
         done = subprocess.run(
             [
-                nvcc.path, "-ptx", "-std=c++17", f"-arch={arch}", *INCLUDE,
+                nvcc.path, "-ptx", "-std=c++20", f"-arch={arch}", *INCLUDE,
                 str(source), "-o", str(ptx),
             ],
             capture_output=True, text=True, check=False,

@@ -4,11 +4,10 @@
 #include "attention/backward/shared_rows.cuh"
 #include "kernel_hub/bounds.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::attention::backward {
 
 constexpr int kTileRows = 16;
 constexpr int kFragment = 128;  // sums in a 16 x 8 fragment
-constexpr float kLog2E = 1.4426950408889634f;
 
 // How a lane's four sums lie in a fragment: side by side where one instruction adds all four.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -137,4 +136,4 @@ __device__ __forceinline__ bool find_work(Work& work, int* flag, int block_m, in
     return true;
 }
 
-}  // namespace kernel_hub
+}  // namespace kernel_hub::attention::backward

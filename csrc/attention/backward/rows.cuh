@@ -2,8 +2,9 @@
 #pragma once
 
 #include "attention/backward/problem.cuh"
+#include "kernel_hub/math.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::attention::backward {
 
 // A block of 128 threads: 16 query rows of one head, eight threads a row.
 template <typename T>
@@ -57,7 +58,7 @@ __device__ __forceinline__ void attention_delta(float* delta, float* lse_log2, f
         if (query < queries.seqlen) {
             const float value =
                 lse[batch_idx * lse_batch_stride + head_idx * lse_head_stride + row];
-            row_lse = value == -INFINITY ? INFINITY : value * kLog2E;
+            row_lse = value == -INFINITY ? INFINITY : value * kLog2e;
         }
         delta[tile * kTileRows + row_idx] = sum;
         lse_log2[tile * kTileRows + row_idx] = row_lse;
@@ -110,7 +111,7 @@ __device__ __forceinline__ void attention_convert(const Heads<T>& dq, const floa
     }
 }
 
-}  // namespace kernel_hub
+}  // namespace kernel_hub::attention::backward
 
 // Both kernels of one dtype.
 #define EXPORT_ROWS(DTYPE, T)                                                                      \
@@ -121,20 +122,18 @@ __device__ __forceinline__ void attention_convert(const Heads<T>& dq, const floa
         int64_t dout_row_stride, int64_t dout_head_stride, int64_t lse_batch_stride,               \
         int64_t lse_head_stride, int64_t num_tiles, int num_blocks, int seqlen_q, int total_q,     \
         int head_dim, int padded_head_dim, int is_aligned) {                                       \
-        kernel_hub::attention_delta<T>(                                                            \
-            delta, lse_log2, dq_sums, turns, flag,                                                 \
-            {out, out_batch_stride, out_row_stride, out_head_stride},                              \
-            {dout, dout_batch_stride, dout_row_stride, dout_head_stride}, lse, cu_seqlens_q,       \
-            lse_batch_stride, lse_head_stride, num_tiles, num_blocks, seqlen_q, total_q, head_dim, \
-            padded_head_dim, is_aligned);                                                          \
+        attention_delta<T>(delta, lse_log2, dq_sums, turns, flag,                                  \
+                           {out, out_batch_stride, out_row_stride, out_head_stride},               \
+                           {dout, dout_batch_stride, dout_row_stride, dout_head_stride}, lse,      \
+                           cu_seqlens_q, lse_batch_stride, lse_head_stride, num_tiles, num_blocks, \
+                           seqlen_q, total_q, head_dim, padded_head_dim, is_aligned);              \
     }                                                                                              \
     extern "C" __global__ void __launch_bounds__(128) flash_attention_backward_##DTYPE##_convert(  \
         T* dq, const float* dq_sums, const int* cu_seqlens_q, int64_t dq_batch_stride,             \
         int64_t dq_row_stride, int64_t dq_head_stride, int64_t num_tiles, int num_blocks,          \
         int seqlen_q, int total_q, int head_dim, int padded_head_dim, int is_aligned,              \
         float softmax_scale) {                                                                     \
-        kernel_hub::attention_convert<T>({dq, dq_batch_stride, dq_row_stride, dq_head_stride},     \
-                                         dq_sums, cu_seqlens_q, num_tiles, num_blocks, seqlen_q,   \
-                                         total_q, head_dim, padded_head_dim, is_aligned,           \
-                                         softmax_scale);                                           \
+        attention_convert<T>({dq, dq_batch_stride, dq_row_stride, dq_head_stride}, dq_sums,        \
+                             cu_seqlens_q, num_tiles, num_blocks, seqlen_q, total_q, head_dim,     \
+                             padded_head_dim, is_aligned, softmax_scale);                          \
     }

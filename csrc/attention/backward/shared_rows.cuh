@@ -3,9 +3,10 @@
 #pragma once
 
 #include "kernel_hub/mma.cuh"
+#include "kernel_hub/ptx.cuh"
 #include "kernel_hub/vec.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::attention::backward {
 
 // The place in dynamic shared memory that shared_address gave `address` for.
 __device__ __forceinline__ uint8_t* shared_pointer(uint32_t address) {
@@ -195,4 +196,4 @@ __device__ __forceinline__ void clear(float (&sums)[kRows16][kCols8][4]) {
     }
 }
 
-}  // namespace kernel_hub
+}  // namespace kernel_hub::attention::backward

@@ -2,8 +2,9 @@
 #pragma once
 
 #include "attention/backward/tiles.cuh"
+#include "kernel_hub/ptx.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::attention::backward {
 
 // Adds a block's part of dq for one block of queries to the sums, in its turn where there are
 // turns.
@@ -82,4 +83,4 @@ __device__ __forceinline__ void store_sums(
     }
 }
 
-}  // namespace kernel_hub
+}  // namespace kernel_hub::attention::backward

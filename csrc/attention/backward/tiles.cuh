@@ -3,8 +3,9 @@
 #pragma once
 
 #include "attention/backward/problem.cuh"
+#include "kernel_hub/math.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::attention::backward {
 
 // Tile sizes and how the warps share the five products.
 template <int kMaxScores, int kHeadDim_, int kBlockM_, int kBlockN_, int kWarps_, int kWarpsN_,
@@ -160,7 +161,7 @@ __device__ __forceinline__ float cap_score(float score, float softcap, float& sl
     const float power = exp2_approx(2.0f * score / softcap);
     const float capped = 1.0f - __fdividef(2.0f, 1.0f + power);
     slant = 1.0f - capped * capped;
-    return softcap * kLog2E * capped;
+    return softcap * kLog2e * capped;
 }
 
 // Hides the scores of keys that a query does not see; the first one is of key `key0`.
@@ -174,4 +175,4 @@ __device__ __forceinline__ void hide_scores(float (&scores)[Tiles::kKeys16][Tile
     });
 }
 
-}  // namespace kernel_hub
+}  // namespace kernel_hub::attention::backward

@@ -3,7 +3,7 @@
 
 #include "attention/forward/problem.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::attention::forward {
 
 // Where a key lies: first its page and the row in it, then (paged) the offset in elements. Page or
 // offset below zero: on a page that is not there.
@@ -105,4 +105,4 @@ struct KeyLoader {
     }
 };
 
-}  // namespace kernel_hub
+}  // namespace kernel_hub::attention::forward

@@ -4,7 +4,7 @@
 #include "attention/forward/tiles.cuh"
 #include "kernel_hub/bounds.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::attention::forward {
 
 enum class Variant { kPlain, kPaged, kGeneral };
 
@@ -103,4 +103,4 @@ __device__ __forceinline__ void find_sequence(const AttentionParams<T>& params, 
     report(params.flag, threadIdx.x == 0 ? outside : 0);
 }
 
-}  // namespace kernel_hub
+}  // namespace kernel_hub::attention::forward

@@ -2,8 +2,9 @@
 #pragma once
 
 #include "attention/forward/tiles.cuh"
+#include "kernel_hub/math.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::attention::forward {
 
 constexpr float kRescaleBits = 8.0f;  // how far a maximum may be outgrown before it moves
 
@@ -186,4 +187,4 @@ __device__ __forceinline__ void weigh(const Scores<kRowTiles, kKeyTiles>& s, int
     }
 }
 
-}  // namespace kernel_hub
+}  // namespace kernel_hub::attention::forward

@@ -4,10 +4,7 @@
 #include "kernel_hub/mma.cuh"
 #include "kernel_hub/vec.cuh"
 
-namespace kernel_hub {
-
-constexpr float kLog2e = 1.4426950408889634f;
-constexpr float kLn2 = 0.6931471805599453f;
+namespace kernel_hub::attention::forward {
 
 // Byte offset of 16-byte chunk `chunk` of row `row` of a tile: eight rows of one chunk column, and
 // the chunks of one row, lie in different banks.
@@ -101,14 +98,11 @@ __device__ __forceinline__ int recomputed(int value) {
     return value;
 }
 
-// tanh by exp2, absolute error 1e-7: tanh_approx is off by 5e-4, which a softcap of 50 multiplies.
-__device__ __forceinline__ float tanh_exact(float x) {
-    return 1.0f - __fdividef(2.0f, 1.0f + exp2_approx(2.0f * kLog2e * x));
-}
-
 // Lane q of each quad has the words of columns {2q, 2q + 1} of four 8-column tiles; afterwards it
 // has tile q: 8 columns in order. A 4x4 transpose by two rounds of exchange.
-__device__ __forceinline__ void transpose_in_quad(uint32_t (&words)[4], int lane_idx) {
+// NOTE: does what transpose_in_quad (math.cuh) does; each is other machine code in the other's
+// place.
+__device__ __forceinline__ void transpose_by_steps(uint32_t (&words)[4], int lane_idx) {
 #pragma unroll
     for (int step = 1; step <= 2; step *= 2) {
         const bool is_upper = lane_idx & step;
@@ -127,4 +121,4 @@ __device__ __forceinline__ void transpose_in_quad(uint32_t (&words)[4], int lane
     }
 }
 
-}  // namespace kernel_hub
+}  // namespace kernel_hub::attention::forward

@@ -2,8 +2,9 @@
 #pragma once
 
 #include "attention/forward/problem.cuh"
+#include "kernel_hub/ptx.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::attention::forward {
 
 // The sum over the four lanes that share a row.
 __device__ __forceinline__ float quad_sum(float sum) {
@@ -28,4 +29,4 @@ __device__ __forceinline__ void write_columns(const AttentionParams<T>& params, 
     }
 }
 
-}  // namespace kernel_hub
+}  // namespace kernel_hub::attention::forward

@@ -2,11 +2,11 @@
 #pragma once
 
 #include "attention/fp8/rows.cuh"
+#include "kernel_hub/mbarrier.cuh"
+#include "kernel_hub/warpgroup.cuh"
 #include "kernel_hub/wgmma.cuh"
 
-namespace kernel_hub {
-namespace fp8 {
-
+namespace kernel_hub::attention::fp8 {
 template <class C>
 struct Consumer : Rows<C> {
     using Base = Rows<C>;
@@ -251,5 +251,4 @@ struct Consumer : Rows<C> {
     }
 };
 
-}  // namespace fp8
-}  // namespace kernel_hub
+}  // namespace kernel_hub::attention::fp8

@@ -2,12 +2,12 @@
 #pragma once
 
 #include "attention/lengths.cuh"
+#include "kernel_hub/mbarrier.cuh"
 #include "kernel_hub/mma.cuh"
-#include "kernel_hub/sm90.cuh"
+#include "kernel_hub/tma.cuh"
+#include "kernel_hub/warpgroup.cuh"
 
-namespace kernel_hub {
-namespace fp8 {
-
+namespace kernel_hub::attention::fp8 {
 enum class Mask { kFull, kCausal };
 // Where K and V have scales of their own: each head, or each kScaleTokens tokens of it.
 enum class Scales { kHeads, kBlocks };
@@ -16,9 +16,6 @@ constexpr int kPanelColumns = 128;  // bytes, and e4m3 columns, of a row of shar
 constexpr int kScaleTokens = 128;
 constexpr int kTileSlots = 4;
 constexpr int kTransposers = 3;  // warps
-constexpr float kLog2E = 1.4426950408889634f;
-constexpr float kLn2 = 0.6931471805599453f;
-constexpr uint32_t kAllLanes = 0xffffffffu;
 // Probabilities are stored as 2^kProbBits of what they are: e4m3 ends at 448 and has its full
 // precision down to 2^-6.
 // NOTE: a row's largest one is then a power of two, which e4m3 holds exactly: where one key
@@ -251,5 +248,4 @@ __device__ __forceinline__ Tile locate(const Parameters& p, int index) {
     return tile;
 }
 
-}  // namespace fp8
-}  // namespace kernel_hub
+}  // namespace kernel_hub::attention::fp8

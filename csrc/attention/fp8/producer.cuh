@@ -3,10 +3,12 @@
 #pragma once
 
 #include "attention/fp8/plan.cuh"
+#include "kernel_hub/math.cuh"
+#include "kernel_hub/mbarrier.cuh"
+#include "kernel_hub/tma.cuh"
+#include "kernel_hub/warpgroup.cuh"
 
-namespace kernel_hub {
-namespace fp8 {
-
+namespace kernel_hub::attention::fp8 {
 template <class C>
 struct Loader {
     const Parameters& p;
@@ -50,7 +52,7 @@ struct Loader {
             scales = read_block_scales(tile, kv_head, 0);
         }
         tile.value_scale = scales.v;
-        const float scale = p.softmax_scale * kLog2E * scales.k;
+        const float scale = p.softmax_scale * kLog2e * scales.k;
         const int64_t offset = tile.batch * p.q_scale_batch_stride +
                                tile.head / p.heads_a_q_scale * p.q_scale_head_stride;
         const int last_row = min(tile.seqlen_q, p.seqlen_q) - 1;
@@ -289,5 +291,4 @@ __device__ __forceinline__ void write_empty_tiles(const Parameters& p, int threa
     }
 }
 
-}  // namespace fp8
-}  // namespace kernel_hub
+}  // namespace kernel_hub::attention::fp8

@@ -2,10 +2,11 @@
 #pragma once
 
 #include "attention/fp8/plan.cuh"
+#include "kernel_hub/math.cuh"
+#include "kernel_hub/mbarrier.cuh"
+#include "kernel_hub/wgmma.cuh"
 
-namespace kernel_hub {
-namespace fp8 {
-
+namespace kernel_hub::attention::fp8 {
 // Four floats rounded to e4m3, the first in the lowest byte.
 __device__ __forceinline__ uint32_t pack_e4m3x4(float a, float b, float c, float d) {
     uint32_t word;
@@ -21,12 +22,6 @@ __device__ __forceinline__ uint32_t pack_e4m3x4(float a, float b, float c, float
 // From -126 to 127.
 __device__ __forceinline__ float power_of_two(int exponent) {
     return __uint_as_float(static_cast<uint32_t>(exponent + 127) << 23);
-}
-
-__device__ __forceinline__ float max_or_nan(float a, float b) {
-    float largest;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(largest) : "f"(a), "f"(b));
-    return largest;
 }
 
 // A consumer's registers: its places in the rings, scores, probabilities and output of 64 rows.
@@ -130,11 +125,11 @@ struct Rows {
             scale_log2 = score_scale;
             return 1.f;
         } else {
-            scale_log2 = max_or_nan(score_scale * scales.k, kLeastScale);
-            const float value = max_or_nan(scales.v, kLeastScale);
+            scale_log2 = max_nan(score_scale * scales.k, kLeastScale);
+            const float value = max_nan(scales.v, kLeastScale);
             const float before = kFirst ? value : value_unit;
-            largest_value = kFirst ? value : max_or_nan(value, largest_value);
-            const float ratio = max_or_nan(__fdividef(largest_value, value), 1.f);
+            largest_value = kFirst ? value : max_nan(value, largest_value);
+            const float ratio = max_nan(__fdividef(largest_value, value), 1.f);
             value_bits = static_cast<int>(__float_as_uint(ratio) >> 23) - 127;
             // Nothing of probabilities times 2^-30 is left in e4m3, whatever the unit.
             value_unit = value_bits > 30 ? largest_value : value * power_of_two(value_bits);
@@ -157,21 +152,21 @@ struct Rows {
         for (int j = 1; j < C::kBlockN / 8; ++j) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                largest_of[i] = max_or_nan(largest_of[i], scores[4 * j + i]);
+                largest_of[i] = max_nan(largest_of[i], scores[4 * j + i]);
             }
         }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            float largest = max_or_nan(largest_of[2 * r], largest_of[2 * r + 1]);
-            largest = max_or_nan(largest, __shfl_xor_sync(kAllLanes, largest, 1));
-            largest = max_or_nan(largest, __shfl_xor_sync(kAllLanes, largest, 2));
+            float largest = max_nan(largest_of[2 * r], largest_of[2 * r + 1]);
+            largest = max_nan(largest, __shfl_xor_sync(kAllLanes, largest, 1));
+            largest = max_nan(largest, __shfl_xor_sync(kAllLanes, largest, 2));
             largest_of[2 * r] = largest * scale_log2;
         }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             float largest = largest_of[2 * r];
             if constexpr (!kFirst) {
-                largest = max_or_nan(largest, row_shift[r]);
+                largest = max_nan(largest, row_shift[r]);
                 const bool grew = kBlocks && output_factor != 1.f;
                 must_rescale[r] = __any_sync(kAllLanes, grew || largest != row_shift[r]);
             }
@@ -244,7 +239,7 @@ struct Rows {
     __device__ __forceinline__ void read_score_scale(int place) {
         score_scale = read_float(place, 8 + consumer);
         if constexpr (C::kScales == Scales::kHeads) {
-            score_scale = max_or_nan(score_scale, kLeastScale);
+            score_scale = max_nan(score_scale, kLeastScale);
         }
     }
     __device__ __forceinline__ float read_value_scale(int place) const {
@@ -319,5 +314,4 @@ struct Rows {
     }
 };
 
-}  // namespace fp8
-}  // namespace kernel_hub
+}  // namespace kernel_hub::attention::fp8

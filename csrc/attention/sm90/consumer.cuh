@@ -2,9 +2,13 @@
 #pragma once
 
 #include "attention/sm90/rows.cuh"
+#include "kernel_hub/math.cuh"
+#include "kernel_hub/mbarrier.cuh"
+#include "kernel_hub/tma.cuh"
+#include "kernel_hub/warpgroup.cuh"
 #include "kernel_hub/wgmma.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::attention::sm90 {
 
 template <class C>
 struct Consumer : Rows<C> {
@@ -344,4 +348,4 @@ struct Consumer : Rows<C> {
     }
 };
 
-}  // namespace kernel_hub
+}  // namespace kernel_hub::attention::sm90

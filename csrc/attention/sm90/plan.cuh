@@ -3,9 +3,10 @@
 
 #include "attention/lengths.cuh"
 #include "kernel_hub/mma.cuh"
-#include "kernel_hub/sm90.cuh"
+#include "kernel_hub/tma.cuh"
+#include "kernel_hub/warpgroup.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::attention::sm90 {
 
 enum class Mask { kFull, kCausal, kWindow };
 
@@ -13,8 +14,6 @@ constexpr int kPanelColumns = 64;  // columns of a 128-byte row of shared memory
 constexpr int kTileSlots = 4;
 // Probabilities stay below 2^kRescaleBits, which fp16 holds.
 constexpr float kRescaleBits = 8.f;
-constexpr float kLn2 = 0.6931471805599453f;
-constexpr uint32_t kAllLanes = 0xffffffffu;
 
 template <typename T_, int kHeadDim_, int kConsumers_, int kBlockN_, Mask kMask_>
 struct Config {
@@ -181,4 +180,4 @@ struct Place {
     }
 };
 
-}  // namespace kernel_hub
+}  // namespace kernel_hub::attention::sm90

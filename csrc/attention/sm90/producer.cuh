@@ -3,8 +3,12 @@
 #pragma once
 
 #include "attention/sm90/schedule.cuh"
+#include "kernel_hub/math.cuh"
+#include "kernel_hub/mbarrier.cuh"
+#include "kernel_hub/tma.cuh"
+#include "kernel_hub/warpgroup.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::attention::sm90 {
 
 // A whole warp brings the blocks of K (and Q, and finds the tiles) or of V into their ring; one
 // lane starts the copies. Two such warps run the same code.
@@ -286,4 +290,4 @@ __device__ __forceinline__ void write_empty_tiles(const Parameters& p) {
     }
 }
 
-}  // namespace kernel_hub
+}  // namespace kernel_hub::attention::sm90

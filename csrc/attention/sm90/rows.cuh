@@ -2,36 +2,11 @@
 #pragma once
 
 #include "attention/sm90/plan.cuh"
+#include "kernel_hub/math.cuh"
+#include "kernel_hub/mbarrier.cuh"
+#include "kernel_hub/wgmma.cuh"
 
-namespace kernel_hub {
-
-// w[j] of lane q of each four becomes w[q] of lane j: four neighbours' pairs of columns become
-// eight columns in a row.
-__device__ __forceinline__ void transpose_among_four(uint32_t (&w)[4], int lane_idx) {
-    const bool odd = lane_idx & 1, upper = lane_idx & 2;
-#pragma unroll
-    for (int i = 0; i < 4; i += 2) {
-        const uint32_t got = __shfl_xor_sync(kAllLanes, odd ? w[i] : w[i + 1], 1);
-        odd ? w[i] = got : w[i + 1] = got;
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const uint32_t got = __shfl_xor_sync(kAllLanes, upper ? w[i] : w[i + 2], 2);
-        upper ? w[i] = got : w[i + 2] = got;
-    }
-}
-
-__device__ __forceinline__ float max_or_nan(float a, float b) {
-    float largest;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(largest) : "f"(a), "f"(b));
-    return largest;
-}
-
-__device__ __forceinline__ float reciprocal_approx(float x) {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
+namespace kernel_hub::attention::sm90 {
 
 // What a consumer keeps of a tile: the rest it reads again where it needs it.
 struct Range {
@@ -135,15 +110,15 @@ struct Rows {
             float even = scores[2 * r], odd = scores[2 * r + 1];
 #pragma unroll
             for (int j = 1; j < C::kBlockN / 8; ++j) {
-                even = max_or_nan(even, scores[4 * j + 2 * r]);
-                odd = max_or_nan(odd, scores[4 * j + 2 * r + 1]);
+                even = max_nan(even, scores[4 * j + 2 * r]);
+                odd = max_nan(odd, scores[4 * j + 2 * r + 1]);
             }
-            float largest = max_or_nan(even, odd);
-            largest = max_or_nan(largest, __shfl_xor_sync(kAllLanes, largest, 1));
-            largest = max_or_nan(largest, __shfl_xor_sync(kAllLanes, largest, 2));
+            float largest = max_nan(even, odd);
+            largest = max_nan(largest, __shfl_xor_sync(kAllLanes, largest, 1));
+            largest = max_nan(largest, __shfl_xor_sync(kAllLanes, largest, 2));
             largest *= p.scale_log2;
             if constexpr (!kFirst) {
-                largest = max_or_nan(largest, row_shift[r]);
+                largest = max_nan(largest, row_shift[r]);
                 const bool keep = largest - row_shift[r] <= kRescaleBits;
                 largest = keep ? row_shift[r] : largest;
                 grew |= !keep;
@@ -240,7 +215,7 @@ struct Rows {
                     const int column = 4 * (4 * i + j) + 2 * r;
                     words[j] = pack2<T>(output[column] * factor[r], output[column + 1] * factor[r]);
                 }
-                transpose_among_four(words, lane_idx);
+                transpose_in_quad(words, lane_idx);
                 if (is_inside && 32 * i + first_column < p.head_dim) {
                     *reinterpret_cast<uint4*>(out + 32 * i + first_column) =
                         make_uint4(words[0], words[1], words[2], words[3]);
@@ -250,4 +225,4 @@ struct Rows {
     }
 };
 
-}  // namespace kernel_hub
+}  // namespace kernel_hub::attention::sm90

@@ -2,8 +2,9 @@
 #pragma once
 
 #include "attention/sm90/plan.cuh"
+#include "kernel_hub/math.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::attention::sm90 {
 
 template <class C>
 __device__ __forceinline__ int count_rows(int seqlen_q) {
@@ -143,4 +144,4 @@ struct Schedule {
     }
 };
 
-}  // namespace kernel_hub
+}  // namespace kernel_hub::attention::sm90

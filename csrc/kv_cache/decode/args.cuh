@@ -5,7 +5,7 @@
 
 #include "kv_cache/decode/work.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::kv_cache::decode {
 
 template <typename T, typename Cache>
 struct DecodeArgs {
@@ -50,4 +50,4 @@ struct DecodeArgs {
     }
 };
 
-}  // namespace kernel_hub
+}  // namespace kernel_hub::kv_cache::decode

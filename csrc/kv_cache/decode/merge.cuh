@@ -3,12 +3,13 @@
 #pragma once
 
 #include "kernel_hub/dependent_launch.cuh"
+#include "kernel_hub/math.cuh"
 #include "kernel_hub/mma.cuh"
 #include "kernel_hub/vec.cuh"
 #include "kv_cache/decode/tiles.cuh"
 #include "kv_cache/decode/work.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::kv_cache::decode {
 
 // Merge the warps' sums and write the segment's rows: to `out`, or as partials.
 template <typename Config, typename Args>
@@ -82,7 +83,7 @@ __device__ __forceinline__ void write_segment(const Args& args, const Segment& s
             z += weight * part.z, t += weight * part.w;
         }
         const float factor = sum == 0.0f ? 0.0f : __fdividef(v_scale, sum);
-        const float log2_sum = sum == 0.0f ? -INFINITY : base + __logf(sum) * kLog2E;
+        const float log2_sum = sum == 0.0f ? -INFINITY : base + __logf(sum) * kLog2e;
         if (segment.is_whole) {
             const int token = (first_row + row) / group;
             const int head = segment.kv_head * group + (first_row + row) % group;
@@ -230,7 +231,7 @@ __device__ __forceinline__ void merge_decode_splits(
             }
         }
         const float log2_sum =
-            merged.row_sum == 0.0f ? -INFINITY : merged.row_max + __logf(merged.row_sum) * kLog2E;
+            merged.row_sum == 0.0f ? -INFINITY : merged.row_max + __logf(merged.row_sum) * kLog2e;
         merged.scale(merged.row_sum == 0.0f ? 0.0f : __fdividef(1.0f, merged.row_sum));
         const int token = (first_row + row) / group;
         const int head = kv_head * group + (first_row + row) % group;
@@ -249,4 +250,4 @@ __device__ __forceinline__ void merge_decode_splits(
     }
 }
 
-}  // namespace kernel_hub
+}  // namespace kernel_hub::kv_cache::decode

@@ -2,11 +2,12 @@
 #pragma once
 
 #include "kernel_hub/e4m3.cuh"
+#include "kernel_hub/ptx.cuh"
 #include "kernel_hub/vec.cuh"
 #include "kv_cache/decode/tiles.cuh"
 #include "kv_cache/decode/work.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::kv_cache::decode {
 
 // Cosines and sines; `cos` null: no rotation.
 struct Rotation {
@@ -263,4 +264,4 @@ __device__ __forceinline__ void prepare_rows(const Args& args, const Segment& se
     }
 }
 
-}  // namespace kernel_hub
+}  // namespace kernel_hub::kv_cache::decode

@@ -6,7 +6,7 @@
 #include "kernel_hub/e4m3.cuh"
 #include "kernel_hub/mma.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::kv_cache::decode {
 
 template <typename T_, typename Cache_, int kHeadDim_, int kTile_, int kSlots_, int kRowTiles_>
 struct DecodeConfig {
@@ -222,4 +222,4 @@ struct TileLoader {
     }
 };
 
-}  // namespace kernel_hub
+}  // namespace kernel_hub::kv_cache::decode

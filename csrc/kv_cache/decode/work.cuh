@@ -4,10 +4,8 @@
 
 #include "kernel_hub/bounds.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::kv_cache::decode {
 
-constexpr float kLog2E = 1.4426950408889634f;
-constexpr float kLn2 = 0.6931471805599453f;
 // A longer cache counts as one of so many tokens; no room is larger.
 constexpr int kMostTokens = 1 << 30;
 
@@ -153,4 +151,4 @@ struct Segment {
     bool is_whole;              // all units of the item
 };
 
-}  // namespace kernel_hub
+}  // namespace kernel_hub::kv_cache::decode

@@ -1,12 +1,13 @@
 // The products of linear_fp8_sm90.cu whose sums leave the tensor cores every few steps of k.
 #pragma once
 
-#include "kernel_hub/sm90.cuh"
+#include "kernel_hub/mbarrier.cuh"
+#include "kernel_hub/tma.cuh"
 #include "kernel_hub/wgmma.cuh"
 #include "matmul/fp8/scales.cuh"
 #include "matmul/sm90/loop.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::matmul::fp8 {
 
 // The factors of a thread's sums of one step: of its two rows, times that of the tile's columns.
 template <typename C, bool kSwaps = C::kSwaps>
@@ -167,4 +168,4 @@ __device__ __forceinline__ void multiply_promoting(float (&acc)[C::kSums], Ring<
     }
 }
 
-}  // namespace kernel_hub
+}  // namespace kernel_hub::matmul::fp8

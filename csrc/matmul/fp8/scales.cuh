@@ -4,10 +4,12 @@
 
 #include <stdint.h>
 
-#include "kernel_hub/sm90.cuh"
+#include "kernel_hub/mbarrier.cuh"
 #include "matmul/sm90/tiles.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::matmul::fp8 {
+
+using namespace sm90;  // the ring and the tiles of linear_sm90.cu
 
 constexpr int kScaleBlock = 128;  // elements of k, and rows of b, under one scale
 constexpr int kPromoteSteps = 4;  // of 128 of k, after which sums leave the tensor cores
@@ -108,4 +110,4 @@ __device__ __forceinline__ void fetch_scales(const Scales& of_a, const Scales& o
     }
 }
 
-}  // namespace kernel_hub
+}  // namespace kernel_hub::matmul::fp8

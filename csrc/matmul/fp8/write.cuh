@@ -1,11 +1,15 @@
 // How tiles leave linear_fp8_sm90.cu: times their scales, with their epilogue, rounded.
 #pragma once
 
+#include "kernel_hub/cluster.cuh"
+#include "kernel_hub/tma.cuh"
+#include "kernel_hub/warpgroup.cuh"
+#include "kernel_hub/wgmma.cuh"
 #include "matmul/epilogue.cuh"
 #include "matmul/fp8/scales.cuh"
 #include "matmul/sm90/write.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::matmul::fp8 {
 
 // The epilogue of matmul/epilogue.cuh behind scales; bias and residual are of the dtype of out.
 template <typename Out>
@@ -280,4 +284,4 @@ __device__ __forceinline__ void merge_and_write_scaled(const ScaledEpilogue<Out>
     cluster_wait();
 }
 
-}  // namespace kernel_hub
+}  // namespace kernel_hub::matmul::fp8

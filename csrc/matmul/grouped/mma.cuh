@@ -11,7 +11,7 @@
 #include "matmul/grouped/walk.cuh"
 #include "matmul/stages.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::matmul::grouped {
 
 constexpr int kRasterGroup = 8;
 
@@ -94,4 +94,4 @@ __device__ __forceinline__ void multiply_tile(const Target<T>& target, const T* 
     write_sums<kFinishes, T, C>(target, sums, row + warp_row, column + warp_column, acc);
 }
 
-}  // namespace kernel_hub
+}  // namespace kernel_hub::matmul::grouped

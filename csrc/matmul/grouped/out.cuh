@@ -1,10 +1,11 @@
 // Where the results of many products in one launch go, 8 columns of a row at a time.
 #pragma once
 
+#include "kernel_hub/ptx.cuh"
 #include "kernel_hub/vec.cuh"
 #include "matmul/epilogue.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::matmul::grouped {
 
 // Of one product. Results go out as T or as fp32: the other pointer is null.
 template <typename T>
@@ -65,4 +66,4 @@ __device__ __forceinline__ void write_chunk(const Target<T>& target, int row, in
     }
 }
 
-}  // namespace kernel_hub
+}  // namespace kernel_hub::matmul::grouped

@@ -12,11 +12,16 @@
 // transaction barriers and a record a stage.
 #pragma once
 
+#include "kernel_hub/cluster.cuh"
 #include "kernel_hub/dependent_launch.cuh"
+#include "kernel_hub/mbarrier.cuh"
+#include "kernel_hub/tma.cuh"
+#include "kernel_hub/warpgroup.cuh"
+#include "kernel_hub/wgmma.cuh"
 #include "matmul/grouped/sm90_loop.cuh"
 #include "matmul/grouped/sm90_write.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::matmul::grouped {
 
 // `make_walk()` reads global memory. Policy: kClips (rows behind a product's last are outside the
 // map of out), kFinishes (bias and activation), of_a, of_b and of_out: the two outer coordinates of
@@ -129,4 +134,4 @@ __device__ __forceinline__ void grouped_sm90(const Policy& policy, const MakeWal
     }
 }
 
-}  // namespace kernel_hub
+}  // namespace kernel_hub::matmul::grouped

@@ -2,12 +2,17 @@
 // fetches tiles, the consumers that multiply them.
 #pragma once
 
-#include "kernel_hub/sm90.cuh"
+#include "kernel_hub/cluster.cuh"
+#include "kernel_hub/mbarrier.cuh"
+#include "kernel_hub/tma.cuh"
+#include "kernel_hub/warpgroup.cuh"
 #include "kernel_hub/wgmma.cuh"
 #include "matmul/grouped/walk.cuh"
 #include "matmul/sm90/tiles.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::matmul::grouped {
+
+using namespace sm90;  // the ring and the tiles of linear_sm90.cu
 
 // A block's tile is kBlockM x kBlockN of the product; kConsumers warpgroups have 64 rows of it
 // each. The rows of the product are rows of a, or of b where kSwaps. kPairs: clusters of two blocks
@@ -200,4 +205,4 @@ __device__ __forceinline__ void pass_grouped(Ring<C::kStages>& ring, uint32_t fu
     }
 }
 
-}  // namespace kernel_hub
+}  // namespace kernel_hub::matmul::grouped

@@ -3,10 +3,13 @@
 // row. Others: as fp32 through shared memory, finished 8 columns at a time.
 #pragma once
 
+#include "kernel_hub/ptx.cuh"
+#include "kernel_hub/tma.cuh"
+#include "kernel_hub/warpgroup.cuh"
 #include "matmul/grouped/out.cuh"
 #include "matmul/grouped/sm90_loop.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::matmul::grouped {
 
 // The bytes of shared memory at an address.
 __device__ __forceinline__ uint8_t* shared_bytes(uint32_t address) {
@@ -193,4 +196,4 @@ __device__ __forceinline__ void wait_for(int* arrival, int thread, int barrier) 
     named_barrier_sync(barrier, 128);
 }
 
-}  // namespace kernel_hub
+}  // namespace kernel_hub::matmul::grouped

@@ -3,7 +3,7 @@
 
 #include "kernel_hub/bounds.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::matmul::grouped {
 
 // A tile of out, or a pair of neighbouring ones. Rows are counted in the whole of a for grouped
 // products, in one matrix of it for batched ones.
@@ -177,4 +177,4 @@ class BatchedWalk {
     int num_products_, num_rows_, rows_, count_;
 };
 
-}  // namespace kernel_hub
+}  // namespace kernel_hub::matmul::grouped

@@ -21,7 +21,7 @@
 #include "kernel_hub/mma.cuh"
 #include "kernel_hub/vec.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::matmul::paired {
 
 // A block of 4 warps, 2 x 2, computes a kBlockM x 128 tile. Shared memory: a ring of kStages x
 // (kBlockM rows of a, 128 rows of b), 32 elements of k each. Two rows share 128 bytes; their
@@ -183,4 +183,4 @@ __device__ __forceinline__ void paired_linear(const Ending& ending, const Rows& 
     }
 }
 
-}  // namespace kernel_hub
+}  // namespace kernel_hub::matmul::paired

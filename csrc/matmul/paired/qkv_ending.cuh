@@ -2,9 +2,10 @@
 #pragma once
 
 #include "kernel_hub/kv_place.cuh"
+#include "kernel_hub/ptx.cuh"
 #include "matmul/epilogue.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::matmul::paired {
 
 // b holds head_dim rows a head: query heads, key heads, value heads. Heads are taken 16 columns at
 // a time: of the first `paired_dim` those that a rotation pairs, the others as they lie. head_dim
@@ -351,4 +352,4 @@ struct QkvEnding {
     }
 };
 
-}  // namespace kernel_hub
+}  // namespace kernel_hub::matmul::paired

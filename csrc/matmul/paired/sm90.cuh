@@ -10,14 +10,20 @@
 //               share k, and add their sums over distributed shared memory, in order
 #pragma once
 
+#include "kernel_hub/cluster.cuh"
 #include "kernel_hub/dependent_launch.cuh"
+#include "kernel_hub/mbarrier.cuh"
 #include "kernel_hub/mma.cuh"
-#include "kernel_hub/sm90.cuh"
+#include "kernel_hub/tma.cuh"
+#include "kernel_hub/warpgroup.cuh"
+#include "kernel_hub/wgmma.cuh"
 #include "matmul/paired/portable.cuh"
 #include "matmul/sm90/loop.cuh"
 #include "matmul/sm90/tiles.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::matmul::paired {
+
+using namespace sm90;  // the ring and the tiles of linear_sm90.cu
 
 // Rows of b for tiles by groups of 16 (8 rows and their partners): where boxes lie in the tensor
 // map, and how many rows each has (a multiple of 16).
@@ -327,4 +333,4 @@ __device__ __forceinline__ void paired_linear_sm90(const Ending& ending, const C
     }
 }
 
-}  // namespace kernel_hub
+}  // namespace kernel_hub::matmul::paired

@@ -14,7 +14,7 @@
 #include "kernel_hub/mma.cuh"
 #include "kernel_hub/vec.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::matmul::paired {
 
 template <int kColumnTiles_, int kStages_, int kSlices_>
 struct PairedSmallM {
@@ -171,4 +171,4 @@ __device__ __forceinline__ void paired_linear_small_m(const Ending& ending, cons
     }
 }
 
-}  // namespace kernel_hub
+}  // namespace kernel_hub::matmul::paired

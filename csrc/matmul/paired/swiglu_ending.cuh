@@ -2,9 +2,10 @@
 // together.
 #pragma once
 
+#include "kernel_hub/ptx.cuh"
 #include "matmul/epilogue.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::matmul::paired {
 
 // b holds `columns` rows of the gate, then as many of what it multiplies.
 struct GateUpRows {
@@ -82,4 +83,4 @@ struct SwigluEnding {
     }
 };
 
-}  // namespace kernel_hub
+}  // namespace kernel_hub::matmul::paired

@@ -1,12 +1,14 @@
 // The product of tiles in linear_sm90.cu: the producer that fetches, the consumers that multiply.
 #pragma once
 
+#include "kernel_hub/cluster.cuh"
 #include "kernel_hub/dependent_launch.cuh"
-#include "kernel_hub/sm90.cuh"
+#include "kernel_hub/mbarrier.cuh"
+#include "kernel_hub/tma.cuh"
 #include "kernel_hub/wgmma.cuh"
 #include "matmul/sm90/tiles.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::matmul::sm90 {
 
 // Fetches what is added to a tile, through the ring as if it were steps of k: into each stage as
 // many boxes of 64 x 64 for each consumer as it has for its results.
@@ -180,4 +182,4 @@ __device__ __forceinline__ void multiply(float (&acc)[C::kPieces][C::kSums], Rin
     }
 }
 
-}  // namespace kernel_hub
+}  // namespace kernel_hub::matmul::sm90

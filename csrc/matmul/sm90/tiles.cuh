@@ -3,7 +3,7 @@
 
 #include <stdint.h>
 
-namespace kernel_hub {
+namespace kernel_hub::matmul::sm90 {
 
 constexpr int kBlockK = 64;
 constexpr int kRowBytes = 128;   // of kBlockK elements: the span of the swizzle
@@ -91,4 +91,4 @@ struct Raster {
     }
 };
 
-}  // namespace kernel_hub
+}  // namespace kernel_hub::matmul::sm90

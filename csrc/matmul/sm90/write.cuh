@@ -3,12 +3,16 @@
 
 #include <type_traits>
 
-#include "kernel_hub/sm90.cuh"
+#include "kernel_hub/cluster.cuh"
+#include "kernel_hub/mbarrier.cuh"
+#include "kernel_hub/tma.cuh"
+#include "kernel_hub/warpgroup.cuh"
+#include "kernel_hub/wgmma.cuh"
 #include "matmul/epilogue.cuh"
 #include "matmul/sm90/loop.cuh"
 #include "matmul/sm90/tiles.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::matmul::sm90 {
 
 // How the groups of 32 columns of a tile are written: `kAny` in a loop, any epilogue and any
 // alignment; otherwise straight, aligned results of 16 bits with one activation, or kPlain, with
@@ -350,4 +354,4 @@ __device__ __forceinline__ void merge_and_write(const Epilogue<T, Out>& epilogue
     cluster_wait();
 }
 
-}  // namespace kernel_hub
+}  // namespace kernel_hub::matmul::sm90

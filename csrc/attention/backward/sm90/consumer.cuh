@@ -3,26 +3,13 @@
 
 #include "attention/backward/shared_rows.cuh"
 #include "attention/backward/sm90/plan.cuh"
-#include "kernel_hub/ptx.cuh"
+#include "kernel_hub/math.cuh"
+#include "kernel_hub/mbarrier.cuh"
+#include "kernel_hub/tma.cuh"
+#include "kernel_hub/warpgroup.cuh"
 #include "kernel_hub/wgmma.cuh"
 
-namespace kernel_hub {
-
-// w[j] of lane q of each four becomes w[q] of lane j: four neighbours' pairs of columns become
-// eight columns in a row.
-__device__ __forceinline__ void transpose_among_four(uint32_t (&w)[4], int lane_idx) {
-    const bool odd = lane_idx & 1, upper = lane_idx & 2;
-#pragma unroll
-    for (int i = 0; i < 4; i += 2) {
-        const uint32_t got = __shfl_xor_sync(kAllLanes, odd ? w[i] : w[i + 1], 1);
-        odd ? w[i] = got : w[i + 1] = got;
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const uint32_t got = __shfl_xor_sync(kAllLanes, upper ? w[i] : w[i + 2], 2);
-        upper ? w[i] = got : w[i + 2] = got;
-    }
-}
+namespace kernel_hub::attention::backward::sm90 {
 
 // Says that what accumulators hold does not matter, so that nothing is moved there.
 template <int kCount>
@@ -181,7 +168,7 @@ struct BackwardConsumer {
                     const int column = 4 * (4 * i + j) + 2 * r;
                     words[j] = pack2<T>(sums[column] * factor, sums[column + 1] * factor);
                 }
-                transpose_among_four(words, lane_idx);
+                transpose_in_quad(words, lane_idx);
                 if (row < work.num_key_rows && 32 * i + first_column < p.head_dim) {
                     st_global(out + 32 * i + first_column,
                               make_uint4(words[0], words[1], words[2], words[3]));
@@ -196,7 +183,7 @@ struct BackwardConsumer {
         if (must_hide) {
             hide(scores, work.window, first_query);
         }
-        const float scale_log2 = p.softmax_scale * kLog2E;
+        const float scale_log2 = p.softmax_scale * kLog2e;
 #pragma unroll
         for (int j = 0; j < kBlockM / 8; ++j) {
             const float2 lse = row_values(C::kLse, stage, j);
@@ -348,4 +335,4 @@ struct BackwardConsumer {
     }
 };
 
-}  // namespace kernel_hub
+}  // namespace kernel_hub::attention::backward::sm90

@@ -3,13 +3,13 @@
 #pragma once
 
 #include "attention/backward/problem.cuh"
-#include "kernel_hub/sm90.cuh"
+#include "kernel_hub/tma.cuh"
+#include "kernel_hub/warpgroup.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::attention::backward::sm90 {
 
 constexpr int kPanelBytes = 128;  // of a row of shared memory: 64 columns
 constexpr int kPanelColumns = 64;
-constexpr uint32_t kAllLanes = 0xffffffffu;
 
 template <typename T_, int kHeadDim_, int kBlockM_>
 struct BackwardConfig {
@@ -181,4 +181,4 @@ struct BackwardWork : Work {
 };
 static_assert(sizeof(BackwardWork) <= 128, "its room in shared memory");
 
-}  // namespace kernel_hub
+}  // namespace kernel_hub::attention::backward::sm90

@@ -2,9 +2,12 @@
 #pragma once
 
 #include "attention/backward/sm90/plan.cuh"
+#include "kernel_hub/mbarrier.cuh"
 #include "kernel_hub/ptx.cuh"
+#include "kernel_hub/tma.cuh"
+#include "kernel_hub/warpgroup.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::attention::backward::sm90 {
 
 // Everything a block reads, in the order the consumers need it. All lanes of one warp.
 template <class C>
@@ -147,4 +150,4 @@ __device__ __forceinline__ void add_dq(const BackwardParameters<typename C::T>& 
     }
 }
 
-}  // namespace kernel_hub
+}  // namespace kernel_hub::attention::backward::sm90

@@ -3,10 +3,10 @@
 #pragma once
 
 #include "attention/backward/sm90/plan.cuh"
-#include "kernel_hub/ptx.cuh"
+#include "kernel_hub/math.cuh"
 #include "kernel_hub/vec.cuh"
 
-namespace kernel_hub {
+namespace kernel_hub::attention::backward::sm90 {
 
 constexpr int kRowThreads = 128;
 
@@ -91,7 +91,7 @@ __device__ __forceinline__ void attention_delta_sm90(
         if (is_inside) {
             const float value = lse[tile.batch_idx * lse_batch_stride +
                                     tile.head_idx * lse_head_stride + tile.token + query];
-            row_lse = value == -INFINITY ? INFINITY : value * kLog2E;
+            row_lse = value == -INFINITY ? INFINITY : value * kLog2e;
         }
         delta[tile.first_row + row_idx] = sum;
         lse_log2[tile.first_row + row_idx] = row_lse;
@@ -198,4 +198,4 @@ __device__ __forceinline__ void attention_convert_sm90(const Heads<T>& dq, const
     }
 }
 
-}  // namespace kernel_hub
+}  // namespace kernel_hub::attention::backward::sm90
