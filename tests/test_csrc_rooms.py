@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import re
+from collections import defaultdict
+from pathlib import Path, PurePosixPath
 
 import pytest
 
@@ -10,6 +12,10 @@ from kernel_hub import build
 from kernel_hub.collection.manifest import Manifest
 from kernel_hub.compilers.nvcc import find_nvcc, find_sources, make_jobs
 from kernel_hub.errors import KernelHubError
+
+CSRC = Path(__file__).resolve().parent.parent / "csrc"
+VOCABULARY = PurePosixPath("include/kernel_hub")
+FILES = [PurePosixPath(path.relative_to(CSRC)) for path in sorted(CSRC.rglob("*.cu*"))]
 
 try:
     find_nvcc()
@@ -55,3 +61,59 @@ def test_a_source_in_a_room_is_built_and_checked(tmp_path: Path) -> None:
     assert build.main(args) == build.main([*args, "--check"]) == 0
     text = (tmp_path / "out/manifest.json").read_text(encoding="utf-8")
     assert Manifest.from_json(text, where="").cubins["copy"]["sm80"].source == "csrc/room/copy.cu"
+
+
+def may_include(file: PurePosixPath, header: PurePosixPath) -> bool:
+    """The vocabulary; of its own room its folder, those above, and the sm90/ beside its folder.
+
+    A .cu: the vocabulary and all of its room.
+    """
+    here, there = file.parent, header.parent
+    if there == VOCABULARY or here == VOCABULARY:
+        return there == VOCABULARY
+    if file.suffix == ".cu":
+        return there.is_relative_to(here.parts[0])
+    above = (here, *here.parents[:-1])
+    return there in above or (there.name == "sm90" and there.parent in above)
+
+
+@pytest.mark.parametrize("file", FILES, ids=str)
+def test_a_header_knows_the_vocabulary_and_its_room(file: PurePosixPath) -> None:
+    text = (CSRC / file).read_text(encoding="utf-8")
+    for name in re.findall(r'#include "(.+)"', text):
+        root = "include" if name.startswith("kernel_hub/") else "."
+        header = PurePosixPath(root, name)
+        assert (CSRC / header).is_file(), f"{name}: headers are named by their path in csrc"
+        assert may_include(file, header), f"{file} may not include {name}"
+
+
+def namespace_of(file: PurePosixPath) -> str | None:
+    found = re.findall(r"^namespace ([\w:]+) {$", (CSRC / file).read_text("utf-8"), re.MULTILINE)
+    assert len(found) <= 1, f"{file} has {found}"
+    return found[0] if found else None
+
+
+@pytest.mark.parametrize("file", FILES, ids=str)
+def test_a_folder_has_one_namespace(file: PurePosixPath) -> None:
+    own = (
+        "kernel_hub" if file.parent == VOCABULARY else "::".join(("kernel_hub", *file.parent.parts))
+    )
+    namespace = namespace_of(file)
+    if file.suffix == ".cuh":
+        assert namespace == own
+    elif namespace is not None:  # a kernel's is that of the headers written for it
+        assert namespace == own or namespace.startswith(f"{own}::")
+        assert CSRC.joinpath(*namespace.split("::")[1:]).is_dir()
+
+
+def test_a_type_is_written_once_in_a_namespace() -> None:
+    places = defaultdict(list)
+    defined = re.compile(
+        r"^(?:struct|class|enum(?: class)?) (?:\w+\([^)]*\) )?(\w+)(?= [{:])", re.M
+    )
+    for file in FILES:
+        for name in defined.findall((CSRC / file).read_text(encoding="utf-8")):
+            # Kernels of one folder are not compiled together, its headers may be.
+            if file.suffix == ".cuh":
+                places[namespace_of(file), name].append(str(file))
+    assert not {name: files for name, files in places.items() if len(files) > 1}

@@ -11,8 +11,8 @@
 // Every fragment of K and V that a warp reads from shared memory feeds kRowTiles matrix products.
 // A sequence whose cu_seqlens fall or lie outside has no rows; keys and values on pages that are
 // not there are zeros.
-// gridDim.x counts tiles: groups of `heads_a_group` (batch, head) pairs, in a group the row blocks
-// from the last to the first (the longest first, where causal), in a row block the heads.
+// gridDim.x counts tiles: groups of `heads_per_group` (batch, head) pairs, in a group the row
+// blocks from the last to the first (the longest first, where causal), in a row block the heads.
 //
 // Shared memory: Q (kBlockM x kHeadDim), then kStages of K and kStages of V (kBlockN x kHeadDim
 // each), 16-byte chunks swizzled within a row so that ldmatrix meets no bank twice; 32 bytes a
@@ -37,7 +37,6 @@
 #include "attention/forward/problem.cuh"
 #include "attention/forward/softmax.cuh"
 #include "attention/forward/write.cuh"
-#include "kernel_hub/math.cuh"
 
 namespace kernel_hub::attention::forward {
 
@@ -72,8 +71,7 @@ __device__ __forceinline__ void flash_attention(const AttentionParams<T>& params
     const Sight sight{seqlen_k, seqlen_k - seqlen_q, params.window_left, params.window_right};
     const bool is_paged = kVariant == Variant::kPaged || (kGeneral && params.block_table);
     if (is_paged) {
-        keys.batch = 0;
-        keys.start = 0;
+        keys.batch = keys.start = 0;
     }
 
     const int last_row = min(seqlen_q, tile.first_row + kBlockM) - 1;
@@ -331,42 +329,46 @@ __device__ __forceinline__ void flash_attention(const AttentionParams<T>& params
 }
 
 // clang-format off: it would give each of the parameters a line.
-// NOTE: total_q, total_k and num_pages stand behind is_aligned: in other places, ptxas spills a
-// register of hdim128 (sm_90).
-#define EXPORT_FLASH_ATTENTION(DTYPE, T, NAME, HEAD_DIM, BLOCK_M, BLOCK_N, WARPS, STAGES, HOLD_Q, \
-                               MIN_BLOCKS, VARIANT)                                               \
-    extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)                          \
-    flash_attention_##DTYPE##_##NAME(                                                             \
-        T* out, float* lse, int* flag, const T* q, const T* k, const T* v,                        \
-        const int* cu_seqlens_q, const int* cu_seqlens_k, const int* cache_seqlens,               \
-        const int* block_table, const float* alibi_slopes, int64_t out_batch_stride,              \
-        int64_t out_token_stride, int64_t out_head_stride, int64_t lse_batch_stride, int64_t lse_head_stride,               \
-        int64_t q_batch_stride, int64_t q_token_stride, int64_t q_head_stride,                    \
-        int64_t k_batch_stride, int64_t k_token_stride, int64_t k_head_stride,                    \
-        int64_t v_batch_stride, int64_t v_token_stride, int64_t v_head_stride,                    \
-        int64_t block_table_stride, int64_t alibi_batch_stride, int num_batch_heads,              \
-        int heads_a_group, int num_row_blocks, int num_heads, int num_kv_heads, int head_dim,     \
-        int seqlen_q, int seqlen_k, int page_size, int window_left, int window_right,             \
-        int is_aligned, int total_q, int total_k, int num_pages, float softmax_scale_log2,        \
-        float softcap_log2) {                                                                     \
-        const Strides out_strides{out_batch_stride, out_token_stride,                 \
-                                              out_head_stride};                                   \
-        const Strides q_strides{q_batch_stride, q_token_stride, q_head_stride};       \
-        const Strides k_strides{k_batch_stride, k_token_stride, k_head_stride};       \
-        const Strides v_strides{v_batch_stride, v_token_stride, v_head_stride};       \
-        flash_attention<T, HEAD_DIM, BLOCK_M, BLOCK_N, WARPS, STAGES, HOLD_Q,         \
-                                    Variant::VARIANT>(                                \
-            {out, lse, flag, q, k, v, cu_seqlens_q, cu_seqlens_k, cache_seqlens, block_table,     \
-             alibi_slopes, out_strides, q_strides, k_strides, v_strides, lse_batch_stride,        \
-             lse_head_stride, block_table_stride, alibi_batch_stride, num_batch_heads,            \
-             heads_a_group, num_row_blocks, num_heads, num_kv_heads, head_dim, seqlen_q,          \
-             seqlen_k, total_q, total_k, num_pages, page_size, window_left, window_right,         \
-             is_aligned, softmax_scale_log2, softcap_log2});                                      \
+// NOTE: total_q, total_k and num_pages follow is_aligned: elsewhere ptxas spills hdim128 (sm_90).
+#define EXPORT_FLASH_ATTENTION(DTYPE, T, NAME, HEAD_DIM, BLOCK_M, BLOCK_N, WARPS, STAGES, HOLD_Q,  \
+                               MIN_BLOCKS, VARIANT)                                                \
+    extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)                           \
+    flash_attention_##DTYPE##_##NAME(                                                              \
+        T* out, float* lse, int* flag, const T* q, const T* k, const T* v,                         \
+        const int* cu_seqlens_q, const int* cu_seqlens_k, const int* cache_seqlens,                \
+        const int* block_table, const float* alibi_slopes, int64_t out_batch_stride,               \
+        int64_t out_token_stride, int64_t out_head_stride, int64_t lse_batch_stride,               \
+        int64_t lse_head_stride, int64_t q_batch_stride, int64_t q_token_stride,                   \
+        int64_t q_head_stride, int64_t k_batch_stride, int64_t k_token_stride,                     \
+        int64_t k_head_stride, int64_t v_batch_stride, int64_t v_token_stride,                     \
+        int64_t v_head_stride, int64_t block_table_stride, int64_t alibi_batch_stride,             \
+        int num_batch_heads, int heads_per_group, int num_row_blocks, int num_heads,               \
+        int num_kv_heads, int head_dim, int seqlen_q, int seqlen_k, int page_size,                 \
+        int window_left, int window_right, int is_aligned, int total_q, int total_k,               \
+        int num_pages, float softmax_scale_log2, float softcap_log2) {                             \
+        flash_attention<T, HEAD_DIM, BLOCK_M, BLOCK_N, WARPS, STAGES, HOLD_Q, Variant::VARIANT>(   \
+            {.out = out, .lse = lse, .flag = flag, .q = q, .k = k, .v = v,                         \
+             .cu_seqlens_q = cu_seqlens_q, .cu_seqlens_k = cu_seqlens_k,                           \
+             .cache_seqlens = cache_seqlens, .block_table = block_table,                           \
+             .alibi_slopes = alibi_slopes,                                                         \
+             .out_strides = {out_batch_stride, out_token_stride, out_head_stride},                 \
+             .q_strides = {q_batch_stride, q_token_stride, q_head_stride},                         \
+             .k_strides = {k_batch_stride, k_token_stride, k_head_stride},                         \
+             .v_strides = {v_batch_stride, v_token_stride, v_head_stride},                         \
+             .lse_batch_stride = lse_batch_stride, .lse_head_stride = lse_head_stride,             \
+             .block_table_stride = block_table_stride, .alibi_batch_stride = alibi_batch_stride,   \
+             .num_batch_heads = num_batch_heads, .heads_per_group = heads_per_group,               \
+             .num_row_blocks = num_row_blocks, .num_heads = num_heads,                             \
+             .num_kv_heads = num_kv_heads, .head_dim = head_dim, .seqlen_q = seqlen_q,             \
+             .seqlen_k = seqlen_k, .total_q = total_q, .total_k = total_k, .num_pages = num_pages, \
+             .page_size = page_size, .window_left = window_left, .window_right = window_right,     \
+             .is_aligned = is_aligned, .softmax_scale_log2 = softmax_scale_log2,                   \
+             .softcap_log2 = softcap_log2});                                                       \
     }
 // clang-format on
 
 // NAME, HEAD_DIM, BLOCK_M, BLOCK_N, WARPS, STAGES, HOLD_Q (in registers), MIN_BLOCKS an SM. The
-// table in kernel_hub/ops/_flash_attention_forward.py says the same and chooses.
+// table in kernel_hub/ops/attention/forward_portable.py says the same and chooses.
 #define EXPORT_FLASH_ATTENTION_VARIANTS(DTYPE, T)                                            \
     EXPORT_FLASH_ATTENTION(DTYPE, T, hdim32, 32, 128, 64, 4, 2, false, 3, kPlain)            \
     EXPORT_FLASH_ATTENTION(DTYPE, T, hdim64, 64, 128, 64, 4, 2, true, 2, kPlain)             \

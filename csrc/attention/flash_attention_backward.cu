@@ -12,7 +12,8 @@
 // Three kernels. Their workspace is laid out in tiles of 16 query rows (each sequence starts a new
 // tile): row values [head][tile][16], sums of dq [head][tile][8 columns][fragment].
 //   ..._delta    a block a tile and head: delta, lse in units of log 2, zeros for the sums of dq
-//   (main)       a block kBlockN keys: loops over `heads_a_block` query heads (the whole group, or
+//   (main)       a block kBlockN keys: loops over `heads_per_block` query heads (the whole group,
+//   or
 //                one, where dk and dv are then those of one query head and summed afterwards) and
 //                over the blocks of kBlockM queries that see the keys; dk and dv stay in registers,
 //                dq goes to its sums by reductions in memory
@@ -48,13 +49,13 @@ __device__ __forceinline__ void attention_backward(
     const Heads<const T>& dout, const float* lse, const float* delta, const float* alibi_slopes,
     const int* cu_seqlens_q, const int* cu_seqlens_k, const int* cache_seqlens,
     int64_t alibi_batch_stride, int64_t num_tiles, int num_blocks, int seqlen_q, int seqlen_k,
-    int total_q, int total_k, int group, int heads_a_block, int head_dim, int window_left,
+    int total_q, int total_k, int group, int heads_per_block, int head_dim, int window_left,
     int window_right, bool is_aligned, float softmax_scale, float softcap) {
     constexpr int kBlockM = Tiles::kBlockM, kBlockN = Tiles::kBlockN, kHeadDim = Tiles::kHeadDim;
     using Rows = typename Tiles::Rows;
     using Scores = typename Tiles::Scores;
     const uint32_t shared = shared_address(dynamic_shared());
-    const int first_head = blockIdx.y * heads_a_block, kv_head = first_head / group;
+    const int first_head = blockIdx.y * heads_per_block, kv_head = first_head / group;
     // NOTE: kept in shared memory, and what follows from the thread's index worked out anew in each
     // round, because the sums leave no registers for them.
     Work& work = *reinterpret_cast<Work*>(shared_pointer(shared + Tiles::kWork));
@@ -67,7 +68,7 @@ __device__ __forceinline__ void attention_backward(
             return;
         }
         num_iterations =
-            mine.window.num_keys > 0 ? heads_a_block * max(0, mine.end_m - mine.first_m) : 0;
+            mine.window.num_keys > 0 ? heads_per_block * max(0, mine.end_m - mine.first_m) : 0;
         if (threadIdx.x == 0) {
             work = mine;
         }
@@ -336,7 +337,7 @@ __device__ __forceinline__ void attention_backward(
         int64_t v_batch_stride, int64_t v_row_stride, int64_t v_head_stride,                       \
         int64_t dout_batch_stride, int64_t dout_row_stride, int64_t dout_head_stride,              \
         int64_t alibi_batch_stride, int64_t num_tiles, int num_blocks, int seqlen_q, int seqlen_k, \
-        int total_q, int total_k, int group, int heads_a_block, int head_dim, int window_left,     \
+        int total_q, int total_k, int group, int heads_per_block, int head_dim, int window_left,   \
         int window_right, int is_aligned, float softmax_scale, float softcap) {                    \
         attention_backward<T, Tiles<(GENERAL) ? 32 : 64, __VA_ARGS__>, GENERAL>(                   \
             {dk, dk_batch_stride, dk_row_stride, dk_head_stride},                                  \
@@ -346,11 +347,11 @@ __device__ __forceinline__ void attention_backward(
             {v, v_batch_stride, v_row_stride, v_head_stride},                                      \
             {dout, dout_batch_stride, dout_row_stride, dout_head_stride}, lse_log2, delta,         \
             alibi_slopes, cu_seqlens_q, cu_seqlens_k, cache_seqlens, alibi_batch_stride,           \
-            num_tiles, num_blocks, seqlen_q, seqlen_k, total_q, total_k, group, heads_a_block,     \
+            num_tiles, num_blocks, seqlen_q, seqlen_k, total_q, total_k, group, heads_per_block,   \
             head_dim, window_left, window_right, is_aligned, softmax_scale, softcap);              \
     }
 
-// NAME, threads, then the numbers of Tiles (kernel_hub/ops/_flash_attention_backward.py
+// NAME, threads, then the numbers of Tiles (kernel_hub/ops/attention/backward_portable.py
 // has the same list).
 #define EXPORT_VARIANTS(NAME, THREADS, ...)                                              \
     EXPORT_BACKWARD(bf16_##NAME, __nv_bfloat16, false, 1, THREADS, __VA_ARGS__)          \

@@ -13,7 +13,8 @@
 // a new block): row values [head][row], sums of dq [head][block][consumer][64 x 64 or, turned,
 // 64 columns x kBlockM].
 //   ..._delta    a block 16 rows of a head: delta, lse in units of log 2, zeros for the sums of dq
-//   (main)       a block 128 keys: loops over `heads_a_block` query heads (the whole group, or one,
+//   (main)       a block 128 keys: loops over `heads_per_block` query heads (the whole group, or
+//   one,
 //                where dk and dv are then those of one query head and summed afterwards) and over
 //                the blocks of kBlockM queries that see the keys
 //   ..._convert  a block 16 rows of a head: dq from the sums
@@ -93,48 +94,48 @@ __device__ __forceinline__ void attention_backward_sm90(
     }
 }
 
-#define EXPORT_BACKWARD(NAME, T, HEAD_DIM, BLOCK_M)                                             \
-    extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward_sm90_##NAME(  \
-        T* dk, T* dv, float* dq_sums, int* turns, int* flag,                                    \
-        const __grid_constant__ CUtensorMap q, const __grid_constant__ CUtensorMap k,           \
-        const __grid_constant__ CUtensorMap v, const __grid_constant__ CUtensorMap dout,        \
-        const float* lse_log2, const float* delta, const int* cu_seqlens_q,                     \
-        const int* cu_seqlens_k, const int* cache_seqlens, int64_t dk_batch_stride,             \
-        int64_t dk_row_stride, int64_t dk_head_stride, int64_t dv_batch_stride,                 \
-        int64_t dv_row_stride, int64_t dv_head_stride, int64_t num_blocks_q, int num_blocks,    \
-        int num_pairs, int pairs_a_group, int seqlen_q, int seqlen_k, int total_q, int total_k, \
-        int num_heads, int group, int heads_a_block, int head_dim, int window_left,             \
-        int window_right, float softmax_scale) {                                                \
-        attention_backward_sm90<BackwardConfig<T, HEAD_DIM, BLOCK_M>>(                          \
-            {{dk, dk_batch_stride, dk_row_stride, dk_head_stride},                              \
-             {dv, dv_batch_stride, dv_row_stride, dv_head_stride},                              \
-             dq_sums,                                                                           \
-             turns,                                                                             \
-             flag,                                                                              \
-             &q,                                                                                \
-             &k,                                                                                \
-             &v,                                                                                \
-             &dout,                                                                             \
-             lse_log2,                                                                          \
-             delta,                                                                             \
-             cu_seqlens_q,                                                                      \
-             cu_seqlens_k,                                                                      \
-             cache_seqlens,                                                                     \
-             num_blocks_q,                                                                      \
-             num_blocks,                                                                        \
-             num_pairs,                                                                         \
-             pairs_a_group,                                                                     \
-             seqlen_q,                                                                          \
-             seqlen_k,                                                                          \
-             total_q,                                                                           \
-             total_k,                                                                           \
-             num_heads,                                                                         \
-             group,                                                                             \
-             heads_a_block,                                                                     \
-             head_dim,                                                                          \
-             window_left,                                                                       \
-             window_right,                                                                      \
-             softmax_scale});                                                                   \
+#define EXPORT_BACKWARD(NAME, T, HEAD_DIM, BLOCK_M)                                               \
+    extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward_sm90_##NAME(    \
+        T* dk, T* dv, float* dq_sums, int* turns, int* flag,                                      \
+        const __grid_constant__ CUtensorMap q, const __grid_constant__ CUtensorMap k,             \
+        const __grid_constant__ CUtensorMap v, const __grid_constant__ CUtensorMap dout,          \
+        const float* lse_log2, const float* delta, const int* cu_seqlens_q,                       \
+        const int* cu_seqlens_k, const int* cache_seqlens, int64_t dk_batch_stride,               \
+        int64_t dk_row_stride, int64_t dk_head_stride, int64_t dv_batch_stride,                   \
+        int64_t dv_row_stride, int64_t dv_head_stride, int64_t num_blocks_q, int num_blocks,      \
+        int num_pairs, int pairs_per_group, int seqlen_q, int seqlen_k, int total_q, int total_k, \
+        int num_heads, int group, int heads_per_block, int head_dim, int window_left,             \
+        int window_right, float softmax_scale) {                                                  \
+        attention_backward_sm90<BackwardConfig<T, HEAD_DIM, BLOCK_M>>(                            \
+            {.dk = {dk, dk_batch_stride, dk_row_stride, dk_head_stride},                          \
+             .dv = {dv, dv_batch_stride, dv_row_stride, dv_head_stride},                          \
+             .dq_sums = dq_sums,                                                                  \
+             .turns = turns,                                                                      \
+             .flag = flag,                                                                        \
+             .q = &q,                                                                             \
+             .k = &k,                                                                             \
+             .v = &v,                                                                             \
+             .dout = &dout,                                                                       \
+             .lse = lse_log2,                                                                     \
+             .delta = delta,                                                                      \
+             .cu_seqlens_q = cu_seqlens_q,                                                        \
+             .cu_seqlens_k = cu_seqlens_k,                                                        \
+             .cache_seqlens = cache_seqlens,                                                      \
+             .num_blocks_q = num_blocks_q,                                                        \
+             .num_blocks = num_blocks,                                                            \
+             .num_pairs = num_pairs,                                                              \
+             .pairs_per_group = pairs_per_group,                                                  \
+             .seqlen_q = seqlen_q,                                                                \
+             .seqlen_k = seqlen_k,                                                                \
+             .total_q = total_q,                                                                  \
+             .total_k = total_k,                                                                  \
+             .num_heads = num_heads,                                                              \
+             .group = group,                                                                      \
+             .heads_per_block = heads_per_block,                                                  \
+             .head_dim = head_dim,                                                                \
+             .window_left = window_left,                                                          \
+             .window_right = window_right,                                                        \
+             .softmax_scale = softmax_scale});                                                    \
     }
 
 #define EXPORT_ROWS(NAME, T, HEAD_DIM, BLOCK_M)                                                  \
@@ -167,7 +168,7 @@ __device__ __forceinline__ void attention_backward_sm90(
     EXPORT_BACKWARD(NAME, T, HEAD_DIM, BLOCK_M)    \
     EXPORT_ROWS(NAME, T, HEAD_DIM, BLOCK_M)
 
-// head_dim, then kBlockM (kernel_hub/ops/_flash_attention_backward_sm90.py has the same list).
+// head_dim, then kBlockM (kernel_hub/ops/attention/backward_sm90.py has the same list).
 EXPORT_VARIANT(bf16_hdim64_rows128, __nv_bfloat16, 64, 128)
 EXPORT_VARIANT(fp16_hdim64_rows128, __half, 64, 128)
 EXPORT_VARIANT(bf16_hdim128_rows64, __nv_bfloat16, 128, 64)

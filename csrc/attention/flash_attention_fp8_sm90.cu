@@ -98,49 +98,49 @@ __device__ __forceinline__ void flash_attention(const Parameters& p) {
         int64_t k_scale_head_stride, int64_t k_scale_block_stride, int64_t v_scale_batch_stride,   \
         int64_t v_scale_head_stride, int64_t v_scale_block_stride, int batch_size, int num_heads,  \
         int num_kv_heads, int head_dim, int seqlen_q, int seqlen_k, int total_q, int total_k,      \
-        int heads_a_q_scale, int heads_a_group, int has_foreign_rows, int is_out_fp16,             \
+        int heads_per_q_scale, int heads_per_group, int has_foreign_rows, int is_out_fp16,         \
         float softmax_scale) {                                                                     \
         using C = Config<HEAD_DIM, CONSUMERS, BLOCK_N, Mask::MASK, Scales::SCALES>;                \
-        flash_attention<C>({out,                                                                   \
-                            lse,                                                                   \
-                            flag,                                                                  \
-                            &q,                                                                    \
-                            &k,                                                                    \
-                            &v,                                                                    \
-                            q_scale,                                                               \
-                            k_scale,                                                               \
-                            v_scale,                                                               \
-                            cu_seqlens_q,                                                          \
-                            cu_seqlens_k,                                                          \
-                            cache_seqlens,                                                         \
-                            tile_counter,                                                          \
-                            out_batch_stride,                                                      \
-                            out_token_stride,                                                      \
-                            out_head_stride,                                                       \
-                            lse_batch_stride,                                                      \
-                            lse_head_stride,                                                       \
-                            q_scale_batch_stride,                                                  \
-                            q_scale_head_stride,                                                   \
-                            q_scale_block_stride,                                                  \
-                            k_scale_batch_stride,                                                  \
-                            k_scale_head_stride,                                                   \
-                            k_scale_block_stride,                                                  \
-                            v_scale_batch_stride,                                                  \
-                            v_scale_head_stride,                                                   \
-                            v_scale_block_stride,                                                  \
-                            batch_size,                                                            \
-                            num_heads,                                                             \
-                            num_kv_heads,                                                          \
-                            head_dim,                                                              \
-                            seqlen_q,                                                              \
-                            seqlen_k,                                                              \
-                            total_q,                                                               \
-                            total_k,                                                               \
-                            heads_a_q_scale,                                                       \
-                            heads_a_group,                                                         \
-                            has_foreign_rows,                                                      \
-                            is_out_fp16,                                                           \
-                            softmax_scale});                                                       \
+        flash_attention<C>({.out = out,                                                            \
+                            .lse = lse,                                                            \
+                            .flag = flag,                                                          \
+                            .q = &q,                                                               \
+                            .k = &k,                                                               \
+                            .v = &v,                                                               \
+                            .q_scale = q_scale,                                                    \
+                            .k_scale = k_scale,                                                    \
+                            .v_scale = v_scale,                                                    \
+                            .cu_seqlens_q = cu_seqlens_q,                                          \
+                            .cu_seqlens_k = cu_seqlens_k,                                          \
+                            .cache_seqlens = cache_seqlens,                                        \
+                            .tile_counter = tile_counter,                                          \
+                            .out_batch_stride = out_batch_stride,                                  \
+                            .out_token_stride = out_token_stride,                                  \
+                            .out_head_stride = out_head_stride,                                    \
+                            .lse_batch_stride = lse_batch_stride,                                  \
+                            .lse_head_stride = lse_head_stride,                                    \
+                            .q_scale_batch_stride = q_scale_batch_stride,                          \
+                            .q_scale_head_stride = q_scale_head_stride,                            \
+                            .q_scale_block_stride = q_scale_block_stride,                          \
+                            .k_scale_batch_stride = k_scale_batch_stride,                          \
+                            .k_scale_head_stride = k_scale_head_stride,                            \
+                            .k_scale_block_stride = k_scale_block_stride,                          \
+                            .v_scale_batch_stride = v_scale_batch_stride,                          \
+                            .v_scale_head_stride = v_scale_head_stride,                            \
+                            .v_scale_block_stride = v_scale_block_stride,                          \
+                            .batch_size = batch_size,                                              \
+                            .num_heads = num_heads,                                                \
+                            .num_kv_heads = num_kv_heads,                                          \
+                            .head_dim = head_dim,                                                  \
+                            .seqlen_q = seqlen_q,                                                  \
+                            .seqlen_k = seqlen_k,                                                  \
+                            .total_q = total_q,                                                    \
+                            .total_k = total_k,                                                    \
+                            .heads_per_q_scale = heads_per_q_scale,                                \
+                            .heads_per_group = heads_per_group,                                    \
+                            .has_foreign_rows = has_foreign_rows,                                  \
+                            .is_out_fp16 = is_out_fp16,                                            \
+                            .softmax_scale = softmax_scale});                                      \
     }
 
 #define EXPORT_MASKS(HEAD_DIM, SUFFIX, SCALES, CONSUMERS, BLOCK_N)                        \

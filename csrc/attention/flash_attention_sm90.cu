@@ -109,42 +109,42 @@ __device__ __forceinline__ void flash_attention_sm90(const Parameters& p) {
         int64_t lse_head_stride, int64_t block_table_stride, int batch_size, int num_heads,   \
         int num_kv_heads, int head_dim, int seqlen_q, int seqlen_k, int total_q, int total_k, \
         int num_pages, int page_size, int box_rows, int window_left, int window_right,        \
-        int heads_a_group, int has_foreign_rows, float scale_log2, float cap_scale_log2) {    \
+        int heads_per_group, int has_foreign_rows, float scale_log2, float cap_scale_log2) {  \
         using C = Config<T, HEAD_DIM, CONSUMERS, BLOCK_N, Mask::MASK>;                        \
-        flash_attention_sm90<C>({out,                                                         \
-                                 lse,                                                         \
-                                 flag,                                                        \
-                                 &q,                                                          \
-                                 &k,                                                          \
-                                 &v,                                                          \
-                                 cu_seqlens_q,                                                \
-                                 cu_seqlens_k,                                                \
-                                 cache_seqlens,                                               \
-                                 block_table,                                                 \
-                                 tile_counter,                                                \
-                                 out_batch_stride,                                            \
-                                 out_token_stride,                                            \
-                                 out_head_stride,                                             \
-                                 lse_batch_stride,                                            \
-                                 lse_head_stride,                                             \
-                                 block_table_stride,                                          \
-                                 batch_size,                                                  \
-                                 num_heads,                                                   \
-                                 num_kv_heads,                                                \
-                                 head_dim,                                                    \
-                                 seqlen_q,                                                    \
-                                 seqlen_k,                                                    \
-                                 total_q,                                                     \
-                                 total_k,                                                     \
-                                 num_pages,                                                   \
-                                 page_size,                                                   \
-                                 box_rows,                                                    \
-                                 window_left,                                                 \
-                                 window_right,                                                \
-                                 heads_a_group,                                               \
-                                 has_foreign_rows,                                            \
-                                 scale_log2,                                                  \
-                                 cap_scale_log2});                                            \
+        flash_attention_sm90<C>({.out = out,                                                  \
+                                 .lse = lse,                                                  \
+                                 .flag = flag,                                                \
+                                 .q = &q,                                                     \
+                                 .k = &k,                                                     \
+                                 .v = &v,                                                     \
+                                 .cu_seqlens_q = cu_seqlens_q,                                \
+                                 .cu_seqlens_k = cu_seqlens_k,                                \
+                                 .cache_seqlens = cache_seqlens,                              \
+                                 .block_table = block_table,                                  \
+                                 .tile_counter = tile_counter,                                \
+                                 .out_batch_stride = out_batch_stride,                        \
+                                 .out_token_stride = out_token_stride,                        \
+                                 .out_head_stride = out_head_stride,                          \
+                                 .lse_batch_stride = lse_batch_stride,                        \
+                                 .lse_head_stride = lse_head_stride,                          \
+                                 .block_table_stride = block_table_stride,                    \
+                                 .batch_size = batch_size,                                    \
+                                 .num_heads = num_heads,                                      \
+                                 .num_kv_heads = num_kv_heads,                                \
+                                 .head_dim = head_dim,                                        \
+                                 .seqlen_q = seqlen_q,                                        \
+                                 .seqlen_k = seqlen_k,                                        \
+                                 .total_q = total_q,                                          \
+                                 .total_k = total_k,                                          \
+                                 .num_pages = num_pages,                                      \
+                                 .page_size = page_size,                                      \
+                                 .box_rows = box_rows,                                        \
+                                 .window_left = window_left,                                  \
+                                 .window_right = window_right,                                \
+                                 .heads_per_group = heads_per_group,                          \
+                                 .has_foreign_rows = has_foreign_rows,                        \
+                                 .scale_log2 = scale_log2,                                    \
+                                 .cap_scale_log2 = cap_scale_log2});                          \
     }
 
 #define EXPORT_MASKS(DTYPE, T, HEAD_DIM, CONSUMERS, BLOCK_N)                        \

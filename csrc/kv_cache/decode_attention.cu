@@ -284,63 +284,63 @@ __device__ __forceinline__ void decode_attention(const Args& args) {
         int table_bytes, int is_interleaved, int is_vectorised, int num_splits, int parallel,   \
         int window_left, float softmax_scale, float softcap) {                                  \
         using Config = DecodeConfig<T, CACHE, HEAD_DIM, TILE, SLOTS, ROW_TILES>;                \
-        const DecodeArgs<T, CACHE> args = {out,                                                 \
-                                           lse,                                                 \
-                                           partial_out,                                         \
-                                           partial_lse,                                         \
-                                           flag,                                                \
-                                           k_cache,                                             \
-                                           v_cache,                                             \
-                                           q,                                                   \
-                                           k,                                                   \
-                                           v,                                                   \
-                                           cache_seqlens,                                       \
-                                           block_table,                                         \
-                                           cos,                                                 \
-                                           sin,                                                 \
-                                           qkv_bias,                                            \
-                                           k_scale,                                             \
-                                           v_scale,                                             \
-                                           alibi_slopes,                                        \
-                                           out_batch_stride,                                    \
-                                           out_token_stride,                                    \
-                                           out_head_stride,                                     \
-                                           q_batch_stride,                                      \
-                                           q_token_stride,                                      \
-                                           q_head_stride,                                       \
-                                           k_batch_stride,                                      \
-                                           k_token_stride,                                      \
-                                           k_head_stride,                                       \
-                                           v_batch_stride,                                      \
-                                           v_token_stride,                                      \
-                                           v_head_stride,                                       \
-                                           k_cache_page_stride,                                 \
-                                           k_cache_token_stride,                                \
-                                           k_cache_head_stride,                                 \
-                                           v_cache_page_stride,                                 \
-                                           v_cache_token_stride,                                \
-                                           v_cache_head_stride,                                 \
-                                           block_table_stride,                                  \
-                                           table_stride,                                        \
-                                           alibi_batch_stride,                                  \
-                                           batch_size,                                          \
-                                           seqlen_q,                                            \
-                                           num_heads,                                           \
-                                           num_kv_heads,                                        \
-                                           head_dim,                                            \
-                                           num_pages,                                           \
-                                           page_size,                                           \
-                                           max_tokens,                                          \
-                                           rotary_dim,                                          \
-                                           max_position,                                        \
-                                           table_bytes,                                         \
-                                           is_interleaved,                                      \
-                                           is_vectorised,                                       \
-                                           num_splits,                                          \
-                                           parallel,                                            \
-                                           window_left,                                         \
-                                           softmax_scale,                                       \
-                                           softcap};                                            \
+        const DecodeArgs<T, CACHE> args = {.out = out,                                          \
+                                           .lse = lse,                                          \
+                                           .partial_out = partial_out,                          \
+                                           .partial_lse = partial_lse,                          \
+                                           .flag = flag,                                        \
+                                           .k_cache = k_cache,                                  \
+                                           .v_cache = v_cache,                                  \
+                                           .q = q,                                              \
+                                           .k = k,                                              \
+                                           .v = v,                                              \
+                                           .cache_seqlens = cache_seqlens,                      \
+                                           .block_table = block_table,                          \
+                                           .cos = cos,                                          \
+                                           .sin = sin,                                          \
+                                           .qkv_bias = qkv_bias,                                \
+                                           .k_scale = k_scale,                                  \
+                                           .v_scale = v_scale,                                  \
+                                           .alibi_slopes = alibi_slopes,                        \
+                                           .out_batch_stride = out_batch_stride,                \
+                                           .out_token_stride = out_token_stride,                \
+                                           .out_head_stride = out_head_stride,                  \
+                                           .q_batch_stride = q_batch_stride,                    \
+                                           .q_token_stride = q_token_stride,                    \
+                                           .q_head_stride = q_head_stride,                      \
+                                           .k_batch_stride = k_batch_stride,                    \
+                                           .k_token_stride = k_token_stride,                    \
+                                           .k_head_stride = k_head_stride,                      \
+                                           .v_batch_stride = v_batch_stride,                    \
+                                           .v_token_stride = v_token_stride,                    \
+                                           .v_head_stride = v_head_stride,                      \
+                                           .k_cache_page_stride = k_cache_page_stride,          \
+                                           .k_cache_token_stride = k_cache_token_stride,        \
+                                           .k_cache_head_stride = k_cache_head_stride,          \
+                                           .v_cache_page_stride = v_cache_page_stride,          \
+                                           .v_cache_token_stride = v_cache_token_stride,        \
+                                           .v_cache_head_stride = v_cache_head_stride,          \
+                                           .block_table_stride = block_table_stride,            \
+                                           .table_stride = table_stride,                        \
+                                           .alibi_batch_stride = alibi_batch_stride,            \
+                                           .batch_size = batch_size,                            \
+                                           .seqlen_q = seqlen_q,                                \
+                                           .num_heads = num_heads,                              \
+                                           .num_kv_heads = num_kv_heads,                        \
+                                           .head_dim = head_dim,                                \
+                                           .num_pages = num_pages,                              \
+                                           .page_size = page_size,                              \
+                                           .max_tokens = max_tokens,                            \
+                                           .rotary_dim = rotary_dim,                            \
+                                           .max_position = max_position,                        \
+                                           .table_bytes = table_bytes,                          \
+                                           .is_interleaved = is_interleaved,                    \
+                                           .is_vectorised = is_vectorised,                      \
+                                           .num_splits = num_splits,                            \
+                                           .parallel = parallel,                                \
+                                           .window_left = window_left,                          \
+                                           .softmax_scale = softmax_scale,                      \
+                                           .softcap = softcap};                                 \
         decode_attention<Config>(args);                                                         \
     }
 
@@ -351,14 +351,22 @@ __device__ __forceinline__ void decode_attention(const Args& args) {
         int64_t out_head_stride, int batch_size, int seqlen_q, int num_new, int max_tokens,       \
         int window_left, int unit, int items, int num_splits, int parallel, int num_heads,        \
         int num_kv_heads, int head_dim, int block_rows) {                                         \
-        const Work work = {cache_seqlens, batch_size, seqlen_q, num_new,    max_tokens,           \
-                           window_left,   unit,       items,    num_splits, parallel};            \
+        const Work work = {.cache_seqlens = cache_seqlens,                                        \
+                           .batch_size = batch_size,                                              \
+                           .seqlen_q = seqlen_q,                                                  \
+                           .num_new = num_new,                                                    \
+                           .max_tokens = max_tokens,                                              \
+                           .window_left = window_left,                                            \
+                           .unit = unit,                                                          \
+                           .items = items,                                                        \
+                           .num_splits = num_splits,                                              \
+                           .parallel = parallel};                                                 \
         merge_decode_splits(out, lse, partial_out, partial_lse, work, out_batch_stride,           \
                             out_token_stride, out_head_stride, num_heads, num_kv_heads, head_dim, \
                             block_rows);                                                          \
     }
 
-// TILE, SLOTS, ROW_TILES, MIN_BLOCKS: see DecodeConfig; kernel_hub/ops/_decode_plan.py has
+// TILE, SLOTS, ROW_TILES, MIN_BLOCKS: see DecodeConfig; kernel_hub/ops/kv_cache/decode_plan.py has
 // the same figures.
 #define EXPORT_DTYPE(DTYPE, T)                                                       \
     EXPORT_DECODE_ATTENTION(DTYPE, T, T, 64, , 32, 5, 1, 2)                          \

@@ -6,7 +6,7 @@
 
 namespace kernel_hub::matmul {
 
-// As kernel_hub/ops/linear.py numbers them.
+// As kernel_hub/ops/matmul/linear.py numbers them.
 enum Activation { kIdentity = 0, kGelu = 1, kSilu = 2, kRelu = 3 };
 
 // x Phi(x), with the error function of Abramowitz and Stegun 7.1.26 (absolute error 1.5e-7).

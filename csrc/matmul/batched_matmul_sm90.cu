@@ -75,7 +75,7 @@ __device__ __forceinline__ void batched_matmul_sm90(
             out_inner_stride, out_stride, num_matrices, num_inner, m, n, k, group);              \
     }
 
-// kernel_hub/ops/_grouped_plan.py has the same list.
+// kernel_hub/ops/matmul/grouped_plan.py has the same list.
 #define EXPORT_BOTH(NAME, ...)                                             \
     EXPORT_BATCHED_MATMUL(batched_matmul_fp16_##NAME, __half, __VA_ARGS__) \
     EXPORT_BATCHED_MATMUL(batched_matmul_bf16_##NAME, __nv_bfloat16, __VA_ARGS__)

@@ -59,7 +59,7 @@ __device__ __forceinline__ void pick(float (&values)[16], int group, const At& a
 #undef KH_PICK
 }
 
-// Where results go and what is added to them: of T come a, b and the bias, of Out residual and out.
+// Where results go and what is added to them. a, b and the bias are of T, residual and out of Out.
 template <typename T, typename Out>
 struct Epilogue {
     Out* out;             // (m, n)

@@ -68,7 +68,7 @@ __device__ __forceinline__ void grouped_linear_sm90(
             out_stride, bias_stride, total_tokens, n, k, num_experts, activation, group);          \
     }
 
-// kernel_hub/ops/_grouped_plan.py has the same list.
+// kernel_hub/ops/matmul/grouped_plan.py has the same list.
 #define EXPORT_BOTH(NAME, ...)                                             \
     EXPORT_GROUPED_LINEAR(grouped_linear_fp16_##NAME, __half, __VA_ARGS__) \
     EXPORT_GROUPED_LINEAR(grouped_linear_bf16_##NAME, __nv_bfloat16, __VA_ARGS__)

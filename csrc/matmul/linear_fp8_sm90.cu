@@ -180,15 +180,25 @@ __device__ __forceinline__ void linear_fp8(const CUtensorMap* out_map, const CUt
          int64_t residual_stride, int64_t a_scale_stride, int64_t a_scale_k_stride,               \
          int64_t b_scale_stride, int64_t b_scale_k_stride, int m, int n, int k, int activation,   \
          int group, int has_blocks) {                                                             \
-        const Scales a{a_scale, a_scale_stride, a_scale_k_stride, m, 0, has_blocks != 0};         \
-        const Scales b{b_scale, b_scale_stride, b_scale_k_stride, n, 7, has_blocks != 0};         \
+        const Scales a{.values = a_scale,                                                         \
+                       .stride = a_scale_stride,                                                  \
+                       .k_stride = a_scale_k_stride,                                              \
+                       .num_rows = m,                                                             \
+                       .shift = 0,                                                                \
+                       .is_blocked = has_blocks != 0};                                            \
+        const Scales b{.values = b_scale,                                                         \
+                       .stride = b_scale_stride,                                                  \
+                       .k_stride = b_scale_k_stride,                                              \
+                       .num_rows = n,                                                             \
+                       .shift = 7,                                                                \
+                       .is_blocked = has_blocks != 0};                                            \
         const Epilogue<OUT, OUT> epilogue(out, bias, residual, out_stride, residual_stride, m, n, \
                                           activation);                                            \
         linear_fp8<OUT, ScaledConfig<__VA_ARGS__>>(&out_map, &row_map, &column_map,               \
                                                    {epilogue, a, b}, k, group);                   \
     }
 
-// kernel_hub/ops/_linear_fp8_plan.py has the same list.
+// kernel_hub/ops/matmul/linear_fp8_plan.py has the same list.
 #define EXPORT_ALL(NAME, ...)                                             \
     EXPORT_LINEAR_FP8(linear_fp8_bf16_##NAME, __nv_bfloat16, __VA_ARGS__) \
     EXPORT_LINEAR_FP8(linear_fp8_fp16_##NAME, __half, __VA_ARGS__)        \

@@ -171,7 +171,7 @@ __device__ __forceinline__ void linear_sm90(
                                                  residual_stride, m, n, k, activation, group); \
     }
 
-// kernel_hub/ops/_linear_plan.py has the same list.
+// kernel_hub/ops/matmul/linear_plan.py has the same list.
 #define EXPORT_BOTH(NAME, ...)                                     \
     EXPORT_LINEAR(linear_fp16_##NAME, __half, __half, __VA_ARGS__) \
     EXPORT_LINEAR(linear_bf16_##NAME, __nv_bfloat16, __nv_bfloat16, __VA_ARGS__)

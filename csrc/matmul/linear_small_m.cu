@@ -135,7 +135,7 @@ __device__ __forceinline__ void linear_small_m(Out* out, float* partials, int* t
     const int num_splits = gridDim.y, split = blockIdx.y;
     const int last_chunk = static_cast<int64_t>(num_chunks) * (split + 1) / num_splits;
     const int first_chunk = static_cast<int64_t>(num_chunks) * split / num_splits + warp_idx;
-    const int chunks_a_tile = max(0, (last_chunk - first_chunk + kWarps - 1) / kWarps);
+    const int chunks_per_tile = max(0, (last_chunk - first_chunk + kWarps - 1) / kWarps);
 
     uint4* ring = reinterpret_cast<uint4*>(shared) +
                   static_cast<int64_t>(warp_idx) * C::kStages * C::kVectors * 32 + lane_idx;
@@ -143,7 +143,7 @@ __device__ __forceinline__ void linear_small_m(Out* out, float* partials, int* t
     constexpr int kSlot = C::kVectors * 32;  // in vectors
 
     wait_for_launch_before();
-    Walk ahead{chunks_a_tile > 0 ? static_cast<int>(blockIdx.x) : num_tiles, first_chunk};
+    Walk ahead{chunks_per_tile > 0 ? static_cast<int>(blockIdx.x) : num_tiles, first_chunk};
 #pragma unroll
     for (int stage = 0; stage < C::kStages; ++stage) {
         if (ahead.tile < num_tiles) {
@@ -183,7 +183,7 @@ __device__ __forceinline__ void linear_small_m(Out* out, float* partials, int* t
         }
 
         float sums[C::kRowTiles][C::kColumnTiles][4] = {};
-        for (int i = 0; i < chunks_a_tile; ++i) {
+        for (int i = 0; i < chunks_per_tile; ++i) {
             cp_async_wait<C::kStages - 1>();
             multiply<T, C>(ring + stage * kSlot, sums);
             if (ahead.tile < num_tiles) {

@@ -34,28 +34,39 @@ namespace kernel_hub::matmul::paired {
         int positions_bytes, int slot_bytes) {                                                    \
         const HeadRows heads{head_dim, rotary_dim, paired_dim, is_interleaved};                   \
         BODY<T, __VA_ARGS__>(                                                                     \
-            QkvEnding<T>{{q, 0, q_token_stride, q_head_stride},                                   \
-                         {k_cache, k_page_stride, k_row_stride, k_head_stride},                   \
-                         {v_cache, v_page_stride, v_row_stride, v_head_stride},                   \
-                         bias,                                                                    \
-                         cos,                                                                     \
-                         sin,                                                                     \
-                         table_stride,                                                            \
-                         {positions, cache_seqlens, slot_mapping, block_table, cu_seqlens,        \
-                          block_table_stride, batch_size, m, num_pages, page_size, max_pages,     \
-                          positions_bytes, slot_bytes, flag},                                     \
-                         heads,                                                                   \
-                         m,                                                                       \
-                         num_heads,                                                               \
-                         num_kv_heads,                                                            \
-                         seqlen,                                                                  \
-                         max_position,                                                            \
-                         table_bytes},                                                            \
+            QkvEnding<T>{.q = {q, 0, q_token_stride, q_head_stride},                              \
+                         .k = {k_cache, k_page_stride, k_row_stride, k_head_stride},              \
+                         .v = {v_cache, v_page_stride, v_row_stride, v_head_stride},              \
+                         .bias = bias,                                                            \
+                         .cos = cos,                                                              \
+                         .sin = sin,                                                              \
+                         .table_stride = table_stride,                                            \
+                         .routing = {.positions = positions,                                      \
+                                     .cache_seqlens = cache_seqlens,                              \
+                                     .slot_mapping = slot_mapping,                                \
+                                     .block_table = block_table,                                  \
+                                     .cu_seqlens = cu_seqlens,                                    \
+                                     .block_table_stride = block_table_stride,                    \
+                                     .batch_size = batch_size,                                    \
+                                     .num_tokens = m,                                             \
+                                     .num_pages = num_pages,                                      \
+                                     .page_size = page_size,                                      \
+                                     .max_pages = max_pages,                                      \
+                                     .positions_bytes = positions_bytes,                          \
+                                     .slot_bytes = slot_bytes,                                    \
+                                     .flag = flag},                                               \
+                         .heads = heads,                                                          \
+                         .m = m,                                                                  \
+                         .num_heads = num_heads,                                                  \
+                         .num_kv_heads = num_kv_heads,                                            \
+                         .seqlen = seqlen,                                                        \
+                         .max_position = max_position,                                            \
+                         .table_bytes = table_bytes},                                             \
             heads, a, b, a_stride, b_stride, m, (num_heads + 2 * num_kv_heads) * (head_dim / 16), \
             k);                                                                                   \
     }
 
-// kernel_hub/ops/_paired_plan.py has the same list.
+// kernel_hub/ops/matmul/paired_plan.py has the same list.
 // clang-format off
 #define EXPORT_VARIANTS(DTYPE, T) \
     EXPORT_QKV_LINEAR(qkv_linear_##DTYPE##_128x128, T, 2, paired_linear, PairedTile<128>) \

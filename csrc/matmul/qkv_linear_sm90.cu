@@ -29,20 +29,20 @@ namespace kernel_hub::matmul::paired {
 // order in which lane q of four has 8 neighbours: row 8 q + 2 j + e is number 8 j + 2 q + e.
 struct BlockBoxes {
     const CUtensorMap* map;          // k; e; q; j; blocks
-    int pairs_a_run, run_blocks;     // a run: what is rotated as one, pairs of blocks
+    int pairs_per_run, run_blocks;   // a run: what is rotated as one, pairs of blocks
     int block_step, block_distance;  // from a pair to the next one, and in a pair
 
     struct Walk {
         int run, pair, half;
     };
     __device__ __forceinline__ Walk begin(int first_row) const {
-        const int pair = first_row / 64, run = pair / pairs_a_run;
-        return {run * run_blocks, pair - run * pairs_a_run, first_row / 32 % 2};
+        const int pair = first_row / 64, run = pair / pairs_per_run;
+        return {run * run_blocks, pair - run * pairs_per_run, first_row / 32 % 2};
     }
     __device__ __forceinline__ void next(Walk& walk, int& y, int& z) const {
         y = 0, z = walk.run + walk.pair * block_step + walk.half * block_distance;
         walk.half ^= 1;
-        if (walk.half == 0 && ++walk.pair == pairs_a_run) {
+        if (walk.half == 0 && ++walk.pair == pairs_per_run) {
             walk.pair = 0;
             walk.run += run_blocks;
         }
@@ -279,33 +279,48 @@ struct QkvEndingSm90 : QkvEnding<T> {
          int num_heads, int num_kv_heads, int head_dim, int rotary_dim, int paired_dim,            \
          int is_interleaved, int seqlen, int batch_size, int max_position, int table_bytes,        \
          int num_pages, int page_size, int max_pages, int positions_bytes, int slot_bytes,         \
-         int pairs_a_run, int run_blocks, int block_step, int block_distance, int groups_a_block,  \
-         int box_rows, int group) {                                                                \
-        [[maybe_unused]] const PairedBoxes swapped_boxes{&b_map, groups_a_block, box_rows};        \
-        const BlockBoxes block_boxes{&b_map, pairs_a_run, run_blocks, block_step, block_distance}; \
+         int pairs_per_run, int run_blocks, int block_step, int block_distance,                    \
+         int groups_per_block, int box_rows, int group) {                                          \
+        [[maybe_unused]] const PairedBoxes swapped_boxes{&b_map, groups_per_block, box_rows};      \
+        const BlockBoxes block_boxes{&b_map, pairs_per_run, run_blocks, block_step,                \
+                                     block_distance};                                              \
         paired_linear_sm90<T, Config<__VA_ARGS__>>(                                                \
-            QkvEndingSm90<T>{{{q, 0, q_token_stride, q_head_stride},                               \
-                              {k_cache, k_page_stride, k_row_stride, k_head_stride},               \
-                              {v_cache, v_page_stride, v_row_stride, v_head_stride},               \
-                              bias,                                                                \
-                              cos,                                                                 \
-                              sin,                                                                 \
-                              table_stride,                                                        \
-                              {positions, cache_seqlens, slot_mapping, block_table, cu_seqlens,    \
-                               block_table_stride, batch_size, m, num_pages, page_size, max_pages, \
-                               positions_bytes, slot_bytes, flag},                                 \
-                              {head_dim, rotary_dim, paired_dim, is_interleaved},                  \
-                              m,                                                                   \
-                              num_heads,                                                           \
-                              num_kv_heads,                                                        \
-                              seqlen,                                                              \
-                              max_position,                                                        \
-                              table_bytes},                                                        \
+            QkvEndingSm90<T>{{.q = {q, 0, q_token_stride, q_head_stride},                          \
+                              .k = {k_cache, k_page_stride, k_row_stride, k_head_stride},          \
+                              .v = {v_cache, v_page_stride, v_row_stride, v_head_stride},          \
+                              .bias = bias,                                                        \
+                              .cos = cos,                                                          \
+                              .sin = sin,                                                          \
+                              .table_stride = table_stride,                                        \
+                              .routing = {.positions = positions,                                  \
+                                          .cache_seqlens = cache_seqlens,                          \
+                                          .slot_mapping = slot_mapping,                            \
+                                          .block_table = block_table,                              \
+                                          .cu_seqlens = cu_seqlens,                                \
+                                          .block_table_stride = block_table_stride,                \
+                                          .batch_size = batch_size,                                \
+                                          .num_tokens = m,                                         \
+                                          .num_pages = num_pages,                                  \
+                                          .page_size = page_size,                                  \
+                                          .max_pages = max_pages,                                  \
+                                          .positions_bytes = positions_bytes,                      \
+                                          .slot_bytes = slot_bytes,                                \
+                                          .flag = flag},                                           \
+                              .heads = {.head_dim = head_dim,                                      \
+                                        .rotary_dim = rotary_dim,                                  \
+                                        .paired_dim = paired_dim,                                  \
+                                        .is_interleaved = is_interleaved},                         \
+                              .m = m,                                                              \
+                              .num_heads = num_heads,                                              \
+                              .num_kv_heads = num_kv_heads,                                        \
+                              .seqlen = seqlen,                                                    \
+                              .max_position = max_position,                                        \
+                              .table_bytes = table_bytes},                                         \
                              block_boxes},                                                         \
             &a_map, BOXES, m, (num_heads + 2 * num_kv_heads) * (head_dim / 16), k, group);         \
     }
 
-// kernel_hub/ops/_paired_plan.py has the same list.
+// kernel_hub/ops/matmul/paired_plan.py has the same list.
 #define EXPORT_BOTH(NAME, BOXES, ...)                                     \
     EXPORT_QKV_LINEAR(qkv_linear_fp16_##NAME, __half, BOXES, __VA_ARGS__) \
     EXPORT_QKV_LINEAR(qkv_linear_bf16_##NAME, __nv_bfloat16, BOXES, __VA_ARGS__)

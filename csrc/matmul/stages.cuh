@@ -13,7 +13,7 @@ constexpr int kBlockN = 128;
 constexpr int kBlockK = 32;
 constexpr int kChunks = kBlockK / 8;  // of 16 bytes, in a row of a stage
 // NOTE: sm_89 has 99 KiB of shared memory: three stages let two blocks share a multiprocessor.
-// kernel_hub/ops/_linear_plan.py and _grouped_plan.py know these numbers.
+// kernel_hub/ops/matmul/linear_plan.py and grouped_plan.py know these numbers.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 890
 constexpr int kStages = 3;
 #else

@@ -27,7 +27,7 @@ namespace kernel_hub::matmul::paired {
                              b, a_stride, b_stride, m, (columns + 7) / 8, k);                      \
     }
 
-// kernel_hub/ops/_paired_plan.py has the same list.
+// kernel_hub/ops/matmul/paired_plan.py has the same list.
 // clang-format off
 #define EXPORT_VARIANTS(DTYPE, T) \
     EXPORT_SWIGLU_LINEAR(swiglu_linear_##DTYPE##_128x128, T, 2, paired_linear, PairedTile<128>) \

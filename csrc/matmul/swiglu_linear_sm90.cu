@@ -66,7 +66,7 @@ struct SwigluEndingSm90 : SwigluEnding<T> {
             PairedBoxes{&b_map, columns / 8, box_rows}, m, columns / 8, k, group);                 \
     }
 
-// kernel_hub/ops/_paired_plan.py has the same list.
+// kernel_hub/ops/matmul/paired_plan.py has the same list.
 #define EXPORT_BOTH(NAME, ...)                                           \
     EXPORT_SWIGLU_LINEAR(swiglu_linear_fp16_##NAME, __half, __VA_ARGS__) \
     EXPORT_SWIGLU_LINEAR(swiglu_linear_bf16_##NAME, __nv_bfloat16, __VA_ARGS__)

@@ -228,25 +228,46 @@ __device__ __forceinline__ void rms_norm_two_pass(RmsNormParams<T> p) {
 }
 
 // 64 registers a thread: any blockDim up to 1,024.
-#define EXPORT_RMS_NORM(DTYPE, T, VARIANT, BODY, SIZE)                                             \
-    extern "C" __global__ void __launch_bounds__(1024) rms_norm_##DTYPE##_##VARIANT(               \
-        T* out, const T* x, const T* weight, int64_t out_stride, int64_t out_outer_stride,         \
-        int64_t x_stride, int64_t x_outer_stride, int num_rows, int hidden_size, float eps,        \
-        float weight_offset) {                                                                     \
-        BODY<T, false, SIZE>({out, nullptr, x, nullptr, weight, out_stride, out_outer_stride, 0,   \
-                              0, x_stride, x_outer_stride, 0, 0, num_rows, hidden_size, eps,       \
-                              weight_offset});                                                     \
-    }                                                                                              \
-    extern "C" __global__ void __launch_bounds__(1024) rms_norm_##DTYPE##_residual_##VARIANT(      \
-        T* out, T* residual_out, const T* x, const T* residual, const T* weight,                   \
-        int64_t out_stride, int64_t out_outer_stride, int64_t residual_out_stride,                 \
-        int64_t residual_out_outer_stride, int64_t x_stride, int64_t x_outer_stride,               \
-        int64_t residual_stride, int64_t residual_outer_stride, int num_rows, int hidden_size,     \
-        float eps, float weight_offset) {                                                          \
-        BODY<T, true, SIZE>({out, residual_out, x, residual, weight, out_stride, out_outer_stride, \
-                             residual_out_stride, residual_out_outer_stride, x_stride,             \
-                             x_outer_stride, residual_stride, residual_outer_stride, num_rows,     \
-                             hidden_size, eps, weight_offset});                                    \
+#define EXPORT_RMS_NORM(DTYPE, T, VARIANT, BODY, SIZE)                                         \
+    extern "C" __global__ void __launch_bounds__(1024) rms_norm_##DTYPE##_##VARIANT(           \
+        T* out, const T* x, const T* weight, int64_t out_stride, int64_t out_outer_stride,     \
+        int64_t x_stride, int64_t x_outer_stride, int num_rows, int hidden_size, float eps,    \
+        float weight_offset) {                                                                 \
+        BODY<T, false, SIZE>({.out = out,                                                      \
+                              .x = x,                                                          \
+                              .weight = weight,                                                \
+                              .out_stride = out_stride,                                        \
+                              .out_outer_stride = out_outer_stride,                            \
+                              .x_stride = x_stride,                                            \
+                              .x_outer_stride = x_outer_stride,                                \
+                              .num_rows = num_rows,                                            \
+                              .hidden_size = hidden_size,                                      \
+                              .eps = eps,                                                      \
+                              .weight_offset = weight_offset});                                \
+    }                                                                                          \
+    extern "C" __global__ void __launch_bounds__(1024) rms_norm_##DTYPE##_residual_##VARIANT(  \
+        T* out, T* residual_out, const T* x, const T* residual, const T* weight,               \
+        int64_t out_stride, int64_t out_outer_stride, int64_t residual_out_stride,             \
+        int64_t residual_out_outer_stride, int64_t x_stride, int64_t x_outer_stride,           \
+        int64_t residual_stride, int64_t residual_outer_stride, int num_rows, int hidden_size, \
+        float eps, float weight_offset) {                                                      \
+        BODY<T, true, SIZE>({.out = out,                                                       \
+                             .residual_out = residual_out,                                     \
+                             .x = x,                                                           \
+                             .residual = residual,                                             \
+                             .weight = weight,                                                 \
+                             .out_stride = out_stride,                                         \
+                             .out_outer_stride = out_outer_stride,                             \
+                             .residual_out_stride = residual_out_stride,                       \
+                             .residual_out_outer_stride = residual_out_outer_stride,           \
+                             .x_stride = x_stride,                                             \
+                             .x_outer_stride = x_outer_stride,                                 \
+                             .residual_stride = residual_stride,                               \
+                             .residual_outer_stride = residual_outer_stride,                   \
+                             .num_rows = num_rows,                                             \
+                             .hidden_size = hidden_size,                                       \
+                             .eps = eps,                                                       \
+                             .weight_offset = weight_offset});                                 \
     }
 
 // The same where every tensor is contiguous.
@@ -254,16 +275,32 @@ __device__ __forceinline__ void rms_norm_two_pass(RmsNormParams<T> p) {
     extern "C" __global__ void __launch_bounds__(1024) rms_norm_##DTYPE##_flat_##VARIANT(          \
         T* out, const T* x, const T* weight, int num_rows, int hidden_size, float eps,             \
         float weight_offset) {                                                                     \
-        rms_norm_vecs<T, false, VECS>({out, nullptr, x, nullptr, weight, hidden_size, 0, 0, 0,     \
-                                       hidden_size, 0, 0, 0, num_rows, hidden_size, eps,           \
-                                       weight_offset});                                            \
+        rms_norm_vecs<T, false, VECS>({.out = out,                                                 \
+                                       .x = x,                                                     \
+                                       .weight = weight,                                           \
+                                       .out_stride = hidden_size,                                  \
+                                       .x_stride = hidden_size,                                    \
+                                       .num_rows = num_rows,                                       \
+                                       .hidden_size = hidden_size,                                 \
+                                       .eps = eps,                                                 \
+                                       .weight_offset = weight_offset});                           \
     }                                                                                              \
     extern "C" __global__ void __launch_bounds__(1024) rms_norm_##DTYPE##_residual_flat_##VARIANT( \
         T* out, T* residual_out, const T* x, const T* residual, const T* weight, int num_rows,     \
         int hidden_size, float eps, float weight_offset) {                                         \
-        rms_norm_vecs<T, true, VECS>({out, residual_out, x, residual, weight, hidden_size, 0,      \
-                                      hidden_size, 0, hidden_size, 0, hidden_size, 0, num_rows,    \
-                                      hidden_size, eps, weight_offset});                           \
+        rms_norm_vecs<T, true, VECS>({.out = out,                                                  \
+                                      .residual_out = residual_out,                                \
+                                      .x = x,                                                      \
+                                      .residual = residual,                                        \
+                                      .weight = weight,                                            \
+                                      .out_stride = hidden_size,                                   \
+                                      .residual_out_stride = hidden_size,                          \
+                                      .x_stride = hidden_size,                                     \
+                                      .residual_stride = hidden_size,                              \
+                                      .num_rows = num_rows,                                        \
+                                      .hidden_size = hidden_size,                                  \
+                                      .eps = eps,                                                  \
+                                      .weight_offset = weight_offset});                            \
     }
 
 #define EXPORT_RMS_NORM_VARIANTS(DTYPE, T)                           \

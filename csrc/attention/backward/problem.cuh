@@ -60,12 +60,12 @@ struct Sequence {
     }
 };
 
-// Of a sequence's keys those that cache_seqlens (or null) counts.
+// The number of a sequence's keys; cache_seqlens, if not null, says it.
 __device__ __forceinline__ int count_keys(const int* cache_seqlens, int batch_idx, int seqlen) {
     return cache_seqlens ? max(0, min(cache_seqlens[batch_idx], seqlen)) : seqlen;
 }
 
-// What led outside of the tables for keys.
+// The bits of Outside for the tables of keys.
 __device__ __forceinline__ int keys_outside(const Sequence& keys, const int* cache_seqlens,
                                             int batch_idx) {
     const bool is_outside = cache_seqlens && !is_index(cache_seqlens[batch_idx], keys.seqlen + 1);
@@ -110,7 +110,7 @@ __device__ __forceinline__ bool find_work(Work& work, int* flag, int block_m, in
     const Sequence queries(cu_seqlens_q, work.batch_idx, seqlen_q, total_q);
     const Sequence keys(cu_seqlens_k, work.batch_idx, seqlen_k, total_k);
     report(flag, threadIdx.x == 0 ? keys_outside(keys, cache_seqlens, work.batch_idx) : 0);
-    // With turns, the last keys of a sequence come first: causal blocks then wait least.
+    // The last keys of a sequence come first where there are turns: causal blocks then wait least.
     const int nth = blockIdx.x % num_blocks;
     const int first_key = (has_turns ? num_blocks - 1 - nth : nth) * block_n;
     if (first_key >= keys.seqlen) {

@@ -8,7 +8,7 @@ namespace kernel_hub::attention::forward {
 
 enum class Variant { kPlain, kPaged, kGeneral };
 
-// In elements.
+// The strides of one tensor, in elements.
 struct Strides {
     int64_t batch, token, head;
 };
@@ -31,7 +31,7 @@ struct AttentionParams {
     int64_t lse_batch_stride, lse_head_stride;
     int64_t block_table_stride, alibi_batch_stride;
     int num_batch_heads;  // batch * num_heads
-    int heads_a_group;    // (batch, head) pairs that are scheduled together
+    int heads_per_group;  // (batch, head) pairs that are scheduled together
     int num_row_blocks;   // of the longest sequence
     int num_heads, num_kv_heads, head_dim;
     int seqlen_q, seqlen_k;  // with cu_seqlens: of the longest; seqlen_k bounds cache_seqlens
@@ -57,10 +57,10 @@ static_assert(sizeof(WarpPlace) == 32, "the launch reckons with 32 bytes a warp"
 
 template <typename T>
 __device__ __forceinline__ Tile find_tile(const AttentionParams<T>& params, int block_m) {
-    const int group_tiles = params.heads_a_group * params.num_row_blocks;
+    const int group_tiles = params.heads_per_group * params.num_row_blocks;
     const int group = blockIdx.x / group_tiles;
-    const int first_pair = group * params.heads_a_group;
-    const int num_pairs = min(params.heads_a_group, params.num_batch_heads - first_pair);
+    const int first_pair = group * params.heads_per_group;
+    const int num_pairs = min(params.heads_per_group, params.num_batch_heads - first_pair);
     const int in_group = blockIdx.x - group * group_tiles;
     const int row_rank = in_group / num_pairs;
     const int pair = first_pair + in_group - row_rank * num_pairs;

@@ -51,7 +51,7 @@ struct Config {
     static constexpr bool kQInRegisters = kHeadDim == 128 && kConsumers == 2 && kBlockN == 128;
     static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
     static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
-    // What the block starts with: 65,536 registers over its threads, in units of 8.
+    // The registers a thread starts with: 65,536 registers over its threads, in units of 8.
     static constexpr int kStartRegisters = 65536 / kThreads / 8 * 8;
     static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
                       (1 + kConsumers) * kStartRegisters,
@@ -79,8 +79,8 @@ struct Parameters {
     int batch_size, num_heads, num_kv_heads, head_dim;
     int seqlen_q, seqlen_k;  // with cu_seqlens: of the longest; they bound the blocks with scales
     int total_q, total_k;    // rows of q and k that cu_seqlens tell apart
-    int heads_a_q_scale;     // query heads that share a q_scale
-    int heads_a_group;       // this many (batch, head) pairs run through their tiles together
+    int heads_per_q_scale;   // query heads that share a q_scale
+    int heads_per_group;     // this many (batch, head) pairs run through their tiles together
     int has_foreign_rows;    // keys past a sequence's end belong to something else
     int is_out_fp16;
     float softmax_scale;
@@ -217,9 +217,9 @@ __device__ __forceinline__ void report_lengths(const Parameters& p, int batch) {
 template <class C>
 __device__ __forceinline__ Tile locate(const Parameters& p, int index) {
     const int num_rows = (p.seqlen_q + C::kBlockM - 1) / C::kBlockM;
-    const int group = index / (p.heads_a_group * num_rows);
-    const int first = group * p.heads_a_group;
-    const int size = min(p.heads_a_group, p.batch_size * p.num_heads - first);
+    const int group = index / (p.heads_per_group * num_rows);
+    const int first = group * p.heads_per_group;
+    const int size = min(p.heads_per_group, p.batch_size * p.num_heads - first);
     const int rest = index - first * num_rows;
     int row, pair;
     if constexpr (C::kMask == Mask::kCausal) {

@@ -54,7 +54,7 @@ struct Loader {
         tile.value_scale = scales.v;
         const float scale = p.softmax_scale * kLog2e * scales.k;
         const int64_t offset = tile.batch * p.q_scale_batch_stride +
-                               tile.head / p.heads_a_q_scale * p.q_scale_head_stride;
+                               tile.head / p.heads_per_q_scale * p.q_scale_head_stride;
         const int last_row = min(tile.seqlen_q, p.seqlen_q) - 1;
 #pragma unroll
         for (int i = 0; i < 3; ++i) {

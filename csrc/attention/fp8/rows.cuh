@@ -37,8 +37,9 @@ struct Rows {
     Place<kTileSlots> slot;
     float score_scale;  // of the tile, to powers of two
     float scale_log2;   // of the block
-    // With Scales::kBlocks: V's largest scale so far; what the output is in units of, this block's
-    // scale times the power of two that brings it to at least half of that; and that power.
+    // Scales::kBlocks only. largest_value: V's largest scale so far. value_unit: the unit of the
+    // output, which is this block's scale times a power of two, at least half of largest_value.
+    // value_bits: that power.
     float largest_value, value_unit;
     int value_bits;
     float scores[C::kBlockN / 2];
@@ -104,7 +105,7 @@ struct Rows {
         }
     }
 
-    // Of the block whose K is there.
+    // The scales of the block whose K is there.
     // NOTE: a barrier of the warpgroup must follow before its K is released: one thread does that
     // for all, and the loader then writes the next block's.
     __device__ __forceinline__ BlockScales read_block_scales() const {

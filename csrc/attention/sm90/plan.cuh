@@ -38,7 +38,7 @@ struct Config {
         kConsumers * kQStages * kQBytes + 2 * kStages * kKVBytes + 1024;
     static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
     static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
-    // What the block starts with: 65,536 registers over its threads, in units of 8.
+    // The registers a thread starts with: 65,536 registers over its threads, in units of 8.
     static constexpr int kStartRegisters = 65536 / kThreads / 8 * 8;
     static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
                       (1 + kConsumers) * kStartRegisters,
@@ -66,10 +66,11 @@ struct Parameters {
     int num_pages;
     int page_size, box_rows;  // keys of a page; those that one copy brings, which divide it
     int window_left, window_right;
-    int heads_a_group;     // this many (batch, head) pairs run through their tiles together
+    int heads_per_group;   // this many (batch, head) pairs run through their tiles together
     int has_foreign_rows;  // keys past a sequence's end belong to something else
-    // In units of log2: what scores are multiplied by before exp2; with softcap, which that factor
-    // then is, 2 softmax_scale / softcap, else 0.
+    // scale_log2: scores are multiplied by it before exp2; with softcap it is softcap, without it
+    // softmax_scale. cap_scale_log2: 2 softmax_scale / softcap, or 0 without softcap. Both are
+    // times log2(e).
     float scale_log2, cap_scale_log2;
 };
 
@@ -84,7 +85,7 @@ struct Tile {
     __device__ __forceinline__ int offset() const { return seqlen_k - seqlen_q; }
 };
 
-// Not kept from one read to the next.
+// Reads 16 bytes; volatile, so that no earlier read is used again.
 __device__ __forceinline__ int4 ld_shared_volatile(uint32_t address) {
     int4 v;
     asm volatile("ld.volatile.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
@@ -172,7 +173,7 @@ struct Place {
         }
     }
 
-    // By 0 or 1, without a branch.
+    // Moves on by 0 or 1, without a branch.
     __device__ __forceinline__ void advance_by(int count) {
         stage += count;
         parity ^= stage / kCount;

@@ -111,7 +111,7 @@ struct Schedule {
     __device__ __forceinline__ Tile find(int index) {
         const int num_heads = fresh(p.num_heads);
         int num_rows = fresh(count_rows<C>(p.seqlen_q)), num_pairs = p.batch_size * num_heads;
-        int heads_a_group = p.heads_a_group, batch = -1;
+        int heads_per_group = p.heads_per_group, batch = -1;
         if (has_lengths(p)) {
 #pragma unroll 1
             while (index >= order.end[cursor]) {
@@ -121,13 +121,13 @@ struct Schedule {
             batch = order.batch[cursor];
             num_rows = count_rows<C>(p, find_queries(p, batch).count);
             num_pairs = num_heads;
-            heads_a_group = min(num_pairs, heads_a_group);
+            heads_per_group = min(num_pairs, heads_per_group);
         }
         int row, pair;
         if constexpr (C::kMask == Mask::kCausal) {
-            const int group = index / (heads_a_group * num_rows);
-            const int first = group * heads_a_group;
-            const int size = min(heads_a_group, num_pairs - first);
+            const int group = index / (heads_per_group * num_rows);
+            const int first = group * heads_per_group;
+            const int size = min(heads_per_group, num_pairs - first);
             const int rest = index - first * num_rows;
             row = num_rows - 1 - rest / size;
             pair = first + rest % size;

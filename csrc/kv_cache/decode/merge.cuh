@@ -199,7 +199,7 @@ __device__ __forceinline__ void merge_decode_splits(
         auto slot = [&](int part) {
             return static_cast<int64_t>(place.first_worker + part) * block_rows + row;
         };
-        Merged merged;
+        Merged merged = {};
         merged.take(partial_out, partial_lse, slot, is_few ? 0 : warp_idx, is_few ? 1 : kWarps,
                     num_parts, head_dim, column);
         if (!is_few) {

@@ -38,7 +38,7 @@ struct Work {
         return extent;
     }
     // Workers a unit, where `units` is the number of units of all sequences.
-    __device__ __forceinline__ float workers_a_unit(int units) const {
+    __device__ __forceinline__ float workers_per_unit(int units) const {
         return __fdividef(static_cast<float>(parallel),
                           static_cast<float>(units) * static_cast<float>(items));
     }
@@ -57,8 +57,8 @@ struct Place {
     int first_worker;  // of the item
 };
 
-// What worker `index` does; with kMerge, the index-th item that is in parts. Every warp works it
-// out for itself: a lane has a run of sequences.
+// What worker `index` does; with kMerge, the index-th item that is in parts. Every warp works this
+// out for itself, each lane for a run of sequences.
 template <bool kMerge>
 __device__ __forceinline__ Place find_place(const Work& work, int index) {
     if (work.num_splits > 0) {
@@ -73,7 +73,7 @@ __device__ __forceinline__ Place find_place(const Work& work, int index) {
     }
     if (work.batch_size == 1) {
         const int units = work.extent_of(0).num_units;
-        const int splits = work.splits_of(units, work.workers_a_unit(units));
+        const int splits = work.splits_of(units, work.workers_per_unit(units));
         const bool is_there = index < work.items * (kMerge ? 1 : splits) && (!kMerge || splits > 1);
         const int item = kMerge ? index : index / splits;
         return {is_there ? 0 : -1, item, kMerge ? 0 : index - item * splits, splits, item * splits};
@@ -91,13 +91,13 @@ __device__ __forceinline__ Place find_place(const Work& work, int index) {
     for (int mask = 16; mask > 0; mask /= 2) {
         units += __shfl_xor_sync(~0u, units, mask);
     }
-    const float workers_a_unit = work.workers_a_unit(units);
+    const float workers_per_unit = work.workers_per_unit(units);
 
     // Count the workers and the items in parts of each run, and scan them over the lanes.
     int workers = 0, merges = 0;
 #pragma unroll 1
     for (int b = first; b < last; ++b) {
-        const int splits = work.splits_of(work.extent_of(b).num_units, workers_a_unit);
+        const int splits = work.splits_of(work.extent_of(b).num_units, workers_per_unit);
         workers += splits * work.items;
         merges += splits > 1 ? work.items : 0;
     }
@@ -124,7 +124,7 @@ __device__ __forceinline__ Place find_place(const Work& work, int index) {
     if (lane_idx == owner) {
 #pragma unroll 1
         for (;; ++batch_idx) {
-            splits = work.splits_of(work.extent_of(batch_idx).num_units, workers_a_unit);
+            splits = work.splits_of(work.extent_of(batch_idx).num_units, workers_per_unit);
             const int parts = splits * work.items;
             const int count = !kMerge ? parts : splits > 1 ? work.items : 0;
             if (index < begin + count) {

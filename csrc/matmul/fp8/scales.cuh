@@ -14,7 +14,7 @@ using namespace sm90;  // the ring and the tiles of linear_sm90.cu
 constexpr int kScaleBlock = 128;  // elements of k, and rows of b, under one scale
 constexpr int kPromoteSteps = 4;  // of 128 of k, after which sums leave the tensor cores
 
-// Where sums are added up.
+// The place where sums are added up.
 enum Sums {
     kFast,       // in the tensor cores, which keep about 14 bits of them
     kPromoting,  // every kPromoteSteps in registers
@@ -61,12 +61,12 @@ struct Scales {
     int num_rows, shift;
     bool is_blocked;
 
-    // What a whole sum is multiplied with; 1 where no scale was given.
+    // A whole sum is multiplied with it; 1 where no scale was given.
     __device__ __forceinline__ float of_row(int row) const {
         const bool is_one = is_blocked || !values;
         return is_one ? 1.0f : __ldg(values + min(row, num_rows - 1) * stride);
     }
-    // Of what a sum over one step of k is multiplied with. Only where is_blocked.
+    // The address of what a sum over one step of k is multiplied with. Only where is_blocked.
     __device__ __forceinline__ const float* of_block(int row, int step) const {
         return values + (min(row, num_rows - 1) >> shift) * stride + step * k_stride;
     }

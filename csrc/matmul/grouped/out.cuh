@@ -7,7 +7,7 @@
 
 namespace kernel_hub::matmul::grouped {
 
-// Of one product. Results go out as T or as fp32: the other pointer is null.
+// Where the results of one product go, as T or as fp32: the other pointer is null.
 template <typename T>
 struct Target {
     T* out;

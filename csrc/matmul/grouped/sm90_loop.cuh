@@ -26,7 +26,7 @@ struct GroupedConfig {
     static constexpr int kBlockM = 64 * kConsumers, kBlockN = kBlockN_, kSums = kBlockN / 2;
     static constexpr int kClusterSize = kPairs ? 2 : 1, kMinBlocks = kMinBlocks_;
     static constexpr int kThreads = 128 * (kConsumers + 1);
-    // Of a, of b: rows of a block's tile.
+    // Rows of a block's tile: of a, of b.
     static constexpr int kTokens = kSwaps ? kBlockN : kBlockM;
     static constexpr int kWeights = kSwaps ? kBlockM : kBlockN;
     // Rows of a box on its way out; it holds rows of a and 64 rows of b.

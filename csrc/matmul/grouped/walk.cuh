@@ -53,19 +53,19 @@ struct ProductTiles {
 // is needed, none twice: tiles are asked for in ascending order.
 // NOTE: offsets are cut to 0 .. num_rows and a product of fewer than no rows is none, so that wrong
 // ones reach no memory outside; counts are cut to most_, which offsets in order do not pass, so
-// that they stay ints (kernel_hub/ops/_grouped_plan.py refuses more).
+// that they stay ints (kernel_hub/ops/matmul/grouped_plan.py refuses more).
 template <bool kPairs>
 class GroupedWalk {
   public:
     __device__ __forceinline__ GroupedWalk(const int* offsets, int* flag, int num_products,
-                                           int num_rows, int rows_a_tile, int columns, int group)
+                                           int num_rows, int rows_per_tile, int columns, int group)
         : tiles_{columns, group},
           offsets_(offsets),
           flag_(flag),
           num_products_(num_products),
           num_rows_(num_rows),
-          rows_a_tile_(rows_a_tile),
-          most_((num_rows / rows_a_tile + num_products) * columns) {
+          rows_per_tile_(rows_per_tile),
+          most_((num_rows / rows_per_tile + num_products) * columns) {
         look_at(0, 0);
     }
 
@@ -107,7 +107,7 @@ class GroupedWalk {
 
     // Rows of tiles.
     __device__ __forceinline__ int rows_of(int first, int end) const {
-        return end > first ? (end - first + rows_a_tile_ - 1) / rows_a_tile_ : 0;
+        return end > first ? (end - first + rows_per_tile_ - 1) / rows_per_tile_ : 0;
     }
 
     // Takes products from `chunk` on, before which there are `before` tiles.
@@ -142,7 +142,7 @@ class GroupedWalk {
     ProductTiles<kPairs> tiles_;
     const int* offsets_;  // (num_products + 1)
     int* flag_;           // what offsets led outside (bounds.cuh), or null
-    int num_products_, num_rows_, rows_a_tile_;
+    int num_products_, num_rows_, rows_per_tile_;
     int most_;                  // tiles that offsets in order can make
     int chunk_;                 // the first product looked at
     int bounds_[kPerLane + 1];  // of this lane's products
@@ -154,12 +154,12 @@ class GroupedWalk {
 template <bool kPairs>
 class BatchedWalk {
   public:
-    __device__ __forceinline__ BatchedWalk(int num_products, int num_rows, int rows_a_tile,
+    __device__ __forceinline__ BatchedWalk(int num_products, int num_rows, int rows_per_tile,
                                            int columns, int group)
         : tiles_{columns, group},
           num_products_(num_products),
           num_rows_(num_rows),
-          rows_((num_rows + rows_a_tile - 1) / rows_a_tile),
+          rows_((num_rows + rows_per_tile - 1) / rows_per_tile),
           count_(tiles_.count(rows_)) {}
 
     __device__ __forceinline__ int total() const { return num_products_ * count_; }

@@ -27,7 +27,7 @@ namespace kernel_hub::matmul::paired {
 // (kBlockM rows of a, 128 rows of b), 32 elements of k each. Two rows share 128 bytes; their
 // 16-byte chunks are swapped by the pair's index, so that ldmatrix meets no bank twice.
 // NOTE: sm_89 has 99 KiB of shared memory: three stages let two blocks share a multiprocessor.
-// kernel_hub/ops/_paired_plan.py knows these numbers.
+// kernel_hub/ops/matmul/paired_plan.py knows these numbers.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 890
 constexpr int kPairedStages = 3;
 #else

@@ -73,7 +73,7 @@ struct QkvEnding {
     HeadRows heads;
     int m, num_heads, num_kv_heads, seqlen, max_position, table_bytes;
 
-    // Of two rows of a tile, and the part of a head that is next.
+    // The places of two rows of a tile, and the part of a head that is next.
     struct Prepared {
         TokenPlace places[2];
         HeadPart next;
@@ -101,7 +101,7 @@ struct QkvEnding {
         return found;
     }
 
-    // Without cos, positions are of no matter.
+    // Reports what led outside; positions do not matter without cos.
     __device__ __forceinline__ void say(int outside) const {
         report(routing.flag, cos != nullptr ? outside : outside & ~kPositionsOutside);
     }
@@ -113,7 +113,7 @@ struct QkvEnding {
         return found;
     }
 
-    // Of `row` and row + 8, from `group` on, which is even.
+    // Prepares `row` and row + 8, from `group` on, which is even.
     __device__ __forceinline__ void prepare(int row, int group, Prepared& prepared) const {
         int outside = 0;
         prepared.places[0] = find(row, outside);
@@ -131,7 +131,7 @@ struct QkvEnding {
         return first < heads.rotary_dim && head < num_heads + num_kv_heads;
     }
 
-    // Where a head goes, of all tokens.
+    // Where a head goes, for all tokens.
     struct Destination {
         HeadTarget<T> target;
         int head;

@@ -30,20 +30,20 @@ using namespace sm90;  // the ring and the tiles of linear_sm90.cu
 // NOTE: no division in a step: it made the producer the slowest part of all.
 struct PairedBoxes {
     const CUtensorMap* map;
-    int groups_a_block, rows;
+    int groups_per_block, rows;
 
     struct Walk {
         int of_block, block;
     };
     __device__ __forceinline__ Walk begin(int first_row) const {
-        const int group = first_row / 16, block = group / groups_a_block;
-        return {group - block * groups_a_block, block};
+        const int group = first_row / 16, block = group / groups_per_block;
+        return {group - block * groups_per_block, block};
     }
     // The place of the next box, innermost first: (k, 0, 0, y, z).
     __device__ __forceinline__ void next(Walk& walk, int& y, int& z) const {
         y = walk.of_block, z = walk.block;
         walk.of_block += rows / 16;
-        if (walk.of_block >= groups_a_block) {
+        if (walk.of_block >= groups_per_block) {
             walk.of_block = 0;
             ++walk.block;
         }

@@ -64,14 +64,14 @@ __device__ __forceinline__ void paired_linear_small_m(const Ending& ending, cons
     float* buffer = reinterpret_cast<float*>(shared + C::kRingBytes);
     const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
     const int num_chunks = (k + C::kChunk - 1) / C::kChunk;
-    const int chunks_a_group = max(0, (num_chunks - warp_idx + C::kWarps - 1) / C::kWarps);
+    const int chunks_per_group = max(0, (num_chunks - warp_idx + C::kWarps - 1) / C::kWarps);
     uint4* ring =
         reinterpret_cast<uint4*>(shared) + warp_idx * C::kStages * C::kVectors * 32 + lane_idx;
     const uint32_t ring_address = shared_address(ring);
     constexpr int kSlot = C::kVectors * 32;  // in vectors
 
     PairedWalk<Rows> ahead{
-        rows_of_b,  b_stride, chunks_a_group > 0 ? static_cast<int>(blockIdx.x) : num_groups,
+        rows_of_b,  b_stride, chunks_per_group > 0 ? static_cast<int>(blockIdx.x) : num_groups,
         num_groups, warp_idx, warp_idx,
         num_chunks};
     ahead.find_rows();
@@ -126,7 +126,7 @@ __device__ __forceinline__ void paired_linear_small_m(const Ending& ending, cons
     int stage = 0;
     for (int group = blockIdx.x, turn = 0; group < num_groups; group += gridDim.x, turn ^= 1) {
         float sums[C::kColumnTiles][4] = {};
-        for (int i = 0; i < chunks_a_group; ++i) {
+        for (int i = 0; i < chunks_per_group; ++i) {
             cp_async_wait<C::kStages - 1>();
             const uint4* slot = ring + stage * kSlot;
 #pragma unroll

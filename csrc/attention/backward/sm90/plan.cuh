@@ -59,10 +59,10 @@ struct BackwardParameters {
     int64_t num_blocks_q;    // of a head, in the workspace
     int num_blocks;          // of keys, of the longest sequence
     int num_pairs;           // of a sequence and a head of dk
-    int pairs_a_group;       // this many run through their blocks of keys together
+    int pairs_per_group;     // this many run through their blocks of keys together
     int seqlen_q, seqlen_k;  // with cu_seqlens: of the longest
     int total_q, total_k;    // rows of q and k that cu_seqlens tell apart
-    int num_heads, group, heads_a_block, head_dim, window_left, window_right;
+    int num_heads, group, heads_per_block, head_dim, window_left, window_right;
     float softmax_scale;
 };
 
@@ -102,7 +102,8 @@ struct BackwardShared {
     }
     static constexpr int kCount = 9 + 4 * C::kStages;
 
-    // What completes a phase: what is emptied, and ds, each warp of the consumers.
+    // How many arrivals complete a phase: for ds and what is emptied, one per warp of the
+    // consumers.
     static __device__ __forceinline__ int arrivals(int i) {
         const bool is_q_empty = i >= 3 + C::kStages && i < 3 + 2 * C::kStages;
         const bool is_empty_or_ds = i >= 3 + 3 * C::kStages && i < 7 + 4 * C::kStages;
@@ -135,15 +136,15 @@ struct BackwardWork : Work {
     // block waits for is scheduled before it, and causal blocks wait least.
     template <class C>
     __device__ __forceinline__ bool find(const BackwardParameters<typename C::T>& p) {
-        const int group_blocks = p.pairs_a_group * p.num_blocks;
-        const int first_pair = static_cast<int>(blockIdx.x) / group_blocks * p.pairs_a_group;
-        const int group_size = min(p.pairs_a_group, p.num_pairs - first_pair);
+        const int group_blocks = p.pairs_per_group * p.num_blocks;
+        const int first_pair = static_cast<int>(blockIdx.x) / group_blocks * p.pairs_per_group;
+        const int group_size = min(p.pairs_per_group, p.num_pairs - first_pair);
         const int rest = blockIdx.x - first_pair * p.num_blocks;
-        const int heads = p.num_heads / p.heads_a_block;
+        const int heads = p.num_heads / p.heads_per_block;
         const int nth = rest / group_size, pair = first_pair + rest % group_size;
         batch_idx = pair / heads;
         head_idx = pair % heads;
-        first_head = head_idx * p.heads_a_block;
+        first_head = head_idx * p.heads_per_block;
 
         const Sequence queries(p.cu_seqlens_q, batch_idx, p.seqlen_q, p.total_q);
         const Sequence keys(p.cu_seqlens_k, batch_idx, p.seqlen_k, p.total_k);
@@ -168,7 +169,7 @@ struct BackwardWork : Work {
         first_m = max(0, floor_div(home - right, C::kBlockM));
         end_m = min(ceil_div(seqlen_q, C::kBlockM),
                     floor_div(window.start + min(C::kBlockN, window.num_keys) - 1, C::kBlockM) + 1);
-        num_iterations = window.num_keys > 0 ? p.heads_a_block * max(0, end_m - first_m) : 0;
+        num_iterations = window.num_keys > 0 ? p.heads_per_block * max(0, end_m - first_m) : 0;
         // Blocks m with 0 <= key - query + start <= span for all of their keys and queries.
         plain_begin =
             floor_div(window.start - window.span + C::kBlockN + C::kBlockM - 2, C::kBlockM);

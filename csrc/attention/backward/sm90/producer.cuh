@@ -67,7 +67,7 @@ struct BackwardProducer {
         uint32_t parity = 1;
         bool is_first = true;
 #pragma unroll 1
-        for (int i = 0; i < p.heads_a_block; ++i) {
+        for (int i = 0; i < p.heads_per_block; ++i) {
             const int head_idx = work.first_head + i;
 #pragma unroll 1
             for (int m = work.first_m; m < work.end_m; ++m) {
