@@ -1,4 +1,4 @@
-"""csrc/*.cu x architectures -> cubins/<arch>/<name>.cubin + cubins/manifest.json.
+"""csrc/**/*.cu x architectures -> cubins/<arch>/<name>.cubin + cubins/manifest.json.
 
 Run as `python -m kernel_hub.build`; build_cubins.sh is that command. Needs nvcc and the standard
 library, never a GPU. The runtime does not import it.
@@ -20,7 +20,16 @@ from pathlib import Path
 from .collection.manifest import CubinEntry, Manifest
 from .collection.manifest_write import function_entry, locked, write
 from .compilers.declarations import match_params, read_prototypes
-from .compilers.nvcc import Compiled, Job, Nvcc, compile_cubin, find_nvcc, make_jobs, only_arch
+from .compilers.nvcc import (
+    Compiled,
+    Job,
+    Nvcc,
+    compile_cubin,
+    find_nvcc,
+    find_sources,
+    make_jobs,
+    only_arch,
+)
 from .cubin import read_cubin, read_ptx
 from .errors import CubinCorruptError, KernelHubError, nearest
 
@@ -47,7 +56,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     root = Path(__file__).resolve().parent.parent
     parser = argparse.ArgumentParser(
         prog="python -m kernel_hub.build",
-        description="Build csrc/*.cu into cubins/ and write cubins/manifest.json. "
+        description="Build csrc/**/*.cu into cubins/ and write cubins/manifest.json. "
         "$NVCC names the compiler to use.",
     )
     parser.add_argument("--csrc", type=Path, default=root / "csrc", help="folder of the .cu files")
@@ -80,20 +89,20 @@ def _plan(
     csrc: Path, archs: list[str], only: list[str], nvcc: Nvcc
 ) -> tuple[list[Job], set[tuple[str, str]]]:
     """The jobs asked for, and every (name, arch) that may stay in the manifest."""
-    sources = {path.stem: path for path in sorted(csrc.glob("*.cu"))}
+    sources = find_sources(csrc)
     if not sources:
         raise KernelHubError(f"no .cu file in {csrc}")
     for name in only:
         if name not in sources:
             raise KernelHubError(
-                f"--only {name}: no {csrc.name}/{name}.cu; there are "
+                f"--only {name}: no {name}.cu in {csrc.name}; there are "
                 f"{', '.join(nearest(name, sources)[:8])}"
             )
     jobs = []
     for name in only or sources:
         one = only_arch(sources[name])
         asked = [arch for arch in archs if one in (None, arch)]
-        jobs += make_jobs(sources[name], asked, nvcc.version)
+        jobs += make_jobs(sources[name], asked, nvcc.version, csrc)
     # An architecture left out of --arch today is not stale: only a vanished source is.
     kept = {(name, arch) for name, path in sources.items() for arch in _any_arch(path)}
     return jobs, kept | {(job.name, job.arch) for job in jobs}
@@ -174,13 +183,15 @@ def _build(
 def _check(out: Path, jobs: list[Job], nvcc: Nvcc, num_jobs: int) -> int:
     """Builds every job from a copy in another folder and compares bytes and manifest entries."""
     entries = _load(out)
-    csrc = jobs[0].source.parent
+    csrc = jobs[0].csrc
     wrong: list[str] = []
     with tempfile.TemporaryDirectory(prefix="kernel_hub_check_") as scratch:
         copy = Path(scratch, csrc.name)
         shutil.copytree(csrc, copy)
         elsewhere = [
-            job for j in jobs for job in make_jobs(copy / j.source.name, [j.arch], nvcc.version)
+            job
+            for j in jobs
+            for job in make_jobs(copy / j.source.relative_to(csrc), [j.arch], nvcc.version, copy)
         ]
         for job, result in _compile_all(elsewhere, nvcc, num_jobs):
             where = f"{out.name}/{job.file}"
@@ -270,7 +281,7 @@ def _describe(job: Job, nvcc: Nvcc, compiled: Compiled) -> CubinEntry:
         file=job.file,
         sha256=hashlib.sha256(compiled.image).hexdigest(),
         size_bytes=len(compiled.image),
-        source=f"{job.source.parent.name}/{job.source.name}",
+        source=job.place,
         source_sha256=job.source_sha256,
         toolkit=nvcc.version,
         target=job.target,

@@ -20,7 +20,7 @@ from ..errors import KernelHubError
 
 # Raise this when the builder changes so that unchanged sources must be built or described anew.
 BUILDER_FORMAT = 1
-BASE_FLAGS = ("-std=c++17", "-O3")
+BASE_FLAGS = ("-std=c++20", "-O3")
 INSTALL_NVCC = 'pip install "cuda-toolkit[nvcc,nvvm,crt,cudart,cccl]==13.0.2"'
 
 _DIRECTIVE = re.compile(r"^\s*//\s*kernel_hub:\s*(.*?)\s*$", re.MULTILINE)
@@ -74,10 +74,11 @@ def _version(path: str) -> str:
 
 @dataclass(frozen=True)
 class Job:
-    """One cubin to build: `source` (csrc/<name>.cu) for `arch`."""
+    """One cubin to build: `source` (<name>.cu, in `csrc` or a folder of it) for `arch`."""
 
     name: str
     arch: str
+    csrc: Path
     source: Path
     target: str
     flags: tuple[str, ...]
@@ -92,36 +93,60 @@ class Job:
 
     @property
     def label(self) -> str:
-        return f"{self.source.parent.name}/{self.source.name} ({self.arch})"
+        return f"{self.place} ({self.arch})"
+
+    @property
+    def place(self) -> str:
+        """The source, relative to the folder above csrc."""
+        return self.source.relative_to(self.csrc.parent).as_posix()
 
 
-def make_jobs(source: Path, archs: list[str], toolkit: str) -> list[Job]:
+def find_sources(csrc: Path) -> dict[str, Path]:
+    """The .cu files of `csrc` and its folders, by name: a file's name is its cubin's."""
+    found: dict[str, Path] = {}
+    for path in sorted(csrc.rglob("*.cu")):
+        within = path.relative_to(csrc)
+        if within.parts[0] == "include" or any(part.startswith(".") for part in within.parts):
+            continue
+        other = found.setdefault(path.stem, path)
+        if other != path:
+            raise KernelHubError(
+                f"{csrc.name}/{other.relative_to(csrc)} and {csrc.name}/{within} would both be "
+                f"{path.stem}.cubin; rename one of them"
+            )
+    return found
+
+
+def make_jobs(source: Path, archs: list[str], toolkit: str, csrc: Path | None = None) -> list[Job]:
     """Reads the source's directives and hashes, per arch, all that decides the cubin's bytes.
+
+    csrc: the folder that `source` is somewhere in; None: the one it lies in.
 
     The hash covers the source, the project headers it includes, transitively, the flags and the
     toolkit; system headers belong to the toolkit.
     """
     asked, reason = _directives(source)
-    texts = _project_files(source)
+    csrc = csrc or source.parent
+    texts = _project_files(source, csrc)
     jobs = []
     for arch in archs:
         target = arch.replace("sm", "sm_")
         if only_arch(source) and int(arch[2:]) >= 90:
             target += "a"  # wgmma and TMA exist on the exact architecture alone
         code = f"-gencode=arch={target.replace('sm', 'compute')},code={target}"
-        flags = (*BASE_FLAGS, code, f"-I{source.parent.name}/include", *asked)
+        flags = (*BASE_FLAGS, code, f"-I{csrc.name}/include", f"-I{csrc.name}", *asked)
         digest = hashlib.sha256(repr((BUILDER_FORMAT, toolkit, flags)).encode())
         for file, text in texts.items():
             digest.update(f"\n{file} {len(text)}\n{text}".encode())
         files = tuple(texts)
         jobs.append(
-            Job(source.stem, arch, source, target, flags, reason, files, digest.hexdigest())
+            Job(source.stem, arch, csrc, source, target, flags, reason, files, digest.hexdigest())
         )
     return jobs
 
 
 def only_arch(source: Path) -> str | None:
-    """'sm90' for csrc/<name>_sm90.cu, which is built for that architecture alone."""
+    """'sm90' for <name>_sm90.cu, which is built for that architecture alone."""
     match = re.search(r"_(sm\d+)$", source.stem)
     return match[1] if match else None
 
@@ -152,16 +177,16 @@ def _read(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def _project_files(source: Path) -> dict[str, str]:
+def _project_files(source: Path, csrc: Path) -> dict[str, str]:
     """Path (relative to the folder above csrc) -> text: the source and all it may include."""
-    csrc = source.parent
     texts: dict[Path, str] = {}
     waiting = [source]
     while waiting:
         file = waiting.pop()
         texts[file] = _read(file)
         for name in _INCLUDE.findall(texts[file]):
-            places = (Path(os.path.normpath(d / name)) for d in (file.parent, csrc / "include"))
+            folders = (file.parent, csrc / "include", csrc)
+            places = (Path(os.path.normpath(folder / name)) for folder in folders)
             header = next((p for p in places if p.is_file()), None)
             if header and header not in texts:
                 waiting.append(header)
@@ -181,15 +206,14 @@ class Compiled:
 def compile_cubin(nvcc: Nvcc, job: Job, scratch: Path) -> Compiled:
     """Compiles in `scratch` (an empty folder) and refuses what would not be fit to ship."""
     out = scratch / "out.cubin"
-    source = f"{job.source.parent.name}/{job.source.name}"
     keep = ["--keep", f"--keep-dir={scratch}"]
-    command = [nvcc.path, "-cubin", *job.flags, *keep, "-o", str(out), source]
+    command = [nvcc.path, "-cubin", *job.flags, *keep, "-o", str(out), job.place]
     # Variables that add flags behind our back would make the record in the manifest a lie.
     env = {k: v for k, v in os.environ.items() if not k.startswith("NVCC_")}
     # A relative source path, so that not even __FILE__ differs from checkout to checkout.
     done = subprocess.run(
         command,
-        cwd=job.source.parent.parent,
+        cwd=job.csrc.parent,
         env={**env, "LC_ALL": "C", "TMPDIR": str(scratch)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -224,9 +248,10 @@ def _refuse_unfit(job: Job, compiled: Compiled) -> None:
             "_INTERNAL_ symbol hashes the absolute path, so the cubin would differ from checkout "
             "to checkout. Make it __forceinline__, or drop `static` and the anonymous namespace"
         )
-    csrc = job.source.parent
     included = {os.path.normpath(name) for name in _LINE_MARKER.findall(compiled.preprocessed)}
-    unseen = sorted(name for name in included - set(job.files) if name.startswith(f"{csrc.name}/"))
+    unseen = sorted(
+        name for name in included - set(job.files) if name.startswith(f"{job.csrc.name}/")
+    )
     if unseen:
         raise KernelHubError(
             f"{job.label}: includes {', '.join(unseen)} in a way the builder cannot see; "

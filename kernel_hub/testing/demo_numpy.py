@@ -183,7 +183,7 @@ def _matmul_512() -> Case:
 
 
 def _linear(m: int, compute_capability: tuple[int, int]) -> Case:
-    """The product that every GPU since 8.0 runs (csrc/linear.cu), k not split."""
+    """The product that every GPU since 8.0 runs (csrc/matmul/linear.cu), k not split."""
     n = k = _HIDDEN
     stages = 3 if compute_capability == (8, 9) else 4
     shared_bytes = stages * (128 + 128) * 32 * 2

@@ -42,7 +42,7 @@ def test_a_shipped_name_shows_each_architecture(kernel_hub_cli: Run) -> None:
         f"{arch}/launch_probe.cubin" for arch in ("sm80", "sm89", "sm90")
     ]
     assert ran.out.count(PROBE) == 3
-    assert "at most 1024" in ran.out and "csrc/launch_probe.cu" in ran.out
+    assert "at most 1024" in ran.out and "csrc/examples/launch_probe.cu" in ran.out
 
 
 def test_one_architecture_and_one_function_as_json(kernel_hub_cli: Run) -> None:

@@ -144,8 +144,11 @@ def test_sdist_holds_the_sources_and_gives_the_same_wheel(
     for name in ("build_cubins.sh", "Makefile", "LICENSE", "tests/house/test_packaging.py"):
         assert (top / name).is_file(), name
     assert os.access(top / "build_cubins.sh", os.X_OK)
-    sources = {path.name for path in (ROOT / "csrc").rglob("*.cu*")}
-    assert sources == {path.name for path in (top / "csrc").rglob("*.cu*")}
+    here, there = (
+        {str(path.relative_to(root)) for path in (root / "csrc").rglob("*.cu*")}
+        for root in (ROOT, top)
+    )
+    assert here == there
     again = top / run_backend(top, "backend.build_wheel('.')")
     with zipfile.ZipFile(wheel) as first, zipfile.ZipFile(again) as second:
         contents = [{i.filename: i.CRC for i in z.infolist()} for z in (first, second)]

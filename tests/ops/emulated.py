@@ -18,11 +18,14 @@ import arena
 import torch
 from private import private_folder
 
-from kernel_hub.compilers.nvcc import find_nvcc
+from kernel_hub.compilers.nvcc import find_nvcc, find_sources
 from kernel_hub.errors import KernelHubError
 
 ROOT = Path(__file__).resolve().parents[2]
 EMULATOR = Path(__file__).parent / "emulator"
+CSRC = ROOT / "csrc"
+SOURCES = find_sources(CSRC)  # of a cubin, by name
+INCLUDE = ("-I", str(CSRC / "include"), "-I", str(CSRC))
 ERRORS = {
     1: "a 16-byte access is misaligned",
     2: "the threads of a warp or a block do not meet at one barrier or warp collective",
@@ -56,15 +59,15 @@ def _cuda_headers() -> Path:
 
 @functools.cache
 def build(cubin: str) -> ctypes.CDLL:
-    """csrc/<cubin>.cu compiled for this CPU (made once for each text of source and headers)."""
+    """The source of a cubin compiled for this CPU (once for each text of source and headers)."""
     if platform.machine() not in ("x86_64", "aarch64"):
         raise CannotEmulateError("the emulator passes arguments as x86-64 and AArch64 do only")
     compiler = os.environ.get("CXX") or shutil.which("g++")
     if not compiler:
         raise CannotEmulateError("no C++ compiler (g++)")
-    source = ROOT / "csrc" / f"{cubin}.cu"
+    source = SOURCES[cubin]
     digest = hashlib.sha256()
-    for path in [source, *sorted((ROOT / "csrc/include").rglob("*")), *sorted(EMULATOR.rglob("*"))]:
+    for path in [source, *sorted(CSRC.rglob("*.cuh")), *sorted(EMULATOR.rglob("*"))]:
         if path.is_file():
             digest.update(path.read_bytes())
     folder = private_folder("emulated")
@@ -79,9 +82,9 @@ def _compile(compiler: str, source: Path, library: Path) -> None:
     if not library.exists():
         made = library.with_suffix(f".{os.getpid()}.tmp")
         command = [
-            compiler, "-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-fno-strict-aliasing", "-fPIC",
+            compiler, "-std=c++20", "-O1", "-U_FORTIFY_SOURCE", "-fno-strict-aliasing", "-fPIC",
             "-shared", "-w",
-            "-I", str(EMULATOR), "-I", str(ROOT / "csrc/include"), "-isystem", str(_cuda_headers()),
+            "-I", str(EMULATOR), *INCLUDE, "-isystem", str(_cuda_headers()),
             "-include", "emulator.h", "-x", "c++", str(source), "-o", str(made),
         ]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""What csrc/*.cu say of the launches of their kernels, in numbers that nvcc works out.
+"""What the sources in csrc say of the launches of their kernels, in numbers that nvcc works out.
 
 The macros of a source that make kernels (`EXPORT_*` with `__global__` in its text) are put aside,
 and one of them makes an array of figures instead: the source's own list of variants, in its own
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from emulated import ROOT
+from emulated import INCLUDE, SOURCES
 
 from kernel_hub.compilers.nvcc import find_nvcc
 from kernel_hub.errors import KernelHubError
@@ -23,6 +23,7 @@ from kernel_hub.errors import KernelHubError
 Rows = dict[str, dict[str, int]]  # figures by name, of kernels by name
 HALVES = ("fp16", "bf16")
 _MACRO = re.compile(r"^#define (EXPORT_\w+)\(([^)]*)\)((?:.*\\\n)*.*\n)", re.MULTILINE)
+_NAMESPACE = re.compile(r"^namespace ([\w:]+) {", re.MULTILINE)
 _ARRAY = re.compile(r"\.global \.align 4 \.b8 (\w+)\[(\d+)\](?: = \{([\d, ]*)\})?;")
 _CONSTANTS = "the_constants_of_the_source"
 
@@ -31,9 +32,9 @@ _CONSTANTS = "the_constants_of_the_source"
 class Source:
     """Where figures come from.
 
-    macro: of csrc/`cubin`.cu, makes kernels named `kernel`. figures: by name, in C++; in them C is
-    `config`, and the macro's arguments may be used. constants: of namespace kernel_hub. before:
-    C++ that the figures need.
+    macro: of `cubin`.cu, makes kernels named `kernel`. figures: by name, in C++; in them C is
+    `config`, and the macro's arguments may be used. constants: of the source's
+    namespace. before: C++ that the figures need.
     """
 
     cubin: str
@@ -47,9 +48,9 @@ class Source:
 
     def text(self) -> str:
         """The source with arrays where it has kernels."""
-        source = (ROOT / f"csrc/{self.cubin}.cu").read_text(encoding="utf-8")
+        source = SOURCES[self.cubin].read_text(encoding="utf-8")
         kernels = {match[1] for match in _MACRO.finditer(source) if "__global__" in match[3]}
-        assert self.macro in kernels, f"csrc/{self.cubin}.cu: no {self.macro} in {sorted(kernels)}"
+        assert self.macro in kernels, f"{self.cubin}.cu: no {self.macro} in {sorted(kernels)}"
 
         def without_kernel(match: re.Match[str]) -> str:
             if match[1] not in kernels:
@@ -61,8 +62,9 @@ class Source:
             arguments = re.sub(r"\s*\\\n\s*", " ", match[2])
             return f"#define {match[1]}({arguments}) {array}\n{self.before if array else ''}\n"
 
-        constants = [f"kernel_hub::{name}" for name in self.constants]
-        return _MACRO.sub(without_kernel, source) + _array(_CONSTANTS, [*constants, "0"])
+        constants = _array(_CONSTANTS, [*self.constants, "0"])
+        namespace = _NAMESPACE.findall(source)[0]
+        return f"{_MACRO.sub(without_kernel, source)}namespace {namespace} {{ {constants} }}"
 
     def read(self) -> tuple[Rows, dict[str, int]]:
         """Figures of each kernel, and the constants; skips without nvcc."""
@@ -89,7 +91,7 @@ def _compiled(text: str, arch: str) -> dict[str, list[int]]:
         source.write_text(text, encoding="utf-8")
         done = subprocess.run(
             [
-                nvcc.path, "-ptx", "-std=c++17", f"-arch={arch}", f"-I{ROOT / 'csrc/include'}",
+                nvcc.path, "-ptx", "-std=c++20", f"-arch={arch}", *INCLUDE,
                 str(source), "-o", str(ptx),
             ],
             capture_output=True, text=True, check=False,

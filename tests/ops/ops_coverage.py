@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from emulated import RAN, ROOT, CannotEmulateError, build
+from emulated import RAN, SOURCES, CannotEmulateError, build
 
 from kernel_hub import ops
 from kernel_hub.collection.manifest import open_collection
@@ -35,11 +35,11 @@ def module_of(op: str) -> ModuleType:
 
 
 def cubins_of(op: str) -> list[str]:
-    """The cubins of an op that the emulator can run: csrc/<module>*.cu, but for Hopper's."""
+    """The cubins of an op that the emulator can run: <module>*.cu, but for Hopper's."""
     stems = {module_of(name).__name__.rpartition(".")[2] for name in ops.__all__}
     own = module_of(op).__name__.rpartition(".")[2]
     found = []
-    for cubin in sorted(path.stem for path in (ROOT / "csrc").glob("*.cu")):
+    for cubin in SOURCES:
         owners = [stem for stem in stems if cubin == stem or cubin.startswith(f"{stem}_")]
         if owners and max(owners, key=len) == own and not cubin.endswith("_sm90"):
             found.append(cubin)

@@ -50,7 +50,7 @@ class Function:
 
 
 def hopper_cubins() -> list[CubinEntry]:
-    """All that were built from csrc/*_sm90.cu, the largest first."""
+    """All that were built from a *_sm90.cu, the largest first."""
     found = open_collection().manifest.cubins
     entries = [found[name]["sm90"] for name in found if name.endswith("_sm90")]
     return sorted(entries, key=lambda entry: -entry.size_bytes)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from emulated import ROOT, CannotEmulateError, build
+from emulated import SOURCES, CannotEmulateError, build
 from ways import DTYPES, Way
 
 from kernel_hub.ops.core import common
@@ -50,7 +50,7 @@ def exported_by_macros(op: str, cubins: Sequence[str]) -> set[str]:
         pytest.skip("no C++ compiler (g++)")
     names: set[str] = set()
     for cubin in cubins:
-        source = (ROOT / f"csrc/{cubin}.cu").read_text()
+        source = SOURCES[cubin].read_text()
         done = subprocess.run(
             [compiler, "-E", "-P", "-x", "c++", "-"],
             input=source[source.index("#define EXPORT_") :],
@@ -168,9 +168,9 @@ def test_paired(op: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "csrc").glob("*.cu")))
+@pytest.mark.parametrize("name", SOURCES)
 def test_the_list_of_variants_ends_the_file(name: str) -> None:
-    lines = (ROOT / f"csrc/{name}.cu").read_text().rstrip().splitlines()
+    lines = SOURCES[name].read_text().rstrip().splitlines()
     if any(line.startswith("#define EXPORT_") for line in lines):
         assert any(line.lstrip().startswith("EXPORT_") for line in lines[-12:])
 

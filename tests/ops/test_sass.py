@@ -1,6 +1,6 @@
 """The machine code of every Hopper cubin: tensor-core products, local memory, lengths of loops.
 
-Of every cubin of csrc/*_sm90.cu; the counts of tests/ops/sass_loops.json are written by
+Of every cubin of a *_sm90.cu; the counts of tests/ops/sass_loops.json are written by
 `python tests/ops/record_sass.py`.
 """
 
@@ -13,9 +13,9 @@ import pytest
 import sass
 
 from kernel_hub.collection.manifest import open_collection
-from kernel_hub.compilers.nvcc import make_jobs
+from kernel_hub.compilers.nvcc import find_sources, make_jobs
 
-ROOT = sass.RECORD.parents[2]
+CSRC = sass.RECORD.parents[2] / "csrc"
 # A loop may grow by this much before it must be looked at and recorded anew.
 MOST_GROWTH = 1.05
 # Kernels that only read and write rows, beside those that multiply.
@@ -30,7 +30,7 @@ cubins = pytest.mark.parametrize("cubin", sorted(entry.name for entry in sass.ho
 
 
 def test_every_source_for_hopper_has_its_cubin() -> None:
-    sources = {path.stem for path in (ROOT / "csrc").glob("*_sm90.cu")}
+    sources = {name for name in find_sources(CSRC) if name.endswith("_sm90")}
     assert sources == {entry.name for entry in sass.hopper_cubins()}
 
 
@@ -52,7 +52,7 @@ def test_every_function_multiplies_on_the_tensor_cores(cubin: str) -> None:
 @needs_nvdisasm
 @cubins
 def test_local_memory_is_what_the_source_allows(cubin: str) -> None:
-    (job,) = make_jobs(ROOT / f"csrc/{cubin}.cu", ["sm90"], "0")
+    (job,) = make_jobs(find_sources(CSRC)[cubin], ["sm90"], "0", CSRC)
     for name, function in sass.functions()[cubin].items():
         if job.local_memory_reason is None:
             assert function.local_bytes == 0, f"{name}: {function.local_bytes} bytes"

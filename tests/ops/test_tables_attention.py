@@ -28,7 +28,7 @@ DTYPES = (torch.float16, torch.bfloat16)
 DECODE = Source(
     "decode_attention", "EXPORT_DECODE_ATTENTION",
     "decode_attention_##DTYPE##_hdim##HEAD_DIM##FLAGS",
-    "kernel_hub::DecodeConfig<T, CACHE, HEAD_DIM, TILE, SLOTS, ROW_TILES>",
+    "DecodeConfig<T, CACHE, HEAD_DIM, TILE, SLOTS, ROW_TILES>",
     {
         "threads": "C::kThreads", "head_dim": "C::kHeadDim", "cache_bytes": "sizeof(CACHE)",
         "tile": "C::kTile", "slots": "C::kSlots", "rows": "C::kRows", "unit": "C::kUnit",
@@ -54,10 +54,10 @@ FORWARD = Source(
     "flash_attention", "EXPORT_FLASH_ATTENTION", "flash_attention_##DTYPE##_##NAME", "",
     {
         "threads": "32 * WARPS", "head_dim": "HEAD_DIM", "block_m": "BLOCK_M",
-        "block_n": "BLOCK_N", "stages": "STAGES", "features": "kernel_hub::Variant::VARIANT",
+        "block_n": "BLOCK_N", "stages": "STAGES", "features": "Variant::VARIANT",
         "shared": "2 * HEAD_DIM * (BLOCK_M + 2 * STAGES * BLOCK_N)"
-        " + WARPS * sizeof(kernel_hub::WarpPlace) + (kernel_hub::Variant::VARIANT"
-        " == kernel_hub::Variant::kPlain ? 0 : 4 * BLOCK_N * sizeof(kernel_hub::KeyPlace))",
+        " + WARPS * sizeof(WarpPlace) + (Variant::VARIANT"
+        " == Variant::kPlain ? 0 : 4 * BLOCK_N * sizeof(KeyPlace))",
     },
     ("Variant::kPlain", "Variant::kPaged", "Variant::kGeneral"), "sm_80",
 )  # fmt: skip
@@ -83,7 +83,7 @@ ATTENTION = {
 ATTENTION_SM90 = Source(
     "flash_attention_sm90", "EXPORT_FLASH_ATTENTION",
     "flash_attention_sm90_##DTYPE##_hdim##HEAD_DIM##_##VARIANT",
-    "kernel_hub::Config<T, HEAD_DIM, CONSUMERS, BLOCK_N, kernel_hub::Mask::MASK>",
+    "Config<T, HEAD_DIM, CONSUMERS, BLOCK_N, Mask::MASK>",
     ATTENTION | {"mask": "C::kMask"}, ("Mask::kFull", "Mask::kCausal", "Mask::kWindow"),
 )  # fmt: skip
 
@@ -107,18 +107,18 @@ def flash_attention_sm90() -> Rows:
 ATTENTION_FP8 = Source(
     "flash_attention_fp8_sm90", "EXPORT_FLASH_ATTENTION_FP8",
     "flash_attention_fp8_sm90_e4m3_hdim##HEAD_DIM##_##VARIANT",
-    "kernel_hub::fp8::Config<HEAD_DIM, CONSUMERS, BLOCK_N, kernel_hub::fp8::Mask::MASK, "
-    "kernel_hub::fp8::Scales::SCALES>",
+    "Config<HEAD_DIM, CONSUMERS, BLOCK_N, Mask::MASK, "
+    "Scales::SCALES>",
     ATTENTION | {
-        "is_causal": "C::kMask == kernel_hub::fp8::Mask::kCausal",
-        "takes_blocks": "C::kScales == kernel_hub::fp8::Scales::kBlocks",
+        "is_causal": "C::kMask == Mask::kCausal",
+        "takes_blocks": "C::kScales == Scales::kBlocks",
     },
-    ("fp8::kScaleTokens",),
+    ("kScaleTokens",),
 )  # fmt: skip
 
 
 def flash_attention_fp8() -> Rows:
-    assert ATTENTION_FP8.read()[1] == {"fp8::kScaleTokens": attention_fp8.SCALE_TOKENS}
+    assert ATTENTION_FP8.read()[1] == {"kScaleTokens": attention_fp8.SCALE_TOKENS}
     return {
         row.name: _attention(row, row.num_threads, row.block_n) | {
             "is_causal": row.suffix.startswith("causal"),
@@ -135,7 +135,7 @@ TILES = {
 }  # fmt: skip
 BACKWARD = Source(
     "flash_attention_backward", "EXPORT_BACKWARD", "flash_attention_backward_##NAME",
-    "kernel_hub::Tiles<(GENERAL) ? 32 : 64, __VA_ARGS__>",
+    "Tiles<(GENERAL) ? 32 : 64, __VA_ARGS__>",
     {name: f"C::{figure}" for name, figure in TILES.items()} | {"threads": "THREADS"},
     ("kTileRows",), "sm_80",
 )  # fmt: skip
@@ -157,7 +157,7 @@ def flash_attention_backward(arch: str) -> Rows:
 
 BACKWARD_SM90 = Source(
     "flash_attention_backward_sm90", "EXPORT_BACKWARD", "flash_attention_backward_sm90_##NAME",
-    "kernel_hub::BackwardConfig<T, HEAD_DIM, BLOCK_M>", ATTENTION, ("kTileRows",),
+    "BackwardConfig<T, HEAD_DIM, BLOCK_M>", ATTENTION, ("kTileRows",),
 )  # fmt: skip
 
 

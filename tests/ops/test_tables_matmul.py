@@ -29,7 +29,7 @@ CLUSTERS = {
     "row_box": "C::kBlockM / C::kClusterN", "column_box": "C::kBlockN / C::kClusterM",
 }  # fmt: skip
 OUT_BOX = "C::kBoxes == 0 ? 0 : C::kSwaps ? C::kBlockN : 64"
-CONFIG = "kernel_hub::Config<__VA_ARGS__>"
+CONFIG = "Config<__VA_ARGS__>"
 
 
 def _clusters(row: Any, choice: Any) -> dict[str, int]:
@@ -67,7 +67,7 @@ def linear_sm90() -> Rows:
 
 
 LINEAR_FP8 = Source(
-    "linear_fp8_sm90", "EXPORT_LINEAR_FP8", "NAME", "kernel_hub::ScaledConfig<__VA_ARGS__>",
+    "linear_fp8_sm90", "EXPORT_LINEAR_FP8", "NAME", "ScaledConfig<__VA_ARGS__>",
     CLUSTERS | {
         # One room for a variant and for its twin that takes scales of blocks.
         "shared": "C::kSlotsAt + (C::kPromotes ? 4 * C::kStages * C::kSlotFloats : 0)",
@@ -129,11 +129,11 @@ def _grouped_sm90(op: str) -> Source:
     figures = {
         "threads": "C::kThreads", "min_blocks": "C::kMinBlocks", "swaps": "C::kSwaps",
         "block_m": "C::kBlockM", "block_n": "C::kBlockN", "cluster": "C::kClusterSize",
-        "shared": "C::kRecordsAt + C::kStages * sizeof(kernel_hub::Record)",
+        "shared": "C::kRecordsAt + C::kStages * sizeof(Record)",
         "a_box": "C::kTokens / C::kClusterSize", "b_box": "C::kWeights / C::kClusterSize",
         "out_box": "C::kBoxRows", "consumers": "C::kConsumers",
     }  # fmt: skip
-    config = "kernel_hub::GroupedConfig<__VA_ARGS__>"
+    config = "GroupedConfig<__VA_ARGS__>"
     return Source(f"{op}_sm90", f"EXPORT_{op.upper()}", "NAME", config, figures, ("kBlockK",))
 
 
@@ -160,12 +160,12 @@ def grouped_sm90(op: str) -> Rows:
 
 def _portable(cubin: str, macro: str, arch: str) -> Source:
     figures = {
-        "threads": "kernel_hub::kThreads", "block_m": "C::kBlockM",
-        "block_n": "kernel_hub::kBlockN", "block_k": "kernel_hub::kBlockK",
-        "shared": "kernel_hub::kStages * C::kStageBytes",
-        "sums": "kernel_hub::kThreads * C::kSums",
+        "threads": "kThreads", "block_m": "C::kBlockM",
+        "block_n": "kBlockN", "block_k": "kBlockK",
+        "shared": "kStages * C::kStageBytes",
+        "sums": "kThreads * C::kSums",
     }  # fmt: skip
-    return Source(cubin, macro, "NAME", "kernel_hub::Tile<BLOCK_M>", figures, (), arch)
+    return Source(cubin, macro, "NAME", "Tile<BLOCK_M>", figures, (), arch)
 
 
 def portable(op: str, capability: tuple[int, int]) -> Rows:
@@ -191,9 +191,9 @@ def portable(op: str, capability: tuple[int, int]) -> Rows:
 
 
 LINEAR_SMALL_M = Source(
-    "linear_small_m", "EXPORT_LINEAR_SMALL_M", "NAME", "kernel_hub::SmallM<__VA_ARGS__>",
+    "linear_small_m", "EXPORT_LINEAR_SMALL_M", "NAME", "SmallM<__VA_ARGS__>",
     {
-        "threads": "32 * kernel_hub::kWarps", "min_blocks": "BLOCKS",
+        "threads": "32 * kWarps", "min_blocks": "BLOCKS",
         "columns": "C::kColumnTiles", "slices": "C::kSlices", "sums": "32 * C::kSums",
         "shared": "C::kRingBytes + 2 * 4 * C::kBufferFloats",
     },
@@ -219,14 +219,14 @@ def linear_small_m() -> Rows:
 
 def _paired(op: str, arch: str) -> Source:
     before = """
-        template <int kM> constexpr int shared_of(kernel_hub::PairedTile<kM> tile) {
-            return kernel_hub::kPairedStages * tile.kStageBytes;
+        template <int kM> constexpr int shared_of(PairedTile<kM> tile) {
+            return kPairedStages * tile.kStageBytes;
         }
-        template <int... k> constexpr int shared_of(kernel_hub::PairedSmallM<k...> body) {
+        template <int... k> constexpr int shared_of(PairedSmallM<k...> body) {
             return body.kRingBytes + 2 * 4 * body.kBufferFloats;
         }
-        template <int kM> constexpr int rows_of(kernel_hub::PairedTile<kM>) { return kM; }
-        template <int... k> constexpr int rows_of(kernel_hub::PairedSmallM<k...> body) {
+        template <int kM> constexpr int rows_of(PairedTile<kM>) { return kM; }
+        template <int... k> constexpr int rows_of(PairedSmallM<k...> body) {
             return 8 * body.kColumnTiles;
         }
     """
@@ -234,7 +234,7 @@ def _paired(op: str, arch: str) -> Source:
         "threads": "C::kThreads", "min_blocks": "BLOCKS", "rows": "rows_of(C{})",
         "shared": "shared_of(C{})",
     }  # fmt: skip
-    macro, config = f"EXPORT_{op.upper()}", "kernel_hub::__VA_ARGS__"
+    macro, config = f"EXPORT_{op.upper()}", "__VA_ARGS__"
     return Source(op, macro, "NAME", config, figures, (), arch, before)
 
 

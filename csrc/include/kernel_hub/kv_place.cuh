@@ -98,8 +98,8 @@ __device__ __forceinline__ Place find_place(const Routing& to, int token_idx, in
     return place;
 }
 
-// What has no place for a key or value that is not stored; row: its Place's. Apart, as hardly any
-// token needs it: code that is fetched costs a short launch more than work.
+// Which table gave a key or value no place, as bits of Outside; row: its Place's. A function of its
+// own because hardly any token needs it: a short launch pays more for code to fetch than for work.
 __device__ __forceinline__ int find_missing(const Routing& to, int token_idx, int row) {
     if (to.slot_bytes != 0) {
         return read_index(to.slot_mapping, token_idx, to.slot_bytes) == -1 ? 0 : kSlotsOutside;

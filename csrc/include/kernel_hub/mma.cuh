@@ -121,25 +121,4 @@ __device__ __forceinline__ uint32_t pack2(float low, float high) {
     return word;
 }
 
-// 2^x, relative error 2^-22; 0 for -inf. Subnormal results are zero.
-__device__ __forceinline__ float exp2_approx(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-// The larger one; nan if one of them is.
-__device__ __forceinline__ float max_nan(float x, float y) {
-    float larger;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(x), "f"(y));
-    return larger;
-}
-
-// tanh(x), relative error 2^-11.
-__device__ __forceinline__ float tanh_approx(float x) {
-    float y;
-    asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
 }  // namespace kernel_hub

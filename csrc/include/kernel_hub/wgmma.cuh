@@ -2,7 +2,7 @@
 //   Wgmma<T>::ss<kTransA, kTransB>(d, a, b, accumulate)   A and B in shared memory
 //   Wgmma<T>::rs<kTransB>(d, a, b, accumulate)            A in registers
 // T is __half or __nv_bfloat16 (16 of K a product), or __nv_fp8_e4m3 (32 of K, K-major alone). `a`
-// and `b` are descriptors (sm90.cuh); kTrans says that an operand is MN-major. A in registers is
+// and `b` are descriptors; kTrans says that an operand is MN-major. A in registers is
 // the fragment of mma_m16n8k16 (of m16n8k32 for e4m3), 16 rows a warp. Where `accumulate` is 0, D
 // is overwritten. Thread t of the warpgroup holds rows 16 (t / 32) + lane / 4 and + 8: d[4j],
 // d[4j + 1] are columns 8j + 2 (lane % 4) and the next one of the first row, d[4j + 2], d[4j + 3]
@@ -16,6 +16,49 @@
 #include <stdint.h>
 
 namespace kernel_hub {
+
+// The upper half of a descriptor: 128-byte swizzle, 1024 bytes from one group of 8 rows to the
+// next. The lower half is the address and the leading offset, both in units of 16 bytes.
+constexpr uint32_t kDescriptorHigh = (1u << 30) | (1024u >> 4);
+
+__device__ __forceinline__ uint32_t descriptor_low(uint32_t address, uint32_t leading_bytes) {
+    return (address >> 4) | ((leading_bytes >> 4) << 16);
+}
+
+// `low` plus an offset that the compiler folds.
+__device__ __forceinline__ uint64_t descriptor(uint32_t low, uint32_t offset_bytes) {
+    return (static_cast<uint64_t>(kDescriptorHigh) << 32) | (low + (offset_bytes >> 4));
+}
+
+// Orders this warpgroup's writes to registers before the products that read them.
+__device__ __forceinline__ void wgmma_fence() {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void wgmma_commit() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Waits until at most `kPending` of this warpgroup's groups are under way.
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// Keeps the compiler from moving accesses to accumulators across this point.
+template <int kCount>
+__device__ __forceinline__ void hold_registers(float (&values)[kCount]) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+        asm volatile("" : "+f"(values[i])::"memory");
+    }
+}
+
+// `value`, of which the compiler no longer knows how it was made, so that it keeps it.
+__device__ __forceinline__ uint32_t keep(uint32_t value) {
+    asm volatile("" : "+r"(value));
+    return value;
+}
 
 template <typename T>
 struct Wgmma;

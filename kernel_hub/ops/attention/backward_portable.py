@@ -1,4 +1,4 @@
-"""Launches the gradients of attention (csrc/flash_attention_backward.cu) for a Problem.
+"""Launches the gradients of attention (csrc/attention/flash_attention_backward.cu) for a Problem.
 
 Checks nothing and allocates only the workspace: the public op has checked, and owns the outputs.
 """

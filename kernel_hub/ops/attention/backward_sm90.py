@@ -1,6 +1,6 @@
 """The gradients of attention on Hopper: which problems, which kernels, which numbers.
 
-Knows the canonical `Problem` and the kernels of csrc/flash_attention_backward_sm90.cu.
+Knows the canonical `Problem` and the kernels of csrc/attention/flash_attention_backward_sm90.cu.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Body:
         return f"{CUBIN}_{token}_hdim{self.head_dim}_rows{self.block_m}"
 
 
-# The last screen of csrc/flash_attention_backward_sm90.cu.
+# The last screen of csrc/attention/flash_attention_backward_sm90.cu.
 BODIES = (Body(64, 128), Body(128, 64), Body(128, 80))
 
 

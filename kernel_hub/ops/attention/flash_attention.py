@@ -1,4 +1,4 @@
-"""Attention over whole sequences, forward and backward (csrc/flash_attention*.cu).
+"""Attention over whole sequences, forward and backward (csrc/attention/flash_attention*.cu).
 
 The public op: layouts become strides here. `_attention_checks` says what is refused,
 `_attention_run` how a call runs, `_attention_registered` what torch.compile and autograd know.

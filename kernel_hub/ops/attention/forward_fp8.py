@@ -1,6 +1,7 @@
 """The launch of attention in e4m3 on Hopper: which kernel, which numbers, and what it refuses.
 
-Knows the canonical `Problem`, its scales and the kernels of csrc/flash_attention_fp8_sm90.cu;
+Knows the canonical `Problem`, its scales and the kernels of
+csrc/attention/flash_attention_fp8_sm90.cu;
 shapes and dtypes were checked before (_attention_fp8).
 """
 
@@ -91,7 +92,7 @@ class Body:
 
 # Of the rows with a problem's suffix, the smallest head_dim that holds its own, and of these the
 # largest least_keys that it reaches; the other numbers are those of the last screen of
-# csrc/flash_attention_fp8_sm90.cu, and docs/notes/flash_attention_fp8_sm90.md says why these.
+# csrc/attention/flash_attention_fp8_sm90.cu; docs/notes/flash_attention_fp8_sm90.md says why these.
 BODIES = (
     Body("full", 64, 3, 128),
     Body("full_long", 64, 3, 160, 2048),

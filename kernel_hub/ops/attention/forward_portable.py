@@ -1,7 +1,7 @@
 """The forward launch of attention: which kernel, which tiles, which numbers.
 
-Knows the canonical `Problem` and the kernels of csrc/flash_attention.cu; checks nothing of it. What
-Hopper's own kernels take is planned by _flash_attention_sm90.
+Knows the canonical `Problem`, of which it checks nothing, and the kernels of
+csrc/attention/flash_attention.cu. _flash_attention_sm90 plans what Hopper's own kernels take.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Body:
 # What `_flash_attention_sm90.applies` does not take gets the rows of its features with the smallest
 # head_dim that holds its own, and of those the first that fits `blocks_an_sm` times into the shared
 # memory of an SM of the device, else the last that fits once. The numbers are those of the last
-# screen of csrc/flash_attention.cu; docs/notes/flash_attention.md says why these.
+# screen of csrc/attention/flash_attention.cu; docs/notes/flash_attention.md says why these.
 BODIES = (
     Body("plain", 32, "", 128, 64, 4, 2),
     Body("plain", 64, "", 128, 64, 4, 2),

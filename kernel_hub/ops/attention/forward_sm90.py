@@ -1,6 +1,7 @@
 """The forward launch of attention on Hopper: which problems, which kernel, which numbers.
 
-Knows the canonical `Problem` and the kernels of csrc/flash_attention_sm90.cu. Of `Problem` it
+Knows the canonical `Problem` and the kernels of
+csrc/attention/flash_attention_sm90.cu. Of `Problem` it
 checks what the launch cannot see, since descriptors of q, k and v go there instead of tensors.
 """
 
@@ -80,7 +81,7 @@ class Body:
 
 
 # The first that holds a problem is its own; the numbers are those of the last screen of
-# csrc/flash_attention_sm90.cu; docs/notes/flash_attention_sm90.md says why.
+# csrc/attention/flash_attention_sm90.cu; docs/notes/flash_attention_sm90.md says why.
 BODIES = (
     Body("causal", 64, 2, 128, "_short", longest=1280),
     *(Body(mask, 64, 3, 128) for mask in ("full", "causal", "window")),

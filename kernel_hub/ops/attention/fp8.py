@@ -1,7 +1,7 @@
 """flash_attention of e4m3 tensors with fp32 scales: checks, CPU reference, registration.
 
-Takes q, k, v as (..., tokens, heads, head_dim). csrc/flash_attention_fp8_sm90.cu runs it on Hopper;
-no other GPU does.
+Takes q, k, v as (..., tokens, heads, head_dim). On Hopper
+csrc/attention/flash_attention_fp8_sm90.cu runs it; no other GPU does.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Merge of two attention states over disjoint keys (csrc/merge_states.cu)."""
+"""Merge of two attention states over disjoint keys (csrc/attention/merge_states.cu)."""
 
 from __future__ import annotations
 

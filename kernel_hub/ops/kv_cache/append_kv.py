@@ -1,4 +1,4 @@
-"""Append of new keys and values to a KV cache, rotated on the way (csrc/append_kv.cu)."""
+"""Append of new keys and values to a KV cache, rotated on the way (csrc/kv_cache/append_kv.cu)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Attention of a few new tokens over a KV cache, with what surrounds it in a decode step fused in
-(csrc/decode_attention.cu)."""
+(csrc/kv_cache/decode_attention.cu)."""
 
 from __future__ import annotations
 

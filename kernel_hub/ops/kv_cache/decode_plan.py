@@ -25,7 +25,7 @@ MANY_PARTS = 32
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One kernel of csrc/decode_attention.cu, as its last screen lists them."""
+    """One kernel of csrc/kv_cache/decode_attention.cu, as its last screen lists them."""
 
     suffix: str
     head_dim: int

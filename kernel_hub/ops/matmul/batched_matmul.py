@@ -1,4 +1,4 @@
-"""The products of two batches of matrices (csrc/batched_matmul*.cu)."""
+"""The products of two batches of matrices (csrc/matmul/batched_matmul*.cu)."""
 
 from __future__ import annotations
 

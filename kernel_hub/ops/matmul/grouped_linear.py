@@ -1,4 +1,4 @@
-"""The linear layers of a mixture of experts in one launch (csrc/grouped_linear*.cu)."""
+"""The linear layers of a mixture of experts in one launch (csrc/matmul/grouped_linear*.cu)."""
 
 from __future__ import annotations
 

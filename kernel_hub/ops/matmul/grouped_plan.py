@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ...tuning import Gpu, Row, Table
 
 BLOCK_K = 64  # elements of k in a box of the Hopper bodies: 128 bytes, the span of the swizzle
-# csrc/include/kernel_hub/grouped_mma.cuh
+# csrc/matmul/grouped/mma.cuh
 _PORTABLE_N, _PORTABLE_K, _PORTABLE_THREADS, _BLOCKS_AN_SM = 128, 32, 128, 2
 # Tile indices are ints on the device, and a persistent block steps past the last one.
 MAX_TILES = 2**29
@@ -162,7 +162,7 @@ HOPPER: dict[str, dict[str, Hopper]] = {
 _BYTES_A_US, _CLUSTER_US = 4.3e6, 1.0
 
 
-# A share of k below this costs more in adding up than it gains; csrc/.../grouped_walk.cuh knows
+# A share of k below this costs more in adding up than it gains; csrc/matmul/grouped/walk.cuh knows
 # the number of tiles at once of so many products.
 _SHARED_K, _COUNTED_PRODUCTS = 2048, 128
 

@@ -1,4 +1,4 @@
-"""The product of a linear layer with its epilogue (csrc/linear*.cu)."""
+"""The product of a linear layer with its epilogue (csrc/matmul/linear*.cu)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""linear of e4m3 with scales (csrc/linear_fp8_sm90.cu): check -> plan -> launch."""
+"""linear of e4m3 with scales (csrc/matmul/linear_fp8_sm90.cu): check -> plan -> launch."""
 
 from __future__ import annotations
 

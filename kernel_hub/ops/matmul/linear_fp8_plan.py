@@ -1,4 +1,4 @@
-"""Which variant of csrc/linear_fp8_sm90.cu computes a product: pure functions of sizes."""
+"""Which variant of csrc/matmul/linear_fp8_sm90.cu computes a product: pure functions of sizes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _scaled(
     )  # fmt: skip
 
 
-# What csrc/linear_fp8_sm90.cu exports, each for every dtype of out.
+# What csrc/matmul/linear_fp8_sm90.cu exports, each for every dtype of out.
 VARIANTS: dict[str, Scaled] = {
     variant.full_name: variant
     for variant in (
@@ -67,7 +67,7 @@ VARIANTS: dict[str, Scaled] = {
 }
 
 
-# Those that another body of csrc/linear_fp8_sm90.cu computes where there are scales of blocks.
+# Those that another body of the same source computes where there are scales of blocks.
 WITH_BLOCKS = {name: f"{name}_blocks" for name in ("128x128_c21", "swapped_64x64_c11_b2")}
 
 

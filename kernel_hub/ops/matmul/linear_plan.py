@@ -11,9 +11,9 @@ from ...tuning import Gpu, Row, Table
 BLOCK_K = 64  # elements of k in a box of linear_sm90.cu: 128 bytes, the span of the swizzle
 BOX_ROWS = 64  # of out, in a box on its way out (block_n where swapped); it has BLOCK_K columns
 _BOX_BYTES = BOX_ROWS * BLOCK_K * 2
-# csrc/linear.cu
+# csrc/matmul/linear.cu
 _PORTABLE_N, _PORTABLE_K, _PORTABLE_THREADS, _BLOCKS_AN_SM = 128, 32, 128, 2
-# csrc/linear_small_m.cu
+# csrc/matmul/linear_small_m.cu
 _WARPS, _CHUNK = 8, 64
 MAX_SPLIT_TILES = 4096  # more tiles than that fill any GPU without sharing k
 # name, tiles of 8 rows of a, stages, slices of 32 elements of k a chunk, blocks a multiprocessor
@@ -101,7 +101,7 @@ class Hopper:
         return max(1, num_sms * self.min_blocks // self.cluster_size)
 
 
-# What csrc/linear_sm90.cu exports, and which of it with fp32 results too.
+# What csrc/matmul/linear_sm90.cu exports, and which of it with fp32 results too.
 HOPPER: dict[str, Hopper] = {
     variant.name: variant
     for variant in (

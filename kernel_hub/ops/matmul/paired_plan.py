@@ -13,8 +13,8 @@ from ...tuning import Gpu, Row, Table
 
 GROUP_ROWS = 16
 BLOCK_K = 64  # elements of k in a box of the Hopper bodies: 128 bytes, the span of the swizzle
-_TILE_N, _TILE_K, _TILE_THREADS, _BLOCKS_AN_SM = 128, 32, 128, 2  # paired_linear.cuh
-_WARPS = 8  # paired_linear_small_m.cuh
+_TILE_N, _TILE_K, _TILE_THREADS, _BLOCKS_AN_SM = 128, 32, 128, 2  # matmul/paired/portable.cuh
+_WARPS = 8  # matmul/paired/small_m.cuh
 # name, tiles of 8 rows of a, stages, slices of 32 elements of k a chunk, blocks a multiprocessor
 _SMALL_M = (("m8_deep", 1, 4, 4, 1), ("m8", 1, 3, 2, 2), ("m16", 2, 2, 2, 2))
 # Of reading weights and starting a kernel, in microseconds.

@@ -1,4 +1,5 @@
-"""The query, key and value projection with bias, rotation and cache (csrc/qkv_linear*.cu)."""
+"""The query, key and value projection with bias, rotation and cache
+(csrc/matmul/qkv_linear*.cu)."""
 
 from __future__ import annotations
 

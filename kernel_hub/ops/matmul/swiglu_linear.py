@@ -1,4 +1,5 @@
-"""The gate and up products of a SwiGLU layer and what joins them (csrc/swiglu_linear*.cu)."""
+"""The gate and up products of a SwiGLU layer and what joins them
+(csrc/matmul/swiglu_linear*.cu)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RMS normalisation of rows, with an optional fused residual add (csrc/rms_norm.cu)."""
+"""RMS normalisation of rows, with an optional fused residual add (csrc/rowwise/rms_norm.cu)."""
 
 from __future__ import annotations
 

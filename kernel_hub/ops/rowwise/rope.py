@@ -1,4 +1,4 @@
-"""Rotary position embedding of queries and keys in one launch (csrc/rope.cu)."""
+"""Rotary position embedding of queries and keys in one launch (csrc/rowwise/rope.cu)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gated activation of SwiGLU layers (csrc/silu_and_mul.cu)."""
+"""The gated activation of SwiGLU layers (csrc/rowwise/silu_and_mul.cu)."""
 
 from __future__ import annotations
 

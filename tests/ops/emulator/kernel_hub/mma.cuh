@@ -106,15 +106,4 @@ inline uint32_t pack2(float low, float high) {
     return word;
 }
 
-inline float max_nan(float x, float y) {
-    return x != x || x > y ? x : y;
-}
-inline float exp2_approx(float x) {
-    return exp2f(x);
-}
-
-inline float tanh_approx(float x) {
-    return tanhf(x);
-}
-
 }  // namespace kernel_hub

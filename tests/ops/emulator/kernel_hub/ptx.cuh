@@ -40,4 +40,16 @@ inline int read_thread_idx() {
     return threadIdx.x;
 }
 
+inline float exp2_approx(float x) {
+    return exp2f(x);
+}
+
+inline float max_nan(float x, float y) {
+    return x != x || x > y ? x : y;
+}
+
+inline float tanh_approx(float x) {
+    return tanhf(x);
+}
+
 }  // namespace kernel_hub

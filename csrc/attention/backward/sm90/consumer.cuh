@@ -1,0 +1,338 @@
+// flash_attention_backward_sm90.cu: a consumer's warpgroup: 64 keys of dk and dv, a part of dq.
+#pragma once
+
+#include "attention/backward/shared_rows.cuh"
+#include "attention/backward/sm90/plan.cuh"
+#include "kernel_hub/math.cuh"
+#include "kernel_hub/mbarrier.cuh"
+#include "kernel_hub/tma.cuh"
+#include "kernel_hub/warpgroup.cuh"
+#include "kernel_hub/wgmma.cuh"
+
+namespace kernel_hub::attention::backward::sm90 {
+
+// Says that what accumulators hold does not matter, so that nothing is moved there.
+template <int kCount>
+__device__ __forceinline__ void leave_undefined(float (&values)[kCount]) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+        asm volatile("" : "=f"(values[i]));
+    }
+}
+
+template <class C>
+struct BackwardConsumer {
+    using T = typename C::T;
+    static constexpr int kBlockM = C::kBlockM, kHeadDim = C::kHeadDim;
+    static constexpr int kScores = kBlockM / 2;  // of a thread
+    static constexpr int kWords = kBlockM / 16;
+    using Words = uint32_t[kWords][4];
+
+    const BackwardParameters<T>& p;
+    const BackwardShared<C>& shared;
+    // NOTE: little is kept over the loop: what follows from the thread's index is worked out anew,
+    // and so are the descriptors, by `keep`.
+    uint32_t all16, mine16;  // shared memory in units of 16 bytes; the consumer's 64 rows of k
+    uint32_t ds_mine;        // where this lane stores ds
+    uint32_t dq_mine;        // and its part of dq
+
+    __device__ __forceinline__ BackwardConsumer(const BackwardParameters<T>& p_,
+                                                const BackwardShared<C>& shared_, int consumer)
+        : p(p_), shared(shared_), all16(shared_.base / 16), mine16(all16 + consumer * kRows16) {
+        const int lane_idx = threadIdx.x % 32, warp_idx = threadIdx.x / 32 % 4;
+        dq_mine = shared.base + C::kDq + (threadIdx.x / 32 - 4) * (C::kDqBytes / 4) + 16 * lane_idx;
+        const int tile = lane_idx / 8, row = lane_idx % 8;
+        ds_mine = shared.base + C::kDs + consumer * C::kQPanel +
+                  (8 * (tile / 2) + row) * kPanelBytes + ((2 * warp_idx + tile % 2) ^ row) * 16;
+    }
+
+    static constexpr int kRows16 = 64 * kPanelBytes / 16;
+    static __device__ __forceinline__ int consumer_idx() { return read_thread_idx() / 128 - 1; }
+    static __device__ __forceinline__ bool is_first_lane() { return read_thread_idx() % 32 == 0; }
+
+    // Lower halves of descriptors. Operands along head_dim, and along rows.
+    static __device__ constexpr uint32_t rows_low(int at) { return at / 16 + (1 << 16); }
+    static __device__ constexpr uint32_t columns_low(int at, int panel) {
+        return at / 16 + (panel / 16 << 16);
+    }
+
+    // scores = A B^T, both along head_dim: A 64 keys, B the queries.
+    __device__ __forceinline__ void issue_scores(float (&scores)[kScores], int a_at, int b_at,
+                                                 int stage) {
+        const uint32_t a = mine16 + rows_low(a_at);
+        const uint32_t b = all16 + rows_low(b_at) + stage * (C::kQBytes / 16);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < kHeadDim / 16; ++i) {
+            const int panel = i / 4, column_bytes = i % 4 * 32;
+            Wgmma<T>::template ss<0, 0>(scores, descriptor(a, panel * C::kKPanel + column_bytes),
+                                        descriptor(b, panel * C::kQPanel + column_bytes), i != 0);
+        }
+        wgmma_commit();
+    }
+
+    // sums += A B: A 64 keys by the queries, B the queries' rows.
+    __device__ __forceinline__ void issue_sums(float (&sums)[kHeadDim / 2], const Words& a,
+                                               int b_at, int stage) {
+        const uint32_t b = all16 + columns_low(b_at, C::kQPanel) + stage * (C::kQBytes / 16);
+        hold_registers(sums);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < kWords; ++i) {
+            Wgmma<T>::template rs<1>(sums, a[i], descriptor(b, i * 16 * kPanelBytes), 1);
+        }
+        wgmma_commit();
+    }
+
+    // dq = ds K: 64 queries by 64 columns, or turned, 64 columns by kBlockM queries.
+    __device__ __forceinline__ void issue_dq(float (&dq)[C::kDqRegisters], int buffer) {
+        const uint32_t mine = mine16 - all16;  // 0, or that of the other consumer
+        const uint32_t ds =
+            (C::kSplitsRows ? mine16 : all16) + rows_low(C::kDs) + buffer * (C::kDsBytes / 16);
+        const uint32_t k = all16 + columns_low(C::kK, C::kKPanel) +
+                           (C::kSplitsRows ? 0 : mine * (C::kKPanel / 16 / kRows16));
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < C::kBlockN / 16; ++i) {
+            const uint64_t ds_step = descriptor(ds, i / 4 * C::kQPanel + i % 4 * 32);
+            const uint64_t k_step = descriptor(k, i * 16 * kPanelBytes);
+            if constexpr (C::kTurnsDq) {
+                Wgmma<T>::template ss<1, 0>(dq, k_step, ds_step, i != 0);
+            } else {
+                Wgmma<T>::template ss<0, 1>(dq, ds_step, k_step, i != 0);
+            }
+        }
+        wgmma_commit();
+    }
+
+    // Scores of keys that a query does not see become -inf.
+    __device__ __forceinline__ void hide(float (&scores)[kScores], Window window, int first_query) {
+        const int thread_idx = read_thread_idx() - 128;
+        const int key = thread_idx / 32 * 16 + thread_idx % 32 / 4;
+        const int relative = key - first_query - 2 * (thread_idx % 4);
+#pragma unroll
+        for (int j = 0; j < kBlockM / 8; ++j) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const int down = e / 2 * 8;
+                if (key + down >= window.num_keys ||
+                    !window.sees(relative + down - 8 * j - e % 2)) {
+                    scores[4 * j + e] = -INFINITY;
+                }
+            }
+        }
+    }
+
+    // This thread's values of a row's numbers: queries 8j + 2 (lane % 4) and the next one.
+    __device__ __forceinline__ float2 row_values(int at, int stage, int j) const {
+        return *reinterpret_cast<const float2*>(shared_pointer(
+            shared.base + at + stage * C::kRowBytes + 32 * j + 8 * (read_thread_idx() % 4)));
+    }
+
+    __device__ __forceinline__ void pack(const float (&values)[kScores], Words& words) {
+#pragma unroll
+        for (int i = 0; i < kWords; ++i) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                words[i][j] = pack2<T>(values[8 * i + 2 * j], values[8 * i + 2 * j + 1]);
+            }
+        }
+    }
+
+    // Leaves this consumer's part of dq to the warp that adds it up.
+    __device__ __forceinline__ void leave_dq(const float (&dq)[C::kDqRegisters], int i) {
+        mbarrier_wait(shared.dq_empty(consumer_idx()), i % 2 ^ 1);
+#pragma unroll
+        for (int j = 0; j < C::kDqRegisters / 4; ++j) {
+            st_shared(dq_mine + 512 * j, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
+        }
+        fence_proxy_async();
+        named_barrier_arrive(BackwardShared<C>::kDqBarrier + consumer_idx(),
+                             BackwardShared<C>::kDqThreads);
+    }
+
+    // Writes 64 rows of dk or dv.
+    __device__ __forceinline__ void store(const Heads<T>& target, const float (&sums)[kHeadDim / 2],
+                                          float factor, const BackwardWork& work) {
+        const int thread_idx = threadIdx.x - 128, lane_idx = thread_idx % 32;
+        const int first_column = 8 * (lane_idx % 4);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int row = thread_idx / 32 * 16 + lane_idx / 4 + 8 * r;
+            T* out = target.at(work.batch_idx, work.first_key_row + row, work.head_idx);
+#pragma unroll
+            for (int i = 0; i < kHeadDim / 32; ++i) {
+                uint32_t words[4];
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    const int column = 4 * (4 * i + j) + 2 * r;
+                    words[j] = pack2<T>(sums[column] * factor, sums[column + 1] * factor);
+                }
+                transpose_in_quad(words, lane_idx);
+                if (row < work.num_key_rows && 32 * i + first_column < p.head_dim) {
+                    st_global(out + 32 * i + first_column,
+                              make_uint4(words[0], words[1], words[2], words[3]));
+                }
+            }
+        }
+    }
+
+    // p of a block, from its scores.
+    __device__ __forceinline__ void exponentials(float (&scores)[kScores], const BackwardWork& work,
+                                                 bool must_hide, int first_query, int stage) {
+        if (must_hide) {
+            hide(scores, work.window, first_query);
+        }
+        const float scale_log2 = p.softmax_scale * kLog2e;
+#pragma unroll
+        for (int j = 0; j < kBlockM / 8; ++j) {
+            const float2 lse = row_values(C::kLse, stage, j);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                float& score = scores[4 * j + e];
+                score = exp2_approx(fmaf(score, scale_log2, e % 2 ? -lse.y : -lse.x));
+            }
+        }
+    }
+
+    // p as fp32 or, where that would take too many registers, as it was rounded.
+    static __device__ __forceinline__ float prob(const float (&probs)[kScores],
+                                                 const Words& p_words, int j, int e) {
+        if constexpr (C::kKeepsProbs) {
+            return probs[4 * j + e];
+        } else {
+            float pair[2];
+            Word<T>::unpack(p_words[j / 2][j % 2 * 2 + e / 2], pair);
+            return pair[e % 2];
+        }
+    }
+
+    // ds of a block from p and dp, in registers and in shared memory.
+    __device__ __forceinline__ void gradients(const float (&probs)[kScores], const Words& p_words,
+                                              float (&dp)[kScores], int stage, uint32_t parity,
+                                              Words& words) {
+#pragma unroll
+        for (int j = 0; j < kBlockM / 8; ++j) {
+            const float2 delta = row_values(C::kDelta, stage, j);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                float& ds = dp[4 * j + e];
+                ds = prob(probs, p_words, j, e) * (ds - (e % 2 ? delta.y : delta.x));
+            }
+        }
+        pack(dp, words);
+        mbarrier_wait(shared.ds_empty(stage), parity ^ 1);
+#pragma unroll
+        for (int i = 0; i < kWords; ++i) {
+            stmatrix_x4_trans(ds_mine + stage * C::kDsBytes + i * 16 * kPanelBytes, words[i][0],
+                              words[i][1], words[i][2], words[i][3]);
+        }
+        fence_proxy_async();
+        __syncwarp();
+        mbarrier_arrive_if(shared.ds_full(stage), is_first_lane());
+    }
+
+    __device__ __forceinline__ void run(const BackwardWork& work) {
+        float dk[kHeadDim / 2], dv[kHeadDim / 2];
+#pragma unroll
+        for (int i = 0; i < kHeadDim / 2; ++i) {
+            dk[i] = dv[i] = 0.0f;
+        }
+        hold_registers(dk);
+        hold_registers(dv);
+        if (work.num_iterations > 0) {
+            walk(work, dk, dv);
+        }
+        store(p.dv, dv, 1.0f, work);
+        store(p.dk, dk, p.softmax_scale, work);
+    }
+
+    // NOTE: nothing is under way where the loop closes: ptxas serialises all products otherwise.
+    __device__ __forceinline__ void walk(const BackwardWork& work, float (&dk)[kHeadDim / 2],
+                                         float (&dv)[kHeadDim / 2]) {
+        int m = work.first_m;
+        float scores[kScores], dp[kScores];
+        leave_undefined(scores);
+        leave_undefined(dp);
+        mbarrier_wait(shared.k_full(), 0);
+        mbarrier_wait(shared.q_full(0), 0);
+        issue_scores(scores, C::kK, C::kQ, 0);
+        mbarrier_wait(shared.v_full(), 0);
+        mbarrier_wait(shared.dout_full(0), 0);
+        issue_scores(dp, C::kV, C::kDout, 0);
+        const bool must_hide = work.is_masked(m);
+        wgmma_wait<1>();
+        hold_registers(scores);
+        exponentials(scores, work, must_hide, m * kBlockM, 0);
+        wgmma_wait<0>();
+        hold_registers(dp);
+        Words ds_words;
+#pragma unroll 1
+        for (int i = 0;;) {
+            int stage = i % 2;
+            const bool is_last = i + 1 == work.num_iterations;
+            mine16 = keep(mine16);
+            Words p_words;
+            pack(scores, p_words);
+            issue_sums(dv, p_words, C::kDout, stage);
+            gradients(scores, p_words, dp, stage, i / 2 % 2, ds_words);
+            wgmma_wait<0>();
+            hold_registers(dv);
+            mbarrier_arrive_if(shared.dout_empty(stage), is_first_lane());
+            if (is_last) {
+                break;
+            }
+            float dq[C::kDqRegisters];
+            leave_undefined(dq);
+            mbarrier_wait_unless(i == 0, shared.ds_full(stage ^ 1), (i + 1) / 2 % 2 ^ 1);
+            issue_dq(dq, stage ^ 1);
+            issue_sums(dk, ds_words, C::kQ, stage);
+            wgmma_wait<1>();
+            hold_registers(dq);
+            if (i > 0) {
+                mbarrier_arrive_if(shared.ds_empty(stage ^ 1), is_first_lane());
+                leave_dq(dq, i - 1);
+            }
+            m = m + 1 == work.end_m ? work.first_m : m + 1;
+            ++i;
+            stage = i % 2;
+            mbarrier_wait(shared.q_full(stage), i / 2 % 2);
+            leave_undefined(scores);
+            issue_scores(scores, C::kK, C::kQ, stage);
+            wgmma_wait<1>();
+            hold_registers(dk);
+            mbarrier_arrive_if(shared.q_empty(stage ^ 1), is_first_lane());
+            mbarrier_wait(shared.dout_full(stage), i / 2 % 2);
+            leave_undefined(dp);
+            issue_scores(dp, C::kV, C::kDout, stage);
+            const bool must_hide = work.is_masked(m);
+            wgmma_wait<1>();
+            hold_registers(scores);
+            exponentials(scores, work, must_hide, m * kBlockM, stage);
+            wgmma_wait<0>();
+            hold_registers(dp);
+        }
+        float dq[C::kDqRegisters];
+        leave_undefined(dq);
+        const int stage = (work.num_iterations - 1) % 2;
+        const int last = work.num_iterations - 1;
+        mbarrier_wait_unless(last == 0, shared.ds_full(stage ^ 1), (last + 1) / 2 % 2 ^ 1);
+        issue_dq(dq, stage ^ 1);
+        issue_sums(dk, ds_words, C::kQ, stage);
+        wgmma_wait<1>();
+        hold_registers(dq);
+        if (last > 0) {
+            leave_dq(dq, last - 1);
+        }
+        mbarrier_wait(shared.ds_full(stage), last / 2 % 2);
+        leave_undefined(dq);
+        issue_dq(dq, stage);
+        wgmma_wait<0>();
+        hold_registers(dq);
+        leave_dq(dq, last);
+        wgmma_wait<0>();
+        hold_registers(dk);
+    }
+};
+
+}  // namespace kernel_hub::attention::backward::sm90

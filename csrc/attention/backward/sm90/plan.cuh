@@ -1,0 +1,185 @@
+// flash_attention_backward_sm90.cu: its tile shapes, parameters, shared memory, and which block
+// works on what.
+#pragma once
+
+#include "attention/backward/problem.cuh"
+#include "kernel_hub/tma.cuh"
+#include "kernel_hub/warpgroup.cuh"
+
+namespace kernel_hub::attention::backward::sm90 {
+
+constexpr int kPanelBytes = 128;  // of a row of shared memory: 64 columns
+constexpr int kPanelColumns = 64;
+
+template <typename T_, int kHeadDim_, int kBlockM_>
+struct BackwardConfig {
+    using T = T_;
+    static constexpr int kHeadDim = kHeadDim_, kBlockM = kBlockM_;
+    static constexpr int kConsumers = 2, kThreads = 128 * (1 + kConsumers);
+    static constexpr int kBlockN = 64 * kConsumers;
+    static constexpr int kStages = 2;
+    static constexpr int kPanels = kHeadDim / kPanelColumns;
+    static constexpr int kKPanel = kBlockN * kPanelBytes, kQPanel = kBlockM * kPanelBytes;
+    static constexpr int kKBytes = kPanels * kKPanel, kQBytes = kPanels * kQPanel;
+    static constexpr int kDsBytes = kConsumers * kQPanel;  // a panel is 64 keys
+    static constexpr int kRowBytes = 4 * kBlockM;          // of lse, or delta
+    // The consumers share dq by its rows, or by its columns. Where it is not 64 rows, it is worked
+    // out turned: columns along the rows of the product.
+    static constexpr bool kSplitsRows = kBlockM == 128, kTurnsDq = kBlockM == 80;
+    static constexpr int kDqColumns = kSplitsRows ? kHeadDim : kHeadDim / kConsumers;
+    // Whether there are registers for p in fp32 until ds is made.
+    static constexpr bool kKeepsProbs = kBlockM == 64;
+    static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+
+    static constexpr int kK = 0, kV = kKBytes, kQ = kV + kKBytes;
+    static constexpr int kDout = kQ + kStages * kQBytes, kDs = kDout + kStages * kQBytes;
+    static constexpr int kDqRegisters = kTurnsDq ? kBlockM / 2 : 32;
+    static constexpr int kDqBytes = 128 * 4 * kDqRegisters;  // of a consumer, fp32
+    static constexpr int kDq = kDs + 2 * kDsBytes;
+    static constexpr int kLse = kDq + kConsumers * kDqBytes, kDelta = kLse + kStages * kRowBytes;
+    static constexpr int kBarriers = kDelta + kStages * kRowBytes, kWork = kBarriers + 192;
+    static constexpr int kSharedBytes = kWork + 128 + 1024;  // Work, and room to align them
+
+    static_assert(kSplitsRows || kTurnsDq || kBlockM == 64, "dq is 64 rows, or 64 rows a consumer");
+    static_assert(kDqColumns == 64, "dq of a consumer is one panel wide");
+    static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 504,
+                  "acquire_registers would wait for ever");
+    static_assert(kSharedBytes <= 227 * 1024, "shared memory of an SM");
+};
+
+template <typename T>
+struct BackwardParameters {
+    Heads<T> dk, dv;
+    float* dq_sums;
+    int* turns;  // or null
+    int* flag;   // what tables led outside (bounds.cuh), or null
+    const CUtensorMap *q, *k, *v, *dout;
+    const float *lse, *delta;
+    const int *cu_seqlens_q, *cu_seqlens_k, *cache_seqlens;
+    int64_t num_blocks_q;    // of a head, in the workspace
+    int num_blocks;          // of keys, of the longest sequence
+    int num_pairs;           // of a sequence and a head of dk
+    int pairs_per_group;     // this many run through their blocks of keys together
+    int seqlen_q, seqlen_k;  // with cu_seqlens: of the longest
+    int total_q, total_k;    // rows of q and k that cu_seqlens tell apart
+    int num_heads, group, heads_per_block, head_dim, window_left, window_right;
+    float softmax_scale;
+};
+
+// The barriers, and where things lie.
+template <class C>
+struct BackwardShared {
+    uint32_t base;
+
+    // Named barriers: dq of a consumer is there.
+    static constexpr int kDqBarrier = 2, kDqThreads = 128 + 32;
+
+    __device__ __forceinline__ uint32_t barrier(int i) const { return base + C::kBarriers + 8 * i; }
+    __device__ __forceinline__ uint32_t k_full() const { return barrier(0); }
+    __device__ __forceinline__ uint32_t v_full() const { return barrier(1); }
+    // Foreign rows have come, and are still to be cleared.
+    __device__ __forceinline__ uint32_t foreign() const { return barrier(2); }
+    __device__ __forceinline__ uint32_t q_full(int stage) const { return barrier(3 + stage); }
+    __device__ __forceinline__ uint32_t q_empty(int stage) const {
+        return barrier(3 + C::kStages + stage);
+    }
+    __device__ __forceinline__ uint32_t dout_full(int stage) const {
+        return barrier(3 + 2 * C::kStages + stage);
+    }
+    __device__ __forceinline__ uint32_t dout_empty(int stage) const {
+        return barrier(3 + 3 * C::kStages + stage);
+    }
+    // ds of both consumers is there; has been read by both.
+    __device__ __forceinline__ uint32_t ds_full(int buffer) const {
+        return barrier(3 + 4 * C::kStages + buffer);
+    }
+    __device__ __forceinline__ uint32_t ds_empty(int buffer) const {
+        return barrier(5 + 4 * C::kStages + buffer);
+    }
+    // dq of a consumer has been taken.
+    __device__ __forceinline__ uint32_t dq_empty(int consumer) const {
+        return barrier(7 + 4 * C::kStages + consumer);
+    }
+    static constexpr int kCount = 9 + 4 * C::kStages;
+
+    // How many arrivals complete a phase: for ds and what is emptied, one per warp of the
+    // consumers.
+    static __device__ __forceinline__ int arrivals(int i) {
+        const bool is_q_empty = i >= 3 + C::kStages && i < 3 + 2 * C::kStages;
+        const bool is_empty_or_ds = i >= 3 + 3 * C::kStages && i < 7 + 4 * C::kStages;
+        return is_q_empty || is_empty_or_ds ? 4 * C::kConsumers : 1;
+    }
+};
+
+// The first of a sequence's blocks of kBlockM queries in the workspace, where each sequence starts
+// a new block.
+template <int kBlockM>
+__device__ __forceinline__ int first_block_of(const int* cu_seqlens_q, int first_row, int batch_idx,
+                                              int longest_q) {
+    return cu_seqlens_q ? first_row / kBlockM + batch_idx
+                        : batch_idx * ceil_div(longest_q, kBlockM);
+}
+
+// What a block works on; kept in shared memory, because the sums leave no registers for it.
+struct BackwardWork : Work {
+    int head_idx;        // of dk and dv
+    int first_head;      // of q
+    int first_block;     // of queries: the sequence's first one in a head's part of the workspace
+    int num_iterations;  // blocks of queries, over all heads
+    int plain_begin, num_plain;  // the blocks of queries that see all of the keys
+
+    __device__ __forceinline__ bool is_masked(int m) const {
+        return static_cast<unsigned>(m - plain_begin) >= static_cast<unsigned>(num_plain);
+    }
+
+    // False: there is nothing to do. With turns, the last keys of a sequence come first: what a
+    // block waits for is scheduled before it, and causal blocks wait least.
+    template <class C>
+    __device__ __forceinline__ bool find(const BackwardParameters<typename C::T>& p) {
+        const int group_blocks = p.pairs_per_group * p.num_blocks;
+        const int first_pair = static_cast<int>(blockIdx.x) / group_blocks * p.pairs_per_group;
+        const int group_size = min(p.pairs_per_group, p.num_pairs - first_pair);
+        const int rest = blockIdx.x - first_pair * p.num_blocks;
+        const int heads = p.num_heads / p.heads_per_block;
+        const int nth = rest / group_size, pair = first_pair + rest % group_size;
+        batch_idx = pair / heads;
+        head_idx = pair % heads;
+        first_head = head_idx * p.heads_per_block;
+
+        const Sequence queries(p.cu_seqlens_q, batch_idx, p.seqlen_q, p.total_q);
+        const Sequence keys(p.cu_seqlens_k, batch_idx, p.seqlen_k, p.total_k);
+        report(p.flag, threadIdx.x == 0 ? keys_outside(keys, p.cache_seqlens, batch_idx) : 0);
+        const int first_key = (p.turns ? p.num_blocks - 1 - nth : nth) * C::kBlockN;
+        if (first_key >= keys.seqlen) {
+            return false;
+        }
+        first_row = queries.first_row;
+        first_block = first_block_of<C::kBlockM>(p.cu_seqlens_q, first_row, batch_idx, p.seqlen_q);
+        seqlen_q = queries.seqlen;
+        first_key_row = keys.first_row + first_key;
+        num_key_rows = keys.seqlen - first_key;
+        const int seqlen_k = count_keys(p.cache_seqlens, batch_idx, keys.seqlen);
+        window.num_keys = seqlen_k - first_key;
+        // Bounds that are finite: no more than the lengths.
+        const int left = p.window_left < 0 ? seqlen_k : min(p.window_left, seqlen_k);
+        const int right = p.window_right < 0 ? seqlen_q : min(p.window_right, seqlen_q);
+        home = first_key - (seqlen_k - seqlen_q);
+        window.start = home + left;
+        window.span = left + right;
+        first_m = max(0, floor_div(home - right, C::kBlockM));
+        end_m = min(ceil_div(seqlen_q, C::kBlockM),
+                    floor_div(window.start + min(C::kBlockN, window.num_keys) - 1, C::kBlockM) + 1);
+        num_iterations = window.num_keys > 0 ? p.heads_per_block * max(0, end_m - first_m) : 0;
+        // Blocks m with 0 <= key - query + start <= span for all of their keys and queries.
+        plain_begin =
+            floor_div(window.start - window.span + C::kBlockN + C::kBlockM - 2, C::kBlockM);
+        num_plain = max(0, floor_div(window.start + 1, C::kBlockM) - plain_begin);
+        if (window.num_keys < C::kBlockN) {
+            num_plain = 0;
+        }
+        return true;
+    }
+};
+static_assert(sizeof(BackwardWork) <= 128, "its room in shared memory");
+
+}  // namespace kernel_hub::attention::backward::sm90

@@ -1,0 +1,179 @@
+// Gradients of attention on Hopper: dq, dk and dv from q, k, v, the forward's lse and the gradient
+// of its out.
+//
+// With z = softmax_scale q k^T:
+//   p = exp(z - lse)        delta = rowsum(dout * out)        dp = dout v^T
+//   ds = p (dp - delta)
+//   dv = p^T dout           dk = softmax_scale ds^T q         dq = softmax_scale ds k
+// p and ds are rounded to the tensors' dtype as operands; all sums are fp32. dk and dv are summed
+// over the query heads that share a key head. Query i of a sequence sees keys i + shift -
+// window_left to i + shift + window_right, shift = seqlen_k - seqlen_q.
+//
+// Three kernels. Their workspace is laid out in blocks of kBlockM query rows (each sequence starts
+// a new block): row values [head][row], sums of dq [head][block][consumer][64 x 64 or, turned,
+// 64 columns x kBlockM].
+//   ..._delta    a block 16 rows of a head: delta, lse in units of log 2, zeros for the sums of dq
+//   (main)       a block 128 keys: loops over `heads_per_block` query heads (the whole group, or
+//   one,
+//                where dk and dv are then those of one query head and summed afterwards) and over
+//                the blocks of kBlockM queries that see the keys
+//   ..._convert  a block 16 rows of a head: dq from the sums
+// dk and dv have one order of summation. dq has one where `turns` is given: a block then adds its
+// part of a query block after the blocks of higher keys, which are scheduled before it. Else the
+// keys that most queries see come first, within groups of heads whose q, dout and dq stay in the
+// L2.
+//
+// Main kernel. Warpgroup 0: a warp loads by TMA; two warps add the consumers' parts of dq to their
+// sums by the TMA's reductions.
+// Warpgroups 1 and 2 own 64 keys each. They compute s^T = k q^T and dp^T = v dout^T, of which p^T
+// and ds^T are, as they lie in registers, the left operands of dv and dk. ds also goes to shared
+// memory, where both take from it their part of dq = ds k: half of the rows (128 queries) or of the
+// columns (64; 80: turned, k^T ds^T). For query block i, and what the tensor cores do meanwhile:
+//   issue dv(i); ds(i) from p(i), dp(i)                              dv(i)
+//   issue dq(i - 1), dk(i); dq(i - 1) to shared memory               dk(i)
+//   issue s(i + 1), dp(i + 1); p(i + 1) from s(i + 1)                dp(i + 1)
+// dq lags behind, so that neither consumer waits for the other's ds.
+//
+// Shared memory: k, v [128 keys]; q, dout [2 stages][kBlockM]; ds [2][kBlockM][128 keys]; dq in
+// fp32; lse and delta [2][kBlockM]; mbarriers; Work. Panels of 64 columns (128 bytes) in the
+// TMA's 128-byte swizzle; head_dim is filled up with zeros by the TMA. Tensor maps as those of
+// flash_attention_sm90.cu, in boxes of kBlockM rows (q, dout) or 128 (k, v).
+//
+//   flash_attention_backward_sm90_{dtype}_hdim{N}_rows{kBlockM}   head_dim a multiple of 8 up to N
+//   ..._delta, ..._convert                                        the rows before and after
+// Sources: Dao, "FlashAttention-2", 2023, algorithm 2; Shah et al., "FlashAttention-3", 2024.
+
+#include "attention/backward/sm90/consumer.cuh"
+#include "attention/backward/sm90/producer.cuh"
+#include "attention/backward/sm90/rows.cuh"
+#include "kernel_hub/math.cuh"
+#include "kernel_hub/mbarrier.cuh"
+#include "kernel_hub/tma.cuh"
+#include "kernel_hub/warpgroup.cuh"
+
+namespace kernel_hub::attention::backward::sm90 {
+
+template <class C>
+__device__ __forceinline__ void attention_backward_sm90(
+    const BackwardParameters<typename C::T>& p) {
+    BackwardShared<C> shared;
+    shared.base = (shared_address(dynamic_shared()) + 1023) / 1024 * 1024;
+    BackwardWork& work = *reinterpret_cast<BackwardWork*>(shared_pointer(shared.base + C::kWork));
+    BackwardWork mine = {};
+    if (!mine.template find<C>(p)) {
+        return;
+    }
+    if (threadIdx.x == 0) {
+        work = mine;
+        tma_prefetch_map(p.q);
+        tma_prefetch_map(p.k);
+        tma_prefetch_map(p.v);
+        tma_prefetch_map(p.dout);
+        for (int i = 0; i < BackwardShared<C>::kCount; ++i) {
+            mbarrier_init(shared.barrier(i), BackwardShared<C>::arrivals(i));
+        }
+        fence_mbarrier_init();
+    }
+    __syncthreads();
+
+    const int warpgroup = __shfl_sync(kAllLanes, threadIdx.x / 128, 0);
+    if (warpgroup == 0) {
+        release_registers<C::kProducerRegisters>();
+        const int warp_idx = __shfl_sync(kAllLanes, threadIdx.x / 32, 0);
+        if (work.num_iterations == 0) {
+        } else if (warp_idx == 0) {
+            BackwardProducer<C> producer{p, shared, static_cast<int>(threadIdx.x)};
+            producer.run(work);
+        } else if (warp_idx <= C::kConsumers) {
+            add_dq<C>(p, shared, work, warp_idx - 1);
+        }
+    } else {
+        acquire_registers<C::kConsumerRegisters>();
+        BackwardConsumer<C> consumer(p, shared, warpgroup - 1);
+        consumer.run(work);
+    }
+}
+
+#define EXPORT_BACKWARD(NAME, T, HEAD_DIM, BLOCK_M)                                               \
+    extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward_sm90_##NAME(    \
+        T* dk, T* dv, float* dq_sums, int* turns, int* flag,                                      \
+        const __grid_constant__ CUtensorMap q, const __grid_constant__ CUtensorMap k,             \
+        const __grid_constant__ CUtensorMap v, const __grid_constant__ CUtensorMap dout,          \
+        const float* lse_log2, const float* delta, const int* cu_seqlens_q,                       \
+        const int* cu_seqlens_k, const int* cache_seqlens, int64_t dk_batch_stride,               \
+        int64_t dk_row_stride, int64_t dk_head_stride, int64_t dv_batch_stride,                   \
+        int64_t dv_row_stride, int64_t dv_head_stride, int64_t num_blocks_q, int num_blocks,      \
+        int num_pairs, int pairs_per_group, int seqlen_q, int seqlen_k, int total_q, int total_k, \
+        int num_heads, int group, int heads_per_block, int head_dim, int window_left,             \
+        int window_right, float softmax_scale) {                                                  \
+        attention_backward_sm90<BackwardConfig<T, HEAD_DIM, BLOCK_M>>(                            \
+            {.dk = {dk, dk_batch_stride, dk_row_stride, dk_head_stride},                          \
+             .dv = {dv, dv_batch_stride, dv_row_stride, dv_head_stride},                          \
+             .dq_sums = dq_sums,                                                                  \
+             .turns = turns,                                                                      \
+             .flag = flag,                                                                        \
+             .q = &q,                                                                             \
+             .k = &k,                                                                             \
+             .v = &v,                                                                             \
+             .dout = &dout,                                                                       \
+             .lse = lse_log2,                                                                     \
+             .delta = delta,                                                                      \
+             .cu_seqlens_q = cu_seqlens_q,                                                        \
+             .cu_seqlens_k = cu_seqlens_k,                                                        \
+             .cache_seqlens = cache_seqlens,                                                      \
+             .num_blocks_q = num_blocks_q,                                                        \
+             .num_blocks = num_blocks,                                                            \
+             .num_pairs = num_pairs,                                                              \
+             .pairs_per_group = pairs_per_group,                                                  \
+             .seqlen_q = seqlen_q,                                                                \
+             .seqlen_k = seqlen_k,                                                                \
+             .total_q = total_q,                                                                  \
+             .total_k = total_k,                                                                  \
+             .num_heads = num_heads,                                                              \
+             .group = group,                                                                      \
+             .heads_per_block = heads_per_block,                                                  \
+             .head_dim = head_dim,                                                                \
+             .window_left = window_left,                                                          \
+             .window_right = window_right,                                                        \
+             .softmax_scale = softmax_scale});                                                    \
+    }
+
+#define EXPORT_ROWS(NAME, T, HEAD_DIM, BLOCK_M)                                                  \
+    extern "C" __global__ void __launch_bounds__(128)                                            \
+    flash_attention_backward_sm90_##NAME##_delta(                                                \
+        float* delta, float* lse_log2, float* dq_sums, int* turns, int* flag, const T* out,      \
+        const T* dout, const float* lse, const int* cu_seqlens_q, int64_t out_batch_stride,      \
+        int64_t out_row_stride, int64_t out_head_stride, int64_t dout_batch_stride,              \
+        int64_t dout_row_stride, int64_t dout_head_stride, int64_t lse_batch_stride,             \
+        int64_t lse_head_stride, int64_t num_blocks_q, int num_tiles, int seqlen_q, int total_q, \
+        int head_dim) {                                                                          \
+        attention_delta_sm90<T, HEAD_DIM, BLOCK_M>(                                              \
+            delta, lse_log2, dq_sums, turns, flag,                                               \
+            {out, out_batch_stride, out_row_stride, out_head_stride},                            \
+            {dout, dout_batch_stride, dout_row_stride, dout_head_stride}, lse, cu_seqlens_q,     \
+            lse_batch_stride, lse_head_stride, num_blocks_q, num_tiles, seqlen_q, total_q,       \
+            head_dim);                                                                           \
+    }                                                                                            \
+    extern "C" __global__ void __launch_bounds__(128)                                            \
+    flash_attention_backward_sm90_##NAME##_convert(                                              \
+        T* dq, const float* dq_sums, const int* cu_seqlens_q, int64_t dq_batch_stride,           \
+        int64_t dq_row_stride, int64_t dq_head_stride, int64_t num_blocks_q, int num_tiles,      \
+        int seqlen_q, int total_q, int head_dim, float softmax_scale) {                          \
+        attention_convert_sm90<T, HEAD_DIM, BLOCK_M>(                                            \
+            {dq, dq_batch_stride, dq_row_stride, dq_head_stride}, dq_sums, cu_seqlens_q,         \
+            num_blocks_q, num_tiles, seqlen_q, total_q, head_dim, softmax_scale);                \
+    }
+
+#define EXPORT_VARIANT(NAME, T, HEAD_DIM, BLOCK_M) \
+    EXPORT_BACKWARD(NAME, T, HEAD_DIM, BLOCK_M)    \
+    EXPORT_ROWS(NAME, T, HEAD_DIM, BLOCK_M)
+
+// head_dim, then kBlockM (kernel_hub/ops/attention/backward_sm90.py has the same list).
+EXPORT_VARIANT(bf16_hdim64_rows128, __nv_bfloat16, 64, 128)
+EXPORT_VARIANT(fp16_hdim64_rows128, __half, 64, 128)
+EXPORT_VARIANT(bf16_hdim128_rows64, __nv_bfloat16, 128, 64)
+EXPORT_VARIANT(fp16_hdim128_rows64, __half, 128, 64)
+EXPORT_VARIANT(bf16_hdim128_rows80, __nv_bfloat16, 128, 80)
+EXPORT_VARIANT(fp16_hdim128_rows80, __half, 128, 80)
+
+}  // namespace kernel_hub::attention::backward::sm90

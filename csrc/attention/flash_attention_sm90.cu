@@ -1,0 +1,168 @@
+// Attention forward on Hopper: out = softmax(softcap(softmax_scale * q k^T), masked) v.
+//
+// For query i of a sequence and key j, visible where
+//   i + seqlen_k - seqlen_q - window_left <= j <= i + seqlen_k - seqlen_q + window_right
+// (-1: no bound), with s = softmax_scale q_i k_j, or softcap tanh(s / softcap):
+//   out_i = sum_j exp(s_ij) v_j / sum_j exp(s_ij)      lse_i = ln sum_j exp(s_ij)
+// fp32 sums; a row that sees nothing gives zeros and -inf.
+//
+// Parallelisation: one persistent block an SM takes tiles of kBlockM = 64 kConsumers queries of one
+// head. Warpgroup 0 gives its registers away: one warp finds the tiles and loads Q and K, one loads
+// V, two write the tiles that see no keys. Each other warpgroup owns 64 query rows and walks the
+// keys from right to left:
+//   issue S = Q K(next)^T; issue O += P V(this); softmax of S while the second product runs
+// "Next" passes the end of a tile: the first scores of the following tile are computed under the
+// last product of this one, so that the tensor cores do not wait for a tile's beginning or end.
+// The warpgroups issue in turns (named barriers), so that one's softmax lies under the others'
+// products. Causal: a warpgroup leaves out a tile's first block of keys where it sees none of it.
+//
+// Shared memory: Q (64 rows for each consumer, kQStages deep), K and V (kBlockN rows, kStages
+// deep), mbarriers, a ring of tile descriptions, the order of up to 256 sequences. Rows of 64
+// columns (128 bytes) in the TMA's 128-byte swizzle; head_dim is filled up with zeros by the TMA.
+//
+// Tiles are handed out by a counter in device memory, which the last block sets back to zero.
+// Sequences whose lengths are on the device: the longest first. Causal: of a sequence the tiles
+// with the most keys first, within groups of heads whose K and V stay in the L2.
+//
+//   flash_attention_sm90_{dtype}_hdim{N}_full     no mask but the sequences' ends
+//   ..._causal                                    window_right only (0: causal)
+//   ..._causal_short                              the same in tiles for short sequences
+//   ..._window                                    both sides, either of them open; softcap
+// head_dim is any multiple of 8 up to N. Strided dense or varlen by tensor maps of four dimensions,
+// innermost first: head_dim, tokens, heads, batch (1 where varlen; with block_table tokens of a
+// page and pages); boxes of 64 columns by 64 rows (Q), kBlockN rows (K, V) or box_rows (K, V in
+// pages: a divisor of the page and of kBlockN, a multiple of 8), 128-byte swizzle, zeros outside.
+// Sources: Shah et al., "FlashAttention-3", 2024; Dao, "FlashAttention-2", 2023.
+
+#include "attention/sm90/consumer.cuh"
+#include "attention/sm90/producer.cuh"
+#include "kernel_hub/math.cuh"
+#include "kernel_hub/mbarrier.cuh"
+#include "kernel_hub/tma.cuh"
+#include "kernel_hub/warpgroup.cuh"
+
+namespace kernel_hub::attention::sm90 {
+
+template <class C>
+__device__ __forceinline__ void flash_attention_sm90(const Parameters& p) {
+    __shared__ __align__(8) uint64_t barriers[Shared<C>::kCount];
+    __shared__ __align__(16) Tile tiles[kTileSlots];
+    __shared__ Order order;
+    Shared<C> shared;
+    shared.q = (shared_address(dynamic_shared()) + 1023) / 1024 * 1024;
+    shared.k = shared.q + C::kQStages * C::kConsumers * C::kQBytes;
+    shared.v = shared.k + C::kStages * C::kKVBytes;
+    shared.barriers = shared_address(barriers);
+    shared.tiles = tiles;
+    shared.tiles_address = shared_address(tiles);
+    shared.order = &order;
+
+    if (threadIdx.x == 0) {
+        tma_prefetch_map(p.q);
+        tma_prefetch_map(p.k);
+        tma_prefetch_map(p.v);
+        for (int i = 0; i < C::kQStages * C::kConsumers; ++i) {
+            mbarrier_init(shared.barrier(Shared<C>::kQFull + i), 1);
+            mbarrier_init(shared.barrier(Shared<C>::kQEmpty + i), 1);
+        }
+        for (int i = 0; i < C::kStages; ++i) {
+            mbarrier_init(shared.k_full(i), 1);
+            mbarrier_init(shared.k_empty(i), C::kConsumers);
+            mbarrier_init(shared.v_full(i), 1);
+            mbarrier_init(shared.v_empty(i), C::kConsumers);
+        }
+        for (int i = 0; i < kTileSlots; ++i) {
+            mbarrier_init(shared.tile_full(i), 1);
+            mbarrier_init(shared.tile_empty(i), 4 * C::kConsumers + 2);
+        }
+        fence_mbarrier_init();
+    }
+    if (has_lengths(p)) {
+        make_order<C>(p, order);
+    }
+    __syncthreads();
+
+    const int warpgroup = __shfl_sync(kAllLanes, threadIdx.x / 128, 0);
+    if (warpgroup == 0) {
+        release_registers<C::kProducerRegisters>();
+        const int warp_idx = __shfl_sync(kAllLanes, threadIdx.x / 32, 0);
+        if (warp_idx < 2) {
+            Loader<C>(p, shared, warp_idx == 1).run();
+        } else if (C::kMask != Mask::kFull || p.has_foreign_rows || p.cu_seqlens_q) {
+            write_empty_tiles<C>(p);
+        }
+    } else {
+        acquire_registers<C::kConsumerRegisters>();
+        Consumer<C> consumer(p, shared, warpgroup - 1);
+        consumer.run();
+    }
+}
+
+#define EXPORT_FLASH_ATTENTION(DTYPE, T, HEAD_DIM, VARIANT, MASK, CONSUMERS, BLOCK_N)         \
+    extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)                    \
+    flash_attention_sm90_##DTYPE##_hdim##HEAD_DIM##_##VARIANT(                                \
+        T* out, float* lse, int* flag, const __grid_constant__ CUtensorMap q,                 \
+        const __grid_constant__ CUtensorMap k, const __grid_constant__ CUtensorMap v,         \
+        const int* cu_seqlens_q, const int* cu_seqlens_k, const int* cache_seqlens,           \
+        const int* block_table, int* tile_counter, int64_t out_batch_stride,                  \
+        int64_t out_token_stride, int64_t out_head_stride, int64_t lse_batch_stride,          \
+        int64_t lse_head_stride, int64_t block_table_stride, int batch_size, int num_heads,   \
+        int num_kv_heads, int head_dim, int seqlen_q, int seqlen_k, int total_q, int total_k, \
+        int num_pages, int page_size, int box_rows, int window_left, int window_right,        \
+        int heads_per_group, int has_foreign_rows, float scale_log2, float cap_scale_log2) {  \
+        using C = Config<T, HEAD_DIM, CONSUMERS, BLOCK_N, Mask::MASK>;                        \
+        flash_attention_sm90<C>({.out = out,                                                  \
+                                 .lse = lse,                                                  \
+                                 .flag = flag,                                                \
+                                 .q = &q,                                                     \
+                                 .k = &k,                                                     \
+                                 .v = &v,                                                     \
+                                 .cu_seqlens_q = cu_seqlens_q,                                \
+                                 .cu_seqlens_k = cu_seqlens_k,                                \
+                                 .cache_seqlens = cache_seqlens,                              \
+                                 .block_table = block_table,                                  \
+                                 .tile_counter = tile_counter,                                \
+                                 .out_batch_stride = out_batch_stride,                        \
+                                 .out_token_stride = out_token_stride,                        \
+                                 .out_head_stride = out_head_stride,                          \
+                                 .lse_batch_stride = lse_batch_stride,                        \
+                                 .lse_head_stride = lse_head_stride,                          \
+                                 .block_table_stride = block_table_stride,                    \
+                                 .batch_size = batch_size,                                    \
+                                 .num_heads = num_heads,                                      \
+                                 .num_kv_heads = num_kv_heads,                                \
+                                 .head_dim = head_dim,                                        \
+                                 .seqlen_q = seqlen_q,                                        \
+                                 .seqlen_k = seqlen_k,                                        \
+                                 .total_q = total_q,                                          \
+                                 .total_k = total_k,                                          \
+                                 .num_pages = num_pages,                                      \
+                                 .page_size = page_size,                                      \
+                                 .box_rows = box_rows,                                        \
+                                 .window_left = window_left,                                  \
+                                 .window_right = window_right,                                \
+                                 .heads_per_group = heads_per_group,                          \
+                                 .has_foreign_rows = has_foreign_rows,                        \
+                                 .scale_log2 = scale_log2,                                    \
+                                 .cap_scale_log2 = cap_scale_log2});                          \
+    }
+
+#define EXPORT_MASKS(DTYPE, T, HEAD_DIM, CONSUMERS, BLOCK_N)                        \
+    EXPORT_FLASH_ATTENTION(DTYPE, T, HEAD_DIM, full, kFull, CONSUMERS, BLOCK_N)     \
+    EXPORT_FLASH_ATTENTION(DTYPE, T, HEAD_DIM, causal, kCausal, CONSUMERS, BLOCK_N) \
+    EXPORT_FLASH_ATTENTION(DTYPE, T, HEAD_DIM, window, kWindow, CONSUMERS, BLOCK_N)
+
+#define EXPORT_HEAD_DIMS(DTYPE, T)                                      \
+    EXPORT_MASKS(DTYPE, T, 64, 3, 128)                                  \
+    EXPORT_FLASH_ATTENTION(DTYPE, T, 64, causal_short, kCausal, 2, 128) \
+    EXPORT_MASKS(DTYPE, T, 96, 2, 128)                                  \
+    EXPORT_MASKS(DTYPE, T, 128, 2, 128)                                 \
+    EXPORT_MASKS(DTYPE, T, 192, 2, 112)                                 \
+    EXPORT_FLASH_ATTENTION(DTYPE, T, 256, full, kFull, 2, 80)           \
+    EXPORT_FLASH_ATTENTION(DTYPE, T, 256, causal, kCausal, 2, 64)       \
+    EXPORT_FLASH_ATTENTION(DTYPE, T, 256, window, kWindow, 2, 80)
+
+EXPORT_HEAD_DIMS(fp16, __half)
+EXPORT_HEAD_DIMS(bf16, __nv_bfloat16)
+
+}  // namespace kernel_hub::attention::sm90

@@ -1,0 +1,106 @@
+// What the attention forward kernels are asked for, and which part of it a block works on.
+#pragma once
+
+#include "attention/forward/tiles.cuh"
+#include "kernel_hub/bounds.cuh"
+
+namespace kernel_hub::attention::forward {
+
+enum class Variant { kPlain, kPaged, kGeneral };
+
+// The strides of one tensor, in elements.
+struct Strides {
+    int64_t batch, token, head;
+};
+
+template <typename T>
+struct AttentionParams {
+    T* out;                    // (batch, seqlen_q, num_heads, head_dim) or (total_q, ...)
+    float* lse;                // (batch, num_heads, seqlen_q) or (num_heads, total_q); may be null
+    int* flag;                 // what tables led outside (bounds.cuh), or null
+    const T* q;                // like out
+    const T* k;                // (batch, seqlen_k, num_kv_heads, head_dim), (total_k, ...) or pages
+    const T* v;                // like k
+    const int* cu_seqlens_q;   // (batch + 1) or null
+    const int* cu_seqlens_k;   // (batch + 1) or null
+    const int* cache_seqlens;  // (batch) or null: all keys there are
+    const int* block_table;    // (batch, max_pages), or null where the variant allows
+    const float* alibi_slopes;  // (num_heads) or (batch, num_heads), or null; general only
+    Strides out_strides, q_strides;
+    Strides k_strides, v_strides;  // batch: of pages where paged
+    int64_t lse_batch_stride, lse_head_stride;
+    int64_t block_table_stride, alibi_batch_stride;
+    int num_batch_heads;  // batch * num_heads
+    int heads_per_group;  // (batch, head) pairs that are scheduled together
+    int num_row_blocks;   // of the longest sequence
+    int num_heads, num_kv_heads, head_dim;
+    int seqlen_q, seqlen_k;  // with cu_seqlens: of the longest; seqlen_k bounds cache_seqlens
+    int total_q, total_k;    // rows of q and k that cu_seqlens tell apart
+    int num_pages, page_size;
+    int window_left, window_right;
+    int is_aligned;  // general: pointers and strides are multiples of 16 bytes
+    float softmax_scale_log2, softcap_log2;  // times log2(e); softcap 0: none
+};
+
+// What a block works on.
+struct Tile {
+    int batch_idx, head_idx, kv_head_idx, first_row;
+};
+
+// What a warp keeps in shared memory during the loop, which has no registers to spare.
+struct __align__(16) WarpPlace {
+    int64_t out_offset, lse_offset;  // of its first row
+    int64_t table_offset;            // of the sequence's row of the block table
+    int num_rows;                    // from its first to the end of the sequence; may be negative
+};
+static_assert(sizeof(WarpPlace) == 32, "the launch reckons with 32 bytes a warp");
+
+template <typename T>
+__device__ __forceinline__ Tile find_tile(const AttentionParams<T>& params, int block_m) {
+    const int group_tiles = params.heads_per_group * params.num_row_blocks;
+    const int group = blockIdx.x / group_tiles;
+    const int first_pair = group * params.heads_per_group;
+    const int num_pairs = min(params.heads_per_group, params.num_batch_heads - first_pair);
+    const int in_group = blockIdx.x - group * group_tiles;
+    const int row_rank = in_group / num_pairs;
+    const int pair = first_pair + in_group - row_rank * num_pairs;
+    Tile tile;
+    tile.batch_idx = pair / params.num_heads;
+    tile.head_idx = pair - tile.batch_idx * params.num_heads;
+    tile.kv_head_idx = tile.head_idx / (params.num_heads / params.num_kv_heads);
+    tile.first_row = (params.num_row_blocks - 1 - row_rank) * block_m;
+    return tile;
+}
+
+// The rows of a sequence: in q and out, or in k and v.
+struct Rows {
+    int seqlen, start;
+    int64_t batch;    // that the strides count; 0 where cu_seqlens tell the start
+    bool is_outside;  // the bounds were not what they should be, or further apart than said
+};
+
+__device__ __forceinline__ Rows rows_of(const int* cu_seqlens, int seqlen, int total,
+                                        int batch_idx) {
+    if (!cu_seqlens) {
+        return {seqlen, 0, batch_idx, false};
+    }
+    const RowRange range = find_rows(cu_seqlens, batch_idx, total);
+    return {range.count, range.start, 0, range.is_outside || range.count > seqlen};
+}
+
+// Both of a sequence; says which tables led outside.
+template <typename T>
+__device__ __forceinline__ void find_sequence(const AttentionParams<T>& params, int batch_idx,
+                                              Rows& queries, Rows& keys) {
+    queries = rows_of(params.cu_seqlens_q, params.seqlen_q, params.total_q, batch_idx);
+    keys = rows_of(params.cu_seqlens_k, params.seqlen_k, params.total_k, batch_idx);
+    int outside = (queries.is_outside ? kQueriesOutside : 0) | (keys.is_outside ? kKeysOutside : 0);
+    if (params.cache_seqlens) {
+        const int length = params.cache_seqlens[batch_idx];
+        outside |= length < 0 || length > keys.seqlen ? kLengthsOutside : 0;
+        keys.seqlen = max(0, min(keys.seqlen, length));
+    }
+    report(params.flag, threadIdx.x == 0 ? outside : 0);
+}
+
+}  // namespace kernel_hub::attention::forward

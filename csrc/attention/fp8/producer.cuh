@@ -1,0 +1,294 @@
+// flash_attention_fp8_sm90.cu: warpgroup 0: one thread loads, three warps transpose V and write the
+// tiles without keys.
+#pragma once
+
+#include "attention/fp8/plan.cuh"
+#include "kernel_hub/math.cuh"
+#include "kernel_hub/mbarrier.cuh"
+#include "kernel_hub/tma.cuh"
+#include "kernel_hub/warpgroup.cuh"
+
+namespace kernel_hub::attention::fp8 {
+template <class C>
+struct Loader {
+    const Parameters& p;
+    const Shared<C>& shared;
+    uint32_t q_parity = 0;
+    Place<C::kStages> k, v;
+    Place<kTileSlots> slot;
+
+    __device__ __forceinline__ void publish(const Tile& tile) {
+        const uint32_t address = shared.tiles + slot.stage * sizeof(Tile);
+        mbarrier_wait(shared.tile_empty(slot.stage), slot.parity ^ 1);
+        st_shared_16(address, make_uint4(tile.row_begin, tile.head, tile.batch, tile.q_begin));
+        st_shared_16(address + 16,
+                     make_uint4(tile.seqlen_q, tile.seqlen_k, tile.block_begin, tile.block_end));
+        st_shared_16(
+            address + 32,
+            make_uint4(__float_as_uint(tile.score_scale[0]), __float_as_uint(tile.score_scale[1]),
+                       __float_as_uint(tile.score_scale[2]), __float_as_uint(tile.value_scale)));
+        mbarrier_arrive(shared.tile_full(slot.stage));
+        slot.advance();
+    }
+
+    __device__ __forceinline__ static float read(const float* scale, int64_t offset) {
+        return scale ? __ldg(scale + offset) : 1.f;
+    }
+
+    __device__ __forceinline__ BlockScales read_block_scales(const Tile& tile, int kv_head,
+                                                             int block) const {
+        // There are as many scales as the longest sequence wants.
+        block = min(block * C::kBlockN, max(p.seqlen_k - 1, 0)) / kScaleTokens;
+        const int64_t k_offset = tile.batch * p.k_scale_batch_stride +
+                                 kv_head * p.k_scale_head_stride + block * p.k_scale_block_stride;
+        const int64_t v_offset = tile.batch * p.v_scale_batch_stride +
+                                 kv_head * p.v_scale_head_stride + block * p.v_scale_block_stride;
+        return {read(p.k_scale, k_offset), read(p.v_scale, v_offset)};
+    }
+
+    __device__ __forceinline__ void read_scales(Tile& tile, int kv_head) const {
+        BlockScales scales = {1.f, 1.f};
+        if constexpr (C::kScales == Scales::kHeads) {
+            scales = read_block_scales(tile, kv_head, 0);
+        }
+        tile.value_scale = scales.v;
+        const float scale = p.softmax_scale * kLog2e * scales.k;
+        const int64_t offset = tile.batch * p.q_scale_batch_stride +
+                               tile.head / p.heads_per_q_scale * p.q_scale_head_stride;
+        const int last_row = min(tile.seqlen_q, p.seqlen_q) - 1;
+#pragma unroll
+        for (int i = 0; i < 3; ++i) {
+            const int row = min(tile.row_begin + 64 * min(i, C::kConsumers - 1), last_row);
+            tile.score_scale[i] =
+                scale * read(p.q_scale, offset + row / kScaleTokens * p.q_scale_block_stride);
+        }
+    }
+
+    __device__ __forceinline__ void load_q(int row, int head, int batch) {
+#pragma unroll 1
+        for (int consumer = 0; consumer < C::kConsumers; ++consumer) {
+            const uint32_t full = shared.q_full(consumer);
+            mbarrier_wait(shared.q_empty(consumer), q_parity ^ 1);
+            mbarrier_arrive_expect_tx(full, C::kQBytes);
+#pragma unroll
+            for (int panel = 0; panel < C::kPanels; ++panel) {
+                tma_load_4d(shared.q + consumer * C::kQBytes + panel * C::kQPanelBytes, p.q, full,
+                            panel * kPanelColumns, row + 64 * consumer, head, batch);
+            }
+        }
+        q_parity ^= 1;
+    }
+
+    __device__ __forceinline__ void load_k(int row, int head, int batch,
+                                           const BlockScales& scales) {
+        const uint32_t full = shared.k_full(k.stage);
+        mbarrier_wait(shared.k_empty(k.stage), k.parity ^ 1);
+        if constexpr (C::kScales == Scales::kBlocks) {
+            asm volatile(
+                "st.shared.v2.f32 [%0], {%1, %2};" ::"r"(shared.block_scales + 8 * k.stage),
+                "f"(scales.k), "f"(scales.v)
+                : "memory");
+        }
+        mbarrier_arrive_expect_tx(full, C::kKVBytes);
+#pragma unroll
+        for (int panel = 0; panel < C::kPanels; ++panel) {
+            tma_load_4d(shared.k + k.stage * C::kKVBytes + panel * C::kKVPanelBytes, p.k, full,
+                        panel * kPanelColumns, row, head, batch);
+        }
+        k.advance();
+    }
+
+    __device__ __forceinline__ void load_v(int row, int head, int batch) {
+        const uint32_t full = shared.v_full(v.stage);
+        mbarrier_wait(shared.v_empty(v.stage), v.parity ^ 1);
+        mbarrier_arrive_expect_tx(full, C::kKVBytes);
+#pragma unroll
+        for (int panel = 0; panel < C::kPanels; ++panel) {
+            tma_load_4d(shared.v + v.stage * C::kKVBytes + panel * C::kKVPanelBytes, p.v, full,
+                        panel * kPanelColumns, row, head, batch);
+        }
+        v.advance();
+    }
+
+    __device__ __forceinline__ void run() {
+        const int num_rows = (p.seqlen_q + C::kBlockM - 1) / C::kBlockM;
+        const int num_tiles = num_rows * p.batch_size * p.num_heads;
+        int index = blockIdx.x;
+        while (index < num_tiles) {
+            // Asked for ahead: the answer takes a while.
+            const int following = gridDim.x + atomicAdd(p.tile_counter, 1);
+            Tile tile = locate<C>(p, index);
+            index = following;
+            if (tile.row_begin >= tile.seqlen_q || tile.is_empty()) {
+                continue;
+            }
+            const int kv_begin = p.cu_seqlens_k ? p.cu_seqlens_k[tile.batch] : 0;
+            const int kv_batch = p.cu_seqlens_k ? 0 : tile.batch;
+            const int kv_head = tile.head / (p.num_heads / p.num_kv_heads);
+            const int q_batch = p.cu_seqlens_q ? 0 : tile.batch;
+            read_scales(tile, kv_head);
+            BlockScales ahead = {1.f, 1.f};
+            if constexpr (C::kScales == Scales::kBlocks) {
+                ahead = read_block_scales(tile, kv_head, tile.block_end - 1);
+            }
+#pragma unroll 1
+            for (int block = tile.block_end - 1; block >= tile.block_begin; --block) {
+                const int row = kv_begin + block * C::kBlockN;
+                const BlockScales scales = ahead;
+                if constexpr (C::kScales == Scales::kBlocks) {
+                    ahead = read_block_scales(tile, kv_head, max(block - 1, 0));
+                }
+                load_k(row, kv_head, kv_batch, scales);
+                if (block == tile.block_end - 1) {
+                    publish(tile);
+                    load_q(tile.q_begin + tile.row_begin, tile.head, q_batch);
+                }
+                load_v(row, kv_head, kv_batch);
+            }
+        }
+        Tile none = {};
+        none.row_begin = -1;
+        publish(none);
+        // The last block to come here leaves the counter as it found it.
+        __threadfence();
+        const unsigned last = gridDim.x - 1;
+        if (atomicInc(reinterpret_cast<unsigned*>(p.tile_counter + 1), last) == last) {
+            atomicExch(p.tile_counter, 0);
+        }
+    }
+};
+
+// V as the product wants it: rows of head_dim, keys side by side. A warp turns 32 keys by 16
+// columns at a time:
+//   ldmatrix.trans of 16-bit pairs: lane 4 c + t gets the 2 x 2 bytes of keys 2 t, 2 t + 1 and
+//   columns 2 c, 2 c + 1; with those of keys 8 + 2 t, 9 + 2 t one byte permutation gives four keys
+//   of column 2 c, another four keys of column 2 c + 1; stmatrix writes them.
+// So the keys of each 16 lie in the order {2 t, 2 t + 1, 8 + 2 t, 9 + 2 t}, t = 0..3, in which the
+// scores' accumulators hold them: P becomes a fragment without shuffles. Of each 16 columns the
+// even ones come first, then the odd ones: the eight rows that stmatrix writes at once lie in
+// different banks, and a thread's outputs are four columns in a row.
+template <class C>
+struct Transposer {
+    const Parameters& p;
+    const Shared<C>& shared;
+    const int warp, lane_idx;  // warp 0 to kTransposers - 1
+    Place<C::kStages> v, vt;
+    Place<kTileSlots> slot;
+
+    static constexpr int kColumns = 64;  // of a warp's turn
+    static constexpr int kTurns = C::kBlockN / 32 * (C::kHeadDim / kColumns);
+
+    __device__ __forceinline__ void transpose() const {
+        const uint32_t swizzle = lane_idx % 8 * 16;
+        const uint32_t source = shared.v + v.stage * C::kKVBytes + lane_idx * 128 + swizzle;
+        const uint32_t target = shared.vt + vt.stage * C::kVtBytes + lane_idx % 16 * 128;
+        const uint32_t upper_keys = lane_idx / 16 * 16;
+#pragma unroll 1
+        for (int turn = warp; turn < kTurns; turn += kTransposers) {
+            const int keys = turn / (C::kHeadDim / kColumns);  // 32 of them
+            const int column = turn % (C::kHeadDim / kColumns) * kColumns;
+            const uint32_t from =
+                (source + column / kPanelColumns * C::kKVPanelBytes + keys * 4096) ^
+                (column % kPanelColumns);
+            const uint32_t to = target + keys / 4 * C::kVtPanelBytes + column * 128 +
+                                ((keys % 4 * 32 + upper_keys) ^ swizzle);
+            uint32_t tiles[kColumns / 16][4];
+#pragma unroll
+            for (int i = 0; i < kColumns / 16; ++i) {
+                ldmatrix_x4_trans(tiles[i], from ^ (16 * i));
+            }
+#pragma unroll
+            for (int i = 0; i < kColumns / 16; ++i) {
+                const uint32_t (&w)[4] = tiles[i];
+                stmatrix_x4(to + i * 2048, __byte_perm(w[0], w[1], 0x6420),
+                            __byte_perm(w[0], w[1], 0x7531), __byte_perm(w[2], w[3], 0x6420),
+                            __byte_perm(w[2], w[3], 0x7531));
+            }
+        }
+    }
+
+    // Zeros what the block holds beyond the sequence: 0 times a nan there is a nan.
+    __device__ __forceinline__ void clear_foreign_rows(int rows) const {
+        const uint32_t base = shared.v + v.stage * C::kKVBytes;
+#pragma unroll 1
+        for (int i = 8 * rows + 32 * warp + lane_idx; i < 8 * C::kBlockN; i += 32 * kTransposers) {
+#pragma unroll
+            for (int panel = 0; panel < C::kPanels; ++panel) {
+                st_shared_16(base + panel * C::kKVPanelBytes + 16 * i, make_uint4(0, 0, 0, 0));
+            }
+        }
+        // The copy engine writes here again.
+        fence_proxy_async();
+        named_barrier_sync(1 + C::kConsumers, 32 * kTransposers);
+    }
+
+    __device__ __forceinline__ void run() {
+        while (true) {
+            mbarrier_wait(shared.tile_full(slot.stage), slot.parity);
+            const uint32_t address = shared.tiles + slot.stage * sizeof(Tile);
+            const bool is_valid = static_cast<int>(ld_shared_16(address).x) >= 0;
+            const uint4 lengths = ld_shared_16(address + 16);
+            __syncwarp();
+            mbarrier_arrive_if(shared.tile_empty(slot.stage), lane_idx == 0);
+            slot.advance();
+            if (!is_valid) {
+                return;
+            }
+            const int seqlen_k = lengths.y, block_begin = lengths.z, block_end = lengths.w;
+#pragma unroll 1
+            for (int block = block_end - 1; block >= block_begin; --block) {
+                mbarrier_wait(shared.v_full(v.stage), v.parity);
+                const int rows = seqlen_k - block * C::kBlockN;
+                if (p.has_foreign_rows && rows < C::kBlockN) {
+                    clear_foreign_rows(rows);
+                }
+                mbarrier_wait(shared.vt_empty(vt.stage), vt.parity ^ 1);
+                transpose();
+                fence_proxy_async();
+                __syncwarp();
+                mbarrier_arrive_if(shared.vt_full(vt.stage), lane_idx == 0);
+                mbarrier_arrive_if(shared.v_empty(v.stage), lane_idx == 0);
+                v.advance();
+                vt.advance();
+            }
+        }
+    }
+};
+
+// Writes the tiles that see no keys, in fixed turn; says which tables led outside.
+template <class C>
+__device__ __forceinline__ void write_empty_tiles(const Parameters& p, int thread_idx) {
+    const int num_rows = (p.seqlen_q + C::kBlockM - 1) / C::kBlockM;
+    const int num_tiles = num_rows * p.batch_size * p.num_heads;
+#pragma unroll 1
+    for (int index = blockIdx.x; index < num_tiles; index += gridDim.x) {
+        const Tile tile = locate<C>(p, index);
+        if (tile.head == 0 && tile.row_begin == 0) {
+            report_lengths(p, tile.batch);
+        }
+        const int rows = min(C::kBlockM, tile.seqlen_q - tile.row_begin);
+        if (rows <= 0 || !tile.is_empty()) {
+            continue;
+        }
+        const int64_t token = tile.q_begin + tile.row_begin;
+        char* out = static_cast<char*>(p.out) +
+                    2 * (tile.batch * p.out_batch_stride + token * p.out_token_stride +
+                         tile.head * p.out_head_stride);
+        const int vecs = p.head_dim / 8;
+#pragma unroll 1
+        for (int i = thread_idx; i < rows * vecs; i += 32 * kTransposers) {
+            const int row = i / vecs;
+            *reinterpret_cast<uint4*>(out + 2 * row * p.out_token_stride + 16 * (i - row * vecs)) =
+                make_uint4(0, 0, 0, 0);
+        }
+        if (p.lse) {
+            float* lse = p.lse + tile.batch * p.lse_batch_stride + tile.head * p.lse_head_stride;
+#pragma unroll 1
+            for (int i = thread_idx; i < rows; i += 32 * kTransposers) {
+                lse[token + i] = -INFINITY;
+            }
+        }
+    }
+}
+
+}  // namespace kernel_hub::attention::fp8

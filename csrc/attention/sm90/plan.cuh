@@ -1,0 +1,184 @@
+// flash_attention_sm90.cu: its tile shapes, parameters and shared memory.
+#pragma once
+
+#include "attention/lengths.cuh"
+#include "kernel_hub/mma.cuh"
+#include "kernel_hub/tma.cuh"
+#include "kernel_hub/warpgroup.cuh"
+
+namespace kernel_hub::attention::sm90 {
+
+enum class Mask { kFull, kCausal, kWindow };
+
+constexpr int kPanelColumns = 64;  // columns of a 128-byte row of shared memory
+constexpr int kTileSlots = 4;
+// Probabilities stay below 2^kRescaleBits, which fp16 holds.
+constexpr float kRescaleBits = 8.f;
+
+template <typename T_, int kHeadDim_, int kConsumers_, int kBlockN_, Mask kMask_>
+struct Config {
+    using T = T_;
+    static constexpr int kHeadDim = kHeadDim_;
+    static constexpr int kConsumers = kConsumers_;
+    static constexpr int kBlockM = 64 * kConsumers;
+    static constexpr int kBlockN = kBlockN_;
+    static constexpr Mask kMask = kMask_;
+    static constexpr int kThreads = 128 * (1 + kConsumers);
+    static constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;
+    static constexpr int kStages = 2;
+    static constexpr int kQStages = 1;
+    // Whether a warpgroup leaves out a tile's first block where it sees nothing of it; with blocks
+    // wider than that it sees something of each.
+    static constexpr bool kTrims = kMask == Mask::kCausal && (kConsumers > 2 || kBlockN < 128);
+    static constexpr int kQPanelBytes = 64 * 128;
+    static constexpr int kQBytes = kPanels * kQPanelBytes;  // of one consumer
+    static constexpr int kKVPanelBytes = kBlockN * 128;
+    static constexpr int kKVBytes = kPanels * kKVPanelBytes;
+    static constexpr int kSharedBytes =
+        kConsumers * kQStages * kQBytes + 2 * kStages * kKVBytes + 1024;
+    static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
+    static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
+    // The registers a thread starts with: 65,536 registers over its threads, in units of 8.
+    static constexpr int kStartRegisters = 65536 / kThreads / 8 * 8;
+    static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
+                      (1 + kConsumers) * kStartRegisters,
+                  "acquire_registers would wait for ever");
+    static_assert(kSharedBytes <= 227 * 1024, "shared memory of an SM");
+    static_assert(kBlockN % 16 == 0 && kHeadDim % 16 == 0, "products are 16 deep");
+    static_assert(64 * (kConsumers - 1) <= kBlockN, "at most one block is left out");
+};
+
+struct Parameters {
+    void* out;   // (batch, seqlen_q, heads, head_dim) by strides
+    float* lse;  // or null
+    int* flag;   // what tables led outside (bounds.cuh), or null
+    const CUtensorMap *q, *k, *v;
+    const int* cu_seqlens_q;   // (batch + 1) or null
+    const int* cu_seqlens_k;   // (batch + 1) or null
+    const int* cache_seqlens;  // (batch) or null
+    const int* block_table;    // (batch, pages of a sequence) or null: K and V are pages
+    int* tile_counter;         // {next tile, blocks that are done}, zeros
+    int64_t out_batch_stride, out_token_stride, out_head_stride, lse_batch_stride, lse_head_stride;
+    int64_t block_table_stride;
+    int batch_size, num_heads, num_kv_heads, head_dim;
+    int seqlen_q, seqlen_k;  // with cu_seqlens: of the longest; seqlen_k bounds cache_seqlens
+    int total_q, total_k;    // rows of q and k that cu_seqlens tell apart
+    int num_pages;
+    int page_size, box_rows;  // keys of a page; those that one copy brings, which divide it
+    int window_left, window_right;
+    int heads_per_group;   // this many (batch, head) pairs run through their tiles together
+    int has_foreign_rows;  // keys past a sequence's end belong to something else
+    // scale_log2: scores are multiplied by it before exp2; with softcap it is softcap, without it
+    // softmax_scale. cap_scale_log2: 2 softmax_scale / softcap, or 0 without softcap. Both are
+    // times log2(e).
+    float scale_log2, cap_scale_log2;
+};
+
+// One tile, as the producer tells the consumers: 32 bytes of shared memory.
+struct Tile {
+    int row_begin;  // -1: there are no more
+    int head, batch, q_begin;
+    int seqlen_q, seqlen_k, block_begin, block_end;  // blocks of kBlockN keys
+
+    __device__ __forceinline__ bool is_valid() const { return row_begin >= 0; }
+    __device__ __forceinline__ bool is_empty() const { return block_end <= block_begin; }
+    __device__ __forceinline__ int offset() const { return seqlen_k - seqlen_q; }
+};
+
+// Reads 16 bytes; volatile, so that no earlier read is used again.
+__device__ __forceinline__ int4 ld_shared_volatile(uint32_t address) {
+    int4 v;
+    asm volatile("ld.volatile.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(address)
+                 : "memory");
+    return v;
+}
+
+// The sequences with keys and queries, the longest first, where their lengths are on the device.
+struct Order {
+    static constexpr int kMost = 256;  // with more of them they stay in the order they have
+    int end[kMost];                    // how many tiles there are up to here
+    unsigned char batch[kMost];
+    int count;
+};
+
+// `value`, with its origin hidden: quotients by it are computed where they are used, not prepared
+// before the loop and then held in registers, of which the loading warp has none to spare.
+__device__ __forceinline__ int fresh(int value) {
+    asm volatile("" : "+r"(value));
+    return value;
+}
+
+// What the roles share.
+template <class C>
+struct Shared {
+    uint32_t q, k, v;  // addresses
+    uint32_t barriers;
+    Tile* tiles;
+    uint32_t tiles_address;
+    const Order* order;
+
+    static constexpr int kQFull = 0;
+    static constexpr int kQEmpty = kQFull + C::kQStages * C::kConsumers;
+    static constexpr int kKFull = kQEmpty + C::kQStages * C::kConsumers;
+    static constexpr int kKEmpty = kKFull + C::kStages;
+    static constexpr int kVFull = kKEmpty + C::kStages;
+    static constexpr int kVEmpty = kVFull + C::kStages;
+    static constexpr int kTileFull = kVEmpty + C::kStages;
+    static constexpr int kTileEmpty = kTileFull + kTileSlots;
+    static constexpr int kCount = kTileEmpty + kTileSlots;
+
+    __device__ __forceinline__ Tile read_tile(int slot) const {
+        const int4 a = ld_shared_volatile(tiles_address + slot * sizeof(Tile));
+        const int4 b = ld_shared_volatile(tiles_address + slot * sizeof(Tile) + 16);
+        return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+    }
+    __device__ __forceinline__ uint32_t barrier(int i) const { return barriers + 8 * i; }
+    __device__ __forceinline__ uint32_t q_full(int stage, int consumer) const {
+        return barrier(kQFull + stage * C::kConsumers + consumer);
+    }
+    __device__ __forceinline__ uint32_t q_empty(int stage, int consumer) const {
+        return barrier(kQEmpty + stage * C::kConsumers + consumer);
+    }
+    __device__ __forceinline__ uint32_t q_tile(int stage, int consumer) const {
+        return q + (stage * C::kConsumers + consumer) * C::kQBytes;
+    }
+    __device__ __forceinline__ uint32_t k_full(int stage) const { return barrier(kKFull + stage); }
+    __device__ __forceinline__ uint32_t k_empty(int stage) const {
+        return barrier(kKEmpty + stage);
+    }
+    __device__ __forceinline__ uint32_t v_full(int stage) const { return barrier(kVFull + stage); }
+    __device__ __forceinline__ uint32_t v_empty(int stage) const {
+        return barrier(kVEmpty + stage);
+    }
+    __device__ __forceinline__ uint32_t tile_full(int slot) const {
+        return barrier(kTileFull + slot);
+    }
+    __device__ __forceinline__ uint32_t tile_empty(int slot) const {
+        return barrier(kTileEmpty + slot);
+    }
+};
+
+// A place in a ring of kCount stages, with the parity of the round it is in.
+template <int kCount>
+struct Place {
+    int stage = 0;
+    uint32_t parity = 0;
+
+    __device__ __forceinline__ void advance() {
+        if (kCount == 1 || ++stage == kCount) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+
+    // Moves on by 0 or 1, without a branch.
+    __device__ __forceinline__ void advance_by(int count) {
+        stage += count;
+        parity ^= stage / kCount;
+        stage %= kCount;
+    }
+};
+
+}  // namespace kernel_hub::attention::sm90

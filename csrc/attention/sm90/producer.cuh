@@ -1,0 +1,293 @@
+// flash_attention_sm90.cu: the warpgroup that loads: a warp for Q and K, one for V, and two that
+// write tiles without keys.
+#pragma once
+
+#include "attention/sm90/schedule.cuh"
+#include "kernel_hub/math.cuh"
+#include "kernel_hub/mbarrier.cuh"
+#include "kernel_hub/tma.cuh"
+#include "kernel_hub/warpgroup.cuh"
+
+namespace kernel_hub::attention::sm90 {
+
+// A whole warp brings the blocks of K (and Q, and finds the tiles) or of V into their ring; one
+// lane starts the copies. Two such warps run the same code.
+template <class C>
+struct Loader {
+    const Parameters& p;
+    const Shared<C>& shared;
+    const bool has_values;  // V, else Q and K
+    const CUtensorMap* const map;
+    const uint32_t tiles, full, empty;  // of stage 0
+    const int lane_idx;
+    Place<C::kStages> place;
+    Place<C::kQStages> q;
+    Place<kTileSlots> slot;
+    int ticket = 0;  // lane 0: what the counter said last
+
+    __device__ __forceinline__ Loader(const Parameters& p_, const Shared<C>& shared_, bool values)
+        : p(p_),
+          shared(shared_),
+          has_values(values),
+          map(values ? p_.v : p_.k),
+          tiles(values ? shared_.v : shared_.k),
+          full(values ? shared_.v_full(0) : shared_.k_full(0)),
+          empty(values ? shared_.v_empty(0) : shared_.k_empty(0)),
+          lane_idx(threadIdx.x % 32) {}
+
+    // Waits for room for a block and announces its bytes.
+    __device__ __forceinline__ void open(bool is_leader) {
+        mbarrier_wait(empty + 8 * place.stage, place.parity ^ 1);
+        if (is_leader) {
+            mbarrier_arrive_expect_tx(full + 8 * place.stage, C::kKVBytes);
+        }
+    }
+
+    __device__ __forceinline__ void copy(uint32_t target, int row, int head, int batch) const {
+#pragma unroll
+        for (int panel = 0; panel < C::kPanels; ++panel) {
+            tma_load_4d(target + panel * C::kKVPanelBytes, map, full + 8 * place.stage,
+                        panel * kPanelColumns, row, head, batch);
+        }
+    }
+
+    // The blocks of a tile, from right to left.
+    __device__ __forceinline__ void load(const Tile& tile) {
+        const int head = tile.head / (p.num_heads / p.num_kv_heads);
+        if (p.block_table) {
+            load_pages(tile, head);
+            return;
+        }
+        const int begin = p.cu_seqlens_k ? p.cu_seqlens_k[tile.batch] : 0;
+        const int batch = p.cu_seqlens_k ? 0 : tile.batch;
+#pragma unroll 1
+        for (int block = tile.block_end - 1; block >= tile.block_begin; --block) {
+            const uint32_t target = tiles + place.stage * C::kKVBytes;
+            const int row = begin + block * C::kBlockN;
+            const bool is_leader = elect_one();
+            open(is_leader);
+            if (is_leader) {
+                copy(target, row, head, batch);
+            }
+            place.advance();
+            follow(tile, block);
+        }
+    }
+
+    // The same through the block table: lane i finds the page of the i-th box of a block, and reads
+    // the table a block ahead. A box past the sequence's end, or on a page that is not there, has
+    // page -1, for which the TMA writes zeros.
+    __device__ __forceinline__ void load_pages(const Tile& tile, int head) {
+        const int num_boxes = C::kBlockN / p.box_rows;
+        const int step_pages = C::kBlockN / p.page_size;
+        const int step_rows = C::kBlockN - step_pages * p.page_size;
+        const int* table = p.block_table + tile.batch * p.block_table_stride;
+        int key = (tile.block_end - 1) * C::kBlockN + lane_idx * p.box_rows;
+        int index = key / p.page_size;        // of the lane's page in the sequence
+        int row = key - index * p.page_size;  // of the box in it
+        bool is_box = lane_idx < num_boxes && key < tile.seqlen_k;
+        int page = is_box ? table[index] : 0;
+#pragma unroll 1
+        for (int block = tile.block_end - 1; block >= tile.block_begin; --block) {
+            const bool is_there = is_box && is_index(page, p.num_pages);
+            report_if(p.flag, is_box && !is_there, kPagesOutside);
+            const int pages = is_there ? page : -1;
+            int box_row = __shfl_sync(kAllLanes, row, 0);
+            key -= C::kBlockN;
+            index -= step_pages;
+            row -= step_rows;
+            if (row < 0) {
+                row += p.page_size;
+                --index;
+            }
+            is_box = block > tile.block_begin && lane_idx < num_boxes;
+            if (is_box) {
+                page = table[index];
+            }
+            uint32_t target = tiles + place.stage * C::kKVBytes;
+            const bool is_leader = elect_one();
+            open(is_leader);
+#pragma unroll 1
+            for (int first = 0; first < num_boxes; first += kBoxes) {
+                int found[kBoxes];
+#pragma unroll
+                for (int i = 0; i < kBoxes; ++i) {
+                    found[i] = __shfl_sync(kAllLanes, pages, first + i);
+                }
+#pragma unroll
+                for (int i = 0; i < kBoxes; ++i) {
+                    if (is_leader && first + i < num_boxes) {
+                        copy(target, box_row, head, found[i]);
+                    }
+                    target += p.box_rows * 128;
+                    box_row += p.box_rows;
+                    box_row = box_row == p.page_size ? 0 : box_row;
+                }
+            }
+            place.advance();
+            follow(tile, block);
+        }
+    }
+
+    __device__ __forceinline__ void publish(const Tile& tile) {
+        mbarrier_wait(shared.tile_empty(slot.stage), slot.parity ^ 1);
+        if (lane_idx == 0) {
+            int4* words = reinterpret_cast<int4*>(shared.tiles + slot.stage);
+            words[0] = make_int4(tile.row_begin, tile.head, tile.batch, tile.q_begin);
+            words[1] = make_int4(tile.seqlen_q, tile.seqlen_k, tile.block_begin, tile.block_end);
+            mbarrier_arrive(shared.tile_full(slot.stage));
+        }
+    }
+
+    __device__ __forceinline__ void load_q(const Tile& tile) {
+        const int row = tile.q_begin + tile.row_begin, batch = p.cu_seqlens_q ? 0 : tile.batch;
+#pragma unroll
+        for (int consumer = 0; consumer < C::kConsumers; ++consumer) {
+            const uint32_t full = shared.q_full(q.stage, consumer);
+            mbarrier_wait(shared.q_empty(q.stage, consumer), q.parity ^ 1);
+            if (elect_one()) {
+                mbarrier_arrive_expect_tx(full, C::kQBytes);
+#pragma unroll
+                for (int panel = 0; panel < C::kPanels; ++panel) {
+                    tma_load_4d(shared.q_tile(q.stage, consumer) + panel * C::kQPanelBytes, p.q,
+                                full, panel * kPanelColumns, row + 64 * consumer, tile.head, batch);
+                }
+            }
+        }
+        q.advance();
+    }
+
+    __device__ __forceinline__ void prefetch_q(const Tile& tile) const {
+        const int row = tile.q_begin + tile.row_begin, batch = p.cu_seqlens_q ? 0 : tile.batch;
+        if (elect_one()) {
+#pragma unroll 1
+            for (int box = 0; box < C::kPanels * C::kConsumers; ++box) {
+                tma_prefetch_4d(p.q, box % C::kPanels * kPanelColumns,
+                                row + 64 * (box / C::kPanels), tile.head, batch);
+            }
+        }
+    }
+
+    // What comes after a block of K.
+    __device__ __forceinline__ void follow(const Tile& tile, int block) {
+        if (has_values) {
+            return;
+        }
+        if (block == tile.block_end - 1) {
+            load_q(tile);
+        }
+        // A few blocks before the answer is needed. NOTE: not at the tile's beginning: who is busy
+        // for long would hold a tile that another could begin (5 % at 16k, causal, head_dim 256).
+        if (block == min(tile.block_end - 1, tile.block_begin + 3)) {
+            take_ticket();
+        }
+    }
+
+    __device__ __forceinline__ void take_ticket() {
+        ticket = lane_idx == 0 ? atomicAdd(p.tile_counter, 1) : 0;
+    }
+
+    // The next tile with keys of the schedule, published; one that is not valid after the last.
+    __device__ __forceinline__ void find(Schedule<C>& schedule, int& index) {
+        Tile tile;
+        bool is_found = false;
+        while (!is_found && index < schedule.num_tiles()) {
+            tile = schedule.find(index);
+            is_found = tile.row_begin < tile.seqlen_q && !tile.is_empty();
+            if (!is_found) {
+                take_ticket();
+                index = gridDim.x + __shfl_sync(kAllLanes, ticket, 0);
+            }
+        }
+        if (is_found) {
+            prefetch_q(tile);
+        } else {
+            tile = {};
+            tile.row_begin = -1;
+        }
+        publish(tile);
+    }
+
+    __device__ __forceinline__ void run() {
+        Schedule<C> schedule{p, *shared.order};
+        int index = blockIdx.x;
+        while (true) {
+            if (!has_values) {
+                find(schedule, index);
+            }
+            mbarrier_wait(shared.tile_full(slot.stage), slot.parity);
+            const Tile tile = shared.read_tile(slot.stage);
+            __syncwarp();
+            mbarrier_arrive_if(shared.tile_empty(slot.stage), lane_idx == 0);
+            slot.advance();
+            if (!tile.is_valid()) {
+                break;
+            }
+            load(tile);
+            index = gridDim.x + __shfl_sync(kAllLanes, ticket, 0);
+        }
+        // The last block to come here leaves the counter as it found it.
+        if (!has_values && lane_idx == 0) {
+            __threadfence();
+            const unsigned last = gridDim.x - 1;
+            if (atomicInc(reinterpret_cast<unsigned*>(p.tile_counter + 1), last) == last) {
+                atomicExch(p.tile_counter, 0);
+            }
+        }
+    }
+
+    static constexpr int kBoxes = 2;  // whose pages are exchanged at a time
+};
+
+// Writes the tiles that see no keys, in fixed turn: the warps that load nothing. Says which tables
+// led outside.
+// NOTE: they must not take places in the ring: a consumer holds the place of its tile until it has
+// found the next one with keys, and four without any in between would close the ring.
+template <class C>
+__device__ __forceinline__ void write_empty_tiles(const Parameters& p) {
+    constexpr int kThreads = 64;
+    const int thread_idx = threadIdx.x - 64;
+#pragma unroll 1
+    for (int batch = 0; batch < p.batch_size; ++batch) {
+        // They are the first row blocks: those that end before the first key.
+        const RowRange queries = find_queries(p, batch), keys = find_keys(p, batch);
+        const int seqlen_q = queries.count, seqlen_k = keys.count;
+        const bool is_outside_q = queries.is_outside || seqlen_q > p.seqlen_q;
+        const bool is_outside_k = keys.is_outside || seqlen_k > p.seqlen_k;
+        report(p.flag, (is_outside_q ? kQueriesOutside : 0) | (!is_outside_k     ? 0
+                                                               : p.cache_seqlens ? kLengthsOutside
+                                                                                 : kKeysOutside));
+        int num_rows = seqlen_k > 0 ? 0 : count_rows<C>(p, seqlen_q);
+        if (C::kMask != Mask::kFull && p.window_right >= 0 && seqlen_k > 0) {
+            const int hidden = max(0, seqlen_q - seqlen_k - p.window_right);
+            num_rows = hidden >= seqlen_q ? count_rows<C>(p, seqlen_q)
+                                          : min(hidden, p.seqlen_q) / C::kBlockM;
+        }
+        const int64_t first = queries.start;
+#pragma unroll 1
+        for (int index = blockIdx.x; index < num_rows * p.num_heads; index += gridDim.x) {
+            const int head = index / num_rows;
+            const int row_begin = (index - head * num_rows) * C::kBlockM;
+            const int rows = min(C::kBlockM, seqlen_q - row_begin);
+            char* out = static_cast<char*>(p.out) +
+                        2 * (batch * p.out_batch_stride + (first + row_begin) * p.out_token_stride +
+                             head * p.out_head_stride);
+            const int vecs = p.head_dim / 8;
+#pragma unroll 1
+            for (int i = thread_idx; i < rows * vecs; i += kThreads) {
+                const int row = i / vecs;
+                *reinterpret_cast<uint4*>(out + 2 * row * p.out_token_stride +
+                                          16 * (i - row * vecs)) = make_uint4(0, 0, 0, 0);
+            }
+            if (p.lse) {
+                float* lse = p.lse + batch * p.lse_batch_stride + head * p.lse_head_stride;
+#pragma unroll 1
+                for (int i = thread_idx; i < rows; i += kThreads) {
+                    lse[first + row_begin + i] = -INFINITY;
+                }
+            }
+        }
+    }
+}
+
+}  // namespace kernel_hub::attention::sm90

@@ -1,0 +1,228 @@
+// flash_attention_sm90.cu: what a consumer holds, and does to its rows: masks, softmax, output.
+#pragma once
+
+#include "attention/sm90/plan.cuh"
+#include "kernel_hub/math.cuh"
+#include "kernel_hub/mbarrier.cuh"
+#include "kernel_hub/wgmma.cuh"
+
+namespace kernel_hub::attention::sm90 {
+
+// What a consumer keeps of a tile: the rest it reads again where it needs it.
+struct Range {
+    int diagonal;  // of the thread's first row: the key that stands under the query; none: kOver
+    int seqlen_k, block_begin, block_end;
+
+    static constexpr int kOver = -2147483647;
+    __device__ __forceinline__ bool is_valid() const { return diagonal != kOver; }
+};
+
+// A consumer's registers: its places in the rings, scores, probabilities and output of 64 rows.
+template <class C>
+struct Rows {
+    using T = typename C::T;
+    const Parameters& p;
+    const Shared<C>& shared;
+    const int consumer, thread_idx, lane_idx;
+    const int row;  // of the tile; the thread also holds row + 8
+    const uint32_t q_low, k_low, v_low;
+    Place<C::kQStages> q;
+    Place<C::kStages> k, v;
+    Place<kTileSlots> slot;
+    float scores[C::kBlockN / 2];
+    uint32_t probs[C::kBlockN / 16][4];
+    float output[C::kHeadDim / 2];
+    float row_shift[2], row_sum[2], rescale[2];
+    bool must_rescale;
+    bool k_is_there = false, v_is_there = false;
+
+    __device__ __forceinline__ Rows(const Parameters& p_, const Shared<C>& shared_, int consumer_)
+        : p(p_),
+          shared(shared_),
+          consumer(consumer_),
+          thread_idx(threadIdx.x % 128),
+          lane_idx(threadIdx.x % 32),
+          row(64 * consumer_ + 16 * (thread_idx / 32) + lane_idx / 4),
+          q_low(__shfl_sync(kAllLanes, descriptor_low(shared_.q_tile(0, consumer_), 16), 0)),
+          k_low(descriptor_low(shared_.k, 16)),
+          v_low(descriptor_low(shared_.v, C::kKVPanelBytes)) {}
+
+    // With softcap, scores become tanh(score softmax_scale / softcap).
+    __device__ __forceinline__ void cap() {
+        if (p.cap_scale_log2 == 0.f) {
+            return;
+        }
+        // 1 - 2 / (1 + exp(2 x)): absolute error 1e-7. tanh.approx is off by 5e-4, which a softcap
+        // of 50 multiplies.
+#pragma unroll
+        for (int i = 0; i < C::kBlockN / 2; ++i) {
+            scores[i] =
+                fmaf(-2.f, reciprocal_approx(1.f + exp2_approx(scores[i] * p.cap_scale_log2)), 1.f);
+        }
+    }
+
+    // Sets what the rows do not see to -inf.
+    template <bool kRight, bool kLeft>
+    __device__ __forceinline__ void mask(const Range& tile, int block) {
+        const int column = block * C::kBlockN + 2 * (lane_idx % 4);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int diagonal = tile.diagonal + 8 * r;
+            int end = tile.seqlen_k - column, begin = 0;
+            if (kRight && (C::kMask == Mask::kCausal || p.window_right >= 0)) {
+                end = min(end, diagonal + p.window_right + 1 - column);
+            }
+            if (kLeft && p.window_left >= 0) {
+                begin = diagonal - p.window_left - column;
+            }
+#pragma unroll
+            for (int j = 0; j < C::kBlockN / 8; ++j) {
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const int i = 8 * j + e;
+                    if (i >= end || (kLeft && i < begin)) {
+                        scores[4 * j + 2 * r + e] = -INFINITY;
+                    }
+                }
+            }
+        }
+    }
+
+    __device__ __forceinline__ void mask_first(const Range& tile, int block) {
+        if constexpr (C::kMask == Mask::kFull) {
+            if ((block + 1) * C::kBlockN > tile.seqlen_k) {
+                mask<false, false>(tile, block);
+            }
+        } else {
+            mask<true, C::kMask == Mask::kWindow>(tile, block);
+        }
+    }
+
+    // scores become 2^(scale_log2 score - shift); row_shift and row_sum follow. The shift is the
+    // row's largest exponent, or one up to kRescaleBits below it, so that the output is rarely
+    // rescaled.
+    template <bool kFirst>
+    __device__ __forceinline__ void softmax() {
+        bool grew = false;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            // Two chains: one alone would be bound by its latency.
+            float even = scores[2 * r], odd = scores[2 * r + 1];
+#pragma unroll
+            for (int j = 1; j < C::kBlockN / 8; ++j) {
+                even = max_nan(even, scores[4 * j + 2 * r]);
+                odd = max_nan(odd, scores[4 * j + 2 * r + 1]);
+            }
+            float largest = max_nan(even, odd);
+            largest = max_nan(largest, __shfl_xor_sync(kAllLanes, largest, 1));
+            largest = max_nan(largest, __shfl_xor_sync(kAllLanes, largest, 2));
+            largest *= p.scale_log2;
+            if constexpr (!kFirst) {
+                largest = max_nan(largest, row_shift[r]);
+                const bool keep = largest - row_shift[r] <= kRescaleBits;
+                largest = keep ? row_shift[r] : largest;
+                grew |= !keep;
+            }
+            // A row that has seen nothing yet: exp2(-inf - 0), not exp2(-inf + inf).
+            const float shift = largest == -INFINITY ? 0.f : largest;
+            if constexpr (!kFirst) {
+                rescale[r] = exp2_approx(row_shift[r] - shift);
+            }
+            row_shift[r] = largest;
+            float sum = 0.f;
+#pragma unroll
+            for (int j = 0; j < C::kBlockN / 8; ++j) {
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    float& score = scores[4 * j + 2 * r + e];
+                    score = exp2_approx(fmaf(score, p.scale_log2, -shift));
+                    sum += score;
+                }
+            }
+            row_sum[r] = kFirst ? sum : fmaf(row_sum[r], rescale[r], sum);
+        }
+        must_rescale = kFirst ? false : __any_sync(kAllLanes, grew);
+    }
+
+    __device__ __forceinline__ void rescale_output() {
+        if (!must_rescale) {
+            return;
+        }
+#pragma unroll
+        for (int i = 0; i < C::kHeadDim / 2; ++i) {
+            output[i] *= rescale[i / 2 % 2];
+        }
+    }
+
+    __device__ __forceinline__ void pack_probs() {
+#pragma unroll
+        for (int i = 0; i < C::kBlockN / 16; ++i) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                probs[i][j] = pack2<T>(scores[8 * i + 2 * j], scores[8 * i + 2 * j + 1]);
+            }
+        }
+    }
+
+    __device__ __forceinline__ Range read_range(int place) const {
+        const Tile tile = shared.read_tile(place);
+        const int diagonal = tile.is_valid() ? tile.row_begin + row + tile.offset() : Range::kOver;
+        // Known to be 0 without a left bound: a register less.
+        const int block_begin = C::kMask == Mask::kWindow ? tile.block_begin : 0;
+        return {diagonal, tile.seqlen_k, block_begin, tile.block_end};
+    }
+
+    __device__ __forceinline__ void release_tile(int place) {
+        __syncwarp();
+        mbarrier_arrive_if(shared.tile_empty(place), lane_idx == 0);
+    }
+
+    // The rows' sums are complete: writes lse; `factor` becomes what the output must be multiplied
+    // by.
+    __device__ __forceinline__ void finish_rows(int place, float (&factor)[2]) {
+        const Tile tile = shared.read_tile(place);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float sum = row_sum[r];
+            sum += __shfl_xor_sync(kAllLanes, sum, 1);
+            sum += __shfl_xor_sync(kAllLanes, sum, 2);
+            factor[r] = sum == 0.f ? 0.f : __fdividef(1.f, sum);
+            const int row_idx = tile.row_begin + row + 8 * r;
+            if (p.lse && row_idx < tile.seqlen_q && lane_idx % 4 == 0) {
+                p.lse[tile.batch * p.lse_batch_stride + tile.head * p.lse_head_stride +
+                      tile.q_begin + row_idx] =
+                    sum == 0.f ? -INFINITY : row_shift[r] * kLn2 + __logf(sum);
+            }
+        }
+    }
+
+    // Writes the tile's output.
+    __device__ __forceinline__ void store(int place, const float (&factor)[2]) {
+        const Tile tile = shared.read_tile(place);  // again: it would take registers until here
+        release_tile(place);
+        const int first_column = 8 * (lane_idx % 4);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int row_idx = tile.row_begin + row + 8 * r;
+            const bool is_inside = row_idx < tile.seqlen_q;
+            T* out = static_cast<T*>(p.out) + tile.batch * p.out_batch_stride +
+                     (tile.q_begin + row_idx) * p.out_token_stride + tile.head * p.out_head_stride;
+#pragma unroll
+            for (int i = 0; i < C::kHeadDim / 32; ++i) {
+                uint32_t words[4];
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    const int column = 4 * (4 * i + j) + 2 * r;
+                    words[j] = pack2<T>(output[column] * factor[r], output[column + 1] * factor[r]);
+                }
+                transpose_in_quad(words, lane_idx);
+                if (is_inside && 32 * i + first_column < p.head_dim) {
+                    *reinterpret_cast<uint4*>(out + 32 * i + first_column) =
+                        make_uint4(words[0], words[1], words[2], words[3]);
+                }
+            }
+        }
+    }
+};
+
+}  // namespace kernel_hub::attention::sm90

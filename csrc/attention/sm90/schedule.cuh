@@ -1,0 +1,147 @@
+// flash_attention_sm90.cu: which tile comes when.
+#pragma once
+
+#include "attention/sm90/plan.cuh"
+#include "kernel_hub/math.cuh"
+
+namespace kernel_hub::attention::sm90 {
+
+template <class C>
+__device__ __forceinline__ int count_rows(int seqlen_q) {
+    return (seqlen_q + C::kBlockM - 1) / C::kBlockM;
+}
+
+// Row blocks of a sequence that are worked on: no more than the longest may have, so that their
+// number stays an int whatever cu_seqlens say.
+template <class C>
+__device__ __forceinline__ int count_rows(const Parameters& p, int seqlen_q) {
+    return count_rows<C>(min(seqlen_q, p.seqlen_q));
+}
+
+__device__ __forceinline__ bool has_lengths(const Parameters& p) {
+    return (p.cu_seqlens_q || p.cu_seqlens_k || p.cache_seqlens) && p.batch_size <= Order::kMost;
+}
+
+// Sorts the sequences by their keys. Every thread of the block; ends with a barrier.
+template <class C>
+__device__ __forceinline__ void make_order(const Parameters& p, Order& order) {
+    const int batch = threadIdx.x;
+    const bool is_one = batch < p.batch_size;
+    int keys = 0, tiles = 0, rank = 0;
+    if (is_one) {
+        keys = find_keys(p, batch).count;
+        tiles = keys > 0 ? count_rows<C>(p, find_queries(p, batch).count) * p.num_heads : 0;
+        order.end[batch] = keys;
+    }
+    __syncthreads();
+    if (is_one) {
+#pragma unroll 1
+        for (int i = 0; i < p.batch_size; ++i) {
+            const int other = order.end[i];
+            rank += other > keys || (other == keys && i < batch);
+        }
+    }
+    __syncthreads();
+    if (is_one) {
+        order.end[rank] = tiles;
+        order.batch[rank] = batch;
+    }
+    __syncthreads();
+    if (threadIdx.x < 32) {
+        int sum = 0;
+#pragma unroll 1
+        for (int first = 0; first < p.batch_size; first += 32) {
+            const int i = first + threadIdx.x;
+            int end = i < p.batch_size ? order.end[i] : 0;
+#pragma unroll
+            for (int step = 1; step < 32; step *= 2) {
+                const int left = __shfl_up_sync(kAllLanes, end, step);
+                end += threadIdx.x >= step ? left : 0;
+            }
+            end += sum;
+            if (i < p.batch_size) {
+                order.end[i] = end;
+            }
+            sum = __shfl_sync(kAllLanes, end, 31);
+        }
+        order.count = sum;
+    }
+    __syncthreads();
+}
+
+// The tile of row block `row` of a head: its lengths and the blocks of keys that it sees.
+template <class C>
+__device__ __forceinline__ Tile describe(const Parameters& p, int row, int batch, int head) {
+    Tile tile;
+    tile.row_begin = row * C::kBlockM;
+    tile.batch = batch;
+    tile.head = head;
+    const RowRange queries = find_queries(p, batch);
+    tile.q_begin = queries.start;
+    tile.seqlen_q = queries.count;
+    tile.seqlen_k = find_keys(p, batch).count;
+    int key_begin = 0, key_end = tile.seqlen_k;
+    if (C::kMask != Mask::kFull && p.window_right >= 0) {
+        const int row_end = min(tile.row_begin + C::kBlockM, tile.seqlen_q);
+        key_end = min(key_end, row_end + tile.offset() + p.window_right);
+    }
+    if (C::kMask == Mask::kWindow && p.window_left >= 0) {
+        key_begin = max(0, tile.row_begin + tile.offset() - p.window_left);
+    }
+    tile.block_begin = key_begin / C::kBlockN;
+    tile.block_end = key_end > key_begin ? (key_end + C::kBlockN - 1) / C::kBlockN : 0;
+    return tile;
+}
+
+// Walks through the schedule. Causal: the tiles with the most keys first, within groups of heads
+// whose keys and values stay in the L2.
+template <class C>
+struct Schedule {
+    const Parameters& p;
+    const Order& order;
+    int cursor = 0;  // in `order`
+
+    __device__ __forceinline__ int num_tiles() const {
+        return has_lengths(p) ? order.count
+                              : count_rows<C>(p.seqlen_q) * fresh(p.batch_size) * p.num_heads;
+    }
+
+    // Tile number `index`, which must not fall from call to call. row_begin is beyond seqlen_q
+    // where there is no such tile.
+    __device__ __forceinline__ Tile find(int index) {
+        const int num_heads = fresh(p.num_heads);
+        int num_rows = fresh(count_rows<C>(p.seqlen_q)), num_pairs = p.batch_size * num_heads;
+        int heads_per_group = p.heads_per_group, batch = -1;
+        if (has_lengths(p)) {
+#pragma unroll 1
+            while (index >= order.end[cursor]) {
+                ++cursor;
+            }
+            index -= cursor == 0 ? 0 : order.end[cursor - 1];
+            batch = order.batch[cursor];
+            num_rows = count_rows<C>(p, find_queries(p, batch).count);
+            num_pairs = num_heads;
+            heads_per_group = min(num_pairs, heads_per_group);
+        }
+        int row, pair;
+        if constexpr (C::kMask == Mask::kCausal) {
+            const int group = index / (heads_per_group * num_rows);
+            const int first = group * heads_per_group;
+            const int size = min(heads_per_group, num_pairs - first);
+            const int rest = index - first * num_rows;
+            row = num_rows - 1 - rest / size;
+            pair = first + rest % size;
+        } else {
+            row = index % num_rows;
+            pair = index / num_rows;
+        }
+        int head = pair;
+        if (batch < 0) {
+            batch = pair / num_heads;
+            head = pair - batch * num_heads;
+        }
+        return describe<C>(p, row, batch, head);
+    }
+};
+
+}  // namespace kernel_hub::attention::sm90

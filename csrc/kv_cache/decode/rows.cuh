@@ -1,0 +1,267 @@
+// Rows of new queries, keys and values as a decode step takes them: read, bias added, rotated.
+#pragma once
+
+#include "kernel_hub/e4m3.cuh"
+#include "kernel_hub/ptx.cuh"
+#include "kernel_hub/vec.cuh"
+#include "kv_cache/decode/tiles.cuh"
+#include "kv_cache/decode/work.cuh"
+
+namespace kernel_hub::kv_cache::decode {
+
+// Cosines and sines; `cos` null: no rotation.
+struct Rotation {
+    const void* cos;  // (max_position, rotary_dim / 2), fp32 or 16-bit
+    const void* sin;  // same
+    int64_t stride;
+    int rotary_dim, max_position, entry_bytes;
+    bool is_interleaved;
+
+    __device__ __forceinline__ bool has(int position) const {
+        return position >= 0 && position < max_position;
+    }
+};
+
+// kCount table entries as floats; nan where the table ends before `position`.
+template <typename T, int kCount>
+__device__ __forceinline__ void read_table(const void* table, int64_t offset, int entry_bytes,
+                                           bool is_inside, float (&values)[kCount]) {
+    static_assert(kCount == 1 || kCount == 8, "one entry, or those of a vector of 16-bit values");
+    const int64_t at = is_inside ? offset : 0;
+    if constexpr (kCount == 8) {
+        if (entry_bytes == 4) {
+            const float4* entries =
+                reinterpret_cast<const float4*>(static_cast<const float*>(table) + at);
+            const float4 low = __ldg(entries), high = __ldg(entries + 1);
+            values[0] = low.x, values[1] = low.y, values[2] = low.z, values[3] = low.w;
+            values[4] = high.x, values[5] = high.y, values[6] = high.z, values[7] = high.w;
+        } else {
+            unpack<T>(load_shared_by_blocks(static_cast<const T*>(table) + at), values);
+        }
+    } else {
+        values[0] = entry_bytes == 4 ? __ldg(static_cast<const float*>(table) + at)
+                                     : to_float(__ldg(static_cast<const T*>(table) + at));
+    }
+    if (!is_inside) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            values[i] = __int_as_float(0x7fffffff);
+        }
+    }
+}
+
+// Columns column .. column + 7 of a row: x + bias.
+template <typename T>
+__device__ __forceinline__ void read_biased(const T* row, const T* bias, int column,
+                                            float (&values)[8]) {
+    unpack<T>(load_shared_by_blocks(row + column), values);
+    if (bias != nullptr) {
+        float added[8];
+        unpack<T>(load_shared_by_blocks(bias + column), added);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            values[i] += added[i];
+        }
+    }
+}
+
+// The same, rotated; everything 16-byte aligned, rotary_dim a multiple of 16.
+template <typename T>
+__device__ __forceinline__ void read_rotated(const T* row, const T* bias, const Rotation& rotation,
+                                             int position, int column, float (&values)[8]) {
+    read_biased(row, bias, column, values);
+    if (rotation.cos == nullptr || column >= rotation.rotary_dim) {
+        return;
+    }
+    const int half = rotation.rotary_dim / 2;
+    const bool is_inside = rotation.has(position);
+    const bool is_second = column >= half;
+    // Interleaved: four pairs; eight entries are read, aligned, and half of them used.
+    const int pair = rotation.is_interleaved ? column / 2 : column - (is_second ? half : 0);
+    const int64_t at = position * rotation.stride + pair / 8 * 8;
+    float c[8], s[8];
+    read_table<T>(rotation.cos, at, rotation.entry_bytes, is_inside, c);
+    read_table<T>(rotation.sin, at, rotation.entry_bytes, is_inside, s);
+    if (rotation.is_interleaved) {
+        const bool is_high = pair % 8 != 0;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float cosine = is_high ? c[4 + i] : c[i], sine = is_high ? s[4 + i] : s[i];
+            const float a = values[2 * i], b = values[2 * i + 1];
+            values[2 * i] = a * cosine - b * sine;
+            values[2 * i + 1] = b * cosine + a * sine;
+        }
+    } else {
+        float partner[8];
+        read_biased(row, bias, is_second ? column - half : column + half, partner);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            values[i] = values[i] * c[i] + (is_second ? partner[i] : -partner[i]) * s[i];
+        }
+    }
+}
+
+// One element, for any alignment and any even rotary_dim.
+template <typename T>
+__device__ __forceinline__ float read_rotated_element(const T* row, const T* bias,
+                                                      const Rotation& rotation, int position,
+                                                      int column) {
+    auto biased = [&](int at) {
+        return to_float(row[at]) + (bias == nullptr ? 0.0f : to_float(bias[at]));
+    };
+    const float value = biased(column);
+    if (rotation.cos == nullptr || column >= rotation.rotary_dim) {
+        return value;
+    }
+    const int half = rotation.rotary_dim / 2;
+    const bool is_second = rotation.is_interleaved ? column % 2 != 0 : column >= half;
+    const int step = rotation.is_interleaved ? 1 : half;
+    const int pair = rotation.is_interleaved ? column / 2 : column - (is_second ? half : 0);
+    const int64_t at = position * rotation.stride + pair;
+    float c[1], s[1];
+    read_table<T>(rotation.cos, at, rotation.entry_bytes, rotation.has(position), c);
+    read_table<T>(rotation.sin, at, rotation.entry_bytes, rotation.has(position), s);
+    const float partner = biased(is_second ? column - step : column + step);
+    return value * c[0] + (is_second ? partner : -partner) * s[0];
+}
+
+// A cache element from a float, rounded to nearest even; e4m3 of value * inverse_scale.
+template <typename Cache>
+__device__ __forceinline__ Cache to_cache(float value, float inverse_scale) {
+    if constexpr (sizeof(Cache) == 1) {
+        return float_to_e4m3(value * inverse_scale);
+    } else {
+        return from_float<Cache>(value);
+    }
+}
+
+// Eight of them to memory, aligned to their size.
+template <typename Cache>
+__device__ __forceinline__ void store_cache(Cache* target, const float (&values)[8],
+                                            float inverse_scale) {
+    if constexpr (sizeof(Cache) == 1) {
+        uint32_t words[2] = {0, 0};
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            words[i / 4] |= static_cast<uint32_t>(to_cache<Cache>(values[i], inverse_scale).__x)
+                            << i % 4 * 8;
+        }
+        *reinterpret_cast<uint2*>(target) = make_uint2(words[0], words[1]);
+    } else {
+        st_global(target, pack<Cache>(values));
+    }
+}
+
+// Write the queries of the segment to shared memory and its new tokens to the cache.
+template <typename Config, typename Args>
+__device__ __forceinline__ void prepare_rows(const Args& args, const Segment& segment,
+                                             const Extent& extent, uint8_t* queries) {
+    using T = typename Config::T;
+    using Cache = typename Config::Cache;
+    const Rotation rotation = {
+        args.cos,          args.sin,         args.table_stride,       args.rotary_dim,
+        args.max_position, args.table_bytes, args.is_interleaved != 0};
+    const int group = args.num_heads / args.num_kv_heads;
+    const int first_row = segment.row_block * Config::kRows;
+    const int num_rows = min(args.rows() - first_row, Config::kRows);
+    const int first_position = extent.length - args.seqlen_q;
+    // The new tokens whose places lie in this segment.
+    int first_new = 0, num_new = 0;
+    if (args.k != nullptr) {
+        const int begin = segment.first_unit * Config::kUnit;
+        const int end = min(begin + segment.num_units * Config::kUnit, extent.num_tokens);
+        first_new = max(begin - first_position, 0);
+        num_new = max(end - first_position - first_new, 0);
+    }
+    const int cache_chunks = args.head_dim / 8;
+    const int query_jobs = num_rows * Config::kQueryChunks;
+    const int jobs = query_jobs + num_new * 2 * cache_chunks;
+#pragma unroll 1
+    for (int job = threadIdx.x; job < jobs; job += Config::kThreads) {
+        const bool is_query = job < query_jobs;
+        const int j = job - query_jobs;
+        const int chunk = is_query ? job % Config::kQueryChunks : j % cache_chunks;
+        const int row = is_query ? job / Config::kQueryChunks : j / (2 * cache_chunks);
+        const bool is_value = !is_query && j / cache_chunks % 2 != 0;
+        const int token = is_query ? (first_row + row) / group : first_new + row;
+        const int head =
+            is_query ? segment.kv_head * group + (first_row + row) % group : segment.kv_head;
+        const T* source = is_query   ? args.q + segment.batch_idx * args.q_batch_stride +
+                                           token * args.q_token_stride + head * args.q_head_stride
+                          : is_value ? args.v + segment.batch_idx * args.v_batch_stride +
+                                           token * args.v_token_stride + head * args.v_head_stride
+                                     : args.k + segment.batch_idx * args.k_batch_stride +
+                                           token * args.k_token_stride + head * args.k_head_stride;
+        const T* bias = args.qkv_bias;
+        if (bias != nullptr) {
+            const int before = is_query   ? 0
+                               : is_value ? args.num_heads + args.num_kv_heads
+                                          : args.num_heads;
+            bias += static_cast<int64_t>(before + head) * args.head_dim;
+        }
+        Rotation turned = rotation;
+        turned.cos = is_value ? nullptr : rotation.cos;
+        const int position = first_position + token, column = chunk * 8;
+
+        Cache* target = nullptr;
+        float inverse_scale = 1.0f;
+        if (!is_query) {
+            int page = segment.batch_idx, in_page = position;
+            if (args.block_table != nullptr) {
+                page = __ldg(args.block_table + segment.batch_idx * args.block_table_stride +
+                             position / args.page_size);
+                in_page = position % args.page_size;
+            }
+            // No page, no place: the row is dropped (the attention says so in the flag).
+            if (!is_index(page, args.num_pages)) {
+                continue;
+            }
+            target = is_value
+                         ? args.v_cache + page * args.v_cache_page_stride +
+                               in_page * args.v_cache_token_stride + head * args.v_cache_head_stride
+                         : args.k_cache + page * args.k_cache_page_stride +
+                               in_page * args.k_cache_token_stride +
+                               head * args.k_cache_head_stride;
+            const float* scales = is_value ? args.v_scale : args.k_scale;
+            inverse_scale = scales == nullptr ? 1.0f : 1.0f / __ldg(scales + head);
+        }
+        // Where words (pairs of columns) 0 .. 3 of a query's chunk lie. For e4m3 keys they are
+        // interleaved by twos: a lane's four bytes of a key are then its two halves of B.
+        auto word_place = [&](int word) {
+            const int at = Config::kQuantised ? (chunk & ~1) + (word & 1) : chunk;
+            const int inside = Config::kQuantised ? 2 * (chunk & 1) + (word >> 1) : word;
+            return queries + swizzled<Config::kQueryChunks>(row, at) + inside * 4;
+        };
+        if (is_query && column >= args.head_dim) {
+#pragma unroll
+            for (int word = 0; word < 4; ++word) {
+                *reinterpret_cast<uint32_t*>(word_place(word)) = 0;
+            }
+        } else if (args.is_vectorised != 0) {
+            float values[8];
+            read_rotated(source, bias, turned, position, column, values);
+            if (is_query) {
+#pragma unroll
+                for (int word = 0; word < 4; ++word) {
+                    *reinterpret_cast<uint32_t*>(word_place(word)) =
+                        pack2<T>(values[2 * word], values[2 * word + 1]);
+                }
+            } else {
+                store_cache(target + column, values, inverse_scale);
+            }
+        } else {
+#pragma unroll 1
+            for (int i = 0; i < 8; ++i) {
+                const float value =
+                    read_rotated_element(source, bias, turned, position, column + i);
+                if (is_query) {
+                    reinterpret_cast<T*>(word_place(i / 2))[i % 2] = from_float<T>(value);
+                } else {
+                    target[column + i] = to_cache<Cache>(value, inverse_scale);
+                }
+            }
+        }
+    }
+}
+
+}  // namespace kernel_hub::kv_cache::decode

@@ -1,0 +1,225 @@
+// The figures of a decode kernel, and its products of tiles: queries x keys, probabilities x
+// values.
+#pragma once
+
+#include "kernel_hub/bounds.cuh"
+#include "kernel_hub/e4m3.cuh"
+#include "kernel_hub/mma.cuh"
+
+namespace kernel_hub::kv_cache::decode {
+
+template <typename T_, typename Cache_, int kHeadDim_, int kTile_, int kSlots_, int kRowTiles_>
+struct DecodeConfig {
+    using T = T_;
+    using Cache = Cache_;
+    static constexpr int kHeadDim = kHeadDim_, kTile = kTile_, kSlots = kSlots_;
+    static constexpr int kRowTiles = kRowTiles_;
+    static constexpr bool kQuantised = sizeof(Cache) == 1;
+    // Whether window, softcap and alibi are known here.
+    static constexpr bool kGeneral = kRowTiles == 1;
+    static constexpr int kWarps = 4, kThreads = 32 * kWarps, kUnit = kWarps * kTile;
+    static constexpr int kRows = 16 * kRowTiles;
+    static constexpr int kRowBytes = kHeadDim * sizeof(Cache), kChunks = kRowBytes / 16;
+    static constexpr int kSlotBytes = kTile * kRowBytes;
+    static constexpr int kRingBytes = kWarps * kSlots * kSlotBytes;
+    // + 8: the eight rows of an accumulator fall on different banks.
+    static constexpr int kMergeStride = kHeadDim + 8;
+    static constexpr int kMergeBytes = kWarps * kRows * (kMergeStride + 2) * 4;
+    static constexpr int kAreaBytes = kRingBytes > kMergeBytes ? kRingBytes : kMergeBytes;
+    static constexpr int kQueryChunks = kHeadDim / 8;
+    static constexpr int kQueryBytes = kRows * kHeadDim * 2;
+    static constexpr int kSharedBytes = kAreaBytes + kQueryBytes;
+    static constexpr bool kQueryInRegisters = kRowTiles == 1 && kHeadDim <= 128;
+    static_assert(kTile % 16 == 0, "the tokens of a tile are the k side of m16n8k16");
+    static_assert(kHeadDim % 64 == 0, "the swizzles cover rows of 64 bytes and more");
+    static_assert(kSharedBytes <= 99 << 10, "a block of sm_89 has 99 KiB of shared memory");
+};
+
+// Byte offset of a 16-byte chunk in rows of kChunks: eight rows of one column, which ldmatrix reads
+// together, fall on different banks.
+template <int kChunks>
+__device__ __forceinline__ uint32_t swizzled(int row, int chunk) {
+    const int mask = kChunks % 8 == 0 ? row & 7 : (row >> 1) & 3;
+    return static_cast<uint32_t>(row * kChunks + (chunk ^ mask)) * 16;
+}
+
+// The running softmax of a warp: row lane / 4 + 8 h of row tile r has its maximum in
+// row_max[2r + h] and this lane's part of the sum in row_sum[2r + h].
+template <typename Config>
+struct Accumulator {
+    float out[Config::kRowTiles][Config::kHeadDim / 8][4];
+    float row_max[2 * Config::kRowTiles], row_sum[2 * Config::kRowTiles];
+
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int i = 0; i < 2 * Config::kRowTiles; ++i) {
+            row_max[i] = -INFINITY;
+            row_sum[i] = 0.0f;
+        }
+#pragma unroll
+        for (int r = 0; r < Config::kRowTiles; ++r) {
+#pragma unroll
+            for (int j = 0; j < Config::kHeadDim / 8; ++j) {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    out[r][j][e] = 0.0f;
+                }
+            }
+        }
+    }
+};
+
+// The A fragment of row tile `r`, columns 16 k .. 16 k + 15.
+template <typename Config>
+__device__ __forceinline__ void load_query(uint32_t queries, int r, int k, int lane_idx,
+                                           uint32_t (&a)[4]) {
+    ldmatrix_x4(a, queries + swizzled<Config::kQueryChunks>(16 * r + (lane_idx & 15),
+                                                            2 * k + (lane_idx >> 4)));
+}
+
+// scores = queries x keys of a slot.
+template <typename Config, typename Queries>
+__device__ __forceinline__ void multiply_keys(
+    Queries&& query, uint32_t slot, int lane_idx,
+    float (&scores)[Config::kRowTiles][Config::kTile / 8][4]) {
+    using T = typename Config::T;
+    constexpr int kColumns = Config::kQuantised ? 32 : 16;  // of two chunks
+#pragma unroll
+    for (int k = 0; k < Config::kHeadDim / kColumns; ++k) {
+#pragma unroll
+        for (int group = 0; group < Config::kTile / 16; ++group) {
+            uint32_t keys[4];
+            ldmatrix_x4(keys, slot + swizzled<Config::kChunks>(
+                                         16 * group + (lane_idx & 7) + ((lane_idx >> 4) << 3),
+                                         2 * k + ((lane_idx >> 3) & 1)));
+            if constexpr (Config::kQuantised) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    // keys[i]: tokens 8 (i / 2) .., columns 16 (2k + i % 2) + 4 (lane % 4) ..
+                    const uint32_t low = e4m3x2_to<T>(keys[i] & 0xffff);
+                    const uint32_t high = e4m3x2_to<T>(keys[i] >> 16);
+#pragma unroll
+                    for (int r = 0; r < Config::kRowTiles; ++r) {
+                        uint32_t a[4];
+                        query(r, 2 * k + i % 2, a);
+                        mma_m16n8k16<T>(scores[r][2 * group + i / 2], a, low, high);
+                    }
+                }
+            } else {
+#pragma unroll
+                for (int r = 0; r < Config::kRowTiles; ++r) {
+                    uint32_t a[4];
+                    query(r, k, a);
+                    mma_m16n8k16<T>(scores[r][2 * group], a, keys[0], keys[1]);
+                    mma_m16n8k16<T>(scores[r][2 * group + 1], a, keys[2], keys[3]);
+                }
+            }
+        }
+    }
+}
+
+// out += probabilities x values of a slot. For e4m3, out[2c], out[2c + 1] are the even and the odd
+// columns of chunk c; the probabilities are fp16 then.
+template <typename Config, typename P>
+__device__ __forceinline__ void multiply_values(
+    const uint32_t (&probabilities)[Config::kRowTiles][Config::kTile / 16][4], uint32_t slot,
+    int lane_idx, Accumulator<Config>& sums) {
+#pragma unroll
+    for (int group = 0; group < Config::kTile / 16; ++group) {
+#pragma unroll
+        for (int c = 0; c < Config::kChunks; c += 2) {
+            uint32_t values[4];
+            ldmatrix_x4_trans(values, slot + swizzled<Config::kChunks>(16 * group + (lane_idx & 15),
+                                                                       c + (lane_idx >> 4)));
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const uint32_t low = values[2 * i], high = values[2 * i + 1];
+#pragma unroll
+                for (int r = 0; r < Config::kRowTiles; ++r) {
+                    if constexpr (Config::kQuantised) {
+                        float (&even)[4] = sums.out[r][2 * (c + i)];
+                        float (&odd)[4] = sums.out[r][2 * (c + i) + 1];
+                        mma_m16n8k16<P>(even, probabilities[r][group],
+                                        e4m3x2_to<P>((low & 0xff) | (low >> 8 & 0xff00)),
+                                        e4m3x2_to<P>((high & 0xff) | (high >> 8 & 0xff00)));
+                        mma_m16n8k16<P>(odd, probabilities[r][group],
+                                        e4m3x2_to<P>((low >> 8 & 0xff) | (low >> 16 & 0xff00)),
+                                        e4m3x2_to<P>((high >> 8 & 0xff) | (high >> 16 & 0xff00)));
+                    } else {
+                        mma_m16n8k16<P>(sums.out[r][c + i], probabilities[r][group], low, high);
+                    }
+                }
+            }
+        }
+    }
+}
+
+// Fills the ring of one warp, keys and values in turn, a tile ahead of the page table. Lanes 0 ..
+// 15 know where the rows of keys lie, the others those of values.
+template <typename Config, typename Args>
+struct TileLoader {
+    using Cache = typename Config::Cache;
+    const Args& args;
+    const Cache* head;
+    int batch_idx;
+    int token, end_token;  // of this lane's row in the next tile; where the segment ends
+    int next_page[Config::kTile / 16];
+    const Cache* row[Config::kTile / 16];  // this lane's; null: no such row
+    uint32_t ring;
+    int slot, lane_idx;
+    bool is_outside;  // some page so far
+
+    // Look up the pages of the tile that starts at this lane's token.
+    __device__ __forceinline__ void look_up() {
+#pragma unroll
+        for (int i = 0; i < Config::kTile / 16; ++i) {
+            const int at = token + 16 * i;
+            next_page[i] = batch_idx;
+            if (args.block_table != nullptr && at < end_token) {
+                next_page[i] = __ldg(args.block_table + batch_idx * args.block_table_stride +
+                                     at / args.page_size);
+            }
+        }
+    }
+
+    // Go on to the next tile, whose pages have been looked up. Rows of pages that are not there
+    // become zeros.
+    __device__ __forceinline__ void advance() {
+        const bool is_key = lane_idx < 16;
+        const int64_t page_stride = is_key ? args.k_cache_page_stride : args.v_cache_page_stride;
+        const int64_t token_stride = is_key ? args.k_cache_token_stride : args.v_cache_token_stride;
+#pragma unroll
+        for (int i = 0; i < Config::kTile / 16; ++i) {
+            const int at = token + 16 * i;
+            const int in_page = args.block_table == nullptr ? at : at % args.page_size;
+            const bool is_there = is_index(next_page[i], args.num_pages);
+            is_outside |= at < end_token && !is_there;
+            row[i] = at < end_token && is_there
+                         ? head + next_page[i] * page_stride + in_page * token_stride
+                         : nullptr;
+        }
+        token += Config::kUnit;
+        look_up();
+    }
+
+    // Start the copies of this tile's keys (or values) into the next slot.
+    template <bool kValues>
+    __device__ __forceinline__ void issue() {
+        constexpr int kChunks = Config::kChunks, kRowsAtOnce = 32 / kChunks;
+        const int chunk = lane_idx % kChunks, first_row = lane_idx / kChunks;
+        const int num_chunks = args.head_dim * static_cast<int>(sizeof(Cache)) / 16;
+        const uint32_t target = ring + slot * Config::kSlotBytes;
+#pragma unroll
+        for (int i = 0; i < Config::kTile; i += kRowsAtOnce) {
+            const int from = (i + first_row) % 16 + (kValues ? 16 : 0);
+            const uint64_t source = __shfl_sync(~0u, reinterpret_cast<uint64_t>(row[i / 16]), from);
+            cp_async_16(target + swizzled<kChunks>(i + first_row, chunk),
+                        reinterpret_cast<const void*>(source + chunk * 16),
+                        source != 0 && chunk < num_chunks, read_once_policy());
+        }
+        cp_async_commit();
+        slot = slot + 1 == Config::kSlots ? 0 : slot + 1;
+    }
+};
+
+}  // namespace kernel_hub::kv_cache::decode

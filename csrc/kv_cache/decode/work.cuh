@@ -1,0 +1,154 @@
+// How the caches of a decode step are cut into parts for the blocks, worked out on the device from
+// their lengths.
+#pragma once
+
+#include "kernel_hub/bounds.cuh"
+
+namespace kernel_hub::kv_cache::decode {
+
+// A longer cache counts as one of so many tokens; no room is larger.
+constexpr int kMostTokens = 1 << 30;
+
+// How much of its cache a sequence attends to.
+struct Extent {
+    int length;      // tokens, the new ones included
+    int num_tokens;  // of which are in the cache, in case it is too short
+    int first_unit, num_units;
+    bool is_outside;  // the length is none that the cache has room for
+};
+
+// What there is to do, and how it is cut; the attention and the merge read it the same way.
+struct Work {
+    const int* cache_seqlens;
+    int batch_size, seqlen_q, num_new, max_tokens, window_left;
+    int unit;   // tokens
+    int items;  // of a sequence
+    int num_splits, parallel;
+
+    __device__ __forceinline__ Extent extent_of(int batch_idx) const {
+        Extent extent;
+        const int given = __ldg(cache_seqlens + batch_idx);
+        extent.length = min(max(given, 0), kMostTokens) + num_new;
+        extent.is_outside = given < 0 || extent.length > max_tokens;
+        extent.num_tokens = min(extent.length, max_tokens);
+        extent.first_unit =
+            window_left < 0 ? 0 : max(extent.length - seqlen_q - window_left, 0) / unit;
+        const int end = (extent.num_tokens + unit - 1) / unit;
+        extent.num_units = max(end - extent.first_unit, 1);
+        return extent;
+    }
+    // Workers a unit, where `units` is the number of units of all sequences.
+    __device__ __forceinline__ float workers_per_unit(int units) const {
+        return __fdividef(static_cast<float>(parallel),
+                          static_cast<float>(units) * static_cast<float>(items));
+    }
+    // Into how many workers' parts the items of a sequence are cut, where num_splits is 0.
+    __device__ __forceinline__ int splits_of(int units, float workers) const {
+        // An eighth of a share more does not earn a part; many parts take long to merge.
+        const int wanted = static_cast<int>(ceilf(fmaf(units, workers, -0.125f)));
+        return max(min(wanted, min(units, max(32, units / 2))), 1);
+    }
+};
+
+// A part of an item, or with kMerge an item that is in parts.
+struct Place {
+    int batch_idx;  // -1: there is none
+    int item, split, num_splits;
+    int first_worker;  // of the item
+};
+
+// What worker `index` does; with kMerge, the index-th item that is in parts. Every warp works this
+// out for itself, each lane for a run of sequences.
+template <bool kMerge>
+__device__ __forceinline__ Place find_place(const Work& work, int index) {
+    if (work.num_splits > 0) {
+        // As many workers for every item, of which a short one leaves some without work.
+        const int any_item = kMerge ? index : index / work.num_splits;
+        const int split = kMerge ? 0 : index - any_item * work.num_splits;
+        const int batch_idx = any_item / work.items, item = any_item - batch_idx * work.items;
+        const int splits =
+            work.num_splits == 1 ? 1 : min(work.num_splits, work.extent_of(batch_idx).num_units);
+        const bool is_there = kMerge ? splits > 1 : split < splits;
+        return {is_there ? batch_idx : -1, item, split, splits, any_item * work.num_splits};
+    }
+    if (work.batch_size == 1) {
+        const int units = work.extent_of(0).num_units;
+        const int splits = work.splits_of(units, work.workers_per_unit(units));
+        const bool is_there = index < work.items * (kMerge ? 1 : splits) && (!kMerge || splits > 1);
+        const int item = kMerge ? index : index / splits;
+        return {is_there ? 0 : -1, item, kMerge ? 0 : index - item * splits, splits, item * splits};
+    }
+    const int lane_idx = threadIdx.x & 31;
+    const int run = (work.batch_size + 31) / 32;
+    const int first = min(lane_idx * run, work.batch_size);
+    const int last = min(first + run, work.batch_size);
+    int units = 0;
+#pragma unroll 1
+    for (int b = first; b < last; ++b) {
+        units += work.extent_of(b).num_units;
+    }
+#pragma unroll
+    for (int mask = 16; mask > 0; mask /= 2) {
+        units += __shfl_xor_sync(~0u, units, mask);
+    }
+    const float workers_per_unit = work.workers_per_unit(units);
+
+    // Count the workers and the items in parts of each run, and scan them over the lanes.
+    int workers = 0, merges = 0;
+#pragma unroll 1
+    for (int b = first; b < last; ++b) {
+        const int splits = work.splits_of(work.extent_of(b).num_units, workers_per_unit);
+        workers += splits * work.items;
+        merges += splits > 1 ? work.items : 0;
+    }
+    int workers_scan = workers, merges_scan = merges;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const int before = __shfl_sync(~0u, workers_scan, lane_idx - distance);
+        workers_scan += lane_idx >= distance ? before : 0;
+        if (kMerge) {
+            const int merges_before = __shfl_sync(~0u, merges_scan, lane_idx - distance);
+            merges_scan += lane_idx >= distance ? merges_before : 0;
+        }
+    }
+    const int end = kMerge ? merges_scan : workers_scan;
+    int begin = end - (kMerge ? merges : workers);
+    const unsigned owners = __ballot_sync(~0u, begin <= index && index < end);
+    if (owners == 0) {
+        return {-1, 0, 0, 0, 0};
+    }
+
+    // The lane that has it looks for the sequence.
+    const int owner = __ffs(owners) - 1;
+    int batch_idx = first, splits = 1, first_worker = workers_scan - workers;
+    if (lane_idx == owner) {
+#pragma unroll 1
+        for (;; ++batch_idx) {
+            splits = work.splits_of(work.extent_of(batch_idx).num_units, workers_per_unit);
+            const int parts = splits * work.items;
+            const int count = !kMerge ? parts : splits > 1 ? work.items : 0;
+            if (index < begin + count) {
+                break;
+            }
+            begin += count;
+            first_worker += parts;
+        }
+    }
+    Place place;
+    place.batch_idx = __shfl_sync(~0u, batch_idx, owner);
+    place.num_splits = __shfl_sync(~0u, splits, owner);
+    const int offset = index - __shfl_sync(~0u, begin, owner);
+    place.item = kMerge ? offset : offset / place.num_splits;
+    place.split = kMerge ? 0 : offset % place.num_splits;
+    place.first_worker = __shfl_sync(~0u, first_worker, owner) + place.item * place.num_splits;
+    return place;
+}
+
+// A run of units of one item.
+struct Segment {
+    int batch_idx, kv_head, row_block;
+    int first_unit, num_units;  // counted from the first token of the cache
+    bool is_whole;              // all units of the item
+};
+
+}  // namespace kernel_hub::kv_cache::decode

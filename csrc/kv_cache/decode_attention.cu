@@ -1,0 +1,388 @@
+// Attention of 1 to 16 new tokens a sequence over a key/value cache, split over all SMs.
+//
+//   q', k' = rope(q + bias), rope(k + bias), v' = v + bias        (each part optional)
+//   cache[length + i] = k'_i, v'_i                                (where k is given)
+//   out = softmax(softcap(softmax_scale q' K^T) + alibi, masked) V,  lse = log sum exp
+//
+// over the cache of the sequence, contiguous or paged, in fp16, bf16 or e4m3 with a scale a head.
+// Token i of seqlen_q sees the keys up to its own: length - seqlen_q + i, with the new ones.
+//
+// Parallelisation: the rows (tokens x query heads of one kv head) are the M side of m16n8k16, so
+// that keys and values are read once. An item is a (sequence, kv head, block of rows); its cache
+// is cut into units of kWarps * kTile tokens, and runs of units go to the blocks ("workers"), one
+// a worker. Into how many parts each item goes is worked out here from the lengths: about
+// `parallel` equal shares of all units, an item shorter than that being one part. So one captured
+// launch is spread well whatever the lengths have grown to. In a unit every warp has a tile of
+// kTile tokens, and it meets the others at the end of its part only. num_splits > 0: that many
+// parts an item.
+// An item in one part is written to `out`; parts are written as fp32 partials, which the second
+// kernel merges in order: the same bits every time.
+//
+// New tokens are written to the cache by the worker whose units hold their place, before it
+// reads them; nobody else reads them. (Blocks of rows of the same head each write them, the same
+// bytes.) Keys and values on pages that are not there count as zeros, and new tokens there or past
+// the end of the cache are dropped.
+//
+// Shared memory: for each warp a ring of kSlots slots of kTile rows, keys and values in turn,
+// filled by cp.async, 16-byte chunks swizzled; the queries. The ring is the warps' merge buffer at
+// the end.
+//
+// Variants: dtype x (cache of that dtype | e4m3) x head_dim 64, 128, 256 (smaller ones padded with
+// zeros) x (16 rows a block | rows32: 32 rows, without window, softcap and alibi).
+// Sources: Dao, "FlashAttention-2", 2023; Dao et al., "Flash-Decoding for long-context inference",
+// 2023.
+
+#include "kernel_hub/dependent_launch.cuh"
+#include "kernel_hub/math.cuh"
+#include "kernel_hub/mma.cuh"
+#include "kv_cache/decode/args.cuh"
+#include "kv_cache/decode/merge.cuh"
+#include "kv_cache/decode/rows.cuh"
+#include "kv_cache/decode/tiles.cuh"
+#include "kv_cache/decode/work.cuh"
+
+namespace kernel_hub::kv_cache::decode {
+
+// softcap tanh(score / softcap).
+__device__ __forceinline__ float capped(float score, float softcap) {
+    if (softcap > 0.0f) {
+        const float twice = exp2_approx(score * __fdividef(2.0f * kLog2e, softcap));
+        score = softcap - __fdividef(2.0f * softcap, 1.0f + twice);
+    }
+    return score;
+}
+
+template <typename Config, typename Args>
+__device__ __forceinline__ void attend(const Args& args, const Segment& segment,
+                                       const Extent& extent, uint8_t* shared) {
+    using T = typename Config::T;
+    using Cache = typename Config::Cache;
+    using P = std::conditional_t<Config::kQuantised, __half, T>;
+    constexpr int kTile = Config::kTile, kSlots = Config::kSlots, kRowTiles = Config::kRowTiles;
+    constexpr int kTilesAhead = kSlots / 2;  // whose keys are under way before the loop
+    constexpr bool kOdd = kSlots % 2 != 0;
+    const int lane_idx = threadIdx.x & 31, warp_idx = threadIdx.x >> 5;
+    uint8_t* queries = shared + Config::kAreaBytes;
+    const uint32_t ring = shared_address(shared) + warp_idx * (kSlots * Config::kSlotBytes);
+
+    const int first_token = segment.first_unit * Config::kUnit + warp_idx * kTile;
+    const int end_token =
+        min((segment.first_unit + segment.num_units) * Config::kUnit, extent.num_tokens);
+    const int num_tiles =
+        first_token < end_token ? (end_token - first_token + Config::kUnit - 1) / Config::kUnit : 0;
+
+    TileLoader<Config, Args> loader = {args};
+    loader.head = lane_idx < 16 ? args.k_cache + segment.kv_head * args.k_cache_head_stride
+                                : args.v_cache + segment.kv_head * args.v_cache_head_stride;
+    loader.batch_idx = segment.batch_idx;
+    loader.token = first_token + (lane_idx & 15);
+    loader.end_token = end_token;
+    loader.ring = ring;
+    loader.slot = 0;
+    loader.lane_idx = lane_idx;
+    loader.is_outside = false;
+    loader.look_up();
+
+    // Start the first tiles, and write queries and new tokens: in this order, so that the copies
+    // are under way meanwhile, unless they take what is written.
+    const int first_new = max(extent.length - args.seqlen_q, segment.first_unit * Config::kUnit);
+    const bool is_short = args.k != nullptr && first_new < end_token &&
+                          first_new / Config::kUnit - segment.first_unit < kTilesAhead;
+#pragma unroll 1
+    for (int phase = 0; phase < 2; ++phase) {
+        if ((phase == 0) == is_short) {
+            prepare_rows<Config>(args, segment, extent, queries);
+            __syncthreads();
+        } else {
+#pragma unroll 1
+            for (int i = 0; i < (kSlots - 1) / 2; ++i) {
+                loader.advance();
+                loader.template issue<false>();
+                loader.template issue<true>();
+            }
+            if constexpr (!kOdd) {
+                loader.advance();
+                loader.template issue<false>();
+            }
+        }
+    }
+
+    uint32_t query_tiles[Config::kQueryInRegisters ? Config::kHeadDim / 16 : 1][4];
+    if constexpr (Config::kQueryInRegisters) {
+#pragma unroll
+        for (int k = 0; k < Config::kHeadDim / 16; ++k) {
+            load_query<Config>(shared_address(queries), 0, k, lane_idx, query_tiles[k]);
+        }
+    }
+    auto query = [&](int r, int k, uint32_t (&a)[4]) {
+        if constexpr (Config::kQueryInRegisters) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                a[i] = query_tiles[k][i];
+            }
+        } else {
+            load_query<Config>(shared_address(queries), r, k, lane_idx, a);
+        }
+    };
+
+    // Keys that a row sees: those below its end; in a window, from its end - window.
+    const int window = args.window_left < 0 ? 1 << 30 : args.window_left + 1;
+    const int group = args.num_heads / args.num_kv_heads;
+    const int lane_row = segment.row_block * Config::kRows + (lane_idx >> 2);
+    auto end_of = [&](int i) {
+        const int token = min((lane_row + 8 * i) / group, args.seqlen_q - 1);
+        return min(extent.length - args.seqlen_q + token + 1, extent.num_tokens);
+    };
+    float slope[2] = {0.0f, 0.0f};
+    if (Config::kGeneral && args.alibi_slopes != nullptr) {
+        const float* slopes = args.alibi_slopes + segment.batch_idx * args.alibi_batch_stride +
+                              segment.kv_head * group;
+        slope[0] = __ldg(slopes + lane_row % group);
+        slope[1] = __ldg(slopes + (lane_row + 8) % group);
+    }
+    const int common_end = min(extent.length - args.seqlen_q + 1, extent.num_tokens);
+    const float k_scale = args.k_scale == nullptr ? 1.0f : __ldg(args.k_scale + segment.kv_head);
+    const float score_scale = args.softmax_scale * k_scale;
+    // Otherwise the scores of a tile are only scaled, in the exponential. A scale below 0 would
+    // turn their order round there.
+    const bool is_general =
+        Config::kGeneral && (args.window_left >= 0 || args.softcap > 0.0f ||
+                             args.alibi_slopes != nullptr || args.softmax_scale <= 0.0f);
+    const float scale_log2 = is_general ? 1.0f : score_scale * kLog2e;
+
+    Accumulator<Config> sums;
+    sums.clear();
+    int slot = 0, token0 = first_token;
+#pragma unroll 1
+    for (int tile = 0; tile < num_tiles; ++tile, token0 += Config::kUnit) {
+        cp_async_wait<kSlots - 2>();
+        __syncwarp();
+        if constexpr (kOdd) {
+            loader.advance();
+            loader.template issue<false>();
+        } else {
+            loader.template issue<true>();
+        }
+        float scores[kRowTiles][kTile / 8][4] = {};
+        multiply_keys<Config>(query, ring + slot * Config::kSlotBytes, lane_idx, scores);
+        slot = slot + 1 == kSlots ? 0 : slot + 1;
+
+        if (is_general || token0 + kTile > common_end) {
+            const int key0 = token0 + 2 * (lane_idx & 3);
+#pragma unroll
+            for (int i = 0; i < 2 * kRowTiles; ++i) {
+                const int end = end_of(i);
+#pragma unroll
+                for (int j = 0; j < kTile / 8; ++j) {
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        float& score = scores[i / 2][j][2 * (i % 2) + e];
+                        const int distance = end - 1 - (key0 + 8 * j + e);
+                        if (is_general) {
+                            score = capped(score * score_scale, args.softcap) -
+                                    slope[i % 2] * static_cast<float>(distance);
+                            score = distance < window ? score * kLog2e : -INFINITY;
+                        }
+                        score = distance >= 0 ? score : -INFINITY;
+                    }
+                }
+            }
+        }
+
+        // One step of the running softmax.
+        uint32_t probabilities[kRowTiles][kTile / 16][4];
+#pragma unroll
+        for (int i = 0; i < 2 * kRowTiles; ++i) {
+            const int r = i / 2, h = i % 2;
+            float largest = sums.row_max[i];
+#pragma unroll
+            for (int j = 0; j < kTile / 8; ++j) {
+                largest = fmaxf(largest, fmaxf(scores[r][j][2 * h], scores[r][j][2 * h + 1]));
+            }
+            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+            const float base = largest == -INFINITY ? 0.0f : largest * scale_log2;
+            const float shrink = exp2_approx(sums.row_max[i] * scale_log2 - base);
+            sums.row_max[i] = largest;
+            float sum = 0.0f;
+#pragma unroll
+            for (int j = 0; j < kTile / 8; ++j) {
+                const float low = exp2_approx(scores[r][j][2 * h] * scale_log2 - base);
+                const float high = exp2_approx(scores[r][j][2 * h + 1] * scale_log2 - base);
+                sum += low + high;
+                probabilities[r][j / 2][2 * (j % 2) + h] = pack2<P>(low, high);
+            }
+            sums.row_sum[i] = sums.row_sum[i] * shrink + sum;
+#pragma unroll
+            for (int j = 0; j < Config::kHeadDim / 8; ++j) {
+                sums.out[r][j][2 * h] *= shrink;
+                sums.out[r][j][2 * h + 1] *= shrink;
+            }
+        }
+
+        cp_async_wait<kSlots - 2>();
+        __syncwarp();
+        if constexpr (kOdd) {
+            loader.template issue<true>();
+        } else {
+            loader.advance();
+            loader.template issue<false>();
+        }
+        multiply_values<Config, P>(probabilities, ring + slot * Config::kSlotBytes, lane_idx, sums);
+        slot = slot + 1 == kSlots ? 0 : slot + 1;
+    }
+    cp_async_wait<0>();
+    report_if(args.flag, loader.is_outside, kPagesOutside);
+    __syncthreads();
+    write_segment<Config>(args, segment, sums, scale_log2, reinterpret_cast<float*>(shared));
+}
+
+template <typename Config, typename Args>
+__device__ __forceinline__ void decode_attention(const Args& args) {
+    // NOTE: in this order: what may start next reads cache_seqlens before it waits.
+    wait_for_launch_before();
+    allow_next_launch();
+    uint8_t* shared = dynamic_shared();
+    const Work work = args.template work<Config>();
+    const Place place = find_place<false>(work, blockIdx.x);
+    if (place.batch_idx < 0) {
+        return;
+    }
+    const int row_blocks = (args.rows() + Config::kRows - 1) / Config::kRows;
+    const Extent extent = work.extent_of(place.batch_idx);
+    const bool has_no_angle = args.cos != nullptr && extent.length > args.max_position;
+    report_if(args.flag, (extent.is_outside || has_no_angle) && threadIdx.x == 0, kLengthsOutside);
+    const int count = extent.num_units / place.num_splits;
+    const int rest = extent.num_units % place.num_splits;
+    Segment segment;
+    segment.batch_idx = place.batch_idx;
+    segment.kv_head = place.item / row_blocks;
+    segment.row_block = place.item % row_blocks;
+    segment.first_unit = extent.first_unit + place.split * count + min(place.split, rest);
+    segment.num_units = count + (place.split < rest ? 1 : 0);
+    segment.is_whole = place.num_splits == 1;
+    attend<Config>(args, segment, extent, shared);
+}
+
+#define EXPORT_DECODE_ATTENTION(DTYPE, T, CACHE, HEAD_DIM, FLAGS, TILE, SLOTS, ROW_TILES,       \
+                                MIN_BLOCKS)                                                     \
+    extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS)                               \
+    decode_attention_##DTYPE##_hdim##HEAD_DIM##FLAGS(                                           \
+        T* out, float* lse, float* partial_out, float* partial_lse, int* flag, CACHE* k_cache,  \
+        CACHE* v_cache, const T* q, const T* k, const T* v, const int* cache_seqlens,           \
+        const int* block_table, const void* cos, const void* sin, const T* qkv_bias,            \
+        const float* k_scale, const float* v_scale, const float* alibi_slopes,                  \
+        int64_t out_batch_stride, int64_t out_token_stride, int64_t out_head_stride,            \
+        int64_t q_batch_stride, int64_t q_token_stride, int64_t q_head_stride,                  \
+        int64_t k_batch_stride, int64_t k_token_stride, int64_t k_head_stride,                  \
+        int64_t v_batch_stride, int64_t v_token_stride, int64_t v_head_stride,                  \
+        int64_t k_cache_page_stride, int64_t k_cache_token_stride, int64_t k_cache_head_stride, \
+        int64_t v_cache_page_stride, int64_t v_cache_token_stride, int64_t v_cache_head_stride, \
+        int64_t block_table_stride, int64_t table_stride, int64_t alibi_batch_stride,           \
+        int batch_size, int seqlen_q, int num_heads, int num_kv_heads, int head_dim,            \
+        int num_pages, int page_size, int max_tokens, int rotary_dim, int max_position,         \
+        int table_bytes, int is_interleaved, int is_vectorised, int num_splits, int parallel,   \
+        int window_left, float softmax_scale, float softcap) {                                  \
+        using Config = DecodeConfig<T, CACHE, HEAD_DIM, TILE, SLOTS, ROW_TILES>;                \
+        const DecodeArgs<T, CACHE> args = {.out = out,                                          \
+                                           .lse = lse,                                          \
+                                           .partial_out = partial_out,                          \
+                                           .partial_lse = partial_lse,                          \
+                                           .flag = flag,                                        \
+                                           .k_cache = k_cache,                                  \
+                                           .v_cache = v_cache,                                  \
+                                           .q = q,                                              \
+                                           .k = k,                                              \
+                                           .v = v,                                              \
+                                           .cache_seqlens = cache_seqlens,                      \
+                                           .block_table = block_table,                          \
+                                           .cos = cos,                                          \
+                                           .sin = sin,                                          \
+                                           .qkv_bias = qkv_bias,                                \
+                                           .k_scale = k_scale,                                  \
+                                           .v_scale = v_scale,                                  \
+                                           .alibi_slopes = alibi_slopes,                        \
+                                           .out_batch_stride = out_batch_stride,                \
+                                           .out_token_stride = out_token_stride,                \
+                                           .out_head_stride = out_head_stride,                  \
+                                           .q_batch_stride = q_batch_stride,                    \
+                                           .q_token_stride = q_token_stride,                    \
+                                           .q_head_stride = q_head_stride,                      \
+                                           .k_batch_stride = k_batch_stride,                    \
+                                           .k_token_stride = k_token_stride,                    \
+                                           .k_head_stride = k_head_stride,                      \
+                                           .v_batch_stride = v_batch_stride,                    \
+                                           .v_token_stride = v_token_stride,                    \
+                                           .v_head_stride = v_head_stride,                      \
+                                           .k_cache_page_stride = k_cache_page_stride,          \
+                                           .k_cache_token_stride = k_cache_token_stride,        \
+                                           .k_cache_head_stride = k_cache_head_stride,          \
+                                           .v_cache_page_stride = v_cache_page_stride,          \
+                                           .v_cache_token_stride = v_cache_token_stride,        \
+                                           .v_cache_head_stride = v_cache_head_stride,          \
+                                           .block_table_stride = block_table_stride,            \
+                                           .table_stride = table_stride,                        \
+                                           .alibi_batch_stride = alibi_batch_stride,            \
+                                           .batch_size = batch_size,                            \
+                                           .seqlen_q = seqlen_q,                                \
+                                           .num_heads = num_heads,                              \
+                                           .num_kv_heads = num_kv_heads,                        \
+                                           .head_dim = head_dim,                                \
+                                           .num_pages = num_pages,                              \
+                                           .page_size = page_size,                              \
+                                           .max_tokens = max_tokens,                            \
+                                           .rotary_dim = rotary_dim,                            \
+                                           .max_position = max_position,                        \
+                                           .table_bytes = table_bytes,                          \
+                                           .is_interleaved = is_interleaved,                    \
+                                           .is_vectorised = is_vectorised,                      \
+                                           .num_splits = num_splits,                            \
+                                           .parallel = parallel,                                \
+                                           .window_left = window_left,                          \
+                                           .softmax_scale = softmax_scale,                      \
+                                           .softcap = softcap};                                 \
+        decode_attention<Config>(args);                                                         \
+    }
+
+#define EXPORT_MERGE(DTYPE, T)                                                                    \
+    extern "C" __global__ void __launch_bounds__(128, 8) decode_attention_##DTYPE##_merge(        \
+        T* out, float* lse, const float* partial_out, const float* partial_lse,                   \
+        const int* cache_seqlens, int64_t out_batch_stride, int64_t out_token_stride,             \
+        int64_t out_head_stride, int batch_size, int seqlen_q, int num_new, int max_tokens,       \
+        int window_left, int unit, int items, int num_splits, int parallel, int num_heads,        \
+        int num_kv_heads, int head_dim, int block_rows) {                                         \
+        const Work work = {.cache_seqlens = cache_seqlens,                                        \
+                           .batch_size = batch_size,                                              \
+                           .seqlen_q = seqlen_q,                                                  \
+                           .num_new = num_new,                                                    \
+                           .max_tokens = max_tokens,                                              \
+                           .window_left = window_left,                                            \
+                           .unit = unit,                                                          \
+                           .items = items,                                                        \
+                           .num_splits = num_splits,                                              \
+                           .parallel = parallel};                                                 \
+        merge_decode_splits(out, lse, partial_out, partial_lse, work, out_batch_stride,           \
+                            out_token_stride, out_head_stride, num_heads, num_kv_heads, head_dim, \
+                            block_rows);                                                          \
+    }
+
+// TILE, SLOTS, ROW_TILES, MIN_BLOCKS: see DecodeConfig; kernel_hub/ops/kv_cache/decode_plan.py has
+// the same figures.
+#define EXPORT_DTYPE(DTYPE, T)                                                       \
+    EXPORT_DECODE_ATTENTION(DTYPE, T, T, 64, , 32, 5, 1, 2)                          \
+    EXPORT_DECODE_ATTENTION(DTYPE, T, T, 64, _rows32, 32, 5, 2, 2)                   \
+    EXPORT_DECODE_ATTENTION(DTYPE, T, T, 128, , 16, 5, 1, 2)                         \
+    EXPORT_DECODE_ATTENTION(DTYPE, T, T, 128, _rows32, 16, 3, 2, 2)                  \
+    EXPORT_DECODE_ATTENTION(DTYPE, T, T, 256, , 16, 2, 1, 2)                         \
+    EXPORT_DECODE_ATTENTION(DTYPE, T, __nv_fp8_e4m3, 64, _e4m3, 32, 9, 1, 2)         \
+    EXPORT_DECODE_ATTENTION(DTYPE, T, __nv_fp8_e4m3, 64, _e4m3_rows32, 32, 9, 2, 2)  \
+    EXPORT_DECODE_ATTENTION(DTYPE, T, __nv_fp8_e4m3, 128, _e4m3, 16, 9, 1, 2)        \
+    EXPORT_DECODE_ATTENTION(DTYPE, T, __nv_fp8_e4m3, 128, _e4m3_rows32, 16, 9, 2, 2) \
+    EXPORT_DECODE_ATTENTION(DTYPE, T, __nv_fp8_e4m3, 256, _e4m3, 16, 5, 1, 2)        \
+    EXPORT_MERGE(DTYPE, T)
+
+// {op}_{dtype}_hdim{head_dim}[_e4m3][_rows32], {op}_{dtype}_merge
+EXPORT_DTYPE(fp16, __half)
+EXPORT_DTYPE(bf16, __nv_bfloat16)
+
+}  // namespace kernel_hub::kv_cache::decode

@@ -1,0 +1,91 @@
+// out = a b^T for every matrix of a batch on Hopper: bulk tensor copies and wgmma. sm_90a only.
+//
+//   a (batch, m, k), b (batch, n, k), of fp16 or bf16, k a multiple of 8; sums in fp32;
+//   out (batch, m, n); the batch is num_outer x num_inner matrices, each of two strides, which may
+//   be 0 in a and b
+//
+// Parallelisation and shared memory: matmul/grouped/sm90.cuh; blocks walk the tiles of one matrix
+// after another. Tensor maps of four dimensions cut off what lies outside a matrix. Variants as in
+// grouped_linear_sm90.cu, and [_x4: four boxes a consumer, for a short k]. Every variant gives the
+// same bits when run again. Source: NVIDIA, PTX ISA, "Asynchronous warpgroup level matrix
+// instructions".
+
+#include "kernel_hub/tma.cuh"
+#include "matmul/grouped/sm90.cuh"
+
+namespace kernel_hub::matmul::grouped {
+
+template <typename T>
+struct ByMatrix {
+    static constexpr bool kClips = true, kFinishes = false;
+    Target<T> first;
+    int64_t outer_stride, inner_stride;  // of out
+    int num_inner;
+    bool has_outer;
+
+    __device__ __forceinline__ int2 of_a(int matrix) const {
+        return has_outer ? make_int2(matrix % num_inner, matrix / num_inner) : make_int2(matrix, 0);
+    }
+    __device__ __forceinline__ int2 of_b(int matrix) const { return of_a(matrix); }
+    __device__ __forceinline__ int2 of_out(int matrix) const { return of_a(matrix); }
+
+    __device__ __forceinline__ Target<T> target(int matrix, int end_row) const {
+        const int2 at = of_a(matrix);
+        const int64_t offset = at.y * outer_stride + at.x * inner_stride;
+        Target<T> mine = first;
+        mine.out = first.out ? first.out + offset : nullptr;
+        mine.out_fp32 = first.out_fp32 ? first.out_fp32 + offset : nullptr;
+        mine.end_row = end_row;
+        return mine;
+    }
+};
+
+template <typename T, typename C>
+__device__ __forceinline__ void batched_matmul_sm90(
+    T* out, float* out_fp32, float* partials, int* arrivals, const CUtensorMap* out_map,
+    const CUtensorMap* a_map, const CUtensorMap* b_map, int64_t out_outer_stride,
+    int64_t out_inner_stride, int64_t out_stride, int num_matrices, int num_inner, int m, int n,
+    int k, int group) {
+    const int columns = (n + C::kWeights - 1) / C::kWeights;
+    const ByMatrix<T> policy{{out, out_fp32, nullptr, out_stride, 0, n, kIdentity},
+                             out_outer_stride,
+                             out_inner_stride,
+                             num_inner,
+                             num_inner < num_matrices};
+    const auto make_walk = [&] {
+        return BatchedWalk<C::kPairs>(num_matrices, m, C::kTokens, columns, group);
+    };
+    const int64_t spans = n | out_stride | out_inner_stride | out_outer_stride;
+    const bool is_aligned = (spans % 8 | reinterpret_cast<uint64_t>(out) % 16) == 0;
+    grouped_sm90<T, C>(policy, make_walk, out_map, a_map, b_map, partials, arrivals, n, k,
+                       out && is_aligned);
+}
+
+#define EXPORT_BATCHED_MATMUL(NAME, T, ...)                                                      \
+    extern "C" __global__ void __cluster_dims__(GroupedConfig<__VA_ARGS__>::kClusterSize, 1, 1)  \
+    __launch_bounds__(GroupedConfig<__VA_ARGS__>::kThreads,                                      \
+                      GroupedConfig<__VA_ARGS__>::kMinBlocks)                                    \
+    NAME(T* out, float* out_fp32, float* partials, int* arrivals,                                \
+         const __grid_constant__ CUtensorMap out_map, const __grid_constant__ CUtensorMap a_map, \
+         const __grid_constant__ CUtensorMap b_map, int64_t out_outer_stride,                    \
+         int64_t out_inner_stride, int64_t out_stride, int num_matrices, int num_inner, int m,   \
+         int n, int k, int group) {                                                              \
+        batched_matmul_sm90<T, GroupedConfig<__VA_ARGS__>>(                                      \
+            out, out_fp32, partials, arrivals, &out_map, &a_map, &b_map, out_outer_stride,       \
+            out_inner_stride, out_stride, num_matrices, num_inner, m, n, k, group);              \
+    }
+
+// kernel_hub/ops/matmul/grouped_plan.py has the same list.
+#define EXPORT_BOTH(NAME, ...)                                             \
+    EXPORT_BATCHED_MATMUL(batched_matmul_fp16_##NAME, __half, __VA_ARGS__) \
+    EXPORT_BATCHED_MATMUL(batched_matmul_bf16_##NAME, __nv_bfloat16, __VA_ARGS__)
+// clang-format off
+EXPORT_BOTH(128x256_c2, false, 2, 256, 4, true, 2, 1)
+EXPORT_BOTH(128x256_c2_x4, false, 2, 256, 3, true, 4, 1)
+EXPORT_BOTH(128x128, false, 2, 128, 6, false, 2, 1)
+EXPORT_BOTH(swapped_64x64_b2, true, 1, 64, 6, false, 2, 2)
+EXPORT_BOTH(swapped_64x32_b2, true, 1, 32, 8, false, 2, 2)
+EXPORT_BOTH(swapped_64x16_b2, true, 1, 16, 10, false, 2, 2)
+// clang-format on
+
+}  // namespace kernel_hub::matmul::grouped

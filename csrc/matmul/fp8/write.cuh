@@ -1,0 +1,287 @@
+// How tiles leave linear_fp8_sm90.cu: times their scales, with their epilogue, rounded.
+#pragma once
+
+#include "kernel_hub/cluster.cuh"
+#include "kernel_hub/tma.cuh"
+#include "kernel_hub/warpgroup.cuh"
+#include "kernel_hub/wgmma.cuh"
+#include "matmul/epilogue.cuh"
+#include "matmul/fp8/scales.cuh"
+#include "matmul/sm90/write.cuh"
+
+namespace kernel_hub::matmul::fp8 {
+
+// The epilogue of matmul/epilogue.cuh behind scales; bias and residual are of the dtype of out.
+template <typename Out>
+struct ScaledEpilogue : Epilogue<Out, Out> {
+    Scales a_scales, b_scales;
+
+    __device__ __forceinline__ ScaledEpilogue(const Epilogue<Out, Out>& base,
+                                              const Scales& a_scales, const Scales& b_scales)
+        : Epilogue<Out, Out>(base), a_scales(a_scales), b_scales(b_scales) {}
+
+    __device__ __forceinline__ float bias_of(int column) const {
+        return this->bias && column < this->n ? to_float(this->bias[column]) : 0.0f;
+    }
+};
+
+// Barriers between the consumers and the warp that fetches scales and bias of a tile.
+constexpr int kColumnsFetched = 5, kColumnsRead = 6;
+
+// Fetches scale and bias of each column, and the scale of each row, of all tiles of this block.
+// One warp, while the consumers multiply.
+template <typename C, typename Out>
+__device__ __forceinline__ void fetch_columns(const ScaledEpilogue<Out>& epilogue,
+                                              const Raster& raster, uint32_t rank) {
+    constexpr int kThreads = 128 * C::kConsumers + 32;
+    float2* columns = reinterpret_cast<float2*>(dynamic_shared() + C::kColumnsAt);
+    float* rows = reinterpret_cast<float*>(dynamic_shared() + C::kRowsAt);
+    const int lane = threadIdx.x % 32;
+    const int num_tiles = raster.rows * raster.columns;
+    for (int tile = blockIdx.x / C::kClusterSize; tile < num_tiles;
+         tile += gridDim.x / C::kClusterSize) {
+        int tile_m, tile_n;
+        raster.place(tile, tile_m, tile_n);
+        const int row = (tile_m * C::kClusterM + rank % C::kClusterM) * C::kBlockM + lane;
+        const int column = tile_n * C::kBlockN + lane;
+#pragma unroll 4
+        for (int i = 0; i < C::kBlockN; i += 32) {
+            columns[i + lane] =
+                make_float2(epilogue.b_scales.of_row(column + i), epilogue.bias_of(column + i));
+        }
+#pragma unroll
+        for (int i = 0; i < C::kBlockM; i += 32) {
+            rows[i + lane] = epilogue.a_scales.of_row(row + i);
+        }
+        named_barrier_arrive(kColumnsFetched, kThreads);
+        named_barrier_sync(kColumnsRead, kThreads);
+    }
+}
+
+// Where results wait for the copy engine, and the ring after a tile's last step of k.
+template <typename C>
+struct Places {
+    const Ring<C::kStages>& ring;
+    uint32_t ring_base, boxes;
+    int consumer;
+    bool borrows;
+
+    __device__ __forceinline__ uint32_t borrowed(int steps_ago) const {
+        return ring_base + ring.before(steps_ago) * C::kStageBytes + consumer * kBoxBytes;
+    }
+};
+
+// Writes 64 rows of a tile from (first_row, column) on: 64 columns at a time through boxes in
+// shared memory and the copy engine where it can, else from registers.
+// NOTE: a loop over boxes, of which one branch fetches the sums: unrolled, the code is as many
+// times as long and misses the instruction cache in every tile.
+template <typename C, typename Out>
+__device__ __forceinline__ void write_scaled(const ScaledEpilogue<Out>& epilogue,
+                                             const CUtensorMap* out_map, const Places<C>& places,
+                                             int first_row, int column,
+                                             const float (&acc)[C::kPieces][C::kSums]) {
+    const int thread = threadIdx.x % 128, lane = thread % 32, barrier = 3 + places.consumer;
+    const int row_in_part = thread / 32 * 16 + lane / 4, row = first_row + row_in_part;
+    constexpr bool kHasBoxes = C::kBoxes > 0 && sizeof(Out) == 2;
+    const float4* tile_columns = reinterpret_cast<const float4*>(dynamic_shared() + C::kColumnsAt);
+    const float* tile_rows = reinterpret_cast<const float*>(dynamic_shared() + C::kRowsAt) +
+                             places.consumer * 64 + row_in_part;
+    const float of_rows[2] = {tile_rows[0], tile_rows[8]};
+    const bool has_boxes = kHasBoxes && epilogue.is_aligned;
+    const bool has_residual = epilogue.adds_vectors();
+    int first = 0, next = 0;  // boxes of a batch
+    uint32_t box = 0, stride = 0;
+#pragma unroll 1
+    for (int at = 0; at < C::kNumBoxes; ++at) {
+        if (has_boxes && at == next) {
+            first = at;
+            if (places.borrows && at == 0) {
+                next = 2;
+                box = places.borrowed(2);
+                stride = places.borrowed(1) - box;
+            } else {
+                // The boxes must have been read by the stores before.
+                if (thread == 0) {
+                    if (places.borrows && at == 2) {
+                        tma_store_wait<1>();  // that of the first batch may be under way
+                    } else {
+                        tma_store_wait<0>();
+                    }
+                }
+                named_barrier_sync(barrier, 128);
+                next = min(C::kNumBoxes, at + C::kBoxes);
+                box = places.boxes;
+                stride = kBoxBytes;
+            }
+        }
+        float values[2][16];
+#pragma unroll
+        for (int of = 0; of < C::kNumBoxes; ++of) {
+            if (of == at) {
+#pragma unroll
+                for (int i = 0; i < 32; ++i) {
+                    const int from = 32 * of + i;
+                    values[i / 16][i % 16] = acc[from / C::kSums][from % C::kSums];
+                }
+                // A branch, not a choice for each value.
+                hold_registers(values[0]);
+                hold_registers(values[1]);
+            }
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int half_column = column + 64 * at + 32 * half;
+            uint4 added[2];
+            if (has_residual) {
+                epilogue.load_residual(row, half_column, added);
+            }
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                // Scale and bias of this lane's two columns.
+                const float4 pair = tile_columns[32 * at + 16 * half + 4 * j + lane % 4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    float& value = values[half][4 * j + i];
+                    value = fmaf(value * of_rows[i / 2], i % 2 ? pair.z : pair.x,
+                                 i % 2 ? pair.w : pair.y);
+                }
+            }
+            activate<Out>(values[half], epilogue.activation);
+            if (has_residual) {
+                epilogue.add_residual(added, values[half]);
+            }
+            if constexpr (kHasBoxes) {
+                if (has_boxes) {
+                    put_in_box<Out>(box + (at - first) * stride, half, values[half]);
+                    continue;
+                }
+            }
+            epilogue.put_32(row, half_column, values[half]);
+        }
+        if (has_boxes && at + 1 == next) {
+            fence_proxy_async();
+            named_barrier_sync(barrier, 128);
+            if (thread == 0) {
+                for (int i = first; i < next; ++i) {
+                    tma_store_2d(out_map, box + (i - first) * stride, column + 64 * i, first_row);
+                }
+                tma_store_commit();
+            }
+        }
+    }
+}
+
+// Writes a transposed tile, of which this warpgroup's part begins at (first_row, column) of the
+// product: through a box where it can.
+template <typename C, typename Out>
+__device__ __forceinline__ void write_scaled_swapped(const ScaledEpilogue<Out>& epilogue,
+                                                     const CUtensorMap* out_map, uint32_t box,
+                                                     int barrier, int first_row, int column,
+                                                     float (&acc)[C::kSums]) {
+    const int thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32;
+    const int row = first_row + warp * 16 + lane / 4;
+    const float of_rows[2] = {epilogue.b_scales.of_row(row), epilogue.b_scales.of_row(row + 8)};
+    const float bias[2] = {epilogue.bias_of(row), epilogue.bias_of(row + 8)};
+    const bool has_box =
+        C::kBoxes > 0 && sizeof(Out) == 2 && epilogue.is_aligned && !epilogue.residual;
+    if (has_box) {
+        if (thread == 0) {
+            tma_store_wait<0>();
+        }
+        named_barrier_sync(barrier, 128);
+    }
+    // 16 columns at a time; a loop, as in write_scaled.
+#pragma unroll 1
+    for (int at = 0; at < C::kSums / 8; ++at) {
+        float values[8];
+#pragma unroll
+        for (int of = 0; of < C::kSums / 8; ++of) {
+            if (of == at) {
+#pragma unroll
+                for (int i = 0; i < 8; ++i) {
+                    values[i] = acc[8 * of + i];
+                }
+                hold_registers(values);
+            }
+        }
+        const int first = column + 16 * at + 2 * (lane % 4);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const float of_column = epilogue.a_scales.of_row(first + 8 * (i / 4) + i % 2);
+            values[i] = fmaf(values[i] * of_rows[i / 2 % 2], of_column, bias[i / 2 % 2]);
+        }
+        activate<Out>(values, epilogue.activation);
+        if constexpr (sizeof(Out) == 2) {
+            if (has_box) {
+                uint32_t words[4];
+#pragma unroll
+                for (int w = 0; w < 4; ++w) {
+                    words[w] = pack2<Out>(values[2 * w], values[2 * w + 1]);
+                }
+                const int box_row = 16 * at + lane / 16 * 8 + lane % 8;
+                const int chunk = 2 * warp + lane / 8 % 2;
+                stmatrix_x4_trans(box + box_row * kRowBytes + (chunk ^ (lane % 8)) * 16, words[0],
+                                  words[1], words[2], words[3]);
+                continue;
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            epilogue.put(first + 8 * (i / 4) + i % 2, row + 8 * (i / 2 % 2), values[i]);
+        }
+    }
+    if (has_box) {
+        fence_proxy_async();
+        named_barrier_sync(barrier, 128);
+        if (thread == 0) {
+            tma_store_2d(out_map, box, first_row, column);
+            tma_store_commit();
+        }
+    }
+}
+
+// Adds the sums of the blocks of a cluster, in order of their ranks, and writes the swapped tile:
+// each block every kSplits-th group of 8 columns.
+template <typename C, typename Out>
+__device__ __forceinline__ void merge_and_write_scaled(const ScaledEpilogue<Out>& epilogue, int row,
+                                                       int column, float (&acc)[C::kSums],
+                                                       uint32_t sums, uint32_t rank, int thread) {
+    constexpr int kThreads = 128 * C::kConsumers;
+    static_assert(C::kSwaps, "only few rows share k");
+    // The ring becomes the place of the sums: all must have read it.
+    named_barrier_sync(2, kThreads);
+#pragma unroll
+    for (int i = 0; i < C::kSums / 4; ++i) {
+        st_shared(sums + (i * kThreads + thread) * 16, acc[4 * i], acc[4 * i + 1], acc[4 * i + 2],
+                  acc[4 * i + 3]);
+    }
+    cluster_arrive();
+    const float of_rows[2] = {epilogue.b_scales.of_row(row), epilogue.b_scales.of_row(row + 8)};
+    const float bias[2] = {epilogue.bias_of(row), epilogue.bias_of(row + 8)};
+    cluster_wait();
+    for (int i = rank / C::kSharers; i < C::kSums / 4; i += C::kSplits) {
+        float total[4] = {};
+#pragma unroll
+        for (int split = 0; split < C::kSplits; ++split) {
+            const float4 part = ld_shared_cluster(cluster_address(
+                sums + (i * kThreads + thread) * 16, split * C::kSharers + rank % C::kSharers));
+            total[0] += part.x, total[1] += part.y, total[2] += part.z, total[3] += part.w;
+        }
+        const int to = column + 8 * i + 2 * (threadIdx.x % 4);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            const float of_column = epilogue.a_scales.of_row(to + e % 2);
+            total[e] = fmaf(total[e] * of_rows[e / 2], of_column, bias[e / 2]);
+        }
+        activate<Out>(total, epilogue.activation);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            epilogue.put(to + e % 2, row + 8 * (e / 2), total[e]);
+        }
+    }
+    // No block may leave while its sums are read.
+    cluster_arrive();
+    cluster_wait();
+}
+
+}  // namespace kernel_hub::matmul::fp8

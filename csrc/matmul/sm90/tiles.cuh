@@ -1,0 +1,94 @@
+// The figures of a variant of linear_sm90.cu, its ring of tiles, and the order of its tiles.
+#pragma once
+
+#include <stdint.h>
+
+namespace kernel_hub::matmul::sm90 {
+
+constexpr int kBlockK = 64;
+constexpr int kRowBytes = 128;   // of kBlockK elements: the span of the swizzle
+constexpr int kBoxColumns = 64;  // of a box on its way out; it has 64 rows
+constexpr uint32_t kBoxBytes = 64 * kBoxColumns * 2;
+
+// Which rows are the rows of the product, 64 of a tile for each consumer.
+enum Sharing {
+    kTogether,  // rows of a
+    kSwapped,   // rows of b
+};
+
+// A consumer holds kPieces sums of 64 x kPieceN. kClusterM x kClusterN blocks of a cluster share
+// what they fetch; kSplits times as many share k. kBoxes: places for results on their way out.
+template <Sharing kSharing, int kConsumers_, int kPieces_, int kPieceN_, int kStages_,
+          int kClusterM_, int kClusterN_, int kSplits_, int kBoxes_, int kMinBlocks_>
+struct Config {
+    static constexpr bool kSwaps = kSharing == kSwapped;
+    static constexpr int kConsumers = kConsumers_, kPieces = kPieces_;
+    static constexpr int kPieceN = kPieceN_, kSums = kPieceN / 2;
+    static constexpr int kBlockM = 64 * kConsumers, kBlockN = kPieces * kPieceN;
+    static constexpr int kStages = kStages_, kBoxes = kBoxes_;
+    static constexpr int kClusterM = kClusterM_, kClusterN = kClusterN_, kSplits = kSplits_;
+    static constexpr int kSharers = kClusterM * kClusterN, kClusterSize = kSharers * kSplits;
+    static constexpr int kMinBlocks = kMinBlocks_;
+    static constexpr int kThreads = 128 * (kConsumers + 1);
+    static constexpr uint32_t kTileBytesM = kBlockM * kRowBytes, kTileBytesN = kBlockN * kRowBytes;
+    static constexpr uint32_t kStageBytes = kTileBytesM + kTileBytesN;
+    static constexpr uint32_t kBoxesAt = kStages * kStageBytes;
+    static constexpr uint32_t kBarriersAt = kBoxesAt + kConsumers * kBoxes * kBoxBytes;
+    static constexpr uint32_t kBiasAt = kBarriersAt + 16 * kStages;
+    static constexpr bool kStagesBias = kSplits_ == 1 && !kSwaps;
+    static constexpr int kBiasWords = (kBlockN / 2 + 127) / 128;  // a thread
+    // Whether what is added to a tile comes through the ring: a stage for each filling of the
+    // boxes.
+    static constexpr bool kFetchesResidual =
+        kStagesBias && kBoxes > 0 && kConsumers * kBoxes * kBoxBytes <= kStageBytes;
+    // Registers a thread, where warpgroups trade them.
+    static constexpr bool kTradesRegisters = kConsumers == 2 && kMinBlocks == 1;
+    static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+
+    static_assert(kSplits == 1 || kBoxes == 0, "split tiles are written from registers");
+    static_assert((kSplits == 1 && !kSwaps) || kPieces == 1,
+                  "swapped and split tiles are one sum a consumer");
+    static_assert(!kSwaps || kBoxes == 0 || kBlockN == 64 * kBoxes || kBlockN < 64,
+                  "a swapped tile leaves in one box of its columns");
+    static_assert(kBlockN / kClusterM % 8 == 0 && kBlockM / kClusterN % 8 == 0,
+                  "a block's share of a tile is whole groups of 8 rows, as the swizzle is");
+    static_assert(kSplits == 1 || kBlockM * kBlockN * 4u <= kStages * kStageBytes,
+                  "the sums of a split tile take the place of the ring");
+    static_assert(kBlockM / kClusterN <= 256 && kBlockN / kClusterM <= 256, "a box has 256 rows");
+};
+
+// A ring position: the stage, and the parity of its turn.
+template <int kStages>
+struct Ring {
+    uint32_t stage = 0, parity = 0;
+    __device__ __forceinline__ void next() {
+        if (++stage == kStages) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+    // The stage some steps ago.
+    __device__ __forceinline__ uint32_t before(uint32_t steps) const {
+        return stage >= steps ? stage - steps : stage + kStages - steps;
+    }
+    __device__ __forceinline__ void skip(int steps) {
+        const uint32_t to = stage + steps;
+        stage = to % kStages;
+        parity ^= to / kStages & 1;
+    }
+};
+
+// Tiles of a cluster, walked in groups of `group` rows of tiles, column by column in a group.
+struct Raster {
+    int rows, columns, group;
+    __device__ __forceinline__ void place(int tile, int& row, int& column) const {
+        const int of_group = group * columns;
+        const int first = tile / of_group * group;
+        const int here = min(group, rows - first);
+        const int in_group = tile % of_group;
+        row = first + in_group % here;
+        column = in_group / here;
+    }
+};
+
+}  // namespace kernel_hub::matmul::sm90
