@@ -13,7 +13,7 @@ from kernel_hub.collection.manifest import Manifest
 from kernel_hub.compilers.nvcc import find_nvcc, find_sources, make_jobs
 from kernel_hub.errors import KernelHubError
 
-CSRC = Path(__file__).resolve().parent.parent / "csrc"
+CSRC = Path(__file__).resolve().parents[2] / "csrc"
 VOCABULARY = PurePosixPath("include/kernel_hub")
 FILES = [PurePosixPath(path.relative_to(CSRC)) for path in sorted(CSRC.rglob("*.cu*"))]
 
