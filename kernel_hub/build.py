@@ -20,11 +20,13 @@ from pathlib import Path
 from .collection.manifest import CubinEntry, Manifest
 from .collection.manifest_write import function_entry, locked, write
 from .compilers.declarations import match_params, read_prototypes
+from .compilers.launch_facts import read_launch_facts
 from .compilers.nvcc import (
     Compiled,
     Job,
     Nvcc,
     compile_cubin,
+    compile_described,
     find_nvcc,
     find_sources,
     make_jobs,
@@ -113,11 +115,11 @@ def _any_arch(source: Path) -> list[str]:
     return [one] if one else DEFAULT_ARCHS.split(",")
 
 
-def _load(out: Path) -> Entries:
-    """What the manifest in `out` says; nothing where there is none or it cannot be read."""
+def _load(out: Path) -> tuple[Entries, dict[str, str]]:
+    """The manifest's cubins and other files; none where it is not there or cannot be read."""
     file = out / "manifest.json"
     if not file.exists():
-        return {}
+        return {}, {}
     try:
         text = file.read_text(encoding="utf-8", errors="replace")
         manifest = Manifest.from_json(text, where=str(file))
@@ -126,10 +128,10 @@ def _load(out: Path) -> Entries:
             for arch, entry in archs.items():
                 list(entry.functions.values())  # decoded now, so that a bad field shows here
                 entries[name, arch] = entry
-        return entries
+        return entries, dict(manifest.files)
     except CubinCorruptError as error:
         print(f"note: building everything anew: {error}", file=sys.stderr)
-        return {}
+        return {}, {}
 
 
 def _unchanged(out: Path, job: Job, entry: CubinEntry | None) -> bool:
@@ -149,7 +151,8 @@ def _build(
     anew: bool,
 ) -> int:
     started = time.perf_counter()
-    entries = {key: entry for key, entry in _load(out).items() if key in kept}
+    found, files = _load(out)
+    entries = {key: entry for key, entry in found.items() if key in kept}
     todo = [j for j in jobs if anew or not _unchanged(out, j, entries.get((j.name, j.arch)))]
     num_failed = 0
     for job, result in _compile_all(todo, nvcc, num_jobs):
@@ -162,7 +165,7 @@ def _build(
     tables: dict[str, dict[str, CubinEntry]] = {}
     for (name, arch), entry in entries.items():
         tables.setdefault(name, {})[arch] = entry
-    text = Manifest(tables).to_json().encode()
+    text = Manifest(tables, files).to_json().encode()
     manifest = out / "manifest.json"
     if not manifest.exists() or manifest.read_bytes() != text:
         write(manifest, text)
@@ -182,7 +185,7 @@ def _build(
 
 def _check(out: Path, jobs: list[Job], nvcc: Nvcc, num_jobs: int) -> int:
     """Builds every job from a copy in another folder and compares bytes and manifest entries."""
-    entries = _load(out)
+    entries, _ = _load(out)
     csrc = jobs[0].csrc
     wrong: list[str] = []
     with tempfile.TemporaryDirectory(prefix="kernel_hub_check_") as scratch:
@@ -244,15 +247,17 @@ def _one(job: Job, nvcc: Nvcc) -> tuple[Result, str, float]:
     try:
         with tempfile.TemporaryDirectory(prefix="kernel_hub_") as scratch:
             compiled = compile_cubin(nvcc, job, Path(scratch))
-        result: Result = (_describe(job, nvcc, compiled), compiled.image)
+            described = compile_described(nvcc, job, Path(scratch))
+        result: Result = (_describe(job, nvcc, compiled, described), compiled.image)
         messages = compiled.messages
     except KernelHubError as error:
         result, messages = error, ""
     return result, messages, time.perf_counter() - started
 
 
-def _describe(job: Job, nvcc: Nvcc, compiled: Compiled) -> CubinEntry:
-    """The manifest's entry: the cubin's own figures, with names and types from the source."""
+def _describe(job: Job, nvcc: Nvcc, compiled: Compiled, described: bytes | None) -> CubinEntry:
+    """The manifest's entry: the cubin's own figures, with names, types and launches as the source
+    has them."""
     info = read_cubin(compiled.image)
     if not info.functions:
         raise KernelHubError(f'{job.label}: exports no kernel; write extern "C" __global__')
@@ -268,13 +273,14 @@ def _describe(job: Job, nvcc: Nvcc, compiled: Compiled) -> CubinEntry:
         )
     declared = read_prototypes(compiled.preprocessed, info.functions, job.label)
     in_ptx = read_ptx(compiled.ptx).functions
+    launches = read_launch_facts(described, info.functions, job.label)
     functions = {}
     for name, f in info.functions.items():
         where = f"{job.label}: {name}"
         if name not in in_ptx:
             raise KernelHubError(f"{where} is in the cubin, but not in the PTX of the same build")
         params = match_params(declared[name], f.params, in_ptx[name], where)
-        functions[name] = function_entry(f, params)
+        functions[name] = function_entry(f, params, launch=launches.get(name))
     return CubinEntry(
         name=job.name,
         arch=job.arch,

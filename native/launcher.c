@@ -150,6 +150,7 @@ static inline int read_block(const State* s, Object* block, Object* shared, Conf
     if (!block || !read_dims(block, s->max_block, config->block)) return 0;
     int64 shared_bytes = 0;
     if (shared && !read_int(shared, 0, (int64)s->shared_ready, &shared_bytes)) return 0;
+    if (shared_bytes < s->least_shared) return 0;
     config->shared_bytes = (uint32)shared_bytes;
     return 1;
 }

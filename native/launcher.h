@@ -116,14 +116,14 @@ typedef struct {
     Place place;
     uint32 max_grid[3];
     uint32 max_block[3];
-    uint32 required_block[3];  // zeros: any
+    uint32 required_block[3];  // or that it was built for; zeros: any
     uint32 cluster[3];         // compiled-in cluster, at least 1 each
     uint32 max_threads;
     uint32 num_params;
     uint32 fixed_block[3];  // zeros: the caller gives block and shared memory, else these serve
     uint32 fixed_shared;
-    uint32 num_hidden;  // null pointers after the parameters that the caller gives
-    uint32 pad;
+    uint32 num_hidden;    // null pointers after the parameters that the caller gives
+    uint32 least_shared;  // bytes of dynamic shared memory that the kernel was built for
     uint64 shared_ready;  // bytes of dynamic shared memory that need no further opt-in
     Param params[MAX_PARAMS];
 } State;

@@ -332,6 +332,8 @@ __device__ __forceinline__ void flash_attention(const AttentionParams<T>& params
 // NOTE: total_q, total_k and num_pages follow is_aligned: elsewhere ptxas spills hdim128 (sm_90).
 #define EXPORT_FLASH_ATTENTION(DTYPE, T, NAME, HEAD_DIM, BLOCK_M, BLOCK_N, WARPS, STAGES, HOLD_Q,  \
                                MIN_BLOCKS, VARIANT)                                                \
+    DESCRIBED(flash_attention_##DTYPE##_##NAME, "x: blocks of block_m queries of every head",      \
+    (facts_of(HEAD_DIM, BLOCK_M, BLOCK_N, WARPS, STAGES, MIN_BLOCKS, Variant::VARIANT)),           \
     extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)                           \
     flash_attention_##DTYPE##_##NAME(                                                              \
         T* out, float* lse, int* flag, const T* q, const T* k, const T* v,                         \
@@ -364,11 +366,10 @@ __device__ __forceinline__ void flash_attention(const AttentionParams<T>& params
              .page_size = page_size, .window_left = window_left, .window_right = window_right,     \
              .is_aligned = is_aligned, .softmax_scale_log2 = softmax_scale_log2,                   \
              .softcap_log2 = softcap_log2});                                                       \
-    }
+    })
 // clang-format on
 
-// NAME, HEAD_DIM, BLOCK_M, BLOCK_N, WARPS, STAGES, HOLD_Q (in registers), MIN_BLOCKS an SM. The
-// table in kernel_hub/ops/attention/forward_portable.py says the same and chooses.
+// NAME, HEAD_DIM, BLOCK_M, BLOCK_N, WARPS, STAGES, HOLD_Q (in registers), MIN_BLOCKS per SM.
 #define EXPORT_FLASH_ATTENTION_VARIANTS(DTYPE, T)                                            \
     EXPORT_FLASH_ATTENTION(DTYPE, T, hdim32, 32, 128, 64, 4, 2, false, 3, kPlain)            \
     EXPORT_FLASH_ATTENTION(DTYPE, T, hdim64, 64, 128, 64, 4, 2, true, 2, kPlain)             \
@@ -393,7 +394,6 @@ __device__ __forceinline__ void flash_attention(const AttentionParams<T>& params
     EXPORT_FLASH_ATTENTION(DTYPE, T, hdim160_general, 160, 64, 64, 4, 1, false, 2, kGeneral) \
     EXPORT_FLASH_ATTENTION(DTYPE, T, hdim192_general, 192, 64, 64, 4, 1, false, 2, kGeneral) \
     EXPORT_FLASH_ATTENTION(DTYPE, T, hdim256_general, 256, 64, 64, 4, 1, false, 1, kGeneral)
-
 EXPORT_FLASH_ATTENTION_VARIANTS(fp16, __half)
 EXPORT_FLASH_ATTENTION_VARIANTS(bf16, __nv_bfloat16)
 

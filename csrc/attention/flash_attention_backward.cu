@@ -38,6 +38,7 @@
 #include "attention/backward/rows.cuh"
 #include "attention/backward/sums.cuh"
 #include "attention/backward/tiles.cuh"
+#include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/math.cuh"
 
 namespace kernel_hub::attention::backward {
@@ -324,35 +325,40 @@ __device__ __forceinline__ void attention_backward(
                                  shared + Tiles::kV, dv.row_stride, work.num_key_rows);
 }
 
-#define EXPORT_BACKWARD(NAME, T, GENERAL, MIN_BLOCKS, THREADS, ...)                                \
-    extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)                              \
-    flash_attention_backward_##NAME(                                                               \
-        T* dk, T* dv, float* dq_sums, int* turns, int* flag, const T* q, const T* k, const T* v,   \
-        const T* dout, const float* lse_log2, const float* delta, const float* alibi_slopes,       \
-        const int* cu_seqlens_q, const int* cu_seqlens_k, const int* cache_seqlens,                \
-        int64_t dk_batch_stride, int64_t dk_row_stride, int64_t dk_head_stride,                    \
-        int64_t dv_batch_stride, int64_t dv_row_stride, int64_t dv_head_stride,                    \
-        int64_t q_batch_stride, int64_t q_row_stride, int64_t q_head_stride,                       \
-        int64_t k_batch_stride, int64_t k_row_stride, int64_t k_head_stride,                       \
-        int64_t v_batch_stride, int64_t v_row_stride, int64_t v_head_stride,                       \
-        int64_t dout_batch_stride, int64_t dout_row_stride, int64_t dout_head_stride,              \
-        int64_t alibi_batch_stride, int64_t num_tiles, int num_blocks, int seqlen_q, int seqlen_k, \
-        int total_q, int total_k, int group, int heads_per_block, int head_dim, int window_left,   \
-        int window_right, int is_aligned, float softmax_scale, float softcap) {                    \
-        attention_backward<T, Tiles<(GENERAL) ? 32 : 64, __VA_ARGS__>, GENERAL>(                   \
-            {dk, dk_batch_stride, dk_row_stride, dk_head_stride},                                  \
-            {dv, dv_batch_stride, dv_row_stride, dv_head_stride}, dq_sums, turns, flag,            \
-            {q, q_batch_stride, q_row_stride, q_head_stride},                                      \
-            {k, k_batch_stride, k_row_stride, k_head_stride},                                      \
-            {v, v_batch_stride, v_row_stride, v_head_stride},                                      \
-            {dout, dout_batch_stride, dout_row_stride, dout_head_stride}, lse_log2, delta,         \
-            alibi_slopes, cu_seqlens_q, cu_seqlens_k, cache_seqlens, alibi_batch_stride,           \
-            num_tiles, num_blocks, seqlen_q, seqlen_k, total_q, total_k, group, heads_per_block,   \
-            head_dim, window_left, window_right, is_aligned, softmax_scale, softcap);              \
-    }
+#define EXPORT_BACKWARD(NAME, T, GENERAL, MIN_BLOCKS, THREADS, ...)                               \
+    DESCRIBED(                                                                                    \
+        flash_attention_backward_##NAME,                                                          \
+        "x: blocks of block_n keys of every sequence, y: heads of dk and dv",                     \
+        (facts_of<Tiles<(GENERAL) ? 32 : 64, __VA_ARGS__>>()),                                    \
+        extern "C" __global__ void                                                                \
+        __launch_bounds__(THREADS, MIN_BLOCKS) flash_attention_backward_##NAME(                   \
+            T* dk, T* dv, float* dq_sums, int* turns, int* flag, const T* q, const T* k,          \
+            const T* v, const T* dout, const float* lse_log2, const float* delta,                 \
+            const float* alibi_slopes, const int* cu_seqlens_q, const int* cu_seqlens_k,          \
+            const int* cache_seqlens, int64_t dk_batch_stride, int64_t dk_row_stride,             \
+            int64_t dk_head_stride, int64_t dv_batch_stride, int64_t dv_row_stride,               \
+            int64_t dv_head_stride, int64_t q_batch_stride, int64_t q_row_stride,                 \
+            int64_t q_head_stride, int64_t k_batch_stride, int64_t k_row_stride,                  \
+            int64_t k_head_stride, int64_t v_batch_stride, int64_t v_row_stride,                  \
+            int64_t v_head_stride, int64_t dout_batch_stride, int64_t dout_row_stride,            \
+            int64_t dout_head_stride, int64_t alibi_batch_stride, int64_t num_tiles,              \
+            int num_blocks, int seqlen_q, int seqlen_k, int total_q, int total_k, int group,      \
+            int heads_per_block, int head_dim, int window_left, int window_right, int is_aligned, \
+            float softmax_scale, float softcap) {                                                 \
+            attention_backward<T, Tiles<(GENERAL) ? 32 : 64, __VA_ARGS__>, GENERAL>(              \
+                {dk, dk_batch_stride, dk_row_stride, dk_head_stride},                             \
+                {dv, dv_batch_stride, dv_row_stride, dv_head_stride}, dq_sums, turns, flag,       \
+                {q, q_batch_stride, q_row_stride, q_head_stride},                                 \
+                {k, k_batch_stride, k_row_stride, k_head_stride},                                 \
+                {v, v_batch_stride, v_row_stride, v_head_stride},                                 \
+                {dout, dout_batch_stride, dout_row_stride, dout_head_stride}, lse_log2, delta,    \
+                alibi_slopes, cu_seqlens_q, cu_seqlens_k, cache_seqlens, alibi_batch_stride,      \
+                num_tiles, num_blocks, seqlen_q, seqlen_k, total_q, total_k, group,               \
+                heads_per_block, head_dim, window_left, window_right, is_aligned, softmax_scale,  \
+                softcap);                                                                         \
+        })
 
-// NAME, threads, then the numbers of Tiles (kernel_hub/ops/attention/backward_portable.py
-// has the same list).
+// NAME, threads, then the numbers of Tiles.
 #define EXPORT_VARIANTS(NAME, THREADS, ...)                                              \
     EXPORT_BACKWARD(bf16_##NAME, __nv_bfloat16, false, 1, THREADS, __VA_ARGS__)          \
     EXPORT_BACKWARD(bf16_##NAME##_general, __nv_bfloat16, true, 1, THREADS, __VA_ARGS__) \

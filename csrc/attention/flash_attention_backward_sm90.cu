@@ -46,6 +46,7 @@
 #include "attention/backward/sm90/consumer.cuh"
 #include "attention/backward/sm90/producer.cuh"
 #include "attention/backward/sm90/rows.cuh"
+#include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/math.cuh"
 #include "kernel_hub/mbarrier.cuh"
 #include "kernel_hub/tma.cuh"
@@ -94,81 +95,93 @@ __device__ __forceinline__ void attention_backward_sm90(
     }
 }
 
-#define EXPORT_BACKWARD(NAME, T, HEAD_DIM, BLOCK_M)                                               \
-    extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward_sm90_##NAME(    \
-        T* dk, T* dv, float* dq_sums, int* turns, int* flag,                                      \
-        const __grid_constant__ CUtensorMap q, const __grid_constant__ CUtensorMap k,             \
-        const __grid_constant__ CUtensorMap v, const __grid_constant__ CUtensorMap dout,          \
-        const float* lse_log2, const float* delta, const int* cu_seqlens_q,                       \
-        const int* cu_seqlens_k, const int* cache_seqlens, int64_t dk_batch_stride,               \
-        int64_t dk_row_stride, int64_t dk_head_stride, int64_t dv_batch_stride,                   \
-        int64_t dv_row_stride, int64_t dv_head_stride, int64_t num_blocks_q, int num_blocks,      \
-        int num_pairs, int pairs_per_group, int seqlen_q, int seqlen_k, int total_q, int total_k, \
-        int num_heads, int group, int heads_per_block, int head_dim, int window_left,             \
-        int window_right, float softmax_scale) {                                                  \
-        attention_backward_sm90<BackwardConfig<T, HEAD_DIM, BLOCK_M>>(                            \
-            {.dk = {dk, dk_batch_stride, dk_row_stride, dk_head_stride},                          \
-             .dv = {dv, dv_batch_stride, dv_row_stride, dv_head_stride},                          \
-             .dq_sums = dq_sums,                                                                  \
-             .turns = turns,                                                                      \
-             .flag = flag,                                                                        \
-             .q = &q,                                                                             \
-             .k = &k,                                                                             \
-             .v = &v,                                                                             \
-             .dout = &dout,                                                                       \
-             .lse = lse_log2,                                                                     \
-             .delta = delta,                                                                      \
-             .cu_seqlens_q = cu_seqlens_q,                                                        \
-             .cu_seqlens_k = cu_seqlens_k,                                                        \
-             .cache_seqlens = cache_seqlens,                                                      \
-             .num_blocks_q = num_blocks_q,                                                        \
-             .num_blocks = num_blocks,                                                            \
-             .num_pairs = num_pairs,                                                              \
-             .pairs_per_group = pairs_per_group,                                                  \
-             .seqlen_q = seqlen_q,                                                                \
-             .seqlen_k = seqlen_k,                                                                \
-             .total_q = total_q,                                                                  \
-             .total_k = total_k,                                                                  \
-             .num_heads = num_heads,                                                              \
-             .group = group,                                                                      \
-             .heads_per_block = heads_per_block,                                                  \
-             .head_dim = head_dim,                                                                \
-             .window_left = window_left,                                                          \
-             .window_right = window_right,                                                        \
-             .softmax_scale = softmax_scale});                                                    \
-    }
+#define EXPORT_BACKWARD(NAME, T, HEAD_DIM, BLOCK_M)                                                \
+    DESCRIBED(                                                                                     \
+        flash_attention_backward_sm90_##NAME,                                                      \
+        "x: blocks of block_n keys of every sequence and head of dk and dv",                       \
+        (facts_of<BackwardConfig<T, HEAD_DIM, BLOCK_M>>()),                                        \
+        extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward_sm90_##NAME( \
+            T* dk, T* dv, float* dq_sums, int* turns, int* flag,                                   \
+            const __grid_constant__ CUtensorMap q, const __grid_constant__ CUtensorMap k,          \
+            const __grid_constant__ CUtensorMap v, const __grid_constant__ CUtensorMap dout,       \
+            const float* lse_log2, const float* delta, const int* cu_seqlens_q,                    \
+            const int* cu_seqlens_k, const int* cache_seqlens, int64_t dk_batch_stride,            \
+            int64_t dk_row_stride, int64_t dk_head_stride, int64_t dv_batch_stride,                \
+            int64_t dv_row_stride, int64_t dv_head_stride, int64_t num_blocks_q, int num_blocks,   \
+            int num_pairs, int pairs_per_group, int seqlen_q, int seqlen_k, int total_q,           \
+            int total_k, int num_heads, int group, int heads_per_block, int head_dim,              \
+            int window_left, int window_right, float softmax_scale) {                              \
+            attention_backward_sm90<BackwardConfig<T, HEAD_DIM, BLOCK_M>>(                         \
+                {.dk = {dk, dk_batch_stride, dk_row_stride, dk_head_stride},                       \
+                 .dv = {dv, dv_batch_stride, dv_row_stride, dv_head_stride},                       \
+                 .dq_sums = dq_sums,                                                               \
+                 .turns = turns,                                                                   \
+                 .flag = flag,                                                                     \
+                 .q = &q,                                                                          \
+                 .k = &k,                                                                          \
+                 .v = &v,                                                                          \
+                 .dout = &dout,                                                                    \
+                 .lse = lse_log2,                                                                  \
+                 .delta = delta,                                                                   \
+                 .cu_seqlens_q = cu_seqlens_q,                                                     \
+                 .cu_seqlens_k = cu_seqlens_k,                                                     \
+                 .cache_seqlens = cache_seqlens,                                                   \
+                 .num_blocks_q = num_blocks_q,                                                     \
+                 .num_blocks = num_blocks,                                                         \
+                 .num_pairs = num_pairs,                                                           \
+                 .pairs_per_group = pairs_per_group,                                               \
+                 .seqlen_q = seqlen_q,                                                             \
+                 .seqlen_k = seqlen_k,                                                             \
+                 .total_q = total_q,                                                               \
+                 .total_k = total_k,                                                               \
+                 .num_heads = num_heads,                                                           \
+                 .group = group,                                                                   \
+                 .heads_per_block = heads_per_block,                                               \
+                 .head_dim = head_dim,                                                             \
+                 .window_left = window_left,                                                       \
+                 .window_right = window_right,                                                     \
+                 .softmax_scale = softmax_scale});                                                 \
+        })
 
 #define EXPORT_ROWS(NAME, T, HEAD_DIM, BLOCK_M)                                                  \
-    extern "C" __global__ void __launch_bounds__(128)                                            \
-    flash_attention_backward_sm90_##NAME##_delta(                                                \
-        float* delta, float* lse_log2, float* dq_sums, int* turns, int* flag, const T* out,      \
-        const T* dout, const float* lse, const int* cu_seqlens_q, int64_t out_batch_stride,      \
-        int64_t out_row_stride, int64_t out_head_stride, int64_t dout_batch_stride,              \
-        int64_t dout_row_stride, int64_t dout_head_stride, int64_t lse_batch_stride,             \
-        int64_t lse_head_stride, int64_t num_blocks_q, int num_tiles, int seqlen_q, int total_q, \
-        int head_dim) {                                                                          \
-        attention_delta_sm90<T, HEAD_DIM, BLOCK_M>(                                              \
-            delta, lse_log2, dq_sums, turns, flag,                                               \
-            {out, out_batch_stride, out_row_stride, out_head_stride},                            \
-            {dout, dout_batch_stride, dout_row_stride, dout_head_stride}, lse, cu_seqlens_q,     \
-            lse_batch_stride, lse_head_stride, num_blocks_q, num_tiles, seqlen_q, total_q,       \
-            head_dim);                                                                           \
-    }                                                                                            \
-    extern "C" __global__ void __launch_bounds__(128)                                            \
-    flash_attention_backward_sm90_##NAME##_convert(                                              \
-        T* dq, const float* dq_sums, const int* cu_seqlens_q, int64_t dq_batch_stride,           \
-        int64_t dq_row_stride, int64_t dq_head_stride, int64_t num_blocks_q, int num_tiles,      \
-        int seqlen_q, int total_q, int head_dim, float softmax_scale) {                          \
-        attention_convert_sm90<T, HEAD_DIM, BLOCK_M>(                                            \
-            {dq, dq_batch_stride, dq_row_stride, dq_head_stride}, dq_sums, cu_seqlens_q,         \
-            num_blocks_q, num_tiles, seqlen_q, total_q, head_dim, softmax_scale);                \
-    }
+    DESCRIBED(                                                                                   \
+        flash_attention_backward_sm90_##NAME##_delta,                                            \
+        "x: tiles of 16 query rows of every sequence, y: heads",                                 \
+        (.threads = 128, .shared_bytes = 0, .block_m = 16),                                      \
+        extern "C" __global__ void                                                               \
+        __launch_bounds__(128) flash_attention_backward_sm90_##NAME##_delta(                     \
+            float* delta, float* lse_log2, float* dq_sums, int* turns, int* flag, const T* out,  \
+            const T* dout, const float* lse, const int* cu_seqlens_q, int64_t out_batch_stride,  \
+            int64_t out_row_stride, int64_t out_head_stride, int64_t dout_batch_stride,          \
+            int64_t dout_row_stride, int64_t dout_head_stride, int64_t lse_batch_stride,         \
+            int64_t lse_head_stride, int64_t num_blocks_q, int num_tiles, int seqlen_q,          \
+            int total_q, int head_dim) {                                                         \
+            attention_delta_sm90<T, HEAD_DIM, BLOCK_M>(                                          \
+                delta, lse_log2, dq_sums, turns, flag,                                           \
+                {out, out_batch_stride, out_row_stride, out_head_stride},                        \
+                {dout, dout_batch_stride, dout_row_stride, dout_head_stride}, lse, cu_seqlens_q, \
+                lse_batch_stride, lse_head_stride, num_blocks_q, num_tiles, seqlen_q, total_q,   \
+                head_dim);                                                                       \
+        })                                                                                       \
+    DESCRIBED(                                                                                   \
+        flash_attention_backward_sm90_##NAME##_convert,                                          \
+        "x: tiles of 16 query rows of every sequence, y: heads",                                 \
+        (.threads = 128, .shared_bytes = 0, .block_m = 16),                                      \
+        extern "C" __global__ void                                                               \
+        __launch_bounds__(128) flash_attention_backward_sm90_##NAME##_convert(                   \
+            T* dq, const float* dq_sums, const int* cu_seqlens_q, int64_t dq_batch_stride,       \
+            int64_t dq_row_stride, int64_t dq_head_stride, int64_t num_blocks_q, int num_tiles,  \
+            int seqlen_q, int total_q, int head_dim, float softmax_scale) {                      \
+            attention_convert_sm90<T, HEAD_DIM, BLOCK_M>(                                        \
+                {dq, dq_batch_stride, dq_row_stride, dq_head_stride}, dq_sums, cu_seqlens_q,     \
+                num_blocks_q, num_tiles, seqlen_q, total_q, head_dim, softmax_scale);            \
+        })
 
 #define EXPORT_VARIANT(NAME, T, HEAD_DIM, BLOCK_M) \
     EXPORT_BACKWARD(NAME, T, HEAD_DIM, BLOCK_M)    \
     EXPORT_ROWS(NAME, T, HEAD_DIM, BLOCK_M)
 
-// head_dim, then kBlockM (kernel_hub/ops/attention/backward_sm90.py has the same list).
+// head_dim, then kBlockM.
 EXPORT_VARIANT(bf16_hdim64_rows128, __nv_bfloat16, 64, 128)
 EXPORT_VARIANT(fp16_hdim64_rows128, __half, 64, 128)
 EXPORT_VARIANT(bf16_hdim128_rows64, __nv_bfloat16, 128, 64)

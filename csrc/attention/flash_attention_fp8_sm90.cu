@@ -36,6 +36,7 @@
 
 #include "attention/fp8/consumer.cuh"
 #include "attention/fp8/producer.cuh"
+#include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/math.cuh"
 #include "kernel_hub/tma.cuh"
 #include "kernel_hub/warpgroup.cuh"
@@ -85,63 +86,69 @@ __device__ __forceinline__ void flash_attention(const Parameters& p) {
     }
 }
 
-#define EXPORT_FLASH_ATTENTION_FP8(HEAD_DIM, VARIANT, MASK, SCALES, CONSUMERS, BLOCK_N)            \
-    extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)                         \
-    flash_attention_fp8_sm90_e4m3_hdim##HEAD_DIM##_##VARIANT(                                      \
-        void* out, float* lse, int* flag, const __grid_constant__ CUtensorMap q,                   \
-        const __grid_constant__ CUtensorMap k, const __grid_constant__ CUtensorMap v,              \
-        const float* q_scale, const float* k_scale, const float* v_scale, const int* cu_seqlens_q, \
-        const int* cu_seqlens_k, const int* cache_seqlens, int* tile_counter,                      \
-        int64_t out_batch_stride, int64_t out_token_stride, int64_t out_head_stride,               \
-        int64_t lse_batch_stride, int64_t lse_head_stride, int64_t q_scale_batch_stride,           \
-        int64_t q_scale_head_stride, int64_t q_scale_block_stride, int64_t k_scale_batch_stride,   \
-        int64_t k_scale_head_stride, int64_t k_scale_block_stride, int64_t v_scale_batch_stride,   \
-        int64_t v_scale_head_stride, int64_t v_scale_block_stride, int batch_size, int num_heads,  \
-        int num_kv_heads, int head_dim, int seqlen_q, int seqlen_k, int total_q, int total_k,      \
-        int heads_per_q_scale, int heads_per_group, int has_foreign_rows, int is_out_fp16,         \
-        float softmax_scale) {                                                                     \
-        using C = Config<HEAD_DIM, CONSUMERS, BLOCK_N, Mask::MASK, Scales::SCALES>;                \
-        flash_attention<C>({.out = out,                                                            \
-                            .lse = lse,                                                            \
-                            .flag = flag,                                                          \
-                            .q = &q,                                                               \
-                            .k = &k,                                                               \
-                            .v = &v,                                                               \
-                            .q_scale = q_scale,                                                    \
-                            .k_scale = k_scale,                                                    \
-                            .v_scale = v_scale,                                                    \
-                            .cu_seqlens_q = cu_seqlens_q,                                          \
-                            .cu_seqlens_k = cu_seqlens_k,                                          \
-                            .cache_seqlens = cache_seqlens,                                        \
-                            .tile_counter = tile_counter,                                          \
-                            .out_batch_stride = out_batch_stride,                                  \
-                            .out_token_stride = out_token_stride,                                  \
-                            .out_head_stride = out_head_stride,                                    \
-                            .lse_batch_stride = lse_batch_stride,                                  \
-                            .lse_head_stride = lse_head_stride,                                    \
-                            .q_scale_batch_stride = q_scale_batch_stride,                          \
-                            .q_scale_head_stride = q_scale_head_stride,                            \
-                            .q_scale_block_stride = q_scale_block_stride,                          \
-                            .k_scale_batch_stride = k_scale_batch_stride,                          \
-                            .k_scale_head_stride = k_scale_head_stride,                            \
-                            .k_scale_block_stride = k_scale_block_stride,                          \
-                            .v_scale_batch_stride = v_scale_batch_stride,                          \
-                            .v_scale_head_stride = v_scale_head_stride,                            \
-                            .v_scale_block_stride = v_scale_block_stride,                          \
-                            .batch_size = batch_size,                                              \
-                            .num_heads = num_heads,                                                \
-                            .num_kv_heads = num_kv_heads,                                          \
-                            .head_dim = head_dim,                                                  \
-                            .seqlen_q = seqlen_q,                                                  \
-                            .seqlen_k = seqlen_k,                                                  \
-                            .total_q = total_q,                                                    \
-                            .total_k = total_k,                                                    \
-                            .heads_per_q_scale = heads_per_q_scale,                                \
-                            .heads_per_group = heads_per_group,                                    \
-                            .has_foreign_rows = has_foreign_rows,                                  \
-                            .is_out_fp16 = is_out_fp16,                                            \
-                            .softmax_scale = softmax_scale});                                      \
-    }
+#define EXPORT_FLASH_ATTENTION_FP8(HEAD_DIM, VARIANT, MASK, SCALES, CONSUMERS, BLOCK_N)        \
+    DESCRIBED(                                                                                 \
+        flash_attention_fp8_sm90_e4m3_hdim##HEAD_DIM##_##VARIANT,                              \
+        "x: as many blocks as multiprocessors, or as tiles of block_m queries",                \
+        (facts_of<Config<HEAD_DIM, CONSUMERS, BLOCK_N, Mask::MASK, Scales::SCALES>>()),        \
+        extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)                 \
+        flash_attention_fp8_sm90_e4m3_hdim##HEAD_DIM##_##VARIANT(                              \
+            void* out, float* lse, int* flag, const __grid_constant__ CUtensorMap q,           \
+            const __grid_constant__ CUtensorMap k, const __grid_constant__ CUtensorMap v,      \
+            const float* q_scale, const float* k_scale, const float* v_scale,                  \
+            const int* cu_seqlens_q, const int* cu_seqlens_k, const int* cache_seqlens,        \
+            int* tile_counter, int64_t out_batch_stride, int64_t out_token_stride,             \
+            int64_t out_head_stride, int64_t lse_batch_stride, int64_t lse_head_stride,        \
+            int64_t q_scale_batch_stride, int64_t q_scale_head_stride,                         \
+            int64_t q_scale_block_stride, int64_t k_scale_batch_stride,                        \
+            int64_t k_scale_head_stride, int64_t k_scale_block_stride,                         \
+            int64_t v_scale_batch_stride, int64_t v_scale_head_stride,                         \
+            int64_t v_scale_block_stride, int batch_size, int num_heads, int num_kv_heads,     \
+            int head_dim, int seqlen_q, int seqlen_k, int total_q, int total_k,                \
+            int heads_per_q_scale, int heads_per_group, int has_foreign_rows, int is_out_fp16, \
+            float softmax_scale) {                                                             \
+            using C = Config<HEAD_DIM, CONSUMERS, BLOCK_N, Mask::MASK, Scales::SCALES>;        \
+            flash_attention<C>({.out = out,                                                    \
+                                .lse = lse,                                                    \
+                                .flag = flag,                                                  \
+                                .q = &q,                                                       \
+                                .k = &k,                                                       \
+                                .v = &v,                                                       \
+                                .q_scale = q_scale,                                            \
+                                .k_scale = k_scale,                                            \
+                                .v_scale = v_scale,                                            \
+                                .cu_seqlens_q = cu_seqlens_q,                                  \
+                                .cu_seqlens_k = cu_seqlens_k,                                  \
+                                .cache_seqlens = cache_seqlens,                                \
+                                .tile_counter = tile_counter,                                  \
+                                .out_batch_stride = out_batch_stride,                          \
+                                .out_token_stride = out_token_stride,                          \
+                                .out_head_stride = out_head_stride,                            \
+                                .lse_batch_stride = lse_batch_stride,                          \
+                                .lse_head_stride = lse_head_stride,                            \
+                                .q_scale_batch_stride = q_scale_batch_stride,                  \
+                                .q_scale_head_stride = q_scale_head_stride,                    \
+                                .q_scale_block_stride = q_scale_block_stride,                  \
+                                .k_scale_batch_stride = k_scale_batch_stride,                  \
+                                .k_scale_head_stride = k_scale_head_stride,                    \
+                                .k_scale_block_stride = k_scale_block_stride,                  \
+                                .v_scale_batch_stride = v_scale_batch_stride,                  \
+                                .v_scale_head_stride = v_scale_head_stride,                    \
+                                .v_scale_block_stride = v_scale_block_stride,                  \
+                                .batch_size = batch_size,                                      \
+                                .num_heads = num_heads,                                        \
+                                .num_kv_heads = num_kv_heads,                                  \
+                                .head_dim = head_dim,                                          \
+                                .seqlen_q = seqlen_q,                                          \
+                                .seqlen_k = seqlen_k,                                          \
+                                .total_q = total_q,                                            \
+                                .total_k = total_k,                                            \
+                                .heads_per_q_scale = heads_per_q_scale,                        \
+                                .heads_per_group = heads_per_group,                            \
+                                .has_foreign_rows = has_foreign_rows,                          \
+                                .is_out_fp16 = is_out_fp16,                                    \
+                                .softmax_scale = softmax_scale});                              \
+        })
 
 #define EXPORT_MASKS(HEAD_DIM, SUFFIX, SCALES, CONSUMERS, BLOCK_N)                        \
     EXPORT_FLASH_ATTENTION_FP8(HEAD_DIM, full##SUFFIX, kFull, SCALES, CONSUMERS, BLOCK_N) \

@@ -17,6 +17,7 @@
 // Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao et al.,
 // "FlashAttention", 2022.
 
+#include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/vec.cuh"
 
 namespace kernel_hub::attention {
@@ -130,39 +131,45 @@ __device__ __forceinline__ void merge_states(State<T*> out, State<float*> out_ls
     }
 }
 
-#define EXPORT_MERGE_STATES(DTYPE, T, VARIANT, HEADS, WIDTH)                                       \
-    extern "C" __global__ void __launch_bounds__(512) merge_states_##DTYPE##_##VARIANT(            \
-        T* out, float* out_lse, const T* out_a, const T* out_b, const float* lse_a,                \
-        const float* lse_b, int64_t out_batch_stride, int64_t out_token_stride,                    \
-        int64_t out_head_stride, int64_t out_lse_batch_stride, int64_t out_lse_token_stride,       \
-        int64_t out_lse_head_stride, int64_t out_a_batch_stride, int64_t out_a_token_stride,       \
-        int64_t out_a_head_stride, int64_t out_b_batch_stride, int64_t out_b_token_stride,         \
-        int64_t out_b_head_stride, int64_t lse_a_batch_stride, int64_t lse_a_token_stride,         \
-        int64_t lse_a_head_stride, int64_t lse_b_batch_stride, int64_t lse_b_token_stride,         \
-        int64_t lse_b_head_stride, int seqlen, int num_heads, int head_dim) {                      \
-        merge_states<T, HEADS, WIDTH>(                                                             \
-            {out, out_batch_stride, out_token_stride, out_head_stride},                            \
-            {out_lse, out_lse_batch_stride, out_lse_token_stride, out_lse_head_stride},            \
-            {out_a, out_a_batch_stride, out_a_token_stride, out_a_head_stride},                    \
-            {out_b, out_b_batch_stride, out_b_token_stride, out_b_head_stride},                    \
-            {lse_a, lse_a_batch_stride, lse_a_token_stride, lse_a_head_stride},                    \
-            {lse_b, lse_b_batch_stride, lse_b_token_stride, lse_b_head_stride}, seqlen, num_heads, \
-            head_dim);                                                                             \
-    }
+#define EXPORT_MERGE_STATES(DTYPE, T, VARIANT, HEADS, WIDTH)                                      \
+    DESCRIBED(                                                                                    \
+        merge_states_##DTYPE##_##VARIANT, "x: tokens in steps of blockDim.z, y: heads, z: batch", \
+        (.shared_bytes = 0),                                                                      \
+        extern "C" __global__ void __launch_bounds__(512) merge_states_##DTYPE##_##VARIANT(       \
+            T* out, float* out_lse, const T* out_a, const T* out_b, const float* lse_a,           \
+            const float* lse_b, int64_t out_batch_stride, int64_t out_token_stride,               \
+            int64_t out_head_stride, int64_t out_lse_batch_stride, int64_t out_lse_token_stride,  \
+            int64_t out_lse_head_stride, int64_t out_a_batch_stride, int64_t out_a_token_stride,  \
+            int64_t out_a_head_stride, int64_t out_b_batch_stride, int64_t out_b_token_stride,    \
+            int64_t out_b_head_stride, int64_t lse_a_batch_stride, int64_t lse_a_token_stride,    \
+            int64_t lse_a_head_stride, int64_t lse_b_batch_stride, int64_t lse_b_token_stride,    \
+            int64_t lse_b_head_stride, int seqlen, int num_heads, int head_dim) {                 \
+            merge_states<T, HEADS, WIDTH>(                                                        \
+                {out, out_batch_stride, out_token_stride, out_head_stride},                       \
+                {out_lse, out_lse_batch_stride, out_lse_token_stride, out_lse_head_stride},       \
+                {out_a, out_a_batch_stride, out_a_token_stride, out_a_head_stride},               \
+                {out_b, out_b_batch_stride, out_b_token_stride, out_b_head_stride},               \
+                {lse_a, lse_a_batch_stride, lse_a_token_stride, lse_a_head_stride},               \
+                {lse_b, lse_b_batch_stride, lse_b_token_stride, lse_b_head_stride}, seqlen,       \
+                num_heads, head_dim);                                                             \
+        })
 
-#define EXPORT_MERGE_STATES_FLAT(DTYPE, T, VARIANT, HEADS)                                   \
-    extern "C" __global__ void __launch_bounds__(512) merge_states_##DTYPE##_flat_##VARIANT( \
-        T* out, float* out_lse, const T* out_a, const T* out_b, const float* lse_a,          \
-        const float* lse_b, int seqlen, int num_heads, int head_dim) {                       \
-        const int64_t token_stride = static_cast<int64_t>(num_heads) * head_dim;             \
-        const int64_t batch_stride = seqlen * token_stride;                                  \
-        const int64_t lse_stride = static_cast<int64_t>(num_heads) * seqlen;                 \
-        merge_states<T, HEADS, kVecElems<T>>(                                                \
-            {out, batch_stride, token_stride, head_dim}, {out_lse, lse_stride, 1, seqlen},   \
-            {out_a, batch_stride, token_stride, head_dim},                                   \
-            {out_b, batch_stride, token_stride, head_dim}, {lse_a, lse_stride, 1, seqlen},   \
-            {lse_b, lse_stride, 1, seqlen}, seqlen, num_heads, head_dim);                    \
-    }
+#define EXPORT_MERGE_STATES_FLAT(DTYPE, T, VARIANT, HEADS)                                       \
+    DESCRIBED(                                                                                   \
+        merge_states_##DTYPE##_flat_##VARIANT,                                                   \
+        "x: tokens in steps of blockDim.z, y: heads, z: batch", (.shared_bytes = 0),             \
+        extern "C" __global__ void __launch_bounds__(512) merge_states_##DTYPE##_flat_##VARIANT( \
+            T* out, float* out_lse, const T* out_a, const T* out_b, const float* lse_a,          \
+            const float* lse_b, int seqlen, int num_heads, int head_dim) {                       \
+            const int64_t token_stride = static_cast<int64_t>(num_heads) * head_dim;             \
+            const int64_t batch_stride = seqlen * token_stride;                                  \
+            const int64_t lse_stride = static_cast<int64_t>(num_heads) * seqlen;                 \
+            merge_states<T, HEADS, kVecElems<T>>(                                                \
+                {out, batch_stride, token_stride, head_dim}, {out_lse, lse_stride, 1, seqlen},   \
+                {out_a, batch_stride, token_stride, head_dim},                                   \
+                {out_b, batch_stride, token_stride, head_dim}, {lse_a, lse_stride, 1, seqlen},   \
+                {lse_b, lse_stride, 1, seqlen}, seqlen, num_heads, head_dim);                    \
+        })
 
 #define EXPORT_MERGE_STATES_VARIANTS(DTYPE, T)           \
     EXPORT_MERGE_STATES(DTYPE, T, vec1, 1, kVecElems<T>) \

@@ -9,6 +9,7 @@
 // NOTE: the name and the order of the parameters (inputs first) are those of the study that asked
 // for this library; every other kernel here takes its outputs first.
 
+#include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/vec.cuh"
 
 namespace kernel_hub::examples {
@@ -68,11 +69,14 @@ __device__ __forceinline__ void matmul_tile(const __half* a, const __half* b, fl
     }
 }
 
-extern "C" __global__ void __launch_bounds__(1024) matmul_cache_kernel_0d1d2d(const __half* a,
-                                                                              const __half* b,
-                                                                              float* c) {
-    extern __shared__ uint4 tiles[];
-    matmul_tile(a, b, c, tiles);
-}
+DESCRIBED(
+    matmul_cache_kernel_0d1d2d, "(8, 8, 1): tiles of 64 x 64 of c",
+    (.threads = kBlockWidth, .threads_y = kBlockWidth,
+     .shared_bytes = 2 * kTile * kTile * sizeof(__half)),
+    extern "C" __global__ void
+    __launch_bounds__(1024) matmul_cache_kernel_0d1d2d(const __half* a, const __half* b, float* c) {
+        extern __shared__ uint4 tiles[];
+        matmul_tile(a, b, c, tiles);
+    })
 
 }  // namespace kernel_hub::examples

@@ -33,6 +33,7 @@
 // 2023.
 
 #include "kernel_hub/dependent_launch.cuh"
+#include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/math.cuh"
 #include "kernel_hub/mma.cuh"
 #include "kv_cache/decode/args.cuh"
@@ -264,110 +265,118 @@ __device__ __forceinline__ void decode_attention(const Args& args) {
     attend<Config>(args, segment, extent, shared);
 }
 
-#define EXPORT_DECODE_ATTENTION(DTYPE, T, CACHE, HEAD_DIM, FLAGS, TILE, SLOTS, ROW_TILES,       \
-                                MIN_BLOCKS)                                                     \
-    extern "C" __global__ void __launch_bounds__(128, MIN_BLOCKS)                               \
-    decode_attention_##DTYPE##_hdim##HEAD_DIM##FLAGS(                                           \
-        T* out, float* lse, float* partial_out, float* partial_lse, int* flag, CACHE* k_cache,  \
-        CACHE* v_cache, const T* q, const T* k, const T* v, const int* cache_seqlens,           \
-        const int* block_table, const void* cos, const void* sin, const T* qkv_bias,            \
-        const float* k_scale, const float* v_scale, const float* alibi_slopes,                  \
-        int64_t out_batch_stride, int64_t out_token_stride, int64_t out_head_stride,            \
-        int64_t q_batch_stride, int64_t q_token_stride, int64_t q_head_stride,                  \
-        int64_t k_batch_stride, int64_t k_token_stride, int64_t k_head_stride,                  \
-        int64_t v_batch_stride, int64_t v_token_stride, int64_t v_head_stride,                  \
-        int64_t k_cache_page_stride, int64_t k_cache_token_stride, int64_t k_cache_head_stride, \
-        int64_t v_cache_page_stride, int64_t v_cache_token_stride, int64_t v_cache_head_stride, \
-        int64_t block_table_stride, int64_t table_stride, int64_t alibi_batch_stride,           \
-        int batch_size, int seqlen_q, int num_heads, int num_kv_heads, int head_dim,            \
-        int num_pages, int page_size, int max_tokens, int rotary_dim, int max_position,         \
-        int table_bytes, int is_interleaved, int is_vectorised, int num_splits, int parallel,   \
-        int window_left, float softmax_scale, float softcap) {                                  \
-        using Config = DecodeConfig<T, CACHE, HEAD_DIM, TILE, SLOTS, ROW_TILES>;                \
-        const DecodeArgs<T, CACHE> args = {.out = out,                                          \
-                                           .lse = lse,                                          \
-                                           .partial_out = partial_out,                          \
-                                           .partial_lse = partial_lse,                          \
-                                           .flag = flag,                                        \
-                                           .k_cache = k_cache,                                  \
-                                           .v_cache = v_cache,                                  \
-                                           .q = q,                                              \
-                                           .k = k,                                              \
-                                           .v = v,                                              \
-                                           .cache_seqlens = cache_seqlens,                      \
-                                           .block_table = block_table,                          \
-                                           .cos = cos,                                          \
-                                           .sin = sin,                                          \
-                                           .qkv_bias = qkv_bias,                                \
-                                           .k_scale = k_scale,                                  \
-                                           .v_scale = v_scale,                                  \
-                                           .alibi_slopes = alibi_slopes,                        \
-                                           .out_batch_stride = out_batch_stride,                \
-                                           .out_token_stride = out_token_stride,                \
-                                           .out_head_stride = out_head_stride,                  \
-                                           .q_batch_stride = q_batch_stride,                    \
-                                           .q_token_stride = q_token_stride,                    \
-                                           .q_head_stride = q_head_stride,                      \
-                                           .k_batch_stride = k_batch_stride,                    \
-                                           .k_token_stride = k_token_stride,                    \
-                                           .k_head_stride = k_head_stride,                      \
-                                           .v_batch_stride = v_batch_stride,                    \
-                                           .v_token_stride = v_token_stride,                    \
-                                           .v_head_stride = v_head_stride,                      \
-                                           .k_cache_page_stride = k_cache_page_stride,          \
-                                           .k_cache_token_stride = k_cache_token_stride,        \
-                                           .k_cache_head_stride = k_cache_head_stride,          \
-                                           .v_cache_page_stride = v_cache_page_stride,          \
-                                           .v_cache_token_stride = v_cache_token_stride,        \
-                                           .v_cache_head_stride = v_cache_head_stride,          \
-                                           .block_table_stride = block_table_stride,            \
-                                           .table_stride = table_stride,                        \
-                                           .alibi_batch_stride = alibi_batch_stride,            \
-                                           .batch_size = batch_size,                            \
-                                           .seqlen_q = seqlen_q,                                \
-                                           .num_heads = num_heads,                              \
-                                           .num_kv_heads = num_kv_heads,                        \
-                                           .head_dim = head_dim,                                \
-                                           .num_pages = num_pages,                              \
-                                           .page_size = page_size,                              \
-                                           .max_tokens = max_tokens,                            \
-                                           .rotary_dim = rotary_dim,                            \
-                                           .max_position = max_position,                        \
-                                           .table_bytes = table_bytes,                          \
-                                           .is_interleaved = is_interleaved,                    \
-                                           .is_vectorised = is_vectorised,                      \
-                                           .num_splits = num_splits,                            \
-                                           .parallel = parallel,                                \
-                                           .window_left = window_left,                          \
-                                           .softmax_scale = softmax_scale,                      \
-                                           .softcap = softcap};                                 \
-        decode_attention<Config>(args);                                                         \
-    }
+#define EXPORT_DECODE_ATTENTION(DTYPE, T, CACHE, HEAD_DIM, FLAGS, TILE, SLOTS, ROW_TILES,          \
+                                MIN_BLOCKS)                                                        \
+    DESCRIBED(                                                                                     \
+        decode_attention_##DTYPE##_hdim##HEAD_DIM##FLAGS,                                          \
+        "x: parts of (sequence, kv head, block_m rows) as num_splits and parallel cut them",       \
+        (facts_of<DecodeConfig<T, CACHE, HEAD_DIM, TILE, SLOTS, ROW_TILES>>(MIN_BLOCKS)),          \
+        extern "C" __global__ void                                                                 \
+        __launch_bounds__(128, MIN_BLOCKS) decode_attention_##DTYPE##_hdim##HEAD_DIM##FLAGS(       \
+            T* out, float* lse, float* partial_out, float* partial_lse, int* flag, CACHE* k_cache, \
+            CACHE* v_cache, const T* q, const T* k, const T* v, const int* cache_seqlens,          \
+            const int* block_table, const void* cos, const void* sin, const T* qkv_bias,           \
+            const float* k_scale, const float* v_scale, const float* alibi_slopes,                 \
+            int64_t out_batch_stride, int64_t out_token_stride, int64_t out_head_stride,           \
+            int64_t q_batch_stride, int64_t q_token_stride, int64_t q_head_stride,                 \
+            int64_t k_batch_stride, int64_t k_token_stride, int64_t k_head_stride,                 \
+            int64_t v_batch_stride, int64_t v_token_stride, int64_t v_head_stride,                 \
+            int64_t k_cache_page_stride, int64_t k_cache_token_stride,                             \
+            int64_t k_cache_head_stride, int64_t v_cache_page_stride,                              \
+            int64_t v_cache_token_stride, int64_t v_cache_head_stride, int64_t block_table_stride, \
+            int64_t table_stride, int64_t alibi_batch_stride, int batch_size, int seqlen_q,        \
+            int num_heads, int num_kv_heads, int head_dim, int num_pages, int page_size,           \
+            int max_tokens, int rotary_dim, int max_position, int table_bytes, int is_interleaved, \
+            int is_vectorised, int num_splits, int parallel, int window_left, float softmax_scale, \
+            float softcap) {                                                                       \
+            using Config = DecodeConfig<T, CACHE, HEAD_DIM, TILE, SLOTS, ROW_TILES>;               \
+            const DecodeArgs<T, CACHE> args = {.out = out,                                         \
+                                               .lse = lse,                                         \
+                                               .partial_out = partial_out,                         \
+                                               .partial_lse = partial_lse,                         \
+                                               .flag = flag,                                       \
+                                               .k_cache = k_cache,                                 \
+                                               .v_cache = v_cache,                                 \
+                                               .q = q,                                             \
+                                               .k = k,                                             \
+                                               .v = v,                                             \
+                                               .cache_seqlens = cache_seqlens,                     \
+                                               .block_table = block_table,                         \
+                                               .cos = cos,                                         \
+                                               .sin = sin,                                         \
+                                               .qkv_bias = qkv_bias,                               \
+                                               .k_scale = k_scale,                                 \
+                                               .v_scale = v_scale,                                 \
+                                               .alibi_slopes = alibi_slopes,                       \
+                                               .out_batch_stride = out_batch_stride,               \
+                                               .out_token_stride = out_token_stride,               \
+                                               .out_head_stride = out_head_stride,                 \
+                                               .q_batch_stride = q_batch_stride,                   \
+                                               .q_token_stride = q_token_stride,                   \
+                                               .q_head_stride = q_head_stride,                     \
+                                               .k_batch_stride = k_batch_stride,                   \
+                                               .k_token_stride = k_token_stride,                   \
+                                               .k_head_stride = k_head_stride,                     \
+                                               .v_batch_stride = v_batch_stride,                   \
+                                               .v_token_stride = v_token_stride,                   \
+                                               .v_head_stride = v_head_stride,                     \
+                                               .k_cache_page_stride = k_cache_page_stride,         \
+                                               .k_cache_token_stride = k_cache_token_stride,       \
+                                               .k_cache_head_stride = k_cache_head_stride,         \
+                                               .v_cache_page_stride = v_cache_page_stride,         \
+                                               .v_cache_token_stride = v_cache_token_stride,       \
+                                               .v_cache_head_stride = v_cache_head_stride,         \
+                                               .block_table_stride = block_table_stride,           \
+                                               .table_stride = table_stride,                       \
+                                               .alibi_batch_stride = alibi_batch_stride,           \
+                                               .batch_size = batch_size,                           \
+                                               .seqlen_q = seqlen_q,                               \
+                                               .num_heads = num_heads,                             \
+                                               .num_kv_heads = num_kv_heads,                       \
+                                               .head_dim = head_dim,                               \
+                                               .num_pages = num_pages,                             \
+                                               .page_size = page_size,                             \
+                                               .max_tokens = max_tokens,                           \
+                                               .rotary_dim = rotary_dim,                           \
+                                               .max_position = max_position,                       \
+                                               .table_bytes = table_bytes,                         \
+                                               .is_interleaved = is_interleaved,                   \
+                                               .is_vectorised = is_vectorised,                     \
+                                               .num_splits = num_splits,                           \
+                                               .parallel = parallel,                               \
+                                               .window_left = window_left,                         \
+                                               .softmax_scale = softmax_scale,                     \
+                                               .softcap = softcap};                                \
+            decode_attention<Config>(args);                                                        \
+        })
 
-#define EXPORT_MERGE(DTYPE, T)                                                                    \
-    extern "C" __global__ void __launch_bounds__(128, 8) decode_attention_##DTYPE##_merge(        \
-        T* out, float* lse, const float* partial_out, const float* partial_lse,                   \
-        const int* cache_seqlens, int64_t out_batch_stride, int64_t out_token_stride,             \
-        int64_t out_head_stride, int batch_size, int seqlen_q, int num_new, int max_tokens,       \
-        int window_left, int unit, int items, int num_splits, int parallel, int num_heads,        \
-        int num_kv_heads, int head_dim, int block_rows) {                                         \
-        const Work work = {.cache_seqlens = cache_seqlens,                                        \
-                           .batch_size = batch_size,                                              \
-                           .seqlen_q = seqlen_q,                                                  \
-                           .num_new = num_new,                                                    \
-                           .max_tokens = max_tokens,                                              \
-                           .window_left = window_left,                                            \
-                           .unit = unit,                                                          \
-                           .items = items,                                                        \
-                           .num_splits = num_splits,                                              \
-                           .parallel = parallel};                                                 \
-        merge_decode_splits(out, lse, partial_out, partial_lse, work, out_batch_stride,           \
-                            out_token_stride, out_head_stride, num_heads, num_kv_heads, head_dim, \
-                            block_rows);                                                          \
-    }
+#define EXPORT_MERGE(DTYPE, T)                                                                  \
+    DESCRIBED(                                                                                  \
+        decode_attention_##DTYPE##_merge,                                                       \
+        "x: items in more than one part, y: their rows and blocks of 128 columns",              \
+        (.threads = 128, .shared_bytes = 0, .blocks_per_sm = 8, .warps = 4),                    \
+        extern "C" __global__ void __launch_bounds__(128, 8) decode_attention_##DTYPE##_merge(  \
+            T* out, float* lse, const float* partial_out, const float* partial_lse,             \
+            const int* cache_seqlens, int64_t out_batch_stride, int64_t out_token_stride,       \
+            int64_t out_head_stride, int batch_size, int seqlen_q, int num_new, int max_tokens, \
+            int window_left, int unit, int items, int num_splits, int parallel, int num_heads,  \
+            int num_kv_heads, int head_dim, int block_rows) {                                   \
+            const Work work = {.cache_seqlens = cache_seqlens,                                  \
+                               .batch_size = batch_size,                                        \
+                               .seqlen_q = seqlen_q,                                            \
+                               .num_new = num_new,                                              \
+                               .max_tokens = max_tokens,                                        \
+                               .window_left = window_left,                                      \
+                               .unit = unit,                                                    \
+                               .items = items,                                                  \
+                               .num_splits = num_splits,                                        \
+                               .parallel = parallel};                                           \
+            merge_decode_splits(out, lse, partial_out, partial_lse, work, out_batch_stride,     \
+                                out_token_stride, out_head_stride, num_heads, num_kv_heads,     \
+                                head_dim, block_rows);                                          \
+        })
 
-// TILE, SLOTS, ROW_TILES, MIN_BLOCKS: see DecodeConfig; kernel_hub/ops/kv_cache/decode_plan.py has
-// the same figures.
+// TILE, SLOTS, ROW_TILES, MIN_BLOCKS: see DecodeConfig.
 #define EXPORT_DTYPE(DTYPE, T)                                                       \
     EXPORT_DECODE_ATTENTION(DTYPE, T, T, 64, , 32, 5, 1, 2)                          \
     EXPORT_DECODE_ATTENTION(DTYPE, T, T, 64, _rows32, 32, 5, 2, 2)                   \

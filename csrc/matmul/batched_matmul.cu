@@ -8,6 +8,7 @@
 // of a matrix in groups of 8 rows of tiles, matrix after matrix. Variants: 128x128 and 64x128
 // tiles. Source: NVIDIA, PTX ISA, "Matrix fragments for mma.m16n8k16".
 
+#include "kernel_hub/launch_facts.cuh"
 #include "matmul/grouped/mma.cuh"
 
 namespace kernel_hub::matmul::grouped {
@@ -41,17 +42,20 @@ __device__ __forceinline__ void batched_matmul(T* out, float* out_fp32, const T*
                                k);
 }
 
-#define EXPORT_BATCHED_MATMUL(NAME, T, BLOCK_M)                                                   \
-    extern "C" __global__ void __launch_bounds__(kThreads, 2) NAME(                               \
-        T* out, float* out_fp32, const T* a, const T* b, int64_t out_outer_stride,                \
-        int64_t out_inner_stride, int64_t out_stride, int64_t a_outer_stride,                     \
-        int64_t a_inner_stride, int64_t a_stride, int64_t b_outer_stride, int64_t b_inner_stride, \
-        int64_t b_stride, int num_matrices, int num_inner, int m, int n, int k) {                 \
-        batched_matmul<T, Tile<BLOCK_M>>(out, out_fp32, a, b, out_outer_stride, out_inner_stride, \
-                                         out_stride, a_outer_stride, a_inner_stride, a_stride,    \
-                                         b_outer_stride, b_inner_stride, b_stride, num_matrices,  \
-                                         num_inner, m, n, k);                                     \
-    }
+#define EXPORT_BATCHED_MATMUL(NAME, T, BLOCK_M)                                                  \
+    DESCRIBED(                                                                                   \
+        NAME, "x: tiles of block_m x block_n, matrix after matrix", (facts_of<Tile<BLOCK_M>>()), \
+        extern "C" __global__ void __launch_bounds__(kThreads, 2) NAME(                          \
+            T* out, float* out_fp32, const T* a, const T* b, int64_t out_outer_stride,           \
+            int64_t out_inner_stride, int64_t out_stride, int64_t a_outer_stride,                \
+            int64_t a_inner_stride, int64_t a_stride, int64_t b_outer_stride,                    \
+            int64_t b_inner_stride, int64_t b_stride, int num_matrices, int num_inner, int m,    \
+            int n, int k) {                                                                      \
+            batched_matmul<T, Tile<BLOCK_M>>(                                                    \
+                out, out_fp32, a, b, out_outer_stride, out_inner_stride, out_stride,             \
+                a_outer_stride, a_inner_stride, a_stride, b_outer_stride, b_inner_stride,        \
+                b_stride, num_matrices, num_inner, m, n, k);                                     \
+        })
 
 EXPORT_BATCHED_MATMUL(batched_matmul_fp16_128x128, __half, 128)
 EXPORT_BATCHED_MATMUL(batched_matmul_bf16_128x128, __nv_bfloat16, 128)

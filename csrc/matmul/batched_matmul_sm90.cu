@@ -10,6 +10,7 @@
 // same bits when run again. Source: NVIDIA, PTX ISA, "Asynchronous warpgroup level matrix
 // instructions".
 
+#include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/tma.cuh"
 #include "matmul/grouped/sm90.cuh"
 
@@ -61,21 +62,24 @@ __device__ __forceinline__ void batched_matmul_sm90(
                        out && is_aligned);
 }
 
-#define EXPORT_BATCHED_MATMUL(NAME, T, ...)                                                      \
-    extern "C" __global__ void __cluster_dims__(GroupedConfig<__VA_ARGS__>::kClusterSize, 1, 1)  \
-    __launch_bounds__(GroupedConfig<__VA_ARGS__>::kThreads,                                      \
-                      GroupedConfig<__VA_ARGS__>::kMinBlocks)                                    \
-    NAME(T* out, float* out_fp32, float* partials, int* arrivals,                                \
-         const __grid_constant__ CUtensorMap out_map, const __grid_constant__ CUtensorMap a_map, \
-         const __grid_constant__ CUtensorMap b_map, int64_t out_outer_stride,                    \
-         int64_t out_inner_stride, int64_t out_stride, int num_matrices, int num_inner, int m,   \
-         int n, int k, int group) {                                                              \
-        batched_matmul_sm90<T, GroupedConfig<__VA_ARGS__>>(                                      \
-            out, out_fp32, partials, arrivals, &out_map, &a_map, &b_map, out_outer_stride,       \
-            out_inner_stride, out_stride, num_matrices, num_inner, m, n, k, group);              \
-    }
+#define EXPORT_BATCHED_MATMUL(NAME, T, ...)                                                        \
+    DESCRIBED(                                                                                     \
+        NAME, "x: as many clusters as run at once, or as there are tiles of block_m x block_n",    \
+        (grouped_facts<GroupedConfig<__VA_ARGS__>>()),                                             \
+        extern "C" __global__ void                                                                 \
+        __cluster_dims__(GroupedConfig<__VA_ARGS__>::kClusterSize, 1, 1)                           \
+        __launch_bounds__(GroupedConfig<__VA_ARGS__>::kThreads,                                    \
+                          GroupedConfig<__VA_ARGS__>::kMinBlocks)                                  \
+        NAME(T* out, float* out_fp32, float* partials, int* arrivals,                              \
+             const __grid_constant__ CUtensorMap out_map,                                          \
+             const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map, \
+             int64_t out_outer_stride, int64_t out_inner_stride, int64_t out_stride,               \
+             int num_matrices, int num_inner, int m, int n, int k, int group) {                    \
+            batched_matmul_sm90<T, GroupedConfig<__VA_ARGS__>>(                                    \
+                out, out_fp32, partials, arrivals, &out_map, &a_map, &b_map, out_outer_stride,     \
+                out_inner_stride, out_stride, num_matrices, num_inner, m, n, k, group);            \
+        })
 
-// kernel_hub/ops/matmul/grouped_plan.py has the same list.
 #define EXPORT_BOTH(NAME, ...)                                             \
     EXPORT_BATCHED_MATMUL(batched_matmul_fp16_##NAME, __half, __VA_ARGS__) \
     EXPORT_BATCHED_MATMUL(batched_matmul_bf16_##NAME, __nv_bfloat16, __VA_ARGS__)

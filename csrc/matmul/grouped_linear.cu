@@ -10,6 +10,7 @@
 // (matmul/grouped/walk.cuh), and those that find none leave. Rows of no expert are not written.
 // Variants: 128x128 and 64x128 tiles. Source: NVIDIA, PTX ISA, "Matrix fragments for mma.m16n8k16".
 
+#include "kernel_hub/launch_facts.cuh"
 #include "matmul/grouped/mma.cuh"
 
 namespace kernel_hub::matmul::grouped {
@@ -36,16 +37,19 @@ __device__ __forceinline__ void grouped_linear(T* out, float* out_fp32, int* fla
                               place.tile_column * kBlockN, k);
 }
 
-#define EXPORT_GROUPED_LINEAR(NAME, T, BLOCK_M)                                                 \
-    extern "C" __global__ void __launch_bounds__(kThreads, 2) NAME(                             \
-        T* out, float* out_fp32, int* flag, const T* a, const T* b, const int* offsets,         \
-        const T* bias, int64_t out_stride, int64_t a_stride, int64_t b_expert_stride,           \
-        int64_t b_stride, int64_t bias_stride, int total_tokens, int n, int k, int num_experts, \
-        int activation) {                                                                       \
-        grouped_linear<T, Tile<BLOCK_M>>(out, out_fp32, flag, a, b, offsets, bias, out_stride,  \
-                                         a_stride, b_expert_stride, b_stride, bias_stride,      \
-                                         total_tokens, n, k, num_experts, activation);          \
-    }
+#define EXPORT_GROUPED_LINEAR(NAME, T, BLOCK_M)                                                    \
+    DESCRIBED(                                                                                     \
+        NAME, "x: tiles of block_m x block_n, as many as there can be",                            \
+        (facts_of<Tile<BLOCK_M>>()),                                                               \
+        extern "C" __global__ void __launch_bounds__(kThreads, 2) NAME(                            \
+            T* out, float* out_fp32, int* flag, const T* a, const T* b, const int* offsets,        \
+            const T* bias, int64_t out_stride, int64_t a_stride, int64_t b_expert_stride,          \
+            int64_t b_stride, int64_t bias_stride, int total_tokens, int n, int k,                 \
+            int num_experts, int activation) {                                                     \
+            grouped_linear<T, Tile<BLOCK_M>>(out, out_fp32, flag, a, b, offsets, bias, out_stride, \
+                                             a_stride, b_expert_stride, b_stride, bias_stride,     \
+                                             total_tokens, n, k, num_experts, activation);         \
+        })
 
 EXPORT_GROUPED_LINEAR(grouped_linear_fp16_128x128, __half, 128)
 EXPORT_GROUPED_LINEAR(grouped_linear_bf16_128x128, __nv_bfloat16, 128)

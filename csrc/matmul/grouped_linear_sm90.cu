@@ -13,6 +13,7 @@
 // Every variant gives the same bits when run again.
 // Source: NVIDIA, PTX ISA, "Asynchronous warpgroup level matrix instructions".
 
+#include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/tma.cuh"
 #include "matmul/grouped/sm90.cuh"
 
@@ -55,20 +56,23 @@ __device__ __forceinline__ void grouped_linear_sm90(
 }
 
 #define EXPORT_GROUPED_LINEAR(NAME, T, ...)                                                        \
-    extern "C" __global__ void __cluster_dims__(GroupedConfig<__VA_ARGS__>::kClusterSize, 1, 1)    \
-    __launch_bounds__(GroupedConfig<__VA_ARGS__>::kThreads,                                        \
-                      GroupedConfig<__VA_ARGS__>::kMinBlocks)                                      \
-    NAME(T* out, float* out_fp32, int* flag, float* partials, int* arrivals,                       \
-         const __grid_constant__ CUtensorMap out_map, const __grid_constant__ CUtensorMap a_map,   \
-         const __grid_constant__ CUtensorMap b_map, const int* offsets, const T* bias,             \
-         int64_t out_stride, int64_t bias_stride, int total_tokens, int n, int k, int num_experts, \
-         int activation, int group) {                                                              \
-        grouped_linear_sm90<T, GroupedConfig<__VA_ARGS__>>(                                        \
-            out, out_fp32, flag, partials, arrivals, &out_map, &a_map, &b_map, offsets, bias,      \
-            out_stride, bias_stride, total_tokens, n, k, num_experts, activation, group);          \
-    }
+    DESCRIBED(                                                                                     \
+        NAME, "x: as many clusters as run at once, or as there are tiles of block_m x block_n",    \
+        (grouped_facts<GroupedConfig<__VA_ARGS__>>()),                                             \
+        extern "C" __global__ void                                                                 \
+        __cluster_dims__(GroupedConfig<__VA_ARGS__>::kClusterSize, 1, 1)                           \
+        __launch_bounds__(GroupedConfig<__VA_ARGS__>::kThreads,                                    \
+                          GroupedConfig<__VA_ARGS__>::kMinBlocks)                                  \
+        NAME(T* out, float* out_fp32, int* flag, float* partials, int* arrivals,                   \
+             const __grid_constant__ CUtensorMap out_map,                                          \
+             const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map, \
+             const int* offsets, const T* bias, int64_t out_stride, int64_t bias_stride,           \
+             int total_tokens, int n, int k, int num_experts, int activation, int group) {         \
+            grouped_linear_sm90<T, GroupedConfig<__VA_ARGS__>>(                                    \
+                out, out_fp32, flag, partials, arrivals, &out_map, &a_map, &b_map, offsets, bias,  \
+                out_stride, bias_stride, total_tokens, n, k, num_experts, activation, group);      \
+        })
 
-// kernel_hub/ops/matmul/grouped_plan.py has the same list.
 #define EXPORT_BOTH(NAME, ...)                                             \
     EXPORT_GROUPED_LINEAR(grouped_linear_fp16_##NAME, __half, __VA_ARGS__) \
     EXPORT_GROUPED_LINEAR(grouped_linear_bf16_##NAME, __nv_bfloat16, __VA_ARGS__)

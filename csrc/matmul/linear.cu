@@ -10,6 +10,7 @@
 // bank twice. Variants: 128x128 and 64x128, for few tiles. All deterministic. Source: NVIDIA, PTX
 // ISA, "Matrix fragments for mma.m16n8k16".
 
+#include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/vec.cuh"
 #include "matmul/epilogue.cuh"
 #include "matmul/stages.cuh"
@@ -122,13 +123,16 @@ __device__ __forceinline__ void linear(Out* out, float* partials, int* tickets, 
 }
 
 #define EXPORT_LINEAR(NAME, T, OUT, BLOCK_M)                                                     \
-    extern "C" __global__ void __launch_bounds__(kThreads, 2) NAME(                              \
-        OUT* out, float* partials, int* tickets, const T* a, const T* b, const T* bias,          \
-        const OUT* residual, int64_t out_stride, int64_t a_stride, int64_t b_stride,             \
-        int64_t residual_stride, int m, int n, int k, int activation) {                          \
-        linear<T, OUT, Tile<BLOCK_M>>(out, partials, tickets, a, b, bias, residual, out_stride,  \
-                                      a_stride, b_stride, residual_stride, m, n, k, activation); \
-    }
+    DESCRIBED(                                                                                   \
+        NAME, "x: tiles of block_m x block_n, y: shares of k", (facts_of<Tile<BLOCK_M>>()),      \
+        extern "C" __global__ void __launch_bounds__(kThreads, 2) NAME(                          \
+            OUT* out, float* partials, int* tickets, const T* a, const T* b, const T* bias,      \
+            const OUT* residual, int64_t out_stride, int64_t a_stride, int64_t b_stride,         \
+            int64_t residual_stride, int m, int n, int k, int activation) {                      \
+            linear<T, OUT, Tile<BLOCK_M>>(out, partials, tickets, a, b, bias, residual,          \
+                                          out_stride, a_stride, b_stride, residual_stride, m, n, \
+                                          k, activation);                                        \
+        })
 
 #define EXPORT_LINEAR_TILES(NAME, T, OUT, SUFFIX)      \
     EXPORT_LINEAR(NAME##_128x128##SUFFIX, T, OUT, 128) \

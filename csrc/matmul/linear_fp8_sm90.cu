@@ -27,6 +27,7 @@
 
 #include "kernel_hub/cluster.cuh"
 #include "kernel_hub/dependent_launch.cuh"
+#include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/mbarrier.cuh"
 #include "kernel_hub/tma.cuh"
 #include "kernel_hub/warpgroup.cuh"
@@ -170,35 +171,38 @@ __device__ __forceinline__ void linear_fp8(const CUtensorMap* out_map, const CUt
     }
 }
 
-#define EXPORT_LINEAR_FP8(NAME, OUT, ...)                                                         \
-    extern "C" __global__ void __cluster_dims__(ScaledConfig<__VA_ARGS__>::kClusterSize, 1, 1)    \
-    __launch_bounds__(ScaledConfig<__VA_ARGS__>::kThreads, ScaledConfig<__VA_ARGS__>::kMinBlocks) \
-    NAME(OUT* out, const __grid_constant__ CUtensorMap out_map,                                   \
-         const __grid_constant__ CUtensorMap row_map,                                             \
-         const __grid_constant__ CUtensorMap column_map, const float* a_scale,                    \
-         const float* b_scale, const OUT* bias, const OUT* residual, int64_t out_stride,          \
-         int64_t residual_stride, int64_t a_scale_stride, int64_t a_scale_k_stride,               \
-         int64_t b_scale_stride, int64_t b_scale_k_stride, int m, int n, int k, int activation,   \
-         int group, int has_blocks) {                                                             \
-        const Scales a{.values = a_scale,                                                         \
-                       .stride = a_scale_stride,                                                  \
-                       .k_stride = a_scale_k_stride,                                              \
-                       .num_rows = m,                                                             \
-                       .shift = 0,                                                                \
-                       .is_blocked = has_blocks != 0};                                            \
-        const Scales b{.values = b_scale,                                                         \
-                       .stride = b_scale_stride,                                                  \
-                       .k_stride = b_scale_k_stride,                                              \
-                       .num_rows = n,                                                             \
-                       .shift = 7,                                                                \
-                       .is_blocked = has_blocks != 0};                                            \
-        const Epilogue<OUT, OUT> epilogue(out, bias, residual, out_stride, residual_stride, m, n, \
-                                          activation);                                            \
-        linear_fp8<OUT, ScaledConfig<__VA_ARGS__>>(&out_map, &row_map, &column_map,               \
-                                                   {epilogue, a, b}, k, group);                   \
-    }
+#define EXPORT_LINEAR_FP8(NAME, OUT, ...)                                                          \
+    DESCRIBED(                                                                                     \
+        NAME, "x: as many clusters as run at once, or as there are tiles of block_m x block_n",    \
+        (scaled_facts<ScaledConfig<__VA_ARGS__>>()),                                               \
+        extern "C" __global__ void __cluster_dims__(ScaledConfig<__VA_ARGS__>::kClusterSize, 1, 1) \
+        __launch_bounds__(ScaledConfig<__VA_ARGS__>::kThreads,                                     \
+                          ScaledConfig<__VA_ARGS__>::kMinBlocks)                                   \
+        NAME(OUT* out, const __grid_constant__ CUtensorMap out_map,                                \
+             const __grid_constant__ CUtensorMap row_map,                                          \
+             const __grid_constant__ CUtensorMap column_map, const float* a_scale,                 \
+             const float* b_scale, const OUT* bias, const OUT* residual, int64_t out_stride,       \
+             int64_t residual_stride, int64_t a_scale_stride, int64_t a_scale_k_stride,            \
+             int64_t b_scale_stride, int64_t b_scale_k_stride, int m, int n, int k,                \
+             int activation, int group, int has_blocks) {                                          \
+            const Scales a{.values = a_scale,                                                      \
+                           .stride = a_scale_stride,                                               \
+                           .k_stride = a_scale_k_stride,                                           \
+                           .num_rows = m,                                                          \
+                           .shift = 0,                                                             \
+                           .is_blocked = has_blocks != 0};                                         \
+            const Scales b{.values = b_scale,                                                      \
+                           .stride = b_scale_stride,                                               \
+                           .k_stride = b_scale_k_stride,                                           \
+                           .num_rows = n,                                                          \
+                           .shift = 7,                                                             \
+                           .is_blocked = has_blocks != 0};                                         \
+            const Epilogue<OUT, OUT> epilogue(out, bias, residual, out_stride, residual_stride, m, \
+                                              n, activation);                                      \
+            linear_fp8<OUT, ScaledConfig<__VA_ARGS__>>(&out_map, &row_map, &column_map,            \
+                                                       {epilogue, a, b}, k, group);                \
+        })
 
-// kernel_hub/ops/matmul/linear_fp8_plan.py has the same list.
 #define EXPORT_ALL(NAME, ...)                                             \
     EXPORT_LINEAR_FP8(linear_fp8_bf16_##NAME, __nv_bfloat16, __VA_ARGS__) \
     EXPORT_LINEAR_FP8(linear_fp8_fp16_##NAME, __half, __VA_ARGS__)        \

@@ -22,6 +22,7 @@
 
 #include "kernel_hub/cluster.cuh"
 #include "kernel_hub/dependent_launch.cuh"
+#include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/mbarrier.cuh"
 #include "kernel_hub/tma.cuh"
 #include "kernel_hub/warpgroup.cuh"
@@ -157,21 +158,23 @@ __device__ __forceinline__ void linear_sm90(
     }
 }
 
-#define EXPORT_LINEAR(NAME, T, OUT, ...)                                                       \
-    extern "C" __global__ void __cluster_dims__(Config<__VA_ARGS__>::kClusterSize, 1, 1)       \
-    __launch_bounds__(Config<__VA_ARGS__>::kThreads, Config<__VA_ARGS__>::kMinBlocks)          \
-    NAME(OUT* out, const __grid_constant__ CUtensorMap out_map,                                \
-         const __grid_constant__ CUtensorMap residual_map,                                     \
-         const __grid_constant__ CUtensorMap row_map,                                          \
-         const __grid_constant__ CUtensorMap column_map, const T* bias, const OUT* residual,   \
-         int64_t out_stride, int64_t residual_stride, int m, int n, int k, int activation,     \
-         int group) {                                                                          \
-        linear_sm90<T, OUT, Config<__VA_ARGS__>>(out, &out_map, &residual_map, &row_map,       \
-                                                 &column_map, bias, residual, out_stride,      \
-                                                 residual_stride, m, n, k, activation, group); \
-    }
+#define EXPORT_LINEAR(NAME, T, OUT, ...)                                                           \
+    DESCRIBED(                                                                                     \
+        NAME, "x: as many clusters as run at once, or as there are tiles of block_m x block_n",    \
+        (facts_of<Config<__VA_ARGS__>>()),                                                         \
+        extern "C" __global__ void __cluster_dims__(Config<__VA_ARGS__>::kClusterSize, 1, 1)       \
+        __launch_bounds__(Config<__VA_ARGS__>::kThreads, Config<__VA_ARGS__>::kMinBlocks) NAME(    \
+            OUT* out, const __grid_constant__ CUtensorMap out_map,                                 \
+            const __grid_constant__ CUtensorMap residual_map,                                      \
+            const __grid_constant__ CUtensorMap row_map,                                           \
+            const __grid_constant__ CUtensorMap column_map, const T* bias, const OUT* residual,    \
+            int64_t out_stride, int64_t residual_stride, int m, int n, int k, int activation,      \
+            int group) {                                                                           \
+            linear_sm90<T, OUT, Config<__VA_ARGS__>>(out, &out_map, &residual_map, &row_map,       \
+                                                     &column_map, bias, residual, out_stride,      \
+                                                     residual_stride, m, n, k, activation, group); \
+        })
 
-// kernel_hub/ops/matmul/linear_plan.py has the same list.
 #define EXPORT_BOTH(NAME, ...)                                     \
     EXPORT_LINEAR(linear_fp16_##NAME, __half, __half, __VA_ARGS__) \
     EXPORT_LINEAR(linear_bf16_##NAME, __nv_bfloat16, __nv_bfloat16, __VA_ARGS__)

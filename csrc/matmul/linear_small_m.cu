@@ -14,6 +14,7 @@
 // deterministic. Source: NVIDIA, PTX ISA, "Matrix fragments for mma.m16n8k16".
 
 #include "kernel_hub/dependent_launch.cuh"
+#include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/mma.cuh"
 #include "kernel_hub/vec.cuh"
 #include "matmul/epilogue.cuh"
@@ -41,6 +42,17 @@ struct SmallM {
         return at / 32 / 4 / kColumnTiles * 16 + at / 32 / 2 % 2 * 8 + at % 32 / 4;
     }
 };
+
+template <typename C>
+constexpr LaunchFacts facts_of(int blocks_per_sm) {
+    return {.threads = 32 * kWarps,
+            .shared_bytes = C::kRingBytes + 2 * C::kBufferFloats * 4,
+            .blocks_per_sm = blocks_per_sm,
+            .block_m = 8 * C::kColumnTiles,
+            .block_n = 16 * C::kRowTiles,
+            .block_k = C::kChunk,
+            .stages = C::kStages};
+}
 
 // Where a warp is in its list of (tile, chunk).
 struct Walk {
@@ -274,14 +286,17 @@ __device__ __forceinline__ void linear_small_m(Out* out, float* partials, int* t
 }
 
 #define EXPORT_LINEAR_SMALL_M(NAME, T, OUT, BLOCKS, ...)                                          \
-    extern "C" __global__ void __launch_bounds__(256, BLOCKS) NAME(                               \
-        OUT* out, float* partials, int* tickets, const T* a, const T* b, const T* bias,           \
-        const OUT* residual, int64_t out_stride, int64_t a_stride, int64_t b_stride,              \
-        int64_t residual_stride, int m, int n, int k, int activation) {                           \
-        linear_small_m<T, OUT, SmallM<__VA_ARGS__>>(out, partials, tickets, a, b, bias, residual, \
-                                                    out_stride, a_stride, b_stride,               \
-                                                    residual_stride, m, n, k, activation);        \
-    }
+    DESCRIBED(                                                                                    \
+        NAME, "x: at most as many blocks as tiles of block_n rows of b, y: shares of k",          \
+        (facts_of<SmallM<__VA_ARGS__>>(BLOCKS)),                                                  \
+        extern "C" __global__ void __launch_bounds__(256, BLOCKS) NAME(                           \
+            OUT* out, float* partials, int* tickets, const T* a, const T* b, const T* bias,       \
+            const OUT* residual, int64_t out_stride, int64_t a_stride, int64_t b_stride,          \
+            int64_t residual_stride, int m, int n, int k, int activation) {                       \
+            linear_small_m<T, OUT, SmallM<__VA_ARGS__>>(out, partials, tickets, a, b, bias,       \
+                                                        residual, out_stride, a_stride, b_stride, \
+                                                        residual_stride, m, n, k, activation);    \
+        })
 
 // clang-format off
 #define EXPORT_BOTH(DTYPE, T, SUFFIX, OUT) \

@@ -4,6 +4,7 @@
 // twice.
 #pragma once
 
+#include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/mma.cuh"
 
 namespace kernel_hub::matmul {
@@ -13,7 +14,6 @@ constexpr int kBlockN = 128;
 constexpr int kBlockK = 32;
 constexpr int kChunks = kBlockK / 8;  // of 16 bytes, in a row of a stage
 // NOTE: sm_89 has 99 KiB of shared memory: three stages let two blocks share a multiprocessor.
-// kernel_hub/ops/matmul/linear_plan.py and grouped_plan.py know these numbers.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 890
 constexpr int kStages = 3;
 #else
@@ -28,6 +28,17 @@ struct Tile {
     static constexpr int kStageBytes = (kBlockM + kBlockN) * kBlockK * 2;
     static constexpr int kSums = 4 * kTilesM * kTilesN;  // a lane
 };
+
+template <typename C>
+constexpr LaunchFacts facts_of() {
+    return {.threads = kThreads,
+            .shared_bytes = kStages * C::kStageBytes,
+            .blocks_per_sm = 2,
+            .block_m = C::kBlockM,
+            .block_n = kBlockN,
+            .block_k = kBlockK,
+            .stages = kStages};
+}
 
 // The place of a 16-byte chunk of a row in a stage, in bytes.
 __device__ __forceinline__ uint32_t place_of_chunk(int row, int chunk) {

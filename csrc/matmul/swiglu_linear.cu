@@ -13,21 +13,25 @@
 // All deterministic. Source: Shazeer, "GLU Variants Improve Transformer", 2020; NVIDIA, PTX ISA,
 // "Matrix fragments for mma.m16n8k16".
 
+#include "kernel_hub/launch_facts.cuh"
 #include "matmul/paired/portable.cuh"
 #include "matmul/paired/small_m.cuh"
 #include "matmul/paired/swiglu_ending.cuh"
 
 namespace kernel_hub::matmul::paired {
 
-#define EXPORT_SWIGLU_LINEAR(NAME, T, BLOCKS, BODY, ...)                                           \
-    extern "C" __global__ void __launch_bounds__(__VA_ARGS__::kThreads, BLOCKS) NAME(              \
-        T* out, const T* a, const T* b, int64_t out_stride, int64_t a_stride, int64_t b_stride,    \
-        int m, int columns, int k) {                                                               \
-        BODY<T, __VA_ARGS__>(SwigluEnding<T>(out, out_stride, m, columns), GateUpRows{columns}, a, \
-                             b, a_stride, b_stride, m, (columns + 7) / 8, k);                      \
-    }
+#define EXPORT_SWIGLU_LINEAR(NAME, T, BLOCKS, BODY, ...)                                  \
+    DESCRIBED(                                                                            \
+        NAME, "x: tiles of block_m rows of a and block_n of b",                           \
+        (paired_facts<__VA_ARGS__>(BLOCKS)),                                              \
+        extern "C" __global__ void __launch_bounds__(__VA_ARGS__::kThreads, BLOCKS) NAME( \
+            T* out, const T* a, const T* b, int64_t out_stride, int64_t a_stride,         \
+            int64_t b_stride, int m, int columns, int k) {                                \
+            BODY<T, __VA_ARGS__>(SwigluEnding<T>(out, out_stride, m, columns),            \
+                                 GateUpRows{columns}, a, b, a_stride, b_stride, m,        \
+                                 (columns + 7) / 8, k);                                   \
+        })
 
-// kernel_hub/ops/matmul/paired_plan.py has the same list.
 // clang-format off
 #define EXPORT_VARIANTS(DTYPE, T) \
     EXPORT_SWIGLU_LINEAR(swiglu_linear_##DTYPE##_128x128, T, 2, paired_linear, PairedTile<128>) \

@@ -12,6 +12,7 @@
 // deterministic. Source: Shazeer, "GLU Variants Improve Transformer", 2020; NVIDIA, PTX ISA,
 // "Asynchronous warpgroup level matrix instructions".
 
+#include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/tma.cuh"
 #include "kernel_hub/warpgroup.cuh"
 #include "matmul/paired/sm90.cuh"
@@ -55,18 +56,20 @@ struct SwigluEndingSm90 : SwigluEnding<T> {
     }
 };
 
-#define EXPORT_SWIGLU_LINEAR(NAME, T, ...)                                                         \
-    extern "C" __global__ void __cluster_dims__(Config<__VA_ARGS__>::kClusterSize, 1, 1)           \
-    __launch_bounds__(Config<__VA_ARGS__>::kThreads, Config<__VA_ARGS__>::kMinBlocks)              \
-    NAME(T* out, const __grid_constant__ CUtensorMap a_map,                                        \
-         const __grid_constant__ CUtensorMap b_map, int64_t out_stride, int m, int columns, int k, \
-         int box_rows, int group) {                                                                \
-        paired_linear_sm90<T, Config<__VA_ARGS__>>(                                                \
-            SwigluEndingSm90<T>(out, out_stride, m, columns), &a_map,                              \
-            PairedBoxes{&b_map, columns / 8, box_rows}, m, columns / 8, k, group);                 \
-    }
+#define EXPORT_SWIGLU_LINEAR(NAME, T, ...)                                                      \
+    DESCRIBED(                                                                                  \
+        NAME, "x: as many clusters as run at once, or as there are tiles of block_m x block_n", \
+        (facts_of<Config<__VA_ARGS__>>(Config<__VA_ARGS__>::kBiasAt)),                          \
+        extern "C" __global__ void __cluster_dims__(Config<__VA_ARGS__>::kClusterSize, 1, 1)    \
+        __launch_bounds__(Config<__VA_ARGS__>::kThreads, Config<__VA_ARGS__>::kMinBlocks) NAME( \
+            T* out, const __grid_constant__ CUtensorMap a_map,                                  \
+            const __grid_constant__ CUtensorMap b_map, int64_t out_stride, int m, int columns,  \
+            int k, int box_rows, int group) {                                                   \
+            paired_linear_sm90<T, Config<__VA_ARGS__>>(                                         \
+                SwigluEndingSm90<T>(out, out_stride, m, columns), &a_map,                       \
+                PairedBoxes{&b_map, columns / 8, box_rows}, m, columns / 8, k, group);          \
+        })
 
-// kernel_hub/ops/matmul/paired_plan.py has the same list.
 #define EXPORT_BOTH(NAME, ...)                                           \
     EXPORT_SWIGLU_LINEAR(swiglu_linear_fp16_##NAME, __half, __VA_ARGS__) \
     EXPORT_SWIGLU_LINEAR(swiglu_linear_bf16_##NAME, __nv_bfloat16, __VA_ARGS__)

@@ -18,6 +18,7 @@
 // block does before it leaves counts, as most blocks do only that: divisions there doubled the time
 // (docs/notes/weight_extraction.md).
 
+#include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/ptx.cuh"
 #include "kernel_hub/vec.cuh"
 
@@ -208,16 +209,21 @@ __device__ __forceinline__ void compress(const int8_t* weight,  // (n, 2 m)
     }
 }
 
-extern "C" __global__ void LAUNCH_BOUNDS int4WeightCompression(const int8_t* weight, int8_t* out,
-                                                               int n, int m) {
-    compress(weight, out, n, m);
-}
+DESCRIBED(
+    int4WeightCompression, "x: any; four neighbouring blocks take four rows together",
+    (.shared_bytes = 0),
+    extern "C" __global__ void LAUNCH_BOUNDS int4WeightCompression(const int8_t* weight,
+                                                                   int8_t* out, int n, int m) {
+        compress(weight, out, n, m);
+    })
 
-#define EXPORT_EXTRACTION(NAME, T, ELEMS_PER_BYTE)                                              \
-    extern "C" __global__ void LAUNCH_BOUNDS NAME(const int8_t* weight, const T* scale, T* out, \
-                                                  int n, int m) {                               \
-        extract<T, ELEMS_PER_BYTE>(weight, scale, out, n, m);                                   \
-    }
+#define EXPORT_EXTRACTION(NAME, T, ELEMS_PER_BYTE)                                             \
+    DESCRIBED(                                                                                 \
+        NAME, "x: any; four neighbouring blocks take four rows together", (.shared_bytes = 0), \
+        extern "C" __global__ void LAUNCH_BOUNDS NAME(const int8_t* weight, const T* scale,    \
+                                                      T* out, int n, int m) {                  \
+            extract<T, ELEMS_PER_BYTE>(weight, scale, out, n, m);                              \
+        })
 
 #define EXPORT_EXTRACTIONS(BITS, ELEMS_PER_BYTE)                                          \
     EXPORT_EXTRACTION(int##BITS##WeightExtractionFloat, float, ELEMS_PER_BYTE)            \

@@ -20,6 +20,7 @@
 // (docs/notes/rms_norm.md).
 // Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
 
+#include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/ptx.cuh"
 #include "kernel_hub/reduce.cuh"
 #include "kernel_hub/vec.cuh"
@@ -228,80 +229,97 @@ __device__ __forceinline__ void rms_norm_two_pass(RmsNormParams<T> p) {
 }
 
 // 64 registers a thread: any blockDim up to 1,024.
-#define EXPORT_RMS_NORM(DTYPE, T, VARIANT, BODY, SIZE)                                         \
-    extern "C" __global__ void __launch_bounds__(1024) rms_norm_##DTYPE##_##VARIANT(           \
-        T* out, const T* x, const T* weight, int64_t out_stride, int64_t out_outer_stride,     \
-        int64_t x_stride, int64_t x_outer_stride, int num_rows, int hidden_size, float eps,    \
-        float weight_offset) {                                                                 \
-        BODY<T, false, SIZE>({.out = out,                                                      \
-                              .x = x,                                                          \
-                              .weight = weight,                                                \
-                              .out_stride = out_stride,                                        \
-                              .out_outer_stride = out_outer_stride,                            \
-                              .x_stride = x_stride,                                            \
-                              .x_outer_stride = x_outer_stride,                                \
-                              .num_rows = num_rows,                                            \
-                              .hidden_size = hidden_size,                                      \
-                              .eps = eps,                                                      \
-                              .weight_offset = weight_offset});                                \
-    }                                                                                          \
-    extern "C" __global__ void __launch_bounds__(1024) rms_norm_##DTYPE##_residual_##VARIANT(  \
-        T* out, T* residual_out, const T* x, const T* residual, const T* weight,               \
-        int64_t out_stride, int64_t out_outer_stride, int64_t residual_out_stride,             \
-        int64_t residual_out_outer_stride, int64_t x_stride, int64_t x_outer_stride,           \
-        int64_t residual_stride, int64_t residual_outer_stride, int num_rows, int hidden_size, \
-        float eps, float weight_offset) {                                                      \
-        BODY<T, true, SIZE>({.out = out,                                                       \
-                             .residual_out = residual_out,                                     \
-                             .x = x,                                                           \
-                             .residual = residual,                                             \
-                             .weight = weight,                                                 \
-                             .out_stride = out_stride,                                         \
-                             .out_outer_stride = out_outer_stride,                             \
-                             .residual_out_stride = residual_out_stride,                       \
-                             .residual_out_outer_stride = residual_out_outer_stride,           \
-                             .x_stride = x_stride,                                             \
-                             .x_outer_stride = x_outer_stride,                                 \
-                             .residual_stride = residual_stride,                               \
-                             .residual_outer_stride = residual_outer_stride,                   \
-                             .num_rows = num_rows,                                             \
-                             .hidden_size = hidden_size,                                       \
-                             .eps = eps,                                                       \
-                             .weight_offset = weight_offset});                                 \
-    }
+#define EXPORT_RMS_NORM(DTYPE, T, VARIANT, BODY, SIZE)                                             \
+    DESCRIBED(                                                                                     \
+        rms_norm_##DTYPE##_##VARIANT,                                                              \
+        "x: rows in steps of blockDim.y, y: the outer dimension; blockDim.x threads a row",        \
+        (.shared_bytes = 0),                                                                       \
+        extern "C" __global__ void __launch_bounds__(1024) rms_norm_##DTYPE##_##VARIANT(           \
+            T* out, const T* x, const T* weight, int64_t out_stride, int64_t out_outer_stride,     \
+            int64_t x_stride, int64_t x_outer_stride, int num_rows, int hidden_size, float eps,    \
+            float weight_offset) {                                                                 \
+            BODY<T, false, SIZE>({.out = out,                                                      \
+                                  .x = x,                                                          \
+                                  .weight = weight,                                                \
+                                  .out_stride = out_stride,                                        \
+                                  .out_outer_stride = out_outer_stride,                            \
+                                  .x_stride = x_stride,                                            \
+                                  .x_outer_stride = x_outer_stride,                                \
+                                  .num_rows = num_rows,                                            \
+                                  .hidden_size = hidden_size,                                      \
+                                  .eps = eps,                                                      \
+                                  .weight_offset = weight_offset});                                \
+        })                                                                                         \
+    DESCRIBED(                                                                                     \
+        rms_norm_##DTYPE##_residual_##VARIANT,                                                     \
+        "x: rows in steps of blockDim.y, y: the outer dimension; blockDim.x threads a row",        \
+        (.shared_bytes = 0),                                                                       \
+        extern "C" __global__ void __launch_bounds__(1024) rms_norm_##DTYPE##_residual_##VARIANT(  \
+            T* out, T* residual_out, const T* x, const T* residual, const T* weight,               \
+            int64_t out_stride, int64_t out_outer_stride, int64_t residual_out_stride,             \
+            int64_t residual_out_outer_stride, int64_t x_stride, int64_t x_outer_stride,           \
+            int64_t residual_stride, int64_t residual_outer_stride, int num_rows, int hidden_size, \
+            float eps, float weight_offset) {                                                      \
+            BODY<T, true, SIZE>({.out = out,                                                       \
+                                 .residual_out = residual_out,                                     \
+                                 .x = x,                                                           \
+                                 .residual = residual,                                             \
+                                 .weight = weight,                                                 \
+                                 .out_stride = out_stride,                                         \
+                                 .out_outer_stride = out_outer_stride,                             \
+                                 .residual_out_stride = residual_out_stride,                       \
+                                 .residual_out_outer_stride = residual_out_outer_stride,           \
+                                 .x_stride = x_stride,                                             \
+                                 .x_outer_stride = x_outer_stride,                                 \
+                                 .residual_stride = residual_stride,                               \
+                                 .residual_outer_stride = residual_outer_stride,                   \
+                                 .num_rows = num_rows,                                             \
+                                 .hidden_size = hidden_size,                                       \
+                                 .eps = eps,                                                       \
+                                 .weight_offset = weight_offset});                                 \
+        })
 
 // The same where every tensor is contiguous.
 #define EXPORT_RMS_NORM_FLAT(DTYPE, T, VARIANT, VECS)                                              \
-    extern "C" __global__ void __launch_bounds__(1024) rms_norm_##DTYPE##_flat_##VARIANT(          \
-        T* out, const T* x, const T* weight, int num_rows, int hidden_size, float eps,             \
-        float weight_offset) {                                                                     \
-        rms_norm_vecs<T, false, VECS>({.out = out,                                                 \
-                                       .x = x,                                                     \
-                                       .weight = weight,                                           \
-                                       .out_stride = hidden_size,                                  \
-                                       .x_stride = hidden_size,                                    \
-                                       .num_rows = num_rows,                                       \
-                                       .hidden_size = hidden_size,                                 \
-                                       .eps = eps,                                                 \
-                                       .weight_offset = weight_offset});                           \
-    }                                                                                              \
-    extern "C" __global__ void __launch_bounds__(1024) rms_norm_##DTYPE##_residual_flat_##VARIANT( \
-        T* out, T* residual_out, const T* x, const T* residual, const T* weight, int num_rows,     \
-        int hidden_size, float eps, float weight_offset) {                                         \
-        rms_norm_vecs<T, true, VECS>({.out = out,                                                  \
-                                      .residual_out = residual_out,                                \
-                                      .x = x,                                                      \
-                                      .residual = residual,                                        \
-                                      .weight = weight,                                            \
-                                      .out_stride = hidden_size,                                   \
-                                      .residual_out_stride = hidden_size,                          \
-                                      .x_stride = hidden_size,                                     \
-                                      .residual_stride = hidden_size,                              \
-                                      .num_rows = num_rows,                                        \
-                                      .hidden_size = hidden_size,                                  \
-                                      .eps = eps,                                                  \
-                                      .weight_offset = weight_offset});                            \
-    }
+    DESCRIBED(                                                                                     \
+        rms_norm_##DTYPE##_flat_##VARIANT,                                                         \
+        "x: rows in steps of blockDim.y, y: the outer dimension; blockDim.x threads a row",        \
+        (.shared_bytes = 0),                                                                       \
+        extern "C" __global__ void __launch_bounds__(1024) rms_norm_##DTYPE##_flat_##VARIANT(      \
+            T* out, const T* x, const T* weight, int num_rows, int hidden_size, float eps,         \
+            float weight_offset) {                                                                 \
+            rms_norm_vecs<T, false, VECS>({.out = out,                                             \
+                                           .x = x,                                                 \
+                                           .weight = weight,                                       \
+                                           .out_stride = hidden_size,                              \
+                                           .x_stride = hidden_size,                                \
+                                           .num_rows = num_rows,                                   \
+                                           .hidden_size = hidden_size,                             \
+                                           .eps = eps,                                             \
+                                           .weight_offset = weight_offset});                       \
+        })                                                                                         \
+    DESCRIBED(                                                                                     \
+        rms_norm_##DTYPE##_residual_flat_##VARIANT,                                                \
+        "x: rows in steps of blockDim.y, y: the outer dimension; blockDim.x threads a row",        \
+        (.shared_bytes = 0),                                                                       \
+        extern "C" __global__ void                                                                 \
+        __launch_bounds__(1024) rms_norm_##DTYPE##_residual_flat_##VARIANT(                        \
+            T* out, T* residual_out, const T* x, const T* residual, const T* weight, int num_rows, \
+            int hidden_size, float eps, float weight_offset) {                                     \
+            rms_norm_vecs<T, true, VECS>({.out = out,                                              \
+                                          .residual_out = residual_out,                            \
+                                          .x = x,                                                  \
+                                          .residual = residual,                                    \
+                                          .weight = weight,                                        \
+                                          .out_stride = hidden_size,                               \
+                                          .residual_out_stride = hidden_size,                      \
+                                          .x_stride = hidden_size,                                 \
+                                          .residual_stride = hidden_size,                          \
+                                          .num_rows = num_rows,                                    \
+                                          .hidden_size = hidden_size,                              \
+                                          .eps = eps,                                              \
+                                          .weight_offset = weight_offset});                        \
+        })
 
 #define EXPORT_RMS_NORM_VARIANTS(DTYPE, T)                           \
     EXPORT_RMS_NORM(DTYPE, T, vec1, rms_norm_vecs, 1)                \

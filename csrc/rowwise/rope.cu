@@ -24,6 +24,7 @@
 // Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
 
 #include "kernel_hub/bounds.cuh"
+#include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/vec.cuh"
 
 namespace kernel_hub::rowwise {
@@ -198,39 +199,48 @@ __device__ __forceinline__ void rope(RopeTensor<T> q, RopeTensor<T> k, int* flag
     }
 }
 
-#define EXPORT_ROPE(DTYPE, T, TABLE, LAYOUT, INTERLEAVED, VARIANT, HEADS, WIDTH, MIN_BLOCKS)       \
-    extern "C" __global__ void __launch_bounds__(512, MIN_BLOCKS)                                  \
-    rope_##DTYPE##_##LAYOUT##_##VARIANT(                                                           \
-        T* q_out, T* k_out, int* flag, const T* q, const T* k, const TABLE* cos, const TABLE* sin, \
-        const void* positions, int64_t q_out_batch_stride, int64_t q_out_token_stride,             \
-        int64_t q_out_head_stride, int64_t k_out_batch_stride, int64_t k_out_token_stride,         \
-        int64_t k_out_head_stride, int64_t q_batch_stride, int64_t q_token_stride,                 \
-        int64_t q_head_stride, int64_t k_batch_stride, int64_t k_token_stride,                     \
-        int64_t k_head_stride, int64_t table_stride, int64_t positions_batch_stride,               \
-        int num_tokens, int num_heads, int num_kv_heads, int head_dim, int rotary_dim,             \
-        int max_position, int positions_bytes) {                                                   \
-        rope<T, TABLE, INTERLEAVED, HEADS, WIDTH, false>(                                          \
-            {q_out, q, q_out_batch_stride, q_out_token_stride, q_out_head_stride, q_batch_stride,  \
-             q_token_stride, q_head_stride},                                                       \
-            {k_out, k, k_out_batch_stride, k_out_token_stride, k_out_head_stride, k_batch_stride,  \
-             k_token_stride, k_head_stride},                                                       \
-            flag, cos, sin, positions, table_stride, positions_batch_stride, num_tokens,           \
-            num_heads, num_kv_heads, head_dim, rotary_dim, max_position, positions_bytes);         \
-    }
+#define EXPORT_ROPE(DTYPE, T, TABLE, LAYOUT, INTERLEAVED, VARIANT, HEADS, WIDTH, MIN_BLOCKS)   \
+    DESCRIBED(                                                                                 \
+        rope_##DTYPE##_##LAYOUT##_##VARIANT, "x: tokens in steps of blockDim.z, y: batch",     \
+        (.shared_bytes = 0),                                                                   \
+        extern "C" __global__ void                                                             \
+        __launch_bounds__(512, MIN_BLOCKS) rope_##DTYPE##_##LAYOUT##_##VARIANT(                \
+            T* q_out, T* k_out, int* flag, const T* q, const T* k, const TABLE* cos,           \
+            const TABLE* sin, const void* positions, int64_t q_out_batch_stride,               \
+            int64_t q_out_token_stride, int64_t q_out_head_stride, int64_t k_out_batch_stride, \
+            int64_t k_out_token_stride, int64_t k_out_head_stride, int64_t q_batch_stride,     \
+            int64_t q_token_stride, int64_t q_head_stride, int64_t k_batch_stride,             \
+            int64_t k_token_stride, int64_t k_head_stride, int64_t table_stride,               \
+            int64_t positions_batch_stride, int num_tokens, int num_heads, int num_kv_heads,   \
+            int head_dim, int rotary_dim, int max_position, int positions_bytes) {             \
+            rope<T, TABLE, INTERLEAVED, HEADS, WIDTH, false>(                                  \
+                {q_out, q, q_out_batch_stride, q_out_token_stride, q_out_head_stride,          \
+                 q_batch_stride, q_token_stride, q_head_stride},                               \
+                {k_out, k, k_out_batch_stride, k_out_token_stride, k_out_head_stride,          \
+                 k_batch_stride, k_token_stride, k_head_stride},                               \
+                flag, cos, sin, positions, table_stride, positions_batch_stride, num_tokens,   \
+                num_heads, num_kv_heads, head_dim, rotary_dim, max_position, positions_bytes); \
+        })
 
-#define EXPORT_ROPE_FLAT(DTYPE, T, TABLE, LAYOUT, INTERLEAVED, VARIANT, HEADS, MIN_BLOCKS)         \
-    extern "C" __global__ void __launch_bounds__(512, MIN_BLOCKS)                                  \
-    rope_##DTYPE##_##LAYOUT##_flat_##VARIANT(                                                      \
-        T* q_out, T* k_out, int* flag, const T* q, const T* k, const TABLE* cos, const TABLE* sin, \
-        const void* positions, int table_stride, int num_tokens, int num_heads, int num_kv_heads,  \
-        int head_dim, int max_position, int positions_bytes) {                                     \
-        const int q_stride = num_heads * head_dim, k_stride = num_kv_heads * head_dim;             \
-        rope<T, TABLE, INTERLEAVED, HEADS, kVecElems<T>, true>(                                    \
-            {q_out, q, 0, q_stride, head_dim, 0, q_stride, head_dim},                              \
-            {k_out, k, 0, k_stride, head_dim, 0, k_stride, head_dim}, flag, cos, sin, positions,   \
-            table_stride, 0, num_tokens, num_heads, num_kv_heads, head_dim, head_dim,              \
-            max_position, positions_bytes);                                                        \
-    }
+#define EXPORT_ROPE_FLAT(DTYPE, T, TABLE, LAYOUT, INTERLEAVED, VARIANT, HEADS, MIN_BLOCKS)    \
+    DESCRIBED(                                                                                \
+        rope_##DTYPE##_##LAYOUT##_flat_##VARIANT,                                             \
+        "x: tokens in steps of blockDim.z, y: heads in steps of blockDim.y times those of a " \
+        "thread",                                                                             \
+        (.shared_bytes = 0),                                                                  \
+        extern "C" __global__ void                                                            \
+        __launch_bounds__(512, MIN_BLOCKS) rope_##DTYPE##_##LAYOUT##_flat_##VARIANT(          \
+            T* q_out, T* k_out, int* flag, const T* q, const T* k, const TABLE* cos,          \
+            const TABLE* sin, const void* positions, int table_stride, int num_tokens,        \
+            int num_heads, int num_kv_heads, int head_dim, int max_position,                  \
+            int positions_bytes) {                                                            \
+            const int q_stride = num_heads * head_dim, k_stride = num_kv_heads * head_dim;    \
+            rope<T, TABLE, INTERLEAVED, HEADS, kVecElems<T>, true>(                           \
+                {q_out, q, 0, q_stride, head_dim, 0, q_stride, head_dim},                     \
+                {k_out, k, 0, k_stride, head_dim, 0, k_stride, head_dim}, flag, cos, sin,     \
+                positions, table_stride, 0, num_tokens, num_heads, num_kv_heads, head_dim,    \
+                head_dim, max_position, positions_bytes);                                     \
+        })
 
 // MIN_BLOCKS: of 512 threads an SM, so 2 is a cap of 64 registers.
 #define EXPORT_ROPE_VARIANTS(DTYPE, T, TABLE, LAYOUT, INTERLEAVED, MIN_BLOCKS)           \

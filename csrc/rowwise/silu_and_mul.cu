@@ -13,6 +13,7 @@
 // (docs/notes/silu_and_mul.md).
 // Source: Shazeer, "GLU Variants Improve Transformer", 2020.
 
+#include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/vec.cuh"
 
 namespace kernel_hub::rowwise {
@@ -75,20 +76,25 @@ __device__ __forceinline__ void silu_and_mul_flat(T* out, const T* x, int size) 
     gate_one<T, kWidth>(out + (first + column), gate, gate + size);
 }
 
-#define EXPORT_SILU_AND_MUL(DTYPE, T, VARIANT, WIDTH)                                          \
-    extern "C" __global__ void __launch_bounds__(1024) silu_and_mul_##DTYPE##_##VARIANT(       \
-        T* out, const T* x, int64_t out_stride, int64_t out_outer_stride, int64_t x_stride,    \
-        int64_t x_outer_stride, int num_rows, int size) {                                      \
-        silu_and_mul<T, WIDTH>(out, x, out_stride, out_outer_stride, x_stride, x_outer_stride, \
-                               num_rows, size);                                                \
-    }
+#define EXPORT_SILU_AND_MUL(DTYPE, T, VARIANT, WIDTH)                                              \
+    DESCRIBED(                                                                                     \
+        silu_and_mul_##DTYPE##_##VARIANT,                                                          \
+        "x: columns in steps of blockDim.x accesses, y: rows, z: the outer dimension",             \
+        (.shared_bytes = 0),                                                                       \
+        extern "C" __global__ void __launch_bounds__(1024) silu_and_mul_##DTYPE##_##VARIANT(       \
+            T* out, const T* x, int64_t out_stride, int64_t out_outer_stride, int64_t x_stride,    \
+            int64_t x_outer_stride, int num_rows, int size) {                                      \
+            silu_and_mul<T, WIDTH>(out, x, out_stride, out_outer_stride, x_stride, x_outer_stride, \
+                                   num_rows, size);                                                \
+        })
 
-#define EXPORT_SILU_AND_MUL_VARIANTS(DTYPE, T)                                      \
-    extern "C" __global__ void __launch_bounds__(1024) silu_and_mul_##DTYPE##_flat( \
-        T* out, const T* x, int size) {                                             \
-        silu_and_mul_flat<T>(out, x, size);                                         \
-    }                                                                               \
-    EXPORT_SILU_AND_MUL(DTYPE, T, vec, kVecElems<T>)                                \
+#define EXPORT_SILU_AND_MUL_VARIANTS(DTYPE, T)                                                  \
+    DESCRIBED(                                                                                  \
+        silu_and_mul_##DTYPE##_flat,                                                            \
+        "x: columns in steps of blockDim.x accesses, y: exactly the rows", (.shared_bytes = 0), \
+        extern "C" __global__ void __launch_bounds__(1024) silu_and_mul_##DTYPE##_flat(         \
+            T* out, const T* x, int size) { silu_and_mul_flat<T>(out, x, size); })              \
+    EXPORT_SILU_AND_MUL(DTYPE, T, vec, kVecElems<T>)                                            \
     EXPORT_SILU_AND_MUL(DTYPE, T, scalar, 1)
 
 EXPORT_SILU_AND_MUL_VARIANTS(fp16, __half)

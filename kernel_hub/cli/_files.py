@@ -1,7 +1,7 @@
 """The files of a package beside its cubins, and what vouches for each: a digest somewhere else.
 
-The manifest has those of cubins, `launch.c_launcher` that of the C launcher, and the record that
-pip leaves those of everything that a wheel brought. Knows no kernel.
+The manifest has those of all machine code, cubins and the C launcher, and the record that pip
+leaves those of everything that a wheel brought. Knows no kernel.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from importlib import metadata
 from pathlib import Path
 
 from ..collection.manifest import Collection
-from ..launch import c_launcher
 
 PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -41,9 +40,9 @@ def files_of(collection: Collection) -> tuple[list[File], bool]:
         for entry in entries.values()
     }  # fmt: skip
     own = collection.package == "kernel_hub"
-    record = _record(PACKAGE) if own else {}
-    if own:
-        record[PACKAGE / c_launcher.LIBRARY] = c_launcher.LIBRARY_SHA256
+    installed = _record(PACKAGE) if own else {}
+    listed = {PACKAGE / file: digest for file, digest in collection.manifest.files.items()}
+    record = {**installed, **listed} if own else {}
     found = []
     for path in sorted({*_below(root), *(_below(PACKAGE) if own else ())} - known):
         vouched = record.get(path)
@@ -55,7 +54,7 @@ def files_of(collection: Collection) -> tuple[list[File], bool]:
             if seen != vouched:
                 problem = f"sha256 expected {vouched}, found {seen}"
         found.append(File(collection.package, str(path), problem, vouched is not None))
-    return found, len(record) > 1
+    return found, bool(installed)
 
 
 def _below(folder: Path) -> Iterator[Path]:

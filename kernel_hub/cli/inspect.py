@@ -105,6 +105,7 @@ def _cubin(image: Image) -> Described:
             "signature": _signature(info, name, declared),
             "cxx_name": called[name],
             **function,
+            "launch": _launch(declared, name),
         }
         for name, function in described["functions"].items()
     }
@@ -117,6 +118,14 @@ def _cubin(image: Image) -> Described:
             "minimum_driver": image.entry.minimum_driver,
         }
     return described
+
+
+def _launch(declared: Any, name: str) -> Described | None:
+    """What the source states of launches, where a manifest has it."""
+    launch = declared[name].launch if name in declared else None
+    if launch is None:
+        return None
+    return {**dataclasses.asdict(launch), "described": launch.describe()}
 
 
 def _signature(info: CubinInfo, name: str, declared: Any) -> str:
@@ -339,6 +348,10 @@ def _print_signatures(one: Described) -> None:
         _console.note(f"  {function['cxx_name']}{function['signature'].removeprefix(name)}")
         if function["cxx_name"] != name:
             _console.note(f"    {name}")
+        if launch := function.get("launch"):
+            _console.note(f"    gridDim {launch['grid']}")
+            if launch["described"]:
+                _console.note(f"    {launch['described']}")
 
 
 def _threads(function: dict[str, Any]) -> str:

@@ -2,10 +2,16 @@
 
 Knows JSON and files; must not know the driver, ELF, or how a cubin is chosen.
 
-A first launch touches one function of a manifest of perhaps megabytes, so nothing is decoded or
-checked before it is asked for: `to_json` starts each cubin, arch and function on a line of its own
-(indented by 0, 1 and 2 spaces), and `from_json` splits there, a level at a time as it is touched.
-JSON laid out otherwise is decoded whole.
+Format 2: `files` are other files of machine code, each with its digest; `params` the different
+lists of parameters, rows of (name, type, size_bytes, offset_bytes); `launches` the different facts
+that kernels state of their launches; `cubins` by name and arch, whose functions name an entry of
+each list by its number and leave out what is so of most (`entries.UNSAID`). Format 1 has the
+cubins alone, and every function says all itself.
+
+A first launch touches one function of thousands, so nothing is decoded or checked before it is
+asked for: `to_json` starts each entry of a list, cubin, arch and function on a line of its own (the
+last three indented by 0, 1 and 2 spaces), and `from_json` splits there, a level at a time as it is
+touched. JSON laid out otherwise is decoded whole.
 """
 
 from __future__ import annotations
@@ -13,276 +19,181 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from ..errors import CubinCorruptError, CubinNotFoundError, ParamsError
-from .manifest_text import decoded, loads, split
+from .entries import (
+    SHA256,
+    UNSAID,
+    CubinEntry,
+    FunctionEntry,
+    LaunchFacts,
+    Lazy,
+    ParamEntry,
+    Reader,
+    Shared,
+    archs_of,
+)
+from .manifest_text import Lines, loads, split
 from .packages import locations_of
 
 if TYPE_CHECKING:  # importlib.resources costs milliseconds, needed for zip imports alone
     from importlib.resources.abc import Traversable
 
-FORMAT = 1
-_HEAD = f'{{"format": {FORMAT}, "cubins": {{\n'
-_TAIL = "\n}}\n"
-_FILE = re.compile(r"[A-Za-z0-9_]+/[A-Za-z0-9_][A-Za-z0-9_.-]*")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-_TARGET = re.compile(r"sm_?[0-9]{2,4}[af]?")
+__all__ = [
+    "FORMAT",
+    "Collection",
+    "CubinEntry",
+    "FunctionEntry",
+    "LaunchFacts",
+    "Manifest",
+    "ParamEntry",
+    "find_collection",
+    "open_collection",
+    "read_manifest",
+]
 
-T = TypeVar("T")
-Triple = tuple[int, int, int]
-
-
-@dataclass(frozen=True)
-class ParamEntry:
-    """One kernel parameter; `type` is spelled as `ctypes_table.canonical` spells it."""
-
-    name: str
-    type: str
-    size_bytes: int
-    offset_bytes: int
-
-
-@dataclass(frozen=True)
-class FunctionEntry:
-    """One exported function: its parameters and what it takes of the GPU."""
-
-    name: str
-    params: tuple[ParamEntry, ...]
-    num_regs: int
-    static_shared_bytes: int
-    local_bytes: int
-    max_threads: int | None
-    required_block: Triple | None
-    cluster: Triple | None
-    max_cluster_rank: int | None
-    cooperative: bool
-    # How a Triton kernel is launched; only formats.triton writes, checks and reads what is inside.
-    triton: Mapping[str, Any] | None = field(default=None, hash=False, repr=False)
-
-
-@dataclass(frozen=True)
-class CubinEntry:
-    """One cubin: a source built for one architecture. `file` is relative to the manifest."""
-
-    name: str
-    arch: str
-    file: str
-    sha256: str
-    size_bytes: int
-    source: str
-    source_sha256: str
-    toolkit: str
-    target: str
-    flags: tuple[str, ...]
-    os_abi: int
-    abi_version: int
-    minimum_driver: int
-    functions: Mapping[str, FunctionEntry] = field(hash=False, repr=False)
-
-
-class _Lazy(Mapping[str, T]):
-    """A mapping whose values are made from `raw` at first touch."""
-
-    def __init__(self, raw: Mapping[str, Any], make: Callable[[str, Any], T]) -> None:
-        self._raw = raw
-        self._make = make
-        self._made: dict[str, T] = {}
-
-    def __getitem__(self, key: str) -> T:
-        try:
-            return self._made[key]
-        except KeyError:
-            return self._made.setdefault(key, self._make(key, self._raw[key]))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._raw)
-
-    def __len__(self) -> int:
-        return len(self._raw)
-
-    def __contains__(self, key: object) -> bool:  # Mapping's own would make the value
-        return key in self._raw
-
-    def __repr__(self) -> str:
-        return f"<{len(self)}: {', '.join(self)}>"
-
-
-class _Reader:
-    """A JSON object being taken apart; every complaint names the file and the field."""
-
-    def __init__(self, raw: object, where: str) -> None:
-        if not isinstance(raw, dict):
-            raise CubinCorruptError(f"{where} must be an object, found {raw!r}")
-        self.raw = raw
-        self.where = where
-
-    def bad(self, key: str, expected: str) -> CubinCorruptError:
-        found = f"found {self.raw[key]!r}" if key in self.raw else "it is missing"
-        return CubinCorruptError(f"{self.where}.{key} must be {expected}, {found}")
-
-    def text(self, key: str, pattern: re.Pattern[str] | None = None) -> str:
-        value = self.raw.get(key)
-        if not isinstance(value, str) or (pattern and not pattern.fullmatch(value)):
-            raise self.bad(key, f"text like {pattern.pattern}" if pattern else "text")
-        return value
-
-    def number(self, key: str) -> int:
-        value = self.raw.get(key)
-        if type(value) is not int or value < 0:
-            raise self.bad(key, "a whole number >= 0")
-        return value
-
-    def optional_number(self, key: str) -> int | None:
-        return None if self.raw.get(key, 0) is None else self.number(key)
-
-    def flag(self, key: str) -> bool:
-        value = self.raw.get(key)
-        if not isinstance(value, bool):
-            raise self.bad(key, "true or false")
-        return value
-
-    def triple(self, key: str) -> Triple | None:
-        value = self.raw.get(key, ())
-        if value is None:
-            return None
-        if not isinstance(value, list) or [type(v) for v in value] != [int] * 3 or min(value) < 1:
-            raise self.bad(key, "null or three whole numbers >= 1")
-        return (value[0], value[1], value[2])
-
-    def array(self, key: str) -> list[Any]:
-        value = self.raw.get(key)
-        if not isinstance(value, list):
-            raise self.bad(key, "a list")
-        return value
-
-    def table(self, key: str) -> dict[str, Any]:
-        value = self.raw.get(key)
-        if not isinstance(value, dict):
-            raise self.bad(key, "an object")
-        return value
-
-
-def _param(raw: object, where: str) -> ParamEntry:
-    read = _Reader(raw, where)
-    return ParamEntry(
-        read.text("name"), read.text("type"), read.number("size_bytes"), read.number("offset_bytes")
-    )
-
-
-def _function(name: str, raw: object, where: str) -> FunctionEntry:
-    where = f"{where}.functions.{name}"
-    read = _Reader(decoded(raw, where), where)
-    return FunctionEntry(
-        name=name,
-        params=tuple(
-            _param(param, f"{where}.params[{i}]") for i, param in enumerate(read.array("params"))
-        ),
-        num_regs=read.number("num_regs"),
-        static_shared_bytes=read.number("static_shared_bytes"),
-        local_bytes=read.number("local_bytes"),
-        max_threads=read.optional_number("max_threads"),
-        required_block=read.triple("required_block"),
-        cluster=read.triple("cluster"),
-        max_cluster_rank=read.optional_number("max_cluster_rank"),
-        cooperative=read.flag("cooperative"),
-        triton=read.table("triton") if "triton" in read.raw else None,
-    )
-
-
-def _cubin(name: str, arch: str, raw: object, where: str) -> CubinEntry:
-    where = f"{where}.{arch}"
-    functions = None
-    if isinstance(raw, bytes) and raw.endswith(b"}}"):
-        head, _, rest = raw[:-2].partition(b'"functions": {\n')
-        if parts := split(rest, 0, len(rest), b"  "):
-            functions = {function: rest[part] for function, part in parts.items()}
-            raw = loads(head + b'"functions": {}}', where)
-    read = _Reader(decoded(raw, where), where)
-    if functions is None:
-        functions = read.table("functions")
-    flags = read.array("flags")
-    if not all(isinstance(flag, str) for flag in flags):
-        raise read.bad("flags", "a list of text")
-    return CubinEntry(
-        name=name,
-        arch=arch,
-        file=read.text("file", _FILE),
-        sha256=read.text("sha256", _SHA256),
-        size_bytes=read.number("size_bytes"),
-        source=read.text("source"),
-        source_sha256=read.text("source_sha256", _SHA256),
-        toolkit=read.text("toolkit"),
-        target=read.text("target", _TARGET),
-        flags=tuple(flags),
-        os_abi=read.number("os_abi"),
-        abi_version=read.number("abi_version"),
-        minimum_driver=read.number("minimum_driver"),
-        functions=_Lazy(functions, lambda key, value: _function(key, value, where)),
-    )
-
-
-def _archs(name: str, raw: object, where: str) -> dict[str, CubinEntry]:
-    where = f"{where}: cubins.{name}"
-    table: dict[str, Any] = {}
-    if isinstance(raw, bytes) and raw.startswith(b"{\n") and raw.endswith(b"}"):
-        parts = split(raw, 2, len(raw) - 1, b" ") or {}
-        table = {arch: raw[part] for arch, part in parts.items()}
-    table = table or _Reader(decoded(raw, where), where).raw
-    return {arch: _cubin(name, arch, value, where) for arch, value in table.items()}
+FORMAT = 2
+_HEAD, _PARAMS = f'{{"format": {FORMAT}, "files": ', ', "params": [\n'
+_LAUNCHES, _CUBINS, _TAIL = '\n], "launches": [\n', '\n], "cubins": {\n', "\n}}\n"
+_HEAD_1 = '{"format": 1, "cubins": {\n'
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a `cubins/` folder holds: name -> arch -> CubinEntry."""
+    """What a `cubins/` folder holds: name -> arch -> CubinEntry.
+
+    files: sha256 of the package's other files of machine code, by their path in the package.
+    """
 
     cubins: Mapping[str, dict[str, CubinEntry]] = field(hash=False)
+    files: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @classmethod
     def from_json(cls, text: str | bytes, *, where: str) -> Manifest:
         """Reads a manifest; a bad field raises CubinCorruptError when it is first touched.
 
-        text: megabytes, of which only what is asked for is decoded. where: the file's name, for
-        messages.
+        text: of which only what is asked for is decoded. where: the file's name, for messages.
         """
         data = text.encode() if isinstance(text, str) else text
-        table: Mapping[str, Any] | None = None
-        head, tail = _HEAD.encode(), _TAIL.encode()
-        if data.startswith(head) and data.endswith(tail):
-            table = split(data, len(head), len(data) - len(tail), b"")
-        if table is None:
-            read = _Reader(loads(data, where), where)
-            if read.number("format") != FORMAT:
-                raise read.bad("format", f"{FORMAT} (a newer kernel_hub may read it)")
-            table = read.table("cubins")
+        table: Mapping[str, Any] | None
+        found = _own_layout(data, where)
+        if found is not None:
+            files, shared, table = found
+        else:
+            read = Reader(loads(data, where), where)
+            if read.number("format") not in (1, FORMAT):
+                raise read.bad("format", f"1 or {FORMAT} (a newer kernel_hub may read it)")
+            files, shared, table = {}, None, read.table("cubins")
+            if read.number("format") == FORMAT:
+                files = read.table("files")
+                shared = Shared(read.array("params"), read.array("launches"), where)
+        checked = Reader(files, f"{where}.files")
 
         def archs(name: str, value: Any) -> dict[str, CubinEntry]:
-            return _archs(name, data[value] if isinstance(value, slice) else value, where)
+            return archs_of(name, data[value] if isinstance(value, slice) else value, where, shared)
 
-        return cls(_Lazy(table, archs))
+        return cls(Lazy(table, archs), {name: checked.text(name, SHA256) for name in files})
 
     def to_json(self) -> str:
-        """The same bytes for the same content: sorted, one cubin, arch or function a line."""
-        blocks = (_cubin_lines(name, archs) for name, archs in sorted(self.cubins.items()))
-        return _HEAD + ",\n".join(blocks) + _TAIL
+        """The same bytes for the same content: sorted, one entry of a list, cubin, arch or function
+        a line."""
+        params, launches = _Numbers(), _Numbers()
+        # Numbers go by content, not by who asks first, so that one function more moves few lines.
+        for archs in self.cubins.values():
+            for function in (f for entry in archs.values() for f in entry.functions.values()):
+                params.add(_param_rows(function))
+                if function.launch is not None:
+                    launches.add(_launch_row(function.launch))
+        blocks = [
+            _cubin_lines(name, archs, params, launches)
+            for name, archs in sorted(self.cubins.items())
+        ]
+        head = _HEAD + json.dumps(dict(sorted(self.files.items()))) + _PARAMS + params.lines()
+        return head + _LAUNCHES + launches.lines() + _CUBINS + ",\n".join(blocks) + _TAIL
+
+
+def _own_layout(
+    data: bytes, where: str
+) -> tuple[dict[str, Any], Shared | None, Mapping[str, Any]] | None:
+    """(files, shared lists, places of the cubins) of a text that `to_json` wrote; else None."""
+    end = len(data) - len(_TAIL)
+    if not data.endswith(_TAIL.encode()):
+        return None
+    if data.startswith(_HEAD_1.encode()):
+        table = split(data, len(_HEAD_1), end, b"")
+        return None if table is None else ({}, None, table)
+    if not data.startswith(_HEAD.encode()):
+        return None
+    # No mark is inside a string: JSON text holds no line break there.
+    marks, at = [], 0
+    for mark in (_PARAMS, _LAUNCHES, _CUBINS):
+        at = data.find(mark.encode(), at)
+        if at < 0:
+            return None
+        marks.append((at, at + len(mark)))
+        at += len(mark) - 1
+    (files_end, params_at), (params_end, launches_at), (launches_end, cubins_at) = marks
+    table = split(data, cubins_at, end, b"")
+    if table is None:
+        return None
+    params = Lines(data, slice(params_at, params_end))
+    launches = Lines(data, slice(launches_at, launches_end))
+    files = loads(data[len(_HEAD) : files_end], f"{where}.files")
+    return Reader(files, f"{where}.files").raw, Shared(params, launches, where), table
+
+
+class _Numbers:
+    """Different JSON texts, which get their numbers when all are there."""
+
+    def __init__(self) -> None:
+        self._texts: dict[str, int] = {}
+        self._is_sorted = False
+
+    def add(self, text: str) -> None:
+        self._texts[text] = 0
+
+    def lines(self) -> str:
+        return ",\n".join(sorted(self._texts))
+
+    def __getitem__(self, text: str) -> int:
+        if not self._is_sorted:
+            self._texts = {text: number for number, text in enumerate(sorted(self._texts))}
+            self._is_sorted = True
+        return self._texts[text]
+
+
+def _param_rows(function: FunctionEntry) -> str:
+    return json.dumps([list(_fields(param).values()) for param in function.params])
+
+
+def _launch_row(launch: LaunchFacts) -> str:
+    row = {"grid": launch.grid, "block": launch.block, "shared_bytes": launch.shared_bytes}
+    return json.dumps({k: v for k, v in {**row, **launch.sizes}.items() if v is not None})
 
 
 def _fields(entry: Any, *skipped: str) -> dict[str, Any]:
     return {f.name: getattr(entry, f.name) for f in fields(entry) if f.name not in skipped}
 
 
-def _cubin_lines(name: str, archs: dict[str, CubinEntry]) -> str:
+def _cubin_lines(
+    name: str, archs: dict[str, CubinEntry], params: _Numbers, launches: _Numbers
+) -> str:
     lines = []
     for arch, cubin in sorted(archs.items()):
         functions = []
         for function in sorted(cubin.functions.values(), key=lambda f: f.name):
-            row = _fields(function, "name", "params", *(() if function.triton else ("triton",)))
-            row["params"] = [_fields(param) for param in function.params]
+            skipped = [key for key, value in UNSAID.items() if getattr(function, key) == value]
+            if not function.triton:
+                skipped.append("triton")
+            row = _fields(function, "name", "params", "launch", *skipped)
+            row["params"] = params[_param_rows(function)]
+            if function.launch is not None:
+                row["launch"] = launches[_launch_row(function.launch)]
             functions.append(f"  {json.dumps(function.name)}: {json.dumps(row)}")
         head = json.dumps(_fields(cubin, "name", "arch", "functions"))[:-1]
         table = ",\n".join(functions)

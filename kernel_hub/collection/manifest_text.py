@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from ..errors import CubinCorruptError
@@ -30,6 +31,29 @@ def split(text: bytes, start: int, end: int, indent: bytes) -> dict[str, slice] 
         table[name] = slice(colon + 3, stop - 1)
         start = stop + 1
     return table or None
+
+
+class Lines(Sequence[object]):
+    """A JSON list with each entry on a line of its own, `text[part]`; cut up when one is asked for.
+
+    An entry is JSON not decoded yet, as bytes.
+    """
+
+    def __init__(self, text: bytes, part: slice) -> None:
+        self._text, self._part = text, part
+        self._entries: list[bytes] | None = None
+
+    def _all(self) -> list[bytes]:
+        if self._entries is None:
+            lines = self._text[self._part]
+            self._entries = lines.split(b",\n") if lines else []
+        return self._entries
+
+    def __len__(self) -> int:
+        return len(self._all())
+
+    def __getitem__(self, number: Any) -> Any:
+        return self._all()[number]
 
 
 def decoded(raw: object, where: str) -> object:

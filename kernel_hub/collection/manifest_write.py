@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .manifest import FunctionEntry, ParamEntry
+from ..errors import KernelHubError
+from .manifest import FunctionEntry, LaunchFacts, Manifest, ParamEntry, read_manifest
 
 _FIGURES = (
     *("num_regs", "static_shared_bytes", "local_bytes", "max_threads", "required_block"),
@@ -18,11 +20,14 @@ _FIGURES = (
 
 
 def function_entry(
-    read: Any, params: tuple[ParamEntry, ...], triton: dict[str, Any] | None = None
+    read: Any,
+    params: tuple[ParamEntry, ...],
+    triton: dict[str, Any] | None = None,
+    launch: LaunchFacts | None = None,
 ) -> FunctionEntry:
     """The entry of a function: `read` is what the cubin says of it (a FunctionInfo)."""
     figures = {name: getattr(read, name) for name in _FIGURES}
-    return FunctionEntry(name=read.name, params=params, triton=triton, **figures)
+    return FunctionEntry(name=read.name, params=params, triton=triton, launch=launch, **figures)
 
 
 @contextlib.contextmanager
@@ -37,6 +42,22 @@ def locked(out: Path) -> Iterator[None]:
         yield
     finally:
         os.close(folder)
+
+
+def vouch(out: Path, package: Path, file: str, *, is_check: bool = False) -> None:
+    """Write the digest of `file`, a path in `package`, into the manifest in `out`.
+
+    is_check: raise KernelHubError where another one stands there, and write nothing.
+    """
+    digest = hashlib.sha256((package / file).read_bytes()).hexdigest()
+    with locked(out):
+        manifest = read_manifest(out / "manifest.json")
+        if manifest.files.get(file) == digest:
+            return
+        if is_check:
+            raise KernelHubError(f"{out / 'manifest.json'} does not vouch for {package / file}")
+        text = Manifest(manifest.cubins, {**manifest.files, file: digest}).to_json()
+        write(out / "manifest.json", text.encode())
 
 
 def write(path: Path, content: bytes) -> None:

@@ -19,8 +19,9 @@ from pathlib import Path
 from ..errors import KernelHubError
 
 # Raise this when the builder changes so that unchanged sources must be built or described anew.
-BUILDER_FORMAT = 1
+BUILDER_FORMAT = 2
 BASE_FLAGS = ("-std=c++20", "-O3")
+DESCRIBING = "include/kernel_hub/launch_facts.cuh"
 INSTALL_NVCC = 'pip install "cuda-toolkit[nvcc,nvvm,crt,cudart,cccl]==13.0.2"'
 
 _DIRECTIVE = re.compile(r"^\s*//\s*kernel_hub:\s*(.*?)\s*$", re.MULTILINE)
@@ -206,8 +207,30 @@ class Compiled:
 def compile_cubin(nvcc: Nvcc, job: Job, scratch: Path) -> Compiled:
     """Compiles in `scratch` (an empty folder) and refuses what would not be fit to ship."""
     out = scratch / "out.cubin"
-    keep = ["--keep", f"--keep-dir={scratch}"]
-    command = [nvcc.path, "-cubin", *job.flags, *keep, "-o", str(out), job.place]
+    messages = _run(nvcc, job, ["--keep", f"--keep-dir={scratch}", "-o", str(out)], scratch)
+    compiled = Compiled(
+        image=out.read_bytes(),
+        ptx=_kept(scratch, ".ptx"),
+        preprocessed=_kept(scratch, ".cpp1.ii"),
+        messages=messages,
+    )
+    _refuse_unfit(job, compiled)
+    return compiled
+
+
+def compile_described(nvcc: Nvcc, job: Job, scratch: Path) -> bytes | None:
+    """The constants that stand for the kernels where DESCRIBED tells of them; None: nowhere."""
+    if not any(file.endswith(DESCRIBING) for file in job.files):
+        return None
+    out = scratch / "described.cubin"
+    # What serves the kernels alone is unused here, which is worth no warning.
+    _run(nvcc, job, ["-DKERNEL_HUB_DESCRIBE", "-w", "-o", str(out)], scratch)
+    return out.read_bytes()
+
+
+def _run(nvcc: Nvcc, job: Job, more: list[str], scratch: Path) -> str:
+    """Calls nvcc on the job's source and returns what it said."""
+    command = [nvcc.path, "-cubin", *job.flags, *more, job.place]
     # Variables that add flags behind our back would make the record in the manifest a lie.
     env = {k: v for k, v in os.environ.items() if not k.startswith("NVCC_")}
     # A relative source path, so that not even __FILE__ differs from checkout to checkout.
@@ -222,16 +245,9 @@ def compile_cubin(nvcc: Nvcc, job: Job, scratch: Path) -> Compiled:
         check=False,
     )
     if done.returncode:
-        shown = shlex.join(part for part in command if part not in keep)
+        shown = shlex.join(part for part in command if not part.startswith("--keep"))
         raise KernelHubError(f"{job.label}: nvcc failed\n$ {shown}\n{done.stdout.rstrip()}")
-    compiled = Compiled(
-        image=out.read_bytes(),
-        ptx=_kept(scratch, ".ptx"),
-        preprocessed=_kept(scratch, ".cpp1.ii"),
-        messages=done.stdout.strip(),
-    )
-    _refuse_unfit(job, compiled)
-    return compiled
+    return done.stdout.strip()
 
 
 def _kept(scratch: Path, suffix: str) -> str:

@@ -38,11 +38,12 @@ class FunctionInfo:
 
 @dataclass(frozen=True)
 class GlobalInfo:
-    """A `__device__` or `__constant__` variable and the section it lives in."""
+    """A `__device__` or `__constant__` variable, the section it lives in and where in it."""
 
     name: str
     size_bytes: int
     section: str
+    offset_bytes: int
 
 
 @dataclass(frozen=True)

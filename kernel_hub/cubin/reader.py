@@ -252,5 +252,7 @@ def _read_globals(elf: Elf, symbols: list[Symbol]) -> dict[str, GlobalInfo]:
         section = elf.sections[symbol.section].name
         is_data = symbol.type == STT_OBJECT and section.startswith((".nv.global", ".nv.constant"))
         if is_data and not symbol.name.startswith(("$", "__unnamed_")):
-            found.setdefault(symbol.name, GlobalInfo(symbol.name, symbol.size, section))
+            found.setdefault(
+                symbol.name, GlobalInfo(symbol.name, symbol.size, section, symbol.value)
+            )
     return found

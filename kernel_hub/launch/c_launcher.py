@@ -5,7 +5,7 @@ Optional: where the shipped library does not fit this Python or platform, or KER
 leaves all else, every refusal included, to the Python launcher.
 
 The library is the package's one file of machine code for the host. It is opened only where its
-digest is the one that stands here, where native/build.sh writes it.
+digest is the one in the package's manifest, where native/build.sh writes it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..arrays.interop import loaded_torch
+from ..collection.manifest import open_collection
+from ..errors import KernelHubError
 from ..signature.params import Param
 from .geometry import CONFIG
 
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 
 VARIABLE = "KERNEL_HUB_NATIVE"
 LIBRARY = "native/launcher_linux_x86_64.so"
-LIBRARY_SHA256 = "7ee0b82b992d8be5f7d770b6daaba7274ab802ee3b17fc8f246ac110f7374de8"
+_VOUCHED = LIBRARY  # its name in the manifest
 _MAX_PARAMS = 64
 _POINTER, _INT, _FLOAT, _DOUBLE = range(4)
 _NAMES = ("gridDim", "blockDim", "sharedMemBytes", "stream", "params", "sharedMem")
@@ -93,7 +95,7 @@ class _State(ctypes.Structure):
         ("fixed_block", c_uint32 * 3),
         ("fixed_shared", c_uint32),
         ("num_hidden", c_uint32),
-        ("pad", c_uint32),
+        ("least_shared", c_uint32),
         ("shared_ready", c_uint64),
         ("params", _Param * _MAX_PARAMS),
     ]
@@ -154,9 +156,15 @@ def _opened() -> tuple[Any, str]:
         found = hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError:  # a zip import
         return None, "it is no file of its own here"
-    if found != LIBRARY_SHA256:
+    try:
+        expected = open_collection().manifest.files.get(_VOUCHED)
+    except KernelHubError as error:  # no cubins, or a damaged manifest
+        return None, f"nothing vouches for it: {error}"
+    if expected is None:
+        return None, "the manifest of kernel_hub's cubins does not vouch for it"
+    if found != expected:
         reason = (
-            f"{path} is not the file that was built (sha256 expected {LIBRARY_SHA256}, found "
+            f"{path} is not the file that was built (sha256 expected {expected}, found "
             f"{found}): it is not opened; reinstall the package"
         )
         warnings.warn(f"{reason}. The Python launcher serves", RuntimeWarning, 2)
@@ -323,8 +331,9 @@ class Launcher:
         state.noted = function.noted_address
         state.place = _place(function)
         state.max_grid[:], state.max_block[:] = limits.max_grid, limits.max_block
-        state.required_block[:] = limits.required_block or (0, 0, 0)
+        state.required_block[:] = limits.required_block or limits.built_block or (0, 0, 0)
         state.cluster[:] = limits.cluster or (1, 1, 1)
+        state.least_shared = limits.least_shared_bytes
         state.max_threads, state.shared_ready = limits.max_threads, function.shared_ready
         for index, param in enumerate(made):
             state.params[index] = param

@@ -36,6 +36,9 @@ class Limits:
     max_dynamic_shared_bytes: int
     cluster: tuple[int, int, int] | None
     num_multiprocessors: int
+    # What the kernel's source states: the one blockDim, the fewest bytes of dynamic shared memory.
+    built_block: tuple[int, int, int] | None = None
+    least_shared_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -202,6 +205,11 @@ def check(
             f"blockDim={block} of {where}: the kernel is compiled for exactly "
             f"{limits.required_block} (.reqntid)"
         )
+    if limits.built_block is not None and block != limits.built_block:
+        raise LaunchConfigError(
+            f"blockDim={block} of {where}: the kernel is built for blocks of exactly "
+            f"{limits.built_block} threads; pass blockDim={limits.built_block}"
+        )
     if threads > limits.max_threads:
         raise LaunchConfigError(
             f"blockDim={block} of {where}: {threads} threads, the function takes at most "
@@ -211,6 +219,12 @@ def check(
         raise LaunchConfigError(
             f"sharedMemBytes={shared} of {where}: the limit is {limits.max_dynamic_shared_bytes} "
             f"(the device's opt-in limit a block less {limits.static_shared_bytes} static bytes)"
+        )
+    if shared < limits.least_shared_bytes:
+        raise LaunchConfigError(
+            f"sharedMemBytes={shared} of {where}: the kernel is built for "
+            f"{limits.least_shared_bytes} bytes of dynamic shared memory; pass "
+            f"sharedMemBytes={limits.least_shared_bytes}"
         )
     cluster = options.cluster or limits.cluster
     if cluster is not None:

@@ -383,18 +383,18 @@ def _limits(driver: Driver, handle: int, spec: FunctionSpec, device: int) -> Lim
     if cluster is None and capability >= (9, 0):
         required = tuple(read(attribute) for attribute in _CLUSTER_REQUIRED)
         cluster = required if all(required) else None
-    x, y, z = _driver.MAX_GRID_DIM
-    bx, by, bz = _driver.MAX_BLOCK_DIM
     return Limits(
         function=spec.name,
         device_name=driver.device_name(device),
         compute_capability=capability,
-        max_grid=(of_device(x), of_device(y), of_device(z)),
-        max_block=(of_device(bx), of_device(by), of_device(bz)),
+        max_grid=tuple(map(of_device, _driver.MAX_GRID_DIM)),  # type: ignore[arg-type]
+        max_block=tuple(map(of_device, _driver.MAX_BLOCK_DIM)),  # type: ignore[arg-type]
         max_threads=read(_MAX_THREADS),
         required_block=spec.required_block,
         static_shared_bytes=static,
         max_dynamic_shared_bytes=of_device(_driver.SHARED_PER_BLOCK_OPTIN) - static,
         cluster=cluster,
         num_multiprocessors=of_device(_driver.MULTIPROCESSOR_COUNT),
+        built_block=spec.launch.block if spec.launch else None,
+        least_shared_bytes=(spec.launch.shared_bytes or 0) if spec.launch else 0,
     )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from ..collection.manifest import FunctionEntry
+from ..collection.manifest import FunctionEntry, LaunchFacts
 from .params import Param
 
 if TYPE_CHECKING:  # the reader takes milliseconds to import, and shipped cubins need none
@@ -27,6 +27,7 @@ class FunctionSpec:
     required_block: tuple[int, int, int] | None = None
     cluster: tuple[int, int, int] | None = None
     symbol: str | None = None  # its name in the image, where it is offered under another
+    launch: LaunchFacts | None = None  # what its source states of launches, where it does
 
     def prototype(self) -> str:
         """`name(float* out, int n)`."""
@@ -48,7 +49,12 @@ class FunctionSpec:
             facts.append(f"at most {self.max_threads} threads")
         if self.cluster is not None:
             facts.append(f"cluster {self.cluster}")
-        return f"{self.prototype()} [{', '.join(facts)}]"
+        text = f"{self.prototype()} [{', '.join(facts)}]"
+        if self.launch is not None:
+            text += f"\n  gridDim {self.launch.grid}"
+            if said := self.launch.describe():
+                text += f"\n  {said}"
+        return text
 
 
 @dataclass(frozen=True)
@@ -97,4 +103,5 @@ def spec_of(function: FunctionEntry | FunctionInfo, arch: str, params: list[Para
         function.max_threads,
         function.required_block,
         function.cluster,
+        launch=getattr(function, "launch", None),
     )

@@ -19,6 +19,7 @@ from kernel_hub.collection.manifest import (
     Collection,
     CubinEntry,
     FunctionEntry,
+    LaunchFacts,
     Manifest,
     ParamEntry,
     find_collection,
@@ -30,9 +31,14 @@ IMAGE = b"an image"
 BAD_NAMES = ("", ".", "..", ".x", "x.", "a b", "../x", "a\0b", "3")
 
 
+FACTS = LaunchFacts("x: tiles", (256, 1, 1), 4096, {"block_m": 64, "stages": 3})
+OLD = Path(__file__).parent / "data" / "manifest_format_1.json"
+
+
 def function(name: str, num_params: int = 2) -> FunctionEntry:
     params = tuple(ParamEntry(f"p{i}", "__nv_bfloat16*", 8, 8 * i) for i in range(num_params))
-    return FunctionEntry(name, params, 32, 64, 0, 256, None, (2, 1, 1), None, False)
+    launch = FACTS if name == "norm_bf16" else None
+    return FunctionEntry(name, params, 32, 64, 0, 256, None, (2, 1, 1), None, False, launch=launch)
 
 
 def cubin(name: str, arch: str, *functions: FunctionEntry, image: bytes = IMAGE) -> CubinEntry:
@@ -59,7 +65,8 @@ def sample() -> Manifest:
         {
             "rope": {"sm90": cubin("rope", "sm90", function("rope_bf16"), function("rope_fp16"))},
             "norm": {a: cubin("norm", a, function("norm_bf16")) for a in ("sm80", "sm90")},
-        }
+        },
+        {"native/launcher.so": "1" * 64},
     )
 
 
@@ -98,7 +105,19 @@ CUBIN = ("cubins", "norm", "sm80")
 @pytest.mark.parametrize(
     ("path", "value"),
     [
-        (("format",), 2),
+        (("format",), 3),
+        (("format",), 0),
+        (("files",), []),
+        (("files", "native/launcher.so"), "abc"),
+        (("params",), {}),
+        (("params", 0), {}),
+        (("params", 0, 0), "float*"),
+        (("params", 0, 1), ["p1", "int", "4", 8]),
+        (("launches", 0), []),
+        (("launches", 0, "grid"), 3),
+        (("launches", 0, "block"), [1, 1]),
+        (("launches", 0, "shared_bytes"), -1),
+        (("launches", 0, "stages"), "3"),
         (("format",), "1"),
         (("cubins",), []),
         (("cubins", "norm"), 3),
@@ -118,8 +137,9 @@ CUBIN = ("cubins", "norm", "sm80")
         ((*CUBIN, "minimum_driver"), 1.5),
         (FUNCTION, []),
         ((*FUNCTION, "params"), {}),
-        ((*FUNCTION, "params", 0), "float*"),
-        ((*FUNCTION, "params", 1, "size_bytes"), "8"),
+        ((*FUNCTION, "params"), 1),
+        ((*FUNCTION, "launch"), 1),
+        ((*FUNCTION, "launch"), -1),
         ((*FUNCTION, "num_regs"), None),
         ((*FUNCTION, "max_threads"), "256"),
         ((*FUNCTION, "cluster"), [1, 2]),
@@ -138,9 +158,13 @@ def test_a_bad_field_is_named_with_its_file(
         inner = inner[key]
     inner[path[-1]] = value
     text = json.dumps(data)
-    if own_layout and len(path) > 1:
-        lines = (f"{json.dumps(name)}: {json.dumps(v)}" for name, v in data["cubins"].items())
-        text = manifest._HEAD + ",\n".join(lines) + manifest._TAIL
+    lists = isinstance(data["params"], list) and isinstance(data["launches"], list)
+    if own_layout and lists and path[0] != "format" and isinstance(data["cubins"], dict):
+        cubins = (f"{json.dumps(name)}: {json.dumps(v)}" for name, v in data["cubins"].items())
+        text = manifest._HEAD + json.dumps(data["files"])
+        text += manifest._PARAMS + ",\n".join(map(json.dumps, data["params"]))
+        text += manifest._LAUNCHES + ",\n".join(map(json.dumps, data["launches"]))
+        text += manifest._CUBINS + ",\n".join(cubins) + manifest._TAIL
     with pytest.raises(CubinCorruptError) as caught:
         Manifest.from_json(text, where="here/m.json").to_json()
     field = str(path[-1]) if isinstance(path[-1], str) else f"[{path[-1]}]"
@@ -156,11 +180,13 @@ def fields_of(data: dict[str, Any], *path: str) -> list[str]:
 
 @pytest.mark.parametrize(
     "path",
-    [(*CUBIN, key) for key in fields_of(raw(), *CUBIN)]
-    + [(*FUNCTION, key) for key in fields_of(raw(), *FUNCTION)],
+    [(key,) for key in fields_of(raw()) if key != "launches"]
+    + [(*CUBIN, key) for key in fields_of(raw(), *CUBIN)]
+    + [(*FUNCTION, key) for key in ("num_regs", "params")]
+    + [("launches", 0, "grid")],
     ids=lambda path: path[-1],
 )
-def test_a_missing_field_is_named(path: tuple[str, ...]) -> None:
+def test_a_missing_field_is_named(path: tuple[str | int, ...]) -> None:
     data = raw()
     inner: Any = data
     for key in path[:-1]:
@@ -168,6 +194,35 @@ def test_a_missing_field_is_named(path: tuple[str, ...]) -> None:
     del inner[path[-1]]
     with pytest.raises(CubinCorruptError, match=rf"{path[-1]} must be .*missing"):
         Manifest.from_json(json.dumps(data), where="m.json").to_json()
+
+
+def test_what_is_so_of_most_functions_is_left_out() -> None:
+    data = raw()
+    plain = dataclasses.replace(
+        function("f"), static_shared_bytes=0, max_threads=None, cluster=None, launch=None
+    )
+    text = Manifest({"f": {"sm80": cubin("f", "sm80", plain)}}).to_json()
+    assert json.loads(text)["cubins"]["f"]["sm80"]["functions"]["f"] == {
+        "num_regs": 32,
+        "params": 0,
+    }
+    assert Manifest.from_json(text, where="m").cubins["f"]["sm80"].functions["f"] == plain
+    assert len(data["params"]) == len(data["launches"]) == 1  # each once
+
+
+@pytest.mark.parametrize("own_layout", [True, False])
+def test_format_1_is_read(own_layout: bool) -> None:
+    text = OLD.read_text()
+    if not own_layout:
+        text = json.dumps(json.loads(text))
+    read = Manifest.from_json(text, where="m.json")
+    expected = sample().cubins
+    assert list(read.cubins) == sorted(expected) and read.files == {}
+    for name, archs in expected.items():
+        for arch, entry in archs.items():
+            plain = {n: dataclasses.replace(f, launch=None) for n, f in entry.functions.items()}
+            assert read.cubins[name][arch] == dataclasses.replace(entry, functions=plain)
+    assert json.loads(read.to_json())["format"] == 2
 
 
 @pytest.mark.parametrize("text", ["", "[]", "nonsense", '{"format": 1}', "[" * 100_000])
@@ -185,12 +240,12 @@ def test_a_broken_cubin_spoils_no_other() -> None:
         read.cubins["norm"]["sm80"]
 
 
-def test_a_megabyte_costs_little_before_it_is_touched() -> None:
+def test_a_large_one_costs_little_before_it_is_touched() -> None:
     functions = [function(f"f{i}", 12) for i in range(12)]
     archs = ("sm80", "sm89", "sm90")
-    big = Manifest({f"k{i}": {a: cubin(f"k{i}", a, *functions) for a in archs} for i in range(40)})
+    big = Manifest({f"k{i}": {a: cubin(f"k{i}", a, *functions) for a in archs} for i in range(80)})
     text = big.to_json()
-    assert len(text) > 1_000_000
+    assert len(text) > 400_000  # as much as ours
 
     def milliseconds() -> float:
         started = time.perf_counter()

@@ -18,6 +18,7 @@ from lots import Lots
 from test_native import BLOCK, GOOD, GRID, Tensor, X, Y, Z, fake_torch
 
 from kernel_hub import Kernel, KernelFunction
+from kernel_hub.collection.manifest import open_collection
 from kernel_hub.errors import KernelHubError, LaunchConfigError, ParamsError
 from kernel_hub.launch import c_launcher
 
@@ -224,7 +225,7 @@ def test_a_library_with_another_digest_is_not_opened(
 
 def test_the_shipped_library_is_the_one_that_is_vouched_for() -> None:
     data = (PACKAGE / c_launcher.LIBRARY).read_bytes()
-    assert hashlib.sha256(data).hexdigest() == c_launcher.LIBRARY_SHA256
+    assert hashlib.sha256(data).hexdigest() == open_collection().manifest.files[c_launcher.LIBRARY]
 
 
 @pytest.mark.parametrize("turn", range(30))

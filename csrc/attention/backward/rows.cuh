@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/backward/problem.cuh"
+#include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/math.cuh"
 
 namespace kernel_hub::attention::backward {
@@ -115,25 +116,36 @@ __device__ __forceinline__ void attention_convert(const Heads<T>& dq, const floa
 
 // Both kernels of one dtype.
 #define EXPORT_ROWS(DTYPE, T)                                                                      \
-    extern "C" __global__ void __launch_bounds__(128) flash_attention_backward_##DTYPE##_delta(    \
-        float* delta, float* lse_log2, float* dq_sums, int* turns, int* flag, const T* out,        \
-        const T* dout, const float* lse, const int* cu_seqlens_q, int64_t out_batch_stride,        \
-        int64_t out_row_stride, int64_t out_head_stride, int64_t dout_batch_stride,                \
-        int64_t dout_row_stride, int64_t dout_head_stride, int64_t lse_batch_stride,               \
-        int64_t lse_head_stride, int64_t num_tiles, int num_blocks, int seqlen_q, int total_q,     \
-        int head_dim, int padded_head_dim, int is_aligned) {                                       \
-        attention_delta<T>(delta, lse_log2, dq_sums, turns, flag,                                  \
-                           {out, out_batch_stride, out_row_stride, out_head_stride},               \
-                           {dout, dout_batch_stride, dout_row_stride, dout_head_stride}, lse,      \
-                           cu_seqlens_q, lse_batch_stride, lse_head_stride, num_tiles, num_blocks, \
-                           seqlen_q, total_q, head_dim, padded_head_dim, is_aligned);              \
-    }                                                                                              \
-    extern "C" __global__ void __launch_bounds__(128) flash_attention_backward_##DTYPE##_convert(  \
-        T* dq, const float* dq_sums, const int* cu_seqlens_q, int64_t dq_batch_stride,             \
-        int64_t dq_row_stride, int64_t dq_head_stride, int64_t num_tiles, int num_blocks,          \
-        int seqlen_q, int total_q, int head_dim, int padded_head_dim, int is_aligned,              \
-        float softmax_scale) {                                                                     \
-        attention_convert<T>({dq, dq_batch_stride, dq_row_stride, dq_head_stride}, dq_sums,        \
-                             cu_seqlens_q, num_tiles, num_blocks, seqlen_q, total_q, head_dim,     \
-                             padded_head_dim, is_aligned, softmax_scale);                          \
-    }
+    DESCRIBED(                                                                                     \
+        flash_attention_backward_##DTYPE##_delta,                                                  \
+        "x: tiles of 16 query rows of every sequence, y: heads",                                   \
+        (.threads = 128, .shared_bytes = 0, .block_m = 16),                                        \
+        extern "C" __global__ void                                                                 \
+        __launch_bounds__(128) flash_attention_backward_##DTYPE##_delta(                           \
+            float* delta, float* lse_log2, float* dq_sums, int* turns, int* flag, const T* out,    \
+            const T* dout, const float* lse, const int* cu_seqlens_q, int64_t out_batch_stride,    \
+            int64_t out_row_stride, int64_t out_head_stride, int64_t dout_batch_stride,            \
+            int64_t dout_row_stride, int64_t dout_head_stride, int64_t lse_batch_stride,           \
+            int64_t lse_head_stride, int64_t num_tiles, int num_blocks, int seqlen_q, int total_q, \
+            int head_dim, int padded_head_dim, int is_aligned) {                                   \
+            attention_delta<T>(delta, lse_log2, dq_sums, turns, flag,                              \
+                               {out, out_batch_stride, out_row_stride, out_head_stride},           \
+                               {dout, dout_batch_stride, dout_row_stride, dout_head_stride}, lse,  \
+                               cu_seqlens_q, lse_batch_stride, lse_head_stride, num_tiles,         \
+                               num_blocks, seqlen_q, total_q, head_dim, padded_head_dim,           \
+                               is_aligned);                                                        \
+        })                                                                                         \
+    DESCRIBED(                                                                                     \
+        flash_attention_backward_##DTYPE##_convert,                                                \
+        "x: tiles of 16 query rows of every sequence, y: heads",                                   \
+        (.threads = 128, .shared_bytes = 0, .block_m = 16),                                        \
+        extern "C" __global__ void                                                                 \
+        __launch_bounds__(128) flash_attention_backward_##DTYPE##_convert(                         \
+            T* dq, const float* dq_sums, const int* cu_seqlens_q, int64_t dq_batch_stride,         \
+            int64_t dq_row_stride, int64_t dq_head_stride, int64_t num_tiles, int num_blocks,      \
+            int seqlen_q, int total_q, int head_dim, int padded_head_dim, int is_aligned,          \
+            float softmax_scale) {                                                                 \
+            attention_convert<T>({dq, dq_batch_stride, dq_row_stride, dq_head_stride}, dq_sums,    \
+                                 cu_seqlens_q, num_tiles, num_blocks, seqlen_q, total_q, head_dim, \
+                                 padded_head_dim, is_aligned, softmax_scale);                      \
+        })

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention/backward/problem.cuh"
+#include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/math.cuh"
 
 namespace kernel_hub::attention::backward {
@@ -54,6 +55,19 @@ struct Tiles {
                   "p^T and ds^T in registers are those of the warp's own keys");
     static_assert(kBlockM <= 2 * kThreads, "a thread copies four row values at most");
 };
+
+template <typename Tiles>
+constexpr LaunchFacts facts_of() {
+    return {.threads = Tiles::kThreads,
+            .shared_bytes = Tiles::kSharedBytes,
+            .blocks_per_sm = 1,
+            .head_dim = Tiles::kHeadDim,
+            .block_m = Tiles::kBlockM,
+            .block_n = Tiles::kBlockN,
+            .warps = Tiles::kWarps,
+            .stages = Tiles::kStagesQ,
+            .stages_dout = Tiles::kStagesDout};
+}
 
 // What a thread reads of the tiles.
 template <typename Tiles>

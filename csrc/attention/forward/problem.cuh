@@ -3,10 +3,26 @@
 
 #include "attention/forward/tiles.cuh"
 #include "kernel_hub/bounds.cuh"
+#include "kernel_hub/launch_facts.cuh"
 
 namespace kernel_hub::attention::forward {
 
 enum class Variant { kPlain, kPaged, kGeneral };
+
+// Shared memory holds Q, the stages of K and V, 32 bytes per warp and, with pages, four tables.
+constexpr LaunchFacts facts_of(int head_dim, int block_m, int block_n, int warps, int stages,
+                               int blocks_per_sm, Variant variant) {
+    const int rows = block_m + 2 * stages * block_n;
+    const int tables = variant == Variant::kPlain ? 0 : 4 * block_n * 8;
+    return {.threads = 32 * warps,
+            .shared_bytes = rows * head_dim * 2 + 32 * warps + tables,
+            .blocks_per_sm = blocks_per_sm,
+            .head_dim = head_dim,
+            .block_m = block_m,
+            .block_n = block_n,
+            .warps = warps,
+            .stages = stages};
+}
 
 // The strides of one tensor, in elements.
 struct Strides {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/lengths.cuh"
+#include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/mbarrier.cuh"
 #include "kernel_hub/mma.cuh"
 #include "kernel_hub/tma.cuh"
@@ -60,6 +61,18 @@ struct Config {
     static_assert(kBlockN % 32 == 0 && kHeadDim % 64 == 0, "products are 32 deep");
     static_assert(kScales == Scales::kHeads || kScaleTokens % kBlockN == 0, "one scale a block");
 };
+
+template <typename C>
+constexpr LaunchFacts facts_of() {
+    return {.threads = C::kThreads,
+            .shared_bytes = C::kSharedBytes,
+            .blocks_per_sm = 1,
+            .head_dim = C::kHeadDim,
+            .block_m = C::kBlockM,
+            .block_n = C::kBlockN,
+            .consumers = C::kConsumers,
+            .stages = C::kStages};
+}
 
 // Scales may be null (1); strides of 0 where one holds for all.
 struct Parameters {

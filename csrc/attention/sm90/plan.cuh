@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/lengths.cuh"
+#include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/mma.cuh"
 #include "kernel_hub/tma.cuh"
 #include "kernel_hub/warpgroup.cuh"
@@ -47,6 +48,18 @@ struct Config {
     static_assert(kBlockN % 16 == 0 && kHeadDim % 16 == 0, "products are 16 deep");
     static_assert(64 * (kConsumers - 1) <= kBlockN, "at most one block is left out");
 };
+
+template <typename C>
+constexpr LaunchFacts facts_of() {
+    return {.threads = C::kThreads,
+            .shared_bytes = C::kSharedBytes,
+            .blocks_per_sm = 1,
+            .head_dim = C::kHeadDim,
+            .block_m = C::kBlockM,
+            .block_n = C::kBlockN,
+            .consumers = C::kConsumers,
+            .stages = C::kStages};
+}
 
 struct Parameters {
     void* out;   // (batch, seqlen_q, heads, head_dim) by strides

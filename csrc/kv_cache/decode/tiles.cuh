@@ -4,6 +4,7 @@
 
 #include "kernel_hub/bounds.cuh"
 #include "kernel_hub/e4m3.cuh"
+#include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/mma.cuh"
 
 namespace kernel_hub::kv_cache::decode {
@@ -34,6 +35,19 @@ struct DecodeConfig {
     static_assert(kHeadDim % 64 == 0, "the swizzles cover rows of 64 bytes and more");
     static_assert(kSharedBytes <= 99 << 10, "a block of sm_89 has 99 KiB of shared memory");
 };
+
+template <typename C>
+constexpr LaunchFacts facts_of(int blocks_per_sm) {
+    return {.threads = C::kThreads,
+            .shared_bytes = C::kSharedBytes,
+            .blocks_per_sm = blocks_per_sm,
+            .head_dim = C::kHeadDim,
+            .element_bytes = C::kRowBytes / C::kHeadDim,
+            .block_m = C::kRows,
+            .block_n = C::kTile,
+            .warps = C::kWarps,
+            .slots = C::kSlots};
+}
 
 // Byte offset of a 16-byte chunk in rows of kChunks: eight rows of one column, which ldmatrix reads
 // together, fall on different banks.

@@ -4,6 +4,7 @@
 
 #include <stdint.h>
 
+#include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/mbarrier.cuh"
 #include "matmul/sm90/tiles.cuh"
 
@@ -45,6 +46,7 @@ struct ScaledConfig : Config<kSharing, kConsumers, kPieces, kPieceN, kStages, kC
     static constexpr uint32_t kSlotsAt = kRowsAt + (Base::kSwaps ? 0 : Base::kBlockM * 4);
     static constexpr int kRowsOfA = Base::kSwaps ? Base::kBlockN : Base::kBlockM;
     static constexpr int kSlotFloats = kRowsOfA + 4;
+    static constexpr uint32_t kSharedBytes = kSlotsAt + (kPromotes ? kStages * kSlotFloats * 4 : 0);
 
     static_assert(!kPromotes || kPieces == 1, "promoted sums are one block of registers");
     static_assert(kSplits == 1 || kPromotes, "split tiles are few rows, where promotion is free");
@@ -52,6 +54,13 @@ struct ScaledConfig : Config<kSharing, kConsumers, kPieces, kPieceN, kStages, kC
                   "the columns of a tile are under one scale of b");
     static_assert(Base::kSwaps || Base::kBlockN % kBoxColumns == 0, "results leave in boxes");
 };
+
+template <typename C>
+constexpr LaunchFacts scaled_facts() {
+    LaunchFacts facts = facts_of<C>(C::kSharedBytes, kScaleBlock);
+    facts.fast = !C::kPromotes;
+    return facts;
+}
 
 // The scales of one operand: one for each row (of stride 0: the same for all), or one for each
 // block of k of each group of 2^shift rows.

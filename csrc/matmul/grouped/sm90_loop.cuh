@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernel_hub/cluster.cuh"
+#include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/mbarrier.cuh"
 #include "kernel_hub/tma.cuh"
 #include "kernel_hub/warpgroup.cuh"
@@ -37,7 +38,8 @@ struct GroupedConfig {
     static constexpr uint32_t kBoxesAt = kStages * kStageBytes;
     static constexpr uint32_t kBarriersAt = kBoxesAt + kConsumers * kBoxes * kOutBoxBytes;
     static constexpr uint32_t kRecordsAt = kBarriersAt + 16 * kStages;  // 32 bytes each
-    static constexpr bool kShares = kPairs;                             // k, in the last round
+    static constexpr uint32_t kSharedBytes = kRecordsAt + 32 * kStages;
+    static constexpr bool kShares = kPairs;  // k, in the last round
     // Registers a thread, where warpgroups trade them.
     static constexpr bool kTradesRegisters = kConsumers == 2;
     static constexpr int kProducerRegisters = 72, kConsumerRegisters = 216;
@@ -47,6 +49,22 @@ struct GroupedConfig {
     static_assert(kBoxes >= 2, "two boxes hold 64 columns of sums as fp32");
     static_assert(kOutBoxBytes % 1024 == 0, "boxes begin where the swizzle does");
 };
+
+template <typename C>
+constexpr LaunchFacts grouped_facts() {
+    return {.threads = C::kThreads,
+            .shared_bytes = C::kSharedBytes,
+            .blocks_per_sm = C::kMinBlocks,
+            .block_m = C::kBlockM,
+            .block_n = C::kBlockN,
+            .block_k = kBlockK,
+            .consumers = C::kConsumers,
+            .stages = C::kStages,
+            .cluster_m = C::kClusterSize,
+            .boxes = C::kBoxes,
+            .box_rows = C::kBoxRows,
+            .swaps = C::kSwaps};
+}
 
 // How two blocks share k of a tile: the second leaves its sums to the first.
 enum Share { kAlone, kFirst, kSecond };

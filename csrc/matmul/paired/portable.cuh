@@ -18,6 +18,7 @@
 #include <type_traits>
 
 #include "kernel_hub/dependent_launch.cuh"
+#include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/mma.cuh"
 #include "kernel_hub/vec.cuh"
 
@@ -27,7 +28,6 @@ namespace kernel_hub::matmul::paired {
 // (kBlockM rows of a, 128 rows of b), 32 elements of k each. Two rows share 128 bytes; their
 // 16-byte chunks are swapped by the pair's index, so that ldmatrix meets no bank twice.
 // NOTE: sm_89 has 99 KiB of shared memory: three stages let two blocks share a multiprocessor.
-// kernel_hub/ops/matmul/paired_plan.py knows these numbers.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 890
 constexpr int kPairedStages = 3;
 #else
@@ -42,6 +42,7 @@ struct PairedTile {
     static constexpr int kWarpM = kBlockM / 2, kWarpN = kBlockN / 2;
     static constexpr int kTilesM = kWarpM / 16, kTilesN = kWarpN / 8;  // of mma, a warp
     static constexpr int kStageBytes = (kBlockM + kBlockN) * kBlockK * 2;
+    static constexpr int kStages = kPairedStages, kSharedBytes = kStages * kStageBytes;
     static constexpr int kRaster = 8;  // rows of tiles that are walked together
 
     // The place of a 16-byte chunk of a row in a stage, in bytes.
@@ -50,6 +51,17 @@ struct PairedTile {
         return (pair * 2 * kChunks + row % 2 * kChunks + (chunk ^ (pair % kChunks))) * 16;
     }
 };
+
+template <typename C>
+constexpr LaunchFacts paired_facts(int blocks_per_sm) {
+    return {.threads = C::kThreads,
+            .shared_bytes = C::kSharedBytes,
+            .blocks_per_sm = blocks_per_sm,
+            .block_m = C::kBlockM,
+            .block_n = C::kBlockN,
+            .block_k = C::kBlockK,
+            .stages = C::kStages};
+}
 
 // acc += the products of one stage.
 template <typename T, typename C>

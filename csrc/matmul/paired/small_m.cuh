@@ -27,6 +27,8 @@ struct PairedSmallM {
     static constexpr int kSums = 4 * kColumnTiles;  // a lane
     static constexpr int kRingBytes = kWarps * kStages * kVectors * 32 * 16;
     static constexpr int kBufferFloats = kWarps * kSums * 32;
+    static constexpr int kSharedBytes = kRingBytes + 2 * kBufferFloats * 4;
+    static constexpr int kBlockM = 8 * kColumnTiles, kBlockN = 16, kBlockK = kChunk;
 };
 
 // Where a warp is in its list of (group, chunk), and the two rows of b that this lane copies.

@@ -3,6 +3,8 @@
 
 #include <stdint.h>
 
+#include "kernel_hub/launch_facts.cuh"
+
 namespace kernel_hub::matmul::sm90 {
 
 constexpr int kBlockK = 64;
@@ -36,6 +38,8 @@ struct Config {
     static constexpr uint32_t kBarriersAt = kBoxesAt + kConsumers * kBoxes * kBoxBytes;
     static constexpr uint32_t kBiasAt = kBarriersAt + 16 * kStages;
     static constexpr bool kStagesBias = kSplits_ == 1 && !kSwaps;
+    static constexpr uint32_t kSharedBytes =
+        kBiasAt + (kStagesBias ? kConsumers * kBlockN * 2 : 0);   // bias: each consumer's
     static constexpr int kBiasWords = (kBlockN / 2 + 127) / 128;  // a thread
     // Whether what is added to a tile comes through the ring: a stage for each filling of the
     // boxes.
@@ -56,6 +60,26 @@ struct Config {
                   "the sums of a split tile take the place of the ring");
     static_assert(kBlockM / kClusterN <= 256 && kBlockN / kClusterM <= 256, "a box has 256 rows");
 };
+
+// What a launch of a variant must know. Bodies without a bias in shared memory have no need of it.
+template <typename C>
+constexpr LaunchFacts facts_of(int shared_bytes = C::kSharedBytes, int block_k = kBlockK) {
+    return {.threads = C::kThreads,
+            .shared_bytes = shared_bytes,
+            .blocks_per_sm = C::kMinBlocks,
+            .block_m = C::kBlockM,
+            .block_n = C::kBlockN,
+            .block_k = block_k,
+            .consumers = C::kConsumers,
+            .pieces = C::kPieces,
+            .piece_n = C::kPieceN,
+            .stages = C::kStages,
+            .cluster_m = C::kClusterM,
+            .cluster_n = C::kClusterN,
+            .splits = C::kSplits,
+            .boxes = C::kBoxes,
+            .swaps = C::kSwaps};
+}
 
 // A ring position: the stage, and the parity of its turn.
 template <int kStages>
