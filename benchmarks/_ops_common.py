@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kernel_hub.testing import results, timing
+from kernel_hub.measure import results, timing
 from kernel_hub.testing.compare import compare
 
 OURS = "kernel_hub"

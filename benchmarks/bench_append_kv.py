@@ -19,7 +19,8 @@ import torch
 from _ops_common import CHECKED_TOKENS, Case, Contender, arguments, compiled, run
 
 from kernel_hub import ops
-from kernel_hub.testing import reference, timing
+from kernel_hub.measure import timing
+from kernel_hub.testing import reference
 
 HEAD_DIM, PAGE_SIZE, PAST, MAX_NEW = 128, 16, 512, 1024
 E4M3 = torch.float8_e4m3fn

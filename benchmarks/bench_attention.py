@@ -41,7 +41,7 @@ from _attention_cases import (
 )  # fmt: skip
 from _ops_common import DTYPES, OURS, RESULTS, _gpu_token
 
-from kernel_hub.testing import results
+from kernel_hub.measure import results
 from kernel_hub.testing.compare import compare
 
 __all__ = ["CUDNN", "FA2", "FA3", "HEADS", "MODELS", "SHAPES", "Launch", "burst", "fa3", "randn",

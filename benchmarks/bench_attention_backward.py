@@ -28,10 +28,10 @@ from _ops_common import DTYPES, OURS, RESULTS, _gpu_token
 from bench_attention import HEADS, SHAPES, burst
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from kernel_hub.measure import results
 from kernel_hub.ops.attention import backward_portable
 from kernel_hub.ops.attention import backward_sm90 as hopper
 from kernel_hub.ops.attention.problem import Problem
-from kernel_hub.testing import results
 from kernel_hub.testing.compare import compare
 from kernel_hub.testing.reference_attention import reference_backward_of, reference_of
 

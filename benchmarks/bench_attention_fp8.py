@@ -26,7 +26,7 @@ from _ops_common import OURS, RESULTS, _gpu_token
 from bench_attention import FA3, HEADS, MODELS, SHAPES, burst, fa3, sustained
 
 from kernel_hub import ops
-from kernel_hub.testing import results
+from kernel_hub.measure import results
 
 E4M3 = torch.float8_e4m3fn
 BF16 = f"{OURS} bf16"

@@ -17,8 +17,8 @@ import torch
 from _ops_common import RESULTS, _gpu_token
 from bench_linear import BURST_US, IDLE_SECONDS, Launch, measure
 
+from kernel_hub.measure import results, timing
 from kernel_hub.ops import batched_matmul
-from kernel_hub.testing import results, timing
 from kernel_hub.testing.compare import compare
 
 # name -> (batch, m, n, k)

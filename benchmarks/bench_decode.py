@@ -25,7 +25,7 @@ from _ops_common import OURS, RESULTS, Launch, _gpu_token
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernel_hub import ops
-from kernel_hub.testing import results, timing
+from kernel_hub.measure import results, timing
 from kernel_hub.testing.compare import compare
 from kernel_hub.testing.reference_attention import reference_attention
 

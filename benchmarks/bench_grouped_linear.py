@@ -21,8 +21,8 @@ import torch
 from _ops_common import RESULTS, _gpu_token
 from bench_linear import BURST_US, IDLE_SECONDS, Launch, measure
 
+from kernel_hub.measure import results
 from kernel_hub.ops import grouped_linear
-from kernel_hub.testing import results
 from kernel_hub.testing.compare import compare
 
 # Spread of the experts' popularity: the busiest of 128 gets about six times its share.

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from kernel_hub import KernelHubError
-from kernel_hub.testing import launch, results
+from kernel_hub.measure import launch, results
 
 RESULTS = Path(__file__).resolve().parent / "results"
 

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import torch
 from _ops_common import RESULTS, _gpu_token
 
-from kernel_hub.testing import results, timing
+from kernel_hub.measure import results, timing
 from kernel_hub.testing.compare import compare
 
 module: Any = importlib.import_module("kernel_hub.ops.matmul.linear")

@@ -21,8 +21,8 @@ import torch
 from _ops_common import RESULTS, _gpu_token
 from bench_linear import FEW_ROWS, SHAPES, Launch, measure, plan_of
 
+from kernel_hub.measure import results, timing
 from kernel_hub.ops import linear
-from kernel_hub.testing import results, timing
 
 E4M3 = torch.float8_e4m3fn
 # name -> (scales, whether sums stay in the tensor cores)

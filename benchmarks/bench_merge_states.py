@@ -17,7 +17,8 @@ import torch
 from _ops_common import CHECKED_TOKENS, Case, Contender, arguments, compiled, run
 
 from kernel_hub import ops
-from kernel_hub.testing import reference, timing
+from kernel_hub.measure import timing
+from kernel_hub.testing import reference
 
 HEAD_DIM = 128
 

@@ -20,8 +20,8 @@ import torch
 from _ops_common import RESULTS, _gpu_token
 from bench_linear import FEW_ROWS, Inputs, measure, plan_of
 
+from kernel_hub.measure import results
 from kernel_hub.ops import append_kv, qkv_linear, rope
-from kernel_hub.testing import results
 from kernel_hub.testing.compare import compare
 
 OP = "qkv_linear"

@@ -3,7 +3,7 @@
 Kernel time by CUDA-graph replays over inputs rotated past the L2; each contender's output is held
 against fp64 first. All contenders read the same inputs and allocate their outputs themselves, in
 the capture, from one memory pool, so that all write the same addresses; three pools are averaged
-over, and the order is drawn anew each round (kernel_hub/testing/timing.py). FlashInfer's residual
+over, and the order is drawn anew each round (kernel_hub/measure/timing.py). FlashInfer's residual
 norm is in place only. Writes benchmarks/results/<gpu>_rms_norm.json.
 """
 
@@ -18,7 +18,8 @@ import torch
 from _ops_common import CHECKED_TOKENS, Case, Contender, arguments, compiled, run
 
 from kernel_hub import ops
-from kernel_hub.testing import reference, timing
+from kernel_hub.measure import timing
+from kernel_hub.testing import reference
 
 EPS = 1e-6
 

@@ -3,7 +3,7 @@
 Kernel time by CUDA-graph replays over inputs rotated past the L2; each contender's output is held
 against fp64 first. All contenders read the same inputs and allocate their outputs themselves, in
 the capture, from one memory pool, so that all write the same addresses; three pools are averaged
-over, and the order is drawn anew each round (kernel_hub/testing/timing.py).
+over, and the order is drawn anew each round (kernel_hub/measure/timing.py).
 Everybody gets cosines and sines as he takes them: ours and torch's a table of
 half a head a row, Liger rows of a whole head already picked by position, FlashInfer an fp32 cache
 and positions. Writes benchmarks/results/<gpu>_rope.json.
@@ -20,7 +20,8 @@ import torch
 from _ops_common import CHECKED_TOKENS, Case, Contender, arguments, compiled, run
 
 from kernel_hub import ops
-from kernel_hub.testing import reference, timing
+from kernel_hub.measure import timing
+from kernel_hub.testing import reference
 
 HEAD_DIM = 128
 BASE = 500_000.0

@@ -19,8 +19,8 @@ import torch
 from _ops_common import RESULTS, _gpu_token, compiled
 from bench_linear import FEW_ROWS, Inputs, measure, plan_of
 
+from kernel_hub.measure import results
 from kernel_hub.ops import silu_and_mul, swiglu_linear
-from kernel_hub.testing import results
 from kernel_hub.testing.compare import compare
 
 OP = "swiglu_linear"

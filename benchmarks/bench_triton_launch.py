@@ -18,7 +18,7 @@ from typing import Any
 from bench_launch import RESULTS, gpu_token
 
 from kernel_hub import KernelHubError
-from kernel_hub.testing import launch, results
+from kernel_hub.measure import launch, results
 
 TARGET = 1 / 3
 PEER = "Triton"

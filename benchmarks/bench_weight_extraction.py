@@ -1,7 +1,7 @@
 """The int4 and int8 weight kernels of cpm_kernels' clients beside torch's own expressions.
 
 Launched as those clients do, a block a row; kernel time by CUDA-graph replays over inputs rotated
-past the L2, outputs held against fp64 first (kernel_hub/testing/timing.py). Shapes: the layers of
+past the L2, outputs held against fp64 first (kernel_hub/measure/timing.py). Shapes: the layers of
 ChatGLM2-6B. Writes benchmarks/results/<gpu>_weight_extraction.json.
 """
 
@@ -17,7 +17,7 @@ import torch
 from _ops_common import CHECKED_TOKENS, Case, Contender, arguments, compiled, run
 
 from kernel_hub import Kernel
-from kernel_hub.testing import timing
+from kernel_hub.measure import timing
 
 NAMES = {torch.float16: "Half", torch.bfloat16: "BFloat16", torch.float32: "Float"}
 

@@ -26,8 +26,8 @@ from _ops_common import DTYPES, compiled
 from bench_rms_norm import formula, fused_formula
 from bench_silu_and_mul import formula as silu_formula
 
+from kernel_hub.measure import timing
 from kernel_hub.registry import own
-from kernel_hub.testing import timing
 
 Dims = tuple[int, int, int]
 EPS = 1e-6

@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 from kernel_hub import driver
 from kernel_hub.collection.manifest import open_collection
 from kernel_hub.errors import KernelHubError
-from kernel_hub.testing import torch_builds
+from kernel_hub.measure import torch_builds
 
 OWN, OVER = ROOT / ".venv", ROOT / ".venv-over"
 # What a target imports, and the extra of setup.py that brings it.

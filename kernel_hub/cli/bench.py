@@ -12,7 +12,7 @@ from ..errors import KernelHubError
 from . import _console
 
 if TYPE_CHECKING:
-    from ..testing.results import Row
+    from ..measure.results import Row
 
 NAME = "bench"
 HELP = "measure what a launch costs beside a C loop and other launchers (needs a GPU and torch)"
@@ -37,7 +37,7 @@ def check_ready(*, plot: bool) -> None:
 
 def measure(rounds: int) -> list[Row]:
     """All rows; what could not be measured is said on the way."""
-    from ..testing import launch
+    from ..measure import launch
 
     with _console.progress(_STEPS, "launch costs") as advance:
 
@@ -93,7 +93,7 @@ def draw(rows: list[Row], file: Path, title: str) -> None:
 
 def run(args: argparse.Namespace) -> int:
     check_ready(plot=args.plot is not None)
-    from ..testing import results
+    from ..measure import results
 
     rows = measure(args.rounds)
     _console.table(

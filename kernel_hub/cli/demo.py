@@ -17,7 +17,7 @@ from . import _console
 from ._gather import KNOWN_GPUS, choices
 
 if TYPE_CHECKING:
-    from ..testing.rates import Result
+    from ..measure.rates import Result
 
 NAME = "demo"
 HELP = "run kernels on real data against references, on the GPU or the CPU (exit code 0 or 1)"
@@ -98,7 +98,7 @@ def no_torch() -> str | None:
 
 def run_ops(num_tokens: int, device: str) -> list[Result]:
     """torch's ops in every dtype on `device`; on a GPU timed too."""
-    from ..testing import demo, timing
+    from ..measure import demo, timing
 
     measure: Callable[[demo.Case], Result] = demo.checked
     if device == "cuda":
@@ -112,7 +112,7 @@ def run_numpy(num_tokens: int) -> list[Result]:
     """Shipped kernels on NumPy's data on the GPU, without torch."""
     import numpy as np
 
-    from ..testing import demo_numpy
+    from ..measure import demo_numpy
 
     cases = list(demo_numpy.cases(num_tokens, driver.get().compute_capability(0)))
     measure = partial(
@@ -239,7 +239,7 @@ def _print_resolver() -> None:
 
 def _print_way_on(report: Report) -> None:
     """The one command that brings the ops to this machine, and what it costs; nothing is asked."""
-    from ..testing import torch_builds
+    from ..measure import torch_builds
 
     in_checkout = (ROOT / "Makefile").is_file()
     if report.no_gpu:

@@ -11,8 +11,8 @@ from cli_run import Run
 from fakecuda import FakeCuda
 
 from kernel_hub.cli import bench
-from kernel_hub.testing import launch
-from kernel_hub.testing.results import Row
+from kernel_hub.measure import launch
+from kernel_hub.measure.results import Row
 
 ROWS = [
     Row("launch", "3 tensors", "kernel_hub", 4500.0, 4400.0, 4700.0, "ns", 1.4, "C loop"),

@@ -17,8 +17,8 @@ import kernel_hub
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "kernel_hub"
 
-MAY_IMPORT_TORCH = {"ops", "testing", "integrations"}
-TORCH_AT_TOP = {"ops", "testing", "integrations"}
+MAY_IMPORT_TORCH = {"ops", "testing", "measure", "integrations"}
+TORCH_AT_TOP = {"ops", "testing", "measure", "integrations"}
 MAX_LINES = 400
 
 DOC = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
@@ -32,7 +32,7 @@ ROWS = [
 PARTS = {part: re.findall(NAME, row[0])[0] for row in ROWS for part in re.findall(NAME, row[0])}
 UNITS = list(dict.fromkeys(PARTS.values()))
 ALLOWED: dict[str, set[str] | None] = {}  # None: anything
-# "`formats/triton/_tune` alone: testing", after a semicolon.
+# "`folder/module` alone: unit", after a semicolon.
 EXCEPTIONS: dict[str, set[str]] = {}
 for (_, _, _cell), _unit in zip(ROWS, UNITS, strict=True):
     _rule, *_alone = _cell.split(";")
@@ -171,14 +171,14 @@ def test_torch_stays_where_it_may_be(path: Path) -> None:
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_only_the_driver_layer_opens_a_library(path: Path) -> None:
-    """But `testing` (the contenders), the C launcher and `image.demangle` (libstdc++)."""
+    """But `measure` (the contenders), the C launcher and `image.demangle` (libstdc++)."""
     openers = {"CDLL", "PyDLL", "WinDLL", "LibraryLoader", "cdll", "pydll", "LoadLibrary"}
     used = {
         node.attr if isinstance(node, ast.Attribute) else node.id
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, (ast.Attribute, ast.Name))
     }
-    allowed = unit_of(path) in ("driver", "testing") or path.stem in ("c_launcher", "demangle")
+    allowed = unit_of(path) in ("driver", "measure") or path.stem in ("c_launcher", "demangle")
     assert allowed or not used & openers
 
 
@@ -238,7 +238,7 @@ def test_import_does_nothing() -> None:
     assert not events, "importing kernel_hub opened files, libraries or processes"
     new = set(result["new"])  # type: ignore[call-overload]
     heavy = {"torch", "rich", "matplotlib", "cupy", "triton", "importlib.resources", "asyncio"}
-    own = {"kernel_hub.build", "kernel_hub.cli", "kernel_hub.ops", "kernel_hub.testing"}
+    own = {"kernel_hub.build", "kernel_hub.cli", "kernel_hub.ops", "kernel_hub.measure"}
     assert not new & (heavy | own)
 
 

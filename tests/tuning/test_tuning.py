@@ -241,16 +241,16 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 
 
 def shipped_ops() -> list[str]:
-    return sorted(path.stem for path in (ROOT / "kernel_hub/tables").glob("*.json"))
+    return sorted(path.stem for path in (ROOT / "kernel_hub/tuning/shipped").glob("*.json"))
 
 
 @pytest.mark.parametrize("op", shipped_ops())
 def test_shipped_tables_are_right(op: str) -> None:
     """Laid out as the writer does, and of functions that the manifest has."""
     pytest.importorskip("torch", reason="the ops are torch ops")
-    from kernel_hub.testing import tune_ops
+    from kernel_hub.measure import tune_ops
 
-    assert op in tune_ops.TUNABLE, f"testing/tune_ops.py does not tune {op}"
+    assert op in tune_ops.TUNABLE, f"measure/tune_ops.py does not tune {op}"
     table = tune_ops.TUNABLE[op].table
     sections = table.shipped()
     assert sections

@@ -33,7 +33,7 @@ from ._tuned import (
 )
 
 if TYPE_CHECKING:
-    from ....testing.tune import Timer
+    from ....measure.tune import Timer
 
 __all__ = ["Measured", "Problem", "tune"]
 
@@ -103,7 +103,7 @@ def tune(
     if not isinstance(found.root, Path):
         raise ParamsError(f"{found!r} is inside an archive: tune a folder")
     try:
-        from ....testing import tune as engine
+        from ....measure import tune as engine
     except ImportError as error:
         raise MissingPackageError(
             f'tuning needs torch with CUDA ({error}): pip install "kernel_hub[torch]"'
@@ -178,8 +178,8 @@ def _measure(
     rounds: int,
     timer: Timer,
 ) -> Measured:
-    from ....testing.timing import num_sets
-    from ....testing.tune import Case, problem, race
+    from ....measure.timing import num_sets
+    from ....measure.tune import Case, problem, race
 
     def make() -> Problem:
         made = case(**sizes)

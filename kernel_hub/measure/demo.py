@@ -10,10 +10,10 @@ from functools import partial
 import torch
 
 from .. import ops
-from . import reference
-from .compare import Comparison, compare
+from ..testing import reference
+from ..testing.compare import Comparison, compare
+from ..testing.reference_attention import reference_attention
 from .rates import Result, Roofs
-from .reference_attention import reference_attention
 from .timing import GraphTimer, copy_bandwidth, matrix_rate, num_sets
 
 Inputs = dict[str, torch.Tensor]

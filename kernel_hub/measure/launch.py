@@ -259,7 +259,7 @@ def _tvm_ffi(handle: int, params: list[Any]) -> tuple[str, Contender] | None:
 def _triton(handle: int, params: list[Any]) -> tuple[str, Contender] | None:
     if len(params) != 5:
         return None
-    from ._triton_probe import kernel
+    from .triton_probe import kernel
 
     out, x, y, n, scale = params
     launcher = kernel[(GRID[0],)]
