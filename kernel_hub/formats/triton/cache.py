@@ -15,7 +15,7 @@ from ...errors import CubinCorruptError, CubinNotFoundError, FunctionNotFoundErr
 from ...files import read_file
 from ...image.shipped import open_file
 from ...kernel import Kernel
-from .function import TritonFunction, declared_of
+from .function import TritonFunction, check_fit, declared_of
 from .metadata import Metadata
 from .signature import Argument, c_types, read_ptx_arguments, with_signature
 from .ttir import read_ttir
@@ -57,30 +57,28 @@ def load(
     metadata = Metadata.from_json(
         read_file(cubin.with_suffix(".json"), _MAX_JSON_BYTES), str(cubin.with_suffix(".json"))
     )
-    plain = _opened(cubin)
-    if metadata.name not in plain:
-        wrong = FunctionNotFoundError.among(metadata.name, plain, str(cubin))
+    image = open_file(cubin)
+    names = image.names()
+    if names is not None and metadata.name not in names:
+        wrong = FunctionNotFoundError.among(metadata.name, names, str(cubin))
         raise FunctionNotFoundError(f"{metadata.label}: name: {wrong}")
     arguments = _arguments(cubin, metadata)
     if signature is not None:
         arguments = with_signature(arguments, signature, metadata)
-    function = plain[metadata.name]
+    spec = image.spec(metadata.name)
     if arguments is None and metadata.maps:
-        arguments = declared_of(function.spec, metadata)
-    if arguments is None:
-        return TritonFunction.wrap(function, metadata)
-    declared = {kind_name: kind for kind, kind_name in c_types(arguments, metadata)}
-    # First with sizes alone, whose mismatch is explained with the json's fields.
-    TritonFunction.wrap(function, metadata, arguments)
-    typed = _opened(cubin, [metadata.name], {metadata.name: declared})
-    return TritonFunction.wrap(typed[metadata.name], metadata, arguments)
-
-
-def _opened(cubin: Path, names: list[str] | None = None, signatures: Any = None) -> Kernel:
-    """The cubin as a Kernel, without the hint to come here instead."""
+        arguments = declared_of(spec, metadata)
+    signatures = None
+    if arguments is not None and names is not None:
+        # Before their types are declared: what does not fit is explained with the json's fields.
+        check_fit(spec, metadata, arguments)
+        types = {kind_name: kind for kind, kind_name in c_types(arguments, metadata)}
+        signatures = {metadata.name: types}
+    # Not by `Kernel(cubin)`, which would hint to come here instead.
     kernel = Kernel.__new__(Kernel)
-    kernel._offer(open_file(cubin), names, signatures, False)
-    return kernel
+    offered = None if names is None else [metadata.name]  # None is refused: all is compressed
+    kernel._offer(image, offered, signatures, False)
+    return TritonFunction.wrap(kernel[metadata.name], metadata, arguments)
 
 
 def cache_folder() -> Path:

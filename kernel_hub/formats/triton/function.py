@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,10 +16,8 @@ from ...errors import CubinCorruptError, LaunchConfigError, ParamsError
 from ...image.shipped import FunctionSpec
 from ...launch.bound import BoundLaunch
 from ...launch.c_launcher import Fixed, Launcher
-from ...launch.c_launcher import available as native_available
-from ...launch.device_function import DeviceFunction, is_blocking
+from ...launch.device_function import DeviceFunction
 from ...launch.function import KernelFunction
-from ...launch.generated import torch_names
 from ...signature.c_types import type_info
 from ...signature.params import wrong_count
 from . import scratch
@@ -81,22 +78,14 @@ class TritonFunction(KernelFunction):
         if arguments is None:
             arguments = declared_of(spec, metadata)
         arguments = tuple(arguments)
-        _check_fit(function, metadata, arguments)
+        check_fit(spec, metadata, arguments)
         names = generate(function, metadata, arguments)
-        launch = names["launch"]
-        launch.__qualname__ = spec.name  # Python's own errors about arguments show it
-        self = cls(launch)
-        self._inner, self._loader, self._lock = function, function._loader, function._lock
+        self = cls._before(function, names["launch"], names["expected"])
+        self._inner, self._names, self._grids = function, names, {}
         self.metadata, self.arguments = metadata, arguments
         self.constexprs = dict(constexprs or {})
         self.grid = grid
-        self._launch, self._native, self._armed = launch, None, False
         names["arm"] = partial(_arm, weakref.ref(self))
-        self._states, self._grids = function._states, {}
-        self._names = names
-        self._spec = replace(spec, params=names["expected"])
-        self.__name__ = spec.name
-        self.__doc__ = f"{self._spec.describe()}\n\n{cls.__doc__}"
         return self
 
     def __getitem__(self, grid: Any) -> Any:
@@ -185,28 +174,21 @@ class TritonFunction(KernelFunction):
         """After a launch: put the C launcher in front, for the device it was on."""
         metadata, names = self.metadata, self._names
         with self._lock:
-            state, getter = next(iter(self._states.values()), None), interop.raw_stream_getter()
-            if names["armed"] or state is None or getter is None:
+            state = next(iter(self._states.values()), None)
+            if names["armed"] or state is None or interop.raw_stream_getter() is None:
                 return  # torch may yet come
             names["armed"] = True
-            if is_blocking() or not native_available():
-                return
-            dtypes_of = torch_names(state.params)
-            dtypes = [dtypes_of.get(f"dtype{param.index}") for param in state.params]
             divisors = tuple(argument.divisors[0] for argument in self.arguments)
             block = (metadata.block_threads, 1, 1)
             fixed = Fixed(block, metadata.shared_bytes, metadata.num_hidden, divisors)
-            native = self._native or Launcher(self._launch)
-            if not native.arm(state, dtypes, interop.loaded_torch(), getter, fixed):
+            native = self._native_for(state, fixed)
+            if native is None:
                 return
             # Who holds a launcher of f[grid] holds its names, and with them what C points to.
-            call = native.callable()
-            names["native"], names["call"] = _Armed(native, names), call
+            names["native"], names["call"] = _Armed(native, names), native.callable()
             state.bounds.add(names["native"])
-            if self._native is None:
-                self._native = native
+            if self._put_in_front(native):
                 self._grids.clear()
-                self.__setstate__((call, (), {}, self.__dict__))  # type: ignore[attr-defined]
 
     def _state(self, device: int, stream: Any) -> DeviceFunction:
         return self._inner._state(device, stream)
@@ -250,13 +232,10 @@ def declared_of(spec: FunctionSpec, metadata: Metadata) -> tuple[Argument, ...]:
     return of_sizes([(None, param.size_bytes) for param in declared], metadata)
 
 
-def _check_fit(
-    function: KernelFunction, metadata: Metadata, arguments: tuple[Argument, ...]
-) -> None:
+def check_fit(spec: FunctionSpec, metadata: Metadata, arguments: Sequence[Argument]) -> None:
     """Cubin, metadata and arguments belong together, or ParamsError; CubinCorruptError where it is
     cubin and metadata that do not."""
-    spec, where = function.spec, metadata.label
-    found = spec.params or ()
+    where, found = metadata.label, spec.params or ()
     expected = c_types(arguments, metadata)
     if len(found) != len(expected):
         raise ParamsError(
