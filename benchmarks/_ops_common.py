@@ -119,7 +119,7 @@ def run(family: str, cases: Iterable[Callable[[], Case]], options: argparse.Name
     began = time.monotonic()
     copy = timing.copy_bandwidth()
     timer = timing.GraphTimer(options.rounds)
-    rows = [results.Row(family, "copy", "torch copy_", copy, copy, copy, "TB/s")]
+    rows = [results.ResultRow(family, "copy", "torch copy_", copy, copy, copy, "TB/s")]
     table: list[tuple[str, ...]] = []
     failures = []
     for make in cases:

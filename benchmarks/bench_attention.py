@@ -97,15 +97,15 @@ def of_part(
             yield each
 
 
-def kept(path: Path, measured: Sequence[results.Row]) -> list[results.Row]:
+def kept(path: Path, measured: Sequence[results.ResultRow]) -> list[results.ResultRow]:
     """The rows of other cases that `path` has."""
     if not path.is_file():
         return []
-    names = [field.name for field in fields(results.Row)]
+    names = [field.name for field in fields(results.ResultRow)]
     cases = {row.case for row in measured}
     rows = json.loads(path.read_text(encoding="utf-8"))
     return [
-        results.Row(**{name: row[name] for name in names})
+        results.ResultRow(**{name: row[name] for name in names})
         for row in rows
         if row["case"] not in cases
     ]
@@ -199,7 +199,7 @@ def main() -> int:
     wanted = options.peers.split(",") if options.peers else peers
     out = options.out or RESULTS / f"{_gpu_token(results.environment()['gpu'])}_attention.json"
     began = time.monotonic()
-    rows: list[results.Row] = []
+    rows: list[results.ResultRow] = []
     ratios: dict[str, list[float]] = {}
     failures = []
     for make, is_long in of_part(cases(options), options.part or "1/1"):

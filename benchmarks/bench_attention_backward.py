@@ -192,7 +192,7 @@ def main() -> int:
         for dtype in (torch.bfloat16, torch.float16)
         for message in wrong(head_dim, causal, dtype)
     ]
-    rows: list[results.Row] = []
+    rows: list[results.ResultRow] = []
     ratios: dict[str, list[float]] = {}
     with torch.no_grad():
         for name, flops, make in cases(options):

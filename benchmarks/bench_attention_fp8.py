@@ -140,7 +140,7 @@ def main() -> int:
                 made.append(("prefill", batch, seqlen, (heads, heads), head_dim, causal))
     if not options.quick:
         made += [(name, 4, 4096, heads, 128, True) for name, heads in MODELS.items()]
-    rows: list[results.Row] = []
+    rows: list[results.ResultRow] = []
     ratios: dict[str, list[float]] = {}
     failures = []
     rounds = 5 if options.quick else options.rounds

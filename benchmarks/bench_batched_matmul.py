@@ -54,7 +54,7 @@ def sets_of(
 def run(options: argparse.Namespace) -> int:
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[options.dtype]
     pool = torch.randn(1 << 29, device="cuda", dtype=dtype)
-    rows: list[results.Row] = []
+    rows: list[results.ResultRow] = []
     ratios: list[float] = []
     failures = []
     for name, (batch, m, n, k) in SHAPES.items():

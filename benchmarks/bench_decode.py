@@ -224,7 +224,7 @@ class Bench:
 
     def __init__(self, rounds: int) -> None:
         self.timer = timing.GraphTimer(rounds, placements=1)
-        self.rows: list[results.Row] = []
+        self.rows: list[results.ResultRow] = []
         self.failures: list[str] = []
         self.ratios: list[float] = []
         self.ceiling = read_bandwidth()
@@ -272,7 +272,9 @@ class Bench:
         """The summary, and the rows to their file."""
         last = read_bandwidth()
         for ceiling in (self.ceiling, last):
-            row = results.Row("decode", "read", "torch sum", ceiling, ceiling, ceiling, "TB/s")
+            row = results.ResultRow(
+                "decode", "read", "torch sum", ceiling, ceiling, ceiling, "TB/s"
+            )
             self.rows.append(row)
         about = results.environment()
         path = out or RESULTS / f"{_gpu_token(about['gpu'])}_decode.json"

@@ -132,7 +132,7 @@ def make_weights(pool: torch.Tensor, num_experts: int, n: int, k: int) -> torch.
 def run(options: argparse.Namespace) -> int:
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[options.dtype]
     pool = torch.randn(1 << 29, device="cuda", dtype=dtype)
-    rows: list[results.Row] = []
+    rows: list[results.ResultRow] = []
     ratios: list[float] = []
     failures = []
     for model_name in options.models:

@@ -109,7 +109,7 @@ def wrong(inputs: tuple[torch.Tensor, ...]) -> str:
 
 
 def run(options: argparse.Namespace, inputs: Inputs) -> int:
-    rows: list[results.Row] = []
+    rows: list[results.ResultRow] = []
     ratios: dict[str, list[float]] = {}
     failures = []
     for name, m in itertools.product(options.shapes, options.tokens):

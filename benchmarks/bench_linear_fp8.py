@@ -133,7 +133,7 @@ def wrong(case: Case) -> str:
 
 
 def run(options: argparse.Namespace, inputs: Inputs) -> int:
-    rows: list[results.Row] = []
+    rows: list[results.ResultRow] = []
     ratios: dict[tuple[str, bool], list[float]] = {}
     failures = []
     for name, m in itertools.product(options.shapes, options.tokens):

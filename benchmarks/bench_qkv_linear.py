@@ -98,7 +98,7 @@ class Step:
 
 
 def run(options: argparse.Namespace, inputs: Inputs) -> int:
-    rows: list[results.Row] = []
+    rows: list[results.ResultRow] = []
     ratios: dict[bool, list[float]] = {True: [], False: []}
     failures = []
     for name, m in itertools.product(options.shapes, options.tokens):

@@ -71,7 +71,7 @@ def contenders(ss: Sequence[Set], wanted: Sequence[str]) -> dict[str, list[Launc
 
 
 def run(options: argparse.Namespace, inputs: Inputs) -> int:
-    rows: list[results.Row] = []
+    rows: list[results.ResultRow] = []
     ratios: dict[bool, list[float]] = {True: [], False: []}
     failures = []
     for name, m in itertools.product(options.shapes, options.tokens):

@@ -121,7 +121,7 @@ def bring_cuda_torch(own: Environment, version: int) -> None:
         )
 
 
-def _index_of(build: torch_builds.Build, version: int, own: Environment) -> list[str]:
+def _index_of(build: torch_builds.TorchBuild, version: int, own: Environment) -> list[str]:
     """pip's options for the index that has the build: PyTorch's, or PyPI where that has it too."""
     if os.environ.get("PIP_NO_INDEX"):
         return []  # a folder of wheels, whatever is in it

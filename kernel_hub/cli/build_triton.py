@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..archs import ARCHS
 from ..errors import KernelHubError
 from . import _console
 
@@ -43,7 +44,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--autotune", action="store_true", help="the configurations of its @triton.autotune"
     )
-    parser.add_argument("--arch", default="sm80,sm89,sm90", help="default sm80,sm89,sm90")
+    parser.add_argument("--arch", default=",".join(ARCHS), help="default %(default)s")
     parser.add_argument(
         "--grid", metavar="EXPR", help="kept with the kernel: C expressions over integer arguments "
         "and constants, such as '(n + BLOCK - 1) / BLOCK, heads'",

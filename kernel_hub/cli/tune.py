@@ -176,7 +176,7 @@ def _tune(
         _console.note(f"{tuning.VARIABLE}=0 is set: no process with it reads that file")
 
 
-def _old_sections(table: tuning.Table, path: Path, gpu: tuning.Gpu) -> list[tuning.Section]:
+def _old_sections(table: tuning.Table, path: Path, gpu: tuning.Gpu) -> list[tuning.GpuSection]:
     """What `path` holds and is worth keeping: nothing of a wrong file, no stale choices."""
     try:
         sections = table.sections_of(path)
@@ -193,7 +193,7 @@ def _old_sections(table: tuning.Table, path: Path, gpu: tuning.Gpu) -> list[tuni
     return kept
 
 
-def _same_gpu(section: tuning.Section, gpu: tuning.Gpu) -> bool:
+def _same_gpu(section: tuning.GpuSection, gpu: tuning.Gpu) -> bool:
     return (section.arch, section.gpu, section.num_sms) == (gpu.arch, gpu.name, gpu.num_sms)
 
 

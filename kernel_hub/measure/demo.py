@@ -28,7 +28,7 @@ _SEQLEN, _SEQUENCES = 1024, 8
 
 
 @dataclass(frozen=True)
-class Case:
+class DemoCase:
     """One op on one shape and dtype.
 
     `num_bytes` is what it reads and writes at least, `num_flops` what its matrix products take.
@@ -44,7 +44,7 @@ class Case:
     num_flops: int = 0
 
 
-def cases(device: str, num_tokens: int) -> Iterator[Case]:
+def cases(device: str, num_tokens: int) -> Iterator[DemoCase]:
     """An op of each kind in every dtype, in the shapes of an 8-billion-parameter Llama."""
     for dtype in DTYPES:
         yield from _cases(device, num_tokens, dtype)
@@ -53,14 +53,14 @@ def cases(device: str, num_tokens: int) -> Iterator[Case]:
             yield from _product_cases(device, num_tokens, dtype)
 
 
-def _cases(device: str, num_tokens: int, token: str) -> Iterator[Case]:
+def _cases(device: str, num_tokens: int, token: str) -> Iterator[DemoCase]:
     dtype = DTYPES[token]
     row_bytes = num_tokens * dtype.itemsize
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device=device, dtype=dtype)
 
-    yield Case(
+    yield DemoCase(
         "rms_norm",
         f"{num_tokens} x {_HIDDEN}",
         token,
@@ -69,7 +69,7 @@ def _cases(device: str, num_tokens: int, token: str) -> Iterator[Case]:
         lambda i: (ops.rms_norm(i["x"], i["weight"]),),
         lambda i, dtype: (reference.rms_norm(i["x"], i["weight"], dtype=dtype),),
     )
-    yield Case(
+    yield DemoCase(
         "rms_norm + residual",
         f"{num_tokens} x {_HIDDEN}",
         token,
@@ -85,7 +85,7 @@ def _cases(device: str, num_tokens: int, token: str) -> Iterator[Case]:
             i["x"].to(dtype) + i["residual"].to(dtype),
         ),
     )
-    yield Case(
+    yield DemoCase(
         "silu_and_mul",
         f"{num_tokens} x 2 x {_INTERMEDIATE}",
         token,
@@ -94,7 +94,7 @@ def _cases(device: str, num_tokens: int, token: str) -> Iterator[Case]:
         lambda i: (ops.silu_and_mul(i["x"]),),
         lambda i, dtype: (reference.silu_and_mul(i["x"], dtype=dtype),),
     )
-    yield Case(
+    yield DemoCase(
         "rope",
         f"{num_tokens} x ({_HEADS} + {_KV_HEADS}) x {_HEAD_DIM}",
         token,
@@ -113,7 +113,7 @@ def _cases(device: str, num_tokens: int, token: str) -> Iterator[Case]:
     )
 
 
-def _attention_cases(device: str, num_tokens: int, token: str) -> Iterator[Case]:
+def _attention_cases(device: str, num_tokens: int, token: str) -> Iterator[DemoCase]:
     """A causal prompt of all the tokens, and one new token for each of a few sequences of them."""
     dtype = DTYPES[token]
     seqlen = min(num_tokens, _SEQLEN)
@@ -132,7 +132,7 @@ def _attention_cases(device: str, num_tokens: int, token: str) -> Iterator[Case]
             )[0],
         )
 
-    yield Case(
+    yield DemoCase(
         "flash_attention, causal",
         f"{batch_size} x {seqlen} x {_HEADS}/{_KV_HEADS} x {_HEAD_DIM}",
         token,
@@ -147,7 +147,7 @@ def _attention_cases(device: str, num_tokens: int, token: str) -> Iterator[Case]
         # Query i of a sequence sees i + 1 keys: two products for each pair.
         4 * batch_size * (seqlen * (seqlen + 1) // 2) * _HEADS * _HEAD_DIM,
     )
-    yield Case(
+    yield DemoCase(
         "decode_attention",
         f"{_SEQUENCES} x 1 over {num_tokens} x {_HEADS}/{_KV_HEADS} x {_HEAD_DIM}",
         token,
@@ -164,7 +164,7 @@ def _attention_cases(device: str, num_tokens: int, token: str) -> Iterator[Case]
     )
 
 
-def _product_cases(device: str, num_tokens: int, token: str) -> Iterator[Case]:
+def _product_cases(device: str, num_tokens: int, token: str) -> Iterator[DemoCase]:
     """The output projection with its residual, and the first half of the feed-forward layer."""
     dtype = DTYPES[token]
     intermediate = _INTERMEDIATE if device == "cuda" else _HIDDEN // 4  # the reference is fp64
@@ -179,7 +179,7 @@ def _product_cases(device: str, num_tokens: int, token: str) -> Iterator[Case]:
         gate, up = (i["x"].to(dtype) @ i["weight"].to(dtype).T).chunk(2, -1)
         return (torch.nn.functional.silu(gate) * up,)
 
-    yield Case(
+    yield DemoCase(
         "linear + residual",
         f"{num_tokens} x {_HIDDEN} x {_HIDDEN}",
         token,
@@ -193,7 +193,7 @@ def _product_cases(device: str, num_tokens: int, token: str) -> Iterator[Case]:
         lambda i, dtype: (i["x"].to(dtype) @ i["weight"].to(dtype).T + i["residual"].to(dtype),),
         2 * num_tokens * _HIDDEN * _HIDDEN,
     )
-    yield Case(
+    yield DemoCase(
         "swiglu_linear",
         f"{num_tokens} x {_HIDDEN} x 2 x {intermediate}",
         token,
@@ -211,7 +211,7 @@ def _rotary_table(num_positions: int, device: str) -> Inputs:
     return {"cos": angles.cos(), "sin": angles.sin()}
 
 
-def checked(case: Case, inputs: Inputs | None = None) -> Result:
+def checked(case: DemoCase, inputs: Inputs | None = None) -> Result:
     """Run the op once and compare every element with the fp64 reference."""
     inputs = case.make() if inputs is None else inputs
     outputs = case.run(inputs)
@@ -236,7 +236,7 @@ def roofs(timer: GraphTimer) -> Roofs:
     return Roofs(copy_bandwidth(gigabytes), matrix)
 
 
-def measured(case: Case, timer: GraphTimer, roofs: Roofs) -> Result:
+def measured(case: DemoCase, timer: GraphTimer, roofs: Roofs) -> Result:
     """`checked`, and the kernel's median time over inputs rotated past the L2 (GPU only)."""
     sets = [case.make() for _ in range(num_sets(case.num_bytes))]
     result = checked(case, sets[0])

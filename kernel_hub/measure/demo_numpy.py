@@ -32,7 +32,7 @@ _FUNCTION_ULPS = 4
 
 
 @dataclass(frozen=True)
-class Case:
+class NumpyCase:
     """One kernel on one shape and dtype; `dtype` is the one of `out`.
 
     launch: (cubin, function, gridDim, blockDim, sharedMemBytes).
@@ -52,7 +52,7 @@ class Case:
     num_flops: int = 0
 
 
-def cases(num_tokens: int, compute_capability: tuple[int, int]) -> Iterator[Case]:
+def cases(num_tokens: int, compute_capability: tuple[int, int]) -> Iterator[NumpyCase]:
     """Kernels that read, that compute and that multiply, in the shapes of an 8B Llama."""
     yield _scale_and_add(num_tokens)
     for dtype in DTYPES:
@@ -68,14 +68,14 @@ def _normal(random: np.random.Generator, dtype: str, *shape: int, scale: float =
     return (values * np.float32(scale)).astype(DTYPES[dtype], copy=False)
 
 
-def _scale_and_add(num_tokens: int) -> Case:
+def _scale_and_add(num_tokens: int) -> NumpyCase:
     shape = (num_tokens, _HIDDEN)
     count = num_tokens * _HIDDEN
 
     def refer(i: Inputs, rows: slice, dtype: Any) -> Array:
         return i["x"][rows].astype(dtype) + dtype(0.5) * i["y"][rows].astype(dtype)
 
-    return Case(
+    return NumpyCase(
         "launch_probe_5: x + y / 2",
         f"{num_tokens} x {_HIDDEN}",
         "fp32",
@@ -88,7 +88,7 @@ def _scale_and_add(num_tokens: int) -> Case:
     )
 
 
-def _rms_norm(num_tokens: int, dtype: str) -> Case:
+def _rms_norm(num_tokens: int, dtype: str) -> NumpyCase:
     shape, eps = (num_tokens, _HIDDEN), 1e-6
     vectors_a_thread = {"fp16": 2, "fp32": 4}[dtype]  # of 16 bytes; 256 threads cover a row
 
@@ -97,7 +97,7 @@ def _rms_norm(num_tokens: int, dtype: str) -> Case:
         mean = np.mean(x * x, axis=-1, keepdims=True, dtype=np.promote_types(dtype, np.float32))
         return (x / np.sqrt(mean + eps) * i["weight"].astype(dtype)).astype(dtype)
 
-    return Case(
+    return NumpyCase(
         "rms_norm",
         f"{num_tokens} x {_HIDDEN}",
         dtype,
@@ -119,7 +119,7 @@ def _rms_norm(num_tokens: int, dtype: str) -> Case:
     )
 
 
-def _silu_and_mul(num_tokens: int, dtype: str) -> Case:
+def _silu_and_mul(num_tokens: int, dtype: str) -> NumpyCase:
     itemsize = np.dtype(DTYPES[dtype]).itemsize
     blocks = _INTERMEDIATE * itemsize // (16 * 896)  # a thread takes 16 bytes
 
@@ -127,7 +127,7 @@ def _silu_and_mul(num_tokens: int, dtype: str) -> Case:
         gate, up = np.split(i["x"][rows].astype(dtype), 2, axis=-1)
         return gate / (1 + np.exp(-gate)) * up
 
-    return Case(
+    return NumpyCase(
         "silu_and_mul",
         f"{num_tokens} x 2 x {_INTERMEDIATE}",
         dtype,
@@ -140,13 +140,13 @@ def _silu_and_mul(num_tokens: int, dtype: str) -> Case:
     )
 
 
-def _weight_extraction() -> Case:
+def _weight_extraction() -> NumpyCase:
     shape = (_HIDDEN, _HIDDEN)
 
     def refer(i: Inputs, rows: slice, dtype: Any) -> Array:
         return i["weight"][rows].astype(dtype) * i["scale"][rows, None].astype(dtype)
 
-    return Case(
+    return NumpyCase(
         "int8WeightExtractionHalf",
         f"{_HIDDEN} x {_HIDDEN}",
         "fp16",
@@ -162,13 +162,13 @@ def _weight_extraction() -> Case:
     )
 
 
-def _matmul_512() -> Case:
+def _matmul_512() -> NumpyCase:
     shape = (512, 512)
 
     def refer(i: Inputs, rows: slice, dtype: Any) -> Array:
         return i["a"][rows].astype(dtype) @ i["b"].astype(dtype)
 
-    return Case(
+    return NumpyCase(
         "matmul_cache_kernel",
         "512 x 512 x 512",
         "fp32",
@@ -182,7 +182,7 @@ def _matmul_512() -> Case:
     )
 
 
-def _linear(m: int, compute_capability: tuple[int, int]) -> Case:
+def _linear(m: int, compute_capability: tuple[int, int]) -> NumpyCase:
     """The product that every GPU since 8.0 runs (csrc/matmul/linear.cu), k not split."""
     n = k = _HIDDEN
     stages = 3 if compute_capability == (8, 9) else 4
@@ -193,7 +193,7 @@ def _linear(m: int, compute_capability: tuple[int, int]) -> Case:
         wide = np.promote_types(dtype, np.float32)  # NumPy multiplies fp16 one by one
         return (i["a"][rows].astype(wide) @ i["b"].astype(wide).T).astype(dtype)
 
-    return Case(
+    return NumpyCase(
         "linear",
         f"{m} x {n} x {k}",
         "fp16",
@@ -213,7 +213,7 @@ def _linear(m: int, compute_capability: tuple[int, int]) -> Case:
     )
 
 
-def compare(case: Case, out: Array, inputs: Inputs) -> Result:
+def compare(case: NumpyCase, out: Array, inputs: Inputs) -> Result:
     """Hold every element against NumPy in fp64; NumPy's own error in the dtype is the budget."""
     dtype = DTYPES[case.dtype]
     error = budget = largest = 0.0
@@ -232,7 +232,7 @@ def compare(case: Case, out: Array, inputs: Inputs) -> Result:
     return Result(case.op, case.shape, case.dtype, ok, error, limit, message)
 
 
-def measured(case: Case, random: np.random.Generator, roofs: Roofs) -> Result:
+def measured(case: NumpyCase, random: np.random.Generator, roofs: Roofs) -> Result:
     """Launch on device 0, compare the first result, and time launches rotated past the L2."""
     cubin, name, grid, block, shared_bytes = case.launch
     function = Kernel(cubin)[name]

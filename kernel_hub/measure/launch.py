@@ -21,7 +21,7 @@ from typing import Any
 
 from .. import Kernel, driver
 from ..errors import KernelHubError
-from .results import Row, summarise
+from .results import ResultRow, summarise
 
 LAUNCHES = 300
 THREADS = 256
@@ -32,11 +32,11 @@ FLOOR = "C loop"
 Contender = Callable[[int], float]
 
 
-def run(rounds: int = 60, progress: Callable[[str], None] = lambda text: None) -> list[Row]:
+def run(rounds: int = 60, progress: Callable[[str], None] = lambda text: None) -> list[ResultRow]:
     """Rows of nanoseconds a launch for 5 and 12 parameters, and of the eager rms_norm call."""
     import torch
 
-    rows: list[Row] = []
+    rows: list[ResultRow] = []
     kernel = Kernel("launch_probe")
     x = [torch.randn(NUM_ELEMENTS, device="cuda") for _ in range(6)]
     cases = {
@@ -281,7 +281,7 @@ def _name(params: list[Any]) -> str:
     return f"launch_probe_{len(params)}"
 
 
-def _eager_rms_norm(rounds: int) -> list[Row]:
+def _eager_rms_norm(rounds: int) -> list[ResultRow]:
     import torch
 
     from .. import ops
@@ -302,9 +302,9 @@ def _eager_rms_norm(rounds: int) -> list[Row]:
     return summarise("launch", "eager rms_norm 4 x 4096 bf16", samples, "ns", ratio_to=peer)
 
 
-def import_milliseconds(repeats: int = 15) -> list[Row]:
+def import_milliseconds(repeats: int = 15) -> list[ResultRow]:
     """What imports add to NumPy's own, and what the first launch of a process costs."""
-    rows: list[Row] = []
+    rows: list[ResultRow] = []
     for case, code in _STARTS.items():
         samples = {"kernel_hub": [_child(code) for _ in range(repeats)]}
         rows += summarise("start", case, samples, "ms", ratio_to="")
@@ -338,6 +338,6 @@ def _child(code: str) -> float:
     return float(done.stdout.split()[-1])
 
 
-def median(rows: list[Row], contender: str) -> float:
+def median(rows: list[ResultRow], contender: str) -> float:
     """The median of `contender` among `rows`."""
     return statistics.median(row.median for row in rows if row.contender == contender)

@@ -25,7 +25,7 @@ PACKAGES = (
 
 
 @dataclass(frozen=True)
-class Row:
+class ResultRow:
     """One contender in one case. `ratio` is its median over that of `ratio_to` in the same run."""
 
     family: str
@@ -41,7 +41,7 @@ class Row:
 
 def summarise(
     family: str, case: str, samples: Mapping[str, Sequence[float]], unit: str, *, ratio_to: str
-) -> list[Row]:
+) -> list[ResultRow]:
     """Rows of all contenders of a case, each beside `ratio_to` where that one was measured."""
     base = statistics.median(samples[ratio_to]) if ratio_to in samples else None
     rows = []
@@ -49,7 +49,7 @@ def summarise(
         ordered = sorted(values)
         median = statistics.median(ordered)
         rows.append(
-            Row(
+            ResultRow(
                 family,
                 case,
                 contender,
@@ -92,7 +92,7 @@ def _kernel_module() -> str:
     return f" ({numbers[0]})" if numbers else ""
 
 
-def write(path: Path, rows: Iterable[Row]) -> None:
+def write(path: Path, rows: Iterable[ResultRow]) -> None:
     """Write `rows` with their environment to `path` as a JSON list, one row a line."""
     shared = environment()
     lines = [json.dumps({**asdict(row), **shared}) for row in rows]
@@ -100,7 +100,7 @@ def write(path: Path, rows: Iterable[Row]) -> None:
     path.write_text("[\n" + ",\n".join(lines) + "\n]\n")
 
 
-def table(rows: Iterable[Row]) -> str:
+def table(rows: Iterable[ResultRow]) -> str:
     """The rows as aligned text."""
     cells: list[tuple[str, ...]] = [("case", "contender", "median", "p20", "p80", "unit", "ratio")]
     for row in rows:

@@ -15,7 +15,7 @@ PYPI_NEEDS = 13000
 
 
 @dataclass(frozen=True)
-class Build:
+class TorchBuild:
     """torch of one CUDA version with all it depends on; gigabytes are 10**9 bytes."""
 
     cuda: str
@@ -32,13 +32,13 @@ class Build:
 # Newest first; a driver runs builds of its own CUDA version and, within 12.x, of any. Sizes of what
 # pip chose for x86-64 Linux in 2026 (torch 2.14.1, 2.10.0, 2.7.1), wheels and their contents.
 BUILDS = (
-    Build("13.0", 13000, 3.0, 5.5),
-    Build("12.8", 12080, 4.1, 7.2),
-    Build("12.6", 12000, 3.0, 5.3),
+    TorchBuild("13.0", 13000, 3.0, 5.5),
+    TorchBuild("12.8", 12080, 4.1, 7.2),
+    TorchBuild("12.6", 12000, 3.0, 5.3),
 )
 
 
-def build_for(driver_version: int) -> Build | None:
+def build_for(driver_version: int) -> TorchBuild | None:
     """The newest build for a driver of this CUDA version (13000 = 13.0), None below 12.0."""
     return next((build for build in BUILDS if driver_version >= build.driver), None)
 
@@ -49,7 +49,7 @@ def free_gigabytes(folder: Path) -> float:
     return shutil.disk_usage(there).free / 1e9
 
 
-def cost(build: Build, folder: Path) -> str:
+def cost(build: TorchBuild, folder: Path) -> str:
     """'about 3.0 GB to download, 5.5 GB on disk (40.2 GB are free)'."""
     return (
         f"about {build.download_gigabytes:.1f} GB to download, {build.disk_gigabytes:.1f} GB on "

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from ..errors import KernelHubError
-from ..tuning import Choice, Gpu, Row, Section, Table
+from ..tuning import Choice, Gpu, GpuSection, Row, Table
 from .timing import BurstTimer, GraphTimer
 
 Key = Mapping[str, int | str]
@@ -218,7 +218,7 @@ def problem(launch: Launch, expected: torch.Tensor) -> str:
     return "" if distance <= limit else f"differs by {distance:.3g}, {limit:.3g} allowed"
 
 
-def section(table: Table, gpu: Gpu, outcomes: Sequence[Measured]) -> Section:
+def section(table: Table, gpu: Gpu, outcomes: Sequence[Measured]) -> GpuSection:
     """The outcomes as a section of a file. A row reaches down to the size measured before it."""
     choices: dict[str, tuple[Choice, ...]] = {}
     for outcome in sorted(outcomes, key=lambda outcome: outcome.size):
@@ -228,4 +228,4 @@ def section(table: Table, gpu: Gpu, outcomes: Sequence[Measured]) -> Section:
         before = rows[-1].most if rows else 0
         above = max(before, (outcome.size - 1) // _REACH)
         choices[outcome.key] = (*rows, Choice(above, outcome.size, outcome.best))
-    return Section(gpu.arch, gpu.name, gpu.num_sms, table.hashes(gpu), choices)
+    return GpuSection(gpu.arch, gpu.name, gpu.num_sms, table.hashes(gpu), choices)

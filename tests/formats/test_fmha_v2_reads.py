@@ -291,7 +291,7 @@ def test_structs_that_the_reads_do_not_tell_apart(
             ("_to_704", ctypes.c_uint8 * 48),
         )
 
-    later = struct_layouts.Layout(Longer, "a later one")
+    later = struct_layouts.StructLayout(Longer, "a later one")
     monkeypatch.setattr(struct_layouts, "LAYOUTS", (*struct_layouts.LAYOUTS, later))
     for name, function in fmha_v2.load(CUBIN).items():
         with pytest.raises(ParamsError, match="August 2025 on or a later one would have it"):

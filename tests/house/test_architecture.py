@@ -147,6 +147,53 @@ def test_no_module_needs_itself() -> None:
     assert not circles, "imports in a circle:\n" + "\n".join(circles)
 
 
+def test_a_name_with_an_underscore_stays_in_its_folder() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in MODULES
+        for module, name, line in own_imports(path)
+        if re.match(r"_(?!_)", module.stem) and module.parent != path.parent
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+# Folders of peers of one kind: commands, and texts to fill in.
+PEERS = {"kernel_hub/cli", "kernel_hub/templates"}
+MAX_FILES, MAX_TOP_MODULES = 16, 10
+
+
+def test_rooms_are_small() -> None:
+    rooms: dict[str, list[str]] = {}
+    for path in PACKAGE.rglob("*"):
+        if path.is_file() and "__pycache__" not in path.parts:
+            rooms.setdefault(str(path.parent.relative_to(ROOT)), []).append(path.name)
+    large = {room: len(files) for room, files in rooms.items() if len(files) > MAX_FILES}
+    assert large.keys() <= PEERS, f"over {MAX_FILES} files, make rooms of them: {large}"
+    assert large.keys() == PEERS, f"no longer large: {PEERS - large.keys()}"
+    tops = sorted(name for name in rooms["kernel_hub"] if name.endswith(".py"))
+    assert len(tops) <= MAX_TOP_MODULES, f"modules of no room: {tops}"
+
+
+# What others' programs and users call so, each in a room of its own.
+TWICE = {"Attention", "Kernel", "KernelFunction", "Problem"}
+# In `ops/`, where plans are being made of one kind.
+TWICE_IN_OPS = {"Body", "Choice", "Given", "Hopper", "Launch", "Layout", "Limits", "Variant"}
+TWICE_IN_OPS |= {"_Plan"}
+
+
+def test_a_class_name_means_one_thing() -> None:
+    homes: dict[str, list[str]] = {}
+    for path in MODULES:
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
+    twice = {name: places for name, places in homes.items() if len(places) > 1}
+    assert twice.keys() <= TWICE | TWICE_IN_OPS, {
+        name: places for name, places in twice.items() if name not in TWICE | TWICE_IN_OPS
+    }
+    assert twice.keys() >= TWICE, f"no longer twice: {TWICE - twice.keys()}"
+
+
 OPS = sorted({module for module, _, _ in own_imports(PACKAGE / "ops/__init__.py")})
 
 

@@ -12,7 +12,7 @@ from ...collection.resolve import parse_target
 from ...errors import ParamsError
 from ..triton import TritonCollection
 from ..triton.ahead import tuned_file
-from ..triton.ahead.family import Algo, Family, Variant
+from ..triton.ahead.family import Algo, Family, FamilyVariant
 from .images import Build
 from .text import checked_name, declare, fill, is_by_address, is_pointer, names_of, prototype
 from .triton_source import TENSOR, arguments_of, first_of
@@ -110,7 +110,7 @@ def _case(
 
 
 def _conditions(
-    variant: Variant, params: Sequence[ParamEntry], spelled: Sequence[str]
+    variant: FamilyVariant, params: Sequence[ParamEntry], spelled: Sequence[str]
 ) -> list[str]:
     found = []
     for place, constant in variant.equals.items():
@@ -142,7 +142,7 @@ def _equals(param: ParamEntry, name: str, constant: Any, configuration: str) -> 
 
 def _table(
     collection: TritonCollection, family: Family, builds: Mapping[str, Sequence[Build]]
-) -> tuned_file.Table | None:
+) -> tuned_file.TunedTable | None:
     """What was measured of the kernel, where its keys are arguments that are whole numbers."""
     table = tuned_file.read(collection).get(family.name)
     if table is None:
@@ -169,7 +169,7 @@ def _said(collection: TritonCollection, family: Family, table: Any) -> str:
 
 
 def _table_text(
-    family: Family, table: tuned_file.Table, builds: Mapping[str, Sequence[Build]]
+    family: Family, table: tuned_file.TunedTable, builds: Mapping[str, Sequence[Build]]
 ) -> str:
     sections, rows, targets = [], [], []
     for number, section in enumerate(table.sections):

@@ -15,9 +15,9 @@ from . import launch_shape
 from .inputs import Inputs, Rows
 from .mask import mask_row_bytes
 from .names import KernelName
-from .options import Scales, bits
+from .options import Factors, bits
 from .param_struct import Params
-from .struct_layouts import Reader, reader_of
+from .struct_layouts import StructReader, reader_of
 
 
 class Call:
@@ -117,7 +117,7 @@ class Call:
         shape = (params.batch_size + 1,)
         params.cu_mask_rows = inputs.take(cu_rows, "cu_mask_rows", "int32", shape, False).address
 
-    def stats(self, softmax_stats: Any, scales: Scales, stream: Any) -> None:
+    def stats(self, softmax_stats: Any, scales: Factors, stream: Any) -> None:
         inputs = self.inputs
         shape = (inputs.total_q, inputs.num_heads, 2)
         self.params.softmax_stats_stride = 8 * inputs.num_heads
@@ -158,12 +158,12 @@ class Call:
         self.out_rows = inputs.rows_of(view, "out", name.out_dtype)
         self.params.out, self.params.out_stride = self.out_rows.address, self.out_rows.stride
 
-    def check_kernel(self) -> Reader:
+    def check_kernel(self) -> StructReader:
         """Load it, which refuses an image for another GPU, and find what it reads."""
         self.function.load(self.device)
         return reader_of(self.function, self.name, self.device)
 
-    def scale(self, scales: Scales, softcap: int | None, alibi: bool, stream: Any) -> None:
+    def scale(self, scales: Factors, softcap: int | None, alibi: bool, stream: Any) -> None:
         """The factors as the kernel reads them: half2, or float, in base 2 for tma_ws."""
         params, name = self.params, self.name
         in_base_2 = name.variant == "tma_ws" and not alibi and softcap is None

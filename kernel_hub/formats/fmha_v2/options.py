@@ -97,7 +97,7 @@ def check_sinks(name: KernelName) -> None:
 
 
 @dataclass
-class Scales:
+class Factors:
     """Factors of QK^T and of PV, before they are written as the kernel reads them."""
 
     qk: float
@@ -119,7 +119,7 @@ def read_softcap(name: KernelName, softcap: float | None) -> int | None:
 
 def read_scales(
     name: KernelName, softmax_scale: float | None, softcap: int | None, factors: dict[str, float]
-) -> Scales:
+) -> Factors:
     given: dict[str, Any] = {"softmax_scale": softmax_scale, **factors}
     numbers: dict[str, float] = {}
     for argument, value in given.items():
@@ -138,7 +138,7 @@ def read_scales(
             raise LaunchConfigError(f"{argument}={value}: only e4m3 kernels have scales ({name})")
     scale = numbers.get("softmax_scale", name.head_dim**-0.5)
     scale *= numbers["q_scale"] * numbers["k_scale"] / (softcap or 1)
-    return Scales(scale, numbers["v_scale"] / numbers["out_scale"])
+    return Factors(scale, numbers["v_scale"] / numbers["out_scale"])
 
 
 def _finite(value: Any) -> float | None:

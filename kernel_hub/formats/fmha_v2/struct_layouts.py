@@ -25,7 +25,7 @@ _MOST_ODD = 1
 
 
 @dataclass(frozen=True)
-class Layout:
+class StructLayout:
     """A struct, whose kernels read it, and why those are not run ('' where they are)."""
 
     struct: type[ctypes.Structure]
@@ -34,13 +34,13 @@ class Layout:
 
 
 LAYOUTS = (
-    Layout(param_struct.Params, "TensorRT-LLM from August 2025 on"),
-    Layout(param_struct.ParamsWithoutSinks, "TensorRT-LLM of July 2025"),
-    Layout(param_struct.EdgeParams, "TensorRT-Edge-LLM", "its kernels are not run here"),
-    Layout(param_struct.Params640, "TensorRT-LLM of the second quarter of 2025"),
-    Layout(param_struct.LongParams512, "TensorRT-LLM 0.16, head sizes 192 and 128"),
-    Layout(param_struct.Params576, "TensorRT-LLM of early 2025"),
-    Layout(param_struct.Params512, "TensorRT-LLM 0.12 to 0.16"),
+    StructLayout(param_struct.Params, "TensorRT-LLM from August 2025 on"),
+    StructLayout(param_struct.ParamsWithoutSinks, "TensorRT-LLM of July 2025"),
+    StructLayout(param_struct.EdgeParams, "TensorRT-Edge-LLM", "its kernels are not run here"),
+    StructLayout(param_struct.Params640, "TensorRT-LLM of the second quarter of 2025"),
+    StructLayout(param_struct.LongParams512, "TensorRT-LLM 0.16, head sizes 192 and 128"),
+    StructLayout(param_struct.Params576, "TensorRT-LLM of early 2025"),
+    StructLayout(param_struct.Params512, "TensorRT-LLM 0.12 to 0.16"),
 )
 # Options by the field that says them, and its value without them.
 _OPTIONS = {
@@ -54,18 +54,20 @@ _FIRST_OF = {"alibi": "alibi.num_heads_pow2"}
 
 
 @dataclass(frozen=True)
-class Reader:
+class StructReader:
     """What a kernel reads: a struct, and of that these fields; whether it may assert."""
 
-    layout: Layout
+    layout: StructLayout
     fields: frozenset[str]
     may_assert: bool
 
 
-_found: weakref.WeakKeyDictionary[KernelFunction, dict[int, Reader]] = weakref.WeakKeyDictionary()
+_found: weakref.WeakKeyDictionary[KernelFunction, dict[int, StructReader]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
-def reader_of(function: KernelFunction, name: KernelName, device: int) -> Reader:
+def reader_of(function: KernelFunction, name: KernelName, device: int) -> StructReader:
     """What `function` reads on `device`: a struct that is run here. Raises ParamsError."""
     known = _found.setdefault(function, {})
     if device not in known:
@@ -73,7 +75,7 @@ def reader_of(function: KernelFunction, name: KernelName, device: int) -> Reader
     return known[device]
 
 
-def _find(function: KernelFunction, name: KernelName, device: int) -> Reader:
+def _find(function: KernelFunction, name: KernelName, device: int) -> StructReader:
     sizes = [param.size_bytes for param in function.params or ()]
     fitting = [one for one in LAYOUTS if sizes == [ctypes.sizeof(one.struct)]]
     if not fitting:
@@ -92,12 +94,12 @@ def _find(function: KernelFunction, name: KernelName, device: int) -> Reader:
     layout, fields = _tell(fitting, name, reads, sizes[0])
     if layout.refused:
         raise LaunchConfigError(f"{name} is of {layout.whose}: {layout.refused}")
-    return Reader(layout, fields, may_assert(image))
+    return StructReader(layout, fields, may_assert(image))
 
 
 def _tell(
-    layouts: list[Layout], name: KernelName, reads: frozenset[Read], size_bytes: int
-) -> tuple[Layout, frozenset[str]]:
+    layouts: list[StructLayout], name: KernelName, reads: frozenset[Read], size_bytes: int
+) -> tuple[StructLayout, frozenset[str]]:
     """The layout in whose terms these reads are least odd, and the fields they are of."""
     told = []
     for layout in layouts:
@@ -165,7 +167,7 @@ def _oddities(
     ]
 
 
-def laid_out(params: Any, name: KernelName, reader: Reader) -> Any:
+def laid_out(params: Any, name: KernelName, reader: StructReader) -> Any:
     """`params`, filled as a `Params`, as the struct that the kernel reads.
 
     Raises LaunchConfigError for an argument that the struct has no field for, or that the kernel
@@ -181,7 +183,7 @@ def laid_out(params: Any, name: KernelName, reader: Reader) -> Any:
     return made
 
 
-def _check_kv_heads(params: Any, name: KernelName, reader: Reader) -> None:
+def _check_kv_heads(params: Any, name: KernelName, reader: StructReader) -> None:
     """Refuse what the kernel answers with an assertion, which ends the context of the process.
 
     Kernels of two head sizes did not know, at first, where V is in packed rows with fewer heads of
@@ -202,7 +204,7 @@ def _check_kv_heads(params: Any, name: KernelName, reader: Reader) -> None:
         )
 
 
-def _moved(params: Any, name: KernelName, layout: Layout) -> Any:
+def _moved(params: Any, name: KernelName, layout: StructLayout) -> Any:
     """`params` in another struct."""
     struct = layout.struct
     fields = {field: getattr(params, field) for field, _ in params._fields_ if field[0] != "_"}
@@ -233,7 +235,7 @@ def _moved(params: Any, name: KernelName, layout: Layout) -> Any:
     return made
 
 
-def _window_of_old(size: int, name: KernelName, layout: Layout) -> int:
+def _window_of_old(size: int, name: KernelName, layout: StructLayout) -> int:
     """How many keys these kernels are told to see: those of 0.16 see one more than that."""
     if size == NO_WINDOW:
         return size

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ....archs import ARCHS
 from ....collection.manifest import CubinEntry, FunctionEntry, ParamEntry
 from ....collection.manifest_write import function_entry
 from ....cubin import read_cubin
@@ -28,7 +29,6 @@ from ..ttir import read_ttir
 from .collection import add, plain_arch
 from .frontend import compiled, jit_function, triton
 
-ARCHS = ("sm80", "sm89", "sm90")
 # Shared memory that a block may be granted, KiB, by compute capability: no GPU is there to ask.
 _SHARED_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
 _NOT_OPTIONS = {"arch", "backend_name", "warp_size"}  # what the target says

@@ -16,7 +16,7 @@ from ..launcher import by_name, value_of
 from ..signature import Argument, c_type
 from ..tuples import Tuples
 from . import tuned_file
-from .family import Algo, Family, Variant
+from .family import Algo, Family, FamilyVariant
 
 if TYPE_CHECKING:
     from .collection import TritonCollection
@@ -112,7 +112,7 @@ class Dispatcher:
         best = self._family.algo_of(tuned.name(**sizes))
         return [algos[best], *(each for i, each in enumerate(algos) if i != best)]
 
-    def _misfit(self, variant: Variant, values: Sequence[Any]) -> str:
+    def _misfit(self, variant: FamilyVariant, values: Sequence[Any]) -> str:
         """What a configuration assumes that is not so, '' where all is."""
         names = self._family.names
         for place, constant in variant.equals.items():

@@ -43,7 +43,7 @@ class Described:
 
 
 @dataclass(frozen=True)
-class Variant:
+class FamilyVariant:
     """A configuration, and which values it takes.
 
     divisors: argument -> what must divide it; equals: argument -> the value compiled in; present:
@@ -63,7 +63,7 @@ class Algo:
     """Configurations of the same constants and options: they differ in what they assume alone."""
 
     name: str
-    variants: tuple[Variant, ...]  # those that assume the most first
+    variants: tuple[FamilyVariant, ...]  # those that assume the most first
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def _ordered(names: Iterable[str], members: Sequence[Described]) -> list[str]:
     return sorted(names, key=place)
 
 
-def _variant(each: Described, places: Mapping[str, int], optional: frozenset[int]) -> Variant:
+def _variant(each: Described, places: Mapping[str, int], optional: frozenset[int]) -> FamilyVariant:
     divisors = {
         places[a.name]: a.divisors[0]
         for a in each.arguments
@@ -157,7 +157,7 @@ def _variant(each: Described, places: Mapping[str, int], optional: frozenset[int
         for name, place in places.items()
         if place not in passed and name in each.constexprs
     }
-    return Variant(each.name, divisors, equals, optional.intersection(passed), passed)
+    return FamilyVariant(each.name, divisors, equals, optional.intersection(passed), passed)
 
 
 def _algo_name(each: Described, places: Mapping[str, int]) -> str:

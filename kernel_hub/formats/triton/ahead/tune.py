@@ -21,8 +21,8 @@ from .collection import TritonCollection, collection
 from .tuned_file import (
     FILE,
     Bucket,
-    Choice,
-    Section,
+    TunedChoice,
+    TunedSection,
     bucket_of,
     check_sizes,
     current_gpu,
@@ -35,7 +35,7 @@ from .tuned_file import (
 if TYPE_CHECKING:
     from ....measure.tune import Timer
 
-__all__ = ["Measured", "Problem", "tune"]
+__all__ = ["MeasuredShape", "Problem", "tune"]
 
 _MAX_SETS = 16
 
@@ -66,7 +66,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredShape:
     """The outcome for one shape: median microseconds by name, and who may not win, and why."""
 
     sizes: Mapping[str, int]
@@ -85,7 +85,7 @@ def tune(
     table: str | None = None,
     rounds: int = 5,
     timer: Timer | None = None,
-) -> list[Measured]:
+) -> list[MeasuredShape]:
     """Measure configurations x shapes and write the best into the collection's `tuned.json`.
 
     case: `case(M=512, N=512, K=512)` makes one Problem, with inputs of its own, or just its launch.
@@ -118,13 +118,13 @@ def tune(
     tables = read(found)
     file, gpu = found.root / FILE, current_gpu()
     _check_writable(found.root)  # fails before the work
-    outcomes: list[Measured] = []
+    outcomes: list[MeasuredShape] = []
     timer = timer or engine.time_on_gpu
     with progress(len(todo), f"tuning {kernel}") as advance:
         for sizes in todo:
             advance(" ".join(f"{key}={size}" for key, size in sizes.items()))
             outcomes.append(_measure(functions, case, sizes, rounds, timer))
-            new = Section(gpu, _choices(found, keys, outcomes, functions))
+            new = TunedSection(gpu, _choices(found, keys, outcomes, functions))
             tables[kernel] = merged(tables.get(kernel), keys, new)
             save(file, tables)
     return outcomes
@@ -177,7 +177,7 @@ def _measure(
     sizes: Mapping[str, int],
     rounds: int,
     timer: Timer,
-) -> Measured:
+) -> MeasuredShape:
     from ....measure.timing import num_sets
     from ....measure.tune import Case, problem, race
 
@@ -214,7 +214,7 @@ def _measure(
     measured = Case(next(iter(contenders.values())), max(1, first.num_bytes), first.num_operations)
     medians, finalists = race(contenders, measured, rounds, timer)
     best = min(finalists, key=medians.__getitem__)
-    return Measured(dict(sizes), best, medians[best], medians, refused)
+    return MeasuredShape(dict(sizes), best, medians[best], medians, refused)
 
 
 def _expected(out: Any, expected: Any, sizes: Mapping[str, int]) -> Any:
@@ -239,20 +239,20 @@ def _expected(out: Any, expected: Any, sizes: Mapping[str, int]) -> Any:
 def _choices(
     found: TritonCollection,
     keys: tuple[str, ...],
-    outcomes: Sequence[Measured],
+    outcomes: Sequence[MeasuredShape],
     functions: Mapping[str, TritonFunction],
-) -> dict[Bucket, Choice]:
+) -> dict[Bucket, TunedChoice]:
     """The best of each bucket: that which loses the least over its shapes."""
-    groups: dict[Bucket, list[Measured]] = {}
+    groups: dict[Bucket, list[MeasuredShape]] = {}
     for outcome in outcomes:
         groups.setdefault(bucket_of(keys, outcome.sizes), []).append(outcome)
     choices = {}
     for bucket, group in groups.items():
 
-        def loss(name: str, group: list[Measured] = group) -> float:
+        def loss(name: str, group: list[MeasuredShape] = group) -> float:
             return sum(o.medians.get(name, math.inf) / o.best_us for o in group)
 
         best = min((o.best for o in group), key=loss)
         us = max(o.medians.get(best, o.best_us) for o in group)
-        choices[bucket] = Choice(best, round(us, 3), found.image_of(best))
+        choices[bucket] = TunedChoice(best, round(us, 3), found.image_of(best))
     return choices

@@ -35,7 +35,7 @@ Bucket = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Choice:
+class TunedChoice:
     """The function that is the fastest up to some sizes, and of which image that was measured."""
 
     function: str
@@ -44,19 +44,19 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Section:
+class TunedSection:
     """What was measured on one GPU: bucket -> choice."""
 
     gpu: Gpu
-    choices: Mapping[Bucket, Choice]
+    choices: Mapping[Bucket, TunedChoice]
 
 
 @dataclass(frozen=True)
-class Table:
+class TunedTable:
     """The choices of one kernel: `keys` name the sizes that they depend on."""
 
     keys: tuple[str, ...]
-    sections: tuple[Section, ...]
+    sections: tuple[TunedSection, ...]
 
 
 def bucket_of(keys: Iterable[str], sizes: Mapping[str, int]) -> Bucket:
@@ -149,7 +149,7 @@ class Tuned:
             )
         gpu, found = current_gpu(), tables[table]
 
-        def foreign(section: Section) -> tuple[bool, bool]:
+        def foreign(section: TunedSection) -> tuple[bool, bool]:
             return section.gpu != gpu, section.gpu.arch != gpu.arch
 
         refused: dict[str, str] = {}
@@ -169,7 +169,7 @@ class Tuned:
         raise CubinNotFoundError(f"{where}: {table}: no choice runs on this GPU{reasons}")
 
 
-def check_image(collection: TritonCollection, choice: Choice, where: str) -> None:
+def check_image(collection: TritonCollection, choice: TunedChoice, where: str) -> None:
     """A choice is of the collection, or TableError; a warning where it was built anew."""
     if choice.function not in collection:
         raise TableError(
@@ -189,7 +189,7 @@ def text_of(keys: Iterable[str], bucket: Bucket) -> str:
     return " ".join(f"{key}={1 << bits}" for key, bits in zip(keys, bucket, strict=True))
 
 
-def read(collection: TritonCollection) -> dict[str, Table]:
+def read(collection: TritonCollection) -> dict[str, TunedTable]:
     """The tables of a collection; none where there is no file. Raises TableError."""
     file = collection.root.joinpath(FILE)
     where = str(file)
@@ -205,7 +205,7 @@ def read(collection: TritonCollection) -> dict[str, Table]:
     return {name: _table(each, where, name) for name, each in whole.table("tables").items()}
 
 
-def _table(raw: object, where: str, name: str) -> Table:
+def _table(raw: object, where: str, name: str) -> TunedTable:
     reader = Reader(raw, where, f"tables.{name}")
     reader.only(("keys", "gpus"))
     keys, gpus = reader.raw.get("keys"), reader.raw.get("gpus")
@@ -216,7 +216,7 @@ def _table(raw: object, where: str, name: str) -> Table:
     if not isinstance(gpus, list):
         raise reader.bad("gpus", "a list", gpus)
     sections = [_section(g, where, f"{reader.name}.gpus[{i}]", keys) for i, g in enumerate(gpus)]
-    return Table(tuple(keys), tuple(sections))
+    return TunedTable(tuple(keys), tuple(sections))
 
 
 def is_name(key: object) -> bool:
@@ -224,7 +224,7 @@ def is_name(key: object) -> bool:
     return isinstance(key, str) and key.isidentifier()
 
 
-def _section(raw: object, where: str, name: str, keys: list[str]) -> Section:
+def _section(raw: object, where: str, name: str, keys: list[str]) -> TunedSection:
     reader = Reader(raw, where, name)
     reader.only(("arch", "gpu", "num_sms", "choices"))
     arch = reader.text("arch", _ARCH)
@@ -241,8 +241,8 @@ def _section(raw: object, where: str, name: str, keys: list[str]) -> Section:
             like = " ".join(f"{key}=512" for key in keys)
             raise reader.bad("choices", f"powers of two like '{like}'", text)
         function, sha256 = choice.text("function"), choice.text("sha256", _SHA256)
-        choices[bucket] = Choice(function, float(us), sha256)
-    return Section(gpu, choices)
+        choices[bucket] = TunedChoice(function, float(us), sha256)
+    return TunedSection(gpu, choices)
 
 
 def _parse(text: str, keys: list[str]) -> Bucket | None:
@@ -256,22 +256,22 @@ def _parse(text: str, keys: list[str]) -> Bucket | None:
     return bucket if text_of(keys, bucket) == text else None
 
 
-def merged(old: Table | None, keys: tuple[str, ...], new: Section) -> Table:
+def merged(old: TunedTable | None, keys: tuple[str, ...], new: TunedSection) -> TunedTable:
     """`new`, with what `old` says of other GPUs and of other buckets of this one."""
     if old is None or old.keys != keys:
-        return Table(keys, (new,))
+        return TunedTable(keys, (new,))
     own = next((s.choices for s in old.sections if s.gpu == new.gpu), {})
     others = tuple(s for s in old.sections if s.gpu != new.gpu)
-    return Table(keys, (*others, Section(new.gpu, {**own, **new.choices})))
+    return TunedTable(keys, (*others, TunedSection(new.gpu, {**own, **new.choices})))
 
 
-def save(path: Path, tables: Mapping[str, Table]) -> None:
+def save(path: Path, tables: Mapping[str, TunedTable]) -> None:
     """Replace the file whole: the same bytes for the same content. Raises TableError."""
     raw = {"format": FORMAT, "tables": {name: _raw(t) for name, t in sorted(tables.items())}}
     write(path, json.dumps(raw, indent=1) + "\n")
 
 
-def _raw(table: Table) -> dict[str, Any]:
+def _raw(table: TunedTable) -> dict[str, Any]:
     return {
         "keys": list(table.keys),
         "gpus": [
