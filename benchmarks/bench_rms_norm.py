@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from _ops_common import CHECKED_TOKENS, Case, Contender, arguments, compiled, run
+from harness import CHECKED_TOKENS, Case, Contender, compiled, row_arguments, run_cases
 
 from kernel_hub import ops
 from kernel_hub.measure import timing
@@ -127,9 +127,7 @@ def norm_residual(dtype: torch.dtype, tokens: int, hidden: int) -> Case:
 
 def main() -> int:
     """Measure, write, print."""
-    options = arguments(__doc__, hidden="2048,4096,8192,16384")
-    if options.quick:
-        options.hidden = ["4096", "8192"]
+    options = row_arguments(__doc__, {"hidden": "4096,8192"}, hidden="2048,4096,8192,16384")
 
     def cases() -> Iterator[Callable[[], Case]]:
         for kind in (norm, norm_residual):
@@ -138,7 +136,7 @@ def main() -> int:
                     yield partial(kind, options.torch_dtype, tokens, int(hidden))
 
     with torch.no_grad():
-        return run("rms_norm", cases(), options)
+        return run_cases("rms_norm", cases(), options)
 
 
 if __name__ == "__main__":

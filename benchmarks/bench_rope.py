@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from _ops_common import CHECKED_TOKENS, Case, Contender, arguments, compiled, run
+from harness import CHECKED_TOKENS, Case, Contender, compiled, row_arguments, run_cases
 
 from kernel_hub import ops
 from kernel_hub.measure import timing
@@ -123,7 +123,7 @@ def _kept(found: Any) -> tuple[torch.Tensor, ...]:
 
 def main() -> int:
     """Measure, write, print."""
-    options = arguments(__doc__, heads="32/8,64/8")
+    options = row_arguments(__doc__, heads="32/8,64/8")
 
     def cases() -> Iterator[Callable[[], Case]]:
         for in_place in (False, True):
@@ -135,7 +135,7 @@ def main() -> int:
                     )
 
     with torch.no_grad():
-        return run("rope", cases(), options)
+        return run_cases("rope", cases(), options)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from _ops_common import CHECKED_TOKENS, Case, Contender, arguments, compiled, run
+from harness import CHECKED_TOKENS, Case, Contender, compiled, row_arguments, run_cases
 
 from kernel_hub import ops
 from kernel_hub.measure import timing
@@ -74,9 +74,7 @@ def gated(dtype: torch.dtype, tokens: int, size: int) -> Case:
 
 def main() -> int:
     """Measure, write, print."""
-    options = arguments(__doc__, sizes="11008,14336,28672")
-    if options.quick:
-        options.sizes = ["14336", "28672"]
+    options = row_arguments(__doc__, {"sizes": "14336,28672"}, sizes="11008,14336,28672")
 
     def cases() -> Iterator[Callable[[], Case]]:
         for size in options.sizes:
@@ -84,7 +82,7 @@ def main() -> int:
                 yield partial(gated, options.torch_dtype, tokens, int(size))
 
     with torch.no_grad():
-        return run("silu_and_mul", cases(), options)
+        return run_cases("silu_and_mul", cases(), options)
 
 
 if __name__ == "__main__":

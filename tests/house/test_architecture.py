@@ -201,10 +201,7 @@ OPS = sorted({module for module, _, _ in own_imports(PACKAGE / "ops/__init__.py"
 def test_an_op_knows_no_other_op_and_is_tested_and_measured(path: Path) -> None:
     assert not {module for module, _, _ in own_imports(path)} & (set(OPS) - {path})
     assert list((ROOT / "tests/ops").rglob(f"test_{path.stem}.py"))
-    benchmarks = [p.read_text(encoding="utf-8") for p in (ROOT / "benchmarks").glob("bench_*.py")]
-    assert any(path.stem in text for text in benchmarks), (
-        f"no benchmarks/bench_*.py runs {path.stem}"
-    )
+    assert (ROOT / f"benchmarks/bench_{path.stem}.py").is_file()
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))

@@ -11,22 +11,17 @@ benchmarks/results/<gpu>_attention_fp8.json.
 
 from __future__ import annotations
 
-import argparse
 import math
-import statistics
 import sys
-import time
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from _ops_common import OURS, RESULTS, _gpu_token
-from bench_attention import FA3, HEADS, MODELS, SHAPES, burst, fa3, sustained
+from bench_flash_attention import HEADS, MODELS, SHAPES
+from flash_attention_cases import FA3, fa3
+from harness import OURS, Launch, Report, arguments, burst, sustained
 
 from kernel_hub import ops
-from kernel_hub.measure import results
 
 E4M3 = torch.float8_e4m3fn
 BF16 = f"{OURS} bf16"
@@ -34,7 +29,6 @@ BLOCKS = f"{OURS} scales of blocks"
 CHECKED_ROWS = 128
 # Over the error of the computation that rounds its probabilities alone.
 MOST_ERROR = 1.15
-Launch = Callable[[], torch.Tensor]
 
 
 def quantised(
@@ -123,14 +117,8 @@ class Case:
 
 def main() -> int:
     """Measure, write, print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--quick", action="store_true", help="d 128, fewer shapes and rounds")
-    parser.add_argument("--out", type=Path, help="default: <gpu>_attention_fp8.json")
-    options = parser.parse_args()
-    default = RESULTS / f"{_gpu_token(results.environment()['gpu'])}_attention_fp8.json"
-    out = options.out or default
-    began = time.monotonic()
+    options = arguments(__doc__, rounds=9, quick={"rounds": 5})
+    report = Report("attention_fp8", options)
     made: list[tuple[Any, ...]] = []
     shapes = SHAPES[1::2] if options.quick else SHAPES
     for head_dim in (128,) if options.quick else (128, 64, 256):
@@ -140,49 +128,33 @@ def main() -> int:
                 made.append(("prefill", batch, seqlen, (heads, heads), head_dim, causal))
     if not options.quick:
         made += [(name, 4, 4096, heads, 128, True) for name, heads in MODELS.items()]
-    rows: list[results.ResultRow] = []
-    ratios: dict[str, list[float]] = {}
-    failures = []
-    rounds = 5 if options.quick else options.rounds
-    for arguments in made:
-        case = Case(*arguments)
+    for given in made:
+        case = Case(*given)
         errors = case.errors()
         shown = ", ".join(f"{name} {error:.4f}" for name, error in errors.items())
         print(f"{case.name}: rms errors {shown}", flush=True)
         most = MOST_ERROR * errors["rounded"] + 4e-3
-        failures += [
+        report.failures += [
             f"{case.name}: {name}: rms error {errors[name]:.4f}, at most {most:.4f}"
             for name in (OURS, BLOCKS)
             if not errors[name] <= most
         ]
-        long = arguments[2] == 16384 and arguments[4] == 128 and not options.quick
+        long = given[2] == 16384 and given[4] == 128 and not options.quick
         for way, measure in ({"burst": burst} | ({"sustained": sustained} if long else {})).items():
             rates = {
                 name: [case.flops / ms / 1e9 for ms in values]
-                for name, values in measure(case.launches, rounds).items()
+                for name, values in measure(case.launches, options.rounds).items()
             }
-            rows += results.summarise(
-                "attention_fp8", f"{case.name} {way}", rates, "TFLOP/s", ratio_to=FA3
-            )
-            medians = {name: statistics.median(values) for name, values in rates.items()}
+            medians = report.case(f"{case.name} {way}", rates, "TFLOP/s", ratio_to=FA3)
             for peer, rate in medians.items():
                 if peer != OURS:
-                    key = f"{peer} d{arguments[4]}"
-                    ratios.setdefault(key, []).append(medians[OURS] / rate)
+                    report.ahead(f"{peer} d{given[4]}", medians[OURS] / rate)
             shown = ", ".join(f"{name} {rate:.0f}" for name, rate in medians.items())
             print(f"{case.name} {way}: {shown} TFLOP/s", flush=True)
-        results.write(out, rows)
+        report.write()
         del case
         torch.cuda.empty_cache()
-    for peer, values in ratios.items():
-        print(
-            f"attention_fp8: {OURS} / {peer}: geometric mean "
-            f"{statistics.geometric_mean(values):.3f}, worst {min(values):.3f}, {len(values)} cases"
-        )
-    print(f"{time.monotonic() - began:.0f} s; {out}")
-    for failure in failures:
-        print(f"WRONG {failure}", file=sys.stderr)
-    return 1 if failures else 0
+    return report.finish()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The cases of bench_attention.py: inputs, contenders, and what their outputs are held against."""
+"""The cases of bench_flash_attention.py: inputs, contenders, what outputs are held against."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _ops_common import DTYPES, OURS
+from harness import DTYPES, OURS
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernel_hub import ops

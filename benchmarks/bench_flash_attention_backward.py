@@ -17,25 +17,22 @@ import argparse
 import math
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 import torch
-from _attention_cases import CUDNN, FA2, FA3, Launch, randn
-from _ops_common import DTYPES, OURS, RESULTS, _gpu_token
-from bench_attention import HEADS, SHAPES, burst
+from bench_flash_attention import HEADS, SHAPES
+from flash_attention_cases import CUDNN, FA2, FA3, Launch, randn
+from harness import DTYPES, OURS, Report, arguments, burst
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kernel_hub.measure import results
 from kernel_hub.ops.attention import backward_portable
 from kernel_hub.ops.attention import backward_sm90 as hopper
 from kernel_hub.ops.attention.problem import Problem
 from kernel_hub.testing.compare import compare
 from kernel_hub.testing.reference_attention import reference_backward_of, reference_of
 
-FAMILY = "attention_backward"
 DETERMINISTIC, PORTABLE = f"{OURS} deterministic", f"{OURS} portable"
 FA3_LIBRARY = Path.home() / "site/xf_fa3_C.so"
 
@@ -174,51 +171,41 @@ def cases(
 
 def main() -> int:
     """Check, measure, write, print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--quick", action="store_true", help="every other shape, bf16, few rounds")
-    parser.add_argument("--fa3", type=Path, default=FA3_LIBRARY, help=f"default: {FA3_LIBRARY}")
-    parser.add_argument("--out", type=Path, help="default: benchmarks/results/<gpu>_<family>.json")
-    options = parser.parse_args()
-    if options.quick:
-        options.rounds = 4
+    options = arguments(
+        __doc__,
+        rounds=9,
+        quick={"rounds": 4},
+        more=lambda parser: parser.add_argument(
+            "--fa3", type=Path, default=FA3_LIBRARY, help=f"default: {FA3_LIBRARY}"
+        ),
+    )
+    report = Report("attention_backward", options)
     if options.fa3.exists():
         torch.ops.load_library(str(options.fa3))
-    began = time.monotonic()
-    failures = [
+    report.failures += [
         message
         for head_dim in (32, *HEADS, 192)
         for causal in (False, True)
         for dtype in (torch.bfloat16, torch.float16)
         for message in wrong(head_dim, causal, dtype)
     ]
-    rows: list[results.ResultRow] = []
-    ratios: dict[str, list[float]] = {}
     with torch.no_grad():
         for name, flops, make in cases(options):
             samples = burst(make(), options.rounds)
             medians = {who: statistics.median(values) for who, values in samples.items()}
             rates = {who: [flops / ms / 1e9 for ms in values] for who, values in samples.items()}
-            rows += results.summarise(FAMILY, name, rates, "TFLOP/s", ratio_to=FA2)
+            report.case(name, rates, "TFLOP/s", ratio_to=FA2)
             for peer in (FA2, FA3, CUDNN):
                 for who in (OURS, DETERMINISTIC):
                     if peer in medians:
                         for group in (" ".join(name.split()[3:6]), "all"):
-                            ratios.setdefault(f"{who} x {peer}, {group}", []).append(
-                                medians[peer] / medians[who]
-                            )
+                            ratio = medians[peer] / medians[who]
+                            report.ahead(f"{who} beside {peer}, {group}", ratio)
             shown = ", ".join(f"{who} {flops / ms / 1e9:.0f}" for who, ms in medians.items())
             print(f"{name}: {shown}", flush=True)
             torch.cuda.empty_cache()
-    about = results.environment()
-    out = options.out or RESULTS / f"{_gpu_token(about['gpu'])}_{FAMILY}.json"
-    results.write(out, rows)
-    for group, values in ratios.items():
-        print(f"{group}: {statistics.geometric_mean(values):.3f}, worst {min(values):.3f}")
-    print(f"{FAMILY}: {len(rows)} rows, {time.monotonic() - began:.0f} s; {out}")
-    for failure in failures:
-        print(f"WRONG {failure}", file=sys.stderr)
-    return 1 if failures else 0
+    report.write()
+    return report.finish()
 
 
 if __name__ == "__main__":

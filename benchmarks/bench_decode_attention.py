@@ -10,18 +10,15 @@ from __future__ import annotations
 
 import argparse
 import glob
-import math
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from _ops_common import OURS, RESULTS, Launch, _gpu_token
+from harness import OURS, Launch, Report, arguments
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernel_hub import ops
@@ -222,11 +219,9 @@ def is_wrong(shape: Shape, name: str, launch: Launch, page_size: int) -> str:
 class Bench:
     """Runs cases and keeps their rows."""
 
-    def __init__(self, rounds: int) -> None:
-        self.timer = timing.GraphTimer(rounds, placements=1)
-        self.rows: list[results.ResultRow] = []
-        self.failures: list[str] = []
-        self.ratios: list[float] = []
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.report = Report("decode", options)
+        self.timer = timing.GraphTimer(options.rounds, placements=1)
         self.ceiling = read_bandwidth()
         self.big: list[tuple[float, str]] = []
 
@@ -245,19 +240,19 @@ class Bench:
             if wrong:
                 print(f"left out in {shape.name}{suffix}: {wrong}", file=sys.stderr)
                 if name.startswith(OURS):
-                    self.failures.append(wrong)
+                    self.report.failures.append(wrong)
             else:
                 contenders[name] = launches
         samples = self.timer.measure(contenders, shape.num_bytes)
         medians = {name: statistics.median(values) for name, values in samples.items()}
         peers = {name: us for name, us in medians.items() if not name.startswith(OURS)}
         best = min(peers, key=peers.__getitem__, default=OURS)
-        self.rows += results.summarise("decode", shape.name + suffix, samples, "us", ratio_to=best)
+        self.report.case(shape.name + suffix, samples, "us", ratio_to=best)
         if OURS not in medians:
             return
         rate = shape.num_bytes / medians[OURS] / 1e6
         if not suffix:
-            self.ratios.append(medians[best] / medians[OURS])
+            self.report.ahead("the best peer of a shape", medians[best] / medians[OURS])
             if shape.num_bytes >= BIG_CACHE:
                 self.big.append((rate / self.ceiling, shape.name))
         others = ", ".join(f"{n} {us:.2f}" for n, us in medians.items() if n not in (OURS, best))
@@ -268,28 +263,19 @@ class Bench:
             flush=True,
         )
 
-    def finish(self, out: Path | None, began: float) -> int:
+    def finish(self) -> int:
         """The summary, and the rows to their file."""
         last = read_bandwidth()
-        for ceiling in (self.ceiling, last):
-            row = results.ResultRow(
-                "decode", "read", "torch sum", ceiling, ceiling, ceiling, "TB/s"
-            )
-            self.rows.append(row)
-        about = results.environment()
-        path = out or RESULTS / f"{_gpu_token(about['gpu'])}_decode.json"
-        results.write(path, self.rows)
-        mean = math.exp(statistics.fmean(math.log(ratio) for ratio in self.ratios))
-        behind = sum(ratio < 1 for ratio in self.ratios)
+        for rate in (self.ceiling, last):
+            row = results.ResultRow("decode", "read", "torch sum", rate, rate, rate, "TB/s")
+            self.report.rows.append(row)
+        self.report.write()
+        least, name = min(self.big)
         print(
-            f"decode: read {self.ceiling:.3f} and {last:.3f} TB/s; geometric mean of best peer / "
-            f"ours {mean:.3f} over {len(self.ratios)} shapes, behind in {behind}, worst "
-            f"{min(self.ratios):.3f}; caches >= 256 MB at least {100 * min(self.big)[0]:.1f} % "
-            f"({min(self.big)[1]}); {time.monotonic() - began:.0f} s; {path}"
+            f"decode: read {self.ceiling:.3f} and {last:.3f} TB/s; caches >= 256 MB at least "
+            f"{100 * least:.1f} % ({name})"
         )
-        for failure in self.failures:
-            print(f"WRONG {failure}", file=sys.stderr)
-        return 1 if self.failures else 0
+        return self.report.finish()
 
 
 def read_bandwidth(gigabytes: float = 2.0, repeats: int = 12) -> float:
@@ -328,16 +314,15 @@ def ragged(batch: int, longest: int) -> torch.Tensor:
 
 def main() -> int:
     """Measure, write, print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer shapes and rounds")
-    parser.add_argument("--rounds", type=int, default=0)
-    parser.add_argument("--max-gigabytes", type=float, default=0.0, help="of one cache set")
-    parser.add_argument("--out", type=Path, help="default: benchmarks/results/<gpu>_decode.json")
-    options = parser.parse_args()
-    options.rounds = options.rounds or (9 if options.quick else 30)
-    options.max_gigabytes = options.max_gigabytes or (5.0 if options.quick else 40.0)
-    began = time.monotonic()
-    bench = Bench(options.rounds)
+    options = arguments(
+        __doc__,
+        rounds=30,
+        quick={"rounds": 9, "max_gigabytes": 5.0},
+        more=lambda parser: parser.add_argument(
+            "--max-gigabytes", type=float, default=40.0, help="of one cache set"
+        ),
+    )
+    bench = Bench(options)
     for heads, batch, context in shapes(options):
         bench.case(Shape(*heads, batch, context), "", uniform_contenders())
         torch.cuda.empty_cache()
@@ -360,7 +345,7 @@ def main() -> int:
         bench.case(shape, " ragged", makers)
         del shape
         torch.cuda.empty_cache()
-    return bench.finish(options.out, began)
+    return bench.finish()
 
 
 if __name__ == "__main__":

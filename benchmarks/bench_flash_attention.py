@@ -14,18 +14,12 @@ Peers that are not installed or cannot run a case are left out, and named on std
 from __future__ import annotations
 
 import argparse
-import json
-import random
-import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
 from functools import partial
-from pathlib import Path
 
 import torch
-from _attention_cases import (
+from flash_attention_cases import (
     CUDNN,
     FA2,
     FA3,
@@ -34,20 +28,13 @@ from _attention_cases import (
     Case,
     Launch,
     dense,
-    fa3,
     paged,
-    randn,
     varlen,
 )  # fmt: skip
-from _ops_common import DTYPES, OURS, RESULTS, _gpu_token
+from harness import DTYPES, OURS, Report, arguments, burst, sustained
 
-from kernel_hub.measure import results
 from kernel_hub.testing.compare import compare
 
-__all__ = ["CUDNN", "FA2", "FA3", "HEADS", "MODELS", "SHAPES", "Launch", "burst", "fa3", "randn",
-           "sustained"]  # fmt: skip
-
-BUSY_MS, IDLE_S, WARM_S = 6.0, 0.035, 0.5
 # head_dim -> heads of the protocol: 2048 columns in all.
 HEADS = {64: 32, 128: 16, 256: 8}
 SHAPES = ((32, 512), (16, 1024), (8, 2048), (4, 4096), (2, 8192), (1, 16384))
@@ -97,20 +84,6 @@ def of_part(
             yield each
 
 
-def kept(path: Path, measured: Sequence[results.ResultRow]) -> list[results.ResultRow]:
-    """The rows of other cases that `path` has."""
-    if not path.is_file():
-        return []
-    names = [field.name for field in fields(results.ResultRow)]
-    cases = {row.case for row in measured}
-    rows = json.loads(path.read_text(encoding="utf-8"))
-    return [
-        results.ResultRow(**{name: row[name] for name in names})
-        for row in rows
-        if row["case"] not in cases
-    ]
-
-
 def usable(case: Case, wanted: Sequence[str]) -> dict[str, Launch]:
     """The contenders that run and are right; raises AssertionError where ours is wrong."""
     launches = {}
@@ -139,75 +112,25 @@ def usable(case: Case, wanted: Sequence[str]) -> dict[str, Launch]:
     return launches
 
 
-def milliseconds(launch: Launch, count: int) -> float:
-    """Of one launch, `count` of them in a row."""
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(count):
-        launch()
-    stop.record()
-    torch.cuda.synchronize()
-    return float(start.elapsed_time(stop)) / count
-
-
-def quickest(launch: Launch) -> float:
-    """Milliseconds a launch takes once its plan is made and its code is loaded."""
-    return min(milliseconds(launch, 2) for _ in range(3))
-
-
-def burst(launches: dict[str, Launch], rounds: int) -> dict[str, list[float]]:
-    """Samples in ms a launch, at the clocks of a card that was idle."""
-    counts = {name: max(1, round(BUSY_MS / quickest(launch))) for name, launch in launches.items()}
-    samples: dict[str, list[float]] = {name: [] for name in launches}
-    draw = random.Random(0)
-    for _ in range(rounds):
-        for name in draw.sample(list(launches), len(launches)):
-            time.sleep(IDLE_S)
-            samples[name].append(milliseconds(launches[name], counts[name]))
-    return samples
-
-
-def sustained(launches: dict[str, Launch], rounds: int) -> dict[str, list[float]]:
-    """The same at the clocks of a card that has been busy."""
-    samples: dict[str, list[float]] = {}
-    for name, launch in launches.items():
-        each = quickest(launch)
-        milliseconds(launch, round(1e3 * WARM_S / each))
-        count = max(1, round(2 * BUSY_MS / each))
-        samples[name] = [milliseconds(launch, count) for _ in range(rounds)]
-    return samples
-
-
 def main() -> int:
     """Measure, write, print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sections", default="models,varlen,paged,bf16,fp16")
-    parser.add_argument(
-        "--peers", help=f"default: {FA2},{CUDNN},{FA3}, and without --quick {FLASHINFER} (compiles)"
+    options = arguments(
+        __doc__,
+        rounds=15,
+        quick={"rounds": 5, "peers": f"{FA2},{CUDNN},{FA3}"},
+        sections="models,varlen,paged,bf16,fp16",
+        peers=f"{FA2},{CUDNN},{FA3},{FLASHINFER}",  # the last compiles
+        more=lambda parser: parser.add_argument(
+            "--part", help="2/5: each fifth case from the second; the rows of the others stay"
+        ),
     )
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--quick", action="store_true", help="fewer shapes and rounds")
-    parser.add_argument(
-        "--part", help="2/5: each fifth case from the second; the rows of the others stay"
-    )
-    parser.add_argument("--out", type=Path, help="default: benchmarks/results/<gpu>_attention.json")
-    options = parser.parse_args()
-    options.sections = options.sections.split(",")
-    if options.quick:
-        options.rounds = 5
-    peers = [FA2, CUDNN, FA3] + ([] if options.quick else [FLASHINFER])
-    wanted = options.peers.split(",") if options.peers else peers
-    out = options.out or RESULTS / f"{_gpu_token(results.environment()['gpu'])}_attention.json"
-    began = time.monotonic()
-    rows: list[results.ResultRow] = []
-    ratios: dict[str, list[float]] = {}
-    failures = []
+    report = Report("attention", options)
     for make, is_long in of_part(cases(options), options.part or "1/1"):
         case = make()
         try:
-            launches = usable(case, wanted)
+            launches = usable(case, options.peers)
         except AssertionError as error:
-            failures.append(str(error))
+            report.failures.append(str(error))
             continue
         ways = {"burst": burst, "sustained": sustained} if is_long else {"burst": burst}
         for way, measure in ways.items():
@@ -217,28 +140,17 @@ def main() -> int:
                 name: [case.flops / ms / 1e9 for ms in values]
                 for name, values in measure(launches, options.rounds).items()
             }
-            rows += results.summarise(
-                "attention", f"{case.name} {way}", rates, "TFLOP/s", ratio_to=FA2
-            )
-            medians = {name: statistics.median(values) for name, values in rates.items()}
+            medians = report.case(f"{case.name} {way}", rates, "TFLOP/s", ratio_to=FA2)
             for peer, rate in medians.items():
                 if peer != OURS:
-                    ratios.setdefault(peer, []).append(medians[OURS] / rate)
+                    report.ahead(peer, medians[OURS] / rate)
             shown = ", ".join(f"{name} {rate:.0f}" for name, rate in medians.items())
             print(f"{case.name} {way}: {shown} TFLOP/s", flush=True)
         # What there is so far: a peer may hang in its compiler.
-        results.write(out, [*(kept(out, rows) if options.part else []), *rows])
+        report.write(report.kept() if options.part else ())
         del case, launches
         torch.cuda.empty_cache()
-    for peer, values in ratios.items():
-        print(
-            f"attention: {OURS} / {peer}: geometric mean {statistics.geometric_mean(values):.3f}, "
-            f"worst {min(values):.3f}, {len(values)} cases"
-        )
-    print(f"{time.monotonic() - began:.0f} s; {out}")
-    for failure in failures:
-        print(f"WRONG {failure}", file=sys.stderr)
-    return 1 if failures else 0
+    return report.finish()
 
 
 if __name__ == "__main__":
