@@ -16,10 +16,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from _ops_common import CHECKED_TOKENS, Case, Contender, arguments, compiled, run
+from harness import CHECKED_TOKENS, Case, Contender, compiled, row_arguments, run_cases
 
 from kernel_hub import ops
-from kernel_hub.testing import reference, timing
+from kernel_hub.measure import timing
+from kernel_hub.testing import reference
 
 HEAD_DIM, PAGE_SIZE, PAST, MAX_NEW = 128, 16, 512, 1024
 E4M3 = torch.float8_e4m3fn
@@ -192,7 +193,7 @@ def append(
 
 def main() -> int:
     """Measure, write, print."""
-    options = arguments(
+    options = row_arguments(
         __doc__, heads="32/8,64/8", kinds="paged,slots,contiguous", caches="own,e4m3"
     )
 
@@ -217,7 +218,7 @@ def main() -> int:
                         )
 
     with torch.no_grad():
-        return run("append_kv", cases(), options)
+        return run_cases("append_kv", cases(), options)
 
 
 if __name__ == "__main__":

@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import argparse
 import functools
-import math
-import statistics
 import sys
-from pathlib import Path
 
 import torch
-from _ops_common import RESULTS, _gpu_token
-from bench_linear import BURST_US, IDLE_SECONDS, Launch, measure
+from harness import BURST_US, IDLE_SECONDS, OURS, Launch, Report, arguments, replays
 
+from kernel_hub.measure import timing
 from kernel_hub.ops import batched_matmul
-from kernel_hub.testing import results, timing
 from kernel_hub.testing.compare import compare
 
 # name -> (batch, m, n, k)
@@ -52,60 +48,48 @@ def sets_of(
 
 
 def run(options: argparse.Namespace) -> int:
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[options.dtype]
-    pool = torch.randn(1 << 29, device="cuda", dtype=dtype)
-    rows: list[results.Row] = []
-    ratios: list[float] = []
-    failures = []
-    for name, (batch, m, n, k) in SHAPES.items():
+    pool = torch.randn(1 << 29, device="cuda", dtype=options.torch_dtype)
+    report = Report("batched_matmul", options)
+    for name, (batch, m, n, k) in list(SHAPES.items())[:: 3 if options.quick else 1]:
         ss = sets_of(pool, batch, m, n, k)
         a, b, out = (x[-1] for x in ss[0])
         batched_matmul(ss[0][0], ss[0][1], out=ss[0][2])
         a, b = a[:256], b[:256]
         found = compare(out[:256, :256], a.double() @ b.double().T, a @ b.T)
         if not found.ok:
-            failures.append(f"{name}: {found.message}")
+            report.failures.append(f"{name}: {found.message}")
             continue
         launches: dict[str, list[Launch]] = {
-            "kernel_hub": [functools.partial(batched_matmul, a, b, out=o) for a, b, o in ss],
+            OURS: [functools.partial(batched_matmul, a, b, out=o) for a, b, o in ss],
             "cuBLAS": [functools.partial(torch.bmm, a, b.transpose(1, 2), out=o) for a, b, o in ss],
         }
         flops, moved = 2 * batch * m * n * k, 2 * batch * (m * k + n * k + m * n)
         is_bound = flops > RIDGE * moved
         expected = max(flops / 700e6, moved / 4.2e6, 2)
-        samples = measure(
+        samples = replays(
             launches,
             max(6, min(96, int(BURST_US / expected))),
             IDLE_SECONDS if is_bound else 0.0,
             options.rounds * (1 if is_bound else 3),
         )
-        rows += results.summarise("batched_matmul", name, samples, "us", ratio_to="cuBLAS")
-        medians = {label: statistics.median(values) for label, values in samples.items()}
-        ours = medians["kernel_hub"]
-        ratios.append(medians["cuBLAS"] / ours)
+        medians = report.case(name, samples, "us", ratio_to="cuBLAS")
+        ours = medians[OURS]
+        ratio = medians["cuBLAS"] / ours
+        report.ahead("cuBLAS", ratio)
         print(
             f"{name:32} {ours:9.2f} us {flops / ours / 1e6:6.1f} TFLOP/s {moved / ours / 1e6:5.2f} "
-            f"TB/s  cuBLAS {medians['cuBLAS']:9.2f}  x {ratios[-1]:.3f}",
+            f"TB/s  cuBLAS {medians['cuBLAS']:9.2f}  x {ratio:.3f}",
             flush=True,
         )
-    if ratios:
-        mean = math.exp(statistics.fmean(map(math.log, ratios)))
-        print(f"geometric mean {mean:.3f} x cuBLAS, least {min(ratios):.3f}")
-    about = results.environment()
-    where = options.out or RESULTS / f"{_gpu_token(about['gpu'])}_batched_matmul.json"
-    results.write(where, rows)
-    for failure in failures:
-        print(f"WRONG {failure}", file=sys.stderr)
-    return 1 if failures else 0
+    report.write()
+    return report.finish()
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp16"))
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path)
+    """Measure, write, print."""
+    options = arguments(__doc__, rounds=5, quick={"rounds": 2}, dtypes=("bf16", "fp16"))
     with torch.no_grad():
-        return run(parser.parse_args())
+        return run(options)
 
 
 if __name__ == "__main__":

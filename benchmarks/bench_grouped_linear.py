@@ -10,19 +10,15 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import math
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from _ops_common import RESULTS, _gpu_token
-from bench_linear import BURST_US, IDLE_SECONDS, Launch, measure
+from harness import BURST_US, IDLE_SECONDS, OURS, Launch, Report, arguments, replays
 
 from kernel_hub.ops import grouped_linear
-from kernel_hub.testing import results
 from kernel_hub.testing.compare import compare
 
 # Spread of the experts' popularity: the busiest of 128 gets about six times its share.
@@ -91,9 +87,7 @@ def loop(weights: torch.Tensor, given: Routed) -> None:
 def contenders(weights: torch.Tensor, given: Sequence[Routed]) -> dict[str, list[Launch]]:
     """All that run here; torch._grouped_mm is for bf16."""
     made: dict[str, list[Launch]] = {
-        "kernel_hub": [
-            functools.partial(grouped_linear, x.a, weights, x.offsets, out=x.out) for x in given
-        ]
+        OURS: [functools.partial(grouped_linear, x.a, weights, x.offsets, out=x.out) for x in given]
     }
     grouped_mm: Callable[..., torch.Tensor] | None = getattr(torch, "_grouped_mm", None)
     if grouped_mm is not None and weights.dtype == torch.bfloat16:
@@ -130,11 +124,8 @@ def make_weights(pool: torch.Tensor, num_experts: int, n: int, k: int) -> torch.
 
 
 def run(options: argparse.Namespace) -> int:
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[options.dtype]
-    pool = torch.randn(1 << 29, device="cuda", dtype=dtype)
-    rows: list[results.Row] = []
-    ratios: list[float] = []
-    failures = []
+    pool = torch.randn(1 << 29, device="cuda", dtype=options.torch_dtype)
+    report = Report("grouped_linear", options)
     for model_name in options.models:
         model = MODELS[model_name]
         for layer, (n, k) in model.layers.items():
@@ -146,52 +137,45 @@ def run(options: argparse.Namespace) -> int:
                 ]
                 case = f"{model_name} {layer} {tokens} tokens"
                 if message := wrong(weights, given[0]):
-                    failures.append(f"{case}: {message}")
+                    report.failures.append(f"{case}: {message}")
                     continue
                 total = tokens * model.num_chosen
                 active = statistics.fmean(sum(map(bool, x.counts)) for x in given)
                 expected = max(2 * total * n * k / 700e6, active * n * k / 2.1e6)
                 is_bound = total > 48 * active
-                samples = measure(
+                samples = replays(
                     contenders(weights, given),
                     max(6, min(48, int(BURST_US / expected))),
                     IDLE_SECONDS if is_bound else 0.0,
                     options.rounds * (1 if is_bound else 3),
                 )
-                rows += results.summarise("grouped_linear", case, samples, "us", ratio_to=PEERS[0])
-                medians = {name: statistics.median(values) for name, values in samples.items()}
+                medians = report.case(case, samples, "us", ratio_to=PEERS[0])
                 best = min((us, name) for name, us in medians.items() if name in PEERS)
-                ours = medians["kernel_hub"]
-                ratios.append(best[0] / ours)
+                ours = medians[OURS]
+                ratio = best[0] / ours
+                report.ahead("the best peer of a case", ratio)
                 moved = 2 * (active * n * k + total * (n + k))
                 print(
                     f"{case:38} {ours:9.2f} us {2 * total * n * k / ours / 1e6:6.1f} TFLOP/s "
-                    f"{moved / ours / 1e6:5.2f} TB/s  {best[1]} {best[0]:9.2f}  x {ratios[-1]:.3f}",
+                    f"{moved / ours / 1e6:5.2f} TB/s  {best[1]} {best[0]:9.2f}  x {ratio:.3f}",
                     flush=True,
                 )
             del weights
             torch.cuda.empty_cache()
-    if ratios:
-        mean = math.exp(statistics.fmean(map(math.log, ratios)))
-        print(f"geometric mean {mean:.3f} x the best peer of a case, least {min(ratios):.3f}")
-    about = results.environment()
-    where = options.out or RESULTS / f"{_gpu_token(about['gpu'])}_grouped_linear.json"
-    results.write(where, rows)
-    for failure in failures:
-        print(f"WRONG {failure}", file=sys.stderr)
-    return 1 if failures else 0
+    report.write()
+    return report.finish()
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp16"))
-    parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--tokens", default="1,8,64,256,1024,4096,8192")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    options.models = options.models.split(",")
-    options.tokens = [int(count) for count in options.tokens.split(",")]
+    """Measure, write, print."""
+    options = arguments(
+        __doc__,
+        rounds=3,
+        quick={"tokens": "1,64,1024,8192", "rounds": 2},
+        dtypes=("bf16", "fp16"),
+        models=",".join(MODELS),
+        tokens="1,8,64,256,1024,4096,8192",
+    )
     with torch.no_grad():
         return run(options)
 

@@ -10,23 +10,20 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import math
-import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from _ops_common import RESULTS, _gpu_token
-from bench_linear import FEW_ROWS, SHAPES, Launch, measure, plan_of
+from bench_linear import QUICK, SHAPES
+from harness import OURS, Launch, Report, arguments, plan_of, replays, rows_group
 
+from kernel_hub.measure import timing
 from kernel_hub.ops import linear
-from kernel_hub.testing import results, timing
 
 E4M3 = torch.float8_e4m3fn
 # name -> (scales, whether sums stay in the tensor cores)
-OURS = {
+KINDS = {
     "tensor": ("tensor", False), "row": ("row", False), "block": ("block", False),
     "tensor fast": ("tensor", True), "row fast": ("row", True),
 }  # fmt: skip
@@ -114,7 +111,7 @@ def peer(kind: str, fast: bool, cases: Sequence[Case]) -> list[Launch] | None:
 def wrong(case: Case) -> str:
     """'' or what is wrong with our output, on up to 256 rows and columns."""
     m, n, k = case.sizes
-    for name, (kind, fast) in OURS.items():
+    for name, (kind, fast) in KINDS.items():
         a_scale, b_scale = Inputs.scales(kind, m, n, k)
         case.out.fill_(float("nan"))
         linear(case.a, case.b, out=case.out, a_scale=a_scale, b_scale=b_scale, use_fast_accum=fast)
@@ -133,57 +130,48 @@ def wrong(case: Case) -> str:
 
 
 def run(options: argparse.Namespace, inputs: Inputs) -> int:
-    rows: list[results.Row] = []
-    ratios: dict[tuple[str, bool], list[float]] = {}
-    failures = []
+    report = Report("linear_fp8", options)
     for name, m in itertools.product(options.shapes, options.tokens):
         n, k = SHAPES[name]
         cases = inputs.cases(m, n, k)
         if message := wrong(cases[0]):
-            failures.append(f"{name} {m}: {message}")
+            report.failures.append(f"{name} {m}: {message}")
             continue
         contenders: dict[str, list[Launch]] = {}
-        for label, (kind, fast) in OURS.items():
-            contenders[f"kernel_hub {label}"] = ours(kind, fast, cases)
+        for label, (kind, fast) in KINDS.items():
+            contenders[f"{OURS} {label}"] = ours(kind, fast, cases)
             launches = peer(kind, fast, cases)
             if launches is not None:
                 contenders[f"torch {label}"] = launches
-        samples = measure(contenders, *plan_of(m, n, k, options.rounds))
+        samples = replays(contenders, *plan_of(m, n, k, options.rounds))
         case = f"{name} {n}x{k} m{m}"
-        medians = {label: statistics.median(values) for label, values in samples.items()}
+        medians: dict[str, float] = {}
         parts = []
-        for label in OURS:
-            mine = f"kernel_hub {label}"
+        for label in KINDS:
+            mine = f"{OURS} {label}"
             # Scales of blocks are held against those of rows where torch has no such product.
-            other = f"torch {label}" if f"torch {label}" in medians else "torch row"
+            other = f"torch {label}" if f"torch {label}" in samples else "torch row"
             pair = {mine: samples[mine], other: samples[other]}
-            rows += results.summarise("linear_fp8", case, pair, "us", ratio_to=other)
+            medians |= report.case(case, pair, "us", ratio_to=other)
             ratio = medians[other] / medians[mine]
-            ratios.setdefault((label, m <= FEW_ROWS), []).append(ratio)
+            report.ahead(f"{label}, {rows_group(m)}", ratio)
             parts.append(f"{label} {medians[mine]:.2f} x{ratio:.3f}")
-        rate = 2 * m * n * k / medians["kernel_hub tensor fast"] / 1e6
-        read = (n * k + m * k + 2 * m * n) / medians["kernel_hub tensor"] / 1e6
+        rate = 2 * m * n * k / medians[f"{OURS} tensor fast"] / 1e6
+        read = (n * k + m * k + 2 * m * n) / medians[f"{OURS} tensor"] / 1e6
         print(f"{case:26} {rate:6.0f} TFLOP/s {read:5.2f} TB/s  {';  '.join(parts)}", flush=True)
-    for (label, few), found in ratios.items():
-        mean = math.exp(statistics.fmean(map(math.log, found)))
-        which = f"up to {FEW_ROWS} rows" if few else "more rows"
-        print(f"{label}, {which}: geometric mean {mean:.3f} x torch, least {min(found):.3f}")
-    about = results.environment()
-    results.write(options.out or RESULTS / f"{_gpu_token(about['gpu'])}_linear_fp8.json", rows)
-    for failure in failures:
-        print(f"WRONG {failure}", file=sys.stderr)
-    return 1 if failures else 0
+    report.write()
+    return report.finish()
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shapes", default="8B qkv,8B o,8B gate_up,8B down")
-    parser.add_argument("--tokens", default="1,16,64,256,1024,4096,8192")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    options.shapes = options.shapes.split(",")
-    options.tokens = [int(count) for count in options.tokens.split(",")]
+    """Measure, write, print."""
+    options = arguments(
+        __doc__,
+        rounds=3,
+        quick=QUICK,
+        shapes="8B qkv,8B o,8B gate_up,8B down",
+        tokens="1,16,64,256,1024,4096,8192",
+    )
     return run(options, Inputs())
 
 

@@ -14,10 +14,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from _ops_common import CHECKED_TOKENS, Case, Contender, arguments, compiled, run
+from harness import CHECKED_TOKENS, Case, Contender, compiled, row_arguments, run_cases
 
 from kernel_hub import ops
-from kernel_hub.testing import reference, timing
+from kernel_hub.measure import timing
+from kernel_hub.testing import reference
 
 HEAD_DIM = 128
 
@@ -71,7 +72,7 @@ def merge(dtype: torch.dtype, tokens: int, num_heads: int) -> Case:
 
 def main() -> int:
     """Measure, write, print."""
-    options = arguments(__doc__, heads="32,64")
+    options = row_arguments(__doc__, heads="32,64")
 
     def cases() -> Iterator[Callable[[], Case]]:
         for heads in options.heads:
@@ -79,7 +80,7 @@ def main() -> int:
                 yield partial(merge, options.torch_dtype, tokens, int(heads))
 
     with torch.no_grad():
-        return run("merge_states", cases(), options)
+        return run_cases("merge_states", cases(), options)
 
 
 if __name__ == "__main__":

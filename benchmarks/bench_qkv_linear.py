@@ -10,18 +10,14 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import math
-import statistics
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import torch
-from _ops_common import RESULTS, _gpu_token
-from bench_linear import FEW_ROWS, Inputs, measure, plan_of
+from bench_linear import QUICK
+from harness import OURS, Inputs, Launch, Report, arguments, plan_of, replays, rows_group
 
 from kernel_hub.ops import append_kv, qkv_linear, rope
-from kernel_hub.testing import results
 from kernel_hub.testing.compare import compare
 
 OP = "qkv_linear"
@@ -29,7 +25,6 @@ PEER = "cuBLAS + rope + append_kv"
 # name -> num_heads, num_kv_heads, hidden_size
 SHAPES = {"8B": (32, 8, 4096), "70B": (64, 8, 8192), "70B TP8": (8, 1, 8192)}
 HEAD_DIM, PAGE_SIZE = 128, 16
-Launch = Callable[[], object]
 Set = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -98,31 +93,28 @@ class Step:
 
 
 def run(options: argparse.Namespace, inputs: Inputs) -> int:
-    rows: list[results.Row] = []
-    ratios: dict[bool, list[float]] = {True: [], False: []}
-    failures = []
+    report = Report(OP, options)
     for name, m in itertools.product(options.shapes, options.tokens):
         num_heads, num_kv_heads, k = SHAPES[name]
         n = (num_heads + 2 * num_kv_heads) * HEAD_DIM
         ss: list[Set] = inputs.sets(m, n, k)
         step = Step(m, num_heads, num_kv_heads, ss[0][0])
         if message := step.wrong(*ss[0][:2]):
-            failures.append(f"{name} {m}: {message}")
+            report.failures.append(f"{name} {m}: {message}")
             continue
         found: dict[str, list[Launch]] = {
-            "kernel_hub": [functools.partial(step.fused, *s) for s in ss],
+            OURS: [functools.partial(step.fused, *s) for s in ss],
             PEER: [functools.partial(step.three, *s) for s in ss],
             "cuBLAS + append_kv": [functools.partial(step.two, *s) for s in ss],
             "cuBLAS, product alone": [
                 functools.partial(torch.matmul, a, b.T, out=out) for a, b, out in ss
             ],
         }
-        samples = measure(found, *plan_of(m, n, k, options.rounds))
+        samples = replays(found, *plan_of(m, n, k, options.rounds))
         case = f"{name} qkv {n}x{k} m{m}"
-        rows += results.summarise(OP, case, samples, "us", ratio_to=PEER)
-        medians = {label: statistics.median(values) for label, values in samples.items()}
-        ours = medians.pop("kernel_hub")
-        ratios[m <= FEW_ROWS].append(medians[PEER] / ours)
+        medians = report.case(case, samples, "us", ratio_to=PEER)
+        ours = medians.pop(OURS)
+        report.ahead(f"{PEER}, {rows_group(m)}", medians[PEER] / ours)
         others = "".join(
             f"  {label} {us:.2f} us x {us / ours:.3f}" for label, us in medians.items()
         )
@@ -130,31 +122,21 @@ def run(options: argparse.Namespace, inputs: Inputs) -> int:
             f"{case:28} {ours:9.2f} us  {2 * m * n * k / ours / 1e6:6.1f} TFLOP/s{others}",
             flush=True,
         )
-    for few, values in ratios.items():
-        if values:
-            mean = math.exp(statistics.fmean(map(math.log, values)))
-            which = f"up to {FEW_ROWS} rows" if few else "more rows"
-            print(f"{which}: geometric mean {mean:.3f} x {PEER}, least {min(values):.3f}")
-    about = results.environment()
-    results.write(options.out or RESULTS / f"{_gpu_token(about['gpu'])}_{OP}.json", rows)
-    for failure in failures:
-        print(f"WRONG {failure}", file=sys.stderr)
-    return 1 if failures else 0
+    report.write()
+    return report.finish()
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp16"))
-    parser.add_argument("--shapes", default=",".join(SHAPES))
-    parser.add_argument("--tokens", default="1,8,16,32,64,128,256,512,1024,2048,4096,8192")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    for name in ("shapes", "tokens"):
-        setattr(options, name, options.__dict__[name].split(","))
-    options.tokens = [int(count) for count in options.tokens]
-    inputs = Inputs({"bf16": torch.bfloat16, "fp16": torch.float16}[options.dtype])
-    return run(options, inputs)
+    """Measure, write, print."""
+    options = arguments(
+        __doc__,
+        rounds=5,
+        quick=QUICK,
+        dtypes=("bf16", "fp16"),
+        shapes=",".join(SHAPES),
+        tokens="1,8,16,32,64,128,256,512,1024,2048,4096,8192",
+    )
+    return run(options, Inputs(options.torch_dtype))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 Kernel time by CUDA-graph replays over inputs rotated past the L2; each contender's output is held
 against fp64 first. All contenders read the same inputs and allocate their outputs themselves, in
 the capture, from one memory pool, so that all write the same addresses; three pools are averaged
-over, and the order is drawn anew each round (kernel_hub/testing/timing.py). FlashInfer's residual
+over, and the order is drawn anew each round (kernel_hub/measure/timing.py). FlashInfer's residual
 norm is in place only. Writes benchmarks/results/<gpu>_rms_norm.json.
 """
 
@@ -15,10 +15,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from _ops_common import CHECKED_TOKENS, Case, Contender, arguments, compiled, run
+from harness import CHECKED_TOKENS, Case, Contender, compiled, row_arguments, run_cases
 
 from kernel_hub import ops
-from kernel_hub.testing import reference, timing
+from kernel_hub.measure import timing
+from kernel_hub.testing import reference
 
 EPS = 1e-6
 
@@ -126,9 +127,7 @@ def norm_residual(dtype: torch.dtype, tokens: int, hidden: int) -> Case:
 
 def main() -> int:
     """Measure, write, print."""
-    options = arguments(__doc__, hidden="2048,4096,8192,16384")
-    if options.quick:
-        options.hidden = ["4096", "8192"]
+    options = row_arguments(__doc__, {"hidden": "4096,8192"}, hidden="2048,4096,8192,16384")
 
     def cases() -> Iterator[Callable[[], Case]]:
         for kind in (norm, norm_residual):
@@ -137,7 +136,7 @@ def main() -> int:
                     yield partial(kind, options.torch_dtype, tokens, int(hidden))
 
     with torch.no_grad():
-        return run("rms_norm", cases(), options)
+        return run_cases("rms_norm", cases(), options)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 Kernel time by CUDA-graph replays over inputs rotated past the L2; each contender's output is held
 against fp64 first. All contenders read the same inputs and allocate their outputs themselves, in
 the capture, from one memory pool, so that all write the same addresses; three pools are averaged
-over, and the order is drawn anew each round (kernel_hub/testing/timing.py).
+over, and the order is drawn anew each round (kernel_hub/measure/timing.py).
 Everybody gets cosines and sines as he takes them: ours and torch's a table of
 half a head a row, Liger rows of a whole head already picked by position, FlashInfer an fp32 cache
 and positions. Writes benchmarks/results/<gpu>_rope.json.
@@ -17,10 +17,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from _ops_common import CHECKED_TOKENS, Case, Contender, arguments, compiled, run
+from harness import CHECKED_TOKENS, Case, Contender, compiled, row_arguments, run_cases
 
 from kernel_hub import ops
-from kernel_hub.testing import reference, timing
+from kernel_hub.measure import timing
+from kernel_hub.testing import reference
 
 HEAD_DIM = 128
 BASE = 500_000.0
@@ -122,7 +123,7 @@ def _kept(found: Any) -> tuple[torch.Tensor, ...]:
 
 def main() -> int:
     """Measure, write, print."""
-    options = arguments(__doc__, heads="32/8,64/8")
+    options = row_arguments(__doc__, heads="32/8,64/8")
 
     def cases() -> Iterator[Callable[[], Case]]:
         for in_place in (False, True):
@@ -134,7 +135,7 @@ def main() -> int:
                     )
 
     with torch.no_grad():
-        return run("rope", cases(), options)
+        return run_cases("rope", cases(), options)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 Kernel time by CUDA-graph replays over inputs rotated past the L2; each contender's output is held
 against fp64 first. All contenders read the same inputs and allocate their outputs themselves, in
 the capture, from one memory pool, so that all write the same addresses; three pools are averaged
-over, and the order is drawn anew each round (kernel_hub/testing/timing.py). Writes
+over, and the order is drawn anew each round (kernel_hub/measure/timing.py). Writes
 benchmarks/results/<gpu>_silu_and_mul.json.
 """
 
@@ -15,10 +15,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from _ops_common import CHECKED_TOKENS, Case, Contender, arguments, compiled, run
+from harness import CHECKED_TOKENS, Case, Contender, compiled, row_arguments, run_cases
 
 from kernel_hub import ops
-from kernel_hub.testing import reference, timing
+from kernel_hub.measure import timing
+from kernel_hub.testing import reference
 
 
 def formula(x: torch.Tensor) -> torch.Tensor:
@@ -73,9 +74,7 @@ def gated(dtype: torch.dtype, tokens: int, size: int) -> Case:
 
 def main() -> int:
     """Measure, write, print."""
-    options = arguments(__doc__, sizes="11008,14336,28672")
-    if options.quick:
-        options.sizes = ["14336", "28672"]
+    options = row_arguments(__doc__, {"sizes": "14336,28672"}, sizes="11008,14336,28672")
 
     def cases() -> Iterator[Callable[[], Case]]:
         for size in options.sizes:
@@ -83,7 +82,7 @@ def main() -> int:
                 yield partial(gated, options.torch_dtype, tokens, int(size))
 
     with torch.no_grad():
-        return run("silu_and_mul", cases(), options)
+        return run_cases("silu_and_mul", cases(), options)
 
 
 if __name__ == "__main__":

@@ -9,25 +9,20 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import math
-import statistics
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
-from _ops_common import RESULTS, _gpu_token, compiled
-from bench_linear import FEW_ROWS, Inputs, measure, plan_of
+from bench_linear import QUICK
+from harness import OURS, Inputs, Launch, Report, arguments, compiled, plan_of, replays, rows_group
 
 from kernel_hub.ops import silu_and_mul, swiglu_linear
-from kernel_hub.testing import results
 from kernel_hub.testing.compare import compare
 
 OP = "swiglu_linear"
 PEER = "cuBLAS + torch.compile"
 # name -> (rows of gate and up, k)
 SHAPES = {"8B": (28672, 4096), "70B": (57344, 8192)}
-Launch = Callable[[], object]
 Set = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -58,7 +53,7 @@ def contenders(ss: Sequence[Set], wanted: Sequence[str]) -> dict[str, list[Launc
         join(torch.matmul(a, b.T, out=to))
 
     made: dict[str, list[Launch]] = {
-        "kernel_hub": [
+        OURS: [
             functools.partial(swiglu_linear, a, b, out=out)
             for (a, b, _), out in zip(ss, outs, strict=True)
         ],
@@ -71,23 +66,20 @@ def contenders(ss: Sequence[Set], wanted: Sequence[str]) -> dict[str, list[Launc
 
 
 def run(options: argparse.Namespace, inputs: Inputs) -> int:
-    rows: list[results.Row] = []
-    ratios: dict[bool, list[float]] = {True: [], False: []}
-    failures = []
+    report = Report(OP, options)
     for name, m in itertools.product(options.shapes, options.tokens):
         n, k = SHAPES[name]
         ss = inputs.sets(m, n, k)
         if message := wrong(ss[0]):
-            failures.append(f"{name} {m}: {message}")
+            report.failures.append(f"{name} {m}: {message}")
             continue
         found = contenders(ss, options.peers)
-        samples = measure(found, *plan_of(m, n, k, options.rounds))
+        samples = replays(found, *plan_of(m, n, k, options.rounds))
         case = f"{name} gate_up {n}x{k} m{m}"
         base = PEER if PEER in samples else "cuBLAS + silu_and_mul"
-        rows += results.summarise(OP, case, samples, "us", ratio_to=base)
-        medians = {label: statistics.median(values) for label, values in samples.items()}
-        ours = medians.pop("kernel_hub")
-        ratios[m <= FEW_ROWS].append(medians[base] / ours)
+        medians = report.case(case, samples, "us", ratio_to=base)
+        ours = medians.pop(OURS)
+        report.ahead(f"{base}, {rows_group(m)}", medians[base] / ours)
         others = "".join(
             f"  {label} {us:.2f} us x {us / ours:.3f}" for label, us in medians.items()
         )
@@ -96,32 +88,22 @@ def run(options: argparse.Namespace, inputs: Inputs) -> int:
             f"{2 * (n * k + m * k + m * n / 2) / ours / 1e6:5.2f} TB/s{others}",
             flush=True,
         )
-    for few, values in ratios.items():
-        if values:
-            mean = math.exp(statistics.fmean(map(math.log, values)))
-            which = f"up to {FEW_ROWS} rows" if few else "more rows"
-            print(f"{which}: geometric mean {mean:.3f} x the peer, least {min(values):.3f}")
-    about = results.environment()
-    results.write(options.out or RESULTS / f"{_gpu_token(about['gpu'])}_{OP}.json", rows)
-    for failure in failures:
-        print(f"WRONG {failure}", file=sys.stderr)
-    return 1 if failures else 0
+    report.write()
+    return report.finish()
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp16"))
-    parser.add_argument("--shapes", default=",".join(SHAPES))
-    parser.add_argument("--tokens", default="1,8,16,32,64,128,256,512,1024,2048,4096,8192")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--peers", default="torch.compile")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    for name in ("shapes", "tokens", "peers"):
-        setattr(options, name, options.__dict__[name].split(","))
-    options.tokens = [int(count) for count in options.tokens]
-    inputs = Inputs({"bf16": torch.bfloat16, "fp16": torch.float16}[options.dtype])
-    return run(options, inputs)
+    """Measure, write, print."""
+    options = arguments(
+        __doc__,
+        rounds=5,
+        quick=QUICK,
+        dtypes=("bf16", "fp16"),
+        shapes=",".join(SHAPES),
+        tokens="1,8,16,32,64,128,256,512,1024,2048,4096,8192",
+        peers="torch.compile",
+    )
+    return run(options, Inputs(options.torch_dtype))
 
 
 if __name__ == "__main__":

@@ -7,18 +7,15 @@ benchmarks/results/<gpu>_triton_launch.json and prints the table.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import tempfile
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from bench_launch import RESULTS, gpu_token
+from harness import OURS, Report, arguments
 
-from kernel_hub import KernelHubError
-from kernel_hub.testing import launch, results
+from kernel_hub.measure import launch, results
 
 TARGET = 1 / 3
 PEER = "Triton"
@@ -26,8 +23,8 @@ PEER = "Triton"
 
 def contenders(case: str) -> dict[str, launch.Contender]:
     """Name -> contender of one case, results compared once."""
-    import _triton_kernels as kernels
     import torch
+    import triton_kernels as kernels
 
     from kernel_hub.formats import triton
 
@@ -69,32 +66,20 @@ def contenders(case: str) -> dict[str, launch.Contender]:
 
 def main() -> int:
     """Measure, write, print; 1 where the target is missed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--rounds", type=int, default=200, help="of 300 launches each (default 200)"
-    )
-    parser.add_argument("--out", type=Path, help="default: results/<gpu>_triton_launch.json")
-    args = parser.parse_args()
-    try:
-        about = results.environment()
-    except KernelHubError as error:
-        print(f"needs an NVIDIA GPU: {error}", file=sys.stderr)
-        return 1
-    rows = []
+    options = arguments(__doc__, rounds=200, quick={"rounds": 40})  # of 300 launches each
+    report = Report("triton_launch", options)
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TRITON_CACHE_DIR"] = cache
         for case in ("add: 3 tensors + int", "matmul: 3 tensors + 6 ints + float"):
-            samples = launch.interleave(contenders(case), args.rounds)
-            rows += results.summarise("triton_launch", case, samples, "ns", ratio_to=PEER)
-    out = args.out or RESULTS / f"{gpu_token(about['gpu'])}_triton_launch.json"
-    results.write(out, rows)
-    print(results.table(rows))
-    print(f"{about['gpu']}, driver {about['driver']}; wrote {out}")
-    ours = [row for row in rows if row.contender.startswith("kernel_hub")]
+            samples = launch.interleave(contenders(case), options.rounds)
+            report.case(case, samples, "ns", ratio_to=PEER)
+    report.write()
+    print(results.table(report.rows))
+    ours = [row for row in report.rows if row.contender.startswith(OURS)]
     missed = [row for row in ours if row.ratio is not None and row.ratio > TARGET]
     for row in missed:
         print(f"misses the target of {TARGET:.2f}: {row.case}, {row.contender}")
-    return 1 if missed else 0
+    return report.finish() or (1 if missed else 0)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The int4 and int8 weight kernels of cpm_kernels' clients beside torch's own expressions.
 
 Launched as those clients do, a block a row; kernel time by CUDA-graph replays over inputs rotated
-past the L2, outputs held against fp64 first (kernel_hub/testing/timing.py). Shapes: the layers of
+past the L2, outputs held against fp64 first (kernel_hub/measure/timing.py). Shapes: the layers of
 ChatGLM2-6B. Writes benchmarks/results/<gpu>_weight_extraction.json.
 """
 
@@ -14,10 +14,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from _ops_common import CHECKED_TOKENS, Case, Contender, arguments, compiled, run
+from harness import CHECKED_TOKENS, Case, Contender, compiled, row_arguments, run_cases
 
 from kernel_hub import Kernel
-from kernel_hub.testing import timing
+from kernel_hub.measure import timing
 
 NAMES = {torch.float16: "Half", torch.bfloat16: "BFloat16", torch.float32: "Float"}
 
@@ -108,9 +108,11 @@ def compression(rows: int, columns: int) -> Case:
 
 def main() -> int:
     """Measure, write, print."""
-    options = arguments(__doc__, shapes="4608x4096,4096x4096,27392x4096,4096x13696")
-    if options.quick:
-        options.shapes = options.shapes[1:3]
+    options = row_arguments(
+        __doc__,
+        {"shapes": "4096x4096,27392x4096"},
+        shapes="4608x4096,4096x4096,27392x4096,4096x13696",
+    )
 
     def cases() -> Iterator[Callable[[], Case]]:
         for shape in options.shapes:
@@ -120,7 +122,7 @@ def main() -> int:
         yield partial(compression, *map(int, options.shapes[-1].split("x")))
 
     with torch.no_grad():
-        return run("weight_extraction", cases(), options)
+        return run_cases("weight_extraction", cases(), options)
 
 
 if __name__ == "__main__":

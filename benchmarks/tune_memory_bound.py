@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _ops_common import DTYPES, compiled
 from bench_rms_norm import formula, fused_formula
 from bench_silu_and_mul import formula as silu_formula
+from harness import DTYPES, compiled
 
+from kernel_hub.measure import timing
 from kernel_hub.registry import own
-from kernel_hub.testing import timing
 
 Dims = tuple[int, int, int]
 EPS = 1e-6
@@ -76,7 +76,7 @@ def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def op(name: str) -> Any:
-    return importlib.import_module(f"kernel_hub.ops.{name}")
+    return importlib.import_module(f"kernel_hub.ops.rowwise.{name}")
 
 
 def planned(cubin: str, plan: Any) -> Launch:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
+from .archs import ARCHS
 from .collection.manifest import CubinEntry, Manifest
 from .collection.manifest_write import function_entry, locked, write
 from .compilers.declarations import match_params, read_prototypes
@@ -35,7 +36,6 @@ from .compilers.nvcc import (
 from .cubin import read_cubin, read_ptx
 from .errors import CubinCorruptError, KernelHubError, nearest
 
-DEFAULT_ARCHS = "sm80,sm89,sm90"
 Entries = dict[tuple[str, str], CubinEntry]  # by (name, arch)
 
 
@@ -65,8 +65,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=root / "cubins", help="folder to write to")
     parser.add_argument(
         "--arch",
-        default=DEFAULT_ARCHS,
-        help=f"architectures, separated by commas (default {DEFAULT_ARCHS})",
+        default=",".join(ARCHS),
+        help="architectures, separated by commas (default %(default)s)",
     )
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="just this one")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="compilers at a time")
@@ -112,7 +112,7 @@ def _plan(
 
 def _any_arch(source: Path) -> list[str]:
     one = only_arch(source)
-    return [one] if one else DEFAULT_ARCHS.split(",")
+    return [one] if one else list(ARCHS)
 
 
 def _load(out: Path) -> tuple[Entries, dict[str, str]]:

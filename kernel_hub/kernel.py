@@ -22,7 +22,8 @@ from .image.retyped import DeclaredImage
 from .image.shipped import Image, open_image
 from .launch import loader
 from .launch.bound import BoundLaunch
-from .launch.function import HintedFunction, KernelFunction, device_number, hook_fork, live
+from .launch.function import KernelFunction, device_number, hook_fork, live
+from .launch.hinted import HintedFunction
 from .launch.libraries import Lease, Library, LoadedImage, loaded_images
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""`testing/tune.py`: candidates checked before they may win, timed twice, made into a section."""
+"""`measure/tune.py`: candidates checked before they may win, timed twice, made into a section."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="the ops are torch ops")
 
 from kernel_hub.errors import LaunchConfigError  # noqa: E402
-from kernel_hub.testing import tune  # noqa: E402
-from kernel_hub.testing.tune import Case, Key, Launch  # noqa: E402
+from kernel_hub.measure import tune  # noqa: E402
+from kernel_hub.measure.tune import Case, Key, Launch  # noqa: E402
 from kernel_hub.tuning import Choice, Gpu, Row, Table, tables  # noqa: E402
 
 GPU = Gpu((9, 0), 132, "NVIDIA H200")
@@ -132,7 +132,7 @@ def test_a_section_says_how_far_down_a_row_reaches(doubling: Doubling) -> None:
 
 
 def test_every_tunable_offers_rows_its_own_table_takes() -> None:
-    from kernel_hub.testing.tune_ops import TUNABLE
+    from kernel_hub.measure.tune_ops import TUNABLE
 
     for op, tunable in TUNABLE.items():
         for gpu in (GPU, Gpu((8, 0), 108), Gpu((8, 9), 142)):

@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 from kernel_hub import driver
 from kernel_hub.collection.manifest import open_collection
 from kernel_hub.errors import KernelHubError
-from kernel_hub.testing import torch_builds
+from kernel_hub.measure import torch_builds
 
 OWN, OVER = ROOT / ".venv", ROOT / ".venv-over"
 # What a target imports, and the extra of setup.py that brings it.
@@ -121,7 +121,7 @@ def bring_cuda_torch(own: Environment, version: int) -> None:
         )
 
 
-def _index_of(build: torch_builds.Build, version: int, own: Environment) -> list[str]:
+def _index_of(build: torch_builds.TorchBuild, version: int, own: Environment) -> list[str]:
     """pip's options for the index that has the build: PyTorch's, or PyPI where that has it too."""
     if os.environ.get("PIP_NO_INDEX"):
         return []  # a folder of wheels, whatever is in it

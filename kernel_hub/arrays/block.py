@@ -30,12 +30,12 @@ _LOST = STICKY | {_DEINITIALIZED, _INVALID_CONTEXT, _CONTEXT_IS_DESTROYED}
 # What notices that the block of an allocation died, one for each.
 live: set[_Watch] = set()
 # Memory whose freeing a graph capture held up.
-pending: dict[_Memory, None] = {}
+pending: dict[_Freeing, None] = {}
 # Blocks whose finaliser Ctrl-C ended before it had freed their memory.
 dead: deque[_Watch] = deque()
 
 
-class _Memory:
+class _Freeing:
     """What it takes to free an allocation.
 
     `owned` holds the driver and the block's watch while there is something to free.
@@ -99,7 +99,7 @@ class _Watch(weakref.ref["Block"]):
     """Notices that a block died, in C code, which Ctrl-C cannot end."""
 
     __slots__ = ("memory",)
-    memory: _Memory
+    memory: _Freeing
 
 
 class Block:
@@ -129,7 +129,7 @@ class Block:
         self.device = device
         self.stream = self.last_stream = stream
         self.freed = False
-        self._memory = _Memory(size_bytes, device, stream, owner)
+        self._memory = _Freeing(size_bytes, device, stream, owner)
 
     @classmethod
     def owned(cls, driver: _driver.Driver, size_bytes: int, device: int, stream: int) -> Block:

@@ -90,7 +90,7 @@ _decrease = ctypes.PYFUNCTYPE(None, ctypes.py_object)(("Py_DecRef", ctypes.pytho
 
 
 @dataclass(frozen=True)
-class Given:
+class Consumed:
     """What a consumed capsule holds. `owner` calls the producer's deleter when it dies."""
 
     address: int
@@ -139,7 +139,7 @@ def _refused(name: str, error: Exception) -> str:
     return f"{name} is not one array in the memory of one GPU ({type(error).__name__}: {error})"
 
 
-def consume(producer: Any, stream: int, *, any_dtype: bool = False) -> Given:
+def consume(producer: Any, stream: int, *, any_dtype: bool = False) -> Consumed:
     """Take the producer's capsule, ordered before work on `stream` (-1: not ordered).
 
     any_dtype: one without a token comes as a Dtype whose token is ''.
@@ -179,7 +179,7 @@ def consume(producer: Any, stream: int, *, any_dtype: bool = False) -> Given:
     if rank and tensor.strides:
         strides = tuple(tensor.strides[:rank])
     _set_name(handle, used)
-    return Given(
+    return Consumed(
         address=(tensor.data or 0) + tensor.byte_offset,
         size_bytes=math.prod(shape) * dtype.size_bytes,
         device=tensor.device_id,

@@ -10,18 +10,9 @@ from ..collection.resolve import Candidate, resolve
 from ..errors import KernelHubError
 from ..registry import packages
 
-# GPUs that the tables name, newest last; the last is one that nothing shipped runs on.
-KNOWN_GPUS = {
-    (8, 0): "A100",
-    (8, 6): "A10, RTX 30",
-    (8, 9): "L4, L40S, RTX 40",
-    (9, 0): "H100, H200",
-    (10, 0): "B200",
-}
-
 
 @dataclass(frozen=True)
-class Choice:
+class Pick:
     """What a GPU would load for a shipped name: an entry, or None with every refusal."""
 
     name: str
@@ -29,7 +20,7 @@ class Choice:
     rejected: dict[str, str]
 
 
-def choices(collection: Collection, compute_capability: tuple[int, int]) -> list[Choice]:
+def choices(collection: Collection, compute_capability: tuple[int, int]) -> list[Pick]:
     """The resolver's choice for each cubin of `collection`."""
     made = []
     for name, entries in sorted(collection.manifest.cubins.items()):
@@ -39,7 +30,7 @@ def choices(collection: Collection, compute_capability: tuple[int, int]) -> list
             [Candidate(entry.arch, target) for target, entry in by_target.items()],
         )
         entry = by_target[found.chosen.target] if found.chosen else None
-        made.append(Choice(name, entry, found.rejected))
+        made.append(Pick(name, entry, found.rejected))
     return made
 
 

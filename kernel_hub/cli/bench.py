@@ -12,7 +12,7 @@ from ..errors import KernelHubError
 from . import _console
 
 if TYPE_CHECKING:
-    from ..testing.results import Row
+    from ..measure.results import ResultRow
 
 NAME = "bench"
 HELP = "measure what a launch costs beside a C loop and other launchers (needs a GPU and torch)"
@@ -35,9 +35,9 @@ def check_ready(*, plot: bool) -> None:
         raise KernelHubError("--plot needs matplotlib: pip install matplotlib")
 
 
-def measure(rounds: int) -> list[Row]:
+def measure(rounds: int) -> list[ResultRow]:
     """All rows; what could not be measured is said on the way."""
-    from ..testing import launch
+    from ..measure import launch
 
     with _console.progress(_STEPS, "launch costs") as advance:
 
@@ -52,7 +52,7 @@ def measure(rounds: int) -> list[Row]:
         return rows + launch.import_milliseconds()
 
 
-def bars(rows: list[Row], unit: str) -> dict[str, dict[str, float]]:
+def bars(rows: list[ResultRow], unit: str) -> dict[str, dict[str, float]]:
     """case -> contender -> median, quickest first, of the rows in `unit`."""
     found: dict[str, dict[str, float]] = {}
     for row in sorted(rows, key=lambda row: row.median):
@@ -61,7 +61,7 @@ def bars(rows: list[Row], unit: str) -> dict[str, dict[str, float]]:
     return found
 
 
-def draw(rows: list[Row], file: Path, title: str) -> None:
+def draw(rows: list[ResultRow], file: Path, title: str) -> None:
     """One panel of horizontal bars a case."""
     import matplotlib
 
@@ -93,7 +93,7 @@ def draw(rows: list[Row], file: Path, title: str) -> None:
 
 def run(args: argparse.Namespace) -> int:
     check_ready(plot=args.plot is not None)
-    from ..testing import results
+    from ..measure import results
 
     rows = measure(args.rounds)
     _console.table(
@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _cells(row: Row) -> list[Any]:
+def _cells(row: ResultRow) -> list[Any]:
     numbers = [f"{value:.4g}" for value in (row.median, row.p20, row.p80)]
     ratio = f"{row.ratio:.2f} x {row.ratio_to}" if row.ratio is not None else ""
     return [row.case, row.contender, *numbers, row.unit, ratio]

@@ -6,11 +6,12 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..archs import ARCHS
 from ..errors import KernelHubError
 from . import _console
 
 if TYPE_CHECKING:
-    from ..formats.triton.ahead._compile import Built
+    from ..formats.triton.ahead.compiling import Built
 
 NAME = "build-triton"
 HELP = "build a Triton kernel ahead of time, for several architectures (needs Triton, no GPU)"
@@ -43,7 +44,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--autotune", action="store_true", help="the configurations of its @triton.autotune"
     )
-    parser.add_argument("--arch", default="sm80,sm89,sm90", help="default sm80,sm89,sm90")
+    parser.add_argument("--arch", default=",".join(ARCHS), help="default %(default)s")
     parser.add_argument(
         "--grid", metavar="EXPR", help="kept with the kernel: C expressions over integer arguments "
         "and constants, such as '(n + BLOCK - 1) / BLOCK, heads'",
@@ -52,8 +53,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..formats.triton._configuration import split
-    from ..formats.triton.ahead import _compile, _frontend
+    from ..formats.triton.ahead import compiling, frontend
+    from ..formats.triton.configuration import split
 
     if args.autotune and args.config:
         raise KernelHubError("--autotune and --config: one of them")
@@ -61,29 +62,29 @@ def run(args: argparse.Namespace) -> int:
     if not colon:
         raise KernelHubError(f"{args.function}: FILE.py:NAME, such as add.py:add_kernel")
     is_module = not path.endswith(".py") and all(map(str.isidentifier, path.split(".")))
-    fn = _frontend.from_module(path, name) if is_module else _frontend.from_file(Path(path), name)
+    fn = frontend.from_module(path, name) if is_module else frontend.from_file(Path(path), name)
     signature: Any = args.signature
     if "=" in signature:
         signature = dict(_pair("--signature", part) for part in split(signature))
     options = {"num_warps": args.num_warps, "num_stages": args.num_stages}
     constants = {
-        key: _frontend.constant(text) for key, text in _pairs("--constexpr", args.constexpr)
+        key: frontend.constant(text) for key, text in _pairs("--constexpr", args.constexpr)
     }
     configs = None
     if not args.autotune:
         configs = [
             {
                 **options,
-                **{k: _frontend.constant(v) for k, v in _pairs("--config", text.split(","))},
+                **{k: frontend.constant(v) for k, v in _pairs("--config", text.split(","))},
             }
             for text in args.config
         ] or [options]
-    tokens = _compile.archs(args.arch)
+    tokens = compiling.archs(args.arch)
     total = len(tokens) * len(
         configs if configs is not None else getattr(fn, "configs", None) or []
     )
     with _console.progress(total, "building") as advance:
-        built = _compile.compile_configs(
+        built = compiling.compile_configs(
             fn, configs, signature=signature, constexprs=constants, arch=tokens, out=args.out,
             grid=args.grid, on_step=advance,
         )  # fmt: skip

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import driver
+from ..archs import KNOWN_GPUS
 from ..collection.manifest import open_collection
 from ..errors import KernelHubError
 from . import _console
-from ._gather import KNOWN_GPUS, choices
+from ._gather import choices
 
 if TYPE_CHECKING:
-    from ..testing.rates import Result
+    from ..measure.rates import Result
 
 NAME = "demo"
 HELP = "run kernels on real data against references, on the GPU or the CPU (exit code 0 or 1)"
@@ -27,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass
-class Report:
+class DemoReport:
     """What ran, and why other things did not. `problems` are what went wrong, each said whole."""
 
     no_gpu: str | None
@@ -98,9 +99,9 @@ def no_torch() -> str | None:
 
 def run_ops(num_tokens: int, device: str) -> list[Result]:
     """torch's ops in every dtype on `device`; on a GPU timed too."""
-    from ..testing import demo, timing
+    from ..measure import demo, timing
 
-    measure: Callable[[demo.Case], Result] = demo.checked
+    measure: Callable[[demo.DemoCase], Result] = demo.checked
     if device == "cuda":
         timer = timing.GraphTimer()
         measure = partial(demo.measured, timer=timer, roofs=demo.roofs(timer))
@@ -112,7 +113,7 @@ def run_numpy(num_tokens: int) -> list[Result]:
     """Shipped kernels on NumPy's data on the GPU, without torch."""
     import numpy as np
 
-    from ..testing import demo_numpy
+    from ..measure import demo_numpy
 
     cases = list(demo_numpy.cases(num_tokens, driver.get().compute_capability(0)))
     measure = partial(
@@ -140,9 +141,9 @@ def resolver_rows() -> list[list[str]]:
     ]
 
 
-def examine(num_tokens: int | None, without_torch: bool) -> Report:
+def examine(num_tokens: int | None, without_torch: bool) -> DemoReport:
     """Run what can run here."""
-    report = Report(no_gpu(), "left out" if without_torch else no_torch())
+    report = DemoReport(no_gpu(), "left out" if without_torch else no_torch())
     report.torch_on_gpu = not (report.no_gpu or report.no_torch) and _torch_has_cuda()
     if not report.no_gpu and not report.torch_on_gpu:
         report.numpy = report.try_to(run_numpy, num_tokens or NUMPY_TOKENS)
@@ -179,7 +180,7 @@ def _torch_has_cuda() -> bool:
     return torch is not None and bool(torch.cuda.is_available())
 
 
-def _print(report: Report) -> None:
+def _print(report: DemoReport) -> None:
     gpu = "" if report.no_gpu else driver.get().device_name(0)
     cpu = "the CPU (the reference path)"
     where = gpu if report.torch_on_gpu else cpu
@@ -237,9 +238,9 @@ def _print_resolver() -> None:
     _console.table(["cubin", *gpus], resolver_rows())
 
 
-def _print_way_on(report: Report) -> None:
+def _print_way_on(report: DemoReport) -> None:
     """The one command that brings the ops to this machine, and what it costs; nothing is asked."""
-    from ..testing import torch_builds
+    from ..measure import torch_builds
 
     in_checkout = (ROOT / "Makefile").is_file()
     if report.no_gpu:

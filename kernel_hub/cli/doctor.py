@@ -43,7 +43,7 @@ LAUNCHERS = {
 
 
 @dataclass(frozen=True)
-class Device:
+class FoundGpu:
     """One GPU, and for each shipped cubin the file it would load or None."""
 
     index: int
@@ -62,7 +62,7 @@ class Report:
     platform: str
     launcher: str
     driver: dict[str, Any] | None = None
-    devices: list[Device] = field(default_factory=list)
+    devices: list[FoundGpu] = field(default_factory=list)
     cubins: dict[str, Any] | None = None
     cache: dict[str, str] = field(default_factory=dict)
     torch: dict[str, Any] | None = None
@@ -174,7 +174,7 @@ def _examine_devices(report: Report, driver: _driver.Driver, collection: Collect
         capability = driver.compute_capability(index)
         found = choices(collection, capability) if collection else []
         report.devices.append(
-            Device(
+            FoundGpu(
                 index,
                 driver.device_name(index),
                 capability,

@@ -44,7 +44,7 @@ _OWNED = re.compile(r"(\.nv\.(?:info|shared|local|constant\d+)|\.text|\.rela?\.\
 
 
 @dataclasses.dataclass(frozen=True)
-class Image:
+class ShownImage:
     """One image to describe: its bytes, and the manifest's entry when it is shipped."""
 
     label: str
@@ -61,13 +61,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def images(asked: str, *, package: str = "kernel_hub", arch: str | None = None) -> list[Image]:
+def images(asked: str, *, package: str = "kernel_hub", arch: str | None = None) -> list[ShownImage]:
     """The images `asked` stands for: those of a file, or a shipped cubin of each architecture."""
     if os.path.isfile(asked):
         if not asked.endswith(_SOURCES):
-            return [Image(asked, read_file(asked))]
+            return [ShownImage(asked, read_file(asked))]
         arrays = carray.load(asked)
-        return [Image(f"{asked}: {name}", data) for name, data in arrays.items()]
+        return [ShownImage(f"{asked}: {name}", data) for name, data in arrays.items()]
     collection = find_collection(package)
     name = asked.removesuffix(".cubin").removesuffix(".fatbin")
     if name not in collection.manifest.cubins:
@@ -82,10 +82,10 @@ def images(asked: str, *, package: str = "kernel_hub", arch: str | None = None) 
     chosen = [e for _, e in sorted(entries.items()) if arch is None or names_target(arch, e.target)]
     if not chosen:
         raise CubinNotFoundError(f"{name} is shipped for {', '.join(sorted(entries))}, not {arch}")
-    return [Image(entry.file, collection.read(entry), entry) for entry in chosen]
+    return [ShownImage(entry.file, collection.read(entry), entry) for entry in chosen]
 
 
-def describe(image: Image) -> Described:
+def describe(image: ShownImage) -> Described:
     """Everything known of an image, as JSON would hold it. Raises CubinCorruptError."""
     try:
         kind = image_kind(image.data)
@@ -95,7 +95,7 @@ def describe(image: Image) -> Described:
         raise CubinCorruptError(f"{image.label}: {error}") from error
 
 
-def _cubin(image: Image) -> Described:
+def _cubin(image: ShownImage) -> Described:
     info = read_cubin(image.data)
     described = dataclasses.asdict(info)
     declared = image.entry.functions if image.entry else {}
@@ -137,7 +137,7 @@ def _signature(info: CubinInfo, name: str, declared: Any) -> str:
     return f"{name}({', '.join(params)})"
 
 
-def _fatbin(image: Image) -> Described:
+def _fatbin(image: ShownImage) -> Described:
     entries = []
     for number, entry in enumerate(read_fatbin(image.data).entries):
         target = entry.target if entry.kind == "cubin" else entry.target.replace("sm", "compute")
@@ -153,14 +153,14 @@ def _fatbin(image: Image) -> Described:
             row["unread"] = entry.unread
         if entry.image is not None:
             try:
-                row["contents"] = describe(Image(f"{image.label} entry {number}", entry.image))
+                row["contents"] = describe(ShownImage(f"{image.label} entry {number}", entry.image))
             except CubinCorruptError as error:
                 row["unread"] = str(error)
         entries.append(row)
     return {"entries": entries}
 
 
-def _ptx(image: Image) -> Described:
+def _ptx(image: ShownImage) -> Described:
     info: PtxInfo = read_ptx(image.data)
     called = cxx_names(info.functions)
     functions = {

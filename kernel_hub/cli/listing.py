@@ -6,6 +6,7 @@ import argparse
 from collections import Counter
 from dataclasses import dataclass, field
 
+from ..archs import ARCHS
 from ..collection.manifest import Collection, CubinEntry
 from ..collection.resolve import names_target
 from ..registry import DTYPE_TOKENS, dtype_of
@@ -33,7 +34,7 @@ class Listed:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--arch", metavar="SM", help="only this architecture: sm80, sm89, sm90")
+    parser.add_argument("--arch", metavar="SM", help=f"only this architecture: {', '.join(ARCHS)}")
     add_package(parser, default=None)
     parser.add_argument("--dtype", choices=DTYPE_TOKENS, help="only functions of this dtype")
     parser.add_argument("--functions", action="store_true", help="show every signature")

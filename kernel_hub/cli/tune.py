@@ -17,7 +17,7 @@ from ..tuning import file
 from . import _console
 
 if TYPE_CHECKING:
-    from ..testing.tune import Measured, Tunable
+    from ..measure.tune import Measured, Tunable
 
 NAME = "tune"
 HELP = "measure the variants of an op on this GPU and keep the fastest (needs a GPU and torch)"
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         return clear(args.op)
     if importlib.util.find_spec("torch") is None:
         raise KernelHubError("tuning needs torch with CUDA: pip install torch")
-    from ..testing import tune
+    from ..measure import tune
 
     tunables = chosen(args.op)
     if args.output and len(tunables) > 1:
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
 def chosen(op: str | None) -> dict[str, Tunable]:
     """All that can be tuned, or `op` alone."""
-    from ..testing.tune_ops import TUNABLE
+    from ..measure.tune_ops import TUNABLE
 
     if op is None:
         return TUNABLE
@@ -135,7 +135,7 @@ def _tune(
     rounds: int,
 ) -> None:
     """Measure, and write after each shape: an interrupted run keeps what it has."""
-    from ..testing import tune
+    from ..measure import tune
 
     table = tunable.table
     old = _old_sections(table, path, gpu)
@@ -176,7 +176,7 @@ def _tune(
         _console.note(f"{tuning.VARIABLE}=0 is set: no process with it reads that file")
 
 
-def _old_sections(table: tuning.Table, path: Path, gpu: tuning.Gpu) -> list[tuning.Section]:
+def _old_sections(table: tuning.Table, path: Path, gpu: tuning.Gpu) -> list[tuning.GpuSection]:
     """What `path` holds and is worth keeping: nothing of a wrong file, no stale choices."""
     try:
         sections = table.sections_of(path)
@@ -193,7 +193,7 @@ def _old_sections(table: tuning.Table, path: Path, gpu: tuning.Gpu) -> list[tuni
     return kept
 
 
-def _same_gpu(section: tuning.Section, gpu: tuning.Gpu) -> bool:
+def _same_gpu(section: tuning.GpuSection, gpu: tuning.Gpu) -> bool:
     return (section.arch, section.gpu, section.num_sms) == (gpu.arch, gpu.name, gpu.num_sms)
 
 
@@ -231,7 +231,7 @@ def show(op: str | None) -> int:
 def _listed(path: Path) -> list[list[object]]:
     if importlib.util.find_spec("torch") is None:
         raise TableError(f"{path}: its op needs torch (pip install torch)")
-    from ..testing import tune_ops
+    from ..measure import tune_ops
 
     if path.stem not in tune_ops.TUNABLE:
         raise TableError(f"{path}: no op of that name has variants to choose from")

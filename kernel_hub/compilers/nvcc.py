@@ -16,6 +16,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..archs import target_of
 from ..errors import KernelHubError
 
 # Raise this when the builder changes so that unchanged sources must be built or described anew.
@@ -131,9 +132,7 @@ def make_jobs(source: Path, archs: list[str], toolkit: str, csrc: Path | None = 
     texts = _project_files(source, csrc)
     jobs = []
     for arch in archs:
-        target = arch.replace("sm", "sm_")
-        if only_arch(source) and int(arch[2:]) >= 90:
-            target += "a"  # wgmma and TMA exist on the exact architecture alone
+        target = target_of(arch, exact=only_arch(source) is not None)
         code = f"-gencode=arch={target.replace('sm', 'compute')},code={target}"
         flags = (*BASE_FLAGS, code, f"-I{csrc.name}/include", f"-I{csrc.name}", *asked)
         digest = hashlib.sha256(repr((BUILDER_FORMAT, toolkit, flags)).encode())

@@ -26,7 +26,7 @@ _NAME = re.compile(r'<([^>\n]+)>|"([^"\n]+)"')
 
 
 @dataclass(frozen=True)
-class Compiled:
+class CompiledUnit:
     """One translation unit: `symbols` maps each asked expression to its name in the image."""
 
     image: bytes
@@ -75,7 +75,9 @@ def cuda_headers() -> tuple[str, ...]:
     return (f"-I{found}",) if found else ()
 
 
-def compile_source(code: str, name: str, options: Sequence[str], names: Sequence[str]) -> Compiled:
+def compile_source(
+    code: str, name: str, options: Sequence[str], names: Sequence[str]
+) -> CompiledUnit:
     """Compile `code`, called `name` in messages; `options` is NVRTC's whole command line.
 
     Raises CompileError with the compiler's log.
@@ -118,7 +120,7 @@ def compile_source(code: str, name: str, options: Sequence[str], names: Sequence
         key: value.decode() if isinstance(value, bytes) else str(value)
         for key, value in made.symbol_mapping.items()
     }
-    return Compiled(bytes(made.code), _ptx(nvrtc, program), symbols, _clean(log.getvalue()))
+    return CompiledUnit(bytes(made.code), _ptx(nvrtc, program), symbols, _clean(log.getvalue()))
 
 
 def _arch_of(options: Sequence[str]) -> str:

@@ -52,7 +52,7 @@ _MAX_POINTED = 16  # log2
 _LAST_CODE = 0x7F
 
 
-class Params(NamedTuple):
+class ParamPlaces(NamedTuple):
     """Where the parameters lie: constant bank offset, bytes, and (offset, size) in order."""
 
     base: int
@@ -150,7 +150,7 @@ def read_global_info(
 
 def read_function_info(
     elf: Elf, section: Section, text: Section, symbols: list[Symbol], name: str
-) -> tuple[dict[int, Record], Params | None]:
+) -> tuple[dict[int, Record], ParamPlaces | None]:
     """The records of one function by code, each checked, and its parameters, if it has any."""
     records: dict[int, Record] = {}
     params: dict[int, tuple[int, int]] = {}
@@ -193,7 +193,7 @@ def _check_params(
     params: dict[int, tuple[int, int]],
     symbols: list[Symbol],
     name: str,
-) -> Params | None:
+) -> ParamPlaces | None:
     bank, total = records.get(PARAM_CBANK), records.get(CBANK_PARAM_SIZE)
     if bank is None or total is None:
         if bank or total or params:
@@ -223,7 +223,7 @@ def _check_params(
         end = offset + length
     if end != size:
         corrupt(f"{section.name}: the parameters end at {end}, not at {size}", bank.offset + 10)
-    return Params(base, size, ordered)
+    return ParamPlaces(base, size, ordered)
 
 
 def param_bases(sm: int) -> tuple[int, ...]:

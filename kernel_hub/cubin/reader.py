@@ -25,7 +25,7 @@ from .nvinfo import (
     REGCOUNT,
     REQNTID,
     UNKNOWN_STACK,
-    Params,
+    ParamPlaces,
     Record,
     param_bases,
     read_function_info,
@@ -169,7 +169,7 @@ def _check_registers(text: Section, num_regs: int) -> None:
         )
 
 
-def _check_bank(elf: Elf, bank: Section | None, name: str, params: Params | None) -> None:
+def _check_bank(elf: Elf, bank: Section | None, name: str, params: ParamPlaces | None) -> None:
     """Constant bank 0 ends where the parameters end, and holds zeros until a launch fills it."""
     if bank is None:
         corrupt(f"kernel {name} has no section .nv.constant0.{name}")
@@ -192,7 +192,7 @@ def _describe(
     shared: Section | None,
     used: dict[int, dict[int, int]],
     records: dict[int, Record],
-    params: Params | None,
+    params: ParamPlaces | None,
 ) -> FunctionInfo:
     def triple(code: int) -> tuple[int, int, int] | None:
         return struct.unpack("<3I", records[code].payload) if code in records else None

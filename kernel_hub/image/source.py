@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import cache_folder
+from ..archs import target_of
 from ..compilers import nvrtc
 from ..errors import CompileError, FunctionNotFoundError, KernelHubError, ParamsError
 from ..files import read_file
@@ -240,7 +241,7 @@ def _arch(arch: Any) -> str:
 def _own_arch(compute_capability: tuple[int, int]) -> str:
     # From 9.0 on, the instructions of this very architecture too (wgmma, TMA's multicast).
     major, minor = compute_capability
-    return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
+    return target_of(f"sm{major}{minor}", exact=True)
 
 
 def _plain_names(symbols: Sequence[str]) -> dict[str, str]:
@@ -265,7 +266,7 @@ def _plain_name(symbol: str) -> str:
 
 
 def _types(
-    code: str, offered: str, symbol: str, made: nvrtc.Compiled, where: str
+    code: str, offered: str, symbol: str, made: nvrtc.CompiledUnit, where: str
 ) -> list[tuple[str | None, str | None]]:
     """Parameter names and types as the source declares them and PTX and cubin confirm.
 

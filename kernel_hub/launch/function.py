@@ -12,23 +12,26 @@ import threading
 import types
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .. import driver as _driver
 from ..arrays import interop
 from ..driver import apart
-from ..errors import KernelHubError, LaunchConfigError
+from ..errors import LaunchConfigError
 from ..image.shipped import FunctionSpec
 from ..signature.params import ordered
 from . import generated
-from .c_launcher import Launcher
+from .c_launcher import Fixed, Launcher
 from .c_launcher import available as native_available
 from .device_function import DeviceFunction, device_of, is_blocking
 from .geometry import NOT_GIVEN, dims, index, one_shared
 from .loader import Loader
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from .bound import BoundLaunch
 
 live: weakref.WeakSet[KernelFunction] = weakref.WeakSet()
@@ -68,20 +71,30 @@ class KernelFunction(partial):  # type: ignore[type-arg]
         # The launcher's code is replaced at the first launch and again when torch appears.
         launch = types.FunctionType(_first_launch.__code__, {}, spec.name)
         launch.__defaults__ = _first_launch.__defaults__
-        launch.__qualname__ = spec.name  # Python's own errors about arguments show it
-        self = cls(launch)
-        self._launch = launch
-        self._native = None
-        self._armed = False
-        self._loader = loader
-        self._spec = spec
-        self._states = {}
-        self._lock = loader.lock
-        self.__name__ = spec.name
-        self.__doc__ = f"{spec.describe()}\n\n{cls.__doc__}"
+        self = cls._of(launch, loader, spec, {})
         # Weak: a cycle would keep the function past its last user.
         launch.__globals__.update(_namespace(weakref.ref(self)))
         live.add(self)
+        return self
+
+    @classmethod
+    def _before(cls, function: KernelFunction, launch: Any, params: tuple[Any, ...]) -> Self:
+        """A function of these `params` whose `launch` ends in one of `function`.
+
+        For a subclass that adds to a launch. What is loaded is `function`'s: the subclass asks it
+        in `_state` and `_device_of`.
+        """
+        spec = replace(function._spec, params=params)
+        return cls._of(launch, function._loader, spec, function._states)
+
+    @classmethod
+    def _of(cls, launch: Any, loader: Loader, spec: FunctionSpec, states: Any) -> Self:
+        launch.__qualname__ = spec.name  # Python's own errors about arguments show it
+        self = cls(launch)
+        self._launch, self._native, self._armed = launch, None, False
+        self._loader, self._spec, self._states, self._lock = loader, spec, states, loader.lock
+        self.__name__ = spec.name
+        self.__doc__ = f"{spec.describe()}\n\n{cls.__doc__}"
         return self
 
     @property
@@ -211,7 +224,9 @@ class KernelFunction(partial):  # type: ignore[type-arg]
         with self._lock:
             # The generated launcher costs a millisecond to make: not before the C one leaves
             # something to it.
-            if not self._armed and self._arm_native(state):
+            if not self._armed and (native := self._native_for(state)) is not None:
+                state.native = native
+                self._put_in_front(native)
                 self._armed = True  # for this device; tensors on others go the Python way
                 return self.func
             self._generate(driver, state)
@@ -237,20 +252,25 @@ class KernelFunction(partial):  # type: ignore[type-arg]
         # The swap is one store: other threads run either launcher whole.
         self._launch.__code__ = local["launch"].__code__
 
-    def _arm_native(self, state: DeviceFunction) -> bool:
-        """Put the C launcher in front for `state`'s device, where torch is and nothing blocks."""
+    def _native_for(self, state: DeviceFunction, fixed: Fixed | None = None) -> Launcher | None:
+        """The C launcher, ready for `state`'s device; None before torch is there, or if it blocks.
+
+        fixed: what of a launch is given (see Launcher.arm).
+        """
         getter = interop.raw_stream_getter()
         if getter is None or is_blocking() or not native_available():
-            return False
+            return None
         native = self._native or Launcher(self._launch)
         names = generated.torch_names(state.params)
         dtypes = [names.get(f"dtype{param.index}") for param in state.params]
-        if not native.arm(state, dtypes, interop.loaded_torch(), getter):
+        return native if native.arm(state, dtypes, interop.loaded_torch(), getter, fixed) else None
+
+    def _put_in_front(self, native: Launcher) -> bool:
+        """Launch through C from now on; False where it was so before."""
+        if self._native is not None:
             return False
-        state.native = native
-        if self._native is None:
-            self._native = native  # for good: calls under way hold no reference of their own
-            self.__setstate__((native.callable(), (), {}, self.__dict__))  # type: ignore[attr-defined]
+        self._native = native  # for good: calls under way hold no reference of their own
+        self.__setstate__((native.callable(), (), {}, self.__dict__))  # type: ignore[attr-defined]
         return True
 
     def _device_of(self, params: Any) -> int:
@@ -272,27 +292,6 @@ class KernelFunction(partial):  # type: ignore[type-arg]
             for state in self._states.values():
                 state.expire()
             self._states.clear()
-
-
-class HintedFunction(KernelFunction):
-    """A function that has a better way to be launched, which the errors of a launch name."""
-
-    _hint: str
-
-    @classmethod
-    def _hinted(cls, hint: str, loader: Loader, spec: FunctionSpec) -> HintedFunction:
-        self = cls._make(loader, spec)
-        assert isinstance(self, HintedFunction)
-        self._hint = hint
-        return self
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        try:
-            return super().__call__(*args, **options)
-        except (KernelHubError, TypeError) as error:
-            if error.args and self._hint not in str(error.args[0]):
-                error.args = (f"{error.args[0]}\n{self._hint}", *error.args[1:])
-            raise
 
 
 def device_number(device: Any, where: str) -> int:

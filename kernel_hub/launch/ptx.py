@@ -25,14 +25,14 @@ _ALWAYS_UNKNOWN = (10, 0)  # of code for these GPUs the reader checks bounds alo
 _LENGTH = struct.Struct("<I")
 
 
-class Compiled(NamedTuple):
+class LinkedCode(NamedTuple):
     """Machine code, and what the compiler said of it."""
 
     image: bytes
     log: str
 
 
-def compile_ptx(driver: Driver, chosen: Chosen, image: bytes, device: int) -> Compiled:
+def compile_ptx(driver: Driver, chosen: Chosen, image: bytes, device: int) -> LinkedCode:
     """Machine code of `image` (PTX, or a fatbin that holds it) for `device`: cached, or made now.
 
     Raises CudaDriverError with the compiler's log, lines numbered, when it is refused.
@@ -54,7 +54,7 @@ def compile_ptx(driver: Driver, chosen: Chosen, image: bytes, device: int) -> Co
     return made
 
 
-def _unpack(kept: bytes, chosen: Chosen) -> Compiled:
+def _unpack(kept: bytes, chosen: Chosen) -> LinkedCode:
     """What `compile_ptx` stored, its code read whole: the driver gets nothing from disk unread.
 
     Raises CubinCorruptError for anything else, and for code of other functions than `chosen` has.
@@ -64,7 +64,7 @@ def _unpack(kept: bytes, chosen: Chosen) -> Compiled:
     if len(kept) < _LENGTH.size:
         raise CubinCorruptError(f"it is {len(kept)} bytes")
     start = _LENGTH.size + _LENGTH.unpack_from(kept)[0]
-    made = Compiled(kept[start:], kept[_LENGTH.size : start].decode(errors="replace"))
+    made = LinkedCode(kept[start:], kept[_LENGTH.size : start].decode(errors="replace"))
     info = read_cubin(made.image)
     if info.unknown and info.compute_capability < _ALWAYS_UNKNOWN:
         raise CubinCorruptError(f"it holds {'; '.join(info.unknown)}, unknown here")
@@ -77,7 +77,7 @@ def _unpack(kept: bytes, chosen: Chosen) -> Compiled:
     return made
 
 
-def _link(driver: Driver, chosen: Chosen, image: bytes, device: int) -> Compiled:
+def _link(driver: Driver, chosen: Chosen, image: bytes, device: int) -> LinkedCode:
     asked = f"compiling {chosen.label} for {chosen.jit_target}"
     info, errors = (ctypes.create_string_buffer(_LOG_BYTES) for _ in range(2))
     keys = (c_int * 5)(_INFO, _INFO_BYTES, _ERROR, _ERROR_BYTES, _VERBOSE)
@@ -98,6 +98,6 @@ def _link(driver: Driver, chosen: Chosen, image: bytes, device: int) -> Compiled
             if code:
                 said = errors.value.decode(errors="replace").strip() or log
                 raise driver.error(call, code, asked + (f"\n  JIT log: {said}" if said else ""))
-            return Compiled(ctypes.string_at(cubin.value or 0, size.value), log)
+            return LinkedCode(ctypes.string_at(cubin.value or 0, size.value), log)
         finally:
             driver.try_call("cuLinkDestroy", state)

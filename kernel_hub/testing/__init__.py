@@ -1,4 +1,4 @@
-"""References, the numeric rule, guarded outputs and timing: shared by tests, benchmarks and demo.
+"""For kernels' authors: references, the numeric rule and guarded outputs; tests, benchmarks, demo.
 
 Imports torch; knows no op and no kernel.
 """

@@ -74,7 +74,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Section:
+class GpuSection:
     """What was measured on one GPU."""
 
     arch: str
@@ -134,7 +134,7 @@ class Reader:
 _MAX_SIZE = 2**31 - 1
 
 
-def read(text: str, layout: Layout, *, where: str) -> list[Section]:
+def read(text: str, layout: Layout, *, where: str) -> list[GpuSection]:
     """The sections of a file; raises TableError naming `where`, the field and what is wrong."""
     try:
         raw = json.loads(text)
@@ -153,7 +153,7 @@ def read(text: str, layout: Layout, *, where: str) -> list[Section]:
     return [_section(each, layout, where, f"gpus[{i}]") for i, each in enumerate(gpus)]
 
 
-def _section(raw: object, layout: Layout, where: str, name: str) -> Section:
+def _section(raw: object, layout: Layout, where: str, name: str) -> GpuSection:
     reader = Reader(raw, where, name)
     reader.only(("arch", "gpu", "num_sms", "cubins", "choices", "costs"))
     cubins = reader.table("cubins", optional=True)
@@ -177,7 +177,7 @@ def _section(raw: object, layout: Layout, where: str, name: str) -> Section:
             if type(value) not in (int, float) or not 0 <= value < 1e9:
                 raise cost.bad(figure, "a number from 0 up", value)
             costs[variant][figure] = float(value)
-    return Section(
+    return GpuSection(
         arch,
         reader.text("gpu"),
         reader.number("num_sms", 1, 10000),
@@ -215,7 +215,7 @@ def _rows(
     return tuple(rows)
 
 
-def text_of(sections: Iterable[Section], layout: Layout) -> str:
+def text_of(sections: Iterable[GpuSection], layout: Layout) -> str:
     """The same bytes for the same content, one choice a line."""
     blocks = [_block(section, layout) for section in sections]
     head = {"format": FORMAT, "op": layout.op, "function": layout.function}
@@ -223,7 +223,7 @@ def text_of(sections: Iterable[Section], layout: Layout) -> str:
     return json.dumps(head)[:-1] + f', "gpus": [\n{gpus}\n]}}\n'
 
 
-def _block(section: Section, layout: Layout) -> str:
+def _block(section: GpuSection, layout: Layout) -> str:
     head = {"arch": section.arch, "gpu": section.gpu, "num_sms": section.num_sms}
     parts = [json.dumps(head)[1:-1]]
     if section.cubins:
@@ -247,7 +247,7 @@ def _block(section: Section, layout: Layout) -> str:
     return "{" + ",\n ".join(parts) + "}"
 
 
-def merged(old: Section | None, new: Section) -> Section:
+def merged(old: GpuSection | None, new: GpuSection) -> GpuSection:
     """`new`, with what `old` measured of other keys and sizes."""
     if old is None:
         return new
@@ -260,7 +260,7 @@ def merged(old: Section | None, new: Section) -> Section:
             choice = by_size[most]
             kept.append(Choice(max(choice.above, before), most, choice.row))
         choices[key] = tuple(kept)
-    return Section(
+    return GpuSection(
         new.arch, new.gpu, new.num_sms, new.cubins, choices, {**old.costs, **new.costs}
     )  # fmt: skip
 

@@ -20,9 +20,9 @@ from ..collection.manifest import CubinEntry, open_collection
 from ..collection.resolve import Candidate, resolve
 from ..errors import CubinNotFoundError, TableError
 from . import file
-from .file import Choice, Layout, Row, Section
+from .file import Choice, GpuSection, Layout, Row
 
-__all__ = ["Choice", "Gpu", "Layout", "Row", "Section", "Table", "tables", "user_folder"]
+__all__ = ["Choice", "Gpu", "GpuSection", "Layout", "Row", "Table", "tables", "user_folder"]
 
 VARIABLE = "KERNEL_HUB_TUNED"
 
@@ -98,8 +98,8 @@ class Table:
         self.cubins = cubins
         self._forced: Row | None = None
         self._ignores_user = False
-        self._shipped: list[Section] | None = None
-        self._users: dict[Gpu, Section | None] = {}
+        self._shipped: list[GpuSection] | None = None
+        self._users: dict[Gpu, GpuSection | None] = {}
         self._forget: list[Callable[[], None]] = []
         tables[op] = self
 
@@ -129,7 +129,7 @@ class Table:
         """Constants of the op's cost model, variant -> name -> figure; {} if none are shipped."""
         return next((s.costs for s in self.shipped() if s.arch == arch and s.costs), {})
 
-    def shipped(self) -> list[Section]:
+    def shipped(self) -> list[GpuSection]:
         """What `kernel_hub/tuning/shipped/<op>.json` says; nothing where there is no such file."""
         if self._shipped is None:
             where = f"tuning/shipped/{self.op}.json"
@@ -146,7 +146,7 @@ class Table:
         folder = user_folder()
         return folder / folder_name(gpu) / f"{self.op}.json" if folder and gpu.name else None
 
-    def sections_of(self, path: Path) -> list[Section]:
+    def sections_of(self, path: Path) -> list[GpuSection]:
         """What `path` holds; nothing where there is no file. Raises TableError for a wrong one."""
         own = _in_user_folder(path)
         try:
@@ -158,7 +158,7 @@ class Table:
             raise TableError(f"{path}: cannot be read: {error}") from None
         return file.read(text, self.layout, where=str(path))
 
-    def read_user_file(self, path: Path, gpu: Gpu) -> Section | None:
+    def read_user_file(self, path: Path, gpu: Gpu) -> GpuSection | None:
         """The section of `gpu` in `path`; None where there is no file or it has none.
 
         Raises TableError for a file that is not right, or is about other cubins.
@@ -183,12 +183,12 @@ class Table:
                 found[name] = entries[chosen.target].sha256
         return found
 
-    def _stale(self, section: Section, gpu: Gpu) -> str:
+    def _stale(self, section: GpuSection, gpu: Gpu) -> str:
         now = self.hashes(gpu)
         changed = [name for name in now if section.cubins.get(name) != now[name]]
         return f"measured with another build of {', '.join(changed)}" if changed else ""
 
-    def _user(self, gpu: Gpu) -> Section | None:
+    def _user(self, gpu: Gpu) -> GpuSection | None:
         if gpu not in self._users:
             wanted = is_enabled() and not self._ignores_user
             path = self.user_file(gpu) if wanted else None

@@ -11,14 +11,14 @@ from cli_run import Run
 from fakecuda import FakeCuda
 
 from kernel_hub.cli import bench
-from kernel_hub.testing import launch
-from kernel_hub.testing.results import Row
+from kernel_hub.measure import launch
+from kernel_hub.measure.results import ResultRow
 
 ROWS = [
-    Row("launch", "3 tensors", "kernel_hub", 4500.0, 4400.0, 4700.0, "ns", 1.4, "C loop"),
-    Row("launch", "3 tensors", "C loop", 3200.0, 3150.0, 3300.0, "ns", 1.0, "C loop"),
-    Row("launch", "12 parameters", "kernel_hub", 5100.0, 5000.0, 5200.0, "ns", None, None),
-    Row("start", "import", "kernel_hub", 12.0, 11.0, 13.0, "ms"),
+    ResultRow("launch", "3 tensors", "kernel_hub", 4500.0, 4400.0, 4700.0, "ns", 1.4, "C loop"),
+    ResultRow("launch", "3 tensors", "C loop", 3200.0, 3150.0, 3300.0, "ns", 1.0, "C loop"),
+    ResultRow("launch", "12 parameters", "kernel_hub", 5100.0, 5000.0, 5200.0, "ns", None, None),
+    ResultRow("start", "import", "kernel_hub", 12.0, 11.0, 13.0, "ms"),
 ]
 
 
@@ -26,7 +26,7 @@ ROWS = [
 def measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """The measurement is replaced: ROWS, and one peer that is missing."""
 
-    def run(rounds: int, tell: object) -> list[Row]:
+    def run(rounds: int, tell: object) -> list[ResultRow]:
         assert callable(tell)
         tell("without cupy: ImportError: no module")
         tell("3 tensors: 2 contenders")

@@ -41,7 +41,7 @@ def script(tmp_path: Path) -> str:
 
 
 def test_a_script(tmp_path: Path, script: str) -> None:
-    module = "kernel_hub.integrations.cpm_kernels_base"
+    module = "kernel_hub.integrations.cpm_kernels.base"
     for options in ((), ("--",), ("--substitute", "--")):
         done = alias(tmp_path, *options, script, "--substitute", "-x", "--", "a b")
         assert done.stdout.split("\n")[0] == (

@@ -16,8 +16,8 @@ from fakecuda import FakeCuda
 
 from kernel_hub import Kernel
 from kernel_hub.cli import demo
-from kernel_hub.testing import demo_numpy, torch_builds
-from kernel_hub.testing.rates import Result, Roofs
+from kernel_hub.measure import demo_numpy, torch_builds
+from kernel_hub.measure.rates import Result, Roofs
 
 NUM_CASES = 20
 NUM_NUMPY_CASES = 8
@@ -101,7 +101,7 @@ def test_json(torch: Any, no_driver: None, kernel_hub_cli: Run) -> None:
 def test_a_wrong_op_fails(
     torch: Any, no_driver: None, kernel_hub_cli: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kernel_hub.testing import demo as cases
+    from kernel_hub.measure import demo as cases
 
     monkeypatch.setattr(cases.ops, "silu_and_mul", lambda x: x[..., ::2].clone())
     ran = kernel_hub_cli("demo", "--tokens", "2")
@@ -111,7 +111,7 @@ def test_a_wrong_op_fails(
 
 
 def test_every_row_is_checked(torch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kernel_hub.testing import demo as cases
+    from kernel_hub.measure import demo as cases
 
     monkeypatch.setattr(cases, "_CHECKED_ROWS", 8)
     case = next(cases.cases("cpu", 2 * cases._CHECKED_ROWS + 1))
@@ -260,7 +260,7 @@ def test_an_op_is_rated_by_the_roof_it_is_nearer_to(
 
 
 def test_compute_bound_cases_say_their_operations(torch: Any) -> None:
-    from kernel_hub.testing import demo as cases
+    from kernel_hub.measure import demo as cases
 
     by_op = {case.op: case for case in cases.cases("cuda", 8192) if case.dtype == "bf16"}
     assert by_op["linear + residual"].num_flops == 2 * 8192 * 4096 * 4096

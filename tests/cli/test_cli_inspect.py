@@ -171,7 +171,7 @@ def test_a_damaged_file_is_named(cubin: Path, kernel_hub_cli: Run) -> None:
     assert ran.code == 2
     assert str(cubin) in ran.err and "at byte" in ran.err
     with pytest.raises(CubinCorruptError, match="neither cubin, fatbin nor PTX"):
-        inspect.describe(inspect.Image("text", b"hello"))
+        inspect.describe(inspect.ShownImage("text", b"hello"))
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from fakecuda import FakeCuda
 pytest.importorskip("torch", reason="the ops are torch ops")
 
 from kernel_hub import tuning
+from kernel_hub.measure import tune
 from kernel_hub.ops.matmul import linear_plan
-from kernel_hub.testing import tune
 from kernel_hub.tuning import Gpu, Row
 
 H200 = Gpu((9, 0), 132, "NVIDIA H200")

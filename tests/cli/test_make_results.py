@@ -115,6 +115,6 @@ def test_it_writes_once_and_checks(
 
 
 def test_gpu_names() -> None:
-    bench_launch = script("bench_launch")
+    harness = script("harness")
     names = ["NVIDIA H200", "NVIDIA A100-SXM4-80GB", ""]
-    assert [bench_launch.gpu_token(n) for n in names] == ["h200", "a100_sxm4_80gb", "gpu"]
+    assert [harness.gpu_token(n) for n in names] == ["h200", "a100_sxm4_80gb", "gpu"]

@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 from kernel_hub.formats import fmha_v2
-from kernel_hub.formats.fmha_v2 import KernelName, _params
-from kernel_hub.formats.fmha_v2._reads import struct_reads
+from kernel_hub.formats.fmha_v2 import KernelName, param_struct
+from kernel_hub.formats.fmha_v2.reads import struct_reads
 
 TARGET = Path(__file__).parent / "data/fmha_reads.txt"
 
@@ -40,7 +40,7 @@ def main() -> None:
     lines = {}
     for argument in sys.argv[1:]:
         struct, _, folder = argument.partition("=")
-        size = ctypes.sizeof(getattr(_params, struct))
+        size = ctypes.sizeof(getattr(param_struct, struct))
         for path in sorted(Path(folder).glob("*.cubin")):
             for name, function in fmha_v2.load(path).items():
                 if [param.size_bytes for param in function.params or ()] != [size]:

@@ -199,9 +199,13 @@ def test_what_makes_no_dispatcher(context: FakeCuda, tmp_path: Path, built: Path
     scale = "*fp32,*fp32,*fp32,i32,i32,2.5,64"
     triton.compile(scale_kernel, scale, arch="sm90", out=folder, name="scaled")
     with pytest.raises(FunctionNotFoundError, match="is called add_kernel too"):
-        options = c_export._Options(None, "", False, False, {})
-        found = c_export.find_collection(folder)
-        list(c_export._configurations(found, triton.collection(folder), "add_kernel", options))
+        options = c_export.writing._Options(None, "", False, False, {})
+        found = c_export.writing.find_collection(folder)
+        list(
+            c_export.writing._configurations(
+                found, triton.collection(folder), "add_kernel", options
+            )
+        )
     # A folder still goes out whole: each by its own name, what can be is one function.
     written = {path.stem for path in c_export.export(folder, out)}
     assert written == {

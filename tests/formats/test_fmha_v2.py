@@ -16,7 +16,7 @@ from kernel_hub.errors import (
     ParamsError,
 )
 from kernel_hub.formats import carray, fmha_v2
-from kernel_hub.formats.fmha_v2 import KernelName, _geometry, parse_name
+from kernel_hub.formats.fmha_v2 import KernelName, launch_shape, parse_name
 
 CUBIN = Path(__file__).parent / "data/fmha_stand_in.cubin"
 FLASH = "fmha_v2_flash_attention_"
@@ -195,15 +195,15 @@ def test_shared_memory() -> None:
     function = fmha_v2.load(CUBIN).popitem()[1]
     for text, expected in offsets(SHARED_BYTES).items():
         name = parse_name(FLASH + text)
-        assert _geometry.shared_bytes(name, function, 0) == expected, text
-        assert _geometry.block_threads(name, function) == 128
+        assert launch_shape.shared_bytes(name, function, 0) == expected, text
+        assert launch_shape.block_threads(name, function) == 128
     whole = parse_name("fmha_v2_fp16_256_64_ldgsts_sm90_kernel_nl")
     with pytest.raises(LaunchConfigError, match="shared_bytes= is needed"):
-        _geometry.shared_bytes(whole, function, 0)
+        launch_shape.shared_bytes(whole, function, 0)
     with pytest.raises(LaunchConfigError, match="threads= is needed"):
-        _geometry.block_threads(whole, function)
-    assert _geometry.shared_bytes(whole, function, 0, 0) == 0
-    assert _geometry.block_threads(whole, function, 256) == 256
+        launch_shape.block_threads(whole, function)
+    assert launch_shape.shared_bytes(whole, function, 0, 0) == 0
+    assert launch_shape.block_threads(whole, function, 256) == 256
 
 
 # -- loading

@@ -18,8 +18,8 @@ from kernel_hub import Kernel, KernelFunction
 from kernel_hub.compilers.nvcc import find_nvcc
 from kernel_hub.errors import KernelHubError, LaunchConfigError, ParamsError
 from kernel_hub.formats import fmha_v2
-from kernel_hub.formats.fmha_v2 import KernelName, _layouts, _params
-from kernel_hub.formats.fmha_v2._reads import Field, Read, all_fields, fields_read, struct_reads
+from kernel_hub.formats.fmha_v2 import KernelName, param_struct, struct_layouts
+from kernel_hub.formats.fmha_v2.reads import Field, Read, all_fields, fields_read, struct_reads
 
 DIM = 128
 CAUSAL = "fmha_v2_flash_attention_fp16_64_32_S_qkv_128_causal_sm90_kernel_nl"
@@ -28,10 +28,10 @@ Reads = frozenset[Read]
 
 def told(struct: str, name: KernelName, reads: Reads) -> str:
     """The struct that these reads are taken for, or the error's first words."""
-    size = ctypes.sizeof(getattr(_params, struct))
-    layouts = [one for one in _layouts.LAYOUTS if ctypes.sizeof(one.struct) == size]
+    size = ctypes.sizeof(getattr(param_struct, struct))
+    layouts = [one for one in struct_layouts.LAYOUTS if ctypes.sizeof(one.struct) == size]
     try:
-        return _layouts._tell(layouts, name, reads, size)[0].struct.__name__
+        return struct_layouts._tell(layouts, name, reads, size)[0].struct.__name__
     except ParamsError as error:
         return "two" if " or " in str(error) else "none"
 
@@ -58,16 +58,16 @@ def test_genuine_kernels() -> None:
     assert len(GENUINE) == 298
     for struct, name, reads in GENUINE:
         assert told(struct, name, reads) == struct, str(name)
-        made = getattr(_params, struct)
+        made = getattr(param_struct, struct)
         fields = fields_read(made, reads)
-        assert fields is not None and not _layouts._oddities(made, name, fields), str(name)
+        assert fields is not None and not struct_layouts._oddities(made, name, fields), str(name)
 
 
 def without(field: Field, struct: str, reads: Reads) -> Reads:
     """The same reads but for those of a field; of wider ones the neighbours remain."""
     left = {read for read in reads if not touches(read, field)}
     for read in reads - left:
-        for other in all_fields(getattr(_params, struct)):
+        for other in all_fields(getattr(param_struct, struct)):
             if other != field and touches(read, other) and not any(touches(r, other) for r in left):
                 left.add(Read(other.offset, other.size))
     return frozenset(left)
@@ -85,11 +85,11 @@ def test_a_field_more_or_fewer() -> None:
     rng = random.Random(21)
     undecided = 0
     for struct, name, reads in GENUINE:
-        made = getattr(_params, struct)
+        made = getattr(param_struct, struct)
         fields = all_fields(made)
         read = fields_read(made, reads)
         assert read is not None
-        spare = [one for one in fields if one.name in read - _layouts._essential(name)]
+        spare = [one for one in fields if one.name in read - struct_layouts._essential(name)]
         unread = [one for one in fields if one.name not in read and one.size <= 8]
         for one in rng.sample(spare, 6):
             found = told(struct, name, without(one, struct, reads))
@@ -125,9 +125,9 @@ def test_neighbours_read_at_once() -> None:
 def test_a_struct_with_one_more_field_is_refused() -> None:
     """What lies behind it is elsewhere: no version that is run here is taken for such a one."""
     rng = random.Random(23)
-    refused = {one.struct.__name__ for one in _layouts.LAYOUTS if one.refused}
+    refused = {one.struct.__name__ for one in struct_layouts.LAYOUTS if one.refused}
     for struct, name, reads in GENUINE:
-        fields = all_fields(getattr(_params, struct))
+        fields = all_fields(getattr(param_struct, struct))
         for field in rng.sample(fields, 8):
             moved = frozenset(
                 Read(offset + 8, size) if offset >= field.offset else Read(offset, size)
@@ -140,8 +140,8 @@ def test_a_struct_with_one_more_field_is_refused() -> None:
 
 def test_essential_fields() -> None:
     for struct, name, reads in GENUINE:
-        made = getattr(_params, struct)
-        essential = _layouts._essential(name)
+        made = getattr(param_struct, struct)
+        essential = struct_layouts._essential(name)
         for one in all_fields(made):
             if one.name in essential:
                 found = told(struct, name, without(one, struct, reads))
@@ -169,7 +169,7 @@ def test_the_gpu_tests_kernels(fakecuda: FakeCuda, tmp_path: Path, file: str, ar
     kernels = fmha_v2.load(target)
     assert len(kernels) == (12 if file in ("stand_in", "without_sinks") else 6)
     for name, function in kernels.items():
-        found = _layouts.reader_of(function.load(0), name, 0)
+        found = struct_layouts.reader_of(function.load(0), name, 0)
         assert found.layout.struct.__name__ == FILES[file], str(name)
 
 
@@ -177,15 +177,15 @@ def test_the_gpu_tests_kernels(fakecuda: FakeCuda, tmp_path: Path, file: str, ar
 def test_each_kernels_struct(fakecuda: FakeCuda, file: str) -> None:
     for name, function in fmha_v2.load(DATA / f"fmha_{file}.cubin").items():
         function.load(0)
-        found = _layouts.reader_of(function, name, 0)
+        found = struct_layouts.reader_of(function, name, 0)
         assert found.layout.struct.__name__ == FILES[file], str(name)
-        assert _layouts.reader_of(function, name, 0) is found
+        assert struct_layouts.reader_of(function, name, 0) is found
 
 
 def test_reads_of_machine_code() -> None:
     """Those of one stand-in: what `read_always` of its source names, and no more."""
     reads = struct_reads((DATA / "fmha_640.cubin").read_bytes(), CAUSAL, 640)
-    assert fields_read(_params.Params640, reads) == {
+    assert fields_read(param_struct.Params640, reads) == {
         *("qkv", "qkv_stride", "out", "out_stride", "softmax_stats", "softmax_stats_stride"),
         *("num_heads", "num_kv_heads", "max_seqlen_q", "head_dim", "head_dim_v"),
         *("cu_seqlens_q", "has_alibi", "alibi.num_heads_pow2", "is_padded"),
@@ -193,10 +193,10 @@ def test_reads_of_machine_code() -> None:
 
 
 def test_bytes_and_fields() -> None:
-    fields = {field.name: field for field in all_fields(_params.Params)}
+    fields = {field.name: field for field in all_fields(param_struct.Params)}
     assert fields["paged.pool"][:3] == ("paged.pool", 64, 8)
-    short = {field.name for field in all_fields(_params.LongParams512)}
-    assert short == {field.name for field in all_fields(_params.Params512)}
+    short = {field.name for field in all_fields(param_struct.LongParams512)}
+    assert short == {field.name for field in all_fields(param_struct.Params512)}
     for reads, found in (
         ([(96, 8)], {"out"}),
         ([(96, 4), (100, 4)], {"out"}),
@@ -214,7 +214,9 @@ def test_bytes_and_fields() -> None:
         ([(560, 1)], None),  # a byte of a float
         ([(704, 4)], None),
     ):
-        assert fields_read(_params.Params, frozenset(Read(*one) for one in reads)) == found, reads
+        assert fields_read(param_struct.Params, frozenset(Read(*one) for one in reads)) == found, (
+            reads
+        )
 
 
 # -- refused
@@ -234,9 +236,9 @@ def test_another_struct_of_the_same_size_is_refused(fakecuda: FakeCuda) -> None:
 def test_a_struct_that_is_not_known_is_refused(fakecuda: FakeCuda) -> None:
     rng = random.Random(11)
     image = CUBIN.read_bytes()
-    known = {field.offset for field in all_fields(_params.Params) if field.size == 8}
+    known = {field.offset for field in all_fields(param_struct.Params) if field.size == 8}
     for field in ("out", "cu_seqlens_q", "qkv"):
-        old = getattr(_params.Params, field).offset
+        old = getattr(param_struct.Params, field).offset
         # A field of another place; a byte that is no field's.
         for new in (rng.choice(sorted(known - {old})), 160, 696):
             function = Kernel(changed(image, CAUSAL, 704, old, new))[CAUSAL]
@@ -249,7 +251,7 @@ def test_a_struct_that_is_not_known_is_refused(fakecuda: FakeCuda) -> None:
 def test_two_oddities_are_refused(fakecuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     function = load("stand_in", mask="custom_mask", layout="q_kv").load(0)
     name = fmha_v2.parse_name(function.name)
-    places = {field.name: Read(*field[1:3]) for field in all_fields(_params.Params)}
+    places = {field.name: Read(*field[1:3]) for field in all_fields(param_struct.Params)}
     fields = [
         *("q", "q_stride", "out", "out_stride", "num_heads", "max_seqlen_q", "is_padded"),
         *("cu_seqlens_q", "packed_mask", "packed_mask_stride", "cu_mask_rows"),
@@ -268,12 +270,12 @@ def test_two_oddities_are_refused(fakecuda: FakeCuda, monkeypatch: pytest.Monkey
             f"known here .*; {newest} should read is_padded, it has no use for softcap",
         ),
     ):
-        monkeypatch.setattr(_layouts, "struct_reads", lambda *_, made=made: made)
+        monkeypatch.setattr(struct_layouts, "struct_reads", lambda *_, made=made: made)
         with pytest.raises(ParamsError, match=said):
-            _layouts.reader_of(function, name, 0)
-    monkeypatch.setattr(_layouts, "struct_reads", lambda *_: reads)
-    reader = _layouts.reader_of(function, name, 0)
-    assert (reader.layout.struct, reader.may_assert) == (_params.Params, False)
+            struct_layouts.reader_of(function, name, 0)
+    monkeypatch.setattr(struct_layouts, "struct_reads", lambda *_: reads)
+    reader = struct_layouts.reader_of(function, name, 0)
+    assert (reader.layout.struct, reader.may_assert) == (param_struct.Params, False)
     assert reader.fields == set(fields)
 
 
@@ -284,16 +286,16 @@ def test_structs_that_the_reads_do_not_tell_apart(
         """As Params, with a field more where there was padding."""
 
         _fields_ = (
-            *_params.Params._fields_[:-1],
+            *param_struct.Params._fields_[:-1],
             ("more", ctypes.c_uint64),
             ("_to_704", ctypes.c_uint8 * 48),
         )
 
-    later = _layouts.Layout(Longer, "a later one")
-    monkeypatch.setattr(_layouts, "LAYOUTS", (*_layouts.LAYOUTS, later))
+    later = struct_layouts.StructLayout(Longer, "a later one")
+    monkeypatch.setattr(struct_layouts, "LAYOUTS", (*struct_layouts.LAYOUTS, later))
     for name, function in fmha_v2.load(CUBIN).items():
         with pytest.raises(ParamsError, match="August 2025 on or a later one would have it"):
-            _layouts.reader_of(function.load(0), name, 0)
+            struct_layouts.reader_of(function.load(0), name, 0)
 
 
 def test_other_sizes_and_images_without_machine_code(fakecuda: FakeCuda) -> None:

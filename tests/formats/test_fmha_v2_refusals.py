@@ -21,7 +21,7 @@ from kernel_hub.errors import (
     TensorError,
 )
 from kernel_hub.formats import fmha_v2
-from kernel_hub.formats.fmha_v2._options import check_sinks
+from kernel_hub.formats.fmha_v2.options import check_sinks
 
 
 def refused(

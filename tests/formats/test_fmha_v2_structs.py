@@ -27,7 +27,7 @@ from kernel_hub import Kernel, KernelFunction
 from kernel_hub.arrays.device_array import DeviceArray
 from kernel_hub.errors import LaunchConfigError
 from kernel_hub.formats import fmha_v2
-from kernel_hub.formats.fmha_v2 import _layouts, _params
+from kernel_hub.formats.fmha_v2 import param_struct, struct_layouts
 
 # Offsets of the fields as a C++ compiler gives them for the structs in the headers of
 # TensorRT-LLM (Edge: TensorRT-Edge-LLM) that the kernels were built with.
@@ -102,7 +102,7 @@ def offsets(text: str) -> dict[str, int]:
 
 @pytest.mark.parametrize("struct", OFFSETS)
 def test_where_fields_are(struct: str) -> None:
-    made, (size, text) = getattr(_params, struct), OFFSETS[struct]
+    made, (size, text) = getattr(param_struct, struct), OFFSETS[struct]
     assert ctypes.sizeof(made) == size
     assert {name: getattr(made, name).offset for name in offsets(text)} == offsets(text)
     if struct == "Params":
@@ -111,7 +111,7 @@ def test_where_fields_are(struct: str) -> None:
 
 @pytest.mark.parametrize("struct", PARTS)
 def test_where_parts_fields_are(struct: str) -> None:
-    made = getattr(_params, struct)
+    made = getattr(param_struct, struct)
     assert {name: getattr(made, name).offset for name, _ in made._fields_} == offsets(PARTS[struct])
 
 
@@ -124,7 +124,7 @@ def run(function: KernelFunction, *inputs: Any, **options: Any) -> Any:
 
 @pytest.mark.parametrize("file", OLD)
 def test_packed_qkv(fakecuda: FakeCuda, file: str) -> None:
-    struct = getattr(_params, FILES[file])
+    struct = getattr(param_struct, FILES[file])
     qkv, lengths = array(TOTAL, HEADS + 2, DIM), starts(20, TOTAL)
     function = load(file, mask="causal", variant="nl")
     out = fmha_v2.run(function, qkv, cu_seqlens=lengths, num_kv_heads=1, softmax_scale=0.25)
@@ -155,7 +155,7 @@ def test_packed_qkv(fakecuda: FakeCuda, file: str) -> None:
 
 @pytest.mark.parametrize("file", OLD)
 def test_masks_alibi_pages_and_softcapping(fakecuda: FakeCuda, file: str) -> None:
-    come = functools.partial(arrived, fakecuda, getattr(_params, FILES[file]))
+    come = functools.partial(arrived, fakecuda, getattr(param_struct, FILES[file]))
     sliding = load(file, mask="sliding_window_causal", layout="qkv")
     packed = array(TOTAL, HEADS * (192 + 192 + 128), dtype="bf16")
     heads = {"num_heads": HEADS, "num_kv_heads": HEADS}
@@ -205,9 +205,9 @@ def test_options_that_a_kernel_does_not_read(fakecuda: FakeCuda) -> None:
         ("softmax_stats", {"softmax_stats": array(TOTAL, HEADS, 2, dtype="fp32")}),
         ("alibi", {"alibi": True}),
     ):
-        field, _ = _layouts._OPTIONS[option]
-        old = getattr(_params.Params, field).offset
-        other = Kernel(changed(image, name, 704, old, _params.Params.out.offset))[name]
+        field, _ = struct_layouts._OPTIONS[option]
+        old = getattr(param_struct.Params, field).offset
+        other = Kernel(changed(image, name, 704, old, param_struct.Params.out.offset))[name]
         with pytest.raises(LaunchConfigError, match=rf"{option}: .* does not read it"):
             run(other, qkv, **given)
         run(other, qkv)
@@ -234,7 +234,7 @@ def test_what_older_structs_cannot_say(fakecuda: FakeCuda, file: str) -> None:
         assert fakecuda.launch_count == 0
     else:
         run(function, qkv, softmax_stats=stats)
-        struct = getattr(_params, FILES[file])
+        struct = getattr(param_struct, FILES[file])
         assert arrived(fakecuda, struct).softmax_stats == stats.ptr
 
 
@@ -248,7 +248,7 @@ def test_a_window_over_pages(fakecuda: FakeCuda, file: str) -> None:
         run(function, q, pool, window_size=(16, 0), **pages)
     assert fakecuda.launch_count == 0
     run(function, q, pool, **pages)
-    params = arrived(fakecuda, getattr(_params, FILES[file]))
+    params = arrived(fakecuda, getattr(param_struct, FILES[file]))
     assert params.sliding_window_size == 2**31 - 1
 
 
@@ -279,12 +279,12 @@ def test_fewer_heads_of_k_than_of_q_in_rows_of_two_sizes(fakecuda: FakeCuda, fil
 def test_without_sinks(fakecuda: FakeCuda) -> None:
     function, qkv = load("without_sinks", mask="causal", variant="nl"), array(TOTAL, 3, HEADS, DIM)
     out = run(function, qkv)
-    params = arrived(fakecuda, _params.ParamsWithoutSinks)
+    params = arrived(fakecuda, param_struct.ParamsWithoutSinks)
     assert (params.qkv, params.out, params.out_stride) == (qkv.ptr, out.ptr, HEADS * DIM * 2)
     with pytest.raises(LaunchConfigError, match=r"attention_sinks: .*no such parameter"):
         run(function, qkv, attention_sinks=array(HEADS, dtype="fp32"))
     through_tma = load("without_sinks", mask="causal", variant="tma_ws", layout="qkv")
     plan = fmha_v2.plan(through_tma, qkv, cu_seqlens=starts(20, TOTAL))
-    assert isinstance(plan.params, _params.ParamsWithoutSinks)
+    assert isinstance(plan.params, param_struct.ParamsWithoutSinks)
     assert plan.params.tile_counter and plan.params.num_tiles == 2 * HEADS
     assert any(plan.params.tma_q)

@@ -212,7 +212,7 @@ def test_what_compile_refuses_before_it_compiles(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], says: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("kernel_hub.formats.triton.ahead._compile.compiled", None)
+    monkeypatch.setattr("kernel_hub.formats.triton.ahead.compiling.compiled", None)
     usual: dict[str, Any] = {
         "signature": SIGNATURE,
         "constexprs": BLOCK,
@@ -270,7 +270,7 @@ def test_what_a_collection_refuses(folder: Path, fakecuda: FakeCuda) -> None:
 
 def test_a_file_that_ends_the_process(tmp_path: Path) -> None:
     kernel()
-    from kernel_hub.formats.triton.ahead._frontend import from_file
+    from kernel_hub.formats.triton.ahead.frontend import from_file
 
     file = tmp_path / "ends.py"
     file.write_text("import sys\nsys.exit(3)\n")

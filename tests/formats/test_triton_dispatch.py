@@ -174,7 +174,7 @@ def test_each_gpu_has_its_own_functions_and_choices(
     variants.build(tmp_path, "sm80,sm90")
     kernel = triton.collection(tmp_path).kernel("scale_kernel")
     for device, arch in ((0, "sm90"), (1, "sm80"), (0, "sm90")):
-        for module in ("_dispatch", "_tuned"):
+        for module in ("dispatcher", "tuned_file"):
             name = f"kernel_hub.formats.triton.ahead.{module}.current_device"
             monkeypatch.setattr(name, lambda device=device: device)
         monkeypatch.setattr(

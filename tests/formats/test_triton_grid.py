@@ -10,8 +10,8 @@ import pytest
 from exported import COMPILERS
 
 from kernel_hub.errors import LaunchConfigError, ParamsError
-from kernel_hub.formats._c_text import functions_used
-from kernel_hub.formats.triton._grid import Grid
+from kernel_hub.formats.c_export.text import functions_used
+from kernel_hub.formats.triton.grid import Grid
 
 BINARY = ["+", "-", "*", "/", "%", "<<", ">>", "&", "|", "^", "<", "<=", ">", ">=", "==", "!="]
 LAST = (1 << 63) - 1

@@ -18,7 +18,7 @@ from triton_data import DATA, NEWEST, VERSIONS, TensorDescriptor, hidden, number
 from kernel_hub import DeviceArray, Kernel, KernelFunction
 from kernel_hub.errors import CubinNotFoundError, LaunchConfigError, ParamsError
 from kernel_hub.formats import triton
-from kernel_hub.formats.triton._ttir import read_ttir
+from kernel_hub.formats.triton.ttir import read_ttir
 
 CLUSTER, PROGRAMMATIC, COOPERATIVE = 4, 6, 2  # launch attributes
 

@@ -275,7 +275,7 @@ def test_signatures_that_do_not_fit(signature: Any, words: str) -> None:
     ],
 )
 def test_arguments_from_a_collection_are_checked(found: Any, words: str) -> None:
-    from kernel_hub.formats.triton._signature import arguments_from_json
+    from kernel_hub.formats.triton.signature import arguments_from_json
 
     with pytest.raises(CubinCorruptError, match=words) as caught:
         arguments_from_json(found, "manifest.json")

@@ -26,7 +26,7 @@ from kernel_hub.errors import (  # noqa: E402
 )
 from kernel_hub.formats import triton  # noqa: E402
 from kernel_hub.formats.triton import Problem, TritonFunction, Tuned  # noqa: E402
-from kernel_hub.formats.triton.ahead import _tune  # noqa: E402
+from kernel_hub.formats.triton.ahead import tune  # noqa: E402
 from kernel_hub.tuning import Gpu  # noqa: E402
 
 BLOCKS = (128, 256, 512)
@@ -124,7 +124,7 @@ def test_tuning_again_keeps_other_buckets_kernels_and_gpus(
         folder, solve, SHAPES[:1], table="other", timer=Timer(lambda block, rows: 1 / block)
     )
     triton.tune(folder, solve, SHAPES[2:], timer=Timer(lambda block, rows: 1 / block))
-    monkeypatch.setattr(_tune, "current_gpu", lambda: Gpu((9, 0), 20, "small"))
+    monkeypatch.setattr(tune, "current_gpu", lambda: Gpu((9, 0), 20, "small"))
     triton.tune(folder, solve, SHAPES[:1], timer=Timer(lambda block, rows: 1 / block))
     kernels = triton.collection(folder)
     with pytest.raises(TableError, match="add_kernel, other"):

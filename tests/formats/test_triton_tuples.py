@@ -15,7 +15,7 @@ from triton_data import DATA, words
 from kernel_hub import DeviceArray
 from kernel_hub.errors import ParamsError
 from kernel_hub.formats import triton
-from kernel_hub.formats.triton._tuples import Tuples
+from kernel_hub.formats.triton.tuples import Tuples
 
 VERSIONS = ["3.6.0", "3.9.0"]  # the first gives every element the tuple's name
 

@@ -90,7 +90,7 @@ def int32(values: Any) -> torch.Tensor:
 
 def _sets(num_bytes: int, make: Callable[[], Launch]) -> tuple[int, list[Launch]]:
     """Enough sets of inputs for the L2."""
-    timing = importlib.import_module("kernel_hub.testing.timing")
+    timing = importlib.import_module("kernel_hub.measure.timing")
     return num_bytes, [make() for _ in range(timing.num_sets(num_bytes))]
 
 
@@ -327,7 +327,7 @@ def main() -> int:
         parser.error(f"{OLD_TREE} is not there: see --prepare")
     os.environ["KERNEL_HUB_TUNED"] = "0"
     sys.path[:0] = [str(ROOT), str(OLD_TREE)]
-    timing = importlib.import_module("kernel_hub.testing.timing")
+    timing = importlib.import_module("kernel_hub.measure.timing")
     torch.manual_seed(SEED)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, seed {SEED}")
     print(f"{'case':72} {'old us':>9} {'new us':>9} {'new/old':>8}")

@@ -12,8 +12,8 @@ import torch
 from kernel_hub import KernelFunction
 from kernel_hub.errors import LaunchConfigError
 from kernel_hub.formats import fmha_v2
-from kernel_hub.formats.fmha_v2 import KernelName, _layouts
-from kernel_hub.formats.fmha_v2._names import SLIDING
+from kernel_hub.formats.fmha_v2 import KernelName, struct_layouts
+from kernel_hub.formats.fmha_v2.names import SLIDING
 from kernel_hub.testing.compare import compare
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}
@@ -26,7 +26,7 @@ E4M3_SCALES = {"q_scale": 0.5, "k_scale": 2.0, "v_scale": 0.5, "out_scale": 0.25
 
 def reader_of(function: KernelFunction, name: KernelName) -> Any:
     """What the kernel reads."""
-    return _layouts.reader_of(function.load(), name, torch.cuda.current_device())
+    return struct_layouts.reader_of(function.load(), name, torch.cuda.current_device())
 
 
 class Case:

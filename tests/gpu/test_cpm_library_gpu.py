@@ -23,7 +23,7 @@ from clients import HOPPER  # noqa: E402
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """cuda and cudart of the alias, whether the package is installed or not."""
-    monkeypatch.setattr(cpm_kernels._Finder, "_installed", lambda self, name, path: None)
+    monkeypatch.setattr(cpm_kernels.finder._Finder, "_installed", lambda self, name, path: None)
     cpm_kernels.install()
     from cpm_kernels.library import cuda, cudart
 

@@ -12,7 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the ops are torch ops")
 
-from kernel_hub.testing import tune, tune_ops  # noqa: E402
+from kernel_hub.measure import tune, tune_ops  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 

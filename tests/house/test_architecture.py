@@ -17,8 +17,8 @@ import kernel_hub
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "kernel_hub"
 
-MAY_IMPORT_TORCH = {"ops", "testing", "integrations"}
-TORCH_AT_TOP = {"ops", "testing", "integrations"}
+MAY_IMPORT_TORCH = {"ops", "testing", "measure", "integrations"}
+TORCH_AT_TOP = {"ops", "testing", "measure", "integrations"}
 MAX_LINES = 400
 
 DOC = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
@@ -32,7 +32,7 @@ ROWS = [
 PARTS = {part: re.findall(NAME, row[0])[0] for row in ROWS for part in re.findall(NAME, row[0])}
 UNITS = list(dict.fromkeys(PARTS.values()))
 ALLOWED: dict[str, set[str] | None] = {}  # None: anything
-# "`formats/triton/_tune` alone: testing", after a semicolon.
+# "`folder/module` alone: unit", after a semicolon.
 EXCEPTIONS: dict[str, set[str]] = {}
 for (_, _, _cell), _unit in zip(ROWS, UNITS, strict=True):
     _rule, *_alone = _cell.split(";")
@@ -147,6 +147,53 @@ def test_no_module_needs_itself() -> None:
     assert not circles, "imports in a circle:\n" + "\n".join(circles)
 
 
+def test_a_name_with_an_underscore_stays_in_its_folder() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in MODULES
+        for module, name, line in own_imports(path)
+        if re.match(r"_(?!_)", module.stem) and module.parent != path.parent
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+# Folders of peers of one kind: commands, and texts to fill in.
+PEERS = {"kernel_hub/cli", "kernel_hub/templates"}
+MAX_FILES, MAX_TOP_MODULES = 16, 10
+
+
+def test_rooms_are_small() -> None:
+    rooms: dict[str, list[str]] = {}
+    for path in PACKAGE.rglob("*"):
+        if path.is_file() and "__pycache__" not in path.parts:
+            rooms.setdefault(str(path.parent.relative_to(ROOT)), []).append(path.name)
+    large = {room: len(files) for room, files in rooms.items() if len(files) > MAX_FILES}
+    assert large.keys() <= PEERS, f"over {MAX_FILES} files, make rooms of them: {large}"
+    assert large.keys() == PEERS, f"no longer large: {PEERS - large.keys()}"
+    tops = sorted(name for name in rooms["kernel_hub"] if name.endswith(".py"))
+    assert len(tops) <= MAX_TOP_MODULES, f"modules of no room: {tops}"
+
+
+# What others' programs and users call so, each in a room of its own.
+TWICE = {"Attention", "Kernel", "KernelFunction", "Problem"}
+# In `ops/`, where plans are being made of one kind.
+TWICE_IN_OPS = {"Body", "Choice", "Given", "Hopper", "Launch", "Layout", "Limits", "Variant"}
+TWICE_IN_OPS |= {"_Plan"}
+
+
+def test_a_class_name_means_one_thing() -> None:
+    homes: dict[str, list[str]] = {}
+    for path in MODULES:
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
+    twice = {name: places for name, places in homes.items() if len(places) > 1}
+    assert twice.keys() <= TWICE | TWICE_IN_OPS, {
+        name: places for name, places in twice.items() if name not in TWICE | TWICE_IN_OPS
+    }
+    assert twice.keys() >= TWICE, f"no longer twice: {TWICE - twice.keys()}"
+
+
 OPS = sorted({module for module, _, _ in own_imports(PACKAGE / "ops/__init__.py")})
 
 
@@ -154,10 +201,7 @@ OPS = sorted({module for module, _, _ in own_imports(PACKAGE / "ops/__init__.py"
 def test_an_op_knows_no_other_op_and_is_tested_and_measured(path: Path) -> None:
     assert not {module for module, _, _ in own_imports(path)} & (set(OPS) - {path})
     assert list((ROOT / "tests/ops").rglob(f"test_{path.stem}.py"))
-    benchmarks = [p.read_text(encoding="utf-8") for p in (ROOT / "benchmarks").glob("bench_*.py")]
-    assert any(path.stem in text for text in benchmarks), (
-        f"no benchmarks/bench_*.py runs {path.stem}"
-    )
+    assert (ROOT / f"benchmarks/bench_{path.stem}.py").is_file()
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
@@ -171,14 +215,14 @@ def test_torch_stays_where_it_may_be(path: Path) -> None:
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_only_the_driver_layer_opens_a_library(path: Path) -> None:
-    """But `testing` (the contenders), the C launcher and `image.demangle` (libstdc++)."""
+    """But `measure` (the contenders), the C launcher and `image.demangle` (libstdc++)."""
     openers = {"CDLL", "PyDLL", "WinDLL", "LibraryLoader", "cdll", "pydll", "LoadLibrary"}
     used = {
         node.attr if isinstance(node, ast.Attribute) else node.id
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, (ast.Attribute, ast.Name))
     }
-    allowed = unit_of(path) in ("driver", "testing") or path.stem in ("c_launcher", "demangle")
+    allowed = unit_of(path) in ("driver", "measure") or path.stem in ("c_launcher", "demangle")
     assert allowed or not used & openers
 
 
@@ -238,7 +282,7 @@ def test_import_does_nothing() -> None:
     assert not events, "importing kernel_hub opened files, libraries or processes"
     new = set(result["new"])  # type: ignore[call-overload]
     heavy = {"torch", "rich", "matplotlib", "cupy", "triton", "importlib.resources", "asyncio"}
-    own = {"kernel_hub.build", "kernel_hub.cli", "kernel_hub.ops", "kernel_hub.testing"}
+    own = {"kernel_hub.build", "kernel_hub.cli", "kernel_hub.ops", "kernel_hub.measure"}
     assert not new & (heavy | own)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kernel_hub.testing import torch_builds
+from kernel_hub.measure import torch_builds
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tools"))

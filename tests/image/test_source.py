@@ -63,7 +63,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     runs: list[str] = []
     compile_source = nvrtc.compile_source
 
-    def counted(code: str, name: str, options: list[str], names: list[str]) -> nvrtc.Compiled:
+    def counted(code: str, name: str, options: list[str], names: list[str]) -> nvrtc.CompiledUnit:
         runs.append(options[0])
         return compile_source(code, name, options, names)
 

@@ -13,7 +13,8 @@ from clients import HOPPER, SIZES, write_package
 from fakecuda import FakeCuda
 
 from kernel_hub.errors import FunctionNotFoundError
-from kernel_hub.integrations import cpm_kernels, cpm_kernels_device
+from kernel_hub.integrations import cpm_kernels
+from kernel_hub.integrations.cpm_kernels import device
 
 Names = Callable[[], set[str]]
 
@@ -43,7 +44,7 @@ def package(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 def test_the_base_without_the_package(alone: None, alias: None) -> None:
     base = importlib.import_module("cpm_kernels.kernels.base")
-    assert base.Kernel.__module__ == "kernel_hub.integrations.cpm_kernels_base"
+    assert base.Kernel.__module__ == "kernel_hub.integrations.cpm_kernels.base"
     with pytest.raises(RuntimeError, match=r"no cpm_kernels is installed.*pip install"):
         base.Kernel("gelu", ["cu_gelu_forward"])
     with pytest.raises(AttributeError, match=r"'cpm_kernels.kernels' has no attribute 'gelu'"):
@@ -140,8 +141,8 @@ def test_install_and_uninstall(
 
 def test_the_device(make_fakecuda: Callable[..., FakeCuda]) -> None:
     make_fakecuda(devices=2, capability=(8, 9))
-    assert cpm_kernels_device.num_devices() == 2
-    assert cpm_kernels_device.current_device().architecture == 89
+    assert device.num_devices() == 2
+    assert device.current_device().architecture == 89
     for wrong in (-1, 2):
         with pytest.raises(ValueError, match="there are 2 devices"):
-            cpm_kernels_device.Device(wrong)
+            device.Device(wrong)

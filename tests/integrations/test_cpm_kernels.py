@@ -21,8 +21,8 @@ from kernel_hub import driver
 from kernel_hub.arrays import interop
 from kernel_hub.errors import CubinNotFoundError, ParamsError
 from kernel_hub.integrations import cpm_kernels
-from kernel_hub.integrations import cpm_kernels_base as base
-from kernel_hub.integrations.cpm_kernels_device import Device
+from kernel_hub.integrations.cpm_kernels import base as base
+from kernel_hub.integrations.cpm_kernels.device import Device
 
 GEOMETRY: tuple[Any, ...] = ((3, 1, 1), (64, 1, 1), 0)
 EXTRACTION = [ctypes.c_void_p(address) for address in (0x1000, 0x2000, 0x3000)]

@@ -41,7 +41,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The alias, and no cpm_kernels and no pkg_resources behind it, whatever this machine has."""
     gone = ("cpm_kernels", "pkg_resources")
     monkeypatch.setattr(
-        cpm_kernels._Finder, "_installed", lambda self, name, path: None, raising=True
+        cpm_kernels.finder._Finder, "_installed", lambda self, name, path: None, raising=True
     )
     for name in [name for name in sys.modules if name.partition(".")[0] in gone]:
         monkeypatch.delitem(sys.modules, name)

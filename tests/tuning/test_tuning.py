@@ -16,7 +16,7 @@ import pytest
 from kernel_hub import tuning
 from kernel_hub.collection.manifest import open_collection
 from kernel_hub.errors import TableError
-from kernel_hub.tuning import Choice, Gpu, Row, Section, Table, file
+from kernel_hub.tuning import Choice, Gpu, GpuSection, Row, Table, file
 
 ROOT = Path(__file__).resolve().parents[2]
 H200 = Gpu((9, 0), 132, "NVIDIA H200")
@@ -95,7 +95,9 @@ def test_the_users_file_comes_before_what_is_shipped(table: Table) -> None:
     choices = {"n=128 kind=a": (Choice(0, 128, shipped),)}
     for num_sms, expected in ((132, shipped), (114, None)):
         put(table, document())
-        table._shipped = [Section("sm90", "NVIDIA H200", num_sms, {}, choices, {"wide": {"x": 1}})]
+        table._shipped = [
+            GpuSection("sm90", "NVIDIA H200", num_sms, {}, choices, {"wide": {"x": 1}})
+        ]
         assert table.lookup(H200, 4, n=128, kind="a") == Row("narrow")
         assert table.lookup(H200, 5, n=128, kind="a") == expected
         assert table.costs("sm90") == {"wide": {"x": 1}} and table.costs("sm80") == {}
@@ -208,9 +210,9 @@ def choice_rows(*rows: tuple[int, int, str]) -> dict[str, tuple[Choice, ...]]:
 
 
 def test_merging_keeps_what_was_measured_before(table: Table) -> None:
-    old = Section("sm90", "x", 132, {"a": "old"}, choice_rows((0, 4, "a"), (16, 64, "b")))
+    old = GpuSection("sm90", "x", 132, {"a": "old"}, choice_rows((0, 4, "a"), (16, 64, "b")))
     old.choices["n=1 kind=b"] = (Choice(0, 1, Row("kept")),)
-    new = Section("sm90", "x", 132, {"a": "new"}, choice_rows((8, 32, "c"), (32, 64, "d")))
+    new = GpuSection("sm90", "x", 132, {"a": "new"}, choice_rows((8, 32, "c"), (32, 64, "d")))
     merged = file.merged(old, new)
     assert merged.cubins == {"a": "new"}
     assert merged.choices == {
@@ -241,16 +243,16 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 
 
 def shipped_ops() -> list[str]:
-    return sorted(path.stem for path in (ROOT / "kernel_hub/tables").glob("*.json"))
+    return sorted(path.stem for path in (ROOT / "kernel_hub/tuning/shipped").glob("*.json"))
 
 
 @pytest.mark.parametrize("op", shipped_ops())
 def test_shipped_tables_are_right(op: str) -> None:
     """Laid out as the writer does, and of functions that the manifest has."""
     pytest.importorskip("torch", reason="the ops are torch ops")
-    from kernel_hub.testing import tune_ops
+    from kernel_hub.measure import tune_ops
 
-    assert op in tune_ops.TUNABLE, f"testing/tune_ops.py does not tune {op}"
+    assert op in tune_ops.TUNABLE, f"measure/tune_ops.py does not tune {op}"
     table = tune_ops.TUNABLE[op].table
     sections = table.shipped()
     assert sections

@@ -16,7 +16,7 @@ from lots import Lots
 from kernel_hub import tuning
 
 pytest.importorskip("torch", reason="the ops are torch ops")
-from kernel_hub.testing.tune_ops import TUNABLE
+from kernel_hub.measure.tune_ops import TUNABLE
 
 GPUS = [tuning.Gpu((9, 0), 132, "NVIDIA H200"), tuning.Gpu((8, 0), 108, "NVIDIA A100")]
 JUNK: list[Any] = [

@@ -5,11 +5,11 @@ The kernels are the user's own files (`*.cubin.cpp`, `.cubin`); none is shipped 
 
 from __future__ import annotations
 
-from ._load import find, load
-from ._mask import pack_mask
-from ._names import KernelName, parse_name
-from ._params import Params
-from ._run import Attention, plan, run
+from .attention import Attention, plan, run
+from .loading import find, load
+from .mask import pack_mask
+from .names import KernelName, parse_name
+from .param_struct import Params
 
 __all__ = [
     "Attention",

@@ -9,15 +9,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ._cache import load
-    from ._function import TritonFunction
-    from ._metadata import Metadata
-    from ._signature import Argument
-    from .ahead._collection import TritonCollection, collection
-    from .ahead._compile import compile, compile_configs
-    from .ahead._dispatch import Dispatcher
-    from .ahead._tune import Problem, tune
-    from .ahead._tuned import Tuned
+    from .ahead.collection import TritonCollection, collection
+    from .ahead.compiling import compile, compile_configs
+    from .ahead.dispatcher import Dispatcher
+    from .ahead.tune import Problem, tune
+    from .ahead.tuned_file import Tuned
+    from .cache import load
+    from .function import TritonFunction
+    from .metadata import Metadata
+    from .signature import Argument
 
 __all__ = [
     "Argument",
@@ -35,18 +35,18 @@ __all__ = [
 ]
 
 _MODULES = {
-    "Argument": "_signature",
-    "Dispatcher": "ahead._dispatch",
-    "Metadata": "_metadata",
-    "Problem": "ahead._tune",
-    "TritonCollection": "ahead._collection",
-    "TritonFunction": "_function",
-    "Tuned": "ahead._tuned",
-    "collection": "ahead._collection",
-    "compile": "ahead._compile",
-    "compile_configs": "ahead._compile",
-    "load": "_cache",
-    "tune": "ahead._tune",
+    "Argument": "signature",
+    "Dispatcher": "ahead.dispatcher",
+    "Metadata": "metadata",
+    "Problem": "ahead.tune",
+    "TritonCollection": "ahead.collection",
+    "TritonFunction": "function",
+    "Tuned": "ahead.tuned_file",
+    "collection": "ahead.collection",
+    "compile": "ahead.compiling",
+    "compile_configs": "ahead.compiling",
+    "load": "cache",
+    "tune": "ahead.tune",
 }
 
 

@@ -1,0 +1,29 @@
+"""The benchmarks as programs: every op has its own, and each says at once that it needs a GPU."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="the benchmarks measure torch ops")
+
+from kernel_hub.errors import DriverNotFoundError
+from kernel_hub.measure import results
+
+FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
+BENCHMARKS = sorted(path.stem for path in FOLDER.glob("bench_*.py"))
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_it_needs_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def environment() -> object:
+        raise DriverNotFoundError("none here", tried=[])
+
+    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.setattr(results, "environment", environment)
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--quick"])
+    with pytest.raises(SystemExit, match=r"needs an NVIDIA GPU: none here"):
+        importlib.import_module(name).main()
