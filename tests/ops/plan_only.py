@@ -12,6 +12,7 @@ from call_cases import E4M3, Case
 from ways import op_modules
 
 from kernel_hub.ops.core import common, operands
+from kernel_hub.ops.core.launch import forget_all
 
 
 class _NoLaunch:
@@ -46,9 +47,7 @@ def plan_only(monkeypatch: Any) -> None:
 
     So nothing but the ops' own marks says that a tensor was written.
     """
-    for module in op_modules():
-        if hasattr(module, "_plans"):
-            monkeypatch.setattr(module, "_plans", {})
+    forget_all()
     monkeypatch.setattr(common, "shipped", _no_launch)
     believed = operands.PLAIN_TYPES | {OnGpu}
     for module in (*op_modules(), operands):

@@ -12,6 +12,7 @@ from back_to_back import check_back_to_back
 from bits import same_bits
 
 from kernel_hub.errors import TensorError
+from kernel_hub.ops.core.launch import forget_all
 from kernel_hub.ops.matmul import linear_fp8 as fp8
 from kernel_hub.ops.matmul import linear_fp8_plan as plan
 from kernel_hub.testing.compare import check
@@ -38,7 +39,7 @@ BLOCKS_ERROR, PROMOTED_ERROR, FAST_ERROR = 1e-3, 2e-3, 2e-2
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The reference on the CPU, and the cubin."""
     device: str = request.param
-    monkeypatch.setattr(fp8, "_plans", {})
+    forget_all()
     if device == "cuda" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("these kernels need a GPU of compute capability 9.0")
     yield device
@@ -47,7 +48,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> str:
     """The cubin alone."""
-    monkeypatch.setattr(fp8, "_plans", {})
+    forget_all()
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("these kernels need a GPU of compute capability 9.0")
     return "cuda"

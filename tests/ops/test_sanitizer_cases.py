@@ -15,6 +15,7 @@ from test_exports import exported, exported_linear, exported_paired
 
 from kernel_hub import ops
 from kernel_hub.ops.core import common
+from kernel_hub.ops.core.launch import forget_all
 from kernel_hub.ops.matmul import linear_launch, paired_plan
 from kernel_hub.tuning import Gpu
 
@@ -47,7 +48,7 @@ def test_every_variant_is_launched(op: str, monkeypatch: pytest.MonkeyPatch) -> 
         return lambda *launch, **options: launched.add(name)
 
     monkeypatch.setattr(common, "shipped", shipped)
-    monkeypatch.setattr(module_of(op), "_plans", {})
+    forget_all()
     monkeypatch.setattr(module_of(op), "_cpu_into", module_of(op)._cuda_into)
     # The numbers are of no matter here.
     monkeypatch.setattr(torch, "randn", torch.empty)

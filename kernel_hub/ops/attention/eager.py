@@ -11,12 +11,13 @@ import torch
 
 from ...errors import KernelHubError
 from ..core import bounds, common
+from ..core.launch import Plans
 from . import backward_portable, cpu, forward_portable
 from . import checks as checks
 from .problem import Problem
 
 # What a call's shapes, strides and options were checked and resolved to.
-_plans: dict[tuple[Any, ...], checks.Numbers] = {}
+_plans: Plans[checks.Numbers] = Plans()
 _empty_like = torch.empty_like
 _float32 = torch.float32
 
@@ -85,9 +86,7 @@ def problem_of(
             cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, cache_seqlens, dtypes=dtypes,
         )  # fmt: skip
         if q.is_cuda:
-            if len(_plans) >= common.MAX_PLANS:
-                _plans.clear()
-            _plans[key] = plan
+            _plans.keep(key, plan)
     batch_size, longest_q, longest_k, scale, left, right, cap = plan
     if not has_tables:
         return Problem(q, k, v, batch_size, longest_q, longest_k, scale, left, right, cap)

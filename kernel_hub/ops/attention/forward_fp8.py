@@ -16,6 +16,7 @@ import torch
 from ...errors import TensorError
 from ..core import common
 from ..core.counters import counters
+from ..core.launch import Plans
 from .maps import is_mappable, tensor_map
 from .problem import Problem
 
@@ -115,7 +116,7 @@ BODIES = (
 # function, gridDim, blockDim, sharedMemBytes, integers and floats of the kernel; the rows of a box
 # of K and V.
 _Plan = tuple[Any, tuple[int, int, int], tuple[int, int, int], int, tuple[Any, ...], int]
-_plans: dict[tuple[Any, ...], _Plan] = {}
+_plans: Plans[_Plan] = Plans()
 
 
 @functools.cache
@@ -253,9 +254,7 @@ def forward(problem: Problem, scales: Scales, out: torch.Tensor, lse: torch.Tens
         check_device(q)
         check_problem(problem)
         plan = _plan(problem, scales, out, lse)
-        if len(_plans) >= common.MAX_PLANS:
-            _plans.clear()
-        _plans[key] = plan
+        _plans.keep(key, plan)
     function, grid, block, shared_bytes, numbers, block_n = plan
     if function is not None:
         # Where there are no keys, descriptors of something: nothing is loaded.

@@ -15,6 +15,7 @@ import torch
 
 from ...errors import TensorError
 from ..core import common
+from ..core.launch import Plans
 from . import forward_sm90 as sm90
 from .problem import Problem
 
@@ -88,7 +89,7 @@ BODIES = (
 # function, gridDim, blockDim, sharedMemBytes, integers and floats of the kernel.
 # Hopper's have one number more.
 _Plan = tuple[Any, ...]
-_plans: dict[tuple[Any, ...], _Plan] = {}
+_plans: Plans[_Plan] = Plans()
 _NO_LAUNCH: _Plan = (None, (0, 0, 0), (0, 0, 0), 0, ())
 
 
@@ -271,9 +272,7 @@ def forward(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> No
     plan = _plans.get(key)
     if plan is None:
         plan = _plan(problem, out, lse, low_bits == 0)
-        if len(_plans) >= common.MAX_PLANS:
-            _plans.clear()
-        _plans[key] = plan
+        _plans.keep(key, plan)
     if len(plan) != len(_NO_LAUNCH):
         sm90.launch(plan, problem, out, lse)
         return

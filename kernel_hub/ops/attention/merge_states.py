@@ -8,11 +8,10 @@ import torch
 
 from ...errors import KernelHubError
 from ..core import common
+from ..core.launch import Launch, Plans
 
 _OP = "merge_states"
-_Plan = tuple[Any, tuple[int, int, int], tuple[int, int, int], tuple[int, ...]]
-_plans: dict[tuple[Any, ...], tuple[_Plan, common.Spans]] = {}
-_NO_LAUNCH: _Plan = (None, (0, 0, 0), (0, 0, 0), ())
+_plans: Plans[tuple[Launch, common.Spans]] = Plans()
 _operands = common.Operands(_OP, "out_a lse_a out_b lse_b", "out out_lse")
 _writes = common.Writes(
     _OP, "out out_lse out_a out_b lse_a lse_b", "out out_lse",
@@ -127,11 +126,11 @@ def _plan(
     out: torch.Tensor,
     out_lse: torch.Tensor,
     low_bits: int,
-) -> _Plan:
+) -> Launch:
     """Check the tensors and choose the kernel, its launch shape and its integer parameters."""
     _check(out_a, lse_a, out_b, lse_b, out, out_lse)
     if out_a.shape[:-1].numel() == 0:
-        return _NO_LAUNCH
+        return Launch()
     strides: list[int] = []
     states = (out, out_lse, out_a, out_b, lse_a, lse_b)
     for state in states:
@@ -165,7 +164,7 @@ def _plan(
     function = common.shipped(_OP, f"{_OP}_{common.DTYPE_TOKENS[out_a.dtype]}_{variant}")
     grid = (-(-seqlen // block_tokens), blocks, batch_size)
     block = (width, block_heads, block_tokens)
-    return function, grid, block, (*strides, seqlen, heads, head_dim)
+    return Launch(function, grid, block, numbers=(*strides, seqlen, heads, head_dim))
 
 
 def _cuda_into(
@@ -185,15 +184,13 @@ def _cuda_into(
     found = _plans.get(key)
     if found is None:
         plan = _plan(out_a, lse_a, out_b, lse_b, out, out_lse, low_bits)
-        if len(_plans) >= common.MAX_PLANS:
-            _plans.clear()
-        found = _plans[key] = plan, _writes.spans(*tensors)
-    (function, grid, block, numbers), spans = found
+        found = _plans.keep(key, (plan, _writes.spans(*tensors)))
+    (function, grid, block, shared_bytes, numbers, _, _), spans = found
     if is_given and addresses not in spans.apart:
         spans.check(addresses)
     if function is not None:
         try:
-            function(grid, block, 0, None, (*tensors, *numbers))
+            function(grid, block, shared_bytes, None, (*tensors, *numbers))
         except KernelHubError:
             # The launch checks devices and dtypes; this names them.
             _check(out_a, lse_a, out_b, lse_b, out, out_lse)

@@ -14,6 +14,7 @@ import torch
 
 from ...errors import TensorError
 from ...tuning import Gpu
+from .launch import MAX_PLANS as MAX_PLANS
 from .numbers import MAX_SIZE as MAX_SIZE
 from .numbers import check_choice as check_choice
 from .numbers import check_count as check_count
@@ -42,7 +43,6 @@ DTYPE_TOKENS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "f
 VEC_BYTES = 16
 MAX_GRID_Y = 65535
 MAX_GRID_X = 2**31 - 1
-MAX_PLANS = 4096
 
 # The dict behind os.environ: every call asks, and the way through os.environ takes 0.6 us.
 _environ: Any = getattr(os.environ, "_data", os.environ)

@@ -9,11 +9,10 @@ import torch
 from ...errors import KernelHubError
 from ..core import bounds, common
 from ..core.kv_cache import places
+from ..core.launch import Launch, Plans
 from . import append_checks as checks
 
-_Plan = tuple[Any, tuple[int, int, int], tuple[int, int, int], tuple[int, ...]]
-_plans: dict[tuple[Any, ...], tuple[_Plan, common.Spans]] = {}
-_NO_LAUNCH: _Plan = (None, (0, 0, 0), (0, 0, 0), ())
+_plans: Plans[tuple[Launch, common.Spans]] = Plans()
 _OP = "append_kv"
 _TABLES = "cache_seqlens block_table slot_mapping cu_seqlens"
 _operands = common.Operands(
@@ -141,7 +140,7 @@ def _strides(tensor: Any) -> tuple[int, int, int]:
     return outer, tensor.stride(-3), tensor.stride(-2)
 
 
-def _plan(given: tuple[Any, ...], low_bits: int) -> _Plan:
+def _plan(given: tuple[Any, ...], low_bits: int) -> Launch:
     """Check the tensors and choose the kernel, its launch shape and its integer parameters."""
     checks.check(*given)
     (k, v, k_cache, v_cache, _, block_table, slot_mapping, cu_seqlens, q, cos, _, positions,
@@ -151,7 +150,7 @@ def _plan(given: tuple[Any, ...], low_bits: int) -> _Plan:
     num_heads = 0 if q is None else q.shape[-2]
     num_kv_heads, head_dim = k.shape[-2:]
     if num_tokens * (num_heads + num_kv_heads) * head_dim == 0 or batch_size == 0:
-        return _NO_LAUNCH
+        return Launch()
     strides = [s for t in (out_q, out_k, k_cache, v_cache, q, k, v) for s in _strides(t)]
     elems = common.VEC_BYTES // k.element_size()
     layout = "plain" if cos is None else "interleaved" if interleaved else "half"
@@ -190,7 +189,8 @@ def _plan(given: tuple[Any, ...], low_bits: int) -> _Plan:
         q_threads,
     )
     grid = (-(-num_tokens // block_tokens), 1, 1)
-    return function, grid, (width, q_threads + kv_threads, block_tokens), numbers
+    block = (width, q_threads + kv_threads, block_tokens)
+    return Launch(function, grid, block, numbers=numbers)
 
 
 def _cuda_into(*given: Any) -> None:
@@ -216,11 +216,9 @@ def _cuda_into(*given: Any) -> None:
     found = _plans.get(key)
     if found is None:
         plan = _plan(given, low_bits)
-        if len(_plans) >= common.MAX_PLANS:
-            _plans.clear()
         spans = _writes.spans(k_cache, v_cache, out_q, out_k, k, v, q, cos, sin, *others)
-        found = _plans[key] = plan, spans
-    plan, spans = found
+        found = _plans.keep(key, (plan, spans))
+    (function, grid, block, shared_bytes, numbers, _, _), spans = found
     for tensor in others:
         if tensor is not None:
             addresses.append(tensor.data_ptr())
@@ -229,11 +227,10 @@ def _cuda_into(*given: Any) -> None:
         spans.check(found_at)
     if common.is_debugging():
         checks.check_routing(*given)
-    function, grid, block, numbers = plan
     if function is not None:
         try:
             function(
-                grid, block, 0, None,
+                grid, block, shared_bytes, None,
                 (out_q, out_k, k_cache, v_cache, bounds.flag("append_kv", k), q, k, v, cos, sin,
                  positions, cache_seqlens, slot_mapping, block_table, cu_seqlens, k_scale,
                  v_scale, *numbers),

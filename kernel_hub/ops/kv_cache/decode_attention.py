@@ -11,6 +11,7 @@ import torch
 
 from ...errors import KernelHubError
 from ..core import bounds, common
+from ..core.launch import Plans
 from . import decode_checks as checks
 from . import decode_plan as plans
 from .decode_cpu import decode_attention as _reference
@@ -18,7 +19,7 @@ from .decode_cpu import decode_attention as _reference
 # (kernel, grid, shared bytes, its numbers, merge kernel or None, its grid, its numbers,
 #  rows of partials, their width, launch options)
 _Plan = tuple[Any, ...]
-_plans: dict[tuple[Any, ...], tuple[_Plan | None, common.Spans]] = {}
+_plans: Plans[tuple[_Plan | None, common.Spans]] = Plans()
 _OP = "decode_attention"
 _REQUIRED = "q k_cache v_cache cache_seqlens"
 _OPTIONAL = "k v block_table cos sin qkv_bias k_scale v_scale alibi_slopes out"
@@ -270,10 +271,8 @@ def _cuda_into(
         plan = _plan(
             q, k_cache, v_cache, k, v, block_table, cos, alibi_slopes, *options, out, low_bits
         )
-        if len(_plans) >= common.MAX_PLANS:
-            _plans.clear()
         writes, lying = _lying(tensors, out)
-        found = _plans[key] = plan, writes.spans(*lying)
+        found = _plans.keep(key, (plan, writes.spans(*lying)))
     plan, spans = found
     if is_given:
         addresses += (k_address, v_address, cache_seqlens.data_ptr())

@@ -8,12 +8,13 @@ import torch
 
 from ...errors import KernelHubError
 from ..core import common
+from ..core.launch import Plans
 from .grouped_launch import Launch, Layout, check_rows, launch_of
 from .grouped_plan import TABLES, Problem, choose, too_large
 
 _OP = "batched_matmul"
 _DTYPES = (torch.float16, torch.bfloat16)
-_plans: dict[tuple[Any, ...], tuple[Launch, common.Spans]] = {}
+_plans: Plans[tuple[Launch, common.Spans]] = Plans()
 TABLES[_OP].on_change(_plans.clear)
 _operands = common.Operands(_OP, "a b", "out")
 _writes = common.Writes(_OP, "out a b", "out")
@@ -159,9 +160,7 @@ def _cuda_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, is_given: bo
     if found is None:
         _check(a, b, out, out.dtype)
         plan = _plan(a, b, out)
-        if len(_plans) >= common.MAX_PLANS:
-            _plans.clear()
-        found = _plans[key] = plan, _writes.spans(out, a, b)
+        found = _plans.keep(key, (plan, _writes.spans(out, a, b)))
     plan, spans = found
     if is_given and addresses not in spans.apart:
         spans.check(addresses)

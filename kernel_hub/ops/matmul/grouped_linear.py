@@ -9,13 +9,14 @@ import torch
 
 from ...errors import KernelHubError
 from ..core import bounds, common
+from ..core.launch import Plans
 from .grouped_launch import Launch, Layout, check_rows, launch_of
 from .grouped_plan import TABLES, Problem, choose, too_large
 
 _OP = "grouped_linear"
 _ACTIVATIONS = {None: 0, "gelu": 1, "silu": 2, "relu": 3}
 _DTYPES = (torch.float16, torch.bfloat16)
-_plans: dict[tuple[Any, ...], tuple[Launch, common.Spans]] = {}
+_plans: Plans[tuple[Launch, common.Spans]] = Plans()
 TABLES[_OP].on_change(_plans.clear)
 _operands = common.Operands(_OP, "a b offsets", "bias out")
 _writes = common.Writes(_OP, "out a b offsets bias", "out")
@@ -164,9 +165,7 @@ def _cuda_into(
     if found is None:
         _check(a, b, offsets, bias, out, out.dtype)
         plan = _plan(a, b, bias, activation, out)
-        if len(_plans) >= common.MAX_PLANS:
-            _plans.clear()
-        found = _plans[key] = plan, _writes.spans(out, a, b, offsets, bias)
+        found = _plans.keep(key, (plan, _writes.spans(out, a, b, offsets, bias)))
     plan, spans = found
     if is_given:
         addresses: tuple[int, ...] = out.data_ptr(), a.data_ptr(), b.data_ptr(), offsets.data_ptr()

@@ -8,6 +8,7 @@ import torch
 
 from ...errors import KernelHubError
 from ..core import common
+from ..core.launch import Plans
 from . import linear_fp8 as fp8
 from .linear_launch import Launch, plan_launch
 from .linear_plan import TABLE
@@ -15,7 +16,7 @@ from .linear_plan import TABLE
 _OP = "linear"
 _ACTIVATIONS = {None: 0, "gelu": 1, "silu": 2, "relu": 3}
 _DTYPES = (torch.float16, torch.bfloat16)
-_plans: dict[tuple[Any, ...], tuple[Launch, common.Spans]] = {}
+_plans: Plans[tuple[Launch, common.Spans]] = Plans()
 TABLE.on_change(_plans.clear)
 _operands = common.Operands(_OP, "a b", "bias residual out")
 _writes = common.Writes(_OP, "out a b bias residual", "out", in_place="out=residual")
@@ -144,9 +145,7 @@ def _cuda_into(
     if found is None:
         _check(a, b, bias, residual, out, out.dtype)
         plan = plan_launch(a, b, bias, activation, residual, out)
-        if len(_plans) >= common.MAX_PLANS:
-            _plans.clear()
-        found = _plans[key] = plan, _writes.spans(out, a, b, bias, residual)
+        found = _plans.keep(key, (plan, _writes.spans(out, a, b, bias, residual)))
     plan, spans = found
     if is_given:
         addresses = out.data_ptr(), *addresses

@@ -10,6 +10,7 @@ import torch
 
 from ...errors import KernelHubError
 from ..core import common
+from ..core.launch import Plans
 from .linear_fp8_plan import COMPUTE_CAPABILITY, CUBIN, SCALE_BLOCK, TABLE, choose
 from .linear_plan import BLOCK_K, Choice
 
@@ -22,7 +23,7 @@ _ACTIVATIONS = (
 _MAX_MAPS = 8192
 # The 128 bytes of a tensor map say all about it and own nothing: address, sizes, strides, box.
 _maps: dict[tuple[Any, ...], bytes] = {}
-_plans: dict[tuple[Any, ...], tuple[Launch, common.Spans]] = {}
+_plans: Plans[tuple[Launch, common.Spans]] = Plans()
 TABLE.on_change(_plans.clear)
 _operands = common.Operands(_OP, "a b", "a_scale b_scale bias residual out")
 _writes = common.Writes(
@@ -188,9 +189,7 @@ def _cuda_into(
     if found is None:
         has_blocks = check(*tensors, out.dtype, use_fast_accum)
         plan = plan_launch(*tensors, activation, has_blocks, use_fast_accum)
-        if len(_plans) >= common.MAX_PLANS:
-            _plans.clear()
-        found = _plans[key] = plan, _writes.spans(*tensors)
+        found = _plans.keep(key, (plan, _writes.spans(*tensors)))
     plan, spans = found
     if is_given:
         addresses = tuple([x.data_ptr() for x in tensors if x is not None])

@@ -13,6 +13,7 @@ from ...errors import KernelHubError
 from ..core import bounds, common
 from ..core.common import gpu_of
 from ..core.kv_cache import places
+from ..core.launch import Plans
 from .paired_launch import rows_and_strides, tensor_map
 from .paired_plan import GROUP_ROWS, TABLES, Choice, choose
 from .qkv_checks import OP, Given, check, check_heads
@@ -41,8 +42,8 @@ class _Plan:
     is_programmatic: bool = False  # may begin under the end of the launch before
 
 
-_plans: dict[tuple[Any, ...], tuple[_Plan, common.Spans]] = {}
-TABLES[OP].on_change(lambda: _plans.clear())
+_plans: Plans[tuple[_Plan, common.Spans]] = Plans()
+TABLES[OP].on_change(_plans.clear)
 
 
 def qkv_linear(
@@ -284,9 +285,7 @@ def _cuda_into(given: Given, is_given: bool = True) -> None:
     found = _plans.get(key)
     if found is None:
         plan = _plan(given)
-        if len(_plans) >= common.MAX_PLANS:
-            _plans.clear()
-        found = _plans[key] = plan, _writes.spans(*tensors)
+        found = _plans.keep(key, (plan, _writes.spans(*tensors)))
     plan, spans = found
     if is_given and addresses not in spans.apart:
         spans.check(addresses)

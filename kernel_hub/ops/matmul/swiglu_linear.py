@@ -11,6 +11,7 @@ import torch
 from ...errors import KernelHubError
 from ..core import common
 from ..core.common import gpu_of
+from ..core.launch import Plans
 from .paired_launch import rows_and_strides, tensor_map
 from .paired_plan import GROUP_ROWS, TABLES, Choice, choose
 
@@ -35,8 +36,8 @@ class _Plan:
     is_programmatic: bool = False  # may begin under the end of the launch before
 
 
-_plans: dict[tuple[Any, ...], tuple[_Plan, common.Spans]] = {}
-TABLES[_OP].on_change(lambda: _plans.clear())
+_plans: Plans[tuple[_Plan, common.Spans]] = Plans()
+TABLES[_OP].on_change(_plans.clear)
 
 
 def swiglu_linear(
@@ -143,9 +144,7 @@ def _cuda_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, is_given: bo
     found = _plans.get(key)
     if found is None:
         plan = _plan(a, b, out)
-        if len(_plans) >= common.MAX_PLANS:
-            _plans.clear()
-        found = _plans[key] = plan, _writes.spans(out, a, b)
+        found = _plans.keep(key, (plan, _writes.spans(out, a, b)))
     plan, spans = found
     if is_given and addresses not in spans.apart:
         spans.check(addresses)

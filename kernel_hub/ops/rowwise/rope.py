@@ -9,11 +9,10 @@ import torch
 
 from ...errors import KernelHubError, TensorError
 from ..core import bounds, common
+from ..core.launch import Launch, Plans
 
 _OP = "rope"
-_Plan = tuple[Any, tuple[int, int, int], tuple[int, int, int], tuple[int, ...]]
-_plans: dict[tuple[Any, ...], tuple[_Plan, common.Spans]] = {}
-_NO_LAUNCH: _Plan = (None, (0, 0, 0), (0, 0, 0), ())
+_plans: Plans[tuple[Launch, common.Spans]] = Plans()
 _operands = common.Operands(_OP, "q k cos sin", "positions out_q out_k")
 _writes = common.Writes(
     _OP, "out_q out_k q k cos sin positions", "out_q out_k", in_place="out_q=q out_k=k"
@@ -169,11 +168,11 @@ def _plan(
     out_q: torch.Tensor,
     out_k: torch.Tensor,
     low_bits: int,
-) -> _Plan:
+) -> Launch:
     """Check the tensors and choose the kernel, its launch shape and its integer parameters."""
     _check(q, k, cos, sin, positions, interleaved, rotary_dim, out_q, out_k)
     if q.numel() + k.numel() == 0:
-        return _NO_LAUNCH
+        return Launch()
     tensors = (out_q, out_k, q, k)
     leading = q.shape[:-2]
     lead_strides = [tensor.stride()[:-2] for tensor in tensors]
@@ -240,9 +239,9 @@ def _plan(
     last = (cos.shape[0], 0 if positions is None else positions.element_size())
     if is_flat:
         grid = (blocks, -(-heads // (per_thread * block_heads)), 1)
-        return function, grid, block, (table_stride, *sizes, *last)
+        return Launch(function, grid, block, numbers=(table_stride, *sizes, *last))
     numbers = (*strides, table_stride, positions_stride, *sizes, rotary_dim, *last)
-    return function, (blocks, batch, 1), block, numbers
+    return Launch(function, (blocks, batch, 1), block, numbers=numbers)
 
 
 def _cuda_into(
@@ -270,10 +269,8 @@ def _cuda_into(
     found = _plans.get(key)
     if found is None:
         plan = _plan(q, k, cos, sin, positions, interleaved, rotary_dim, out_q, out_k, low_bits)
-        if len(_plans) >= common.MAX_PLANS:
-            _plans.clear()
-        found = _plans[key] = plan, _writes.spans(*tensors, positions)
-    (function, grid, block, numbers), spans = found
+        found = _plans.keep(key, (plan, _writes.spans(*tensors, positions)))
+    (function, grid, block, shared_bytes, numbers, _, _), spans = found
     if is_given:
         if positions is not None:
             addresses = (*addresses, positions.data_ptr())
@@ -283,7 +280,7 @@ def _cuda_into(
         try:
             flag = bounds.flag("rope", q)
             params = (out_q, out_k, flag, q, k, cos, sin, positions, *numbers)
-            function(grid, block, 0, None, params)
+            function(grid, block, shared_bytes, None, params)
         except KernelHubError:
             # The launch checks devices and dtypes; this names them.
             _check(q, k, cos, sin, positions, interleaved, rotary_dim, out_q, out_k)
