@@ -146,7 +146,7 @@ def _forget() -> None:
         for value in vars(module).values():
             if hasattr(value, "cache_clear"):
                 value.cache_clear()
-        for attribute in ("_maps", "_checked", "_sets", "_flags"):
+        for attribute in ("known", "_checked", "_sets", "_flags"):
             if hasattr(held := getattr(module, attribute, None), "clear"):
                 held.clear()
 

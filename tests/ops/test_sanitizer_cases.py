@@ -53,7 +53,7 @@ def test_every_variant_is_launched(op: str, monkeypatch: pytest.MonkeyPatch) -> 
     # The numbers are of no matter here.
     monkeypatch.setattr(torch, "randn", torch.empty)
     monkeypatch.setattr(linear_launch, "gpu_of", lambda device: Gpu((9, 0), 132))
-    monkeypatch.setattr(linear_launch, "tensor_map", lambda *layout: b"")
+    monkeypatch.setattr(linear_launch, "tensor_map", lambda *boxes: b"")
     if op in paired_plan.TABLES:
         monkeypatch.setattr(module_of(op), "gpu_of", lambda device: Gpu((9, 0), 132))
         monkeypatch.setattr(module_of(op), "tensor_map", lambda *layout: b"")

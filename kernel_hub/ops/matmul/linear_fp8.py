@@ -11,8 +11,10 @@ import torch
 from ...errors import KernelHubError
 from ..core import common
 from ..core.launch import Plans
+from ..core.tensor_maps import Boxes, tensor_map
 from .linear_fp8_plan import COMPUTE_CAPABILITY, CUBIN, SCALE_BLOCK, TABLE, choose
-from .linear_plan import BLOCK_K, Choice
+from .linear_launch import boxes_of
+from .linear_plan import Choice
 
 DTYPE = torch.float8_e4m3fn
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -20,9 +22,6 @@ _OP = "linear"
 _ACTIVATIONS = (
     lambda x: x, torch.nn.functional.gelu, torch.nn.functional.silu, torch.relu,
 )  # fmt: skip
-_MAX_MAPS = 8192
-# The 128 bytes of a tensor map say all about it and own nothing: address, sizes, strides, box.
-_maps: dict[tuple[Any, ...], bytes] = {}
 _plans: Plans[tuple[Launch, common.Spans]] = Plans()
 TABLE.on_change(_plans.clear)
 _operands = common.Operands(_OP, "a b", "a_scale b_scale bias residual out")
@@ -38,22 +37,21 @@ class Launch:
     function: Any
     choice: Choice | None = None
     numbers: tuple[int, ...] = ()
-    a_layout: tuple[int, int, int] = (0, 0, 0)  # rows, columns, stride, in pairs of elements
-    b_layout: tuple[int, int, int] = (0, 0, 0)
-    out_layout: tuple[int, int, int] | None = None  # where results leave through boxes
+    boxes: tuple[Boxes, Boxes] | None = None  # of rows and columns: b and a where they swap
+    out_boxes: Boxes | None = None  # where results leave through boxes
 
     def run(
         self, a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any, residual: Any, out: Any
     ) -> None:
         """Launch on the current stream; it begins under the end of the launch before."""
         choice = self.choice
-        assert choice is not None and choice.boxes is not None
-        a_map = _map(a, self.a_layout, choice.boxes[1 if choice.swaps else 0])
-        b_map = _map(b, self.b_layout, choice.boxes[0 if choice.swaps else 1])
-        row_map, column_map = (b_map, a_map) if choice.swaps else (a_map, b_map)
+        assert choice is not None and self.boxes is not None
+        rows, columns = (b, a) if choice.swaps else (a, b)
+        row_map = tensor_map(rows, self.boxes[0])
+        column_map = tensor_map(columns, self.boxes[1])
         out_map = row_map  # not looked at where results leave from registers
-        if self.out_layout is not None and not out.data_ptr() % common.VEC_BYTES:
-            out_map = _map(out, self.out_layout, choice.out_box_rows)
+        if self.out_boxes is not None and not out.data_ptr() % common.VEC_BYTES:
+            out_map = tensor_map(out, self.out_boxes)
         params = (
             out, out_map, row_map, column_map, a_scale, b_scale, bias, residual, *self.numbers,
         )  # fmt: skip
@@ -246,29 +244,18 @@ def plan_launch(
         out_stride, residual_stride, a_scale_stride, k_strides[0], b_scale_stride, k_strides[1],
         m, n, k, activation, choice.group, int(has_blocks),
     )  # fmt: skip
-    boxes_fit = choice.out_box_rows > 0 and out.element_size() == 2 and not (n | out_stride) % 8
-    out_layout = (m, n, n if m == 1 else out_stride) if boxes_fit else None
-    a_layout, b_layout = (m, k // 2, a_stride // 2), (n, k // 2, b_stride // 2)
-    return Launch(function, choice, numbers, a_layout, b_layout, out_layout)
-
-
-def _map(tensor: torch.Tensor, layout: tuple[int, int, int], box_rows: int) -> bytes:
-    """The tensor map for boxes of 128 bytes of `box_rows` rows of 16-bit elements; made once."""
-    key = (tensor.data_ptr(), tensor.dtype, layout, box_rows)
-    found = _maps.get(key)
-    if found is None:
-        from ...arrays.tensor_map import TensorMap  # CPU tensors do without the runtime
-
-        rows, columns, stride = layout
-        pairs = tensor.view(torch.int16) if tensor.dtype == DTYPE else tensor
-        found = TensorMap.tiled(
-            pairs, (box_rows, BLOCK_K), swizzle="128B", l2_promotion="256B",
-            shape=(rows, columns), strides=(stride, 1),
-        ).raw  # fmt: skip
-        if len(_maps) >= _MAX_MAPS:
-            _maps.clear()
-        _maps[key] = found
-    return found
+    assert choice.boxes is not None
+    sides = (m, a_stride), (n, b_stride)
+    first, second = (  # of pairs of elements
+        boxes_of(rows, k // 2, stride // 2, box_rows, torch.int16)
+        for (rows, stride), box_rows in zip(
+            sides[::-1] if choice.swaps else sides, choice.boxes, strict=True
+        )
+    )
+    out_boxes = None
+    if choice.out_box_rows and out.element_size() == 2 and not (n | out_stride) % 8:
+        out_boxes = boxes_of(m, n, n if m == 1 else out_stride, choice.out_box_rows)
+    return Launch(function, choice, numbers, (first, second), out_boxes)
 
 
 @functools.cache

@@ -14,8 +14,9 @@ from ..core import bounds, common
 from ..core.common import gpu_of
 from ..core.kv_cache import places
 from ..core.launch import Plans
-from .paired_launch import rows_and_strides, tensor_map
-from .paired_plan import GROUP_ROWS, TABLES, Choice, choose
+from ..core.tensor_maps import Boxes, tensor_map
+from .paired_launch import rows_and_strides
+from .paired_plan import BLOCK_K, GROUP_ROWS, TABLES, Choice, choose
 from .qkv_checks import OP, Given, check, check_heads
 
 _is_tracing = torch.compiler.is_dynamo_compiling
@@ -31,14 +32,13 @@ _writes = common.Writes(OP, f"x w_qkv {_OPTIONAL}", "k_cache v_cache out_q out_k
 class _Plan:
     """A launch but for its pointers; `choice` is None where there is nothing to compute.
 
-    a_map, b_map: shape, strides and box, where the kernel takes tensor maps.
+    boxes: of a and b, where the kernel takes tensor maps.
     """
 
     function: Any
     choice: Choice | None = None
     numbers: tuple[int, ...] = ()
-    a_map: Any = None
-    b_map: Any = None
+    boxes: tuple[Boxes, Boxes] | None = None
     is_programmatic: bool = False  # may begin under the end of the launch before
 
 
@@ -166,8 +166,8 @@ def _paired_dim(given: Given) -> int:
     return head_dim if head_dim % rotary_dim == 0 else rotary_dim
 
 
-def _swapped_map(given: Given, share: int, b_stride: int) -> tuple[tuple[int, int], Any]:
-    """((groups a block, rows of a box), (shape, strides, box)) for tiles whose rows are w_qkv's:
+def _swapped_boxes(given: Given, share: int, b_stride: int) -> tuple[tuple[int, int], Boxes]:
+    """((groups a block, rows of a box), boxes) for tiles whose rows are w_qkv's:
     8 rows and their partners, 8 rows ...
     """
     rows, k = given.w_qkv.shape
@@ -175,29 +175,29 @@ def _swapped_map(given: Given, share: int, b_stride: int) -> tuple[tuple[int, in
         half, row = (1, 2) if given.rotary_dim else (8, 1)
         groups, box = rows // GROUP_ROWS, share // GROUP_ROWS
         shape = (1, groups, 2, 8, k)
-        strides = (GROUP_ROWS * b_stride, GROUP_ROWS * b_stride, half * b_stride, row * b_stride)
+        strides = (GROUP_ROWS * b_stride, GROUP_ROWS * b_stride, half * b_stride, row * b_stride, 1)
     else:
         block = given.rotary_dim
         groups = block // GROUP_ROWS
         box = math.gcd(groups, share // GROUP_ROWS)
         shape = (rows // block, groups, 2, 8, k)
-        strides = (block * b_stride, 8 * b_stride, block // 2 * b_stride, b_stride)
-    return (groups, box * GROUP_ROWS), (shape, strides, (1, box, 2, 8))
+        strides = (block * b_stride, 8 * b_stride, block // 2 * b_stride, b_stride, 1)
+    return (groups, box * GROUP_ROWS), Boxes(shape, strides, (1, box, 2, 8, BLOCK_K))
 
 
-def _block_map(given: Given, b_stride: int) -> tuple[tuple[int, int, int, int], Any]:
-    """((pairs a run, blocks a run, step, distance), (shape, strides, box)) for the others.
+def _block_boxes(given: Given, b_stride: int) -> tuple[tuple[int, int, int, int], Boxes]:
+    """((pairs a run, blocks a run, step, distance), boxes) for the others.
 
     A box is a block of 32 rows, in the order in which four lanes have 8 neighbours each. Blocks
     come in pairs: those that a rotation pairs, or neighbours.
     """
     rows, k = given.w_qkv.shape
-    shape, box = (rows // 32, 4, 4, 2, k), (1, 4, 4, 2)
-    strides = (32 * b_stride, 2 * b_stride, 8 * b_stride, b_stride)
+    strides = (32 * b_stride, 2 * b_stride, 8 * b_stride, b_stride, 1)
+    boxes = Boxes((rows // 32, 4, 4, 2, k), strides, (1, 4, 4, 2, BLOCK_K))
     pairs = given.rotary_dim // 64
     if not _paired_dim(given):
-        return (rows // 32 + 1, 0, 2, 1), (shape, strides, box)
-    return (pairs, 2 * pairs, 1, pairs), (shape, strides, box)
+        return (rows // 32 + 1, 0, 2, 1), boxes
+    return (pairs, 2 * pairs, 1, pairs), boxes
 
 
 def _fits_hopper(given: Given) -> bool:
@@ -256,14 +256,14 @@ def _plan(given: Given) -> _Plan:
     if choice.hopper is None:
         numbers = (*strides, x_stride, w_stride, *sizes)
         return _Plan(function, choice, numbers, is_programmatic=is_programmatic)
-    a_map = (m, k), (x_stride,), (choice.hopper.a_box_rows,)
+    a_boxes = Boxes((m, k), (x_stride, 1), (choice.hopper.a_box_rows, BLOCK_K))
     boxes, blocks = (1, 16), (1, 0, 1, 1)
     if choice.hopper.swaps:
-        boxes, b_map = _swapped_map(given, choice.hopper.b_share, w_stride)
+        boxes, b_boxes = _swapped_boxes(given, choice.hopper.b_share, w_stride)
     else:
-        blocks, b_map = _block_map(given, w_stride)
+        blocks, b_boxes = _block_boxes(given, w_stride)
     numbers = (*strides, *sizes, *blocks, *boxes, choice.group)
-    return _Plan(function, choice, numbers, a_map, b_map, is_programmatic)
+    return _Plan(function, choice, numbers, (a_boxes, b_boxes), is_programmatic)
 
 
 def _cuda_into(given: Given, is_given: bool = True) -> None:
@@ -292,10 +292,10 @@ def _cuda_into(given: Given, is_given: bool = True) -> None:
     choice = plan.choice
     if choice is None:
         return
-    if choice.hopper is None:
+    if plan.boxes is None:
         matrices: tuple[Any, Any] = (x, w)
     else:
-        matrices = tensor_map(x, *plan.a_map), tensor_map(w, *plan.b_map)
+        matrices = tensor_map(x, plan.boxes[0]), tensor_map(w, plan.boxes[1])
     has_cache = given.k_cache is not None
     params = (
         given.out_q, given.k_cache if has_cache else given.out_k,

@@ -12,8 +12,9 @@ from ...errors import KernelHubError
 from ..core import common
 from ..core.common import gpu_of
 from ..core.launch import Plans
-from .paired_launch import rows_and_strides, tensor_map
-from .paired_plan import GROUP_ROWS, TABLES, Choice, choose
+from ..core.tensor_maps import Boxes, tensor_map
+from .paired_launch import rows_and_strides
+from .paired_plan import BLOCK_K, GROUP_ROWS, TABLES, Choice, choose
 
 _OP = "swiglu_linear"
 _DTYPES = (torch.float16, torch.bfloat16)
@@ -25,14 +26,13 @@ _writes = common.Writes(_OP, "out a b_gate_up", "out")
 class _Plan:
     """A launch but for its pointers; `function` is None where there is nothing to compute.
 
-    a_map, b_map: shape, strides and box, where the kernel takes tensor maps.
+    boxes: of a and b, where the kernel takes tensor maps.
     """
 
     function: Any
     choice: Choice | None = None
     numbers: tuple[int, ...] = ()
-    a_map: Any = None
-    b_map: Any = None
+    boxes: tuple[Boxes, Boxes] | None = None
     is_programmatic: bool = False  # may begin under the end of the launch before
 
 
@@ -122,15 +122,15 @@ def _plan(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> _Plan:
         numbers: tuple[int, ...] = (out_stride, a_stride, b_stride, m, columns, k)
         return _Plan(function, choice, numbers, is_programmatic=is_programmatic)
     share = choice.hopper.b_share
-    a_map = (m, k), (a_stride,), (choice.hopper.a_box_rows,)
+    a_boxes = Boxes((m, k), (a_stride, 1), (choice.hopper.a_box_rows, BLOCK_K))
     # 8 rows of the gate, the 8 of up beside them, the next 8 of the gate, ...
-    b_map = (
+    b_boxes = Boxes(
         (1, columns // 8, 2, 8, k),
-        (8 * b_stride, 8 * b_stride, columns * b_stride, b_stride),
-        (1, share // GROUP_ROWS, 2, 8),
+        (8 * b_stride, 8 * b_stride, columns * b_stride, b_stride, 1),
+        (1, share // GROUP_ROWS, 2, 8, BLOCK_K),
     )
     numbers = (out_stride, m, columns, k, share, choice.group)
-    return _Plan(function, choice, numbers, a_map, b_map, is_programmatic)
+    return _Plan(function, choice, numbers, (a_boxes, b_boxes), is_programmatic)
 
 
 def _cuda_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, is_given: bool = True) -> None:
@@ -152,10 +152,11 @@ def _cuda_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, is_given: bo
     if choice is None:
         return
     try:
-        if choice.hopper is None:
+        if plan.boxes is None:
             params = (out, a, b, *plan.numbers)
         else:
-            params = (out, tensor_map(a, *plan.a_map), tensor_map(b, *plan.b_map), *plan.numbers)
+            maps = tensor_map(a, plan.boxes[0]), tensor_map(b, plan.boxes[1])
+            params = (out, *maps, *plan.numbers)
         options = {"programmatic": True} if plan.is_programmatic else {}
         plan.function(choice.grid, choice.block, choice.shared_bytes, None, params, **options)
     except KernelHubError:
