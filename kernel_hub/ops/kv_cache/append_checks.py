@@ -12,6 +12,7 @@ import torch
 from ...errors import TensorError
 from ..core import common
 from ..core.kv_cache import batch_and_seqlen, places
+from ..core.rotary import check_rotation
 
 _OP = "append_kv"
 _INDICES = (torch.int32, torch.int64)
@@ -57,7 +58,9 @@ def check(
         common.check_tensor(_OP, "q", q)
         heads = q.shape[-2] if q.dim() > 1 else 0
         common.check_like(_OP, "q", q, (*k.shape[:-2], heads, k.shape[-1]), k)
-    _check_rotation(k, q, cos, sin, positions, interleaved, rotary_dim)
+    check_rotation(_OP, cos, sin, interleaved, rotary_dim, k.shape[-1], k, q=q, positions=positions)
+    if positions is not None:
+        _check_tokens("positions", positions, k)
     if positions is None and cos is not None and k.dim() == 3 and cu_seqlens is None:
         raise TensorError(
             f"{_OP}: positions: expected one for each of {num_tokens} tokens, as neither "
@@ -114,36 +117,6 @@ def _check_caches(k: Any, k_cache: Any, v_cache: Any, k_scale: Any, v_scale: Any
             if k_cache.dtype != torch.float8_e4m3fn:
                 expected = f"None with caches of {str(k_cache.dtype).removeprefix('torch.')}"
                 raise common.refuse(_OP, argument, expected, scale)
-
-
-def _check_rotation(
-    k: Any, q: Any, cos: Any, sin: Any, positions: Any, interleaved: Any, rotary_dim: Any
-) -> None:
-    common.check_flag(_OP, "interleaved", interleaved)
-    common.check_count(_OP, "rotary_dim", rotary_dim)
-    if cos is None:
-        for argument, value in (("sin", sin), ("q", q), ("positions", positions)):
-            if value is not None:
-                raise common.refuse(_OP, argument, "None where cos is None", value)
-        if rotary_dim:
-            raise common.refuse(_OP, "rotary_dim", "0 or None where cos is None", rotary_dim)
-        return
-    common.check_tensor(_OP, "cos", cos)
-    if cos.dim() != 2:
-        raise common.refuse(_OP, "cos", "shape (max_position, rotary_dim // 2)", cos)
-    head_dim = k.shape[-1]
-    if rotary_dim % 2 or not 0 <= rotary_dim <= head_dim:
-        raise TensorError(
-            f"{_OP}: rotary_dim: expected an even number up to head_dim = {head_dim}, found "
-            f"{rotary_dim} (it is twice the last dimension of cos unless given)"
-        )
-    table = (cos.shape[0], rotary_dim // 2)
-    for argument, value in (("cos", cos), ("sin", sin)):
-        common.check_like(_OP, argument, value, table, k, dtypes=(torch.float32, k.dtype))
-    if cos.dtype != sin.dtype or cos.stride() != sin.stride():
-        raise common.refuse(_OP, "sin", f"the dtype and strides of cos ({common.say(cos)})", sin)
-    if positions is not None:
-        _check_tokens("positions", positions, k)
 
 
 def _check_tokens(argument: str, indices: Any, k: Any) -> None:

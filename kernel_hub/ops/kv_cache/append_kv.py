@@ -10,6 +10,7 @@ from ...errors import KernelHubError
 from ..core import bounds, common
 from ..core.kv_cache import places
 from ..core.launch import Launch, Plans
+from ..core.rotary import rotated
 from . import append_checks as checks
 
 _plans: Plans[tuple[Launch, common.Spans]] = Plans()
@@ -255,9 +256,10 @@ def _cpu_into(*given: Any) -> None:
     if common.is_debugging():
         checks.check_routing(*given)
     tokens = places(k, k_cache, cache_seqlens, block_table, slot_mapping, cu_seqlens, positions)
+    turn = (cos, sin, tokens.position, interleaved, rotary_dim)
     if q is not None:
-        _assign(out_q, tokens.inside, _rotated(q, tokens, cos, sin, interleaved, rotary_dim))
-    keys = _rotated(k, tokens, cos, sin, interleaved, rotary_dim)
+        _assign(out_q, tokens.inside, rotated(_flat(q), *turn))
+    keys = rotated(_flat(k), *turn)
     values = _flat(v)
     stored = tokens.stored
     page, row = tokens.page[stored], tokens.row[stored]
@@ -279,27 +281,6 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
 
 def _assign(out: torch.Tensor, inside: torch.Tensor, values: torch.Tensor) -> None:
     out[inside.view(out.shape[:-2])] = values[inside].to(out.dtype)
-
-
-def _rotated(
-    x: torch.Tensor, tokens: Any, cos: Any, sin: Any, interleaved: bool, rotary_dim: int
-) -> torch.Tensor:
-    """(num_tokens, heads, head_dim), in fp32 where rotated."""
-    x = _flat(x)
-    if cos is None:
-        return x
-    known = (tokens.position >= 0) & (tokens.position < cos.shape[0])
-    rows = torch.where(known, tokens.position, 0)
-    c, s = (
-        torch.where(known[:, None], table.float()[rows], torch.nan)[:, None] for table in (cos, sin)
-    )
-    half = rotary_dim // 2
-    first = slice(0, rotary_dim, 2) if interleaved else slice(0, half)
-    second = slice(1, rotary_dim, 2) if interleaved else slice(half, rotary_dim)
-    a, b = x[..., first].float(), x[..., second].float()
-    out = x.to(torch.float32, copy=True)
-    out[..., first], out[..., second] = a * c - b * s, b * c + a * s
-    return out
 
 
 def _fake_into(*given: Any) -> None:

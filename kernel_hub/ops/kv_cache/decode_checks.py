@@ -11,6 +11,7 @@ import torch
 
 from ...errors import TensorError
 from ..core import common
+from ..core.rotary import check_rotation
 from .decode_plan import MAX_HEAD_DIM, MAX_SEQLEN_Q
 
 _OP = "decode_attention"
@@ -48,7 +49,7 @@ def check(
         common.check_like(_OP, "v", v, shape, q)
         for argument, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
             common.check_output(_OP, argument, cache)
-    _check_rotation(q, cos, sin, interleaved, rotary_dim)
+    check_rotation(_OP, cos, sin, interleaved, rotary_dim, head_dim, q)
     if qkv_bias is not None:
         size = (num_heads + 2 * num_kv_heads) * head_dim
         common.check_like(_OP, "qkv_bias", qkv_bias, (size,), q)
@@ -113,30 +114,6 @@ def _check_caches(
             expected = f"None for a cache of {str(k_cache.dtype).removeprefix('torch.')}"
             raise common.refuse(_OP, argument, expected, scale)
         common.check_like(_OP, argument, scale, (num_kv_heads,), q, dtypes=(torch.float32,))
-
-
-def _check_rotation(q: torch.Tensor, cos: Any, sin: Any, interleaved: Any, rotary_dim: Any) -> None:
-    common.check_flag(_OP, "interleaved", interleaved)
-    common.check_count(_OP, "rotary_dim", rotary_dim)
-    if cos is None and sin is None:
-        if rotary_dim:
-            raise TensorError(f"{_OP}: rotary_dim: expected cos and sin with it, found None")
-        return
-    for argument, table in (("cos", cos), ("sin", sin)):
-        common.check_tensor(_OP, argument, table)
-        if table.dim() != 2:
-            raise common.refuse(_OP, argument, "shape (max_position, rotary_dim // 2)", table)
-    head_dim = q.shape[-1]
-    if rotary_dim % 2 or not 0 <= rotary_dim <= head_dim:
-        raise TensorError(
-            f"{_OP}: rotary_dim: expected an even number up to head_dim = {head_dim}, found "
-            f"{rotary_dim} (it is twice the last dimension of cos unless given)"
-        )
-    shape = (cos.shape[0], rotary_dim // 2)
-    for argument, table in (("cos", cos), ("sin", sin)):
-        common.check_like(_OP, argument, table, shape, q, dtypes=(torch.float32, q.dtype))
-    if cos.dtype != sin.dtype or cos.stride() != sin.stride():
-        raise common.refuse(_OP, "sin", f"the dtype and strides of cos ({common.say(cos)})", sin)
 
 
 def check_values(

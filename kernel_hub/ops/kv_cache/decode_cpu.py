@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
+
+from ..core.rotary import rotated
 
 
 def decode_attention(
@@ -43,12 +44,12 @@ def decode_attention(
     q_bias, k_bias, v_bias = bias.split([num_heads, num_kv_heads, num_kv_heads])
     turn = (cos, sin, positions, interleaved, rotary_dim)
     # Rounded as the tensor cores take them.
-    queries = _rotated(q.float() + q_bias, *turn).to(q.dtype).float()
+    queries = rotated(q.float() + q_bias, *turn).to(q.dtype).float()
     if k is not None and v is not None:
         fits = positions < capacity
         rows = _rows(positions.clamp(max=max(capacity - 1, 0)), k_cache, block_table)
         for cache, scale, new in (
-            (k_cache, k_scale, _rotated(k.float() + k_bias, *turn)),
+            (k_cache, k_scale, rotated(k.float() + k_bias, *turn)),
             (v_cache, v_scale, v.float() + v_bias),
         ):
             if cache.dtype == torch.float8_e4m3fn:
@@ -98,21 +99,3 @@ def _rows(
         return batch[:, None].expand_as(positions), positions
     page_size = cache.shape[1]
     return block_table.long().gather(1, (positions // page_size).long()), positions % page_size
-
-
-def _rotated(
-    x: torch.Tensor, cos: Any, sin: Any, positions: torch.Tensor, interleaved: bool, rotary_dim: int
-) -> torch.Tensor:
-    if cos is None or rotary_dim == 0:
-        return x
-    inside = (positions >= 0) & (positions < cos.shape[0])
-    at = torch.where(inside, positions, 0).long()
-    keep = torch.where(inside, 1.0, math.nan)[..., None]
-    c, s = ((table.float()[at] * keep)[..., None, :] for table in (cos, sin))
-    half = rotary_dim // 2
-    first = slice(0, rotary_dim, 2) if interleaved else slice(0, half)
-    second = slice(1, rotary_dim, 2) if interleaved else slice(half, rotary_dim)
-    out = x.clone()
-    out[..., first] = x[..., first] * c - x[..., second] * s
-    out[..., second] = x[..., second] * c + x[..., first] * s
-    return out

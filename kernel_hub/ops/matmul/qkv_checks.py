@@ -9,6 +9,7 @@ import torch
 
 from ...errors import TensorError
 from ..core import common
+from ..core.rotary import check_rotation
 
 OP = "qkv_linear"
 _DTYPES = (torch.float16, torch.bfloat16)
@@ -180,35 +181,19 @@ def _check_caches(given: Given) -> None:
 
 def _check_rotation(given: Given) -> None:
     x, cos, sin, rotary_dim = given.x, given.cos, given.sin, given.rotary_dim
-    common.check_flag(OP, "interleaved", given.interleaved)
-    common.check_count(OP, "rotary_dim", rotary_dim)
+    check_rotation(
+        OP, cos, sin, given.interleaved, rotary_dim, given.head_dim, x, step=16, least=1,
+        positions=given.positions,
+    )  # fmt: skip
     if cos is None:
-        for argument in ("sin", "positions"):
-            if getattr(given, argument) is not None:
-                expected = "None where cos is None"
-                raise common.refuse(OP, argument, expected, getattr(given, argument))
-        if rotary_dim:
-            raise common.refuse(OP, "rotary_dim", "0 or None where cos is None", rotary_dim)
         return
-    common.check_tensor(OP, "cos", cos)
-    if cos.dim() != 2:
-        raise common.refuse(OP, "cos", "shape (max_position, rotary_dim // 2)", cos)
-    if rotary_dim % 16 or not 0 < rotary_dim <= given.head_dim:
-        raise TensorError(
-            f"{OP}: rotary_dim: expected a multiple of 16 up to head_dim = {given.head_dim}, found "
-            f"{rotary_dim} (it is twice the last dimension of cos unless given)"
-        )
-    table = (cos.shape[0], rotary_dim // 2)
-    for argument, value in (("cos", cos), ("sin", sin)):
-        common.check_like(OP, argument, value, table, x, dtypes=(torch.float32, x.dtype))
-        address = value.data_ptr() if common.is_plain(value) else 0
-        if address % (2 * value.element_size()) or value.stride(0) % 2:
+    for argument, table in (("cos", cos), ("sin", sin)):
+        address = table.data_ptr() if common.is_plain(table) else 0
+        if address % (2 * table.element_size()) or table.stride(0) % 2:
             expected = "rows that begin at an even element (copy it first)"
-            raise common.refuse(OP, argument, expected, value)
-        if value.shape[0] * value.stride(0) >= 2**31:
-            raise common.refuse(OP, argument, "a table of fewer than 2**31 elements", value)
-    if cos.dtype != sin.dtype or cos.stride() != sin.stride():
-        raise common.refuse(OP, "sin", f"the dtype and strides of cos ({common.say(cos)})", sin)
+            raise common.refuse(OP, argument, expected, table)
+        if table.shape[0] * table.stride(0) >= 2**31:
+            raise common.refuse(OP, argument, "a table of fewer than 2**31 elements", table)
     if given.positions is not None:
         _check_tokens("positions", given.positions, x)
     elif x.dim() == 2 and given.cu_seqlens is None:

@@ -14,6 +14,7 @@ from ..core import bounds, common
 from ..core.common import gpu_of
 from ..core.kv_cache import places
 from ..core.launch import Plans
+from ..core.rotary import rotated
 from ..core.tensor_maps import Boxes, tensor_map
 from .paired_launch import rows_and_strides
 from .paired_plan import BLOCK_K, GROUP_ROWS, TABLES, Choice, choose
@@ -318,7 +319,7 @@ def _cpu_into(given: Given, is_given: bool = True) -> None:
     check(given)
     if is_given:
         _writes.check(*_tensors(given))
-    x, cos, sin, rotary_dim = given.x, given.cos, given.sin, given.rotary_dim
+    x = given.x
     m = x.shape[:-1].numel()
     values = x.reshape(m, x.shape[-1]).float() @ given.w_qkv.float().T
     if given.bias is not None:
@@ -332,20 +333,10 @@ def _cpu_into(given: Given, is_given: bool = True) -> None:
         x[..., None, :], cache, given.cache_seqlens, given.block_table, given.slot_mapping,
         given.cu_seqlens, given.positions,
     )  # fmt: skip
-    rotated = given.num_heads + given.num_kv_heads
-    if cos is not None:
-        known = (tokens.position >= 0) & (tokens.position < cos.shape[0])
-        at = torch.where(known, tokens.position, 0)
-        c, s = (
-            torch.where(known[:, None], table.float()[at], math.nan)[:, None]
-            for table in (cos, sin)
-        )
-        half = rotary_dim // 2
-        first = slice(0, rotary_dim, 2) if given.interleaved else slice(0, half)
-        second = slice(1, rotary_dim, 2) if given.interleaved else slice(half, rotary_dim)
-        a, b = (heads[:, :rotated, part].clone() for part in (first, second))
-        heads[:, :rotated, first] = a * c - b * s
-        heads[:, :rotated, second] = b * c + a * s
+    turned = heads[:, : given.num_heads + given.num_kv_heads]
+    turned.copy_(
+        rotated(turned, given.cos, given.sin, tokens.position, given.interleaved, given.rotary_dim)
+    )
     q, k, v = heads.split([given.num_heads, given.num_kv_heads, given.num_kv_heads], dim=1)
     _assign(given.out_q, tokens.inside, q)
     if given.k_cache is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ import torch
 from ...errors import KernelHubError, TensorError
 from ..core import bounds, common
 from ..core.launch import Launch, Plans
+from ..core.rotary import check_rotation, rotated
 
 _OP = "rope"
 _plans: Plans[tuple[Launch, common.Spans]] = Plans()
@@ -65,8 +65,8 @@ def rope(
     if not _operands.are_plain((q, k, cos, sin), (positions, out_q, out_k)):
         _check(*given, out_q, out_k)
         if out_q is None and out_k is None:
-            rotated: tuple[torch.Tensor, torch.Tensor] = _op(*given)
-            return rotated
+            found: tuple[torch.Tensor, torch.Tensor] = _op(*given)
+            return found
         out_q = _empty_like(q) if out_q is None else out_q
         out_k = _empty_like(k) if out_k is None else out_k
         _op_out(*given, out_q, out_k)
@@ -96,20 +96,7 @@ def _check(
             raise common.refuse(op, argument, "shape (..., seqlen, num_heads, head_dim)", value)
     common.check_like(op, "k", k, (*q.shape[:-2], k.shape[-2], q.shape[-1]), q)
     common.check_tensor(op, "cos", cos)
-    if cos.dim() != 2:
-        raise common.refuse(op, "cos", "shape (max_position, rotary_dim // 2)", cos)
-    common.check_flag(op, "interleaved", interleaved)
-    common.check_count(op, "rotary_dim", rotary_dim)
-    if rotary_dim % 2 or rotary_dim > q.shape[-1]:
-        raise TensorError(
-            f"rope: rotary_dim: expected an even number up to head_dim = {q.shape[-1]}, found "
-            f"{rotary_dim}" + " (it is twice the last dimension of cos unless given)"
-        )
-    table = (cos.shape[0], rotary_dim // 2)
-    for argument, value in (("cos", cos), ("sin", sin)):
-        common.check_like(op, argument, value, table, q, dtypes=(torch.float32, q.dtype))
-    if cos.dtype != sin.dtype or cos.stride() != sin.stride():
-        raise common.refuse(op, "sin", f"the dtype and strides of cos ({common.say(cos)})", sin)
+    check_rotation(op, cos, sin, interleaved, rotary_dim, q.shape[-1], q)
     if positions is None:
         if cos.shape[0] < q.shape[-3]:
             raise common.refuse(op, "cos", f"at least seqlen = {q.shape[-3]} rows", cos)
@@ -307,20 +294,9 @@ def _cpu_into(
         _writes.check(out_q, out_k, q, k, cos, sin, positions)
     if positions is None:
         positions = torch.arange(q.shape[-3], device=q.device)
-    inside = (positions >= 0) & (positions < cos.shape[0])
-    rows = torch.where(inside, positions, 0).long()
-    keep = torch.where(inside, 1.0, math.nan)[..., None]
-    c, s = ((table.float()[rows] * keep)[..., None, :] for table in (cos, sin))
-    half = rotary_dim // 2
-    first = slice(0, rotary_dim, 2) if interleaved else slice(0, half)
-    second = slice(1, rotary_dim, 2) if interleaved else slice(half, rotary_dim)
-    for x, out in ((q, out_q), (k, out_k)):
-        a, b = x[..., first].float(), x[..., second].float()
-        rotated_a, rotated_b = a * c - b * s, b * c + a * s
-        if out is not x:
-            out[..., rotary_dim:] = x[..., rotary_dim:]
-        out[..., first] = rotated_a
-        out[..., second] = rotated_b
+    turn = (cos, sin, positions, interleaved, rotary_dim)
+    out_q.copy_(rotated(q, *turn))
+    out_k.copy_(rotated(k, *turn))
 
 
 def _returning(into: Any) -> Any:
