@@ -8,7 +8,7 @@ import torch
 
 from ...errors import KernelHubError
 from ..core import bounds, common
-from ..core.kv_cache import places
+from ..core.kv_cache import batch_and_seqlen, places
 from ..core.launch import Launch, Plans
 from ..core.rotary import rotated
 from . import append_checks as checks
@@ -146,7 +146,7 @@ def _plan(given: tuple[Any, ...], low_bits: int) -> Launch:
     checks.check(*given)
     (k, v, k_cache, v_cache, _, block_table, slot_mapping, cu_seqlens, q, cos, _, positions,
      interleaved, rotary_dim, _, _, out_q, out_k) = given  # fmt: skip
-    batch_size, seqlen = checks.batch_and_seqlen(k, cu_seqlens)
+    batch_size, seqlen = batch_and_seqlen(k.shape[:-2], cu_seqlens)
     num_tokens = k.shape[:-2].numel()
     num_heads = 0 if q is None else q.shape[-2]
     num_kv_heads, head_dim = k.shape[-2:]
@@ -255,7 +255,9 @@ def _cpu_into(*given: Any) -> None:
     )  # fmt: skip
     if common.is_debugging():
         checks.check_routing(*given)
-    tokens = places(k, k_cache, cache_seqlens, block_table, slot_mapping, cu_seqlens, positions)
+    tokens = places(
+        k.shape[:-2], k_cache, cache_seqlens, block_table, slot_mapping, cu_seqlens, positions
+    )
     turn = (cos, sin, tokens.position, interleaved, rotary_dim)
     if q is not None:
         _assign(out_q, tokens.inside, rotated(_flat(q), *turn))

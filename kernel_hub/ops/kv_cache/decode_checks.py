@@ -11,6 +11,7 @@ import torch
 
 from ...errors import TensorError
 from ..core import common
+from ..core.kv_cache import check_block_table, check_cache_scales
 from ..core.rotary import check_rotation
 from .decode_plan import MAX_HEAD_DIM, MAX_SEQLEN_Q
 
@@ -97,23 +98,13 @@ def _check_caches(
             found = f"address {cache.data_ptr():#x}"
             raise common.refuse(_OP, argument, "memory aligned to 16 bytes", found)
     if block_table is not None:
-        common.check_tensor(_OP, "block_table", block_table)
-        if block_table.dim() != 2:
-            raise common.refuse(_OP, "block_table", "shape (batch_size, max_pages)", block_table)
-        table = (batch_size, block_table.shape[1])
-        common.check_like(_OP, "block_table", block_table, table, q, dtypes=(torch.int32,))
+        check_block_table(_OP, block_table, batch_size, q)
         if not 8 <= page_size <= 256:
             raise common.refuse(_OP, "k_cache", "a page_size of 8 to 256 tokens", k_cache)
         page_size *= block_table.shape[1]
     if page_size > _MAX_TOKENS:
         raise common.refuse(_OP, "k_cache", f"at most {_MAX_TOKENS} tokens a sequence", page_size)
-    for argument, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if scale is None:
-            continue
-        if k_cache.dtype != _E4M3:
-            expected = f"None for a cache of {str(k_cache.dtype).removeprefix('torch.')}"
-            raise common.refuse(_OP, argument, expected, scale)
-        common.check_like(_OP, argument, scale, (num_kv_heads,), q, dtypes=(torch.float32,))
+    check_cache_scales(_OP, k_cache, k_scale, v_scale, q)
 
 
 def check_values(

@@ -326,11 +326,10 @@ def _cpu_into(given: Given, is_given: bool = True) -> None:
         values += given.bias.float()
     heads = values.view(m, given.total_heads, given.head_dim)
     cache = given.k_cache
-    if cache is None:  # one page a sequence
-        batch_size, seqlen = given.batch_and_seqlen
-        cache = x.new_empty((batch_size, seqlen, 1, 1), device="meta")
+    if cache is None:  # one page a sequence, of which sizes and device count
+        cache = x.new_empty(()).expand(*given.batch_and_seqlen, 1, 1)
     tokens = places(
-        x[..., None, :], cache, given.cache_seqlens, given.block_table, given.slot_mapping,
+        x.shape[:-1], cache, given.cache_seqlens, given.block_table, given.slot_mapping,
         given.cu_seqlens, given.positions,
     )  # fmt: skip
     turned = heads[:, : given.num_heads + given.num_kv_heads]
