@@ -54,11 +54,11 @@ def merge_states(
     if not _operands.are_plain(given, (out, out_lse)):
         _check(*given, out, out_lse)
         if out is None and out_lse is None:
-            merged: tuple[torch.Tensor, torch.Tensor] = _op(*given)
+            merged: tuple[torch.Tensor, torch.Tensor] = _registered.returning(*given)
             return merged
         out = torch.empty_like(out_a) if out is None else out
         out_lse = torch.empty_like(lse_a) if out_lse is None else out_lse
-        _op_out(*given, out, out_lse)
+        _registered.writing(*given, out, out_lse)
         return out, out_lse
     is_given = out is not None or out_lse is not None
     try:
@@ -220,25 +220,8 @@ def _cpu_into(
     out_lse.copy_(lse)
 
 
-def _returning(into: Any) -> Any:
-    def run(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        out, out_lse = torch.empty_like(out_a), torch.empty_like(lse_a)
-        into(out_a, lse_a, out_b, lse_b, out, out_lse, False)
-        return out, out_lse
-
-    return run
-
-
-def _fake_into(*given: Any) -> None:
-    _check(*given[:6])
-
-
-_INPUTS = "Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b"
-_op = common.define(
-    f"merge_states({_INPUTS}) -> (Tensor, Tensor)",
-    cuda=_returning(_cuda_into), cpu=_returning(_cpu_into), fake=_returning(_fake_into),
-)  # fmt: skip
-_op_out = common.define(
-    f"merge_states_out({_INPUTS}, Tensor(a!) out, Tensor(b!) out_lse) -> ()",
-    cuda=_cuda_into, cpu=_cpu_into, fake=_fake_into,
+_registered = common.define_pair(
+    _OP, "Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b", "out out_lse",
+    new=lambda out_a, lse_a, *_: (torch.empty_like(out_a), torch.empty_like(lse_a)),
+    cuda=_cuda_into, cpu=_cpu_into, check=_check,
 )  # fmt: skip

@@ -48,10 +48,7 @@ def batched_matmul(
         out_dtype = getattr(a if out is None else out, "dtype", None)
     if not _operands.are_plain((a, b), (out,)):
         _check(a, b, out, out_dtype)
-        if out is None:
-            return _op(a, b, out_dtype)
-        _op_out(a, b, out)
-        return out
+        return _registered.run((a, b), out, out_dtype)
     is_given = out is not None
     try:
         if out is None:
@@ -112,7 +109,7 @@ def _product(sizes: tuple[int, ...]) -> int:
     return total
 
 
-def _new_out(a: Any, b: Any, out_dtype: Any) -> torch.Tensor:
+def _new_out(a: Any, b: Any, out_dtype: Any) -> Any:
     return a.new_empty((*_batch_of(a, b), a.shape[-2], b.shape[-2]), dtype=out_dtype)
 
 
@@ -180,24 +177,8 @@ def _cpu_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, is_given: boo
     out.copy_(a.float() @ b.float().transpose(-1, -2))
 
 
-def _returning(into: Any) -> Any:
-    def run(a: Any, b: Any, out_dtype: Any) -> torch.Tensor:
-        out = _new_out(a, b, out_dtype)
-        into(a, b, out, False)
-        return out
-
-    return run
-
-
-def _fake_into(a: Any, b: Any, out: Any, is_given: bool = True) -> None:
-    _check(a, b, out, out.dtype)
-
-
-_op = common.define(
-    "batched_matmul(Tensor a, Tensor b, ScalarType out_dtype) -> Tensor",
-    cuda=_returning(_cuda_into), cpu=_returning(_cpu_into), fake=_returning(_fake_into),
-)  # fmt: skip
-_op_out = common.define(
-    "batched_matmul_out(Tensor a, Tensor b, Tensor(a!) out) -> ()",
-    cuda=_cuda_into, cpu=_cpu_into, fake=_fake_into,
+_registered = common.define_pair(
+    _OP, "Tensor a, Tensor b", more="ScalarType out_dtype",
+    new=_new_out, cuda=_cuda_into, cpu=_cpu_into,
+    check=lambda a, b, out: _check(a, b, out, out.dtype),
 )  # fmt: skip

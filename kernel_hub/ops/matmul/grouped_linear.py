@@ -62,10 +62,7 @@ def grouped_linear(
         out_dtype = getattr(a if out is None else out, "dtype", None)
     if not _operands.are_plain((a, b, offsets), (bias, out)):
         _check(a, b, offsets, bias, out, out_dtype)
-        if out is None:
-            return _op(a, b, offsets, bias, code, out_dtype)
-        _op_out(a, b, offsets, bias, code, out)
-        return out
+        return _registered.run((a, b, offsets, bias, code), out, out_dtype)
     is_given = out is not None
     try:
         if out is None:
@@ -112,8 +109,9 @@ def _check(
         common.check_output(_OP, "out", out)
 
 
-def _new_out(a: Any, b: Any, out_dtype: Any) -> torch.Tensor:
-    return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
+def _new_out(a: Any, b: Any, *more: Any) -> Any:
+    """The last argument is its dtype."""
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=more[-1])
 
 
 def _plan(
@@ -212,29 +210,8 @@ def _cpu_into(
         out[first:end].copy_(values)
 
 
-def _returning(into: Any) -> Any:
-    def run(
-        a: Any, b: Any, offsets: Any, bias: Any, activation: int, out_dtype: Any
-    ) -> torch.Tensor:
-        out = _new_out(a, b, out_dtype)
-        into(a, b, offsets, bias, activation, out, False)
-        return out
-
-    return run
-
-
-def _fake_into(
-    a: Any, b: Any, offsets: Any, bias: Any, activation: int, out: Any, is_given: bool = True
-) -> None:
-    _check(a, b, offsets, bias, out, out.dtype)
-
-
-_INPUTS = "Tensor a, Tensor b, Tensor offsets, Tensor? bias, int activation"
-_op = common.define(
-    f"grouped_linear({_INPUTS}, ScalarType out_dtype) -> Tensor",
-    cuda=_returning(_cuda_into), cpu=_returning(_cpu_into), fake=_returning(_fake_into),
-)  # fmt: skip
-_op_out = common.define(
-    f"grouped_linear_out({_INPUTS}, Tensor(a!) out) -> ()",
-    cuda=_cuda_into, cpu=_cpu_into, fake=_fake_into,
+_registered = common.define_pair(
+    _OP, "Tensor a, Tensor b, Tensor offsets, Tensor? bias, int activation",
+    more="ScalarType out_dtype", new=_new_out, cuda=_cuda_into, cpu=_cpu_into,
+    check=lambda a, b, offsets, bias, _, out: _check(a, b, offsets, bias, out, out.dtype),
 )  # fmt: skip

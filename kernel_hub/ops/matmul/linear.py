@@ -73,10 +73,7 @@ def linear(
         out_dtype = getattr(a if out is None else out, "dtype", None)
     if not _operands.are_plain((a, b), (bias, residual, out)):
         _check(a, b, bias, residual, out, out_dtype)
-        if out is None:
-            return _op(a, b, bias, code, residual, out_dtype)
-        _op_out(a, b, bias, code, residual, out)
-        return out
+        return _registered.run((a, b, bias, code, residual), out, out_dtype)
     is_given = out is not None
     try:
         if out is None:
@@ -119,8 +116,9 @@ def _check(
         common.check_like(_OP, "residual", residual, shape, a, dtypes=dtypes)
 
 
-def _new_out(a: Any, b: Any, out_dtype: Any) -> torch.Tensor:
-    return a.new_empty((*a.shape[:-1], b.shape[0]), dtype=out_dtype)
+def _new_out(a: Any, b: Any, *more: Any) -> Any:
+    """The last argument is its dtype."""
+    return a.new_empty((*a.shape[:-1], b.shape[0]), dtype=more[-1])
 
 
 def _cuda_into(
@@ -190,29 +188,8 @@ def _cpu_into(
     out.copy_(values)
 
 
-def _returning(into: Any) -> Any:
-    def run(
-        a: Any, b: Any, bias: Any, activation: int, residual: Any, out_dtype: Any
-    ) -> torch.Tensor:
-        out = _new_out(a, b, out_dtype)
-        into(a, b, bias, activation, residual, out, False)
-        return out
-
-    return run
-
-
-def _fake_into(
-    a: Any, b: Any, bias: Any, activation: int, residual: Any, out: Any, is_given: bool = True
-) -> None:
-    _check(a, b, bias, residual, out, out.dtype)
-
-
-_INPUTS = "Tensor a, Tensor b, Tensor? bias, int activation, Tensor? residual"
-_op = common.define(
-    f"linear({_INPUTS}, ScalarType out_dtype) -> Tensor",
-    cuda=_returning(_cuda_into), cpu=_returning(_cpu_into), fake=_returning(_fake_into),
-)  # fmt: skip
-_op_out = common.define(
-    f"linear_out({_INPUTS}, Tensor(a!) out) -> ()",
-    cuda=_cuda_into, cpu=_cpu_into, fake=_fake_into,
+_registered = common.define_pair(
+    _OP, "Tensor a, Tensor b, Tensor? bias, int activation, Tensor? residual",
+    more="ScalarType out_dtype", new=_new_out, cuda=_cuda_into, cpu=_cpu_into,
+    check=lambda a, b, bias, _, residual, out: _check(a, b, bias, residual, out, out.dtype),
 )  # fmt: skip

@@ -75,21 +75,17 @@ def linear(
     """As ops.linear, which passes here what is of e4m3 or has scales."""
     if out_dtype is None:
         out_dtype = getattr(out, "dtype", torch.bfloat16)
-    inputs = (a, b, a_scale, b_scale, bias, activation, residual)
+    inputs = (a, b, a_scale, b_scale, bias, activation, residual, use_fast_accum)
     if not _operands.are_plain((a, b), (a_scale, b_scale, bias, residual, out)):
         check(a, b, a_scale, b_scale, bias, residual, out, out_dtype, use_fast_accum)
-        if out is None:
-            return _op(*inputs, out_dtype, use_fast_accum)
-        _op_out(*inputs, out, use_fast_accum)
-        return out
+        return _registered.run(inputs, out, out_dtype)
     is_given = out is not None
     try:
         if out is None:
             out = _new_out(a, b, out_dtype)
         elif out.dtype is not out_dtype:
             raise common.refuse(_OP, "out", f"dtype {out_dtype}, as out_dtype says", out)
-        into = _cuda_into if a.is_cuda else _cpu_into
-        into(*inputs, out, use_fast_accum, is_given)
+        (_cuda_into if a.is_cuda else _cpu_into)(*inputs, out, is_given)
     except common.FOREIGN:
         _operands.check_tensors((a, b), (a_scale, b_scale, bias, residual, out))
         check(a, b, a_scale, b_scale, bias, residual, out, out_dtype, use_fast_accum)
@@ -167,8 +163,9 @@ def _check_scales(a: Any, b: Any, a_scale: Any, b_scale: Any) -> bool:
     return True
 
 
-def _new_out(a: Any, b: Any, out_dtype: Any) -> torch.Tensor:
-    return a.new_empty((*a.shape[:-1], b.shape[0]), dtype=out_dtype)
+def _new_out(a: Any, b: Any, *more: Any) -> Any:
+    """The last argument is its dtype."""
+    return a.new_empty((*a.shape[:-1], b.shape[0]), dtype=more[-1])
 
 
 def _layout_of(tensor: torch.Tensor | None) -> Any:
@@ -177,7 +174,7 @@ def _layout_of(tensor: torch.Tensor | None) -> Any:
 
 def _cuda_into(
     a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any, activation: int, residual: Any,
-    out: Any, use_fast_accum: bool, is_given: bool = True,
+    use_fast_accum: bool, out: Any, is_given: bool = True,
 ) -> None:  # fmt: skip
     """is_given: the caller gave out, which may overlap the rest."""
     tensors = (a, b, a_scale, b_scale, bias, residual, out)
@@ -288,7 +285,7 @@ def dequantised(
 
 def _cpu_into(
     a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any, activation: int, residual: Any,
-    out: Any, use_fast_accum: bool, is_given: bool = True,
+    use_fast_accum: bool, out: Any, is_given: bool = True,
 ) -> None:  # fmt: skip
     """The same on the CPU, by torch."""
     has_blocks = check(a, b, a_scale, b_scale, bias, residual, out, out.dtype, use_fast_accum)
@@ -304,35 +301,12 @@ def _cpu_into(
     out.copy_(values)
 
 
-def _returning(into: Any) -> Any:
-    def run(
-        a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any, activation: int, residual: Any,
-        out_dtype: Any, use_fast_accum: bool,
-    ) -> torch.Tensor:  # fmt: skip
-        check(a, b, a_scale, b_scale, bias, residual, None, out_dtype, use_fast_accum)
-        out = _new_out(a, b, out_dtype)
-        into(a, b, a_scale, b_scale, bias, activation, residual, out, use_fast_accum, False)
-        return out
-
-    return run
-
-
-def _fake_into(
-    a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any, activation: int, residual: Any,
-    out: Any, use_fast_accum: bool, is_given: bool = True,
-) -> None:  # fmt: skip
-    check(a, b, a_scale, b_scale, bias, residual, out, out.dtype, use_fast_accum)
-
-
-_INPUTS = (
+_registered = common.define_pair(
+    "linear_fp8",
     "Tensor a, Tensor b, Tensor? a_scale, Tensor? b_scale, Tensor? bias, int activation, "
-    "Tensor? residual"
-)
-_op = common.define(
-    f"linear_fp8({_INPUTS}, ScalarType out_dtype, bool use_fast_accum) -> Tensor",
-    cuda=_returning(_cuda_into), cpu=_returning(_cpu_into), fake=_returning(_fake_into),
-)  # fmt: skip
-_op_out = common.define(
-    f"linear_fp8_out({_INPUTS}, Tensor(a!) out, bool use_fast_accum) -> ()",
-    cuda=_cuda_into, cpu=_cpu_into, fake=_fake_into,
+    "Tensor? residual, bool use_fast_accum",
+    more="ScalarType out_dtype", new=_new_out, cuda=_cuda_into, cpu=_cpu_into,
+    check=lambda a, b, a_scale, b_scale, bias, _, residual, use_fast_accum, out: check(
+        a, b, a_scale, b_scale, bias, residual, out, out.dtype, use_fast_accum
+    ),
 )  # fmt: skip

@@ -61,11 +61,7 @@ def swiglu_linear(
     """
     if not _operands.are_plain((a, b_gate_up), (out,)):
         _check(a, b_gate_up, out)
-        if out is None:
-            result: torch.Tensor = _op(a, b_gate_up)
-            return result
-        _op_out(a, b_gate_up, out)
-        return out
+        return _registered.run((a, b_gate_up), out)
     is_given = out is not None
     try:
         out = _new_out(a, b_gate_up) if out is None else out
@@ -98,9 +94,8 @@ def _check(a: Any, b: Any, out: Any = None) -> None:
         common.check_output(_OP, "out", out)
 
 
-def _new_out(a: Any, b: Any) -> torch.Tensor:
-    out: torch.Tensor = a.new_empty((*a.shape[:-1], b.shape[0] // 2))
-    return out
+def _new_out(a: Any, b: Any) -> Any:
+    return a.new_empty((*a.shape[:-1], b.shape[0] // 2))
 
 
 def _plan(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> _Plan:
@@ -173,24 +168,6 @@ def _cpu_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, is_given: boo
     out.copy_(torch.nn.functional.silu(gate) * up)
 
 
-def _returning(into: Any) -> Any:
-    def run(a: Any, b_gate_up: Any) -> torch.Tensor:
-        out = _new_out(a, b_gate_up)
-        into(a, b_gate_up, out, False)
-        return out
-
-    return run
-
-
-def _fake_into(a: Any, b_gate_up: Any, out: Any, is_given: bool = True) -> None:
-    _check(a, b_gate_up, out)
-
-
-_op = common.define(
-    f"{_OP}(Tensor a, Tensor b_gate_up) -> Tensor",
-    cuda=_returning(_cuda_into), cpu=_returning(_cpu_into), fake=_returning(_fake_into),
-)  # fmt: skip
-_op_out = common.define(
-    f"{_OP}_out(Tensor a, Tensor b_gate_up, Tensor(a!) out) -> ()",
-    cuda=_cuda_into, cpu=_cpu_into, fake=_fake_into,
-)  # fmt: skip
+_registered = common.define_pair(
+    _OP, "Tensor a, Tensor b_gate_up", new=_new_out, cuda=_cuda_into, cpu=_cpu_into, check=_check
+)

@@ -65,11 +65,11 @@ def rope(
     if not _operands.are_plain((q, k, cos, sin), (positions, out_q, out_k)):
         _check(*given, out_q, out_k)
         if out_q is None and out_k is None:
-            found: tuple[torch.Tensor, torch.Tensor] = _op(*given)
+            found: tuple[torch.Tensor, torch.Tensor] = _registered.returning(*given)
             return found
         out_q = _empty_like(q) if out_q is None else out_q
         out_k = _empty_like(k) if out_k is None else out_k
-        _op_out(*given, out_q, out_k)
+        _registered.writing(*given, out_q, out_k)
         return out_q, out_k
     is_given = out_q is not None or out_k is not None
     try:
@@ -299,33 +299,10 @@ def _cpu_into(
     out_k.copy_(rotated(k, *turn))
 
 
-def _returning(into: Any) -> Any:
-    def run(
-        q: Any, k: Any, cos: Any, sin: Any, positions: Any, interleaved: bool, rotary_dim: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        out_q, out_k = _empty_like(q), _empty_like(k)
-        into(q, k, cos, sin, positions, interleaved, rotary_dim, out_q, out_k, False)
-        return out_q, out_k
-
-    return run
-
-
-def _fake_into(
-    q: Any, k: Any, cos: Any, sin: Any, positions: Any, interleaved: bool, rotary_dim: int,
-    out_q: Any, out_k: Any, is_given: bool = True,
-) -> None:  # fmt: skip
-    _check(q, k, cos, sin, positions, interleaved, rotary_dim, out_q, out_k)
-
-
-_INPUTS = (
+_registered = common.define_pair(
+    _OP,
     "Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor? positions, bool interleaved, "
-    "SymInt rotary_dim"
-)
-_op = common.define(
-    f"rope({_INPUTS}) -> (Tensor, Tensor)",
-    cuda=_returning(_cuda_into), cpu=_returning(_cpu_into), fake=_returning(_fake_into),
-)  # fmt: skip
-_op_out = common.define(
-    f"rope_out({_INPUTS}, Tensor(a!) out_q, Tensor(b!) out_k) -> ()",
-    cuda=_cuda_into, cpu=_cpu_into, fake=_fake_into,
+    "SymInt rotary_dim",
+    "out_q out_k", new=lambda q, k, *_: (_empty_like(q), _empty_like(k)),
+    cuda=_cuda_into, cpu=_cpu_into, check=_check,
 )  # fmt: skip
