@@ -5,7 +5,6 @@ Knows nothing of any one op.
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import torch
 
 from ...errors import TensorError
-from ...tuning import Gpu
 from .launch import MAX_PLANS as MAX_PLANS
 from .numbers import MAX_SIZE as MAX_SIZE
 from .numbers import check_choice as check_choice
@@ -162,12 +160,3 @@ def is_plain(*tensors: torch.Tensor | None) -> bool:
     return not torch.compiler.is_dynamo_compiling() and all(
         tensor is None or (type(tensor) in PLAIN_TYPES and not tensor.is_meta) for tensor in tensors
     )
-
-
-@functools.cache
-def gpu_of(device: torch.device) -> Gpu:
-    """The GPU a launch is for; the emulator counts as a small sm_80."""
-    if device.type != "cuda":
-        return Gpu((8, 0), 4)
-    found = torch.cuda.get_device_properties(device)
-    return Gpu((found.major, found.minor), found.multi_processor_count, found.name)

@@ -11,6 +11,7 @@ import torch
 
 from ...errors import KernelHubError
 from ..core import bounds, common
+from ..core.device import device_of
 from ..core.launch import Plans
 from . import decode_checks as checks
 from . import decode_plan as plans
@@ -183,9 +184,9 @@ def _plan(
     page_size = k_cache.shape[1]
     max_tokens = page_size if block_table is None else page_size * block_table.shape[1]
     items = batch_size * num_kv_heads * -(-rows // variant.rows)
-    multiprocessors, may_overlap = plans.device_of(q.device)
+    device = device_of(q.device)
     max_units = max(1, -(-max_tokens // variant.unit))
-    split = plans.choose_split(items, max_units, variant.unit, num_splits, multiprocessors)
+    split = plans.choose_split(items, max_units, variant.unit, num_splits, device.num_sms)
     token = common.DTYPE_TOKENS[q.dtype]
     name = f"decode_attention_{token}_hdim{variant.head_dim}{variant.suffix}"
     strides = (*out.stride()[:3], *q.stride()[:3])
@@ -215,7 +216,7 @@ def _plan(
     return (
         common.shipped("decode_attention", name), (split.num_blocks, 1, 1), variant.shared_bytes,
         numbers, merge, merge_grid, merge_numbers, split.num_blocks * variant.rows, head_dim,
-        {"programmatic": True} if may_overlap else {},
+        {"programmatic": True} if device.overlaps_launches else {},
     )  # fmt: skip
 
 

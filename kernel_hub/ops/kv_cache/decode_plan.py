@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
-from typing import Any
-
-import torch
 
 MAX_SEQLEN_Q = 16
 MAX_HEAD_DIM = 256
@@ -15,8 +11,6 @@ NUM_THREADS = 32 * NUM_WARPS
 MAX_MERGE_BLOCKS = 264
 # Blocks on this part of the multiprocessors read at full speed.
 FULL = 0.85
-# Multiprocessors where there are none: the emulator's tests.
-CPU_MULTIPROCESSORS = 7
 # Where no item can be longer than this, finding equal shares costs more than unequal ones do.
 SHORT_TOKENS = 8192
 # More parts than this take longer to merge than they save, unless an item is twice as many units.
@@ -119,12 +113,3 @@ def merge_grid(split: Split, rows: int, head_dim: int) -> tuple[int, int, int]:
     # Few items may have many parts each: a block a task; else a warp a task.
     many = split.num_merges * tasks > MAX_MERGE_BLOCKS
     return split.num_merges, -(-tasks // NUM_WARPS) if many else tasks, 1
-
-
-@functools.cache
-def device_of(device: torch.device) -> tuple[int, bool]:
-    """(multiprocessors, whether launches may overlap) of a device; those of the tests off it."""
-    if device.type != "cuda":
-        return CPU_MULTIPROCESSORS, False
-    properties: Any = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, properties.major >= 9

@@ -8,6 +8,7 @@ import torch
 
 from ...errors import KernelHubError
 from ..core import common
+from ..core.device import device_of
 from ..core.launch import Plans
 from .grouped_launch import Launch, Layout, check_rows, launch_of
 from .grouped_plan import TABLES, Problem, choose, too_large
@@ -135,8 +136,8 @@ def _plan(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Launch:
     check_rows(_OP, "b", b, b_layout)
     problem = Problem(_OP, outer * inner, m, n, k)
     has_maps = a_layout.is_mappable and b_layout.is_mappable
-    gpu = common.gpu_of(a.device)
-    choice = choose(*gpu[:2], problem, has_maps, gpu.name)
+    device = device_of(a.device)
+    choice = choose(*device[:2], problem, has_maps, device.name)
     given = layouts if choice.box_rows is None else layouts[:1]
     numbers = [x for at in given for x in (at.outer_stride, at.inner_stride, at.stride)]
     return launch_of(

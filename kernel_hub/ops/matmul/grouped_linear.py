@@ -9,12 +9,13 @@ import torch
 
 from ...errors import KernelHubError
 from ..core import bounds, common
+from ..core.activation import CODES, activate
+from ..core.device import device_of
 from ..core.launch import Plans
 from .grouped_launch import Launch, Layout, check_rows, launch_of
 from .grouped_plan import TABLES, Problem, choose, too_large
 
 _OP = "grouped_linear"
-_ACTIVATIONS = {None: 0, "gelu": 1, "silu": 2, "relu": 3}
 _DTYPES = (torch.float16, torch.bfloat16)
 _plans: Plans[tuple[Launch, common.Spans]] = Plans()
 TABLES[_OP].on_change(_plans.clear)
@@ -57,7 +58,7 @@ def grouped_linear(
     Returns out. A CUDA tensor runs a shipped cubin on torch's current stream; a CPU tensor runs a
     reference in torch. No backward. Raises TensorError naming the argument that does not fit.
     """
-    code = common.check_choice(_OP, "activation", activation, _ACTIVATIONS)
+    code = common.check_choice(_OP, "activation", activation, CODES)
     if out_dtype is None:
         out_dtype = getattr(a if out is None else out, "dtype", None)
     if not _operands.are_plain((a, b, offsets), (bias, out)):
@@ -130,8 +131,8 @@ def _plan(
     bias_stride = 0 if bias is None else bias.stride(0)
     problem = Problem(_OP, num_experts, total_tokens, n, k)
     has_maps = a_layout.is_mappable and b_layout.is_mappable
-    gpu = common.gpu_of(a.device)
-    choice = choose(*gpu[:2], problem, has_maps, gpu.name)
+    device = device_of(a.device)
+    choice = choose(*device[:2], problem, has_maps, device.name)
     sizes = (total_tokens, n, k, num_experts, activation)
     if choice.box_rows is None:
         numbers: tuple[int, ...] = (
@@ -201,12 +202,7 @@ def _cpu_into(
         values = a[first:end].float() @ b[expert].float().T
         if bias is not None:
             values += bias[expert].float()
-        if activation == _ACTIVATIONS["gelu"]:
-            values = torch.nn.functional.gelu(values)
-        elif activation == _ACTIVATIONS["silu"]:
-            values = torch.nn.functional.silu(values)
-        elif activation == _ACTIVATIONS["relu"]:
-            values = values.relu()
+        values = activate(values, activation)
         out[first:end].copy_(values)
 
 

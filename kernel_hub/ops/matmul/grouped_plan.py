@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ...tuning import Gpu, Row, Table
+from ..core.device import capability_of, has_wgmma, mma_stages
 
 BLOCK_K = 64  # elements of k in a box of the Hopper bodies: 128 bytes, the span of the swizzle
 # csrc/matmul/grouped/mma.cuh
@@ -239,7 +240,7 @@ def hopper_cost(name: str, num_sms: int, problem: Problem) -> float:
 
 def portable_choices(compute_capability: tuple[int, int], problem: Problem) -> Iterator[Choice]:
     """The launches of the portable bodies."""
-    stages = 3 if compute_capability == (8, 9) else 4
+    stages = mma_stages(compute_capability)
     for block_m in (128, 64):
         yield Choice(
             problem.op,
@@ -285,7 +286,7 @@ def choose(
     )
     if row is not None and (has_maps or row.variant not in HOPPER[problem.op]):
         return _measured(row, gpu, problem)
-    if compute_capability == (9, 0) and has_maps and problem.k > 0:
+    if has_wgmma(compute_capability) and has_maps and problem.k > 0:
         names = hopper_names(problem)
         name = min(names, key=lambda name: hopper_cost(name, num_sms, problem))
         return hopper_choice(name, num_sms, problem)
@@ -304,12 +305,12 @@ def _measured(row: Row, gpu: Gpu, problem: Problem) -> Choice:
 
 def _check(op: str, row: Row, arch: str, rows: int, *, num_products: int, n: int, k: int) -> str:
     """'' or why this row of a table cannot be."""
-    capability = (int(arch[2:-1]), int(arch[-1]))
+    capability = capability_of(arch)
     problem = Problem(op, num_products, rows, n, k)
     if min(num_products, n, k) < 1 or too_large(problem):
         return "sizes from 1 up that the kernels can count"
     names = [choice.variant for choice in portable_choices(capability, problem)]
-    names += HOPPER[op] if capability == (9, 0) else ()
+    names += HOPPER[op] if has_wgmma(capability) else ()
     return "" if row.variant in names else f"on {arch} there are {', '.join(names)}"
 
 
@@ -331,7 +332,7 @@ for _table in TABLES.values():
 
 def candidates(op: str, gpu: Gpu, rows: int, *, num_products: int, n: int, k: int) -> Iterator[Row]:
     """Every launch that `kernel-hub tune` measures; tiles of mma.sync only where wgmma is not."""
-    if gpu.compute_capability == (9, 0):
+    if has_wgmma(gpu.compute_capability):
         groups = (8,) if rows <= 1024 else (4, 8, 16)
         yield from (Row(name, {"group": group}) for name in HOPPER[op] for group in groups)
     else:

@@ -8,13 +8,13 @@ import torch
 
 from ...errors import KernelHubError
 from ..core import common
+from ..core.activation import CODES, activate
 from ..core.launch import Plans
 from . import linear_fp8 as fp8
 from .linear_launch import Launch, plan_launch
 from .linear_plan import TABLE
 
 _OP = "linear"
-_ACTIVATIONS = {None: 0, "gelu": 1, "silu": 2, "relu": 3}
 _DTYPES = (torch.float16, torch.bfloat16)
 _plans: Plans[tuple[Launch, common.Spans]] = Plans()
 TABLE.on_change(_plans.clear)
@@ -62,7 +62,7 @@ def linear(
     Returns out. A CUDA tensor runs a shipped cubin on torch's current stream; a CPU tensor runs a
     reference in torch. No backward. Raises TensorError naming the argument that does not fit.
     """
-    code = common.check_choice(_OP, "activation", activation, _ACTIVATIONS)
+    code = common.check_choice(_OP, "activation", activation, CODES)
     if use_fast_accum is not False:
         common.check_flag(_OP, "use_fast_accum", use_fast_accum)
     dtype = getattr(a, "dtype", None)
@@ -177,12 +177,7 @@ def _cpu_into(
     values = a.float() @ b.float().T
     if bias is not None:
         values += bias.float()
-    if activation == _ACTIVATIONS["gelu"]:
-        values = torch.nn.functional.gelu(values)
-    elif activation == _ACTIVATIONS["silu"]:
-        values = torch.nn.functional.silu(values)
-    elif activation == _ACTIVATIONS["relu"]:
-        values = values.relu()
+    values = activate(values, activation)
     if residual is not None:
         values += residual.float()
     out.copy_(values)

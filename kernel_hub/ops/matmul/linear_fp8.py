@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,18 +9,17 @@ import torch
 
 from ...errors import KernelHubError
 from ..core import common
+from ..core.activation import activate
+from ..core.device import device_of
 from ..core.launch import Plans
 from ..core.tensor_maps import Boxes, tensor_map
-from .linear_fp8_plan import COMPUTE_CAPABILITY, CUBIN, SCALE_BLOCK, TABLE, choose
+from .linear_fp8_plan import CUBIN, SCALE_BLOCK, TABLE, choose
 from .linear_launch import boxes_of
 from .linear_plan import Choice
 
 DTYPE = torch.float8_e4m3fn
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _OP = "linear"
-_ACTIVATIONS = (
-    lambda x: x, torch.nn.functional.gelu, torch.nn.functional.silu, torch.relu,
-)  # fmt: skip
 _plans: Plans[tuple[Launch, common.Spans]] = Plans()
 TABLE.on_change(_plans.clear)
 _operands = common.Operands(_OP, "a b", "a_scale b_scale bias residual out")
@@ -203,11 +201,11 @@ def plan_launch(
     activation: int, has_blocks: bool, use_fast_accum: bool,
 ) -> Launch:  # fmt: skip
     """Choose the kernel and its numbers for tensors that were checked."""
-    capability, num_sms, gpu_name = _device(a.device)
-    if capability != COMPUTE_CAPABILITY:
+    device = device_of(a.device)
+    if not device.has_wgmma:
         raise common.refuse(
             _OP, "a", "a GPU of compute capability 9.0 (Hopper) for e4m3, which others do without",
-            "compute capability {}.{}".format(*capability),
+            "compute capability {}.{}".format(*device.compute_capability),
         )  # fmt: skip
     if out.numel() == 0:
         return Launch(None)
@@ -234,7 +232,7 @@ def plan_launch(
     if b_scale is not None and b_scale.dim() and (has_blocks or b_scale.numel() > 1):
         b_scale_stride = b_scale.stride(0)
     k_strides = (a_scale.stride(-1), b_scale.stride(1)) if has_blocks else (0, 0)
-    choice = choose(num_sms, m, n, k, bool(use_fast_accum), gpu_name, has_blocks)
+    choice = choose(device.num_sms, m, n, k, bool(use_fast_accum), device.name, has_blocks)
     token = common.DTYPE_TOKENS[out.dtype]
     function = common.shipped(CUBIN, f"linear_fp8_{token}_{choice.variant}")
     numbers = (
@@ -253,14 +251,6 @@ def plan_launch(
     if choice.out_box_rows and out.element_size() == 2 and not (n | out_stride) % 8:
         out_boxes = boxes_of(m, n, n if m == 1 else out_stride, choice.out_box_rows)
     return Launch(function, choice, numbers, (first, second), out_boxes)
-
-
-@functools.cache
-def _device(device: torch.device) -> tuple[tuple[int, int], int, str]:
-    """(compute capability, multiprocessors, name)."""
-    properties = torch.cuda.get_device_properties(device)
-    capability = (properties.major, properties.minor)
-    return capability, properties.multi_processor_count, properties.name
 
 
 def dequantised(
@@ -295,7 +285,7 @@ def _cpu_into(
     values = values @ dequantised(b, b_scale, has_blocks, torch.float32, SCALE_BLOCK).T
     if bias is not None:
         values += bias.float()
-    values = _ACTIVATIONS[activation](values)
+    values = activate(values, activation)
     if residual is not None:
         values = values + residual.float()
     out.copy_(values)

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ...tuning import Gpu, Row, Table
+from ..core.device import SM90
 from .linear_plan import BOX_ROWS, Choice, Hopper
 
 CUBIN = "linear_fp8_sm90"
-COMPUTE_CAPABILITY = (9, 0)
 SCALE_BLOCK = 128  # elements of k, and rows of b, under one scale; also those of k in a stage
 _BOX_BYTES = 8192
 _GROUP = 8
@@ -129,7 +129,7 @@ def choose(
 
     is_fast: sums may stay in the tensor cores over all of k. has_blocks: scales are of blocks.
     """
-    gpu = Gpu(COMPUTE_CAPABILITY, num_sms, gpu_name)
+    gpu = Gpu(SM90, num_sms, gpu_name)
     row = TABLE.lookup(gpu, m, n=n, k=k, fast=int(is_fast))
     if row is not None:
         group = row.numbers.get("group", _GROUP)

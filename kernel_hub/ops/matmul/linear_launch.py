@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ..core import common
-from ..core.common import gpu_of
 from ..core.counters import counters
+from ..core.device import device_of, overlaps_launches
 from ..core.tensor_maps import Boxes, tensor_map
 from .linear_plan import BLOCK_K, MAX_SPLIT_TILES, Choice, choose
 
@@ -91,7 +91,7 @@ def plan_launch(
             raise common.refuse(
                 _OP, argument, "rows that begin at multiples of 16 bytes (copy it first)", tensor
             )
-    capability, num_sms, name = gpu_of(a.device)
+    capability, num_sms, name = device_of(a.device)[:3]
     overlaps = [(m, a_stride, k), (n, b_stride, k)]
     if residual is not None:
         overlaps.append((m, residual_stride, n))
@@ -102,7 +102,7 @@ def plan_launch(
     suffix = "_fp32" if out.dtype != a.dtype else ""
     function = common.shipped(choice.cubin, f"linear_{token}_{choice.variant}{suffix}")
     # These kernels wait for the launch before themselves, so that their start overlaps its end.
-    may_overlap = choice.overlaps and capability >= (9, 0) and choice.cubin != "linear"
+    may_overlap = choice.overlaps and overlaps_launches(capability) and choice.cubin != "linear"
     options = {"programmatic": True} if may_overlap else {}
     last = (residual_stride, m, n, k, activation)
     if choice.boxes is None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ...tuning import Gpu, Row, Table
+from ..core.device import capability_of, has_wgmma, mma_stages
 
 BLOCK_K = 64  # elements of k in a box of linear_sm90.cu: 128 bytes, the span of the swizzle
 BOX_ROWS = 64  # of out, in a box on its way out (block_n where swapped); it has BLOCK_K columns
@@ -173,7 +174,7 @@ def portable_choices(
 ) -> Iterator[Choice]:
     """The launches of every portable body that applies, with k shared by `num_splits` blocks."""
     for name, columns, stages, slices, blocks in _SMALL_M:
-        if m > 8 * columns or (name == "m8_deep" and compute_capability != (9, 0)):
+        if m > 8 * columns or (name == "m8_deep" and not has_wgmma(compute_capability)):
             continue
         tiles = -(-n // 16)
         sums = 4 * columns * 32
@@ -186,7 +187,7 @@ def portable_choices(
             ring + 2 * _WARPS * sums * 4,
             num_partials=num_splits * tiles * sums if num_splits > 1 else 0,
         )
-    stages = 3 if compute_capability == (8, 9) else 4
+    stages = mma_stages(compute_capability)
     for block_m in (128, 64):
         tiles = -(-m // block_m) * -(-n // _PORTABLE_N)
         sums = block_m * _PORTABLE_N
@@ -246,7 +247,7 @@ def choose(
         row = TABLE.lookup(Gpu(compute_capability, num_sms, gpu_name), m, n=n, k=k)
         if row is not None:
             return _measured(row, compute_capability, num_sms, m, n, k)
-    if compute_capability != (9, 0) or k == 0:
+    if not has_wgmma(compute_capability) or k == 0:
         return _choose_portable(compute_capability, num_sms, m, n, k)
     if m <= 4:
         return _choose_portable(compute_capability, num_sms, m, n, k)
@@ -268,8 +269,8 @@ def _measured(
 
 def _check(row: Row, arch: str, m: int, *, n: int, k: int) -> str:
     """'' or why this row of a table cannot be."""
-    capability = (int(arch[2:-1]), int(arch[-1]))
-    hopper = HOPPER.get(row.variant) if capability == (9, 0) else None
+    capability = capability_of(arch)
+    hopper = HOPPER.get(row.variant) if has_wgmma(capability) else None
     if hopper is not None:
         if hopper.swaps and m > hopper.block_n:
             return f"it takes at most {hopper.block_n} rows"
@@ -300,11 +301,11 @@ def candidates(gpu: Gpu, m: int, *, n: int, k: int) -> Iterator[Row]:
     Tiles of linear.cu are left out on Hopper: wgmma is three times as fast.
     """
     rows = []
-    if gpu.compute_capability == (9, 0):
+    if has_wgmma(gpu.compute_capability):
         groups = (8,) if m <= 1024 else (4, 8, 16)
         rows += [Row(name, {"group": group}) for name in HOPPER for group in groups]
     names = [name for name, *_ in _SMALL_M]
-    if gpu.compute_capability != (9, 0):
+    if not has_wgmma(gpu.compute_capability):
         names += [f"128x{_PORTABLE_N}", f"64x{_PORTABLE_N}"]
     rows += [Row(name, {"num_splits": splits}) for name in names for splits in (1, 2, 3, 4, 6, 8)]
     yield from (row for row in rows if not _check(row, gpu.arch, m, n=n, k=k))

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ...tuning import Gpu, Row, Table
+from ..core.device import capability_of, has_wgmma, mma_stages
 
 GROUP_ROWS = 16
 BLOCK_K = 64  # elements of k in a box of the Hopper bodies: 128 bytes, the span of the swizzle
@@ -153,12 +154,12 @@ def portable_choices(
 ) -> Iterator[Choice]:
     """The launches of every portable body that applies, the likeliest of few rows first."""
     for name, columns, stages, slices, blocks in _SMALL_M:
-        if m <= 8 * columns and (name != "m8_deep" or compute_capability == (9, 0)):
+        if m <= 8 * columns and (name != "m8_deep" or has_wgmma(compute_capability)):
             ring = _WARPS * stages * slices * (2 + columns) * 512
             buffers = 2 * _WARPS * 4 * columns * 32 * 4
             grid = min(n // GROUP_ROWS, blocks * num_sms)
             yield Choice(op, name, (grid, 1, 1), (32 * _WARPS, 1, 1), ring + buffers)
-    stages = 3 if compute_capability == (8, 9) else 4
+    stages = mma_stages(compute_capability)
     for block_m in (128, 64):
         tiles = -(-m // block_m) * -(-n // _TILE_N)
         shared = stages * (block_m + _TILE_N) * _TILE_K * 2
@@ -197,7 +198,7 @@ def choose(op: str, gpu: Gpu, m: int, n: int, k: int, has_maps: bool) -> Choice:
             return next(choice for choice in applying if choice.variant == row.variant)
         if has_maps:
             return hopper_choice(op, variant, num_sms, m, n, row.numbers.get("group", 8))
-    if capability != (9, 0) or k == 0 or not has_maps or m <= 4:
+    if not has_wgmma(capability) or k == 0 or not has_maps or m <= 4:
         return _choose_portable(op, capability, num_sms, m, n)
     costs = {variant: variant.cost_us(num_sms, m, n, k) for variant in HOPPER[op]}
     known = {variant: cost for variant, cost in costs.items() if cost is not None}
@@ -210,8 +211,8 @@ def _hopper(op: str, name: str) -> Hopper | None:
 
 def _check(op: str, row: Row, arch: str, m: int, *, n: int, k: int) -> str:
     """'' or why this row of a table cannot be."""
-    capability = (int(arch[2:-1]), int(arch[-1]))
-    variant = _hopper(op, row.variant) if capability == (9, 0) else None
+    capability = capability_of(arch)
+    variant = _hopper(op, row.variant) if has_wgmma(capability) else None
     if variant is not None:
         fits = not variant.swaps or m <= variant.block_n
         least = BLOCK_K * variant.splits if variant.splits > 1 else 1
@@ -239,7 +240,7 @@ for _table in TABLES.values():
 def candidates(op: str, gpu: Gpu, m: int, *, n: int, k: int) -> Iterator[Row]:
     """Every launch that `kernel-hub tune` measures; tiles of mma.sync only where wgmma is not."""
     names = ["m8_deep", "m8", "m16"]
-    if gpu.compute_capability == (9, 0):
+    if has_wgmma(gpu.compute_capability):
         groups = (8,) if m <= 1024 else (4, 8, 16)
         for variant in HOPPER[op]:
             for group in groups:

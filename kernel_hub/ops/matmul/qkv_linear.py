@@ -11,7 +11,7 @@ import torch
 
 from ...errors import KernelHubError
 from ..core import bounds, common
-from ..core.common import gpu_of
+from ..core.device import device_of
 from ..core.kv_cache import places
 from ..core.launch import Plans
 from ..core.rotary import rotated
@@ -226,8 +226,8 @@ def _plan(given: Given) -> _Plan:
     paired_dim = _paired_dim(given)
     # Rows that overlap, and pairs in part of a head: pointers, no tensor maps.
     has_maps = _fits_hopper(given) and (m == 1 or x_stride >= k) and w_stride >= k
-    gpu = gpu_of(x.device)
-    choice = choose(OP, gpu, m, rows, k, has_maps)
+    device = device_of(x.device)
+    choice = choose(OP, device.gpu, m, rows, k, has_maps)
     function = common.shipped(choice.cubin, f"{OP}_{common.DTYPE_TOKENS[x.dtype]}_{choice.variant}")
     if k_cache is None:  # page_size 0: keys and values lie as tokens do
         caches = [
@@ -253,7 +253,7 @@ def _plan(given: Given) -> _Plan:
         0 if positions is None else positions.element_size(),
         0 if slots is None else slots.element_size(),
     )  # fmt: skip
-    is_programmatic = gpu.compute_capability >= (9, 0)
+    is_programmatic = device.overlaps_launches
     if choice.hopper is None:
         numbers = (*strides, x_stride, w_stride, *sizes)
         return _Plan(function, choice, numbers, is_programmatic=is_programmatic)

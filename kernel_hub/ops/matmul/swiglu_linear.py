@@ -10,7 +10,7 @@ import torch
 
 from ...errors import KernelHubError
 from ..core import common
-from ..core.common import gpu_of
+from ..core.device import device_of
 from ..core.launch import Plans
 from ..core.tensor_maps import Boxes, tensor_map
 from .paired_launch import rows_and_strides
@@ -108,11 +108,11 @@ def _plan(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> _Plan:
     n = -(-columns // 8) * GROUP_ROWS
     # Rows that overlap, or an expanded one: pointers, no tensor maps.
     has_maps = columns % 8 == 0 and (m == 1 or a_stride >= k) and b_stride >= k
-    gpu = gpu_of(a.device)
-    choice = choose(_OP, gpu, m, n, k, has_maps)
+    device = device_of(a.device)
+    choice = choose(_OP, device.gpu, m, n, k, has_maps)
     token = common.DTYPE_TOKENS[a.dtype]
     function = common.shipped(choice.cubin, f"{_OP}_{token}_{choice.variant}")
-    is_programmatic = gpu.compute_capability >= (9, 0)
+    is_programmatic = device.overlaps_launches
     if choice.hopper is None:
         numbers: tuple[int, ...] = (out_stride, a_stride, b_stride, m, columns, k)
         return _Plan(function, choice, numbers, is_programmatic=is_programmatic)
