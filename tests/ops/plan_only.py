@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -65,4 +66,4 @@ def plan_only(monkeypatch: Any) -> None:
     monkeypatch.setattr(fp8, "device_of", lambda _: Device((9, 0), 132))
     monkeypatch.setattr(fp8, "tensor_map", lambda *_: b"")
     attention_fp8 = importlib.import_module("kernel_hub.ops.attention.fp8")
-    monkeypatch.setattr(attention_fp8, "_cpu_forward", lambda *_: None)
+    monkeypatch.setattr(attention_fp8, "cpu", SimpleNamespace(forward=lambda *_: None))

@@ -67,7 +67,8 @@ def forwards() -> None:
             problem = Problem(
                 rows, q, q, 1, seqlen_q, 8, 1.0, softcap=softcap, block_table=pages
             )  # fmt: skip
-            FORWARD.forward(problem, torch.empty_like(rows), None)
+            launch = FORWARD.plan(problem, torch.empty_like(rows), None)
+            launch.function(launch.grid, launch.block, launch.shared_bytes, None, ())
 
 
 def backwards() -> None:
@@ -108,7 +109,7 @@ def recorded(capability: tuple[int, int], *runs: Callable[[], None]) -> frozense
         patch.setattr(common, "shipped", recorder.shipped)
         pretend(patch, capability)
         forget_all()
-        patch.setattr(run, "cpu_forward", FORWARD.forward)
+        patch.setattr(run, "cpu_forward", run.cuda_forward)
         patch.setattr(run, "cpu_backward", BACKWARD.backward)
         patch.setattr(decode, "_cpu_into", decode._cuda_into)
         for each in runs:

@@ -41,10 +41,12 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     taken: list[str] = []
     launch = SM90.launch
 
-    def counted(plan: Any, problem: Problem, *rest: Any) -> None:
-        left, right = problem.window_left, problem.window_right
-        taken.append("window" if left >= 0 else "causal" if right >= 0 else "full")
-        launch(plan, problem, *rest)
+    def counted(*given: Any) -> None:
+        options = given[-1]
+        left, right = options.window_size
+        is_causal = options.causal or right >= 0
+        taken.append("window" if left >= 0 else "causal" if is_causal else "full")
+        launch(*given)
 
     monkeypatch.setattr(SM90, "launch", counted)
     forget_all()
