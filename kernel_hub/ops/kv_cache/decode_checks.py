@@ -13,7 +13,7 @@ from ...errors import TensorError
 from ..core import common
 from ..core.kv_cache import check_block_table, check_cache_scales
 from ..core.rotary import check_rotation
-from .decode_plan import MAX_HEAD_DIM, MAX_SEQLEN_Q
+from .decode_plan import MAX_HEAD_DIM, MAX_SEQLEN_Q, Given
 
 _OP = "decode_attention"
 _is_tracing = torch.compiler.is_dynamo_compiling
@@ -21,13 +21,11 @@ _E4M3 = torch.float8_e4m3fn
 _MAX_TOKENS = 2**30
 
 
-def check(
-    q: Any, k_cache: Any, v_cache: Any, cache_seqlens: Any, k: Any, v: Any, block_table: Any,
-    cos: Any, sin: Any, qkv_bias: Any, k_scale: Any, v_scale: Any, alibi_slopes: Any,
-    interleaved: Any, rotary_dim: Any, softmax_scale: Any, window_left: Any, softcap: Any,
-    num_splits: Any, out: Any, window_right: Any,
-) -> None:  # fmt: skip
+def check(given: Given, window_right: Any = 0) -> None:
     """Raise TensorError for whatever does not fit."""
+    (q, k_cache, v_cache, cache_seqlens, k, v, block_table, cos, sin, qkv_bias, k_scale, v_scale,
+     alibi_slopes, interleaved, rotary_dim, softmax_scale, window_left, softcap, num_splits,
+     out, _) = given  # fmt: skip
     common.check_data(_OP, "q", q)
     if q.dtype not in (torch.float16, torch.bfloat16):
         raise common.refuse(_OP, "q", "dtype float16 or bfloat16", q)
@@ -42,8 +40,8 @@ def check(
     num_kv_heads = k_cache.shape[2]
     common.check_like(_OP, "cache_seqlens", cache_seqlens, (batch_size,), q, dtypes=(torch.int32,))
     if (k is None) != (v is None):
-        missing, given = ("k", "v") if k is None else ("v", "k")
-        raise TensorError(f"{_OP}: {missing}: expected a tensor, as {given} is one, found None")
+        missing, there = ("k", "v") if k is None else ("v", "k")
+        raise TensorError(f"{_OP}: {missing}: expected a tensor, as {there} is one, found None")
     if k is not None:
         shape = (batch_size, seqlen_q, num_kv_heads, head_dim)
         common.check_like(_OP, "k", k, shape, q)
@@ -107,23 +105,16 @@ def _check_caches(
     check_cache_scales(_OP, k_cache, k_scale, v_scale, q)
 
 
-def check_values(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    k: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-    *,
-    is_strict: bool = True,
-) -> None:
+def check_values(given: Given, *, is_strict: bool = True) -> None:
     """Lengths that fit the cache, and pages that exist.
 
     is_strict: lengths below 0 (none) and new tokens past the end (dropped) are refused too.
     """
-    seqlen_q = 0 if k is None else q.shape[1]
+    k_cache, block_table = given.k_cache, given.block_table
+    seqlen_q = 0 if given.k is None else given.q.shape[1]
     page_size = k_cache.shape[1]
     capacity = page_size * (1 if block_table is None else block_table.shape[1])
-    lengths = cache_seqlens.tolist()
+    lengths = given.cache_seqlens.tolist()
     most = capacity - seqlen_q if is_strict else capacity
     for index, length in enumerate(lengths):
         if length > most or (is_strict and length < 0):

@@ -7,30 +7,14 @@ import math
 import torch
 
 from ..core.rotary import rotated
+from .decode_plan import Given
 
 
-def decode_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    k: torch.Tensor | None,
-    v: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    qkv_bias: torch.Tensor | None,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    interleaved: bool,
-    rotary_dim: int,
-    softmax_scale: float,
-    window_left: int,
-    softcap: float,
-    num_splits: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def decode_attention(given: Given) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) in fp32; new tokens are written to the caches."""
+    (q, k_cache, v_cache, cache_seqlens, k, v, block_table, cos, sin, qkv_bias, k_scale, v_scale,
+     alibi_slopes, interleaved, rotary_dim, softmax_scale, window_left, softcap,
+     *_) = given  # fmt: skip
     batch_size, seqlen_q, num_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[2]
     group = num_heads // num_kv_heads

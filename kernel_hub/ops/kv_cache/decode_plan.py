@@ -3,6 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+
+class Given(NamedTuple):
+    """The arguments of a decode step, in the order of its schema."""
+
+    q: Any
+    k_cache: Any
+    v_cache: Any
+    cache_seqlens: Any
+    k: Any
+    v: Any
+    block_table: Any
+    cos: Any
+    sin: Any
+    qkv_bias: Any
+    k_scale: Any
+    v_scale: Any
+    alibi_slopes: Any
+    interleaved: Any
+    rotary_dim: Any
+    softmax_scale: Any
+    window_left: Any
+    softcap: Any
+    num_splits: Any
+    out: Any
+    lse: Any = None
+
 
 MAX_SEQLEN_Q = 16
 MAX_HEAD_DIM = 256
