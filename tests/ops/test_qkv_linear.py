@@ -126,7 +126,7 @@ def test_rotations(way: Way, m: int, rotary_dim: int, interleaved: bool) -> None
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("variant", paired_plan.HOPPER["qkv_linear"], ids=lambda v: v.name)
 def test_hopper_variants(
-    way: Way, variant: paired_plan.Hopper, interleaved: bool, monkeypatch: pytest.MonkeyPatch
+    way: Way, variant: paired_plan.PairedTile, interleaved: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not way.is_gpu or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("these kernels need a GPU of compute capability 9.0")

@@ -76,7 +76,7 @@ def test_portable_bodies(
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", paired_plan.HOPPER["swiglu_linear"], ids=lambda v: v.name)
 def test_hopper_variants(
-    way: Way, variant: paired_plan.Hopper, monkeypatch: pytest.MonkeyPatch
+    way: Way, variant: paired_plan.PairedTile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not way.is_gpu or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("these kernels need a GPU of compute capability 9.0")

@@ -138,7 +138,7 @@ def _plan(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Launch:
     has_maps = a_layout.is_mappable and b_layout.is_mappable
     device = device_of(a.device)
     choice = choose(*device[:2], problem, has_maps, device.name)
-    given = layouts if choice.box_rows is None else layouts[:1]
+    given = layouts if choice.boxes is None else layouts[:1]
     numbers = [x for at in given for x in (at.outer_stride, at.inner_stride, at.stride)]
     return launch_of(
         _OP, choice, out, a, (out_layout, a_layout, b_layout),

@@ -11,7 +11,7 @@ import torch
 from ..core import common
 from ..core.counters import counters
 from ..core.tensor_maps import Boxes, tensor_map
-from .grouped_plan import BLOCK_K, Choice
+from .tiles import BLOCK_K, Choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +97,10 @@ def launch_of(
 ) -> Launch:
     """The launch of a choice; numbers: the kernel's integers."""
     function = common.shipped(choice.cubin, f"{op}_{common.DTYPE_TOKENS[a.dtype]}_{choice.variant}")
-    if choice.box_rows is None:
+    if choice.boxes is None:
         return Launch(function, choice, numbers)
     out_boxes, *boxes = (
-        layout.boxes(rows) for layout, rows in zip(layouts, choice.box_rows, strict=True)
+        layout.boxes(rows) for layout, rows in zip(layouts, choice.boxes, strict=True)
     )
     # The kernel looks at the same numbers.
     out_has_map = out.dtype == a.dtype and not (layouts[0].columns | layouts[0].spans) % 8

@@ -134,7 +134,7 @@ def _plan(
     device = device_of(a.device)
     choice = choose(*device[:2], problem, has_maps, device.name)
     sizes = (total_tokens, n, k, num_experts, activation)
-    if choice.box_rows is None:
+    if choice.boxes is None:
         numbers: tuple[int, ...] = (
             out_stride, a.stride(0), b_layout.inner_stride, b.stride(1), bias_stride, *sizes
         )  # fmt: skip

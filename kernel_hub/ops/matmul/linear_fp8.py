@@ -15,7 +15,7 @@ from ..core.launch import Plans
 from ..core.tensor_maps import Boxes, tensor_map
 from .linear_fp8_plan import CUBIN, SCALE_BLOCK, TABLE, choose
 from .linear_launch import boxes_of
-from .linear_plan import Choice
+from .tiles import Choice
 
 DTYPE = torch.float8_e4m3fn
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -12,7 +12,8 @@ from ..core import common
 from ..core.counters import counters
 from ..core.device import device_of, overlaps_launches
 from ..core.tensor_maps import Boxes, tensor_map
-from .linear_plan import BLOCK_K, MAX_SPLIT_TILES, Choice, choose
+from .linear_plan import MAX_SPLIT_TILES, choose
+from .tiles import BLOCK_K, Choice
 
 _OP = "linear"
 

@@ -17,8 +17,9 @@ from ..core.launch import Plans
 from ..core.rotary import rotated
 from ..core.tensor_maps import Boxes, tensor_map
 from .paired_launch import rows_and_strides
-from .paired_plan import BLOCK_K, GROUP_ROWS, TABLES, Choice, choose
+from .paired_plan import GROUP_ROWS, TABLES, choose
 from .qkv_checks import OP, Given, check, check_heads
+from .tiles import BLOCK_K, Choice
 
 _is_tracing = torch.compiler.is_dynamo_compiling
 _OPTIONAL = (
@@ -254,13 +255,13 @@ def _plan(given: Given) -> _Plan:
         0 if slots is None else slots.element_size(),
     )  # fmt: skip
     is_programmatic = device.overlaps_launches
-    if choice.hopper is None:
+    if choice.tile is None:
         numbers = (*strides, x_stride, w_stride, *sizes)
         return _Plan(function, choice, numbers, is_programmatic=is_programmatic)
-    a_boxes = Boxes((m, k), (x_stride, 1), (choice.hopper.a_box_rows, BLOCK_K))
+    a_boxes = Boxes((m, k), (x_stride, 1), (choice.tile.a_box_rows, BLOCK_K))
     boxes, blocks = (1, 16), (1, 0, 1, 1)
-    if choice.hopper.swaps:
-        boxes, b_boxes = _swapped_boxes(given, choice.hopper.b_share, w_stride)
+    if choice.tile.swaps:
+        boxes, b_boxes = _swapped_boxes(given, choice.tile.b_share, w_stride)
     else:
         blocks, b_boxes = _block_boxes(given, w_stride)
     numbers = (*strides, *sizes, *blocks, *boxes, choice.group)

@@ -14,7 +14,8 @@ from ..core.device import device_of
 from ..core.launch import Plans
 from ..core.tensor_maps import Boxes, tensor_map
 from .paired_launch import rows_and_strides
-from .paired_plan import BLOCK_K, GROUP_ROWS, TABLES, Choice, choose
+from .paired_plan import GROUP_ROWS, TABLES, choose
+from .tiles import BLOCK_K, Choice
 
 _OP = "swiglu_linear"
 _DTYPES = (torch.float16, torch.bfloat16)
@@ -113,11 +114,11 @@ def _plan(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> _Plan:
     token = common.DTYPE_TOKENS[a.dtype]
     function = common.shipped(choice.cubin, f"{_OP}_{token}_{choice.variant}")
     is_programmatic = device.overlaps_launches
-    if choice.hopper is None:
+    if choice.tile is None:
         numbers: tuple[int, ...] = (out_stride, a_stride, b_stride, m, columns, k)
         return _Plan(function, choice, numbers, is_programmatic=is_programmatic)
-    share = choice.hopper.b_share
-    a_boxes = Boxes((m, k), (a_stride, 1), (choice.hopper.a_box_rows, BLOCK_K))
+    share = choice.tile.b_share
+    a_boxes = Boxes((m, k), (a_stride, 1), (choice.tile.a_box_rows, BLOCK_K))
     # 8 rows of the gate, the 8 of up beside them, the next 8 of the gate, ...
     b_boxes = Boxes(
         (1, columns // 8, 2, 8, k),
