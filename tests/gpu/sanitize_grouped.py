@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 
+from kernel_hub.ops.core.launch import forget_all
 from kernel_hub.ops.matmul import grouped_plan as plan
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -37,8 +38,8 @@ def choices(problem: Any) -> Iterator[Any]:
 
 def forced(op: str, choice: Any) -> Any:
     """The op, which takes this launch whatever its plan would take."""
-    module: Any = importlib.import_module(f"kernel_hub.ops.{op}")
-    module._plans.clear()
+    module: Any = importlib.import_module(f"kernel_hub.ops.matmul.{op}")
+    forget_all()
     return mock.patch.object(module, "choose", lambda *_: choice), getattr(module, op)
 
 

@@ -19,11 +19,13 @@ ROOT = Path(__file__).resolve().parents[2]
 # Prints what the op launches for one product, and for one that no file is about.
 USE = """
 import sys, torch
-from kernel_hub.ops import _common, _linear_plan, linear
-gpu = _common.gpu_of(torch.device("cuda:0"))
+from kernel_hub.ops import linear
+from kernel_hub.ops.core.device import device_of
+from kernel_hub.ops.matmul import linear_plan
+gpu = device_of(torch.device("cuda:0")).gpu
 for m in (8, 9):
-    row = _linear_plan.TABLE.lookup(gpu, m, n=1536, k=256)
-    choice = _linear_plan.choose(*gpu[:2], m, 1536, 256, False, gpu.name)
+    row = linear_plan.TABLE.lookup(gpu, m, n=1536, k=256)
+    choice = linear_plan.choose(*gpu[:2], m, 1536, 256, False, gpu.name)
     assert row is None or choice.variant == row.variant
     print(row)
 a, b = (torch.randn(rows, 256, device="cuda", dtype=torch.bfloat16) for rows in (8, 1536))

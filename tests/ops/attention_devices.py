@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from kernel_hub.ops.core.launch import forget_all
+
 FORWARD: Any = importlib.import_module("kernel_hub.ops.attention.forward_portable")
 BACKWARD: Any = importlib.import_module("kernel_hub.ops.attention.backward_portable")
 KIB = 1024
@@ -28,5 +30,4 @@ def pretend(
     )
     patch.setattr(FORWARD, "device_limits", lambda _: limits)
     patch.setattr(BACKWARD, "_device", lambda _: (capability, multiprocessors))
-    for module in (FORWARD, BACKWARD):
-        patch.setattr(module, "_plans", {}, raising=False)
+    forget_all()

@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
+
+import pytest
 
 if importlib.util.find_spec("torch") is None:
     collect_ignore_glob = ["*test_*.py"]  # of folders too
 else:
     from ways import way as way
+
+    from kernel_hub.ops.core.launch import forget_all
+
+    @pytest.fixture(autouse=True)
+    def forget_plans() -> Iterator[None]:
+        """Each test plans for itself, and leaves no plans for kernels that were emulated."""
+        forget_all()
+        yield
+        forget_all()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from call_cases import E4M3, Case
 from ways import op_modules
 
 from kernel_hub.ops.core import common, operands
+from kernel_hub.ops.core.device import Device
+from kernel_hub.ops.core.launch import forget_all
 
 
 class _NoLaunch:
@@ -46,9 +49,7 @@ def plan_only(monkeypatch: Any) -> None:
 
     So nothing but the ops' own marks says that a tensor was written.
     """
-    for module in op_modules():
-        if hasattr(module, "_plans"):
-            monkeypatch.setattr(module, "_plans", {})
+    forget_all()
     monkeypatch.setattr(common, "shipped", _no_launch)
     believed = operands.PLAIN_TYPES | {OnGpu}
     for module in (*op_modules(), operands):
@@ -62,7 +63,7 @@ def plan_only(monkeypatch: Any) -> None:
                 monkeypatch.setattr(module, by_torch, launches)
     pretend(monkeypatch, (8, 0))
     fp8 = importlib.import_module("kernel_hub.ops.matmul.linear_fp8")
-    monkeypatch.setattr(fp8, "_device", lambda _: (fp8.COMPUTE_CAPABILITY, 132, ""))
-    monkeypatch.setattr(fp8, "_map", lambda *_: b"")
+    monkeypatch.setattr(fp8, "device_of", lambda _: Device((9, 0), 132))
+    monkeypatch.setattr(fp8, "tensor_map", lambda *_: b"")
     attention_fp8 = importlib.import_module("kernel_hub.ops.attention.fp8")
-    monkeypatch.setattr(attention_fp8, "_cpu_forward", lambda *_: None)
+    monkeypatch.setattr(attention_fp8, "cpu", SimpleNamespace(forward=lambda *_: None))

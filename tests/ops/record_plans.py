@@ -30,6 +30,7 @@ from plan_lots import DRAWN, Lot
 from kernel_hub import ops, registry
 from kernel_hub.arrays import tensor_map
 from kernel_hub.errors import KernelHubError
+from kernel_hub.ops.core import launch
 
 # Of each GPU: compute capability, multiprocessors, name, KiB of shared memory a block may have.
 GPUS = [
@@ -138,13 +139,14 @@ def pretending(gpu: tuple[Any, ...]) -> Iterator[_Recorder]:
 
 def _forget() -> None:
     """Empty every cache of a module of ops: what was planned or asked for another GPU."""
+    launch.forget_all()
     for name, module in list(sys.modules.items()):
         if not name.startswith("kernel_hub.ops"):
             continue
         for value in vars(module).values():
             if hasattr(value, "cache_clear"):
                 value.cache_clear()
-        for attribute in ("_plans", "_maps", "_checked", "_sets", "_flags"):
+        for attribute in ("known", "_checked", "_sets", "_flags"):
             if hasattr(held := getattr(module, attribute, None), "clear"):
                 held.clear()
 

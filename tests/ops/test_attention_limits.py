@@ -22,6 +22,7 @@ from attention_devices import BACKWARD, DEVICES, FORWARD, KIB, pretend
 from kernel_hub.collection.manifest import FunctionEntry, open_collection
 from kernel_hub.ops.attention.problem import Problem
 from kernel_hub.ops.core import common
+from kernel_hub.ops.core.launch import forget_all
 
 # Compute capability -> the cubins it takes.
 ARCHS = {(8, 0): "sm80", (8, 6): "sm80", (8, 7): "sm80", (8, 9): "sm89", (9, 0): "sm90"}
@@ -66,7 +67,8 @@ def forwards() -> None:
             problem = Problem(
                 rows, q, q, 1, seqlen_q, 8, 1.0, softcap=softcap, block_table=pages
             )  # fmt: skip
-            FORWARD.forward(problem, torch.empty_like(rows), None)
+            launch = FORWARD.plan(problem, torch.empty_like(rows), None)
+            launch.function(launch.grid, launch.block, launch.shared_bytes, None, ())
 
 
 def backwards() -> None:
@@ -106,12 +108,13 @@ def recorded(capability: tuple[int, int], *runs: Callable[[], None]) -> frozense
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(common, "shipped", recorder.shipped)
         pretend(patch, capability)
-        patch.setattr(decode, "_plans", {})
-        patch.setattr(run, "cpu_forward", FORWARD.forward)
+        forget_all()
+        patch.setattr(run, "cpu_forward", run.cuda_forward)
         patch.setattr(run, "cpu_backward", BACKWARD.backward)
         patch.setattr(decode, "_cpu_into", decode._cuda_into)
         for each in runs:
             each()
+    forget_all()
     return frozenset(recorder.launches)
 
 

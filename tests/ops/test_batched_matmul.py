@@ -15,6 +15,7 @@ from bits import same_bits
 from ways import Way
 
 from kernel_hub.errors import TensorError
+from kernel_hub.ops.core.launch import forget_all
 from kernel_hub.ops.matmul import grouped_plan
 from kernel_hub.testing.compare import check
 from kernel_hub.testing.guard import Guarded
@@ -152,7 +153,7 @@ def test_nan_and_inf(way: Way) -> None:
 def force(monkeypatch: pytest.MonkeyPatch, choice: Callable[[Any], Any]) -> None:
     """Take the launch that `choice` makes of a problem, whatever the plan would take."""
     monkeypatch.setattr(module, "choose", lambda *given: choice(given[2]))
-    monkeypatch.setattr(module, "_plans", {})
+    forget_all()
 
 
 @pytest.mark.parametrize("which", [0, 1])

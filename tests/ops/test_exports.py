@@ -18,6 +18,7 @@ from emulated import SOURCES, CannotEmulateError, build
 from ways import DTYPES, Way
 
 from kernel_hub.ops.core import common
+from kernel_hub.ops.core.device import Device, pretend
 from kernel_hub.ops.matmul import linear_plan, paired_plan
 from kernel_hub.tuning import Gpu
 
@@ -136,18 +137,18 @@ def test_merge_states(chosen: set[str]) -> None:
     assert chosen == exported("merge_states")
 
 
-def test_linear(chosen: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linear(chosen: set[str]) -> None:
     launch = importlib.import_module("kernel_hub.ops.matmul.linear_launch")
     rows = [1, 5, 8, 16, 17, 32, 33, 64, 65, 128, 256, 300, 512, 1024, 2048, 4096, 8192]
     weights = [(8, 64), (5120, 256), (18944, 64)]
     for section in linear_plan.TABLE.shipped():
         weights += [tuple(linear_plan.TABLE.layout.parse(key).values()) for key in section.choices]
-    for device in (Gpu((8, 0), 108), Gpu((9, 0), 132)):
-        monkeypatch.setattr(launch, "gpu_of", lambda _, found=device: found)
-        for dtype, m, (n, k), wide in itertools.product(DTYPES[:2], rows, weights, [False, True]):
-            a, b = meta(m, k, dtype=dtype), meta(n, k, dtype=dtype)
-            out = meta(m, n, dtype=torch.float32 if wide else dtype)
-            launch.plan_launch(a, b, None, 0, None, out)
+    for device in (Device((8, 0), 108), Device((9, 0), 132)):
+        with pretend(device):
+            for dtype, m, (n, k), wide in itertools.product(DTYPES[:2], rows, weights, [0, 1]):
+                a, b = meta(m, k, dtype=dtype), meta(n, k, dtype=dtype)
+                out = meta(m, n, dtype=torch.float32 if wide else dtype)
+                launch.plan_launch(a, b, None, 0, None, out)
     assert chosen == exported_linear()
 
 

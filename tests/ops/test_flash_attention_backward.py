@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -192,7 +191,7 @@ def test_lengths_of_a_cache(way: Way, any_capability: None) -> None:
     problem = make(way, BF16, (20, 90), batch_size=3, window_right=0, cache_seqlens=lengths)
     for x in (problem.k, problem.v):
         x[0, 60:] = x[1] = x[2, 33:] = float("nan")
-    clean = dataclasses.replace(problem, k=problem.k.nan_to_num(0), v=problem.v.nan_to_num(0))
+    clean = problem._replace(k=problem.k.nan_to_num(0), v=problem.v.nan_to_num(0))
     expected = run(clean)
     dout = torch.randn(problem.q.shape, generator=torch.Generator().manual_seed(7))
     out, lse = reference_of(clean)

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import Case, run
-from attention_devices import FORWARD
 from bits import same_bits
 from emulated import ROOT
 
@@ -20,6 +19,7 @@ from kernel_hub.errors import TensorError
 from kernel_hub.ops import flash_attention
 from kernel_hub.ops.attention.maps import is_mappable
 from kernel_hub.ops.attention.problem import Problem
+from kernel_hub.ops.core.launch import forget_all
 
 SM90: Any = importlib.import_module("kernel_hub.ops.attention.forward_sm90")
 DTYPES = ["fp16", "bf16"]
@@ -41,13 +41,15 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     taken: list[str] = []
     launch = SM90.launch
 
-    def counted(plan: Any, problem: Problem, *rest: Any) -> None:
-        left, right = problem.window_left, problem.window_right
-        taken.append("window" if left >= 0 else "causal" if right >= 0 else "full")
-        launch(plan, problem, *rest)
+    def counted(*given: Any) -> None:
+        options = given[-1]
+        left, right = options.window_size
+        is_causal = options.causal or right >= 0
+        taken.append("window" if left >= 0 else "causal" if is_causal else "full")
+        launch(*given)
 
     monkeypatch.setattr(SM90, "launch", counted)
-    monkeypatch.setattr(FORWARD, "_plans", {})
+    forget_all()
     yield taken
 
 

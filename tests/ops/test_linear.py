@@ -14,6 +14,7 @@ from bits import same_bits
 from ways import Way
 
 from kernel_hub.errors import TensorError
+from kernel_hub.ops.core.launch import forget_all
 from kernel_hub.ops.matmul import linear_plan
 from kernel_hub.testing.compare import check
 from kernel_hub.testing.guard import Guarded
@@ -203,7 +204,7 @@ def test_shares_of_k(way: Way, size: tuple[int, int, int], monkeypatch: pytest.M
         monkeypatch.setattr("kernel_hub.ops.matmul.linear_launch.choose", lambda *_, c=choice: c)
         for dtype, out_dtype in itertools.product(DTYPES, (None, torch.float32)):
             if out_dtype is None or choice.variant != "m8_deep":  # which has no wide results
-                monkeypatch.setattr(module, "_plans", {})
+                forget_all()
                 check_linear(
                     way, m, n, k, dtype=dtype, out_dtype=out_dtype, activation="gelu",
                     has_bias=True, has_residual=True,
@@ -221,7 +222,7 @@ def test_hopper_variants(way: Way, name: str, monkeypatch: pytest.MonkeyPatch) -
     for m, n, k in (*sizes, (most, 20000, 64), (most, 20000, 128)):
         choice = linear_plan.hopper_choice(name, 132, m, n, max(k, 64 * variant.splits))
         monkeypatch.setattr("kernel_hub.ops.matmul.linear_launch.choose", lambda *_, c=choice: c)
-        monkeypatch.setattr(module, "_plans", {})
+        forget_all()
         for dtype in DTYPES:
             for out_dtype in (None, torch.float32)[: 1 + (name in linear_plan.HOPPER_FP32)]:
                 for extras in (("silu", True, True), ("gelu", True, False), (None, False, False)):

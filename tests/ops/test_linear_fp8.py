@@ -12,6 +12,8 @@ from back_to_back import check_back_to_back
 from bits import same_bits
 
 from kernel_hub.errors import TensorError
+from kernel_hub.ops.core.device import Device
+from kernel_hub.ops.core.launch import forget_all
 from kernel_hub.ops.matmul import linear_fp8 as fp8
 from kernel_hub.ops.matmul import linear_fp8_plan as plan
 from kernel_hub.testing.compare import check
@@ -38,7 +40,7 @@ BLOCKS_ERROR, PROMOTED_ERROR, FAST_ERROR = 1e-3, 2e-3, 2e-2
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The reference on the CPU, and the cubin."""
     device: str = request.param
-    monkeypatch.setattr(fp8, "_plans", {})
+    forget_all()
     if device == "cuda" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("these kernels need a GPU of compute capability 9.0")
     yield device
@@ -47,7 +49,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> str:
     """The cubin alone."""
-    monkeypatch.setattr(fp8, "_plans", {})
+    forget_all()
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("these kernels need a GPU of compute capability 9.0")
     return "cuda"
@@ -245,15 +247,15 @@ def test_compiled(device: str) -> None:
     operators, given = torch.ops.kernel_hub, (a, b, scale, None, None, 2, None)
     out = torch.empty(9, 24, dtype=torch.float16, device=a.device)
     for op, arguments in (
-        (operators.linear_fp8, (*given, torch.bfloat16, False)),
-        (operators.linear_fp8_out, (*given, out, True)),
+        (operators.linear_fp8, (*given, False, torch.bfloat16)),
+        (operators.linear_fp8_out, (*given, True, out)),
     ):
         # test_schema multiplies its inputs, which torch cannot in e4m3.
         torch.library.opcheck(op.default, arguments, test_utils=E4M3_OPCHECKS)
 
 
 def test_below_9_0_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8, "_device", lambda _: ((8, 9), 142, "NVIDIA L40S"))
+    monkeypatch.setattr(fp8, "device_of", lambda _: Device((8, 9), 142, "NVIDIA L40S"))
     a, b = (torch.empty(4, 16, dtype=E4M3, device="meta") for _ in range(2))
     out = torch.empty(4, 4, dtype=torch.bfloat16, device="meta")
     with pytest.raises(TensorError, match=r"linear: a: .*9\.0.*found compute capability 8\.9"):

@@ -13,6 +13,7 @@ from bits import same_bits
 from ways import Way
 
 from kernel_hub.errors import TensorError
+from kernel_hub.ops.core.launch import forget_all
 from kernel_hub.ops.matmul import paired_plan
 from kernel_hub.testing.compare import check
 from kernel_hub.testing.guard import Guarded
@@ -20,8 +21,7 @@ from kernel_hub.testing.guard import Guarded
 module: Any = importlib.import_module("kernel_hub.ops.matmul.qkv_linear")
 qkv_linear: Callable[..., Any] = module.qkv_linear
 DTYPES = [torch.float16, torch.bfloat16]
-# num_heads, num_kv_heads, head_dim
-Heads = tuple[int, int, int]
+Heads = tuple[int, int, int]  # num_heads, num_kv_heads, head_dim
 
 
 def rotated(
@@ -126,7 +126,7 @@ def test_rotations(way: Way, m: int, rotary_dim: int, interleaved: bool) -> None
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("variant", paired_plan.HOPPER["qkv_linear"], ids=lambda v: v.name)
 def test_hopper_variants(
-    way: Way, variant: paired_plan.Hopper, interleaved: bool, monkeypatch: pytest.MonkeyPatch
+    way: Way, variant: paired_plan.PairedTile, interleaved: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not way.is_gpu or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("these kernels need a GPU of compute capability 9.0")
@@ -142,7 +142,7 @@ def test_hopper_variants(
         hidden = max(hidden, 64 * variant.splits)
         choice = paired_plan.hopper_choice("qkv_linear", variant, 132, m, n)
         monkeypatch.setattr(module, "choose", lambda *_, c=choice: c)
-        monkeypatch.setattr(module, "_plans", {})
+        forget_all()
         for dtype in DTYPES:
             check_qkv(
                 way, m, heads, hidden, dtype=dtype, rotary_dim=rotary_dim, interleaved=interleaved,
@@ -156,7 +156,7 @@ def test_portable_bodies(way: Way, m: int, monkeypatch: pytest.MonkeyPatch) -> N
     heads = (3, 1, 64)
     for choice in paired_plan.portable_choices("qkv_linear", (9, 0), 4, m, 320):
         monkeypatch.setattr(module, "choose", lambda *_, c=choice: c)
-        monkeypatch.setattr(module, "_plans", {})
+        forget_all()
         for dtype in DTYPES:
             check_qkv(way, m, heads, 200, dtype=dtype, has_bias=True)
 

@@ -15,8 +15,9 @@ from test_exports import exported, exported_linear, exported_paired
 
 from kernel_hub import ops
 from kernel_hub.ops.core import common
+from kernel_hub.ops.core.device import Device, pretend
+from kernel_hub.ops.core.launch import forget_all
 from kernel_hub.ops.matmul import linear_launch, paired_plan
-from kernel_hub.tuning import Gpu
 
 PATH = Path(__file__).parent.parent / "gpu/sanitize.py"
 
@@ -47,16 +48,15 @@ def test_every_variant_is_launched(op: str, monkeypatch: pytest.MonkeyPatch) -> 
         return lambda *launch, **options: launched.add(name)
 
     monkeypatch.setattr(common, "shipped", shipped)
-    monkeypatch.setattr(module_of(op), "_plans", {})
+    forget_all()
     monkeypatch.setattr(module_of(op), "_cpu_into", module_of(op)._cuda_into)
     # The numbers are of no matter here.
     monkeypatch.setattr(torch, "randn", torch.empty)
-    monkeypatch.setattr(linear_launch, "gpu_of", lambda device: Gpu((9, 0), 132))
-    monkeypatch.setattr(linear_launch, "tensor_map", lambda *layout: b"")
+    monkeypatch.setattr(linear_launch, "tensor_map", lambda *boxes: b"")
     if op in paired_plan.TABLES:
-        monkeypatch.setattr(module_of(op), "gpu_of", lambda device: Gpu((9, 0), 132))
         monkeypatch.setattr(module_of(op), "tensor_map", lambda *layout: b"")
-    sanitize().CASES[op]("cpu")
+    with pretend(Device((9, 0), 132)):
+        sanitize().CASES[op]("cpu")
     if op in paired_plan.TABLES:
         expected = exported_paired(op)
     else:

@@ -13,6 +13,7 @@ from bits import same_bits
 from ways import Way
 
 from kernel_hub.errors import TensorError
+from kernel_hub.ops.core.launch import forget_all
 from kernel_hub.ops.matmul import paired_plan
 from kernel_hub.testing.compare import check
 from kernel_hub.testing.guard import Guarded
@@ -67,7 +68,7 @@ def test_portable_bodies(
     n = 16 * -(-columns // 8)
     for choice in paired_plan.portable_choices("swiglu_linear", (9, 0), 4, m, n):
         monkeypatch.setattr(module, "choose", lambda *_, c=choice: c)
-        monkeypatch.setattr(module, "_plans", {})
+        forget_all()
         for dtype in DTYPES:
             check_swiglu(way, m, columns, k, dtype=dtype)
 
@@ -75,7 +76,7 @@ def test_portable_bodies(
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", paired_plan.HOPPER["swiglu_linear"], ids=lambda v: v.name)
 def test_hopper_variants(
-    way: Way, variant: paired_plan.Hopper, monkeypatch: pytest.MonkeyPatch
+    way: Way, variant: paired_plan.PairedTile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not way.is_gpu or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("these kernels need a GPU of compute capability 9.0")
@@ -83,7 +84,7 @@ def test_hopper_variants(
     for m, columns, k in ((1, 8, 64), (most, 168, 520), (most - 3, 2056, 1096), (most, 20000, 512)):
         choice = paired_plan.hopper_choice("swiglu_linear", variant, 132, m, 2 * columns)
         monkeypatch.setattr(module, "choose", lambda *_, c=choice: c)
-        monkeypatch.setattr(module, "_plans", {})
+        forget_all()
         for dtype in DTYPES:
             check_swiglu(way, m, columns, k, dtype=dtype)
 

@@ -18,6 +18,7 @@ from kernel_hub.ops.matmul import grouped_plan as grouped
 from kernel_hub.ops.matmul import linear_fp8_plan as linear_fp8
 from kernel_hub.ops.matmul import linear_plan as linear
 from kernel_hub.ops.matmul import paired_plan as paired
+from kernel_hub.ops.matmul import tiles
 
 SMS = 132
 
@@ -51,7 +52,7 @@ LINEAR_SM90 = Source(
 
 
 def linear_sm90() -> Rows:
-    assert LINEAR_SM90.read()[1] == {"kBlockK": linear.BLOCK_K, "kBoxColumns": linear.BOX_ROWS}
+    assert LINEAR_SM90.read()[1] == {"kBlockK": tiles.BLOCK_K, "kBoxColumns": tiles.BOX_ROWS}
     rows: Rows = {}
     for name, row in linear.HOPPER.items():
         choice = linear.hopper_choice(name, SMS, 8, 4096, 4096)
@@ -81,7 +82,7 @@ LINEAR_FP8 = Source(
 def linear_fp8_sm90() -> Rows:
     assert LINEAR_FP8.read()[1] == {
         "kScaleBlock": linear_fp8.SCALE_BLOCK,
-        "kBoxColumns": linear.BOX_ROWS,
+        "kBoxColumns": tiles.BOX_ROWS,
         "kBoxBytes": linear_fp8._BOX_BYTES,
     }
     rows: Rows = {}
@@ -112,14 +113,14 @@ def _paired_sm90(op: str) -> Source:
 
 
 def paired_sm90(op: str) -> Rows:
-    assert _paired_sm90(op).read()[1] == {"kBlockK": paired.BLOCK_K}
+    assert _paired_sm90(op).read()[1] == {"kBlockK": tiles.BLOCK_K}
     rows: Rows = {}
     for row in paired.HOPPER[op]:
         choice = paired.hopper_choice(op, row, SMS, 8, 4096)
-        assert choice.grid[0] % (row.cluster * row.splits) == 0
+        assert choice.grid[0] % (row.cluster_size) == 0
         boxes = (row.b_share, row.a_box_rows) if row.swaps else (row.a_box_rows, row.b_share)
         figures = _clusters(row, choice) | {
-            "cluster_m": row.cluster, "cluster_n": 1, "row_box": boxes[0], "column_box": boxes[1],
+            "cluster_m": row.cluster_m, "cluster_n": 1, "row_box": boxes[0], "column_box": boxes[1],
         }  # fmt: skip
         rows |= {f"{op}_{token}_{choice.variant}": figures for token in HALVES}
     return rows
@@ -138,17 +139,17 @@ def _grouped_sm90(op: str) -> Source:
 
 
 def grouped_sm90(op: str) -> Rows:
-    assert _grouped_sm90(op).read()[1] == {"kBlockK": grouped.BLOCK_K}
+    assert _grouped_sm90(op).read()[1] == {"kBlockK": tiles.BLOCK_K}
     rows: Rows = {}
     problem = grouped.Problem(op, 4, 4096, 4096, 4096)
     for name, row in grouped.HOPPER[op].items():
         choice = grouped.hopper_choice(name, SMS, problem)
-        assert choice.box_rows is not None and choice.grid[0] % row.cluster_size == 0
+        assert choice.boxes is not None and choice.grid[0] % row.cluster_size == 0
         figures = {
             "threads": choice.block[0], "min_blocks": row.min_blocks, "swaps": row.swaps,
             "block_m": row.block_m, "block_n": row.block_n, "cluster": row.cluster_size,
-            "shared": choice.shared_bytes, "a_box": choice.box_rows[1],
-            "b_box": choice.box_rows[2], "out_box": choice.box_rows[0], "consumers": row.consumers,
+            "shared": choice.shared_bytes, "a_box": choice.boxes[1],
+            "b_box": choice.boxes[2], "out_box": choice.boxes[0], "consumers": row.consumers,
         }  # fmt: skip
         # Tiles of which two blocks share k: sums of 64 rows a consumer, a counter each.
         num_tiles = SMS // 2 // row.cluster_size * row.cluster_size if row.pairs else 0
@@ -174,16 +175,14 @@ def portable(op: str, capability: tuple[int, int]) -> Rows:
     for block_m in (128, 64):
         if op == "linear":
             choices = linear.portable_choices(capability, block_m, 128, 4096, 3)
-            plan: Any = linear
         else:
             problem = grouped.Problem(op, 4, 4096, 4096, 4096)
             choices = grouped.portable_choices(capability, problem)
-            plan = grouped
         choice = next(c for c in choices if c.variant == f"{block_m}x128")
         figures = {
-            "threads": choice.block[0], "block_m": block_m, "block_n": plan._PORTABLE_N,
-            "block_k": plan._PORTABLE_K, "shared": choice.shared_bytes,
-            "sums": choice.num_partials // 3 if op == "linear" else block_m * plan._PORTABLE_N,
+            "threads": choice.block[0], "block_m": block_m, "block_n": tiles.PORTABLE_N,
+            "block_k": tiles.PORTABLE_K, "shared": choice.shared_bytes,
+            "sums": choice.num_partials // 3 if op == "linear" else block_m * tiles.PORTABLE_N,
         }  # fmt: skip
         for token, suffix in itertools.product(HALVES, ("", "_fp32") if op == "linear" else ("",)):
             rows[f"{op}_{token}_{choice.variant}{suffix}"] = figures
@@ -202,9 +201,9 @@ LINEAR_SMALL_M = Source(
 
 
 def linear_small_m() -> Rows:
-    assert LINEAR_SMALL_M.read()[1] == {"kWarps": linear._WARPS, "kSlice": 32}
+    assert LINEAR_SMALL_M.read()[1] == {"kWarps": tiles.WARPS, "kSlice": 32}
     rows: Rows = {}
-    for name, columns, _, slices, blocks in linear._SMALL_M:
+    for name, (columns, _, slices, blocks) in tiles.SMALL_M.items():
         choices = linear.portable_choices((9, 0), 1, 16, 4096, 3)
         choice = next(c for c in choices if c.variant == name)
         figures = {
@@ -239,14 +238,14 @@ def _paired(op: str, arch: str) -> Source:
 
 
 def paired_portable(op: str, capability: tuple[int, int]) -> Rows:
-    few = {name: (8 * columns, blocks) for name, columns, _, _, blocks in paired._SMALL_M}
+    few = {name: (8 * body[0], body[3]) for name, body in tiles.SMALL_M.items()}
     rows: Rows = {}
-    tiles = paired.portable_choices(op, capability, SMS, 17, 4096)
+    many_rows = paired.portable_choices(op, capability, SMS, 17, 4096)
     # m8_deep is in every cubin, and for 9.0 alone.
     few_rows = itertools.islice(paired.portable_choices(op, (9, 0), SMS, 1, 4096), len(few))
-    for choice in (*few_rows, *tiles):
+    for choice in (*few_rows, *many_rows):
         block_m = int(choice.variant.partition("x")[0]) if "x" in choice.variant else 0
-        most, blocks = few.get(choice.variant, (block_m, paired._BLOCKS_AN_SM))
+        most, blocks = few.get(choice.variant, (block_m, tiles.BLOCKS_AN_SM))
         rows |= {
             f"{op}_{token}_{choice.variant}": {
                 "threads": choice.block[0], "min_blocks": blocks, "rows": most,

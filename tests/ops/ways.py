@@ -53,9 +53,6 @@ def emulated_function(cubin: str, name: str) -> EmulatedFunction:
 @pytest.fixture(params=["emulated", pytest.param("gpu", marks=pytest.mark.gpu)])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Way]:
     """CPU tensors and the kernels' source run by the emulator, or CUDA tensors and the cubins."""
-    for module in op_modules():
-        if hasattr(module, "_plans"):
-            monkeypatch.setattr(module, "_plans", {})
     # What the tables of earlier tests led to is no business of this one.
     bounds.take(torch.empty(0, device="cuda" if request.param == "gpu" else "cpu"))
     if request.param == "gpu":

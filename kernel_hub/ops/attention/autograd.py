@@ -11,6 +11,7 @@ import torch
 
 from . import eager as run
 from . import registered as registered
+from .problem import Options
 
 _OP = "flash_attention"
 
@@ -25,9 +26,8 @@ class Attention(torch.autograd.Function):  # type: ignore[misc]
         k: torch.Tensor,
         v: torch.Tensor,
         deterministic: bool,
-        options: tuple[Any, ...],
+        options: Options,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`options`: those of `_attention_run.problem_of`."""
         out, lse = run.forward(_OP, q, k, v, None, True, options)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.mark_non_differentiable(lse)
@@ -47,7 +47,7 @@ class Attention(torch.autograd.Function):  # type: ignore[misc]
             return (*grads, None, None)
         q, k, v, out, lse = tensors
         dq, dk, dv = run.new_like(q), run.new_like(k), run.new_like(v)
-        run.backward(_OP, dout, q, k, v, out, lse, dq, dk, dv, deterministic, options)
+        run.backward(_OP, dout, (q, k, v), out, lse, (dq, dk, dv), deterministic, options)
         return dq, dk, dv, None, None
 
 
@@ -61,9 +61,8 @@ class PackedAttention(torch.autograd.Function):  # type: ignore[misc]
         num_heads: int,
         num_kv_heads: int,
         deterministic: bool,
-        options: tuple[Any, ...],
+        options: Options,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`options`: those of `_attention_run.problem_of`."""
         parts = registered.split_packed(qkv, num_heads, num_kv_heads)
         out, lse = run.forward(_OP, *parts, None, True, options)
         ctx.save_for_backward(qkv, out, lse)

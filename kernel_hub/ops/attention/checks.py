@@ -13,7 +13,7 @@ import torch
 
 from ...errors import TensorError
 from ..core import common
-from .problem import Problem
+from .problem import TABLES, Options, Problem
 
 DTYPES = (torch.float16, torch.bfloat16)
 LAYOUTS = {"bshd": 1, "bhsd": 2}  # the dimension of tokens
@@ -33,21 +33,13 @@ def resolve(
     q: Any,
     k: Any,
     v: Any,
-    causal: bool,
-    softmax_scale: float | None,
-    window_size: Any,
-    softcap: float,
-    alibi_slopes: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    block_table: Any,
-    cache_seqlens: Any,
+    options: Options,
     *,
     dtypes: tuple[torch.dtype, ...] = DTYPES,
 ) -> Numbers:
     """Check everything that does not lie on the device; what the launch needs beside tensors."""
+    (causal, softmax_scale, window_size, softcap, alibi_slopes, cu_seqlens_q, cu_seqlens_k,
+     max_seqlen_q, max_seqlen_k, block_table, cache_seqlens) = options  # fmt: skip
     _check_qkv(op, q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, dtypes)
     if cu_seqlens_k is not None:
         for argument, value in (("block_table", block_table), ("cache_seqlens", cache_seqlens)):
@@ -207,41 +199,35 @@ def _bound(op: str, argument: str, value: Any, rows: int, lengths_vary: bool) ->
     return min(value, rows)
 
 
+# In the order in which calls that were planned read addresses.
 _writes = common.Writes(
-    "flash_attention",
-    "out q k v alibi_slopes cu_seqlens_q cu_seqlens_k block_table cache_seqlens q_scale k_scale "
-    "v_scale", "out",
-)  # fmt: skip
-# Of calls with an output whose layouts were checked.
-_spans: dict[tuple[Any, ...], common.Spans] = {}
+    "flash_attention", f"q k v out {' '.join(TABLES)} q_scale k_scale v_scale", "out"
+)
+
+
+def spans_of(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None, options: Options,
+    scales: tuple[torch.Tensor | None, ...] = (None, None, None),
+) -> common.Spans:  # fmt: skip
+    """How far the tensors of a call reach; None for an out of its own, which meets nothing."""
+    return _writes.spans(q, k, v, out, *options.tables, *scales)
 
 
 def check_out(
-    op: str, out: Any, q: torch.Tensor, *others: torch.Tensor | None,
-    dtypes: tuple[torch.dtype, ...] = (),
+    op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: Any, options: Options,
+    scales: tuple[Any, ...] = (None, None, None), dtypes: tuple[torch.dtype, ...] = (),
 ) -> None:  # fmt: skip
-    """`out` must be like q, or of `dtypes`, and share no memory with the inputs (or itself).
-
-    others: k, v, then what else `_writes` names, None where not given.
-    """
-    tensors = (out, q, *others, *(None,) * (10 - len(others)))
-    if not common.is_plain(*tensors):  # no memory
-        _check_out_layout(op, out, q, dtypes)
-        return
-    key = tuple([None if x is None else (x.dtype, x.shape, x.stride()) for x in tensors])
-    spans = _spans.get(key)
-    if spans is None or out.device != q.device:
-        _check_out_layout(op, out, q, dtypes)
-        spans = _writes.spans(*tensors)
-        if len(_spans) >= common.MAX_PLANS:
-            _spans.clear()
-        _spans[key] = spans
-    addresses = tuple([x.data_ptr() for x in tensors if x is not None])
-    if addresses not in spans.apart:
-        spans.check(addresses)
+    """`out` must be like q, or of `dtypes`, and share no memory with the inputs (or itself)."""
+    check_out_layout(op, out, q, dtypes)
+    tensors = (q, k, v, out, *options.tables, *scales)
+    if common.is_plain(*tensors):  # they have memory
+        _writes.check(*tensors)
 
 
-def _check_out_layout(op: str, out: Any, q: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+def check_out_layout(
+    op: str, out: Any, q: torch.Tensor, dtypes: tuple[torch.dtype, ...] = ()
+) -> None:
+    """`out` must be like q, or of `dtypes`, no element of it twice."""
     common.check_like(op, "out", out, q.shape, q, dtypes=dtypes)
     common.check_output(op, "out", out)
 

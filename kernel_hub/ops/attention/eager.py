@@ -1,34 +1,40 @@
-"""From checked arguments to the launches: plans of calls seen before, outputs, CUDA or CPU.
+"""From the arguments of a call to its launches: plans of calls seen before, outputs, CUDA or CPU.
 
 Takes q, k, v as (..., tokens, heads, head_dim) already; knows nothing of layouts or autograd.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
 from ...errors import KernelHubError
 from ..core import bounds, common
+from ..core.launch import Launch, Plans
 from . import backward_portable, cpu, forward_portable
 from . import checks as checks
-from .problem import Problem
+from . import forward_sm90 as sm90
+from .problem import Options, Problem
 
-# What a call's shapes, strides and options were checked and resolved to.
-_plans: dict[tuple[Any, ...], checks.Numbers] = {}
 _empty_like = torch.empty_like
 _float32 = torch.float32
 
-cuda_forward = forward_portable.forward
 cuda_backward = backward_portable.backward
 cpu_backward = cpu.backward
 
 
-def cpu_forward(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-    """Looks at the lengths first: nothing waits for it, and torch's error would name none."""
-    checks.check_values("flash_attention", problem, is_strict=False)
-    cpu.forward(problem, out, lse)
+class Plan(NamedTuple):
+    """All that layouts and options say of a call."""
+
+    numbers: checks.Numbers
+    new_out: Callable[[torch.Tensor], torch.Tensor]
+    launch: Launch
+    spans: common.Spans  # for each set of addresses that was met, its tensor maps
+
+
+_plans: Plans[Plan] = Plans()
 
 
 def new_like(x: torch.Tensor) -> torch.Tensor:
@@ -44,60 +50,51 @@ def new_lse(q: torch.Tensor, is_varlen: bool) -> torch.Tensor:
     return q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=_float32)
 
 
-def problem_of(
-    op: str,
+def addresses_and_key(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    causal: bool,
-    softmax_scale: float | None,
-    window_size: tuple[int, int],
-    softcap: float,
-    alibi_slopes: torch.Tensor | None,
-    cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor | None,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    block_table: torch.Tensor | None,
-    cache_seqlens: torch.Tensor | None,
-    *,
-    dtypes: tuple[torch.dtype, ...] = checks.DTYPES,
-) -> Problem:
-    """The `Problem` of a call, checked unless a call like it was."""
-    tables = (alibi_slopes, cu_seqlens_q, cu_seqlens_k, block_table, cache_seqlens)
+    out: torch.Tensor | None,
+    options: Options,
+    more: tuple[Any, ...],
+) -> tuple[tuple[int, ...], tuple[Any, ...]]:
+    """Where the tensors of a call lie (in the order of `checks.spans_of`; tables only where there
+    is an out that they could meet), and what its plan depends on, `more` being a part of it.
+
+    The key says whether every address is aligned; what a call allocates itself always is.
+    """
+    at: tuple[int, ...] = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    low_bits = at[0] | at[1] | at[2]
     key: tuple[Any, ...] = (
-        q.dtype, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
-        causal, softmax_scale, window_size, softcap, max_seqlen_q, max_seqlen_k,
+        q.dtype, k.dtype, v.dtype, q.get_device(), k.get_device(), v.get_device(),
+        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
     )  # fmt: skip
+    if out is not None:
+        at += (out.data_ptr(),)
+        low_bits |= at[3]
+        key += (out.dtype, out.get_device(), out.shape, out.stride())
+    (causal, softmax_scale, window_size, softcap, alibi_slopes, cu_seqlens_q, cu_seqlens_k,
+     max_seqlen_q, max_seqlen_k, block_table, cache_seqlens) = options  # fmt: skip
     # Not `tables != (None, ...)`, which would ask each tensor whether it equals None.
-    has_tables = not (
-        alibi_slopes is cu_seqlens_q is cu_seqlens_k is block_table is cache_seqlens is None
-    )
-    if has_tables:
-        key += tuple([None if t is None else (t.shape, t.stride()) for t in tables])
-    try:
-        plan = _plans.get(key) if q.is_cuda else None
-    except TypeError:  # something that is no number, which the checks will name
-        plan = None
-    if plan is None:
-        plan = checks.resolve(
-            op, q, k, v, causal, softmax_scale, window_size, softcap, alibi_slopes, cu_seqlens_q,
-            cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, cache_seqlens, dtypes=dtypes,
-        )  # fmt: skip
-        if q.is_cuda:
-            if len(_plans) >= common.MAX_PLANS:
-                _plans.clear()
-            _plans[key] = plan
-    batch_size, longest_q, longest_k, scale, left, right, cap = plan
-    if not has_tables:
-        return Problem(q, k, v, batch_size, longest_q, longest_k, scale, left, right, cap)
-    problem = Problem(
-        q, k, v, batch_size, longest_q, longest_k, scale, left, right, cap,
-        alibi_slopes, cu_seqlens_q, cu_seqlens_k, cache_seqlens, block_table,
+    if alibi_slopes is cu_seqlens_q is cu_seqlens_k is block_table is cache_seqlens is None:
+        return at, (*key, low_bits & 15 == 0, more, options)
+    tables = (alibi_slopes, cu_seqlens_q, cu_seqlens_k, block_table, cache_seqlens)
+    if out is not None:
+        at += tuple([t.data_ptr() for t in tables if t is not None])
+    return at, (
+        *key, low_bits & 15 == 0, more, causal, softmax_scale, window_size, softcap, max_seqlen_q,
+        max_seqlen_k, *[None if t is None else (t.shape, t.stride()) for t in tables],
     )  # fmt: skip
-    if common.is_debugging():
-        checks.check_values(op, problem)
-    return problem
+
+
+def problem_of(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, numbers: checks.Numbers, options: Options
+) -> Problem:
+    """The `Problem` of arguments that were checked and resolved to `numbers`."""
+    return Problem(
+        q, k, v, *numbers, options.alibi_slopes, options.cu_seqlens_q, options.cu_seqlens_k,
+        options.cache_seqlens, options.block_table,
+    )  # fmt: skip
 
 
 def forward(
@@ -107,33 +104,101 @@ def forward(
     v: torch.Tensor,
     out: torch.Tensor | None,
     need_lse: bool,
-    options: tuple[Any, ...],
+    options: Options,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(out, lse or None), out being written if given. `options`: those of `problem_of`."""
-    problem = problem_of(op, q, k, v, *options)
-    if out is None:
-        out = _empty_like(q)
-        if out.stride(-1) != 1:
-            out = new_like(q)
-    else:
-        checks.check_out(op, out, q, k, v, *options[4:7], *options[9:])
-    lse = new_lse(q, problem.cu_seqlens_q is not None) if need_lse else None
-    if out.numel() == 0:
-        return out, lse
+    """(out, lse or None), out being written if given."""
+    return (cuda_forward if q.is_cuda else cpu_forward)(op, q, k, v, out, need_lse, options)
+
+
+def cuda_forward(
+    op: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor | None,
+    need_lse: bool,
+    options: Options,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """By one launch."""
+    more = (not need_lse, sm90.is_enabled)
+    addresses, key = addresses_and_key(q, k, v, out, options, more)
     try:
-        (cuda_forward if q.is_cuda else cpu_forward)(problem, out, lse)
-    except KernelHubError:
-        # The launch checks devices and dtypes; this names them.
-        checks.resolve(op, q, k, v, *options)
-        raise
-    report(problem)
+        plan = _plans.get(key)
+    except TypeError:  # something that is no number, which the checks will name
+        plan = None
+    if plan is None:
+        plan = _plans.keep(key, _plan(op, q, k, v, out, need_lse, options))
+    maps = plan.spans.apart.get(addresses)
+    if maps is None:
+        plan.spans.refuse(addresses)
+        maps = sm90.maps(plan.launch, q, k, v) if plan.launch.maps else ()
+        plan.spans.keep(addresses, maps)
+    is_debugging = common.is_debugging()
+    if is_debugging and any(table is not None for table in options.tables):
+        checks.check_values(op, problem_of(q, k, v, plan.numbers, options))
+    if out is None:
+        out = plan.new_out(q)
+    lse = new_lse(q, options.cu_seqlens_q is not None) if need_lse else None
+    launch = plan.launch
+    if launch.function is not None:
+        run = sm90.launch if maps else forward_portable.launch
+        try:
+            run(launch, maps, q, k, v, out, lse, options)
+        except KernelHubError:
+            # The launch checks devices and dtypes; this names them.
+            checks.resolve(op, q, k, v, options)
+            raise
+        if is_debugging:  # raises TensorError where tables led the launch outside
+            bounds.report(q)
     return out, lse
 
 
-def report(problem: Problem) -> None:
-    """Under KERNEL_HUB_DEBUG=1: raise TensorError where tables led a launch outside."""
-    if common.is_debugging():
-        bounds.report(problem.q)
+def _plan(
+    op: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor | None,
+    need_lse: bool,
+    options: Options,
+) -> Plan:
+    """Check everything that does not lie on the device, and choose the launch."""
+    numbers = checks.resolve(op, q, k, v, options)
+    spans = checks.spans_of(q, k, v, out, options)
+    new_out = _empty_like if _empty_like(q).stride(-1) == 1 else new_like
+    if out is None:
+        out = new_out(q)
+    else:
+        checks.check_out_layout(op, out, q)
+    lse = new_lse(q, options.cu_seqlens_q is not None) if need_lse else None
+    problem = problem_of(q, k, v, numbers, options)
+    launch = forward_portable.plan(problem, out, lse) if out.numel() else Launch()
+    return Plan(numbers, new_out, launch, spans)
+
+
+def cpu_forward(
+    op: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor | None,
+    need_lse: bool,
+    options: Options,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """By torch, which would name no table: lengths are looked at first, as nothing waits."""
+    problem = problem_of(q, k, v, checks.resolve(op, q, k, v, options), options)
+    is_debugging = common.is_debugging()
+    if is_debugging and any(table is not None for table in options.tables):
+        checks.check_values(op, problem)
+    if out is None:
+        out = new_like(q)
+    else:
+        checks.check_out(op, q, k, v, out, options)
+    lse = new_lse(q, problem.cu_seqlens_q is not None) if need_lse else None
+    if out.numel():
+        checks.check_values("flash_attention", problem, is_strict=False)
+        cpu.forward(problem, out, lse)
+    return out, lse
 
 
 def _gradient_rows(dout: torch.Tensor) -> torch.Tensor:
@@ -150,19 +215,22 @@ def _gradient_rows(dout: torch.Tensor) -> torch.Tensor:
 def backward(
     op: str,
     dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     out: torch.Tensor,
     lse: torch.Tensor,
-    dq: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
+    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     deterministic: bool,
-    options: tuple[Any, ...],
+    options: Options,
 ) -> None:
-    """Write dq, dk and dv; rows outside every sequence become 0."""
-    problem = problem_of(op, q, k, v, *options)
+    """Write the gradients of q, k and v; rows outside every sequence become 0."""
+    (q, k, v), (dq, dk, dv) = qkv, grads
+    # The plan of the forward that gave lse has the numbers, if it is still there.
+    plan = _plans.get(addresses_and_key(q, k, v, None, options, (False, sm90.is_enabled))[1])
+    numbers = checks.resolve(op, q, k, v, options) if plan is None else plan.numbers
+    problem = problem_of(q, k, v, numbers, options)
+    is_debugging = common.is_debugging()
+    if is_debugging and any(table is not None for table in options.tables):
+        checks.check_values(op, problem)
     # Only the lengths on the device say which rows no kernel writes.
     if problem.cu_seqlens_q is not None or q.numel() == 0 or k.numel() == 0:
         dq.zero_()
@@ -174,4 +242,5 @@ def backward(
     (cuda_backward if q.is_cuda else cpu_backward)(
         problem, out, lse, _gradient_rows(dout), dq, dk, dv, deterministic=deterministic
     )
-    report(problem)
+    if is_debugging:
+        bounds.report(q)

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
 from ...errors import TensorError
-from ..core import common
+from ..core import bounds, common
 from ..core.counters import counters
+from ..core.launch import Launch
 from .maps import is_mappable, tensor_map
-from .problem import Problem
+from .problem import Options, Problem
 
 COMPUTE_CAPABILITY = (9, 0)
 CUBIN = "flash_attention_fp8_sm90"
@@ -38,8 +39,7 @@ _MAX_TILES = 1 << 30
 _SCALES = (1e-20, 1e20)
 
 
-@dataclass(frozen=True, slots=True)
-class Scales:
+class Scales(NamedTuple):
     """fp32: x = x_fp8 * scale; None is 1. Of a tensor: () or (1,); of heads: (heads,) or
     (batch_size, heads); of blocks of SCALE_TOKENS tokens: (batch_size, heads, blocks)."""
 
@@ -112,11 +112,6 @@ BODIES = (
     Body("causal_blocks", 256, 2, 64),
 )
 
-# function, gridDim, blockDim, sharedMemBytes, integers and floats of the kernel; the rows of a box
-# of K and V.
-_Plan = tuple[Any, tuple[int, int, int], tuple[int, int, int], int, tuple[Any, ...], int]
-_plans: dict[tuple[Any, ...], _Plan] = {}
-
 
 @functools.cache
 def _device(index: int) -> tuple[tuple[int, int], int, str]:
@@ -187,7 +182,14 @@ def _scale_strides(scale: torch.Tensor | None) -> tuple[int, int, int]:
     return steps[0], steps[1], steps[2] if scale.dim() == 3 else 0
 
 
-def _plan(problem: Problem, scales: Scales, out: torch.Tensor, lse: torch.Tensor | None) -> _Plan:
+def plan(problem: Problem, scales: Scales, out: torch.Tensor, lse: torch.Tensor | None) -> Launch:
+    """The launch for out (fp16 or bf16) and, unless it is None, lse (fp32, its last dimension
+    contiguous).
+
+    Lengths on the device (cu_seqlens, cache_seqlens) may be anything.
+    """
+    check_device(problem.q)
+    check_problem(problem)
     q, k = problem.q, problem.k
     num_heads, head_dim = q.shape[-2:]
     num_kv_heads = k.shape[-2]
@@ -228,41 +230,32 @@ def _plan(problem: Problem, scales: Scales, out: torch.Tensor, lse: torch.Tensor
     _, multiprocessors, _ = _device(q.device.index)
     grid = (min(num_tiles, multiprocessors), 1, 1)
     function = common.shipped(CUBIN, body.name) if num_tiles else None
-    return function, grid, (body.num_threads, 1, 1), body.shared_bytes, numbers, body.block_n
+    boxes = (_CONSUMER_ROWS, body.block_n)  # rows of q, of k and v
+    return Launch(function, grid, (body.num_threads, 1, 1), body.shared_bytes, numbers, boxes)
 
 
-def forward(problem: Problem, scales: Scales, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-    """Write out (fp16 or bf16) and, unless it is None, lse (fp32, its last dimension contiguous).
+def maps(planned: Launch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[bytes, ...]:
+    """The descriptors that the launch takes instead of q, k and v."""
+    if planned.function is None:
+        return ()
+    q_rows, k_rows = planned.maps
+    # Where there are no keys, descriptors of something: nothing is loaded.
+    return tensor_map(q, q_rows), *[tensor_map(x if x.numel() else q, k_rows) for x in (k, v)]
 
-    Lengths on the device (cu_seqlens, cache_seqlens) may be anything.
-    """
-    q, k, v = problem.q, problem.k, problem.v
-    if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
-        raise TensorError(f"{_OP}: q, k and v differ in dtype or device")
-    given = (scales.q, scales.k, scales.v)
-    key = (
-        q.device, q.shape, q.stride(), k.shape, k.stride(), v.stride(), out.dtype, out.stride(),
-        (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()) % common.VEC_BYTES,
-        None if lse is None else lse.stride(), problem.batch_size, problem.max_seqlen_q,
-        problem.max_seqlen_k, problem.softmax_scale, problem.window_right,
-        problem.cu_seqlens_q is None, problem.cu_seqlens_k is None, problem.cache_seqlens is None,
-        *((None if scale is None else (scale.shape, scale.stride())) for scale in given),
+
+def launch(
+    planned: Launch,
+    maps: tuple[bytes, ...],
+    q: torch.Tensor,
+    scales: Scales,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    options: Options,
+) -> None:
+    """Run what `plan` made of tensors of these shapes and strides, dtypes and devices."""
+    function, grid, block, shared_bytes, numbers, _, _ = planned
+    params = (
+        out, lse, bounds.flag(_OP, q), *maps, *scales, options.cu_seqlens_q, options.cu_seqlens_k,
+        options.cache_seqlens, counters(q.device, _NUM_COUNTERS), *numbers,
     )  # fmt: skip
-    plan = _plans.get(key)
-    if plan is None:
-        check_device(q)
-        check_problem(problem)
-        plan = _plan(problem, scales, out, lse)
-        if len(_plans) >= common.MAX_PLANS:
-            _plans.clear()
-        _plans[key] = plan
-    function, grid, block, shared_bytes, numbers, block_n = plan
-    if function is not None:
-        # Where there are no keys, descriptors of something: nothing is loaded.
-        maps = [tensor_map(x if x.numel() else q, block_n) for x in (k, v)]
-        params = (
-            out, lse, problem.flag, tensor_map(q, _CONSUMER_ROWS), *maps, *given,
-            problem.cu_seqlens_q, problem.cu_seqlens_k, problem.cache_seqlens,
-            counters(q.device, _NUM_COUNTERS), *numbers,
-        )  # fmt: skip
-        function(grid, block, shared_bytes, None, params)
+    function(grid, block, shared_bytes, None, params)

@@ -9,14 +9,14 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from ...errors import TensorError
-from ..core import common
+from ..core import bounds, common
+from ..core.launch import Launch
 from . import forward_sm90 as sm90
-from .problem import Problem
+from .problem import Options, Problem
 
 _KIB = 1024
 _ELEMENT_BYTES = 2
@@ -85,12 +85,6 @@ BODIES = (
     Body("general", 256, "_general", 64, 64, 4, 1),
 )
 
-# function, gridDim, blockDim, sharedMemBytes, integers and floats of the kernel.
-# Hopper's have one number more.
-_Plan = tuple[Any, ...]
-_plans: dict[tuple[Any, ...], _Plan] = {}
-_NO_LAUNCH: _Plan = (None, (0, 0, 0), (0, 0, 0), 0, ())
-
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -156,10 +150,13 @@ def _strides(tensor: torch.Tensor, has_batch: bool) -> tuple[int, int, int]:
     return batch, token, head
 
 
-def _plan(
-    problem: Problem, out: torch.Tensor, lse: torch.Tensor | None, is_address_aligned: bool
-) -> _Plan:
-    """Choose the kernel and make its launch."""
+def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launch:
+    """Choose the kernel and make its launch; one with `maps` is for `forward_sm90.launch`.
+
+    out: like problem.q, any strides, the last dimension contiguous.
+    lse: fp32, (batch_size, num_heads, seqlen_q) or with cu_seqlens_q (num_heads, total_q), the last
+        dimension contiguous.
+    """
     q, k, v = problem.q, problem.k, problem.v
     limits = device_limits(q.device.index if q.is_cuda else None)
     is_hopper = limits.compute_capability == sm90.COMPUTE_CAPABILITY
@@ -177,7 +174,9 @@ def _plan(
         _strides(v, has_k_batch),
     ]
     elems = common.VEC_BYTES // _ELEMENT_BYTES
-    is_aligned = is_address_aligned and all(common.is_aligned(elems, *each) for each in strides)
+    low_bits = q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()
+    is_aligned = low_bits % common.VEC_BYTES == 0
+    is_aligned = is_aligned and all(common.is_aligned(elems, *each) for each in strides)
     # A scale that is not positive turns the order of the scores, which the others rely on, and the
     # paged ones find V by the offsets of K.
     is_general = (
@@ -210,7 +209,7 @@ def _plan(
     num_batch_heads = problem.batch_size * num_heads
     num_tiles = num_row_blocks * num_batch_heads
     if num_tiles == 0:
-        return _NO_LAUNCH
+        return Launch()
     if num_tiles > common.MAX_GRID_X or max(seqlen_q, seqlen_k) > common.MAX_SIZE:
         raise TensorError(
             f"flash_attention: q: expected at most {common.MAX_GRID_X} tiles of {body.block_m} "
@@ -246,41 +245,25 @@ def _plan(
         problem.softcap * log2e,
     )
     function = common.shipped(body.cubin, body.name(q.dtype))
-    return function, (num_tiles, 1, 1), (32 * body.num_warps, 1, 1), body.shared_bytes, numbers
+    block = (32 * body.num_warps, 1, 1)
+    return Launch(function, (num_tiles, 1, 1), block, body.shared_bytes, numbers)
 
 
-def forward(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-    """Write softmax(q k^T) v to `out`, and its log-sum-exp to `lse` unless that is None.
-
-    out: like problem.q, any strides, the last dimension contiguous.
-    lse: fp32, (batch_size, num_heads, seqlen_q) or with cu_seqlens_q (num_heads, total_q), the last
-        dimension contiguous.
-    """
-    q, k, v = problem.q, problem.k, problem.v
-    alibi, table = problem.alibi_slopes, problem.block_table
-    low_bits = (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()) & 15
-    key = (
-        q.dtype, q.device, low_bits == 0, q.shape, q.stride(), k.shape, k.stride(), v.stride(),
-        out.stride(), None if lse is None else lse.stride(),
-        problem.batch_size, problem.max_seqlen_q, problem.max_seqlen_k, problem.softmax_scale,
-        problem.window_left, problem.window_right, problem.softcap,
-        None if alibi is None else alibi.stride(), problem.cu_seqlens_q is None,
-        problem.cu_seqlens_k is None, problem.cache_seqlens is None,
-        None if table is None else (table.shape, table.stride()), sm90.is_enabled,
+def launch(
+    planned: Launch,
+    maps: tuple[bytes, ...],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    options: Options,
+) -> None:
+    """Write softmax(q k^T) v to `out`, and its log-sum-exp to `lse` unless that is None."""
+    function, grid, block, shared_bytes, numbers, _, _ = planned
+    params = (
+        out, lse, bounds.flag("flash_attention", q), q, k, v, options.cu_seqlens_q,
+        options.cu_seqlens_k, options.cache_seqlens, options.block_table, options.alibi_slopes,
+        *numbers,
     )  # fmt: skip
-    plan = _plans.get(key)
-    if plan is None:
-        plan = _plan(problem, out, lse, low_bits == 0)
-        if len(_plans) >= common.MAX_PLANS:
-            _plans.clear()
-        _plans[key] = plan
-    if len(plan) != len(_NO_LAUNCH):
-        sm90.launch(plan, problem, out, lse)
-        return
-    function, grid, block, shared_bytes, numbers = plan
-    if function is not None:
-        params = (
-            out, lse, problem.flag, q, k, v, problem.cu_seqlens_q, problem.cu_seqlens_k,
-            problem.cache_seqlens, table, alibi, *numbers,
-        )  # fmt: skip
-        function(grid, block, shared_bytes, None, params)
+    function(grid, block, shared_bytes, None, params)

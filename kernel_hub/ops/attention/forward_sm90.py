@@ -10,15 +10,15 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from ...errors import TensorError
-from ..core import common
+from ..core import bounds, common
 from ..core.counters import counters
+from ..core.launch import Launch
 from .maps import is_mappable, tensor_map
-from .problem import Problem
+from .problem import Options, Problem
 
 COMPUTE_CAPABILITY = (9, 0)
 # False: the portable kernels take everything. For tests and benchmarks.
@@ -93,9 +93,6 @@ BODIES = (
     Body("window", 256, 2, 80),
 )
 
-# function, gridDim, blockDim, sharedMemBytes, integers and floats of the kernel; the keys of a box.
-_Plan = tuple[Any, tuple[int, int, int], tuple[int, int, int], int, tuple[Any, ...], int]
-
 
 @functools.cache
 def _multiprocessors(index: int) -> int:
@@ -161,7 +158,7 @@ def heads_a_group(seqlen_k: int, head_dim: int, num_heads: int, num_kv_heads: in
     return max(1, _L2_BYTES // pair_bytes) * (num_heads // num_kv_heads)
 
 
-def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> _Plan:
+def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launch:
     """The launch, where `applies`."""
     q, k = problem.q, problem.k
     num_heads, head_dim = q.shape[-2:]
@@ -207,19 +204,32 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> _Plan
     grid = (min(num_tiles, _multiprocessors(q.device.index)), 1, 1)
     function = common.shipped(CUBIN, body.name(q.dtype)) if num_tiles else None
     block = (body.num_threads, 1, 1)
-    return function, grid, block, body.shared_bytes, numbers, box_rows
+    return Launch(function, grid, block, body.shared_bytes, numbers, (_CONSUMER_ROWS, box_rows))
 
 
-def launch(plan: _Plan, problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-    """Run what `plan` made for a problem of the same shapes and strides."""
-    q, k, v = problem.q, problem.k, problem.v
-    if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
-        raise TensorError("flash_attention: q, k and v differ in dtype or device")
-    function, grid, block, shared_bytes, numbers, box_rows = plan
-    if function is not None:
-        params = (
-            out, lse, problem.flag, tensor_map(q, _CONSUMER_ROWS), tensor_map(k, box_rows),
-            tensor_map(v, box_rows), problem.cu_seqlens_q, problem.cu_seqlens_k,
-            problem.cache_seqlens, problem.block_table, counters(q.device, _NUM_COUNTERS), *numbers,
-        )  # fmt: skip
-        function(grid, block, shared_bytes, None, params)
+def maps(
+    planned: Launch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[bytes, bytes, bytes]:
+    """The descriptors that the launch takes instead of q, k and v."""
+    q_rows, box_rows = planned.maps
+    return tensor_map(q, q_rows), tensor_map(k, box_rows), tensor_map(v, box_rows)
+
+
+def launch(
+    planned: Launch,
+    maps: tuple[bytes, ...],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    options: Options,
+) -> None:
+    """Run what `plan` made of tensors of these shapes and strides, dtypes and devices."""
+    function, grid, block, shared_bytes, numbers, _, _ = planned
+    params = (
+        out, lse, bounds.flag("flash_attention", q), *maps, options.cu_seqlens_q,
+        options.cu_seqlens_k, options.cache_seqlens, options.block_table,
+        counters(q.device, _NUM_COUNTERS), *numbers,
+    )  # fmt: skip
+    function(grid, block, shared_bytes, None, params)

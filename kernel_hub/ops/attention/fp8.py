@@ -6,19 +6,21 @@ csrc/attention/flash_attention_fp8_sm90.cu runs it; no other GPU does.
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 from typing import Any
 
 import torch
 
 from ...errors import KernelHubError, TensorError
-from ..core import common
+from ..core import bounds, common
+from ..core.launch import Launch, Plans
 from . import checks as checks
 from . import cpu
 from . import eager as run
 from . import forward_fp8 as launch
+from . import registered as registered
 from .forward_fp8 import OUT_DTYPES, SCALE_TOKENS, Scales
-from .problem import Problem
+from .problem import TABLES, Options, Problem
 
 DTYPE = torch.float8_e4m3fn
 _DTYPES = (DTYPE,)
@@ -26,10 +28,9 @@ _OP = "flash_attention"
 _HEAD_DIM_STEP = 16  # bytes of the TMA
 _operands = common.Operands(
     f"{_OP} with float8_e4m3fn", "q k v",
-    "q_scale k_scale v_scale alibi_slopes cu_seqlens_q cu_seqlens_k block_table cache_seqlens out",
+    f"q_scale k_scale v_scale {' '.join(TABLES)} out",
 )  # fmt: skip
-# Calls on a GPU whose options and scales were checked.
-_checked: set[tuple[Any, ...]] = set()
+_plans: Plans[run.Plan] = Plans()
 
 
 def check_unscaled(**options: Any) -> None:
@@ -42,10 +43,10 @@ def check_unscaled(**options: Any) -> None:
             )
 
 
-def _check_options(q: Any, options: tuple[Any, ...]) -> None:
+def _check_options(q: Any, options: Options) -> None:
     """What the kernels do not do; the same on every device."""
-    causal, _, _, softcap = options[:4]
-    window_size = common.check_window(_OP, options[2])
+    causal, softcap = options.causal, options.softcap
+    window_size = common.check_window(_OP, options.window_size)
     is_open = window_size[0] == -1 and (window_size[1] == -1 or (causal or window_size[1] == 0))
     if not is_open:
         raise common.refuse(
@@ -62,7 +63,7 @@ def _check_options(q: Any, options: tuple[Any, ...]) -> None:
 def _check_scales(problem: Problem, scales: Scales) -> None:
     q, k = problem.q, problem.k
     heads, kv_heads = q.shape[-2], k.shape[-2]
-    for argument, scale, counts, bounds, rows, longest in (
+    for argument, scale, counts, starts, rows, longest in (
         ("q_scale", scales.q, (heads, kv_heads), problem.cu_seqlens_q, q, problem.max_seqlen_q),
         ("k_scale", scales.k, (kv_heads,), problem.cu_seqlens_k, k, problem.max_seqlen_k),
         ("v_scale", scales.v, (kv_heads,), problem.cu_seqlens_k, k, problem.max_seqlen_k),
@@ -76,19 +77,19 @@ def _check_scales(problem: Problem, scales: Scales) -> None:
             raise common.refuse(_OP, argument, f"device {q.device}", scale)
         if tuple(scale.shape) in ((), (1,)):
             continue
-        tokens = rows.shape[1] if bounds is None else longest
+        tokens = rows.shape[1] if starts is None else longest
         blocks = -(-tokens // SCALE_TOKENS)
         of_blocks = heads if argument == "q_scale" else kv_heads
         shape = tuple(scale.shape)
         if len(shape) == 3:
             fits = shape[:2] == (problem.batch_size, of_blocks) and (
-                shape[2] == blocks or (shape[2] > blocks and bounds is not None)
+                shape[2] == blocks or (shape[2] > blocks and starts is not None)
             )
         else:
             fits = shape[-1] in counts and shape[:-1] in ((), (problem.batch_size,))
         if not fits:
             names = " or ".join(str(count) for count in sorted({int(count) for count in counts}))
-            least = f"{blocks}" if bounds is None else f"at least {blocks}"
+            least = f"{blocks}" if starts is None else f"at least {blocks}"
             raise common.refuse(
                 _OP, argument, f"a scale of the tensor, () or (1,); of heads, ({names},) or "
                 f"({problem.batch_size}, {names}); or of blocks of {SCALE_TOKENS} tokens, "
@@ -106,12 +107,7 @@ def _out_dtype(out: Any, out_dtype: Any) -> torch.dtype:
     return out.dtype
 
 
-def _check_out(out: torch.Tensor, problem: Problem, scales: Scales) -> None:
-    checks.check_out(
-        _OP, out, problem.q, problem.k, problem.v, None, problem.cu_seqlens_q,
-        problem.cu_seqlens_k, None, problem.cache_seqlens, scales.q, scales.k, scales.v,
-        dtypes=OUT_DTYPES,
-    )  # fmt: skip
+def _check_rows_of_out(out: torch.Tensor) -> None:
     step = common.VEC_BYTES // out.element_size()
     if not common.is_aligned(step, *out.stride()[:-1]) or (
         common.is_plain(out) and out.data_ptr() % common.VEC_BYTES
@@ -128,53 +124,104 @@ def _new_out(q: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     )
 
 
-def _problem(q: Any, k: Any, v: Any, scales: Scales, options: tuple[Any, ...]) -> Problem:
+def _problem(q: Any, k: Any, v: Any, scales: Scales, options: Options) -> Problem:
     """Everything but out, checked."""
-    for argument, value in (("alibi_slopes", options[4]), ("block_table", options[9])):
+    for argument in ("alibi_slopes", "block_table"):
+        value = getattr(options, argument)
         if value is not None:
             raise common.refuse(_OP, argument, "None where q is float8_e4m3fn", value)
-    problem = run.problem_of(_OP, q, k, v, *options, dtypes=_DTYPES)
-    if not (q.is_cuda and common.is_plain(q, k)):
-        _check_options(q, options)
-        _check_scales(problem, scales)
-        return problem
-    key = (
-        q.shape, k.shape, q.device, options[0], options[2], options[3], problem.batch_size,
-        problem.max_seqlen_q, problem.max_seqlen_k, options[5] is None, options[6] is None,
-        *[None if x is None else (x.shape, x.dtype, x.device)
-          for x in (scales.q, scales.k, scales.v)],
-    )  # fmt: skip
-    if key not in _checked:
-        _check_options(q, options)
-        _check_scales(problem, scales)
-        if len(_checked) >= common.MAX_PLANS:
-            _checked.clear()
-        _checked.add(key)
+    numbers = checks.resolve(_OP, q, k, v, options, dtypes=_DTYPES)
+    problem = run.problem_of(q, k, v, numbers, options)
+    _check_options(q, options)
+    _check_scales(problem, scales)
     return problem
 
 
-def _forward(
+def _gpu_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scales: Scales, out: torch.Tensor | None,
-    out_dtype: Any, need_lse: bool, options: tuple[Any, ...],
+    dtype: torch.dtype, need_lse: bool, options: Options,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """(out, lse or None), out being written if given."""
-    dtype = _out_dtype(out, out_dtype)
+    more = (
+        not need_lse, dtype,
+        *[None if x is None else (x.dtype, x.get_device(), x.shape, x.stride()) for x in scales],
+    )  # fmt: skip
+    addresses, key = run.addresses_and_key(q, k, v, out, options, more)
+    if out is not None:
+        addresses += tuple([x.data_ptr() for x in scales if x is not None])
+    try:
+        plan = _plans.get(key)
+    except TypeError:  # something that is no number, which the checks will name
+        plan = None
+    if plan is None:
+        plan = _plans.keep(key, _plan(q, k, v, scales, out, dtype, need_lse, options))
+    maps = plan.spans.apart.get(addresses)
+    if maps is None:
+        plan.spans.refuse(addresses)
+        maps = launch.maps(plan.launch, q, k, v)
+        plan.spans.keep(addresses, maps)
+    is_debugging = common.is_debugging()
+    if is_debugging and any(table is not None for table in options.tables):
+        checks.check_values(_OP, run.problem_of(q, k, v, plan.numbers, options))
+    if out is None:
+        out = plan.new_out(q)
+    lse = run.new_lse(q, options.cu_seqlens_q is not None) if need_lse else None
+    if plan.launch.function is not None:
+        try:
+            launch.launch(plan.launch, maps, q, scales, out, lse, options)
+        except KernelHubError:
+            _problem(q, k, v, scales, options)  # the launch checks devices and dtypes; this names
+            raise
+        if is_debugging:
+            bounds.report(q)
+    return out, lse
+
+
+def _plan(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scales: Scales, out: torch.Tensor | None,
+    dtype: torch.dtype, need_lse: bool, options: Options,
+) -> run.Plan:  # fmt: skip
     problem = _problem(q, k, v, scales, options)
+    spans = checks.spans_of(q, k, v, out, options, scales)
+    new_out = functools.partial(_new_out, dtype=dtype)
+    if out is None:
+        out = new_out(q)
+    else:
+        checks.check_out_layout(_OP, out, q, OUT_DTYPES)
+        _check_rows_of_out(out)
+    lse = run.new_lse(q, options.cu_seqlens_q is not None) if need_lse else None
+    planned = launch.plan(problem, scales, out, lse) if out.numel() else Launch()
+    return run.Plan(problem.numbers, new_out, planned, spans)
+
+
+def _cpu_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scales: Scales, out: torch.Tensor | None,
+    dtype: torch.dtype, need_lse: bool, options: Options,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """In fp32, probabilities too."""
+    problem = _problem(q, k, v, scales, options)
+    is_debugging = common.is_debugging()
+    if is_debugging and any(table is not None for table in options.tables):
+        checks.check_values(_OP, problem)
     if out is None:
         out = _new_out(q, dtype)
     else:
-        _check_out(out, problem, scales)
-    lse = run.new_lse(q, problem.cu_seqlens_q is not None) if need_lse else None
-    if out.numel() == 0:
-        return out, lse
-    try:
-        (launch.forward if q.is_cuda else _cpu_forward)(problem, scales, out, lse)
-    except KernelHubError:
-        # The launch checks devices and dtypes; this names them.
-        checks.resolve(_OP, q, k, v, *options, dtypes=_DTYPES)
-        raise
-    run.report(problem)
+        _check_out(problem, out, options, scales)
+    lse = run.new_lse(q, options.cu_seqlens_q is not None) if need_lse else None
+    if out.numel():
+        checks.check_values(_OP, problem, is_strict=False)
+        values = problem._replace(
+            q=_dequantised(q, scales.q, options.cu_seqlens_q),
+            k=_dequantised(k, scales.k, options.cu_seqlens_k),
+            v=_dequantised(v, scales.v, options.cu_seqlens_k),
+        )
+        cpu.forward(values, out, lse)
     return out, lse
+
+
+def _check_out(problem: Problem, out: torch.Tensor, options: Options, scales: Scales) -> None:
+    q, k, v = problem.q, problem.k, problem.v
+    checks.check_out(_OP, q, k, v, out, options, scales, OUT_DTYPES)
+    _check_rows_of_out(out)
 
 
 def _dequantised(
@@ -199,89 +246,76 @@ def _dequantised(
     return values
 
 
-def _cpu_forward(
-    problem: Problem, scales: Scales, out: torch.Tensor, lse: torch.Tensor | None
-) -> None:
-    """In fp32, probabilities too."""
-    checks.check_values(_OP, problem, is_strict=False)
-    cpu.forward(
-        dataclasses.replace(
-            problem,
-            q=_dequantised(problem.q, scales.q, problem.cu_seqlens_q),
-            k=_dequantised(problem.k, scales.k, problem.cu_seqlens_k),
-            v=_dequantised(problem.v, scales.v, problem.cu_seqlens_k),
-        ),
-        out,
-        lse,
-    )
-
-
-_OPTIONS = (
-    "Tensor? q_scale, Tensor? k_scale, Tensor? v_scale, bool causal, float? softmax_scale, "
-    "SymInt[] window_size, float softcap, Tensor? alibi_slopes, Tensor? cu_seqlens_q, "
-    "Tensor? cu_seqlens_k, SymInt? max_seqlen_q, SymInt? max_seqlen_k, Tensor? block_table, "
-    "Tensor? cache_seqlens"
-)
-
-
 def _no_lse(q: torch.Tensor) -> torch.Tensor:
     return q.new_empty((0,), dtype=torch.float32)
 
 
-def _split(rest: tuple[Any, ...]) -> tuple[Scales, tuple[Any, ...]]:
-    """The scales; the options, a schema's list of numbers as the tuple the plans are kept by."""
-    options = rest[3:14]
-    return Scales(*rest[:3]), (*options[:2], tuple(options[2]), *options[3:])
+def _forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scales: Scales, out: torch.Tensor | None,
+    out_dtype: Any, need_lse: bool, options: Options,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """(out, lse or None), out being written if given."""
+    dtype = _out_dtype(out, out_dtype)
+    into = _gpu_forward if q.is_cuda else _cpu_forward
+    return into(q, k, v, scales, out, dtype, need_lse, options)
 
 
-def _registered(q: Any, k: Any, v: Any, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    scales, options = _split(rest)
-    out, lse = _forward(q, k, v, scales, None, rest[14], rest[15], options)
+def _split(given: tuple[Any, ...]) -> tuple[Scales, Options, list[Any]]:
+    """A schema's arguments behind v: the scales, the options, what follows them."""
+    num_scales, num_options = len(Scales._fields), len(Options._fields)
+    options, rest = given[num_scales:][:num_options], given[num_scales + num_options :]
+    return Scales(*given[:num_scales]), registered.options_of(*options), list(rest)
+
+
+def _registered(q: Any, k: Any, v: Any, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    scales, options, (out_dtype, need_lse) = _split(given)
+    out, lse = _forward(q, k, v, scales, None, out_dtype, need_lse, options)
     return out, _no_lse(q) if lse is None else lse
 
 
-def _registered_fake(q: Any, k: Any, v: Any, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    scales, options = _split(rest)
+def _registered_fake(q: Any, k: Any, v: Any, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    scales, options, (out_dtype, need_lse) = _split(given)
     _problem(q, k, v, scales, options)
-    lse = run.new_lse(q, options[5] is not None) if rest[15] else _no_lse(q)
-    return _new_out(q, _out_dtype(None, rest[14])), lse
+    lse = run.new_lse(q, options.cu_seqlens_q is not None) if need_lse else _no_lse(q)
+    return _new_out(q, _out_dtype(None, out_dtype)), lse
 
 
-def _registered_out(q: Any, k: Any, v: Any, *rest: Any) -> torch.Tensor:
-    scales, options = _split(rest)
-    _, lse = _forward(q, k, v, scales, rest[15], None, rest[14], options)
+def _registered_out(q: Any, k: Any, v: Any, *given: Any) -> torch.Tensor:
+    scales, options, (need_lse, out) = _split(given)
+    _, lse = _forward(q, k, v, scales, out, None, need_lse, options)
     return _no_lse(q) if lse is None else lse
 
 
-def _registered_out_fake(q: Any, k: Any, v: Any, *rest: Any) -> torch.Tensor:
-    scales, options = _split(rest)
-    _check_out(rest[15], _problem(q, k, v, scales, options), scales)
-    return run.new_lse(q, options[5] is not None) if rest[14] else _no_lse(q)
+def _registered_out_fake(q: Any, k: Any, v: Any, *given: Any) -> torch.Tensor:
+    scales, options, (need_lse, out) = _split(given)
+    _check_out(_problem(q, k, v, scales, options), out, options, scales)
+    return run.new_lse(q, options.cu_seqlens_q is not None) if need_lse else _no_lse(q)
 
 
+_SCALES = "Tensor? q_scale, Tensor? k_scale, Tensor? v_scale"
 _op = common.define(
-    f"flash_attention_fp8(Tensor q, Tensor k, Tensor v, {_OPTIONS}, ScalarType? out_dtype, "
-    "bool need_lse) -> (Tensor, Tensor)",
+    f"flash_attention_fp8(Tensor q, Tensor k, Tensor v, {_SCALES}, {registered.OPTIONS}, "
+    "ScalarType? out_dtype, bool need_lse) -> (Tensor, Tensor)",
     cuda=_registered, cpu=_registered, fake=_registered_fake,
 )  # fmt: skip
 _out_op = common.define(
-    f"flash_attention_fp8_out(Tensor q, Tensor k, Tensor v, {_OPTIONS}, bool need_lse, "
-    "Tensor(a!) out) -> Tensor",
+    f"flash_attention_fp8_out(Tensor q, Tensor k, Tensor v, {_SCALES}, {registered.OPTIONS}, "
+    "bool need_lse, Tensor(a!) out) -> Tensor",
     cuda=_registered_out, cpu=_registered_out, fake=_registered_out_fake,
 )  # fmt: skip
 
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scales: tuple[Any, Any, Any], out: Any,
-    out_dtype: Any, return_lse: bool, options: tuple[Any, ...],
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scales: Scales, out: Any, out_dtype: Any,
+    return_lse: bool, options: Options,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """(out, lse or None). `options`: those of `_attention_run.problem_of`."""
-    if _operands.are_plain((q, k, v), (*scales, *options[4:7], *options[9:], out)):
-        return _forward(q, k, v, Scales(*scales), out, out_dtype, return_lse, options)
-    problem = _problem(q, k, v, Scales(*scales), options)
+    """(out, lse or None)."""
+    if _operands.are_plain((q, k, v), (*scales, *options.tables, out)):
+        return _forward(q, k, v, scales, out, out_dtype, return_lse, options)
+    problem = _problem(q, k, v, scales, options)
     dtype = _out_dtype(out, out_dtype)
     if out is not None:
-        _check_out(out, problem, Scales(*scales))
+        _check_out(problem, out, options, scales)
         lse = _out_op(q, k, v, *scales, *options, return_lse, out)
         return out, lse if return_lse else None
     out, lse = _op(q, k, v, *scales, *options, dtype, return_lse)

@@ -8,11 +8,10 @@ import torch
 
 from ...errors import KernelHubError
 from ..core import common
+from ..core.launch import Launch, Plans
 
 _OP = "merge_states"
-_Plan = tuple[Any, tuple[int, int, int], tuple[int, int, int], tuple[int, ...]]
-_plans: dict[tuple[Any, ...], tuple[_Plan, common.Spans]] = {}
-_NO_LAUNCH: _Plan = (None, (0, 0, 0), (0, 0, 0), ())
+_plans: Plans[tuple[Launch, common.Spans]] = Plans()
 _operands = common.Operands(_OP, "out_a lse_a out_b lse_b", "out out_lse")
 _writes = common.Writes(
     _OP, "out out_lse out_a out_b lse_a lse_b", "out out_lse",
@@ -55,11 +54,11 @@ def merge_states(
     if not _operands.are_plain(given, (out, out_lse)):
         _check(*given, out, out_lse)
         if out is None and out_lse is None:
-            merged: tuple[torch.Tensor, torch.Tensor] = _op(*given)
+            merged: tuple[torch.Tensor, torch.Tensor] = _registered.returning(*given)
             return merged
         out = torch.empty_like(out_a) if out is None else out
         out_lse = torch.empty_like(lse_a) if out_lse is None else out_lse
-        _op_out(*given, out, out_lse)
+        _registered.writing(*given, out, out_lse)
         return out, out_lse
     is_given = out is not None or out_lse is not None
     try:
@@ -127,11 +126,11 @@ def _plan(
     out: torch.Tensor,
     out_lse: torch.Tensor,
     low_bits: int,
-) -> _Plan:
+) -> Launch:
     """Check the tensors and choose the kernel, its launch shape and its integer parameters."""
     _check(out_a, lse_a, out_b, lse_b, out, out_lse)
     if out_a.shape[:-1].numel() == 0:
-        return _NO_LAUNCH
+        return Launch()
     strides: list[int] = []
     states = (out, out_lse, out_a, out_b, lse_a, lse_b)
     for state in states:
@@ -165,7 +164,7 @@ def _plan(
     function = common.shipped(_OP, f"{_OP}_{common.DTYPE_TOKENS[out_a.dtype]}_{variant}")
     grid = (-(-seqlen // block_tokens), blocks, batch_size)
     block = (width, block_heads, block_tokens)
-    return function, grid, block, (*strides, seqlen, heads, head_dim)
+    return Launch(function, grid, block, numbers=(*strides, seqlen, heads, head_dim))
 
 
 def _cuda_into(
@@ -185,15 +184,13 @@ def _cuda_into(
     found = _plans.get(key)
     if found is None:
         plan = _plan(out_a, lse_a, out_b, lse_b, out, out_lse, low_bits)
-        if len(_plans) >= common.MAX_PLANS:
-            _plans.clear()
-        found = _plans[key] = plan, _writes.spans(*tensors)
-    (function, grid, block, numbers), spans = found
+        found = _plans.keep(key, (plan, _writes.spans(*tensors)))
+    (function, grid, block, shared_bytes, numbers, _, _), spans = found
     if is_given and addresses not in spans.apart:
         spans.check(addresses)
     if function is not None:
         try:
-            function(grid, block, 0, None, (*tensors, *numbers))
+            function(grid, block, shared_bytes, None, (*tensors, *numbers))
         except KernelHubError:
             # The launch checks devices and dtypes; this names them.
             _check(out_a, lse_a, out_b, lse_b, out, out_lse)
@@ -223,25 +220,8 @@ def _cpu_into(
     out_lse.copy_(lse)
 
 
-def _returning(into: Any) -> Any:
-    def run(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        out, out_lse = torch.empty_like(out_a), torch.empty_like(lse_a)
-        into(out_a, lse_a, out_b, lse_b, out, out_lse, False)
-        return out, out_lse
-
-    return run
-
-
-def _fake_into(*given: Any) -> None:
-    _check(*given[:6])
-
-
-_INPUTS = "Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b"
-_op = common.define(
-    f"merge_states({_INPUTS}) -> (Tensor, Tensor)",
-    cuda=_returning(_cuda_into), cpu=_returning(_cpu_into), fake=_returning(_fake_into),
-)  # fmt: skip
-_op_out = common.define(
-    f"merge_states_out({_INPUTS}, Tensor(a!) out, Tensor(b!) out_lse) -> ()",
-    cuda=_cuda_into, cpu=_cpu_into, fake=_fake_into,
+_registered = common.define_pair(
+    _OP, "Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b", "out out_lse",
+    new=lambda out_a, lse_a, *_: (torch.empty_like(out_a), torch.empty_like(lse_a)),
+    cuda=_cuda_into, cpu=_cpu_into, check=_check,
 )  # fmt: skip

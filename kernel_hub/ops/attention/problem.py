@@ -5,15 +5,40 @@ Layouts, packing and paging are views and tables here; nothing was copied to get
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
 from ..core import bounds
 
+TABLES = ("alibi_slopes", "cu_seqlens_q", "cu_seqlens_k", "block_table", "cache_seqlens")
 
-@dataclass(frozen=True, slots=True)
-class Problem:
+
+class Options(NamedTuple):
+    """What a call of `flash_attention` says besides q, k and v, as it came, in a schema's order."""
+
+    causal: bool = False
+    softmax_scale: float | None = None
+    window_size: tuple[int, ...] = (-1, -1)
+    softcap: float = 0.0
+    alibi_slopes: Any = None
+    cu_seqlens_q: Any = None
+    cu_seqlens_k: Any = None
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+    block_table: Any = None
+    cache_seqlens: Any = None
+
+    @property
+    def tables(self) -> tuple[Any, ...]:
+        """The tensors among them, in the order of TABLES."""
+        return (
+            self.alibi_slopes, self.cu_seqlens_q, self.cu_seqlens_k, self.block_table,
+            self.cache_seqlens,
+        )  # fmt: skip
+
+
+class Problem(NamedTuple):
     """softmax(softcap(softmax_scale * q k^T) + alibi, masked) v, per sequence and head.
 
     q: (batch_size, seqlen_q, num_heads, head_dim), or with cu_seqlens_q (total_q, num_heads,
@@ -45,6 +70,14 @@ class Problem:
     cu_seqlens_k: torch.Tensor | None = None
     cache_seqlens: torch.Tensor | None = None
     block_table: torch.Tensor | None = None
+
+    @property
+    def numbers(self) -> tuple[int, int, int, float, int, int, float]:
+        """What `checks.resolve` said of the call."""
+        return (
+            self.batch_size, self.max_seqlen_q, self.max_seqlen_k, self.softmax_scale,
+            self.window_left, self.window_right, self.softcap,
+        )  # fmt: skip
 
     @property
     def flag(self) -> torch.Tensor | None:

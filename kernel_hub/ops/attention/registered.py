@@ -13,20 +13,22 @@ from ...errors import TensorError
 from ..core import common
 from . import checks as checks
 from . import eager as run
+from .problem import TABLES, Options
 
-_OPTIONS = (
+OPTIONS = (
     "bool causal, float? softmax_scale, SymInt[] window_size, float softcap, "
     "Tensor? alibi_slopes, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt? max_seqlen_q, "
     "SymInt? max_seqlen_k, Tensor? block_table, Tensor? cache_seqlens"
 )
-NUM_OPTIONS = _OPTIONS.count(",") + 1
+NUM_OPTIONS = len(Options._fields)
 _OP = "flash_attention"
 _Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-def _plain_options(options: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A schema's list of numbers as the tuple the plans are kept by."""
-    return (*options[:2], tuple(options[2]), *options[3:])
+def options_of(*given: Any) -> Options:
+    """Those of a schema, whose list of numbers becomes the tuple that plans are kept by."""
+    options = Options(*given)
+    return options._replace(window_size=tuple(options.window_size))
 
 
 def _no_lse(q: torch.Tensor) -> torch.Tensor:
@@ -37,27 +39,30 @@ def _forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     *options, _, need_lse = rest
-    out, lse = run.forward(_OP, q, k, v, None, need_lse, _plain_options(tuple(options)))
+    out, lse = run.forward(_OP, q, k, v, None, need_lse, options_of(*options))
     return out, _no_lse(q) if lse is None else lse
 
 
 def _forward_fake(q: Any, k: Any, v: Any, *rest: Any) -> _Pair:
-    *options, _, need_lse = rest
-    checks.resolve(_OP, q, k, v, *options)
-    return run.new_like(q), run.new_lse(q, options[5] is not None) if need_lse else _no_lse(q)
+    *given, _, need_lse = rest
+    options = Options(*given)
+    checks.resolve(_OP, q, k, v, options)
+    lse = run.new_lse(q, options.cu_seqlens_q is not None) if need_lse else _no_lse(q)
+    return run.new_like(q), lse
 
 
 def _forward_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> torch.Tensor:
     *options, need_lse, out = rest
-    _, lse = run.forward(_OP, q, k, v, out, need_lse, _plain_options(tuple(options)))
+    _, lse = run.forward(_OP, q, k, v, out, need_lse, options_of(*options))
     return _no_lse(q) if lse is None else lse
 
 
 def _forward_out_fake(q: Any, k: Any, v: Any, *rest: Any) -> torch.Tensor:
-    *options, need_lse, out = rest
-    checks.resolve(_OP, q, k, v, *options)
-    checks.check_out(_OP, out, q, k, v)
-    return run.new_lse(q, options[5] is not None) if need_lse else _no_lse(q)
+    *given, need_lse, out = rest
+    options = Options(*given)
+    checks.resolve(_OP, q, k, v, options)
+    checks.check_out_layout(_OP, out, q)
+    return run.new_lse(q, options.cu_seqlens_q is not None) if need_lse else _no_lse(q)
 
 
 def _backward(
@@ -65,11 +70,9 @@ def _backward(
     lse: torch.Tensor, *rest: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     *options, deterministic = rest
-    dq, dk, dv = run.new_like(q), run.new_like(k), run.new_like(v)
-    run.backward(
-        _OP, dout, q, k, v, out, lse, dq, dk, dv, deterministic, _plain_options(tuple(options))
-    )
-    return dq, dk, dv
+    grads = run.new_like(q), run.new_like(k), run.new_like(v)
+    run.backward(_OP, dout, (q, k, v), out, lse, grads, deterministic, options_of(*options))
+    return grads
 
 
 def _backward_fake(dout: Any, q: Any, k: Any, v: Any, *rest: Any) -> Any:
@@ -99,9 +102,8 @@ def packed_backward(
     *options, deterministic = rest
     dqkv = run.new_like(qkv)
     run.backward(
-        _OP, dout, *split_packed(qkv, num_heads, num_kv_heads), out, lse,
-        *split_packed(dqkv, num_heads, num_kv_heads), deterministic,
-        _plain_options(tuple(options)),
+        _OP, dout, split_packed(qkv, num_heads, num_kv_heads), out, lse,
+        split_packed(dqkv, num_heads, num_kv_heads), deterministic, options_of(*options),
     )  # fmt: skip
     return dqkv
 
@@ -111,28 +113,28 @@ def _packed_backward_fake(dout: Any, qkv: Any, *rest: Any) -> torch.Tensor:
 
 
 forward_op = common.define(
-    f"flash_attention(Tensor q, Tensor k, Tensor v, {_OPTIONS}, bool deterministic, "
+    f"flash_attention(Tensor q, Tensor k, Tensor v, {OPTIONS}, bool deterministic, "
     "bool need_lse) -> (Tensor, Tensor)",
     cuda=_forward, cpu=_forward, fake=_forward_fake,
 )  # fmt: skip
 forward_out_op = common.define(
-    f"flash_attention_out(Tensor q, Tensor k, Tensor v, {_OPTIONS}, bool need_lse, "
+    f"flash_attention_out(Tensor q, Tensor k, Tensor v, {OPTIONS}, bool need_lse, "
     "Tensor(a!) out) -> Tensor",
     cuda=_forward_out, cpu=_forward_out, fake=_forward_out_fake,
 )  # fmt: skip
 backward_op = common.define(
     "flash_attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"{_OPTIONS}, bool deterministic) -> (Tensor, Tensor, Tensor)",
+    f"{OPTIONS}, bool deterministic) -> (Tensor, Tensor, Tensor)",
     cuda=_backward, cpu=_backward, fake=_backward_fake,
 )  # fmt: skip
 packed_op = common.define(
-    f"flash_attention_qkvpacked(Tensor qkv, SymInt num_heads, SymInt num_kv_heads, {_OPTIONS}, "
+    f"flash_attention_qkvpacked(Tensor qkv, SymInt num_heads, SymInt num_kv_heads, {OPTIONS}, "
     "bool deterministic, bool need_lse) -> (Tensor, Tensor)",
     cuda=_packed, cpu=_packed, fake=_packed_fake,
 )  # fmt: skip
 packed_backward_op = common.define(
     "flash_attention_qkvpacked_backward(Tensor dout, Tensor qkv, Tensor out, Tensor lse, "
-    f"SymInt num_heads, SymInt num_kv_heads, {_OPTIONS}, bool deterministic) -> Tensor",
+    f"SymInt num_heads, SymInt num_kv_heads, {OPTIONS}, bool deterministic) -> Tensor",
     cuda=packed_backward, cpu=packed_backward, fake=_packed_backward_fake,
 )  # fmt: skip
 
@@ -149,24 +151,19 @@ def check_gradients(op: str, need_lse: bool, block_table: Any, alibi_slopes: Any
         raise TensorError(f"{op}: need_lse: expected True where gradients are needed, found False")
 
 
-# Tensors among the options, by place.
-_TABLES = [
-    place for place, option in enumerate(_OPTIONS.split(",")) if option.split()[0] == "Tensor?"
-]
-
-
 def _save(ctx: Any, tensors: tuple[Any, ...], rest: tuple[Any, ...]) -> None:
-    *options, ctx.deterministic, need_lse = rest
-    check_gradients(_OP, need_lse, options[9], options[4])
-    ctx.save_for_backward(*tensors, *(options[place] for place in _TABLES))
-    ctx.options = [None if place in _TABLES else x for place, x in enumerate(options)]
+    *given, ctx.deterministic, need_lse = rest
+    options = Options(*given)
+    check_gradients(_OP, need_lse, options.block_table, options.alibi_slopes)
+    ctx.save_for_backward(*tensors, *options.tables)
+    none: dict[str, Any] = dict.fromkeys(TABLES)
+    ctx.options = options._replace(**none)
 
 
 def _saved(ctx: Any, count: int) -> tuple[tuple[Any, ...], list[Any]]:
-    saved, options = ctx.saved_tensors, list(ctx.options)
-    for place, table in zip(_TABLES, saved[count:], strict=True):
-        options[place] = table
-    return saved[:count], [*options, ctx.deterministic]
+    saved = ctx.saved_tensors
+    tables = dict(zip(TABLES, saved[count:], strict=True))
+    return saved[:count], [*ctx.options._replace(**tables), ctx.deterministic]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: _Pair) -> None:

@@ -1,19 +1,18 @@
-"""What every op needs: checks with full messages, row layouts, and registration with torch.library.
+"""What every op needs: checks with full messages, and row layouts.
 
 Knows nothing of any one op.
 """
 
 from __future__ import annotations
 
-import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ...errors import TensorError
-from ...tuning import Gpu
+from .launch import MAX_PLANS as MAX_PLANS
 from .numbers import MAX_SIZE as MAX_SIZE
 from .numbers import check_choice as check_choice
 from .numbers import check_count as check_count
@@ -35,43 +34,20 @@ from .overlap import Writes as Writes
 from .overlap import check_output as check_output
 from .refusals import refuse as refuse
 from .refusals import say as say
-from .versions import marking
+from .register import LIBRARY as LIBRARY
+from .register import define as define
+from .register import define_pair as define_pair
 from .versions import written as written
 
 DTYPE_TOKENS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 VEC_BYTES = 16
 MAX_GRID_Y = 65535
 MAX_GRID_X = 2**31 - 1
-MAX_PLANS = 4096
 
 # The dict behind os.environ: every call asks, and the way through os.environ takes 0.6 us.
 _environ: Any = getattr(os.environ, "_data", os.environ)
 _encode: Any = getattr(os.environ, "encodekey", str)
 _DEBUG, _ZERO, _EMPTY = (_encode(text) for text in ("KERNEL_HUB_DEBUG", "0", ""))
-
-LIBRARY = torch.library.Library("kernel_hub", "FRAGMENT")
-
-
-def define(
-    schema: str,
-    *,
-    cuda: Callable[..., Any],
-    cpu: Callable[..., Any],
-    fake: Callable[..., Any],
-) -> Any:
-    """Register `kernel_hub::<schema>` with torch and return the op.
-
-    It tells autograd of what it writes: torch does so for its own ops only.
-    """
-    name = schema.partition("(")[0]
-    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    op = getattr(torch.ops.kernel_hub, name).default
-    written_to = [x.alias_info and x.alias_info.is_write for x in op._schema.arguments]
-    places = [place for place, is_written in enumerate(written_to) if is_written]
-    LIBRARY.impl(name, marking(cuda, places) if places else cuda, "CUDA")
-    LIBRARY.impl(name, marking(cpu, places) if places else cpu, "CPU")
-    torch.library.register_fake(f"kernel_hub::{name}", fake, lib=LIBRARY)
-    return op
 
 
 def shipped(cubin: str, function: str) -> Any:
@@ -184,12 +160,3 @@ def is_plain(*tensors: torch.Tensor | None) -> bool:
     return not torch.compiler.is_dynamo_compiling() and all(
         tensor is None or (type(tensor) in PLAIN_TYPES and not tensor.is_meta) for tensor in tensors
     )
-
-
-@functools.cache
-def gpu_of(device: torch.device) -> Gpu:
-    """The GPU a launch is for; the emulator counts as a small sm_80."""
-    if device.type != "cuda":
-        return Gpu((8, 0), 4)
-    found = torch.cuda.get_device_properties(device)
-    return Gpu((found.major, found.minor), found.multi_processor_count, found.name)

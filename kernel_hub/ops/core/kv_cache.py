@@ -1,19 +1,157 @@
-"""Tokens and the caches of keys and values that they go to."""
+"""Tokens and the caches of keys and values that they go to: what is asked of them, and where."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
+from ...errors import TensorError
+from . import common
 
-def batch_and_seqlen(k: torch.Tensor, cu_seqlens: torch.Tensor | None) -> tuple[int, int]:
-    """Sequences, and tokens from one to the next of a dense k."""
+_INDICES = (torch.int32, torch.int64)
+
+
+class Tokens(NamedTuple):
+    """The tokens of a call, by the argument that holds them."""
+
+    op: str
+    argument: str
+    tensor: torch.Tensor
+    leading: Sequence[int]  # (batch_size, seqlen) or (total,)
+    packed: str  # the shape of `tensor` where leading is (total,)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all sequences."""
+        return self.leading[0] * (self.leading[1] if len(self.leading) > 1 else 1)
+
+    def check_sequences(self, cu_seqlens: Any, cache_seqlens: Any) -> None:
+        """Where each sequence starts, and how long it is in the cache."""
+        is_packed = len(self.leading) == 1
+        if cu_seqlens is not None:
+            common.check_tensor(self.op, "cu_seqlens", cu_seqlens)
+            if not is_packed:
+                expected = f"shape {self.packed} where cu_seqlens is given"
+                raise common.refuse(self.op, self.argument, expected, self.tensor)
+            check_cu_seqlens(self.op, "cu_seqlens", cu_seqlens, self.tensor)
+        if cache_seqlens is not None:
+            if is_packed and cu_seqlens is None:
+                expected = "None, as nothing says which sequence a token is of (give cu_seqlens)"
+                raise common.refuse(self.op, "cache_seqlens", expected, cache_seqlens)
+            shape = (batch_and_seqlen(self.leading, cu_seqlens)[0],)
+            common.check_like(
+                self.op, "cache_seqlens", cache_seqlens, shape, self.tensor, dtypes=(torch.int32,)
+            )
+
+    def check_indices(self, argument: str, indices: Any) -> None:
+        """One index for each token: in their leading dimensions, or all of them as one."""
+        common.check_tensor(self.op, argument, indices)
+        shape = (self.num_tokens,) if indices.dim() == 1 else self.leading
+        common.check_like(self.op, argument, indices, shape, self.tensor, dtypes=_INDICES)
+        if not indices.is_contiguous():
+            raise common.refuse(self.op, argument, "a contiguous tensor", indices)
+
+    def check_positions(self, cos: Any, positions: Any, cu_seqlens: Any) -> None:
+        """Where each token is in its sequence, for a rotation."""
+        if positions is not None:
+            self.check_indices("positions", positions)
+        elif cos is not None and len(self.leading) == 1 and cu_seqlens is None:
+            raise TensorError(
+                f"{self.op}: positions: expected one for each of {self.num_tokens} tokens, as "
+                f"neither cu_seqlens nor a batch dimension of {self.argument} says which sequence "
+                "they are of, found None"
+            )
+
+    def check_places(
+        self, k_cache: torch.Tensor, cu_seqlens: Any, block_table: Any, slot_mapping: Any
+    ) -> None:
+        """Where the cache takes each token."""
+        num_pages, page_size = k_cache.shape[:2]
+        if slot_mapping is not None:
+            if block_table is not None:
+                expected = "expected None where slot_mapping is given"
+                raise TensorError(f"{self.op}: block_table: {expected}")
+            self.check_indices("slot_mapping", slot_mapping)
+            if num_pages * page_size >= 2**31:
+                expected = "fewer than 2**31 slots with slot_mapping"
+                raise common.refuse(self.op, "k_cache", expected, k_cache)
+            return
+        batch_size, _ = batch_and_seqlen(self.leading, cu_seqlens)
+        if block_table is not None:
+            check_block_table(self.op, block_table, batch_size, self.tensor)
+            if page_size * block_table.shape[1] >= 2**31:
+                expected = "fewer than 2**31 tokens a row"
+                raise common.refuse(self.op, "block_table", expected, block_table)
+        elif num_pages != batch_size:
+            expected = f"one row of pages for each of {batch_size} sequences (or a block_table)"
+            raise common.refuse(self.op, "k_cache", expected, k_cache)
+
+
+def check_cu_seqlens(
+    op: str, argument: str, bounds: Any, like: torch.Tensor, length: int | None = None
+) -> None:
+    """`bounds` must be (batch_size + 1,) int32 on the device of `like`; length: batch_size + 1."""
+    common.check_tensor(op, argument, bounds)
+    if length is None:
+        if bounds.dim() != 1 or bounds.shape[0] < 1:
+            raise common.refuse(op, argument, "shape (batch_size + 1,)", bounds)
+        length = bounds.shape[0]
+    common.check_like(op, argument, bounds, (length,), like, dtypes=(torch.int32,))
+
+
+def check_block_table(op: str, block_table: Any, batch_size: int, like: torch.Tensor) -> None:
+    """`block_table` must be (batch_size, max_pages) int32 on the device of `like`."""
+    common.check_tensor(op, "block_table", block_table)
+    if block_table.dim() != 2:
+        raise common.refuse(op, "block_table", "shape (batch_size, max_pages)", block_table)
+    shape = (batch_size, block_table.shape[1])
+    common.check_like(op, "block_table", block_table, shape, like, dtypes=(torch.int32,))
+
+
+def check_caches(
+    op: str,
+    k_cache: Any,
+    v_cache: Any,
+    heads: tuple[int, int],
+    like: torch.Tensor,
+    dtypes: Sequence[torch.dtype],
+) -> None:
+    """Caches to be written must be (pages, rows, *heads), k_cache of one of `dtypes`."""
+    common.check_tensor(op, "k_cache", k_cache)
+    if k_cache.dim() != 4:
+        expected = f"shape (pages or batch, page_size or max_seqlen, {heads[0]}, {heads[1]})"
+        raise common.refuse(op, "k_cache", expected, k_cache)
+    for argument, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        shape = (*k_cache.shape[:2], *heads)
+        common.check_like(op, argument, cache, shape, like, dtypes=dtypes)
+        common.check_output(op, argument, cache)
+        if max(cache.shape[:2]) > common.MAX_SIZE:
+            raise common.refuse(op, argument, f"at most {common.MAX_SIZE} pages and rows", cache)
+        dtypes = (k_cache.dtype,)
+
+
+def check_cache_scales(
+    op: str, k_cache: torch.Tensor, k_scale: Any, v_scale: Any, like: torch.Tensor
+) -> None:
+    """Scales, where given, must be (num_kv_heads,) fp32, of caches of e4m3."""
+    for argument, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is None:
+            continue
+        if k_cache.dtype != torch.float8_e4m3fn:
+            expected = f"None for a cache of {str(k_cache.dtype).removeprefix('torch.')}"
+            raise common.refuse(op, argument, expected, scale)
+        shape = (k_cache.shape[2],)
+        common.check_like(op, argument, scale, shape, like, dtypes=(torch.float32,))
+
+
+def batch_and_seqlen(leading: Sequence[int], cu_seqlens: torch.Tensor | None) -> tuple[int, int]:
+    """Sequences, and tokens from one to the next of those that are not packed."""
     if cu_seqlens is not None:
-        return cu_seqlens.shape[0] - 1, max(1, k.shape[0])
-    if k.dim() == 4:
-        return k.shape[0], max(1, k.shape[1])
-    return 1, max(1, k.shape[0])
+        return cu_seqlens.shape[0] - 1, max(1, leading[0])
+    return (leading[0] if len(leading) > 1 else 1), max(1, leading[-1])
 
 
 @dataclass(frozen=True)
@@ -30,7 +168,7 @@ class Places:
 
 
 def places(
-    k: torch.Tensor,
+    leading: Sequence[int],
     k_cache: torch.Tensor,
     cache_seqlens: torch.Tensor | None,
     block_table: torch.Tensor | None,
@@ -38,9 +176,11 @@ def places(
     cu_seqlens: torch.Tensor | None,
     positions: torch.Tensor | None,
 ) -> Places:
-    """Where each token goes."""
-    batch_size, seqlen = batch_and_seqlen(k, cu_seqlens)
-    token = torch.arange(k.shape[:-2].numel(), device=k.device)
+    """Where each token goes. leading: (batch_size, seqlen) or (total,) of the tokens; of k_cache,
+    the first two sizes and the device count.
+    """
+    batch_size, seqlen = batch_and_seqlen(leading, cu_seqlens)
+    token = torch.arange(torch.Size(leading).numel(), device=k_cache.device)
     if cu_seqlens is None:
         batch, index = token // seqlen, token % seqlen
         inside = torch.ones_like(token, dtype=torch.bool)

@@ -95,9 +95,9 @@ def check_output(op: str, argument: str, out: torch.Tensor) -> None:
 class Spans:
     """How far the tensors of a plan reach, and which of them must not meet."""
 
-    # Tuples of addresses that were found apart. The hot question of a call is whether its own is
-    # one of them.
-    apart: set[tuple[int, ...]]
+    # Addresses that were found apart, with what else a call made of them. The hot question of a
+    # call is whether its own are among them.
+    apart: dict[tuple[int, ...], Any]
 
     __slots__ = ("__weakref__", "_names", "_op", "_pairs", "_shown", "apart")
 
@@ -117,7 +117,7 @@ class Spans:
             if all(reaches):
                 may_be = frozenset(names) in writes.in_place and layouts[a] == layouts[b]
                 self._pairs.append((a, b, *reaches, may_be, layouts[a], layouts[b]))
-        self.apart = set()
+        self.apart = {}
         _spans.add(self)
 
     def check(self, addresses: tuple[int, ...]) -> None:
@@ -125,14 +125,18 @@ class Spans:
 
         addresses: of the tensors that are not None, in their order; 0 of one without memory.
         """
-        global _num_apart
         self.refuse(addresses)
+        self.keep(addresses)
+
+    def keep(self, addresses: tuple[int, ...], made: Any = ()) -> None:
+        """Remember addresses that were found apart, and what was made of them."""
+        global _num_apart
         _num_apart += 1
         if _num_apart > _MAX_APART:
             for spans in list(_spans):
                 spans.apart.clear()
             _num_apart = 1
-        self.apart.add(addresses)
+        self.apart[addresses] = made
 
     def refuse(self, addresses: tuple[int, ...]) -> None:
         """Raise TensorError where a tensor that is written meets another."""

@@ -8,12 +8,12 @@ import torch
 
 from ...errors import KernelHubError
 from ..core import bounds, common
-from ..core.kv_cache import places
+from ..core.kv_cache import batch_and_seqlen, places
+from ..core.launch import Launch, Plans
+from ..core.rotary import rotated
 from . import append_checks as checks
 
-_Plan = tuple[Any, tuple[int, int, int], tuple[int, int, int], tuple[int, ...]]
-_plans: dict[tuple[Any, ...], tuple[_Plan, common.Spans]] = {}
-_NO_LAUNCH: _Plan = (None, (0, 0, 0), (0, 0, 0), ())
+_plans: Plans[tuple[Launch, common.Spans]] = Plans()
 _OP = "append_kv"
 _TABLES = "cache_seqlens block_table slot_mapping cu_seqlens"
 _operands = common.Operands(
@@ -141,17 +141,17 @@ def _strides(tensor: Any) -> tuple[int, int, int]:
     return outer, tensor.stride(-3), tensor.stride(-2)
 
 
-def _plan(given: tuple[Any, ...], low_bits: int) -> _Plan:
+def _plan(given: tuple[Any, ...], low_bits: int) -> Launch:
     """Check the tensors and choose the kernel, its launch shape and its integer parameters."""
     checks.check(*given)
     (k, v, k_cache, v_cache, _, block_table, slot_mapping, cu_seqlens, q, cos, _, positions,
      interleaved, rotary_dim, _, _, out_q, out_k) = given  # fmt: skip
-    batch_size, seqlen = checks.batch_and_seqlen(k, cu_seqlens)
+    batch_size, seqlen = batch_and_seqlen(k.shape[:-2], cu_seqlens)
     num_tokens = k.shape[:-2].numel()
     num_heads = 0 if q is None else q.shape[-2]
     num_kv_heads, head_dim = k.shape[-2:]
     if num_tokens * (num_heads + num_kv_heads) * head_dim == 0 or batch_size == 0:
-        return _NO_LAUNCH
+        return Launch()
     strides = [s for t in (out_q, out_k, k_cache, v_cache, q, k, v) for s in _strides(t)]
     elems = common.VEC_BYTES // k.element_size()
     layout = "plain" if cos is None else "interleaved" if interleaved else "half"
@@ -190,7 +190,8 @@ def _plan(given: tuple[Any, ...], low_bits: int) -> _Plan:
         q_threads,
     )
     grid = (-(-num_tokens // block_tokens), 1, 1)
-    return function, grid, (width, q_threads + kv_threads, block_tokens), numbers
+    block = (width, q_threads + kv_threads, block_tokens)
+    return Launch(function, grid, block, numbers=numbers)
 
 
 def _cuda_into(*given: Any) -> None:
@@ -216,11 +217,9 @@ def _cuda_into(*given: Any) -> None:
     found = _plans.get(key)
     if found is None:
         plan = _plan(given, low_bits)
-        if len(_plans) >= common.MAX_PLANS:
-            _plans.clear()
         spans = _writes.spans(k_cache, v_cache, out_q, out_k, k, v, q, cos, sin, *others)
-        found = _plans[key] = plan, spans
-    plan, spans = found
+        found = _plans.keep(key, (plan, spans))
+    (function, grid, block, shared_bytes, numbers, _, _), spans = found
     for tensor in others:
         if tensor is not None:
             addresses.append(tensor.data_ptr())
@@ -229,11 +228,10 @@ def _cuda_into(*given: Any) -> None:
         spans.check(found_at)
     if common.is_debugging():
         checks.check_routing(*given)
-    function, grid, block, numbers = plan
     if function is not None:
         try:
             function(
-                grid, block, 0, None,
+                grid, block, shared_bytes, None,
                 (out_q, out_k, k_cache, v_cache, bounds.flag("append_kv", k), q, k, v, cos, sin,
                  positions, cache_seqlens, slot_mapping, block_table, cu_seqlens, k_scale,
                  v_scale, *numbers),
@@ -257,10 +255,13 @@ def _cpu_into(*given: Any) -> None:
     )  # fmt: skip
     if common.is_debugging():
         checks.check_routing(*given)
-    tokens = places(k, k_cache, cache_seqlens, block_table, slot_mapping, cu_seqlens, positions)
+    tokens = places(
+        k.shape[:-2], k_cache, cache_seqlens, block_table, slot_mapping, cu_seqlens, positions
+    )
+    turn = (cos, sin, tokens.position, interleaved, rotary_dim)
     if q is not None:
-        _assign(out_q, tokens.inside, _rotated(q, tokens, cos, sin, interleaved, rotary_dim))
-    keys = _rotated(k, tokens, cos, sin, interleaved, rotary_dim)
+        _assign(out_q, tokens.inside, rotated(_flat(q), *turn))
+    keys = rotated(_flat(k), *turn)
     values = _flat(v)
     stored = tokens.stored
     page, row = tokens.page[stored], tokens.row[stored]
@@ -282,27 +283,6 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
 
 def _assign(out: torch.Tensor, inside: torch.Tensor, values: torch.Tensor) -> None:
     out[inside.view(out.shape[:-2])] = values[inside].to(out.dtype)
-
-
-def _rotated(
-    x: torch.Tensor, tokens: Any, cos: Any, sin: Any, interleaved: bool, rotary_dim: int
-) -> torch.Tensor:
-    """(num_tokens, heads, head_dim), in fp32 where rotated."""
-    x = _flat(x)
-    if cos is None:
-        return x
-    known = (tokens.position >= 0) & (tokens.position < cos.shape[0])
-    rows = torch.where(known, tokens.position, 0)
-    c, s = (
-        torch.where(known[:, None], table.float()[rows], torch.nan)[:, None] for table in (cos, sin)
-    )
-    half = rotary_dim // 2
-    first = slice(0, rotary_dim, 2) if interleaved else slice(0, half)
-    second = slice(1, rotary_dim, 2) if interleaved else slice(half, rotary_dim)
-    a, b = x[..., first].float(), x[..., second].float()
-    out = x.to(torch.float32, copy=True)
-    out[..., first], out[..., second] = a * c - b * s, b * c + a * s
-    return out
 
 
 def _fake_into(*given: Any) -> None:

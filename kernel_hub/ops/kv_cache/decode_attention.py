@@ -4,30 +4,43 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ...errors import KernelHubError
 from ..core import bounds, common
+from ..core.device import device_of
+from ..core.launch import Launch, Plans
 from . import decode_checks as checks
 from . import decode_plan as plans
 from .decode_cpu import decode_attention as _reference
+from .decode_plan import Given
 
-# (kernel, grid, shared bytes, its numbers, merge kernel or None, its grid, its numbers,
-#  rows of partials, their width, launch options)
-_Plan = tuple[Any, ...]
-_plans: dict[tuple[Any, ...], tuple[_Plan | None, common.Spans]] = {}
+
+class Plan(NamedTuple):
+    """What is known of steps of the same layouts."""
+
+    steps: dict[bool, Step]  # whether all addresses are aligned
+    spans: common.Spans  # for each set of addresses that was met, its step
+
+
+class Step(NamedTuple):
+    """A launch, the merge behind it where caches may be split, and what lies between."""
+
+    main: Launch
+    merge: Launch
+    partial_rows: int = 0
+    partial_columns: int = 0
+
+
+_plans: Plans[Plan] = Plans()
 _OP = "decode_attention"
 _REQUIRED = "q k_cache v_cache cache_seqlens"
 _OPTIONAL = "k v block_table cos sin qkv_bias k_scale v_scale alibi_slopes out"
 _operands = common.Operands(_OP, _REQUIRED, _OPTIONAL)
 # Caches are written where there are new tokens.
-_LIE = (
-    "q k v cos sin qkv_bias k_cache v_cache cache_seqlens block_table k_scale v_scale "
-    "alibi_slopes out"
-)
+_LIE = f"{_REQUIRED} {_OPTIONAL}"
 _appends = common.Writes(_OP, _LIE, "k_cache v_cache out")
 _reads = common.Writes(_OP, _LIE, "out")
 _BLOCK = (plans.NUM_THREADS, 1, 1)
@@ -122,10 +135,11 @@ def decode_attention(
     )  # fmt: skip
     options = (interleaved, rotary_dim, softmax_scale, left, softcap, num_splits)
     is_eager = _operands.are_plain(tensors[:4], (*tensors[4:], out))
-    if not is_eager or common.is_debugging():
-        checks.check(*tensors, *options, out, right)
-    if is_eager and common.is_debugging():
-        checks.check_values(q, k_cache, cache_seqlens, k, block_table)
+    is_debugging = common.is_debugging()
+    if not is_eager or is_debugging:
+        checks.check(Given(*tensors, *options, out), right)
+    if is_eager and is_debugging:
+        checks.check_values(Given(*tensors, *options, out))
     given = out
     try:
         if out is None:
@@ -137,10 +151,10 @@ def decode_attention(
             _op(*tensors, *options, out, lse)
         else:
             into = _cuda_into if q.is_cuda else _cpu_into
-            into(*tensors, *options, out, lse, given is not None or k is not None)
+            into(*tensors, *options, out, lse, is_given=given is not None)
     except common.FOREIGN:
         _operands.check_tensors(tensors[:4], (*tensors[4:], given))  # names what has no memory
-        checks.check(*tensors, *options, given, right)
+        checks.check(Given(*tensors, *options, given), right)
         common.check_flag(_OP, "return_lse", return_lse)
         raise
     if is_eager and k is not None:
@@ -150,29 +164,14 @@ def decode_attention(
     return out if lse is None else (out, lse)
 
 
-def _plan(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k: torch.Tensor | None,
-    v: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-    cos: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    interleaved: bool,
-    rotary_dim: int,
-    softmax_scale: float,
-    window_left: int,
-    softcap: float,
-    num_splits: int,
-    out: torch.Tensor,
-    low_bits: int,
-) -> _Plan | None:
+def _step(given: Given, is_aligned: bool) -> Step:
     """Choose the kernel, its launch shape and its numbers, for arguments that were checked."""
+    (q, k_cache, v_cache, _, k, v, block_table, cos, _, _, _, _, alibi_slopes, interleaved,
+     rotary_dim, softmax_scale, window_left, softcap, num_splits, out, _) = given  # fmt: skip
     batch_size, seqlen_q, num_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[2]
     if q.numel() == 0:
-        return None
+        return Step(Launch(), Launch())
     rows = seqlen_q * (num_heads // num_kv_heads)
     # A scale below 0 turns the order of scores round, which only the general kernel bears.
     is_general = (
@@ -182,14 +181,14 @@ def _plan(
     page_size = k_cache.shape[1]
     max_tokens = page_size if block_table is None else page_size * block_table.shape[1]
     items = batch_size * num_kv_heads * -(-rows // variant.rows)
-    multiprocessors, may_overlap = plans.device_of(q.device)
+    device = device_of(q.device)
     max_units = max(1, -(-max_tokens // variant.unit))
-    split = plans.choose_split(items, max_units, variant.unit, num_splits, multiprocessors)
+    split = plans.choose_split(items, max_units, variant.unit, num_splits, device.num_sms)
     token = common.DTYPE_TOKENS[q.dtype]
     name = f"decode_attention_{token}_hdim{variant.head_dim}{variant.suffix}"
     strides = (*out.stride()[:3], *q.stride()[:3])
     new = [(0, 0, 0) if x is None else x.stride()[:3] for x in (k, v)]
-    aligned = not low_bits and common.is_aligned(
+    aligned = is_aligned and common.is_aligned(
         8, *strides, *new[0], *new[1], 0 if cos is None else cos.stride(0), rotary_dim // 2
     )
     numbers = (
@@ -202,97 +201,75 @@ def _plan(
         int(bool(interleaved)), int(aligned), split.num_splits, split.parallel, window_left,
         softmax_scale, softcap,
     )  # fmt: skip
-    merge, merge_grid, merge_numbers = None, (0, 0, 0), ()
+    how = {"programmatic": True} if device.overlaps_launches else {}
+    merge = Launch()
     if split.num_merges:
-        merge = common.shipped("decode_attention", f"decode_attention_{token}_merge")
-        merge_grid = plans.merge_grid(split, min(rows, variant.rows), head_dim)
         merge_numbers = (
             *out.stride()[:3], batch_size, seqlen_q, 0 if k is None else seqlen_q, max_tokens,
             window_left, variant.unit, items // batch_size, split.num_splits, split.parallel,
             num_heads, num_kv_heads, head_dim, variant.rows,
         )  # fmt: skip
-    return (
-        common.shipped("decode_attention", name), (split.num_blocks, 1, 1), variant.shared_bytes,
-        numbers, merge, merge_grid, merge_numbers, split.num_blocks * variant.rows, head_dim,
-        {"programmatic": True} if may_overlap else {},
-    )  # fmt: skip
+        merge = Launch(
+            common.shipped("decode_attention", f"decode_attention_{token}_merge"),
+            plans.merge_grid(split, min(rows, variant.rows), head_dim), _BLOCK,
+            numbers=merge_numbers, options=how,
+        )  # fmt: skip
+    function, grid = common.shipped("decode_attention", name), (split.num_blocks, 1, 1)
+    main = Launch(function, grid, _BLOCK, variant.shared_bytes, numbers, options=how)
+    return Step(main, merge, split.num_blocks * variant.rows, head_dim)
 
 
-def _cuda_into(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    k: torch.Tensor | None,
-    v: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    qkv_bias: torch.Tensor | None,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    interleaved: bool,
-    rotary_dim: int,
-    softmax_scale: float,
-    window_left: int,
-    softcap: float,
-    num_splits: int,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    is_given: bool = True,
-) -> None:
+def _met(given: Given, plan: Plan, addresses: tuple[int, ...]) -> Step:
+    """The step at addresses that are new to the plan."""
+    plan.spans.refuse(addresses)
+    if (given.k_cache.data_ptr() | given.v_cache.data_ptr()) % common.VEC_BYTES:
+        checks.check(given)  # refuses them
+    vectors = (given.q, given.k, given.v, given.cos, given.sin, given.qkv_bias)
+    is_aligned = all(x is None or x.data_ptr() % common.VEC_BYTES == 0 for x in vectors)
+    step = plan.steps.get(is_aligned)
+    if step is None:
+        step = plan.steps[is_aligned] = _step(given, is_aligned)
+    plan.spans.keep(addresses, step)
+    return step
+
+
+def _cuda_into(*arguments: Any, is_given: bool = True) -> None:
     """The step on the GPU: one launch, and the merge where something may be split.
 
-    is_given: the caller gave out, or has new tokens written to the caches.
+    arguments: those of `Given`; is_given: the caller gave out, which may overlap the rest.
     """
-    tensors = (
-        q, k_cache, v_cache, cache_seqlens, k, v, block_table, cos, sin, qkv_bias, k_scale,
-        v_scale, alibi_slopes,
+    (q, k_cache, v_cache, cache_seqlens, k, v, block_table, cos, sin, qkv_bias, k_scale, v_scale,
+     alibi_slopes, interleaved, rotary_dim, softmax_scale, window_left, softcap, num_splits, out,
+     lse) = arguments  # fmt: skip
+    # An out that the op made has q's layout and meets nothing.
+    tensors = arguments[:13] if not is_given else (*arguments[:13], out)
+    addresses = tuple([x.data_ptr() for x in tensors if x is not None])
+    key = (
+        interleaved, rotary_dim, softmax_scale, window_left, softcap, num_splits, q.get_device(),
+        *[None if x is None else (x.dtype, x.shape, x.stride()) for x in tensors],
     )  # fmt: skip
-    options = (interleaved, rotary_dim, softmax_scale, window_left, softcap, num_splits)
-    addresses: Any = []
-    low_bits = 0
-    for tensor in (q, k, v, cos, sin, qkv_bias):
-        if tensor is not None:
-            addresses.append(address := tensor.data_ptr())
-            low_bits |= address
-    low_bits &= 15
-    k_address, v_address = k_cache.data_ptr(), v_cache.data_ptr()
-    cache_bits = (k_address | v_address) & 15
-    layout = [
-        None if x is None else (x.dtype, x.shape, x.stride()) for x in (*tensors, out)
-    ]  # fmt: skip
-    key = (*options, low_bits, cache_bits, q.device, *layout)
-    found = _plans.get(key)
-    if found is None:
-        checks.check(*tensors, *options, out, 0)
-        plan = _plan(
-            q, k_cache, v_cache, k, v, block_table, cos, alibi_slopes, *options, out, low_bits
-        )
-        if len(_plans) >= common.MAX_PLANS:
-            _plans.clear()
-        writes, lying = _lying(tensors, out)
-        found = _plans[key] = plan, writes.spans(*lying)
-    plan, spans = found
-    if is_given:
-        addresses += (k_address, v_address, cache_seqlens.data_ptr())
-        for tensor in (block_table, k_scale, v_scale, alibi_slopes, out):
-            if tensor is not None:
-                addresses.append(tensor.data_ptr())
-        addresses = tuple(addresses)
-        if addresses not in spans.apart:
-            spans.check(addresses)
+    plan = _plans.get(key)
     if plan is None:
+        given = Given(*arguments)
+        checks.check(given)
+        writes = _reads if k is None else _appends
+        spans = writes.spans(*tensors) if is_given else writes.spans(*tensors, None)
+        plan = _plans.keep(key, Plan({}, spans))
+    step = plan.spans.apart.get(addresses)
+    if step is None:
+        step = _met(Given(*arguments), plan, addresses)
+    main, merge, partial_rows, partial_columns = step
+    function, grid, block, shared_bytes, numbers, _, how = main
+    if function is None:
         return
-    function, grid, shared, numbers, merge, merge_grid, merge_numbers, slots, width, how = plan
     partial_out = partial_lse = None
-    if merge is not None:
-        partial_out = torch.empty(slots * (width + 1), dtype=torch.float32, device=q.device)
-        partial_lse = partial_out[slots * width :]
+    if merge.function is not None:
+        count = partial_rows * partial_columns
+        partial_out = torch.empty(count + partial_rows, dtype=torch.float32, device=q.device)
+        partial_lse = partial_out[count:]
     try:
         function(
-            grid, _BLOCK, shared, None,
+            grid, block, shared_bytes, None,
             (
                 out, lse, partial_out, partial_lse, bounds.flag("decode_attention", q), k_cache,
                 v_cache, q, k, v, cache_seqlens,
@@ -300,46 +277,33 @@ def _cuda_into(
             ),
             **how,
         )  # fmt: skip
-        if merge is not None:
-            params = (out, lse, partial_out, partial_lse, cache_seqlens, *merge_numbers)
-            merge(merge_grid, _BLOCK, 0, None, params, **how)
+        if merge.function is not None:
+            params = (out, lse, partial_out, partial_lse, cache_seqlens, *merge.numbers)
+            merge.function(merge.grid, merge.block, 0, None, params, **how)
     except KernelHubError:
         # The launch checks devices and dtypes; this names them.
-        checks.check(*tensors, *options, out, 0)
+        checks.check(Given(*arguments))
         raise
     if common.is_debugging():
         bounds.report(q)
 
 
-def _lying(tensors: Sequence[Any], out: torch.Tensor) -> tuple[common.Writes, tuple[Any, ...]]:
-    """What is written, and the tensors in the order of `_LIE`."""
-    (q, k_cache, v_cache, cache_seqlens, k, v, block_table, cos, sin, qkv_bias, k_scale, v_scale,
-     alibi_slopes) = tensors  # fmt: skip
-    return _reads if k is None else _appends, (
-        q, k, v, cos, sin, qkv_bias, k_cache, v_cache, cache_seqlens, block_table, k_scale,
-        v_scale, alibi_slopes, out,
-    )  # fmt: skip
-
-
-def _cpu_into(*arguments: Any) -> None:
+def _cpu_into(*arguments: Any, is_given: bool = True) -> None:
     """The same on the CPU, by torch."""
-    inputs: list[Any] = list(arguments[:19])
-    out, lse = arguments[19:21]
-    checks.check(*[*inputs, out, 0])
-    if arguments[21:] != (False,):
-        writes, lying = _lying(inputs[:13], out)
-        writes.check(*lying)
-    q, k_cache, _, cache_seqlens, k, _, block_table = inputs[:7]
-    checks.check_values(q, k_cache, cache_seqlens, k, block_table, is_strict=False)
-    found, found_lse = _reference(*inputs)
-    out.copy_(found)
-    if lse is not None:
-        lse.copy_(found_lse)
+    given = Given(*arguments)
+    checks.check(given)
+    if is_given or given.k is not None:
+        writes = _reads if given.k is None else _appends
+        writes.check(*given[:13], given.out)
+    checks.check_values(given, is_strict=False)
+    found, found_lse = _reference(given)
+    given.out.copy_(found)
+    if given.lse is not None:
+        given.lse.copy_(found_lse)
 
 
 def _fake_into(*arguments: Any) -> None:
-    inputs: list[Any] = [*arguments[:-1], 0]
-    checks.check(*inputs)
+    checks.check(Given(*arguments))
 
 
 _op = common.define(

@@ -11,7 +11,9 @@ import torch
 
 from ...errors import TensorError
 from ..core import common
-from .decode_plan import MAX_HEAD_DIM, MAX_SEQLEN_Q
+from ..core.kv_cache import check_block_table, check_cache_scales
+from ..core.rotary import check_rotation
+from .decode_plan import MAX_HEAD_DIM, MAX_SEQLEN_Q, Given
 
 _OP = "decode_attention"
 _is_tracing = torch.compiler.is_dynamo_compiling
@@ -19,13 +21,11 @@ _E4M3 = torch.float8_e4m3fn
 _MAX_TOKENS = 2**30
 
 
-def check(
-    q: Any, k_cache: Any, v_cache: Any, cache_seqlens: Any, k: Any, v: Any, block_table: Any,
-    cos: Any, sin: Any, qkv_bias: Any, k_scale: Any, v_scale: Any, alibi_slopes: Any,
-    interleaved: Any, rotary_dim: Any, softmax_scale: Any, window_left: Any, softcap: Any,
-    num_splits: Any, out: Any, window_right: Any,
-) -> None:  # fmt: skip
+def check(given: Given, window_right: Any = 0) -> None:
     """Raise TensorError for whatever does not fit."""
+    (q, k_cache, v_cache, cache_seqlens, k, v, block_table, cos, sin, qkv_bias, k_scale, v_scale,
+     alibi_slopes, interleaved, rotary_dim, softmax_scale, window_left, softcap, num_splits,
+     out, _) = given  # fmt: skip
     common.check_data(_OP, "q", q)
     if q.dtype not in (torch.float16, torch.bfloat16):
         raise common.refuse(_OP, "q", "dtype float16 or bfloat16", q)
@@ -40,15 +40,15 @@ def check(
     num_kv_heads = k_cache.shape[2]
     common.check_like(_OP, "cache_seqlens", cache_seqlens, (batch_size,), q, dtypes=(torch.int32,))
     if (k is None) != (v is None):
-        missing, given = ("k", "v") if k is None else ("v", "k")
-        raise TensorError(f"{_OP}: {missing}: expected a tensor, as {given} is one, found None")
+        missing, there = ("k", "v") if k is None else ("v", "k")
+        raise TensorError(f"{_OP}: {missing}: expected a tensor, as {there} is one, found None")
     if k is not None:
         shape = (batch_size, seqlen_q, num_kv_heads, head_dim)
         common.check_like(_OP, "k", k, shape, q)
         common.check_like(_OP, "v", v, shape, q)
         for argument, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
             common.check_output(_OP, argument, cache)
-    _check_rotation(q, cos, sin, interleaved, rotary_dim)
+    check_rotation(_OP, cos, sin, interleaved, rotary_dim, head_dim, q)
     if qkv_bias is not None:
         size = (num_heads + 2 * num_kv_heads) * head_dim
         common.check_like(_OP, "qkv_bias", qkv_bias, (size,), q)
@@ -96,66 +96,25 @@ def _check_caches(
             found = f"address {cache.data_ptr():#x}"
             raise common.refuse(_OP, argument, "memory aligned to 16 bytes", found)
     if block_table is not None:
-        common.check_tensor(_OP, "block_table", block_table)
-        if block_table.dim() != 2:
-            raise common.refuse(_OP, "block_table", "shape (batch_size, max_pages)", block_table)
-        table = (batch_size, block_table.shape[1])
-        common.check_like(_OP, "block_table", block_table, table, q, dtypes=(torch.int32,))
+        check_block_table(_OP, block_table, batch_size, q)
         if not 8 <= page_size <= 256:
             raise common.refuse(_OP, "k_cache", "a page_size of 8 to 256 tokens", k_cache)
         page_size *= block_table.shape[1]
     if page_size > _MAX_TOKENS:
         raise common.refuse(_OP, "k_cache", f"at most {_MAX_TOKENS} tokens a sequence", page_size)
-    for argument, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if scale is None:
-            continue
-        if k_cache.dtype != _E4M3:
-            expected = f"None for a cache of {str(k_cache.dtype).removeprefix('torch.')}"
-            raise common.refuse(_OP, argument, expected, scale)
-        common.check_like(_OP, argument, scale, (num_kv_heads,), q, dtypes=(torch.float32,))
+    check_cache_scales(_OP, k_cache, k_scale, v_scale, q)
 
 
-def _check_rotation(q: torch.Tensor, cos: Any, sin: Any, interleaved: Any, rotary_dim: Any) -> None:
-    common.check_flag(_OP, "interleaved", interleaved)
-    common.check_count(_OP, "rotary_dim", rotary_dim)
-    if cos is None and sin is None:
-        if rotary_dim:
-            raise TensorError(f"{_OP}: rotary_dim: expected cos and sin with it, found None")
-        return
-    for argument, table in (("cos", cos), ("sin", sin)):
-        common.check_tensor(_OP, argument, table)
-        if table.dim() != 2:
-            raise common.refuse(_OP, argument, "shape (max_position, rotary_dim // 2)", table)
-    head_dim = q.shape[-1]
-    if rotary_dim % 2 or not 0 <= rotary_dim <= head_dim:
-        raise TensorError(
-            f"{_OP}: rotary_dim: expected an even number up to head_dim = {head_dim}, found "
-            f"{rotary_dim} (it is twice the last dimension of cos unless given)"
-        )
-    shape = (cos.shape[0], rotary_dim // 2)
-    for argument, table in (("cos", cos), ("sin", sin)):
-        common.check_like(_OP, argument, table, shape, q, dtypes=(torch.float32, q.dtype))
-    if cos.dtype != sin.dtype or cos.stride() != sin.stride():
-        raise common.refuse(_OP, "sin", f"the dtype and strides of cos ({common.say(cos)})", sin)
-
-
-def check_values(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    k: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-    *,
-    is_strict: bool = True,
-) -> None:
+def check_values(given: Given, *, is_strict: bool = True) -> None:
     """Lengths that fit the cache, and pages that exist.
 
     is_strict: lengths below 0 (none) and new tokens past the end (dropped) are refused too.
     """
-    seqlen_q = 0 if k is None else q.shape[1]
+    k_cache, block_table = given.k_cache, given.block_table
+    seqlen_q = 0 if given.k is None else given.q.shape[1]
     page_size = k_cache.shape[1]
     capacity = page_size * (1 if block_table is None else block_table.shape[1])
-    lengths = cache_seqlens.tolist()
+    lengths = given.cache_seqlens.tolist()
     most = capacity - seqlen_q if is_strict else capacity
     for index, length in enumerate(lengths):
         if length > most or (is_strict and length < 0):

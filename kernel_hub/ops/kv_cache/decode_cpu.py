@@ -3,33 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 
+from ..core.rotary import rotated
+from .decode_plan import Given
 
-def decode_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    k: torch.Tensor | None,
-    v: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    qkv_bias: torch.Tensor | None,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    interleaved: bool,
-    rotary_dim: int,
-    softmax_scale: float,
-    window_left: int,
-    softcap: float,
-    num_splits: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+
+def decode_attention(given: Given) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) in fp32; new tokens are written to the caches."""
+    (q, k_cache, v_cache, cache_seqlens, k, v, block_table, cos, sin, qkv_bias, k_scale, v_scale,
+     alibi_slopes, interleaved, rotary_dim, softmax_scale, window_left, softcap,
+     *_) = given  # fmt: skip
     batch_size, seqlen_q, num_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[2]
     group = num_heads // num_kv_heads
@@ -43,12 +28,12 @@ def decode_attention(
     q_bias, k_bias, v_bias = bias.split([num_heads, num_kv_heads, num_kv_heads])
     turn = (cos, sin, positions, interleaved, rotary_dim)
     # Rounded as the tensor cores take them.
-    queries = _rotated(q.float() + q_bias, *turn).to(q.dtype).float()
+    queries = rotated(q.float() + q_bias, *turn).to(q.dtype).float()
     if k is not None and v is not None:
         fits = positions < capacity
         rows = _rows(positions.clamp(max=max(capacity - 1, 0)), k_cache, block_table)
         for cache, scale, new in (
-            (k_cache, k_scale, _rotated(k.float() + k_bias, *turn)),
+            (k_cache, k_scale, rotated(k.float() + k_bias, *turn)),
             (v_cache, v_scale, v.float() + v_bias),
         ):
             if cache.dtype == torch.float8_e4m3fn:
@@ -98,21 +83,3 @@ def _rows(
         return batch[:, None].expand_as(positions), positions
     page_size = cache.shape[1]
     return block_table.long().gather(1, (positions // page_size).long()), positions % page_size
-
-
-def _rotated(
-    x: torch.Tensor, cos: Any, sin: Any, positions: torch.Tensor, interleaved: bool, rotary_dim: int
-) -> torch.Tensor:
-    if cos is None or rotary_dim == 0:
-        return x
-    inside = (positions >= 0) & (positions < cos.shape[0])
-    at = torch.where(inside, positions, 0).long()
-    keep = torch.where(inside, 1.0, math.nan)[..., None]
-    c, s = ((table.float()[at] * keep)[..., None, :] for table in (cos, sin))
-    half = rotary_dim // 2
-    first = slice(0, rotary_dim, 2) if interleaved else slice(0, half)
-    second = slice(1, rotary_dim, 2) if interleaved else slice(half, rotary_dim)
-    out = x.clone()
-    out[..., first] = x[..., first] * c - x[..., second] * s
-    out[..., second] = x[..., second] * c + x[..., first] * s
-    return out

@@ -2,11 +2,35 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
+
+class Given(NamedTuple):
+    """The arguments of a decode step, in the order of its schema."""
+
+    q: Any
+    k_cache: Any
+    v_cache: Any
+    cache_seqlens: Any
+    k: Any
+    v: Any
+    block_table: Any
+    cos: Any
+    sin: Any
+    qkv_bias: Any
+    k_scale: Any
+    v_scale: Any
+    alibi_slopes: Any
+    interleaved: Any
+    rotary_dim: Any
+    softmax_scale: Any
+    window_left: Any
+    softcap: Any
+    num_splits: Any
+    out: Any
+    lse: Any = None
+
 
 MAX_SEQLEN_Q = 16
 MAX_HEAD_DIM = 256
@@ -15,8 +39,6 @@ NUM_THREADS = 32 * NUM_WARPS
 MAX_MERGE_BLOCKS = 264
 # Blocks on this part of the multiprocessors read at full speed.
 FULL = 0.85
-# Multiprocessors where there are none: the emulator's tests.
-CPU_MULTIPROCESSORS = 7
 # Where no item can be longer than this, finding equal shares costs more than unequal ones do.
 SHORT_TOKENS = 8192
 # More parts than this take longer to merge than they save, unless an item is twice as many units.
@@ -119,12 +141,3 @@ def merge_grid(split: Split, rows: int, head_dim: int) -> tuple[int, int, int]:
     # Few items may have many parts each: a block a task; else a warp a task.
     many = split.num_merges * tasks > MAX_MERGE_BLOCKS
     return split.num_merges, -(-tasks // NUM_WARPS) if many else tasks, 1
-
-
-@functools.cache
-def device_of(device: torch.device) -> tuple[int, bool]:
-    """(multiprocessors, whether launches may overlap) of a device; those of the tests off it."""
-    if device.type != "cuda":
-        return CPU_MULTIPROCESSORS, False
-    properties: Any = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, properties.major >= 9

@@ -8,12 +8,14 @@ import torch
 
 from ...errors import KernelHubError
 from ..core import common
+from ..core.device import device_of
+from ..core.launch import Plans
 from .grouped_launch import Launch, Layout, check_rows, launch_of
 from .grouped_plan import TABLES, Problem, choose, too_large
 
 _OP = "batched_matmul"
 _DTYPES = (torch.float16, torch.bfloat16)
-_plans: dict[tuple[Any, ...], tuple[Launch, common.Spans]] = {}
+_plans: Plans[tuple[Launch, common.Spans]] = Plans()
 TABLES[_OP].on_change(_plans.clear)
 _operands = common.Operands(_OP, "a b", "out")
 _writes = common.Writes(_OP, "out a b", "out")
@@ -47,10 +49,7 @@ def batched_matmul(
         out_dtype = getattr(a if out is None else out, "dtype", None)
     if not _operands.are_plain((a, b), (out,)):
         _check(a, b, out, out_dtype)
-        if out is None:
-            return _op(a, b, out_dtype)
-        _op_out(a, b, out)
-        return out
+        return _registered.run((a, b), out, out_dtype)
     is_given = out is not None
     try:
         if out is None:
@@ -111,7 +110,7 @@ def _product(sizes: tuple[int, ...]) -> int:
     return total
 
 
-def _new_out(a: Any, b: Any, out_dtype: Any) -> torch.Tensor:
+def _new_out(a: Any, b: Any, out_dtype: Any) -> Any:
     return a.new_empty((*_batch_of(a, b), a.shape[-2], b.shape[-2]), dtype=out_dtype)
 
 
@@ -137,9 +136,9 @@ def _plan(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Launch:
     check_rows(_OP, "b", b, b_layout)
     problem = Problem(_OP, outer * inner, m, n, k)
     has_maps = a_layout.is_mappable and b_layout.is_mappable
-    gpu = common.gpu_of(a.device)
-    choice = choose(*gpu[:2], problem, has_maps, gpu.name)
-    given = layouts if choice.box_rows is None else layouts[:1]
+    device = device_of(a.device)
+    choice = choose(*device[:2], problem, has_maps, device.name)
+    given = layouts if choice.boxes is None else layouts[:1]
     numbers = [x for at in given for x in (at.outer_stride, at.inner_stride, at.stride)]
     return launch_of(
         _OP, choice, out, a, (out_layout, a_layout, b_layout),
@@ -159,9 +158,7 @@ def _cuda_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, is_given: bo
     if found is None:
         _check(a, b, out, out.dtype)
         plan = _plan(a, b, out)
-        if len(_plans) >= common.MAX_PLANS:
-            _plans.clear()
-        found = _plans[key] = plan, _writes.spans(out, a, b)
+        found = _plans.keep(key, (plan, _writes.spans(out, a, b)))
     plan, spans = found
     if is_given and addresses not in spans.apart:
         spans.check(addresses)
@@ -181,24 +178,8 @@ def _cpu_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, is_given: boo
     out.copy_(a.float() @ b.float().transpose(-1, -2))
 
 
-def _returning(into: Any) -> Any:
-    def run(a: Any, b: Any, out_dtype: Any) -> torch.Tensor:
-        out = _new_out(a, b, out_dtype)
-        into(a, b, out, False)
-        return out
-
-    return run
-
-
-def _fake_into(a: Any, b: Any, out: Any, is_given: bool = True) -> None:
-    _check(a, b, out, out.dtype)
-
-
-_op = common.define(
-    "batched_matmul(Tensor a, Tensor b, ScalarType out_dtype) -> Tensor",
-    cuda=_returning(_cuda_into), cpu=_returning(_cpu_into), fake=_returning(_fake_into),
-)  # fmt: skip
-_op_out = common.define(
-    "batched_matmul_out(Tensor a, Tensor b, Tensor(a!) out) -> ()",
-    cuda=_cuda_into, cpu=_cpu_into, fake=_fake_into,
+_registered = common.define_pair(
+    _OP, "Tensor a, Tensor b", more="ScalarType out_dtype",
+    new=_new_out, cuda=_cuda_into, cpu=_cpu_into,
+    check=lambda a, b, out: _check(a, b, out, out.dtype),
 )  # fmt: skip

@@ -10,11 +10,8 @@ import torch
 
 from ..core import common
 from ..core.counters import counters
-from .grouped_plan import BLOCK_K, Choice
-
-_MAX_MAPS = 8192
-# The 128 bytes of a tensor map say all about it and own nothing: address, sizes, strides, box.
-_maps: dict[tuple[Any, ...], bytes] = {}
+from ..core.tensor_maps import Boxes, tensor_map
+from .tiles import BLOCK_K, Choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +36,15 @@ class Layout:
         """All strides, or-ed: their common low bits."""
         return self.outer_stride | self.inner_stride | (self.stride if self.rows > 1 else 0)
 
+    def boxes(self, box_rows: int) -> Boxes:
+        """Boxes of `box_rows` rows and 64 columns."""
+        # A dimension of one element wants a stride all the same.
+        stride = self.stride if self.rows > 1 else -(-self.columns // 8) * 8
+        inner = self.inner_stride if self.inner > 1 else stride
+        outer = self.outer_stride if self.outer > 1 else stride
+        shape = (self.outer, self.inner, self.rows, self.columns)
+        return Boxes(shape, (outer, inner, stride, 1), (1, 1, box_rows, BLOCK_K))
+
 
 @dataclass(frozen=True, slots=True)
 class Launch:
@@ -47,8 +53,8 @@ class Launch:
     function: Any
     choice: Choice | None = None
     numbers: tuple[int, ...] = ()
-    layouts: tuple[Layout, Layout, Layout] | None = None  # of out, a and b, where maps are passed
-    out_has_map: bool = False
+    boxes: tuple[Boxes, Boxes] | None = None  # of a and b, where maps are passed
+    out_boxes: Boxes | None = None  # where results leave through boxes
     options: Mapping[str, bool] = field(default_factory=dict)
 
     def run(
@@ -58,14 +64,14 @@ class Launch:
         choice = self.choice
         assert choice is not None
         outs = (*((out, None) if out.dtype == a.dtype else (None, out)), *written)
-        if choice.box_rows is None or self.layouts is None:
+        if self.boxes is None:
             params: tuple[Any, ...] = (*outs, a, b, *more, *self.numbers)
         else:
-            a_map = tensor_map(a, self.layouts[1], choice.box_rows[1])
-            b_map = tensor_map(b, self.layouts[2], choice.box_rows[2])
+            a_map = tensor_map(a, self.boxes[0])
+            b_map = tensor_map(b, self.boxes[1])
             out_map = a_map  # not looked at where results leave in another way
-            if self.out_has_map and not out.data_ptr() % common.VEC_BYTES:
-                out_map = tensor_map(out, self.layouts[0], choice.box_rows[0])
+            if self.out_boxes is not None and not out.data_ptr() % common.VEC_BYTES:
+                out_map = tensor_map(out, self.out_boxes)
             shared = _workspace(choice, out.device)
             params = (*outs, *shared, out_map, a_map, b_map, *more, *self.numbers)
         self.function(choice.grid, choice.block, choice.shared_bytes, None, params, **self.options)
@@ -91,35 +97,17 @@ def launch_of(
 ) -> Launch:
     """The launch of a choice; numbers: the kernel's integers."""
     function = common.shipped(choice.cubin, f"{op}_{common.DTYPE_TOKENS[a.dtype]}_{choice.variant}")
-    if choice.box_rows is None:
+    if choice.boxes is None:
         return Launch(function, choice, numbers)
+    out_boxes, *boxes = (
+        layout.boxes(rows) for layout, rows in zip(layouts, choice.boxes, strict=True)
+    )
     # The kernel looks at the same numbers.
     out_has_map = out.dtype == a.dtype and not (layouts[0].columns | layouts[0].spans) % 8
     return Launch(
-        function, choice, (*numbers, choice.group), layouts, out_has_map, {"programmatic": True}
-    )
-
-
-def tensor_map(tensor: torch.Tensor, layout: Layout, box_rows: int) -> bytes:
-    """The tensor map for boxes of `box_rows` rows and 64 columns; made once."""
-    key = (tensor.data_ptr(), tensor.dtype, layout, box_rows)
-    found = _maps.get(key)
-    if found is None:
-        from ...arrays.tensor_map import TensorMap  # CPU tensors do without the runtime
-
-        # A dimension of one element wants a stride all the same.
-        stride = layout.stride if layout.rows > 1 else -(-layout.columns // 8) * 8
-        inner = layout.inner_stride if layout.inner > 1 else stride
-        outer = layout.outer_stride if layout.outer > 1 else stride
-        found = TensorMap.tiled(
-            tensor, (1, 1, box_rows, BLOCK_K), swizzle="128B", l2_promotion="256B",
-            shape=(layout.outer, layout.inner, layout.rows, layout.columns),
-            strides=(outer, inner, stride, 1),
-        ).raw  # fmt: skip
-        if len(_maps) >= _MAX_MAPS:
-            _maps.clear()
-        _maps[key] = found
-    return found
+        function, choice, (*numbers, choice.group), (boxes[0], boxes[1]),
+        out_boxes if out_has_map else None, {"programmatic": True},
+    )  # fmt: skip
 
 
 def check_rows(op: str, argument: str, tensor: torch.Tensor, layout: Layout) -> None:

@@ -9,13 +9,15 @@ import torch
 
 from ...errors import KernelHubError
 from ..core import bounds, common
+from ..core.activation import CODES, activate
+from ..core.device import device_of
+from ..core.launch import Plans
 from .grouped_launch import Launch, Layout, check_rows, launch_of
 from .grouped_plan import TABLES, Problem, choose, too_large
 
 _OP = "grouped_linear"
-_ACTIVATIONS = {None: 0, "gelu": 1, "silu": 2, "relu": 3}
 _DTYPES = (torch.float16, torch.bfloat16)
-_plans: dict[tuple[Any, ...], tuple[Launch, common.Spans]] = {}
+_plans: Plans[tuple[Launch, common.Spans]] = Plans()
 TABLES[_OP].on_change(_plans.clear)
 _operands = common.Operands(_OP, "a b offsets", "bias out")
 _writes = common.Writes(_OP, "out a b offsets bias", "out")
@@ -56,15 +58,12 @@ def grouped_linear(
     Returns out. A CUDA tensor runs a shipped cubin on torch's current stream; a CPU tensor runs a
     reference in torch. No backward. Raises TensorError naming the argument that does not fit.
     """
-    code = common.check_choice(_OP, "activation", activation, _ACTIVATIONS)
+    code = common.check_choice(_OP, "activation", activation, CODES)
     if out_dtype is None:
         out_dtype = getattr(a if out is None else out, "dtype", None)
     if not _operands.are_plain((a, b, offsets), (bias, out)):
         _check(a, b, offsets, bias, out, out_dtype)
-        if out is None:
-            return _op(a, b, offsets, bias, code, out_dtype)
-        _op_out(a, b, offsets, bias, code, out)
-        return out
+        return _registered.run((a, b, offsets, bias, code), out, out_dtype)
     is_given = out is not None
     try:
         if out is None:
@@ -111,8 +110,9 @@ def _check(
         common.check_output(_OP, "out", out)
 
 
-def _new_out(a: Any, b: Any, out_dtype: Any) -> torch.Tensor:
-    return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
+def _new_out(a: Any, b: Any, *more: Any) -> Any:
+    """The last argument is its dtype."""
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=more[-1])
 
 
 def _plan(
@@ -131,10 +131,10 @@ def _plan(
     bias_stride = 0 if bias is None else bias.stride(0)
     problem = Problem(_OP, num_experts, total_tokens, n, k)
     has_maps = a_layout.is_mappable and b_layout.is_mappable
-    gpu = common.gpu_of(a.device)
-    choice = choose(*gpu[:2], problem, has_maps, gpu.name)
+    device = device_of(a.device)
+    choice = choose(*device[:2], problem, has_maps, device.name)
     sizes = (total_tokens, n, k, num_experts, activation)
-    if choice.box_rows is None:
+    if choice.boxes is None:
         numbers: tuple[int, ...] = (
             out_stride, a.stride(0), b_layout.inner_stride, b.stride(1), bias_stride, *sizes
         )  # fmt: skip
@@ -164,9 +164,7 @@ def _cuda_into(
     if found is None:
         _check(a, b, offsets, bias, out, out.dtype)
         plan = _plan(a, b, bias, activation, out)
-        if len(_plans) >= common.MAX_PLANS:
-            _plans.clear()
-        found = _plans[key] = plan, _writes.spans(out, a, b, offsets, bias)
+        found = _plans.keep(key, (plan, _writes.spans(out, a, b, offsets, bias)))
     plan, spans = found
     if is_given:
         addresses: tuple[int, ...] = out.data_ptr(), a.data_ptr(), b.data_ptr(), offsets.data_ptr()
@@ -204,38 +202,12 @@ def _cpu_into(
         values = a[first:end].float() @ b[expert].float().T
         if bias is not None:
             values += bias[expert].float()
-        if activation == _ACTIVATIONS["gelu"]:
-            values = torch.nn.functional.gelu(values)
-        elif activation == _ACTIVATIONS["silu"]:
-            values = torch.nn.functional.silu(values)
-        elif activation == _ACTIVATIONS["relu"]:
-            values = values.relu()
+        values = activate(values, activation)
         out[first:end].copy_(values)
 
 
-def _returning(into: Any) -> Any:
-    def run(
-        a: Any, b: Any, offsets: Any, bias: Any, activation: int, out_dtype: Any
-    ) -> torch.Tensor:
-        out = _new_out(a, b, out_dtype)
-        into(a, b, offsets, bias, activation, out, False)
-        return out
-
-    return run
-
-
-def _fake_into(
-    a: Any, b: Any, offsets: Any, bias: Any, activation: int, out: Any, is_given: bool = True
-) -> None:
-    _check(a, b, offsets, bias, out, out.dtype)
-
-
-_INPUTS = "Tensor a, Tensor b, Tensor offsets, Tensor? bias, int activation"
-_op = common.define(
-    f"grouped_linear({_INPUTS}, ScalarType out_dtype) -> Tensor",
-    cuda=_returning(_cuda_into), cpu=_returning(_cpu_into), fake=_returning(_fake_into),
-)  # fmt: skip
-_op_out = common.define(
-    f"grouped_linear_out({_INPUTS}, Tensor(a!) out) -> ()",
-    cuda=_cuda_into, cpu=_cpu_into, fake=_fake_into,
+_registered = common.define_pair(
+    _OP, "Tensor a, Tensor b, Tensor offsets, Tensor? bias, int activation",
+    more="ScalarType out_dtype", new=_new_out, cuda=_cuda_into, cpu=_cpu_into,
+    check=lambda a, b, offsets, bias, _, out: _check(a, b, offsets, bias, out, out.dtype),
 )  # fmt: skip

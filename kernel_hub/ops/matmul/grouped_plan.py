@@ -11,30 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ...tuning import Gpu, Row, Table
+from ..core.device import capability_of, has_wgmma
+from . import tiles
+from .tiles import BLOCK_K, Choice
 
-BLOCK_K = 64  # elements of k in a box of the Hopper bodies: 128 bytes, the span of the swizzle
-# csrc/matmul/grouped/mma.cuh
-_PORTABLE_N, _PORTABLE_K, _PORTABLE_THREADS, _BLOCKS_AN_SM = 128, 32, 128, 2
 # Tile indices are ints on the device, and a persistent block steps past the last one.
 MAX_TILES = 2**29
 # Experts are chosen unevenly: (times the mean, part of the experts), a lognormal law of spread 0.7.
 _POPULARITY = ((0.27, 0.16), (0.55, 0.34), (1.1, 0.34), (2.42, 0.16))
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """One launch. box_rows: of the maps of out, a and b, or None where pointers are passed."""
-
-    cubin: str
-    variant: str
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
-    shared_bytes: int
-    box_rows: tuple[int, int, int] | None = None
-    group: int = 8
-    # For tiles of which two blocks share k: fp32 sums, and counters of blocks that left theirs.
-    num_partials: int = 0
-    num_arrivals: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +70,7 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
-class Hopper:
+class GroupedTile:
     """A variant of grouped_linear_sm90.cu and batched_matmul_sm90.cu: its GroupedConfig, and the
     microseconds that a step of 64 elements of k and a tile cost a block."""
 
@@ -138,23 +122,23 @@ class Hopper:
 
 
 # What the two cubins export.
-_WIDE = Hopper(False, 2, 256, 4, True, 2, 1, 0.655, 2.4)
-_FEWEST = Hopper(True, 1, 16, 10, False, 2, 2, 0.38, 1.0)
+_WIDE = GroupedTile(False, 2, 256, 4, True, 2, 1, 0.655, 2.4)
+_FEWEST = GroupedTile(True, 1, 16, 10, False, 2, 2, 0.38, 1.0)
 _GROUPED = (
     _WIDE,
-    Hopper(False, 2, 128, 6, True, 2, 1, 0.355, 1.7),
-    Hopper(False, 1, 128, 4, False, 2, 2, 0.8, 1.2),
+    GroupedTile(False, 2, 128, 6, True, 2, 1, 0.355, 1.7),
+    GroupedTile(False, 1, 128, 4, False, 2, 2, 0.8, 1.2),
     _FEWEST,
 )
 _BATCHED = (
     _WIDE,
-    Hopper(False, 2, 256, 3, True, 4, 1, 0.675, 2.2),
-    Hopper(False, 2, 128, 6, False, 2, 1, 0.38, 1.2),
-    Hopper(True, 1, 64, 6, False, 2, 2, 0.42, 1.0),
-    Hopper(True, 1, 32, 8, False, 2, 2, 0.4, 1.0),
+    GroupedTile(False, 2, 256, 3, True, 4, 1, 0.675, 2.2),
+    GroupedTile(False, 2, 128, 6, False, 2, 1, 0.38, 1.2),
+    GroupedTile(True, 1, 64, 6, False, 2, 2, 0.42, 1.0),
+    GroupedTile(True, 1, 32, 8, False, 2, 2, 0.4, 1.0),
     _FEWEST,
 )
-HOPPER: dict[str, dict[str, Hopper]] = {
+HOPPER: dict[str, dict[str, GroupedTile]] = {
     "grouped_linear": {variant.name: variant for variant in _GROUPED},
     "batched_matmul": {variant.name: variant for variant in _BATCHED},
 }
@@ -167,7 +151,7 @@ _BYTES_A_US, _CLUSTER_US = 4.3e6, 1.0
 _SHARED_K, _COUNTED_PRODUCTS = 2048, 128
 
 
-def _last_round(variant: Hopper, num_sms: int, problem: Problem) -> tuple[float, bool]:
+def _last_round(variant: GroupedTile, num_sms: int, problem: Problem) -> tuple[float, bool]:
     """(rounds of tiles that the clusters take, whether two share each of the last round's)."""
     rows, columns = variant.tile
     tiles = problem.row_tiles(rows) * -(-problem.n // columns)
@@ -190,16 +174,11 @@ def hopper_choice(name: str, num_sms: int, problem: Problem, group: int = 8) -> 
         num_tiles = clusters // 2 * variant.cluster_size
     clusters = min(clusters, most * (2 if num_tiles else 1))
     return Choice(
-        f"{problem.op}_sm90",
-        name,
-        (clusters * variant.cluster_size, 1, 1),
-        (128 * (variant.consumers + 1), 1, 1),
-        variant.shared_bytes,
-        variant.box_rows,
-        group,
-        num_tiles * variant.block_m * variant.block_n,
-        num_tiles * variant.consumers,
-    )
+        f"{problem.op}_sm90", name, (clusters * variant.cluster_size, 1, 1),
+        (128 * (variant.consumers + 1), 1, 1), variant.shared_bytes, variant.box_rows,
+        group=group, num_partials=num_tiles * variant.block_m * variant.block_n,
+        num_arrivals=num_tiles * variant.consumers,
+    )  # fmt: skip
 
 
 def hopper_names(problem: Problem) -> list[str]:
@@ -239,23 +218,16 @@ def hopper_cost(name: str, num_sms: int, problem: Problem) -> float:
 
 def portable_choices(compute_capability: tuple[int, int], problem: Problem) -> Iterator[Choice]:
     """The launches of the portable bodies."""
-    stages = 3 if compute_capability == (8, 9) else 4
-    for block_m in (128, 64):
-        yield Choice(
-            problem.op,
-            f"{block_m}x{_PORTABLE_N}",
-            (problem.most_row_tiles(block_m) * -(-problem.n // _PORTABLE_N), 1, 1),
-            (_PORTABLE_THREADS, 1, 1),
-            stages * (block_m + _PORTABLE_N) * _PORTABLE_K * 2,
-        )
+    row_tiles = problem.most_row_tiles
+    yield from tiles.portable_choices(problem.op, compute_capability, row_tiles, problem.n)
 
 
 def _portable_cost(choice: Choice, num_sms: int, problem: Problem) -> float:
     """In steps of a 128 x 128 tile; the half tile reads b as often for half the work."""
     block_m = int(choice.variant.partition("x")[0])
-    tiles = problem.row_tiles(block_m) * -(-problem.n // _PORTABLE_N)
-    waves = math.ceil(tiles / (_BLOCKS_AN_SM * num_sms))
-    return waves * (-(-problem.k // _PORTABLE_K) * (1.0 if block_m == 128 else 0.6) + 10)
+    count = problem.row_tiles(block_m) * -(-problem.n // tiles.PORTABLE_N)
+    waves = math.ceil(count / (tiles.BLOCKS_AN_SM * num_sms))
+    return waves * (-(-problem.k // tiles.PORTABLE_K) * (1.0 if block_m == 128 else 0.6) + 10)
 
 
 def too_large(problem: Problem) -> bool:
@@ -285,7 +257,7 @@ def choose(
     )
     if row is not None and (has_maps or row.variant not in HOPPER[problem.op]):
         return _measured(row, gpu, problem)
-    if compute_capability == (9, 0) and has_maps and problem.k > 0:
+    if has_wgmma(compute_capability) and has_maps and problem.k > 0:
         names = hopper_names(problem)
         name = min(names, key=lambda name: hopper_cost(name, num_sms, problem))
         return hopper_choice(name, num_sms, problem)
@@ -304,12 +276,12 @@ def _measured(row: Row, gpu: Gpu, problem: Problem) -> Choice:
 
 def _check(op: str, row: Row, arch: str, rows: int, *, num_products: int, n: int, k: int) -> str:
     """'' or why this row of a table cannot be."""
-    capability = (int(arch[2:-1]), int(arch[-1]))
+    capability = capability_of(arch)
     problem = Problem(op, num_products, rows, n, k)
     if min(num_products, n, k) < 1 or too_large(problem):
         return "sizes from 1 up that the kernels can count"
     names = [choice.variant for choice in portable_choices(capability, problem)]
-    names += HOPPER[op] if capability == (9, 0) else ()
+    names += HOPPER[op] if has_wgmma(capability) else ()
     return "" if row.variant in names else f"on {arch} there are {', '.join(names)}"
 
 
@@ -331,8 +303,8 @@ for _table in TABLES.values():
 
 def candidates(op: str, gpu: Gpu, rows: int, *, num_products: int, n: int, k: int) -> Iterator[Row]:
     """Every launch that `kernel-hub tune` measures; tiles of mma.sync only where wgmma is not."""
-    if gpu.compute_capability == (9, 0):
-        groups = (8,) if rows <= 1024 else (4, 8, 16)
+    if has_wgmma(gpu.compute_capability):
+        groups = tiles.groups_of(rows)
         yield from (Row(name, {"group": group}) for name in HOPPER[op] for group in groups)
     else:
         problem = Problem(op, num_products, rows, n, k)

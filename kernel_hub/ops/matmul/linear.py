@@ -8,14 +8,15 @@ import torch
 
 from ...errors import KernelHubError
 from ..core import common
+from ..core.activation import CODES, activate
+from ..core.launch import Plans
 from . import linear_fp8 as fp8
 from .linear_launch import Launch, plan_launch
 from .linear_plan import TABLE
 
 _OP = "linear"
-_ACTIVATIONS = {None: 0, "gelu": 1, "silu": 2, "relu": 3}
 _DTYPES = (torch.float16, torch.bfloat16)
-_plans: dict[tuple[Any, ...], tuple[Launch, common.Spans]] = {}
+_plans: Plans[tuple[Launch, common.Spans]] = Plans()
 TABLE.on_change(_plans.clear)
 _operands = common.Operands(_OP, "a b", "bias residual out")
 _writes = common.Writes(_OP, "out a b bias residual", "out", in_place="out=residual")
@@ -61,7 +62,7 @@ def linear(
     Returns out. A CUDA tensor runs a shipped cubin on torch's current stream; a CPU tensor runs a
     reference in torch. No backward. Raises TensorError naming the argument that does not fit.
     """
-    code = common.check_choice(_OP, "activation", activation, _ACTIVATIONS)
+    code = common.check_choice(_OP, "activation", activation, CODES)
     if use_fast_accum is not False:
         common.check_flag(_OP, "use_fast_accum", use_fast_accum)
     dtype = getattr(a, "dtype", None)
@@ -72,10 +73,7 @@ def linear(
         out_dtype = getattr(a if out is None else out, "dtype", None)
     if not _operands.are_plain((a, b), (bias, residual, out)):
         _check(a, b, bias, residual, out, out_dtype)
-        if out is None:
-            return _op(a, b, bias, code, residual, out_dtype)
-        _op_out(a, b, bias, code, residual, out)
-        return out
+        return _registered.run((a, b, bias, code, residual), out, out_dtype)
     is_given = out is not None
     try:
         if out is None:
@@ -118,8 +116,9 @@ def _check(
         common.check_like(_OP, "residual", residual, shape, a, dtypes=dtypes)
 
 
-def _new_out(a: Any, b: Any, out_dtype: Any) -> torch.Tensor:
-    return a.new_empty((*a.shape[:-1], b.shape[0]), dtype=out_dtype)
+def _new_out(a: Any, b: Any, *more: Any) -> Any:
+    """The last argument is its dtype."""
+    return a.new_empty((*a.shape[:-1], b.shape[0]), dtype=more[-1])
 
 
 def _cuda_into(
@@ -144,9 +143,7 @@ def _cuda_into(
     if found is None:
         _check(a, b, bias, residual, out, out.dtype)
         plan = plan_launch(a, b, bias, activation, residual, out)
-        if len(_plans) >= common.MAX_PLANS:
-            _plans.clear()
-        found = _plans[key] = plan, _writes.spans(out, a, b, bias, residual)
+        found = _plans.keep(key, (plan, _writes.spans(out, a, b, bias, residual)))
     plan, spans = found
     if is_given:
         addresses = out.data_ptr(), *addresses
@@ -180,40 +177,14 @@ def _cpu_into(
     values = a.float() @ b.float().T
     if bias is not None:
         values += bias.float()
-    if activation == _ACTIVATIONS["gelu"]:
-        values = torch.nn.functional.gelu(values)
-    elif activation == _ACTIVATIONS["silu"]:
-        values = torch.nn.functional.silu(values)
-    elif activation == _ACTIVATIONS["relu"]:
-        values = values.relu()
+    values = activate(values, activation)
     if residual is not None:
         values += residual.float()
     out.copy_(values)
 
 
-def _returning(into: Any) -> Any:
-    def run(
-        a: Any, b: Any, bias: Any, activation: int, residual: Any, out_dtype: Any
-    ) -> torch.Tensor:
-        out = _new_out(a, b, out_dtype)
-        into(a, b, bias, activation, residual, out, False)
-        return out
-
-    return run
-
-
-def _fake_into(
-    a: Any, b: Any, bias: Any, activation: int, residual: Any, out: Any, is_given: bool = True
-) -> None:
-    _check(a, b, bias, residual, out, out.dtype)
-
-
-_INPUTS = "Tensor a, Tensor b, Tensor? bias, int activation, Tensor? residual"
-_op = common.define(
-    f"linear({_INPUTS}, ScalarType out_dtype) -> Tensor",
-    cuda=_returning(_cuda_into), cpu=_returning(_cpu_into), fake=_returning(_fake_into),
-)  # fmt: skip
-_op_out = common.define(
-    f"linear_out({_INPUTS}, Tensor(a!) out) -> ()",
-    cuda=_cuda_into, cpu=_cpu_into, fake=_fake_into,
+_registered = common.define_pair(
+    _OP, "Tensor a, Tensor b, Tensor? bias, int activation, Tensor? residual",
+    more="ScalarType out_dtype", new=_new_out, cuda=_cuda_into, cpu=_cpu_into,
+    check=lambda a, b, bias, _, residual, out: _check(a, b, bias, residual, out, out.dtype),
 )  # fmt: skip

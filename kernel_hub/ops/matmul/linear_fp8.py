@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,19 +9,18 @@ import torch
 
 from ...errors import KernelHubError
 from ..core import common
-from .linear_fp8_plan import COMPUTE_CAPABILITY, CUBIN, SCALE_BLOCK, TABLE, choose
-from .linear_plan import BLOCK_K, Choice
+from ..core.activation import activate
+from ..core.device import device_of
+from ..core.launch import Plans
+from ..core.tensor_maps import Boxes, tensor_map
+from .linear_fp8_plan import CUBIN, SCALE_BLOCK, TABLE, choose
+from .linear_launch import boxes_of
+from .tiles import Choice
 
 DTYPE = torch.float8_e4m3fn
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _OP = "linear"
-_ACTIVATIONS = (
-    lambda x: x, torch.nn.functional.gelu, torch.nn.functional.silu, torch.relu,
-)  # fmt: skip
-_MAX_MAPS = 8192
-# The 128 bytes of a tensor map say all about it and own nothing: address, sizes, strides, box.
-_maps: dict[tuple[Any, ...], bytes] = {}
-_plans: dict[tuple[Any, ...], tuple[Launch, common.Spans]] = {}
+_plans: Plans[tuple[Launch, common.Spans]] = Plans()
 TABLE.on_change(_plans.clear)
 _operands = common.Operands(_OP, "a b", "a_scale b_scale bias residual out")
 _writes = common.Writes(
@@ -37,22 +35,21 @@ class Launch:
     function: Any
     choice: Choice | None = None
     numbers: tuple[int, ...] = ()
-    a_layout: tuple[int, int, int] = (0, 0, 0)  # rows, columns, stride, in pairs of elements
-    b_layout: tuple[int, int, int] = (0, 0, 0)
-    out_layout: tuple[int, int, int] | None = None  # where results leave through boxes
+    boxes: tuple[Boxes, Boxes] | None = None  # of rows and columns: b and a where they swap
+    out_boxes: Boxes | None = None  # where results leave through boxes
 
     def run(
         self, a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any, residual: Any, out: Any
     ) -> None:
         """Launch on the current stream; it begins under the end of the launch before."""
         choice = self.choice
-        assert choice is not None and choice.boxes is not None
-        a_map = _map(a, self.a_layout, choice.boxes[1 if choice.swaps else 0])
-        b_map = _map(b, self.b_layout, choice.boxes[0 if choice.swaps else 1])
-        row_map, column_map = (b_map, a_map) if choice.swaps else (a_map, b_map)
+        assert choice is not None and self.boxes is not None
+        rows, columns = (b, a) if choice.swaps else (a, b)
+        row_map = tensor_map(rows, self.boxes[0])
+        column_map = tensor_map(columns, self.boxes[1])
         out_map = row_map  # not looked at where results leave from registers
-        if self.out_layout is not None and not out.data_ptr() % common.VEC_BYTES:
-            out_map = _map(out, self.out_layout, choice.out_box_rows)
+        if self.out_boxes is not None and not out.data_ptr() % common.VEC_BYTES:
+            out_map = tensor_map(out, self.out_boxes)
         params = (
             out, out_map, row_map, column_map, a_scale, b_scale, bias, residual, *self.numbers,
         )  # fmt: skip
@@ -76,21 +73,17 @@ def linear(
     """As ops.linear, which passes here what is of e4m3 or has scales."""
     if out_dtype is None:
         out_dtype = getattr(out, "dtype", torch.bfloat16)
-    inputs = (a, b, a_scale, b_scale, bias, activation, residual)
+    inputs = (a, b, a_scale, b_scale, bias, activation, residual, use_fast_accum)
     if not _operands.are_plain((a, b), (a_scale, b_scale, bias, residual, out)):
         check(a, b, a_scale, b_scale, bias, residual, out, out_dtype, use_fast_accum)
-        if out is None:
-            return _op(*inputs, out_dtype, use_fast_accum)
-        _op_out(*inputs, out, use_fast_accum)
-        return out
+        return _registered.run(inputs, out, out_dtype)
     is_given = out is not None
     try:
         if out is None:
             out = _new_out(a, b, out_dtype)
         elif out.dtype is not out_dtype:
             raise common.refuse(_OP, "out", f"dtype {out_dtype}, as out_dtype says", out)
-        into = _cuda_into if a.is_cuda else _cpu_into
-        into(*inputs, out, use_fast_accum, is_given)
+        (_cuda_into if a.is_cuda else _cpu_into)(*inputs, out, is_given)
     except common.FOREIGN:
         _operands.check_tensors((a, b), (a_scale, b_scale, bias, residual, out))
         check(a, b, a_scale, b_scale, bias, residual, out, out_dtype, use_fast_accum)
@@ -168,8 +161,9 @@ def _check_scales(a: Any, b: Any, a_scale: Any, b_scale: Any) -> bool:
     return True
 
 
-def _new_out(a: Any, b: Any, out_dtype: Any) -> torch.Tensor:
-    return a.new_empty((*a.shape[:-1], b.shape[0]), dtype=out_dtype)
+def _new_out(a: Any, b: Any, *more: Any) -> Any:
+    """The last argument is its dtype."""
+    return a.new_empty((*a.shape[:-1], b.shape[0]), dtype=more[-1])
 
 
 def _layout_of(tensor: torch.Tensor | None) -> Any:
@@ -178,7 +172,7 @@ def _layout_of(tensor: torch.Tensor | None) -> Any:
 
 def _cuda_into(
     a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any, activation: int, residual: Any,
-    out: Any, use_fast_accum: bool, is_given: bool = True,
+    use_fast_accum: bool, out: Any, is_given: bool = True,
 ) -> None:  # fmt: skip
     """is_given: the caller gave out, which may overlap the rest."""
     tensors = (a, b, a_scale, b_scale, bias, residual, out)
@@ -188,9 +182,7 @@ def _cuda_into(
     if found is None:
         has_blocks = check(*tensors, out.dtype, use_fast_accum)
         plan = plan_launch(*tensors, activation, has_blocks, use_fast_accum)
-        if len(_plans) >= common.MAX_PLANS:
-            _plans.clear()
-        found = _plans[key] = plan, _writes.spans(*tensors)
+        found = _plans.keep(key, (plan, _writes.spans(*tensors)))
     plan, spans = found
     if is_given:
         addresses = tuple([x.data_ptr() for x in tensors if x is not None])
@@ -209,11 +201,11 @@ def plan_launch(
     activation: int, has_blocks: bool, use_fast_accum: bool,
 ) -> Launch:  # fmt: skip
     """Choose the kernel and its numbers for tensors that were checked."""
-    capability, num_sms, gpu_name = _device(a.device)
-    if capability != COMPUTE_CAPABILITY:
+    device = device_of(a.device)
+    if not device.has_wgmma:
         raise common.refuse(
             _OP, "a", "a GPU of compute capability 9.0 (Hopper) for e4m3, which others do without",
-            "compute capability {}.{}".format(*capability),
+            "compute capability {}.{}".format(*device.compute_capability),
         )  # fmt: skip
     if out.numel() == 0:
         return Launch(None)
@@ -240,44 +232,25 @@ def plan_launch(
     if b_scale is not None and b_scale.dim() and (has_blocks or b_scale.numel() > 1):
         b_scale_stride = b_scale.stride(0)
     k_strides = (a_scale.stride(-1), b_scale.stride(1)) if has_blocks else (0, 0)
-    choice = choose(num_sms, m, n, k, bool(use_fast_accum), gpu_name, has_blocks)
+    choice = choose(device.num_sms, m, n, k, bool(use_fast_accum), device.name, has_blocks)
     token = common.DTYPE_TOKENS[out.dtype]
     function = common.shipped(CUBIN, f"linear_fp8_{token}_{choice.variant}")
     numbers = (
         out_stride, residual_stride, a_scale_stride, k_strides[0], b_scale_stride, k_strides[1],
         m, n, k, activation, choice.group, int(has_blocks),
     )  # fmt: skip
-    boxes_fit = choice.out_box_rows > 0 and out.element_size() == 2 and not (n | out_stride) % 8
-    out_layout = (m, n, n if m == 1 else out_stride) if boxes_fit else None
-    a_layout, b_layout = (m, k // 2, a_stride // 2), (n, k // 2, b_stride // 2)
-    return Launch(function, choice, numbers, a_layout, b_layout, out_layout)
-
-
-def _map(tensor: torch.Tensor, layout: tuple[int, int, int], box_rows: int) -> bytes:
-    """The tensor map for boxes of 128 bytes of `box_rows` rows of 16-bit elements; made once."""
-    key = (tensor.data_ptr(), tensor.dtype, layout, box_rows)
-    found = _maps.get(key)
-    if found is None:
-        from ...arrays.tensor_map import TensorMap  # CPU tensors do without the runtime
-
-        rows, columns, stride = layout
-        pairs = tensor.view(torch.int16) if tensor.dtype == DTYPE else tensor
-        found = TensorMap.tiled(
-            pairs, (box_rows, BLOCK_K), swizzle="128B", l2_promotion="256B",
-            shape=(rows, columns), strides=(stride, 1),
-        ).raw  # fmt: skip
-        if len(_maps) >= _MAX_MAPS:
-            _maps.clear()
-        _maps[key] = found
-    return found
-
-
-@functools.cache
-def _device(device: torch.device) -> tuple[tuple[int, int], int, str]:
-    """(compute capability, multiprocessors, name)."""
-    properties = torch.cuda.get_device_properties(device)
-    capability = (properties.major, properties.minor)
-    return capability, properties.multi_processor_count, properties.name
+    assert choice.boxes is not None
+    sides = (m, a_stride), (n, b_stride)
+    first, second = (  # of pairs of elements
+        boxes_of(rows, k // 2, stride // 2, box_rows, torch.int16)
+        for (rows, stride), box_rows in zip(
+            sides[::-1] if choice.swaps else sides, choice.boxes, strict=True
+        )
+    )
+    out_boxes = None
+    if choice.out_box_rows and out.element_size() == 2 and not (n | out_stride) % 8:
+        out_boxes = boxes_of(m, n, n if m == 1 else out_stride, choice.out_box_rows)
+    return Launch(function, choice, numbers, (first, second), out_boxes)
 
 
 def dequantised(
@@ -302,7 +275,7 @@ def dequantised(
 
 def _cpu_into(
     a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any, activation: int, residual: Any,
-    out: Any, use_fast_accum: bool, is_given: bool = True,
+    use_fast_accum: bool, out: Any, is_given: bool = True,
 ) -> None:  # fmt: skip
     """The same on the CPU, by torch."""
     has_blocks = check(a, b, a_scale, b_scale, bias, residual, out, out.dtype, use_fast_accum)
@@ -312,41 +285,18 @@ def _cpu_into(
     values = values @ dequantised(b, b_scale, has_blocks, torch.float32, SCALE_BLOCK).T
     if bias is not None:
         values += bias.float()
-    values = _ACTIVATIONS[activation](values)
+    values = activate(values, activation)
     if residual is not None:
         values = values + residual.float()
     out.copy_(values)
 
 
-def _returning(into: Any) -> Any:
-    def run(
-        a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any, activation: int, residual: Any,
-        out_dtype: Any, use_fast_accum: bool,
-    ) -> torch.Tensor:  # fmt: skip
-        check(a, b, a_scale, b_scale, bias, residual, None, out_dtype, use_fast_accum)
-        out = _new_out(a, b, out_dtype)
-        into(a, b, a_scale, b_scale, bias, activation, residual, out, use_fast_accum, False)
-        return out
-
-    return run
-
-
-def _fake_into(
-    a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any, activation: int, residual: Any,
-    out: Any, use_fast_accum: bool, is_given: bool = True,
-) -> None:  # fmt: skip
-    check(a, b, a_scale, b_scale, bias, residual, out, out.dtype, use_fast_accum)
-
-
-_INPUTS = (
+_registered = common.define_pair(
+    "linear_fp8",
     "Tensor a, Tensor b, Tensor? a_scale, Tensor? b_scale, Tensor? bias, int activation, "
-    "Tensor? residual"
-)
-_op = common.define(
-    f"linear_fp8({_INPUTS}, ScalarType out_dtype, bool use_fast_accum) -> Tensor",
-    cuda=_returning(_cuda_into), cpu=_returning(_cpu_into), fake=_returning(_fake_into),
-)  # fmt: skip
-_op_out = common.define(
-    f"linear_fp8_out({_INPUTS}, Tensor(a!) out, bool use_fast_accum) -> ()",
-    cuda=_cuda_into, cpu=_cpu_into, fake=_fake_into,
+    "Tensor? residual, bool use_fast_accum",
+    more="ScalarType out_dtype", new=_new_out, cuda=_cuda_into, cpu=_cpu_into,
+    check=lambda a, b, a_scale, b_scale, bias, _, residual, use_fast_accum, out: check(
+        a, b, a_scale, b_scale, bias, residual, out, out.dtype, use_fast_accum
+    ),
 )  # fmt: skip

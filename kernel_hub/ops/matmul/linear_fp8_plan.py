@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ...tuning import Gpu, Row, Table
-from .linear_plan import BOX_ROWS, Choice, Hopper
+from ..core.device import SM90
+from .tiles import Choice, Tile, groups_of
 
 CUBIN = "linear_fp8_sm90"
-COMPUTE_CAPABILITY = (9, 0)
 SCALE_BLOCK = 128  # elements of k, and rows of b, under one scale; also those of k in a stage
 _BOX_BYTES = 8192
 _GROUP = 8
@@ -19,7 +19,7 @@ _BYTES_A_US, _START_US = 4.2e6, 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class Scaled(Hopper):
+class Scaled(Tile):
     """A variant; the fields are those of its ScaledConfig."""
 
     is_fast: bool = False  # sums stay in the tensor cores
@@ -30,7 +30,7 @@ class Scaled(Hopper):
         return self.name + ("_fast" if self.is_fast else "")
 
     @property
-    def ring_bytes(self) -> int:
+    def shared_bytes(self) -> int:
         """The ring, the boxes, two barriers a stage, scales and bias of a tile, and scales of
         blocks."""
         stage = (self.block_m + self.block_n) * SCALE_BLOCK + 16
@@ -41,11 +41,11 @@ class Scaled(Hopper):
 
 
 def _scaled(
-    sharing: str, consumers: int, pieces: int, piece_n: int, stages: int, cluster_m: int,
+    swaps: bool, consumers: int, pieces: int, piece_n: int, stages: int, cluster_m: int,
     splits: int, boxes: int, min_blocks: int, is_fast: bool = False,
 ) -> Scaled:  # fmt: skip
     return Scaled(
-        sharing, consumers, pieces, piece_n, stages, cluster_m, 1, splits, boxes, min_blocks,
+        swaps, consumers, pieces, piece_n, stages, cluster_m, 1, splits, boxes, min_blocks,
         is_fast,
     )  # fmt: skip
 
@@ -54,15 +54,15 @@ def _scaled(
 VARIANTS: dict[str, Scaled] = {
     variant.full_name: variant
     for variant in (
-        _scaled("together", 2, 1, 256, 4, 2, 1, 2, 1, is_fast=True),
-        _scaled("together", 2, 1, 192, 5, 2, 1, 1, 1, is_fast=True),
-        _scaled("together", 2, 1, 128, 6, 2, 1, 1, 1),
-        _scaled("together", 2, 1, 64, 8, 2, 1, 1, 1),
-        _scaled("swapped", 1, 1, 16, 10, 1, 1, 1, 2),
-        _scaled("swapped", 1, 1, 16, 10, 1, 2, 0, 2),
-        _scaled("swapped", 1, 1, 64, 6, 1, 1, 1, 2),
-        _scaled("swapped", 1, 1, 64, 12, 1, 1, 1, 1),
-        _scaled("swapped", 1, 1, 64, 13, 1, 2, 0, 1),
+        _scaled(False, 2, 1, 256, 4, 2, 1, 2, 1, is_fast=True),
+        _scaled(False, 2, 1, 192, 5, 2, 1, 1, 1, is_fast=True),
+        _scaled(False, 2, 1, 128, 6, 2, 1, 1, 1),
+        _scaled(False, 2, 1, 64, 8, 2, 1, 1, 1),
+        _scaled(True, 1, 1, 16, 10, 1, 1, 1, 2),
+        _scaled(True, 1, 1, 16, 10, 1, 2, 0, 2),
+        _scaled(True, 1, 1, 64, 6, 1, 1, 1, 2),
+        _scaled(True, 1, 1, 64, 12, 1, 1, 1, 1),
+        _scaled(True, 1, 1, 64, 13, 1, 2, 0, 1),
     )
 }
 
@@ -86,21 +86,12 @@ def make_choice(
 ) -> Choice:
     """The launch of a variant. has_blocks: there are scales of blocks."""
     variant = VARIANTS[name]
-    tiles_m, tiles_n = variant.tiles(m, n)
-    clusters = tiles_m * tiles_n
-    if variant.splits == 1:  # those that share k take one tile each
-        clusters = min(clusters, variant.clusters_at_once(num_sms))
+    grid, block = variant.launch(num_sms, m, n)
+    variant_name = WITH_BLOCKS.get(name, name) if has_blocks else name
     return Choice(
-        CUBIN,
-        WITH_BLOCKS.get(name, name) if has_blocks else name,
-        (clusters * variant.cluster_size, 1, 1),
-        (128 * (variant.consumers + 1), 1, 1),
-        variant.ring_bytes,
-        (variant.block_m, variant.block_n // variant.cluster_m),
-        variant.swaps,
-        (variant.block_n if variant.swaps else BOX_ROWS) if variant.boxes else 0,
-        group,
-    )
+        CUBIN, variant_name, grid, block, variant.shared_bytes, variant.row_boxes, variant.swaps,
+        variant.out_box_rows, group,
+    )  # fmt: skip
 
 
 def expected_us(name: str, num_sms: int, m: int, n: int, k: int) -> float:
@@ -108,8 +99,7 @@ def expected_us(name: str, num_sms: int, m: int, n: int, k: int) -> float:
     variant = VARIANTS[name]
     cost = TABLE.costs("sm90")[name]
     steps = -(-k // SCALE_BLOCK)
-    tiles_m, tiles_n = variant.tiles(m, n)
-    waves = -(-tiles_m * tiles_n // variant.clusters_at_once(num_sms))
+    waves = -(-variant.tiles(m, n) // variant.clusters_at_once(num_sms))
     busy = waves * (cost["step_us"] * -(-steps // variant.splits) + cost["tile_us"])
     memory = (n * k + m * k + 2 * m * n) / _BYTES_A_US + _START_US
     return max(busy, memory) + 0.01 * busy
@@ -129,7 +119,7 @@ def choose(
 
     is_fast: sums may stay in the tensor cores over all of k. has_blocks: scales are of blocks.
     """
-    gpu = Gpu(COMPUTE_CAPABILITY, num_sms, gpu_name)
+    gpu = Gpu(SM90, num_sms, gpu_name)
     row = TABLE.lookup(gpu, m, n=n, k=k, fast=int(is_fast))
     if row is not None:
         group = row.numbers.get("group", _GROUP)
@@ -163,6 +153,5 @@ TABLE.on_change(choose.cache_clear)
 
 def candidates(gpu: Gpu, m: int, *, n: int, k: int, fast: int) -> Iterator[Row]:
     """Every launch that `kernel-hub tune` measures."""
-    groups = (_GROUP,) if m <= 1024 else (4, 8, 16)
-    rows = (Row(name, {"group": group}) for name in VARIANTS for group in groups)
+    rows = (Row(name, {"group": group}) for name in VARIANTS for group in groups_of(m))
     yield from (row for row in rows if not _check(row, gpu.arch, m, n=n, k=k, fast=fast))

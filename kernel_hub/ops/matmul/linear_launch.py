@@ -9,14 +9,13 @@ from typing import Any
 import torch
 
 from ..core import common
-from ..core.common import gpu_of
 from ..core.counters import counters
-from .linear_plan import BLOCK_K, MAX_SPLIT_TILES, Choice, choose
+from ..core.device import device_of, overlaps_launches
+from ..core.tensor_maps import Boxes, tensor_map
+from .linear_plan import MAX_SPLIT_TILES, choose
+from .tiles import BLOCK_K, Choice
 
 _OP = "linear"
-_MAX_MAPS = 8192
-# The 128 bytes of a tensor map say all about it and own nothing: address, sizes, strides, box.
-_maps: dict[tuple[Any, ...], bytes] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +25,9 @@ class Launch:
     function: Any
     choice: Choice | None
     numbers: tuple[int, ...] = ()
-    a_layout: tuple[int, int, int] = (0, 0, 0)  # rows, columns, stride
-    b_layout: tuple[int, int, int] = (0, 0, 0)
-    out_layout: tuple[int, int, int] | None = None  # where results leave through boxes
-    residual_layout: tuple[int, int, int] | None = None  # where it arrives through boxes
+    boxes: tuple[Boxes, Boxes] | None = None  # of rows and columns: b and a where they swap
+    out_boxes: Boxes | None = None  # where results leave through boxes
+    residual_boxes: Boxes | None = None  # where it arrives through boxes
     options: Mapping[str, bool] = field(default_factory=dict)  # of the launch
 
     def run(
@@ -43,19 +41,17 @@ class Launch:
         """Launch on the current stream."""
         choice = self.choice
         assert choice is not None
-        if choice.boxes is not None:
+        if self.boxes is not None:
             rows, columns = (b, a) if choice.swaps else (a, b)
-            layouts = (self.a_layout, self.b_layout)
-            first, second = layouts[::-1] if choice.swaps else layouts
-            row_map = tensor_map(rows, first, choice.boxes[0])
-            column_map = tensor_map(columns, second, choice.boxes[1])
+            row_map = tensor_map(rows, self.boxes[0])
+            column_map = tensor_map(columns, self.boxes[1])
             out_map = row_map  # not looked at where results leave from registers
-            if self.out_layout is not None and not out.data_ptr() % common.VEC_BYTES:
-                out_map = tensor_map(out, self.out_layout, choice.out_box_rows)
+            if self.out_boxes is not None and not out.data_ptr() % common.VEC_BYTES:
+                out_map = tensor_map(out, self.out_boxes)
             residual_map = row_map
-            layout = self.residual_layout
-            if layout and residual is not None and not residual.data_ptr() % common.VEC_BYTES:
-                residual_map = tensor_map(residual, layout, choice.out_box_rows)
+            added = self.residual_boxes
+            if added and residual is not None and not residual.data_ptr() % common.VEC_BYTES:
+                residual_map = tensor_map(residual, added)
             maps = (out_map, residual_map, row_map, column_map)
             params = (out, *maps, bias, residual, *self.numbers)
         else:
@@ -96,7 +92,7 @@ def plan_launch(
             raise common.refuse(
                 _OP, argument, "rows that begin at multiples of 16 bytes (copy it first)", tensor
             )
-    capability, num_sms, name = gpu_of(a.device)
+    capability, num_sms, name = device_of(a.device)[:3]
     overlaps = [(m, a_stride, k), (n, b_stride, k)]
     if residual is not None:
         overlaps.append((m, residual_stride, n))
@@ -106,38 +102,30 @@ def plan_launch(
     token = common.DTYPE_TOKENS[a.dtype]
     suffix = "_fp32" if out.dtype != a.dtype else ""
     function = common.shipped(choice.cubin, f"linear_{token}_{choice.variant}{suffix}")
-    last = (residual_stride, m, n, k, activation)
-    if choice.boxes is not None:
-        numbers: tuple[int, ...] = (out_stride, *last, choice.group)
-    else:
-        numbers = (out_stride, a_stride, b_stride, *last)
-    boxes_fit = (
-        choice.out_box_rows > 0 and out.dtype == a.dtype and not n % 8 and not out_stride % 8
-    )
-    out_layout = (m, n, n if m == 1 else out_stride) if boxes_fit else None
-    residual_layout = None
-    if boxes_fit and residual is not None and not choice.swaps and not residual_stride % 8:
-        residual_layout = (m, n, n if m == 1 else residual_stride)
     # These kernels wait for the launch before themselves, so that their start overlaps its end.
-    may_overlap = choice.overlaps and capability >= (9, 0) and choice.cubin != "linear"
+    may_overlap = choice.overlaps and overlaps_launches(capability) and choice.cubin != "linear"
     options = {"programmatic": True} if may_overlap else {}
-    layouts = (m, k, a_stride), (n, k, b_stride)
-    return Launch(function, choice, numbers, *layouts, out_layout, residual_layout, options)
+    last = (residual_stride, m, n, k, activation)
+    if choice.boxes is None:
+        return Launch(function, choice, (out_stride, a_stride, b_stride, *last), options=options)
+    sides = (m, k, a_stride), (n, k, b_stride)
+    first, second = (
+        boxes_of(*side, rows)
+        for side, rows in zip(sides[::-1] if choice.swaps else sides, choice.boxes, strict=True)
+    )
+    out_boxes = residual_boxes = None
+    if choice.out_box_rows and out.dtype == a.dtype and not (n | out_stride) % 8:
+        out_boxes = boxes_of(m, n, n if m == 1 else out_stride, choice.out_box_rows)
+        if residual is not None and not choice.swaps and not residual_stride % 8:
+            stride = n if m == 1 else residual_stride
+            residual_boxes = boxes_of(m, n, stride, choice.out_box_rows)
+    numbers = (out_stride, *last, choice.group)
+    boxes = first, second
+    return Launch(function, choice, numbers, boxes, out_boxes, residual_boxes, options)
 
 
-def tensor_map(tensor: torch.Tensor, layout: tuple[int, int, int], box_rows: int) -> bytes:
-    """The tensor map for boxes of `box_rows` rows and 64 elements of k; made once."""
-    key = (tensor.data_ptr(), tensor.dtype, layout, box_rows)
-    found = _maps.get(key)
-    if found is None:
-        from ...arrays.tensor_map import TensorMap  # CPU tensors do without the runtime
-
-        rows, columns, stride = layout
-        found = TensorMap.tiled(
-            tensor, (box_rows, BLOCK_K), swizzle="128B", l2_promotion="256B",
-            shape=(rows, columns), strides=(stride, 1),
-        ).raw  # fmt: skip
-        if len(_maps) >= _MAX_MAPS:
-            _maps.clear()
-        _maps[key] = found
-    return found
+def boxes_of(
+    rows: int, columns: int, stride: int, box_rows: int, dtype: torch.dtype | None = None
+) -> Boxes:
+    """Boxes of `box_rows` rows and 64 elements of a matrix."""
+    return Boxes((rows, columns), (stride, 1), (box_rows, BLOCK_K), dtype)

@@ -1,36 +1,10 @@
-"""From tensors to the launch of a product of paired rows: strides and tensor maps."""
+"""From tensors to the launch of a product of paired rows: strides."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 
 from ..core import common
-from .paired_plan import BLOCK_K
-
-_MAX_MAPS = 8192
-# The 128 bytes of a tensor map say all about it and own nothing: address, sizes, strides, box.
-_maps: dict[tuple[Any, ...], bytes] = {}
-
-
-def tensor_map(
-    tensor: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
-) -> bytes:
-    """The tensor map for boxes of `box` rows of 64 elements of k; made once."""
-    key = (tensor.data_ptr(), tensor.dtype, shape, strides, box)
-    found = _maps.get(key)
-    if found is None:
-        from ...arrays.tensor_map import TensorMap  # CPU tensors do without the runtime
-
-        found = TensorMap.tiled(
-            tensor, (*box, BLOCK_K), swizzle="128B", l2_promotion="256B",
-            shape=shape, strides=(*strides, 1),
-        ).raw  # fmt: skip
-        if len(_maps) >= _MAX_MAPS:
-            _maps.clear()
-        _maps[key] = found
-    return found
 
 
 def rows_and_strides(

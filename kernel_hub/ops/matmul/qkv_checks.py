@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from ...errors import TensorError
 from ..core import common
+from ..core.kv_cache import Tokens, batch_and_seqlen, check_caches
+from ..core.rotary import check_rotation
 
 OP = "qkv_linear"
 _DTYPES = (torch.float16, torch.bfloat16)
-_INDICES = (torch.int32, torch.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +52,7 @@ class Given:
     @property
     def batch_and_seqlen(self) -> tuple[int, int]:
         """Sequences, and tokens from one to the next of a dense x."""
-        if self.cu_seqlens is not None:
-            return self.cu_seqlens.shape[0] - 1, max(1, self.x.shape[0])
-        if self.x.dim() == 3:
-            return self.x.shape[0], max(1, self.x.shape[1])
-        return 1, max(1, self.x.shape[0])
+        return batch_and_seqlen(self.x.shape[:-1], self.cu_seqlens)
 
 
 def check(given: Given) -> None:
@@ -76,9 +72,11 @@ def check(given: Given) -> None:
         raise common.refuse(OP, "w_qkv", f"sizes of at most {common.MAX_SIZE}", w)
     if given.bias is not None:
         common.check_like(OP, "bias", given.bias, (w.shape[0],), x)
-    _check_sequences(given)
-    _check_targets(given)
+    tokens = Tokens(OP, "x", x, x.shape[:-1], "(total, hidden_size)")
+    tokens.check_sequences(given.cu_seqlens, given.cache_seqlens)
+    _check_targets(given, tokens)
     _check_rotation(given)
+    tokens.check_positions(given.cos, given.positions, given.cu_seqlens)
     for name in ("bias", "out_q", "out_k", "out_v", "k_cache", "v_cache"):
         _check_aligned(name, getattr(given, name))
 
@@ -102,25 +100,7 @@ def check_heads(x: Any, w: Any, num_heads: Any, num_kv_heads: Any) -> None:
         raise common.refuse(OP, "w_qkv", f"shape ({w.shape[0]}, {k})", w)
 
 
-def _check_sequences(given: Given) -> None:
-    x, cu_seqlens, cache_seqlens = given.x, given.cu_seqlens, given.cache_seqlens
-    if cu_seqlens is not None:
-        common.check_tensor(OP, "cu_seqlens", cu_seqlens)
-        if x.dim() != 2:
-            expected = "shape (total, hidden_size) where cu_seqlens is given"
-            raise common.refuse(OP, "x", expected, x)
-        if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
-            raise common.refuse(OP, "cu_seqlens", "shape (batch + 1,)", cu_seqlens)
-        common.check_like(OP, "cu_seqlens", cu_seqlens, cu_seqlens.shape, x, dtypes=(torch.int32,))
-    if cache_seqlens is not None:
-        if x.dim() == 2 and cu_seqlens is None:
-            expected = "None, as nothing says which sequence a token is of (give cu_seqlens)"
-            raise common.refuse(OP, "cache_seqlens", expected, cache_seqlens)
-        batch = (given.batch_and_seqlen[0],)
-        common.check_like(OP, "cache_seqlens", cache_seqlens, batch, x, dtypes=(torch.int32,))
-
-
-def _check_targets(given: Given) -> None:
+def _check_targets(given: Given, tokens: Tokens) -> None:
     x, k_cache = given.x, given.k_cache
     leading, head_dim = x.shape[:-1], given.head_dim
     shape = (*leading, given.num_kv_heads, head_dim)
@@ -136,95 +116,32 @@ def _check_targets(given: Given) -> None:
             if getattr(given, argument) is not None:
                 expected = "None, as keys and values go into the cache"
                 raise common.refuse(OP, argument, expected, getattr(given, argument))
-        _check_caches(given)
+        heads = (given.num_kv_heads, head_dim)
+        check_caches(OP, k_cache, given.v_cache, heads, x, (x.dtype,))
+        if x.dim() == 2 and given.cu_seqlens is None and given.slot_mapping is None:
+            expected = "cu_seqlens or slot_mapping with it, or shape (batch, seqlen, hidden_size)"
+            raise common.refuse(OP, "x", expected, x)
+        tokens.check_places(k_cache, given.cu_seqlens, given.block_table, given.slot_mapping)
     for argument, out, expected_shape in outs:
         common.check_like(OP, argument, out, expected_shape, x)
         common.check_output(OP, argument, out)
 
 
-def _check_caches(given: Given) -> None:
-    x, k_cache, block_table = given.x, given.k_cache, given.block_table
-    common.check_tensor(OP, "k_cache", k_cache)
-    last = (given.num_kv_heads, given.head_dim)
-    if k_cache.dim() != 4:
-        expected = f"shape (pages or batch, page_size or max_seqlen, {last[0]}, {last[1]})"
-        raise common.refuse(OP, "k_cache", expected, k_cache)
-    for argument, cache in (("k_cache", k_cache), ("v_cache", given.v_cache)):
-        common.check_like(OP, argument, cache, (*k_cache.shape[:2], *last), x)
-        common.check_output(OP, argument, cache)
-        if max(cache.shape[:2]) > common.MAX_SIZE:
-            raise common.refuse(OP, argument, f"at most {common.MAX_SIZE} pages and rows", cache)
-    batch_size, _ = given.batch_and_seqlen
-    if given.slot_mapping is not None:
-        if block_table is not None:
-            raise TensorError(f"{OP}: block_table: expected None where slot_mapping is given")
-        _check_tokens("slot_mapping", given.slot_mapping, x)
-        if k_cache.shape[0] * k_cache.shape[1] >= 2**31:
-            raise common.refuse(OP, "k_cache", "fewer than 2**31 slots with slot_mapping", k_cache)
-        return
-    if x.dim() == 2 and given.cu_seqlens is None:
-        expected = "cu_seqlens or slot_mapping with it, or shape (batch, seqlen, hidden_size)"
-        raise common.refuse(OP, "x", expected, x)
-    if block_table is not None:
-        common.check_tensor(OP, "block_table", block_table)
-        if block_table.dim() != 2:
-            raise common.refuse(OP, "block_table", "shape (batch, max_pages)", block_table)
-        shape = (batch_size, block_table.shape[1])
-        common.check_like(OP, "block_table", block_table, shape, x, dtypes=(torch.int32,))
-        if k_cache.shape[1] * block_table.shape[1] >= 2**31:
-            raise common.refuse(OP, "block_table", "fewer than 2**31 tokens a row", block_table)
-    elif k_cache.shape[0] != batch_size:
-        expected = f"one row of pages for each of {batch_size} sequences (or a block_table)"
-        raise common.refuse(OP, "k_cache", expected, k_cache)
-
-
 def _check_rotation(given: Given) -> None:
     x, cos, sin, rotary_dim = given.x, given.cos, given.sin, given.rotary_dim
-    common.check_flag(OP, "interleaved", given.interleaved)
-    common.check_count(OP, "rotary_dim", rotary_dim)
+    check_rotation(
+        OP, cos, sin, given.interleaved, rotary_dim, given.head_dim, x, step=16, least=1,
+        positions=given.positions,
+    )  # fmt: skip
     if cos is None:
-        for argument in ("sin", "positions"):
-            if getattr(given, argument) is not None:
-                expected = "None where cos is None"
-                raise common.refuse(OP, argument, expected, getattr(given, argument))
-        if rotary_dim:
-            raise common.refuse(OP, "rotary_dim", "0 or None where cos is None", rotary_dim)
         return
-    common.check_tensor(OP, "cos", cos)
-    if cos.dim() != 2:
-        raise common.refuse(OP, "cos", "shape (max_position, rotary_dim // 2)", cos)
-    if rotary_dim % 16 or not 0 < rotary_dim <= given.head_dim:
-        raise TensorError(
-            f"{OP}: rotary_dim: expected a multiple of 16 up to head_dim = {given.head_dim}, found "
-            f"{rotary_dim} (it is twice the last dimension of cos unless given)"
-        )
-    table = (cos.shape[0], rotary_dim // 2)
-    for argument, value in (("cos", cos), ("sin", sin)):
-        common.check_like(OP, argument, value, table, x, dtypes=(torch.float32, x.dtype))
-        address = value.data_ptr() if common.is_plain(value) else 0
-        if address % (2 * value.element_size()) or value.stride(0) % 2:
+    for argument, table in (("cos", cos), ("sin", sin)):
+        address = table.data_ptr() if common.is_plain(table) else 0
+        if address % (2 * table.element_size()) or table.stride(0) % 2:
             expected = "rows that begin at an even element (copy it first)"
-            raise common.refuse(OP, argument, expected, value)
-        if value.shape[0] * value.stride(0) >= 2**31:
-            raise common.refuse(OP, argument, "a table of fewer than 2**31 elements", value)
-    if cos.dtype != sin.dtype or cos.stride() != sin.stride():
-        raise common.refuse(OP, "sin", f"the dtype and strides of cos ({common.say(cos)})", sin)
-    if given.positions is not None:
-        _check_tokens("positions", given.positions, x)
-    elif x.dim() == 2 and given.cu_seqlens is None:
-        raise TensorError(
-            f"{OP}: positions: expected one for each of {x.shape[0]} tokens, as neither cu_seqlens "
-            "nor a batch dimension of x says which sequence they are of, found None"
-        )
-
-
-def _check_tokens(argument: str, indices: Any, x: Any) -> None:
-    """One index for each token: the leading dimensions of x, or all of them as one."""
-    common.check_tensor(OP, argument, indices)
-    shape = (x.shape[:-1].numel(),) if indices.dim() == 1 else x.shape[:-1]
-    common.check_like(OP, argument, indices, shape, x, dtypes=_INDICES)
-    if not indices.is_contiguous():
-        raise common.refuse(OP, argument, "a contiguous tensor", indices)
+            raise common.refuse(OP, argument, expected, table)
+        if table.shape[0] * table.stride(0) >= 2**31:
+            raise common.refuse(OP, argument, "a table of fewer than 2**31 elements", table)
 
 
 def _check_aligned(argument: str, tensor: Any) -> None:

@@ -11,11 +11,15 @@ import torch
 
 from ...errors import KernelHubError
 from ..core import bounds, common
-from ..core.common import gpu_of
+from ..core.device import device_of
 from ..core.kv_cache import places
-from .paired_launch import rows_and_strides, tensor_map
-from .paired_plan import GROUP_ROWS, TABLES, Choice, choose
+from ..core.launch import Plans
+from ..core.rotary import rotated
+from ..core.tensor_maps import Boxes, tensor_map
+from .paired_launch import rows_and_strides
+from .paired_plan import GROUP_ROWS, TABLES, choose
 from .qkv_checks import OP, Given, check, check_heads
+from .tiles import BLOCK_K, Choice
 
 _is_tracing = torch.compiler.is_dynamo_compiling
 _OPTIONAL = (
@@ -30,19 +34,18 @@ _writes = common.Writes(OP, f"x w_qkv {_OPTIONAL}", "k_cache v_cache out_q out_k
 class _Plan:
     """A launch but for its pointers; `choice` is None where there is nothing to compute.
 
-    a_map, b_map: shape, strides and box, where the kernel takes tensor maps.
+    boxes: of a and b, where the kernel takes tensor maps.
     """
 
     function: Any
     choice: Choice | None = None
     numbers: tuple[int, ...] = ()
-    a_map: Any = None
-    b_map: Any = None
+    boxes: tuple[Boxes, Boxes] | None = None
     is_programmatic: bool = False  # may begin under the end of the launch before
 
 
-_plans: dict[tuple[Any, ...], tuple[_Plan, common.Spans]] = {}
-TABLES[OP].on_change(lambda: _plans.clear())
+_plans: Plans[tuple[_Plan, common.Spans]] = Plans()
+TABLES[OP].on_change(_plans.clear)
 
 
 def qkv_linear(
@@ -165,8 +168,8 @@ def _paired_dim(given: Given) -> int:
     return head_dim if head_dim % rotary_dim == 0 else rotary_dim
 
 
-def _swapped_map(given: Given, share: int, b_stride: int) -> tuple[tuple[int, int], Any]:
-    """((groups a block, rows of a box), (shape, strides, box)) for tiles whose rows are w_qkv's:
+def _swapped_boxes(given: Given, share: int, b_stride: int) -> tuple[tuple[int, int], Boxes]:
+    """((groups a block, rows of a box), boxes) for tiles whose rows are w_qkv's:
     8 rows and their partners, 8 rows ...
     """
     rows, k = given.w_qkv.shape
@@ -174,29 +177,29 @@ def _swapped_map(given: Given, share: int, b_stride: int) -> tuple[tuple[int, in
         half, row = (1, 2) if given.rotary_dim else (8, 1)
         groups, box = rows // GROUP_ROWS, share // GROUP_ROWS
         shape = (1, groups, 2, 8, k)
-        strides = (GROUP_ROWS * b_stride, GROUP_ROWS * b_stride, half * b_stride, row * b_stride)
+        strides = (GROUP_ROWS * b_stride, GROUP_ROWS * b_stride, half * b_stride, row * b_stride, 1)
     else:
         block = given.rotary_dim
         groups = block // GROUP_ROWS
         box = math.gcd(groups, share // GROUP_ROWS)
         shape = (rows // block, groups, 2, 8, k)
-        strides = (block * b_stride, 8 * b_stride, block // 2 * b_stride, b_stride)
-    return (groups, box * GROUP_ROWS), (shape, strides, (1, box, 2, 8))
+        strides = (block * b_stride, 8 * b_stride, block // 2 * b_stride, b_stride, 1)
+    return (groups, box * GROUP_ROWS), Boxes(shape, strides, (1, box, 2, 8, BLOCK_K))
 
 
-def _block_map(given: Given, b_stride: int) -> tuple[tuple[int, int, int, int], Any]:
-    """((pairs a run, blocks a run, step, distance), (shape, strides, box)) for the others.
+def _block_boxes(given: Given, b_stride: int) -> tuple[tuple[int, int, int, int], Boxes]:
+    """((pairs a run, blocks a run, step, distance), boxes) for the others.
 
     A box is a block of 32 rows, in the order in which four lanes have 8 neighbours each. Blocks
     come in pairs: those that a rotation pairs, or neighbours.
     """
     rows, k = given.w_qkv.shape
-    shape, box = (rows // 32, 4, 4, 2, k), (1, 4, 4, 2)
-    strides = (32 * b_stride, 2 * b_stride, 8 * b_stride, b_stride)
+    strides = (32 * b_stride, 2 * b_stride, 8 * b_stride, b_stride, 1)
+    boxes = Boxes((rows // 32, 4, 4, 2, k), strides, (1, 4, 4, 2, BLOCK_K))
     pairs = given.rotary_dim // 64
     if not _paired_dim(given):
-        return (rows // 32 + 1, 0, 2, 1), (shape, strides, box)
-    return (pairs, 2 * pairs, 1, pairs), (shape, strides, box)
+        return (rows // 32 + 1, 0, 2, 1), boxes
+    return (pairs, 2 * pairs, 1, pairs), boxes
 
 
 def _fits_hopper(given: Given) -> bool:
@@ -224,8 +227,8 @@ def _plan(given: Given) -> _Plan:
     paired_dim = _paired_dim(given)
     # Rows that overlap, and pairs in part of a head: pointers, no tensor maps.
     has_maps = _fits_hopper(given) and (m == 1 or x_stride >= k) and w_stride >= k
-    gpu = gpu_of(x.device)
-    choice = choose(OP, gpu, m, rows, k, has_maps)
+    device = device_of(x.device)
+    choice = choose(OP, device.gpu, m, rows, k, has_maps)
     function = common.shipped(choice.cubin, f"{OP}_{common.DTYPE_TOKENS[x.dtype]}_{choice.variant}")
     if k_cache is None:  # page_size 0: keys and values lie as tokens do
         caches = [
@@ -251,18 +254,18 @@ def _plan(given: Given) -> _Plan:
         0 if positions is None else positions.element_size(),
         0 if slots is None else slots.element_size(),
     )  # fmt: skip
-    is_programmatic = gpu.compute_capability >= (9, 0)
-    if choice.hopper is None:
+    is_programmatic = device.overlaps_launches
+    if choice.tile is None:
         numbers = (*strides, x_stride, w_stride, *sizes)
         return _Plan(function, choice, numbers, is_programmatic=is_programmatic)
-    a_map = (m, k), (x_stride,), (choice.hopper.a_box_rows,)
+    a_boxes = Boxes((m, k), (x_stride, 1), (choice.tile.a_box_rows, BLOCK_K))
     boxes, blocks = (1, 16), (1, 0, 1, 1)
-    if choice.hopper.swaps:
-        boxes, b_map = _swapped_map(given, choice.hopper.b_share, w_stride)
+    if choice.tile.swaps:
+        boxes, b_boxes = _swapped_boxes(given, choice.tile.b_share, w_stride)
     else:
-        blocks, b_map = _block_map(given, w_stride)
+        blocks, b_boxes = _block_boxes(given, w_stride)
     numbers = (*strides, *sizes, *blocks, *boxes, choice.group)
-    return _Plan(function, choice, numbers, a_map, b_map, is_programmatic)
+    return _Plan(function, choice, numbers, (a_boxes, b_boxes), is_programmatic)
 
 
 def _cuda_into(given: Given, is_given: bool = True) -> None:
@@ -284,19 +287,17 @@ def _cuda_into(given: Given, is_given: bool = True) -> None:
     found = _plans.get(key)
     if found is None:
         plan = _plan(given)
-        if len(_plans) >= common.MAX_PLANS:
-            _plans.clear()
-        found = _plans[key] = plan, _writes.spans(*tensors)
+        found = _plans.keep(key, (plan, _writes.spans(*tensors)))
     plan, spans = found
     if is_given and addresses not in spans.apart:
         spans.check(addresses)
     choice = plan.choice
     if choice is None:
         return
-    if choice.hopper is None:
+    if plan.boxes is None:
         matrices: tuple[Any, Any] = (x, w)
     else:
-        matrices = tensor_map(x, *plan.a_map), tensor_map(w, *plan.b_map)
+        matrices = tensor_map(x, plan.boxes[0]), tensor_map(w, plan.boxes[1])
     has_cache = given.k_cache is not None
     params = (
         given.out_q, given.k_cache if has_cache else given.out_k,
@@ -319,34 +320,23 @@ def _cpu_into(given: Given, is_given: bool = True) -> None:
     check(given)
     if is_given:
         _writes.check(*_tensors(given))
-    x, cos, sin, rotary_dim = given.x, given.cos, given.sin, given.rotary_dim
+    x = given.x
     m = x.shape[:-1].numel()
     values = x.reshape(m, x.shape[-1]).float() @ given.w_qkv.float().T
     if given.bias is not None:
         values += given.bias.float()
     heads = values.view(m, given.total_heads, given.head_dim)
     cache = given.k_cache
-    if cache is None:  # one page a sequence
-        batch_size, seqlen = given.batch_and_seqlen
-        cache = x.new_empty((batch_size, seqlen, 1, 1), device="meta")
+    if cache is None:  # one page a sequence, of which sizes and device count
+        cache = x.new_empty(()).expand(*given.batch_and_seqlen, 1, 1)
     tokens = places(
-        x[..., None, :], cache, given.cache_seqlens, given.block_table, given.slot_mapping,
+        x.shape[:-1], cache, given.cache_seqlens, given.block_table, given.slot_mapping,
         given.cu_seqlens, given.positions,
     )  # fmt: skip
-    rotated = given.num_heads + given.num_kv_heads
-    if cos is not None:
-        known = (tokens.position >= 0) & (tokens.position < cos.shape[0])
-        at = torch.where(known, tokens.position, 0)
-        c, s = (
-            torch.where(known[:, None], table.float()[at], math.nan)[:, None]
-            for table in (cos, sin)
-        )
-        half = rotary_dim // 2
-        first = slice(0, rotary_dim, 2) if given.interleaved else slice(0, half)
-        second = slice(1, rotary_dim, 2) if given.interleaved else slice(half, rotary_dim)
-        a, b = (heads[:, :rotated, part].clone() for part in (first, second))
-        heads[:, :rotated, first] = a * c - b * s
-        heads[:, :rotated, second] = b * c + a * s
+    turned = heads[:, : given.num_heads + given.num_kv_heads]
+    turned.copy_(
+        rotated(turned, given.cos, given.sin, tokens.position, given.interleaved, given.rotary_dim)
+    )
     q, k, v = heads.split([given.num_heads, given.num_kv_heads, given.num_kv_heads], dim=1)
     _assign(given.out_q, tokens.inside, q)
     if given.k_cache is None:

@@ -10,9 +10,12 @@ import torch
 
 from ...errors import KernelHubError
 from ..core import common
-from ..core.common import gpu_of
-from .paired_launch import rows_and_strides, tensor_map
-from .paired_plan import GROUP_ROWS, TABLES, Choice, choose
+from ..core.device import device_of
+from ..core.launch import Plans
+from ..core.tensor_maps import Boxes, tensor_map
+from .paired_launch import rows_and_strides
+from .paired_plan import GROUP_ROWS, TABLES, choose
+from .tiles import BLOCK_K, Choice
 
 _OP = "swiglu_linear"
 _DTYPES = (torch.float16, torch.bfloat16)
@@ -24,19 +27,18 @@ _writes = common.Writes(_OP, "out a b_gate_up", "out")
 class _Plan:
     """A launch but for its pointers; `function` is None where there is nothing to compute.
 
-    a_map, b_map: shape, strides and box, where the kernel takes tensor maps.
+    boxes: of a and b, where the kernel takes tensor maps.
     """
 
     function: Any
     choice: Choice | None = None
     numbers: tuple[int, ...] = ()
-    a_map: Any = None
-    b_map: Any = None
+    boxes: tuple[Boxes, Boxes] | None = None
     is_programmatic: bool = False  # may begin under the end of the launch before
 
 
-_plans: dict[tuple[Any, ...], tuple[_Plan, common.Spans]] = {}
-TABLES[_OP].on_change(lambda: _plans.clear())
+_plans: Plans[tuple[_Plan, common.Spans]] = Plans()
+TABLES[_OP].on_change(_plans.clear)
 
 
 def swiglu_linear(
@@ -60,11 +62,7 @@ def swiglu_linear(
     """
     if not _operands.are_plain((a, b_gate_up), (out,)):
         _check(a, b_gate_up, out)
-        if out is None:
-            result: torch.Tensor = _op(a, b_gate_up)
-            return result
-        _op_out(a, b_gate_up, out)
-        return out
+        return _registered.run((a, b_gate_up), out)
     is_given = out is not None
     try:
         out = _new_out(a, b_gate_up) if out is None else out
@@ -97,9 +95,8 @@ def _check(a: Any, b: Any, out: Any = None) -> None:
         common.check_output(_OP, "out", out)
 
 
-def _new_out(a: Any, b: Any) -> torch.Tensor:
-    out: torch.Tensor = a.new_empty((*a.shape[:-1], b.shape[0] // 2))
-    return out
+def _new_out(a: Any, b: Any) -> Any:
+    return a.new_empty((*a.shape[:-1], b.shape[0] // 2))
 
 
 def _plan(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> _Plan:
@@ -112,24 +109,24 @@ def _plan(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> _Plan:
     n = -(-columns // 8) * GROUP_ROWS
     # Rows that overlap, or an expanded one: pointers, no tensor maps.
     has_maps = columns % 8 == 0 and (m == 1 or a_stride >= k) and b_stride >= k
-    gpu = gpu_of(a.device)
-    choice = choose(_OP, gpu, m, n, k, has_maps)
+    device = device_of(a.device)
+    choice = choose(_OP, device.gpu, m, n, k, has_maps)
     token = common.DTYPE_TOKENS[a.dtype]
     function = common.shipped(choice.cubin, f"{_OP}_{token}_{choice.variant}")
-    is_programmatic = gpu.compute_capability >= (9, 0)
-    if choice.hopper is None:
+    is_programmatic = device.overlaps_launches
+    if choice.tile is None:
         numbers: tuple[int, ...] = (out_stride, a_stride, b_stride, m, columns, k)
         return _Plan(function, choice, numbers, is_programmatic=is_programmatic)
-    share = choice.hopper.b_share
-    a_map = (m, k), (a_stride,), (choice.hopper.a_box_rows,)
+    share = choice.tile.b_share
+    a_boxes = Boxes((m, k), (a_stride, 1), (choice.tile.a_box_rows, BLOCK_K))
     # 8 rows of the gate, the 8 of up beside them, the next 8 of the gate, ...
-    b_map = (
+    b_boxes = Boxes(
         (1, columns // 8, 2, 8, k),
-        (8 * b_stride, 8 * b_stride, columns * b_stride, b_stride),
-        (1, share // GROUP_ROWS, 2, 8),
+        (8 * b_stride, 8 * b_stride, columns * b_stride, b_stride, 1),
+        (1, share // GROUP_ROWS, 2, 8, BLOCK_K),
     )
     numbers = (out_stride, m, columns, k, share, choice.group)
-    return _Plan(function, choice, numbers, a_map, b_map, is_programmatic)
+    return _Plan(function, choice, numbers, (a_boxes, b_boxes), is_programmatic)
 
 
 def _cuda_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, is_given: bool = True) -> None:
@@ -143,9 +140,7 @@ def _cuda_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, is_given: bo
     found = _plans.get(key)
     if found is None:
         plan = _plan(a, b, out)
-        if len(_plans) >= common.MAX_PLANS:
-            _plans.clear()
-        found = _plans[key] = plan, _writes.spans(out, a, b)
+        found = _plans.keep(key, (plan, _writes.spans(out, a, b)))
     plan, spans = found
     if is_given and addresses not in spans.apart:
         spans.check(addresses)
@@ -153,10 +148,11 @@ def _cuda_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, is_given: bo
     if choice is None:
         return
     try:
-        if choice.hopper is None:
+        if plan.boxes is None:
             params = (out, a, b, *plan.numbers)
         else:
-            params = (out, tensor_map(a, *plan.a_map), tensor_map(b, *plan.b_map), *plan.numbers)
+            maps = tensor_map(a, plan.boxes[0]), tensor_map(b, plan.boxes[1])
+            params = (out, *maps, *plan.numbers)
         options = {"programmatic": True} if plan.is_programmatic else {}
         plan.function(choice.grid, choice.block, choice.shared_bytes, None, params, **options)
     except KernelHubError:
@@ -173,24 +169,6 @@ def _cpu_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, is_given: boo
     out.copy_(torch.nn.functional.silu(gate) * up)
 
 
-def _returning(into: Any) -> Any:
-    def run(a: Any, b_gate_up: Any) -> torch.Tensor:
-        out = _new_out(a, b_gate_up)
-        into(a, b_gate_up, out, False)
-        return out
-
-    return run
-
-
-def _fake_into(a: Any, b_gate_up: Any, out: Any, is_given: bool = True) -> None:
-    _check(a, b_gate_up, out)
-
-
-_op = common.define(
-    f"{_OP}(Tensor a, Tensor b_gate_up) -> Tensor",
-    cuda=_returning(_cuda_into), cpu=_returning(_cpu_into), fake=_returning(_fake_into),
-)  # fmt: skip
-_op_out = common.define(
-    f"{_OP}_out(Tensor a, Tensor b_gate_up, Tensor(a!) out) -> ()",
-    cuda=_cuda_into, cpu=_cpu_into, fake=_fake_into,
-)  # fmt: skip
+_registered = common.define_pair(
+    _OP, "Tensor a, Tensor b_gate_up", new=_new_out, cuda=_cuda_into, cpu=_cpu_into, check=_check
+)

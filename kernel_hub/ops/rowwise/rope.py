@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 
 from ...errors import KernelHubError, TensorError
 from ..core import bounds, common
+from ..core.launch import Launch, Plans
+from ..core.rotary import check_rotation, rotated
 
 _OP = "rope"
-_Plan = tuple[Any, tuple[int, int, int], tuple[int, int, int], tuple[int, ...]]
-_plans: dict[tuple[Any, ...], tuple[_Plan, common.Spans]] = {}
-_NO_LAUNCH: _Plan = (None, (0, 0, 0), (0, 0, 0), ())
+_plans: Plans[tuple[Launch, common.Spans]] = Plans()
 _operands = common.Operands(_OP, "q k cos sin", "positions out_q out_k")
 _writes = common.Writes(
     _OP, "out_q out_k q k cos sin positions", "out_q out_k", in_place="out_q=q out_k=k"
@@ -66,11 +65,11 @@ def rope(
     if not _operands.are_plain((q, k, cos, sin), (positions, out_q, out_k)):
         _check(*given, out_q, out_k)
         if out_q is None and out_k is None:
-            rotated: tuple[torch.Tensor, torch.Tensor] = _op(*given)
-            return rotated
+            found: tuple[torch.Tensor, torch.Tensor] = _registered.returning(*given)
+            return found
         out_q = _empty_like(q) if out_q is None else out_q
         out_k = _empty_like(k) if out_k is None else out_k
-        _op_out(*given, out_q, out_k)
+        _registered.writing(*given, out_q, out_k)
         return out_q, out_k
     is_given = out_q is not None or out_k is not None
     try:
@@ -97,20 +96,7 @@ def _check(
             raise common.refuse(op, argument, "shape (..., seqlen, num_heads, head_dim)", value)
     common.check_like(op, "k", k, (*q.shape[:-2], k.shape[-2], q.shape[-1]), q)
     common.check_tensor(op, "cos", cos)
-    if cos.dim() != 2:
-        raise common.refuse(op, "cos", "shape (max_position, rotary_dim // 2)", cos)
-    common.check_flag(op, "interleaved", interleaved)
-    common.check_count(op, "rotary_dim", rotary_dim)
-    if rotary_dim % 2 or rotary_dim > q.shape[-1]:
-        raise TensorError(
-            f"rope: rotary_dim: expected an even number up to head_dim = {q.shape[-1]}, found "
-            f"{rotary_dim}" + " (it is twice the last dimension of cos unless given)"
-        )
-    table = (cos.shape[0], rotary_dim // 2)
-    for argument, value in (("cos", cos), ("sin", sin)):
-        common.check_like(op, argument, value, table, q, dtypes=(torch.float32, q.dtype))
-    if cos.dtype != sin.dtype or cos.stride() != sin.stride():
-        raise common.refuse(op, "sin", f"the dtype and strides of cos ({common.say(cos)})", sin)
+    check_rotation(op, cos, sin, interleaved, rotary_dim, q.shape[-1], q)
     if positions is None:
         if cos.shape[0] < q.shape[-3]:
             raise common.refuse(op, "cos", f"at least seqlen = {q.shape[-3]} rows", cos)
@@ -169,11 +155,11 @@ def _plan(
     out_q: torch.Tensor,
     out_k: torch.Tensor,
     low_bits: int,
-) -> _Plan:
+) -> Launch:
     """Check the tensors and choose the kernel, its launch shape and its integer parameters."""
     _check(q, k, cos, sin, positions, interleaved, rotary_dim, out_q, out_k)
     if q.numel() + k.numel() == 0:
-        return _NO_LAUNCH
+        return Launch()
     tensors = (out_q, out_k, q, k)
     leading = q.shape[:-2]
     lead_strides = [tensor.stride()[:-2] for tensor in tensors]
@@ -240,9 +226,9 @@ def _plan(
     last = (cos.shape[0], 0 if positions is None else positions.element_size())
     if is_flat:
         grid = (blocks, -(-heads // (per_thread * block_heads)), 1)
-        return function, grid, block, (table_stride, *sizes, *last)
+        return Launch(function, grid, block, numbers=(table_stride, *sizes, *last))
     numbers = (*strides, table_stride, positions_stride, *sizes, rotary_dim, *last)
-    return function, (blocks, batch, 1), block, numbers
+    return Launch(function, (blocks, batch, 1), block, numbers=numbers)
 
 
 def _cuda_into(
@@ -270,10 +256,8 @@ def _cuda_into(
     found = _plans.get(key)
     if found is None:
         plan = _plan(q, k, cos, sin, positions, interleaved, rotary_dim, out_q, out_k, low_bits)
-        if len(_plans) >= common.MAX_PLANS:
-            _plans.clear()
-        found = _plans[key] = plan, _writes.spans(*tensors, positions)
-    (function, grid, block, numbers), spans = found
+        found = _plans.keep(key, (plan, _writes.spans(*tensors, positions)))
+    (function, grid, block, shared_bytes, numbers, _, _), spans = found
     if is_given:
         if positions is not None:
             addresses = (*addresses, positions.data_ptr())
@@ -283,7 +267,7 @@ def _cuda_into(
         try:
             flag = bounds.flag("rope", q)
             params = (out_q, out_k, flag, q, k, cos, sin, positions, *numbers)
-            function(grid, block, 0, None, params)
+            function(grid, block, shared_bytes, None, params)
         except KernelHubError:
             # The launch checks devices and dtypes; this names them.
             _check(q, k, cos, sin, positions, interleaved, rotary_dim, out_q, out_k)
@@ -310,49 +294,15 @@ def _cpu_into(
         _writes.check(out_q, out_k, q, k, cos, sin, positions)
     if positions is None:
         positions = torch.arange(q.shape[-3], device=q.device)
-    inside = (positions >= 0) & (positions < cos.shape[0])
-    rows = torch.where(inside, positions, 0).long()
-    keep = torch.where(inside, 1.0, math.nan)[..., None]
-    c, s = ((table.float()[rows] * keep)[..., None, :] for table in (cos, sin))
-    half = rotary_dim // 2
-    first = slice(0, rotary_dim, 2) if interleaved else slice(0, half)
-    second = slice(1, rotary_dim, 2) if interleaved else slice(half, rotary_dim)
-    for x, out in ((q, out_q), (k, out_k)):
-        a, b = x[..., first].float(), x[..., second].float()
-        rotated_a, rotated_b = a * c - b * s, b * c + a * s
-        if out is not x:
-            out[..., rotary_dim:] = x[..., rotary_dim:]
-        out[..., first] = rotated_a
-        out[..., second] = rotated_b
+    turn = (cos, sin, positions, interleaved, rotary_dim)
+    out_q.copy_(rotated(q, *turn))
+    out_k.copy_(rotated(k, *turn))
 
 
-def _returning(into: Any) -> Any:
-    def run(
-        q: Any, k: Any, cos: Any, sin: Any, positions: Any, interleaved: bool, rotary_dim: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        out_q, out_k = _empty_like(q), _empty_like(k)
-        into(q, k, cos, sin, positions, interleaved, rotary_dim, out_q, out_k, False)
-        return out_q, out_k
-
-    return run
-
-
-def _fake_into(
-    q: Any, k: Any, cos: Any, sin: Any, positions: Any, interleaved: bool, rotary_dim: int,
-    out_q: Any, out_k: Any, is_given: bool = True,
-) -> None:  # fmt: skip
-    _check(q, k, cos, sin, positions, interleaved, rotary_dim, out_q, out_k)
-
-
-_INPUTS = (
+_registered = common.define_pair(
+    _OP,
     "Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor? positions, bool interleaved, "
-    "SymInt rotary_dim"
-)
-_op = common.define(
-    f"rope({_INPUTS}) -> (Tensor, Tensor)",
-    cuda=_returning(_cuda_into), cpu=_returning(_cpu_into), fake=_returning(_fake_into),
-)  # fmt: skip
-_op_out = common.define(
-    f"rope_out({_INPUTS}, Tensor(a!) out_q, Tensor(b!) out_k) -> ()",
-    cuda=_cuda_into, cpu=_cpu_into, fake=_fake_into,
+    "SymInt rotary_dim",
+    "out_q out_k", new=lambda q, k, *_: (_empty_like(q), _empty_like(k)),
+    cuda=_cuda_into, cpu=_cpu_into, check=_check,
 )  # fmt: skip

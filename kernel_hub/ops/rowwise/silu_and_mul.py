@@ -8,10 +8,11 @@ import torch
 
 from ...errors import KernelHubError
 from ..core import common
+from ..core.launch import Launch, Plans
 
 _OP = "silu_and_mul"
-_Plan = tuple[Any, tuple[int, int, int], tuple[int, int, int], tuple[int, ...], common.Spans]
-_plans: dict[tuple[Any, ...], _Plan] = {}
+# A bare tuple of a launch: unpacking it takes 40 ns less.
+_plans: Plans[tuple[tuple[Any, ...], common.Spans]] = Plans()
 _operands = common.Operands(_OP, "x", "out")
 _writes = common.Writes(_OP, "out x", "out")
 _PLAIN_TYPES = common.PLAIN_TYPES
@@ -97,12 +98,11 @@ def _threads(vecs: int, rows: int) -> int:
     return 32 * -(-vecs // (32 * blocks))
 
 
-def _plan(x: torch.Tensor, out: torch.Tensor, low_bits: int) -> _Plan:
+def _plan(x: torch.Tensor, out: torch.Tensor, low_bits: int) -> Launch:
     """Check the tensors and choose the kernel, its launch shape and its integer parameters."""
     _check(x, out)
-    spans = _writes.spans(out, x)
     if out.numel() == 0:
-        return None, (0, 0, 0), (0, 0, 0), (), spans
+        return Launch()
     size = out.shape[-1]
     outer, rows, pairs = common.split_rows(_OP, x.shape[:-1], [out.stride()[:-1], x.stride()[:-1]])
     strides = [stride for outer_stride, stride in pairs for stride in (stride, outer_stride)]
@@ -119,7 +119,7 @@ def _plan(x: torch.Tensor, out: torch.Tensor, low_bits: int) -> _Plan:
     name = f"{_OP}_{common.DTYPE_TOKENS[x.dtype]}_{variant}"
     function = common.shipped(_OP, name)
     grid = (-(-size // span), min(rows, common.MAX_GRID_Y), outer)
-    return function, grid, (threads, 1, 1), numbers, spans
+    return Launch(function, grid, (threads, 1, 1), numbers=numbers)
 
 
 def _cuda(x: torch.Tensor) -> torch.Tensor:
@@ -135,18 +135,16 @@ def _cuda_into(x: torch.Tensor, out: torch.Tensor, is_given: bool = True) -> Non
     addresses = out.data_ptr(), x.data_ptr()
     low_bits = (addresses[0] | addresses[1]) & 15
     key = (x.dtype, x.shape, x.stride(), out.shape, out.stride(), low_bits)
-    plan = _plans.get(key)
-    if plan is None:
-        plan = _plan(x, out, low_bits)
-        if len(_plans) >= common.MAX_PLANS:
-            _plans.clear()
-        _plans[key] = plan
-    function, grid, block, numbers, spans = plan
+    found = _plans.get(key)
+    if found is None:
+        launch = tuple(_plan(x, out, low_bits))
+        found = _plans.keep(key, (launch, _writes.spans(out, x)))
+    (function, grid, block, shared_bytes, numbers, _, _), spans = found
     if is_given and addresses not in spans.apart:
         spans.check(addresses)
     if function is not None:
         try:
-            function(grid, block, 0, None, (out, x, *numbers))
+            function(grid, block, shared_bytes, None, (out, x, *numbers))
         except KernelHubError:
             _check(x, out)  # the launch checks devices and dtypes; this names them
             raise

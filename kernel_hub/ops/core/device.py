@@ -1,0 +1,97 @@
+"""The GPU that launches are planned for: its one reader, and what its architecture can do."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from ...tuning import Gpu
+from .launch import forget_all
+
+SM90 = (9, 0)
+
+
+def has_wgmma(compute_capability: tuple[int, int]) -> bool:
+    """Whether it runs the sm90 bodies: wgmma, the TMA, clusters."""
+    return compute_capability == SM90
+
+
+def overlaps_launches(compute_capability: tuple[int, int]) -> bool:
+    """Whether a launch may begin under the end of the one before."""
+    return compute_capability >= SM90
+
+
+def mma_stages(compute_capability: tuple[int, int]) -> int:
+    """Stages of the ring of the portable bodies with mma.sync, as their cubins are compiled."""
+    return 3 if compute_capability == (8, 9) else 4
+
+
+def capability_of(arch: str) -> tuple[int, int]:
+    """(9, 0) for 'sm90'."""
+    return int(arch[2:-1]), int(arch[-1])
+
+
+class Device(NamedTuple):
+    """A GPU as plans know it."""
+
+    compute_capability: tuple[int, int]
+    num_sms: int
+    name: str = ""  # as the driver says it; '' is no real GPU
+    shared_bytes: int = 163 << 10  # a block may have
+    sm_shared_bytes: int = 164 << 10  # all blocks of a multiprocessor
+
+    @property
+    def gpu(self) -> Gpu:
+        """As the tables of tuning know it."""
+        return Gpu(*self[:3])
+
+    @property
+    def has_wgmma(self) -> bool:
+        """Whether it runs the sm90 bodies."""
+        return has_wgmma(self.compute_capability)
+
+    @property
+    def overlaps_launches(self) -> bool:
+        """Whether a launch may begin under the end of the one before."""
+        return overlaps_launches(self.compute_capability)
+
+
+# What CPU tensors are planned for, where tests run kernels in an emulator.
+EMULATED = Device((8, 0), 7)
+_pretended: Device | None = None
+
+
+def device_of(device: torch.device) -> Device:
+    """The GPU that a launch on tensors of `device` is planned for."""
+    return _read(device) if _pretended is None else _pretended
+
+
+@contextlib.contextmanager
+def pretend(device: Device) -> Iterator[None]:
+    """Plan for this GPU, wherever the tensors are."""
+    global _pretended
+    before, _pretended = _pretended, device
+    forget_all()
+    try:
+        yield
+    finally:
+        _pretended = before
+        forget_all()
+
+
+@functools.cache
+def _read(device: torch.device) -> Device:
+    if device.type != "cuda":
+        return EMULATED
+    found = torch.cuda.get_device_properties(device)
+    return Device(
+        (found.major, found.minor),
+        found.multi_processor_count,
+        found.name,
+        getattr(found, "shared_memory_per_block_optin", EMULATED.shared_bytes),
+        getattr(found, "shared_memory_per_multiprocessor", EMULATED.sm_shared_bytes),
+    )
