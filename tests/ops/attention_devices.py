@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 from typing import Any
 
 import pytest
 
+from kernel_hub.ops.core.device import Device
 from kernel_hub.ops.core.launch import forget_all
 
 FORWARD: Any = importlib.import_module("kernel_hub.ops.attention.forward_portable")
@@ -22,12 +22,7 @@ def pretend(
 ) -> None:
     """Choose as on such a device from here on. Few multiprocessors: enough blocks to fill them."""
     shared_bytes = DEVICES[capability] * KIB
-    limits = dataclasses.replace(
-        FORWARD.device_limits(None),
-        compute_capability=capability,
-        shared_bytes=shared_bytes,
-        sm_shared_bytes=shared_bytes + KIB,
-    )
-    patch.setattr(FORWARD, "device_limits", lambda _: limits)
-    patch.setattr(BACKWARD, "_device", lambda _: (capability, multiprocessors))
+    device = Device(capability, multiprocessors, "", shared_bytes, shared_bytes + KIB)
+    for module in (FORWARD, BACKWARD):
+        patch.setattr(module, "device_of", lambda _: device)
     forget_all()

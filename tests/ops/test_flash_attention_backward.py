@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from attention_devices import DEVICES, KIB
 from bits import same_bits
 from ways import Way
 
 from kernel_hub.ops.attention import backward_portable as module
 from kernel_hub.ops.attention.problem import Problem
+from kernel_hub.ops.core.device import Device
 from kernel_hub.testing.compare import check
 from kernel_hub.testing.guard import Guarded
 from kernel_hub.testing.reference_attention import reference_backward_of, reference_of
@@ -37,7 +39,8 @@ def capability(
         if request.param != CAPABILITIES[0]:
             pytest.skip("a GPU runs its own tiles")
         return torch.cuda.get_device_capability()
-    monkeypatch.setattr(module, "_device", lambda device: (request.param, 1))
+    device = Device(request.param, 1, "", DEVICES[request.param] * KIB)
+    monkeypatch.setattr(module, "device_of", lambda _: device)
     chosen: tuple[int, int] = request.param
     return chosen
 
@@ -45,7 +48,7 @@ def capability(
 @pytest.fixture
 def any_capability(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
     if not way.is_gpu:
-        monkeypatch.setattr(module, "_device", lambda device: ((9, 0), 1))
+        monkeypatch.setattr(module, "device_of", lambda _: Device((9, 0), 1))
 
 
 def make(
@@ -151,8 +154,8 @@ def test_groups(
     num_sms: int,
 ) -> None:
     problem = make(way, BF16, (40, 70), heads, 32, batch_size=2, window_right=0)
-    capability, _ = module._device(problem.q.device)
-    monkeypatch.setattr(module, "_device", lambda device: (capability, num_sms))
+    found = module.device_of(problem.q.device)
+    monkeypatch.setattr(module, "device_of", lambda _: found._replace(num_sms=num_sms))
     run(problem)
     run(make(way, BF16, ([40, 1], [0, 70]), heads, 32, window_right=0))
 
@@ -231,6 +234,6 @@ def test_long(way: Way, any_capability: None, lengths: tuple[int, int], head_dim
 def test_tiles_fit(capability: tuple[int, int]) -> None:
     limit = {(8, 0): 163, (8, 7): 163, (9, 0): 227}.get(capability, 99) << 10
     for head_dim in range(8, 257, 8):
-        variant = module.choose(head_dim, capability)
+        variant = module.choose(head_dim, DEVICES[capability] * KIB)
         assert variant.tiles.shared_bytes <= limit, variant.name
         assert variant.tiles.head_dim >= head_dim

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import attention_devices
 import pytest
 import torch
 from kernel_figures import HALVES, Rows, Source
@@ -147,7 +148,7 @@ def flash_attention_backward(arch: str) -> Rows:
     assert BACKWARD.read()[1] == {"kTileRows": backward._TILE_ROWS}
     rows: Rows = {}
     for head_dim, capability in itertools.product(range(8, 257, 8), DEVICES[arch]):
-        row = backward.choose(head_dim, capability)
+        row = backward.choose(head_dim, attention_devices.DEVICES[capability] << 10)
         figures = {name: getattr(row.tiles, name) for name in TILES}
         figures["threads"] = 32 * row.tiles.warps
         for token, suffix in itertools.product(HALVES, ("", "_general")):

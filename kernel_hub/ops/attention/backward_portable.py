@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ..core import common
+from ..core.device import device_of
 from . import backward_sm90 as sm90
 from .problem import Problem
 
@@ -78,28 +79,14 @@ VARIANTS = (
 )  # fmt: skip
 
 
-def shared_limit(capability: tuple[int, int]) -> int:
-    """Bytes of shared memory a block may have."""
-    if capability >= (9, 0):
-        return 227 << 10
-    return (163 if capability in ((8, 0), (8, 7)) else 99) << 10
-
-
 @functools.cache
-def choose(head_dim: int, capability: tuple[int, int]) -> Variant:
-    """The variant for a head_dim on a GPU."""
+def choose(head_dim: int, shared_bytes: int) -> Variant:
+    """The variant for a head_dim on a GPU where a block may have so much shared memory."""
     for variant in VARIANTS:
         tiles = variant.tiles
-        if head_dim <= tiles.head_dim and tiles.shared_bytes <= shared_limit(capability):
+        if head_dim <= tiles.head_dim and tiles.shared_bytes <= shared_bytes:
             return variant
     raise ValueError(f"head_dim {head_dim} is more than 256")
-
-
-@functools.cache
-def _device(device: torch.device) -> tuple[tuple[int, int], int]:
-    """(compute capability, multiprocessors)."""
-    properties = torch.cuda.get_device_properties(device)
-    return (properties.major, properties.minor), properties.multi_processor_count
 
 
 def backward(
@@ -124,19 +111,17 @@ def backward(
         dout = dout.contiguous()
     if lse.stride(-1) != 1:
         lse = lse.contiguous()
-    capability, num_sms = _device(problem.q.device)
-    variant = choose(problem.q.shape[-1], capability)
+    device = device_of(problem.q.device)
+    variant = choose(problem.q.shape[-1], device.shared_bytes)
     is_hopper = (
-        sm90.is_enabled
-        and capability == sm90.COMPUTE_CAPABILITY
-        and sm90.applies(problem, out, dout, dq, dk, dv)
+        sm90.is_enabled and device.has_wgmma and sm90.applies(problem, out, dout, dq, dk, dv)
     )
     num_heads, num_kv_heads = problem.q.shape[-2], problem.k.shape[-2]
     block_n = sm90.BLOCK_N if is_hopper else variant.tiles.block_n
     key_blocks = -(-problem.max_seqlen_k // block_n) * problem.batch_size
     grads = (dk, dv)
     # Few blocks: one a query head, which is as many times more; the group's are then summed.
-    is_split = num_heads > num_kv_heads and key_blocks * num_kv_heads < 2 * num_sms
+    is_split = num_heads > num_kv_heads and key_blocks * num_kv_heads < 2 * device.num_sms
     if is_split:
         # What no kernel writes, past the end of a sequence, must be 0 in the sum.
         has_gaps = problem.cu_seqlens_k is not None or problem.cache_seqlens is not None

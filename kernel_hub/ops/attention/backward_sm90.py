@@ -14,7 +14,6 @@ from ..core import common
 from .maps import is_mappable, tensor_map
 from .problem import Problem
 
-COMPUTE_CAPABILITY = (9, 0)
 # False: the portable kernels take everything. For tests and benchmarks.
 is_enabled = True
 
@@ -90,7 +89,7 @@ def applies(
     dk: torch.Tensor,
     dv: torch.Tensor,
 ) -> bool:
-    """Whether these kernels take the problem on a GPU of COMPUTE_CAPABILITY.
+    """Whether these kernels take the problem on a GPU of compute capability 9.0.
 
     Lengths on the device (cu_seqlens, cache_seqlens) may be anything.
     """

@@ -7,7 +7,6 @@ shapes and dtypes were checked before (_attention_fp8).
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,11 +15,11 @@ import torch
 from ...errors import TensorError
 from ..core import bounds, common
 from ..core.counters import counters
+from ..core.device import device_of
 from ..core.launch import Launch
 from .maps import is_mappable, tensor_map
 from .problem import Options, Problem
 
-COMPUTE_CAPABILITY = (9, 0)
 CUBIN = "flash_attention_fp8_sm90"
 # Tokens that share a scale where scales are given for blocks.
 SCALE_TOKENS = 128
@@ -113,20 +112,14 @@ BODIES = (
 )
 
 
-@functools.cache
-def _device(index: int) -> tuple[tuple[int, int], int, str]:
-    """Compute capability, multiprocessors, name."""
-    found = torch.cuda.get_device_properties(index)
-    return (found.major, found.minor), int(found.multi_processor_count), found.name
-
-
 def check_device(q: torch.Tensor) -> None:
     """Only Hopper has these kernels."""
-    capability, _, name = _device(q.device.index)
-    if capability != COMPUTE_CAPABILITY:
+    device = device_of(q.device)
+    if not device.has_wgmma:
+        major, minor = device.compute_capability
         raise TensorError(
-            f"{_OP}: q: expected float16 or bfloat16 on {name} (compute capability "
-            f"{capability[0]}.{capability[1]}), as e4m3 takes 9.0 (Hopper), found {common.say(q)}"
+            f"{_OP}: q: expected float16 or bfloat16 on {device.name} (compute capability "
+            f"{major}.{minor}), as e4m3 takes 9.0 (Hopper), found {common.say(q)}"
         )
 
 
@@ -227,8 +220,7 @@ def plan(problem: Problem, scales: Scales, out: torch.Tensor, lse: torch.Tensor 
         int(out.dtype == torch.float16),
         problem.softmax_scale,
     )
-    _, multiprocessors, _ = _device(q.device.index)
-    grid = (min(num_tiles, multiprocessors), 1, 1)
+    grid = (min(num_tiles, device_of(q.device).num_sms), 1, 1)
     function = common.shipped(CUBIN, body.name) if num_tiles else None
     boxes = (_CONSUMER_ROWS, body.block_n)  # rows of q, of k and v
     return Launch(function, grid, (body.num_threads, 1, 1), body.shared_bytes, numbers, boxes)

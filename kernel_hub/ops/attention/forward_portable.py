@@ -6,7 +6,6 @@ csrc/attention/flash_attention.cu. _flash_attention_sm90 plans what Hopper's own
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ import torch
 
 from ...errors import TensorError
 from ..core import bounds, common
+from ..core.device import Device, device_of
 from ..core.launch import Launch
 from . import forward_sm90 as sm90
 from .problem import Options, Problem
@@ -86,48 +86,26 @@ BODIES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the choice of a kernel depends on: shared memory in bytes, of a block and of an SM."""
-
-    compute_capability: tuple[int, int]
-    shared_bytes: int
-    sm_shared_bytes: int
-
-
-@functools.cache
-def device_limits(index: int | None) -> Limits:
-    """Those of a GPU; None, the emulator of the tests: those of an H200."""
-    if index is None:
-        return Limits((9, 0), 227 * _KIB, 228 * _KIB)
-    device = torch.cuda.get_device_properties(index)
-    return Limits(
-        (device.major, device.minor),
-        device.shared_memory_per_block_optin,
-        device.shared_memory_per_multiprocessor,
-    )
-
-
-def choose(features: str, head_dim: int, limits: Limits) -> Body:
+def choose(features: str, head_dim: int, device: Device) -> Body:
     """The row of BODIES for such a problem on such a device."""
     fitting = [
         body
         for body in BODIES
         if body.features == features
         and body.head_dim >= head_dim
-        and body.compute_capability <= limits.compute_capability
-        and body.shared_bytes <= limits.shared_bytes
+        and body.compute_capability <= device.compute_capability
+        and body.shared_bytes <= device.shared_bytes
     ]
     if not fitting:
         raise TensorError(
             f"flash_attention: head_dim {head_dim}: no kernel for it on compute capability "
-            f"{limits.compute_capability} with {limits.shared_bytes} bytes of shared memory a block"
+            f"{device.compute_capability} with {device.shared_bytes} bytes of shared memory a block"
         )
     least = min(body.head_dim for body in fitting)
     fitting = [body for body in fitting if body.head_dim == least]
     for body in fitting:
         # Every block takes 1 KiB more, the driver's.
-        if body.blocks_an_sm * (body.shared_bytes + _KIB) <= limits.sm_shared_bytes:
+        if body.blocks_an_sm * (body.shared_bytes + _KIB) <= device.sm_shared_bytes:
             return body
     return fitting[-1]
 
@@ -158,9 +136,8 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launc
         dimension contiguous.
     """
     q, k, v = problem.q, problem.k, problem.v
-    limits = device_limits(q.device.index if q.is_cuda else None)
-    is_hopper = limits.compute_capability == sm90.COMPUTE_CAPABILITY
-    if sm90.is_enabled and is_hopper and sm90.applies(problem, out):
+    device = device_of(q.device)
+    if sm90.is_enabled and device.has_wgmma and sm90.applies(problem, out):
         return sm90.plan(problem, out, lse)
     num_heads, head_dim = q.shape[-2:]
     num_kv_heads = k.shape[-2]
@@ -187,7 +164,7 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launc
         or not problem.softmax_scale > 0
     )
     features = "general" if is_general else "paged" if is_paged else "plain"
-    body = choose(features, head_dim, limits)
+    body = choose(features, head_dim, device)
 
     seqlen_q = problem.max_seqlen_q if is_varlen_q else q.shape[1]
     page_size = k.shape[1] if is_paged else 1

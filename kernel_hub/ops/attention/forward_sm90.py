@@ -7,7 +7,6 @@ checks what the launch cannot see, since descriptors of q, k and v go there inst
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 
@@ -16,11 +15,11 @@ import torch
 from ...errors import TensorError
 from ..core import bounds, common
 from ..core.counters import counters
+from ..core.device import device_of
 from ..core.launch import Launch
 from .maps import is_mappable, tensor_map
 from .problem import Options, Problem
 
-COMPUTE_CAPABILITY = (9, 0)
 # False: the portable kernels take everything. For tests and benchmarks.
 is_enabled = True
 
@@ -94,11 +93,6 @@ BODIES = (
 )
 
 
-@functools.cache
-def _multiprocessors(index: int) -> int:
-    return int(torch.cuda.get_device_properties(index).multi_processor_count)
-
-
 def _seqlens(problem: Problem) -> tuple[int, int]:
     """Queries and keys of the longest sequence."""
     seqlen_q = problem.q.shape[1] if problem.cu_seqlens_q is None else problem.max_seqlen_q
@@ -131,7 +125,7 @@ def _choose(problem: Problem) -> Body | None:
 
 
 def applies(problem: Problem, out: torch.Tensor) -> bool:
-    """Whether these kernels take the problem on a GPU of COMPUTE_CAPABILITY.
+    """Whether these kernels take the problem on a GPU of compute capability 9.0.
 
     Lengths on the device (cu_seqlens, cache_seqlens) may be anything: rows beyond them are masked,
     and cleared where they hold what is not the sequence's.
@@ -201,7 +195,7 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launc
         (problem.softcap or problem.softmax_scale) * _LOG2E,
         2 * _LOG2E * problem.softmax_scale / problem.softcap if problem.softcap else 0.0,
     )
-    grid = (min(num_tiles, _multiprocessors(q.device.index)), 1, 1)
+    grid = (min(num_tiles, device_of(q.device).num_sms), 1, 1)
     function = common.shipped(CUBIN, body.name(q.dtype)) if num_tiles else None
     block = (body.num_threads, 1, 1)
     return Launch(function, grid, block, body.shared_bytes, numbers, (_CONSUMER_ROWS, box_rows))

@@ -41,8 +41,8 @@ class Device(NamedTuple):
     compute_capability: tuple[int, int]
     num_sms: int
     name: str = ""  # as the driver says it; '' is no real GPU
-    shared_bytes: int = 163 << 10  # a block may have
-    sm_shared_bytes: int = 164 << 10  # all blocks of a multiprocessor
+    shared_bytes: int = 227 << 10  # a block may have
+    sm_shared_bytes: int = 228 << 10  # all blocks of a multiprocessor
 
     @property
     def gpu(self) -> Gpu:
@@ -65,26 +65,11 @@ EMULATED = Device((8, 0), 7)
 _pretended: Device | None = None
 
 
+@functools.cache
 def device_of(device: torch.device) -> Device:
     """The GPU that a launch on tensors of `device` is planned for."""
-    return _read(device) if _pretended is None else _pretended
-
-
-@contextlib.contextmanager
-def pretend(device: Device) -> Iterator[None]:
-    """Plan for this GPU, wherever the tensors are."""
-    global _pretended
-    before, _pretended = _pretended, device
-    forget_all()
-    try:
-        yield
-    finally:
-        _pretended = before
-        forget_all()
-
-
-@functools.cache
-def _read(device: torch.device) -> Device:
+    if _pretended is not None:
+        return _pretended
     if device.type != "cuda":
         return EMULATED
     found = torch.cuda.get_device_properties(device)
@@ -95,3 +80,21 @@ def _read(device: torch.device) -> Device:
         getattr(found, "shared_memory_per_block_optin", EMULATED.shared_bytes),
         getattr(found, "shared_memory_per_multiprocessor", EMULATED.sm_shared_bytes),
     )
+
+
+@contextlib.contextmanager
+def pretend(device: Device) -> Iterator[None]:
+    """Plan for this GPU, wherever the tensors are."""
+    global _pretended
+    before, _pretended = _pretended, device
+    _forget()
+    try:
+        yield
+    finally:
+        _pretended = before
+        _forget()
+
+
+def _forget() -> None:
+    device_of.cache_clear()
+    forget_all()
