@@ -226,6 +226,16 @@ def test_only_the_driver_layer_opens_a_library(path: Path) -> None:
     assert allowed or not used & openers
 
 
+def test_one_module_of_the_ops_knows_compute_capabilities() -> None:
+    written = [
+        f"{path.relative_to(ROOT)}: {found.group()}"
+        for path in (PACKAGE / "ops").rglob("*.py")
+        for found in re.finditer(r"\((?:8, [0679]|9, 0)\)", path.read_text(encoding="utf-8"))
+        if path != PACKAGE / "ops/core/device.py"
+    ]
+    assert not written, "name it in ops/core/device.py: " + "; ".join(written)
+
+
 SOURCES = sorted(
     path
     for folder in ("kernel_hub", "csrc", "native", "tests", "benchmarks", "examples", ".ci")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kernel_hub.ops.core.device import Device
+from kernel_hub.ops.core.device import PlannedGpu
 from kernel_hub.ops.core.launch import forget_all
 
 FORWARD: Any = importlib.import_module("kernel_hub.ops.attention.forward_portable")
@@ -22,7 +22,7 @@ def pretend(
 ) -> None:
     """Choose as on such a device from here on. Few multiprocessors: enough blocks to fill them."""
     shared_bytes = DEVICES[capability] * KIB
-    device = Device(capability, multiprocessors, "", shared_bytes, shared_bytes + KIB)
+    device = PlannedGpu(capability, multiprocessors, "", shared_bytes, shared_bytes + KIB)
     for module in (FORWARD, BACKWARD):
         patch.setattr(module, "device_of", lambda _: device)
     forget_all()

@@ -13,7 +13,7 @@ from call_cases import E4M3, Case
 from ways import op_modules
 
 from kernel_hub.ops.core import common, operands
-from kernel_hub.ops.core.device import Device
+from kernel_hub.ops.core.device import PlannedGpu
 from kernel_hub.ops.core.launch import forget_all
 
 
@@ -63,7 +63,7 @@ def plan_only(monkeypatch: Any) -> None:
                 monkeypatch.setattr(module, by_torch, launches)
     pretend(monkeypatch, (8, 0))
     fp8 = importlib.import_module("kernel_hub.ops.matmul.linear_fp8")
-    monkeypatch.setattr(fp8, "device_of", lambda _: Device((9, 0), 132))
+    monkeypatch.setattr(fp8, "device_of", lambda _: PlannedGpu((9, 0), 132))
     monkeypatch.setattr(fp8, "tensor_map", lambda *_: b"")
     attention_fp8 = importlib.import_module("kernel_hub.ops.attention.fp8")
     monkeypatch.setattr(attention_fp8, "cpu", SimpleNamespace(forward=lambda *_: None))

@@ -22,7 +22,7 @@ from attention_devices import BACKWARD, DEVICES, FORWARD, KIB, pretend
 from kernel_hub.collection.manifest import FunctionEntry, open_collection
 from kernel_hub.ops.attention.problem import Problem
 from kernel_hub.ops.core import common
-from kernel_hub.ops.core.device import Device
+from kernel_hub.ops.core.device import PlannedGpu
 from kernel_hub.ops.core.launch import forget_all
 
 # Compute capability -> the cubins it takes.
@@ -178,7 +178,7 @@ def test_the_hopper_kernels_fit_and_are_all_used(monkeypatch: pytest.MonkeyPatch
     assert list(built[HOPPER]) == ["sm90"]
     recorder = Recorder()
     monkeypatch.setattr(common, "shipped", recorder.shipped)
-    monkeypatch.setattr(SM90, "device_of", lambda _: Device((9, 0), 132))
+    monkeypatch.setattr(SM90, "device_of", lambda _: PlannedGpu((9, 0), 132))
     for dtype, head_dim, length in itertools.product(DTYPES, HEAD_DIMS, (8, 4000)):
         q = torch.zeros(1, length, 2, head_dim, dtype=dtype)
         for window in ((-1, -1), (-1, 0), (-1, 3), (2, -1), (2, 3), (100, 0), (100, 100)):

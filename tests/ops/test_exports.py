@@ -18,7 +18,7 @@ from emulated import SOURCES, CannotEmulateError, build
 from ways import DTYPES, Way
 
 from kernel_hub.ops.core import common
-from kernel_hub.ops.core.device import Device, pretend
+from kernel_hub.ops.core.device import PlannedGpu, pretend
 from kernel_hub.ops.matmul import linear_plan, paired_plan
 from kernel_hub.tuning import Gpu
 
@@ -143,7 +143,7 @@ def test_linear(chosen: set[str]) -> None:
     weights = [(8, 64), (5120, 256), (18944, 64)]
     for section in linear_plan.TABLE.shipped():
         weights += [tuple(linear_plan.TABLE.layout.parse(key).values()) for key in section.choices]
-    for device in (Device((8, 0), 108), Device((9, 0), 132)):
+    for device in (PlannedGpu((8, 0), 108), PlannedGpu((9, 0), 132)):
         with pretend(device):
             for dtype, m, (n, k), wide in itertools.product(DTYPES[:2], rows, weights, [0, 1]):
                 a, b = meta(m, k, dtype=dtype), meta(n, k, dtype=dtype)

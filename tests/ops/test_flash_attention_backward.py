@@ -13,7 +13,7 @@ from ways import Way
 
 from kernel_hub.ops.attention import backward_portable as module
 from kernel_hub.ops.attention.problem import Problem
-from kernel_hub.ops.core.device import Device
+from kernel_hub.ops.core.device import PlannedGpu
 from kernel_hub.testing.compare import check
 from kernel_hub.testing.guard import Guarded
 from kernel_hub.testing.reference_attention import reference_backward_of, reference_of
@@ -39,7 +39,7 @@ def capability(
         if request.param != CAPABILITIES[0]:
             pytest.skip("a GPU runs its own tiles")
         return torch.cuda.get_device_capability()
-    device = Device(request.param, 1, "", DEVICES[request.param] * KIB)
+    device = PlannedGpu(request.param, 1, "", DEVICES[request.param] * KIB)
     monkeypatch.setattr(module, "device_of", lambda _: device)
     chosen: tuple[int, int] = request.param
     return chosen
@@ -48,7 +48,7 @@ def capability(
 @pytest.fixture
 def any_capability(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
     if not way.is_gpu:
-        monkeypatch.setattr(module, "device_of", lambda _: Device((9, 0), 1))
+        monkeypatch.setattr(module, "device_of", lambda _: PlannedGpu((9, 0), 1))
 
 
 def make(

@@ -17,7 +17,7 @@ from bits import same_bits
 from kernel_hub.errors import TensorError
 from kernel_hub.ops import flash_attention
 from kernel_hub.ops.attention.problem import Problem
-from kernel_hub.ops.core.device import Device
+from kernel_hub.ops.core.device import PlannedGpu
 from kernel_hub.testing.guard import Guarded
 
 FP8: Any = importlib.import_module("kernel_hub.ops.attention.forward_fp8")
@@ -134,7 +134,7 @@ def test_no_gradients() -> None:
 
 
 def test_other_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FP8, "device_of", lambda _: Device((8, 9), 100, "Some GPU"))
+    monkeypatch.setattr(FP8, "device_of", lambda _: PlannedGpu((8, 9), 100, "Some GPU"))
     with pytest.raises(TensorError, match=r"q: expected float16 or bfloat16 on Some GPU"):
         FP8.check_device(torch.zeros(1, 8, 2, 64).to(E4M3))
 

@@ -12,7 +12,7 @@ from back_to_back import check_back_to_back
 from bits import same_bits
 
 from kernel_hub.errors import TensorError
-from kernel_hub.ops.core.device import Device
+from kernel_hub.ops.core.device import PlannedGpu
 from kernel_hub.ops.core.launch import forget_all
 from kernel_hub.ops.matmul import linear_fp8 as fp8
 from kernel_hub.ops.matmul import linear_fp8_plan as plan
@@ -255,7 +255,7 @@ def test_compiled(device: str) -> None:
 
 
 def test_below_9_0_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8, "device_of", lambda _: Device((8, 9), 142, "NVIDIA L40S"))
+    monkeypatch.setattr(fp8, "device_of", lambda _: PlannedGpu((8, 9), 142, "NVIDIA L40S"))
     a, b = (torch.empty(4, 16, dtype=E4M3, device="meta") for _ in range(2))
     out = torch.empty(4, 4, dtype=torch.bfloat16, device="meta")
     with pytest.raises(TensorError, match=r"linear: a: .*9\.0.*found compute capability 8\.9"):

@@ -15,7 +15,7 @@ from test_exports import exported, exported_linear, exported_paired
 
 from kernel_hub import ops
 from kernel_hub.ops.core import common
-from kernel_hub.ops.core.device import Device, pretend
+from kernel_hub.ops.core.device import PlannedGpu, pretend
 from kernel_hub.ops.core.launch import forget_all
 from kernel_hub.ops.matmul import linear_launch, paired_plan
 
@@ -55,7 +55,7 @@ def test_every_variant_is_launched(op: str, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(linear_launch, "tensor_map", lambda *boxes: b"")
     if op in paired_plan.TABLES:
         monkeypatch.setattr(module_of(op), "tensor_map", lambda *layout: b"")
-    with pretend(Device((9, 0), 132)):
+    with pretend(PlannedGpu((9, 0), 132)):
         sanitize().CASES[op]("cpu")
     if op in paired_plan.TABLES:
         expected = exported_paired(op)

@@ -13,7 +13,7 @@ import torch
 
 from ...errors import TensorError
 from ..core import bounds, common
-from ..core.device import Device, device_of
+from ..core.device import SM80, PlannedGpu, device_of
 from ..core.launch import Launch
 from . import forward_sm90 as sm90
 from .problem import Options, Problem
@@ -39,7 +39,7 @@ class Body:
     num_warps: int
     num_stages: int
     cubin: str = "flash_attention"
-    compute_capability: tuple[int, int] = (8, 0)
+    compute_capability: tuple[int, int] = SM80
     blocks_an_sm: int = 2
 
     @property
@@ -86,7 +86,7 @@ BODIES = (
 )
 
 
-def choose(features: str, head_dim: int, device: Device) -> Body:
+def choose(features: str, head_dim: int, device: PlannedGpu) -> Body:
     """The row of BODIES for such a problem on such a device."""
     fitting = [
         body

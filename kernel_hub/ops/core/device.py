@@ -12,7 +12,7 @@ import torch
 from ...tuning import Gpu
 from .launch import forget_all
 
-SM90 = (9, 0)
+SM80, SM90 = (8, 0), (9, 0)
 
 
 def has_wgmma(compute_capability: tuple[int, int]) -> bool:
@@ -35,7 +35,7 @@ def capability_of(arch: str) -> tuple[int, int]:
     return int(arch[2:-1]), int(arch[-1])
 
 
-class Device(NamedTuple):
+class PlannedGpu(NamedTuple):
     """A GPU as plans know it."""
 
     compute_capability: tuple[int, int]
@@ -61,19 +61,19 @@ class Device(NamedTuple):
 
 
 # What CPU tensors are planned for, where tests run kernels in an emulator.
-EMULATED = Device((8, 0), 7)
-_pretended: Device | None = None
+EMULATED = PlannedGpu(SM80, 7)
+_pretended: PlannedGpu | None = None
 
 
 @functools.cache
-def device_of(device: torch.device) -> Device:
+def device_of(device: torch.device) -> PlannedGpu:
     """The GPU that a launch on tensors of `device` is planned for."""
     if _pretended is not None:
         return _pretended
     if device.type != "cuda":
         return EMULATED
     found = torch.cuda.get_device_properties(device)
-    return Device(
+    return PlannedGpu(
         (found.major, found.minor),
         found.multi_processor_count,
         found.name,
@@ -83,7 +83,7 @@ def device_of(device: torch.device) -> Device:
 
 
 @contextlib.contextmanager
-def pretend(device: Device) -> Iterator[None]:
+def pretend(device: PlannedGpu) -> Iterator[None]:
     """Plan for this GPU, wherever the tensors are."""
     global _pretended
     before, _pretended = _pretended, device

@@ -10,7 +10,7 @@ import torch
 
 from ..core import common
 from ..core.counters import counters
-from ..core.device import device_of, overlaps_launches
+from ..core.device import SM80, device_of, overlaps_launches
 from ..core.tensor_maps import Boxes, tensor_map
 from .linear_plan import MAX_SPLIT_TILES, choose
 from .tiles import BLOCK_K, Choice
@@ -97,7 +97,7 @@ def plan_launch(
     if residual is not None:
         overlaps.append((m, residual_stride, n))
     if any(rows > 1 and stride < columns for rows, stride, columns in overlaps):
-        capability = (8, 0)  # rows that overlap, or an expanded one: pointers, no tensor maps
+        capability = SM80  # rows that overlap, or an expanded one: pointers, no tensor maps
     choice = choose(capability, num_sms, m, n, k, out.dtype != a.dtype, name)
     token = common.DTYPE_TOKENS[a.dtype]
     suffix = "_fp32" if out.dtype != a.dtype else ""
