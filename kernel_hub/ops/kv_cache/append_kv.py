@@ -18,7 +18,7 @@ from .append_checks import Given
 class Plan(NamedTuple):
     """What is known of appends of the same layouts."""
 
-    launches: dict[bool, Launch]  # whether all addresses are aligned
+    launches: dict[bool, tuple[Any, ...]]  # by whether all addresses are aligned; see `_met`
     spans: common.Spans  # for each set of addresses that was met, its launch
 
 
@@ -115,7 +115,7 @@ def append_kv(
         if not plain:
             _op(*first, out_q, out_k)
             return out_q
-        (_cuda_into if k.is_cuda else _cpu_into)(*first, out_q, out_k, makes_q=makes_q)
+        (_cuda_into if k.is_cuda else _cpu_into)((*first, out_q, out_k), makes_q)
     except common.FOREIGN:
         _operands.check_tensors((k, v, k_cache, v_cache), options)  # names what has no memory
         checks.check(Given(*first, out_q, out_k))
@@ -199,8 +199,8 @@ def _launch(given: Given, is_aligned: bool) -> Launch:
     return Launch(function, grid, block, numbers=numbers)
 
 
-def _met(given: Given, plan: Plan, addresses: tuple[int, ...]) -> Launch:
-    """The launch at addresses that are new to the plan."""
+def _met(given: Given, plan: Plan, addresses: tuple[int, ...]) -> tuple[Any, ...]:
+    """The launch at addresses that are new to the plan: a bare tuple, quicker to unpack."""
     plan.spans.refuse(addresses)
     low_bits = 0
     for tensor in (given.out_q, given.out_k, given.k, given.v, given.q, given.cos, given.sin):
@@ -212,12 +212,12 @@ def _met(given: Given, plan: Plan, addresses: tuple[int, ...]) -> Launch:
     is_aligned = low_bits % common.VEC_BYTES == 0 and cache_bits % cache_bytes == 0
     launch = plan.launches.get(is_aligned)
     if launch is None:
-        launch = plan.launches[is_aligned] = _launch(given, is_aligned)
+        launch = plan.launches[is_aligned] = tuple(_launch(given, is_aligned))
     plan.spans.keep(addresses, launch)
     return launch
 
 
-def _cuda_into(*arguments: Any, makes_q: bool = False) -> None:
+def _cuda_into(arguments: tuple[Any, ...], makes_q: bool = False) -> None:
     """The whole append in one launch.
 
     arguments: those of `Given`; makes_q: out_q is the op's own, with q's layout, and meets nothing.
@@ -259,7 +259,7 @@ def _cuda_into(*arguments: Any, makes_q: bool = False) -> None:
             bounds.report(k)
 
 
-def _cpu_into(*arguments: Any, makes_q: bool = False) -> None:
+def _cpu_into(arguments: tuple[Any, ...], makes_q: bool = False) -> None:
     """The same on the CPU, by torch."""
     given = Given(*arguments)
     checks.check(given)
@@ -301,10 +301,17 @@ def _fake_into(*arguments: Any) -> None:
     checks.check(Given(*arguments))
 
 
+def _of_schema(into: Any) -> Any:
+    def run(*arguments: Any) -> None:
+        into(arguments)
+
+    return run
+
+
 _op = common.define(
     "append_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? cache_seqlens, "
     "Tensor? block_table, Tensor? slot_mapping, Tensor? cu_seqlens, Tensor? q, Tensor? cos, "
     "Tensor? sin, Tensor? positions, bool interleaved, SymInt rotary_dim, Tensor? k_scale, "
     "Tensor? v_scale, Tensor(c!)? out_q, Tensor(d!)? out_k) -> ()",
-    cuda=_cuda_into, cpu=_cpu_into, fake=_fake_into,
+    cuda=_of_schema(_cuda_into), cpu=_of_schema(_cpu_into), fake=_fake_into,
 )  # fmt: skip
