@@ -1,7 +1,7 @@
 """Attention over whole sequences, forward and backward (csrc/attention/flash_attention*.cu).
 
-The public op: layouts become strides here. `_attention_checks` says what is refused,
-`_attention_run` how a call runs, `_attention_registered` what torch.compile and autograd know.
+The public op: layouts become strides here. `checks` says what is refused, `eager` how a
+call runs, `registered` what torch.compile and autograd know.
 """
 
 from __future__ import annotations

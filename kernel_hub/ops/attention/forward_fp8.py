@@ -2,7 +2,7 @@
 
 Knows the canonical `Problem`, its scales and the kernels of
 csrc/attention/flash_attention_fp8_sm90.cu;
-shapes and dtypes were checked before (_attention_fp8).
+shapes and dtypes were checked before (fp8.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The forward launch of attention: which kernel, which tiles, which numbers.
 
 Knows the canonical `Problem`, of which it checks nothing, and the kernels of
-csrc/attention/flash_attention.cu. _flash_attention_sm90 plans what Hopper's own kernels take.
+csrc/attention/flash_attention.cu. forward_sm90 plans what Hopper's own kernels take.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Body:
         return f"flash_attention_{token}_hdim{self.head_dim}{self.suffix}"
 
 
-# What `_flash_attention_sm90.applies` does not take gets the rows of its features with the smallest
+# What `forward_sm90.applies` does not take gets the rows of its features with the smallest
 # head_dim that holds its own, and of those the first that fits `blocks_an_sm` times into the shared
 # memory of an SM of the device, else the last that fits once. The numbers are those of the last
 # screen of csrc/attention/flash_attention.cu; docs/notes/flash_attention.md says why these.

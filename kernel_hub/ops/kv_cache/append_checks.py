@@ -5,23 +5,57 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..core import common
-from ..core.kv_cache import Tokens, check_cache_scales, check_caches, places
+from ..core.kv_cache import Places, Tokens, check_cache_scales, check_caches, places
 from ..core.rotary import check_rotation
 
 _OP = "append_kv"
 
 
-def check(
-    k: Any, v: Any, k_cache: Any, v_cache: Any, cache_seqlens: Any, block_table: Any,
-    slot_mapping: Any, cu_seqlens: Any, q: Any, cos: Any, sin: Any, positions: Any,
-    interleaved: Any, rotary_dim: Any, k_scale: Any, v_scale: Any, out_q: Any, out_k: Any,
-) -> None:  # fmt: skip
+class Given(NamedTuple):
+    """The arguments of an append, in the order of its schema."""
+
+    k: Any
+    v: Any
+    k_cache: Any
+    v_cache: Any
+    cache_seqlens: Any
+    block_table: Any
+    slot_mapping: Any
+    cu_seqlens: Any
+    q: Any
+    cos: Any
+    sin: Any
+    positions: Any
+    interleaved: Any
+    rotary_dim: Any
+    k_scale: Any
+    v_scale: Any
+    out_q: Any
+    out_k: Any
+
+    @property
+    def tensors(self) -> tuple[Any, ...]:
+        """All but interleaved and rotary_dim."""
+        return self[:12] + self[14:]
+
+    @property
+    def places(self) -> Places:
+        """Where each token goes."""
+        return places(
+            self.k.shape[:-2], self.k_cache, self.cache_seqlens, self.block_table,
+            self.slot_mapping, self.cu_seqlens, self.positions,
+        )  # fmt: skip
+
+
+def check(given: Given) -> None:
     """Raise TensorError for whatever does not fit."""
+    (k, v, k_cache, v_cache, cache_seqlens, block_table, slot_mapping, cu_seqlens, q, cos, sin,
+     positions, interleaved, rotary_dim, k_scale, v_scale, out_q, out_k) = given  # fmt: skip
     common.check_data(_OP, "k", k)
     if k.dim() not in (3, 4):
         expected = (
@@ -54,20 +88,17 @@ def check(
             common.check_output(_OP, argument, out)
 
 
-def check_routing(
-    k: Any, v: Any, k_cache: Any, v_cache: Any, cache_seqlens: Any, block_table: Any,
-    slot_mapping: Any, cu_seqlens: Any, q: Any, cos: Any, sin: Any, positions: Any, *rest: Any,
-) -> None:  # fmt: skip
+def check_routing(given: Given) -> None:
     """Raise TensorError where a table points outside the cache (-1 in slot_mapping is meant)."""
-    num_tokens = k.shape[:-2].numel()
+    k_cache, block_table, slot_mapping = given.k_cache, given.block_table, given.slot_mapping
+    cu_seqlens, cos, positions = given.cu_seqlens, given.cos, given.positions
+    num_tokens = given.k.shape[:-2].numel()
     if cu_seqlens is not None:
         starts = cu_seqlens.tolist()
         if starts[0] != 0 or starts != sorted(starts) or starts[-1] > num_tokens:
             expected = f"0 first, none less than the one before, at most {num_tokens}"
             raise common.refuse(_OP, "cu_seqlens", expected, _shown(starts))
-    found = places(
-        k.shape[:-2], k_cache, cache_seqlens, block_table, slot_mapping, cu_seqlens, positions
-    )
+    found = given.places
     num_pages, page_size = k_cache.shape[:2]
     lost = found.inside & ~found.stored
     if slot_mapping is not None:

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ...errors import KernelHubError
 from ..core import bounds, common
-from ..core.kv_cache import batch_and_seqlen, places
+from ..core.kv_cache import batch_and_seqlen
 from ..core.launch import Launch, Plans
 from ..core.rotary import rotated
 from . import append_checks as checks
+from .append_checks import Given
 
-_plans: Plans[tuple[Launch, common.Spans]] = Plans()
+
+class Plan(NamedTuple):
+    """What is known of appends of the same layouts."""
+
+    launches: dict[bool, tuple[Any, ...]]  # by whether all addresses are aligned; see `_met`
+    spans: common.Spans  # for each set of addresses that was met, its launch
+
+
+_plans: Plans[Plan] = Plans()
 _OP = "append_kv"
 _TABLES = "cache_seqlens block_table slot_mapping cu_seqlens"
 _operands = common.Operands(
     _OP, "k v k_cache v_cache", f"{_TABLES} q cos sin positions k_scale v_scale out_q out_k"
 )
 _writes = common.Writes(
-    _OP, f"k_cache v_cache out_q out_k k v q cos sin positions k_scale v_scale {_TABLES}",
+    _OP, f"k v k_cache v_cache {_TABLES} q cos sin positions k_scale v_scale out_q out_k",
     "k_cache v_cache out_q out_k", "out_q=q out_k=k",
 )  # fmt: skip
 _MAX_THREADS = 256
@@ -96,23 +105,20 @@ def append_kv(
         v_scale, out_q, out_k,
     )  # fmt: skip
     plain = _operands.are_plain((k, v, k_cache, v_cache), options)
-    given = (
-        k, v, k_cache, v_cache, *options[:8], interleaved, rotary_dim, k_scale, v_scale, out_q,
-        out_k,
-    )  # fmt: skip
+    first = (k, v, k_cache, v_cache, *options[:8], interleaved, rotary_dim, k_scale, v_scale)
     if not plain:
-        checks.check(*given)
+        checks.check(Given(*first, out_q, out_k))
+    makes_q = out_q is None and q is not None
     try:
-        if out_q is None and q is not None:
+        if makes_q and q is not None:
             out_q = torch.empty_like(q)
-            given = *given[:16], out_q, out_k
         if not plain:
-            _op(*given)
+            _op(*first, out_q, out_k)
             return out_q
-        (_cuda_into if k.is_cuda else _cpu_into)(*given)
+        (_cuda_into if k.is_cuda else _cpu_into)((*first, out_q, out_k), makes_q)
     except common.FOREIGN:
         _operands.check_tensors((k, v, k_cache, v_cache), options)  # names what has no memory
-        checks.check(*given)
+        checks.check(Given(*first, out_q, out_k))
         raise
     common.written((k_cache, v_cache, *[out for out in options[10:] if out is not None]))
     return out_q
@@ -141,9 +147,8 @@ def _strides(tensor: Any) -> tuple[int, int, int]:
     return outer, tensor.stride(-3), tensor.stride(-2)
 
 
-def _plan(given: tuple[Any, ...], low_bits: int) -> Launch:
-    """Check the tensors and choose the kernel, its launch shape and its integer parameters."""
-    checks.check(*given)
+def _launch(given: Given, is_aligned: bool) -> Launch:
+    """Choose the kernel, its launch shape and its integer parameters, for checked arguments."""
     (k, v, k_cache, v_cache, _, block_table, slot_mapping, cu_seqlens, q, cos, _, positions,
      interleaved, rotary_dim, _, _, out_q, out_k) = given  # fmt: skip
     batch_size, seqlen = batch_and_seqlen(k.shape[:-2], cu_seqlens)
@@ -157,7 +162,7 @@ def _plan(given: tuple[Any, ...], low_bits: int) -> Launch:
     layout = "plain" if cos is None else "interleaved" if interleaved else "half"
     unit = 2 * elems if layout == "half" else elems
     aligned = (
-        not low_bits
+        is_aligned
         and head_dim % unit == rotary_dim % unit == 0
         and head_dim // unit <= _MAX_THREADS // 2
         and common.is_aligned(elems, *strides)
@@ -194,40 +199,50 @@ def _plan(given: tuple[Any, ...], low_bits: int) -> Launch:
     return Launch(function, grid, block, numbers=numbers)
 
 
-def _cuda_into(*given: Any) -> None:
-    """The whole append in one launch."""
-    (k, v, k_cache, v_cache, cache_seqlens, block_table, slot_mapping, cu_seqlens, q, cos, sin,
-     positions, interleaved, rotary_dim, k_scale, v_scale, out_q, out_k) = given  # fmt: skip
-    addresses = [k_cache.data_ptr(), v_cache.data_ptr()]
+def _met(given: Given, plan: Plan, addresses: tuple[int, ...]) -> tuple[Any, ...]:
+    """The launch at addresses that are new to the plan: a bare tuple, quicker to unpack."""
+    plan.spans.refuse(addresses)
     low_bits = 0
-    for tensor in (out_q, out_k, k, v, q, cos, sin):
+    for tensor in (given.out_q, given.out_k, given.k, given.v, given.q, given.cos, given.sin):
         if tensor is not None:
-            addresses.append(address := tensor.data_ptr())
-            low_bits |= address
-    low_bits &= 15
+            low_bits |= tensor.data_ptr()
     # A cache takes as many elements at a time as k, in perhaps fewer bytes.
-    cache_bytes = common.VEC_BYTES * k_cache.element_size() // k.element_size()
-    low_bits |= (addresses[0] | addresses[1]) & (cache_bytes - 1)
-    layout = [
-        None if tensor is None else (tensor.dtype, tensor.shape, tensor.stride())
-        for tensor in (*given[:12], *given[14:])
-    ]
-    others = (positions, k_scale, v_scale, cache_seqlens, block_table, slot_mapping, cu_seqlens)
-    key = (low_bits, interleaved, rotary_dim, *layout)
-    found = _plans.get(key)
-    if found is None:
-        plan = _plan(given, low_bits)
-        spans = _writes.spans(k_cache, v_cache, out_q, out_k, k, v, q, cos, sin, *others)
-        found = _plans.keep(key, (plan, spans))
-    (function, grid, block, shared_bytes, numbers, _, _), spans = found
-    for tensor in others:
-        if tensor is not None:
-            addresses.append(tensor.data_ptr())
-    found_at = tuple(addresses)
-    if found_at not in spans.apart:
-        spans.check(found_at)
-    if common.is_debugging():
-        checks.check_routing(*given)
+    cache_bytes = common.VEC_BYTES * given.k_cache.element_size() // given.k.element_size()
+    cache_bits = given.k_cache.data_ptr() | given.v_cache.data_ptr()
+    is_aligned = low_bits % common.VEC_BYTES == 0 and cache_bits % cache_bytes == 0
+    launch = plan.launches.get(is_aligned)
+    if launch is None:
+        launch = plan.launches[is_aligned] = tuple(_launch(given, is_aligned))
+    plan.spans.keep(addresses, launch)
+    return launch
+
+
+def _cuda_into(arguments: tuple[Any, ...], makes_q: bool = False) -> None:
+    """The whole append in one launch.
+
+    arguments: those of `Given`; makes_q: out_q is the op's own, with q's layout, and meets nothing.
+    """
+    (k, v, k_cache, v_cache, cache_seqlens, block_table, slot_mapping, cu_seqlens, q, cos, sin,
+     positions, interleaved, rotary_dim, k_scale, v_scale, out_q, out_k) = arguments  # fmt: skip
+    tensors = (
+        k, v, k_cache, v_cache, cache_seqlens, block_table, slot_mapping, cu_seqlens, q, cos, sin,
+        positions, k_scale, v_scale, None if makes_q else out_q, out_k,
+    )  # fmt: skip
+    addresses = tuple([x.data_ptr() for x in tensors if x is not None])
+    key = (
+        interleaved, rotary_dim, makes_q,
+        *[None if x is None else (x.dtype, x.shape, x.stride()) for x in tensors],
+    )  # fmt: skip
+    plan = _plans.get(key)
+    if plan is None:
+        checks.check(Given(*arguments))
+        plan = _plans.keep(key, Plan({}, _writes.spans(*tensors)))
+    launch = plan.spans.apart.get(addresses)
+    if launch is None:
+        launch = _met(Given(*arguments), plan, addresses)
+    if is_debugging := common.is_debugging():
+        checks.check_routing(Given(*arguments))
+    function, grid, block, shared_bytes, numbers, _, _ = launch
     if function is not None:
         try:
             function(
@@ -238,34 +253,31 @@ def _cuda_into(*given: Any) -> None:
             )  # fmt: skip
         except KernelHubError:
             # The launch checks devices and dtypes; this names them.
-            checks.check(*given)
+            checks.check(Given(*arguments))
             raise
-        if common.is_debugging():
+        if is_debugging:
             bounds.report(k)
 
 
-def _cpu_into(*given: Any) -> None:
+def _cpu_into(arguments: tuple[Any, ...], makes_q: bool = False) -> None:
     """The same on the CPU, by torch."""
-    checks.check(*given)
-    (k, v, k_cache, v_cache, cache_seqlens, block_table, slot_mapping, cu_seqlens, q, cos, sin,
-     positions, interleaved, rotary_dim, k_scale, v_scale, out_q, out_k) = given  # fmt: skip
-    _writes.check(
-        k_cache, v_cache, out_q, out_k, k, v, q, cos, sin, positions, k_scale, v_scale,
-        cache_seqlens, block_table, slot_mapping, cu_seqlens,
-    )  # fmt: skip
+    given = Given(*arguments)
+    checks.check(given)
+    _writes.check(*given.tensors)
     if common.is_debugging():
-        checks.check_routing(*given)
-    tokens = places(
-        k.shape[:-2], k_cache, cache_seqlens, block_table, slot_mapping, cu_seqlens, positions
-    )
-    turn = (cos, sin, tokens.position, interleaved, rotary_dim)
+        checks.check_routing(given)
+    k, v, q, out_q, out_k = given.k, given.v, given.q, given.out_q, given.out_k
+    tokens = given.places
+    turn = (given.cos, given.sin, tokens.position, given.interleaved, given.rotary_dim)
     if q is not None:
         _assign(out_q, tokens.inside, rotated(_flat(q), *turn))
     keys = rotated(_flat(k), *turn)
     values = _flat(v)
     stored = tokens.stored
     page, row = tokens.page[stored], tokens.row[stored]
-    for cache, new, scale in ((k_cache, keys, k_scale), (v_cache, values, v_scale)):
+    for cache, new, scale in (
+        (given.k_cache, keys, given.k_scale), (given.v_cache, values, given.v_scale),
+    ):  # fmt: skip
         new = new[stored]
         if cache.dtype == torch.float8_e4m3fn:
             inverse = 1.0 if scale is None else (1.0 / scale)[:, None]
@@ -285,8 +297,15 @@ def _assign(out: torch.Tensor, inside: torch.Tensor, values: torch.Tensor) -> No
     out[inside.view(out.shape[:-2])] = values[inside].to(out.dtype)
 
 
-def _fake_into(*given: Any) -> None:
-    checks.check(*given)
+def _fake_into(*arguments: Any) -> None:
+    checks.check(Given(*arguments))
+
+
+def _of_schema(into: Any) -> Any:
+    def run(*arguments: Any) -> None:
+        into(arguments)
+
+    return run
 
 
 _op = common.define(
@@ -294,5 +313,5 @@ _op = common.define(
     "Tensor? block_table, Tensor? slot_mapping, Tensor? cu_seqlens, Tensor? q, Tensor? cos, "
     "Tensor? sin, Tensor? positions, bool interleaved, SymInt rotary_dim, Tensor? k_scale, "
     "Tensor? v_scale, Tensor(c!)? out_q, Tensor(d!)? out_k) -> ()",
-    cuda=_cuda_into, cpu=_cpu_into, fake=_fake_into,
+    cuda=_of_schema(_cuda_into), cpu=_of_schema(_cpu_into), fake=_fake_into,
 )  # fmt: skip

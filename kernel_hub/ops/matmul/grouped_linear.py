@@ -153,7 +153,8 @@ def _cuda_into(
     is_given: bool = True,
 ) -> None:
     """is_given: the caller gave out, which may overlap the rest."""
-    low_bits = (a.data_ptr() | b.data_ptr()) & 15
+    a_at, b_at = a.data_ptr(), b.data_ptr()
+    low_bits = (a_at | b_at) & 15
     first = None if bias is None else (bias.dtype, bias.shape, bias.stride())
     key = (
         a.dtype, a.shape, a.stride(), b.dtype, b.shape, b.stride(), out.dtype, out.shape,
@@ -167,7 +168,7 @@ def _cuda_into(
         found = _plans.keep(key, (plan, _writes.spans(out, a, b, offsets, bias)))
     plan, spans = found
     if is_given:
-        addresses: tuple[int, ...] = out.data_ptr(), a.data_ptr(), b.data_ptr(), offsets.data_ptr()
+        addresses: tuple[int, ...] = out.data_ptr(), a_at, b_at, offsets.data_ptr()
         if bias is not None:
             addresses = *addresses, bias.data_ptr()
         if addresses not in spans.apart:
