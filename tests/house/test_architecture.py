@@ -168,10 +168,10 @@ def test_rooms_are_small() -> None:
 
 
 # What others' programs and users call so, each in a room of its own.
-TWICE = {"Attention", "Kernel", "KernelFunction", "Problem"}
+TWICE = {"Attention", "Device", "Kernel", "KernelFunction", "Problem"}
 # In `ops/`, where plans are being made of one kind.
 TWICE_IN_OPS = {"Body", "Choice", "Given", "Hopper", "Launch", "Layout", "Limits", "Variant"}
-TWICE_IN_OPS |= {"_Plan"}
+TWICE_IN_OPS |= {"Plan", "_Plan"}
 
 
 def test_a_class_name_means_one_thing() -> None:
