@@ -25,7 +25,7 @@ from ..image.shipped import FunctionSpec
 from ..signature.params import layout
 from .c_launcher import Launcher
 from .generated import PARAMS_AT, STREAM_AT
-from .geometry import CONFIG, PORTABLE_CLUSTER, Limits, Options, check
+from .geometry import CONFIG, PORTABLE_CLUSTER, LaunchOptions, Limits, check
 
 BLOCKING_VARIABLE = "KERNEL_HUB_LAUNCH_BLOCKING"
 _PUT_STREAM = struct.Struct("<Q").pack_into
@@ -47,7 +47,7 @@ class Pool(list[list[Any]]):
     # the next collection of garbage.
     __slots__ = ("options",)
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: LaunchOptions) -> None:
         super().__init__()
         self.options = options
 
@@ -83,7 +83,7 @@ class DeviceFunction:
         self.is_gone = False  # its image was unloaded
         self._native: Callable[[], Launcher | None] = lambda: None
         self.bounds: weakref.WeakSet[Any] = weakref.WeakSet()  # launches bound to this handle
-        self.plain = Pool(Options())
+        self.plain = Pool(LaunchOptions())
         self._optioned: dict[Any, Pool] = {}
         self._lock = threading.Lock()
         # What a launch may use of dynamic shared memory without a further opt-in.
@@ -119,10 +119,10 @@ class DeviceFunction:
             pool = self._optioned.get(key)
         except (TypeError, ValueError, RuntimeError):
             # An array of ints cannot be hashed, or compares by element; others the check refuses.
-            key = Options.make(self.limits, *given)
+            key = LaunchOptions.make(self.limits, *given)
             pool = self._optioned.get(key)
         if pool is None:
-            options = Options.make(self.limits, *given)
+            options = LaunchOptions.make(self.limits, *given)
             if options.cluster is not None:
                 self._allow_cluster(options.cluster)
             pool = self._optioned[key] = Pool(options)

@@ -42,7 +42,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Options:
+class LaunchOptions:
     """The launch attributes beyond grid, block, shared memory and stream."""
 
     cluster: tuple[int, int, int] | None = None
@@ -60,7 +60,7 @@ class Options:
         programmatic: Any,
         priority: Any,
         carveout: Any,
-    ) -> Options:
+    ) -> LaunchOptions:
         """Options as given to a launch, checked."""
         where = f"{limits.function} on {limits.device_name}"
         if cluster is not None:
@@ -184,7 +184,7 @@ def dims(value: Any, name: str, where: str) -> tuple[int, int, int]:
 
 
 def check(
-    limits: Limits, gridDim: Any, blockDim: Any, sharedMemBytes: Any, options: Options
+    limits: Limits, gridDim: Any, blockDim: Any, sharedMemBytes: Any, options: LaunchOptions
 ) -> tuple[int, int, int, int, int, int, int]:
     """(grid x, y, z, block x, y, z, shared bytes), or LaunchConfigError."""
     where = f"{limits.function} on {limits.device_name}"

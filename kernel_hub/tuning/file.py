@@ -92,7 +92,7 @@ class GpuSection:
         return None
 
 
-class Reader:
+class FileReader:
     """Fields of one JSON object with messages that name file and field."""
 
     def __init__(self, raw: object, where: str, field_name: str) -> None:
@@ -140,7 +140,7 @@ def read(text: str, layout: Layout, *, where: str) -> list[GpuSection]:
         raw = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise TableError(f"{where}: not JSON: {error}") from None
-    whole = Reader(raw, where, "")
+    whole = FileReader(raw, where, "")
     whole.only(("format", "op", "function", "gpus"))
     if whole.raw.get("format") != FORMAT:
         raise whole.bad("format", f"{FORMAT} (another kernel_hub?)", whole.raw.get("format"))
@@ -154,10 +154,10 @@ def read(text: str, layout: Layout, *, where: str) -> list[GpuSection]:
 
 
 def _section(raw: object, layout: Layout, where: str, name: str) -> GpuSection:
-    reader = Reader(raw, where, name)
+    reader = FileReader(raw, where, name)
     reader.only(("arch", "gpu", "num_sms", "cubins", "choices", "costs"))
     cubins = reader.table("cubins", optional=True)
-    hashes = Reader(cubins, where, f"{name}.cubins")
+    hashes = FileReader(cubins, where, f"{name}.cubins")
     for cubin in cubins:
         hashes.text(cubin, _SHA256)
     arch = reader.text("arch", _ARCH)
@@ -168,10 +168,10 @@ def _section(raw: object, layout: Layout, where: str, name: str) -> GpuSection:
         if key is None:
             expected = "a key like " + " ".join(f"{part}=…" for part in layout.key)
             raise reader.bad("choices", expected, text)
-        choices[text] = _rows(rows, layout, arch, key, Reader({}, where, path))
+        choices[text] = _rows(rows, layout, arch, key, FileReader({}, where, path))
     costs: dict[str, dict[str, float]] = {}
     for variant, figures in reader.table("costs", optional=True).items():
-        cost = Reader(figures, where, f"{name}.costs.{variant}")
+        cost = FileReader(figures, where, f"{name}.costs.{variant}")
         costs[variant] = {}
         for figure, value in cost.raw.items():
             if type(value) not in (int, float) or not 0 <= value < 1e9:
@@ -188,13 +188,13 @@ def _section(raw: object, layout: Layout, where: str, name: str) -> GpuSection:
 
 
 def _rows(
-    raw: object, layout: Layout, arch: str, key: Mapping[str, int | str], at: Reader
+    raw: object, layout: Layout, arch: str, key: Mapping[str, int | str], at: FileReader
 ) -> tuple[Choice, ...]:
     if not isinstance(raw, list) or not raw:
         raise at.bad("", "a list of choices", raw)
     rows: list[Choice] = []
     for i, each in enumerate(raw):
-        reader = Reader(each, at.where, f"{at.name}[{i}]")
+        reader = FileReader(each, at.where, f"{at.name}[{i}]")
         reader.only((layout.bucket, "above", "variant", *layout.numbers))
         before = rows[-1].most if rows else 0
         most = reader.number(layout.bucket, before + 1, _MAX_SIZE)

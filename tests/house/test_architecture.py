@@ -32,19 +32,13 @@ ROWS = [
 PARTS = {part: re.findall(NAME, row[0])[0] for row in ROWS for part in re.findall(NAME, row[0])}
 UNITS = list(dict.fromkeys(PARTS.values()))
 ALLOWED: dict[str, set[str] | None] = {}  # None: anything
-# "`folder/module` alone: unit", after a semicolon.
-EXCEPTIONS: dict[str, set[str]] = {}
 for (_, _, _cell), _unit in zip(ROWS, UNITS, strict=True):
-    _rule, *_alone = _cell.split(";")
-    if _rule == "anything":
+    if _cell == "anything":
         ALLOWED[_unit] = None
-    elif _rule == "all above":
+    elif _cell == "all above":
         ALLOWED[_unit] = set(UNITS[: UNITS.index(_unit)])
     else:
-        ALLOWED[_unit] = set(_rule.split(", ")) - {"nothing", ""}
-    for _each in _alone:
-        _path, _, _more = _each.strip().partition(" alone: ")
-        EXCEPTIONS[_path.strip("`")] = set(_more.split(", "))
+        ALLOWED[_unit] = set(_cell.split(", ")) - {"nothing", ""}
 
 MODULES = sorted(p for p in PACKAGE.rglob("*.py") if "templates" not in p.parts)
 NAMES = {
@@ -105,8 +99,8 @@ def test_every_module_is_in_the_document_and_every_rule_names_modules() -> None:
     tops = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in MODULES}
     assert not sorted(tops - PARTS.keys()), "no row of the table in docs/architecture.md names them"
     there = {path.relative_to(PACKAGE).with_suffix("").as_posix() for path in PACKAGE.rglob("*")}
-    assert not sorted((PARTS.keys() | EXCEPTIONS.keys()) - there), "rows of what is not there"
-    used = set().union(*(rule or set() for rule in (*ALLOWED.values(), *EXCEPTIONS.values())))
+    assert not sorted(PARTS.keys() - there), "rows of what is not there"
+    used = set().union(*(rule or set() for rule in ALLOWED.values()))
     assert not sorted(used - ALLOWED.keys()), "'may import' names the first module of a row"
 
 
@@ -116,11 +110,10 @@ def test_imports_point_down_the_layers(path: Path) -> None:
     allowed = ALLOWED.get(unit, set())
     if allowed is None:
         return
-    alone = EXCEPTIONS.get(path.relative_to(PACKAGE).with_suffix("").as_posix(), set())
     wrong = [
         f"{path.relative_to(ROOT)}:{line} imports {name}; {unit} may import {sorted(allowed)}"
         for module, name, line in own_imports(path)
-        if (other := unit_of(module)) != unit and other not in allowed | alone
+        if (other := unit_of(module)) != unit and other not in allowed
     ]
     assert not wrong, "\n".join(wrong)
 
@@ -175,10 +168,10 @@ def test_rooms_are_small() -> None:
 
 
 # What others' programs and users call so, each in a room of its own.
-TWICE = {"Attention", "Kernel", "KernelFunction", "Problem"}
+TWICE = {"Attention", "Device", "Kernel", "KernelFunction", "Problem"}
 # In `ops/`, where plans are being made of one kind.
 TWICE_IN_OPS = {"Body", "Choice", "Given", "Hopper", "Launch", "Layout", "Limits", "Variant"}
-TWICE_IN_OPS |= {"_Plan"}
+TWICE_IN_OPS |= {"Plan", "_Plan"}
 
 
 def test_a_class_name_means_one_thing() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kernel_hub.errors import LaunchConfigError
-from kernel_hub.launch.geometry import CONFIG, Limits, Options, check, dims
+from kernel_hub.launch.geometry import CONFIG, LaunchOptions, Limits, check, dims
 
 
 def limits(**changes: Any) -> Limits:
@@ -62,41 +62,41 @@ def test_dims_refuses(wrong: Any) -> None:
 )
 def test_geometry_refusals(grid: Any, block: Any, shared: Any, says: str) -> None:
     with pytest.raises(LaunchConfigError) as caught:
-        check(limits(), grid, block, shared, Options())
+        check(limits(), grid, block, shared, LaunchOptions())
     assert says in str(caught.value)
     assert "f on NVIDIA H200" in str(caught.value)
 
 
 def test_geometry_accepts_the_limits_themselves() -> None:
-    made = check(limits(), (2**31 - 1, 65535, 65535), (512, 1, 1), 231424, Options())
+    made = check(limits(), (2**31 - 1, 65535, 65535), (512, 1, 1), 231424, LaunchOptions())
     assert made == (2**31 - 1, 65535, 65535, 512, 1, 1, 231424)
 
 
 def test_required_block() -> None:
     needs = limits(required_block=(128, 1, 1))
-    assert check(needs, 1, 128, 0, Options())[3:6] == (128, 1, 1)
+    assert check(needs, 1, 128, 0, LaunchOptions())[3:6] == (128, 1, 1)
     with pytest.raises(LaunchConfigError, match=r"exactly \(128, 1, 1\)"):
-        check(needs, 1, 64, 0, Options())
+        check(needs, 1, 64, 0, LaunchOptions())
 
 
 def test_clusters() -> None:
-    options = Options.make(limits(), (2, 1, 1), False, False, None, None)
+    options = LaunchOptions.make(limits(), (2, 1, 1), False, False, None, None)
     assert check(limits(), 4, 32, 0, options)[0] == 4
     with pytest.raises(LaunchConfigError, match="multiple of cluster"):
         check(limits(), 3, 32, 0, options)
     for wrong in ((0, 1, 1), (32, 1, 1)):
         with pytest.raises(LaunchConfigError, match="cluster"):
-            Options.make(limits(), wrong, False, False, None, None)
+            LaunchOptions.make(limits(), wrong, False, False, None, None)
     with pytest.raises(LaunchConfigError, match=r"compute capability 9\.0"):
-        Options.make(limits(compute_capability=(8, 9)), 2, False, False, None, None)
+        LaunchOptions.make(limits(compute_capability=(8, 9)), 2, False, False, None, None)
     with pytest.raises(LaunchConfigError, match="compiled for"):
-        Options.make(limits(cluster=(4, 1, 1)), 2, False, False, None, None)
+        LaunchOptions.make(limits(cluster=(4, 1, 1)), 2, False, False, None, None)
     with pytest.raises(LaunchConfigError, match="multiple of cluster"):
-        check(limits(cluster=(4, 1, 1)), 6, 32, 0, Options())
+        check(limits(cluster=(4, 1, 1)), 6, 32, 0, LaunchOptions())
 
 
 def test_attributes_are_72_bytes_each() -> None:
-    options = Options.make(limits(), (2, 2, 1), True, True, -3, 50)
+    options = LaunchOptions.make(limits(), (2, 2, 1), True, True, -3, 50)
     encoded = options.encode()
     assert len(encoded) == 72 * options.count == 360
     at = {struct.unpack_from("<I", encoded, i)[0]: i + 8 for i in range(0, 360, 72)}
@@ -107,4 +107,4 @@ def test_attributes_are_72_bytes_each() -> None:
     assert struct.unpack_from("<I", encoded, at[14]) == (50,)
     assert CONFIG.size == 56
     with pytest.raises(LaunchConfigError, match="carveout=101"):
-        Options.make(limits(), None, False, False, None, 101)
+        LaunchOptions.make(limits(), None, False, False, None, 101)

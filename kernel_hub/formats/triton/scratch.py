@@ -14,7 +14,7 @@ from ...arrays.pool import allocate
 from ...errors import LaunchConfigError
 from ...launch.device_function import DeviceFunction
 from ...launch.function import KernelFunction
-from ...launch.geometry import Options, check
+from ...launch.geometry import LaunchOptions, check
 from .metadata import Metadata
 
 _POOL_ALIGN = 256  # of every block of the driver's pools
@@ -77,7 +77,7 @@ def _measure(
     handle = interop.stream_handle(stream, device)
     state = function._state(device, handle)
     block, shared = (metadata.block_threads, 1, 1), metadata.shared_bytes
-    x, y, z = check(state.limits, gridDim, block, shared, Options(metadata.cluster))[:3]
+    x, y, z = check(state.limits, gridDim, block, shared, LaunchOptions(metadata.cluster))[:3]
     size_bytes = x * y * z * metadata.global_scratch_bytes
     size_bytes += max(0, metadata.global_scratch_align - _POOL_ALIGN)
     if size_bytes > _ALWAYS_THERE_BYTES:

@@ -18,7 +18,7 @@ from .... import driver as _driver
 from ....arrays.interop import current_device
 from ....errors import CubinNotFoundError, ParamsError, TableError
 from ....tuning import Gpu
-from ....tuning.file import Reader, write
+from ....tuning.file import FileReader, write
 from ..function import TritonFunction
 
 if TYPE_CHECKING:
@@ -199,14 +199,14 @@ def read(collection: TritonCollection) -> dict[str, TunedTable]:
         raise TableError(f"{where}: cannot be read: {error}") from None
     if raw is None:
         return {}
-    whole = Reader(raw, where, "")
+    whole = FileReader(raw, where, "")
     whole.only(("format", "tables"))
     whole.number("format", FORMAT, FORMAT)
     return {name: _table(each, where, name) for name, each in whole.table("tables").items()}
 
 
 def _table(raw: object, where: str, name: str) -> TunedTable:
-    reader = Reader(raw, where, f"tables.{name}")
+    reader = FileReader(raw, where, f"tables.{name}")
     reader.only(("keys", "gpus"))
     keys, gpus = reader.raw.get("keys"), reader.raw.get("gpus")
     if not isinstance(keys, list) or not keys or not all(map(is_name, keys)):
@@ -225,13 +225,13 @@ def is_name(key: object) -> bool:
 
 
 def _section(raw: object, where: str, name: str, keys: list[str]) -> TunedSection:
-    reader = Reader(raw, where, name)
+    reader = FileReader(raw, where, name)
     reader.only(("arch", "gpu", "num_sms", "choices"))
     arch = reader.text("arch", _ARCH)
     gpu = Gpu(divmod(int(arch[2:]), 10), reader.number("num_sms", 1, 10000), reader.text("gpu"))
     choices = {}
     for text, each in reader.table("choices").items():
-        choice = Reader(each, where, f"{name}.choices.{text}")
+        choice = FileReader(each, where, f"{name}.choices.{text}")
         choice.only(("function", "us", "sha256"))
         us = choice.raw.get("us")
         if isinstance(us, bool) or not isinstance(us, (int, float)) or not 0 <= us < 1e12:

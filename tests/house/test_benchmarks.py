@@ -13,7 +13,7 @@ pytest.importorskip("torch", reason="the benchmarks measure torch ops")
 from kernel_hub.errors import DriverNotFoundError
 from kernel_hub.measure import results
 
-FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 BENCHMARKS = sorted(path.stem for path in FOLDER.glob("bench_*.py"))
 
 
