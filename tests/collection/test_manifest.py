@@ -32,7 +32,7 @@ BAD_NAMES = ("", ".", "..", ".x", "x.", "a b", "../x", "a\0b", "3")
 
 
 FACTS = LaunchFacts("x: tiles", (256, 1, 1), 4096, {"block_m": 64, "stages": 3})
-OLD = Path(__file__).parent / "data" / "manifest_format_1.json"
+OLD = Path(__file__).parent.parent / "data" / "manifest_format_1.json"
 
 
 def function(name: str, num_params: int = 2) -> FunctionEntry:
