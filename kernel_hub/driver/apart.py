@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -28,7 +29,7 @@ def run(function: Callable[..., T], *args: Any) -> T:
     """
     if getattr(_local, "is_apart", False) or sys.is_finalizing():
         return function(*args)
-    context = contextvars.copy_context()
+    task = [partial(contextvars.copy_context().run, function, *args)]
     result: list[T] = []
     failure: list[BaseException] = []
     done = threading.Lock()
@@ -38,12 +39,12 @@ def run(function: Callable[..., T], *args: Any) -> T:
         _running.add(done)
         _local.is_apart = True
         try:
-            result.append(context.run(function, *args))
+            result.append(task.pop()())
         except BaseException as error:  # noqa: BLE001 - it is the caller's
             failure.append(error)
         finally:
             _running.discard(done)
-            done.release()
+            done.release()  # nothing of the caller's lives in this thread any more
 
     # Not threading.Thread: Ctrl-C inside its start() can keep a lock that the new thread needs;
     # that thread never begins, and the process never ends.
@@ -58,7 +59,7 @@ def run(function: Callable[..., T], *args: Any) -> T:
             raise failure[0]
         finally:
             failure.clear()  # its traceback holds this frame
-    return result[0]
+    return result.pop()
 
 
 @atexit.register

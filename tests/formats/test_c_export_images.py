@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from exported import COMPILERS, Dim3, shared_library
 from fakecuda import FakeCuda
-from test_images import MIXED, PTX, SM80, SM90
+from tiny_images import MIXED, PTX, SM80, SM90
 
 from kernel_hub import DeviceArray, Kernel, driver
 from kernel_hub.errors import (

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_torch import FP16, Tensor, fake_torch
 from fakecuda import FakeCuda
 from fakecuda.helpers import make_stream
-from test_native import FP16, Tensor, fake_torch
 from triton_data import DATA, VERSIONS, hidden
 
 from kernel_hub.errors import KernelHubError, LaunchConfigError

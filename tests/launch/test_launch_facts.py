@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from fake_torch import fake_torch
 from fakecuda import FakeCuda
-from test_native import fake_torch
 
 from kernel_hub import Kernel
 from kernel_hub.errors import LaunchConfigError

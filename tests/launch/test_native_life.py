@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_torch import Tensor, fake_torch
 from fakecuda import FakeCuda
 from lots import Lots
-from test_native import BLOCK, GOOD, GRID, Tensor, X, Y, Z, fake_torch
+from test_native import BLOCK, GOOD, GRID, X, Y, Z
 
 from kernel_hub import Kernel, KernelFunction
 from kernel_hub.collection.manifest import open_collection

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from fake_torch import fake_torch
 from fakecuda import FakeCuda
 from fakecuda.helpers import BLOCK, GRID, PROBE_CUBIN, make_stream
 from lots import Lots
-from test_native import fake_torch
 
 from kernel_hub import Kernel, loaded_images
 from kernel_hub.arrays.device_array import trim
