@@ -16,7 +16,15 @@ from call_cases import NAMES, Case, draw
 from plan_only import plan_only
 
 from kernel_hub.errors import TensorError
-from kernel_hub.ops import append_kv, flash_attention, linear, merge_states, rms_norm, rope
+from kernel_hub.ops import (
+    append_kv,
+    decode_attention,
+    flash_attention,
+    linear,
+    merge_states,
+    rms_norm,
+    rope,
+)
 from kernel_hub.ops.core import overlap
 
 STEP = 16  # bytes: what the kernels want rows to begin at
@@ -265,3 +273,29 @@ def test_addresses_found_apart_are_forgotten_in_time(monkeypatch: pytest.MonkeyP
             assert sum(len(spans.apart) for spans in overlap._spans) <= 4
             with pytest.raises(TensorError, match="memory of its own"):
                 rms_norm(memory[row : row + 2], weight, out=memory[row + 1 : row + 3])
+
+
+@pytest.mark.parametrize("op", ["flash_attention", "decode_attention", "append_kv"])
+def test_a_table_that_moved_into_an_output(op: str, device: str) -> None:
+    """All other addresses are those of a call that was fine."""
+    memory = torch.zeros(1 << 16, dtype=torch.float16, device=device)
+    cache = torch.zeros(4, 16, 2, 64, dtype=torch.float16, device=device)
+    values = cache.clone()
+    q, new = memory[: 2 * 128].view(2, 1, 2, 64), memory[1024 : 1024 + 256].view(2, 1, 2, 64)
+    out = memory[4096 : 4096 + 256].view(2, 1, 2, 64)
+    lengths = torch.ones(2, dtype=torch.int32, device=device)
+    table = torch.tensor([[0], [1]], dtype=torch.int32, device=device)
+    inside = out.flatten()[:4].view(torch.int32).view(2, 1)
+
+    def call(table: torch.Tensor) -> None:
+        if op == "append_kv":
+            append_kv(new, new, cache, values, cache_seqlens=lengths, block_table=table,
+                      out_k=out)  # fmt: skip
+        else:
+            run = decode_attention if op == "decode_attention" else flash_attention
+            run(q, cache, cache, cache_seqlens=lengths, block_table=table, out=out)
+
+    for _ in range(2):
+        call(table)
+        with pytest.raises(TensorError, match="memory of its own, found that of block_table"):
+            call(inside)
