@@ -31,10 +31,10 @@ from .entries import (
     UNSAID,
     CubinEntry,
     FunctionEntry,
+    JsonObject,
     LaunchFacts,
     Lazy,
     ParamEntry,
-    JsonObject,
     Shared,
     archs_of,
 )

@@ -9,9 +9,11 @@ import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
+from ...collection.entries import Lazy
 from ...tuning import Gpu, Row, Table
-from ..core.device import capability_of, has_wgmma
+from ..core.device import capability_of, has_wgmma, launch_facts
 from . import tiles
 from .tiles import BLOCK_K, Choice
 
@@ -71,35 +73,25 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class GroupedTile:
-    """A variant of grouped_linear_sm90.cu and batched_matmul_sm90.cu: its GroupedConfig, and the
-    microseconds that a step of 64 elements of k and a tile cost a block."""
+    """A variant of grouped_linear_sm90.cu or batched_matmul_sm90.cu as its source states it, and
+    the microseconds that a step of 64 elements of k and a tile cost a block."""
 
+    block: tuple[int, int, int]
+    shared_bytes: int
     swaps: bool
     consumers: int
+    block_m: int  # rows of a block's tile of the product
     block_n: int
-    stages: int
-    pairs: bool
-    boxes: int
+    cluster_size: int
+    out_box_rows: int
     min_blocks: int
     step_us: float
     tile_us: float
 
     @property
-    def block_m(self) -> int:
-        """Rows of a block's tile of the product."""
-        return 64 * self.consumers
-
-    @property
-    def name(self) -> str:
-        """As it is exported, without op and dtype."""
-        name = f"{self.block_m}x{self.block_n}" + ("_c2" if self.pairs else "")
-        name += "_x4" if self.boxes == 4 else ""
-        return ("swapped_" if self.swaps else "") + name + ("_b2" if self.min_blocks == 2 else "")
-
-    @property
-    def cluster_size(self) -> int:
-        """Blocks of a cluster."""
-        return 2 if self.pairs else 1
+    def pairs(self) -> bool:
+        """Whether two blocks make a cluster."""
+        return self.cluster_size == 2
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -111,37 +103,41 @@ class GroupedTile:
     def box_rows(self) -> tuple[int, int, int]:
         """Rows of a box of out, a and b."""
         a_rows, b_rows = self.tile
-        out_rows = self.block_n if self.swaps else 64
-        return out_rows, a_rows // self.cluster_size, b_rows // self.cluster_size
-
-    @property
-    def shared_bytes(self) -> int:
-        """The ring, the boxes, two barriers and a record a stage."""
-        stage = (self.block_m + self.block_n) * 2 * BLOCK_K + 48
-        return self.stages * stage + self.consumers * self.boxes * self.box_rows[0] * 2 * BLOCK_K
+        return self.out_box_rows, a_rows // self.cluster_size, b_rows // self.cluster_size
 
 
-# What the two cubins export.
-_WIDE = GroupedTile(False, 2, 256, 4, True, 2, 1, 0.655, 2.4)
-_FEWEST = GroupedTile(True, 1, 16, 10, False, 2, 2, 0.38, 1.0)
-_GROUPED = (
-    _WIDE,
-    GroupedTile(False, 2, 128, 6, True, 2, 1, 0.355, 1.7),
-    GroupedTile(False, 1, 128, 4, False, 2, 2, 0.8, 1.2),
-    _FEWEST,
-)
-_BATCHED = (
-    _WIDE,
-    GroupedTile(False, 2, 256, 3, True, 4, 1, 0.675, 2.2),
-    GroupedTile(False, 2, 128, 6, False, 2, 1, 0.38, 1.2),
-    GroupedTile(True, 1, 64, 6, False, 2, 2, 0.42, 1.0),
-    GroupedTile(True, 1, 32, 8, False, 2, 2, 0.4, 1.0),
-    _FEWEST,
-)
-HOPPER: dict[str, dict[str, GroupedTile]] = {
-    "grouped_linear": {variant.name: variant for variant in _GROUPED},
-    "batched_matmul": {variant.name: variant for variant in _BATCHED},
+# Variants of the two cubins: (step_us, tile_us).
+_COSTS = {
+    "grouped_linear": {
+        "128x256_c2": (0.655, 2.4),
+        "128x128_c2": (0.355, 1.7),
+        "64x128_b2": (0.8, 1.2),
+        "swapped_64x16_b2": (0.38, 1.0),
+    },
+    "batched_matmul": {
+        "128x256_c2": (0.655, 2.4),
+        "128x256_c2_x4": (0.675, 2.2),
+        "128x128": (0.38, 1.2),
+        "swapped_64x64_b2": (0.42, 1.0),
+        "swapped_64x32_b2": (0.4, 1.0),
+        "swapped_64x16_b2": (0.38, 1.0),
+    },
 }
+_STATED = ("consumers", "block_m", "block_n", "cluster_m", "box_rows", "blocks_per_sm")
+
+
+def _tile(op: str, name: str, cost: tuple[float, float]) -> GroupedTile:
+    facts = launch_facts(f"{op}_sm90", f"{op}_bf16_{name}")
+    assert facts.block is not None and facts.shared_bytes is not None
+    more: list[Any] = [*(facts.sizes[field] for field in _STATED), *cost]
+    return GroupedTile(facts.block, facts.shared_bytes, bool(facts.sizes["swaps"]), *more)
+
+
+def _tiles(op: str, costs: dict[str, tuple[float, float]]) -> dict[str, GroupedTile]:
+    return {name: _tile(op, name, cost) for name, cost in costs.items()}
+
+
+HOPPER = Lazy(_COSTS, _tiles)
 # Of reading, in microseconds, and of starting clusters.
 _BYTES_A_US, _CLUSTER_US = 4.3e6, 1.0
 
@@ -175,7 +171,7 @@ def hopper_choice(name: str, num_sms: int, problem: Problem, group: int = 8) -> 
     clusters = min(clusters, most * (2 if num_tiles else 1))
     return Choice(
         f"{problem.op}_sm90", name, (clusters * variant.cluster_size, 1, 1),
-        (128 * (variant.consumers + 1), 1, 1), variant.shared_bytes, variant.box_rows,
+        variant.block, variant.shared_bytes, variant.box_rows,
         group=group, num_partials=num_tiles * variant.block_m * variant.block_n,
         num_arrivals=num_tiles * variant.consumers,
     )  # fmt: skip
@@ -225,9 +221,10 @@ def portable_choices(compute_capability: tuple[int, int], problem: Problem) -> I
 def _portable_cost(choice: Choice, num_sms: int, problem: Problem) -> float:
     """In steps of a 128 x 128 tile; the half tile reads b as often for half the work."""
     block_m = int(choice.variant.partition("x")[0])
-    count = problem.row_tiles(block_m) * -(-problem.n // tiles.PORTABLE_N)
-    waves = math.ceil(count / (tiles.BLOCKS_AN_SM * num_sms))
-    return waves * (-(-problem.k // tiles.PORTABLE_K) * (1.0 if block_m == 128 else 0.6) + 10)
+    sizes = tiles.portable_sizes(problem.op, (8, 0))
+    count = problem.row_tiles(block_m) * -(-problem.n // sizes["block_n"])
+    waves = math.ceil(count / (sizes["blocks_per_sm"] * num_sms))
+    return waves * (-(-problem.k // sizes["block_k"]) * (1.0 if block_m == 128 else 0.6) + 10)
 
 
 def too_large(problem: Problem) -> bool:
