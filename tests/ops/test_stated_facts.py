@@ -1,4 +1,4 @@
-"""What the manifest states of launches is what the sources state, and the plans name what is there."""
+"""The manifest states what the sources state of launches; the plans name what is there."""
 
 from __future__ import annotations
 
