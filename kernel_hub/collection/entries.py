@@ -121,7 +121,7 @@ class Lazy(Mapping[str, T]):
         return f"<{len(self)}: {', '.join(self)}>"
 
 
-class Reader:
+class JsonObject:
     """A JSON object being taken apart; every complaint names the file and the field."""
 
     def __init__(self, raw: object, where: str) -> None:
@@ -191,11 +191,11 @@ class Shared:
         self._params = _Numbered("params", params, _params, where)
         self._launches = _Numbered("launches", launches, _launch, where)
 
-    def params(self, read: Reader) -> tuple[ParamEntry, ...]:
+    def params(self, read: JsonObject) -> tuple[ParamEntry, ...]:
         """Those of the function that `read` reads."""
         return self._params.of(read, "params")
 
-    def launch(self, read: Reader) -> LaunchFacts | None:
+    def launch(self, read: JsonObject) -> LaunchFacts | None:
         """The same, where it states any."""
         return self._launches.of(read, "launch") if "launch" in read.raw else None
 
@@ -209,7 +209,7 @@ class _Numbered(Generic[T]):
         self._name, self._raw, self._make, self._where = name, raw, make, where
         self._made: dict[int, T] = {}
 
-    def of(self, read: Reader, key: str) -> T:
+    def of(self, read: JsonObject, key: str) -> T:
         number = read.number(key)
         if number not in self._made:
             if number >= len(self._raw):
@@ -220,7 +220,7 @@ class _Numbered(Generic[T]):
 
 
 def _params(raw: object, where: str) -> tuple[ParamEntry, ...]:
-    rows = Reader({"params": raw}, where).array("params")
+    rows = JsonObject({"params": raw}, where).array("params")
     return tuple(
         _param(dict(zip(_PARAM, row, strict=False)) if type(row) is list else row, f"{where}[{i}]")
         for i, row in enumerate(rows)
@@ -228,14 +228,14 @@ def _params(raw: object, where: str) -> tuple[ParamEntry, ...]:
 
 
 def _param(raw: object, where: str) -> ParamEntry:
-    read = Reader(raw, where)
+    read = JsonObject(raw, where)
     return ParamEntry(
         read.text("name"), read.text("type"), read.number("size_bytes"), read.number("offset_bytes")
     )
 
 
 def _launch(raw: object, where: str) -> LaunchFacts:
-    read = Reader(raw, where)
+    read = JsonObject(raw, where)
     named = [key for key in read.raw if key not in ("grid", "block", "shared_bytes")]
     return LaunchFacts(
         grid=read.text("grid"),
@@ -247,7 +247,7 @@ def _launch(raw: object, where: str) -> LaunchFacts:
 
 def _function(name: str, raw: object, where: str, shared: Shared | None) -> FunctionEntry:
     where = f"{where}.functions.{name}"
-    read = Reader(decoded(raw, where), where)
+    read = JsonObject(decoded(raw, where), where)
     if shared is None:  # format 1: each function has its own list, and says all
         params = _params(read.array("params"), f"{where}.params")
     else:
@@ -277,7 +277,7 @@ def _cubin(name: str, arch: str, raw: object, where: str, shared: Shared | None)
         if parts := split(rest, 0, len(rest), b"  "):
             functions = {function: rest[part] for function, part in parts.items()}
             raw = loads(head + b'"functions": {}}', where)
-    read = Reader(decoded(raw, where), where)
+    read = JsonObject(decoded(raw, where), where)
     if functions is None:
         functions = read.table("functions")
     flags = read.array("flags")
@@ -308,5 +308,5 @@ def archs_of(name: str, raw: object, where: str, shared: Shared | None) -> dict[
     if isinstance(raw, bytes) and raw.startswith(b"{\n") and raw.endswith(b"}"):
         parts = split(raw, 2, len(raw) - 1, b" ") or {}
         table = {arch: raw[part] for arch, part in parts.items()}
-    table = table or Reader(decoded(raw, where), where).raw
+    table = table or JsonObject(decoded(raw, where), where).raw
     return {arch: _cubin(name, arch, value, where, shared) for arch, value in table.items()}

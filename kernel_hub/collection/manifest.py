@@ -31,10 +31,10 @@ from .entries import (
     UNSAID,
     CubinEntry,
     FunctionEntry,
+    JsonObject,
     LaunchFacts,
     Lazy,
     ParamEntry,
-    Reader,
     Shared,
     archs_of,
 )
@@ -85,14 +85,14 @@ class Manifest:
         if found is not None:
             files, shared, table = found
         else:
-            read = Reader(loads(data, where), where)
+            read = JsonObject(loads(data, where), where)
             if read.number("format") not in (1, FORMAT):
                 raise read.bad("format", f"1 or {FORMAT} (a newer kernel_hub may read it)")
             files, shared, table = {}, None, read.table("cubins")
             if read.number("format") == FORMAT:
                 files = read.table("files")
                 shared = Shared(read.array("params"), read.array("launches"), where)
-        checked = Reader(files, f"{where}.files")
+        checked = JsonObject(files, f"{where}.files")
 
         def archs(name: str, value: Any) -> dict[str, CubinEntry]:
             return archs_of(name, data[value] if isinstance(value, slice) else value, where, shared)
@@ -144,7 +144,7 @@ def _own_layout(
     params = Lines(data, slice(params_at, params_end))
     launches = Lines(data, slice(launches_at, launches_end))
     files = loads(data[len(_HEAD) : files_end], f"{where}.files")
-    return Reader(files, f"{where}.files").raw, Shared(params, launches, where), table
+    return JsonObject(files, f"{where}.files").raw, Shared(params, launches, where), table
 
 
 class _Numbers:

@@ -156,7 +156,7 @@ def _batched_matmul(m: int, dtype: torch.dtype, *, num_products: int, n: int, k:
 
 def _many(op: str, make: Callable[..., Launch], shapes: Mapping[str, Key]) -> Product:
     def choose(gpu: Gpu, rows: int, *, num_products: int, n: int, k: int) -> object:
-        problem = grouped_plan.Problem(op, num_products, rows, n, k)
+        problem = grouped_plan.GroupedProblem(op, num_products, rows, n, k)
         return grouped_plan.choose(*gpu[:2], problem, True, gpu.name)
 
     offer = functools.partial(grouped_plan.candidates, op)

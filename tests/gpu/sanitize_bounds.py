@@ -79,7 +79,7 @@ def decode(generator: random.Random, arena: Arena) -> None:
 def grouped(generator: random.Random, arena: Arena) -> None:
     case = HostileGroups(generator, arena)
     sizes = (case.drawn[name] for name in ("experts", "rows", "n", "k"))
-    for choice in choices(grouped_plan.Problem("grouped_linear", *sizes)):
+    for choice in choices(grouped_plan.GroupedProblem("grouped_linear", *sizes)):
         patch, _ = forced("grouped_linear", choice)
         with patch:
             case.run()

@@ -51,7 +51,7 @@ def grouped_linear(dtype: torch.dtype, out_dtype: torch.dtype) -> None:
         b = torch.randn(num_experts, n, k, device="cuda", dtype=dtype)
         bias = torch.randn(num_experts, n, device="cuda", dtype=dtype)
         offsets = torch.tensor([0, *itertools.accumulate(counts)], device="cuda").int()
-        problem = plan.Problem("grouped_linear", num_experts, total, n, k)
+        problem = plan.GroupedProblem("grouped_linear", num_experts, total, n, k)
         for choice in choices(problem):
             patch, op = forced("grouped_linear", choice)
             with patch:
@@ -65,7 +65,7 @@ def batched_matmul(dtype: torch.dtype, out_dtype: torch.dtype) -> None:
     for batch, m, n, k in BATCHED:
         a = torch.randn(batch, m, k, device="cuda", dtype=dtype)
         b = torch.randn(batch, n, k, device="cuda", dtype=dtype)
-        for choice in choices(plan.Problem("batched_matmul", batch, m, n, k)):
+        for choice in choices(plan.GroupedProblem("batched_matmul", batch, m, n, k)):
             patch, op = forced("batched_matmul", choice)
             with patch:
                 op(a, b, out_dtype=out_dtype)

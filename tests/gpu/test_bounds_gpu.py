@@ -112,7 +112,7 @@ def test_every_variant_of_grouped_linear() -> None:
     def hostile(generator: random.Random, arena: Arena) -> None:
         case = HostileGroups(generator, arena)
         drawn = case.drawn
-        problem = grouped_plan.Problem(
+        problem = grouped_plan.GroupedProblem(
             "grouped_linear", drawn["experts"], drawn["rows"], drawn["n"], drawn["k"]
         )
         for choice in choices(problem):

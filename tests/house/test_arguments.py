@@ -34,8 +34,8 @@ def test_what_travels_by_name_is_in_the_order_of_its_schemas() -> None:
     torch = pytest.importorskip("torch")
     from kernel_hub.ops.attention.forward_fp8 import Scales
     from kernel_hub.ops.attention.problem import TABLES, Options
-    from kernel_hub.ops.kv_cache.append_checks import Given as Append
-    from kernel_hub.ops.kv_cache.decode_plan import Given as Decode
+    from kernel_hub.ops.kv_cache.append_checks import AppendGiven as Append
+    from kernel_hub.ops.kv_cache.decode_plan import DecodeGiven as Decode
 
     attention = ("flash_attention", "flash_attention_out", "flash_attention_backward",
                  "flash_attention_qkvpacked", "flash_attention_qkvpacked_backward")  # fmt: skip

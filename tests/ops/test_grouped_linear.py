@@ -258,7 +258,7 @@ def test_variants_are_what_is_exported_and_each_is_chosen() -> None:
         for capability, k in itertools.product(((8, 0), (9, 0)), (64, 128, 512, 2048, 4096)):
             for count, rows, n in itertools.product((4, 8, 128), ROWS, SIZES):
                 total = rows * count // 4 if op == "grouped_linear" else rows
-                problem = grouped_plan.Problem(op, count, total, n, k)
+                problem = grouped_plan.GroupedProblem(op, count, total, n, k)
                 choice = grouped_plan.choose(capability, 132, problem, True)
                 chosen |= {f"{op}_{token}_{choice.variant}" for token in ("fp16", "bf16")}
         assert chosen == exported_by_macros(op, (op, f"{op}_sm90"))

@@ -25,7 +25,7 @@ cuda_backward = backward_portable.backward
 cpu_backward = cpu.backward
 
 
-class Plan(NamedTuple):
+class AttentionPlan(NamedTuple):
     """All that layouts and options say of a call."""
 
     numbers: checks.Numbers
@@ -34,7 +34,7 @@ class Plan(NamedTuple):
     spans: common.Spans  # for each set of addresses that was met, its tensor maps
 
 
-_plans: Plans[Plan] = Plans()
+_plans: Plans[AttentionPlan] = Plans()
 
 
 def new_like(x: torch.Tensor) -> torch.Tensor:
@@ -161,7 +161,7 @@ def _plan(
     out: torch.Tensor | None,
     need_lse: bool,
     options: Options,
-) -> Plan:
+) -> AttentionPlan:
     """Check everything that does not lie on the device, and choose the launch."""
     numbers = checks.resolve(op, q, k, v, options)
     spans = checks.spans_of(q, k, v, out, options)
@@ -173,7 +173,7 @@ def _plan(
     lse = new_lse(q, options.cu_seqlens_q is not None) if need_lse else None
     problem = problem_of(q, k, v, numbers, options)
     launch = forward_portable.plan(problem, out, lse) if out.numel() else Launch()
-    return Plan(numbers, new_out, launch, spans)
+    return AttentionPlan(numbers, new_out, launch, spans)
 
 
 def cpu_forward(

@@ -30,7 +30,7 @@ _operands = common.Operands(
     f"{_OP} with float8_e4m3fn", "q k v",
     f"q_scale k_scale v_scale {' '.join(TABLES)} out",
 )  # fmt: skip
-_plans: Plans[run.Plan] = Plans()
+_plans: Plans[run.AttentionPlan] = Plans()
 
 
 def check_unscaled(**options: Any) -> None:
@@ -179,7 +179,7 @@ def _gpu_forward(
 def _plan(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scales: Scales, out: torch.Tensor | None,
     dtype: torch.dtype, need_lse: bool, options: Options,
-) -> run.Plan:  # fmt: skip
+) -> run.AttentionPlan:  # fmt: skip
     problem = _problem(q, k, v, scales, options)
     spans = checks.spans_of(q, k, v, out, options, scales)
     new_out = functools.partial(_new_out, dtype=dtype)
@@ -190,7 +190,7 @@ def _plan(
         _check_rows_of_out(out)
     lse = run.new_lse(q, options.cu_seqlens_q is not None) if need_lse else None
     planned = launch.plan(problem, scales, out, lse) if out.numel() else Launch()
-    return run.Plan(problem.numbers, new_out, planned, spans)
+    return run.AttentionPlan(problem.numbers, new_out, planned, spans)
 
 
 def _cpu_forward(

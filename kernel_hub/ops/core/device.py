@@ -9,6 +9,9 @@ from typing import NamedTuple
 
 import torch
 
+from ...collection.entries import LaunchFacts
+from ...collection.manifest import open_collection
+from ...collection.resolve import Candidate, resolve
 from ...tuning import Gpu
 from .launch import forget_all
 
@@ -25,9 +28,20 @@ def overlaps_launches(compute_capability: tuple[int, int]) -> bool:
     return compute_capability >= SM90
 
 
-def mma_stages(compute_capability: tuple[int, int]) -> int:
-    """Stages of the ring of the portable bodies with mma.sync, as their cubins are compiled."""
-    return 3 if compute_capability == (8, 9) else 4
+@functools.cache
+def launch_facts(
+    cubin: str, function: str, compute_capability: tuple[int, int] = SM90
+) -> LaunchFacts:
+    """What a shipped kernel states of its launches, as it is built for a GPU.
+
+    For one that has no cubin, and whose launch says so, what the newest one states.
+    """
+    entries = open_collection().manifest.cubins[cubin]
+    candidates = [Candidate(arch, entry.target) for arch, entry in entries.items()]
+    chosen = resolve(compute_capability, candidates).chosen
+    facts = entries[chosen.arch if chosen else max(entries)].functions[function].launch
+    assert facts is not None, f"{function} of {cubin}.cu stands in no DESCRIBED"
+    return facts
 
 
 def capability_of(arch: str) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from ..core.rotary import check_rotation
 _OP = "append_kv"
 
 
-class Given(NamedTuple):
+class AppendGiven(NamedTuple):
     """The arguments of an append, in the order of its schema."""
 
     k: Any
@@ -52,7 +52,7 @@ class Given(NamedTuple):
         )  # fmt: skip
 
 
-def check(given: Given) -> None:
+def check(given: AppendGiven) -> None:
     """Raise TensorError for whatever does not fit."""
     (k, v, k_cache, v_cache, cache_seqlens, block_table, slot_mapping, cu_seqlens, q, cos, sin,
      positions, interleaved, rotary_dim, k_scale, v_scale, out_q, out_k) = given  # fmt: skip
@@ -88,7 +88,7 @@ def check(given: Given) -> None:
             common.check_output(_OP, argument, out)
 
 
-def check_routing(given: Given) -> None:
+def check_routing(given: AppendGiven) -> None:
     """Raise TensorError where a table points outside the cache (-1 in slot_mapping is meant)."""
     k_cache, block_table, slot_mapping = given.k_cache, given.block_table, given.slot_mapping
     cu_seqlens, cos, positions = given.cu_seqlens, given.cos, given.positions

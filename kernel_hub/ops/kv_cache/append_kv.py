@@ -12,17 +12,17 @@ from ..core.kv_cache import batch_and_seqlen
 from ..core.launch import Launch, Plans
 from ..core.rotary import rotated
 from . import append_checks as checks
-from .append_checks import Given
+from .append_checks import AppendGiven
 
 
-class Plan(NamedTuple):
+class AppendPlan(NamedTuple):
     """What is known of appends of the same layouts."""
 
     launches: dict[bool, tuple[Any, ...]]  # by whether all addresses are aligned; see `_met`
     spans: common.Spans  # for each set of addresses that was met, its launch
 
 
-_plans: Plans[Plan] = Plans()
+_plans: Plans[AppendPlan] = Plans()
 _OP = "append_kv"
 _TABLES = "cache_seqlens block_table slot_mapping cu_seqlens"
 _operands = common.Operands(
@@ -107,7 +107,7 @@ def append_kv(
     plain = _operands.are_plain((k, v, k_cache, v_cache), options)
     first = (k, v, k_cache, v_cache, *options[:8], interleaved, rotary_dim, k_scale, v_scale)
     if not plain:
-        checks.check(Given(*first, out_q, out_k))
+        checks.check(AppendGiven(*first, out_q, out_k))
     makes_q = out_q is None and q is not None
     try:
         if makes_q and q is not None:
@@ -118,7 +118,7 @@ def append_kv(
         (_cuda_into if k.is_cuda else _cpu_into)((*first, out_q, out_k), makes_q)
     except common.FOREIGN:
         _operands.check_tensors((k, v, k_cache, v_cache), options)  # names what has no memory
-        checks.check(Given(*first, out_q, out_k))
+        checks.check(AppendGiven(*first, out_q, out_k))
         raise
     common.written((k_cache, v_cache, *[out for out in options[10:] if out is not None]))
     return out_q
@@ -147,7 +147,7 @@ def _strides(tensor: Any) -> tuple[int, int, int]:
     return outer, tensor.stride(-3), tensor.stride(-2)
 
 
-def _launch(given: Given, is_aligned: bool) -> Launch:
+def _launch(given: AppendGiven, is_aligned: bool) -> Launch:
     """Choose the kernel, its launch shape and its integer parameters, for checked arguments."""
     (k, v, k_cache, v_cache, _, block_table, slot_mapping, cu_seqlens, q, cos, _, positions,
      interleaved, rotary_dim, _, _, out_q, out_k) = given  # fmt: skip
@@ -199,7 +199,7 @@ def _launch(given: Given, is_aligned: bool) -> Launch:
     return Launch(function, grid, block, numbers=numbers)
 
 
-def _met(given: Given, plan: Plan, addresses: tuple[int, ...]) -> tuple[Any, ...]:
+def _met(given: AppendGiven, plan: AppendPlan, addresses: tuple[int, ...]) -> tuple[Any, ...]:
     """The launch at addresses that are new to the plan: a bare tuple, quicker to unpack."""
     plan.spans.refuse(addresses)
     low_bits = 0
@@ -220,7 +220,7 @@ def _met(given: Given, plan: Plan, addresses: tuple[int, ...]) -> tuple[Any, ...
 def _cuda_into(arguments: tuple[Any, ...], makes_q: bool = False) -> None:
     """The whole append in one launch.
 
-    arguments: those of `Given`; makes_q: out_q is the op's own, with q's layout, and meets nothing.
+    arguments: those of `AppendGiven`; makes_q: out_q is the op's own, with q's layout, and meets nothing.
     """
     (k, v, k_cache, v_cache, cache_seqlens, block_table, slot_mapping, cu_seqlens, q, cos, sin,
      positions, interleaved, rotary_dim, k_scale, v_scale, out_q, out_k) = arguments  # fmt: skip
@@ -235,13 +235,13 @@ def _cuda_into(arguments: tuple[Any, ...], makes_q: bool = False) -> None:
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
-        checks.check(Given(*arguments))
-        plan = _plans.keep(key, Plan({}, _writes.spans(*tensors)))
+        checks.check(AppendGiven(*arguments))
+        plan = _plans.keep(key, AppendPlan({}, _writes.spans(*tensors)))
     launch = plan.spans.apart.get(addresses)
     if launch is None:
-        launch = _met(Given(*arguments), plan, addresses)
+        launch = _met(AppendGiven(*arguments), plan, addresses)
     if is_debugging := common.is_debugging():
-        checks.check_routing(Given(*arguments))
+        checks.check_routing(AppendGiven(*arguments))
     function, grid, block, shared_bytes, numbers, _, _ = launch
     if function is not None:
         try:
@@ -253,7 +253,7 @@ def _cuda_into(arguments: tuple[Any, ...], makes_q: bool = False) -> None:
             )  # fmt: skip
         except KernelHubError:
             # The launch checks devices and dtypes; this names them.
-            checks.check(Given(*arguments))
+            checks.check(AppendGiven(*arguments))
             raise
         if is_debugging:
             bounds.report(k)
@@ -261,7 +261,7 @@ def _cuda_into(arguments: tuple[Any, ...], makes_q: bool = False) -> None:
 
 def _cpu_into(arguments: tuple[Any, ...], makes_q: bool = False) -> None:
     """The same on the CPU, by torch."""
-    given = Given(*arguments)
+    given = AppendGiven(*arguments)
     checks.check(given)
     _writes.check(*given.tensors)
     if common.is_debugging():
@@ -298,7 +298,7 @@ def _assign(out: torch.Tensor, inside: torch.Tensor, values: torch.Tensor) -> No
 
 
 def _fake_into(*arguments: Any) -> None:
-    checks.check(Given(*arguments))
+    checks.check(AppendGiven(*arguments))
 
 
 def _of_schema(into: Any) -> Any:

@@ -15,10 +15,10 @@ from ..core.launch import Launch, Plans
 from . import decode_checks as checks
 from . import decode_plan as plans
 from .decode_cpu import decode_attention as _reference
-from .decode_plan import Given
+from .decode_plan import DecodeGiven
 
 
-class Plan(NamedTuple):
+class DecodePlan(NamedTuple):
     """What is known of steps of the same layouts."""
 
     steps: dict[bool, tuple[Any, ...]]  # by whether all addresses are aligned; see `_met`
@@ -34,7 +34,7 @@ class Step(NamedTuple):
     partial_columns: int = 0
 
 
-_plans: Plans[Plan] = Plans()
+_plans: Plans[DecodePlan] = Plans()
 _OP = "decode_attention"
 _REQUIRED = "q k_cache v_cache cache_seqlens"
 _OPTIONAL = "k v block_table cos sin qkv_bias k_scale v_scale alibi_slopes out"
@@ -137,9 +137,9 @@ def decode_attention(
     is_eager = _operands.are_plain(tensors[:4], (*tensors[4:], out))
     is_debugging = common.is_debugging()
     if not is_eager or is_debugging:
-        checks.check(Given(*tensors, *options, out), right)
+        checks.check(DecodeGiven(*tensors, *options, out), right)
     if is_eager and is_debugging:
-        checks.check_values(Given(*tensors, *options, out))
+        checks.check_values(DecodeGiven(*tensors, *options, out))
     given = out
     try:
         if out is None:
@@ -154,7 +154,7 @@ def decode_attention(
             into((*tensors, *options, out, lse), given is not None)
     except common.FOREIGN:
         _operands.check_tensors(tensors[:4], (*tensors[4:], given))  # names what has no memory
-        checks.check(Given(*tensors, *options, given), right)
+        checks.check(DecodeGiven(*tensors, *options, given), right)
         common.check_flag(_OP, "return_lse", return_lse)
         raise
     if is_eager and k is not None:
@@ -164,7 +164,7 @@ def decode_attention(
     return out if lse is None else (out, lse)
 
 
-def _step(given: Given, is_aligned: bool) -> Step:
+def _step(given: DecodeGiven, is_aligned: bool) -> Step:
     """Choose the kernel, its launch shape and its numbers, for arguments that were checked."""
     (q, k_cache, v_cache, _, k, v, block_table, cos, _, _, _, _, alibi_slopes, interleaved,
      rotary_dim, softmax_scale, window_left, softcap, num_splits, out, _) = given  # fmt: skip
@@ -219,7 +219,7 @@ def _step(given: Given, is_aligned: bool) -> Step:
     return Step(main, merge, split.num_blocks * variant.rows, head_dim)
 
 
-def _met(given: Given, plan: Plan, addresses: tuple[int, ...]) -> tuple[Any, ...]:
+def _met(given: DecodeGiven, plan: DecodePlan, addresses: tuple[int, ...]) -> tuple[Any, ...]:
     """The step at addresses that are new to the plan: bare tuples, 0.1 us quicker to unpack."""
     plan.spans.refuse(addresses)
     if (given.k_cache.data_ptr() | given.v_cache.data_ptr()) % common.VEC_BYTES:
@@ -237,7 +237,7 @@ def _met(given: Given, plan: Plan, addresses: tuple[int, ...]) -> tuple[Any, ...
 def _cuda_into(arguments: tuple[Any, ...], is_given: bool = True) -> None:
     """The step on the GPU: one launch, and the merge where something may be split.
 
-    arguments: those of `Given`; is_given: the caller gave out, which may overlap the rest.
+    arguments: those of `DecodeGiven`; is_given: the caller gave out, which may overlap the rest.
     """
     (q, k_cache, v_cache, cache_seqlens, k, v, block_table, cos, sin, qkv_bias, k_scale, v_scale,
      alibi_slopes, interleaved, rotary_dim, softmax_scale, window_left, softcap, num_splits, out,
@@ -251,14 +251,14 @@ def _cuda_into(arguments: tuple[Any, ...], is_given: bool = True) -> None:
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
-        given = Given(*arguments)
+        given = DecodeGiven(*arguments)
         checks.check(given)
         writes = _reads if k is None else _appends
         spans = writes.spans(*tensors) if is_given else writes.spans(*tensors, None)
-        plan = _plans.keep(key, Plan({}, spans))
+        plan = _plans.keep(key, DecodePlan({}, spans))
     step = plan.spans.apart.get(addresses)
     if step is None:
-        step = _met(Given(*arguments), plan, addresses)
+        step = _met(DecodeGiven(*arguments), plan, addresses)
     main, merge, partial_rows, partial_columns = step
     function, grid, block, shared_bytes, numbers, _, how = main
     if function is None:
@@ -283,7 +283,7 @@ def _cuda_into(arguments: tuple[Any, ...], is_given: bool = True) -> None:
             merge.function(merge.grid, merge.block, 0, None, params, **how)
     except KernelHubError:
         # The launch checks devices and dtypes; this names them.
-        checks.check(Given(*arguments))
+        checks.check(DecodeGiven(*arguments))
         raise
     if common.is_debugging():
         bounds.report(q)
@@ -291,7 +291,7 @@ def _cuda_into(arguments: tuple[Any, ...], is_given: bool = True) -> None:
 
 def _cpu_into(arguments: tuple[Any, ...], is_given: bool = True) -> None:
     """The same on the CPU, by torch."""
-    given = Given(*arguments)
+    given = DecodeGiven(*arguments)
     checks.check(given)
     if is_given or given.k is not None:
         writes = _reads if given.k is None else _appends
@@ -304,7 +304,7 @@ def _cpu_into(arguments: tuple[Any, ...], is_given: bool = True) -> None:
 
 
 def _fake_into(*arguments: Any) -> None:
-    checks.check(Given(*arguments))
+    checks.check(DecodeGiven(*arguments))
 
 
 def _of_schema(into: Any) -> Any:

@@ -13,7 +13,7 @@ from ...errors import TensorError
 from ..core import common
 from ..core.kv_cache import check_block_table, check_cache_scales
 from ..core.rotary import check_rotation
-from .decode_plan import MAX_HEAD_DIM, MAX_SEQLEN_Q, Given
+from .decode_plan import MAX_HEAD_DIM, MAX_SEQLEN_Q, DecodeGiven
 
 _OP = "decode_attention"
 _is_tracing = torch.compiler.is_dynamo_compiling
@@ -21,7 +21,7 @@ _E4M3 = torch.float8_e4m3fn
 _MAX_TOKENS = 2**30
 
 
-def check(given: Given, window_right: Any = 0) -> None:
+def check(given: DecodeGiven, window_right: Any = 0) -> None:
     """Raise TensorError for whatever does not fit."""
     (q, k_cache, v_cache, cache_seqlens, k, v, block_table, cos, sin, qkv_bias, k_scale, v_scale,
      alibi_slopes, interleaved, rotary_dim, softmax_scale, window_left, softcap, num_splits,
@@ -105,7 +105,7 @@ def _check_caches(
     check_cache_scales(_OP, k_cache, k_scale, v_scale, q)
 
 
-def check_values(given: Given, *, is_strict: bool = True) -> None:
+def check_values(given: DecodeGiven, *, is_strict: bool = True) -> None:
     """Lengths that fit the cache, and pages that exist.
 
     is_strict: lengths below 0 (none) and new tokens past the end (dropped) are refused too.

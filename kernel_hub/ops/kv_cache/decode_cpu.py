@@ -7,10 +7,10 @@ import math
 import torch
 
 from ..core.rotary import rotated
-from .decode_plan import Given
+from .decode_plan import DecodeGiven
 
 
-def decode_attention(given: Given) -> tuple[torch.Tensor, torch.Tensor]:
+def decode_attention(given: DecodeGiven) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) in fp32; new tokens are written to the caches."""
     (q, k_cache, v_cache, cache_seqlens, k, v, block_table, cos, sin, qkv_bias, k_scale, v_scale,
      alibi_slopes, interleaved, rotary_dim, softmax_scale, window_left, softcap,

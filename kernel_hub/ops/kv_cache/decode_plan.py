@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 
-class Given(NamedTuple):
+class DecodeGiven(NamedTuple):
     """The arguments of a decode step, in the order of its schema."""
 
     q: Any

@@ -10,12 +10,12 @@ from ...errors import KernelHubError
 from ..core import common
 from ..core.device import device_of
 from ..core.launch import Plans
-from .grouped_launch import Launch, Layout, check_rows, launch_of
-from .grouped_plan import TABLES, Problem, choose, too_large
+from .grouped_launch import GroupedLaunch, OperandLayout, check_rows, launch_of
+from .grouped_plan import TABLES, GroupedProblem, choose, too_large
 
 _OP = "batched_matmul"
 _DTYPES = (torch.float16, torch.bfloat16)
-_plans: Plans[tuple[Launch, common.Spans]] = Plans()
+_plans: Plans[tuple[GroupedLaunch, common.Spans]] = Plans()
 TABLES[_OP].on_change(_plans.clear)
 _operands = common.Operands(_OP, "a b", "out")
 _writes = common.Writes(_OP, "out a b", "out")
@@ -94,7 +94,7 @@ def _check(a: Any, b: Any, out: Any = None, out_dtype: Any = None) -> None:
     num_matrices = _product(batch)
     if max(m, n, k, num_matrices) > common.MAX_SIZE:
         raise common.refuse(_OP, "b", f"sizes of at most {common.MAX_SIZE}", b)
-    if num_matrices and m and n and too_large(Problem(_OP, num_matrices, m, n, k)):
+    if num_matrices and m and n and too_large(GroupedProblem(_OP, num_matrices, m, n, k)):
         raise common.refuse(_OP, "b", "fewer or smaller matrices: too many tiles", b)
     common.check_dtype(_OP, "out_dtype", out_dtype, (a.dtype, torch.float32))
     if out is not None:
@@ -114,10 +114,10 @@ def _new_out(a: Any, b: Any, out_dtype: Any) -> Any:
     return a.new_empty((*_batch_of(a, b), a.shape[-2], b.shape[-2]), dtype=out_dtype)
 
 
-def _plan(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Launch:
+def _plan(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> GroupedLaunch:
     """Choose the kernel and its integer parameters for tensors that were checked."""
     if out.numel() == 0:
-        return Launch(None)
+        return GroupedLaunch(None)
     batch, (m, n), k = out.shape[:-2], out.shape[-2:], a.shape[-1]
     tensors = (out, a.expand(*batch, m, k), b.expand(*batch, n, k))
     (outer, inner), strides = common.collapse(_OP, batch, [x.stride()[:-2] for x in tensors])
@@ -128,13 +128,13 @@ def _plan(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Launch:
         m, inner, strides = m * inner, 1, [[0, 0]] * 3
     sizes = ((m, n), (m, k), (n, k))
     layouts = [
-        Layout(outer, inner, *size, pair[0], pair[1], stride if size[0] > 1 else 0)
+        OperandLayout(outer, inner, *size, pair[0], pair[1], stride if size[0] > 1 else 0)
         for size, pair, stride in zip(sizes, strides, rows, strict=True)
     ]
     out_layout, a_layout, b_layout = layouts
     check_rows(_OP, "a", a, a_layout)
     check_rows(_OP, "b", b, b_layout)
-    problem = Problem(_OP, outer * inner, m, n, k)
+    problem = GroupedProblem(_OP, outer * inner, m, n, k)
     has_maps = a_layout.is_mappable and b_layout.is_mappable
     device = device_of(a.device)
     choice = choose(*device[:2], problem, has_maps, device.name)

@@ -11,11 +11,11 @@ import torch
 from ..core import common
 from ..core.counters import counters
 from ..core.tensor_maps import Boxes, tensor_map
-from .tiles import BLOCK_K, Choice
+from .tiles import BLOCK_K, TileChoice
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class OperandLayout:
     """Matrices with rows evenly spaced, in two groups of evenly spaced ones."""
 
     outer: int
@@ -47,11 +47,11 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class GroupedLaunch:
     """A launch but for its pointers; `function` is None where there is nothing to compute."""
 
     function: Any
-    choice: Choice | None = None
+    choice: TileChoice | None = None
     numbers: tuple[int, ...] = ()
     boxes: tuple[Boxes, Boxes] | None = None  # of a and b, where maps are passed
     out_boxes: Boxes | None = None  # where results leave through boxes
@@ -78,7 +78,7 @@ class Launch:
 
 
 def _workspace(
-    choice: Choice, device: torch.device
+    choice: TileChoice, device: torch.device
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Memory for tiles of which two blocks share k: fp32 sums, counters of blocks that arrived."""
     if not choice.num_partials:
@@ -89,28 +89,28 @@ def _workspace(
 
 def launch_of(
     op: str,
-    choice: Choice,
+    choice: TileChoice,
     out: torch.Tensor,
     a: torch.Tensor,
-    layouts: tuple[Layout, Layout, Layout],
+    layouts: tuple[OperandLayout, OperandLayout, OperandLayout],
     numbers: tuple[int, ...],
-) -> Launch:
+) -> GroupedLaunch:
     """The launch of a choice; numbers: the kernel's integers."""
     function = common.shipped(choice.cubin, f"{op}_{common.DTYPE_TOKENS[a.dtype]}_{choice.variant}")
     if choice.boxes is None:
-        return Launch(function, choice, numbers)
+        return GroupedLaunch(function, choice, numbers)
     out_boxes, *boxes = (
         layout.boxes(rows) for layout, rows in zip(layouts, choice.boxes, strict=True)
     )
     # The kernel looks at the same numbers.
     out_has_map = out.dtype == a.dtype and not (layouts[0].columns | layouts[0].spans) % 8
-    return Launch(
+    return GroupedLaunch(
         function, choice, (*numbers, choice.group), (boxes[0], boxes[1]),
         out_boxes if out_has_map else None, {"programmatic": True},
     )  # fmt: skip
 
 
-def check_rows(op: str, argument: str, tensor: torch.Tensor, layout: Layout) -> None:
+def check_rows(op: str, argument: str, tensor: torch.Tensor, layout: OperandLayout) -> None:
     """Rows must begin at multiples of 16 bytes."""
     if tensor.numel() and (layout.spans % 8 or tensor.data_ptr() % common.VEC_BYTES):
         raise common.refuse(

@@ -12,12 +12,12 @@ from ..core import bounds, common
 from ..core.activation import CODES, activate
 from ..core.device import device_of
 from ..core.launch import Plans
-from .grouped_launch import Launch, Layout, check_rows, launch_of
-from .grouped_plan import TABLES, Problem, choose, too_large
+from .grouped_launch import GroupedLaunch, OperandLayout, check_rows, launch_of
+from .grouped_plan import TABLES, GroupedProblem, choose, too_large
 
 _OP = "grouped_linear"
 _DTYPES = (torch.float16, torch.bfloat16)
-_plans: Plans[tuple[Launch, common.Spans]] = Plans()
+_plans: Plans[tuple[GroupedLaunch, common.Spans]] = Plans()
 TABLES[_OP].on_change(_plans.clear)
 _operands = common.Operands(_OP, "a b offsets", "bias out")
 _writes = common.Writes(_OP, "out a b offsets bias", "out")
@@ -99,7 +99,11 @@ def _check(
     common.check_like(_OP, "offsets", offsets, (num_experts + 1,), a, dtypes=(torch.int32,))
     if max(n, k, total_tokens) > common.MAX_SIZE:
         raise common.refuse(_OP, "b", f"sizes of at most {common.MAX_SIZE}", b)
-    if num_experts and total_tokens and too_large(Problem(_OP, num_experts, total_tokens, n, k)):
+    if (
+        num_experts
+        and total_tokens
+        and too_large(GroupedProblem(_OP, num_experts, total_tokens, n, k))
+    ):
         raise common.refuse(_OP, "b", "fewer experts or rows: too many tiles", b)
     if bias is not None:
         common.check_like(_OP, "bias", bias, (num_experts, n), a)
@@ -117,19 +121,21 @@ def _new_out(a: Any, b: Any, *more: Any) -> Any:
 
 def _plan(
     a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, activation: int, out: torch.Tensor
-) -> Launch:
+) -> GroupedLaunch:
     """Choose the kernel and its integer parameters for tensors that were checked."""
     (total_tokens, k), (num_experts, n, _) = a.shape, b.shape
     if out.numel() == 0 or num_experts == 0:
-        return Launch(None)
-    a_layout = Layout(1, 1, total_tokens, k, 0, 0, a.stride(0))
-    b_layout = Layout(1, num_experts, n, k, 0, b.stride(0) if num_experts > 1 else 0, b.stride(1))
+        return GroupedLaunch(None)
+    a_layout = OperandLayout(1, 1, total_tokens, k, 0, 0, a.stride(0))
+    b_layout = OperandLayout(
+        1, num_experts, n, k, 0, b.stride(0) if num_experts > 1 else 0, b.stride(1)
+    )
     check_rows(_OP, "a", a, a_layout)
     check_rows(_OP, "b", b, b_layout)
     out_stride = out.stride(0) if total_tokens > 1 else 0
-    out_layout = Layout(1, 1, total_tokens, n, 0, 0, out_stride)
+    out_layout = OperandLayout(1, 1, total_tokens, n, 0, 0, out_stride)
     bias_stride = 0 if bias is None else bias.stride(0)
-    problem = Problem(_OP, num_experts, total_tokens, n, k)
+    problem = GroupedProblem(_OP, num_experts, total_tokens, n, k)
     has_maps = a_layout.is_mappable and b_layout.is_mappable
     device = device_of(a.device)
     choice = choose(*device[:2], problem, has_maps, device.name)

@@ -9,11 +9,13 @@ import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
+from ...collection.entries import Lazy
 from ...tuning import Gpu, Row, Table
-from ..core.device import capability_of, has_wgmma
+from ..core.device import capability_of, has_wgmma, launch_facts
 from . import tiles
-from .tiles import BLOCK_K, Choice
+from .tiles import BLOCK_K, TileChoice
 
 # Tile indices are ints on the device, and a persistent block steps past the last one.
 MAX_TILES = 2**29
@@ -22,7 +24,7 @@ _POPULARITY = ((0.27, 0.16), (0.55, 0.34), (1.1, 0.34), (2.42, 0.16))
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class GroupedProblem:
     """Sizes of a launch. For grouped products `rows` is of all together, else of each."""
 
     op: str  # 'grouped_linear' or 'batched_matmul'
@@ -71,35 +73,25 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class GroupedTile:
-    """A variant of grouped_linear_sm90.cu and batched_matmul_sm90.cu: its GroupedConfig, and the
-    microseconds that a step of 64 elements of k and a tile cost a block."""
+    """A variant of grouped_linear_sm90.cu or batched_matmul_sm90.cu as its source states it, and
+    the microseconds that a step of 64 elements of k and a tile cost a block."""
 
+    block: tuple[int, int, int]
+    shared_bytes: int
     swaps: bool
     consumers: int
+    block_m: int  # rows of a block's tile of the product
     block_n: int
-    stages: int
-    pairs: bool
-    boxes: int
+    cluster_size: int
+    out_box_rows: int
     min_blocks: int
     step_us: float
     tile_us: float
 
     @property
-    def block_m(self) -> int:
-        """Rows of a block's tile of the product."""
-        return 64 * self.consumers
-
-    @property
-    def name(self) -> str:
-        """As it is exported, without op and dtype."""
-        name = f"{self.block_m}x{self.block_n}" + ("_c2" if self.pairs else "")
-        name += "_x4" if self.boxes == 4 else ""
-        return ("swapped_" if self.swaps else "") + name + ("_b2" if self.min_blocks == 2 else "")
-
-    @property
-    def cluster_size(self) -> int:
-        """Blocks of a cluster."""
-        return 2 if self.pairs else 1
+    def pairs(self) -> bool:
+        """Whether two blocks make a cluster."""
+        return self.cluster_size == 2
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -111,37 +103,41 @@ class GroupedTile:
     def box_rows(self) -> tuple[int, int, int]:
         """Rows of a box of out, a and b."""
         a_rows, b_rows = self.tile
-        out_rows = self.block_n if self.swaps else 64
-        return out_rows, a_rows // self.cluster_size, b_rows // self.cluster_size
-
-    @property
-    def shared_bytes(self) -> int:
-        """The ring, the boxes, two barriers and a record a stage."""
-        stage = (self.block_m + self.block_n) * 2 * BLOCK_K + 48
-        return self.stages * stage + self.consumers * self.boxes * self.box_rows[0] * 2 * BLOCK_K
+        return self.out_box_rows, a_rows // self.cluster_size, b_rows // self.cluster_size
 
 
-# What the two cubins export.
-_WIDE = GroupedTile(False, 2, 256, 4, True, 2, 1, 0.655, 2.4)
-_FEWEST = GroupedTile(True, 1, 16, 10, False, 2, 2, 0.38, 1.0)
-_GROUPED = (
-    _WIDE,
-    GroupedTile(False, 2, 128, 6, True, 2, 1, 0.355, 1.7),
-    GroupedTile(False, 1, 128, 4, False, 2, 2, 0.8, 1.2),
-    _FEWEST,
-)
-_BATCHED = (
-    _WIDE,
-    GroupedTile(False, 2, 256, 3, True, 4, 1, 0.675, 2.2),
-    GroupedTile(False, 2, 128, 6, False, 2, 1, 0.38, 1.2),
-    GroupedTile(True, 1, 64, 6, False, 2, 2, 0.42, 1.0),
-    GroupedTile(True, 1, 32, 8, False, 2, 2, 0.4, 1.0),
-    _FEWEST,
-)
-HOPPER: dict[str, dict[str, GroupedTile]] = {
-    "grouped_linear": {variant.name: variant for variant in _GROUPED},
-    "batched_matmul": {variant.name: variant for variant in _BATCHED},
+# Variants of the two cubins: (step_us, tile_us).
+_COSTS = {
+    "grouped_linear": {
+        "128x256_c2": (0.655, 2.4),
+        "128x128_c2": (0.355, 1.7),
+        "64x128_b2": (0.8, 1.2),
+        "swapped_64x16_b2": (0.38, 1.0),
+    },
+    "batched_matmul": {
+        "128x256_c2": (0.655, 2.4),
+        "128x256_c2_x4": (0.675, 2.2),
+        "128x128": (0.38, 1.2),
+        "swapped_64x64_b2": (0.42, 1.0),
+        "swapped_64x32_b2": (0.4, 1.0),
+        "swapped_64x16_b2": (0.38, 1.0),
+    },
 }
+_STATED = ("consumers", "block_m", "block_n", "cluster_m", "box_rows", "blocks_per_sm")
+
+
+def _tile(op: str, name: str, cost: tuple[float, float]) -> GroupedTile:
+    facts = launch_facts(f"{op}_sm90", f"{op}_bf16_{name}")
+    assert facts.block is not None and facts.shared_bytes is not None
+    more: list[Any] = [*(facts.sizes[field] for field in _STATED), *cost]
+    return GroupedTile(facts.block, facts.shared_bytes, bool(facts.sizes["swaps"]), *more)
+
+
+def _tiles(op: str, costs: dict[str, tuple[float, float]]) -> dict[str, GroupedTile]:
+    return {name: _tile(op, name, cost) for name, cost in costs.items()}
+
+
+HOPPER = Lazy(_COSTS, _tiles)
 # Of reading, in microseconds, and of starting clusters.
 _BYTES_A_US, _CLUSTER_US = 4.3e6, 1.0
 
@@ -151,7 +147,7 @@ _BYTES_A_US, _CLUSTER_US = 4.3e6, 1.0
 _SHARED_K, _COUNTED_PRODUCTS = 2048, 128
 
 
-def _last_round(variant: GroupedTile, num_sms: int, problem: Problem) -> tuple[float, bool]:
+def _last_round(variant: GroupedTile, num_sms: int, problem: GroupedProblem) -> tuple[float, bool]:
     """(rounds of tiles that the clusters take, whether two share each of the last round's)."""
     rows, columns = variant.tile
     tiles = problem.row_tiles(rows) * -(-problem.n // columns)
@@ -162,7 +158,7 @@ def _last_round(variant: GroupedTile, num_sms: int, problem: Problem) -> tuple[f
     return rounds, shares
 
 
-def hopper_choice(name: str, num_sms: int, problem: Problem, group: int = 8) -> Choice:
+def hopper_choice(name: str, num_sms: int, problem: GroupedProblem, group: int = 8) -> TileChoice:
     """The launch of a Hopper variant."""
     variant = HOPPER[problem.op][name]
     rows, columns = variant.tile
@@ -173,15 +169,15 @@ def hopper_choice(name: str, num_sms: int, problem: Problem, group: int = 8) -> 
     if variant.pairs and problem.k >= _SHARED_K and is_counted:
         num_tiles = clusters // 2 * variant.cluster_size
     clusters = min(clusters, most * (2 if num_tiles else 1))
-    return Choice(
+    return TileChoice(
         f"{problem.op}_sm90", name, (clusters * variant.cluster_size, 1, 1),
-        (128 * (variant.consumers + 1), 1, 1), variant.shared_bytes, variant.box_rows,
+        variant.block, variant.shared_bytes, variant.box_rows,
         group=group, num_partials=num_tiles * variant.block_m * variant.block_n,
         num_arrivals=num_tiles * variant.consumers,
     )  # fmt: skip
 
 
-def hopper_names(problem: Problem) -> list[str]:
+def hopper_names(problem: GroupedProblem) -> list[str]:
     """The variants that suit the rows of a product, about or exactly."""
     if problem.op == "grouped_linear":
         mean = problem.rows / problem.num_products
@@ -199,7 +195,7 @@ def hopper_names(problem: Problem) -> list[str]:
     ]
 
 
-def hopper_cost(name: str, num_sms: int, problem: Problem) -> float:
+def hopper_cost(name: str, num_sms: int, problem: GroupedProblem) -> float:
     """Microseconds a Hopper variant is expected to take, but for what all take."""
     variant = HOPPER[problem.op][name]
     waves, shares = _last_round(variant, num_sms, problem)
@@ -216,21 +212,24 @@ def hopper_cost(name: str, num_sms: int, problem: Problem) -> float:
     return max(busy, memory) + 0.25 * min(busy, memory) + (_CLUSTER_US if variant.pairs else 0.0)
 
 
-def portable_choices(compute_capability: tuple[int, int], problem: Problem) -> Iterator[Choice]:
+def portable_choices(
+    compute_capability: tuple[int, int], problem: GroupedProblem
+) -> Iterator[TileChoice]:
     """The launches of the portable bodies."""
     row_tiles = problem.most_row_tiles
     yield from tiles.portable_choices(problem.op, compute_capability, row_tiles, problem.n)
 
 
-def _portable_cost(choice: Choice, num_sms: int, problem: Problem) -> float:
+def _portable_cost(choice: TileChoice, num_sms: int, problem: GroupedProblem) -> float:
     """In steps of a 128 x 128 tile; the half tile reads b as often for half the work."""
     block_m = int(choice.variant.partition("x")[0])
-    count = problem.row_tiles(block_m) * -(-problem.n // tiles.PORTABLE_N)
-    waves = math.ceil(count / (tiles.BLOCKS_AN_SM * num_sms))
-    return waves * (-(-problem.k // tiles.PORTABLE_K) * (1.0 if block_m == 128 else 0.6) + 10)
+    sizes = tiles.portable_sizes(problem.op, (8, 0))
+    count = problem.row_tiles(block_m) * -(-problem.n // sizes["block_n"])
+    waves = math.ceil(count / (sizes["blocks_per_sm"] * num_sms))
+    return waves * (-(-problem.k // sizes["block_k"]) * (1.0 if block_m == 128 else 0.6) + 10)
 
 
-def too_large(problem: Problem) -> bool:
+def too_large(problem: GroupedProblem) -> bool:
     """Whether there may be more tiles than the kernels can count, whichever is taken."""
     if problem.op == "grouped_linear":
         row_tiles = problem.rows // 16 + problem.num_products
@@ -243,10 +242,10 @@ def too_large(problem: Problem) -> bool:
 def choose(
     compute_capability: tuple[int, int],
     num_sms: int,
-    problem: Problem,
+    problem: GroupedProblem,
     has_maps: bool,
     gpu_name: str = "",
-) -> Choice:
+) -> TileChoice:
     """The launch for a problem: what was measured, else what is expected to be fastest.
 
     has_maps: tensor maps can describe a and b. gpu_name: whose file of `kernel-hub tune` counts.
@@ -267,7 +266,7 @@ def choose(
     )
 
 
-def _measured(row: Row, gpu: Gpu, problem: Problem) -> Choice:
+def _measured(row: Row, gpu: Gpu, problem: GroupedProblem) -> TileChoice:
     if row.variant in HOPPER[problem.op]:
         return hopper_choice(row.variant, gpu.num_sms, problem, row.numbers.get("group", 8))
     applying = portable_choices(gpu.compute_capability, problem)
@@ -277,7 +276,7 @@ def _measured(row: Row, gpu: Gpu, problem: Problem) -> Choice:
 def _check(op: str, row: Row, arch: str, rows: int, *, num_products: int, n: int, k: int) -> str:
     """'' or why this row of a table cannot be."""
     capability = capability_of(arch)
-    problem = Problem(op, num_products, rows, n, k)
+    problem = GroupedProblem(op, num_products, rows, n, k)
     if min(num_products, n, k) < 1 or too_large(problem):
         return "sizes from 1 up that the kernels can count"
     names = [choice.variant for choice in portable_choices(capability, problem)]
@@ -307,6 +306,6 @@ def candidates(op: str, gpu: Gpu, rows: int, *, num_products: int, n: int, k: in
         groups = tiles.groups_of(rows)
         yield from (Row(name, {"group": group}) for name in HOPPER[op] for group in groups)
     else:
-        problem = Problem(op, num_products, rows, n, k)
+        problem = GroupedProblem(op, num_products, rows, n, k)
         choices = portable_choices(gpu.compute_capability, problem)
         yield from (Row(choice.variant) for choice in choices)

@@ -11,12 +11,12 @@ from ..core import common
 from ..core.activation import CODES, activate
 from ..core.launch import Plans
 from . import linear_fp8 as fp8
-from .linear_launch import Launch, plan_launch
+from .linear_launch import LinearLaunch, plan_launch
 from .linear_plan import TABLE
 
 _OP = "linear"
 _DTYPES = (torch.float16, torch.bfloat16)
-_plans: Plans[tuple[Launch, common.Spans]] = Plans()
+_plans: Plans[tuple[LinearLaunch, common.Spans]] = Plans()
 TABLE.on_change(_plans.clear)
 _operands = common.Operands(_OP, "a b", "bias residual out")
 _writes = common.Writes(_OP, "out a b bias residual", "out", in_place="out=residual")

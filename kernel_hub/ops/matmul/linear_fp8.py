@@ -15,12 +15,12 @@ from ..core.launch import Plans
 from ..core.tensor_maps import Boxes, tensor_map
 from .linear_fp8_plan import CUBIN, SCALE_BLOCK, TABLE, choose
 from .linear_launch import boxes_of
-from .tiles import Choice
+from .tiles import TileChoice
 
 DTYPE = torch.float8_e4m3fn
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _OP = "linear"
-_plans: Plans[tuple[Launch, common.Spans]] = Plans()
+_plans: Plans[tuple[Fp8Launch, common.Spans]] = Plans()
 TABLE.on_change(_plans.clear)
 _operands = common.Operands(_OP, "a b", "a_scale b_scale bias residual out")
 _writes = common.Writes(
@@ -29,11 +29,11 @@ _writes = common.Writes(
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class Fp8Launch:
     """A launch but for its pointers; `function` is None where there is nothing to compute."""
 
     function: Any
-    choice: Choice | None = None
+    choice: TileChoice | None = None
     numbers: tuple[int, ...] = ()
     boxes: tuple[Boxes, Boxes] | None = None  # of rows and columns: b and a where they swap
     out_boxes: Boxes | None = None  # where results leave through boxes
@@ -199,7 +199,7 @@ def _cuda_into(
 def plan_launch(
     a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any, residual: Any, out: Any,
     activation: int, has_blocks: bool, use_fast_accum: bool,
-) -> Launch:  # fmt: skip
+) -> Fp8Launch:  # fmt: skip
     """Choose the kernel and its numbers for tensors that were checked."""
     device = device_of(a.device)
     if not device.has_wgmma:
@@ -208,7 +208,7 @@ def plan_launch(
             "compute capability {}.{}".format(*device.compute_capability),
         )  # fmt: skip
     if out.numel() == 0:
-        return Launch(None)
+        return Fp8Launch(None)
     lead, (n, k) = a.shape[:-1], b.shape
     # One scale for each row of a, or none of its own.
     has_rows = a_scale is not None and (has_blocks or a_scale.numel() > 1)
@@ -250,7 +250,7 @@ def plan_launch(
     out_boxes = None
     if choice.out_box_rows and out.element_size() == 2 and not (n | out_stride) % 8:
         out_boxes = boxes_of(m, n, n if m == 1 else out_stride, choice.out_box_rows)
-    return Launch(function, choice, numbers, (first, second), out_boxes)
+    return Fp8Launch(function, choice, numbers, (first, second), out_boxes)
 
 
 def dequantised(

@@ -6,13 +6,13 @@ import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ...collection.entries import Lazy
 from ...tuning import Gpu, Row, Table
-from ..core.device import SM90
-from .tiles import Choice, Tile, groups_of
+from ..core.device import SM90, launch_facts
+from .tiles import Tile, TileChoice, groups_of
 
 CUBIN = "linear_fp8_sm90"
 SCALE_BLOCK = 128  # elements of k, and rows of b, under one scale; also those of k in a stage
-_BOX_BYTES = 8192
 _GROUP = 8
 # Of reading weights and starting a kernel, in microseconds.
 _BYTES_A_US, _START_US = 4.2e6, 3.0
@@ -20,51 +20,23 @@ _BYTES_A_US, _START_US = 4.2e6, 3.0
 
 @dataclass(frozen=True, slots=True)
 class Scaled(Tile):
-    """A variant; the fields are those of its ScaledConfig."""
+    """A variant of linear_fp8_sm90.cu."""
 
-    is_fast: bool = False  # sums stay in the tensor cores
-
-    @property
-    def full_name(self) -> str:
-        """As it is exported, without op and dtype."""
-        return self.name + ("_fast" if self.is_fast else "")
-
-    @property
-    def shared_bytes(self) -> int:
-        """The ring, the boxes, two barriers a stage, scales and bias of a tile, and scales of
-        blocks."""
-        stage = (self.block_m + self.block_n) * SCALE_BLOCK + 16
-        if not self.is_fast:
-            stage += ((self.block_n if self.swaps else self.block_m) + 4) * 4
-        columns = 0 if self.swaps else self.block_n * 8 + self.block_m * 4
-        return self.stages * stage + self.consumers * self.boxes * _BOX_BYTES + columns
+    is_fast: bool  # sums stay in the tensor cores
 
 
-def _scaled(
-    swaps: bool, consumers: int, pieces: int, piece_n: int, stages: int, cluster_m: int,
-    splits: int, boxes: int, min_blocks: int, is_fast: bool = False,
-) -> Scaled:  # fmt: skip
-    return Scaled(
-        swaps, consumers, pieces, piece_n, stages, cluster_m, 1, splits, boxes, min_blocks,
-        is_fast,
-    )  # fmt: skip
+def _scaled(name: str, _: None) -> Scaled:
+    facts = launch_facts(CUBIN, f"linear_fp8_bf16_{name}")
+    return Scaled.stated(CUBIN, "linear_fp8", name, bool(facts.sizes["fast"]))
 
 
-# What csrc/matmul/linear_fp8_sm90.cu exports, each for every dtype of out.
-VARIANTS: dict[str, Scaled] = {
-    variant.full_name: variant
-    for variant in (
-        _scaled(False, 2, 1, 256, 4, 2, 1, 2, 1, is_fast=True),
-        _scaled(False, 2, 1, 192, 5, 2, 1, 1, 1, is_fast=True),
-        _scaled(False, 2, 1, 128, 6, 2, 1, 1, 1),
-        _scaled(False, 2, 1, 64, 8, 2, 1, 1, 1),
-        _scaled(True, 1, 1, 16, 10, 1, 1, 1, 2),
-        _scaled(True, 1, 1, 16, 10, 1, 2, 0, 2),
-        _scaled(True, 1, 1, 64, 6, 1, 1, 1, 2),
-        _scaled(True, 1, 1, 64, 12, 1, 1, 1, 1),
-        _scaled(True, 1, 1, 64, 13, 1, 2, 0, 1),
-    )
-}
+# Variants of csrc/matmul/linear_fp8_sm90.cu, each for every dtype of out.
+_NAMES = (
+    *("128x256_c21_fast", "128x192_c21_fast", "128x128_c21", "128x64_c21", "swapped_64x16_c11_b2"),
+    *("swapped_64x16_c11_k2_b2", "swapped_64x64_c11_b2", "swapped_64x64_c11"),
+    "swapped_64x64_c11_k2",
+)
+VARIANTS = Lazy(dict.fromkeys(_NAMES), _scaled)
 
 
 # Those that another body of the same source computes where there are scales of blocks.
@@ -83,12 +55,12 @@ def applies(name: str, m: int, k: int, is_fast: bool) -> bool:
 
 def make_choice(
     name: str, num_sms: int, m: int, n: int, has_blocks: bool = False, group: int = _GROUP
-) -> Choice:
+) -> TileChoice:
     """The launch of a variant. has_blocks: there are scales of blocks."""
     variant = VARIANTS[name]
     grid, block = variant.launch(num_sms, m, n)
     variant_name = WITH_BLOCKS.get(name, name) if has_blocks else name
-    return Choice(
+    return TileChoice(
         CUBIN, variant_name, grid, block, variant.shared_bytes, variant.row_boxes, variant.swaps,
         variant.out_box_rows, group,
     )  # fmt: skip
@@ -114,7 +86,7 @@ def choose(
     is_fast: bool,
     gpu_name: str = "",
     has_blocks: bool = False,
-) -> Choice:
+) -> TileChoice:
     """The launch for out (m, n): what was measured, else what is expected to be fastest.
 
     is_fast: sums may stay in the tensor cores over all of k. has_blocks: scales are of blocks.

@@ -13,17 +13,17 @@ from ..core.counters import counters
 from ..core.device import SM80, device_of, overlaps_launches
 from ..core.tensor_maps import Boxes, tensor_map
 from .linear_plan import MAX_SPLIT_TILES, choose
-from .tiles import BLOCK_K, Choice
+from .tiles import BLOCK_K, TileChoice
 
 _OP = "linear"
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class LinearLaunch:
     """A launch but for its pointers; `function` is None where there is nothing to compute."""
 
     function: Any
-    choice: Choice | None
+    choice: TileChoice | None
     numbers: tuple[int, ...] = ()
     boxes: tuple[Boxes, Boxes] | None = None  # of rows and columns: b and a where they swap
     out_boxes: Boxes | None = None  # where results leave through boxes
@@ -70,10 +70,10 @@ def plan_launch(
     activation: int,
     residual: torch.Tensor | None,
     out: torch.Tensor,
-) -> Launch:
+) -> LinearLaunch:
     """Choose the kernel and its integer parameters for tensors that were checked."""
     if out.numel() == 0:
-        return Launch(None, None)
+        return LinearLaunch(None, None)
     k, n = a.shape[-1], b.shape[0]
     tensors = [a, out] if residual is None else [a, out, residual]
     (m,), columns = common.collapse(
@@ -107,7 +107,9 @@ def plan_launch(
     options = {"programmatic": True} if may_overlap else {}
     last = (residual_stride, m, n, k, activation)
     if choice.boxes is None:
-        return Launch(function, choice, (out_stride, a_stride, b_stride, *last), options=options)
+        return LinearLaunch(
+            function, choice, (out_stride, a_stride, b_stride, *last), options=options
+        )
     sides = (m, k, a_stride), (n, k, b_stride)
     first, second = (
         boxes_of(*side, rows)
@@ -121,7 +123,7 @@ def plan_launch(
             residual_boxes = boxes_of(m, n, stride, choice.out_box_rows)
     numbers = (out_stride, *last, choice.group)
     boxes = first, second
-    return Launch(function, choice, numbers, boxes, out_boxes, residual_boxes, options)
+    return LinearLaunch(function, choice, numbers, boxes, out_boxes, residual_boxes, options)
 
 
 def boxes_of(

@@ -4,66 +4,38 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
 
+from ...collection.entries import Lazy
 from ...tuning import Gpu, Row, Table
 from ..core.device import capability_of, has_wgmma
 from . import tiles
-from .tiles import BLOCK_K, BOX_ROWS, Choice, Tile
+from .tiles import BLOCK_K, Tile, TileChoice
 
-_BOX_BYTES = BOX_ROWS * BLOCK_K * 2
 _CHUNK = 64  # elements of k of a warp, in csrc/matmul/linear_small_m.cu
 MAX_SPLIT_TILES = 4096  # more tiles than that fill any GPU without sharing k
 
 
-@dataclass(frozen=True, slots=True)
-class LinearTile(Tile):
-    """A variant of linear_sm90.cu."""
-
-    @property
-    def shared_bytes(self) -> int:
-        """The ring, the boxes, and the bias of each consumer's tile."""
-        bias = 0 if self.swaps or self.splits > 1 else self.consumers * self.block_n * 2
-        return self.ring_bytes + self.consumers * self.boxes * _BOX_BYTES + bias
-
-
-# What csrc/matmul/linear_sm90.cu exports, and which of it with fp32 results too.
-HOPPER: dict[str, LinearTile] = {
-    variant.name: variant
-    for variant in (
-        LinearTile(False, 2, 1, 256, 4, 2, 1, 1, 2, 1),
-        LinearTile(False, 2, 2, 160, 3, 2, 1, 1, 3, 1),
-        LinearTile(False, 2, 1, 224, 4, 2, 1, 1, 2, 1),
-        LinearTile(False, 2, 1, 192, 4, 2, 1, 1, 2, 1),
-        LinearTile(False, 2, 1, 160, 5, 2, 1, 1, 2, 1),
-        LinearTile(False, 2, 1, 128, 6, 2, 1, 1, 2, 1),
-        LinearTile(False, 2, 1, 96, 7, 2, 1, 1, 1, 1),
-        LinearTile(False, 2, 1, 64, 8, 2, 1, 1, 1, 1),
-        LinearTile(False, 2, 1, 128, 6, 1, 1, 2, 0, 1),
-        LinearTile(True, 1, 1, 16, 10, 1, 1, 1, 1, 2),
-        LinearTile(True, 1, 1, 16, 11, 1, 1, 2, 0, 2),
-        LinearTile(True, 1, 1, 32, 8, 1, 1, 1, 1, 2),
-        LinearTile(True, 1, 1, 32, 9, 1, 1, 2, 0, 2),
-        LinearTile(True, 1, 1, 64, 6, 1, 1, 1, 1, 2),
-        LinearTile(True, 1, 1, 64, 13, 1, 1, 1, 1, 1),
-        LinearTile(True, 1, 1, 64, 13, 1, 1, 2, 0, 1),
-        LinearTile(True, 1, 1, 128, 8, 1, 1, 1, 2, 1),
-        LinearTile(True, 1, 1, 128, 9, 1, 1, 2, 0, 1),
-        LinearTile(True, 2, 1, 128, 6, 2, 1, 1, 2, 1),
-    )
-}
+# Variants of csrc/matmul/linear_sm90.cu, and which of them have fp32 results too.
+_NAMES = (
+    *("128x256_c21", "128x320_c21", "128x224_c21", "128x192_c21", "128x160_c21", "128x128_c21"),
+    *("128x96_c21", "128x64_c21", "128x128_c11_k2", "swapped_64x16_c11_b2"),
+    *("swapped_64x16_c11_k2_b2", "swapped_64x32_c11_b2", "swapped_64x32_c11_k2_b2"),
+    *("swapped_64x64_c11_b2", "swapped_64x64_c11", "swapped_64x64_c11_k2", "swapped_64x128_c11"),
+    *("swapped_64x128_c11_k2", "swapped_128x128_c21"),
+)
+HOPPER = Lazy(dict.fromkeys(_NAMES), lambda name, _: Tile.stated("linear_sm90", "linear", name))
 HOPPER_FP32 = ("128x256_c21", "128x128_c21", "swapped_64x16_c11_b2", "swapped_64x64_c11_b2")
 # Of reading weights and starting a kernel, in microseconds.
 _BYTES_A_US, _START_US = 4.2e6, 3.5
 
 
-def hopper_choice(name: str, num_sms: int, m: int, n: int, k: int, group: int = 8) -> Choice:
+def hopper_choice(name: str, num_sms: int, m: int, n: int, k: int, group: int = 8) -> TileChoice:
     """The launch of a variant of linear_sm90.cu."""
     variant = HOPPER[name]
     grid, block = variant.launch(num_sms, m, n)
     # Blocks of few rows that begin early take places unevenly where there is not one for each.
     overlaps = not variant.swaps or variant.tiles(m, n) * variant.cluster_size <= num_sms
-    return Choice(
+    return TileChoice(
         "linear_sm90", name, grid, block, variant.shared_bytes, variant.row_boxes, variant.swaps,
         variant.out_box_rows, group, overlaps=overlaps,
     )  # fmt: skip
@@ -84,7 +56,7 @@ def hopper_cost(name: str, num_sms: int, m: int, n: int, k: int) -> float | None
 
 def portable_choices(
     compute_capability: tuple[int, int], m: int, n: int, k: int, num_splits: int, num_sms: int = 132
-) -> Iterator[Choice]:
+) -> Iterator[TileChoice]:
     """The launches of every portable body that applies, with k shared by `num_splits` blocks."""
     yield from tiles.small_m_choices(
         "linear_small_m", compute_capability, m, n, num_sms, num_splits
@@ -96,16 +68,19 @@ def portable_choices(
 
 def _choose_portable(
     compute_capability: tuple[int, int], num_sms: int, m: int, n: int, k: int
-) -> Choice:
-    slots = tiles.BLOCKS_AN_SM * num_sms
+) -> TileChoice:
+    sizes = tiles.portable_sizes("linear", compute_capability)
+    slots = sizes["blocks_per_sm"] * num_sms
     if m <= 16:
         chunks = -(-k // _CHUNK)
         # Each warp wants several chunks, and a tile's shares are worth adding up only to fill
         # the GPU.
-        splits = max(1, min(slots // -(-n // 16), chunks // (4 * tiles.WARPS)))
+        splits = max(
+            1, min(slots // -(-n // 16), chunks // (4 * tiles.small_m_warps("linear_small_m")))
+        )
         return next(portable_choices(compute_capability, m, n, k, splits, num_sms))
-    steps = -(-k // tiles.PORTABLE_K)
-    best: tuple[float, Choice] | None = None
+    steps = -(-k // sizes["block_k"])
+    best: tuple[float, TileChoice] | None = None
     for splits in (1, 2, 3, 4, 6, 8):
         if splits > 1 and steps < 16 * splits:
             break
@@ -131,7 +106,7 @@ def choose(
     k: int,
     is_wide: bool,
     gpu_name: str = "",
-) -> Choice:
+) -> TileChoice:
     """The launch for out (m, n) = a (m, k) b (n, k)^T: what was measured, else what is expected.
 
     is_wide: out is fp32 and a is not. gpu_name: whose file of `kernel-hub tune` counts.
@@ -152,7 +127,7 @@ def choose(
 
 def _measured(
     row: Row, compute_capability: tuple[int, int], num_sms: int, m: int, n: int, k: int
-) -> Choice:
+) -> TileChoice:
     if row.variant in HOPPER:
         return hopper_choice(row.variant, num_sms, m, n, k, row.numbers.get("group", 8))
     splits = row.numbers.get("num_splits", 1)
@@ -196,8 +171,8 @@ def candidates(gpu: Gpu, m: int, *, n: int, k: int) -> Iterator[Row]:
     rows = []
     if has_wgmma(gpu.compute_capability):
         rows += [Row(name, {"group": g}) for name in HOPPER for g in tiles.groups_of(m)]
-    names = ["m8", "m8_deep", "m16"]
+    names = list(tiles.SMALL_M)
     if not has_wgmma(gpu.compute_capability):
-        names += [f"128x{tiles.PORTABLE_N}", f"64x{tiles.PORTABLE_N}"]
+        names += tiles.PORTABLE
     rows += [Row(name, {"num_splits": splits}) for name in names for splits in (1, 2, 3, 4, 6, 8)]
     yield from (row for row in rows if not _check(row, gpu.arch, m, n=n, k=k))

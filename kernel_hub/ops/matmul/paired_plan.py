@@ -1,6 +1,6 @@
 """Which body of swiglu_linear and qkv_linear computes a product: pure functions of sizes.
 
-Both take the rows of b in groups of 16 (csrc/include/kernel_hub/paired_linear*.cuh).
+Both take the rows of b in groups of 16 (csrc/matmul/paired).
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ...collection.entries import Lazy
 from ...tuning import Gpu, Row, Table
 from ..core.device import capability_of, has_wgmma
 from . import tiles
-from .tiles import BLOCK_K, Choice, Tile
+from .tiles import BLOCK_K, Tile, TileChoice
 
 GROUP_ROWS = 16
 # Of reading weights and starting a kernel, in microseconds.
@@ -51,57 +52,54 @@ class PairedTile(Tile):
         return max(busy, memory) + 0.01 * busy
 
 
-def _tile(
-    swaps: bool, consumers: int, pieces: int, piece_n: int, stages: int, cluster: int, splits: int,
-    min_blocks: int, step_us: float, tile_us: float,
-) -> PairedTile:  # fmt: skip
-    return PairedTile(
-        swaps, consumers, pieces, piece_n, stages, cluster, 1, splits, 0, min_blocks, step_us,
-        tile_us,
-    )  # fmt: skip
-
-
-# What csrc/<op>_sm90.cu exports.
-HOPPER: dict[str, tuple[PairedTile, ...]] = {
-    "swiglu_linear": (
-        _tile(False, 2, 1, 256, 4, 2, 1, 1, 0.648, 2.6),
-        _tile(False, 2, 2, 160, 4, 2, 1, 1, 0.8, 2.8),
-        _tile(False, 2, 1, 224, 5, 2, 1, 1, 0.595, 2.4),
-        _tile(False, 2, 1, 128, 6, 2, 1, 1, 0.375, 2.8),
-        _tile(True, 1, 1, 16, 10, 1, 1, 2, 0.2, 3.2),
-        _tile(True, 1, 1, 32, 8, 1, 1, 2, 0.2, 3.3),
-        _tile(True, 1, 1, 64, 6, 1, 1, 2, 0.24, 3.4),
-    ),
-    "qkv_linear": (
-        _tile(False, 2, 1, 256, 4, 2, 1, 1, 0.648, 3.5),
-        _tile(False, 2, 2, 160, 4, 2, 1, 1, 0.81, 3.8),
-        _tile(False, 2, 1, 192, 5, 2, 1, 1, 0.525, 3.2),
-        _tile(False, 2, 1, 128, 7, 2, 1, 1, 0.375, 3.2),
-        _tile(True, 1, 1, 16, 10, 1, 1, 2, 0.2, 3.2),
-        _tile(True, 1, 1, 16, 10, 1, 4, 2, 0.2, 4.5),
-        _tile(True, 1, 1, 32, 8, 1, 1, 2, 0.2, 3.3),
-        _tile(True, 1, 1, 32, 8, 1, 4, 2, 0.2, 4.6),
-        _tile(True, 1, 1, 64, 13, 1, 1, 1, 0.22, 3.6),
-        _tile(True, 1, 1, 64, 13, 1, 2, 1, 0.22, 4.6),
-        _tile(True, 1, 1, 64, 13, 1, 4, 1, 0.22, 5.0),
-    ),
+# Variants of csrc/matmul/<op>_sm90.cu: (step_us, tile_us).
+_COSTS = {
+    "swiglu_linear": {
+        "128x256_c21": (0.648, 2.6),
+        "128x320_c21": (0.8, 2.8),
+        "128x224_c21": (0.595, 2.4),
+        "128x128_c21": (0.375, 2.8),
+        "swapped_64x16_c11_b2": (0.2, 3.2),
+        "swapped_64x32_c11_b2": (0.2, 3.3),
+        "swapped_64x64_c11_b2": (0.24, 3.4),
+    },
+    "qkv_linear": {
+        "128x256_c21": (0.648, 3.5),
+        "128x320_c21": (0.81, 3.8),
+        "128x192_c21": (0.525, 3.2),
+        "128x128_c21": (0.375, 3.2),
+        "swapped_64x16_c11_b2": (0.2, 3.2),
+        "swapped_64x16_c11_k4_b2": (0.2, 4.5),
+        "swapped_64x32_c11_b2": (0.2, 3.3),
+        "swapped_64x32_c11_k4_b2": (0.2, 4.6),
+        "swapped_64x64_c11": (0.22, 3.6),
+        "swapped_64x64_c11_k2": (0.22, 4.6),
+        "swapped_64x64_c11_k4": (0.22, 5.0),
+    },
 }
+
+
+def _tiles(op: str, costs: dict[str, tuple[float, float]]) -> tuple[PairedTile, ...]:
+    return tuple(PairedTile.stated(f"{op}_sm90", op, name, *cost) for name, cost in costs.items())
+
+
+HOPPER = Lazy(_COSTS, _tiles)
 
 
 def hopper_choice(
     op: str, variant: PairedTile, num_sms: int, m: int, n: int, group: int = 8
-) -> Choice:
+) -> TileChoice:
     """The launch of a variant on Hopper; n: rows of b in whole groups."""
     grid, block = variant.launch(num_sms, m, n)
-    return Choice(
-        f"{op}_sm90", variant.name, grid, block, variant.ring_bytes, variant.row_boxes,
+    return TileChoice(
+        f"{op}_sm90", variant.name, grid, block, variant.shared_bytes, variant.row_boxes,
         variant.swaps, group=group, tile=variant,
     )  # fmt: skip
 
 
 def portable_choices(
     op: str, compute_capability: tuple[int, int], num_sms: int, m: int, n: int
-) -> Iterator[Choice]:
+) -> Iterator[TileChoice]:
     """The launches of every portable body that applies, the likeliest of few rows first."""
     names = ("m8_deep", "m8", "m16")
     yield from tiles.small_m_choices(op, compute_capability, m, n, num_sms, names=names)
@@ -110,21 +108,23 @@ def portable_choices(
 
 def _choose_portable(
     op: str, compute_capability: tuple[int, int], num_sms: int, m: int, n: int
-) -> Choice:
+) -> TileChoice:
     choices = list(portable_choices(op, compute_capability, num_sms, m, n))
     if m <= 16:
         return choices[0]
 
-    def cost(choice: Choice) -> float:
+    blocks = tiles.portable_sizes(op, compute_capability)["blocks_per_sm"]
+
+    def cost(choice: TileChoice) -> float:
         # The half tile reads b as often for half the work.
-        waves = -(-choice.grid[0] // (tiles.BLOCKS_AN_SM * num_sms))
+        waves = -(-choice.grid[0] // (blocks * num_sms))
         return waves * (0.6 if choice.variant.startswith("64") else 1.0)
 
     return min(choices, key=cost)
 
 
 @functools.lru_cache(maxsize=4096)
-def choose(op: str, gpu: Gpu, m: int, n: int, k: int, has_maps: bool) -> Choice:
+def choose(op: str, gpu: Gpu, m: int, n: int, k: int, has_maps: bool) -> TileChoice:
     """The launch for m rows of a and n rows of b, in whole groups of 16.
 
     What was measured, else what is expected. has_maps: the layout of a and b is one that tensor
@@ -188,6 +188,6 @@ def candidates(op: str, gpu: Gpu, m: int, *, n: int, k: int) -> Iterator[Row]:
                 if not _check(op, row, gpu.arch, m, n=n, k=k):
                     yield row
     else:
-        names += [f"128x{tiles.PORTABLE_N}", f"64x{tiles.PORTABLE_N}"]
+        names += tiles.PORTABLE
     rows = (Row(name, {}) for name in names)
     yield from (row for row in rows if not _check(op, row, gpu.arch, m, n=n, k=k))

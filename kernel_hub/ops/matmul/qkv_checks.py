@@ -16,7 +16,7 @@ _DTYPES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class QkvGiven:
     """The arguments of one call."""
 
     x: Any
@@ -55,7 +55,7 @@ class Given:
         return batch_and_seqlen(self.x.shape[:-1], self.cu_seqlens)
 
 
-def check(given: Given) -> None:
+def check(given: QkvGiven) -> None:
     """Raise TensorError for whatever does not fit."""
     x, w = given.x, given.w_qkv
     check_heads(x, w, given.num_heads, given.num_kv_heads)
@@ -100,7 +100,7 @@ def check_heads(x: Any, w: Any, num_heads: Any, num_kv_heads: Any) -> None:
         raise common.refuse(OP, "w_qkv", f"shape ({w.shape[0]}, {k})", w)
 
 
-def _check_targets(given: Given, tokens: Tokens) -> None:
+def _check_targets(given: QkvGiven, tokens: Tokens) -> None:
     x, k_cache = given.x, given.k_cache
     leading, head_dim = x.shape[:-1], given.head_dim
     shape = (*leading, given.num_kv_heads, head_dim)
@@ -127,7 +127,7 @@ def _check_targets(given: Given, tokens: Tokens) -> None:
         common.check_output(OP, argument, out)
 
 
-def _check_rotation(given: Given) -> None:
+def _check_rotation(given: QkvGiven) -> None:
     x, cos, sin, rotary_dim = given.x, given.cos, given.sin, given.rotary_dim
     check_rotation(
         OP, cos, sin, given.interleaved, rotary_dim, given.head_dim, x, step=16, least=1,

@@ -18,8 +18,8 @@ from ..core.rotary import rotated
 from ..core.tensor_maps import Boxes, tensor_map
 from .paired_launch import rows_and_strides
 from .paired_plan import GROUP_ROWS, TABLES, choose
-from .qkv_checks import OP, Given, check, check_heads
-from .tiles import BLOCK_K, Choice
+from .qkv_checks import OP, QkvGiven, check, check_heads
+from .tiles import BLOCK_K, TileChoice
 
 _is_tracing = torch.compiler.is_dynamo_compiling
 _OPTIONAL = (
@@ -31,20 +31,20 @@ _writes = common.Writes(OP, f"x w_qkv {_OPTIONAL}", "k_cache v_cache out_q out_k
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Plan:
+class _QkvPlan:
     """A launch but for its pointers; `choice` is None where there is nothing to compute.
 
     boxes: of a and b, where the kernel takes tensor maps.
     """
 
     function: Any
-    choice: Choice | None = None
+    choice: TileChoice | None = None
     numbers: tuple[int, ...] = ()
     boxes: tuple[Boxes, Boxes] | None = None
     is_programmatic: bool = False  # may begin under the end of the launch before
 
 
-_plans: Plans[tuple[_Plan, common.Spans]] = Plans()
+_plans: Plans[tuple[_QkvPlan, common.Spans]] = Plans()
 TABLES[OP].on_change(_plans.clear)
 
 
@@ -137,10 +137,10 @@ def qkv_linear(
     )  # fmt: skip
     if not plain:
         if not _is_tracing():
-            check(Given(*values))
+            check(QkvGiven(*values))
         _op(*values)  # checks the fake tensors
         return out_q, out_k, out_v
-    given = Given(*values)
+    given = QkvGiven(*values)
     try:
         (_cuda_into if x.is_cuda else _cpu_into)(given, bool(written))
     except common.FOREIGN:
@@ -152,7 +152,7 @@ def qkv_linear(
     return out_q, out_k, out_v
 
 
-def _tensors(given: Given) -> tuple[Any, ...]:
+def _tensors(given: QkvGiven) -> tuple[Any, ...]:
     return (
         given.x, given.w_qkv, given.bias, given.cos, given.sin, given.positions, given.k_cache,
         given.v_cache, given.cache_seqlens, given.block_table, given.slot_mapping,
@@ -160,7 +160,7 @@ def _tensors(given: Given) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def _paired_dim(given: Given) -> int:
+def _paired_dim(given: QkvGiven) -> int:
     """Of a head, the columns that lie in blocks of pairs: all where rotary_dim divides them."""
     rotary_dim, head_dim = given.rotary_dim, given.head_dim
     if rotary_dim == 0 or given.interleaved:
@@ -168,7 +168,7 @@ def _paired_dim(given: Given) -> int:
     return head_dim if head_dim % rotary_dim == 0 else rotary_dim
 
 
-def _swapped_boxes(given: Given, share: int, b_stride: int) -> tuple[tuple[int, int], Boxes]:
+def _swapped_boxes(given: QkvGiven, share: int, b_stride: int) -> tuple[tuple[int, int], Boxes]:
     """((groups a block, rows of a box), boxes) for tiles whose rows are w_qkv's:
     8 rows and their partners, 8 rows ...
     """
@@ -187,7 +187,7 @@ def _swapped_boxes(given: Given, share: int, b_stride: int) -> tuple[tuple[int, 
     return (groups, box * GROUP_ROWS), Boxes(shape, strides, (1, box, 2, 8, BLOCK_K))
 
 
-def _block_boxes(given: Given, b_stride: int) -> tuple[tuple[int, int, int, int], Boxes]:
+def _block_boxes(given: QkvGiven, b_stride: int) -> tuple[tuple[int, int, int, int], Boxes]:
     """((pairs a run, blocks a run, step, distance), boxes) for the others.
 
     A box is a block of 32 rows, in the order in which four lanes have 8 neighbours each. Blocks
@@ -202,7 +202,7 @@ def _block_boxes(given: Given, b_stride: int) -> tuple[tuple[int, int, int, int]
     return (pairs, 2 * pairs, 1, pairs), boxes
 
 
-def _fits_hopper(given: Given) -> bool:
+def _fits_hopper(given: QkvGiven) -> bool:
     """Whether the bodies for Hopper take this rotation: whole runs, tables in 16-byte reads."""
     paired_dim, cos, sin = _paired_dim(given), given.cos, given.sin
     if paired_dim and (paired_dim != given.head_dim or given.rotary_dim % 64):
@@ -214,14 +214,14 @@ def _fits_hopper(given: Given) -> bool:
     return bool(cos.stride(0) % elems == 0 and addresses % common.VEC_BYTES == 0)
 
 
-def _plan(given: Given) -> _Plan:
+def _plan(given: QkvGiven) -> _QkvPlan:
     """Check the tensors; choose the kernel, its tensor maps and its integer parameters."""
     check(given)
     x, w, cos, k_cache = given.x, given.w_qkv, given.cos, given.k_cache
     rows, k = w.shape
     batch_size, seqlen = given.batch_and_seqlen
     if given.out_q.numel() == 0 or batch_size == 0:
-        return _Plan(None)
+        return _QkvPlan(None)
     outs = [out for out in (given.out_q, given.out_k, given.out_v) if out is not None]
     m, (x_stride, q_stride, *kv_strides), w_stride = rows_and_strides(OP, x, "w_qkv", w, *outs)
     paired_dim = _paired_dim(given)
@@ -257,7 +257,7 @@ def _plan(given: Given) -> _Plan:
     is_programmatic = device.overlaps_launches
     if choice.tile is None:
         numbers = (*strides, x_stride, w_stride, *sizes)
-        return _Plan(function, choice, numbers, is_programmatic=is_programmatic)
+        return _QkvPlan(function, choice, numbers, is_programmatic=is_programmatic)
     a_boxes = Boxes((m, k), (x_stride, 1), (choice.tile.a_box_rows, BLOCK_K))
     boxes, blocks = (1, 16), (1, 0, 1, 1)
     if choice.tile.swaps:
@@ -265,10 +265,10 @@ def _plan(given: Given) -> _Plan:
     else:
         blocks, b_boxes = _block_boxes(given, w_stride)
     numbers = (*strides, *sizes, *blocks, *boxes, choice.group)
-    return _Plan(function, choice, numbers, (a_boxes, b_boxes), is_programmatic)
+    return _QkvPlan(function, choice, numbers, (a_boxes, b_boxes), is_programmatic)
 
 
-def _cuda_into(given: Given, is_given: bool = True) -> None:
+def _cuda_into(given: QkvGiven, is_given: bool = True) -> None:
     """All of it in one launch. is_given: the caller gave a cache, out_q, out_k or out_v."""
     x, w = given.x, given.w_qkv
     tensors = _tensors(given)
@@ -315,7 +315,7 @@ def _cuda_into(given: Given, is_given: bool = True) -> None:
         bounds.report(x)
 
 
-def _cpu_into(given: Given, is_given: bool = True) -> None:
+def _cpu_into(given: QkvGiven, is_given: bool = True) -> None:
     """The same on the CPU, by torch."""
     check(given)
     if is_given:
@@ -352,12 +352,12 @@ def _assign(out: torch.Tensor, inside: torch.Tensor, values: torch.Tensor) -> No
     out[inside.view(out.shape[:-2])] = values[inside].to(out.dtype)
 
 
-def _fake_into(given: Given) -> None:
+def _fake_into(given: QkvGiven) -> None:
     check(given)
 
 
 def _flat(into: Any) -> Any:
-    return lambda *values: into(Given(*values))
+    return lambda *values: into(QkvGiven(*values))
 
 
 _op = common.define(

@@ -15,7 +15,7 @@ from ..core.launch import Plans
 from ..core.tensor_maps import Boxes, tensor_map
 from .paired_launch import rows_and_strides
 from .paired_plan import GROUP_ROWS, TABLES, choose
-from .tiles import BLOCK_K, Choice
+from .tiles import BLOCK_K, TileChoice
 
 _OP = "swiglu_linear"
 _DTYPES = (torch.float16, torch.bfloat16)
@@ -24,20 +24,20 @@ _writes = common.Writes(_OP, "out a b_gate_up", "out")
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _SwigluPlan:
     """A launch but for its pointers; `function` is None where there is nothing to compute.
 
     boxes: of a and b, where the kernel takes tensor maps.
     """
 
     function: Any
-    choice: Choice | None = None
+    choice: TileChoice | None = None
     numbers: tuple[int, ...] = ()
     boxes: tuple[Boxes, Boxes] | None = None
     is_programmatic: bool = False  # may begin under the end of the launch before
 
 
-_plans: Plans[tuple[_Plan, common.Spans]] = Plans()
+_plans: Plans[tuple[_SwigluPlan, common.Spans]] = Plans()
 TABLES[_OP].on_change(_plans.clear)
 
 
@@ -99,11 +99,11 @@ def _new_out(a: Any, b: Any) -> Any:
     return a.new_empty((*a.shape[:-1], b.shape[0] // 2))
 
 
-def _plan(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> _Plan:
+def _plan(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> _SwigluPlan:
     """Check the tensors; choose the kernel, its tensor maps and its integer parameters."""
     _check(a, b, out)
     if out.numel() == 0:
-        return _Plan(None)
+        return _SwigluPlan(None)
     k, columns = a.shape[-1], b.shape[0] // 2
     m, (a_stride, out_stride), b_stride = rows_and_strides(_OP, a, "b_gate_up", b, out)
     n = -(-columns // 8) * GROUP_ROWS
@@ -116,7 +116,7 @@ def _plan(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> _Plan:
     is_programmatic = device.overlaps_launches
     if choice.tile is None:
         numbers: tuple[int, ...] = (out_stride, a_stride, b_stride, m, columns, k)
-        return _Plan(function, choice, numbers, is_programmatic=is_programmatic)
+        return _SwigluPlan(function, choice, numbers, is_programmatic=is_programmatic)
     share = choice.tile.b_share
     a_boxes = Boxes((m, k), (a_stride, 1), (choice.tile.a_box_rows, BLOCK_K))
     # 8 rows of the gate, the 8 of up beside them, the next 8 of the gate, ...
@@ -126,7 +126,7 @@ def _plan(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> _Plan:
         (1, share // GROUP_ROWS, 2, 8, BLOCK_K),
     )
     numbers = (out_stride, m, columns, k, share, choice.group)
-    return _Plan(function, choice, numbers, (a_boxes, b_boxes), is_programmatic)
+    return _SwigluPlan(function, choice, numbers, (a_boxes, b_boxes), is_programmatic)
 
 
 def _cuda_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, is_given: bool = True) -> None:

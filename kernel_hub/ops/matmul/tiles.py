@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..core.device import has_wgmma, mma_stages
+from ..core.device import has_wgmma, launch_facts
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Dims = tuple[int, int, int]
 
 BLOCK_K = 64  # elements of k in a box of the sm90 bodies: 128 bytes, the span of the swizzle
+_STATED = ("block_m", "block_n", "cluster_m", "cluster_n", "splits", "boxes", "blocks_per_sm")
 BOX_ROWS = 64  # of out, in a box on its way out (block_n where swapped); it has BLOCK_K columns
-# The portable bodies with mma.sync.
-PORTABLE_N, PORTABLE_K, PORTABLE_THREADS, BLOCKS_AN_SM = 128, 32, 128, 2
-# Those of few rows.
-WARPS = 8
-# tiles of 8 rows of a, stages, slices of 32 elements of k a chunk, blocks a multiprocessor
-SMALL_M = {"m8": (1, 3, 2, 2), "m8_deep": (1, 4, 4, 1), "m16": (2, 2, 2, 2)}
+# The bodies with mma.sync, rows of a x rows of b; those of few rows.
+PORTABLE = ("128x128", "64x128")
+SMALL_M = ("m8", "m8_deep", "m16")
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class TileChoice:
     """One launch. boxes: rows of the boxes of tensor maps, or None where pointers are passed."""
 
     cubin: str
@@ -41,45 +42,32 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A variant of an sm90 body; the fields are those of its Config."""
+    """A variant of an sm90 body, as its source states it; `name` without op and dtype."""
 
+    name: str
+    block: Dims
+    shared_bytes: int
     swaps: bool  # the rows of the product are the rows of b
-    consumers: int
-    pieces: int
-    piece_n: int
-    stages: int
+    block_m: int  # rows of a block's tile
+    block_n: int  # its columns
     cluster_m: int
     cluster_n: int
     splits: int  # blocks of a cluster that share k
     boxes: int
-    min_blocks: int
+    min_blocks: int  # of a multiprocessor
 
-    @property
-    def name(self) -> str:
-        """As it is exported, without op and dtype."""
-        name = f"{self.block_m}x{self.block_n}_c{self.cluster_m}{self.cluster_n}"
-        name += f"_k{self.splits}" if self.splits > 1 else ""
-        return ("swapped_" if self.swaps else "") + name + ("_b2" if self.min_blocks == 2 else "")
-
-    @property
-    def block_m(self) -> int:
-        """Rows of a block's tile."""
-        return 64 * self.consumers
-
-    @property
-    def block_n(self) -> int:
-        """Columns of a block's tile."""
-        return self.pieces * self.piece_n
+    @classmethod
+    def stated(cls, cubin: str, op: str, name: str, *more: Any) -> Self:
+        """The variant `name`; more: the fields of a class of its own."""
+        facts = launch_facts(cubin, f"{op}_bf16_{name}")
+        assert facts.block is not None and facts.shared_bytes is not None
+        sizes = [facts.sizes[field] for field in _STATED]
+        return cls(name, facts.block, facts.shared_bytes, bool(facts.sizes["swaps"]), *sizes, *more)
 
     @property
     def cluster_size(self) -> int:
         """Blocks of a cluster."""
         return self.cluster_m * self.cluster_n * self.splits
-
-    @property
-    def ring_bytes(self) -> int:
-        """Of shared memory: the stages, and two barriers each."""
-        return self.stages * ((self.block_m + self.block_n) * 2 * BLOCK_K + 16)
 
     @property
     def row_boxes(self) -> tuple[int, int]:
@@ -106,27 +94,46 @@ class Tile:
         clusters = self.tiles(m, n)
         if self.splits == 1:  # those that share k take one tile each
             clusters = min(clusters, self.clusters_at_once(num_sms))
-        return (clusters * self.cluster_size, 1, 1), (128 * (self.consumers + 1), 1, 1)
+        return (clusters * self.cluster_size, 1, 1), self.block
+
+
+def _stated(
+    cubin: str, name: str, compute_capability: tuple[int, int]
+) -> tuple[Dims, int, Mapping[str, int]]:
+    """Block, shared memory and sizes of a body for every GPU."""
+    function = f"{cubin.removesuffix('_small_m')}_bf16_{name}"
+    facts = launch_facts(cubin, function, compute_capability)
+    assert facts.block is not None and facts.shared_bytes is not None
+    return facts.block, facts.shared_bytes, facts.sizes
+
+
+def portable_sizes(cubin: str, compute_capability: tuple[int, int]) -> Mapping[str, int]:
+    """What the bodies with mma.sync have in common: block_n, block_k, blocks_per_sm."""
+    return _stated(cubin, PORTABLE[0], compute_capability)[2]
+
+
+def small_m_warps(cubin: str) -> int:
+    """Warps of a block of the bodies of few rows."""
+    return _stated(cubin, SMALL_M[0], (8, 0))[0][0] // 32
 
 
 def small_m_choices(
     cubin: str, compute_capability: tuple[int, int], m: int, n: int, num_sms: int,
-    num_splits: int = 1, names: Sequence[str] = tuple(SMALL_M),
-) -> Iterator[Choice]:  # fmt: skip
+    num_splits: int = 1, names: Sequence[str] = SMALL_M,
+) -> Iterator[TileChoice]:  # fmt: skip
     """The launches of the bodies of few rows, in the order of `names`."""
     for name in names:
-        columns, stages, slices, blocks = SMALL_M[name]
-        if m > 8 * columns or (name == "m8_deep" and not has_wgmma(compute_capability)):
+        block, shared_bytes, sizes = _stated(cubin, name, compute_capability)
+        if m > sizes["block_m"] or (name == "m8_deep" and not has_wgmma(compute_capability)):
             continue
-        tiles = -(-n // 16)
-        sums = 4 * columns * 32
-        ring = WARPS * stages * slices * (2 + columns) * 512
-        yield Choice(
+        tiles = -(-n // sizes["block_n"])
+        sums = sizes["block_m"] * sizes["block_n"]
+        yield TileChoice(
             cubin,
             name,
-            (min(tiles, blocks * num_sms), num_splits, 1),
-            (32 * WARPS, 1, 1),
-            ring + 2 * WARPS * sums * 4,
+            (min(tiles, sizes["blocks_per_sm"] * num_sms), num_splits, 1),
+            block,
+            shared_bytes,
             num_partials=num_splits * tiles * sums if num_splits > 1 else 0,
         )
 
@@ -137,17 +144,18 @@ def portable_choices(
     row_tiles: Callable[[int], int],
     n: int,
     num_splits: int = 1,
-) -> Iterator[Choice]:
+) -> Iterator[TileChoice]:
     """The launches of the bodies with mma.sync; row_tiles: of so many rows each."""
-    for block_m in (128, 64):
-        tiles = row_tiles(block_m) * -(-n // PORTABLE_N)
-        sums = block_m * PORTABLE_N
-        yield Choice(
+    for name in PORTABLE:
+        block, shared_bytes, sizes = _stated(cubin, name, compute_capability)
+        tiles = row_tiles(sizes["block_m"]) * -(-n // sizes["block_n"])
+        sums = sizes["block_m"] * sizes["block_n"]
+        yield TileChoice(
             cubin,
-            f"{block_m}x{PORTABLE_N}",
+            name,
             (tiles, num_splits, 1),
-            (PORTABLE_THREADS, 1, 1),
-            mma_stages(compute_capability) * (block_m + PORTABLE_N) * PORTABLE_K * 2,
+            block,
+            shared_bytes,
             num_partials=num_splits * tiles * sums if num_splits > 1 else 0,
         )
 

@@ -1,0 +1,79 @@
+"""The manifest states what the sources state of launches; the plans name what is there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kernel_hub.collection.manifest import open_collection
+from kernel_hub.compilers.launch_facts import read_launch_facts
+from kernel_hub.compilers.nvcc import Job, compile_described, find_nvcc, find_sources, make_jobs
+from kernel_hub.errors import KernelHubError
+from kernel_hub.ops.core.device import SM90, launch_facts
+from kernel_hub.ops.matmul import grouped_plan, linear_fp8_plan, linear_plan, paired_plan, tiles
+
+CSRC = Path(__file__).resolve().parents[2] / "csrc"
+CUBINS = open_collection().manifest.cubins
+# Every architecture of a source that asks which it is built for; else the first.
+JOBS: list[Job] = []
+for _name, _source in find_sources(CSRC).items():
+    _jobs = make_jobs(_source, sorted(CUBINS[_name]), "any", CSRC)
+    _asks = any("__CUDA_ARCH__" in (CSRC.parent / file).read_text() for file in _jobs[0].files)
+    JOBS += _jobs if _asks else _jobs[:1]
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: f"{job.name}-{job.arch}")
+def test_the_manifest_states_what_the_source_states(job: Job, tmp_path: Path) -> None:
+    try:
+        nvcc = find_nvcc()
+    except KernelHubError as missing:
+        pytest.skip(str(missing))
+    functions = CUBINS[job.name][job.arch].functions
+    stated = read_launch_facts(compile_described(nvcc, job, tmp_path), functions, job.label)
+    told = {name: function.launch for name, function in functions.items() if function.launch}
+    assert stated == told, "run ./build_cubins.sh"
+    assert told or job.name == "launch_probe"
+
+
+def exported(cubin: str, prefix: str) -> set[str]:
+    """Variants of bf16 in a cubin for Hopper."""
+    names = CUBINS[cubin]["sm90"].functions
+    return {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+
+
+def test_the_plans_of_products_name_every_variant() -> None:
+    linear = {name for name in exported("linear_sm90", "linear_bf16_") if "_fp32" not in name}
+    assert set(linear_plan.HOPPER) == linear
+    wide = {name + "_fp32" for name in linear_plan.HOPPER_FP32}
+    assert wide == exported("linear_sm90", "linear_bf16_") - linear
+    fp8 = {*linear_fp8_plan.VARIANTS, *linear_fp8_plan.WITH_BLOCKS.values()}
+    assert fp8 == exported("linear_fp8_sm90", "linear_fp8_bf16_")
+    for op, rows in paired_plan.HOPPER.items():
+        assert {row.name for row in rows} == exported(f"{op}_sm90", f"{op}_bf16_")
+        assert {*tiles.PORTABLE, *tiles.SMALL_M} == exported(op, f"{op}_bf16_")
+    for op, named in grouped_plan.HOPPER.items():
+        assert set(named) == exported(f"{op}_sm90", f"{op}_bf16_")
+        assert set(tiles.PORTABLE) == exported(op, f"{op}_bf16_")
+
+
+def test_the_elements_of_k_in_a_box_are_those_of_a_stage() -> None:
+    for cubin in ("linear_sm90", "swiglu_linear_sm90", "qkv_linear_sm90", "grouped_linear_sm90"):
+        for name in CUBINS[cubin]["sm90"].functions:
+            assert launch_facts(cubin, name).sizes["block_k"] == tiles.BLOCK_K
+    for name in CUBINS["linear_fp8_sm90"]["sm90"].functions:
+        facts = launch_facts("linear_fp8_sm90", name)
+        assert facts.sizes["block_k"] == linear_fp8_plan.SCALE_BLOCK
+    # A twin that takes scales of blocks is launched as the variant itself.
+    for name, twin in linear_fp8_plan.WITH_BLOCKS.items():
+        first, second = (
+            launch_facts("linear_fp8_sm90", f"linear_fp8_bf16_{each}") for each in (name, twin)
+        )
+        assert first == second
+
+
+def test_a_gpu_without_a_cubin_is_planned_for_as_the_newest() -> None:
+    newest = launch_facts("linear", "linear_bf16_128x128", SM90)
+    assert launch_facts("linear", "linear_bf16_128x128", (12, 0)) == newest
+    assert launch_facts("linear", "linear_bf16_128x128", (8, 9)).sizes["stages"] == 3
+    assert launch_facts("linear", "linear_bf16_128x128", (8, 6)).sizes["stages"] == 4
