@@ -220,7 +220,8 @@ def _met(given: AppendGiven, plan: AppendPlan, addresses: tuple[int, ...]) -> tu
 def _cuda_into(arguments: tuple[Any, ...], makes_q: bool = False) -> None:
     """The whole append in one launch.
 
-    arguments: those of `AppendGiven`; makes_q: out_q is the op's own, with q's layout, and meets nothing.
+    arguments: those of `AppendGiven`; makes_q: out_q is the op's own, with q's layout, and meets
+        nothing.
     """
     (k, v, k_cache, v_cache, cache_seqlens, block_table, slot_mapping, cu_seqlens, q, cos, sin,
      positions, interleaved, rotary_dim, k_scale, v_scale, out_q, out_k) = arguments  # fmt: skip
