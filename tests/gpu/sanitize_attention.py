@@ -1,5 +1,5 @@
 """Every variant of the attention kernels over ragged shapes once, for compute-sanitizer. Nothing is
-compared: tests/gpu_attention_grid.py does that. tests/ops/test_attention_limits.py holds that none
+compared: tests/gpu_attention_grid.py does that. tests/ops/attention/test_attention_limits.py holds that none
 is left out.
 
 for tool in memcheck racecheck initcheck synccheck; do

@@ -207,7 +207,7 @@ def test_all_attention_cubins_together_are_small() -> None:
 
 
 def test_the_sanitizer_sees_every_kernel() -> None:
-    path = Path(__file__).parents[1] / "gpu/sanitize_attention.py"
+    path = Path(__file__).parents[2] / "gpu/sanitize_attention.py"
     spec = importlib.util.spec_from_file_location("sanitize_attention", path)
     assert spec is not None and spec.loader is not None
     script = importlib.util.module_from_spec(spec)
