@@ -186,10 +186,14 @@ OPS = sorted({module for module, _, _ in own_imports(PACKAGE / "ops/__init__.py"
 
 
 @pytest.mark.parametrize("path", OPS, ids=lambda p: p.stem)
-def test_an_op_knows_no_other_op_and_is_tested_and_measured(path: Path) -> None:
+def test_an_op_is_whole_and_knows_no_other(path: Path) -> None:
+    """Kernel, op and test in rooms of one name; a benchmark; a row of the README."""
     assert not {module for module, _, _ in own_imports(path)} & (set(OPS) - {path})
-    assert list((ROOT / "tests/ops").rglob(f"test_{path.stem}.py"))
-    assert (ROOT / f"benchmarks/bench_{path.stem}.py").is_file()
+    room, op = path.parent.name, path.stem
+    assert (ROOT / f"csrc/{room}/{op}.cu").is_file()
+    assert (ROOT / f"tests/ops/{room}/test_{op}.py").is_file()
+    assert (ROOT / f"benchmarks/bench_{op}.py").is_file()
+    assert f"`ops.{op}`" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
