@@ -15,7 +15,7 @@ import torch
 from ...errors import TensorError
 from ..core import bounds, common
 from ..core.counters import counters
-from ..core.device import device_of
+from ..core.device import Stated, device_of, launch_facts
 from ..core.launch import Launch
 from .maps import is_mappable, tensor_map
 from .problem import Options, Problem
@@ -25,9 +25,7 @@ CUBIN = "flash_attention_fp8_sm90"
 SCALE_TOKENS = 128
 OUT_DTYPES = (torch.bfloat16, torch.float16)
 _OP = "flash_attention"
-_PANEL_COLUMNS = 128  # columns of a row of shared memory, bytes too
 _CONSUMER_ROWS = 64  # query rows of a warpgroup
-_ALIGNMENT_BYTES = 1024
 _NUM_COUNTERS = 2  # the next tile, blocks that are done
 # K and V of the heads that run together stay in the L2 (60 MB on an H200).
 _L2_BYTES = 32 << 20
@@ -61,27 +59,12 @@ class Body:
 
     suffix: str
     head_dim: int
-    num_consumers: int
-    block_n: int
     least_keys: int = 0
 
     @property
-    def block_m(self) -> int:
-        """Query rows of a tile."""
-        return _CONSUMER_ROWS * self.num_consumers
-
-    @property
-    def num_threads(self) -> int:
-        """Warpgroup 0 and the consumers."""
-        return 128 * (1 + self.num_consumers)
-
-    @property
-    def shared_bytes(self) -> int:
-        """Q, two stages of K, of V and of V transposed, and room to align them."""
-        panels = -(-self.head_dim // _PANEL_COLUMNS)
-        rows = panels * (self.block_m + 4 * self.block_n)
-        transposed = 2 * self.head_dim * -(-self.block_n // _PANEL_COLUMNS)
-        return (rows + transposed) * _PANEL_COLUMNS + _ALIGNMENT_BYTES
+    def stated(self) -> Stated:
+        """Threads, shared memory, block_m (queries) and block_n (keys) of a tile."""
+        return launch_facts(CUBIN, self.name)
 
     @property
     def name(self) -> str:
@@ -90,25 +73,24 @@ class Body:
 
 
 # Of the rows with a problem's suffix, the smallest head_dim that holds its own, and of these the
-# largest least_keys that it reaches; the other numbers are those of the last screen of
-# csrc/attention/flash_attention_fp8_sm90.cu; docs/notes/flash_attention_fp8_sm90.md says why these.
+# largest least_keys that it reaches; docs/notes/flash_attention_fp8_sm90.md says why these.
 BODIES = (
-    Body("full", 64, 3, 128),
-    Body("full_long", 64, 3, 160, 2048),
-    Body("causal", 64, 3, 128),
-    Body("causal_long", 64, 3, 160, 1 << 14),
-    Body("full_blocks", 64, 2, 128),
-    Body("causal_blocks", 64, 2, 128),
-    Body("full", 128, 2, 128),
-    Body("full_long", 128, 3, 96, 2048),
-    Body("causal", 128, 2, 128),
-    Body("causal_long", 128, 3, 96, 8192),
-    Body("full_blocks", 128, 2, 128),
-    Body("causal_blocks", 128, 2, 128),
-    Body("full", 256, 2, 96),
-    Body("causal", 256, 2, 96),
-    Body("full_blocks", 256, 2, 64),
-    Body("causal_blocks", 256, 2, 64),
+    Body("full", 64),
+    Body("full_long", 64, 2048),
+    Body("causal", 64),
+    Body("causal_long", 64, 1 << 14),
+    Body("full_blocks", 64),
+    Body("causal_blocks", 64),
+    Body("full", 128),
+    Body("full_long", 128, 2048),
+    Body("causal", 128),
+    Body("causal_long", 128, 8192),
+    Body("full_blocks", 128),
+    Body("causal_blocks", 128),
+    Body("full", 256),
+    Body("causal", 256),
+    Body("full_blocks", 256),
+    Body("causal_blocks", 256),
 )
 
 
@@ -190,7 +172,8 @@ def plan(problem: Problem, scales: Scales, out: torch.Tensor, lse: torch.Tensor 
     seqlen_q = problem.max_seqlen_q if is_varlen_q else q.shape[1]
     seqlen_k = problem.max_seqlen_k if is_varlen_k else k.shape[1]
     body = choose(head_dim, problem.window_right == 0, scales.has_blocks_of_keys, seqlen_k)
-    num_tiles = -(-seqlen_q // body.block_m) * problem.batch_size * num_heads
+    stated = body.stated
+    num_tiles = -(-seqlen_q // stated.sizes["block_m"]) * problem.batch_size * num_heads
     out_strides = (0 if is_varlen_q else out.stride(0), out.stride(-3), out.stride(-2))
     lse_strides = (0, 0)
     if lse is not None:
@@ -222,8 +205,8 @@ def plan(problem: Problem, scales: Scales, out: torch.Tensor, lse: torch.Tensor 
     )
     grid = (min(num_tiles, device_of(q.device).num_sms), 1, 1)
     function = common.shipped(CUBIN, body.name) if num_tiles else None
-    boxes = (_CONSUMER_ROWS, body.block_n)  # rows of q, of k and v
-    return Launch(function, grid, (body.num_threads, 1, 1), body.shared_bytes, numbers, boxes)
+    boxes = (_CONSUMER_ROWS, stated.sizes["block_n"])  # rows of q, of k and v
+    return Launch(function, grid, stated.block, stated.shared_bytes, numbers, boxes)
 
 
 def maps(planned: Launch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[bytes, ...]:

@@ -13,7 +13,7 @@ import torch
 
 from ...errors import TensorError
 from ..core import bounds, common
-from ..core.device import SM80, PlannedGpu, device_of
+from ..core.device import SM80, PlannedGpu, Stated, device_of, launch_facts
 from ..core.launch import Launch
 from . import forward_sm90 as sm90
 from .problem import Options, Problem
@@ -27,27 +27,21 @@ class Body:
     """One compiled tile shape: `{cubin}_{dtype}_hdim{head_dim}{suffix}` in `cubin`.
 
     features: "plain", "paged" (K and V in pages, with the same strides) or "general" (anything).
-    num_stages: buffers of K and of V. compute_capability: the least it runs on. blocks_an_sm: how
-    many an SM should hold at once for it to be worth its shared memory.
+    compute_capability: the least it runs on. blocks_an_sm: how many an SM should
+    hold at once for it to be worth its shared memory.
     """
 
     features: str
     head_dim: int
     suffix: str
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
     cubin: str = "flash_attention"
     compute_capability: tuple[int, int] = SM80
     blocks_an_sm: int = 2
 
     @property
-    def shared_bytes(self) -> int:
-        """Q, the stages of K and V, 32 bytes a warp, and with pages four tables of keys."""
-        rows = self.block_m + 2 * self.num_stages * self.block_n
-        tables = 0 if self.features == "plain" else 4 * self.block_n * 8
-        return rows * self.head_dim * _ELEMENT_BYTES + 32 * self.num_warps + tables
+    def stated(self) -> Stated:
+        """Threads, shared memory, block_m (queries) and block_n (keys) of a tile."""
+        return launch_facts(self.cubin, self.name(torch.bfloat16))
 
     def name(self, dtype: torch.dtype) -> str:
         """The function's name."""
@@ -57,32 +51,32 @@ class Body:
 
 # What `forward_sm90.applies` does not take gets the rows of its features with the smallest
 # head_dim that holds its own, and of those the first that fits `blocks_an_sm` times into the shared
-# memory of an SM of the device, else the last that fits once. The numbers are those of the last
-# screen of csrc/attention/flash_attention.cu; docs/notes/flash_attention.md says why these.
+# memory of an SM of the device, else the last that fits once.
+# docs/notes/flash_attention.md says why these.
 BODIES = (
-    Body("plain", 32, "", 128, 64, 4, 2),
-    Body("plain", 64, "", 128, 64, 4, 2),
-    Body("plain", 96, "", 128, 64, 4, 2),
-    Body("plain", 96, "_48k", 128, 64, 4, 1),
-    Body("plain", 128, "", 128, 64, 4, 2),
-    Body("plain", 128, "_64k", 128, 64, 4, 1),
-    Body("plain", 128, "_48k", 128, 32, 4, 1),
-    Body("plain", 160, "", 128, 32, 4, 2),
-    Body("plain", 192, "", 128, 64, 8, 2, blocks_an_sm=1),
-    Body("plain", 192, "_72k", 64, 64, 4, 1),
-    Body("plain", 256, "", 64, 64, 4, 1),
-    Body("paged", 64, "_paged", 128, 64, 4, 2),
-    Body("paged", 96, "_paged", 128, 48, 4, 2),
-    Body("paged", 128, "_paged", 128, 48, 4, 2),
-    Body("paged", 192, "_paged", 64, 64, 4, 1),
-    Body("paged", 256, "_paged", 64, 64, 4, 1),
-    Body("general", 32, "_general", 64, 64, 4, 1),
-    Body("general", 64, "_general", 64, 64, 4, 1),
-    Body("general", 96, "_general", 64, 64, 4, 1),
-    Body("general", 128, "_general", 64, 64, 4, 1),
-    Body("general", 160, "_general", 64, 64, 4, 1),
-    Body("general", 192, "_general", 64, 64, 4, 1),
-    Body("general", 256, "_general", 64, 64, 4, 1),
+    Body("plain", 32, ""),
+    Body("plain", 64, ""),
+    Body("plain", 96, ""),
+    Body("plain", 96, "_48k"),
+    Body("plain", 128, ""),
+    Body("plain", 128, "_64k"),
+    Body("plain", 128, "_48k"),
+    Body("plain", 160, ""),
+    Body("plain", 192, "", blocks_an_sm=1),
+    Body("plain", 192, "_72k"),
+    Body("plain", 256, ""),
+    Body("paged", 64, "_paged"),
+    Body("paged", 96, "_paged"),
+    Body("paged", 128, "_paged"),
+    Body("paged", 192, "_paged"),
+    Body("paged", 256, "_paged"),
+    Body("general", 32, "_general"),
+    Body("general", 64, "_general"),
+    Body("general", 96, "_general"),
+    Body("general", 128, "_general"),
+    Body("general", 160, "_general"),
+    Body("general", 192, "_general"),
+    Body("general", 256, "_general"),
 )
 
 
@@ -94,7 +88,7 @@ def choose(features: str, head_dim: int, device: PlannedGpu) -> Body:
         if body.features == features
         and body.head_dim >= head_dim
         and body.compute_capability <= device.compute_capability
-        and body.shared_bytes <= device.shared_bytes
+        and body.stated.shared_bytes <= device.shared_bytes
     ]
     if not fitting:
         raise TensorError(
@@ -105,7 +99,7 @@ def choose(features: str, head_dim: int, device: PlannedGpu) -> Body:
     fitting = [body for body in fitting if body.head_dim == least]
     for body in fitting:
         # Every block takes 1 KiB more, the driver's.
-        if body.blocks_an_sm * (body.shared_bytes + _KIB) <= device.sm_shared_bytes:
+        if body.blocks_an_sm * (body.stated.shared_bytes + _KIB) <= device.sm_shared_bytes:
             return body
     return fitting[-1]
 
@@ -182,14 +176,15 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launc
     if lse is not None:
         lse_strides = (0, lse.stride(0)) if is_varlen_q else (lse.stride(0), lse.stride(1))
 
-    num_row_blocks = -(-seqlen_q // body.block_m)
+    block, shared_bytes, sizes = body.stated
+    num_row_blocks = -(-seqlen_q // sizes["block_m"])
     num_batch_heads = problem.batch_size * num_heads
     num_tiles = num_row_blocks * num_batch_heads
     if num_tiles == 0:
         return Launch()
     if num_tiles > common.MAX_GRID_X or max(seqlen_q, seqlen_k) > common.MAX_SIZE:
         raise TensorError(
-            f"flash_attention: q: expected at most {common.MAX_GRID_X} tiles of {body.block_m} "
+            f"flash_attention: q: expected at most {common.MAX_GRID_X} tiles of {sizes['block_m']} "
             f"queries of a head and sequences up to {common.MAX_SIZE}, found {num_tiles} tiles "
             f"(batch_size {problem.batch_size}, num_heads {num_heads}, seqlen_q {seqlen_q}, "
             f"seqlen_k {seqlen_k})"
@@ -222,8 +217,7 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launc
         problem.softcap * log2e,
     )
     function = common.shipped(body.cubin, body.name(q.dtype))
-    block = (32 * body.num_warps, 1, 1)
-    return Launch(function, (num_tiles, 1, 1), block, body.shared_bytes, numbers)
+    return Launch(function, (num_tiles, 1, 1), block, shared_bytes, numbers)
 
 
 def launch(

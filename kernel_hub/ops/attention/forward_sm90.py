@@ -15,7 +15,7 @@ import torch
 from ...errors import TensorError
 from ..core import bounds, common
 from ..core.counters import counters
-from ..core.device import device_of
+from ..core.device import Stated, device_of, launch_facts
 from ..core.launch import Launch
 from .maps import is_mappable, tensor_map
 from .problem import Options, Problem
@@ -25,11 +25,8 @@ is_enabled = True
 
 CUBIN = "flash_attention_sm90"
 _ELEMENT_BYTES = 2
-_PANEL_COLUMNS = 64  # columns of a row of shared memory
-_ROW_BYTES = 128  # of shared memory
 _CONSUMER_ROWS = 64  # query rows of a warpgroup
 _BOX_ROWS = 8  # the fewest keys a copy brings: the swizzle repeats after so many rows
-_ALIGNMENT_BYTES = 1024
 _NUM_COUNTERS = 2  # the next tile, blocks that are done
 # K and V of the heads that run together stay in the L2 (60 MB on an H200).
 _L2_BYTES = 32 << 20
@@ -51,27 +48,13 @@ class Body:
 
     mask: str
     head_dim: int
-    num_consumers: int
-    block_n: int
     suffix: str = ""
     longest: int = 1 << 30
 
     @property
-    def block_m(self) -> int:
-        """Query rows of a tile."""
-        return _CONSUMER_ROWS * self.num_consumers
-
-    @property
-    def num_threads(self) -> int:
-        """The producer's warpgroup and the consumers."""
-        return 128 * (1 + self.num_consumers)
-
-    @property
-    def shared_bytes(self) -> int:
-        """Q, two stages of K and of V, and room to align them."""
-        panels = -(-self.head_dim // _PANEL_COLUMNS)
-        rows = self.block_m + 4 * self.block_n
-        return panels * rows * _ROW_BYTES + _ALIGNMENT_BYTES
+    def stated(self) -> Stated:
+        """Threads, shared memory, block_m (queries) and block_n (keys) of a tile."""
+        return launch_facts(CUBIN, self.name(torch.bfloat16))
 
     def name(self, dtype: torch.dtype) -> str:
         """The function's name."""
@@ -79,17 +62,11 @@ class Body:
         return f"flash_attention_sm90_{token}_hdim{self.head_dim}_{self.mask}{self.suffix}"
 
 
-# The first that holds a problem is its own; the numbers are those of the last screen of
-# csrc/attention/flash_attention_sm90.cu; docs/notes/flash_attention_sm90.md says why.
+_MASKS = ("full", "causal", "window")
+# The first that holds a problem is its own; docs/notes/flash_attention_sm90.md says why these.
 BODIES = (
-    Body("causal", 64, 2, 128, "_short", longest=1280),
-    *(Body(mask, 64, 3, 128) for mask in ("full", "causal", "window")),
-    *(Body(mask, 96, 2, 128) for mask in ("full", "causal", "window")),
-    *(Body(mask, 128, 2, 128) for mask in ("full", "causal", "window")),
-    *(Body(mask, 192, 2, 112) for mask in ("full", "causal", "window")),
-    Body("full", 256, 2, 80),
-    Body("causal", 256, 2, 64),
-    Body("window", 256, 2, 80),
+    Body("causal", 64, "_short", longest=1280),
+    *(Body(mask, width) for width in (64, 96, 128, 192, 256) for mask in _MASKS),
 )
 
 
@@ -166,8 +143,10 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launc
     table = problem.block_table
     page_size = k.shape[1] if table is not None else 1
     # A block of keys is whole boxes, and so is a page.
-    box_rows = body.block_n if table is None else math.gcd(page_size, body.block_n)
-    num_tiles = -(-seqlen_q // body.block_m) * problem.batch_size * num_heads
+    stated = body.stated
+    block_n = stated.sizes["block_n"]
+    box_rows = block_n if table is None else math.gcd(page_size, block_n)
+    num_tiles = -(-seqlen_q // stated.sizes["block_m"]) * problem.batch_size * num_heads
     out_strides = (0 if is_varlen_q else out.stride(0), out.stride(-3), out.stride(-2))
     lse_strides = (0, 0)
     if lse is not None:
@@ -197,8 +176,9 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launc
     )
     grid = (min(num_tiles, device_of(q.device).num_sms), 1, 1)
     function = common.shipped(CUBIN, body.name(q.dtype)) if num_tiles else None
-    block = (body.num_threads, 1, 1)
-    return Launch(function, grid, block, body.shared_bytes, numbers, (_CONSUMER_ROWS, box_rows))
+    return Launch(
+        function, grid, stated.block, stated.shared_bytes, numbers, (_CONSUMER_ROWS, box_rows)
+    )
 
 
 def maps(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 
-from ...collection.entries import LaunchFacts
 from ...collection.manifest import open_collection
 from ...collection.resolve import Candidate, resolve
 from ...tuning import Gpu
@@ -28,11 +27,17 @@ def overlaps_launches(compute_capability: tuple[int, int]) -> bool:
     return compute_capability >= SM90
 
 
+class Stated(NamedTuple):
+    """What a kernel with a fixed block states of its launches."""
+
+    block: tuple[int, int, int]
+    shared_bytes: int
+    sizes: Mapping[str, int]
+
+
 @functools.cache
-def launch_facts(
-    cubin: str, function: str, compute_capability: tuple[int, int] = SM90
-) -> LaunchFacts:
-    """What a shipped kernel states of its launches, as it is built for a GPU.
+def launch_facts(cubin: str, function: str, compute_capability: tuple[int, int] = SM90) -> Stated:
+    """What a shipped kernel states, as it is built for a GPU.
 
     For one that has no cubin, and whose launch says so, what the newest one states.
     """
@@ -40,8 +45,10 @@ def launch_facts(
     candidates = [Candidate(arch, entry.target) for arch, entry in entries.items()]
     chosen = resolve(compute_capability, candidates).chosen
     facts = entries[chosen.arch if chosen else max(entries)].functions[function].launch
-    assert facts is not None, f"{function} of {cubin}.cu stands in no DESCRIBED"
-    return facts
+    assert facts is not None and facts.block is not None and facts.shared_bytes is not None, (
+        f"{function} of {cubin}.cu stands in no DESCRIBED that says its block and shared memory"
+    )
+    return Stated(facts.block, facts.shared_bytes, facts.sizes)
 
 
 def capability_of(arch: str) -> tuple[int, int]:

@@ -43,7 +43,6 @@ _operands = common.Operands(_OP, _REQUIRED, _OPTIONAL)
 _LIE = f"{_REQUIRED} {_OPTIONAL}"
 _appends = common.Writes(_OP, _LIE, "k_cache v_cache out")
 _reads = common.Writes(_OP, _LIE, "out")
-_BLOCK = (plans.NUM_THREADS, 1, 1)
 
 
 def decode_attention(
@@ -211,11 +210,12 @@ def _step(given: DecodeGiven, is_aligned: bool) -> Step:
         )  # fmt: skip
         merge = Launch(
             common.shipped("decode_attention", f"decode_attention_{token}_merge"),
-            plans.merge_grid(split, min(rows, variant.rows), head_dim), _BLOCK,
+            plans.merge_grid(split, min(rows, variant.rows), head_dim),
+            plans.merge_stated().block,
             numbers=merge_numbers, options=how,
         )  # fmt: skip
     function, grid = common.shipped("decode_attention", name), (split.num_blocks, 1, 1)
-    main = Launch(function, grid, _BLOCK, variant.shared_bytes, numbers, options=how)
+    main = Launch(function, grid, *variant.stated[:2], numbers, options=how)
     return Step(main, merge, split.num_blocks * variant.rows, head_dim)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ..core.device import Stated, launch_facts
+
 
 class DecodeGiven(NamedTuple):
     """The arguments of a decode step, in the order of its schema."""
@@ -34,8 +36,7 @@ class DecodeGiven(NamedTuple):
 
 MAX_SEQLEN_Q = 16
 MAX_HEAD_DIM = 256
-NUM_WARPS = 4
-NUM_THREADS = 32 * NUM_WARPS
+CUBIN = "decode_attention"
 MAX_MERGE_BLOCKS = 264
 # Blocks on this part of the multiprocessors read at full speed.
 FULL = 0.85
@@ -47,54 +48,49 @@ MANY_PARTS = 32
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One kernel of csrc/kv_cache/decode_attention.cu, as its last screen lists them."""
+    """One kernel of csrc/kv_cache/decode_attention.cu."""
 
     suffix: str
     head_dim: int
     cache_bytes: int  # of an element
-    tile: int  # tokens a warp takes at once
-    slots: int  # of the ring, each a tile of keys or of values
-    row_tiles: int
-    blocks_per_sm: int
+
+    @property
+    def stated(self) -> Stated:
+        """Threads, shared memory and sizes."""
+        return launch_facts(CUBIN, f"{CUBIN}_bf16_hdim{self.head_dim}{self.suffix}")
 
     @property
     def rows(self) -> int:
         """Rows (tokens x query heads of one kv head) a block takes."""
-        return 16 * self.row_tiles
+        return self.stated.sizes["block_m"]
 
     @property
     def unit(self) -> int:
-        """Tokens in a unit of work."""
-        return NUM_WARPS * self.tile
-
-    @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory a block: DecodeConfig::kSharedBytes."""
-        ring = NUM_WARPS * self.slots * self.tile * self.head_dim * self.cache_bytes
-        merge = NUM_WARPS * self.rows * (self.head_dim + 10) * 4
-        return max(ring, merge) + self.rows * self.head_dim * 2
+        """Tokens in a unit of work: a tile for each warp."""
+        sizes = self.stated.sizes
+        return sizes["warps"] * sizes["block_n"]
 
 
-VARIANTS = (
-    Variant("", 64, 2, 32, 5, 1, 2),
-    Variant("_rows32", 64, 2, 32, 5, 2, 2),
-    Variant("", 128, 2, 16, 5, 1, 2),
-    Variant("_rows32", 128, 2, 16, 3, 2, 2),
-    Variant("", 256, 2, 16, 2, 1, 2),
-    Variant("_e4m3", 64, 1, 32, 9, 1, 2),
-    Variant("_e4m3_rows32", 64, 1, 32, 9, 2, 2),
-    Variant("_e4m3", 128, 1, 16, 9, 1, 2),
-    Variant("_e4m3_rows32", 128, 1, 16, 9, 2, 2),
-    Variant("_e4m3", 256, 1, 16, 5, 1, 2),
-)
+VARIANTS = tuple(
+    Variant(suffix, head_dim, cache_bytes)
+    for cache_bytes, token in ((2, ""), (1, "_e4m3"))
+    for head_dim, suffix in (
+        (64, token), (64, f"{token}_rows32"), (128, token), (128, f"{token}_rows32"), (256, token),
+    )
+)  # fmt: skip
+
+
+def merge_stated() -> Stated:
+    """What the kernel that merges parts states."""
+    return launch_facts(CUBIN, f"{CUBIN}_bf16_merge")
 
 
 def choose_variant(head_dim: int, cache_bytes: int, rows: int, is_general: bool) -> Variant:
     """The kernel for `rows` rows (seqlen_q x group); is_general: window, softcap or alibi."""
-    wanted = 1 if rows <= 16 or is_general else 2
+    wanted = 16 if rows <= 16 or is_general else 32
     fitting = [v for v in VARIANTS if v.head_dim >= head_dim and v.cache_bytes == cache_bytes]
     # The smallest head_dim; then the blocks of rows wanted, where there are such.
-    return min(fitting, key=lambda v: (v.head_dim, v.row_tiles != wanted))
+    return min(fitting, key=lambda v: (v.head_dim, v.rows != wanted))
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,4 +136,5 @@ def merge_grid(split: Split, rows: int, head_dim: int) -> tuple[int, int, int]:
     tasks = rows * -(-head_dim // 128)
     # Few items may have many parts each: a block a task; else a warp a task.
     many = split.num_merges * tasks > MAX_MERGE_BLOCKS
-    return split.num_merges, -(-tasks // NUM_WARPS) if many else tasks, 1
+    warps = merge_stated().sizes["warps"]
+    return split.num_merges, -(-tasks // warps) if many else tasks, 1

@@ -13,7 +13,7 @@ from typing import Any
 
 from ...collection.entries import Lazy
 from ...tuning import Gpu, Row, Table
-from ..core.device import capability_of, has_wgmma, launch_facts
+from ..core.device import SM80, capability_of, has_wgmma, launch_facts
 from . import tiles
 from .tiles import BLOCK_K, TileChoice
 
@@ -128,7 +128,6 @@ _STATED = ("consumers", "block_m", "block_n", "cluster_m", "box_rows", "blocks_p
 
 def _tile(op: str, name: str, cost: tuple[float, float]) -> GroupedTile:
     facts = launch_facts(f"{op}_sm90", f"{op}_bf16_{name}")
-    assert facts.block is not None and facts.shared_bytes is not None
     more: list[Any] = [*(facts.sizes[field] for field in _STATED), *cost]
     return GroupedTile(facts.block, facts.shared_bytes, bool(facts.sizes["swaps"]), *more)
 
@@ -223,7 +222,7 @@ def portable_choices(
 def _portable_cost(choice: TileChoice, num_sms: int, problem: GroupedProblem) -> float:
     """In steps of a 128 x 128 tile; the half tile reads b as often for half the work."""
     block_m = int(choice.variant.partition("x")[0])
-    sizes = tiles.portable_sizes(problem.op, (8, 0))
+    sizes = tiles.portable_sizes(problem.op, SM80)
     count = problem.row_tiles(block_m) * -(-problem.n // sizes["block_n"])
     waves = math.ceil(count / (sizes["blocks_per_sm"] * num_sms))
     return waves * (-(-problem.k // sizes["block_k"]) * (1.0 if block_m == 128 else 0.6) + 10)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..core.device import has_wgmma, launch_facts
+from ..core.device import SM80, Stated, has_wgmma, launch_facts
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -60,7 +60,6 @@ class Tile:
     def stated(cls, cubin: str, op: str, name: str, *more: Any) -> Self:
         """The variant `name`; more: the fields of a class of its own."""
         facts = launch_facts(cubin, f"{op}_bf16_{name}")
-        assert facts.block is not None and facts.shared_bytes is not None
         sizes = [facts.sizes[field] for field in _STATED]
         return cls(name, facts.block, facts.shared_bytes, bool(facts.sizes["swaps"]), *sizes, *more)
 
@@ -97,24 +96,19 @@ class Tile:
         return (clusters * self.cluster_size, 1, 1), self.block
 
 
-def _stated(
-    cubin: str, name: str, compute_capability: tuple[int, int]
-) -> tuple[Dims, int, Mapping[str, int]]:
-    """Block, shared memory and sizes of a body for every GPU."""
+def _stated(cubin: str, name: str, compute_capability: tuple[int, int]) -> Stated:
     function = f"{cubin.removesuffix('_small_m')}_bf16_{name}"
-    facts = launch_facts(cubin, function, compute_capability)
-    assert facts.block is not None and facts.shared_bytes is not None
-    return facts.block, facts.shared_bytes, facts.sizes
+    return launch_facts(cubin, function, compute_capability)
 
 
 def portable_sizes(cubin: str, compute_capability: tuple[int, int]) -> Mapping[str, int]:
     """What the bodies with mma.sync have in common: block_n, block_k, blocks_per_sm."""
-    return _stated(cubin, PORTABLE[0], compute_capability)[2]
+    return _stated(cubin, PORTABLE[0], compute_capability).sizes
 
 
 def small_m_warps(cubin: str) -> int:
     """Warps of a block of the bodies of few rows."""
-    return _stated(cubin, SMALL_M[0], (8, 0))[0][0] // 32
+    return _stated(cubin, SMALL_M[0], SM80).block[0] // 32
 
 
 def small_m_choices(
