@@ -1,6 +1,6 @@
 """Every variant of the attention kernels over ragged shapes once, for compute-sanitizer. Nothing is
-compared: tests/gpu_attention_grid.py does that. tests/ops/attention/test_attention_limits.py holds that none
-is left out.
+compared: tests/gpu_attention_grid.py does that. tests/ops/attention/test_attention_limits.py holds
+that none is left out.
 
 for tool in memcheck racecheck initcheck synccheck; do
     compute-sanitizer --tool $tool --error-exitcode 1 python tests/gpu/sanitize_attention.py

@@ -12,7 +12,7 @@ from attention_devices import pretend
 from call_cases import E4M3, Case
 from ways import op_modules
 
-from kernel_hub.ops.core import common, operands
+from kernel_hub.ops.core import bounds, common, operands
 from kernel_hub.ops.core.device import PlannedGpu
 from kernel_hub.ops.core.launch import forget_all
 
@@ -62,6 +62,7 @@ def plan_only(monkeypatch: Any) -> None:
             if name.lstrip("_").startswith("cuda") and hasattr(module, by_torch):
                 monkeypatch.setattr(module, by_torch, launches)
     pretend(monkeypatch, (8, 0))
+    monkeypatch.setattr(bounds, "flag", lambda *_: None)
     fp8 = importlib.import_module("kernel_hub.ops.matmul.linear_fp8")
     monkeypatch.setattr(fp8, "device_of", lambda _: PlannedGpu((9, 0), 132))
     monkeypatch.setattr(fp8, "tensor_map", lambda *_: b"")

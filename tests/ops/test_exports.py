@@ -19,6 +19,7 @@ from ways import DTYPES, Way
 
 from kernel_hub.ops.core import common
 from kernel_hub.ops.core.device import PlannedGpu, pretend
+from kernel_hub.ops.kv_cache.append_checks import AppendGiven
 from kernel_hub.ops.matmul import linear_plan, paired_plan
 from kernel_hub.tuning import Gpu
 
@@ -107,9 +108,7 @@ def test_rope(chosen: set[str]) -> None:
             plan = module("rowwise.rope")._plan
             plan(q, k, table, table, None, interleaved, head_dim, q, k, 0)
             wide = meta(tokens, num_heads, 2 * head_dim, dtype=dtype)[..., :head_dim]
-            module("rowwise.rope")._plan(
-                wide, k, table, table, None, interleaved, head_dim, q, k, 0
-            )
+            plan(wide, k, table, table, None, interleaved, head_dim, q, k, 0)
     assert chosen == exported("rope")
 
 
@@ -125,7 +124,8 @@ def test_append_kv(chosen: set[str]) -> None:
             table = meta(9, head_dim // 2, dtype=torch.float32 if table32 else dtype)
             rotary_dim = head_dim
         given = (k, k, cache, cache, *[None] * 5, table, table, None, layout == "interleaved")
-        module("kv_cache.append_kv")._plan((*given, rotary_dim, *[None] * 4), 0)
+        arguments = AppendGiven(*given, rotary_dim, *[None] * 4)
+        module("kv_cache.append_kv")._launch(arguments, True)
     assert chosen == exported("append_kv")
 
 

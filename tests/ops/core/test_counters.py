@@ -27,7 +27,9 @@ def _module(name: str) -> Any:
 def _of_linear() -> torch.Tensor:
     seen: list[Any] = []
     choice = SimpleNamespace(boxes=None, num_partials=8, grid=(), block=(), shared_bytes=0)
-    launch = _module("matmul.linear_launch").Launch(lambda *given: seen.append(given[4]), choice)
+    launch = _module("matmul.linear_launch").LinearLaunch(
+        lambda *given: seen.append(given[4]), choice
+    )
     launch.run(None, None, None, None, SimpleNamespace(device=CUDA))
     return seen[0][2]
 
@@ -39,12 +41,10 @@ def _of_grouped() -> torch.Tensor:
 
 def _of_attention() -> torch.Tensor:
     seen: list[Any] = []
-    q = SimpleNamespace(dtype=torch.float16, device=CUDA)
-    lengths = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "cache_seqlens", "block_table"))
-    plan = (lambda *given: seen.append(given[4]), (), (), 0, (), 64)
-    _module("attention.forward_sm90").launch(
-        plan, SimpleNamespace(q=q, k=q, v=q, flag=None, **lengths), None, None
-    )
+    q: Any = SimpleNamespace(dtype=torch.float16, device=CUDA)
+    attention = _module("attention.forward_sm90")
+    planned = attention.Launch(lambda *given: seen.append(given[4]))
+    attention.launch(planned, (b"", b"", b""), q, q, q, None, None, attention.Options())
     return seen[0][10]
 
 
@@ -55,6 +55,7 @@ def on_stream(
     """The counters of a launch on a stream, as torch tells of it; memory is the CPU's."""
     state = SimpleNamespace(stream_id=DEFAULT, is_capturing=False)
     monkeypatch.setattr(_module("core.counters"), "_sets", {})
+    monkeypatch.setattr(_module("core.bounds"), "flag", lambda *_: None)
     for name in ("zeros", "empty"):
         make = getattr(torch, name)
         monkeypatch.setattr(
