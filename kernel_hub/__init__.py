@@ -11,7 +11,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from . import ops, registry
-    from .arrays.device_array import DeviceArray, memory_stats
+    from .arrays.device_array import DeviceArray, memory_stats, trim
     from .arrays.tensor_map import TensorMap
     from .errors import (
         CubinCorruptError,
@@ -36,6 +36,7 @@ _HOME = {
     "loaded_images": "kernel",
     "DeviceArray": "arrays.device_array",
     "memory_stats": "arrays.device_array",
+    "trim": "arrays.device_array",
     "TensorMap": "arrays.tensor_map",
     **dict.fromkeys(
         (
@@ -78,6 +79,7 @@ __all__ = [
     "memory_stats",
     "ops",
     "registry",
+    "trim",
 ]
 
 

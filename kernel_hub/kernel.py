@@ -46,7 +46,7 @@ class Kernel:
         name -> type, or a text 'float* out, int n'. Types of your own are written `struct Params`.
     probe: load an image nobody vouches for in a child process first (a damaged image can kill the
         driver, and then kills the child).
-    keep: when the image leaves the driver. None: at some load (or `memory.trim`) after nothing can
+    keep: when the image leaves the driver. None: at some load, or `trim`, after nothing can
         launch it any more, unless it is a shipped one, or was once launched on another stream than
         the legacy default one, where a captured graph may hold it. True: at `unload()` alone.
         False: as None, and in those two cases too: not for kernels that a graph captures.
