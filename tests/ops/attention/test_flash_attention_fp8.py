@@ -164,7 +164,7 @@ def test_the_table_holds_every_case() -> None:
         assert body.head_dim >= head_dim and body.least_keys <= keys
         assert body.suffix.startswith("causal" if causal else "full")
         assert ("blocks" in body.suffix) == blocks
-        assert body.shared_bytes <= 226 * 1024
+        assert body.stated.shared_bytes <= 226 * 1024
     assert chosen == set(FP8.BODIES)
 
 
