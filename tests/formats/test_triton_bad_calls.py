@@ -130,22 +130,26 @@ def kernel() -> Any:
     return add_kernel
 
 
-def fewer_params(said: dict[str, Any]) -> None:
-    said["params"].pop()
+# What a function says, and its parameters: [name, type, size, offset] each.
+Params = list[list[Any]]
+
+
+def fewer_params(said: dict[str, Any], params: Params) -> None:
+    params.pop()
     del said["triton"]["metadata"]["profile_scratch_size"]
 
 
-def wider_n(said: dict[str, Any]) -> None:
-    said["params"][3].update(size_bytes=8, type="int64_t")
+def wider_n(said: dict[str, Any], params: Params) -> None:
+    params[3][1:3] = ["int64_t", 8]
     said["triton"]["arguments"][3]["type"] = "i64"
 
 
-def fewer_warps(said: dict[str, Any]) -> None:
+def fewer_warps(said: dict[str, Any], _: Params) -> None:
     said["required_block"] = None
     said["triton"]["metadata"]["num_warps"] = 4
 
 
-def clusters(said: dict[str, Any]) -> None:
+def clusters(said: dict[str, Any], _: Params) -> None:
     said["cluster"] = [2, 1, 1]
     said["triton"]["metadata"]["num_ctas"] = 2
 
@@ -160,12 +164,16 @@ def clusters(said: dict[str, Any]) -> None:
     ],
 )
 def test_a_manifest_that_the_cubin_contradicts(
-    folder: Path, fakecuda: FakeCuda, change: Callable[[dict[str, Any]], None], says: str
+    folder: Path,
+    fakecuda: FakeCuda,
+    change: Callable[[dict[str, Any], Params], None],
+    says: str,
 ) -> None:
     pytest.importorskip("triton", "3.6", reason="others compile less of it into the cubin")
     file = folder / "manifest.json"
     raw = json.loads(file.read_text())
-    change(raw["cubins"]["add"]["sm90"]["functions"]["add_kernel"])
+    said = raw["cubins"]["add"]["sm90"]["functions"]["add_kernel"]
+    change(said, raw["params"][said["params"]])
     file.write_text(json.dumps(raw))
     with pytest.raises(CubinCorruptError, match=rf"manifest\.json: cubins\.add\.sm90.*{says}"):
         triton.collection(folder)["add"]

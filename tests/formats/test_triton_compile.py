@@ -373,7 +373,7 @@ def test_hostile_json_names_file_and_field(
 
 def test_sizes_that_cannot_be_name_file_and_field(folder: Path) -> None:
     file = folder / "manifest.json"
-    file.write_text(file.read_text().replace('"size_bytes": 4,', '"size_bytes": 1180591620717411,'))
+    file.write_text(file.read_text().replace('"int", 4,', '"int", 1180591620717411,'))
     with pytest.raises(CubinCorruptError, match=r"manifest\.json: cubins\.add.*params"):
         triton.collection(folder).function("add", arch="sm90")
 
