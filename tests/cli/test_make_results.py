@@ -115,6 +115,7 @@ def test_it_writes_once_and_checks(
 
 
 def test_gpu_names() -> None:
+    pytest.importorskip("torch", reason="the harness measures torch tensors")
     harness = script("harness")
     names = ["NVIDIA H200", "NVIDIA A100-SXM4-80GB", ""]
     assert [harness.gpu_token(n) for n in names] == ["h200", "a100_sxm4_80gb", "gpu"]
