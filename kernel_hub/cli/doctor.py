@@ -165,8 +165,9 @@ def loaded_file(path: str, maps: Path = Path("/proc/self/maps")) -> str | None:
         lines = maps.read_text().splitlines()
     except OSError:
         return None
-    mapped = (line.split(maxsplit=5)[-1] for line in lines)
-    return next((file for file in mapped if Path(file).name.startswith(f"{name}.so")), None)
+    mapped = [line.split(maxsplit=5)[-1] for line in lines]
+    found = [file for file in mapped if Path(file).name.startswith(f"{name}.so")]
+    return path if path in found else next(iter(found), None)
 
 
 def _examine_devices(report: Report, driver: _driver.Driver, collection: Collection | None) -> None:

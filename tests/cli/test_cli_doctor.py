@@ -137,7 +137,9 @@ def test_the_loaded_file_is_read_from_the_map(tmp_path: Path) -> None:
         "00400000-00452000 r-xp 00000000 08:02 173521 /usr/bin/python3\n"
         "7f00-7f01 r-xp 00000000 08:02 17 /usr/lib/libcuda.so.580.1\n"
         "7f01-7f02 rw-p 00000000 00:00 0\n"
+        "7f02-7f03 r-xp 00000000 08:02 18 /opt/libcuda.so.1\n"
     )
+    assert doctor.loaded_file("/opt/libcuda.so.1", maps) == "/opt/libcuda.so.1"
     assert doctor.loaded_file("libcuda.so.1", maps) == "/usr/lib/libcuda.so.580.1"
     assert doctor.loaded_file("libcuda.so.1", tmp_path / "none") is None
 
