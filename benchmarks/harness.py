@@ -8,7 +8,6 @@ for some milliseconds from an idle or a busy card (attention).
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import random
 import re
@@ -18,12 +17,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from kernel_hub import KernelHubError
 from kernel_hub.measure import results, timing
+from kernel_hub.measure.timing import replays as replays
 from kernel_hub.testing.compare import compare
 
 OURS = "kernel_hub"
@@ -31,7 +31,6 @@ RESULTS = Path(__file__).resolve().parent / "results"
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 CHECKED_TOKENS = 256
 Launch = Callable[[], Any]
-Key = TypeVar("Key")
 
 
 # -- the command line
@@ -296,33 +295,6 @@ class Inputs:
             out = torch.empty(m, n, device="cuda", dtype=a.dtype)
             made.append((a.view(m, k), b.view(n, k), out))
         return made
-
-
-def replays(
-    contenders: Mapping[Key, Sequence[Launch]], count: int, idle: float, rounds: int
-) -> dict[Key, list[float]]:
-    """Samples in microseconds a launch, each of one replay of `count` launches."""
-    graphs = {}
-    for name, launches in contenders.items():
-        launches[0]()
-        torch.cuda.synchronize()
-        graphs[name] = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graphs[name], capture_error_mode="thread_local"):
-            for launch in itertools.islice(itertools.cycle(launches), count):
-                launch()
-    samples: dict[Key, list[float]] = {name: [] for name in graphs}
-    order = random.Random(0)
-    for _ in range(rounds):
-        for name in order.sample(list(graphs), len(graphs)):
-            torch.cuda.synchronize()
-            time.sleep(idle)
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graphs[name].replay()
-            stop.record()
-            torch.cuda.synchronize()
-            samples[name].append(start.elapsed_time(stop) * 1e3 / count)
-    return samples
 
 
 def plan_of(m: int, n: int, k: int, rounds: int) -> tuple[int, float, int]:

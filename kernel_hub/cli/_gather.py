@@ -6,7 +6,7 @@ import argparse
 from dataclasses import dataclass
 
 from ..collection.manifest import Collection, CubinEntry, find_collection, open_collection
-from ..collection.resolve import Candidate, resolve
+from ..collection.resolve import fitting
 from ..errors import KernelHubError
 from ..registry import packages
 
@@ -24,13 +24,7 @@ def choices(collection: Collection, compute_capability: tuple[int, int]) -> list
     """The resolver's choice for each cubin of `collection`."""
     made = []
     for name, entries in sorted(collection.manifest.cubins.items()):
-        by_target = {entry.target: entry for entry in entries.values()}
-        found = resolve(
-            compute_capability,
-            [Candidate(entry.arch, target) for target, entry in by_target.items()],
-        )
-        entry = by_target[found.chosen.target] if found.chosen else None
-        made.append(Pick(name, entry, found.rejected))
+        made.append(Pick(name, *fitting(compute_capability, entries.values())))
     return made
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import driver, tuning
+from ..collection.resolve import parse_target
 from ..errors import KernelHubError, TableError
 from ..tuning import file
 from . import _console
@@ -238,7 +239,7 @@ def _listed(path: Path) -> list[list[object]]:
     table = tune_ops.TUNABLE[path.stem].table
     rows: list[list[object]] = []
     for section in table.sections_of(path):
-        capability = (int(section.arch[2:-1]), int(section.arch[-1]))
+        capability = parse_target(section.arch)[:2]
         table.read_user_file(path, tuning.Gpu(capability, section.num_sms, section.gpu))
         for key, choices in section.choices.items():
             rows += [[table.op, section.gpu, key, c.most, str(c.row)] for c in choices]

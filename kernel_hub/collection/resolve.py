@@ -5,8 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ..errors import CubinNotFoundError
+
+if TYPE_CHECKING:
+    from .entries import CubinEntry
 
 _TARGET = re.compile(r"sm_?(\d+)(\d)([af]?)")
 
@@ -90,6 +94,17 @@ def resolve(compute_capability: tuple[int, int], candidates: Iterable[Candidate]
     best = runs.pop()[1]
     rejected.update({c.target: f"{best.target} is nearer to the GPU" for _, c in runs})
     return Resolution(best, rejected)
+
+
+def fitting(
+    compute_capability: tuple[int, int], entries: Iterable[CubinEntry]
+) -> tuple[CubinEntry | None, dict[str, str]]:
+    """(the entry that `resolve` chooses, for every other one the reason it fell)."""
+    by_target = {entry.target: entry for entry in entries}
+    found = resolve(
+        compute_capability, [Candidate(entry.arch, target) for target, entry in by_target.items()]
+    )
+    return by_target[found.chosen.target] if found.chosen else None, found.rejected
 
 
 def not_found(

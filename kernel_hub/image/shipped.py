@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..collection.manifest import Collection, CubinEntry, open_collection
-from ..collection.resolve import Candidate, not_found, resolve
+from ..collection.resolve import fitting, not_found
 from ..errors import (
     CubinCorruptError,
     CubinNotFoundError,
@@ -81,18 +81,16 @@ class ShippedImage:
         raise FunctionNotFoundError.among(name, self.names(), self.label)
 
     def choose(self, compute_capability: tuple[int, int]) -> Chosen:
-        candidates = {e.target: e for e in self._entries.values()}
-        found = resolve(compute_capability, [Candidate(e.arch, t) for t, e in candidates.items()])
-        if found.chosen is None:
+        entry, rejected = fitting(compute_capability, self._entries.values())
+        if entry is None:
             major, minor = compute_capability
             raise not_found(
                 self.label,
                 compute_capability,
-                found.rejected,
+                rejected,
                 build=f"Shipped: {', '.join(sorted(self._entries))}. From a checkout, "
                 f"./build_cubins.sh --arch sm{major}{minor} --only {self._name} would build one.",
             )
-        entry = candidates[found.chosen.target]
         return Chosen(
             entry.sha256,
             "cubin",

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -16,6 +17,8 @@ _MAX_SETS = 48
 # Other threads, such as JAX's, which ask their streams now and then, break no capture.
 _CAPTURE = "thread_local"
 _MIN_LAUNCHES = 4
+Key = TypeVar("Key")
+Launch = Callable[[], object]
 
 
 def l2_bytes() -> int:
@@ -133,6 +136,40 @@ def matrix_rate(timer: GraphTimer, dtype: torch.dtype, size: int = 8192) -> floa
     return 2 * size**3 / statistics.median(samples) / 1e6
 
 
+def replays(
+    contenders: Mapping[Key, Sequence[Launch]],
+    count: int,
+    idle_seconds: float,
+    rounds: int,
+    order: random.Random | None = None,
+) -> dict[Key, list[float]]:
+    """Samples in microseconds a launch, each of one replay of `count` launches after idleness.
+
+    contenders: name -> launches, one an input set; order: draws whose turn it is, anew each round.
+    """
+    graphs = {}
+    for name, launches in contenders.items():
+        launches[0]()
+        torch.cuda.synchronize()
+        graphs[name] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[name], capture_error_mode=_CAPTURE):
+            for i in range(count):
+                launches[i % len(launches)]()
+    samples: dict[Key, list[float]] = {name: [] for name in graphs}
+    order = order or random.Random(0)
+    for _ in range(rounds):
+        for name in order.sample(list(graphs), len(graphs)):
+            torch.cuda.synchronize()
+            time.sleep(idle_seconds)
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graphs[name].replay()
+            stop.record()
+            torch.cuda.synchronize()
+            samples[name].append(start.elapsed_time(stop) * 1e3 / count)
+    return samples
+
+
 class BurstTimer:
     """Microseconds a launch takes in short bursts after idleness; the contenders alternate.
 
@@ -153,23 +190,4 @@ class BurstTimer:
     ) -> dict[str, list[float]]:
         """contenders: name -> launches, one an input set; expected_us: of one launch, about."""
         count = max(4, min(self.MOST_LAUNCHES, int(self.BURST_US / max(expected_us, 8.0))))
-        graphs = {}
-        for name, launches in contenders.items():
-            launches[0]()
-            torch.cuda.synchronize()
-            graphs[name] = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graphs[name], capture_error_mode=_CAPTURE):
-                for i in range(count):
-                    launches[i % len(launches)]()
-        samples: dict[str, list[float]] = {name: [] for name in graphs}
-        for _ in range(self.rounds):
-            for name in self._random.sample(list(graphs), len(graphs)):
-                torch.cuda.synchronize()
-                time.sleep(self.IDLE_SECONDS)
-                start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                start.record()
-                graphs[name].replay()
-                stop.record()
-                torch.cuda.synchronize()
-                samples[name].append(start.elapsed_time(stop) * 1e3 / count)
-        return samples
+        return replays(contenders, count, self.IDLE_SECONDS, self.rounds, self._random)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from .. import cache_folder
 from ..collection.manifest import CubinEntry, open_collection
-from ..collection.resolve import Candidate, resolve
+from ..collection.resolve import fitting
 from ..errors import CubinNotFoundError, TableError
 from . import file
 from .file import Choice, GpuSection, Layout, Row
@@ -175,12 +175,9 @@ class Table:
         """cubin -> sha256 of the image that `gpu` loads, of those it can."""
         found = {}
         for name in self.cubins:
-            entries = {e.target: e for e in _entries(name)}
-            chosen = resolve(
-                gpu.compute_capability, [Candidate(e.arch, e.target) for e in entries.values()]
-            ).chosen
-            if chosen is not None:
-                found[name] = entries[chosen.target].sha256
+            entry, _ = fitting(gpu.compute_capability, _entries(name))
+            if entry is not None:
+                found[name] = entry.sha256
         return found
 
     def _stale(self, section: GpuSection, gpu: Gpu) -> str:

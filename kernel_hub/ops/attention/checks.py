@@ -13,6 +13,7 @@ import torch
 
 from ...errors import TensorError
 from ..core import common
+from ..core.kv_cache import check_block_table, check_cu_seqlens
 from .problem import TABLES, Options, Problem
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -50,10 +51,10 @@ def resolve(
                 )
     batch_size = q.shape[0]
     if cu_seqlens_q is not None:
-        check_bounds(op, "cu_seqlens_q", cu_seqlens_q, q)
+        check_cu_seqlens(op, "cu_seqlens_q", cu_seqlens_q, q)
         batch_size = cu_seqlens_q.shape[0] - 1
     if cu_seqlens_k is not None:
-        check_bounds(op, "cu_seqlens_k", cu_seqlens_k, q, batch_size + 1)
+        check_cu_seqlens(op, "cu_seqlens_k", cu_seqlens_k, q, batch_size + 1)
     elif block_table is not None:
         _check_pages(op, block_table, q, k, batch_size)
     elif k.shape[0] != batch_size:
@@ -143,26 +144,10 @@ def _check_dims(
         raise common.refuse(op, argument, f"shape ({dense}, {heads}, head_dim)", x)
 
 
-def check_bounds(
-    op: str, argument: str, bounds: Any, like: torch.Tensor, length: int | None = None
-) -> None:
-    """`bounds` must be (batch_size + 1,) int32 on the device of `like`."""
-    common.check_tensor(op, argument, bounds)
-    if length is None:
-        if bounds.dim() != 1 or bounds.shape[0] < 1:
-            raise common.refuse(op, argument, "shape (batch_size + 1,)", bounds)
-        length = bounds.shape[0]
-    common.check_like(op, argument, bounds, (length,), like, dtypes=(torch.int32,))
-
-
 def _check_pages(
     op: str, block_table: Any, q: torch.Tensor, k: torch.Tensor, batch_size: int
 ) -> None:
-    common.check_tensor(op, "block_table", block_table)
-    if block_table.dim() != 2:
-        raise common.refuse(op, "block_table", "shape (batch_size, max_pages)", block_table)
-    shape = (batch_size, block_table.shape[1])
-    common.check_like(op, "block_table", block_table, shape, q, dtypes=(torch.int32,))
+    check_block_table(op, block_table, batch_size, q)
     page_size = k.shape[1]
     if not MIN_PAGE_SIZE <= page_size <= MAX_PAGE_SIZE:
         raise TensorError(

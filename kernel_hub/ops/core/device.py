@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from ...collection.manifest import open_collection
-from ...collection.resolve import Candidate, resolve
+from ...collection.resolve import fitting, parse_target
 from ...tuning import Gpu
 from .launch import forget_all
 
@@ -41,10 +41,10 @@ def launch_facts(cubin: str, function: str, compute_capability: tuple[int, int] 
 
     For one that has no cubin, and whose launch says so, what the newest one states.
     """
-    entries = open_collection().manifest.cubins[cubin]
-    candidates = [Candidate(arch, entry.target) for arch, entry in entries.items()]
-    chosen = resolve(compute_capability, candidates).chosen
-    facts = entries[chosen.arch if chosen else max(entries)].functions[function].launch
+    entries = open_collection().manifest.cubins[cubin].values()
+    entry, _ = fitting(compute_capability, entries)
+    entry = entry or max(entries, key=lambda other: parse_target(other.target))
+    facts = entry.functions[function].launch
     assert facts is not None and facts.block is not None and facts.shared_bytes is not None, (
         f"{function} of {cubin}.cu stands in no DESCRIBED that says its block and shared memory"
     )
@@ -53,7 +53,7 @@ def launch_facts(cubin: str, function: str, compute_capability: tuple[int, int] 
 
 def capability_of(arch: str) -> tuple[int, int]:
     """(9, 0) for 'sm90'."""
-    return int(arch[2:-1]), int(arch[-1])
+    return parse_target(arch)[:2]
 
 
 class PlannedGpu(NamedTuple):

@@ -23,7 +23,7 @@ from ....collection.manifest import (
     open_collection,
     read_manifest,
 )
-from ....collection.resolve import Candidate, not_found, resolve
+from ....collection.resolve import fitting, not_found
 from ....cubin import read_cubin
 from ....errors import CubinCorruptError, CubinNotFoundError, KernelHubError, ParamsError, nearest
 from ....image.shipped import ShippedImage
@@ -190,17 +190,16 @@ class TritonCollection:
     def _arch(self, name: str, device: Any) -> str:
         driver = _driver.get()
         capability = driver.compute_capability(device_number(device, name))
-        entries = {entry.target: entry for entry in self.entries(name).values()}
-        found = resolve(capability, [Candidate(e.arch, t) for t, e in entries.items()])
-        if found.chosen is None:
+        entry, rejected = fitting(capability, self.entries(name).values())
+        if entry is None:
             raise not_found(
                 f"{self._collection.package}'s {name!r}",
                 capability,
-                found.rejected,
+                rejected,
                 build="Build it for this GPU: kernel-hub build-triton … --arch "
                 f"sm{capability[0]}{capability[1]}",
             )
-        return found.chosen.arch
+        return entry.arch
 
     def _open(self, entry: CubinEntry) -> TritonFunction:
         name, arch = entry.name, entry.arch
