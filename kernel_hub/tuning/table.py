@@ -98,6 +98,7 @@ class Table:
         self.cubins = cubins
         self._forced: Row | None = None
         self._ignores_user = False
+        self._is_emptied = False
         self._shipped: list[GpuSection] | None = None
         self._users: dict[Gpu, GpuSection | None] = {}
         self._forget: list[Callable[[], None]] = []
@@ -113,7 +114,7 @@ class Table:
 
         The user's own file comes first, then what is shipped for GPUs of as many multiprocessors.
         """
-        if self._forced is not None:
+        if self._forced is not None or self._is_emptied:
             return self._forced
         text = self.layout.text(key)
         user = self._user(gpu)
@@ -221,6 +222,17 @@ class Table:
             yield
         finally:
             self._ignores_user = before
+            self.changed()
+
+    @contextlib.contextmanager
+    def emptied(self) -> Iterator[None]:
+        """Within, nothing measured counts, shipped or the user's: the op's cost model chooses."""
+        before, self._is_emptied = self._is_emptied, True
+        self.changed()
+        try:
+            yield
+        finally:
+            self._is_emptied = before
             self.changed()
 
     @contextlib.contextmanager

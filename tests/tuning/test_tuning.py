@@ -103,6 +103,20 @@ def test_the_users_file_comes_before_what_is_shipped(table: Table) -> None:
         assert table.costs("sm90") == {"wide": {"x": 1}} and table.costs("sm80") == {}
 
 
+def test_it_can_be_emptied(table: Table) -> None:
+    put(table, document())
+    costs, forgotten = {"wide": {"x": 1.0}}, []
+    table._shipped = [GpuSection("sm90", "NVIDIA H200", 132, {}, {}, costs)]
+    table.on_change(lambda: forgotten.append(1))
+    with table.emptied():
+        assert table.lookup(H200, 4, n=128, kind="a") is None
+        with table.emptied(), table.forcing(Row("wide")):
+            assert table.lookup(H200, 4, n=128, kind="a") == Row("wide")
+        assert table.lookup(H200, 4, n=128, kind="a") is None
+    assert table.lookup(H200, 4, n=128, kind="a") == Row("narrow")
+    assert len(forgotten) == 6
+
+
 def row(**changes: Any) -> dict[str, Any]:
     """A document of one choice, that with `changes`."""
     made = document()
