@@ -112,7 +112,7 @@ class Report:
         names = [each.name for each in fields(results.ResultRow)]
         measured = {row.case for row in self.rows}
         return [
-            results.ResultRow(**{name: row[name] for name in names})
+            results.ResultRow(**{name: row[name] for name in names if name in row})
             for row in json.loads(self._out.read_text(encoding="utf-8"))
             if row["case"] not in measured
         ]

@@ -26,7 +26,10 @@ PACKAGES = (
 
 @dataclass(frozen=True)
 class ResultRow:
-    """One contender in one case. `ratio` is its median over that of `ratio_to` in the same run."""
+    """One contender in one case. `ratio` is its median over that of `ratio_to` in the same run.
+
+    note: what else there is to say, as which variant ran; not written where there is none.
+    """
 
     family: str
     case: str
@@ -37,6 +40,7 @@ class ResultRow:
     unit: str
     ratio: float | None = None
     ratio_to: str | None = None
+    note: str = ""
 
 
 def summarise(
@@ -95,7 +99,12 @@ def _kernel_module() -> str:
 def write(path: Path, rows: Iterable[ResultRow]) -> None:
     """Write `rows` with their environment to `path` as a JSON list, one row a line."""
     shared = environment()
-    lines = [json.dumps({**asdict(row), **shared}) for row in rows]
+    lines = []
+    for row in rows:
+        fields = asdict(row)
+        if not row.note:
+            del fields["note"]
+        lines.append(json.dumps({**fields, **shared}))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("[\n" + ",\n".join(lines) + "\n]\n")
 
