@@ -14,7 +14,7 @@ from kernel_hub.errors import DriverNotFoundError
 from kernel_hub.measure import results
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
-BENCHMARKS = sorted(path.stem for path in FOLDER.glob("bench_*.py"))
+BENCHMARKS = [*sorted(path.stem for path in FOLDER.glob("bench_*.py")), "by_lot"]
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)

@@ -1,0 +1,1 @@
+"""Cases drawn by lot: shapes, what runs them, their timing, what was found."""

@@ -1,0 +1,112 @@
+"""Runs one case: every contender checked, timed, checked again."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from kernel_hub import KernelHubError
+
+from . import fp8, many, paired, products
+from .clock import Times
+from .contenders import Contender, Launch, Made, Peer, Source, planned
+from .outcome import OURS, Outcome
+from .shapes import Lot
+
+# family -> how its cases are made
+FAMILIES: dict[str, Callable[[Lot, Source], Made]] = {
+    "linear": products.make,
+    "linear_fp8_fast": fp8.make,
+    "linear_fp8": fp8.make,
+    "linear_fp8_blocks": fp8.make,
+    "qkv_linear": paired.make_qkv,
+    "swiglu_linear": paired.make_swiglu,
+    "epilogues": products.make,
+    "grouped_linear": many.make_grouped,
+    "batched_matmul": many.make_batched,
+}
+GROUPS = {"products": tuple(FAMILIES)}
+
+
+class Timer(Protocol):
+    """As `clock.Clock`."""
+
+    def measure(
+        self,
+        contenders: Mapping[str, Sequence[Launch]],
+        expected_us: float,
+        *,
+        is_rotated: bool = True,
+        is_matrix_bound: bool = False,
+    ) -> Times:
+        """contenders: name -> launches, one an input set."""
+
+
+def run(lot: Lot, source: Source, timer: Timer, peers: Sequence[str]) -> Outcome:
+    """What became of a case beside `peers`; wrong outputs of ours are said, and not timed."""
+    torch.manual_seed(zlib.crc32(f"{lot.family} {lot.name}".encode()))
+    found = Outcome(lot.family, lot.name)
+    try:
+        with planned() as names:
+            made = FAMILIES[lot.family](lot, source)
+            wrong = made.ours.wrong(OURS)
+        found = dataclasses.replace(found, variant=", ".join(dict.fromkeys(names)))
+        if wrong:
+            return dataclasses.replace(found, wrong=wrong)
+        bits = [tensor.clone() for tensor in made.ours.written.tensors]
+        ran, refused, reasons = _peers(made.peers, peers)
+        contenders = {OURS: made.ours, **ran}
+        times = timer.measure(
+            {name: x.launches for name, x in contenders.items()}, lot.expected_us,
+            is_rotated=made.is_rotated, is_matrix_bound=lot.is_matrix_bound,
+        )  # fmt: skip
+    except KernelHubError as error:
+        return dataclasses.replace(found, wrong=f"{type(error).__name__}: {error}")
+    for name, contender in contenders.items():
+        wrong = times.failed.get(name) or contender.wrong(name)
+        if name == OURS and not wrong and not _same(bits, contender.written.tensors):
+            wrong = "other bits than before it was timed"
+        if wrong and name == OURS:
+            return dataclasses.replace(found, wrong=f"after timing: {wrong}")
+        if wrong:
+            reasons[name], refused[name] = f"after timing: {wrong}", made.peers[name].needs
+            times.train.pop(name, None)
+            times.behind.pop(name, None)
+    kept = {name: peer.needs for name, peer in made.peers.items() if name in times.train}
+    return dataclasses.replace(
+        found, train=times.train, behind=times.behind, peers=kept, refused=refused, reasons=reasons
+    )
+
+
+def _peers(
+    peers: Mapping[str, Peer], wanted: Sequence[str]
+) -> tuple[dict[str, Contender], dict[str, tuple[str, ...]], dict[str, str]]:
+    """Those that run and are right; the others' names, and why not."""
+    ran: dict[str, Contender] = {}
+    refused: dict[str, tuple[str, ...]] = {}
+    reasons: dict[str, str] = {}
+    for name, peer in peers.items():
+        if not set(peer.needs) <= set(wanted):
+            continue
+        try:
+            contender = peer.make()
+            wrong = contender.wrong(name)
+        except Exception as error:  # noqa: BLE001  a peer that fails is left out, and said
+            wrong = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        if wrong:
+            refused[name], reasons[name] = peer.needs, wrong
+        else:
+            ran[name] = contender
+    return ran, refused, reasons
+
+
+def _same(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> bool:
+    """Bit by bit; what no launch wrote is nan in both."""
+    return all(
+        torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+        for x, y in zip(before, after, strict=True)
+    )
