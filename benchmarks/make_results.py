@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ RESULTS = ROOT / "benchmarks/results"
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 OURS = "kernel_hub"
 FLOORS = ("C loop", "copy", "cuBLAS, product alone")  # ceilings of what is possible, not peers
+DRAWN, UNCOUNTED = ("by lot ", "sweep "), ", not counted"  # of families' names
+BEHIND = 1.05  # of cases drawn by lot, those over this are listed
+_MOST = (1.10, 1.20)
 QUICK_UNITS = {"ns", "us", "ms", "s"}  # smaller is better; in every other unit larger is
 Row = dict[str, Any]
 
@@ -74,6 +78,16 @@ class Family:
     command: str
     cases: tuple[Case, ...]
 
+    @property
+    def is_drawn(self) -> bool:
+        """Whether its cases were drawn by lot: they are summed up, not listed."""
+        return self.name.startswith(DRAWN)
+
+    @property
+    def ratios(self) -> list[float]:
+        """Of the cases that have one."""
+        return [ratio for case in self.cases if (ratio := case.ratio()) is not None]
+
 
 def load(folder: Path) -> list[Family]:
     """Every family of every file, in the order of the files."""
@@ -124,15 +138,41 @@ def family_table(family: Family) -> list[str]:
 
 
 def lost(families: Iterable[Family]) -> list[str]:
-    """One line for each case in which a peer is ahead."""
+    """One line for each case in which a peer is ahead; of those drawn by lot, in their places."""
     return [
         f"- {family.name}, {case.name}: {number(case.rows[case.ours]['median'])} {case.unit} "
         f"against {number(case.rows[case.best_peer]['median'])} of {case.best_peer} "
         f"({case.ratio():.2f})"
         for family in families
         for case in family.cases
-        if case.is_lost and case.ours and case.best_peer
+        if not family.is_drawn and case.is_lost and case.ours and case.best_peer
     ]
+
+
+def sums(ratios: Sequence[float]) -> str:
+    """Geometric mean, worst and shares of ratios."""
+    mean = statistics.geometric_mean(ratios)
+    shares = [
+        f"{sum(x > most for x in ratios) / len(ratios):.0%} over {most:.2f}" for most in _MOST
+    ]
+    return f"geometric mean {mean:.2f}, worst {max(ratios):.2f}, {', '.join(shares)}"
+
+
+def drawn_lines(family: Family) -> list[str]:
+    """The sums of a family drawn by lot, and its cases behind, worst first."""
+    ratios = family.ratios
+    lines = [f"{len(ratios)} cases: {sums(ratios)}." if ratios else "No case counts."]
+    if family.name.startswith("sweep "):  # a picture shows them
+        return lines
+    behind = [case for case in family.cases if (case.ratio() or 0) > BEHIND]
+    for case in sorted(behind, key=lambda case: -(case.ratio() or 0)):
+        note = case.rows[case.ours or ""].get("note", "")
+        lines.append(
+            f"- {case.ratio():.2f} {case.name}: {number(case.rows[case.ours or '']['median'])} "
+            f"{case.unit}{f' ({note})' if note else ''} against "
+            f"{number(case.rows[case.best_peer or '']['median'])} of {case.best_peer}"
+        )
+    return [lines[0], "", *lines[1:]] if behind else lines
 
 
 def document(families: list[Family]) -> str:
@@ -147,7 +187,8 @@ def document(families: list[Family]) -> str:
     ]
     for family in families:
         versions = ", ".join(f"{name} {version}" for name, version in family.versions.items())
-        lines += [f"## {family.name}", "", *family_table(family), ""]
+        body = drawn_lines(family) if family.is_drawn else family_table(family)
+        lines += [f"## {family.name}", "", *body, ""]
         lines += [f"{family.gpu}, driver {family.driver}; {versions}.", ""]
         lines += [f"Reproduce: `{family.command}`", ""]
     behind = lost(families)
@@ -166,8 +207,8 @@ def summary(families: list[Family]) -> str:
         if family.name in ("launch", "start"):
             lines += [summary_line(case) for case in family.cases if case.ours]
             continue
-        ratios = [ratio for case in family.cases if (ratio := case.ratio()) is not None]
-        if ratios:
+        ratios = family.ratios
+        if ratios and not family.is_drawn:
             ahead = sum(ratio <= 1 for ratio in ratios)
             lines.append(
                 line(
@@ -179,6 +220,7 @@ def summary(families: list[Family]) -> str:
                     ]
                 )
             )
+    lines += drawn_summary(families)
     measured = dict.fromkeys(f"{family.gpu}, driver {family.driver}" for family in families)
     note = "Ratio: our time over the best peer's, below 1 is ahead. All rows, versions and commands"
     return "\n".join(
@@ -188,6 +230,24 @@ def summary(families: list[Family]) -> str:
             f"Measured on {'; '.join(measured)}. {note}: [RESULTS.md](benchmarks/RESULTS.md).",
         ]
     )
+
+
+def drawn_summary(families: Iterable[Family]) -> list[str]:
+    """A line a family drawn by lot, over all its seeds; cases that do not count are left out."""
+    found: dict[str, list[list[float]]] = {}
+    for family in families:
+        if family.is_drawn and not family.name.endswith(UNCOUNTED) and family.ratios:
+            found.setdefault(family.name, []).append(family.ratios)
+    lines = []
+    for name, seeds in found.items():
+        ratios = [ratio for seed in seeds for ratio in seed]
+        runs = f"{len(ratios)} cases of {len(seeds)} seed{'s' * (len(seeds) > 1)}"
+        mean = statistics.geometric_mean(ratios)
+        over = f"{sum(ratio > _MOST[0] for ratio in ratios) / len(ratios):.0%} over {_MOST[0]:.2f}"
+        lines.append(
+            line([name, f"{runs}, {over}", "", f"mean {mean:.2f}, worst {max(ratios):.2f}"])
+        )
+    return lines
 
 
 def summary_line(case: Case) -> str:

@@ -92,6 +92,25 @@ def test_the_readme(families: list[Any]) -> None:
         make_results.replaced("no markers", "new")
 
 
+def test_cases_drawn_by_lot_are_summed_up(tmp_path: Path) -> None:
+    for seed, slower in (("s1", 1.0), ("s2", 2.4)):
+        rows = [
+            row("by lot linear", "0: x", "kernel_hub", slower, "us") | {"note": "tile"},
+            row("by lot linear", "0: x", "cuBLAS", 2.0, "us"),
+            row("by lot linear, not counted", "1: x", "kernel_hub", 9.0, "us"),
+            row("by lot linear, not counted", "1: x", "cuBLAS", 2.0, "us"),
+        ]
+        (tmp_path / f"h200_{seed}.json").write_text(json.dumps(rows))
+    families = make_results.load(tmp_path)
+    expected = "| by lot linear | 2 cases of 2 seeds, 50% over 1.10 |  | mean 0.77, worst 1.20 |"
+    table = make_results.summary(families)
+    assert expected in table and "not counted" not in table
+    text = make_results.document(families)
+    assert "1 cases: geometric mean 1.20, worst 1.20, 100% over 1.10, 0% over 1.20." in text
+    assert "- 1.20 0: x: 2.4 us (tile) against 2 of cuBLAS" in text
+    assert text.endswith("## Where a peer is ahead\n\nNowhere in these runs.\n")
+
+
 def test_nothing_measured(tmp_path: Path) -> None:
     families = make_results.load(tmp_path)
     assert "Nothing has been measured yet." in make_results.document(families)
