@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import importlib.util
 import itertools
 import sys
 import time
@@ -23,7 +24,7 @@ import torch
 from harness import RESULTS, arguments, gpu_token
 from lot import sweep
 from lot.clock import Clock
-from lot.contenders import CUBLAS, PEERS, Source
+from lot.contenders import CUBLAS, DEEPGEMM, PEERS, Source
 from lot.outcome import Outcome, rows, told
 from lot.run import FAMILIES, GROUPS, Timer, run
 from lot.shapes import Lot, draw
@@ -126,6 +127,8 @@ def main() -> int:
         names = families(options.family)
     except ValueError as error:
         sys.exit(str(error))
+    if DEEPGEMM in options.peers and importlib.util.find_spec("deep_gemm") is None:
+        print("DeepGEMM is not on PYTHONPATH: what it takes will not count", file=sys.stderr)
     if options.sweep:
         lots, options.peers = sweep.lots(options.seed, options.every), [CUBLAS]
     else:

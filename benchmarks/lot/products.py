@@ -96,6 +96,9 @@ def make(lot: Lot, source: Source) -> Made:
         source.normal(lot.m, lot.n, dtype=out_dtype) if with_residual else None,
         lot.kind.endswith(IN_PLACE),
     )
+    if epilogue.is_in_place and epilogue.residual is not None:
+        for _, _, out in sets:
+            out.copy_(epilogue.residual)
     return _Makers(lot, source, sets, epilogue).made()
 
 
