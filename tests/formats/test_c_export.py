@@ -6,7 +6,6 @@ import ctypes
 import struct
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +151,7 @@ def test_what_a_function_needs_of_a_launch(tmp_path: Path, context: FakeCuda) ->
         "cluster": (2, 1, 1),
     }
     collection = changed_probe(
-        lambda _, functions: {n: replace(f, **needs) for n, f in functions.items()}
+        lambda _, functions: {n: f._replace(**needs) for n, f in functions.items()}
     )
     for path, text in c_export.render(collection, NAME).items():
         (tmp_path / path).write_text(text)
