@@ -71,7 +71,7 @@ def portable(**options: Any) -> torch.Tensor:
 
 def ours(**options: Any) -> dict[str, Callable[[], Launch]]:
     """Our op; on Hopper also its portable kernels."""
-    found = {OURS: lambda: partial(ops.flash_attention, **options)}
+    found: dict[str, Callable[[], Launch]] = {OURS: lambda: partial(ops.flash_attention, **options)}
     if has_wgmma(torch.cuda.get_device_capability()):
         found[PORTABLE] = lambda: partial(portable, **options)
     return found

@@ -43,7 +43,7 @@ def arguments(
     quick: Mapping[str, Any],
     dtypes: Sequence[str] = (),
     more: Callable[[argparse.ArgumentParser], object] = lambda parser: None,
-    **lists: str,
+    **lists: Any,
 ) -> argparse.Namespace:
     """The command line of a benchmark; it ends here where there is no GPU.
 
@@ -168,7 +168,7 @@ class Case:
 
 
 def row_arguments(
-    description: str | None, quick: Mapping[str, str] | None = None, **lists: str
+    description: str | None, quick: Mapping[str, str] | None = None, **lists: Any
 ) -> argparse.Namespace:
     """`arguments` of the benchmarks that `run_cases`; quick: what --quick sets besides."""
     return arguments(
