@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-import threading
 import time
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+from in_threads import in_threads
 
 from kernel_hub.collection import manifest
 from kernel_hub.collection.manifest import (
@@ -295,11 +295,7 @@ def test_one_collection_for_all_threads(package: str, tmp_path: Path) -> None:
     def work() -> None:
         found.append(open_collection(package))
 
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*[work] * 8)
     assert len(found) == 8 and len({id(c) for c in found}) == 1
 
 
