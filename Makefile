@@ -52,7 +52,8 @@ lint: python
 	"$$bin/ruff" check .; \
 	echo "== types"; \
 	"$$bin/mypy"; \
-	"$$bin/mypy" tools
+	"$$bin/mypy" tools; \
+	"$$bin/mypy" benchmarks
 
 dev: python
 	@$(call with_python,dev)

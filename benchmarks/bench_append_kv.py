@@ -169,7 +169,8 @@ def append(
         return contender(launch)
 
     first = slice(0, CHECKED_TOKENS)
-    truth, own = [], []
+    truth: list[torch.Tensor] = []
+    own: list[torch.Tensor] = []
     for out, wide in ((truth, torch.float64), (own, dtype)):
         out.append(reference.rope(q[0][first], cos, sin, positions[first], dtype=wide))
         key = reference.rope(k[0][first], cos, sin, positions[first], dtype=wide)

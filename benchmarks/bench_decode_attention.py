@@ -40,18 +40,17 @@ BIG_CACHE = 256e6
 
 @dataclass
 class Shape:
-    """Caches and queries of one case; `lengths` None: all full."""
+    """Caches and queries of one case; `given` None: all full."""
 
     num_heads: int
     num_kv_heads: int
     batch_size: int
     context: int
-    lengths: torch.Tensor | None = None
+    given: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        if self.lengths is None:
-            self.lengths = torch.full((self.batch_size,), self.context, dtype=torch.int32)
-        self.lengths = self.lengths.cuda()
+        full = torch.full((self.batch_size,), self.context, dtype=torch.int32)
+        self.lengths = (full if self.given is None else self.given).cuda()
         tokens = int(self.lengths.sum())
         self.num_bytes = 4 * tokens * self.num_kv_heads * HEAD_DIM
         self.num_sets = timing.num_sets(self.num_bytes) if self.num_bytes < BIG_CACHE else 1
@@ -84,7 +83,7 @@ class Shape:
                 k, v = (x.view(-1, page_size, *x.shape[2:])[rows].view(pages) for x in (k, v))
             else:
                 k, v = k[which], v[which]
-            lengths = self.lengths[which]  # type: ignore[index]
+            lengths = self.lengths[which]
             truth, own = (
                 reference_attention(self.q[0][which], k, v, cache_seqlens=lengths, dtype=dtype)[0]
                 for dtype in (torch.float64, torch.bfloat16)
@@ -134,7 +133,7 @@ def ours_fused(shape: Shape) -> list[Launch]:
     angles = torch.arange(shape.context, device="cuda")[:, None] * 500_000.0 ** -torch.linspace(
         0, 1, HEAD_DIM // 2, device="cuda"
     )
-    before = shape.lengths - 1  # type: ignore[operator]
+    before = shape.lengths - 1
     cos, sin = angles.cos(), angles.sin()
     return shape.launches(
         lambda i: ops.decode_attention(
@@ -175,10 +174,10 @@ def flashinfer(shape: Shape, page_size: int) -> list[Launch]:
     from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
     table, k, v = shape.pages(page_size)
-    pages = (shape.lengths + page_size - 1) // page_size  # type: ignore[operator]
+    pages = (shape.lengths + page_size - 1) // page_size
     indptr = torch.cat((pages.new_zeros(1), pages.cumsum(0))).int()
     indices = torch.cat([row[:n] for row, n in zip(table, pages.tolist(), strict=True)])
-    last = (shape.lengths - 1) % page_size + 1  # type: ignore[operator]
+    last = (shape.lengths - 1) % page_size + 1
     workspace = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
     wrapper = BatchDecodeWithPagedKVCacheWrapper(
         workspace, "NHD", use_cuda_graph=True, use_tensor_cores=True, backend="fa2",

@@ -30,6 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from kernel_hub.ops.attention import backward_portable
 from kernel_hub.ops.attention import backward_sm90 as hopper
 from kernel_hub.ops.attention.problem import Problem
+from kernel_hub.ops.core.device import has_wgmma
 from kernel_hub.testing.compare import compare
 from kernel_hub.testing.reference_attention import reference_backward_of, reference_of
 
@@ -116,7 +117,7 @@ def contenders(
             dout.transpose(1, 2), *flash_views, out, lse, *tables[:4], 0.0, causal, *tables[4:6]
         )[0],
     }
-    if torch.cuda.get_device_capability() == hopper.COMPUTE_CAPABILITY:
+    if has_wgmma(torch.cuda.get_device_capability()):
         launches[PORTABLE] = portable
     for name, make in ((CUDNN, use_cudnn), (FA3, use_fa3)):
         try:

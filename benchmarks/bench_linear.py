@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 import torch
-from harness import OURS, Inputs, Launch, Report, arguments, plan_of, replays
+from harness import OURS, Inputs, Launch, Report, plan_of, product_arguments, replays
 
 from kernel_hub.ops import linear
 from kernel_hub.testing.compare import compare
@@ -130,13 +130,10 @@ def apart(
 
 def main() -> int:
     """Measure, write, print."""
-    options = arguments(
+    options = product_arguments(
         __doc__,
-        rounds=5,
-        quick=QUICK,
-        dtypes=("bf16", "fp16"),
-        shapes=",".join(SHAPES),
-        tokens="1,8,16,32,64,128,256,512,1024,2048,4096,8192",
+        QUICK,
+        SHAPES,
         more=lambda parser: parser.add_argument(
             "--epilogues", action="store_true", help="for some shapes, fused too"
         ),

@@ -53,15 +53,17 @@ def merge(dtype: torch.dtype, tokens: int, num_heads: int) -> Case:
 
     first = slice(0, CHECKED_TOKENS)
     given = (out_a[0][first], lse_a[0][:, first], out_b[0][first], lse_b[0][:, first])
-    references = []
-    for wide in (torch.float64, dtype):
+
+    def expected(wide: torch.dtype) -> list[torch.Tensor]:
         out, lse = reference.merge_states(*given, dtype=wide)
-        references.append([out, lse.transpose(0, 1)])
+        return [out, lse.transpose(0, 1)]
+
     return Case(
         f"merge_states {tokens} x {num_heads}",
         num_bytes,
         contender(ops.merge_states),
-        *references,
+        expected(torch.float64),
+        expected(dtype),
         {
             "torch": lambda: contender(torch_merge),
             "torch.compile": lambda: contender(compiled(torch_merge)),

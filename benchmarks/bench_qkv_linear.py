@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import torch
 from bench_linear import QUICK
-from harness import OURS, Inputs, Launch, Report, arguments, plan_of, replays, rows_group
+from harness import OURS, Inputs, Launch, Report, plan_of, product_arguments, replays
 
 from kernel_hub.ops import append_kv, qkv_linear, rope
 from kernel_hub.testing.compare import compare
@@ -112,30 +112,14 @@ def run(options: argparse.Namespace, inputs: Inputs) -> int:
         }
         samples = replays(found, *plan_of(m, n, k, options.rounds))
         case = f"{name} qkv {n}x{k} m{m}"
-        medians = report.case(case, samples, "us", ratio_to=PEER)
-        ours = medians.pop(OURS)
-        report.ahead(f"{PEER}, {rows_group(m)}", medians[PEER] / ours)
-        others = "".join(
-            f"  {label} {us:.2f} us x {us / ours:.3f}" for label, us in medians.items()
-        )
-        print(
-            f"{case:28} {ours:9.2f} us  {2 * m * n * k / ours / 1e6:6.1f} TFLOP/s{others}",
-            flush=True,
-        )
+        report.product(case, samples, PEER, m, 2 * m * n * k)
     report.write()
     return report.finish()
 
 
 def main() -> int:
     """Measure, write, print."""
-    options = arguments(
-        __doc__,
-        rounds=5,
-        quick=QUICK,
-        dtypes=("bf16", "fp16"),
-        shapes=",".join(SHAPES),
-        tokens="1,8,16,32,64,128,256,512,1024,2048,4096,8192",
-    )
+    options = product_arguments(__doc__, QUICK, SHAPES)
     return run(options, Inputs(options.torch_dtype))
 
 

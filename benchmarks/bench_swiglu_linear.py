@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from bench_linear import QUICK
-from harness import OURS, Inputs, Launch, Report, arguments, compiled, plan_of, replays, rows_group
+from harness import OURS, Inputs, Launch, Report, compiled, plan_of, product_arguments, replays
 
 from kernel_hub.ops import silu_and_mul, swiglu_linear
 from kernel_hub.testing.compare import compare
@@ -77,32 +77,14 @@ def run(options: argparse.Namespace, inputs: Inputs) -> int:
         samples = replays(found, *plan_of(m, n, k, options.rounds))
         case = f"{name} gate_up {n}x{k} m{m}"
         base = PEER if PEER in samples else "cuBLAS + silu_and_mul"
-        medians = report.case(case, samples, "us", ratio_to=base)
-        ours = medians.pop(OURS)
-        report.ahead(f"{base}, {rows_group(m)}", medians[base] / ours)
-        others = "".join(
-            f"  {label} {us:.2f} us x {us / ours:.3f}" for label, us in medians.items()
-        )
-        print(
-            f"{case:28} {ours:9.2f} us  {2 * m * n * k / ours / 1e6:6.1f} TFLOP/s  "
-            f"{2 * (n * k + m * k + m * n / 2) / ours / 1e6:5.2f} TB/s{others}",
-            flush=True,
-        )
+        report.product(case, samples, base, m, 2 * m * n * k)
     report.write()
     return report.finish()
 
 
 def main() -> int:
     """Measure, write, print."""
-    options = arguments(
-        __doc__,
-        rounds=5,
-        quick=QUICK,
-        dtypes=("bf16", "fp16"),
-        shapes=",".join(SHAPES),
-        tokens="1,8,16,32,64,128,256,512,1024,2048,4096,8192",
-        peers="torch.compile",
-    )
+    options = product_arguments(__doc__, QUICK, SHAPES, peers="torch.compile")
     return run(options, Inputs(options.torch_dtype))
 
 

@@ -32,7 +32,8 @@ def contenders(case: str) -> dict[str, launch.Contender]:
         n = 1024
         x, y = (torch.randn(n, device="cuda") for _ in range(2))
         out = torch.empty_like(x)
-        jit, grid = kernels.add, (n // 256,)
+        grid: tuple[int, ...] = (n // 256,)
+        jit = kernels.add
         arguments: tuple[Any, ...] = (x, y, out, n)
         constexprs: dict[str, int] = {"BLOCK": 256}
     else:

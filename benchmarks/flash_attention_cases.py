@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernel_hub import ops
 from kernel_hub.ops.attention import forward_sm90 as hopper
+from kernel_hub.ops.core.device import has_wgmma
 from kernel_hub.testing.reference_attention import reference_attention
 
 PORTABLE, CONTIGUOUS = f"{OURS} portable", f"{OURS} contiguous"
@@ -70,8 +71,8 @@ def portable(**options: Any) -> torch.Tensor:
 
 def ours(**options: Any) -> dict[str, Callable[[], Launch]]:
     """Our op; on Hopper also its portable kernels."""
-    found = {OURS: lambda: partial(ops.flash_attention, **options)}
-    if torch.cuda.get_device_capability() == hopper.COMPUTE_CAPABILITY:
+    found: dict[str, Callable[[], Launch]] = {OURS: lambda: partial(ops.flash_attention, **options)}
+    if has_wgmma(torch.cuda.get_device_capability()):
         found[PORTABLE] = lambda: partial(portable, **options)
     return found
 

@@ -43,7 +43,7 @@ def arguments(
     quick: Mapping[str, Any],
     dtypes: Sequence[str] = (),
     more: Callable[[argparse.ArgumentParser], object] = lambda parser: None,
-    **lists: str,
+    **lists: Any,
 ) -> argparse.Namespace:
     """The command line of a benchmark; it ends here where there is no GPU.
 
@@ -100,6 +100,16 @@ class Report:
     def ahead(self, group: str, ratio: float) -> None:
         """Count a case to `group`; `ratio`: how many times as fast as the peer ours is."""
         self._ratios.setdefault(group, []).append(ratio)
+
+    def product(
+        self, case: str, samples: Mapping[str, Sequence[float]], ratio_to: str, m: int, flops: int
+    ) -> None:
+        """Keep and print a fused product of m rows beside its peers, of which one is `ratio_to`."""
+        medians = self.case(case, samples, "us", ratio_to=ratio_to)
+        ours = medians.pop(OURS)
+        self.ahead(f"{ratio_to}, {rows_group(m)}", medians[ratio_to] / ours)
+        others = "".join(f"  {one} {us:.2f} us x {us / ours:.3f}" for one, us in medians.items())
+        print(f"{case:28} {ours:9.2f} us  {flops / ours / 1e6:6.1f} TFLOP/s{others}", flush=True)
 
     def write(self, others: Iterable[results.ResultRow] = ()) -> None:
         """The rows so far to the file, after `others`."""
@@ -167,8 +177,23 @@ class Case:
     peers: Mapping[str, Callable[[], Contender]] = field(default_factory=dict)
 
 
+def product_arguments(
+    description: str | None, quick: Mapping[str, Any], shapes: Iterable[str], **more: Any
+) -> argparse.Namespace:
+    """`arguments` of the benchmarks of products, of the `shapes` of that name."""
+    return arguments(
+        description,
+        rounds=5,
+        quick=quick,
+        dtypes=("bf16", "fp16"),
+        shapes=",".join(shapes),
+        tokens="1,8,16,32,64,128,256,512,1024,2048,4096,8192",
+        **more,
+    )
+
+
 def row_arguments(
-    description: str | None, quick: Mapping[str, str] | None = None, **lists: str
+    description: str | None, quick: Mapping[str, str] | None = None, **lists: Any
 ) -> argparse.Namespace:
     """`arguments` of the benchmarks that `run_cases`; quick: what --quick sets besides."""
     return arguments(

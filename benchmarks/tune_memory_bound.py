@@ -8,7 +8,6 @@ Correctness is the tests' business; here a launch that leaves the output unlike 
 from __future__ import annotations
 
 import argparse
-import importlib
 import itertools
 import json
 import os
@@ -27,6 +26,10 @@ from bench_silu_and_mul import formula as silu_formula
 from harness import DTYPES, compiled
 
 from kernel_hub.measure import timing
+from kernel_hub.ops.core.launch import Launch as Planned
+from kernel_hub.ops.rowwise import rms_norm as norm_module
+from kernel_hub.ops.rowwise import rope as rope_module
+from kernel_hub.ops.rowwise import silu_and_mul as silu_module
 from kernel_hub.registry import own
 
 Dims = tuple[int, int, int]
@@ -75,13 +78,8 @@ def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(shape, device="cuda", dtype=dtype)
 
 
-def op(name: str) -> Any:
-    return importlib.import_module(f"kernel_hub.ops.rowwise.{name}")
-
-
-def planned(cubin: str, plan: Any) -> Launch:
-    function, grid, block, _ = plan
-    return Launch(cubin, function.name, grid, block)
+def planned(cubin: str, plan: Planned) -> Launch:
+    return Launch(cubin, plan.function.name, plan.grid, plan.block, plan.shared_bytes)
 
 
 def rms_norm(dtype: torch.dtype, tokens: int, hidden: int, residual: bool) -> Cell:
@@ -91,10 +89,10 @@ def rms_norm(dtype: torch.dtype, tokens: int, hidden: int, residual: bool) -> Ce
     out = torch.empty_like(x)
     r = random(sets, tokens, hidden, dtype=dtype) if residual else None
     r_out = torch.empty_like(x) if residual else None
-    plan = op("rms_norm")._plan(
+    plan = norm_module._plan(
         x[0], None if r is None else r[0], weight, out[0], None if r_out is None else r_out[0], 0
     )
-    chosen, numbers = planned("rms_norm", plan), plan[3]
+    chosen, numbers = planned("rms_norm", plan), plan.numbers
     prefix = chosen.function.rpartition("_")[0]
     vecs = hidden * dtype.itemsize // 16
     launches = []
@@ -108,7 +106,7 @@ def rms_norm(dtype: torch.dtype, tokens: int, hidden: int, residual: bool) -> Ce
             launches.append(Launch("rms_norm", f"{prefix}_loop", (tokens, 1, 1), (threads, 1, 1)))
 
     def params(i: int) -> tuple[Any, ...]:
-        tensors = (out[i], x[i]) if r is None else (out[i], r_out[i], x[i], r[i])
+        tensors = [each[i] for each in (out, r_out, x, r) if each is not None]
         return (*tensors, weight, *numbers, EPS, 0.0)
 
     def peer() -> list[Callable[[], Any]]:
@@ -126,7 +124,7 @@ def silu_and_mul(dtype: torch.dtype, tokens: int, size: int) -> Cell:
     num_bytes = 3 * tokens * size * dtype.itemsize
     sets = timing.num_sets(num_bytes)
     x, out = random(sets, tokens, 2 * size, dtype=dtype), random(sets, tokens, size, dtype=dtype)
-    plan = op("silu_and_mul")._plan(x[0], out[0], 0)
+    plan = silu_module._plan(x[0], out[0], 0)
     chosen, vecs = planned("silu_and_mul", plan), size * dtype.itemsize // 16
     launches = []
     for threads in (64, 128, 192, 256, 384, 448, 512, 704, 768, 896, 1024):
@@ -138,7 +136,10 @@ def silu_and_mul(dtype: torch.dtype, tokens: int, size: int) -> Cell:
         function = compiled(silu_formula)
         return [partial(function, x[i]) for i in range(sets)]
 
-    return Cell(num_bytes, chosen, launches, lambda i: (out[i], x[i], *plan[3]), [out], sets, peer)
+    def params(i: int) -> tuple[Any, ...]:
+        return (out[i], x[i], *plan.numbers)
+
+    return Cell(num_bytes, chosen, launches, params, [out], sets, peer)
 
 
 def rope(dtype: torch.dtype, tokens: int, num_heads: int, in_place: bool) -> Cell:
@@ -149,7 +150,7 @@ def rope(dtype: torch.dtype, tokens: int, num_heads: int, in_place: bool) -> Cel
     k = random(sets, tokens, NUM_KV_HEADS, HEAD_DIM, dtype=dtype)
     cos, sin = (random(tokens, HEAD_DIM // 2, dtype=dtype) for _ in range(2))
     out_q, out_k = (q, k) if in_place else (torch.empty_like(q), torch.empty_like(k))
-    plan = op("rope")._plan(q[0], k[0], cos, sin, None, False, HEAD_DIM, out_q[0], out_k[0], 0)
+    plan = rope_module._plan(q[0], k[0], cos, sin, None, False, HEAD_DIM, out_q[0], out_k[0], 0)
     chosen, width = planned("rope", plan), HEAD_DIM * dtype.itemsize // 32
     prefix = chosen.function.rpartition("_")[0]
     launches = []
@@ -161,7 +162,7 @@ def rope(dtype: torch.dtype, tokens: int, num_heads: int, in_place: bool) -> Cel
             launches.append(Launch("rope", f"{prefix}_vec{per_thread}", grid, block))
 
     def params(i: int) -> tuple[Any, ...]:
-        return (out_q[i], out_k[i], q[i], k[i], cos, sin, None, *plan[3])
+        return (out_q[i], out_k[i], q[i], k[i], cos, sin, None, *plan.numbers)
 
     outputs = [] if in_place else [out_q, out_k]
     return Cell(num_bytes, chosen, launches, params, outputs, sets)
@@ -185,7 +186,7 @@ def measure(cell: Cell, timer: timing.GraphTimer, options: argparse.Namespace) -
     expected: list[torch.Tensor] = []
     for launch in launches:
         function = own[launch.cubin][launch.function]
-        calls = [
+        calls: list[Callable[[], Any]] = [
             partial(function, launch.grid, launch.block, launch.shared, None, cell.params(i))
             for i in range(cell.sets)
         ]

@@ -10,7 +10,6 @@ import contextlib
 import errno
 import hashlib
 import os
-import secrets
 import stat
 import warnings
 from collections.abc import Iterator
@@ -280,7 +279,7 @@ class _Folder:
 
     def replace(self, name: str, content: bytes) -> None:
         """Write an entry whole, under a name of its own first."""
-        part = f".{name[:32]}.{secrets.token_hex(8)}"
+        part = f".{name[:32]}.{os.urandom(8).hex()}"
         at, to = (part, name) if self._handle is not None else (self.path / part, self.path / name)
         handle = os.open(at, _MAKE, 0o600, dir_fd=self._handle)
         try:

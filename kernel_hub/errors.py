@@ -5,7 +5,6 @@ Each message says what was asked, what was found and what to do; the parts are a
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Sequence
 
 
@@ -101,6 +100,8 @@ class TableError(KernelHubError, ValueError):
 
 def nearest(name: object, names: Iterable[str]) -> list[str]:
     """`names` ordered by likeness to `name`."""
+    import difflib  # a millisecond, for errors alone
+
     wanted = str(name)
 
     def likeness(other: str) -> tuple[float, str]:

@@ -169,6 +169,13 @@ def fakecuda(make_fakecuda: Callable[..., FakeCuda]) -> FakeCuda:
 
 
 @pytest.fixture
+def context(fakecuda: FakeCuda) -> Iterator[FakeCuda]:
+    """A stand-in whose first device is current in this thread."""
+    with driver.get().on_device(0):
+        yield fakecuda
+
+
+@pytest.fixture
 def probe(fakecuda: FakeCuda) -> KernelFunction:
     """launch_probe_5 of the shipped cubin on the stand-in driver: (out, x, y, n, scale)."""
     return Kernel("launch_probe").launch_probe_5

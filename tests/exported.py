@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,7 +66,7 @@ def changed_probe(
     """launch_probe with the functions of each build as `change(arch, functions)` gives them."""
     own = open_collection("kernel_hub")
     archs = {
-        arch: replace(entry, functions=change(arch, entry.functions))
+        arch: entry._replace(functions=change(arch, entry.functions))
         for arch, entry in own.manifest.cubins["launch_probe"].items()
     }
-    return replace(own, manifest=Manifest({"launch_probe": archs}))
+    return own._replace(manifest=Manifest({"launch_probe": archs}))

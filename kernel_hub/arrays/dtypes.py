@@ -7,16 +7,14 @@ uint16 or uint8 arrays.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..errors import TensorError
 
 
-@dataclass(frozen=True)
-class Dtype:
+class Dtype(NamedTuple):
     """One dtype: `numpy` is its name there, `raw` the unsigned integer or own type of its bits."""
 
     token: str

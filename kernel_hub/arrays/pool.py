@@ -12,8 +12,7 @@ import struct
 import threading
 from collections.abc import Callable
 from ctypes import byref, c_size_t, c_uint64, c_void_p
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import driver as _driver
 from ..driver import apart
@@ -33,8 +32,7 @@ _pools: dict[int, int] = {}
 trims: list[Callable[[], None]] = []
 
 
-@dataclass(frozen=True)
-class MemoryStats:
+class MemoryStats(NamedTuple):
     """What kernel_hub's pool on `device` holds, and what the device has left (bytes).
 
     `used` is inside live arrays; `reserved` is what the pool took from the device and keeps for

@@ -95,7 +95,7 @@ def examine() -> Report:
     _examine_torch(report)
     # Of this process: from the command line nothing is loaded, within a program it says what is.
     if library := sys.modules.get("kernel_hub.launch.libraries"):
-        report.loaded = [asdict(image) for image in library.loaded_images()]
+        report.loaded = [image._asdict() for image in library.loaded_images()]
     return report
 
 

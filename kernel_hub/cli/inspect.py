@@ -125,7 +125,7 @@ def _launch(declared: Any, name: str) -> Described | None:
     launch = declared[name].launch if name in declared else None
     if launch is None:
         return None
-    return {**dataclasses.asdict(launch), "described": launch.describe()}
+    return {**launch._asdict(), "described": launch.describe()}
 
 
 def _signature(info: CubinInfo, name: str, declared: Any) -> str:

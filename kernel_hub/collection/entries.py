@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from ..errors import CubinCorruptError
-from .manifest_text import decoded, loads, split
+from .manifest_text import EntryLines, decoded, loads, split
 
 _FILE = re.compile(r"[A-Za-z0-9_]+/[A-Za-z0-9_][A-Za-z0-9_.-]*")
 SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -21,8 +20,7 @@ T = TypeVar("T")
 Triple = tuple[int, int, int]
 
 
-@dataclass(frozen=True)
-class ParamEntry:
+class ParamEntry(NamedTuple):
     """One kernel parameter; `type` is spelled as `ctypes_table.canonical` spells it."""
 
     name: str
@@ -31,8 +29,7 @@ class ParamEntry:
     offset_bytes: int
 
 
-@dataclass(frozen=True)
-class LaunchFacts:
+class LaunchFacts(NamedTuple):
     """What the source of a kernel says of its launches, as its builder read it there.
 
     grid: which blocks there are, in words. block: the blockDim it was built for; None: any within
@@ -43,7 +40,7 @@ class LaunchFacts:
     grid: str
     block: Triple | None = None
     shared_bytes: int | None = None
-    sizes: Mapping[str, int] = field(default_factory=dict, hash=False)
+    sizes: Mapping[str, int] = {}
 
     def describe(self) -> str:
         """The facts in words, without the grid's."""
@@ -55,8 +52,7 @@ class LaunchFacts:
         return ", ".join(said + [f"{name} {value}" for name, value in self.sizes.items()])
 
 
-@dataclass(frozen=True)
-class FunctionEntry:
+class FunctionEntry(NamedTuple):
     """One exported function: its parameters and what it takes of the GPU."""
 
     name: str
@@ -70,12 +66,11 @@ class FunctionEntry:
     max_cluster_rank: int | None
     cooperative: bool
     # How a Triton kernel is launched; only formats.triton writes, checks and reads what is inside.
-    triton: Mapping[str, Any] | None = field(default=None, hash=False, repr=False)
+    triton: Mapping[str, Any] | None = None
     launch: LaunchFacts | None = None  # None: the source does not state any
 
 
-@dataclass(frozen=True)
-class CubinEntry:
+class CubinEntry(NamedTuple):
     """One cubin: a source built for one architecture. `file` is relative to the manifest."""
 
     name: str
@@ -91,7 +86,7 @@ class CubinEntry:
     os_abi: int
     abi_version: int
     minimum_driver: int
-    functions: Mapping[str, FunctionEntry] = field(hash=False, repr=False)
+    functions: Mapping[str, FunctionEntry]
 
 
 class Lazy(Mapping[str, T]):
@@ -271,15 +266,15 @@ def _function(name: str, raw: object, where: str, shared: Shared | None) -> Func
 
 def _cubin(name: str, arch: str, raw: object, where: str, shared: Shared | None) -> CubinEntry:
     where = f"{where}.{arch}"
-    functions = None
+    rest = b""
     if isinstance(raw, bytes) and raw.endswith(b"}}"):
         head, _, rest = raw[:-2].partition(b'"functions": {\n')
-        if parts := split(rest, 0, len(rest), b"  "):
-            functions = {function: rest[part] for function, part in parts.items()}
+        if rest:
             raw = loads(head + b'"functions": {}}', where)
     read = JsonObject(decoded(raw, where), where)
-    if functions is None:
-        functions = read.table("functions")
+    functions: Mapping[str, Any] = read.table("functions")
+    if rest:
+        functions = EntryLines(rest, f"{where}.functions")
     flags = read.array("flags")
     if not all(isinstance(flag, str) for flag in flags):
         raise read.bad("flags", "a list of text")

@@ -1,4 +1,4 @@
-"""`cubins/manifest.json` as dataclasses, and finding a package's `cubins/` folder.
+"""`cubins/manifest.json` as records, and finding a package's `cubins/` folder.
 
 Knows JSON and files; must not know the driver, ELF, or how a cubin is chosen.
 
@@ -21,9 +21,8 @@ import json
 import os
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import CubinCorruptError, CubinNotFoundError, ParamsError
 from .entries import (
@@ -63,15 +62,14 @@ _LAUNCHES, _CUBINS, _TAIL = '\n], "launches": [\n', '\n], "cubins": {\n', "\n}}\
 _HEAD_1 = '{"format": 1, "cubins": {\n'
 
 
-@dataclass(frozen=True)
-class Manifest:
+class Manifest(NamedTuple):
     """What a `cubins/` folder holds: name -> arch -> CubinEntry.
 
     files: sha256 of the package's other files of machine code, by their path in the package.
     """
 
-    cubins: Mapping[str, dict[str, CubinEntry]] = field(hash=False)
-    files: Mapping[str, str] = field(default_factory=dict, hash=False)
+    cubins: Mapping[str, dict[str, CubinEntry]]
+    files: Mapping[str, str] = {}
 
     @classmethod
     def from_json(cls, text: str | bytes, *, where: str) -> Manifest:
@@ -168,7 +166,7 @@ class _Numbers:
 
 
 def _param_rows(function: FunctionEntry) -> str:
-    return json.dumps([list(_fields(param).values()) for param in function.params])
+    return json.dumps(function.params)
 
 
 def _launch_row(launch: LaunchFacts) -> str:
@@ -177,7 +175,7 @@ def _launch_row(launch: LaunchFacts) -> str:
 
 
 def _fields(entry: Any, *skipped: str) -> dict[str, Any]:
-    return {f.name: getattr(entry, f.name) for f in fields(entry) if f.name not in skipped}
+    return {name: value for name, value in entry._asdict().items() if name not in skipped}
 
 
 def _cubin_lines(
@@ -201,8 +199,7 @@ def _cubin_lines(
     return f"{json.dumps(name)}: {{\n" + ",\n".join(lines) + "}"
 
 
-@dataclass(frozen=True)
-class Collection:
+class Collection(NamedTuple):
     """A package's cubins: `root` is the folder that holds `manifest.json`."""
 
     package: str

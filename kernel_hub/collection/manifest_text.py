@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from ..errors import CubinCorruptError
@@ -18,19 +19,18 @@ def split(text: bytes, start: int, end: int, indent: bytes) -> dict[str, slice] 
     JSON text holds no line break inside a string, so a comma, a line break and `indent` before
     a quote can only be what `to_json` puts between two entries of that level.
     """
-    table, mark = dict[str, slice](), indent + b'"'
-    while text.startswith(mark, start):
-        stop = text.find(b"\n", start, end)  # one character: several are sought 8 x as slowly
-        while stop >= 0 and not (text[stop - 1 : stop] == b"," and text.startswith(mark, stop + 1)):
-            stop = text.find(b"\n", stop + 1, end)
-        stop = stop if stop >= 0 else end + 1
-        colon = text.find(b'": ', start, stop)
-        name = text[start + len(mark) : max(colon, 0)].decode(errors="replace")
+    mark = indent + b'"'
+    if not text.startswith(mark, start):
+        return None
+    table, at = dict[str, slice](), start + len(mark)
+    for entry in text[at:end].split(b",\n" + mark):
+        colon = entry.find(b'": ')
+        name = entry[: max(colon, 0)].decode(errors="replace")
         if not _NAME.fullmatch(name):
             return None
-        table[name] = slice(colon + 3, stop - 1)
-        start = stop + 1
-    return table or None
+        table[name] = slice(at + colon + 3, at + len(entry))
+        at += len(entry) + len(mark) + 2
+    return table
 
 
 class Lines(Sequence[object]):
@@ -54,6 +54,30 @@ class Lines(Sequence[object]):
 
     def __getitem__(self, number: Any) -> Any:
         return self._all()[number]
+
+
+class EntryLines(Mapping[str, object]):
+    """As `Lines`, of a JSON object: name -> bytes. `text` has no braces, and an indent of 2."""
+
+    def __init__(self, text: bytes, where: str) -> None:
+        self._text, self._where = text, where
+
+    @cached_property
+    def _all(self) -> Mapping[str, object]:
+        parts = split(self._text, 0, len(self._text), b"  ")
+        if parts is None:
+            table: dict[str, object] = loads(b"{" + self._text + b"}", self._where)
+            return table
+        return {name: self._text[part] for name, part in parts.items()}
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all)
+
+    def __getitem__(self, name: str) -> object:
+        return self._all[name]
 
 
 def decoded(raw: object, where: str) -> object:

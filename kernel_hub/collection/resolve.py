@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import CubinNotFoundError
 
@@ -15,16 +14,14 @@ if TYPE_CHECKING:
 _TARGET = re.compile(r"sm_?(\d+)(\d)([af]?)")
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """One cubin on offer. `target` is what it was built for: 'sm_80', 'sm_90a'."""
 
     arch: str
     target: str
 
 
-@dataclass(frozen=True)
-class Resolution:
+class Resolution(NamedTuple):
     """The chosen candidate, or None, and for every other one the reason it fell."""
 
     chosen: Candidate | None

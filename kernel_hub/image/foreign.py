@@ -6,9 +6,8 @@ Chooses among a fatbin's entries before the driver does, so that a refusal can n
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..collection.resolve import Candidate, not_found, parse_target, ptx_refusal, refusal, resolve
 from ..errors import CubinCorruptError, FunctionNotFoundError
@@ -21,8 +20,7 @@ if TYPE_CHECKING:  # the readers take milliseconds to import, and shipped cubins
 PTX_FLOATS = {".f32": "float", ".f64": "double"}
 
 
-@dataclass(frozen=True)
-class _Entry:
+class _Entry(NamedTuple):
     """Code or PTX for one target. `image` None: only the driver can unpack it.
 
     `unknown` is what the reader does not know of it, `unread` why it could not be read at all.
@@ -32,7 +30,7 @@ class _Entry:
     minimum_driver: int
     image: bytes | None
     label: str
-    specs: dict[str, FunctionSpec] = field(default_factory=dict)
+    specs: Mapping[str, FunctionSpec] = {}
     unknown: tuple[str, ...] = ()
     unread: str = ""
 
@@ -179,11 +177,11 @@ def _read_entry(entry: FatbinEntry) -> _Entry:
     try:
         made = _read_ptx(entry.image) if text else _read_cubin(entry.image)
     except CubinCorruptError as error:
-        return replace(unread, unread=str(error))
+        return unread._replace(unread=str(error))
     # Cubins keep no 'f'.
     if made.target != entry.target.removesuffix("" if text else "f"):
-        return replace(unread, unread=f"it holds {entry.kind} for {made.target}")
-    return replace(made, target=entry.target)
+        return unread._replace(unread=f"it holds {entry.kind} for {made.target}")
+    return made._replace(target=entry.target)
 
 
 def _read_cubin(data: bytes) -> _Entry:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from ..errors import FunctionNotFoundError, ParamsError, nearest
@@ -47,7 +46,7 @@ class DeclaredImage:
     def choose(self, compute_capability: tuple[int, int]) -> Chosen:
         chosen = self._image.choose(compute_capability)
         declared = {name: self._declare(chosen.functions[name]) for name in chosen.functions}
-        return replace(chosen, functions=declared, declare=self._declare)
+        return chosen._replace(functions=declared, declare=self._declare)
 
     def _declare(self, spec: FunctionSpec) -> FunctionSpec:
         signature = self._signatures.get(spec.name)
@@ -59,10 +58,10 @@ class DeclaredImage:
                 f"takes {len(spec.params)}"
             )
         params = tuple(
-            Param.make(old.index, name, text, old.size_bytes, old.offset_bytes)
+            Param.make(old.position, name, text, old.size_bytes, old.offset_bytes)
             for old, (text, name) in zip(spec.params, signature, strict=True)
         )
-        return replace(spec, params=params)
+        return spec._replace(params=params)
 
 
 def _parse_signature(function: str, given: Any) -> list[tuple[str, str | None]]:

@@ -12,7 +12,6 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +55,11 @@ class NamedImage:
             spec = image.spec(symbol)
             if name in types and spec.params is not None:
                 params = tuple(
-                    Param.make(old.index, param, text, old.size_bytes, old.offset_bytes)
+                    Param.make(old.position, param, text, old.size_bytes, old.offset_bytes)
                     for old, (param, text) in zip(spec.params, types[name], strict=True)
                 )
-                spec = replace(spec, params=params)
-            self._specs[name] = replace(spec, name=name, symbol=symbol)
+                spec = spec._replace(params=params)
+            self._specs[name] = spec._replace(name=name, symbol=symbol)
 
     def names(self) -> Sequence[str]:
         return list(self._specs)
@@ -71,7 +70,7 @@ class NamedImage:
         return self._specs[name]
 
     def choose(self, compute_capability: tuple[int, int]) -> Chosen:
-        return replace(self._image.choose(compute_capability), functions=self._specs)
+        return self._image.choose(compute_capability)._replace(functions=self._specs)
 
 
 class SourceImage:
@@ -113,7 +112,7 @@ class SourceImage:
     def choose(self, compute_capability: tuple[int, int]) -> Chosen:
         arch = self._arch or _own_arch(compute_capability)
         # What a compiler made here may be newer than the reader: no child process is asked.
-        return replace(self._build(arch).choose(compute_capability), unknown=())
+        return self._build(arch).choose(compute_capability)._replace(unknown=())
 
     def _build(self, arch: str) -> NamedImage:
         if arch not in self._built:

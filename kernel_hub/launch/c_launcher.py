@@ -17,10 +17,9 @@ import platform
 import sys
 import warnings
 from ctypes import POINTER, c_int64, c_uint32, c_uint64, c_void_p, py_object
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..arrays.interop import loaded_torch
 from ..collection.manifest import open_collection
@@ -125,8 +124,7 @@ class _At(ctypes.Structure):
     ]
 
 
-@dataclass(frozen=True)
-class Fixed:
+class Fixed(NamedTuple):
     """What the caller of a function does not give, or must respect.
 
     block, shared_bytes: the launch's own. num_hidden: null pointers after the caller's parameters.

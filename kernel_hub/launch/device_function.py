@@ -25,7 +25,7 @@ from ..image.shipped import FunctionSpec
 from ..signature.params import layout
 from .c_launcher import Launcher
 from .generated import PARAMS_AT, STREAM_AT
-from .geometry import CONFIG, PORTABLE_CLUSTER, LaunchOptions, Limits, check
+from .geometry import ATTRIBUTE_BYTES, CONFIG, PORTABLE_CLUSTER, LaunchOptions, Limits, check
 
 BLOCKING_VARIABLE = "KERNEL_HUB_LAUNCH_BLOCKING"
 _PUT_STREAM = struct.Struct("<Q").pack_into
@@ -152,7 +152,8 @@ class DeviceFunction:
         buffer[attributes_at:] = attributes
         base = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
         if attributes:
-            CONFIG.pack_into(buffer, 0, *[0] * 7, 0, base + attributes_at, pool.options.count)
+            count = len(attributes) // ATTRIBUTE_BYTES
+            CONFIG.pack_into(buffer, 0, *[0] * 7, 0, base + attributes_at, count)
         values = (ctypes.c_void_p * max(1, len(self.params)))(
             *[base + offset for offset in self._offsets]
         )

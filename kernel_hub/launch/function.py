@@ -12,7 +12,6 @@ import threading
 import types
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +83,7 @@ class KernelFunction(partial):  # type: ignore[type-arg]
         For a subclass that adds to a launch. What is loaded is `function`'s: the subclass asks it
         in `_state` and `_device_of`.
         """
-        spec = replace(function._spec, params=params)
+        spec = function._spec._replace(params=params)
         return cls._of(launch, function._loader, spec, function._states)
 
     @classmethod
@@ -262,7 +261,7 @@ class KernelFunction(partial):  # type: ignore[type-arg]
             return None
         native = self._native or Launcher(self._launch)
         names = generated.torch_names(state.params)
-        dtypes = [names.get(f"dtype{param.index}") for param in state.params]
+        dtypes = [names.get(f"dtype{param.position}") for param in state.params]
         return native if native.arm(state, dtypes, interop.loaded_torch(), getter, fixed) else None
 
     def _put_in_front(self, native: Launcher) -> bool:

@@ -35,7 +35,7 @@ def launcher_source(
     watch_torch: torch is not loaded yet; the launcher is made anew once it is.
     """
     device = "device" if many_devices else "0"
-    names = [f"a{param.index}" for param in params]
+    names = [f"a{param.position}" for param in params]
     lines = [f"def launch({SIGNATURE}):"]
     add = lines.append
     if watch_torch:
@@ -57,7 +57,7 @@ def launcher_source(
         add("        raise wrong_count(params, expected)")
     if many_devices:
         pointers = [param for param in params if _may_be_pointer(param)]
-        first = f"a{pointers[0].index}" if pointers else ""
+        first = f"a{pointers[0].position}" if pointers else ""
         quick = f"{first}.get_device() if type({first}) is Tensor and {first}.is_cuda else "
         add(f"    device = {quick if first else ''}device_of(params)")
         add("    state = states.get(device) or load(device, stream)")
@@ -120,13 +120,13 @@ def _argument_lines(params: Sequence[Param], device: str, many_devices: bool) ->
     """
     pointers, others = [], []
     for param in params:
-        name = f"a{param.index}"
-        convert = f"convert{param.index}({name}, {device}, stream)"
+        name = f"a{param.position}"
+        convert = f"convert{param.position}({name}, {device}, stream)"
         info = param.info
         if _may_be_pointer(param):
             checks = [f"{name}.get_device() == device" if many_devices else f"{name}.is_cuda"]
             if info is not None and info.dtype:
-                checks.insert(0, f"{name}.dtype is dtype{param.index}")
+                checks.insert(0, f"{name}.dtype is dtype{param.position}")
             # A null pointer is an empty tensor or freed storage: the converter tells them apart.
             quick = f"{name}.data_ptr() or {convert} if {' and '.join(checks)} else {convert}"
             none = "0 if " + name + " is None else " if param.is_pointer else ""
@@ -139,7 +139,7 @@ def _argument_lines(params: Sequence[Param], device: str, many_devices: bool) ->
             others.append(f"    {name} = {convert}")
     if not pointers:
         return others
-    names = ", ".join(f"a{param.index}" for param in params)
+    names = ", ".join(f"a{param.position}" for param in params)
     return [
         "    try:",
         *pointers,
@@ -179,7 +179,7 @@ def torch_names(params: Sequence[Param]) -> dict[str, Any]:
     }
     for param in params:
         if param.info is not None and param.info.dtype:
-            names[f"dtype{param.index}"] = interop.torch_dtype(param.info.dtype) or _NO_TORCH
+            names[f"dtype{param.position}"] = interop.torch_dtype(param.info.dtype) or _NO_TORCH
     return names
 
 
@@ -200,5 +200,5 @@ def fixed_names(driver: Driver, params: Sequence[Param]) -> dict[str, Any]:
         "driver": driver,
         "current_context": driver.current_context,
     }
-    names.update({f"convert{p.index}": partial(p.convert, order=order) for p in params})
+    names.update({f"convert{p.position}": partial(p.convert, order=order) for p in params})
     return names

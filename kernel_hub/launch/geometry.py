@@ -8,21 +8,19 @@ from __future__ import annotations
 import operator
 import struct
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import LaunchConfigError
 
 # CUlaunchConfig: grid x3, block x3, shared bytes, pad, stream, attributes, their count, pad.
 CONFIG = struct.Struct("<7I4xQQI4x")
-_ATTRIBUTE_BYTES = 72
+ATTRIBUTE_BYTES = 72
 _COOPERATIVE, _CLUSTER, _PROGRAMMATIC, _PRIORITY, _CARVEOUT = 2, 4, 6, 8, 14
 PORTABLE_CLUSTER = 8
 
 
-@dataclass(frozen=True)
-class Limits:
+class Limits(NamedTuple):
     """What one function can be launched with on one device."""
 
     function: str
@@ -41,8 +39,7 @@ class Limits:
     least_shared_bytes: int = 0
 
 
-@dataclass(frozen=True)
-class LaunchOptions:
+class LaunchOptions(NamedTuple):
     """The launch attributes beyond grid, block, shared memory and stream."""
 
     cluster: tuple[int, int, int] | None = None
@@ -93,12 +90,6 @@ class LaunchOptions:
             cluster, cooperative, _flag(programmatic, "programmatic", where), priority, carveout
         )
 
-    @property
-    def count(self) -> int:
-        """How many launch attributes these options need."""
-        given = (self.cluster, self.priority, self.carveout)
-        return sum(x is not None for x in given) + self.cooperative + self.programmatic
-
     def encode(self) -> bytes:
         """The CUlaunchAttribute array."""
         parts = []
@@ -112,7 +103,7 @@ class LaunchOptions:
             parts.append(struct.pack("<I4xi", _PRIORITY, self.priority))
         if self.carveout is not None:
             parts.append(struct.pack("<I4xi", _CARVEOUT, self.carveout))
-        return b"".join(part.ljust(_ATTRIBUTE_BYTES, b"\0") for part in parts)
+        return b"".join(part.ljust(ATTRIBUTE_BYTES, b"\0") for part in parts)
 
 
 # The default of sharedMemBytes: 0, and told from a 0 that the caller gave.

@@ -12,8 +12,7 @@ import warnings
 import weakref
 from collections import deque
 from ctypes import byref, c_int, c_size_t, c_uint32, c_ulonglong, c_void_p
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import driver as _driver
 from ..arrays import pool
@@ -62,8 +61,7 @@ class _Hold(weakref.ref[Lease]):
     library: Library
 
 
-@dataclass(frozen=True)
-class LoadedImage:
+class LoadedImage(NamedTuple):
     """An image that the driver holds. `num_kernels` can launch it; `why` says why it is loaded."""
 
     label: str
@@ -355,7 +353,7 @@ def load_function(
     except KeyError:
         known = spec
     if known.params is None:
-        known = chosen.declare(replace(known, params=library.read_params(kernel, device)))
+        known = chosen.declare(known._replace(params=library.read_params(kernel, device)))
     elif spec.params is not None and [p.size_bytes for p in known.params] != [
         p.size_bytes for p in spec.params
     ]:

@@ -8,9 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -99,7 +97,7 @@ def _ask(image: bytes, label: str, symbols: Sequence[str], device: int) -> str:
 
     if not sys.executable or getattr(sys, "frozen", False):
         raise _unprobed(label, "this process has no interpreter to start another with")
-    token = secrets.token_hex(16)
+    token = os.urandom(16).hex()
     ready, survived = f"ready {token}", f"survived {token}"
     head = {"device": device, "names": list(symbols), "ready": ready, "survived": survived}
     pipe = subprocess.PIPE
@@ -158,6 +156,8 @@ def _one_at_a_time(label: str) -> Iterator[None]:
     except ImportError:
         yield
         return
+    import tempfile  # milliseconds, for the few images that are probed
+
     path = Path(tempfile.gettempdir(), "kernel_hub_probe.lock")
     try:  # another user's file may be read, and that is enough to lock it
         handle = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)

@@ -6,12 +6,11 @@ Knows names only: no ctypes, no NumPy, no torch. One spelling a type (see `canon
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class TypeInfo:
+class TypeInfo(NamedTuple):
     """One C type as a kernel parameter.
 
     size_bytes: bytes in the parameter buffer (alignment is the same for all but CUtensorMap).

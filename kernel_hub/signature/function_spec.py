@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ..collection.manifest import FunctionEntry, LaunchFacts
 from .params import Param
@@ -13,8 +12,7 @@ if TYPE_CHECKING:  # the reader takes milliseconds to import, and shipped cubins
     from ..cubin import FunctionInfo
 
 
-@dataclass(frozen=True)
-class FunctionSpec:
+class FunctionSpec(NamedTuple):
     """What is known of one function. `params` None: an image only the driver can read."""
 
     name: str
@@ -57,8 +55,7 @@ class FunctionSpec:
         return text
 
 
-@dataclass(frozen=True)
-class Chosen:
+class Chosen(NamedTuple):
     """The image that runs on a device: its bytes, and what is known of its functions."""
 
     key: str

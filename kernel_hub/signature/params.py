@@ -11,9 +11,8 @@ import ctypes
 import math
 import struct
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -47,18 +46,17 @@ WAYS_OUT = (
 )
 
 
-@dataclass(frozen=True)
-class Param:
+class Param(NamedTuple):
     """One parameter of a kernel. `type` None: only the size is known (a foreign cubin)."""
 
-    index: int
+    position: int
     name: str
     type: str | None
     size_bytes: int
     offset_bytes: int
-    info: TypeInfo | None = field(default=None, compare=False)
+    info: TypeInfo | None = None
     # ctypes classes whose bytes are what the kernel reads.
-    scalars: frozenset[Any] = field(default=frozenset(), compare=False, repr=False)
+    scalars: frozenset[Any] = frozenset()
 
     @classmethod
     def make(
@@ -96,7 +94,7 @@ class Param:
         takes = (
             f"{self.type} ({self.size_bytes} bytes)" if self.type else f"{self.size_bytes} bytes"
         )
-        text = f"params[{self.index}] ({self.name}): the kernel takes {takes}, got {found}"
+        text = f"params[{self.position}] ({self.name}): the kernel takes {takes}, got {found}"
         return ParamsError(f"{text}; {advice}" if advice else text)
 
     def convert(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-import threading
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
 from fakecuda import FakeCuda
 from fakecuda.helpers import make_stream
+from in_threads import in_threads
 
 from kernel_hub import driver
 from kernel_hub.arrays import interop
@@ -205,31 +206,21 @@ def test_thousand_cycles_do_not_grow(fakecuda: FakeCuda) -> None:
 
 
 def test_threads(fakecuda: FakeCuda) -> None:
-    errors: list[BaseException] = []
-
     def work(seed: int) -> None:
-        try:
-            kept = []
-            for step in range(200):
-                host = np.full(64, seed * 1000 + step, np.int32)
-                array = DeviceArray.from_numpy(host)
-                np.testing.assert_array_equal(array.to_numpy(), host)
-                kept.append(array)
-                if step % 3 == 0:
-                    kept.clear()
-                if step % 5 == 0:
-                    array.free()
-                    array.free()
-            memory_stats()
-        except BaseException as error:  # noqa: BLE001 - reported by the main thread
-            errors.append(error)
+        kept = []
+        for step in range(200):
+            host = np.full(64, seed * 1000 + step, np.int32)
+            array = DeviceArray.from_numpy(host)
+            np.testing.assert_array_equal(array.to_numpy(), host)
+            kept.append(array)
+            if step % 3 == 0:
+                kept.clear()
+            if step % 5 == 0:
+                array.free()
+                array.free()
+        memory_stats()
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    in_threads(*[partial(work, seed) for seed in range(8)])
     assert fakecuda.live_allocations == 0
     assert fakecuda.live("pools") == 1
     assert memory_stats().live_arrays == 0
@@ -238,11 +229,7 @@ def test_threads(fakecuda: FakeCuda) -> None:
 def test_two_threads_free_one_array(fakecuda: FakeCuda) -> None:
     for _ in range(50):
         array = DeviceArray.empty(8)
-        threads = [threading.Thread(target=array.free) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(*[array.free] * 4)
     assert fakecuda.calls("cuMemFreeAsync") == 50
 
 

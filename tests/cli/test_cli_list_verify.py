@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -25,8 +24,8 @@ def damaged(own: Collection, tmp_path: Path, **changes: object) -> tuple[Collect
     file = tmp_path / entry.file
     file.parent.mkdir()
     file.write_bytes(own.read(entry))
-    changed = dataclasses.replace(entry, **changes)  # type: ignore[arg-type]
-    manifest = dataclasses.replace(own.manifest, cubins={"launch_probe": {"sm90": changed}})
+    changed = entry._replace(**changes)  # type: ignore[arg-type]
+    manifest = own.manifest._replace(cubins={"launch_probe": {"sm90": changed}})
     return Collection("kernel_hub", tmp_path, manifest), str(file)
 
 
@@ -117,7 +116,7 @@ def test_verify_holds_the_elf_against_the_manifest(
 def test_verify_compares_parameters(own: Collection, tmp_path: Path) -> None:
     functions = dict(own.manifest.cubins["launch_probe"]["sm90"].functions)
     one = functions["launch_probe_5"]
-    functions["launch_probe_5"] = dataclasses.replace(one, params=one.params[:-1])
+    functions["launch_probe_5"] = one._replace(params=one.params[:-1])
     collection, _ = damaged(own, tmp_path, functions=functions)
     (row,) = verify.verified([collection])
     assert row.problem is not None and "parameters of launch_probe_5" in row.problem

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from ctypes import byref, c_int
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 from fakecuda import FakeCuda, build
 from fakecuda.helpers import make_stream
+from in_threads import in_threads
 
 from kernel_hub import driver
 from kernel_hub.driver import prototypes
@@ -211,13 +211,7 @@ def test_context_is_retained_once_from_many_threads(fakecuda: FakeCuda) -> None:
     drv = driver.get()
     fakecuda.set_latency("cuDevicePrimaryCtxRetain", 2000)
     found: list[int] = []
-    threads = [
-        threading.Thread(target=lambda: found.append(drv.primary_context(0))) for _ in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*[(lambda: found.append(drv.primary_context(0)))] * 8)
     assert len(set(found)) == 1
     assert fakecuda.calls("cuDevicePrimaryCtxRetain") == 1
 

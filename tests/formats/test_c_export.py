@@ -5,14 +5,14 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from exported import COMPILERS, Dim3, changed_probe, shared_library
 from fakecuda import FakeCuda
+from in_threads import in_threads
 
 from kernel_hub import driver
 from kernel_hub.collection.manifest import open_collection
@@ -23,14 +23,6 @@ NAME = "launch_probe"
 NO_BINARY, NOT_FOUND = 209, 500
 COOPERATIVE = 2  # the launch attribute
 RMS_NORM = "rms_norm_bf16_flat_vec1"
-
-
-@pytest.fixture
-def context(fakecuda: FakeCuda) -> Iterator[FakeCuda]:
-    """A stand-in whose first device is current in this thread."""
-    runtime = driver.get()
-    with runtime.on_device(0):
-        yield fakecuda
 
 
 @pytest.fixture(params=COMPILERS)
@@ -152,7 +144,7 @@ def test_what_a_function_needs_of_a_launch(tmp_path: Path, context: FakeCuda) ->
         "cluster": (2, 1, 1),
     }
     collection = changed_probe(
-        lambda _, functions: {n: replace(f, **needs) for n, f in functions.items()}
+        lambda _, functions: {n: f._replace(**needs) for n, f in functions.items()}
     )
     for path, text in c_export.render(collection, NAME).items():
         (tmp_path / path).write_text(text)
@@ -200,11 +192,7 @@ def test_threads_load_once(library: ctypes.CDLL, context: FakeCuda) -> None:
             start.wait()
             codes.extend(launch_5(library) for _ in range(50))
 
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*[work] * 8)
     assert set(codes) == {0}
     assert len(codes) == context.launch_count == 400
     assert context.calls("cuLibraryLoadData") == 1

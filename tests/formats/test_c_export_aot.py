@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import random
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,6 @@ from triton_data import DATA, TensorDescriptor
 from kernel_hub import DeviceArray, driver
 from kernel_hub.errors import CubinNotFoundError, FunctionNotFoundError, ParamsError
 from kernel_hub.formats import c_export, triton
-
-
-@pytest.fixture
-def context(fakecuda: FakeCuda) -> Iterator[FakeCuda]:
-    with driver.get().on_device(0):
-        yield fakecuda
 
 
 @pytest.fixture(scope="module")

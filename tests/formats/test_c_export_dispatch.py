@@ -8,7 +8,7 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +35,6 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("variants")
     variants.build(out, "sm80,sm90")
     return out
-
-
-@pytest.fixture
-def context(fakecuda: FakeCuda) -> Iterator[FakeCuda]:
-    with driver.get().on_device(0):
-        yield fakecuda
 
 
 def linked(folder: Path, language: str, fake_path: str) -> ctypes.CDLL:

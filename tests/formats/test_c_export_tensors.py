@@ -6,6 +6,7 @@ import ctypes
 import struct
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from exported import COMPILERS, Dim3, shared_library
 from fakecuda import FakeCuda
 from fakecuda.helpers import make_stream
+from in_threads import in_threads
 
 from kernel_hub import DeviceArray, driver
 from kernel_hub.arrays import dlpack, dtypes
@@ -145,11 +147,7 @@ def test_reasons_are_of_their_thread(library: Any) -> None:
                 code, reason = call(lib, "launch_probe", "launch_probe_5", *bad, *NUMBERS)
                 seen.setdefault(index, set()).add((code, reason.split(" must")[0]))
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*[partial(work, index) for index in range(3)])
     assert seen == {i: {(1, f"launch_probe_5: {name}")} for i, name in enumerate(("out", "x", "y"))}
 
 

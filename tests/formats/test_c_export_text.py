@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +87,7 @@ def test_odd_names_and_types_still_compile(tmp_path: Path) -> None:
     def one(name: str, given: Sequence[ParamEntry]) -> Collection:
         return changed_probe(
             lambda _, functions: {
-                name: replace(functions["launch_probe_5"], name=name, params=tuple(given))
+                name: functions["launch_probe_5"]._replace(name=name, params=tuple(given))
             }
         )
 
@@ -104,8 +103,8 @@ def test_odd_names_and_types_still_compile(tmp_path: Path) -> None:
         c_export.render(
             changed_probe(
                 lambda arch, functions: {
-                    "f": replace(
-                        functions["launch_probe_5"], params=tuple(params[: arch == "sm80"])
+                    "f": functions["launch_probe_5"]._replace(
+                        params=tuple(params[: arch == "sm80"])
                     )
                 }
             ),

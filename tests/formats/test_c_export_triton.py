@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,6 @@ from triton_data import DATA, TLX, VERSIONS, TensorDescriptor, copy, edit, hidde
 
 from kernel_hub import DeviceArray, driver
 from kernel_hub.formats import c_export, triton
-
-
-@pytest.fixture
-def context(fakecuda: FakeCuda) -> Iterator[FakeCuda]:
-    with driver.get().on_device(0):
-        yield fakecuda
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -6,13 +6,13 @@ import ctypes
 import importlib
 import importlib.util
 import sys
-import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from in_threads import in_threads
 
 from kernel_hub import driver
 from kernel_hub.collection.resolve import refusal
@@ -77,22 +77,12 @@ def test_a_clients_own_code(client: Any) -> None:
 
 
 def test_from_any_thread(client: Any) -> None:
-    failures: list[BaseException] = []
-
     def work() -> None:
-        try:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                check(client)
-                torch.cuda.synchronize()
-        except BaseException as error:  # noqa: BLE001
-            failures.append(error)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            check(client)
+            torch.cuda.synchronize()
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    in_threads(*[work] * 4)
 
 
 def test_a_structure_by_value(client: Any) -> None:

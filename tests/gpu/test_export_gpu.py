@@ -12,11 +12,13 @@ import subprocess
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from exported import Dim3, run_compiler, shared_library
+from in_threads import in_threads
 
 import kernel_hub
 from kernel_hub import build, driver
@@ -326,11 +328,7 @@ def test_threads_of_python(built: Callable[[str], Path]) -> None:
 
     for make_current, expected in ((False, {201}), (True, {0})):
         codes.clear()
-        threads = [threading.Thread(target=work, args=(make_current,)) for _ in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(*[partial(work, make_current) for _ in range(6)])
         assert set(codes) == expected
     assert len(results) == 300
     assert all(results)

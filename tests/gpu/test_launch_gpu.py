@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from in_threads import in_threads
 
 from kernel_hub import DeviceArray, Kernel, memory_stats
 from kernel_hub.errors import (
@@ -172,11 +173,7 @@ def test_eight_threads_ten_thousand_launches(probe: Any) -> None:
                 if not (out == seed + 9990.0 + i).all():
                     wrong.append((seed, i))
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*[partial(work, seed) for seed in range(8)])
     assert not wrong
 
 

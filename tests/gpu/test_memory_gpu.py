@@ -6,12 +6,13 @@ import gc
 import os
 import subprocess
 import sys
-import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from in_threads import in_threads
 
 from kernel_hub import driver
 from kernel_hub.arrays import block, dtypes
@@ -79,22 +80,12 @@ def test_out_of_memory() -> None:
 
 
 def test_threads() -> None:
-    errors: list[BaseException] = []
-
     def work(seed: int) -> None:
-        try:
-            for step in range(100):
-                host = np.full(10_000, seed * 1000 + step)
-                np.testing.assert_array_equal(DeviceArray.from_numpy(host).to_numpy(), host)
-        except BaseException as error:  # noqa: BLE001 - reported by the main thread
-            errors.append(error)
+        for step in range(100):
+            host = np.full(10_000, seed * 1000 + step)
+            np.testing.assert_array_equal(DeviceArray.from_numpy(host).to_numpy(), host)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    in_threads(*[partial(work, seed) for seed in range(8)])
 
 
 # ---- torch ----

@@ -5,12 +5,13 @@ Results against torch; refusals leave the GPU alone.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from in_threads import in_threads
 
 from kernel_hub import TensorMap
 from kernel_hub.errors import LaunchConfigError, ParamsError
@@ -130,11 +131,7 @@ def test_scratch_on_several_streams_and_threads(version: str) -> None:
             f[(5, 3)](x, out, 160, 96, stream=stream)
         stream.synchronize()
 
-    threads = [threading.Thread(target=work, args=pair) for pair in zip(inputs, outs, strict=True)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*[partial(work, *pair) for pair in zip(inputs, outs, strict=True)])
     for x, out in zip(inputs, outs, strict=True):
         assert torch.equal(out, 2 * x)
 

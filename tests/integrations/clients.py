@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from fakecuda import FakeCuda
 
 DATA = Path(__file__).parent / "data"
 HOPPER = DATA / "client_sm80_sm90.fatbin"
@@ -25,6 +26,15 @@ SIZES = {
     "int8WeightExtractionFloat": [8, 8, 8, 8, 8],
     "writePair": [8, 8, 8],
 }
+
+
+def prepared(fake: FakeCuda) -> FakeCuda:
+    """A stand-in that records launches and knows the parameters of the client's functions."""
+    for name, sizes in SIZES.items():
+        fake.set_params(name, sizes)
+    fake.record(True)
+    return fake
+
 
 # The published pattern: the image as text in the module, all of it inside try/except.
 _CLIENT = '''

@@ -8,14 +8,16 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from clients import HOPPER, OLDER, SIZES, import_client
+from clients import HOPPER, OLDER, SIZES, import_client, prepared
 from fakecuda import FakeCuda
 from fakecuda.helpers import make_stream
+from in_threads import in_threads
 
 from kernel_hub import driver
 from kernel_hub.arrays import interop
@@ -40,13 +42,6 @@ class Pair(ctypes.Structure):
 def fake(make_fakecuda: Callable[..., FakeCuda]) -> FakeCuda:
     """A stand-in that records launches and knows the parameters of the client's functions."""
     return prepared(make_fakecuda())
-
-
-def prepared(fake: FakeCuda) -> FakeCuda:
-    for name, sizes in SIZES.items():
-        fake.set_params(name, sizes)
-    fake.record(True)
-    return fake
 
 
 @pytest.fixture
@@ -145,22 +140,13 @@ def test_torchs_current_device_from_any_thread(
     client = import_client(tmp_path, monkeypatch, HOPPER.read_bytes())
     current = threading.local()
     monkeypatch.setattr(interop, "current_device", lambda: current.device)
-    failures: list[BaseException] = []
 
     def work(device: int) -> None:
-        try:
-            current.device = device
-            for _ in range(20):
-                client.kernels.int4WeightExtractionHalf(*GEOMETRY, 0, EXTRACTION)
-        except BaseException as error:  # noqa: BLE001
-            failures.append(error)
+        current.device = device
+        for _ in range(20):
+            client.kernels.int4WeightExtractionHalf(*GEOMETRY, 0, EXTRACTION)
 
-    threads = [threading.Thread(target=work, args=(device,)) for device in (0, 1, 1, 0)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    in_threads(*[partial(work, device) for device in (0, 1, 1, 0)])
     assert sorted(launch.device for launch in fake.launches()) == [0] * 40 + [1] * 40
 
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from clients import HOPPER, OLDER, SIZES, client_text
+from clients import HOPPER, OLDER, SIZES, client_text, prepared
 from fakecuda import FakeCuda
 
 from kernel_hub.arrays import interop
@@ -53,13 +53,6 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def fake(make_fakecuda: Callable[..., FakeCuda]) -> FakeCuda:
     return prepared(make_fakecuda())
-
-
-def prepared(fake: FakeCuda) -> FakeCuda:
-    for name, sizes in SIZES.items():
-        fake.set_params(name, sizes)
-    fake.record(True)
-    return fake
 
 
 def test_a_client_that_looks_for_dlls_itself(

@@ -7,11 +7,13 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 from fakecuda import FakeCuda
 from fakecuda.helpers import BLOCK, GRID, PROBE_CUBIN, arrays, make_stream
+from in_threads import in_threads
 
 from kernel_hub import Kernel, KernelFunction, driver
 from kernel_hub.driver.cuda_results import RESULTS, STICKY
@@ -113,11 +115,7 @@ def test_eight_threads_never_share_a_slot(fakecuda: FakeCuda, probe: KernelFunct
         for i in range(500):
             probe((1 + i % 3, 1, 1), BLOCK, 0, 0, [*params, base + i, 0.5])
 
-    threads = [threading.Thread(target=work, args=(1000 * n,)) for n in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*[partial(work, 1000 * n) for n in range(8)])
     assert sorted(map(tuple, seen.values())) == [
         tuple(range(1000 * n, 1000 * n + 500)) for n in range(8)
     ]
@@ -132,11 +130,7 @@ def test_one_load_however_many_threads_ask(fakecuda: FakeCuda) -> None:
         start.wait()
         kernel.launch_probe_5.load()
 
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*[work] * 8)
     assert fakecuda.calls("cuLibraryLoadData") == 1
 
 

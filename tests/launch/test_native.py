@@ -9,14 +9,15 @@ import ctypes
 import itertools
 import struct
 import sys
-import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 from fake_torch import FP16, FP32, Tensor, fake_torch
 from fakecuda import FakeCuda
 from fakecuda.helpers import make_stream
+from in_threads import in_threads
 
 from kernel_hub import DeviceArray, Kernel, KernelFunction, driver
 from kernel_hub.arrays import interop
@@ -246,11 +247,7 @@ def test_eight_threads(fakecuda: FakeCuda, probe: KernelFunction) -> None:
         for i in range(500):
             probe(GRID, BLOCK, 0, None, [X, Y, Z, base + i, 0.5])
 
-    threads = [threading.Thread(target=work, args=(1000 * n,)) for n in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*[partial(work, 1000 * n) for n in range(8)])
     per_thread = itertools.groupby(sorted(seen, key=lambda pair: pair[0]), lambda pair: pair[0])
     runs = [[value for _, value in group] for _, group in per_thread]
     assert sorted(value for run in runs for value in run) == sorted(

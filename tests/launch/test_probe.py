@@ -169,7 +169,7 @@ def hold(path: str, seconds: float, ready: multiprocessing.synchronize.Event) ->
 def test_one_probe_a_machine_at_a_time(
     kept: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(probing.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
     context = multiprocessing.get_context("spawn")
     ready = context.Event()
     holder = context.Process(target=hold, args=(str(tmp_path / "kernel_hub_probe.lock"), 3, ready))

@@ -143,8 +143,6 @@ def test_an_early_end_is_no_answer(
 
 
 def test_the_words_are_new_each_time(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens = {probing.secrets.token_hex(16) for _ in range(100)}
-    assert len(tokens) == 100
     monkeypatch.setattr(probing, "_PROGRAM", READS + "print(head['ready'], file=sys.stderr)")
     said = set()
     for _ in range(3):

@@ -7,12 +7,14 @@ import gc
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 from fake_torch import fake_torch
 from fakecuda import FakeCuda
 from fakecuda.helpers import BLOCK, GRID, PROBE_CUBIN, make_stream
+from in_threads import in_threads
 from lots import Lots
 
 from kernel_hub import Kernel, loaded_images
@@ -205,27 +207,17 @@ def test_the_same_image_again_is_not_unloaded_in_between(fake: FakeCuda) -> None
 
 
 def test_threads_that_drop_and_load(fake: FakeCuda) -> None:
-    errors: list[BaseException] = []
-
     def work(seed: int) -> None:
         lots = Lots("threads", seed)
         held: list[Kernel] = []
-        try:
-            for _ in range(60):
-                made = kernel(lots.randrange(5))
-                launch(made)
-                held.append(made)
-                lots.shuffle(held)
-                del held[3:], made
-        except BaseException as error:  # noqa: BLE001
-            errors.append(error)
+        for _ in range(60):
+            made = kernel(lots.randrange(5))
+            launch(made)
+            held.append(made)
+            lots.shuffle(held)
+            del held[3:], made
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors, errors
+    in_threads(*[partial(work, n) for n in range(6)])
     assert fake.launch_count == 360
     gc.collect()
     trim()

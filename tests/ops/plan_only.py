@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from attention_devices import pretend
 from call_cases import E4M3, Case
-from ways import op_modules
+from ways import launch_for_cpu, op_modules
 
 from kernel_hub.ops.core import bounds, common, operands
 from kernel_hub.ops.core.device import PlannedGpu
@@ -56,11 +56,7 @@ def plan_only(monkeypatch: Any) -> None:
         for name in ("PLAIN_TYPES", "_PLAIN_TYPES"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, believed)
-    for module in op_modules():
-        for name, launches in list(vars(module).items()):
-            by_torch = name.replace("cuda", "cpu", 1)
-            if name.lstrip("_").startswith("cuda") and hasattr(module, by_torch):
-                monkeypatch.setattr(module, by_torch, launches)
+    launch_for_cpu(monkeypatch)
     pretend(monkeypatch, (8, 0))
     monkeypatch.setattr(bounds, "flag", lambda *_: None)
     fp8 = importlib.import_module("kernel_hub.ops.matmul.linear_fp8")

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
+import torch
 
 from kernel_hub.collection.manifest import open_collection
 from kernel_hub.compilers.launch_facts import read_launch_facts
 from kernel_hub.compilers.nvcc import Job, compile_described, find_nvcc, find_sources, make_jobs
 from kernel_hub.errors import KernelHubError
+from kernel_hub.ops.attention import (
+    backward_portable,
+    backward_sm90,
+    forward_fp8,
+    forward_sm90,
+)
 from kernel_hub.ops.core.device import SM90, launch_facts
 from kernel_hub.ops.matmul import grouped_plan, linear_fp8_plan, linear_plan, paired_plan, tiles
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
+BF16 = torch.bfloat16
 CUBINS = open_collection().manifest.cubins
 # Every architecture of a source that asks which it is built for; else the first.
 JOBS: list[Job] = []
@@ -55,6 +64,39 @@ def test_the_plans_of_products_name_every_variant() -> None:
     for op, named in grouped_plan.HOPPER.items():
         assert set(named) == exported(f"{op}_sm90", f"{op}_bf16_")
         assert set(tiles.PORTABLE) == exported(op, f"{op}_bf16_")
+
+
+def test_the_plans_of_attention_name_every_variant() -> None:
+    sm90 = exported("flash_attention_sm90", "")
+    assert {body.name(BF16) for body in forward_sm90.BODIES} == {n for n in sm90 if "bf16" in n}
+    assert {body.name for body in forward_fp8.BODIES} == exported("flash_attention_fp8_sm90", "")
+    backward = CUBINS["flash_attention_backward"].values()
+    names = {name for entry in backward for name in entry.functions if "hdim" in name}
+    suffixes = itertools.product(backward_portable.VARIANTS, ("fp16", "bf16"), ("", "_general"))
+    assert names == {
+        f"flash_attention_backward_{dtype}_{variant}{suffix}" for variant, dtype, suffix in suffixes
+    }
+    parts = ("", "_delta", "_convert")
+    named = {body.name(BF16) + part for body in backward_sm90.BODIES for part in parts}
+    sm90 = exported("flash_attention_backward_sm90", "")
+    assert named == {name for name in sm90 if "bf16" in name}
+
+
+def test_the_names_of_the_bodies_of_gradients_say_what_they_state() -> None:
+    for body in backward_sm90.BODIES:
+        sizes, rows = (
+            body.stated.sizes,
+            launch_facts(backward_sm90.CUBIN, f"{body.name(BF16)}_delta"),
+        )
+        assert (sizes["head_dim"], sizes["block_m"]) == body
+        assert body.block_m % rows.sizes["block_m"] == 0
+        assert rows == launch_facts(backward_sm90.CUBIN, f"{body.name(BF16)}_convert")
+    for dtype in ("fp16", "bf16"):
+        delta, convert = (
+            launch_facts(backward_portable.CUBIN, f"{backward_portable.CUBIN}_{dtype}_{part}")
+            for part in ("delta", "convert")
+        )
+        assert delta == convert
 
 
 def test_the_elements_of_k_in_a_box_are_those_of_a_stage() -> None:

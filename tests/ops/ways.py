@@ -45,6 +45,15 @@ def op_modules() -> list[ModuleType]:
     return [importlib.import_module(each.name) for each in found if not each.ispkg]
 
 
+def launch_for_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What launches takes the place of what torch computes, by their names: `_cpu_into`, ..."""
+    for module in op_modules():
+        for name, launches in list(vars(module).items()):
+            by_torch = name.replace("cuda", "cpu", 1)
+            if name.lstrip("_").startswith("cuda") and hasattr(module, by_torch):
+                monkeypatch.setattr(module, by_torch, launches)
+
+
 @functools.cache
 def emulated_function(cubin: str, name: str) -> EmulatedFunction:
     return EmulatedFunction(cubin, name)
@@ -63,11 +72,6 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     except CannotEmulateError as missing:
         pytest.skip(str(missing))
     monkeypatch.setattr(common, "shipped", emulated_function)
-    # What launches takes the place of what torch computes, by their names: `_cpu_into`, ...
-    for module in op_modules():
-        for name, launches in list(vars(module).items()):
-            by_torch = name.replace("cuda", "cpu", 1)
-            if name.lstrip("_").startswith("cuda") and hasattr(module, by_torch):
-                monkeypatch.setattr(module, by_torch, launches)
+    launch_for_cpu(monkeypatch)
     pretend(monkeypatch, (9, 0))
     yield Way("emulated", "cpu")

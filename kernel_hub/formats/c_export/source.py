@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -60,7 +59,7 @@ def render_plain(
         raise FunctionNotFoundError(
             f"{name}: two functions have one name in C: {', '.join(spelled)}"
         )
-    functions = [replace(entry, name=spelled[offered]) for offered, entry in table.items()]
+    functions = [entry._replace(name=spelled[offered]) for offered, entry in table.items()]
     prototypes = [
         prototype(prefix + f.name, [*FIRST, *map(declare, f.params, names_of(f.params))])
         for f in functions

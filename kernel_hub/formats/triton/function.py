@@ -248,7 +248,7 @@ def check_fit(spec: FunctionSpec, metadata: Metadata, arguments: Sequence[Argume
         info = type_info(kind)
         if info is not None and info.size_bytes != param.size_bytes:
             raise ParamsError(
-                f"{where}: parameter {param.index} ({name}) is declared {kind} "
+                f"{where}: parameter {param.position} ({name}) is declared {kind} "
                 f"({info.size_bytes} bytes), {spec.name} takes {param.size_bytes} bytes there"
             )
     digits = re.search(r"(\d+)(\d)", spec.arch)

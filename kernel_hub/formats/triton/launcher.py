@@ -294,7 +294,7 @@ def _check_each(
         found = value_of(value)
         if found is not None and found % divisor:
             text = not_divisible(
-                where, param.index, argument.name, found, divisor, address=param.is_pointer
+                where, param.position, argument.name, found, divisor, address=param.is_pointer
             )
             raise ParamsError(text)
 

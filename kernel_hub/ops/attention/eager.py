@@ -43,11 +43,16 @@ def new_like(x: torch.Tensor) -> torch.Tensor:
     return out if out.stride(-1) == 1 else _empty_like(x, memory_format=torch.contiguous_format)
 
 
-def new_lse(q: torch.Tensor, is_varlen: bool) -> torch.Tensor:
-    """Uninitialised (batch_size, num_heads, seqlen_q) or (num_heads, total_q)."""
-    if is_varlen:
+def new_lse(q: torch.Tensor) -> torch.Tensor:
+    """Uninitialised (batch_size, num_heads, seqlen_q), or of ragged rows (num_heads, total_q)."""
+    if q.dim() == 3:
         return q.new_empty((q.shape[1], q.shape[0]), dtype=_float32)
     return q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=_float32)
+
+
+def registered_lse(q: torch.Tensor, lse: torch.Tensor | None) -> torch.Tensor:
+    """What an op whose schema has no None returns for it."""
+    return q.new_empty((0,), dtype=_float32) if lse is None else lse
 
 
 def addresses_and_key(
@@ -138,7 +143,7 @@ def cuda_forward(
         checks.check_values(op, problem_of(q, k, v, plan.numbers, options))
     if out is None:
         out = plan.new_out(q)
-    lse = new_lse(q, options.cu_seqlens_q is not None) if need_lse else None
+    lse = new_lse(q) if need_lse else None
     launch = plan.launch
     if launch.function is not None:
         run = sm90.launch if maps else forward_portable.launch
@@ -170,7 +175,7 @@ def _plan(
         out = new_out(q)
     else:
         checks.check_out_layout(op, out, q)
-    lse = new_lse(q, options.cu_seqlens_q is not None) if need_lse else None
+    lse = new_lse(q) if need_lse else None
     problem = problem_of(q, k, v, numbers, options)
     launch = forward_portable.plan(problem, out, lse) if out.numel() else Launch()
     return AttentionPlan(numbers, new_out, launch, spans)
@@ -194,7 +199,7 @@ def cpu_forward(
         out = new_like(q)
     else:
         checks.check_out(op, q, k, v, out, options)
-    lse = new_lse(q, problem.cu_seqlens_q is not None) if need_lse else None
+    lse = new_lse(q) if need_lse else None
     if out.numel():
         checks.check_values("flash_attention", problem, is_strict=False)
         cpu.forward(problem, out, lse)

@@ -18,14 +18,13 @@ from ..core.counters import counters
 from ..core.device import Stated, device_of, launch_facts
 from ..core.launch import Launch
 from .maps import is_mappable, tensor_map
-from .problem import Options, Problem
+from .problem import Options, Problem, lse_strides_of, strides_of
 
 CUBIN = "flash_attention_fp8_sm90"
 # Tokens that share a scale where scales are given for blocks.
 SCALE_TOKENS = 128
 OUT_DTYPES = (torch.bfloat16, torch.float16)
 _OP = "flash_attention"
-_CONSUMER_ROWS = 64  # query rows of a warpgroup
 _NUM_COUNTERS = 2  # the next tile, blocks that are done
 # K and V of the heads that run together stay in the L2 (60 MB on an H200).
 _L2_BYTES = 32 << 20
@@ -65,6 +64,12 @@ class Body:
     def stated(self) -> Stated:
         """Threads, shared memory, block_m (queries) and block_n (keys) of a tile."""
         return launch_facts(CUBIN, self.name)
+
+    @property
+    def q_rows(self) -> int:
+        """Queries of a warpgroup, which one copy brings."""
+        sizes = self.stated.sizes
+        return sizes["block_m"] // sizes["consumers"]
 
     @property
     def name(self) -> str:
@@ -116,13 +121,12 @@ def check_problem(problem: Problem) -> None:
     if not _SCALES[0] <= problem.softmax_scale <= _SCALES[1]:
         expected = f"a number from {_SCALES[0]} to {_SCALES[1]} with e4m3"
         raise common.refuse(_OP, "softmax_scale", expected, problem.softmax_scale)
-    num_rows = max(1, -(-problem.max_seqlen_q // _CONSUMER_ROWS))
+    q_rows = BODIES[0].q_rows
+    num_rows = max(1, -(-problem.max_seqlen_q // q_rows))
     num_tiles = num_rows * problem.batch_size * problem.q.shape[-2]
     tokens = max(*problem.q.shape[:-2], *problem.k.shape[:-2], problem.max_seqlen_q)
     if tokens > _MAX_TOKENS or num_tiles > _MAX_TILES:
-        expected = (
-            f"at most {_MAX_TOKENS} tokens and {_MAX_TILES} tiles of {_CONSUMER_ROWS} queries"
-        )
+        expected = f"at most {_MAX_TOKENS} tokens and {_MAX_TILES} tiles of {q_rows} queries"
         raise common.refuse(_OP, "q", expected, problem.q)
 
 
@@ -168,22 +172,17 @@ def plan(problem: Problem, scales: Scales, out: torch.Tensor, lse: torch.Tensor 
     q, k = problem.q, problem.k
     num_heads, head_dim = q.shape[-2:]
     num_kv_heads = k.shape[-2]
-    is_varlen_q, is_varlen_k = problem.cu_seqlens_q is not None, problem.cu_seqlens_k is not None
-    seqlen_q = problem.max_seqlen_q if is_varlen_q else q.shape[1]
-    seqlen_k = problem.max_seqlen_k if is_varlen_k else k.shape[1]
+    seqlen_q, seqlen_k = problem.seqlens
+    has_tables = problem.cu_seqlens_k is not None or problem.cache_seqlens is not None
     body = choose(head_dim, problem.window_right == 0, scales.has_blocks_of_keys, seqlen_k)
     stated = body.stated
     num_tiles = -(-seqlen_q // stated.sizes["block_m"]) * problem.batch_size * num_heads
-    out_strides = (0 if is_varlen_q else out.stride(0), out.stride(-3), out.stride(-2))
-    lse_strides = (0, 0)
-    if lse is not None:
-        lse_strides = (0, lse.stride(0)) if is_varlen_q else (lse.stride(0), lse.stride(1))
     q_scale_heads = num_heads
     if scales.q is not None and scales.q.numel() > 1:
         q_scale_heads = scales.q.shape[0 if scales.q.dim() == 1 else 1]
     numbers = (
-        *out_strides,
-        *lse_strides,
+        *strides_of(out),
+        *lse_strides_of(lse),
         *_scale_strides(scales.q),
         *_scale_strides(scales.k),
         *_scale_strides(scales.v),
@@ -199,13 +198,13 @@ def plan(problem: Problem, scales: Scales, out: torch.Tensor, lse: torch.Tensor 
             problem.batch_size * num_heads,
             heads_a_group(seqlen_k, head_dim, num_heads, num_kv_heads),
         ),
-        int(is_varlen_k or problem.cache_seqlens is not None or seqlen_k == 0),
+        int(has_tables or seqlen_k == 0),
         int(out.dtype == torch.float16),
         problem.softmax_scale,
     )
     grid = (min(num_tiles, device_of(q.device).num_sms), 1, 1)
     function = common.shipped(CUBIN, body.name) if num_tiles else None
-    boxes = (_CONSUMER_ROWS, stated.sizes["block_n"])  # rows of q, of k and v
+    boxes = (body.q_rows, stated.sizes["block_n"])  # rows of q, of k and v
     return Launch(function, grid, stated.block, stated.shared_bytes, numbers, boxes)
 
 

@@ -13,40 +13,38 @@ import torch
 
 from ...errors import TensorError
 from ..core import bounds, common
-from ..core.device import SM80, PlannedGpu, Stated, device_of, launch_facts
+from ..core.device import PlannedGpu, Stated, device_of, launch_facts
 from ..core.launch import Launch
 from . import forward_sm90 as sm90
-from .problem import Options, Problem
+from .problem import Options, Problem, lse_strides_of
 
+CUBIN = "flash_attention"
 _KIB = 1024
 _ELEMENT_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """One compiled tile shape: `{cubin}_{dtype}_hdim{head_dim}{suffix}` in `cubin`.
+    """One compiled tile shape: `flash_attention_{dtype}_hdim{head_dim}{suffix}`.
 
     features: "plain", "paged" (K and V in pages, with the same strides) or "general" (anything).
-    compute_capability: the least it runs on. blocks_an_sm: how many an SM should
-    hold at once for it to be worth its shared memory.
+    blocks_an_sm: how many an SM should hold at once for it to be worth its shared memory.
     """
 
     features: str
     head_dim: int
     suffix: str
-    cubin: str = "flash_attention"
-    compute_capability: tuple[int, int] = SM80
     blocks_an_sm: int = 2
 
     @property
     def stated(self) -> Stated:
         """Threads, shared memory, block_m (queries) and block_n (keys) of a tile."""
-        return launch_facts(self.cubin, self.name(torch.bfloat16))
+        return launch_facts(CUBIN, self.name(torch.bfloat16))
 
     def name(self, dtype: torch.dtype) -> str:
         """The function's name."""
         token = common.DTYPE_TOKENS[dtype]
-        return f"flash_attention_{token}_hdim{self.head_dim}{self.suffix}"
+        return f"{CUBIN}_{token}_hdim{self.head_dim}{self.suffix}"
 
 
 # What `forward_sm90.applies` does not take gets the rows of its features with the smallest
@@ -87,7 +85,6 @@ def choose(features: str, head_dim: int, device: PlannedGpu) -> Body:
         for body in BODIES
         if body.features == features
         and body.head_dim >= head_dim
-        and body.compute_capability <= device.compute_capability
         and body.stated.shared_bytes <= device.shared_bytes
     ]
     if not fitting:
@@ -160,21 +157,10 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launc
     features = "general" if is_general else "paged" if is_paged else "plain"
     body = choose(features, head_dim, device)
 
-    seqlen_q = problem.max_seqlen_q if is_varlen_q else q.shape[1]
-    page_size = k.shape[1] if is_paged else 1
-    if problem.block_table is not None:
-        table_stride = problem.block_table.stride(0)
-        seqlen_k = problem.block_table.shape[1] * page_size
-        if problem.cache_seqlens is None:
-            seqlen_k = min(seqlen_k, problem.max_seqlen_k)
-    else:
-        table_stride = 0
-        seqlen_k = problem.max_seqlen_k if problem.cu_seqlens_k is not None else k.shape[1]
+    seqlen_q, seqlen_k = problem.seqlens
+    table = problem.block_table
     alibi = problem.alibi_slopes
     alibi_stride = alibi.stride(0) if alibi is not None and alibi.dim() == 2 else 0
-    lse_strides = (0, 0)
-    if lse is not None:
-        lse_strides = (0, lse.stride(0)) if is_varlen_q else (lse.stride(0), lse.stride(1))
 
     block, shared_bytes, sizes = body.stated
     num_row_blocks = -(-seqlen_q // sizes["block_m"])
@@ -189,15 +175,12 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launc
             f"(batch_size {problem.batch_size}, num_heads {num_heads}, seqlen_q {seqlen_q}, "
             f"seqlen_k {seqlen_k})"
         )
-    # A window wider than the sequence is no bound; so the kernel's sums stay in 32 bits.
-    left = problem.window_left if problem.window_left < max(seqlen_k, 1) else -1
-    right = problem.window_right if problem.window_right < max(seqlen_q, 1) else -1
     log2e = math.log2(math.e)
     numbers = (
         *strides[0],
-        *lse_strides,
+        *lse_strides_of(lse),
         *(stride for each in strides[1:] for stride in each),
-        table_stride,
+        0 if table is None else table.stride(0),
         alibi_stride,
         num_batch_heads,
         min(num_batch_heads, heads_a_group(problem)),
@@ -207,16 +190,15 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launc
         head_dim,
         seqlen_q,
         seqlen_k,
-        page_size,
-        left,
-        right,
+        k.shape[1] if is_paged else 1,  # keys of a page
+        *problem.window,
         int(is_aligned),
         *problem.totals,
         k.shape[0] if is_paged else 1,  # pages
         problem.softmax_scale * log2e,
         problem.softcap * log2e,
     )
-    function = common.shipped(body.cubin, body.name(q.dtype))
+    function = common.shipped(CUBIN, body.name(q.dtype))
     return Launch(function, (num_tiles, 1, 1), block, shared_bytes, numbers)
 
 

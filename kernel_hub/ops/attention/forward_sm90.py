@@ -18,14 +18,13 @@ from ..core.counters import counters
 from ..core.device import Stated, device_of, launch_facts
 from ..core.launch import Launch
 from .maps import is_mappable, tensor_map
-from .problem import Options, Problem
+from .problem import Options, Problem, lse_strides_of, strides_of
 
 # False: the portable kernels take everything. For tests and benchmarks.
 is_enabled = True
 
 CUBIN = "flash_attention_sm90"
 _ELEMENT_BYTES = 2
-_CONSUMER_ROWS = 64  # query rows of a warpgroup
 _BOX_ROWS = 8  # the fewest keys a copy brings: the swizzle repeats after so many rows
 _NUM_COUNTERS = 2  # the next tile, blocks that are done
 # K and V of the heads that run together stay in the L2 (60 MB on an H200).
@@ -56,6 +55,12 @@ class Body:
         """Threads, shared memory, block_m (queries) and block_n (keys) of a tile."""
         return launch_facts(CUBIN, self.name(torch.bfloat16))
 
+    @property
+    def q_rows(self) -> int:
+        """Queries of a warpgroup, which one copy brings."""
+        sizes = self.stated.sizes
+        return sizes["block_m"] // sizes["consumers"]
+
     def name(self, dtype: torch.dtype) -> str:
         """The function's name."""
         token = common.DTYPE_TOKENS[dtype]
@@ -70,31 +75,13 @@ BODIES = (
 )
 
 
-def _seqlens(problem: Problem) -> tuple[int, int]:
-    """Queries and keys of the longest sequence."""
-    seqlen_q = problem.q.shape[1] if problem.cu_seqlens_q is None else problem.max_seqlen_q
-    if problem.block_table is not None:
-        room = problem.block_table.shape[1] * problem.k.shape[1]
-        has_lengths = problem.cache_seqlens is not None
-        return seqlen_q, room if has_lengths else min(room, problem.max_seqlen_k)
-    return seqlen_q, problem.k.shape[1] if problem.cu_seqlens_k is None else problem.max_seqlen_k
-
-
-def _window(problem: Problem) -> tuple[int, int]:
-    """(left, right). One wider than the sequence is no bound; so the sums stay in 32 bits."""
-    seqlen_q, seqlen_k = _seqlens(problem)
-    left = problem.window_left if problem.window_left < max(seqlen_k, 1) else -1
-    right = problem.window_right if problem.window_right < max(seqlen_q, 1) else -1
-    return left, right
-
-
 def _choose(problem: Problem) -> Body | None:
     """The row of BODIES for a problem; None where its head_dim is larger than all of them."""
-    left, right = _window(problem)
+    left, right = problem.window
     mask = "causal" if left < 0 <= right else "full" if left == right == -1 else "window"
     if problem.softcap != 0:
         mask = "window"  # the others have no softcap
-    head_dim, seqlen_q = problem.q.shape[-1], _seqlens(problem)[0]
+    head_dim, seqlen_q = problem.q.shape[-1], problem.seqlens[0]
     for body in BODIES:
         if body.mask == mask and body.head_dim >= head_dim and seqlen_q <= body.longest:
             return body
@@ -108,7 +95,10 @@ def applies(problem: Problem, out: torch.Tensor) -> bool:
     and cleared where they hold what is not the sequence's.
     """
     q, k, v = problem.q, problem.k, problem.v
-    num_rows = max(1, -(-problem.max_seqlen_q // _CONSUMER_ROWS))
+    body = _choose(problem)
+    if body is None:
+        return False
+    num_rows = max(1, -(-problem.max_seqlen_q // body.q_rows))
     return (
         q.is_cuda
         and q.dtype in _DTYPES
@@ -116,10 +106,9 @@ def applies(problem: Problem, out: torch.Tensor) -> bool:
         and (problem.block_table is None or k.shape[1] % _BOX_ROWS == 0)
         and (problem.softcap == 0 or _SCALES[0] <= problem.softcap <= _SCALES[1])
         and _SCALES[0] <= problem.softmax_scale <= _SCALES[1]
-        and max(*q.shape[:-2], *k.shape[:-2], *_seqlens(problem)) <= _MAX_TOKENS
+        and max(*q.shape[:-2], *k.shape[:-2], *problem.seqlens) <= _MAX_TOKENS
         and num_rows * problem.batch_size * q.shape[-2] <= _MAX_TILES
         and all(is_mappable(tensor) for tensor in (q, k, v, out))
-        and _choose(problem) is not None
     )
 
 
@@ -134,9 +123,8 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launc
     q, k = problem.q, problem.k
     num_heads, head_dim = q.shape[-2:]
     num_kv_heads = k.shape[-2]
-    is_varlen_q, is_varlen_k = problem.cu_seqlens_q is not None, problem.cu_seqlens_k is not None
-    seqlen_q, seqlen_k = _seqlens(problem)
-    window = _window(problem)
+    seqlen_q, seqlen_k = problem.seqlens
+    tables = problem.cu_seqlens_k, problem.block_table, problem.cache_seqlens
     body = _choose(problem)
     if body is None:
         raise TensorError(f"flash_attention: head_dim {head_dim}: no kernel of Hopper's for it")
@@ -147,13 +135,9 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launc
     block_n = stated.sizes["block_n"]
     box_rows = block_n if table is None else math.gcd(page_size, block_n)
     num_tiles = -(-seqlen_q // stated.sizes["block_m"]) * problem.batch_size * num_heads
-    out_strides = (0 if is_varlen_q else out.stride(0), out.stride(-3), out.stride(-2))
-    lse_strides = (0, 0)
-    if lse is not None:
-        lse_strides = (0, lse.stride(0)) if is_varlen_q else (lse.stride(0), lse.stride(1))
     numbers = (
-        *out_strides,
-        *lse_strides,
+        *strides_of(out),
+        *lse_strides_of(lse),
         0 if table is None else table.stride(0),
         problem.batch_size,
         num_heads,
@@ -165,19 +149,19 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launc
         k.shape[0],  # where paged: pages
         page_size,
         box_rows,
-        *window,
+        *problem.window,
         min(
             problem.batch_size * num_heads,
             heads_a_group(min(seqlen_k, problem.max_seqlen_k), head_dim, num_heads, num_kv_heads),
         ),
-        int(is_varlen_k or table is not None or problem.cache_seqlens is not None),
+        int(any(each is not None for each in tables)),
         (problem.softcap or problem.softmax_scale) * _LOG2E,
         2 * _LOG2E * problem.softmax_scale / problem.softcap if problem.softcap else 0.0,
     )
     grid = (min(num_tiles, device_of(q.device).num_sms), 1, 1)
     function = common.shipped(CUBIN, body.name(q.dtype)) if num_tiles else None
     return Launch(
-        function, grid, stated.block, stated.shared_bytes, numbers, (_CONSUMER_ROWS, box_rows)
+        function, grid, stated.block, stated.shared_bytes, numbers, (body.q_rows, box_rows)
     )
 
 

@@ -164,7 +164,7 @@ def _gpu_forward(
         checks.check_values(_OP, run.problem_of(q, k, v, plan.numbers, options))
     if out is None:
         out = plan.new_out(q)
-    lse = run.new_lse(q, options.cu_seqlens_q is not None) if need_lse else None
+    lse = run.new_lse(q) if need_lse else None
     if plan.launch.function is not None:
         try:
             launch.launch(plan.launch, maps, q, scales, out, lse, options)
@@ -188,7 +188,7 @@ def _plan(
     else:
         checks.check_out_layout(_OP, out, q, OUT_DTYPES)
         _check_rows_of_out(out)
-    lse = run.new_lse(q, options.cu_seqlens_q is not None) if need_lse else None
+    lse = run.new_lse(q) if need_lse else None
     planned = launch.plan(problem, scales, out, lse) if out.numel() else Launch()
     return run.AttentionPlan(problem.numbers, new_out, planned, spans)
 
@@ -206,7 +206,7 @@ def _cpu_forward(
         out = _new_out(q, dtype)
     else:
         _check_out(problem, out, options, scales)
-    lse = run.new_lse(q, options.cu_seqlens_q is not None) if need_lse else None
+    lse = run.new_lse(q) if need_lse else None
     if out.numel():
         checks.check_values(_OP, problem, is_strict=False)
         values = problem._replace(
@@ -246,10 +246,6 @@ def _dequantised(
     return values
 
 
-def _no_lse(q: torch.Tensor) -> torch.Tensor:
-    return q.new_empty((0,), dtype=torch.float32)
-
-
 def _forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scales: Scales, out: torch.Tensor | None,
     out_dtype: Any, need_lse: bool, options: Options,
@@ -270,26 +266,26 @@ def _split(given: tuple[Any, ...]) -> tuple[Scales, Options, list[Any]]:
 def _registered(q: Any, k: Any, v: Any, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
     scales, options, (out_dtype, need_lse) = _split(given)
     out, lse = _forward(q, k, v, scales, None, out_dtype, need_lse, options)
-    return out, _no_lse(q) if lse is None else lse
+    return out, run.registered_lse(q, lse)
 
 
 def _registered_fake(q: Any, k: Any, v: Any, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
     scales, options, (out_dtype, need_lse) = _split(given)
     _problem(q, k, v, scales, options)
-    lse = run.new_lse(q, options.cu_seqlens_q is not None) if need_lse else _no_lse(q)
+    lse = run.registered_lse(q, run.new_lse(q) if need_lse else None)
     return _new_out(q, _out_dtype(None, out_dtype)), lse
 
 
 def _registered_out(q: Any, k: Any, v: Any, *given: Any) -> torch.Tensor:
     scales, options, (need_lse, out) = _split(given)
     _, lse = _forward(q, k, v, scales, out, None, need_lse, options)
-    return _no_lse(q) if lse is None else lse
+    return run.registered_lse(q, lse)
 
 
 def _registered_out_fake(q: Any, k: Any, v: Any, *given: Any) -> torch.Tensor:
     scales, options, (need_lse, out) = _split(given)
     _check_out(_problem(q, k, v, scales, options), out, options, scales)
-    return run.new_lse(q, options.cu_seqlens_q is not None) if need_lse else _no_lse(q)
+    return run.registered_lse(q, run.new_lse(q) if need_lse else None)
 
 
 _SCALES = "Tensor? q_scale, Tensor? k_scale, Tensor? v_scale"

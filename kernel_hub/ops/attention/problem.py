@@ -85,6 +85,47 @@ class Problem(NamedTuple):
         return bounds.flag("flash_attention", self.q)
 
     @property
+    def seqlens(self) -> tuple[int, int]:
+        """Queries and keys of the longest sequence, as far as the host knows."""
+        seqlen_q = self.q.shape[1] if self.cu_seqlens_q is None else self.max_seqlen_q
+        if self.block_table is not None:
+            room = self.block_table.shape[1] * self.k.shape[1]
+            has_lengths = self.cache_seqlens is not None
+            return seqlen_q, room if has_lengths else min(room, self.max_seqlen_k)
+        return seqlen_q, self.k.shape[1] if self.cu_seqlens_k is None else self.max_seqlen_k
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """(left, right). One wider than the sequence is no bound; so the sums stay in 32 bits."""
+        seqlen_q, seqlen_k = self.seqlens
+        left = self.window_left if self.window_left < max(seqlen_k, 1) else -1
+        right = self.window_right if self.window_right < max(seqlen_q, 1) else -1
+        return left, right
+
+    @property
     def totals(self) -> tuple[int, int]:
         """The rows of q and k that cu_seqlens_q and cu_seqlens_k tell apart."""
         return self.q.shape[0], self.k.shape[0]
+
+
+class Gradients(NamedTuple):
+    """What a backward reads besides its problem, and dq, dk, dv, which it writes."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    dout: torch.Tensor
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+
+
+def strides_of(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """(batch, row, head) of rows of heads; a ragged tensor has one batch."""
+    return 0 if tensor.dim() == 3 else tensor.stride(0), tensor.stride(-3), tensor.stride(-2)
+
+
+def lse_strides_of(lse: torch.Tensor | None) -> tuple[int, int]:
+    """(batch, head); a ragged tensor has one batch."""
+    if lse is None:
+        return 0, 0
+    return (0, lse.stride(0)) if lse.dim() == 2 else (lse.stride(0), lse.stride(1))

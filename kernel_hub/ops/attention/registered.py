@@ -31,30 +31,26 @@ def options_of(*given: Any) -> Options:
     return options._replace(window_size=tuple(options.window_size))
 
 
-def _no_lse(q: torch.Tensor) -> torch.Tensor:
-    return q.new_empty((0,), dtype=torch.float32)
-
-
 def _forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     *options, _, need_lse = rest
     out, lse = run.forward(_OP, q, k, v, None, need_lse, options_of(*options))
-    return out, _no_lse(q) if lse is None else lse
+    return out, run.registered_lse(q, lse)
 
 
 def _forward_fake(q: Any, k: Any, v: Any, *rest: Any) -> _Pair:
     *given, _, need_lse = rest
     options = Options(*given)
     checks.resolve(_OP, q, k, v, options)
-    lse = run.new_lse(q, options.cu_seqlens_q is not None) if need_lse else _no_lse(q)
+    lse = run.registered_lse(q, run.new_lse(q) if need_lse else None)
     return run.new_like(q), lse
 
 
 def _forward_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> torch.Tensor:
     *options, need_lse, out = rest
     _, lse = run.forward(_OP, q, k, v, out, need_lse, options_of(*options))
-    return _no_lse(q) if lse is None else lse
+    return run.registered_lse(q, lse)
 
 
 def _forward_out_fake(q: Any, k: Any, v: Any, *rest: Any) -> torch.Tensor:
@@ -62,7 +58,7 @@ def _forward_out_fake(q: Any, k: Any, v: Any, *rest: Any) -> torch.Tensor:
     options = Options(*given)
     checks.resolve(_OP, q, k, v, options)
     checks.check_out_layout(_OP, out, q)
-    return run.new_lse(q, options.cu_seqlens_q is not None) if need_lse else _no_lse(q)
+    return run.registered_lse(q, run.new_lse(q) if need_lse else None)
 
 
 def _backward(

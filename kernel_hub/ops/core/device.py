@@ -39,9 +39,11 @@ class Stated(NamedTuple):
 def launch_facts(cubin: str, function: str, compute_capability: tuple[int, int] = SM90) -> Stated:
     """What a shipped kernel states, as it is built for a GPU.
 
-    For one that has no cubin, and whose launch says so, what the newest one states.
+    For one that has no such kernel, and whose launch says so, what the newest that has it states.
     """
-    entries = open_collection().manifest.cubins[cubin].values()
+    every = open_collection().manifest.cubins[cubin].values()
+    entries = [entry for entry in every if function in entry.functions]
+    assert entries, f"{cubin} has no {function}"
     entry, _ = fitting(compute_capability, entries)
     entry = entry or max(entries, key=lambda other: parse_target(other.target))
     facts = entry.functions[function].launch

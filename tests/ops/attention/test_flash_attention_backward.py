@@ -235,5 +235,5 @@ def test_tiles_fit(capability: tuple[int, int]) -> None:
     limit = {(8, 0): 163, (8, 7): 163, (9, 0): 227}.get(capability, 99) << 10
     for head_dim in range(8, 257, 8):
         variant = module.choose(head_dim, DEVICES[capability] * KIB)
-        assert variant.tiles.shared_bytes <= limit, variant.name
-        assert variant.tiles.head_dim >= head_dim
+        assert module.stated(variant).shared_bytes <= limit, variant
+        assert module.stated(variant).sizes["head_dim"] >= head_dim

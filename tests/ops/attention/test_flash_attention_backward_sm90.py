@@ -16,7 +16,8 @@ from back_to_back import check_back_to_back
 from bits import same_bits
 
 from kernel_hub.ops import flash_attention
-from kernel_hub.ops.attention.problem import Problem
+from kernel_hub.ops.attention.problem import Gradients, Problem
+from kernel_hub.ops.core.device import has_wgmma
 
 SM90: Any = importlib.import_module("kernel_hub.ops.attention.backward_sm90")
 BACKWARD: Any = importlib.import_module("kernel_hub.ops.attention.backward_portable")
@@ -33,7 +34,7 @@ MASKS: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The head_dims of the launches that the Hopper kernels took."""
-    if torch.cuda.get_device_capability() != SM90.COMPUTE_CAPABILITY:
+    if not has_wgmma(torch.cuda.get_device_capability()):
         pytest.skip("not compute capability 9.0")
     taken: list[int] = []
     launch = SM90.launch
@@ -179,7 +180,7 @@ def problem(head_dim: int, **options: Any) -> Problem:
 
 def test_cpu_tensors_never_take_them() -> None:
     small = problem(64)
-    assert not SM90.applies(small, *(torch.empty_like(small.q) for _ in range(5)))
+    assert not SM90.applies(small, Gradients(*(torch.empty_like(small.q) for _ in range(6))))
 
 
 def test_which_body() -> None:

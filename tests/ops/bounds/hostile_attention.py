@@ -54,8 +54,8 @@ class _Torch:
 def _allocations_in(arena: Arena) -> Iterator[None]:
     """lse, gradients and workspaces lie in the arena."""
 
-    def new_lse(q: torch.Tensor, is_varlen: bool) -> torch.Tensor:
-        shape = (q.shape[1], q.shape[0]) if is_varlen else (q.shape[0], q.shape[2], q.shape[1])
+    def new_lse(q: torch.Tensor) -> torch.Tensor:
+        shape = (q.shape[1], q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[2], q.shape[1])
         return arena.empty("lse", shape, torch.float32)
 
     def new_like(x: torch.Tensor) -> torch.Tensor:

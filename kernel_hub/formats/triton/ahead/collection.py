@@ -223,7 +223,7 @@ class TritonCollection:
         _check_image(read_cubin(self._collection.read(entry)), entry, launchable, where)
         # What a launch refuses need not name the field.
         metadata = replace(metadata, label=f"{self.root}{os.sep}{MANIFEST}: {name} for {arch}")
-        only = replace(self._collection, manifest=Manifest({name: {arch: entry}}))
+        only = self._collection._replace(manifest=Manifest({name: {arch: entry}}))
         kernel = Kernel.__new__(Kernel)
         try:
             kernel._offer(ShippedImage(only, name), None, None, False)

@@ -1,0 +1,77 @@
+"""The tensor maps that plans for Hopper ask for: which rows of a tensor their boxes bring."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from math import prod
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from plan_lots import DRAWN, Lot
+from record_plans import GPUS, pretending
+
+from kernel_hub import ops
+from kernel_hub.arrays.tensor_map import TensorMap
+
+HOPPER = next(gpu for gpu in GPUS if "H200" in gpu[2])
+SWIZZLE_BYTES = 1024  # of 8 rows of 128 bytes: where the pattern begins anew
+
+
+class Asked(NamedTuple):
+    """launches: as `record_plans` has them. maps: (tensor, box, how) of each that was made."""
+
+    launches: list[list[Any]]
+    maps: list[tuple[torch.Tensor, tuple[int, ...], dict[str, Any]]]
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
+    """What calls ask of an H200."""
+    with pretending(HOPPER) as recorder:
+        found = Asked(recorder.launches, [])
+
+        def tiled(tensor: torch.Tensor, box: tuple[int, ...], **how: Any) -> Any:
+            found.maps.append((tensor, box, how))
+            return SimpleNamespace(raw=repr((tensor.data_ptr(), box, how)).encode())
+
+        with monkeypatch.context() as patch:
+            patch.setattr(TensorMap, "tiled", tiled)
+            yield found
+
+
+@pytest.mark.parametrize("op", ["swiglu_linear", "qkv_linear"])
+def test_boxes_of_paired_weights_bring_every_row_once(asked: Asked, op: str) -> None:
+    seen = 0
+    for seed in range(40):
+        asked.maps.clear()
+        asked.launches.clear()
+        args, options = DRAWN[op][1](Lot(f"{op} {seed}"))
+        getattr(ops, op)(*args, **options)
+        weights = args[1]
+        for tensor, box, how in asked.maps:
+            if tensor.data_ptr() != weights.data_ptr() or len(box) != 5:
+                continue
+            seen += 1
+            pairs = zip(how["shape"][:-1], how["strides"][:-1], strict=True)
+            ranges = [range(0, size * stride, stride) for size, stride in pairs]
+            rows = sorted(sum(place) // weights.stride(0) for place in itertools.product(*ranges))
+            assert rows == list(range(weights.shape[0]))
+            if box[2:4] == (2, 8):  # the kernel is told how many rows one brings
+                assert prod(box[:-1]) in asked.launches[0][5]
+    assert seen > 5
+
+
+@pytest.mark.parametrize("page_size", [8, 12, 16, 24, 64, 100, 256])
+def test_a_box_of_a_page_begins_where_the_swizzle_does(asked: Asked, page_size: int) -> None:
+    q = torch.empty(2, 128, 4, 128, dtype=torch.bfloat16)
+    cache = torch.empty(64, page_size, 2, 128, dtype=torch.bfloat16)
+    ops.flash_attention(
+        q, cache, cache, block_table=torch.full((2, 8), 0, dtype=torch.int32),
+        cache_seqlens=torch.full((2,), 1, dtype=torch.int32),
+    )  # fmt: skip
+    assert asked.launches[0][0].endswith("_sm90") == bool(asked.maps) == (page_size % 8 == 0)
+    for _, box, _ in asked.maps[1:]:
+        assert 128 * box[-2] % SWIZZLE_BYTES == 0 and page_size % box[-2] == 0
