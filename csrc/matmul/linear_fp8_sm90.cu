@@ -1,3 +1,4 @@
+// kernel_hub: allow-local-memory: at most 80 bytes, between tiles
 // out = act((a a_scale) (b b_scale)^T + bias) + residual on Hopper, a and b of e4m3: bulk tensor
 // copies and wgmma. sm_90a only.
 //
@@ -66,9 +67,9 @@ __device__ __forceinline__ void start_ring(uint32_t full, uint32_t empty, int nu
 // The part of a consumer: its rows of each tile of this block, from the ring to `out`.
 template <typename Out, typename C>
 __device__ __forceinline__ void consume(const ScaledEpilogue<Out>& epilogue,
-                                        const CUtensorMap* out_map, const Raster& raster,
-                                        uint32_t ring_base, uint32_t full, uint32_t empty,
-                                        uint32_t rank, int num_steps) {
+                                        const CUtensorMap* out_map, const Partials& partials,
+                                        const Raster& raster, Schedule schedule, uint32_t ring_base,
+                                        uint32_t full, uint32_t empty, uint32_t rank) {
     const int consumer = threadIdx.x / 128 - 1, thread = threadIdx.x % 128;
     const int thread_row = thread / 32 * 16 + thread % 32 / 4;
     const uint32_t rows = descriptor_low(ring_base + consumer * 64 * kRowBytes, 16);
@@ -77,14 +78,15 @@ __device__ __forceinline__ void consume(const ScaledEpilogue<Out>& epilogue,
     const float* slots = epilogue.a_scales.is_blocked
                              ? reinterpret_cast<const float*>(dynamic_shared() + C::kSlotsAt)
                              : nullptr;
-    const int num_tiles = raster.rows * raster.columns;
-    const bool borrows = C::kBorrows && sizeof(Out) == 2 && epilogue.is_aligned && num_steps >= 2;
     bool has_borrowed = false;
     Ring<C::kStages> ring;
-    for (int tile = blockIdx.x / C::kClusterSize; tile < num_tiles;
-         tile += gridDim.x / C::kClusterSize) {
+    for (Segment segment; schedule.next(segment);) {
         int tile_m, tile_n;
-        raster.place(tile, tile_m, tile_n);
+        raster.place(segment.tile, tile_m, tile_n);
+        const int num_steps = segment.end_step - segment.first_step;
+        const bool leaves = C::kSplits == 1 && schedule.leaves(segment);
+        const bool borrows =
+            C::kBorrows && sizeof(Out) == 2 && epilogue.is_aligned && !leaves && num_steps >= 2;
         const int row = (tile_m * C::kClusterM + rank % C::kClusterM) * C::kBlockM + consumer * 64;
         const int column = tile_n * C::kBlockN;
         float acc[C::kPieces][C::kSums];
@@ -96,6 +98,13 @@ __device__ __forceinline__ void consume(const ScaledEpilogue<Out>& epilogue,
                                        num_steps, borrows, has_borrowed);
         }
         has_borrowed = borrows;
+        if constexpr (C::kSplits == 1) {
+            if (leaves) {
+                leave_sums<C>(partials, acc, consumer, thread);
+                continue;
+            }
+            collect_sums<C>(partials, schedule, segment.first_step, acc, consumer, thread);
+        }
         if constexpr (C::kSplits > 1) {
             merge_and_write_scaled<C>(epilogue, row + thread_row, column, acc[0], ring_base, rank,
                                       threadIdx.x - 128);
@@ -117,8 +126,11 @@ __device__ __forceinline__ void consume(const ScaledEpilogue<Out>& epilogue,
 
 template <typename Out, typename C>
 __device__ __forceinline__ void linear_fp8(const CUtensorMap* out_map, const CUtensorMap* row_map,
+                                           const CUtensorMap* row_tail,
                                            const CUtensorMap* column_map,
-                                           const ScaledEpilogue<Out>& epilogue, int k, int group) {
+                                           const CUtensorMap* column_tail, const Partials& partials,
+                                           const ScaledEpilogue<Out>& epilogue, int k, int group,
+                                           int num_whole, int num_dealt) {
     const uint32_t ring_base = keep(shared_address(dynamic_shared()));
     const uint32_t full = ring_base + C::kBarriersAt, empty = full + 8 * C::kStages;
     const uint32_t rank = C::kClusterSize > 1 ? cluster_rank() : 0;
@@ -134,20 +146,24 @@ __device__ __forceinline__ void linear_fp8(const CUtensorMap* out_map, const CUt
                         group};
     const int all_steps = (k + kRowBytes - 1) / kRowBytes;
     const int split = rank / C::kSharers;
-    const int first_step = all_steps * split / C::kSplits;
-    const int last_step = all_steps * (split + 1) / C::kSplits;
-    if (threadIdx.x < 128) {
+    const int base_step = all_steps * split / C::kSplits;
+    const Schedule schedule(all_steps * (split + 1) / C::kSplits - base_step, num_whole, num_dealt,
+                            blockIdx.x / C::kClusterSize, gridDim.x / C::kClusterSize);
+    const int warp = warp_index();
+    if (warp < 4) {
         if constexpr (C::kTradesRegisters) {
             release_registers<C::kProducerRegisters>();
         }
-        if (threadIdx.x == 0) {
-            produce<C>(row_map, column_map, raster, ring_base, full, empty, rank, first_step,
-                       last_step);
-        } else if (has_blocks && threadIdx.x / 32 == 1) {
-            fetch_scales<C>(epilogue.a_scales, epilogue.b_scales, raster, ring_base, full, empty,
-                            rank, first_step, last_step);
-        } else if (!C::kSwaps && threadIdx.x / 32 == 2) {
-            fetch_columns<C>(epilogue, raster, rank);
+        if (warp == 0 && elect_one()) {
+            produce<C>({row_map, row_tail, num_rows}, {column_map, column_tail, num_columns},
+                       raster, schedule, ring_base, full, empty, rank, base_step);
+        } else if (has_blocks && warp == 1) {
+            fetch_scales<C>(epilogue.a_scales, epilogue.b_scales, raster, schedule, ring_base, full,
+                            empty, rank, base_step);
+        } else if (!C::kSwaps && warp == 2) {
+            fetch_columns<C>(epilogue, raster, schedule, rank);
+        } else if (C::kSplits == 1 && warp == 3) {
+            announce_sums<C>(partials, schedule);
         }
         if constexpr (C::kSplits > 1) {
             __syncwarp();
@@ -160,8 +176,8 @@ __device__ __forceinline__ void linear_fp8(const CUtensorMap* out_map, const CUt
         if constexpr (C::kTradesRegisters) {
             acquire_registers<C::kConsumerRegisters>();
         }
-        consume<Out, C>(epilogue, out_map, raster, ring_base, full, empty, rank,
-                        last_step - first_step);
+        consume<Out, C>(epilogue, out_map, partials, raster, schedule, ring_base, full, empty,
+                        rank);
     }
     if constexpr (C::kClusterM > 1) {
         // No block may leave while another still multicasts to it or arrives at its barriers.
@@ -180,11 +196,14 @@ __device__ __forceinline__ void linear_fp8(const CUtensorMap* out_map, const CUt
                           ScaledConfig<__VA_ARGS__>::kMinBlocks)                                   \
         NAME(OUT* out, const __grid_constant__ CUtensorMap out_map,                                \
              const __grid_constant__ CUtensorMap row_map,                                          \
-             const __grid_constant__ CUtensorMap column_map, const float* a_scale,                 \
-             const float* b_scale, const OUT* bias, const OUT* residual, int64_t out_stride,       \
-             int64_t residual_stride, int64_t a_scale_stride, int64_t a_scale_k_stride,            \
-             int64_t b_scale_stride, int64_t b_scale_k_stride, int m, int n, int k,                \
-             int activation, int group, int has_blocks) {                                          \
+             const __grid_constant__ CUtensorMap row_tail,                                         \
+             const __grid_constant__ CUtensorMap column_map,                                       \
+             const __grid_constant__ CUtensorMap column_tail, float* partials, int* arrivals,      \
+             const float* a_scale, const float* b_scale, const OUT* bias, const OUT* residual,     \
+             int64_t out_stride, int64_t residual_stride, int64_t a_scale_stride,                  \
+             int64_t a_scale_k_stride, int64_t b_scale_stride, int64_t b_scale_k_stride, int m,    \
+             int n, int k, int activation, int group, int num_whole, int num_dealt,                \
+             int has_blocks) {                                                                     \
             const Scales a{.values = a_scale,                                                      \
                            .stride = a_scale_stride,                                               \
                            .k_stride = a_scale_k_stride,                                           \
@@ -199,8 +218,9 @@ __device__ __forceinline__ void linear_fp8(const CUtensorMap* out_map, const CUt
                            .is_blocked = has_blocks != 0};                                         \
             const Epilogue<OUT, OUT> epilogue(out, bias, residual, out_stride, residual_stride, m, \
                                               n, activation);                                      \
-            linear_fp8<OUT, ScaledConfig<__VA_ARGS__>>(&out_map, &row_map, &column_map,            \
-                                                       {epilogue, a, b}, k, group);                \
+            linear_fp8<OUT, ScaledConfig<__VA_ARGS__>>(                                            \
+                &out_map, &row_map, &row_tail, &column_map, &column_tail, {partials, arrivals},    \
+                {epilogue, a, b}, k, group, num_whole, num_dealt);                                 \
         })
 
 #define EXPORT_ALL(NAME, ...)                                             \
@@ -219,6 +239,11 @@ EXPORT_ALL(swapped_64x64_c11_b2, kPromoting, kSwapped, 1, 1, 64, 6, 1, 1, 1, 2)
 EXPORT_ALL(swapped_64x64_c11_b2_blocks, kBlocks, kSwapped, 1, 1, 64, 6, 1, 1, 1, 2)
 EXPORT_ALL(swapped_64x64_c11, kBoth, kSwapped, 1, 1, 64, 12, 1, 1, 1, 1)
 EXPORT_ALL(swapped_64x64_c11_k2, kBoth, kSwapped, 1, 1, 64, 13, 1, 2, 0, 1)
+EXPORT_ALL(swapped_64x64_c11_k4, kBoth, kSwapped, 1, 1, 64, 13, 1, 4, 0, 1)
+EXPORT_ALL(swapped_64x128_c11, kBoth, kSwapped, 1, 1, 128, 8, 1, 1, 2, 1)
+EXPORT_ALL(swapped_64x128_c11_k2, kBoth, kSwapped, 1, 1, 128, 9, 1, 2, 0, 1)
+EXPORT_ALL(swapped_128x128_c21, kPromoting, kSwapped, 2, 1, 128, 5, 2, 1, 2, 1)
+EXPORT_ALL(swapped_128x128_c21_blocks, kBlocks, kSwapped, 2, 1, 128, 5, 2, 1, 2, 1)
 // clang-format on
 
 }  // namespace kernel_hub::matmul::fp8

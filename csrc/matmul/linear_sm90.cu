@@ -1,3 +1,4 @@
+// kernel_hub: allow-local-memory: at most 80 bytes, between tiles
 // out = act(a b^T + bias) + residual on Hopper: bulk tensor copies and wgmma. sm_90a only.
 //
 //   a (m, k), b (n, k), of fp16 or bf16; sums in fp32; out (m, n) of the same dtype or fp32
@@ -31,19 +32,22 @@
 #include "matmul/sm90/loop.cuh"
 #include "matmul/sm90/tiles.cuh"
 #include "matmul/sm90/write.cuh"
+#include "matmul/sm90/write_swapped.cuh"
 
 namespace kernel_hub::matmul::sm90 {
 
 template <typename T, typename Out, typename C>
 __device__ __forceinline__ void linear_sm90(
     Out* out, const CUtensorMap* out_map, const CUtensorMap* residual_map,
-    const CUtensorMap* row_map, const CUtensorMap* column_map, const T* bias, const Out* residual,
-    int64_t out_stride, int64_t residual_stride, int m, int n, int k, int activation, int group) {
+    const CUtensorMap* row_map, const CUtensorMap* row_tail, const CUtensorMap* column_map,
+    const CUtensorMap* column_tail, const Partials& partials, const T* bias, const Out* residual,
+    int64_t out_stride, int64_t residual_stride, int m, int n, int k, int activation, int group,
+    int num_whole, int num_dealt) {
     static_assert(C::kFetchesResidual || !C::kStagesBias, "a stage is as large as all boxes");
     const uint32_t ring_base = keep(shared_address(dynamic_shared()));
     const uint32_t full = ring_base + C::kBarriersAt, empty = full + 8 * C::kStages;
     const uint32_t rank = C::kClusterSize > 1 ? cluster_rank() : 0;
-    const int warpgroup = threadIdx.x / 128;
+    const int warp = warp_index(), warpgroup = warp / 4;
 
     const int num_rows = C::kSwaps ? n : m, num_columns = C::kSwaps ? m : n;
     constexpr int kRows = C::kBlockM * C::kClusterM, kColumns = C::kBlockN * C::kClusterN;
@@ -51,8 +55,9 @@ __device__ __forceinline__ void linear_sm90(
                         group};
     const int all_steps = (k + kBlockK - 1) / kBlockK;
     const int split = rank / C::kSharers;
-    const int first_step = all_steps * split / C::kSplits;
-    const int last_step = all_steps * (split + 1) / C::kSplits;
+    const int base_step = all_steps * split / C::kSplits;
+    Schedule schedule(all_steps * (split + 1) / C::kSplits - base_step, num_whole, num_dealt,
+                      blockIdx.x / C::kClusterSize, gridDim.x / C::kClusterSize);
 
     if (threadIdx.x == 0) {
         tma_prefetch_map(row_map);
@@ -83,9 +88,12 @@ __device__ __forceinline__ void linear_sm90(
         if constexpr (C::kTradesRegisters) {
             release_registers<C::kProducerRegisters>();
         }
-        if (threadIdx.x == 0) {
-            produce<C>(row_map, column_map, raster, ring_base, full, empty, rank, first_step,
-                       last_step, epilogue.adds_vectors() ? residual_map : nullptr);
+        if (warp == 0 && elect_one()) {
+            produce<C>({row_map, row_tail, num_rows}, {column_map, column_tail, num_columns},
+                       raster, schedule, ring_base, full, empty, rank, base_step,
+                       epilogue.adds_vectors() ? residual_map : nullptr);
+        } else if (C::kSplits == 1 && warp == 3) {
+            announce_sums<C>(partials, schedule);
         }
         if constexpr (C::kSplits > 1) {
             __syncwarp();
@@ -106,18 +114,17 @@ __device__ __forceinline__ void linear_sm90(
         const uint32_t boxes = ring_base + C::kBoxesAt + consumer * C::kBoxes * kBoxBytes;
         uint32_t* tile_bias = reinterpret_cast<uint32_t*>(dynamic_shared() + C::kBiasAt) +
                               consumer * (C::kBlockN / 2);
-        const int num_tiles = raster.rows * raster.columns;
-        const int num_clusters = gridDim.x / C::kClusterSize;
         Ring<C::kStages> ring;
-        for (int tile = blockIdx.x / C::kClusterSize; tile < num_tiles; tile += num_clusters) {
+        for (Segment segment; schedule.next(segment);) {
             int tile_m, tile_n;
-            raster.place(tile, tile_m, tile_n);
+            raster.place(segment.tile, tile_m, tile_n);
             const int row = (tile_m * C::kClusterM + rank_m) * C::kBlockM + row_in_tile;
             const int column = (tile_n * C::kClusterN + rank_n) * C::kBlockN;
             const int thread_row = row + thread / 32 * 16 + thread % 32 / 4;
             const int thread_column = column + 2 * (thread % 4);
             uint32_t bias_words[C::kBiasWords];
-            if (C::kStagesBias && bias) {
+            const bool leaves = C::kSplits == 1 && schedule.leaves(segment);
+            if (C::kStagesBias && bias && !leaves) {
                 epilogue.template load_bias<C::kBiasWords>(column + 2 * thread, bias_words);
             }
             std::conditional_t<(C::kSplits > 1), SplitExtras<C, T, Out>, SwappedExtras<C, T, Out>>
@@ -128,11 +135,20 @@ __device__ __forceinline__ void linear_sm90(
                 extras.share = rank / C::kSharers;
                 extras.load(epilogue);
             } else if constexpr (C::kSwaps) {
-                extras.load(epilogue, thread_row, thread_column);
+                if (!leaves) {
+                    extras.load(epilogue, thread_row, thread_column);
+                }
             }
             float acc[C::kPieces][C::kSums];
             multiply<T, C>(acc, ring, rows, columns, full, empty, rank, thread,
-                           last_step - first_step);
+                           segment.end_step - segment.first_step);
+            if constexpr (C::kSplits == 1) {
+                if (leaves) {
+                    leave_sums<C>(partials, acc, consumer, thread);
+                    continue;
+                }
+                collect_sums<C>(partials, schedule, segment.first_step, acc, consumer, thread);
+            }
             if constexpr (C::kSplits > 1) {
                 merge_and_write<C>(epilogue, extras, acc[0], ring_base, rank,
                                    consumer * 128 + thread);
@@ -158,21 +174,24 @@ __device__ __forceinline__ void linear_sm90(
     }
 }
 
-#define EXPORT_LINEAR(NAME, T, OUT, ...)                                                           \
-    DESCRIBED(                                                                                     \
-        NAME, "x: as many clusters as run at once, or as there are tiles of block_m x block_n",    \
-        (facts_of<Config<__VA_ARGS__>>()),                                                         \
-        extern "C" __global__ void __cluster_dims__(Config<__VA_ARGS__>::kClusterSize, 1, 1)       \
-        __launch_bounds__(Config<__VA_ARGS__>::kThreads, Config<__VA_ARGS__>::kMinBlocks) NAME(    \
-            OUT* out, const __grid_constant__ CUtensorMap out_map,                                 \
-            const __grid_constant__ CUtensorMap residual_map,                                      \
-            const __grid_constant__ CUtensorMap row_map,                                           \
-            const __grid_constant__ CUtensorMap column_map, const T* bias, const OUT* residual,    \
-            int64_t out_stride, int64_t residual_stride, int m, int n, int k, int activation,      \
-            int group) {                                                                           \
-            linear_sm90<T, OUT, Config<__VA_ARGS__>>(out, &out_map, &residual_map, &row_map,       \
-                                                     &column_map, bias, residual, out_stride,      \
-                                                     residual_stride, m, n, k, activation, group); \
+#define EXPORT_LINEAR(NAME, T, OUT, ...)                                                        \
+    DESCRIBED(                                                                                  \
+        NAME, "x: as many clusters as run at once, or as there are tiles of block_m x block_n", \
+        (facts_of<Config<__VA_ARGS__>>()),                                                      \
+        extern "C" __global__ void __cluster_dims__(Config<__VA_ARGS__>::kClusterSize, 1, 1)    \
+        __launch_bounds__(Config<__VA_ARGS__>::kThreads, Config<__VA_ARGS__>::kMinBlocks) NAME( \
+            OUT* out, const __grid_constant__ CUtensorMap out_map,                              \
+            const __grid_constant__ CUtensorMap residual_map,                                   \
+            const __grid_constant__ CUtensorMap row_map,                                        \
+            const __grid_constant__ CUtensorMap row_tail,                                       \
+            const __grid_constant__ CUtensorMap column_map,                                     \
+            const __grid_constant__ CUtensorMap column_tail, float* partials, int* arrivals,    \
+            const T* bias, const OUT* residual, int64_t out_stride, int64_t residual_stride,    \
+            int m, int n, int k, int activation, int group, int num_whole, int num_dealt) {     \
+            linear_sm90<T, OUT, Config<__VA_ARGS__>>(                                           \
+                out, &out_map, &residual_map, &row_map, &row_tail, &column_map, &column_tail,   \
+                {partials, arrivals}, bias, residual, out_stride, residual_stride, m, n, k,     \
+                activation, group, num_whole, num_dealt);                                       \
         })
 
 #define EXPORT_BOTH(NAME, ...)                                     \
@@ -184,14 +203,12 @@ __device__ __forceinline__ void linear_sm90(
     EXPORT_LINEAR(linear_bf16_##NAME##_fp32, __nv_bfloat16, float, __VA_ARGS__)
 // clang-format off
 EXPORT_WITH_FP32(128x256_c21, kTogether, 2, 1, 256, 4, 2, 1, 1, 2, 1)
-EXPORT_BOTH(128x320_c21, kTogether, 2, 2, 160, 3, 2, 1, 1, 3, 1)
 EXPORT_BOTH(128x224_c21, kTogether, 2, 1, 224, 4, 2, 1, 1, 2, 1)
 EXPORT_BOTH(128x192_c21, kTogether, 2, 1, 192, 4, 2, 1, 1, 2, 1)
 EXPORT_BOTH(128x160_c21, kTogether, 2, 1, 160, 5, 2, 1, 1, 2, 1)
 EXPORT_WITH_FP32(128x128_c21, kTogether, 2, 1, 128, 6, 2, 1, 1, 2, 1)
+EXPORT_BOTH(128x128_c11, kTogether, 2, 1, 128, 6, 1, 1, 1, 2, 1)
 EXPORT_BOTH(128x96_c21, kTogether, 2, 1, 96, 7, 2, 1, 1, 1, 1)
-EXPORT_BOTH(128x64_c21, kTogether, 2, 1, 64, 8, 2, 1, 1, 1, 1)
-EXPORT_BOTH(128x128_c11_k2, kTogether, 2, 1, 128, 6, 1, 1, 2, 0, 1)
 EXPORT_WITH_FP32(swapped_64x16_c11_b2, kSwapped, 1, 1, 16, 10, 1, 1, 1, 1, 2)
 EXPORT_BOTH(swapped_64x16_c11_k2_b2, kSwapped, 1, 1, 16, 11, 1, 1, 2, 0, 2)
 EXPORT_BOTH(swapped_64x32_c11_b2, kSwapped, 1, 1, 32, 8, 1, 1, 1, 1, 2)
@@ -199,9 +216,18 @@ EXPORT_BOTH(swapped_64x32_c11_k2_b2, kSwapped, 1, 1, 32, 9, 1, 1, 2, 0, 2)
 EXPORT_WITH_FP32(swapped_64x64_c11_b2, kSwapped, 1, 1, 64, 6, 1, 1, 1, 1, 2)
 EXPORT_BOTH(swapped_64x64_c11, kSwapped, 1, 1, 64, 13, 1, 1, 1, 1, 1)
 EXPORT_BOTH(swapped_64x64_c11_k2, kSwapped, 1, 1, 64, 13, 1, 1, 2, 0, 1)
-EXPORT_BOTH(swapped_64x128_c11, kSwapped, 1, 1, 128, 8, 1, 1, 1, 2, 1)
+EXPORT_BOTH(swapped_64x64_c11_k4, kSwapped, 1, 1, 64, 13, 1, 1, 4, 0, 1)
+EXPORT_WITH_FP32(swapped_64x128_c11, kSwapped, 1, 1, 128, 8, 1, 1, 1, 2, 1)
+EXPORT_BOTH(swapped_64x128_c41, kSwapped, 1, 1, 128, 8, 4, 1, 1, 2, 1)
 EXPORT_BOTH(swapped_64x128_c11_k2, kSwapped, 1, 1, 128, 9, 1, 1, 2, 0, 1)
+EXPORT_BOTH(swapped_64x128_c11_k4, kSwapped, 1, 1, 128, 9, 1, 1, 4, 0, 1)
+EXPORT_BOTH(swapped_64x160_c21, kSwapped, 1, 1, 160, 7, 2, 1, 1, 2, 1)
+EXPORT_BOTH(swapped_64x224_c21, kSwapped, 1, 1, 224, 5, 2, 1, 1, 2, 1)
+EXPORT_BOTH(swapped_128x96_c21, kSwapped, 2, 1, 96, 6, 2, 1, 1, 2, 1)
 EXPORT_BOTH(swapped_128x128_c21, kSwapped, 2, 1, 128, 6, 2, 1, 1, 2, 1)
+EXPORT_BOTH(swapped_128x160_c21, kSwapped, 2, 1, 160, 5, 2, 1, 1, 2, 1)
+EXPORT_BOTH(swapped_128x192_c21, kSwapped, 2, 1, 192, 4, 2, 1, 1, 2, 1)
+EXPORT_BOTH(swapped_128x224_c21, kSwapped, 2, 1, 224, 4, 2, 1, 1, 2, 1)
 // clang-format on
 
 }  // namespace kernel_hub::matmul::sm90

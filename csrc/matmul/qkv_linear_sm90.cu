@@ -1,3 +1,4 @@
+// kernel_hub: allow-local-memory: at most 48 bytes, between tiles
 // q, k, v = rotated(a b^T + bias) on Hopper, k and v written into a cache: bulk tensor copies and
 // wgmma. sm_90a only.
 //
@@ -51,7 +52,7 @@ struct BlockBoxes {
     __device__ __forceinline__ int box_rows() const { return 32; }
 };
 
-constexpr int kMostSwapped = 64;  // tokens of a swapped tile
+constexpr int kMostSwapped = 128;  // tokens of a swapped tile
 
 __device__ __forceinline__ TokenPlace* swapped_places() {
     __shared__ TokenPlace places[kMostSwapped];
@@ -274,12 +275,12 @@ struct QkvEndingSm90 : QkvEnding<T> {
         extern "C" __global__ void __cluster_dims__(Config<__VA_ARGS__>::kClusterSize, 1, 1)       \
         __launch_bounds__(Config<__VA_ARGS__>::kThreads, Config<__VA_ARGS__>::kMinBlocks) NAME(    \
             T* q, T* k_cache, T* v_cache, int* flag, const __grid_constant__ CUtensorMap a_map,    \
-            const __grid_constant__ CUtensorMap b_map, const T* bias, const void* cos,             \
-            const void* sin, const void* positions, const int* cache_seqlens,                      \
-            const void* slot_mapping, const int* block_table, const int* cu_seqlens,               \
-            int64_t q_token_stride, int64_t q_head_stride, int64_t k_page_stride,                  \
-            int64_t k_row_stride, int64_t k_head_stride, int64_t v_page_stride,                    \
-            int64_t v_row_stride, int64_t v_head_stride, int table_stride,                         \
+            const __grid_constant__ CUtensorMap a_tail, const __grid_constant__ CUtensorMap b_map, \
+            const T* bias, const void* cos, const void* sin, const void* positions,                \
+            const int* cache_seqlens, const void* slot_mapping, const int* block_table,            \
+            const int* cu_seqlens, int64_t q_token_stride, int64_t q_head_stride,                  \
+            int64_t k_page_stride, int64_t k_row_stride, int64_t k_head_stride,                    \
+            int64_t v_page_stride, int64_t v_row_stride, int64_t v_head_stride, int table_stride,  \
             int64_t block_table_stride, int m, int k, int num_heads, int num_kv_heads,             \
             int head_dim, int rotary_dim, int paired_dim, int is_interleaved, int seqlen,          \
             int batch_size, int max_position, int table_bytes, int num_pages, int page_size,       \
@@ -321,7 +322,8 @@ struct QkvEndingSm90 : QkvEnding<T> {
                                   .max_position = max_position,                                    \
                                   .table_bytes = table_bytes},                                     \
                                  block_boxes},                                                     \
-                &a_map, BOXES, m, (num_heads + 2 * num_kv_heads) * (head_dim / 16), k, group);     \
+                &a_map, &a_tail, BOXES, m, (num_heads + 2 * num_kv_heads) * (head_dim / 16), k,    \
+                group);                                                                            \
         })
 
 #define EXPORT_BOTH(NAME, BOXES, ...)                                     \
@@ -332,6 +334,7 @@ EXPORT_BOTH(128x256_c21, block_boxes, kTogether, 2, 1, 256, 4, 2, 1, 1, 0, 1)
 EXPORT_BOTH(128x320_c21, block_boxes, kTogether, 2, 2, 160, 4, 2, 1, 1, 0, 1)
 EXPORT_BOTH(128x192_c21, block_boxes, kTogether, 2, 1, 192, 5, 2, 1, 1, 0, 1)
 EXPORT_BOTH(128x128_c21, block_boxes, kTogether, 2, 1, 128, 7, 2, 1, 1, 0, 1)
+EXPORT_BOTH(128x128_c11, block_boxes, kTogether, 2, 1, 128, 7, 1, 1, 1, 0, 1)
 EXPORT_BOTH(swapped_64x16_c11_b2, swapped_boxes, kSwapped, 1, 1, 16, 10, 1, 1, 1, 0, 2)
 EXPORT_BOTH(swapped_64x16_c11_k4_b2, swapped_boxes, kSwapped, 1, 1, 16, 10, 1, 1, 4, 0, 2)
 EXPORT_BOTH(swapped_64x32_c11_b2, swapped_boxes, kSwapped, 1, 1, 32, 8, 1, 1, 1, 0, 2)
@@ -339,6 +342,7 @@ EXPORT_BOTH(swapped_64x32_c11_k4_b2, swapped_boxes, kSwapped, 1, 1, 32, 8, 1, 1,
 EXPORT_BOTH(swapped_64x64_c11, swapped_boxes, kSwapped, 1, 1, 64, 13, 1, 1, 1, 0, 1)
 EXPORT_BOTH(swapped_64x64_c11_k2, swapped_boxes, kSwapped, 1, 1, 64, 13, 1, 1, 2, 0, 1)
 EXPORT_BOTH(swapped_64x64_c11_k4, swapped_boxes, kSwapped, 1, 1, 64, 13, 1, 1, 4, 0, 1)
+EXPORT_BOTH(swapped_64x128_c11, swapped_boxes, kSwapped, 1, 1, 128, 9, 1, 1, 1, 0, 1)
 // clang-format on
 
 }  // namespace kernel_hub::matmul::paired

@@ -26,7 +26,10 @@ LINEAR = (
     (1, 8, 64), (1, 4096, 4096), (5, 8, 64), (17, 8, 1024), (65, 8, 8192), (5, 14336, 64),
     (300, 6144, 64), (3000, 512, 512), (33, 5120, 1024), (300, 333, 520), (37, 45, 72),
 )  # fmt: skip
-LINEAR_FP32 = ((1, 8, 64), (5, 8, 64), (5, 8, 256), (17, 8, 512), (5, 14336, 64), (37, 45, 72))
+LINEAR_FP32 = (
+    (1, 8, 64), (5, 8, 64), (5, 8, 256), (17, 8, 512), (5, 14336, 64), (37, 45, 72),
+    (200, 512, 1024), (700, 1536, 1024), (1500, 5120, 1024),
+)  # fmt: skip
 LINEAR_PORTABLE = ((5, 40, 72), (12, 40, 4104), (20, 101, 1032), (2000, 2000, 72))
 # What the choice of a variant turns on beyond the shapes above.
 MANY_ROWS = ((4100, 4096), (4100, 2048), (1100, 8192), (1100, 16384))
@@ -138,15 +141,16 @@ def merge_states(device: str) -> None:
 
 def linear(device: str) -> None:
     """Every variant, plain and with all that can be added; and rows a tensor map cannot tell of."""
-    for dtype, (i, (name, variant)) in itertools.product(
-        DTYPES[:2], enumerate(linear_plan.HOPPER.items())
+    for dtype, (i, name), deals in itertools.product(
+        DTYPES[:2], enumerate(linear_plan.HOPPER), (0, 1)
     ):
-        m, n = 5 if variant.swaps else 300, 168 + 8 * i
+        # Of the last tiles some rows, of tiles dealt out some steps.
+        m, n, k = 5 + 300 * deals, 168 + 8 * i, 200 + 512 * deals
         a, b, bias, residual = (
             torch.randn(*size, device=device, dtype=dtype)
-            for size in ((m, 200), (n, 200), (n,), (m, n))
+            for size in ((m, k), (n, k), (n,), (m, n))
         )
-        with linear_plan.TABLE.forcing(linear_plan.Row(name, {"group": 8})):
+        with linear_plan.TABLE.forcing(linear_plan.Row(name, {"group": 8, "deals": deals})):
             ops.linear(a, b)
             ops.linear(a, b, bias, activation="silu", residual=residual, out=residual)
     for dtype, wide in itertools.product(DTYPES[:2], (False, True)):

@@ -15,6 +15,7 @@ from ways import launch_for_cpu, op_modules
 from kernel_hub.ops.core import bounds, common, operands
 from kernel_hub.ops.core.device import PlannedGpu
 from kernel_hub.ops.core.launch import forget_all
+from kernel_hub.ops.matmul import linear_launch
 
 
 class _NoLaunch:
@@ -61,6 +62,7 @@ def plan_only(monkeypatch: Any) -> None:
     monkeypatch.setattr(bounds, "flag", lambda *_: None)
     fp8 = importlib.import_module("kernel_hub.ops.matmul.linear_fp8")
     monkeypatch.setattr(fp8, "device_of", lambda _: PlannedGpu((9, 0), 132))
-    monkeypatch.setattr(fp8, "tensor_map", lambda *_: b"")
+    for module in (fp8, linear_launch):
+        monkeypatch.setattr(module, "tensor_map", lambda *_: b"")
     attention_fp8 = importlib.import_module("kernel_hub.ops.attention.fp8")
     monkeypatch.setattr(attention_fp8, "cpu", SimpleNamespace(forward=lambda *_: None))

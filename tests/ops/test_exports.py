@@ -139,8 +139,9 @@ def test_merge_states(chosen: set[str]) -> None:
 
 def test_linear(chosen: set[str]) -> None:
     launch = importlib.import_module("kernel_hub.ops.matmul.linear_launch")
-    rows = [1, 5, 8, 16, 17, 32, 33, 64, 65, 128, 256, 300, 512, 1024, 2048, 4096, 8192]
+    rows = [1, 5, 8, 16, 17, 32, 33, 64, 65, 128, 200, 256, 300, 512, 700, 1024, 1500, 3000, 8192]
     weights = [(8, 64), (5120, 256), (18944, 64)]
+    weights += itertools.product((8, 512, 1536, 3072, 5120, 14336), (512, 1024, 2048, 4096, 8192))
     for section in linear_plan.TABLE.shipped():
         weights += [tuple(linear_plan.TABLE.layout.parse(key).values()) for key in section.choices]
     for device in (PlannedGpu((8, 0), 108), PlannedGpu((9, 0), 132)):
@@ -154,8 +155,12 @@ def test_linear(chosen: set[str]) -> None:
 
 @pytest.mark.parametrize("op", paired_plan.TABLES)
 def test_paired(op: str) -> None:
-    rows = [1, 5, 8, 12, 16, 17, 32, 33, 64, 65, 128, 256, 300, 512, 1024, 4096, 8192]
+    rows = [1, 5, 8, 12, 16, 17, 32, 33, 64, 65, 128, 256, 300, 512, 1024, 3000, 4096, 8192]
     weights = [(96, 64), (1536, 512), (5120, 1024)]
+    weights += itertools.product(
+        (96, 1536, 3584, 5120, 9216, 18944), (1024, 2048, 3584, 8192, 18944)
+    )
+    rows += [190, 220, 440, 1700]
     for section in paired_plan.TABLES[op].shipped():
         keys = map(paired_plan.TABLES[op].layout.parse, section.choices)
         weights += [(int(key["n"]), int(key["k"])) for key in keys]

@@ -47,6 +47,11 @@ __device__ __forceinline__ int ld_acquire(const int* address) {
     return value;
 }
 
+// Writes what another block acquires, behind all that this thread has written or waited for.
+__device__ __forceinline__ void st_release(int* address, int value) {
+    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 __device__ void red_add_4(float* address, float a, float b, float c, float d);  // sm_90 and later
 #else

@@ -27,6 +27,11 @@ __device__ __forceinline__ void named_barrier_arrive(int barrier, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
+// threadIdx.x / 32, which ptxas then knows to be one number for a warp.
+__device__ __forceinline__ int warp_index() {
+    return __shfl_sync(~0u, threadIdx.x / 32, 0);
+}
+
 // Gives registers back, down to `kRegisters` a thread. Every warp of the warpgroup.
 template <int kRegisters>
 __device__ __forceinline__ void release_registers() {

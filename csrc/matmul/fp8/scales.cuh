@@ -6,6 +6,7 @@
 
 #include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/mbarrier.cuh"
+#include "matmul/sm90/schedule.cuh"
 #include "matmul/sm90/tiles.cuh"
 
 namespace kernel_hub::matmul::fp8 {
@@ -85,22 +86,21 @@ struct Scales {
 // warp; each of its threads arrives at the barrier of a full stage.
 template <typename C>
 __device__ __forceinline__ void fetch_scales(const Scales& of_a, const Scales& of_b,
-                                             const Raster& raster, uint32_t ring_base,
-                                             uint32_t full, uint32_t empty, uint32_t rank,
-                                             int first_step, int last_step) {
+                                             const Raster& raster, Schedule schedule,
+                                             uint32_t ring_base, uint32_t full, uint32_t empty,
+                                             uint32_t rank, int base_step) {
     const int lane = threadIdx.x % 32;
-    const int num_tiles = raster.rows * raster.columns;
     Ring<C::kStages> ring;
-    for (int tile = blockIdx.x / C::kClusterSize; tile < num_tiles;
-         tile += gridDim.x / C::kClusterSize) {
+    for (Segment segment; schedule.next(segment);) {
         int tile_m, tile_n;
-        raster.place(tile, tile_m, tile_n);
+        raster.place(segment.tile, tile_m, tile_n);
         const int row = (tile_m * C::kClusterM + rank % C::kClusterM) * C::kBlockM;
         const int column = tile_n * C::kBlockN;
         const int a_row = (C::kSwaps ? column : row) + lane;
         const int b_row = C::kSwaps ? row : column;
 #pragma unroll 1
-        for (int step = first_step; step < last_step; ++step) {
+        for (int at = segment.first_step; at < segment.end_step; ++at) {
+            const int step = base_step + at;
             mbarrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
             const uint32_t slot =
                 ring_base + C::kSlotsAt + 4 * (ring.stage * C::kSlotFloats + lane);

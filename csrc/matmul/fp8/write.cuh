@@ -28,20 +28,22 @@ struct ScaledEpilogue : Epilogue<Out, Out> {
 // Barriers between the consumers and the warp that fetches scales and bias of a tile.
 constexpr int kColumnsFetched = 5, kColumnsRead = 6;
 
-// Fetches scale and bias of each column, and the scale of each row, of all tiles of this block.
-// One warp, while the consumers multiply.
+// Fetches scale and bias of each column, and the scale of each row, of all tiles that this block
+// completes. One warp, while the consumers multiply.
 template <typename C, typename Out>
 __device__ __forceinline__ void fetch_columns(const ScaledEpilogue<Out>& epilogue,
-                                              const Raster& raster, uint32_t rank) {
+                                              const Raster& raster, Schedule schedule,
+                                              uint32_t rank) {
     constexpr int kThreads = 128 * C::kConsumers + 32;
     float2* columns = reinterpret_cast<float2*>(dynamic_shared() + C::kColumnsAt);
     float* rows = reinterpret_cast<float*>(dynamic_shared() + C::kRowsAt);
     const int lane = threadIdx.x % 32;
-    const int num_tiles = raster.rows * raster.columns;
-    for (int tile = blockIdx.x / C::kClusterSize; tile < num_tiles;
-         tile += gridDim.x / C::kClusterSize) {
+    for (Segment segment; schedule.next(segment);) {
+        if (schedule.leaves(segment)) {
+            continue;
+        }
         int tile_m, tile_n;
-        raster.place(tile, tile_m, tile_n);
+        raster.place(segment.tile, tile_m, tile_n);
         const int row = (tile_m * C::kClusterM + rank % C::kClusterM) * C::kBlockM + lane;
         const int column = tile_n * C::kBlockN + lane;
 #pragma unroll 4

@@ -37,7 +37,7 @@ __device__ __forceinline__ void grouped_sm90(const Policy& policy, const MakeWal
     const uint32_t full = ring_base + C::kBarriersAt, empty = full + 8 * C::kStages;
     Record* records = reinterpret_cast<Record*>(dynamic_shared() + C::kRecordsAt);
     const uint32_t rank = C::kPairs ? cluster_rank() : 0;
-    const int warpgroup = threadIdx.x / 128;
+    const int warp = warp_index(), warpgroup = warp / 4;
     const int num_steps = (k + kBlockK - 1) / kBlockK;
 
     if (threadIdx.x == 0) {
@@ -65,7 +65,7 @@ __device__ __forceinline__ void grouped_sm90(const Policy& policy, const MakeWal
         if constexpr (C::kTradesRegisters) {
             release_registers<C::kProducerRegisters>();
         }
-        if (threadIdx.x < 32) {
+        if (warp == 0) {
             auto walk = make_walk();
             produce_grouped<C>(walk, policy, a_map, b_map, ring_base, full, empty, records, rank,
                                num_steps, partials && num_steps >= 2);

@@ -109,7 +109,8 @@ __device__ __forceinline__ void produce_grouped(Walk& walk, const Policy& policy
         if (!is_tile) {
             return;
         }
-        if (threadIdx.x % 32 == 0) {
+        __syncwarp();
+        if (elect_one()) {
             const bool shares_columns = place.is_one_below;
             const int tile_row = place.tile_row + (shares_columns ? rank : 0);
             const int tile_column = place.tile_column + (shares_columns ? 0 : rank);

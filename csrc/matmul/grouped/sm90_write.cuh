@@ -8,6 +8,7 @@
 #include "kernel_hub/warpgroup.cuh"
 #include "matmul/grouped/out.cuh"
 #include "matmul/grouped/sm90_loop.cuh"
+#include "matmul/sm90/schedule.cuh"
 
 namespace kernel_hub::matmul::grouped {
 
@@ -175,25 +176,6 @@ __device__ __forceinline__ void write_finished(const Target<T>& target, const fl
             }
         }
     }
-}
-
-// Says that this consumer's sums are in memory, to the block that has the other half of k.
-__device__ __forceinline__ void announce(int* arrival, int thread, int barrier) {
-    __threadfence();
-    named_barrier_sync(barrier, 128);
-    if (thread == 0) {
-        atomicExch(arrival, 1);
-    }
-}
-
-// Waits until the other block has said so.
-__device__ __forceinline__ void wait_for(int* arrival, int thread, int barrier) {
-    if (thread == 0) {
-        while (ld_acquire(arrival) == 0) {
-        }
-        *arrival = 0;  // for the next launch
-    }
-    named_barrier_sync(barrier, 128);
 }
 
 }  // namespace kernel_hub::matmul::grouped

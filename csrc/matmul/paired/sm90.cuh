@@ -68,7 +68,7 @@ __device__ __forceinline__ void fetch_boxes(const Boxes& boxes, typename Boxes::
 }
 
 template <typename C, typename Boxes>
-__device__ __forceinline__ void produce_paired(const CUtensorMap* a_map, const Boxes& boxes,
+__device__ __forceinline__ void produce_paired(const Operand& a, const Boxes& boxes,
                                                const Raster& raster, uint32_t ring_base,
                                                uint32_t full, uint32_t empty, uint32_t rank,
                                                int first_step, int num_steps) {
@@ -84,22 +84,24 @@ __device__ __forceinline__ void produce_paired(const CUtensorMap* a_map, const B
         const int row = (tile_m * C::kClusterM + rank) * C::kBlockM;
         const int column = tile_n * C::kBlockN + rank * kShareN;
         const typename Boxes::Walk walk = boxes.begin(C::kSwaps ? row : column);
+        constexpr int kTile = C::kSwaps ? C::kBlockN : C::kBlockM;
+        constexpr int kShare = C::kSwaps ? kShareN : C::kBlockM;
+        const int first = C::kSwaps ? tile_n * C::kBlockN : row, own = C::kSwaps ? column : row;
+        const CUtensorMap* a_map = a.template share<kShare>(own);
+        const uint32_t bytes = C::kStageBytes - kTile * kRowBytes + a.template bytes<kTile>(first);
+#pragma unroll 1
         for (int step = 0; step < num_steps; ++step) {
             mbarrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
             const uint32_t barrier = full + 8 * ring.stage;
-            mbarrier_arrive_expect_tx(barrier, C::kStageBytes);
+            mbarrier_arrive_expect_tx(barrier, bytes);
             const uint32_t to_rows = ring_base + ring.stage * C::kStageBytes;
             const uint32_t to_columns = to_rows + C::kTileBytesM + rank * kShareN * kRowBytes;
             const int x = (first_step + step) * kBlockK;
             if constexpr (C::kSwaps) {
                 fetch_boxes<C::kBlockM, false>(boxes, walk, to_rows, barrier, x, 0);
-                if constexpr (C::kClusterM > 1) {
-                    tma_load_2d_multicast(to_columns, a_map, barrier, x, column, kMask);
-                } else {
-                    tma_load_2d(to_columns, a_map, barrier, x, column);
-                }
+                Operand::fetch<(C::kClusterM > 1)>(a_map, to_columns, barrier, x, own, kMask);
             } else {
-                tma_load_2d(to_rows, a_map, barrier, x, row);
+                Operand::fetch<false>(a_map, to_rows, barrier, x, own, 0);
                 fetch_boxes<kShareN, (C::kClusterM > 1)>(boxes, walk, to_columns, barrier, x,
                                                          kMask);
             }
@@ -227,8 +229,8 @@ __device__ __forceinline__ bool merge_splits(float (&acc)[C::kSums], uint32_t su
 
 template <typename T, typename C, typename Ending, typename Boxes>
 __device__ __forceinline__ void paired_linear_sm90(const Ending& ending, const CUtensorMap* a_map,
-                                                   const Boxes& boxes, int m, int num_groups, int k,
-                                                   int group) {
+                                                   const CUtensorMap* a_tail, const Boxes& boxes,
+                                                   int m, int num_groups, int k, int group) {
     static_assert(C::kSplits == 1 ||
                       (C::kSwaps && C::kConsumers == 1 && C::kSharers == 1 && 4 % C::kSplits == 0),
                   "blocks share the k of one swapped tile a cluster, whose 4 warps they finish");
@@ -272,9 +274,9 @@ __device__ __forceinline__ void paired_linear_sm90(const Ending& ending, const C
         if constexpr (C::kTradesRegisters) {
             release_registers<C::kProducerRegisters>();
         }
-        if (threadIdx.x == 0) {
-            produce_paired<C>(a_map, boxes, raster, ring_base, full, empty, rank, first_step,
-                              num_steps);
+        if (warp_index() == 0 && elect_one()) {
+            produce_paired<C>({a_map, a_tail, m}, boxes, raster, ring_base, full, empty, rank,
+                              first_step, num_steps);
         }
         if constexpr (C::kSplits > 1) {
             __syncwarp();

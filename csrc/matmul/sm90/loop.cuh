@@ -6,6 +6,7 @@
 #include "kernel_hub/mbarrier.cuh"
 #include "kernel_hub/tma.cuh"
 #include "kernel_hub/wgmma.cuh"
+#include "matmul/sm90/schedule.cuh"
 #include "matmul/sm90/tiles.cuh"
 
 namespace kernel_hub::matmul::sm90 {
@@ -36,11 +37,45 @@ __device__ __forceinline__ void fetch_residual(const CUtensorMap* map, Ring<C::k
     }
 }
 
+// One operand as the copy engine fetches it: `map` has boxes of a block's share of a tile, `tail`
+// of the rows that are left in the last share. What lies outside the operand is not fetched. NOTE:
+// rows outside a tensor cost more than rows inside: all of them, of all boxes, ask the L2 for one
+// line. What is stale in their place only reaches results that are not stored.
+struct Operand {
+    const CUtensorMap* map;
+    const CUtensorMap* tail;
+    int rows;
+
+    // Of the tile from `first` on.
+    template <int kTile>
+    __device__ __forceinline__ uint32_t bytes(int first) const {
+        return static_cast<uint32_t>(max(0, min(kTile, rows - first))) * kRowBytes;
+    }
+    // The map of the share from `first` on; null where it has no rows.
+    template <int kShare>
+    __device__ __forceinline__ const CUtensorMap* share(int first) const {
+        return first + kShare <= rows ? map : first < rows ? tail : nullptr;
+    }
+    template <bool kMulticasts>
+    __device__ static __forceinline__ void fetch(const CUtensorMap* from, uint32_t target,
+                                                 uint32_t barrier, int x, int row, uint16_t mask) {
+        if (from == nullptr) {
+            return;
+        }
+        if constexpr (kMulticasts) {
+            tma_load_2d_multicast(target, from, barrier, x, row, mask);
+        } else {
+            tma_load_2d(target, from, barrier, x, row);
+        }
+    }
+};
+
+// base_step: the first of this block's part of k, where the blocks of a cluster share it.
 template <typename C>
-__device__ __forceinline__ void produce(const CUtensorMap* row_map, const CUtensorMap* column_map,
-                                        const Raster& raster, uint32_t ring_base, uint32_t full,
-                                        uint32_t empty, uint32_t rank, int first_step,
-                                        int last_step, const CUtensorMap* residual_map = nullptr) {
+__device__ __forceinline__ void produce(const Operand& rows, const Operand& columns,
+                                        const Raster& raster, Schedule schedule, uint32_t ring_base,
+                                        uint32_t full, uint32_t empty, uint32_t rank, int base_step,
+                                        const CUtensorMap* residual_map = nullptr) {
     const int rank_m = rank % C::kClusterM, rank_n = rank / C::kClusterM % C::kClusterN;
     constexpr int kShareM = C::kBlockM / C::kClusterN, kShareN = C::kBlockN / C::kClusterM;
     // Blocks of one row of the cluster share rows, those of one column share columns.
@@ -55,38 +90,33 @@ __device__ __forceinline__ void produce(const CUtensorMap* row_map, const CUtens
         column_mask |= 1 << (first_sharer + rank_n * C::kClusterM + i);
     }
     Ring<C::kStages> ring;
-    const int num_tiles = raster.rows * raster.columns;
-    for (int tile = blockIdx.x / C::kClusterSize; tile < num_tiles;
-         tile += gridDim.x / C::kClusterSize) {
+    for (Segment segment; schedule.next(segment);) {
         int tile_m, tile_n;
-        raster.place(tile, tile_m, tile_n);
-        const int row = (tile_m * C::kClusterM + rank_m) * C::kBlockM + rank_n * kShareM;
-        const int column = (tile_n * C::kClusterN + rank_n) * C::kBlockN + rank_m * kShareN;
-        for (int step = first_step; step < last_step; ++step) {
+        raster.place(segment.tile, tile_m, tile_n);
+        const int row = (tile_m * C::kClusterM + rank_m) * C::kBlockM;
+        const int column = (tile_n * C::kClusterN + rank_n) * C::kBlockN;
+        const int own_row = row + rank_n * kShareM, own_column = column + rank_m * kShareN;
+        const CUtensorMap* row_map = rows.template share<kShareM>(own_row);
+        const CUtensorMap* column_map = columns.template share<kShareN>(own_column);
+        const uint32_t bytes =
+            rows.template bytes<C::kBlockM>(row) + columns.template bytes<C::kBlockN>(column);
+#pragma unroll 1
+        for (int step = segment.first_step; step < segment.end_step; ++step) {
             mbarrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
             const uint32_t barrier = full + 8 * ring.stage;
-            mbarrier_arrive_expect_tx(barrier, C::kStageBytes);
-            const uint32_t rows = ring_base + ring.stage * C::kStageBytes;
-            const uint32_t to_rows = rows + rank_n * kShareM * kRowBytes;
-            const uint32_t to_columns = rows + C::kTileBytesM + rank_m * kShareN * kRowBytes;
-            if constexpr (C::kClusterN > 1) {
-                tma_load_2d_multicast(to_rows, row_map, barrier, step * kBlockK, row, row_mask);
-            } else {
-                tma_load_2d(to_rows, row_map, barrier, step * kBlockK, row);
-            }
-            if constexpr (C::kClusterM > 1) {
-                tma_load_2d_multicast(to_columns, column_map, barrier, step * kBlockK, column,
-                                      column_mask);
-            } else {
-                tma_load_2d(to_columns, column_map, barrier, step * kBlockK, column);
-            }
+            mbarrier_arrive_expect_tx(barrier, bytes);
+            const uint32_t stage = ring_base + ring.stage * C::kStageBytes;
+            const int x = (base_step + step) * kBlockK;
+            Operand::fetch<(C::kClusterN > 1)>(row_map, stage + rank_n * kShareM * kRowBytes,
+                                               barrier, x, own_row, row_mask);
+            Operand::fetch<(C::kClusterM > 1)>(
+                column_map, stage + C::kTileBytesM + rank_m * kShareN * kRowBytes, barrier, x,
+                own_column, column_mask);
             ring.next();
         }
         if constexpr (C::kFetchesResidual) {
-            if (residual_map != nullptr) {
-                fetch_residual<C>(residual_map, ring, ring_base, full, empty,
-                                  (tile_m * C::kClusterM + rank_m) * C::kBlockM,
-                                  (tile_n * C::kClusterN + rank_n) * C::kBlockN);
+            if (residual_map != nullptr && !schedule.leaves(segment)) {
+                fetch_residual<C>(residual_map, ring, ring_base, full, empty, row, column);
             }
         }
     }

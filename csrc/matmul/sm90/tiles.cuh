@@ -31,6 +31,10 @@ struct Config {
     static constexpr int kClusterM = kClusterM_, kClusterN = kClusterN_, kSplits = kSplits_;
     static constexpr int kSharers = kClusterM * kClusterN, kClusterSize = kSharers * kSplits;
     static constexpr int kMinBlocks = kMinBlocks_;
+    // Rows of out in a box on its way out; it has kBoxColumns columns.
+    static constexpr int kOutBoxRows = !kSwaps                               ? 64
+                                       : kBoxes > 0 && kBlockN > 64 * kBoxes ? 32
+                                                                             : kBlockN;
     static constexpr int kThreads = 128 * (kConsumers + 1);
     static constexpr uint32_t kTileBytesM = kBlockM * kRowBytes, kTileBytesN = kBlockN * kRowBytes;
     static constexpr uint32_t kStageBytes = kTileBytesM + kTileBytesN;
@@ -47,13 +51,14 @@ struct Config {
         kStagesBias && kBoxes > 0 && kConsumers * kBoxes * kBoxBytes <= kStageBytes;
     // Registers a thread, where warpgroups trade them.
     static constexpr bool kTradesRegisters = kConsumers == 2 && kMinBlocks == 1;
-    static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+    static constexpr int kProducerRegisters = kPieces * kSums > 96 ? 40 : 56;
+    static constexpr int kConsumerRegisters = kPieces * kSums > 96 ? 232 : 224;
 
     static_assert(kSplits == 1 || kBoxes == 0, "split tiles are written from registers");
     static_assert((kSplits == 1 && !kSwaps) || kPieces == 1,
                   "swapped and split tiles are one sum a consumer");
-    static_assert(!kSwaps || kBoxes == 0 || kBlockN == 64 * kBoxes || kBlockN < 64,
-                  "a swapped tile leaves in one box of its columns");
+    static_assert(kBoxes == 0 || kOutBoxRows <= 64 * kBoxes, "boxes have room for it");
+    static_assert(!kSwaps || kBlockN % kOutBoxRows == 0, "a swapped tile is whole boxes");
     static_assert(kBlockN / kClusterM % 8 == 0 && kBlockM / kClusterN % 8 == 0,
                   "a block's share of a tile is whole groups of 8 rows, as the swizzle is");
     static_assert(kSplits == 1 || kBlockM * kBlockN * 4u <= kStages * kStageBytes,
@@ -78,6 +83,7 @@ constexpr LaunchFacts facts_of(int shared_bytes = C::kSharedBytes, int block_k =
             .cluster_n = C::kClusterN,
             .splits = C::kSplits,
             .boxes = C::kBoxes,
+            .box_rows = C::kOutBoxRows,
             .swaps = C::kSwaps};
 }
 

@@ -5,23 +5,53 @@ from __future__ import annotations
 import torch
 
 _sets: dict[tuple[int | None, int, int], torch.Tensor] = {}
+# Zeros of each device that no launch has yet, for captured launches.
+_reserves: dict[int | None, torch.Tensor] = {}
+_RESERVE = 1 << 20  # counters
+_LINE = 32  # counters of a cache line
 
 
 def counters(device: torch.device, count: int) -> torch.Tensor:
     """`count` int32 zeros for a launch on the current stream of `device`; it leaves zeros behind.
 
     Launches on one stream follow each other and share one set. A captured launch may be replayed
-    beside anything: it gets its own. So does one on a stream that torch did not make: when that one
-    is destroyed, another may have its handle before its work is done.
+    beside anything: it keeps some of a reserve that an earlier launch made, or zeroes its own in
+    the graph. So does one on a stream that torch did not make: when that one is destroyed, another
+    may have its handle before its work is done.
     """
     if device.type == "cuda":
-        stream = torch.cuda.current_stream(device)
-        # torch's own have odd numbers (c10/cuda/CUDAStream.cpp), the default stream 0.
-        is_torchs = stream.stream_id == 0 or stream.stream_id % 2 == 1
-        if is_torchs and not torch.cuda.is_current_stream_capturing():
-            key = (device.index, stream.stream_id, count)
-            found = _sets.get(key)
-            if found is None:
-                found = _sets[key] = torch.zeros(count, dtype=torch.int32, device=device)
-            return found
+        if torch.cuda.is_current_stream_capturing():
+            found = _of_reserve(device, count)
+            if found is not None:
+                return found
+        else:
+            if device.index not in _reserves:
+                _make_reserve(device)
+            stream = torch.cuda.current_stream(device)
+            # torch's own have odd numbers (c10/cuda/CUDAStream.cpp), the default stream 0.
+            if stream.stream_id == 0 or stream.stream_id % 2 == 1:
+                key = (device.index, stream.stream_id, count)
+                found = _sets.get(key)
+                if found is None:
+                    found = _sets[key] = torch.zeros(count, dtype=torch.int32, device=device)
+                return found
     return torch.zeros(count, dtype=torch.int32, device=device)
+
+
+def _make_reserve(device: torch.device) -> None:
+    _reserves[device.index] = torch.zeros(_RESERVE, dtype=torch.int32, device=device)
+    torch.cuda.current_stream(device).synchronize()  # graphs are replayed on any stream
+
+
+def _of_reserve(device: torch.device, count: int) -> torch.Tensor | None:
+    """Zeros that stay the launch's for ever; None where the reserve has too few.
+
+    NOTE: memory zeroed within a graph is a launch of its own, and the next one waits for it.
+    """
+    reserve = _reserves.get(device.index)
+    if reserve is None or reserve.numel() < count:
+        _reserves.pop(device.index, None)  # the next launch that is not captured makes another
+        return None
+    taken = -(-count // _LINE) * _LINE
+    _reserves[device.index] = reserve[taken:]
+    return reserve[:count]

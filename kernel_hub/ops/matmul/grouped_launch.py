@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ..core import common
-from ..core.counters import counters
 from ..core.tensor_maps import Boxes, tensor_map
+from .linear_launch import workspace
 from .tiles import BLOCK_K, TileChoice
 
 
@@ -72,19 +72,9 @@ class GroupedLaunch:
             out_map = a_map  # not looked at where results leave in another way
             if self.out_boxes is not None and not out.data_ptr() % common.VEC_BYTES:
                 out_map = tensor_map(out, self.out_boxes)
-            shared = _workspace(choice, out.device)
+            shared = workspace(choice, out.device)
             params = (*outs, *shared, out_map, a_map, b_map, *more, *self.numbers)
         self.function(choice.grid, choice.block, choice.shared_bytes, None, params, **self.options)
-
-
-def _workspace(
-    choice: TileChoice, device: torch.device
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Memory for tiles of which two blocks share k: fp32 sums, counters of blocks that arrived."""
-    if not choice.num_partials:
-        return None, None
-    partials = torch.empty(choice.num_partials, dtype=torch.float32, device=device)
-    return partials, counters(device, choice.num_arrivals)
 
 
 def launch_of(

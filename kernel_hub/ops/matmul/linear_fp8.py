@@ -14,7 +14,7 @@ from ..core.device import device_of
 from ..core.launch import Plans
 from ..core.tensor_maps import Boxes, tensor_map
 from .linear_fp8_plan import CUBIN, SCALE_BLOCK, TABLE, choose
-from .linear_launch import boxes_of
+from .linear_launch import OperandBoxes, boxes_of, operand_boxes, operand_maps, workspace
 from .tiles import TileChoice
 
 DTYPE = torch.float8_e4m3fn
@@ -35,7 +35,7 @@ class Fp8Launch:
     function: Any
     choice: TileChoice | None = None
     numbers: tuple[int, ...] = ()
-    boxes: tuple[Boxes, Boxes] | None = None  # of rows and columns: b and a where they swap
+    boxes: OperandBoxes | None = None
     out_boxes: Boxes | None = None  # where results leave through boxes
 
     def run(
@@ -44,14 +44,13 @@ class Fp8Launch:
         """Launch on the current stream; it begins under the end of the launch before."""
         choice = self.choice
         assert choice is not None and self.boxes is not None
-        rows, columns = (b, a) if choice.swaps else (a, b)
-        row_map = tensor_map(rows, self.boxes[0])
-        column_map = tensor_map(columns, self.boxes[1])
-        out_map = row_map  # not looked at where results leave from registers
+        maps = operand_maps(choice, self.boxes, a, b)
+        out_map = maps[0]  # not looked at where results leave from registers
         if self.out_boxes is not None and not out.data_ptr() % common.VEC_BYTES:
             out_map = tensor_map(out, self.out_boxes)
         params = (
-            out, out_map, row_map, column_map, a_scale, b_scale, bias, residual, *self.numbers,
+            out, out_map, *maps, *workspace(choice, a.device), a_scale, b_scale, bias, residual,
+            *self.numbers,
         )  # fmt: skip
         self.function(
             choice.grid, choice.block, choice.shared_bytes, None, params, programmatic=True
@@ -237,20 +236,14 @@ def plan_launch(
     function = common.shipped(CUBIN, f"linear_fp8_{token}_{choice.variant}")
     numbers = (
         out_stride, residual_stride, a_scale_stride, k_strides[0], b_scale_stride, k_strides[1],
-        m, n, k, activation, choice.group, int(has_blocks),
+        m, n, k, activation, choice.group, choice.num_whole, choice.num_dealt, int(has_blocks),
     )  # fmt: skip
-    assert choice.boxes is not None
-    sides = (m, a_stride), (n, b_stride)
-    first, second = (  # of pairs of elements
-        boxes_of(rows, k // 2, stride // 2, box_rows, torch.int16)
-        for (rows, stride), box_rows in zip(
-            sides[::-1] if choice.swaps else sides, choice.boxes, strict=True
-        )
-    )
+    sides = (m, k // 2, a_stride // 2), (n, k // 2, b_stride // 2)  # of pairs of elements
+    boxes = operand_boxes(choice, *sides, torch.int16)
     out_boxes = None
     if choice.out_box_rows and out.element_size() == 2 and not (n | out_stride) % 8:
         out_boxes = boxes_of(m, n, n if m == 1 else out_stride, choice.out_box_rows)
-    return Fp8Launch(function, choice, numbers, (first, second), out_boxes)
+    return Fp8Launch(function, choice, numbers, boxes, out_boxes)
 
 
 def dequantised(

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from ...collection.entries import Lazy
 from ...tuning import Gpu, Row, Table
 from ..core.device import SM90, launch_facts
-from .tiles import Tile, TileChoice, groups_of
+from . import tiles
+from .tiles import Cost, Tile, TileChoice
 
 CUBIN = "linear_fp8_sm90"
 SCALE_BLOCK = 128  # elements of k, and rows of b, under one scale; also those of k in a stage
 _GROUP = 8
-# Of reading weights and starting a kernel, in microseconds.
-_BYTES_A_US, _START_US = 4.2e6, 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,47 +33,48 @@ def _scaled(name: str, _: None) -> Scaled:
 _NAMES = (
     *("128x256_c21_fast", "128x192_c21_fast", "128x128_c21", "128x64_c21", "swapped_64x16_c11_b2"),
     *("swapped_64x16_c11_k2_b2", "swapped_64x64_c11_b2", "swapped_64x64_c11"),
-    "swapped_64x64_c11_k2",
+    *("swapped_64x64_c11_k2", "swapped_64x64_c11_k4", "swapped_64x128_c11"),
+    *("swapped_64x128_c11_k2", "swapped_128x128_c21"),
 )
 VARIANTS = Lazy(dict.fromkeys(_NAMES), _scaled)
 
 
 # Those that another body of the same source computes where there are scales of blocks.
-WITH_BLOCKS = {name: f"{name}_blocks" for name in ("128x128_c21", "swapped_64x64_c11_b2")}
+WITH_BLOCKS = {
+    name: f"{name}_blocks"
+    for name in ("128x128_c21", "swapped_64x64_c11_b2", "swapped_128x128_c21")
+}
 
 
-def applies(name: str, m: int, k: int, is_fast: bool) -> bool:
+def applies(name: str, k: int, is_fast: bool) -> bool:
     """Whether a variant computes such a product. is_fast: sums may stay in the tensor cores."""
     variant = VARIANTS[name]
     if variant.is_fast and not is_fast:
-        return False
-    if variant.swaps and m > variant.block_n:
         return False
     return -(-k // SCALE_BLOCK) >= variant.splits
 
 
 def make_choice(
-    name: str, num_sms: int, m: int, n: int, has_blocks: bool = False, group: int = _GROUP
-) -> TileChoice:
-    """The launch of a variant. has_blocks: there are scales of blocks."""
+    name: str, num_sms: int, m: int, n: int, k: int, has_blocks: bool = False,
+    group: int = _GROUP, deals: bool = False,
+) -> TileChoice:  # fmt: skip
+    """The launch of a variant. has_blocks: scales are of blocks; deals: clusters may share k."""
     variant = VARIANTS[name]
-    grid, block = variant.launch(num_sms, m, n)
-    variant_name = WITH_BLOCKS.get(name, name) if has_blocks else name
     return TileChoice(
-        CUBIN, variant_name, grid, block, variant.shared_bytes, variant.row_boxes, variant.swaps,
-        variant.out_box_rows, group,
+        CUBIN, WITH_BLOCKS.get(name, name) if has_blocks else name, block=variant.block,
+        shared_bytes=variant.shared_bytes, boxes=variant.row_boxes, swaps=variant.swaps,
+        out_box_rows=variant.out_box_rows, group=group,
+        **variant.dealt(num_sms, m, n, k, deals),
     )  # fmt: skip
 
 
-def expected_us(name: str, num_sms: int, m: int, n: int, k: int) -> float:
+def expected_us(
+    name: str, num_sms: int, m: int, n: int, k: int, deals: bool = False, has_blocks: bool = False
+) -> float:
     """Microseconds a variant is expected to take."""
-    variant = VARIANTS[name]
-    cost = TABLE.costs("sm90")[name]
-    steps = -(-k // SCALE_BLOCK)
-    waves = -(-variant.tiles(m, n) // variant.clusters_at_once(num_sms))
-    busy = waves * (cost["step_us"] * -(-steps // variant.splits) + cost["tile_us"])
-    memory = (n * k + m * k + 2 * m * n) / _BYTES_A_US + _START_US
-    return max(busy, memory) + 0.01 * busy
+    cost = Cost.stated(TABLE.costs("sm90")[name], "blocks_" if has_blocks else "")
+    num_bytes = n * k + m * k + 2 * m * n
+    return cost.expected_us(VARIANTS[name], num_sms, m, n, k, num_bytes, deals)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -94,11 +94,15 @@ def choose(
     gpu = Gpu(SM90, num_sms, gpu_name)
     row = TABLE.lookup(gpu, m, n=n, k=k, fast=int(is_fast))
     if row is not None:
-        group = row.numbers.get("group", _GROUP)
-        return make_choice(row.variant, num_sms, m, n, has_blocks, group)
-    names = [name for name in VARIANTS if applies(name, m, k, is_fast)]
-    best = min(names, key=lambda name: expected_us(name, num_sms, m, n, k))
-    return make_choice(best, num_sms, m, n, has_blocks)
+        group, deals = row.numbers.get("group", _GROUP), bool(row.numbers.get("deals", 0))
+        return make_choice(row.variant, num_sms, m, n, k, has_blocks, group, deals)
+    best = min(
+        (expected_us(name, num_sms, m, n, k, deals, has_blocks), name, deals)
+        for name in VARIANTS
+        if applies(name, k, is_fast)
+        for deals in tiles.ways(VARIANTS[name], num_sms, m, n, k)
+    )
+    return make_choice(best[1], num_sms, m, n, k, has_blocks, deals=best[2])
 
 
 def _check(row: Row, arch: str, m: int, *, n: int, k: int, fast: int) -> str:
@@ -107,8 +111,8 @@ def _check(row: Row, arch: str, m: int, *, n: int, k: int, fast: int) -> str:
         return "these kernels are for sm90 alone"
     if row.variant not in VARIANTS:
         return f"there are {', '.join(VARIANTS)}"
-    if n < 1 or not applies(row.variant, m, k, bool(fast)):
-        return f"it does not apply to m = {m}, n = {n}, k = {k}, fast = {fast}"
+    if n < 1 or not applies(row.variant, k, bool(fast)):
+        return f"it does not apply to n = {n}, k = {k}, fast = {fast}"
     return ""
 
 
@@ -117,7 +121,7 @@ TABLE = Table(
     key=("n", "k", "fast"),
     bucket="m",
     cubins=(CUBIN,),
-    numbers={"group": (1, 64)},
+    numbers={"group": (1, 64), "deals": (0, 1)},
     check=_check,
 )
 TABLE.on_change(choose.cache_clear)
@@ -125,5 +129,10 @@ TABLE.on_change(choose.cache_clear)
 
 def candidates(gpu: Gpu, m: int, *, n: int, k: int, fast: int) -> Iterator[Row]:
     """Every launch that `kernel-hub tune` measures."""
-    rows = (Row(name, {"group": group}) for name in VARIANTS for group in groups_of(m))
+    rows = (
+        Row(name, {"group": group, "deals": int(deals)})
+        for name in VARIANTS
+        for deals in tiles.ways(VARIANTS[name], gpu.num_sms, m, n, k)
+        for group in tiles.groups_of(m)
+    )
     yield from (row for row in rows if not _check(row, gpu.arch, m, n=n, k=k, fast=fast))

@@ -16,6 +16,8 @@ from .linear_plan import MAX_SPLIT_TILES, choose
 from .tiles import BLOCK_K, TileChoice
 
 _OP = "linear"
+# Of the product's rows and of the last of them, of its columns and of the last of these.
+OperandBoxes = tuple[Boxes, Boxes, Boxes, Boxes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,7 @@ class LinearLaunch:
     function: Any
     choice: TileChoice | None
     numbers: tuple[int, ...] = ()
-    boxes: tuple[Boxes, Boxes] | None = None  # of rows and columns: b and a where they swap
+    boxes: OperandBoxes | None = None
     out_boxes: Boxes | None = None  # where results leave through boxes
     residual_boxes: Boxes | None = None  # where it arrives through boxes
     options: Mapping[str, bool] = field(default_factory=dict)  # of the launch
@@ -42,24 +44,18 @@ class LinearLaunch:
         choice = self.choice
         assert choice is not None
         if self.boxes is not None:
-            rows, columns = (b, a) if choice.swaps else (a, b)
-            row_map = tensor_map(rows, self.boxes[0])
-            column_map = tensor_map(columns, self.boxes[1])
-            out_map = row_map  # not looked at where results leave from registers
+            operands = operand_maps(choice, self.boxes, a, b)
+            out_map = operands[0]  # not looked at where results leave from registers
             if self.out_boxes is not None and not out.data_ptr() % common.VEC_BYTES:
                 out_map = tensor_map(out, self.out_boxes)
-            residual_map = row_map
+            residual_map = out_map
             added = self.residual_boxes
             if added and residual is not None and not residual.data_ptr() % common.VEC_BYTES:
                 residual_map = tensor_map(residual, added)
-            maps = (out_map, residual_map, row_map, column_map)
-            params = (out, *maps, bias, residual, *self.numbers)
+            maps = (out_map, residual_map, *operands)
+            params = (out, *maps, *workspace(choice, out.device), bias, residual, *self.numbers)
         else:
-            partials = tickets = None
-            if choice.num_partials:
-                partials = torch.empty(choice.num_partials, dtype=torch.float32, device=out.device)
-                tickets = counters(out.device, MAX_SPLIT_TILES)
-            params = (out, partials, tickets, a, b, bias, residual, *self.numbers)
+            params = (out, *workspace(choice, out.device), a, b, bias, residual, *self.numbers)
         self.function(choice.grid, choice.block, choice.shared_bytes, None, params, **self.options)
 
 
@@ -111,19 +107,57 @@ def plan_launch(
             function, choice, (out_stride, a_stride, b_stride, *last), options=options
         )
     sides = (m, k, a_stride), (n, k, b_stride)
-    first, second = (
-        boxes_of(*side, rows)
-        for side, rows in zip(sides[::-1] if choice.swaps else sides, choice.boxes, strict=True)
-    )
+    boxes = operand_boxes(choice, *sides)
     out_boxes = residual_boxes = None
     if choice.out_box_rows and out.dtype == a.dtype and not (n | out_stride) % 8:
         out_boxes = boxes_of(m, n, n if m == 1 else out_stride, choice.out_box_rows)
         if residual is not None and not choice.swaps and not residual_stride % 8:
             stride = n if m == 1 else residual_stride
             residual_boxes = boxes_of(m, n, stride, choice.out_box_rows)
-    numbers = (out_stride, *last, choice.group)
-    boxes = first, second
+    numbers = (out_stride, *last, choice.group, choice.num_whole, choice.num_dealt)
     return LinearLaunch(function, choice, numbers, boxes, out_boxes, residual_boxes, options)
+
+
+def operand_boxes(
+    choice: TileChoice,
+    a: tuple[int, int, int],
+    b: tuple[int, int, int],
+    dtype: torch.dtype | None = None,
+) -> OperandBoxes:
+    """The boxes of a choice; a, b: rows, columns and stride of each."""
+    assert choice.boxes is not None
+    first, second = (b, a) if choice.swaps else (a, b)
+    rows, columns = choice.boxes
+    return (
+        boxes_of(*first, rows, dtype),
+        boxes_of(*first, first[0] % rows or rows, dtype),
+        boxes_of(*second, columns, dtype),
+        boxes_of(*second, second[0] % columns or columns, dtype),
+    )
+
+
+def operand_maps(
+    choice: TileChoice, boxes: OperandBoxes, a: torch.Tensor, b: torch.Tensor
+) -> tuple[bytes, ...]:
+    """Their tensor maps."""
+    first, second = (b, a) if choice.swaps else (a, b)
+    return (
+        tensor_map(first, boxes[0]),
+        tensor_map(first, boxes[1]),
+        tensor_map(second, boxes[2]),
+        tensor_map(second, boxes[3]),
+    )
+
+
+def workspace(
+    choice: TileChoice, device: torch.device
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Memory of blocks that share k: their fp32 sums, counters of those that left them."""
+    if not choice.num_partials:
+        return None, None
+    partials = torch.empty(choice.num_partials, dtype=torch.float32, device=device)
+    # Few sizes: launches of one stream share a set of each.
+    return partials, counters(device, choice.num_arrivals or MAX_SPLIT_TILES)
 
 
 def boxes_of(

@@ -9,7 +9,7 @@ from ...collection.entries import Lazy
 from ...tuning import Gpu, Row, Table
 from ..core.device import capability_of, has_wgmma
 from . import tiles
-from .tiles import BLOCK_K, Tile, TileChoice
+from .tiles import BLOCK_K, Cost, Tile, TileChoice
 
 _CHUNK = 64  # elements of k of a warp, in csrc/matmul/linear_small_m.cu
 MAX_SPLIT_TILES = 4096  # more tiles than that fill any GPU without sharing k
@@ -17,41 +17,65 @@ MAX_SPLIT_TILES = 4096  # more tiles than that fill any GPU without sharing k
 
 # Variants of csrc/matmul/linear_sm90.cu, and which of them have fp32 results too.
 _NAMES = (
-    *("128x256_c21", "128x320_c21", "128x224_c21", "128x192_c21", "128x160_c21", "128x128_c21"),
-    *("128x96_c21", "128x64_c21", "128x128_c11_k2", "swapped_64x16_c11_b2"),
-    *("swapped_64x16_c11_k2_b2", "swapped_64x32_c11_b2", "swapped_64x32_c11_k2_b2"),
-    *("swapped_64x64_c11_b2", "swapped_64x64_c11", "swapped_64x64_c11_k2", "swapped_64x128_c11"),
-    *("swapped_64x128_c11_k2", "swapped_128x128_c21"),
+    "128x256_c21",
+    "128x224_c21",
+    "128x192_c21",
+    "128x160_c21",
+    "128x128_c21",
+    "128x128_c11",
+    "128x96_c21",
+    "swapped_64x16_c11_b2",
+    "swapped_64x16_c11_k2_b2",
+    "swapped_64x32_c11_b2",
+    "swapped_64x32_c11_k2_b2",
+    "swapped_64x64_c11_b2",
+    "swapped_64x64_c11",
+    "swapped_64x64_c11_k2",
+    "swapped_64x64_c11_k4",
+    "swapped_64x128_c11",
+    "swapped_64x128_c41",
+    "swapped_64x128_c11_k2",
+    "swapped_64x128_c11_k4",
+    "swapped_64x160_c21",
+    "swapped_64x224_c21",
+    "swapped_128x96_c21",
+    "swapped_128x128_c21",
+    "swapped_128x160_c21",
+    "swapped_128x192_c21",
+    "swapped_128x224_c21",
 )
 HOPPER = Lazy(dict.fromkeys(_NAMES), lambda name, _: Tile.stated("linear_sm90", "linear", name))
-HOPPER_FP32 = ("128x256_c21", "128x128_c21", "swapped_64x16_c11_b2", "swapped_64x64_c11_b2")
-# Of reading weights and starting a kernel, in microseconds.
-_BYTES_A_US, _START_US = 4.2e6, 3.5
+HOPPER_FP32 = (
+    "128x256_c21",
+    "128x128_c21",
+    "swapped_64x16_c11_b2",
+    "swapped_64x64_c11_b2",
+    "swapped_64x128_c11",
+)
 
 
-def hopper_choice(name: str, num_sms: int, m: int, n: int, k: int, group: int = 8) -> TileChoice:
-    """The launch of a variant of linear_sm90.cu."""
+def hopper_choice(
+    name: str, num_sms: int, m: int, n: int, k: int, group: int = 8, deals: bool = False
+) -> TileChoice:
+    """The launch of a variant of linear_sm90.cu. deals: clusters may share the k of a tile."""
     variant = HOPPER[name]
-    grid, block = variant.launch(num_sms, m, n)
+    dealt = variant.dealt(num_sms, m, n, k, deals)
     # Blocks of few rows that begin early take places unevenly where there is not one for each.
-    overlaps = not variant.swaps or variant.tiles(m, n) * variant.cluster_size <= num_sms
+    overlaps = not variant.swaps or dealt["grid"][0] <= num_sms
     return TileChoice(
-        "linear_sm90", name, grid, block, variant.shared_bytes, variant.row_boxes, variant.swaps,
-        variant.out_box_rows, group, overlaps=overlaps,
+        "linear_sm90", name, block=variant.block, shared_bytes=variant.shared_bytes,
+        boxes=variant.row_boxes, swaps=variant.swaps, out_box_rows=variant.out_box_rows,
+        group=group, overlaps=overlaps, **dealt,
     )  # fmt: skip
 
 
-def hopper_cost(name: str, num_sms: int, m: int, n: int, k: int) -> float | None:
-    """Microseconds a variant is expected to take; None where it does not apply."""
-    variant = HOPPER[name]
-    steps = -(-k // BLOCK_K)
-    if steps < variant.splits or (variant.swaps and m > variant.block_n):
-        return None
-    cost = TABLE.costs("sm90")[name]
-    waves = -(-variant.tiles(m, n) // variant.clusters_at_once(num_sms))
-    busy = waves * (cost["step_us"] * -(-steps // variant.splits) + cost["tile_us"])
-    memory = 2 * (n * k + m * k + m * n) / _BYTES_A_US + _START_US
-    return max(busy, memory) + 0.01 * busy
+def hopper_cost(
+    name: str, num_sms: int, m: int, n: int, k: int, deals: bool = False, out_bytes: int = 2
+) -> float:
+    """Microseconds a variant is expected to take."""
+    cost = Cost.stated(TABLE.costs("sm90")[name])
+    num_bytes = 2 * (n * k + m * k) + out_bytes * m * n
+    return cost.expected_us(HOPPER[name], num_sms, m, n, k, num_bytes, deals)
 
 
 def portable_choices(
@@ -119,17 +143,20 @@ def choose(
         return _choose_portable(compute_capability, num_sms, m, n, k)
     if m <= 4:
         return _choose_portable(compute_capability, num_sms, m, n, k)
-    names = HOPPER_FP32 if is_wide else tuple(HOPPER)
-    costs = {name: hopper_cost(name, num_sms, m, n, k) for name in names}
-    known = {name: cost for name, cost in costs.items() if cost is not None}
-    return hopper_choice(min(known, key=known.__getitem__), num_sms, m, n, k)
+    best = min(
+        (hopper_cost(name, num_sms, m, n, k, deals, 4 if is_wide else 2), name, deals)
+        for name in (HOPPER_FP32 if is_wide else HOPPER)
+        for deals in tiles.ways(HOPPER[name], num_sms, m, n, k)
+    )
+    return hopper_choice(best[1], num_sms, m, n, k, deals=best[2])
 
 
 def _measured(
     row: Row, compute_capability: tuple[int, int], num_sms: int, m: int, n: int, k: int
 ) -> TileChoice:
     if row.variant in HOPPER:
-        return hopper_choice(row.variant, num_sms, m, n, k, row.numbers.get("group", 8))
+        group, deals = row.numbers.get("group", 8), bool(row.numbers.get("deals", 0))
+        return hopper_choice(row.variant, num_sms, m, n, k, group, deals)
     splits = row.numbers.get("num_splits", 1)
     applying = portable_choices(compute_capability, m, n, k, splits, num_sms)
     return next(choice for choice in applying if choice.variant == row.variant)
@@ -140,8 +167,6 @@ def _check(row: Row, arch: str, m: int, *, n: int, k: int) -> str:
     capability = capability_of(arch)
     hopper = HOPPER.get(row.variant) if has_wgmma(capability) else None
     if hopper is not None:
-        if hopper.swaps and m > hopper.block_n:
-            return f"it takes at most {hopper.block_n} rows"
         return "" if k >= BLOCK_K * hopper.splits else f"it shares k, and {k} is too small"
     splits = row.numbers.get("num_splits", 1)
     if k < 1 or n < 1 or splits > max(1, k // _CHUNK):
@@ -157,7 +182,7 @@ TABLE = Table(
     key=("n", "k"),
     bucket="m",
     cubins=("linear", "linear_small_m", "linear_sm90"),
-    numbers={"group": (1, 64), "num_splits": (1, 64)},
+    numbers={"group": (1, 64), "num_splits": (1, 64), "deals": (0, 1)},
     check=_check,
 )
 TABLE.on_change(choose.cache_clear)
@@ -170,7 +195,12 @@ def candidates(gpu: Gpu, m: int, *, n: int, k: int) -> Iterator[Row]:
     """
     rows = []
     if has_wgmma(gpu.compute_capability):
-        rows += [Row(name, {"group": g}) for name in HOPPER for g in tiles.groups_of(m)]
+        rows += [
+            Row(name, {"group": group, "deals": int(deals)})
+            for name in HOPPER
+            for deals in tiles.ways(HOPPER[name], gpu.num_sms, m, n, k)
+            for group in tiles.groups_of(m)
+        ]
     names = list(tiles.SMALL_M)
     if not has_wgmma(gpu.compute_capability):
         names += tiles.PORTABLE

@@ -13,22 +13,16 @@ from ...collection.entries import Lazy
 from ...tuning import Gpu, Row, Table
 from ..core.device import capability_of, has_wgmma
 from . import tiles
-from .tiles import BLOCK_K, Tile, TileChoice
+from .tiles import BLOCK_K, Cost, Tile, TileChoice
 
 GROUP_ROWS = 16
-# Of reading weights and starting a kernel, in microseconds.
-_BYTES_A_US, _START_US = 4.2e6, 3.5
 
 
 @dataclass(frozen=True, slots=True)
 class PairedTile(Tile):
-    """A variant of an sm90 body, and what it costs.
+    """A variant of an sm90 body."""
 
-    step_us, tile_us: microseconds a step of BLOCK_K, and a tile.
-    """
-
-    step_us: float
-    tile_us: float
+    op: str
 
     @property
     def a_box_rows(self) -> int:
@@ -40,50 +34,44 @@ class PairedTile(Tile):
         """Rows of b that one block of a cluster fetches for each step."""
         return self.row_boxes[not self.swaps]
 
-    def cost_us(self, num_sms: int, m: int, n: int, k: int) -> float | None:
-        """Microseconds it is expected to take; None where it does not apply."""
-        least_k = BLOCK_K * self.splits if self.splits > 1 else 1
-        if (self.swaps and m > self.block_n) or k < least_k:
-            return None
-        waves = -(-self.tiles(m, n) // self.clusters_at_once(num_sms))
-        steps = -(-k // (BLOCK_K * self.splits))
-        busy = waves * (self.step_us * steps + self.tile_us)
-        memory = 2 * (n * k + m * k + m * n) / _BYTES_A_US + _START_US
-        return max(busy, memory) + 0.01 * busy
+    def takes(self, m: int, k: int) -> bool:
+        """Whether it computes a product of m rows and k columns of a."""
+        # qkv_linear finds the places of all tokens of a swapped tile once.
+        most = self.block_n if self.op == "qkv_linear" or self.block_n < 64 else m
+        return (not self.swaps or m <= most) and -(-k // BLOCK_K) >= self.splits
+
+    def cost_us(self, num_sms: int, m: int, n: int, k: int) -> float:
+        """Microseconds it is expected to take."""
+        cost = Cost.stated(TABLES[self.op].costs("sm90")[self.name])
+        out_columns = n // 2 if self.op == "swiglu_linear" else n
+        num_bytes = 2 * (n * k + m * k + m * out_columns)
+        return cost.expected_us(self, num_sms, m, n, k, num_bytes, False)
 
 
-# Variants of csrc/matmul/<op>_sm90.cu: (step_us, tile_us).
-_COSTS = {
-    "swiglu_linear": {
-        "128x256_c21": (0.648, 2.6),
-        "128x320_c21": (0.8, 2.8),
-        "128x224_c21": (0.595, 2.4),
-        "128x128_c21": (0.375, 2.8),
-        "swapped_64x16_c11_b2": (0.2, 3.2),
-        "swapped_64x32_c11_b2": (0.2, 3.3),
-        "swapped_64x64_c11_b2": (0.24, 3.4),
-    },
-    "qkv_linear": {
-        "128x256_c21": (0.648, 3.5),
-        "128x320_c21": (0.81, 3.8),
-        "128x192_c21": (0.525, 3.2),
-        "128x128_c21": (0.375, 3.2),
-        "swapped_64x16_c11_b2": (0.2, 3.2),
-        "swapped_64x16_c11_k4_b2": (0.2, 4.5),
-        "swapped_64x32_c11_b2": (0.2, 3.3),
-        "swapped_64x32_c11_k4_b2": (0.2, 4.6),
-        "swapped_64x64_c11": (0.22, 3.6),
-        "swapped_64x64_c11_k2": (0.22, 4.6),
-        "swapped_64x64_c11_k4": (0.22, 5.0),
-    },
+# Variants of csrc/matmul/<op>_sm90.cu.
+_NAMES = {
+    "swiglu_linear": (
+        *("128x256_c21", "128x320_c21", "128x224_c21", "128x128_c21", "128x128_c11"),
+        *("swapped_64x16_c11_b2", "swapped_64x16_c11_k4_b2", "swapped_64x32_c11_b2"),
+        *("swapped_64x64_c11_b2", "swapped_64x64_c11", "swapped_64x64_c11_k2"),
+        *("swapped_64x64_c11_k4", "swapped_64x128_c11", "swapped_64x128_c11_k2"),
+        *("swapped_128x128_c21", "swapped_128x160_c21", "swapped_128x192_c21"),
+        "swapped_128x224_c21",
+    ),
+    "qkv_linear": (
+        *("128x256_c21", "128x320_c21", "128x192_c21", "128x128_c21", "128x128_c11"),
+        *("swapped_64x16_c11_b2", "swapped_64x16_c11_k4_b2", "swapped_64x32_c11_b2"),
+        *("swapped_64x32_c11_k4_b2", "swapped_64x64_c11", "swapped_64x64_c11_k2"),
+        *("swapped_64x64_c11_k4", "swapped_64x128_c11"),
+    ),
 }
 
 
-def _tiles(op: str, costs: dict[str, tuple[float, float]]) -> tuple[PairedTile, ...]:
-    return tuple(PairedTile.stated(f"{op}_sm90", op, name, *cost) for name, cost in costs.items())
+def _tiles(op: str, names: tuple[str, ...]) -> tuple[PairedTile, ...]:
+    return tuple(PairedTile.stated(f"{op}_sm90", op, name, op) for name in names)
 
 
-HOPPER = Lazy(_COSTS, _tiles)
+HOPPER = Lazy(_NAMES, _tiles)
 
 
 def hopper_choice(
@@ -141,9 +129,9 @@ def choose(op: str, gpu: Gpu, m: int, n: int, k: int, has_maps: bool) -> TileCho
             return hopper_choice(op, variant, num_sms, m, n, row.numbers.get("group", 8))
     if not has_wgmma(capability) or k == 0 or not has_maps or m <= 4:
         return _choose_portable(op, capability, num_sms, m, n)
-    costs = {variant: variant.cost_us(num_sms, m, n, k) for variant in HOPPER[op]}
-    known = {variant: cost for variant, cost in costs.items() if cost is not None}
-    return hopper_choice(op, min(known, key=known.__getitem__), num_sms, m, n)
+    taking = (variant for variant in HOPPER[op] if variant.takes(m, k))
+    best = min(taking, key=lambda variant: variant.cost_us(num_sms, m, n, k))
+    return hopper_choice(op, best, num_sms, m, n)
 
 
 def _hopper(op: str, name: str) -> PairedTile | None:
@@ -155,10 +143,7 @@ def _check(op: str, row: Row, arch: str, m: int, *, n: int, k: int) -> str:
     capability = capability_of(arch)
     variant = _hopper(op, row.variant) if has_wgmma(capability) else None
     if variant is not None:
-        fits = not variant.swaps or m <= variant.block_n
-        least = BLOCK_K * variant.splits if variant.splits > 1 else 1
-        expected = f"it takes at most {variant.block_n} rows, and k of at least {least}"
-        return "" if fits and k >= least else expected
+        return "" if variant.takes(m, k) else f"it does not take m = {m} and k = {k}"
     names = [choice.variant for choice in portable_choices(op, capability, 132, m, n)]
     return "" if row.variant in names else f"on {arch} with {m} rows there are {', '.join(names)}"
 

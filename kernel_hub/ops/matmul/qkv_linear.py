@@ -16,6 +16,7 @@ from ..core.kv_cache import places
 from ..core.launch import Plans
 from ..core.rotary import rotated
 from ..core.tensor_maps import Boxes, tensor_map
+from .linear_launch import boxes_of
 from .paired_launch import rows_and_strides
 from .paired_plan import GROUP_ROWS, TABLES, choose
 from .qkv_checks import OP, QkvGiven, check, check_heads
@@ -34,13 +35,13 @@ _writes = common.Writes(OP, f"x w_qkv {_OPTIONAL}", "k_cache v_cache out_q out_k
 class _QkvPlan:
     """A launch but for its pointers; `choice` is None where there is nothing to compute.
 
-    boxes: of a and b, where the kernel takes tensor maps.
+    boxes: of a, of its last rows and of b, where the kernel takes tensor maps.
     """
 
     function: Any
     choice: TileChoice | None = None
     numbers: tuple[int, ...] = ()
-    boxes: tuple[Boxes, Boxes] | None = None
+    boxes: tuple[Boxes, Boxes, Boxes] | None = None
     is_programmatic: bool = False  # may begin under the end of the launch before
 
 
@@ -258,14 +259,15 @@ def _plan(given: QkvGiven) -> _QkvPlan:
     if choice.tile is None:
         numbers = (*strides, x_stride, w_stride, *sizes)
         return _QkvPlan(function, choice, numbers, is_programmatic=is_programmatic)
-    a_boxes = Boxes((m, k), (x_stride, 1), (choice.tile.a_box_rows, BLOCK_K))
+    a_boxes = boxes_of(m, k, x_stride, choice.tile.a_box_rows)
+    a_tail = boxes_of(m, k, x_stride, m % choice.tile.a_box_rows or choice.tile.a_box_rows)
     boxes, blocks = (1, 16), (1, 0, 1, 1)
     if choice.tile.swaps:
         boxes, b_boxes = _swapped_boxes(given, choice.tile.b_share, w_stride)
     else:
         blocks, b_boxes = _block_boxes(given, w_stride)
     numbers = (*strides, *sizes, *blocks, *boxes, choice.group)
-    return _QkvPlan(function, choice, numbers, (a_boxes, b_boxes), is_programmatic)
+    return _QkvPlan(function, choice, numbers, (a_boxes, a_tail, b_boxes), is_programmatic)
 
 
 def _cuda_into(given: QkvGiven, is_given: bool = True) -> None:
@@ -295,9 +297,11 @@ def _cuda_into(given: QkvGiven, is_given: bool = True) -> None:
     if choice is None:
         return
     if plan.boxes is None:
-        matrices: tuple[Any, Any] = (x, w)
+        matrices: tuple[Any, ...] = (x, w)
     else:
-        matrices = tensor_map(x, plan.boxes[0]), tensor_map(w, plan.boxes[1])
+        matrices = (
+            *(tensor_map(x, boxes) for boxes in plan.boxes[:2]), tensor_map(w, plan.boxes[2]),
+        )  # fmt: skip
     has_cache = given.k_cache is not None
     params = (
         given.out_q, given.k_cache if has_cache else given.out_k,

@@ -13,6 +13,7 @@ from ..core import common
 from ..core.device import device_of
 from ..core.launch import Plans
 from ..core.tensor_maps import Boxes, tensor_map
+from .linear_launch import boxes_of
 from .paired_launch import rows_and_strides
 from .paired_plan import GROUP_ROWS, TABLES, choose
 from .tiles import BLOCK_K, TileChoice
@@ -27,13 +28,13 @@ _writes = common.Writes(_OP, "out a b_gate_up", "out")
 class _SwigluPlan:
     """A launch but for its pointers; `function` is None where there is nothing to compute.
 
-    boxes: of a and b, where the kernel takes tensor maps.
+    boxes: of a, of its last rows and of b, where the kernel takes tensor maps.
     """
 
     function: Any
     choice: TileChoice | None = None
     numbers: tuple[int, ...] = ()
-    boxes: tuple[Boxes, Boxes] | None = None
+    boxes: tuple[Boxes, Boxes, Boxes] | None = None
     is_programmatic: bool = False  # may begin under the end of the launch before
 
 
@@ -118,7 +119,8 @@ def _plan(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> _SwigluPlan:
         numbers: tuple[int, ...] = (out_stride, a_stride, b_stride, m, columns, k)
         return _SwigluPlan(function, choice, numbers, is_programmatic=is_programmatic)
     share = choice.tile.b_share
-    a_boxes = Boxes((m, k), (a_stride, 1), (choice.tile.a_box_rows, BLOCK_K))
+    a_boxes = boxes_of(m, k, a_stride, choice.tile.a_box_rows)
+    a_tail = boxes_of(m, k, a_stride, m % choice.tile.a_box_rows or choice.tile.a_box_rows)
     # 8 rows of the gate, the 8 of up beside them, the next 8 of the gate, ...
     b_boxes = Boxes(
         (1, columns // 8, 2, 8, k),
@@ -126,7 +128,7 @@ def _plan(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> _SwigluPlan:
         (1, share // GROUP_ROWS, 2, 8, BLOCK_K),
     )
     numbers = (out_stride, m, columns, k, share, choice.group)
-    return _SwigluPlan(function, choice, numbers, (a_boxes, b_boxes), is_programmatic)
+    return _SwigluPlan(function, choice, numbers, (a_boxes, a_tail, b_boxes), is_programmatic)
 
 
 def _cuda_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, is_given: bool = True) -> None:
@@ -151,7 +153,10 @@ def _cuda_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, is_given: bo
         if plan.boxes is None:
             params = (out, a, b, *plan.numbers)
         else:
-            maps = tensor_map(a, plan.boxes[0]), tensor_map(b, plan.boxes[1])
+            maps = (
+                *(tensor_map(a, boxes) for boxes in plan.boxes[:2]),
+                tensor_map(b, plan.boxes[2]),
+            )
             params = (out, *maps, *plan.numbers)
         options = {"programmatic": True} if plan.is_programmatic else {}
         plan.function(choice.grid, choice.block, choice.shared_bytes, None, params, **options)

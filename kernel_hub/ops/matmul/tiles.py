@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..core.device import SM80, Stated, has_wgmma, launch_facts
 
@@ -14,8 +14,11 @@ if TYPE_CHECKING:
 Dims = tuple[int, int, int]
 
 BLOCK_K = 64  # elements of k in a box of the sm90 bodies: 128 bytes, the span of the swizzle
-_STATED = ("block_m", "block_n", "cluster_m", "cluster_n", "splits", "boxes", "blocks_per_sm")
-BOX_ROWS = 64  # of out, in a box on its way out (block_n where swapped); it has BLOCK_K columns
+_STATED = (
+    *("block_m", "block_n", "block_k", "consumers", "cluster_m", "cluster_n", "splits", "boxes"),
+    *("box_rows", "blocks_per_sm"),
+)
+LEAST_DEALT = 4  # steps of k that a cluster has, where they are dealt out
 # The bodies with mma.sync, rows of a x rows of b; those of few rows.
 PORTABLE = ("128x128", "64x128")
 SMALL_M = ("m8", "m8_deep", "m16")
@@ -38,6 +41,8 @@ class TileChoice:
     num_arrivals: int = 0  # counters of blocks that left theirs
     overlaps: bool = True  # with the end of the launch before, where the kernel waits for it
     tile: Any = None  # of an sm90 body
+    num_whole: int = 0  # tiles that one cluster computes each
+    num_dealt: int = 0  # steps of the others, dealt out to all
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +55,13 @@ class Tile:
     swaps: bool  # the rows of the product are the rows of b
     block_m: int  # rows of a block's tile
     block_n: int  # its columns
+    block_k: int  # elements of k of a step
+    consumers: int  # warpgroups
     cluster_m: int
     cluster_n: int
     splits: int  # blocks of a cluster that share k
     boxes: int
+    box_rows: int  # of out, in a box on its way out; it has BLOCK_K columns
     min_blocks: int  # of a multiprocessor
 
     @classmethod
@@ -76,7 +84,7 @@ class Tile:
     @property
     def out_box_rows(self) -> int:
         """Rows of the boxes in which results leave; 0: they leave from registers."""
-        return (self.block_n if self.swaps else BOX_ROWS) if self.boxes else 0
+        return self.box_rows if self.boxes else 0
 
     def tiles(self, m: int, n: int) -> int:
         """Clusters' worth of tiles."""
@@ -86,7 +94,10 @@ class Tile:
 
     def clusters_at_once(self, num_sms: int) -> int:
         """Clusters that a persistent grid has."""
-        return max(1, num_sms * self.min_blocks // self.cluster_size)
+        # NOTE: a cluster lies within a GPC, of 16 or 18 multiprocessors: an H200, which has 132,
+        # runs 30 clusters of four at once and not 32.
+        usable = num_sms if self.cluster_size <= 2 else num_sms * 10 // 11
+        return max(1, usable * self.min_blocks // self.cluster_size)
 
     def launch(self, num_sms: int, m: int, n: int) -> tuple[Dims, Dims]:
         """Grid and block."""
@@ -94,6 +105,80 @@ class Tile:
         if self.splits == 1:  # those that share k take one tile each
             clusters = min(clusters, self.clusters_at_once(num_sms))
         return (clusters * self.cluster_size, 1, 1), self.block
+
+    def dealt(self, num_sms: int, m: int, n: int, k: int, deals: bool) -> dict[str, Any]:
+        """The fields of a TileChoice that say who computes which steps of which tile.
+
+        deals: the steps of what is left of full rounds of tiles, and of the round before, are dealt
+        out, so that a cluster has a tile's at least, or all where there are fewer tiles.
+        """
+        num_tiles = self.tiles(m, n)
+        grid = self.launch(num_sms, m, n)[0]
+        clusters = self.clusters_at_once(num_sms)
+        if not deals or self.splits > 1 or num_tiles % clusters == 0:
+            return {"grid": grid, "num_whole": num_tiles}
+        whole = max(0, num_tiles // clusters - 1) * clusters
+        steps = (num_tiles - whole) * -(-k // self.block_k)
+        clusters = max(1, min(clusters, steps // LEAST_DEALT))
+        blocks = clusters * self.cluster_size
+        return {
+            "grid": (blocks, 1, 1),
+            "num_whole": whole,
+            "num_dealt": steps,
+            "num_partials": blocks * self.block_m * self.block_n,
+            "num_arrivals": blocks * self.consumers,
+        }
+
+
+class Cost(NamedTuple):
+    """What a variant takes, in microseconds; fitted to products drawn by lot."""
+
+    start_us: float  # of a launch
+    step_us: float  # of a step of k where few multiprocessors work,
+    busy_us: float  # and what all of them add to it
+    tile_us: float  # of a tile besides
+    deal_us: float  # where clusters share the k of tiles,
+    share_us: float  # and of each that shares besides two
+    bytes_a_us: float  # of memory
+
+    @classmethod
+    def stated(cls, figures: Mapping[str, float], prefix: str = "") -> Self:
+        """Of a table's figures."""
+        return cls(*(figures[prefix + name] for name in cls._fields))
+
+    def expected_us(
+        self, tile: Tile, num_sms: int, m: int, n: int, k: int, num_bytes: int, deals: bool
+    ) -> float:
+        """Of a product; num_bytes: of its operands and results."""
+        dealt = tile.dealt(num_sms, m, n, k, deals)
+        clusters, steps = tile.clusters_at_once(num_sms), -(-k // tile.block_k)
+        tiles = tile.tiles(m, n)
+        if num_dealt := dealt.get("num_dealt"):
+            whole = dealt["num_whole"]
+            taking = dealt["grid"][0] // tile.cluster_size
+            rounds, last, busy = whole // clusters, num_dealt / taking, taking / clusters
+            waves = rounds + (tiles - whole) / taking
+            sharing = self.deal_us + self.share_us * max(0.0, taking / (tiles - whole) - 1)
+        else:
+            steps = -(-steps // tile.splits)
+            rounds, left = divmod(tiles, clusters)
+            last, busy = (float(steps), left / clusters) if left else (0.0, 0.0)
+            waves, sharing = rounds + (left > 0), 0.0
+        computing = rounds * steps * (self.step_us + self.busy_us)
+        computing += last * (self.step_us + self.busy_us * busy) + self.tile_us * waves + sharing
+        reading = num_bytes / self.bytes_a_us + self.tile_us
+        # Close to the larger one; a little more where they are alike.
+        return float(self.start_us + (computing**6 + reading**6) ** (1 / 6))
+
+
+def ways(tile: Tile, num_sms: int, m: int, n: int, k: int) -> tuple[bool, ...]:
+    """Whether clusters share the k of a tile: both where both can be; () where none should."""
+    # Tiles of few rows of a read the weights once for each of them.
+    if -(-k // tile.block_k) < tile.splits or (tile.swaps and tile.block_n < min(m, 64)):
+        return ()
+    if tile.splits > 1 or tile.tiles(m, n) % tile.clusters_at_once(num_sms) == 0:
+        return (False,)
+    return (False, True)
 
 
 def _stated(cubin: str, name: str, compute_capability: tuple[int, int]) -> Stated:

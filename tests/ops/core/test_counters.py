@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,9 @@ def _module(name: str) -> Any:
 
 def _of_linear() -> torch.Tensor:
     seen: list[Any] = []
-    choice = SimpleNamespace(boxes=None, num_partials=8, grid=(), block=(), shared_bytes=0)
+    choice = SimpleNamespace(
+        boxes=None, num_partials=8, num_arrivals=0, grid=(), block=(), shared_bytes=0
+    )
     launch = _module("matmul.linear_launch").LinearLaunch(
         lambda *given: seen.append(given[4]), choice
     )
@@ -36,7 +39,7 @@ def _of_linear() -> torch.Tensor:
 
 def _of_grouped() -> torch.Tensor:
     choice = SimpleNamespace(num_partials=8, num_arrivals=4)
-    return _module("matmul.grouped_launch")._workspace(choice, CUDA)[1]
+    return _module("matmul.grouped_launch").workspace(choice, CUDA)[1]
 
 
 def _of_attention() -> torch.Tensor:
@@ -55,6 +58,7 @@ def on_stream(
     """The counters of a launch on a stream, as torch tells of it; memory is the CPU's."""
     state = SimpleNamespace(stream_id=DEFAULT, is_capturing=False)
     monkeypatch.setattr(_module("core.counters"), "_sets", {})
+    monkeypatch.setattr(_module("core.counters"), "_reserves", {})
     monkeypatch.setattr(_module("core.bounds"), "flag", lambda *_: None)
     for name in ("zeros", "empty"):
         make = getattr(torch, name)
@@ -65,7 +69,9 @@ def on_stream(
     monkeypatch.setattr(
         torch.cuda,
         "current_stream",
-        lambda _: SimpleNamespace(stream_id=state.stream_id, cuda_stream=state.stream_id),
+        lambda _: SimpleNamespace(
+            stream_id=state.stream_id, cuda_stream=state.stream_id, synchronize=lambda: None
+        ),
     )
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.is_capturing)
 
@@ -97,6 +103,25 @@ def test_what_is_captured_has_its_own(on_stream: Callable[..., torch.Tensor]) ->
     first = on_stream(POOL, is_capturing=True)
     assert on_stream(POOL, is_capturing=True) is not first
     assert on_stream(POOL) is not first
+
+
+def test_captured_launches_share_nothing_of_the_reserve(
+    on_stream: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counters = _module("core.counters")
+    monkeypatch.setattr(counters, "_RESERVE", 3 * 4096)
+    on_stream(POOL)  # makes the reserve
+    kept = [on_stream(POOL, is_capturing=True) for _ in range(3)]
+    reserve = kept[0].untyped_storage().data_ptr()
+    taken = [one for one in kept if one.untyped_storage().data_ptr() == reserve]
+    ranges = sorted((one.data_ptr(), one.data_ptr() + 4 * one.numel()) for one in taken)
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ranges))
+    while counters._of_reserve(CUDA, 4096) is not None:
+        pass
+    alone = on_stream(POOL, is_capturing=True)  # there is no reserve: it zeroes its own
+    assert alone.untyped_storage().data_ptr() != reserve
+    on_stream(POOL)
+    assert counters._reserves[CUDA.index].numel() == 3 * 4096
 
 
 @pytest.mark.gpu
