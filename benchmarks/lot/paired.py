@@ -138,11 +138,12 @@ class _Qkv:
 
     def _ours(self, x: torch.Tensor, w: torch.Tensor) -> None:
         num_heads, num_kv_heads, _ = self.lot.heads
+        cos, sin = self.tables
         to: dict[str, Any] = {"out_k": self.out_kv[0], "out_v": self.out_kv[1]}
         if self.is_paged:
             to = {"k_cache": self.caches[0], "v_cache": self.caches[1], "slot_mapping": self.slots}
         qkv_linear(
-            x, w, self.bias, *self.tables, self.positions, num_heads=num_heads,
+            x, w, self.bias, cos, sin, self.positions, num_heads=num_heads,
             num_kv_heads=num_kv_heads, out_q=self.out_q, **to,
         )  # fmt: skip
 
@@ -176,7 +177,8 @@ class _Qkv:
         return heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
 
     def _rotate(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        rope(q, k, *self.tables, self.positions, out_q=q, out_k=k)
+        cos, sin = self.tables
+        rope(q, k, cos, sin, self.positions, out_q=q, out_k=k)
 
     def _append(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         append_kv(k, v, *self.caches, slot_mapping=self.slots)
