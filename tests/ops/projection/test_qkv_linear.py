@@ -18,7 +18,7 @@ from kernel_hub.ops.matmul import paired_plan
 from kernel_hub.testing.compare import check
 from kernel_hub.testing.guard import Guarded
 
-module: Any = importlib.import_module("kernel_hub.ops.matmul.qkv_linear")
+module: Any = importlib.import_module("kernel_hub.ops.projection.qkv_linear")
 qkv_linear: Callable[..., Any] = module.qkv_linear
 DTYPES = [torch.float16, torch.bfloat16]
 Heads = tuple[int, int, int]  # num_heads, num_kv_heads, head_dim
