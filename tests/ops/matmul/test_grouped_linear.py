@@ -217,12 +217,16 @@ def test_portable_variants(way: Way, which: int, monkeypatch: pytest.MonkeyPatch
     check_grouped(way, [0, 5, 200], 136, 72, out_dtype=torch.float32, has_bias=True)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("name", sorted(grouped_plan.HOPPER["grouped_linear"]))
-def test_hopper_variants(way: Way, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not way.is_gpu or torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("these kernels need a GPU of compute capability 9.0")
-    sms = torch.cuda.get_device_properties(0).multi_processor_count
+def test_hopper_variants(hopper_way: Way, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    way, sms = hopper_way, hopper_way.num_sms
+    if not way.is_gpu:
+        force(monkeypatch, partial(grouped_plan.hopper_choice, name, sms, group=8))
+        check_grouped(way, [0, 130, 131, 131, 200], 136, 136, dtype=torch.float16)
+        check_grouped(way, [3, 100, 150], 333, 72, row_stride=341)
+        check_grouped(way, [0, 65, 70], 136, 328, activation="silu", has_bias=True)
+        check_grouped(way, [0, 65, 70], 136, 200, out_dtype=torch.float32)
+        return
     for group in (1, 8):
         force(monkeypatch, partial(grouped_plan.hopper_choice, name, sms, group=group))
         for dtype in DTYPES:
