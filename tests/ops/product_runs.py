@@ -15,6 +15,7 @@ from bits import same_bits
 from product_cases import Case
 from product_problems import Problem, problem_of
 
+from kernel_hub import ops
 from kernel_hub.ops.core.launch import forget_all
 from kernel_hub.ops.matmul import grouped_plan, linear_fp8_plan, linear_plan, paired_plan
 from kernel_hub.tuning import Gpu
@@ -74,8 +75,9 @@ _PLANS: dict[str, Any] = {
 @contextlib.contextmanager
 def _choosing(op: str, choose: Callable[..., Any]) -> Iterator[None]:
     """Within, the op asks `choose` for its launches."""
-    name = "linear_launch" if op == "linear" else op
-    module: Any = importlib.import_module(f"kernel_hub.ops.matmul.{name}")
+    apart = {"linear": "linear_launch", "linear_fp8": "linear_fp8"}
+    name = f"kernel_hub.ops.matmul.{apart[op]}" if op in apart else getattr(ops, op).__module__
+    module: Any = importlib.import_module(name)
     before, module.choose = module.choose, choose
     forget_all()
     try:

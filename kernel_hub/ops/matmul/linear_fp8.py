@@ -14,7 +14,7 @@ from ..core.device import device_of
 from ..core.launch import Plans
 from ..core.tensor_maps import Boxes, tensor_map
 from .linear_fp8_plan import CUBIN, SCALE_BLOCK, TABLE, choose
-from .linear_launch import OperandBoxes, boxes_of, operand_boxes, operand_maps, workspace
+from .linear_launch import ALONE, OperandBoxes, boxes_of, operand_boxes, operand_maps, workspace
 from .tiles import TileChoice
 
 DTYPE = torch.float8_e4m3fn
@@ -38,20 +38,25 @@ class Fp8Launch:
     boxes: OperandBoxes | None = None
     out_boxes: Boxes | None = None  # where results leave through boxes
 
-    def run(
-        self, a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any, residual: Any, out: Any
-    ) -> None:
-        """Launch on the current stream; it begins under the end of the launch before."""
-        choice = self.choice
-        assert choice is not None and self.boxes is not None
-        maps = operand_maps(choice, self.boxes, a, b)
-        out_map = maps[0]  # not looked at where results leave from registers
+    def maps(self, a: Any, b: Any, out: Any) -> tuple[bytes, ...]:
+        """The tensor maps of a call at new addresses."""
+        if self.choice is None or self.boxes is None:
+            return ()
+        operands = operand_maps(self.choice, self.boxes, a, b)
+        out_map = operands[0]  # not looked at where results leave from registers
         if self.out_boxes is not None and not out.data_ptr() % common.VEC_BYTES:
             out_map = tensor_map(out, self.out_boxes)
-        params = (
-            out, out_map, *maps, *workspace(choice, a.device), a_scale, b_scale, bias, residual,
-            *self.numbers,
-        )  # fmt: skip
+        return (out_map, *operands)
+
+    def run(self, maps: tuple[bytes, ...], out: Any, *more: Any) -> None:
+        """Launch on the current stream; it begins under the end of the launch before.
+
+        more: the other pointers.
+        """
+        choice = self.choice
+        assert choice is not None
+        shared = workspace(choice, out.device) if choice.num_partials else ALONE
+        params = (out, *maps, *shared, *more, *self.numbers)
         self.function(
             choice.grid, choice.block, choice.shared_bytes, None, params, programmatic=True
         )
@@ -165,10 +170,6 @@ def _new_out(a: Any, b: Any, *more: Any) -> Any:
     return a.new_empty((*a.shape[:-1], b.shape[0]), dtype=more[-1])
 
 
-def _layout_of(tensor: torch.Tensor | None) -> Any:
-    return None if tensor is None else (tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
-
-
 def _cuda_into(
     a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any, activation: int, residual: Any,
     use_fast_accum: bool, out: Any, is_given: bool = True,
@@ -176,20 +177,24 @@ def _cuda_into(
     """is_given: the caller gave out, which may overlap the rest."""
     tensors = (a, b, a_scale, b_scale, bias, residual, out)
     low_bits = (a.data_ptr() | b.data_ptr()) & 15
-    key = (*map(_layout_of, tensors), activation, use_fast_accum, low_bits)
+    layouts = [None if x is None else (x.dtype, x.shape, x.stride(), x.device) for x in tensors]
+    key = (*layouts, activation, use_fast_accum, low_bits)
     found = _plans.get(key)
     if found is None:
         has_blocks = check(*tensors, out.dtype, use_fast_accum)
         plan = plan_launch(*tensors, activation, has_blocks, use_fast_accum)
         found = _plans.keep(key, (plan, _writes.spans(*tensors)))
     plan, spans = found
-    if is_given:
-        addresses = tuple([x.data_ptr() for x in tensors if x is not None])
-        if addresses not in spans.apart:
-            spans.check(addresses)
+    addresses = tuple([x.data_ptr() for x in tensors if x is not None])
+    maps = spans.apart.get(addresses)
+    if maps is None:
+        if is_given:
+            spans.refuse(addresses)
+        maps = plan.maps(a, b, out)
+        spans.keep(addresses, maps)
     if plan.function is not None:
         try:
-            plan.run(*tensors)
+            plan.run(maps, out, a_scale, b_scale, bias, residual)
         except KernelHubError:
             check(*tensors, out.dtype, use_fast_accum)  # names the devices that differ
             raise
