@@ -66,13 +66,9 @@ def on_stream(
             torch, name, lambda *size, device=None, make=make, **how: make(*size, **how)
         )
     monkeypatch.setattr(_module("attention.forward_sm90"), "tensor_map", lambda *_: b"")
-    monkeypatch.setattr(
-        torch.cuda,
-        "current_stream",
-        lambda _: SimpleNamespace(
-            stream_id=state.stream_id, cuda_stream=state.stream_id, synchronize=lambda: None
-        ),
-    )
+    current = SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current)
+    monkeypatch.setattr(_module("core.counters"), "_stream_id", lambda _: state.stream_id)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.is_capturing)
 
     def counters(stream_id: int, is_capturing: bool = False) -> torch.Tensor:
@@ -131,6 +127,9 @@ def test_torch_numbers_its_streams_so() -> None:
     assert torch.cuda.default_stream().stream_id == DEFAULT
     others = torch.cuda.ExternalStream(made[0].cuda_stream)
     assert others.stream_id % 2 == 0 and others.stream_id != DEFAULT
+    for stream in (made[0], others, torch.cuda.default_stream()):
+        with torch.cuda.stream(stream):
+            assert _module("core.counters")._stream_id(CUDA) == stream.stream_id
 
 
 @pytest.mark.gpu
