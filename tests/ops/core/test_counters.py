@@ -133,8 +133,21 @@ def test_torch_numbers_its_streams_so() -> None:
 
 
 @pytest.mark.gpu
-def test_streams_that_come_and_go() -> None:
-    """Products that share k, on streams that somebody else makes and destroys at once."""
+def test_streams_that_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products that share k, on streams that somebody else makes and destroys at once.
+
+    What they work in is kept: torch's allocator takes a new stream of the same handle for the old
+    one, and would give it the memory of what the GPU is still at. Whoever destroys a stream early
+    gets that from every op of torch too.
+    """
+    launch, kept = _module("matmul.linear_launch"), []
+    workspace = launch.workspace
+
+    def keeping(*given: Any) -> Any:
+        kept.append(workspace(*given))
+        return kept[-1]
+
+    monkeypatch.setattr(launch, "workspace", keeping)
     libcuda = ctypes.CDLL(driver.get().path)
     a, b = (torch.randn(rows, 16384, device="cuda").half() for rows in (4, 64))
     expected = linear(a, b)
@@ -149,5 +162,6 @@ def test_streams_that_come_and_go() -> None:
         assert libcuda.cuStreamDestroy_v2(handle) == 0
     torch.cuda.synchronize()
     print(f"{len(handles)} handles")
+    assert len(kept) == 1 + len(found), "these products share no k"
     wrong = [i for i, out in enumerate(found) if not torch.equal(out, expected)]
     assert not wrong, f"{len(wrong)} of {len(found)} differ, on {len(handles)} handles: {wrong[:9]}"
