@@ -153,11 +153,11 @@ def _cuda_into(
     if maps is None:
         if is_given:
             spans.refuse(addresses)
-        maps = plan.maps(a, b, residual, out)
+        maps = plan.maps(a, b, out, residual)
         spans.keep(addresses, maps)
     if plan.function is not None:
         try:
-            plan.run(maps, a, b, bias, residual, out)
+            plan.run(maps, out, a, b, bias, residual)
         except KernelHubError:
             _check(a, b, bias, residual, out, out.dtype)  # names the devices that differ
             raise

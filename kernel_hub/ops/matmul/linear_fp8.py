@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,54 +11,18 @@ from ..core import common
 from ..core.activation import activate
 from ..core.device import device_of
 from ..core.launch import Plans
-from ..core.tensor_maps import Boxes, tensor_map
 from .linear_fp8_plan import CUBIN, SCALE_BLOCK, TABLE, choose
-from .linear_launch import ALONE, OperandBoxes, boxes_of, operand_boxes, operand_maps, workspace
-from .tiles import TileChoice
+from .linear_launch import LinearLaunch, boxes_of, operand_boxes
 
 DTYPE = torch.float8_e4m3fn
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _OP = "linear"
-_plans: Plans[tuple[Fp8Launch, common.Spans]] = Plans()
+_plans: Plans[tuple[LinearLaunch, common.Spans]] = Plans()
 TABLE.on_change(_plans.clear)
 _operands = common.Operands(_OP, "a b", "a_scale b_scale bias residual out")
 _writes = common.Writes(
     _OP, "a b a_scale b_scale bias residual out", "out", in_place="out=residual"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Fp8Launch:
-    """A launch but for its pointers; `function` is None where there is nothing to compute."""
-
-    function: Any
-    choice: TileChoice | None = None
-    numbers: tuple[int, ...] = ()
-    boxes: OperandBoxes | None = None
-    out_boxes: Boxes | None = None  # where results leave through boxes
-
-    def maps(self, a: Any, b: Any, out: Any) -> tuple[bytes, ...]:
-        """The tensor maps of a call at new addresses."""
-        if self.choice is None or self.boxes is None:
-            return ()
-        operands = operand_maps(self.choice, self.boxes, a, b)
-        out_map = operands[0]  # not looked at where results leave from registers
-        if self.out_boxes is not None and not out.data_ptr() % common.VEC_BYTES:
-            out_map = tensor_map(out, self.out_boxes)
-        return (out_map, *operands)
-
-    def run(self, maps: tuple[bytes, ...], out: Any, *more: Any) -> None:
-        """Launch on the current stream; it begins under the end of the launch before.
-
-        more: the other pointers.
-        """
-        choice = self.choice
-        assert choice is not None
-        shared = workspace(choice, out.device) if choice.num_partials else ALONE
-        params = (out, *maps, *shared, *more, *self.numbers)
-        self.function(
-            choice.grid, choice.block, choice.shared_bytes, None, params, programmatic=True
-        )
 
 
 def linear(
@@ -194,7 +157,7 @@ def _cuda_into(
         spans.keep(addresses, maps)
     if plan.function is not None:
         try:
-            plan.run(maps, out, a_scale, b_scale, bias, residual)
+            plan.run(maps, out, a, b, a_scale, b_scale, bias, residual)
         except KernelHubError:
             check(*tensors, out.dtype, use_fast_accum)  # names the devices that differ
             raise
@@ -203,7 +166,7 @@ def _cuda_into(
 def plan_launch(
     a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any, residual: Any, out: Any,
     activation: int, has_blocks: bool, use_fast_accum: bool,
-) -> Fp8Launch:  # fmt: skip
+) -> LinearLaunch:  # fmt: skip
     """Choose the kernel and its numbers for tensors that were checked."""
     device = device_of(a.device)
     if not device.has_wgmma:
@@ -212,7 +175,7 @@ def plan_launch(
             "compute capability {}.{}".format(*device.compute_capability),
         )  # fmt: skip
     if out.numel() == 0:
-        return Fp8Launch(None)
+        return LinearLaunch(None)
     lead, (n, k) = a.shape[:-1], b.shape
     # One scale for each row of a, or none of its own.
     has_rows = a_scale is not None and (has_blocks or a_scale.numel() > 1)
@@ -248,7 +211,8 @@ def plan_launch(
     out_boxes = None
     if choice.out_box_rows and out.element_size() == 2 and not (n | out_stride) % 8:
         out_boxes = boxes_of(m, n, n if m == 1 else out_stride, choice.out_box_rows)
-    return Fp8Launch(function, choice, numbers, boxes, out_boxes)
+    how = {"programmatic": True}  # it begins under the end of the launch before
+    return LinearLaunch(function, choice, numbers, boxes, out_boxes, options=how)
 
 
 def dequantised(

@@ -26,7 +26,7 @@ class LinearLaunch:
     """A launch but for its pointers; `function` is None where there is nothing to compute."""
 
     function: Any
-    choice: TileChoice | None
+    choice: TileChoice | None = None
     numbers: tuple[int, ...] = ()
     boxes: OperandBoxes | None = None
     out_boxes: Boxes | None = None  # where results leave through boxes
@@ -34,36 +34,33 @@ class LinearLaunch:
     options: Mapping[str, bool] = field(default_factory=dict)  # of the launch
 
     def maps(
-        self, a: torch.Tensor, b: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor
+        self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *residuals: torch.Tensor | None
     ) -> tuple[bytes, ...]:
-        """The tensor maps of a call at new addresses; () where pointers are passed."""
+        """The tensor maps of a call at new addresses; () where pointers are passed.
+
+        residuals: the residual, of kernels that take a map of it.
+        """
         if self.choice is None or self.boxes is None:
             return ()
         operands = operand_maps(self.choice, self.boxes, a, b)
         out_map = operands[0]  # not looked at where results leave from registers
         if self.out_boxes is not None and not out.data_ptr() % common.VEC_BYTES:
             out_map = tensor_map(out, self.out_boxes)
-        residual_map = out_map
-        added = self.residual_boxes
-        if added and residual is not None and not residual.data_ptr() % common.VEC_BYTES:
-            residual_map = tensor_map(residual, added)
-        return (out_map, residual_map, *operands)
+        written = [out_map]
+        for residual in residuals:
+            residual_map, added = out_map, self.residual_boxes
+            if added and residual is not None and not residual.data_ptr() % common.VEC_BYTES:
+                residual_map = tensor_map(residual, added)
+            written.append(residual_map)
+        return (*written, *operands)
 
-    def run(
-        self,
-        maps: tuple[bytes, ...],
-        a: torch.Tensor,
-        b: torch.Tensor,
-        bias: torch.Tensor | None,
-        residual: torch.Tensor | None,
-        out: torch.Tensor,
-    ) -> None:
-        """Launch on the current stream."""
+    def run(self, maps: tuple[bytes, ...], out: torch.Tensor, a: Any, b: Any, *more: Any) -> None:
+        """Launch on the current stream. more: the other pointers."""
         choice = self.choice
         assert choice is not None
         shared = workspace(choice, out.device) if choice.num_partials else ALONE
         operands = (*maps, *shared) if maps else (*shared, a, b)
-        params = (out, *operands, bias, residual, *self.numbers)
+        params = (out, *operands, *more, *self.numbers)
         self.function(choice.grid, choice.block, choice.shared_bytes, None, params, **self.options)
 
 
@@ -77,7 +74,7 @@ def plan_launch(
 ) -> LinearLaunch:
     """Choose the kernel and its integer parameters for tensors that were checked."""
     if out.numel() == 0:
-        return LinearLaunch(None, None)
+        return LinearLaunch(None)
     k, n = a.shape[-1], b.shape[0]
     tensors = [a, out] if residual is None else [a, out, residual]
     (m,), columns = common.collapse(
