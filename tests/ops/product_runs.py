@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -51,14 +52,16 @@ def run_product(case: Case, device: str, variants: bool = False) -> float:
     calls: list[tuple[Any, ...]] = []
     plan = _PLANS[case.op]
 
-    def noting(*call: Any) -> Any:
-        calls.append(call)
-        return plan.choose(*call)
+    def noting(*given: Any, **named: Any) -> Any:
+        call = inspect.signature(plan.choose).bind(*given, **named)
+        call.apply_defaults()
+        calls.append(call.args)
+        return plan.choose(*call.args)
 
     with _choosing(case.op, noting):
         worst = _ran(problem)
     for row, choice in _others(case.op, calls[0]) if calls else ():  # none: nothing to compute
-        with _choosing(case.op, lambda *_, c=choice: c):
+        with _choosing(case.op, lambda *_, c=choice, **__: c):
             try:
                 worst = max(worst, _ran(problem))
             except Exception as error:
@@ -96,7 +99,7 @@ def _rows(op: str, call: tuple[Any, ...]) -> Iterator[Any]:
         num_sms, m, n, k, fast, name, _ = call
         return linear_fp8_plan.candidates(Gpu((9, 0), num_sms, name), m, n=n, k=k, fast=int(fast))
     if _PLANS[op] is paired_plan:
-        _, gpu, m, n, k, _ = call
+        _, gpu, m, n, k = call[:5]
         return paired_plan.candidates(op, gpu, m, n=n, k=k)
     capability, num_sms, problem, _, name = call
     return grouped_plan.candidates(
