@@ -17,7 +17,7 @@ from ways import Way
 from kernel_hub.errors import TensorError
 from kernel_hub.ops.core.launch import forget_all
 from kernel_hub.ops.matmul import grouped_plan
-from kernel_hub.testing.compare import check
+from kernel_hub.testing.compare import check, product_atol
 from kernel_hub.testing.guard import Guarded
 
 module: Any = importlib.import_module("kernel_hub.ops.matmul.batched_matmul")
@@ -33,9 +33,7 @@ def compare(
     got: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, name: str = ""
 ) -> None:
     truth = reference(a, b, torch.float64)
-    # Tensor cores cut their fp32 sums off where torch's fp32 rounds them.
-    is_wide = dtype == torch.float32 and truth.numel()
-    atol = 2.0**-18 * float(truth.abs().max()) if is_wide else None
+    atol = product_atol(truth, dtype)
     check(got, truth, reference(a, b, dtype), atol=atol, name=name)
 
 

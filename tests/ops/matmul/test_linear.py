@@ -17,7 +17,7 @@ from ways import Way
 from kernel_hub.errors import TensorError
 from kernel_hub.ops.core.launch import forget_all
 from kernel_hub.ops.matmul import linear_plan
-from kernel_hub.testing.compare import check
+from kernel_hub.testing.compare import check, product_atol
 from kernel_hub.testing.guard import Guarded
 
 module: Any = importlib.import_module("kernel_hub.ops.matmul.linear")
@@ -71,9 +71,7 @@ def check_linear(
     out.check()
     truth = reference(a, b, bias, **options)
     own = reference(a, b, bias, **options, dtype=kind)
-    # Tensor cores cut their fp32 sums off where torch's fp32 rounds them.
-    atol = 2.0**-18 * float(truth.abs().max()) if kind == torch.float32 and m * n else None
-    check(got, truth, own, atol=atol, name=f"{(m, n, k)}")
+    check(got, truth, own, atol=product_atol(truth, kind), name=f"{(m, n, k)}")
     same_bits(linear(a, b, bias, out_dtype=out_dtype, **options), got)
 
 
