@@ -34,70 +34,10 @@
 // pages: a divisor of the page and of kBlockN, a multiple of 8), 128-byte swizzle, zeros outside.
 // Sources: Shah et al., "FlashAttention-3", 2024; Dao, "FlashAttention-2", 2023.
 
-#include "attention/sm90/consumer.cuh"
-#include "attention/sm90/producer.cuh"
+#include "attention/sm90/block.cuh"
 #include "kernel_hub/launch_facts.cuh"
-#include "kernel_hub/math.cuh"
-#include "kernel_hub/mbarrier.cuh"
-#include "kernel_hub/tma.cuh"
-#include "kernel_hub/warpgroup.cuh"
 
 namespace kernel_hub::attention::sm90 {
-
-template <class C>
-__device__ __forceinline__ void flash_attention_sm90(const Parameters& p) {
-    __shared__ __align__(8) uint64_t barriers[Shared<C>::kCount];
-    __shared__ __align__(16) Tile tiles[kTileSlots];
-    __shared__ Order order;
-    Shared<C> shared;
-    shared.q = (shared_address(dynamic_shared()) + 1023) / 1024 * 1024;
-    shared.k = shared.q + C::kQStages * C::kConsumers * C::kQBytes;
-    shared.v = shared.k + C::kStages * C::kKVBytes;
-    shared.barriers = shared_address(barriers);
-    shared.tiles = tiles;
-    shared.tiles_address = shared_address(tiles);
-    shared.order = &order;
-
-    if (threadIdx.x == 0) {
-        tma_prefetch_map(p.q);
-        tma_prefetch_map(p.k);
-        tma_prefetch_map(p.v);
-        for (int i = 0; i < C::kQStages * C::kConsumers; ++i) {
-            mbarrier_init(shared.barrier(Shared<C>::kQFull + i), 1);
-            mbarrier_init(shared.barrier(Shared<C>::kQEmpty + i), 1);
-        }
-        for (int i = 0; i < C::kStages; ++i) {
-            mbarrier_init(shared.k_full(i), 1);
-            mbarrier_init(shared.k_empty(i), C::kConsumers);
-            mbarrier_init(shared.v_full(i), 1);
-            mbarrier_init(shared.v_empty(i), C::kConsumers);
-        }
-        for (int i = 0; i < kTileSlots; ++i) {
-            mbarrier_init(shared.tile_full(i), 1);
-            mbarrier_init(shared.tile_empty(i), 4 * C::kConsumers + 2);
-        }
-        fence_mbarrier_init();
-    }
-    if (has_lengths(p)) {
-        make_order<C>(p, order);
-    }
-    __syncthreads();
-
-    const int warpgroup = __shfl_sync(kAllLanes, threadIdx.x / 128, 0);
-    if (warpgroup == 0) {
-        release_registers<C::kProducerRegisters>();
-        const int warp_idx = __shfl_sync(kAllLanes, threadIdx.x / 32, 0);
-        if (warp_idx < 2) {
-            Loader<C>(p, shared, warp_idx == 1).run();
-        } else if (C::kMask != Mask::kFull || p.has_foreign_rows || p.cu_seqlens_q) {
-            write_empty_tiles<C>(p);
-        }
-    } else {
-        acquire_registers<C::kConsumerRegisters>();
-        Consumer<C> consumer(p, shared, warpgroup - 1);
-        consumer.run();
-    }
-}
 
 #define EXPORT_FLASH_ATTENTION(DTYPE, T, HEAD_DIM, VARIANT, MASK, CONSUMERS, BLOCK_N)             \
     DESCRIBED(                                                                                    \

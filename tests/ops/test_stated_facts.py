@@ -17,6 +17,7 @@ from kernel_hub.ops.attention import (
     backward_sm90,
     forward_fp8,
     forward_sm90,
+    forward_split_sm90,
 )
 from kernel_hub.ops.core.device import SM90, launch_facts
 from kernel_hub.ops.matmul import grouped_plan, linear_fp8_plan, linear_plan, paired_plan, tiles
@@ -69,6 +70,12 @@ def test_the_plans_of_products_name_every_variant() -> None:
 def test_the_plans_of_attention_name_every_variant() -> None:
     sm90 = exported("flash_attention_sm90", "")
     assert {body.name(BF16) for body in forward_sm90.BODIES} == {n for n in sm90 if "bf16" in n}
+    split = [
+        forward_split_sm90.Body(*x)
+        for x in itertools.product(("causal", "window"), forward_split_sm90.WIDTHS)
+    ]
+    named = {body.name(BF16, what) for body in split for what in ("", "merge")}
+    assert named == {n for n in exported("flash_attention_split_sm90", "") if "bf16" in n}
     assert {body.name for body in forward_fp8.BODIES} == exported("flash_attention_fp8_sm90", "")
     backward = CUBINS["flash_attention_backward"].values()
     names = {name for entry in backward for name in entry.functions if "hdim" in name}

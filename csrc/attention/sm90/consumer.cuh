@@ -49,7 +49,7 @@ struct Consumer : Rows<C> {
 #pragma unroll
         for (int i = 0; i < C::kHeadDim / 16; ++i) {
             const int panel = i / 4, column_bytes = i % 4 * 32;
-            Wgmma<T>::ss(scores, descriptor(a, panel * C::kQPanelBytes + column_bytes),
+            Wgmma<T>::ss(scores, descriptor(a, panel * C::kQPanelStride + column_bytes),
                          descriptor(b, panel * C::kKVPanelBytes + column_bytes), i != 0);
         }
         wgmma_commit();
@@ -82,7 +82,7 @@ struct Consumer : Rows<C> {
         v_is_there = mbarrier_test_wait(shared.v_full(v.stage), v.parity);
     }
     __device__ __forceinline__ void wait_q() {
-        mbarrier_wait(shared.q_full(q.stage, consumer), q.parity);
+        mbarrier_wait(shared.q_full(q.stage, C::kSplit ? 0 : consumer), q.parity);
     }
 
     __device__ __forceinline__ void release_k(bool with_q) {
@@ -162,6 +162,12 @@ struct Consumer : Rows<C> {
     // The thread's first row, of the warpgroup's 64.
     __device__ __forceinline__ int row_in_group() const {
         return 16 * (thread_idx / 32) + lane_idx / 4;
+    }
+
+    // The key under the query of row `i` of the warpgroup's 64.
+    __device__ __forceinline__ int diagonal_of(const Range& tile, int i) const {
+        return C::kSplit ? tile.diagonal + p.packing.token_of(64 * consumer + i)
+                         : tile.diagonal - row_in_group() + i;
     }
 
     // Takes the tile's first block away where this warpgroup's rows see nothing of it and another
@@ -266,7 +272,7 @@ struct Consumer : Rows<C> {
             // Blocks from `masked` on have keys that the warpgroup's first row does not see.
             int visible = tile.seqlen_k;
             if (!kWindow || p.window_right >= 0) {
-                const int first_row = tile.diagonal - row_in_group();
+                const int first_row = diagonal_of(tile, 0);
                 visible = max(0, min(visible, first_row + p.window_right + 1));
             }
             int masked = max(tile.block_begin, visible / C::kBlockN);
@@ -276,7 +282,7 @@ struct Consumer : Rows<C> {
             // And blocks below `unmasked` have keys that its last row does not see.
             int unmasked = tile.block_begin;
             if (kWindow && p.window_left >= 0) {
-                const int hidden = max(0, tile.diagonal - row_in_group() + 63 - p.window_left);
+                const int hidden = max(0, diagonal_of(tile, 63) - p.window_left);
                 unmasked = max(unmasked, (hidden + C::kBlockN - 1) / C::kBlockN);
             }
             // A window comes here twice: right of the blocks without masks, and left of them.

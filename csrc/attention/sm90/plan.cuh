@@ -17,7 +17,9 @@ constexpr int kTileSlots = 4;
 // Probabilities stay below 2^kRescaleBits, which fp16 holds.
 constexpr float kRescaleBits = 8.f;
 
-template <typename T_, int kHeadDim_, int kConsumers_, int kBlockN_, Mask kMask_>
+// kSplit: tiles of the heads of a group side by side, and pieces of tiles (flash_attention_split).
+template <typename T_, int kHeadDim_, int kConsumers_, int kBlockN_, Mask kMask_,
+          bool kSplit_ = false>
 struct Config {
     using T = T_;
     static constexpr int kHeadDim = kHeadDim_;
@@ -25,15 +27,19 @@ struct Config {
     static constexpr int kBlockM = 64 * kConsumers;
     static constexpr int kBlockN = kBlockN_;
     static constexpr Mask kMask = kMask_;
+    static constexpr bool kSplit = kSplit_;
     static constexpr int kThreads = 128 * (1 + kConsumers);
     static constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;
     static constexpr int kStages = 2;
     static constexpr int kQStages = 1;
     // Whether a warpgroup leaves out a tile's first block where it sees nothing of it; with blocks
     // wider than that it sees something of each.
-    static constexpr bool kTrims = kMask == Mask::kCausal && (kConsumers > 2 || kBlockN < 128);
+    static constexpr bool kTrims =
+        !kSplit && kMask == Mask::kCausal && (kConsumers > 2 || kBlockN < 128);
     static constexpr int kQPanelBytes = 64 * 128;
     static constexpr int kQBytes = kPanels * kQPanelBytes;  // of one consumer
+    // Split: the rows of all consumers lie together, as one copy brings them.
+    static constexpr int kQPanelStride = kSplit ? kConsumers * kQPanelBytes : kQPanelBytes;
     static constexpr int kKVPanelBytes = kBlockN * 128;
     static constexpr int kKVBytes = kPanels * kKVPanelBytes;
     static constexpr int kSharedBytes =
@@ -62,6 +68,19 @@ constexpr LaunchFacts facts_of() {
             .stages = C::kStages};
 }
 
+// Split only: how heads and tokens share the rows of a tile, and where pieces of tiles go.
+struct Packing {
+    int heads;         // row = token heads + head; divides the heads of a group
+    int tokens;        // of a tile
+    int reciprocal;    // ceil(2^16 / heads)
+    int least_blocks;  // blocks of keys of a share, at least
+    float* partials;   // of each block, kSlots pieces
+    int* line;         // where each sequence begins in the line, and the share behind them
+
+    static constexpr int kSlots = 3;
+    __device__ __forceinline__ int token_of(int row) const { return row * reciprocal >> 16; }
+};
+
 struct Parameters {
     void* out;   // (batch, seqlen_q, heads, head_dim) by strides
     float* lse;  // or null
@@ -86,6 +105,7 @@ struct Parameters {
     // softmax_scale. cap_scale_log2: 2 softmax_scale / softcap, or 0 without softcap. Both are
     // times log2(e).
     float scale_log2, cap_scale_log2;
+    Packing packing;
 };
 
 // One tile, as the producer tells the consumers: 32 bytes of shared memory.
@@ -107,6 +127,12 @@ struct Order {
     int count;
 };
 
+// Split only: the work of a launch is a line of units, kBlockN keys of a tile each (line.cuh).
+struct Line {
+    static constexpr int kMost = 256;  // sequences whose lengths are on the device
+    int begin[kMost + 1];              // of each sequence's units; then their number
+};
+
 // `value`, with its origin hidden: quotients by it are computed where they are used, not prepared
 // before the loop and then held in registers, of which the loading warp has none to spare.
 __device__ __forceinline__ int fresh(int value) {
@@ -122,6 +148,7 @@ struct Shared {
     Tile* tiles;
     uint32_t tiles_address;
     const Order* order;
+    const Line* line;
 
     static constexpr int kQFull = 0;
     static constexpr int kQEmpty = kQFull + C::kQStages * C::kConsumers;
@@ -146,7 +173,8 @@ struct Shared {
         return barrier(kQEmpty + stage * C::kConsumers + consumer);
     }
     __device__ __forceinline__ uint32_t q_tile(int stage, int consumer) const {
-        return q + (stage * C::kConsumers + consumer) * C::kQBytes;
+        return C::kSplit ? q + consumer * C::kQPanelBytes
+                         : q + (stage * C::kConsumers + consumer) * C::kQBytes;
     }
     __device__ __forceinline__ uint32_t k_full(int stage) const { return barrier(kKFull + stage); }
     __device__ __forceinline__ uint32_t k_empty(int stage) const {

@@ -2,6 +2,7 @@
 // write tiles without keys.
 #pragma once
 
+#include "attention/sm90/line.cuh"
 #include "attention/sm90/schedule.cuh"
 #include "kernel_hub/math.cuh"
 #include "kernel_hub/mbarrier.cuh"
@@ -53,7 +54,9 @@ struct Loader {
 
     // The blocks of a tile, from right to left.
     __device__ __forceinline__ void load(const Tile& tile) {
-        const int head = tile.head / (p.num_heads / p.num_kv_heads);
+        // Split: with the piece's place in the upper half.
+        const int q_head = C::kSplit ? tile.head & 0xffff : tile.head;
+        const int head = q_head / (p.num_heads / p.num_kv_heads);
         if (p.block_table) {
             load_pages(tile, head);
             return;
@@ -139,6 +142,25 @@ struct Loader {
         }
     }
 
+    // Split: the rows of all consumers in one copy a panel.
+    __device__ __forceinline__ void load_packed_q(const Tile& tile) {
+        const int row = tile.q_begin + tile.row_begin, batch = p.cu_seqlens_q ? 0 : tile.batch;
+#pragma unroll
+        for (int consumer = 0; consumer < C::kConsumers; ++consumer) {
+            mbarrier_wait(shared.q_empty(q.stage, consumer), q.parity ^ 1);
+        }
+        if (elect_one()) {
+            const int rows = p.packing.heads * p.packing.tokens;
+            mbarrier_arrive_expect_tx(shared.q_full(q.stage, 0), C::kPanels * rows * 128);
+#pragma unroll
+            for (int panel = 0; panel < C::kPanels; ++panel) {
+                tma_load_4d(shared.q + panel * C::kQPanelStride, p.q, shared.q_full(q.stage, 0),
+                            panel * kPanelColumns, tile.head & 0xffff, row, batch);
+            }
+        }
+        q.advance();
+    }
+
     __device__ __forceinline__ void load_q(const Tile& tile) {
         const int row = tile.q_begin + tile.row_begin, batch = p.cu_seqlens_q ? 0 : tile.batch;
 #pragma unroll
@@ -174,11 +196,15 @@ struct Loader {
             return;
         }
         if (block == tile.block_end - 1) {
-            load_q(tile);
+            if constexpr (C::kSplit) {
+                load_packed_q(tile);
+            } else {
+                load_q(tile);
+            }
         }
         // A few blocks before the answer is needed. NOTE: not at the tile's beginning: who is busy
         // for long would hold a tile that another could begin (5 % at 16k, causal, head_dim 256).
-        if (block == min(tile.block_end - 1, tile.block_begin + 3)) {
+        if (!C::kSplit && block == min(tile.block_end - 1, tile.block_begin + 3)) {
             take_ticket();
         }
     }
@@ -206,6 +232,30 @@ struct Loader {
             tile.row_begin = -1;
         }
         publish(tile);
+    }
+
+    // Split: the pieces of the block's share, one after another.
+    __device__ __forceinline__ void run_share() {
+        Walker<C> walker(p, *shared.line);
+        Tile tile;
+        while (true) {
+            if (!has_values) {
+                if (!walker.next(tile)) {
+                    tile = {};
+                    tile.row_begin = -1;
+                }
+                publish(tile);
+            }
+            mbarrier_wait(shared.tile_full(slot.stage), slot.parity);
+            tile = shared.read_tile(slot.stage);
+            __syncwarp();
+            mbarrier_arrive_if(shared.tile_empty(slot.stage), lane_idx == 0);
+            slot.advance();
+            if (!tile.is_valid()) {
+                return;
+            }
+            load(tile);
+        }
     }
 
     __device__ __forceinline__ void run() {

@@ -10,12 +10,30 @@ namespace kernel_hub::attention::sm90 {
 
 // What a consumer keeps of a tile: the rest it reads again where it needs it.
 struct Range {
-    int diagonal;  // of the thread's first row: the key that stands under the query; none: kOver
+    // Of the thread's first row, or split of the tile's first token: the key that stands under the
+    // query; none: kOver.
+    int diagonal;
     int seqlen_k, block_begin, block_end;
 
     static constexpr int kOver = -2147483647;
     __device__ __forceinline__ bool is_valid() const { return diagonal != kOver; }
 };
+
+// A piece of a tile in memory (split): sums as the threads hold them, 16 rows after 16 rows, four
+// of a lane together; then of each row the shift of its exponents and the sum of its probabilities.
+template <class C>
+constexpr int kPieceFloats = C::kBlockM * (C::kHeadDim + 2);
+
+template <class C>
+__device__ __forceinline__ float4* piece_sums(float* pieces, int slot, int strip, int lane_idx) {
+    float* piece = pieces + static_cast<int64_t>(slot) * kPieceFloats<C>;
+    return reinterpret_cast<float4*>(piece) + strip * 4 * C::kHeadDim + lane_idx;
+}
+template <class C>
+__device__ __forceinline__ float2* piece_rows(float* pieces, int slot) {
+    float* piece = pieces + static_cast<int64_t>(slot) * kPieceFloats<C>;
+    return reinterpret_cast<float2*>(piece + C::kBlockM * C::kHeadDim);
+}
 
 // A consumer's registers: its places in the rings, scores, probabilities and output of 64 rows.
 template <class C>
@@ -24,7 +42,8 @@ struct Rows {
     const Parameters& p;
     const Shared<C>& shared;
     const int consumer, thread_idx, lane_idx;
-    const int row;  // of the tile; the thread also holds row + 8
+    const int row;       // of the tile; the thread also holds row + 8
+    const int token[2];  // split: those of its two rows
     const uint32_t q_low, k_low, v_low;
     Place<C::kQStages> q;
     Place<C::kStages> k, v;
@@ -43,6 +62,8 @@ struct Rows {
           thread_idx(threadIdx.x % 128),
           lane_idx(threadIdx.x % 32),
           row(64 * consumer_ + 16 * (thread_idx / 32) + lane_idx / 4),
+          token{C::kSplit ? p_.packing.token_of(row) : 0,
+                C::kSplit ? p_.packing.token_of(row + 8) : 8},
           q_low(__shfl_sync(kAllLanes, descriptor_low(shared_.q_tile(0, consumer_), 16), 0)),
           k_low(descriptor_low(shared_.k, 16)),
           v_low(descriptor_low(shared_.v, C::kKVPanelBytes)) {}
@@ -67,7 +88,7 @@ struct Rows {
         const int column = block * C::kBlockN + 2 * (lane_idx % 4);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const int diagonal = tile.diagonal + 8 * r;
+            const int diagonal = tile.diagonal + (C::kSplit ? token[r] : 8 * r);
             int end = tile.seqlen_k - column, begin = 0;
             if (kRight && (C::kMask == Mask::kCausal || p.window_right >= 0)) {
                 end = min(end, diagonal + p.window_right + 1 - column);
@@ -166,9 +187,10 @@ struct Rows {
 
     __device__ __forceinline__ Range read_range(int place) const {
         const Tile tile = shared.read_tile(place);
-        const int diagonal = tile.is_valid() ? tile.row_begin + row + tile.offset() : Range::kOver;
+        const int diagonal =
+            tile.is_valid() ? tile.row_begin + (C::kSplit ? 0 : row) + tile.offset() : Range::kOver;
         // Known to be 0 without a left bound: a register less.
-        const int block_begin = C::kMask == Mask::kWindow ? tile.block_begin : 0;
+        const int block_begin = C::kSplit || C::kMask == Mask::kWindow ? tile.block_begin : 0;
         return {diagonal, tile.seqlen_k, block_begin, tile.block_end};
     }
 
@@ -187,12 +209,57 @@ struct Rows {
             sum += __shfl_xor_sync(kAllLanes, sum, 1);
             sum += __shfl_xor_sync(kAllLanes, sum, 2);
             factor[r] = sum == 0.f ? 0.f : __fdividef(1.f, sum);
-            const int row_idx = tile.row_begin + row + 8 * r;
-            if (p.lse && row_idx < tile.seqlen_q && lane_idx % 4 == 0) {
-                p.lse[tile.batch * p.lse_batch_stride + tile.head * p.lse_head_stride +
-                      tile.q_begin + row_idx] =
-                    sum == 0.f ? -INFINITY : row_shift[r] * kLn2 + __logf(sum);
+            if constexpr (C::kSplit) {
+                finish_packed_row(tile, r, sum, factor);
+            } else {
+                const int row_idx = tile.row_begin + row + 8 * r;
+                if (p.lse && row_idx < tile.seqlen_q && lane_idx % 4 == 0) {
+                    p.lse[tile.batch * p.lse_batch_stride + tile.head * p.lse_head_stride +
+                          tile.q_begin + row_idx] =
+                        sum == 0.f ? -INFINITY : row_shift[r] * kLn2 + __logf(sum);
+                }
             }
+        }
+    }
+
+    // Split: where the thread's row r of a whole tile lies, and whether there is such a row.
+    __device__ __forceinline__ bool find_packed(const Tile& tile, int r, int& token_idx,
+                                                int& head) const {
+        token_idx = tile.row_begin + token[r];
+        head = (tile.head & 0xffff) + row + 8 * r - token[r] * p.packing.heads;
+        return token[r] < p.packing.tokens && token_idx < tile.seqlen_q;
+    }
+
+    // Split: lse of a whole tile's row; of a piece what its merge needs of the row.
+    __device__ __forceinline__ void finish_packed_row(const Tile& tile, int r, float sum,
+                                                      float (&factor)[2]) const {
+        const int slot = (tile.head >> 16) - 1;
+        if (slot >= 0) {
+            factor[r] = 1.f;
+            if (lane_idx % 4 == 0) {
+                piece_rows<C>(p.packing.partials, slot)[row + 8 * r] =
+                    make_float2(row_shift[r], sum);
+            }
+            return;
+        }
+        int token_idx, head;
+        if (find_packed(tile, r, token_idx, head) && p.lse && lane_idx % 4 == 0) {
+            p.lse[tile.batch * p.lse_batch_stride + head * p.lse_head_stride + tile.q_begin +
+                  token_idx] = sum == 0.f ? -INFINITY : row_shift[r] * kLn2 + __logf(sum);
+        }
+    }
+
+    // Split: a piece's sums.
+    __device__ __forceinline__ void store_piece(const Tile& tile, int slot) const {
+        // Warps whose rows are none have nothing that anyone reads.
+        if (tile.row_begin + p.packing.token_of(row - lane_idx / 4) >= tile.seqlen_q) {
+            return;
+        }
+        float4* sums = piece_sums<C>(p.packing.partials, slot, row / 16, lane_idx);
+#pragma unroll
+        for (int i = 0; i < C::kHeadDim / 8; ++i) {
+            sums[32 * i] =
+                make_float4(output[4 * i], output[4 * i + 1], output[4 * i + 2], output[4 * i + 3]);
         }
     }
 
@@ -200,13 +267,23 @@ struct Rows {
     __device__ __forceinline__ void store(int place, const float (&factor)[2]) {
         const Tile tile = shared.read_tile(place);  // again: it would take registers until here
         release_tile(place);
+        if constexpr (C::kSplit) {
+            const int slot = (tile.head >> 16) - 1;
+            if (slot >= 0) {
+                store_piece(tile, slot);
+                return;
+            }
+        }
         const int first_column = 8 * (lane_idx % 4);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const int row_idx = tile.row_begin + row + 8 * r;
-            const bool is_inside = row_idx < tile.seqlen_q;
+            int row_idx = tile.row_begin + row + 8 * r, head = tile.head;
+            bool is_inside = row_idx < tile.seqlen_q;
+            if constexpr (C::kSplit) {
+                is_inside = find_packed(tile, r, row_idx, head);
+            }
             T* out = static_cast<T*>(p.out) + tile.batch * p.out_batch_stride +
-                     (tile.q_begin + row_idx) * p.out_token_stride + tile.head * p.out_head_stride;
+                     (tile.q_begin + row_idx) * p.out_token_stride + head * p.out_head_stride;
 #pragma unroll
             for (int i = 0; i < C::kHeadDim / 32; ++i) {
                 uint32_t words[4];

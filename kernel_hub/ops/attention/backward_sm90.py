@@ -12,8 +12,7 @@ import torch
 
 from ..core import common
 from ..core.device import Stated, launch_facts
-from .maps import is_mappable, tensor_map
-from .problem import Gradients, Problem, lse_strides_of, strides_of
+from .problem import Gradients, Problem, is_mappable, lse_strides_of, strides_of, tensor_map
 
 # False: the portable kernels take everything. For tests and benchmarks.
 is_enabled = True

@@ -17,8 +17,7 @@ from ..core import bounds, common
 from ..core.counters import counters
 from ..core.device import Stated, device_of, launch_facts
 from ..core.launch import Launch
-from .maps import is_mappable, tensor_map
-from .problem import Options, Problem, lse_strides_of, strides_of
+from .problem import Options, Problem, is_mappable, lse_strides_of, strides_of, tensor_map
 
 CUBIN = "flash_attention_fp8_sm90"
 # Tokens that share a scale where scales are given for blocks.

@@ -1,8 +1,8 @@
 """The forward launch of attention on Hopper: which problems, which kernel, which numbers.
 
-Knows the canonical `Problem` and the kernels of
-csrc/attention/flash_attention_sm90.cu. Of `Problem` it
-checks what the launch cannot see, since descriptors of q, k and v go there instead of tensors.
+Knows the canonical `Problem` and the kernels of csrc/attention/flash_attention_sm90.cu; few queries
+over many keys are `forward_split_sm90`'s. Of `Problem` it checks what the launch cannot see, since
+descriptors of q, k and v go there instead of tensors.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ..core import bounds, common
 from ..core.counters import counters
 from ..core.device import Stated, device_of, launch_facts
 from ..core.launch import Launch
-from .maps import is_mappable, tensor_map
-from .problem import Options, Problem, lse_strides_of, strides_of
+from . import forward_split_sm90 as split
+from .problem import Options, Problem, is_mappable, lse_strides_of, strides_of, tensor_map
 
 # False: the portable kernels take everything. For tests and benchmarks.
 is_enabled = True
@@ -128,6 +128,8 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launc
     body = _choose(problem)
     if body is None:
         raise TensorError(f"flash_attention: head_dim {head_dim}: no kernel of Hopper's for it")
+    if split.applies(problem, body.stated, body.head_dim):
+        return split.plan(problem, out, lse)
     table = problem.block_table
     page_size = k.shape[1] if table is not None else 1
     # A block of keys is whole boxes, and so is a page.
@@ -169,6 +171,8 @@ def maps(
     planned: Launch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[bytes, bytes, bytes]:
     """The descriptors that the launch takes instead of q, k and v."""
+    if isinstance(planned.maps, split.Packed):
+        return split.maps(planned.maps, q, k, v)
     q_rows, box_rows = planned.maps
     return tensor_map(q, q_rows), tensor_map(k, box_rows), tensor_map(v, box_rows)
 
@@ -184,7 +188,10 @@ def launch(
     options: Options,
 ) -> None:
     """Run what `plan` made of tensors of these shapes and strides, dtypes and devices."""
-    function, grid, block, shared_bytes, numbers, _, _ = planned
+    function, grid, block, shared_bytes, numbers, packed, _ = planned
+    if isinstance(packed, split.Packed):
+        split.launch(planned, maps, q, out, lse, options)
+        return
     params = (
         out, lse, bounds.flag("flash_attention", q), *maps, options.cu_seqlens_q,
         options.cu_seqlens_k, options.cache_seqlens, options.block_table,

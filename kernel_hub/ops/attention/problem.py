@@ -1,6 +1,7 @@
 """One attention problem in canonical form, as the forward and backward launches take it.
 
-Layouts, packing and paging are views and tables here; nothing was copied to get them.
+Layouts, packing and paging are views and tables here; nothing was copied to get them. Below it, how
+rows of heads lie in memory: strides, and the tensor maps of Hopper's kernels.
 """
 
 from __future__ import annotations
@@ -9,9 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..core import bounds
+from ..core import bounds, common, tensor_maps
+from ..core.tensor_maps import Boxes
 
 TABLES = ("alibi_slopes", "cu_seqlens_q", "cu_seqlens_k", "block_table", "cache_seqlens")
+_PANEL_BYTES = 128  # of a row of shared memory: the span of the swizzle
+_MAX_STRIDE_BYTES = 1 << 40
 
 
 class Options(NamedTuple):
@@ -129,3 +133,64 @@ def lse_strides_of(lse: torch.Tensor | None) -> tuple[int, int]:
     if lse is None:
         return 0, 0
     return (0, lse.stride(0)) if lse.dim() == 2 else (lse.stride(0), lse.stride(1))
+
+
+def is_mappable(tensor: torch.Tensor) -> bool:
+    """Whether the TMA takes it: 16-byte aligned, something in it, no element twice."""
+    element_bytes = tensor.element_size()
+    elems = common.VEC_BYTES // element_bytes
+    return (
+        tensor.numel() > 0
+        and tensor.stride(-1) == 1
+        and tensor.shape[-1] % elems == 0
+        and tensor.data_ptr() % common.VEC_BYTES == 0
+        and all(
+            size == 1 or (stride % elems == 0 and 0 < stride * element_bytes < _MAX_STRIDE_BYTES)
+            for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+        )
+    )
+
+
+def tensor_map(tensor: torch.Tensor, rows: int) -> bytes:
+    """The tensor map of boxes of `rows` tokens of one head, 128 bytes of it wide.
+
+    Dimensions: (batch, heads, tokens, head_dim), batch 1 where the tensor has none.
+    """
+    key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), rows)
+    return tensor_maps.known.get(key) or tensor_maps.make(key, tensor, _boxes(tensor, rows))
+
+
+def packed_tensor_map(tensor: torch.Tensor, tokens: int, heads: int) -> bytes:
+    """The tensor map of boxes of `tokens` tokens by `heads` heads, 128 bytes of each wide.
+
+    Dimensions: (batch, tokens, heads, head_dim), batch 1 where the tensor has none.
+    """
+    key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tokens, heads)
+    return tensor_maps.known.get(key) or tensor_maps.make(
+        key, tensor, _packed_boxes(tensor, tokens, heads)
+    )
+
+
+def _packed_boxes(tensor: torch.Tensor, tokens: int, heads: int) -> Boxes:
+    sizes, steps = _layout(tensor)
+    panel = _PANEL_BYTES // tensor.element_size()
+    return Boxes(sizes, (*steps, 1), (1, tokens, heads, panel))
+
+
+def _layout(tensor: torch.Tensor) -> tuple[tuple[int, ...], list[int]]:
+    """(batch, tokens, heads, head_dim), and strides of all but the last."""
+    sizes, steps = tuple(tensor.shape), tensor.stride()
+    if tensor.dim() != 4:
+        sizes, steps = (1, *sizes), (0, *steps)
+    # A stride along a single element says nothing; the TMA wants a valid one.
+    pairs = zip(sizes[:-1], steps[:-1], strict=True)
+    return sizes, [step if size > 1 else sizes[-1] for size, step in pairs]
+
+
+def _boxes(tensor: torch.Tensor, rows: int) -> Boxes:
+    sizes, steps = _layout(tensor)
+    head_dim = sizes[-1]
+    return Boxes(
+        (sizes[0], sizes[2], sizes[1], head_dim), (steps[0], steps[2], steps[1], 1),
+        (1, 1, rows, _PANEL_BYTES // tensor.element_size()),
+    )  # fmt: skip

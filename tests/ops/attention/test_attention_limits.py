@@ -31,9 +31,12 @@ HEAD_DIMS = range(16, 257, 8)
 REGISTERS = 64 * KIB
 # The portable kernels of all architectures, and Hopper's own beside them.
 MAX_CUBIN_BYTES, MAX_HOPPER_BYTES = 15.5 * KIB * KIB, 2.6 * KIB * KIB
+MAX_SPLIT_BYTES = 1.6 * KIB * KIB
 CUBINS = ("flash_attention", "flash_attention_backward", "decode_attention")
 HOPPER = "flash_attention_sm90"
+SPLIT_LOCAL_BYTES = 16  # at head_dim 256, as its source says
 SM90: Any = importlib.import_module("kernel_hub.ops.attention.forward_sm90")
+SPLIT: Any = importlib.import_module("kernel_hub.ops.attention.forward_split_sm90")
 DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -179,6 +182,7 @@ def test_the_hopper_kernels_fit_and_are_all_used(monkeypatch: pytest.MonkeyPatch
     recorder = Recorder()
     monkeypatch.setattr(common, "shipped", recorder.shipped)
     monkeypatch.setattr(SM90, "device_of", lambda _: PlannedGpu((9, 0), 132))
+    monkeypatch.setattr(SPLIT, "choice", False)
     for dtype, head_dim, length in itertools.product(DTYPES, HEAD_DIMS, (8, 4000)):
         q = torch.zeros(1, length, 2, head_dim, dtype=dtype)
         for window in ((-1, -1), (-1, 0), (-1, 3), (2, -1), (2, 3), (100, 0), (100, 100)):
@@ -194,6 +198,27 @@ def test_the_hopper_kernels_fit_and_are_all_used(monkeypatch: pytest.MonkeyPatch
         assert -(-entry.num_regs // 8) * 8 * launch.threads <= REGISTERS, launch
 
 
+def test_the_split_kernels_fit_and_are_all_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = open_collection().manifest.cubins[SPLIT.CUBIN]["sm90"].functions
+    recorder = Recorder()
+    monkeypatch.setattr(common, "shipped", recorder.shipped)
+    monkeypatch.setattr(SPLIT, "device_of", lambda _: PlannedGpu((9, 0), 132))
+    monkeypatch.setattr(SPLIT, "choice", True)
+    for dtype, head_dim, length in itertools.product(DTYPES, HEAD_DIMS, (8, 4000)):
+        q = torch.zeros(1, length, 2, head_dim, dtype=dtype)
+        for window in ((-1, -1), (-1, 0), (2, -1), (100, 100)):
+            main = SM90.plan(Problem(q, q, q, 1, length, length, 1.0, *window), q, None)
+            for each in (main, main.maps.merge):
+                each.function(each.grid, each.block, each.shared_bytes)
+    assert {launch.function for launch in recorder.launches} == set(entries)
+    for launch in recorder.launches:
+        entry = entry_of("sm90", launch)
+        assert entry.local_bytes <= SPLIT_LOCAL_BYTES * ("hdim256" in launch.function), launch
+        assert launch.threads == entry.max_threads, launch
+        assert launch.shared_bytes + entry.static_shared_bytes <= DEVICES[9, 0] * KIB, launch
+        assert -(-entry.num_regs // 8) * 8 * launch.threads <= REGISTERS, launch
+
+
 def test_all_attention_cubins_together_are_small() -> None:
     built = open_collection().manifest.cubins
     sizes = {
@@ -204,6 +229,7 @@ def test_all_attention_cubins_together_are_small() -> None:
     }
     assert sum(sizes.values()) <= MAX_CUBIN_BYTES, sizes
     assert built[HOPPER]["sm90"].size_bytes <= MAX_HOPPER_BYTES
+    assert built[SPLIT.CUBIN]["sm90"].size_bytes <= MAX_SPLIT_BYTES
 
 
 def test_the_sanitizer_sees_every_kernel() -> None:

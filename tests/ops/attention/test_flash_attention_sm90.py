@@ -17,12 +17,12 @@ from emulated import ROOT
 
 from kernel_hub.errors import TensorError
 from kernel_hub.ops import flash_attention
-from kernel_hub.ops.attention.maps import is_mappable
-from kernel_hub.ops.attention.problem import Problem
+from kernel_hub.ops.attention.problem import Problem, is_mappable
 from kernel_hub.ops.core.device import has_wgmma
 from kernel_hub.ops.core.launch import forget_all
 
 SM90: Any = importlib.import_module("kernel_hub.ops.attention.forward_sm90")
+SPLIT: Any = importlib.import_module("kernel_hub.ops.attention.forward_split_sm90")
 DTYPES = ["fp16", "bf16"]
 # Those of the compiled kernels, and some that fill one in part.
 HEAD_DIMS = [16, 64, 72, 96, 128, 136, 192, 256]
@@ -50,6 +50,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         launch(*given)
 
     monkeypatch.setattr(SM90, "launch", counted)
+    monkeypatch.setattr(SPLIT, "choice", False)  # test_flash_attention_split_sm90.py
     forget_all()
     yield taken
 

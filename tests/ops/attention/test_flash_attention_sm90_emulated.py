@@ -15,6 +15,7 @@ from emulated_attention import hopper_attention
 from ways import Way
 
 SM90: Any = importlib.import_module("kernel_hub.ops.attention.forward_sm90")
+SPLIT: Any = importlib.import_module("kernel_hub.ops.attention.forward_split_sm90")
 DRAWN = 12
 
 
@@ -23,6 +24,7 @@ def blocks(hopper_way: Way, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[in
     """The blocks of each launch."""
     if hopper_way.is_gpu:
         pytest.skip("test_flash_attention_sm90.py does that with larger cases")
+    monkeypatch.setattr(SPLIT, "choice", False)
     taken: list[int] = []
     launch = SM90.launch
 

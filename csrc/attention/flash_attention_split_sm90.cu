@@ -1,0 +1,138 @@
+// Attention forward on Hopper for few queries over many keys: what flash_attention_sm90.cu
+// computes, with the work cut into equal shares along the keys.
+//
+// A tile is block_m rows: `tokens` tokens of `heads` query heads that share a kv head (row = token
+// heads + head), so that K and V are read once for them; masks go by the token. A launch's tiles
+// and their blocks of keys are one line (sm90/line.cuh), of which each block takes an equal share,
+// whatever the lengths on the device are. A tile that lies in one share is written as it is; else
+// its pieces, fp32 sums with the shift and the sum of their exponents, go to memory, and
+// ..._merge adds them up in the order of the keys: the same bits every time. It also writes the
+// rows that see no keys.
+//
+// Parallelisation, shared memory and products of a block: flash_attention_sm90.cu. The merge: 16
+// rows by 32 columns a warp, or `team` warps where a tile has many pieces.
+//
+//   flash_attention_split_sm90_{dtype}_hdim{N}_causal   window_right only; 2^29: no mask
+//   ..._window                                          both sides, either of them open; softcap
+//   ..._merge                                           after either; grid and blocks of theirs
+// Tensor maps as there, but for q: head_dim, heads, tokens, batch; boxes of 64 columns by `heads`
+// by `tokens`.
+// Source: Dao et al., "Flash-Decoding", 2023; Osama et al., "Stream-K", 2023.
+//
+// kernel_hub: allow-local-memory: 16 bytes at head_dim 256, in the warp that loads
+
+#include "attention/sm90/block.cuh"
+#include "attention/sm90/merge.cuh"
+#include "kernel_hub/launch_facts.cuh"
+
+namespace kernel_hub::attention::sm90 {
+
+#define EXPORT_SPLIT(DTYPE, T, HEAD_DIM, VARIANT, MASK, BLOCK_N)                                   \
+    DESCRIBED(                                                                                     \
+        flash_attention_split_sm90_##DTYPE##_hdim##HEAD_DIM##_##VARIANT,                           \
+        "x: as many blocks as multiprocessors, or as shares",                                      \
+        (facts_of<Config<T, HEAD_DIM, 2, BLOCK_N, Mask::MASK, true>>()),                           \
+        extern "C" __global__ void                                                                 \
+        __launch_bounds__(384, 1) flash_attention_split_sm90_##DTYPE##_hdim##HEAD_DIM##_##VARIANT( \
+            T* out, float* lse, int* flag, float* partials, int* line,                             \
+            const __grid_constant__ CUtensorMap q, const __grid_constant__ CUtensorMap k,          \
+            const __grid_constant__ CUtensorMap v, const int* cu_seqlens_q,                        \
+            const int* cu_seqlens_k, const int* cache_seqlens, const int* block_table,             \
+            int64_t out_batch_stride, int64_t out_token_stride, int64_t out_head_stride,           \
+            int64_t lse_batch_stride, int64_t lse_head_stride, int64_t block_table_stride,         \
+            int batch_size, int num_heads, int num_kv_heads, int head_dim, int seqlen_q,           \
+            int seqlen_k, int total_q, int total_k, int window_left, int window_right, int heads,  \
+            int tokens, int reciprocal, int least_blocks, int num_pages, int page_size,            \
+            int box_rows, int has_foreign_rows, float scale_log2, float cap_scale_log2) {          \
+            using C = Config<T, HEAD_DIM, 2, BLOCK_N, Mask::MASK, true>;                           \
+            const Packing packing = {heads, tokens, reciprocal, least_blocks, partials, line};     \
+            flash_attention_sm90<C>({.out = out,                                                   \
+                                     .lse = lse,                                                   \
+                                     .flag = flag,                                                 \
+                                     .q = &q,                                                      \
+                                     .k = &k,                                                      \
+                                     .v = &v,                                                      \
+                                     .cu_seqlens_q = cu_seqlens_q,                                 \
+                                     .cu_seqlens_k = cu_seqlens_k,                                 \
+                                     .cache_seqlens = cache_seqlens,                               \
+                                     .block_table = block_table,                                   \
+                                     .out_batch_stride = out_batch_stride,                         \
+                                     .out_token_stride = out_token_stride,                         \
+                                     .out_head_stride = out_head_stride,                           \
+                                     .lse_batch_stride = lse_batch_stride,                         \
+                                     .lse_head_stride = lse_head_stride,                           \
+                                     .block_table_stride = block_table_stride,                     \
+                                     .batch_size = batch_size,                                     \
+                                     .num_heads = num_heads,                                       \
+                                     .num_kv_heads = num_kv_heads,                                 \
+                                     .head_dim = head_dim,                                         \
+                                     .seqlen_q = seqlen_q,                                         \
+                                     .seqlen_k = seqlen_k,                                         \
+                                     .total_q = total_q,                                           \
+                                     .total_k = total_k,                                           \
+                                     .num_pages = num_pages,                                       \
+                                     .page_size = page_size,                                       \
+                                     .box_rows = box_rows,                                         \
+                                     .window_left = window_left,                                   \
+                                     .window_right = window_right,                                 \
+                                     .has_foreign_rows = has_foreign_rows,                         \
+                                     .scale_log2 = scale_log2,                                     \
+                                     .cap_scale_log2 = cap_scale_log2,                             \
+                                     .packing = packing});                                         \
+        })
+
+// NOTE: the window's code is right for the others: without a left bound it is the same.
+#define EXPORT_MERGE(DTYPE, T, HEAD_DIM, BLOCK_N)                                                  \
+    DESCRIBED(                                                                                     \
+        flash_attention_split_sm90_##DTYPE##_hdim##HEAD_DIM##_merge,                               \
+        "x: 8 / team strips of 16 rows by 32 columns", (.threads = 256, .shared_bytes = 0),        \
+        extern "C" __global__ void                                                                 \
+        __launch_bounds__(256, 2) flash_attention_split_sm90_##DTYPE##_hdim##HEAD_DIM##_merge(     \
+            T* out, float* lse, int* flag, float* partials, int* line, const int* cu_seqlens_q,    \
+            const int* cu_seqlens_k, const int* cache_seqlens, int64_t out_batch_stride,           \
+            int64_t out_token_stride, int64_t out_head_stride, int64_t lse_batch_stride,           \
+            int64_t lse_head_stride, int batch_size, int num_heads, int num_kv_heads,              \
+            int head_dim, int seqlen_q, int seqlen_k, int total_q, int total_k, int window_left,   \
+            int window_right, int heads, int tokens, int reciprocal, int least_blocks, int blocks, \
+            int team) {                                                                            \
+            using C = Config<T, HEAD_DIM, 2, BLOCK_N, Mask::kWindow, true>;                        \
+            const Packing packing = {heads, tokens, reciprocal, least_blocks, partials, line};     \
+            merge_pieces<C>({.out = out,                                                           \
+                             .lse = lse,                                                           \
+                             .flag = flag,                                                         \
+                             .cu_seqlens_q = cu_seqlens_q,                                         \
+                             .cu_seqlens_k = cu_seqlens_k,                                         \
+                             .cache_seqlens = cache_seqlens,                                       \
+                             .out_batch_stride = out_batch_stride,                                 \
+                             .out_token_stride = out_token_stride,                                 \
+                             .out_head_stride = out_head_stride,                                   \
+                             .lse_batch_stride = lse_batch_stride,                                 \
+                             .lse_head_stride = lse_head_stride,                                   \
+                             .batch_size = batch_size,                                             \
+                             .num_heads = num_heads,                                               \
+                             .num_kv_heads = num_kv_heads,                                         \
+                             .head_dim = head_dim,                                                 \
+                             .seqlen_q = seqlen_q,                                                 \
+                             .seqlen_k = seqlen_k,                                                 \
+                             .total_q = total_q,                                                   \
+                             .total_k = total_k,                                                   \
+                             .window_left = window_left,                                           \
+                             .window_right = window_right,                                         \
+                             .packing = packing},                                                  \
+                            blocks, team);                                                         \
+        })
+
+#define EXPORT_HEAD_DIM(DTYPE, T, HEAD_DIM, BLOCK_N)           \
+    EXPORT_SPLIT(DTYPE, T, HEAD_DIM, causal, kCausal, BLOCK_N) \
+    EXPORT_SPLIT(DTYPE, T, HEAD_DIM, window, kWindow, BLOCK_N) \
+    EXPORT_MERGE(DTYPE, T, HEAD_DIM, BLOCK_N)
+
+#define EXPORT_HEAD_DIMS(DTYPE, T)      \
+    EXPORT_HEAD_DIM(DTYPE, T, 64, 128)  \
+    EXPORT_HEAD_DIM(DTYPE, T, 128, 128) \
+    EXPORT_HEAD_DIM(DTYPE, T, 256, 80)
+
+EXPORT_HEAD_DIMS(fp16, __half)
+EXPORT_HEAD_DIMS(bf16, __nv_bfloat16)
+
+}  // namespace kernel_hub::attention::sm90

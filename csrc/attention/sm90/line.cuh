@@ -1,0 +1,221 @@
+// flash_attention_split_sm90.cu: the work of a launch as one line of units, cut into equal shares.
+//
+// A tile is packing.tokens tokens of packing.heads heads of a group; a unit is kBlockN keys of it.
+// Tiles of a sequence are as wide as its widest. In the line come, outermost first: sequences, kv
+// heads, chunks of a share's length of keys, tiles, units: blocks that run side by side read the
+// same keys. A block takes one share; what it has of a tile in one stretch is a piece, which goes
+// to memory unless it is the whole tile.
+//
+// NOTE: chunks are half a share or longer, so that of a block's pieces at most one lies inside its
+// share: Packing::kSlots is 3.
+#pragma once
+
+#include "attention/sm90/plan.cuh"
+
+namespace kernel_hub::attention::sm90 {
+
+// A stretch of a tile's units, and of the line.
+struct Stretch {
+    int begin, count;  // units of the tile
+    int at;            // of its first in the line
+};
+
+// What a sequence has to do.
+template <class C>
+struct Sequence {
+    int q_begin, seqlen_q, seqlen_k;
+    int tiles;                      // that share the keys of a kv head
+    int width;                      // units of a tile, at most
+    int packs;                      // tiles of the same tokens
+    int chunk, chunks, last_begin;  // units: of a chunk, ..., where the last one begins
+
+    __device__ __forceinline__ Sequence(const Parameters& p, int batch) {
+        const RowRange queries = find_queries(p, batch);
+        q_begin = queries.start;
+        seqlen_q = queries.count;
+        seqlen_k = find_keys(p, batch).count;
+        packs = p.num_heads / p.num_kv_heads / p.packing.heads;
+        const int rows = min(seqlen_q, p.seqlen_q);
+        tiles = (rows + p.packing.tokens - 1) / p.packing.tokens * packs;
+        width = (seqlen_k + C::kBlockN - 1) / C::kBlockN;
+        if (C::kMask == Mask::kWindow && p.window_left >= 0) {
+            width -= max(0, seqlen_k - seqlen_q - p.window_left) / C::kBlockN;
+            if (p.window_right >= 0) {
+                const int span = p.packing.tokens + p.window_left + p.window_right;
+                width = min(width, (span + C::kBlockN - 2) / C::kBlockN + 1);
+            }
+        }
+    }
+
+    __device__ __forceinline__ int units(const Parameters& p) const {
+        return p.num_kv_heads * tiles * width;
+    }
+
+    // Cuts the width into chunks: of a share, but the last two where the rest is short.
+    __device__ __forceinline__ void cut(int share) {
+        chunk = share;
+        chunks = max(1, (width + share - 1) / share);
+        last_begin = (chunks - 1) * share;
+        const int rest = width - last_begin;
+        if (chunks > 1 && 2 * rest < share) {
+            last_begin += (share + rest + 1) / 2 - share;
+        }
+    }
+    __device__ __forceinline__ int chunk_begin(int index) const {
+        return index < chunks - 1 ? index * chunk : index < chunks ? last_begin : width;
+    }
+    __device__ __forceinline__ int chunk_width(int index) const {
+        return chunk_begin(index + 1) - chunk_begin(index);
+    }
+    // Where the units of a tile of kv head `kv_head` begin in the sequence's part of the line.
+    __device__ __forceinline__ int place(int kv_head, int index, int tile) const {
+        return (kv_head * width + chunk_begin(index)) * tiles + tile * chunk_width(index);
+    }
+    __device__ __forceinline__ bool is_whole(const Stretch& s) const {
+        return chunks == 1 && s.begin == 0 && s.count == width;
+    }
+
+    // The tile with the blocks of keys of a stretch that it sees.
+    __device__ __forceinline__ Tile describe(const Parameters& p, int batch, int kv_head, int tile,
+                                             const Stretch& s, int slot) const {
+        Tile found;
+        found.row_begin = tile / packs * p.packing.tokens;
+        found.batch = batch;
+        found.head = (kv_head * packs + tile % packs) * p.packing.heads | (slot + 1) << 16;
+        found.q_begin = q_begin;
+        found.seqlen_q = seqlen_q;
+        found.seqlen_k = seqlen_k;
+        int begin = 0, end = seqlen_k;
+        if (p.window_right >= 0) {
+            const int row_end = min(found.row_begin + p.packing.tokens, seqlen_q);
+            end = max(0, min(end, row_end + found.offset() + p.window_right));
+        }
+        if (C::kMask == Mask::kWindow && p.window_left >= 0) {
+            begin = max(0, found.row_begin + found.offset() - p.window_left) / C::kBlockN;
+        }
+        found.block_begin = begin + s.begin;
+        found.block_end = min(found.block_begin + s.count, (end + C::kBlockN - 1) / C::kBlockN);
+        return found;
+    }
+};
+
+// Where a piece goes that is `count` units from `at` on in the line.
+__device__ __forceinline__ int slot_of(int at, int count, int share) {
+    const int block = at / share;
+    const int inner = at == block * share ? 0 : at + count == (block + 1) * share ? 2 : 1;
+    return block * Packing::kSlots + inner;
+}
+
+__device__ __forceinline__ bool has_device_lengths(const Parameters& p) {
+    return p.cu_seqlens_q || p.cu_seqlens_k || p.cache_seqlens;
+}
+
+__device__ __forceinline__ int share_of(const Parameters& p, int units, int blocks) {
+    return max(p.packing.least_blocks, (units + blocks - 1) / blocks);
+}
+
+// Finds where each sequence begins. Every thread of the block; ends with a barrier. The first block
+// writes it down for the merge.
+template <class C>
+__device__ __forceinline__ void make_line(const Parameters& p, Line& line) {
+    if (!has_device_lengths(p)) {
+        return;
+    }
+    if (threadIdx.x < p.batch_size) {
+        line.begin[threadIdx.x] = Sequence<C>(p, threadIdx.x).units(p);
+    }
+    __syncthreads();
+    if (threadIdx.x < 32) {
+        int sum = 0;
+#pragma unroll 1
+        for (int first = 0; first <= p.batch_size; first += 32) {
+            const int i = first + threadIdx.x;
+            const int own = i < p.batch_size ? line.begin[i] : 0;
+            int end = own;
+#pragma unroll
+            for (int step = 1; step < 32; step *= 2) {
+                const int left = __shfl_up_sync(~0u, end, step);
+                end += threadIdx.x >= step ? left : 0;
+            }
+            if (i <= p.batch_size) {
+                line.begin[i] = sum + end - own;
+                if (blockIdx.x == 0) {
+                    p.packing.line[i] = sum + end - own;
+                }
+            }
+            sum += __shfl_sync(~0u, end, 31);
+        }
+    }
+    __syncthreads();
+}
+
+// Walks through a block's share.
+template <class C>
+struct Walker {
+    const Parameters& p;
+    const Line& line;
+    int at, end, share, batch = 0;
+
+    __device__ __forceinline__ Walker(const Parameters& p_, const Line& line_)
+        : p(p_), line(line_) {
+        int units = 0;
+        if (has_device_lengths(p)) {
+            units = line.begin[p.batch_size];
+        } else {
+            units = Sequence<C>(p, 0).units(p) * p.batch_size;
+        }
+        share = share_of(p, units, gridDim.x);
+        at = blockIdx.x * share;
+        end = min(at + share, units);
+        // The last sequence that begins at `at` or before it.
+        int behind = has_device_lengths(p) ? p.batch_size : 1;
+#pragma unroll 1
+        while (behind - batch > 1) {
+            const int middle = (batch + behind) / 2;
+            const bool is_before = line.begin[middle] <= at;
+            batch = is_before ? middle : batch;
+            behind = is_before ? behind : middle;
+        }
+    }
+
+    // The next piece that sees keys.
+    __device__ __forceinline__ bool next(Tile& tile) {
+#pragma unroll 1
+        while (at < end) {
+            int begin;
+            if (has_device_lengths(p)) {
+#pragma unroll 1
+                while (line.begin[batch + 1] <= at) {
+                    ++batch;
+                }
+                begin = line.begin[batch];
+            } else {
+                const int units = Sequence<C>(p, 0).units(p);
+                batch = at / units;
+                begin = batch * units;
+            }
+            Sequence<C> sequence(p, batch);
+            sequence.cut(share);
+            int rest = at - begin;
+            const int kv_head = rest / (sequence.tiles * sequence.width);
+            rest -= kv_head * sequence.tiles * sequence.width;
+            const int unit = rest / sequence.tiles;
+            const int last = sequence.chunks - 1;
+            const int index = unit >= sequence.last_begin ? last : min(unit / share, last - 1);
+            rest -= sequence.chunk_begin(index) * sequence.tiles;
+            const int width = sequence.chunk_width(index);
+            const int which = rest / width;
+            rest -= which * width;
+            const Stretch s{sequence.chunk_begin(index) + rest, min(width - rest, end - at), at};
+            const int slot = sequence.is_whole(s) ? -1 : slot_of(at, s.count, share);
+            tile = sequence.describe(p, batch, kv_head, which, s, slot);
+            at += s.count;
+            if (!tile.is_empty()) {
+                return true;
+            }
+        }
+        return false;
+    }
+};
+
+}  // namespace kernel_hub::attention::sm90

@@ -1,0 +1,244 @@
+// flash_attention_split_sm90.cu: the second kernel, which merges the pieces of each tile in order.
+#pragma once
+
+#include "attention/sm90/line.cuh"
+#include "attention/sm90/rows.cuh"
+#include "kernel_hub/dependent_launch.cuh"
+#include "kernel_hub/math.cuh"
+
+namespace kernel_hub::attention::sm90 {
+
+constexpr int kMergeWarps = 8;
+constexpr int kMergeSlots = 512;  // pieces of a tile at most: two of each chunk
+constexpr int kAtOnce = 4;        // pieces on their way
+
+// What a lane holds of a strip of 16 rows: rows lane / 4 and + 8, of 32 columns those that a
+// consumer's thread holds (Wgmma).
+struct Merged {
+    float shift[2] = {-INFINITY, -INFINITY}, sum[2] = {};
+    float values[16] = {};
+
+    // Adds states over other keys, in their order.
+    template <int kCount>
+    __device__ __forceinline__ void add(const float2 (&rows)[kCount][2],
+                                        const float4 (&parts)[kCount][4]) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float largest = shift[r];
+#pragma unroll
+            for (int i = 0; i < kCount; ++i) {
+                largest = max_nan(largest, rows[i][r].x);
+            }
+            const float base = largest == -INFINITY ? 0.f : largest;
+            float weight = exp2_approx(shift[r] - base);
+            shift[r] = largest;
+            sum[r] *= weight;
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                values[4 * j + 2 * r] *= weight;
+                values[4 * j + 2 * r + 1] *= weight;
+            }
+#pragma unroll
+            for (int i = 0; i < kCount; ++i) {
+                weight = exp2_approx(rows[i][r].x - base);
+                sum[r] = fmaf(weight, rows[i][r].y, sum[r]);
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    const float4& part = parts[i][j];
+                    float& x = values[4 * j + 2 * r];
+                    float& y = values[4 * j + 2 * r + 1];
+                    x = fmaf(weight, r == 0 ? part.x : part.z, x);
+                    y = fmaf(weight, r == 0 ? part.y : part.w, y);
+                }
+            }
+        }
+    }
+};
+
+// The places of a tile's pieces that saw keys, in the order of the keys; -1: the tile is whole, and
+// written. A warp.
+template <class C>
+__device__ __forceinline__ int find_pieces(const Parameters& p, const Sequence<C>& sequence,
+                                           int batch, int kv_head, int which, int begin, int share,
+                                           short* slots) {
+    const int lane_idx = threadIdx.x % 32;
+    int count = 0;
+#pragma unroll 1
+    for (int first = 0; first < 2 * sequence.chunks; first += 32) {
+        const int index = (first + lane_idx) / 2, half = lane_idx % 2;
+        bool is_there = false, is_whole = false;
+        int slot = 0;
+        if (index < sequence.chunks) {
+            // A chunk of a tile lies in one share, or two.
+            const int at = begin + sequence.place(kv_head, index, which);
+            const int width = sequence.chunk_width(index);
+            const int head = min(width, (at / share + 1) * share - at);
+            const int skipped = half == 0 ? 0 : head;
+            const Stretch s{sequence.chunk_begin(index) + skipped, half == 0 ? head : width - head,
+                            at + skipped};
+            if (s.count > 0) {
+                slot = slot_of(s.at, s.count, share);
+                is_there = !sequence.describe(p, batch, kv_head, which, s, slot).is_empty();
+                is_whole = is_there && sequence.is_whole(s);
+            }
+        }
+        if (__any_sync(kAllLanes, is_whole)) {
+            return -1;
+        }
+        const unsigned there = __ballot_sync(kAllLanes, is_there);
+        const int place = count + __popc(there & ((1u << lane_idx) - 1));
+        if (is_there && place < kMergeSlots) {
+            slots[place] = slot;
+        }
+        count += __popc(there);
+    }
+    __syncwarp();
+    return min(count, kMergeSlots);
+}
+
+// Says which tables led outside.
+__device__ __forceinline__ void report_lengths(const Parameters& p) {
+#pragma unroll 1
+    for (int batch = threadIdx.x; batch < p.batch_size; batch += blockDim.x) {
+        const RowRange queries = find_queries(p, batch), keys = find_keys(p, batch);
+        const bool is_outside_q = queries.is_outside || queries.count > p.seqlen_q;
+        const bool is_outside_k = keys.is_outside || keys.count > p.seqlen_k;
+        report(p.flag, (is_outside_q ? kQueriesOutside : 0) | (!is_outside_k     ? 0
+                                                               : p.cache_seqlens ? kLengthsOutside
+                                                                                 : kKeysOutside));
+    }
+}
+
+// A strip of 16 rows by 32 columns: `team` warps, each with every team-th piece. Strips are
+// numbered through tiles, strips of a tile, columns.
+template <class C>
+__device__ __forceinline__ void merge_pieces(const Parameters& p, int blocks, int team) {
+    using T = typename C::T;
+    constexpr int kStrips = C::kBlockM / 16, kColumns = C::kHeadDim / 32;
+    __shared__ short slots[kMergeWarps][kMergeSlots];
+    __shared__ float sums[kMergeWarps][20][32];
+    const int lane_idx = threadIdx.x % 32, warp_idx = threadIdx.x / 32;
+    if (blockIdx.x == 0) {
+        report_lengths(p);
+    }
+    const int unit = (blockIdx.x * kMergeWarps + warp_idx) / team, member = warp_idx % team;
+    const int column = unit % kColumns, strip = unit / kColumns % kStrips;
+    const int tile = unit / (kColumns * kStrips);
+    const int packs = p.num_heads / p.num_kv_heads / p.packing.heads;
+    const int most = (p.seqlen_q + p.packing.tokens - 1) / p.packing.tokens * packs;
+    const int batch = tile / (most * p.num_kv_heads);
+    const int kv_head = tile / most % p.num_kv_heads, which = tile % most;
+    const int token = which / packs * p.packing.tokens;
+    const int row = 16 * strip + lane_idx / 4;
+    const bool has_line = has_device_lengths(p);
+    // NOTE: before any return: this launch must not end before the one it merges for.
+    if (has_line) {
+        wait_for_launch_before();
+    }
+    int count = -1;
+    int q_begin = 0, seqlen_q = 0;
+    if (batch < p.batch_size) {
+        Sequence<C> sequence(p, batch);
+        q_begin = sequence.q_begin;
+        seqlen_q = sequence.seqlen_q;
+        if (which < sequence.tiles && 16 * strip < p.packing.heads * p.packing.tokens &&
+            token + p.packing.token_of(16 * strip) < seqlen_q) {
+            const int own = sequence.units(p);
+            const int units = has_line ? p.packing.line[p.batch_size] : own * p.batch_size;
+            const int begin = has_line ? p.packing.line[batch] : own * batch;
+            const int share = share_of(p, units, blocks);
+            sequence.cut(share);
+            count = find_pieces(p, sequence, batch, kv_head, which, begin, share, slots[warp_idx]);
+        }
+    }
+    if (!has_line) {
+        wait_for_launch_before();  // all until here is known without it
+    }
+    Merged merged;
+#pragma unroll 1
+    for (int first = member; first < count; first += kAtOnce * team) {
+        float2 rows[kAtOnce][2];
+        float4 parts[kAtOnce][4];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            const int index = first + i * team;
+            const bool is_there = index < count;
+            const int slot = is_there ? slots[warp_idx][index] : 0;
+            const float2* states = piece_rows<C>(p.packing.partials, slot) + row;
+            const float4* values =
+                piece_sums<C>(p.packing.partials, slot, strip, lane_idx) + 128 * column;
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                rows[i][r] = is_there ? states[8 * r] : make_float2(-INFINITY, 0.f);
+            }
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                parts[i][j] = is_there ? values[32 * j] : make_float4(0.f, 0.f, 0.f, 0.f);
+            }
+        }
+        merged.add(rows, parts);
+    }
+    if (team > 1) {
+        auto& own = sums[warp_idx];
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+            own[i][lane_idx] = merged.values[i];
+        }
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            own[16 + r][lane_idx] = merged.shift[r];
+            own[18 + r][lane_idx] = merged.sum[r];
+        }
+        __syncthreads();
+        if (member != 0) {
+            return;
+        }
+#pragma unroll 1
+        for (int i = 1; i < min(team, count); ++i) {
+            const auto& other = sums[warp_idx + i];
+            float2 rows[1][2];
+            float4 parts[1][4];
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                rows[0][r] = make_float2(other[16 + r][lane_idx], other[18 + r][lane_idx]);
+            }
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                parts[0][j] = make_float4(other[4 * j][lane_idx], other[4 * j + 1][lane_idx],
+                                          other[4 * j + 2][lane_idx], other[4 * j + 3][lane_idx]);
+            }
+            merged.add(rows, parts);
+        }
+    }
+    if (count < 0) {
+        return;
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int token_in = p.packing.token_of(row + 8 * r), token_idx = token + token_in;
+        const int head = (kv_head * packs + which % packs) * p.packing.heads + row + 8 * r -
+                         token_in * p.packing.heads;
+        const bool is_inside = token_in < p.packing.tokens && token_idx < seqlen_q;
+        const float sum = merged.sum[r], factor = sum == 0.f ? 0.f : __fdividef(1.f, sum);
+        T* out = static_cast<T*>(p.out) + batch * p.out_batch_stride +
+                 (q_begin + token_idx) * p.out_token_stride + head * p.out_head_stride;
+        uint32_t words[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            words[j] = pack2<T>(merged.values[4 * j + 2 * r] * factor,
+                                merged.values[4 * j + 2 * r + 1] * factor);
+        }
+        transpose_in_quad(words, lane_idx);
+        const int first_column = 32 * column + 8 * (lane_idx % 4);
+        if (is_inside && first_column < p.head_dim) {
+            *reinterpret_cast<uint4*>(out + first_column) =
+                make_uint4(words[0], words[1], words[2], words[3]);
+        }
+        if (p.lse && is_inside && column == 0 && lane_idx % 4 == 0) {
+            p.lse[batch * p.lse_batch_stride + head * p.lse_head_stride + q_begin + token_idx] =
+                sum == 0.f ? -INFINITY : merged.shift[r] * kLn2 + __logf(sum);
+        }
+    }
+}
+
+}  // namespace kernel_hub::attention::sm90

@@ -1,0 +1,197 @@
+"""Equal shares of few queries over many keys: their plan, and whether they are right.
+
+On the CPU the kernels' source runs in the emulator of Hopper, on a GPU of few multiprocessors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import Case, run
+from attention_split_random import EMULATED, random_split_case
+from bits import same_bits
+from emulated_attention import hopper_attention
+from ways import Way
+
+from kernel_hub.ops import flash_attention
+from kernel_hub.ops.core.device import has_wgmma
+from kernel_hub.ops.core.launch import forget_all
+
+SPLIT: Any = importlib.import_module("kernel_hub.ops.attention.forward_split_sm90")
+H200_SMS = 132
+DRAWN = 150
+EMULATED_DRAWN = 24
+
+
+@pytest.fixture
+def forced(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The functions of the launches that these kernels took: whatever they can take."""
+    if not has_wgmma(torch.cuda.get_device_capability()):
+        pytest.skip("not compute capability 9.0")
+    taken: list[str] = []
+    launch = SPLIT.launch
+
+    def counted(planned: Any, *given: Any) -> None:
+        taken.append(planned.function.name)
+        launch(planned, *given)
+
+    monkeypatch.setattr(SPLIT, "launch", counted)
+    monkeypatch.setattr(SPLIT, "choice", True)
+    forget_all()
+    yield taken
+    forget_all()
+
+
+@pytest.fixture
+def pieces(hopper_way: Way, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The blocks of the launches that the emulator ran: whatever these kernels can take."""
+    if hopper_way.is_gpu:
+        pytest.skip("the tests below do that with larger cases")
+    taken: list[int] = []
+    launch = SPLIT.launch
+
+    def counted(planned: Any, *given: Any) -> None:
+        taken.append(planned.grid[0])
+        launch(planned, *given)
+
+    monkeypatch.setattr(SPLIT, "launch", counted)
+    monkeypatch.setattr(SPLIT, "choice", True)
+    yield taken
+
+
+@pytest.mark.parametrize("index", range(EMULATED_DRAWN))
+def test_drawn_emulated(pieces: list[int], monkeypatch: pytest.MonkeyPatch, index: int) -> None:
+    generator = random.Random(f"emulated {index}")
+    monkeypatch.setattr(SPLIT, "_LEAST_BLOCKS", generator.choice((1, 2, 3)))
+    with hopper_attention(monkeypatch, generator.choice((1, 2, 3, 7, 13, 61))):
+        run(random_split_case(generator, EMULATED), "cpu")
+    assert pieces
+
+
+# (seqlen_q, keys in blocks, multiprocessors): chunks narrower than a share, of which one lies
+# between two others' in it; last two chunks that share what is left; tiles in one share; more
+# shares than blocks of keys.
+LINES = [(640, 8, 8), (640, 9, 7), (400, 3, 4), (130, 5, 61), (700, 11, 6), (300, 7, 2)]
+
+
+@pytest.mark.parametrize(("seqlen_q", "blocks", "num_sms"), LINES)
+@pytest.mark.parametrize("causal", [False, True])
+def test_lines_emulated(
+    pieces: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    seqlen_q: int,
+    blocks: int,
+    num_sms: int,
+    causal: bool,
+) -> None:
+    monkeypatch.setattr(SPLIT, "_LEAST_BLOCKS", 1)
+    case = Case(num_heads=1, causal=causal, lengths_q=(seqlen_q,), lengths_k=(128 * blocks - 3,))
+    with hopper_attention(monkeypatch, num_sms):
+        run(case, "cpu")
+    assert pieces
+
+
+@pytest.mark.parametrize("group", [1, 3, 5, 7, 16, 71])
+def test_groups_emulated(pieces: list[int], monkeypatch: pytest.MonkeyPatch, group: int) -> None:
+    case = Case(num_heads=group, causal=True, seed=group, lengths_q=(37,), lengths_k=(900,))
+    with hopper_attention(monkeypatch, 7):
+        run(case, "cpu")
+    assert max(pieces) > 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 72, 192])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("window", [(-1, -1), (300, 20)])
+def test_every_kernel(
+    forced: list[str], dtype: str, head_dim: int, window: tuple[int, int]
+) -> None:
+    case = Case(
+        dtype=dtype, head_dim=head_dim, num_heads=14, num_kv_heads=2, window_size=window, twice=True
+    )
+    run(dataclasses.replace(case, lengths_q=(1,), lengths_k=(1,)), "cuda")
+    run(dataclasses.replace(case, lengths_q=(64,), lengths_k=(9000,), seed=1), "cuda")
+    case = dataclasses.replace(case, causal=window == (-1, -1))
+    run(dataclasses.replace(case, lengths_q=(257,) * 2, lengths_k=(2100,) * 2, seed=2), "cuda")
+    run(dataclasses.replace(case, lengths_q=(700,), lengths_k=(333,), seed=3), "cuda")
+    ragged = dataclasses.replace(
+        case, lengths_q=(1, 77, 300, 0, 64, 17), lengths_k=(1, 2000, 129, 513, 0, 5000)
+    )
+    run(dataclasses.replace(ragged, layout="varlen", seed=4), "cuda")
+    ragged = dataclasses.replace(ragged, lengths_q=(40,) * 6, layout="paged", page_size=64)
+    run(ragged, "cuda")
+    assert len(forced) == 12
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 16, 48, 71])
+def test_groups(forced: list[str], group: int) -> None:
+    for i, (seqlen_q, seqlen_k) in enumerate([(17, 2048), (128, 3000), (5, 40_000), (300, 1000)]):
+        case = Case(num_heads=group, head_dim=128, causal=True, seed=i, twice=True)
+        run(dataclasses.replace(case, lengths_q=(seqlen_q,), lengths_k=(seqlen_k,)), "cuda")
+    assert forced
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("index", range(DRAWN))
+def test_drawn(forced: list[str], index: int) -> None:
+    run(random_split_case(random.Random(index)), "cuda")
+    assert forced
+
+
+@pytest.mark.gpu
+def test_graphs(forced: list[str]) -> None:
+    q = torch.randn(2, 40, 8, 128, device="cuda", dtype=torch.bfloat16)
+    k = torch.randn(2, 9000, 1, 128, device="cuda", dtype=torch.bfloat16)
+    lengths = torch.tensor([9000, 5], device="cuda", dtype=torch.int32)
+    options: dict[str, Any] = {"cache_seqlens": lengths, "causal": True}
+    flash_attention(q, k, k, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = flash_attention(q, k, k, **options)
+    for new in ([9000, 5], [0, 7777], [1, 130]):
+        lengths.copy_(torch.tensor(new))
+        graph.replay()
+        same_bits(out, flash_attention(q, k, k, **options), name="replayed")
+    assert forced
+
+
+# (batch_size, num_heads, num_kv_heads, seqlen_q, seqlen_k)
+LONG_CACHES = [(1, 8, 1, 64, 65_536), (1, 28, 4, 128, 32_768), (16, 28, 4, 17, 2048)]
+PREFILLS = [(4, 32, 32, 4096, 4096), (1, 64, 8, 32_768, 32_768), (16, 32, 8, 1024, 16_384)]
+
+
+def costs(sizes: Any) -> tuple[float, float]:
+    given = 128, 128, 128, H200_SMS
+    return SPLIT.split_us(sizes, *given), SPLIT.whole_us(sizes, *given)
+
+
+@pytest.mark.parametrize("case", LONG_CACHES, ids=str)
+def test_long_caches_are_split(case: tuple[int, ...]) -> None:
+    split, whole = costs(SPLIT.Sizes(*case, -1, 0))
+    assert split < 0.7 * whole
+
+
+@pytest.mark.parametrize("case", PREFILLS, ids=str)
+def test_prefill_keeps_its_kernels(case: tuple[int, ...]) -> None:
+    split, whole = costs(SPLIT.Sizes(*case, -1, 0))
+    assert split > 0.95 * whole
+
+
+@pytest.mark.parametrize("group", range(1, 130))
+def test_packing_holds_every_row_once(group: int) -> None:
+    for seqlen_q in (1, 17, 64, 128, 1000):
+        heads, tokens, tiles = SPLIT.pack(seqlen_q, group, 128)
+        assert group % heads == 0 and heads * tokens <= 128
+        assert tiles == -(-seqlen_q // tokens) * (group // heads)
+        # No more tiles than a head a tile would take.
+        assert tiles <= group * -(-seqlen_q // 128)
+        # The kernel's division: token_of.
+        reciprocal = -(-(1 << 16) // heads)
+        assert all(row * reciprocal >> 16 == row // heads for row in range(128))
