@@ -154,6 +154,7 @@ setup(
         "fatbin": [ZSTD],
         "test": TEST,
         # Exact versions: another formatter release would want other line breaks.
+        "docs": ["mkdocs-material==9.8.1", "mkdocstrings[python]==1.0.8", "ruff==0.17.5"],
         "dev": [*TEST, "build>=1", "clang-format==23.1.5", "mypy==2.4.1", "ruff==0.17.5"],
     },
     entry_points={"console_scripts": ["kernel-hub = kernel_hub.cli:main"]},
