@@ -34,7 +34,7 @@ from .compilers.nvcc import (
     only_arch,
 )
 from .cubin import read_cubin, read_ptx
-from .errors import CubinCorruptError, KernelHubError, nearest
+from .errors import CubinCorruptError, KernelHubError, listed, nearest
 
 Entries = dict[tuple[str, str], CubinEntry]  # by (name, arch)
 
@@ -98,7 +98,7 @@ def _plan(
         if name not in sources:
             raise KernelHubError(
                 f"--only {name}: no {name}.cu in {csrc.name}; there are "
-                f"{', '.join(nearest(name, sources)[:8])}"
+                f"{listed(nearest(name, sources), 8)}"
             )
     jobs = []
     for name in only or sources:

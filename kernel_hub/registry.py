@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .collection.manifest import open_collection
-from .errors import CubinNotFoundError, nearest
+from .errors import CubinNotFoundError, listed, nearest
 from .kernel import Kernel
 
 ENTRY_POINT_GROUP = "kernel_hub.cubins"
@@ -56,7 +56,7 @@ class Registry:
                 if name not in self:
                     raise CubinNotFoundError(
                         f"{self._package} ships no cubin {name!r}; it ships: "
-                        + ", ".join(nearest(name, self))
+                        + listed(nearest(name, self))
                     )
                 self._kernels[name] = Kernel(name, package=self._package)
             return self._kernels[name]
@@ -71,7 +71,7 @@ class Registry:
         others = f" and the packages {', '.join(packages())}" if self is own and packages() else ""
         raise AttributeError(
             f"{self._package} ships no cubin {name!r}; it ships: "
-            f"{', '.join(nearest(name, self))}{others}"
+            f"{listed(nearest(name, self))}{others}"
         )
 
     def __dir__(self) -> list[str]:

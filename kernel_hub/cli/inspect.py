@@ -27,6 +27,7 @@ from ..errors import (
     CubinNotFoundError,
     FunctionNotFoundError,
     KernelHubError,
+    listed,
     nearest,
 )
 from ..files import read_file
@@ -74,7 +75,7 @@ def images(asked: str, *, package: str = "kernel_hub", arch: str | None = None) 
         if os.path.isdir(asked):
             do = "kernel-hub inspect NAME --package DIR shows a folder of cubins"
             raise CubinNotFoundError(f"{asked} is a folder: name one of its files; {do}")
-        shipped = ", ".join(nearest(name, collection.manifest.cubins)[:8])
+        shipped = listed(nearest(name, collection.manifest.cubins), 8)
         raise CubinNotFoundError(
             f"{asked} is neither a file nor a cubin that {package} ships; it ships: {shipped}"
         )

@@ -19,6 +19,7 @@ from ..errors import (
     CubinNotFoundError,
     FunctionNotFoundError,
     ParamsError,
+    listed,
     nearest,
 )
 from ..files import read_file
@@ -158,9 +159,9 @@ def open_image(filename: Any, package: str | None) -> Image:
         return ShippedImage(collection, name)
     if is_path and package is None:
         return open_file(Path(filename))
-    shipped = nearest(name, collection.manifest.cubins)
+    shipped = listed(nearest(name, collection.manifest.cubins))
     raise CubinNotFoundError(
-        f"{collection.package} ships no cubin {name!r}; it ships: {', '.join(shipped[:12])}. "
+        f"{collection.package} ships no cubin {name!r}; it ships: {shipped}. "
         "A path to a file of your own ends in .cubin, .fatbin or .ptx."
     )
 

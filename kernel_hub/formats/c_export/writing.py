@@ -18,6 +18,7 @@ from ...errors import (
     FunctionNotFoundError,
     KernelHubError,
     ParamsError,
+    listed,
     nearest,
 )
 from ...image.shipped import SUFFIXES, TritonCubin, open_file
@@ -183,8 +184,7 @@ def _of_name(collection: Collection, name: str, options: _Options) -> Iterable[d
     if name not in triton.kernels():
         known = sorted({*collection.manifest.cubins, *triton.kernels()})
         raise CubinNotFoundError(
-            f"{collection.package} ships no cubin {name!r}; it has: "
-            + ", ".join(nearest(name, known)[:12])
+            f"{collection.package} ships no cubin {name!r}; it has: " + listed(nearest(name, known))
         )
     yield from _configurations(collection, triton, name, options)
 

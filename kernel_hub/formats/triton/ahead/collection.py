@@ -25,7 +25,14 @@ from ....collection.manifest import (
 )
 from ....collection.resolve import fitting, not_found
 from ....cubin import read_cubin
-from ....errors import CubinCorruptError, CubinNotFoundError, KernelHubError, ParamsError, nearest
+from ....errors import (
+    CubinCorruptError,
+    CubinNotFoundError,
+    KernelHubError,
+    ParamsError,
+    listed,
+    nearest,
+)
 from ....image.shipped import ShippedImage
 from ....kernel import Kernel
 from ....launch.function import device_number
@@ -100,7 +107,7 @@ class TritonCollection:
         if not isinstance(name, str):
             raise ParamsError(f"a kernel's name is a string, not {name!r:.80}")
         if name not in cubins:
-            shipped = ", ".join(nearest(name, cubins)[:12])
+            shipped = listed(nearest(name, cubins))
             raise CubinNotFoundError(
                 f"{self._collection.package} has no {name!r}; it has: {shipped}"
             )

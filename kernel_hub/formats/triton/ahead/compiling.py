@@ -19,7 +19,7 @@ from ....collection.manifest import CubinEntry, FunctionEntry, ParamEntry
 from ....collection.manifest_write import function_entry
 from ....cubin import read_cubin
 from ....cubin.model import CubinInfo
-from ....errors import CompileError, KernelHubError, ParamsError, nearest
+from ....errors import CompileError, KernelHubError, ParamsError, listed, nearest
 from ....image.foreign import driver_floor
 from ..configuration import Configuration, configuration
 from ..grid import Grid, check_names
@@ -211,7 +211,7 @@ def _configuration(
         if option not in known:
             raise ParamsError(
                 f"{option!r} is neither an argument of {jit.__name__} ({', '.join(jit.arg_names)}) "
-                f"nor an option of Triton's compiler: {', '.join(nearest(option, known)[:5])}, …"
+                f"nor an option of Triton's compiler: {listed(nearest(option, known), 5)}"
             )
     for option, most in (("num_warps", MAX_WARPS), ("num_stages", 1 << 10)):
         if type(options[option]) is not int or not 1 <= options[option] <= most:
