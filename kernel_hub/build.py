@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from .archs import ARCHS
+from .archs import ARCHS, tokens_of
 from .collection.manifest import CubinEntry, Manifest
 from .collection.manifest_write import function_entry, locked, write
 from .compilers.declarations import match_params, read_prototypes
@@ -34,7 +34,7 @@ from .compilers.nvcc import (
     only_arch,
 )
 from .cubin import read_cubin, read_ptx
-from .errors import CubinCorruptError, KernelHubError, listed, nearest
+from .errors import CubinCorruptError, KernelHubError, ParamsError, listed, nearest
 
 Entries = dict[tuple[str, str], CubinEntry]  # by (name, arch)
 
@@ -65,8 +65,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=root / "cubins", help="folder to write to")
     parser.add_argument(
         "--arch",
-        default=",".join(ARCHS),
-        help="architectures, separated by commas (default %(default)s)",
+        action="append",
+        metavar="SM,SM",
+        help=f"architectures: sm80,sm90 (or sm_90, 90); repeatable (default {','.join(ARCHS)})",
     )
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="just this one")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="compilers at a time")
@@ -77,10 +78,16 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="build from a copy elsewhere, compare with what is there byte for byte, write nothing",
     )
     args = parser.parse_args(argv)
-    args.arch = args.arch.split(",")
+    try:
+        args.arch = tokens_of(args.arch or ARCHS, "--arch")
+    except ParamsError as error:
+        parser.error(str(error))
     for arch in args.arch:
-        if not (arch.startswith("sm") and arch[2:].isdigit()):
-            parser.error(f"--arch takes tokens like sm80 or sm90, not {arch!r}")
+        if not arch[2:].isdigit():
+            parser.error(
+                f"--arch={arch!r}: tokens like sm80 or sm90; NAME_sm90.cu is built for "
+                "that architecture's own instructions"
+            )
     if args.jobs < 1:
         parser.error(f"--jobs takes a number from 1 up, not {args.jobs}")
     args.csrc, args.out = args.csrc.resolve(), args.out.resolve()

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from ..archs import tokens_of
 from ..collection.manifest import CubinEntry, find_collection
 from ..collection.resolve import names_target
 from ..cubin import (
@@ -34,7 +35,7 @@ from ..files import read_file
 from ..formats import carray
 from ..image.demangle import cxx_names, symbol_of
 from . import _console, _sass
-from ._gather import add_package
+from ._gather import add_arch, add_package
 
 NAME = "inspect"
 HELP = "show what a file (cubin, fatbin, PTX, arrays in C), or a shipped cubin, holds"
@@ -56,13 +57,15 @@ class ShownImage:
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("image", metavar="FILE|NAME", help="a file, or the name of a shipped cubin")
     add_package(parser, default="kernel_hub")
-    parser.add_argument("--arch", metavar="SM", help="only images for this: sm80 …")
+    add_arch(parser, "only images for these")
     parser.add_argument("--function", metavar="NAME", help="only this kernel")
     parser.add_argument("--sass", action="store_true", help="disassemble (needs nvdisasm)")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def images(asked: str, *, package: str = "kernel_hub", arch: str | None = None) -> list[ShownImage]:
+def images(
+    asked: str, *, package: str = "kernel_hub", archs: Sequence[str] | None = None
+) -> list[ShownImage]:
     """The images `asked` stands for: those of a file, or a shipped cubin of each architecture."""
     if os.path.isfile(asked):
         if not asked.endswith(_SOURCES):
@@ -80,10 +83,24 @@ def images(asked: str, *, package: str = "kernel_hub", arch: str | None = None) 
             f"{asked} is neither a file nor a cubin that {package} ships; it ships: {shipped}"
         )
     entries = collection.manifest.cubins[name]
-    chosen = [e for _, e in sorted(entries.items()) if arch is None or names_target(arch, e.target)]
-    if not chosen:
-        raise CubinNotFoundError(f"{name} is shipped for {', '.join(sorted(entries))}, not {arch}")
+    chosen = [entry for _, entry in sorted(entries.items()) if _is_for(entry.target, archs)]
+    if missing := _missing(archs, (entry.target for entry in entries.values())):
+        raise CubinNotFoundError(
+            f"{name} is shipped for {', '.join(sorted(entries))}, not {', '.join(missing)}"
+        )
     return [ShownImage(entry.file, collection.read(entry), entry) for entry in chosen]
+
+
+def _is_for(target: str, archs: Sequence[str] | None) -> bool:
+    """Whether one of `archs` names the cubin's or the PTX's target; None names all."""
+    target = target.replace("compute", "sm")
+    return archs is None or any(names_target(arch, target) for arch in archs)
+
+
+def _missing(archs: Sequence[str] | None, targets: Iterable[str]) -> list[str]:
+    """Those of `archs` that name none of the targets."""
+    there = list(targets)
+    return [arch for arch in archs or () if not any(_is_for(target, [arch]) for target in there)]
 
 
 def describe(image: ShownImage) -> Described:
@@ -211,13 +228,14 @@ def only_function(described: Sequence[Described], name: str, where: str) -> list
     )
 
 
-def only_arch(described: Sequence[Described], arch: str, where: str) -> list[Described]:
-    """The images, and their entries, that are for `arch`."""
+def only_archs(described: Sequence[Described], archs: Sequence[str], where: str) -> list[Described]:
+    """The images, and their entries, that are for one of `archs`."""
     targets = {entry["target"]: None for one in described for entry in _entries(one)}
-    fitting = {target for target in targets if names_target(arch, target.replace("compute", "sm"))}
-    if not fitting:
-        raise CubinNotFoundError(f"{where} has nothing for {arch}; it is for {', '.join(targets)}")
-    return _kept(described, lambda entry: entry["target"] in fitting, lambda entry: entry)
+    if missing := _missing(archs, targets):
+        raise CubinNotFoundError(
+            f"{where} has nothing for {', '.join(missing)}; it is for {', '.join(targets)}"
+        )
+    return _kept(described, lambda entry: _is_for(entry["target"], archs), lambda entry: entry)
 
 
 def _entries(one: Described) -> list[Described]:
@@ -251,10 +269,11 @@ def section_groups(sections: Iterable[SectionInfo]) -> list[tuple[str, int, int]
 
 
 def run(args: argparse.Namespace) -> int:
-    found = images(args.image, package=args.package, arch=args.arch)
+    archs = None if args.arch is None else tokens_of(args.arch, "--arch")
+    found = images(args.image, package=args.package, archs=archs)
     described = [describe(image) for image in found]
-    if args.arch is not None:
-        described = only_arch(described, args.arch, args.image)
+    if archs is not None:
+        described = only_archs(described, archs, args.image)
     if args.function:
         described = only_function(described, args.function, args.image)
     if args.json:

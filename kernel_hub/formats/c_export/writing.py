@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ...archs import tokens_of
 from ...collection.manifest import Collection, find_collection
 from ...errors import (
     CubinNotFoundError,
@@ -94,7 +95,7 @@ def export(
     A Triton kernel's takes `(stream, programs, arguments ...)`, without `programs` where a grid was
     kept with it.
     """
-    wanted = None if archs is None else _listed("archs", archs, "sm90")
+    wanted = None if archs is None else tokens_of(archs, "archs")
     checked_prefix(prefix)
     if not isinstance(to, (str, Path)) or not str(to) or "\0" in str(to):
         raise ParamsError(f"to={to!r:.80}: the folder to write to")

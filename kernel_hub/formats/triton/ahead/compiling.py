@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ....archs import ARCHS
+from ....archs import ARCHS, tokens_of
 from ....collection.manifest import CubinEntry, FunctionEntry, ParamEntry
 from ....collection.manifest_write import function_entry
 from ....cubin import read_cubin
@@ -26,7 +26,7 @@ from ..grid import Grid, check_names
 from ..metadata import MAX_WARPS, Metadata
 from ..signature import c_types, with_signature
 from ..ttir import read_ttir
-from .collection import add, plain_arch
+from .collection import add
 from .frontend import compiled, jit_function, triton
 
 # Shared memory that a block may be granted, KiB, by compute capability: no GPU is there to ask.
@@ -148,17 +148,13 @@ def compile_configs(
 
 def archs(arch: str | Sequence[str]) -> list[str]:
     """The tokens of `arch`, checked: 'sm80,sm90' or a list."""
-    if not isinstance(arch, (str, list, tuple)):
-        raise ParamsError(f"arch={arch!r:.80}: expected 'sm80,sm90' or a list of such tokens")
-    tokens = [plain_arch(token) for token in (arch.split(",") if isinstance(arch, str) else arch)]
+    tokens = tokens_of(arch)
     for token in tokens:
-        if not re.fullmatch(r"sm\d{2,3}", token):
+        if not token[2:].isdigit():
             raise ParamsError(f"arch takes tokens such as sm80 or sm90, not {token!r}")
         if int(token[2:]) < 75:
             raise ParamsError(f"arch {token}: nothing is built here for GPUs before sm75")
-    if not tokens:
-        raise ParamsError("arch names no architecture: sm80, sm90, …")
-    return list(dict.fromkeys(tokens))
+    return tokens
 
 
 def _folder(out: Any) -> Path:
