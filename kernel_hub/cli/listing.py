@@ -99,13 +99,16 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         _console.as_json([row.__dict__ for row in rows])
         return 0
+    if not rows:
+        _console.note(f"no cubin of dtype {args.dtype} for {', '.join(archs or ())}")
+        return 0
     _console.table(
         ["package", "cubin", "arch", "functions", "dtypes", "size", "toolkit", "driver from"],
         [
             (
                 row.package,
                 row.cubin,
-                row.arch if row.target[-1].isdigit() else f"{row.arch} ({row.target})",
+                row.target.replace("_", ""),
                 len(row.functions),
                 " ".join(row.dtypes) or "-",
                 _console.size(row.size_bytes),
@@ -115,6 +118,7 @@ def run(args: argparse.Namespace) -> int:
             for row in rows
         ],
         right=["functions", "size"],
+        once=["package", "toolkit", "driver from"],
     )
     if args.functions:
         for cubin in dict.fromkeys((row.package, row.cubin) for row in rows):
@@ -123,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
             for text in dict.fromkeys(text for table in signatures for text in table.values()):
                 _console.note(f"  {text}")
     total = sum(row.size_bytes for row in rows)
-    _console.note(f"{len(rows)} cubins, {_console.size(total)}")
+    _console.note(f"{_console.count(len(rows), 'cubin')}, {_console.size(total)}")
     for line in broken:
         _console.note(f"not readable: {line}")
     return 0

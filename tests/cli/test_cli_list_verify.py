@@ -33,7 +33,7 @@ def test_list_shows_every_cubin(kernel_hub_cli: Run, own: Collection) -> None:
     ran = kernel_hub_cli("list")
     assert ran.code == 0
     for name, entries in own.manifest.cubins.items():
-        assert sum(f" {name} " in line for line in ran.out.splitlines()) == len(entries)
+        assert sum(line.split()[0] == name for line in ran.out.splitlines()) == len(entries)
 
 
 def test_list_filters_by_arch_and_dtype(kernel_hub_cli: Run) -> None:
