@@ -62,6 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (head, less) has seen enough; keep the interpreter's last flush quiet.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"kernel-hub {args.command}: {error.filename}: {error.strerror}", file=sys.stderr)
+        return ERROR
     except KeyboardInterrupt:
         print(f"kernel-hub {args.command}: interrupted", file=sys.stderr)
         return 130

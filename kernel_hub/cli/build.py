@@ -12,4 +12,4 @@ def run(argv: Sequence[str]) -> int:
     """Hand `argv` to the builder."""
     from ..build import main
 
-    return main(argv)
+    return main(argv, "kernel-hub build")
