@@ -198,6 +198,11 @@ def _read_code(code: Any) -> tuple[str, Path | None]:
         found = "a str with a NUL or a lone surrogate in it"
         found = found if isinstance(code, str) else type(code).__name__
         raise ParamsError(f"code is {found}: pass CUDA C++ as a str, or a Path to a file of it")
+    if file is None and "{" not in code and len(code.split()) == 1:
+        raise ParamsError(
+            f"code={code!r:.80} is no CUDA C++ but looks like a file's name: pass "
+            f"Path({code!r:.80}) to have the file read"
+        )
     return code, file
 
 
