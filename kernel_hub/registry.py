@@ -63,13 +63,14 @@ class Registry:
                 self._kernels[name] = Kernel(name, package=self._package)
             return self._kernels[name]
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Kernel:
         if name.startswith("_"):
             raise AttributeError(name)
         if name in self:
             return self[name]
         if self is own and name in packages():
-            return collection(packages()[name])
+            theirs: Any = collection(packages()[name])  # `collection(…)` has its type
+            return theirs
         others = f" and the packages {', '.join(packages())}" if self is own and packages() else ""
         raise AttributeError(
             f"{self._package} ships no cubin {name!r}; it ships: "
@@ -142,7 +143,19 @@ def collection(package: str) -> Registry:
     return _collections.setdefault(package, Registry(package))
 
 
-own = Registry("kernel_hub")
+class _Own(Registry):
+    """What `kernel_hub.registry` is to type checkers: kernel_hub's own, which knows the others."""
+
+    @staticmethod
+    def packages() -> dict[str, str]:
+        return packages()
+
+    @staticmethod
+    def collection(package: str) -> Registry:
+        return collection(package)
+
+
+own = _Own("kernel_hub")
 _collections["kernel_hub"] = own
 
 

@@ -11,9 +11,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .. import __version__, registry, tuning
+from .. import __version__, tuning
 from ..archs import ARCHS
 from ..errors import KernelHubError
+from ..registry import DTYPE_TOKENS, own, packages
 from . import (
     _completion,
     bench,
@@ -89,7 +90,7 @@ def _complete(
     commands = {**commands, build.NAME: build.parser()}
     helps = {module.NAME: module.HELP for module in (*COMMANDS, build)}
     try:
-        cubins = list(registry.own)
+        cubins = list(own)
     except KernelHubError:  # a checkout before its first build
         cubins = []
     words = {
@@ -99,7 +100,7 @@ def _complete(
             path.stem for path in Path(tuning.__file__).with_name("shipped").glob("*.json")
         ),
     }
-    values = {"arch": ARCHS, "dtype": registry.DTYPE_TOKENS, "package": registry.packages()}
+    values = {"arch": ARCHS, "dtype": DTYPE_TOKENS, "package": packages()}
     found = _completion.completed(commands, helps, words, values)
     print(_completion.script(asked[0], found), end="")
     return 0
