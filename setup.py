@@ -140,7 +140,10 @@ setup(
     cmdclass=commands,
     packages=packages,
     package_dir={"kernel_hub.cubins": "cubins"},
-    package_data={"kernel_hub": ["py.typed"], "kernel_hub.cubins": ["manifest.json", "*/*.cubin"]},
+    package_data={
+        "kernel_hub": ["py.typed", "ops/*.pyi"],
+        "kernel_hub.cubins": ["manifest.json", "*/*.cubin"],
+    },
     include_package_data=True,
     zip_safe=True,
     install_requires=["numpy>=1.23"],
