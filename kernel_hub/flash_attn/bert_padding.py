@@ -28,7 +28,7 @@ def index_put_first_axis(
 ) -> torch.Tensor:
     """Zeros (first_axis_dim, ...) with `values` as their rows `indices`."""
     zeros = values.new_zeros((first_axis_dim, *values.shape[1:]))
-    return zeros.index_copy(0, indices, values)
+    return zeros.index_copy(0, indices.long(), values)
 
 
 def index_first_axis_residual(

@@ -54,7 +54,7 @@ def flash_attn_qkvpacked_func(
     op = "flash_attn_qkvpacked_func"
     mapping.check_lacking(op, dropout_p=dropout_p)
     options = mapping.scores(
-        qkv, softmax_scale, softcap, causal=causal, window_size=window_size,
+        qkv, softmax_scale, softcap, window_size, causal=causal,
         alibi_slopes=alibi_slopes, deterministic=deterministic,
     )  # fmt: skip
     return _returned(mapping.attend_packed(op, qkv, options), return_attn_probs)
@@ -100,7 +100,7 @@ def flash_attn_func(
     op = "flash_attn_func"
     mapping.check_lacking(op, dropout_p=dropout_p)
     options = mapping.scores(
-        q, softmax_scale, softcap, causal=causal, window_size=window_size,
+        q, softmax_scale, softcap, window_size, causal=causal,
         alibi_slopes=alibi_slopes, deterministic=deterministic,
     )  # fmt: skip
     return _returned(mapping.attend(op, q, k, v, options), return_attn_probs)
@@ -127,7 +127,7 @@ def flash_attn_varlen_qkvpacked_func(
     mapping.check_lacking(op, dropout_p=dropout_p)
     mapping.check_tensors(op, cu_seqlens=cu_seqlens)
     options = mapping.scores(
-        qkv, softmax_scale, softcap, causal=causal, window_size=window_size,
+        qkv, softmax_scale, softcap, window_size, causal=causal,
         alibi_slopes=alibi_slopes, deterministic=deterministic, cu_seqlens=cu_seqlens,
         max_seqlen=mapping.length(max_seqlen),
     )  # fmt: skip
@@ -189,7 +189,7 @@ def flash_attn_varlen_func(
     mapping.check_lacking(op, dropout_p=dropout_p)
     mapping.check_tensors(op, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     options = mapping.scores(
-        q, softmax_scale, softcap, causal=causal, window_size=window_size,
+        q, softmax_scale, softcap, window_size, causal=causal,
         alibi_slopes=alibi_slopes, deterministic=deterministic, cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k, max_seqlen_q=mapping.length(max_seqlen_q),
         max_seqlen_k=mapping.length(max_seqlen_k),
@@ -239,7 +239,7 @@ def flash_attn_with_kvcache(
     op = "flash_attn_with_kvcache"
     mapping.check_lacking(op, cache_leftpad=cache_leftpad)
     options = mapping.scores(
-        q, softmax_scale, softcap, causal=causal, window_size=window_size,
+        q, softmax_scale, softcap, window_size, causal=causal,
         alibi_slopes=alibi_slopes,
     )  # fmt: skip
     made = mapping.attend_cached(

@@ -49,12 +49,19 @@ def length(value: Any) -> Any:
     return int(value) if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
-def scores(q: torch.Tensor, softmax_scale: Any, softcap: Any, **rest: Any) -> dict[str, Any]:
+def scores(
+    q: torch.Tensor, softmax_scale: Any, softcap: Any, window_size: Any, **rest: Any
+) -> dict[str, Any]:
     """The options of an op that say how scores are made: theirs, of the head_dim before padding."""
     if softmax_scale is None:
         softmax_scale = max(common.last_size(q), 1) ** -0.5
-    is_off = isinstance(softcap, (int, float)) and softcap <= 0
-    return {"softmax_scale": softmax_scale, "softcap": 0.0 if is_off else softcap, **rest}
+    if isinstance(softcap, (int, float)) and softcap <= 0:
+        softcap = 0.0
+    if isinstance(window_size, torch.Tensor):
+        window_size = tuple(window_size.tolist()) if window_size.dim() == 1 else window_size
+    return {
+        "softmax_scale": softmax_scale, "softcap": softcap, "window_size": window_size, **rest
+    }  # fmt: skip
 
 
 def padded(*tensors: Any) -> list[Any]:

@@ -94,7 +94,7 @@ def flash_attn_qkvpacked_func(
     mapping.check_lacking(op, attention_chunk=attention_chunk)
     _scales(op, qkv, q_descale, k_descale, v_descale)
     options = mapping.scores(
-        qkv, softmax_scale, softcap, causal=causal, window_size=window_size,
+        qkv, softmax_scale, softcap, window_size, causal=causal,
         deterministic=deterministic,
     )  # fmt: skip
     heads = {}
@@ -131,7 +131,7 @@ def flash_attn_func(
     op = "flash_attn_func"
     mapping.check_lacking(op, qv=qv, attention_chunk=attention_chunk)
     options = mapping.scores(
-        q, softmax_scale, softcap, causal=causal, window_size=window_size,
+        q, softmax_scale, softcap, window_size, causal=causal,
         deterministic=deterministic, **_scales(op, q, q_descale, k_descale, v_descale),
     )  # fmt: skip
     made = mapping.attend(op, q, k, v, options)
@@ -175,7 +175,7 @@ def flash_attn_varlen_func(
     mapping.check_tensors(op, cu_seqlens_q=cu_seqlens_q)
     has_lengths = cu_seqlens_k is not None or seqused_k is not None
     options = mapping.scores(
-        q, softmax_scale, softcap, causal=causal, window_size=window_size,
+        q, softmax_scale, softcap, window_size, causal=causal,
         deterministic=deterministic, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
         cache_seqlens=seqused_k, max_seqlen_q=mapping.length(max_seqlen_q),
         max_seqlen_k=mapping.length(max_seqlen_k) if has_lengths else None,
@@ -259,7 +259,7 @@ def flash_attn_with_kvcache(
         rotary_seqlens=rotary_seqlens,
     )  # fmt: skip
     options = mapping.scores(
-        q, softmax_scale, softcap, causal=causal, window_size=window_size,
+        q, softmax_scale, softcap, window_size, causal=causal,
         **_scales(op, q, q_descale, k_descale, v_descale),
     )  # fmt: skip
     if cu_seqlens_q is not None:

@@ -212,6 +212,7 @@ def test_padding_goes_and_comes() -> None:
     assert (longest, used.tolist(), bounds.dtype) == (7, [4, 7, 0], torch.int32)
     back = bert_padding.pad_input(tokens, indices, 3, 7)
     assert torch.equal(back, states * mask[..., None, None])
+    assert torch.equal(back, bert_padding.pad_input(tokens, indices.int(), 3, 7))
     (grad,) = torch.autograd.grad(back.square().sum(), states)
     assert torch.equal(grad, 2 * states.detach() * mask[..., None, None])
     unused = torch.arange(7) == torch.tensor([4, 9, 0])[:, None]
