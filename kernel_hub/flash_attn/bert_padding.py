@@ -45,8 +45,8 @@ def unpad_input(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor]:
     """The tokens that a mask keeps, one behind the other. Waits for the device.
 
-    hidden_states: (batch_size, seqlen, ...). attention_mask: (batch_size, seqlen), bool or whole
-    numbers, 1 is a token. unused_mask: the same of tokens that have a place but are not counted.
+    hidden_states: (batch_size, seqlen, ...). attention_mask: (batch_size, seqlen), 0 or 1,
+    1 is a token. unused_mask: the same of tokens that have a place but are not counted.
 
     Returns them (total, ...), their indices in the flattened batch, cu_seqlens (batch_size + 1,)
     int32, the longest length, and how many of each sequence attention_mask keeps, int32.
@@ -59,7 +59,7 @@ def unpad_input(
         kept = attention_mask + unused_mask
     used = attention_mask.sum(-1, dtype=torch.int32)
     lengths = kept.sum(-1, dtype=torch.int32)
-    return *_gathered(hidden_states, kept, lengths), used
+    return *_gathered(op, "attention_mask", hidden_states, kept, lengths), used
 
 
 def unpad_input_for_concatenated_sequences(
@@ -75,7 +75,7 @@ def unpad_input_for_concatenated_sequences(
     places = torch.arange(hidden_states.shape[1], device=hidden_states.device)
     kept = places < attention_mask_in_length.sum(-1, keepdim=True)
     lengths = attention_mask_in_length[attention_mask_in_length != 0].int()
-    return _gathered(hidden_states, kept, lengths)
+    return _gathered(op, "attention_mask_in_length", hidden_states, kept, lengths)
 
 
 def pad_input(
@@ -93,11 +93,16 @@ def pad_input(
 
 
 def _gathered(
-    hidden_states: torch.Tensor, kept: torch.Tensor, lengths: torch.Tensor
+    op: str, argument: str, hidden_states: torch.Tensor, kept: torch.Tensor, lengths: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
     indices = kept.flatten().nonzero().flatten()
     cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-    longest = int(lengths.max()) if lengths.numel() else 0
+    longest, total = 0, 0
+    if lengths.numel():
+        longest, total = torch.stack([lengths.max(), cu_seqlens[-1]]).tolist()
+    if total != indices.numel():
+        expected = f"lengths that come to the {indices.numel()} tokens there are"
+        raise common.refuse(op, argument, expected, total)
     return index_first_axis(hidden_states.flatten(0, 1), indices), indices, cu_seqlens, longest
 
 
@@ -106,6 +111,5 @@ def _check_mask(op: str, argument: str, mask: Any, hidden_states: Any) -> None:
     common.check_tensor(op, argument, mask)
     if hidden_states.dim() < 2:
         raise common.refuse(op, "hidden_states", "shape (batch_size, seqlen, ...)", hidden_states)
-    if mask.shape != hidden_states.shape[:2] or mask.is_floating_point():
-        expected = f"bool or whole numbers of shape {tuple(hidden_states.shape[:2])}"
-        raise common.refuse(op, argument, expected, mask)
+    if mask.shape != hidden_states.shape[:2]:
+        raise common.refuse(op, argument, f"shape {tuple(hidden_states.shape[:2])}", mask)

@@ -149,16 +149,28 @@ def attend_cached(
     `flash_attention`. rotary: cos, sin, interleaved. options: those of `flash_attention`.
     """
     check_tensors(op, q=q, k_cache=k_cache, v_cache=v_cache)
-    _check_cached(op, q, k_cache, v_cache, k, v, rotary, cache_seqlens)
-    if block_table is not None and cache_batch_idx is not None:
-        raise common.refuse(op, "cache_batch_idx", "None beside a block_table", "a tensor")
-    is_ragged = options.get("cu_seqlens_q") is not None
-    batch_size = options["cu_seqlens_q"].shape[0] - 1 if is_ragged else q.shape[0]
+    bounds: Any = options.get("cu_seqlens_q")
+    is_ragged = bounds is not None
+    _check_cached(op, q, k_cache, v_cache, k, v, rotary, cache_seqlens, is_ragged)
+    batch_size = bounds.numel() - 1 if is_ragged else q.shape[0]
     table = block_table
+    if block_table is not None:
+        check_tensors(op, block_table=block_table)
     if cache_batch_idx is not None:
         check_tensors(op, cache_batch_idx=cache_batch_idx)
-        table = cache_batch_idx[:, None].int()
+        if block_table is not None:
+            raise common.refuse(op, "cache_batch_idx", "None beside a block_table", "a tensor")
+        if cache_batch_idx.shape != (batch_size,) or cache_batch_idx.dtype != torch.int32:
+            expected = f"shape ({batch_size},), int32"
+            raise common.refuse(op, "cache_batch_idx", expected, cache_batch_idx)
+        table = cache_batch_idx[:, None]
     if isinstance(cache_seqlens, int):
+        common.check_count(op, "cache_seqlens", cache_seqlens)
+        room = k_cache.shape[1] * (1 if table is None else table.shape[-1])
+        new = 0 if k is None or k.dim() != 4 else k.shape[1]
+        if cache_seqlens + new > room:
+            expected = f"at most {room - new}, as {room} tokens and {new} new ones have room"
+            raise common.refuse(op, "cache_seqlens", expected, cache_seqlens)
         cache_seqlens = torch.full((batch_size,), cache_seqlens, dtype=torch.int32, device=q.device)
     head_dim, caches = q.shape[-1], (k_cache, v_cache)
     q, k_cache, v_cache = padded(q, k_cache, v_cache)
@@ -231,8 +243,15 @@ def _rotated(
 
 def _check_cached(
     op: str, q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, rotary: tuple[Any, Any, bool],
-    cache_seqlens: Any,
+    cache_seqlens: Any, is_ragged: bool,
 ) -> None:  # fmt: skip
+    if q.dim() != (3 if is_ragged else 4):
+        tokens = "total_q" if is_ragged else "batch_size, seqlen_q"
+        raise common.refuse(op, "q", f"shape ({tokens}, num_heads, head_dim)", q)
+    for argument, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.dim() != 4 or cache.stride(-1) != 1:
+            expected = "4 dimensions, the last contiguous"
+            raise common.refuse(op, argument, expected, cache)
     if torch.is_grad_enabled():
         given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
         for argument, x in given.items():

@@ -25,6 +25,7 @@ from .. import ops
 from ..errors import TensorError
 from ..flash_attn import mapping
 from ..flash_attn.stand_in import StandIn
+from ..ops.core import common
 
 __version__ = "3.0.0"  # of the names
 __all__ = [
@@ -53,6 +54,13 @@ def install() -> None:
 def uninstall() -> None:
     """Undo `install`; modules that imported the names meanwhile keep what they got."""
     _stand_in.uninstall()
+
+
+def _check_scale(op: str, softmax_scale: Any) -> None:
+    """Version 2's 4th positional argument is dropout_p, and programs pass 0.0."""
+    if isinstance(softmax_scale, (int, float)) and softmax_scale == 0:
+        expected = "None or a scale (dropout_p, in this place in version 2, is none of version 3's)"
+        raise common.refuse(op, "softmax_scale", expected, softmax_scale)
 
 
 def _scales(op: str, q: Any, q_descale: Any, k_descale: Any, v_descale: Any) -> dict[str, Any]:
@@ -92,6 +100,7 @@ def flash_attn_qkvpacked_func(
     """
     op = "flash_attn_qkvpacked_func"
     mapping.check_lacking(op, attention_chunk=attention_chunk)
+    _check_scale(op, softmax_scale)
     _scales(op, qkv, q_descale, k_descale, v_descale)
     options = mapping.scores(
         qkv, softmax_scale, softcap, window_size, causal=causal,
@@ -99,7 +108,12 @@ def flash_attn_qkvpacked_func(
     )  # fmt: skip
     heads = {}
     if num_heads_q is not None:
-        kv_heads = (qkv.shape[-2] - num_heads_q) // 2 if qkv.dim() > 1 else 0
+        common.check_count(op, "num_heads_q", num_heads_q)
+        kv_heads, odd = divmod((qkv.shape[-2] if qkv.dim() == 4 else 0) - num_heads_q, 2)
+        if kv_heads < 1 or odd:
+            heads_there = f"{num_heads_q} + 2 * num_kv_heads"
+            expected = f"shape (batch_size, seqlen, {heads_there}, head_dim) with num_heads_q"
+            raise common.refuse(op, "qkv", expected, qkv)
         heads = {"num_heads": num_heads_q, "num_kv_heads": kv_heads}
     made = mapping.attend_packed(op, qkv, options, **heads)
     return made if return_attn_probs else made[0]
@@ -130,6 +144,7 @@ def flash_attn_func(
     """
     op = "flash_attn_func"
     mapping.check_lacking(op, qv=qv, attention_chunk=attention_chunk)
+    _check_scale(op, softmax_scale)
     options = mapping.scores(
         q, softmax_scale, softcap, window_size, causal=causal,
         deterministic=deterministic, **_scales(op, q, q_descale, k_descale, v_descale),
@@ -205,6 +220,14 @@ def flash_attn_combine(
             f"{op}: lse_partial: expected the shape of out_partial without head_dim, with at least "
             f"one split, found {tuple(lse_partial.shape)} beside {tuple(out_partial.shape)}"
         )
+    if lse_partial.dtype != torch.float32:
+        raise common.refuse(op, "lse_partial", "dtype float32", lse_partial)
+    if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
+        raise common.refuse(op, "out_dtype", "a torch.dtype", repr(out_dtype))
+    if out is not None:
+        mapping.check_tensors(op, out=out)
+        if out.shape != out_partial.shape[1:]:
+            raise common.refuse(op, "out", f"shape {tuple(out_partial.shape[1:])}", out)
     made, *outs = out_partial.unbind(0)
     lse, *lses = lse_partial.transpose(-1, -2).unbind(0)
     for each in zip(outs, lses, strict=True):
