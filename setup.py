@@ -152,6 +152,7 @@ setup(
         "jit": ["cuda-core>=1.2,<2", "cuda-bindings>=13,<14", "nvidia-cuda-nvrtc>=13,<14"],
         "triton": ["triton>=3.0"],
         "fatbin": [ZSTD],
+        "transformers": ["torch>=2.4", "transformers>=4.53"],
         "test": TEST,
         # Exact versions: another formatter release would want other line breaks.
         "dev": [*TEST, "build>=1", "clang-format==23.1.5", "mypy==2.4.1", "ruff==0.17.5"],
