@@ -155,6 +155,7 @@ setup(
         "jit": ["cuda-core>=1.2,<2", "cuda-bindings>=13,<14", "nvidia-cuda-nvrtc>=13,<14"],
         "triton": ["triton>=3.0"],
         "fatbin": [ZSTD],
+        "transformers": ["torch>=2.4", "transformers>=4.53"],
         "test": TEST,
         # Exact versions: another formatter release would want other line breaks.
         "docs": ["mkdocs-material==9.8.1", "mkdocstrings[python]==1.0.8", "ruff==0.17.5"],
