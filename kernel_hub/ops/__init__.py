@@ -3,6 +3,18 @@
 Each is also registered as `torch.ops.kernel_hub.<name>`, for torch.compile and torch.export.
 """
 
+from ..errors import MissingPackageError
+
+try:
+    import torch as torch
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    raise MissingPackageError(
+        "kernel_hub.ops takes torch's tensors, and torch is not installed: pip install torch (or "
+        "'kernel_hub[torch]'). Without it, kernel_hub.registry's kernels take DeviceArrays."
+    ) from error
+
 from .attention.flash_attention import flash_attention as flash_attention
 from .attention.flash_attention import flash_attention_qkvpacked as flash_attention_qkvpacked
 from .attention.merge_states import merge_states as merge_states
@@ -11,8 +23,8 @@ from .kv_cache.decode_attention import decode_attention as decode_attention
 from .matmul.batched_matmul import batched_matmul as batched_matmul
 from .matmul.grouped_linear import grouped_linear as grouped_linear
 from .matmul.linear import linear as linear
-from .matmul.qkv_linear import qkv_linear as qkv_linear
 from .matmul.swiglu_linear import swiglu_linear as swiglu_linear
+from .projection.qkv_linear import qkv_linear as qkv_linear
 from .rowwise.rms_norm import rms_norm as rms_norm
 from .rowwise.rope import rope as rope
 from .rowwise.silu_and_mul import silu_and_mul as silu_and_mul

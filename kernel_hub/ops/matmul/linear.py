@@ -93,15 +93,18 @@ def linear(
 def _check(
     a: Any, b: Any, bias: Any = None, residual: Any = None, out: Any = None, out_dtype: Any = None
 ) -> None:
+    common.check_tensor(_OP, "a", a)
+    if a.is_floating_point() and a.dtype.itemsize == 1:  # e4m3 is not for here
+        expected = "dtype float16, bfloat16 or float8_e4m3fn (a.to(torch.float8_e4m3fn))"
+        raise common.refuse(_OP, "a", expected, a)
     common.check_data(_OP, "a", a)
     if a.dtype not in _DTYPES:
-        raise common.refuse(_OP, "a", "dtype float16 or bfloat16", a)
+        raise common.refuse(_OP, "a", "dtype float16, bfloat16 or float8_e4m3fn", a)
     k = a.shape[-1]
     if k % 8:
         raise common.refuse(_OP, "a", "a last dimension (k) that is a multiple of 8", a)
-    common.check_data(_OP, "b", b)
+    common.check_weight(_OP, "b", b, k, a)
     n = b.shape[0]
-    common.check_like(_OP, "b", b, (n, k), a)
     if max(n, k) > common.MAX_SIZE or a.numel() > common.MAX_SIZE * max(k, 1):
         raise common.refuse(_OP, "b", f"sizes of at most {common.MAX_SIZE}", b)
     if bias is not None:
@@ -131,8 +134,8 @@ def _cuda_into(
     is_given: bool = True,
 ) -> None:
     """is_given: the caller gave out, which may overlap the rest."""
-    addresses: tuple[int, ...] = a.data_ptr(), b.data_ptr()
-    low_bits = (addresses[0] | addresses[1]) & 15
+    addresses: tuple[int, ...] = out.data_ptr(), a.data_ptr(), b.data_ptr()
+    low_bits = (addresses[1] | addresses[2]) & 15
     added = None if residual is None else (residual.dtype, residual.shape, residual.stride())
     first = None if bias is None else (bias.dtype, bias.shape, bias.stride())
     key = (
@@ -145,17 +148,19 @@ def _cuda_into(
         plan = plan_launch(a, b, bias, activation, residual, out)
         found = _plans.keep(key, (plan, _writes.spans(out, a, b, bias, residual)))
     plan, spans = found
-    if is_given:
-        addresses = out.data_ptr(), *addresses
-        if bias is not None:
-            addresses = *addresses, bias.data_ptr()
-        if residual is not None:
-            addresses = *addresses, residual.data_ptr()
-        if addresses not in spans.apart:
-            spans.check(addresses)
+    if bias is not None:
+        addresses = *addresses, bias.data_ptr()
+    if residual is not None:
+        addresses = *addresses, residual.data_ptr()
+    maps = spans.apart.get(addresses)
+    if maps is None:
+        if is_given:
+            spans.refuse(addresses)
+        maps = plan.maps(a, b, out, residual)
+        spans.keep(addresses, maps)
     if plan.function is not None:
         try:
-            plan.run(a, b, bias, residual, out)
+            plan.run(maps, out, a, b, bias, residual)
         except KernelHubError:
             _check(a, b, bias, residual, out, out.dtype)  # names the devices that differ
             raise
