@@ -7,18 +7,22 @@ Nothing is loaded before it is launched.
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .archs import token_of
 from .collection.manifest import open_collection
-from .errors import CubinNotFoundError, nearest
+from .collection.resolve import names_target
+from .errors import CubinNotFoundError, ParamsError, listed, nearest
 from .kernel import Kernel
 
 ENTRY_POINT_GROUP = "kernel_hub.cubins"
+_DIGEST = re.compile(r"[0-9a-fA-F]{16,64}")
 DTYPE_TOKENS = ("fp16", "bf16", "fp32", "fp64", "e4m3", "e5m2", "int8", "int4")
 
 
@@ -56,22 +60,23 @@ class Registry:
                 if name not in self:
                     raise CubinNotFoundError(
                         f"{self._package} ships no cubin {name!r}; it ships: "
-                        + ", ".join(nearest(name, self))
+                        + listed(nearest(name, self))
                     )
                 self._kernels[name] = Kernel(name, package=self._package)
             return self._kernels[name]
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Kernel:
         if name.startswith("_"):
             raise AttributeError(name)
         if name in self:
             return self[name]
         if self is own and name in packages():
-            return collection(packages()[name])
+            theirs: Any = collection(packages()[name])  # `collection(…)` has its type
+            return theirs
         others = f" and the packages {', '.join(packages())}" if self is own and packages() else ""
         raise AttributeError(
             f"{self._package} ships no cubin {name!r}; it ships: "
-            f"{', '.join(nearest(name, self))}{others}"
+            f"{listed(nearest(name, self))}{others}"
         )
 
     def __dir__(self) -> list[str]:
@@ -81,29 +86,75 @@ class Registry:
     def __repr__(self) -> str:
         return f"<Registry of {self._package}: {', '.join(self)}>"
 
+    def has(self, name: str, *, arch: Any = None, dtype: str | None = None) -> bool:
+        """Whether a cubin of that name is shipped, built for `arch`, with functions of `dtype`."""
+        token = None if arch is None else token_of(arch)
+        entries = open_collection(self._package).manifest.cubins.get(name, {})
+        return any(
+            (token is None or names_target(token, entry.target))
+            and (dtype is None or any(dtype_of(function) == dtype for function in entry.functions))
+            for entry in entries.values()
+        )
+
+    def require(self, name: str, *, sha256: str | Mapping[str, str] | None = None) -> Kernel:
+        """The Kernel of that name; with `sha256`, if it is built as it was when that was noted.
+
+        sha256: the digest of one of its builds, or of several by architecture ({'sm90': '…'}); 16
+            digits or more, as `kernel-hub verify` shows them.
+        Raises CubinNotFoundError where it is not shipped, not for that architecture or otherwise.
+        """
+        kernel = self[name]
+        entries = open_collection(self._package).manifest.cubins[name]
+        built = {arch: entry.sha256 for arch, entry in entries.items()}
+        if isinstance(sha256, Mapping):
+            asked = {token_of(arch, "sha256"): digest for arch, digest in sha256.items()}
+        else:
+            asked = {} if sha256 is None else {"": sha256}
+        for arch, digest in asked.items():
+            if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
+                raise ParamsError(f"sha256={digest!r:.80}: 16 to 64 hexadecimal digits")
+            there = built.values() if not arch else [built[arch]] if arch in built else []
+            if not any(each.startswith(digest.lower()) for each in there):
+                raise CubinNotFoundError(
+                    f"{self._package} ships no {name} of sha256 {digest}"
+                    + f" for {arch}" * bool(arch)
+                    + f"; it ships: {', '.join(f'{a} {d}' for a, d in sorted(built.items()))}"
+                )
+        return kernel
+
     def find(self, *, arch: str | None = None, dtype: str | None = None) -> list[Found]:
         """The shipped functions, of one architecture ('sm90') and dtype token ('bf16') if given.
 
         Raises CubinNotFoundError for an architecture nothing is built for, or no dtype token.
         """
         manifest = open_collection(self._package).manifest
-        archs = sorted({name for entries in manifest.cubins.values() for name in entries})
-        for argument, value, known in (("arch", arch, archs), ("dtype", dtype, DTYPE_TOKENS)):
-            if value is not None and value not in known:
-                raise CubinNotFoundError(
-                    f"{self._package} ships nothing for {argument}={value!r}; it has: "
-                    + ", ".join(known)
-                )
-        found = []
-        for cubin, entries in sorted(manifest.cubins.items()):
-            for entry_arch, entry in sorted(entries.items()):
-                if arch is not None and entry_arch != arch:
-                    continue
-                for function in sorted(entry.functions):
-                    token = dtype_of(function)
-                    if dtype is None or token == dtype:
-                        found.append(Found(self._package, cubin, entry_arch, function, token))
-        return found
+        entries = [entry for archs in manifest.cubins.values() for entry in archs.values()]
+        every = [
+            (entry.target, Found(self._package, entry.name, entry.arch, name, dtype_of(name)))
+            for entry in sorted(entries, key=lambda entry: (entry.name, entry.arch))
+            for name in sorted(entry.functions)
+        ]
+        if arch is not None:
+            archs = sorted({found.arch for _, found in every})
+            try:
+                token = token_of(arch)
+            except ParamsError as error:
+                raise nothing_for(self._package, "arch", arch, archs) from error
+            every = [pair for pair in every if names_target(token, pair[0])]
+            if not every:
+                raise nothing_for(self._package, "arch", arch, archs)
+        if dtype is not None and dtype not in DTYPE_TOKENS:
+            raise nothing_for(self._package, "dtype", dtype, DTYPE_TOKENS)
+        return [found for _, found in every if dtype in (None, found.dtype)]
+
+
+def nothing_for(
+    where: str, argument: str, asked: object, there: Iterable[str]
+) -> CubinNotFoundError:
+    """The error for an architecture or a dtype that nothing in `where` has."""
+    return CubinNotFoundError(
+        f"{where} ships nothing for {argument}={asked!r}; it has: {listed(there)}"
+    )
 
 
 def dtype_of(function: str) -> str | None:
@@ -130,7 +181,19 @@ def collection(package: str) -> Registry:
     return _collections.setdefault(package, Registry(package))
 
 
-own = Registry("kernel_hub")
+class _Own(Registry):
+    """What `kernel_hub.registry` is to type checkers: kernel_hub's own, which knows the others."""
+
+    @staticmethod
+    def packages() -> dict[str, str]:
+        return packages()
+
+    @staticmethod
+    def collection(package: str) -> Registry:
+        return collection(package)
+
+
+own = _Own("kernel_hub")
 _collections["kernel_hub"] = own
 
 

@@ -45,6 +45,13 @@ class _QkvPlan:
     boxes: tuple[Boxes, Boxes, Boxes] | None = None
     is_programmatic: bool = False  # may begin under the end of the launch before
 
+    def maps(self, x: torch.Tensor, w: torch.Tensor) -> tuple[bytes, ...]:
+        """The tensor maps of a call at new addresses; () where pointers are passed."""
+        if self.boxes is None:
+            return ()
+        rows, tail, weights = self.boxes
+        return tensor_map(x, rows), tensor_map(x, tail), tensor_map(w, weights)
+
 
 _plans: Plans[tuple[_QkvPlan, common.Spans]] = Plans()
 TABLES[OP].on_change(_plans.clear)
@@ -296,19 +303,18 @@ def _cuda_into(given: QkvGiven, is_given: bool = True) -> None:
         plan = _plan(given)
         found = _plans.keep(key, (plan, _writes.spans(*tensors)))
     plan, spans = found
-    if is_given and addresses not in spans.apart:
-        spans.check(addresses)
+    maps = spans.apart.get(addresses)
+    if maps is None:
+        if is_given:
+            spans.refuse(addresses)
+        maps = plan.maps(x, w)
+        spans.keep(addresses, maps)
     choice = plan.choice
     if choice is None:
         return
     if choice is APART:
         return qkv_apart.into(given)
-    if plan.boxes is None:
-        matrices: tuple[Any, ...] = (x, w)
-    else:
-        matrices = (
-            *(tensor_map(x, boxes) for boxes in plan.boxes[:2]), tensor_map(w, plan.boxes[2]),
-        )  # fmt: skip
+    matrices: tuple[Any, ...] = maps or (x, w)
     has_cache = given.k_cache is not None
     params = (
         given.out_q, given.k_cache if has_cache else given.out_k,

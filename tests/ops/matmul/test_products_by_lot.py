@@ -16,16 +16,26 @@ from ways import Way
 from kernel_hub import ops
 
 
+def run_lots(way: Way, op: str, count: int, most: int, variants: bool) -> None:
+    for i in range(count):
+        case = draw(op, (SEED, i), most=most)
+        try:
+            run_product(case, way.device, variants=variants and i == 0)
+        except AssertionError as error:
+            raise AssertionError(f"KERNEL_HUB_SEED={SEED} {case}: {error}") from error
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_cases_drawn_by_lot(way: Way, op: str) -> None:
     if op == "linear_fp8" and not way.is_gpu:
-        pytest.skip("kernels for compute capability 9.0, which no emulator runs")
-    for i in range(30 if way.is_gpu else 4):
-        case = draw(op, (SEED, i), most=1500 if way.is_gpu else 20)
-        try:
-            run_product(case, way.device, variants=way.is_gpu and i == 0)
-        except AssertionError as error:
-            raise AssertionError(f"KERNEL_HUB_SEED={SEED} {case}: {error}") from error
+        pytest.skip("kernels for compute capability 9.0 alone: the test below")
+    run_lots(way, op, 30 if way.is_gpu else 4, most=1500 if way.is_gpu else 20, variants=True)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_cases_for_hopper_drawn_by_lot(hopper_way: Way, op: str) -> None:
+    if not hopper_way.is_gpu:  # on a GPU the test above
+        run_lots(hopper_way, op, 6, most=150, variants=False)
 
 
 ARGUMENTS = ["--device", "cpu", "--most", "40", "--seed", "3"]
