@@ -162,10 +162,7 @@ def _cuda_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, is_given: bo
     plan, spans = found
     maps = spans.apart.get(addresses)
     if maps is None:
-        if is_given:
-            spans.refuse(addresses)
-        maps = plan.maps(a, b, out)
-        spans.keep(addresses, maps)
+        maps = spans.made(addresses, is_given, plan.maps, a, b, out)
     if plan.function is not None:
         try:
             plan.run(maps, out, a, b)
