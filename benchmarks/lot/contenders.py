@@ -14,7 +14,7 @@ import torch
 from kernel_hub.measure.timing import L2_FACTOR, l2_bytes
 from kernel_hub.ops.core import common
 from kernel_hub.ops.core.launch import forget_all
-from kernel_hub.testing.compare import compare
+from kernel_hub.testing.compare import compare, product_atol
 
 from .outcome import OURS
 from .shapes import TALL, WIDE
@@ -37,7 +37,7 @@ _MORE_ROWS, _MORE_COLUMNS = 300, 128  # of the buffers that operands are slices 
 class Expected:
     """Of what is looked at: the truth in fp64, the same in the operands' dtype, and slack.
 
-    slack: error that is allowed besides, of the largest truth.
+    slack: error that is allowed besides, of the largest truth; None is what sums in fp32 may have.
     """
 
     truth: torch.Tensor
@@ -78,7 +78,7 @@ class Contender:
                 if bool(tensor.isnan().any()):
                     return f"{name}: places that were not written, or nan"
         for found, expected in zip(self.written.sample(), self.expected, strict=True):
-            atol = None
+            atol = product_atol(expected.truth, found.dtype)
             if expected.slack is not None:
                 atol = expected.slack * float(expected.truth.abs().max())
             result = compare(found, expected.truth, expected.own, atol=atol, name=name)

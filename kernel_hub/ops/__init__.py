@@ -11,8 +11,8 @@ from .kv_cache.decode_attention import decode_attention as decode_attention
 from .matmul.batched_matmul import batched_matmul as batched_matmul
 from .matmul.grouped_linear import grouped_linear as grouped_linear
 from .matmul.linear import linear as linear
-from .matmul.qkv_linear import qkv_linear as qkv_linear
 from .matmul.swiglu_linear import swiglu_linear as swiglu_linear
+from .projection.qkv_linear import qkv_linear as qkv_linear
 from .rowwise.rms_norm import rms_norm as rms_norm
 from .rowwise.rope import rope as rope
 from .rowwise.silu_and_mul import silu_and_mul as silu_and_mul

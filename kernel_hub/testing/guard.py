@@ -49,6 +49,10 @@ class Guarded:
         """Write `values` into the tensor (for in-place runs) and return it."""
         return self.tensor.copy_(values)
 
+    def poison(self) -> None:
+        """Make every byte of the tensor 0xff, as it was at first."""
+        self.tensor.view(self._words.dtype).fill_(-1)
+
     def check(self, name: str = "out") -> None:
         """Raise AssertionError if anything outside the tensor was written."""
         changed = (self._words != -1) & self._outside

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -214,14 +215,19 @@ def test_unloading_while_others_launch(library: ctypes.CDLL, context: FakeCuda) 
     threads = [threading.Thread(target=launch) for _ in range(6)]
     for thread in threads:
         thread.start()
-    while len(unloads) < 100:
+    # On a busy machine a hundred may pass before a thread loads again.
+    until = time.monotonic() + 60
+    while len(unloads) < 100 or context.calls("cuLibraryLoadData") < 10:
         unloads.append(library.launch_probe_unload())
+        if time.monotonic() > until:
+            break
     done.set()
     for thread in threads:
         thread.join()
     assert codes == {0}
     assert set(unloads) == {0}
-    assert context.live("libraries") <= 1 < context.calls("cuLibraryLoadData")
+    assert context.live("libraries") <= 1
+    assert context.calls("cuLibraryLoadData") >= 10
 
 
 def test_a_prefix_keeps_names_apart(tmp_path: Path, context: FakeCuda) -> None:

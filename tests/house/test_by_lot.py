@@ -158,6 +158,18 @@ def test_a_wrong_output_is_seen(
     assert "cuBLAS" not in found.train and found.refused == {"cuBLASLt": ("cuBLASLt",)}
 
 
+@pytest.mark.parametrize("name", ["kernel_hub", "cuBLAS"])
+def test_sums_of_tensor_cores_are_no_wrong_outputs(name: str) -> None:
+    truth = torch.ones(3, 5, dtype=torch.float64)
+    for relative, is_wrong in ((0.0, False), (3e-6, False), (5e-5, True)):
+        out = torch.empty(3, 5)
+        launch = functools.partial(out.fill_, 1 + relative)
+        written = lot.contenders.Written([out], lambda out=out: [out])
+        expected = [lot.contenders.Expected(truth, truth.float())]
+        found = lot.contenders.Contender([launch], written, expected).wrong(name)
+        assert ("largest error" in found) is is_wrong, (relative, found)
+
+
 def deep_gemm() -> Any:
     """DeepGEMM's functions by torch, with what they ask of their operands."""
 

@@ -31,6 +31,8 @@ ERRORS = {
     2: "the threads of a warp or a block do not meet at one barrier or warp collective",
     3: "dynamic shared memory was used past sharedMemBytes",
     4: "memory that is no tensor's was read or written",
+    5: "threads wait for what nothing brings about",
+    6: "a copy or a product was not what the others of its group began, or nobody waited for it",
 }
 OUTSIDE = 4
 # (cubin, function) of each launch that went to its end.
@@ -98,6 +100,7 @@ class EmulatedFunction:
 
     def __init__(self, cubin: str, name: str) -> None:
         self.cubin, self.name = cubin, name
+        self._cluster = 1
         self._library = build(cubin)
         self._library.emulator_fault_address.restype = ctypes.c_uint64
         self._address = ctypes.cast(getattr(self._library, name), ctypes.c_void_p)
@@ -117,6 +120,7 @@ class EmulatedFunction:
             self._address,
             (ctypes.c_uint * 3)(*gridDim),
             (ctypes.c_uint * 3)(*blockDim),
+            self._cluster,
             sharedMemBytes,
             (ctypes.c_int64 * len(integers))(*integers),
             len(integers),

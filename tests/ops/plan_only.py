@@ -62,7 +62,6 @@ def plan_only(monkeypatch: Any) -> None:
     monkeypatch.setattr(bounds, "flag", lambda *_: None)
     fp8 = importlib.import_module("kernel_hub.ops.matmul.linear_fp8")
     monkeypatch.setattr(fp8, "device_of", lambda _: PlannedGpu((9, 0), 132))
-    for module in (fp8, linear_launch):
-        monkeypatch.setattr(module, "tensor_map", lambda *_: b"")
+    monkeypatch.setattr(linear_launch, "tensor_map", lambda *_: b"")
     attention_fp8 = importlib.import_module("kernel_hub.ops.attention.fp8")
     monkeypatch.setattr(attention_fp8, "cpu", SimpleNamespace(forward=lambda *_: None))

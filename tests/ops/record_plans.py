@@ -30,7 +30,7 @@ from plan_lots import DRAWN, Lot
 from kernel_hub import ops, registry
 from kernel_hub.arrays import tensor_map
 from kernel_hub.errors import KernelHubError
-from kernel_hub.ops.core import launch
+from kernel_hub.ops.core import counters, launch
 
 # Of each GPU: compute capability, multiprocessors, name, KiB of shared memory a block may have.
 GPUS = [
@@ -127,6 +127,7 @@ def pretending(gpu: tuple[Any, ...]) -> Iterator[_Recorder]:
             (torch.cuda, "get_device_capability", lambda *_: capability),
             (torch.cuda, "current_device", lambda: 0),
             (torch.cuda, "current_stream", lambda *_: stream),
+            (counters, "_current_stream", None),
             (torch.cuda, "is_current_stream_capturing", lambda: False),
             *((torch, name, maker) for name, maker in makers.items()),
             (torch.Tensor, "new_empty", lambda x, *size, dtype=None, device=None:

@@ -64,6 +64,29 @@ def test_boxes_of_paired_weights_bring_every_row_once(asked: Asked, op: str) -> 
     assert seen > 5
 
 
+@pytest.mark.parametrize("op", ["linear", "linear_fp8", "swiglu_linear"])
+def test_maps_are_those_of_a_calls_addresses(asked: Asked, op: str) -> None:
+    """A plan is there for the shapes; its maps are looked up by the addresses of every tensor."""
+    dtype = torch.float8_e4m3fn if op == "linear_fp8" else torch.bfloat16
+    a, b = ([torch.zeros(n, 64).to(dtype) for _ in range(2)] for n in (300, 256))
+    columns = 128 if op == "swiglu_linear" else 256
+    outs = [torch.zeros(300, columns, dtype=torch.bfloat16) for _ in range(2)]
+    run = getattr(ops, op.removesuffix("_fp8"))
+    found: dict[tuple[int, ...], Any] = {}
+    for at in itertools.product(range(2), repeat=3):
+        for _ in range(2):
+            run(a[at[0]], b[at[1]], out=outs[at[2]])
+        first, again = (launch[5] for launch in asked.launches[-2:])
+        assert first == again
+        found[at] = first
+    named = 2 if op == "swiglu_linear" else 3  # its kernels have no map of out
+    for one, other in itertools.combinations(found, 2):
+        assert (found[one] == found[other]) == (one[:named] == other[:named]), (one, other)
+    made = len(asked.maps)
+    run(a[0], b[0], out=outs[0])
+    assert made == len(asked.maps) > 0
+
+
 @pytest.mark.parametrize("page_size", [8, 12, 16, 24, 64, 100, 256])
 def test_a_box_of_a_page_begins_where_the_swizzle_does(asked: Asked, page_size: int) -> None:
     q = torch.empty(2, 128, 4, 128, dtype=torch.bfloat16)

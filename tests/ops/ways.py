@@ -1,4 +1,4 @@
-"""The two ways a kernel runs in these tests: emulated on the CPU, and on the GPU."""
+"""The two ways a kernel runs in these tests: emulated on the CPU, and on the GPU; Hopper's too."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ import pytest
 import torch
 from attention_devices import pretend
 from emulated import CannotEmulateError, EmulatedFunction, build
+from emulated_hopper import HopperFunction, make_map
 
 from kernel_hub import ops
-from kernel_hub.ops.core import bounds, common
+from kernel_hub.ops.core import bounds, common, tensor_maps
+from kernel_hub.ops.core.device import PlannedGpu
+from kernel_hub.ops.core.device import pretend as plan_for
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+EMULATED_SMS = 4
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,13 @@ class Way:
     @property
     def is_gpu(self) -> bool:
         return self.name == "gpu"
+
+    @property
+    def num_sms(self) -> int:
+        """Few where each thread is a fibre: so that blocks have several tiles."""
+        if self.is_gpu:
+            return torch.cuda.get_device_properties(0).multi_processor_count
+        return EMULATED_SMS
 
     def randn(self, *shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
         """The same numbers on both ways."""
@@ -75,3 +86,29 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     launch_for_cpu(monkeypatch)
     pretend(monkeypatch, (9, 0))
     yield Way("emulated", "cpu")
+
+
+@functools.cache
+def hopper_function(cubin: str, name: str) -> HopperFunction:
+    return HopperFunction(cubin, name)
+
+
+@pytest.fixture(params=["emulated", pytest.param("gpu", marks=pytest.mark.gpu)])
+def hopper_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Way]:
+    """The same of the bodies for Hopper, planned for such a GPU of few multiprocessors."""
+    bounds.take(torch.empty(0, device="cuda" if request.param == "gpu" else "cpu"))
+    if request.param == "gpu":
+        if torch.cuda.get_device_capability() != (9, 0):
+            pytest.skip("these kernels need a GPU of compute capability 9.0")
+        yield Way("gpu", "cuda")
+        return
+    try:
+        build("silu_and_mul")
+    except CannotEmulateError as missing:
+        pytest.skip(str(missing))
+    monkeypatch.setattr(common, "shipped", hopper_function)
+    monkeypatch.setattr(tensor_maps, "make", make_map)
+    launch_for_cpu(monkeypatch)
+    with plan_for(PlannedGpu((9, 0), EMULATED_SMS)):
+        yield Way("emulated", "cpu")
+    tensor_maps.known.clear()

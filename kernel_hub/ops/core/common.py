@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ...errors import TensorError
-from .launch import MAX_PLANS as MAX_PLANS
+from .numbers import MAX_NUMBER as MAX_NUMBER
 from .numbers import MAX_SIZE as MAX_SIZE
 from .numbers import check_choice as check_choice
 from .numbers import check_count as check_count

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 _sets: dict[tuple[int | None, int, int], torch.Tensor] = {}
@@ -9,6 +11,8 @@ _sets: dict[tuple[int | None, int, int], torch.Tensor] = {}
 _reserves: dict[int | None, torch.Tensor] = {}
 _RESERVE = 1 << 20  # counters
 _LINE = 32  # counters of a cache line
+# (number, index of the device, type of the device) of a device's; not a public name of torch's.
+_current_stream: Any = getattr(torch._C, "_cuda_getCurrentStream", None)
 
 
 def counters(device: torch.device, count: int) -> torch.Tensor:
@@ -27,15 +31,22 @@ def counters(device: torch.device, count: int) -> torch.Tensor:
         else:
             if device.index not in _reserves:
                 _make_reserve(device)
-            stream = torch.cuda.current_stream(device)
+            stream_id = _stream_id(device)
             # torch's own have odd numbers (c10/cuda/CUDAStream.cpp), the default stream 0.
-            if stream.stream_id == 0 or stream.stream_id % 2 == 1:
-                key = (device.index, stream.stream_id, count)
+            if stream_id == 0 or stream_id % 2 == 1:
+                key = (device.index, stream_id, count)
                 found = _sets.get(key)
                 if found is None:
                     found = _sets[key] = torch.zeros(count, dtype=torch.int32, device=device)
                 return found
     return torch.zeros(count, dtype=torch.int32, device=device)
+
+
+def _stream_id(device: torch.device) -> int:
+    """The number of the current stream of `device`, without the object torch makes of it."""
+    if _current_stream is None:
+        return int(torch.cuda.current_stream(device).stream_id)
+    return int(_current_stream(device.index)[0])
 
 
 def _make_reserve(device: torch.device) -> None:

@@ -16,6 +16,8 @@ _COUNTS = (int, np.integer, torch.SymInt)
 _FLAGS = (bool, int, np.bool_, torch.SymBool, type(None))
 # Sizes are C ints on the device, and an index may pass the end by one block's span.
 MAX_SIZE = 2**30
+# Kernels take numbers as fp32, a scale of scores times log2(e) as well.
+MAX_NUMBER = 2.0**127
 
 
 def _shown(value: Any) -> str:
@@ -23,7 +25,7 @@ def _shown(value: Any) -> str:
 
 
 def check_number(op: str, argument: str, value: Any, *, least: float = -math.inf) -> float:
-    """`value` as a finite float, `least` or more."""
+    """`value` as a float that fits fp32, `least` or more."""
     if not isinstance(value, _NUMBERS):
         raise refuse(op, argument, "a number", _shown(value))
     if not -math.inf < value < math.inf:
@@ -32,10 +34,9 @@ def check_number(op: str, argument: str, value: Any, *, least: float = -math.inf
         raise refuse(op, argument, f"at least {least:g}", value)
     if isinstance(value, (torch.SymInt, torch.SymFloat)):
         return value  # a tracer's number
-    try:
-        return float(value)
-    except OverflowError:
-        raise refuse(op, argument, "a number that a float holds", f"{value!r:.60}") from None
+    if not -MAX_NUMBER <= (value if isinstance(value, int) else float(value)) <= MAX_NUMBER:
+        raise refuse(op, argument, "a number that fits fp32, up to 2**127", f"{value!r:.60}")
+    return float(value)
 
 
 def check_count(op: str, argument: str, value: Any, *, least: int = 0) -> None:

@@ -266,7 +266,8 @@ def choose(
 
 
 def _measured(row: Row, gpu: Gpu, problem: GroupedProblem) -> TileChoice:
-    if row.variant in HOPPER[problem.op]:
+    # A portable body may have the same name.
+    if has_wgmma(gpu.compute_capability) and row.variant in HOPPER[problem.op]:
         return hopper_choice(row.variant, gpu.num_sms, problem, row.numbers.get("group", 8))
     applying = portable_choices(gpu.compute_capability, problem)
     return next(choice for choice in applying if choice.variant == row.variant)

@@ -131,8 +131,8 @@ def _cuda_into(
     is_given: bool = True,
 ) -> None:
     """is_given: the caller gave out, which may overlap the rest."""
-    addresses: tuple[int, ...] = a.data_ptr(), b.data_ptr()
-    low_bits = (addresses[0] | addresses[1]) & 15
+    addresses: tuple[int, ...] = out.data_ptr(), a.data_ptr(), b.data_ptr()
+    low_bits = (addresses[1] | addresses[2]) & 15
     added = None if residual is None else (residual.dtype, residual.shape, residual.stride())
     first = None if bias is None else (bias.dtype, bias.shape, bias.stride())
     key = (
@@ -145,17 +145,19 @@ def _cuda_into(
         plan = plan_launch(a, b, bias, activation, residual, out)
         found = _plans.keep(key, (plan, _writes.spans(out, a, b, bias, residual)))
     plan, spans = found
-    if is_given:
-        addresses = out.data_ptr(), *addresses
-        if bias is not None:
-            addresses = *addresses, bias.data_ptr()
-        if residual is not None:
-            addresses = *addresses, residual.data_ptr()
-        if addresses not in spans.apart:
-            spans.check(addresses)
+    if bias is not None:
+        addresses = *addresses, bias.data_ptr()
+    if residual is not None:
+        addresses = *addresses, residual.data_ptr()
+    maps = spans.apart.get(addresses)
+    if maps is None:
+        if is_given:
+            spans.refuse(addresses)
+        maps = plan.maps(a, b, out, residual)
+        spans.keep(addresses, maps)
     if plan.function is not None:
         try:
-            plan.run(a, b, bias, residual, out)
+            plan.run(maps, out, a, b, bias, residual)
         except KernelHubError:
             _check(a, b, bias, residual, out, out.dtype)  # names the devices that differ
             raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,49 +11,18 @@ from ..core import common
 from ..core.activation import activate
 from ..core.device import device_of
 from ..core.launch import Plans
-from ..core.tensor_maps import Boxes, tensor_map
 from .linear_fp8_plan import CUBIN, SCALE_BLOCK, TABLE, choose
-from .linear_launch import OperandBoxes, boxes_of, operand_boxes, operand_maps, workspace
-from .tiles import TileChoice
+from .linear_launch import LinearLaunch, boxes_of, operand_boxes
 
 DTYPE = torch.float8_e4m3fn
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _OP = "linear"
-_plans: Plans[tuple[Fp8Launch, common.Spans]] = Plans()
+_plans: Plans[tuple[LinearLaunch, common.Spans]] = Plans()
 TABLE.on_change(_plans.clear)
 _operands = common.Operands(_OP, "a b", "a_scale b_scale bias residual out")
 _writes = common.Writes(
     _OP, "a b a_scale b_scale bias residual out", "out", in_place="out=residual"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Fp8Launch:
-    """A launch but for its pointers; `function` is None where there is nothing to compute."""
-
-    function: Any
-    choice: TileChoice | None = None
-    numbers: tuple[int, ...] = ()
-    boxes: OperandBoxes | None = None
-    out_boxes: Boxes | None = None  # where results leave through boxes
-
-    def run(
-        self, a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any, residual: Any, out: Any
-    ) -> None:
-        """Launch on the current stream; it begins under the end of the launch before."""
-        choice = self.choice
-        assert choice is not None and self.boxes is not None
-        maps = operand_maps(choice, self.boxes, a, b)
-        out_map = maps[0]  # not looked at where results leave from registers
-        if self.out_boxes is not None and not out.data_ptr() % common.VEC_BYTES:
-            out_map = tensor_map(out, self.out_boxes)
-        params = (
-            out, out_map, *maps, *workspace(choice, a.device), a_scale, b_scale, bias, residual,
-            *self.numbers,
-        )  # fmt: skip
-        self.function(
-            choice.grid, choice.block, choice.shared_bytes, None, params, programmatic=True
-        )
 
 
 def linear(
@@ -165,10 +133,6 @@ def _new_out(a: Any, b: Any, *more: Any) -> Any:
     return a.new_empty((*a.shape[:-1], b.shape[0]), dtype=more[-1])
 
 
-def _layout_of(tensor: torch.Tensor | None) -> Any:
-    return None if tensor is None else (tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
-
-
 def _cuda_into(
     a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any, activation: int, residual: Any,
     use_fast_accum: bool, out: Any, is_given: bool = True,
@@ -176,20 +140,24 @@ def _cuda_into(
     """is_given: the caller gave out, which may overlap the rest."""
     tensors = (a, b, a_scale, b_scale, bias, residual, out)
     low_bits = (a.data_ptr() | b.data_ptr()) & 15
-    key = (*map(_layout_of, tensors), activation, use_fast_accum, low_bits)
+    layouts = [None if x is None else (x.dtype, x.shape, x.stride(), x.device) for x in tensors]
+    key = (*layouts, activation, use_fast_accum, low_bits)
     found = _plans.get(key)
     if found is None:
         has_blocks = check(*tensors, out.dtype, use_fast_accum)
         plan = plan_launch(*tensors, activation, has_blocks, use_fast_accum)
         found = _plans.keep(key, (plan, _writes.spans(*tensors)))
     plan, spans = found
-    if is_given:
-        addresses = tuple([x.data_ptr() for x in tensors if x is not None])
-        if addresses not in spans.apart:
-            spans.check(addresses)
+    addresses = tuple([x.data_ptr() for x in tensors if x is not None])
+    maps = spans.apart.get(addresses)
+    if maps is None:
+        if is_given:
+            spans.refuse(addresses)
+        maps = plan.maps(a, b, out)
+        spans.keep(addresses, maps)
     if plan.function is not None:
         try:
-            plan.run(*tensors)
+            plan.run(maps, out, a, b, a_scale, b_scale, bias, residual)
         except KernelHubError:
             check(*tensors, out.dtype, use_fast_accum)  # names the devices that differ
             raise
@@ -198,7 +166,7 @@ def _cuda_into(
 def plan_launch(
     a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any, residual: Any, out: Any,
     activation: int, has_blocks: bool, use_fast_accum: bool,
-) -> Fp8Launch:  # fmt: skip
+) -> LinearLaunch:  # fmt: skip
     """Choose the kernel and its numbers for tensors that were checked."""
     device = device_of(a.device)
     if not device.has_wgmma:
@@ -207,7 +175,7 @@ def plan_launch(
             "compute capability {}.{}".format(*device.compute_capability),
         )  # fmt: skip
     if out.numel() == 0:
-        return Fp8Launch(None)
+        return LinearLaunch(None)
     lead, (n, k) = a.shape[:-1], b.shape
     # One scale for each row of a, or none of its own.
     has_rows = a_scale is not None and (has_blocks or a_scale.numel() > 1)
@@ -243,7 +211,8 @@ def plan_launch(
     out_boxes = None
     if choice.out_box_rows and out.element_size() == 2 and not (n | out_stride) % 8:
         out_boxes = boxes_of(m, n, n if m == 1 else out_stride, choice.out_box_rows)
-    return Fp8Launch(function, choice, numbers, boxes, out_boxes)
+    how = {"programmatic": True}  # it begins under the end of the launch before
+    return LinearLaunch(function, choice, numbers, boxes, out_boxes, options=how)
 
 
 def dequantised(

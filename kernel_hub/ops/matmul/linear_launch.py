@@ -18,6 +18,7 @@ from .tiles import BLOCK_K, TileChoice
 _OP = "linear"
 # Of the product's rows and of the last of them, of its columns and of the last of these.
 OperandBoxes = tuple[Boxes, Boxes, Boxes, Boxes]
+ALONE = (None, None)  # the workspace of blocks that share nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,37 +26,41 @@ class LinearLaunch:
     """A launch but for its pointers; `function` is None where there is nothing to compute."""
 
     function: Any
-    choice: TileChoice | None
+    choice: TileChoice | None = None
     numbers: tuple[int, ...] = ()
     boxes: OperandBoxes | None = None
     out_boxes: Boxes | None = None  # where results leave through boxes
     residual_boxes: Boxes | None = None  # where it arrives through boxes
     options: Mapping[str, bool] = field(default_factory=dict)  # of the launch
 
-    def run(
-        self,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        bias: torch.Tensor | None,
-        residual: torch.Tensor | None,
-        out: torch.Tensor,
-    ) -> None:
-        """Launch on the current stream."""
-        choice = self.choice
-        assert choice is not None
-        if self.boxes is not None:
-            operands = operand_maps(choice, self.boxes, a, b)
-            out_map = operands[0]  # not looked at where results leave from registers
-            if self.out_boxes is not None and not out.data_ptr() % common.VEC_BYTES:
-                out_map = tensor_map(out, self.out_boxes)
-            residual_map = out_map
-            added = self.residual_boxes
+    def maps(
+        self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *residuals: torch.Tensor | None
+    ) -> tuple[bytes, ...]:
+        """The tensor maps of a call at new addresses; () where pointers are passed.
+
+        residuals: the residual, of kernels that take a map of it.
+        """
+        if self.choice is None or self.boxes is None:
+            return ()
+        operands = operand_maps(self.choice, self.boxes, a, b)
+        out_map = operands[0]  # not looked at where results leave from registers
+        if self.out_boxes is not None and not out.data_ptr() % common.VEC_BYTES:
+            out_map = tensor_map(out, self.out_boxes)
+        written = [out_map]
+        for residual in residuals:
+            residual_map, added = out_map, self.residual_boxes
             if added and residual is not None and not residual.data_ptr() % common.VEC_BYTES:
                 residual_map = tensor_map(residual, added)
-            maps = (out_map, residual_map, *operands)
-            params = (out, *maps, *workspace(choice, out.device), bias, residual, *self.numbers)
-        else:
-            params = (out, *workspace(choice, out.device), a, b, bias, residual, *self.numbers)
+            written.append(residual_map)
+        return (*written, *operands)
+
+    def run(self, maps: tuple[bytes, ...], out: torch.Tensor, a: Any, b: Any, *more: Any) -> None:
+        """Launch on the current stream. more: the other pointers."""
+        choice = self.choice
+        assert choice is not None
+        shared = workspace(choice, out.device) if choice.num_partials else ALONE
+        operands = (*maps, *shared) if maps else (*shared, a, b)
+        params = (out, *operands, *more, *self.numbers)
         self.function(choice.grid, choice.block, choice.shared_bytes, None, params, **self.options)
 
 
@@ -69,7 +74,7 @@ def plan_launch(
 ) -> LinearLaunch:
     """Choose the kernel and its integer parameters for tensors that were checked."""
     if out.numel() == 0:
-        return LinearLaunch(None, None)
+        return LinearLaunch(None)
     k, n = a.shape[-1], b.shape[0]
     tensors = [a, out] if residual is None else [a, out, residual]
     (m,), columns = common.collapse(
@@ -154,7 +159,7 @@ def workspace(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Memory of blocks that share k: their fp32 sums, counters of those that left them."""
     if not choice.num_partials:
-        return None, None
+        return ALONE
     partials = torch.empty(choice.num_partials, dtype=torch.float32, device=device)
     # Few sizes: launches of one stream share a set of each.
     return partials, counters(device, choice.num_arrivals or MAX_SPLIT_TILES)

@@ -78,6 +78,18 @@ def hopper_cost(
     return cost.expected_us(HOPPER[name], num_sms, m, n, k, num_bytes, deals)
 
 
+def cheapest(
+    num_sms: int, m: int, n: int, k: int, is_wide: bool = False
+) -> tuple[float, str, bool]:
+    """(microseconds, variant, whether clusters share the k of its tiles) of what is expected to be
+    fastest of linear_sm90.cu."""
+    return min(
+        (hopper_cost(name, num_sms, m, n, k, deals, 4 if is_wide else 2), name, deals)
+        for name in (HOPPER_FP32 if is_wide else HOPPER)
+        for deals in tiles.ways(HOPPER[name], num_sms, m, n, k)
+    )
+
+
 def portable_choices(
     compute_capability: tuple[int, int], m: int, n: int, k: int, num_splits: int, num_sms: int = 132
 ) -> Iterator[TileChoice]:
@@ -143,12 +155,8 @@ def choose(
         return _choose_portable(compute_capability, num_sms, m, n, k)
     if m <= 4:
         return _choose_portable(compute_capability, num_sms, m, n, k)
-    best = min(
-        (hopper_cost(name, num_sms, m, n, k, deals, 4 if is_wide else 2), name, deals)
-        for name in (HOPPER_FP32 if is_wide else HOPPER)
-        for deals in tiles.ways(HOPPER[name], num_sms, m, n, k)
-    )
-    return hopper_choice(best[1], num_sms, m, n, k, deals=best[2])
+    _, name, deals = cheapest(num_sms, m, n, k, is_wide)
+    return hopper_choice(name, num_sms, m, n, k, deals=deals)
 
 
 def _measured(

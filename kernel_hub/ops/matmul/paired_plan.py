@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ...collection.entries import Lazy
 from ...tuning import Gpu, Row, Table
 from ..core.device import capability_of, has_wgmma
-from . import tiles
+from . import linear_plan, tiles
 from .tiles import BLOCK_K, Cost, Tile, TileChoice
 
 GROUP_ROWS = 16
@@ -111,12 +111,25 @@ def _choose_portable(
     return min(choices, key=cost)
 
 
+# qkv_linear as a product by linear, then append_kv (qkv_apart.py), where that is quicker.
+APART = TileChoice("", "apart", (0, 0, 0), (0, 0, 0), 0)
+_APPEND_US, _APPEND_BYTES_A_US = 2.4, 4.6e6  # of append_kv behind a product, out of the L2
+
+
+def _apart_us(num_sms: int, m: int, n: int, k: int) -> float:
+    """Microseconds that both launches are expected to take."""
+    product_us = linear_plan.cheapest(num_sms, m, n, k)[0]
+    return product_us + _APPEND_US + 2 * 2 * m * n / _APPEND_BYTES_A_US
+
+
 @functools.lru_cache(maxsize=4096)
-def choose(op: str, gpu: Gpu, m: int, n: int, k: int, has_maps: bool) -> TileChoice:
+def choose(
+    op: str, gpu: Gpu, m: int, n: int, k: int, has_maps: bool, may_part: bool = False
+) -> TileChoice:
     """The launch for m rows of a and n rows of b, in whole groups of 16.
 
     What was measured, else what is expected. has_maps: the layout of a and b is one that tensor
-    maps describe.
+    maps describe; may_part: APART computes it too.
     """
     capability, num_sms = gpu.compute_capability, gpu.num_sms
     row = TABLES[op].lookup(gpu, m, n=n, k=k)
@@ -127,10 +140,18 @@ def choose(op: str, gpu: Gpu, m: int, n: int, k: int, has_maps: bool) -> TileCho
             return next(choice for choice in applying if choice.variant == row.variant)
         if has_maps:
             return hopper_choice(op, variant, num_sms, m, n, row.numbers.get("group", 8))
-    if not has_wgmma(capability) or k == 0 or not has_maps or m <= 4:
+    is_hopper = has_wgmma(capability) and k > 0
+    may_part = may_part and is_hopper
+    if not is_hopper or not has_maps or m <= 4:
+        if may_part and m > 16:  # more than the bodies of few rows take
+            return APART
         return _choose_portable(op, capability, num_sms, m, n)
     taking = (variant for variant in HOPPER[op] if variant.takes(m, k))
-    best = min(taking, key=lambda variant: variant.cost_us(num_sms, m, n, k))
+    cost_us, best = min(
+        ((variant.cost_us(num_sms, m, n, k), variant) for variant in taking), key=lambda x: x[0]
+    )
+    if may_part and _apart_us(num_sms, m, n, k) < cost_us:
+        return APART
     return hopper_choice(op, best, num_sms, m, n)
 
 

@@ -37,6 +37,13 @@ class _SwigluPlan:
     boxes: tuple[Boxes, Boxes, Boxes] | None = None
     is_programmatic: bool = False  # may begin under the end of the launch before
 
+    def maps(self, a: torch.Tensor, b: torch.Tensor) -> tuple[bytes, ...]:
+        """The tensor maps of a call at new addresses; () where pointers are passed."""
+        if self.boxes is None:
+            return ()
+        rows, last, weights = self.boxes
+        return tensor_map(a, rows), tensor_map(a, last), tensor_map(b, weights)
+
 
 _plans: Plans[tuple[_SwigluPlan, common.Spans]] = Plans()
 TABLES[_OP].on_change(_plans.clear)
@@ -144,20 +151,17 @@ def _cuda_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, is_given: bo
         plan = _plan(a, b, out)
         found = _plans.keep(key, (plan, _writes.spans(out, a, b)))
     plan, spans = found
-    if is_given and addresses not in spans.apart:
-        spans.check(addresses)
+    operands = spans.apart.get(addresses)
+    if operands is None:
+        if is_given:
+            spans.refuse(addresses)
+        operands = plan.maps(a, b)
+        spans.keep(addresses, operands)
     choice = plan.choice
     if choice is None:
         return
     try:
-        if plan.boxes is None:
-            params = (out, a, b, *plan.numbers)
-        else:
-            maps = (
-                *(tensor_map(a, boxes) for boxes in plan.boxes[:2]),
-                tensor_map(b, plan.boxes[2]),
-            )
-            params = (out, *maps, *plan.numbers)
+        params = (out, *(operands or (a, b)), *plan.numbers)
         options = {"programmatic": True} if plan.is_programmatic else {}
         plan.function(choice.grid, choice.block, choice.shared_bytes, None, params, **options)
     except KernelHubError:

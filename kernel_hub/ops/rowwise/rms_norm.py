@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ _is_grad_enabled = torch.is_grad_enabled
 _transform, _forward_ad = common.transform, common.forward_ad
 _written = common.written
 _empty_like = torch.empty_like
-_INF = math.inf
+_MOST = common.MAX_NUMBER
 
 
 def rms_norm(
@@ -69,7 +68,8 @@ def rms_norm(
             and type(x) in _PLAIN_TYPES
             and type(weight) in _PLAIN_TYPES
             and x.is_cuda
-            and 0.0 <= eps + 0.0 * weight_offset < _INF
+            and 0.0 <= eps <= _MOST
+            and -_MOST <= weight_offset <= _MOST
             # What `Operands` asks of every other call.
             and _transform() is None
             and _forward_ad._current_level < 0
@@ -105,7 +105,7 @@ def rms_norm(
 
 
 def _numbers(eps: Any, weight_offset: Any) -> tuple[float, float]:
-    """Both, as numbers that give no nan."""
+    """Both, as numbers that kernels take."""
     return (
         common.check_number(_OP, "eps", eps, least=0.0),
         common.check_number(_OP, "weight_offset", weight_offset),

@@ -33,7 +33,7 @@ def _of_linear() -> torch.Tensor:
     launch = _module("matmul.linear_launch").LinearLaunch(
         lambda *given: seen.append(given[4]), choice
     )
-    launch.run(None, None, None, None, SimpleNamespace(device=CUDA))
+    launch.run((), SimpleNamespace(device=CUDA), None, None)
     return seen[0][2]
 
 
@@ -66,13 +66,9 @@ def on_stream(
             torch, name, lambda *size, device=None, make=make, **how: make(*size, **how)
         )
     monkeypatch.setattr(_module("attention.forward_sm90"), "tensor_map", lambda *_: b"")
-    monkeypatch.setattr(
-        torch.cuda,
-        "current_stream",
-        lambda _: SimpleNamespace(
-            stream_id=state.stream_id, cuda_stream=state.stream_id, synchronize=lambda: None
-        ),
-    )
+    current = SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current)
+    monkeypatch.setattr(_module("core.counters"), "_stream_id", lambda _: state.stream_id)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.is_capturing)
 
     def counters(stream_id: int, is_capturing: bool = False) -> torch.Tensor:
@@ -131,11 +127,27 @@ def test_torch_numbers_its_streams_so() -> None:
     assert torch.cuda.default_stream().stream_id == DEFAULT
     others = torch.cuda.ExternalStream(made[0].cuda_stream)
     assert others.stream_id % 2 == 0 and others.stream_id != DEFAULT
+    for stream in (made[0], others, torch.cuda.default_stream()):
+        with torch.cuda.stream(stream):
+            assert _module("core.counters")._stream_id(CUDA) == stream.stream_id
 
 
 @pytest.mark.gpu
-def test_streams_that_come_and_go() -> None:
-    """Products that share k, on streams that somebody else makes and destroys at once."""
+def test_streams_that_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products that share k, on streams that somebody else makes and destroys at once.
+
+    What they work in is kept: torch's allocator takes a new stream of the same handle for the old
+    one, and would give it the memory of what the GPU is still at. Whoever destroys a stream early
+    gets that from every op of torch too.
+    """
+    launch, kept = _module("matmul.linear_launch"), []
+    workspace = launch.workspace
+
+    def keeping(*given: Any) -> Any:
+        kept.append(workspace(*given))
+        return kept[-1]
+
+    monkeypatch.setattr(launch, "workspace", keeping)
     libcuda = ctypes.CDLL(driver.get().path)
     a, b = (torch.randn(rows, 16384, device="cuda").half() for rows in (4, 64))
     expected = linear(a, b)
@@ -150,5 +162,6 @@ def test_streams_that_come_and_go() -> None:
         assert libcuda.cuStreamDestroy_v2(handle) == 0
     torch.cuda.synchronize()
     print(f"{len(handles)} handles")
+    assert len(kept) == 1 + len(found), "these products share no k"
     wrong = [i for i, out in enumerate(found) if not torch.equal(out, expected)]
     assert not wrong, f"{len(wrong)} of {len(found)} differ, on {len(handles)} handles: {wrong[:9]}"

@@ -1,9 +1,10 @@
-// Runs a kernel's own source on the CPU, for tests without a GPU: block after block, warp after
-// warp up to the block's next barrier, each CUDA thread a fibre that runs until its next barrier or
-// warp collective. Finds wrong indices, misaligned vectors, copies used before they were waited
-// for, barriers that some threads miss, shared memory that is read before it is written (it starts
-// as nan) or written past its end, and accesses to memory that is nobody's (of tensors in an arena,
-// arena.py, everything around them); shows nothing about speed, and few races.
+// Runs a kernel's own source on the CPU, for tests without a GPU: cluster after cluster, warp after
+// warp, each CUDA thread a fibre that runs until its next barrier, warp collective or wait for
+// something that another brings about. Finds wrong indices, misaligned vectors, copies used before
+// they were waited for, barriers that some threads miss, shared memory that is read before it is
+// written (it starts as nan) or written past its end, waits that nothing ends, and accesses to
+// memory that is nobody's (of tensors in an arena, arena.py, everything around them); shows nothing
+// about speed, and few races.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -13,6 +14,7 @@
 #include <signal.h>
 #include <stdint.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <ucontext.h>
 #include <vector_types.h>
 
@@ -23,6 +25,8 @@
 #define __launch_bounds__(...)
 #undef __grid_constant__
 #define __grid_constant__
+#undef __cluster_dims__
+#define __cluster_dims__(...)
 #undef __shared__
 #define __shared__ static
 #ifndef __forceinline__
@@ -34,17 +38,29 @@ static dim3 blockDim, gridDim;
 
 namespace emulator {
 
-constexpr int kMaxThreads = 1024;
+constexpr int kMaxThreads = 2048;  // of a cluster
+constexpr int kMaxCluster = 8;
 constexpr int kWarp = 32;
 constexpr size_t kStackBytes = 64 << 10;
 constexpr size_t kSharedBytes = 256 << 10;
 constexpr size_t kCanaryBytes = 4096;  // watched, behind the shared memory asked for
+constexpr size_t kSpan = kSharedBytes + kCanaryBytes;  // from one block of a cluster to the next
+constexpr int kPatience = 3000;                        // rounds of waits in which nothing happens
 constexpr size_t kPayloadBytes = 64;
 constexpr int kMaxIntegers = 64, kMaxFloats = 8;
 
-enum Error { kNone = 0, kMisaligned = 1, kDivergentBarrier = 2, kSharedBounds = 3, kOutside = 4 };
-// Where a thread stands: at the block's barrier, at its end, or at a warp collective of some kind.
-enum Stop { kBlockBarrier, kDone, kSyncWarp, kShuffle, kVote, kLdmatrix, kMma };
+enum Error {
+    kNone = 0,
+    kMisaligned = 1,
+    kDivergentBarrier = 2,
+    kSharedBounds = 3,
+    kOutside = 4,
+    kStuck = 5,
+    kAsynchronous = 6,
+};
+// Where a thread stands: nowhere, at a wait that it looks at again, at the block's barrier, at its
+// end, or at a warp collective of some kind.
+enum Stop { kReady, kPoll, kBlockBarrier, kDone, kSyncWarp, kShuffle, kVote, kMatrix, kMma };
 
 struct Copy {
     char* target;
@@ -67,10 +83,15 @@ struct Fibre {
 inline ucontext_t scheduler_context;
 inline jmp_buf scheduler;
 inline std::vector<Fibre> fibres(kMaxThreads);
-inline std::vector<char> stacks(kMaxThreads* kStackBytes);
-alignas(1024) inline char shared[kSharedBytes + kCanaryBytes];
+inline char* const stacks =
+    static_cast<char*>(mmap(nullptr, kMaxThreads* kStackBytes, PROT_READ | PROT_WRITE,
+                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+alignas(1024) inline char shared[kMaxCluster * kSpan];
 inline size_t shared_bytes;
 inline int current, error;
+inline int block_threads, cluster_size = 1;
+inline unsigned cluster_first;  // blockIdx.x of its first block
+inline bool has_moved;          // something happened that a wait may have waited for
 inline void (*body)();
 inline jmp_buf launch;
 inline void* volatile fault_address;  // of the access that ended the last launch
@@ -103,14 +124,24 @@ inline void check_aligned(const void* address) {
     if (reinterpret_cast<uintptr_t>(address) % 16) error = kMisaligned;
 }
 
+// The block that runs, in its cluster.
+inline int block() {
+    return current / block_threads;
+}
+
 // A place in dynamic shared memory by its address, aligned and inside.
-inline char* shared_place(uint32_t address, size_t bytes) {
-    if (address % bytes) error = kMisaligned;
-    if (address + bytes > shared_bytes) {
+inline char* shared_place(uint32_t address, size_t bytes, size_t alignment) {
+    if (address % alignment) error = kMisaligned;
+    const uint32_t offset = address % kSpan;
+    if (offset + bytes > shared_bytes || address / kSpan >= static_cast<uint32_t>(cluster_size)) {
         error = kSharedBounds;
-        return shared + kSharedBytes + kCanaryBytes - bytes;
+        return shared + kSpan - kCanaryBytes;
     }
     return shared + address;
+}
+
+inline char* shared_place(uint32_t address, size_t bytes) {
+    return shared_place(address, bytes, bytes);
 }
 
 // Gives way until every thread of the warp (kBlockBarrier: of the block) stands at the same stop.
@@ -118,6 +149,13 @@ inline void wait_at(Stop stop) {
     Fibre& fibre = fibres[current];
     fibre.stop = stop;
     if (_setjmp(fibre.resume) == 0) _longjmp(scheduler, 1);
+}
+
+// Gives way until `is_true()`.
+template <typename Condition>
+inline void wait_until(const Condition& is_true) {
+    while (!is_true()) wait_at(kPoll);
+    has_moved = true;
 }
 
 // Puts up `mine` for the other lanes of the warp; peer(lane) reads theirs afterwards.
@@ -187,9 +225,11 @@ inline void run_fibre() {
 
 inline void step(int thread) {
     current = thread;
-    threadIdx.x = thread % blockDim.x;
-    threadIdx.y = thread / blockDim.x % blockDim.y;
-    threadIdx.z = thread / (blockDim.x * blockDim.y);
+    const int in_block = thread % block_threads;
+    threadIdx.x = in_block % blockDim.x;
+    threadIdx.y = in_block / blockDim.x % blockDim.y;
+    threadIdx.z = in_block / (blockDim.x * blockDim.y);
+    blockIdx.x = cluster_first + thread / block_threads;
     Fibre& fibre = fibres[thread];
     if (_setjmp(scheduler)) return;
     if (fibre.is_started) _longjmp(fibre.resume, 1);
@@ -197,45 +237,84 @@ inline void step(int thread) {
     setcontext(&fibre.start);
 }
 
-// Runs a warp to the block's barrier or to its end; returns where it stands.
-inline Stop run_warp(int first, int last) {
-    for (;;) {
-        for (int i = first; i < last; ++i) step(i);
-        const Stop stop = fibres[first].stop;
+// Whether all of the threads stand at `stop`.
+inline bool are_at(Stop stop, int first, int last) {
+    for (int i = first; i < last; ++i) {
+        if (fibres[i].stop != stop) return false;
+    }
+    return true;
+}
+
+inline void release(int first, int last) {
+    for (int i = first; i < last; ++i) fibres[i].stop = kReady;
+    has_moved = true;
+}
+
+// Runs a warp until each of its threads waits for another warp, or for lanes that do.
+inline void run_warp(int first, int last) {
+    for (bool is_released = true; is_released && error != kDivergentBarrier;) {
+        bool is_waiting = false;
         for (int i = first; i < last; ++i) {
-            if (fibres[i].stop != stop) {
-                error = kDivergentBarrier;
-                return kDone;
-            }
+            if (fibres[i].stop == kReady || fibres[i].stop == kPoll) step(i);
+            is_waiting |= fibres[i].stop == kPoll;
         }
-        if (stop == kBlockBarrier || stop == kDone) return stop;
+        const Stop stop = fibres[first].stop;
+        is_released = stop >= kSyncWarp && are_at(stop, first, last);
+        if (is_released) {
+            release(first, last);
+        } else if (!is_waiting && !are_at(stop, first, last)) {
+            error = kDivergentBarrier;
+        }
     }
 }
 
-inline void run_block() {
-    const int threads = blockDim.x * blockDim.y * blockDim.z;
-    memset(shared, 0xff, shared_bytes + kCanaryBytes);
-    for (int i = 0; i < threads; ++i) {
-        Fibre& fibre = fibres[i];
-        getcontext(&fibre.start);
-        fibre.start.uc_stack.ss_sp = &stacks[i * kStackBytes];
-        fibre.start.uc_stack.ss_size = kStackBytes;
-        fibre.start.uc_link = &scheduler_context;
-        fibre.is_started = false;
-        fibre.copies.clear();
-        fibre.groups.clear();
-        fibre.ungrouped = 0;
-        makecontext(&fibre.start, run_fibre, 0);
+// Whether the block has ended. Its barrier opens where all threads stand at it.
+inline bool run_warps(int first, int last) {
+    for (int i = first; i < last && error != kDivergentBarrier; i += kWarp)
+        run_warp(i, i + kWarp < last ? i + kWarp : last);
+    if (are_at(kBlockBarrier, first, last)) release(first, last);
+    return are_at(kDone, first, last);
+}
+
+inline void start_fibre(Fibre& fibre, char* stack) {
+    getcontext(&fibre.start);
+    fibre.start.uc_stack.ss_sp = stack;
+    fibre.start.uc_stack.ss_size = kStackBytes;
+    fibre.start.uc_link = &scheduler_context;
+    fibre.is_started = false;
+    fibre.stop = kReady;
+    fibre.copies.clear();
+    fibre.groups.clear();
+    fibre.ungrouped = 0;
+    makecontext(&fibre.start, run_fibre, 0);
+}
+
+inline void (*start_cluster)() = [] {};  // of what hopper.h keeps
+inline void (*end_cluster)() = [] {};
+
+inline void run_cluster() {
+    const int threads = block_threads * cluster_size;
+    for (int i = 0; i < cluster_size; ++i)
+        memset(shared + i * kSpan, 0xff, shared_bytes + kCanaryBytes);
+    for (int i = 0; i < threads; ++i) start_fibre(fibres[i], stacks + i * kStackBytes);
+    start_cluster();
+    bool is_done = false;
+    for (int idle = 0; !is_done && error != kDivergentBarrier && error != kStuck;) {
+        has_moved = false;
+        is_done = true;
+        for (int first = 0; first < threads; first += block_threads)
+            is_done &= run_warps(first, first + block_threads);
+        idle = has_moved ? 0 : idle + 1;
+        if (idle > kPatience) error = kStuck;
+        // At a barrier that the others' end keeps closed.
+        bool is_closed = !is_done && !has_moved;
+        for (int i = 0; i < threads; ++i) is_closed &= fibres[i].stop != kPoll;
+        if (is_closed) error = kDivergentBarrier;
     }
-    for (Stop stop = kBlockBarrier; stop == kBlockBarrier && error != kDivergentBarrier;) {
-        for (int first = 0; first < threads; first += kWarp) {
-            const Stop at = run_warp(first, first + kWarp < threads ? first + kWarp : threads);
-            if (first != 0 && at != stop) error = kDivergentBarrier;
-            stop = at;
-        }
-    }
-    for (size_t i = shared_bytes; i < shared_bytes + kCanaryBytes; ++i)
-        if (shared[i] != static_cast<char>(0xff)) error = kSharedBounds;
+    if (!error) end_cluster();
+    for (int i = 0; i < cluster_size; ++i)
+        for (size_t j = shared_bytes; j < shared_bytes + kCanaryBytes; ++j)
+            if (shared[i * kSpan + j] != static_cast<char>(0xff)) error = kSharedBounds;
 }
 
 // The arguments of a kernel in two lists: the calling conventions of x86-64 and AArch64 count
@@ -258,8 +337,8 @@ inline void call_kernel(std::integer_sequence<int, kIntegers...>,
 }  // namespace emulator
 
 extern "C" int emulator_launch(void* kernel, const unsigned* grid, const unsigned* block,
-                               unsigned shared_bytes, const int64_t* integers, int num_integers,
-                               const float* floats, int num_floats) {
+                               unsigned cluster, unsigned shared_bytes, const int64_t* integers,
+                               int num_integers, const float* floats, int num_floats) {
     emulator::kernel = kernel;
     emulator::shared_bytes = shared_bytes;
     memcpy(emulator::integers, integers, num_integers * sizeof(int64_t));
@@ -271,11 +350,16 @@ extern "C" int emulator_launch(void* kernel, const unsigned* grid, const unsigne
     };
     gridDim = {grid[0], grid[1], grid[2]};
     blockDim = {block[0], block[1], block[2]};
+    emulator::block_threads = block[0] * block[1] * block[2];
+    emulator::cluster_size = cluster;
     const emulator::FaultHandler handler;
     if (_setjmp(emulator::launch)) return emulator::kOutside;
     for (blockIdx.z = 0; blockIdx.z < grid[2]; ++blockIdx.z)
         for (blockIdx.y = 0; blockIdx.y < grid[1]; ++blockIdx.y)
-            for (blockIdx.x = 0; blockIdx.x < grid[0]; ++blockIdx.x) emulator::run_block();
+            for (unsigned x = 0; x < grid[0]; x += cluster) {
+                emulator::cluster_first = x;
+                emulator::run_cluster();
+            }
     return emulator::error;
 }
 
@@ -283,82 +367,4 @@ extern "C" uint64_t emulator_fault_address() {
     return reinterpret_cast<uint64_t>(emulator::fault_address);
 }
 
-inline void __syncthreads() {
-    emulator::wait_at(emulator::kBlockBarrier);
-}
-inline void __syncwarp(unsigned = ~0u) {
-    emulator::wait_at(emulator::kSyncWarp);
-}
-template <typename T>
-inline T __shfl_xor_sync(unsigned, T value, int mask) {
-    return emulator::shuffle(value, emulator::lane() ^ mask);
-}
-template <typename T>
-inline T __shfl_sync(unsigned, T value, int lane) {
-    return emulator::shuffle(value, lane);
-}
-inline unsigned __ballot_sync(unsigned, bool vote) {
-    return emulator::ballot(vote);
-}
-inline bool __any_sync(unsigned, bool vote) {
-    return emulator::ballot(vote) != 0;
-}
-inline bool __all_sync(unsigned, bool vote) {
-    return emulator::ballot(vote) == ~0u;
-}
-inline int __ffs(int bits) {
-    return __builtin_ffs(bits);
-}
-template <typename T>
-inline T atomicAdd(T* address, T value) {
-    const T before = *address;
-    *address = before + value;
-    return before;
-}
-inline int atomicOr(int* address, int value) {
-    const int before = *address;
-    *address = before | value;
-    return before;
-}
-inline void __threadfence() {}
-template <typename T>
-inline T __ldg(const T* address) {
-    if (sizeof(T) == 16) emulator::check_aligned(address);
-    return *address;
-}
-inline float __uint_as_float(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, 4);
-    return value;
-}
-inline float __int_as_float(int bits) {
-    return __uint_as_float(static_cast<uint32_t>(bits));
-}
-inline uint32_t __float_as_uint(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, 4);
-    return bits;
-}
-inline float __expf(float x) {
-    return expf(x);
-}
-inline float __logf(float x) {
-    return logf(x);
-}
-inline float __fdividef(float a, float b) {
-    return a / b;
-}
-inline float __saturatef(float x) {
-    return x > 0.0f ? (x < 1.0f ? x : 1.0f) : 0.0f;  // nan becomes 0
-}
-inline float rsqrtf(float x) {
-    return 1.0f / sqrtf(x);
-}
-template <typename T>
-inline T min(T a, T b) {
-    return b < a ? b : a;
-}
-template <typename T>
-inline T max(T a, T b) {
-    return a < b ? b : a;
-}
+#include "intrinsics.h"

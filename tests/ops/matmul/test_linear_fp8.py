@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import random as random_module
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from back_to_back import check_back_to_back
 from bits import same_bits
+from ways import Way
 
 from kernel_hub.errors import TensorError
 from kernel_hub.ops.core.device import PlannedGpu
@@ -47,9 +49,8 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 @pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> str:
+def hopper() -> str:
     """The cubin alone."""
-    forget_all()
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("these kernels need a GPU of compute capability 9.0")
     return "cuda"
@@ -162,21 +163,28 @@ def test_larger(hopper: str, size: tuple[int, int, int], mode: str) -> None:
         check_linear(hopper, *size, mode, use_fast_accum=True)
 
 
-@pytest.mark.gpu
+@pytest.mark.parametrize("deals", [0, 1])
 @pytest.mark.parametrize("name", sorted(plan.VARIANTS))
-def test_every_variant(hopper: str, name: str) -> None:
+def test_every_variant(hopper_way: Way, name: str, deals: int) -> None:
     variant = plan.VARIANTS[name]
     most = variant.block_n if variant.swaps else 700
-    sizes = ((1, 8, 128), (most, 333, 528), (most - 3, 4104, 1104), (most, 40000, 512))
+    sizes = [(1, 8, 128), (most, 333, 528), (most - 3, 4104, 1104), (most, 40000, 512)]
     modes = ("row",) if variant.is_fast else ("tensor", "row", "block")
-    with plan.TABLE.forcing(Row(name, {"group": 3})):
-        for (m, n, k), out_dtype in itertools.product(sizes, OUT_DTYPES):
-            for mode in modes:
-                check_linear(
-                    hopper, m, n, max(k, 128 * variant.splits), mode, out_dtype=out_dtype,
-                    activation="silu", has_bias=mode == "row", has_residual=mode != "tensor",
-                    use_fast_accum=variant.is_fast,
-                )  # fmt: skip
+    cases = list(itertools.product(sizes, OUT_DTYPES, modes, (None, "silu")))
+    if not hopper_way.is_gpu:
+        lot = random_module.Random(f"{name} {deals}")
+        sizes = [(1, 8, 128), (most % 300, 200, 272), (70, 333, 656)]
+        kinds = [case[1:] for case in cases]
+        cases = [(size, *lot.choice(kinds)) for size in sizes]
+        cases += [((131, 136, 400), torch.bfloat16, mode, None) for mode in modes]
+    with plan.TABLE.forcing(Row(name, {"group": 3, "deals": deals})):
+        for (m, n, k), out_dtype, mode, activation in cases:
+            check_linear(
+                hopper_way.device, m, n, max(k, 128 * variant.splits), mode, out_dtype=out_dtype,
+                activation=activation, has_bias=mode == "row",
+                has_residual=mode != "tensor" and activation is not None,
+                use_fast_accum=variant.is_fast,
+            )  # fmt: skip
 
 
 @pytest.mark.gpu

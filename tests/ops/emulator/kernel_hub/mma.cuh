@@ -9,7 +9,7 @@
 namespace kernel_hub {
 
 inline uint8_t* dynamic_shared() {
-    return reinterpret_cast<uint8_t*>(emulator::shared);
+    return reinterpret_cast<uint8_t*>(emulator::shared + emulator::block() * emulator::kSpan);
 }
 
 inline uint32_t shared_address(const void* pointer) {
@@ -44,9 +44,8 @@ inline void cp_async_wait() {
 
 // `is_transposed`: a lane gets two rows of one column instead of two columns of one row.
 inline void load_tiles(uint32_t (&tiles)[4], uint32_t address, bool is_transposed) {
-    const uint16_t* mine =
-        reinterpret_cast<const uint16_t*>(emulator::shared_place(address, 16));
-    const emulator::Exchange<const uint16_t*> rows(emulator::kLdmatrix, mine);
+    const uint16_t* mine = reinterpret_cast<const uint16_t*>(emulator::shared_place(address, 16));
+    const emulator::Exchange<const uint16_t*> rows(emulator::kMatrix, mine);
     const int row = emulator::lane() / 4, pair = 2 * (emulator::lane() % 4);
     for (int i = 0; i < 4; ++i) {
         const uint32_t low =
@@ -56,7 +55,7 @@ inline void load_tiles(uint32_t (&tiles)[4], uint32_t address, bool is_transpose
         tiles[i] = low | high << 16;
     }
     // No lane may write shared memory before all have read.
-    emulator::wait_at(emulator::kLdmatrix);
+    emulator::wait_at(emulator::kMatrix);
 }
 
 inline void ldmatrix_x4(uint32_t (&tiles)[4], uint32_t address) {
@@ -84,16 +83,14 @@ inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uin
     struct Operands {
         uint32_t a[4], b[2];
     };
-    const emulator::Exchange<Operands> all(emulator::kMma,
-                                           {{a[0], a[1], a[2], a[3]}, {b0, b1}});
+    const emulator::Exchange<Operands> all(emulator::kMma, {{a[0], a[1], a[2], a[3]}, {b0, b1}});
     const int row = emulator::lane() / 4, pair = 2 * (emulator::lane() % 4);
     for (int k = 0; k < 16; ++k) {
         const int from = k % 8 / 2;  // which lane of a group of four holds column (A), row (B) k
         for (int i = 0; i < 2; ++i) {
             const float left = half_of<T>(all.peer(4 * row + from).a[i + k / 8 * 2], k % 2);
             for (int j = 0; j < 2; ++j)
-                d[2 * i + j] +=
-                    left * half_of<T>(all.peer(4 * (pair + j) + from).b[k / 8], k % 2);
+                d[2 * i + j] += left * half_of<T>(all.peer(4 * (pair + j) + from).b[k / 8], k % 2);
         }
     }
 }

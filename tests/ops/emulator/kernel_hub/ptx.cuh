@@ -32,9 +32,18 @@ inline void red_or_if(bool is_set, int* address, int bits) {
     if (is_set) *address |= bits;
 }
 
+// Others may run before it is read.
 inline int ld_acquire(const int* address) {
+    emulator::wait_at(emulator::kPoll);
     return *address;
 }
+
+inline void st_release(int* address, int value) {
+    *address = value;
+    emulator::has_moved = true;
+}
+
+inline void prefetch_l2(const void*) {}
 
 inline int read_thread_idx() {
     return threadIdx.x;
@@ -50,6 +59,10 @@ inline float max_nan(float x, float y) {
 
 inline float tanh_approx(float x) {
     return tanhf(x);
+}
+
+inline float reciprocal_approx(float x) {
+    return 1.0f / x;
 }
 
 }  // namespace kernel_hub

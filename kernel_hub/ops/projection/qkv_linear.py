@@ -16,11 +16,12 @@ from ..core.kv_cache import places
 from ..core.launch import Plans
 from ..core.rotary import rotated
 from ..core.tensor_maps import Boxes, tensor_map
-from .linear_launch import boxes_of
-from .paired_launch import rows_and_strides
-from .paired_plan import GROUP_ROWS, TABLES, choose
+from ..matmul.linear_launch import boxes_of
+from ..matmul.paired_launch import rows_and_strides
+from ..matmul.paired_plan import APART, GROUP_ROWS, TABLES, choose
+from ..matmul.tiles import BLOCK_K, TileChoice
+from . import qkv_apart
 from .qkv_checks import OP, QkvGiven, check, check_heads
-from .tiles import BLOCK_K, TileChoice
 
 _is_tracing = torch.compiler.is_dynamo_compiling
 _OPTIONAL = (
@@ -75,8 +76,9 @@ def qkv_linear(
 
         q, k, v = (x @ w_qkv.T + bias) as heads;  q, k rotated as by `rope`;  k, v as by `append_kv`
 
-    in one launch, with fp32 sums and rotation, rounded once. Token i of sequence b is number
-    n = cache_seqlens[b] + i of it, and its keys and values go to
+    in one launch, with fp32 sums and rotation, rounded once; or, where it is quicker (some tens to
+    hundreds of tokens on Hopper), in two, as `linear` and `append_kv`, rounded in between. Token i
+    of sequence b is number n = cache_seqlens[b] + i of it, and its keys and values go to
 
         slot_mapping:  page, row = divmod(slot_mapping[token], page_size)
         block_table:   page, row = block_table[b, n // page_size], n % page_size
@@ -226,10 +228,13 @@ def _plan(given: QkvGiven) -> _QkvPlan:
     outs = [out for out in (given.out_q, given.out_k, given.out_v) if out is not None]
     m, (x_stride, q_stride, *kv_strides), w_stride = rows_and_strides(OP, x, "w_qkv", w, *outs)
     paired_dim = _paired_dim(given)
-    # Rows that overlap, and pairs in part of a head: pointers, no tensor maps.
-    has_maps = _fits_hopper(given) and (m == 1 or x_stride >= k) and w_stride >= k
     device = device_of(x.device)
-    choice = choose(OP, device.gpu, m, rows, k, has_maps)
+    # Rows that overlap, and pairs in part of a head: pointers, no tensor maps.
+    is_spaced = (m == 1 or x_stride >= k) and w_stride >= k
+    may_part = is_spaced and qkv_apart.may_part(given)
+    choice = choose(OP, device.gpu, m, rows, k, is_spaced and _fits_hopper(given), may_part)
+    if choice is APART:
+        return _QkvPlan(None, choice)
     function = common.shipped(choice.cubin, f"{OP}_{common.DTYPE_TOKENS[x.dtype]}_{choice.variant}")
     if k_cache is None:  # page_size 0: keys and values lie as tokens do
         caches = [
@@ -296,6 +301,8 @@ def _cuda_into(given: QkvGiven, is_given: bool = True) -> None:
     choice = plan.choice
     if choice is None:
         return
+    if choice is APART:
+        return qkv_apart.into(given)
     if plan.boxes is None:
         matrices: tuple[Any, ...] = (x, w)
     else:

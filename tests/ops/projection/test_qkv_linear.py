@@ -18,7 +18,7 @@ from kernel_hub.ops.matmul import paired_plan
 from kernel_hub.testing.compare import check
 from kernel_hub.testing.guard import Guarded
 
-module: Any = importlib.import_module("kernel_hub.ops.matmul.qkv_linear")
+module: Any = importlib.import_module("kernel_hub.ops.projection.qkv_linear")
 qkv_linear: Callable[..., Any] = module.qkv_linear
 DTYPES = [torch.float16, torch.bfloat16]
 Heads = tuple[int, int, int]  # num_heads, num_kv_heads, head_dim
@@ -122,31 +122,29 @@ def test_rotations(way: Way, m: int, rotary_dim: int, interleaved: bool) -> None
             )  # fmt: skip
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("variant", paired_plan.HOPPER["qkv_linear"], ids=lambda v: v.name)
 def test_hopper_variants(
-    way: Way, variant: paired_plan.PairedTile, interleaved: bool, monkeypatch: pytest.MonkeyPatch
+    hopper_way: Way, variant: Any, interleaved: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not way.is_gpu or torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("these kernels need a GPU of compute capability 9.0")
-    most = variant.block_n if variant.swaps else 700
+    most = variant.block_n if variant.swaps else 700 if hopper_way.is_gpu else 150
     cases: list[tuple[int, Heads, int, int]] = [
         (1, (1, 1, 64), 64, 64), (most, (8, 2, 128), 520, 128), (most - 3, (5, 1, 192), 1096, 192),
         (most, (5, 3, 128), 200, 64), (most, (3, 1, 64), 136, 0), (most, (32, 8, 128), 4096, 128),
     ]  # fmt: skip
-    if interleaved:
-        cases += [(most - 1, (3, 2, 96), 136, 48), (most, (4, 1, 32), 72, 32)]
-    for m, heads, hidden, rotary_dim in cases:
+    if not hopper_way.is_gpu:
+        cases = [cases[0], cases[3], (most - 3, (2, 1, 128), 264, 128), cases[4]]
+    cases += [(most - 1, (3, 2, 96), 136, 48), (most, (4, 1, 32), 72, 32)][: 2 * interleaved]
+    for i, (m, heads, hidden, rotary_dim) in enumerate(cases):
         n = (heads[0] + 2 * heads[1]) * heads[2]
         hidden = max(hidden, 64 * variant.splits)
-        choice = paired_plan.hopper_choice("qkv_linear", variant, 132, m, n)
+        choice = paired_plan.hopper_choice("qkv_linear", variant, hopper_way.num_sms, m, n)
         monkeypatch.setattr(module, "choose", lambda *_, c=choice: c)
         forget_all()
-        for dtype in DTYPES:
+        for dtype in DTYPES if hopper_way.is_gpu else [DTYPES[i % 2]]:
             check_qkv(
-                way, m, heads, hidden, dtype=dtype, rotary_dim=rotary_dim, interleaved=interleaved,
-                has_bias=dtype == torch.float16,
+                hopper_way, m, heads, hidden, dtype=dtype, rotary_dim=rotary_dim,
+                interleaved=interleaved, has_bias=dtype == torch.float16,
                 table_dtype=torch.float32 if m % 2 else dtype,
             )  # fmt: skip
 

@@ -1,0 +1,1 @@
+"""Projections whose results go into caches. Knows core, matmul and kv_cache."""

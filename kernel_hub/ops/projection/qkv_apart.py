@@ -1,0 +1,38 @@
+"""qkv_linear as two launches: a product by linear, then append_kv."""
+
+from __future__ import annotations
+
+from ..kv_cache.append_kv import append_kv
+from ..matmul.linear import linear
+from .qkv_checks import QkvGiven
+
+
+def may_part(given: QkvGiven) -> bool:
+    """Whether both together do what is asked; append_kv has queries to rotate them only.
+
+    Without a cache, keys and values go to out_k and out_v as if these were one: row i of sequence
+    b.
+    """
+    is_dense = given.cu_seqlens is None and given.cache_seqlens is None
+    return given.cos is not None and (given.k_cache is not None or is_dense)
+
+
+def into(given: QkvGiven) -> None:
+    """Project, then rotate and write; the projections are rounded in between."""
+    x, k_cache, v_cache = given.x, given.k_cache, given.v_cache
+    joint = linear(x, given.w_qkv, given.bias)
+    heads = joint.view(*x.shape[:-1], given.total_heads, given.head_dim)
+    out_q, positions = given.out_q, given.positions
+    if k_cache is None:
+        k_cache, v_cache = given.out_k, given.out_v
+        if x.dim() == 2:  # all tokens as one sequence
+            heads, out_q = heads[None], out_q[None]
+            k_cache, v_cache = k_cache[None], v_cache[None]
+            positions = None if positions is None else positions[None]
+    q, k, v = heads.split([given.num_heads, given.num_kv_heads, given.num_kv_heads], dim=-2)
+    append_kv(
+        k, v, k_cache, v_cache, cache_seqlens=given.cache_seqlens, block_table=given.block_table,
+        slot_mapping=given.slot_mapping, cu_seqlens=given.cu_seqlens, q=q, out_q=out_q,
+        cos=given.cos, sin=given.sin, positions=positions, interleaved=given.interleaved,
+        rotary_dim=given.rotary_dim,
+    )  # fmt: skip

@@ -1,0 +1,109 @@
+// CUDA's own functions, as the emulator has them. Of emulator.h, at its end.
+#pragma once
+
+inline void __syncthreads() {
+    emulator::wait_at(emulator::kBlockBarrier);
+}
+inline void __syncwarp(unsigned = ~0u) {
+    emulator::wait_at(emulator::kSyncWarp);
+}
+inline size_t __cvta_generic_to_shared(const void* pointer) {
+    return static_cast<const char*>(pointer) - emulator::shared;
+}
+inline void* __cvta_shared_to_generic(size_t address) {
+    return emulator::shared + address;
+}
+// Four bytes of b : a, each picked by a digit of the selector.
+inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
+    const uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;
+    uint32_t picked = 0;
+    for (int i = 0; i < 4; ++i)
+        picked |= static_cast<uint32_t>(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+    return picked;
+}
+template <typename T>
+inline T __shfl_up_sync(unsigned, T value, int lanes) {
+    const int from = emulator::lane() - lanes;
+    return emulator::shuffle(value, from < 0 ? emulator::lane() : from);
+}
+template <typename T>
+inline T __ldcg(const T* address) {
+    return *address;
+}
+template <typename T>
+inline void __stcg(T* address, T value) {
+    *address = value;
+}
+template <typename T>
+inline T __shfl_xor_sync(unsigned, T value, int mask) {
+    return emulator::shuffle(value, emulator::lane() ^ mask);
+}
+template <typename T>
+inline T __shfl_sync(unsigned, T value, int lane) {
+    return emulator::shuffle(value, lane);
+}
+inline unsigned __ballot_sync(unsigned, bool vote) {
+    return emulator::ballot(vote);
+}
+inline bool __any_sync(unsigned, bool vote) {
+    return emulator::ballot(vote) != 0;
+}
+inline bool __all_sync(unsigned, bool vote) {
+    return emulator::ballot(vote) == ~0u;
+}
+inline int __ffs(int bits) {
+    return __builtin_ffs(bits);
+}
+template <typename T>
+inline T atomicAdd(T* address, T value) {
+    const T before = *address;
+    *address = before + value;
+    return before;
+}
+inline int atomicOr(int* address, int value) {
+    const int before = *address;
+    *address = before | value;
+    return before;
+}
+inline void __threadfence() {}
+template <typename T>
+inline T __ldg(const T* address) {
+    if (sizeof(T) == 16) emulator::check_aligned(address);
+    return *address;
+}
+inline float __uint_as_float(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+inline float __int_as_float(int bits) {
+    return __uint_as_float(static_cast<uint32_t>(bits));
+}
+inline uint32_t __float_as_uint(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return bits;
+}
+inline float __expf(float x) {
+    return expf(x);
+}
+inline float __logf(float x) {
+    return logf(x);
+}
+inline float __fdividef(float a, float b) {
+    return a / b;
+}
+inline float __saturatef(float x) {
+    return x > 0.0f ? (x < 1.0f ? x : 1.0f) : 0.0f;  // nan becomes 0
+}
+inline float rsqrtf(float x) {
+    return 1.0f / sqrtf(x);
+}
+template <typename T>
+inline T min(T a, T b) {
+    return b < a ? b : a;
+}
+template <typename T>
+inline T max(T a, T b) {
+    return a < b ? b : a;
+}
