@@ -12,7 +12,7 @@ endif
 with_python = py=$$($(PYTHON) tools/environment.py $(1) $(if $(TORCH),--torch '$(TORCH)')) || exit 1; \
   PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}"; export PYTHONPATH
 
-.PHONY: help demo test bench cubins lint dev release python clean
+.PHONY: help demo test bench cubins lint docs dev release python clean
 
 help:
 	@echo "make demo     ops on the GPU against their references; without a GPU, on the CPU"
@@ -22,6 +22,7 @@ help:
 	@echo "              ARGS=--quick: fewer cases)"
 	@echo "make cubins   build csrc/ into cubins/ with nvcc  (ARGS='--only rope')"
 	@echo "make lint     format, lint and type checks"
+	@echo "make docs     the documentation as a site, in build/site"
 	@echo "make release  sdist, wheel, SHA256SUMS and SBOM of the last commit in dist/"
 
 demo: python
@@ -54,6 +55,11 @@ lint: python
 	"$$bin/mypy"; \
 	"$$bin/mypy" tools; \
 	"$$bin/mypy" benchmarks
+
+# Links that lead nowhere fail it (mkdocs.yml).
+docs: python
+	@$(call with_python,docs); NO_MKDOCS_2_WARNING=1 "$$py" -m mkdocs build --quiet $(ARGS) && \
+	  echo "open build/site/index.html"
 
 dev: python
 	@$(call with_python,dev)

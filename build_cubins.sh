@@ -4,4 +4,4 @@
 set -eu
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}"
-exec "${PYTHON:-python3}" -m kernel_hub.build "$@"
+exec "${PYTHON:-python3}" -m kernel_hub.build --csrc "$here/csrc" --out "$here/cubins" "$@"

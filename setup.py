@@ -140,7 +140,10 @@ setup(
     cmdclass=commands,
     packages=packages,
     package_dir={"kernel_hub.cubins": "cubins"},
-    package_data={"kernel_hub": ["py.typed"], "kernel_hub.cubins": ["manifest.json", "*/*.cubin"]},
+    package_data={
+        "kernel_hub": ["py.typed", "ops/*.pyi"],
+        "kernel_hub.cubins": ["manifest.json", "*/*.cubin"],
+    },
     include_package_data=True,
     zip_safe=True,
     install_requires=["numpy>=1.23"],
@@ -152,8 +155,10 @@ setup(
         "jit": ["cuda-core>=1.2,<2", "cuda-bindings>=13,<14", "nvidia-cuda-nvrtc>=13,<14"],
         "triton": ["triton>=3.0"],
         "fatbin": [ZSTD],
+        "transformers": ["torch>=2.4", "transformers>=4.53"],
         "test": TEST,
         # Exact versions: another formatter release would want other line breaks.
+        "docs": ["mkdocs-material==9.8.1", "mkdocstrings[python]==1.0.8", "ruff==0.17.5"],
         "dev": [*TEST, "build>=1", "clang-format==23.1.5", "mypy==2.4.1", "ruff==0.17.5"],
     },
     entry_points={"console_scripts": ["kernel-hub = kernel_hub.cli:main"]},

@@ -10,10 +10,15 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from . import ops, registry
+    from . import errors as errors
+    from . import formats as formats
+    from . import ops
+    from . import testing as testing
     from .arrays.device_array import DeviceArray, memory_stats, trim
+    from .arrays.streams import Event, Stream, synchronize
     from .arrays.tensor_map import TensorMap
     from .errors import (
+        CompileError,
         CubinCorruptError,
         CubinNotFoundError,
         CudaDriverError,
@@ -22,11 +27,14 @@ if TYPE_CHECKING:
         FunctionNotFoundError,
         KernelHubError,
         LaunchConfigError,
+        MissingPackageError,
         ParamsError,
         ProbeError,
+        TableError,
         TensorError,
     )
     from .kernel import BoundLaunch, Kernel, KernelFunction, LoadedImage, loaded_images
+    from .registry import own as registry
 
 _HOME = {
     "Kernel": "kernel",
@@ -38,6 +46,7 @@ _HOME = {
     "memory_stats": "arrays.device_array",
     "trim": "arrays.device_array",
     "TensorMap": "arrays.tensor_map",
+    **dict.fromkeys(("Event", "Stream", "synchronize"), "arrays.streams"),
     **dict.fromkeys(
         (
             "KernelHubError",
@@ -46,54 +55,65 @@ _HOME = {
             "DeviceOutOfMemoryError",
             "CubinNotFoundError",
             "CubinCorruptError",
+            "CompileError",
             "FunctionNotFoundError",
             "ParamsError",
             "LaunchConfigError",
+            "MissingPackageError",
             "ProbeError",
+            "TableError",
             "TensorError",
         ),
         "errors",
     ),
 }
-_MODULES = ("errors", "ops", "registry", "testing")
+_MODULES = ("errors", "formats", "ops", "registry", "testing")
 
 __all__ = [
     "BoundLaunch",
+    "CompileError",
     "CubinCorruptError",
     "CubinNotFoundError",
     "CudaDriverError",
     "DeviceArray",
     "DeviceOutOfMemoryError",
     "DriverNotFoundError",
+    "Event",
     "FunctionNotFoundError",
     "Kernel",
     "KernelFunction",
     "KernelHubError",
     "LaunchConfigError",
     "LoadedImage",
+    "MissingPackageError",
     "ParamsError",
     "ProbeError",
+    "Stream",
+    "TableError",
     "TensorError",
     "TensorMap",
     "loaded_images",
     "memory_stats",
     "ops",
     "registry",
+    "synchronize",
     "trim",
 ]
 
 
-def __getattr__(name: str) -> Any:
-    from importlib import import_module
+if not TYPE_CHECKING:  # to which every name would be there
 
-    if name in _HOME:
-        value = getattr(import_module(f".{_HOME[name]}", __name__), name)
-    elif name in _MODULES:
-        value = import_module(f".{name}", __name__)
-    else:
-        raise AttributeError(f"module 'kernel_hub' has no attribute {name!r}")
-    globals()[name] = value
-    return value
+    def __getattr__(name: str) -> Any:
+        from importlib import import_module
+
+        if name in _HOME:
+            value = getattr(import_module(f".{_HOME[name]}", __name__), name)
+        elif name in _MODULES:
+            value = import_module(f".{name}", __name__)
+        else:
+            raise AttributeError(f"module 'kernel_hub' has no attribute {name!r}")
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -1,9 +1,15 @@
-"""The architectures that kernels are built for, and the GPUs of each. Knows no other module.
+"""The architectures that kernels are built for, the GPUs of each, and how people write them.
 
 An architecture is a token, `sm90`: the folder of its cubins and their key in the manifest.
 """
 
 from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from .errors import ParamsError
 
 # What is built where nothing else is asked, oldest first.
 ARCHS = ("sm80", "sm89", "sm90")
@@ -17,6 +23,33 @@ KNOWN_GPUS = {
     (9, 0): "H100, H200",
     (10, 0): "B200",
 }
+_SPELLED = re.compile(r"(?:sm_?)?(\d{1,2})\.?(\d)([af]?)", re.IGNORECASE)
+
+
+def token_of(arch: Any, argument: str = "arch") -> str:
+    """'sm90' of 'sm90', 'sm_90', 'SM90', '90', '9.0' or (9, 0); 'sm90a' of 'sm_90a'.
+
+    Raises ParamsError, which calls it `argument`.
+    """
+    if isinstance(arch, tuple) and len(arch) == 2 and all(type(part) is int for part in arch):
+        arch = "{}.{}".format(*arch)
+    found = _SPELLED.fullmatch(arch.strip()) if isinstance(arch, str) else None
+    if found is None:
+        raise ParamsError(
+            f"{argument}={arch!r:.80} is no architecture: 'sm90' is one (also written sm_90, SM90, "
+            f"90, 9.0 or (9, 0)), and so is 'sm_90a'; kernels are built for {', '.join(ARCHS)}"
+        )
+    return f"sm{found[1]}{found[2]}{found[3].lower()}"
+
+
+def tokens_of(archs: Any, argument: str = "arch") -> list[str]:
+    """The token of each of 'sm80,90', or of a list of such texts, once. Raises ParamsError."""
+    if isinstance(archs, str) or not isinstance(archs, Iterable):
+        archs = [archs]
+    parts = [part for text in archs for part in (text.split(",") if type(text) is str else [text])]
+    if not parts:
+        raise ParamsError(f"{argument} names no architecture: {', '.join(ARCHS)}, …")
+    return list(dict.fromkeys(token_of(part, argument) for part in parts))
 
 
 def target_of(arch: str, *, exact: bool = False) -> str:

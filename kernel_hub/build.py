@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -17,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from .archs import ARCHS
+from .archs import ARCHS, tokens_of
 from .collection.manifest import CubinEntry, Manifest
 from .collection.manifest_write import function_entry, locked, write
 from .compilers.declarations import match_params, read_prototypes
@@ -34,14 +35,21 @@ from .compilers.nvcc import (
     only_arch,
 )
 from .cubin import read_cubin, read_ptx
-from .errors import CubinCorruptError, KernelHubError, nearest
+from .errors import CubinCorruptError, KernelHubError, ParamsError, listed, nearest
+
+ENTRY_POINT_GROUP = "kernel_hub.cubins"  # as in registry.py, which needs more than building does
+_ANNOUNCED = re.compile(
+    rf"""^\[project\.entry-points\.["']{re.escape(ENTRY_POINT_GROUP)}["']\][^\[]*?"""
+    r"""^[\w."'-]+\s*=\s*["']([\w.]+)["']""",
+    re.MULTILINE,
+)
 
 Entries = dict[tuple[str, str], CubinEntry]  # by (name, arch)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, prog: str = "python -m kernel_hub.build") -> int:
     """Builds, or with --check compares; returns the exit status."""
-    args = _parse(argv)
+    args = _parse(argv, prog)
     try:
         nvcc = find_nvcc()
         jobs, wanted = _plan(args.csrc, args.arch, args.only, nvcc)
@@ -52,21 +60,45 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KernelHubError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except OSError as error:
+        print(f"error: {error.filename or args.out}: {error.strerror}", file=sys.stderr)
+        return 1
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def places(start: Path) -> tuple[Path, Path] | None:
+    """(folder of sources, folder of cubins) of the project around `start`, else of a checkout.
+
+    A project is a folder whose pyproject.toml names its package under ENTRY_POINT_GROUP, as those
+    of `kernel-hub new` do. None where there is neither: an installed kernel_hub has no sources.
+    """
+    for folder in (start, *start.parents):
+        file = folder / "pyproject.toml"
+        text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+        if found := _ANNOUNCED.search(text):
+            return folder / "csrc", folder.joinpath(*found[1].split("."), "cubins")
     root = Path(__file__).resolve().parent.parent
+    return (root / "csrc", root / "cubins") if (root / "csrc").is_dir() else None
+
+
+def parser(prog: str) -> argparse.ArgumentParser:
+    """The builder's command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m kernel_hub.build",
+        prog=prog,
         description="Build csrc/**/*.cu into cubins/ and write cubins/manifest.json. "
         "$NVCC names the compiler to use.",
     )
-    parser.add_argument("--csrc", type=Path, default=root / "csrc", help="folder of the .cu files")
-    parser.add_argument("--out", type=Path, default=root / "cubins", help="folder to write to")
+    parser.add_argument(
+        "--csrc",
+        type=Path,
+        metavar="DIR",
+        help="folder of the .cu files (default: that of the project here, else of the checkout)",
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder to write to (likewise)")
     parser.add_argument(
         "--arch",
-        default=",".join(ARCHS),
-        help="architectures, separated by commas (default %(default)s)",
+        action="append",
+        metavar="SM,SM",
+        help=f"architectures: sm80,sm90 (or sm_90, 90); repeatable (default {','.join(ARCHS)})",
     )
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="just this one")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="compilers at a time")
@@ -76,13 +108,33 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="build from a copy elsewhere, compare with what is there byte for byte, write nothing",
     )
-    args = parser.parse_args(argv)
-    args.arch = args.arch.split(",")
+    return parser
+
+
+def _parse(argv: Sequence[str] | None, prog: str) -> argparse.Namespace:
+    made = parser(prog)
+    args = made.parse_args(argv)
+    if args.csrc is None or args.out is None:
+        found = places(Path.cwd())
+        if found is None:
+            made.error(
+                "no sources here: run it in a project, as `kernel-hub new` writes one (its "
+                f"pyproject.toml names the package under {ENTRY_POINT_GROUP}), or give --csrc and "
+                "--out"
+            )
+        args.csrc, args.out = args.csrc or found[0], args.out or found[1]
+    try:
+        args.arch = tokens_of(args.arch or ARCHS, "--arch")
+    except ParamsError as error:
+        made.error(str(error))
     for arch in args.arch:
-        if not (arch.startswith("sm") and arch[2:].isdigit()):
-            parser.error(f"--arch takes tokens like sm80 or sm90, not {arch!r}")
+        if not arch[2:].isdigit():
+            made.error(
+                f"--arch={arch!r}: tokens like sm80 or sm90; NAME_sm90.cu is built for "
+                "that architecture's own instructions"
+            )
     if args.jobs < 1:
-        parser.error(f"--jobs takes a number from 1 up, not {args.jobs}")
+        made.error(f"--jobs takes a number from 1 up, not {args.jobs}")
     args.csrc, args.out = args.csrc.resolve(), args.out.resolve()
     return args
 
@@ -98,7 +150,7 @@ def _plan(
         if name not in sources:
             raise KernelHubError(
                 f"--only {name}: no {name}.cu in {csrc.name}; there are "
-                f"{', '.join(nearest(name, sources)[:8])}"
+                f"{listed(nearest(name, sources), 8)}"
             )
     jobs = []
     for name in only or sources:

@@ -63,11 +63,7 @@ class FunctionNotFoundError(KernelHubError, AttributeError):
     @classmethod
     def among(cls, name: str, names: Iterable[str], where: str) -> FunctionNotFoundError:
         """The error for `name` asked of `where`, which holds `names`."""
-        ordered = nearest(name, names)
-        shown = ", ".join(ordered[:12]) + (
-            f", … ({len(ordered)} in all)" if len(ordered) > 12 else ""
-        )
-        return cls(f"no function {name!r} in {where}; it has: {shown or 'none'}")
+        return cls(f"no function {name!r} in {where}; it has: {listed(nearest(name, names))}")
 
 
 class ParamsError(KernelHubError, TypeError):
@@ -96,6 +92,13 @@ class MissingPackageError(KernelHubError, ImportError):
 
 class TableError(KernelHubError, ValueError):
     """A table of measured choices does not say what it should, or cannot be written."""
+
+
+def listed(names: Iterable[object], most: int = 12, between: str = ", ") -> str:
+    """`names` in a line: 'a, b, c', and beyond `most` of them 'a, b, … and 14 more'."""
+    every = [str(name) for name in names]
+    shown = every if len(every) <= most else [*every[:most], f"… and {len(every) - most} more"]
+    return between.join(shown) or "none"
 
 
 def nearest(name: object, names: Iterable[str]) -> list[str]:

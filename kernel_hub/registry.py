@@ -10,12 +10,14 @@ from __future__ import annotations
 import sys
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from .archs import token_of
 from .collection.manifest import open_collection
-from .errors import CubinNotFoundError, nearest
+from .collection.resolve import names_target
+from .errors import CubinNotFoundError, ParamsError, listed, nearest
 from .kernel import Kernel
 
 ENTRY_POINT_GROUP = "kernel_hub.cubins"
@@ -56,22 +58,23 @@ class Registry:
                 if name not in self:
                     raise CubinNotFoundError(
                         f"{self._package} ships no cubin {name!r}; it ships: "
-                        + ", ".join(nearest(name, self))
+                        + listed(nearest(name, self))
                     )
                 self._kernels[name] = Kernel(name, package=self._package)
             return self._kernels[name]
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Kernel:
         if name.startswith("_"):
             raise AttributeError(name)
         if name in self:
             return self[name]
         if self is own and name in packages():
-            return collection(packages()[name])
+            theirs: Any = collection(packages()[name])  # `collection(…)` has its type
+            return theirs
         others = f" and the packages {', '.join(packages())}" if self is own and packages() else ""
         raise AttributeError(
             f"{self._package} ships no cubin {name!r}; it ships: "
-            f"{', '.join(nearest(name, self))}{others}"
+            f"{listed(nearest(name, self))}{others}"
         )
 
     def __dir__(self) -> list[str]:
@@ -87,23 +90,33 @@ class Registry:
         Raises CubinNotFoundError for an architecture nothing is built for, or no dtype token.
         """
         manifest = open_collection(self._package).manifest
-        archs = sorted({name for entries in manifest.cubins.values() for name in entries})
-        for argument, value, known in (("arch", arch, archs), ("dtype", dtype, DTYPE_TOKENS)):
-            if value is not None and value not in known:
-                raise CubinNotFoundError(
-                    f"{self._package} ships nothing for {argument}={value!r}; it has: "
-                    + ", ".join(known)
-                )
-        found = []
-        for cubin, entries in sorted(manifest.cubins.items()):
-            for entry_arch, entry in sorted(entries.items()):
-                if arch is not None and entry_arch != arch:
-                    continue
-                for function in sorted(entry.functions):
-                    token = dtype_of(function)
-                    if dtype is None or token == dtype:
-                        found.append(Found(self._package, cubin, entry_arch, function, token))
-        return found
+        entries = [entry for archs in manifest.cubins.values() for entry in archs.values()]
+        every = [
+            (entry.target, Found(self._package, entry.name, entry.arch, name, dtype_of(name)))
+            for entry in sorted(entries, key=lambda entry: (entry.name, entry.arch))
+            for name in sorted(entry.functions)
+        ]
+        if arch is not None:
+            archs = sorted({found.arch for _, found in every})
+            try:
+                token = token_of(arch)
+            except ParamsError as error:
+                raise nothing_for(self._package, "arch", arch, archs) from error
+            every = [pair for pair in every if names_target(token, pair[0])]
+            if not every:
+                raise nothing_for(self._package, "arch", arch, archs)
+        if dtype is not None and dtype not in DTYPE_TOKENS:
+            raise nothing_for(self._package, "dtype", dtype, DTYPE_TOKENS)
+        return [found for _, found in every if dtype in (None, found.dtype)]
+
+
+def nothing_for(
+    where: str, argument: str, asked: object, there: Iterable[str]
+) -> CubinNotFoundError:
+    """The error for an architecture or a dtype that nothing in `where` has."""
+    return CubinNotFoundError(
+        f"{where} ships nothing for {argument}={asked!r}; it has: {listed(there)}"
+    )
 
 
 def dtype_of(function: str) -> str | None:
@@ -130,7 +143,19 @@ def collection(package: str) -> Registry:
     return _collections.setdefault(package, Registry(package))
 
 
-own = Registry("kernel_hub")
+class _Own(Registry):
+    """What `kernel_hub.registry` is to type checkers: kernel_hub's own, which knows the others."""
+
+    @staticmethod
+    def packages() -> dict[str, str]:
+        return packages()
+
+    @staticmethod
+    def collection(package: str) -> Registry:
+        return collection(package)
+
+
+own = _Own("kernel_hub")
 _collections["kernel_hub"] = own
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import types
 from collections import Counter
 from collections.abc import Iterable
@@ -43,11 +44,16 @@ class Missing(types.ModuleType):
 
 
 def importorskip(modname: str, minversion: str | None = None, **options: Any) -> Any:
-    """pytest's own, but a module that is not there is said to be missing, and where it is from."""
+    """pytest's own, but a module that is not there is said to be missing, and where it is from.
+
+    One that KERNEL_HUB_TEST_REQUIRES lists must be there.
+    """
     if not is_there(modname):
         top = modname.partition(".")[0]
         distribution = _DISTRIBUTIONS.get(top, top)
         options["reason"] = f"{modname} is not installed: pip install {distribution}"
+        if modname in os.environ.get("KERNEL_HUB_TEST_REQUIRES", "").split(","):
+            pytest.fail(options["reason"], pytrace=False)
     return _importorskip(modname, minversion, **options)
 
 

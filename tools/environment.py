@@ -1,6 +1,6 @@
 """Finds or makes the Python that a make target runs on, and prints its path (all else to stderr).
 
-    python3 tools/environment.py demo|test|bench|dev [--torch cuda|cpu]
+    python3 tools/environment.py demo|test|bench|dev|docs [--torch cuda|cpu]
 
 The Python that runs this is "at hand". One that has torch is used with it: what it lacks is
 installed in .venv-over, which sees its packages. Otherwise .venv is made. No other environment is
@@ -34,7 +34,8 @@ NEEDS = {
     "bench": ("numpy",),
     "test": ("numpy", *_TESTS, *(("zstandard",) if sys.version_info < (3, 14) else ())),
 }
-EXTRAS = {"demo": "cli", "bench": "bench", "test": "test", "dev": "dev"}
+EXTRAS = {"demo": "cli", "bench": "bench", "test": "test", "dev": "dev", "docs": "docs"}
+EXACT = ("dev", "docs")  # exact versions: nothing at hand will do
 # Without these a target cannot start; without the others parts of it skip.
 LEAST = {"demo": ("numpy",), "bench": ("numpy",), "test": ("numpy", "pytest")}
 
@@ -163,8 +164,8 @@ def complete(python: Python, purpose: str, hand: Python, own: Environment) -> Pa
 def choose(purpose: str, torch: str | None, hand: Python) -> Path:
     """The path of the Python for `purpose`; everything that it needs is there afterwards."""
     own = Environment(OWN, hand)
-    if purpose == "dev":
-        own.bring("dev")
+    if purpose in EXACT:
+        own.bring(EXTRAS[purpose])
         return own.path
     mine = look(own.path) if own.path.exists() else None
     with_torch = [python for python in (hand, mine) if python and python.torch]
@@ -207,7 +208,7 @@ def no_packages(words: InstallError, purpose: str) -> str:
         f"pip download -d DIR setuptools '.[{EXTRAS[purpose]}]')",
         f"HTTPS_PROXY=http://HOST:PORT make {target}   (or PIP_INDEX_URL=, a mirror's)",
     ]
-    if purpose != "dev":
+    if purpose not in EXACT:
         has = " and ".join(LEAST[purpose])
         ways.insert(0, f"make {target} PYTHON=/path/to/python   (one that has {has})")
     lines = "".join(f"\n  {way}" for way in ways)
@@ -227,7 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         path = choose(args.purpose, args.torch, hand)
     except InstallError as words:
-        if args.purpose == "dev" or hand.lacks(LEAST[args.purpose]):
+        if args.purpose in EXACT or hand.lacks(LEAST[args.purpose]):
             fail(no_packages(words, args.purpose))
         missing = ", ".join(hand.lacks(NEEDS[args.purpose])) or "torch"
         say(f"{missing}: pip could not install it, so what needs it is left out:\n{words}")

@@ -70,8 +70,8 @@ class DeviceArray:
         """An array of `shape` with whatever the memory held.
 
         dtype: a token ('fp16', 'bf16', 'e4m3', …), a NumPy dtype or a torch dtype.
-        device: a number, or a device of torch, CuPy or cuda.core; None is torch's current one when
-            torch uses CUDA, else 0.
+        device: a number, 'cuda:1', or a device of torch, CuPy or cuda.core; None is torch's current
+            one when torch uses CUDA, else 0.
         Raises TensorError, DeviceOutOfMemoryError, CudaDriverError.
         """
         kind = dtypes.of(dtype)

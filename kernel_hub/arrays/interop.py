@@ -102,7 +102,10 @@ def describe(value: Any, ready: Ready | None = None) -> ArrayView | None:
         if interface is not None:
             return _describe_interface(value, interface, ready)
         if hasattr(value, "__array_interface__"):
-            raise TensorError(f"{type(value).__name__} is on the CPU; copy it to the GPU first")
+            raise TensorError(
+                f"{type(value).__name__} is on the CPU; copy it to the GPU first: "
+                "DeviceArray.from_numpy(array)"
+            )
     elif type(value).__name__.endswith("Tracer"):
         raise TensorError(
             f"{type(value).__name__} has no memory: JAX is tracing (jit, vmap, grad) here"
@@ -223,7 +226,11 @@ def current_device() -> int:
 
 
 def device_index(device: Any) -> int:
-    """The GPU's number in an int, or in a device of torch, cuda.core or CuPy; else TypeError."""
+    """The GPU's number in an int, 'cuda:1' or a device of torch, cuda.core or CuPy; TypeError."""
+    if isinstance(device, str):
+        kind, _, name = device.partition(":")
+        if kind == "cuda" and (name.isdecimal() or device == kind):
+            return int(name) if name else current_device()
     if not isinstance(device, int):
         if type(device).__module__ == "torch" and device.type == "cuda":
             return current_device() if device.index is None else int(device.index)
@@ -259,7 +266,7 @@ def stream_handle(stream: Any, device: int) -> int:
         of_device = getattr(stream, "device_id", None)
     elif hasattr(stream, "_as_parameter_"):
         handle = stream._as_parameter_
-    elif hasattr(stream, "ptr"):  # older CuPy
+    elif hasattr(stream, "ptr") and not hasattr(stream, "__cuda_array_interface__"):  # older CuPy
         handle = stream.ptr
         of_device = getattr(stream, "device_id", None)
     elif hasattr(stream, "handle"):  # older Numba

@@ -56,7 +56,7 @@ def device_number(device: Any) -> int:
         return interop.current_device() if device is None else interop.device_index(device)
     except TypeError:
         raise TensorError(
-            f"device={device!r:.80}: a number, or a device of torch, CuPy or cuda.core"
+            f"device={device!r:.80}: a number, 'cuda:0', or a device of torch, CuPy or cuda.core"
         ) from None
 
 

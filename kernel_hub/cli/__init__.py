@@ -9,10 +9,14 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from .. import __version__
+from .. import __version__, tuning
+from ..archs import ARCHS
 from ..errors import KernelHubError
+from ..registry import DTYPE_TOKENS, own, packages
 from . import (
+    _completion,
     bench,
     build,
     build_triton,
@@ -48,7 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == [build.NAME]:  # its options are the builder's own to parse
         return build.run(argv[1:])
-    args, unknown = _parser().parse_known_args(argv)
+    parser, commands = _parser()
+    if argv[:1] == ["--completion"]:
+        return _complete(parser, commands, argv[1:])
+    args, unknown = parser.parse_known_args(argv)
     if unknown:  # said with the usage of the command, not of them all
         args.usage.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
@@ -62,17 +69,53 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (head, less) has seen enough; keep the interpreter's last flush quiet.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"kernel-hub {args.command}: {error.filename}: {error.strerror}", file=sys.stderr)
+        return ERROR
     except KeyboardInterrupt:
         print(f"kernel-hub {args.command}: interrupted", file=sys.stderr)
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
+def _complete(
+    parser: argparse.ArgumentParser,
+    commands: dict[str, argparse.ArgumentParser],
+    asked: Sequence[str],
+) -> int:
+    """Print the script for the shell that is asked for."""
+    if len(asked) != 1 or asked[0] not in _completion.SHELLS:
+        parser.error(f"--completion takes one of {', '.join(_completion.SHELLS)}")
+    commands = {**commands, build.NAME: build.parser()}
+    helps = {module.NAME: module.HELP for module in (*COMMANDS, build)}
+    try:
+        cubins = list(own)
+    except KernelHubError:  # a checkout before its first build
+        cubins = []
+    words = {
+        inspect.NAME: cubins,
+        export.NAME: cubins,
+        tune.NAME: sorted(
+            path.stem for path in Path(tuning.__file__).with_name("shipped").glob("*.json")
+        ),
+    }
+    values = {"arch": ARCHS, "dtype": DTYPE_TOKENS, "package": packages()}
+    found = _completion.completed(commands, helps, words, values)
+    print(_completion.script(asked[0], found), end="")
+    return 0
+
+
+def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The command line, and the parser of each command."""
     parser = argparse.ArgumentParser(
         prog="kernel-hub",
         description="Prebuilt CUDA kernels: what is shipped, what runs here, and how fast.",
     )
     parser.add_argument("--version", action="version", version=f"kernel_hub {__version__}")
+    parser.add_argument(
+        "--completion", choices=_completion.SHELLS, help="print a script that completes commands"
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in COMMANDS:
         command = commands.add_parser(
@@ -84,5 +127,6 @@ def _parser() -> argparse.ArgumentParser:
         )
         module.arguments(command)
         command.set_defaults(run=module.run, usage=command)
+    found = dict(commands.choices)
     commands.add_parser(build.NAME, help=build.HELP)
-    return parser
+    return parser, found

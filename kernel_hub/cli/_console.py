@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,17 +50,37 @@ def _shows_colour() -> bool:
 
 
 def table(
-    columns: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[str] = ()
+    columns: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    *,
+    right: Sequence[str] = (),
+    once: Sequence[str] = (),
+    wraps: Sequence[str] = (),
 ) -> None:
-    """Print `rows` under `columns`; the columns named in `right` are right-aligned."""
+    """Print `rows` under `columns`; those named in `right` are right-aligned.
+
+    once: columns that are said in one line under the table where all rows agree. wraps: those whose
+    text may take several lines on a terminal: names, which people copy, may not.
+    """
     cells = [
         ["" if cell is None else cell if isinstance(cell, Cell) else str(cell) for cell in row]
         for row in rows
     ]
+    agreed = {
+        name: cells[0][place]
+        for place, name in enumerate(columns)
+        if name in once and len(cells) > 1 and len({row[place] for row in cells}) == 1
+    }
+    kept = [place for place, name in enumerate(columns) if name not in agreed]
+    columns = [columns[place] for place in kept]
+    cells = [[row[place] for place in kept] for row in cells]
     if is_rich(sys.stdout):
-        _rich_table(columns, cells, right)
+        _rich_table(columns, cells, right, wraps)
     else:
         print(plain_table(columns, cells, right, colours=_shows_colour()))
+    if agreed:
+        said = ", ".join(f"{name} {value or '-'}" for name, value in agreed.items())
+        note(f"all of these: {said}")
 
 
 def plain_table(
@@ -93,20 +115,49 @@ def plain_table(
 
 
 def _rich_table(
-    columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str]
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    right: Sequence[str],
+    wraps: Sequence[str],
 ) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    made = Table(box=SIMPLE_HEAD, pad_edge=False)
+    console = Console()
+    most, least = [], []  # characters that a column takes, and can do with
+    for at, name in enumerate(columns):
+        cells = [row[at] for row in rows]
+        most.append(max(map(len, [name, *cells])))
+        words = " ".join([name, *cells] if name in wraps else [name]).split()
+        least.append(max(map(len, words if name in wraps else [*words, *cells]), default=0))
+    gaps = len(columns) - 1
+    if sum(least) + gaps > console.width:
+        _print_stacked(columns, rows)
+        return
+    gap = 2 if sum(most) + 2 * gaps <= console.width else 1
+    # Without edges, and the box's own space is one of the gap.
+    made = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, gap - 1, 0, 0))
+    tight = sum(most) + gaps > console.width
     for name in columns:
-        made.add_column(name, justify="right" if name in right else "left", overflow="fold")
+        made.add_column(
+            name.replace(" ", "\n") if tight and name not in wraps else name,
+            justify="right" if name in right else "left",
+            no_wrap=name not in wraps,
+        )
     for row in rows:
         # Text: a "[" in a signature is no markup.
         made.add_row(*(Text(cell, style=getattr(cell, "colour", "")) for cell in row))
-    Console().print(made)
+    console.print(made)
+
+
+def _print_stacked(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Rows too wide for the terminal: the first cell, the others below it by their names."""
+    for first, *others in rows:
+        print(first)
+        named = zip(columns[1:], others, strict=True)
+        note("    " + ", ".join(f"{name} {cell}" for name, cell in named if cell))
 
 
 def heading(text: str) -> None:
@@ -120,8 +171,29 @@ def heading(text: str) -> None:
 
 
 def note(text: str) -> None:
-    """A plain line."""
-    print(text)
+    """Plain lines; on a terminal broken between words, what follows further in."""
+    if not sys.stdout.isatty():
+        print(text)
+        return
+    width = shutil.get_terminal_size().columns
+    for line in text.split("\n"):
+        start = " " * (len(line) - len(line.lstrip()))
+        print(
+            textwrap.fill(
+                line.lstrip(), width, initial_indent=start, subsequent_indent=f"{start}    ",
+                break_long_words=False, break_on_hyphens=False,
+            )
+        )  # fmt: skip
+
+
+def is_terminal() -> bool:
+    """Whether somebody reads stdout as it comes: long lists are summed up there."""
+    return sys.stdout.isatty()
+
+
+def count(number: int, what: str) -> str:
+    """'1 cubin', '60 cubins'."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def fields(rows: Sequence[tuple[str, object]]) -> None:

@@ -36,6 +36,14 @@ def add_package(parser: argparse.ArgumentParser, *, default: str | None) -> None
     )  # fmt: skip
 
 
+def add_arch(parser: argparse.ArgumentParser, text: str) -> None:
+    """`--arch`, for `text`; `archs.tokens_of` reads what it was given."""
+    parser.add_argument(
+        "--arch", action="append", metavar="SM,SM",
+        help=f"{text}: sm80,sm90 (or sm_90, 90); repeatable",
+    )  # fmt: skip
+
+
 def collections(package: str | None = None) -> tuple[list[Collection], list[str]]:
     """kernel_hub's own collection and those of other packages, and why others cannot be read.
 

@@ -100,6 +100,7 @@ def run(args: argparse.Namespace) -> int:
         ["case", "contender", "median", "p20", "p80", "unit", "ratio"],
         [_cells(row) for row in rows],
         right=["median", "p20", "p80"],
+        wraps=["case", "contender", "ratio"],
     )
     if args.json:
         results.write(args.json, rows)

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 
 NAME = "build"
 HELP = "build .cu files into a package's cubins (needs nvcc)"
 
 
+def parser() -> argparse.ArgumentParser:
+    """The builder's command line."""
+    from ..build import parser
+
+    return parser("kernel-hub build")
+
+
 def run(argv: Sequence[str]) -> int:
     """Hand `argv` to the builder."""
     from ..build import main
 
-    return main(argv)
+    return main(argv, "kernel-hub build")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..archs import ARCHS
 from ..errors import KernelHubError
 from . import _console
+from ._gather import add_arch
 
 if TYPE_CHECKING:
     from ..formats.triton.ahead.compiling import Built
@@ -44,7 +45,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--autotune", action="store_true", help="the configurations of its @triton.autotune"
     )
-    parser.add_argument("--arch", default=",".join(ARCHS), help="default %(default)s")
+    add_arch(parser, f"for these (default {','.join(ARCHS)})")
     parser.add_argument(
         "--grid", metavar="EXPR", help="kept with the kernel: C expressions over integer arguments "
         "and constants, such as '(n + BLOCK - 1) / BLOCK, heads'",
@@ -79,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
             }
             for text in args.config
         ] or [options]
-    tokens = compiling.archs(args.arch)
+    tokens = compiling.archs(args.arch or ARCHS)
     total = len(tokens) * len(
         configs if configs is not None else getattr(fn, "configs", None) or []
     )

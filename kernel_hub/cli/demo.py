@@ -72,9 +72,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _positive(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a number of rows")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of rows: 1 or more")
+    return int(text)
 
 
 def no_gpu() -> str | None:
@@ -221,7 +221,8 @@ def _print_results(results: list[Result]) -> None:
         columns += ["us", "rate", "of the card's"]
         for row, result in zip(rows, results, strict=True):
             row += [f"{result.time_us:.1f}", *_rate(result)]
-    _console.table(columns, rows, right=["max error", "allowed", "us", "rate", "of the card's"])
+    numbers = ["max error", "allowed", "us", "rate", "of the card's"]
+    _console.table(columns, rows, right=numbers, wraps=["shape", "of the card's"])
 
 
 def _rate(result: Result) -> tuple[str, str]:
@@ -235,7 +236,7 @@ def _rate(result: Result) -> tuple[str, str]:
 def _print_resolver() -> None:
     _console.heading("on a GPU of these compute capabilities, these cubins would be loaded")
     gpus = [f"{major}.{minor} ({names})" for (major, minor), names in KNOWN_GPUS.items()]
-    _console.table(["cubin", *gpus], resolver_rows())
+    _console.table(["cubin", *gpus], resolver_rows(), wraps=gpus)
 
 
 def _print_way_on(report: DemoReport) -> None:

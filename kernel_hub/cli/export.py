@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 
+from ..archs import tokens_of
 from ..errors import KernelHubError
 from ..formats import c_export
 from . import _console
-from ._gather import add_package
+from ._gather import add_arch, add_package
 
 NAME = "export"
 HELP = "write kernels as .c and .h, cubins included, and a CMakeLists.txt"
@@ -22,9 +23,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "with a collection",
     )  # fmt: skip
     parser.add_argument("--to", required=True, metavar="DIR", help="folder to write to")
-    parser.add_argument(
-        "--arch", action="append", metavar="SM,SM", help="only these builds: sm80,sm90; repeatable"
-    )
+    add_arch(parser, "only these builds")
     parser.add_argument("--prefix", default="", help="put before each file's and function's name")
     parser.add_argument("--dlpack", action="store_true", help="also functions on DLTensors")
     parser.add_argument(
@@ -50,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         args.names,
         args.to,
         package=args.package,
-        archs=None if args.arch is None else ",".join(args.arch),
+        archs=None if args.arch is None else tokens_of(args.arch, "--arch"),
         prefix=args.prefix,
         dlpack=args.dlpack,
         tvm_ffi=args.tvm_ffi,

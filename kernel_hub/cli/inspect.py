@@ -5,17 +5,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from ..archs import tokens_of
 from ..collection.manifest import CubinEntry, find_collection
 from ..collection.resolve import names_target
 from ..cubin import (
     CubinInfo,
     PtxInfo,
     PtxParam,
-    SectionInfo,
     driver_of,
     image_kind,
     read_cubin,
@@ -27,20 +26,20 @@ from ..errors import (
     CubinNotFoundError,
     FunctionNotFoundError,
     KernelHubError,
+    listed,
     nearest,
 )
 from ..files import read_file
 from ..formats import carray
 from ..image.demangle import cxx_names, symbol_of
-from . import _console, _sass
-from ._gather import add_package
+from . import _console, _inspect_text, _sass
+from ._gather import add_arch, add_package
 
 NAME = "inspect"
 HELP = "show what a file (cubin, fatbin, PTX, arrays in C), or a shipped cubin, holds"
 EXAMPLE = "kernel-hub inspect rms_norm --arch sm90 --function rms_norm_bf16_vec1 --sass"
 _SOURCES = (".c", ".cc", ".cpp", ".cxx", ".cu", ".h", ".hpp", ".cuh", ".inc", ".inl")
 Described = dict[str, Any]
-_OWNED = re.compile(r"(\.nv\.(?:info|shared|local|constant\d+)|\.text|\.rela?\.\w+)\.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,13 +54,18 @@ class ShownImage:
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("image", metavar="FILE|NAME", help="a file, or the name of a shipped cubin")
     add_package(parser, default="kernel_hub")
-    parser.add_argument("--arch", metavar="SM", help="only images for this: sm80 …")
+    add_arch(parser, "only images for these")
     parser.add_argument("--function", metavar="NAME", help="only this kernel")
+    parser.add_argument(
+        "--functions", action="store_true", help="every kernel, where a terminal gets a summary"
+    )
     parser.add_argument("--sass", action="store_true", help="disassemble (needs nvdisasm)")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def images(asked: str, *, package: str = "kernel_hub", arch: str | None = None) -> list[ShownImage]:
+def images(
+    asked: str, *, package: str = "kernel_hub", archs: Sequence[str] | None = None
+) -> list[ShownImage]:
     """The images `asked` stands for: those of a file, or a shipped cubin of each architecture."""
     if os.path.isfile(asked):
         if not asked.endswith(_SOURCES):
@@ -74,15 +78,29 @@ def images(asked: str, *, package: str = "kernel_hub", arch: str | None = None) 
         if os.path.isdir(asked):
             do = "kernel-hub inspect NAME --package DIR shows a folder of cubins"
             raise CubinNotFoundError(f"{asked} is a folder: name one of its files; {do}")
-        shipped = ", ".join(nearest(name, collection.manifest.cubins)[:8])
+        shipped = listed(nearest(name, collection.manifest.cubins), 8)
         raise CubinNotFoundError(
             f"{asked} is neither a file nor a cubin that {package} ships; it ships: {shipped}"
         )
     entries = collection.manifest.cubins[name]
-    chosen = [e for _, e in sorted(entries.items()) if arch is None or names_target(arch, e.target)]
-    if not chosen:
-        raise CubinNotFoundError(f"{name} is shipped for {', '.join(sorted(entries))}, not {arch}")
+    chosen = [entry for _, entry in sorted(entries.items()) if _is_for(entry.target, archs)]
+    if missing := _missing(archs, (entry.target for entry in entries.values())):
+        raise CubinNotFoundError(
+            f"{name} is shipped for {', '.join(sorted(entries))}, not {', '.join(missing)}"
+        )
     return [ShownImage(entry.file, collection.read(entry), entry) for entry in chosen]
+
+
+def _is_for(target: str, archs: Sequence[str] | None) -> bool:
+    """Whether one of `archs` names the cubin's or the PTX's target; None names all."""
+    target = target.replace("compute", "sm")
+    return archs is None or any(names_target(arch, target) for arch in archs)
+
+
+def _missing(archs: Sequence[str] | None, targets: Iterable[str]) -> list[str]:
+    """Those of `archs` that name none of the targets."""
+    there = list(targets)
+    return [arch for arch in archs or () if not any(_is_for(target, [arch]) for target in there)]
 
 
 def describe(image: ShownImage) -> Described:
@@ -210,13 +228,14 @@ def only_function(described: Sequence[Described], name: str, where: str) -> list
     )
 
 
-def only_arch(described: Sequence[Described], arch: str, where: str) -> list[Described]:
-    """The images, and their entries, that are for `arch`."""
+def only_archs(described: Sequence[Described], archs: Sequence[str], where: str) -> list[Described]:
+    """The images, and their entries, that are for one of `archs`."""
     targets = {entry["target"]: None for one in described for entry in _entries(one)}
-    fitting = {target for target in targets if names_target(arch, target.replace("compute", "sm"))}
-    if not fitting:
-        raise CubinNotFoundError(f"{where} has nothing for {arch}; it is for {', '.join(targets)}")
-    return _kept(described, lambda entry: entry["target"] in fitting, lambda entry: entry)
+    if missing := _missing(archs, targets):
+        raise CubinNotFoundError(
+            f"{where} has nothing for {', '.join(missing)}; it is for {', '.join(targets)}"
+        )
+    return _kept(described, lambda entry: _is_for(entry["target"], archs), lambda entry: entry)
 
 
 def _entries(one: Described) -> list[Described]:
@@ -239,130 +258,24 @@ def _kept(
     return found
 
 
-def section_groups(sections: Iterable[SectionInfo]) -> list[tuple[str, int, int]]:
-    """(name, how many, bytes), the sections that each function has its own of counted as one."""
-    groups: dict[str, list[int]] = {}
-    for section in sections:
-        owned = _OWNED.match(section.name)
-        name = f"{owned[1]}.*" if owned else section.name
-        groups.setdefault(name, []).append(section.size_bytes)
-    return [(name, len(sizes), sum(sizes)) for name, sizes in groups.items()]
-
-
 def run(args: argparse.Namespace) -> int:
-    found = images(args.image, package=args.package, arch=args.arch)
+    archs = None if args.arch is None else tokens_of(args.arch, "--arch")
+    found = images(args.image, package=args.package, archs=archs)
     described = [describe(image) for image in found]
-    if args.arch is not None:
-        described = only_arch(described, args.arch, args.image)
+    if archs is not None:
+        described = only_archs(described, archs, args.image)
     if args.function:
         described = only_function(described, args.function, args.image)
     if args.json:
         _console.as_json(described)
         return 0
     data = {image.label: image.data for image in found}
+    sums_up = _console.is_terminal() and not args.functions
     for one in described:
-        _print(one)
+        _inspect_text.show(one, sums_up)
         if args.sass:
             if one["kind"] != "cubin":
                 raise KernelHubError(f"--sass reads cubins; {one['image']} is {one['kind']}")
             symbol = next(iter(one["functions"])) if args.function else None
             _console.note(_sass.disassemble(data[one["image"]], symbol))
     return 0
-
-
-def _print(one: Described) -> None:
-    _console.heading(f"{one['image']}: {one['kind']}, {_console.size(one['size_bytes'])}")
-    if one["kind"] == "fatbin":
-        for entry in one["entries"]:
-            notes = [_console.size(entry["size_bytes"])]
-            if "version" in entry:
-                notes.append("PTX {}.{}".format(*entry["version"]))
-            if entry["compressed"]:
-                notes.append("compressed")
-            if "unread" in entry:
-                notes.append(f"not read, because {entry['unread']}")
-            elif "contents" not in entry:
-                notes.append("only the driver can unpack it (zstd: install kernel_hub[fatbin])")
-            _console.note(f"  {entry['kind']} {entry['target']}, {', '.join(notes)}")
-            if "contents" in entry:
-                _print(entry["contents"])
-        return
-    if one["kind"] == "ptx":
-        version = ".".join(map(str, one["version"]))
-        needed = "{}.{}".format(*divmod(one["minimum_driver"] // 10, 100))
-        suffix = one["target"][-1]
-        gpus = {"a": "exactly that GPU", "f": "its family"}.get(suffix, "that GPU and later ones")
-        _console.note(
-            f"  PTX {version} for {one['target']} ({gpus}): a driver of CUDA {needed} or later "
-            "compiles it at load"
-        )
-        _print_signatures(one)
-        return
-    _print_cubin(one)
-
-
-def _print_cubin(one: Described) -> None:
-    toolkit = ".".join(map(str, one["toolkit"])) if one["toolkit"] else "unknown"
-    exact = ", this architecture alone" if one["arch_specific"] else ""
-    _console.note(
-        f"  for {one['target']}{exact}; toolkit {toolkit}; "
-        f"ELF ABI {one['os_abi']:#x} version {one['abi_version']}"
-    )
-    for what in one["unknown"]:
-        _console.note(f"  unknown: {what}")
-    if "manifest" in one:
-        told = one["manifest"]
-        _console.note(f"  sha256 {told['sha256']}, from {told['source']}")
-        nvcc = "nvcc " if told["toolkit"][:1].isdigit() else ""  # others say who they are
-        _console.note(f"  {nvcc}{told['toolkit']} {' '.join(told['flags'])}")
-    _console.table(
-        ["kernel", "params", "registers", "static shared", "local", "threads", "code"],
-        [
-            (
-                function["cxx_name"],
-                len(function["params"]),
-                function["num_regs"],
-                function["static_shared_bytes"],
-                function["local_bytes"],
-                _threads(function),
-                function["code_bytes"],
-            )
-            for function in one["functions"].values()
-        ],
-        right=["params", "registers", "static shared", "local", "code"],
-    )
-    _print_signatures(one)
-    if one["globals"]:
-        _console.table(
-            ["variable", "bytes", "section"],
-            [(g["name"], g["size_bytes"], g["section"]) for g in one["globals"].values()],
-            right=["bytes"],
-        )
-    groups = section_groups(SectionInfo(**section) for section in one["sections"])
-    _console.table(["section", "number", "bytes"], groups, right=["number", "bytes"])
-
-
-def _print_signatures(one: Described) -> None:
-    """Each kernel by its C++ name, then by the one it has in the image."""
-    for name, function in one["functions"].items():
-        _console.note(f"  {function['cxx_name']}{function['signature'].removeprefix(name)}")
-        if function["cxx_name"] != name:
-            _console.note(f"    {name}")
-        if launch := function.get("launch"):
-            _console.note(f"    gridDim {launch['grid']}")
-            if launch["described"]:
-                _console.note(f"    {launch['described']}")
-
-
-def _threads(function: dict[str, Any]) -> str:
-    """What a launch may or must use: block, cluster, cooperative."""
-    parts = []
-    if function["required_block"]:
-        parts.append("exactly " + " x ".join(map(str, function["required_block"])))
-    elif function["max_threads"]:
-        parts.append(f"at most {function['max_threads']}")
-    if function["cluster"]:
-        parts.append("cluster " + " x ".join(map(str, function["cluster"])))
-    if function["cooperative"]:
-        parts.append("cooperative")
-    return ", ".join(parts) or "any"

@@ -6,12 +6,12 @@ import argparse
 from collections import Counter
 from dataclasses import dataclass, field
 
-from ..archs import ARCHS
+from ..archs import tokens_of
 from ..collection.manifest import Collection, CubinEntry
 from ..collection.resolve import names_target
-from ..registry import DTYPE_TOKENS, dtype_of
+from ..registry import DTYPE_TOKENS, dtype_of, nothing_for
 from . import _console
-from ._gather import add_package, collections
+from ._gather import add_arch, add_package, collections
 
 NAME = "list"
 HELP = "list the shipped cubins: architectures, dtypes, functions, sizes"
@@ -34,15 +34,17 @@ class Listed:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--arch", metavar="SM", help=f"only this architecture: {', '.join(ARCHS)}")
+    add_arch(parser, "only these architectures")
     add_package(parser, default=None)
-    parser.add_argument("--dtype", choices=DTYPE_TOKENS, help="only functions of this dtype")
+    parser.add_argument(
+        "--dtype", metavar="DTYPE", help=f"only functions of this: {', '.join(DTYPE_TOKENS)}"
+    )
     parser.add_argument("--functions", action="store_true", help="show every signature")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def shipped(
-    found: list[Collection], *, arch: str | None = None, dtype: str | None = None
+    found: list[Collection], *, archs: list[str] | None = None, dtype: str | None = None
 ) -> list[Listed]:
     """The cubins of `found`, filtered."""
     rows = []
@@ -50,7 +52,8 @@ def shipped(
         for name, entries in sorted(collection.manifest.cubins.items()):
             for entry_arch, entry in sorted(entries.items()):
                 functions = _functions(entry, dtype)
-                if functions and (arch is None or names_target(arch, entry.target)):
+                wanted = archs is None or any(names_target(a, entry.target) for a in archs)
+                if functions and wanted:
                     dtypes = Counter(token for f in functions if (token := dtype_of(f)))
                     rows.append(
                         Listed(
@@ -77,11 +80,27 @@ def _functions(entry: CubinEntry, dtype: str | None) -> dict[str, str]:
     }
 
 
+def _check_asked(found: list[Collection], archs: list[str] | None, dtype: str | None) -> None:
+    """Raise CubinNotFoundError for an architecture, or a dtype, that nothing is for."""
+    rows = shipped(found)
+    where = ", ".join(collection.package for collection in found)
+    for arch in archs or ():
+        if not shipped(found, archs=[arch]):
+            raise nothing_for(where, "arch", arch, sorted({row.arch for row in rows}))
+    if dtype is not None and not shipped(found, dtype=dtype):
+        raise nothing_for(where, "dtype", dtype, sorted({t for row in rows for t in row.dtypes}))
+
+
 def run(args: argparse.Namespace) -> int:
     found, broken = collections(args.package)
-    rows = shipped(found, arch=args.arch, dtype=args.dtype)
+    archs = None if args.arch is None else tokens_of(args.arch, "--arch")
+    _check_asked(found, archs, args.dtype)
+    rows = shipped(found, archs=archs, dtype=args.dtype)
     if args.json:
         _console.as_json([row.__dict__ for row in rows])
+        return 0
+    if not rows:
+        _console.note(f"no cubin of dtype {args.dtype} for {', '.join(archs or ())}")
         return 0
     _console.table(
         ["package", "cubin", "arch", "functions", "dtypes", "size", "toolkit", "driver from"],
@@ -89,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
             (
                 row.package,
                 row.cubin,
-                row.arch if row.target[-1].isdigit() else f"{row.arch} ({row.target})",
+                row.target.replace("_", ""),
                 len(row.functions),
                 " ".join(row.dtypes) or "-",
                 _console.size(row.size_bytes),
@@ -99,6 +118,7 @@ def run(args: argparse.Namespace) -> int:
             for row in rows
         ],
         right=["functions", "size"],
+        once=["package", "toolkit", "driver from"],
     )
     if args.functions:
         for cubin in dict.fromkeys((row.package, row.cubin) for row in rows):
@@ -107,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
             for text in dict.fromkeys(text for table in signatures for text in table.values()):
                 _console.note(f"  {text}")
     total = sum(row.size_bytes for row in rows)
-    _console.note(f"{len(rows)} cubins, {_console.size(total)}")
+    _console.note(f"{_console.count(len(rows), 'cubin')}, {_console.size(total)}")
     for line in broken:
         _console.note(f"not readable: {line}")
     return 0

@@ -123,7 +123,8 @@ def _plan(
         candidates = list(tunable.candidates(gpu, size, key))
         rows.append([table.op, name, table.layout.text(key), size, len(candidates)])
     columns = ["op", "shape", "key", table.layout.bucket, "candidates"]
-    _console.table(columns, rows, right=[table.layout.bucket, "candidates"])
+    numbers = [table.layout.bucket, "candidates"]
+    _console.table(columns, rows, right=numbers, once=["op"], wraps=["key"])
     _console.note(f"nothing was measured; the result would be written to {path}")
 
 
@@ -166,7 +167,8 @@ def _tune(
             text = file.text_of([*others, file.merged(own, new)], table.layout)
             tuning.write(path, text)
     columns = ["op", "shape", table.layout.bucket, "choice", "us", "default us", "gain"]
-    _console.table(columns, rows, right=[table.layout.bucket, "us", "default us", "gain"])
+    numbers = [table.layout.bucket, "us", "default us", "gain"]
+    _console.table(columns, rows, right=numbers, once=["op"], wraps=["choice"])
     wrong = {
         f"{o.key} {o.size}: {name}: {why}" for o in outcomes for name, why in o.refused.items()
     }
@@ -220,12 +222,15 @@ def show(op: str | None) -> int:
         except TableError as error:
             problems.append(str(error))
     if rows:
-        _console.table(["op", "GPU", "key", "up to", "choice"], rows, right=["up to"])
+        _console.table(
+            ["op", "GPU", "key", "up to", "choice"], rows,
+            right=["up to"], once=["op", "GPU"], wraps=["GPU", "key", "choice"],
+        )  # fmt: skip
     for text in problems:
         _console.note(f"not used: {text}")
     where = tuning.user_folder() or "no home, no folder"
     off = "" if tuning.is_enabled() else f"; {tuning.VARIABLE}=0 turns them off"
-    _console.note(f"{len(files)} files in {where}{off}")
+    _console.note(f"{_console.count(len(files), 'file')} in {where}{off}")
     return 1 if problems else 0
 
 
@@ -257,5 +262,5 @@ def clear(op: str | None) -> int:
             shutil.rmtree(folder)
     except OSError as error:
         raise KernelHubError(f"cannot remove {error.filename}: {error.strerror}") from error
-    _console.note(f"{len(files)} files removed from {folder}")
+    _console.note(f"{_console.count(len(files), 'file')} removed from {folder}")
     return 0

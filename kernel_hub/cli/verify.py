@@ -74,6 +74,10 @@ def verified(found: list[Collection]) -> list[Verified]:
     ]
 
 
+def _verdict(row: Verified) -> _console.Cell:
+    return _console.bad("WRONG") if row.problem else _console.good("ok")
+
+
 def run(args: argparse.Namespace) -> int:
     found, broken = collections(args.package)
     rows = verified(found)
@@ -102,11 +106,14 @@ def run(args: argparse.Namespace) -> int:
         _console.table(
             ["package", "cubin", "arch", "functions", "sha256", "result"],
             [
-                (r.package, r.cubin, r.arch, r.num_functions, r.sha256[:16], r.problem or "ok")
+                (r.package, r.cubin, r.arch, r.num_functions, r.sha256[:16], _verdict(r))
                 for r in rows
             ],
             right=["functions"],
+            once=["package"],
         )
+        for row in wrong:
+            _console.note(f"WRONG: {row.cubin} for {row.arch}: {row.problem}")
         for line in broken:
             _console.note(f"not readable: {line}")
         for file in changed:

@@ -37,9 +37,9 @@ def parse_target(target: str) -> tuple[int, int, str]:
 
 
 def names_target(asked: str, target: str) -> bool:
-    """Whether `asked` is a name of `target`: 'sm90', 'sm_90' and 'sm_90a' are names of 'sm_90a'."""
+    """Whether the token `asked` names `target`: 'sm90' and 'sm90a' are names of 'sm_90a'."""
     plain = target.replace("_", "")
-    return asked.replace("_", "") in (plain, plain.rstrip("af"))
+    return asked in (plain, plain.rstrip("af"))
 
 
 def refusal(compute_capability: tuple[int, int], target: str) -> str | None:

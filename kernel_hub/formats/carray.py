@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from ..cubin import image_kind, read_cubin, read_fatbin
-from ..errors import CubinCorruptError, CubinNotFoundError, ParamsError
+from ..errors import CubinCorruptError, CubinNotFoundError, ParamsError, listed
 from ..files import read_file
 
 # Bytes of an element, by the words of its type, the first that is there.
@@ -111,7 +111,7 @@ def loads(text: str, label: str = "the text") -> dict[str, bytes]:
     if not images and damaged:
         raise damaged[0]
     if not images:
-        found = f"arrays that hold none: {', '.join(others[:8])}" if others else "no integer array"
+        found = f"arrays that hold none: {listed(others, 8)}" if others else "no integer array"
         raise CubinNotFoundError(f"no cubin, fatbin or PTX in {label}; it has {found}")
     return images
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
-from ..errors import FunctionNotFoundError
+from ..errors import FunctionNotFoundError, listed
 
 _LIBRARIES = {"linux": ["libstdc++.so.6"], "darwin": ["/usr/lib/libc++abi.dylib"]}
 _PREFIX = "_Z"
@@ -104,7 +104,7 @@ class Symbols(dict[str, None]):
             self._by_form = by_form
         found = self._by_form.get(_plain(name), [])
         if len(found) > 1:
-            whole = "; ".join(map(demangled, found[:8]))
+            whole = listed(map(demangled, found), 8, "; ")
             raise FunctionNotFoundError(f"{len(found)} kernels are called {name!r}: {whole}")
         return found[0] if found else None
 

@@ -19,6 +19,7 @@ from ..errors import (
     CubinNotFoundError,
     FunctionNotFoundError,
     ParamsError,
+    listed,
     nearest,
 )
 from ..files import read_file
@@ -29,6 +30,7 @@ from .foreign import ForeignImage
 __all__ = ["Chosen", "ForeignImage", "FunctionSpec", "Image", "ShippedImage", "open_image"]
 
 SUFFIXES = (".cubin", ".fatbin", ".ptx")
+SOURCES = (".cu", ".cuh", ".cpp", ".cc", ".cxx")
 _MAX_JSON_BYTES = 1 << 20
 _FRESH_NS = 2_000_000_000  # also the step of some file systems' clocks
 
@@ -145,9 +147,14 @@ def open_image(filename: Any, package: str | None) -> Image:
             f"filename={filename!r} is a {type(filename).__name__}; pass a shipped cubin's name, a "
             "path, or the image as bytes"
         )
-    if "\n" in filename:  # no name of a file or a cubin
+    if "\n" in filename and not _is_cuda(filename):  # no name of a file or a cubin
         return ForeignImage(
             filename.encode(errors="replace"), f"a text of {len(filename)} characters"
+        )
+    if _is_cuda(filename):
+        raise CubinCorruptError(
+            f"{_start(filename)!r} is neither cubin, fatbin nor PTX but CUDA C++: "
+            "Kernel.from_source(code) compiles it"
         )
     name = filename
     for suffix in SUFFIXES[:2]:
@@ -156,11 +163,11 @@ def open_image(filename: Any, package: str | None) -> Image:
     collection = open_collection(package or "kernel_hub")
     if name in collection.manifest.cubins:
         return ShippedImage(collection, name)
-    if is_path and package is None:
+    if (is_path or filename.endswith(SOURCES)) and package is None:
         return open_file(Path(filename))
-    shipped = nearest(name, collection.manifest.cubins)
+    shipped = listed(nearest(name, collection.manifest.cubins))
     raise CubinNotFoundError(
-        f"{collection.package} ships no cubin {name!r}; it ships: {', '.join(shipped[:12])}. "
+        f"{collection.package} ships no cubin {name!r}; it ships: {shipped}. "
         "A path to a file of your own ends in .cubin, .fatbin or .ptx."
     )
 
@@ -182,8 +189,12 @@ def open_file(path: Path) -> ForeignImage:
     try:
         status = path.stat()
     except (OSError, ValueError) as error:  # ValueError: a null byte
-        found = f"no file {str(path)!r} (looked at {str(path.absolute())!r}): {error}"
-        raise CubinNotFoundError(found) from error
+        raise CubinNotFoundError(_nothing_at(path, error)) from error
+    if path.suffix in SOURCES:
+        raise CubinCorruptError(
+            f"{path} is a file of CUDA C++: Kernel.from_source(Path({str(path)!r})) compiles it "
+            f"now, nvcc -cubin -arch=sm_90 {path} ahead of time"
+        )
     stamp = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
     # A clock of files ticks a few hundred times a second: what was written just now may be written
     # again within the same tick.
@@ -191,6 +202,27 @@ def open_file(path: Path) -> ForeignImage:
     read = _read_file.__wrapped__ if is_fresh else _read_file
     image = read(path.absolute(), stamp)
     return TritonCubin(image, path) if _has_triton_json(path) else image
+
+
+def _nothing_at(path: Path, error: Exception) -> str:
+    """That there is no such file, and what its folder has, nearest first."""
+    text = f"no file {str(path)!r} (looked at {str(path.absolute())!r}): {error}"
+    for folder in path.absolute().parents:
+        try:
+            there = [item.name for item in folder.iterdir()]
+        except (OSError, ValueError):
+            continue
+        held = listed(nearest(path.name, there), 8) if there else "nothing"
+        return f"{text}. {folder} holds: {held}"
+    return text
+
+
+def _is_cuda(text: str) -> bool:
+    return "__global__" in text and ".version" not in text  # which PTX has
+
+
+def _start(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:59]}…"
 
 
 def _has_triton_json(path: Path) -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import cache_folder
-from ..archs import target_of
+from ..archs import target_of, token_of
 from ..compilers import nvrtc
 from ..errors import CompileError, FunctionNotFoundError, KernelHubError, ParamsError
 from ..files import read_file
@@ -26,7 +26,6 @@ from .foreign import PTX_FLOATS
 from .shipped import Chosen, ForeignImage, FunctionSpec, Image, open_image
 
 _FORMAT = 2  # raise it when entries of the cache are written otherwise
-_ARCH = re.compile(r"sm_?(\d{2,3}[af]?)")
 _LENGTH = re.compile(r"(\d+)")
 _MAX_SOURCE_BYTES = 1 << 28
 # Options of NVRTC that from_source has no use for, and what to do instead.
@@ -95,7 +94,7 @@ class SourceImage:
             )
         self._names = names
         self._options = _checked_options(options)
-        self._arch = None if arch is None else _arch(arch)
+        self._arch = None if arch is None else token_of(arch).replace("sm", "sm_")
         self.compiles_for_any = arch is None
         self._cache = cache
         self._built: dict[str, NamedImage] = {}
@@ -199,6 +198,11 @@ def _read_code(code: Any) -> tuple[str, Path | None]:
         found = "a str with a NUL or a lone surrogate in it"
         found = found if isinstance(code, str) else type(code).__name__
         raise ParamsError(f"code is {found}: pass CUDA C++ as a str, or a Path to a file of it")
+    if file is None and "{" not in code and len(code.split()) == 1:
+        raise ParamsError(
+            f"code={code!r:.80} is no CUDA C++ but looks like a file's name: pass "
+            f"Path({code!r:.80}) to have the file read"
+        )
     return code, file
 
 
@@ -225,16 +229,6 @@ def _checked_options(options: Any) -> list[str]:
             if re.match(pattern, part):
                 raise ParamsError(f"options holds {part!r}: {reason}")
     return list(parts)
-
-
-def _arch(arch: Any) -> str:
-    """'sm90', 'sm_90a' or (9, 0) as NVRTC writes it."""
-    if isinstance(arch, tuple) and len(arch) == 2 and all(type(n) is int for n in arch):
-        return "sm_{}{}".format(*arch)
-    match = _ARCH.fullmatch(arch) if isinstance(arch, str) else None
-    if match is None:
-        raise ParamsError(f"arch={arch!r}: 'sm90', 'sm_90a', a tuple (9, 0), or None: the GPU's")
-    return f"sm_{match[1]}"
 
 
 def _own_arch(compute_capability: tuple[int, int]) -> str:

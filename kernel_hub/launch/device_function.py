@@ -25,7 +25,15 @@ from ..image.shipped import FunctionSpec
 from ..signature.params import layout
 from .c_launcher import Launcher
 from .generated import PARAMS_AT, STREAM_AT
-from .geometry import ATTRIBUTE_BYTES, CONFIG, PORTABLE_CLUSTER, LaunchOptions, Limits, check
+from .geometry import (
+    ATTRIBUTE_BYTES,
+    CONFIG,
+    PORTABLE_CLUSTER,
+    LaunchOptions,
+    Limits,
+    check,
+    check_keywords,
+)
 
 BLOCKING_VARIABLE = "KERNEL_HUB_LAUNCH_BLOCKING"
 _PUT_STREAM = struct.Struct("<Q").pack_into
@@ -104,10 +112,7 @@ class DeviceFunction:
     ) -> Pool:
         """The pool of a launch with these attributes (the keywords of a launch)."""
         if unknown:
-            raise TypeError(
-                f"{self.limits.function}() got unexpected keywords {', '.join(unknown)}; it takes "
-                "cluster, cooperative, programmatic, priority and carveout"
-            )
+            check_keywords(self.limits.function, unknown)
         given = (cluster, cooperative, programmatic, priority, carveout)
         # By identity: a priority or carve-out of 0 is a wish too.
         if all(part is None or part is False for part in given):

@@ -240,6 +240,7 @@ class KernelFunction(partial):  # type: ignore[type-arg]
             )
         namespace.update(generated.fixed_names(driver, state.params))
         namespace.update(generated.torch_names(state.params))
+        namespace["wrong_launch"] = partial(generated.wrong_launch, self.name)
         text = generated.launcher_source(
             state.params,
             many_devices=driver.device_count > 1,
@@ -325,11 +326,12 @@ def _first_launch(
     sharedMemBytes: Any = NOT_GIVEN,
     stream: Any = None,
     params: Any = (),
+    *more: Any,
     **options: Any,
 ) -> None:
     # Runs with the namespace of `_namespace` as its globals.
     launch = prepare(params, stream)  # type: ignore[name-defined]  # noqa: F821
-    launch(gridDim, blockDim, sharedMemBytes, stream, params, **options)
+    launch(gridDim, blockDim, sharedMemBytes, stream, params, *more, **options)
 
 
 def _namespace(owner: weakref.ref[KernelFunction]) -> dict[str, Any]:

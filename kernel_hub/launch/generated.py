@@ -15,8 +15,8 @@ from ..arrays import interop
 from ..driver import Driver
 from ..driver.stream_order import Order
 from ..errors import ParamsError
-from ..signature.params import Param, ordered, wrong_count
-from .geometry import NOT_GIVEN, one_shared
+from ..signature.params import OtherDeviceError, Param, ordered, scattered, wrong_count
+from .geometry import NOT_GIVEN, check_keywords, check_shared, one_shared
 
 STREAM_AT = 32  # of CUlaunchConfig
 PARAMS_AT = 64
@@ -24,7 +24,9 @@ _NO_TORCH = type("_NoTorch", (), {})  # stands for torch's types while torch is 
 PACK_ERRORS = (struct.error, OverflowError)
 
 # **options and not keyword-only names: five absent ones cost a dict look-up each (60 ns).
-SIGNATURE = f"gridDim, blockDim, sharedMemBytes={NOT_GIVEN}, stream=None, params=(), **options"
+SIGNATURE = (
+    f"gridDim, blockDim, sharedMemBytes={NOT_GIVEN}, stream=None, params=(), *more, **options"
+)
 
 
 def launcher_source(
@@ -38,6 +40,9 @@ def launcher_source(
     names = [f"a{param.position}" for param in params]
     lines = [f"def launch({SIGNATURE}):"]
     add = lines.append
+    wrong = "wrong_launch(params, expected, sharedMemBytes, options, more)"
+    add("    if more:")
+    add(f"        raise {wrong}")
     if watch_torch:
         add("    if loaded_torch() is not None:")
         add(
@@ -51,10 +56,10 @@ def launcher_source(
         add("    try:")
         add(f"        {', '.join(names)}, = params")
         add("    except ValueError:")
-        add("        raise wrong_count(params, expected) from None")
+        add(f"        raise {wrong} from None")
     else:
         add("    if params:")
-        add("        raise wrong_count(params, expected)")
+        add(f"        raise {wrong}")
     if many_devices:
         pointers = [param for param in params if _may_be_pointer(param)]
         first = f"a{pointers[0].position}" if pointers else ""
@@ -108,6 +113,12 @@ def launcher_source(
     return "\n".join(lines) + "\n"
 
 
+SCATTERED = (
+    "    except OtherDeviceError as error:",
+    "        raise scattered(error, expected, params)",
+)
+
+
 def _may_be_pointer(param: Param) -> bool:
     return param.is_pointer or (param.info is None and param.size_bytes == 8)
 
@@ -145,6 +156,14 @@ def _argument_lines(params: Sequence[Param], device: str, many_devices: bool) ->
         *pointers,
         "    except AttributeError:",
         f"        {names}, = convert_all(expected, params, {device}, stream)",
+        *(
+            [
+                "    except OtherDeviceError as error:",
+                "        raise scattered(error, expected, params)",
+            ]
+            if many_devices
+            else []
+        ),
         "    else:" if others else "",
         *("    " + line for line in others),
     ]
@@ -154,10 +173,34 @@ def convert_all(
     order: Order, expected: Sequence[Param], params: Sequence[Any], device: int, stream: int
 ) -> list[Any]:
     """Every value by its careful converter."""
-    return [
-        param.convert(value, device, stream, order)
-        for param, value in zip(expected, params, strict=True)
-    ]
+    try:
+        return [
+            param.convert(value, device, stream, order)
+            for param, value in zip(expected, params, strict=True)
+        ]
+    except OtherDeviceError as error:
+        raise scattered(error, expected, params) from None
+
+
+def wrong_launch(
+    function: str,
+    params: Sequence[Any],
+    expected: Sequence[Param],
+    sharedMemBytes: Any,
+    options: dict[str, Any],
+    more: Sequence[Any],
+) -> Exception:
+    """What is wrong with a launch whose arguments are too many, or whose params are."""
+    if more:
+        return ParamsError(
+            f"{function} got {5 + len(more)} arguments by position, it takes 5: gridDim, blockDim, "
+            "sharedMemBytes, stream, params; the kernel's own go in params, as one tuple: "
+            "f(gridDim, blockDim, 0, None, (out, x, …))"
+        )
+    check_keywords(function, options)
+    if not len(params):
+        check_shared(sharedMemBytes, function)
+    return wrong_count(params, expected)
 
 
 def explain(
@@ -189,7 +232,8 @@ def fixed_names(driver: Driver, params: Sequence[Param]) -> dict[str, Any]:
     names: dict[str, Any] = {
         "expected": params,
         "ordered": ordered,
-        "wrong_count": wrong_count,
+        "OtherDeviceError": OtherDeviceError,
+        "scattered": scattered,
         "stream_handle": interop.stream_handle,
         "loaded_torch": interop.loaded_torch,
         "explain": explain,

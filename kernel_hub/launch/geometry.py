@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import operator
 import struct
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from itertools import islice
 from typing import Any, NamedTuple
 
-from ..errors import LaunchConfigError
+from ..errors import LaunchConfigError, ParamsError
 
 # CUlaunchConfig: grid x3, block x3, shared bytes, pad, stream, attributes, their count, pad.
 CONFIG = struct.Struct("<7I4xQQI4x")
@@ -116,6 +116,7 @@ def one_shared(sharedMemBytes: Any, options: dict[str, Any], function: str) -> A
     `options` may hold `sharedMem`, the name in CUDA's own launch syntax, and loses it.
     """
     if "sharedMem" not in options:
+        check_shared(sharedMemBytes, function)
         return sharedMemBytes
     sharedMem = options.pop("sharedMem")
     if sharedMemBytes is not NOT_GIVEN:
@@ -124,6 +125,47 @@ def one_shared(sharedMemBytes: Any, options: dict[str, Any], function: str) -> A
             "given too, another name for the same; give one"
         )
     return sharedMem
+
+
+def check_shared(sharedMemBytes: Any, function: str) -> None:
+    """Refuse params in the place of sharedMemBytes, where CuPy's launches take them."""
+    if isinstance(sharedMemBytes, (tuple, list, Mapping)):
+        raise ParamsError(
+            f"the third argument of {function} is sharedMemBytes, dynamic shared memory in bytes; "
+            f"found a {type(sharedMemBytes).__name__} of {len(sharedMemBytes)} there. params come "
+            "fifth: f(gridDim, blockDim, 0, None, params), or f(gridDim, blockDim, params=params)"
+        )
+
+
+KEYWORDS = tuple(LaunchOptions._fields)
+_ARGUMENTS = ("gridDim", "blockDim", "sharedMemBytes", "stream", "params", "sharedMem")
+# What other launchers call them, where likeness of spelling does not tell.
+_CALLED = {
+    **dict.fromkeys(("shared_mem", "shared", "smem", "shmem", "shared_bytes"), "sharedMemBytes"),
+    **dict.fromkeys(("args", "arguments", "kernel_args"), "params"),
+    "grid": "gridDim",
+    "block": "blockDim",
+    "pdl": "programmatic",
+}
+
+
+def check_keywords(function: str, given: Iterable[str]) -> None:
+    """Refuse keywords that no launch takes, and name those that were meant."""
+    unknown = [name for name in given if name not in (*KEYWORDS, *_ARGUMENTS)]
+    if not unknown:
+        return
+    from difflib import get_close_matches  # a millisecond, for errors alone
+
+    hints = []
+    for name in unknown:
+        like = get_close_matches(name, [*_ARGUMENTS[:5], *KEYWORDS], 1)
+        if meant := _CALLED.get(name) or next(iter(like), None):
+            hints.append(f"{name} is {meant}= here")
+    raise ParamsError(
+        f"{function}() got unexpected keywords {', '.join(unknown)}; "
+        + "".join(f"{hint}; " for hint in hints)
+        + f"it takes {', '.join([*_ARGUMENTS[:5], *KEYWORDS])}"
+    )
 
 
 def index(value: Any, name: str, where: str) -> int:

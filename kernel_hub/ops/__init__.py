@@ -3,6 +3,18 @@
 Each is also registered as `torch.ops.kernel_hub.<name>`, for torch.compile and torch.export.
 """
 
+from ..errors import MissingPackageError
+
+try:
+    import torch as torch
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    raise MissingPackageError(
+        "kernel_hub.ops takes torch's tensors, and torch is not installed: pip install torch (or "
+        "'kernel_hub[torch]'). Without it, kernel_hub.registry's kernels take DeviceArrays."
+    ) from error
+
 from .attention.flash_attention import flash_attention as flash_attention
 from .attention.flash_attention import flash_attention_qkvpacked as flash_attention_qkvpacked
 from .attention.merge_states import merge_states as merge_states

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays.interop import ArrayView, describe
-from ..errors import ParamsError, TensorError
+from ..errors import KernelHubError, ParamsError, TensorError
 from .c_types import TypeInfo, canonical, type_info
 
 _CTYPES_KIND = {
@@ -44,6 +44,10 @@ WAYS_OUT = (
     "give its width: a ctypes or NumPy scalar (ctypes.c_int(3), numpy.float32(0.5)), or declare "
     "the types once with Kernel(..., signatures={function: ['float*', 'int', …]})"
 )
+
+
+class OtherDeviceError(ParamsError):
+    """An array on another device than the launch's; `scattered` says where all of them are."""
 
 
 class Param(NamedTuple):
@@ -142,6 +146,9 @@ class Param(NamedTuple):
         try:
             view = describe(value, ready)
         except TensorError as error:
+            if self.info is not None and self.info.kind not in ("pointer", "struct"):
+                found = f"a {type(value).__name__} {_short(value)}"
+                raise self.refuse(found, "pass its value: .item() gives it") from error
             raise self.refuse(str(error)) from error
         except (KeyError, IndexError, TypeError, ValueError) as error:
             found = f"{type(value).__name__} whose array interface is malformed ({error!r})"
@@ -173,7 +180,8 @@ class Param(NamedTuple):
             raise self.refuse(what, "a pointer has 8 bytes")
         if wrong_dtype:
             raise self.refuse(what, f"convert it to {expected} first")
-        raise self.refuse(f"{what} on device {view.device}", f"this launch is on device {device}")
+        found = f"{what} on device {view.device}"
+        raise OtherDeviceError(str(self.refuse(found, f"this launch is on device {device}")))
 
     def _convert_python(self, value: Any) -> Any:
         info = self.info
@@ -311,6 +319,24 @@ def wrong_count(found: Sequence[Any], expected: Sequence[Param]) -> ParamsError:
     """The error for too few or too many parameters."""
     kind = "few" if len(found) < len(expected) else "many"
     return ParamsError(f"too {kind} params: got {len(found)}, {takes(expected)}")
+
+
+def scattered(
+    error: OtherDeviceError, expected: Sequence[Param], params: Sequence[Any]
+) -> ParamsError:
+    """`error` with the device of every array: none of them is the one to blame."""
+    places: dict[int, list[str]] = {}
+    for param, value in zip(expected, params, strict=True):
+        try:
+            view = describe(value) if param.info is None or param.is_pointer else None
+        except (KernelHubError, LookupError, TypeError, ValueError):
+            continue
+        if view is not None and view.device is not None:
+            places.setdefault(view.device, []).append(param.name)
+    if len(places) < 2:
+        return ParamsError(str(error))
+    there = "; ".join(f"{', '.join(names)} on {device}" for device, names in sorted(places.items()))
+    return ParamsError(f"{error}. All arrays of a launch lie on one device, here: {there}")
 
 
 def layout(params: Sequence[Param], base: int) -> tuple[str, list[int], int]:

@@ -75,7 +75,7 @@ def test_autotune_and_what_is_left_out(kernel_hub_cli: Run, tmp_path: Path) -> N
         ([ADD, "--config", "BLOCK=64", "--autotune"], "one of them"),
         ([ADD, "--autotune"], "no @triton.autotune"),
         ([ADD, "--config", "BLOCK=100"], "power of 2"),
-        ([ADD, "--config", "BLOCK=64", "--arch", "hopper"], "not 'hopper'"),
+        ([ADD, "--config", "BLOCK=64", "--arch", "hopper"], "'hopper' is no architecture"),
     ],
 )
 def test_refusals_exit_with_2_and_write_nothing(

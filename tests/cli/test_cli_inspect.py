@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from cli_run import ROOT, Run
 
-from kernel_hub.cli import _sass, inspect
+from kernel_hub.cli import _inspect_text, _sass, inspect
 from kernel_hub.collection.manifest import open_collection
 from kernel_hub.cubin import SectionInfo, unpack
 from kernel_hub.errors import CubinCorruptError, KernelHubError
@@ -196,7 +196,7 @@ def test_wrong_names(kernel_hub_cli: Run, arguments: tuple[str, ...], message: s
 
 def test_sections_of_functions_are_grouped() -> None:
     names = [".text.f", ".text.g", ".nv.constant0.f", ".rela.text.f", ".nv.info", ".nv.info.f"]
-    groups = inspect.section_groups(SectionInfo(name, 0, 8, 1, 0) for name in names)
+    groups = _inspect_text.section_groups(SectionInfo(name, 0, 8, 1, 0) for name in names)
     assert groups == [
         (".text.*", 2, 16),
         (".nv.constant0.*", 1, 8),
@@ -208,9 +208,9 @@ def test_sections_of_functions_are_grouped() -> None:
 
 def test_what_a_launch_must_use() -> None:
     plain = {"required_block": None, "max_threads": None, "cluster": None, "cooperative": False}
-    assert inspect._threads(plain) == "any"
+    assert _inspect_text.threads(plain) == "any"
     exact = {**plain, "required_block": (32, 4, 1), "cluster": (2, 1, 1), "cooperative": True}
-    assert inspect._threads(exact) == "exactly 32 x 4 x 1, cluster 2 x 1 x 1, cooperative"
+    assert _inspect_text.threads(exact) == "exactly 32 x 4 x 1, cluster 2 x 1 x 1, cooperative"
 
 
 @pytest.mark.skipif(_sass.find_nvdisasm() is None, reason="nvdisasm is not installed")

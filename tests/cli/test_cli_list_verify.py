@@ -33,7 +33,7 @@ def test_list_shows_every_cubin(kernel_hub_cli: Run, own: Collection) -> None:
     ran = kernel_hub_cli("list")
     assert ran.code == 0
     for name, entries in own.manifest.cubins.items():
-        assert sum(f" {name} " in line for line in ran.out.splitlines()) == len(entries)
+        assert sum(line.split()[0] == name for line in ran.out.splitlines()) == len(entries)
 
 
 def test_list_filters_by_arch_and_dtype(kernel_hub_cli: Run) -> None:
@@ -44,7 +44,6 @@ def test_list_filters_by_arch_and_dtype(kernel_hub_cli: Run) -> None:
         assert set(row["dtypes"]) == {"bf16"}
         assert row["dtypes"]["bf16"] == len(row["functions"])
         assert all("_bf16" in name for name in row["functions"])
-    assert json.loads(kernel_hub_cli("list", "--arch", "sm61", "--json").out) == []
 
 
 def test_list_shows_signatures(kernel_hub_cli: Run) -> None:
@@ -157,10 +156,3 @@ def test_a_package_that_is_none(
     ran = kernel_hub_cli(*command, *to, "--package", package)
     assert (ran.code, ran.out) == (2, "")
     assert ran.err.startswith(f"kernel-hub {command[0]}: ") and repr(package) in ran.err
-
-
-def test_an_architecture_as_nvcc_spells_it(kernel_hub_cli: Run) -> None:
-    assert (
-        kernel_hub_cli("list", "--arch", "sm_90").out
-        == kernel_hub_cli("list", "--arch", "sm90").out
-    )

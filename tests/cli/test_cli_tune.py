@@ -80,8 +80,7 @@ def test_it_measures_and_writes_and_the_op_reads(
     again = kernel_hub_cli("tune", "linear", "--shapes", "8B-o", "--sizes", "32")
     assert again.code == 0, again.err
     listed = kernel_hub_cli("tune", "--list")
-    assert listed.code == 0 and listed.out.count("NVIDIA H200") == 5
-    assert "1 files in" in listed.out
+    assert listed.code == 0 and "all of these: op linear, GPU NVIDIA H200\n1 file in" in listed.out
 
     cleared = kernel_hub_cli("tune", "--clear")
     assert cleared.code == 0 and not (tmp_path / "kernel_hub/tuned").exists()

@@ -36,6 +36,11 @@ EXPORT CUresult cuStreamSynchronize(void* stream) {
     if (!code && (uintptr_t)stream <= 1 && fake_blocking_captures) code = CAPTURE_IMPLICIT;
     LEAVE(code ? code : fake_unsafe(0));
 }
+EXPORT CUresult cuStreamQuery(void* stream) {
+    ENTER_WORK("cuStreamQuery");
+    int device;
+    LEAVE(fake_stream_device(stream, &device));
+}
 EXPORT CUresult cuStreamIsCapturing(void* stream, int* status) {
     ENTER_WORK("cuStreamIsCapturing");
     int device;
@@ -77,6 +82,10 @@ EXPORT CUresult cuEventRecord(void* event, void* stream) {
     if (!code && fake_kind(event) != KIND_EVENT) code = INVALID_HANDLE;
     if (!code && ((Event*)event)->device != device) code = INVALID_HANDLE;
     LEAVE(code);
+}
+EXPORT CUresult cuEventQuery(void* event) {
+    ENTER_WORK("cuEventQuery");
+    LEAVE(fake_kind(event) == KIND_EVENT ? OK : INVALID_HANDLE);
 }
 EXPORT CUresult cuEventSynchronize(void* event) {
     ENTER_WORK("cuEventSynchronize");

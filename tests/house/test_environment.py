@@ -225,7 +225,7 @@ def test_a_torch_that_drives_the_gpu_is_not_fetched_again(bench: Bench) -> None:
     assert not bench.pip
 
 
-@pytest.mark.parametrize("purpose", ["demo", "test", "dev"])
+@pytest.mark.parametrize("purpose", ["demo", "test", "dev", "docs"])
 def test_no_network_is_named_and_what_is_at_hand_goes_on(
     purpose: str,
     bench: Bench,
@@ -241,7 +241,7 @@ def test_no_network_is_named_and_what_is_at_hand_goes_on(
     assert "Without a network" in words and "PIP_FIND_LINKS=DIR make" in words
     some = replace(BARE, modules=frozenset({"numpy", "pytest"}))
     monkeypatch.setattr(environment, "look", lambda path, names=(): some if names else None)
-    if purpose == "dev":  # exact versions: nothing at hand will do
+    if purpose in environment.EXACT:  # exact versions: nothing at hand will do
         return
     assert environment.main([purpose]) == 0
     told = capsys.readouterr()

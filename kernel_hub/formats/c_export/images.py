@@ -12,7 +12,7 @@ from ...collection.manifest import Collection, FunctionEntry, ParamEntry
 from ...collection.manifest_write import function_entry
 from ...collection.resolve import names_target, parse_target
 from ...cubin import read_cubin, read_ptx
-from ...errors import CubinNotFoundError, FunctionNotFoundError, nearest
+from ...errors import CubinNotFoundError, FunctionNotFoundError, listed, nearest
 from ...image.shipped import Image
 from ...kernel import Kernel, device_number
 from ...signature.params import Param
@@ -47,7 +47,7 @@ def of_collection(
     """The builds of a collection's cubin, the one to prefer first."""
     cubins = collection.manifest.cubins
     if name not in cubins:
-        shipped = ", ".join(nearest(name, cubins)[:12])
+        shipped = listed(nearest(name, cubins))
         raise CubinNotFoundError(f"{collection.package} ships no cubin {name!r}; it has: {shipped}")
     return _sorted(
         name,

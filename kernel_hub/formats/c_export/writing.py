@@ -12,12 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ...archs import tokens_of
 from ...collection.manifest import Collection, find_collection
 from ...errors import (
     CubinNotFoundError,
     FunctionNotFoundError,
     KernelHubError,
     ParamsError,
+    listed,
     nearest,
 )
 from ...image.shipped import SUFFIXES, TritonCubin, open_file
@@ -93,7 +95,7 @@ def export(
     A Triton kernel's takes `(stream, programs, arguments ...)`, without `programs` where a grid was
     kept with it.
     """
-    wanted = None if archs is None else _listed("archs", archs, "sm90")
+    wanted = None if archs is None else tokens_of(archs, "archs")
     checked_prefix(prefix)
     if not isinstance(to, (str, Path)) or not str(to) or "\0" in str(to):
         raise ParamsError(f"to={to!r:.80}: the folder to write to")
@@ -183,8 +185,7 @@ def _of_name(collection: Collection, name: str, options: _Options) -> Iterable[d
     if name not in triton.kernels():
         known = sorted({*collection.manifest.cubins, *triton.kernels()})
         raise CubinNotFoundError(
-            f"{collection.package} ships no cubin {name!r}; it has: "
-            + ", ".join(nearest(name, known)[:12])
+            f"{collection.package} ships no cubin {name!r}; it has: " + listed(nearest(name, known))
         )
     yield from _configurations(collection, triton, name, options)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...errors import FunctionNotFoundError, ParamsError
+from ...errors import FunctionNotFoundError, ParamsError, listed
 from ...kernel import Kernel, KernelFunction
 from .. import carray
 from .names import KernelName, parse_name
@@ -44,9 +44,7 @@ def load(source: Any) -> dict[KernelName, KernelFunction]:
                 continue
             kernels[name] = kernel[symbol]
     if not kernels:
-        raise FunctionNotFoundError(
-            f"no fmha_v2 kernel in {label}; it has: {', '.join(others[:8]) or 'no function'}"
-        )
+        raise FunctionNotFoundError(f"no fmha_v2 kernel in {label}; it has: {listed(others, 8)}")
     return kernels
 
 
@@ -64,7 +62,7 @@ def find(kernels: Mapping[KernelName, KernelFunction], **fields: Any) -> KernelF
     if len(named) == 1:
         return kernels[named[0]]
     asked = ", ".join(f"{field}={value!r}" for field, value in fields.items()) or "no field"
-    have = ", ".join(map(str, (named or list(kernels))[:8])) or "none"
+    have = listed(named or kernels, 8)
     raise FunctionNotFoundError(
         f"{len(named) or 'no'} kernels with {asked}; {'they are' if named else 'there are'}: {have}"
     )

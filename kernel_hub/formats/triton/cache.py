@@ -11,7 +11,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...errors import CubinCorruptError, CubinNotFoundError, FunctionNotFoundError, ParamsError
+from ...errors import (
+    CubinCorruptError,
+    CubinNotFoundError,
+    FunctionNotFoundError,
+    ParamsError,
+    listed,
+)
 from ...files import read_file
 from ...image.shipped import open_file
 from ...kernel import Kernel
@@ -148,7 +154,7 @@ def _in_folder(folder: Path, name: str | None) -> Path:
         fitting = stems
     if len(fitting) == 1:
         return _pair(folder / f"{fitting[0]}.json", None)
-    shown = ", ".join(stems[:_MAX_SHOWN]) + (", …" if len(stems) > _MAX_SHOWN else "")
+    shown = listed(stems, _MAX_SHOWN)
     if not stems:
         raise CubinNotFoundError(
             f"{folder} holds no .json: it is no folder of a kernel in Triton's cache"
@@ -168,10 +174,10 @@ def _in_cache(key: str, name: str | None) -> Path:
     if len(found) == 1:
         return _in_folder(found[0], name or key)
     if found:
-        shown = ", ".join(sorted(folder.name for folder in found)[:_MAX_SHOWN])
+        shown = listed(sorted(folder.name for folder in found), _MAX_SHOWN)
         raise CubinNotFoundError(
             f"Triton's cache {root} holds {len(found)} kernels {key!r}: give the folder's name, "
-            f"one of {shown}{', …' if len(found) > _MAX_SHOWN else ''}"
+            f"one of {shown}"
         )
     raise CubinNotFoundError(
         f"{key!r} is no file or folder here (looked at {Path(key).absolute()}) and no hash or "

@@ -5,6 +5,7 @@ Knows nothing of any one op.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -88,9 +89,31 @@ def check_like(
     if value.device != like.device:
         raise refuse(op, argument, f"device {like.device}", value)
     if tuple(value.shape) != tuple(shape):
-        raise refuse(op, argument, f"shape {tuple(shape)}", value)
+        raise refuse(op, argument, f"shape {tuple(shape)}{_shaped_so(value, shape)}", value)
     if value.shape and value.shape[-1] > 1 and value.stride(-1) != 1:
         raise refuse(op, argument, "a contiguous last dimension (call .contiguous() first)", value)
+
+
+def _shaped_so(value: torch.Tensor, shape: Sequence[int]) -> str:
+    """How to give `value` that shape, where its elements are as many."""
+    found, wanted = tuple(value.shape), tuple(shape)
+    if len(found) == 2 and found == wanted[::-1]:
+        return " (it is transposed: .T.contiguous() has that shape)"
+    if len(wanted) == 1 and math.prod(found) == wanted[0]:
+        return " (.reshape(-1) has it)"
+    return ""
+
+
+def check_weight(op: str, argument: str, value: Any, k: int, of: torch.Tensor) -> None:
+    """`value` must be (n, k), rows contiguous, dtype and device of the tensor `of`."""
+    check_tensor(op, argument, value)
+    if value.dim() != 2 or value.shape[1] != k:
+        expected = f"shape (n, {k})"
+        if value.dim() == 2 and value.shape[0] == k:
+            contiguous = "" if value.stride(0) == 1 else ".contiguous()"
+            expected += f", a row an output (it looks transposed: pass {argument}.T{contiguous})"
+        raise refuse(op, argument, expected, value)
+    check_like(op, argument, value, value.shape, of)
 
 
 def collapse(

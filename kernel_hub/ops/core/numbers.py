@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from .refusals import refuse
 _NUMBERS = (int, float, np.integer, np.floating, torch.SymInt, torch.SymFloat)
 _COUNTS = (int, np.integer, torch.SymInt)
 _FLAGS = (bool, int, np.bool_, torch.SymBool, type(None))
+_NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*")
 # Sizes are C ints on the device, and an index may pass the end by one block's span.
 MAX_SIZE = 2**30
 # Kernels take numbers as fp32, a scale of scores times log2(e) as well.
@@ -27,7 +29,9 @@ def _shown(value: Any) -> str:
 def check_number(op: str, argument: str, value: Any, *, least: float = -math.inf) -> float:
     """`value` as a float that fits fp32, `least` or more."""
     if not isinstance(value, _NUMBERS):
-        raise refuse(op, argument, "a number", _shown(value))
+        is_number = isinstance(value, str) and _NUMBER.fullmatch(value)
+        do = f"; pass {argument}=float({value!r})" if is_number else ""
+        raise refuse(op, argument, "a number", _shown(value) + do)
     if not -math.inf < value < math.inf:
         raise refuse(op, argument, "a finite number", value)
     if value < least:
@@ -74,7 +78,11 @@ def check_choice(op: str, argument: str, value: Any, choices: Mapping[Any, Any])
 def check_dtype(op: str, argument: str, value: Any, dtypes: Sequence[torch.dtype]) -> None:
     """`value` must be one of `dtypes`, or None."""
     if value is not None and (not isinstance(value, torch.dtype) or value not in dtypes):
-        raise refuse(op, argument, " or ".join(map(str, dtypes)), f"{value!r:.60}")
+        found = f"{value!r:.60}"
+        names = {str(dtype).removeprefix("torch."): dtype for dtype in dtypes}
+        if isinstance(value, str) and value.removeprefix("torch.") in names:
+            found = f"the text {value!r}: pass {names[value.removeprefix('torch.')]}, no text"
+        raise refuse(op, argument, " or ".join(map(str, dtypes)), found)
 
 
 def check_window(op: str, window_size: Any) -> tuple[int, int]:

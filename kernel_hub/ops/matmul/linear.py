@@ -93,15 +93,18 @@ def linear(
 def _check(
     a: Any, b: Any, bias: Any = None, residual: Any = None, out: Any = None, out_dtype: Any = None
 ) -> None:
+    common.check_tensor(_OP, "a", a)
+    if a.is_floating_point() and a.dtype.itemsize == 1:  # e4m3 is not for here
+        expected = "dtype float16, bfloat16 or float8_e4m3fn (a.to(torch.float8_e4m3fn))"
+        raise common.refuse(_OP, "a", expected, a)
     common.check_data(_OP, "a", a)
     if a.dtype not in _DTYPES:
-        raise common.refuse(_OP, "a", "dtype float16 or bfloat16", a)
+        raise common.refuse(_OP, "a", "dtype float16, bfloat16 or float8_e4m3fn", a)
     k = a.shape[-1]
     if k % 8:
         raise common.refuse(_OP, "a", "a last dimension (k) that is a multiple of 8", a)
-    common.check_data(_OP, "b", b)
+    common.check_weight(_OP, "b", b, k, a)
     n = b.shape[0]
-    common.check_like(_OP, "b", b, (n, k), a)
     if max(n, k) > common.MAX_SIZE or a.numel() > common.MAX_SIZE * max(k, 1):
         raise common.refuse(_OP, "b", f"sizes of at most {common.MAX_SIZE}", b)
     if bias is not None:

@@ -68,15 +68,17 @@ def check(
     for argument, value in (("a", a), ("b", b)):
         common.check_tensor(_OP, argument, value)
         if value.dtype != DTYPE:
-            raise common.refuse(_OP, argument, "dtype float8_e4m3fn, as there are scales", value)
+            why = "as a is" if argument == "b" and a.dtype == DTYPE else "as there are scales"
+            raise common.refuse(_OP, argument, f"dtype float8_e4m3fn, {why}", value)
         if value.device.type not in ("cuda", "cpu", "meta"):
             raise common.refuse(_OP, argument, "a CUDA or CPU tensor", value)
     if a.dim() == 0 or a.shape[-1] % 16 or not a.shape[-1]:
         raise common.refuse(_OP, "a", "a last dimension (k) that is a multiple of 16", a)
     if a.shape[-1] > 1 and a.stride(-1) != 1:
         raise common.refuse(_OP, "a", "a contiguous last dimension (call .contiguous() first)", a)
-    n, k = b.shape[0] if b.dim() else 0, a.shape[-1]
-    common.check_like(_OP, "b", b, (n, k), a)
+    k = a.shape[-1]
+    common.check_weight(_OP, "b", b, k, a)
+    n = b.shape[0]
     if max(n, k) > common.MAX_SIZE or a.numel() > common.MAX_SIZE * k:
         raise common.refuse(_OP, "b", f"sizes of at most {common.MAX_SIZE}", b)
     if out_dtype is None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from .... import driver as _driver
 from .... import registry
+from ....archs import token_of
 from ....collection import manifest_write
 from ....collection.manifest import (
     Collection,
@@ -25,7 +26,14 @@ from ....collection.manifest import (
 )
 from ....collection.resolve import fitting, not_found
 from ....cubin import read_cubin
-from ....errors import CubinCorruptError, CubinNotFoundError, KernelHubError, ParamsError, nearest
+from ....errors import (
+    CubinCorruptError,
+    CubinNotFoundError,
+    KernelHubError,
+    ParamsError,
+    listed,
+    nearest,
+)
 from ....image.shipped import ShippedImage
 from ....kernel import Kernel
 from ....launch.function import device_number
@@ -100,7 +108,7 @@ class TritonCollection:
         if not isinstance(name, str):
             raise ParamsError(f"a kernel's name is a string, not {name!r:.80}")
         if name not in cubins:
-            shipped = ", ".join(nearest(name, cubins)[:12])
+            shipped = listed(nearest(name, cubins))
             raise CubinNotFoundError(
                 f"{self._collection.package} has no {name!r}; it has: {shipped}"
             )
@@ -116,7 +124,7 @@ class TritonCollection:
         and image do not say how to launch it, or not the same.
         """
         entries = self.entries(name)
-        arch = self._arch(name, device) if arch is None else plain_arch(arch)
+        arch = self._arch(name, device) if arch is None else token_of(arch)
         if arch not in entries:
             raise CubinNotFoundError(
                 f"{name} of {self._collection.package} is not built for {arch!r}; it is for "
@@ -236,13 +244,6 @@ class TritonCollection:
             )
         except ParamsError as error:
             raise CubinCorruptError(str(error)) from error
-
-
-def plain_arch(arch: object) -> str:
-    """'sm90' of 'sm90' or the compilers' 'sm_90'."""
-    if not isinstance(arch, str):
-        raise ParamsError(f"arch={arch!r:.80}: a text such as 'sm90'")
-    return arch.strip().replace("sm_", "sm", 1)
 
 
 def _check_image(image: CubinInfo, entry: CubinEntry, said: FunctionEntry, where: str) -> None:

@@ -14,19 +14,19 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ....archs import ARCHS
+from ....archs import ARCHS, tokens_of
 from ....collection.manifest import CubinEntry, FunctionEntry, ParamEntry
 from ....collection.manifest_write import function_entry
 from ....cubin import read_cubin
 from ....cubin.model import CubinInfo
-from ....errors import CompileError, KernelHubError, ParamsError, nearest
+from ....errors import CompileError, KernelHubError, ParamsError, listed, nearest
 from ....image.foreign import driver_floor
 from ..configuration import Configuration, configuration
 from ..grid import Grid, check_names
 from ..metadata import MAX_WARPS, Metadata
 from ..signature import c_types, with_signature
 from ..ttir import read_ttir
-from .collection import add, plain_arch
+from .collection import add
 from .frontend import compiled, jit_function, triton
 
 # Shared memory that a block may be granted, KiB, by compute capability: no GPU is there to ask.
@@ -148,17 +148,13 @@ def compile_configs(
 
 def archs(arch: str | Sequence[str]) -> list[str]:
     """The tokens of `arch`, checked: 'sm80,sm90' or a list."""
-    if not isinstance(arch, (str, list, tuple)):
-        raise ParamsError(f"arch={arch!r:.80}: expected 'sm80,sm90' or a list of such tokens")
-    tokens = [plain_arch(token) for token in (arch.split(",") if isinstance(arch, str) else arch)]
+    tokens = tokens_of(arch)
     for token in tokens:
-        if not re.fullmatch(r"sm\d{2,3}", token):
+        if not token[2:].isdigit():
             raise ParamsError(f"arch takes tokens such as sm80 or sm90, not {token!r}")
         if int(token[2:]) < 75:
             raise ParamsError(f"arch {token}: nothing is built here for GPUs before sm75")
-    if not tokens:
-        raise ParamsError("arch names no architecture: sm80, sm90, …")
-    return list(dict.fromkeys(tokens))
+    return tokens
 
 
 def _folder(out: Any) -> Path:
@@ -211,7 +207,7 @@ def _configuration(
         if option not in known:
             raise ParamsError(
                 f"{option!r} is neither an argument of {jit.__name__} ({', '.join(jit.arg_names)}) "
-                f"nor an option of Triton's compiler: {', '.join(nearest(option, known)[:5])}, …"
+                f"nor an option of Triton's compiler: {listed(nearest(option, known), 5)}"
             )
     for option, most in (("num_warps", MAX_WARPS), ("num_stages", 1 << 10)):
         if type(options[option]) is not int or not 1 <= options[option] <= most:

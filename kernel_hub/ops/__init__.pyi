@@ -1,0 +1,213 @@
+"""The ops as type checkers see them; written by tools/op_types.py."""
+
+from collections.abc import Sequence as Sequence
+from typing import Literal, overload
+
+import torch
+
+@overload
+def append_kv(
+    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *,
+    cache_seqlens: torch.Tensor | None = None, block_table: torch.Tensor | None = None,
+    slot_mapping: torch.Tensor | None = None, cu_seqlens: torch.Tensor | None = None,
+    q: None = None, cos: torch.Tensor | None = None, sin: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None, interleaved: bool = False,
+    rotary_dim: int | None = None, k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None, out_q: torch.Tensor | None = None,
+    out_k: torch.Tensor | None = None,
+) -> None: ...  # fmt: skip
+@overload
+def append_kv(
+    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *,
+    cache_seqlens: torch.Tensor | None = None, block_table: torch.Tensor | None = None,
+    slot_mapping: torch.Tensor | None = None, cu_seqlens: torch.Tensor | None = None,
+    q: torch.Tensor, cos: torch.Tensor | None = None, sin: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None, interleaved: bool = False,
+    rotary_dim: int | None = None, k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None, out_q: torch.Tensor | None = None,
+    out_k: torch.Tensor | None = None,
+) -> torch.Tensor: ...  # fmt: skip
+def batched_matmul(
+    a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def decode_attention(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *,
+    cache_seqlens: torch.Tensor, k: torch.Tensor | None = None, v: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None, cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None, interleaved: bool = False, rotary_dim: int | None = None,
+    qkv_bias: torch.Tensor | None = None, softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None, num_splits: int = 0,
+    out: torch.Tensor | None = None, return_lse: Literal[False] = False,
+    k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None,
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def decode_attention(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *,
+    cache_seqlens: torch.Tensor, k: torch.Tensor | None = None, v: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None, cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None, interleaved: bool = False, rotary_dim: int | None = None,
+    qkv_bias: torch.Tensor | None = None, softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None, num_splits: int = 0,
+    out: torch.Tensor | None = None, return_lse: Literal[True],
+    k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+@overload
+def decode_attention(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *,
+    cache_seqlens: torch.Tensor, k: torch.Tensor | None = None, v: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None, cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None, interleaved: bool = False, rotary_dim: int | None = None,
+    qkv_bias: torch.Tensor | None = None, softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None, num_splits: int = 0,
+    out: torch.Tensor | None = None, return_lse: bool, k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+@overload
+def flash_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False,
+    softmax_scale: float | None = None, window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None, cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
+    block_table: torch.Tensor | None = None, cache_seqlens: torch.Tensor | None = None,
+    layout: str = 'bshd', out: torch.Tensor | None = None, return_lse: Literal[False] = False,
+    deterministic: bool = False, q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def flash_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False,
+    softmax_scale: float | None = None, window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None, cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
+    block_table: torch.Tensor | None = None, cache_seqlens: torch.Tensor | None = None,
+    layout: str = 'bshd', out: torch.Tensor | None = None, return_lse: Literal[True],
+    deterministic: bool = False, q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+@overload
+def flash_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False,
+    softmax_scale: float | None = None, window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None, cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
+    block_table: torch.Tensor | None = None, cache_seqlens: torch.Tensor | None = None,
+    layout: str = 'bshd', out: torch.Tensor | None = None, return_lse: bool,
+    deterministic: bool = False, q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+@overload
+def flash_attention_qkvpacked(
+    qkv: torch.Tensor, *, num_heads: int | None = None, num_kv_heads: int | None = None,
+    causal: bool = False, softmax_scale: float | None = None,
+    window_size: Sequence[int] = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None, cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None, out: torch.Tensor | None = None,
+    return_lse: Literal[False] = False, deterministic: bool = False,
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def flash_attention_qkvpacked(
+    qkv: torch.Tensor, *, num_heads: int | None = None, num_kv_heads: int | None = None,
+    causal: bool = False, softmax_scale: float | None = None,
+    window_size: Sequence[int] = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None, cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None, out: torch.Tensor | None = None, return_lse: Literal[True],
+    deterministic: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+@overload
+def flash_attention_qkvpacked(
+    qkv: torch.Tensor, *, num_heads: int | None = None, num_kv_heads: int | None = None,
+    causal: bool = False, softmax_scale: float | None = None,
+    window_size: Sequence[int] = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None, cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None, out: torch.Tensor | None = None, return_lse: bool,
+    deterministic: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+def grouped_linear(
+    a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, *,
+    bias: torch.Tensor | None = None, activation: str | None = None,
+    out: torch.Tensor | None = None, out_dtype: torch.dtype | None = None,
+) -> torch.Tensor: ...  # fmt: skip
+def linear(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, *,
+    activation: str | None = None, residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None, out_dtype: torch.dtype | None = None,
+    a_scale: torch.Tensor | None = None, b_scale: torch.Tensor | None = None,
+    use_fast_accum: bool = False,
+) -> torch.Tensor: ...  # fmt: skip
+def merge_states(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor, *,
+    out: torch.Tensor | None = None, out_lse: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+@overload
+def qkv_linear(
+    x: torch.Tensor, w_qkv: torch.Tensor, bias: torch.Tensor | None = None,
+    cos: torch.Tensor | None = None, sin: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None, *, num_heads: int, num_kv_heads: int,
+    interleaved: bool = False, rotary_dim: int | None = None, k_cache: None = None,
+    v_cache: torch.Tensor | None = None, cache_seqlens: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None, slot_mapping: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None, out_q: torch.Tensor | None = None,
+    out_k: torch.Tensor | None = None, out_v: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...  # fmt: skip
+@overload
+def qkv_linear(
+    x: torch.Tensor, w_qkv: torch.Tensor, bias: torch.Tensor | None = None,
+    cos: torch.Tensor | None = None, sin: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None, *, num_heads: int, num_kv_heads: int,
+    interleaved: bool = False, rotary_dim: int | None = None, k_cache: torch.Tensor,
+    v_cache: torch.Tensor | None = None, cache_seqlens: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None, slot_mapping: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None, out_q: torch.Tensor | None = None,
+    out_k: torch.Tensor | None = None, out_v: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, None, None]: ...  # fmt: skip
+@overload
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-06, *, residual: None = None,
+    weight_offset: float = 0.0, out: torch.Tensor | None = None,
+    residual_out: torch.Tensor | None = None,
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-06, *, residual: torch.Tensor,
+    weight_offset: float = 0.0, out: torch.Tensor | None = None,
+    residual_out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+def rope(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    positions: torch.Tensor | None = None, *, interleaved: bool = False,
+    rotary_dim: int | None = None, out_q: torch.Tensor | None = None,
+    out_k: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+def silu_and_mul(
+    x: torch.Tensor, *, out: torch.Tensor | None = None,
+) -> torch.Tensor: ...  # fmt: skip
+def swiglu_linear(
+    a: torch.Tensor, b_gate_up: torch.Tensor, *, out: torch.Tensor | None = None,
+) -> torch.Tensor: ...  # fmt: skip
+
+__all__ = [
+    "append_kv",
+    "batched_matmul",
+    "decode_attention",
+    "flash_attention",
+    "flash_attention_qkvpacked",
+    "grouped_linear",
+    "linear",
+    "merge_states",
+    "qkv_linear",
+    "rms_norm",
+    "rope",
+    "silu_and_mul",
+    "swiglu_linear",
+]

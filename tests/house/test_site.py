@@ -1,0 +1,53 @@
+"""The site of the documentation: what becomes of docstrings and links. CI builds it whole."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def load(name: str) -> ModuleType:
+    for package in ("griffe", "mkdocs"):
+        pytest.importorskip(package, reason=f"{package} is not installed: pip install '.[docs]'")
+    spec = importlib.util.spec_from_file_location(f"site_{name}", ROOT / f"tools/site/{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_arguments_become_a_list() -> None:
+    end = "\n\nReturns y.\nSource: a book."
+    text = f"Say.\n\n    y = x + 1\n\nx, y: rows\n    of it.\n*more: others.{end}"
+    found = load("docstrings").as_markdown(text)
+    assert "    y = x + 1" in found
+    assert "- **`x, y`**: rows\n  of it.\n- **`*more`**: others." in found
+    assert found.endswith(end)
+
+
+@pytest.mark.parametrize(
+    ("text", "source", "page", "expected"),
+    [
+        ("[a](docs/formats.md#x)", "README.md", "index.md", "[a](formats.md#x)"),
+        ("[a](../formats.md)", "docs/notes/rope.md", "notes/rope.md", "[a](../formats.md)"),
+        ("[examples/](examples)", "README.md", "index.md", "examples/"),
+        ("[b](https://x.y)", "README.md", "index.md", "[b](https://x.y)"),
+        ("[c](benchmarks/RESULTS.md)", "README.md", "index.md", "[c](results.md)"),
+    ],
+)
+def test_links(text: str, source: str, page: str, expected: str) -> None:
+    assert load("pages").linked(text, source, page) == expected
+
+
+def test_every_op_has_a_page() -> None:
+    pytest.importorskip("torch", reason="the ops are torch ops")
+    from kernel_hub import ops
+
+    assert {f"reference/ops/{op}.md" for op in ops.__all__} <= load("pages").reference().keys()
