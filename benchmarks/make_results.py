@@ -1,4 +1,4 @@
-"""benchmarks/results/*.json -> benchmarks/RESULTS.md, and the table between README's markers.
+"""benchmarks/results/*.json -> benchmarks/RESULTS.md, and the tables between both READMEs' markers.
 
 python benchmarks/make_results.py           writes both
 python benchmarks/make_results.py --check   fails where they are out of date
@@ -199,37 +199,34 @@ def document(families: list[Family]) -> str:
 
 
 def summary(families: list[Family]) -> str:
-    """README's table: the launch and start cases one by one, each other family in a line."""
+    """README's tables: a line for each family of kernels; launches and starts one by one."""
     if not families:
         return "Not measured yet: `make bench` on a GPU."
-    lines = [line(["what", "kernel_hub", "best peer", "ratio"]), line(["---"] * 4)]
+    kernels, cases = [], []
     for family in families:
         if family.name in ("launch", "start"):
-            lines += [summary_line(case) for case in family.cases if case.ours]
-            continue
-        ratios = family.ratios
-        if ratios and not family.is_drawn:
-            ahead = sum(ratio <= 1 for ratio in ratios)
-            lines.append(
-                line(
-                    [
-                        family.name,
-                        f"ahead or level in {ahead} of {len(ratios)} cases",
-                        "",
-                        f"{min(ratios):.2f} to {max(ratios):.2f}",
-                    ]
-                )
-            )
-    lines += drawn_summary(families)
+            cases += [summary_line(case) for case in family.cases if case.ours]
+        elif family.ratios and not family.is_drawn:
+            kernels.append(ratios_line(family.name, f"{len(family.ratios)}", family.ratios))
+    kernels += drawn_summary(families)
+    lines = []
+    if kernels:
+        heads = ["kernels", "cases", "geometric mean", "worst", f"over {_MOST[0]:.2f}"]
+        lines += [line(heads), line(["---"] * len(heads)), *kernels, ""]
+    if cases:
+        heads = ["launching", "kernel_hub", "best peer", "ratio"]
+        lines += [line(heads), line(["---"] * len(heads)), *cases, ""]
     measured = dict.fromkeys(f"{family.gpu}, driver {family.driver}" for family in families)
     note = "Ratio: our time over the best peer's, below 1 is ahead. All rows, versions and commands"
-    return "\n".join(
-        [
-            *lines,
-            "",
-            f"Measured on {'; '.join(measured)}. {note}: [RESULTS.md](benchmarks/RESULTS.md).",
-        ]
-    )
+    last = f"Measured on {'; '.join(measured)}. {note}: [RESULTS.md](benchmarks/RESULTS.md)."
+    return "\n".join([*lines, last])
+
+
+def ratios_line(name: str, cases: str, ratios: Sequence[float]) -> str:
+    """Geometric mean and worst of a family's ratios, and the share that is behind."""
+    over = sum(ratio > _MOST[0] for ratio in ratios) / len(ratios)
+    mean = statistics.geometric_mean(ratios)
+    return line([name, cases, f"{mean:.2f}", f"{max(ratios):.2f}", f"{over:.0%}"])
 
 
 def drawn_summary(families: Iterable[Family]) -> list[str]:
@@ -241,12 +238,8 @@ def drawn_summary(families: Iterable[Family]) -> list[str]:
     lines = []
     for name, seeds in found.items():
         ratios = [ratio for seed in seeds for ratio in seed]
-        runs = f"{len(ratios)} cases of {len(seeds)} seed{'s' * (len(seeds) > 1)}"
-        mean = statistics.geometric_mean(ratios)
-        over = f"{sum(ratio > _MOST[0] for ratio in ratios) / len(ratios):.0%} over {_MOST[0]:.2f}"
-        lines.append(
-            line([name, f"{runs}, {over}", "", f"mean {mean:.2f}, worst {max(ratios):.2f}"])
-        )
+        runs = f"{len(ratios)}, of {len(seeds)} seed{'s' * (len(seeds) > 1)}"
+        lines.append(ratios_line(name, runs, ratios))
     return lines
 
 
@@ -286,10 +279,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; fail if out of date")
     args = parser.parse_args(argv)
     families = load(RESULTS)
-    readme = ROOT / "README.md"
+    readmes = ROOT / "README.md", ROOT / "README.zh-CN.md"
     texts = {
         ROOT / "benchmarks/RESULTS.md": document(families),
-        readme: replaced(readme.read_text(encoding="utf-8"), summary(families)),
+        **{
+            readme: replaced(readme.read_text(encoding="utf-8"), summary(families))
+            for readme in readmes
+        },
     }
     stale = [f for f, text in texts.items() if not f.exists() or f.read_text("utf-8") != text]
     for file in stale:

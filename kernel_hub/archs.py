@@ -48,7 +48,7 @@ def tokens_of(archs: Any, argument: str = "arch") -> list[str]:
         archs = [archs]
     parts = [part for text in archs for part in (text.split(",") if type(text) is str else [text])]
     if not parts:
-        raise ParamsError(f"{argument} names no architecture: {', '.join(ARCHS)}, …")
+        raise ParamsError(f"{argument}={archs!r:.80} names no architecture: {', '.join(ARCHS)}, …")
     return list(dict.fromkeys(token_of(part, argument) for part in parts))
 
 

@@ -7,10 +7,11 @@ Nothing is loaded before it is launched.
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from .errors import CubinNotFoundError, ParamsError, listed, nearest
 from .kernel import Kernel
 
 ENTRY_POINT_GROUP = "kernel_hub.cubins"
+_DIGEST = re.compile(r"[0-9a-fA-F]{16,64}")
 DTYPE_TOKENS = ("fp16", "bf16", "fp32", "fp64", "e4m3", "e5m2", "int8", "int4")
 
 
@@ -83,6 +85,42 @@ class Registry:
 
     def __repr__(self) -> str:
         return f"<Registry of {self._package}: {', '.join(self)}>"
+
+    def has(self, name: str, *, arch: Any = None, dtype: str | None = None) -> bool:
+        """Whether a cubin of that name is shipped, built for `arch`, with functions of `dtype`."""
+        token = None if arch is None else token_of(arch)
+        entries = open_collection(self._package).manifest.cubins.get(name, {})
+        return any(
+            (token is None or names_target(token, entry.target))
+            and (dtype is None or any(dtype_of(function) == dtype for function in entry.functions))
+            for entry in entries.values()
+        )
+
+    def require(self, name: str, *, sha256: str | Mapping[str, str] | None = None) -> Kernel:
+        """The Kernel of that name; with `sha256`, if it is built as it was when that was noted.
+
+        sha256: the digest of one of its builds, or of several by architecture ({'sm90': '…'}); 16
+            digits or more, as `kernel-hub verify` shows them.
+        Raises CubinNotFoundError where it is not shipped, not for that architecture or otherwise.
+        """
+        kernel = self[name]
+        entries = open_collection(self._package).manifest.cubins[name]
+        built = {arch: entry.sha256 for arch, entry in entries.items()}
+        if isinstance(sha256, Mapping):
+            asked = {token_of(arch, "sha256"): digest for arch, digest in sha256.items()}
+        else:
+            asked = {} if sha256 is None else {"": sha256}
+        for arch, digest in asked.items():
+            if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
+                raise ParamsError(f"sha256={digest!r:.80}: 16 to 64 hexadecimal digits")
+            there = built.values() if not arch else [built[arch]] if arch in built else []
+            if not any(each.startswith(digest.lower()) for each in there):
+                raise CubinNotFoundError(
+                    f"{self._package} ships no {name} of sha256 {digest}"
+                    + f" for {arch}" * bool(arch)
+                    + f"; it ships: {', '.join(f'{a} {d}' for a, d in sorted(built.items()))}"
+                )
+        return kernel
 
     def find(self, *, arch: str | None = None, dtype: str | None = None) -> list[Found]:
         """The shipped functions, of one architecture ('sm90') and dtype token ('bf16') if given.

@@ -6,7 +6,7 @@ import pytest
 
 from kernel_hub import registry
 from kernel_hub.collection.manifest import open_collection
-from kernel_hub.errors import CubinNotFoundError
+from kernel_hub.errors import CubinNotFoundError, ParamsError
 
 
 def test_find_filters_by_arch_and_dtype() -> None:
@@ -45,3 +45,28 @@ def test_names() -> None:
         registry["ropes"]
     with pytest.raises(AttributeError, match="rope"):
         _ = registry.ropes
+
+
+def test_has_answers_for_an_architecture_and_a_dtype() -> None:
+    assert registry.has("rms_norm") and not registry.has("rms_nrm")
+    assert registry.has("rms_norm", arch="SM90", dtype="bf16")
+    assert not registry.has("rms_norm", arch="75") and not registry.has("rms_norm", dtype="e4m3")
+    assert registry.has("linear_sm90", arch="90a") and not registry.has("linear_sm90", arch=(8, 0))
+    with pytest.raises(ParamsError, match="no architecture"):
+        registry.has("rms_norm", arch="hopper")
+
+
+def test_a_kernel_is_pinned_by_its_digest() -> None:
+    entries = open_collection().manifest.cubins["rms_norm"]
+    digest = entries["sm90"].sha256
+    assert registry.require("rms_norm") is registry.rms_norm
+    for pinned in (digest, digest[:16].upper(), {"sm_90": digest, "80": entries["sm80"].sha256}):
+        assert registry.require("rms_norm", sha256=pinned) is registry.rms_norm
+    for wrong in (digest[::-1], {"sm80": digest}, {"sm75": digest}):
+        with pytest.raises(CubinNotFoundError, match=f"it ships: sm80 .*sm90 {digest}"):
+            registry.require("rms_norm", sha256=wrong)
+    for odd in (digest[:8], "", "z" * 64, 5):
+        with pytest.raises(ParamsError, match="16 to 64 hexadecimal digits"):
+            registry.require("rms_norm", sha256=odd)  # type: ignore[arg-type]
+    with pytest.raises(CubinNotFoundError, match="ships no cubin 'rms_nrm'"):
+        registry.require("rms_nrm", sha256=digest)

@@ -170,9 +170,12 @@ def heading(text: str) -> None:
         print(text)
 
 
-def note(text: str) -> None:
-    """Plain lines; on a terminal broken between words, what follows further in."""
-    if not sys.stdout.isatty():
+def note(text: str, *, wraps: bool = True) -> None:
+    """Plain lines; on a terminal broken between words, what follows further in.
+
+    wraps: no for what people copy (commands), or what has columns of its own.
+    """
+    if not (wraps and sys.stdout.isatty()):
         print(text)
         return
     width = shutil.get_terminal_size().columns

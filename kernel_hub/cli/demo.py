@@ -248,7 +248,8 @@ def _print_way_on(report: DemoReport) -> None:
         if report.no_torch:
             _console.note(
                 "the ops on the CPU need torch (about 0.2 GB to download): "
-                + ("make demo TORCH=cpu" if in_checkout else _pip(torch_builds.CPU_INDEX))
+                + ("make demo TORCH=cpu" if in_checkout else _pip(torch_builds.CPU_INDEX)),
+                wraps=False,
             )
         return
     build = torch_builds.build_for(driver.get().version)
@@ -257,7 +258,8 @@ def _print_way_on(report: DemoReport) -> None:
     _console.note(
         f"the ops on this GPU need torch with CUDA {build.cuda}, "
         f"{torch_builds.cost(build, ROOT)}:\n"
-        f"  {'make demo TORCH=cuda' if in_checkout else _pip(build.index)}"
+        f"  {'make demo TORCH=cuda' if in_checkout else _pip(build.index)}",
+        wraps=False,
     )
 
 

@@ -277,5 +277,5 @@ def run(args: argparse.Namespace) -> int:
             if one["kind"] != "cubin":
                 raise KernelHubError(f"--sass reads cubins; {one['image']} is {one['kind']}")
             symbol = next(iter(one["functions"])) if args.function else None
-            _console.note(_sass.disassemble(data[one["image"]], symbol))
+            _console.note(_sass.disassemble(data[one["image"]], symbol), wraps=False)
     return 0

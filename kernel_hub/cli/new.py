@@ -88,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
     call = f"{args.name}.{args.name}(numpy.arange(5))"
     _console.note(
         f"next:\n  cd {root}\n  ./build_cubins.sh\n"
-        f'  python -c "import numpy, {args.name}; print({call})"'
+        f'  python -c "import numpy, {args.name}; print({call})"',
+        wraps=False,
     )
     return 0

@@ -25,7 +25,6 @@ LACKING: dict[str, tuple[Any, str]] = {
     "qv": (None, "the part of q for latent attention has no kernel here"),
     "attention_chunk": (0, "give each chunk a sequence of its own by cu_seqlens"),
     "seqused_q": (None, "give cu_seqlens_q the lengths that are used"),
-    "rotary_seqlens": (None, "rotate q and k beforehand (kernel_hub.ops.rope, positions=)"),
 }  # fmt: skip
 
 
@@ -141,12 +140,13 @@ def _paged(op: str, k: Any, v: Any, table: Any) -> tuple[Any, Any, Any]:
 def attend_cached(
     op: str, q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, rotary: tuple[Any, Any, bool],
     cache_seqlens: Any, cache_batch_idx: Any, block_table: Any, options: dict[str, Any],
-    num_splits: Any, cu_seqlens_k_new: Any = None,
+    num_splits: Any, cu_seqlens_k_new: Any = None, rotary_seqlens: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(out, lse) of queries over a cache that k and v are written to first, where given.
 
     By one launch of `ops.decode_attention` where that takes the call, else `append_kv` and
-    `flash_attention`. rotary: cos, sin, interleaved. options: those of `flash_attention`.
+    `flash_attention`. rotary: cos, sin, interleaved; from the places rotary_seqlens on, where
+    they are not cache_seqlens. options: those of `flash_attention`.
     """
     check_tensors(op, q=q, k_cache=k_cache, v_cache=v_cache)
     bounds: Any = options.get("cu_seqlens_q")
@@ -182,8 +182,11 @@ def attend_cached(
     is_copy = table is not None and pages is None
     seqlen_q = 0 if is_ragged else q.shape[1]
     cos, sin, is_interleaved = rotary
+    if cos is None or rotary_seqlens is cache_seqlens:
+        rotary_seqlens = None
     decodes = (
-        1 <= seqlen_q <= _MAX_DECODE
+        rotary_seqlens is None
+        and 1 <= seqlen_q <= _MAX_DECODE
         and q.dtype in _HALF
         and (options["causal"] or seqlen_q == 1)
         and (k is None or (k.dim() == 4 and k.shape[1] == seqlen_q and not is_copy))
@@ -206,12 +209,16 @@ def attend_cached(
         lengths = cache_seqlens
         if k is not None:
             turn = {"cos": cos, "sin": sin, "interleaved": is_interleaved}
+            positions = None
+            if cos is not None:
+                starts = lengths if rotary_seqlens is None else rotary_seqlens
+                q = _rotated(op, q, starts, options, turn)
+                if rotary_seqlens is not None:
+                    positions = _places(op, "k", k, starts)
             ops.append_kv(
                 k, v, k_cache, v_cache, cache_seqlens=lengths, block_table=table,
-                cu_seqlens=cu_seqlens_k_new, **turn,
+                cu_seqlens=cu_seqlens_k_new, positions=positions, **turn,
             )  # fmt: skip
-            if cos is not None:
-                q = _rotated(op, q, keys, lengths, options, turn)
             if is_copy:
                 keys, values, _ = _paged(op, k_cache, v_cache, table)
             new = k.shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.diff()
@@ -225,19 +232,28 @@ def attend_cached(
     return out[..., :head_dim], lse
 
 
+def _places(op: str, argument: str, x: torch.Tensor, starts: Any) -> torch.Tensor:
+    """(batch_size, tokens of x): where each stands, the first of a sequence at `starts`."""
+    if x.dim() != 4:
+        expected = "shape (batch_size, seqlen, heads, head_dim) with rotary_cos"
+        raise common.refuse(op, argument, expected, x)
+    if starts.shape != x.shape[:1] or starts.dtype != torch.int32:
+        raise common.refuse(op, "rotary_seqlens", f"shape ({x.shape[0]},), int32", starts)
+    steps = torch.arange(x.shape[1], dtype=torch.int32, device=x.device)
+    return starts[:, None] + steps
+
+
 def _rotated(
-    op: str, q: Any, keys: Any, lengths: Any, options: dict[str, Any], turn: dict[str, Any]
+    op: str, q: torch.Tensor, starts: Any, options: dict[str, Any], turn: dict[str, Any]
 ) -> torch.Tensor:
     """q at the places of its tokens; all at the first, where no mask tells them apart."""
-    if q.dim() != 4:
-        raise common.refuse(op, "rotary_cos", "None beside cu_seqlens_q", "a tensor")
+    check_tensors(op, cache_seqlens=starts)
+    places = _places(op, "q", q, starts)
     window = common.check_window(op, options["window_size"])
-    steps = torch.arange(q.shape[1], dtype=torch.int32, device=q.device)
     if not options["causal"] and window == (-1, -1):
-        steps = torch.zeros_like(steps)
-    positions = (lengths[:, None] + steps).contiguous()
-    cos, sin = turn["cos"], turn["sin"]
-    turned, _ = ops.rope(q, q[:, :, :1], cos, sin, positions, interleaved=turn["interleaved"])
+        places = starts[:, None].expand_as(places).contiguous()
+    cos, sin, is_interleaved = turn.values()
+    turned, _ = ops.rope(q, q[:, :, :1], cos, sin, places, interleaved=is_interleaved)
     return turned
 
 

@@ -273,13 +273,13 @@ def flash_attn_with_kvcache(
 
     cu_seqlens_q, max_seqlen_q: q is ragged, (total_q, num_heads, head_dim), and not rotated.
     cu_seqlens_k_new: so are k and v.
-    cache_leftpad, rotary_seqlens: must be None.
+    rotary_seqlens: (batch_size,) int32: where rotation starts, if not at cache_seqlens.
+    cache_leftpad: must be None.
     Returns out, or (out, lse, and two empty tensors, as theirs are without splits).
     """
     op = "flash_attn_with_kvcache"
     mapping.check_lacking(
         op, qv=qv, attention_chunk=attention_chunk, cache_leftpad=cache_leftpad,
-        rotary_seqlens=rotary_seqlens,
     )  # fmt: skip
     options = mapping.scores(
         q, softmax_scale, softcap, window_size, causal=causal,
@@ -290,7 +290,7 @@ def flash_attn_with_kvcache(
         options |= {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": mapping.length(max_seqlen_q)}
     out, lse = mapping.attend_cached(
         op, q, k_cache, v_cache, k, v, (rotary_cos, rotary_sin, rotary_interleaved), cache_seqlens,
-        cache_batch_idx, page_table, options, num_splits, cu_seqlens_k_new,
+        cache_batch_idx, page_table, options, num_splits, cu_seqlens_k_new, rotary_seqlens,
     )  # fmt: skip
     empty = lse.new_empty(0)
     return (out, lse, empty, empty) if return_softmax_lse else out

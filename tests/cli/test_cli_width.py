@@ -78,6 +78,13 @@ def test_rows_too_wide_are_stacked() -> None:
     assert "flash_attention_backward_sm90_fp16_hdim128_rows80_convert" in lines
 
 
+def test_commands_and_code_are_not_broken(tmp_path: Path) -> None:
+    name = "a_kernel_of_a_long_name_whose_command_is_wide"
+    said = on_a_terminal("new", name, "--into", str(tmp_path))
+    command = f'  python -c "import numpy, {name}; print({name}.{name}(numpy.arange(5)))"'
+    assert command in said
+
+
 @pytest.fixture
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("rich", reason="rich is not installed")

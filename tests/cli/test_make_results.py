@@ -85,7 +85,7 @@ def test_the_readme(families: list[Any]) -> None:
     table = make_results.summary(families)
     line = "| 3 tensors | 4,500 ns (bound 3,900, C floor 3,200) | 5,900 (CuPy) | 0.76 |"
     assert line in table
-    assert "| rms_norm | ahead or level in 1 of 2 cases |  | 0.90 to 1.03 |" in table
+    assert "| rms_norm | 2 | 0.96 | 1.03 | 0% |" in table
     text = make_results.replaced(f"a\n{make_results.BEGIN}\nold\n{make_results.END}\nb\n", "new")
     assert text == f"a\n{make_results.BEGIN}\nnew\n{make_results.END}\nb\n"
     with pytest.raises(ValueError, match="needs one line"):
@@ -102,7 +102,7 @@ def test_cases_drawn_by_lot_are_summed_up(tmp_path: Path) -> None:
         ]
         (tmp_path / f"h200_{seed}.json").write_text(json.dumps(rows))
     families = make_results.load(tmp_path)
-    expected = "| by lot linear | 2 cases of 2 seeds, 50% over 1.10 |  | mean 0.77, worst 1.20 |"
+    expected = "| by lot linear | 2, of 2 seeds | 0.77 | 1.20 | 50% |"
     table = make_results.summary(families)
     assert expected in table and "not counted" not in table
     text = make_results.document(families)
@@ -122,13 +122,14 @@ def test_it_writes_once_and_checks(
 ) -> None:
     (tmp_path / "benchmarks").mkdir()
     readme = tmp_path / "README.md"
-    readme.write_text(f"{make_results.BEGIN}\n{make_results.END}\n")
+    for file in (readme, tmp_path / "README.zh-CN.md"):
+        file.write_text(f"{make_results.BEGIN}\n{make_results.END}\n")
     (tmp_path / "h200.json").write_text(json.dumps(ROWS))
     monkeypatch.setattr(make_results, "ROOT", tmp_path)
     monkeypatch.setattr(make_results, "RESULTS", tmp_path)
     assert make_results.main(["--check"]) == 1
     assert make_results.main([]) == 0
-    assert capsys.readouterr().out.count("wrote ") == 2
+    assert capsys.readouterr().out.count("wrote ") == 3
     assert make_results.main(["--check"]) == 0
     assert "5,900 (CuPy)" in readme.read_text()
 

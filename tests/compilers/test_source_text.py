@@ -191,8 +191,7 @@ def test_object_code_that_is_not_as_it_should_be(given: dict[str, object], words
     assert Kernel(named).function_names == ["f<int>"]
 
 
-def test_architectures() -> None:
-    assert [source._arch(a) for a in ("sm90", "sm_90a", (8, 6))] == ["sm_90", "sm_90a", "sm_86"]
+def test_the_architecture_of_a_gpu() -> None:
     assert [source._own_arch(c) for c in ((8, 9), (9, 0), (12, 1))] == [
         *("sm_89", "sm_90a", "sm_121a"),
     ]

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = (
     *("kernel_hub", "csrc", "cubins", "tests", "examples", "benchmarks", "docs", "native"),
     *("setup.py", "pyproject.toml", "MANIFEST.in", "Makefile", "build_cubins.sh", "LICENSE"),
-    *("README.md", ".clang-format", "tools"),
+    *("README.md", "README.zh-CN.md", "CHANGELOG.md", "mkdocs.yml", ".clang-format", "tools"),
 )
 needs_setuptools = pytest.mark.skipif(
     not importlib.util.find_spec("setuptools")

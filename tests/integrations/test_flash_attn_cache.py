@@ -47,6 +47,7 @@ def case_by_lot(lot: random.Random) -> dict[str, Any]:
         "lengths": lot.choice(["tensor", "number", None]) if seqlen_new is None else "tensor",
         "num_splits": lot.choice([0, 1, 3]),
         "version": lot.choice([2, 3]),
+        "starts": lot.choice(["own", "same", "none"]),
     }
 
 
@@ -100,10 +101,14 @@ def test_by_lot(seed: int) -> None:
                 "rotary_sin": sin,
                 "rotary_interleaved": case["interleaved"],
             }
-            steps = torch.arange(max(seqlen_q, seqlen_new)) + lengths[:, None]
+            starts = lengths
+            if case["version"] == 3 and case["starts"] != "none":
+                starts = lengths if case["starts"] == "same" else lengths // 2
+                given["rotary_seqlens"] = starts
+            steps = torch.arange(max(seqlen_q, seqlen_new)) + starts[:, None]
             how = cos, sin
             is_masked = case["causal"] or case["window_size"] != (-1, -1)
-            places = steps if is_masked else lengths[:, None].expand_as(steps)
+            places = steps if is_masked else starts[:, None].expand_as(steps)
             query = turned(q.float(), *how, places[:, :seqlen_q], case["interleaved"]).bfloat16()
             new_k = turned(k.float(), *how, steps[:, :seqlen_new], case["interleaved"]).bfloat16()
         for index, length in enumerate(lengths.tolist()):

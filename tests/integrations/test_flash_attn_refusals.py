@@ -124,14 +124,16 @@ WRONG: dict[str, Callable[[], Any]] = {
             RAGGED, RAGGED, RAGGED, BOUNDS, BOUNDS, 3, 3, seqused_k=LENGTHS
         )
     ),
-    "flash_attn_with_kvcache: rotary_cos: expected None beside cu_seqlens_q": (
+    "flash_attn_with_kvcache: q: expected shape (batch_size, seqlen, heads": (
         lambda: three.flash_attn_with_kvcache(
             RAGGED, *caches(), K1, K1, rotary_cos=COS, rotary_sin=COS, cache_seqlens=LENGTHS,
             cu_seqlens_q=BOUNDS,
         )
     ),
-    "flash_attn_with_kvcache: rotary_seqlens: expected None": (
-        lambda: three.flash_attn_with_kvcache(Q1, *caches(), rotary_seqlens=LENGTHS)
+    "flash_attn_with_kvcache: rotary_seqlens: expected shape (2,), int32": (
+        lambda: three.flash_attn_with_kvcache(
+            Q1, *caches(), K1, K1, None, COS, COS, LENGTHS, rotary_seqlens=LENGTHS.long()
+        )
     ),
     "flash_attn_combine: lse_partial: expected the shape of out_partial": (
         lambda: three.flash_attn_combine(Q, K)

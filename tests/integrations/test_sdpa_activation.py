@@ -48,6 +48,17 @@ def test_flash_comes_first_and_goes_back() -> None:
         torch._C._set_sdp_priority_order(before)
 
 
+def test_kernels_go_with_the_handle_that_is_removed() -> None:
+    """At once, whoever still holds it."""
+    op = "aten::_flash_attention_backward"
+    had = torch._C._dispatch_has_kernel_for_dispatch_key(op, "CPU")
+    handle = sdpa._register("CPU")
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(op, "CPU")
+    handle.remove()
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(op, "CPU") == had
+    handle.remove()
+
+
 class Other:
     """Another's implementation in torch's registry."""
 

@@ -69,7 +69,12 @@ def build(cubin: str) -> ctypes.CDLL:
         raise CannotEmulateError("no C++ compiler (g++)")
     source = SOURCES[cubin]
     digest = hashlib.sha256()
-    for path in [source, *sorted(CSRC.rglob("*.cuh")), *sorted(EMULATOR.rglob("*"))]:
+    for path in [
+        Path(__file__),
+        source,
+        *sorted(CSRC.rglob("*.cuh")),
+        *sorted(EMULATOR.rglob("*")),
+    ]:
         if path.is_file():
             digest.update(path.read_bytes())
     folder = private_folder("emulated")
@@ -85,7 +90,7 @@ def _compile(compiler: str, source: Path, library: Path) -> None:
         made = library.with_suffix(f".{os.getpid()}.tmp")
         command = [
             compiler, "-std=c++20", "-O1", "-U_FORTIFY_SOURCE", "-fno-strict-aliasing", "-fPIC",
-            "-shared", "-w",
+            "-shared", "-w", "-fno-gnu-unique",  # its threads are its own
             "-I", str(EMULATOR), *INCLUDE, "-isystem", str(_cuda_headers()),
             "-include", "emulator.h", "-x", "c++", str(source), "-o", str(made),
         ]  # fmt: skip

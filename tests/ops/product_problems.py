@@ -222,7 +222,7 @@ def _swiglu_linear(make: Maker) -> Problem:
     )
 
 
-def _turned(
+def rotated(
     x: torch.Tensor, c: torch.Tensor, s: torch.Tensor, interleaved: bool, rotary_dim: int
 ) -> torch.Tensor:
     half = rotary_dim // 2
@@ -300,7 +300,7 @@ def _qkv_linear(make: Maker) -> Problem:
         if cos is not None and sin is not None:
             c, s = (t.to(dtype)[numbers][:, None] for t in (cos, sin))
             for name in "qk":
-                parts[name] = _turned(parts[name], c, s, make["interleaved"], rotary_dim)
+                parts[name] = rotated(parts[name], c, s, make["interleaved"], rotary_dim)
         return parts
 
     truth, own = expected(torch.float64), expected(make.dtype)

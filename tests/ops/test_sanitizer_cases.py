@@ -17,7 +17,7 @@ from kernel_hub import ops
 from kernel_hub.ops.core import common
 from kernel_hub.ops.core.device import PlannedGpu, pretend
 from kernel_hub.ops.core.launch import forget_all
-from kernel_hub.ops.matmul import linear_launch, paired_plan
+from kernel_hub.ops.matmul import linear_launch, paired_launch, paired_plan
 
 PATH = Path(__file__).parent.parent / "gpu/sanitize.py"
 
@@ -52,9 +52,8 @@ def test_every_variant_is_launched(op: str, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(module_of(op), "_cpu_into", module_of(op)._cuda_into)
     # The numbers are of no matter here.
     monkeypatch.setattr(torch, "randn", torch.empty)
-    monkeypatch.setattr(linear_launch, "tensor_map", lambda *boxes: b"")
-    if op in paired_plan.TABLES:
-        monkeypatch.setattr(module_of(op), "tensor_map", lambda *layout: b"")
+    for launch in (linear_launch, paired_launch):
+        monkeypatch.setattr(launch, "tensor_map", lambda *boxes: b"")
     with pretend(PlannedGpu((9, 0), 132)):
         sanitize().CASES[op]("cpu")
     if op in paired_plan.TABLES:

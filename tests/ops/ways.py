@@ -8,6 +8,7 @@ import pkgutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import ops_coverage  # noqa: F401 (it counts)
 import pytest
@@ -70,20 +71,30 @@ def emulated_function(cubin: str, name: str) -> EmulatedFunction:
     return EmulatedFunction(cubin, name)
 
 
-@pytest.fixture(params=["emulated", pytest.param("gpu", marks=pytest.mark.gpu)])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Way]:
-    """CPU tensors and the kernels' source run by the emulator, or CUDA tensors and the cubins."""
-    # What the tables of earlier tests led to is no business of this one.
-    bounds.take(torch.empty(0, device="cuda" if request.param == "gpu" else "cpu"))
-    if request.param == "gpu":
-        yield Way("gpu", "cuda")
-        return
+def forget_reports(device: str) -> None:
+    """What the tables of earlier tests led to is no business of the next."""
+    bounds.take(torch.empty(0, device=device))
+
+
+def emulate(monkeypatch: pytest.MonkeyPatch, function: Any) -> None:
+    """CPU tensors go to function(cubin, name); skips where no kernel can be built for the CPU."""
     try:
         build("silu_and_mul")
     except CannotEmulateError as missing:
         pytest.skip(str(missing))
-    monkeypatch.setattr(common, "shipped", emulated_function)
+    monkeypatch.setattr(common, "shipped", function)
     launch_for_cpu(monkeypatch)
+
+
+@pytest.fixture(params=["emulated", pytest.param("gpu", marks=pytest.mark.gpu)])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Way]:
+    """CPU tensors and the kernels' source run by the emulator, or CUDA tensors and the cubins."""
+    if request.param == "gpu":
+        forget_reports("cuda")
+        yield Way("gpu", "cuda")
+        return
+    forget_reports("cpu")
+    emulate(monkeypatch, emulated_function)
     pretend(monkeypatch, (9, 0))
     yield Way("emulated", "cpu")
 
@@ -96,19 +107,15 @@ def hopper_function(cubin: str, name: str) -> HopperFunction:
 @pytest.fixture(params=["emulated", pytest.param("gpu", marks=pytest.mark.gpu)])
 def hopper_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Way]:
     """The same of the bodies for Hopper, planned for such a GPU of few multiprocessors."""
-    bounds.take(torch.empty(0, device="cuda" if request.param == "gpu" else "cpu"))
     if request.param == "gpu":
         if torch.cuda.get_device_capability() != (9, 0):
             pytest.skip("these kernels need a GPU of compute capability 9.0")
+        forget_reports("cuda")
         yield Way("gpu", "cuda")
         return
-    try:
-        build("silu_and_mul")
-    except CannotEmulateError as missing:
-        pytest.skip(str(missing))
-    monkeypatch.setattr(common, "shipped", hopper_function)
+    forget_reports("cpu")
+    emulate(monkeypatch, hopper_function)
     monkeypatch.setattr(tensor_maps, "make", make_map)
-    launch_for_cpu(monkeypatch)
     with plan_for(PlannedGpu((9, 0), EMULATED_SMS)):
         yield Way("emulated", "cpu")
     tensor_maps.known.clear()

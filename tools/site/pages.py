@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Page -> what of the repository it is.
 COPIES = {
     "index.md": "README.md",
+    "zh.md": "README.zh-CN.md",
     "results.md": "benchmarks/RESULTS.md",
     "changelog.md": "CHANGELOG.md",
 }
@@ -48,7 +49,7 @@ def ops() -> dict[str, str]:
     return {
         alias.name: f"kernel_hub.ops.{node.module}.{alias.name}"
         for node in tree.body
-        if isinstance(node, ast.ImportFrom)
+        if isinstance(node, ast.ImportFrom) and node.level == 1
         for alias in node.names
     }
 
@@ -76,7 +77,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
     notes = sorted(f"notes/{path.name}" for path in (ROOT / "docs/notes").glob("*.md"))
     config.nav = [
-        {"Start": "index.md"},
+        {"Start": ["index.md", "zh.md"]},
         {"Guides": there(guides)},
         {"Ops": [{op: f"reference/ops/{op}.md"} for op in sorted(ops())]},
         {"Runtime": [{title: f"reference/{page}.md"} for page, (title, _) in RUNTIME.items()]},

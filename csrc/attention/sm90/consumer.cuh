@@ -152,10 +152,7 @@ struct Consumer : Rows<C> {
         const uint32_t base = shared.v + v.stage * C::kKVBytes;
         for (int panel = 0; panel < C::kPanels; ++panel) {
             for (int i = 8 * rows + thread_idx; i < 8 * C::kBlockN; i += 128) {
-                asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(
-                                 base + panel * C::kKVPanelBytes + 16 * i),
-                             "r"(0)
-                             : "memory");
+                st_shared(base + panel * C::kKVPanelBytes + 16 * i, 0.f, 0.f, 0.f, 0.f);
             }
         }
         fence_proxy_async();

@@ -4,6 +4,7 @@
 #include "attention/lengths.cuh"
 #include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/mma.cuh"
+#include "kernel_hub/shared_reads.cuh"
 #include "kernel_hub/tma.cuh"
 #include "kernel_hub/warpgroup.cuh"
 
@@ -97,16 +98,6 @@ struct Tile {
     __device__ __forceinline__ bool is_empty() const { return block_end <= block_begin; }
     __device__ __forceinline__ int offset() const { return seqlen_k - seqlen_q; }
 };
-
-// Reads 16 bytes; volatile, so that no earlier read is used again.
-__device__ __forceinline__ int4 ld_shared_volatile(uint32_t address) {
-    int4 v;
-    asm volatile("ld.volatile.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "r"(address)
-                 : "memory");
-    return v;
-}
 
 // The sequences with keys and queries, the longest first, where their lengths are on the device.
 struct Order {

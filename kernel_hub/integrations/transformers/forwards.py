@@ -60,7 +60,7 @@ def norm_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     if reason is not None:
         return _original(self, reason, hidden_states)
     counts.took("rms_norm")
-    return rms_norm(_rows(hidden_states, 2), self.weight, **state.details)
+    return rms_norm(even_rows(hidden_states, 2), self.weight, **state.details)
 
 
 def linear_forward(self: Any, input: torch.Tensor) -> torch.Tensor:
@@ -69,7 +69,7 @@ def linear_forward(self: Any, input: torch.Tensor) -> torch.Tensor:
     if reason is not None:
         return _original(self, reason, input)
     counts.took("linear")
-    return linear(_rows(input), self.weight, self.bias)
+    return linear(even_rows(input), self.weight, self.bias)
 
 
 def mlp_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -81,9 +81,9 @@ def mlp_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         return _original(self, str(reason), x)
     counts.took("swiglu_linear")
     if fused.bias is None:
-        joined = swiglu_linear(_rows(x), fused.weight)
+        joined = swiglu_linear(even_rows(x), fused.weight)
     else:
-        joined = silu_and_mul(linear(_rows(x), fused.weight, fused.bias))
+        joined = silu_and_mul(linear(even_rows(x), fused.weight, fused.bias))
     return self.down_proj(joined)
 
 
@@ -148,19 +148,19 @@ def _projected(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rotated queries and keys, and values: (batch_size, seqlen, heads, head_dim) each."""
     heads = (*x.shape[:-1], -1, self.head_dim)
-    half_cos, half_sin, positions = _tables(cos, sin, x.shape[0])
+    half_cos, half_sin, positions = rotation_tables(cos, sin)
     fused = state.fused
     if fused is not None:
         sizes = [size // self.head_dim for size in fused.sizes]
         if state.details["norm"] is None and self.head_dim % 32 == 0:
             counts.took("qkv_linear")
             found: Any = qkv_linear(
-                _rows(x), fused.weight, num_heads=sizes[0], num_kv_heads=sizes[1], bias=fused.bias,
-                cos=half_cos, sin=half_sin, positions=positions,
+                even_rows(x), fused.weight, num_heads=sizes[0], num_kv_heads=sizes[1],
+                bias=fused.bias, cos=half_cos, sin=half_sin, positions=positions,
             )  # fmt: skip
             return found
         counts.took("linear")
-        q, k, v = linear(_rows(x), fused.weight, fused.bias).split(fused.sizes, -1)
+        q, k, v = linear(even_rows(x), fused.weight, fused.bias).split(fused.sizes, -1)
     else:
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
     if state.details["norm"] == "whole":
@@ -173,8 +173,8 @@ def _projected(
     return q, k, v
 
 
-def _tables(
-    cos: torch.Tensor, sin: torch.Tensor, batch_size: int
+def rotation_tables(
+    cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """(cos, sin, positions) as ops take them: transformers has an angle a token, in both halves."""
     rows, seqlen, head_dim = cos.shape
@@ -190,7 +190,7 @@ def _tables(
     return cos.reshape(-1, head_dim)[:, :half], sin.reshape(-1, head_dim)[:, :half], positions
 
 
-def _rows(x: torch.Tensor, groups: int = 1) -> torch.Tensor:
+def even_rows(x: torch.Tensor, groups: int = 1) -> torch.Tensor:
     """x with rows as ops take them: the last dimension contiguous, the leading ones in at most
     `groups` that are evenly spaced."""
     if x.is_contiguous():

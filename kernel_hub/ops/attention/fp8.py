@@ -156,9 +156,7 @@ def _gpu_forward(
         plan = _plans.keep(key, _plan(q, k, v, scales, out, dtype, need_lse, options))
     maps = plan.spans.apart.get(addresses)
     if maps is None:
-        plan.spans.refuse(addresses)
-        maps = launch.maps(plan.launch, q, k, v)
-        plan.spans.keep(addresses, maps)
+        maps = plan.spans.made(addresses, True, launch.maps, plan.launch, q, k, v)
     is_debugging = common.is_debugging()
     if is_debugging and any(table is not None for table in options.tables):
         checks.check_values(_OP, run.problem_of(q, k, v, plan.numbers, options))

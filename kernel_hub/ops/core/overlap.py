@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -127,6 +128,19 @@ class Spans:
         """
         self.refuse(addresses)
         self.keep(addresses)
+
+    def made(
+        self, addresses: tuple[int, ...], may_meet: bool, make: Callable[..., Any], *given: Any
+    ) -> Any:
+        """What `make(*given)` makes of addresses that are new here, remembered with them.
+
+        may_meet: the caller gave what is written; raises TensorError where it meets another.
+        """
+        if may_meet:
+            self.refuse(addresses)
+        made = make(*given)
+        self.keep(addresses, made)
+        return made
 
     def keep(self, addresses: tuple[int, ...], made: Any = ()) -> None:
         """Remember addresses that were found apart, and what was made of them."""

@@ -160,11 +160,12 @@ def _cuda_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, is_given: bo
         plan = _plan(a, b, out)
         found = _plans.keep(key, (plan, _writes.spans(out, a, b)))
     plan, spans = found
-    if is_given and addresses not in spans.apart:
-        spans.check(addresses)
+    maps = spans.apart.get(addresses)
+    if maps is None:
+        maps = spans.made(addresses, is_given, plan.maps, a, b, out)
     if plan.function is not None:
         try:
-            plan.run(out, a, b)
+            plan.run(maps, out, a, b)
         except KernelHubError:
             _check(a, b, out, out.dtype)  # names the devices that differ
             raise

@@ -10,7 +10,7 @@ import torch
 
 from ..core import common
 from ..core.tensor_maps import Boxes, tensor_map
-from .linear_launch import workspace
+from .linear_launch import ALONE, workspace
 from .tiles import BLOCK_K, TileChoice
 
 
@@ -57,23 +57,28 @@ class GroupedLaunch:
     out_boxes: Boxes | None = None  # where results leave through boxes
     options: Mapping[str, bool] = field(default_factory=dict)
 
+    def maps(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> tuple[bytes, ...]:
+        """The tensor maps of a call at new addresses; () where pointers are passed."""
+        if self.boxes is None:
+            return ()
+        out_map = a_map = tensor_map(a, self.boxes[0])  # not looked at where no boxes leave
+        if self.out_boxes is not None and not out.data_ptr() % common.VEC_BYTES:
+            out_map = tensor_map(out, self.out_boxes)
+        return out_map, a_map, tensor_map(b, self.boxes[1])
+
     def run(
-        self, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *more: Any, written: Any = ()
-    ) -> None:
+        self, maps: tuple[bytes, ...], out: torch.Tensor, a: torch.Tensor, b: torch.Tensor,
+        *more: Any, written: Any = (),
+    ) -> None:  # fmt: skip
         """Launch on the current stream. more: the other pointers; written: those that are."""
         choice = self.choice
         assert choice is not None
         outs = (*((out, None) if out.dtype == a.dtype else (None, out)), *written)
-        if self.boxes is None:
-            params: tuple[Any, ...] = (*outs, a, b, *more, *self.numbers)
+        if maps:
+            shared = workspace(choice, out.device) if choice.num_partials else ALONE
+            params: tuple[Any, ...] = (*outs, *shared, *maps, *more, *self.numbers)
         else:
-            a_map = tensor_map(a, self.boxes[0])
-            b_map = tensor_map(b, self.boxes[1])
-            out_map = a_map  # not looked at where results leave in another way
-            if self.out_boxes is not None and not out.data_ptr() % common.VEC_BYTES:
-                out_map = tensor_map(out, self.out_boxes)
-            shared = workspace(choice, out.device)
-            params = (*outs, *shared, out_map, a_map, b_map, *more, *self.numbers)
+            params = (*outs, a, b, *more, *self.numbers)
         self.function(choice.grid, choice.block, choice.shared_bytes, None, params, **self.options)
 
 

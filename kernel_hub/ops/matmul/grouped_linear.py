@@ -159,8 +159,10 @@ def _cuda_into(
     is_given: bool = True,
 ) -> None:
     """is_given: the caller gave out, which may overlap the rest."""
-    a_at, b_at = a.data_ptr(), b.data_ptr()
-    low_bits = (a_at | b_at) & 15
+    addresses: tuple[int, ...] = (
+        out.data_ptr(), a.data_ptr(), b.data_ptr(), offsets.data_ptr()
+    )  # fmt: skip
+    low_bits = (addresses[1] | addresses[2]) & 15
     first = None if bias is None else (bias.dtype, bias.shape, bias.stride())
     key = (
         a.dtype, a.shape, a.stride(), b.dtype, b.shape, b.stride(), out.dtype, out.shape,
@@ -173,15 +175,14 @@ def _cuda_into(
         plan = _plan(a, b, bias, activation, out)
         found = _plans.keep(key, (plan, _writes.spans(out, a, b, offsets, bias)))
     plan, spans = found
-    if is_given:
-        addresses: tuple[int, ...] = out.data_ptr(), a_at, b_at, offsets.data_ptr()
-        if bias is not None:
-            addresses = *addresses, bias.data_ptr()
-        if addresses not in spans.apart:
-            spans.check(addresses)
+    if bias is not None:
+        addresses = *addresses, bias.data_ptr()
+    maps = spans.apart.get(addresses)
+    if maps is None:
+        maps = spans.made(addresses, is_given, plan.maps, a, b, out)
     if plan.function is not None:
         try:
-            plan.run(out, a, b, offsets, bias, written=(bounds.flag(_OP, a),))
+            plan.run(maps, out, a, b, offsets, bias, written=(bounds.flag(_OP, a),))
         except KernelHubError:
             _check(a, b, offsets, bias, out, out.dtype)  # names the devices that differ
             raise

@@ -154,10 +154,7 @@ def _cuda_into(
         addresses = *addresses, residual.data_ptr()
     maps = spans.apart.get(addresses)
     if maps is None:
-        if is_given:
-            spans.refuse(addresses)
-        maps = plan.maps(a, b, out, residual)
-        spans.keep(addresses, maps)
+        maps = spans.made(addresses, is_given, plan.maps, a, b, out, residual)
     if plan.function is not None:
         try:
             plan.run(maps, out, a, b, bias, residual)

@@ -153,10 +153,7 @@ def _cuda_into(
     addresses = tuple([x.data_ptr() for x in tensors if x is not None])
     maps = spans.apart.get(addresses)
     if maps is None:
-        if is_given:
-            spans.refuse(addresses)
-        maps = plan.maps(a, b, out)
-        spans.keep(addresses, maps)
+        maps = spans.made(addresses, is_given, plan.maps, a, b, out)
     if plan.function is not None:
         try:
             plan.run(maps, out, a, b, a_scale, b_scale, bias, residual)

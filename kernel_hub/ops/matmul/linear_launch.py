@@ -154,12 +154,8 @@ def operand_maps(
     )
 
 
-def workspace(
-    choice: TileChoice, device: torch.device
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def workspace(choice: TileChoice, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Memory of blocks that share k: their fp32 sums, counters of those that left them."""
-    if not choice.num_partials:
-        return ALONE
     partials = torch.empty(choice.num_partials, dtype=torch.float32, device=device)
     # Few sizes: launches of one stream share a set of each.
     return partials, counters(device, choice.num_arrivals or MAX_SPLIT_TILES)

@@ -1,10 +1,46 @@
-"""From tensors to the launch of a product of paired rows: strides."""
+"""From tensors to the launch of a product of paired rows: strides, tensor maps, the launch."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ..core import common
+from ..core.tensor_maps import Boxes, tensor_map
+from .tiles import TileChoice
+
+
+@dataclass(frozen=True, slots=True)
+class PairedPlan:
+    """A launch but for its pointers; `choice` is None where there is nothing to compute.
+
+    boxes: of a, of its last rows and of b, where the kernel takes tensor maps.
+    """
+
+    function: Any
+    choice: TileChoice | None = None
+    numbers: tuple[int, ...] = ()
+    boxes: tuple[Boxes, Boxes, Boxes] | None = None
+    is_programmatic: bool = False  # may begin under the end of the launch before
+
+    def maps(self, a: torch.Tensor, b: torch.Tensor) -> tuple[bytes, ...]:
+        """The tensor maps of a call at new addresses; () where pointers are passed."""
+        if self.boxes is None:
+            return ()
+        rows, last, weights = self.boxes
+        return tensor_map(a, rows), tensor_map(a, last), tensor_map(b, weights)
+
+    def run(self, params: tuple[Any, ...]) -> None:
+        """Launch on the current stream. params: all but the numbers."""
+        choice = self.choice
+        assert choice is not None
+        options = {"programmatic": True} if self.is_programmatic else {}
+        self.function(
+            choice.grid, choice.block, choice.shared_bytes, None, (*params, *self.numbers),
+            **options,
+        )  # fmt: skip
 
 
 def rows_and_strides(

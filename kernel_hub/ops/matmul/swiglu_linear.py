@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,11 +11,11 @@ from ...errors import KernelHubError
 from ..core import common
 from ..core.device import device_of
 from ..core.launch import Plans
-from ..core.tensor_maps import Boxes, tensor_map
+from ..core.tensor_maps import Boxes
 from .linear_launch import boxes_of
-from .paired_launch import rows_and_strides
+from .paired_launch import PairedPlan, rows_and_strides
 from .paired_plan import GROUP_ROWS, TABLES, choose
-from .tiles import BLOCK_K, TileChoice
+from .tiles import BLOCK_K
 
 _OP = "swiglu_linear"
 _DTYPES = (torch.float16, torch.bfloat16)
@@ -24,28 +23,7 @@ _operands = common.Operands(_OP, "a b_gate_up", "out")
 _writes = common.Writes(_OP, "out a b_gate_up", "out")
 
 
-@dataclass(frozen=True, slots=True)
-class _SwigluPlan:
-    """A launch but for its pointers; `function` is None where there is nothing to compute.
-
-    boxes: of a, of its last rows and of b, where the kernel takes tensor maps.
-    """
-
-    function: Any
-    choice: TileChoice | None = None
-    numbers: tuple[int, ...] = ()
-    boxes: tuple[Boxes, Boxes, Boxes] | None = None
-    is_programmatic: bool = False  # may begin under the end of the launch before
-
-    def maps(self, a: torch.Tensor, b: torch.Tensor) -> tuple[bytes, ...]:
-        """The tensor maps of a call at new addresses; () where pointers are passed."""
-        if self.boxes is None:
-            return ()
-        rows, last, weights = self.boxes
-        return tensor_map(a, rows), tensor_map(a, last), tensor_map(b, weights)
-
-
-_plans: Plans[tuple[_SwigluPlan, common.Spans]] = Plans()
+_plans: Plans[tuple[PairedPlan, common.Spans]] = Plans()
 TABLES[_OP].on_change(_plans.clear)
 
 
@@ -107,11 +85,11 @@ def _new_out(a: Any, b: Any) -> Any:
     return a.new_empty((*a.shape[:-1], b.shape[0] // 2))
 
 
-def _plan(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> _SwigluPlan:
+def _plan(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> PairedPlan:
     """Check the tensors; choose the kernel, its tensor maps and its integer parameters."""
     _check(a, b, out)
     if out.numel() == 0:
-        return _SwigluPlan(None)
+        return PairedPlan(None)
     k, columns = a.shape[-1], b.shape[0] // 2
     m, (a_stride, out_stride), b_stride = rows_and_strides(_OP, a, "b_gate_up", b, out)
     n = -(-columns // 8) * GROUP_ROWS
@@ -124,7 +102,7 @@ def _plan(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> _SwigluPlan:
     is_programmatic = device.overlaps_launches
     if choice.tile is None:
         numbers: tuple[int, ...] = (out_stride, a_stride, b_stride, m, columns, k)
-        return _SwigluPlan(function, choice, numbers, is_programmatic=is_programmatic)
+        return PairedPlan(function, choice, numbers, is_programmatic=is_programmatic)
     share = choice.tile.b_share
     a_boxes = boxes_of(m, k, a_stride, choice.tile.a_box_rows)
     a_tail = boxes_of(m, k, a_stride, m % choice.tile.a_box_rows or choice.tile.a_box_rows)
@@ -135,7 +113,7 @@ def _plan(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> _SwigluPlan:
         (1, share // GROUP_ROWS, 2, 8, BLOCK_K),
     )
     numbers = (out_stride, m, columns, k, share, choice.group)
-    return _SwigluPlan(function, choice, numbers, (a_boxes, a_tail, b_boxes), is_programmatic)
+    return PairedPlan(function, choice, numbers, (a_boxes, a_tail, b_boxes), is_programmatic)
 
 
 def _cuda_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, is_given: bool = True) -> None:
@@ -153,17 +131,11 @@ def _cuda_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, is_given: bo
     plan, spans = found
     operands = spans.apart.get(addresses)
     if operands is None:
-        if is_given:
-            spans.refuse(addresses)
-        operands = plan.maps(a, b)
-        spans.keep(addresses, operands)
-    choice = plan.choice
-    if choice is None:
+        operands = spans.made(addresses, is_given, plan.maps, a, b)
+    if plan.choice is None:
         return
     try:
-        params = (out, *(operands or (a, b)), *plan.numbers)
-        options = {"programmatic": True} if plan.is_programmatic else {}
-        plan.function(choice.grid, choice.block, choice.shared_bytes, None, params, **options)
+        plan.run((out, *(operands or (a, b))))
     except KernelHubError:
         _check(a, b, out)  # names the devices that differ
         raise

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -15,11 +14,11 @@ from ..core.device import device_of
 from ..core.kv_cache import places
 from ..core.launch import Plans
 from ..core.rotary import rotated
-from ..core.tensor_maps import Boxes, tensor_map
+from ..core.tensor_maps import Boxes
 from ..matmul.linear_launch import boxes_of
-from ..matmul.paired_launch import rows_and_strides
+from ..matmul.paired_launch import PairedPlan, rows_and_strides
 from ..matmul.paired_plan import APART, GROUP_ROWS, TABLES, choose
-from ..matmul.tiles import BLOCK_K, TileChoice
+from ..matmul.tiles import BLOCK_K
 from . import qkv_apart
 from .qkv_checks import OP, QkvGiven, check, check_heads
 
@@ -32,21 +31,7 @@ _operands = common.Operands(OP, "x w_qkv", _OPTIONAL)
 _writes = common.Writes(OP, f"x w_qkv {_OPTIONAL}", "k_cache v_cache out_q out_k out_v")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _QkvPlan:
-    """A launch but for its pointers; `choice` is None where there is nothing to compute.
-
-    boxes: of a, of its last rows and of b, where the kernel takes tensor maps.
-    """
-
-    function: Any
-    choice: TileChoice | None = None
-    numbers: tuple[int, ...] = ()
-    boxes: tuple[Boxes, Boxes, Boxes] | None = None
-    is_programmatic: bool = False  # may begin under the end of the launch before
-
-
-_plans: Plans[tuple[_QkvPlan, common.Spans]] = Plans()
+_plans: Plans[tuple[PairedPlan, common.Spans]] = Plans()
 TABLES[OP].on_change(_plans.clear)
 
 
@@ -217,14 +202,14 @@ def _fits_hopper(given: QkvGiven) -> bool:
     return bool(cos.stride(0) % elems == 0 and addresses % common.VEC_BYTES == 0)
 
 
-def _plan(given: QkvGiven) -> _QkvPlan:
+def _plan(given: QkvGiven) -> PairedPlan:
     """Check the tensors; choose the kernel, its tensor maps and its integer parameters."""
     check(given)
     x, w, cos, k_cache = given.x, given.w_qkv, given.cos, given.k_cache
     rows, k = w.shape
     batch_size, seqlen = given.batch_and_seqlen
     if given.out_q.numel() == 0 or batch_size == 0:
-        return _QkvPlan(None)
+        return PairedPlan(None)
     outs = [out for out in (given.out_q, given.out_k, given.out_v) if out is not None]
     m, (x_stride, q_stride, *kv_strides), w_stride = rows_and_strides(OP, x, "w_qkv", w, *outs)
     paired_dim = _paired_dim(given)
@@ -234,7 +219,7 @@ def _plan(given: QkvGiven) -> _QkvPlan:
     may_part = is_spaced and qkv_apart.may_part(given)
     choice = choose(OP, device.gpu, m, rows, k, is_spaced and _fits_hopper(given), may_part)
     if choice is APART:
-        return _QkvPlan(None, choice)
+        return PairedPlan(None, choice)
     function = common.shipped(choice.cubin, f"{OP}_{common.DTYPE_TOKENS[x.dtype]}_{choice.variant}")
     if k_cache is None:  # page_size 0: keys and values lie as tokens do
         caches = [
@@ -263,7 +248,7 @@ def _plan(given: QkvGiven) -> _QkvPlan:
     is_programmatic = device.overlaps_launches
     if choice.tile is None:
         numbers = (*strides, x_stride, w_stride, *sizes)
-        return _QkvPlan(function, choice, numbers, is_programmatic=is_programmatic)
+        return PairedPlan(function, choice, numbers, is_programmatic=is_programmatic)
     a_boxes = boxes_of(m, k, x_stride, choice.tile.a_box_rows)
     a_tail = boxes_of(m, k, x_stride, m % choice.tile.a_box_rows or choice.tile.a_box_rows)
     boxes, blocks = (1, 16), (1, 0, 1, 1)
@@ -272,7 +257,7 @@ def _plan(given: QkvGiven) -> _QkvPlan:
     else:
         blocks, b_boxes = _block_boxes(given, w_stride)
     numbers = (*strides, *sizes, *blocks, *boxes, choice.group)
-    return _QkvPlan(function, choice, numbers, (a_boxes, a_tail, b_boxes), is_programmatic)
+    return PairedPlan(function, choice, numbers, (a_boxes, a_tail, b_boxes), is_programmatic)
 
 
 def _cuda_into(given: QkvGiven, is_given: bool = True) -> None:
@@ -296,29 +281,23 @@ def _cuda_into(given: QkvGiven, is_given: bool = True) -> None:
         plan = _plan(given)
         found = _plans.keep(key, (plan, _writes.spans(*tensors)))
     plan, spans = found
-    if is_given and addresses not in spans.apart:
-        spans.check(addresses)
-    choice = plan.choice
-    if choice is None:
+    maps = spans.apart.get(addresses)
+    if maps is None:
+        maps = spans.made(addresses, is_given, plan.maps, x, w)
+    if plan.choice is None:
         return
-    if choice is APART:
-        return qkv_apart.into(given)
-    if plan.boxes is None:
-        matrices: tuple[Any, ...] = (x, w)
-    else:
-        matrices = (
-            *(tensor_map(x, boxes) for boxes in plan.boxes[:2]), tensor_map(w, plan.boxes[2]),
-        )  # fmt: skip
+    if plan.choice is APART:
+        qkv_apart.into(given)
+        return
     has_cache = given.k_cache is not None
     params = (
         given.out_q, given.k_cache if has_cache else given.out_k,
-        given.v_cache if has_cache else given.out_v, bounds.flag(OP, x), *matrices, given.bias,
-        given.cos, given.sin, given.positions, given.cache_seqlens, given.slot_mapping,
-        given.block_table, given.cu_seqlens, *plan.numbers,
+        given.v_cache if has_cache else given.out_v, bounds.flag(OP, x), *(maps or (x, w)),
+        given.bias, given.cos, given.sin, given.positions, given.cache_seqlens,
+        given.slot_mapping, given.block_table, given.cu_seqlens,
     )  # fmt: skip
     try:
-        options = {"programmatic": True} if plan.is_programmatic else {}
-        plan.function(choice.grid, choice.block, choice.shared_bytes, None, params, **options)
+        plan.run(params)
     except KernelHubError:
         check(given)  # names the devices that differ
         raise

@@ -129,9 +129,11 @@ inline int block() {
     return current / block_threads;
 }
 
-// A place in dynamic shared memory by its address, aligned and inside.
+// A place in shared memory by its address, aligned and, in the dynamic part, inside.
 inline char* shared_place(uint32_t address, size_t bytes, size_t alignment) {
     if (address % alignment) error = kMisaligned;
+    // What is not dynamic are variables, as far from it as they happen to lie.
+    if (address >= kMaxCluster * kSpan) return shared + static_cast<int32_t>(address);
     const uint32_t offset = address % kSpan;
     if (offset + bytes > shared_bytes || address / kSpan >= static_cast<uint32_t>(cluster_size)) {
         error = kSharedBounds;

@@ -51,6 +51,24 @@ inline bool __any_sync(unsigned, bool vote) {
 inline bool __all_sync(unsigned, bool vote) {
     return emulator::ballot(vote) == ~0u;
 }
+inline int __popc(unsigned bits) {
+    return __builtin_popcount(bits);
+}
+inline int __reduce_max_sync(unsigned, int value) {
+    const emulator::Exchange<int> all(emulator::kShuffle, value);
+    for (int i = 0; i < emulator::kWarp; ++i) value = value < all.peer(i) ? all.peer(i) : value;
+    return value;
+}
+inline unsigned atomicInc(unsigned* address, unsigned most) {
+    const unsigned before = *address;
+    *address = before >= most ? 0 : before + 1;
+    return before;
+}
+inline int atomicExch(int* address, int value) {
+    const int before = *address;
+    *address = value;
+    return before;
+}
 inline int __ffs(int bits) {
     return __builtin_ffs(bits);
 }

@@ -10,6 +10,7 @@ import pytest
 import torch
 from back_to_back import check_back_to_back
 from bits import same_bits
+from product_problems import rotated
 from ways import Way
 
 from kernel_hub.errors import TensorError
@@ -22,17 +23,6 @@ module: Any = importlib.import_module("kernel_hub.ops.projection.qkv_linear")
 qkv_linear: Callable[..., Any] = module.qkv_linear
 DTYPES = [torch.float16, torch.bfloat16]
 Heads = tuple[int, int, int]  # num_heads, num_kv_heads, head_dim
-
-
-def rotated(
-    x: torch.Tensor, c: torch.Tensor, s: torch.Tensor, interleaved: bool, rotary_dim: int
-) -> torch.Tensor:
-    half = rotary_dim // 2
-    first = slice(0, rotary_dim, 2) if interleaved else slice(0, half)
-    second = slice(1, rotary_dim, 2) if interleaved else slice(half, rotary_dim)
-    a, b, out = x[..., first], x[..., second], x.clone()
-    out[..., first], out[..., second] = a * c - b * s, b * c + a * s
-    return out
 
 
 def reference(
