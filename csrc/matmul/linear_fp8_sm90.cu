@@ -89,6 +89,12 @@ __device__ __forceinline__ void consume(const ScaledEpilogue<Out>& epilogue,
             C::kBorrows && sizeof(Out) == 2 && epilogue.is_aligned && !leaves && num_steps >= 2;
         const int row = (tile_m * C::kClusterM + rank % C::kClusterM) * C::kBlockM + consumer * 64;
         const int column = tile_n * C::kBlockN;
+        SwappedScales<C, Out> scales;
+        if constexpr (C::kSwaps) {
+            if (!leaves) {
+                scales.load(epilogue, row + thread_row, column, rank);
+            }
+        }
         float acc[C::kPieces][C::kSums];
         if constexpr (C::kPromotes) {
             multiply_promoting<C>(acc[0], ring, rows, columns, full, empty, rank, thread, slots,
@@ -106,10 +112,11 @@ __device__ __forceinline__ void consume(const ScaledEpilogue<Out>& epilogue,
             collect_sums<C>(partials, schedule, segment.first_step, acc, consumer, thread);
         }
         if constexpr (C::kSplits > 1) {
-            merge_and_write_scaled<C>(epilogue, row + thread_row, column, acc[0], ring_base, rank,
-                                      threadIdx.x - 128);
+            merge_and_write_scaled<C>(epilogue, row + thread_row, column, scales, acc[0], ring_base,
+                                      rank, threadIdx.x - 128);
         } else if constexpr (C::kSwaps) {
-            write_scaled_swapped<C>(epilogue, out_map, boxes, 3 + consumer, row, column, acc[0]);
+            write_scaled_swapped<C>(epilogue, out_map, boxes, consumer, row, column, scales,
+                                    acc[0]);
         } else {
             named_barrier_sync(kColumnsFetched, 128 * C::kConsumers + 32);
             const Places<C> places{ring, ring_base, boxes, consumer, borrows};

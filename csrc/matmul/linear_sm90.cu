@@ -136,7 +136,7 @@ __device__ __forceinline__ void linear_sm90(
                 extras.load(epilogue);
             } else if constexpr (C::kSwaps) {
                 if (!leaves) {
-                    extras.load(epilogue, thread_row, thread_column);
+                    extras.load(epilogue, thread_row, thread_column, column);
                 }
             }
             float acc[C::kPieces][C::kSums];

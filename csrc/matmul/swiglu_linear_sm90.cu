@@ -39,8 +39,9 @@ struct SwigluEndingSm90 : SwigluEnding<T> {
 #pragma unroll
         for (int j = 0; j < kSums / 4; ++j) {
             // Two tokens of one column; transposed, two columns of one token.
-            const uint32_t word = movmatrix_trans(pack2<T>(
-                silu(sums[4 * j]) * sums[4 * j + 2], silu(sums[4 * j + 1]) * sums[4 * j + 3]));
+            const uint32_t word =
+                movmatrix_trans(pack2<T>(silu_16<T>(sums[4 * j]) * sums[4 * j + 2],
+                                         silu_16<T>(sums[4 * j + 1]) * sums[4 * j + 3]));
             const int row = token + 8 * j + lane / 4, column = 8 * group + 2 * (lane % 4);
             if (row < this->m) {
                 T* to = this->out + row * this->out_stride + column;

@@ -23,6 +23,11 @@ __device__ __forceinline__ void st_global(void* address, uint4 bits) {
                  : "memory");
 }
 
+// Has the L2 fetch the line of an address.
+__device__ __forceinline__ void prefetch_l2(const void* address) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
 // Adds to memory without reading it back; in no order.
 __device__ __forceinline__ void red_add(float* address, float value) {
     asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(address), "f"(value) : "memory");

@@ -40,10 +40,12 @@ struct ScaledConfig : Config<kSharing, kConsumers, kPieces, kPieceN, kStages, kC
     static constexpr bool kBorrows =
         !Base::kSwaps && kBoxes > 0 && kStages > 2 && kNumBoxes >= (kPromotes ? 2 : 3);
     static constexpr bool kAllBorrowed = kBorrows && kNumBoxes == 2;
-    // Behind the barriers: scale and bias of each column and scale of each row of a tile; scales of
-    // blocks, for each stage those of kRowsOfA rows of a and one of b.
+    // Behind the barriers: scale and bias of each column and scale of each row of a tile (of a
+    // swapped one the scales of columns, for each consumer); scales of blocks, for each stage those
+    // of kRowsOfA rows of a and one of b.
     static constexpr uint32_t kColumnsAt = Base::kBarriersAt + 16 * kStages;
-    static constexpr uint32_t kRowsAt = kColumnsAt + (Base::kSwaps ? 0 : Base::kBlockN * 8);
+    static constexpr int kColumnFloats = Base::kSwaps ? (kSplits == 1 ? kConsumers : 0) : 2;
+    static constexpr uint32_t kRowsAt = kColumnsAt + kColumnFloats * Base::kBlockN * 4;
     static constexpr uint32_t kSlotsAt = kRowsAt + (Base::kSwaps ? 0 : Base::kBlockM * 4);
     static constexpr int kRowsOfA = Base::kSwaps ? Base::kBlockN : Base::kBlockM;
     static constexpr int kSlotFloats = kRowsOfA + 4;
@@ -54,6 +56,7 @@ struct ScaledConfig : Config<kSharing, kConsumers, kPieces, kPieceN, kStages, kC
     static_assert(!kTakesBlocks || Base::kSwaps || kScaleBlock % Base::kBlockN == 0,
                   "the columns of a tile are under one scale of b");
     static_assert(Base::kSwaps || Base::kBlockN % kBoxColumns == 0, "results leave in boxes");
+    static_assert(!Base::kSwaps || Base::kBlockN <= 128, "a thread holds the scale of a column");
 };
 
 template <typename C>

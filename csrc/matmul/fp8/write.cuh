@@ -8,6 +8,7 @@
 #include "matmul/epilogue.cuh"
 #include "matmul/fp8/scales.cuh"
 #include "matmul/sm90/write.cuh"
+#include "matmul/sm90/write_swapped.cuh"
 
 namespace kernel_hub::matmul::fp8 {
 
@@ -74,14 +75,15 @@ struct Places {
 };
 
 // Writes 64 rows of a tile from (first_row, column) on: 64 columns at a time through boxes in
-// shared memory and the copy engine where it can, else from registers.
-// NOTE: a loop over boxes, of which one branch fetches the sums: unrolled, the code is as many
-// times as long and misses the instruction cache in every tile.
-template <typename C, typename Out>
-__device__ __forceinline__ void write_scaled(const ScaledEpilogue<Out>& epilogue,
-                                             const CUtensorMap* out_map, const Places<C>& places,
-                                             int first_row, int column,
-                                             const float (&acc)[C::kPieces][C::kSums]) {
+// shared memory and the copy engine where it can, else from registers. kIsPlain: straight code for
+// aligned results without activation and residual.
+// NOTE: else a loop over boxes, of which one branch fetches the sums: it takes 0.8 us a box, and
+// straight code for every epilogue would miss the instruction cache in every tile.
+template <typename C, bool kIsPlain, typename Out>
+__device__ __forceinline__ void write_boxes(const ScaledEpilogue<Out>& epilogue,
+                                            const CUtensorMap* out_map, const Places<C>& places,
+                                            int first_row, int column,
+                                            const float (&acc)[C::kPieces][C::kSums]) {
     const int thread = threadIdx.x % 128, lane = thread % 32, barrier = 3 + places.consumer;
     const int row_in_part = thread / 32 * 16 + lane / 4, row = first_row + row_in_part;
     constexpr bool kHasBoxes = C::kBoxes > 0 && sizeof(Out) == 2;
@@ -89,11 +91,12 @@ __device__ __forceinline__ void write_scaled(const ScaledEpilogue<Out>& epilogue
     const float* tile_rows = reinterpret_cast<const float*>(dynamic_shared() + C::kRowsAt) +
                              places.consumer * 64 + row_in_part;
     const float of_rows[2] = {tile_rows[0], tile_rows[8]};
-    const bool has_boxes = kHasBoxes && epilogue.is_aligned;
-    const bool has_residual = epilogue.adds_vectors();
+    constexpr int kUnroll = kIsPlain ? C::kNumBoxes : 1;
+    const bool has_boxes = kIsPlain || (kHasBoxes && epilogue.is_aligned);
+    const bool has_residual = !kIsPlain && epilogue.adds_vectors();
     int first = 0, next = 0;  // boxes of a batch
     uint32_t box = 0, stride = 0;
-#pragma unroll 1
+#pragma unroll kUnroll
     for (int at = 0; at < C::kNumBoxes; ++at) {
         if (has_boxes && at == next) {
             first = at;
@@ -148,7 +151,9 @@ __device__ __forceinline__ void write_scaled(const ScaledEpilogue<Out>& epilogue
                                  i % 2 ? pair.w : pair.y);
                 }
             }
-            activate<Out>(values[half], epilogue.activation);
+            if constexpr (!kIsPlain) {
+                activate<Out>(values[half], epilogue.activation);
+            }
             if (has_residual) {
                 epilogue.add_residual(added, values[half]);
             }
@@ -173,31 +178,81 @@ __device__ __forceinline__ void write_scaled(const ScaledEpilogue<Out>& epilogue
     }
 }
 
-// Writes a transposed tile, of which this warpgroup's part begins at (first_row, column) of the
-// product: through a box where it can.
 template <typename C, typename Out>
-__device__ __forceinline__ void write_scaled_swapped(const ScaledEpilogue<Out>& epilogue,
-                                                     const CUtensorMap* out_map, uint32_t box,
-                                                     int barrier, int first_row, int column,
-                                                     float (&acc)[C::kSums]) {
-    const int thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32;
-    const int row = first_row + warp * 16 + lane / 4;
-    const float of_rows[2] = {epilogue.b_scales.of_row(row), epilogue.b_scales.of_row(row + 8)};
-    const float bias[2] = {epilogue.bias_of(row), epilogue.bias_of(row + 8)};
-    const bool has_box =
-        C::kBoxes > 0 && sizeof(Out) == 2 && epilogue.is_aligned && !epilogue.residual;
-    if (has_box) {
-        if (thread == 0) {
-            tma_store_wait<0>();
+__device__ __forceinline__ void write_scaled(const ScaledEpilogue<Out>& epilogue,
+                                             const CUtensorMap* out_map, const Places<C>& places,
+                                             int first_row, int column,
+                                             const float (&acc)[C::kPieces][C::kSums]) {
+    if constexpr (C::kBoxes > 0 && sizeof(Out) == 2) {
+        if (epilogue.is_aligned && !epilogue.residual && epilogue.activation == kIdentity) {
+            write_boxes<C, true>(epilogue, out_map, places, first_row, column, acc);
+            return;
         }
-        named_barrier_sync(barrier, 128);
     }
-    // 16 columns at a time; a loop, as in write_scaled.
-#pragma unroll 1
-    for (int at = 0; at < C::kSums / 8; ++at) {
+    write_boxes<C, false>(epilogue, out_map, places, first_row, column, acc);
+}
+
+// What a thread needs for the end of a swapped tile, read before its product: scale and bias of its
+// two rows; scales of columns, of blocks that share k those of its own, else that of one column.
+template <typename C, typename Out>
+struct SwappedScales {
+    static constexpr int kGroups = C::kSplits > 1 ? C::kSums / 4 / C::kSplits : 0;  // of 8 columns
+    float of_rows[2], bias[2], of_columns[C::kSplits > 1 ? 2 * kGroups : 1];
+
+    // row: the first of the thread's; column: the first of the tile.
+    __device__ __forceinline__ void load(const ScaledEpilogue<Out>& epilogue, int row, int column,
+                                         uint32_t rank) {
+        const int thread = threadIdx.x % 128;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            of_rows[half] = epilogue.b_scales.of_row(row + 8 * half);
+            bias[half] = epilogue.bias_of(row + 8 * half);
+        }
+        if constexpr (C::kSplits > 1) {
+#pragma unroll
+            for (int i = 0; i < 2 * kGroups; ++i) {
+                const int group = rank / C::kSharers + i / 2 * C::kSplits;
+                of_columns[i] =
+                    epilogue.a_scales.of_row(column + 8 * group + 2 * (thread % 4) + i % 2);
+            }
+        } else {
+            of_columns[0] = epilogue.a_scales.of_row(column + thread % C::kBlockN);
+            prefetch_residual<C::kBlockN>(epilogue, row / 64 * 64, column, thread);
+        }
+    }
+};
+
+// Writes a transposed tile, of which this warpgroup's part begins at (first_row, column) of the
+// product: through boxes where it can. kIsPlain: straight code, as in write_boxes.
+template <typename C, bool kIsPlain, typename Out>
+__device__ __forceinline__ void write_swapped_boxes(const ScaledEpilogue<Out>& epilogue,
+                                                    const CUtensorMap* out_map, uint32_t boxes,
+                                                    int consumer, int first_row, int column,
+                                                    const SwappedScales<C, Out>& scales,
+                                                    const float (&acc)[C::kSums]) {
+    const int thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32;
+    const int row = first_row + warp * 16 + lane / 4, barrier = 3 + consumer;
+    constexpr bool kHasBoxes = C::kBoxes > 0 && sizeof(Out) == 2;
+    constexpr int kGroups = C::kSums / 8, kUnroll = kIsPlain ? kGroups : 1;  // of 16 columns
+    const bool has_boxes = kIsPlain || (kHasBoxes && epilogue.is_aligned);
+    float* of_columns =
+        reinterpret_cast<float*>(dynamic_shared() + C::kColumnsAt) + consumer * C::kBlockN;
+    if (thread < C::kBlockN) {
+        of_columns[thread] = scales.of_columns[0];
+    }
+    if (has_boxes && thread == 0) {
+        tma_store_wait<0>();
+    }
+    named_barrier_sync(barrier, 128);
+    Out more[8], next[8];
+    if constexpr (!kIsPlain) {
+        load_residual(epilogue, row, column + 2 * (lane % 4), more);
+    }
+#pragma unroll kUnroll
+    for (int at = 0; at < kGroups; ++at) {
         float values[8];
 #pragma unroll
-        for (int of = 0; of < C::kSums / 8; ++of) {
+        for (int of = 0; of < kGroups; ++of) {
             if (of == at) {
 #pragma unroll
                 for (int i = 0; i < 8; ++i) {
@@ -207,47 +262,74 @@ __device__ __forceinline__ void write_scaled_swapped(const ScaledEpilogue<Out>& 
             }
         }
         const int first = column + 16 * at + 2 * (lane % 4);
+        if constexpr (!kIsPlain) {
+            load_residual(epilogue, row, first + 16, next);
+        }
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            const float of_column = epilogue.a_scales.of_row(first + 8 * (i / 4) + i % 2);
-            values[i] = fmaf(values[i] * of_rows[i / 2 % 2], of_column, bias[i / 2 % 2]);
+            const float of_column = of_columns[16 * at + 8 * (i / 4) + 2 * (lane % 4) + i % 2];
+            values[i] =
+                fmaf(values[i] * scales.of_rows[i / 2 % 2], of_column, scales.bias[i / 2 % 2]);
         }
-        activate<Out>(values, epilogue.activation);
-        if constexpr (sizeof(Out) == 2) {
-            if (has_box) {
-                uint32_t words[4];
+        if constexpr (!kIsPlain) {
+            activate<Out>(values, epilogue.activation);
+            if (epilogue.residual) {
 #pragma unroll
-                for (int w = 0; w < 4; ++w) {
-                    words[w] = pack2<Out>(values[2 * w], values[2 * w + 1]);
+                for (int i = 0; i < 8; ++i) {
+                    values[i] += to_float(more[i]);
+                    more[i] = next[i];
                 }
-                const int box_row = 16 * at + lane / 16 * 8 + lane % 8;
-                const int chunk = 2 * warp + lane / 8 % 2;
-                stmatrix_x4_trans(box + box_row * kRowBytes + (chunk ^ (lane % 8)) * 16, words[0],
-                                  words[1], words[2], words[3]);
-                continue;
             }
         }
+        if (has_boxes) {
+            if constexpr (kHasBoxes) {
+                put_transposed<Out>(boxes + 16 * at * kRowBytes, values);
+            }
+        } else {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            epilogue.put(first + 8 * (i / 4) + i % 2, row + 8 * (i / 2 % 2), values[i]);
+            for (int i = 0; i < 8; ++i) {
+                epilogue.put_complete(first + 8 * (i / 4) + i % 2, row + 8 * (i / 2 % 2),
+                                      values[i]);
+            }
         }
     }
-    if (has_box) {
+    if (has_boxes) {
         fence_proxy_async();
         named_barrier_sync(barrier, 128);
         if (thread == 0) {
-            tma_store_2d(out_map, box, first_row, column);
+            tma_store_2d(out_map, boxes, first_row, column);
             tma_store_commit();
         }
+    } else {
+        named_barrier_sync(barrier, 128);  // all have read the scales
     }
+}
+
+template <typename C, typename Out>
+__device__ __forceinline__ void write_scaled_swapped(const ScaledEpilogue<Out>& epilogue,
+                                                     const CUtensorMap* out_map, uint32_t boxes,
+                                                     int consumer, int first_row, int column,
+                                                     const SwappedScales<C, Out>& scales,
+                                                     const float (&acc)[C::kSums]) {
+    if constexpr (C::kBoxes > 0 && sizeof(Out) == 2) {
+        if (epilogue.is_aligned && !epilogue.residual && epilogue.activation == kIdentity) {
+            write_swapped_boxes<C, true>(epilogue, out_map, boxes, consumer, first_row, column,
+                                         scales, acc);
+            return;
+        }
+    }
+    write_swapped_boxes<C, false>(epilogue, out_map, boxes, consumer, first_row, column, scales,
+                                  acc);
 }
 
 // Adds the sums of the blocks of a cluster, in order of their ranks, and writes the swapped tile:
 // each block every kSplits-th group of 8 columns.
 template <typename C, typename Out>
 __device__ __forceinline__ void merge_and_write_scaled(const ScaledEpilogue<Out>& epilogue, int row,
-                                                       int column, float (&acc)[C::kSums],
-                                                       uint32_t sums, uint32_t rank, int thread) {
+                                                       int column,
+                                                       const SwappedScales<C, Out>& scales,
+                                                       const float (&acc)[C::kSums], uint32_t sums,
+                                                       uint32_t rank, int thread) {
     constexpr int kThreads = 128 * C::kConsumers;
     static_assert(C::kSwaps, "only few rows share k");
     // The ring becomes the place of the sums: all must have read it.
@@ -258,10 +340,10 @@ __device__ __forceinline__ void merge_and_write_scaled(const ScaledEpilogue<Out>
                   acc[4 * i + 3]);
     }
     cluster_arrive();
-    const float of_rows[2] = {epilogue.b_scales.of_row(row), epilogue.b_scales.of_row(row + 8)};
-    const float bias[2] = {epilogue.bias_of(row), epilogue.bias_of(row + 8)};
     cluster_wait();
-    for (int i = rank / C::kSharers; i < C::kSums / 4; i += C::kSplits) {
+#pragma unroll
+    for (int j = 0; j < scales.kGroups; ++j) {
+        const int i = rank / C::kSharers + j * C::kSplits;
         float total[4] = {};
 #pragma unroll
         for (int split = 0; split < C::kSplits; ++split) {
@@ -272,8 +354,8 @@ __device__ __forceinline__ void merge_and_write_scaled(const ScaledEpilogue<Out>
         const int to = column + 8 * i + 2 * (threadIdx.x % 4);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-            const float of_column = epilogue.a_scales.of_row(to + e % 2);
-            total[e] = fmaf(total[e] * of_rows[e / 2], of_column, bias[e / 2]);
+            total[e] = fmaf(total[e] * scales.of_rows[e / 2], scales.of_columns[2 * j + e % 2],
+                            scales.bias[e / 2]);
         }
         activate<Out>(total, epilogue.activation);
 #pragma unroll

@@ -38,7 +38,7 @@ struct SwigluEnding {
                                                float up) const {
         const int column = 8 * group + w;
         if (row < m && column < columns) {
-            out[row * out_stride + column] = from_float<T>(silu(gate) * up);
+            out[row * out_stride + column] = from_float<T>(silu_16<T>(gate) * up);
         }
     }
 
@@ -60,8 +60,8 @@ struct SwigluEnding {
 #pragma unroll
             for (int i = 0; i < kGroups; ++i) {
                 const float (&gate)[4] = sums[i][0], (&up)[4] = sums[i][1];
-                words[i] = pack2<T>(silu(gate[2 * half]) * up[2 * half],
-                                    silu(gate[2 * half + 1]) * up[2 * half + 1]);
+                words[i] = pack2<T>(silu_16<T>(gate[2 * half]) * up[2 * half],
+                                    silu_16<T>(gate[2 * half + 1]) * up[2 * half + 1]);
             }
             const int64_t to = row + 8 * half;
             T* first = out + to * out_stride + 8 * group;

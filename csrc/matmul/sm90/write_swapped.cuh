@@ -8,6 +8,42 @@
 
 namespace kernel_hub::matmul::sm90 {
 
+// The residual of a thread's sums, of which the first is that of (row, column) of the product.
+template <typename T, typename Out, int kCount>
+__device__ __forceinline__ void load_residual(const Epilogue<T, Out>& epilogue, int row, int column,
+                                              Out (&values)[kCount]) {
+    if (epilogue.residual) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            const int64_t token = column + 8 * (i / 4) + i % 2;
+            const int from = row + 8 * (i / 2 % 2);
+            if (token < epilogue.m && from < epilogue.n) {
+                values[i] = epilogue.residual[token * epilogue.residual_stride + from];
+            }
+        }
+    }
+}
+
+// Has the L2 fetch the residual of a transposed tile's part: 64 rows of the product from
+// `first_row` on, the columns from `column` on, each of a thread and in one or two lines.
+template <int kColumns, typename T, typename Out>
+__device__ __forceinline__ void prefetch_residual(const Epilogue<T, Out>& epilogue, int first_row,
+                                                  int column, int thread) {
+    if (epilogue.residual == nullptr || first_row >= epilogue.n) {
+        return;
+    }
+    const int last_row = min(first_row + 63, epilogue.n - 1);
+#pragma unroll
+    for (int i = 0; i < kColumns; i += 128) {
+        const int token = column + i + thread;
+        if (i + thread < kColumns && token < epilogue.m) {
+            const Out* line = epilogue.residual + token * epilogue.residual_stride;
+            prefetch_l2(line + first_row);
+            prefetch_l2(line + last_row);
+        }
+    }
+}
+
 // What is added to a transposed tile, read before the product so that nothing waits for it; of a
 // wide tile only the bias: its sums need the registers.
 template <typename C, typename T, typename Out>
@@ -16,7 +52,9 @@ struct SwappedExtras {
     T bias[2];
     Out residual[kIsWide ? 1 : C::kSums];
 
-    __device__ __forceinline__ void load(const Epilogue<T, Out>& epilogue, int row, int column) {
+    // row, column: the first of this thread's sums; tile_column: the first of the tile.
+    __device__ __forceinline__ void load(const Epilogue<T, Out>& epilogue, int row, int column,
+                                         int tile_column) {
         if (epilogue.bias) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
@@ -25,24 +63,10 @@ struct SwappedExtras {
                 }
             }
         }
-        if constexpr (!kIsWide) {
+        if constexpr (kIsWide) {
+            prefetch_residual<C::kBlockN>(epilogue, row / 64 * 64, tile_column, threadIdx.x % 128);
+        } else {
             load_residual(epilogue, row, column, residual);
-        }
-    }
-
-    // Of the sums whose first is that of (row, column).
-    template <int kCount>
-    __device__ static __forceinline__ void load_residual(const Epilogue<T, Out>& epilogue, int row,
-                                                         int column, Out (&values)[kCount]) {
-        if (epilogue.residual) {
-#pragma unroll
-            for (int i = 0; i < kCount; ++i) {
-                const int64_t token = column + 8 * (i / 4) + i % 2;
-                const int from = row + 8 * (i / 2 % 2);
-                if (token < epilogue.m && from < epilogue.n) {
-                    values[i] = epilogue.residual[token * epilogue.residual_stride + from];
-                }
-            }
         }
     }
 
@@ -97,6 +121,10 @@ __device__ __forceinline__ void write_wide(const Epilogue<T, Out>& epilogue,
     const int thread = threadIdx.x % 128;
     constexpr bool kThroughBoxes = sizeof(Out) == 2;
     const bool has_boxes = kThroughBoxes && (kIsPlain || epilogue.is_aligned);
+    Out more[16];
+    if constexpr (!kIsPlain) {
+        load_residual(epilogue, row, first_column, more);
+    }
 #pragma unroll kUnroll
     for (int group = 0; group < kGroups; ++group) {
         const int in_batch = group % kBatch;
@@ -110,9 +138,14 @@ __device__ __forceinline__ void write_wide(const Epilogue<T, Out>& epilogue,
         float values[16];
         pick<kGroups>(values, group, [&](int i) { return acc[i]; });
         if constexpr (!kIsPlain) {
-            Out more[16];
-            extras.load_residual(epilogue, row, first_column + 32 * group, more);
+            // NOTE: a group ahead; what is behind the tile's last column is never added.
+            Out next[16];
+            load_residual(epilogue, row, first_column + 32 * (group + 1), next);
             extras.finish(epilogue, more, values);
+#pragma unroll
+            for (int i = 0; i < 16; ++i) {
+                more[i] = next[i];
+            }
         }
         if (has_boxes) {
             if constexpr (kThroughBoxes) {
