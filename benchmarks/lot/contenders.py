@@ -37,12 +37,14 @@ _MORE_ROWS, _MORE_COLUMNS = 300, 128  # of the buffers that operands are slices 
 class Expected:
     """Of what is looked at: the truth in fp64, the same in the operands' dtype, and slack.
 
-    slack: error that is allowed besides, of the largest truth; None is what sums in fp32 may have.
+    slack: error that is allowed besides, of the largest truth; None is what sums of k products in
+        fp32 may have.
     """
 
     truth: torch.Tensor
     own: torch.Tensor
     slack: float | None = None
+    k: int = 0
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class Contender:
                 if bool(tensor.isnan().any()):
                     return f"{name}: places that were not written, or nan"
         for found, expected in zip(self.written.sample(), self.expected, strict=True):
-            atol = product_atol(expected.truth, found.dtype)
+            atol = product_atol(expected.truth, found.dtype, expected.k)
             if expected.slack is not None:
                 atol = expected.slack * float(expected.truth.abs().max())
             result = compare(found, expected.truth, expected.own, atol=atol, name=name)

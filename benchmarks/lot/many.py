@@ -88,7 +88,7 @@ class _Grouped:
         self.sampled = [(x, source.some(first.counts[x], x)) for x in sorted(picked)]
         own = torch.float32 if self.out_dtype == torch.float32 else self.dtype
         self.expected = [
-            Expected(*(self._truth(x, rows, dtype) for dtype in (torch.float64, own)))
+            Expected(self._truth(x, rows, torch.float64), self._truth(x, rows, own), k=lot.k)
             for x, rows in self.sampled
         ]
 
@@ -282,7 +282,7 @@ def make_batched(lot: Lot, source: Source) -> Made:
     heads = {0, batch // 2, batch - 1}
     own = torch.float32 if out_dtype == torch.float32 else dtype
     expected = [
-        Expected(*(product(a[x][picked], b[x], dtype) for dtype in (torch.float64, own)))
+        Expected(product(a[x][picked], b[x], torch.float64), product(a[x][picked], b[x], own), k=k)
         for x in heads
     ]
     written = Written([out], lambda: [out[x][picked] for x in heads])

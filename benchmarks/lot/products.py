@@ -70,7 +70,7 @@ class Epilogue:
         truth, rounded = (
             self.of(rows, product(a[rows], b, dtype), activation) for dtype in (torch.float64, own)
         )
-        return Expected(truth, rounded)
+        return Expected(truth, rounded, k=a.shape[-1])
 
 
 Set = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

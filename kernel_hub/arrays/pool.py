@@ -102,7 +102,7 @@ def allocate(size_bytes: int, device: int, stream: int, asked: str) -> Block:
     call = ("cuMemAllocFromPoolAsync", byref(block.cell), size_bytes, pool, stream)
     failed, code = attempt(driver, device, stream, asked, call)
     if code == _OUT_OF_MEMORY:
-        driver.take_log()  # the log of a try that may yet succeed
+        driver.skip_log()  # the log of a try that may yet succeed
         _reclaim(driver, device, pool, stream)
         failed, code = attempt(driver, device, stream, asked, call)
     if code == _OUT_OF_MEMORY:

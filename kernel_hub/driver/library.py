@@ -135,12 +135,17 @@ class Driver:
         """What the driver logged since the last call (drivers of 12.9 and later), else ''."""
         if not self._has_logs or os.getpid() != self.pid:
             return ""
-        size = c_size_t(8192)
+        size = c_size_t(_MOST_LOG)
         buffer = ctypes.create_string_buffer(size.value)
         code = self._functions["cuLogsDumpToMemory"](
             byref(self._log_position), buffer, byref(size), 0
         )
         return buffer.value.decode(errors="replace").strip() if code == 0 else ""
+
+    def skip_log(self) -> None:
+        """What was logged until now is no part of what `take_log` will say."""
+        if self._has_logs and os.getpid() == self.pid:
+            self._functions["cuLogsCurrent"](byref(self._log_position), 0)
 
     def attribute(self, device: int, attribute: int) -> int:
         """A CUdevice_attribute of `device`, read once."""
@@ -234,6 +239,7 @@ class Driver:
         return status.value != 0
 
 
+_MOST_LOG = 25601  # bytes that a driver keeps, and a zero
 _FORKED = (
     "This process was forked from one that had already used CUDA, and CUDA does not survive "
     "fork: start workers with multiprocessing's 'spawn' (or 'forkserver') method."

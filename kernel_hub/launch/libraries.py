@@ -97,12 +97,13 @@ class Library:
         """(CUkernel, CUfunction of the device's primary context) of `name`."""
         kernel, function = c_void_p(), c_void_p()
         self.devices.add(device)
+        self.driver.skip_log()
         with self.driver.on_device(device):
             code = self.driver.try_call(
                 "cuLibraryGetKernel", byref(kernel), self.handle, name.encode()
             )
             if code == 500:
-                self.driver.take_log()  # it is said here, and no part of the next error
+                self.driver.skip_log()  # it is said here, and no part of the next error
                 raise FunctionNotFoundError(f"no function {name!r} in {self.label}")
             if code == 0:
                 code = self.driver.try_call("cuKernelGetFunction", byref(function), kernel)
@@ -143,7 +144,7 @@ class Library:
                     "cuKernelGetParamInfo", kernel, len(found), byref(offset), byref(size)
                 )
                 if code == 1:  # past the last one
-                    self.driver.take_log()
+                    self.driver.skip_log()
                     return tuple(found)
                 if code:
                     raise self.driver.error("cuKernelGetParamInfo", code)

@@ -14,10 +14,15 @@ from fakecuda import FakeCuda, build
 from fakecuda.helpers import make_stream
 from in_threads import in_threads
 
-from kernel_hub import driver
+from kernel_hub import Kernel, driver
 from kernel_hub.driver import prototypes
 from kernel_hub.driver.cuda_results import RESULTS, STICKY
-from kernel_hub.errors import CudaDriverError, DeviceOutOfMemoryError, DriverNotFoundError
+from kernel_hub.errors import (
+    CudaDriverError,
+    DeviceOutOfMemoryError,
+    DriverNotFoundError,
+    FunctionNotFoundError,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 Make = Callable[..., FakeCuda]
@@ -180,6 +185,18 @@ def test_log_of_the_driver_is_in_the_error(fakecuda: FakeCuda) -> None:
     assert "driver log: [cuFoo] the value 7 is too large" in text
     assert "from before" not in text
     assert "driver log" not in str(drv.error("cuFoo", 1))  # told once
+
+
+def test_a_function_that_is_missing_leaves_the_log_unread(fakecuda: FakeCuda) -> None:
+    # A dump after a long run of a driver of CUDA 13.0 ended the process (docs/notes/launch.md).
+    Kernel("launch_probe", ["launch_probe_5"]).launch_probe_5.load()
+    fakecuda.log("[another's] failure")
+    fakecuda.fail("cuLibraryGetKernel", 500)
+    other = Kernel("launch_probe", ["launch_probe_12"])
+    with pytest.raises(FunctionNotFoundError, match="launch_probe_12"):
+        other.launch_probe_12.load()
+    assert fakecuda.calls("cuLogsDumpToMemory") == 0
+    assert "driver log" not in str(driver.get().error("cuFoo", 1))
 
 
 def test_log_that_fails_is_left_out(fakecuda: FakeCuda) -> None:

@@ -145,7 +145,7 @@ def _linear_like(
     added = before if residual is out.tensor else residual
     truth, own = (_epilogue(x, bias, activation, added) for x in values)
     if atol is None:
-        atol = product_atol(truth, kind)
+        atol = product_atol(truth, kind, make["k"])
     return Problem(
         lambda: launch(bias, activation=activation, residual=residual, out=out.tensor),
         [Output("out", out, truth, own, before=before, atol=atol)],
@@ -347,7 +347,7 @@ def _grouped_linear(make: Maker) -> Problem:
         return torch.cat(parts)
 
     truth, rows = expected(torch.float64), torch.arange(first, first + m, device=make.device)
-    atol = product_atol(truth, kind)
+    atol = product_atol(truth, kind, make["k"])
     return Problem(
         lambda: ops.grouped_linear(
             a, b, offsets, bias=bias, activation=make["activation"], out=out.tensor
@@ -374,7 +374,7 @@ def _batched_matmul(make: Maker) -> Problem:
     return Problem(
         lambda: ops.batched_matmul(a, b, out=out.tensor),
         [Output("out", out, *(x.flatten(0, 2) for x in (truth, own)),
-                atol=product_atol(truth, kind))],
+                atol=product_atol(truth, kind, make["k"]))],
     )  # fmt: skip
 
 

@@ -115,7 +115,7 @@ def append_kv(
         if not plain:
             _op(*first, out_q, out_k)
             return out_q
-        (_cuda_into if k.is_cuda else _cpu_into)((*first, out_q, out_k), makes_q)
+        (cuda_into if k.is_cuda else _cpu_into)((*first, out_q, out_k), makes_q)
     except common.FOREIGN:
         _operands.check_tensors((k, v, k_cache, v_cache), options)  # names what has no memory
         checks.check(AppendGiven(*first, out_q, out_k))
@@ -217,11 +217,11 @@ def _met(given: AppendGiven, plan: AppendPlan, addresses: tuple[int, ...]) -> tu
     return launch
 
 
-def _cuda_into(arguments: tuple[Any, ...], makes_q: bool = False) -> None:
+def cuda_into(arguments: tuple[Any, ...], makes_q: bool = False, op: str = _OP) -> None:
     """The whole append in one launch.
 
     arguments: those of `AppendGiven`; makes_q: out_q is the op's own, with q's layout, and meets
-        nothing.
+        nothing; op: whose tables they are said to be where they lead outside.
     """
     (k, v, k_cache, v_cache, cache_seqlens, block_table, slot_mapping, cu_seqlens, q, cos, sin,
      positions, interleaved, rotary_dim, k_scale, v_scale, out_q, out_k) = arguments  # fmt: skip
@@ -248,7 +248,7 @@ def _cuda_into(arguments: tuple[Any, ...], makes_q: bool = False) -> None:
         try:
             function(
                 grid, block, shared_bytes, None,
-                (out_q, out_k, k_cache, v_cache, bounds.flag("append_kv", k), q, k, v, cos, sin,
+                (out_q, out_k, k_cache, v_cache, bounds.flag(op, k), q, k, v, cos, sin,
                  positions, cache_seqlens, slot_mapping, block_table, cu_seqlens, k_scale,
                  v_scale, *numbers),
             )  # fmt: skip
@@ -314,5 +314,5 @@ _op = common.define(
     "Tensor? block_table, Tensor? slot_mapping, Tensor? cu_seqlens, Tensor? q, Tensor? cos, "
     "Tensor? sin, Tensor? positions, bool interleaved, SymInt rotary_dim, Tensor? k_scale, "
     "Tensor? v_scale, Tensor(c!)? out_q, Tensor(d!)? out_k) -> ()",
-    cuda=_of_schema(_cuda_into), cpu=_of_schema(_cpu_into), fake=_fake_into,
+    cuda=_of_schema(cuda_into), cpu=_of_schema(_cpu_into), fake=_fake_into,
 )  # fmt: skip

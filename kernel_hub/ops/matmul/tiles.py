@@ -14,11 +14,18 @@ if TYPE_CHECKING:
 Dims = tuple[int, int, int]
 
 BLOCK_K = 64  # elements of k in a box of the sm90 bodies: 128 bytes, the span of the swizzle
+_ROW_BYTES = 128
 _STATED = (
     *("block_m", "block_n", "block_k", "consumers", "cluster_m", "cluster_n", "splits", "boxes"),
     *("box_rows", "blocks_per_sm"),
 )
 LEAST_DEALT = 4  # steps of k that a cluster has, where they are dealt out
+# Fitted on an H200 to 667 products drawn by lot (docs/notes/linear.md): rows of a box that the L2
+# brings in a microsecond, by where in 128 bytes they may begin (each lies in two of its lines
+# then); and rows that come from memory, those of clusters that are at different steps of k, and
+# meet in the L2 less often the more bytes there are.
+_BROUGHT_A_US = {16: 53.2e3, 32: 76.9e3, 64: 95.4e3}
+_AGAIN_A_US, _KEPT_BYTES = 54.7e3, 20e6
 # The bodies with mma.sync, rows of a x rows of b; those of few rows.
 PORTABLE = ("128x128", "64x128")
 SMALL_M = ("m8", "m8_deep", "m16")
@@ -91,6 +98,11 @@ class Tile:
         rows, columns = (n, m) if self.swaps else (m, n)
         tiles_m = -(-rows // (self.block_m * self.cluster_m))
         return tiles_m * -(-columns // (self.block_n * self.cluster_n))
+
+    def brought_rows(self, m: int, n: int, k: int) -> int:
+        """Rows of boxes that all clusters fetch."""
+        rows = self.block_m * self.cluster_m + self.block_n * self.cluster_n
+        return self.tiles(m, n) * -(-k // self.block_k) * rows
 
     def clusters_at_once(self, num_sms: int) -> int:
         """Clusters that a persistent grid has."""
@@ -167,8 +179,16 @@ class Cost(NamedTuple):
         computing = rounds * steps * (self.step_us + self.busy_us)
         computing += last * (self.step_us + self.busy_us * busy) + self.tile_us * waves + sharing
         reading = num_bytes / self.bytes_a_us + self.tile_us
-        # Close to the larger one; a little more where they are alike.
-        return float(self.start_us + (computing**6 + reading**6) ** (1 / 6))
+        # Close to the largest one; a little more where they are alike.
+        largest = computing**6 + reading**6
+        row_bytes = k * _ROW_BYTES // tile.block_k
+        if offset := row_bytes % _ROW_BYTES:  # rows lie one behind the other
+            bringing = tile.brought_rows(m, n, k) / _BROUGHT_A_US[offset & -offset]
+            largest += (bringing + self.tile_us) ** 6
+        if num_dealt and (rest := 1 - _KEPT_BYTES / ((m + n) * row_bytes)) > 0:
+            share = num_dealt / (tiles * -(-k // tile.block_k))
+            largest += (tile.brought_rows(m, n, k) / _AGAIN_A_US * share * rest) ** 6
+        return float(self.start_us + largest ** (1 / 6))
 
 
 def ways(tile: Tile, num_sms: int, m: int, n: int, k: int) -> tuple[bool, ...]:

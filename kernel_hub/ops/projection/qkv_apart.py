@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from ..kv_cache.append_kv import append_kv
+from ..kv_cache.append_checks import AppendGiven
+from ..kv_cache.append_kv import cuda_into
 from ..matmul.linear import linear
-from .qkv_checks import QkvGiven
+from .qkv_checks import OP, QkvGiven
 
 
 def may_part(given: QkvGiven) -> bool:
@@ -30,9 +31,9 @@ def into(given: QkvGiven) -> None:
             k_cache, v_cache = k_cache[None], v_cache[None]
             positions = None if positions is None else positions[None]
     q, k, v = heads.split([given.num_heads, given.num_kv_heads, given.num_kv_heads], dim=-2)
-    append_kv(
-        k, v, k_cache, v_cache, cache_seqlens=given.cache_seqlens, block_table=given.block_table,
-        slot_mapping=given.slot_mapping, cu_seqlens=given.cu_seqlens, q=q, out_q=out_q,
-        cos=given.cos, sin=given.sin, positions=positions, interleaved=given.interleaved,
-        rotary_dim=given.rotary_dim,
+    appended = AppendGiven(
+        k, v, k_cache, v_cache, given.cache_seqlens, given.block_table, given.slot_mapping,
+        given.cu_seqlens, q, given.cos, given.sin, positions, given.interleaved, given.rotary_dim,
+        k_scale=None, v_scale=None, out_q=out_q, out_k=None,
     )  # fmt: skip
+    cuda_into(appended, op=OP)

@@ -169,7 +169,7 @@ def test_more_than_two_to_the_31_elements() -> None:
     way = Way("gpu", "cuda")
     tokens = (1 << 31) // (32 * 128) + 5
     out_a = torch.empty(tokens, 32, 128, device="cuda", dtype=torch.bfloat16).normal_()
-    out_b = out_a[:1].expand(tokens, 32, 128)
+    out_b = out_a[:1].clone().expand(tokens, 32, 128)
     lse_a, lse_b = (way.randn(32, tokens, seed=seed) for seed in range(2))
     part = slice(tokens - 6, tokens)
     given = (out_a[part].clone(), lse_a[:, part].clone(), out_b[part], lse_b[:, part])

@@ -33,7 +33,7 @@ def compare(
     got: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, name: str = ""
 ) -> None:
     truth = reference(a, b, torch.float64)
-    atol = product_atol(truth, dtype)
+    atol = product_atol(truth, dtype, a.shape[-1])
     check(got, truth, reference(a, b, dtype), atol=atol, name=name)
 
 

@@ -79,7 +79,7 @@ def check_grouped(
     out.check()
     truth = reference(a, b, offsets, before, **options)
     own = reference(a, b, offsets, before, **options, dtype=kind)
-    check(got, truth, own, atol=product_atol(truth, kind), name=f"{(offsets, n, k)}")
+    check(got, truth, own, atol=product_atol(truth, kind, k), name=f"{(offsets, n, k)}")
     again = grouped_linear(a, b, on_device, out_dtype=out_dtype, **options)
     inside = slice(offsets[0], offsets[-1])
     same_bits(again[inside], got[inside].contiguous())

@@ -71,7 +71,7 @@ def check_linear(
     out.check()
     truth = reference(a, b, bias, **options)
     own = reference(a, b, bias, **options, dtype=kind)
-    check(got, truth, own, atol=product_atol(truth, kind), name=f"{(m, n, k)}")
+    check(got, truth, own, atol=product_atol(truth, kind, k), name=f"{(m, n, k)}")
     same_bits(linear(a, b, bias, out_dtype=out_dtype, **options), got)
 
 
