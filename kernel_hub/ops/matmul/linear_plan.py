@@ -11,6 +11,10 @@ from ..core.device import capability_of, has_wgmma
 from . import tiles
 from .tiles import BLOCK_K, Cost, Tile, TileChoice
 
+# Long products run at the clock that the card's power allows, and fetching draws it: what a tile
+# that fetches twice as much takes more than 128x256_c21, which fetches a row for 128 products of
+# rows.
+_LONG_FLOPS, _LEAST_FETCHING, _POWER_SHARE = 4e10, 128, 0.04
 _CHUNK = 64  # elements of k of a warp, in csrc/matmul/linear_small_m.cu
 MAX_SPLIT_TILES = 4096  # more tiles than that fill any GPU without sharing k
 
@@ -73,9 +77,12 @@ def hopper_cost(
     name: str, num_sms: int, m: int, n: int, k: int, deals: bool = False, out_bytes: int = 2
 ) -> float:
     """Microseconds a variant is expected to take."""
-    cost = Cost.stated(TABLE.costs("sm90")[name])
+    cost, variant = Cost.stated(TABLE.costs("sm90")[name]), HOPPER[name]
     num_bytes = 2 * (n * k + m * k) + out_bytes * m * n
-    return cost.expected_us(HOPPER[name], num_sms, m, n, k, num_bytes, deals)
+    expected = cost.expected_us(variant, num_sms, m, n, k, num_bytes, deals)
+    if 2 * m * n * k >= _LONG_FLOPS:
+        expected *= 1 + _POWER_SHARE * (variant.rows_a_product * _LEAST_FETCHING - 1)
+    return expected
 
 
 def cheapest(

@@ -99,10 +99,20 @@ class Tile:
         tiles_m = -(-rows // (self.block_m * self.cluster_m))
         return tiles_m * -(-columns // (self.block_n * self.cluster_n))
 
+    @property
+    def fetched_rows(self) -> int:
+        """Rows of boxes that a cluster fetches for a step of k."""
+        return self.block_m * self.cluster_m + self.block_n * self.cluster_n
+
+    @property
+    def rows_a_product(self) -> float:
+        """Of these, for each product of a row of a and one of b."""
+        area = self.block_m * self.cluster_m * self.block_n * self.cluster_n
+        return self.fetched_rows / area
+
     def brought_rows(self, m: int, n: int, k: int) -> int:
         """Rows of boxes that all clusters fetch."""
-        rows = self.block_m * self.cluster_m + self.block_n * self.cluster_n
-        return self.tiles(m, n) * -(-k // self.block_k) * rows
+        return self.tiles(m, n) * -(-k // self.block_k) * self.fetched_rows
 
     def clusters_at_once(self, num_sms: int) -> int:
         """Clusters that a persistent grid has."""
