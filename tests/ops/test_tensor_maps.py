@@ -88,16 +88,13 @@ def test_maps_are_those_of_a_calls_addresses(asked: Asked, op: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("k", "row_stride", "shift", "promotion"),
-    [(64, 64, 0, "256B"), (128, 192, 0, "256B"), (72, 72, 0, "128B"), (64, 96, 0, "128B"),
-     (64, 64, 8, "128B")],
-)  # fmt: skip
+    ("k", "row_stride", "promotion"),
+    [(64, 64, "256B"), (128, 192, "256B"), (72, 72, "128B"), (64, 96, "128B")],
+)
 def test_rows_that_begin_within_a_line_are_fetched_line_by_line(
-    asked: Asked, k: int, row_stride: int, shift: int, promotion: str
+    asked: Asked, k: int, row_stride: int, promotion: str
 ) -> None:
-    memory = torch.zeros(300 * row_stride + 128, dtype=torch.bfloat16)
-    shift += -memory.data_ptr() // 2 % 64  # elements to the next line
-    a = memory[shift:].as_strided((300, k), (row_stride, 1))
+    a = torch.zeros(300, row_stride, dtype=torch.bfloat16)[:, :k]
     ops.linear(a, torch.zeros(256, k, dtype=torch.bfloat16))
     kinds = {how["l2_promotion"] for x, _, how in asked.maps if x.data_ptr() == a.data_ptr()}
     assert kinds == {promotion}

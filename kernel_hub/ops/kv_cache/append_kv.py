@@ -115,7 +115,7 @@ def append_kv(
         if not plain:
             _op(*first, out_q, out_k)
             return out_q
-        (cuda_into if k.is_cuda else _cpu_into)((*first, out_q, out_k), makes_q)
+        (_cuda_into if k.is_cuda else _cpu_into)((*first, out_q, out_k), makes_q)
     except common.FOREIGN:
         _operands.check_tensors((k, v, k_cache, v_cache), options)  # names what has no memory
         checks.check(AppendGiven(*first, out_q, out_k))
@@ -217,7 +217,7 @@ def _met(given: AppendGiven, plan: AppendPlan, addresses: tuple[int, ...]) -> tu
     return launch
 
 
-def cuda_into(arguments: tuple[Any, ...], makes_q: bool = False, op: str = _OP) -> None:
+def _cuda_into(arguments: tuple[Any, ...], makes_q: bool = False, op: str = _OP) -> None:
     """The whole append in one launch.
 
     arguments: those of `AppendGiven`; makes_q: out_q is the op's own, with q's layout, and meets
@@ -258,6 +258,11 @@ def cuda_into(arguments: tuple[Any, ...], makes_q: bool = False, op: str = _OP) 
             raise
         if is_debugging:
             bounds.report(k)
+
+
+def append_for(op: str, given: AppendGiven) -> None:
+    """The append of another op, whose tables they are said to be."""
+    _cuda_into(given, op=op)
 
 
 def _cpu_into(arguments: tuple[Any, ...], makes_q: bool = False) -> None:
@@ -314,5 +319,5 @@ _op = common.define(
     "Tensor? block_table, Tensor? slot_mapping, Tensor? cu_seqlens, Tensor? q, Tensor? cos, "
     "Tensor? sin, Tensor? positions, bool interleaved, SymInt rotary_dim, Tensor? k_scale, "
     "Tensor? v_scale, Tensor(c!)? out_q, Tensor(d!)? out_k) -> ()",
-    cuda=_of_schema(cuda_into), cpu=_of_schema(_cpu_into), fake=_fake_into,
+    cuda=_of_schema(_cuda_into), cpu=_of_schema(_cpu_into), fake=_fake_into,
 )  # fmt: skip

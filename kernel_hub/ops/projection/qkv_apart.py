@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..kv_cache.append_checks import AppendGiven
-from ..kv_cache.append_kv import cuda_into
+from ..kv_cache.append_kv import append_for
 from ..matmul.linear import linear
 from .qkv_checks import OP, QkvGiven
 
@@ -36,4 +36,4 @@ def into(given: QkvGiven) -> None:
         given.cu_seqlens, q, given.cos, given.sin, positions, given.interleaved, given.rotary_dim,
         k_scale=None, v_scale=None, out_q=out_q, out_k=None,
     )  # fmt: skip
-    cuda_into(appended, op=OP)
+    append_for(OP, appended)
