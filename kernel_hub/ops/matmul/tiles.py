@@ -110,10 +110,6 @@ class Tile:
         area = self.block_m * self.cluster_m * self.block_n * self.cluster_n
         return self.fetched_rows / area
 
-    def brought_rows(self, m: int, n: int, k: int) -> int:
-        """Rows of boxes that all clusters fetch."""
-        return self.tiles(m, n) * -(-k // self.block_k) * self.fetched_rows
-
     def clusters_at_once(self, num_sms: int) -> int:
         """Clusters that a persistent grid has."""
         # NOTE: a cluster lies within a GPC, of 16 or 18 multiprocessors: an H200, which has 132,
@@ -193,11 +189,10 @@ class Cost(NamedTuple):
         largest = computing**6 + reading**6
         row_bytes = k * _ROW_BYTES // tile.block_k
         if offset := row_bytes % _ROW_BYTES:  # rows lie one behind the other
-            bringing = tile.brought_rows(m, n, k) / _BROUGHT_A_US[offset & -offset]
-            largest += (bringing + self.tile_us) ** 6
+            brought = tiles * -(-k // tile.block_k) * tile.fetched_rows
+            largest += (brought / _BROUGHT_A_US[offset & -offset] + self.tile_us) ** 6
         if num_dealt and (rest := 1 - _KEPT_BYTES / ((m + n) * row_bytes)) > 0:
-            share = num_dealt / (tiles * -(-k // tile.block_k))
-            largest += (tile.brought_rows(m, n, k) / _AGAIN_A_US * share * rest) ** 6
+            largest += (num_dealt * tile.fetched_rows / _AGAIN_A_US * rest) ** 6
         return float(self.start_us + largest ** (1 / 6))
 
 
