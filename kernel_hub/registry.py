@@ -17,6 +17,7 @@ from typing import Any
 
 from . import __version__
 from .archs import token_of
+from .collection.entries import OWN_PACKAGE
 from .collection.manifest import open_collection
 from .collection.resolve import names_target
 from .errors import CubinNotFoundError, ParamsError, listed, nearest
@@ -189,7 +190,7 @@ def _version_of(package: str) -> str | None:
     """Of the distribution that brings it; None where none says that it does."""
     from importlib import metadata
 
-    if package == "kernel_hub":
+    if package == OWN_PACKAGE:
         return __version__
     names = metadata.packages_distributions().get(package.partition(".")[0], [package])
     try:
@@ -229,8 +230,8 @@ class _Own(Registry):
         return collection(package)
 
 
-own = _Own("kernel_hub")
-_collections["kernel_hub"] = own
+own = _Own(OWN_PACKAGE)
+_collections[OWN_PACKAGE] = own
 
 
 class _RegistryModule(types.ModuleType):
