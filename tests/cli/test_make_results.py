@@ -111,6 +111,23 @@ def test_cases_drawn_by_lot_are_summed_up(tmp_path: Path) -> None:
     assert text.endswith("## Where a peer is ahead\n\nNowhere in these runs.\n")
 
 
+def test_families_of_attention_are_summed_up_where_they_were_measured(tmp_path: Path) -> None:
+    """As by_lot.py names files and families: a row of the table a family, over its seeds."""
+    assert "by lot chunked" not in make_results.summary(make_results.load(tmp_path))
+    for seed, ours in ((1, 4.4), (2, 1.0)):
+        rows = [
+            row(f"by lot {family}", "0: x", name, us, "us")
+            for family in ("chunked", "backward_eager")
+            for name, us in (("kernel_hub", ours), ("FlashAttention-3", 2.0))
+        ]
+        (tmp_path / f"h200_by_lot_attention_s{seed}.json").write_text(json.dumps(rows))
+    families = make_results.load(tmp_path)
+    table = make_results.summary(families)
+    for family in ("chunked", "backward_eager"):
+        assert f"| by lot {family} | 2, of 2 seeds | 1.05 | 2.20 | 50% |" in table
+    assert make_results.document(families).count("- 2.20 0: x: 4.4 us against 2 of Flash") == 2
+
+
 def test_nothing_measured(tmp_path: Path) -> None:
     families = make_results.load(tmp_path)
     assert "Nothing has been measured yet." in make_results.document(families)
