@@ -23,6 +23,8 @@ BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 OURS = "kernel_hub"
 FLOORS = ("C loop", "copy", "cuBLAS, product alone")  # ceilings of what is possible, not peers
 DRAWN, UNCOUNTED = ("by lot ", "sweep "), ", not counted"  # of families' names
+# Fixed families whose cases drawn by lot have another name, or several.
+DRAWN_OF = {"attention": "prefill", "attention_backward": "backward", "decode": "decode_contiguous"}
 BEHIND = 1.05  # of cases drawn by lot, those over this are listed
 _MOST = (1.10, 1.20)
 QUICK_UNITS = {"ns", "us", "ms", "s"}  # smaller is better; in every other unit larger is
@@ -269,7 +271,8 @@ def ratios_of_families(families: Iterable[Family]) -> dict[str, Found]:
         of = f"{len(ratios)}" if total == len(ratios) else f"{len(ratios)} of {total}"
         runs = f"{of}, by lot, {len(seeds)} seed{'s' * (len(seeds) > 1)}"
         by_lot[name] = Found(ratios, runs)
-    return {**by_lot, **{name: found for name, found in fixed.items() if name not in by_lot}}
+    rest = {name: x for name, x in fixed.items() if DRAWN_OF.get(name, name) not in by_lot}
+    return {**by_lot, **rest}
 
 
 def summary_line(case: Case) -> str:
