@@ -207,7 +207,7 @@ def summary(families: list[Family]) -> str:
     if not families:
         return "Not measured yet: `make bench` on a GPU."
     cases = [
-        summary_line(case)
+        summary_cells(case)
         for family in families
         if family.name in ("launch", "start")
         for case in family.cases
@@ -221,9 +221,12 @@ def summary(families: list[Family]) -> str:
     if kernels:
         heads = ["kernels", "cases", "geometric mean", "worst", f"over {_MOST[0]:.2f}"]
         lines += [line(heads), line(["---"] * len(heads)), *kernels, ""]
-    if cases:
-        heads = ["launching", "kernel_hub", "best peer", "ratio"]
-        lines += [line(heads), line(["---"] * len(heads)), *cases, ""]
+    for heads, rows in (
+        (["launching", "kernel_hub", "best peer", "ratio"], [row for row in cases if row[2]]),
+        (["starting", "kernel_hub"], [row[:2] for row in cases if not row[2]]),
+    ):
+        if rows:
+            lines += [line(heads), line(["---"] * len(heads)), *map(line, rows), ""]
     measured = dict.fromkeys(f"{family.gpu}, driver {family.driver}" for family in families)
     note = "Ratio: our time over the best peer's, below 1 is ahead. All rows, versions and commands"
     last = f"Measured on {'; '.join(measured)}. {note}: [RESULTS.md](benchmarks/RESULTS.md)."
@@ -275,8 +278,9 @@ def ratios_of_families(families: Iterable[Family]) -> dict[str, Found]:
     return {**by_lot, **rest}
 
 
-def summary_line(case: Case) -> str:
-    """One case: ours (with the bound launch and the floor beside it), the best peer, the ratio."""
+def summary_cells(case: Case) -> list[str]:
+    """One case: ours (with the bound launch and the floor beside it), the best peer, the ratio; ''
+    where it has none."""
     assert case.ours is not None
     ours = f"{number(case.rows[case.ours]['median'])} {case.unit}"
     beside = [
@@ -287,14 +291,12 @@ def summary_line(case: Case) -> str:
     peer = case.best_peer
     other = f"{number(case.rows[peer]['median'])} ({peer})" if peer else ""
     ratio = case.ratio()
-    return line(
-        [
-            case.name,
-            ours + (f" ({', '.join(beside)})" if beside else ""),
-            other,
-            "" if ratio is None else f"{ratio:.2f}",
-        ]
-    )
+    return [
+        case.name,
+        ours + (f" ({', '.join(beside)})" if beside else ""),
+        other,
+        "" if ratio is None else f"{ratio:.2f}",
+    ]
 
 
 def replaced(readme: str, table: str) -> str:
