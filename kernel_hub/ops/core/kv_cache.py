@@ -166,6 +166,22 @@ class Places:
     batch: torch.Tensor
     index: torch.Tensor  # in the sequence, what the cache holds included
 
+    def assign(self, out: torch.Tensor, values: torch.Tensor) -> None:
+        """Write a row of `values` for each token that is of a sequence."""
+        out[self.inside.view(out.shape[:-2])] = values[self.inside].to(out.dtype)
+
+    def store(
+        self, cache: torch.Tensor, values: torch.Tensor, scale: torch.Tensor | None = None
+    ) -> None:
+        """Write a row of `values` for each token that has a place in the cache."""
+        values = values[self.stored]
+        if cache.dtype == torch.float8_e4m3fn:
+            inverse = 1.0 if scale is None else (1.0 / scale)[:, None]
+            # torch indexes no fp8 tensors.
+            values = (values.float() * inverse).clamp(-448, 448).to(cache.dtype).view(torch.uint8)
+            cache = cache.view(torch.uint8)
+        cache[self.page[self.stored], self.row[self.stored]] = values.to(cache.dtype)
+
 
 def places(
     leading: Sequence[int],
