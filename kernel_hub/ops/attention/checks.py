@@ -16,7 +16,6 @@ from ..core import common
 from ..core.kv_cache import check_block_table, check_cu_seqlens
 from .problem import TABLES, Options, Problem
 
-DTYPES = (torch.float16, torch.bfloat16)
 LAYOUTS = {"bshd": 1, "bhsd": 2}  # the dimension of tokens
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 MIN_PAGE_SIZE, MAX_PAGE_SIZE = 8, 256
@@ -36,7 +35,7 @@ def resolve(
     v: Any,
     options: Options,
     *,
-    dtypes: tuple[torch.dtype, ...] = DTYPES,
+    dtypes: tuple[torch.dtype, ...] = common.HALF,
 ) -> Numbers:
     """Check everything that does not lie on the device; what the launch needs beside tensors."""
     (causal, softmax_scale, window_size, softcap, alibi_slopes, cu_seqlens_q, cu_seqlens_k,
@@ -115,12 +114,11 @@ def _check_qkv(
 
 
 def check_rows(
-    op: str, argument: str, x: torch.Tensor, dtypes: tuple[torch.dtype, ...] = DTYPES
+    op: str, argument: str, x: torch.Tensor, dtypes: tuple[torch.dtype, ...] = common.HALF
 ) -> None:
     """One of `dtypes`, somewhere we run, a head_dim we have, its elements side by side."""
     if x.dtype not in dtypes:
-        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise common.refuse(op, argument, f"dtype {names}", x)
+        raise common.refuse(op, argument, f"dtype {common.named(dtypes)}", x)
     if x.device.type not in ("cuda", "cpu", "meta"):
         raise common.refuse(op, argument, "a CUDA or CPU tensor", x)
     head_dim = x.shape[-1]
@@ -215,6 +213,13 @@ def check_out_layout(
     """`out` must be like q, or of `dtypes`, no element of it twice."""
     common.check_like(op, "out", out, q.shape, q, dtypes=dtypes)
     common.check_output(op, "out", out)
+
+
+def read_tables(op: str, problem: Problem) -> bool:
+    """True, as the call debugs: it looks at what tables on the device hold, if there are any."""
+    if any(table is not None for table in problem[-5:]):
+        check_values(op, problem)
+    return True
 
 
 def check_values(op: str, problem: Problem, *, is_strict: bool = True) -> None:
