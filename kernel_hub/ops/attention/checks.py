@@ -13,7 +13,7 @@ import torch
 
 from ...errors import TensorError
 from ..core import common
-from ..core.kv_cache import check_block_table, check_cu_seqlens
+from ..core.kv_cache import check_alibi, check_block_table, check_cu_seqlens
 from .problem import TABLES, Options, Problem
 
 LAYOUTS = {"bshd": 1, "bhsd": 2}  # the dimension of tokens
@@ -62,7 +62,7 @@ def resolve(
         common.check_like(
             op, "cache_seqlens", cache_seqlens, (batch_size,), q, dtypes=(torch.int32,)
         )
-    _check_alibi(op, alibi_slopes, q, batch_size)
+    check_alibi(op, alibi_slopes, q, batch_size)
 
     rows_q = q.shape[0] if cu_seqlens_q is not None else q.shape[1]
     if cu_seqlens_k is not None:
@@ -154,20 +154,6 @@ def _check_pages(
         )
 
 
-def _check_alibi(op: str, alibi_slopes: Any, q: torch.Tensor, batch_size: int) -> None:
-    if alibi_slopes is None:
-        return
-    common.check_tensor(op, "alibi_slopes", alibi_slopes)
-    num_heads = q.shape[-2]
-    if tuple(alibi_slopes.shape) not in ((num_heads,), (batch_size, num_heads)):
-        raise common.refuse(
-            op, "alibi_slopes", f"shape ({num_heads},) or ({batch_size}, {num_heads})", alibi_slopes
-        )
-    common.check_like(
-        op, "alibi_slopes", alibi_slopes, alibi_slopes.shape, q, dtypes=(torch.float32,)
-    )
-
-
 def _bound(op: str, argument: str, value: Any, rows: int, lengths_vary: bool) -> int:
     """The longest a sequence can be: what the caller says, at most the rows there are."""
     if value is None:
@@ -211,8 +197,7 @@ def check_out_layout(
     op: str, out: Any, q: torch.Tensor, dtypes: tuple[torch.dtype, ...] = ()
 ) -> None:
     """`out` must be like q, or of `dtypes`, no element of it twice."""
-    common.check_like(op, "out", out, q.shape, q, dtypes=dtypes)
-    common.check_output(op, "out", out)
+    common.check_written(op, "out", out, q.shape, q, dtypes)
 
 
 def read_tables(op: str, problem: Problem) -> bool:

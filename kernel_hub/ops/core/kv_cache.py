@@ -111,6 +111,18 @@ def check_block_table(op: str, block_table: Any, batch_size: int, like: torch.Te
     common.check_like(op, "block_table", block_table, shape, like, dtypes=(torch.int32,))
 
 
+def check_alibi(op: str, slopes: Any, q: torch.Tensor, batch_size: int) -> None:
+    """`slopes`, where given, must be (num_heads,) or (batch_size, num_heads) fp32."""
+    if slopes is None:
+        return
+    common.check_tensor(op, "alibi_slopes", slopes)
+    num_heads = q.shape[-2]
+    if tuple(slopes.shape) not in ((num_heads,), (batch_size, num_heads)):
+        expected = f"shape ({num_heads},) or ({batch_size}, {num_heads})"
+        raise common.refuse(op, "alibi_slopes", expected, slopes)
+    common.check_like(op, "alibi_slopes", slopes, slopes.shape, q, dtypes=(torch.float32,))
+
+
 def check_caches(
     op: str,
     k_cache: Any,
