@@ -13,11 +13,11 @@ import torch
 from back_to_back import check_back_to_back
 from bits import same_bits
 from product_problems import ACTIVATIONS
+from product_runs import force_choice
 from refused import check_misaligned, check_refused
 from test_exports import exported_by_macros
 from ways import Way
 
-from kernel_hub.ops.core.launch import forget_all
 from kernel_hub.ops.matmul import grouped_plan
 from kernel_hub.testing.compare import check, product_atol
 from kernel_hub.testing.guard import Guarded
@@ -194,10 +194,7 @@ def test_a_graph_replays_with_other_offsets(way: Way) -> None:
         same_bits(out, grouped_linear(a, b, offsets))
 
 
-def force(monkeypatch: pytest.MonkeyPatch, choice: Callable[[Any], Any]) -> None:
-    """Take the launch that `choice` makes of a problem, whatever the plan would take."""
-    monkeypatch.setattr(module, "choose", lambda *given: choice(given[2]))
-    forget_all()
+force = partial(force_choice, module)
 
 
 @pytest.mark.parametrize("which", [0, 1])
