@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import itertools
 import math
 import sys
 import threading
@@ -194,6 +195,11 @@ def consume(producer: Any, stream: int, *, any_dtype: bool = False) -> Consumed:
 # ---- export ----
 # Address of the managed tensor -> it, its shape and strides, and what keeps the memory alive.
 _exported: dict[int, tuple[Any, Any, object]] = {}
+# Capsules that nobody had consumed when this was last looked at, and that address of each.
+# NOTE: a capsule has no destructor: one of ctypes is Python, which must not run where an exception
+# is on its way (numpy.from_dlpack that refuses the array), and takes its place.
+_given: dict[int, tuple[Any, int]] = {}
+_numbers = itertools.count()
 _lock = threading.Lock()
 _at_exit_registered = False
 
@@ -205,15 +211,27 @@ def _delete(address: int) -> None:
         _decrease(entry[0])
 
 
-def _destroy_capsule(capsule: int) -> None:
-    """A capsule dies: if nobody consumed it, its tensor goes too."""
-    for name in _HOLDERS:
-        if _is_valid(capsule, name):
-            _delete(_get_pointer(capsule, name))
+def _counts(given: dict[int, tuple[Any, int]]) -> list[tuple[int, int, int]]:
+    """(number, address, references) of each. What of these are our own depends on the Python."""
+    return [
+        (number, address, sys.getrefcount(capsule))
+        for number, (capsule, address) in list(given.items())
+    ]
+
+
+_OURS = _counts({0: (object(), 0)})[0][2]
+
+
+def sweep() -> None:
+    """Give back what is in capsules that died before anybody consumed them."""
+    for number, address, references in _counts(_given):
+        pair = _given.pop(number, None) if references <= _OURS else None
+        # A consumed one is its consumer's, who calls the deleter.
+        if pair and any(_is_valid(id(pair[0]), name) for name in _HOLDERS):
+            _delete(address)
 
 
 _c_delete = _DELETER(_delete)
-_c_destroy_capsule = ctypes.PYFUNCTYPE(None, c_void_p)(_destroy_capsule)
 
 
 def _disarm() -> None:
@@ -267,8 +285,11 @@ def export(
     managed._numbers = numbers
     _increase(managed)
     where = ctypes.addressof(managed)
+    sweep()
     _exported[where] = (managed, numbers, owner)
-    return _new(where, _name_pointer(name), ctypes.cast(_c_destroy_capsule, c_void_p))
+    capsule = _new(where, _name_pointer(name), None)
+    _given[next(_numbers)] = capsule, where
+    return capsule
 
 
 # PyCapsule_New keeps the pointer, not the text: the buffers live as long as the module.
