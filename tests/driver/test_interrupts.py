@@ -109,6 +109,29 @@ def test_allocations_and_copies(
 
 
 @pytest.mark.parametrize("turn", range(3))
+def test_dlpack(
+    fakecuda: FakeCuda, interrupted: Callable[[float, Callable[[], Any]], bool], turn: int
+) -> None:
+    lots = Lots("interrupted DLPack", turn)
+    DeviceArray.zeros(4).free()
+
+    def work() -> None:
+        for _ in range(5):
+            array = DeviceArray.from_dlpack(DeviceArray.zeros(64))
+            assert array.shape == (64,)
+            array.__dlpack__()
+
+    came = 0
+    for _ in range(800):
+        came += interrupted(lots.uniform(2e-6, 6e-4), work)
+        check_thread(fakecuda, lots)
+    assert came > 100
+    settled()
+    trim()
+    assert fakecuda.live_allocations == 0, lots
+
+
+@pytest.mark.parametrize("turn", range(3))
 def test_streams_and_events(
     make_fakecuda: Callable[..., FakeCuda],
     interrupted: Callable[[float, Callable[[], Any]], bool],
