@@ -122,15 +122,15 @@ class _Taken:
             deque(map(self._deleter, self._once), 0)
 
 
-class _Watch(weakref.ref["_Owner"]):
+class _OwnerWatch(weakref.ref["_Owner"]):
     """Notices in C code, which Ctrl-C cannot end, that an owner died."""
 
     __slots__ = ("taken",)
     taken: _Taken
 
 
-_watches: set[_Watch] = set()
-_dead: deque[_Watch] = deque()
+_watches: set[_OwnerWatch] = set()
+_dead: deque[_OwnerWatch] = deque()
 
 
 class _Owner:
@@ -140,7 +140,7 @@ class _Owner:
 
     def __init__(self, taken: _Taken) -> None:
         self._taken = taken
-        watch = _Watch(self, _dead.append)
+        watch = _OwnerWatch(self, _dead.append)
         watch.taken = taken
         _watches.add(watch)
 

@@ -23,7 +23,7 @@ _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 _NOT_READY = 600  # what is asked of a stream or an event that has work before it
 
 
-class _Watch(weakref.ref["_Owned"]):
+class _HandleWatch(weakref.ref["_Owned"]):
     """What gives a handle back: by the finaliser, or later where Ctrl-C ended that."""
 
     __slots__ = ("cell", "destroy", "device", "driver")
@@ -43,8 +43,8 @@ class _Watch(weakref.ref["_Owned"]):
         self.driver.within(self.device, *calls)
 
 
-_live: set[_Watch] = set()
-_dead: deque[_Watch] = deque()  # C code adds to it, which Ctrl-C cannot end
+_live: set[_HandleWatch] = set()
+_dead: deque[_HandleWatch] = deque()  # C code adds to it, which Ctrl-C cannot end
 
 
 def _drain() -> None:
@@ -73,7 +73,7 @@ class _Owned:
         self._device = device_number(device)
         self._driver = _driver.get()
         _drain()
-        self._watch = watch = _Watch(self, _dead.append)
+        self._watch = watch = _HandleWatch(self, _dead.append)
         watch.driver, watch.device = self._driver, self._device
         watch.cell, watch.destroy = self._cell, self._destroy
         _live.add(watch)
