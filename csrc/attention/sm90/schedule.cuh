@@ -31,14 +31,21 @@ __device__ __forceinline__ void make_order(const Parameters& p, Order& order) {
     if (is_one) {
         keys = find_keys(p, batch).count;
         tiles = keys > 0 ? count_rows<C>(p, find_queries(p, batch).count) * p.num_heads : 0;
-        order.end[batch] = keys;
+    }
+    if (batch < Order::kMost) {
+        order.end[batch] = is_one ? keys : -1;
     }
     __syncthreads();
     if (is_one) {
+        // Four at a time: each read waits for the one before it.
 #pragma unroll 1
-        for (int i = 0; i < p.batch_size; ++i) {
-            const int other = order.end[i];
-            rank += other > keys || (other == keys && i < batch);
+        for (int first = 0; first < p.batch_size; first += 4) {
+            const int4 four = *reinterpret_cast<const int4*>(order.end + first);
+            const int others[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                rank += others[i] > keys || (others[i] == keys && first + i < batch);
+            }
         }
     }
     __syncthreads();
@@ -106,16 +113,19 @@ struct Schedule {
                               : count_rows<C>(p.seqlen_q) * fresh(p.batch_size) * p.num_heads;
     }
 
-    // Tile number `index`, which must not fall from call to call. row_begin is beyond seqlen_q
-    // where there is no such tile.
+    // Tile number `index`, which must not fall from call to call; of a whole warp. row_begin is
+    // beyond seqlen_q where there is no such tile.
     __device__ __forceinline__ Tile find(int index) {
         const int num_heads = fresh(p.num_heads);
         int num_rows = fresh(count_rows<C>(p.seqlen_q)), num_pairs = p.batch_size * num_heads;
         int heads_per_group = p.heads_per_group, batch = -1;
         if (has_lengths(p)) {
+            unsigned before = kAllLanes;
 #pragma unroll 1
-            while (index >= order.end[cursor]) {
-                ++cursor;
+            while (before == kAllLanes) {
+                const int i = cursor + threadIdx.x % 32;
+                before = __ballot_sync(kAllLanes, i < p.batch_size && order.end[i] <= index);
+                cursor += __popc(before);
             }
             index -= cursor == 0 ? 0 : order.end[cursor - 1];
             batch = order.batch[cursor];
