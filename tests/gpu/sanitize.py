@@ -152,6 +152,8 @@ def linear(device: str) -> None:
         )
         with linear_plan.TABLE.forcing(linear_plan.Row(name, {"group": 8, "deals": deals})):
             ops.linear(a, b)
+            ops.linear(a, b, bias, activation="gelu")
+            ops.linear(a, b, bias, residual=residual)
             ops.linear(a, b, bias, activation="silu", residual=residual, out=residual)
     for dtype, wide in itertools.product(DTYPES[:2], (False, True)):
         out_dtype = torch.float32 if wide else dtype

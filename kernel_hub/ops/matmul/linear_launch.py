@@ -116,7 +116,7 @@ def plan_launch(
     out_boxes = residual_boxes = None
     if choice.out_box_rows and out.dtype == a.dtype and not (n | out_stride) % 8:
         out_boxes = boxes_of(m, n, n if m == 1 else out_stride, choice.out_box_rows)
-        if residual is not None and not choice.swaps and not residual_stride % 8:
+        if residual is not None and not residual_stride % 8:
             stride = n if m == 1 else residual_stride
             residual_boxes = boxes_of(m, n, stride, choice.out_box_rows)
     numbers = (out_stride, *last, choice.group, choice.num_whole, choice.num_dealt)
