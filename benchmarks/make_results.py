@@ -23,6 +23,8 @@ BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 OURS = "kernel_hub"
 FLOORS = ("C loop", "copy", "cuBLAS, product alone")  # ceilings of what is possible, not peers
 DRAWN, UNCOUNTED = ("by lot ", "sweep "), ", not counted"  # of families' names
+# Fixed families whose cases drawn by lot have another name, or several.
+DRAWN_OF = {"attention": "prefill", "attention_backward": "backward", "decode": "decode_contiguous"}
 BEHIND = 1.05  # of cases drawn by lot, those over this are listed
 _MOST = (1.10, 1.20)
 QUICK_UNITS = {"ns", "us", "ms", "s"}  # smaller is better; in every other unit larger is
@@ -205,7 +207,7 @@ def summary(families: list[Family]) -> str:
     if not families:
         return "Not measured yet: `make bench` on a GPU."
     cases = [
-        summary_line(case)
+        summary_cells(case)
         for family in families
         if family.name in ("launch", "start")
         for case in family.cases
@@ -219,9 +221,12 @@ def summary(families: list[Family]) -> str:
     if kernels:
         heads = ["kernels", "cases", "geometric mean", "worst", f"over {_MOST[0]:.2f}"]
         lines += [line(heads), line(["---"] * len(heads)), *kernels, ""]
-    if cases:
-        heads = ["launching", "kernel_hub", "best peer", "ratio"]
-        lines += [line(heads), line(["---"] * len(heads)), *cases, ""]
+    for heads, rows in (
+        (["launching", "kernel_hub", "best peer", "ratio"], [row for row in cases if row[2]]),
+        (["starting", "kernel_hub"], [row[:2] for row in cases if not row[2]]),
+    ):
+        if rows:
+            lines += [line(heads), line(["---"] * len(heads)), *map(line, rows), ""]
     measured = dict.fromkeys(f"{family.gpu}, driver {family.driver}" for family in families)
     note = "Ratio: our time over the best peer's, below 1 is ahead. All rows, versions and commands"
     last = f"Measured on {'; '.join(measured)}. {note}: [RESULTS.md](benchmarks/RESULTS.md)."
@@ -269,11 +274,13 @@ def ratios_of_families(families: Iterable[Family]) -> dict[str, Found]:
         of = f"{len(ratios)}" if total == len(ratios) else f"{len(ratios)} of {total}"
         runs = f"{of}, by lot, {len(seeds)} seed{'s' * (len(seeds) > 1)}"
         by_lot[name] = Found(ratios, runs)
-    return {**by_lot, **{name: found for name, found in fixed.items() if name not in by_lot}}
+    rest = {name: x for name, x in fixed.items() if DRAWN_OF.get(name, name) not in by_lot}
+    return {**by_lot, **rest}
 
 
-def summary_line(case: Case) -> str:
-    """One case: ours (with the bound launch and the floor beside it), the best peer, the ratio."""
+def summary_cells(case: Case) -> list[str]:
+    """One case: ours (with the bound launch and the floor beside it), the best peer, the ratio; ''
+    where it has none."""
     assert case.ours is not None
     ours = f"{number(case.rows[case.ours]['median'])} {case.unit}"
     beside = [
@@ -284,14 +291,12 @@ def summary_line(case: Case) -> str:
     peer = case.best_peer
     other = f"{number(case.rows[peer]['median'])} ({peer})" if peer else ""
     ratio = case.ratio()
-    return line(
-        [
-            case.name,
-            ours + (f" ({', '.join(beside)})" if beside else ""),
-            other,
-            "" if ratio is None else f"{ratio:.2f}",
-        ]
-    )
+    return [
+        case.name,
+        ours + (f" ({', '.join(beside)})" if beside else ""),
+        other,
+        "" if ratio is None else f"{ratio:.2f}",
+    ]
 
 
 def replaced(readme: str, table: str) -> str:

@@ -116,6 +116,26 @@ def test_cases_drawn_by_lot_are_summed_up(tmp_path: Path) -> None:
     assert text.endswith("## Where a peer is ahead\n\nNowhere in these runs.\n")
 
 
+def test_families_of_attention_stand_for_the_fixed_cases(tmp_path: Path) -> None:
+    """As by_lot.py names files and families: a row of the table a family, over its seeds."""
+    fixed = [row("attention", "4 x 4096", x, 3.0, "us") for x in ("kernel_hub", "torch flash")]
+    (tmp_path / "h200_attention.json").write_text(json.dumps(fixed))
+    assert "| attention | 1 |" in make_results.summary(make_results.load(tmp_path))
+    for seed, ours in ((1, 4.4), (2, 1.0)):
+        rows = [
+            row(f"by lot {family}", "0: x", name, us, "us")
+            for family in ("prefill", "backward_eager")
+            for name, us in (("kernel_hub", ours), ("FlashAttention-3", 2.0))
+        ]
+        (tmp_path / f"h200_by_lot_attention_s{seed}.json").write_text(json.dumps(rows))
+    families = make_results.load(tmp_path)
+    table = make_results.summary(families)
+    for family in ("prefill", "backward_eager"):
+        assert f"| {family} | 2, by lot, 2 seeds | 1.05 | 2.20 | 50% |" in table
+    assert "| attention |" not in table
+    assert make_results.document(families).count("- 2.20 0: x: 4.4 us against 2 of Flash") == 2
+
+
 def test_the_picture_has_each_case(families: list[Any]) -> None:
     ratios = {n: f.ratios for n, f in make_results.ratios_of_families(families).items()}
     assert list(ratios) == ["rms_norm"]  # launches are rows of their own
