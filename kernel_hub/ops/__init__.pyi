@@ -138,6 +138,13 @@ def grouped_linear(
     bias: torch.Tensor | None = None, activation: str | None = None,
     out: torch.Tensor | None = None, out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor: ...  # fmt: skip
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None,
+    eps: float = 1e-05, *, residual: torch.Tensor | None = None, adds_after: bool = False,
+    weight_offset: float = 0.0, out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None, out_scale: torch.Tensor | None = None,
+    residual_out: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, ...]: ...  # fmt: skip
 def linear(
     a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, *,
     activation: str | None = None, residual: torch.Tensor | None = None,
@@ -203,6 +210,7 @@ __all__ = [
     "flash_attention",
     "flash_attention_qkvpacked",
     "grouped_linear",
+    "layer_norm",
     "linear",
     "merge_states",
     "qkv_linear",

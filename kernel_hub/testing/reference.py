@@ -28,6 +28,30 @@ def rms_norm(
     return s / torch.sqrt(mean + eps) * (weight.to(dtype) + weight_offset)
 
 
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    residual: torch.Tensor | None = None,
+    adds_after: bool = False,
+    weight_offset: float = 0.0,
+    dtype: torch.dtype = torch.float64,
+) -> torch.Tensor:
+    """(s - mean) / sqrt(variance + eps) * (weight + weight_offset) + bias, s = x + residual; with
+    adds_after s = x, and the residual is added to that. Not quantised."""
+    if residual is not None and not adds_after:
+        x = x + residual
+    s = x.to(dtype)
+    size = s.shape[-1]
+    s = s - torch.sum(s, dim=-1, keepdim=True) / size
+    normed = s / torch.sqrt(torch.sum(s * s, dim=-1, keepdim=True) / size + eps)
+    scale = weight_offset + (1.0 if weight is None else weight.to(dtype))
+    normed = normed * scale + (0.0 if bias is None else bias.to(dtype))
+    return normed + residual.to(dtype) if adds_after and residual is not None else normed
+
+
 def silu_and_mul(x: torch.Tensor, *, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     """silu(gate) * up, gate and up the halves of the last dimension."""
     size = x.shape[-1] // 2

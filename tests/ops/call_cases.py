@@ -95,6 +95,31 @@ def _rms_norm(lot: Lot) -> Case:
     )  # fmt: skip
 
 
+def _layer_norm(lot: Lot) -> Case:
+    dtype, shape = lot.one(*_ANY), (lot.one(1, 2, 3), lot.one(2, 5), 8 * lot.one(1, 2, 5))
+    parameters, kind = lot.one(dtype, torch.float32), lot.one(dtype, E4M3, torch.int8)
+    x = lot.randn(*shape, dtype=dtype)
+    columns = [(name, lot.randn(shape[-1], dtype=parameters)) for name in ("weight", "bias")]
+    tensors = {"x": x, **lot.maybe(*columns)}
+    options, outs = {"eps": lot.one(0.0, 1e-5)}, {"out": torch.empty_like(x, dtype=kind)}
+    if kind is not dtype:
+        outs["out_scale"] = x.new_empty(shape[:-1], dtype=torch.float32)
+    if lot.one(True, False):
+        tensors["residual"] = lot.randn(*shape, dtype=dtype)
+        if kind is dtype and lot.one(True, False):
+            options["adds_after"] = True
+        else:
+            outs["residual_out"] = torch.empty_like(x)
+    pairs = {
+        (out, y) for out in outs for y in ("x", "residual")
+        if y in tensors and outs[out].dtype == dtype and out != "out_scale"
+    }  # fmt: skip
+    return Case(
+        "layer_norm", {**tensors, **outs}, {**options, "out_dtype": kind},
+        outs=tuple(outs), in_place=frozenset(pairs), required=("x",),
+    )  # fmt: skip
+
+
 def _silu_and_mul(lot: Lot) -> Case:
     dtype, rows, size = lot.one(*_ANY), lot.one(1, 3, 7), lot.one(8, 16, 24)
     x, out = lot.randn(rows, 2 * size, dtype=dtype), lot.randn(rows, size, dtype=dtype)
@@ -360,6 +385,7 @@ CASES: dict[str, Callable[[Lot], Case]] = {
     "linear fp8": _linear_fp8,
     "merge_states": _merge_states,
     "qkv_linear": _qkv_linear,
+    "layer_norm": _layer_norm,
     "rms_norm": _rms_norm,
     "rope": _rope,
     "silu_and_mul": _silu_and_mul,

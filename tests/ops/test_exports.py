@@ -89,6 +89,18 @@ def test_rms_norm(chosen: set[str]) -> None:
     assert chosen == exported("rms_norm")
 
 
+def test_layer_norm(chosen: set[str]) -> None:
+    norm, parts = module("rowwise.layer_norm")._norm, module("rowwise.norm")
+    hiddens = [8, 129, *(2**i for i in range(5, 16)), 5120, 40960]
+    for dtype, kind, hidden, rows in itertools.product(
+        DTYPES, [None, torch.float8_e4m3fn, torch.int8], hiddens, [1, 1024, 8192, 32768]
+    ):
+        x = meta(rows, hidden, dtype=dtype)
+        given = parts.NormGiven(x, None, None, None, 1e-5, 0.0, False)
+        norm.plan(given, norm.new(given, kind, parts.Outs(None, None, None)), 0)
+    assert chosen == exported("layer_norm")
+
+
 def test_silu_and_mul(chosen: set[str]) -> None:
     for dtype, size in itertools.product(DTYPES, [129, 4096]):
         plan: Callable[..., Any] = module("rowwise.silu_and_mul")._plan
