@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernel_hub/e4m3.cuh"
+#include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/reduce.cuh"
 #include "kernel_hub/vec.cuh"
 #include "rowwise/row_vecs.cuh"
@@ -299,5 +300,49 @@ __device__ __forceinline__ void norm_passes(NormParams<T, Out> p) {
         write_row(p.out + i, s);
     }
 }
+
+// 64 registers a thread: any blockDim up to 1,024.
+#define EXPORT_NORM(NAME, T, OUT, CENTRED, BODY, SIZE)                                             \
+    DESCRIBED(                                                                                     \
+        NAME, "x: rows in steps of blockDim.y, y: the outer dimension; blockDim.x threads a row",  \
+        (.shared_bytes = 0),                                                                       \
+        extern "C" __global__ void __launch_bounds__(1024) NAME(                                   \
+            OUT* out, float* out_scale, T* residual_out, const T* x, const T* residual,            \
+            const void* weight, const void* bias, int64_t out_stride, int64_t out_outer_stride,    \
+            int64_t scale_stride, int64_t scale_outer_stride, int64_t residual_out_stride,         \
+            int64_t residual_out_outer_stride, int64_t x_stride, int64_t x_outer_stride,           \
+            int64_t residual_stride, int64_t residual_outer_stride, int num_rows, int hidden_size, \
+            int is_weight32, int adds_after, float eps, float weight_offset) {                     \
+            BODY<T, OUT, CENTRED, SIZE>({out,                                                      \
+                                         out_scale,                                                \
+                                         residual_out,                                             \
+                                         x,                                                        \
+                                         residual,                                                 \
+                                         weight,                                                   \
+                                         bias,                                                     \
+                                         out_stride,                                               \
+                                         out_outer_stride,                                         \
+                                         scale_stride,                                             \
+                                         scale_outer_stride,                                       \
+                                         residual_out_stride,                                      \
+                                         residual_out_outer_stride,                                \
+                                         x_stride,                                                 \
+                                         x_outer_stride,                                           \
+                                         residual_stride,                                          \
+                                         residual_outer_stride,                                    \
+                                         num_rows,                                                 \
+                                         hidden_size,                                              \
+                                         is_weight32,                                              \
+                                         adds_after,                                               \
+                                         eps,                                                      \
+                                         weight_offset});                                          \
+        })
+
+#define EXPORT_NORM_VARIANTS(NAME, T, OUT, CENTRED)                      \
+    EXPORT_NORM(NAME##_vec1, T, OUT, CENTRED, norm_vecs, 1)              \
+    EXPORT_NORM(NAME##_vec2, T, OUT, CENTRED, norm_vecs, 2)              \
+    EXPORT_NORM(NAME##_vec4, T, OUT, CENTRED, norm_vecs, 4)              \
+    EXPORT_NORM(NAME##_loop, T, OUT, CENTRED, norm_passes, kVecElems<T>) \
+    EXPORT_NORM(NAME##_scalar, T, OUT, CENTRED, norm_passes, 1)
 
 }  // namespace kernel_hub::rowwise

@@ -56,9 +56,12 @@ def layer_norm(device: str) -> None:
         residual = torch.randn(rows, hidden, device=device, dtype=dtype)
         weight = torch.randn(hidden, device=device)
         ops.layer_norm(x, weight, weight)
+        ops.rms_norm(x, weight, bias=weight)
+        ops.rms_norm(x.contiguous(), weight.to(dtype), residual=residual, adds_after=True)
         ops.layer_norm(x.contiguous(), weight.to(dtype), residual=residual, adds_after=True)
         for kind in (torch.float8_e4m3fn, torch.int8):
             ops.layer_norm(x, weight, residual=residual, out_dtype=kind)
+            ops.rms_norm(x, weight, residual=residual, out_dtype=kind)
 
 
 def silu_and_mul(device: str) -> None:

@@ -163,6 +163,11 @@ def test_registered_ops_pass_opcheck(device: str) -> None:
             ops.layer_norm_out,
             (x, w, w, r, 1e-5, 0.0, True, torch.empty_like(x), x.new_empty(0), x.new_empty(0)),
         ),
+        (ops.rms_norm_joined, (x, w, w, None, 1e-5, 0.0, False, torch.int8)),
+        (
+            ops.rms_norm_joined_out,
+            (x, w, w, r, 1e-5, 0.0, True, torch.empty_like(x), x.new_empty(0), x.new_empty(0)),
+        ),
         (ops.silu_and_mul, (x,)),
         (ops.silu_and_mul_out, (x, x.new_empty(2, 5, 32))),
         (ops.linear, (x, t["weight"], w, 1, r, torch.bfloat16)),

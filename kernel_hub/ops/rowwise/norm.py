@@ -12,7 +12,6 @@ import torch
 from ...errors import KernelHubError, TensorError
 from ..core import common
 from ..core.launch import Launch, Plans
-from .rms_norm import _choose
 
 E4M3 = torch.float8_e4m3fn
 # What results may be quantised to, each row by a scale of its own: its token, its largest number.
@@ -27,6 +26,33 @@ _IN_PLACE = "out=x out=residual residual_out=x residual_out=residual"
 _empty_like = torch.empty_like
 
 
+def choose(vecs: int, rows: int, has_residual: bool) -> tuple[str, int, int]:
+    """(variant, threads a row, rows a block) for rows of `vecs` 16-byte vectors.
+
+    Measured on an H200 (docs/notes/rms_norm.md): few rows want every load of a row in flight at
+    once, many rows want four vectors a thread and two rows a block.
+    """
+    if vecs <= 32:
+        threads = 1 << (vecs - 1).bit_length()
+        return "vec1", threads, 128 // threads
+    if vecs > 4 * 1024:
+        return "loop", 512, 1
+    if rows <= 256:
+        widest = (256, 1024)
+    elif has_residual:
+        widest = (128, 640 if rows > 4096 and vecs % 512 else 128)
+    else:
+        widest = (32, 1024 if vecs % 512 else 512 if rows <= 4096 else 256)
+    per_thread = 1 if vecs <= widest[0] else 2 if vecs <= widest[1] else 4
+    threads = 32 * -(-vecs // (32 * per_thread))
+    several = rows > 256 and (
+        threads <= 64
+        or (threads == 128 and per_thread != 2)
+        or (threads == 256 and per_thread == 4 and rows > (4096 if has_residual else 16384))
+    )
+    return f"vec{per_thread}", threads, max(2, 128 // threads) if several else 1
+
+
 class NormGiven(NamedTuple):
     """What a call reads, as the registered ops name it."""
 
@@ -37,10 +63,6 @@ class NormGiven(NamedTuple):
     eps: float
     weight_offset: float
     adds_after: bool
-
-    @property
-    def optional(self) -> tuple[Any, ...]:
-        return self.weight, self.bias, self.residual
 
 
 class Outs(NamedTuple):
@@ -54,21 +76,27 @@ class Outs(NamedTuple):
 class Norm:
     """A norm, in every form.
 
-    cuda, cpu: (*NormGiven, *Outs, is_given), which call `launch` and `compute`; normed: (s in fp32,
-    eps) -> what weight and bias are for, on the CPU.
+    op: its name to callers; kernels: of its cubin, of the functions in it and of the registered op;
+    needs_weight: None is refused; cuda, cpu: (*NormGiven, *Outs, is_given), which call `launch` and
+    `compute`; normed: (s in fp32, eps) -> what weight and bias are for, on the CPU.
     """
 
     def __init__(
-        self, op: str, *, cuda: Callable[..., None], cpu: Callable[..., None],
-        normed: Callable[[torch.Tensor, float], torch.Tensor],
+        self, op: str, *, kernels: str, needs_weight: bool, cuda: Callable[..., None],
+        cpu: Callable[..., None], normed: Callable[[torch.Tensor, float], torch.Tensor],
     ) -> None:  # fmt: skip
-        self.op, self.cuda, self.cpu, self.normed = op, cuda, cpu, normed
+        self.op, self.kernels, self.needs_weight = op, kernels, needs_weight
+        self.cuda, self.cpu, self.normed = cuda, cpu, normed
         # A bare tuple of a launch: unpacking it takes 40 ns less.
         self.plans: Plans[tuple[tuple[Any, ...], common.Spans]] = Plans()
-        self.operands = common.Operands(op, "x", "weight bias residual out out_scale residual_out")
+        names = ["x", "weight", "bias", "residual", "out", "out_scale", "residual_out"]
+        self.num_required = 1 + needs_weight
+        self.operands = common.Operands(
+            op, " ".join(names[: self.num_required]), " ".join(names[self.num_required :])
+        )
         self.writes = common.Writes(op, _NAMES, "out out_scale residual_out", in_place=_IN_PLACE)
         self.registered = common.define_pair(
-            op,
+            kernels,
             "Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, float eps, "
             "float weight_offset, bool adds_after",
             "out out_scale residual_out", more="ScalarType? out_dtype",
@@ -85,8 +113,9 @@ class Norm:
             weight_offset=common.check_number(self.op, "weight_offset", given.weight_offset),
             adds_after=bool(given.adds_after),
         )
-        x, optional = given.x, (*given.optional, *outs)
-        is_plain = self.operands.are_plain((x,), optional)
+        x, tensors = given.x, (given.x, given.weight, given.bias, given.residual, *outs)
+        required, optional = tensors[: self.num_required], tensors[self.num_required :]
+        is_plain = self.operands.are_plain(required, optional)
         is_given = outs != _NO_OUTS
         try:
             self.check_asked(given, out_dtype, outs)
@@ -99,7 +128,7 @@ class Norm:
                 else:
                     self.registered.writing(*given, *_filled(made))
         except common.FOREIGN:
-            self.operands.check_tensors((x,), optional)
+            self.operands.check_tensors(required, optional)
             self.check(given, outs)
             raise
         if is_given and is_plain:
@@ -145,8 +174,9 @@ class Norm:
         if hidden_size > common.MAX_SIZE:
             raise common.refuse(op, "x", f"a last dimension of at most {common.MAX_SIZE}", x)
         dtypes: tuple[torch.dtype, ...] = (x.dtype, torch.float32)
-        for argument, value in (("weight", given.weight), ("bias", given.bias)):
-            if value is not None:
+        parameters: Any = (("weight", given.weight), ("bias", given.bias))
+        for argument, value in parameters:
+            if value is not None or (argument == "weight" and self.needs_weight):
                 common.check_like(op, argument, value, (hidden_size,), x, dtypes=dtypes)
                 dtypes = (value.dtype,)
         if given.residual is not None:
@@ -184,12 +214,12 @@ class Norm:
             threads = min(256, 32 * -(-hidden_size // 32))
             variant, rows_a_block = "scalar", max(1, 128 // threads)
         else:
-            variant, threads, rows_a_block = _choose(
+            variant, threads, rows_a_block = choose(
                 hidden_size // elems, rows * outer, residual is not None
             )
         quantised = QUANTISED[out.dtype][0] if out.dtype in QUANTISED else ""
-        name = f"{self.op}_{common.DTYPE_TOKENS[x.dtype]}{quantised}_{variant}"
-        function = common.shipped(self.op, name)
+        name = f"{self.kernels}_{common.DTYPE_TOKENS[x.dtype]}{quantised}_{variant}"
+        function = common.shipped(self.kernels, name)
         parameter = given.bias if given.weight is None else given.weight
         is_weight32 = parameter is not None and parameter.dtype == torch.float32
         numbers = (*strides, rows, hidden_size, int(is_weight32), int(given.adds_after))
