@@ -119,7 +119,11 @@ def _others(op: str, call: tuple[Any, ...]) -> Iterator[tuple[Any, Any]]:
     for row in _rows(op, call):
         with table.forcing(row):
             choice = plan.choose(*call)
-        has_fp32 = choice.cubin != "linear_sm90" or choice.variant in linear_plan.HOPPER_FP32
+        has_fp32 = (
+            choice.variant in linear_plan.HOPPER_FP32
+            if choice.cubin == "linear_sm90"
+            else choice.variant != "m8_deep"  # of results of 16 bits only
+        )
         if choice not in seen and (has_fp32 or not is_wide):
             seen.add(choice)
             yield row, choice

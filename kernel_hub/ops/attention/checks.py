@@ -220,11 +220,12 @@ def check_out_layout(
 def check_values(op: str, problem: Problem, *, is_strict: bool = True) -> None:
     """Values on the device: bounds, lengths and page numbers. Waits for the device.
 
-    is_strict: rows before the first bound, and a max_seqlen that is less than a length, are refused
-    too; they cost rows, not memory.
+    is_strict: rows before the first bound of queries, and a max_seqlen that is less than a length,
+    are refused too; they cost rows, not memory. Keys that no query sees may lie anywhere.
     """
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return  # a captured call cannot wait
+    has_queries = [True] * problem.batch_size
     for argument, bounds, total, longest in (
         ("cu_seqlens_q", problem.cu_seqlens_q, problem.q.shape[0], problem.max_seqlen_q),
         ("cu_seqlens_k", problem.cu_seqlens_k, problem.k.shape[0], problem.max_seqlen_k),
@@ -232,15 +233,20 @@ def check_values(op: str, problem: Problem, *, is_strict: bool = True) -> None:
         if bounds is None:
             continue
         values = bounds.tolist()
-        starts_well = values[0] == 0 if is_strict else values[0] >= 0
-        if not starts_well or any(a > b for a, b in itertools.pairwise(values)):
-            raise common.refuse(op, argument, "bounds that start at 0 and do not fall", values)
+        lengths = [end - start for start, end in itertools.pairwise(values)]
+        begins = is_strict and argument == "cu_seqlens_q"
+        if min(lengths, default=0) < 0 or (values[0] != 0 if begins else values[0] < 0):
+            expected = f"bounds that start at 0{'' if begins else ' or after it'} and do not fall"
+            raise common.refuse(op, argument, expected, values)
         if values[-1] > total:
             raise common.refuse(op, argument, f"an end of at most {total} rows", values)
-        most = max((b - a for a, b in itertools.pairwise(values)), default=0)
+        seen = [length for length, has in zip(lengths, has_queries, strict=True) if has]
+        most = max(seen, default=0)
         if most > longest and is_strict:
             name = argument.replace("cu_seqlens", "max_seqlen")
             raise common.refuse(op, argument, f"lengths of at most {name} = {longest}", most)
+        if argument == "cu_seqlens_q":
+            has_queries = [length > 0 for length in lengths]
     lengths = [problem.max_seqlen_k] * problem.batch_size
     if problem.cache_seqlens is not None:
         lengths = problem.cache_seqlens.tolist()

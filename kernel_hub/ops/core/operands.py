@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
+from ...arrays.dtypes import NDARRAY
 from ...errors import TensorError
 from .refusals import refuse, say
 
@@ -140,7 +140,7 @@ def transform_refusal(op: str) -> TensorError:
 def check_tensor(op: str, argument: str, value: Any) -> None:
     """`value` must be a torch tensor whose elements lie in memory as its strides say."""
     if not isinstance(value, torch.Tensor):
-        if isinstance(value, np.ndarray):
+        if isinstance(value, NDARRAY):
             found = f"a NumPy array of {value.dtype}, shape {value.shape}: torch.from_numpy(it)"
             raise refuse(op, argument, "a torch tensor", found)
         raise refuse(op, argument, "a torch tensor", f"{type(value).__name__} {value!r:.60}")
