@@ -99,7 +99,7 @@ __device__ __forceinline__ float largest_of(const float (&values)[kWidth]) {
     float largest = 0.0f;
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
-        largest = fmaxf(largest, fabsf(values[j]));
+        largest = max_nan(largest, fabsf(values[j]));
     }
     return largest;
 }
@@ -137,8 +137,8 @@ __device__ __forceinline__ void write_row(Out* address, const float (&values)[kW
 template <typename T, typename Out>
 __device__ __forceinline__ float scale_row(const NormParams<T, Out>& p, float largest,
                                            bool is_there) {
-    // A row of zeros has a scale too.
-    largest = fmaxf(largest, 1e-12f);
+    // A row of zeros has a scale too, and that of one with nan says so.
+    largest = max_nan(largest, 1e-12f);
     if (threadIdx.x == 0 && is_there) {
         *p.out_scale = largest / kLargest<Out>;
     }
@@ -186,7 +186,7 @@ __device__ __forceinline__ void norm_vecs(NormParams<T, Out> p) {
                 float s[kWidth];
                 unpack<T>(row.bits[i], s);
                 norm_values(p, shape, vec_idx * kWidth, s);
-                largest = fmaxf(largest, largest_of(s));
+                largest = max_nan(largest, largest_of(s));
             }
         }
         factor = scale_row(p, row_max(largest, slots[kCentred + 1]), is_there);
@@ -277,7 +277,7 @@ __device__ __forceinline__ void norm_passes(NormParams<T, Out> p) {
             float s[kWidth];
             RowAccess::unpack(RowAccess::read(row + i), s);
             norm_values(p, shape, i, s);
-            largest = fmaxf(largest, largest_of(s));
+            largest = max_nan(largest, largest_of(s));
         }
         factor = scale_row(p, row_max(largest, slots[kCentred + 1]), is_there);
     }

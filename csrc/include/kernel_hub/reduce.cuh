@@ -2,6 +2,8 @@
 // same bits on every run.
 #pragma once
 
+#include "kernel_hub/ptx.cuh"
+
 namespace kernel_hub {
 
 constexpr int kWarpSize = 32;
@@ -42,13 +44,13 @@ __device__ __forceinline__ float row_sum(float value, float (&slots)[kMaxWarps])
     return group_sum(slot < row_warps ? slots[first_slot + slot] : 0.0f, width);
 }
 
-// The same of the largest; a nan is none.
+// The same of the largest; nan where one is.
 __device__ __forceinline__ float row_max(float value, float (&slots)[kMaxWarps]) {
     const int row_threads = blockDim.x;
 #pragma unroll
     for (int mask = kWarpSize / 2; mask > 0; mask /= 2) {
         if (mask < row_threads) {
-            value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, mask));
+            value = max_nan(value, __shfl_xor_sync(0xffffffffu, value, mask));
         }
     }
     if (row_threads <= kWarpSize) {
@@ -61,7 +63,7 @@ __device__ __forceinline__ float row_max(float value, float (&slots)[kMaxWarps])
     }
     __syncthreads();
     for (int i = 0; i < row_warps; ++i) {
-        value = fmaxf(value, slots[first_slot + i]);
+        value = max_nan(value, slots[first_slot + i]);
     }
     return value;
 }

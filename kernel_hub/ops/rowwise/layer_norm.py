@@ -41,7 +41,7 @@ def layer_norm(
     adds_after: the residual is added to what was normed, not before.
     weight_offset: added to the weight.
     out_dtype: None (of `out`, else of x), the dtype of x, torch.float8_e4m3fn or torch.int8: each
-        row by its scale, which is inf where the row has an infinity.
+        row by its scale, which is nan where the row has a nan or an infinity.
     out, out_scale, residual_out: where to write: like x in out_dtype; x.shape[:-1], fp32; like x.
         out or residual_out may be x or residual itself; no other overlap with anything else.
 

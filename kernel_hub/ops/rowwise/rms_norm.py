@@ -66,7 +66,7 @@ def rms_norm(
     adds_after: the residual is added to what was normed, not before (Gemma, OLMo 2).
     weight_offset: added to the weight; 1.0 for models that store weight - 1 (Gemma).
     out_dtype: None (of `out`, else of x), the dtype of x, torch.float8_e4m3fn or torch.int8: each
-        row by its scale, which is inf where the row has an infinity.
+        row by its scale, which is nan where the row has a nan or an infinity.
     out, out_scale, residual_out: where to write: like x in out_dtype; x.shape[:-1], fp32; like x.
         out or residual_out may be x or residual itself (in place); no other overlap of what is
         written with anything else.

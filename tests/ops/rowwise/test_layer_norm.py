@@ -172,8 +172,10 @@ def test_large_means_and_values_that_are_none(way: Way, norm: Norm) -> None:
     out = norm[0](x, **options)
     assert bool(out[1].isnan().all()) and not out[0].isnan().any()
     check_norm(norm, out[::3], x[::3], **options)
-    quantised, scale = norm[0](x, **options, out_dtype=E4M3)
-    assert bool(quantised[1].float().isnan().all()) and bool(scale[::3].isfinite().all())
+    for kind in (E4M3, INT8):  # int8 has no nan: the scale has it
+        quantised, scale = norm[0](x, **options, out_dtype=kind)
+        assert scale.isnan().tolist() == [False, True, True, False]
+        check_quantised(norm, (quantised[::3], scale[::3]), x[::3], **options)
 
 
 @each_norm
@@ -193,6 +195,23 @@ def test_the_same_bits_every_time(way: Way, norm: Norm) -> None:
         again = norm[0](x, weight, out_dtype=INT8)
         same_bits(again[0], first[0])
         same_bits(again[1], first[1])
+
+
+@each_norm
+@pytest.mark.parametrize("kind", [None, E4M3, INT8], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_torch_computes_on_the_cpu(dtype: torch.dtype, kind: Any, norm: Norm) -> None:
+    x, residual = (torch.randn(2, 5, 129).to(dtype) for _ in range(2))
+    options = {"weight": torch.randn(129), "bias": torch.randn(129), "weight_offset": 1.0}
+    for adds_after in (False, True) if kind is None else (False,):
+        more = {"residual": residual, "adds_after": adds_after, "eps": 1e-5}
+        found = norm[0](x, **options, **more, out_dtype=kind)
+        if kind is not None:
+            check_quantised(norm, found, x, **options, **more)
+        else:
+            check_norm(norm, found if adds_after else found[0], x, **options, **more)
+        if not adds_after:
+            same_bits(found[-1], x + residual, name="residual_out")
 
 
 X, W = torch.ones(3, 8), torch.ones(8)
