@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import driver
 from ..errors import KernelHubError
-from . import _console
+from .parts import console
 
 if TYPE_CHECKING:
     from ..measure.results import ResultRow
@@ -52,7 +52,7 @@ def measure_op(args: argparse.Namespace) -> list[ResultRow]:
     sizes = beside.sizes_of(args.op, args.shape)
     peers = beside.peers_of(args.op, args.against)
     timer = GraphTimer(args.rounds or 30)
-    with _console.progress(len(peers) + 2, args.op) as advance:
+    with console.progress(len(peers) + 2, args.op) as advance:
 
         def timed(*given: Any) -> Any:
             advance("timing")
@@ -66,7 +66,7 @@ def _teller(advance: Callable[[str], None]) -> Callable[[str], None]:
 
     def tell(text: str) -> None:
         if text.startswith("without "):
-            _console.note(text)
+            console.note(text)
         else:
             advance(text)
 
@@ -77,7 +77,7 @@ def measure_launches(rounds: int) -> list[ResultRow]:
     """All rows; what could not be measured is said on the way."""
     from ..measure import launch
 
-    with _console.progress(_STEPS, "launch costs") as advance:
+    with console.progress(_STEPS, "launch costs") as advance:
         rows = launch.run(rounds, _teller(advance))
         advance("import and first launch")
         return rows + launch.import_milliseconds()
@@ -130,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
     rows = measure_op(args) if args.op else measure_launches(args.rounds or 60)
     columns = ["case", "contender", "median", "p20", "p80", "unit", "ratio"]
     columns += ["note"] * any(row.note for row in rows)
-    _console.table(
+    console.table(
         columns,
         [_cells(row)[: len(columns)] for row in rows],
         right=["median", "p20", "p80"],
@@ -138,11 +138,11 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.json:
         results.write(args.json, rows)
-        _console.note(f"wrote {args.json}")
+        console.note(f"wrote {args.json}")
     if args.plot:
         about = results.environment()
         draw(rows, args.plot, f"{args.op or 'launch costs'}, {about['gpu']}, {about['driver']}")
-        _console.note(f"wrote {args.plot}")
+        console.note(f"wrote {args.plot}")
     return (
         1
         if any(row.note.startswith("WRONG") and row.contender == "kernel_hub" for row in rows)

@@ -8,8 +8,8 @@ from pathlib import Path
 from ..archs import tokens_of
 from ..errors import KernelHubError
 from ..formats import c_export
-from . import _console
-from ._gather import add_arch, add_package
+from .parts import console
+from .parts.gather import add_arch, add_package
 
 NAME = "export"
 HELP = "write kernels as .c and .h with a CMakeLists.txt, or all as a hub repository"
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         signatures=signatures,
     )
     for path in written:
-        _console.note(f"{path}  {_console.size(path.stat().st_size)}")
+        console.note(f"{path}  {console.size(path.stat().st_size)}")
     return 0
 
 
@@ -77,9 +77,9 @@ def _run_hub(args: argparse.Namespace) -> int:
         raise KernelHubError(f"--hub writes the whole library: leave out {names}")
     from ..integrations.kernels import hub_folder
 
-    with _console.progress(2, "hub repository") as advance:
+    with console.progress(2, "hub repository") as advance:
         builds = hub_folder.write(args.hub, advance)
     for build in builds:
         total = sum(path.stat().st_size for path in build.rglob("*") if path.is_file())
-        _console.note(f"{build}  {_console.size(total)}")
+        console.note(f"{build}  {console.size(total)}")
     return 0

@@ -13,7 +13,7 @@ from importlib import resources
 from pathlib import Path
 
 from ..errors import KernelHubError
-from . import _console
+from .parts import console
 
 NAME = "new"
 HELP = "write a package of your own kernel: .cu, build script, wrapper, test; or an op of torch"
@@ -132,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
     kind = TORCH if args.torch else NUMPY
     root = write(args.name, args.into, kind)
     for file in sorted(path for path in root.rglob("*") if path.is_file()):
-        _console.note(f"wrote {file}")
+        console.note(f"wrote {file}")
     call = kind.words["CALL"].replace("@NAME@", args.name)
-    _console.note(f'next:\n  cd {root}\n  ./build_cubins.sh\n  python -c "{call}"', wraps=False)
+    console.note(f'next:\n  cd {root}\n  ./build_cubins.sh\n  python -c "{call}"', wraps=False)
     return 0

@@ -37,6 +37,22 @@ def define(
     return op
 
 
+def define_given(
+    schema: str,
+    given: Callable[..., Any],
+    *,
+    cuda: Callable[[Any], Any],
+    cpu: Callable[[Any], Any],
+    check: Callable[[Any], Any],
+) -> Any:
+    """As `define`, of what takes its arguments as one, `given(*arguments)`, and returns nothing."""
+
+    def taking(into: Callable[[Any], Any]) -> Callable[..., Any]:
+        return lambda *arguments: into(given(*arguments))
+
+    return define(schema, cuda=taking(cuda), cpu=taking(cpu), fake=taking(check))
+
+
 class Pair(NamedTuple):
     """One op under two names."""
 
