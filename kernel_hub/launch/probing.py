@@ -161,8 +161,9 @@ def _one_at_a_time(label: str) -> Iterator[None]:
     import tempfile  # milliseconds, for the few images that are probed
 
     path = Path(tempfile.gettempdir(), "kernel_hub_probe.lock")
-    try:  # another user's file may be read, and that is enough to lock it
-        handle = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    flags = os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:  # another user's file may be read, and that is enough to lock it; a pipe is not waited for
+        handle = os.open(path, flags | os.O_NONBLOCK, 0o644)
     except OSError:
         yield
         return

@@ -29,6 +29,7 @@ from .operands import Operands as Operands
 from .operands import check_tensor as check_tensor
 from .operands import forward_ad as forward_ad
 from .operands import gradient_refusal as gradient_refusal
+from .operands import is_batched as is_batched
 from .operands import transform as transform
 from .overlap import Spans as Spans
 from .overlap import Writes as Writes
