@@ -128,7 +128,7 @@ struct Order {
     static constexpr int kMost = 256;  // with more of them they stay in the order they have
     alignas(16) int end[kMost];        // how many tiles there are up to here
     unsigned char batch[kMost];
-    int count;
+    int count;  // of all tiles; in the order they have: of those before the sequence at hand
 };
 
 // Split only: the work of a launch is a line of units, kBlockN keys of a tile each (line.cuh).
@@ -151,7 +151,7 @@ struct Shared {
     uint32_t barriers;
     Tile* tiles;
     uint32_t tiles_address;
-    const Order* order;
+    Order* order;
     const Line* line;
 
     static constexpr int kQFull = 0;

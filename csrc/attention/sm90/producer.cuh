@@ -217,8 +217,7 @@ struct Loader {
     __device__ __forceinline__ void find(Schedule<C>& schedule, int& index) {
         Tile tile;
         bool is_found = false;
-        while (!is_found && index < schedule.num_tiles()) {
-            tile = schedule.find(index);
+        while (!is_found && schedule.find(index, tile)) {
             is_found = tile.row_begin < tile.seqlen_q && !tile.is_empty();
             if (!is_found) {
                 take_ticket();

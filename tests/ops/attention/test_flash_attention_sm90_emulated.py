@@ -63,6 +63,25 @@ def test_many_tiles_without_keys(
     assert blocks == [1, 1]
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_many_sequences(blocks: list[int], monkeypatch: pytest.MonkeyPatch, causal: bool) -> None:
+    # More than are sorted, most of them of no queries or no keys.
+    lengths_q, lengths_k = [0, 1] * 150, [2, 0] * 150
+    for i, length_q, length_k in (
+        (0, 130, 3),
+        (31, 1, 1),
+        (32, 2, 130),
+        (255, 3, 2),
+        (299, 70, 70),
+    ):
+        lengths_q[i], lengths_k[i] = length_q, length_k
+    case = Case(causal=causal, layout="varlen", lengths_q=tuple(lengths_q), head_dim=64)
+    with hopper_attention(monkeypatch, 3):
+        run(dataclasses.replace(case, lengths_k=tuple(lengths_k), softcap=9.0), "cpu")
+        run(dataclasses.replace(case, lengths_k=tuple(lengths_k[::-1])), "cpu")
+    assert blocks == [3, 3]
+
+
 @pytest.mark.parametrize("softcap", [0.3, 3.0, 20.0])
 def test_softcap(blocks: list[int], monkeypatch: pytest.MonkeyPatch, softcap: float) -> None:
     # Blocks without masks: of large scores, of some large ones, of small ones.
