@@ -22,7 +22,8 @@ _MAX_STRIDE_BYTES = 1 << 40
 # tanh(x) for |x| <= _SMALL_TANH: x, x^3, ..., x^9 times these, relative error 7e-7.
 _SMALL_TANH = 0.75
 _TANH_TERMS = 0.99999946, -0.33328253, 0.13258983, -0.050056305, 0.012929632
-_TANH_SCALES = 1e-4, 1e4
+_TANH_SCALES = 1e-4, 1e4  # whose ninth power is a float
+_LAST_TERMS = 1e-36, 1e36  # whose precision fp32 holds
 _NO_SMALL_SCORES = (0.0,) * (1 + len(_TANH_TERMS))
 
 
@@ -133,7 +134,7 @@ class Problem(NamedTuple):
         factor = self.softcap * math.log2(math.e)
         powers = (factor * scale ** (2 * i + 1) for i in range(len(_TANH_TERMS)))
         terms = [term * power for term, power in zip(_TANH_TERMS, powers, strict=True)]
-        if not _TANH_SCALES[0] ** 9 <= terms[-1] <= 1 / _TANH_SCALES[0] ** 9:
+        if not _LAST_TERMS[0] <= terms[-1] <= _LAST_TERMS[1]:
             return _NO_SMALL_SCORES
         return _SMALL_TANH / scale, *terms
 
