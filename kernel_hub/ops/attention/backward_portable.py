@@ -14,7 +14,7 @@ from ..core import common
 from ..core.device import PlannedGpu, Stated, device_of, launch_facts
 from ..core.launch import Plans
 from . import backward_sm90 as sm90
-from .backward_sm90 import BackwardPlan, BackwardLaunch
+from .backward_sm90 import BackwardLaunch, BackwardPlan
 from .problem import Gradients, Problem, lse_strides_of, strides_of
 
 CUBIN = "flash_attention_backward"
