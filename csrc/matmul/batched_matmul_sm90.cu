@@ -7,9 +7,9 @@
 // Parallelisation and shared memory: matmul/grouped/sm90.cuh; blocks walk the tiles of one matrix
 // after another. Tensor maps of four dimensions cut off what lies outside a matrix; others have
 // boxes of the rows that are left for the last tile. Results leave as matmul/grouped/sm90_boxes.cuh
-// says. Variants as in grouped_linear_sm90.cu, and [_x4: four boxes a consumer, for a short k].
-// Every variant gives the same bits when run again. Source: NVIDIA, PTX ISA, "Asynchronous
-// warpgroup level matrix instructions".
+// says. Variants as in grouped_linear_sm90.cu, and [_x4: four boxes a consumer, for a short k],
+// [_b3: three blocks a multiprocessor]. Every variant gives the same bits when run again. Source:
+// NVIDIA, PTX ISA, "Asynchronous warpgroup level matrix instructions".
 
 #include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/tma.cuh"
@@ -103,6 +103,13 @@ __device__ __forceinline__ void batched_matmul_sm90(
 EXPORT_BOTH(128x256_c2, false, 2, 256, 4, true, 2, 1)
 EXPORT_BOTH(128x256_c2_x4, false, 2, 256, 3, true, 4, 1)
 EXPORT_BOTH(128x128, false, 2, 128, 6, false, 2, 1)
+EXPORT_BOTH(128x128_c2, false, 2, 128, 6, true, 2, 1)
+EXPORT_BOTH(128x64_c2, false, 2, 64, 8, true, 2, 1)
+EXPORT_BOTH(128x64_b2, false, 2, 64, 4, false, 1, 2, true)
+EXPORT_BOTH(64x256_b2, false, 1, 256, 2, false, 4, 2, true)
+EXPORT_BOTH(64x192_b2, false, 1, 192, 3, false, 2, 2, true)
+EXPORT_BOTH(64x128_b2, false, 1, 128, 4, false, 2, 2, true)
+EXPORT_BOTH(64x64_b3, false, 1, 64, 4, false, 1, 3, true)
 EXPORT_BOTH(swapped_64x64_b2, true, 1, 64, 6, false, 2, 2)
 EXPORT_BOTH(swapped_64x32_b2, true, 1, 32, 8, false, 2, 2)
 EXPORT_BOTH(swapped_64x16_b2, true, 1, 16, 10, false, 2, 2)

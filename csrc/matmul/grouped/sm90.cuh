@@ -63,11 +63,11 @@ __device__ __forceinline__ void grouped_sm90(const Policy& policy, const MakeWal
     }
     wait_for_launch_before();
 
-    if (warpgroup == 0) {
+    if (warpgroup == (C::kIsLean ? C::kConsumers : 0)) {
         if constexpr (C::kTradesRegisters) {
             release_registers<C::kProducerRegisters>();
         }
-        if (warp == 0) {
+        if (C::kIsLean || warp == 0) {
             auto walk = make_walk();
             produce_grouped<C>(walk, policy, a_map, b_map, ring_base, full, empty, records, rank,
                                num_steps, partials && num_steps >= 2);
@@ -77,7 +77,7 @@ __device__ __forceinline__ void grouped_sm90(const Policy& policy, const MakeWal
         if constexpr (C::kTradesRegisters) {
             acquire_registers<C::kConsumerRegisters>();
         }
-        const int consumer = warpgroup - 1, thread = threadIdx.x % 128;
+        const int consumer = warpgroup - (C::kIsLean ? 0 : 1), thread = threadIdx.x % 128;
         const uint32_t rows_at = descriptor_low(ring_base + consumer * 64 * kRowBytes, 16);
         const uint32_t columns_at = descriptor_low(ring_base + C::kTileBytesM, 16);
         const uint32_t boxes = ring_base + C::kBoxesAt + consumer * C::kBoxes * C::kOutBoxBytes;

@@ -18,15 +18,16 @@ using namespace sm90;  // the ring and the tiles of linear_sm90.cu
 // A block's tile is kBlockM x kBlockN of the product; kConsumers warpgroups have 64 rows of it
 // each. The rows of the product are rows of a, or of b where kSwaps. kPairs: clusters of two blocks
 // take neighbouring tiles (ProductTiles) and each fetches half of what they share for both. kBoxes:
-// places, of each consumer, for results on their way out.
+// places, of each consumer, for results on their way out. kIsLean: the producer is one warp behind
+// the consumers and not a warpgroup before them, so that two blocks have registers for more sums.
 template <bool kSwaps_, int kConsumers_, int kBlockN_, int kStages_, bool kPairs_, int kBoxes_,
-          int kMinBlocks_>
+          int kMinBlocks_, bool kIsLean_ = false>
 struct GroupedConfig {
-    static constexpr bool kSwaps = kSwaps_, kPairs = kPairs_;
+    static constexpr bool kSwaps = kSwaps_, kPairs = kPairs_, kIsLean = kIsLean_;
     static constexpr int kConsumers = kConsumers_, kStages = kStages_, kBoxes = kBoxes_;
     static constexpr int kBlockM = 64 * kConsumers, kBlockN = kBlockN_, kSums = kBlockN / 2;
     static constexpr int kClusterSize = kPairs ? 2 : 1, kMinBlocks = kMinBlocks_;
-    static constexpr int kThreads = 128 * (kConsumers + 1);
+    static constexpr int kThreads = 128 * kConsumers + (kIsLean ? 32 : 128);
     // Rows of a block's tile: of a, of b.
     static constexpr int kTokens = kSwaps ? kBlockN : kBlockM;
     static constexpr int kWeights = kSwaps ? kBlockM : kBlockN;
@@ -41,12 +42,12 @@ struct GroupedConfig {
     static constexpr uint32_t kSharedBytes = kRecordsAt + 32 * kStages;
     static constexpr bool kShares = kPairs;  // k, in the last round
     // Registers a thread, where warpgroups trade them.
-    static constexpr bool kTradesRegisters = kConsumers == 2;
+    static constexpr bool kTradesRegisters = kConsumers == 2 && !kIsLean;
     static constexpr int kProducerRegisters = 72, kConsumerRegisters = 216;
 
-    static_assert(kConsumers == 1 || kMinBlocks == 1, "two blocks have registers for one each");
+    static_assert(!kTradesRegisters || kMinBlocks == 1, "two blocks have registers for one each");
     static_assert(!kSwaps || (kBlockN <= 64 && !kPairs), "a swapped tile leaves in one box");
-    static_assert(kBoxes >= 2, "two boxes hold 64 columns of sums as fp32");
+    static_assert(kBoxes >= 2 || (!kSwaps && !kPairs), "two boxes hold 64 columns of sums as fp32");
     static_assert(kOutBoxBytes % 1024 == 0, "boxes begin where the swizzle does");
 };
 

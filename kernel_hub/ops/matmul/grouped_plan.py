@@ -100,6 +100,12 @@ class GroupedTile:
         return (sizes[1], sizes[0]) if self.swaps else sizes
 
     @property
+    def fetched_rows(self) -> float:
+        """Rows of boxes that the L2 brings a block for a step of k."""
+        # Half of one side comes to both blocks of a pair at once.
+        return self.block_m + self.block_n / self.cluster_size
+
+    @property
     def box_rows(self) -> tuple[int, int, int]:
         """Rows of a box of out, a and b."""
         a_rows, b_rows = self.tile
@@ -118,6 +124,13 @@ _COSTS = {
         "128x256_c2": (0.655, 2.4),
         "128x256_c2_x4": (0.675, 2.2),
         "128x128": (0.38, 1.2),
+        "128x128_c2": (0.37, 1.2),
+        "128x64_c2": (0.26, 0.9),
+        "128x64_b2": (0.26, 0.9),
+        "64x256_b2": (0.38, 1.2),
+        "64x192_b2": (0.3, 1.0),
+        "64x128_b2": (0.23, 0.8),
+        "64x64_b3": (0.15, 0.6),
         "swapped_64x64_b2": (0.42, 1.0),
         "swapped_64x32_b2": (0.4, 1.0),
         "swapped_64x16_b2": (0.38, 1.0),
@@ -139,6 +152,9 @@ def _tiles(op: str, costs: dict[str, tuple[float, float]]) -> dict[str, GroupedT
 HOPPER = Lazy(_COSTS, _tiles)
 # Of reading, in microseconds, and of starting clusters.
 _BYTES_A_US, _CLUSTER_US = 4.3e6, 1.0
+# Rows of 128 bytes that the L2 brings in a microsecond, of what it brings for tiles of 128 x 160;
+# the part of a tile's end that another block's product does not hide.
+_ROWS_A_US, _HIDDEN_END = 61.5e3, 0.5
 
 
 # A share of k below this costs more in adding up than it gains; csrc/matmul/grouped/walk.cuh knows
@@ -197,6 +213,8 @@ def hopper_names(problem: GroupedProblem) -> list[str]:
 def hopper_cost(name: str, num_sms: int, problem: GroupedProblem) -> float:
     """Microseconds a Hopper variant is expected to take, but for what all take."""
     variant = HOPPER[problem.op][name]
+    if problem.op == "batched_matmul" and not variant.swaps:
+        return _batched_cost(variant, num_sms, problem)
     waves, shares = _last_round(variant, num_sms, problem)
     if variant.min_blocks == 1:
         waves = max(0.6 if shares else 1.0, math.floor(waves) + (0.6 if shares else 1.0))
@@ -209,6 +227,22 @@ def hopper_cost(name: str, num_sms: int, problem: GroupedProblem) -> float:
     busy = waves * (step_us * -(-problem.k // BLOCK_K) + variant.tile_us)
     memory = problem.num_bytes / _BYTES_A_US
     return max(busy, memory) + 0.25 * min(busy, memory) + (_CLUSTER_US if variant.pairs else 0.0)
+
+
+def _batched_cost(variant: GroupedTile, num_sms: int, problem: GroupedProblem) -> float:
+    rows, columns = variant.tile
+    steps = -(-problem.k // BLOCK_K)
+    tiles = problem.row_tiles(rows) * -(-problem.n // columns)
+    waves, shares = _last_round(variant, num_sms, problem)
+    rounds = math.floor(waves) + 0.6 if shares else math.ceil(waves)
+    # A block's tiles come one after another; blocks of a multiprocessor hide each other's ends.
+    alone = rounds * (steps * variant.step_us + variant.tile_us)
+    together = tiles / num_sms * (steps * variant.step_us + _HIDDEN_END * variant.tile_us)
+    busy = max(alone, together)
+    fetched = tiles * steps * variant.fetched_rows / _ROWS_A_US
+    memory = problem.num_bytes / _BYTES_A_US
+    # Close to the largest one; more where they are alike.
+    return float((busy**4 + fetched**4 + memory**4) ** 0.25) + _CLUSTER_US * variant.pairs
 
 
 def portable_choices(
