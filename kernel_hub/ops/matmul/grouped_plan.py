@@ -155,6 +155,8 @@ _BYTES_A_US, _CLUSTER_US = 4.3e6, 1.0
 # Rows of 128 bytes that the L2 brings in a microsecond, of what it brings for tiles of 128 x 160;
 # the part of a tile's end that another block's product does not hide.
 _ROWS_A_US, _HIDDEN_END = 61.5e3, 0.5
+# Up to so many rows of a matrix the choice is among what was measured there.
+_FEW_ROWS, _OF_FEW_ROWS = 128, ("128x256_c2", "128x256_c2_x4", "128x128")
 
 
 # A share of k below this costs more in adding up than it gains; csrc/matmul/grouped/walk.cuh knows
@@ -199,6 +201,8 @@ def hopper_names(problem: GroupedProblem) -> list[str]:
         least, most = (20.0, 3.0), 0.75
     else:
         mean, least, most = float(problem.rows), (33.0, 33.0), 2.0
+        if problem.rows > _FEW_ROWS:
+            return [name for name, x in HOPPER[problem.op].items() if not x.swaps]
     return [
         name
         for name, variant in HOPPER[problem.op].items()
@@ -207,13 +211,14 @@ def hopper_names(problem: GroupedProblem) -> list[str]:
             if variant.swaps
             else mean >= least[variant.block_m == 64]
         )
+        and (problem.op == "grouped_linear" or variant.swaps or name in _OF_FEW_ROWS)
     ]
 
 
 def hopper_cost(name: str, num_sms: int, problem: GroupedProblem) -> float:
     """Microseconds a Hopper variant is expected to take, but for what all take."""
     variant = HOPPER[problem.op][name]
-    if problem.op == "batched_matmul" and not variant.swaps:
+    if problem.op == "batched_matmul" and problem.rows > _FEW_ROWS:
         return _batched_cost(variant, num_sms, problem)
     waves, shares = _last_round(variant, num_sms, problem)
     if variant.min_blocks == 1:
