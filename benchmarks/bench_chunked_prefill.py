@@ -20,7 +20,7 @@ from typing import Any
 
 import harness
 import torch
-from flash_attention_cases import fa3, xformers_fa3
+from lot.attention_peers import fa3, xformers_fa3
 
 from kernel_hub.measure.timing import l2_bytes, replays
 from kernel_hub.ops import flash_attention

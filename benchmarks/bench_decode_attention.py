@@ -9,7 +9,6 @@ of a read-only reduction, measured first and last. Writes benchmarks/results/<gp
 from __future__ import annotations
 
 import argparse
-import glob
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch
 from harness import OURS, Launch, Report, arguments
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from lot import attention_peers as peers
 
 from kernel_hub import ops
 from kernel_hub.measure import results, timing
@@ -142,27 +141,17 @@ def ours_fused(shape: Shape) -> list[Launch]:
     )
 
 
-def sdpa(shape: Shape, backend: SDPBackend) -> list[Launch]:
+def by_torch(shape: Shape, name: str) -> list[Launch]:
     """torch's scaled_dot_product_attention on views."""
-    views = [[x.transpose(1, 2) for x in cache] for cache in (shape.q, shape.k, shape.v)]
-
-    def launch(i: int) -> torch.Tensor:
-        with sdpa_kernel(backend):
-            return torch.nn.functional.scaled_dot_product_attention(
-                *(view[i] for view in views), enable_gqa=True
-            ).transpose(1, 2)
-
-    return shape.launches(launch)
+    calls = [peers.sdpa(*each, False, name) for each in zip(shape.q, shape.k, shape.v, strict=True)]
+    return shape.launches(lambda i: calls[i]())
 
 
 def flash_attention_3(shape: Shape) -> list[Launch]:
     """fa3_fwd with its own choice of splits."""
-    if not hasattr(torch.ops.fa3_fwd, "fwd"):
-        for folder in sys.path:
-            for library in glob.glob(f"{folder or '.'}/fa3_fwd/*.so"):
-                torch.ops.load_library(library)
+    op = peers.fa3()
     return shape.launches(
-        lambda i: torch.ops.fa3_fwd.fwd(
+        lambda i: op(
             shape.q[i], shape.k[i], shape.v[i], softmax_scale=HEAD_DIM**-0.5, is_causal=False,
             num_splits=0,
         )[0]
@@ -171,32 +160,20 @@ def flash_attention_3(shape: Shape) -> list[Launch]:
 
 def flashinfer(shape: Shape, page_size: int) -> list[Launch]:
     """Its paged decode on tensor cores, planned beforehand."""
-    from flashinfer import BatchDecodeWithPagedKVCacheWrapper
-
     table, k, v = shape.pages(page_size)
-    pages = (shape.lengths + page_size - 1) // page_size
-    indptr = torch.cat((pages.new_zeros(1), pages.cumsum(0))).int()
-    indices = torch.cat([row[:n] for row, n in zip(table, pages.tolist(), strict=True)])
-    last = (shape.lengths - 1) % page_size + 1
-    workspace = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-    wrapper = BatchDecodeWithPagedKVCacheWrapper(
-        workspace, "NHD", use_cuda_graph=True, use_tensor_cores=True, backend="fa2",
-        paged_kv_indptr_buffer=indptr.clone(), paged_kv_indices_buffer=indices.clone(),
-        paged_kv_last_page_len_buffer=last.int().clone(),
-    )  # fmt: skip
-    wrapper.plan(
-        indptr, indices, last.int(), shape.num_heads, shape.num_kv_heads, HEAD_DIM, page_size,
-        q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16,
-    )  # fmt: skip
-    return shape.launches(lambda i: wrapper.run(shape.q[i, :, 0], (k[i], v[i]))[:, None])
+    heads = (shape.num_heads, shape.num_kv_heads, HEAD_DIM)
+    run = peers.flashinfer_paged(
+        table, [1] * shape.batch_size, shape.lengths.tolist(), heads, page_size, torch.bfloat16
+    )
+    return shape.launches(lambda i: run(shape.q[i, :, 0], (k[i], v[i]))[:, None])
 
 
 def uniform_contenders() -> dict[str, Maker]:
     """On contiguous caches (FlashInfer: pages of 64 in order of its table)."""
     return {
         OURS: ours,
-        "cudnn": partial(sdpa, backend=SDPBackend.CUDNN_ATTENTION),
-        "torch flash": partial(sdpa, backend=SDPBackend.FLASH_ATTENTION),
+        "cudnn": partial(by_torch, name=peers.CUDNN),
+        "torch flash": partial(by_torch, name=peers.FA2),
         "flash-attention-3": flash_attention_3,
         "flashinfer p64": partial(flashinfer, page_size=64),
     }
@@ -244,8 +221,8 @@ class Bench:
                 contenders[name] = launches
         samples = self.timer.measure(contenders, shape.num_bytes)
         medians = {name: statistics.median(values) for name, values in samples.items()}
-        peers = {name: us for name, us in medians.items() if not name.startswith(OURS)}
-        best = min(peers, key=peers.__getitem__, default=OURS)
+        others = [name for name in medians if not name.startswith(OURS)]
+        best = min(others, key=medians.__getitem__, default=OURS)
         self.report.case(shape.name + suffix, samples, "us", ratio_to=best)
         if OURS not in medians:
             return
@@ -254,11 +231,11 @@ class Bench:
             self.report.ahead("the best peer of a shape", medians[best] / medians[OURS])
             if shape.num_bytes >= BIG_CACHE:
                 self.big.append((rate / self.ceiling, shape.name))
-        others = ", ".join(f"{n} {us:.2f}" for n, us in medians.items() if n not in (OURS, best))
+        rest = ", ".join(f"{n} {us:.2f}" for n, us in medians.items() if n not in (OURS, best))
         print(
             f"{shape.name + suffix:26s} {medians[OURS]:9.2f} us {rate:5.2f} TB/s "
             f"{100 * rate / self.ceiling:4.0f} %  {medians[best] / medians[OURS]:.3f} x {best} "
-            f"{medians[best]:.2f}  {others}",
+            f"{medians[best]:.2f}  {rest}",
             flush=True,
         )
 

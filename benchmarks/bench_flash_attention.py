@@ -19,19 +19,9 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
-from flash_attention_cases import (
-    CUDNN,
-    FA2,
-    FA3,
-    FLASHINFER,
-    PORTABLE,
-    Case,
-    Launch,
-    dense,
-    paged,
-    varlen,
-)  # fmt: skip
+from flash_attention_cases import PORTABLE, Case, dense, paged, varlen
 from harness import DTYPES, OURS, Report, arguments, burst, sustained
+from lot.attention_peers import CUDNN, FA2, FA3, FLASHINFER, Launch
 
 from kernel_hub.testing.compare import compare
 

@@ -2,13 +2,13 @@
 FlashAttention-3.
 
 The gradients are held against fp64 first, at small sizes. Timed is the backward alone: all
-contenders are given the same q, k, v and dout, and the out and lse of torch's flash forward (cuDNN
-its own forward's). Burst: 6 ms of launches after 35 ms of idling, in random order, medians of the
+contenders are given the same q, k, v and dout, and the out and lse of our forward (torch's those of
+their own). Burst: 6 ms of launches after 35 ms of idling, in random order, medians of the
 rounds. TFLOP/s count 10 * head_dim operations a (query, key) pair seen. Writes
 benchmarks/results/<gpu>_attention_backward.json.
 
-FlashAttention-3's backward is that of xformers' library, named by --fa3; peers that are not there
-or cannot run a case are left out, and named on stderr.
+FlashAttention-3's backward is that of xformers' library; peers that are not there or cannot run a
+case are left out, and named on stderr.
 """
 
 from __future__ import annotations
@@ -18,31 +18,22 @@ import math
 import statistics
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
-from pathlib import Path
 
 import torch
 from bench_flash_attention import HEADS, SHAPES
-from flash_attention_cases import CUDNN, FA2, FA3, Launch, randn
-from harness import DTYPES, OURS, Report, arguments, burst
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from flash_attention_cases import randn
+from harness import DTYPES, OURS, Launch, Report, arguments, burst
+from lot.attention_backward import Grads, Operands, by_cudnn, by_fa3, by_flash, ours, problem_of
+from lot.attention_peers import CUDNN, FA2, FA3
 
+from kernel_hub import ops
 from kernel_hub.ops.attention import backward_portable
 from kernel_hub.ops.attention import backward_sm90 as hopper
-from kernel_hub.ops.attention.problem import Problem
 from kernel_hub.ops.core.device import has_wgmma
 from kernel_hub.testing.compare import compare
 from kernel_hub.testing.reference_attention import reference_backward_of, reference_of
 
 DETERMINISTIC, PORTABLE = f"{OURS} deterministic", f"{OURS} portable"
-FA3_LIBRARY = Path.home() / "site/xf_fa3_C.so"
-
-
-def problem_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Problem:
-    """Dense (batch, seqlen, heads, head_dim)."""
-    scale = 1 / math.sqrt(q.shape[-1])
-    right = 0 if causal else -1
-    return Problem(q, k, v, q.shape[0], q.shape[1], k.shape[1], scale, window_right=right)
 
 
 def wrong(head_dim: int, causal: bool, dtype: torch.dtype) -> list[str]:
@@ -69,70 +60,41 @@ def contenders(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, causal: bool
 ) -> dict[str, Launch]:
     """The backwards; a peer that cannot run is left out, and said."""
-    views = [x.transpose(1, 2) for x in (q, k, v)]
-    flash_views = views
-    forward = torch.ops.aten._scaled_dot_product_flash_attention
-    try:
-        flash = forward(*views, 0.0, causal, False)
-    except RuntimeError:  # it takes no groups: it is given a key head a query head
-        group = q.shape[2] // k.shape[2]
-        flash_views = [views[0], *(x.repeat_interleave(group, 1) for x in views[1:])]
-        flash = forward(*flash_views, 0.0, causal, False)
-    out, lse, *tables = flash[:8]
-    problem = problem_of(q, k, v, causal)
-    grads = [torch.empty_like(x) for x in (q, k, v)]
-    ours = partial(backward_portable.backward, problem, out.transpose(1, 2), lse, dout, *grads)
+    given = Operands(q, k, v, dout, *ops.flash_attention(q, k, v, causal=causal, return_lse=True))
+
+    def grads() -> Grads:
+        return tuple(torch.empty_like(x) for x in (q, k, v))
+
+    own = grads()
 
     def portable() -> None:
         before, hopper.is_enabled = hopper.is_enabled, False
         try:
-            ours(deterministic=False)
+            ours(given, own, causal)()
         finally:
             hopper.is_enabled = before
 
-    def use_fa3() -> Launch:
-        op = torch.ops.flash_attn_3.bwd
-        rows = out.transpose(1, 2).contiguous()
-        return lambda: op(
-            dout, q, k, v, rows, lse, *fa3_grads, softmax_scale=problem.softmax_scale,
-            is_causal=causal,
-        )  # fmt: skip
-
-    fa3_grads = [torch.empty_like(x) for x in (q, k, v)]
-
-    def use_cudnn() -> Launch:
-        leaves = [x.detach().requires_grad_() for x in views]
-        with torch.enable_grad(), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            grouped = q.shape[2] != k.shape[2]
-            attended = torch.nn.functional.scaled_dot_product_attention(
-                *leaves, is_causal=causal, enable_gqa=grouped
-            )
-        gradient = dout.transpose(1, 2)
-        return lambda: torch.autograd.grad(attended, leaves, gradient, retain_graph=True)[0]
-
-    launches: dict[str, Launch] = {
-        OURS: partial(ours, deterministic=False),
-        DETERMINISTIC: partial(ours, deterministic=True),
-        FA2: lambda: torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            dout.transpose(1, 2), *flash_views, out, lse, *tables[:4], 0.0, causal, *tables[4:6]
-        )[0],
+    makers: dict[str, Callable[[], Launch]] = {
+        OURS: lambda: ours(given, own, causal),
+        DETERMINISTIC: lambda: ours(given, own, causal, deterministic=True),
+        FA2: lambda: by_flash(given, causal),
+        CUDNN: lambda: by_cudnn(given, causal),
+        FA3: lambda: by_fa3(given, grads(), causal),
     }
     if has_wgmma(torch.cuda.get_device_capability()):
-        launches[PORTABLE] = portable
-    for name, make in ((CUDNN, use_cudnn), (FA3, use_fa3)):
+        makers[PORTABLE] = lambda: portable
+    launches = {}
+    for name, make in makers.items():
         try:
-            launches[name] = make()
-        except (AttributeError, RuntimeError) as error:
-            print(f"left out: {name}: {str(error)[:200]}", file=sys.stderr)
-    for name, launch in list(launches.items()):
-        try:
+            launch = make()
             launch()
             torch.cuda.synchronize()
-        except RuntimeError as error:
+        except (ImportError, RuntimeError) as error:
             if name.startswith(OURS):
                 raise
             print(f"left out: {name}: {str(error)[:200]}", file=sys.stderr)
-            del launches[name]
+        else:
+            launches[name] = launch
     return launches
 
 
@@ -172,17 +134,8 @@ def cases(
 
 def main() -> int:
     """Check, measure, write, print."""
-    options = arguments(
-        __doc__,
-        rounds=9,
-        quick={"rounds": 4},
-        more=lambda parser: parser.add_argument(
-            "--fa3", type=Path, default=FA3_LIBRARY, help=f"default: {FA3_LIBRARY}"
-        ),
-    )
+    options = arguments(__doc__, rounds=9, quick={"rounds": 4})
     report = Report("attention_backward", options)
-    if options.fa3.exists():
-        torch.ops.load_library(str(options.fa3))
     report.failures += [
         message
         for head_dim in (32, *HEADS, 192)

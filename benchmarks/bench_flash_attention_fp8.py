@@ -18,26 +18,18 @@ from typing import Any
 
 import torch
 from bench_flash_attention import HEADS, MODELS, SHAPES
-from flash_attention_cases import FA3, fa3
 from harness import OURS, Launch, Report, arguments, burst, sustained
+from lot.attention import quantised
+from lot.attention_peers import FA3, fa3
+from lot.contenders import E4M3
 
 from kernel_hub import ops
 
-E4M3 = torch.float8_e4m3fn
 BF16 = f"{OURS} bf16"
 BLOCKS = f"{OURS} scales of blocks"
 CHECKED_ROWS = 128
 # Over the error of the computation that rounds its probabilities alone.
 MOST_ERROR = 1.15
-
-
-def quantised(
-    batch: int, seqlen: int, heads: int, head_dim: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(e4m3, scale of (batch, heads)) of normal values; the largest one becomes 448."""
-    x = torch.randn(batch, seqlen, heads, head_dim, device="cuda")
-    scale = x.abs().amax((1, 3)) / torch.finfo(E4M3).max
-    return (x / scale[:, None, :, None]).to(E4M3), scale
 
 
 class Case:
@@ -52,7 +44,8 @@ class Case:
         self.flops = 4.0 * batch * heads[0] * seqlen * seqlen * head_dim * (0.5 if causal else 1)
         self.causal = causal
         (q, self.q_scale), (k, self.k_scale), (v, self.v_scale) = (
-            quantised(batch, seqlen, count, head_dim) for count in (heads[0], heads[1], heads[1])
+            quantised(torch.randn(batch, seqlen, count, head_dim, device="cuda"))
+            for count in (heads[0], heads[1], heads[1])
         )
         # FlashAttention-3 takes q's scales by key head.
         group = heads[0] // heads[1]

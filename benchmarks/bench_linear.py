@@ -11,7 +11,8 @@ import argparse
 import functools
 import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from harness import OURS, Inputs, Launch, Report, plan_of, product_arguments, replays
@@ -42,14 +43,27 @@ def wrong(inputs: tuple[torch.Tensor, ...]) -> str:
     return "" if result.ok else result.message
 
 
+def sound_products(
+    report: Report,
+    options: argparse.Namespace,
+    shapes: Mapping[str, tuple[int, int]],
+    made_of: Callable[[int, int, int], list[Any]],
+    wrong: Callable[[Any], str],
+) -> Iterator[tuple[str, int, int, int, list[Any]]]:
+    """(name, m, n, k, operands) of each shape and number of tokens that we compute rightly; the
+    others are failures of the report. made_of: sets of operands of m, n and k."""
+    for name, m in itertools.product(options.shapes, options.tokens):
+        n, k = shapes[name]
+        made = made_of(m, n, k)
+        if message := wrong(made[0]):
+            report.failures.append(f"{name} {m}: {message}")
+        else:
+            yield name, m, n, k, made
+
+
 def run(options: argparse.Namespace, inputs: Inputs) -> int:
     report = Report("linear", options)
-    for name, m in itertools.product(options.shapes, options.tokens):
-        n, k = SHAPES[name]
-        ss = inputs.sets(m, n, k)
-        if message := wrong(ss[0]):
-            report.failures.append(f"{name} {m}: {message}")
-            continue
+    for name, m, n, k, ss in sound_products(report, options, SHAPES, inputs.sets, wrong):
         contenders: dict[str, list[Launch]] = {
             OURS: [functools.partial(linear, a, b, out=o) for a, b, o in ss],
             "cuBLAS": [functools.partial(torch.matmul, a, b.T, out=o) for a, b, o in ss],

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import argparse
 import functools
-import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from bench_linear import QUICK, SHAPES
+from bench_linear import QUICK, SHAPES, sound_products
 from harness import OURS, Launch, Report, arguments, plan_of, replays, rows_group
 
 from kernel_hub.measure import timing
@@ -131,12 +130,7 @@ def wrong(case: Case) -> str:
 
 def run(options: argparse.Namespace, inputs: Inputs) -> int:
     report = Report("linear_fp8", options)
-    for name, m in itertools.product(options.shapes, options.tokens):
-        n, k = SHAPES[name]
-        cases = inputs.cases(m, n, k)
-        if message := wrong(cases[0]):
-            report.failures.append(f"{name} {m}: {message}")
-            continue
+    for name, m, n, k, cases in sound_products(report, options, SHAPES, inputs.cases, wrong):
         contenders: dict[str, list[Launch]] = {}
         for label, (kind, fast) in KINDS.items():
             contenders[f"{OURS} {label}"] = ours(kind, fast, cases)

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from harness import CHECKED_TOKENS, Case, Contender, compiled, row_arguments, run_cases
+from harness import CHECKED_TOKENS, Case, Contender, cases_of, compiled, row_arguments, run_cases
 
 from kernel_hub import ops
 from kernel_hub.measure import timing
@@ -76,13 +76,8 @@ def main() -> int:
     """Measure, write, print."""
     options = row_arguments(__doc__, heads="32,64")
 
-    def cases() -> Iterator[Callable[[], Case]]:
-        for heads in options.heads:
-            for tokens in options.tokens:
-                yield partial(merge, options.torch_dtype, tokens, int(heads))
-
     with torch.no_grad():
-        return run_cases("merge_states", cases(), options)
+        return run_cases("merge_states", cases_of((merge,), options.heads, options), options)
 
 
 if __name__ == "__main__":

@@ -10,12 +10,12 @@ norm is in place only. Writes benchmarks/results/<gpu>_rms_norm.json.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from harness import CHECKED_TOKENS, Case, Contender, compiled, row_arguments, run_cases
+from harness import CHECKED_TOKENS, Case, Contender, cases_of, compiled, row_arguments, run_cases
 
 from kernel_hub import ops
 from kernel_hub.measure import timing
@@ -129,14 +129,9 @@ def main() -> int:
     """Measure, write, print."""
     options = row_arguments(__doc__, {"hidden": "4096,8192"}, hidden="2048,4096,8192,16384")
 
-    def cases() -> Iterator[Callable[[], Case]]:
-        for kind in (norm, norm_residual):
-            for hidden in options.hidden:
-                for tokens in options.tokens:
-                    yield partial(kind, options.torch_dtype, tokens, int(hidden))
-
+    cases = cases_of((norm, norm_residual), options.hidden, options)
     with torch.no_grad():
-        return run_cases("rms_norm", cases(), options)
+        return run_cases("rms_norm", cases, options)
 
 
 if __name__ == "__main__":

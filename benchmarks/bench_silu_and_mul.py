@@ -10,12 +10,12 @@ benchmarks/results/<gpu>_silu_and_mul.json.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from harness import CHECKED_TOKENS, Case, Contender, compiled, row_arguments, run_cases
+from harness import CHECKED_TOKENS, Case, Contender, cases_of, compiled, row_arguments, run_cases
 
 from kernel_hub import ops
 from kernel_hub.measure import timing
@@ -76,13 +76,8 @@ def main() -> int:
     """Measure, write, print."""
     options = row_arguments(__doc__, {"sizes": "14336,28672"}, sizes="11008,14336,28672")
 
-    def cases() -> Iterator[Callable[[], Case]]:
-        for size in options.sizes:
-            for tokens in options.tokens:
-                yield partial(gated, options.torch_dtype, tokens, int(size))
-
     with torch.no_grad():
-        return run_cases("silu_and_mul", cases(), options)
+        return run_cases("silu_and_mul", cases_of((gated,), options.sizes, options), options)
 
 
 if __name__ == "__main__":

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import argparse
 import functools
-import itertools
 import sys
 from collections.abc import Callable, Sequence
 
 import torch
-from bench_linear import QUICK
+from bench_linear import QUICK, sound_products
 from harness import OURS, Inputs, Launch, Report, compiled, plan_of, product_arguments, replays
 
 from kernel_hub.ops import silu_and_mul, swiglu_linear
@@ -67,12 +66,7 @@ def contenders(ss: Sequence[Set], wanted: Sequence[str]) -> dict[str, list[Launc
 
 def run(options: argparse.Namespace, inputs: Inputs) -> int:
     report = Report(OP, options)
-    for name, m in itertools.product(options.shapes, options.tokens):
-        n, k = SHAPES[name]
-        ss = inputs.sets(m, n, k)
-        if message := wrong(ss[0]):
-            report.failures.append(f"{name} {m}: {message}")
-            continue
+    for name, m, n, k, ss in sound_products(report, options, SHAPES, inputs.sets, wrong):
         found = contenders(ss, options.peers)
         samples = replays(found, *plan_of(m, n, k, options.rounds))
         case = f"{name} gate_up {n}x{k} m{m}"

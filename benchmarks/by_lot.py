@@ -1,11 +1,12 @@
 """Ops on cases drawn by lot, beside every peer: published models, their 1-, 2-, 4- and 8-way
-slices, token counts as servers see them; a third with bias, residual, fp32 results, strided rows or
-k off 64.
+slices, token counts as servers see them; a third of the products with bias, residual, fp32 results,
+strided rows or k off 64. --family takes families and groups of them: products, attention.
 
 Case i of a family under a seed is the same whatever else is drawn: `--seed S --family F --first i
 --cases 1` runs it alone. Every output is checked before and after it is timed. A case counts only
-where each peer of --peers that takes such a case ran in its family. --sweep instead times linear at
-numbers of rows from 1 to 1024, for benchmarks/plot_sweep.py.
+where each peer of --peers that takes such a case ran in its family. FlashInfer compiles at first
+use, once a head_dim and dtype. --sweep instead times linear at numbers of rows from 1 to 1024, for
+benchmarks/plot_sweep.py.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from harness import RESULTS, arguments, gpu_token
 from lot import sweep
+from lot.attention_peers import ATTENTION_PEERS
 from lot.clock import Clock
 from lot.contenders import CUBLAS, DEEPGEMM, PEERS, Source
 from lot.outcome import Outcome, rows, told
-from lot.run import FAMILIES, GROUPS, Timer, run
-from lot.shapes import Lot, draw
+from lot.run import FAMILIES, GROUPS, Lot, Timer, draw, run
 
 from kernel_hub import tuning
 from kernel_hub.measure import results
@@ -84,7 +86,7 @@ def save(path: Path, options: argparse.Namespace, found: Sequence[tuple[Lot, Out
     results.write(path, rows(outcomes, prefix, ", emptied" if options.emptied else ""))
 
 
-def finish(options: argparse.Namespace, found: Sequence[tuple[Lot, Outcome]], asked: int) -> int:
+def finish(options: argparse.Namespace, found: Sequence[tuple[Any, Outcome]], asked: int) -> int:
     """Print the summary; 1 where an output of ours was wrong."""
     outcomes = [outcome for _, outcome in found]
     for line in sweep.told(found) if options.sweep else told(outcomes):
@@ -121,14 +123,16 @@ def main() -> int:
         quick={"cases": 27, "rounds": 3},
         more=more_arguments,
         family="products",
-        peers=",".join(PEERS),
+        peers=",".join((*PEERS, *ATTENTION_PEERS)),
     )
     try:
         names = families(options.family)
     except ValueError as error:
         sys.exit(str(error))
-    if DEEPGEMM in options.peers and importlib.util.find_spec("deep_gemm") is None:
+    has_products = not set(GROUPS["products"]).isdisjoint(names)
+    if has_products and DEEPGEMM in options.peers and importlib.util.find_spec("deep_gemm") is None:
         print("DeepGEMM is not on PYTHONPATH: what it takes will not count", file=sys.stderr)
+    lots: Sequence[Lot]
     if options.sweep:
         lots, options.peers = sweep.lots(options.seed, options.every), [CUBLAS]
     else:

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import math
 import random
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 from harness import DTYPES, OURS
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from lot.attention_peers import (
+    CUDNN,
+    FA2,
+    FA3,
+    FLASHINFER,
+    Launch,
+    fa3,
+    flashinfer_paged,
+    sdpa,
+    torch_flash,
+    xformers_fa3,
+)
 
 from kernel_hub import ops
 from kernel_hub.ops.attention import forward_sm90 as hopper
@@ -21,9 +30,7 @@ from kernel_hub.ops.core.device import has_wgmma
 from kernel_hub.testing.reference_attention import reference_attention
 
 PORTABLE, CONTIGUOUS = f"{OURS} portable", f"{OURS} contiguous"
-FA2, CUDNN, FA3, FLASHINFER = "torch flash", "torch cuDNN", "FlashAttention-3", "FlashInfer"
 CHECKED_ROWS = 128
-Launch = Callable[[], torch.Tensor]
 
 
 @dataclass
@@ -77,44 +84,6 @@ def ours(**options: Any) -> dict[str, Callable[[], Launch]]:
     return found
 
 
-@cache
-def fa3() -> Any:
-    """FlashAttention-3's forward op, from the fa3-fwd wheel."""
-    import importlib.util
-
-    spec = importlib.util.find_spec("fa3_fwd")
-    if spec is None or not spec.submodule_search_locations:
-        raise ImportError("no fa3_fwd package")
-    for library in Path(spec.submodule_search_locations[0]).glob("*.so"):
-        torch.ops.load_library(str(library))
-    return torch.ops.fa3_fwd.fwd
-
-
-@cache
-def xformers_fa3() -> Any:
-    """FlashAttention-3's forward op, from xformers: fp16 and pages too."""
-    for folder in sys.path:
-        for name in ("xf_fa3_C.so", "xformers/flash_attn_3/_C.so"):
-            if (Path(folder) / name).is_file():
-                torch.ops.load_library(str(Path(folder) / name))
-                return torch.ops.flash_attn_3.fwd
-    raise ImportError("no FlashAttention-3 of xformers")
-
-
-def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, backend: Any) -> Launch:
-    views = [x.transpose(1, 2) for x in (q, k, v)]
-    grouped = q.shape[2] != k.shape[2]
-
-    def launch() -> torch.Tensor:
-        with sdpa_kernel(backend):
-            out = torch.nn.functional.scaled_dot_product_attention(
-                *views, is_causal=causal, enable_gqa=grouped
-            )
-        return out.transpose(1, 2)
-
-    return launch
-
-
 def dense(
     title: str, batch: int, seqlen: int, heads: tuple[int, int], head_dim: int, causal: bool,
     dtype: torch.dtype,
@@ -135,8 +104,8 @@ def dense(
         4.0 * batch * heads[0] * seqlen * seqlen * head_dim * (0.5 if causal else 1),
         {
             **ours(q=q, k=k, v=v, causal=causal),
-            FA2: lambda: sdpa(q, k, v, causal, SDPBackend.FLASH_ATTENTION),
-            CUDNN: lambda: sdpa(q, k, v, causal, SDPBackend.CUDNN_ATTENTION),
+            FA2: lambda: sdpa(q, k, v, causal, FA2),
+            CUDNN: lambda: sdpa(q, k, v, causal, CUDNN),
             FA3: use_fa3,
         },
     )
@@ -159,13 +128,6 @@ def varlen(heads: tuple[int, int], head_dim: int, causal: bool, dtype: torch.dty
     tables: dict[str, Any] = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds}
     tables |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
 
-    def use_fa2() -> Launch:
-        # It takes as many key heads as query heads, or groups by itself; torch's op does the same.
-        op = torch.ops.aten._flash_attention_forward
-        return lambda: op(
-            q, k, v, bounds, bounds, longest, longest, 0.0, causal, False, scale=scale
-        )[0]
-
     def use_fa3() -> Launch:
         op = fa3()
         return lambda: op(q, k, v, softmax_scale=scale, is_causal=causal, num_splits=1, **tables)[0]
@@ -175,7 +137,11 @@ def varlen(heads: tuple[int, int], head_dim: int, causal: bool, dtype: torch.dty
         f"varlen 16 x 64..8192 h{heads[0]}/{heads[1]} d{head_dim} "
         f"{'causal' if causal else 'full'} {token}",
         sum(4.0 * heads[0] * n * n * head_dim * (0.5 if causal else 1) for n in lengths),
-        {**ours(q=q, k=k, v=v, causal=causal, **tables), FA2: use_fa2, FA3: use_fa3},
+        {
+            **ours(q=q, k=k, v=v, causal=causal, **tables),
+            FA2: lambda: torch_flash(q, k, v, causal, scale, bounds, longest),
+            FA3: use_fa3,
+        },
     )
     for i in (0, lengths.index(longest)):
         start, end = starts[i], starts[i + 1]
@@ -213,21 +179,9 @@ def paged(
         )[0]
 
     def use_flashinfer() -> Launch:
-        from flashinfer import BatchPrefillWithPagedKVCacheWrapper
-
-        wrapper = BatchPrefillWithPagedKVCacheWrapper(
-            torch.empty(256 << 20, dtype=torch.uint8, device="cuda"), "NHD"
-        )
-        steps = torch.arange(batch + 1, dtype=torch.int32, device="cuda")
-        last = (seqlen_k - 1) % page_size + 1
-        wrapper.plan(
-            steps * seqlen_q, steps * per_sequence, table.flatten(),
-            torch.full((batch,), last, dtype=torch.int32, device="cuda"),
-            heads[0], heads[1], head_dim, page_size, causal=True, q_data_type=dtype,
-            kv_data_type=dtype,
-        )  # fmt: skip
-        flat = q.flatten(0, 1)
-        return lambda: wrapper.run(flat, (k, v)).view(q.shape)
+        lengths = ([seqlen_q] * batch, [seqlen_k] * batch)
+        run = flashinfer_paged(table, *lengths, (*heads, head_dim), page_size, dtype, "auto")
+        return lambda: run(q.flatten(0, 1), (k, v)).view(q.shape)
 
     token = next(name for name, kind in DTYPES.items() if kind == dtype)
     hidden = seqlen_q * (seqlen_q - 1) / 2

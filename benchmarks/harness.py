@@ -8,13 +8,15 @@ for some milliseconds from an idle or a busy card (attention).
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import json
 import random
 import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -245,6 +247,16 @@ def run_case(case: Case, timer: timing.GraphTimer, wanted: Sequence[str]) -> dic
         else:
             contenders[name] = contender.launches
     return timer.measure(contenders, case.num_bytes)
+
+
+def cases_of(
+    kinds: Sequence[Callable[[torch.dtype, int, int], Case]],
+    sizes: Iterable[str],
+    options: argparse.Namespace,
+) -> Iterator[Callable[[], Case]]:
+    """A case of each kind, size and number of tokens, each made when its turn comes."""
+    for kind, size, tokens in itertools.product(kinds, sizes, options.tokens):
+        yield functools.partial(kind, options.torch_dtype, tokens, int(size))
 
 
 def run_cases(family: str, cases: Iterable[Callable[[], Case]], options: argparse.Namespace) -> int:

@@ -1,6 +1,6 @@
-"""benchmarks/results/*.json -> benchmarks/RESULTS.md, and the tables between both READMEs' markers.
+"""benchmarks/results/*.json -> RESULTS.md, the READMEs' tables between their markers, a picture.
 
-python benchmarks/make_results.py           writes both
+python benchmarks/make_results.py           writes all
 python benchmarks/make_results.py --check   fails where they are out of date
 """
 
@@ -13,7 +13,9 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import picture
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results"
@@ -21,6 +23,8 @@ BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 OURS = "kernel_hub"
 FLOORS = ("C loop", "copy", "cuBLAS, product alone")  # ceilings of what is possible, not peers
 DRAWN, UNCOUNTED = ("by lot ", "sweep "), ", not counted"  # of families' names
+# Fixed families whose cases drawn by lot have another name, or several.
+DRAWN_OF = {"attention": "prefill", "attention_backward": "backward", "decode": "decode_contiguous"}
 BEHIND = 1.05  # of cases drawn by lot, those over this are listed
 _MOST = (1.10, 1.20)
 QUICK_UNITS = {"ns", "us", "ms", "s"}  # smaller is better; in every other unit larger is
@@ -202,20 +206,27 @@ def summary(families: list[Family]) -> str:
     """README's tables: a line for each family of kernels; launches and starts one by one."""
     if not families:
         return "Not measured yet: `make bench` on a GPU."
-    kernels, cases = [], []
-    for family in families:
-        if family.name in ("launch", "start"):
-            cases += [summary_line(case) for case in family.cases if case.ours]
-        elif family.ratios and not family.is_drawn:
-            kernels.append(ratios_line(family.name, f"{len(family.ratios)}", family.ratios))
-    kernels += drawn_summary(families)
+    cases = [
+        summary_cells(case)
+        for family in families
+        if family.name in ("launch", "start")
+        for case in family.cases
+        if case.ours
+    ]
+    kernels = [
+        ratios_line(name, found.cases, found.ratios)
+        for name, found in ratios_of_families(families).items()
+    ]
     lines = []
     if kernels:
         heads = ["kernels", "cases", "geometric mean", "worst", f"over {_MOST[0]:.2f}"]
         lines += [line(heads), line(["---"] * len(heads)), *kernels, ""]
-    if cases:
-        heads = ["launching", "kernel_hub", "best peer", "ratio"]
-        lines += [line(heads), line(["---"] * len(heads)), *cases, ""]
+    for heads, rows in (
+        (["launching", "kernel_hub", "best peer", "ratio"], [row for row in cases if row[2]]),
+        (["starting", "kernel_hub"], [row[:2] for row in cases if not row[2]]),
+    ):
+        if rows:
+            lines += [line(heads), line(["---"] * len(heads)), *map(line, rows), ""]
     measured = dict.fromkeys(f"{family.gpu}, driver {family.driver}" for family in families)
     note = "Ratio: our time over the best peer's, below 1 is ahead. All rows, versions and commands"
     last = f"Measured on {'; '.join(measured)}. {note}: [RESULTS.md](benchmarks/RESULTS.md)."
@@ -229,22 +240,47 @@ def ratios_line(name: str, cases: str, ratios: Sequence[float]) -> str:
     return line([name, cases, f"{mean:.2f}", f"{max(ratios):.2f}", f"{over:.0%}"])
 
 
-def drawn_summary(families: Iterable[Family]) -> list[str]:
-    """A line a family drawn by lot, over all its seeds; cases that do not count are left out."""
-    found: dict[str, list[list[float]]] = {}
+class Found(NamedTuple):
+    """The ratios of a family, and how many cases they are of, in words."""
+
+    ratios: list[float]
+    cases: str
+
+
+def ratios_of_families(families: Iterable[Family]) -> dict[str, Found]:
+    """Those drawn by lot, over all their seeds, instead of the fixed cases of the same op.
+
+    Cases that do not count (a peer that was asked for did not run) are only told, and launches are
+    left out: each is a row of its own.
+    """
+    fixed: dict[str, Found] = {}
+    drawn: dict[str, list[list[float]]] = {}
+    uncounted: dict[str, int] = {}
     for family in families:
-        if family.is_drawn and not family.name.endswith(UNCOUNTED) and family.ratios:
-            found.setdefault(family.name, []).append(family.ratios)
-    lines = []
-    for name, seeds in found.items():
+        if not family.ratios or family.name in ("launch", "start"):
+            continue
+        name = family.name.removeprefix(DRAWN[0])
+        if not family.is_drawn:
+            fixed[name] = Found(family.ratios, f"{len(family.ratios)}")
+        elif name.endswith(UNCOUNTED):
+            name = name.removesuffix(UNCOUNTED)
+            uncounted[name] = uncounted.get(name, 0) + len(family.cases)
+        elif family.name.startswith(DRAWN[0]):
+            drawn.setdefault(name, []).append(family.ratios)
+    by_lot = {}
+    for name, seeds in drawn.items():
         ratios = [ratio for seed in seeds for ratio in seed]
-        runs = f"{len(ratios)}, of {len(seeds)} seed{'s' * (len(seeds) > 1)}"
-        lines.append(ratios_line(name, runs, ratios))
-    return lines
+        total = len(ratios) + uncounted.get(name, 0)
+        of = f"{len(ratios)}" if total == len(ratios) else f"{len(ratios)} of {total}"
+        runs = f"{of}, by lot, {len(seeds)} seed{'s' * (len(seeds) > 1)}"
+        by_lot[name] = Found(ratios, runs)
+    rest = {name: x for name, x in fixed.items() if DRAWN_OF.get(name, name) not in by_lot}
+    return {**by_lot, **rest}
 
 
-def summary_line(case: Case) -> str:
-    """One case: ours (with the bound launch and the floor beside it), the best peer, the ratio."""
+def summary_cells(case: Case) -> list[str]:
+    """One case: ours (with the bound launch and the floor beside it), the best peer, the ratio; ''
+    where it has none."""
     assert case.ours is not None
     ours = f"{number(case.rows[case.ours]['median'])} {case.unit}"
     beside = [
@@ -255,14 +291,12 @@ def summary_line(case: Case) -> str:
     peer = case.best_peer
     other = f"{number(case.rows[peer]['median'])} ({peer})" if peer else ""
     ratio = case.ratio()
-    return line(
-        [
-            case.name,
-            ours + (f" ({', '.join(beside)})" if beside else ""),
-            other,
-            "" if ratio is None else f"{ratio:.2f}",
-        ]
-    )
+    return [
+        case.name,
+        ours + (f" ({', '.join(beside)})" if beside else ""),
+        other,
+        "" if ratio is None else f"{ratio:.2f}",
+    ]
 
 
 def replaced(readme: str, table: str) -> str:
@@ -280,8 +314,11 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     families = load(RESULTS)
     readmes = ROOT / "README.md", ROOT / "README.zh-CN.md"
+    gpu = families[0].gpu if families else ""
+    ratios = {name: found.ratios for name, found in ratios_of_families(families).items()}
     texts = {
         ROOT / "benchmarks/RESULTS.md": document(families),
+        RESULTS / "families.svg": picture.svg(ratios, f"kernel_hub beside the best peer, {gpu}"),
         **{
             readme: replaced(readme.read_text(encoding="utf-8"), summary(families))
             for readme in readmes

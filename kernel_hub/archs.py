@@ -27,12 +27,14 @@ _SPELLED = re.compile(r"(?:sm_?)?(\d{1,2})\.?(\d)([af]?)", re.IGNORECASE)
 
 
 def token_of(arch: Any, argument: str = "arch") -> str:
-    """'sm90' of 'sm90', 'sm_90', 'SM90', '90', '9.0' or (9, 0); 'sm90a' of 'sm_90a'.
+    """'sm90' of 'sm90', 'sm_90', 'SM90', '90', 90, '9.0' or (9, 0); 'sm90a' of 'sm_90a'.
 
     Raises ParamsError, which calls it `argument`.
     """
     if isinstance(arch, tuple) and len(arch) == 2 and all(type(part) is int for part in arch):
         arch = "{}.{}".format(*arch)
+    elif type(arch) is int:
+        arch = str(arch)
     found = _SPELLED.fullmatch(arch.strip()) if isinstance(arch, str) else None
     if found is None:
         raise ParamsError(

@@ -15,13 +15,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from . import __version__
 from .archs import token_of
+from .collection.entries import OWN_PACKAGE
 from .collection.manifest import open_collection
 from .collection.resolve import names_target
 from .errors import CubinNotFoundError, ParamsError, listed, nearest
 from .kernel import Kernel
 
 ENTRY_POINT_GROUP = "kernel_hub.cubins"
+_VERSION = re.compile(r"\d+(\.\w+)*([+!-]\w[\w.]*)?")
 _DIGEST = re.compile(r"[0-9a-fA-F]{16,64}")
 DTYPE_TOKENS = ("fp16", "bf16", "fp32", "fp64", "e4m3", "e5m2", "int8", "int4")
 
@@ -96,13 +99,23 @@ class Registry:
             for entry in entries.values()
         )
 
-    def require(self, name: str, *, sha256: str | Mapping[str, str] | None = None) -> Kernel:
-        """The Kernel of that name; with `sha256`, if it is built as it was when that was noted.
+    def require(
+        self,
+        name: str,
+        *,
+        version: str | None = None,
+        sha256: str | Mapping[str, str] | None = None,
+    ) -> Kernel:
+        """The Kernel of that name, if it is of the version and the build that were noted.
 
+        version: of the package, or how it begins: '0.1' takes 0.1.0 and 0.1.7, not 0.10.
         sha256: the digest of one of its builds, or of several by architecture ({'sm90': '…'}); 16
             digits or more, as `kernel-hub verify` shows them.
-        Raises CubinNotFoundError where it is not shipped, not for that architecture or otherwise.
+        Raises CubinNotFoundError where it is not shipped, not for that architecture or otherwise;
+        ParamsError for a version or a digest that is none.
         """
+        if version is not None:
+            self._require_version(version)
         kernel = self[name]
         entries = open_collection(self._package).manifest.cubins[name]
         built = {arch: entry.sha256 for arch, entry in entries.items()}
@@ -121,6 +134,17 @@ class Registry:
                     + f"; it ships: {', '.join(f'{a} {d}' for a, d in sorted(built.items()))}"
                 )
         return kernel
+
+    def _require_version(self, asked: Any) -> None:
+        if not isinstance(asked, str) or not _VERSION.fullmatch(asked):
+            raise ParamsError(f"version={asked!r:.80}: a version or its beginning, such as '0.1'")
+        found = _version_of(self._package)
+        parts = asked.split(".")
+        if found is None or (found.split(".")[: len(parts)] != parts and found != asked):
+            raise CubinNotFoundError(
+                f"version {asked} of {self._package} was asked for; "
+                + (f"{found} is installed" if found else "it is not installed as a package")
+            )
 
     def find(self, *, arch: str | None = None, dtype: str | None = None) -> list[Found]:
         """The shipped functions, of one architecture ('sm90') and dtype token ('bf16') if given.
@@ -162,6 +186,19 @@ def dtype_of(function: str) -> str | None:
     return next((part for part in function.split("_") if part in DTYPE_TOKENS), None)
 
 
+def _version_of(package: str) -> str | None:
+    """Of the distribution that brings it; None where none says that it does."""
+    from importlib import metadata
+
+    if package == OWN_PACKAGE:
+        return __version__
+    names = metadata.packages_distributions().get(package.partition(".")[0], [package])
+    try:
+        return metadata.version(names[0])
+    except metadata.PackageNotFoundError:
+        return None
+
+
 _packages: dict[str, str] | None = None
 _collections: dict[str, Registry] = {}
 
@@ -193,8 +230,8 @@ class _Own(Registry):
         return collection(package)
 
 
-own = _Own("kernel_hub")
-_collections["kernel_hub"] = own
+own = _Own(OWN_PACKAGE)
+_collections[OWN_PACKAGE] = own
 
 
 class _RegistryModule(types.ModuleType):

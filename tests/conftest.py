@@ -55,8 +55,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(EmulatorCoverage(config))
     config.pluginmanager.register(skips.SkipSummary())
     if config.getoption("--require-gpu"):
-        if getattr(config.option, "numprocesses", None):
-            raise pytest.UsageError("--require-gpu counts launches in one process: leave -n out")
         coverage = LaunchCoverage(config)
         coverage.install()
         config.pluginmanager.register(coverage)

@@ -27,11 +27,13 @@ _SUBSETS = (
 )
 
 
-def is_full_run(config: pytest.Config, *folders: Path) -> bool:
-    """Whether all tests are to run, or all of one of `folders`."""
+def is_full_run(config: pytest.Config, *folders: Path, mark: str | None = None) -> bool:
+    """Whether all tests are to run, or all of one of `folders`, or all that have `mark`."""
     paths = {(Path(config.invocation_params.dir) / arg).resolve() for arg in config.args}
-    selects = any(getattr(config.option, name, None) for name in _SUBSETS)
-    return not selects and bool(paths & {TESTS, TESTS.parent, *folders})
+    given = {name: getattr(config.option, name, None) for name in _SUBSETS}
+    if mark and given["markexpr"] == mark:
+        del given["markexpr"]
+    return not any(given.values()) and bool(paths & {TESTS, TESTS.parent, *folders})
 
 
 def fail(session: pytest.Session) -> None:
@@ -41,15 +43,18 @@ def fail(session: pytest.Session) -> None:
 
 
 class LaunchCoverage:
-    """Wraps the launch call of every real driver opened from here on."""
+    """Wraps the launch call of every real driver opened from here on.
+
+    Adds up what the test processes launched, be it one or the workers of pytest-xdist.
+    """
 
     def __init__(self, config: pytest.Config) -> None:
-        self.is_full_run = is_full_run(config)
+        self.is_full_run = is_full_run(config, mark="gpu")
         self.launched: set[str] = set()
         self.missing: list[str] = []
+        self._capability: tuple[int, int] | None = None
         self._names: dict[int, str] = {}
         self._kept: list[object] = []  # so that no id in _names is used twice
-        self._gpu: driver.Driver | None = None
 
     def install(self) -> None:
         """Patch the two places where a launch gets its function and its driver call."""
@@ -64,25 +69,36 @@ class LaunchCoverage:
         def new_driver(opened: Any, *args: Any, **kwargs: Any) -> None:
             open_driver(opened, *args, **kwargs)
             if "fakecuda" not in opened.path:
-                self._gpu = opened
-                opened.launch_ex = self._counting(opened.launch_ex)
+                opened.launch_ex = self._counting(opened)
 
         device_function.DeviceFunction.__init__ = new_function  # type: ignore[method-assign]
         driver.Driver.__init__ = new_driver  # type: ignore[method-assign]
 
-    def _counting(self, launch_ex: Callable[..., int]) -> Callable[..., int]:
+    def _counting(self, opened: driver.Driver) -> Callable[..., int]:
+        launch_ex = opened.launch_ex
+
         def launch(config: Any, function: Any, values: Any, extra: Any) -> int:
             code = launch_ex(config, function, values, extra)
             if code == 0:
                 self.launched.add(self._names.get(id(function), ""))
+                self._capability = self._capability or opened.compute_capability(0)
             return code
 
         return launch
 
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        launched, capability = getattr(node, "workeroutput", {}).get("launched", ((), None))
+        self.launched.update(launched)
+        self._capability = self._capability or capability
+
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if not self.is_full_run or self._gpu is None:
+        if (output := getattr(session.config, "workeroutput", None)) is not None:
+            output["launched"] = sorted(self.launched), self._capability
             return
-        capability = self._gpu.compute_capability(0)
+        if not self.is_full_run or self._capability is None:
+            return
+        capability = self._capability
         for cubin in open_collection().manifest.cubins.values():
             # Of several that run here the resolver takes the one with the highest target.
             usable = {e.target: e for e in cubin.values() if not refusal(capability, e.target)}
@@ -92,7 +108,7 @@ class LaunchCoverage:
             fail(session)
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        if not self.is_full_run or self._gpu is None:
+        if not self.is_full_run or self._capability is None:
             return
         terminalreporter.section("functions of the manifest launched on the GPU")
         terminalreporter.write_line(f"{len(self.launched - {''})} launched")

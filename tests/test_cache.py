@@ -97,9 +97,9 @@ def _mode(bits: int, sound: bool) -> Any:
     return change
 
 
-def _moved(path: Path, _: Any) -> bool:
-    """A link to what would be a sound entry."""
-    there = path.with_name("there")
+def _linked(path: Path, _: Any) -> bool:
+    """A link to what would be sound."""
+    there = path.with_name("elsewhere")
     path.rename(there)
     path.symlink_to(there)
     return False
@@ -150,7 +150,7 @@ def _huge(path: Path, _: Any) -> bool:
 
 ENTRIES = [
     *(_file, _mode(0o644, True), _mode(0o444, True), _mode(0o664, False), _mode(0o602, False)),
-    *(_moved, _dangling, _pipe, _device, _folder, _others, _cut, _huge),
+    *(_linked, _dangling, _pipe, _device, _folder, _others, _cut, _huge),
 ]
 
 
@@ -163,13 +163,6 @@ def _loose(path: Path, _: Any) -> bool:
 def _open_to_all(path: Path, _: Any) -> bool:
     path.chmod(0o777)
     return True
-
-
-def _linked(path: Path, _: Any) -> bool:
-    there = path.with_name("elsewhere")
-    path.rename(there)
-    path.symlink_to(there)
-    return False
 
 
 def _a_file(path: Path, _: Any) -> bool:
@@ -299,7 +292,7 @@ def test_without_owners_the_kind_of_file_counts(
     assert cache_folder.private_folder("nvrtc_headers") == tmp_path / "nvrtc_headers"
 
 
-@pytest.mark.parametrize("change", [_moved, _pipe, _others, _mode(0o664, False)])
+@pytest.mark.parametrize("change", [_linked, _pipe, _others, _mode(0o664, False)])
 def test_a_users_table_is_held_to_the_same_rule(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

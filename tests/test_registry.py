@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+import kernel_hub
 from kernel_hub import registry
 from kernel_hub.collection.manifest import open_collection
 from kernel_hub.errors import CubinNotFoundError, ParamsError
@@ -15,7 +18,7 @@ def test_find_filters_by_arch_and_dtype() -> None:
     assert {found.arch for found in everything} == archs
     for arch in archs:
         assert registry.find(arch=arch) == [found for found in everything if found.arch == arch]
-    for spelled in ("sm_90", "SM90", "90", "9.0", (9, 0)):
+    for spelled in ("sm_90", "SM90", "90", 90, "9.0", (9, 0)):
         assert registry.find(arch=spelled) == registry.find(arch="sm90")  # type: ignore[arg-type]
     exact = registry.find(arch="sm_90a")
     assert exact and set(exact) < set(registry.find(arch="sm90"))
@@ -70,3 +73,30 @@ def test_a_kernel_is_pinned_by_its_digest() -> None:
             registry.require("rms_norm", sha256=odd)  # type: ignore[arg-type]
     with pytest.raises(CubinNotFoundError, match="ships no cubin 'rms_nrm'"):
         registry.require("rms_nrm", sha256=digest)
+
+
+@pytest.mark.parametrize("pinned", ["0", "0.1", "0.1.0"])
+def test_a_version_that_is_there(pinned: str) -> None:
+    assert kernel_hub.__version__ == "0.1.0"
+    assert registry.require("rms_norm", version=pinned) is registry.rms_norm
+
+
+@pytest.mark.parametrize("pinned", ["1", "0.10", "0.1.1", "0.1.0.0", "0.1.0rc1"])
+def test_a_version_that_is_not(pinned: str) -> None:
+    with pytest.raises(CubinNotFoundError, match=rf"version {pinned} .* 0\.1\.0 is installed"):
+        registry.require("rms_norm", version=pinned)
+
+
+@pytest.mark.parametrize("odd", ["", ">=0.1", "v0.1", "0.1.", 0.1, b"0.1"])
+def test_no_version_at_all(odd: Any) -> None:
+    with pytest.raises(ParamsError, match="a version or its beginning"):
+        registry.require("rms_norm", version=odd)
+
+
+def test_a_version_of_another_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = registry.collection("kernel_hub_of_nobody")
+    with pytest.raises(CubinNotFoundError, match="not installed as a package"):
+        theirs.require("rms_norm", version="0.1")
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.5.1+cu13")
+    with pytest.raises(CubinNotFoundError, match=r"2\.5\.1\+cu13 is installed"):
+        theirs.require("rms_norm", version="2.4")

@@ -14,6 +14,7 @@ from kernel_hub.measure.timing import L2_FACTOR, l2_bytes
 
 Launch = Callable[[], Any]
 BURST_US, IDLE_SECONDS = 1500.0, 0.004
+EAGER_US = 5000.0  # of calls in a row
 CASE_US = 60_000.0  # of one contender, in all its rounds
 FEWEST_LAUNCHES, MOST_LAUNCHES, FEWEST_ROUNDS = 2, 100, 3
 _SPACER_BYTES = 16 << 20  # read and written in about 10 us
@@ -65,8 +66,14 @@ class Clock:
         *,
         is_rotated: bool = True,
         is_matrix_bound: bool = False,
+        is_eager: bool = False,
     ) -> Times:
-        """contenders: name -> launches, one an input set."""
+        """contenders: name -> launches, one an input set.
+
+        is_eager: wall time of calls in a row until the GPU has done them, without graphs.
+        """
+        if is_eager:
+            return self._eager(contenders, expected_us)
         counts = {
             name: launches_a_replay(expected_us, len(launches), is_rotated)
             for name, launches in contenders.items()
@@ -95,6 +102,24 @@ class Clock:
                 if i >= 0:
                     samples[key].append(us)
         return split(samples, failed)
+
+    def _eager(self, contenders: Mapping[str, Sequence[Launch]], expected_us: float) -> Times:
+        """As a loop of training calls: as slow as the slower of host and GPU."""
+        count = max(FEWEST_LAUNCHES, min(MOST_LAUNCHES // 2, int(EAGER_US / expected_us)))
+        samples: dict[tuple[str, bool], list[float]] = {(name, False): [] for name in contenders}
+        rounds = rounds_of(self._rounds, expected_us * count)
+        for i in range(-1, rounds):  # the first warms
+            for key in self._random.sample(list(samples), len(samples)):
+                launches = contenders[key[0]]
+                torch.sum(self._flush)
+                torch.cuda.synchronize()
+                began = time.perf_counter()
+                for each in range(count):
+                    launches[each % len(launches)]()
+                torch.cuda.synchronize()
+                if i >= 0:
+                    samples[key].append((time.perf_counter() - began) * 1e6 / count)
+        return split(samples, {})
 
     def _captured(
         self, launches: Sequence[Launch], count: int, is_behind: bool

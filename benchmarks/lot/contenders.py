@@ -53,12 +53,14 @@ class Written:
 
     tensors: poisoned before it. sample: what is held against the reference, after it.
     reset: makes ready what is read and written. is_whole: every element is written.
+    has_same_bits: in every run.
     """
 
     tensors: Sequence[torch.Tensor]
     sample: Callable[[], Sequence[torch.Tensor]]
     reset: Launch = lambda: None
     is_whole: bool = True
+    has_same_bits: bool = True
 
 
 @dataclass(frozen=True)
@@ -101,11 +103,15 @@ class Peer:
 
 @dataclass(frozen=True)
 class Made:
-    """A case on the device. is_rotated: the sets together pass the L2."""
+    """A case on the device.
+
+    is_rotated: the sets together pass the L2. is_eager: wall time of calls from Python, no graph.
+    """
 
     ours: Contender
     peers: Mapping[str, Peer]
     is_rotated: bool = True
+    is_eager: bool = False
 
 
 class Source:

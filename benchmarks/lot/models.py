@@ -32,6 +32,21 @@ class Mixture(NamedTuple):
     num_chosen: int
 
 
+class Attending(NamedTuple):
+    """Attention of a model that is in neither list, or that differs from it.
+
+    window: keys before a query that it sees in some layers, 0: all. softcap: of its scores.
+    """
+
+    name: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    is_causal: bool = True
+    window: int = 0
+    softcap: float = 0.0
+
+
 class Weight(NamedTuple):
     """One slice of a layer: out (m, n) = a (m, k) b (n, k)^T."""
 
@@ -91,9 +106,46 @@ MIXTURES = (
     Mixture("Phi 3.5 MoE", 4096, 6400, 16, 2),
     Mixture("gpt-oss 20B", 2880, 2880, 32, 4),
 )
+# What MODELS leave out: windows and caps of models there, and attention without their products.
+ATTENDING = (
+    Attending("Gemma 2 2B", 8, 4, 256, window=4095, softcap=50.0),
+    Attending("Gemma 2 9B", 16, 8, 256, window=4095, softcap=50.0),
+    Attending("Gemma 2 27B", 32, 16, 128, window=4095, softcap=50.0),
+    Attending("Gemma 3 1B", 4, 1, 256, window=511),
+    Attending("Gemma 3 4B", 8, 4, 256, window=1023),
+    Attending("Gemma 3 27B", 32, 16, 128, window=1023),
+    Attending("Mistral 7B", 32, 8, 128, window=4095),
+    Attending("Phi 3 mini", 32, 32, 96, window=2046),
+    Attending("gpt-oss 20B", 64, 8, 64, window=127),
+    Attending("ModernBERT base", 12, 12, 64, is_causal=False, window=64),
+    Attending("Grok 1", 48, 8, 128, softcap=30.0),
+    Attending("Falcon 7B", 71, 1, 64),
+    Attending("Falcon 40B", 128, 8, 64),
+    Attending("StarCoder 15B", 48, 1, 128),
+    Attending("GPT-NeoX 20B", 64, 64, 96),
+    Attending("DeepSeek V2 Lite expanded", 16, 16, 192),
+    Attending("Zamba2 7B", 32, 32, 224),
+    Attending("MiniLM L12", 12, 12, 32, is_causal=False),
+    Attending("Stable Diffusion 1.5 64 x 64", 8, 8, 40, is_causal=False),
+    Attending("Stable Diffusion 1.5 32 x 32", 8, 8, 80, is_causal=False),
+    Attending("Stable Diffusion 1.5 16 x 16", 8, 8, 160, is_causal=False),
+    Attending("ViT g", 16, 16, 88, is_causal=False),
+    Attending("ViT bigG", 16, 16, 104, is_causal=False),
+)
 
 
-def heads_of(model: Model, ways: int) -> tuple[int, int] | None:
+def attending() -> list[Attending]:
+    """Every model that attends; models without rotated positions are encoders here."""
+    others = {one.name for one in ATTENDING}
+    plain = [
+        Attending(x.name, x.num_heads, x.num_kv_heads, x.head_dim, x.has_rope)
+        for x in MODELS
+        if x.name not in others
+    ]
+    return [*plain, *ATTENDING]
+
+
+def heads_of(model: Model | Attending, ways: int) -> tuple[int, int] | None:
     """Heads of queries and of keys of one slice; fewer key heads than slices are repeated."""
     if model.num_heads % ways or (model.num_kv_heads % ways and ways % model.num_kv_heads):
         return None

@@ -5,20 +5,20 @@ from __future__ import annotations
 import dataclasses
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from kernel_hub import KernelHubError
 
-from . import fp8, many, paired, products
+from . import attention, attention_backward, attention_shapes, fp8, many, paired, products, shapes
 from .clock import Times
-from .contenders import Contender, Launch, Made, Peer, Source, planned
+from .contenders import Contender, Launch, Made, Peer, Source, Written, planned
 from .outcome import OURS, Outcome
-from .shapes import Lot
 
+Lot = shapes.Lot | attention_shapes.AttentionLot
 # family -> how its cases are made
-FAMILIES: dict[str, Callable[[Lot, Source], Made]] = {
+_PRODUCTS: dict[str, Callable[[shapes.Lot, Source], Made]] = {
     "linear": products.make,
     "linear_fp8_fast": fp8.make,
     "linear_fp8": fp8.make,
@@ -29,7 +29,20 @@ FAMILIES: dict[str, Callable[[Lot, Source], Made]] = {
     "grouped_linear": many.make_grouped,
     "batched_matmul": many.make_batched,
 }
-GROUPS = {"products": tuple(FAMILIES)}
+_ATTENTION: dict[str, Callable[[attention_shapes.AttentionLot, Source], Made]] = {
+    **dict.fromkeys(attention_shapes.FAMILIES, attention.make),
+    "backward": attention_backward.make,
+    "backward_eager": attention_backward.make_eager,
+}
+FAMILIES: dict[str, Callable[[Any, Source], Made]] = {**_PRODUCTS, **_ATTENTION}
+GROUPS = {"products": tuple(_PRODUCTS), "attention": tuple(_ATTENTION)}
+
+
+def draw(family: str, seed: int, number: int) -> Lot:
+    """The case `number` of a family under a seed, whatever else is drawn."""
+    drawn = attention_shapes.draw if family in _ATTENTION else shapes.draw
+    found: Lot = drawn(family, seed, number)
+    return found
 
 
 class Timer(Protocol):
@@ -42,6 +55,7 @@ class Timer(Protocol):
         *,
         is_rotated: bool = True,
         is_matrix_bound: bool = False,
+        is_eager: bool = False,
     ) -> Times:
         """contenders: name -> launches, one an input set."""
 
@@ -63,12 +77,13 @@ def run(lot: Lot, source: Source, timer: Timer, peers: Sequence[str]) -> Outcome
         times = timer.measure(
             {name: x.launches for name, x in contenders.items()}, lot.expected_us,
             is_rotated=made.is_rotated, is_matrix_bound=lot.is_matrix_bound,
+            is_eager=made.is_eager,
         )  # fmt: skip
     except KernelHubError as error:
         return dataclasses.replace(found, wrong=f"{type(error).__name__}: {error}")
     for name, contender in contenders.items():
         wrong = times.failed.get(name) or contender.wrong(name)
-        if name == OURS and not wrong and not _same(bits, contender.written.tensors):
+        if name == OURS and not wrong and not _same(bits, contender.written):
             wrong = "other bits than before it was timed"
         if wrong and name == OURS:
             return dataclasses.replace(found, wrong=f"after timing: {wrong}")
@@ -104,9 +119,9 @@ def _peers(
     return ran, refused, reasons
 
 
-def _same(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> bool:
-    """Bit by bit; what no launch wrote is nan in both."""
-    return all(
+def _same(before: Sequence[torch.Tensor], written: Written) -> bool:
+    """Bit by bit, where they are promised; what no launch wrote is nan in both."""
+    return not written.has_same_bits or all(
         torch.equal(x.view(torch.uint8), y.view(torch.uint8))
-        for x, y in zip(before, after, strict=True)
+        for x, y in zip(before, written.tensors, strict=True)
     )

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import itertools
 import math
 import sys
 import threading
+import weakref
+from collections import deque
+from contextlib import suppress
 from ctypes import (
     c_char_p,
     c_int,
@@ -86,7 +90,6 @@ _new = ctypes.PYFUNCTYPE(ctypes.py_object, c_void_p, c_char_p, c_void_p)(
     ("PyCapsule_New", ctypes.pythonapi)
 )
 _increase = ctypes.PYFUNCTYPE(None, ctypes.py_object)(("Py_IncRef", ctypes.pythonapi))
-_decrease = ctypes.PYFUNCTYPE(None, ctypes.py_object)(("Py_DecRef", ctypes.pythonapi))
 
 
 @dataclass(frozen=True)
@@ -103,18 +106,57 @@ class Consumed:
     owner: object
 
 
+class _Taken:
+    """A managed tensor whose deleter is ours to call, once, from when its capsule was renamed."""
+
+    __slots__ = ("_capsule", "_deleter", "_once", "_used")
+
+    def __init__(self, capsule: object, used: bytes, address: int, deleter: int | None) -> None:
+        self._capsule, self._used = capsule, used
+        self._once = iter((address,))
+        self._deleter = _DELETER(deleter) if deleter else None
+
+    def release(self) -> None:
+        """A second time does nothing; Ctrl-C comes before, and nothing has happened, or after."""
+        if self._deleter is not None and _is_valid(id(self._capsule), self._used):
+            deque(map(self._deleter, self._once), 0)
+
+
+class _OwnerWatch(weakref.ref["_Owner"]):
+    """Notices in C code, which Ctrl-C cannot end, that an owner died."""
+
+    __slots__ = ("taken",)
+    taken: _Taken
+
+
+_watches: set[_OwnerWatch] = set()
+_dead: deque[_OwnerWatch] = deque()
+
+
 class _Owner:
-    """Calls a managed tensor's deleter once, at its own death."""
+    """Calls a managed tensor's deleter at its own death. It is there before the tensor is taken."""
 
-    __slots__ = ("_address", "_deleter")
+    __slots__ = ("__weakref__", "_taken")
 
-    def __init__(self, address: int, deleter: int | None) -> None:
-        self._address = address
-        self._deleter = deleter
+    def __init__(self, taken: _Taken) -> None:
+        self._taken = taken
+        watch = _OwnerWatch(self, _dead.append)
+        watch.taken = taken
+        _watches.add(watch)
 
     def __del__(self) -> None:
-        if self._deleter and sys is not None and not sys.is_finalizing():
-            _DELETER(self._deleter)(self._address)
+        if sys is not None and not sys.is_finalizing():
+            self._taken.release()
+            _drain()
+
+
+def _drain() -> None:
+    """Release what died, as far as Ctrl-C kept its owner from it."""
+    for watch in list(_dead):
+        watch.taken.release()
+        _watches.discard(watch)
+        with suppress(ValueError):  # another thread was there
+            _dead.remove(watch)
 
 
 HOST_DATA = "use DeviceArray.from_numpy for host data"
@@ -178,6 +220,7 @@ def consume(producer: Any, stream: int, *, any_dtype: bool = False) -> Consumed:
     strides = None
     if rank and tensor.strides:
         strides = tuple(tensor.strides[:rank])
+    owner = _Owner(_Taken(capsule, used, address, managed.deleter))
     _set_name(handle, used)
     return Consumed(
         address=(tensor.data or 0) + tensor.byte_offset,
@@ -187,43 +230,56 @@ def consume(producer: Any, stream: int, *, any_dtype: bool = False) -> Consumed:
         strides=strides,
         dtype=dtype,
         read_only=holder is DLManagedTensorVersioned and bool(managed.flags & _READ_ONLY),
-        owner=_Owner(address, managed.deleter),
+        owner=owner,
     )
 
 
 # ---- export ----
 # Address of the managed tensor -> it, its shape and strides, and what keeps the memory alive.
 _exported: dict[int, tuple[Any, Any, object]] = {}
+# Capsules that nobody had consumed when this was last looked at, and the managed tensor of each.
+# NOTE: a capsule has no destructor: one of ctypes is Python, which must not run where an exception
+# is on its way (numpy.from_dlpack that refuses the array), and takes its place.
+_given: dict[int, tuple[Any, Any]] = {}
+_numbers = itertools.count()
 _lock = threading.Lock()
 _at_exit_registered = False
 
 
-def _delete(address: int) -> None:
-    """What consumers call, from any thread, when they are done."""
-    entry = _exported.pop(address, None)
-    if entry is not None:
-        _decrease(entry[0])
+def _counts(given: dict[int, tuple[Any, Any]]) -> list[tuple[int, int]]:
+    """(number, references) of each. How many of these are our own depends on the Python."""
+    return [(number, sys.getrefcount(capsule)) for number, (capsule, _) in list(given.items())]
 
 
-def _destroy_capsule(capsule: int) -> None:
-    """A capsule dies: if nobody consumed it, its tensor goes too."""
-    for name in _HOLDERS:
-        if _is_valid(capsule, name):
-            _delete(_get_pointer(capsule, name))
+_OURS = _counts({0: (object(), None)})[0][1]
 
 
-_c_delete = _DELETER(_delete)
-_c_destroy_capsule = ctypes.PYFUNCTYPE(None, c_void_p)(_destroy_capsule)
+def sweep() -> None:
+    """Give back what is in capsules that died before anybody consumed them."""
+    _drain()
+    for number, references in _counts(_given):
+        pair = _given.get(number) if references <= _OURS else None
+        # A consumed one is its consumer's, who calls the deleter.
+        if pair and any(_is_valid(id(pair[0]), name) for name in _HOLDERS):
+            _exported.pop(ctypes.addressof(pair[1]), None)
+        if pair:  # last: Ctrl-C may come before it, and until then the address is no other's
+            _given.pop(number, None)
+
+
+# What consumers call, from any thread, when they are done. C code, which Ctrl-C cannot end.
+_c_delete = _DELETER(_exported.pop)
 
 
 def _disarm() -> None:
     """At exit: consumers that die after the interpreter must not call into it.
 
-    Their deleter becomes a C function that does nothing and is callable at any time.
+    Their deleter becomes a C function that does nothing and is callable at any time, and the
+    structure, one reference of which is nobody's, outlives the interpreter's own teardown.
     """
     harmless = ctypes.cast(ctypes.pythonapi.Py_IsInitialized, c_void_p).value
     for managed, _, _ in tuple(_exported.values()):
         managed.deleter = harmless
+        _increase(managed)
 
 
 def export(
@@ -262,13 +318,13 @@ def export(
         if not _at_exit_registered:
             atexit.register(_disarm)
             _at_exit_registered = True
-    # One reference that only the deleter gives back: the structure then outlives even the
-    # interpreter's own teardown while a consumer holds it.
     managed._numbers = numbers
-    _increase(managed)
     where = ctypes.addressof(managed)
+    sweep()
+    capsule = _new(where, _name_pointer(name), None)
+    _given[next(_numbers)] = capsule, managed
     _exported[where] = (managed, numbers, owner)
-    return _new(where, _name_pointer(name), ctypes.cast(_c_destroy_capsule, c_void_p))
+    return capsule
 
 
 # PyCapsule_New keeps the pointer, not the text: the buffers live as long as the module.

@@ -9,7 +9,10 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
-import numpy as np
+try:
+    import numpy as np
+except ImportError:  # the ops of a hub repository may not ask for it
+    np = None  # type: ignore[assignment]
 
 from ..errors import TensorError
 
@@ -46,6 +49,10 @@ def _table() -> dict[str, Dtype]:
 
 
 DTYPES = _table()
+# NumPy's types, for isinstance; without NumPy nothing is one.
+GENERIC, INTEGER, FLOATING, BOOL, NDARRAY = (
+    getattr(np, name, ()) for name in ("generic", "integer", "floating", "bool_", "ndarray")
+)
 _BY_NUMPY_NAME = {row.numpy: row for row in DTYPES.values()}
 _BY_DLPACK = {(row.dlpack_code, 8 * row.size_bytes): row for row in DTYPES.values()}
 
@@ -60,7 +67,7 @@ def of(dtype: Any) -> Dtype:
     if name not in _BY_NUMPY_NAME:
         try:
             name = np.dtype(dtype).name
-        except TypeError:
+        except (TypeError, AttributeError):  # no dtype; no NumPy
             pass
     if name in _BY_NUMPY_NAME:
         return _BY_NUMPY_NAME[name]

@@ -18,7 +18,7 @@ from .. import driver as _driver
 from ..driver import apart
 from ..driver.contexts import RelaxedCapture
 from ..errors import CudaDriverError, TensorError
-from . import interop
+from . import dlpack, interop
 from .block import Block, Call, dead, drain, forget, live, pending, unless_capturing
 
 _RELEASE_THRESHOLD = 4
@@ -146,6 +146,7 @@ def _make_pool(driver: _driver.Driver, device: int) -> int:
 def _reclaim(driver: _driver.Driver, device: int, pool: int, stream: int) -> None:
     """Free what can be freed: dead cycles, pending blocks, the pool's unused memory."""
     gc.collect()
+    dlpack.sweep()
     drain()
     # Memory freed in stream order comes free. Not cuCtxSynchronize: see RelaxedCapture.
     driver.within(device, ("cuStreamSynchronize", stream))
@@ -209,6 +210,7 @@ def trim(device: Any = None, *, keep_bytes: int = 0) -> None:
         raise TensorError(f"keep_bytes={keep_bytes}: expected 0 or more")
     for more in trims:
         more()
+    dlpack.sweep()
     drain()
     if device in _pools:
         # The pool gives back what is free by now: most frees are on the legacy stream.

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
+from collections import deque
+from contextlib import suppress
 from ctypes import byref, c_float, c_void_p
 from typing import TYPE_CHECKING, Any
 
 from .. import driver as _driver
 from ..errors import LaunchConfigError
-from . import interop
+from . import interop, pool
 from .pool import device_number
 
 if TYPE_CHECKING:
@@ -18,6 +21,41 @@ if TYPE_CHECKING:
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 _NOT_READY = 600  # what is asked of a stream or an event that has work before it
+
+
+class _HandleWatch(weakref.ref["_Owned"]):
+    """What gives a handle back: by the finaliser, or later where Ctrl-C ended that."""
+
+    __slots__ = ("cell", "destroy", "device", "driver")
+    cell: c_void_p
+    destroy: str
+    device: int
+    driver: _driver.Driver
+
+    def release(self) -> None:
+        """Once; Ctrl-C comes before, and then nothing has happened, or after."""
+        if self not in _live or self.driver.pid != os.getpid():
+            return
+        # Another thread may have been quicker: the calls end where one gives something true.
+        calls: list[tuple[Any, ...]] = [(_live.isdisjoint, (self,)), (_live.discard, self)]
+        if self.cell.value:
+            calls.append((self.destroy, self.cell.value))
+        self.driver.within(self.device, *calls)
+
+
+_live: set[_HandleWatch] = set()
+_dead: deque[_HandleWatch] = deque()  # C code adds to it, which Ctrl-C cannot end
+
+
+def _drain() -> None:
+    """Give back what Ctrl-C held up."""
+    for watch in list(_dead):
+        watch.release()
+        with suppress(ValueError):  # another thread was there
+            _dead.remove(watch)
+
+
+pool.trims.append(_drain)
 
 
 class _Owned:
@@ -34,6 +72,11 @@ class _Owned:
         self._closed = False
         self._device = device_number(device)
         self._driver = _driver.get()
+        _drain()
+        self._watch = watch = _HandleWatch(self, _dead.append)
+        watch.driver, watch.device = self._driver, self._device
+        watch.cell, watch.destroy = self._cell, self._destroy
+        _live.add(watch)
         kind = type(self).__name__.lower()
         call = self._create, byref(self._cell), flags
         self._driver.run(self._device, call, asked=f"making a {kind} on device {self._device}")
@@ -77,10 +120,9 @@ class _Owned:
 
     def __del__(self) -> None:
         # At exit the process gives it back; a forked child has no part in it.
-        if sys is None or sys.is_finalizing() or not hasattr(self, "_driver"):
+        if sys is None or sys.is_finalizing() or not hasattr(self, "_watch"):
             return
-        if self._cell.value and self._driver.pid == os.getpid():
-            self._driver.within(self._device, (self._destroy, self._cell.value))
+        self._watch.release()
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"handle={self._cell.value or 0:#x}"

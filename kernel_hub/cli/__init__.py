@@ -16,7 +16,6 @@ from ..archs import ARCHS
 from ..errors import KernelHubError
 from ..registry import DTYPE_TOKENS, own, packages
 from . import (
-    _completion,
     bench,
     build,
     build_triton,
@@ -30,6 +29,7 @@ from . import (
     tune,
     verify,
 )
+from .parts import completion
 
 COMMANDS = (
     listing,
@@ -85,8 +85,8 @@ def _complete(
     asked: Sequence[str],
 ) -> int:
     """Print the script for the shell that is asked for."""
-    if len(asked) != 1 or asked[0] not in _completion.SHELLS:
-        parser.error(f"--completion takes one of {', '.join(_completion.SHELLS)}")
+    if len(asked) != 1 or asked[0] not in completion.SHELLS:
+        parser.error(f"--completion takes one of {', '.join(completion.SHELLS)}")
     commands = {**commands, build.NAME: build.parser()}
     helps = {module.NAME: module.HELP for module in (*COMMANDS, build)}
     try:
@@ -101,8 +101,8 @@ def _complete(
         ),
     }
     values = {"arch": ARCHS, "dtype": DTYPE_TOKENS, "package": packages()}
-    found = _completion.completed(commands, helps, words, values)
-    print(_completion.script(asked[0], found), end="")
+    found = completion.completed(commands, helps, words, values)
+    print(completion.script(asked[0], found), end="")
     return 0
 
 
@@ -114,7 +114,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     )
     parser.add_argument("--version", action="version", version=f"kernel_hub {__version__}")
     parser.add_argument(
-        "--completion", choices=_completion.SHELLS, help="print a script that completes commands"
+        "--completion", choices=completion.SHELLS, help="print a script that completes commands"
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in COMMANDS:

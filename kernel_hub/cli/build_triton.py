@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..archs import ARCHS
 from ..errors import KernelHubError
-from . import _console
-from ._gather import add_arch
+from .parts import console
+from .parts.gather import add_arch
 
 if TYPE_CHECKING:
     from ..formats.triton.ahead.compiling import Built
@@ -84,21 +84,21 @@ def run(args: argparse.Namespace) -> int:
     total = len(tokens) * len(
         configs if configs is not None else getattr(fn, "configs", None) or []
     )
-    with _console.progress(total, "building") as advance:
+    with console.progress(total, "building") as advance:
         built = compiling.compile_configs(
             fn, configs, signature=signature, constexprs=constants, arch=tokens, out=args.out,
             grid=args.grid, on_step=advance,
         )  # fmt: skip
-    _console.table(
+    console.table(
         ["name", "arch", "registers", "spilled", "shared", "size"],
         [_row(one) for one in built],
         right=["registers", "spilled", "shared", "size"],
     )
     for one in built:
         if one.problem:
-            _console.note(f"left out: {one.problem}")
+            console.note(f"left out: {one.problem}")
     names = dict.fromkeys(one.name for one in built if one.entry is not None)
-    _console.note(f"{len(names)} kernels in {args.out}")
+    console.note(f"{len(names)} kernels in {args.out}")
     return 0 if names else 1
 
 
@@ -109,7 +109,7 @@ def _row(one: Built) -> list[object]:
     shared = function.triton["metadata"]["shared"] if function.triton else 0
     return [
         *(one.name, one.arch, function.num_regs, function.local_bytes or "", shared),
-        _console.size(one.entry.size_bytes),
+        console.size(one.entry.size_bytes),
     ]
 
 

@@ -14,8 +14,8 @@ from .. import driver
 from ..archs import KNOWN_GPUS
 from ..collection.manifest import open_collection
 from ..errors import KernelHubError
-from . import _console
-from ._gather import choices
+from .parts import console
+from .parts.gather import choices
 
 if TYPE_CHECKING:
     from ..measure.rates import Result
@@ -92,7 +92,7 @@ def no_torch() -> str | None:
         return "torch is not installed"
     try:
         importlib.import_module("kernel_hub.ops")
-    except (ImportError, OSError) as error:
+    except Exception as error:  # noqa: BLE001 - a torch that is broken raises what it likes
         return f"torch does not import: {error}"
     return None
 
@@ -123,7 +123,7 @@ def run_numpy(num_tokens: int) -> list[Result]:
 
 
 def _run(cases: Sequence[Any], measure: Callable[[Any], Result], label: str) -> list[Result]:
-    with _console.progress(len(cases), label) as advance:
+    with console.progress(len(cases), label) as advance:
         results = []
         for case in cases:
             advance(f"{case.op} {case.dtype}")
@@ -156,7 +156,7 @@ def examine(num_tokens: int | None, without_torch: bool) -> DemoReport:
 def run(args: argparse.Namespace) -> int:
     report = examine(args.tokens, args.numpy)
     if args.json:
-        _console.as_json(
+        console.as_json(
             {
                 "ok": report.ok,
                 "device": "cuda" if report.torch_on_gpu or report.numpy else "cpu",
@@ -185,26 +185,26 @@ def _print(report: DemoReport) -> None:
     cpu = "the CPU (the reference path)"
     where = gpu if report.torch_on_gpu else cpu
     if report.numpy:
-        _console.heading(f"shipped kernels on {gpu} on NumPy's data, against NumPy in fp64")
+        console.heading(f"shipped kernels on {gpu} on NumPy's data, against NumPy in fp64")
         _print_results(report.numpy)
     if report.ops:
-        _console.heading(f"ops on {where}, against fp64 references")
+        console.heading(f"ops on {where}, against fp64 references")
         _print_results(report.ops)
     if report.no_torch:
-        _console.note(f"the ops did not run: {report.no_torch}")
+        console.note(f"the ops did not run: {report.no_torch}")
     if report.no_gpu:
-        _console.note(f"no kernel was launched: {report.no_gpu}")
+        console.note(f"no kernel was launched: {report.no_gpu}")
         _print_resolver()
     for result in report.wrong:
-        _console.note(f"FAILED {result.dtype} {result.message}")
+        console.note(f"FAILED {result.dtype} {result.message}")
     for problem in report.problems:
-        _console.note(f"FAILED: {problem}")
+        console.note(f"FAILED: {problem}")
     for results, what, at in ((report.numpy, "kernels", gpu), (report.ops, "ops", where)):
         if results:
             right = sum(result.ok for result in results)
-            _console.note(f"{right} of {len(results)} {what} are right on {at}")
+            console.note(f"{right} of {len(results)} {what} are right on {at}")
     if not report.ops and not report.numpy:
-        _console.note("FAILED: nothing ran")
+        console.note("FAILED: nothing ran")
     # Where the GPU refused, torch would not help: the problems say what does.
     if report.no_torch != "left out" and not report.torch_on_gpu and not report.problems:
         _print_way_on(report)
@@ -212,7 +212,7 @@ def _print(report: DemoReport) -> None:
 
 def _print_results(results: list[Result]) -> None:
     columns = ["op", "shape", "dtype", "max error", "allowed", "result"]
-    verdicts = (_console.good("ok") if r.ok else _console.bad("WRONG") for r in results)
+    verdicts = (console.good("ok") if r.ok else console.bad("WRONG") for r in results)
     rows: list[list[Any]] = [
         [r.op, r.shape, r.dtype, f"{r.error:.2e}", f"{r.limit:.2e}", verdict]
         for r, verdict in zip(results, verdicts, strict=True)
@@ -222,7 +222,7 @@ def _print_results(results: list[Result]) -> None:
         for row, result in zip(rows, results, strict=True):
             row += [f"{result.time_us:.1f}", *_rate(result)]
     numbers = ["max error", "allowed", "us", "rate", "of the card's"]
-    _console.table(columns, rows, right=numbers, wraps=["shape", "of the card's"])
+    console.table(columns, rows, right=numbers, wraps=["shape", "of the card's"])
 
 
 def _rate(result: Result) -> tuple[str, str]:
@@ -234,9 +234,9 @@ def _rate(result: Result) -> tuple[str, str]:
 
 
 def _print_resolver() -> None:
-    _console.heading("on a GPU of these compute capabilities, these cubins would be loaded")
+    console.heading("on a GPU of these compute capabilities, these cubins would be loaded")
     gpus = [f"{major}.{minor} ({names})" for (major, minor), names in KNOWN_GPUS.items()]
-    _console.table(["cubin", *gpus], resolver_rows(), wraps=gpus)
+    console.table(["cubin", *gpus], resolver_rows(), wraps=gpus)
 
 
 def _print_way_on(report: DemoReport) -> None:
@@ -246,7 +246,7 @@ def _print_way_on(report: DemoReport) -> None:
     in_checkout = (ROOT / "Makefile").is_file()
     if report.no_gpu:
         if report.no_torch:
-            _console.note(
+            console.note(
                 "the ops on the CPU need torch (about 0.2 GB to download): "
                 + ("make demo TORCH=cpu" if in_checkout else _pip(torch_builds.CPU_INDEX)),
                 wraps=False,
@@ -255,7 +255,7 @@ def _print_way_on(report: DemoReport) -> None:
     build = torch_builds.build_for(driver.get().version)
     if build is None:
         return
-    _console.note(
+    console.note(
         f"the ops on this GPU need torch with CUDA {build.cuda}, "
         f"{torch_builds.cost(build, ROOT)}:\n"
         f"  {'make demo TORCH=cuda' if in_checkout else _pip(build.index)}",

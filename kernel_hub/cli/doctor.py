@@ -16,8 +16,8 @@ from .. import driver as _driver
 from ..collection.manifest import Collection, open_collection
 from ..errors import KernelHubError
 from ..launch import c_launcher
-from . import _console
-from ._gather import choices
+from .parts import console
+from .parts.gather import choices
 
 NAME = "doctor"
 HELP = "say whether launches are possible here, and if not, what to do (exit code 0 or 1)"
@@ -135,7 +135,7 @@ def _examine_driver(report: Report) -> _driver.Driver | None:
         "library": driver.path,
         "file": loaded_file(driver.path),
         "why": why(driver.path, tried),
-        "cuda": _console.cuda_version(driver.version),
+        "cuda": console.cuda_version(driver.version),
         "version": driver.version,
     }
     report.missing_calls = {
@@ -144,8 +144,8 @@ def _examine_driver(report: Report) -> _driver.Driver | None:
     needed = report.cubins["minimum_driver"] if report.cubins else 0
     if driver.version < needed:
         report.problems.append(
-            f"the driver is of CUDA {_console.cuda_version(driver.version)}, the shipped cubins "
-            f"need {_console.cuda_version(needed)}: update the NVIDIA driver (580 is CUDA 13.0)"
+            f"the driver is of CUDA {console.cuda_version(driver.version)}, the shipped cubins "
+            f"need {console.cuda_version(needed)}: update the NVIDIA driver (580 is CUDA 13.0)"
         )
     return driver
 
@@ -218,7 +218,7 @@ def _examine_torch(report: Report) -> None:
 def run(args: argparse.Namespace) -> int:
     report = examine()
     if args.json:
-        _console.as_json({"can_launch": report.can_launch, **asdict(report)})
+        console.as_json({"can_launch": report.can_launch, **asdict(report)})
     else:
         _print(report)
     return 0 if report.can_launch else 1
@@ -237,7 +237,7 @@ def _print(report: Report) -> None:
     else:
         rows.append(("driver", "none"))
     if report.cubins:
-        needed = _console.cuda_version(report.cubins["minimum_driver"])
+        needed = console.cuda_version(report.cubins["minimum_driver"])
         rows.append(("cubins", f"{report.cubins['number']} in {report.cubins['folder']}"))
         rows.append(("", f"need a driver of CUDA {needed} or later"))
     rows.append(("cache", report.cache["folder"] + ", not used" * bool(report.cache["problem"])))
@@ -254,22 +254,22 @@ def _print(report: Report) -> None:
                 f"{fitting} of {len(device.cubins)} cubins fit",
             )
         )
-    _console.fields(rows)
+    console.fields(rows)
     for device in report.devices:
-        _console.table(
+        console.table(
             [f"on GPU {device.index}", "would load"],
             [(name, file or "nothing") for name, file in device.cubins.items()],
         )
     if report.loaded:
-        _console.table(
+        console.table(
             ["loaded image", "bytes", "kernels", "why"],
             [tuple(image.values()) for image in report.loaded],
             right=["bytes", "kernels"],
         )
     for name, (since, lost) in report.missing_calls.items():
-        _console.note(f"note: the driver has no {name} (CUDA {since}): {lost}")
+        console.note(f"note: the driver has no {name} (CUDA {since}): {lost}")
     for text in report.notes:
-        _console.note(f"note: {text}")
+        console.note(f"note: {text}")
     for text in report.problems:
-        _console.note(f"problem: {text}")
-    _console.note("launches are possible" if report.can_launch else "no launch is possible here")
+        console.note(f"problem: {text}")
+    console.note("launches are possible" if report.can_launch else "no launch is possible here")

@@ -32,8 +32,8 @@ from ..errors import (
 from ..files import read_file
 from ..formats import carray
 from ..image.demangle import cxx_names, symbol_of
-from . import _console, _inspect_text, _sass
-from ._gather import add_arch, add_package
+from .parts import console, inspect_text, sass
+from .parts.gather import add_arch, add_package
 
 NAME = "inspect"
 HELP = "show what a file (cubin, fatbin, PTX, arrays in C), or a shipped cubin, holds"
@@ -267,15 +267,15 @@ def run(args: argparse.Namespace) -> int:
     if args.function:
         described = only_function(described, args.function, args.image)
     if args.json:
-        _console.as_json(described)
+        console.as_json(described)
         return 0
     data = {image.label: image.data for image in found}
-    sums_up = _console.is_terminal() and not args.functions
+    sums_up = console.is_terminal() and not args.functions
     for one in described:
-        _inspect_text.show(one, sums_up)
+        inspect_text.show(one, sums_up)
         if args.sass:
             if one["kind"] != "cubin":
                 raise KernelHubError(f"--sass reads cubins; {one['image']} is {one['kind']}")
             symbol = next(iter(one["functions"])) if args.function else None
-            _console.note(_sass.disassemble(data[one["image"]], symbol), wraps=False)
+            console.note(sass.disassemble(data[one["image"]], symbol), wraps=False)
     return 0

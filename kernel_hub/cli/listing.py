@@ -10,8 +10,8 @@ from ..archs import tokens_of
 from ..collection.manifest import Collection, CubinEntry
 from ..collection.resolve import names_target
 from ..registry import DTYPE_TOKENS, dtype_of, nothing_for
-from . import _console
-from ._gather import add_arch, add_package, collections
+from .parts import console
+from .parts.gather import add_arch, add_package, collections
 
 NAME = "list"
 HELP = "list the shipped cubins: architectures, dtypes, functions, sizes"
@@ -97,12 +97,12 @@ def run(args: argparse.Namespace) -> int:
     _check_asked(found, archs, args.dtype)
     rows = shipped(found, archs=archs, dtype=args.dtype)
     if args.json:
-        _console.as_json([row.__dict__ for row in rows])
+        console.as_json([row.__dict__ for row in rows])
         return 0
     if not rows:
-        _console.note(f"no cubin of dtype {args.dtype} for {', '.join(archs or ())}")
+        console.note(f"no cubin of dtype {args.dtype} for {', '.join(archs or ())}")
         return 0
-    _console.table(
+    console.table(
         ["package", "cubin", "arch", "functions", "dtypes", "size", "toolkit", "driver from"],
         [
             (
@@ -111,9 +111,9 @@ def run(args: argparse.Namespace) -> int:
                 row.target.replace("_", ""),
                 len(row.functions),
                 " ".join(row.dtypes) or "-",
-                _console.size(row.size_bytes),
+                console.size(row.size_bytes),
                 row.toolkit,
-                _console.cuda_version(row.minimum_driver),
+                console.cuda_version(row.minimum_driver),
             )
             for row in rows
         ],
@@ -122,12 +122,12 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.functions:
         for cubin in dict.fromkeys((row.package, row.cubin) for row in rows):
-            _console.heading(f"\n{'.'.join(cubin)}")
+            console.heading(f"\n{'.'.join(cubin)}")
             signatures = [row.functions for row in rows if (row.package, row.cubin) == cubin]
             for text in dict.fromkeys(text for table in signatures for text in table.values()):
-                _console.note(f"  {text}")
+                console.note(f"  {text}")
     total = sum(row.size_bytes for row in rows)
-    _console.note(f"{_console.count(len(rows), 'cubin')}, {_console.size(total)}")
+    console.note(f"{console.count(len(rows), 'cubin')}, {console.size(total)}")
     for line in broken:
-        _console.note(f"not readable: {line}")
+        console.note(f"not readable: {line}")
     return 0

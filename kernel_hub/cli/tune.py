@@ -15,7 +15,7 @@ from .. import driver, tuning
 from ..collection.resolve import parse_target
 from ..errors import KernelHubError, TableError
 from ..tuning import file
-from . import _console
+from .parts import console
 
 if TYPE_CHECKING:
     from ..measure.tune import Measured, Tunable
@@ -124,8 +124,8 @@ def _plan(
         rows.append([table.op, name, table.layout.text(key), size, len(candidates)])
     columns = ["op", "shape", "key", table.layout.bucket, "candidates"]
     numbers = [table.layout.bucket, "candidates"]
-    _console.table(columns, rows, right=numbers, once=["op"], wraps=["key"])
-    _console.note(f"nothing was measured; the result would be written to {path}")
+    console.table(columns, rows, right=numbers, once=["op"], wraps=["key"])
+    console.note(f"nothing was measured; the result would be written to {path}")
 
 
 def _tune(
@@ -148,7 +148,7 @@ def _tune(
         raise TableError(f"{error}; {hint}") from error
     outcomes: list[Measured] = []
     rows = []
-    with table.shipped_only(), _console.progress(len(cases), f"tuning {table.op}") as advance:
+    with table.shipped_only(), console.progress(len(cases), f"tuning {table.op}") as advance:
         for _, group in itertools.groupby(cases, key=lambda case: case[0]):
             for name, key, size in group:
                 advance(f"{name} {table.layout.bucket} {size}")
@@ -168,15 +168,15 @@ def _tune(
             tuning.write(path, text)
     columns = ["op", "shape", table.layout.bucket, "choice", "us", "default us", "gain"]
     numbers = [table.layout.bucket, "us", "default us", "gain"]
-    _console.table(columns, rows, right=numbers, once=["op"], wraps=["choice"])
+    console.table(columns, rows, right=numbers, once=["op"], wraps=["choice"])
     wrong = {
         f"{o.key} {o.size}: {name}: {why}" for o in outcomes for name, why in o.refused.items()
     }
     for line in sorted(wrong):
-        _console.note(f"not taken: {line}")
-    _console.note(f"wrote {path}")
+        console.note(f"not taken: {line}")
+    console.note(f"wrote {path}")
     if not tuning.is_enabled():
-        _console.note(f"{tuning.VARIABLE}=0 is set: no process with it reads that file")
+        console.note(f"{tuning.VARIABLE}=0 is set: no process with it reads that file")
 
 
 def _old_sections(table: tuning.Table, path: Path, gpu: tuning.Gpu) -> list[tuning.GpuSection]:
@@ -184,13 +184,13 @@ def _old_sections(table: tuning.Table, path: Path, gpu: tuning.Gpu) -> list[tuni
     try:
         sections = table.sections_of(path)
     except TableError as error:
-        _console.note(f"starting anew: {error}")
+        console.note(f"starting anew: {error}")
         return []
     now = table.hashes(gpu)
     kept = []
     for section in sections:
         if section.cubins and _same_gpu(section, gpu) and dict(section.cubins) != now:
-            _console.note(f"starting anew: {path} is of other cubins")
+            console.note(f"starting anew: {path} is of other cubins")
             section = dataclasses.replace(section, cubins=now, choices={})
         kept.append(section)
     return kept
@@ -222,15 +222,15 @@ def show(op: str | None) -> int:
         except TableError as error:
             problems.append(str(error))
     if rows:
-        _console.table(
+        console.table(
             ["op", "GPU", "key", "up to", "choice"], rows,
             right=["up to"], once=["op", "GPU"], wraps=["GPU", "key", "choice"],
         )  # fmt: skip
     for text in problems:
-        _console.note(f"not used: {text}")
+        console.note(f"not used: {text}")
     where = tuning.user_folder() or "no home, no folder"
     off = "" if tuning.is_enabled() else f"; {tuning.VARIABLE}=0 turns them off"
-    _console.note(f"{_console.count(len(files), 'file')} in {where}{off}")
+    console.note(f"{console.count(len(files), 'file')} in {where}{off}")
     return 1 if problems else 0
 
 
@@ -262,5 +262,5 @@ def clear(op: str | None) -> int:
             shutil.rmtree(folder)
     except OSError as error:
         raise KernelHubError(f"cannot remove {error.filename}: {error.strerror}") from error
-    _console.note(f"{_console.count(len(files), 'file')} removed from {folder}")
+    console.note(f"{console.count(len(files), 'file')} removed from {folder}")
     return 0

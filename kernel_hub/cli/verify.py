@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from ..collection.manifest import Collection, CubinEntry
 from ..cubin import read_cubin
 from ..errors import KernelHubError
-from . import _console
-from ._files import File, files_of
-from ._gather import add_package, collections
+from .parts import console
+from .parts.files import File, files_of
+from .parts.gather import add_package, collections
 
 NAME = "verify"
 HELP = "check every shipped file: its sha256, and of cubins that the ELF and the manifest agree"
@@ -74,8 +74,8 @@ def verified(found: list[Collection]) -> list[Verified]:
     ]
 
 
-def _verdict(row: Verified) -> _console.Cell:
-    return _console.bad("WRONG") if row.problem else _console.good("ok")
+def _verdict(row: Verified) -> console.Cell:
+    return console.bad("WRONG") if row.problem else console.good("ok")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
             unknown += [file for file in of_one if not file.is_vouched]
     changed = [file for file in files if file.problem]
     if args.json:
-        _console.as_json(
+        console.as_json(
             {
                 "cubins": [row.__dict__ for row in rows],
                 "files": [file.__dict__ for file in files],
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
             }
         )
     else:
-        _console.table(
+        console.table(
             ["package", "cubin", "arch", "functions", "sha256", "result"],
             [
                 (r.package, r.cubin, r.arch, r.num_functions, r.sha256[:16], _verdict(r))
@@ -113,19 +113,19 @@ def run(args: argparse.Namespace) -> int:
             once=["package"],
         )
         for row in wrong:
-            _console.note(f"WRONG: {row.cubin} for {row.arch}: {row.problem}")
+            console.note(f"WRONG: {row.cubin} for {row.arch}: {row.problem}")
         for line in broken:
-            _console.note(f"not readable: {line}")
+            console.note(f"not readable: {line}")
         for file in changed:
-            _console.note(f"changed: {file.file}: {file.problem}")
+            console.note(f"changed: {file.file}: {file.problem}")
         for file in unknown:
-            _console.note(f"nothing vouches for {file.file}")
-        _console.note(f"{len(rows) - len(wrong)} of {len(rows)} cubins are intact")
+            console.note(f"nothing vouches for {file.file}")
+        console.note(f"{len(rows) - len(wrong)} of {len(rows)} cubins are intact")
         vouched = sum(file.is_vouched for file in files)
-        _console.note(f"{vouched - len(changed)} of {vouched} other files with a digest are intact")
+        console.note(f"{vouched - len(changed)} of {vouched} other files with a digest are intact")
         if is_checkout:
             number = len(files) - vouched - len(unknown)
-            _console.note(
+            console.note(
                 f"nothing here vouches for {number} files of kernel_hub: it was not installed from "
                 "a wheel, so there is no record of them (git knows those of a checkout; --json "
                 "names them)"

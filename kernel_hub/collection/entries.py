@@ -12,6 +12,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from ..errors import CubinCorruptError
 from .manifest_text import EntryLines, decoded, loads, split
 
+# This package, by whatever name it was imported: a hub repository's build has its own.
+OWN_PACKAGE = __name__.rsplit(".", 2)[0]
 _FILE = re.compile(r"[A-Za-z0-9_]+/[A-Za-z0-9_][A-Za-z0-9_.-]*")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 _TARGET = re.compile(r"sm_?[0-9]{2,4}[af]?")

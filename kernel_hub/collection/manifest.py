@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import CubinCorruptError, CubinNotFoundError, ParamsError
 from .entries import (
+    OWN_PACKAGE,
     SHA256,
     UNSAID,
     CubinEntry,
@@ -229,7 +230,7 @@ _collections: dict[str, Collection] = {}
 _lock = threading.Lock()
 
 
-def open_collection(package: str = "kernel_hub") -> Collection:
+def open_collection(package: str = OWN_PACKAGE) -> Collection:
     """The cubins that `package` ships; read once a process, and the package's code is not run.
 
     Looks for `cubins/manifest.json` inside the package (wheel, zip), then beside it (checkout,
@@ -248,7 +249,7 @@ def open_collection(package: str = "kernel_hub") -> Collection:
 
 def find_collection(where: str | Path) -> Collection:
     """The cubins in the folder `where`, if it has a manifest.json; else of the package `where`."""
-    is_place = isinstance(where, (str, Path)) and where not in ("", "kernel_hub")
+    is_place = isinstance(where, (str, Path)) and where not in ("", OWN_PACKAGE)
     if is_place and os.path.isfile(Path(where, "manifest.json")):
         return _read(str(where), Path(where))
     return open_collection(str(where) if isinstance(where, Path) else where)

@@ -38,6 +38,7 @@ _ELF_TYPES = {
     1: "a relocatable object (link it with nvlink first)",
     3: "a shared library",
     4: "a core dump",
+    0xFF00: "an extensible whole program (nvcc -ewp: link it with nvlink first)",
 }
 _UNPRINTABLE = re.compile(rb"[^\x00\x21-\x7e]")
 

@@ -16,7 +16,7 @@ _ARCH_SPECIFIC, _FINALIZER = 0x09, 0x0B
 _COMPAT: dict[int, tuple[int, int, Collection[int]]] = {
     0x02: (2, 0, range(8)), 0x03: (2, 0, range(8)), 0x05: (2, 0, (5, 6)), 0x06: (2, 0, (0, 1)),
     0x07: (3, 0, (0x101,)), _ARCH_SPECIFIC: (2, 0, (0, 1, 2)), _FINALIZER: (4, 8, ()),
-    0x0C: (2, 0, (0, 1)), 0x0D: (3, 0, (0x101,)), 0x0E: (3, 0, (0x400, 0x440)),
+    0x0C: (2, 0, (0, 1, 2)), 0x0D: (3, 0, (0x100, 0x101)), 0x0E: (3, 0, (0x400, 0x440)),
 }  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from ..collection.entries import OWN_PACKAGE
 from ..collection.manifest import Collection, CubinEntry, open_collection
 from ..collection.resolve import fitting, not_found
 from ..errors import (
@@ -160,7 +161,7 @@ def open_image(filename: Any, package: str | None) -> Image:
     for suffix in SUFFIXES[:2]:
         name = name.removesuffix(suffix)
     is_path = name != Path(name).name or filename.endswith(SUFFIXES)
-    collection = open_collection(package or "kernel_hub")
+    collection = open_collection(package or OWN_PACKAGE)
     if name in collection.manifest.cubins:
         return ShippedImage(collection, name)
     if (is_path or filename.endswith(SOURCES)) and package is None:

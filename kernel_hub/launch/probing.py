@@ -27,15 +27,17 @@ _ADVICE = "the image is damaged or not for this driver; it was not loaded in thi
 # lie. This package alone is looked for in its own folder, which never comes onto the path.
 _PROGRAM = """
 import sys
+from importlib import import_module
 from importlib.machinery import PathFinder
 from importlib.util import module_from_spec
-spec = PathFinder.find_spec("kernel_hub", [sys.argv[1]])
-package = sys.modules["kernel_hub"] = module_from_spec(spec)
+name = sys.argv[2]
+spec = PathFinder.find_spec(name, [sys.argv[1]])
+package = sys.modules[name] = module_from_spec(spec)
 spec.loader.exec_module(package)
-from kernel_hub.launch.probe_child import main
-sys.exit(main())
+sys.exit(import_module(name + ".launch.probe_child").main())
 """
-_FOLDER = str(Path(__file__).absolute().parents[2])  # or the zip file
+_PACKAGE = Path(__file__).absolute().parents[1]
+_FOLDER, _NAME = str(_PACKAGE.parent), _PACKAGE.name  # or the zip file
 _FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP")  # no driver raises these
 
 
@@ -103,7 +105,7 @@ def _ask(image: bytes, label: str, symbols: Sequence[str], device: int) -> str:
     pipe = subprocess.PIPE
     try:
         child = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _PROGRAM, _FOLDER],
+            [sys.executable, "-I", "-S", "-c", _PROGRAM, _FOLDER, _NAME],
             stdin=pipe,
             stdout=pipe,
             stderr=pipe,
@@ -159,8 +161,9 @@ def _one_at_a_time(label: str) -> Iterator[None]:
     import tempfile  # milliseconds, for the few images that are probed
 
     path = Path(tempfile.gettempdir(), "kernel_hub_probe.lock")
-    try:  # another user's file may be read, and that is enough to lock it
-        handle = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    flags = os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:  # another user's file may be read, and that is enough to lock it; a pipe is not waited for
+        handle = os.open(path, flags | os.O_NONBLOCK, 0o644)
     except OSError:
         yield
         return

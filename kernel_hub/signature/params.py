@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
-import numpy as np
-
+from ..arrays.dtypes import GENERIC
 from ..arrays.interop import ArrayView, describe
 from ..errors import KernelHubError, ParamsError, TensorError
 from .c_types import TypeInfo, canonical, type_info
@@ -122,11 +121,11 @@ class Param(NamedTuple):
             if self.is_pointer or (self.info is None and self.size_bytes == 8):
                 return 0
             raise self.refuse("None", "None is a null pointer")
-        if isinstance(value, (bool, int, float)) and not isinstance(value, np.generic):
+        if isinstance(value, (bool, int, float)) and not isinstance(value, GENERIC):
             return self._convert_python(value)
         if isinstance(value, (bytes, bytearray, memoryview)):
             return self._raw(bytes(value), "bytes")
-        if isinstance(value, np.generic):
+        if isinstance(value, GENERIC):
             return self._convert_numpy(value)
         if isinstance(value, (ctypes._SimpleCData, ctypes.Structure, ctypes.Union, ctypes.Array)):
             return self._convert_ctypes(value)
@@ -224,7 +223,7 @@ class Param(NamedTuple):
             return bfloat16_bits(value)
         raise self.refuse(found, f"Python has no {self.type}: pass its raw bytes")
 
-    def _convert_numpy(self, value: np.generic) -> Any:
+    def _convert_numpy(self, value: Any) -> Any:
         if value.dtype.kind in "OSUMmT":
             found = f"numpy.{value.dtype.name} {_short(value)}"
             raise self.refuse(found, "a text, a date or an object is no number")
@@ -278,7 +277,7 @@ def _same_dtype(expected: str, found: str) -> bool:
 
 def bfloat16_bits(value: float) -> int:
     """The bits of `value` as bfloat16, rounded to nearest even."""
-    bits = int(np.float32(value).view(np.uint32))
+    bits = struct.unpack("<I", struct.pack("<f", value))[0]
     if (bits & 0x7FFFFFFF) > 0x7F800000:
         return (bits >> 16) | 0x40
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .. import cache_folder
+from ..collection.entries import OWN_PACKAGE
 from ..collection.manifest import CubinEntry, open_collection
 from ..collection.resolve import fitting
 from ..errors import CubinNotFoundError, TableError
@@ -135,7 +136,7 @@ class Table:
         if self._shipped is None:
             where = f"tuning/shipped/{self.op}.json"
             try:
-                data = pkgutil.get_data("kernel_hub", where)
+                data = pkgutil.get_data(OWN_PACKAGE, where)
             except OSError:
                 data = None
             text = None if data is None else data.decode()

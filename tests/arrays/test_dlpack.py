@@ -5,15 +5,19 @@ from __future__ import annotations
 import ctypes
 import gc
 import threading
+from collections.abc import Callable
 from ctypes import c_void_p
+from typing import Any
 
 import numpy as np
 import pytest
 from fakecuda import FakeCuda
 from fakecuda.helpers import make_stream
+from in_threads import in_threads
 
 from kernel_hub.arrays import dlpack, dtypes
 from kernel_hub.arrays.device_array import DeviceArray
+from kernel_hub.arrays.pool import trim
 from kernel_hub.errors import TensorError
 
 TOKENS = sorted(dtypes.DTYPES)
@@ -82,8 +86,45 @@ def test_dlpack_versions(fakecuda: FakeCuda) -> None:
     del array
     np.testing.assert_array_equal(view.to_numpy(), np.arange(4))
     del view
-    gc.collect()
+    trim()
     assert fakecuda.live_allocations == 0  # capsules that nobody consumed gave theirs back
+
+
+# What C code does that is given a capsule and refuses it: the capsule dies with the error set.
+REFUSALS: list[Callable[[Any], object]] = [
+    np.from_dlpack,
+    lambda array: int(array.__dlpack__()),
+    lambda array: [].index(array.__dlpack__()),
+    lambda array: {}[array.__dlpack__(max_version=(1, 0))],
+]
+
+
+@pytest.mark.parametrize("place", range(len(REFUSALS)))
+def test_a_capsule_that_dies_of_an_error(fakecuda: FakeCuda, place: int) -> None:
+    """The error is the one that was raised, and the memory is not lost."""
+    for _ in range(3):
+        with pytest.raises((BufferError, KeyError, RuntimeError, TypeError, ValueError)):
+            REFUSALS[place](DeviceArray.zeros(4))
+    gc.collect()
+    assert fakecuda.live_allocations <= 1, "the next export gives back what the last left"
+    trim()
+    assert fakecuda.live_allocations == 0
+
+
+def test_capsules_in_many_threads(fakecuda: FakeCuda) -> None:
+    array = DeviceArray.from_numpy(np.arange(4, dtype=np.int32))
+
+    def work() -> None:
+        for turn in range(200):
+            capsule = array.__dlpack__()
+            if turn % 2:
+                view = DeviceArray.from_dlpack(Old(array))
+                assert view.ptr == array.ptr
+            assert capsule_name(capsule) == "dltensor"
+
+    in_threads(*[work] * 4)
+    trim()
+    assert not dlpack._exported and not dlpack._given
 
 
 def test_dlpack_arguments(fakecuda: FakeCuda) -> None:
@@ -150,8 +191,10 @@ def test_dlpack_refusals(fakecuda: FakeCuda) -> None:
     with pytest.raises(TensorError, match="4 lanes"):
         DeviceArray.from_dlpack(Given(capsule))
     assert capsule_name(capsule) == "dltensor"  # not taken over
+    trim()
+    assert fakecuda.live_allocations == 1, "it is not dead"
     del capsule, array
-    gc.collect()
+    trim()
     assert fakecuda.live_allocations == 0
 
 

@@ -23,7 +23,9 @@ def test_exact_architectures_and_lists() -> None:
     assert tokens_of(["80,SM_90", "9.0", (8, 9)]) == ["sm80", "sm90", "sm89"]
 
 
-@pytest.mark.parametrize("wrong", ["hopper", "sm", "", "9", "sm_9000", "compute_90", None, 90, ()])
+@pytest.mark.parametrize(
+    "wrong", ["hopper", "sm", "", "9", "sm_9000", "compute_90", None, 9, 90.0, True, ()]
+)
 def test_what_is_no_architecture(wrong: object) -> None:
     with pytest.raises(ParamsError, match="arch"):
         tokens_of(wrong)

@@ -1,4 +1,5 @@
-"""`bench`: what it asks for before it starts, its table, its JSON and its plot."""
+"""`bench`: what it asks for before it starts, its table, its JSON and its plot; ops beside peers
+are measured in tests/measure/test_beside.py."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def test_it_needs_a_gpu(no_driver: None, kernel_hub_cli: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("missing", "message"), [("torch", "needs torch with CUDA"), ("matplotlib", "pip install mat")]
+    ("missing", "message"), [("torch", "need torch with CUDA"), ("matplotlib", "pip install mat")]
 )
 def test_what_is_missing_is_said_first(
     fakecuda: FakeCuda,
@@ -81,3 +82,21 @@ def test_bars_are_sorted_and_of_one_unit() -> None:
         "3 tensors": {"C loop": 3200.0, "kernel_hub": 4500.0},
         "12 parameters": {"kernel_hub": 5100.0},
     }
+
+
+@pytest.mark.parametrize("note", ["1.20 TB/s", "WRONG: kernel_hub: largest error 3"])
+def test_an_op(
+    note: str, fakecuda: FakeCuda, kernel_hub_cli: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = ("rope", "tokens=3 bf16")
+    rows = [
+        ResultRow(*case, "kernel_hub", 2.0, 1.0, 3.0, "us", 1.0, "kernel_hub", note),
+        ResultRow(*case, "torch", 4.0, 3.0, 5.0, "us", 2.0, "kernel_hub", "WRONG: torch"),
+    ]
+    asked = []
+    monkeypatch.setattr(bench, "check_ready", lambda **_: None)
+    monkeypatch.setattr(bench, "measure_op", lambda args: asked.append(args) or rows)
+    ran = kernel_hub_cli("bench", "rope", "--shape", "tokens=3", "--against", "torch")
+    assert (asked[0].op, asked[0].shape, asked[0].against) == ("rope", "tokens=3", "torch")
+    assert ran.code == (1 if note.startswith("WRONG") else 0), ran.err
+    assert "2.00 x kernel_hub" in ran.out and note[:9] in ran.out

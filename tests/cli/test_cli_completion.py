@@ -10,13 +10,13 @@ import pytest
 from cli_run import Run
 
 from kernel_hub import cli, registry
-from kernel_hub.cli import _completion
+from kernel_hub.cli.parts import completion
 
 
 @pytest.fixture
 def scripts(kernel_hub_cli: Run, tmp_path: Path) -> dict[str, Path]:
     made = {}
-    for shell in _completion.SHELLS:
+    for shell in completion.SHELLS:
         ran = kernel_hub_cli("--completion", shell)
         assert (ran.code, ran.err) == (0, "")
         made[shell] = tmp_path / f"completion.{shell}"

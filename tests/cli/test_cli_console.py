@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from kernel_hub.cli import _console
+from kernel_hub.cli.parts import console
 
 needs_rich = pytest.mark.skipif(
     importlib.util.find_spec("rich") is None, reason="rich is not installed"
@@ -24,13 +24,13 @@ class Terminal(io.StringIO):
 
 
 def test_a_plain_table_is_aligned_and_holds_lines() -> None:
-    text = _console.plain_table(["name", "n"], [["a", "1"], ["long\nname", "23"]], right=["n"])
+    text = console.plain_table(["name", "n"], [["a", "1"], ["long\nname", "23"]], right=["n"])
     assert text.splitlines() == ["name   n", "----  --", "a      1", "long  23", "name"]
 
 
 def test_a_pipe_gets_plain_text(capsys: pytest.CaptureFixture[str]) -> None:
-    _console.heading("all of it")
-    _console.table(["a"], [[None], [3]])
+    console.heading("all of it")
+    console.table(["a"], [[None], [3]])
     assert capsys.readouterr().out == "all of it\na\n-\n\n3\n"
 
 
@@ -61,9 +61,9 @@ def test_verdicts_have_a_colour_on_a_terminal(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     if not has_rich:
-        monkeypatch.setattr(_console, "is_rich", lambda stream: False)
-    rows = [["a", _console.good("ok")], ["b", _console.bad("WRONG")], ["c", "ok"]]
-    _console.table(["name", "result"], rows, right=["result"])
+        monkeypatch.setattr(console, "is_rich", lambda stream: False)
+    rows = [["a", console.good("ok")], ["b", console.bad("WRONG")], ["c", "ok"]]
+    console.table(["name", "result"], rows, right=["result"])
     text = stream.getvalue()
     assert ("\x1b[32m" in text) is coloured
     assert ("31m" in text) is coloured
@@ -74,9 +74,9 @@ def test_verdicts_have_a_colour_on_a_terminal(
 
 
 def test_colours_do_not_move_columns() -> None:
-    rows = [[_console.good("ok"), "x"], [_console.bad("WRONG"), "y"]]
-    text = _console.plain_table(["result", "z"], rows, right=["result"], colours=True)
-    plain = _console.plain_table(["result", "z"], rows, right=["result"])
+    rows = [[console.good("ok"), "x"], [console.bad("WRONG"), "y"]]
+    text = console.plain_table(["result", "z"], rows, right=["result"], colours=True)
+    plain = console.plain_table(["result", "z"], rows, right=["result"])
     assert re.sub(r"\x1b\[[0-9;]*m", "", text) == plain
     assert plain.splitlines()[2:] == ["    ok  x", " WRONG  y"]
     assert f"{GREEN}    ok\x1b[0m  x" in text and f"{RED} WRONG\x1b[0m  y" in text
@@ -86,8 +86,8 @@ def test_colours_do_not_move_columns() -> None:
 def test_a_terminal_gets_rich_and_brackets_are_text(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
-    _console.heading("[bold]")
-    _console.table(["kernel", "n"], [["f(int[3])", 1]], right=["n"])
+    console.heading("[bold]")
+    console.table(["kernel", "n"], [["f(int[3])", 1]], right=["n"])
     assert "[bold]" in terminal.getvalue()
     assert "f(int[3])" in terminal.getvalue()
 
@@ -96,7 +96,7 @@ def test_a_terminal_without_rich_gets_plain_text(monkeypatch: pytest.MonkeyPatch
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    _console.table(["a"], [["b"]])
+    console.table(["a"], [["b"]])
     assert terminal.getvalue() == "a\n-\nb\n"
 
 
@@ -104,7 +104,7 @@ def test_a_terminal_without_rich_gets_plain_text(monkeypatch: pytest.MonkeyPatch
 def test_progress_counts_on_stderr(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Terminal() if terminal else io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
-    with _console.progress(2, "work") as advance:
+    with console.progress(2, "work") as advance:
         advance("first")
         advance("second")
     if not terminal:
@@ -122,13 +122,13 @@ def test_progress_counts_on_stderr(terminal: bool, monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_sizes(num_bytes: int, text: str) -> None:
-    assert _console.size(num_bytes) == text
+    assert console.size(num_bytes) == text
 
 
 def test_cuda_versions() -> None:
-    assert [_console.cuda_version(n) for n in (12040, 13000)] == ["12.4", "13.0"]
+    assert [console.cuda_version(n) for n in (12040, 13000)] == ["12.4", "13.0"]
 
 
 def test_fields_align(capsys: pytest.CaptureFixture[str]) -> None:
-    _console.fields([("a", 1), ("long", 2)])
+    console.fields([("a", 1), ("long", 2)])
     assert capsys.readouterr().out == "a     1\nlong  2\n"

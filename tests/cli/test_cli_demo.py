@@ -193,6 +193,17 @@ def test_where_nothing_runs_it_fails(
     assert (ran.code, report["ok"], report["ops"], report["numpy"]) == (1, False, [], [])
 
 
+@pytest.mark.parametrize("error", [ImportError, OSError, RuntimeError, ValueError, AttributeError])
+def test_a_torch_that_does_not_import_is_named(
+    torch: Any, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def broken(name: str) -> Any:
+        raise error("numpy.dtype size changed")
+
+    monkeypatch.setattr(demo.importlib, "import_module", broken)
+    assert demo.no_torch() == "torch does not import: numpy.dtype size changed"
+
+
 def test_a_gpu_that_nothing_is_shipped_for_is_a_problem(
     make_fakecuda: Callable[..., FakeCuda], kernel_hub_cli: Run
 ) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from cli_run import ROOT, Run
 
-from kernel_hub.cli import _inspect_text, _sass, inspect
+from kernel_hub.cli import inspect
+from kernel_hub.cli.parts import inspect_text, sass
 from kernel_hub.collection.manifest import open_collection
 from kernel_hub.cubin import SectionInfo, unpack
 from kernel_hub.errors import CubinCorruptError, KernelHubError
@@ -126,7 +127,7 @@ def test_kernels_have_their_cxx_names(kernel_hub_cli: Run, kind: str) -> None:
     assert ran.code == 2 and "ns::solve" in ran.err and "add(double*, int)" in ran.err
     ran = kernel_hub_cli("inspect", path, "--function", "add")
     assert ran.code == 2 and "2 kernels are called 'add': add(" in ran.err
-    if kind == "cubin" and _sass.find_nvdisasm():
+    if kind == "cubin" and sass.find_nvdisasm():
         ran = kernel_hub_cli("inspect", path, "--function", name, "--sass")
         assert f".text.{symbol}" in ran.out and ".text.plain" not in ran.out
 
@@ -196,7 +197,7 @@ def test_wrong_names(kernel_hub_cli: Run, arguments: tuple[str, ...], message: s
 
 def test_sections_of_functions_are_grouped() -> None:
     names = [".text.f", ".text.g", ".nv.constant0.f", ".rela.text.f", ".nv.info", ".nv.info.f"]
-    groups = _inspect_text.section_groups(SectionInfo(name, 0, 8, 1, 0) for name in names)
+    groups = inspect_text.section_groups(SectionInfo(name, 0, 8, 1, 0) for name in names)
     assert groups == [
         (".text.*", 2, 16),
         (".nv.constant0.*", 1, 8),
@@ -208,12 +209,12 @@ def test_sections_of_functions_are_grouped() -> None:
 
 def test_what_a_launch_must_use() -> None:
     plain = {"required_block": None, "max_threads": None, "cluster": None, "cooperative": False}
-    assert _inspect_text.threads(plain) == "any"
+    assert inspect_text.threads(plain) == "any"
     exact = {**plain, "required_block": (32, 4, 1), "cluster": (2, 1, 1), "cooperative": True}
-    assert _inspect_text.threads(exact) == "exactly 32 x 4 x 1, cluster 2 x 1 x 1, cooperative"
+    assert inspect_text.threads(exact) == "exactly 32 x 4 x 1, cluster 2 x 1 x 1, cooperative"
 
 
-@pytest.mark.skipif(_sass.find_nvdisasm() is None, reason="nvdisasm is not installed")
+@pytest.mark.skipif(sass.find_nvdisasm() is None, reason="nvdisasm is not installed")
 def test_sass_of_one_function(kernel_hub_cli: Run, cubin: Path) -> None:
     one = kernel_hub_cli("inspect", str(cubin), "--function", "launch_probe_5", "--sass").out
     both = kernel_hub_cli("inspect", str(cubin), "--sass").out
@@ -224,15 +225,15 @@ def test_sass_of_one_function(kernel_hub_cli: Run, cubin: Path) -> None:
 def test_sass_without_nvdisasm(
     kernel_hub_cli: Run, cubin: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_sass, "find_nvdisasm", lambda: None)
+    monkeypatch.setattr(sass, "find_nvdisasm", lambda: None)
     ran = kernel_hub_cli("inspect", str(cubin), "--sass")
-    assert ran.code == 2 and _sass.INSTALL in ran.err
+    assert ran.code == 2 and sass.INSTALL in ran.err
 
 
 def test_nvdisasm_that_fails_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_sass, "find_nvdisasm", lambda: "/bin/false")
+    monkeypatch.setattr(sass, "find_nvdisasm", lambda: "/bin/false")
     with pytest.raises(KernelHubError, match="/bin/false failed"):
-        _sass.disassemble(b"")
+        sass.disassemble(b"")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from cli_run import Run
 
-from kernel_hub.cli import _gather, listing, verify
+from kernel_hub.cli import listing, verify
+from kernel_hub.cli.parts import gather
 from kernel_hub.collection.manifest import Collection, open_collection
 from kernel_hub.errors import CubinNotFoundError
 
@@ -62,8 +63,8 @@ def test_list_names_packages_it_cannot_read(
             return own
         raise CubinNotFoundError(f"package {package!r} ships no cubins")
 
-    monkeypatch.setattr(_gather, "open_collection", opened)
-    monkeypatch.setattr(_gather, "packages", lambda: {"theirs": "their_package"})
+    monkeypatch.setattr(gather, "open_collection", opened)
+    monkeypatch.setattr(gather, "packages", lambda: {"theirs": "their_package"})
     assert "not readable: their_package: package" in kernel_hub_cli("list").out
     assert kernel_hub_cli("verify").code == 1
 

@@ -179,6 +179,22 @@ def test_an_installed_package_is_found(tmp_path: Path) -> None:
         assert done.returncode == 0, script + done.stdout + done.stderr
 
 
+@needs_nvcc
+def test_an_op_of_torch_passes_its_own_tests(kernel_hub_cli: Run, tmp_path: Path) -> None:
+    pytest.importorskip("torch", "2.4", reason="torch 2.4 is not installed")
+    ran = kernel_hub_cli("new", "my_op", "--torch", "--into", str(tmp_path))
+    assert ran.code == 0 and "print(my_op.my_op(torch.arange(5.0)))" in ran.out
+    written = "".join(p.read_text() for p in (tmp_path / "my_op").rglob("*") if p.is_file())
+    words = {*new.TORCH.words, *new.NUMPY.words, "NAME"}
+    assert not [word for word in words if f"@{word}@" in written] and "torch>=2.4" in written
+    (line,) = [line for line in commands(tmp_path / "my_op/README.md") if "python -c" in line]
+    script = f"cd my_op\n./build_cubins.sh\npython -m pytest -q -p no:cacheprovider\n{line}"
+    done = shell(script, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 cubins in my_op/cubins: 3 built" in done.stdout
+    assert done.stdout.endswith("tensor([1., 3., 5., 7., 9.])\n")
+
+
 @pytest.mark.parametrize("name", ["numpy", "json", "pytest", "sys", "string"])
 def test_the_name_of_a_module_there_is_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(KernelHubError, match=f"'{name}' cannot name a package: it would hide"):

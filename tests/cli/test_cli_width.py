@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from cli_run import ROOT, Run
 
-from kernel_hub.cli import _console, _inspect_text
+from kernel_hub.cli.parts import console, inspect_text
 from kernel_hub.collection.manifest import open_collection
 
 WIDTH = 80
@@ -60,11 +60,11 @@ def test_cubins_in_80_columns(command: str) -> None:
 def test_many_kernels_are_summed_up_on_a_terminal_alone(kernel_hub_cli: Run) -> None:
     lines = on_a_terminal("inspect", "rms_norm", "--arch", "90")
     functions = list(open_collection().manifest.cubins["rms_norm"]["sm90"].functions)
-    more = len(functions) - _inspect_text.MOST_SHOWN
+    more = len(functions) - inspect_text.MOST_SHOWN
     assert max(map(len, lines)) <= WIDTH and len(lines) < 48
     assert f"… and {more} more (--functions shows all, --function NAME one)" in lines
     firsts = [line.split()[0] for line in lines if line.strip()]
-    assert len({*firsts} & {*functions}) == _inspect_text.MOST_SHOWN
+    assert len({*firsts} & {*functions}) == inspect_text.MOST_SHOWN
     whole = on_a_terminal("inspect", "rms_norm", "--arch", "90", "--functions")
     assert not any("… and" in line for line in whole)
     piped = kernel_hub_cli("inspect", "rms_norm", "--arch", "90").out
@@ -88,14 +88,14 @@ def test_commands_and_code_are_not_broken(tmp_path: Path) -> None:
 @pytest.fixture
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("rich", reason="rich is not installed")
-    monkeypatch.setattr(_console, "is_rich", lambda stream: True)
+    monkeypatch.setattr(console, "is_rich", lambda stream: True)
     monkeypatch.setenv("COLUMNS", "30")
 
 
 @pytest.mark.usefixtures("narrow")
 def test_texts_wrap_where_they_may(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [["a_name_of_its_own", "some words of a text"], ["b", "c"]]
-    _console.table(["name", "text"], rows, wraps=["text"])
+    console.table(["name", "text"], rows, wraps=["text"])
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 30
     assert lines[2].split() == ["a_name_of_its_own", "some", "words"]
@@ -105,21 +105,21 @@ def test_texts_wrap_where_they_may(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.usefixtures("narrow")
 def test_headers_are_broken_before_rows_are_stacked(capsys: pytest.CaptureFixture[str]) -> None:
     columns = ["name", "static shared"]
-    _console.table(columns, [["a_name_of_its_own_20", 1], ["b", 2]], right=["static shared"])
+    console.table(columns, [["a_name_of_its_own_20", 1], ["b", 2]], right=["static shared"])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split() for line in lines[:2]] == [["static"], ["name", "shared"]]
-    _console.table(columns, [["a_name_of_its_own_that_is_long", 1]], right=["static shared"])
+    console.table(columns, [["a_name_of_its_own_that_is_long", 1]], right=["static shared"])
     said = capsys.readouterr().out.splitlines()
     assert said == ["a_name_of_its_own_that_is_long", "    static shared 1"]
 
 
 def test_columns_that_agree_are_said_once(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [["a", "x", 1, ""], ["b", "x", 1, ""]]
-    _console.table(["name", "package", "n", "none"], rows, once=["package", "none"])
+    console.table(["name", "package", "n", "none"], rows, once=["package", "none"])
     assert capsys.readouterr().out.splitlines() == [
         *("name  n", "----  -", "a     1", "b     1", "all of these: package x, none -"),
     ]
-    _console.table(["name", "package"], [["a", "x"]], once=["package"])
+    console.table(["name", "package"], [["a", "x"]], once=["package"])
     assert capsys.readouterr().out.splitlines()[0] == "name  package"
 
 

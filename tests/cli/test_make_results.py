@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from cli_run import ROOT
@@ -23,6 +24,7 @@ def script(name: str) -> ModuleType:
     return module
 
 
+picture = script("picture")  # which make_results imports
 make_results = script("make_results")
 
 
@@ -102,13 +104,48 @@ def test_cases_drawn_by_lot_are_summed_up(tmp_path: Path) -> None:
         ]
         (tmp_path / f"h200_{seed}.json").write_text(json.dumps(rows))
     families = make_results.load(tmp_path)
-    expected = "| by lot linear | 2, of 2 seeds | 0.77 | 1.20 | 50% |"
+    expected = "| linear | 2 of 4, by lot, 2 seeds | 0.77 | 1.20 | 50% |"
     table = make_results.summary(families)
     assert expected in table and "not counted" not in table
+    fixed = [row("linear", "4k", "kernel_hub", 1.0, "us"), row("linear", "4k", "cuBLAS", 9.0, "us")]
+    (tmp_path / "h200_a.json").write_text(json.dumps(fixed))
+    assert make_results.summary(make_results.load(tmp_path)) == table  # the fixed case gives way
     text = make_results.document(families)
     assert "1 cases: geometric mean 1.20, worst 1.20, 100% over 1.10, 0% over 1.20." in text
     assert "- 1.20 0: x: 2.4 us (tile) against 2 of cuBLAS" in text
     assert text.endswith("## Where a peer is ahead\n\nNowhere in these runs.\n")
+
+
+def test_families_of_attention_stand_for_the_fixed_cases(tmp_path: Path) -> None:
+    """As by_lot.py names files and families: a row of the table a family, over its seeds."""
+    fixed = [row("attention", "4 x 4096", x, 3.0, "us") for x in ("kernel_hub", "torch flash")]
+    (tmp_path / "h200_attention.json").write_text(json.dumps(fixed))
+    assert "| attention | 1 |" in make_results.summary(make_results.load(tmp_path))
+    for seed, ours in ((1, 4.4), (2, 1.0)):
+        rows = [
+            row(f"by lot {family}", "0: x", name, us, "us")
+            for family in ("prefill", "backward_eager")
+            for name, us in (("kernel_hub", ours), ("FlashAttention-3", 2.0))
+        ]
+        (tmp_path / f"h200_by_lot_attention_s{seed}.json").write_text(json.dumps(rows))
+    families = make_results.load(tmp_path)
+    table = make_results.summary(families)
+    for family in ("prefill", "backward_eager"):
+        assert f"| {family} | 2, by lot, 2 seeds | 1.05 | 2.20 | 50% |" in table
+    assert "| attention |" not in table
+    assert make_results.document(families).count("- 2.20 0: x: 4.4 us against 2 of Flash") == 2
+
+
+def test_the_picture_has_each_case(families: list[Any]) -> None:
+    ratios = {n: f.ratios for n, f in make_results.ratios_of_families(families).items()}
+    assert list(ratios) == ["rms_norm"]  # launches are rows of their own
+    drawn = ElementTree.fromstring(picture.svg(ratios | {"wide": [0.01, 9.0]}, "of us"))
+    assert len(list(drawn.iter("{http://www.w3.org/2000/svg}circle"))) == 4
+    said = [each.text for each in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"of us", "rms_norm", "0.96 / 1.03", "wide", "0.30 / 9.00"} <= set(said)
+    _, _, width, height = map(float, drawn.attrib["viewBox"].split())
+    for each in drawn.iter("{http://www.w3.org/2000/svg}circle"):
+        assert 0 < float(each.attrib["cx"]) < width and 0 < float(each.attrib["cy"]) < height
 
 
 def test_nothing_measured(tmp_path: Path) -> None:
@@ -129,7 +166,7 @@ def test_it_writes_once_and_checks(
     monkeypatch.setattr(make_results, "RESULTS", tmp_path)
     assert make_results.main(["--check"]) == 1
     assert make_results.main([]) == 0
-    assert capsys.readouterr().out.count("wrote ") == 3
+    assert capsys.readouterr().out.count("wrote ") == 4
     assert make_results.main(["--check"]) == 0
     assert "5,900 (CuPy)" in readme.read_text()
 

@@ -146,7 +146,7 @@ def test_the_state_of_included_files(tmp_path: Path) -> None:
         ({"options": ["-dc"]}, "links nothing"),
         ({"options": ["--relocatable-device-code=true"]}, "links nothing"),
         ({"arch": "hopper"}, "arch='hopper'"),
-        ({"arch": 90}, "arch=90"),
+        ({"arch": 90.0}, "arch=90.0"),
         ({"arch": (9, 0, 0)}, "arch="),
         ({"function_names": 5}, "function_names=5"),
         ({"function_names": [b"f"]}, r"function_names=\[b'f'\]"),

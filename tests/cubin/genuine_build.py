@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import collections
 import concurrent.futures
+import os
 import shutil
 import subprocess
 import sys
@@ -135,7 +136,9 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--archs", default=",".join(ARCHS))
     parser.add_argument("--nvrtc", type=Path, action="append", default=[])
-    parser.add_argument("--ptxas", action="append", default=[], help="fed by the first NVRTC")
+    parser.add_argument(
+        "--ptxas", type=_tool, action="append", default=[], help="fed by the first NVRTC"
+    )
     parser.add_argument("--include", action="append", default=[], help="headers for the NVRTCs")
     parser.add_argument("--save", type=Path, help="keep what is refused or read wrongly here")
     options = parser.parse_args()
@@ -153,6 +156,11 @@ def main() -> None:
                 print(f"program {note}: {how}: {found[:3]}", flush=True)
     print(dict(counts), f"in {time.monotonic() - started:.0f} s; seed {options.seed}")
     print("features:", dict(features))
+
+
+def _tool(name: str) -> str:
+    """The program's whole path: it is run in other folders."""
+    return os.path.abspath(shutil.which(name) or name)
 
 
 def _one(number: int, options: argparse.Namespace) -> tuple[str, list[str], list[str], str]:

@@ -106,6 +106,20 @@ def test_pointers_whose_alignment_ptx_tells(tmp_path: Path) -> None:
     assert [p.size_bytes for p in info.functions["pointed"].params] == [8, 8, 4]
 
 
+@pytest.mark.skipif(NVCC is None, reason="no nvcc: it draws and compiles programs")
+@pytest.mark.parametrize("arch", ["80", "90"])
+def test_debug_data_that_points_at_code_which_is_gone(tmp_path: Path, arch: str) -> None:
+    """Before sm_90 a conversion to fp8 leaves a label, $L__tmp100, that nothing defines."""
+    (tmp_path / "a.cu").write_text(
+        "#include <cuda_fp8.h>\n"
+        "__global__ void cast(float* out) { *out = (float)__nv_fp8_e4m3(*out); }"
+    )
+    command = [str(NVCC), "-G", "-cubin", f"-arch=sm_{arch}", "a.cu", "-o", "out.cubin"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    info = read_cubin((tmp_path / "out.cubin").read_bytes())
+    assert info.unknown == () and len(info.functions) == 1
+
+
 def test_the_judge_can_say_no() -> None:
     """Facts of one program are not those of another, and a damaged cubin is not sound."""
     data = Path(__file__).parent / "data"

@@ -231,6 +231,17 @@ def test_what_was_once_called_corrupt(arch: int) -> None:
     assert {name: v.size_bytes for name, v in info.globals.items()} == {"started": 12, "empty": 20}
 
 
+@pytest.mark.parametrize(("code", "value"), [(0x0C, 2), (0x0D, 0x100)])
+def test_what_a_linker_says_of_compatibility(code: int, value: int) -> None:
+    """nvJitLink 13.4 of relocatable code for sm_90a of nvcc 13.0; ptxas 13.4 says 0 and 0x101."""
+    image = bytearray((DATA / "triton_sm90.cubin").read_bytes())
+    (section,) = [s for s in read_elf(bytes(image)).sections if s.name == ".nv.compat"]
+    at = image.index(bytes([2 if code == 0x0C else 3, code]), section.offset)
+    assert at < section.offset + section.size
+    image[at + 2 : at + 4] = value.to_bytes(2, "little")
+    assert read_cubin(bytes(image)).unknown == ()
+
+
 def test_code_that_is_not_padded() -> None:
     """Large functions of ptxas 12.4 may end anywhere: so do 31 images of sgl_kernel 0.1.9."""
     image = bytearray((DATA / "genuine_sm90.cubin").read_bytes())

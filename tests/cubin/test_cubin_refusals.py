@@ -81,6 +81,7 @@ WRONG_FILES: dict[str, tuple[bytes, str]] = {
     "big-endian": (put(SM90, 5, "B", 2), "big-endian"),
     "32-bit": (put(SM90, 4, "B", 1), "not a 64-bit ELF"),
     "relocatable": (put(SM90, 16, "H", 1), "relocatable object (link it"),
+    "extensible": (put(SM90, 16, "H", 0xFF00), "extensible whole program"),
     "shared library": (put(SM90, 16, "H", 3), "shared library"),
     "unknown ABI": (put(SM90, 8, "B", 9), "unknown cubin ABI: OSABI 0x41, version 9"),
     "older architecture": (put(SM90, 48, "I", 0x06003D04), "sm_61, an architecture before sm_70"),

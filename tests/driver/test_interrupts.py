@@ -18,7 +18,7 @@ from fakecuda import FakeCuda
 from fakecuda.helpers import BLOCK, GRID, PROBE_CUBIN, make_stream
 from lots import Lots
 
-from kernel_hub import DeviceArray, Kernel, driver, loaded_images, memory_stats
+from kernel_hub import DeviceArray, Event, Kernel, Stream, driver, loaded_images, memory_stats
 from kernel_hub.arrays.device_array import trim
 from kernel_hub.driver import apart
 
@@ -106,6 +106,60 @@ def test_allocations_and_copies(
     assert memory_stats().live_arrays == 0, lots
     assert fakecuda.live_allocations == 0, lots
     assert fakecuda.live("pools") == 1
+
+
+@pytest.mark.parametrize("turn", range(3))
+def test_dlpack(
+    fakecuda: FakeCuda, interrupted: Callable[[float, Callable[[], Any]], bool], turn: int
+) -> None:
+    lots = Lots("interrupted DLPack", turn)
+    DeviceArray.zeros(4).free()
+
+    def work() -> None:
+        for _ in range(5):
+            array = DeviceArray.from_dlpack(DeviceArray.zeros(64))
+            assert array.shape == (64,)
+            array.__dlpack__()
+
+    came = 0
+    for _ in range(800):
+        came += interrupted(lots.uniform(2e-6, 6e-4), work)
+        check_thread(fakecuda, lots)
+    assert came > 100
+    settled()
+    trim()
+    assert fakecuda.live_allocations == 0, lots
+
+
+@pytest.mark.parametrize("turn", range(3))
+def test_streams_and_events(
+    make_fakecuda: Callable[..., FakeCuda],
+    interrupted: Callable[[float, Callable[[], Any]], bool],
+    turn: int,
+) -> None:
+    fake = make_fakecuda(devices=2)
+    lots = Lots("interrupted streams", turn)
+    stays = Stream(device=1)
+
+    def work() -> None:
+        for _ in range(lots.randrange(1, 5)):
+            device = lots.randrange(2)
+            stream, event = Stream(device=device), Event(device=device)
+            stream.record(event)
+            if device == 1:
+                stays.wait(stream)
+            assert event.is_done
+            if lots.random() < 0.5:
+                stream.close()
+
+    came = 0
+    for _ in range(1500):
+        came += interrupted(lots.uniform(2e-6, 4e-4), work)
+        check_thread(fake, lots)
+    assert came > 200
+    settled()
+    trim()
+    assert (fake.live("streams"), fake.live("events")) == (1, 0), lots
 
 
 @pytest.mark.parametrize("turn", range(3))

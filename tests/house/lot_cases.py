@@ -18,7 +18,10 @@ def lot_modules() -> SimpleNamespace:
     """The modules of benchmarks/lot, by_lot and plot_sweep, by name; they import torch."""
     sys.path.insert(0, FOLDER)
     try:
-        names = ("shapes", "models", "run", "outcome", "clock", "contenders", "sweep")
+        names = (
+            "shapes", "models", "run", "outcome", "clock", "contenders", "sweep",
+            "attention_shapes", "attention_peers", "attention_backward",
+        )  # fmt: skip
         modules = {name: importlib.import_module(f"lot.{name}") for name in names}
         scripts = {name: importlib.import_module(name) for name in ("by_lot", "plot_sweep")}
     finally:
@@ -58,4 +61,19 @@ def smaller(case: Any) -> Any:
     return dataclasses.replace(
         case, m=min(case.m, lots.choice((1, 3, 7, 17))), n=n,
         k=min(case.k, step * lots.randrange(1, 12)), heads=heads, num_products=most,
+    )  # fmt: skip
+
+
+def smaller_attention(case: Any) -> Any:
+    """The same for attention: heads, lengths and sequences; the mask and head_dim stay."""
+    lots = random.Random(case.name)
+    heads, kv_heads, head_dim = case.heads
+    group, kv_heads = min(heads // kv_heads, 3), min(kv_heads, 2)
+    most = lots.randrange(17, 60)
+    keys = tuple(min(x, most) for x in case.seqlens_k[:3])
+    queries = tuple(min(x, *keys) for x in case.seqlens_q[:3])
+    return dataclasses.replace(
+        case, heads=(group * kv_heads, kv_heads, head_dim), seqlens_k=keys,
+        seqlens_q=keys if case.seqlens_q == case.seqlens_k else queries,
+        window=tuple(min(x, 7) for x in case.window), page_size=min(case.page_size, 16),
     )  # fmt: skip

@@ -150,8 +150,8 @@ def test_a_name_with_an_underscore_stays_in_its_folder() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-# Folders of peers of one kind: commands, and texts to fill in.
-PEERS = {"kernel_hub/cli", "kernel_hub/templates"}
+# A folder of peers of one kind: texts to fill in.
+PEERS = {"kernel_hub/templates"}
 MAX_FILES, MAX_TOP_MODULES = 16, 10
 
 

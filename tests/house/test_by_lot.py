@@ -30,13 +30,14 @@ CASES = 200
 def cases() -> dict[str, list[Any]]:
     """Family -> its first cases under a seed."""
     return {
-        family: [lot.shapes.draw(family, 3, i) for i in range(CASES)] for family in lot.run.FAMILIES
+        family: [lot.run.draw(family, 3, i) for i in range(CASES)]
+        for family in lot.run.GROUPS["products"]
     }
 
 
 def test_a_seed_draws_the_same_whatever_else_is_drawn() -> None:
     names = lot.by_lot.families(["products"])
-    assert names == list(lot.run.FAMILIES) == list(lot.shapes.OPTIONS)
+    assert names == list(lot.shapes.OPTIONS)
     many = list(lot.by_lot.drawn(names, 5, 100))
     assert many == list(lot.by_lot.drawn(names, 5, 100))
     assert [x.family for x in many[:9]] == names
@@ -44,8 +45,8 @@ def test_a_seed_draws_the_same_whatever_else_is_drawn() -> None:
     assert alone == [x for x in many if x.family == "swiglu_linear" and x.number == 4]
     assert many != list(lot.by_lot.drawn(names, 6, 100))
     assert len({(x.family, x.name) for x in many}) == len(many)
-    with pytest.raises(ValueError, match="no family attention; there are linear, "):
-        lot.by_lot.families(["linear", "attention"])
+    with pytest.raises(ValueError, match="no family convolution; there are linear, "):
+        lot.by_lot.families(["linear", "convolution"])
 
 
 def test_token_counts_are_those_of_servers(cases: Mapping[str, list[Any]]) -> None:

@@ -76,3 +76,24 @@ def test_a_session_that_ended_early_is_not_counted(
     coverage = launch_coverage.EmulatorCoverage(config)
     coverage.pytest_testnodedown(worker(["ran a"], [], ""))
     assert finish(monkeypatch, coverage, config, **ended) == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"markexpr": "gpu"}])
+@pytest.mark.parametrize("misses", [False, True])
+def test_launches_of_workers_add_up(
+    monkeypatch: pytest.MonkeyPatch, misses: bool, options: dict[str, Any]
+) -> None:
+    config = config_of("tests", **options)
+    coverage = launch_coverage.LaunchCoverage(config)
+    manifest = launch_coverage.open_collection().manifest
+    entries = [cubin["sm80"] for cubin in manifest.cubins.values() if "sm80" in cubin]
+    names = {name for entry in entries for name in entry.functions}
+    first = sorted(names)[0]
+    workers = (names - {first}, {first} if not misses else {""})
+    for launched in workers:
+        coverage.pytest_testnodedown(
+            SimpleNamespace(workeroutput={"launched": (sorted(launched), (8, 0))})
+        )
+    coverage.pytest_testnodedown(SimpleNamespace())  # one that broke down
+    assert finish(monkeypatch, coverage, config) == (1 if misses else 0)
+    assert coverage.missing == ([first] if misses else [])

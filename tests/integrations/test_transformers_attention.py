@@ -57,6 +57,13 @@ def test_pads_by_lot(models: tiny.Models, side: str, seed: int) -> None:
     assert not door.report()["passed"]
 
 
+def test_left_pads_when_debugging(models: tiny.Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KERNEL_HUB_DEBUG", "1")
+    tokens, mask = padded("left", 4)
+    models.check(tokens[1:], mask[1:])  # all begin with pads
+    assert took("flash_attention") == 2
+
+
 def padded(side: str, seed: int) -> tuple[Any, Any]:
     """(tokens, attention_mask) of 1 to 4 sequences, with pads by lot, none in one of them."""
     lot = random.Random(f"{side} {seed}")

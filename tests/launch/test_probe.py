@@ -184,6 +184,26 @@ def test_one_probe_a_machine_at_a_time(
     assert holder.exitcode == 0
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["pipe", "link", "folder", "unreadable"])
+def test_whatever_lies_in_the_place_of_the_lock(
+    kind: str, kept: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Anybody may put it there: it can cost the lock, not the probe."""
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    path = tmp_path / "kernel_hub_probe.lock"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "link":
+        path.symlink_to(tmp_path / "made by us")
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.touch(0)
+    assert len(load()) == 1
+    assert not (tmp_path / "made by us").exists()
+
+
 def test_another_probed_it_meanwhile(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waited for the lock asks for the answer again before a child."""
     key = cache_folder.key

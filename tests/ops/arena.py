@@ -7,12 +7,13 @@ every byte is 0xff (nan, in every float dtype); what was written between them is
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import mmap
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -181,3 +182,12 @@ def outside(generator: random.Random, limit: int, *, least: int = -1) -> int:
     near = (limit, limit + 1, 2 * limit + 3, 10**6 + limit, INT_MAX, INT_MAX - 15)
     below = (least, least - 1, -limit - 1, -(10**6), INT_MIN, INT_MIN + 1)
     return generator.choice((*near, *(min(each, least) for each in below)))
+
+
+@contextlib.contextmanager
+def drawn(device: str, name: str, lot: int) -> Iterator[tuple[random.Random, Arena]]:
+    """What a test draws a hostile case from, and where its tensors lie."""
+    print(f"KERNEL_HUB_SEED={SEED}, {name}, lot {lot}")
+    generator = random.Random(f"{SEED} {name} {lot}")
+    with Arena(device, generator) as arena:
+        yield generator, arena

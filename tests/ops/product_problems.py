@@ -19,7 +19,7 @@ DTYPES = {
     "fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32,
     "e4m3": torch.float8_e4m3fn,
 }  # fmt: skip
-_ACTIVATIONS: dict[str | None, Callable[[torch.Tensor], torch.Tensor]] = {
+ACTIVATIONS: dict[str | None, Callable[[torch.Tensor], torch.Tensor]] = {
     None: lambda x: x, "gelu": torch.nn.functional.gelu, "silu": torch.nn.functional.silu,
     "relu": torch.relu,
 }  # fmt: skip
@@ -122,7 +122,7 @@ def _epilogue(
 ) -> torch.Tensor:  # fmt: skip
     if bias is not None:
         values = values + bias.to(values.dtype)
-    values = _ACTIVATIONS[activation](values)
+    values = ACTIVATIONS[activation](values)
     return values if residual is None else values + residual.to(values.dtype)
 
 

@@ -9,7 +9,7 @@ import contextlib
 import importlib
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from bits import same_bits
@@ -20,6 +20,17 @@ from kernel_hub import ops
 from kernel_hub.ops.core.launch import forget_all
 from kernel_hub.ops.matmul import grouped_plan, linear_fp8_plan, linear_plan, paired_plan
 from kernel_hub.tuning import Gpu
+
+if TYPE_CHECKING:  # the grid of products runs without it
+    import pytest
+
+
+def force_choice(
+    module: Any, monkeypatch: pytest.MonkeyPatch, choice: Callable[[Any], Any]
+) -> None:
+    """An op of many products takes the launch that `choice` makes of a problem."""
+    monkeypatch.setattr(module, "choose", lambda *given: choice(given[2]))
+    forget_all()
 
 
 def _ran(problem: Problem) -> float:
@@ -119,7 +130,11 @@ def _others(op: str, call: tuple[Any, ...]) -> Iterator[tuple[Any, Any]]:
     for row in _rows(op, call):
         with table.forcing(row):
             choice = plan.choose(*call)
-        has_fp32 = choice.cubin != "linear_sm90" or choice.variant in linear_plan.HOPPER_FP32
+        has_fp32 = (
+            choice.variant in linear_plan.HOPPER_FP32
+            if choice.cubin == "linear_sm90"
+            else choice.variant != "m8_deep"  # of results of 16 bits only
+        )
         if choice not in seen and (has_fp32 or not is_wide):
             seen.add(choice)
             yield row, choice

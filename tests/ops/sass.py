@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from kernel_hub.cli._sass import find_nvdisasm
+from kernel_hub.cli.parts.sass import find_nvdisasm
 from kernel_hub.collection.manifest import CubinEntry, open_collection
 from kernel_hub.cubin import read_cubin
 

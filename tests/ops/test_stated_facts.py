@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,26 @@ def test_the_manifest_states_what_the_source_states(job: Job, tmp_path: Path) ->
     told = {name: function.launch for name, function in functions.items() if function.launch}
     assert stated == told, "run ./build_cubins.sh"
     assert told or job.name == "launch_probe"
+
+
+def test_what_plans_repeat_of_the_sources(tmp_path: Path) -> None:
+    """Sizes of buffers that a plan makes and a kernel fills."""
+    try:
+        nvcc = find_nvcc()
+    except KernelHubError as missing:
+        pytest.skip(str(missing))
+    asserted = {
+        "Packing::kSlots": forward_split_sm90._SLOTS,
+        "Line::kMost": forward_split_sm90._MAX_BATCH,
+    }
+    source = tmp_path / "repeated.cu"
+    lines = [f"static_assert({name} == {value});" for name, value in asserted.items()]
+    namespace = "namespace kernel_hub::attention::sm90 {"
+    source.write_text("\n".join(['#include "attention/sm90/plan.cuh"', namespace, *lines, "}\n"]))
+    command = [nvcc.path, "-std=c++20", "-arch=sm_90a", "-cubin", "-o", tmp_path / "repeated.cubin"]
+    folders = ["-I", CSRC, "-I", CSRC / "include"]
+    done = subprocess.run([*command, *folders, source], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def exported(cubin: str, prefix: str) -> set[str]:

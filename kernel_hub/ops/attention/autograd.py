@@ -9,11 +9,32 @@ from typing import Any
 
 import torch
 
+from ..core import common
 from . import eager as run
 from . import registered as registered
 from .problem import Options
 
 _OP = "flash_attention"
+
+
+def _tables_of(options: Options) -> list[torch.Tensor]:
+    """Those whose writes torch counts: saved like any tensor that the gradients depend on."""
+    return [x for x in options.tables if x is not None and not x.is_inference()]
+
+
+def _in_memory(dout: torch.Tensor) -> torch.Tensor:
+    """What came for `out`, with elements where kernels read them.
+
+    Raises TensorError for what they would drop: tangents, transforms, what a subclass computes.
+    """
+    if dout.layout is not torch.strided:
+        dout = dout.to_dense()
+    if getattr(dout, "_is_zerotensor", bool)():
+        dout = torch.zeros(dout.shape, dtype=dout.dtype, device=dout.device)
+    dout = dout.resolve_neg()
+    if registered.DOUT.are_plain((dout,)) and common.is_batched(dout):
+        registered.DOUT.check_tensors((dout,))
+    return dout
 
 
 class Attention(torch.autograd.Function):  # type: ignore[misc]
@@ -29,7 +50,7 @@ class Attention(torch.autograd.Function):  # type: ignore[misc]
         options: Options,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         out, lse = run.forward(_OP, q, k, v, None, True, options)
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse, *_tables_of(options))
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
         ctx.rest = (options, deterministic)
@@ -40,8 +61,9 @@ class Attention(torch.autograd.Function):  # type: ignore[misc]
         """dq, dk, dv."""
         if dout is None:
             return (None,) * 5
+        dout = _in_memory(dout)
         options, deterministic = ctx.rest
-        tensors = ctx.saved_tensors
+        tensors = ctx.saved_tensors[:5]
         if torch.is_grad_enabled():  # somebody wants the gradients' gradients: that op refuses
             grads = registered.backward_op(dout, *tensors, *options, deterministic)
             return (*grads, None, None)
@@ -65,7 +87,7 @@ class PackedAttention(torch.autograd.Function):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         parts = registered.split_packed(qkv, num_heads, num_kv_heads)
         out, lse = run.forward(_OP, *parts, None, True, options)
-        ctx.save_for_backward(qkv, out, lse)
+        ctx.save_for_backward(qkv, out, lse, *_tables_of(options))
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
         ctx.rest = (num_heads, num_kv_heads, *options, deterministic)
@@ -76,8 +98,10 @@ class PackedAttention(torch.autograd.Function):  # type: ignore[misc]
         """dqkv."""
         if dout is None:
             return (None,) * 5
+        dout = _in_memory(dout)
+        tensors = ctx.saved_tensors[:3]
         if torch.is_grad_enabled():
-            grad = registered.packed_backward_op(dout, *ctx.saved_tensors, *ctx.rest)
+            grad = registered.packed_backward_op(dout, *tensors, *ctx.rest)
         else:
-            grad = registered.packed_backward(dout, *ctx.saved_tensors, *ctx.rest)
+            grad = registered.packed_backward(dout, *tensors, *ctx.rest)
         return grad, None, None, None, None

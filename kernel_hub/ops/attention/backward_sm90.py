@@ -12,13 +12,20 @@ import torch
 
 from ..core import common
 from ..core.device import Stated, launch_facts
-from .problem import Gradients, Problem, is_mappable, lse_strides_of, strides_of, tensor_map
+from .problem import (
+    SCALES,
+    Gradients,
+    Problem,
+    is_mappable,
+    lse_strides_of,
+    strides_of,
+    tensor_map,
+)  # fmt: skip
 
 # False: the portable kernels take everything. For tests and benchmarks.
 is_enabled = True
 
 CUBIN = "flash_attention_backward_sm90"
-_DTYPES = (torch.float16, torch.bfloat16)
 # From so many queries on, blocks of 80 are faster than of 64 (by is_causal).
 _TALL_FROM = {False: 768, True: 6144}
 # q, dout and the sums of dq of the heads that run together stay in the L2 (60 MB on an H200).
@@ -29,8 +36,6 @@ _LEAST_HEAD_DIM = 40
 _MAX_TOKENS = 1 << 28
 _MAX_HEADS = 65535
 _MAX_BLOCKS = 1 << 30
-# Masked scores are -inf times the scale, which fp32 must hold as a normal number.
-_SCALES = (1e-20, 1e20)
 
 
 class Body(NamedTuple):
@@ -80,12 +85,12 @@ def applies(problem: Problem, given: Gradients) -> bool:
     body = body_of(problem)
     return (
         q.is_cuda
-        and q.dtype in _DTYPES
+        and q.dtype in common.HALF
         and body is not None
         and problem.alibi_slopes is None
         and problem.block_table is None
         and problem.softcap == 0
-        and _SCALES[0] <= problem.softmax_scale <= _SCALES[1]
+        and SCALES[0] <= problem.softmax_scale <= SCALES[1]
         and max(*q.shape[:-2], *k.shape[:-2], problem.max_seqlen_q) <= _MAX_TOKENS
         and q.shape[-2] <= _MAX_HEADS
         and body.key_blocks(problem) * problem.batch_size * q.shape[-2] <= _MAX_BLOCKS

@@ -13,10 +13,9 @@ import torch
 
 from ...errors import TensorError
 from ..core import common
-from ..core.kv_cache import check_block_table, check_cu_seqlens
+from ..core.kv_cache import check_alibi, check_block_table, check_cu_seqlens
 from .problem import TABLES, Options, Problem
 
-DTYPES = (torch.float16, torch.bfloat16)
 LAYOUTS = {"bshd": 1, "bhsd": 2}  # the dimension of tokens
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 MIN_PAGE_SIZE, MAX_PAGE_SIZE = 8, 256
@@ -36,7 +35,7 @@ def resolve(
     v: Any,
     options: Options,
     *,
-    dtypes: tuple[torch.dtype, ...] = DTYPES,
+    dtypes: tuple[torch.dtype, ...] = common.HALF,
 ) -> Numbers:
     """Check everything that does not lie on the device; what the launch needs beside tensors."""
     (causal, softmax_scale, window_size, softcap, alibi_slopes, cu_seqlens_q, cu_seqlens_k,
@@ -63,7 +62,7 @@ def resolve(
         common.check_like(
             op, "cache_seqlens", cache_seqlens, (batch_size,), q, dtypes=(torch.int32,)
         )
-    _check_alibi(op, alibi_slopes, q, batch_size)
+    check_alibi(op, alibi_slopes, q, batch_size)
 
     rows_q = q.shape[0] if cu_seqlens_q is not None else q.shape[1]
     if cu_seqlens_k is not None:
@@ -115,12 +114,11 @@ def _check_qkv(
 
 
 def check_rows(
-    op: str, argument: str, x: torch.Tensor, dtypes: tuple[torch.dtype, ...] = DTYPES
+    op: str, argument: str, x: torch.Tensor, dtypes: tuple[torch.dtype, ...] = common.HALF
 ) -> None:
     """One of `dtypes`, somewhere we run, a head_dim we have, its elements side by side."""
     if x.dtype not in dtypes:
-        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise common.refuse(op, argument, f"dtype {names}", x)
+        raise common.refuse(op, argument, f"dtype {common.named(dtypes)}", x)
     if x.device.type not in ("cuda", "cpu", "meta"):
         raise common.refuse(op, argument, "a CUDA or CPU tensor", x)
     head_dim = x.shape[-1]
@@ -154,20 +152,6 @@ def _check_pages(
             f"{op}: k: expected a page_size (dimension 1) from {MIN_PAGE_SIZE} to {MAX_PAGE_SIZE}, "
             f"found {page_size}: {common.say(k)}"
         )
-
-
-def _check_alibi(op: str, alibi_slopes: Any, q: torch.Tensor, batch_size: int) -> None:
-    if alibi_slopes is None:
-        return
-    common.check_tensor(op, "alibi_slopes", alibi_slopes)
-    num_heads = q.shape[-2]
-    if tuple(alibi_slopes.shape) not in ((num_heads,), (batch_size, num_heads)):
-        raise common.refuse(
-            op, "alibi_slopes", f"shape ({num_heads},) or ({batch_size}, {num_heads})", alibi_slopes
-        )
-    common.check_like(
-        op, "alibi_slopes", alibi_slopes, alibi_slopes.shape, q, dtypes=(torch.float32,)
-    )
 
 
 def _bound(op: str, argument: str, value: Any, rows: int, lengths_vary: bool) -> int:
@@ -213,18 +197,25 @@ def check_out_layout(
     op: str, out: Any, q: torch.Tensor, dtypes: tuple[torch.dtype, ...] = ()
 ) -> None:
     """`out` must be like q, or of `dtypes`, no element of it twice."""
-    common.check_like(op, "out", out, q.shape, q, dtypes=dtypes)
-    common.check_output(op, "out", out)
+    common.check_written(op, "out", out, q.shape, q, dtypes)
+
+
+def read_tables(op: str, problem: Problem) -> bool:
+    """True, as the call debugs: it looks at what tables on the device hold, if there are any."""
+    if any(table is not None for table in problem[-5:]):
+        check_values(op, problem)
+    return True
 
 
 def check_values(op: str, problem: Problem, *, is_strict: bool = True) -> None:
     """Values on the device: bounds, lengths and page numbers. Waits for the device.
 
-    is_strict: rows before the first bound, and a max_seqlen that is less than a length, are refused
-    too; they cost rows, not memory.
+    is_strict: rows before the first bound of queries, and a max_seqlen that is less than a length,
+    are refused too; they cost rows, not memory. Keys that no query sees may lie anywhere.
     """
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return  # a captured call cannot wait
+    has_queries = [True] * problem.batch_size
     for argument, bounds, total, longest in (
         ("cu_seqlens_q", problem.cu_seqlens_q, problem.q.shape[0], problem.max_seqlen_q),
         ("cu_seqlens_k", problem.cu_seqlens_k, problem.k.shape[0], problem.max_seqlen_k),
@@ -232,15 +223,20 @@ def check_values(op: str, problem: Problem, *, is_strict: bool = True) -> None:
         if bounds is None:
             continue
         values = bounds.tolist()
-        starts_well = values[0] == 0 if is_strict else values[0] >= 0
-        if not starts_well or any(a > b for a, b in itertools.pairwise(values)):
-            raise common.refuse(op, argument, "bounds that start at 0 and do not fall", values)
+        lengths = [end - start for start, end in itertools.pairwise(values)]
+        begins = is_strict and argument == "cu_seqlens_q"
+        if min(lengths, default=0) < 0 or (values[0] != 0 if begins else values[0] < 0):
+            expected = f"bounds that start at 0{'' if begins else ' or after it'} and do not fall"
+            raise common.refuse(op, argument, expected, values)
         if values[-1] > total:
             raise common.refuse(op, argument, f"an end of at most {total} rows", values)
-        most = max((b - a for a, b in itertools.pairwise(values)), default=0)
+        seen = [length for length, has in zip(lengths, has_queries, strict=True) if has]
+        most = max(seen, default=0)
         if most > longest and is_strict:
             name = argument.replace("cu_seqlens", "max_seqlen")
             raise common.refuse(op, argument, f"lengths of at most {name} = {longest}", most)
+        if argument == "cu_seqlens_q":
+            has_queries = [length > 0 for length in lengths]
     lengths = [problem.max_seqlen_k] * problem.batch_size
     if problem.cache_seqlens is not None:
         lengths = problem.cache_seqlens.tolist()

@@ -138,9 +138,9 @@ def cuda_forward(
         plan.spans.refuse(addresses)
         maps = sm90.maps(plan.launch, q, k, v) if plan.launch.maps else ()
         plan.spans.keep(addresses, maps)
-    is_debugging = common.is_debugging()
-    if is_debugging and any(table is not None for table in options.tables):
-        checks.check_values(op, problem_of(q, k, v, plan.numbers, options))
+    is_debugging = common.is_debugging() and checks.read_tables(
+        op, problem_of(q, k, v, plan.numbers, options)
+    )
     if out is None:
         out = plan.new_out(q)
     lse = new_lse(q) if need_lse else None
@@ -192,9 +192,8 @@ def cpu_forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """By torch, which would name no table: lengths are looked at first, as nothing waits."""
     problem = problem_of(q, k, v, checks.resolve(op, q, k, v, options), options)
-    is_debugging = common.is_debugging()
-    if is_debugging and any(table is not None for table in options.tables):
-        checks.check_values(op, problem)
+    if common.is_debugging():
+        checks.read_tables(op, problem)
     if out is None:
         out = new_like(q)
     else:
@@ -233,9 +232,7 @@ def backward(
     plan = _plans.get(addresses_and_key(q, k, v, None, options, (False, sm90.is_enabled))[1])
     numbers = checks.resolve(op, q, k, v, options) if plan is None else plan.numbers
     problem = problem_of(q, k, v, numbers, options)
-    is_debugging = common.is_debugging()
-    if is_debugging and any(table is not None for table in options.tables):
-        checks.check_values(op, problem)
+    is_debugging = common.is_debugging() and checks.read_tables(op, problem)
     # Only the lengths on the device say which rows no kernel writes.
     if problem.cu_seqlens_q is not None or q.numel() == 0 or k.numel() == 0:
         dq.zero_()

@@ -17,21 +17,14 @@ from ..core import bounds, common
 from ..core.counters import counters
 from ..core.device import Stated, device_of, launch_facts
 from ..core.launch import Launch
-from .problem import Options, Problem, is_mappable, lse_strides_of, strides_of, tensor_map
+from .forward_sm90 import MAX_TILES, MAX_TOKENS, NUM_COUNTERS, heads_a_group
+from .problem import SCALES, Options, Problem, is_mappable, lse_strides_of, strides_of, tensor_map
 
 CUBIN = "flash_attention_fp8_sm90"
 # Tokens that share a scale where scales are given for blocks.
 SCALE_TOKENS = 128
 OUT_DTYPES = (torch.bfloat16, torch.float16)
 _OP = "flash_attention"
-_NUM_COUNTERS = 2  # the next tile, blocks that are done
-# K and V of the heads that run together stay in the L2 (60 MB on an H200).
-_L2_BYTES = 32 << 20
-# The TMA's limit of a stride, and those of the kernel's 32-bit sums.
-_MAX_TOKENS = 1 << 29
-_MAX_TILES = 1 << 30
-# Masked scores are -inf times the scale, which fp32 must hold as a normal number.
-_SCALES = (1e-20, 1e20)
 
 
 class Scales(NamedTuple):
@@ -117,15 +110,15 @@ def check_problem(problem: Problem) -> None:
                 _OP, argument, "e4m3 rows that start at multiples of 16 bytes and do not overlap "
                 "(call .contiguous() first)", x,
             )  # fmt: skip
-    if not _SCALES[0] <= problem.softmax_scale <= _SCALES[1]:
-        expected = f"a number from {_SCALES[0]} to {_SCALES[1]} with e4m3"
+    if not SCALES[0] <= problem.softmax_scale <= SCALES[1]:
+        expected = f"a number from {SCALES[0]} to {SCALES[1]} with e4m3"
         raise common.refuse(_OP, "softmax_scale", expected, problem.softmax_scale)
     q_rows = BODIES[0].q_rows
     num_rows = max(1, -(-problem.max_seqlen_q // q_rows))
     num_tiles = num_rows * problem.batch_size * problem.q.shape[-2]
     tokens = max(*problem.q.shape[:-2], *problem.k.shape[:-2], problem.max_seqlen_q)
-    if tokens > _MAX_TOKENS or num_tiles > _MAX_TILES:
-        expected = f"at most {_MAX_TOKENS} tokens and {_MAX_TILES} tiles of {q_rows} queries"
+    if tokens > MAX_TOKENS or num_tiles > MAX_TILES:
+        expected = f"at most {MAX_TOKENS} tokens and {MAX_TILES} tiles of {q_rows} queries"
         raise common.refuse(_OP, "q", expected, problem.q)
 
 
@@ -140,12 +133,6 @@ def choose(head_dim: int, is_causal: bool, has_blocks: bool, seqlen_k: int) -> B
         and body.least_keys <= seqlen_k
     ]
     return min(fitting, key=lambda body: (body.head_dim, -body.least_keys))
-
-
-def heads_a_group(seqlen_k: int, head_dim: int, num_heads: int, num_kv_heads: int) -> int:
-    """How many (batch, head) pairs are scheduled together, so that their K and V stay in the L2."""
-    pair_bytes = max(1, 2 * seqlen_k * head_dim)
-    return max(1, _L2_BYTES // pair_bytes) * (num_heads // num_kv_heads)
 
 
 def _scale_strides(scale: torch.Tensor | None) -> tuple[int, int, int]:
@@ -193,10 +180,7 @@ def plan(problem: Problem, scales: Scales, out: torch.Tensor, lse: torch.Tensor 
         seqlen_k,
         *problem.totals,
         num_heads // max(1, q_scale_heads),
-        min(
-            problem.batch_size * num_heads,
-            heads_a_group(seqlen_k, head_dim, num_heads, num_kv_heads),
-        ),
+        heads_a_group(problem, seqlen_k),
         int(has_tables or seqlen_k == 0),
         int(out.dtype == torch.float16),
         problem.softmax_scale,
@@ -229,6 +213,6 @@ def launch(
     function, grid, block, shared_bytes, numbers, _, _ = planned
     params = (
         out, lse, bounds.flag(_OP, q), *maps, *scales, options.cu_seqlens_q, options.cu_seqlens_k,
-        options.cache_seqlens, counters(q.device, _NUM_COUNTERS), *numbers,
+        options.cache_seqlens, counters(q.device, NUM_COUNTERS), *numbers,
     )  # fmt: skip
     function(grid, block, shared_bytes, None, params)

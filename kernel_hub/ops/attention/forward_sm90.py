@@ -18,24 +18,19 @@ from ..core.counters import counters
 from ..core.device import Stated, device_of, launch_facts
 from ..core.launch import Launch
 from . import forward_split_sm90 as split
-from .problem import Options, Problem, is_mappable, lse_strides_of, strides_of, tensor_map
+from .problem import SCALES, Options, Problem, is_mappable, lse_strides_of, strides_of, tensor_map
 
 # False: the portable kernels take everything. For tests and benchmarks.
 is_enabled = True
 
 CUBIN = "flash_attention_sm90"
-_ELEMENT_BYTES = 2
 _BOX_ROWS = 8  # the fewest keys a copy brings: the swizzle repeats after so many rows
-_NUM_COUNTERS = 2  # the next tile, blocks that are done
+NUM_COUNTERS = 2  # the next tile, blocks that are done
 # K and V of the heads that run together stay in the L2 (60 MB on an H200).
 _L2_BYTES = 32 << 20
-_DTYPES = (torch.float16, torch.bfloat16)
 # The TMA's limit of a stride, and that of the kernel's 32-bit sums of two lengths and a window.
-_MAX_TOKENS = 1 << 29
-_MAX_TILES = 1 << 30
-# Masked scores are -inf times the scale, which fp32 must hold as a normal number.
-_SCALES = (1e-20, 1e20)
-_LOG2E = math.log2(math.e)
+MAX_TOKENS = 1 << 29
+MAX_TILES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,21 +96,23 @@ def applies(problem: Problem, out: torch.Tensor) -> bool:
     num_rows = max(1, -(-problem.max_seqlen_q // body.q_rows))
     return (
         q.is_cuda
-        and q.dtype in _DTYPES
+        and q.dtype in common.HALF
         and problem.alibi_slopes is None
         and (problem.block_table is None or k.shape[1] % _BOX_ROWS == 0)
-        and (problem.softcap == 0 or _SCALES[0] <= problem.softcap <= _SCALES[1])
-        and _SCALES[0] <= problem.softmax_scale <= _SCALES[1]
-        and max(*q.shape[:-2], *k.shape[:-2], *problem.seqlens) <= _MAX_TOKENS
-        and num_rows * problem.batch_size * q.shape[-2] <= _MAX_TILES
+        and (problem.softcap == 0 or SCALES[0] <= problem.softcap <= SCALES[1])
+        and SCALES[0] <= problem.softmax_scale <= SCALES[1]
+        and max(*q.shape[:-2], *k.shape[:-2], *problem.seqlens) <= MAX_TOKENS
+        and num_rows * problem.batch_size * q.shape[-2] <= MAX_TILES
         and all(is_mappable(tensor) for tensor in (q, k, v, out))
     )
 
 
-def heads_a_group(seqlen_k: int, head_dim: int, num_heads: int, num_kv_heads: int) -> int:
+def heads_a_group(problem: Problem, seqlen_k: int) -> int:
     """How many (batch, head) pairs are scheduled together, so that their K and V stay in the L2."""
-    pair_bytes = max(1, 2 * seqlen_k * head_dim * _ELEMENT_BYTES)
-    return max(1, _L2_BYTES // pair_bytes) * (num_heads // num_kv_heads)
+    num_heads, head_dim = problem.q.shape[-2:]
+    pair_bytes = max(1, 2 * seqlen_k * head_dim * problem.q.element_size())
+    fitting = max(1, _L2_BYTES // pair_bytes) * (num_heads // problem.k.shape[-2])
+    return min(problem.batch_size * num_heads, fitting)
 
 
 def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launch:
@@ -152,13 +149,9 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launc
         page_size,
         box_rows,
         *problem.window,
-        min(
-            problem.batch_size * num_heads,
-            heads_a_group(min(seqlen_k, problem.max_seqlen_k), head_dim, num_heads, num_kv_heads),
-        ),
+        heads_a_group(problem, min(seqlen_k, problem.max_seqlen_k)),
         int(any(each is not None for each in tables)),
-        (problem.softcap or problem.softmax_scale) * _LOG2E,
-        2 * _LOG2E * problem.softmax_scale / problem.softcap if problem.softcap else 0.0,
+        *problem.exponents,
     )
     grid = (min(num_tiles, device_of(q.device).num_sms), 1, 1)
     function = common.shipped(CUBIN, body.name(q.dtype)) if num_tiles else None
@@ -195,6 +188,6 @@ def launch(
     params = (
         out, lse, bounds.flag("flash_attention", q), *maps, options.cu_seqlens_q,
         options.cu_seqlens_k, options.cache_seqlens, options.block_table,
-        counters(q.device, _NUM_COUNTERS), *numbers,
+        counters(q.device, NUM_COUNTERS), *numbers,
     )  # fmt: skip
     function(grid, block, shared_bytes, None, params)

@@ -30,7 +30,6 @@ _MAX_SMS = 256
 _MAX_UNITS = 1 << 30
 _NO_MASK = 1 << 29
 _LEAST_BLOCKS = 2  # of a share: a piece costs as much as one to begin and to merge
-_LOG2E = math.log2(math.e)
 # What the cost model knows of an H200 (docs/notes/flash_attention_split_sm90.md).
 _FLOPS_A_US = {64: 3.9e6, 96: 4.8e6, 128: 5.2e6, 192: 5.3e6, 256: 5.6e6}  # of a multiprocessor
 _BYTES_A_US = 4.2e6
@@ -236,8 +235,7 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launc
         *places, 0 if table is None else table.stride(0), *common_numbers,
         k.shape[0],  # where paged: pages
         page_size, box_rows, int(any(each is not None for each in tables)),
-        (problem.softcap or problem.softmax_scale) * _LOG2E,
-        2 * _LOG2E * problem.softmax_scale / problem.softcap if problem.softcap else 0.0,
+        *problem.exponents,
     )  # fmt: skip
     merge_name = body.name(q.dtype, "merge")
     merge = Launch(

@@ -157,9 +157,9 @@ def _gpu_forward(
     maps = plan.spans.apart.get(addresses)
     if maps is None:
         maps = plan.spans.made(addresses, True, launch.maps, plan.launch, q, k, v)
-    is_debugging = common.is_debugging()
-    if is_debugging and any(table is not None for table in options.tables):
-        checks.check_values(_OP, run.problem_of(q, k, v, plan.numbers, options))
+    is_debugging = common.is_debugging() and checks.read_tables(
+        _OP, run.problem_of(q, k, v, plan.numbers, options)
+    )
     if out is None:
         out = plan.new_out(q)
     lse = run.new_lse(q) if need_lse else None
@@ -197,9 +197,8 @@ def _cpu_forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """In fp32, probabilities too."""
     problem = _problem(q, k, v, scales, options)
-    is_debugging = common.is_debugging()
-    if is_debugging and any(table is not None for table in options.tables):
-        checks.check_values(_OP, problem)
+    if common.is_debugging():
+        checks.read_tables(_OP, problem)
     if out is None:
         out = _new_out(q, dtype)
     else:

@@ -6,6 +6,7 @@ rows of heads lie in memory: strides, and the tensor maps of Hopper's kernels.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,8 @@ from ..core import bounds, common, tensor_maps
 from ..core.tensor_maps import Boxes
 
 TABLES = ("alibi_slopes", "cu_seqlens_q", "cu_seqlens_k", "block_table", "cache_seqlens")
+# Masked scores are -inf times the scale, which fp32 must hold as a normal number.
+SCALES = (1e-20, 1e20)
 _PANEL_BYTES = 128  # of a row of shared memory: the span of the swizzle
 _MAX_STRIDE_BYTES = 1 << 40
 
@@ -105,6 +108,15 @@ class Problem(NamedTuple):
         left = self.window_left if self.window_left < max(seqlen_k, 1) else -1
         right = self.window_right if self.window_right < max(seqlen_q, 1) else -1
         return left, right
+
+    @property
+    def exponents(self) -> tuple[float, float]:
+        """What scores are multiplied by for powers of two: (scale, 0), or with a softcap what
+        tanh's results and twice its arguments are."""
+        log2e = math.log2(math.e)
+        if not self.softcap:
+            return self.softmax_scale * log2e, 0.0
+        return self.softcap * log2e, 2 * log2e * self.softmax_scale / self.softcap
 
     @property
     def totals(self) -> tuple[int, int]:

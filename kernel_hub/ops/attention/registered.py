@@ -22,6 +22,7 @@ OPTIONS = (
 )
 NUM_OPTIONS = len(Options._fields)
 _OP = "flash_attention"
+DOUT = common.Operands(_OP, "dout", has_backward=True)
 _Pair = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -167,6 +168,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: _Pair) -> None:
 
 
 def _grad(ctx: Any, dout: torch.Tensor, dlse: Any) -> tuple[Any, ...]:
+    DOUT.check_tangents(dout)
     tensors, rest = _saved(ctx, 5)
     return (*backward_op(dout, *tensors, *rest), *(None,) * (NUM_OPTIONS + 2))
 
@@ -177,6 +179,7 @@ def _packed_setup(ctx: Any, inputs: tuple[Any, ...], output: _Pair) -> None:
 
 
 def _packed_grad(ctx: Any, dout: torch.Tensor, dlse: Any) -> tuple[Any, ...]:
+    DOUT.check_tangents(dout)
     tensors, rest = _saved(ctx, 3)
     return (packed_backward_op(dout, *tensors, *ctx.heads, *rest), *(None,) * (NUM_OPTIONS + 4))
 

@@ -1,4 +1,4 @@
-"""The activations of matrix products: names, what kernels call them, formulas."""
+"""What ends matrix products: the activations' names, what kernels call them, formulas."""
 
 from __future__ import annotations
 
@@ -12,6 +12,14 @@ _FORMULAS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
 )  # fmt: skip
 
 
-def activate(values: torch.Tensor, code: int) -> torch.Tensor:
-    """The activation, on the CPU."""
-    return _FORMULAS[code](values)
+def finish(
+    values: torch.Tensor,
+    bias: torch.Tensor | None,
+    code: int,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """activation(values + bias) + residual, in fp32 on the CPU."""
+    if bias is not None:
+        values = values + bias.float()
+    values = _FORMULAS[code](values)
+    return values if residual is None else values + residual.float()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -29,17 +29,21 @@ from .operands import Operands as Operands
 from .operands import check_tensor as check_tensor
 from .operands import forward_ad as forward_ad
 from .operands import gradient_refusal as gradient_refusal
+from .operands import is_batched as is_batched
 from .operands import transform as transform
 from .overlap import Spans as Spans
 from .overlap import Writes as Writes
 from .overlap import check_output as check_output
+from .refusals import named as named
 from .refusals import refuse as refuse
 from .refusals import say as say
 from .register import LIBRARY as LIBRARY
 from .register import define as define
+from .register import define_given as define_given
 from .register import define_pair as define_pair
 from .versions import written as written
 
+HALF = (torch.float16, torch.bfloat16)
 DTYPE_TOKENS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 VEC_BYTES = 16
 MAX_GRID_Y = 65535
@@ -58,11 +62,13 @@ def shipped(cubin: str, function: str) -> Any:
     return own[cubin][function]
 
 
-def check_data(op: str, argument: str, value: Any) -> None:
-    """`value` must be an fp16, bf16 or fp32 tensor on a GPU or the CPU, its last dim contiguous."""
+def check_data(
+    op: str, argument: str, value: Any, dtypes: Collection[torch.dtype] = DTYPE_TOKENS
+) -> None:
+    """`value` must be a tensor of `dtypes` on a GPU or the CPU, its last dim contiguous."""
     check_tensor(op, argument, value)
-    if value.dtype not in DTYPE_TOKENS:
-        raise refuse(op, argument, "dtype float16, bfloat16 or float32", value)
+    if value.dtype not in dtypes:
+        raise refuse(op, argument, f"dtype {named(dtypes)}", value)
     if value.device.type not in ("cuda", "cpu", "meta"):
         raise refuse(op, argument, "a CUDA or CPU tensor", value)
     if value.dim() == 0:
@@ -84,8 +90,7 @@ def check_like(
     check_tensor(op, argument, value)
     allowed = tuple(dtypes) or (like.dtype,)
     if value.dtype not in allowed:
-        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
-        raise refuse(op, argument, f"dtype {names}", value)
+        raise refuse(op, argument, f"dtype {named(allowed)}", value)
     if value.device != like.device:
         raise refuse(op, argument, f"device {like.device}", value)
     if tuple(value.shape) != tuple(shape):
@@ -104,16 +109,18 @@ def _shaped_so(value: torch.Tensor, shape: Sequence[int]) -> str:
     return ""
 
 
-def check_weight(op: str, argument: str, value: Any, k: int, of: torch.Tensor) -> None:
-    """`value` must be (n, k), rows contiguous, dtype and device of the tensor `of`."""
-    check_tensor(op, argument, value)
-    if value.dim() != 2 or value.shape[1] != k:
-        expected = f"shape (n, {k})"
-        if value.dim() == 2 and value.shape[0] == k:
-            contiguous = "" if value.stride(0) == 1 else ".contiguous()"
-            expected += f", a row an output (it looks transposed: pass {argument}.T{contiguous})"
-        raise refuse(op, argument, expected, value)
-    check_like(op, argument, value, value.shape, of)
+def check_written(
+    op: str,
+    argument: str,
+    value: Any,
+    shape: Sequence[int],
+    like: torch.Tensor,
+    dtypes: Sequence[torch.dtype] = (),
+) -> None:
+    """As `check_like`, and no element twice; None is a tensor that the op makes."""
+    if value is not None:
+        check_like(op, argument, value, shape, like, dtypes=dtypes)
+        check_output(op, argument, value)
 
 
 def collapse(

@@ -111,6 +111,18 @@ def check_block_table(op: str, block_table: Any, batch_size: int, like: torch.Te
     common.check_like(op, "block_table", block_table, shape, like, dtypes=(torch.int32,))
 
 
+def check_alibi(op: str, slopes: Any, q: torch.Tensor, batch_size: int) -> None:
+    """`slopes`, where given, must be (num_heads,) or (batch_size, num_heads) fp32."""
+    if slopes is None:
+        return
+    common.check_tensor(op, "alibi_slopes", slopes)
+    num_heads = q.shape[-2]
+    if tuple(slopes.shape) not in ((num_heads,), (batch_size, num_heads)):
+        expected = f"shape ({num_heads},) or ({batch_size}, {num_heads})"
+        raise common.refuse(op, "alibi_slopes", expected, slopes)
+    common.check_like(op, "alibi_slopes", slopes, slopes.shape, q, dtypes=(torch.float32,))
+
+
 def check_caches(
     op: str,
     k_cache: Any,
@@ -165,6 +177,22 @@ class Places:
     position: torch.Tensor
     batch: torch.Tensor
     index: torch.Tensor  # in the sequence, what the cache holds included
+
+    def assign(self, out: torch.Tensor, values: torch.Tensor) -> None:
+        """Write a row of `values` for each token that is of a sequence."""
+        out[self.inside.view(out.shape[:-2])] = values[self.inside].to(out.dtype)
+
+    def store(
+        self, cache: torch.Tensor, values: torch.Tensor, scale: torch.Tensor | None = None
+    ) -> None:
+        """Write a row of `values` for each token that has a place in the cache."""
+        values = values[self.stored]
+        if cache.dtype == torch.float8_e4m3fn:
+            inverse = 1.0 if scale is None else (1.0 / scale)[:, None]
+            # torch indexes no fp8 tensors.
+            values = (values.float() * inverse).clamp(-448, 448).to(cache.dtype).view(torch.uint8)
+            cache = cache.view(torch.uint8)
+        cache[self.page[self.stored], self.row[self.stored]] = values.to(cache.dtype)
 
 
 def places(

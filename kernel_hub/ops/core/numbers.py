@@ -7,14 +7,14 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
+from ...arrays.dtypes import BOOL, FLOATING, INTEGER
 from .refusals import refuse
 
-_NUMBERS = (int, float, np.integer, np.floating, torch.SymInt, torch.SymFloat)
-_COUNTS = (int, np.integer, torch.SymInt)
-_FLAGS = (bool, int, np.bool_, torch.SymBool, type(None))
+_NUMBERS = (int, float, INTEGER, FLOATING, torch.SymInt, torch.SymFloat)
+_COUNTS = (int, INTEGER, torch.SymInt)
+_FLAGS = (bool, int, BOOL, torch.SymBool, type(None))
 _NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*")
 # Sizes are C ints on the device, and an index may pass the end by one block's span.
 MAX_SIZE = 2**30

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
+from ...arrays.dtypes import NDARRAY
 from ...errors import TensorError
 from .refusals import refuse, say
 
@@ -36,6 +36,8 @@ class _NoLevel:
 # open. Neither is a public name: a torch without one loses only the refusal.
 _functorch = getattr(torch._C, "_functorch", None)
 transform = getattr(_functorch, "peek_interpreter_stack", lambda: None)
+# Tensors of autograd's own vmap (is_grads_batched=True) stand for others too; no mode says so.
+is_batched = getattr(_functorch, "is_legacy_batchedtensor", bool)
 forward_ad: Any = torch.autograd.forward_ad
 if not hasattr(forward_ad, "_current_level"):
     forward_ad = _NoLevel
@@ -95,6 +97,10 @@ class Operands:
         """Refuse the transforms of torch.func, and tangents."""
         if transform() is not None:
             raise transform_refusal(self.op)
+        self.check_tangents(*tensors)
+
+    def check_tangents(self, *tensors: Any) -> None:
+        """Refuse what forward-mode differentiation would follow."""
         if forward_ad._current_level < 0:
             return
         for argument, x in zip(self.names, tensors, strict=True):
@@ -140,7 +146,7 @@ def transform_refusal(op: str) -> TensorError:
 def check_tensor(op: str, argument: str, value: Any) -> None:
     """`value` must be a torch tensor whose elements lie in memory as its strides say."""
     if not isinstance(value, torch.Tensor):
-        if isinstance(value, np.ndarray):
+        if isinstance(value, NDARRAY):
             found = f"a NumPy array of {value.dtype}, shape {value.shape}: torch.from_numpy(it)"
             raise refuse(op, argument, "a torch tensor", found)
         raise refuse(op, argument, "a torch tensor", f"{type(value).__name__} {value!r:.60}")
@@ -152,6 +158,8 @@ def _oddity(x: torch.Tensor) -> tuple[str, str] | None:
     """(what was expected, what is found instead) of a tensor that no kernel can read."""
     kind = type(x)
     strided = "a strided tensor"
+    if is_batched(x):
+        return "a tensor with memory", "one of many gradients at once (is_grads_batched=True)"
     if is_lazy(x):
         return "a tensor with memory", f"{kind.__name__}, which has no shape yet"
     if x.is_nested or x.layout is not torch.strided:

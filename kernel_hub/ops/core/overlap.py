@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 
 from ...errors import TensorError
@@ -39,10 +38,13 @@ def _meet(a: _Layout, b: _Layout, distance: int) -> bool:
     """Whether some byte belongs to both, b beginning `distance` bytes after a."""
     base = 1 << 60
     try:
+        import numpy as np
+
         first = np.asarray(_Memory(base, a))
         second = np.asarray(_Memory(base + distance, b))
         return bool(np.shares_memory(first, second, max_work=_MAX_WORK))
-    except (RuntimeError, ValueError, OverflowError):  # too hard, or more dimensions than NumPy's
+    except (RuntimeError, ValueError, OverflowError, ImportError):
+        # Too hard, more dimensions than NumPy has, or no NumPy.
         return False
 
 

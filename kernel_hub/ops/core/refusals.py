@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from ...errors import TensorError
@@ -17,6 +19,12 @@ def say(tensor: torch.Tensor) -> str:
         layout = str(tensor.layout).removeprefix("torch.").lstrip("_")
         return f"a {layout} tensor, shape {shape}, {dtype}, on {tensor.device}"
     return f"shape {shape}, {dtype}, strides {tuple(tensor.stride())}, on {tensor.device}"
+
+
+def named(dtypes: Iterable[torch.dtype]) -> str:
+    """Dtypes in an error message."""
+    *names, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return f"{', '.join(names)} or {last}" if names else last
 
 
 def refuse(op: str, argument: str, expected: str, found: object) -> TensorError:

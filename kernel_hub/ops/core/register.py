@@ -1,4 +1,4 @@
-"""Registration of ops with torch.library, in the namespace kernel_hub."""
+"""Registration of ops with torch.library, in a namespace named as the package."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...collection.entries import OWN_PACKAGE
 from .versions import marking
 
-LIBRARY = torch.library.Library("kernel_hub", "FRAGMENT")
+# torch.ops.kernel_hub; a build of a hub repository has a name of its own.
+NAMESPACE = OWN_PACKAGE.replace(".", "_")
+LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
 def define(
@@ -19,19 +22,35 @@ def define(
     cpu: Callable[..., Any],
     fake: Callable[..., Any],
 ) -> Any:
-    """Register `kernel_hub::<schema>` with torch and return the op.
+    """Register `<namespace>::<schema>` with torch and return the op.
 
     It tells autograd of what it writes: torch does so for its own ops only.
     """
     name = schema.partition("(")[0]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    op = getattr(torch.ops.kernel_hub, name).default
+    op = getattr(getattr(torch.ops, NAMESPACE), name).default
     written_to = [x.alias_info and x.alias_info.is_write for x in op._schema.arguments]
     places = [place for place, is_written in enumerate(written_to) if is_written]
     LIBRARY.impl(name, marking(cuda, places) if places else cuda, "CUDA")
     LIBRARY.impl(name, marking(cpu, places) if places else cpu, "CPU")
-    torch.library.register_fake(f"kernel_hub::{name}", fake, lib=LIBRARY)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=LIBRARY)
     return op
+
+
+def define_given(
+    schema: str,
+    given: Callable[..., Any],
+    *,
+    cuda: Callable[[Any], Any],
+    cpu: Callable[[Any], Any],
+    check: Callable[[Any], Any],
+) -> Any:
+    """As `define`, of what takes its arguments as one, `given(*arguments)`, and returns nothing."""
+
+    def taking(into: Callable[[Any], Any]) -> Callable[..., Any]:
+        return lambda *arguments: into(given(*arguments))
+
+    return define(schema, cuda=taking(cuda), cpu=taking(cpu), fake=taking(check))
 
 
 class Pair(NamedTuple):

@@ -82,10 +82,9 @@ def check(given: AppendGiven) -> None:
     tokens.check_positions(cos, positions, cu_seqlens)
     if out_q is not None and q is None:
         raise common.refuse(_OP, "out_q", "None where q is None", out_q)
-    for argument, out, x in (("out_q", out_q, q), ("out_k", out_k, k)):
-        if out is not None:
-            common.check_like(_OP, argument, out, x.shape, x)
-            common.check_output(_OP, argument, out)
+    if q is not None:
+        common.check_written(_OP, "out_q", out_q, q.shape, q)
+    common.check_written(_OP, "out_k", out_k, k.shape, k)
 
 
 def check_routing(given: AppendGiven) -> None:

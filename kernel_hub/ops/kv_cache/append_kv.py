@@ -276,48 +276,22 @@ def _cpu_into(arguments: tuple[Any, ...], makes_q: bool = False) -> None:
     tokens = given.places
     turn = (given.cos, given.sin, tokens.position, given.interleaved, given.rotary_dim)
     if q is not None:
-        _assign(out_q, tokens.inside, rotated(_flat(q), *turn))
+        tokens.assign(out_q, rotated(_flat(q), *turn))
     keys = rotated(_flat(k), *turn)
-    values = _flat(v)
-    stored = tokens.stored
-    page, row = tokens.page[stored], tokens.row[stored]
-    for cache, new, scale in (
-        (given.k_cache, keys, given.k_scale), (given.v_cache, values, given.v_scale),
-    ):  # fmt: skip
-        new = new[stored]
-        if cache.dtype == torch.float8_e4m3fn:
-            inverse = 1.0 if scale is None else (1.0 / scale)[:, None]
-            # torch indexes no fp8 tensors.
-            new = (new.float() * inverse).clamp(-448, 448).to(cache.dtype).view(torch.uint8)
-            cache = cache.view(torch.uint8)
-        cache[page, row] = new.to(cache.dtype)
+    tokens.store(given.k_cache, keys, given.k_scale)
+    tokens.store(given.v_cache, _flat(v), given.v_scale)
     if out_k is not None:
-        _assign(out_k, tokens.inside, keys)
+        tokens.assign(out_k, keys)
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, *x.shape[-2:])
 
 
-def _assign(out: torch.Tensor, inside: torch.Tensor, values: torch.Tensor) -> None:
-    out[inside.view(out.shape[:-2])] = values[inside].to(out.dtype)
-
-
-def _fake_into(*arguments: Any) -> None:
-    checks.check(AppendGiven(*arguments))
-
-
-def _of_schema(into: Any) -> Any:
-    def run(*arguments: Any) -> None:
-        into(arguments)
-
-    return run
-
-
-_op = common.define(
+_op = common.define_given(
     "append_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? cache_seqlens, "
     "Tensor? block_table, Tensor? slot_mapping, Tensor? cu_seqlens, Tensor? q, Tensor? cos, "
     "Tensor? sin, Tensor? positions, bool interleaved, SymInt rotary_dim, Tensor? k_scale, "
     "Tensor? v_scale, Tensor(c!)? out_q, Tensor(d!)? out_k) -> ()",
-    cuda=_of_schema(_cuda_into), cpu=_of_schema(_cpu_into), fake=_fake_into,
+    AppendGiven, cuda=_cuda_into, cpu=_cpu_into, check=checks.check,
 )  # fmt: skip

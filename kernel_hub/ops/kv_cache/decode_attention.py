@@ -303,22 +303,11 @@ def _cpu_into(arguments: tuple[Any, ...], is_given: bool = True) -> None:
         given.lse.copy_(found_lse)
 
 
-def _fake_into(*arguments: Any) -> None:
-    checks.check(DecodeGiven(*arguments))
-
-
-def _of_schema(into: Any) -> Any:
-    def run(*arguments: Any) -> None:
-        into(arguments)
-
-    return run
-
-
-_op = common.define(
+_op = common.define_given(
     "decode_attention(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor cache_seqlens, "
     "Tensor? k, Tensor? v, Tensor? block_table, Tensor? cos, Tensor? sin, Tensor? qkv_bias, "
     "Tensor? k_scale, Tensor? v_scale, Tensor? alibi_slopes, bool interleaved, SymInt rotary_dim, "
     "float softmax_scale, SymInt window_left, float softcap, int num_splits, Tensor(c!) out, "
     "Tensor(d!)? lse) -> ()",
-    cuda=_of_schema(_cuda_into), cpu=_of_schema(_cpu_into), fake=_fake_into,
+    DecodeGiven, cuda=_cuda_into, cpu=_cpu_into, check=checks.check,
 )  # fmt: skip

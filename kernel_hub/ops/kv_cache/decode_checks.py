@@ -11,7 +11,7 @@ import torch
 
 from ...errors import TensorError
 from ..core import common
-from ..core.kv_cache import check_block_table, check_cache_scales
+from ..core.kv_cache import check_alibi, check_block_table, check_cache_scales
 from ..core.rotary import check_rotation
 from .decode_plan import MAX_HEAD_DIM, MAX_SEQLEN_Q, DecodeGiven
 
@@ -26,9 +26,7 @@ def check(given: DecodeGiven, window_right: Any = 0) -> None:
     (q, k_cache, v_cache, cache_seqlens, k, v, block_table, cos, sin, qkv_bias, k_scale, v_scale,
      alibi_slopes, interleaved, rotary_dim, softmax_scale, window_left, softcap, num_splits,
      out, _) = given  # fmt: skip
-    common.check_data(_OP, "q", q)
-    if q.dtype not in (torch.float16, torch.bfloat16):
-        raise common.refuse(_OP, "q", "dtype float16 or bfloat16", q)
+    common.check_data(_OP, "q", q, common.HALF)
     if q.dim() != 4:
         raise common.refuse(_OP, "q", "shape (batch_size, seqlen_q, num_heads, head_dim)", q)
     batch_size, seqlen_q, num_heads, head_dim = q.shape
@@ -52,17 +50,12 @@ def check(given: DecodeGiven, window_right: Any = 0) -> None:
     if qkv_bias is not None:
         size = (num_heads + 2 * num_kv_heads) * head_dim
         common.check_like(_OP, "qkv_bias", qkv_bias, (size,), q)
-    if alibi_slopes is not None:
-        common.check_tensor(_OP, "alibi_slopes", alibi_slopes)
-        slopes = (num_heads,) if alibi_slopes.dim() == 1 else (batch_size, num_heads)
-        common.check_like(_OP, "alibi_slopes", alibi_slopes, slopes, q, dtypes=(torch.float32,))
+    check_alibi(_OP, alibi_slopes, q, batch_size)
     common.check_window(_OP, (window_left, window_right))
     common.check_number(_OP, "softmax_scale", softmax_scale)
     common.check_number(_OP, "softcap", softcap, least=0.0)
     common.check_count(_OP, "num_splits", num_splits)
-    if out is not None:
-        common.check_like(_OP, "out", out, q.shape, q)
-        common.check_output(_OP, "out", out)
+    common.check_written(_OP, "out", out, q.shape, q)
 
 
 def _check_caches(

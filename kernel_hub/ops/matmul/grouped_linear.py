@@ -9,14 +9,14 @@ import torch
 
 from ...errors import KernelHubError
 from ..core import bounds, common
-from ..core.activation import CODES, activate
+from ..core.activation import CODES, finish
 from ..core.device import device_of
 from ..core.launch import Plans
+from .checks import check_operand, check_results, check_weight
 from .grouped_launch import GroupedLaunch, OperandLayout, check_rows, launch_of
 from .grouped_plan import TABLES, GroupedProblem, choose, too_large
 
 _OP = "grouped_linear"
-_DTYPES = (torch.float16, torch.bfloat16)
 _plans: Plans[tuple[GroupedLaunch, common.Spans]] = Plans()
 TABLES[_OP].on_change(_plans.clear)
 _operands = common.Operands(_OP, "a b offsets", "bias out")
@@ -83,19 +83,11 @@ def grouped_linear(
 def _check(
     a: Any, b: Any, offsets: Any, bias: Any = None, out: Any = None, out_dtype: Any = None
 ) -> None:
-    common.check_data(_OP, "a", a)
-    if a.dtype not in _DTYPES:
-        raise common.refuse(_OP, "a", "dtype float16 or bfloat16", a)
+    k = check_operand(_OP, a)
     if a.dim() != 2:
         raise common.refuse(_OP, "a", "two dimensions (total_tokens, k)", a)
-    total_tokens, k = a.shape
-    if k % 8:
-        raise common.refuse(_OP, "a", "a last dimension (k) that is a multiple of 8", a)
-    common.check_tensor(_OP, "b", b)
-    if b.dim() != 3:
-        raise common.refuse(_OP, "b", "three dimensions (num_experts, n, k)", b)
-    num_experts, n = b.shape[:2]
-    common.check_like(_OP, "b", b, (num_experts, n, k), a)
+    check_weight(_OP, "b", b, k, a, "num_experts, n")
+    total_tokens, (num_experts, n) = a.shape[0], b.shape[:2]
     common.check_like(_OP, "offsets", offsets, (num_experts + 1,), a, dtypes=(torch.int32,))
     if max(n, k, total_tokens) > common.MAX_SIZE:
         raise common.refuse(_OP, "b", f"sizes of at most {common.MAX_SIZE}", b)
@@ -108,10 +100,7 @@ def _check(
     if bias is not None:
         common.check_like(_OP, "bias", bias, (num_experts, n), a)
     common.check_dtype(_OP, "out_dtype", out_dtype, (a.dtype, torch.float32))
-    if out is not None:
-        dtypes = (out_dtype or a.dtype,)
-        common.check_like(_OP, "out", out, (total_tokens, n), a, dtypes=dtypes)
-        common.check_output(_OP, "out", out)
+    check_results(_OP, (total_tokens, n), a, out_dtype or a.dtype, out)
 
 
 def _new_out(a: Any, b: Any, *more: Any) -> Any:
@@ -205,13 +194,10 @@ def _cpu_into(
         _writes.check(out, a, b, offsets, bias)
     bounds = [min(max(int(at), 0), a.shape[0]) for at in offsets.tolist()]
     for expert, (first, end) in enumerate(itertools.pairwise(bounds)):
-        if end <= first:
-            continue
-        values = a[first:end].float() @ b[expert].float().T
-        if bias is not None:
-            values += bias[expert].float()
-        values = activate(values, activation)
-        out[first:end].copy_(values)
+        if end > first:
+            values = a[first:end].float() @ b[expert].float().T
+            own = None if bias is None else bias[expert]
+            out[first:end].copy_(finish(values, own, activation))
 
 
 _registered = common.define_pair(

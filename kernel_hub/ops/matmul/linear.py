@@ -8,14 +8,14 @@ import torch
 
 from ...errors import KernelHubError
 from ..core import common
-from ..core.activation import CODES, activate
+from ..core.activation import CODES, finish
 from ..core.launch import Plans
 from . import linear_fp8 as fp8
+from .checks import check_results, check_weight
 from .linear_launch import LinearLaunch, plan_launch
 from .linear_plan import TABLE
 
 _OP = "linear"
-_DTYPES = (torch.float16, torch.bfloat16)
 _plans: Plans[tuple[LinearLaunch, common.Spans]] = Plans()
 TABLE.on_change(_plans.clear)
 _operands = common.Operands(_OP, "a b", "bias residual out")
@@ -98,25 +98,19 @@ def _check(
         expected = "dtype float16, bfloat16 or float8_e4m3fn (a.to(torch.float8_e4m3fn))"
         raise common.refuse(_OP, "a", expected, a)
     common.check_data(_OP, "a", a)
-    if a.dtype not in _DTYPES:
+    if a.dtype not in common.HALF:
         raise common.refuse(_OP, "a", "dtype float16, bfloat16 or float8_e4m3fn", a)
     k = a.shape[-1]
     if k % 8:
         raise common.refuse(_OP, "a", "a last dimension (k) that is a multiple of 8", a)
-    common.check_weight(_OP, "b", b, k, a)
+    check_weight(_OP, "b", b, k, a)
     n = b.shape[0]
     if max(n, k) > common.MAX_SIZE or a.numel() > common.MAX_SIZE * max(k, 1):
         raise common.refuse(_OP, "b", f"sizes of at most {common.MAX_SIZE}", b)
     if bias is not None:
         common.check_like(_OP, "bias", bias, (n,), a)
     common.check_dtype(_OP, "out_dtype", out_dtype, (a.dtype, torch.float32))
-    shape = (*a.shape[:-1], n)
-    dtypes = (out_dtype or a.dtype,)
-    if out is not None:
-        common.check_like(_OP, "out", out, shape, a, dtypes=dtypes)
-        common.check_output(_OP, "out", out)
-    if residual is not None:
-        common.check_like(_OP, "residual", residual, shape, a, dtypes=dtypes)
+    check_results(_OP, (*a.shape[:-1], n), a, out_dtype or a.dtype, out, residual)
 
 
 def _new_out(a: Any, b: Any, *more: Any) -> Any:
@@ -176,13 +170,7 @@ def _cpu_into(
     _check(a, b, bias, residual, out, out.dtype)
     if is_given:
         _writes.check(out, a, b, bias, residual)
-    values = a.float() @ b.float().T
-    if bias is not None:
-        values += bias.float()
-    values = activate(values, activation)
-    if residual is not None:
-        values += residual.float()
-    out.copy_(values)
+    out.copy_(finish(a.float() @ b.float().T, bias, activation, residual))
 
 
 _registered = common.define_pair(

@@ -8,9 +8,10 @@ import torch
 
 from ...errors import KernelHubError
 from ..core import common
-from ..core.activation import activate
+from ..core.activation import finish
 from ..core.device import device_of
 from ..core.launch import Plans
+from .checks import check_results, check_weight, rows_and_strides
 from .linear_fp8_plan import CUBIN, SCALE_BLOCK, TABLE, choose
 from .linear_launch import LinearLaunch, boxes_of, operand_boxes
 
@@ -77,21 +78,16 @@ def check(
     if a.shape[-1] > 1 and a.stride(-1) != 1:
         raise common.refuse(_OP, "a", "a contiguous last dimension (call .contiguous() first)", a)
     k = a.shape[-1]
-    common.check_weight(_OP, "b", b, k, a)
+    check_weight(_OP, "b", b, k, a)
     n = b.shape[0]
     if max(n, k) > common.MAX_SIZE or a.numel() > common.MAX_SIZE * k:
         raise common.refuse(_OP, "b", f"sizes of at most {common.MAX_SIZE}", b)
     if out_dtype is None:
         raise common.refuse(_OP, "out_dtype", "torch.bfloat16, float16 or float32", out_dtype)
     common.check_dtype(_OP, "out_dtype", out_dtype, OUT_DTYPES)
-    shape, dtypes = (*a.shape[:-1], n), (out_dtype,)
     if bias is not None:
-        common.check_like(_OP, "bias", bias, (n,), a, dtypes=dtypes)
-    if out is not None:
-        common.check_like(_OP, "out", out, shape, a, dtypes=dtypes)
-        common.check_output(_OP, "out", out)
-    if residual is not None:
-        common.check_like(_OP, "residual", residual, shape, a, dtypes=dtypes)
+        common.check_like(_OP, "bias", bias, (n,), a, dtypes=(out_dtype,))
+    check_results(_OP, (*a.shape[:-1], n), a, out_dtype, out, residual)
     has_blocks = _check_scales(a, b, a_scale, b_scale)
     if has_blocks and use_fast_accum:
         raise common.refuse(
@@ -175,23 +171,14 @@ def plan_launch(
         )  # fmt: skip
     if out.numel() == 0:
         return LinearLaunch(None)
-    lead, (n, k) = a.shape[:-1], b.shape
+    n, k = b.shape
     # One scale for each row of a, or none of its own.
     has_rows = a_scale is not None and (has_blocks or a_scale.numel() > 1)
-    scale_strides = a_scale.stride()[: len(lead)] if has_rows else (0,) * len(lead)
-    strides = [a.stride()[:-1], out.stride()[:-1], scale_strides]
-    if residual is not None:
-        strides.append(residual.stride()[:-1])
-    (m,), columns = common.collapse(_OP, lead, strides, groups=1)
-    a_stride, out_stride, a_scale_stride, residual_stride = (*(c[0] for c in columns), 0)[:4]
-    if m > common.MAX_SIZE:
-        raise common.refuse(_OP, "a", f"at most {common.MAX_SIZE} rows", a)
-    a_stride, b_stride = (k if m == 1 else a_stride), (k if n == 1 else b.stride(0))
+    given = [out, *([a_scale] if has_rows else ()), *(() if residual is None else [residual])]
+    m, (a_stride, out_stride, *more), b_stride = rows_and_strides(_OP, a, "b", b, *given)
+    a_scale_stride = more[0] if has_rows else 0
+    residual_stride = 0 if residual is None else more[-1]
     for argument, tensor, stride in (("a", a, a_stride), ("b", b, b_stride)):
-        if stride % 16 or tensor.data_ptr() % common.VEC_BYTES:
-            raise common.refuse(
-                _OP, argument, "rows that begin at multiples of 16 bytes (copy it first)", tensor
-            )
         if stride < k:
             raise common.refuse(_OP, argument, "rows that do not overlap (copy it first)", tensor)
     b_scale_stride = 0
@@ -242,14 +229,9 @@ def _cpu_into(
     has_blocks = check(a, b, a_scale, b_scale, bias, residual, out, out.dtype, use_fast_accum)
     if is_given:
         _writes.check(a, b, a_scale, b_scale, bias, residual, out)
-    values = dequantised(a, a_scale, has_blocks, torch.float32)
-    values = values @ dequantised(b, b_scale, has_blocks, torch.float32, SCALE_BLOCK).T
-    if bias is not None:
-        values += bias.float()
-    values = activate(values, activation)
-    if residual is not None:
-        values = values + residual.float()
-    out.copy_(values)
+    rows = dequantised(a, a_scale, has_blocks, torch.float32)
+    weights = dequantised(b, b_scale, has_blocks, torch.float32, SCALE_BLOCK)
+    out.copy_(finish(rows @ weights.T, bias, activation, residual))
 
 
 _registered = common.define_pair(

@@ -10,20 +10,17 @@ import torch
 from ...errors import KernelHubError
 from ..core import common
 from ..core.device import device_of
-from ..core.launch import Plans
+from ..core.launch import Launch, Plans
 from ..core.tensor_maps import Boxes
-from .linear_launch import boxes_of
-from .paired_launch import PairedPlan, rows_and_strides
+from .checks import check_operand, check_weight, rows_and_strides
+from .paired_launch import launch_of, maps_of, row_boxes
 from .paired_plan import GROUP_ROWS, TABLES, choose
 from .tiles import BLOCK_K
 
 _OP = "swiglu_linear"
-_DTYPES = (torch.float16, torch.bfloat16)
 _operands = common.Operands(_OP, "a b_gate_up", "out")
 _writes = common.Writes(_OP, "out a b_gate_up", "out")
-
-
-_plans: Plans[tuple[PairedPlan, common.Spans]] = Plans()
+_plans: Plans[tuple[Launch, common.Spans]] = Plans()
 TABLES[_OP].on_change(_plans.clear)
 
 
@@ -63,49 +60,34 @@ def swiglu_linear(
 
 
 def _check(a: Any, b: Any, out: Any = None) -> None:
-    common.check_data(_OP, "a", a)
-    if a.dtype not in _DTYPES:
-        raise common.refuse(_OP, "a", "dtype float16 or bfloat16", a)
-    k = a.shape[-1]
-    if k % 8:
-        raise common.refuse(_OP, "a", "a last dimension (k) that is a multiple of 8", a)
-    common.check_data(_OP, "b_gate_up", b)
-    if b.dim() != 2 or b.shape[0] % 2:
+    k = check_operand(_OP, a)
+    check_weight(_OP, "b_gate_up", b, k, a, "2 * i")
+    if b.shape[0] % 2:
         expected = f"shape (2 * i, {k}): as many rows of the gate as of up"
         raise common.refuse(_OP, "b_gate_up", expected, b)
-    common.check_like(_OP, "b_gate_up", b, (b.shape[0], k), a)
     if max(*b.shape) > common.MAX_SIZE or a.numel() > common.MAX_SIZE * max(k, 1):
         raise common.refuse(_OP, "b_gate_up", f"sizes of at most {common.MAX_SIZE}", b)
-    if out is not None:
-        common.check_like(_OP, "out", out, (*a.shape[:-1], b.shape[0] // 2), a)
-        common.check_output(_OP, "out", out)
+    common.check_written(_OP, "out", out, (*a.shape[:-1], b.shape[0] // 2), a)
 
 
 def _new_out(a: Any, b: Any) -> Any:
     return a.new_empty((*a.shape[:-1], b.shape[0] // 2))
 
 
-def _plan(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> PairedPlan:
+def _plan(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Launch:
     """Check the tensors; choose the kernel, its tensor maps and its integer parameters."""
     _check(a, b, out)
     if out.numel() == 0:
-        return PairedPlan(None)
+        return Launch()
     k, columns = a.shape[-1], b.shape[0] // 2
     m, (a_stride, out_stride), b_stride = rows_and_strides(_OP, a, "b_gate_up", b, out)
     n = -(-columns // 8) * GROUP_ROWS
     # Rows that overlap, or an expanded one: pointers, no tensor maps.
     has_maps = columns % 8 == 0 and (m == 1 or a_stride >= k) and b_stride >= k
-    device = device_of(a.device)
-    choice = choose(_OP, device.gpu, m, n, k, has_maps)
-    token = common.DTYPE_TOKENS[a.dtype]
-    function = common.shipped(choice.cubin, f"{_OP}_{token}_{choice.variant}")
-    is_programmatic = device.overlaps_launches
+    choice = choose(_OP, device_of(a.device).gpu, m, n, k, has_maps)
     if choice.tile is None:
-        numbers: tuple[int, ...] = (out_stride, a_stride, b_stride, m, columns, k)
-        return PairedPlan(function, choice, numbers, is_programmatic=is_programmatic)
+        return launch_of(_OP, choice, a, (out_stride, a_stride, b_stride, m, columns, k))
     share = choice.tile.b_share
-    a_boxes = boxes_of(m, k, a_stride, choice.tile.a_box_rows)
-    a_tail = boxes_of(m, k, a_stride, m % choice.tile.a_box_rows or choice.tile.a_box_rows)
     # 8 rows of the gate, the 8 of up beside them, the next 8 of the gate, ...
     b_boxes = Boxes(
         (1, columns // 8, 2, 8, k),
@@ -113,7 +95,7 @@ def _plan(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> PairedPlan:
         (1, share // GROUP_ROWS, 2, 8, BLOCK_K),
     )
     numbers = (out_stride, m, columns, k, share, choice.group)
-    return PairedPlan(function, choice, numbers, (a_boxes, a_tail, b_boxes), is_programmatic)
+    return launch_of(_OP, choice, a, numbers, *row_boxes(choice, m, k, a_stride), b_boxes)
 
 
 def _cuda_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, is_given: bool = True) -> None:
@@ -128,14 +110,15 @@ def _cuda_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, is_given: bo
     if found is None:
         plan = _plan(a, b, out)
         found = _plans.keep(key, (plan, _writes.spans(out, a, b)))
-    plan, spans = found
-    operands = spans.apart.get(addresses)
-    if operands is None:
-        operands = spans.made(addresses, is_given, plan.maps, a, b)
-    if plan.choice is None:
+    (function, grid, block, shared_bytes, numbers, boxes, options), spans = found
+    maps = spans.apart.get(addresses)
+    if maps is None:
+        maps = spans.made(addresses, is_given, maps_of, boxes, a, b)
+    if function is None:
         return
     try:
-        plan.run((out, *(operands or (a, b))))
+        params = (out, *(maps or (a, b)), *numbers)
+        function(grid, block, shared_bytes, None, params, **options)
     except KernelHubError:
         _check(a, b, out)  # names the devices that differ
         raise

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
-import torch
+from typing import Any, NamedTuple
 
 from ..core import common
 from ..core.kv_cache import Tokens, batch_and_seqlen, check_caches
 from ..core.rotary import check_rotation
 
 OP = "qkv_linear"
-_DTYPES = (torch.float16, torch.bfloat16)
 
 
-@dataclass(frozen=True, slots=True)
-class QkvGiven:
-    """The arguments of one call."""
+class QkvGiven(NamedTuple):
+    """The arguments of one call, in the order of the schema."""
 
     x: Any
     w_qkv: Any
@@ -40,6 +35,11 @@ class QkvGiven:
     rotary_dim: int
 
     @property
+    def tensors(self) -> tuple[Any, ...]:
+        """Those of them that are tensors."""
+        return self[:15]
+
+    @property
     def head_dim(self) -> int:
         """Columns of a head."""
         return int(self.w_qkv.shape[0] // self.total_heads)
@@ -59,8 +59,6 @@ def check(given: QkvGiven) -> None:
     """Raise TensorError for whatever does not fit."""
     x, w = given.x, given.w_qkv
     check_heads(x, w, given.num_heads, given.num_kv_heads)
-    if x.dtype not in _DTYPES:
-        raise common.refuse(OP, "x", "dtype float16 or bfloat16", x)
     if x.dim() not in (2, 3):
         expected = "shape (batch, seqlen, hidden_size) or (total, hidden_size)"
         raise common.refuse(OP, "x", expected, x)
@@ -83,7 +81,7 @@ def check(given: QkvGiven) -> None:
 
 def check_heads(x: Any, w: Any, num_heads: Any, num_kv_heads: Any) -> None:
     """w_qkv must hold whole heads of a multiple of 32."""
-    common.check_data(OP, "x", x)
+    common.check_data(OP, "x", x, common.HALF)
     common.check_data(OP, "w_qkv", w)
     k = x.shape[-1]
     for argument, value in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):

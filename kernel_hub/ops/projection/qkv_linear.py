@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 
@@ -12,11 +11,11 @@ from ...errors import KernelHubError
 from ..core import bounds, common
 from ..core.device import device_of
 from ..core.kv_cache import places
-from ..core.launch import Plans
+from ..core.launch import Launch, Plans
 from ..core.rotary import rotated
 from ..core.tensor_maps import Boxes
-from ..matmul.linear_launch import boxes_of
-from ..matmul.paired_launch import PairedPlan, rows_and_strides
+from ..matmul.checks import rows_and_strides
+from ..matmul.paired_launch import launch_of, maps_of, row_boxes
 from ..matmul.paired_plan import APART, GROUP_ROWS, TABLES, choose
 from ..matmul.tiles import BLOCK_K
 from . import qkv_apart
@@ -29,9 +28,7 @@ _OPTIONAL = (
 )
 _operands = common.Operands(OP, "x w_qkv", _OPTIONAL)
 _writes = common.Writes(OP, f"x w_qkv {_OPTIONAL}", "k_cache v_cache out_q out_k out_v")
-
-
-_plans: Plans[tuple[PairedPlan, common.Spans]] = Plans()
+_plans: Plans[tuple[Launch, common.Spans]] = Plans()
 TABLES[OP].on_change(_plans.clear)
 
 
@@ -140,14 +137,6 @@ def qkv_linear(
     return out_q, out_k, out_v
 
 
-def _tensors(given: QkvGiven) -> tuple[Any, ...]:
-    return (
-        given.x, given.w_qkv, given.bias, given.cos, given.sin, given.positions, given.k_cache,
-        given.v_cache, given.cache_seqlens, given.block_table, given.slot_mapping,
-        given.cu_seqlens, given.out_q, given.out_k, given.out_v,
-    )  # fmt: skip
-
-
 def _paired_dim(given: QkvGiven) -> int:
     """Of a head, the columns that lie in blocks of pairs: all where rotary_dim divides them."""
     rotary_dim, head_dim = given.rotary_dim, given.head_dim
@@ -202,25 +191,27 @@ def _fits_hopper(given: QkvGiven) -> bool:
     return bool(cos.stride(0) % elems == 0 and addresses % common.VEC_BYTES == 0)
 
 
-def _plan(given: QkvGiven) -> PairedPlan:
-    """Check the tensors; choose the kernel, its tensor maps and its integer parameters."""
+def _plan(given: QkvGiven) -> Launch:
+    """Check the tensors; choose the kernel, its tensor maps and its integer parameters.
+
+    A launch of APART is two, of other ops.
+    """
     check(given)
     x, w, cos, k_cache = given.x, given.w_qkv, given.cos, given.k_cache
     rows, k = w.shape
     batch_size, seqlen = given.batch_and_seqlen
     if given.out_q.numel() == 0 or batch_size == 0:
-        return PairedPlan(None)
+        return Launch()
     outs = [out for out in (given.out_q, given.out_k, given.out_v) if out is not None]
     m, (x_stride, q_stride, *kv_strides), w_stride = rows_and_strides(OP, x, "w_qkv", w, *outs)
     paired_dim = _paired_dim(given)
-    device = device_of(x.device)
     # Rows that overlap, and pairs in part of a head: pointers, no tensor maps.
     is_spaced = (m == 1 or x_stride >= k) and w_stride >= k
     may_part = is_spaced and qkv_apart.may_part(given)
-    choice = choose(OP, device.gpu, m, rows, k, is_spaced and _fits_hopper(given), may_part)
+    has_maps = is_spaced and _fits_hopper(given)
+    choice = choose(OP, device_of(x.device).gpu, m, rows, k, has_maps, may_part)
     if choice is APART:
-        return PairedPlan(None, choice)
-    function = common.shipped(choice.cubin, f"{OP}_{common.DTYPE_TOKENS[x.dtype]}_{choice.variant}")
+        return Launch(APART)
     if k_cache is None:  # page_size 0: keys and values lie as tokens do
         caches = [
             (0, stride, out.stride(-2)) for stride, out in zip(kv_strides, outs[1:], strict=True)
@@ -245,25 +236,21 @@ def _plan(given: QkvGiven) -> PairedPlan:
         0 if positions is None else positions.element_size(),
         0 if slots is None else slots.element_size(),
     )  # fmt: skip
-    is_programmatic = device.overlaps_launches
     if choice.tile is None:
-        numbers = (*strides, x_stride, w_stride, *sizes)
-        return PairedPlan(function, choice, numbers, is_programmatic=is_programmatic)
-    a_boxes = boxes_of(m, k, x_stride, choice.tile.a_box_rows)
-    a_tail = boxes_of(m, k, x_stride, m % choice.tile.a_box_rows or choice.tile.a_box_rows)
+        return launch_of(OP, choice, x, (*strides, x_stride, w_stride, *sizes))
     boxes, blocks = (1, 16), (1, 0, 1, 1)
     if choice.tile.swaps:
         boxes, b_boxes = _swapped_boxes(given, choice.tile.b_share, w_stride)
     else:
         blocks, b_boxes = _block_boxes(given, w_stride)
     numbers = (*strides, *sizes, *blocks, *boxes, choice.group)
-    return PairedPlan(function, choice, numbers, (a_boxes, a_tail, b_boxes), is_programmatic)
+    return launch_of(OP, choice, x, numbers, *row_boxes(choice, m, k, x_stride), b_boxes)
 
 
 def _cuda_into(given: QkvGiven, is_given: bool = True) -> None:
     """All of it in one launch. is_given: the caller gave a cache, out_q, out_k or out_v."""
     x, w = given.x, given.w_qkv
-    tensors = _tensors(given)
+    tensors = given.tensors
     addresses = tuple([tensor.data_ptr() for tensor in tensors if tensor is not None])
     low_bits = 0
     for address in addresses:
@@ -280,13 +267,13 @@ def _cuda_into(given: QkvGiven, is_given: bool = True) -> None:
     if found is None:
         plan = _plan(given)
         found = _plans.keep(key, (plan, _writes.spans(*tensors)))
-    plan, spans = found
+    (function, grid, block, shared_bytes, numbers, boxes, options), spans = found
     maps = spans.apart.get(addresses)
     if maps is None:
-        maps = spans.made(addresses, is_given, plan.maps, x, w)
-    if plan.choice is None:
+        maps = spans.made(addresses, is_given, maps_of, boxes, x, w)
+    if function is None:
         return
-    if plan.choice is APART:
+    if function is APART:
         qkv_apart.into(given)
         return
     has_cache = given.k_cache is not None
@@ -294,10 +281,10 @@ def _cuda_into(given: QkvGiven, is_given: bool = True) -> None:
         given.out_q, given.k_cache if has_cache else given.out_k,
         given.v_cache if has_cache else given.out_v, bounds.flag(OP, x), *(maps or (x, w)),
         given.bias, given.cos, given.sin, given.positions, given.cache_seqlens,
-        given.slot_mapping, given.block_table, given.cu_seqlens,
+        given.slot_mapping, given.block_table, given.cu_seqlens, *numbers,
     )  # fmt: skip
     try:
-        plan.run(params)
+        function(grid, block, shared_bytes, None, params, **options)
     except KernelHubError:
         check(given)  # names the devices that differ
         raise
@@ -309,7 +296,7 @@ def _cpu_into(given: QkvGiven, is_given: bool = True) -> None:
     """The same on the CPU, by torch."""
     check(given)
     if is_given:
-        _writes.check(*_tensors(given))
+        _writes.check(*given.tensors)
     x = given.x
     m = x.shape[:-1].numel()
     values = x.reshape(m, x.shape[-1]).float() @ given.w_qkv.float().T
@@ -328,33 +315,20 @@ def _cpu_into(given: QkvGiven, is_given: bool = True) -> None:
         rotated(turned, given.cos, given.sin, tokens.position, given.interleaved, given.rotary_dim)
     )
     q, k, v = heads.split([given.num_heads, given.num_kv_heads, given.num_kv_heads], dim=1)
-    _assign(given.out_q, tokens.inside, q)
+    tokens.assign(given.out_q, q)
     if given.k_cache is None:
-        _assign(given.out_k, tokens.inside, k)
-        _assign(given.out_v, tokens.inside, v)
+        tokens.assign(given.out_k, k)
+        tokens.assign(given.out_v, v)
         return
-    stored = tokens.stored
-    for target, new in ((given.k_cache, k), (given.v_cache, v)):
-        target[tokens.page[stored], tokens.row[stored]] = new[stored].to(target.dtype)
+    tokens.store(given.k_cache, k)
+    tokens.store(given.v_cache, v)
 
 
-def _assign(out: torch.Tensor, inside: torch.Tensor, values: torch.Tensor) -> None:
-    out[inside.view(out.shape[:-2])] = values[inside].to(out.dtype)
-
-
-def _fake_into(given: QkvGiven) -> None:
-    check(given)
-
-
-def _flat(into: Any) -> Any:
-    return lambda *values: into(QkvGiven(*values))
-
-
-_op = common.define(
+_op = common.define_given(
     f"{OP}(Tensor x, Tensor w_qkv, Tensor? bias, Tensor? cos, Tensor? sin, Tensor? positions, "
     "Tensor(a!)? k_cache, Tensor(b!)? v_cache, Tensor? cache_seqlens, Tensor? block_table, "
     "Tensor? slot_mapping, Tensor? cu_seqlens, Tensor(c!) out_q, Tensor(d!)? out_k, "
     "Tensor(e!)? out_v, int num_heads, int num_kv_heads, bool interleaved, SymInt rotary_dim) "
     "-> ()",
-    cuda=_flat(_cuda_into), cpu=_flat(_cpu_into), fake=_flat(_fake_into),
+    QkvGiven, cuda=_cuda_into, cpu=_cpu_into, check=check,
 )  # fmt: skip

@@ -175,6 +175,13 @@ def test_every_kernel_is_one_some_plan_launches(cubin: str, arch: str) -> None:
     assert not [name for name, entry in functions.items() if entry.local_bytes]
 
 
+def check_hopper(launch: Any, entry: Any) -> None:
+    """A block of a launch fits a multiprocessor of Hopper."""
+    assert launch.threads == entry.max_threads, launch
+    assert launch.shared_bytes + entry.static_shared_bytes <= DEVICES[9, 0] * KIB, launch
+    assert -(-entry.num_regs // 8) * 8 * launch.threads <= REGISTERS, launch
+
+
 def test_the_hopper_kernels_fit_and_are_all_used(monkeypatch: pytest.MonkeyPatch) -> None:
     built = open_collection().manifest.cubins
     assert HOPPER in built, f"cubins/ has no {HOPPER}: run ./build_cubins.sh"
@@ -193,9 +200,7 @@ def test_the_hopper_kernels_fit_and_are_all_used(monkeypatch: pytest.MonkeyPatch
     for launch in recorder.launches:
         entry = entry_of("sm90", launch)
         assert entry.local_bytes == 0, launch
-        assert launch.threads == entry.max_threads, launch
-        assert launch.shared_bytes + entry.static_shared_bytes <= DEVICES[9, 0] * KIB, launch
-        assert -(-entry.num_regs // 8) * 8 * launch.threads <= REGISTERS, launch
+        check_hopper(launch, entry)
 
 
 def test_the_split_kernels_fit_and_are_all_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,9 +219,7 @@ def test_the_split_kernels_fit_and_are_all_used(monkeypatch: pytest.MonkeyPatch)
     for launch in recorder.launches:
         entry = entry_of("sm90", launch)
         assert entry.local_bytes <= SPLIT_LOCAL_BYTES * ("hdim256" in launch.function), launch
-        assert launch.threads == entry.max_threads, launch
-        assert launch.shared_bytes + entry.static_shared_bytes <= DEVICES[9, 0] * KIB, launch
-        assert -(-entry.num_regs // 8) * 8 * launch.threads <= REGISTERS, launch
+        check_hopper(launch, entry)
 
 
 def test_all_attention_cubins_together_are_small() -> None:

@@ -165,6 +165,7 @@ def test_what_the_refusals_start_from_is_accepted() -> None:
 WRONG_VALUES: list[tuple[Callable[[], object], list[str]]] = [
     (lambda: varlen(cu_seqlens_q=int32(1, 5, 10)), ["cu_seqlens_q", "start at 0", "[1, 5, 10]"]),
     (lambda: varlen(cu_seqlens_k=int32(0, 9, 7)), ["cu_seqlens_k", "do not fall", "[0, 9, 7]"]),
+    (lambda: varlen(cu_seqlens_k=int32(-1, 7, 9)), ["cu_seqlens_k", "or after it", "[-1, 7, 9]"]),
     (lambda: varlen(cu_seqlens_q=int32(0, 5, 11)), ["cu_seqlens_q", "at most 10 rows", "11"]),
     (lambda: varlen(max_seqlen_k=6), ["cu_seqlens_k", "max_seqlen_k = 6", "found 7"]),
     (lambda: paged(cache_seqlens=int32(9, 17)), ["cache_seqlens", "from 0 to 16", "[9, 17]"]),
@@ -191,6 +192,11 @@ def test_values_are_refused_when_debugging(
 def test_good_values_pass_when_debugging(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KERNEL_HUB_DEBUG", "1")
     varlen(max_seqlen_q=5, max_seqlen_k=7)
+    # Keys before the first sequence, and 8 of a sequence without queries: nobody sees them.
+    bounds = {"cu_seqlens_q": int32(0, 5, 5, 10), "cu_seqlens_k": int32(1, 4, 12, 14)}
+    varlen(**bounds, max_seqlen_q=5, max_seqlen_k=3)
+    with pytest.raises(TensorError, match="max_seqlen_k = 2, found 3"):
+        varlen(**bounds, max_seqlen_q=5, max_seqlen_k=2)
     garbage = TABLE.clone()
     garbage[0, 1] = -5
     paged(block_table=garbage, cache_seqlens=int32(8, 16))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from arena import SEED, Arena
+from arena import SEED, Arena, drawn
 from hostile_attention import LAYOUTS, HostileAttention
 from ways import Way
 
@@ -15,17 +15,13 @@ DIFFERENTIABLE = [layout for layout in LAYOUTS if "paged" not in layout]
 
 @pytest.mark.parametrize("lot", range(LOTS))
 def test_hostile_tables(way: Way, lot: int) -> None:
-    generator = random.Random(f"{SEED} attention {lot}")
-    print(f"KERNEL_HUB_SEED={SEED}, lot {lot}")
-    with Arena(way.device, generator) as arena:
+    with drawn(way.device, "attention", lot) as (generator, arena):
         HostileAttention(generator, arena).forward()
 
 
 @pytest.mark.parametrize("lot", range(LOTS // 2))
 def test_hostile_tables_backward(way: Way, lot: int) -> None:
-    generator = random.Random(f"{SEED} attention backward {lot}")
-    print(f"KERNEL_HUB_SEED={SEED}, lot {lot}")
-    with Arena(way.device, generator) as arena:
+    with drawn(way.device, "attention backward", lot) as (generator, arena):
         layout = generator.choice(DIFFERENTIABLE)
         case = HostileAttention(generator, arena, layout=layout)
         case.backward(deterministic=generator.random() < 0.5)

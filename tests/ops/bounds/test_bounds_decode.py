@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from arena import SEED, Arena
+from arena import SEED, Arena, drawn
 from hostile_decode import HostileStep
 from ways import Way
 
@@ -14,10 +14,9 @@ LOTS = 40
 
 @pytest.mark.parametrize("lot", range(LOTS))
 def test_hostile_tables(way: Way, lot: int) -> None:
-    generator = random.Random(f"{SEED} decode {lot}")
-    with Arena(way.device, generator) as arena:
+    with drawn(way.device, "decode", lot) as (generator, arena):
         step = HostileStep(generator, arena)
-        print(f"KERNEL_HUB_SEED={SEED}, lot {lot}: {step.drawn}, lengths {step.lengths}")
+        print(f"{step.drawn}, lengths {step.lengths}")
         step.run()
 
 

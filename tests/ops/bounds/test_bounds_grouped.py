@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
-from arena import SEED, Arena
+from arena import drawn
 from hostile_grouped import HostileGroups
 from ways import Way
 
@@ -14,7 +12,5 @@ LOTS = 40
 
 @pytest.mark.parametrize("lot", range(LOTS))
 def test_hostile_offsets(way: Way, lot: int) -> None:
-    generator = random.Random(f"{SEED} grouped {lot}")
-    print(f"KERNEL_HUB_SEED={SEED}, lot {lot}")
-    with Arena(way.device, generator) as arena:
+    with drawn(way.device, "grouped", lot) as (generator, arena):
         HostileGroups(generator, arena).run()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 
 import pytest
-from arena import SEED, Arena
+from arena import drawn
 from hostile_rows import hostile_append, hostile_qkv, hostile_rope
 from ways import Way
 
@@ -16,7 +15,5 @@ LOTS = 40
 @pytest.mark.parametrize("lot", range(LOTS))
 @pytest.mark.parametrize("draw", [hostile_rope, hostile_append, hostile_qkv])
 def test_hostile_tables(way: Way, draw: Callable[..., None], lot: int) -> None:
-    generator = random.Random(f"{SEED} {draw.__name__} {lot}")
-    print(f"KERNEL_HUB_SEED={SEED}, lot {lot}")
-    with Arena(way.device, generator) as arena:
+    with drawn(way.device, draw.__name__, lot) as (generator, arena):
         draw(generator, arena)

@@ -266,6 +266,30 @@ def test_transforms_of_torch_func_are_refused(name: str, transform: Any, any_way
 
 
 @each_op
+def test_many_gradients_at_once_are_refused(name: str, any_way: str) -> None:
+    """In a backward that autograd's own vmap runs, as jacobian(vectorize=True) does."""
+    for case in cases(name, any_way):
+        for key, tensor in case.tensors.items():
+            if not tensor.dtype.is_floating_point or tensor.dtype.itemsize == 1:
+                continue
+            run = case.call if key in case.outs else case.call_fresh
+
+            class Calls(torch.autograd.Function):
+                @staticmethod
+                def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+                    return x.clone()
+
+                @staticmethod
+                def backward(ctx: Any, grad: torch.Tensor, run: Any = run, key: Any = key) -> Any:
+                    return run(**{key: grad})
+
+            asking = tensor.detach().as_subclass(torch.Tensor).clone().requires_grad_()
+            grads = torch.stack([asking, asking]).detach()
+            with pytest.raises(TensorError, match=rf"\b{key}: .*is_grads_batched"):
+                torch.autograd.grad(Calls.apply(asking), asking, grads, is_grads_batched=True)
+
+
+@each_op
 def test_a_transform_over_other_tensors_is_refused_too(name: str) -> None:
     """A kernel that runs inside one would be seen by none of it."""
     case = draw(name, 0)

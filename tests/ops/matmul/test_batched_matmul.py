@@ -12,10 +12,11 @@ import pytest
 import torch
 from back_to_back import check_back_to_back
 from bits import same_bits
+from product_runs import force_choice
+from refused import check_misaligned, check_refused
 from ways import Way
 
 from kernel_hub.errors import TensorError
-from kernel_hub.ops.core.launch import forget_all
 from kernel_hub.ops.matmul import grouped_plan
 from kernel_hub.testing.compare import check, product_atol
 from kernel_hub.testing.guard import Guarded
@@ -148,10 +149,7 @@ def test_nan_and_inf(way: Way) -> None:
     assert bool(torch.isfinite(out[1, [0, 3]]).all())
 
 
-def force(monkeypatch: pytest.MonkeyPatch, choice: Callable[[Any], Any]) -> None:
-    """Take the launch that `choice` makes of a problem, whatever the plan would take."""
-    monkeypatch.setattr(module, "choose", lambda *given: choice(given[2]))
-    forget_all()
+force = partial(force_choice, module)
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -229,15 +227,9 @@ REFUSED: list[tuple[Callable[[], object], list[str]]] = [
 
 @pytest.mark.parametrize("case", range(len(REFUSED)))
 def test_refusals(way: Way, case: int) -> None:
-    call, words = REFUSED[case]
-    with pytest.raises(TensorError) as raised:
-        call()
-    for word in ["batched_matmul", *words]:
-        assert word in str(raised.value)
+    check_refused("batched_matmul", *REFUSED[case])
 
 
 def test_misaligned_rows_are_refused(way: Way) -> None:
-    a, b = way.randn(2, 3, 20, dtype=torch.float16), way.randn(2, 8, 16, dtype=torch.float16)
-    for wrong in (a[..., 1:17], a[..., :16]):
-        with pytest.raises(TensorError, match="multiples of 16 bytes"):
-            batched_matmul(wrong, b)
+    b = way.randn(2, 8, 16, dtype=torch.float16)
+    check_misaligned(lambda a: batched_matmul(a, b), way.randn(2, 3, 20, dtype=torch.float16))

@@ -12,11 +12,12 @@ import pytest
 import torch
 from back_to_back import check_back_to_back
 from bits import same_bits
+from product_problems import ACTIVATIONS
+from product_runs import force_choice
+from refused import check_misaligned, check_refused
 from test_exports import exported_by_macros
 from ways import Way
 
-from kernel_hub.errors import TensorError
-from kernel_hub.ops.core.launch import forget_all
 from kernel_hub.ops.matmul import grouped_plan
 from kernel_hub.testing.compare import check, product_atol
 from kernel_hub.testing.guard import Guarded
@@ -24,12 +25,6 @@ from kernel_hub.testing.guard import Guarded
 module: Any = importlib.import_module("kernel_hub.ops.matmul.grouped_linear")
 grouped_linear: Callable[..., torch.Tensor] = module.grouped_linear
 DTYPES = [torch.float16, torch.bfloat16]
-ACTIVATIONS: dict[str | None, Callable[[torch.Tensor], torch.Tensor]] = {
-    None: lambda x: x,
-    "gelu": torch.nn.functional.gelu,
-    "silu": torch.nn.functional.silu,
-    "relu": torch.relu,
-}
 
 
 def reference(
@@ -199,10 +194,7 @@ def test_a_graph_replays_with_other_offsets(way: Way) -> None:
         same_bits(out, grouped_linear(a, b, offsets))
 
 
-def force(monkeypatch: pytest.MonkeyPatch, choice: Callable[[Any], Any]) -> None:
-    """Take the launch that `choice` makes of a problem, whatever the plan would take."""
-    monkeypatch.setattr(module, "choose", lambda *given: choice(given[2]))
-    forget_all()
+force = partial(force_choice, module)
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -279,9 +271,9 @@ REFUSED: list[tuple[Callable[[], object], list[str]]] = [
     (lambda: grouped_linear(A.float(), B, OFFSETS_2), ["a", "float16 or bfloat16", "float32"]),
     (lambda: grouped_linear(A[0], B, OFFSETS_2), ["a", "two dimensions", "shape (16,)"]),
     (lambda: grouped_linear(A[:, :12], B, OFFSETS_2), ["a", "multiple of 8", "(3, 12)"]),
-    (lambda: grouped_linear(A, B[0], OFFSETS_2), ["b", "three dimensions", "shape (8, 16)"]),
+    (lambda: grouped_linear(A, B[0], OFFSETS_2), ["b", "(num_experts, n, 16)", "shape (8, 16)"]),
     (lambda: grouped_linear(A, B.bfloat16(), OFFSETS_2), ["b", "float16", "bfloat16"]),
-    (lambda: grouped_linear(A, B[..., :8], OFFSETS_2), ["b", "shape (2, 8, 16)", "(2, 8, 8)"]),
+    (lambda: grouped_linear(A, B[..., :8], OFFSETS_2), ["b", "(num_experts, n, 16)", "(2, 8, 8)"]),
     (lambda: grouped_linear(A, B, OFFSETS_2[:2]), ["offsets", "shape (3,)", "shape (2,)"]),
     (lambda: grouped_linear(A, B, OFFSETS_2.long()), ["offsets", "int32", "int64"]),
     (lambda: grouped_linear(A, B, OFFSETS_2, bias=A[0, :8]), ["bias", "shape (2, 8)", "(8,)"]),
@@ -294,16 +286,10 @@ REFUSED: list[tuple[Callable[[], object], list[str]]] = [
 
 @pytest.mark.parametrize("case", range(len(REFUSED)))
 def test_refusals(way: Way, case: int) -> None:
-    call, words = REFUSED[case]
-    with pytest.raises(TensorError) as raised:
-        call()
-    for word in ["grouped_linear", *words]:
-        assert word in str(raised.value)
+    check_refused("grouped_linear", *REFUSED[case])
 
 
 def test_misaligned_rows_are_refused(way: Way) -> None:
     offsets = torch.tensor([0, 3], dtype=torch.int32, device=way.device)
-    a, b = way.randn(3, 20, dtype=torch.float16), way.randn(1, 8, 16, dtype=torch.float16)
-    for wrong in (a[:, 1:17], a[:, :16]):
-        with pytest.raises(TensorError, match="multiples of 16 bytes"):
-            grouped_linear(wrong, b, offsets)
+    b = way.randn(1, 8, 16, dtype=torch.float16)
+    check_misaligned(lambda a: grouped_linear(a, b, offsets), way.randn(3, 20, dtype=torch.float16))

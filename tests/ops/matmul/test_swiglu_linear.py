@@ -10,9 +10,9 @@ import pytest
 import torch
 from back_to_back import check_back_to_back
 from bits import same_bits
+from refused import check_misaligned, check_refused
 from ways import Way
 
-from kernel_hub.errors import TensorError
 from kernel_hub.ops.core.launch import forget_all
 from kernel_hub.ops.matmul import paired_plan
 from kernel_hub.testing.compare import check
@@ -181,7 +181,7 @@ REFUSED: list[tuple[Callable[[], object], list[str]]] = [
     (lambda: swiglu_linear(A.float(), B), ["a", "float16 or bfloat16", "float32"]),
     (lambda: swiglu_linear(A[:, :12], B[:, :12]), ["a", "multiple of 8", "shape (3, 12)"]),
     (lambda: swiglu_linear(A, B.bfloat16()), ["b_gate_up", "dtype float16", "bfloat16"]),
-    (lambda: swiglu_linear(A, B[:, :8]), ["b_gate_up", "shape (8, 16)", "shape (8, 8)"]),
+    (lambda: swiglu_linear(A, B[:, :8]), ["b_gate_up", "shape (2 * i, 16)", "shape (8, 8)"]),
     (lambda: swiglu_linear(A, B[:7]), ["b_gate_up", "shape (2 * i, 16)", "shape (7, 16)"]),
     (lambda: swiglu_linear(A, B[0]), ["b_gate_up", "shape (2 * i, 16)", "shape (16,)"]),
     (lambda: swiglu_linear(A, B, out=A[:2, :4]), ["out", "shape (3, 4)", "shape (2, 4)"]),
@@ -192,15 +192,9 @@ REFUSED: list[tuple[Callable[[], object], list[str]]] = [
 
 @pytest.mark.parametrize("case", range(len(REFUSED)))
 def test_refusals(way: Way, case: int) -> None:
-    call, words = REFUSED[case]
-    with pytest.raises(TensorError) as raised:
-        call()
-    for word in ["swiglu_linear", *words]:
-        assert word in str(raised.value)
+    check_refused("swiglu_linear", *REFUSED[case])
 
 
 def test_misaligned_rows_are_refused(way: Way) -> None:
-    a, b = way.randn(3, 20, dtype=torch.float16), way.randn(8, 16, dtype=torch.float16)
-    for wrong in (a[:, 1:17], a[:, :16]):
-        with pytest.raises(TensorError, match="multiples of 16 bytes"):
-            swiglu_linear(wrong, b)
+    b = way.randn(8, 16, dtype=torch.float16)
+    check_misaligned(lambda a: swiglu_linear(a, b), way.randn(3, 20, dtype=torch.float16))

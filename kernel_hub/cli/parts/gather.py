@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-from ..collection.manifest import Collection, CubinEntry, find_collection, open_collection
-from ..collection.resolve import fitting
-from ..errors import KernelHubError
-from ..registry import packages
+from ...collection.manifest import Collection, CubinEntry, find_collection, open_collection
+from ...collection.resolve import fitting
+from ...errors import KernelHubError
+from ...registry import packages
 
 
 @dataclass(frozen=True)

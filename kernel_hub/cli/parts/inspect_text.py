@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from ..cubin import SectionInfo
-from . import _console
+from ...cubin import SectionInfo
+from . import console
 
 MOST_SHOWN = 16  # kernels of one image, on a terminal
 Described = dict[str, Any]
@@ -16,10 +16,10 @@ _OWNED = re.compile(r"(\.nv\.(?:info|shared|local|constant\d+)|\.text|\.rela?\.\
 
 def show(one: Described, sums_up: bool) -> None:
     """Print an image as `inspect.describe` gives it; sums_up: not every kernel of many."""
-    _console.heading(f"{one['image']}: {one['kind']}, {_console.size(one['size_bytes'])}")
+    console.heading(f"{one['image']}: {one['kind']}, {console.size(one['size_bytes'])}")
     if one["kind"] == "fatbin":
         for entry in one["entries"]:
-            notes = [_console.size(entry["size_bytes"])]
+            notes = [console.size(entry["size_bytes"])]
             if "version" in entry:
                 notes.append("PTX {}.{}".format(*entry["version"]))
             if entry["compressed"]:
@@ -28,7 +28,7 @@ def show(one: Described, sums_up: bool) -> None:
                 notes.append(f"not read, because {entry['unread']}")
             elif "contents" not in entry:
                 notes.append("only the driver can unpack it (zstd: install kernel_hub[fatbin])")
-            _console.note(f"  {entry['kind']} {entry['target']}, {', '.join(notes)}")
+            console.note(f"  {entry['kind']} {entry['target']}, {', '.join(notes)}")
             if "contents" in entry:
                 show(entry["contents"], sums_up)
         return
@@ -37,7 +37,7 @@ def show(one: Described, sums_up: bool) -> None:
         needed = "{}.{}".format(*divmod(one["minimum_driver"] // 10, 100))
         suffix = one["target"][-1]
         gpus = {"a": "exactly that GPU", "f": "its family"}.get(suffix, "that GPU and later ones")
-        _console.note(
+        console.note(
             f"  PTX {version} for {one['target']} ({gpus}): a driver of CUDA {needed} or later "
             "compiles it at load"
         )
@@ -49,19 +49,19 @@ def show(one: Described, sums_up: bool) -> None:
 def _print_cubin(one: Described, sums_up: bool) -> None:
     toolkit = ".".join(map(str, one["toolkit"])) if one["toolkit"] else "unknown"
     exact = ", this architecture alone" if one["arch_specific"] else ""
-    _console.note(
+    console.note(
         f"  for {one['target']}{exact}; toolkit {toolkit}; "
         f"ELF ABI {one['os_abi']:#x} version {one['abi_version']}"
     )
     for what in one["unknown"]:
-        _console.note(f"  unknown: {what}")
+        console.note(f"  unknown: {what}")
     if "manifest" in one:
         told = one["manifest"]
-        _console.note(f"  sha256 {told['sha256']}")
+        console.note(f"  sha256 {told['sha256']}")
         nvcc = "nvcc " if told["toolkit"][:1].isdigit() else ""  # others say who they are
-        _console.note(f"  {told['source']} by {nvcc}{told['toolkit']} {' '.join(told['flags'])}")
+        console.note(f"  {told['source']} by {nvcc}{told['toolkit']} {' '.join(told['flags'])}")
     shown = list(one["functions"].values())[: MOST_SHOWN if sums_up else None]
-    _console.table(
+    console.table(
         ["kernel", "params", "registers", "static shared", "local", "threads", "code"],
         [
             (
@@ -80,33 +80,33 @@ def _print_cubin(one: Described, sums_up: bool) -> None:
         wraps=["threads"],
     )
     if more := len(one["functions"]) - len(shown):
-        _console.note(f"… and {more} more (--functions shows all, --function NAME one)")
+        console.note(f"… and {more} more (--functions shows all, --function NAME one)")
     _print_signatures(one, sums_up)
     if one["globals"]:
-        _console.table(
+        console.table(
             ["variable", "bytes", "section"],
             [(g["name"], g["size_bytes"], g["section"]) for g in one["globals"].values()],
             right=["bytes"],
         )
     groups = section_groups(SectionInfo(**section) for section in one["sections"])
-    _console.table(["section", "number", "bytes"], groups, right=["number", "bytes"])
+    console.table(["section", "number", "bytes"], groups, right=["number", "bytes"])
 
 
 def _print_signatures(one: Described, sums_up: bool) -> None:
     """Each kernel by its C++ name, then by the one it has in the image."""
     if sums_up and len(one["functions"]) > MOST_SHOWN:
         params = {f["signature"].removeprefix(name) for name, f in one["functions"].items()}
-        number = _console.count(len(params), "list")
-        _console.note(f"{number} of parameters in all; --function NAME shows a kernel's")
+        number = console.count(len(params), "list")
+        console.note(f"{number} of parameters in all; --function NAME shows a kernel's")
         return
     for name, function in one["functions"].items():
-        _console.note(f"  {function['cxx_name']}{function['signature'].removeprefix(name)}")
+        console.note(f"  {function['cxx_name']}{function['signature'].removeprefix(name)}")
         if function["cxx_name"] != name:
-            _console.note(f"    {name}")
+            console.note(f"    {name}")
         if launch := function.get("launch"):
-            _console.note(f"    gridDim {launch['grid']}")
+            console.note(f"    gridDim {launch['grid']}")
             if launch["described"]:
-                _console.note(f"    {launch['described']}")
+                console.note(f"    {launch['described']}")
 
 
 def threads(function: dict[str, Any]) -> str:

@@ -13,8 +13,8 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from ..progress import is_rich
-from ..progress import progress as progress
+from ...progress import is_rich
+from ...progress import progress as progress
 
 
 class Cell(str):

@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from ..errors import KernelHubError
+from ...errors import KernelHubError
 
 INSTALL = "pip install nvidia-cuda-nvdisasm"
 _SECTION = re.compile(r"^//-+ \.text\.(\S+)\s+-+\n", re.MULTILINE)

@@ -1,0 +1,73 @@
+"""What every product asks of its operands and results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..core import common
+
+
+def check_operand(op: str, a: Any) -> int:
+    """`a` must be fp16 or bf16 with rows of whole vectors; their length, k."""
+    common.check_data(op, "a", a, common.HALF)
+    k = int(a.shape[-1])
+    if k % 8:
+        raise common.refuse(op, "a", "a last dimension (k) that is a multiple of 8", a)
+    return k
+
+
+def check_weight(
+    op: str, argument: str, value: Any, k: int, of: torch.Tensor, leading: str = "n"
+) -> None:
+    """`value` must be (leading, k), rows contiguous, dtype and device of the tensor `of`."""
+    common.check_tensor(op, argument, value)
+    rank = leading.count(",") + 2
+    if value.dim() != rank or value.shape[-1] != k:
+        expected = f"shape ({leading}, {k})"
+        if value.dim() == rank and value.shape[-2] == k:
+            turned = f"{argument}.mT" if rank > 2 else f"{argument}.T"
+            contiguous = "" if value.stride(-2) == 1 else ".contiguous()"
+            expected += f", a row an output (it looks transposed: pass {turned}{contiguous})"
+        raise common.refuse(op, argument, expected, value)
+    common.check_like(op, argument, value, value.shape, of)
+
+
+def check_results(
+    op: str,
+    shape: Sequence[int],
+    like: torch.Tensor,
+    dtype: torch.dtype,
+    out: Any,
+    residual: Any = None,
+) -> None:
+    """What is written, and what is added to it, must be of `shape` and `dtype`."""
+    common.check_written(op, "out", out, shape, like, (dtype,))
+    if residual is not None:
+        common.check_like(op, "residual", residual, shape, like, dtypes=(dtype,))
+
+
+def rows_and_strides(
+    op: str, a: torch.Tensor, argument: str, b: torch.Tensor, *others: torch.Tensor
+) -> tuple[int, tuple[int, ...], int]:
+    """(rows of a, the row strides of a and of `others`, that of b), refusing misaligned rows.
+
+    others: tensors with the leading dimensions of a.
+    """
+    k = a.shape[-1]
+    (m,), columns = common.collapse(
+        op, a.shape[:-1], [x.stride()[: a.dim() - 1] for x in (a, *others)], groups=1
+    )
+    if m > common.MAX_SIZE:
+        raise common.refuse(op, "a", f"at most {common.MAX_SIZE} rows", a)
+    a_stride, *strides = (column[0] for column in columns)
+    a_stride = k if m == 1 else a_stride
+    b_stride = k if b.shape[0] == 1 else b.stride(0)
+    for name, x, stride in (("a", a, a_stride), (argument, b, b_stride)):
+        is_aligned = stride * x.element_size() % common.VEC_BYTES == 0
+        if x.numel() and (not is_aligned or x.data_ptr() % common.VEC_BYTES):
+            expected = "rows that begin at multiples of 16 bytes (copy it first)"
+            raise common.refuse(op, name, expected, x)
+    return m, (a_stride, *strides), b_stride
