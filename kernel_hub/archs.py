@@ -31,11 +31,10 @@ def token_of(arch: Any, argument: str = "arch") -> str:
 
     Raises ParamsError, which calls it `argument`.
     """
+    text = str(arch) if type(arch) is int else arch
     if isinstance(arch, tuple) and len(arch) == 2 and all(type(part) is int for part in arch):
-        arch = "{}.{}".format(*arch)
-    elif type(arch) is int:
-        arch = str(arch)
-    found = _SPELLED.fullmatch(arch.strip()) if isinstance(arch, str) else None
+        text = "{}.{}".format(*arch)
+    found = _SPELLED.fullmatch(text.strip()) if isinstance(text, str) else None
     if found is None:
         raise ParamsError(
             f"{argument}={arch!r:.80} is no architecture: 'sm90' is one (also written sm_90, SM90, "

@@ -13,11 +13,11 @@ import torch
 from ..errors import KernelHubError
 from ..testing.compare import compare, product_atol
 from .beside_ops import OPS, Inputs, Op, Run, Tensors
+from .demo import DTYPES
 from .results import ResultRow, summarise
 from .timing import num_sets
 
 OURS = "kernel_hub"
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 WRONG = "WRONG: "
 # name -> samples in microseconds, of contenders with a launch for each set of inputs.
 Measure = Callable[

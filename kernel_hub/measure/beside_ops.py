@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import ops
 from ..testing import reference
+from .demo import rotary_table
 
 Inputs = dict[str, Any]
 Sizes = Mapping[str, int]
@@ -45,12 +46,6 @@ class Tensors:
 
     def full(self, size: int, value: int) -> torch.Tensor:
         return torch.full((size,), value, device=self.device, dtype=torch.int32)
-
-    def rotary(self, positions: int, head_dim: int) -> Inputs:
-        """cos and sin."""
-        exponents = self.count(head_dim // 2, torch.float32) * (-2 / head_dim)
-        angles = self.count(positions, torch.float32)[:, None] * 10_000.0**exponents
-        return {"cos": angles.cos(), "sin": angles.sin()}
 
 
 @dataclass(frozen=True)
@@ -189,7 +184,7 @@ def _make_decode(s: Sizes, t: Tensors) -> Inputs:
 
 def _make_rope(s: Sizes, t: Tensors) -> Inputs:
     q, k = (t.normal(s["tokens"], s[n], s["head_dim"]) for n in ("heads", "kv_heads"))
-    tables = t.rotary(s["tokens"], s["head_dim"])
+    tables = rotary_table(s["tokens"], s["head_dim"], t.device)
     return {"q": q, "k": k, **tables, "positions": t.count(s["tokens"])}
 
 
@@ -197,7 +192,7 @@ def _make_qkv(s: Sizes, t: Tensors) -> Inputs:
     n = (s["heads"] + 2 * s["kv_heads"]) * s["head_dim"]
     return {
         "x": t.normal(s["tokens"], s["hidden"]), "w": t.weight(n, s["hidden"]),
-        **t.rotary(s["tokens"], s["head_dim"]), "positions": t.count(s["tokens"]),
+        **rotary_table(s["tokens"], s["head_dim"], t.device), "positions": t.count(s["tokens"]),
         "num_heads": s["heads"], "num_kv_heads": s["kv_heads"],
     }  # fmt: skip
 

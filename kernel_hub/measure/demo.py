@@ -103,7 +103,7 @@ def _cases(device: str, num_tokens: int, token: str) -> Iterator[DemoCase]:
             "q": random(num_tokens, _HEADS, _HEAD_DIM),
             "k": random(num_tokens, _KV_HEADS, _HEAD_DIM),
             "positions": torch.arange(num_tokens, device=device),
-            **_rotary_table(num_tokens, device),
+            **rotary_table(num_tokens, _HEAD_DIM, device),
         },
         lambda i: ops.rope(i["q"], i["k"], i["cos"], i["sin"], i["positions"]),
         lambda i, dtype: tuple(
@@ -205,8 +205,9 @@ def _product_cases(device: str, num_tokens: int, token: str) -> Iterator[DemoCas
     )
 
 
-def _rotary_table(num_positions: int, device: str) -> Inputs:
-    frequencies = 10_000.0 ** (-torch.arange(0, _HEAD_DIM, 2, device=device) / _HEAD_DIM)
+def rotary_table(num_positions: int, head_dim: int, device: str) -> Inputs:
+    """cos and sin, (num_positions, head_dim // 2) each."""
+    frequencies = 10_000.0 ** (-torch.arange(0, head_dim, 2, device=device) / head_dim)
     angles = torch.arange(num_positions, device=device)[:, None] * frequencies
     return {"cos": angles.cos(), "sin": angles.sin()}
 
