@@ -68,7 +68,8 @@ __device__ __forceinline__ void batched_matmul_sm90(
     const auto make_walk = [&] {
         return BatchedWalk<C::kPairs>(num_matrices, m, C::kTokens, columns, group);
     };
-    const int64_t spans = out_stride | out_inner_stride | out_outer_stride;
+    // NOTE: n too: the copy engine stores 16 bytes or none, also where a row ends among them.
+    const int64_t spans = n | out_stride | out_inner_stride | out_outer_stride;
     const bool is_aligned = out ? (spans % 8 | reinterpret_cast<uint64_t>(out) % 16) == 0
                                 : (spans % 4 | reinterpret_cast<uint64_t>(out_fp32) % 16) == 0;
     grouped_sm90<T, C>(policy, make_walk, out_map, a_map, b_map, partials, arrivals, n, k,

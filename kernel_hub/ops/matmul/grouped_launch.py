@@ -102,18 +102,18 @@ def launch_of(
         return GroupedLaunch(function, choice, numbers)
     to, *operands = layouts
     out_rows, *heights = choice.boxes
-    # The kernels look at the same numbers.
     boxes: list[tuple[Boxes, ...]]
     if op == "grouped_linear":
         boxes = [(at.boxes(rows),) for at, rows in zip(operands, heights, strict=True)]
-        has_map = out.dtype == a.dtype and not (to.columns | to.spans) % 8
     else:
         boxes = [
             (at.boxes(rows), at.boxes(at.rows % rows or rows))
             for at, rows in zip(operands, heights, strict=True)
         ]
-        has_map = to.spans * out.element_size() % common.VEC_BYTES == 0
-    out_boxes = to.boxes(out_rows, _BOX_BYTES // out.element_size()) if has_map else None
+    # The kernels look at the same numbers. The copy engine stores 16 bytes or none of them.
+    size = out.element_size()
+    has_map = (to.columns | to.spans) * size % common.VEC_BYTES == 0
+    out_boxes = to.boxes(out_rows, _BOX_BYTES // size) if has_map else None
     return GroupedLaunch(
         function, choice, (*numbers, choice.group), (boxes[0], boxes[1]), out_boxes,
         {"programmatic": True},

@@ -163,8 +163,8 @@ def test_portable_variants(way: Way, which: int, monkeypatch: pytest.MonkeyPatch
 
 
 def check_unaligned_rows(way: Way) -> None:
-    """Rows of out that begin at multiples of 2, 4 and 8 bytes, whole boxes and parts of them."""
-    for n, stride in ((64, 65), (66, 70), (129, 129), (1, 1), (2, 3)):
+    """Rows of out that begin or end at multiples of 2, 4 and 8 bytes, whole boxes and parts."""
+    for n, stride in ((64, 65), (66, 70), (129, 129), (1, 1), (2, 3), (5, 8), (67, 72)):
         check_batched(way, 2, 70, n, 72, row_stride=stride)
         check_batched(way, 2, 70, n, 72, out_dtype=torch.float32, row_stride=stride)
 
