@@ -103,6 +103,7 @@ __device__ __forceinline__ void batched_matmul_sm90(
 // clang-format off
 EXPORT_BOTH(128x256_c2, false, 2, 256, 4, true, 2, 1)
 EXPORT_BOTH(128x256_c2_x4, false, 2, 256, 3, true, 4, 1)
+EXPORT_BOTH(192x128, false, 3, 128, 4, false, 2, 1)
 EXPORT_BOTH(128x128, false, 2, 128, 6, false, 2, 1)
 EXPORT_BOTH(128x128_c2, false, 2, 128, 6, true, 2, 1)
 EXPORT_BOTH(128x64_c2, false, 2, 64, 8, true, 2, 1)
