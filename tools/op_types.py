@@ -12,26 +12,36 @@ ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "kernel_hub/ops/__init__.pyi"
 TENSOR = "torch.Tensor"
 PAIR = f"tuple[{TENSOR}, {TENSOR}]"
-_LSE = (
-    "return_lse",
-    {"Literal[False]": TENSOR, "Literal[True]": PAIR, "bool": f"{TENSOR} | {PAIR}"},
-)
+# Of one overload: what the arguments that decide are, and what is returned.
+Overload = tuple[dict[str, str], str]
+_LSE: list[Overload] = [
+    ({"return_lse": "Literal[False]"}, TENSOR),
+    ({"return_lse": "Literal[True]"}, PAIR),
+    ({"return_lse": "bool"}, f"{TENSOR} | {PAIR}"),
+]
 
 
-def _given(argument: str, without: str, with_it: str) -> tuple[str, dict[str, str]]:
-    return argument, {"None": without, TENSOR: with_it}
+def _given(argument: str, without: str, with_it: str) -> list[Overload]:
+    return [({argument: "None"}, without), ({argument: TENSOR}, with_it)]
 
 
-# Op -> the argument that decides, and what is returned for each type of it; the first the default.
+_NORM: list[Overload] = [
+    ({"residual": "None", "out_dtype": "None"}, TENSOR),
+    ({"residual": TENSOR, "adds_after": "Literal[False]", "out_dtype": "None"}, PAIR),
+    ({"residual": TENSOR, "adds_after": "Literal[True]", "out_dtype": "None"}, TENSOR),
+    ({"out_dtype": "torch.dtype"}, f"{TENSOR} | tuple[{TENSOR}, ...]"),
+]
+# Op -> its overloads; the first is that of the defaults.
 OVERLOADS = {
     "append_kv": _given("q", "None", TENSOR),
     "decode_attention": _LSE,
     "flash_attention": _LSE,
     "flash_attention_qkvpacked": _LSE,
+    "layer_norm": _NORM,
     "qkv_linear": _given(
         "k_cache", f"tuple[{TENSOR}, {TENSOR}, {TENSOR}]", f"tuple[{TENSOR}, None, None]"
     ),
-    "rms_norm": _given("residual", TENSOR, PAIR),
+    "rms_norm": _NORM,
 }
 HEAD = '''\
 """The ops as type checkers see them; written by tools/op_types.py."""
@@ -44,20 +54,21 @@ import torch
 '''
 
 
-def signature(name: str, op: object, decides: str = "", kind: str = "", returns: str = "") -> str:
-    """`def name(…) -> …: ...` with the argument that decides of that kind."""
+def signature(name: str, op: object, kinds: dict[str, str] = {}, returns: str = "") -> str:  # noqa: B006
+    """`def name(…) -> …: ...` with the arguments that decide of those kinds."""
     found = inspect.signature(op)  # type: ignore[arg-type]
     parts, keywords = [], False
-    is_default = not kind or kind == next(iter(OVERLOADS[name][1]))
     for parameter in found.parameters.values():
         if parameter.kind is parameter.KEYWORD_ONLY and not keywords:
             keywords = True
             parts.append("*")
-        decisive = parameter.name == decides
-        annotation = kind if decisive else parameter.annotation
-        optional = parameter.default is not parameter.empty and (is_default or not decisive)
+        kind = kinds.get(parameter.name, parameter.annotation)
+        taken = {"None": None, "Literal[False]": False}.get(kind, ...)
+        optional = parameter.default is not parameter.empty and (
+            parameter.name not in kinds or taken is parameter.default
+        )
         default = f" = {parameter.default!r}" if optional else ""
-        parts.append(f"{parameter.name}: {annotation}{default}".replace(" ", "\0"))
+        parts.append(f"{parameter.name}: {kind}{default}".replace(" ", "\0"))
     body = textwrap.fill(
         ", ".join(parts), 96, initial_indent="    ", subsequent_indent="    ",
         break_long_words=False, break_on_hyphens=False,
@@ -72,10 +83,9 @@ def text() -> str:
     parts = [HEAD]
     for name in ops.__all__:
         op = getattr(ops, name)
-        decides, kinds = OVERLOADS.get(name, ("", {}))
         parts += [
-            f"@overload\n{signature(name, op, decides, kind, returns)}"
-            for kind, returns in kinds.items()
+            f"@overload\n{signature(name, op, kinds, returns)}"
+            for kinds, returns in OVERLOADS.get(name, [])
         ] or [signature(name, op)]
     names = "".join(f'    "{name}",\n' for name in ops.__all__)
     return "".join(parts) + f"\n__all__ = [\n{names}]\n"

@@ -250,6 +250,9 @@ EXPORT_ALL(swapped_64x64_c11_k4, kBoth, kSwapped, 1, 1, 64, 13, 1, 4, 0, 1)
 EXPORT_ALL(swapped_64x128_c11, kBoth, kSwapped, 1, 1, 128, 8, 1, 1, 2, 1)
 EXPORT_ALL(swapped_64x128_c11_k2, kBoth, kSwapped, 1, 1, 128, 9, 1, 2, 0, 1)
 EXPORT_ALL(swapped_128x128_c21, kPromoting, kSwapped, 2, 1, 128, 5, 2, 1, 2, 1)
+EXPORT_ALL(swapped_128x160_c21, kPromoting, kSwapped, 2, 1, 160, 4, 2, 1, 3, 1)
+EXPORT_ALL(swapped_128x160_c21_fast, kFast, kSwapped, 2, 1, 160, 4, 2, 1, 3, 1)
+EXPORT_ALL(swapped_128x192_c21_fast, kFast, kSwapped, 2, 1, 192, 4, 2, 1, 3, 1)
 EXPORT_ALL(swapped_128x128_c21_blocks, kBlocks, kSwapped, 2, 1, 128, 5, 2, 1, 2, 1)
 // clang-format on
 

@@ -24,6 +24,7 @@
 #include "kernel_hub/ptx.cuh"
 #include "kernel_hub/reduce.cuh"
 #include "kernel_hub/vec.cuh"
+#include "rowwise/row_vecs.cuh"
 
 namespace kernel_hub::rowwise {
 
@@ -49,96 +50,6 @@ struct RmsNormParams {
         residual_out += outer_idx * residual_out_outer_stride;
         x += outer_idx * x_outer_stride;
         residual += outer_idx * residual_outer_stride;
-    }
-};
-
-// One row's share of a thread: kVecs vectors, blockDim.x apart, zero beyond the row.
-template <typename T, int kVecs>
-struct RowVecs {
-    uint4 bits[kVecs];
-
-    __device__ __forceinline__ void load(const T* row, int num_vecs) {
-#pragma unroll
-        for (int i = 0; i < kVecs; ++i) {
-            const int vec_idx = threadIdx.x + i * blockDim.x;
-            bits[i] = make_uint4(0, 0, 0, 0);
-            if (vec_idx < num_vecs) {
-                bits[i] = ld_global(row + vec_idx * kVecElems<T>);
-            }
-        }
-    }
-
-    __device__ __forceinline__ void load_weight(const T* weight, int num_vecs) {
-#pragma unroll
-        for (int i = 0; i < kVecs; ++i) {
-            const int vec_idx = threadIdx.x + i * blockDim.x;
-            if (vec_idx < num_vecs) {
-                bits[i] = load_shared_by_blocks(weight + vec_idx * kVecElems<T>);
-            }
-        }
-    }
-
-    __device__ __forceinline__ void store(T* row, int num_vecs) const {
-#pragma unroll
-        for (int i = 0; i < kVecs; ++i) {
-            const int vec_idx = threadIdx.x + i * blockDim.x;
-            if (vec_idx < num_vecs) {
-                st_global(row + vec_idx * kVecElems<T>, bits[i]);
-            }
-        }
-    }
-
-    // Adds `other`, rounding each element to T as torch's own add does.
-    __device__ __forceinline__ void add(const RowVecs& other) {
-#pragma unroll
-        for (int i = 0; i < kVecs; ++i) {
-            float a[kVecElems<T>], b[kVecElems<T>];
-            unpack<T>(bits[i], a);
-            unpack<T>(other.bits[i], b);
-#pragma unroll
-            for (int j = 0; j < kVecElems<T>; ++j) {
-                a[j] += b[j];
-            }
-            bits[i] = pack<T>(a);
-        }
-    }
-
-    __device__ __forceinline__ float sum_of_squares() const {
-        float sum = 0.0f;
-#pragma unroll
-        for (int i = 0; i < kVecs; ++i) {
-            float a[kVecElems<T>];
-            unpack<T>(bits[i], a);
-#pragma unroll
-            for (int j = 0; j < kVecElems<T>; ++j) {
-                sum += a[j] * a[j];
-            }
-        }
-        return sum;
-    }
-
-    // NOTE: without this the compiler keeps the row as floats across the barrier: 8 registers a
-    // 16-bit vector, not 4.
-    __device__ __forceinline__ void keep_packed() {
-#pragma unroll
-        for (int i = 0; i < kVecs; ++i) {
-            asm volatile("" : "+r"(bits[i].x), "+r"(bits[i].y), "+r"(bits[i].z), "+r"(bits[i].w));
-        }
-    }
-
-    __device__ __forceinline__ void scale(float inverse_rms, const RowVecs& weight,
-                                          float weight_offset) {
-#pragma unroll
-        for (int i = 0; i < kVecs; ++i) {
-            float a[kVecElems<T>], w[kVecElems<T>];
-            unpack<T>(bits[i], a);
-            unpack<T>(weight.bits[i], w);
-#pragma unroll
-            for (int j = 0; j < kVecElems<T>; ++j) {
-                a[j] = a[j] * inverse_rms * (w[j] + weight_offset);
-            }
-            bits[i] = pack<T>(a);
-        }
     }
 };
 

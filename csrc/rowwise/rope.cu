@@ -6,8 +6,9 @@
 //   interleaved:  out[2j]       = x[2j] c[j] - x[2j + 1] s[j]
 //                 out[2j + 1]   = x[2j + 1] c[j] + x[2j] s[j]
 //   out[rotary_dim:] = x[rotary_dim:]
-// in fp32, rounded once. position = positions[batch, token] (int32 or int64), or the token's index
-// when positions is null; one outside the table gives NaN.
+// in fp32, rounded once. position = positions[batch, token] (int32 or int64), or where positions is
+// null batch * positions_batch_stride + token: the rows of the table are the tokens'. One outside
+// the table gives NaN.
 //
 // Parallelisation: threadIdx.x walks the rotary dimension of a head, threadIdx.y the heads (query
 // heads, then key heads), threadIdx.z the tokens of a block; blocks of tokens along gridDim.x, the
@@ -26,6 +27,8 @@
 #include "kernel_hub/bounds.cuh"
 #include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/vec.cuh"
+
+#include <type_traits>
 
 namespace kernel_hub::rowwise {
 
@@ -98,9 +101,11 @@ __device__ __forceinline__ void rope(RopeTensor<T> q, RopeTensor<T> k, int* flag
     q.select_token(batch_idx, token_idx);
     k.select_token(batch_idx, token_idx);
 
-    int64_t position = token_idx;
+    // NOTE: spilled in the other type, each.
+    using Index = std::conditional_t<kFlat, int64_t, int>;
+    const Index i = batch_idx * static_cast<Index>(positions_batch_stride) + token_idx;
+    int64_t position = i;
     if (positions_bytes != 0) {
-        const int64_t i = batch_idx * positions_batch_stride + token_idx;
         position = positions_bytes == 8 ? __ldg(static_cast<const long long*>(positions) + i)
                                         : __ldg(static_cast<const int*>(positions) + i);
     }

@@ -25,6 +25,7 @@ from .matmul.grouped_linear import grouped_linear as grouped_linear
 from .matmul.linear import linear as linear
 from .matmul.swiglu_linear import swiglu_linear as swiglu_linear
 from .projection.qkv_linear import qkv_linear as qkv_linear
+from .rowwise.layer_norm import layer_norm as layer_norm
 from .rowwise.rms_norm import rms_norm as rms_norm
 from .rowwise.rope import rope as rope
 from .rowwise.silu_and_mul import silu_and_mul as silu_and_mul
@@ -36,6 +37,7 @@ __all__ = [
     "flash_attention",
     "flash_attention_qkvpacked",
     "grouped_linear",
+    "layer_norm",
     "linear",
     "merge_states",
     "qkv_linear",

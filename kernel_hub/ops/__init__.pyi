@@ -138,6 +138,34 @@ def grouped_linear(
     bias: torch.Tensor | None = None, activation: str | None = None,
     out: torch.Tensor | None = None, out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor: ...  # fmt: skip
+@overload
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None,
+    eps: float = 1e-05, *, residual: None = None, adds_after: bool = False,
+    weight_offset: float = 0.0, out_dtype: None = None, out: torch.Tensor | None = None,
+    out_scale: torch.Tensor | None = None, residual_out: torch.Tensor | None = None,
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None,
+    eps: float = 1e-05, *, residual: torch.Tensor, adds_after: Literal[False] = False,
+    weight_offset: float = 0.0, out_dtype: None = None, out: torch.Tensor | None = None,
+    out_scale: torch.Tensor | None = None, residual_out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+@overload
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None,
+    eps: float = 1e-05, *, residual: torch.Tensor, adds_after: Literal[True],
+    weight_offset: float = 0.0, out_dtype: None = None, out: torch.Tensor | None = None,
+    out_scale: torch.Tensor | None = None, residual_out: torch.Tensor | None = None,
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None,
+    eps: float = 1e-05, *, residual: torch.Tensor | None = None, adds_after: bool = False,
+    weight_offset: float = 0.0, out_dtype: torch.dtype, out: torch.Tensor | None = None,
+    out_scale: torch.Tensor | None = None, residual_out: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, ...]: ...  # fmt: skip
 def linear(
     a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, *,
     activation: str | None = None, residual: torch.Tensor | None = None,
@@ -174,15 +202,32 @@ def qkv_linear(
 @overload
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-06, *, residual: None = None,
-    weight_offset: float = 0.0, out: torch.Tensor | None = None,
-    residual_out: torch.Tensor | None = None,
+    adds_after: bool = False, bias: torch.Tensor | None = None, weight_offset: float = 0.0,
+    out_dtype: None = None, out: torch.Tensor | None = None,
+    out_scale: torch.Tensor | None = None, residual_out: torch.Tensor | None = None,
 ) -> torch.Tensor: ...  # fmt: skip
 @overload
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-06, *, residual: torch.Tensor,
-    weight_offset: float = 0.0, out: torch.Tensor | None = None,
-    residual_out: torch.Tensor | None = None,
+    adds_after: Literal[False] = False, bias: torch.Tensor | None = None,
+    weight_offset: float = 0.0, out_dtype: None = None, out: torch.Tensor | None = None,
+    out_scale: torch.Tensor | None = None, residual_out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+@overload
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-06, *, residual: torch.Tensor,
+    adds_after: Literal[True], bias: torch.Tensor | None = None, weight_offset: float = 0.0,
+    out_dtype: None = None, out: torch.Tensor | None = None,
+    out_scale: torch.Tensor | None = None, residual_out: torch.Tensor | None = None,
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-06, *,
+    residual: torch.Tensor | None = None, adds_after: bool = False,
+    bias: torch.Tensor | None = None, weight_offset: float = 0.0, out_dtype: torch.dtype,
+    out: torch.Tensor | None = None, out_scale: torch.Tensor | None = None,
+    residual_out: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, ...]: ...  # fmt: skip
 def rope(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
     positions: torch.Tensor | None = None, *, interleaved: bool = False,
@@ -203,6 +248,7 @@ __all__ = [
     "flash_attention",
     "flash_attention_qkvpacked",
     "grouped_linear",
+    "layer_norm",
     "linear",
     "merge_states",
     "qkv_linear",

@@ -48,6 +48,22 @@ def rms_norm(device: str) -> None:
         ops.rms_norm(residual, weight, residual=x.contiguous(), out=residual)
 
 
+def layer_norm(device: str) -> None:
+    """Weights of either type or none, a residual before or after, results of each type."""
+    shapes = [*itertools.product(ROWS, HIDDEN), (4100, 4096), (1100, 8192)]
+    for dtype, (rows, hidden) in itertools.product(DTYPES, shapes):
+        x = torch.randn(rows, hidden + 8, device=device, dtype=dtype)[:, :hidden]
+        residual = torch.randn(rows, hidden, device=device, dtype=dtype)
+        weight = torch.randn(hidden, device=device)
+        ops.layer_norm(x, weight, weight)
+        ops.rms_norm(x, weight, bias=weight)
+        ops.rms_norm(x.contiguous(), weight.to(dtype), residual=residual, adds_after=True)
+        ops.layer_norm(x.contiguous(), weight.to(dtype), residual=residual, adds_after=True)
+        for kind in (torch.float8_e4m3fn, torch.int8):
+            ops.layer_norm(x, weight, residual=residual, out_dtype=kind)
+            ops.rms_norm(x, weight, residual=residual, out_dtype=kind)
+
+
 def silu_and_mul(device: str) -> None:
     """The same for the product."""
     for dtype, hidden, rows in itertools.product(DTYPES, HIDDEN[1:], ROWS):
@@ -152,6 +168,8 @@ def linear(device: str) -> None:
         )
         with linear_plan.TABLE.forcing(linear_plan.Row(name, {"group": 8, "deals": deals})):
             ops.linear(a, b)
+            ops.linear(a, b, bias, activation="gelu")
+            ops.linear(a, b, bias, residual=residual)
             ops.linear(a, b, bias, activation="silu", residual=residual, out=residual)
     for dtype, wide in itertools.product(DTYPES[:2], (False, True)):
         out_dtype = torch.float32 if wide else dtype

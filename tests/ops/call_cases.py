@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -82,6 +82,11 @@ def _tables(lot: Lot, rows: int, rotary_dim: int, dtype: torch.dtype) -> dict[st
 
 
 def _rms_norm(lot: Lot) -> Case:
+    if lot.one(True, False):
+        case = _layer_norm(lot)
+        tensors = {**case.tensors, "weight": lot.randn(case.tensors["x"].shape[-1])}
+        tensors.pop("bias", None)  # may be of another dtype
+        return replace(case, op="rms_norm", tensors=tensors, required=("x", "weight"))
     dtype, shape = lot.one(*_ANY), (lot.one(1, 2, 3), lot.one(2, 5), 8 * lot.one(1, 2, 5))
     tensors = {"x": lot.randn(*shape, dtype=dtype), "weight": lot.randn(shape[-1], dtype=dtype)}
     outs = {"out": torch.empty_like(tensors["x"])}
@@ -93,6 +98,26 @@ def _rms_norm(lot: Lot) -> Case:
         "rms_norm", {**tensors, **outs}, {"eps": lot.one(0.0, 1e-6), "weight_offset": 1.0},
         outs=tuple(outs), in_place=frozenset(pairs), required=("x", "weight"),
     )  # fmt: skip
+
+
+def _layer_norm(lot: Lot) -> Case:
+    dtype, shape = lot.one(*_ANY), (lot.one(1, 2, 3), lot.one(2, 5), 8 * lot.one(1, 2, 5))
+    parameters, kind = lot.one(dtype, torch.float32), lot.one(dtype, E4M3, torch.int8)
+    x = lot.randn(*shape, dtype=dtype)
+    weights = [(name, lot.randn(shape[-1], dtype=parameters)) for name in ("weight", "bias")]
+    tensors = {"x": x, **lot.maybe(*weights)}
+    options, outs = {"eps": lot.one(0.0, 1e-5)}, {"out": torch.empty_like(x, dtype=kind)}
+    if kind is not dtype:
+        outs["out_scale"] = x.new_empty(shape[:-1], dtype=torch.float32)
+    if how := lot.one("", "before", "after"):
+        tensors["residual"] = lot.randn(*shape, dtype=dtype)
+        if how == "before" or kind is not dtype:
+            outs["residual_out"] = torch.empty_like(x)
+        options["adds_after"] = "residual_out" not in outs
+    like = [out for out in outs if outs[out].dtype == dtype and out != "out_scale"]
+    pairs = frozenset((out, y) for out in like for y in ("x", "residual") if y in tensors)
+    tensors, options["out_dtype"] = {**tensors, **outs}, kind
+    return Case("layer_norm", tensors, options, tuple(outs), (), pairs, ("x",))
 
 
 def _silu_and_mul(lot: Lot) -> Case:
@@ -360,6 +385,7 @@ CASES: dict[str, Callable[[Lot], Case]] = {
     "linear fp8": _linear_fp8,
     "merge_states": _merge_states,
     "qkv_linear": _qkv_linear,
+    "layer_norm": _layer_norm,
     "rms_norm": _rms_norm,
     "rope": _rope,
     "silu_and_mul": _silu_and_mul,

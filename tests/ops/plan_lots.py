@@ -53,6 +53,13 @@ def _norm(lot: Lot) -> tuple[Any, ...]:
     return (x, torch.empty(size, dtype=dtype)), {"residual": residual}
 
 
+def _layer_norm(lot: Lot) -> tuple[Any, ...]:
+    (x, weight), options = _norm(lot)
+    kind = lot.one(None, E4M3, torch.int8)
+    bias = lot.one(None, torch.empty_like(weight))
+    return (x, weight, bias), {**options, "out_dtype": kind}
+
+
 def _silu(lot: Lot) -> tuple[Any, ...]:
     dtype, size = lot.one(*HALF, torch.float32), lot.one(64, 100, 4864, 11008, 14336, 28672)
     return (lot.rows(lot.log(1, 8000), 2 * size, dtype=dtype, aligned=False),), {}
@@ -229,6 +236,7 @@ def _attention_fp8(lot: Lot) -> tuple[Any, ...]:
 
 DRAWN: dict[str, tuple[str, Callable[[Lot], tuple[Any, ...]]]] = {
     "rms_norm": ("rms_norm", _norm),
+    "layer_norm": ("layer_norm", _layer_norm),
     "silu_and_mul": ("silu_and_mul", _silu),
     "rope": ("rope", _rope),
     "merge_states": ("merge_states", _merge),

@@ -78,11 +78,15 @@ class Lot(random.Random):
                 return {"m": m, "n": n, "k": k}
 
 
-def _epilogue(lot: Lot) -> dict[str, Any]:
+def _with_epilogue(lot: Lot, step: int = 8) -> dict[str, Any]:
+    # Half of them such that rows of out and residual may begin at multiples of 16 bytes.
+    shape, room = lot.shape(step=step), lot.choice((1, 8))
+    shape["n"] += -shape["n"] % room
     residual = lot.choice(("none", "none", "apart", "in place"))
     return {
-        "bias": lot.chance(0.4), "activation": lot.choice(ACTIVATIONS), "residual": residual,
-        "out_room": lot.room(1), "residual_room": lot.room(1), "out_shift": lot.chance(0.1),
+        **shape, "bias": lot.chance(0.4), "activation": lot.choice(ACTIVATIONS),
+        "residual": residual, "out_room": lot.room(room), "residual_room": lot.room(room),
+        "out_shift": lot.chance(0.1),
     }  # fmt: skip
 
 
@@ -92,17 +96,16 @@ def _rooms(lot: Lot, step: int = 8) -> dict[str, int]:
 
 def _linear(lot: Lot) -> dict[str, Any]:
     return {
-        **lot.shape(), "fp32": lot.chance(0.25), "one_row": lot.chance(0.03), **_rooms(lot),
-        **_epilogue(lot),
+        **_with_epilogue(lot), "fp32": lot.chance(0.25), "one_row": lot.chance(0.03), **_rooms(lot),
     }  # fmt: skip
 
 
 def _linear_fp8(lot: Lot) -> dict[str, Any]:
     scales = lot.choice(SCALES)
     return {
-        **lot.shape(step=16), "out": lot.choice(("bf16", "fp16", "fp32")), "scales": scales,
-        "fast": scales != "block" and lot.chance(0.4), "turned": lot.chance(0.3),
-        **_rooms(lot, 16), **_epilogue(lot),
+        **_with_epilogue(lot, step=16), "out": lot.choice(("bf16", "fp16", "fp32")),
+        "scales": scales, "fast": scales != "block" and lot.chance(0.4),
+        "turned": lot.chance(0.3), **_rooms(lot, 16),
     }  # fmt: skip
 
 

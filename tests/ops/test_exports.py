@@ -89,6 +89,20 @@ def test_rms_norm(chosen: set[str]) -> None:
     assert chosen == exported("rms_norm")
 
 
+def test_layer_norm_and_rms_norm_joined(chosen: set[str]) -> None:
+    parts = module("rowwise.norm")
+    norms = module("rowwise.layer_norm")._norm, module("rowwise.rms_norm")._joined
+    hiddens = [8, 129, *(2**i for i in range(5, 16)), 5120, 40960]
+    for dtype, kind, hidden, rows in itertools.product(
+        DTYPES, [None, torch.float8_e4m3fn, torch.int8], hiddens, [1, 1024, 8192, 32768]
+    ):
+        x = meta(rows, hidden, dtype=dtype)
+        given = parts.NormGiven(x, x[0], None, None, 1e-5, 0.0, False)
+        for norm in norms:
+            norm.plan(given, norm.new(given, kind, parts.Outs(None, None, None)), 0)
+    assert chosen == exported("layer_norm") | exported("rms_norm_joined")
+
+
 def test_silu_and_mul(chosen: set[str]) -> None:
     for dtype, size in itertools.product(DTYPES, [129, 4096]):
         plan: Callable[..., Any] = module("rowwise.silu_and_mul")._plan

@@ -158,6 +158,16 @@ def test_registered_ops_pass_opcheck(device: str) -> None:
         (ops.rms_norm_out, (x, w, 1e-6, 0.0, torch.empty_like(x))),
         (ops.rms_norm_residual, (x, r, w, 1e-6, 0.0)),
         (ops.rms_norm_residual_out, (x, r, w, 1e-6, 0.0, x.clone(), r.clone())),
+        (ops.layer_norm, (x, w, None, r, 1e-5, 0.0, False, torch.float8_e4m3fn)),
+        (
+            ops.layer_norm_out,
+            (x, w, w, r, 1e-5, 0.0, True, torch.empty_like(x), x.new_empty(0), x.new_empty(0)),
+        ),
+        (ops.rms_norm_joined, (x, w, w, None, 1e-5, 0.0, False, torch.int8)),
+        (
+            ops.rms_norm_joined_out,
+            (x, w, w, r, 1e-5, 0.0, True, torch.empty_like(x), x.new_empty(0), x.new_empty(0)),
+        ),
         (ops.silu_and_mul, (x,)),
         (ops.silu_and_mul_out, (x, x.new_empty(2, 5, 32))),
         (ops.linear, (x, t["weight"], w, 1, r, torch.bfloat16)),

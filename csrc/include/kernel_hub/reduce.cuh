@@ -1,6 +1,8 @@
-// Sums over a warp and over the threads of one row. Portable to sm_80. Fixed order: the same bits
-// on every run.
+// Sums and maxima over a warp and over the threads of one row. Portable to sm_80. Fixed order: the
+// same bits on every run.
 #pragma once
+
+#include "kernel_hub/ptx.cuh"
 
 namespace kernel_hub {
 
@@ -40,6 +42,30 @@ __device__ __forceinline__ float row_sum(float value, float (&slots)[kMaxWarps])
     const int width = row_warps <= 8 ? 8 : kWarpSize;
     const int slot = lane_idx % width;
     return group_sum(slot < row_warps ? slots[first_slot + slot] : 0.0f, width);
+}
+
+// The same of the largest; nan where one is.
+__device__ __forceinline__ float row_max(float value, float (&slots)[kMaxWarps]) {
+    const int row_threads = blockDim.x;
+#pragma unroll
+    for (int mask = kWarpSize / 2; mask > 0; mask /= 2) {
+        if (mask < row_threads) {
+            value = max_nan(value, __shfl_xor_sync(0xffffffffu, value, mask));
+        }
+    }
+    if (row_threads <= kWarpSize) {
+        return value;
+    }
+    const int row_warps = row_threads / kWarpSize;
+    const int first_slot = threadIdx.y * row_warps;
+    if (threadIdx.x % kWarpSize == 0) {
+        slots[first_slot + threadIdx.x / kWarpSize] = value;
+    }
+    __syncthreads();
+    for (int i = 0; i < row_warps; ++i) {
+        value = max_nan(value, slots[first_slot + i]);
+    }
+    return value;
 }
 
 }  // namespace kernel_hub

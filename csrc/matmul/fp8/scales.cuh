@@ -56,7 +56,10 @@ struct ScaledConfig : Config<kSharing, kConsumers, kPieces, kPieceN, kStages, kC
     static_assert(!kTakesBlocks || Base::kSwaps || kScaleBlock % Base::kBlockN == 0,
                   "the columns of a tile are under one scale of b");
     static_assert(Base::kSwaps || Base::kBlockN % kBoxColumns == 0, "results leave in boxes");
-    static_assert(!Base::kSwaps || Base::kBlockN <= 128, "a thread holds the scale of a column");
+    // Scales of columns that a thread of a swapped tile holds.
+    static constexpr int kColumnsAThread = (Base::kBlockN + 127) / 128;
+    static_assert(!Base::kSwaps || kBoxes == 0 || Base::kOutBoxRows == Base::kBlockN,
+                  "a swapped tile leaves in one box");
 };
 
 template <typename C>

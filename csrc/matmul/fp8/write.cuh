@@ -193,11 +193,11 @@ __device__ __forceinline__ void write_scaled(const ScaledEpilogue<Out>& epilogue
 }
 
 // What a thread needs for the end of a swapped tile, read before its product: scale and bias of its
-// two rows; scales of columns, of blocks that share k those of its own, else that of one column.
+// two rows; scales of columns, of blocks that share k those of its own, else one in 128.
 template <typename C, typename Out>
 struct SwappedScales {
     static constexpr int kGroups = C::kSplits > 1 ? C::kSums / 4 / C::kSplits : 0;  // of 8 columns
-    float of_rows[2], bias[2], of_columns[C::kSplits > 1 ? 2 * kGroups : 1];
+    float of_rows[2], bias[2], of_columns[C::kSplits > 1 ? 2 * kGroups : C::kColumnsAThread];
 
     // row: the first of the thread's; column: the first of the tile.
     __device__ __forceinline__ void load(const ScaledEpilogue<Out>& epilogue, int row, int column,
@@ -216,7 +216,11 @@ struct SwappedScales {
                     epilogue.a_scales.of_row(column + 8 * group + 2 * (thread % 4) + i % 2);
             }
         } else {
-            of_columns[0] = epilogue.a_scales.of_row(column + thread % C::kBlockN);
+#pragma unroll
+            for (int i = 0; i < C::kColumnsAThread; ++i) {
+                of_columns[i] =
+                    epilogue.a_scales.of_row(column + min(128 * i + thread, C::kBlockN - 1));
+            }
             prefetch_residual<C::kBlockN>(epilogue, row / 64 * 64, column, thread);
         }
     }
@@ -237,8 +241,11 @@ __device__ __forceinline__ void write_swapped_boxes(const ScaledEpilogue<Out>& e
     const bool has_boxes = kIsPlain || (kHasBoxes && epilogue.is_aligned);
     float* of_columns =
         reinterpret_cast<float*>(dynamic_shared() + C::kColumnsAt) + consumer * C::kBlockN;
-    if (thread < C::kBlockN) {
-        of_columns[thread] = scales.of_columns[0];
+#pragma unroll
+    for (int i = 0; i < C::kColumnsAThread; ++i) {
+        if (128 * i + thread < C::kBlockN) {
+            of_columns[128 * i + thread] = scales.of_columns[i];
+        }
     }
     if (has_boxes && thread == 0) {
         tma_store_wait<0>();

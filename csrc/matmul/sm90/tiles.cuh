@@ -31,7 +31,8 @@ struct Config {
     static constexpr int kClusterM = kClusterM_, kClusterN = kClusterN_, kSplits = kSplits_;
     static constexpr int kSharers = kClusterM * kClusterN, kClusterSize = kSharers * kSplits;
     static constexpr int kMinBlocks = kMinBlocks_;
-    // Rows of out in a box on its way out; it has kBoxColumns columns.
+    // Rows of out in a box on its way out, and of the residual in one on its way in; it has
+    // kBoxColumns columns.
     static constexpr int kOutBoxRows = !kSwaps                               ? 64
                                        : kBoxes > 0 && kBlockN > 64 * kBoxes ? 32
                                                                              : kBlockN;
@@ -46,9 +47,11 @@ struct Config {
         kBiasAt + (kStagesBias ? kConsumers * kBlockN * 2 : 0);   // bias: each consumer's
     static constexpr int kBiasWords = (kBlockN / 2 + 127) / 128;  // a thread
     // Whether what is added to a tile comes through the ring: a stage for each filling of the
-    // boxes.
+    // boxes, of which a consumer then has kFillBytes.
+    static constexpr uint32_t kFillBytes =
+        kSwaps && kBlockN < 64 * kBoxes ? kBlockN * kRowBytes : kBoxes * kBoxBytes;
     static constexpr bool kFetchesResidual =
-        kStagesBias && kBoxes > 0 && kConsumers * kBoxes * kBoxBytes <= kStageBytes;
+        kConsumers * kFillBytes <= kStageBytes && kSplits == 1 && kBoxes > 0;
     // Registers a thread, where warpgroups trade them.
     static constexpr bool kTradesRegisters = kConsumers == 2 && kMinBlocks == 1;
     static constexpr int kProducerRegisters = kPieces * kSums > 96 ? 40 : 56;

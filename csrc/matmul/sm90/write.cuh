@@ -26,6 +26,19 @@ template <typename C>
 struct RingEnd {
     Ring<C::kStages>& ring;
     uint32_t base, full, empty, rank;
+
+    // What a consumer adds to the results of a filling of its boxes.
+    __device__ __forceinline__ uint32_t arrivals(int consumer) const {
+        return base + ring.stage * C::kStageBytes + consumer * C::kFillBytes;
+    }
+    __device__ __forceinline__ void wait() const {
+        mbarrier_wait(full + 8 * ring.stage, ring.parity);
+    }
+    // All threads of the consumer have read them.
+    __device__ __forceinline__ void release_stage(int thread) const {
+        release<C>(empty, ring.stage, rank, thread);
+        ring.next();
+    }
 };
 
 // Where a lane's 16 bytes are in a box of 64 x 64, for stmatrix and ldmatrix; `half`: which half of
@@ -91,7 +104,7 @@ __device__ __forceinline__ void write_groups(const Epilogue<T, Out>& epilogue,
                 tma_store_wait<0>();
             }
             if (has_arrivals) {
-                mbarrier_wait(end.full + 8 * end.ring.stage, end.ring.parity);
+                end.wait();
             }
             named_barrier_sync(3 + consumer, 128);
         }
@@ -109,9 +122,7 @@ __device__ __forceinline__ void write_groups(const Epilogue<T, Out>& epilogue,
         if constexpr (kThroughBoxes) {
             const uint32_t box = in_batch / 2 * kBoxBytes;
             if (has_arrivals) {
-                add_from_box<Out>(end.base + end.ring.stage * C::kStageBytes +
-                                      consumer * C::kBoxes * kBoxBytes + box,
-                                  group, values);
+                add_from_box<Out>(end.arrivals(consumer) + box, group, values);
             }
             if (has_boxes && group < kBoxGroups) {
                 put_in_box<Out>(boxes + box, group, values);
@@ -124,8 +135,7 @@ __device__ __forceinline__ void write_groups(const Epilogue<T, Out>& epilogue,
                 fence_proxy_async();
                 named_barrier_sync(3 + consumer, 128);
                 if (has_arrivals) {
-                    release<C>(end.empty, end.ring.stage, end.rank, thread);
-                    end.ring.next();
+                    end.release_stage(thread);
                 }
                 if (has_boxes && thread == 0) {
                     const int first = group - in_batch;
@@ -141,6 +151,30 @@ __device__ __forceinline__ void write_groups(const Epilogue<T, Out>& epilogue,
             epilogue.put_32(row, column + 32 * group, values);
         }
     }
+}
+
+// Calls write(form) with what of the above the launch asks for. kOwnActivations: gelu and silu have
+// code of their own.
+template <typename Out, bool kOwnActivations, typename T, typename Write>
+__device__ __forceinline__ void write_in_form(const Epilogue<T, Out>& epilogue,
+                                              const Write& write) {
+    if constexpr (sizeof(Out) == 2) {
+        if (epilogue.is_plain()) {
+            return write(std::integral_constant<int, kPlain>());
+        }
+        if (epilogue.is_aligned && epilogue.activation == kIdentity) {
+            return write(std::integral_constant<int, kIdentity>());
+        }
+        if constexpr (kOwnActivations) {
+            if (epilogue.is_aligned && epilogue.activation == kGelu) {
+                return write(std::integral_constant<int, kGelu>());
+            }
+            if (epilogue.is_aligned && epilogue.activation == kSilu) {
+                return write(std::integral_constant<int, kSilu>());
+            }
+        }
+    }
+    write(std::integral_constant<int, kAny>());
 }
 
 // Writes 64 rows of a tile. `bias_words`: of this thread, of the bias of its columns.
@@ -167,23 +201,8 @@ __device__ __forceinline__ void write_tile(const Epilogue<T, Out>& epilogue,
         }
         named_barrier_sync(3 + consumer, 128);
     }
-    if constexpr (sizeof(Out) == 2) {
-        if (epilogue.is_plain()) {
-            return write(std::integral_constant<int, kPlain>());
-        }
-        if (epilogue.is_aligned && epilogue.activation == kIdentity) {
-            return write(std::integral_constant<int, kIdentity>());
-        }
-        if constexpr (C::kBlockN % 64 == 0 && C::kBlockN > 64) {  // the tiles of many rows
-            if (epilogue.is_aligned && epilogue.activation == kGelu) {
-                return write(std::integral_constant<int, kGelu>());
-            }
-            if (epilogue.is_aligned && epilogue.activation == kSilu) {
-                return write(std::integral_constant<int, kSilu>());
-            }
-        }
-    }
-    write(std::integral_constant<int, kAny>());
+    // Code for each activation: of the tiles of many rows.
+    write_in_form<Out, (C::kBlockN % 64 == 0 && C::kBlockN > 64)>(epilogue, write);
 }
 
 // The groups of 8 columns of a tile that a block of those that share k writes, and what is added to

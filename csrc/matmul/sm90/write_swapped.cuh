@@ -5,6 +5,7 @@
 #include "kernel_hub/warpgroup.cuh"
 #include "matmul/epilogue.cuh"
 #include "matmul/sm90/tiles.cuh"
+#include "matmul/sm90/write.cuh"
 
 namespace kernel_hub::matmul::sm90 {
 
@@ -44,8 +45,47 @@ __device__ __forceinline__ void prefetch_residual(const Epilogue<T, Out>& epilog
     }
 }
 
-// What is added to a transposed tile, read before the product so that nothing waits for it; of a
-// wide tile only the bias: its sums need the registers.
+// Where a lane's 16 bytes are in a box of a transposed tile, for stmatrix and ldmatrix; `group`:
+// the first of two groups of 8 columns of the product.
+__device__ __forceinline__ uint32_t place_transposed(int group) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+    const int chunk = 2 * warp + lane / 8 % 2;
+    return (8 * (group + lane / 16) + lane % 8) * kRowBytes + (chunk ^ (lane % 8)) * 16;
+}
+
+// Puts results of 64 rows of a transposed tile and 2 kCount columns into a box.
+template <typename Out, int kCount>
+__device__ __forceinline__ void put_transposed(uint32_t box, const float (&values)[kCount]) {
+#pragma unroll
+    for (int j = 0; j < kCount / 4; j += 2) {
+        uint32_t words[4];
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+            words[w] = pack2<Out>(values[4 * j + 2 * w], values[4 * j + 2 * w + 1]);
+        }
+        stmatrix_x4_trans(box + place_transposed(j), words[0], words[1], words[2], words[3]);
+    }
+}
+
+// Adds what lies in a box as put_transposed puts it.
+template <typename Out, int kCount>
+__device__ __forceinline__ void add_transposed(uint32_t box, float (&values)[kCount]) {
+#pragma unroll
+    for (int j = 0; j < kCount / 4; j += 2) {
+        uint32_t words[4];
+        ldmatrix_x4_trans(words, box + place_transposed(j));
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+            float pair[2];
+            Word<Out>::unpack(words[w], pair);
+            values[4 * j + 2 * w] += pair[0];
+            values[4 * j + 2 * w + 1] += pair[1];
+        }
+    }
+}
+
+// What is added to a transposed tile, read before the product so that nothing waits for it: the
+// bias, and of a narrow tile the residual that does not come through the ring.
 template <typename C, typename T, typename Out>
 struct SwappedExtras {
     static constexpr bool kIsWide = C::kSums > 32;
@@ -63,66 +103,58 @@ struct SwappedExtras {
                 }
             }
         }
-        if constexpr (kIsWide) {
-            prefetch_residual<C::kBlockN>(epilogue, row / 64 * 64, tile_column, threadIdx.x % 128);
-        } else {
-            load_residual(epilogue, row, column, residual);
+        if (!epilogue.adds_vectors()) {
+            if constexpr (kIsWide) {
+                prefetch_residual<C::kBlockN>(epilogue, row / 64 * 64, tile_column,
+                                              threadIdx.x % 128);
+            } else {
+                load_residual(epilogue, row, column, residual);
+            }
         }
     }
 
-    // Makes results of sums.
     template <int kCount>
-    __device__ __forceinline__ void finish(const Epilogue<T, Out>& epilogue,
-                                           const Out (&more)[kCount],
-                                           float (&values)[kCount]) const {
+    __device__ __forceinline__ void add_bias(const Epilogue<T, Out>& epilogue,
+                                             float (&values)[kCount]) const {
         if (epilogue.bias) {
 #pragma unroll
             for (int i = 0; i < kCount; ++i) {
                 values[i] += to_float(bias[i / 2 % 2]);
             }
         }
-        activate<Out>(values, epilogue.activation);
-        if (epilogue.residual) {
-#pragma unroll
-            for (int i = 0; i < kCount; ++i) {
-                values[i] += to_float(more[i]);
-            }
-        }
     }
 };
 
-// Puts results of 64 rows of a transposed tile and 2 kCount columns into a box.
-template <typename Out, int kCount>
-__device__ __forceinline__ void put_transposed(uint32_t box, const float (&values)[kCount]) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+// Adds what load_residual read.
+template <typename T, typename Out, int kCount>
+__device__ __forceinline__ void add_loaded(const Epilogue<T, Out>& epilogue,
+                                           const Out (&more)[kCount], float (&values)[kCount]) {
+    if (epilogue.residual && !epilogue.adds_vectors()) {
 #pragma unroll
-    for (int j = 0; j < kCount / 4; j += 2) {
-        uint32_t words[4];
-#pragma unroll
-        for (int w = 0; w < 4; ++w) {
-            words[w] = pack2<Out>(values[4 * j + 2 * w], values[4 * j + 2 * w + 1]);
+        for (int i = 0; i < kCount; ++i) {
+            values[i] += to_float(more[i]);
         }
-        const int box_row = 8 * (j + lane / 16) + lane % 8;
-        const int chunk = 2 * warp + lane / 8 % 2;
-        stmatrix_x4_trans(box + box_row * kRowBytes + (chunk ^ (lane % 8)) * 16, words[0], words[1],
-                          words[2], words[3]);
     }
 }
 
-// Writes a wide transposed tile, 32 columns after another; kIsPlain: they are rounded sums.
-template <typename C, bool kIsPlain, typename T, typename Out>
+// Writes a wide transposed tile, 32 columns after another; kHow: as in write_groups. Of one
+// consumer, whose blocks have few tiles each, code of an activation is a loop: straight code is
+// fetched anew in the first tile.
+template <typename C, int kHow, typename T, typename Out>
 __device__ __forceinline__ void write_wide(const Epilogue<T, Out>& epilogue,
-                                           const CUtensorMap* out_map, uint32_t boxes, int barrier,
+                                           const CUtensorMap* out_map, uint32_t boxes, int consumer,
                                            int first_row, int column, int row, int first_column,
                                            const SwappedExtras<C, T, Out>& extras,
-                                           const float (&acc)[C::kSums]) {
-    constexpr int kGroups = C::kBlockN / 32, kBatch = 2 * C::kBoxes;
-    constexpr int kUnroll = kIsPlain ? kGroups : 1;
-    const int thread = threadIdx.x % 128;
+                                           const float (&acc)[C::kSums], const RingEnd<C>& end) {
     constexpr bool kThroughBoxes = sizeof(Out) == 2;
-    const bool has_boxes = kThroughBoxes && (kIsPlain || epilogue.is_aligned);
+    constexpr int kGroups = C::kBlockN / 32, kBatch = 2 * C::kBoxes;
+    constexpr bool kLoops = kHow == kAny || (kHow > kIdentity && C::kConsumers == 1);
+    constexpr int kUnroll = kLoops ? 1 : kGroups;
+    const int thread = threadIdx.x % 128;
+    const bool has_boxes = kThroughBoxes && (kHow != kAny || epilogue.is_aligned);
+    const bool has_arrivals = kHow != kPlain && epilogue.adds_vectors();
     Out more[16];
-    if constexpr (!kIsPlain) {
+    if (kHow == kAny && !has_boxes) {
         load_residual(epilogue, row, first_column, more);
     }
 #pragma unroll kUnroll
@@ -133,27 +165,36 @@ __device__ __forceinline__ void write_wide(const Epilogue<T, Out>& epilogue,
             if (thread == 0) {
                 tma_store_wait<0>();
             }
-            named_barrier_sync(barrier, 128);
+            if (has_arrivals) {
+                end.wait();
+            }
+            named_barrier_sync(3 + consumer, 128);
         }
         float values[16];
         pick<kGroups>(values, group, [&](int i) { return acc[i]; });
-        if constexpr (!kIsPlain) {
+        Out next[16];
+        if (kHow == kAny && !has_boxes) {
             // NOTE: a group ahead; what is behind the tile's last column is never added.
-            Out next[16];
             load_residual(epilogue, row, first_column + 32 * (group + 1), next);
-            extras.finish(epilogue, more, values);
-#pragma unroll
-            for (int i = 0; i < 16; ++i) {
-                more[i] = next[i];
-            }
+        }
+        if constexpr (kHow != kPlain) {
+            extras.add_bias(epilogue, values);
+            activate<Out>(values, kHow == kAny ? epilogue.activation : kHow);
         }
         if (has_boxes) {
             if constexpr (kThroughBoxes) {
-                put_transposed<Out>(boxes + in_batch * 32 * kRowBytes, values);
+                const uint32_t box = in_batch * 32 * kRowBytes;
+                if (has_arrivals) {
+                    add_transposed<Out>(end.arrivals(consumer) + box, values);
+                }
+                put_transposed<Out>(boxes + box, values);
             }
             if (in_batch == kBatch - 1 || group == kGroups - 1) {
                 fence_proxy_async();
-                named_barrier_sync(barrier, 128);
+                named_barrier_sync(3 + consumer, 128);
+                if (has_arrivals) {
+                    end.release_stage(thread);
+                }
                 if (thread == 0) {
                     for (int at = 0; at < 32 * (in_batch + 1); at += C::kOutBoxRows) {
                         tma_store_2d(out_map, boxes + at * kRowBytes, first_row,
@@ -163,8 +204,10 @@ __device__ __forceinline__ void write_wide(const Epilogue<T, Out>& epilogue,
                 }
             }
         } else {
+            add_loaded(epilogue, more, values);
 #pragma unroll
             for (int i = 0; i < 16; ++i) {
+                more[i] = next[i];
                 epilogue.put_complete(first_column + 32 * group + 8 * (i / 4) + i % 2,
                                       row + 8 * (i / 2 % 2), values[i]);
             }
@@ -177,31 +220,36 @@ __device__ __forceinline__ void write_wide(const Epilogue<T, Out>& epilogue,
 template <typename C, typename T, typename Out>
 __device__ __forceinline__ void write_swapped(const Epilogue<T, Out>& epilogue,
                                               const CUtensorMap* out_map, uint32_t boxes,
-                                              int barrier, int first_row, int column, int row,
+                                              int consumer, int first_row, int column, int row,
                                               int first_column,
                                               const SwappedExtras<C, T, Out>& extras,
-                                              float (&acc)[C::kSums]) {
+                                              float (&acc)[C::kSums], const RingEnd<C>& end) {
     if constexpr (extras.kIsWide) {
-        if (sizeof(Out) == 2 && epilogue.is_plain()) {
-            write_wide<C, true>(epilogue, out_map, boxes, barrier, first_row, column, row,
-                                first_column, extras, acc);
-        } else {
-            write_wide<C, false>(epilogue, out_map, boxes, barrier, first_row, column, row,
-                                 first_column, extras, acc);
-        }
-        return;
+        const auto write = [&](auto how) {
+            write_wide<C, decltype(how)::value>(epilogue, out_map, boxes, consumer, first_row,
+                                                column, row, first_column, extras, acc, end);
+        };
+        write_in_form<Out, true>(epilogue, write);
     } else {
-        extras.finish(epilogue, extras.residual, acc);
-        if constexpr (C::kBoxes > 0 && sizeof(Out) == 2) {
+        extras.add_bias(epilogue, acc);
+        activate<Out>(acc, epilogue.activation);
+        if constexpr (sizeof(Out) == 2) {
             if (epilogue.is_aligned) {
                 const int thread = threadIdx.x % 128;
                 if (thread == 0) {
                     tma_store_wait<0>();
                 }
-                named_barrier_sync(barrier, 128);
+                if (epilogue.residual) {
+                    end.wait();
+                    add_transposed<Out>(end.arrivals(consumer), acc);
+                }
+                named_barrier_sync(3 + consumer, 128);
                 put_transposed<Out>(boxes, acc);
                 fence_proxy_async();
-                named_barrier_sync(barrier, 128);
+                named_barrier_sync(3 + consumer, 128);
+                if (epilogue.residual) {
+                    end.release_stage(thread);
+                }
                 if (thread == 0) {
                     tma_store_2d(out_map, boxes, first_row, column);
                     tma_store_commit();
@@ -209,6 +257,7 @@ __device__ __forceinline__ void write_swapped(const Epilogue<T, Out>& epilogue,
                 return;
             }
         }
+        add_loaded(epilogue, extras.residual, acc);
 #pragma unroll
         for (int i = 0; i < C::kSums; ++i) {
             epilogue.put_complete(first_column + 8 * (i / 4) + i % 2, row + 8 * (i / 2 % 2),

@@ -11,7 +11,7 @@ import torch
 
 from ...errors import TensorError
 from ...ops import linear, rms_norm, rope, silu_and_mul
-from ..transformers.forwards import even_rows, rotation_tables
+from ..transformers.forwards import even_rows
 
 _PRODUCT_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -88,8 +88,7 @@ class RotaryPosEmb(torch.nn.Module):  # type: ignore[misc]
     def forward(self: Any, q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
         """q, k: (batch_size, heads, seqlen, head_dim), or with unsqueeze_dim 2 (batch_size, seqlen,
         heads, head_dim); cos, sin: (batch_size or 1, seqlen, head_dim), both halves alike."""
-        half_cos, half_sin, positions = rotation_tables(cos, sin)
         if unsqueeze_dim == 2:
-            return rope(q, k, half_cos, half_sin, positions)
-        q, k = rope(q.transpose(1, 2), k.transpose(1, 2), half_cos, half_sin, positions)
+            return rope(q, k, cos, sin)
+        q, k = rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
         return q.transpose(1, 2), k.transpose(1, 2)

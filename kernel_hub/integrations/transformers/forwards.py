@@ -148,12 +148,12 @@ def _projected(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rotated queries and keys, and values: (batch_size, seqlen, heads, head_dim) each."""
     heads = (*x.shape[:-1], -1, self.head_dim)
-    half_cos, half_sin, positions = rotation_tables(cos, sin)
     fused = state.fused
     if fused is not None:
         sizes = [size // self.head_dim for size in fused.sizes]
         if state.details["norm"] is None and self.head_dim % 32 == 0:
             counts.took("qkv_linear")
+            half_cos, half_sin, positions = rotation_tables(cos, sin)
             found: Any = qkv_linear(
                 even_rows(x), fused.weight, num_heads=sizes[0], num_kv_heads=sizes[1],
                 bias=fused.bias, cos=half_cos, sin=half_sin, positions=positions,
@@ -169,14 +169,14 @@ def _projected(
     if state.details["norm"] == "head":
         q, k = self.q_norm(q), self.k_norm(k)
     counts.took("rope")
-    q, k = rope(q, k, half_cos, half_sin, positions)
+    q, k = rope(q, k, cos, sin)
     return q, k, v
 
 
 def rotation_tables(
     cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """(cos, sin, positions) as ops take them: transformers has an angle a token, in both halves."""
+    """(cos, sin, positions) as qkv_linear takes them, of a row a token and both halves."""
     rows, seqlen, head_dim = cos.shape
     half = head_dim // 2
     if rows == 1:

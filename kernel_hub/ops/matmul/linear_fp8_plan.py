@@ -34,7 +34,8 @@ _NAMES = (
     *("128x256_c21_fast", "128x192_c21_fast", "128x128_c21", "128x64_c21", "swapped_64x16_c11_b2"),
     *("swapped_64x16_c11_k2_b2", "swapped_64x64_c11_b2", "swapped_64x64_c11"),
     *("swapped_64x64_c11_k2", "swapped_64x64_c11_k4", "swapped_64x128_c11"),
-    *("swapped_64x128_c11_k2", "swapped_128x128_c21"),
+    *("swapped_64x128_c11_k2", "swapped_128x128_c21", "swapped_128x160_c21"),
+    *("swapped_128x160_c21_fast", "swapped_128x192_c21_fast"),
 )
 VARIANTS = Lazy(dict.fromkeys(_NAMES), _scaled)
 
@@ -44,12 +45,13 @@ WITH_BLOCKS = {
     name: f"{name}_blocks"
     for name in ("128x128_c21", "swapped_64x64_c11_b2", "swapped_128x128_c21")
 }
+WITHOUT_BLOCKS = ("swapped_128x160_c21",)  # sums and factors of so many columns need more registers
 
 
-def applies(name: str, k: int, is_fast: bool) -> bool:
+def applies(name: str, k: int, is_fast: bool, has_blocks: bool = False) -> bool:
     """Whether a variant computes such a product. is_fast: sums may stay in the tensor cores."""
     variant = VARIANTS[name]
-    if variant.is_fast and not is_fast:
+    if (variant.is_fast and not is_fast) or (has_blocks and name in WITHOUT_BLOCKS):
         return False
     return -(-k // SCALE_BLOCK) >= variant.splits
 
@@ -93,13 +95,13 @@ def choose(
     """
     gpu = Gpu(SM90, num_sms, gpu_name)
     row = TABLE.lookup(gpu, m, n=n, k=k, fast=int(is_fast))
-    if row is not None:
+    if row is not None and applies(row.variant, k, is_fast, has_blocks):
         group, deals = row.numbers.get("group", _GROUP), bool(row.numbers.get("deals", 0))
         return make_choice(row.variant, num_sms, m, n, k, has_blocks, group, deals)
     best = min(
         (expected_us(name, num_sms, m, n, k, deals, has_blocks), name, deals)
         for name in VARIANTS
-        if applies(name, k, is_fast)
+        if applies(name, k, is_fast, has_blocks)
         for deals in tiles.ways(VARIANTS[name], num_sms, m, n, k)
     )
     return make_choice(best[1], num_sms, m, n, k, has_blocks, deals=best[2])

@@ -99,7 +99,8 @@ def plan_launch(
         overlaps.append((m, residual_stride, n))
     if any(rows > 1 and stride < columns for rows, stride, columns in overlaps):
         capability = SM80  # rows that overlap, or an expanded one: pointers, no tensor maps
-    choice = choose(capability, num_sms, m, n, k, out.dtype != a.dtype, name)
+    is_wide = out.dtype != a.dtype
+    choice = choose(capability, num_sms, m, n, k, is_wide, name, residual is not None)
     token = common.DTYPE_TOKENS[a.dtype]
     suffix = "_fp32" if out.dtype != a.dtype else ""
     function = common.shipped(choice.cubin, f"linear_{token}_{choice.variant}{suffix}")
@@ -116,7 +117,7 @@ def plan_launch(
     out_boxes = residual_boxes = None
     if choice.out_box_rows and out.dtype == a.dtype and not (n | out_stride) % 8:
         out_boxes = boxes_of(m, n, n if m == 1 else out_stride, choice.out_box_rows)
-        if residual is not None and not choice.swaps and not residual_stride % 8:
+        if residual is not None and not residual_stride % 8:
             stride = n if m == 1 else residual_stride
             residual_boxes = boxes_of(m, n, stride, choice.out_box_rows)
     numbers = (out_stride, *last, choice.group, choice.num_whole, choice.num_dealt)

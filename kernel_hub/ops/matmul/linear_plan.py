@@ -74,11 +74,12 @@ def hopper_choice(
 
 
 def hopper_cost(
-    name: str, num_sms: int, m: int, n: int, k: int, deals: bool = False, out_bytes: int = 2
+    name: str, num_sms: int, m: int, n: int, k: int, deals: bool = False, added_bytes: int = 2
 ) -> float:
-    """Microseconds a variant is expected to take."""
+    """Microseconds a variant is expected to take. added_bytes: of each element of out and of what
+    is added to it."""
     cost, variant = Cost.stated(TABLE.costs("sm90")[name]), HOPPER[name]
-    num_bytes = 2 * (n * k + m * k) + out_bytes * m * n
+    num_bytes = 2 * (n * k + m * k) + added_bytes * m * n
     expected = cost.expected_us(variant, num_sms, m, n, k, num_bytes, deals)
     if 2 * m * n * k >= _LONG_FLOPS:
         expected *= 1 + _POWER_SHARE * (variant.rows_a_product * _LEAST_FETCHING - 1)
@@ -86,12 +87,13 @@ def hopper_cost(
 
 
 def cheapest(
-    num_sms: int, m: int, n: int, k: int, is_wide: bool = False
+    num_sms: int, m: int, n: int, k: int, is_wide: bool = False, has_residual: bool = False
 ) -> tuple[float, str, bool]:
     """(microseconds, variant, whether clusters share the k of its tiles) of what is expected to be
     fastest of linear_sm90.cu."""
+    added_bytes = (4 if is_wide else 2) * (1 + has_residual)
     return min(
-        (hopper_cost(name, num_sms, m, n, k, deals, 4 if is_wide else 2), name, deals)
+        (hopper_cost(name, num_sms, m, n, k, deals, added_bytes), name, deals)
         for name in (HOPPER_FP32 if is_wide else HOPPER)
         for deals in tiles.ways(HOPPER[name], num_sms, m, n, k)
     )
@@ -149,10 +151,12 @@ def choose(
     k: int,
     is_wide: bool,
     gpu_name: str = "",
+    has_residual: bool = False,
 ) -> TileChoice:
     """The launch for out (m, n) = a (m, k) b (n, k)^T: what was measured, else what is expected.
 
     is_wide: out is fp32 and a is not. gpu_name: whose file of `kernel-hub tune` counts.
+    has_residual: one is added, which is read too.
     """
     if not is_wide:
         row = TABLE.lookup(Gpu(compute_capability, num_sms, gpu_name), m, n=n, k=k)
@@ -162,7 +166,7 @@ def choose(
         return _choose_portable(compute_capability, num_sms, m, n, k)
     if m <= 4:
         return _choose_portable(compute_capability, num_sms, m, n, k)
-    _, name, deals = cheapest(num_sms, m, n, k, is_wide)
+    _, name, deals = cheapest(num_sms, m, n, k, is_wide, has_residual)
     return hopper_choice(name, num_sms, m, n, k, deals=deals)
 
 

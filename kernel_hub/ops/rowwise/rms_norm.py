@@ -1,4 +1,7 @@
-"""RMS normalisation of rows, with an optional fused residual add (csrc/rowwise/rms_norm.cu)."""
+"""RMS normalisation of rows, with an optional fused residual add (csrc/rowwise/rms_norm.cu).
+
+What more may be joined to it goes by csrc/rowwise/rms_norm_joined.cu.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ import torch
 from ...errors import KernelHubError, TensorError
 from ..core import common
 from ..core.launch import Launch, Plans
+from .norm import QUANTISED, Norm, NormGiven, Outs
+from .norm import choose as _choose
 
 _OP = "rms_norm"
 # What a call's shapes, strides and alignment were checked and planned to be.
@@ -35,39 +40,52 @@ def rms_norm(
     eps: float = 1e-6,
     *,
     residual: torch.Tensor | None = None,
+    adds_after: bool = False,
+    bias: torch.Tensor | None = None,
     weight_offset: float = 0.0,
+    out_dtype: torch.dtype | None = None,
     out: torch.Tensor | None = None,
+    out_scale: torch.Tensor | None = None,
     residual_out: torch.Tensor | None = None,
 ) -> Any:
     """Normalise each row of `x` by its root mean square; optionally add a residual first.
 
         residual_out = x + residual                       (rounded, equal to torch's own add)
-        out = s / sqrt(mean(s**2, -1) + eps) * (weight + weight_offset),  s = residual_out or x
+        normed = s / sqrt(mean(s**2) + eps) * (weight + weight_offset) + bias
+        out = normed,  s = residual_out or x;  with adds_after: out = residual + normed,  s = x
+        e4m3, int8: out_scale = max(|normed|) / 448 or 127,  out = round(normed / out_scale)
 
-    computed in fp32 and rounded once: with a residual, the norm is of the rounded sum, as in the
-    unfused pair of ops.
+    computed in fp32 and rounded once: with a residual before, the norm is of the rounded sum, as in
+    the unfused pair of ops.
 
     x: (..., hidden_size), fp16, bf16 or fp32, on the GPU or the CPU; last dimension contiguous, the
         leading ones in at most two separately strided groups.
-    weight: (hidden_size,), dtype and device of x, contiguous.
+    weight, bias: (hidden_size,), the dtype of x or fp32, both the same; device of x, contiguous.
     eps: added to the mean of squares; at least 0.
     residual: like x; strides of its own.
+    adds_after: the residual is added to what was normed, not before (Gemma, OLMo 2).
     weight_offset: added to the weight; 1.0 for models that store weight - 1 (Gemma).
-    out, residual_out: like x; where to write. Either may be x or residual itself (in place); no
-        other overlap of what is written with anything else.
+    out_dtype: None (of `out`, else of x), the dtype of x, torch.float8_e4m3fn or torch.int8: each
+        row by its scale, which is nan where the row has a nan or an infinity.
+    out, out_scale, residual_out: where to write: like x in out_dtype; x.shape[:-1], fp32; like x.
+        out or residual_out may be x or residual itself (in place); no other overlap of what is
+        written with anything else.
 
-    Returns out, or (out, residual_out) when a residual is given. A CUDA tensor runs the shipped
+    Returns out; with out_scale behind it where it is quantised, and residual_out behind that where
+    a residual is added before. A CUDA tensor runs the shipped
     cubin on torch's current stream; a CPU tensor runs a reference in torch. No backward.
     Raises TensorError naming the argument that does not fit.
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
     """
     try:
         if (
-            residual is out is residual_out is None
+            residual is out is residual_out is bias is out_dtype is out_scale is None
+            and not adds_after
             and not _is_tracing()
             and type(x) in _PLAIN_TYPES
             and type(weight) in _PLAIN_TYPES
             and x.is_cuda
+            and weight.dtype is x.dtype
             and 0.0 <= eps <= _MOST
             and -_MOST <= weight_offset <= _MOST
             # What `Operands` asks of every other call.
@@ -83,6 +101,13 @@ def rms_norm(
         _numbers(eps, weight_offset)
         raise
 
+    if (
+        not (bias is out_dtype is out_scale is None and adds_after is False)
+        or _is_wide(x, weight)
+        or (isinstance(out, torch.Tensor) and out.dtype in QUANTISED)
+    ):
+        given = NormGiven(x, weight, bias, residual, eps, weight_offset, adds_after)
+        return _joined(given, out_dtype, Outs(out, out_scale, residual_out))
     eps, weight_offset = _numbers(eps, weight_offset)
     if not _operands.are_plain((x, weight), (residual, out, residual_out)):
         _check(x, residual, weight, out, residual_out)
@@ -102,6 +127,16 @@ def rms_norm(
     if is_given:
         _written((out,) if residual_out is None else (out, residual_out))
     return out if residual is None else (out, residual_out)
+
+
+def _is_wide(x: Any, weight: Any) -> bool:
+    """Whether 16-bit rows have a weight in fp32."""
+    return (
+        isinstance(x, torch.Tensor)
+        and isinstance(weight, torch.Tensor)
+        and weight.dtype == torch.float32
+        and x.dtype in (torch.float16, torch.bfloat16)
+    )
 
 
 def _numbers(eps: Any, weight_offset: Any) -> tuple[float, float]:
@@ -126,33 +161,6 @@ def _check(x: Any, residual: Any, weight: Any, out: Any = None, residual_out: An
             common.check_like(_OP, argument, value, x.shape, x)
             if argument != "residual":
                 common.check_output(_OP, argument, value)
-
-
-def _choose(vecs: int, rows: int, has_residual: bool) -> tuple[str, int, int]:
-    """(variant, threads a row, rows a block) for rows of `vecs` 16-byte vectors.
-
-    Measured on an H200 (docs/notes/rms_norm.md): few rows want every load of a row in flight at
-    once, many rows want four vectors a thread and two rows a block.
-    """
-    if vecs <= 32:
-        threads = 1 << (vecs - 1).bit_length()
-        return "vec1", threads, 128 // threads
-    if vecs > 4 * 1024:
-        return "loop", 512, 1
-    if rows <= 256:
-        widest = (256, 1024)
-    elif has_residual:
-        widest = (128, 640 if rows > 4096 and vecs % 512 else 128)
-    else:
-        widest = (32, 1024 if vecs % 512 else 512 if rows <= 4096 else 256)
-    per_thread = 1 if vecs <= widest[0] else 2 if vecs <= widest[1] else 4
-    threads = 32 * -(-vecs // (32 * per_thread))
-    several = rows > 256 and (
-        threads <= 64
-        or (threads == 128 and per_thread != 2)
-        or (threads == 256 and per_thread == 4 and rows > (4096 if has_residual else 16384))
-    )
-    return f"vec{per_thread}", threads, max(2, 128 // threads) if several else 1
 
 
 def _plan(
@@ -352,3 +360,22 @@ _op_residual_out = common.define(
     "Tensor(a!) out, Tensor(b!) residual_out) -> ()",
     cuda=_cuda_into, cpu=_cpu_into, fake=_fake_into,
 )  # fmt: skip
+
+
+def _cuda_joined_into(*given: Any) -> None:
+    _joined.launch(NormGiven(*given[:7]), Outs(*given[7:10]), *given[10:])
+
+
+def _cpu_joined_into(*given: Any) -> None:
+    _joined.compute(NormGiven(*given[:7]), Outs(*given[7:10]), *given[10:])
+
+
+# By their names at each call: a test gives one another's.
+_joined = Norm(
+    _OP,
+    kernels="rms_norm_joined",
+    needs_weight=True,
+    cuda=lambda *given: _cuda_joined_into(*given),
+    cpu=lambda *given: _cpu_joined_into(*given),
+    normed=lambda s, eps: s * torch.rsqrt(s.square().mean(-1, keepdim=True) + eps),
+)

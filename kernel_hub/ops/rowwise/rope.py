@@ -48,11 +48,13 @@ def rope(
         the last dimension contiguous.
     k: (..., seqlen, num_kv_heads, head_dim), the leading dimensions, dtype and device of q.
     cos, sin: (max_position, rotary_dim // 2), fp32 or the dtype of q; rows evenly strided, the same
-        for both (the halves of one cos_sin cache will do).
+        for both (the halves of one cos_sin cache will do). Or, without positions, a row a token as
+        transformers has them, (batch or 1, seqlen, rotary_dim), both halves alike: the second is
+        not read. `kernel_hub.ops.rotary` makes either.
     positions: int32 or int64, the leading dimensions of q, or (seqlen,) for all of them; None is
         0 .. seqlen - 1. A position outside the table gives NaN in what is rotated.
     interleaved: rotate neighbouring elements (GPT-J) instead of the two halves (GPT-NeoX, Llama).
-    rotary_dim: None is 2 * cos.shape[-1].
+    rotary_dim: None is 2 * cos.shape[-1], or cos.shape[-1] of a row a token.
     out_q, out_k: like q and k; where to write. `out_q=q, out_k=k` works in place.
 
     Returns (out_q, out_k). A CUDA tensor runs the shipped cubin on torch's current stream; a CPU
@@ -61,7 +63,9 @@ def rope(
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
     """
     if rotary_dim is None:
-        rotary_dim = 2 * common.last_size(cos)
+        rotary_dim = common.last_size(cos)
+        if not rotary_dim or cos.dim() != 3:
+            rotary_dim *= 2
     given = (q, k, cos, sin, positions, interleaved, rotary_dim)
     if not _operands.are_plain((q, k, cos, sin), (positions, out_q, out_k)):
         _check(*given, out_q, out_k)
@@ -97,6 +101,8 @@ def _check(
             raise common.refuse(op, argument, "shape (..., seqlen, num_heads, head_dim)", value)
     common.check_like(op, "k", k, (*q.shape[:-2], k.shape[-2], q.shape[-1]), q)
     common.check_tensor(op, "cos", cos)
+    if cos.dim() == 3:
+        cos, sin = _rows_a_token(q, cos, sin, positions, rotary_dim)
     check_rotation(op, cos, sin, interleaved, rotary_dim, q.shape[-1], q)
     if positions is None:
         if cos.shape[0] < q.shape[-3]:
@@ -111,6 +117,27 @@ def _check(
         if out is not None:
             common.check_like(op, argument, out, x.shape, x)
             common.check_output(op, argument, out)
+
+
+def _rows_a_token(q: Any, cos: Any, sin: Any, positions: Any, rotary_dim: Any) -> tuple[Any, Any]:
+    """The first halves of transformers' tables, a row a token, as (rows, rotary_dim // 2)."""
+    if positions is not None:
+        raise common.refuse(_OP, "positions", "None where cos has a row a token", positions)
+    batch, seqlen = q.shape[:-3].numel(), q.shape[-3]
+    for argument, table in (("cos", cos), ("sin", sin)):
+        common.check_tensor(_OP, argument, table)
+        if tuple(table.shape) not in ((1, seqlen, rotary_dim), (batch, seqlen, rotary_dim)):
+            expected = (
+                f"shape (max_position, rotary_dim // 2), or ({batch} or 1, {seqlen}, rotary_dim)"
+            )
+            raise common.refuse(_OP, argument, expected, table)
+        even = (0, seqlen * table.stride(1))
+        if table.shape[0] > 1 < seqlen and table.stride(0) not in even:
+            raise common.refuse(_OP, argument, "evenly spaced rows (call .contiguous())", table)
+    if sin.shape != cos.shape or sin.stride() != cos.stride():
+        raise common.refuse(_OP, "sin", f"the shape and strides of cos ({common.say(cos)})", sin)
+    half = rotary_dim // 2
+    return cos.flatten(0, 1)[:, :half], sin.flatten(0, 1)[:, :half]
 
 
 def _choose(width: int, heads: int, tokens: int) -> tuple[int, int, int]:
@@ -165,10 +192,12 @@ def _plan(
     leading = q.shape[:-2]
     lead_strides = [tensor.stride()[:-2] for tensor in tensors]
     positions_stride = 0
-    if positions is not None and positions.dim() == len(leading):
-        # Every token has a position of its own: all leading dimensions may merge.
+    own_rows = cos.dim() == 3 and cos.shape[0] > 1 and cos.stride(0) != 0
+    if own_rows or (positions is not None and positions.dim() == len(leading)):
+        # Every token has a position, or a row of the table, of its own: all leading dimensions may
+        # merge.
         (batch, tokens), pairs = common.collapse(
-            "rope", leading, [*lead_strides, positions.stride()]
+            "rope", leading, [*lead_strides, q.new_empty(leading, device="meta").stride()]
         )
         *pairs, (positions_stride, _) = pairs
     else:
@@ -179,17 +208,18 @@ def _plan(
         pairs = [
             [column[0], stride[-1]] for column, stride in zip(columns, lead_strides, strict=True)
         ]
-    if batch > common.MAX_GRID_Y or tokens > common.MAX_GRID_X:
+    if batch > common.MAX_GRID_Y or batch * tokens > common.MAX_GRID_X:
         raise TensorError(
             f"rope: {batch} x {tokens} tokens: at most {common.MAX_GRID_Y} separately strided "
-            "batches are supported; call .contiguous() first, or give every token its position"
+            "batches and 2**31 - 1 tokens are supported; call .contiguous() first, or give every "
+            "token its position"
         )
     strides = [
         stride
         for tensor, (batch_stride, token_stride) in zip(tensors, pairs, strict=True)
         for stride in (batch_stride, token_stride, tensor.stride(-2))
     ]
-    head_dim, table_stride = q.shape[-1], cos.stride(0)
+    head_dim, table_stride, table_rows = q.shape[-1], cos.stride(-2), cos.shape[:-1].numel()
     num_heads, num_kv_heads = q.shape[-2], k.shape[-2]
     elems = common.VEC_BYTES // q.element_size()
     half = rotary_dim // 2
@@ -224,7 +254,7 @@ def _plan(
     block = (width, block_heads, block_tokens)
     blocks = -(-tokens // block_tokens)
     sizes = (tokens, num_heads, num_kv_heads, head_dim)
-    last = (cos.shape[0], 0 if positions is None else positions.element_size())
+    last = (table_rows, 0 if positions is None else positions.element_size())
     if is_flat:
         grid = (blocks, -(-heads // (per_thread * block_heads)), 1)
         return Launch(function, grid, block, numbers=(table_stride, *sizes, *last))
@@ -295,6 +325,10 @@ def _cpu_into(
         _writes.check(out_q, out_k, q, k, cos, sin, positions)
     if positions is None:
         positions = torch.arange(q.shape[-3], device=q.device)
+    if cos.dim() == 3:
+        if cos.shape[0] > 1:
+            positions = torch.arange(q.shape[:-2].numel(), device=q.device).view(q.shape[:-2])
+        cos, sin = _rows_a_token(q, cos, sin, None, rotary_dim)
     turn = (cos, sin, positions, interleaved, rotary_dim)
     out_q.copy_(rotated(q, *turn))
     out_k.copy_(rotated(k, *turn))

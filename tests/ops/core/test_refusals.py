@@ -13,6 +13,7 @@ from kernel_hub.ops import rms_norm, rope, silu_and_mul
 
 X, WEIGHT = torch.ones(3, 8), torch.ones(8)
 Q, K, COS, SIN = torch.ones(2, 5, 4, 8), torch.ones(2, 5, 2, 8), torch.ones(6, 4), torch.ones(6, 4)
+ROWS, FAR = torch.ones(2, 5, 8), torch.ones(2, 6, 8)[:, :5]  # of tables, one a token
 OVERLAPPING = torch.ones(8).expand(3, 8)
 # Four leading dimensions of which no two merge.
 SCATTERED = torch.ones(5, 5, 5, 5, 8)[:2, :2, :2, :2]
@@ -51,6 +52,11 @@ REFUSED: list[tuple[Callable[[], object], list[str]]] = [
     (lambda: rope(Q, K[..., :4], COS, SIN), ["k", "shape (2, 5, 2, 8)", "shape (2, 5, 2, 4)"]),
     (lambda: rope(Q, K.half(), COS, SIN), ["k", "dtype float32", "float16"]),
     (lambda: rope(Q, K, COS[0], SIN), ["cos", "(max_position, rotary_dim // 2)", "shape (4,)"]),
+    (lambda: rope(Q, K, COS[None], SIN[None]), ["cos", "(2 or 1, 5, rotary_dim)", "(1, 6, 4)"]),
+    (lambda: rope(Q, K, ROWS, COS), ["sin", "(2 or 1, 5, rotary_dim)", "shape (6, 4)"]),
+    (lambda: rope(Q, K, ROWS, ROWS[:1]), ["sin", "shape and strides of cos", "(1, 5, 8)"]),
+    (lambda: rope(Q, K, ROWS, ROWS, torch.arange(5)), ["positions", "None where cos has a row"]),
+    (lambda: rope(Q, K, FAR, FAR), ["cos", "evenly spaced rows", "strides (48, 8, 1)"]),
     (lambda: rope(Q, K, None, SIN), ["cos", "a torch tensor", "NoneType"]),
     (lambda: rope(Q, K, COS[:4], SIN[:4]), ["cos", "at least seqlen = 5", "shape (4, 4)"]),
     (lambda: rope(Q, K, COS, SIN[:5]), ["sin", "shape (6, 4)", "shape (5, 4)"]),

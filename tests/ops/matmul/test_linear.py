@@ -233,6 +233,35 @@ def test_hopper_variants(hopper_way: Way, name: str, monkeypatch: pytest.MonkeyP
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("name", sorted(linear_plan.HOPPER))
+def test_aligned_residuals(hopper_way: Way, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # They come through the ring, of tiles that end early and of those whose k is dealt out.
+    variant, lot = linear_plan.HOPPER[name], random.Random(name)
+    most = min(variant.block_n, 150) if variant.swaps else 140
+    sizes = [(most - 3, 264, 392), (1, 72, 72)]
+    if hopper_way.is_gpu:
+        sizes += [(5 * most + 1, 4104, 1096), (3 * most, 20000, 264)]
+    for (m, n, k), deals in itertools.product(sizes, (False, True)):
+        k = max(k, 64 * variant.splits)
+        choice = linear_plan.hopper_choice(name, hopper_way.num_sms, m, n, k, deals=deals)
+        monkeypatch.setattr("kernel_hub.ops.matmul.linear_launch.choose", lambda *_, c=choice: c)
+        forget_all()
+        dtype, activation = lot.choice(DTYPES), lot.choice(list(ACTIVATIONS))
+        has_bias = lot.random() < 0.5
+        check_linear(
+            hopper_way, m, n, k, dtype=dtype, activation=activation, has_bias=has_bias,
+            has_residual=True,
+        )  # fmt: skip
+        a, b = hopper_way.randn(m, k, dtype=dtype), hopper_way.randn(n, k, dtype=dtype, seed=1)
+        out = Guarded((m, n), dtype, hopper_way.device, row_stride=n + 8)
+        residual = hopper_way.randn(m, n, dtype=dtype, seed=3)
+        out.tensor.copy_(residual)
+        expected = linear(a, b, activation=activation, residual=residual)
+        linear(a, b, activation=activation, residual=out.tensor, out=out.tensor)
+        out.check()
+        same_bits(out.tensor.contiguous(), expected)
+
+
 @pytest.mark.gpu
 def test_a_thousand_launches_back_to_back() -> None:
     # Launches overlap the end of those before.

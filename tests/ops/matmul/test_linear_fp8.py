@@ -166,6 +166,8 @@ def test_every_variant(hopper_way: Way, name: str, deals: int) -> None:
     most = variant.block_n if variant.swaps else 700
     sizes = [(1, 8, 128), (most, 333, 528), (most - 3, 4104, 1104), (most, 40000, 512)]
     modes = ("row",) if variant.is_fast else ("tensor", "row", "block")
+    if name in plan.WITHOUT_BLOCKS:
+        modes = ("tensor", "row")
     cases = list(itertools.product(sizes, OUT_DTYPES, modes, (None, "silu")))
     if not hopper_way.is_gpu:
         lot = random_module.Random(f"{name} {deals}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from typing import Any
 
 import pytest
@@ -163,6 +164,32 @@ def test_halves_of_one_cache(way: Way, rotary_dim: int) -> None:
     half = rotary_dim // 2
     out_q, _ = rope(q, k, cache[:, :half], cache[:, half:])
     same_bits(out_q, rope(q, k, cos, sin)[0])
+
+
+@pytest.mark.parametrize("rotary_dim", [64, 32, 20])
+@pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_a_token(way: Way, dtype: torch.dtype, interleaved: bool, rotary_dim: int) -> None:
+    # As transformers has it: (batch or 1, seqlen, rotary_dim), both halves alike.
+    batch, seqlen = 3, 5
+    for table_dtype, rows in itertools.product({dtype, torch.float32}, (1, batch)):
+        angles = way.randn(rows, seqlen, rotary_dim // 2, seed=2) * 9
+        halves = [part.to(table_dtype) for part in (angles.cos(), angles.sin())]
+        # The second half is not read.
+        cos, sin = (torch.cat((half, torch.full_like(half, torch.nan)), -1) for half in halves)
+        flat = [half.expand(batch, -1, -1).reshape(-1, rotary_dim // 2) for half in halves]
+        at = torch.arange(batch * seqlen, device=way.device).view(batch, seqlen)
+        for turned in (False, True):
+            q = way.randn(batch, seqlen, 4, 64, dtype=dtype)
+            k = way.randn(batch, seqlen, 2, 64, dtype=dtype, seed=1)
+            if turned:  # heads before tokens in memory
+                q, k = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k))
+            out_q, out_k = rope(q, k, cos, sin, interleaved=interleaved)
+            check_rope(out_q, q, *flat, at, interleaved=interleaved)
+            check_rope(out_k, k, *flat, at, interleaved=interleaved)
+            if rows == 1:
+                wide = [table.expand(batch, -1, -1) for table in (cos, sin)]
+                same_bits(rope(q, k, *wide, interleaved=interleaved)[0], out_q)
 
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])

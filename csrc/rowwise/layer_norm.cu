@@ -1,0 +1,36 @@
+// Layer normalisation of rows, with what models put before and after it.
+//
+//   s = x, or round(x + residual), which is also written to residual_out
+//   out = (s - mean(s)) / sqrt(mean((s - mean(s))^2) + eps) * (weight + weight_offset) + bias
+//   or residual + that, where adds_after is set and s = x; in fp32, rounded once
+//   e4m3 and int8: out = round(that / out_scale), out_scale = max |that| of the row / 448 or 127
+//
+// Parallelisation: blockDim.x threads a row, blockDim.y rows a block; rows along gridDim.x, along
+// gridDim.y an outer dimension whose stride does not collapse with theirs.
+//   vec1 vec2 vec4   a row in registers, that many 16-byte vectors a thread: hidden_size at most
+//                    blockDim.x * vectors of them, everything 16-byte aligned
+//   loop             rows of any length, a pass for each sum; everything 16-byte aligned
+//   scalar           any size, any alignment: the same, one element an access
+// Weight and bias are T or fp32, asked at run time; they are read after the sums, from L1 or L2.
+// `out` may be `x`, `residual_out` may be `residual`: each element is read, then written, by one
+// thread. Shared memory: one float a warp and sum.
+// Source: Ba, Kiros and Hinton, "Layer Normalization", 2016.
+
+#include "rowwise/norm.cuh"
+
+namespace kernel_hub::rowwise {
+
+#define EXPORT_LAYER_NORM(DTYPE, T, OUT) EXPORT_NORM_VARIANTS(layer_norm_##DTYPE, T, OUT, true)
+
+// {op}_{dtype}[_e4m3 or _int8]_{variant}
+EXPORT_LAYER_NORM(fp16, __half, __half)
+EXPORT_LAYER_NORM(fp16_e4m3, __half, __nv_fp8_e4m3)
+EXPORT_LAYER_NORM(fp16_int8, __half, int8_t)
+EXPORT_LAYER_NORM(bf16, __nv_bfloat16, __nv_bfloat16)
+EXPORT_LAYER_NORM(bf16_e4m3, __nv_bfloat16, __nv_fp8_e4m3)
+EXPORT_LAYER_NORM(bf16_int8, __nv_bfloat16, int8_t)
+EXPORT_LAYER_NORM(fp32, float, float)
+EXPORT_LAYER_NORM(fp32_e4m3, float, __nv_fp8_e4m3)
+EXPORT_LAYER_NORM(fp32_int8, float, int8_t)
+
+}  // namespace kernel_hub::rowwise

@@ -1,0 +1,83 @@
+"""Layer normalisation of rows, and what models join to it (csrc/rowwise/layer_norm.cu)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .norm import Norm, NormGiven, Outs
+
+
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    residual: torch.Tensor | None = None,
+    adds_after: bool = False,
+    weight_offset: float = 0.0,
+    out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
+    out_scale: torch.Tensor | None = None,
+    residual_out: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """Take each row's mean off, divide by its standard deviation, scale and shift.
+
+        residual_out = x + residual                       (rounded, equal to torch's own add)
+        centred = s - mean(s),  s = residual_out or x
+        normed = centred / sqrt(mean(centred**2) + eps) * (weight + weight_offset) + bias
+        out = normed, or with adds_after: out = residual + normed,  s = x
+        e4m3, int8: out_scale = max(|normed|) / 448 or 127,  out = round(normed / out_scale)
+
+    computed in fp32 and rounded once.
+
+    x: (..., hidden_size), fp16, bf16 or fp32, on the GPU or the CPU; last dimension contiguous, the
+        leading ones in at most two separately strided groups.
+    weight, bias: (hidden_size,), the dtype of x or fp32, both the same; None is 1 and 0.
+    eps: added to the variance; at least 0.
+    residual: like x; strides of its own.
+    adds_after: the residual is added to what was normed, not before.
+    weight_offset: added to the weight.
+    out_dtype: None (of `out`, else of x), the dtype of x, torch.float8_e4m3fn or torch.int8: each
+        row by its scale, which is nan where the row has a nan or an infinity.
+    out, out_scale, residual_out: where to write: like x in out_dtype; x.shape[:-1], fp32; like x.
+        out or residual_out may be x or residual itself; no other overlap with anything else.
+
+    Returns out; with out_scale behind it where it is quantised, and residual_out behind that where
+    a residual is added before. A CUDA tensor runs the shipped cubin on torch's current stream; a
+    CPU tensor runs a reference in torch. No backward. Raises TensorError naming the argument that
+    does not fit.
+    Source: Ba, Kiros and Hinton, "Layer Normalization", 2016.
+    """
+    given = NormGiven(x, weight, bias, residual, eps, weight_offset, adds_after)
+    found: torch.Tensor | tuple[torch.Tensor, ...] = _norm(
+        given, out_dtype, Outs(out, out_scale, residual_out)
+    )
+    return found
+
+
+def _cuda_into(*given: Any) -> None:
+    _norm.launch(NormGiven(*given[:7]), Outs(*given[7:10]), *given[10:])
+
+
+def _cpu_into(*given: Any) -> None:
+    _norm.compute(NormGiven(*given[:7]), Outs(*given[7:10]), *given[10:])
+
+
+def _normed(s: torch.Tensor, eps: float) -> torch.Tensor:
+    """On the CPU, of rows in fp32."""
+    centred = s - s.mean(-1, keepdim=True)
+    return centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+
+
+# By their names at each call: a test gives one another's.
+_norm = Norm(
+    "layer_norm",
+    kernels="layer_norm",
+    needs_weight=False,
+    cuda=lambda *given: _cuda_into(*given),
+    cpu=lambda *given: _cpu_into(*given),
+    normed=_normed,
+)

@@ -1,0 +1,297 @@
+"""Norms of rows with all that may be joined to them: check, plan and launch, for ops of any kind of
+norm whose kernels have the parameters of csrc/rowwise/norm.cuh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from ...errors import KernelHubError, TensorError
+from ..core import common
+from ..core.launch import Launch, Plans
+
+E4M3 = torch.float8_e4m3fn
+# What results may be quantised to, each row by a scale of its own: its token, its largest number.
+QUANTISED: dict[torch.dtype, tuple[str, float]] = {
+    E4M3: ("_e4m3", 448.0),
+    torch.int8: ("_int8", 127.0),
+}
+# Of the largest magnitude of a row.
+_LEAST = 1e-12
+_NAMES = "out out_scale residual_out x weight bias residual"
+_IN_PLACE = "out=x out=residual residual_out=x residual_out=residual"
+_empty_like = torch.empty_like
+
+
+def choose(vecs: int, rows: int, has_residual: bool) -> tuple[str, int, int]:
+    """(variant, threads a row, rows a block) for rows of `vecs` 16-byte vectors.
+
+    Measured on an H200 (docs/notes/rms_norm.md): few rows want every load of a row in flight at
+    once, many rows want four vectors a thread and two rows a block.
+    """
+    if vecs <= 32:
+        threads = 1 << (vecs - 1).bit_length()
+        return "vec1", threads, 128 // threads
+    if vecs > 4 * 1024:
+        return "loop", 512, 1
+    if rows <= 256:
+        widest = (256, 1024)
+    elif has_residual:
+        widest = (128, 640 if rows > 4096 and vecs % 512 else 128)
+    else:
+        widest = (32, 1024 if vecs % 512 else 512 if rows <= 4096 else 256)
+    per_thread = 1 if vecs <= widest[0] else 2 if vecs <= widest[1] else 4
+    threads = 32 * -(-vecs // (32 * per_thread))
+    several = rows > 256 and (
+        threads <= 64
+        or (threads == 128 and per_thread != 2)
+        or (threads == 256 and per_thread == 4 and rows > (4096 if has_residual else 16384))
+    )
+    return f"vec{per_thread}", threads, max(2, 128 // threads) if several else 1
+
+
+class NormGiven(NamedTuple):
+    """What a call reads, as the registered ops name it."""
+
+    x: torch.Tensor
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    residual: torch.Tensor | None
+    eps: float
+    weight_offset: float
+    adds_after: bool
+
+
+class Outs(NamedTuple):
+    """What a call writes; None where it is not asked for."""
+
+    out: Any
+    out_scale: Any
+    residual_out: Any
+
+
+class Norm:
+    """A norm, in every form.
+
+    op: its name to callers; kernels: of its cubin, of the functions in it and of the registered op;
+    needs_weight: None is refused; cuda, cpu: (*NormGiven, *Outs, is_given), which call `launch` and
+    `compute`; normed: (s in fp32, eps) -> what weight and bias are for, on the CPU.
+    """
+
+    def __init__(
+        self, op: str, *, kernels: str, needs_weight: bool, cuda: Callable[..., None],
+        cpu: Callable[..., None], normed: Callable[[torch.Tensor, float], torch.Tensor],
+    ) -> None:  # fmt: skip
+        self.op, self.kernels, self.needs_weight = op, kernels, needs_weight
+        self.cuda, self.cpu, self.normed = cuda, cpu, normed
+        # A bare tuple of a launch: unpacking it takes 40 ns less.
+        self.plans: Plans[tuple[tuple[Any, ...], common.Spans]] = Plans()
+        names = ["x", "weight", "bias", "residual", "out", "out_scale", "residual_out"]
+        self.num_required = 1 + needs_weight
+        self.operands = common.Operands(
+            op, " ".join(names[: self.num_required]), " ".join(names[self.num_required :])
+        )
+        self.writes = common.Writes(op, _NAMES, "out out_scale residual_out", in_place=_IN_PLACE)
+        self.registered = common.define_pair(
+            kernels,
+            "Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, float eps, "
+            "float weight_offset, bool adds_after",
+            "out out_scale residual_out", more="ScalarType? out_dtype",
+            new=lambda *given: _filled(self.new(NormGiven(*given[:7]), given[7], _NO_OUTS)),
+            cuda=cuda, cpu=cpu,
+            check=lambda *given: self.check(NormGiven(*given[:7]), Outs(*given[7:])),
+        )  # fmt: skip
+
+    def __call__(self, given: NormGiven, out_dtype: torch.dtype | None, outs: Outs) -> Any:
+        """One call: (out, out_scale, residual_out), without those that are not asked for."""
+        common.check_flag(self.op, "adds_after", given.adds_after)
+        given = given._replace(
+            eps=common.check_number(self.op, "eps", given.eps, least=0.0),
+            weight_offset=common.check_number(self.op, "weight_offset", given.weight_offset),
+            adds_after=bool(given.adds_after),
+        )
+        x, tensors = given.x, (given.x, given.weight, given.bias, given.residual, *outs)
+        required, optional = tensors[: self.num_required], tensors[self.num_required :]
+        is_plain = self.operands.are_plain(required, optional)
+        is_given = outs != _NO_OUTS
+        try:
+            self.check_asked(given, out_dtype, outs)
+            if not is_plain and not is_given:
+                made = Outs(*self.registered.returning(*given, out_dtype))
+            else:
+                made = self.new(given, out_dtype, outs)
+                if is_plain:
+                    (self.cuda if x.is_cuda else self.cpu)(*given, *made, is_given)
+                else:
+                    self.registered.writing(*given, *_filled(made))
+        except common.FOREIGN:
+            self.operands.check_tensors(required, optional)
+            self.check(given, outs)
+            raise
+        if is_given and is_plain:
+            common.written(tuple([out for out in outs if out is not None]))
+        adds_before = given.residual is not None and not given.adds_after
+        asked = (True, made.out.dtype in QUANTISED, adds_before)
+        found = tuple([out for out, is_asked in zip(made, asked, strict=True) if is_asked])
+        return found if len(found) > 1 else found[0]
+
+    def check_asked(self, given: NormGiven, out_dtype: Any, outs: Outs) -> None:
+        """What of the results is asked for must be what there is."""
+        op, out, dtype = self.op, outs.out, given.x.dtype
+        if out_dtype is not None:
+            common.check_dtype(op, "out_dtype", out_dtype, (dtype, *QUANTISED))
+            if out is not None and out.dtype != out_dtype:
+                raise common.refuse(op, "out", f"dtype {str(out_dtype)[6:]}, as out_dtype", out)
+            dtype = out_dtype
+        elif out is not None:
+            dtype = out.dtype
+        if dtype not in QUANTISED and outs.out_scale is not None:
+            raise TensorError(f"{op}: out_scale is given, but out is not quantised")
+        if outs.residual_out is not None and (given.residual is None or given.adds_after):
+            raise TensorError(f"{op}: residual_out is given without a residual added before")
+        if given.adds_after and given.residual is None:
+            raise TensorError(f"{op}: adds_after is set without residual")
+
+    def new(self, given: NormGiven, out_dtype: torch.dtype | None, outs: Outs) -> Outs:
+        """What is written: what is given, or new tensors; None where it is not asked for."""
+        out, out_scale, residual_out = outs
+        if out is None:
+            out = _empty_like(given.x, dtype=out_dtype)
+        if out_scale is None and out.dtype in QUANTISED:
+            out_scale = given.x.new_empty(given.x.shape[:-1], dtype=torch.float32)
+        if residual_out is None and given.residual is not None and not given.adds_after:
+            residual_out = _empty_like(given.residual)
+        return Outs(out, out_scale, residual_out)
+
+    def check(self, given: NormGiven, outs: Outs) -> None:
+        """Everything about the tensors but their addresses."""
+        op, x = self.op, given.x
+        common.check_data(op, "x", x)
+        hidden_size = x.shape[-1]
+        if hidden_size > common.MAX_SIZE:
+            raise common.refuse(op, "x", f"a last dimension of at most {common.MAX_SIZE}", x)
+        dtypes: tuple[torch.dtype, ...] = (x.dtype, torch.float32)
+        parameters: Any = (("weight", given.weight), ("bias", given.bias))
+        for argument, value in parameters:
+            if value is not None or (argument == "weight" and self.needs_weight):
+                common.check_like(op, argument, value, (hidden_size,), x, dtypes=dtypes)
+                dtypes = (value.dtype,)
+        if given.residual is not None:
+            common.check_like(op, "residual", given.residual, x.shape, x)
+        for argument, value, shape, dtypes in (
+            ("out", outs.out, x.shape, (x.dtype, *QUANTISED)),
+            ("out_scale", _there(outs.out_scale), x.shape[:-1], (torch.float32,)),
+            ("residual_out", _there(outs.residual_out), x.shape, (x.dtype,)),
+        ):
+            if value is not None:
+                common.check_like(op, argument, value, shape, x, dtypes=dtypes)
+                common.check_output(op, argument, value)
+        if given.adds_after and outs.out is not None and outs.out.dtype in QUANTISED:
+            raise common.refuse(op, "out", f"dtype {x.dtype}, as adds_after is set", outs.out)
+
+    def plan(self, given: NormGiven, outs: Outs, low_bits: int) -> Launch:
+        """Check the tensors and choose the kernel, its launch shape and its numbers."""
+        self.check(given, outs)
+        x, residual, (out, out_scale, residual_out) = given.x, given.residual, outs
+        if x.numel() == 0:
+            return Launch()
+        if out.dtype in QUANTISED and out_scale is None:
+            raise common.refuse(self.op, "out_scale", "a tensor, as out is quantised", None)
+        # Of what is absent, the strides of x: nothing is read by them.
+        places = [
+            out.stride()[:-1],
+            x.stride()[:-1] if out_scale is None else out_scale.stride(),
+            *[(x if t is None else t).stride()[:-1] for t in (residual_out, x, residual)],
+        ]
+        outer, rows, pairs = common.split_rows(self.op, x.shape[:-1], places)
+        strides = [stride for outer_stride, stride in pairs for stride in (stride, outer_stride)]
+        elems, hidden_size = common.VEC_BYTES // x.element_size(), x.shape[-1]
+        others = (*strides[:2], *strides[4:])  # a scale is written alone
+        if low_bits or not common.is_aligned(elems, hidden_size, *others):
+            threads = min(256, 32 * -(-hidden_size // 32))
+            variant, rows_a_block = "scalar", max(1, 128 // threads)
+        else:
+            variant, threads, rows_a_block = choose(
+                hidden_size // elems, rows * outer, residual is not None
+            )
+        quantised = QUANTISED[out.dtype][0] if out.dtype in QUANTISED else ""
+        name = f"{self.kernels}_{common.DTYPE_TOKENS[x.dtype]}{quantised}_{variant}"
+        function = common.shipped(self.kernels, name)
+        parameter = given.bias if given.weight is None else given.weight
+        is_weight32 = parameter is not None and parameter.dtype == torch.float32
+        numbers = (*strides, rows, hidden_size, int(is_weight32), int(given.adds_after))
+        grid = (-(-rows // rows_a_block), outer, 1)
+        return Launch(function, grid, (threads, rows_a_block, 1), numbers=numbers)
+
+    def launch(self, given: NormGiven, outs: Outs, is_given: bool = True) -> None:
+        """The norm of a CUDA tensor. is_given: the caller gave what is written."""
+        out, out_scale, residual_out = outs = Outs(*map(_there, outs))
+        x, weight, bias, residual, eps, weight_offset, adds_after = given
+        tensors = (out, out_scale, residual_out, x, weight, bias, residual)
+        addresses = tuple([t.data_ptr() for t in tensors if t is not None])
+        low_bits = 0
+        for address in addresses:
+            low_bits |= address
+        low_bits &= 15
+        layout = [None if t is None else (t.dtype, t.shape, t.stride()) for t in tensors]
+        key = (low_bits, adds_after, *layout)
+        found = self.plans.get(key)
+        if found is None:
+            plan = tuple(self.plan(given, outs, low_bits))
+            found = self.plans.keep(key, (plan, self.writes.spans(*tensors)))
+        (function, grid, block, shared_bytes, numbers, _, _), spans = found
+        if is_given and addresses not in spans.apart:
+            spans.check(addresses)
+        if function is not None:
+            params = (
+                out, out_scale, residual_out, x, residual, weight, bias, *numbers, eps,
+                weight_offset,
+            )  # fmt: skip
+            try:
+                function(grid, block, shared_bytes, None, params)
+            except KernelHubError:
+                self.check(given, outs)  # the launch checks devices and dtypes; this names them
+                raise
+
+    def compute(self, given: NormGiven, outs: Outs, is_given: bool = True) -> None:
+        """The same on the CPU, by torch."""
+        out, out_scale, residual_out = outs = Outs(*map(_there, outs))
+        x, weight, bias, residual, eps, weight_offset, adds_after = given
+        self.check(given, outs)
+        if is_given:
+            self.writes.check(*outs, x, weight, bias, residual)
+        if x.numel() == 0:
+            return
+        if residual_out is not None:
+            x = residual_out.copy_(x + residual)
+        normed = self.normed(x.float(), eps)
+        if weight is not None or weight_offset:
+            normed = normed * ((1.0 if weight is None else weight.float()) + weight_offset)
+        if bias is not None:
+            normed = normed + bias.float()
+        if adds_after and residual is not None:
+            normed = normed + residual.float()
+        if out_scale is None:
+            out.copy_(normed)
+            return
+        largest = normed.abs().amax(-1, keepdim=True).clamp_min(_LEAST)
+        most = QUANTISED[out.dtype][1]
+        out_scale.copy_((largest / most).squeeze(-1))
+        scaled = (normed * (most / largest)).clamp(-most, most)
+        out.copy_(scaled.round() if out.dtype == torch.int8 else scaled)
+
+
+_NO_OUTS = Outs(None, None, None)
+
+
+def _filled(outs: Outs) -> Outs:
+    """With tensors without elements for None, as registered ops return tensors alone."""
+    return Outs(*[outs.out.new_empty(0) if out is None else out for out in outs])
+
+
+def _there(out: Any) -> Any:
+    """An output that is asked for, else None: tensors without elements stand for it."""
+    return None if isinstance(out, torch.Tensor) and out.shape == (0,) else out

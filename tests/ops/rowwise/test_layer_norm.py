@@ -1,0 +1,249 @@
+"""layer_norm, and rms_norm with what may be joined to it, against fp64: parameters of each type,
+residuals before and after, quantised rows."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from bits import same_bits
+from ways import DTYPES, Way
+
+from kernel_hub.errors import TensorError
+from kernel_hub.ops import layer_norm, rms_norm
+from kernel_hub.testing import reference
+from kernel_hub.testing.compare import check
+from kernel_hub.testing.guard import Guarded
+
+plans: Any = importlib.import_module("kernel_hub.ops.rowwise.norm")
+HIDDEN_SIZES = [1, 7, 16, 127, 129, 256, 264, 1024, 4096, 5120, 16384, 40000]
+NORMS = [(layer_norm, reference.layer_norm), (rms_norm, reference.rms_norm)]
+each_norm = pytest.mark.parametrize("norm", NORMS, ids=["layer_norm", "rms_norm"])
+Norm = tuple[Callable[..., Any], Callable[..., torch.Tensor]]  # the op and its reference
+E4M3, INT8 = torch.float8_e4m3fn, torch.int8
+
+
+def check_norm(norm: Norm, out: torch.Tensor, x: torch.Tensor, **options: Any) -> None:
+    check(out, norm[1](x, **options), norm[1](x, **options, dtype=x.dtype))
+
+
+def check_quantised(norm: Norm, found: Any, x: torch.Tensor, **options: Any) -> None:
+    """Each number is the nearest of its row's grid, but for fp32's error before it is rounded."""
+    out, scale = found[:2]
+    truth = norm[1](x, **options)
+    most, least = (448.0, 2.0**-6) if out.dtype == E4M3 else (127.0, 0.0)
+    largest = truth.abs().amax(-1).clamp_min(1e-12)
+    torch.testing.assert_close(scale.double(), largest / most, rtol=2e-5, atol=0)
+    rows = scale.double()[..., None]
+    error = (out.double() * rows - truth).abs()
+    # Half a step: e4m3 has 3 bits behind the first, and steps of 2^-9 below 2^-6.
+    step = torch.ones_like(truth)
+    if out.dtype == E4M3:
+        step = torch.exp2(torch.floor(torch.log2((truth.abs() / rows).clamp_min(least)))) / 8
+    assert bool((error <= rows * step * 0.5 + 3e-5 * largest[..., None]).all())
+
+
+def rows_for(way: Way, hidden: int) -> list[int]:
+    if way.is_gpu:
+        return [1, 3, 1000, 5000] if hidden <= 8192 else [1, 3, 1000]
+    return [2] if hidden > 1024 else [1, 9]
+
+
+@each_norm
+@pytest.mark.parametrize("hidden", HIDDEN_SIZES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_norm(way: Way, dtype: torch.dtype, hidden: int, norm: Norm) -> None:
+    for rows in rows_for(way, hidden):
+        x, bias = way.randn(rows, hidden, dtype=dtype) + 2, way.randn(hidden, dtype=dtype, seed=2)
+        for kind in {dtype, torch.float32}:
+            weight = way.randn(hidden, dtype=kind, seed=1)
+            out = Guarded((rows, hidden), dtype, way.device)
+            assert norm[0](x, weight, bias=bias.to(kind), out=out.tensor) is out.tensor
+            out.check()
+            eps = 1e-5 if norm[0] is layer_norm else 1e-6
+            check_norm(norm, out.tensor, x, weight=weight, bias=bias.to(kind), eps=eps)
+            moved = norm[0](x, weight, eps=1e-3, weight_offset=1.0)
+            check_norm(norm, moved, x, weight=weight, eps=1e-3, weight_offset=1.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_layer_norm_without_parameters(way: Way, dtype: torch.dtype) -> None:
+    x, bias = way.randn(3, 264, dtype=dtype), way.randn(264, dtype=dtype, seed=2)
+    check_norm(NORMS[0], layer_norm(x), x)
+    check_norm(NORMS[0], layer_norm(x, None, bias), x, bias=bias)
+    check_norm(NORMS[0], layer_norm(x, None, bias.float()), x, bias=bias)
+
+
+@each_norm
+@pytest.mark.parametrize("hidden", HIDDEN_SIZES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_residual_before_and_after(way: Way, dtype: torch.dtype, hidden: int, norm: Norm) -> None:
+    for rows in rows_for(way, hidden):
+        x, residual = (way.randn(rows, hidden, dtype=dtype, seed=seed) for seed in (0, 2))
+        weight, eps = way.randn(hidden, seed=1), {"eps": 1e-5}
+        out, residual_out = (Guarded((rows, hidden), dtype, way.device) for _ in range(2))
+        outs = {"out": out.tensor, "residual_out": residual_out.tensor}
+        norm[0](x, weight, residual=residual, **eps, **outs)
+        out.check()
+        residual_out.check("residual_out")
+        same_bits(residual_out.tensor, x + residual, name="residual_out")
+        check_norm(norm, out.tensor, x, weight=weight, residual=residual, **eps)
+        options = {"weight": weight, "adds_after": True, **eps}
+        after = norm[0](x, residual=residual, **options)
+        check_norm(norm, after, x, residual=residual, **options)
+        inside = residual.clone()
+        norm[0](x, residual=inside, **options, out=inside)
+        same_bits(inside, after)
+
+
+@each_norm
+@pytest.mark.parametrize("hidden", HIDDEN_SIZES)
+@pytest.mark.parametrize("kind", [E4M3, INT8], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_quantised(
+    way: Way, dtype: torch.dtype, kind: torch.dtype, hidden: int, norm: Norm
+) -> None:
+    for rows in rows_for(way, hidden):
+        x, residual = (way.randn(rows, hidden, dtype=dtype, seed=seed) for seed in (0, 2))
+        x[-1] = residual[-1] = 0  # its norm is 0
+        options = {"weight": way.randn(hidden, dtype=dtype, seed=1), "eps": 1e-5}
+        out = Guarded((rows, hidden), kind, way.device)
+        scale = Guarded((rows,), torch.float32, way.device)
+        found = norm[0](x, **options, out=out.tensor, out_scale=scale.tensor)
+        assert found[0] is out.tensor and found[1] is scale.tensor
+        out.check()
+        scale.check("out_scale")
+        check_quantised(norm, found, x, **options)
+        assert not found[0][-1].float().any()
+        fresh = norm[0](x, **options, residual=residual, out_dtype=kind)
+        same_bits(fresh[2], x + residual, name="residual_out")
+        check_quantised(norm, fresh, x, **options, residual=residual)
+
+
+@each_norm
+@pytest.mark.parametrize("vecs, rows", [(40, 1024), (160, 1024), (160, 8192), (1024, 1024)])
+@pytest.mark.parametrize("kind", [None, E4M3, INT8], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_chosen_for_many_rows(
+    way: Way, dtype: torch.dtype, kind: Any, vecs: int, rows: int, norm: Norm,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    # Several vectors a thread and rows a block, on rows that are no whole number of blocks.
+    choose, hidden = plans.choose, 16 // dtype.itemsize * vecs
+    monkeypatch.setattr(plans, "choose", lambda vecs, _, adds: choose(vecs, rows, adds))
+    x = way.randn(3, hidden + 64, dtype=dtype)[:, :hidden]
+    weight = way.randn(hidden, seed=1)
+    options = {"weight": weight, "bias": weight, "eps": 1e-5}
+    found = norm[0](x, **options, out_dtype=kind)
+    if kind is None:
+        check_norm(norm, found, x, **options)
+    else:
+        check_quantised(norm, found, x, **options)
+
+
+@each_norm
+@pytest.mark.parametrize("kind", [None, E4M3, INT8], ids=str)
+def test_leading_dimensions_of_any_kind(way: Way, kind: Any, norm: Norm) -> None:
+    options = {"weight": way.randn(64), "bias": way.randn(64, seed=1), "eps": 1e-5}
+    for x in (
+        way.randn(64),
+        way.randn(2, 3, 4, 64),
+        way.randn(4, 3, 64).transpose(0, 1),
+        way.randn(2, 3, 96)[..., :64],
+        way.randn(3, 64).expand(2, 3, 64),
+        way.randn(3, 65)[:, 1:],
+    ):
+        found = norm[0](x, **options, out_dtype=kind)
+        if kind is None:
+            check_norm(norm, found, x, **options)
+        else:
+            assert found[1].shape == x.shape[:-1]
+            check_quantised(norm, found, x, **options)
+
+
+@each_norm
+def test_large_means_and_values_that_are_none(way: Way, norm: Norm) -> None:
+    x, options = way.randn(4, 256) + 1000, {"weight": way.randn(256), "eps": 1e-5}
+    check_norm(norm, norm[0](x, **options), x, **options)
+    x[1, 3], x[2, 5] = float("nan"), float("inf")
+    out = norm[0](x, **options)
+    assert bool(out[1].isnan().all()) and not out[0].isnan().any()
+    check_norm(norm, out[::3], x[::3], **options)
+    for kind in (E4M3, INT8):  # int8 has no nan: the scale has it
+        quantised, scale = norm[0](x, **options, out_dtype=kind)
+        assert scale.isnan().tolist() == [False, True, True, False]
+        check_quantised(norm, (quantised[::3], scale[::3]), x[::3], **options)
+
+
+@each_norm
+@pytest.mark.parametrize("shape", [(0, 64), (3, 0), (2, 0, 64)])
+@pytest.mark.parametrize("kind", [None, E4M3], ids=str)
+def test_nothing_to_do(way: Way, shape: tuple[int, ...], kind: Any, norm: Norm) -> None:
+    x = way.randn(*shape)
+    found = norm[0](x, way.randn(shape[-1]), residual=x, out_dtype=kind)
+    assert len(found) == (2 if kind is None else 3) and found[0].shape == found[-1].shape == shape
+
+
+@each_norm
+def test_the_same_bits_every_time(way: Way, norm: Norm) -> None:
+    x, weight = way.randn(33, 5120, dtype=torch.bfloat16), way.randn(5120)
+    first = norm[0](x, weight, out_dtype=INT8)
+    for _ in range(20 if way.is_gpu else 1):
+        again = norm[0](x, weight, out_dtype=INT8)
+        same_bits(again[0], first[0])
+        same_bits(again[1], first[1])
+
+
+@each_norm
+@pytest.mark.parametrize("kind", [None, E4M3, INT8], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_torch_computes_on_the_cpu(dtype: torch.dtype, kind: Any, norm: Norm) -> None:
+    x, residual = (torch.randn(2, 5, 129).to(dtype) for _ in range(2))
+    options = {"weight": torch.randn(129), "bias": torch.randn(129), "weight_offset": 1.0}
+    for adds_after in (False, True) if kind is None else (False,):
+        more = {"residual": residual, "adds_after": adds_after, "eps": 1e-5}
+        found = norm[0](x, **options, **more, out_dtype=kind)
+        if kind is not None:
+            check_quantised(norm, found, x, **options, **more)
+        else:
+            check_norm(norm, found if adds_after else found[0], x, **options, **more)
+        if not adds_after:
+            same_bits(found[-1], x + residual, name="residual_out")
+
+
+X, W = torch.ones(3, 8), torch.ones(8)
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"x": None}, "x: expected a torch tensor"),
+    ({"x": X.long()}, "x: expected dtype float16, bfloat16 or float32"),
+    ({"weight": W[:7]}, r"weight: expected shape \(8,\)"),
+    ({"weight": W.half()}, "weight: expected dtype float32"),
+    ({"weight": W, "bias": W.half()}, "bias: expected dtype float32"),
+    ({"residual": X[:2]}, r"residual: expected shape \(3, 8\)"),
+    ({"eps": -1.0}, "eps: expected at least 0"),
+    ({"adds_after": True}, "adds_after is set without residual"),
+    ({"adds_after": 2.0, "residual": X}, "adds_after: expected True or False"),
+    ({"residual": X, "adds_after": True, "out_dtype": E4M3}, "out: .* as adds_after is set"),
+    ({"residual_out": X}, "residual_out is given without a residual added before"),
+    ({"out_scale": W[:3]}, "out_scale is given, but out is not quantised"),
+    ({"out_dtype": torch.float16}, "out_dtype: expected torch.float32 or torch.float8_e4m3fn or"),
+    ({"out": X.to(E4M3), "out_dtype": INT8}, "out: expected dtype int8, as out_dtype"),
+    ({"out_dtype": E4M3, "out_scale": W}, r"out_scale: expected shape \(3,\)"),
+    ({"out_dtype": E4M3, "out_scale": torch.ones(6)[::2]}, "out_scale: expected a contiguous last"),
+]
+
+
+@each_norm
+@pytest.mark.parametrize("arguments, text", REFUSED, ids=[text for _, text in REFUSED])
+def test_refused(arguments: dict[str, Any], text: str, norm: Norm) -> None:
+    name = norm[0].__name__
+    with pytest.raises(TensorError, match=f"{name}: {text}"):
+        # A bias, so that rms_norm is the one that much is joined to.
+        norm[0](**{"x": X.clone(), "weight": W, "bias": W, **arguments})
+
+
+def test_rms_norm_needs_a_weight() -> None:
+    with pytest.raises(TensorError, match="rms_norm: weight: expected a torch tensor"):
+        rms_norm(X, None, bias=W)  # type: ignore[call-overload]
