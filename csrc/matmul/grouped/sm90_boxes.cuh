@@ -1,6 +1,6 @@
 // How sums leave batched_matmul_sm90.cu: rounded or as fp32 into boxes in shared memory, and from
-// there by the copy engine or, where rows of out do not begin at multiples of 16 bytes, a row of a
-// box a warp at a time, 4 bytes a lane.
+// there by the copy engine or, where rows of out do not begin and end at multiples of 16 bytes, a
+// row of a box a warp at a time, 4 bytes a lane.
 #pragma once
 
 #include "kernel_hub/ptx.cuh"
