@@ -41,9 +41,10 @@ struct NormParams {
     }
 };
 
-// What a row is multiplied and moved by.
+// What a row is moved and multiplied by.
 struct RowShape {
     float mean, inverse;  // (s - mean) * inverse
+    float offset;         // of the weight, times inverse
 };
 
 // The largest that Out holds.
@@ -90,7 +91,7 @@ __device__ __forceinline__ void norm_values(const NormParams<T, Out>& p, RowShap
     load_parameter<T>(p.bias, p.is_weight32, first, 0.0f, bias);
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
-        s[j] = (s[j] - shape.mean) * shape.inverse * (weight[j] + p.weight_offset) + bias[j];
+        s[j] = (s[j] - shape.mean) * (weight[j] * shape.inverse + shape.offset) + bias[j];
     }
 }
 
@@ -145,6 +146,46 @@ __device__ __forceinline__ float scale_row(const NormParams<T, Out>& p, float la
     return kLargest<Out> / largest;
 }
 
+// The normed row, its largest magnitude and what both leave. Normed once where registers hold the
+// results until the largest is known, else twice.
+template <typename T, typename Out, int kVecs>
+__device__ __forceinline__ void quantise_vecs(const NormParams<T, Out>& p, RowVecs<T, kVecs>& row,
+                                              RowShape shape, int num_vecs, bool is_there,
+                                              float (&slots)[kMaxWarps]) {
+    constexpr int kWidth = kVecElems<T>;
+    constexpr bool kKeeps = kVecs * kWidth <= 16;
+    float normed[kVecs][kWidth];
+    float largest = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kVecs; ++i) {
+        const int vec_idx = threadIdx.x + i * blockDim.x;
+        if (vec_idx < num_vecs) {
+            unpack<T>(row.bits[i], normed[i]);
+            norm_values(p, shape, vec_idx * kWidth, normed[i]);
+            largest = max_nan(largest, largest_of(normed[i]));
+        }
+    }
+    const float factor = scale_row(p, row_max(largest, slots), is_there);
+    if constexpr (!kKeeps) {
+        row.keep_packed();
+    }
+#pragma unroll
+    for (int i = 0; i < kVecs; ++i) {
+        const int vec_idx = threadIdx.x + i * blockDim.x;
+        if (vec_idx < num_vecs) {
+            if constexpr (!kKeeps) {
+                unpack<T>(row.bits[i], normed[i]);
+                norm_values(p, shape, vec_idx * kWidth, normed[i]);
+            }
+#pragma unroll
+            for (int j = 0; j < kWidth; ++j) {
+                normed[i][j] *= factor;
+            }
+            write_row(p.out + vec_idx * kWidth, normed[i]);
+        }
+    }
+}
+
 // One row a blockDim.x, the row in registers.
 template <typename T, typename Out, bool kCentred, int kVecs>
 __device__ __forceinline__ void norm_vecs(NormParams<T, Out> p) {
@@ -167,30 +208,19 @@ __device__ __forceinline__ void norm_vecs(NormParams<T, Out> p) {
         row.store(p.residual_out, num_vecs);
     }
 
-    RowShape shape{0.0f, 0.0f};
+    RowShape shape{};
     if constexpr (kCentred) {
         shape.mean = row_sum(row.sum(), slots[0]) / static_cast<float>(p.hidden_size);
         row.keep_packed();
     }
     const float sum = row_sum(row.sum_of_squares_from(shape.mean, num_vecs), slots[kCentred]);
     shape.inverse = rsqrtf(sum / static_cast<float>(p.hidden_size) + p.eps);
+    shape.offset = shape.inverse * p.weight_offset;
     row.keep_packed();
 
-    float factor = 1.0f;
     if constexpr (kQuantised) {
-        float largest = 0.0f;
-#pragma unroll
-        for (int i = 0; i < kVecs; ++i) {
-            const int vec_idx = threadIdx.x + i * blockDim.x;
-            if (vec_idx < num_vecs) {
-                float s[kWidth];
-                unpack<T>(row.bits[i], s);
-                norm_values(p, shape, vec_idx * kWidth, s);
-                largest = max_nan(largest, largest_of(s));
-            }
-        }
-        factor = scale_row(p, row_max(largest, slots[kCentred + 1]), is_there);
-        row.keep_packed();
+        quantise_vecs(p, row, shape, num_vecs, is_there, slots[kCentred + 1]);
+        return;
     }
 #pragma unroll
     for (int i = 0; i < kVecs; ++i) {
@@ -199,17 +229,13 @@ __device__ __forceinline__ void norm_vecs(NormParams<T, Out> p) {
             float s[kWidth];
             unpack<T>(row.bits[i], s);
             norm_values(p, shape, vec_idx * kWidth, s);
-            if (!kQuantised && adds && p.adds_after) {
+            if (adds && p.adds_after) {
                 float after[kWidth];
                 unpack<T>(ld_global(p.residual + vec_idx * kWidth), after);
 #pragma unroll
                 for (int j = 0; j < kWidth; ++j) {
                     s[j] += after[j];
                 }
-            }
-#pragma unroll
-            for (int j = 0; j < kWidth; ++j) {
-                s[j] *= kQuantised ? factor : 1.0f;
             }
             write_row(p.out + vec_idx * kWidth, s);
         }
@@ -251,7 +277,7 @@ __device__ __forceinline__ void norm_passes(NormParams<T, Out> p) {
             sum += kCentred ? s[j] : s[j] * s[j];
         }
     }
-    RowShape shape{0.0f, 0.0f};
+    RowShape shape{};
     const T* row = adds_before ? p.residual_out : p.x;
     sum = row_sum(sum, slots[0]);
     if constexpr (kCentred) {
@@ -269,10 +295,12 @@ __device__ __forceinline__ void norm_passes(NormParams<T, Out> p) {
         sum = row_sum(sum, slots[1]);
     }
     shape.inverse = rsqrtf(sum / size + p.eps);
+    shape.offset = shape.inverse * p.weight_offset;
 
     float factor = 1.0f;
     if constexpr (kQuantised) {
         float largest = 0.0f;
+#pragma unroll(kQuantised ? 1 : 2)
         for (int i = threadIdx.x * kWidth; i < row_size; i += step) {
             float s[kWidth];
             RowAccess::unpack(RowAccess::read(row + i), s);
@@ -281,6 +309,7 @@ __device__ __forceinline__ void norm_passes(NormParams<T, Out> p) {
         }
         factor = scale_row(p, row_max(largest, slots[kCentred + 1]), is_there);
     }
+#pragma unroll(kQuantised ? 1 : 2)
     for (int i = threadIdx.x * kWidth; i < row_size; i += step) {
         float s[kWidth];
         RowAccess::unpack(RowAccess::read(row + i), s);

@@ -73,7 +73,6 @@ def backward(
     device = device_of(problem.q.device)
     key = (device, sm90.is_enabled, deterministic, *_layout_of(problem, given))
     plan = _plans.get(key) or _plans.keep(key, _plan(device, problem, given, deterministic))
-    num_kv_heads = problem.k.shape[-2]
     if plan.parts is not None:
         # What no kernel writes, past the end of a sequence, must be 0 in the sum.
         has_gaps = problem.cu_seqlens_k is not None or problem.cache_seqlens is not None
@@ -87,7 +86,7 @@ def backward(
         plan.run(problem, given, (problem.q, problem.k, problem.v, dout), (slopes,))
     if plan.parts is not None:
         for grad, of_heads in ((dk, given.dk), (dv, given.dv)):
-            torch.sum(of_heads.unflatten(-2, (num_kv_heads, -1)), -2, out=grad)
+            torch.sum(of_heads, -2, out=grad)
 
 
 def _layout_of(problem: Problem, given: Gradients) -> tuple[Any, ...]:
@@ -111,15 +110,15 @@ def _plan(
     """Choose the kernels and make their launches."""
     variant = choose(problem.q.shape[-1], device.shared_bytes)
     is_hopper = sm90.is_enabled and device.has_wgmma and sm90.applies(problem, given)
-    num_heads, num_kv_heads = problem.q.shape[-2], problem.k.shape[-2]
+    (num_heads, head_dim), num_kv_heads = problem.q.shape[-2:], problem.k.shape[-2]
     body = sm90.body_of(problem) if is_hopper else None
     facts = body.stated if body else stated(variant)
     key_blocks = -(-problem.max_seqlen_k // facts.sizes["block_n"]) * problem.batch_size
     # Few blocks: one a query head, which is as many times more; the group's are then summed.
     parts, heads_a_block = None, num_heads // num_kv_heads
     if num_heads > num_kv_heads and key_blocks * num_kv_heads < 2 * device.num_sms:
-        parts, heads_a_block = (*problem.k.shape[:-2], num_heads, problem.k.shape[-1]), 1
-        like = torch.empty(parts, dtype=given.dk.dtype, device="meta")
+        parts, heads_a_block = (*problem.k.shape[:-1], num_heads // num_kv_heads, head_dim), 1
+        like = torch.empty(parts, dtype=given.dk.dtype, device="meta").flatten(-3, -2)
         given = given._replace(dk=like, dv=like)
     make = sm90.plan if is_hopper else functools.partial(_portable_plan, variant)
     plan = make(problem, given, heads_a_block=heads_a_block, deterministic=deterministic)

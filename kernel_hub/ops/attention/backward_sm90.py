@@ -77,7 +77,8 @@ class BackwardPlan(NamedTuple):
     before: what the rows of queries need, then main, over blocks of keys, then after, which rounds
     dq; each None where it has nothing to do. num_sums, num_rows, num_turns: elements of the
     workspace. boxes: rows of the tensor maps of q and of k; () where kernels take pointers.
-    parts: the shape of dk and dv of single query heads, whose sums the gradients are; or None.
+    parts: the shape of dk and dv of single query heads (..., num_kv_heads, heads of a group,
+    head_dim), whose sums the gradients are; or None.
     """
 
     before: BackwardLaunch | None
