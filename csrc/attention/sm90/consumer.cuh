@@ -106,7 +106,7 @@ struct Consumer : Rows<C> {
     }
 
     // Scores of `block` under the product of the block before it, in the same tile.
-    template <bool kMasked>
+    template <bool kMasked, bool kCapped = false>
     __device__ __forceinline__ void step(const Range& tile, int block, int accumulate) {
         wait_k();
         take_turn();
@@ -117,7 +117,7 @@ struct Consumer : Rows<C> {
         wgmma_wait<1>();
         hold_registers(scores);
         release_k(block == tile.block_begin);
-        this->template weigh<false, kMasked>(tile, block);
+        this->template weigh<false, kMasked, kCapped>(tile, block);
         hold_registers(scores);
         wgmma_wait<0>();
         hold_registers(output);
@@ -278,6 +278,14 @@ struct Consumer : Rows<C> {
                 for (; block >= masked; --block) {
                     step<true>(tile, block, accumulate);
                     accumulate = 1;
+                }
+                // NOTE: a loop of its own: asked in the other one, it costs windows 3 %.
+                if (kWindow && p.cap_scale_log2 != 0.f) {
+#pragma unroll 1
+                    for (; block >= unmasked; --block) {
+                        step<false, kWindow>(tile, block, accumulate);
+                        accumulate = 1;
+                    }
                 }
 #pragma unroll 1
                 for (; block >= unmasked; --block) {

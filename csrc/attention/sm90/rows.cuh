@@ -111,16 +111,16 @@ struct Rows {
         bool are = true;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            float largest = 0.f;
+            float even = 0.f, odd = 0.f;
 #pragma unroll
             for (int j = 0; j < C::kBlockN / 8; ++j) {
-                largest = fmaxf(largest, fabsf(scores[4 * j + 2 * r]));
-                largest = fmaxf(largest, fabsf(scores[4 * j + 2 * r + 1]));
+                even = fmaxf(even, fabsf(scores[4 * j + 2 * r]));
+                odd = fmaxf(odd, fabsf(scores[4 * j + 2 * r + 1]));
             }
             const int ahead = C::kSplit ? token[r] : 8 * r;
             const bool is_query =
                 tile.diagonal + ahead < tile.seqlen_k && (!C::kSplit || ahead < p.packing.tokens);
-            are &= !is_query || largest <= p.small_score;
+            are &= !is_query || fmaxf(even, odd) <= p.small_score;
         }
         return __all_sync(kAllLanes, are);
     }
@@ -136,22 +136,20 @@ struct Rows {
         return fmaf(score, factor, -shift);
     }
 
-    // Scores of a block become probabilities.
+    // Scores of a block become probabilities. kCapped: with softcap; masked ones ask for it.
     // NOTE: where masks hide some, tanh is the one for any score: what lies beyond a sequence must
     // not choose the way to its result.
-    template <bool kFirst, bool kMasked>
+    template <bool kFirst, bool kMasked, bool kCapped = false>
     __device__ __forceinline__ void weigh(const Range& tile, int block) {
-        if constexpr (C::kMask == Mask::kWindow) {
-            if (p.cap_scale_log2 != 0.f) {
-                if constexpr (!kMasked) {
-                    if (are_small(tile)) {
-                        softmax<kFirst>(
-                            [&](float score, float shift) { return small_exponent(score, shift); });
-                        return;
-                    }
-                }
-                cap();
+        if constexpr (kCapped) {
+            if (are_small(tile)) {
+                softmax<kFirst>(
+                    [&](float score, float shift) { return small_exponent(score, shift); });
+                return;
             }
+            cap();
+        } else if (kMasked && C::kMask == Mask::kWindow && p.cap_scale_log2 != 0.f) {
+            cap();
         }
         if constexpr (kMasked && C::kMask == Mask::kFull) {
             if ((block + 1) * C::kBlockN > tile.seqlen_k) {
