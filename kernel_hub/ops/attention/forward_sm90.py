@@ -152,6 +152,7 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launc
         heads_a_group(problem, min(seqlen_k, problem.max_seqlen_k)),
         int(any(each is not None for each in tables)),
         *problem.exponents,
+        *problem.small_scores,
     )
     grid = (min(num_tiles, device_of(q.device).num_sms), 1, 1)
     function = common.shipped(CUBIN, body.name(q.dtype)) if num_tiles else None

@@ -235,7 +235,7 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launc
         *places, 0 if table is None else table.stride(0), *common_numbers,
         k.shape[0],  # where paged: pages
         page_size, box_rows, int(any(each is not None for each in tables)),
-        *problem.exponents,
+        *problem.exponents, *problem.small_scores,
     )  # fmt: skip
     merge_name = body.name(q.dtype, "merge")
     merge = Launch(
