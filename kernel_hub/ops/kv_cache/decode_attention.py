@@ -189,8 +189,12 @@ def _step(given: DecodeGiven, is_aligned: bool) -> Step:
     max_tokens = page_size if block_table is None else page_size * block_table.shape[1]
     items = batch_size * num_kv_heads * -(-rows // variant.rows)
     device = device_of(q.device)
-    max_units = max(1, -(-max_tokens // variant.unit))
-    split = plans.choose_split(items, max_units, variant.unit, num_splits, device.num_sms)
+    seen = max_tokens if window_left < 0 else min(max_tokens, window_left + seqlen_q)
+    token_bytes = 2 * head_dim * k_cache.element_size()
+    num_bytes = batch_size * num_kv_heads * seen * token_bytes
+    caches = plans.Caches(items, max_tokens, seen, token_bytes, num_bytes)
+    blocks = plans.blocks_for(variant, caches, head_dim, device.num_sms)
+    split = plans.choose_split(caches, variant.unit, num_splits, blocks)
     token = common.DTYPE_TOKENS[q.dtype]
     name = f"decode_attention_{token}_hdim{variant.head_dim}{variant.suffix}"
     strides = (*out.stride()[:3], *q.stride()[:3])

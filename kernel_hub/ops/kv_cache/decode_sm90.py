@@ -21,10 +21,9 @@ from .decode_plan import DecodeGiven, Variant
 choice: bool | None = None
 
 # What the cost model knows of an H200 (docs/notes/decode_attention.md).
-_START_US = 6.0  # of the decode kernel and its merge
-_BYTES_A_US, _AGAIN_BYTES_A_US = 4.2e6, 5.0e6  # read once; read again by other rows, from the L2
-_SLOWER, _LATER_US = 1.15, 4.0  # how much longer than its estimate the other takes
-_GAIN = 0.95
+_START_US = 6.0  # more than the others' estimate has
+_BYTES_A_US = 3.5e6  # of a decode kernel whose blocks of rows each read the cache
+_SLOWER = 1.3  # the others, than their estimate
 
 
 def problem_of(given: DecodeGiven) -> Problem:
@@ -57,12 +56,12 @@ def applies(given: DecodeGiven, variant: Variant) -> bool:
         return False
     if not (sm90.applies(problem, given.out) and split.can_take(problem)):
         return False
-    return bool(choice) or shares_us(problem) < _GAIN * decode_us(problem, variant.rows)
+    return bool(choice) or shares_us(problem) < decode_us(problem, variant.rows)
 
 
 def shares_us(problem: Problem) -> float:
     """About how long these kernels take over full caches."""
-    return _LATER_US + _SLOWER * split.problem_us(problem)
+    return _SLOWER * split.problem_us(problem)
 
 
 def decode_us(problem: Problem, block_rows: int) -> float:
@@ -74,8 +73,7 @@ def decode_us(problem: Problem, block_rows: int) -> float:
     if problem.window[0] >= 0:
         seen = min(seen, problem.window[0] + problem.max_seqlen_q)
     cache_bytes = 4 * problem.batch_size * num_kv_heads * seen * head_dim
-    again = -(-rows // block_rows) * cache_bytes / _AGAIN_BYTES_A_US
-    return _START_US + max(cache_bytes / _BYTES_A_US, again)
+    return _START_US + -(-rows // block_rows) * cache_bytes / _BYTES_A_US
 
 
 def plan(given: DecodeGiven) -> Launch:

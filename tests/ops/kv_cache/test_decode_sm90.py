@@ -210,3 +210,23 @@ def test_long_caches_of_many_rows_are_theirs(h200: None, sizes: dict[str, Any]) 
 @pytest.mark.parametrize("sizes", OURS, ids=str)
 def test_the_others_are_not(h200: None, sizes: dict[str, Any]) -> None:
     assert not is_chosen(**sizes)
+
+
+@pytest.mark.parametrize("lot", range(150))
+def test_what_is_chosen_of_drawn_sizes(h200: None, lot: int) -> None:
+    generator = random.Random(f"chosen {lot}")
+    group, num_kv_heads = generator.choice((1, 4, 5, 8, 12, 48)), generator.choice((1, 2, 8))
+    seqlen_q, head_dim = generator.randint(1, 16), generator.choice((64, 80, 128, 192, 256))
+    sizes = {
+        "batch": generator.choice((1, 2, 7, 30, 120, 256)), "seqlen_q": seqlen_q,
+        "heads": (group * num_kv_heads, num_kv_heads), "head_dim": head_dim,
+    }  # fmt: skip
+    tokens = 256 * generator.choice((1, 3, 8, 20, 50, 200))
+    is_theirs = is_chosen(tokens=tokens, **sizes)
+    # A launch serves all lengths: what is on the device is asked by nobody (it is on none here).
+    assert is_chosen(tokens=tokens, page_size=generator.choice((16, 64, 256)), **sizes) == is_theirs
+    block_rows = decode_plan.choose_variant(head_dim, 2, group * seqlen_q, False).rows
+    if group * seqlen_q <= block_rows:
+        assert not is_theirs
+    elif is_theirs:  # the more there is to read again, the more so
+        assert is_chosen(tokens=4 * tokens, **sizes)
