@@ -2,186 +2,69 @@
 // before or after, results quantised a row. Without the mean taken off it is the RMS norm.
 #pragma once
 
-#include "kernel_hub/e4m3.cuh"
 #include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/reduce.cuh"
-#include "kernel_hub/vec.cuh"
+#include "rowwise/norm_values.cuh"
 #include "rowwise/row_vecs.cuh"
 
 namespace kernel_hub::rowwise {
 
-template <typename T, typename Out>
-struct NormParams {
-    Out* out;            // (outer, num_rows, hidden_size)
-    float* out_scale;    // (outer, num_rows), where Out is 8 bits
-    T* residual_out;     // like out, or null
-    const T* x;          // same shape
-    const T* residual;   // same shape, or null
-    const void* weight;  // (hidden_size,), T or fp32, or null
-    const void* bias;    // the same
-    int64_t out_stride, out_outer_stride;
-    int64_t scale_stride, scale_outer_stride;
-    int64_t residual_out_stride, residual_out_outer_stride;
-    int64_t x_stride, x_outer_stride;
-    int64_t residual_stride, residual_outer_stride;
-    int num_rows;
-    int hidden_size;
-    int is_weight32;  // weight and bias are fp32
-    int adds_after;   // out = residual + norm(x)
-    float eps;
-    float weight_offset;
-
-    // NOTE: what is null is not null afterwards.
-    __device__ __forceinline__ void select_row(int64_t outer_idx, int64_t row_idx) {
-        out += outer_idx * out_outer_stride + row_idx * out_stride;
-        out_scale += outer_idx * scale_outer_stride + row_idx * scale_stride;
-        residual_out += outer_idx * residual_out_outer_stride + row_idx * residual_out_stride;
-        x += outer_idx * x_outer_stride + row_idx * x_stride;
-        residual += outer_idx * residual_outer_stride + row_idx * residual_stride;
-    }
-};
-
-// What a row is moved and multiplied by.
-struct RowShape {
-    float mean, inverse;  // (s - mean) * inverse
-    float offset;         // of the weight, times inverse
-};
-
-// The largest that Out holds.
-template <typename Out>
-constexpr float kLargest = sizeof(Out) == 1 ? 127.0f : 0.0f;
-template <>
-constexpr float kLargest<__nv_fp8_e4m3> = 448.0f;
-
-// kWidth values from `first` on, of T or fp32; `none` where there are no values.
-template <typename T, int kWidth>
-__device__ __forceinline__ void load_parameter(const void* values, int is_fp32, int first,
-                                               float none, float (&found)[kWidth]) {
-    if (values == nullptr) {
-#pragma unroll
-        for (int j = 0; j < kWidth; ++j) {
-            found[j] = none;
-        }
-    } else if (is_fp32 && sizeof(T) != sizeof(float)) {
-        const float* address = static_cast<const float*>(values) + first;
-        if constexpr (kWidth == 1) {
-            found[0] = __ldg(address);
-        } else {
-#pragma unroll
-            for (int j = 0; j < kWidth; j += 4) {
-                float part[4];
-                unpack<float>(load_shared_by_blocks(address + j), part);
-                found[j] = part[0], found[j + 1] = part[1];
-                found[j + 2] = part[2], found[j + 3] = part[3];
-            }
-        }
-    } else {
-        using RowAccess = Access<T, kWidth>;
-        RowAccess::unpack(RowAccess::read_shared_by_blocks(static_cast<const T*>(values) + first),
-                          found);
-    }
-}
-
-// Normed, in place: weight and bias of the columns from `first` on.
-template <typename T, typename Out, int kWidth>
-__device__ __forceinline__ void norm_values(const NormParams<T, Out>& p, RowShape shape, int first,
-                                            float (&s)[kWidth]) {
-    float weight[kWidth], bias[kWidth];
-    load_parameter<T>(p.weight, p.is_weight32, first, 1.0f, weight);
-    load_parameter<T>(p.bias, p.is_weight32, first, 0.0f, bias);
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
-        s[j] = (s[j] - shape.mean) * (weight[j] * shape.inverse + shape.offset) + bias[j];
-    }
-}
-
-template <int kWidth>
-__device__ __forceinline__ float largest_of(const float (&values)[kWidth]) {
-    float largest = 0.0f;
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
-        largest = max_nan(largest, fabsf(values[j]));
-    }
-    return largest;
-}
-
-__device__ __forceinline__ uint32_t to_int8(float value) {
-    return static_cast<uint32_t>(static_cast<int>(rintf(fminf(fmaxf(value, -127.0f), 127.0f)))) &
-           0xff;
-}
-
-// Writes kWidth values, rounded to Out.
-template <typename Out, int kWidth>
-__device__ __forceinline__ void write_row(Out* address, const float (&values)[kWidth]) {
-    if constexpr (sizeof(Out) > 1) {
-        Access<Out, kWidth>::write(address, values);
-    } else if constexpr (std::is_same_v<Out, __nv_fp8_e4m3>) {
-        write_e4m3(address, values);
-    } else if constexpr (kWidth == 1) {
-        *address = static_cast<Out>(to_int8(values[0]));
-    } else {
-        uint32_t words[kWidth / 4];
-#pragma unroll
-        for (int i = 0; i < kWidth / 4; ++i) {
-            words[i] = to_int8(values[4 * i]) | to_int8(values[4 * i + 1]) << 8 |
-                       to_int8(values[4 * i + 2]) << 16 | to_int8(values[4 * i + 3]) << 24;
-        }
-        if constexpr (kWidth == 4) {
-            *reinterpret_cast<uint32_t*>(address) = words[0];
-        } else {
-            *reinterpret_cast<uint2*>(address) = make_uint2(words[0], words[1]);
-        }
-    }
-}
-
-// A row's scale from its largest magnitude, which it writes; what values are multiplied by.
-template <typename T, typename Out>
-__device__ __forceinline__ float scale_row(const NormParams<T, Out>& p, float largest,
-                                           bool is_there) {
-    // A row of zeros has a scale too, and that of one with nan says so.
-    largest = max_nan(largest, 1e-12f);
-    if (threadIdx.x == 0 && is_there) {
-        *p.out_scale = largest / kLargest<Out>;
-    }
-    return kLargest<Out> / largest;
-}
-
-// The normed row, its largest magnitude and what both leave. Normed once where registers hold the
-// results until the largest is known, else twice.
-template <typename T, typename Out, int kVecs>
-__device__ __forceinline__ void quantise_vecs(const NormParams<T, Out>& p, RowVecs<T, kVecs>& row,
-                                              RowShape shape, int num_vecs, bool is_there,
-                                              float (&slots)[kMaxWarps]) {
-    constexpr int kWidth = kVecElems<T>;
-    constexpr bool kKeeps = kVecs * kWidth <= 16;
+// What a row leaves once its shape is known. Where it is quantised it is normed once if registers
+// hold the results until their largest is known, else twice.
+template <typename T, typename Out, int kVecs, bool kIs32>
+__device__ __forceinline__ void finish_vecs(const NormParams<T, Out>& p, RowVecs<T, kVecs>& row,
+                                            RowShape shape, int num_vecs, bool is_there,
+                                            float (&slots)[kMaxWarps]) {
+    constexpr int kWidth = kVecElems<T>, kBatch = kVecs == 1 || kIs32 ? 1 : 2;
+    constexpr bool kQuantised = sizeof(Out) == 1, kKeeps = kVecs * kWidth <= 16;
     float normed[kVecs][kWidth];
-    float largest = 0.0f;
+    float largest = 0.0f, factor = 1.0f;
 #pragma unroll
-    for (int i = 0; i < kVecs; ++i) {
-        const int vec_idx = threadIdx.x + i * blockDim.x;
-        if (vec_idx < num_vecs) {
-            unpack<T>(row.bits[i], normed[i]);
-            norm_values(p, shape, vec_idx * kWidth, normed[i]);
-            largest = max_nan(largest, largest_of(normed[i]));
+    for (int round = !kQuantised; round < 2; ++round) {
+#pragma unroll
+        for (int first = 0; first < kVecs; first += kBatch) {
+            const int first_idx = threadIdx.x + first * blockDim.x;
+            const bool norms = round == !kQuantised || !kKeeps;
+            Factors<T, kBatch, kIs32> factors;
+            if (norms) {
+                factors.load(p, first_idx, num_vecs);
+            }
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i) {
+                const int vec_idx = first_idx + i * blockDim.x;
+                if (vec_idx < num_vecs) {
+                    float (&s)[kWidth] = normed[first + i];
+                    if (norms) {
+                        unpack<T>(row.bits[first + i], s);
+                        factors.norm(i, shape, s);
+                    }
+                    if (round == 0) {
+                        largest = max_nan(largest, largest_of(s));
+                        continue;
+                    }
+                    if (!kQuantised && p.adds_after) {
+                        float after[kWidth];
+                        unpack<T>(ld_global(p.residual + vec_idx * kWidth), after);
+#pragma unroll
+                        for (int j = 0; j < kWidth; ++j) {
+                            s[j] += after[j];
+                        }
+                    }
+#pragma unroll
+                    for (int j = 0; j < kWidth; ++j) {
+                        s[j] *= kQuantised ? factor : 1.0f;
+                    }
+                    write_row(p.out + vec_idx * kWidth, s);
+                }
+            }
         }
-    }
-    const float factor = scale_row(p, row_max(largest, slots), is_there);
-    if constexpr (!kKeeps) {
-        row.keep_packed();
-    }
-#pragma unroll
-    for (int i = 0; i < kVecs; ++i) {
-        const int vec_idx = threadIdx.x + i * blockDim.x;
-        if (vec_idx < num_vecs) {
-            if constexpr (!kKeeps) {
-                unpack<T>(row.bits[i], normed[i]);
-                norm_values(p, shape, vec_idx * kWidth, normed[i]);
+        if constexpr (kQuantised) {
+            if (round == 0) {
+                factor = scale_row(p, row_max(largest, slots), is_there);
+                if (!kKeeps) {
+                    row.keep_packed();
+                }
             }
-#pragma unroll
-            for (int j = 0; j < kWidth; ++j) {
-                normed[i][j] *= factor;
-            }
-            write_row(p.out + vec_idx * kWidth, normed[i]);
         }
     }
 }
@@ -190,8 +73,7 @@ __device__ __forceinline__ void quantise_vecs(const NormParams<T, Out>& p, RowVe
 template <typename T, typename Out, bool kCentred, int kVecs>
 __device__ __forceinline__ void norm_vecs(NormParams<T, Out> p) {
     constexpr int kWidth = kVecElems<T>;
-    constexpr bool kQuantised = sizeof(Out) == 1;
-    __shared__ float slots[kCentred + 1 + kQuantised][kMaxWarps];
+    __shared__ float slots[kCentred + 2][kMaxWarps];
     const int64_t row_idx = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
     const bool is_there = row_idx < p.num_rows;
     const int num_vecs = is_there ? p.hidden_size / kWidth : 0;
@@ -218,28 +100,14 @@ __device__ __forceinline__ void norm_vecs(NormParams<T, Out> p) {
     shape.offset = shape.inverse * p.weight_offset;
     row.keep_packed();
 
-    if constexpr (kQuantised) {
-        quantise_vecs(p, row, shape, num_vecs, is_there, slots[kCentred + 1]);
-        return;
-    }
-#pragma unroll
-    for (int i = 0; i < kVecs; ++i) {
-        const int vec_idx = threadIdx.x + i * blockDim.x;
-        if (vec_idx < num_vecs) {
-            float s[kWidth];
-            unpack<T>(row.bits[i], s);
-            norm_values(p, shape, vec_idx * kWidth, s);
-            if (adds && p.adds_after) {
-                float after[kWidth];
-                unpack<T>(ld_global(p.residual + vec_idx * kWidth), after);
-#pragma unroll
-                for (int j = 0; j < kWidth; ++j) {
-                    s[j] += after[j];
-                }
-            }
-            write_row(p.out + vec_idx * kWidth, s);
+    float (&last)[kMaxWarps] = slots[kCentred + 1];
+    if constexpr (sizeof(T) != sizeof(float)) {
+        if (p.is_weight32) {
+            finish_vecs<T, Out, kVecs, true>(p, row, shape, num_vecs, is_there, last);
+            return;
         }
     }
+    finish_vecs<T, Out, kVecs, false>(p, row, shape, num_vecs, is_there, last);
 }
 
 // Rows of any length in accesses of kWidth elements, a pass for each sum: the first adds the

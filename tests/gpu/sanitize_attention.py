@@ -26,6 +26,7 @@ from kernel_hub.ops.attention import backward_sm90 as hopper_backward
 from kernel_hub.ops.attention import forward_sm90 as hopper
 from kernel_hub.ops.attention import forward_split_sm90 as split
 from kernel_hub.ops.core.launch import forget_all
+from kernel_hub.ops.kv_cache import decode_sm90
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 # The head_dim of each body, and one that fills it in part.
@@ -91,9 +92,10 @@ def main() -> int:
     with torch.no_grad():
         for run in CASES:
             run("cuda")
-        split.choice = True
+        split.choice = decode_sm90.choice = True
         forget_all()
         forward("cuda")
+        decode("cuda")
         hopper.is_enabled = hopper_backward.is_enabled = False
         forward("cuda")
         backward("cuda")
