@@ -43,9 +43,8 @@ def norm(kind: str, dtype: torch.dtype, tokens: int, hidden: int) -> Case:
     r = torch.randn_like(x) if kind == "residual" else x
     weight, bias = (torch.randn(hidden, device="cuda", dtype=dtype) for _ in range(2))
     sets, shape, checked = range(len(x)), (hidden,), x[0][:CHECKED_TOKENS]
-    outputs: Callable[[Any], Any] = {"plain": lambda out: [out], "residual": tuple}.get(
-        kind, dequantised
-    )
+    ways: dict[str, Callable[[Any], Any]] = {"plain": lambda out: [out], "residual": tuple}
+    outputs = ways.get(kind, dequantised)
 
     def ours(i: int) -> Any:
         if kind == "residual":

@@ -27,6 +27,7 @@ from harness import DTYPES, compiled
 
 from kernel_hub.measure import timing
 from kernel_hub.ops.core.launch import Launch as Planned
+from kernel_hub.ops.rowwise import layer_norm as layer_norm_module
 from kernel_hub.ops.rowwise import rms_norm as norm_module
 from kernel_hub.ops.rowwise import rope as rope_module
 from kernel_hub.ops.rowwise import silu_and_mul as silu_module
@@ -120,6 +121,38 @@ def rms_norm(dtype: torch.dtype, tokens: int, hidden: int, residual: bool) -> Ce
     return Cell(num_bytes, chosen, launches, params, outputs, sets, peer)
 
 
+def layer_norm(dtype: torch.dtype, tokens: int, hidden: int, to: torch.dtype | None) -> Cell:
+    num_bytes = tokens * hidden * (dtype.itemsize + (to or dtype).itemsize)
+    sets = timing.num_sets(num_bytes)
+    x, weight, bias = (
+        random(*shape, dtype=dtype) for shape in ((sets, tokens, hidden), (hidden,), (hidden,))
+    )
+    out = torch.empty_like(x, dtype=to)
+    scale = x.new_empty(sets, tokens, dtype=torch.float32) if to else None
+    given = layer_norm_module.NormGiven(x[0], weight, bias, None, EPS, 0.0, False)
+    plan = layer_norm_module._norm.plan(
+        given, layer_norm_module.Outs(out[0], None if scale is None else scale[0], None), 0
+    )
+    chosen = planned("layer_norm", plan)
+    prefix, vecs = chosen.function.rpartition("_")[0], hidden * dtype.itemsize // 16
+    launches = []
+    for per_thread, rows in itertools.product((1, 2, 4), (1, 2, 4)):
+        threads = max(32, 32 * -(-vecs // (32 * per_thread)))
+        if rows <= tokens and threads * rows <= (1024 if rows == 1 else 512):
+            grid, block = (-(-tokens // rows), 1, 1), (threads, rows, 1)
+            launches.append(Launch("layer_norm", f"{prefix}_vec{per_thread}", grid, block))
+
+    def params(i: int) -> tuple[Any, ...]:
+        scales = None if scale is None else scale[i]
+        return (out[i], scales, None, x[i], None, weight, bias, *plan.numbers, EPS, 0.0)
+
+    def peer() -> list[Callable[[], Any]]:
+        function = compiled(partial(torch.nn.functional.layer_norm, normalized_shape=(hidden,)))
+        return [partial(function, x[i], weight=weight, bias=bias) for i in range(sets)]
+
+    return Cell(num_bytes, chosen, launches, params, [out], sets, None if to else peer)
+
+
 def silu_and_mul(dtype: torch.dtype, tokens: int, size: int) -> Cell:
     num_bytes = 3 * tokens * size * dtype.itemsize
     sets = timing.num_sets(num_bytes)
@@ -171,6 +204,8 @@ def rope(dtype: torch.dtype, tokens: int, num_heads: int, in_place: bool) -> Cel
 FAMILIES: dict[str, tuple[Callable[..., Cell], tuple[int, ...]]] = {
     "rms_norm": (partial(rms_norm, residual=False), (1024, 2048, 4096, 5120, 8192, 16384)),
     "add_rms_norm": (partial(rms_norm, residual=True), (1024, 2048, 4096, 5120, 8192, 16384)),
+    "layer_norm": (partial(layer_norm, to=None), (1024, 2048, 4096, 5120, 8192)),
+    "layer_norm_e4m3": (partial(layer_norm, to=torch.float8_e4m3fn), (1024, 4096, 8192)),
     "silu_and_mul": (silu_and_mul, (11008, 14336, 28672)),
     "rope": (partial(rope, in_place=False), (32, 64)),
     "rope_in_place": (partial(rope, in_place=True), (32, 64)),

@@ -215,6 +215,7 @@ def test_build_records_what_source_and_cubin_say(copy_tree: Tree) -> None:
     assert (len(image), hashlib.sha256(image).hexdigest()) == (entry.size_bytes, entry.sha256)
 
 
+@pytest.mark.slow
 @needs_nvcc
 def test_incremental(copy_tree: Tree, capsys: pytest.CaptureFixture[str]) -> None:
     copy_tree.write("other.cu", 'extern "C" __global__ void other(int* out) { *out = 1; }\n')
@@ -240,6 +241,7 @@ def test_incremental(copy_tree: Tree, capsys: pytest.CaptureFixture[str]) -> Non
     assert copy_tree.digests() == before
 
 
+@pytest.mark.slow
 @needs_nvcc
 def test_stale_cubins_go_and_other_archs_stay(copy_tree: Tree) -> None:
     gone = copy_tree.write("gone.cu", 'extern "C" __global__ void gone() {}\n')
@@ -260,6 +262,7 @@ def test_only(copy_tree: Tree, capsys: pytest.CaptureFixture[str]) -> None:
     assert "copy" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @needs_nvcc
 def test_check_is_quiet_about_a_faithful_tree_and_names_a_changed_one(
     copy_tree: Tree, capsys: pytest.CaptureFixture[str]
@@ -281,6 +284,7 @@ def test_check_is_quiet_about_a_faithful_tree_and_names_a_changed_one(
     assert copy_tree.digests() == before
 
 
+@pytest.mark.slow
 @needs_nvcc
 def test_same_bytes_from_any_directory_and_number_of_jobs(copy_tree: Tree, tmp_path: Path) -> None:
     assert copy_tree.build("--arch", "sm80,sm90", "--jobs", "2") == 0

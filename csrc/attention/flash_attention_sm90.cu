@@ -54,7 +54,9 @@ namespace kernel_hub::attention::sm90 {
             int64_t lse_head_stride, int64_t block_table_stride, int batch_size, int num_heads,   \
             int num_kv_heads, int head_dim, int seqlen_q, int seqlen_k, int total_q, int total_k, \
             int num_pages, int page_size, int box_rows, int window_left, int window_right,        \
-            int heads_per_group, int has_foreign_rows, float scale_log2, float cap_scale_log2) {  \
+            int heads_per_group, int has_foreign_rows, float scale_log2, float cap_scale_log2,    \
+            float small_score, float tanh_1, float tanh_3, float tanh_5, float tanh_7,            \
+            float tanh_9) {                                                                       \
             using C = Config<T, HEAD_DIM, CONSUMERS, BLOCK_N, Mask::MASK>;                        \
             flash_attention_sm90<C>({.out = out,                                                  \
                                      .lse = lse,                                                  \
@@ -89,7 +91,9 @@ namespace kernel_hub::attention::sm90 {
                                      .heads_per_group = heads_per_group,                          \
                                      .has_foreign_rows = has_foreign_rows,                        \
                                      .scale_log2 = scale_log2,                                    \
-                                     .cap_scale_log2 = cap_scale_log2});                          \
+                                     .cap_scale_log2 = cap_scale_log2,                            \
+                                     .small_score = small_score,                                  \
+                                     .tanh_terms = {tanh_1, tanh_3, tanh_5, tanh_7, tanh_9}});    \
         })
 
 #define EXPORT_MASKS(DTYPE, T, HEAD_DIM, CONSUMERS, BLOCK_N)                        \

@@ -26,6 +26,12 @@ struct ByExpert {
     Target<T> all;
     int64_t bias_stride;
 
+    __device__ __forceinline__ Side<false> side_a(const CUtensorMap* map) const {
+        return {map, nullptr, 0};
+    }
+    __device__ __forceinline__ Side<false> side_b(const CUtensorMap* map) const {
+        return {map, nullptr, 0};
+    }
     __device__ __forceinline__ int2 of_a(int) const { return make_int2(0, 0); }
     __device__ __forceinline__ int2 of_b(int expert) const { return make_int2(expert, 0); }
     __device__ __forceinline__ int2 of_out(int) const { return make_int2(0, 0); }

@@ -4,87 +4,68 @@
 
 #include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/reduce.cuh"
-#include "kernel_hub/vec.cuh"
-#include "rowwise/quantised.cuh"
+#include "rowwise/norm_values.cuh"
 #include "rowwise/row_vecs.cuh"
 
 namespace kernel_hub::rowwise {
 
-template <typename T, typename Out>
-struct NormParams {
-    Out* out;            // (outer, num_rows, hidden_size)
-    float* out_scale;    // (outer, num_rows), where Out is 8 bits
-    T* residual_out;     // like out, or null
-    const T* x;          // same shape
-    const T* residual;   // same shape, or null
-    const void* weight;  // (hidden_size,), T or fp32, or null
-    const void* bias;    // the same
-    int64_t out_stride, out_outer_stride;
-    int64_t scale_stride, scale_outer_stride;
-    int64_t residual_out_stride, residual_out_outer_stride;
-    int64_t x_stride, x_outer_stride;
-    int64_t residual_stride, residual_outer_stride;
-    int num_rows;
-    int hidden_size;
-    int is_weight32;  // weight and bias are fp32
-    int adds_after;   // out = residual + norm(x)
-    float eps;
-    float weight_offset;
-
-    // NOTE: what is null is not null afterwards.
-    __device__ __forceinline__ void select_row(int64_t outer_idx, int64_t row_idx) {
-        out += outer_idx * out_outer_stride + row_idx * out_stride;
-        out_scale += outer_idx * scale_outer_stride + row_idx * scale_stride;
-        residual_out += outer_idx * residual_out_outer_stride + row_idx * residual_out_stride;
-        x += outer_idx * x_outer_stride + row_idx * x_stride;
-        residual += outer_idx * residual_outer_stride + row_idx * residual_stride;
-    }
-};
-
-// What a row is multiplied and moved by.
-struct RowShape {
-    float mean, inverse;  // (s - mean) * inverse
-};
-
-// kWidth values from `first` on, of T or fp32; `none` where there are no values.
-template <typename T, int kWidth>
-__device__ __forceinline__ void load_parameter(const void* values, int is_fp32, int first,
-                                               float none, float (&found)[kWidth]) {
-    if (values == nullptr) {
+// What a row leaves once its shape is known. Where it is quantised it is normed once if registers
+// hold the results until their largest is known, else twice.
+template <typename T, typename Out, int kVecs, bool kIs32>
+__device__ __forceinline__ void finish_vecs(const NormParams<T, Out>& p, RowVecs<T, kVecs>& row,
+                                            RowShape shape, int num_vecs, bool is_there,
+                                            float (&slots)[kMaxWarps]) {
+    constexpr int kWidth = kVecElems<T>, kBatch = kVecs == 1 || kIs32 ? 1 : 2;
+    constexpr bool kQuantised = sizeof(Out) == 1, kKeeps = kVecs * kWidth <= 16;
+    float normed[kVecs][kWidth];
+    float largest = 0.0f, factor = 1.0f;
 #pragma unroll
-        for (int j = 0; j < kWidth; ++j) {
-            found[j] = none;
-        }
-    } else if (is_fp32 && sizeof(T) != sizeof(float)) {
-        const float* address = static_cast<const float*>(values) + first;
-        if constexpr (kWidth == 1) {
-            found[0] = __ldg(address);
-        } else {
+    for (int round = !kQuantised; round < 2; ++round) {
 #pragma unroll
-            for (int j = 0; j < kWidth; j += 4) {
-                float part[4];
-                unpack<float>(load_shared_by_blocks(address + j), part);
-                found[j] = part[0], found[j + 1] = part[1];
-                found[j + 2] = part[2], found[j + 3] = part[3];
+        for (int first = 0; first < kVecs; first += kBatch) {
+            const int first_idx = threadIdx.x + first * blockDim.x;
+            const bool norms = round == !kQuantised || !kKeeps;
+            Factors<T, kBatch, kIs32> factors;
+            if (norms) {
+                factors.load(p, first_idx, num_vecs);
+            }
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i) {
+                const int vec_idx = first_idx + i * blockDim.x;
+                if (vec_idx < num_vecs) {
+                    float (&s)[kWidth] = normed[first + i];
+                    if (norms) {
+                        unpack<T>(row.bits[first + i], s);
+                        factors.norm(i, shape, s);
+                    }
+                    if (round == 0) {
+                        largest = max_nan(largest, largest_of(s));
+                        continue;
+                    }
+                    if (!kQuantised && p.adds_after) {
+                        float after[kWidth];
+                        unpack<T>(ld_global(p.residual + vec_idx * kWidth), after);
+#pragma unroll
+                        for (int j = 0; j < kWidth; ++j) {
+                            s[j] += after[j];
+                        }
+                    }
+#pragma unroll
+                    for (int j = 0; j < kWidth; ++j) {
+                        s[j] *= kQuantised ? factor : 1.0f;
+                    }
+                    write_row(p.out + vec_idx * kWidth, s);
+                }
             }
         }
-    } else {
-        using RowAccess = Access<T, kWidth>;
-        RowAccess::unpack(RowAccess::read_shared_by_blocks(static_cast<const T*>(values) + first),
-                          found);
-    }
-}
-
-// Normed, in place: weight and bias of the columns from `first` on.
-template <typename T, typename Out, int kWidth>
-__device__ __forceinline__ void norm_values(const NormParams<T, Out>& p, RowShape shape, int first,
-                                            float (&s)[kWidth]) {
-    float weight[kWidth], bias[kWidth];
-    load_parameter<T>(p.weight, p.is_weight32, first, 1.0f, weight);
-    load_parameter<T>(p.bias, p.is_weight32, first, 0.0f, bias);
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
-        s[j] = (s[j] - shape.mean) * shape.inverse * (weight[j] + p.weight_offset) + bias[j];
+        if constexpr (kQuantised) {
+            if (round == 0) {
+                factor = scale_row<Out>(p.out_scale, row_max(largest, slots), is_there);
+                if (!kKeeps) {
+                    row.keep_packed();
+                }
+            }
+        }
     }
 }
 
@@ -92,8 +73,7 @@ __device__ __forceinline__ void norm_values(const NormParams<T, Out>& p, RowShap
 template <typename T, typename Out, bool kCentred, int kVecs>
 __device__ __forceinline__ void norm_vecs(NormParams<T, Out> p) {
     constexpr int kWidth = kVecElems<T>;
-    constexpr bool kQuantised = sizeof(Out) == 1;
-    __shared__ float slots[kCentred + 1 + kQuantised][kMaxWarps];
+    __shared__ float slots[kCentred + 2][kMaxWarps];
     const int64_t row_idx = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
     const bool is_there = row_idx < p.num_rows;
     const int num_vecs = is_there ? p.hidden_size / kWidth : 0;
@@ -110,53 +90,24 @@ __device__ __forceinline__ void norm_vecs(NormParams<T, Out> p) {
         row.store(p.residual_out, num_vecs);
     }
 
-    RowShape shape{0.0f, 0.0f};
+    RowShape shape{};
     if constexpr (kCentred) {
         shape.mean = row_sum(row.sum(), slots[0]) / static_cast<float>(p.hidden_size);
         row.keep_packed();
     }
     const float sum = row_sum(row.sum_of_squares_from(shape.mean, num_vecs), slots[kCentred]);
     shape.inverse = rsqrtf(sum / static_cast<float>(p.hidden_size) + p.eps);
+    shape.offset = shape.inverse * p.weight_offset;
     row.keep_packed();
 
-    float factor = 1.0f;
-    if constexpr (kQuantised) {
-        float largest = 0.0f;
-#pragma unroll
-        for (int i = 0; i < kVecs; ++i) {
-            const int vec_idx = threadIdx.x + i * blockDim.x;
-            if (vec_idx < num_vecs) {
-                float s[kWidth];
-                unpack<T>(row.bits[i], s);
-                norm_values(p, shape, vec_idx * kWidth, s);
-                largest = max_nan(largest, largest_of(s));
-            }
-        }
-        factor = scale_row<Out>(p.out_scale, row_max(largest, slots[kCentred + 1]), is_there);
-        row.keep_packed();
-    }
-#pragma unroll
-    for (int i = 0; i < kVecs; ++i) {
-        const int vec_idx = threadIdx.x + i * blockDim.x;
-        if (vec_idx < num_vecs) {
-            float s[kWidth];
-            unpack<T>(row.bits[i], s);
-            norm_values(p, shape, vec_idx * kWidth, s);
-            if (!kQuantised && adds && p.adds_after) {
-                float after[kWidth];
-                unpack<T>(ld_global(p.residual + vec_idx * kWidth), after);
-#pragma unroll
-                for (int j = 0; j < kWidth; ++j) {
-                    s[j] += after[j];
-                }
-            }
-#pragma unroll
-            for (int j = 0; j < kWidth; ++j) {
-                s[j] *= kQuantised ? factor : 1.0f;
-            }
-            write_row(p.out + vec_idx * kWidth, s);
+    float (&last)[kMaxWarps] = slots[kCentred + 1];
+    if constexpr (sizeof(T) != sizeof(float)) {
+        if (p.is_weight32) {
+            finish_vecs<T, Out, kVecs, true>(p, row, shape, num_vecs, is_there, last);
+            return;
         }
     }
+    finish_vecs<T, Out, kVecs, false>(p, row, shape, num_vecs, is_there, last);
 }
 
 // Rows of any length in accesses of kWidth elements, a pass for each sum: the first adds the
@@ -194,7 +145,7 @@ __device__ __forceinline__ void norm_passes(NormParams<T, Out> p) {
             sum += kCentred ? s[j] : s[j] * s[j];
         }
     }
-    RowShape shape{0.0f, 0.0f};
+    RowShape shape{};
     const T* row = adds_before ? p.residual_out : p.x;
     sum = row_sum(sum, slots[0]);
     if constexpr (kCentred) {
@@ -212,10 +163,12 @@ __device__ __forceinline__ void norm_passes(NormParams<T, Out> p) {
         sum = row_sum(sum, slots[1]);
     }
     shape.inverse = rsqrtf(sum / size + p.eps);
+    shape.offset = shape.inverse * p.weight_offset;
 
     float factor = 1.0f;
     if constexpr (kQuantised) {
         float largest = 0.0f;
+#pragma unroll(kQuantised ? 1 : 2)
         for (int i = threadIdx.x * kWidth; i < row_size; i += step) {
             float s[kWidth];
             RowAccess::unpack(RowAccess::read(row + i), s);
@@ -224,6 +177,7 @@ __device__ __forceinline__ void norm_passes(NormParams<T, Out> p) {
         }
         factor = scale_row<Out>(p.out_scale, row_max(largest, slots[kCentred + 1]), is_there);
     }
+#pragma unroll(kQuantised ? 1 : 2)
     for (int i = threadIdx.x * kWidth; i < row_size; i += step) {
         float s[kWidth];
         RowAccess::unpack(RowAccess::read(row + i), s);

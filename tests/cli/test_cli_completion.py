@@ -40,7 +40,7 @@ CASES = [
     ("", {module.NAME for module in cli.COMMANDS} | {"build"}),
     ("in", {"inspect"}),
     ("build", {"build", "build-triton"}),
-    ("inspect rms", {"rms_norm"}),
+    ("inspect rms_norm_", {"rms_norm_joined"}),
     ("list --dt", {"--dtype"}),
     ("list --dtype b", {"bf16"}),
     ("list --arch ", {"sm80", "sm89", "sm90"}),

@@ -78,6 +78,7 @@ def test_by_nvrtc(first: int) -> None:
     assert compiled >= CHUNK // 3
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(NVCC is None, reason="no nvcc: it draws and compiles programs")
 def test_later_gpus_are_read_but_never_called_sound() -> None:
     """From sm_100 on only bounds are checked, so a driver is asked in a child process first."""

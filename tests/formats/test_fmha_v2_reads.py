@@ -151,6 +151,7 @@ def test_essential_fields() -> None:
 # -- the stand-ins
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "arch"),
     [*((file, "sm_90a") for file in FILES), *((file, "sm_80") for file in ("640", "512"))],

@@ -26,6 +26,7 @@ from kernel_hub.ops.attention import backward_sm90 as hopper_backward
 from kernel_hub.ops.attention import forward_sm90 as hopper
 from kernel_hub.ops.attention import forward_split_sm90 as split
 from kernel_hub.ops.core.launch import forget_all
+from kernel_hub.ops.kv_cache import decode_sm90
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 # The head_dim of each body, and one that fills it in part.
@@ -39,7 +40,7 @@ def forward(device: str) -> None:
             dtype=dtype, head_dim=head_dim, num_heads=3, num_kv_heads=1, causal=True,
             lengths_q=(5, 0, 150), lengths_k=(70, 3, 201), seed=1,
         )  # fmt: skip
-        for layout, softcap in itertools.product(("varlen", "varlen_paged", "cache"), (0.0, 2.0)):
+        for layout, softcap in itertools.product(("varlen", "varlen_paged", "cache"), (0.0, 30.0)):
             ragged = dataclasses.replace(case, layout=layout, softcap=softcap)
             if layout == "cache":
                 ragged = dataclasses.replace(ragged, lengths_q=(150,) * 3, window_size=(30, 9))
@@ -91,9 +92,10 @@ def main() -> int:
     with torch.no_grad():
         for run in CASES:
             run("cuda")
-        split.choice = True
+        split.choice = decode_sm90.choice = True
         forget_all()
         forward("cuda")
+        decode("cuda")
         hopper.is_enabled = hopper_backward.is_enabled = False
         forward("cuda")
         backward("cuda")

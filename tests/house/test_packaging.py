@@ -185,6 +185,7 @@ def digests(path: Path) -> dict[str, str]:
         }
 
 
+@pytest.mark.slow
 @needs_setuptools
 @pytest.mark.parametrize("kind", ["wheel", "sdist"])
 def test_two_copies_build_the_same_bytes(

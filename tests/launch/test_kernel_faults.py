@@ -222,6 +222,7 @@ def test_capture_needs_a_load_before(fakecuda: FakeCuda) -> None:
     assert fakecuda.launch().stream == stream
 
 
+@pytest.mark.slow
 def test_ten_thousand_load_and_unload_cycles_leave_nothing(fakecuda: FakeCuda) -> None:
     data = PROBE_CUBIN.read_bytes()
     kernel = Kernel(data, ["launch_probe_5"])

@@ -17,6 +17,6 @@ SM90: Any = importlib.import_module("kernel_hub.ops.attention.forward_sm90")
 @contextlib.contextmanager
 def hopper_attention(patch: pytest.MonkeyPatch, num_sms: int) -> Iterator[None]:
     """CPU tensors go where `forward_sm90.applies` sends those of a GPU."""
-    patch.setattr(SM90, "applies", lambda problem, out: SM90._choose(problem) is not None)
+    patch.setattr(SM90, "applies", SM90.fits)
     with pretend(PlannedGpu((9, 0), num_sms)):
         yield

@@ -53,8 +53,10 @@ __device__ __forceinline__ void flash_attention_sm90(const Parameters& p) {
     }
     if constexpr (C::kSplit) {
         make_line<C>(p, order);
-    } else if (has_lengths(p)) {
+    } else if (has_order(p)) {
         make_order<C>(p, order);
+    } else if (threadIdx.x == 0) {
+        order.count = 0;
     }
     __syncthreads();
 

@@ -105,9 +105,8 @@ struct Consumer : Rows<C> {
         named_barrier_arrive(1 + (consumer + 1 == C::kConsumers ? 0 : consumer + 1), 256);
     }
 
-    // Scores of `block` under the product of the block before it, in the same tile. kGeneral: with
-    // masks and softcap.
-    template <bool kGeneral>
+    // Scores of `block` under the product of the block before it, in the same tile.
+    template <bool kMasked>
     __device__ __forceinline__ void step(const Range& tile, int block, int accumulate) {
         wait_k();
         take_turn();
@@ -118,13 +117,7 @@ struct Consumer : Rows<C> {
         wgmma_wait<1>();
         hold_registers(scores);
         release_k(block == tile.block_begin);
-        if constexpr (kGeneral) {
-            if constexpr (C::kMask == Mask::kWindow) {
-                this->cap();
-            }
-            this->template mask<true, C::kMask == Mask::kWindow>(tile, block);
-        }
-        this->template softmax<false>();
+        this->template weigh<false, kMasked>(tile, block);
         hold_registers(scores);
         wgmma_wait<0>();
         hold_registers(output);
@@ -248,11 +241,7 @@ struct Consumer : Rows<C> {
         hold_registers(scores);
         const int block = tile.block_end - 1;
         release_k(block == tile.block_begin);
-        if constexpr (C::kMask == Mask::kWindow) {
-            this->cap();
-        }
-        this->mask_first(tile, block);
-        this->template softmax<true>();
+        this->template weigh<true, true>(tile, block);
         this->pack_probs();
     }
 
@@ -276,9 +265,6 @@ struct Consumer : Rows<C> {
                 visible = max(0, min(visible, first_row + p.window_right + 1));
             }
             int masked = max(tile.block_begin, visible / C::kBlockN);
-            if (kWindow && p.cap_scale_log2 != 0.f) {
-                masked = tile.block_begin;
-            }
             // And blocks below `unmasked` have keys that its last row does not see.
             int unmasked = tile.block_begin;
             if (kWindow && p.window_left >= 0) {
@@ -323,11 +309,7 @@ struct Consumer : Rows<C> {
         hold_registers(scores);
         const int block = next.block_end - 1;
         release_k(block == next.block_begin);
-        if constexpr (C::kMask == Mask::kWindow) {
-            this->cap();
-        }
-        this->mask_first(next, block);
-        this->template softmax<true>();
+        this->template weigh<true, true>(next, block);
         hold_registers(scores);
         wgmma_wait<0>();
         hold_registers(output);

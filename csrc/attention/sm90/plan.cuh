@@ -105,6 +105,10 @@ struct Parameters {
     // softmax_scale. cap_scale_log2: 2 softmax_scale / softcap, or 0 without softcap. Both are
     // times log2(e).
     float scale_log2, cap_scale_log2;
+    // scale_log2 tanh(cap_scale_log2 score / (2 log2(e))) for |score| <= small_score: a polynomial
+    // of odd powers, from the first on.
+    float small_score;
+    float tanh_terms[5];
     Packing packing;
 };
 
@@ -122,9 +126,9 @@ struct Tile {
 // The sequences with keys and queries, the longest first, where their lengths are on the device.
 struct Order {
     static constexpr int kMost = 256;  // with more of them they stay in the order they have
-    int end[kMost];                    // how many tiles there are up to here
+    alignas(16) int end[kMost];        // how many tiles there are up to here
     unsigned char batch[kMost];
-    int count;
+    int count;  // of all tiles; in the order they have: of those before the sequence at hand
 };
 
 // Split only: the work of a launch is a line of units, kBlockN keys of a tile each (line.cuh).
@@ -147,7 +151,7 @@ struct Shared {
     uint32_t barriers;
     Tile* tiles;
     uint32_t tiles_address;
-    const Order* order;
+    Order* order;
     const Line* line;
 
     static constexpr int kQFull = 0;

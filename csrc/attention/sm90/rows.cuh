@@ -69,12 +69,9 @@ struct Rows {
           v_low(descriptor_low(shared_.v, C::kKVPanelBytes)) {}
 
     // With softcap, scores become tanh(score softmax_scale / softcap).
+    // NOTE: tanh_approx is off by 5e-4, which a softcap of 50 multiplies.
     __device__ __forceinline__ void cap() {
-        if (p.cap_scale_log2 == 0.f) {
-            return;
-        }
-        // 1 - 2 / (1 + exp(2 x)): absolute error 1e-7. tanh.approx is off by 5e-4, which a softcap
-        // of 50 multiplies.
+        // 1 - 2 / (1 + exp(2 x)): absolute error 1e-7.
 #pragma unroll
         for (int i = 0; i < C::kBlockN / 2; ++i) {
             scores[i] =
@@ -109,21 +106,69 @@ struct Rows {
         }
     }
 
-    __device__ __forceinline__ void mask_first(const Range& tile, int block) {
-        if constexpr (C::kMask == Mask::kFull) {
+    // Whether the scores of the tile's queries in this warp are small_score at most.
+    __device__ __forceinline__ bool are_small(const Range& tile) const {
+        bool are = true;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float largest = 0.f;
+#pragma unroll
+            for (int j = 0; j < C::kBlockN / 8; ++j) {
+                largest = fmaxf(largest, fabsf(scores[4 * j + 2 * r]));
+                largest = fmaxf(largest, fabsf(scores[4 * j + 2 * r + 1]));
+            }
+            const int ahead = C::kSplit ? token[r] : 8 * r;
+            const bool is_query =
+                tile.diagonal + ahead < tile.seqlen_k && (!C::kSplit || ahead < p.packing.tokens);
+            are &= !is_query || largest <= p.small_score;
+        }
+        return __all_sync(kAllLanes, are);
+    }
+
+    // The exponent of a small score with softcap, less `shift`.
+    __device__ __forceinline__ float small_exponent(float score, float shift) const {
+        const float square = score * score;
+        float factor = p.tanh_terms[4];
+#pragma unroll
+        for (int i = 3; i >= 0; --i) {
+            factor = fmaf(factor, square, p.tanh_terms[i]);
+        }
+        return fmaf(score, factor, -shift);
+    }
+
+    // Scores of a block become probabilities.
+    // NOTE: where masks hide some, tanh is the one for any score: what lies beyond a sequence must
+    // not choose the way to its result.
+    template <bool kFirst, bool kMasked>
+    __device__ __forceinline__ void weigh(const Range& tile, int block) {
+        if constexpr (C::kMask == Mask::kWindow) {
+            if (p.cap_scale_log2 != 0.f) {
+                if constexpr (!kMasked) {
+                    if (are_small(tile)) {
+                        softmax<kFirst>(
+                            [&](float score, float shift) { return small_exponent(score, shift); });
+                        return;
+                    }
+                }
+                cap();
+            }
+        }
+        if constexpr (kMasked && C::kMask == Mask::kFull) {
             if ((block + 1) * C::kBlockN > tile.seqlen_k) {
                 mask<false, false>(tile, block);
             }
-        } else {
+        } else if constexpr (kMasked) {
             mask<true, C::kMask == Mask::kWindow>(tile, block);
         }
+        softmax<kFirst>(
+            [&](float score, float shift) { return fmaf(score, p.scale_log2, -shift); });
     }
 
-    // scores become 2^(scale_log2 score - shift); row_shift and row_sum follow. The shift is the
-    // row's largest exponent, or one up to kRescaleBits below it, so that the output is rarely
-    // rescaled.
-    template <bool kFirst>
-    __device__ __forceinline__ void softmax() {
+    // scores become 2^(exponent(score, 0) - shift), where exponent(s, t) = exponent(s, 0) - t grows
+    // with s; row_shift and row_sum follow. The shift is the row's largest exponent, or one up to
+    // kRescaleBits below it, so that the output is rarely rescaled.
+    template <bool kFirst, typename F>
+    __device__ __forceinline__ void softmax(F exponent) {
         bool grew = false;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -137,7 +182,7 @@ struct Rows {
             float largest = max_nan(even, odd);
             largest = max_nan(largest, __shfl_xor_sync(kAllLanes, largest, 1));
             largest = max_nan(largest, __shfl_xor_sync(kAllLanes, largest, 2));
-            largest *= p.scale_log2;
+            largest = exponent(largest, 0.f);
             if constexpr (!kFirst) {
                 largest = max_nan(largest, row_shift[r]);
                 const bool keep = largest - row_shift[r] <= kRescaleBits;
@@ -156,7 +201,7 @@ struct Rows {
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                     float& score = scores[4 * j + 2 * r + e];
-                    score = exp2_approx(fmaf(score, p.scale_log2, -shift));
+                    score = exp2_approx(exponent(score, shift));
                     sum += score;
                 }
             }

@@ -19,7 +19,28 @@ __device__ __forceinline__ int count_rows(const Parameters& p, int seqlen_q) {
 }
 
 __device__ __forceinline__ bool has_lengths(const Parameters& p) {
-    return (p.cu_seqlens_q || p.cu_seqlens_k || p.cache_seqlens) && p.batch_size <= Order::kMost;
+    return p.cu_seqlens_q || p.cu_seqlens_k || p.cache_seqlens;
+}
+
+__device__ __forceinline__ bool has_order(const Parameters& p) {
+    return has_lengths(p) && p.batch_size <= Order::kMost;
+}
+
+// Tiles of a sequence; none where there are no keys.
+template <class C>
+__device__ __forceinline__ int count_tiles(const Parameters& p, int batch) {
+    const int rows = count_rows<C>(p, find_queries(p, batch).count);
+    return find_keys(p, batch).count > 0 ? rows * p.num_heads : 0;
+}
+
+// The sum of `value` over the lanes up to this one.
+__device__ __forceinline__ int sum_of_lanes(int value) {
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const int left = __shfl_up_sync(kAllLanes, value, step);
+        value += threadIdx.x % 32 >= step ? left : 0;
+    }
+    return value;
 }
 
 // Sorts the sequences by their keys. Every thread of the block; ends with a barrier.
@@ -30,15 +51,22 @@ __device__ __forceinline__ void make_order(const Parameters& p, Order& order) {
     int keys = 0, tiles = 0, rank = 0;
     if (is_one) {
         keys = find_keys(p, batch).count;
-        tiles = keys > 0 ? count_rows<C>(p, find_queries(p, batch).count) * p.num_heads : 0;
-        order.end[batch] = keys;
+        tiles = count_tiles<C>(p, batch);
+    }
+    if (batch < Order::kMost) {
+        order.end[batch] = is_one ? keys : -1;
     }
     __syncthreads();
     if (is_one) {
+        // Four at a time: each read waits for the one before it.
 #pragma unroll 1
-        for (int i = 0; i < p.batch_size; ++i) {
-            const int other = order.end[i];
-            rank += other > keys || (other == keys && i < batch);
+        for (int first = 0; first < p.batch_size; first += 4) {
+            const int4 four = *reinterpret_cast<const int4*>(order.end + first);
+            const int others[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                rank += others[i] > keys || (others[i] == keys && first + i < batch);
+            }
         }
     }
     __syncthreads();
@@ -52,13 +80,7 @@ __device__ __forceinline__ void make_order(const Parameters& p, Order& order) {
 #pragma unroll 1
         for (int first = 0; first < p.batch_size; first += 32) {
             const int i = first + threadIdx.x;
-            int end = i < p.batch_size ? order.end[i] : 0;
-#pragma unroll
-            for (int step = 1; step < 32; step *= 2) {
-                const int left = __shfl_up_sync(kAllLanes, end, step);
-                end += threadIdx.x >= step ? left : 0;
-            }
-            end += sum;
+            const int end = sum + sum_of_lanes(i < p.batch_size ? order.end[i] : 0);
             if (i < p.batch_size) {
                 order.end[i] = end;
             }
@@ -98,30 +120,57 @@ __device__ __forceinline__ Tile describe(const Parameters& p, int row, int batch
 template <class C>
 struct Schedule {
     const Parameters& p;
-    const Order& order;
-    int cursor = 0;  // in `order`
+    Order& order;
+    int cursor = 0;  // in `order`; without one, the sequence
 
-    __device__ __forceinline__ int num_tiles() const {
-        return has_lengths(p) ? order.count
-                              : count_rows<C>(p.seqlen_q) * fresh(p.batch_size) * p.num_heads;
-    }
-
-    // Tile number `index`, which must not fall from call to call. row_begin is beyond seqlen_q
-    // where there is no such tile.
-    __device__ __forceinline__ Tile find(int index) {
-        const int num_heads = fresh(p.num_heads);
-        int num_rows = fresh(count_rows<C>(p.seqlen_q)), num_pairs = p.batch_size * num_heads;
-        int heads_per_group = p.heads_per_group, batch = -1;
-        if (has_lengths(p)) {
+    // Tile number `index`, which must not fall from call to call; of a whole warp. False after the
+    // last one; row_begin is beyond seqlen_q where there is no such tile.
+    __device__ __forceinline__ bool find(int index, Tile& tile) {
+        int batch = -1;
+        if (has_order(p)) {
+            if (index >= order.count) {
+                return false;
+            }
+            unsigned before = kAllLanes;
 #pragma unroll 1
-            while (index >= order.end[cursor]) {
-                ++cursor;
+            while (before == kAllLanes) {
+                const int i = cursor + threadIdx.x % 32;
+                before = __ballot_sync(kAllLanes, i < p.batch_size && order.end[i] <= index);
+                cursor += __popc(before);
             }
             index -= cursor == 0 ? 0 : order.end[cursor - 1];
             batch = order.batch[cursor];
+        } else if (has_lengths(p)) {
+            int count = order.count, before = 32;
+#pragma unroll 1
+            while (before == 32 && cursor < p.batch_size) {
+                const int own = cursor + threadIdx.x % 32;
+                const int tiles = own < p.batch_size ? count_tiles<C>(p, own) : 0;
+                const int end = count + sum_of_lanes(tiles);
+                before = __popc(__ballot_sync(kAllLanes, end <= index));
+                count = before == 0 ? count : __shfl_sync(kAllLanes, end, before - 1);
+                cursor += before;
+            }
+            if (cursor >= p.batch_size) {
+                return false;
+            }
+            __syncwarp();
+            if (threadIdx.x % 32 == 0) {
+                order.count = count;
+            }
+            __syncwarp();
+            batch = cursor;
+            index -= count;
+        }
+        const int num_heads = fresh(p.num_heads);
+        int num_rows = fresh(count_rows<C>(p.seqlen_q)), num_pairs = p.batch_size * num_heads;
+        int heads_per_group = p.heads_per_group;
+        if (batch >= 0) {
             num_rows = count_rows<C>(p, find_queries(p, batch).count);
             num_pairs = num_heads;
             heads_per_group = min(num_pairs, heads_per_group);
+        } else if (index >= num_rows * num_pairs) {
+            return false;
         }
         int row, pair;
         if constexpr (C::kMask == Mask::kCausal) {
@@ -140,7 +189,8 @@ struct Schedule {
             batch = pair / num_heads;
             head = pair - batch * num_heads;
         }
-        return describe<C>(p, row, batch, head);
+        tile = describe<C>(p, row, batch, head);
+        return true;
     }
 };
 

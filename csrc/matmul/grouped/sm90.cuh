@@ -18,16 +18,18 @@
 #include "kernel_hub/tma.cuh"
 #include "kernel_hub/warpgroup.cuh"
 #include "kernel_hub/wgmma.cuh"
+#include "matmul/grouped/sm90_boxes.cuh"
 #include "matmul/grouped/sm90_loop.cuh"
 #include "matmul/grouped/sm90_write.cuh"
 
 namespace kernel_hub::matmul::grouped {
 
 // `make_walk()` reads global memory. Policy: kClips (rows behind a product's last are outside the
-// map of out), kFinishes (bias and activation), of_a, of_b and of_out: the two outer coordinates of
-// a product's matrices, target: where its results go. partials, arrivals: memory for tiles of which
-// two blocks share k (or null: none are), arrivals of zeros, which they are again afterwards.
-// `is_plain`: neither bias nor activation, and out of T that takes 16 bytes at once.
+// maps), kFinishes (bias and activation), side_a and side_b: the rows of a product's matrices,
+// of_a, of_b and of_out: the two outer coordinates of these, target: where its results go.
+// partials, arrivals: memory for tiles of which two blocks share k (or null: none are), arrivals of
+// zeros, which they are again afterwards. `is_plain`: neither bias nor activation, and out takes 16
+// bytes at once; without kClips also out of T.
 template <typename T, typename C, typename Policy, typename MakeWalk>
 __device__ __forceinline__ void grouped_sm90(const Policy& policy, const MakeWalk& make_walk,
                                              const CUtensorMap* out_map, const CUtensorMap* a_map,
@@ -61,11 +63,11 @@ __device__ __forceinline__ void grouped_sm90(const Policy& policy, const MakeWal
     }
     wait_for_launch_before();
 
-    if (warpgroup == 0) {
+    if (warpgroup == (C::kIsLean ? C::kConsumers : 0)) {
         if constexpr (C::kTradesRegisters) {
             release_registers<C::kProducerRegisters>();
         }
-        if (warp == 0) {
+        if (C::kIsLean || warp == 0) {
             auto walk = make_walk();
             produce_grouped<C>(walk, policy, a_map, b_map, ring_base, full, empty, records, rank,
                                num_steps, partials && num_steps >= 2);
@@ -75,7 +77,7 @@ __device__ __forceinline__ void grouped_sm90(const Policy& policy, const MakeWal
         if constexpr (C::kTradesRegisters) {
             acquire_registers<C::kConsumerRegisters>();
         }
-        const int consumer = warpgroup - 1, thread = threadIdx.x % 128;
+        const int consumer = warpgroup - (C::kIsLean ? 0 : 1), thread = threadIdx.x % 128;
         const uint32_t rows_at = descriptor_low(ring_base + consumer * 64 * kRowBytes, 16);
         const uint32_t columns_at = descriptor_low(ring_base + C::kTileBytesM, 16);
         const uint32_t boxes = ring_base + C::kBoxesAt + consumer * C::kBoxes * C::kOutBoxBytes;
@@ -98,28 +100,44 @@ __device__ __forceinline__ void grouped_sm90(const Policy& policy, const MakeWal
             float acc[C::kSums];
             multiply_grouped<T, C>(acc, ring, rows_at, columns_at, full, empty, thread, steps);
             const Target<T> target = policy.target(record.matrix, record.end_row);
-            if (C::kShares && record.share != kAlone) {
-                const int place = record.place * C::kConsumers + consumer;
-                float* sums = partials + static_cast<int64_t>(place) * 64 * C::kBlockN;
-                if (record.share == kSecond) {
-                    const Target<T> other{nullptr, sums,       nullptr,  C::kBlockN,
-                                          64,      C::kBlockN, kIdentity};
-                    write_finished<C, Policy::kFinishes>(other, nullptr, boxes, barrier, 0, 0, acc);
-                    announce(arrivals + place, thread, barrier);
+            if constexpr (C::kShares) {
+                if (record.share != kAlone) {
+                    const int place = record.place * C::kConsumers + consumer;
+                    float* sums = partials + static_cast<int64_t>(place) * 64 * C::kBlockN;
+                    if (record.share == kSecond) {
+                        const Target<T> other{nullptr, sums,       nullptr,  C::kBlockN,
+                                              64,      C::kBlockN, kIdentity};
+                        write_finished<C, Policy::kFinishes>(other, nullptr, boxes, barrier, 0, 0,
+                                                             acc);
+                        announce(arrivals + place, thread, barrier);
+                    } else {
+                        wait_for(arrivals + place, thread, barrier);
+                        write_finished<C, Policy::kFinishes>(target, sums, boxes, barrier, row,
+                                                             column, acc);
+                    }
+                    continue;
+                }
+            }
+            if constexpr (Policy::kClips) {
+                const auto write = [&](auto* out) {
+                    write_boxes<C>(policy, out, is_plain ? out_map : nullptr,
+                                   policy.of_out(record.matrix), boxes, barrier, row,
+                                   record.end_row, column, acc);
+                };
+                if (policy.first.out) {
+                    write(policy.first.out);
                 } else {
-                    wait_for(arrivals + place, thread, barrier);
-                    write_finished<C, Policy::kFinishes>(target, sums, boxes, barrier, row, column,
-                                                         acc);
+                    write(policy.first.out_fp32);
                 }
             } else if (!is_plain) {
                 write_finished<C, Policy::kFinishes>(target, nullptr, boxes, barrier, row, column,
                                                      acc);
             } else if constexpr (C::kSwaps) {
-                write_swapped<C, Policy::kClips>(target, out_map, policy.of_out(record.matrix),
-                                                 boxes, barrier, row, column, acc);
+                write_swapped<C>(target, out_map, policy.of_out(record.matrix), boxes, barrier, row,
+                                 column, acc);
             } else {
-                write_rows<C, Policy::kClips>(target, out_map, policy.of_out(record.matrix), boxes,
-                                              barrier, row, column, acc);
+                write_rows<C>(target, out_map, policy.of_out(record.matrix), boxes, barrier, row,
+                              column, acc);
             }
         }
         if (thread == 0) {

@@ -18,15 +18,16 @@ using namespace sm90;  // the ring and the tiles of linear_sm90.cu
 // A block's tile is kBlockM x kBlockN of the product; kConsumers warpgroups have 64 rows of it
 // each. The rows of the product are rows of a, or of b where kSwaps. kPairs: clusters of two blocks
 // take neighbouring tiles (ProductTiles) and each fetches half of what they share for both. kBoxes:
-// places, of each consumer, for results on their way out.
+// places, of each consumer, for results on their way out. kIsLean: the producer is one warp behind
+// the consumers and not a warpgroup before them, so that two blocks have registers for more sums.
 template <bool kSwaps_, int kConsumers_, int kBlockN_, int kStages_, bool kPairs_, int kBoxes_,
-          int kMinBlocks_>
+          int kMinBlocks_, bool kIsLean_ = false>
 struct GroupedConfig {
-    static constexpr bool kSwaps = kSwaps_, kPairs = kPairs_;
+    static constexpr bool kSwaps = kSwaps_, kPairs = kPairs_, kIsLean = kIsLean_;
     static constexpr int kConsumers = kConsumers_, kStages = kStages_, kBoxes = kBoxes_;
     static constexpr int kBlockM = 64 * kConsumers, kBlockN = kBlockN_, kSums = kBlockN / 2;
     static constexpr int kClusterSize = kPairs ? 2 : 1, kMinBlocks = kMinBlocks_;
-    static constexpr int kThreads = 128 * (kConsumers + 1);
+    static constexpr int kThreads = 128 * kConsumers + (kIsLean ? 32 : 128);
     // Rows of a block's tile: of a, of b.
     static constexpr int kTokens = kSwaps ? kBlockN : kBlockM;
     static constexpr int kWeights = kSwaps ? kBlockM : kBlockN;
@@ -41,12 +42,12 @@ struct GroupedConfig {
     static constexpr uint32_t kSharedBytes = kRecordsAt + 32 * kStages;
     static constexpr bool kShares = kPairs;  // k, in the last round
     // Registers a thread, where warpgroups trade them.
-    static constexpr bool kTradesRegisters = kConsumers == 2;
+    static constexpr bool kTradesRegisters = kConsumers == 2 && !kIsLean;
     static constexpr int kProducerRegisters = 72, kConsumerRegisters = 216;
 
-    static_assert(kConsumers == 1 || kMinBlocks == 1, "two blocks have registers for one each");
+    static_assert(!kTradesRegisters || kMinBlocks == 1, "two blocks have registers for one each");
     static_assert(!kSwaps || (kBlockN <= 64 && !kPairs), "a swapped tile leaves in one box");
-    static_assert(kBoxes >= 2, "two boxes hold 64 columns of sums as fp32");
+    static_assert(kBoxes >= 2 || (!kSwaps && !kPairs), "two boxes hold 64 columns of sums as fp32");
     static_assert(kOutBoxBytes % 1024 == 0, "boxes begin where the swizzle does");
 };
 
@@ -80,6 +81,28 @@ struct alignas(16) Record {
     int place;         // of this block's tile among those that are shared
 };
 
+// The rows of a matrix as boxes of `height` bring them; what is behind the last is not fetched
+// (NOTE at sm90::Operand). Where !kClips all rows are taken to be there.
+template <bool kClips>
+struct Side {
+    const CUtensorMap* map;
+    const CUtensorMap* tail;
+    int rows;
+
+    __device__ __forceinline__ uint32_t bytes(int first, int height) const {
+        return kRowBytes * (kClips ? max(0, min(height, rows - first)) : height);
+    }
+    // Whether the box from `first` on has rows, and its map.
+    __device__ __forceinline__ bool has(int first) const { return !kClips || first < rows; }
+    __device__ __forceinline__ const CUtensorMap* box(int first, int height) const {
+        return !kClips || first + height <= rows ? map : tail;
+    }
+    // NOTE: member by member: a choice of references puts both in local memory.
+    __device__ __forceinline__ static Side either(bool is_x, const Side& x, const Side& y) {
+        return {is_x ? x.map : y.map, is_x ? x.tail : y.tail, is_x ? x.rows : y.rows};
+    }
+};
+
 // Fetches the tiles of this block. A whole warp. Policy: see matmul/grouped/sm90.cuh.
 template <typename C, typename Walk, typename Policy>
 __device__ __forceinline__ void produce_grouped(Walk& walk, const Policy& policy,
@@ -87,8 +110,10 @@ __device__ __forceinline__ void produce_grouped(Walk& walk, const Policy& policy
                                                 uint32_t ring_base, uint32_t full, uint32_t empty,
                                                 Record* records, uint32_t rank, int num_steps,
                                                 bool may_share) {
-    const CUtensorMap* row_map = C::kSwaps ? b_map : a_map;
-    const CUtensorMap* column_map = C::kSwaps ? a_map : b_map;
+    constexpr bool kClips = Policy::kClips;
+    using OneSide = Side<kClips>;
+    const OneSide of_rows = C::kSwaps ? policy.side_b(b_map) : policy.side_a(a_map);
+    const OneSide of_columns = C::kSwaps ? policy.side_a(a_map) : policy.side_b(b_map);
     Ring<C::kStages> ring;
     const int num_clusters = gridDim.x / C::kClusterSize;
     // Where the last round would leave half of the clusters idle, two take a tile, half of k each.
@@ -130,35 +155,49 @@ __device__ __forceinline__ void produce_grouped(Walk& walk, const Policy& policy
             const int first_m = C::kSwaps ? record.column : record.row;
             const int first_n = C::kSwaps ? record.row : record.column;
             const int2 of_a = policy.of_a(place.matrix), of_b = policy.of_b(place.matrix);
-            const int2 of_rows = C::kSwaps ? of_b : of_a, of_columns = C::kSwaps ? of_a : of_b;
+            const int2 at_rows = C::kSwaps ? of_b : of_a, at_columns = C::kSwaps ? of_a : of_b;
+            const uint32_t bytes =
+                of_rows.bytes(first_m, C::kBlockM) + of_columns.bytes(first_n, C::kBlockN);
             for (int step = first_step; step < end_step; ++step) {
                 mbarrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
                 const uint32_t barrier = full + 8 * ring.stage;
-                mbarrier_arrive_expect_tx(barrier, C::kStageBytes);
+                mbarrier_arrive_expect_tx(barrier, bytes);
                 const uint32_t rows = ring_base + ring.stage * C::kStageBytes;
                 const uint32_t columns = rows + C::kTileBytesM;
                 const int at = step * kBlockK;
                 if constexpr (!C::kPairs) {
-                    tma_load_4d(rows, row_map, barrier, at, first_m, of_rows.x, of_rows.y);
-                    tma_load_4d(columns, column_map, barrier, at, first_n, of_columns.x,
-                                of_columns.y);
+                    tma_load_4d(rows, of_rows.box(first_m, C::kBlockM), barrier, at, first_m,
+                                at_rows.x, at_rows.y);
+                    tma_load_4d(columns, of_columns.box(first_n, C::kBlockN), barrier, at, first_n,
+                                at_columns.x, at_columns.y);
                 } else {
                     // Boxes are half a tile: two of what is this block's own, one of what is not.
                     constexpr int kHalfM = C::kBlockM / 2, kHalfN = C::kBlockN / 2;
                     const uint32_t own = shares_columns ? rows : columns;
+                    const int half = shares_columns ? kHalfM : kHalfN;
                     const uint32_t half_bytes = (shares_columns ? kHalfM : kHalfN) * kRowBytes;
-                    const CUtensorMap* own_map = shares_columns ? row_map : column_map;
+                    const OneSide of_own = OneSide::either(shares_columns, of_rows, of_columns);
                     const int own_row = shares_columns ? first_m : first_n;
-                    const int2 of_own = shares_columns ? of_rows : of_columns;
-                    tma_load_4d(own, own_map, barrier, at, own_row, of_own.x, of_own.y);
-                    tma_load_4d(own + half_bytes, own_map, barrier, at,
-                                own_row + (shares_columns ? kHalfM : kHalfN), of_own.x, of_own.y);
+                    const int2 at_own = shares_columns ? at_rows : at_columns;
+                    if (of_own.has(own_row)) {
+                        tma_load_4d(own, of_own.box(own_row, half), barrier, at, own_row, at_own.x,
+                                    at_own.y);
+                    }
+                    if (of_own.has(own_row + half)) {
+                        tma_load_4d(own + half_bytes, of_own.box(own_row + half, half), barrier, at,
+                                    own_row + (shares_columns ? kHalfM : kHalfN), at_own.x,
+                                    at_own.y);
+                    }
                     const int shift = rank * (shares_columns ? kHalfN : kHalfM);
-                    const int2 of_shared = shares_columns ? of_columns : of_rows;
-                    tma_load_4d_multicast((shares_columns ? columns : rows) + shift * kRowBytes,
-                                          shares_columns ? column_map : row_map, barrier, 3, at,
-                                          (shares_columns ? first_n : first_m) + shift, of_shared.x,
-                                          of_shared.y);
+                    const OneSide of_shared = OneSide::either(shares_columns, of_columns, of_rows);
+                    const int shared_row = (shares_columns ? first_n : first_m) + shift;
+                    const int2 at_shared = shares_columns ? at_columns : at_rows;
+                    if (of_shared.has(shared_row)) {
+                        tma_load_4d_multicast(
+                            (shares_columns ? columns : rows) + shift * kRowBytes,
+                            of_shared.box(shared_row, shares_columns ? kHalfN : kHalfM), barrier, 3,
+                            at, shared_row, at_shared.x, at_shared.y);
+                    }
                 }
                 ring.next();
             }

@@ -1,6 +1,7 @@
-// How a consumer's sums leave matmul/grouped/sm90.cuh. Plain results: rounded into boxes in shared
-// memory, and from there by the copy engine where all rows of a box are the product's, else row by
-// row. Others: as fp32 through shared memory, finished 8 columns at a time.
+// How a consumer's sums leave grouped_linear_sm90.cu, and those of which two blocks share k. Plain
+// results: rounded into boxes in shared memory, and from there by the copy engine where all rows of
+// a box are the product's, else row by row. Others: as fp32 through shared memory, finished 8
+// columns at a time.
 #pragma once
 
 #include "kernel_hub/ptx.cuh"
@@ -19,12 +20,12 @@ __device__ __forceinline__ uint8_t* shared_bytes(uint32_t address) {
 
 // Sends a box of kBoxRows rows and 64 columns, swizzled as the copy engine does, to (row, column).
 // All threads of a consumer, which has written the box. `outer`: the product's place in the map.
-template <typename C, bool kClips, typename T>
+template <typename C, typename T>
 __device__ __forceinline__ void send_box(const Target<T>& target, const CUtensorMap* out_map,
                                          int2 outer, uint32_t box, int row, int column) {
     const int thread = threadIdx.x % 128;
     const int rows = target.end_row - row;
-    if (kClips || rows >= C::kBoxRows) {
+    if (rows >= C::kBoxRows) {
         if (thread == 0 && column < target.columns) {
             tma_store_4d(out_map, box, column, row, outer.x, outer.y);
             tma_store_commit();
@@ -46,7 +47,7 @@ __device__ __forceinline__ void send_box(const Target<T>& target, const CUtensor
 // Writes 64 rows of a tile whose rows are rows of a, from (row, column) on.
 // NOTE: one group of 32 columns is rounded and gone before the next: the accumulators of wgmma are
 // one block of registers, and a second copy of them spills.
-template <typename C, bool kClips, typename T>
+template <typename C, typename T>
 __device__ __forceinline__ void write_rows(const Target<T>& target, const CUtensorMap* out_map,
                                            int2 outer, uint32_t boxes, int barrier, int row,
                                            int column, const float (&acc)[C::kSums]) {
@@ -81,16 +82,15 @@ __device__ __forceinline__ void write_rows(const Target<T>& target, const CUtens
             const int first = group / kBatch * kBatch;
 #pragma unroll
             for (int from = first; from <= group; from += 2) {
-                send_box<C, kClips>(target, out_map, outer,
-                                    boxes + (from - first) / 2 * C::kOutBoxBytes, row,
-                                    column + 32 * from);
+                send_box<C>(target, out_map, outer, boxes + (from - first) / 2 * C::kOutBoxBytes,
+                            row, column + 32 * from);
             }
         }
     }
 }
 
 // Writes a tile whose rows are rows of b: 64 columns of out from `column` on, kBlockN rows.
-template <typename C, bool kClips, typename T>
+template <typename C, typename T>
 __device__ __forceinline__ void write_swapped(const Target<T>& target, const CUtensorMap* out_map,
                                               int2 outer, uint32_t box, int barrier, int row,
                                               int column, const float (&acc)[C::kSums]) {
@@ -113,7 +113,7 @@ __device__ __forceinline__ void write_swapped(const Target<T>& target, const CUt
     }
     fence_proxy_async();
     named_barrier_sync(barrier, 128);
-    send_box<C, kClips>(target, out_map, outer, box, row, column);
+    send_box<C>(target, out_map, outer, box, row, column);
 }
 
 // The same for any epilogue, type and alignment of out: rows of 64 sums take the place of the

@@ -6,12 +6,15 @@ Checks nothing and allocates only the workspace: the public op has checked, and 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 
 from ..core import common
-from ..core.device import Stated, device_of, launch_facts
+from ..core.device import PlannedGpu, Stated, device_of, launch_facts
+from ..core.launch import Plans
 from . import backward_sm90 as sm90
+from .backward_sm90 import BackwardLaunch, BackwardPlan
 from .problem import Gradients, Problem, lse_strides_of, strides_of
 
 CUBIN = "flash_attention_backward"
@@ -29,6 +32,9 @@ VARIANTS = (
 def stated(variant: str) -> Stated:
     """What the main kernel of a variant states of its launches, of either dtype."""
     return launch_facts(CUBIN, f"{CUBIN}_bf16_{variant}")
+
+
+_plans: Plans[BackwardPlan] = Plans()
 
 
 @functools.cache
@@ -63,29 +69,60 @@ def backward(
         dout = dout.contiguous()
     if lse.stride(-1) != 1:
         lse = lse.contiguous()
-    device = device_of(problem.q.device)
-    variant = choose(problem.q.shape[-1], device.shared_bytes)
     given = Gradients(out, lse, dout, dq, dk, dv)
+    device = device_of(problem.q.device)
+    key = (device, sm90.is_enabled, deterministic, *_layout_of(problem, given))
+    plan = _plans.get(key) or _plans.keep(key, _plan(device, problem, given, deterministic))
+    if plan.parts is not None:
+        # What no kernel writes, past the end of a sequence, must be 0 in the sum.
+        has_gaps = problem.cu_seqlens_k is not None or problem.cache_seqlens is not None
+        make = torch.zeros if has_gaps else torch.empty
+        parts = [make(plan.parts, dtype=dk.dtype, device=dk.device) for _ in (dk, dv)]
+        given = given._replace(dk=parts[0], dv=parts[1])
+    if plan.boxes:
+        sm90.launch(plan, problem, given)
+    else:
+        slopes = problem.alibi_slopes
+        plan.run(problem, given, (problem.q, problem.k, problem.v, dout), (slopes,))
+    if plan.parts is not None:
+        for grad, of_heads in ((dk, given.dk), (dv, given.dv)):
+            torch.sum(of_heads, -2, out=grad)
+
+
+def _layout_of(problem: Problem, given: Gradients) -> tuple[Any, ...]:
+    """What a plan depends on besides the GPU."""
+    q, k, v = problem.q, problem.k, problem.v
+    out, lse, dout, dq, dk, dv = given
+    slopes = problem.alibi_slopes
+    at = [x.data_ptr() & (common.VEC_BYTES - 1) for x in (q, k, v, out, dout, dq, dk, dv)]
+    return (
+        q.dtype, q.shape, k.shape, q.stride(), k.stride(), v.stride(), out.stride(), lse.shape,
+        lse.stride(), dout.stride(), dq.stride(), dk.stride(), dv.stride(), any(at) and tuple(at),
+        problem.numbers, None if slopes is None else slopes.stride(),
+        problem.cu_seqlens_q is None, problem.cu_seqlens_k is None,
+        problem.cache_seqlens is None, problem.block_table is None,
+    )  # fmt: skip
+
+
+def _plan(
+    device: PlannedGpu, problem: Problem, given: Gradients, deterministic: bool
+) -> BackwardPlan:
+    """Choose the kernels and make their launches."""
+    variant = choose(problem.q.shape[-1], device.shared_bytes)
     is_hopper = sm90.is_enabled and device.has_wgmma and sm90.applies(problem, given)
-    num_heads, num_kv_heads = problem.q.shape[-2], problem.k.shape[-2]
+    (num_heads, head_dim), num_kv_heads = problem.q.shape[-2:], problem.k.shape[-2]
     body = sm90.body_of(problem) if is_hopper else None
     facts = body.stated if body else stated(variant)
     key_blocks = -(-problem.max_seqlen_k // facts.sizes["block_n"]) * problem.batch_size
     # Few blocks: one a query head, which is as many times more; the group's are then summed.
-    is_split = num_heads > num_kv_heads and key_blocks * num_kv_heads < 2 * device.num_sms
-    if is_split:
-        # What no kernel writes, past the end of a sequence, must be 0 in the sum.
-        has_gaps = problem.cu_seqlens_k is not None or problem.cache_seqlens is not None
-        make = torch.zeros if has_gaps else torch.empty
-        shape = (*problem.k.shape[:-2], num_heads, problem.k.shape[-1])
-        parts = [make(shape, dtype=dk.dtype, device=dk.device) for _ in (dk, dv)]
-        given = given._replace(dk=parts[0], dv=parts[1])
-    run = sm90.launch if is_hopper else functools.partial(launch, variant)
-    heads_a_block = 1 if is_split else num_heads // num_kv_heads
-    run(problem, given, heads_a_block=heads_a_block, deterministic=deterministic)
-    if is_split:
-        for grad, of_heads in ((dk, given.dk), (dv, given.dv)):
-            torch.sum(of_heads.unflatten(-2, (num_kv_heads, -1)), -2, out=grad)
+    parts, heads_a_block = None, num_heads // num_kv_heads
+    if num_heads > num_kv_heads and key_blocks * num_kv_heads < 2 * device.num_sms:
+        parts, heads_a_block = (*problem.k.shape[:-1], num_heads // num_kv_heads, head_dim), 1
+        like = torch.empty(parts, dtype=given.dk.dtype, device="meta").flatten(-3, -2)
+        given = given._replace(dk=like, dv=like)
+    make = sm90.plan if is_hopper else functools.partial(_portable_plan, variant)
+    plan = make(problem, given, heads_a_block=heads_a_block, deterministic=deterministic)
+    return plan._replace(parts=parts)
 
 
 def _is_aligned(*tensors: torch.Tensor) -> bool:
@@ -96,47 +133,48 @@ def _is_aligned(*tensors: torch.Tensor) -> bool:
     return True
 
 
-def launch(
+def _portable_plan(
     variant: str,
     problem: Problem,
     given: Gradients,
     *,
     heads_a_block: int,
     deterministic: bool,
-) -> None:
-    """The three kernels, `variant` the main one. dk and dv have one head for each heads_a_block
-    query heads."""
+) -> BackwardPlan:
+    """The launches with `variant` as the main kernel. dk and dv have one head for each
+    heads_a_block query heads."""
     q, k, v = problem.q, problem.k, problem.v
     out, lse, dout, dq, dk, dv = given
-    cu_q, cu_k = problem.cu_seqlens_q, problem.cu_seqlens_k
-    batch_size, head_dim = problem.batch_size, q.shape[-1]
-    num_heads = q.shape[-2]
+    batch_size, num_heads, head_dim = problem.batch_size, q.shape[-2], q.shape[-1]
     seqlen_q, seqlen_k = problem.max_seqlen_q, problem.max_seqlen_k
     total_q, total_k = problem.totals
     token = common.DTYPE_TOKENS[q.dtype]
 
     tiles = stated(variant)
     rows = launch_facts(CUBIN, f"{CUBIN}_{token}_delta")  # and of _convert, over the same tiles
-    tile_rows = rows.sizes["block_m"]
+    tile_rows, padded = rows.sizes["block_m"], tiles.sizes["head_dim"]
     row_blocks = -(-seqlen_q // tile_rows)
-    num_tiles = batch_size * row_blocks if cu_q is None else q.shape[0] // tile_rows + batch_size
-    workspace = functools.partial(torch.empty, device=q.device, dtype=torch.float32)
-    padded = tiles.sizes["head_dim"]
-    sums = workspace(num_heads * num_tiles * tile_rows * padded)
-    delta = workspace(num_heads * num_tiles * tile_rows)
-    lse_log2 = torch.empty_like(delta)
-    turns = workspace(num_heads * num_tiles, dtype=torch.int32) if deterministic else None
+    num_tiles = batch_size * row_blocks
+    if problem.cu_seqlens_q is not None:
+        num_tiles = q.shape[0] // tile_rows + batch_size
+    num_rows = num_heads * num_tiles * tile_rows
 
     rows_grid = (row_blocks * batch_size, num_heads, 1)
-    has_rows = rows_grid[0] * num_heads > 0
-    if has_rows:
-        common.shipped(CUBIN, f"{CUBIN}_{token}_delta")(
-            rows_grid, rows.block, rows.shared_bytes, None,
+    before = main = after = None
+    if rows_grid[0] * num_heads > 0:
+        place = num_tiles, row_blocks, seqlen_q, total_q, head_dim, padded
+        before = BackwardLaunch(
+            common.shipped(CUBIN, f"{CUBIN}_{token}_delta"), rows_grid, rows.block,
+            rows.shared_bytes,
             (
-                delta, lse_log2, sums, turns, problem.flag, out, dout, lse, cu_q,
-                *strides_of(out), *strides_of(dout), *lse_strides_of(lse), num_tiles,
-                row_blocks, seqlen_q, total_q, head_dim, padded, int(_is_aligned(out, dout)),
+                *strides_of(out), *strides_of(dout), *lse_strides_of(lse), *place,
+                int(_is_aligned(out, dout)),
             ),
+        )  # fmt: skip
+        after = BackwardLaunch(
+            common.shipped(CUBIN, f"{CUBIN}_{token}_convert"), rows_grid, rows.block,
+            rows.shared_bytes,
+            (*strides_of(dq), *place, int(_is_aligned(dq)), float(problem.softmax_scale)),
         )  # fmt: skip
 
     key_blocks = -(-seqlen_k // tiles.sizes["block_n"])
@@ -148,12 +186,11 @@ def launch(
     )
     if key_blocks * batch_size * num_heads > 0:
         name = f"{CUBIN}_{token}_{variant}{'' if is_plain else '_general'}"
-        common.shipped(CUBIN, name)(
+        main = BackwardLaunch(
+            common.shipped(CUBIN, name),
             (key_blocks * batch_size, num_heads // heads_a_block, 1), tiles.block,
-            tiles.shared_bytes, None,
+            tiles.shared_bytes,
             (
-                dk, dv, sums, turns, problem.flag, q, k, v, dout, lse_log2, delta, slopes,
-                cu_q, cu_k, problem.cache_seqlens,
                 *strides_of(dk), *strides_of(dv), *strides_of(q), *strides_of(k), *strides_of(v),
                 *strides_of(dout), slopes_stride,
                 num_tiles, key_blocks, seqlen_q, seqlen_k, total_q, total_k,
@@ -162,12 +199,5 @@ def launch(
                 float(problem.softmax_scale), float(problem.softcap),
             ),
         )  # fmt: skip
-
-    if has_rows:
-        common.shipped(CUBIN, f"{CUBIN}_{token}_convert")(
-            rows_grid, rows.block, rows.shared_bytes, None,
-            (
-                dq, sums, cu_q, *strides_of(dq), num_tiles, row_blocks, seqlen_q, total_q, head_dim,
-                padded, int(_is_aligned(dq)), float(problem.softmax_scale),
-            ),
-        )  # fmt: skip
+    num_turns = num_heads * num_tiles if deterministic else 0
+    return BackwardPlan(before, main, after, num_rows * padded, num_rows, num_turns)

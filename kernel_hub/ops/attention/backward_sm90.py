@@ -5,8 +5,7 @@ Knows the canonical `Problem` and the kernels of csrc/attention/flash_attention_
 
 from __future__ import annotations
 
-import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -62,6 +61,64 @@ class Body(NamedTuple):
 BODIES = (Body(64, 128), Body(128, 64), Body(128, 80))
 
 
+class BackwardLaunch(NamedTuple):
+    """One launch of a plan; its parameters are tensors, then the numbers."""
+
+    function: Any
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared_bytes: int
+    numbers: tuple[Any, ...]
+
+
+class BackwardPlan(NamedTuple):
+    """All of a backward that its layouts and options say.
+
+    before: what the rows of queries need, then main, over blocks of keys, then after, which rounds
+    dq; each None where it has nothing to do. num_sums, num_rows, num_turns: elements of the
+    workspace. boxes: rows of the tensor maps of q and of k; () where kernels take pointers.
+    parts: the shape of dk and dv of single query heads (..., num_kv_heads, heads of a group,
+    head_dim), whose sums the gradients are; or None.
+    """
+
+    before: BackwardLaunch | None
+    main: BackwardLaunch | None
+    after: BackwardLaunch | None
+    num_sums: int
+    num_rows: int
+    num_turns: int
+    boxes: tuple[int, ...] = ()
+    parts: tuple[int, ...] | None = None
+
+    def run(
+        self, problem: Problem, given: Gradients, operands: tuple[Any, ...],
+        more: tuple[Any, ...] = (),
+    ) -> None:  # fmt: skip
+        """Launch. operands: q, k, v and dout as the main kernel takes them; more: what it takes
+        besides, before the tables."""
+        out, lse, dout, dq, dk, dv = given
+        device, flag = dq.device, problem.flag
+        cu_q, cu_k = problem.cu_seqlens_q, problem.cu_seqlens_k
+        sums = torch.empty(self.num_sums, device=device, dtype=torch.float32)
+        delta = torch.empty(self.num_rows, device=device, dtype=torch.float32)
+        lse_log2 = torch.empty_like(delta)
+        turns = None
+        if self.num_turns:
+            turns = torch.empty(self.num_turns, device=device, dtype=torch.int32)
+        if (step := self.before) is not None:
+            params = (delta, lse_log2, sums, turns, flag, out, dout, lse, cu_q, *step.numbers)
+            step.function(step.grid, step.block, step.shared_bytes, None, params)
+        if (step := self.main) is not None:
+            params = (
+                dk, dv, sums, turns, flag, *operands, lse_log2, delta, *more, cu_q, cu_k,
+                problem.cache_seqlens, *step.numbers,
+            )  # fmt: skip
+            step.function(step.grid, step.block, step.shared_bytes, None, params)
+        if (step := self.after) is not None:
+            params = (dq, sums, cu_q, *step.numbers)
+            step.function(step.grid, step.block, step.shared_bytes, None, params)
+
+
 def choose(head_dim: int, seqlen_q: int, is_causal: bool) -> Body | None:
     """The smallest head_dim that holds this one, the rows that take the least time."""
     if not _LEAST_HEAD_DIM <= head_dim <= BODIES[-1].head_dim:
@@ -98,12 +155,13 @@ def applies(problem: Problem, given: Gradients) -> bool:
     )
 
 
-def launch(problem: Problem, given: Gradients, *, heads_a_block: int, deterministic: bool) -> None:
-    """The three kernels, where `applies`. dk and dv have one head for each heads_a_block query
-    heads."""
-    q, k, v = problem.q, problem.k, problem.v
+def plan(
+    problem: Problem, given: Gradients, *, heads_a_block: int, deterministic: bool
+) -> BackwardPlan:
+    """The launches where `applies`. dk and dv have one head for each heads_a_block query heads."""
+    q, k = problem.q, problem.k
     out, lse, dout, dq, dk, dv = given
-    cu_q, cu_k = problem.cu_seqlens_q, problem.cu_seqlens_k
+    cu_q = problem.cu_seqlens_q
     batch_size, head_dim, num_heads = problem.batch_size, q.shape[-1], q.shape[-2]
     seqlen_q, seqlen_k = problem.max_seqlen_q, problem.max_seqlen_k
     total_q, total_k = problem.totals
@@ -119,27 +177,22 @@ def launch(problem: Problem, given: Gradients, *, heads_a_block: int, determinis
     if cu_q is not None:
         num_blocks_q = q.shape[0] // body.block_m + batch_size
     num_rows = num_heads * num_blocks_q * body.block_m
-    workspace = functools.partial(torch.empty, device=q.device, dtype=torch.float32)
-    sums = workspace(num_rows * body.head_dim)
-    delta, lse_log2 = workspace(num_rows), workspace(num_rows)
-    turns = None
-    if deterministic:
-        turns = workspace(2 * num_heads * num_blocks_q, dtype=torch.int32)
 
     row_tiles = blocks_q * body.block_m // rows.sizes["block_m"]
     rows_grid = (row_tiles * batch_size, num_heads, 1)
-    has_rows = rows_grid[0] * num_heads > 0
-    if has_rows:
-        common.shipped(CUBIN, f"{name}_delta")(
-            rows_grid, rows.block, rows.shared_bytes, None,
-            (
-                delta, lse_log2, sums, turns, problem.flag, out, dout, lse, cu_q,
-                *strides_of(out), *strides_of(dout), *lse_strides_of(lse),
-                num_blocks_q, row_tiles, seqlen_q, total_q, head_dim,
-            ),
+    before = main = after = None
+    if rows_grid[0] * num_heads > 0:
+        place = num_blocks_q, row_tiles, seqlen_q, total_q, head_dim
+        before = BackwardLaunch(
+            common.shipped(CUBIN, f"{name}_delta"), rows_grid, rows.block, rows.shared_bytes,
+            (*strides_of(out), *strides_of(dout), *lse_strides_of(lse), *place),
+        )  # fmt: skip
+        after = BackwardLaunch(
+            common.shipped(CUBIN, f"{name}_convert"), rows_grid, rows.block, rows.shared_bytes,
+            (*strides_of(dq), *place, float(problem.softmax_scale)),
         )  # fmt: skip
 
-    key_blocks, block_n = body.key_blocks(problem), stated.sizes["block_n"]
+    key_blocks = body.key_blocks(problem)
     num_pairs = batch_size * num_heads // heads_a_block
     # Causal: the blocks with the most queries first, but those of a few heads after another.
     pairs_a_group = 1
@@ -147,25 +200,28 @@ def launch(problem: Problem, given: Gradients, *, heads_a_block: int, determinis
         pair_bytes = (2 * q.element_size() + 4) * heads_a_block * seqlen_q * body.head_dim
         pairs_a_group = max(1, min(num_pairs, _L2_BYTES // max(1, pair_bytes)))
     if key_blocks * num_pairs > 0:
-        common.shipped(CUBIN, name)(
-            (key_blocks * num_pairs, 1, 1), stated.block,
-            stated.shared_bytes, None,
+        main = BackwardLaunch(
+            common.shipped(CUBIN, name), (key_blocks * num_pairs, 1, 1), stated.block,
+            stated.shared_bytes,
             (
-                dk, dv, sums, turns, problem.flag,
-                tensor_map(q, body.block_m), tensor_map(k, block_n),
-                tensor_map(v, block_n), tensor_map(dout, body.block_m), lse_log2, delta, cu_q, cu_k,
-                problem.cache_seqlens, *strides_of(dk), *strides_of(dv),
+                *strides_of(dk), *strides_of(dv),
                 num_blocks_q, key_blocks, num_pairs, pairs_a_group, seqlen_q, seqlen_k,
                 total_q, total_k, num_heads, num_heads // k.shape[-2], heads_a_block, head_dim,
                 problem.window_left, problem.window_right, float(problem.softmax_scale),
             ),
         )  # fmt: skip
+    num_turns = 2 * num_heads * num_blocks_q if deterministic else 0
+    boxes = body.block_m, stated.sizes["block_n"]
+    return BackwardPlan(
+        before, main, after, num_rows * body.head_dim, num_rows, num_turns, boxes=boxes
+    )
 
-    if has_rows:
-        common.shipped(CUBIN, f"{name}_convert")(
-            rows_grid, rows.block, rows.shared_bytes, None,
-            (
-                dq, sums, cu_q, *strides_of(dq), num_blocks_q, row_tiles, seqlen_q, total_q,
-                head_dim, float(problem.softmax_scale),
-            ),
-        )  # fmt: skip
+
+def launch(plan: BackwardPlan, problem: Problem, given: Gradients) -> None:
+    """The three kernels of a plan, q, k, v and dout by tensor maps."""
+    rows, keys = plan.boxes
+    operands = (
+        tensor_map(problem.q, rows), tensor_map(problem.k, keys), tensor_map(problem.v, keys),
+        tensor_map(given.dout, rows),
+    )  # fmt: skip
+    plan.run(problem, given, operands)

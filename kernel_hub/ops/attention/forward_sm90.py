@@ -84,7 +84,12 @@ def _choose(problem: Problem) -> Body | None:
 
 
 def applies(problem: Problem, out: torch.Tensor) -> bool:
-    """Whether these kernels take the problem on a GPU of compute capability 9.0.
+    """Whether these kernels take the problem on a GPU of compute capability 9.0."""
+    return problem.q.is_cuda and fits(problem, out)
+
+
+def fits(problem: Problem, out: torch.Tensor) -> bool:
+    """`applies`, wherever the tensors are.
 
     Lengths on the device (cu_seqlens, cache_seqlens) may be anything: rows beyond them are masked,
     and cleared where they hold what is not the sequence's.
@@ -95,8 +100,7 @@ def applies(problem: Problem, out: torch.Tensor) -> bool:
         return False
     num_rows = max(1, -(-problem.max_seqlen_q // body.q_rows))
     return (
-        q.is_cuda
-        and q.dtype in common.HALF
+        q.dtype in common.HALF
         and problem.alibi_slopes is None
         and (problem.block_table is None or k.shape[1] % _BOX_ROWS == 0)
         and (problem.softcap == 0 or SCALES[0] <= problem.softcap <= SCALES[1])
@@ -152,6 +156,7 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launc
         heads_a_group(problem, min(seqlen_k, problem.max_seqlen_k)),
         int(any(each is not None for each in tables)),
         *problem.exponents,
+        *problem.small_scores,
     )
     grid = (min(num_tiles, device_of(q.device).num_sms), 1, 1)
     function = common.shipped(CUBIN, body.name(q.dtype)) if num_tiles else None
@@ -182,12 +187,12 @@ def launch(
 ) -> None:
     """Run what `plan` made of tensors of these shapes and strides, dtypes and devices."""
     function, grid, block, shared_bytes, numbers, packed, _ = planned
-    if isinstance(packed, split.Packed):
-        split.launch(planned, maps, q, out, lse, options)
-        return
-    params = (
-        out, lse, bounds.flag("flash_attention", q), *maps, options.cu_seqlens_q,
-        options.cu_seqlens_k, options.cache_seqlens, options.block_table,
-        counters(q.device, NUM_COUNTERS), *numbers,
+    flag = bounds.flag("flash_attention", q)
+    tables = (
+        options.cu_seqlens_q, options.cu_seqlens_k, options.cache_seqlens, options.block_table
     )  # fmt: skip
+    if isinstance(packed, split.Packed):
+        split.launch(planned, maps, q, out, lse, flag, tables)
+        return
+    params = (out, lse, flag, *maps, *tables, counters(q.device, NUM_COUNTERS), *numbers)
     function(grid, block, shared_bytes, None, params)

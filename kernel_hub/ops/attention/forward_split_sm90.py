@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..core import bounds, common
+from ..core import common
 from ..core.device import Stated, device_of, launch_facts
 from ..core.launch import Launch
-from .problem import Options, Problem, lse_strides_of, packed_tensor_map, strides_of, tensor_map
+from .problem import Problem, lse_strides_of, packed_tensor_map, strides_of, tensor_map
 
 # Whether these kernels are used: None where they are faster, True wherever they can. For tests.
 choice: bool | None = None
@@ -159,39 +159,48 @@ def sizes_of(problem: Problem) -> Sizes:
     return Sizes(batch_size, num_heads, num_kv_heads, seqlen_q, seqlen_k, *problem.window)
 
 
-def applies(problem: Problem, whole: Stated, width: int) -> bool:
-    """Whether a problem that forward_sm90's kernels take is better off in equal shares.
-
-    whole, width: its kernel there.
-    """
-    if choice is False:
-        return False
-    device = device_of(problem.q.device)
-    has_lengths = _has_lengths(problem)
+def can_take(problem: Problem) -> bool:
+    """Whether these kernels take a problem that forward_sm90's take."""
+    device, body = device_of(problem.q.device), body_of(problem)
+    block_m, block_n = body.stated.sizes["block_m"], body.stated.sizes["block_n"]
     batch_size, (seqlen_q, seqlen_k) = problem.batch_size, problem.seqlens
     num_heads, num_kv_heads = problem.q.shape[-2], problem.k.shape[-2]
-    group = num_heads // num_kv_heads
-    body = body_of(problem)
-    block_m, block_n = body.stated.sizes["block_m"], body.stated.sizes["block_n"]
     if problem.cu_seqlens_k is not None:
         seqlen_k = max(seqlen_k, problem.totals[1])
-    tiles = pack(max(1, seqlen_q), group, block_m)[2]
-    can = (
-        (batch_size <= _MAX_BATCH or not has_lengths)
+    tiles = pack(max(1, seqlen_q), num_heads // num_kv_heads, block_m)[2]
+    return (
+        (batch_size <= _MAX_BATCH or not _has_lengths(problem))
         and num_heads < _MAX_HEADS
         and device.num_sms <= _MAX_SMS
         and min(batch_size, seqlen_q, seqlen_k) > 0
         and batch_size * num_kv_heads * tiles * (-(-seqlen_k // block_n) + 1) <= _MAX_UNITS
     )
-    if not can or choice:
-        return can
+
+
+def applies(problem: Problem, whole: Stated, width: int) -> bool:
+    """Whether a problem that forward_sm90's kernels take is better off in equal shares.
+
+    whole, width: its kernel there.
+    """
+    if choice is False or not can_take(problem):
+        return False
+    if choice:
+        return True
     sizes = sizes_of(problem)
     # Tiles of a whole prompt differ in their keys, which the others' schedule knows how to order.
     if problem.window[1] >= 0 and sizes.seqlen_k < 2 * sizes.seqlen_q:
         return False
-    ours = split_us(sizes, body.head_dim, block_m, block_n, device.num_sms)
-    theirs = whole_us(sizes, width, whole.sizes["block_m"], whole.sizes["block_n"], device.num_sms)
-    return ours < _GAIN * theirs
+    num_sms = device_of(problem.q.device).num_sms
+    theirs = whole_us(sizes, width, whole.sizes["block_m"], whole.sizes["block_n"], num_sms)
+    return problem_us(problem) < _GAIN * theirs
+
+
+def problem_us(problem: Problem) -> float:
+    """`split_us` of a problem."""
+    body = body_of(problem)
+    block_m, block_n = body.stated.sizes["block_m"], body.stated.sizes["block_n"]
+    num_sms = device_of(problem.q.device).num_sms
+    return split_us(sizes_of(problem), body.head_dim, block_m, block_n, num_sms)
 
 
 def _has_lengths(problem: Problem) -> bool:
@@ -235,7 +244,7 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launc
         *places, 0 if table is None else table.stride(0), *common_numbers,
         k.shape[0],  # where paged: pages
         page_size, box_rows, int(any(each is not None for each in tables)),
-        *problem.exponents,
+        *problem.exponents, *problem.small_scores,
     )  # fmt: skip
     merge_name = body.name(q.dtype, "merge")
     merge = Launch(
@@ -266,23 +275,23 @@ def launch(
     q: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor | None,
-    options: Options,
+    flag: torch.Tensor | None,
+    tables: tuple[Any, Any, Any, Any],
 ) -> None:
-    """Run what `plan` made, and the merge."""
+    """Run what `plan` made, and the merge.
+
+    flag: `bounds.flag` of the op; tables: cu_seqlens_q, cu_seqlens_k, cache_seqlens, block_table.
+    """
     packed: Any = planned.maps
     room = torch.empty(packed.floats + packed.ints, dtype=torch.float32, device=q.device)
     line = room[packed.floats :].view(torch.int32) if packed.ints else None
-    flag = bounds.flag("flash_attention", q)
-    cu_seqlens_q, cu_seqlens_k = options.cu_seqlens_q, options.cu_seqlens_k
-    cache_seqlens = options.cache_seqlens
     planned.function(
         planned.grid, planned.block, planned.shared_bytes, None,
-        (out, lse, flag, room, line, *maps, cu_seqlens_q, cu_seqlens_k, cache_seqlens,
-         options.block_table, *planned.numbers),
+        (out, lse, flag, room, line, *maps, *tables, *planned.numbers),
     )  # fmt: skip
     merge = packed.merge
     merge.function(
         merge.grid, merge.block, 0, None,
-        (out, lse, flag, room, line, cu_seqlens_q, cu_seqlens_k, cache_seqlens, *merge.numbers),
+        (out, lse, flag, room, line, *tables[:3], *merge.numbers),
         **merge.options,
     )  # fmt: skip

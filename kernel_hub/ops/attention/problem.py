@@ -19,6 +19,12 @@ TABLES = ("alibi_slopes", "cu_seqlens_q", "cu_seqlens_k", "block_table", "cache_
 SCALES = (1e-20, 1e20)
 _PANEL_BYTES = 128  # of a row of shared memory: the span of the swizzle
 _MAX_STRIDE_BYTES = 1 << 40
+# tanh(x) for |x| <= _SMALL_TANH: x, x^3, ..., x^9 times these, relative error 7e-7.
+_SMALL_TANH = 0.75
+_TANH_TERMS = 0.99999946, -0.33328253, 0.13258983, -0.050056305, 0.012929632
+_TANH_SCALES = 1e-4, 1e4  # whose ninth power is a float
+_LAST_TERMS = 1e-36, 1e36  # whose precision fp32 holds
+_NO_SMALL_SCORES = (0.0,) * (1 + len(_TANH_TERMS))
 
 
 class Options(NamedTuple):
@@ -117,6 +123,20 @@ class Problem(NamedTuple):
         if not self.softcap:
             return self.softmax_scale * log2e, 0.0
         return self.softcap * log2e, 2 * log2e * self.softmax_scale / self.softcap
+
+    @property
+    def small_scores(self) -> tuple[float, ...]:
+        """The largest |score| for which the exponent with a softcap is a polynomial of odd powers,
+        and its terms; zeros where fp32 does not hold them, or without a softcap."""
+        scale = self.softmax_scale / self.softcap if self.softcap else 0.0
+        if not _TANH_SCALES[0] <= scale <= _TANH_SCALES[1]:
+            return _NO_SMALL_SCORES
+        factor = self.softcap * math.log2(math.e)
+        powers = (factor * scale ** (2 * i + 1) for i in range(len(_TANH_TERMS)))
+        terms = [term * power for term, power in zip(_TANH_TERMS, powers, strict=True)]
+        if not _LAST_TERMS[0] <= terms[-1] <= _LAST_TERMS[1]:
+            return _NO_SMALL_SCORES
+        return _SMALL_TANH / scale, *terms
 
     @property
     def totals(self) -> tuple[int, int]:

@@ -9,11 +9,13 @@ from typing import Any, NamedTuple
 import torch
 
 from ...errors import KernelHubError
+from ..attention import forward_split_sm90
 from ..core import bounds, common
 from ..core.device import device_of
 from ..core.launch import Launch, Plans
 from . import decode_checks as checks
 from . import decode_plan as plans
+from . import decode_sm90 as sm90
 from .decode_cpu import decode_attention as _reference
 from .decode_plan import DecodeGiven
 
@@ -21,17 +23,21 @@ from .decode_plan import DecodeGiven
 class DecodePlan(NamedTuple):
     """What is known of steps of the same layouts."""
 
-    steps: dict[bool, tuple[Any, ...]]  # by whether all addresses are aligned; see `_met`
+    steps: dict[tuple[bool, bool], Step]  # by what addresses are aligned; see `_met`
     spans: common.Spans  # for each set of addresses that was met, its step
 
 
 class Step(NamedTuple):
-    """A launch, the merge behind it where caches may be split, and what lies between."""
+    """A launch, the merge behind it where caches may be split, and what lies between.
+
+    maps: tensor maps where main is one of `decode_sm90`, which has all of that in it.
+    """
 
     main: Launch
-    merge: Launch
+    merge: Launch = Launch()
     partial_rows: int = 0
     partial_columns: int = 0
+    maps: tuple[bytes, ...] = ()
 
 
 _plans: Plans[DecodePlan] = Plans()
@@ -170,19 +176,25 @@ def _step(given: DecodeGiven, is_aligned: bool) -> Step:
     batch_size, seqlen_q, num_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[2]
     if q.numel() == 0:
-        return Step(Launch(), Launch())
+        return Step(Launch())
     rows = seqlen_q * (num_heads // num_kv_heads)
     # A scale below 0 turns the order of scores round, which only the general kernel bears.
     is_general = (
         window_left >= 0 or softcap > 0.0 or alibi_slopes is not None or softmax_scale <= 0.0
     )
     variant = plans.choose_variant(head_dim, k_cache.element_size(), rows, is_general)
+    if sm90.applies(given, variant):
+        return Step(sm90.plan(given))
     page_size = k_cache.shape[1]
     max_tokens = page_size if block_table is None else page_size * block_table.shape[1]
     items = batch_size * num_kv_heads * -(-rows // variant.rows)
     device = device_of(q.device)
-    max_units = max(1, -(-max_tokens // variant.unit))
-    split = plans.choose_split(items, max_units, variant.unit, num_splits, device.num_sms)
+    seen = max_tokens if window_left < 0 else min(max_tokens, window_left + seqlen_q)
+    token_bytes = 2 * head_dim * k_cache.element_size()
+    num_bytes = batch_size * num_kv_heads * seen * token_bytes
+    caches = plans.Caches(items, max_tokens, seen, token_bytes, num_bytes)
+    blocks = plans.blocks_for(variant, caches, head_dim, device.num_sms)
+    split = plans.choose_split(caches, variant.unit, num_splits, blocks)
     token = common.DTYPE_TOKENS[q.dtype]
     name = f"decode_attention_{token}_hdim{variant.head_dim}{variant.suffix}"
     strides = (*out.stride()[:3], *q.stride()[:3])
@@ -220,18 +232,24 @@ def _step(given: DecodeGiven, is_aligned: bool) -> Step:
 
 
 def _met(given: DecodeGiven, plan: DecodePlan, addresses: tuple[int, ...]) -> tuple[Any, ...]:
-    """The step at addresses that are new to the plan: bare tuples, 0.1 us quicker to unpack."""
+    """The step at addresses that are new to the plan: bare tuples, 0.1 us quicker to unpack.
+
+    Vectors that are not aligned have the kernels read elements; so may an out, but for tensor maps.
+    """
     plan.spans.refuse(addresses)
     if (given.k_cache.data_ptr() | given.v_cache.data_ptr()) % common.VEC_BYTES:
         checks.check(given)  # refuses them
     vectors = (given.q, given.k, given.v, given.cos, given.sin, given.qkv_bias)
     is_aligned = all(x is None or x.data_ptr() % common.VEC_BYTES == 0 for x in vectors)
-    step = plan.steps.get(is_aligned)
+    key = is_aligned, given.out.data_ptr() % common.VEC_BYTES == 0
+    step = plan.steps.get(key)
     if step is None:
-        main, *behind = _step(given, is_aligned)
-        step = plan.steps[is_aligned] = (tuple(main), *behind)
-    plan.spans.keep(addresses, step)
-    return step
+        step = plan.steps[key] = _step(given, is_aligned)
+    bare: tuple[Any, ...] = (tuple(step.main), *step[1:])
+    if step.main.maps:
+        bare = step._replace(maps=sm90.maps(step.main, given))
+    plan.spans.keep(addresses, bare)
+    return bare
 
 
 def _cuda_into(arguments: tuple[Any, ...], is_given: bool = True) -> None:
@@ -259,7 +277,7 @@ def _cuda_into(arguments: tuple[Any, ...], is_given: bool = True) -> None:
     step = plan.spans.apart.get(addresses)
     if step is None:
         step = _met(DecodeGiven(*arguments), plan, addresses)
-    main, merge, partial_rows, partial_columns = step
+    main, merge, partial_rows, partial_columns, maps = step
     function, grid, block, shared_bytes, numbers, _, how = main
     if function is None:
         return
@@ -269,15 +287,20 @@ def _cuda_into(arguments: tuple[Any, ...], is_given: bool = True) -> None:
         partial_out = torch.empty(count + partial_rows, dtype=torch.float32, device=q.device)
         partial_lse = partial_out[count:]
     try:
-        function(
-            grid, block, shared_bytes, None,
-            (
-                out, lse, partial_out, partial_lse, bounds.flag("decode_attention", q), k_cache,
-                v_cache, q, k, v, cache_seqlens,
-                block_table, cos, sin, qkv_bias, k_scale, v_scale, alibi_slopes, *numbers,
-            ),
-            **how,
-        )  # fmt: skip
+        flag = bounds.flag(_OP, q)
+        if maps:
+            tables = (None, None, cache_seqlens, block_table)
+            forward_split_sm90.launch(main, maps, q, out, lse, flag, tables)
+        else:
+            function(
+                grid, block, shared_bytes, None,
+                (
+                    out, lse, partial_out, partial_lse, flag, k_cache, v_cache, q, k, v,
+                    cache_seqlens, block_table, cos, sin, qkv_bias, k_scale, v_scale,
+                    alibi_slopes, *numbers,
+                ),
+                **how,
+            )  # fmt: skip
         if merge.function is not None:
             params = (out, lse, partial_out, partial_lse, cache_seqlens, *merge.numbers)
             merge.function(merge.grid, merge.block, 0, None, params, **how)

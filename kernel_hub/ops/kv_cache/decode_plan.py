@@ -40,8 +40,13 @@ CUBIN = "decode_attention"
 MAX_MERGE_BLOCKS = 264
 # Blocks on this part of the multiprocessors read at full speed.
 FULL = 0.85
-# Where no item can be longer than this, finding equal shares costs more than unequal ones do.
-SHORT_TOKENS = 8192
+# Where no item can be longer than this, and no part that is cut without the lengths (of more items
+# than two a multiprocessor: 6 times as much), finding equal shares costs more than unequal ones do.
+SHORT_TOKENS, SHORT_BYTES = 8192, 360 << 10
+CROWD, CROWD_FACTOR = 2, 6
+# A block that has no more than this under way reads slower than two a multiprocessor, which earn
+# their merge where there are few items of large caches.
+FEW_BYTES, LARGE_BYTES = 32 << 10, 170 << 20
 # More parts than this take longer to merge than they save, unless an item is twice as many units.
 MANY_PARTS = 32
 
@@ -69,6 +74,10 @@ class Variant:
         """Tokens in a unit of work: a tile for each warp."""
         sizes = self.stated.sizes
         return sizes["warps"] * sizes["block_n"]
+
+    def bytes_under_way(self, head_dim: int) -> int:
+        """What a block has asked for while it computes."""
+        return self.unit * (self.stated.sizes["slots"] - 1) * head_dim * self.cache_bytes
 
 
 VARIANTS = tuple(
@@ -107,26 +116,53 @@ class Split:
     num_merges: int
 
 
-def choose_split(
-    items: int, max_units: int, unit_tokens: int, num_splits: int, multiprocessors: int
-) -> Split:
-    """items: (sequence, kv head, block of rows) triples; max_units: the most an item can have.
+class Caches(NamedTuple):
+    """What steps of a plan read: items are (sequence, kv head, block of rows) triples.
+
+    tokens: the most that an item can have; seen: those of them in a window.
+    token_bytes: a key and a value; num_bytes: all caches together.
+    """
+
+    items: int
+    tokens: int
+    seen: int
+    token_bytes: int
+    num_bytes: int
+
+
+def blocks_for(variant: Variant, caches: Caches, head_dim: int, multiprocessors: int) -> int:
+    """How many blocks items are cut for."""
+    is_double = (
+        variant.bytes_under_way(head_dim) <= FEW_BYTES
+        and 2 * caches.items <= multiprocessors
+        and caches.num_bytes >= LARGE_BYTES
+    )
+    return 2 * multiprocessors if is_double else multiprocessors
+
+
+def choose_split(caches: Caches, unit_tokens: int, num_splits: int, blocks: int) -> Split:
+    """blocks: of `blocks_for`.
 
     Measured on an H200 (docs/notes/decode_attention.md): a block a multiprocessor is best, and
-    reads as fast as two.
+    reads as fast as two, but where it has little under way.
     """
+    items, max_units = caches.items, max(1, -(-caches.tokens // unit_tokens))
     # As many parts of equal items as fill the GPU, or nearly.
-    parts = max(1, multiprocessors // items)
-    if items * parts < FULL * multiprocessors:
+    parts = max(1, blocks // items)
+    if items * parts < FULL * blocks:
         parts += 1
-    if num_splits == 0 and max_units * unit_tokens <= SHORT_TOKENS:
-        num_splits = min(parts, max(MANY_PARTS, max_units // 2))
+    if num_splits == 0:
+        fixed = min(parts, max(MANY_PARTS, max_units // 2))
+        longest = -(-caches.seen // min(fixed, max_units)) * caches.token_bytes
+        limit = SHORT_BYTES * (CROWD_FACTOR if items > CROWD * blocks else 1)
+        if max_units * unit_tokens <= SHORT_TOKENS and longest <= limit:
+            num_splits = fixed
     num_splits = min(num_splits, max_units)
     if num_splits == 1:
         return Split(1, items, items, 0)
     if num_splits > 1:
         return Split(num_splits, items, items * num_splits, items)
-    parallel = items * parts if items < multiprocessors else multiprocessors
+    parallel = items * parts if items < blocks else blocks
     # Work::splits_of: less than an item's shares + 1, and more than one only above 9/8 of a share.
     return Split(0, parallel, min(parallel + items, items * max_units), min(items, parallel))
 

@@ -134,7 +134,7 @@ def _plan(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> GroupedLaunch:
     out_layout, a_layout, b_layout = layouts
     check_rows(_OP, "a", a, a_layout)
     check_rows(_OP, "b", b, b_layout)
-    problem = GroupedProblem(_OP, outer * inner, m, n, k)
+    problem = GroupedProblem(_OP, outer * inner, m, n, k, out.element_size())
     has_maps = a_layout.is_mappable and b_layout.is_mappable
     device = device_of(a.device)
     choice = choose(*device[:2], problem, has_maps, device.name)

@@ -13,6 +13,8 @@ from ..core.tensor_maps import Boxes, tensor_map
 from .linear_launch import ALONE, workspace
 from .tiles import BLOCK_K, TileChoice
 
+_BOX_BYTES = 128  # of a row of a box: the span of the swizzle
+
 
 @dataclass(frozen=True, slots=True)
 class OperandLayout:
@@ -36,14 +38,14 @@ class OperandLayout:
         """All strides, or-ed: their common low bits."""
         return self.outer_stride | self.inner_stride | (self.stride if self.rows > 1 else 0)
 
-    def boxes(self, box_rows: int) -> Boxes:
-        """Boxes of `box_rows` rows and 64 columns."""
+    def boxes(self, box_rows: int, box_columns: int = BLOCK_K) -> Boxes:
+        """Boxes of `box_rows` rows and `box_columns` columns."""
         # A dimension of one element wants a stride all the same.
         stride = self.stride if self.rows > 1 else -(-self.columns // 8) * 8
         inner = self.inner_stride if self.inner > 1 else stride
         outer = self.outer_stride if self.outer > 1 else stride
         shape = (self.outer, self.inner, self.rows, self.columns)
-        return Boxes(shape, (outer, inner, stride, 1), (1, 1, box_rows, BLOCK_K))
+        return Boxes(shape, (outer, inner, stride, 1), (1, 1, box_rows, box_columns))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,8 @@ class GroupedLaunch:
     function: Any
     choice: TileChoice | None = None
     numbers: tuple[int, ...] = ()
-    boxes: tuple[Boxes, Boxes] | None = None  # of a and b, where maps are passed
+    # Of a and b, where maps are passed: of each also of the last rows, where the kernel takes them.
+    boxes: tuple[tuple[Boxes, ...], tuple[Boxes, ...]] | None = None
     out_boxes: Boxes | None = None  # where results leave through boxes
     options: Mapping[str, bool] = field(default_factory=dict)
 
@@ -61,10 +64,13 @@ class GroupedLaunch:
         """The tensor maps of a call at new addresses; () where pointers are passed."""
         if self.boxes is None:
             return ()
-        out_map = a_map = tensor_map(a, self.boxes[0])  # not looked at where no boxes leave
+        operands = [
+            tensor_map(x, at) for x, of in zip((a, b), self.boxes, strict=True) for at in of
+        ]
+        out_map = operands[0]  # not looked at where no boxes leave
         if self.out_boxes is not None and not out.data_ptr() % common.VEC_BYTES:
             out_map = tensor_map(out, self.out_boxes)
-        return out_map, a_map, tensor_map(b, self.boxes[1])
+        return (out_map, *operands)
 
     def run(
         self, maps: tuple[bytes, ...], out: torch.Tensor, a: torch.Tensor, b: torch.Tensor,
@@ -94,14 +100,23 @@ def launch_of(
     function = common.shipped(choice.cubin, f"{op}_{common.DTYPE_TOKENS[a.dtype]}_{choice.variant}")
     if choice.boxes is None:
         return GroupedLaunch(function, choice, numbers)
-    out_boxes, *boxes = (
-        layout.boxes(rows) for layout, rows in zip(layouts, choice.boxes, strict=True)
-    )
-    # The kernel looks at the same numbers.
-    out_has_map = out.dtype == a.dtype and not (layouts[0].columns | layouts[0].spans) % 8
+    to, *operands = layouts
+    out_rows, *heights = choice.boxes
+    boxes: list[tuple[Boxes, ...]]
+    if op == "grouped_linear":
+        boxes = [(at.boxes(rows),) for at, rows in zip(operands, heights, strict=True)]
+    else:
+        boxes = [
+            (at.boxes(rows), at.boxes(at.rows % rows or rows))
+            for at, rows in zip(operands, heights, strict=True)
+        ]
+    # The kernels look at the same numbers. The copy engine stores 16 bytes or none of them.
+    size = out.element_size()
+    has_map = (to.columns | to.spans) * size % common.VEC_BYTES == 0
+    out_boxes = to.boxes(out_rows, _BOX_BYTES // size) if has_map else None
     return GroupedLaunch(
-        function, choice, (*numbers, choice.group), (boxes[0], boxes[1]),
-        out_boxes if out_has_map else None, {"programmatic": True},
+        function, choice, (*numbers, choice.group), (boxes[0], boxes[1]), out_boxes,
+        {"programmatic": True},
     )  # fmt: skip
 
 

@@ -32,6 +32,7 @@ class GroupedProblem:
     rows: int
     n: int
     k: int
+    out_bytes: int = 2  # of an element
 
     def most_row_tiles(self, height: int) -> int:
         """Rows of tiles that `height` rows each can make at most."""
@@ -68,13 +69,13 @@ class GroupedProblem:
     def num_bytes(self) -> float:
         """Read and written, each once."""
         rows = self.rows * (1 if self.op == "grouped_linear" else self.num_products)
-        return 2 * (rows * (self.k + self.n) + self.active() * self.n * self.k)
+        return rows * (2 * self.k + self.out_bytes * self.n) + 2 * self.active() * self.n * self.k
 
 
 @dataclass(frozen=True, slots=True)
 class GroupedTile:
     """A variant of grouped_linear_sm90.cu or batched_matmul_sm90.cu as its source states it, and
-    the microseconds that a step of 64 elements of k and a tile cost a block."""
+    the microseconds that it costs: tiles.Cost says of what."""
 
     block: tuple[int, int, int]
     shared_bytes: int
@@ -85,7 +86,9 @@ class GroupedTile:
     cluster_size: int
     out_box_rows: int
     min_blocks: int
+    start_us: float
     step_us: float
+    busy_us: float
     tile_us: float
 
     @property
@@ -99,6 +102,13 @@ class GroupedTile:
         sizes = self.block_m, self.block_n
         return (sizes[1], sizes[0]) if self.swaps else sizes
 
+    def clusters_of(self, row_tiles: int, column_tiles: int) -> int:
+        """Clusters' worth of tiles of one product."""
+        if not self.pairs:
+            return row_tiles * column_tiles
+        # One below the other, those of an odd last row side by side.
+        return row_tiles // 2 * column_tiles + row_tiles % 2 * -(-column_tiles // 2)
+
     @property
     def box_rows(self) -> tuple[int, int, int]:
         """Rows of a box of out, a and b."""
@@ -106,55 +116,58 @@ class GroupedTile:
         return self.out_box_rows, a_rows // self.cluster_size, b_rows // self.cluster_size
 
 
-# Variants of the two cubins: (step_us, tile_us).
-_COSTS = {
+_Figures = tuple[float, float, float, float]
+# Variants of the two cubins: (start_us, step_us, busy_us, tile_us).
+_COSTS: dict[str, dict[str, _Figures]] = {
     "grouped_linear": {
-        "128x256_c2": (0.655, 2.4),
-        "128x128_c2": (0.355, 1.7),
-        "64x128_b2": (0.8, 1.2),
-        "swapped_64x16_b2": (0.38, 1.0),
+        "128x256_c2": (1.0, 0.655, 0.0, 2.4),
+        "128x128_c2": (1.0, 0.355, 0.0, 1.7),
+        "64x128_b2": (0.0, 0.8, 0.0, 1.2),
+        "swapped_64x16_b2": (0.0, 0.38, 0.0, 1.0),
     },
+    # Fitted on an H200 to 679 batches drawn by lot (docs/notes/grouped_linear.md).
     "batched_matmul": {
-        "128x256_c2": (0.655, 2.4),
-        "128x256_c2_x4": (0.675, 2.2),
-        "128x128": (0.38, 1.2),
-        "swapped_64x64_b2": (0.42, 1.0),
-        "swapped_64x32_b2": (0.4, 1.0),
-        "swapped_64x16_b2": (0.38, 1.0),
+        "128x256_c2": (3.89, 0.0664, 0.731, 0.808),
+        "128x256_c2_x4": (3.91, 0.543, 0.0838, 0.662),
+        "192x128": (3.2, 0.62, 0.02, 0.6),  # not measured: of 128x128, by rows and products
+        "128x128": (2.6, 0.437, 0.0201, 0.347),
+        "128x128_c2": (2.87, 0.354, 0.00559, 0.435),
+        "128x64_c2": (2.6, 0.236, 0.0957, 0.209),
+        "128x64_b2": (2.26, 0.282, 0.513, 0.193),
+        "64x256_b2": (3.42, 0.0365, 0.932, 0.643),
+        "64x192_b2": (3.07, 0.196, 0.393, 0.689),
+        "64x128_b2": (2.76, 0.276, 0.275, 0.223),
+        "64x64_b3": (2.4, 0.227, 0.422, 0.0389),
+        "swapped_64x64_b2": (1.95, 0.0958, 0.569, 0.146),
+        "swapped_64x32_b2": (2.15, 0.0606, 0.431, 0.0831),
+        "swapped_64x16_b2": (2.02, 0.05, 0.335, 0.17),
     },
 }
 _STATED = ("consumers", "block_m", "block_n", "cluster_m", "box_rows", "blocks_per_sm")
 
 
-def _tile(op: str, name: str, cost: tuple[float, float]) -> GroupedTile:
+def _tile(op: str, name: str, cost: _Figures) -> GroupedTile:
     facts = launch_facts(f"{op}_sm90", f"{op}_bf16_{name}")
     more: list[Any] = [*(facts.sizes[field] for field in _STATED), *cost]
     return GroupedTile(facts.block, facts.shared_bytes, bool(facts.sizes["swaps"]), *more)
 
 
-def _tiles(op: str, costs: dict[str, tuple[float, float]]) -> dict[str, GroupedTile]:
+def _tiles(op: str, costs: dict[str, _Figures]) -> dict[str, GroupedTile]:
     return {name: _tile(op, name, cost) for name, cost in costs.items()}
 
 
 HOPPER = Lazy(_COSTS, _tiles)
-# Of reading, in microseconds, and of starting clusters.
-_BYTES_A_US, _CLUSTER_US = 4.3e6, 1.0
+_BYTES_A_US = 4.3e6  # of memory, for grouped_linear
+# For batched_matmul; and where rows of out do not begin at sectors of memory: what its bytes cost
+# besides, a row of a tile by whether they begin at 16 bytes, and tiles that leave without the copy
+# engine (times as much).
+_BATCHED_BYTES_A_US, _SECTOR_BYTES, _VEC_BYTES = 3.88e6, 32, 16
+_SPLIT, _EDGE_US, _SHIFTED = 0.32, {True: 26e-6, False: 47e-6}, 3.6
 
 
 # A share of k below this costs more in adding up than it gains; csrc/matmul/grouped/walk.cuh knows
 # the number of tiles at once of so many products.
 _SHARED_K, _COUNTED_PRODUCTS = 2048, 128
-
-
-def _last_round(variant: GroupedTile, num_sms: int, problem: GroupedProblem) -> tuple[float, bool]:
-    """(rounds of tiles that the clusters take, whether two share each of the last round's)."""
-    rows, columns = variant.tile
-    tiles = problem.row_tiles(rows) * -(-problem.n // columns)
-    rounds = tiles / (num_sms * variant.min_blocks)
-    shares = variant.pairs and problem.k >= _SHARED_K and 0 < rounds % 1 <= 0.5
-    if problem.op == "grouped_linear":
-        return rounds, shares and problem.num_products <= _COUNTED_PRODUCTS
-    return rounds, shares
 
 
 def hopper_choice(name: str, num_sms: int, problem: GroupedProblem, group: int = 8) -> TileChoice:
@@ -178,37 +191,71 @@ def hopper_choice(name: str, num_sms: int, problem: GroupedProblem, group: int =
 
 def hopper_names(problem: GroupedProblem) -> list[str]:
     """The variants that suit the rows of a product, about or exactly."""
-    if problem.op == "grouped_linear":
-        mean = problem.rows / problem.num_products
-        least, most = (20.0, 3.0), 0.75
-    else:
-        mean, least, most = float(problem.rows), (33.0, 33.0), 2.0
+    if problem.op == "batched_matmul":
+        return [name for name, x in HOPPER[problem.op].items() if _suits(x, problem)]
+    mean = problem.rows / problem.num_products
     return [
         name
         for name, variant in HOPPER[problem.op].items()
         if (
-            mean <= most * variant.block_n
+            mean <= 0.75 * variant.block_n
             if variant.swaps
-            else mean >= least[variant.block_m == 64]
+            else mean >= (3.0 if variant.block_m == 64 else 20.0)
         )
     ]
 
 
+def _suits(variant: GroupedTile, problem: GroupedProblem) -> bool:
+    """Whether a batch was measured with this variant: a tile is not mostly outside."""
+    if variant.swaps:
+        return problem.rows <= 2 * variant.block_n
+    return problem.rows >= 24 and (variant.block_n <= 64 or variant.block_n < 2 * problem.n)
+
+
 def hopper_cost(name: str, num_sms: int, problem: GroupedProblem) -> float:
-    """Microseconds a Hopper variant is expected to take, but for what all take."""
+    """Microseconds a Hopper variant is expected to take; grouped_linear: but for what all take."""
     variant = HOPPER[problem.op][name]
-    waves, shares = _last_round(variant, num_sms, problem)
+    if problem.op == "batched_matmul":
+        return _batched_us(variant, num_sms, problem)
+    rows, columns = variant.tile
+    tiles = problem.row_tiles(rows) * -(-problem.n // columns)
+    waves = tiles / (num_sms * variant.min_blocks)
     if variant.min_blocks == 1:
-        waves = max(0.6 if shares else 1.0, math.floor(waves) + (0.6 if shares else 1.0))
+        shares = variant.pairs and problem.k >= _SHARED_K and 0 < waves % 1 <= 0.5
+        last = 0.6 if shares and problem.num_products <= _COUNTED_PRODUCTS else 1.0
+        waves = max(last, math.floor(waves) + last)
         step_us = variant.step_us
     else:
         # Two blocks of a multiprocessor slow each other down; experts' tiles are not known exactly.
         step_us = variant.step_us * (0.5 if waves <= 0.5 else 1.0)
-        is_exact = problem.op == "batched_matmul" and waves <= 1.0
-        waves = 1.0 if is_exact else max(1.0, waves + 0.3)
+        waves = max(1.0, waves + 0.3)
     busy = waves * (step_us * -(-problem.k // BLOCK_K) + variant.tile_us)
     memory = problem.num_bytes / _BYTES_A_US
-    return max(busy, memory) + 0.25 * min(busy, memory) + (_CLUSTER_US if variant.pairs else 0.0)
+    return max(busy, memory) + 0.25 * min(busy, memory) + variant.start_us
+
+
+def _batched_us(variant: GroupedTile, num_sms: int, problem: GroupedProblem) -> float:
+    rows, columns = variant.tile
+    row_tiles, column_tiles = -(-problem.rows // rows), -(-problem.n // columns)
+    steps, clusters = -(-problem.k // BLOCK_K), num_sms * variant.min_blocks // variant.cluster_size
+    # As tiles.Cost has it; no two share the k of a tile.
+    rounds, left = divmod(
+        problem.num_products * variant.clusters_of(row_tiles, column_tiles), clusters
+    )
+    row_bytes = problem.n * problem.out_bytes
+    has_map = row_bytes % _VEC_BYTES == 0
+    computing = rounds * steps * (variant.step_us + variant.busy_us)
+    if left:
+        computing += steps * (variant.step_us + variant.busy_us * left / clusters)
+    computing += (rounds + (left > 0)) * variant.tile_us * (1.0 if has_map else _SHIFTED)
+    reading = problem.num_bytes / _BATCHED_BYTES_A_US
+    if row_bytes % _SECTOR_BYTES:
+        num_rows = problem.num_products * problem.rows
+        reading += _SPLIT * num_rows * row_bytes / _BATCHED_BYTES_A_US
+        reading += num_rows * column_tiles * _EDGE_US[has_map]
+    brought = problem.rows * column_tiles + problem.n * row_tiles / variant.cluster_size
+    bringing = tiles.brought_us(steps * problem.num_products * brought, 2 * problem.k)
+    return float(variant.start_us + (computing**4 + reading**4 + bringing**4) ** 0.25)
 
 
 def portable_choices(

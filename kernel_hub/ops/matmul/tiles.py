@@ -188,12 +188,18 @@ class Cost(NamedTuple):
         # Close to the largest one; a little more where they are alike.
         largest = computing**6 + reading**6
         row_bytes = k * _ROW_BYTES // tile.block_k
-        if offset := row_bytes % _ROW_BYTES:  # rows lie one behind the other
-            brought = tiles * -(-k // tile.block_k) * tile.fetched_rows
-            largest += (brought / _BROUGHT_A_US[offset & -offset] + self.tile_us) ** 6
+        brought = tiles * -(-k // tile.block_k) * tile.fetched_rows
+        if bringing := brought_us(brought, row_bytes):
+            largest += (bringing + self.tile_us) ** 6
         if num_dealt and (rest := 1 - _KEPT_BYTES / ((m + n) * row_bytes)) > 0:
             largest += (num_dealt * tile.fetched_rows / _AGAIN_A_US * rest) ** 6
         return float(self.start_us + largest ** (1 / 6))
+
+
+def brought_us(num_rows: float, row_bytes: int) -> float:
+    """What the L2 takes for rows of boxes, where not all begin at one of its lines; else 0."""
+    offset = row_bytes % _ROW_BYTES  # rows lie one behind the other
+    return num_rows / _BROUGHT_A_US[offset & -offset] if offset else 0.0
 
 
 def ways(tile: Tile, num_sms: int, m: int, n: int, k: int) -> tuple[bool, ...]:

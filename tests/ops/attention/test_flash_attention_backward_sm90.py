@@ -18,6 +18,7 @@ from bits import same_bits
 from kernel_hub.ops import flash_attention
 from kernel_hub.ops.attention.problem import Gradients, Problem
 from kernel_hub.ops.core.device import has_wgmma
+from kernel_hub.ops.core.launch import forget_all
 
 SM90: Any = importlib.import_module("kernel_hub.ops.attention.backward_sm90")
 BACKWARD: Any = importlib.import_module("kernel_hub.ops.attention.backward_portable")
@@ -39,12 +40,13 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     taken: list[int] = []
     launch = SM90.launch
 
-    def counted(problem: Problem, *rest: Any, **options: Any) -> None:
+    def counted(plan: Any, problem: Problem, given: Gradients) -> None:
         taken.append(problem.q.shape[-1])
-        launch(problem, *rest, **options)
+        launch(plan, problem, given)
 
     monkeypatch.setattr(SM90, "launch", counted)
     yield taken
+    forget_all()
 
 
 @pytest.mark.gpu
@@ -57,6 +59,7 @@ def test_every_kernel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(SM90, "_TALL_FROM", dict.fromkeys((False, True), 0 if rows == 80 else 1e9))
+    forget_all()  # plans do not know of it
     assert SM90.choose(head_dim, 1, mask != "full").block_m == rows
     case = Case(
         dtype=dtype, head_dim=head_dim, num_heads=4, num_kv_heads=2, backward=True,

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import itertools
+import math
 import random
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from attention_cases import Case, run
 from attention_split_random import EMULATED, random_split_case
 from emulated_attention import hopper_attention
 from ways import Way
+
+from kernel_hub.ops.attention.problem import Problem
 
 SM90: Any = importlib.import_module("kernel_hub.ops.attention.forward_sm90")
 SPLIT: Any = importlib.import_module("kernel_hub.ops.attention.forward_split_sm90")
@@ -56,3 +61,50 @@ def test_many_tiles_without_keys(
         run(dataclasses.replace(case, layout="varlen_cache", lengths_q=(130,) * 6,
             lengths_k=lengths), "cpu")  # fmt: skip
     assert blocks == [1, 1]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_many_sequences(blocks: list[int], monkeypatch: pytest.MonkeyPatch, causal: bool) -> None:
+    # More than are sorted, most of them of no queries or no keys.
+    lengths_q, lengths_k = [0, 1] * 150, [2, 0] * 150
+    for i, length_q, length_k in (
+        (0, 130, 3),
+        (31, 1, 1),
+        (32, 2, 130),
+        (255, 3, 2),
+        (299, 70, 70),
+    ):
+        lengths_q[i], lengths_k[i] = length_q, length_k
+    case = Case(causal=causal, layout="varlen", lengths_q=tuple(lengths_q), head_dim=64)
+    with hopper_attention(monkeypatch, 3):
+        run(dataclasses.replace(case, lengths_k=tuple(lengths_k), softcap=9.0), "cpu")
+        run(dataclasses.replace(case, lengths_k=tuple(lengths_k[::-1])), "cpu")
+    assert blocks == [3, 3]
+
+
+@pytest.mark.parametrize("softcap", [0.3, 3.0, 20.0])
+def test_softcap(blocks: list[int], monkeypatch: pytest.MonkeyPatch, softcap: float) -> None:
+    # Blocks without masks: of large scores, of some large ones, of small ones.
+    case = Case(head_dim=128, softcap=softcap, lengths_q=(70,), lengths_k=(390,))
+    with hopper_attention(monkeypatch, 2):
+        run(case, "cpu")
+        lengths = {"lengths_q": (70, 3, 0), "lengths_k": (290, 0, 60)}
+        run(dataclasses.replace(case, layout="varlen", causal=True, **lengths), "cpu")
+    assert len(blocks) == 2
+
+
+def test_small_scores() -> None:
+    q = torch.empty(1, 8, 1, 64)
+
+    def small(scale: float, softcap: float) -> tuple[float, ...]:
+        return Problem(q, q, q, 1, 8, 8, scale, softcap=softcap).small_scores
+
+    for scale, softcap in itertools.product((0.0625, 0.125, 1.0), (0.7, 15.0, 30.0, 50.0)):
+        largest, *terms = small(scale, softcap)
+        for part in (-1.0, -0.5, 1e-3, 0.25, 1.0):
+            score = part * largest
+            found = sum(term * score ** (2 * i + 1) for i, term in enumerate(terms))
+            truth = softcap / math.log(2) * math.tanh(score * scale / softcap)
+            assert abs(found / truth - 1) < 1e-6
+    for scale, softcap in ((1.0, 0.0), (1e20, 1e-20), (1e-20, 1e20), (1e-3, 1e20)):
+        assert not any(small(scale, softcap))

@@ -6,10 +6,12 @@ import random
 
 import pytest
 from arena import SEED, Arena, drawn
+from decode_in_shares import in_shares
 from hostile_decode import HostileStep
 from ways import Way
 
 LOTS = 40
+LOTS_IN_SHARES = 12
 
 
 @pytest.mark.parametrize("lot", range(LOTS))
@@ -18,6 +20,22 @@ def test_hostile_tables(way: Way, lot: int) -> None:
         step = HostileStep(generator, arena)
         print(f"{step.drawn}, lengths {step.lengths}")
         step.run()
+
+
+@pytest.mark.parametrize("lot", range(LOTS_IN_SHARES))
+def test_hostile_tables_in_shares(
+    hopper_way: Way, monkeypatch: pytest.MonkeyPatch, lot: int
+) -> None:
+    with (
+        drawn(hopper_way.device, "decode in shares", lot) as (generator, arena),
+        in_shares(monkeypatch, hopper_way) as taken,
+    ):
+        step = HostileStep(
+            generator, arena, is_e4m3=False, appends=False, turns=False, num_splits=0
+        )
+        print(f"{step.drawn}, lengths {step.lengths}")
+        step.run()
+        assert taken
 
 
 def test_a_page_number_past_the_cache_writes_nothing(way: Way) -> None:

@@ -105,7 +105,9 @@ def test_every_kernel_is_chosen() -> None:
 @pytest.mark.parametrize("max_units", [1, 2, 16, 128, 2048])
 def test_the_grid_holds_every_part(items: int, max_units: int) -> None:
     # Work::splits_of, for lengths that are the worst: all just above what earns one part more.
-    split = decode_plan.choose_split(items, max_units, 64, 0, 132)
+    tokens = 64 * max_units
+    caches = decode_plan.Caches(items, tokens, tokens, 512, 512 * tokens * items)
+    split = decode_plan.choose_split(caches, 64, 0, 132)
     assert split.num_blocks <= items * max_units
     if split.num_splits:
         return
@@ -113,6 +115,35 @@ def test_the_grid_holds_every_part(items: int, max_units: int) -> None:
     parts = max(1, -int(-(shares - 0.125) // 1))
     assert items * min(parts, max_units) <= split.num_blocks
     assert (items if min(parts, max_units) > 1 else 0) <= split.num_merges
+
+
+def split_on_h200(
+    batch: int, kv_heads: int, tokens: int, head_dim: int = 128, window: int = 1 << 30
+) -> decode_plan.Split:
+    """Of steps with one row a kv head."""
+    variant = decode_plan.choose_variant(head_dim, 2, 1, False)
+    items, seen = batch * kv_heads, min(tokens, window)
+    caches = decode_plan.Caches(items, tokens, seen, 4 * head_dim, 4 * head_dim * seen * items)
+    blocks = decode_plan.blocks_for(variant, caches, head_dim, 132)
+    return decode_plan.choose_split(caches, variant.unit, 0, blocks)
+
+
+def test_who_finds_equal_shares() -> None:
+    # Parts that may be long, of which none is known to be; long crowds; not what a window hides.
+    assert split_on_h200(31, 4, 5248, 192).num_splits == 0
+    assert split_on_h200(192, 1, 6576).num_splits == 0
+    assert split_on_h200(512, 1, 8192).num_splits == 0
+    assert split_on_h200(64, 1, 512).num_splits == 2
+    assert split_on_h200(512, 1, 4096).num_splits == 1
+    assert split_on_h200(31, 4, 5248, 192, window=256).num_splits == 1
+    assert split_on_h200(2, 4, 4096).num_splits > 1
+
+
+def test_who_has_two_blocks_a_multiprocessor() -> None:
+    assert split_on_h200(4, 8, 124_426, 192).parallel == 256
+    assert split_on_h200(4, 8, 124_426, 128).parallel == 128  # enough under way
+    assert split_on_h200(16, 8, 124_426, 192).parallel == 128  # many items
+    assert split_on_h200(4, 8, 1024, 192).num_splits == 4  # little to read
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

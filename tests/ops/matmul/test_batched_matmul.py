@@ -162,6 +162,13 @@ def test_portable_variants(way: Way, which: int, monkeypatch: pytest.MonkeyPatch
     check_batched(way, 2, 70, 136, 72, out_dtype=torch.float32)
 
 
+def check_unaligned_rows(way: Way) -> None:
+    """Rows of out that begin or end at multiples of 2, 4 and 8 bytes, whole boxes and parts."""
+    for n, stride in ((64, 65), (66, 70), (129, 129), (1, 1), (2, 3), (5, 8), (67, 72)):
+        check_batched(way, 2, 70, n, 72, row_stride=stride)
+        check_batched(way, 2, 70, n, 72, out_dtype=torch.float32, row_stride=stride)
+
+
 @pytest.mark.parametrize("name", sorted(grouped_plan.HOPPER["batched_matmul"]))
 def test_hopper_variants(hopper_way: Way, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     way, sms = hopper_way, hopper_way.num_sms
@@ -171,6 +178,7 @@ def test_hopper_variants(hopper_way: Way, name: str, monkeypatch: pytest.MonkeyP
         check_batched(way, 3, 150, 136, 136)
         check_batched(way, 2, 77, 333, 72, row_stride=341)
         check_batched(way, 2, 70, 136, 200, out_dtype=torch.float32)
+        check_unaligned_rows(way)
         return
     sizes = (
         (1, 1, 8, 64),
@@ -186,6 +194,7 @@ def test_hopper_variants(hopper_way: Way, name: str, monkeypatch: pytest.MonkeyP
         check_batched(way, 3, 77, 333, 200, dtype=dtype)
         check_batched(way, 3, 77, 328, 200, dtype=dtype, row_stride=331)
         check_batched(way, 3, 150, 328, 200, dtype=dtype, out_dtype=torch.float32)
+        check_unaligned_rows(way)
     test_tokens_before_heads(way)
     test_broadcast(way)
 

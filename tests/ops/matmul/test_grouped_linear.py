@@ -258,8 +258,8 @@ def test_variants_are_what_is_exported_and_each_is_chosen() -> None:
         assert chosen == exported_by_macros(op, (op, f"{op}_sm90"))
 
 
-ROWS = (1, 16, 32, 48, 64, 256, 1024, 4096)
-SIZES = (128, 512, 1024, 1536, 4096, 14336)
+ROWS = (1, 16, 32, 48, 64, 144, 256, 320, 1024, 4096)
+SIZES = (64, 128, 192, 512, 1024, 1536, 4096, 14336)
 
 
 A, B = torch.ones(3, 16, dtype=torch.float16), torch.ones(2, 8, 16, dtype=torch.float16)

@@ -20,9 +20,9 @@ struct CUtensorMap {
 namespace emulator {
 
 // Calls copy(place in shared memory, place in the tensor or null outside it) for each element of
-// the box; returns its bytes.
+// the box; returns its bytes. A row's last `grain` elements are inside where the first of them is.
 template <typename Copy>
-inline int for_each(const Map& map, uint32_t shared_address, const int (&first)[5],
+inline int for_each(const Map& map, uint32_t shared_address, const int (&first)[5], int64_t grain,
                     const Copy& copy) {
     if (shared_address % 128) error = kMisaligned;
     int count = 1;
@@ -32,7 +32,7 @@ inline int for_each(const Map& map, uint32_t shared_address, const int (&first)[
         bool is_inside = true;
         for (int d = 0, rest = i; d < map.rank; rest /= map.box[d++]) {
             const int64_t at = first[d] + rest % map.box[d];
-            is_inside &= at >= 0 && at < map.sizes[d];
+            is_inside &= at >= 0 && (d == 0 ? at / grain * grain : at) < map.sizes[d];
             offset += at * map.strides[d];
         }
         const uint32_t to = shared_address + i * map.element_bytes;
@@ -45,7 +45,7 @@ inline int for_each(const Map& map, uint32_t shared_address, const int (&first)[
 inline void load_box(uint32_t target, const CUtensorMap* tensor, uint32_t barrier,
                      const int (&first)[5]) {
     const Map& map = *tensor->map;
-    const int bytes = for_each(map, target, first, [&](char* to, const char* from) {
+    const int bytes = for_each(map, target, first, 1, [&](char* to, const char* from) {
         from ? memcpy(to, from, map.element_bytes) : memset(to, 0, map.element_bytes);
     });
     complete_bytes(barrier, bytes);
@@ -61,7 +61,9 @@ inline void load_boxes(uint32_t target, const CUtensorMap* map, uint32_t barrier
 
 inline void store_box(const Store& store) {
     const Map& map = *static_cast<const Map*>(store.map);
-    for_each(map, store.source, store.at, [&](const char* from, char* to) {
+    // What an H200 does: 16 bytes are written or are not, whatever the tensor has of them.
+    const int64_t grain = 16 / map.element_bytes;
+    for_each(map, store.source, store.at, grain, [&](const char* from, char* to) {
         if (to) memcpy(to, from, map.element_bytes);
     });
 }

@@ -1,0 +1,149 @@
+// What becomes of the values of a row once its norm is known: weight and bias.
+#pragma once
+
+#include "kernel_hub/vec.cuh"
+#include "rowwise/quantised.cuh"
+
+namespace kernel_hub::rowwise {
+
+template <typename T, typename Out>
+struct NormParams {
+    Out* out;            // (outer, num_rows, hidden_size)
+    float* out_scale;    // (outer, num_rows), where Out is 8 bits
+    T* residual_out;     // like out, or null
+    const T* x;          // same shape
+    const T* residual;   // same shape, or null
+    const void* weight;  // (hidden_size,), T or fp32, or null
+    const void* bias;    // the same
+    int64_t out_stride, out_outer_stride;
+    int64_t scale_stride, scale_outer_stride;
+    int64_t residual_out_stride, residual_out_outer_stride;
+    int64_t x_stride, x_outer_stride;
+    int64_t residual_stride, residual_outer_stride;
+    int num_rows;
+    int hidden_size;
+    int is_weight32;  // weight and bias are fp32
+    int adds_after;   // out = residual + norm(x)
+    float eps;
+    float weight_offset;
+
+    // NOTE: what is null is not null afterwards.
+    __device__ __forceinline__ void select_row(int64_t outer_idx, int64_t row_idx) {
+        out += outer_idx * out_outer_stride + row_idx * out_stride;
+        out_scale += outer_idx * scale_outer_stride + row_idx * scale_stride;
+        residual_out += outer_idx * residual_out_outer_stride + row_idx * residual_out_stride;
+        x += outer_idx * x_outer_stride + row_idx * x_stride;
+        residual += outer_idx * residual_outer_stride + row_idx * residual_stride;
+    }
+};
+
+// What a row is moved and multiplied by.
+struct RowShape {
+    float mean, inverse;  // (s - mean) * inverse
+    float offset;         // of the weight, times inverse
+};
+
+// kWidth values from `first` on, of T or fp32; `none` where there are no values.
+template <typename T, int kWidth>
+__device__ __forceinline__ void load_parameter(const void* values, int is_fp32, int first,
+                                               float none, float (&found)[kWidth]) {
+    if (values == nullptr) {
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j) {
+            found[j] = none;
+        }
+    } else if (is_fp32 && sizeof(T) != sizeof(float)) {
+        const float* address = static_cast<const float*>(values) + first;
+        if constexpr (kWidth == 1) {
+            found[0] = __ldg(address);
+        } else {
+#pragma unroll
+            for (int j = 0; j < kWidth; j += 4) {
+                float part[4];
+                unpack<float>(load_shared_by_blocks(address + j), part);
+                found[j] = part[0], found[j + 1] = part[1];
+                found[j + 2] = part[2], found[j + 3] = part[3];
+            }
+        }
+    } else {
+        using RowAccess = Access<T, kWidth>;
+        RowAccess::unpack(RowAccess::read_shared_by_blocks(static_cast<const T*>(values) + first),
+                          found);
+    }
+}
+
+// Normed, in place: weight and bias of the columns from `first` on.
+template <typename T, typename Out, int kWidth>
+__device__ __forceinline__ void norm_values(const NormParams<T, Out>& p, RowShape shape, int first,
+                                            float (&s)[kWidth]) {
+    float weight[kWidth], bias[kWidth];
+    load_parameter<T>(p.weight, p.is_weight32, first, 1.0f, weight);
+    load_parameter<T>(p.bias, p.is_weight32, first, 0.0f, bias);
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+        s[j] = (s[j] - shape.mean) * (weight[j] * shape.inverse + shape.offset) + bias[j];
+    }
+}
+
+// Weight and bias of kVecs vectors, blockDim.x apart, asked for at once: kIs32, as fp32.
+template <typename T, int kVecs, bool kIs32>
+struct Factors {
+    static constexpr int kParts = kIs32 ? sizeof(float) / sizeof(T) : 1, kWidth = kVecElems<T>;
+    using Stored = std::conditional_t<kIs32, float, T>;
+    uint4 weight[kVecs][kParts], bias[kVecs][kParts];
+
+    template <typename Out>
+    __device__ __forceinline__ void load(const NormParams<T, Out>& p, int vec_idx, int num_vecs) {
+        load_all(p.weight, vec_idx, num_vecs, 1.0f, weight);
+        load_all(p.bias, vec_idx, num_vecs, 0.0f, bias);
+    }
+
+    // Normed, in place: what is in the i-th of the vectors.
+    __device__ __forceinline__ void norm(int i, RowShape shape, float (&s)[kWidth]) const {
+        constexpr int kPart = kWidth / kParts;
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+            float w[kPart], b[kPart];
+            unpack<Stored>(weight[i][part], w);
+            unpack<Stored>(bias[i][part], b);
+#pragma unroll
+            for (int j = 0; j < kPart; ++j) {
+                float& value = s[part * kPart + j];
+                value = (value - shape.mean) * (w[j] * shape.inverse + shape.offset) + b[j];
+            }
+        }
+    }
+
+  private:
+    static __device__ __forceinline__ void load_all(const void* values, int vec_idx, int num_vecs,
+                                                    float none, uint4 (&found)[kVecs][kParts]) {
+        float nothing[kWidth / kParts];
+#pragma unroll
+        for (float& value : nothing) {
+            value = none;
+        }
+#pragma unroll
+        for (int i = 0; i < kVecs; ++i) {
+#pragma unroll
+            for (int part = 0; part < kParts; ++part) {
+                found[i][part] = pack<Stored>(nothing);
+            }
+        }
+        if (values == nullptr) {
+            return;
+        }
+#pragma unroll
+        for (int i = 0; i < kVecs; ++i) {
+            const int first = (vec_idx + i * blockDim.x) * kParts;
+            if (vec_idx + i * static_cast<int>(blockDim.x) < num_vecs) {
+#pragma unroll
+                for (int part = 0; part < kParts; ++part) {
+                    found[i][part] =
+                        load_shared_by_blocks(static_cast<const uint4*>(values) + first + part);
+                }
+            }
+        }
+    }
+};
+
+}  // namespace kernel_hub::rowwise

@@ -1,0 +1,89 @@
+"""Decode steps of many rows on Hopper: when attention's kernels of equal shares take them.
+
+Knows the `DecodeGiven` of a step and the `Problem` of attention; how such a launch is planned and
+run is `attention/forward_split_sm90.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..attention import forward_sm90 as sm90
+from ..attention import forward_split_sm90 as split
+from ..attention.problem import Problem
+from ..core.device import device_of
+from ..core.launch import Launch
+from .decode_plan import DecodeGiven, Variant
+
+# Whether these kernels are used: None where they are faster, True wherever they can. For tests.
+choice: bool | None = None
+
+# What the cost model knows of an H200 (docs/notes/decode_attention.md).
+_START_US = 6.0  # more than the others' estimate has
+_BYTES_A_US = 3.5e6  # of a decode kernel whose blocks of rows each read the cache
+_SLOWER = 1.3  # the others, than their estimate
+
+
+def problem_of(given: DecodeGiven) -> Problem:
+    """The step as a problem of attention: causal, the lengths on the device."""
+    page_size, table = given.k_cache.shape[1], given.block_table
+    max_tokens = page_size if table is None else page_size * table.shape[1]
+    batch_size, seqlen_q = given.q.shape[:2]
+    return Problem(
+        given.q, given.k_cache, given.v_cache, batch_size, seqlen_q, max_tokens,
+        given.softmax_scale, given.window_left, 0, given.softcap, given.alibi_slopes,
+        cache_seqlens=given.cache_seqlens, block_table=table,
+    )  # fmt: skip
+
+
+def applies(given: DecodeGiven, variant: Variant) -> bool:
+    """Whether the step is theirs: of what it does besides attention they know nothing.
+
+    variant: the decode kernel that would take it.
+    """
+    q, k_cache = given.q, given.k_cache
+    rows = q.shape[1] * (q.shape[2] // k_cache.shape[2])
+    # One block of rows reads the cache once, as they do.
+    if choice is False or (choice is None and rows <= variant.rows):
+        return False
+    extras = (given.k, given.cos, given.qkv_bias)
+    if any(x is not None for x in extras) or given.num_splits or k_cache.dtype != q.dtype:
+        return False
+    problem = problem_of(given)
+    if not (sm90.is_enabled and device_of(q.device).has_wgmma):
+        return False
+    if not (sm90.applies(problem, given.out) and split.can_take(problem)):
+        return False
+    return bool(choice) or shares_us(problem) < decode_us(problem, variant.rows)
+
+
+def shares_us(problem: Problem) -> float:
+    """About how long these kernels take over full caches."""
+    return _SLOWER * split.problem_us(problem)
+
+
+def decode_us(problem: Problem, block_rows: int) -> float:
+    """About how long the decode kernel takes: a block reads the cache for `block_rows` rows."""
+    num_heads, head_dim = problem.q.shape[-2:]
+    num_kv_heads = problem.k.shape[-2]
+    rows = problem.max_seqlen_q * (num_heads // num_kv_heads)
+    seen = problem.max_seqlen_k
+    if problem.window[0] >= 0:
+        seen = min(seen, problem.window[0] + problem.max_seqlen_q)
+    cache_bytes = 4 * problem.batch_size * num_kv_heads * seen * head_dim
+    return _START_US + -(-rows // block_rows) * cache_bytes / _BYTES_A_US
+
+
+def plan(given: DecodeGiven) -> Launch:
+    """The launch, where `applies`, with lse or without."""
+    batch_size, seqlen_q, num_heads, _ = given.q.shape
+    lse = torch.empty(batch_size, num_heads, seqlen_q, device="meta")
+    return split.plan(problem_of(given), given.out, lse)
+
+
+def maps(planned: Launch, given: DecodeGiven) -> tuple[bytes, ...]:
+    """What depends on addresses: the descriptors of q and the caches."""
+    packed: Any = planned.maps
+    return split.maps(packed, given.q, given.k_cache, given.v_cache)
