@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from gated_cases import gated
+from gated_contenders import gated
 from harness import cases_of, row_arguments, run_cases
 
 from kernel_hub import ops

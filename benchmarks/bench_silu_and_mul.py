@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from gated_cases import gated as gated_case
+from gated_contenders import gated as gated_case
 from harness import CHECKED_TOKENS, Case, Contender, cases_of, compiled, row_arguments, run_cases
 
 from kernel_hub import ops
