@@ -1,4 +1,7 @@
-"""What every activation, gated or not, is asked, held against its reference in fp64."""
+"""What every activation, gated or not, is asked, held against its reference in fp64.
+
+The tests here are run where they are imported, beside a fixture `gate`.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,15 @@ import pytest
 import torch
 from bits import same_bits
 from quantised import check_quantised_rows
-from ways import Way
+from ways import DTYPES, Way
 
 from kernel_hub.errors import TensorError
+from kernel_hub.ops.rowwise import gated
 from kernel_hub.testing.compare import check
 from kernel_hub.testing.guard import Guarded
 
 E4M3 = torch.float8_e4m3fn
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 SIZES = [1, 7, 8, 127, 128, 129, 199, 256, 4096, 5120, 14336, 16384, 40000]
 # What is chosen for many rows: several vectors a thread, several rows a block.
 SHAPES = [(40, 1024), (160, 1024), (160, 8192), (1024, 1024), (4000, 1024)]
@@ -48,7 +53,9 @@ class Gate:
         check_quantised_rows(*found, self.reference(x, **self.options), slack)
 
 
-def check_sizes(way: Way, gate: Gate, dtype: torch.dtype, size: int) -> None:
+@pytest.mark.parametrize("size", SIZES)
+@each_dtype
+def test_sizes(way: Way, dtype: torch.dtype, size: int, gate: Gate) -> None:
     for rows in [1, 3, 300, 1000] if way.is_gpu else [1, 3]:
         x = way.randn(rows, gate.parts * size, dtype=dtype)
         out = Guarded((rows, size), dtype, way.device)
@@ -74,6 +81,51 @@ def check_e4m3(way: Way, gate: Gate, dtype: torch.dtype, size: int) -> None:
             same_bits(again, first)
 
 
+@pytest.mark.parametrize("size", SIZES)
+@each_dtype
+def test_rows_of_e4m3(way: Way, dtype: torch.dtype, size: int, gate: Gate) -> None:
+    check_e4m3(way, gate, dtype, size)
+
+
+@pytest.mark.parametrize("vecs, rows", SHAPES)
+@each_dtype
+def test_what_is_chosen_for_many_rows(
+    way: Way, dtype: torch.dtype, vecs: int, rows: int, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose = gated.choose_of_rows
+    monkeypatch.setattr(gated, "choose_of_rows", lambda vecs, _: choose(vecs, rows))
+    size = 16 // dtype.itemsize * vecs * gate.parts
+    x = way.randn(3, size + 64, dtype=dtype)[:, :size]
+    gate.check_e4m3(gate(x, out_dtype=E4M3), x)
+
+
+@each_dtype
+def test_in_place(way: Way, dtype: torch.dtype, gate: Gate) -> None:
+    """Where it is not gated."""
+    for x in (way.randn(3, 264, dtype=dtype), way.randn(3, 265, dtype=dtype)[:, 1:]):
+        wanted = gate(x)
+        assert gate(x, out=x) is x
+        same_bits(x, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_exact_to_16_bits(way: Way, dtype: torch.dtype, gate: Gate) -> None:
+    # The whole range of gates, so that the polynomial of a GELU is seen everywhere.
+    gates = torch.linspace(-12, 12, 4096 if way.is_gpu else 1024).to(dtype).to(way.device)
+    x = torch.cat((gates, *[torch.ones_like(gates)] * (gate.parts - 1)))[None]
+    error = (gate(x).double() - gate.reference(x, **gate.options)).abs()
+    bound = gates.double().abs() * torch.finfo(dtype).eps / 2 + 3e-5
+    assert bool((error <= bound).all())
+
+
+def test_layouts(way: Way, gate: Gate) -> None:
+    check_layouts(way, gate)
+
+
+def test_refused(gate: Gate) -> None:
+    check_refusals(gate)
+
+
 def check_layouts(way: Way, gate: Gate) -> None:
     for x in (
         way.randn(64),
@@ -94,7 +146,8 @@ def check_layouts(way: Way, gate: Gate) -> None:
         assert gate(way.randn(*shape), out_dtype=E4M3)[0].shape == half
 
 
-def check_strides(way: Way, gate: Gate, dtype: torch.dtype) -> None:
+@each_dtype
+def test_strided_and_unaligned_rows(way: Way, dtype: torch.dtype, gate: Gate) -> None:
     for row_stride, shift in [(264, 0), (257, 0), (264, 1), (256, 3)]:
         x = Guarded((3, 256), dtype, way.device, row_stride=row_stride, shift=shift)
         x.fill(way.randn(3, 256, dtype=dtype))
@@ -122,7 +175,8 @@ def check_values_that_are_none(gate: Gate, x: torch.Tensor) -> None:
     assert bool(scale[0].isnan()) and bool(scale[1].isfinite())
 
 
-def check_on_the_cpu(gate: Gate, dtype: torch.dtype) -> None:
+@each_dtype
+def test_what_torch_computes_on_the_cpu(dtype: torch.dtype, gate: Gate) -> None:
     x = torch.randn(2, 5, 258).to(dtype)
     gate.check(gate(x), x)
     gate.check_e4m3(gate(x, out_dtype=E4M3), x)
