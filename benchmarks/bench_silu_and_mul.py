@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from gated_contenders import gated as gated_case
 from harness import CHECKED_TOKENS, Case, Contender, cases_of, compiled, row_arguments, run_cases
 
 from kernel_hub import ops
@@ -72,12 +73,19 @@ def gated(dtype: torch.dtype, tokens: int, size: int) -> Case:
     )
 
 
+def into_e4m3(dtype: torch.dtype, tokens: int, size: int) -> Case:
+    """The same with a scale a row."""
+    wide: Callable[..., Any] = reference.silu_and_mul
+    return gated_case(ops.silu_and_mul, formula, wide, None, dtype, tokens, size, is_e4m3=True)
+
+
 def main() -> int:
     """Measure, write, print."""
     options = row_arguments(__doc__, {"sizes": "14336,28672"}, sizes="11008,14336,28672")
 
     with torch.no_grad():
-        return run_cases("silu_and_mul", cases_of((gated,), options.sizes, options), options)
+        kinds = (gated, into_e4m3)
+        return run_cases("silu_and_mul", cases_of(kinds, options.sizes, options), options)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ PEER = "Triton"
 def contenders(case: str) -> dict[str, launch.Contender]:
     """Name -> contender of one case, results compared once."""
     import torch
-    import triton_kernels as kernels
+    import triton_launched as kernels
 
     from kernel_hub.formats import triton
 

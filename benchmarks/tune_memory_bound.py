@@ -157,7 +157,7 @@ def silu_and_mul(dtype: torch.dtype, tokens: int, size: int) -> Cell:
     num_bytes = 3 * tokens * size * dtype.itemsize
     sets = timing.num_sets(num_bytes)
     x, out = random(sets, tokens, 2 * size, dtype=dtype), random(sets, tokens, size, dtype=dtype)
-    plan = silu_module._plan(x[0], out[0], 0)
+    plan = silu_module._gated.plan(x[0], (), out[0], None, 0)
     chosen, vecs = planned("silu_and_mul", plan), size * dtype.itemsize // 16
     launches = []
     for threads in (64, 128, 192, 256, 384, 448, 512, 704, 768, 896, 1024):

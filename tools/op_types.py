@@ -31,17 +31,28 @@ _NORM: list[Overload] = [
     ({"residual": TENSOR, "adds_after": "Literal[True]", "out_dtype": "None"}, TENSOR),
     ({"out_dtype": "torch.dtype"}, f"{TENSOR} | tuple[{TENSOR}, ...]"),
 ]
+_GATED: list[Overload] = [
+    ({"out_dtype": "None"}, TENSOR),
+    ({"out_dtype": "torch.dtype"}, f"{TENSOR} | {PAIR}"),
+]
+_QUANTIZE: list[Overload] = [({"scale": "None"}, PAIR), ({"scale": TENSOR}, TENSOR)]
 # Op -> its overloads; the first is that of the defaults.
 OVERLOADS = {
     "append_kv": _given("q", "None", TENSOR),
     "decode_attention": _LSE,
     "flash_attention": _LSE,
     "flash_attention_qkvpacked": _LSE,
+    "gelu": _GATED,
+    "gelu_and_mul": _GATED,
     "layer_norm": _NORM,
     "qkv_linear": _given(
         "k_cache", f"tuple[{TENSOR}, {TENSOR}, {TENSOR}]", f"tuple[{TENSOR}, None, None]"
     ),
+    "quantize_e4m3": _QUANTIZE,
+    "relu_squared": _GATED,
     "rms_norm": _NORM,
+    "silu_and_mul": _GATED,
+    "swigluoai_and_mul": _GATED,
 }
 HEAD = '''\
 """The ops as type checkers see them; written by tools/op_types.py."""

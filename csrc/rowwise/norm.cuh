@@ -60,7 +60,7 @@ __device__ __forceinline__ void finish_vecs(const NormParams<T, Out>& p, RowVecs
         }
         if constexpr (kQuantised) {
             if (round == 0) {
-                factor = scale_row(p, row_max(largest, slots), is_there);
+                factor = scale_row<Out>(p.out_scale, row_max(largest, slots), is_there);
                 if (!kKeeps) {
                     row.keep_packed();
                 }
@@ -175,7 +175,7 @@ __device__ __forceinline__ void norm_passes(NormParams<T, Out> p) {
             norm_values(p, shape, i, s);
             largest = max_nan(largest, largest_of(s));
         }
-        factor = scale_row(p, row_max(largest, slots[kCentred + 1]), is_there);
+        factor = scale_row<Out>(p.out_scale, row_max(largest, slots[kCentred + 1]), is_there);
     }
 #pragma unroll(kQuantised ? 1 : 2)
     for (int i = threadIdx.x * kWidth; i < row_size; i += step) {

@@ -1,10 +1,8 @@
-// What becomes of the values of a row once its norm is known: weight, bias, rounding, the scale of
-// quantised rows.
+// What becomes of the values of a row once its norm is known: weight and bias.
 #pragma once
 
-#include "kernel_hub/e4m3.cuh"
-#include "kernel_hub/reduce.cuh"
 #include "kernel_hub/vec.cuh"
+#include "rowwise/quantised.cuh"
 
 namespace kernel_hub::rowwise {
 
@@ -44,12 +42,6 @@ struct RowShape {
     float mean, inverse;  // (s - mean) * inverse
     float offset;         // of the weight, times inverse
 };
-
-// The largest that Out holds.
-template <typename Out>
-constexpr float kLargest = sizeof(Out) == 1 ? 127.0f : 0.0f;
-template <>
-constexpr float kLargest<__nv_fp8_e4m3> = 448.0f;
 
 // kWidth values from `first` on, of T or fp32; `none` where there are no values.
 template <typename T, int kWidth>
@@ -91,57 +83,6 @@ __device__ __forceinline__ void norm_values(const NormParams<T, Out>& p, RowShap
     for (int j = 0; j < kWidth; ++j) {
         s[j] = (s[j] - shape.mean) * (weight[j] * shape.inverse + shape.offset) + bias[j];
     }
-}
-
-template <int kWidth>
-__device__ __forceinline__ float largest_of(const float (&values)[kWidth]) {
-    float largest = 0.0f;
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
-        largest = max_nan(largest, fabsf(values[j]));
-    }
-    return largest;
-}
-
-__device__ __forceinline__ uint32_t to_int8(float value) {
-    return static_cast<uint32_t>(static_cast<int>(rintf(fminf(fmaxf(value, -127.0f), 127.0f)))) &
-           0xff;
-}
-
-// Writes kWidth values, rounded to Out.
-template <typename Out, int kWidth>
-__device__ __forceinline__ void write_row(Out* address, const float (&values)[kWidth]) {
-    if constexpr (sizeof(Out) > 1) {
-        Access<Out, kWidth>::write(address, values);
-    } else if constexpr (std::is_same_v<Out, __nv_fp8_e4m3>) {
-        write_e4m3(address, values);
-    } else if constexpr (kWidth == 1) {
-        *address = static_cast<Out>(to_int8(values[0]));
-    } else {
-        uint32_t words[kWidth / 4];
-#pragma unroll
-        for (int i = 0; i < kWidth / 4; ++i) {
-            words[i] = to_int8(values[4 * i]) | to_int8(values[4 * i + 1]) << 8 |
-                       to_int8(values[4 * i + 2]) << 16 | to_int8(values[4 * i + 3]) << 24;
-        }
-        if constexpr (kWidth == 4) {
-            *reinterpret_cast<uint32_t*>(address) = words[0];
-        } else {
-            *reinterpret_cast<uint2*>(address) = make_uint2(words[0], words[1]);
-        }
-    }
-}
-
-// A row's scale from its largest magnitude, which it writes; what values are multiplied by.
-template <typename T, typename Out>
-__device__ __forceinline__ float scale_row(const NormParams<T, Out>& p, float largest,
-                                           bool is_there) {
-    // A row of zeros has a scale too, and that of one with nan says so.
-    largest = max_nan(largest, 1e-12f);
-    if (threadIdx.x == 0 && is_there) {
-        *p.out_scale = largest / kLargest<Out>;
-    }
-    return kLargest<Out> / largest;
 }
 
 // Weight and bias of kVecs vectors, blockDim.x apart, asked for at once: kIs32, as fp32.

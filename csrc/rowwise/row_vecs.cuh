@@ -5,6 +5,12 @@
 
 namespace kernel_hub::rowwise {
 
+// NOTE: without this the compiler keeps a row as floats across the barrier: 8 registers a 16-bit
+// vector, not 4.
+__device__ __forceinline__ void keep_packed(uint4& bits) {
+    asm volatile("" : "+r"(bits.x), "+r"(bits.y), "+r"(bits.z), "+r"(bits.w));
+}
+
 // One row's share of a thread: kVecs vectors, blockDim.x apart, zero beyond the row.
 template <typename T, int kVecs>
 struct RowVecs {
@@ -101,12 +107,10 @@ struct RowVecs {
         return sum;
     }
 
-    // NOTE: without this the compiler keeps the row as floats across the barrier: 8 registers a
-    // 16-bit vector, not 4.
     __device__ __forceinline__ void keep_packed() {
 #pragma unroll
         for (int i = 0; i < kVecs; ++i) {
-            asm volatile("" : "+r"(bits[i].x), "+r"(bits[i].y), "+r"(bits[i].z), "+r"(bits[i].w));
+            rowwise::keep_packed(bits[i]);
         }
     }
 

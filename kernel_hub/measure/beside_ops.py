@@ -82,6 +82,17 @@ def _flashinfer_silu() -> Run:
     return lambda i: silu_and_mul(i["x"])
 
 
+def _flashinfer_gelu() -> Run:
+    from flashinfer.activation import gelu_and_mul
+
+    return lambda i: gelu_and_mul(i["x"])
+
+
+def _clamped_gate(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x[..., ::2].clamp(max=7.0), x[..., 1::2].clamp(-7.0, 7.0)
+    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+
+
 def _flashinfer_merge() -> Run:
     from flashinfer.cascade import merge_state
 
@@ -241,12 +252,55 @@ OPS: dict[str, Op] = {
         lambda i: functional.rms_norm(i["x"], i["weight"].shape, i["weight"], 1e-6),
         {"liger": _liger_norm, "flashinfer": _flashinfer_norm},
     ),
+    "layer_norm": Op(
+        {"tokens": 8192, "hidden": 4096},
+        lambda s, t: {
+            "x": t.normal(s["tokens"], s["hidden"]), "weight": t.normal(s["hidden"]),
+            "bias": t.normal(s["hidden"]),
+        },
+        lambda i: ops.layer_norm(i["x"], i["weight"], i["bias"]),
+        lambda i: functional.layer_norm(i["x"], i["weight"].shape, i["weight"], i["bias"], 1e-5),
+    ),
     "silu_and_mul": Op(
         {"tokens": 8192, "intermediate": 14336},
         lambda s, t: {"x": t.normal(s["tokens"], 2 * s["intermediate"])},
         lambda i: ops.silu_and_mul(i["x"]),
         lambda i: functional.silu(i["x"].chunk(2, -1)[0]) * i["x"].chunk(2, -1)[1],
         {"flashinfer": _flashinfer_silu},
+    ),
+    "gelu": Op(
+        {"tokens": 8192, "hidden": 14336},
+        lambda s, t: {"x": t.normal(s["tokens"], s["hidden"])},
+        lambda i: ops.gelu(i["x"]),
+        lambda i: functional.gelu(i["x"]),
+    ),
+    "relu_squared": Op(
+        {"tokens": 8192, "hidden": 14336},
+        lambda s, t: {"x": t.normal(s["tokens"], s["hidden"])},
+        lambda i: ops.relu_squared(i["x"]),
+        lambda i: torch.relu(i["x"]).square(),
+    ),
+    "gelu_and_mul": Op(
+        {"tokens": 8192, "intermediate": 14336},
+        lambda s, t: {"x": t.normal(s["tokens"], 2 * s["intermediate"])},
+        lambda i: ops.gelu_and_mul(i["x"]),
+        lambda i: functional.gelu(i["x"].chunk(2, -1)[0]) * i["x"].chunk(2, -1)[1],
+        {"flashinfer": _flashinfer_gelu},
+    ),
+    "quantize_e4m3": Op(
+        {"tokens": 8192, "hidden": 4096},
+        # By powers of 2 that are given: all round alike.
+        lambda s, t: {
+            "x": t.normal(s["tokens"], s["hidden"]), "scale": t.fp32(s["tokens"]).fill_(2.0**-6)
+        },
+        lambda i: ops.quantize_e4m3(i["x"], i["scale"]),
+        lambda i: (i["x"].float() / i["scale"][:, None]).clamp(-448, 448).to(torch.float8_e4m3fn),
+    ),
+    "swigluoai_and_mul": Op(
+        {"tokens": 8192, "intermediate": 2880},
+        lambda s, t: {"x": t.normal(s["tokens"], 2 * s["intermediate"])},
+        lambda i: ops.swigluoai_and_mul(i["x"]),
+        lambda i: _clamped_gate(i["x"]),
     ),
     "rope": Op(
         {"tokens": 8192, **_HEADS},

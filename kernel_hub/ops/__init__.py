@@ -25,10 +25,15 @@ from .matmul.grouped_linear import grouped_linear as grouped_linear
 from .matmul.linear import linear as linear
 from .matmul.swiglu_linear import swiglu_linear as swiglu_linear
 from .projection.qkv_linear import qkv_linear as qkv_linear
+from .rowwise.gelu import gelu as gelu
+from .rowwise.gelu_and_mul import gelu_and_mul as gelu_and_mul
 from .rowwise.layer_norm import layer_norm as layer_norm
+from .rowwise.quantize_e4m3 import quantize_e4m3 as quantize_e4m3
+from .rowwise.relu_squared import relu_squared as relu_squared
 from .rowwise.rms_norm import rms_norm as rms_norm
 from .rowwise.rope import rope as rope
 from .rowwise.silu_and_mul import silu_and_mul as silu_and_mul
+from .rowwise.swigluoai_and_mul import swigluoai_and_mul as swigluoai_and_mul
 
 __all__ = [
     "append_kv",
@@ -36,13 +41,18 @@ __all__ = [
     "decode_attention",
     "flash_attention",
     "flash_attention_qkvpacked",
+    "gelu",
+    "gelu_and_mul",
     "grouped_linear",
     "layer_norm",
     "linear",
     "merge_states",
     "qkv_linear",
+    "quantize_e4m3",
+    "relu_squared",
     "rms_norm",
     "rope",
     "silu_and_mul",
     "swiglu_linear",
+    "swigluoai_and_mul",
 ]

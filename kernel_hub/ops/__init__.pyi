@@ -133,6 +133,26 @@ def flash_attention_qkvpacked(
     max_seqlen: int | None = None, out: torch.Tensor | None = None, return_lse: bool,
     deterministic: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+@overload
+def gelu(
+    x: torch.Tensor, *, approximate: str = 'none', out_dtype: None = None,
+    out: torch.Tensor | None = None, out_scale: torch.Tensor | None = None,
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def gelu(
+    x: torch.Tensor, *, approximate: str = 'none', out_dtype: torch.dtype,
+    out: torch.Tensor | None = None, out_scale: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+@overload
+def gelu_and_mul(
+    x: torch.Tensor, *, approximate: str = 'none', out_dtype: None = None,
+    out: torch.Tensor | None = None, out_scale: torch.Tensor | None = None,
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def gelu_and_mul(
+    x: torch.Tensor, *, approximate: str = 'none', out_dtype: torch.dtype,
+    out: torch.Tensor | None = None, out_scale: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 def grouped_linear(
     a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, *,
     bias: torch.Tensor | None = None, activation: str | None = None,
@@ -200,6 +220,26 @@ def qkv_linear(
     out_k: torch.Tensor | None = None, out_v: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, None, None]: ...  # fmt: skip
 @overload
+def quantize_e4m3(
+    x: torch.Tensor, scale: None = None, *, per: str = 'row', out: torch.Tensor | None = None,
+    out_scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+@overload
+def quantize_e4m3(
+    x: torch.Tensor, scale: torch.Tensor, *, per: str = 'row', out: torch.Tensor | None = None,
+    out_scale: torch.Tensor | None = None,
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def relu_squared(
+    x: torch.Tensor, *, out_dtype: None = None, out: torch.Tensor | None = None,
+    out_scale: torch.Tensor | None = None,
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def relu_squared(
+    x: torch.Tensor, *, out_dtype: torch.dtype, out: torch.Tensor | None = None,
+    out_scale: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+@overload
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-06, *, residual: None = None,
     adds_after: bool = False, bias: torch.Tensor | None = None, weight_offset: float = 0.0,
@@ -234,12 +274,31 @@ def rope(
     rotary_dim: int | None = None, out_q: torch.Tensor | None = None,
     out_k: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+@overload
 def silu_and_mul(
-    x: torch.Tensor, *, out: torch.Tensor | None = None,
+    x: torch.Tensor, *, out_dtype: None = None, out: torch.Tensor | None = None,
+    out_scale: torch.Tensor | None = None,
 ) -> torch.Tensor: ...  # fmt: skip
+@overload
+def silu_and_mul(
+    x: torch.Tensor, *, out_dtype: torch.dtype, out: torch.Tensor | None = None,
+    out_scale: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 def swiglu_linear(
     a: torch.Tensor, b_gate_up: torch.Tensor, *, out: torch.Tensor | None = None,
 ) -> torch.Tensor: ...  # fmt: skip
+@overload
+def swigluoai_and_mul(
+    x: torch.Tensor, alpha: float = 1.702, limit: float = 7.0, *, interleaved: bool = True,
+    out_dtype: None = None, out: torch.Tensor | None = None,
+    out_scale: torch.Tensor | None = None,
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def swigluoai_and_mul(
+    x: torch.Tensor, alpha: float = 1.702, limit: float = 7.0, *, interleaved: bool = True,
+    out_dtype: torch.dtype, out: torch.Tensor | None = None,
+    out_scale: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
 __all__ = [
     "append_kv",
@@ -247,13 +306,18 @@ __all__ = [
     "decode_attention",
     "flash_attention",
     "flash_attention_qkvpacked",
+    "gelu",
+    "gelu_and_mul",
     "grouped_linear",
     "layer_norm",
     "linear",
     "merge_states",
     "qkv_linear",
+    "quantize_e4m3",
+    "relu_squared",
     "rms_norm",
     "rope",
     "silu_and_mul",
     "swiglu_linear",
+    "swigluoai_and_mul",
 ]

@@ -64,6 +64,59 @@ def silu_and_mul(x: torch.Tensor, *, dtype: torch.dtype = torch.float64) -> torc
     return gate * torch.sigmoid(gate) * up
 
 
+def gelu(
+    x: torch.Tensor, *, approximate: str = "none", dtype: torch.dtype = torch.float64
+) -> torch.Tensor:
+    """By erf, or by tanh."""
+    return torch.nn.functional.gelu(x.to(dtype), approximate=approximate)
+
+
+def relu_squared(x: torch.Tensor, *, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """max(x, 0)**2."""
+    return torch.relu(x.to(dtype)).square()
+
+
+def gelu_and_mul(
+    x: torch.Tensor, *, approximate: str = "none", dtype: torch.dtype = torch.float64
+) -> torch.Tensor:
+    """gelu(gate) * up, gate and up the halves of the last dimension."""
+    size = x.shape[-1] // 2
+    gate, up = x[..., :size].to(dtype), x[..., size:].to(dtype)
+    return torch.nn.functional.gelu(gate, approximate=approximate) * up
+
+
+def swigluoai_and_mul(
+    x: torch.Tensor,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    *,
+    interleaved: bool = True,
+    dtype: torch.dtype = torch.float64,
+) -> torch.Tensor:
+    """(up + 1) * gate * sigmoid(alpha * gate), gate and up clamped, in turns or halves."""
+    gate, up = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+    gate, up = gate.to(dtype).clamp(max=limit), up.to(dtype).clamp(-limit, limit)
+    return (up + 1) * (gate * torch.sigmoid(alpha * gate))
+
+
+def quantize_e4m3(
+    x: torch.Tensor, per: str = "row", *, dtype: torch.dtype = torch.float64
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x, the largest magnitude of what shares its scale), for each element; nothing is rounded."""
+    x = x.to(dtype)
+    largest = x.abs()
+    if per == "tensor":
+        largest = largest.amax().expand(x.shape)
+    elif per == "row":
+        largest = largest.amax(-1, keepdim=True).expand(x.shape)
+    else:
+        for axis in (-1, -2) if per == "128x128" else (-1,):
+            parts = largest.split(128, axis)
+            spread = [part.amax(axis, keepdim=True).expand_as(part) for part in parts]
+            largest = torch.cat(spread, axis)
+    return x, largest
+
+
 def rope(
     x: torch.Tensor,
     cos: torch.Tensor,

@@ -65,12 +65,51 @@ def layer_norm(device: str) -> None:
 
 
 def silu_and_mul(device: str) -> None:
-    """The same for the product."""
-    for dtype, hidden, rows in itertools.product(DTYPES, HIDDEN[1:], ROWS):
+    """The same for the product, into its dtype and e4m3."""
+    _activate(device, ops.silu_and_mul, {})
+
+
+def gelu(device: str) -> None:
+    """The same of one part."""
+    for form in ("none", "tanh"):
+        _activate(device, ops.gelu, {"approximate": form})
+
+
+def relu_squared(device: str) -> None:
+    """The same of one part."""
+    _activate(device, ops.relu_squared, {})
+
+
+def gelu_and_mul(device: str) -> None:
+    """Both forms."""
+    for form in ("none", "tanh"):
+        _activate(device, ops.gelu_and_mul, {"approximate": form})
+
+
+def swigluoai_and_mul(device: str) -> None:
+    """Both layouts."""
+    for interleaved in (False, True):
+        _activate(device, ops.swigluoai_and_mul, {"interleaved": interleaved})
+
+
+def _activate(device: str, op: Callable[..., Any], options: dict[str, Any]) -> None:
+    for dtype, hidden, rows in itertools.product(DTYPES, (*HIDDEN[1:], 80000), (1, 300)):
         hidden -= hidden % 2
         x = torch.randn(rows, hidden + 16, device=device, dtype=dtype)[:, :hidden]
-        ops.silu_and_mul(x)
-        ops.silu_and_mul(x.contiguous())
+        op(x, **options)
+        op(x.contiguous(), **options)
+        op(x, **options, out_dtype=torch.float8_e4m3fn)
+
+
+def quantize_e4m3(device: str) -> None:
+    """Scales of each kind, found and given."""
+    shapes = [*itertools.product((1, 3, 300), (*HIDDEN, 80000)), (4100, 4096), (1100, 8192)]
+    for dtype, (rows, size) in itertools.product(DTYPES, shapes):
+        x = torch.randn(rows, size + 8, device=device, dtype=dtype)
+        for per in ("tensor", "row", "1x128", "128x128"):
+            for y in (x[:, :size], x.view(-1)[8 : 8 + rows * size].view(rows, size)):
+                scale = ops.quantize_e4m3(y, per=per)[1]
+                ops.quantize_e4m3(y, scale, per=per)
 
 
 def rope(device: str) -> None:

@@ -27,3 +27,9 @@ def test_it_needs_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", [f"{name}.py", "--quick"])
     with pytest.raises(SystemExit, match=r"needs an NVIDIA GPU: none here"):
         importlib.import_module(name).main()
+
+
+def test_no_module_has_the_name_of_one_of_the_tests() -> None:
+    """Both folders stand on sys.path here: the first imported would be both."""
+    tests = {path.stem for path in Path(__file__).parents[1].rglob("*.py")}
+    assert not {path.stem for path in FOLDER.glob("*.py")} & (tests - {"__init__"})

@@ -46,7 +46,7 @@ def test_the_base_without_the_package(alone: None, alias: None) -> None:
     base = importlib.import_module("cpm_kernels.kernels.base")
     assert base.Kernel.__module__ == "kernel_hub.integrations.cpm_kernels.base"
     with pytest.raises(RuntimeError, match=r"no cpm_kernels is installed.*pip install"):
-        base.Kernel("gelu", ["cu_gelu_forward"])
+        base.Kernel("arith", ["cu_arith_global_scale"])
     with pytest.raises(AttributeError, match=r"'cpm_kernels.kernels' has no attribute 'gelu'"):
         importlib.import_module("cpm_kernels.kernels").gelu  # noqa: B018
     with pytest.raises(ModuleNotFoundError):

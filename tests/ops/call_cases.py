@@ -6,74 +6,19 @@ it ask), so that no new op stays outside what they ask of all.
 
 from __future__ import annotations
 
-import random
-import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
+from call_lot import Case as Case
+from call_lot import Lot as Lot
 
 from kernel_hub import ops
 
 E4M3 = torch.float8_e4m3fn
 _HALF = [torch.float16, torch.bfloat16]
 _ANY = [*_HALF, torch.float32]
-
-
-@dataclass(repr=False)
-class Case:
-    """The arguments of one call."""
-
-    op: str
-    tensors: dict[str, torch.Tensor]
-    options: dict[str, Any] = field(default_factory=dict)
-    outs: tuple[str, ...] = ()  # where results may be told to go; all are among `tensors`
-    caches: tuple[str, ...] = ()  # written without being asked
-    in_place: frozenset[tuple[str, str]] = frozenset()  # (written, input it may be)
-    required: tuple[str, ...] = ()
-    differentiable: tuple[str, ...] = ()
-
-    def __repr__(self) -> str:
-        shown = {key: (tuple(x.shape), x.stride(), x.dtype) for key, x in self.tensors.items()}
-        return f"{self.op}({shown}, {self.options})"
-
-    @property
-    def written(self) -> tuple[str, ...]:
-        return self.outs + self.caches
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        return tuple(name for name in self.tensors if name not in self.outs)
-
-    def call(self, **changes: Any) -> Any:
-        return getattr(ops, self.op)(**{**self.tensors, **self.options, **changes})
-
-    def call_fresh(self, **changes: Any) -> Any:
-        """The same without `outs`."""
-        return self.call(**{**dict.fromkeys(self.outs), **changes})
-
-
-class Lot:
-    """What the cases draw from."""
-
-    def __init__(self, name: str, seed: int, device: str) -> None:
-        self.random = random.Random(f"{name} {seed}")
-        self.generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {seed}".encode()))
-        self.device = device
-
-    def one(self, *choices: Any) -> Any:
-        return self.random.choice(choices)
-
-    def randn(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        made = torch.randn(shape, generator=self.generator) / 4
-        return made.to(dtype).to(self.device)
-
-    def ints(self, *values: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=self.device)
-
-    def maybe(self, *made: tuple[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: tensor for name, tensor in made if self.random.random() < 0.5}
 
 
 def _tables(lot: Lot, rows: int, rotary_dim: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -120,10 +65,45 @@ def _layer_norm(lot: Lot) -> Case:
     return Case("layer_norm", tensors, options, tuple(outs), (), pairs, ("x",))
 
 
-def _silu_and_mul(lot: Lot) -> Case:
+def _gated(op: str, lot: Lot, options: dict[str, Any], parts: int = 2) -> Case:
     dtype, rows, size = lot.one(*_ANY), lot.one(1, 3, 7), lot.one(8, 16, 24)
-    x, out = lot.randn(rows, 2 * size, dtype=dtype), lot.randn(rows, size, dtype=dtype)
-    return Case("silu_and_mul", {"x": x, "out": out}, outs=("out",), required=("x",))
+    kind, x = lot.one(dtype, E4M3), lot.randn(rows, parts * size, dtype=dtype)
+    outs = {"out": lot.randn(rows, size).to(kind)}
+    if kind == E4M3:
+        outs["out_scale"] = lot.randn(rows)
+    options["out_dtype"] = kind
+    in_place = frozenset({("out", "x")} if parts == 1 and kind == dtype else ())
+    return Case(op, {"x": x, **outs}, options, tuple(outs), (), in_place, ("x",))
+
+
+def _silu_and_mul(lot: Lot) -> Case:
+    return _gated("silu_and_mul", lot, {})
+
+
+def _gelu(lot: Lot) -> Case:
+    return _gated("gelu", lot, {"approximate": lot.one("none", "tanh")}, parts=1)
+
+
+def _relu_squared(lot: Lot) -> Case:
+    return _gated("relu_squared", lot, {}, parts=1)
+
+
+def _gelu_and_mul(lot: Lot) -> Case:
+    return _gated("gelu_and_mul", lot, {"approximate": lot.one("none", "tanh")})
+
+
+def _swigluoai_and_mul(lot: Lot) -> Case:
+    return _gated("swigluoai_and_mul", lot, {"interleaved": lot.one(True, False), "limit": 1.0})
+
+
+def _quantize_e4m3(lot: Lot) -> Case:
+    per, rows, size = lot.one("tensor", "row", "1x128", "128x128"), lot.one(1, 3, 130), 136
+    x = lot.randn(rows, size, dtype=lot.one(*_ANY))
+    shapes = {"tensor": (1,), "row": (rows,), "1x128": (rows, 2), "128x128": (-(-rows // 128), 2)}
+    name, scale = lot.one("scale", "out_scale"), lot.randn(*shapes[per]).abs() + 0.1
+    outs = ("out", "out_scale") if name == "out_scale" else ("out",)
+    tensors = {"x": x, "out": x.to(E4M3), name: scale}
+    return Case("quantize_e4m3", tensors, {"per": per}, outs, required=("x",))
 
 
 def _rope(lot: Lot) -> Case:
@@ -380,16 +360,21 @@ CASES: dict[str, Callable[[Lot], Case]] = {
     "flash_attention": _flash_attention,
     "flash_attention fp8": _flash_attention_fp8,
     "flash_attention_qkvpacked": _flash_attention_qkvpacked,
+    "gelu": _gelu,
+    "gelu_and_mul": _gelu_and_mul,
     "grouped_linear": _grouped_linear,
     "linear": _linear,
     "linear fp8": _linear_fp8,
     "merge_states": _merge_states,
     "qkv_linear": _qkv_linear,
     "layer_norm": _layer_norm,
+    "quantize_e4m3": _quantize_e4m3,
+    "relu_squared": _relu_squared,
     "rms_norm": _rms_norm,
     "rope": _rope,
     "silu_and_mul": _silu_and_mul,
     "swiglu_linear": _swiglu_linear,
+    "swigluoai_and_mul": _swigluoai_and_mul,
 }
 # An op without a case fails wherever these are asked.
 NAMES = sorted({*ops.__all__, *CASES})

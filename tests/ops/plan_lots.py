@@ -65,6 +65,22 @@ def _silu(lot: Lot) -> tuple[Any, ...]:
     return (lot.rows(lot.log(1, 8000), 2 * size, dtype=dtype, aligned=False),), {}
 
 
+def _gelu(lot: Lot) -> tuple[Any, ...]:
+    options = {"approximate": lot.one("none", "tanh"), "out_dtype": lot.one(None, E4M3)}
+    return _silu(lot)[0], options
+
+
+def _quantize(lot: Lot) -> tuple[Any, ...]:
+    dtype, size = lot.one(*HALF, torch.float32), lot.one(64, 100, 4096, 7168, 14336)
+    x = lot.rows(lot.log(1, 8000), size, dtype=dtype, aligned=False)
+    return (x,), {"per": lot.one("tensor", "row", "1x128", "128x128")}
+
+
+def _swigluoai(lot: Lot) -> tuple[Any, ...]:
+    options = {"interleaved": lot.one(True, False), "out_dtype": lot.one(None, E4M3)}
+    return _silu(lot)[0], options
+
+
 def _rope(lot: Lot) -> tuple[Any, ...]:
     dtype, dim, tokens = lot.one(*HALF, torch.float32), lot.one(64, 80, 96, 128), lot.log(1, 8000)
     q = lot.rows(tokens, lot.one(8, 14, 32), dim, dtype=dtype, aligned=False)
@@ -238,6 +254,11 @@ DRAWN: dict[str, tuple[str, Callable[[Lot], tuple[Any, ...]]]] = {
     "rms_norm": ("rms_norm", _norm),
     "layer_norm": ("layer_norm", _layer_norm),
     "silu_and_mul": ("silu_and_mul", _silu),
+    "gelu": ("gelu", _gelu),
+    "relu_squared": ("relu_squared", _silu),
+    "gelu_and_mul": ("gelu_and_mul", _gelu),
+    "quantize_e4m3": ("quantize_e4m3", _quantize),
+    "swigluoai_and_mul": ("swigluoai_and_mul", _swigluoai),
     "rope": ("rope", _rope),
     "merge_states": ("merge_states", _merge),
     "linear": ("linear", _linear),

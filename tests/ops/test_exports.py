@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,12 +103,43 @@ def test_layer_norm_and_rms_norm_joined(chosen: set[str]) -> None:
     assert chosen == exported("layer_norm") | exported("rms_norm_joined")
 
 
-def test_silu_and_mul(chosen: set[str]) -> None:
-    for dtype, size in itertools.product(DTYPES, [129, 4096]):
-        plan: Callable[..., Any] = module("rowwise.silu_and_mul")._plan
-        plan(meta(4, 2 * size, dtype=dtype), meta(4, size, dtype=dtype), 0)
-        plan(meta(4, 4 * size, dtype=dtype)[:, : 2 * size], meta(4, size, dtype=dtype), 0)
-    assert chosen == exported("silu_and_mul")
+@pytest.mark.parametrize(
+    "op, options",
+    [
+        ("silu_and_mul", [()]),
+        ("gelu_and_mul", [(True,), (False,)]),
+        ("swigluoai_and_mul", [(1.7, 7.0, True), (1.7, 7.0, False)]),
+        ("gelu", [(True,), (False,)]),
+        ("relu_squared", [()]),
+    ],
+    ids=["silu_and_mul", "gelu_and_mul", "swigluoai", "gelu", "relu_squared"],
+)
+def test_gated(chosen: set[str], op: str, options: list[Any]) -> None:
+    found = module(f"rowwise.{op}")
+    gated = getattr(found, "_gated", None) or getattr(found, f"_{op}")
+    for dtype, size, given in itertools.product(
+        DTYPES, [129, 256, 2048, 4096, 16384, 40960], options
+    ):
+        wide = meta(4, 4 * size, dtype=dtype)[:, : gated.parts * size]
+        for x in (meta(*wide.shape, dtype=dtype), wide):
+            gated.plan(x, given, gated.new_out(x), None, 0)
+            gated.plan(x, given, gated.new_out(x, torch.float8_e4m3fn), gated.new_scale(x), 0)
+    assert chosen == exported(op)
+
+
+def test_quantize_e4m3(chosen: set[str]) -> None:
+    op = module("rowwise.quantize_e4m3")
+    with pretend(PlannedGpu((9, 0), 132)):
+        for dtype, size, per in itertools.product(
+            DTYPES, [129, 256, 4096, 16384, 40960], ["tensor", "row", "1x128", "128x128"]
+        ):
+            for rows in (4, 2048):
+                x = meta(rows, size, dtype=dtype)
+                out, scale = op._new_out(x), op._new_scale(x, per)
+                op._plan(x, None, per, out, scale, 0)
+                op._plan(x, scale, per, out, None, 0)
+                op._plan(x, None, per, out, scale, 1)
+    assert chosen == exported("quantize_e4m3")
 
 
 def test_rope(chosen: set[str]) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from ops_coverage import module_of
 from test_exports import exported, exported_linear, exported_paired
+from ways import launch_for_cpu
 
 from kernel_hub import ops
 from kernel_hub.ops.core import common
@@ -49,7 +49,7 @@ def test_every_variant_is_launched(op: str, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(common, "shipped", shipped)
     forget_all()
-    monkeypatch.setattr(module_of(op), "_cpu_into", module_of(op)._cuda_into)
+    launch_for_cpu(monkeypatch)
     # The numbers are of no matter here.
     monkeypatch.setattr(torch, "randn", torch.empty)
     for launch in (linear_launch, paired_launch):

@@ -22,6 +22,11 @@ def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+UTILS = (
+    "test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic",
+)  # fmt: skip
+
+
 def inputs(device: str) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
 
@@ -153,6 +158,7 @@ def test_registered_ops_pass_opcheck(device: str) -> None:
     t, ops = inputs(device), torch.ops.kernel_hub
     x, r, w = t["x"], t["r"], t["w"]
     rotary = (t["q"], t["k"], t["cos"], t["sin"], None, False, 32)
+    half, scale, oai = x[..., :32].contiguous(), torch.ones(2, 5, device=device), (1.7, 7.0, True)
     for op, arguments in (
         (ops.rms_norm, (x, w, 1e-6, 0.0)),
         (ops.rms_norm_out, (x, w, 1e-6, 0.0, torch.empty_like(x))),
@@ -170,6 +176,28 @@ def test_registered_ops_pass_opcheck(device: str) -> None:
         ),
         (ops.silu_and_mul, (x,)),
         (ops.silu_and_mul_out, (x, x.new_empty(2, 5, 32))),
+        (ops.silu_and_mul_e4m3, (x,)),
+        (ops.silu_and_mul_e4m3_out, (x, half.to(torch.float8_e4m3fn), scale.clone())),
+        (ops.gelu, (x, True)),
+        (ops.gelu_out, (x, False, r.clone())),
+        (ops.gelu_e4m3, (x, False)),
+        (ops.gelu_e4m3_out, (x, True, x.to(torch.float8_e4m3fn), scale.clone())),
+        (ops.relu_squared, (x,)),
+        (ops.relu_squared_out, (x, r.clone())),
+        (ops.relu_squared_e4m3, (x,)),
+        (ops.relu_squared_e4m3_out, (x, x.to(torch.float8_e4m3fn), scale.clone())),
+        (ops.gelu_and_mul, (x, True)),
+        (ops.gelu_and_mul_out, (x, False, half.clone())),
+        (ops.gelu_and_mul_e4m3, (x, False)),
+        (ops.gelu_and_mul_e4m3_out, (x, True, half.to(torch.float8_e4m3fn), scale.clone())),
+        (ops.swigluoai_and_mul, (x, *oai)),
+        (ops.swigluoai_and_mul_out, (x, *oai, half.clone())),
+        (ops.swigluoai_and_mul_e4m3, (x, *oai)),
+        (ops.swigluoai_and_mul_e4m3_out, (x, *oai, half.to(torch.float8_e4m3fn), scale.clone())),
+        (ops.quantize_e4m3, (x, "1x128")),
+        (ops.quantize_e4m3_out, (x, "row", x.to(torch.float8_e4m3fn), scale.clone())),
+        (ops.quantize_e4m3_given, (x, scale, "row")),
+        (ops.quantize_e4m3_given_out, (x, scale, "row", x.to(torch.float8_e4m3fn))),
         (ops.linear, (x, t["weight"], w, 1, r, torch.bfloat16)),
         (ops.linear_out, (x, t["weight"], w, 2, None, torch.empty_like(x))),
         (ops.grouped_linear, (r.view(10, 64), t["experts"], t["offsets"], None, 2, torch.float32)),
@@ -189,7 +217,12 @@ def test_registered_ops_pass_opcheck(device: str) -> None:
         (ops.rope, rotary),
         (ops.rope_out, (*rotary, t["q"].clone(), t["k"].clone())),
     ):
-        torch.library.opcheck(op.default, arguments)
+        # Whether e4m3 was written torch cannot compare.
+        is_e4m3 = any(
+            isinstance(given, torch.Tensor) and given.dtype == torch.float8_e4m3fn
+            for given in arguments
+        )
+        torch.library.opcheck(op.default, arguments, test_utils=UTILS[is_e4m3:])
 
 
 def test_fake_and_meta_tensors_give_shapes_only() -> None:

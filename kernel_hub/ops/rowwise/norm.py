@@ -279,11 +279,16 @@ class Norm:
         if out_scale is None:
             out.copy_(normed)
             return
-        largest = normed.abs().amax(-1, keepdim=True).clamp_min(_LEAST)
-        most = QUANTISED[out.dtype][1]
-        out_scale.copy_((largest / most).squeeze(-1))
-        scaled = (normed * (most / largest)).clamp(-most, most)
-        out.copy_(scaled.round() if out.dtype == torch.int8 else scaled)
+        quantised_rows(normed, out, out_scale)
+
+
+def quantised_rows(values: torch.Tensor, out: torch.Tensor, out_scale: torch.Tensor) -> None:
+    """`values` in fp32 rounded into `out`, each row by its scale, on the CPU."""
+    largest = values.abs().amax(-1, keepdim=True).clamp_min(_LEAST)
+    most = QUANTISED[out.dtype][1]
+    out_scale.copy_((largest / most).squeeze(-1))
+    scaled = (values * (most / largest)).clamp(-most, most)
+    out.copy_(scaled.round() if out.dtype == torch.int8 else scaled)
 
 
 _NO_OUTS = Outs(None, None, None)

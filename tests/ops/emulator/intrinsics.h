@@ -64,6 +64,11 @@ inline unsigned atomicInc(unsigned* address, unsigned most) {
     *address = before >= most ? 0 : before + 1;
     return before;
 }
+inline int atomicMax(int* address, int value) {
+    const int before = *address;
+    *address = before < value ? value : before;
+    return before;
+}
 inline int atomicExch(int* address, int value) {
     const int before = *address;
     *address = value;

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from bits import same_bits
+from quantised import check_quantised_rows
 from ways import DTYPES, Way
 
 from kernel_hub.errors import TensorError
@@ -31,19 +32,7 @@ def check_norm(norm: Norm, out: torch.Tensor, x: torch.Tensor, **options: Any) -
 
 
 def check_quantised(norm: Norm, found: Any, x: torch.Tensor, **options: Any) -> None:
-    """Each number is the nearest of its row's grid, but for fp32's error before it is rounded."""
-    out, scale = found[:2]
-    truth = norm[1](x, **options)
-    most, least = (448.0, 2.0**-6) if out.dtype == E4M3 else (127.0, 0.0)
-    largest = truth.abs().amax(-1).clamp_min(1e-12)
-    torch.testing.assert_close(scale.double(), largest / most, rtol=2e-5, atol=0)
-    rows = scale.double()[..., None]
-    error = (out.double() * rows - truth).abs()
-    # Half a step: e4m3 has 3 bits behind the first, and steps of 2^-9 below 2^-6.
-    step = torch.ones_like(truth)
-    if out.dtype == E4M3:
-        step = torch.exp2(torch.floor(torch.log2((truth.abs() / rows).clamp_min(least)))) / 8
-    assert bool((error <= rows * step * 0.5 + 3e-5 * largest[..., None]).all())
+    check_quantised_rows(found[0], found[1], norm[1](x, **options))
 
 
 def rows_for(way: Way, hidden: int) -> list[int]:

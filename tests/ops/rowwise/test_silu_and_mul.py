@@ -5,12 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 from bits import same_bits
+from gated_cases import SHAPES, SIZES, Gate, check_e4m3, check_layouts, check_refusals
 from ways import DTYPES, Way
 
 from kernel_hub.ops import silu_and_mul
+from kernel_hub.ops.rowwise import gated
 from kernel_hub.testing import reference
 from kernel_hub.testing.compare import check
 from kernel_hub.testing.guard import Guarded
+
+GATE = Gate(silu_and_mul, reference.silu_and_mul)
 
 
 def check_silu_and_mul(out: torch.Tensor, x: torch.Tensor) -> None:
@@ -49,22 +53,29 @@ def test_strided_and_unaligned_rows(
     check_silu_and_mul(out.tensor, x.tensor)
 
 
-def test_leading_dimensions_of_any_kind(way: Way) -> None:
-    for x in (
-        way.randn(64),
-        way.randn(2, 3, 4, 64),
-        way.randn(4, 3, 64).transpose(0, 1),
-        way.randn(2, 3, 96)[..., :64],
-        way.randn(3, 64).expand(2, 3, 64),
-    ):
-        out = silu_and_mul(x)
-        assert out.shape == (*x.shape[:-1], 32)
-        check_silu_and_mul(out, x)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_of_e4m3(way: Way, dtype: torch.dtype, size: int) -> None:
+    check_e4m3(way, GATE, dtype, size)
 
 
-@pytest.mark.parametrize("shape", [(0, 64), (3, 0), (0,), (2, 0, 64)])
-def test_nothing_to_do(way: Way, shape: tuple[int, ...]) -> None:
-    assert silu_and_mul(way.randn(*shape)).shape == (*shape[:-1], shape[-1] // 2)
+@pytest.mark.parametrize("vecs, rows", SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_chosen_for_many_rows(
+    way: Way, dtype: torch.dtype, vecs: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose = gated.choose_of_rows
+    monkeypatch.setattr(gated, "choose_of_rows", lambda vecs, _: choose(vecs, rows))
+    x = way.randn(3, 32 // dtype.itemsize * vecs, dtype=dtype)
+    GATE.check_e4m3(GATE(x, out_dtype=torch.float8_e4m3fn), x)
+
+
+def test_layouts(way: Way) -> None:
+    check_layouts(way, GATE)
+
+
+def test_refused() -> None:
+    check_refusals(GATE)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,0 +1,161 @@
+// Activations of rows, gated (out = the gate's activation * up) or of one value, for any Gate; rows
+// of a dtype, or e4m3 with a scale a row. A source defines a Gate, GATE_NUMBERS and GATE_OF, and
+// exports by the macros below.
+//
+// A Gate has kParts, what a result is made of: 1 or, gated, 2; kIsInterleaved (gate and up take
+// turns; otherwise gate is the first half of a row, up the second); and `gate(gate, up)` -> the
+// result in fp32, `up` being 0 where there is none.
+#pragma once
+
+#include "rowwise/quantise_rows.cuh"
+
+namespace kernel_hub::rowwise {
+
+// A row of gates and ups; a Source of quantise_rows.cuh.
+template <typename T, typename Gate>
+struct GatedRow {
+    using Elem = T;
+    static constexpr bool kIsCheap = false;
+    template <int kWidth>
+    struct Bits {
+        typename Access<T, kWidth>::Bits first, second;
+    };
+
+    const T* x;
+    int size;
+    Gate gate;
+
+    template <int kWidth>
+    __device__ __forceinline__ Bits<kWidth> read(int first) const {
+        using RowAccess = Access<T, kWidth>;
+        if constexpr (Gate::kParts == 1) {
+            return {RowAccess::read(x + first), {}};
+        } else if constexpr (Gate::kIsInterleaved) {
+            return {RowAccess::read(x + 2 * first), RowAccess::read(x + 2 * first + kWidth)};
+        } else {
+            return {RowAccess::read(x + first), RowAccess::read(x + first + size)};
+        }
+    }
+
+    template <int kWidth>
+    __device__ __forceinline__ void values(Bits<kWidth> bits, float (&found)[kWidth]) const {
+        float both[2][kWidth];
+        Access<T, kWidth>::unpack(bits.first, both[0]);
+        Access<T, kWidth>::unpack(bits.second, both[1]);
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j) {
+            if constexpr (Gate::kParts == 1) {
+                found[j] = gate(both[0][j], 0.0f);
+            } else if constexpr (Gate::kIsInterleaved) {
+                const int place = 2 * j;
+                found[j] = gate(both[place / kWidth][place % kWidth],
+                                both[(place + 1) / kWidth][(place + 1) % kWidth]);
+            } else {
+                found[j] = gate(both[0][j], both[1][j]);
+            }
+        }
+    }
+};
+
+// One access of `out`.
+template <typename T, int kWidth, typename Gate>
+__device__ __forceinline__ void gate_one(T* out, const GatedRow<T, Gate>& row, int column) {
+    float values[kWidth];
+    row.template values<kWidth>(row.template read<kWidth>(column), values);
+    Access<T, kWidth>::write(out + column, values);
+}
+
+template <typename T, int kWidth, typename Gate>
+__device__ __forceinline__ void gate_rows(T* out,      // (outer, num_rows, size)
+                                          const T* x,  // (outer, num_rows, kParts * size)
+                                          int64_t out_stride, int64_t out_outer_stride,
+                                          int64_t x_stride, int64_t x_outer_stride, int num_rows,
+                                          int size, Gate gate) {
+    const int column = (blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
+    if (column >= size) {
+        return;
+    }
+    out += blockIdx.z * out_outer_stride;
+    x += blockIdx.z * x_outer_stride;
+    for (int64_t row_idx = blockIdx.y; row_idx < num_rows; row_idx += gridDim.y) {
+        gate_one<T, kWidth, Gate>(out + row_idx * out_stride, {x + row_idx * x_stride, size, gate},
+                                  column);
+    }
+}
+
+// Both contiguous, a row a blockIdx.y.
+template <typename T, typename Gate>
+__device__ __forceinline__ void gate_flat(T* out, const T* x, int size, Gate gate) {
+    constexpr int kWidth = kVecElems<T>;
+    const int column = (blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
+    if (column >= size) {
+        return;
+    }
+    const int64_t first = static_cast<int64_t>(blockIdx.y) * size;
+    gate_one<T, kWidth, Gate>(out + first, {x + Gate::kParts * first, size, gate}, column);
+}
+
+template <typename T, typename Gate>
+struct GatedE4m3 {
+    GatedRow<T, Gate> source;
+    E4m3Row row;
+
+    __device__ __forceinline__ GatedE4m3(__nv_fp8_e4m3* out, float* out_scale, const T* x,
+                                         int64_t out_stride, int64_t out_outer_stride,
+                                         int64_t scale_stride, int64_t scale_outer_stride,
+                                         int64_t x_stride, int64_t x_outer_stride, int num_rows,
+                                         int size, Gate gate)
+        : source{x, size, gate}, row{out, out_scale, false, size} {
+        const int64_t row_idx = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
+        row.is_there = row_idx < num_rows;
+        row.out += blockIdx.y * out_outer_stride + row_idx * out_stride;
+        row.out_scale += blockIdx.y * scale_outer_stride + row_idx * scale_stride;
+        source.x += blockIdx.y * x_outer_stride + row_idx * x_stride;
+    }
+};
+
+#define EXPORT_GATED(NAME, T, GATE, WIDTH)                                                      \
+    DESCRIBED(                                                                                  \
+        NAME, "x: columns in steps of blockDim.x accesses, y: rows, z: the outer dimension",    \
+        (.shared_bytes = 0),                                                                    \
+        extern "C" __global__ void __launch_bounds__(1024) NAME(                                \
+            T* out, const T* x, int64_t out_stride, int64_t out_outer_stride, int64_t x_stride, \
+            int64_t x_outer_stride, int num_rows, int size GATE_NUMBERS) {                      \
+            gate_rows<T, WIDTH>(out, x, out_stride, out_outer_stride, x_stride, x_outer_stride, \
+                                num_rows, size, GATE_OF(GATE));                                 \
+        })
+
+#define EXPORT_GATED_VARIANTS(NAME, T, GATE)                                             \
+    DESCRIBED(                                                                           \
+        NAME##_flat, "x: columns in steps of blockDim.x accesses, y: exactly the rows",  \
+        (.shared_bytes = 0),                                                             \
+        extern "C" __global__ void                                                       \
+        __launch_bounds__(1024) NAME##_flat(T* out, const T* x, int size GATE_NUMBERS) { \
+            gate_flat<T>(out, x, size, GATE_OF(GATE));                                   \
+        })                                                                               \
+    EXPORT_GATED(NAME##_vec, T, GATE, kVecElems<T>)                                      \
+    EXPORT_GATED(NAME##_scalar, T, GATE, 1)
+
+// 64 registers a thread: any blockDim up to 1,024.
+#define EXPORT_GATED_E4M3(NAME, T, GATE, BODY, SIZE)                                              \
+    DESCRIBED(                                                                                    \
+        NAME, "x: rows in steps of blockDim.y, y: the outer dimension; blockDim.x threads a row", \
+        (.shared_bytes = 0),                                                                      \
+        extern "C" __global__ void __launch_bounds__(1024) NAME(                                  \
+            __nv_fp8_e4m3* out, float* out_scale, const T* x, int64_t out_stride,                 \
+            int64_t out_outer_stride, int64_t scale_stride, int64_t scale_outer_stride,           \
+            int64_t x_stride, int64_t x_outer_stride, int num_rows, int size GATE_NUMBERS) {      \
+            const GatedE4m3 gated(out, out_scale, x, out_stride, out_outer_stride, scale_stride,  \
+                                  scale_outer_stride, x_stride, x_outer_stride, num_rows, size,   \
+                                  GATE_OF(GATE));                                                 \
+            BODY<SIZE>(gated.source, gated.row);                                                  \
+        })
+
+#define EXPORT_GATED_E4M3_VARIANTS(NAME, T, GATE)                          \
+    EXPORT_GATED_E4M3(NAME##_vec1, T, GATE, quantise_vecs, 1)              \
+    EXPORT_GATED_E4M3(NAME##_vec2, T, GATE, quantise_vecs, 2)              \
+    EXPORT_GATED_E4M3(NAME##_vec4, T, GATE, quantise_vecs, 4)              \
+    EXPORT_GATED_E4M3(NAME##_loop, T, GATE, quantise_passes, kVecElems<T>) \
+    EXPORT_GATED_E4M3(NAME##_scalar, T, GATE, quantise_passes, 1)
+
+}  // namespace kernel_hub::rowwise

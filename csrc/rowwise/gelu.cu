@@ -1,0 +1,44 @@
+// The GELU.
+//
+//   erf    out = x / 2 * (1 + erf(x / sqrt(2))),  in fp32, rounded once
+//   tanh   out = x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3)))
+//   e4m3   out = round(that / out_scale), out_scale = max |that| of the row / 448
+//
+// Parallelisation and variants: those of gelu_and_mul.cu, of one part instead of two. `out` may be
+// `x`: each element is read, then written, by one thread.
+// Source: Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016.
+
+#include "rowwise/activations.cuh"
+#include "rowwise/gated.cuh"
+
+#define GATE_NUMBERS
+#define GATE_OF(GATE) \
+    GATE {}
+
+namespace kernel_hub::rowwise {
+
+template <typename T, bool kIsTanh>
+struct Gelu {
+    static constexpr int kParts = 1;
+    static constexpr bool kIsInterleaved = false;
+    __device__ __forceinline__ float operator()(float x, float) const {
+        return gelu<T, kIsTanh>(x);
+    }
+};
+template <typename T>
+using ErfGelu = Gelu<T, false>;
+template <typename T>
+using TanhGelu = Gelu<T, true>;
+
+#define EXPORT_GELU(DTYPE, T)                                          \
+    EXPORT_GATED_VARIANTS(gelu_##DTYPE##_erf, T, ErfGelu<T>)           \
+    EXPORT_GATED_VARIANTS(gelu_##DTYPE##_tanh, T, TanhGelu<T>)         \
+    EXPORT_GATED_E4M3_VARIANTS(gelu_##DTYPE##_erf_e4m3, T, ErfGelu<T>) \
+    EXPORT_GATED_E4M3_VARIANTS(gelu_##DTYPE##_tanh_e4m3, T, TanhGelu<T>)
+
+// {op}_{dtype}_{erf or tanh}[_e4m3]_{variant}
+EXPORT_GELU(fp16, __half)
+EXPORT_GELU(bf16, __nv_bfloat16)
+EXPORT_GELU(fp32, float)
+
+}  // namespace kernel_hub::rowwise

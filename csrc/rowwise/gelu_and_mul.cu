@@ -1,0 +1,51 @@
+// The gated activation of GEGLU feed-forward layers.
+//
+//   out[i, j] = gelu(x[i, j]) * x[i, size + j],  in fp32, rounded once
+//   erf    gelu(g) = g / 2 * (1 + erf(g / sqrt(2)))
+//   tanh   gelu(g) = g / 2 * (1 + tanh(sqrt(2 / pi) * (g + 0.044715 * g^3)))
+//   e4m3   out = round(that / out_scale), out_scale = max |that| of the row / 448
+//
+// Parallelisation and the variants flat, vec and scalar: those of silu_and_mul.cu. Into e4m3:
+// blockDim.x threads a row, blockDim.y rows a block along gridDim.x, an outer dimension along
+// gridDim.y.
+//   vec1 vec2 vec4   a row in registers, that many 16-byte vectors a thread
+//   loop             rows of any length, read twice; everything 16-byte aligned
+//   scalar           any size, any alignment: the same, one element an access
+// Shared memory: one float a warp, for the largest of a row.
+// Source: Shazeer, "GLU Variants Improve Transformer", 2020; Hendrycks and Gimpel, "Gaussian Error
+// Linear Units", 2016.
+
+#include "rowwise/activations.cuh"
+#include "rowwise/gated.cuh"
+
+#define GATE_NUMBERS
+#define GATE_OF(GATE) \
+    GATE {}
+
+namespace kernel_hub::rowwise {
+
+template <typename T, bool kIsTanh>
+struct GeluGate {
+    static constexpr int kParts = 2;
+    static constexpr bool kIsInterleaved = false;
+    __device__ __forceinline__ float operator()(float gate, float up) const {
+        return gelu<T, kIsTanh>(gate) * up;
+    }
+};
+template <typename T>
+using ErfGate = GeluGate<T, false>;
+template <typename T>
+using TanhGate = GeluGate<T, true>;
+
+#define EXPORT_GELU_AND_MUL(DTYPE, T)                                          \
+    EXPORT_GATED_VARIANTS(gelu_and_mul_##DTYPE##_erf, T, ErfGate<T>)           \
+    EXPORT_GATED_VARIANTS(gelu_and_mul_##DTYPE##_tanh, T, TanhGate<T>)         \
+    EXPORT_GATED_E4M3_VARIANTS(gelu_and_mul_##DTYPE##_erf_e4m3, T, ErfGate<T>) \
+    EXPORT_GATED_E4M3_VARIANTS(gelu_and_mul_##DTYPE##_tanh_e4m3, T, TanhGate<T>)
+
+// {op}_{dtype}_{erf or tanh}[_e4m3]_{variant}
+EXPORT_GELU_AND_MUL(fp16, __half)
+EXPORT_GELU_AND_MUL(bf16, __nv_bfloat16)
+EXPORT_GELU_AND_MUL(fp32, float)
+
+}  // namespace kernel_hub::rowwise

@@ -1,0 +1,119 @@
+// Rows into e4m3, each by a scale of its own, of whatever a Source makes of what it reads.
+//
+// A Source has Bits<kWidth>, read<kWidth>(first) -> Bits, which loads what kWidth values from
+// `first` on are made of, values(bits, values), which makes them, and kIsCheap: they are made again
+// rather than kept as floats.
+#pragma once
+
+#include "kernel_hub/launch_facts.cuh"
+#include "kernel_hub/reduce.cuh"
+#include "kernel_hub/vec.cuh"
+#include "rowwise/quantised.cuh"
+#include "rowwise/row_vecs.cuh"
+
+namespace kernel_hub::rowwise {
+
+// The values of a row as they are.
+template <typename T>
+struct PlainRow {
+    using Elem = T;
+    static constexpr bool kIsCheap = true;
+    template <int kWidth>
+    using Bits = typename Access<T, kWidth>::Bits;
+
+    const T* x;
+
+    template <int kWidth>
+    __device__ __forceinline__ Bits<kWidth> read(int first) const {
+        return Access<T, kWidth>::read(x + first);
+    }
+    template <int kWidth>
+    __device__ __forceinline__ void values(Bits<kWidth> bits, float (&found)[kWidth]) const {
+        Access<T, kWidth>::unpack(bits, found);
+    }
+};
+
+// Where this thread's row begins.
+struct E4m3Row {
+    __nv_fp8_e4m3* out;
+    float* out_scale;
+    bool is_there;  // the last block may have fewer rows than blockDim.y
+    int size;
+};
+
+template <int kWidth>
+__device__ __forceinline__ void write_scaled(__nv_fp8_e4m3* out, float factor,
+                                             float (&values)[kWidth]) {
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+        values[j] *= factor;
+    }
+    write_row(out, values);
+}
+
+// One row a blockDim.x, kVecs vectors a thread, its values in registers.
+template <int kVecs, typename Source>
+__device__ __forceinline__ void quantise_vecs(const Source& source, E4m3Row row) {
+    constexpr int kWidth = kVecElems<typename Source::Elem>;
+    using Bits = typename Source::template Bits<kWidth>;
+    __shared__ float slots[kMaxWarps];
+    const int num_vecs = row.is_there ? row.size / kWidth : 0;
+
+    // Issue every load before the first use.
+    Bits bits[kVecs];
+#pragma unroll
+    for (int i = 0; i < kVecs; ++i) {
+        const int vec_idx = threadIdx.x + i * blockDim.x;
+        if (vec_idx < num_vecs) {
+            bits[i] = source.template read<kWidth>(vec_idx * kWidth);
+        }
+    }
+    float values[kVecs][kWidth];
+    float largest = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kVecs; ++i) {
+        if (threadIdx.x + i * blockDim.x < num_vecs) {
+            source.template values<kWidth>(bits[i], values[i]);
+            largest = max_nan(largest, largest_of(values[i]));
+        }
+    }
+    const float factor =
+        scale_row<__nv_fp8_e4m3>(row.out_scale, row_max(largest, slots), row.is_there);
+#pragma unroll
+    for (int i = 0; i < kVecs; ++i) {
+        const int vec_idx = threadIdx.x + i * blockDim.x;
+        if (vec_idx < num_vecs) {
+            if constexpr (Source::kIsCheap) {
+                keep_packed(bits[i]);
+                source.template values<kWidth>(bits[i], values[i]);
+            }
+            write_scaled(row.out + vec_idx * kWidth, factor, values[i]);
+        }
+    }
+}
+
+// Rows of any length in accesses of kWidth elements: a pass for the largest, and one more, which
+// finds the row in L1 or L2.
+template <int kWidth, typename Source>
+__device__ __forceinline__ void quantise_passes(const Source& source, E4m3Row row) {
+    __shared__ float slots[kMaxWarps];
+    const int size = row.is_there ? row.size : 0;
+    const int step = blockDim.x * kWidth;
+    float largest = 0.0f;
+#pragma unroll 2
+    for (int i = threadIdx.x * kWidth; i < size; i += step) {
+        float values[kWidth];
+        source.template values<kWidth>(source.template read<kWidth>(i), values);
+        largest = max_nan(largest, largest_of(values));
+    }
+    const float factor =
+        scale_row<__nv_fp8_e4m3>(row.out_scale, row_max(largest, slots), row.is_there);
+#pragma unroll 2
+    for (int i = threadIdx.x * kWidth; i < size; i += step) {
+        float values[kWidth];
+        source.template values<kWidth>(source.template read<kWidth>(i), values);
+        write_scaled(row.out + i, factor, values);
+    }
+}
+
+}  // namespace kernel_hub::rowwise

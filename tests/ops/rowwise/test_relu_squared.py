@@ -1,0 +1,35 @@
+"""relu_squared against fp64: every layout, in place, rows of e4m3."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gated_cases import Gate, check_values_that_are_none, each_dtype
+from gated_cases import test_in_place as test_in_place
+from gated_cases import test_layouts as test_layouts
+from gated_cases import test_refused as test_refused
+from gated_cases import test_rows_of_e4m3 as test_rows_of_e4m3
+from gated_cases import test_sizes as test_sizes
+from gated_cases import test_strided_and_unaligned_rows as test_strided_and_unaligned_rows
+from gated_cases import test_what_is_chosen_for_many_rows as test_what_is_chosen_for_many_rows
+from gated_cases import test_what_torch_computes_on_the_cpu as test_what_torch_computes_on_the_cpu
+from ways import Way
+
+from kernel_hub.ops import relu_squared
+from kernel_hub.testing import reference
+
+GATES = [Gate(relu_squared, reference.relu_squared, parts=1)]
+
+
+@pytest.fixture(params=GATES, ids=["relu_squared"])
+def gate(request: pytest.FixtureRequest) -> Gate:
+    found: Gate = request.param
+    return found
+
+
+@each_dtype
+def test_nan_inf_and_large_values(way: Way, dtype: torch.dtype, gate: Gate) -> None:
+    inf = float("inf")
+    gates = torch.tensor([float("nan"), inf, -inf, 100.0, -100.0, 9.0, -9.0, 0.0, -5.0, 1e2])
+    x = gates.to(dtype).to(way.device)[None]
+    check_values_that_are_none(gate, x)
