@@ -130,6 +130,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(reason)
 
 
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """What a kernel broke is the fault of the test that launched it, not of one after it."""
+    torch = sys.modules.get("torch")
+    if item.get_closest_marker("gpu") and torch is not None and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
 def _forget_runtime() -> None:
     """Drop the runtime's driver and caches; arrays that died give their memory back first."""
     _collect_garbage()

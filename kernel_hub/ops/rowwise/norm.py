@@ -192,14 +192,21 @@ class Norm:
         if given.adds_after and outs.out is not None and outs.out.dtype in QUANTISED:
             raise common.refuse(op, "out", f"dtype {x.dtype}, as adds_after is set", outs.out)
 
+    def check_all_there(self, given: NormGiven, outs: Outs) -> None:
+        """A kernel writes all that it computes."""
+        nothing = "None, or a tensor without elements"
+        if outs.out.dtype in QUANTISED and outs.out_scale is None:
+            raise common.refuse(self.op, "out_scale", "a scale of each row, for this out", nothing)
+        if given.residual is not None and not given.adds_after and outs.residual_out is None:
+            raise common.refuse(self.op, "residual_out", "a tensor like x", nothing)
+
     def plan(self, given: NormGiven, outs: Outs, low_bits: int) -> Launch:
         """Check the tensors and choose the kernel, its launch shape and its numbers."""
         self.check(given, outs)
         x, residual, (out, out_scale, residual_out) = given.x, given.residual, outs
         if x.numel() == 0:
             return Launch()
-        if out.dtype in QUANTISED and out_scale is None:
-            raise common.refuse(self.op, "out_scale", "a tensor, as out is quantised", None)
+        self.check_all_there(given, outs)
         # Of what is absent, the strides of x: nothing is read by them.
         places = [
             out.stride()[:-1],
@@ -267,6 +274,7 @@ class Norm:
             self.writes.check(*outs, x, weight, bias, residual)
         if x.numel() == 0:
             return
+        self.check_all_there(given, outs)
         if residual_out is not None:
             x = residual_out.copy_(x + residual)
         normed = self.normed(x.float(), eps)

@@ -225,6 +225,19 @@ def test_any_argument_may_be_anything(name: str, way: str) -> None:
 
 
 @each_op
+def test_no_other_tensor_is_written(name: str, way: str) -> None:
+    """Nor one without elements for something that the op itself leaves out at times."""
+    for case in cases(name, way, range(6)):
+        for key in case.outs:
+            for make in OTHER_TENSORS:
+                other = make().to(case.tensors[key].device) if way == "gpu" else make()
+                other = other.as_subclass(OnGpu) if way == "planned" else other
+                if other.shape != case.tensors[key].shape:
+                    with pytest.raises(TensorError, match=key):
+                        case.call(**{key: other})
+
+
+@each_op
 def test_two_arguments_may_be_anything(name: str, way: str) -> None:
     for seed in range(60):
         case, lot = draw(name, seed % 12, device_of(way)), random.Random(f"two {name} {seed}")
