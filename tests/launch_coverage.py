@@ -7,6 +7,7 @@ the ops registered with torch that `torch.library.opcheck` was given.
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from kernel_hub.collection.resolve import refusal
 from kernel_hub.launch import device_function
 
 TESTS = Path(__file__).resolve().parent
+_LAUNCH_EX = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
 # Each leaves tests out.
 _SUBSETS = (
     *("keyword", "markexpr", "deselect", "ignore", "ignore_glob"),
@@ -53,7 +55,7 @@ class LaunchCoverage:
         self.launched: set[str] = set()
         self.missing: list[str] = []
         self._capability: tuple[int, int] | None = None
-        self._names: dict[int, str] = {}
+        self._names: dict[int, str] = {}  # by handle, and by the id of what Python passes for it
         self._kept: list[object] = []  # so that no id in _names is used twice
 
     def install(self) -> None:
@@ -63,13 +65,17 @@ class LaunchCoverage:
 
         def new_function(function: Any, *args: Any, **kwargs: Any) -> None:
             make_function(function, *args, **kwargs)
-            self._names[id(function.argument)] = function.spec.name
+            for key in (id(function.argument), function.handle):
+                self._names[key] = function.spec.name
             self._kept.append(function.argument)
 
         def new_driver(opened: Any, *args: Any, **kwargs: Any) -> None:
             open_driver(opened, *args, **kwargs)
             if "fakecuda" not in opened.path:
                 opened.launch_ex = self._counting(opened)
+                from_c = _LAUNCH_EX(self._counted_from_c(opened))
+                opened.launch_ex_address = ctypes.cast(from_c, ctypes.c_void_p).value or 0
+                self._kept.append(from_c)
 
         device_function.DeviceFunction.__init__ = new_function  # type: ignore[method-assign]
         driver.Driver.__init__ = new_driver  # type: ignore[method-assign]
@@ -80,11 +86,26 @@ class LaunchCoverage:
         def launch(config: Any, function: Any, values: Any, extra: Any) -> int:
             code = launch_ex(config, function, values, extra)
             if code == 0:
-                self.launched.add(self._names.get(id(function), ""))
-                self._capability = self._capability or opened.compute_capability(0)
+                self._count(opened, id(function))
             return code
 
         return launch
+
+    def _counted_from_c(self, opened: driver.Driver) -> Callable[..., int]:
+        """The same for the C launcher, which calls the driver without Python."""
+        launch_ex = _LAUNCH_EX(opened.launch_ex_address)
+
+        def launch(config: int, function: int, values: int, extra: int) -> int:
+            code = launch_ex(config, function, values, extra)
+            if code == 0:
+                self._count(opened, function)
+            return code
+
+        return launch
+
+    def _count(self, opened: driver.Driver, key: int) -> None:
+        self.launched.add(self._names.get(key, ""))
+        self._capability = self._capability or opened.compute_capability(0)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
