@@ -100,7 +100,8 @@ def plan_launch(
     if any(rows > 1 and stride < columns for rows, stride, columns in overlaps):
         capability = SM80  # rows that overlap, or an expanded one: pointers, no tensor maps
     is_wide = out.dtype != a.dtype
-    choice = choose(capability, num_sms, m, n, k, is_wide, name, residual is not None)
+    has_residual = residual is not None
+    choice = choose(capability, num_sms, m, n, k, is_wide, name, has_residual, b_stride)
     token = common.DTYPE_TOKENS[a.dtype]
     suffix = "_fp32" if out.dtype != a.dtype else ""
     function = common.shipped(choice.cubin, f"linear_{token}_{choice.variant}{suffix}")
