@@ -49,6 +49,16 @@ def expected(x: Any, y: Any, scale: float) -> Any:
     return x + scale * y
 
 
+def test_twelve_parameters_of_all_kinds() -> None:
+    (x, y, z), (w, out0, out1) = tensors(), tensors()
+    before = out0[1000:].clone()
+    params = [out0, out1, x, y, z, w, 1000, 3, -7, 0.5, -2.0, 5]
+    Kernel("launch_probe").launch_probe_12(GRID, BLOCK, 0, None, params)
+    torch.testing.assert_close(out0[:1000], ((x + 0.5 * y) * 3)[:1000])
+    torch.testing.assert_close(out1[:1000], (z - 2.0 * w - 2)[:1000])
+    assert torch.equal(out0[1000:], before)
+
+
 def test_torch_tensors_and_a_storage_offset(probe: Any) -> None:
     out, x, y = tensors()
     probe(GRID, BLOCK, 0, None, [out, x, y, 1024, 0.5])
