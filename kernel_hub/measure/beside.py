@@ -12,7 +12,8 @@ import torch
 
 from ..errors import KernelHubError
 from ..testing.compare import compare, product_atol
-from .beside_ops import OPS, Inputs, Op, Run, Tensors
+from .beside_op import Inputs, Op, Run, Tensors
+from .beside_ops import OPS
 from .demo import DTYPES
 from .results import ResultRow, summarise
 from .timing import num_sets

@@ -6,8 +6,7 @@ A peer of an op is asked for once, on the first inputs, and imports what it need
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,52 +15,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import ops
 from ..testing import reference
+from .beside_moe import MOE
+from .beside_op import Inputs, Op, Peer, Run, Sizes, Tensors
 from .demo import rotary_table
-
-Inputs = dict[str, Any]
-Sizes = Mapping[str, int]
-Run = Callable[[Inputs], Any]
-Peer = Callable[[], Run]
-
-
-@dataclass(frozen=True)
-class Tensors:
-    """Makes inputs of one dtype on one device."""
-
-    device: str
-    dtype: torch.dtype
-
-    def normal(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
-        return torch.randn(shape, device=self.device, dtype=self.dtype) * scale
-
-    def weight(self, *shape: int) -> torch.Tensor:
-        """Whose product with rows of `normal` is about as large as these."""
-        return self.normal(*shape, scale=shape[-1] ** -0.5)
-
-    def fp32(self, *shape: int) -> torch.Tensor:
-        return torch.randn(shape, device=self.device)
-
-    def count(self, end: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        return torch.arange(end, device=self.device, dtype=dtype)
-
-    def full(self, size: int, value: int) -> torch.Tensor:
-        return torch.full((size,), value, device=self.device, dtype=torch.int32)
-
-
-@dataclass(frozen=True)
-class Op:
-    """An op beside its peers.
-
-    sizes: name -> the default. torch: the same by torch, in the dtype of what it is given; it may
-    write into the inputs that `ours` writes, and returns these too. flops: of its products.
-    """
-
-    sizes: Sizes
-    make: Callable[[Sizes, Tensors], Inputs]
-    ours: Run
-    torch: Run
-    peers: Mapping[str, Peer] = field(default_factory=dict)
-    flops: Callable[[Sizes], int] = lambda _: 0
 
 
 def _liger_norm() -> Run:
@@ -245,6 +201,7 @@ def _causal_flops(s: Sizes) -> int:
 
 
 OPS: dict[str, Op] = {
+    **MOE,
     "rms_norm": Op(
         {"tokens": 8192, "hidden": 4096},
         lambda s, t: {"x": t.normal(s["tokens"], s["hidden"]), "weight": t.normal(s["hidden"])},

@@ -24,6 +24,9 @@ from .matmul.batched_matmul import batched_matmul as batched_matmul
 from .matmul.grouped_linear import grouped_linear as grouped_linear
 from .matmul.linear import linear as linear
 from .matmul.swiglu_linear import swiglu_linear as swiglu_linear
+from .moe.moe_combine import moe_combine as moe_combine
+from .moe.moe_permute import moe_permute as moe_permute
+from .moe.moe_route import moe_route as moe_route
 from .projection.qkv_linear import qkv_linear as qkv_linear
 from .rowwise.gelu import gelu as gelu
 from .rowwise.gelu_and_mul import gelu_and_mul as gelu_and_mul
@@ -47,6 +50,9 @@ __all__ = [
     "layer_norm",
     "linear",
     "merge_states",
+    "moe_combine",
+    "moe_permute",
+    "moe_route",
     "qkv_linear",
     "quantize_e4m3",
     "relu_squared",

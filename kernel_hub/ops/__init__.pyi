@@ -197,6 +197,20 @@ def merge_states(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor, *,
     out: torch.Tensor | None = None, out_lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+def moe_combine(
+    rows: torch.Tensor, row_id_map: torch.Tensor, weights: torch.Tensor, *,
+    residual: torch.Tensor | None = None, out: torch.Tensor | None = None,
+) -> torch.Tensor: ...  # fmt: skip
+def moe_permute(
+    x: torch.Tensor, experts: torch.Tensor, num_experts: int, *,
+    out: torch.Tensor | None = None, offsets: torch.Tensor | None = None,
+    row_id_map: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...  # fmt: skip
+def moe_route(
+    logits: torch.Tensor, k: int, *, scoring: str = 'softmax', renormalise: bool = False,
+    bias: torch.Tensor | None = None, num_groups: int = 1, top_groups: int = 1,
+    scale: float = 1.0, weights: torch.Tensor | None = None, experts: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 @overload
 def qkv_linear(
     x: torch.Tensor, w_qkv: torch.Tensor, bias: torch.Tensor | None = None,
@@ -312,6 +326,9 @@ __all__ = [
     "layer_norm",
     "linear",
     "merge_states",
+    "moe_combine",
+    "moe_permute",
+    "moe_route",
     "qkv_linear",
     "quantize_e4m3",
     "relu_squared",

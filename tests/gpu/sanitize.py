@@ -194,6 +194,42 @@ def merge_states(device: str) -> None:
         ops.merge_states(out_a, turned, out_b, lse_b)
 
 
+def moe_route(device: str) -> None:
+    """Few and many experts, groups, a bias, rows that are not aligned."""
+    for dtype, num_experts, tokens in itertools.product(DTYPES, (1, 8, 60, 256, 512), ROWS):
+        logits = torch.randn(tokens, num_experts + 1, device=device, dtype=dtype)
+        bias = torch.randn(num_experts, device=device)
+        k, groups = min(8, num_experts // 2 + 1), 4 if num_experts % 8 == 0 else 1
+        options: dict[str, Any] = {"num_groups": groups, "top_groups": groups}
+        for rows in (logits[:, 1:], logits[:, 1:].contiguous()):
+            ops.moe_route(rows, k, renormalise=True)
+            ops.moe_route(rows, k, scoring="sigmoid", bias=bias, **options)
+
+
+def moe_permute(device: str) -> None:
+    """Blocks that count for themselves and a launch that counts; experts of nobody."""
+    sizes = itertools.product((8, 127, 4096), (1, 3, 300, 3000), (1, 8, 300))
+    for dtype, (hidden, tokens, num_experts) in itertools.product(DTYPES, sizes):
+        if tokens == 3000 and hidden == 4096:
+            continue
+        wide = torch.randn(tokens, hidden + 1, device=device, dtype=dtype)
+        experts = torch.randint(-1, num_experts, (tokens, 6), device=device, dtype=torch.int32)
+        ops.moe_permute(wide[:, 1:], experts, num_experts)
+        ops.moe_permute(wide[:, 1:].contiguous(), experts, num_experts)
+
+
+def moe_combine(device: str) -> None:
+    """With a residual, into it, and slots of no row."""
+    for dtype, hidden, tokens in itertools.product(DTYPES, (8, 127, 4096, 8200), (1, 3, 300)):
+        rows = torch.randn(4 * tokens, hidden + 1, device=device, dtype=dtype)
+        places = torch.arange(-2, 4 * tokens - 2, device=device, dtype=torch.int32)
+        weights = torch.randn(tokens, 4, device=device)
+        for each, k in itertools.product((rows[:, 1:], rows[:, 1:].contiguous()), (1, 2, 4)):
+            given = places.clamp(min=-1).view(-1, k), weights.view(-1, k)
+            out = ops.moe_combine(each, *given)
+            ops.moe_combine(each, *given, residual=out, out=out)
+
+
 def linear(device: str) -> None:
     """Every variant, plain and with all that can be added; and rows a tensor map cannot tell of."""
     for dtype, (i, name), deals in itertools.product(

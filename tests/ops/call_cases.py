@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from call_lot import Case as Case
 from call_lot import Lot as Lot
+from call_moe import MOE
 
 from kernel_hub import ops
 
@@ -354,6 +355,7 @@ def _flash_attention_qkvpacked(lot: Lot) -> Case:
 
 # By the name of the op, or of a second way through it.
 CASES: dict[str, Callable[[Lot], Case]] = {
+    **MOE,
     "append_kv": _append_kv,
     "batched_matmul": _batched_matmul,
     "decode_attention": _decode_attention,

@@ -100,6 +100,34 @@ def _merge(lot: Lot) -> tuple[Any, ...]:
     return (out, lse, torch.empty_like(out), lse.clone()), {}
 
 
+def _route(lot: Lot) -> tuple[Any, ...]:
+    num_experts, k = lot.one((8, 2), (60, 4), (128, 8), (160, 6), (256, 8), (512, 10))
+    dtype = lot.one(*HALF, torch.float32)
+    logits = lot.rows(lot.log(1, 20000), num_experts, dtype=dtype, aligned=False)
+    options = {"scoring": lot.one("softmax", "sigmoid"), "renormalise": lot.one(True, False)}
+    return (logits, k), options
+
+
+def _moe_rows(lot: Lot) -> tuple[int, int, int, torch.dtype]:
+    """(tokens, experts of each, a row's elements, their dtype)."""
+    k, hidden = lot.one((2, 4096), (8, 2048), (8, 7168), (6, 5120), (4, 2880), (3, 100))
+    return lot.log(1, 8000), k, hidden, lot.one(*HALF, torch.float32)
+
+
+def _permute(lot: Lot) -> tuple[Any, ...]:
+    tokens, k, hidden, dtype = _moe_rows(lot)
+    x = lot.rows(tokens, hidden, dtype=dtype, aligned=False)
+    return (x, torch.zeros(tokens, k, dtype=torch.int32), lot.one(8, 64, 128, 256)), {}
+
+
+def _combine(lot: Lot) -> tuple[Any, ...]:
+    tokens, k, hidden, dtype = _moe_rows(lot)
+    rows = lot.rows(tokens * k, hidden, dtype=dtype, aligned=False)
+    options = {"residual": lot.one(None, torch.empty(tokens, hidden, dtype=dtype))}
+    places = torch.arange(tokens * k, dtype=torch.int32).view(tokens, k)
+    return (rows, places, torch.empty(tokens, k)), options
+
+
 def _product(lot: Lot) -> tuple[int, int, int]:
     m = lot.one(lot.log(1, 16384), lot.log(1, 256))
     return m, *lot.one(
@@ -261,6 +289,9 @@ DRAWN: dict[str, tuple[str, Callable[[Lot], tuple[Any, ...]]]] = {
     "swigluoai_and_mul": ("swigluoai_and_mul", _swigluoai),
     "rope": ("rope", _rope),
     "merge_states": ("merge_states", _merge),
+    "moe_route": ("moe_route", _route),
+    "moe_permute": ("moe_permute", _permute),
+    "moe_combine": ("moe_combine", _combine),
     "linear": ("linear", _linear),
     "linear fp8": ("linear", _linear_fp8),
     "swiglu_linear": ("swiglu_linear", _swiglu),

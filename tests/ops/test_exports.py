@@ -32,7 +32,8 @@ def exported(cubin: str) -> set[str]:
         pytest.skip(str(missing))
     names = re.findall(rb"\b%s_[a-z0-9_]+" % cubin.encode(), library.read_bytes())
     found = {name.decode() for name in names}
-    return {name for name in found if any(token in name for token in ("fp16", "bf16", "fp32"))}
+    tokens = ("fp16", "bf16", "fp32", "moe_")  # some kernels of experts are the same for all types
+    return {name for name in found if any(token in name for token in tokens)}
 
 
 def exported_linear() -> set[str]:
@@ -180,6 +181,24 @@ def test_merge_states(chosen: set[str]) -> None:
         module("attention.merge_states")._plan(out, lse, out, lse, out, lse, 0)
         module("attention.merge_states")._plan(out, lse.t().contiguous().t(), out, lse, out, lse, 0)
     assert chosen == exported("merge_states")
+
+
+def test_moe(chosen: set[str]) -> None:
+    for dtype, hidden, tokens in itertools.product(DTYPES, [128, 18], [4, 4096]):
+        rows, places = meta(tokens, hidden, dtype=dtype), meta(tokens, 2, dtype=torch.int32)
+        for k in (2, 4, 8):
+            slots = meta(tokens, k, dtype=torch.int32)
+            module("moe.moe_combine")._plan(rows, slots, None, rows, 0)
+        out = meta(2 * tokens, hidden, dtype=dtype)
+        module("moe.moe_permute")._plan(rows, places, 8, out, 0)
+        module("moe.moe_permute")._plan(rows, places, 8, out, 2)
+    route = module("moe.moe_route")
+    for num_experts in (8, 256, 512):
+        route._plan(
+            meta(4, num_experts, dtype=torch.float32), None, route._Rule(1, 0, False, 1, 1, 1.0), 0
+        )
+    expected = set[str]().union(*(exported(f"moe_{op}") for op in ("combine", "permute", "route")))
+    assert chosen == expected and len(expected) == 19
 
 
 def test_linear(chosen: set[str]) -> None:

@@ -18,6 +18,8 @@ enum Outside : int {
     kSlotsOutside = 1 << 5,      // slot_mapping
     kPositionsOutside = 1 << 6,  // positions
     kOffsetsOutside = 1 << 7,    // offsets
+    kExpertsOutside = 1 << 8,    // experts
+    kRowsOutside = 1 << 9,       // row_id_map
 };
 
 // Leaves bits of Outside in the flag (null: nowhere) if there are any. Without a branch.

@@ -23,6 +23,8 @@ TABLES = (
     ("slot_mapping", "slots of the cache, or -1"),
     ("positions", "rows of cos and sin"),
     ("offsets", "offsets from 0 to the rows there are, that do not fall"),
+    ("experts", "experts from 0 to one below num_experts, or -1"),
+    ("row_id_map", "rows there are, or -1"),
 )
 _MOST_OPS = 16
 _words: dict[int, torch.Tensor] = {}  # by device; an int an op

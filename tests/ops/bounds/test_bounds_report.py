@@ -20,8 +20,8 @@ from kernel_hub.ops.core import bounds
 
 FAR = 2**31 - 1
 INDICES = {
-    "block_table", "cache_seqlens", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "offsets",
-    "positions", "slot_mapping",
+    "block_table", "cache_seqlens", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "experts",
+    "offsets", "positions", "row_id_map", "slot_mapping",
 }  # fmt: skip
 
 
@@ -86,6 +86,14 @@ def _grouped(way: Way) -> Any:
     return ops.grouped_linear(a, b, _int32(way, 0, 6, 5))
 
 
+def _permute(way: Way) -> Any:
+    return ops.moe_permute(way.randn(2, 8), _int32(way, [0, -1], [2, 1]), 2)
+
+
+def _combine(way: Way) -> Any:
+    return ops.moe_combine(way.randn(2, 8), _int32(way, [0, -1], [2, 1]), way.randn(2, 2))
+
+
 # What is said, and a call that it is said of.
 CALLS: dict[str, Callable[[Way], Any]] = {
     "rope: positions": lambda way: _rope(way, 5),
@@ -99,6 +107,8 @@ CALLS: dict[str, Callable[[Way], Any]] = {
     "flash_attention: cu_seqlens_q": lambda way: _attention(way, "cu_seqlens_q", 0, 7, 11),
     "flash_attention: cu_seqlens_k": lambda way: _attention(way, "cu_seqlens_k", 0, 7, 3),
     "grouped_linear: offsets": _grouped,
+    "moe_permute: experts": _permute,
+    "moe_combine: row_id_map": _combine,
 }
 
 
@@ -166,8 +176,10 @@ def test_names_are_those_of_the_kernels_bits() -> None:
     assert [(str(i), name) for i, (name, _) in enumerate(bounds.TABLES)] == bits
 
 
-# These read lengths after kernels that have told of them.
-FOLLOW = re.compile(r"flash_attention_backward\w*_convert|decode_attention\w*_merge\w*")
+# These read lengths after kernels that have told of them, or experts before one that will.
+FOLLOW = re.compile(
+    r"flash_attention_backward\w*_convert|decode_attention\w*_merge\w*|moe_permute_count"
+)
 
 
 def test_every_kernel_that_reads_indices_has_a_flag() -> None:

@@ -51,6 +51,13 @@ inline bool __any_sync(unsigned, bool vote) {
 inline bool __all_sync(unsigned, bool vote) {
     return emulator::ballot(vote) == ~0u;
 }
+inline unsigned __match_any_sync(unsigned, int value) {
+    const emulator::Exchange<int> all(emulator::kShuffle, value);
+    unsigned same = 0;
+    for (int i = 0; i < emulator::kWarp; ++i)
+        same |= static_cast<unsigned>(all.peer(i) == value) << i;
+    return same;
+}
 inline int __popc(unsigned bits) {
     return __builtin_popcount(bits);
 }

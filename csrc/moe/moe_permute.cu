@@ -1,0 +1,268 @@
+// Rows of tokens sorted by their experts, in the order of tokens within an expert.
+//
+//   offsets[e] = how many slots have an expert below e
+//   row_id_map[t, j] = offsets[e] + how many slots before (t, j) have e = experts[t, j]
+//   out[row_id_map[t, j]] = x[t]
+// A slot whose expert is not one of num_experts goes nowhere (-1). Same inputs, same bits: what is
+// added by atomics are whole numbers.
+//
+// Parallelisation: 256 threads, block_tokens neighbouring tokens a block along gridDim.x, their
+// columns along gridDim.y. A block finds out by itself where its slots go: how many of each expert
+// are before its own (`before`) and in all, by counting every slot or, where `counts` is given, by
+// adding up what the launch of *_count counted in chunks; then its first warp ranks its slots, 32
+// at a time. Nothing waits for another block. threadIdx.x walks a row, threadIdx.y the tokens.
+// Shared memory: before and all (num_experts each), where each slot of the block goes.
+//   vec       16 bytes at a time
+//   word, half_word    4 or 2 bytes, any alignment
+//   count     one chunk a block
+// Source: Gale et al., "MegaBlocks: Efficient Sparse Training with Mixture-of-Experts", 2022.
+
+#include "kernel_hub/bounds.cuh"
+#include "kernel_hub/launch_facts.cuh"
+#include "kernel_hub/math.cuh"
+#include "kernel_hub/mma.cuh"
+#include "kernel_hub/reduce.cuh"
+
+namespace kernel_hub::moe {
+
+constexpr int kThreads = 256;
+constexpr int kAhead = 4;   // reads of a row before its writes
+constexpr int kAtOnce = 8;  // experts read before they are counted
+
+__device__ __forceinline__ uint4 read_unit(const uint4* address) {
+    return ld_global(address);
+}
+template <typename Unit>
+__device__ __forceinline__ Unit read_unit(const Unit* address) {
+    return *address;
+}
+__device__ __forceinline__ void write_unit(uint4* address, uint4 bits) {
+    st_global(address, bits);
+}
+template <typename Unit>
+__device__ __forceinline__ void write_unit(Unit* address, Unit bits) {
+    *address = bits;
+}
+
+// Adds the slots begin .. end - 1 to their experts' counts, by all threads.
+__device__ __forceinline__ void count_slots(int* counts, const int* experts, int begin, int end,
+                                            int num_experts, int thread_idx) {
+#pragma unroll 1
+    for (int first = begin + thread_idx; first < end; first += kAtOnce * kThreads) {
+        int found[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            const int slot = first + i * kThreads;
+            found[i] = slot < end ? __ldg(experts + slot) : -1;
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            if (is_index(found[i], num_experts)) {
+                atomicAdd(counts + found[i], 1);
+            }
+        }
+    }
+}
+
+// Adds up the counts of chunks: those before `own` in `before`, those of all in `all`.
+__device__ __forceinline__ void add_counts(int* before, int* all, const int* counts, int own,
+                                           int num_chunks, int num_experts, int thread_idx) {
+    const int width = min(kThreads, (num_experts + kWarpSize - 1) / kWarpSize * kWarpSize);
+    const int rows = kThreads / width, row = thread_idx / width;
+    if (row >= rows) {
+        return;
+    }
+#pragma unroll 1
+    for (int expert = thread_idx - row * width; expert < num_experts; expert += width) {
+        int earlier = 0, sum = 0;
+#pragma unroll 8
+        for (int chunk = row; chunk < num_chunks; chunk += rows) {
+            const int count = __ldg(counts + static_cast<int64_t>(chunk) * num_experts + expert);
+            earlier += chunk < own ? count : 0;
+            sum += count;
+        }
+        atomicAdd(before + expert, earlier);
+        atomicAdd(all + expert, sum);
+    }
+}
+
+__device__ __forceinline__ int warp_scan(int value, int lane_idx) {
+#pragma unroll
+    for (int step = 1; step < kWarpSize; step *= 2) {
+        const int other = __shfl_up_sync(kAllLanes, value, step);
+        value += lane_idx >= step ? other : 0;
+    }
+    return value;
+}
+
+// Makes `before` the row of the block's first slot of each expert, and tells `offsets` if there.
+__device__ __forceinline__ void find_starts(int* before, const int* all, bool adds_before,
+                                            int* offsets, int num_experts, int thread_idx) {
+    __shared__ int sums[kThreads / kWarpSize];
+    const int each = (num_experts + kThreads - 1) / kThreads;
+    const int begin = min(thread_idx * each, num_experts), end = min(begin + each, num_experts);
+    const int warp_idx = thread_idx / kWarpSize, lane_idx = thread_idx % kWarpSize;
+    int own = 0;
+#pragma unroll 1
+    for (int expert = begin; expert < end; ++expert) {
+        own += all[expert] + (adds_before ? before[expert] : 0);
+    }
+    const int until = warp_scan(own, lane_idx);
+    if (lane_idx == kWarpSize - 1) {
+        sums[warp_idx] = until;
+    }
+    __syncthreads();
+    int start = until - own;
+#pragma unroll 1
+    for (int i = 0; i < warp_idx; ++i) {
+        start += sums[i];
+    }
+#pragma unroll 1
+    for (int expert = begin; expert < end; ++expert) {
+        if (offsets != nullptr) {
+            offsets[expert] = start;
+        }
+        const int count = all[expert] + (adds_before ? before[expert] : 0);
+        before[expert] += start;
+        start += count;
+    }
+    if (offsets != nullptr && thread_idx == kThreads - 1) {
+        offsets[num_experts] = start;
+    }
+    __syncthreads();
+}
+
+template <typename Unit>
+__device__ __forceinline__ void permute(Unit* out, int* offsets, int* row_id_map, int* flag,
+                                        const Unit* x, const int* experts, const int* counts,
+                                        int64_t out_stride, int64_t x_stride, int num_tokens, int k,
+                                        int num_experts, int num_units, int block_tokens,
+                                        int chunk_slots) {
+    int* before = reinterpret_cast<int*>(dynamic_shared());  // (num_experts), then the next rows
+    int* all = before + num_experts;                         // (num_experts)
+    int* places = all + num_experts;                         // (block_tokens, k)
+    const int thread_idx = threadIdx.y * blockDim.x + threadIdx.x;
+    const int num_slots = num_tokens * k;
+    const int first_token = blockIdx.x * block_tokens;
+    const int tokens = min(block_tokens, num_tokens - first_token);
+    const int first_slot = first_token * k, own_slots = tokens * k;
+
+#pragma unroll 1
+    for (int i = thread_idx; i < 2 * num_experts; i += kThreads) {
+        before[i] = 0;
+    }
+    __syncthreads();
+    if (counts == nullptr) {
+        count_slots(before, experts, 0, first_slot, num_experts, thread_idx);
+        count_slots(all, experts, first_slot, num_slots, num_experts, thread_idx);
+    } else {
+        const int own = first_slot / chunk_slots;
+        const int num_chunks = (num_slots + chunk_slots - 1) / chunk_slots;
+        add_counts(before, all, counts, own, num_chunks, num_experts, thread_idx);
+        count_slots(before, experts, own * chunk_slots, first_slot, num_experts, thread_idx);
+    }
+    __syncthreads();
+    const bool is_first = blockIdx.x == 0 && blockIdx.y == 0;
+    find_starts(before, all, counts == nullptr, is_first ? offsets : nullptr, num_experts,
+                thread_idx);
+
+    // The slots of the block in their order.
+    if (thread_idx < kWarpSize) {
+        const int lane_idx = thread_idx;
+        bool is_outside = false;
+#pragma unroll 1
+        for (int first = 0; first < own_slots; first += kWarpSize) {
+            const int slot = first + lane_idx;
+            const int expert = slot < own_slots ? __ldg(experts + first_slot + slot) : -1;
+            const bool is_placed = is_index(expert, num_experts);
+            is_outside = is_outside || (!is_placed && expert != -1);
+            const unsigned same = __match_any_sync(kAllLanes, is_placed ? expert : -1);
+            const int rank = __popc(same & ((1u << lane_idx) - 1));
+            const int place = is_placed ? before[expert] + rank : -1;
+            __syncwarp();
+            if (is_placed && rank == 0) {
+                before[expert] += __popc(same);
+            }
+            __syncwarp();
+            if (slot < own_slots) {
+                places[slot] = place;
+                if (blockIdx.y == 0) {
+                    row_id_map[first_slot + slot] = place;
+                }
+            }
+        }
+        report_if(flag, is_outside, kExpertsOutside);
+    }
+    __syncthreads();
+
+    const int step = gridDim.y * blockDim.x;
+#pragma unroll 1
+    for (int token = threadIdx.y; token < tokens; token += blockDim.y) {
+        const Unit* row = x + (first_token + token) * x_stride;
+        const int* own = places + token * k;
+#pragma unroll 1
+        for (int at = blockIdx.y * blockDim.x + threadIdx.x; at < num_units; at += kAhead * step) {
+            Unit bits[kAhead];
+#pragma unroll
+            for (int i = 0; i < kAhead; ++i) {
+                if (at + i * step < num_units) {
+                    bits[i] = read_unit(row + at + i * step);
+                }
+            }
+#pragma unroll 1
+            for (int j = 0; j < k; ++j) {
+                const int place = own[j];
+                if (place < 0) {
+                    continue;
+                }
+                Unit* to = out + place * out_stride + at;
+#pragma unroll
+                for (int i = 0; i < kAhead; ++i) {
+                    if (at + i * step < num_units) {
+                        write_unit(to + i * step, bits[i]);
+                    }
+                }
+            }
+        }
+    }
+}
+
+#define EXPORT_MOE_PERMUTE(VARIANT, UNIT)                                                     \
+    DESCRIBED(                                                                                \
+        moe_permute_##VARIANT, "x: tokens in steps of block_tokens, y: columns", (),          \
+        extern "C" __global__ void __launch_bounds__(kThreads) moe_permute_##VARIANT(         \
+            void* out, int* offsets, int* row_id_map, int* flag, const void* x,               \
+            const int* experts, const int* counts, int64_t out_stride, int64_t x_stride,      \
+            int num_tokens, int k, int num_experts, int num_units, int block_tokens,          \
+            int chunk_slots) {                                                                \
+            permute<UNIT>(static_cast<UNIT*>(out), offsets, row_id_map, flag,                 \
+                          static_cast<const UNIT*>(x), experts, counts, out_stride, x_stride, \
+                          num_tokens, k, num_experts, num_units, block_tokens, chunk_slots);  \
+        })
+
+DESCRIBED(
+    moe_permute_count, "x: chunks of chunk_slots", (.threads = kThreads),
+    extern "C" __global__ void
+    __launch_bounds__(kThreads) moe_permute_count(int* counts, const int* experts, int num_slots,
+                                                  int num_experts, int chunk_slots) {
+        int* found = reinterpret_cast<int*>(dynamic_shared());  // (num_experts)
+        for (int i = threadIdx.x; i < num_experts; i += kThreads) {
+            found[i] = 0;
+        }
+        __syncthreads();
+        const int begin = blockIdx.x * chunk_slots;
+        count_slots(found, experts, begin, min(begin + chunk_slots, num_slots), num_experts,
+                    threadIdx.x);
+        __syncthreads();
+        int* own = counts + static_cast<int64_t>(blockIdx.x) * num_experts;
+        for (int i = threadIdx.x; i < num_experts; i += kThreads) {
+            own[i] = found[i];
+        }
+    })
+
+// {op}_{unit}
+EXPORT_MOE_PERMUTE(vec, uint4)
+EXPORT_MOE_PERMUTE(word, uint32_t)
+EXPORT_MOE_PERMUTE(half_word, uint16_t)
+
+}  // namespace kernel_hub::moe

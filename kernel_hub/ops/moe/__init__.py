@@ -1,0 +1,1 @@
+"""What is around the products of a mixture of experts: routing, permutation, combination."""
