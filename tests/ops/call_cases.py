@@ -106,6 +106,23 @@ def _quantize_e4m3(lot: Lot) -> Case:
     return Case("quantize_e4m3", tensors, {"per": per}, outs, required=("x",))
 
 
+def _sample(lot: Lot) -> Case:
+    batch, size = lot.one(1, 3, 5), lot.one(8, 40, 100)
+    counts = torch.arange(batch, device=lot.device)
+    tensors = {
+        "logits": lot.randn(batch, size, dtype=lot.one(*_ANY)), "seed": counts,
+        "out": counts + 1, "out_logprob": lot.randn(batch),
+        **lot.maybe(
+            ("temperature", lot.randn(batch)), ("top_k", counts.int() + 1),
+            ("top_p", lot.randn(batch).abs()), ("min_p", lot.randn(batch).abs()),
+            ("offset", counts.clone()), ("bias", lot.randn(batch, size)),
+            ("token_bitmask", lot.randn(batch, -(-size // 32)).view(torch.int32)),
+        ),
+    }  # fmt: skip
+    options = {"return_logprob": True, "softcap": lot.one(0.0, 30.0)}
+    return Case("sample", tensors, options, ("out", "out_logprob"), required=("logits",))
+
+
 def _rope(lot: Lot) -> Case:
     dtype, tokens, dim = lot.one(*_ANY), lot.one(1, 3, 5), lot.one(8, 16, 32)
     lead = lot.one((tokens,), (2, tokens))
@@ -372,6 +389,7 @@ CASES: dict[str, Callable[[Lot], Case]] = {
     "relu_squared": _relu_squared,
     "rms_norm": _rms_norm,
     "rope": _rope,
+    "sample": _sample,
     "silu_and_mul": _silu_and_mul,
     "swiglu_linear": _swiglu_linear,
     "swigluoai_and_mul": _swigluoai_and_mul,
