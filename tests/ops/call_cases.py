@@ -109,18 +109,15 @@ def _quantize_e4m3(lot: Lot) -> Case:
 def _sample(lot: Lot) -> Case:
     batch, size = lot.one(1, 3, 5), lot.one(8, 40, 100)
     counts = torch.arange(batch, device=lot.device)
-    tensors = {
-        "logits": lot.randn(batch, size, dtype=lot.one(*_ANY)), "seed": counts,
-        "out": counts + 1, "out_logprob": lot.randn(batch),
-        **lot.maybe(
-            ("temperature", lot.randn(batch)), ("top_k", counts.int() + 1),
-            ("top_p", lot.randn(batch).abs()), ("min_p", lot.randn(batch).abs()),
-            ("offset", counts.clone()), ("bias", lot.randn(batch, size)),
-            ("token_bitmask", lot.randn(batch, -(-size // 32)).view(torch.int32)),
-        ),
-    }  # fmt: skip
+    given = lot.maybe(
+        ("temperature", lot.randn(batch)), ("top_k", counts.int() + 1),
+        ("top_p", lot.randn(batch).abs()), ("bias", lot.randn(batch, size)),
+        ("token_bitmask", lot.randn(batch, -(-size // 32)).view(torch.int32)),
+    )  # fmt: skip
+    outs = {"out": counts + 1, "out_logprob": lot.randn(batch)}
+    tensors = {"logits": lot.randn(batch, size, dtype=lot.one(*_ANY)), "seed": counts, **given}
     options = {"return_logprob": True, "softcap": lot.one(0.0, 30.0)}
-    return Case("sample", tensors, options, ("out", "out_logprob"), required=("logits",))
+    return Case("sample", {**tensors, **outs}, options, tuple(outs), required=("logits",))
 
 
 def _rope(lot: Lot) -> Case:

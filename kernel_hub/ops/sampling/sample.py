@@ -124,6 +124,7 @@ def sample(
     "CTRL", 2019; Nguyen et al., "Turning Up the Heat: Min-p Sampling", 2024; Salmon et al.,
     "Parallel Random Numbers: As Easy as 1, 2, 3", 2011.
     """
+    common.check_flag(_OP, "return_logprob", return_logprob)
     options = (
         temperature, top_k, top_p, min_p, seed, offset, repetition_penalty, presence_penalty,
         frequency_penalty, bias, token_bitmask, prompt_bitmask, output_counts,
