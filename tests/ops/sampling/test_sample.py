@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from back_to_back import check_back_to_back
 from bits import same_bits
 from ways import DTYPES, Way
 
@@ -296,6 +297,27 @@ def test_a_row_draws_the_same_anywhere(way: Way) -> None:
     for row in range(0, batch, 3):
         one = {name: x[row : row + 1] for name, x in given.items()}
         same_bits(sample(logits[row : row + 1], **one), whole[row : row + 1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "dtype, size", zip((*DTYPES, torch.float32), [50257, 128256, 300000, 128256], strict=True)
+)
+def test_vocabularies_of_models(dtype: torch.dtype, size: int) -> None:
+    way = Way("gpu", "cuda")
+    for batch, spread in ((2, 3.0), (5, 1.0), (9, 8.0)):
+        logits = (way.randn(batch, size) * spread).to(dtype)
+        check(way, logits, **arguments(batch, size))
+
+
+@pytest.mark.gpu
+def test_back_to_back() -> None:
+    check_back_to_back(
+        "seed = torch.arange(300, device='cuda')\n"
+        "k = (seed % 3 * 40).int()\n"
+        "cases = [partial(ops.sample, randn(b, v), top_k=k[:b], seed=seed[:b])"
+        " for b, v in itertools.product((1, 7, 60, 300), (100, 50257, 128256))]"
+    )
 
 
 def test_seeds_of_torch(way: Way) -> None:
