@@ -301,7 +301,7 @@ def test_a_row_draws_the_same_anywhere(way: Way) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "dtype, size", zip((*DTYPES, torch.float32), [50257, 128256, 300000, 128256], strict=True)
+    "dtype, size", list(zip((*DTYPES, torch.float32), [50257, 128256, 300000, 128256], strict=True))
 )
 def test_vocabularies_of_models(dtype: torch.dtype, size: int) -> None:
     way = Way("gpu", "cuda")
