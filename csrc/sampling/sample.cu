@@ -12,7 +12,7 @@
 //      bound, hardly more than top_k, becomes candidates, in shared memory, which are compared
 //      with each other. The same where only top_p is asked, with 256.
 //   3. Where candidates are too many, or have less than top_p: passes that count and weigh what is
-//      above four pivots, until few are left between two. Where all is kept, one that weighs it.
+//      above three pivots, until few are left between two. Where all is kept, one that weighs it.
 // Where rows are few, several blocks share one: each leaves the candidates of its part, and the one
 // that ends last goes on with them, or, where a part has too many or top_k does not ask for them,
 // does the whole row alone.

@@ -226,7 +226,6 @@ def _plan(given: SampleGiven, low_bits: int) -> Launch:
     if batch_size == 0:
         return Launch()
     elems = common.VEC_BYTES // logits.element_size()
-    # NOTE: penalties alone, of None, change nothing.
     is_changed = given.softcap != 0 or any(
         getattr(given, each) is not None for each in _ROWS.split()
     )
