@@ -36,6 +36,10 @@ _GATED: list[Overload] = [
     ({"out_dtype": "torch.dtype"}, f"{TENSOR} | {PAIR}"),
 ]
 _QUANTIZE: list[Overload] = [({"scale": "None"}, PAIR), ({"scale": TENSOR}, TENSOR)]
+_LOGPROB: list[Overload] = [
+    ({name.replace("return_lse", "return_logprob"): kind for name, kind in given.items()}, found)
+    for given, found in _LSE
+]
 # Op -> its overloads; the first is that of the defaults.
 OVERLOADS = {
     "append_kv": _given("q", "None", TENSOR),
@@ -51,6 +55,7 @@ OVERLOADS = {
     "quantize_e4m3": _QUANTIZE,
     "relu_squared": _GATED,
     "rms_norm": _NORM,
+    "sample": _LOGPROB,
     "silu_and_mul": _GATED,
     "swigluoai_and_mul": _GATED,
 }

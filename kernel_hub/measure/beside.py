@@ -69,9 +69,9 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _outputs(run: Run, inputs: Inputs) -> list[torch.Tensor]:
-    """What `run` makes of a copy of the inputs, some of which it may write."""
+    """What `run` makes of a copy of the inputs, some of which it may write; ids as numbers."""
     copied = {n: x.clone() if isinstance(x, torch.Tensor) else x for n, x in inputs.items()}
-    return _tensors(run(copied))
+    return [x if x.is_floating_point() else x.double() for x in _tensors(run(copied))]
 
 
 def _wide(inputs: Inputs) -> Inputs:

@@ -259,6 +259,16 @@ OPS: dict[str, Op] = {
         lambda i: ops.swigluoai_and_mul(i["x"]),
         lambda i: _clamped_gate(i["x"]),
     ),
+    "sample": Op(
+        {"batch": 128, "vocabulary": 128256},
+        # Greedy: draws differ from one to the other.
+        lambda s, t: {
+            "x": t.normal(s["batch"], s["vocabulary"]), "temperature": t.fp32(s["batch"]).zero_(),
+            "seed": t.count(s["batch"]),
+        },
+        lambda i: ops.sample(i["x"], temperature=i["temperature"], seed=i["seed"]),
+        lambda i: i["x"].argmax(-1),
+    ),
     "rope": Op(
         {"tokens": 8192, **_HEADS},
         _make_rope,

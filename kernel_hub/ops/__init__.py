@@ -37,6 +37,7 @@ from .rowwise.rms_norm import rms_norm as rms_norm
 from .rowwise.rope import rope as rope
 from .rowwise.silu_and_mul import silu_and_mul as silu_and_mul
 from .rowwise.swigluoai_and_mul import swigluoai_and_mul as swigluoai_and_mul
+from .sampling.sample import sample as sample
 
 __all__ = [
     "append_kv",
@@ -58,6 +59,7 @@ __all__ = [
     "relu_squared",
     "rms_norm",
     "rope",
+    "sample",
     "silu_and_mul",
     "swiglu_linear",
     "swigluoai_and_mul",

@@ -289,6 +289,42 @@ def rope(
     out_k: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 @overload
+def sample(
+    logits: torch.Tensor, *, temperature: torch.Tensor | None = None,
+    top_k: torch.Tensor | None = None, top_p: torch.Tensor | None = None,
+    min_p: torch.Tensor | None = None, seed: torch.Tensor | None = None,
+    offset: torch.Tensor | None = None, bias: torch.Tensor | None = None,
+    token_bitmask: torch.Tensor | None = None, prompt_bitmask: torch.Tensor | None = None,
+    output_counts: torch.Tensor | None = None, repetition_penalty: torch.Tensor | None = None,
+    presence_penalty: torch.Tensor | None = None, frequency_penalty: torch.Tensor | None = None,
+    softcap: float = 0.0, return_logprob: Literal[False] = False,
+    out: torch.Tensor | None = None, out_logprob: torch.Tensor | None = None,
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def sample(
+    logits: torch.Tensor, *, temperature: torch.Tensor | None = None,
+    top_k: torch.Tensor | None = None, top_p: torch.Tensor | None = None,
+    min_p: torch.Tensor | None = None, seed: torch.Tensor | None = None,
+    offset: torch.Tensor | None = None, bias: torch.Tensor | None = None,
+    token_bitmask: torch.Tensor | None = None, prompt_bitmask: torch.Tensor | None = None,
+    output_counts: torch.Tensor | None = None, repetition_penalty: torch.Tensor | None = None,
+    presence_penalty: torch.Tensor | None = None, frequency_penalty: torch.Tensor | None = None,
+    softcap: float = 0.0, return_logprob: Literal[True], out: torch.Tensor | None = None,
+    out_logprob: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+@overload
+def sample(
+    logits: torch.Tensor, *, temperature: torch.Tensor | None = None,
+    top_k: torch.Tensor | None = None, top_p: torch.Tensor | None = None,
+    min_p: torch.Tensor | None = None, seed: torch.Tensor | None = None,
+    offset: torch.Tensor | None = None, bias: torch.Tensor | None = None,
+    token_bitmask: torch.Tensor | None = None, prompt_bitmask: torch.Tensor | None = None,
+    output_counts: torch.Tensor | None = None, repetition_penalty: torch.Tensor | None = None,
+    presence_penalty: torch.Tensor | None = None, frequency_penalty: torch.Tensor | None = None,
+    softcap: float = 0.0, return_logprob: bool, out: torch.Tensor | None = None,
+    out_logprob: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+@overload
 def silu_and_mul(
     x: torch.Tensor, *, out_dtype: None = None, out: torch.Tensor | None = None,
     out_scale: torch.Tensor | None = None,
@@ -334,6 +370,7 @@ __all__ = [
     "relu_squared",
     "rms_norm",
     "rope",
+    "sample",
     "silu_and_mul",
     "swiglu_linear",
     "swigluoai_and_mul",

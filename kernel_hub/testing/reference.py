@@ -216,3 +216,33 @@ def merge_states(
         weight = (own - lse).exp().nan_to_num(0.0).transpose(-1, -2)[..., None].to(dtype)
         out += torch.where(weight == 0, 0.0, weight * state.to(dtype))
     return out, lse
+
+
+def sample(
+    logits: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    softcap: float = 0.0,
+    dtype: torch.dtype = torch.float64,
+) -> torch.Tensor:
+    """The probabilities with which the tokens of one row, (vocab_size,), are drawn; 0 of what is
+    not kept. Two logits are equal where they were before anything was computed of them."""
+    z = logits.to(dtype)
+    if softcap:
+        z = softcap * (z / softcap).tanh()
+    p = (z / temperature).softmax(-1)
+    kept = p >= min_p * p.max()
+    values = logits.masked_fill(~kept, -torch.inf).sort(descending=True).values
+    if 0 < top_k < len(logits):
+        kept &= logits >= values[top_k - 1]
+    if top_p < 1:
+        p = torch.where(kept, p, 0)
+        order = p.argsort(descending=True)
+        before = p[order].cumsum(0) - p[order]
+        fewest = order[before < max(top_p, 1e-300) * p.sum()]
+        kept &= logits >= logits[fewest].min()
+    p = torch.where(kept, p, 0)
+    return p / p.sum()

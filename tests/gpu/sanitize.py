@@ -112,6 +112,25 @@ def quantize_e4m3(device: str) -> None:
                 ops.quantize_e4m3(y, scale, per=per)
 
 
+def sample(device: str) -> None:
+    """Rows of one block and of several, candidates that suffice and that do not, all changes."""
+    for dtype, size, batch in itertools.product(DTYPES, (1, 33, 4096, 50257, 131072), (1, 5, 200)):
+        logits = torch.randn(batch, size, device=device, dtype=dtype)
+        rows = torch.arange(batch, device=device)
+        top_k = (rows % 4 * 120).int()
+        top_p = 1 - (rows % 3) * 0.2
+        words = torch.zeros(batch, -(-size // 32), dtype=torch.int32, device=device) + 0x1234567
+        counts = torch.ones(batch, size, dtype=torch.int32, device=device)
+        for given in ({}, {"top_k": top_k}, {"top_k": top_k, "top_p": top_p}, {"top_p": top_p}):
+            ops.sample(logits, **given, seed=rows, return_logprob=True)
+        ops.sample(
+            logits, top_k=top_k, min_p=top_p * 0.1, temperature=top_p - 0.6, seed=rows,
+            bias=torch.randn(size, device=device), token_bitmask=words, prompt_bitmask=words,
+            output_counts=counts, repetition_penalty=top_p, presence_penalty=top_p,
+            frequency_penalty=top_p, softcap=30.0,
+        )  # fmt: skip
+
+
 def rope(device: str) -> None:
     """Half the head and the whole of it (flat), strided heads, positions or none, odd sizes."""
     for dtype, head_dim, heads, tokens, interleaved in itertools.product(

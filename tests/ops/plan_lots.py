@@ -81,6 +81,14 @@ def _swigluoai(lot: Lot) -> tuple[Any, ...]:
     return _silu(lot)[0], options
 
 
+def _sample(lot: Lot) -> tuple[Any, ...]:
+    batch, size = lot.log(1, 1000), lot.one(32000, 50257, 128256, 151936, 262144)
+    logits = lot.rows(batch, size, dtype=lot.one(*HALF, torch.float32), aligned=False)
+    given = {"top_k": torch.empty(batch, dtype=torch.int32), "top_p": torch.empty(batch)}
+    bias = lot.one(None, torch.empty(size))
+    return (logits,), {**given, "seed": torch.empty(batch, dtype=torch.int64), "bias": bias}
+
+
 def _rope(lot: Lot) -> tuple[Any, ...]:
     dtype, dim, tokens = lot.one(*HALF, torch.float32), lot.one(64, 80, 96, 128), lot.log(1, 8000)
     q = lot.rows(tokens, lot.one(8, 14, 32), dim, dtype=dtype, aligned=False)
@@ -281,6 +289,7 @@ def _attention_fp8(lot: Lot) -> tuple[Any, ...]:
 DRAWN: dict[str, tuple[str, Callable[[Lot], tuple[Any, ...]]]] = {
     "rms_norm": ("rms_norm", _norm),
     "layer_norm": ("layer_norm", _layer_norm),
+    "sample": ("sample", _sample),
     "silu_and_mul": ("silu_and_mul", _silu),
     "gelu": ("gelu", _gelu),
     "relu_squared": ("relu_squared", _silu),

@@ -143,6 +143,15 @@ def test_quantize_e4m3(chosen: set[str]) -> None:
     assert chosen == exported("quantize_e4m3")
 
 
+def test_sample(chosen: set[str]) -> None:
+    op = module("sampling.sample")
+    given = dict.fromkeys(op.SampleGiven._fields)
+    for dtype in DTYPES:
+        logits = meta(3, 129, dtype=dtype)
+        op._plan(op.SampleGiven(**{**given, "logits": logits, "softcap": 0.0}), 0)
+    assert chosen == {"sample"}
+
+
 def test_rope(chosen: set[str]) -> None:
     for dtype, table32, interleaved, tokens, head_dim in itertools.product(
         DTYPES, [False, True], [False, True], [1, 1024, 8192, 32768], [16, 64, 128, 80, 18]

@@ -158,6 +158,7 @@ def test_registered_ops_pass_opcheck(device: str) -> None:
     t, ops = inputs(device), torch.ops.kernel_hub
     x, r, w = t["x"], t["r"], t["w"]
     rotary = (t["q"], t["k"], t["cos"], t["sin"], None, False, 32)
+    ids = torch.zeros(5, dtype=torch.int64, device=device)
     half, scale, oai = x[..., :32].contiguous(), torch.ones(2, 5, device=device), (1.7, 7.0, True)
     for op, arguments in (
         (ops.rms_norm, (x, w, 1e-6, 0.0)),
@@ -198,6 +199,10 @@ def test_registered_ops_pass_opcheck(device: str) -> None:
         (ops.quantize_e4m3_out, (x, "row", x.to(torch.float8_e4m3fn), scale.clone())),
         (ops.quantize_e4m3_given, (x, scale, "row")),
         (ops.quantize_e4m3_given_out, (x, scale, "row", x.to(torch.float8_e4m3fn))),
+        (
+            ops.sample,
+            (x[0], None, None, scale[0] / 2, *[None] * 10, 0.0, ids.clone(), scale[0].clone()),
+        ),
         (ops.linear, (x, t["weight"], w, 1, r, torch.bfloat16)),
         (ops.linear_out, (x, t["weight"], w, 2, None, torch.empty_like(x))),
         (ops.grouped_linear, (r.view(10, 64), t["experts"], t["offsets"], None, 2, torch.float32)),

@@ -159,9 +159,11 @@ def test_pieces_between_each_other_pass(name: str, device: str) -> None:
 @each_op
 def test_an_output_that_meets_itself(name: str, device: str) -> None:
     verdicts: set[bool] = set()
+    have_rows = False  # neighbours alone never meet
     for case, lot in drawn(name, device):
         for written in case.written:
             like = case.tensors[written]
+            have_rows |= like.dim() > 1
             unit = STEP // like.itemsize
             sizes = [n for n in like.shape[:-1] if n > 1]
             for _ in range(12):
@@ -183,7 +185,7 @@ def test_an_output_that_meets_itself(name: str, device: str) -> None:
                         case.call(**{written: out})
                     except TensorError as refusal:  # of strides no kernel has
                         assert "overlap" not in str(refusal), (case, written, strides)
-    assert True in verdicts
+    assert True in verdicts or not have_rows
 
 
 @each_op

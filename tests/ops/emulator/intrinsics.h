@@ -96,6 +96,34 @@ inline int atomicOr(int* address, int value) {
     return before;
 }
 inline void __threadfence() {}
+// Each thread votes before the barrier; the last one through it clears the votes.
+inline int __syncthreads_count(bool vote) {
+    static int votes, through;
+    votes += vote;
+    __syncthreads();
+    const int found = votes;
+    if (++through == emulator::block_threads) {
+        through = 0;
+        votes = 0;
+    }
+    __syncthreads();
+    return found;
+}
+inline float __fadd_rn(float a, float b) {
+    return a + b;
+}
+inline float __fsub_rn(float a, float b) {
+    return a - b;
+}
+inline float __fmul_rn(float a, float b) {
+    return a * b;
+}
+inline float __fdiv_rn(float a, float b) {
+    return a / b;
+}
+inline uint64_t __umul64hi(uint64_t a, uint64_t b) {
+    return static_cast<unsigned __int128>(a) * b >> 64;
+}
 template <typename T>
 inline T __ldg(const T* address) {
     if (sizeof(T) == 16) emulator::check_aligned(address);

@@ -1,0 +1,231 @@
+// A row of logits as it is drawn from: what is added and excluded, walked through in vectors; sums
+// over a block.
+#pragma once
+
+#include "kernel_hub/vec.cuh"
+#include "sampling/numbers.cuh"
+
+namespace kernel_hub::sampling {
+
+constexpr int kNumThreads = 512;
+constexpr int kNumWarps = kNumThreads / 32;
+constexpr float kInfinity = __builtin_inff();
+
+enum Dtype : int { kFp16, kBf16, kFp32 };
+
+struct SampleParams {
+    int* state;          // (batch) zeros, before and after; null where a row is one block's
+    void* parts;         // (batch, gridDim.y) of Part
+    int64_t* out;        // (batch)
+    float* logprob;      // (batch), or null, as all below may be but logits
+    const void* logits;  // (batch, size), of `dtype`
+    const float *temperature, *top_p, *min_p;  // (batch)
+    const int* top_k;                          // (batch)
+    const int64_t *seed, *offset;              // (batch)
+    const float* bias;                         // (batch, size)
+    const int* allowed;  // (batch, ceil(size / 32)), bit i % 32 of word i / 32
+    const float *repetition, *presence, *frequency;  // (batch)
+    const int* in_prompt;                            // as allowed
+    const int* counts;                               // (batch, size)
+    int64_t logits_stride, bias_stride, allowed_stride, in_prompt_stride, counts_stride;
+    int size, dtype;
+    int is_plain;  // see Row
+    float softcap;
+};
+
+__device__ __forceinline__ bool has_bit(const int* words, int i) {
+    return words[i / 32] >> (i % 32) & 1;
+}
+
+constexpr int kAtOnce = 4;  // values
+
+// Values of a row; excluded are -inf and nan. The type of logits is asked as it is met: one kernel
+// a type would be as many times as large.
+struct Row {
+    const SampleParams& p;
+    const char* logits;
+    bool has_mask;
+    bool is_plain;  // nothing changes its values, and it is of whole, aligned vectors
+
+    __device__ __forceinline__ explicit Row(const SampleParams& params)
+        : p(params),
+          logits(static_cast<const char*>(params.logits) +
+                 blockIdx.x * params.logits_stride * element_bytes()),
+          has_mask(params.allowed != nullptr),
+          is_plain(params.is_plain) {}
+
+    __device__ __forceinline__ int element_bytes() const { return p.dtype == kFp32 ? 4 : 2; }
+
+    __device__ __forceinline__ float changed(float z, int i) const {
+        if (p.softcap != 0.0f) {
+            z = apply_softcap(z, p.softcap);
+        }
+        if (p.bias) {
+            z = __fadd_rn(z, p.bias[blockIdx.x * p.bias_stride + i]);
+        }
+        if (has_mask && !has_bit(p.allowed + blockIdx.x * p.allowed_stride, i)) {
+            return -kInfinity;
+        }
+        const int count = p.counts ? p.counts[blockIdx.x * p.counts_stride + i] : 0;
+        const bool is_old =
+            count > 0 || (p.in_prompt && has_bit(p.in_prompt + blockIdx.x * p.in_prompt_stride, i));
+        if (is_old && p.repetition) {
+            const float penalty = p.repetition[blockIdx.x];
+            z = z > 0.0f ? __fdiv_rn(z, penalty) : __fmul_rn(z, penalty);
+        }
+        if (count > 0 && p.frequency) {
+            z = __fsub_rn(z, __fmul_rn(p.frequency[blockIdx.x], static_cast<float>(count)));
+        }
+        if (count > 0 && p.presence) {
+            z = __fsub_rn(z, p.presence[blockIdx.x]);
+        }
+        return z;
+    }
+
+    __device__ __forceinline__ float loaded(int i) const {
+        if (p.dtype == kFp32) {
+            return reinterpret_cast<const float*>(logits)[i];
+        }
+        if (p.dtype == kFp16) {
+            return to_float(reinterpret_cast<const __half*>(logits)[i]);
+        }
+        return to_float(reinterpret_cast<const __nv_bfloat16*>(logits)[i]);
+    }
+
+    __device__ __forceinline__ float value(int i) const {
+        return is_plain ? loaded(i) : changed(loaded(i), i);
+    }
+
+    // Calls visit(index of the first, values) for what one of `num` threads takes of the elements
+    // begin .. end - 1, both of whole vectors, in the order of their indices or, perhaps, backward.
+    template <typename Visit>
+    __device__ __forceinline__ void walk(int begin, int end, int thread_idx, int num,
+                                         bool is_backward, const Visit& visit) const {
+        if (is_plain) {
+            const int a_vec = 16 / element_bytes();
+            walk_vecs(begin + thread_idx * a_vec, end, num * a_vec,
+                      is_backward ? begin + end - a_vec : 0, visit);
+        } else {
+            walk_elements(begin + thread_idx, end, num, visit);
+        }
+    }
+
+  private:
+    // mirror: 0, or the first element of the vector that is taken in place of that of element 0.
+    template <typename Visit>
+    __device__ __forceinline__ void walk_vecs(int first, int end, int step, int mirror,
+                                              const Visit& visit) const {
+        constexpr int kLoads = 4;
+        const int halves = p.dtype == kFp32 ? 1 : 2;
+        const int sign = mirror == 0 ? 1 : -1;
+        uint4 bits[kLoads], ahead[kLoads];
+        const auto load = [&](int at) {
+#pragma unroll
+            for (int i = 0; i < kLoads; ++i) {
+                if (at + i * step < end) {
+                    ahead[i] =
+                        ld_global(logits + static_cast<int64_t>(mirror + sign * (at + i * step)) *
+                                               element_bytes());
+                }
+            }
+        };
+        load(first);
+#pragma unroll 1
+        for (int at = first; at < end; at += kLoads * step) {
+#pragma unroll
+            for (int i = 0; i < kLoads; ++i) {
+                bits[i] = ahead[i];
+            }
+            load(at + kLoads * step);
+#pragma unroll
+            for (int i = 0; i < kLoads; ++i) {
+                if (at + i * step < end) {
+#pragma unroll 1
+                    for (int half = 0; half < halves; ++half) {
+                        float z[kAtOnce];
+                        if (p.dtype == kFp32) {
+                            unpack<float>(bits[i], z);
+                        } else if (p.dtype == kFp16) {
+                            Word<__half>::unpack(half == 0 ? bits[i].x : bits[i].z, z);
+                            Word<__half>::unpack(half == 0 ? bits[i].y : bits[i].w, z + 2);
+                        } else {
+                            Word<__nv_bfloat16>::unpack(half == 0 ? bits[i].x : bits[i].z, z);
+                            Word<__nv_bfloat16>::unpack(half == 0 ? bits[i].y : bits[i].w, z + 2);
+                        }
+                        visit(mirror + sign * (at + i * step) + half * kAtOnce, z);
+                    }
+                }
+            }
+        }
+    }
+
+    template <typename Visit>
+    __device__ __forceinline__ void walk_elements(int first, int end, int step,
+                                                  const Visit& visit) const {
+        constexpr int kLoads = 4;
+#pragma unroll 1
+        for (int at = first; at < end; at += kLoads * step) {
+            float x[kLoads];
+#pragma unroll
+            for (int i = 0; i < kLoads; ++i) {
+                if (at + i * step < end) {
+                    x[i] = loaded(at + i * step);
+                }
+            }
+            // NOTE: not unrolled, which would make the whole kernel half as large again.
+#pragma unroll 1
+            for (int i = 0; i < kLoads && at + i * step < end; ++i) {
+                const float one = i == 0 ? x[0] : i == 1 ? x[1] : i == 2 ? x[2] : x[3];
+                const float z[1] = {changed(one, at + i * step)};
+                visit(at + i * step, z);
+            }
+        }
+    }
+};
+
+template <int kLanes = 32, typename V, typename Op>
+__device__ __forceinline__ V warp_reduce(V value, const Op& op) {
+#pragma unroll
+    for (int mask = kLanes / 2; mask > 0; mask /= 2) {
+        value = op(value, __shfl_xor_sync(kAllLanes, value, mask));
+    }
+    return value;
+}
+
+// `value` of all threads joined by `op`, in every thread; `slots` keeps those of the warps.
+template <typename V, typename Op>
+__device__ __forceinline__ V block_reduce(V value, V (&slots)[kNumWarps], const Op& op) {
+    value = warp_reduce(value, op);
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) {
+        slots[threadIdx.x / 32] = value;
+    }
+    __syncthreads();
+    return warp_reduce<kNumWarps>(slots[threadIdx.x % kNumWarps], op);
+}
+
+template <typename V>
+__device__ __forceinline__ V block_sum(V value, V (&slots)[kNumWarps]) {
+    return block_reduce(value, slots, [](V a, V b) { return a + b; });
+}
+
+// The sum of `value` of all threads before this one.
+__device__ __forceinline__ uint64_t block_sum_before(uint64_t value, uint64_t (&slots)[kNumWarps]) {
+    const int lane_idx = threadIdx.x % 32, warp_idx = threadIdx.x / 32;
+    uint64_t sum = value;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const uint64_t before = __shfl_up_sync(kAllLanes, sum, step);
+        sum += lane_idx >= step ? before : 0;
+    }
+    __syncthreads();
+    if (lane_idx == 31) {
+        slots[warp_idx] = sum;
+    }
+    __syncthreads();
+    const uint64_t of_warps = warp_reduce(lane_idx < warp_idx ? slots[lane_idx] : 0,
+                                          [](uint64_t a, uint64_t b) { return a + b; });
+    return of_warps + sum - value;
+}
+
+}  // namespace kernel_hub::sampling

@@ -1,0 +1,247 @@
+// The smallest value of a row that is kept, by passes over it.
+#pragma once
+
+#include "sampling/candidates.cuh"
+
+namespace kernel_hub::sampling {
+
+struct Largest {
+    float of_row;  // -inf: nothing may be drawn
+    int index;     // its first; 0 where there is none
+    float of_thread;
+};
+
+// Threads take neighbouring vectors, so that what is large and close together is many threads'.
+__device__ __forceinline__ Largest find_largest(const Row& row, int begin, int end, Shared& s) {
+    float best = -kInfinity;
+    int found = 0;
+    row.walk(begin, end, threadIdx.x, kNumThreads, false, [&](int index, const auto& z) {
+        float most = z[0];
+        for (const float other : z) {
+            most = fmaxf(most, other);
+        }
+        if (most > best) {
+            best = most;
+            found = index;
+        }
+    });
+    const float of_row =
+        block_reduce(best, s.float_slots, [](float a, float b) { return fmaxf(a, b); });
+    int index = row.p.size;
+    if (best == of_row && best > -kInfinity) {
+        index = found;
+#pragma unroll 1
+        while (!(row.value(index) == best)) {
+            ++index;
+        }
+    }
+    index = block_reduce(index, s.int_slots, [](int a, int b) { return min(a, b); });
+    return {of_row, index < row.p.size ? index : 0, best};
+}
+
+// A float below which `wanted` threads' largest do not all lie: so many values are above it.
+__device__ __forceinline__ float bound_of(float of_thread, int wanted) {
+    constexpr int kBitsLeft = 8;  // of no matter
+    const uint32_t lowest = key_of(-FLT_MAX);
+    const uint32_t key = key_of(of_thread);
+    uint32_t bound = 0;
+#pragma unroll 1
+    for (int bit = 31; bit >= kBitsLeft; --bit) {
+        const uint32_t higher = bound | 1u << bit;
+        if (__syncthreads_count(key >= higher) >= wanted) {
+            bound = higher;
+        }
+    }
+    return bound <= lowest ? -kInfinity : from_key(bound - 1);
+}
+
+// Elements that a warp takes in a walk in order: whole lines.
+__device__ __forceinline__ int elements_a_warp(const Row& row) {
+    constexpr int kTogether = 64;
+    return (row.p.size + kNumWarps * kTogether - 1) / (kNumWarps * kTogether) * kTogether;
+}
+
+// Answers s.question of elements begin .. end - 1, of the whole row where they are weighed.
+// s.warp_masses: what each warp has above pivots[0].
+__device__ __forceinline__ void scan(const Row& row, const Weigher& weigher, int begin, int end,
+                                     Shared& s) {
+    const Question question = s.question;
+    Above above[kNumPivots];
+#pragma unroll
+    for (int i = 0; i < kNumPivots; ++i) {
+        above[i] = {0, 0};
+    }
+    int thread_idx = threadIdx.x, num = kNumThreads;
+    if (question.weighs) {
+        const int a_warp = elements_a_warp(row);
+        begin = min(row.p.size, static_cast<int>(threadIdx.x / 32) * a_warp);
+        end = min(row.p.size, begin + a_warp);
+        thread_idx = threadIdx.x % 32;
+        num = 32;
+    }
+    bool has_room = true;
+    // Backward: what was read last is in the L2.
+    row.walk(begin, end, thread_idx, num, !question.weighs, [&](int index, const auto& z) {
+        float most = z[0];
+        for (const float other : z) {
+            most = fmaxf(most, other);
+        }
+        if (most > question.from && has_room) {
+#pragma unroll 1
+            for (int i = index; i < index + static_cast<int>(sizeof(z) / sizeof(z[0])); ++i) {
+                const float value = row.value(i);
+                if (value > question.from && value <= question.to && has_room &&
+                    weigher.depth(value) >= weigher.least) {
+                    const int place = atomicAdd(&s.num_candidates, 1);
+                    has_room = place < kNumCandidates;
+                    if (has_room) {
+                        s.values[place] = value;
+                        s.indices[place] = i;
+                    }
+                }
+            }
+        }
+        // What is 2^-kMassBits of the largest weighs nothing, and is counted by searches alone.
+        if (question.searches || (question.weighs && weigher.depth(most) > -kMassBits - 1)) {
+            for (const float value : z) {
+                const float depth = weigher.depth(value);
+                if (value > -kInfinity && depth >= weigher.least) {
+                    const uint64_t mass = mass_of_power(depth);
+                    above[0].mass += value > question.pivots[0] ? mass : 0;
+                    if (question.searches) {
+                        above[0].count += value > question.pivots[0];
+#pragma unroll
+                        for (int i = 1; i < kNumPivots; ++i) {
+                            if (value > question.pivots[i]) {
+                                ++above[i].count;
+                                above[i].mass += mass;
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    });
+    __syncthreads();
+    if (question.weighs) {
+#pragma unroll
+        for (int i = 0; i < kNumPivots; ++i) {
+            const uint32_t count = block_sum(above[i].count, s.count_slots);
+            const uint64_t mass = block_sum(above[i].mass, i == 0 ? s.warp_masses : s.mass_slots);
+            s.above[i] = {count, mass};
+        }
+    }
+    __syncthreads();
+}
+
+__device__ __forceinline__ void start_search(Search& search, bool is_mass, uint64_t target,
+                                             float from, float to) {
+    search.is_mass = is_mass;
+    search.target = target;
+    search.low = key_of(from);
+    search.high = key_of(to);
+    search.above_low = {0xffffffffu, 0};
+    search.above_high = {0, 0};
+    search.round = 0;
+}
+
+__device__ __forceinline__ bool is_met(const Search& search, const Above& above) {
+    return (search.is_mass ? above.mass : above.count) >= search.target;
+}
+
+__device__ __forceinline__ bool is_few(const Search& search) {
+    return search.above_low.count - search.above_high.count <= kNumCandidates;
+}
+
+// What to ask next. By one thread.
+__device__ __forceinline__ void ask(Search& search, Question& question, const Weigher& weigher) {
+    const float low = from_key(search.low), high = from_key(search.high);
+    question.from = is_few(search) ? low : kInfinity;
+    question.to = high;
+    question.weighs = question.searches = !is_few(search);
+#pragma unroll 1
+    for (int i = 0; i < kNumPivots; ++i) {
+        // By turns in equal steps of values and of keys, which end for certain.
+        const float middle = low + (high - low) * (static_cast<float>(i + 1) / (kNumPivots + 1));
+        const uint64_t keys = search.high - search.low;
+        uint32_t key = search.low + static_cast<uint32_t>(keys * (i + 1) / (kNumPivots + 1));
+        if (search.round == 0) {
+            key = i == 0 ? search.low : key_of(high - ldexpf(1.5f, kNumPivots - i) / weigher.scale);
+        } else if (search.round % 2 == 1 && middle > low && middle < high) {
+            key = key_of(middle);
+        }
+        search.keys[i] = max(search.low + (search.round > 0), min(key, search.high - 1));
+        question.pivots[i] = from_key(search.keys[i]);
+    }
+}
+
+// Whether the search has ended, with `low`. By one thread.
+__device__ __forceinline__ bool learn(Search& search, const Above (&above)[kNumPivots]) {
+    if (search.round++ == 0 && !is_met(search, above[0])) {
+        return true;
+    }
+#pragma unroll 1
+    for (int i = 0; i < kNumPivots; ++i) {
+        if (is_met(search, above[i])) {
+            if (search.keys[i] >= search.low) {
+                search.low = search.keys[i];
+                search.above_low = above[i];
+            }
+        } else if (search.keys[i] < search.high) {
+            search.high = search.keys[i];
+            search.above_high = above[i];
+        }
+    }
+    return search.high - search.low <= 1;
+}
+
+// The end of a search among few candidates: the key below the smallest that is kept.
+__device__ __forceinline__ uint32_t end_search(const Search& search, const Candidate& mine,
+                                               Shared& s) {
+    const Above above = {search.above_high.count + mine.above.count,
+                         search.above_high.mass + mine.above.mass};
+    const bool is_kept = mine.is_any && !is_met(search, above);
+    return block_reduce(is_kept ? key_of(mine.value) : search.high + 1, s.count_slots,
+                        [](uint32_t a, uint32_t b) { return min(a, b); }) -
+           1;
+}
+
+// Draws from all that is above `from`, in the order of indices. s.warp_masses: as scan left them.
+__device__ __forceinline__ void draw_in_row(const Row& row, const Weigher& weigher, float from,
+                                            uint64_t total, uint64_t bits, Shared& s) {
+    uint64_t drawn = below(total, bits);
+    int warp_idx = 0;
+#pragma unroll 1
+    while (drawn >= s.warp_masses[warp_idx]) {
+        drawn -= s.warp_masses[warp_idx++];
+    }
+    const int elements = elements_a_warp(row), begin = warp_idx * elements;
+    const int a_thread = elements / kNumThreads + 1;
+    const int first = begin + threadIdx.x * a_thread;
+    const int end = min(min(row.p.size, begin + elements), first + a_thread);
+    uint64_t before = 0, mass = 0;
+    float depth = 0.0f;
+    // Once for the sum, once more where what is drawn lies.
+#pragma unroll 1
+    for (int turn = 0; turn < 2; ++turn) {
+        int i = first;
+#pragma unroll 1
+        for (uint64_t sum = before; i < end && (turn == 0 || sum <= drawn); ++i) {
+            const float z = row.value(i);
+            depth = weigher.depth(z);
+            const bool is_kept = z > from && depth >= weigher.least;
+            sum += is_kept ? mass_of_power(depth) : 0;
+            mass = sum - before;
+        }
+        if (turn == 0) {
+            before = block_sum_before(mass, s.mass_slots);
+            if (!(before <= drawn && drawn - before < mass)) {
+                return;
+            }
+        } else {
+            write_drawn(row.p, i - 1, depth, total);
+        }
+    }
+}
+
+}  // namespace kernel_hub::sampling

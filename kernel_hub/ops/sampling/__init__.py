@@ -1,0 +1,1 @@
+"""Token ids from logits. A room knows core alone, never another room."""

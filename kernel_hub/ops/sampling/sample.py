@@ -1,0 +1,297 @@
+"""Token ids drawn from logits (csrc/sampling/sample.cu): check -> plan -> launch."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ...errors import KernelHubError
+from ..core import common
+from ..core.counters import counters
+from ..core.device import device_of
+from ..core.launch import Launch, Plans
+from . import cpu
+
+_OP = "sample"
+_NUM_THREADS = 512
+_MAX_PARTS = 8
+_LEAST_PART = 4096  # elements
+_PART_INTS = 4 + 2 * 512  # Part of csrc/sampling/parts.cuh
+_BATCH = (
+    "temperature top_k top_p min_p seed offset repetition_penalty presence_penalty "
+    "frequency_penalty"
+)
+_ROWS = "bias token_bitmask prompt_bitmask output_counts"
+_DTYPES = {
+    "top_k": torch.int32, "seed": torch.int64, "offset": torch.int64,
+    "token_bitmask": torch.int32, "prompt_bitmask": torch.int32, "output_counts": torch.int32,
+}  # fmt: skip
+# As csrc/sampling/row.cuh counts them.
+_DTYPE_NUMBERS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
+
+
+class SampleGiven(NamedTuple):
+    """The arguments of the registered op."""
+
+    logits: Any
+    temperature: Any
+    top_k: Any
+    top_p: Any
+    min_p: Any
+    seed: Any
+    offset: Any
+    repetition_penalty: Any
+    presence_penalty: Any
+    frequency_penalty: Any
+    bias: Any
+    token_bitmask: Any
+    prompt_bitmask: Any
+    output_counts: Any
+    softcap: float
+    out: Any
+    out_logprob: Any
+
+    @property
+    def tensors(self) -> tuple[Any, ...]:
+        """In the order of `_writes`."""
+        return (*self[:14], self.out, self.out_logprob)
+
+
+_plans: Plans[tuple[tuple[Any, ...], common.Spans]] = Plans()
+_operands = common.Operands(_OP, "logits", f"{_BATCH} {_ROWS} out out_logprob")
+_writes = common.Writes(_OP, f"logits {_BATCH} {_ROWS} out out_logprob", "out out_logprob")
+
+
+def sample(
+    logits: torch.Tensor,
+    *,
+    temperature: torch.Tensor | None = None,
+    top_k: torch.Tensor | None = None,
+    top_p: torch.Tensor | None = None,
+    min_p: torch.Tensor | None = None,
+    seed: torch.Tensor | None = None,
+    offset: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    token_bitmask: torch.Tensor | None = None,
+    prompt_bitmask: torch.Tensor | None = None,
+    output_counts: torch.Tensor | None = None,
+    repetition_penalty: torch.Tensor | None = None,
+    presence_penalty: torch.Tensor | None = None,
+    frequency_penalty: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    return_logprob: bool = False,
+    out: torch.Tensor | None = None,
+    out_logprob: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Draw a token of each row of logits; every row by parameters of its own, in one launch.
+
+        z = softcap * tanh(logits / softcap) + bias;  -inf where token_bitmask has no bit
+        z = z / r where z > 0 else z * r    of tokens of prompt or output, r the repetition_penalty
+        z -= frequency_penalty * output_counts + presence_penalty      of tokens of the output
+        p = softmax(z / temperature)
+
+    Of these min_p keeps what has p >= min_p * max(p), of them top_k the k largest, of them top_p
+    the fewest largest that have top_p of their mass together; whatever equals the smallest that is
+    kept is kept. One of them is drawn in proportion to p, by 64 bits of Philox-4x32-10 of (seed,
+    offset): the same token in any batch, row and run, on the GPU and on the CPU.
+
+    logits: (batch, vocab_size), fp16, bf16 or fp32, on the GPU or the CPU; rows of any stride.
+    temperature: (batch,) fp32; None: 1. Not above 0, or nan: the largest is taken, the first of
+        equal ones.
+    top_k: (batch,) int32; below 1, or vocab_size and more: all.
+    top_p: (batch,) fp32; 1 and more, or nan: all. 0 and less: the largest and what equals it.
+    min_p: (batch,) fp32; not above 0, or nan: all.
+    seed, offset: (batch,) int64. Without seeds they come from torch's generator of the device;
+        without offsets they are 0.
+    bias: (batch, vocab_size) or (vocab_size,) fp32.
+    token_bitmask, prompt_bitmask: (batch, ceil(vocab_size / 32)) int32; token t is bit t % 32 of
+        word t // 32 (as xgrammar has them): which may be drawn, which the prompt has.
+    output_counts: (batch, vocab_size) int32, how often the output has a token.
+    repetition_penalty, presence_penalty, frequency_penalty: (batch,) fp32; None: 1, 0, 0. Those
+        need output_counts (the first one of output_counts and prompt_bitmask).
+    softcap: 0: none.
+    return_logprob: also return the log of the probability with which the token was drawn, of what
+        is kept, in fp32; 0 where the largest was taken.
+    out, out_logprob: where to write, (batch,) int64 and fp32; must not overlap anything.
+
+    nan is never drawn, nor is -inf; what is +inf shares all of the mass. Where that leaves nothing,
+    the largest is taken as if token_bitmask were not given; where there is none, token 0.
+    Returns ids, int64, or (ids, logprobs). A CUDA tensor runs the shipped cubin on torch's current
+    stream, once, without a wait of the host; a CPU tensor runs a reference in torch. No backward.
+    Raises TensorError naming the argument that does not fit.
+    Source: Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020; Keskar et al.,
+    "CTRL", 2019; Nguyen et al., "Turning Up the Heat: Min-p Sampling", 2024; Salmon et al.,
+    "Parallel Random Numbers: As Easy as 1, 2, 3", 2011.
+    """
+    common.check_flag(_OP, "return_logprob", return_logprob)
+    options = (
+        temperature, top_k, top_p, min_p, seed, offset, repetition_penalty, presence_penalty,
+        frequency_penalty, bias, token_bitmask, prompt_bitmask, output_counts,
+    )  # fmt: skip
+    is_plain = _operands.are_plain((logits,), (*options, out, out_logprob))
+    given = SampleGiven(logits, *options, softcap, out, out_logprob)
+    written = [x for x in (out, out_logprob) if x is not None]
+    try:
+        if not is_plain:
+            _check(given)
+        elif type(softcap) is not float:
+            given = given._replace(softcap=common.check_number(_OP, "softcap", softcap, least=0.0))
+        new = _new(given, bool(return_logprob) or out_logprob is not None)
+        if not is_plain:
+            _op(*new)
+        else:
+            (_cuda_into if logits.is_cuda else _cpu_into)(new)
+    except common.FOREIGN:
+        _operands.check_tensors((logits,), (*options, out, out_logprob))
+        _check(given)
+        raise
+    if written and is_plain:
+        common.written(tuple(written))
+    return (new.out, new.out_logprob) if return_logprob else new.out
+
+
+def _new(given: SampleGiven, has_logprob: bool) -> SampleGiven:
+    """With what the op makes itself: outputs, and seeds."""
+    logits, batch_size = given.logits, given.logits.shape[:1]
+    new: dict[str, Any] = {}
+    if given.out is None:
+        new["out"] = torch.empty(batch_size, dtype=torch.int64, device=logits.device)
+    if given.out_logprob is None and has_logprob:
+        new["out_logprob"] = torch.empty(batch_size, dtype=torch.float32, device=logits.device)
+    if given.seed is None:
+        seeds = torch.randint(-(2**63), 2**63 - 1, batch_size, device=logits.device)
+        new["seed"] = seeds
+    return given._replace(**new)
+
+
+def _check(given: SampleGiven) -> None:
+    """Everything about the arguments but the addresses of tensors."""
+    logits = given.logits
+    common.check_data(_OP, "logits", logits)
+    if logits.dim() != 2 or logits.shape[1] == 0:
+        raise common.refuse(_OP, "logits", "shape (batch, vocab_size), at least one token", logits)
+    batch_size, vocab_size = logits.shape
+    if vocab_size > common.MAX_SIZE:
+        raise common.refuse(_OP, "logits", f"at most {common.MAX_SIZE} tokens", logits)
+    words = (batch_size, -(-vocab_size // 32))
+    shapes: dict[str, tuple[Any, ...]] = {"token_bitmask": words, "prompt_bitmask": words}
+    for argument in _BATCH.split():
+        _check_one(given, argument, (batch_size,))
+        value = getattr(given, argument)
+        if value is not None and batch_size > 1 and value.stride(0) != 1:
+            raise common.refuse(_OP, argument, "a contiguous tensor", value)
+    for argument in _ROWS.split():
+        shape = shapes.get(argument, (batch_size, vocab_size))
+        if argument == "bias" and given.bias is not None and _dim(given.bias) == 1:
+            shape = (vocab_size,)
+        _check_one(given, argument, shape)
+    if given.output_counts is None:
+        for argument in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
+            of_prompt = argument == "repetition_penalty" and given.prompt_bitmask is not None
+            if getattr(given, argument) is not None and not of_prompt:
+                raise common.refuse(_OP, argument, "output_counts with it", "none")
+    common.check_number(_OP, "softcap", given.softcap, least=0.0)
+    common.check_written(_OP, "out", given.out, (batch_size,), logits, (torch.int64,))
+    common.check_written(
+        _OP, "out_logprob", given.out_logprob, (batch_size,), logits, (torch.float32,)
+    )
+
+
+def _dim(value: Any) -> int:
+    return value.dim() if isinstance(value, torch.Tensor) else 0
+
+
+def _check_one(given: SampleGiven, argument: str, shape: tuple[int, ...]) -> None:
+    value = getattr(given, argument)
+    if value is not None:
+        dtype = _DTYPES.get(argument, torch.float32)
+        common.check_like(_OP, argument, value, shape, given.logits, dtypes=(dtype,))
+
+
+def _row_stride(x: Any) -> int:
+    return 0 if x is None or x.dim() == 1 else x.stride(0)
+
+
+def choose_parts(batch_size: int, vocab_size: int, num_sms: int) -> int:
+    """How many blocks share a row."""
+    return max(1, min(_MAX_PARTS, num_sms // batch_size, vocab_size // _LEAST_PART))
+
+
+def _plan(given: SampleGiven, low_bits: int) -> Launch:
+    """Check the arguments; the launch shape and the numbers."""
+    _check(given)
+    logits = given.logits
+    batch_size, vocab_size = logits.shape
+    if batch_size == 0:
+        return Launch()
+    elems = common.VEC_BYTES // logits.element_size()
+    is_changed = given.softcap != 0 or any(
+        getattr(given, each) is not None for each in _ROWS.split()
+    )
+    row_stride = logits.stride(0) if batch_size > 1 else 0
+    is_plain = not low_bits and not is_changed and common.is_aligned(elems, vocab_size, row_stride)
+    strides = [
+        _row_stride(x)
+        for x in (given.bias, given.token_bitmask, given.prompt_bitmask, given.output_counts)
+    ]
+    numbers = (
+        row_stride, *strides, vocab_size, _DTYPE_NUMBERS[logits.dtype], int(is_plain),
+        float(given.softcap),
+    )  # fmt: skip
+    function = common.shipped(_OP, _OP)
+    parts = choose_parts(batch_size, vocab_size, device_of(logits.device).num_sms)
+    return Launch(function, (batch_size, parts, 1), (_NUM_THREADS, 1, 1), numbers=numbers)
+
+
+def _cuda_into(given: SampleGiven) -> None:
+    (logits, temperature, top_k, top_p, min_p, seed, offset, repetition, presence, frequency, bias,
+     token_bitmask, prompt_bitmask, output_counts, softcap, out, out_logprob) = given  # fmt: skip
+    tensors = given.tensors
+    addresses = tuple([x.data_ptr() for x in tensors if x is not None])
+    key = (
+        softcap, addresses[0] & 15,
+        *[None if x is None else (x.dtype, x.shape, x.stride(), x.device) for x in tensors],
+    )  # fmt: skip
+    found = _plans.get(key)
+    if found is None:
+        plan = tuple(_plan(given, addresses[0] & 15))
+        found = _plans.keep(key, (plan, _writes.spans(*tensors)))
+    (function, grid, block, shared_bytes, numbers, _, _), spans = found
+    if addresses not in spans.apart:
+        spans.check(addresses)
+    if function is not None:
+        state = parts = None
+        if grid[1] > 1:
+            state = counters(logits.device, grid[0])
+            parts = torch.empty(
+                grid[0] * grid[1] * _PART_INTS, dtype=torch.int32, device=logits.device
+            )
+        try:
+            function(
+                grid, block, shared_bytes, None,
+                (state, parts, out, out_logprob, logits, temperature, top_k, top_p, min_p, seed,
+                 offset, bias, token_bitmask, repetition, presence, frequency, prompt_bitmask,
+                 output_counts, *numbers),
+            )  # fmt: skip
+        except KernelHubError:
+            _check(given)  # the launch checks devices and dtypes; this names them
+            raise
+
+
+def _cpu_into(given: SampleGiven) -> None:
+    """The same on the CPU, by torch."""
+    _check(given)
+    _writes.check(*given.tensors)
+    if given.logits.shape[0]:
+        cpu.sample_into(given)
+
+
+_op = common.define_given(
+    "sample(Tensor logits, Tensor? temperature, Tensor? top_k, Tensor? top_p, Tensor? min_p, "
+    "Tensor? seed, Tensor? offset, Tensor? repetition_penalty, Tensor? presence_penalty, "
+    "Tensor? frequency_penalty, Tensor? bias, Tensor? token_bitmask, Tensor? prompt_bitmask, "
+    "Tensor? output_counts, float softcap, Tensor(a!) out, Tensor(b!)? out_logprob) -> ()",
+    lambda *arguments: SampleGiven(*arguments),
+    cuda=lambda given: _cuda_into(given), cpu=lambda given: _cpu_into(given), check=_check,
+)  # fmt: skip
