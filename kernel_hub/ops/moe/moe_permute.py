@@ -137,7 +137,8 @@ def _choose(tokens: int, k: int, units: int, num_sms: int) -> tuple[int, int, in
     Measured on an H200 (docs/notes/moe_permute.md).
     """
     width = min(_THREADS, 1 << (units - 1).bit_length())
-    block_tokens = max(1, min(-(-tokens // (8 * num_sms)), _MOST_SLOTS // k))
+    blocks_a_sm = 32 if tokens * k >= _COUNTED_APART else 8
+    block_tokens = max(1, min(-(-tokens // (blocks_a_sm * num_sms)), _MOST_SLOTS // k))
     blocks = -(-tokens // block_tokens)
     splits = max(1, min(-(-units // width), 2 * num_sms // blocks))
     return width, block_tokens, splits
