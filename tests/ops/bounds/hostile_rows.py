@@ -140,8 +140,10 @@ class Routing:
         for row, (start, end) in enumerate(itertools.pairwise(starts)):
             for token in range(start, end):
                 n = self.in_sequence[token] = lengths[row] + token - start
-                self.inside[token] = True
-                if not 0 <= n < room:
+                self.inside[token] = lengths[row] >= 0
+                if lengths[row] < 0:
+                    continue
+                if n >= room:
                     self.certain.add("cache_seqlens")
                     continue
                 page, at = (row, n) if table is None else (
