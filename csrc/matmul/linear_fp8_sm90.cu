@@ -85,8 +85,8 @@ __device__ __forceinline__ void consume(const ScaledEpilogue<Out>& epilogue,
         raster.place(segment.tile, tile_m, tile_n);
         const int num_steps = segment.end_step - segment.first_step;
         const bool leaves = C::kSplits == 1 && schedule.leaves(segment);
-        const bool borrows =
-            C::kBorrows && sizeof(Out) == 2 && epilogue.is_aligned && !leaves && num_steps >= 2;
+        const bool borrows = C::kBorrows && sizeof(Out) == 2 && epilogue.is_aligned &&
+                             !epilogue.residual && !leaves && num_steps >= 2;
         const int row = (tile_m * C::kClusterM + rank % C::kClusterM) * C::kBlockM + consumer * 64;
         const int column = tile_n * C::kBlockN;
         SwappedScales<C, Out> scales;
@@ -111,15 +111,16 @@ __device__ __forceinline__ void consume(const ScaledEpilogue<Out>& epilogue,
             }
             collect_sums<C>(partials, schedule, segment.first_step, acc, consumer, thread);
         }
+        const RingEnd<C> end{ring, ring_base, full, empty, rank};
         if constexpr (C::kSplits > 1) {
             merge_and_write_scaled<C>(epilogue, row + thread_row, column, scales, acc[0], ring_base,
                                       rank, threadIdx.x - 128);
         } else if constexpr (C::kSwaps) {
-            write_scaled_swapped<C>(epilogue, out_map, boxes, consumer, row, column, scales,
-                                    acc[0]);
+            write_scaled_swapped<C>(epilogue, out_map, boxes, consumer, row, column, scales, acc[0],
+                                    end);
         } else {
             named_barrier_sync(kColumnsFetched, 128 * C::kConsumers + 32);
-            const Places<C> places{ring, ring_base, boxes, consumer, borrows};
+            const Places<C> places{end, boxes, consumer, borrows};
             write_scaled<C>(epilogue, out_map, places, row, column, acc);
             named_barrier_arrive(kColumnsRead, 128 * C::kConsumers + 32);
         }
@@ -132,8 +133,9 @@ __device__ __forceinline__ void consume(const ScaledEpilogue<Out>& epilogue,
 }
 
 template <typename Out, typename C>
-__device__ __forceinline__ void linear_fp8(const CUtensorMap* out_map, const CUtensorMap* row_map,
-                                           const CUtensorMap* row_tail,
+__device__ __forceinline__ void linear_fp8(const CUtensorMap* out_map,
+                                           const CUtensorMap* residual_map,
+                                           const CUtensorMap* row_map, const CUtensorMap* row_tail,
                                            const CUtensorMap* column_map,
                                            const CUtensorMap* column_tail, const Partials& partials,
                                            const ScaledEpilogue<Out>& epilogue, int k, int group,
@@ -163,10 +165,11 @@ __device__ __forceinline__ void linear_fp8(const CUtensorMap* out_map, const CUt
         }
         if (warp == 0 && elect_one()) {
             produce<C>({row_map, row_tail, num_rows}, {column_map, column_tail, num_columns},
-                       raster, schedule, ring_base, full, empty, rank, base_step);
+                       raster, schedule, ring_base, full, empty, rank, base_step,
+                       epilogue.adds_vectors() ? residual_map : nullptr);
         } else if (has_blocks && warp == 1) {
             fetch_scales<C>(epilogue.a_scales, epilogue.b_scales, raster, schedule, ring_base, full,
-                            empty, rank, base_step);
+                            empty, rank, base_step, C::kFetchesResidual && epilogue.adds_vectors());
         } else if (!C::kSwaps && warp == 2) {
             fetch_columns<C>(epilogue, raster, schedule, rank);
         } else if (C::kSplits == 1 && warp == 3) {
@@ -202,6 +205,7 @@ __device__ __forceinline__ void linear_fp8(const CUtensorMap* out_map, const CUt
         __launch_bounds__(ScaledConfig<__VA_ARGS__>::kThreads,                                     \
                           ScaledConfig<__VA_ARGS__>::kMinBlocks)                                   \
         NAME(OUT* out, const __grid_constant__ CUtensorMap out_map,                                \
+             const __grid_constant__ CUtensorMap residual_map,                                     \
              const __grid_constant__ CUtensorMap row_map,                                          \
              const __grid_constant__ CUtensorMap row_tail,                                         \
              const __grid_constant__ CUtensorMap column_map,                                       \
@@ -226,8 +230,8 @@ __device__ __forceinline__ void linear_fp8(const CUtensorMap* out_map, const CUt
             const Epilogue<OUT, OUT> epilogue(out, bias, residual, out_stride, residual_stride, m, \
                                               n, activation);                                      \
             linear_fp8<OUT, ScaledConfig<__VA_ARGS__>>(                                            \
-                &out_map, &row_map, &row_tail, &column_map, &column_tail, {partials, arrivals},    \
-                {epilogue, a, b}, k, group, num_whole, num_dealt);                                 \
+                &out_map, &residual_map, &row_map, &row_tail, &column_map, &column_tail,           \
+                {partials, arrivals}, {epilogue, a, b}, k, group, num_whole, num_dealt);           \
         })
 
 #define EXPORT_ALL(NAME, ...)                                             \

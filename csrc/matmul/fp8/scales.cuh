@@ -94,7 +94,7 @@ template <typename C>
 __device__ __forceinline__ void fetch_scales(const Scales& of_a, const Scales& of_b,
                                              const Raster& raster, Schedule schedule,
                                              uint32_t ring_base, uint32_t full, uint32_t empty,
-                                             uint32_t rank, int base_step) {
+                                             uint32_t rank, int base_step, bool has_residual) {
     const int lane = threadIdx.x % 32;
     Ring<C::kStages> ring;
     for (Segment segment; schedule.next(segment);) {
@@ -120,6 +120,12 @@ __device__ __forceinline__ void fetch_scales(const Scales& of_a, const Scales& o
                 cp_async_4(slot + 4 * C::kRowsOfA, of_b.of_block(b_row, step));
             }
             cp_async_arrive(full + 8 * ring.stage);
+            ring.next();
+        }
+        // Stages of a residual have no scales.
+        for (int i = 0; has_residual && !schedule.leaves(segment) && i < C::kFills; ++i) {
+            mbarrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
+            mbarrier_arrive(full + 8 * ring.stage);
             ring.next();
         }
     }

@@ -19,7 +19,10 @@ struct ScaledEpilogue : Epilogue<Out, Out> {
 
     __device__ __forceinline__ ScaledEpilogue(const Epilogue<Out, Out>& base,
                                               const Scales& a_scales, const Scales& b_scales)
-        : Epilogue<Out, Out>(base), a_scales(a_scales), b_scales(b_scales) {}
+        : Epilogue<Out, Out>(base), a_scales(a_scales), b_scales(b_scales) {
+        // Of rows that overlap, or of one for all, there is no tensor map.
+        this->is_aligned &= !this->residual || this->m <= 1 || this->residual_stride >= this->n;
+    }
 
     __device__ __forceinline__ float bias_of(int column) const {
         return this->bias && column < this->n ? to_float(this->bias[column]) : 0.0f;
@@ -64,13 +67,13 @@ __device__ __forceinline__ void fetch_columns(const ScaledEpilogue<Out>& epilogu
 // Where results wait for the copy engine, and the ring after a tile's last step of k.
 template <typename C>
 struct Places {
-    const Ring<C::kStages>& ring;
-    uint32_t ring_base, boxes;
+    RingEnd<C> end;
+    uint32_t boxes;
     int consumer;
     bool borrows;
 
     __device__ __forceinline__ uint32_t borrowed(int steps_ago) const {
-        return ring_base + ring.before(steps_ago) * C::kStageBytes + consumer * kBoxBytes;
+        return end.base + end.ring.before(steps_ago) * C::kStageBytes + consumer * kBoxBytes;
     }
 };
 
@@ -93,7 +96,7 @@ __device__ __forceinline__ void write_boxes(const ScaledEpilogue<Out>& epilogue,
     const float of_rows[2] = {tile_rows[0], tile_rows[8]};
     constexpr int kUnroll = kIsPlain ? C::kNumBoxes : 1;
     const bool has_boxes = kIsPlain || (kHasBoxes && epilogue.is_aligned);
-    const bool has_residual = !kIsPlain && epilogue.adds_vectors();
+    const bool has_arrivals = !kIsPlain && epilogue.adds_vectors();
     int first = 0, next = 0;  // boxes of a batch
     uint32_t box = 0, stride = 0;
 #pragma unroll kUnroll
@@ -112,6 +115,9 @@ __device__ __forceinline__ void write_boxes(const ScaledEpilogue<Out>& epilogue,
                     } else {
                         tma_store_wait<0>();
                     }
+                }
+                if (has_arrivals) {
+                    places.end.wait();
                 }
                 named_barrier_sync(barrier, 128);
                 next = min(C::kNumBoxes, at + C::kBoxes);
@@ -136,10 +142,6 @@ __device__ __forceinline__ void write_boxes(const ScaledEpilogue<Out>& epilogue,
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int half_column = column + 64 * at + 32 * half;
-            uint4 added[2];
-            if (has_residual) {
-                epilogue.load_residual(row, half_column, added);
-            }
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 // Scale and bias of this lane's two columns.
@@ -154,10 +156,11 @@ __device__ __forceinline__ void write_boxes(const ScaledEpilogue<Out>& epilogue,
             if constexpr (!kIsPlain) {
                 activate<Out>(values[half], epilogue.activation);
             }
-            if (has_residual) {
-                epilogue.add_residual(added, values[half]);
-            }
             if constexpr (kHasBoxes) {
+                if (has_arrivals) {
+                    const uint32_t from = places.end.arrivals(places.consumer);
+                    add_from_box<Out>(from + (at - first) * kBoxBytes, half, values[half]);
+                }
                 if (has_boxes) {
                     put_in_box<Out>(box + (at - first) * stride, half, values[half]);
                     continue;
@@ -168,6 +171,9 @@ __device__ __forceinline__ void write_boxes(const ScaledEpilogue<Out>& epilogue,
         if (has_boxes && at + 1 == next) {
             fence_proxy_async();
             named_barrier_sync(barrier, 128);
+            if (has_arrivals) {
+                places.end.release_stage(thread);
+            }
             if (thread == 0) {
                 for (int i = first; i < next; ++i) {
                     tma_store_2d(out_map, box + (i - first) * stride, column + 64 * i, first_row);
@@ -221,7 +227,9 @@ struct SwappedScales {
                 of_columns[i] =
                     epilogue.a_scales.of_row(column + min(128 * i + thread, C::kBlockN - 1));
             }
-            prefetch_residual<C::kBlockN>(epilogue, row / 64 * 64, column, thread);
+            if (!epilogue.adds_vectors()) {
+                prefetch_residual<C::kBlockN>(epilogue, row / 64 * 64, column, thread);
+            }
         }
     }
 };
@@ -233,7 +241,8 @@ __device__ __forceinline__ void write_swapped_boxes(const ScaledEpilogue<Out>& e
                                                     const CUtensorMap* out_map, uint32_t boxes,
                                                     int consumer, int first_row, int column,
                                                     const SwappedScales<C, Out>& scales,
-                                                    const float (&acc)[C::kSums]) {
+                                                    const float (&acc)[C::kSums],
+                                                    const RingEnd<C>& end) {
     const int thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32;
     const int row = first_row + warp * 16 + lane / 4, barrier = 3 + consumer;
     constexpr bool kHasBoxes = C::kBoxes > 0 && sizeof(Out) == 2;
@@ -250,9 +259,15 @@ __device__ __forceinline__ void write_swapped_boxes(const ScaledEpilogue<Out>& e
     if (has_boxes && thread == 0) {
         tma_store_wait<0>();
     }
+    const bool has_arrivals = !kIsPlain && kHasBoxes && epilogue.adds_vectors();
+    constexpr int kOthers = C::kConsumers - C::kFillConsumers;  // whose residual comes apart
+    if (has_arrivals) {
+        end.pass(kOthers ? consumer : 0, thread);
+        end.wait();
+    }
     named_barrier_sync(barrier, 128);
     Out more[8], next[8];
-    if constexpr (!kIsPlain) {
+    if (!kIsPlain && !has_arrivals) {
         load_residual(epilogue, row, column + 2 * (lane % 4), more);
     }
 #pragma unroll kUnroll
@@ -269,7 +284,7 @@ __device__ __forceinline__ void write_swapped_boxes(const ScaledEpilogue<Out>& e
             }
         }
         const int first = column + 16 * at + 2 * (lane % 4);
-        if constexpr (!kIsPlain) {
+        if (!kIsPlain && !has_arrivals) {
             load_residual(epilogue, row, first + 16, next);
         }
 #pragma unroll
@@ -280,7 +295,11 @@ __device__ __forceinline__ void write_swapped_boxes(const ScaledEpilogue<Out>& e
         }
         if constexpr (!kIsPlain) {
             activate<Out>(values, epilogue.activation);
-            if (epilogue.residual) {
+            if (has_arrivals) {
+                if constexpr (kHasBoxes) {
+                    add_transposed<Out>(end.arrivals(consumer) + 16 * at * kRowBytes, values);
+                }
+            } else if (epilogue.residual) {
 #pragma unroll
                 for (int i = 0; i < 8; ++i) {
                     values[i] += to_float(more[i]);
@@ -307,6 +326,10 @@ __device__ __forceinline__ void write_swapped_boxes(const ScaledEpilogue<Out>& e
             tma_store_2d(out_map, boxes, first_row, column);
             tma_store_commit();
         }
+        if (has_arrivals) {
+            end.release_stage(thread);
+            end.pass(kOthers ? kOthers - consumer : 0, thread);
+        }
     } else {
         named_barrier_sync(barrier, 128);  // all have read the scales
     }
@@ -317,16 +340,17 @@ __device__ __forceinline__ void write_scaled_swapped(const ScaledEpilogue<Out>& 
                                                      const CUtensorMap* out_map, uint32_t boxes,
                                                      int consumer, int first_row, int column,
                                                      const SwappedScales<C, Out>& scales,
-                                                     const float (&acc)[C::kSums]) {
+                                                     const float (&acc)[C::kSums],
+                                                     const RingEnd<C>& end) {
     if constexpr (C::kBoxes > 0 && sizeof(Out) == 2) {
         if (epilogue.is_aligned && !epilogue.residual && epilogue.activation == kIdentity) {
             write_swapped_boxes<C, true>(epilogue, out_map, boxes, consumer, first_row, column,
-                                         scales, acc);
+                                         scales, acc, end);
             return;
         }
     }
     write_swapped_boxes<C, false>(epilogue, out_map, boxes, consumer, first_row, column, scales,
-                                  acc);
+                                  acc, end);
 }
 
 // Adds the sums of the blocks of a cluster, in order of their ranks, and writes the swapped tile:

@@ -12,29 +12,30 @@
 namespace kernel_hub::matmul::sm90 {
 
 // Fetches what is added to a tile, through the ring as if it were steps of k: into each stage as
-// much for each consumer as its boxes take of results, laid out as these are.
+// much for each consumer as its boxes take of results, laid out as these are; for one consumer
+// after another where a stage has no room for all.
 template <typename C>
 __device__ __forceinline__ void fetch_residual(const CUtensorMap* map, Ring<C::kStages>& ring,
                                                uint32_t ring_base, uint32_t full, uint32_t empty,
                                                int row, int column) {
-    // Columns of the product in a box, boxes of a tile's 64 rows and of a filling.
-    constexpr int kWidth = C::kSwaps ? C::kOutBoxRows : kBoxColumns;
     constexpr uint32_t kBytes = C::kOutBoxRows * kRowBytes;
-    constexpr int kAll = (C::kBlockN + kWidth - 1) / kWidth, kEach = C::kFillBytes / kBytes;
 #pragma unroll 1
-    for (int first = 0; first < kAll; first += kEach) {
-        const int count = min(kEach, kAll - first);
+    for (int fill = 0; fill < C::kFills; ++fill) {
+        constexpr int kTurns = C::kConsumers / C::kFillConsumers;
+        const int first = fill / kTurns * C::kFillBoxes;
+        const int count = min(C::kFillBoxes, C::kTileBoxes - first);
         mbarrier_wait(empty + 8 * ring.stage, ring.parity ^ 1);
         const uint32_t barrier = full + 8 * ring.stage;
-        mbarrier_arrive_expect_tx(barrier, C::kConsumers * count * kBytes);
+        mbarrier_arrive_expect_tx(barrier, C::kFillConsumers * count * kBytes);
 #pragma unroll 1
-        for (int consumer = 0; consumer < C::kConsumers; ++consumer) {
+        for (int at = 0; at < C::kFillConsumers; ++at) {
+            const int to_row = row + 64 * (fill % kTurns + at);
 #pragma unroll 1
             for (int i = 0; i < count; ++i) {
-                const int to_row = row + 64 * consumer, to_column = column + (first + i) * kWidth;
+                const int to_column = column + (first + i) * C::kWidth;
                 tma_load_2d(
-                    ring_base + ring.stage * C::kStageBytes + consumer * C::kFillBytes + i * kBytes,
-                    map, barrier, C::kSwaps ? to_row : to_column, C::kSwaps ? to_column : to_row);
+                    ring_base + ring.stage * C::kStageBytes + at * C::kFillBytes + i * kBytes, map,
+                    barrier, C::kSwaps ? to_row : to_column, C::kSwaps ? to_column : to_row);
             }
         }
         ring.next();

@@ -51,7 +51,14 @@ struct Config {
     static constexpr uint32_t kFillBytes =
         kSwaps && kBlockN < 64 * kBoxes ? kBlockN * kRowBytes : kBoxes * kBoxBytes;
     static constexpr bool kFetchesResidual =
-        kConsumers * kFillBytes <= kStageBytes && kSplits == 1 && kBoxes > 0;
+        kFillBytes <= kStageBytes && kSplits == 1 && kBoxes > 0;
+    // The consumers that a stage has room for, all or one, and the fillings of a tile.
+    static constexpr int kFillConsumers = kConsumers * kFillBytes <= kStageBytes ? kConsumers : 1;
+    static constexpr int kWidth = kSwaps ? kOutBoxRows : kBoxColumns;  // of a box: its columns
+    static constexpr int kTileBoxes = (kBlockN + kWidth - 1) / kWidth;
+    static constexpr int kFillBoxes = kFetchesResidual ? kFillBytes / (kOutBoxRows * kRowBytes) : 1;
+    static constexpr int kFills =
+        (kTileBoxes + kFillBoxes - 1) / kFillBoxes * (kConsumers / kFillConsumers);
     // Registers a thread, where warpgroups trade them.
     static constexpr bool kTradesRegisters = kConsumers == 2 && kMinBlocks == 1;
     static constexpr int kProducerRegisters = kPieces * kSums > 96 ? 40 : 56;

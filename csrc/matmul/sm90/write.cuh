@@ -29,7 +29,8 @@ struct RingEnd {
 
     // What a consumer adds to the results of a filling of its boxes.
     __device__ __forceinline__ uint32_t arrivals(int consumer) const {
-        return base + ring.stage * C::kStageBytes + consumer * C::kFillBytes;
+        const int at = C::kFillConsumers == C::kConsumers ? consumer : 0;
+        return base + ring.stage * C::kStageBytes + at * C::kFillBytes;
     }
     __device__ __forceinline__ void wait() const {
         mbarrier_wait(full + 8 * ring.stage, ring.parity);
@@ -38,6 +39,13 @@ struct RingEnd {
     __device__ __forceinline__ void release_stage(int thread) const {
         release<C>(empty, ring.stage, rank, thread);
         ring.next();
+    }
+    // Lets what fills the ring for `count` other consumers pass.
+    __device__ __forceinline__ void pass(int count, int thread) const {
+        for (int i = 0; i < count; ++i) {
+            wait();
+            release_stage(thread);
+        }
     }
 };
 

@@ -13,7 +13,7 @@ from ..core.device import device_of
 from ..core.launch import Plans
 from .checks import check_results, check_weight, rows_and_strides
 from .linear_fp8_plan import CUBIN, SCALE_BLOCK, TABLE, choose
-from .linear_launch import LinearLaunch, boxes_of, operand_boxes
+from .linear_launch import LinearLaunch, operand_boxes, result_boxes
 
 DTYPE = torch.float8_e4m3fn
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -149,7 +149,7 @@ def _cuda_into(
     addresses = tuple([x.data_ptr() for x in tensors if x is not None])
     maps = spans.apart.get(addresses)
     if maps is None:
-        maps = spans.made(addresses, is_given, plan.maps, a, b, out)
+        maps = spans.made(addresses, is_given, plan.maps, a, b, out, residual)
     if plan.function is not None:
         try:
             plan.run(maps, out, a, b, a_scale, b_scale, bias, residual)
@@ -194,11 +194,11 @@ def plan_launch(
     )  # fmt: skip
     sides = (m, k // 2, a_stride // 2), (n, k // 2, b_stride // 2)  # of pairs of elements
     boxes = operand_boxes(choice, *sides, torch.int16)
-    out_boxes = None
-    if choice.out_box_rows and out.element_size() == 2 and not (n | out_stride) % 8:
-        out_boxes = boxes_of(m, n, n if m == 1 else out_stride, choice.out_box_rows)
+    out_boxes = residual_boxes = None
+    if choice.out_box_rows and out.element_size() == 2:
+        out_boxes, residual_boxes = result_boxes(choice, m, n, out_stride, residual_stride)
     how = {"programmatic": True}  # it begins under the end of the launch before
-    return LinearLaunch(function, choice, numbers, boxes, out_boxes, options=how)
+    return LinearLaunch(function, choice, numbers, boxes, out_boxes, residual_boxes, how)
 
 
 def dequantised(

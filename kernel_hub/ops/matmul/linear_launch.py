@@ -100,7 +100,8 @@ def plan_launch(
     if any(rows > 1 and stride < columns for rows, stride, columns in overlaps):
         capability = SM80  # rows that overlap, or an expanded one: pointers, no tensor maps
     is_wide = out.dtype != a.dtype
-    choice = choose(capability, num_sms, m, n, k, is_wide, name, residual is not None)
+    has_residual = residual is not None
+    choice = choose(capability, num_sms, m, n, k, is_wide, name, has_residual, b_stride)
     token = common.DTYPE_TOKENS[a.dtype]
     suffix = "_fp32" if out.dtype != a.dtype else ""
     function = common.shipped(choice.cubin, f"linear_{token}_{choice.variant}{suffix}")
@@ -115,13 +116,22 @@ def plan_launch(
     sides = (m, k, a_stride), (n, k, b_stride)
     boxes = operand_boxes(choice, *sides)
     out_boxes = residual_boxes = None
-    if choice.out_box_rows and out.dtype == a.dtype and not (n | out_stride) % 8:
-        out_boxes = boxes_of(m, n, n if m == 1 else out_stride, choice.out_box_rows)
-        if residual is not None and not residual_stride % 8:
-            stride = n if m == 1 else residual_stride
-            residual_boxes = boxes_of(m, n, stride, choice.out_box_rows)
+    if choice.out_box_rows and out.dtype == a.dtype:
+        out_boxes, residual_boxes = result_boxes(choice, m, n, out_stride, residual_stride)
     numbers = (out_stride, *last, choice.group, choice.num_whole, choice.num_dealt)
     return LinearLaunch(function, choice, numbers, boxes, out_boxes, residual_boxes, options)
+
+
+def result_boxes(
+    choice: TileChoice, m: int, n: int, out_stride: int, residual_stride: int
+) -> tuple[Boxes | None, Boxes | None]:
+    """The boxes of out and of the residual; None where rows begin off 16 bytes, or overlap."""
+    if (n | out_stride) % 8:
+        return None, None
+    out, residual = (n if m == 1 else stride for stride in (out_stride, residual_stride))
+    has_rows = residual >= n and not residual % 8
+    added = boxes_of(m, n, residual, choice.out_box_rows) if has_rows else None
+    return boxes_of(m, n, out, choice.out_box_rows), added
 
 
 def operand_boxes(

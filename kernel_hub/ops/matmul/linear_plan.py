@@ -152,11 +152,12 @@ def choose(
     is_wide: bool,
     gpu_name: str = "",
     has_residual: bool = False,
+    b_stride: int = 0,
 ) -> TileChoice:
     """The launch for out (m, n) = a (m, k) b (n, k)^T: what was measured, else what is expected.
 
     is_wide: out is fp32 and a is not. gpu_name: whose file of `kernel-hub tune` counts.
-    has_residual: one is added, which is read too.
+    has_residual: one is added, which is read too. b_stride: 0 stands for k.
     """
     if not is_wide:
         row = TABLE.lookup(Gpu(compute_capability, num_sms, gpu_name), m, n=n, k=k)
@@ -164,7 +165,7 @@ def choose(
             return _measured(row, compute_capability, num_sms, m, n, k)
     if not has_wgmma(compute_capability) or k == 0:
         return _choose_portable(compute_capability, num_sms, m, n, k)
-    if m <= 4:
+    if tiles.prefers_small_m(m, 2 * (b_stride or k)):
         return _choose_portable(compute_capability, num_sms, m, n, k)
     _, name, deals = cheapest(num_sms, m, n, k, is_wide, has_residual)
     return hopper_choice(name, num_sms, m, n, k, deals=deals)

@@ -142,7 +142,7 @@ def choose(
             return hopper_choice(op, variant, num_sms, m, n, row.numbers.get("group", 8))
     is_hopper = has_wgmma(capability) and k > 0
     may_part = may_part and is_hopper
-    if not is_hopper or not has_maps or m <= 4:
+    if not is_hopper or not has_maps or tiles.prefers_small_m(m, 2 * k):
         if may_part and m > 16:  # more than the bodies of few rows take
             return APART
         return _choose_portable(op, capability, num_sms, m, n)

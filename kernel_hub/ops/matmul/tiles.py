@@ -227,6 +227,16 @@ def small_m_warps(cubin: str) -> int:
     return _stated(cubin, SMALL_M[0], SM80).block[0] // 32
 
 
+def prefers_small_m(m: int, row_bytes: int) -> bool:
+    """Whether a GPU with tensor copies does m rows faster without: rows of b lie row_bytes apart.
+
+    Measured on an H200 (docs/notes/linear.md): of rows that begin between two sectors of the L2, or
+    for several rows of a between two pairs of sectors, these bodies read at 60 to 90 % of the speed
+    of tensor copies.
+    """
+    return m <= 4 and row_bytes % (32 if m == 1 else 64) == 0
+
+
 def small_m_choices(
     cubin: str, compute_capability: tuple[int, int], m: int, n: int, num_sms: int,
     num_splits: int = 1, names: Sequence[str] = SMALL_M,

@@ -12,7 +12,7 @@ import torch
 from ...errors import KernelHubError, TensorError
 from ..core import common
 from ..core.launch import Launch, Plans
-from .norm import E4M3, choose, quantised_rows
+from .norm import E4M3, choose, quantised_rows, scalar_choice
 
 # What `approximate` of a GELU may be -> whether it is by tanh.
 GELU_FORMS = {"none": False, "tanh": True}
@@ -90,7 +90,6 @@ class Gated:
         is_plain = self.operands.are_plain((x,), (out, out_scale))
         is_given = out is not None or out_scale is not None
         try:
-            self.check(x)
             is_e4m3 = self._asks_for_e4m3(x, out_dtype, out, out_scale)
             pair = self.registered_e4m3 if is_e4m3 else self.registered
             if not is_plain and not is_given:
@@ -178,10 +177,9 @@ class Gated:
         is_scalar = bool(low_bits) or not common.is_aligned(elems, size, *wide)
         numbers = (*strides, rows, size)
         if out_scale is not None:
-            threads = min(256, 32 * -(-size // 32))
-            variant, rows_a_block = "scalar", max(1, 128 // threads)
-            if not is_scalar:
-                variant, threads, rows_a_block = choose_of_rows(size // elems, rows * outer)
+            variant, threads, rows_a_block = (
+                scalar_choice(size) if is_scalar else choose_of_rows(size // elems, rows * outer)
+            )
             function = common.shipped(self.op, f"{name}_e4m3_{variant}")
             grid = (-(-rows // rows_a_block), outer, 1)
             return Launch(function, grid, (threads, rows_a_block, 1), numbers=numbers)
@@ -209,17 +207,15 @@ class Gated:
             x.dtype, x.shape, x.stride(), out.shape, out.stride(), out.dtype, options, low_bits
         )  # fmt: skip
         if out_scale is not None:
-            addresses += (out_scale.data_ptr(),)
+            addresses = (addresses[0], out_scale.data_ptr(), addresses[1])
             key += (out_scale.dtype, out_scale.shape, out_scale.stride())
         found = self.plans.get(key)
         if found is None:
             launch = tuple(self.plan(x, options, out, out_scale, low_bits))
             found = self.plans.keep(key, (launch, self.writes.spans(out, out_scale, x)))
         (function, grid, block, shared_bytes, numbers, _, _), spans = found
-        if is_given:
-            ordered = addresses if out_scale is None else (addresses[0], addresses[2], addresses[1])
-            if ordered not in spans.apart:
-                spans.check(ordered)
+        if is_given and addresses not in spans.apart:
+            spans.check(addresses)
         if function is not None:
             numbers += self.numbers(*options)
             if out_scale is None:

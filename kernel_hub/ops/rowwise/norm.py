@@ -26,6 +26,12 @@ _IN_PLACE = "out=x out=residual residual_out=x residual_out=residual"
 _empty_like = torch.empty_like
 
 
+def scalar_choice(size: int) -> tuple[str, int, int]:
+    """(variant, threads a row, rows a block) for rows that 16-byte vectors do not fit."""
+    threads = min(256, 32 * -(-size // 32))
+    return "scalar", threads, max(1, 128 // threads)
+
+
 def choose(vecs: int, rows: int, has_residual: bool) -> tuple[str, int, int]:
     """(variant, threads a row, rows a block) for rows of `vecs` 16-byte vectors.
 
@@ -218,8 +224,7 @@ class Norm:
         elems, hidden_size = common.VEC_BYTES // x.element_size(), x.shape[-1]
         others = (*strides[:2], *strides[4:])  # a scale is written alone
         if low_bits or not common.is_aligned(elems, hidden_size, *others):
-            threads = min(256, 32 * -(-hidden_size // 32))
-            variant, rows_a_block = "scalar", max(1, 128 // threads)
+            variant, threads, rows_a_block = scalar_choice(hidden_size)
         else:
             variant, threads, rows_a_block = choose(
                 hidden_size // elems, rows * outer, residual is not None

@@ -12,7 +12,7 @@ from ..core.counters import counters
 from ..core.device import device_of
 from ..core.launch import Launch, Plans
 from .gated import choose_of_rows
-from .norm import E4M3
+from .norm import E4M3, scalar_choice
 
 _OP = "quantize_e4m3"
 _BLOCK = 128
@@ -168,10 +168,9 @@ def _plan(
     rows_a_thread = 1 if rows * outer <= 256 else _ROWS_AT_ONCE
     numbers = (*strides, rows, size, rows_a_thread)
     if scale is None and per == "row":
-        threads = min(256, 32 * -(-size // 32))
-        variant, rows_a_block = "scalar", max(1, 128 // threads)
-        if not is_scalar:
-            variant, threads, rows_a_block = choose_of_rows(size // elems, rows * outer)
+        variant, threads, rows_a_block = (
+            scalar_choice(size) if is_scalar else choose_of_rows(size // elems, rows * outer)
+        )
         grid = (-(-rows // rows_a_block), outer, 1)
         return (_launch(x, f"row_{variant}", grid, (threads, rows_a_block, 1), numbers),)
     if scale is None and per == "128x128":

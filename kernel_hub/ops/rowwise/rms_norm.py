@@ -12,7 +12,7 @@ import torch
 from ...errors import KernelHubError, TensorError
 from ..core import common
 from ..core.launch import Launch, Plans
-from .norm import QUANTISED, Norm, NormGiven, Outs
+from .norm import QUANTISED, Norm, NormGiven, Outs, scalar_choice
 from .norm import choose as _choose
 
 _OP = "rms_norm"
@@ -183,8 +183,7 @@ def _plan(
     strides = [stride for outer_stride, stride in pairs for stride in (stride, outer_stride)]
     elems = common.VEC_BYTES // x.element_size()
     if low_bits or not common.is_aligned(elems, hidden_size, *strides):
-        threads = min(256, 32 * -(-hidden_size // 32))
-        variant, rows_a_block = "scalar", max(1, 128 // threads)
+        variant, threads, rows_a_block = scalar_choice(hidden_size)
     else:
         variant, threads, rows_a_block = _choose(
             hidden_size // elems, rows * outer, residual is not None

@@ -18,7 +18,6 @@ from bits import same_bits
 from kernel_hub.ops import flash_attention
 from kernel_hub.ops.attention.problem import Gradients, Problem
 from kernel_hub.ops.core.device import has_wgmma
-from kernel_hub.ops.core.launch import forget_all
 
 SM90: Any = importlib.import_module("kernel_hub.ops.attention.backward_sm90")
 BACKWARD: Any = importlib.import_module("kernel_hub.ops.attention.backward_portable")
@@ -46,7 +45,6 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
     monkeypatch.setattr(SM90, "launch", counted)
     yield taken
-    forget_all()
 
 
 @pytest.mark.gpu
@@ -59,7 +57,6 @@ def test_every_kernel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(SM90, "_TALL_FROM", dict.fromkeys((False, True), 0 if rows == 80 else 1e9))
-    forget_all()  # plans do not know of it
     assert SM90.choose(head_dim, 1, mask != "full").block_m == rows
     case = Case(
         dtype=dtype, head_dim=head_dim, num_heads=4, num_kv_heads=2, backward=True,

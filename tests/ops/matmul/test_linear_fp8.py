@@ -185,6 +185,31 @@ def test_every_variant(hopper_way: Way, name: str, deals: int) -> None:
             )  # fmt: skip
 
 
+@pytest.mark.parametrize("name", sorted(plan.VARIANTS))
+def test_aligned_residuals(hopper_way: Way, name: str) -> None:
+    # They come through the ring, of tiles that end early and of those whose k is dealt out.
+    variant, lot = plan.VARIANTS[name], random_module.Random(name)
+    most = min(variant.block_n, 150) if variant.swaps else 140
+    sizes = [(most - 3, 264, 528), (1, 72, 144)]
+    if hopper_way.is_gpu:
+        sizes += [(5 * most + 1, 4104, 1104), (3 * most, 20000, 272)]
+    modes = ("row",) if variant.is_fast or name in plan.WITHOUT_BLOCKS else ("row", "block")
+    for (m, n, k), deals, mode in itertools.product(sizes, (0, 1), modes):
+        with plan.TABLE.forcing(Row(name, {"group": 3, "deals": deals})):
+            check_linear(
+                hopper_way.device, m, n, max(k, 128 * variant.splits), mode,
+                out_dtype=lot.choice(OUT_DTYPES[:2]), activation=lot.choice(list(ACTIVATIONS)),
+                has_bias=lot.random() < 0.5, has_residual=True, use_fast_accum=variant.is_fast,
+            )  # fmt: skip
+
+
+def test_a_residual_of_one_row_for_all(device: str) -> None:
+    a, b, row = random(device, 70, 128, seed=4), random(device, 40, 128, seed=5), torch.randn(1, 40)
+    row = row.to(device, torch.bfloat16)
+    expected = linear(a, b, residual=row.repeat(70, 1))
+    same_bits(linear(a, b, residual=row.expand(70, 40)), expected)
+
+
 @pytest.mark.gpu
 def test_a_thousand_launches(hopper: str) -> None:
     check_back_to_back(
