@@ -131,7 +131,7 @@ def append_kv(
     if not (q_norm_weight is k_norm_weight is None):
         numbers = checks.norm_numbers(_OP, eps, weight_offset)
         norm = (q_norm_weight, k_norm_weight, *numbers)
-    elif eps != 1e-6 or weight_offset != 0.0:
+    elif not (type(eps) is type(weight_offset) is float and eps == 1e-6 and weight_offset == 0.0):
         checks.norm_numbers(_OP, eps, weight_offset)
     if not plain:
         checks.check(AppendGiven(*first, out_q, out_k, *norm))
