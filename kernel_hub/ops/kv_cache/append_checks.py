@@ -1,4 +1,4 @@
-"""What append_kv refuses, and where each token goes as torch works it out.
+"""What append_kv refuses, and how heads are normed and where each token goes as torch works it out.
 
 `check` reads shapes only; `check_routing` reads tables on the device and waits for it.
 """
@@ -122,6 +122,17 @@ def norm_numbers(op: str, eps: Any, weight_offset: Any) -> tuple[float, float]:
         common.check_number(op, "eps", eps, least=0.0),
         common.check_number(op, "weight_offset", weight_offset),
     )
+
+
+def normed(
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, weight_offset: float
+) -> torch.Tensor:
+    """The last dimension of x normed, in fp32; x itself where there is no weight."""
+    if weight is None:
+        return x
+    x = x.float()
+    scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return x * scale * (weight.float() + weight_offset)
 
 
 def check_routing(given: AppendGiven) -> None:

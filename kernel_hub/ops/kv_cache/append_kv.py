@@ -243,23 +243,12 @@ def _cpu_into(arguments: tuple[Any, ...], makes_q: bool = False) -> None:
     turn = (given.cos, given.sin, tokens.position, given.interleaved, given.rotary_dim)
     norm = (given.eps, given.weight_offset)
     if q is not None:
-        tokens.assign(out_q, rotated(normed(_flat(q), given.q_norm_weight, *norm), *turn))
-    keys = rotated(normed(_flat(k), given.k_norm_weight, *norm), *turn)
+        tokens.assign(out_q, rotated(checks.normed(_flat(q), given.q_norm_weight, *norm), *turn))
+    keys = rotated(checks.normed(_flat(k), given.k_norm_weight, *norm), *turn)
     tokens.store(given.k_cache, keys, given.k_scale)
     tokens.store(given.v_cache, _flat(v), given.v_scale)
     if out_k is not None:
         tokens.assign(out_k, keys)
-
-
-def normed(
-    x: torch.Tensor, weight: torch.Tensor | None, eps: float, weight_offset: float
-) -> torch.Tensor:
-    """The last dimension of x normed, in fp32; x itself where there is no weight."""
-    if weight is None:
-        return x
-    x = x.float()
-    scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    return x * scale * (weight.float() + weight_offset)
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
