@@ -3,6 +3,7 @@
 Kernel time by CUDA-graph replays over inputs rotated past the L2; each contender's queries and
 cache rows are held against fp64 first. Everybody rotates q in place and writes the same caches:
 sequences of up to 1024 new tokens behind 512 old ones, pages of 16 tokens in shuffled order.
+Of kind 'normed' q and k are normed a head first, pages as of 'paged', which is the append alone.
 FlashInfer takes two launches (its rope in place, then append_paged_kv_cache) and has its batch
 indices and positions worked out beforehand; torch gets page and row of each token so.
 Writes benchmarks/results/<gpu>_append_kv.json.
@@ -36,10 +37,16 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 def torch_append(
     q: Any, k: Any, v: Any, k_cache: Any, v_cache: Any, cos: Any, sin: Any, positions: Any,
-    page: Any, row: Any, k_scale: Any, v_scale: Any,
+    page: Any, row: Any, k_scale: Any, v_scale: Any, q_weight: Any, k_weight: Any,
 ) -> None:  # fmt: skip
     """What torch and torch.compile are given."""
     c, s = cos[positions], sin[positions]
+    if q_weight is not None:
+        q_normed, k = (
+            torch.nn.functional.rms_norm(x, (HEAD_DIM,), weight, 1e-6)
+            for x, weight in ((q, q_weight), (k, k_weight))
+        )
+        q.copy_(q_normed)
     q.copy_(rotate(q, c, s))
     for cache, new, scale in ((k_cache, rotate(k, c, s), k_scale), (v_cache, v, v_scale)):
         if cache.dtype == E4M3:
@@ -51,7 +58,7 @@ def torch_append(
 def append(
     dtype: torch.dtype, tokens: int, num_heads: int, num_kv_heads: int, kind: str, cache: str
 ) -> Case:
-    """kind: 'paged' (block_table), 'slots' (slot_mapping) or 'contiguous'."""
+    """kind: 'paged' or 'normed' (block_table), 'slots' (slot_mapping) or 'contiguous'."""
     cache_dtype = E4M3 if cache == "e4m3" else dtype
     batch = -(-tokens // MAX_NEW)
     seqlen = tokens // batch
@@ -96,6 +103,11 @@ def append(
     if cache_dtype == E4M3:
         scales = torch.rand(2, num_kv_heads, device="cuda").add_(0.5).unbind()
 
+    weights: Any = (None, None)
+    if kind == "normed":
+        weights = torch.rand(2, HEAD_DIM, device="cuda").add_(0.5).to(dtype).unbind()
+    norm = {"q_norm_weight": weights[0], "k_norm_weight": weights[1]}
+
     def outputs(_: Any) -> tuple[torch.Tensor, ...]:
         first = slice(0, CHECKED_TOKENS)
         rows = [
@@ -124,7 +136,7 @@ def append(
                 )  # fmt: skip
             return ops.append_kv(
                 ks[i], v[i], k_caches[i], v_caches[i], **how, q=qs[i], out_q=qs[i], cos=cos,
-                sin=sin, k_scale=scales[0], v_scale=scales[1],
+                sin=sin, k_scale=scales[0], v_scale=scales[1], **norm,
             )  # fmt: skip
 
         return contender(launch)
@@ -143,6 +155,7 @@ def append(
                 page,
                 row,
                 *scales,
+                *weights,
             )
         )
 
@@ -150,8 +163,10 @@ def append(
         from flashinfer.page import append_paged_kv_cache
         from flashinfer.rope import apply_rope_with_cos_sin_cache_inplace
 
-        if cache_dtype == E4M3 or kind == "contiguous":
-            raise ValueError("FlashInfer appends what is of the cache's dtype, to pages")
+        if cache_dtype == E4M3 or kind in ("contiguous", "normed"):
+            raise ValueError(
+                "FlashInfer appends what is of the cache's dtype, to pages, not normed"
+            )
         cache32 = torch.cat((cos32, sin32), -1).contiguous()
         indptr = torch.arange(batch + 1, device="cuda", dtype=torch.int32) * pages
         last = torch.full((batch,), (seqlen + PAST - 1) % PAGE_SIZE + 1, device="cuda").int()
@@ -172,8 +187,15 @@ def append(
     truth: list[torch.Tensor] = []
     own: list[torch.Tensor] = []
     for out, wide in ((truth, torch.float64), (own, dtype)):
-        out.append(reference.rope(q[0][first], cos, sin, positions[first], dtype=wide))
-        key = reference.rope(k[0][first], cos, sin, positions[first], dtype=wide)
+        turned = [
+            reference.rope(
+                x if weight is None else reference.rms_norm(x, weight, dtype=wide), cos, sin,
+                positions[first], dtype=wide,
+            )
+            for x, weight in zip((q[0][first], k[0][first]), weights, strict=True)
+        ]  # fmt: skip
+        out.append(turned[0])
+        key = turned[1]
         for part, scale in ((key, scales[0]), (v[0][first].to(wide), scales[1])):
             if scale is not None:
                 part = (part / scale.to(wide)[:, None]).clamp(-448, 448)
@@ -195,16 +217,16 @@ def append(
 def main() -> int:
     """Measure, write, print."""
     options = row_arguments(
-        __doc__, heads="32/8,64/8", kinds="paged,slots,contiguous", caches="own,e4m3"
+        __doc__, heads="32/8,64/8", kinds="paged,slots,contiguous,normed", caches="own,e4m3"
     )
 
     def cases() -> Iterator[Callable[[], Case]]:
         for kind in options.kinds:
             # Every size of the paged cache, and the large ones of the others.
-            for cache in options.caches if kind == "paged" else ("own",):
+            for cache in options.caches if kind in ("paged", "normed") else ("own",):
                 for heads in options.heads:
                     sizes = options.tokens
-                    if (kind, cache) != ("paged", "own"):
+                    if kind not in ("paged", "normed") or cache != "own":
                         sizes = [n for n in sizes if n >= 8192 and heads == options.heads[0]]
                     for tokens in sizes:
                         num_heads, num_kv_heads = map(int, heads.split("/"))

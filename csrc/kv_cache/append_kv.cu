@@ -27,22 +27,11 @@
 #include "kernel_hub/kv_place.cuh"
 #include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/vec.cuh"
+#include "kv_cache/append_rows.cuh"
 
 namespace kernel_hub::kv_cache {
 
 enum class Rotation { kNone, kHalf, kInterleaved };
-
-// Rows of q, k or v: (batch, seqlen, heads, head_dim); of a cache: (pages, page_size, heads,
-// head_dim). Strides in elements.
-template <typename Pointer>
-struct Rows {
-    Pointer data;
-    int64_t outer_stride, row_stride, head_stride;
-
-    __device__ __forceinline__ Pointer at(int64_t outer, int64_t row) const {
-        return data + outer * outer_stride + row * row_stride;
-    }
-};
 
 // kCount neighbouring entries of a table of cosines or sines, as they are in memory: 16-bit ones
 // take half the registers of floats.

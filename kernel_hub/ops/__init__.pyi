@@ -14,7 +14,8 @@ def append_kv(
     positions: torch.Tensor | None = None, interleaved: bool = False,
     rotary_dim: int | None = None, k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None, out_q: torch.Tensor | None = None,
-    out_k: torch.Tensor | None = None,
+    out_k: torch.Tensor | None = None, q_norm_weight: torch.Tensor | None = None,
+    k_norm_weight: torch.Tensor | None = None, eps: float = 1e-06, weight_offset: float = 0.0,
 ) -> None: ...  # fmt: skip
 @overload
 def append_kv(
@@ -25,7 +26,8 @@ def append_kv(
     positions: torch.Tensor | None = None, interleaved: bool = False,
     rotary_dim: int | None = None, k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None, out_q: torch.Tensor | None = None,
-    out_k: torch.Tensor | None = None,
+    out_k: torch.Tensor | None = None, q_norm_weight: torch.Tensor | None = None,
+    k_norm_weight: torch.Tensor | None = None, eps: float = 1e-06, weight_offset: float = 0.0,
 ) -> torch.Tensor: ...  # fmt: skip
 def batched_matmul(
     a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None,
@@ -221,6 +223,8 @@ def qkv_linear(
     block_table: torch.Tensor | None = None, slot_mapping: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None, out_q: torch.Tensor | None = None,
     out_k: torch.Tensor | None = None, out_v: torch.Tensor | None = None,
+    q_norm_weight: torch.Tensor | None = None, k_norm_weight: torch.Tensor | None = None,
+    eps: float = 1e-06, weight_offset: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...  # fmt: skip
 @overload
 def qkv_linear(
@@ -232,6 +236,8 @@ def qkv_linear(
     block_table: torch.Tensor | None = None, slot_mapping: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None, out_q: torch.Tensor | None = None,
     out_k: torch.Tensor | None = None, out_v: torch.Tensor | None = None,
+    q_norm_weight: torch.Tensor | None = None, k_norm_weight: torch.Tensor | None = None,
+    eps: float = 1e-06, weight_offset: float = 0.0,
 ) -> tuple[torch.Tensor, None, None]: ...  # fmt: skip
 @overload
 def quantize_e4m3(

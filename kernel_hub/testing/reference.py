@@ -157,6 +157,9 @@ def append_kv(
     interleaved: bool = False,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    k_norm_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor, list[int], list[tuple[int, int] | None]]:
     """Both caches after the append in `dtype`, each token's position, and its page and row."""
@@ -171,7 +174,7 @@ def append_kv(
     places: list[tuple[int, int] | None] = [None] * num_tokens
     for b, (start, end) in enumerate(itertools.pairwise(starts)):
         past = 0 if cache_seqlens is None else int(cache_seqlens[b])
-        for token in range(start, end):
+        for token in range(start, end if past >= 0 else start):
             n = past + token - start
             at[token] = n if positions is None else int(positions.flatten()[token])
             if slot_mapping is not None:
@@ -186,6 +189,8 @@ def append_kv(
             if 0 <= page < num_pages and 0 <= row < page_size:
                 places[token] = (page, row)
     keys, values = (x.reshape(num_tokens, *x.shape[-2:]) for x in (k, v))
+    if k_norm_weight is not None:
+        keys = rms_norm(keys, k_norm_weight, eps, weight_offset=weight_offset, dtype=dtype)
     if cos is not None and sin is not None:
         rows = torch.tensor(at, device=k.device)
         keys = rope(keys, cos, sin, rows, interleaved=interleaved, dtype=dtype)

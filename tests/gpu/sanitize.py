@@ -191,11 +191,16 @@ def append_kv(device: str) -> None:
         if cache_dtype is not None:
             options["k_scale"] = options["v_scale"] = torch.rand(kv_heads, device=device) + 0.1
         ops.append_kv(k, v, *caches, **options)
+        weights = {f"{name}_norm_weight": torch.rand(head_dim, device=device) for name in "qk"}
+        ops.append_kv(k, v, *caches, **options, **weights, q=q)
         angles = torch.randn(80, head_dim // 2, device=device)
         for table, interleaved in itertools.product({torch.float32, dtype}, (False, True)):
             cos, sin = angles.cos().to(table), angles.sin().to(table)
             ops.append_kv(
                 k, v, *caches, **options, q=q, cos=cos, sin=sin, interleaved=interleaved, out_k=k
+            )
+            ops.append_kv(
+                k, v, *caches, **options, **weights, q=q, cos=cos, sin=sin, interleaved=interleaved
             )
 
 

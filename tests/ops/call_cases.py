@@ -239,6 +239,7 @@ def _qkv_linear(lot: Lot) -> Case:
     outs: tuple[str, ...] = ("out_q",)
     caches: tuple[str, ...] = ()
     if lot.one(True, False):
+        tensors |= lot.maybe(("q_norm_weight", lot.randn(dim)), ("k_norm_weight", lot.randn(dim)))
         caches = ("k_cache", "v_cache")
         tensors |= {name: lot.randn(3, 8, kv_heads, dim, dtype=dtype) for name in caches}
         tensors |= lot.one(
@@ -272,6 +273,10 @@ def _append_kv(lot: Lot) -> Case:
         places = lot.ints(*range(batch * seqlen), dtype=lot.one(torch.int32, torch.int64))
         tensors |= lot.maybe(("positions", places))
         outs = ("out_q", "out_k")
+    if lot.one(True, False):
+        kind = lot.one(dtype, torch.float32)
+        names = ("q_norm_weight", "k_norm_weight") if outs else ("k_norm_weight",)
+        tensors |= {name: lot.randn(dim, dtype=kind) for name in names}
     caches = ("k_cache", "v_cache")
     tensors |= {name: lot.randn(3, 8, heads, dim).to(cache_dtype) for name in caches}
     if cache_dtype == E4M3:

@@ -238,6 +238,15 @@ def _append(lot: Lot) -> tuple[Any, ...]:
     return (k, v, options.pop("k_cache"), options.pop("v_cache")), options
 
 
+def _append_normed(lot: Lot) -> tuple[Any, ...]:
+    given, options = _append(lot)
+    weight = torch.empty(given[0].shape[-1], dtype=lot.one(given[0].dtype, torch.float32))
+    options["k_norm_weight"] = weight
+    if "q" in options:
+        options["q_norm_weight"] = weight
+    return given, options
+
+
 def _decode(lot: Lot) -> tuple[Any, ...]:
     dtype, (heads, kv_heads, dim) = lot.one(*HALF), _heads(lot)
     batch, seqlen = lot.log(1, 256), lot.one(1, 1, 2, 4, 16)
@@ -308,6 +317,7 @@ DRAWN: dict[str, tuple[str, Callable[[Lot], tuple[Any, ...]]]] = {
     "grouped_linear": ("grouped_linear", _grouped),
     "qkv_linear": ("qkv_linear", _qkv),
     "append_kv": ("append_kv", _append),
+    "append_kv normed": ("append_kv", _append_normed),
     "decode_attention": ("decode_attention", _decode),
     "flash_attention": ("flash_attention", _attention),
     "flash_attention backward": ("flash_attention", _attention),

@@ -180,8 +180,17 @@ def test_append_kv(chosen: set[str]) -> None:
             rotary_dim = head_dim
         given = (k, k, cache, cache, *[None] * 5, table, table, None, layout == "interleaved")
         arguments = AppendGiven(*given, rotary_dim, *[None] * 4)
-        module("kv_cache.append_kv")._launch(arguments, True)
+        module("kv_cache.append_plan").launch_of(arguments, True)
     assert chosen == exported("append_kv")
+
+
+def test_append_kv_normed(chosen: set[str]) -> None:
+    for dtype, head_dim in itertools.product(DTYPES, [64, 18]):
+        k, weight = meta(2, 5, 4, head_dim, dtype=dtype), meta(head_dim, dtype=dtype)
+        cache = meta(2, 9, 4, head_dim, dtype=dtype)
+        arguments = AppendGiven(k, k, cache, cache, *[None] * 8, False, 0, *[None] * 5, weight)
+        module("kv_cache.append_plan").launch_of(arguments, True)
+    assert chosen == exported("append_kv_normed")
 
 
 def test_merge_states(chosen: set[str]) -> None:

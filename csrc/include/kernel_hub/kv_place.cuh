@@ -22,7 +22,7 @@ struct Routing {
 struct Place {
     int64_t position;
     int page, row;   // row is -1 where the length has no page
-    bool is_inside;  // of a sequence
+    bool is_inside;  // of a sequence, whose length is not below 0
     bool is_stored;
     bool is_odd;  // cu_seqlens led outside
 };
@@ -62,7 +62,9 @@ __device__ __forceinline__ Place find_place(const Routing& to, int token_idx, in
     }
     int64_t in_sequence = index;
     if (to.cache_seqlens != nullptr) {
-        in_sequence += __ldg(to.cache_seqlens + batch_idx);
+        const int length = __ldg(to.cache_seqlens + batch_idx);
+        in_sequence += length;
+        place.is_inside = place.is_inside && length >= 0;
     }
     place.position = in_sequence;
     if (to.positions_bytes != 0) {

@@ -28,8 +28,9 @@ struct Work {
     __device__ __forceinline__ Extent extent_of(int batch_idx) const {
         Extent extent;
         const int given = __ldg(cache_seqlens + batch_idx);
-        extent.length = min(max(given, 0), kMostTokens) + num_new;
-        extent.is_outside = given < 0 || extent.length > max_tokens;
+        // Below 0: a finished or padding row, of no tokens, the new ones included.
+        extent.length = given < 0 ? 0 : min(given, kMostTokens) + num_new;
+        extent.is_outside = extent.length > max_tokens;
         extent.num_tokens = min(extent.length, max_tokens);
         extent.first_unit =
             window_left < 0 ? 0 : max(extent.length - seqlen_q - window_left, 0) / unit;

@@ -170,7 +170,7 @@ def batch_and_seqlen(leading: Sequence[int], cu_seqlens: torch.Tensor | None) ->
 class Places:
     """Where tokens go, each a (num_tokens,) tensor."""
 
-    inside: torch.Tensor  # of a sequence
+    inside: torch.Tensor  # of a sequence whose length is not below 0
     stored: torch.Tensor
     page: torch.Tensor
     row: torch.Tensor
@@ -219,7 +219,9 @@ def places(
         batch = batch.clamp(max=max(0, batch_size - 1))
         index = token - starts[batch]
     if cache_seqlens is not None and batch_size:
-        index = index + cache_seqlens.long()[batch]
+        lengths = cache_seqlens.long()[batch]
+        inside = inside & (lengths >= 0)  # below 0: a finished or padding row
+        index = index + lengths
     position = index if positions is None else positions.flatten().long()
     num_pages, page_size = k_cache.shape[:2]
     rows = max(1, page_size)

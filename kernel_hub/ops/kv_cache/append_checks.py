@@ -1,4 +1,4 @@
-"""What append_kv refuses, and where each token goes as torch works it out.
+"""What append_kv refuses, and how heads are normed and where each token goes as torch works it out.
 
 `check` reads shapes only; `check_routing` reads tables on the device and waits for it.
 """
@@ -37,11 +37,20 @@ class AppendGiven(NamedTuple):
     v_scale: Any
     out_q: Any
     out_k: Any
+    q_norm_weight: Any = None
+    k_norm_weight: Any = None
+    eps: Any = 1e-6
+    weight_offset: Any = 0.0
 
     @property
     def tensors(self) -> tuple[Any, ...]:
-        """All but interleaved and rotary_dim."""
-        return self[:12] + self[14:]
+        """Those of them that are tensors."""
+        return self[:12] + self[14:20]
+
+    @property
+    def is_normed(self) -> bool:
+        """Whether heads of q or of k are."""
+        return not (self.q_norm_weight is self.k_norm_weight is None)
 
     @property
     def places(self) -> Places:
@@ -55,7 +64,7 @@ class AppendGiven(NamedTuple):
 def check(given: AppendGiven) -> None:
     """Raise TensorError for whatever does not fit."""
     (k, v, k_cache, v_cache, cache_seqlens, block_table, slot_mapping, cu_seqlens, q, cos, sin,
-     positions, interleaved, rotary_dim, k_scale, v_scale, out_q, out_k) = given  # fmt: skip
+     positions, interleaved, rotary_dim, k_scale, v_scale, out_q, out_k, *_) = given  # fmt: skip
     common.check_data(_OP, "k", k)
     if k.dim() not in (3, 4):
         expected = (
@@ -78,13 +87,52 @@ def check(given: AppendGiven) -> None:
         common.check_tensor(_OP, "q", q)
         heads = q.shape[-2] if q.dim() > 1 else 0
         common.check_like(_OP, "q", q, (*k.shape[:-2], heads, k.shape[-1]), k)
-    check_rotation(_OP, cos, sin, interleaved, rotary_dim, k.shape[-1], k, q=q, positions=positions)
+    unused = {"positions": positions}
+    if given.q_norm_weight is None:
+        unused = {"q": q, **unused}
+    check_rotation(_OP, cos, sin, interleaved, rotary_dim, k.shape[-1], k, **unused)
+    check_norm(_OP, given, k.shape[-1], k)
+    if q is None and given.q_norm_weight is not None:
+        raise common.refuse(_OP, "q_norm_weight", "None where q is None", given.q_norm_weight)
     tokens.check_positions(cos, positions, cu_seqlens)
     if out_q is not None and q is None:
         raise common.refuse(_OP, "out_q", "None where q is None", out_q)
     if q is not None:
         common.check_written(_OP, "out_q", out_q, q.shape, q)
     common.check_written(_OP, "out_k", out_k, k.shape, k)
+
+
+def check_norm(op: str, given: Any, head_dim: int, like: torch.Tensor) -> None:
+    """The weights of a norm of each head, where given, and its numbers."""
+    for argument in ("q_norm_weight", "k_norm_weight"):
+        weight = getattr(given, argument)
+        if weight is not None:
+            dtypes = (torch.float32, like.dtype)
+            common.check_like(op, argument, weight, (head_dim,), like, dtypes=dtypes)
+    norm_numbers(op, given.eps, given.weight_offset)
+    q_weight, k_weight = given.q_norm_weight, given.k_norm_weight
+    if q_weight is not None and k_weight is not None and q_weight.dtype != k_weight.dtype:
+        expected = f"the dtype of q_norm_weight ({common.say(q_weight)})"
+        raise common.refuse(op, "k_norm_weight", expected, k_weight)
+
+
+def norm_numbers(op: str, eps: Any, weight_offset: Any) -> tuple[float, float]:
+    """Both, as numbers that kernels take."""
+    return (
+        common.check_number(op, "eps", eps, least=0.0),
+        common.check_number(op, "weight_offset", weight_offset),
+    )
+
+
+def normed(
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, weight_offset: float
+) -> torch.Tensor:
+    """The last dimension of x normed, in fp32; x itself where there is no weight."""
+    if weight is None:
+        return x
+    x = x.float()
+    scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return x * scale * (weight.float() + weight_offset)
 
 
 def check_routing(given: AppendGiven) -> None:

@@ -93,7 +93,8 @@ def decode_attention(
         8 <= page_size <= 256. Of the dtype of q or float8_e4m3fn (head_dim then a multiple of 16);
         16-byte aligned.
     cache_seqlens: (batch_size,) int32, read on the device, nothing waits for it: with k, the tokens
-        in the cache before this step; without, all valid ones, the query's own included.
+        in the cache before this step; without, all valid ones, the query's own included. Below 0:
+        a finished or padding row, of which nothing is read or appended.
     k, v: (batch_size, seqlen_q, num_kv_heads, head_dim) of the new tokens, strides as q; they are
         written to the caches in place. Tokens past the end of a cache are dropped.
     block_table: (batch_size, max_pages) int32: the page of each page_size tokens. Keys and

@@ -99,9 +99,9 @@ def _check_caches(
 
 
 def check_values(given: DecodeGiven, *, is_strict: bool = True) -> None:
-    """Lengths that fit the cache, and pages that exist.
+    """Lengths that fit the cache, and pages that exist; below 0 is a finished row.
 
-    is_strict: lengths below 0 (none) and new tokens past the end (dropped) are refused too.
+    is_strict: new tokens past the end (dropped) are refused too.
     """
     k_cache, block_table = given.k_cache, given.block_table
     seqlen_q = 0 if given.k is None else given.q.shape[1]
@@ -110,13 +110,14 @@ def check_values(given: DecodeGiven, *, is_strict: bool = True) -> None:
     lengths = given.cache_seqlens.tolist()
     most = capacity - seqlen_q if is_strict else capacity
     for index, length in enumerate(lengths):
-        if length > most or (is_strict and length < 0):
+        if length > most:
             expected = f"0 to {most} at index {index}"
             raise common.refuse(_OP, "cache_seqlens", expected, length)
     if block_table is None:
         return
     for index, (length, pages) in enumerate(zip(lengths, block_table.tolist(), strict=True)):
-        for place, page in enumerate(pages[: -(-(max(0, length) + seqlen_q) // page_size)]):
+        used = -(-(length + seqlen_q) // page_size) if length >= 0 else 0
+        for place, page in enumerate(pages[:used]):
             if not 0 <= page < k_cache.shape[0]:
                 expected = f"pages from 0 to {k_cache.shape[0] - 1} at [{index}, {place}]"
                 raise common.refuse(_OP, "block_table", expected, page)

@@ -19,7 +19,9 @@ def decode_attention(given: DecodeGiven) -> tuple[torch.Tensor, torch.Tensor]:
     num_kv_heads = k_cache.shape[2]
     group = num_heads // num_kv_heads
     capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
-    lengths = cache_seqlens.clamp(min=0) + (0 if k is None else seqlen_q)
+    # Below 0: a finished or padding row, of no tokens, the new ones included.
+    is_live = cache_seqlens >= 0
+    lengths = torch.where(is_live, cache_seqlens + (0 if k is None else seqlen_q), 0)
     positions = lengths[:, None] - seqlen_q + torch.arange(seqlen_q, device=q.device)
 
     bias = torch.zeros((), device=q.device).expand(num_heads + 2 * num_kv_heads, head_dim)
@@ -30,8 +32,8 @@ def decode_attention(given: DecodeGiven) -> tuple[torch.Tensor, torch.Tensor]:
     # Rounded as the tensor cores take them.
     queries = rotated(q.float() + q_bias, *turn).to(q.dtype).float()
     if k is not None and v is not None:
-        fits = positions < capacity
-        rows = _rows(positions.clamp(max=max(capacity - 1, 0)), k_cache, block_table)
+        fits = is_live[:, None] & (positions < capacity)
+        rows = _rows(positions.clamp(0, max(capacity - 1, 0)), k_cache, block_table)
         for cache, scale, new in (
             (k_cache, k_scale, rotated(k.float() + k_bias, *turn)),
             (v_cache, v_scale, v.float() + v_bias),

@@ -1,4 +1,4 @@
-"""qkv_linear as two launches: a product by linear, then append_kv."""
+"""qkv_linear as two launches: a product by linear, then append_kv, which norms heads too."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def may_part(given: QkvGiven) -> bool:
 
 
 def into(given: QkvGiven) -> None:
-    """Project, then rotate and write; the projections are rounded in between."""
+    """Project, then norm, rotate and write; the projections are rounded in between."""
     x, k_cache, v_cache = given.x, given.k_cache, given.v_cache
     joint = linear(x, given.w_qkv, given.bias)
     heads = joint.view(*x.shape[:-1], given.total_heads, given.head_dim)
@@ -31,9 +31,13 @@ def into(given: QkvGiven) -> None:
             k_cache, v_cache = k_cache[None], v_cache[None]
             positions = None if positions is None else positions[None]
     q, k, v = heads.split([given.num_heads, given.num_kv_heads, given.num_kv_heads], dim=-2)
+    if given.cos is None and given.q_norm_weight is None:  # nothing for append_kv to do
+        out_q.copy_(q)
+        q = out_q = None
     appended = AppendGiven(
         k, v, k_cache, v_cache, given.cache_seqlens, given.block_table, given.slot_mapping,
         given.cu_seqlens, q, given.cos, given.sin, positions, given.interleaved, given.rotary_dim,
-        k_scale=None, v_scale=None, out_q=out_q, out_k=None,
+        k_scale=None, v_scale=None, out_q=out_q, out_k=None, q_norm_weight=given.q_norm_weight,
+        k_norm_weight=given.k_norm_weight, eps=given.eps, weight_offset=given.weight_offset,
     )  # fmt: skip
     append_for(OP, appended)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from ..core import common
 from ..core.kv_cache import Tokens, batch_and_seqlen, check_caches
 from ..core.rotary import check_rotation
+from ..kv_cache.append_checks import check_norm
 
 OP = "qkv_linear"
 
@@ -33,11 +34,20 @@ class QkvGiven(NamedTuple):
     num_kv_heads: int
     interleaved: bool
     rotary_dim: int
+    q_norm_weight: Any = None
+    k_norm_weight: Any = None
+    eps: Any = 1e-6
+    weight_offset: Any = 0.0
 
     @property
     def tensors(self) -> tuple[Any, ...]:
         """Those of them that are tensors."""
-        return self[:15]
+        return self[:15] + self[19:21]
+
+    @property
+    def is_normed(self) -> bool:
+        """Whether heads of q or of k are."""
+        return not (self.q_norm_weight is self.k_norm_weight is None)
 
     @property
     def head_dim(self) -> int:
@@ -74,6 +84,7 @@ def check(given: QkvGiven) -> None:
     tokens.check_sequences(given.cu_seqlens, given.cache_seqlens)
     _check_targets(given, tokens)
     _check_rotation(given)
+    _check_norm(given)
     tokens.check_positions(given.cos, given.positions, given.cu_seqlens)
     for name in ("bias", "out_q", "out_k", "out_v", "k_cache", "v_cache"):
         _check_aligned(name, getattr(given, name))
@@ -140,6 +151,15 @@ def _check_rotation(given: QkvGiven) -> None:
             raise common.refuse(OP, argument, expected, table)
         if table.shape[0] * table.stride(0) >= 2**31:
             raise common.refuse(OP, argument, "a table of fewer than 2**31 elements", table)
+
+
+def _check_norm(given: QkvGiven) -> None:
+    check_norm(OP, given, given.head_dim, given.x)
+    is_ragged = given.cu_seqlens is not None or given.cache_seqlens is not None
+    if given.is_normed and given.k_cache is None and is_ragged:
+        name = "k_norm_weight" if given.q_norm_weight is None else "q_norm_weight"
+        expected = "None, or a cache where cu_seqlens or cache_seqlens is given"
+        raise common.refuse(OP, name, expected, getattr(given, name))
 
 
 def _check_aligned(argument: str, tensor: Any) -> None:

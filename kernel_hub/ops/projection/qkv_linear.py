@@ -14,6 +14,7 @@ from ..core.kv_cache import places
 from ..core.launch import Launch, Plans
 from ..core.rotary import rotated
 from ..core.tensor_maps import Boxes
+from ..kv_cache.append_checks import norm_numbers, normed
 from ..matmul.checks import rows_and_strides
 from ..matmul.paired_launch import launch_of, maps_of, row_boxes
 from ..matmul.paired_plan import APART, GROUP_ROWS, TABLES, choose
@@ -24,7 +25,7 @@ from .qkv_checks import OP, QkvGiven, check, check_heads
 _is_tracing = torch.compiler.is_dynamo_compiling
 _OPTIONAL = (
     "bias cos sin positions k_cache v_cache cache_seqlens block_table slot_mapping cu_seqlens "
-    "out_q out_k out_v"
+    "out_q out_k out_v q_norm_weight k_norm_weight"
 )
 _operands = common.Operands(OP, "x w_qkv", _OPTIONAL)
 _writes = common.Writes(OP, f"x w_qkv {_OPTIONAL}", "k_cache v_cache out_q out_k out_v")
@@ -53,21 +54,26 @@ def qkv_linear(
     out_q: torch.Tensor | None = None,
     out_k: torch.Tensor | None = None,
     out_v: torch.Tensor | None = None,
+    q_norm_weight: torch.Tensor | None = None,
+    k_norm_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Project tokens to queries, keys and values, rotate, and write keys and values to a cache.
 
         q, k, v = (x @ w_qkv.T + bias) as heads;  q, k rotated as by `rope`;  k, v as by `append_kv`
 
     in one launch, with fp32 sums and rotation, rounded once; or, where it is quicker (some tens to
-    hundreds of tokens on Hopper), in two, as `linear` and `append_kv`, rounded in between. Token i
-    of sequence b is number n = cache_seqlens[b] + i of it, and its keys and values go to
+    hundreds of tokens on Hopper) and where heads are normed, in two, as `linear` and `append_kv`,
+    rounded in between. Token i of sequence b is number n = cache_seqlens[b] + i of it, and its
+    keys and values go to
 
         slot_mapping:  page, row = divmod(slot_mapping[token], page_size)
         block_table:   page, row = block_table[b, n // page_size], n % page_size
         neither:       row n of the cache of sequence b
 
-    and nowhere where that is outside the cache (a slot of -1, say). Two tokens must not go to one
-    place.
+    and nowhere where that is outside the cache (a slot of -1, say) or the length of the sequence is
+    below 0, a finished or padding row. Two tokens must not go to one place.
 
     x: (batch, seqlen, hidden_size) or (total, hidden_size), fp16 or bf16, on the GPU or the CPU;
         hidden_size a multiple of 8; tokens evenly spaced, at multiples of 16 bytes.
@@ -86,9 +92,12 @@ def qkv_linear(
     cu_seqlens: (batch + 1,) int32, where each sequence of x (total, hidden_size) starts.
     out_q: (..., num_heads, head_dim), where to write queries; None: a new tensor.
     out_k, out_v: (..., num_kv_heads, head_dim), without a cache only; None: new tensors.
+    q_norm_weight, k_norm_weight, eps, weight_offset: a norm of each head before its rotation, as
+        `append_kv` has it; without a cache neither with cu_seqlens nor with cache_seqlens.
 
     Returns (out_q, out_k, out_v); with a cache the last two are None. Rows of out_q whose token is
-    outside every sequence are not written. A CUDA tensor runs a shipped cubin on torch's current
+    outside every sequence, or of a finished one, are not written. A CUDA tensor runs a shipped
+    cubin on torch's current
     stream, and nothing waits for the device; a CPU tensor runs a reference in torch. No backward.
     Raises TensorError naming the argument that does not fit.
     Source: Su et al., "RoFormer", 2021; Kwon et al., "Efficient Memory Management for Large
@@ -98,10 +107,12 @@ def qkv_linear(
         rotary_dim = 2 * common.last_size(cos)
     optional = (
         bias, cos, sin, positions, k_cache, v_cache, cache_seqlens, block_table, slot_mapping,
-        cu_seqlens, out_q, out_k, out_v,
+        cu_seqlens, out_q, out_k, out_v, q_norm_weight, k_norm_weight,
     )  # fmt: skip
     plain = _operands.are_plain((x, w_qkv), optional)
     written = [out for out in (k_cache, v_cache, out_q, out_k, out_v) if out is not None]
+    if not (q_norm_weight is k_norm_weight is None):
+        eps, weight_offset = norm_numbers(OP, eps, weight_offset)
     if not plain:
         check_heads(x, w_qkv, num_heads, num_kv_heads)
     try:
@@ -118,7 +129,7 @@ def qkv_linear(
         raise
     values = (
         x, w_qkv, *optional[:10], out_q, out_k, out_v, num_heads, num_kv_heads, interleaved,
-        rotary_dim,
+        rotary_dim, q_norm_weight, k_norm_weight, eps, weight_offset,
     )  # fmt: skip
     if not plain:
         if not _is_tracing():
@@ -202,6 +213,8 @@ def _plan(given: QkvGiven) -> Launch:
     batch_size, seqlen = given.batch_and_seqlen
     if given.out_q.numel() == 0 or batch_size == 0:
         return Launch()
+    if given.is_normed:
+        return Launch(APART)
     outs = [out for out in (given.out_q, given.out_k, given.out_v) if out is not None]
     m, (x_stride, q_stride, *kv_strides), w_stride = rows_and_strides(OP, x, "w_qkv", w, *outs)
     paired_dim = _paired_dim(given)
@@ -310,11 +323,14 @@ def _cpu_into(given: QkvGiven, is_given: bool = True) -> None:
         x.shape[:-1], cache, given.cache_seqlens, given.block_table, given.slot_mapping,
         given.cu_seqlens, given.positions,
     )  # fmt: skip
+    norm = (given.eps, given.weight_offset)
+    q, k, v = heads.split([given.num_heads, given.num_kv_heads, given.num_kv_heads], dim=1)
+    q.copy_(normed(q, given.q_norm_weight, *norm))
+    k.copy_(normed(k, given.k_norm_weight, *norm))
     turned = heads[:, : given.num_heads + given.num_kv_heads]
     turned.copy_(
         rotated(turned, given.cos, given.sin, tokens.position, given.interleaved, given.rotary_dim)
     )
-    q, k, v = heads.split([given.num_heads, given.num_kv_heads, given.num_kv_heads], dim=1)
     tokens.assign(given.out_q, q)
     if given.k_cache is None:
         tokens.assign(given.out_k, k)
@@ -328,7 +344,8 @@ _op = common.define_given(
     f"{OP}(Tensor x, Tensor w_qkv, Tensor? bias, Tensor? cos, Tensor? sin, Tensor? positions, "
     "Tensor(a!)? k_cache, Tensor(b!)? v_cache, Tensor? cache_seqlens, Tensor? block_table, "
     "Tensor? slot_mapping, Tensor? cu_seqlens, Tensor(c!) out_q, Tensor(d!)? out_k, "
-    "Tensor(e!)? out_v, int num_heads, int num_kv_heads, bool interleaved, SymInt rotary_dim) "
-    "-> ()",
+    "Tensor(e!)? out_v, int num_heads, int num_kv_heads, bool interleaved, SymInt rotary_dim, "
+    "Tensor? q_norm_weight=None, Tensor? k_norm_weight=None, float eps=1e-6, "
+    "float weight_offset=0.0) -> ()",
     QkvGiven, cuda=_cuda_into, cpu=_cpu_into, check=check,
 )  # fmt: skip

@@ -1,7 +1,8 @@
 """One decode step whose tables lie: drawn by lot, run between guard bands, held against fp64.
 
-A key or value on a page that is not there is 0, a new token without a place is not written. What
-comes of a sequence whose length is none is its own business.
+A key or value on a page that is not there is 0, a new token without a place is not written. A
+length below 0 is a finished row: nothing read or written, out 0. What comes of a sequence whose
+length is more than there is room for is its own business.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class HostileStep:
 
     def place(self, row: int, token: int) -> tuple[int, int] | None:
         """(page, row in the page) of a token, or none."""
-        if token >= self.room:
+        if not 0 <= token < self.room:
             return None
         if self.table is None:
             return row, token
@@ -120,9 +121,12 @@ class HostileStep:
         return reference.rope(x, cos, sin, at, dtype=kind)
 
     def firsts(self) -> list[int]:
-        """The position of each sequence's first new token."""
-        appended = 0 if self.drawn["appends"] else self.drawn["seqlen_q"]
-        return [min(max(length, 0), MOST) - appended for length in self.lengths]
+        """The position of each sequence's first new token; before the start where it is none."""
+        seqlen_q = self.drawn["seqlen_q"]
+        appended = 0 if self.drawn["appends"] else seqlen_q
+        return [
+            -seqlen_q if length < 0 else min(length, MOST) - appended for length in self.lengths
+        ]
 
     def _attention(self, caches: list[torch.Tensor], kind: torch.dtype) -> torch.Tensor:
         """out in `kind`, from caches as they are after the step."""
@@ -165,23 +169,25 @@ class HostileStep:
             self._check_caches(found)
         truth, own = (self._attention(found, kind) for kind in (torch.float64, q.dtype))
         num_new = self.drawn["seqlen_q"] if self.drawn["appends"] else 0
-        fits = [0 <= length <= self.room - num_new for length in self.lengths]
+        fits = [length <= self.room - num_new for length in self.lengths]
         check(out.cpu()[fits], truth[fits], own[fits])
 
     def _check_said(self, q: torch.Tensor) -> None:
         """The flag names the tables that lied, where a window did not hide it."""
         num_new = self.drawn["seqlen_q"] if self.drawn["appends"] else 0
         certain, possible = set(), {"block_table"}
-        if any(not 0 <= length <= self.room - num_new for length in self.lengths):
+        if any(length < 0 for length in self.lengths):
+            possible.add("cache_seqlens")  # attention's kernels tell of it
+        if any(length > self.room - num_new for length in self.lengths):
             certain.add("cache_seqlens")
         for row, length in enumerate(self.lengths):
-            count = min(max(length, 0) + num_new, self.room)
+            count = min(length + num_new, self.room) if length >= 0 else 0
             if any(self.place(row, token) is None for token in range(count)):
                 (possible if self.drawn["window_left"] >= 0 else certain).add("block_table")
         if not self.table or all(
             0 <= page < self.old[0].shape[0] for pages in self.table for page in pages
         ):
-            possible.clear()
+            possible.discard("block_table")
         check_said("decode_attention", q, certain, possible)
 
     def _check_caches(self, found: list[torch.Tensor]) -> None:

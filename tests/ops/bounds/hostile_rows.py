@@ -140,8 +140,10 @@ class Routing:
         for row, (start, end) in enumerate(itertools.pairwise(starts)):
             for token in range(start, end):
                 n = self.in_sequence[token] = lengths[row] + token - start
-                self.inside[token] = True
-                if not 0 <= n < room:
+                self.inside[token] = lengths[row] >= 0
+                if lengths[row] < 0:
+                    continue
+                if n >= room:
                     self.certain.add("cache_seqlens")
                     continue
                 page, at = (row, n) if table is None else (
@@ -239,6 +241,11 @@ def hostile_append(generator: random.Random, arena: Arena) -> None:
     on = arena.put_all(**{name: x.to(arena.device) for name, x in given.items()})
     if turns:
         on["out_q"] = arena.empty("out_q", given["q"].shape, dtype)
+    norm: dict[str, torch.Tensor] = {}
+    if choose((False, True)):
+        kind = choose((dtype, torch.float32))
+        norm = {f"{x}_norm_weight": randn(head_dim).to(kind) for x in ("qk" if turns else "k")}
+        on |= arena.put_all(**{name: x.to(arena.device) for name, x in norm.items()})
     forget(on["k"])
     append_kv(**on, interleaved=interleaved)
     arena.check()
@@ -248,6 +255,8 @@ def hostile_append(generator: random.Random, arena: Arena) -> None:
 
     def expected(name: str, kind: torch.dtype) -> torch.Tensor:
         x = given[name].flatten(0, -3)
+        if f"{name}_norm_weight" in norm:
+            x = reference.rms_norm(x, norm[f"{name}_norm_weight"], dtype=kind)
         x = turned(x, given, at, kind, interleaved) if turns and name != "v" else x.to(kind)
         if name != "q" and cache_dtype == E4M3:
             return x.clamp(-448, 448).to(E4M3).to(kind) if kind != torch.float64 else x

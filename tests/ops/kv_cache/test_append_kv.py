@@ -34,9 +34,11 @@ class Append:
         self, way: Way, mode: str, dtype: torch.dtype = torch.bfloat16, *,
         shape: tuple[int, int, int, int] = (8, 2, 64, 64), cache: torch.dtype | None = None,
         layout: str = "half", table32: bool = True, page_size: int = 8, shift: int = 0,
+        norm: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
         num_heads, num_kv_heads, head_dim, rotary_dim = shape
         self.way, self.dtype, self.cache_dtype = way, dtype, cache or dtype
+        self.norm = norm or {}
         batch, generator = len(LENGTHS), torch.Generator().manual_seed(3)
         past: torch.Tensor | None = torch.tensor(PAST, dtype=torch.int32, device=way.device)
         lengths = list(LENGTHS)
@@ -76,14 +78,14 @@ class Append:
         rows = (*leading, num_kv_heads, head_dim)
         self.k, self.v = (way.randn(*rows, dtype=dtype, seed=seed) for seed in (1, 2))
         self.q = None
-        if num_heads and layout != "plain":
+        if num_heads and (layout != "plain" or self.norm.get("q_norm_weight") is not None):
             self.q = way.randn(*leading, num_heads, head_dim, dtype=dtype, seed=4)
         cache_shape = (*pages, num_kv_heads, head_dim)
         self.caches = [
             Guarded(cache_shape, self.cache_dtype, way.device, shift=shift) for _ in "kv"
         ]
         self.out_q = None if self.q is None else self.guarded(self.q)
-        self.out_k = self.guarded(self.k) if layout != "plain" else None
+        self.out_k = self.guarded(self.k) if layout != "plain" or self.norm else None
 
     def guarded(self, x: torch.Tensor) -> Guarded:
         return Guarded(x.shape, self.dtype, self.way.device)
@@ -94,15 +96,44 @@ class Append:
             for name, out in (("out_q", self.out_q), ("out_k", self.out_k))
         }
         k_cache, v_cache = (cache.tensor for cache in self.caches)
-        options = {**self.options, "q": self.q, **outs, **more}
+        options = {**self.options, **self.norm, "q": self.q, **outs, **more}
         out_q = append_kv(self.k, self.v, k_cache, v_cache, **options)
         assert out_q is options["out_q"] or self.q is not None
+
+    def inside(self) -> torch.Tensor:
+        """Which tokens are of a sequence, and of none that is finished."""
+        found = torch.zeros(self.k.shape[:-2].numel(), dtype=torch.bool)
+        starts = self.options.get("cu_seqlens")
+        if starts is None:
+            seqlen = self.k.shape[-3] if self.k.dim() == 4 else len(found)
+            starts = torch.arange(0, len(found) + 1, seqlen)
+        past = self.options.get("cache_seqlens")
+        for row, (start, end) in enumerate(itertools.pairwise(starts.tolist())):
+            found[start:end] = past is None or int(past[row]) >= 0
+        return found.to(self.way.device)
+
+    def turned(
+        self, x: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor | None, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """q or k of all tokens, normed where it is to be, and rotated, in `dtype`."""
+        if weight is not None:
+            offset = self.norm.get("weight_offset", 0.0)
+            x = reference.rms_norm(
+                x, weight, self.norm.get("eps", 1e-6), weight_offset=offset, dtype=dtype
+            )
+        if "cos" not in self.options:
+            return x.to(dtype)
+        return reference.rope(
+            x, self.options["cos"], self.options["sin"], rows,
+            interleaved=self.options["interleaved"], dtype=dtype,
+        )  # fmt: skip
 
     def check(self) -> None:
         """The caches and outputs against fp64, and untouched where no token goes."""
         empty = [torch.full_like(cache.tensor, float("nan")) for cache in self.caches]
+        norm = {name: value for name, value in self.norm.items() if name != "q_norm_weight"}
         truth, own = (
-            reference.append_kv(self.k, self.v, *empty, **self.options, dtype=dtype)
+            reference.append_kv(self.k, self.v, *empty, **self.options, **norm, dtype=dtype)
             for dtype in (torch.float64, self.dtype)
         )
         *_, at, places = truth
@@ -117,21 +148,18 @@ class Append:
             check(cache.tensor, expected, budget, name=name)
             rest = cache.tensor.view(torch.uint8)[untouched.to(self.way.device)]
             assert bool((rest == 255).all()), f"{name}: written where no token goes"
-        inside, rows = slice(0, self.total), torch.tensor(at, device=self.way.device)
+        inside, rows = self.inside(), torch.tensor(at, device=self.way.device)
         for out, x, name in ((self.out_q, self.q, "out_q"), (self.out_k, self.k, "out_k")):
             if out is None or x is None:
                 continue
             out.check(name)
             turned = [
-                reference.rope(
-                    x.flatten(0, -3), self.options["cos"], self.options["sin"], rows,
-                    interleaved=self.options["interleaved"], dtype=dtype,
-                )
-                for dtype in (torch.float64, self.dtype)
-            ]  # fmt: skip
+                self.turned(x.flatten(0, -3), rows, self.norm.get(f"{name[-1]}_norm_weight"), kind)
+                for kind in (torch.float64, self.dtype)
+            ]
             flat = out.tensor.flatten(0, -3)
             check(flat[inside], turned[0][inside], turned[1][inside], name=name)
-            assert bool(flat[self.total :].isnan().all()), f"{name}: padding was written"
+            assert bool(flat[~inside].isnan().all()), f"{name}: padding was written"
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -192,7 +220,7 @@ def test_more_heads_than_threads(
     way: Way, layout: str, chosen: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As with many tokens, whose threads take several pairs of heads one after another.
-    monkeypatch.setattr(importlib.import_module("kernel_hub.ops.kv_cache.append_kv"), "_choose",
+    monkeypatch.setattr(importlib.import_module("kernel_hub.ops.kv_cache.append_plan"), "_choose",
                         lambda *sizes: chosen)  # fmt: skip
     for mode, heads, cache in itertools.product(("no past", "paged"), (8, 5), (None, E4M3)):
         call = Append(way, mode, shape=(heads, 4, 64, 32), layout=layout, cache=cache)
@@ -247,7 +275,6 @@ def test_a_position_outside_the_table_is_nan(way: Way, interleaved: bool) -> Non
 
 BAD = {
     "past the end": ("contiguous", "cache_seqlens", [39, 40, 2**31 - 1, 36]),
-    "before the start": ("contiguous", "cache_seqlens", [-1, -4, -(2**31), 0]),
     "past the table": ("dense paged", "cache_seqlens", [39, 40, 2**31 - 1, -1]),
     "pages": ("paged", "block_table", [[23, -1, 5, 2**31 - 1, -(2**31)]] * 4),
     "slots": (
@@ -274,6 +301,20 @@ def test_tables_that_point_outside_write_nothing_there(
     monkeypatch.setenv("KERNEL_HUB_DEBUG", "1")
     with pytest.raises(Exception, match=rf"append_kv: {argument}: expected .*, found"):
         call.run()
+
+
+@pytest.mark.parametrize("mode", ["contiguous", "dense paged", "paged"])
+@pytest.mark.parametrize("cache", [None, E4M3], ids=["own", "e4m3"])
+def test_a_length_below_zero_is_a_finished_row(
+    way: Way, mode: str, cache: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of its tokens goes anywhere, those that would lie behind the start included."""
+    monkeypatch.setenv("KERNEL_HUB_DEBUG", "1")  # nothing to refuse
+    for lengths in ([-1, -3, 5, -(2**31)], [0, 2, -7, 3], [-1] * 4):
+        call = Append(way, mode, cache=cache)
+        call.options["cache_seqlens"] = torch.tensor(lengths, dtype=torch.int32).to(way.device)
+        call.run()
+        call.check()
 
 
 def test_the_same_bits_every_time(way: Way) -> None:

@@ -1,0 +1,321 @@
+// As append_kv.cu, of queries and keys that are normed first: in one launch
+//
+//   q', k' = rope(norm(q)), rope(norm(k)),  norm(h) = h / sqrt(mean(h^2) + eps) * (weight + offset)
+//   cache[place of the token] = k', v
+//
+// over each head, in fp32, rounded once. Where a token goes, what is outside: append_kv.cu.
+//
+// Parallelisation: as there: threadIdx.x walks a head, threadIdx.y pairs of heads, threadIdx.z the
+// tokens of a block. blockDim.x is a power of two of at most 32, so a head is in one warp, whose
+// shuffles sum its squares; every thread makes every round, with nothing to read or write where
+// there is no head for it. No shared memory.
+//   vec      a head in registers, read once: two vectors of 16 bytes a thread, in which every pair
+//            of a rotation lies; head_dim a multiple of two vectors, rotary_dim of one (half-split:
+//            of two)
+//   scalar   any size, any alignment; a head is read twice
+// What calls differ by besides (the layout of a rotation, the types of its tables, the weights and
+// the caches) are parameters: branches that whole launches take alike.
+// Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019; Henry et al.,
+// "Query-Key Normalization for Transformers", 2020; and those of append_kv.cu.
+
+#include "kernel_hub/kv_place.cuh"
+#include "kernel_hub/launch_facts.cuh"
+#include "kernel_hub/mma.cuh"
+#include "kernel_hub/reduce.cuh"
+#include "kv_cache/append_rows.cuh"
+#include "kv_cache/normed_heads.cuh"
+
+namespace kernel_hub::kv_cache {
+
+// Bytes or 16-bit or 32-bit elements of a cache: `at` counts elements.
+struct CacheRows {
+    void* data;
+    int64_t page_stride, row_stride, head_stride;
+};
+
+template <typename T>
+struct NormedArgs {
+    Rows<T*> out_q, out_k;
+    CacheRows k_cache, v_cache;
+    Rows<const T*> q, k, v;
+    const void* cos;  // (max_position, rotary_dim / 2), fp32 or T; null: rotary_dim is 0
+    const void* sin;
+    const float* k_scale;       // (num_kv_heads,), or null
+    const float* v_scale;       // same
+    const void* q_norm_weight;  // (head_dim,), fp32 or T; null: not normed
+    const void* k_norm_weight;  // same
+    Routing routing;
+    int64_t table_stride;
+    int num_tokens, seqlen, num_heads, num_kv_heads, head_dim, rotary_dim, max_position, q_threads;
+    int num_rounds, is_interleaved, is_table32, is_weight32, is_e4m3;
+    float eps, weight_offset;
+};
+
+// The weights of queries, then those of keys, as floats to shared memory. By all warps but the
+// first, which waits for angles meanwhile.
+template <typename T>
+__device__ __forceinline__ void share_weights(const NormedArgs<T>& args, float* shared) {
+    const int threads = blockDim.x * blockDim.y * blockDim.z;
+    const int thread = threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z);
+    const int others = threads > kWarpSize ? kWarpSize : 0;
+    if (thread < others) {
+        return;
+    }
+    for (int i = thread - others; i < 2 * args.head_dim; i += threads - others) {
+        const bool is_query = i < args.head_dim;
+        const NormWeight<T, 1> weight = {is_query ? args.q_norm_weight : args.k_norm_weight,
+                                         args.is_weight32, args.weight_offset, nullptr};
+        shared[i] = weight.at(is_query ? i : i - args.head_dim);
+    }
+}
+
+template <typename T, int kWidth>
+__device__ __forceinline__ void append_normed(const NormedArgs<T>& args) {
+    // Vectors: the weights of queries, those of keys; the angles of each token's vectors.
+    float* shared = reinterpret_cast<float*>(dynamic_shared());
+    float* shared_angles =
+        shared + 2 * args.head_dim + 2 * kWidth * (threadIdx.z * blockDim.x + threadIdx.x);
+    const int token_idx = blockIdx.x * blockDim.z + threadIdx.z;
+    const int batch_idx = static_cast<uint32_t>(token_idx) / static_cast<uint32_t>(args.seqlen);
+    const int index = token_idx - batch_idx * args.seqlen;
+
+    // The heads of this thread: a and b are query heads `half_heads` apart, or a key and a value.
+    const bool is_query = static_cast<int>(threadIdx.y) < args.q_threads;
+    const int half_heads = (args.num_heads + 1) / 2;
+    const int num_units = is_query ? half_heads : args.num_kv_heads;
+    const int first_unit = threadIdx.y - (is_query ? 0 : args.q_threads);
+    const int unit_step = is_query ? args.q_threads : blockDim.y - args.q_threads;
+    const T* a_head = is_query ? args.q.at(batch_idx, index) : args.k.at(batch_idx, index);
+    const T* b_head =
+        is_query ? a_head + half_heads * args.q.head_stride : args.v.at(batch_idx, index);
+    const int64_t a_stride = is_query ? args.q.head_stride : args.k.head_stride;
+    const int64_t b_stride = is_query ? args.q.head_stride : args.v.head_stride;
+    const NormWeight<T, kWidth> weight = {is_query ? args.q_norm_weight : args.k_norm_weight,
+                                          args.is_weight32, args.weight_offset,
+                                          shared + (is_query ? 0 : args.head_dim)};
+    const float head_size = static_cast<float>(args.head_dim);
+
+    const int first_at = threadIdx.x * kWidth, span = (args.head_dim + 1) / 2;
+    bool is_live = token_idx < args.num_tokens && first_unit < num_units;
+    bool is_known = true;
+    Place place;
+    place.is_inside = place.is_stored = place.is_odd = false;
+    place.page = place.row = 0;
+    place.position = 0;
+    Parts parts = parts_at<kWidth>(args, first_at);
+
+    Head<T, kWidth> head_a, head_b;
+    int unit = first_unit;
+    const auto has_a = [&] { return is_live && unit < num_units; };
+    const auto has_b = [&] { return has_a() && (!is_query || unit + half_heads < args.num_heads); };
+    const auto load = [&] {
+        head_a.load(a_head + unit * a_stride, parts, has_a());
+        head_b.load(b_head + unit * b_stride, parts, has_b());
+    };
+    if constexpr (kWidth > 1) {
+        load();
+    }
+    // NOTE: after the heads' loads: these wait for one another, and would hold them up.
+    if (is_live) {
+        place = find_place(args.routing, token_idx, batch_idx, index, is_query);
+        is_live = place.is_inside;
+        if (args.cos != nullptr) {
+            // A position outside the table must not read past it; it shows as nan.
+            is_known = place.position >= 0 && place.position < args.max_position;
+        }
+    }
+    if constexpr (kWidth > 1) {
+        if (is_live && threadIdx.y == 0) {
+            Angles<T, kWidth> angles;
+            angles.load(args, parts, first_at, place.position, is_known);
+            angles.expand(args.is_table32, is_known);
+            angles.put(shared_angles);
+        }
+        share_weights(args, shared);
+    }
+
+    for (int round = 0; round < args.num_rounds; ++round, unit += unit_step) {
+        float sum_a = 0.0f, sum_b = 0.0f;
+        if constexpr (kWidth > 1) {
+            if (round > 0) {
+                load();
+            }
+            sum_a = head_a.sum_of_squares();
+            sum_b = head_b.sum_of_squares();
+            head_a.keep_packed();
+            head_b.keep_packed();
+        } else {
+            for (int at = first_at; at < span; at += blockDim.x) {
+                parts = parts_at<kWidth>(args, at);
+                load();
+                sum_a += head_a.sum_of_squares();
+                sum_b += head_b.sum_of_squares();
+            }
+        }
+        // Every lane of the warp, whatever it has.
+#pragma unroll 1
+        for (int lanes = blockDim.x / 2; lanes > 0; lanes /= 2) {
+            sum_a += __shfl_xor_sync(~0u, sum_a, lanes);
+            sum_b += __shfl_xor_sync(~0u, sum_b, lanes);
+        }
+        if (kWidth > 1 && round == 0) {
+            __syncthreads();
+        }
+        if (!has_a()) {
+            continue;
+        }
+        float a_inverse = 1.0f, b_inverse = 1.0f;
+        if (weight.values != nullptr) {
+            a_inverse = rsqrtf(sum_a / head_size + args.eps);
+            b_inverse = rsqrtf(sum_b / head_size + args.eps);
+        }
+        const auto write = [&](const Angles<T, kWidth>& angles) {
+            float inverse = a_inverse;
+            // NOTE: a loop, not twice the code: 60 % of the instructions, 20 registers fewer.
+#pragma unroll 1
+            for (int i = 0; i < 2; ++i) {
+                const bool is_value = !is_query && i == 1;
+                T* out = nullptr;
+                void* cache = nullptr;
+                int64_t at = 0;
+                float inverse_scale = 1.0f;
+                if (is_query) {
+                    out = args.out_q.at(batch_idx, index) +
+                          (unit + i * half_heads) * args.out_q.head_stride;
+                } else {
+                    if (!is_value && args.out_k.data != nullptr) {
+                        out = args.out_k.at(batch_idx, index) + unit * args.out_k.head_stride;
+                    }
+                    if (place.is_stored) {
+                        const CacheRows& rows = is_value ? args.v_cache : args.k_cache;
+                        const float* scale = is_value ? args.v_scale : args.k_scale;
+                        cache = rows.data;
+                        at = place.page * rows.page_stride + place.row * rows.row_stride +
+                             unit * rows.head_stride;
+                        inverse_scale = scale == nullptr ? 1.0f : 1.0f / __ldg(scale + unit);
+                    }
+                }
+                float values[2][kWidth];
+                head_a.unpack(values);
+                if (!is_value) {
+                    head_a.finish(values, args, parts, inverse, weight, angles, shared_angles);
+                }
+                if (out != nullptr) {
+                    head_a.write(out, parts);
+                }
+                if (cache != nullptr) {
+                    head_a.store(cache, at, parts, args.is_e4m3, values, inverse_scale);
+                }
+                if (!has_b()) {
+                    break;
+                }
+                head_a = head_b;
+                inverse = b_inverse;
+            }
+        };
+        if constexpr (kWidth > 1) {
+            write({});
+        } else {
+            for (int at = first_at; at < span; at += blockDim.x) {
+                parts = parts_at<kWidth>(args, at);
+                load();
+                Angles<T, kWidth> angles;
+                angles.load(args, parts, at, place.position, is_known);
+                angles.expand(args.is_table32, is_known);
+                write(angles);
+            }
+        }
+    }
+    // At the end, where no load waits for the tables.
+    if (token_idx >= args.num_tokens || first_unit >= num_units || first_at >= span) {
+        return;
+    }
+    const bool is_missing = is_live && !is_query && !place.is_stored;
+    const bool is_unknown = is_live && !is_known;
+    if (place.is_odd || is_missing || is_unknown) {
+        const int missing = is_missing ? find_missing(args.routing, token_idx, place.row) : 0;
+        report(args.routing.flag, missing | (place.is_odd ? kTokensOutside : 0) |
+                                      (is_unknown ? kPositionsOutside : 0));
+    }
+}
+
+#define EXPORT_APPEND_KV_NORMED(NAME, T, VARIANT, WIDTH)                                           \
+    DESCRIBED(                                                                                     \
+        append_kv_normed_##NAME##_##VARIANT, "x: tokens in steps of blockDim.z",                   \
+        (.shared_bytes = 0),                                                                       \
+        extern "C" __global__ void __launch_bounds__(256, 2) append_kv_normed_##NAME##_##VARIANT(  \
+            T* out_q, T* out_k, void* k_cache, void* v_cache, int* flag, const T* q, const T* k,   \
+            const T* v, const void* cos, const void* sin, const void* positions,                   \
+            const int* cache_seqlens, const void* slot_mapping, const int* block_table,            \
+            const int* cu_seqlens, const float* k_scale, const float* v_scale,                     \
+            const void* q_norm_weight, const void* k_norm_weight, int64_t out_q_batch_stride,      \
+            int64_t out_q_token_stride, int64_t out_q_head_stride, int64_t out_k_batch_stride,     \
+            int64_t out_k_token_stride, int64_t out_k_head_stride, int64_t k_cache_page_stride,    \
+            int64_t k_cache_row_stride, int64_t k_cache_head_stride, int64_t v_cache_page_stride,  \
+            int64_t v_cache_row_stride, int64_t v_cache_head_stride, int64_t q_batch_stride,       \
+            int64_t q_token_stride, int64_t q_head_stride, int64_t k_batch_stride,                 \
+            int64_t k_token_stride, int64_t k_head_stride, int64_t v_batch_stride,                 \
+            int64_t v_token_stride, int64_t v_head_stride, int64_t table_stride,                   \
+            int64_t block_table_stride, int num_tokens, int seqlen, int batch_size, int num_heads, \
+            int num_kv_heads, int head_dim, int rotary_dim, int max_position, int num_pages,       \
+            int page_size, int max_pages, int positions_bytes, int slot_bytes, int q_threads,      \
+            int num_rounds, int is_interleaved, int is_table32, int is_weight32, int is_e4m3,      \
+            float eps, float weight_offset) {                                                      \
+            append_normed<T, WIDTH>(                                                               \
+                {.out_q = {out_q, out_q_batch_stride, out_q_token_stride, out_q_head_stride},      \
+                 .out_k = {out_k, out_k_batch_stride, out_k_token_stride, out_k_head_stride},      \
+                 .k_cache = {k_cache, k_cache_page_stride, k_cache_row_stride,                     \
+                             k_cache_head_stride},                                                 \
+                 .v_cache = {v_cache, v_cache_page_stride, v_cache_row_stride,                     \
+                             v_cache_head_stride},                                                 \
+                 .q = {q, q_batch_stride, q_token_stride, q_head_stride},                          \
+                 .k = {k, k_batch_stride, k_token_stride, k_head_stride},                          \
+                 .v = {v, v_batch_stride, v_token_stride, v_head_stride},                          \
+                 .cos = cos,                                                                       \
+                 .sin = sin,                                                                       \
+                 .k_scale = k_scale,                                                               \
+                 .v_scale = v_scale,                                                               \
+                 .q_norm_weight = q_norm_weight,                                                   \
+                 .k_norm_weight = k_norm_weight,                                                   \
+                 .routing = {.positions = positions,                                               \
+                             .cache_seqlens = cache_seqlens,                                       \
+                             .slot_mapping = slot_mapping,                                         \
+                             .block_table = block_table,                                           \
+                             .cu_seqlens = cu_seqlens,                                             \
+                             .block_table_stride = block_table_stride,                             \
+                             .batch_size = batch_size,                                             \
+                             .num_tokens = num_tokens,                                             \
+                             .num_pages = num_pages,                                               \
+                             .page_size = page_size,                                               \
+                             .max_pages = max_pages,                                               \
+                             .positions_bytes = positions_bytes,                                   \
+                             .slot_bytes = slot_bytes,                                             \
+                             .flag = flag},                                                        \
+                 .table_stride = table_stride,                                                     \
+                 .num_tokens = num_tokens,                                                         \
+                 .seqlen = seqlen,                                                                 \
+                 .num_heads = num_heads,                                                           \
+                 .num_kv_heads = num_kv_heads,                                                     \
+                 .head_dim = head_dim,                                                             \
+                 .rotary_dim = rotary_dim,                                                         \
+                 .max_position = max_position,                                                     \
+                 .q_threads = q_threads,                                                           \
+                 .num_rounds = num_rounds,                                                         \
+                 .is_interleaved = is_interleaved,                                                 \
+                 .is_table32 = is_table32,                                                         \
+                 .is_weight32 = is_weight32,                                                       \
+                 .is_e4m3 = is_e4m3,                                                               \
+                 .eps = eps,                                                                       \
+                 .weight_offset = weight_offset});                                                 \
+        })
+
+#define EXPORT_APPEND_KV_NORMED_VARIANTS(NAME, T)       \
+    EXPORT_APPEND_KV_NORMED(NAME, T, vec, kVecElems<T>) \
+    EXPORT_APPEND_KV_NORMED(NAME, T, scalar, 1)
+
+// {op}_normed_{dtype}_{variant}
+EXPORT_APPEND_KV_NORMED_VARIANTS(fp16, __half)
+EXPORT_APPEND_KV_NORMED_VARIANTS(bf16, __nv_bfloat16)
+EXPORT_APPEND_KV_NORMED_VARIANTS(fp32, float)
+
+}  // namespace kernel_hub::kv_cache
