@@ -37,6 +37,7 @@
 #include "matmul/fp8/loop.cuh"
 #include "matmul/fp8/scales.cuh"
 #include "matmul/fp8/write.cuh"
+#include "matmul/fp8/write_swapped.cuh"
 
 namespace kernel_hub::matmul::fp8 {
 

@@ -14,6 +14,7 @@ import torch
 from call_lot import Case as Case
 from call_lot import Lot as Lot
 from call_moe import MOE
+from call_sample import call_sample
 
 from kernel_hub import ops
 
@@ -105,20 +106,6 @@ def _quantize_e4m3(lot: Lot) -> Case:
     outs = ("out", "out_scale") if name == "out_scale" else ("out",)
     tensors = {"x": x, "out": x.to(E4M3), name: scale}
     return Case("quantize_e4m3", tensors, {"per": per}, outs, required=("x",))
-
-
-def _sample(lot: Lot) -> Case:
-    batch, size = lot.one(1, 3, 5), lot.one(8, 40, 100)
-    counts = torch.arange(batch, device=lot.device)
-    given = lot.maybe(
-        ("temperature", lot.randn(batch)), ("top_k", counts.int() + 1),
-        ("top_p", lot.randn(batch).abs()), ("bias", lot.randn(batch, size)),
-        ("token_bitmask", lot.randn(batch, -(-size // 32)).view(torch.int32)),
-    )  # fmt: skip
-    outs = {"out": counts + 1, "out_logprob": lot.randn(batch)}
-    tensors = {"logits": lot.randn(batch, size, dtype=lot.one(*_ANY)), "seed": counts, **given}
-    options = {"return_logprob": True, "softcap": lot.one(0.0, 30.0)}
-    return Case("sample", {**tensors, **outs}, options, tuple(outs), required=("logits",))
 
 
 def _rope(lot: Lot) -> Case:
@@ -393,7 +380,7 @@ CASES: dict[str, Callable[[Lot], Case]] = {
     "relu_squared": _relu_squared,
     "rms_norm": _rms_norm,
     "rope": _rope,
-    "sample": _sample,
+    "sample": call_sample,
     "silu_and_mul": _silu_and_mul,
     "swiglu_linear": _swiglu_linear,
     "swigluoai_and_mul": _swigluoai_and_mul,
