@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import json
 import random
 import re
 import statistics
@@ -125,7 +124,7 @@ class Report:
         measured = {row.case for row in self.rows}
         return [
             results.ResultRow(**{name: row[name] for name in names if name in row})
-            for row in json.loads(self._out.read_text(encoding="utf-8"))
+            for row in results.read(self._out)
             if row["case"] not in measured
         ]
 

@@ -7,7 +7,6 @@ python benchmarks/make_results.py --check   fails where they are out of date
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
@@ -16,6 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import picture
+
+from kernel_hub.measure import results
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results"
@@ -98,7 +99,7 @@ def load(folder: Path) -> list[Family]:
     families: dict[tuple[str, str], dict[str, dict[str, Row]]] = {}
     about: dict[tuple[str, str], Row] = {}
     for file in sorted(folder.glob("*.json")):
-        for row in json.loads(file.read_text(encoding="utf-8")):
+        for row in results.read(file):
             key = (file.stem, row["family"])
             about.setdefault(key, row)
             families.setdefault(key, {}).setdefault(row["case"], {})[row["contender"]] = row

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from pathlib import Path
 from typing import Any
+
+from kernel_hub.measure import results
 
 RESULTS = Path(__file__).resolve().parent / "results"
 CASE = re.compile(r"prefill \d+ x (\d+) h\S+ d(\d+) (full|causal) (bf16|fp16) burst")
@@ -24,7 +25,7 @@ def main() -> int:
     source, target = options.source, options.out or options.source.with_suffix(".svg")
     panels: dict[tuple[int, str], dict[str, list[tuple[int, float]]]] = {}
     gpu = ""
-    for row in json.loads(source.read_text(encoding="utf-8")):
+    for row in results.read(source):
         found = CASE.fullmatch(row["case"])
         if found and found[4] == "bf16":
             gpu = row["gpu"]

@@ -5,11 +5,12 @@ rows, a panel a weight. Needs matplotlib.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from pathlib import Path
 from typing import Any
+
+from kernel_hub.measure import results
 
 CASE = re.compile(r"(\d+x\d+) m(\d+) \w+")
 Lines = dict[str, list[tuple[int, float]]]
@@ -33,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("source", type=Path)
     parser.add_argument("--out", type=Path, help="default: the source's name with .svg")
     options = parser.parse_args(argv)
-    rows = json.loads(options.source.read_text(encoding="utf-8"))
+    rows = results.read(options.source)
     found = panels(rows)
     if not found:
         sys.exit(f"{options.source} has no rows of a sweep")

@@ -97,16 +97,22 @@ def _kernel_module() -> str:
 
 
 def write(path: Path, rows: Iterable[ResultRow]) -> None:
-    """Write `rows` with their environment to `path` as a JSON list, one row a line."""
-    shared = environment()
+    """Write their environment, once, and `rows`, one a line, to `path` as JSON."""
     lines = []
     for row in rows:
         fields = asdict(row)
         if not row.note:
             del fields["note"]
-        lines.append(json.dumps({**fields, **shared}))
+        lines.append(json.dumps(fields))
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("[\n" + ",\n".join(lines) + "\n]\n")
+    about = json.dumps(environment())
+    path.write_text(f'{{"about": {about},\n"rows": [\n' + ",\n".join(lines) + "\n]}\n")
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file that `write` made, each with the environment."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return [{**found["about"], **row} for row in found["rows"]]
 
 
 def table(rows: Iterable[ResultRow]) -> str:

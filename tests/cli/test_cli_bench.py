@@ -4,7 +4,6 @@ are measured in tests/measure/test_beside.py."""
 from __future__ import annotations
 
 import importlib.util
-import json
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from cli_run import Run
 from fakecuda import FakeCuda
 
 from kernel_hub.cli import bench
-from kernel_hub.measure import launch
+from kernel_hub.measure import launch, results
 from kernel_hub.measure.results import ResultRow
 
 ROWS = [
@@ -65,7 +64,7 @@ def test_table_and_json(
     ran = kernel_hub_cli("bench", "--rounds", "2", "--json", str(file))
     assert ran.code == 0, ran.err
     assert "1.40 x C loop" in ran.out and "without cupy" in ran.out
-    rows = json.loads(file.read_text())
+    rows = results.read(file)
     assert [row["contender"] for row in rows] == [row.contender for row in ROWS]
     assert rows[0]["gpu"] and rows[0]["driver"].startswith("CUDA 13.0")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-import json
 import sys
 from collections import Counter
 from collections.abc import Mapping
@@ -238,7 +237,7 @@ def test_the_time_is_kept(
     assert by_lot.file_name(options) == "h200_by_lot_products_emptied_s7.json"
     monkeypatch.setattr(results, "environment", lambda: {"gpu": "NVIDIA H200"})
     by_lot.save(tmp_path / "x.json", options, found)
-    rows = json.loads((tmp_path / "x.json").read_text())
+    rows = results.read(tmp_path / "x.json")
     assert {row["family"].removesuffix(", not counted") for row in rows} == {
         "by lot linear, emptied"
     }
