@@ -104,7 +104,7 @@ def _choosing(op: str, choose: Callable[..., Any]) -> Iterator[None]:
 def _rows(op: str, call: tuple[Any, ...]) -> Iterator[Any]:
     """The candidates of what an op asked its plan."""
     if op == "linear":
-        capability, num_sms, m, n, k, _, name, _ = call
+        capability, num_sms, m, n, k, _, name, *_ = call
         return linear_plan.candidates(Gpu(capability, num_sms, name), m, n=n, k=k)
     if op == "linear_fp8":
         num_sms, m, n, k, fast, name, _ = call
