@@ -5,15 +5,14 @@ Timed as bench_silu_and_mul.py says. Writes benchmarks/results/<gpu>_moe_combine
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from harness import CHECKED_TOKENS, Case, Contender, compiled, row_arguments, run_cases
-from moe_peers import MODELS, triton_combine
+from harness import CHECKED_TOKENS, Case, Contender, compiled
+from moe_peers import MODELS, run_models, triton_combine
 
 from kernel_hub import ops
 from kernel_hub.measure import timing
@@ -55,16 +54,7 @@ def combine(dtype: torch.dtype, model: str, tokens: int, hidden: int) -> Case:
 
 def main() -> int:
     """Measure, write, print."""
-    options = row_arguments(__doc__, models="mixtral,qwen3", sizes="4096")
-    options.peers.append("triton")
-    cases = [
-        partial(combine, options.torch_dtype, model, tokens, int(hidden))
-        for model, hidden, tokens in itertools.product(
-            options.models, options.sizes, options.tokens
-        )
-    ]
-    with torch.no_grad():
-        return run_cases("moe_combine", cases, options)
+    return run_models("moe_combine", combine, __doc__)
 
 
 if __name__ == "__main__":

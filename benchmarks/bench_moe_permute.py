@@ -5,15 +5,14 @@ Timed as bench_silu_and_mul.py says. Writes benchmarks/results/<gpu>_moe_permute
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from harness import CHECKED_TOKENS, Case, Contender, row_arguments, run_cases
-from moe_peers import MODELS, draw_experts, triton_permute
+from harness import CHECKED_TOKENS, Case, Contender
+from moe_peers import MODELS, draw_experts, run_models, triton_permute
 
 from kernel_hub import ops
 from kernel_hub.measure import timing
@@ -48,16 +47,7 @@ def permute(dtype: torch.dtype, model: str, tokens: int, hidden: int) -> Case:
 
 def main() -> int:
     """Measure, write, print."""
-    options = row_arguments(__doc__, models="mixtral,qwen3", sizes="4096")
-    options.peers.append("triton")
-    cases = [
-        partial(permute, options.torch_dtype, model, tokens, int(hidden))
-        for model, hidden, tokens in itertools.product(
-            options.models, options.sizes, options.tokens
-        )
-    ]
-    with torch.no_grad():
-        return run_cases("moe_permute", cases, options)
+    return run_models("moe_permute", permute, __doc__)
 
 
 if __name__ == "__main__":

@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from harness import Case, row_arguments, run_cases
 
 # Experts, and how many of them a token has: Mixtral, Qwen 3, DeepSeek V3.
 MODELS = {"mixtral": (8, 2), "qwen3": (128, 8), "deepseek": (256, 8)}
+
+
+def run_models(name: str, make: Callable[..., Case], about: str | None) -> int:
+    """Measure, write, print: make(dtype, model, tokens, hidden) of every one that is asked for."""
+    options = row_arguments(about, models="mixtral,qwen3", sizes="4096")
+    options.peers.append("triton")
+    cases = [
+        partial(make, options.torch_dtype, model, tokens, int(hidden))
+        for model, hidden, tokens in itertools.product(
+            options.models, options.sizes, options.tokens
+        )
+    ]
+    with torch.no_grad():
+        return run_cases(name, cases, options)
 
 
 def draw_experts(tokens: int, num_experts: int, k: int) -> torch.Tensor:

@@ -72,40 +72,27 @@ class LaunchCoverage:
         def new_driver(opened: Any, *args: Any, **kwargs: Any) -> None:
             open_driver(opened, *args, **kwargs)
             if "fakecuda" not in opened.path:
-                opened.launch_ex = self._counting(opened)
-                from_c = _LAUNCH_EX(self._counted_from_c(opened))
+                opened.launch_ex = self._counting(opened, opened.launch_ex, id)
+                # The C launcher calls the driver without Python, with the handle itself.
+                by_address = _LAUNCH_EX(opened.launch_ex_address)
+                from_c = _LAUNCH_EX(self._counting(opened, by_address, int))
                 opened.launch_ex_address = ctypes.cast(from_c, ctypes.c_void_p).value or 0
                 self._kept.append(from_c)
 
         device_function.DeviceFunction.__init__ = new_function  # type: ignore[method-assign]
         driver.Driver.__init__ = new_driver  # type: ignore[method-assign]
 
-    def _counting(self, opened: driver.Driver) -> Callable[..., int]:
-        launch_ex = opened.launch_ex
-
+    def _counting(
+        self, opened: driver.Driver, launch_ex: Callable[..., int], key_of: Callable[[Any], int]
+    ) -> Callable[..., int]:
         def launch(config: Any, function: Any, values: Any, extra: Any) -> int:
             code = launch_ex(config, function, values, extra)
             if code == 0:
-                self._count(opened, id(function))
+                self.launched.add(self._names.get(key_of(function), ""))
+                self._capability = self._capability or opened.compute_capability(0)
             return code
 
         return launch
-
-    def _counted_from_c(self, opened: driver.Driver) -> Callable[..., int]:
-        """The same for the C launcher, which calls the driver without Python."""
-        launch_ex = _LAUNCH_EX(opened.launch_ex_address)
-
-        def launch(config: int, function: int, values: int, extra: int) -> int:
-            code = launch_ex(config, function, values, extra)
-            if code == 0:
-                self._count(opened, function)
-            return code
-
-        return launch
-
-    def _count(self, opened: driver.Driver, key: int) -> None:
-        self.launched.add(self._names.get(key, ""))
-        self._capability = self._capability or opened.compute_capability(0)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:

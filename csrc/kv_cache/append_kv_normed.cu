@@ -8,7 +8,8 @@
 // Parallelisation: as there: threadIdx.x walks a head, threadIdx.y pairs of heads, threadIdx.z the
 // tokens of a block. blockDim.x is a power of two of at most 32, so a head is in one warp, whose
 // shuffles sum its squares; every thread makes every round, with nothing to read or write where
-// there is no head for it. No shared memory.
+// there is no head for it. Shared memory, of vectors: both weights and each token's angles, as
+// floats.
 //   vec      a head in registers, read once: two vectors of 16 bytes a thread, in which every pair
 //            of a rotation lies; head_dim a multiple of two vectors, rotary_dim of one (half-split:
 //            of two)

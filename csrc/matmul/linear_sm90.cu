@@ -43,7 +43,8 @@ __device__ __forceinline__ void linear_sm90(
     const CUtensorMap* column_tail, const Partials& partials, const T* bias, const Out* residual,
     int64_t out_stride, int64_t residual_stride, int m, int n, int k, int activation, int group,
     int num_whole, int num_dealt) {
-    static_assert(C::kFetchesResidual || C::kSplits > 1, "a stage is as large as all boxes");
+    static_assert((C::kFetchesResidual && C::kFillConsumers == C::kConsumers) || C::kSplits > 1,
+                  "a stage is as large as all boxes");
     const uint32_t ring_base = keep(shared_address(dynamic_shared()));
     const uint32_t full = ring_base + C::kBarriersAt, empty = full + 8 * C::kStages;
     const uint32_t rank = C::kClusterSize > 1 ? cluster_rank() : 0;

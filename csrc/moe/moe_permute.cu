@@ -86,15 +86,6 @@ __device__ __forceinline__ void add_counts(int* before, int* all, const int* cou
     }
 }
 
-__device__ __forceinline__ int warp_scan(int value, int lane_idx) {
-#pragma unroll
-    for (int step = 1; step < kWarpSize; step *= 2) {
-        const int other = __shfl_up_sync(kAllLanes, value, step);
-        value += lane_idx >= step ? other : 0;
-    }
-    return value;
-}
-
 // Makes `before` the row of the block's first slot of each expert, and tells `offsets` if there.
 __device__ __forceinline__ void find_starts(int* before, const int* all, bool adds_before,
                                             int* offsets, int num_experts, int thread_idx) {

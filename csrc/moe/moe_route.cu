@@ -23,6 +23,7 @@
 #include <float.h>
 #include <limits.h>
 
+#include "kernel_hub/element_type.cuh"
 #include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/math.cuh"
 #include "kernel_hub/mma.cuh"
@@ -33,7 +34,6 @@ namespace kernel_hub::moe {
 
 constexpr int kThreads = 128;
 constexpr int kNone = INT_MIN;  // below every key
-enum Element : int { kFp16, kBf16, kFp32 };
 
 // In the order of the values, -0 as 0 and NaN as -inf.
 __device__ __forceinline__ int key_of(float value) {
@@ -143,13 +143,6 @@ __device__ __forceinline__ void read_logits(const T* row, int first, int num_exp
     for (int i = 0; i < kPerLane; ++i) {
         values[i] = first + i < num_experts ? finite(to_float(row[first + i])) : -FLT_MAX;
     }
-}
-
-__device__ __forceinline__ float read_one(const void* logits, int element, int64_t at) {
-    const float value = element == kFp32   ? static_cast<const float*>(logits)[at]
-                        : element == kBf16 ? to_float(static_cast<const __nv_bfloat16*>(logits)[at])
-                                           : to_float(static_cast<const __half*>(logits)[at]);
-    return finite(value);
 }
 
 // Of the type they are of: what follows is the same for all, so the types share a kernel.
@@ -264,7 +257,7 @@ __device__ __forceinline__ void route(float* weights, int* chosen, const void* l
     // more.
     for (int j = lane_idx; j < k; j += lanes) {
         const int64_t at = token_idx * logits_stride + block_chosen[token * k + j];
-        block_weights[token * k + j] = score_of(read_one(logits, element, at));
+        block_weights[token * k + j] = score_of(finite(load_element(logits, at, element)));
     }
     __syncwarp();
 

@@ -2,6 +2,8 @@
 // over a block.
 #pragma once
 
+#include "kernel_hub/element_type.cuh"
+#include "kernel_hub/reduce.cuh"
 #include "kernel_hub/vec.cuh"
 #include "sampling/numbers.cuh"
 
@@ -10,8 +12,6 @@ namespace kernel_hub::sampling {
 constexpr int kNumThreads = 512;
 constexpr int kNumWarps = kNumThreads / 32;
 constexpr float kInfinity = __builtin_inff();
-
-enum Dtype : int { kFp16, kBf16, kFp32 };
 
 struct SampleParams {
     int* state;          // (batch) zeros, before and after; null where a row is one block's
@@ -83,13 +83,7 @@ struct Row {
     }
 
     __device__ __forceinline__ float loaded(int i) const {
-        if (p.dtype == kFp32) {
-            return reinterpret_cast<const float*>(logits)[i];
-        }
-        if (p.dtype == kFp16) {
-            return to_float(reinterpret_cast<const __half*>(logits)[i]);
-        }
-        return to_float(reinterpret_cast<const __nv_bfloat16*>(logits)[i]);
+        return load_element(logits, i, p.dtype);
     }
 
     __device__ __forceinline__ float value(int i) const {
@@ -212,12 +206,7 @@ __device__ __forceinline__ V block_sum(V value, V (&slots)[kNumWarps]) {
 // The sum of `value` of all threads before this one.
 __device__ __forceinline__ uint64_t block_sum_before(uint64_t value, uint64_t (&slots)[kNumWarps]) {
     const int lane_idx = threadIdx.x % 32, warp_idx = threadIdx.x / 32;
-    uint64_t sum = value;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        const uint64_t before = __shfl_up_sync(kAllLanes, sum, step);
-        sum += lane_idx >= step ? before : 0;
-    }
+    const uint64_t sum = warp_scan(value, lane_idx);
     __syncthreads();
     if (lane_idx == 31) {
         slots[warp_idx] = sum;

@@ -39,11 +39,20 @@ def row(family: str, case: str, contender: str, median: float, unit: str) -> dic
         "unit": unit,
         "ratio": None,
         "ratio_to": None,
-        "gpu": "NVIDIA H200",
-        "driver": "CUDA 13.0 (580.1)",
-        "versions": {"python": "3.12"},
-        "command": "python benchmarks/bench_x.py",
     }
+
+
+ABOUT = {
+    "gpu": "NVIDIA H200",
+    "driver": "CUDA 13.0 (580.1)",
+    "versions": {"python": "3.12"},
+    "command": "python benchmarks/bench_x.py",
+}
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    """A file of results as measure/results.py writes it."""
+    path.write_text(json.dumps({"about": ABOUT, "rows": rows}))
 
 
 ROWS = [
@@ -61,7 +70,7 @@ ROWS = [
 
 @pytest.fixture
 def families(tmp_path: Path) -> list[Any]:
-    (tmp_path / "h200.json").write_text(json.dumps(ROWS))
+    write(tmp_path / "h200.json", ROWS)
     loaded: list[Any] = make_results.load(tmp_path)
     return loaded
 
@@ -102,13 +111,13 @@ def test_cases_drawn_by_lot_are_summed_up(tmp_path: Path) -> None:
             row("by lot linear, not counted", "1: x", "kernel_hub", 9.0, "us"),
             row("by lot linear, not counted", "1: x", "cuBLAS", 2.0, "us"),
         ]
-        (tmp_path / f"h200_{seed}.json").write_text(json.dumps(rows))
+        write(tmp_path / f"h200_{seed}.json", rows)
     families = make_results.load(tmp_path)
     expected = "| linear | 2 of 4, by lot, 2 seeds | 0.77 | 1.20 | 50% |"
     table = make_results.summary(families)
     assert expected in table and "not counted" not in table
     fixed = [row("linear", "4k", "kernel_hub", 1.0, "us"), row("linear", "4k", "cuBLAS", 9.0, "us")]
-    (tmp_path / "h200_a.json").write_text(json.dumps(fixed))
+    write(tmp_path / "h200_a.json", fixed)
     assert make_results.summary(make_results.load(tmp_path)) == table  # the fixed case gives way
     text = make_results.document(families)
     assert "1 cases: geometric mean 1.20, worst 1.20, 100% over 1.10, 0% over 1.20." in text
@@ -119,7 +128,7 @@ def test_cases_drawn_by_lot_are_summed_up(tmp_path: Path) -> None:
 def test_families_of_attention_stand_for_the_fixed_cases(tmp_path: Path) -> None:
     """As by_lot.py names files and families: a row of the table a family, over its seeds."""
     fixed = [row("attention", "4 x 4096", x, 3.0, "us") for x in ("kernel_hub", "torch flash")]
-    (tmp_path / "h200_attention.json").write_text(json.dumps(fixed))
+    write(tmp_path / "h200_attention.json", fixed)
     assert "| attention | 1 |" in make_results.summary(make_results.load(tmp_path))
     for seed, ours in ((1, 4.4), (2, 1.0)):
         rows = [
@@ -127,7 +136,7 @@ def test_families_of_attention_stand_for_the_fixed_cases(tmp_path: Path) -> None
             for family in ("prefill", "backward_eager")
             for name, us in (("kernel_hub", ours), ("FlashAttention-3", 2.0))
         ]
-        (tmp_path / f"h200_by_lot_attention_s{seed}.json").write_text(json.dumps(rows))
+        write(tmp_path / f"h200_by_lot_attention_s{seed}.json", rows)
     families = make_results.load(tmp_path)
     table = make_results.summary(families)
     for family in ("prefill", "backward_eager"):
@@ -161,7 +170,7 @@ def test_it_writes_once_and_checks(
     readme = tmp_path / "README.md"
     for file in (readme, tmp_path / "README.zh-CN.md"):
         file.write_text(f"{make_results.BEGIN}\n{make_results.END}\n")
-    (tmp_path / "h200.json").write_text(json.dumps(ROWS))
+    write(tmp_path / "h200.json", ROWS)
     monkeypatch.setattr(make_results, "ROOT", tmp_path)
     monkeypatch.setattr(make_results, "RESULTS", tmp_path)
     assert make_results.main(["--check"]) == 1

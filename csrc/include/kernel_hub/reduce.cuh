@@ -21,6 +21,17 @@ __device__ __forceinline__ float group_sum(float value, int width) {
     return value;
 }
 
+// The sum of `value` of the lanes up to this one.
+template <typename V>
+__device__ __forceinline__ V warp_scan(V value, int lane_idx) {
+#pragma unroll
+    for (int step = 1; step < kWarpSize; step *= 2) {
+        const V other = __shfl_up_sync(0xffffffffu, value, step);
+        value += lane_idx >= step ? other : V(0);
+    }
+    return value;
+}
+
 // The sum of `value` over the blockDim.x threads that share threadIdx.y, in every one of them.
 // blockDim.x is a power of two below 32, or a multiple of 32; every thread of the block calls this.
 // `slots` is shared memory for one float a warp; a caller in a loop alternates between two of them,

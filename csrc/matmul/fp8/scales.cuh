@@ -51,6 +51,8 @@ struct ScaledConfig : Config<kSharing, kConsumers, kPieces, kPieceN, kStages, kC
     static constexpr int kSlotFloats = kRowsOfA + 4;
     static constexpr uint32_t kSharedBytes = kSlotsAt + (kPromotes ? kStages * kSlotFloats * 4 : 0);
 
+    static_assert(Base::kSwaps || Base::kFillConsumers == kConsumers,
+                  "straight tiles take the residual of all consumers from one stage");
     static_assert(!kPromotes || kPieces == 1, "promoted sums are one block of registers");
     static_assert(kSplits == 1 || kPromotes, "split tiles are few rows, where promotion is free");
     static_assert(!kTakesBlocks || Base::kSwaps || kScaleBlock % Base::kBlockN == 0,

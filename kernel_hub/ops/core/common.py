@@ -45,6 +45,7 @@ from .versions import written as written
 
 HALF = (torch.float16, torch.bfloat16)
 DTYPE_TOKENS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+ELEMENT_TYPES = tuple(DTYPE_TOKENS)  # as csrc/include/kernel_hub/element_type.cuh numbers them
 VEC_BYTES = 16
 MAX_GRID_Y = 65535
 MAX_GRID_X = 2**31 - 1

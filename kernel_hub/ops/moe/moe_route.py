@@ -16,7 +16,6 @@ _operands = common.Operands(_OP, "logits", "bias weights experts")
 _writes = common.Writes(_OP, "weights experts logits bias", "weights experts")
 _SCORINGS = {"softmax": 0, "sigmoid": 1}
 _THREADS, _WARP = 128, 32
-_ELEMENTS = (torch.float16, torch.bfloat16, torch.float32)  # by the kernel's number
 _EACH = (4, 8, 16)  # experts a lane
 _FEW_TOKENS = 4096
 _MOST_EXPERTS = _WARP * _EACH[-1]
@@ -173,8 +172,9 @@ def _plan(logits: torch.Tensor, bias: Any, rule: _Rule, low_bits: int) -> Launch
     is_vec = not low_bits and common.is_aligned(elems, stride)
     function = common.shipped(_OP, f"{_OP}_each{each}")
     numbers = (
-        stride, _ELEMENTS.index(logits.dtype), tokens, num_experts, rule.k, lanes, int(is_vec),
-        rule.scoring, int(rule.renormalise), rule.num_groups, rule.top_groups, float(rule.scale),
+        stride, common.ELEMENT_TYPES.index(logits.dtype), tokens, num_experts, rule.k, lanes,
+        int(is_vec), rule.scoring, int(rule.renormalise), rule.num_groups, rule.top_groups,
+        float(rule.scale),
     )  # fmt: skip
     grid, block = (-(-tokens // block_tokens), 1, 1), (_THREADS, 1, 1)
     return Launch(function, grid, block, 8 * block_tokens * rule.k, numbers)

@@ -27,8 +27,6 @@ _DTYPES = {
     "top_k": torch.int32, "seed": torch.int64, "offset": torch.int64,
     "token_bitmask": torch.int32, "prompt_bitmask": torch.int32, "output_counts": torch.int32,
 }  # fmt: skip
-# As csrc/sampling/row.cuh counts them.
-_DTYPE_NUMBERS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 
 
 class SampleGiven(NamedTuple):
@@ -141,7 +139,7 @@ def sample(
         if not is_plain:
             _op(*new)
         else:
-            (_cuda_into if logits.is_cuda else _cpu_into)(new)
+            (_cuda_into if logits.is_cuda else _cpu_into)(new, bool(written))
     except common.FOREIGN:
         _operands.check_tensors((logits,), (*options, out, out_logprob))
         _check(given)
@@ -236,7 +234,7 @@ def _plan(given: SampleGiven, low_bits: int) -> Launch:
         for x in (given.bias, given.token_bitmask, given.prompt_bitmask, given.output_counts)
     ]
     numbers = (
-        row_stride, *strides, vocab_size, _DTYPE_NUMBERS[logits.dtype], int(is_plain),
+        row_stride, *strides, vocab_size, common.ELEMENT_TYPES.index(logits.dtype), int(is_plain),
         float(given.softcap),
     )  # fmt: skip
     function = common.shipped(_OP, _OP)
@@ -244,7 +242,8 @@ def _plan(given: SampleGiven, low_bits: int) -> Launch:
     return Launch(function, (batch_size, parts, 1), (_NUM_THREADS, 1, 1), numbers=numbers)
 
 
-def _cuda_into(given: SampleGiven) -> None:
+def _cuda_into(given: SampleGiven, is_given: bool = True) -> None:
+    """One launch. is_given: the caller gave out or out_logprob."""
     (logits, temperature, top_k, top_p, min_p, seed, offset, repetition, presence, frequency, bias,
      token_bitmask, prompt_bitmask, output_counts, softcap, out, out_logprob) = given  # fmt: skip
     tensors = given.tensors
@@ -258,7 +257,7 @@ def _cuda_into(given: SampleGiven) -> None:
         plan = tuple(_plan(given, addresses[0] & 15))
         found = _plans.keep(key, (plan, _writes.spans(*tensors)))
     (function, grid, block, shared_bytes, numbers, _, _), spans = found
-    if addresses not in spans.apart:
+    if is_given and addresses not in spans.apart:
         spans.check(addresses)
     if function is not None:
         state = parts = None
@@ -279,10 +278,11 @@ def _cuda_into(given: SampleGiven) -> None:
             raise
 
 
-def _cpu_into(given: SampleGiven) -> None:
+def _cpu_into(given: SampleGiven, is_given: bool = True) -> None:
     """The same on the CPU, by torch."""
     _check(given)
-    _writes.check(*given.tensors)
+    if is_given:
+        _writes.check(*given.tensors)
     if given.logits.shape[0]:
         cpu.sample_into(given)
 
