@@ -1,0 +1,1 @@
+"""A small engine on the shipped kernels: models, paged cache, scheduler, runner."""
