@@ -156,6 +156,7 @@ setup(
         "triton": ["triton>=3.0"],
         "fatbin": [ZSTD],
         "transformers": ["torch>=2.4", "transformers>=4.53"],
+        "engine": ["torch>=2.4", "safetensors>=0.4", "tokenizers>=0.20", "jinja2>=3.1"],
         "test": TEST,
         # Exact versions: another formatter release would want other line breaks.
         "docs": ["mkdocs-material==9.8.1", "mkdocstrings[python]==1.0.8", "ruff==0.17.5"],

@@ -94,6 +94,22 @@ class TableError(KernelHubError, ValueError):
     """A table of measured choices does not say what it should, or cannot be written."""
 
 
+class ModelError(KernelHubError, ValueError):
+    """A model's folder, configuration or weights are not what the engine can run, or not whole."""
+
+
+class RequestError(KernelHubError, ValueError):
+    """An engine was asked for what it cannot do; `.argument` names what does not fit."""
+
+    def __init__(self, message: str, *, argument: str | None = None) -> None:
+        super().__init__(message)
+        self.argument = argument
+
+
+class PromptTooLongError(RequestError):
+    """A prompt leaves no room for a token in the context or in the cache."""
+
+
 def listed(names: Iterable[object], most: int = 12, between: str = ", ") -> str:
     """`names` in a line: 'a, b, c', and beyond `most` of them 'a, b, … and 14 more'."""
     every = [str(name) for name in names]

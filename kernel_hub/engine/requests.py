@@ -24,7 +24,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # None: none; n: of the chosen token and of the n likeliest
-    grammar: Any = None  # an object with `bitmask(out)` and `accept(token)`, one a request
+    grammar: Any = None  # `bitmask(out)`, `accept(token)`; one a request
 
 
 @dataclass(frozen=True)

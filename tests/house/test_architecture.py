@@ -17,8 +17,8 @@ import kernel_hub
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "kernel_hub"
 
-MAY_IMPORT_TORCH = {"ops", "testing", "measure", "integrations", "flash_attn"}
-TORCH_AT_TOP = {"ops", "testing", "measure", "integrations", "flash_attn"}
+MAY_IMPORT_TORCH = {"ops", "testing", "measure", "integrations", "engine", "flash_attn"}
+TORCH_AT_TOP = {"ops", "testing", "measure", "integrations", "engine", "flash_attn"}
 MAX_LINES = 400
 
 DOC = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")

@@ -39,13 +39,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmo2": ("Olmo2", {"num_key_value_heads": 4}),
 }  # fmt: skip
+# Mixtures of experts, beside the families whose modules are replaced.
+EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", {"num_local_experts": 4}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64,
+            "norm_topk_prob": True,
+        },
+    ),
+}  # fmt: skip
 
 
 def config_of(family: str, **more: Any) -> Any:
     """A configuration of the family."""
     import transformers
 
-    stem, differs = FAMILIES[family]
+    stem, differs = {**FAMILIES, **EXPERTS}[family]
     return getattr(transformers, f"{stem}Config")(**{**SIZES, **differs, **more})
 
 
@@ -53,7 +64,7 @@ def model_of(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **m
     """A model of the family, whose norms and biases are random too, not 1 and 0."""
     import transformers
 
-    stem, _ = FAMILIES[family]
+    stem, _ = {**FAMILIES, **EXPERTS}[family]
     cls = getattr(transformers, f"{stem.removesuffix('Text')}ForCausalLM")
     torch.manual_seed(seed)
     model = cls(config_of(family, **more))

@@ -1,0 +1,235 @@
+"""What a model is, as data: Hugging Face's config.json to one description of its layers.
+
+Knows names and numbers of checkpoints; holds no weights and runs nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from ..errors import ModelError, listed, nearest
+
+# Role of each norm of a layer -> its name in checkpoints.
+_BEFORE = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+_AFTER = {
+    "attn_post_norm": "post_attention_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}
+_BOTH = {
+    "attn_norm": "input_layernorm", **_AFTER, "mlp_norm": "pre_feedforward_layernorm",
+}  # fmt: skip
+_EXPERTS = ("mlp.gate", *(f"mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")))
+_MIXTRAL = ("block_sparse_moe.gate", *(f"block_sparse_moe.experts.{{}}.w{n}" for n in (1, 3, 2)))
+_GEMMA: dict[str, Any] = {
+    "norms": _BOTH, "norm_offset": 1.0, "scales_embedding": True,
+    "defaults": {
+        "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True, "head_dim": 256,
+        "query_pre_attn_scalar": 256, "sliding_window": 4096, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "max_position_embeddings": 8192, "vocab_size": 256000,
+    },
+}  # fmt: skip
+_GEMMA3: dict[str, Any] = {
+    **_GEMMA, "qk_norm": "head", "full_every": 6,
+    "defaults": {
+        **_GEMMA["defaults"], "vocab_size": 262208, "max_position_embeddings": 131072,
+        "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+    },
+}  # fmt: skip
+# model_type -> what differs from Llama. full_every: of that many layers the last has no window.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"full_every": 0},
+    "mixtral": {"full_every": 0, "moe_names": _MIXTRAL},
+    "qwen2": {"qkv_bias": True},
+    "qwen3": {"qk_norm": "head"},
+    "qwen3_moe": {
+        "qk_norm": "head", "moe_names": _EXPERTS, "defaults": {"norm_topk_prob": False},
+    },
+    "olmo2": {"norms": _AFTER, "qk_norm": "whole"},
+    "gemma2": {
+        **_GEMMA, "full_every": 2,
+        "defaults": {
+            **_GEMMA["defaults"], "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+        },
+    },
+    "gemma3_text": _GEMMA3,
+    "gemma3": _GEMMA3,
+}  # fmt: skip
+
+NAMED: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "model_type": "qwen3", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+        "max_position_embeddings": 2048,
+    },
+    "llama-3-8b": {
+        "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096,
+        "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "rope_theta": 5e5, "max_position_embeddings": 131072,
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What differs from layer to layer."""
+
+    window: int  # keys before its own that a token sees; -1: all
+    rope: str | None  # whose table turns it, where kinds of layers have their own
+    is_moe: bool
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes and rules of a decoder; see docs/engine.md for how a layer is made of them."""
+
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position: int
+    layers: tuple[LayerKind, ...]
+    norms: Mapping[str, str]
+    norm_offset: float
+    eps: float
+    qk_norm: str | None  # "head": of each head; "whole": of all at once
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    activation: str  # "silu" or "gelu"
+    softmax_scale: float
+    attn_softcap: float
+    final_softcap: float
+    embed_scale: float
+    is_tied: bool
+    moe_names: tuple[str, ...]  # router, gate, up, down; none without experts
+    num_experts: int
+    experts_per_token: int
+    moe_intermediate_size: int
+    renormalises: bool
+    eos_token_ids: frozenset[int]
+    raw: SimpleNamespace  # what tables of rotation are made from
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> ModelConfig:
+        """Read a config.json. Raises ModelError naming what is not known or missing."""
+        outer_eos = config.get("eos_token_id")
+        if "text_config" in config:
+            config = {"model_type": config.get("model_type"), **config["text_config"]}
+        kind = config.get("model_type")
+        if kind not in FAMILIES:
+            known = listed(nearest(kind, FAMILIES))
+            raise ModelError(f"model_type {kind!r} is not one the engine runs; those are {known}")
+        family = FAMILIES[kind]
+        config = {**family.get("defaults", {}), **config}
+        try:
+            return _described(cls, config, family, config.get("eos_token_id", outer_eos))
+        except KeyError as error:
+            raise ModelError(f"config.json of a {kind} model lacks {error}") from None
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> ModelConfig:
+        """Of a model's folder; its generation_config.json may name more tokens that end a text."""
+        config = read_json(folder / "config.json")
+        generation = folder / "generation_config.json"
+        if generation.is_file() and (eos := read_json(generation).get("eos_token_id")) is not None:
+            config = {**config, "eos_token_id": eos}
+            config.get("text_config", {}).pop("eos_token_id", None)
+        return cls.from_dict(config)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object of a model's folder."""
+    try:
+        found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ModelError(f"{path.parent} is no model's folder: it has no {path.name}") from None
+    except ValueError as error:
+        raise ModelError(f"{path}: no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ModelError(f"{path}: expected a JSON object, found {type(found).__name__}")
+    return found
+
+
+def _described(cls: Any, config: dict[str, Any], family: dict[str, Any], eos: Any) -> Any:
+    get, heads = config.get, config["num_attention_heads"]
+    activation = get("hidden_activation") or get("hidden_act") or "silu"
+    kinds = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
+    if activation not in kinds:
+        raise ModelError(f"activation {activation!r}: the engine knows {listed(kinds)}")
+    moe = family.get("moe_names", ())
+    head_dim = get("head_dim") or config["hidden_size"] // heads
+    num_experts = (get("num_local_experts") or config["num_experts"]) if moe else 0
+    has_o_bias = bool(get("attention_bias", False)) and not family.get("qkv_bias")
+    scale = get("query_pre_attn_scalar") or head_dim
+    if get("use_bidirectional_attention"):
+        raise ModelError("use_bidirectional_attention: the engine's attention is causal")
+    return cls(
+        hidden_size=config["hidden_size"],
+        intermediate_size=config["intermediate_size"],
+        vocab_size=config["vocab_size"],
+        num_heads=heads,
+        num_kv_heads=get("num_key_value_heads") or heads,
+        head_dim=head_dim,
+        max_position=config["max_position_embeddings"],
+        layers=_layers(config, family),
+        norms=family.get("norms", _BEFORE),
+        norm_offset=family.get("norm_offset", 0.0),
+        eps=float(get("rms_norm_eps", 1e-6)),
+        qk_norm=family.get("qk_norm"),
+        qkv_bias=family.get("qkv_bias", False) or has_o_bias,
+        o_bias=has_o_bias,
+        mlp_bias=bool(get("mlp_bias", False)),
+        activation=kinds[activation],
+        softmax_scale=scale**-0.5,
+        attn_softcap=float(get("attn_logit_softcapping") or 0.0),
+        final_softcap=float(get("final_logit_softcapping") or 0.0),
+        embed_scale=math.sqrt(config["hidden_size"]) if family.get("scales_embedding") else 1.0,
+        is_tied=bool(get("tie_word_embeddings", False)),
+        moe_names=moe,
+        num_experts=num_experts,
+        experts_per_token=config["num_experts_per_tok"] if moe else 0,
+        moe_intermediate_size=get("moe_intermediate_size") or config["intermediate_size"],
+        renormalises=bool(get("norm_topk_prob", True)),
+        eos_token_ids=frozenset([eos] if isinstance(eos, int) else eos or ()),
+        raw=SimpleNamespace(**config),
+    )
+
+
+def _layers(config: dict[str, Any], family: dict[str, Any]) -> tuple[LayerKind, ...]:
+    """Windows, tables and experts of every layer; fills in rope_parameters of older files."""
+    get, count = config.get, config["num_hidden_layers"]
+    window = get("sliding_window") if get("use_sliding_window", True) else None
+    first, every = count, family.get("full_every")  # the first layer with a window
+    if every is not None:
+        every, first = get("sliding_window_pattern") or get("_sliding_window_pattern") or every, 0
+    elif get("use_sliding_window"):
+        first = get("max_window_layers", 0) if config["model_type"] != "qwen3_moe" else 0
+    types = get("layer_types") or [
+        "sliding_attention" if i >= first and not (every and (i + 1) % every == 0)
+        else "full_attention"
+        for i in range(count)
+    ]  # fmt: skip
+    theta = config.setdefault("rope_theta", 1e4)
+    if "rope_local_base_freq" in config and not get("rope_parameters"):
+        full = {"rope_theta": theta, "rope_type": "default", **(get("rope_scaling") or {})}
+        local = {"rope_theta": config["rope_local_base_freq"], "rope_type": "default"}
+        config["rope_parameters"] = {"full_attention": full, "sliding_attention": local}
+    own_tables = "full_attention" in (get("rope_parameters") or {})
+    dense, step = get("mlp_only_layers") or (), get("decoder_sparse_step", 1)
+    return tuple(
+        LayerKind(
+            window - 1 if window and kind == "sliding_attention" else -1,
+            kind if own_tables else None,
+            "moe_names" in family and i not in dense and (i + 1) % step == 0,
+        )
+        for i, kind in enumerate(types[:count])
+    )

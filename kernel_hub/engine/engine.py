@@ -1,0 +1,335 @@
+"""Requests in, text out, a pass at a time: what a server or a program holds of a model."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import KernelHubError, PromptTooLongError, RequestError, listed
+from . import scheduler
+from .config import NAMED, ModelConfig
+from .model import Model
+from .pages import Pages
+from .parallel import Group
+from .requests import Delta, Request, SamplingParams, TokenLogprob
+from .runner import Runner, batch_of
+from .text import Bytes, TextStream, Tokenizer
+from .weights import Random, Safetensors, check_world, expected, load
+
+PAGE_SIZE = 64
+CPU_CACHE_TOKENS = 8192
+_MEMORY_SHARE = 0.9  # of a GPU's memory that is free with the weights in it, less a pass's own
+_LIMITS = {  # inclusive
+    "temperature": (0.0, 100.0), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0), "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.01, 100.0),
+}  # fmt: skip
+_GREEDY = SamplingParams(temperature=0.0)
+
+
+class Generated(NamedTuple):
+    """A whole answer."""
+
+    text: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    finish_reason: str | None
+    error: str | None = None
+
+
+@dataclass
+class _Live:
+    sequence: scheduler.Sequence
+    stream: TextStream
+    most: int  # tokens it may have, the prompt's included
+
+
+class Engine:
+    """A model that answers requests. Not for several threads at once."""
+
+    def __init__(
+        self, config: ModelConfig, *, folder: Path | None = None, name: str = "random",
+        device: str | torch.device | None = None, dtype: torch.dtype | None = None,
+        max_batch: int = 256, max_tokens_a_pass: int = 2048, max_model_len: int | None = None,
+        cache_tokens: int | None = None, drafts: int = 0, page_size: int = PAGE_SIZE, seed: int = 0,
+        random_weights: bool = False,
+    ) -> None:  # fmt: skip
+        """As `from_pretrained` and `random` make it."""
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        place, dtype = torch.device(device), dtype or torch.bfloat16
+        self.name, self.group, self.vocab_size = name, Group(), config.vocab_size
+        self.eos_token_ids = config.eos_token_ids
+        self.text: Any = Bytes()
+        problem = weights = None
+        try:
+            check_world(config, self.group.world)
+            if folder is not None and (folder / "tokenizer.json").is_file():
+                self.text = Tokenizer(folder)
+            if folder is None or random_weights:
+                source: Any = Random(config, place, seed)
+            else:
+                source = Safetensors(folder, expected(config))
+            weights = load(config, source, self.group, place, dtype)
+        except KernelHubError as error:
+            problem = error
+        self.group.agree(problem)
+        assert weights is not None
+        self.tokenizer = getattr(self.text, "fast", None)
+        longest = min(max_model_len or config.max_position, config.max_position)
+        model = Model(config, weights, self.group, longest)
+        tokens = cache_tokens or _cache_tokens(model, max_batch, max_tokens_a_pass)
+        num_pages = max(1, tokens // page_size)
+        self.max_model_len = min(longest, num_pages * page_size)
+        max_pages = -(-self.max_model_len // page_size)
+        self._runner = Runner(model, num_pages, page_size, max_pages)
+        self._scheduler = scheduler.Scheduler(
+            Pages(num_pages, page_size), max_batch, max_tokens_a_pass, self.max_model_len, drafts
+        )
+        self._live: dict[str, _Live] = {}
+        self._over: list[Delta] = []  # of requests that ended between two steps
+        self._counts = dict.fromkeys(("prompt_tokens", "generated_tokens", "steps"), 0)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, **options: Any) -> Engine:
+        """The model of a Hugging Face folder: config.json, safetensors, tokenizer.json.
+
+        device: None: the GPU where there is one, else the CPU. dtype: bf16 (None) or fp16.
+        max_batch: requests that run at once. max_tokens_a_pass: rows of one pass, prompts' chunks
+        among them. max_model_len: None: the model's, as far as the cache has room. cache_tokens:
+        None: what the GPU's free memory holds; 8,192 on the CPU. drafts: guessed tokens that one
+        pass verifies. random_weights: of the folder, the configuration alone.
+
+        Raises ModelError naming what the folder lacks or the engine does not know.
+        """
+        folder = Path(folder)
+        config = ModelConfig.from_folder(folder)
+        return cls(config, **{"folder": folder, "name": folder.resolve().name, **options})
+
+    @classmethod
+    def random(cls, config: str | Mapping[str, Any] = "tiny", **options: Any) -> Engine:
+        """Random weights of a config.json's content, or of a named one; tokens are bytes."""
+        if isinstance(config, str):
+            if config not in NAMED:
+                raise RequestError(f"no model is named {config!r}; there are {listed(NAMED)}")
+            options, config = {"name": config, **options}, NAMED[config]
+        return cls(ModelConfig.from_dict(config), **options)
+
+    def encode(self, text: str) -> list[int]:
+        found: list[int] = self.text.encode(text)
+        return found
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self.text.decode(ids)
+        return text
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], **more: Any) -> list[int]:
+        """The prompt of a conversation; `more`: what its template takes (tools, say)."""
+        found: list[int] = self.text.chat(messages, **more)
+        return found
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._live or self._over)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises RequestError naming what of it does not fit."""
+        params = _checked(request, self.vocab_size)
+        if request.id in self._live:
+            raise RequestError(f"a request {request.id!r} is under way already", argument="id")
+        room = self.max_model_len - len(request.prompt)
+        if room < 1:
+            raise PromptTooLongError(
+                f"the prompt has {len(request.prompt)} tokens: with one more that is over the "
+                f"{self.max_model_len} that the model and its cache have room for",
+                argument="prompt",
+            )
+        wanted = room if params.max_tokens is None else min(params.max_tokens, room)
+        seed = random.getrandbits(63) if params.seed is None else params.seed
+        sequence = scheduler.Sequence(request, list(request.prompt), seed)
+        self._live[request.id] = _Live(
+            sequence, TextStream(self.text.decode, params.stop), len(request.prompt) + wanted
+        )
+        self._scheduler.waiting.append(sequence)
+        self._counts["prompt_tokens"] += len(request.prompt)
+
+    def abort(self, request_id: str) -> None:
+        """End a request, whose pages are free at once; the next step says so. Others: nothing."""
+        if request_id in self._live:
+            self._end(request_id, "abort")
+
+    def _end(self, request_id: str, reason: str, error: str | None = None) -> None:
+        self._scheduler.end(self._live.pop(request_id).sequence)
+        self._over.append(Delta(request_id, (), "", (), reason, error))
+
+    def step(self) -> list[Delta]:
+        """One pass; what it added to each request. A fault of one request ends that one alone."""
+        planned = self._scheduler.plan()
+        deltas = self._passed(planned) if planned else []
+        self._counts["steps"] += bool(planned)
+        over, self._over = self._over, []
+        return [*deltas, *over]
+
+    def _passed(self, planned: list[scheduler.Sequence]) -> list[Delta]:
+        """Run them; where that fails, each alone, and those that fail alone end."""
+        try:
+            batch = batch_of(planned, self.vocab_size)
+            tokens, logprobs = self._runner.run(self.group.tell(batch))
+        except Exception as error:  # noqa: BLE001 - a grammar's own, the device's memory
+            if len(planned) == 1:
+                self._end(planned[0].request.id, "error", f"{type(error).__name__}: {error}")
+                return []
+            return [delta for sequence in planned for delta in self._passed([sequence])]
+        drawn, scores = iter(tokens), iter(logprobs)
+        deltas = []
+        for sequence in planned:
+            count = sequence.samples
+            new, likely = list(islice(drawn, count)), list(islice(scores, count))
+            try:
+                deltas += self._taken(sequence, new, likely)
+            except Exception as error:  # noqa: BLE001 - a grammar's or a tokenizer's own
+                self._end(sequence.request.id, "error", f"{type(error).__name__}: {error}")
+        return deltas
+
+    def _taken(
+        self, sequence: scheduler.Sequence, drawn: list[int], likely: list[TokenLogprob]
+    ) -> list[Delta]:
+        """Of the drawn tokens those whose drafts were right, as far as the request goes."""
+        request, params = sequence.request, sequence.request.params
+        live, new, text, reason = self._live[request.id], list[int](), "", None
+        ends = set(params.stop_token_ids) | (
+            frozenset() if params.ignore_eos else self.eos_token_ids
+        )
+        for i, token in enumerate(drawn):
+            if i and sequence.drafts[i - 1] != drawn[i - 1]:
+                break
+            new.append(token)
+            if params.grammar is not None and params.grammar.accept(token) is False:
+                raise RequestError(f"the grammar does not take token {token}, which it allowed")
+            if token in ends:
+                reason = "stop"
+            else:
+                text += live.stream.push(token)
+                if live.stream.is_stopped:
+                    reason = "stop"
+                elif len(sequence.tokens) + len(new) >= live.most:
+                    reason = "length"
+            if reason is not None:
+                break
+        self._scheduler.passed(sequence, new, max(0, len(new) - 1))
+        if not new:
+            return []
+        self._counts["generated_tokens"] += len(new)
+        if reason is not None:
+            if not live.stream.is_stopped:
+                text += live.stream.flush()
+            self._scheduler.end(sequence)
+            del self._live[request.id]
+        shown = () if params.logprobs is None else tuple(
+            score._replace(top=score.top[: params.logprobs]) for score in likely[: len(new)]
+        )  # fmt: skip
+        return [Delta(request.id, tuple(new), text, shown, reason)]
+
+    def stats(self) -> dict[str, int]:
+        """Numbers since the start, and those of now: running, waiting, pages_used."""
+        plan = self._scheduler
+        return {
+            "running": len(plan.running), "waiting": len(plan.waiting),
+            "pages_used": plan.pages.num_pages - plan.pages.num_free,
+            "pages_total": plan.pages.num_pages, "prefix_hit_tokens": plan.num_hits,
+            "preemptions": plan.num_preemptions, **self._counts,
+        }  # fmt: skip
+
+    def generate(
+        self, prompts: Sequence[str] | Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] = _GREEDY,
+    ) -> list[Generated]:  # fmt: skip
+        """Whole answers to prompts, texts or token ids; all at once, in their order."""
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+        found: dict[str, list[Delta]] = {}
+        for i, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
+            ids: Any = self.encode(prompt) if isinstance(prompt, str) else prompt
+            self.submit(Request(f"generate-{i}", tuple(ids), own))
+            found[f"generate-{i}"] = []
+        while self.has_work:
+            for delta in self.step():
+                if delta.request_id in found:
+                    found[delta.request_id].append(delta)
+        return [
+            Generated(
+                "".join(d.text for d in deltas), tuple(t for d in deltas for t in d.tokens),
+                tuple(p for d in deltas for p in d.logprobs), deltas[-1].finish_reason,
+                deltas[-1].error,
+            )
+            for deltas in found.values()
+        ]  # fmt: skip
+
+    def follow(self) -> None:
+        """On ranks other than 0: run what rank 0 plans, until it closes."""
+        while (batch := self.group.tell(None)) is not None:
+            self._runner.run(batch)
+
+    def close(self) -> None:
+        """On rank 0: let the others go."""
+        self.group.tell(None)
+
+
+def _checked(request: Request, vocab_size: int) -> SamplingParams:
+    """Raise RequestError naming what is not right of a request, whatever the model's length."""
+    params = request.params
+
+    def refuse(argument: str, expected_: str, found: Any) -> RequestError:
+        return RequestError(
+            f"{argument}: expected {expected_}, found {found!r:.60}", argument=argument
+        )
+
+    if not request.prompt:
+        raise refuse("prompt", "at least one token", request.prompt)
+    for ids, argument in (
+        (request.prompt, "prompt"), (params.stop_token_ids, "stop_token_ids"),
+        (params.logit_bias, "logit_bias"),
+    ):  # fmt: skip
+        for token in ids:
+            if not isinstance(token, int) or not 0 <= token < vocab_size:
+                raise refuse(argument, f"token ids from 0 to {vocab_size - 1}", token)
+    for argument, (low, high) in _LIMITS.items():
+        value = getattr(params, argument)
+        if not isinstance(value, (int, float)) or not low <= value <= high:
+            raise refuse(argument, f"a number from {low:g} to {high:g}", value)
+    for token, bias in params.logit_bias.items():
+        if not isinstance(bias, (int, float)) or not -1000 <= bias <= 1000:
+            raise refuse("logit_bias", "numbers from -1000 to 1000", {token: bias})
+    numbers = {
+        "max_tokens": (1, 2**31), "top_k": (0, 2**31 - 1), "seed": (-(2**63), 2**63 - 1),
+        "logprobs": (0, vocab_size),
+    }  # fmt: skip
+    for argument, (least, most) in numbers.items():
+        value = getattr(params, argument)
+        if value is None and argument != "top_k":
+            continue
+        if not isinstance(value, int) or not least <= value <= most:
+            raise refuse(argument, f"a whole number from {least} to {most}", value)
+    stop: Any = params.stop
+    if isinstance(stop, str) or not all(isinstance(s, str) and s for s in stop):
+        raise refuse("stop", "texts of at least one character", stop)
+    return params
+
+
+def _cache_tokens(model: Model, max_batch: int, max_tokens: int) -> int:
+    """Tokens that the cache has room for: in free memory, less what a pass takes."""
+    if model.device.type != "cuda":
+        return CPU_CACHE_TOKENS
+    free, _ = torch.cuda.mem_get_info(model.device)
+    c = model.config
+    widest = 2 * c.intermediate_size + 4 * c.hidden_size + 3 * c.num_heads * c.head_dim
+    if c.num_experts:
+        widest += c.experts_per_token * (2 * c.hidden_size + 3 * c.moe_intermediate_size)
+    own = 2 * max_tokens * widest + 8 * max_batch * c.vocab_size
+    tokens = int(_MEMORY_SHARE * (free - own)) // model.cache_bytes()
+    return model.group.tell(tokens)

@@ -1,0 +1,154 @@
+"""Which tokens go through the model next: requests in order, chunks of prompts beside decode rows.
+
+Knows sequences and pages; no tensors, no text.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from .pages import Pages
+from .requests import Request
+
+NGRAM = 3  # tokens that must stand in the text before for what followed them to be a draft
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A request under way."""
+
+    request: Request
+    tokens: list[int]
+    seed: int
+    computed: int = 0  # tokens whose keys and values lie in the cache
+    pages: list[int] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)
+    drafts: list[int] = field(default_factory=list)  # guessed, to be verified in the next pass
+    chunk: int = 0  # tokens of the pass that is under way, drafts included
+    _seen: dict[tuple[int, ...], int] = field(default_factory=dict)
+    _indexed: int = NGRAM
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def samples(self) -> int:
+        """Logits that the pass under way is asked for: none before the end of the prompt."""
+        return max(0, self.computed + self.chunk - len(self.tokens) + 1)
+
+    def draft(self, most: int) -> None:
+        """Guess the next tokens: what followed the last few where they stood before."""
+        tokens, seen = self.tokens, self._seen
+        for end in range(self._indexed, len(tokens)):  # not yet the n-gram at the very end
+            seen[tuple(tokens[end - NGRAM : end])] = end
+        self._indexed = max(self._indexed, len(tokens))
+        at = seen.get(tuple(tokens[-NGRAM:]))
+        self.drafts = [] if at is None else tokens[at : at + most]
+
+
+class Scheduler:
+    """Requests that wait and that run, and the pages that those have."""
+
+    def __init__(
+        self, pages: Pages, max_batch: int, max_tokens: int, max_len: int, drafts: int
+    ) -> None:
+        """max_tokens: of a pass. max_len: of a sequence; the cache must have room for one."""
+        self.pages, self.max_batch, self.max_tokens = pages, max_batch, max_tokens
+        self.max_len, self.drafts = max_len, drafts
+        self.waiting: deque[Sequence] = deque()
+        self.running: dict[Sequence, None] = {}  # in the order in which they were let in
+        self.num_hits = self.num_preemptions = 0
+
+    def plan(self) -> list[Sequence]:
+        """Who goes into the next pass, each with its `chunk`; those with one token first."""
+        budget, found = self.max_tokens, list[Sequence]()
+        # Tokens of sequences that answer already come before chunks of prompts.
+        for sequence in sorted(self.running, key=lambda s: len(s.tokens) - s.computed > 1):
+            if sequence not in self.running:  # gave way to one before it
+                continue
+            sequence.chunk = self._chunk(sequence, budget)
+            if sequence.chunk and self._has_room(sequence, found):
+                budget -= sequence.chunk
+                found.append(sequence)
+        while self.waiting and budget and len(self.running) < self.max_batch:
+            if not self._admits(self.waiting[0]):
+                break
+            sequence = self.waiting.popleft()
+            self.running[sequence] = None
+            sequence.chunk = self._chunk(sequence, budget)
+            self._grow(sequence)
+            budget -= sequence.chunk
+            found.append(sequence)
+        return sorted(found, key=lambda s: s.chunk > 1)
+
+    def _chunk(self, sequence: Sequence, budget: int) -> int:
+        """How many of its tokens go next, with drafts behind the last one."""
+        missing, params = len(sequence.tokens) - sequence.computed, sequence.request.params
+        sequence.drafts = []
+        if missing == 1 and self.drafts and params.grammar is None:
+            most = min(self.drafts, budget - 1, self.max_len - len(sequence.tokens))
+            room = self.pages.num_free + len(sequence.pages)
+            most = min(most, room * self.pages.page_size - len(sequence.tokens))
+            if most > 0:
+                sequence.draft(most)
+        return min(missing + len(sequence.drafts), budget)
+
+    def _missing_pages(self, sequence: Sequence, length: int) -> int:
+        return -(-length // self.pages.page_size) - len(sequence.pages)
+
+    def _grow(self, sequence: Sequence) -> None:
+        for _ in range(self._missing_pages(sequence, sequence.computed + sequence.chunk)):
+            sequence.pages.append(self.pages.new())
+
+    def _has_room(self, sequence: Sequence, found: list[Sequence]) -> bool:
+        """Give it its pages, for which the youngest of those not planned yet may lose theirs."""
+        end = sequence.computed + sequence.chunk
+        while self._missing_pages(sequence, end) > self.pages.num_free:
+            victim = next(s for s in reversed(self.running) if s not in found)
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        self._grow(sequence)
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Back to the queue, at its head; what it has said stays and is computed again."""
+        self.end(sequence)
+        self.waiting.appendleft(sequence)
+        self.num_preemptions += 1
+
+    def _admits(self, sequence: Sequence) -> bool:
+        """Give it the pages that hold its beginning, if there is room for all that it has."""
+        pages, size = self.pages, self.pages.page_size
+        digests = pages.digests(sequence.tokens, sequence.digests)
+        # At least one token goes through the model, for its logits.
+        shared = pages.found(digests[: (len(sequence.tokens) - 1) // size])
+        wanted = -(-min(len(sequence.tokens) + 1, self.max_len) // size) - len(shared)
+        if wanted > pages.num_free - pages.num_idle(shared):
+            return False
+        pages.share(shared)
+        sequence.pages, sequence.computed = shared, len(shared) * size
+        self.num_hits += sequence.computed
+        return True
+
+    def passed(self, sequence: Sequence, new: list[int], accepted: int) -> None:
+        """The pass is over: `new` tokens follow, of whose drafts `accepted` lie in the cache."""
+        pages, size = self.pages, self.pages.page_size
+        first, drafts = sequence.computed // size, max(0, sequence.samples - 1)
+        sequence.computed += sequence.chunk - drafts + accepted
+        sequence.tokens += new
+        sequence.chunk = 0
+        digests = pages.digests(sequence.tokens, sequence.digests)
+        for i in range(first, sequence.computed // size):
+            pages.keep(sequence.pages[i], digests[i])
+
+    def end(self, sequence: Sequence) -> None:
+        """Give back all that it has."""
+        if sequence in self.running:
+            del self.running[sequence]
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+        self.pages.release(sequence.pages)
+        sequence.pages, sequence.computed, sequence.chunk = [], 0, 0

@@ -1,0 +1,134 @@
+"""Text to tokens and back: a model's own tokenizer and chat template, and text as it streams."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import MissingPackageError, RequestError
+from .config import read_json
+
+_HALF = "\ufffd"  # what a character's bytes decode to before all are there
+
+
+class Bytes:
+    """Tokens that are bytes of UTF-8: of models without a tokenizer, such as random ones."""
+
+    def encode(self, text: str, is_special: bool = True) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Tokens above 255 are no text."""
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], **more: Any) -> list[int]:
+        raise RequestError("the model has no chat template: ask for a completion", argument="model")
+
+
+class Tokenizer:
+    """tokenizer.json and the chat template of a model's folder."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from tokenizers import Tokenizer as Fast
+        except ModuleNotFoundError as error:
+            what = "pip install tokenizers (or 'kernel_hub[engine]')"
+            raise MissingPackageError(
+                f"models' tokenizers are run by tokenizers: {what}"
+            ) from error
+        self.fast = Fast.from_file(str(folder / "tokenizer.json"))
+        path = folder / "tokenizer_config.json"
+        self._config = read_json(path) if path.is_file() else {}
+        template = self._config.get("chat_template")
+        if (file := folder / "chat_template.jinja").is_file():
+            template = file.read_text(encoding="utf-8")
+        elif isinstance(template, list):  # several, by name
+            template = {each["name"]: each["template"] for each in template}.get("default")
+        self._template: str | None = template
+
+    def encode(self, text: str, is_special: bool = True) -> list[int]:
+        """is_special: with the tokens that begin or end a text."""
+        found: list[int] = self.fast.encode(text, add_special_tokens=is_special).ids
+        return found
+
+    def decode(self, ids: Iterable[int]) -> str:
+        text: str = self.fast.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], **more: Any) -> list[int]:
+        """The prompt of a conversation. Raises RequestError with the template's own words."""
+        if self._template is None:
+            return Bytes().chat(messages)
+        from jinja2 import TemplateError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        def refuse(message: str) -> None:
+            raise TemplateError(message)
+
+        world = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        world.filters["tojson"] = lambda x, **how: json.dumps(x, ensure_ascii=False, **how)
+        world.globals["raise_exception"] = refuse
+        world.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+        names = {
+            key: value["content"] if isinstance(value, dict) else value
+            for key, value in self._config.items()
+            if key.endswith("_token")
+        }
+        given = {"add_generation_prompt": True, **names, **more}
+        try:
+            text = world.from_string(self._template).render(messages=messages, **given)
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            message = f"the model's chat template refuses these messages: {error}"
+            raise RequestError(message, argument="messages") from error
+        return self.encode(text, is_special=False)
+
+
+class TextStream:
+    """The text of one request, token by token: nothing that may yet change or be a stop string."""
+
+    def __init__(self, decode: Callable[[Iterable[int]], str], stop: Sequence[str]) -> None:
+        self._decode, self._stop = decode, stop
+        self._context: list[int] = []  # tokens that were shown, for what joins them to the next
+        self._new: list[int] = []
+        self._shown = 0  # characters of the new tokens that were handed on
+        self._held = ""
+        self.is_stopped = False
+
+    def push(self, token: int) -> str:
+        """What may be shown after one more token."""
+        self._new.append(token)
+        before = len(self._decode(self._context)) if self._context else 0
+        fresh = self._decode(self._context + self._new)[before:]
+        stable = fresh.rstrip(_HALF)
+        found = stable[self._shown :]
+        self._shown = max(self._shown, len(stable))
+        if stable == fresh and fresh:
+            self._context, self._new, self._shown = self._new, [], 0
+        return self._checked(found)
+
+    def flush(self) -> str:
+        """The rest, at the end."""
+        before = len(self._decode(self._context)) if self._context else 0
+        fresh = self._decode(self._context + self._new)[before:]
+        found = self._held + fresh[self._shown :]
+        self._held, self._new = "", []
+        return found
+
+    def _checked(self, text: str) -> str:
+        """Less what may become a stop string, and what comes after one."""
+        self._held += text
+        ends = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        if ends:
+            self.is_stopped = True
+            found, self._held = self._held[: min(ends)], ""
+            return found
+        starts = (stop[:n] for stop in self._stop for n in range(1, len(stop)))
+        keep = max((len(start) for start in starts if self._held.endswith(start)), default=0)
+        shown = len(self._held) - keep
+        found, self._held = self._held[:shown], self._held[shown:]
+        return found
