@@ -26,6 +26,7 @@ from . import (
     inspect,
     listing,
     new,
+    serve,
     tune,
     verify,
 )
@@ -39,6 +40,7 @@ COMMANDS = (
     demo,
     bench,
     tune,
+    serve,
     new,
     export,
     build_triton,

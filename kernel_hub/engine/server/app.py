@@ -82,7 +82,7 @@ class Service:
     async def drain(self) -> None:
         """Takes nothing new, waits for what runs, and ends what takes too long."""
         self._draining = True
-        with anyio.move_on_after(self._limits.drain_s):
+        with anyio.move_on_after(self._limits.drain_s) as self.patience:
             while self.metrics.num_open:
                 await asyncio.sleep(0.05)
         self._worker.end_all("The server is shutting down.", 503)

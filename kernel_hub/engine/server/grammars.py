@@ -55,12 +55,13 @@ class Grammars:
 
     def _read(self, llguidance: Any) -> Any:
         engine, ends = self._engine, sorted(self._engine.eos_token_ids)
-        if engine.tokenizer is not None:
-            text = engine.tokenizer.to_str()
-            return llguidance.LLTokenizer(text, n_vocab=engine.vocab_size, eos_token=ends)
-        return llguidance.LLTokenizer(
-            llguidance.TokenizerWrapper(_Bytes(engine.vocab_size, ends[0])), eos_token=ends
-        )
+        if not ends:
+            raise ApiError(400, "The model has no token to end JSON with.", "response_format")
+        if engine.tokenizer is None:
+            wrapped = llguidance.TokenizerWrapper(_Bytes(engine.vocab_size, ends[0]))
+            return llguidance.LLTokenizer(wrapped, eos_token=ends)
+        text = engine.tokenizer.to_str()
+        return llguidance.LLTokenizer(text, n_vocab=engine.vocab_size, eos_token=ends)
 
 
 class _Bytes:

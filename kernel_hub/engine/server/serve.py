@@ -12,49 +12,58 @@ import uvicorn
 
 from .app import Limits, Service
 
-CLOSE_S = 5.0  # for answers to end that were told to
+CLOSE_S = 5  # for answers to end that were told to
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, which at the first signal drains with its socket open, at the second goes."""
+    """uvicorn's, which drains with its socket open at the first signal, and hurries at the next."""
 
-    def __init__(self, service: Service, limits: Limits) -> None:
+    def __init__(self, service: Service, ready: Callable[[Server], None]) -> None:
         config = uvicorn.Config(
             service.app(), http="h11", ws="none", lifespan="on", log_level="warning",
-            access_log=False, server_header=False, timeout_graceful_shutdown=int(CLOSE_S),
+            access_log=False, server_header=False, timeout_graceful_shutdown=CLOSE_S,
             timeout_keep_alive=65,
         )  # fmt: skip
         super().__init__(config)
-        self._service = service
+        self.service, self._ready = service, ready
+        self._num_asked = 0
         self._drained: asyncio.Task[None] | None = None
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        self._loop = asyncio.get_running_loop()
-        await super().startup(sockets)
-
     def drain(self) -> None:
-        """From any thread: answers what it has, then ends."""
-        self._loop.call_soon_threadsafe(self._begin_drain)
+        """From any thread: answer what runs, then end; asked again, end what runs."""
+        self._num_asked += 1
 
-    def _begin_drain(self) -> None:
-        if self._drained is None:
-            self._drained = self._loop.create_task(self._drain())
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._ready(self)
 
-    async def _drain(self) -> None:
-        await self._service.drain()
-        self.should_exit = True
+    async def on_tick(self, counter: int) -> bool:
+        if self._num_asked and not self._drained:
+            self._drained = asyncio.create_task(self.service.drain())
+        elif self._num_asked > 1:
+            self.service.patience.cancel()
+        self.should_exit |= bool(self._drained and self._drained.done())
+        return bool(await super().on_tick(counter))
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        if self._drained is None and not self.should_exit:
+        if self.started and self._num_asked < 2:
             self.drain()
         else:
             super().handle_exit(sig, frame)
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 is any that is free. Raises OSError."""
-    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-    listener = socket.create_server((host, port), family=family, backlog=512)
+def bound(host: str, port: int, limits: Limits) -> socket.socket:
+    """A socket of that address, port 0: any; it refuses clients until `serve` listens.
+
+    Connections that take nothing for `limits.write_s` are cut. Raises OSError.
+    """
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        timeout_ms = int(1000 * limits.write_s)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
+    listener.bind(address)
     return listener
 
 
@@ -62,13 +71,11 @@ def serve(
     engine: Any, listener: socket.socket, limits: Limits, api_key: str | None = None,
     ready: Callable[[Server], None] = lambda server: None,
 ) -> None:  # fmt: skip
-    """Answers on `listener` until SIGTERM or SIGINT, then drains; a second one ends it at once."""
-    # A thread that comes back from the GPU would wait 5 ms for one that writes JSON.
+    """Answers on `listener` until SIGTERM or SIGINT, then drains; `ready` is called before."""
+    # The engine's thread, back from the GPU, would wait 5 ms for one that writes JSON.
     before = sys.getswitchinterval()
     sys.setswitchinterval(2e-4)
-    server = Server(Service(engine, limits, api_key), limits)
-    ready(server)
     try:
-        server.run(sockets=[listener])
+        Server(Service(engine, limits, api_key), ready).run(sockets=[listener])
     finally:
         sys.setswitchinterval(before)

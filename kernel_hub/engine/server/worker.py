@@ -98,8 +98,12 @@ class Worker:
             if self.ill:
                 self.end_all(self.ill)
 
-    def _deliver(self, said: Iterable[tuple[str, Said]], stats: dict[str, Any], dead: str) -> None:
-        self.stats, self._dead = stats, dead
+    def _die(self, why: str) -> None:
+        self._dead = why
+        self.end_all(why)
+
+    def _deliver(self, said: Iterable[tuple[str, Said]], stats: dict[str, Any]) -> None:
+        self.stats = stats
         for name, one in said:
             if answers := self._answers.get(name):
                 answers.put_nowait(one)
@@ -108,9 +112,12 @@ class Worker:
 
     # What follows runs on the engine's thread.
 
-    def _tell(self, said: Iterable[tuple[str, Said]] = (), dead: str = "") -> None:
+    def _tell(self, said: Iterable[tuple[str, Said]] = ()) -> None:
+        self._call(self._deliver, said, self._engine.stats())
+
+    def _call(self, call: Callable[..., None], *values: Any) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
-            self._loop.call_soon_threadsafe(self._deliver, said, self._engine.stats(), dead)
+            self._loop.call_soon_threadsafe(call, *values)
 
     def _run(self) -> None:
         try:
@@ -118,8 +125,7 @@ class Worker:
                 self._step()
         except Exception as error:
             logger.exception("the engine's thread ends")
-            why = failed(error)
-            self._tell([(name, why) for name in self._held], str(why))
+            self._call(self._die, str(failed(error)))
 
     def _took_what_was_asked(self) -> bool:
         """Waits for it where there is nothing to step. False: the end."""

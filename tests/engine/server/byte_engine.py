@@ -112,6 +112,10 @@ class ByteEngine:
     def stats(self) -> dict[str, int]:
         if self._owner:
             self._owned()
+        return self.stats_now()
+
+    def stats_now(self) -> dict[str, int]:
+        """Of any thread, where the engine rests."""
         used = sum(one.pages for one in self.running.values())
         assert used <= self.pages_total + self.most_running
         return {

@@ -44,7 +44,9 @@ class Served:
         async def count() -> int:
             return len(asyncio.all_tasks())
 
-        return asyncio.run_coroutine_threadsafe(count(), self.server._loop).result(10)
+        return asyncio.run_coroutine_threadsafe(count(), self.server.service._worker._loop).result(
+            10
+        )
 
     def until(self, holds: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:
         ends = time.monotonic() + timeout_s
@@ -54,7 +56,7 @@ class Served:
 
     def is_idle(self) -> bool:
         """Nothing of any request is left: none runs, no page is used, no task waits."""
-        service = self.server._service
+        service = self.server.service
         worker, stats = service._worker, service._worker.stats
         used = stats["running"] + stats["waiting"] + stats["pages_used"]
         of_server = len(worker._answers) + len(worker._held) + service.metrics.num_open
@@ -73,7 +75,7 @@ def served(engine: Any = None, api_key: str | None = KEY, **limits: Any) -> Iter
     from kernel_hub.engine.server.app import Limits
 
     engine = engine or ByteEngine()
-    listener = serve.listen("127.0.0.1", 0)
+    listener = serve.bound("127.0.0.1", 0, Limits(**limits))
     port = listener.getsockname()[1]
     made: list[Any] = []
     failed: list[BaseException] = []
@@ -88,7 +90,7 @@ def served(engine: Any = None, api_key: str | None = KEY, **limits: Any) -> Iter
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     ends = time.monotonic() + 20
-    while not (made and made[0].started):
+    while not made:
         assert thread.is_alive() and time.monotonic() < ends, f"the server does not start: {failed}"
         time.sleep(0.01)
     here = Served(engine, made[0], port, thread)

@@ -123,11 +123,12 @@ def test_bad_json(here: Served, body: bytes) -> None:
 
 
 def test_nulls_are_as_if_not_given(here: Served) -> None:
-    nothing = dict.fromkeys(
-        "stream stream_options n max_tokens temperature top_p seed stop logit_bias user logprobs "
-        "echo presence_penalty frequency_penalty".split()
-    )
-    answer = here.client().post("/v1/completions", json={**TEXT, **nothing, "max_tokens": 2})
+    nothing: dict[str, Any] = {
+        "stream": None, "stream_options": None, "n": None, "temperature": None, "top_p": None,
+        "seed": None, "stop": None, "logit_bias": None, "user": None, "logprobs": None,
+        "echo": None, "presence_penalty": None, "frequency_penalty": None, "max_tokens": None,
+    }  # fmt: skip
+    answer = here.client().post("/v1/completions", json={**TEXT, **nothing})
     assert answer.status_code == 200, answer.text
 
 
