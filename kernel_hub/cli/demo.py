@@ -36,9 +36,10 @@ class DemoReport:
     torch_on_gpu: bool = False
     ops: list[Result] = field(default_factory=list)
     numpy: list[Result] = field(default_factory=list)
+    words: str | None = None  # of the engine
     problems: list[str] = field(default_factory=list)
 
-    def try_to(self, run: Callable[..., list[Result]], *args: Any) -> list[Result]:
+    def try_to(self, run: Callable[..., list[Any]], *args: Any) -> list[Any]:
         """What `run(*args)` gives, or nothing and a problem: a refusal of the runtime."""
         try:
             return run(*args)
@@ -131,6 +132,27 @@ def _run(cases: Sequence[Any], measure: Callable[[Any], Result], label: str) -> 
     return results
 
 
+def run_engine(device: str) -> str:
+    """What a tiny model of random weights says when it may use letters and blanks alone."""
+    import torch
+
+    from ..engine.engine import Engine
+    from ..engine.requests import SamplingParams
+
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # of products this small more of them wait for each other
+    try:
+        engine = Engine.random("tiny", device=device, cache_tokens=256)
+        letters = dict.fromkeys(b" abcdefghijklmnopqrstuvwxyz", 50.0)
+        params = SamplingParams(max_tokens=32, seed=3, logit_bias=letters)
+        answer = engine.generate(["once upon a time"], params)[0]
+    finally:
+        torch.set_num_threads(num_threads)
+    if answer.error:
+        raise KernelHubError(f"the engine failed: {answer.error}")
+    return answer.text.strip()
+
+
 def resolver_rows() -> list[list[str]]:
     """For each shipped cubin, the architecture that each known GPU would load."""
     collection = open_collection()
@@ -150,6 +172,8 @@ def examine(num_tokens: int | None, without_torch: bool) -> DemoReport:
     if not report.no_torch:
         device, default = ("cuda", GPU_TOKENS) if report.torch_on_gpu else ("cpu", CPU_TOKENS)
         report.ops = report.try_to(run_ops, num_tokens or default, device)
+        if report.ops:
+            report.words = (report.try_to(lambda: [run_engine(device)]) or [None])[0]
     return report
 
 
@@ -164,6 +188,7 @@ def run(args: argparse.Namespace) -> int:
                 "no_torch": report.no_torch,
                 "ops": [asdict(result) for result in report.ops],
                 "numpy": [asdict(result) for result in report.numpy],
+                "words": report.words,
                 "problems": report.problems,
                 "would_load": resolver_rows(),
             }
@@ -203,6 +228,8 @@ def _print(report: DemoReport) -> None:
         if results:
             right = sum(result.ok for result in results)
             console.note(f"{right} of {len(results)} {what} are right on {at}")
+    if report.words is not None:
+        console.note(f"kernel-hub generate tiny, random weights on {where}: {report.words!r}")
     if not report.ops and not report.numpy:
         console.note("FAILED: nothing ran")
     # Where the GPU refused, torch would not help: the problems say what does.

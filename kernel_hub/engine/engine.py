@@ -178,10 +178,14 @@ class Engine:
 
     def _passed(self, planned: list[scheduler.Sequence]) -> list[Delta]:
         """Run them; where that fails, each alone, and those that fail alone end."""
+        is_told = False
         try:
             batch = batch_of(planned, self.vocab_size)
+            is_told = self.group.world > 1
             tokens, logprobs = self._runner.run(self.group.tell(batch))
-        except Exception as error:  # noqa: BLE001 - a grammar's own, the device's memory
+        except Exception as error:  # a grammar's own, the device's memory
+            if is_told:  # other ranks are in the middle of it
+                raise
             if len(planned) == 1:
                 self._end(planned[0].request.id, "error", f"{type(error).__name__}: {error}")
                 return []

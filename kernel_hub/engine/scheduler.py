@@ -45,7 +45,9 @@ class Sequence:
             seen[tuple(tokens[end - NGRAM : end])] = end
         self._indexed = max(self._indexed, len(tokens))
         at = seen.get(tuple(tokens[-NGRAM:]))
-        self.drafts = [] if at is None else tokens[at : at + most]
+        if at is not None:  # a short text from there to the end goes round
+            follow = tokens[at : at + most]
+            self.drafts = (follow * -(-most // len(follow)))[:most]
 
 
 class Scheduler:

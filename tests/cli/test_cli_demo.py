@@ -93,6 +93,7 @@ def test_without_a_gpu_the_ops_run_on_the_cpu(
 def test_json(torch: Any, no_driver: None, kernel_hub_cli: Run) -> None:
     report = json.loads(kernel_hub_cli("demo", "--tokens", "2", "--json").out)
     assert (report["ok"], report["device"]) == (True, "cpu")
+    assert len(report["words"].split()) > 1 and report["words"].replace(" ", "").isalpha()
     assert len(report["ops"]) == NUM_CASES
     for row in report["ops"]:
         assert row["ok"] and row["error"] <= row["limit"] and row["time_us"] is None

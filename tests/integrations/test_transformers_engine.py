@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ torch = pytest.importorskip("torch", reason="the ops are torch ops")
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("safetensors", reason="models are read by safetensors")
 
-from tiny_models import EXPERTS, FAMILIES, logits_of, model_of, truth_of  # noqa: E402
+from tiny_models import EXPERTS, FAMILIES, is_older, logits_of, model_of, truth_of  # noqa: E402
 
 from kernel_hub.engine.engine import Engine  # noqa: E402
 from kernel_hub.engine.requests import SamplingParams  # noqa: E402
+from kernel_hub.errors import RequestError  # noqa: E402
 from kernel_hub.testing.compare import check  # noqa: E402
 
 VOCAB = 199
@@ -71,3 +73,91 @@ def test_families(family: str, tmp_path: Path) -> None:
         [lot.randrange(1, VOCAB) for _ in range(length)] for length in (1, 17, lot.randint(60, 120))
     ]
     check_answers(model, engine, prompts, 12)
+
+
+TEMPLATE = """{% for message in messages %}{{ bos_token }}{{ message.role }}
+{{ message.content | trim }}
+{% if message.role == 'system' and not loop.first %}
+{{ raise_exception('a system message comes first') }}
+{%- endif %}
+{% endfor %}
+{% if tools %}{{ tools | tojson }}{% endif %}
+{% if add_generation_prompt %}assistant
+{% endif %}"""
+TEXTS = [
+    "plain words",
+    "",
+    "  blanks  and\nlines",
+    "naïve 🙂🙂 €",
+    "日本語のテキスト",
+    "<s>special</s>",
+]
+
+
+def tokenizer_into(folder: Path) -> Any:
+    """A tokenizer of bytes and a few merges, with a chat template, as transformers saves it."""
+    import tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    model = tokenizers.Tokenizer(tokenizers.models.BPE())
+    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["<s>", "</s>"], show_progress=False,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    model.train_from_iterator(["plain words and more plain words, assistant user"] * 3, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=model, bos_token="<s>", eos_token="</s>")
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(folder)
+    return fast
+
+
+def test_texts_and_conversations(tmp_path: Path) -> None:
+    """The tokens of transformers' own tokenizer, of any text and of any conversation."""
+    fast = tokenizer_into(tmp_path)
+    saved("qwen3", tmp_path, torch.bfloat16, vocab_size=len(fast), eos_token_id=1)
+    engine = Engine.from_pretrained(tmp_path, device="cpu")
+    assert engine.tokenizer is not None and engine.eos_token_ids == {1}
+    for text in TEXTS:
+        assert engine.encode(text) == fast.encode(text)
+        assert engine.decode(engine.encode(text)) == fast.decode(
+            fast.encode(text), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+    lot = random.Random(3)
+    for i in range(20):
+        messages = [
+            {"role": lot.choice(["user", "assistant"]), "content": lot.choice(TEXTS)}
+            for _ in range(lot.randint(1, 5))
+        ]
+        more: dict[str, Any] = {"add_generation_prompt": i % 2 == 0}
+        if i % 3 == 0:
+            more["tools"] = [{"type": "function", "function": {"name": "naïve"}}]
+        whole = fast.apply_chat_template(messages, tokenize=False, **more)
+        assert engine.chat(messages, **more) == fast.encode(whole, add_special_tokens=False)
+    with pytest.raises(RequestError, match="a system message comes first"):
+        engine.chat([{"role": "user", "content": "a"}, {"role": "system", "content": "b"}])
+    # What streams is what all tokens decode to, whatever they are.
+    params = SamplingParams(temperature=3.0, max_tokens=60, ignore_eos=True, seed=2)
+    for answer in engine.generate(TEXTS[:1] * 8, [replace(params, seed=i) for i in range(8)]):
+        assert answer.text == engine.decode(answer.tokens)
+
+
+ROPES = [
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+     "original_max_position_embeddings": 64},
+    {"rope_type": "linear", "factor": 4.0},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope["rope_type"])
+def test_scaled_rotations(rope: dict[str, Any], tmp_path: Path) -> None:
+    key = "rope_scaling" if is_older() else "rope_parameters"
+    given = rope if is_older() else {"rope_theta": 1e4, **rope}
+    model = saved(
+        "llama", tmp_path, torch.float16, attention_bias=True, mlp_bias=True, **{key: given}
+    )
+    engine = Engine.from_pretrained(tmp_path, dtype=torch.float16, device="cpu")
+    lot = random.Random(8)
+    check_answers(model, engine, [[lot.randrange(1, VOCAB) for _ in range(200)]], 5)

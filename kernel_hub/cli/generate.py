@@ -1,0 +1,105 @@
+"""`kernel-hub generate`: a model's folder and a prompt to text, as it comes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ModelError
+from .parts import console
+
+if TYPE_CHECKING:
+    from ..engine.engine import Engine
+
+NAME = "generate"
+HELP = "text by a model of a Hugging Face folder, on the GPU or the CPU"
+EXAMPLE = "kernel-hub generate Qwen3-8B --chat --prompt 'Why is the sky blue?'"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    parser.add_argument(
+        "--prompt", action="append", metavar="TEXT", help="what to go on from; may be repeated"
+    )
+    parser.add_argument("--chat", action="store_true", help="prompts are messages of a user")
+    parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="default 128")
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="default 0: the likeliest token"
+    )
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="default 1: all")
+    parser.add_argument("--seed", type=int, metavar="N", help="of the draws; default: another each")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """What says which model is run, and how much room it has."""
+    parser.add_argument("model", metavar="FOLDER", help="a folder, or 'tiny': random, of no use")
+    parser.add_argument(
+        "--random-weights", action="store_true", help="of the folder, read config.json alone"
+    )
+    parser.add_argument("--device", metavar="DEVICE", help="default: the GPU where there is one")
+    parser.add_argument("--max-model-len", type=int, metavar="N", help="tokens of a text")
+    parser.add_argument(
+        "--drafts", type=int, default=0, metavar="N", help="tokens to guess a pass; default 0"
+    )
+
+
+def load(args: argparse.Namespace) -> Engine:
+    """The engine that the arguments of `add_model` name."""
+    from ..engine.config import NAMED
+    from ..engine.engine import Engine
+
+    options: dict[str, Any] = {
+        "device": args.device, "max_model_len": args.max_model_len, "drafts": args.drafts,
+    }  # fmt: skip
+    if Path(args.model).is_dir():
+        return Engine.from_pretrained(args.model, random_weights=args.random_weights, **options)
+    if args.model not in NAMED:
+        raise ModelError(f"there is no folder {args.model!r}")
+    return Engine.random(args.model, **options)
+
+
+def run(args: argparse.Namespace) -> int:
+    from ..engine.requests import SamplingParams
+
+    engine = load(args)
+    if engine.group.rank:
+        engine.follow()
+        return 0
+    try:
+        params = SamplingParams(
+            max_tokens=args.max_tokens, temperature=args.temperature, top_p=args.top_p,
+            seed=args.seed,
+        )  # fmt: skip
+        prompts = args.prompt or [sys.stdin.read() if not sys.stdin.isatty() else "Hello"]
+        ids = [
+            engine.chat([{"role": "user", "content": text}]) if args.chat else engine.encode(text)
+            for text in prompts
+        ]
+        if args.json:
+            answers = engine.generate(ids, params)
+            console.as_json(
+                [{"prompt": p, **a._asdict()} for p, a in zip(prompts, answers, strict=True)]
+            )
+            return int(any(answer.error for answer in answers))
+        return max(_shown(engine, each, params) for each in ids)
+    finally:
+        engine.close()
+
+
+def _shown(engine: Engine, prompt: list[int], params: Any) -> int:
+    """Print an answer as it comes."""
+    from ..engine.requests import Request
+
+    engine.submit(Request("generate", tuple(prompt), params))
+    error = None
+    while engine.has_work:
+        for delta in engine.step():
+            print(delta.text, end="", flush=True)
+            error = delta.error or error
+    print()
+    if error:
+        console.note(error)
+    return int(error is not None)

@@ -1,0 +1,127 @@
+"""Folders as models come in: whole, in shards, inside of another model, or not whole."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the engine is torch's")
+safetensors = pytest.importorskip("safetensors.torch", reason="models are read by safetensors")
+
+from kernel_hub.engine.config import FAMILIES, ModelConfig  # noqa: E402
+from kernel_hub.engine.engine import Engine  # noqa: E402
+from kernel_hub.engine.requests import SamplingParams  # noqa: E402
+from kernel_hub.engine.weights import Random, expected  # noqa: E402
+from kernel_hub.errors import ModelError  # noqa: E402
+
+SIZES = {
+    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "max_position_embeddings": 256, "num_local_experts": 4, "num_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "eos_token_id": 95,
+}  # fmt: skip
+PROMPTS = [[1, 2, 3], list(range(40))]
+
+
+def config_of(family: str) -> dict[str, Any]:
+    return {"model_type": family, **SIZES}
+
+
+def write(folder: Path, config: dict[str, Any], shards: int = 1, prefix: str = "") -> list[Path]:
+    """The random model of a configuration as files, its tensors dealt out by lot."""
+    own = ModelConfig.from_dict(config)
+    source, lot = Random(own, torch.device("cpu")), random.Random(shards)
+    files: list[dict[str, Any]] = [{} for _ in range(shards)]
+    for name, shape in expected(own).items():
+        # Their own memory: a slice would be saved with all of it.
+        tensor = source.read(name, 0, 0, shape[0]).to(torch.bfloat16).clone()
+        lot.choice(files)[prefix + name] = tensor
+    (folder / "config.json").write_text(json.dumps(config))
+    if shards == 1:
+        safetensors.save_file(files[0], folder / "model.safetensors")
+        return [folder / "model.safetensors"]
+    paths = [folder / f"model-{i:05}-of-{shards:05}.safetensors" for i in range(shards)]
+    for path, tensors in zip(paths, files, strict=True):
+        safetensors.save_file(tensors, path)
+    where = {name: path.name for path, file in zip(paths, files, strict=True) for name in file}
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": where}))
+    return paths
+
+
+def tokens_of(engine: Engine) -> list[tuple[int, ...]]:
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    return [answer.tokens for answer in engine.generate(PROMPTS, params)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_files_are_read_as_the_same_weights_without_them(family: str, tmp_path: Path) -> None:
+    config = config_of(family)
+    shards = random.Random(family).randint(1, 4)
+    write(tmp_path, config, shards, prefix=random.Random(family).choice(["", "language_model."]))
+    found = Engine.from_pretrained(tmp_path, device="cpu")
+    assert found.name == tmp_path.name and found.eos_token_ids == {95}
+    assert tokens_of(found) == tokens_of(Engine.random(config, device="cpu"))
+    drawn = Engine.from_pretrained(tmp_path, device="cpu", random_weights=True)
+    assert tokens_of(drawn) == tokens_of(found)
+
+
+def test_a_text_model_inside_of_one_that_sees(tmp_path: Path) -> None:
+    text = config_of("gemma3_text")
+    (path,) = write(tmp_path, text)
+    tensors = safetensors.load_file(path)
+    inside = {name.replace("model.", "model.language_model."): t for name, t in tensors.items()}
+    inside["model.vision_tower.patches.weight"] = torch.zeros(3, 3)
+    safetensors.save_file(inside, path)
+    outer = {"model_type": "gemma3", "text_config": text, "eos_token_id": [1, 95]}
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    found = Engine.from_pretrained(tmp_path, device="cpu")
+    assert tokens_of(found) == tokens_of(Engine.random(text, device="cpu"))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 106]}')
+    assert Engine.from_pretrained(tmp_path, device="cpu").eos_token_ids == {1, 106}
+
+
+def test_what_is_missing_or_odd_is_named(tmp_path: Path) -> None:
+    config = config_of("qwen2")
+    paths = write(tmp_path, config, 3)
+
+    def refused(*words: str) -> None:
+        with pytest.raises(ModelError) as error:
+            Engine.from_pretrained(tmp_path, device="cpu")
+        assert all(word in str(error.value) for word in words), error.value
+
+    kept = paths[1].read_bytes()
+    paths[1].unlink()
+    refused(paths[1].name)
+    paths[1].write_bytes(kept[: len(kept) // 2])
+    refused(paths[1].name, "no whole file")
+    paths[1].write_bytes(kept)
+    (only,) = write(tmp_path, config)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    tensors = safetensors.load_file(only)
+    names = sorted(tensors)
+
+    def changed(tensors: dict[str, Any]) -> None:
+        safetensors.save_file(tensors, only)
+
+    name = random.Random(2).choice(names)
+    changed({key: value for key, value in tensors.items() if key != name})
+    refused("missing", name)
+    changed({**tensors, name: torch.zeros(5, 3)})
+    refused(name, "(5, 3)")
+    changed({**tensors, "model.layers.0.self_attn.sinks": torch.zeros(4)})
+    refused("model.layers.0.self_attn.sinks", "ignore")
+    shutil.copy(only, tmp_path.parent / "outside.safetensors")
+    where = {"weight_map": dict.fromkeys(names, "../outside.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(where))
+    refused("../outside.safetensors")
+    for text, words in (("[]", ["JSON object"]), ("{", ["no JSON"])):
+        (tmp_path / "config.json").write_text(text)
+        refused(*words)
+    (tmp_path / "config.json").unlink()
+    refused("config.json")

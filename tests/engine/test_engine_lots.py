@@ -1,0 +1,122 @@
+"""Requests by lot through a small cache: no page is lost, and each answer is what it is alone.
+
+Lengths, shared beginnings, parameters, arrivals and aborts are drawn; pages run out, so that
+requests wait and give way to each other; some of it with drafts, some with chunks of a few tokens.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the ops are torch ops")
+
+from kernel_hub.engine.engine import Engine  # noqa: E402
+from kernel_hub.engine.requests import Request, SamplingParams  # noqa: E402
+
+# 4,000 were run once: KERNEL_HUB_ENGINE_LOTS=1000.
+COUNT = int(os.environ.get("KERNEL_HUB_ENGINE_LOTS", "60"))
+CONFIG = {
+    "model_type": "qwen3", "vocab_size": 97, "hidden_size": 32, "intermediate_size": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "max_position_embeddings": 96,
+}  # fmt: skip
+
+
+def params_by_lot(lot: random.Random) -> SamplingParams:
+    """Greedy or drawn, with any of the other parameters at times."""
+    more: dict[str, Any] = {}
+    if lot.random() < 0.6:
+        more = {
+            "temperature": lot.choice([0.3, 1.0, 2.0]), "top_k": lot.choice([0, 0, 7]),
+            "top_p": lot.choice([1.0, 0.8]), "min_p": lot.choice([0.0, 0.0, 0.05]),
+        }  # fmt: skip
+    if lot.random() < 0.15:
+        more["frequency_penalty"] = lot.choice([-0.5, 0.7])
+        more["repetition_penalty"] = lot.choice([1.0, 1.3])
+    if lot.random() < 0.1:
+        more["logit_bias"] = {lot.randrange(97): 3.0}
+    if lot.random() < 0.2:
+        more["stop"] = (chr(lot.randrange(32, 97)),)
+    return SamplingParams(
+        max_tokens=lot.randint(1, 30), seed=lot.getrandbits(40), **{"temperature": 0.0, **more}
+    )
+
+
+def requests_by_lot(lot: random.Random) -> list[Request]:
+    """With beginnings that some of them share, and texts that repeat themselves."""
+    shared = [[lot.randrange(97) for _ in range(lot.randint(1, 50))] for _ in range(5)]
+    found = []
+    for i in range(COUNT):
+        prompt = lot.choice(shared)[: lot.randint(0, 50)] if lot.random() < 0.6 else []
+        length = min(95, max(1, int(lot.expovariate(1 / 12))))
+        prompt = [*prompt, *(lot.randrange(97) for _ in range(length))][:95]
+        if lot.random() < 0.2:
+            prompt = (prompt[:5] * 20)[:60]
+        found.append(Request(str(i), tuple(prompt), params_by_lot(lot)))
+    return found
+
+
+def alone(request: Request) -> tuple[int, ...]:
+    """The answer of a request that has the model for itself."""
+    engine = Engine.random(CONFIG, max_batch=1, page_size=8, device="cpu")
+    answer = engine.generate([list(request.prompt)], request.params)[0]
+    assert answer.error is None
+    return answer.tokens
+
+
+@pytest.mark.parametrize("drafts", [0, 4])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_answers_are_those_of_requests_alone(seed: int, drafts: int) -> None:
+    lot = random.Random(1000 * seed + drafts)
+    engine = Engine.random(
+        CONFIG, page_size=8, cache_tokens=lot.choice([96, 160]), drafts=drafts, device="cpu",
+        max_batch=lot.choice([3, 16]), max_tokens_a_pass=lot.choice([7, 40, 500]),
+    )  # fmt: skip
+    waiting = requests_by_lot(lot)
+    asked = {request.id: request for request in waiting}
+    found: dict[str, list[int]] = {request.id: [] for request in waiting}
+    texts = dict.fromkeys(found, "")
+    reasons: dict[str, str | None] = {}
+    while waiting or engine.has_work:
+        for _ in range(min(len(waiting), lot.choice([0, 0, 1, 5]))):
+            engine.submit(waiting.pop())
+        if lot.random() < 0.05 and (under_way := list(engine._live)):
+            engine.abort(lot.choice(under_way))
+        for delta in engine.step():
+            assert delta.request_id not in reasons, "after its end"
+            assert delta.error is None
+            found[delta.request_id] += delta.tokens
+            texts[delta.request_id] += delta.text
+            if delta.finish_reason is not None:
+                reasons[delta.request_id] = delta.finish_reason
+        check_pages(engine)
+    stats = engine.stats()
+    assert stats["pages_used"] == stats["running"] == stats["waiting"] == 0
+    assert stats["preemptions"] > 0 and stats["prefix_hit_tokens"] > 0
+    assert set(reasons) == set(asked)
+    wrong = []
+    for name, request in asked.items():
+        whole, own = alone(request), tuple(found[name])
+        if reasons[name] == "abort":
+            whole = whole[: len(own)]
+        elif not request.params.stop:
+            assert texts[name] == engine.decode(own)
+        if own != whole:
+            wrong.append((name, own, whole))
+    assert not wrong, f"seed {seed}, drafts {drafts}: {len(wrong)} of {COUNT}: {wrong[:3]}"
+
+
+def check_pages(engine: Engine) -> None:
+    """Every page is free or has as many users as sequences list it."""
+    pages = engine._scheduler.pages
+    users = [0] * pages.num_pages
+    for sequence in engine._scheduler.running:
+        for page in sequence.pages:
+            users[page] += 1
+    assert users == pages._users
+    assert sorted(pages._free) == [i for i, count in enumerate(users) if not count]
+    assert {pages._digest_of[page]: page for page in pages._digest_of} == pages._page_of

@@ -1,0 +1,55 @@
+"""Text as it streams: no half characters, nothing that may become a stop string."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+pytest.importorskip("torch", reason="the engine is torch's")
+
+from kernel_hub.engine.text import Bytes, TextStream
+
+ALPHABET = "aab€🙂é "
+
+
+def test_streams_by_lot() -> None:
+    """Whole characters only; together all of the text, cut before the first stop string."""
+    lot = random.Random(5)
+    for seed in range(500):
+        text = "".join(lot.choices(ALPHABET, k=lot.randint(0, 30)))
+        stops = ["".join(lot.choices(ALPHABET, k=lot.randint(1, 4))) for _ in range(seed % 3)]
+        stream, shown = TextStream(Bytes().decode, stops), ""
+        for token in text.encode():
+            piece = stream.push(token)
+            assert "\ufffd" not in piece, seed
+            shown += piece
+            # What follows it could still make a stop string of the rest.
+            assert not any(stop in shown for stop in stops), seed
+            if stream.is_stopped:
+                break
+        else:
+            shown += stream.flush()
+        # The first stop string to be complete ends it.
+        ends = {text.find(stop) + len(stop): text.find(stop) for stop in stops if stop in text}
+        first = min(ends, default=None)
+        expected = text
+        if first is not None:
+            expected = text[: min(at for end, at in ends.items() if end == first)]
+        assert (shown, stream.is_stopped) == (expected, first is not None), (seed, text, stops)
+
+
+def test_bytes_that_are_no_text_are_withheld_and_shown_at_the_end() -> None:
+    """A character that never becomes whole."""
+    stream = TextStream(Bytes().decode, ())
+    assert [stream.push(token) for token in "é€".encode()[:-1]] == ["", "é", "", ""]
+    assert stream.flush() == "\ufffd"
+
+
+def test_any_bytes_come_out_as_they_decode_at_once() -> None:
+    lot = random.Random(6)
+    for _ in range(200):
+        tokens = [lot.choice([lot.randrange(256), 0x41, 0xE2]) for _ in range(lot.randint(1, 60))]
+        stream = TextStream(Bytes().decode, ())
+        shown = "".join(stream.push(token) for token in tokens) + stream.flush()
+        assert shown == Bytes().decode(tokens), tokens
