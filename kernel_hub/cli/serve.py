@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import os
-from dataclasses import fields
+import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..errors import KernelHubError, MissingPackageError
@@ -22,33 +23,49 @@ HELP = "serve a model over HTTP as OpenAI's clients ask: completions, chats, str
 EXAMPLE = "kernel-hub serve ./Qwen3-8B --port 8000"
 KEY = "KERNEL_HUB_API_KEY"
 
-LIMITS = {  # of engine/server/app.py, where their defaults are
-    "body_bytes": "bytes of a body, beyond which it is refused (413)",
-    "waiting": "requests that wait, beyond which others are refused (429)",
-    "read_s": "seconds for a client to send a body",
-    "write_s": "seconds for a client to take a piece of its answer",
-    "step_s": "seconds for a step of the engine, beyond which requests fail",
-    "drain_s": "seconds that what runs still has after SIGTERM",
+LIMITS = {  # of engine/server/app.py, where their defaults are: option, type, what it is
+    "body_bytes": ("--max-body-bytes", int, "of a body, beyond which it is refused (413)"),
+    "waiting": ("--max-waiting", int, "requests, beyond which others are refused (429)"),
+    "read_s": ("--read-timeout", float, "seconds for a client to send a body"),
+    "write_s": ("--write-timeout", float, "seconds for a client to take a piece of its answer"),
+    "step_s": ("--step-timeout", float, "seconds for a step of the engine"),
+    "drain_s": ("--drain-timeout", float, "seconds that what runs still has after SIGTERM"),
 }
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
+    parser.add_argument("--name", help="what clients call the model (default: as its folder)")
     where = parser.add_argument_group("where")
     where.add_argument(
         "--host", default="127.0.0.1",
         help="address to listen on (default 127.0.0.1: this machine alone; 0.0.0.0: any)",
     )  # fmt: skip
-    where.add_argument("--port", type=int, default=8000, help="default 8000; 0: any free one")
+    where.add_argument("--port", type=_port, default=8000, help="default 8000; 0: any free one")
     where.add_argument(
         "--api-key", metavar="KEY",
         help=f"bearer token that clients must send (default ${KEY}, which other users cannot see)",
     )  # fmt: skip
     limits = parser.add_argument_group("limits")
-    for name, text in LIMITS.items():
-        kind = int if name in ("body_bytes", "waiting") else float
-        option = f"--{name.replace('_', '-').removesuffix('-s')}"
-        limits.add_argument(f"{option}-limit", dest=name, type=kind, metavar="N", help=text)
+    for name, (option, kind, text) in LIMITS.items():
+        limits.add_argument(option, dest=name, type=_positive(kind), metavar="N", help=text)
+
+
+def _positive(kind: type[float]) -> Callable[[str], float]:
+    def number(text: str) -> float:
+        value = kind(text)
+        if not 0 < value < float("inf"):
+            raise argparse.ArgumentTypeError(f"{text} is not above 0")
+        return value
+
+    number.__name__ = kind.__name__  # argparse says it of what is no number
+    return number
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text} is no port: 0 to 65535")
+    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -59,13 +76,12 @@ def run(args: argparse.Namespace) -> int:
         raise MissingPackageError(
             f"kernel-hub serve needs {error.name}: pip install 'kernel_hub[serve]'"
         ) from error
-    given = {field.name: value for field in fields(Limits) if (value := getattr(args, field.name))}
-    limits = Limits(**given)
+    limits = Limits(**{name: value for name in LIMITS if (value := getattr(args, name))})
     key = args.api_key or os.environ.get(KEY) or None
     is_first = os.environ.get("RANK", "0") == "0"
     # Before the model, which takes longer to find that the port is another's.
     listener = _bound(args, limits) if is_first else None
-    engine = opened(args)
+    engine = opened(args, **({"name": args.name} if args.name else {}))
     if listener is None:
         engine.follow()
         return 0
@@ -74,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
     def ready(server: object) -> None:
         shown = f"[{host}]" if ":" in host else host
         console.note(f"{engine.name} at http://{shown}:{port}/v1, {_reach(host, key)}", wraps=False)
+        sys.stdout.flush()  # to whoever waits for it
 
     try:
         serve.serve(engine, listener, limits, key, ready)
