@@ -17,7 +17,7 @@ from .worker import Worker, refused
 
 Json = dict[str, Any]
 MOST_CHOICES = 128
-LEAST = -9999.0  # JSON has no -inf
+LEAST = -9999.0  # JSON has no -inf and no nan
 
 
 class Answer:
@@ -140,7 +140,7 @@ class Answer:
         def entry(token: int, logprob: float) -> Json:
             text = self._engine.decode([token])
             known = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
-            return {"token": text, "logprob": max(logprob, LEAST), "bytes": known}
+            return {"token": text, "logprob": max(LEAST, logprob), "bytes": known}
 
         content = [
             entry(one.token, one.logprob) | {"top_logprobs": [entry(*each) for each in one.top]}
@@ -154,8 +154,8 @@ class Answer:
         for one in logprobs:
             text = decode([one.token])
             # Of tokens with one text, pieces of characters, the likeliest is said.
-            top = {decode([token]): max(value, LEAST) for token, value in reversed(one.top)}
-            values = text, max(one.logprob, LEAST), top, self._offsets[index]
+            top = {decode([token]): max(LEAST, value) for token, value in reversed(one.top)}
+            values = text, max(LEAST, one.logprob), top, self._offsets[index]
             for part, value in zip(found.values(), values, strict=True):
                 part.append(value)
             self._offsets[index] += len(text)
