@@ -98,6 +98,10 @@ class ModelError(KernelHubError, ValueError):
     """A model's folder, configuration or weights are not what the engine can run, or not whole."""
 
 
+class RankError(KernelHubError, RuntimeError):
+    """One of the processes that run a model together failed, and with it all of them."""
+
+
 class RequestError(KernelHubError, ValueError):
     """An engine was asked for what it cannot do; `.argument` names what does not fit."""
 

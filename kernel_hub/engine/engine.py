@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import KernelHubError, PromptTooLongError, RequestError, listed
+from ..errors import PromptTooLongError, RankError, RequestError, listed
 from . import scheduler
 from .config import NAMED, ModelConfig
 from .model import Model
@@ -54,7 +54,7 @@ class Engine:
     """A model that answers requests. Not for several threads at once."""
 
     def __init__(
-        self, config: ModelConfig, *, folder: Path | None = None, name: str = "random",
+        self, config: ModelConfig | None = None, *, folder: Path | None = None, name: str = "",
         device: str | torch.device | None = None, dtype: torch.dtype | None = None,
         max_batch: int = 256, max_tokens_a_pass: int = 2048, max_model_len: int | None = None,
         cache_tokens: int | None = None, drafts: int = 0, page_size: int = PAGE_SIZE, seed: int = 0,
@@ -64,34 +64,33 @@ class Engine:
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         place, dtype = torch.device(device), dtype or torch.bfloat16
-        self.name, self.group, self.vocab_size = name, Group(), config.vocab_size
-        self.eos_token_ids = config.eos_token_ids
+        self.name, self.group = name, Group()
         self.text: Any = Bytes()
-        problem = weights = None
-        try:
-            check_world(config, self.group.world)
+
+        def loaded() -> Model:
+            c = config or ModelConfig.from_folder(folder or Path())
+            check_world(c, self.group.world)
             if folder is not None and (folder / "tokenizer.json").is_file():
                 self.text = Tokenizer(folder)
-            if folder is None or random_weights:
-                source: Any = Random(config, place, seed)
-            else:
-                source = Safetensors(folder, expected(config))
-            weights = load(config, source, self.group, place, dtype)
-        except KernelHubError as error:
-            problem = error
-        self.group.agree(problem)
-        assert weights is not None
+            source: Any = Random(c, place, seed)
+            if folder is not None and not random_weights:
+                source = Safetensors(folder, expected(c))
+            longest = min(max_model_len or c.max_position, c.max_position)
+            return Model(c, load(c, source, self.group, place, dtype), self.group, longest)
+
+        model = self.group.agree(loaded)
+        self.vocab_size = model.config.vocab_size
+        self.eos_token_ids = model.config.eos_token_ids
         self.tokenizer = getattr(self.text, "fast", None)
-        longest = min(max_model_len or config.max_position, config.max_position)
-        model = Model(config, weights, self.group, longest)
         tokens = cache_tokens or _cache_tokens(model, max_batch, max_tokens_a_pass)
         num_pages = max(1, tokens // page_size)
-        self.max_model_len = min(longest, num_pages * page_size)
+        self.max_model_len = min(model.max_len, num_pages * page_size)
         max_pages = -(-self.max_model_len // page_size)
         self._runner = Runner(model, num_pages, page_size, max_pages)
         self._scheduler = scheduler.Scheduler(
             Pages(num_pages, page_size), max_batch, max_tokens_a_pass, self.max_model_len, drafts
         )
+        self._is_broken = False  # several processes are no longer in step
         self._live: dict[str, _Live] = {}
         self._over: list[Delta] = []  # of requests that ended between two steps
         self._counts = dict.fromkeys(("prompt_tokens", "generated_tokens", "steps"), 0)
@@ -109,8 +108,7 @@ class Engine:
         Raises ModelError naming what the folder lacks or the engine does not know.
         """
         folder = Path(folder)
-        config = ModelConfig.from_folder(folder)
-        return cls(config, **{"folder": folder, "name": folder.resolve().name, **options})
+        return cls(**{"folder": folder, "name": folder.resolve().name, **options})
 
     @classmethod
     def random(cls, config: str | Mapping[str, Any] = "tiny", **options: Any) -> Engine:
@@ -119,7 +117,7 @@ class Engine:
             if config not in NAMED:
                 raise RequestError(f"no model is named {config!r}; there are {listed(NAMED)}")
             options, config = {"name": config, **options}, NAMED[config]
-        return cls(ModelConfig.from_dict(config), **options)
+        return cls(ModelConfig.from_dict(config), **{"name": "random", **options})
 
     def encode(self, text: str) -> list[int]:
         found: list[int] = self.text.encode(text)
@@ -185,7 +183,10 @@ class Engine:
             tokens, logprobs = self._runner.run(self.group.tell(batch))
         except Exception as error:  # a grammar's own, the device's memory
             if is_told:  # other ranks are in the middle of it
-                raise
+                self._is_broken = True
+                raise RankError(
+                    f"a pass of {self.group.world} processes failed: {error}"
+                ) from error
             if len(planned) == 1:
                 self._end(planned[0].request.id, "error", f"{type(error).__name__}: {error}")
                 return []
@@ -276,12 +277,16 @@ class Engine:
 
     def follow(self) -> None:
         """On ranks other than 0: run what rank 0 plans, until it closes."""
-        while (batch := self.group.tell(None)) is not None:
-            self._runner.run(batch)
+        try:
+            while (batch := self.group.tell(None)) is not None:
+                self._runner.run(batch)
+        except Exception as error:
+            raise RankError(f"rank {self.group.rank} of {self.group.world}: {error}") from error
 
     def close(self) -> None:
         """On rank 0: let the others go."""
-        self.group.tell(None)
+        if not self._is_broken:
+            self.group.tell(None)
 
 
 def _checked(request: Request, vocab_size: int) -> SamplingParams:

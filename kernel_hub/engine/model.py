@@ -60,8 +60,9 @@ def embed(
 class Model:
     """Weights, and how tokens go through them."""
 
-    def __init__(self, c: ModelConfig, weights: Weights, group: Group, max_model_len: int) -> None:
-        self.config, self.weights, self.group = c, weights, group
+    def __init__(self, c: ModelConfig, weights: Weights, group: Group, max_len: int) -> None:
+        """max_len: of a sequence, as tables of rotation have places."""
+        self.config, self.weights, self.group, self.max_len = c, weights, group, max_len
         self.num_heads = c.num_heads // group.world
         self.num_kv_heads = max(1, c.num_kv_heads // group.world)
         self.device, self.dtype = weights.embedding.device, weights.embedding.dtype
@@ -69,10 +70,8 @@ class Model:
         self._embed_scale = torch.tensor(c.embed_scale, dtype=self.dtype).item()
         self._tables = {
             kind: rotary.tables(
-                rotary.frequencies_of(
-                    c.raw, layer_type=kind, seqlen=max_model_len, device=self.device
-                ),
-                max_model_len,
+                rotary.frequencies_of(c.raw, layer_type=kind, seqlen=max_len, device=self.device),
+                max_len,
             )
             for kind in {layer.rope for layer in c.layers}
         }
@@ -99,6 +98,8 @@ class Model:
             h = self._norm(x, own, "mlp_norm")
             x = self._experts(x, h, own) if layer.is_moe else self._mlp(x, h, own)
         if b.rows is not None:
+            if not len(b.rows):  # chunks of prompts alone
+                return x[:0]
             x = embed(b.rows, x)
         return linear(self._rms(x, w.norm), w.head, out_dtype=torch.float32)
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import os
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ..errors import KernelHubError, ModelError
+
+T = TypeVar("T")
 
 
 class Group:
@@ -24,6 +28,7 @@ class Group:
                 dist.init_process_group("cpu:gloo,cuda:nccl")
             else:
                 dist.init_process_group("gloo")
+            atexit.register(dist.destroy_process_group)
 
     def share(self, total: int) -> tuple[int, int]:
         """This rank's part of `total` things that the world divides: from, to."""
@@ -60,14 +65,18 @@ class Group:
             what = box[0]
         return what
 
-    def agree(self, problem: KernelHubError | None) -> None:
-        """Raise on every rank what went wrong on any, so that none waits for it."""
-        said: list[Any] = [None if problem is None else str(problem)]
-        if self.world > 1:
-            said = [None] * self.world
-            text = None if problem is None else f"rank {self.rank} of {self.world}: {problem}"
-            dist.all_gather_object(said, text)
+    def agree(self, make: Callable[[], T]) -> T:
+        """What `make` gives; what it refuses on any rank is raised on all, so that none waits."""
+        if self.world == 1:
+            return make()
+        try:
+            found, problem = make(), None
+        except KernelHubError as error:
+            problem = error
+        said: list[Any] = [None] * self.world
+        dist.all_gather_object(said, problem and f"rank {self.rank} of {self.world}: {problem}")
         if problem is not None:
             raise problem
-        if found := [text for text in said if text]:
-            raise ModelError("; ".join(found))
+        if any(said):
+            raise ModelError("; ".join(filter(None, said)))
+        return found

@@ -68,7 +68,7 @@ def reference() -> dict[str, str]:
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """The order of the pages; guides that are there."""
-    guides = ["launching", "formats", "doors", "models", "troubleshooting"]
+    guides = ["launching", "formats", "doors", "models", "engine", "troubleshooting"]
     trust = ["cubin_trust", "security"]
     inside = ["architecture", "reading_the_kernels", "adding_a_kernel"]
 
