@@ -29,6 +29,7 @@ HERE = Path(__file__).resolve().parent
 EARLIEST = 315532800  # 1980, where the dates of a zip begin
 DATED = "SOURCE_DATE"  # in an sdist, which has no commits
 ZSTD = "zstandard>=0.19; python_version < '3.14'"  # later ones bring it themselves
+ENGINE = ["torch>=2.4", "safetensors>=0.4", "tokenizers>=0.20", "jinja2>=3.1"]
 TEST = [
     *("hypothesis", "pytest>=8", "pytest-timeout", "pytest-xdist>=3.6", "rich>=12"),
     "setuptools>=70.1",
@@ -156,7 +157,16 @@ setup(
         "triton": ["triton>=3.0"],
         "fatbin": [ZSTD],
         "transformers": ["torch>=2.4", "transformers>=4.53"],
-        "engine": ["torch>=2.4", "safetensors>=0.4", "tokenizers>=0.20", "jinja2>=3.1"],
+        "engine": ENGINE,
+        "serve": [
+            *ENGINE,
+            "starlette>=0.40",
+            "uvicorn>=0.30",
+            "pydantic>=2.7",
+            "prometheus-client>=0.20",
+        ],
+        # JSON by a schema; one wheel for every Python, and nothing comes with it.
+        "grammar": ["llguidance>=1.3"],
         "test": TEST,
         # Exact versions: another formatter release would want other line breaks.
         "docs": ["mkdocs-material==9.8.1", "mkdocstrings[python]==1.0.8", "ruff==0.17.5"],

@@ -27,6 +27,7 @@ from . import (
     inspect,
     listing,
     new,
+    serve,
     tune,
     verify,
 )
@@ -41,6 +42,7 @@ COMMANDS = (
     generate,
     bench,
     tune,
+    serve,
     new,
     export,
     build_triton,

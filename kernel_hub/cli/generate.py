@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ModelError
 from .parts import console
+from .parts.model import add_model, opened
 
 if TYPE_CHECKING:
     from ..engine.engine import Engine
@@ -33,38 +32,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """What says which model is run, and how much room it has."""
-    parser.add_argument("model", metavar="FOLDER", help="a folder, or 'tiny': random, of no use")
-    parser.add_argument(
-        "--random-weights", action="store_true", help="of the folder, read config.json alone"
-    )
-    parser.add_argument("--device", metavar="DEVICE", help="default: the GPU where there is one")
-    parser.add_argument("--max-model-len", type=int, metavar="N", help="tokens of a text")
-    parser.add_argument(
-        "--drafts", type=int, default=0, metavar="N", help="tokens to guess a pass; default 0"
-    )
-
-
-def load(args: argparse.Namespace) -> Engine:
-    """The engine that the arguments of `add_model` name."""
-    from ..engine.config import NAMED
-    from ..engine.engine import Engine
-
-    options: dict[str, Any] = {
-        "device": args.device, "max_model_len": args.max_model_len, "drafts": args.drafts,
-    }  # fmt: skip
-    if Path(args.model).is_dir():
-        return Engine.from_pretrained(args.model, random_weights=args.random_weights, **options)
-    if args.model not in NAMED:
-        raise ModelError(f"there is no folder {args.model!r}")
-    return Engine.random(args.model, **options)
-
-
 def run(args: argparse.Namespace) -> int:
     from ..engine.requests import SamplingParams
 
-    engine = load(args)
+    engine = opened(args)
     if engine.group.rank:
         engine.follow()
         return 0

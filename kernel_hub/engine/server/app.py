@@ -1,0 +1,179 @@
+"""The routes, who may use them, and what is refused before an engine is asked."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import anyio
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .answers import Answer, check_model
+from .bodies import Chat, Completion
+from .grammars import Grammars
+from .metrics import Metrics
+from .refusals import ApiError
+from .transport import EventStream, read_json, unless_gone
+from .worker import Worker
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What clients may ask for and how long they, or the engine, may take."""
+
+    body_bytes: int = 8 << 20
+    waiting: int = 256  # requests that do not run yet, beyond which others get 429
+    read_s: float = 30.0  # for a body
+    write_s: float = 30.0  # for a client to take a piece of its answer
+    step_s: float = 120.0  # for a step of the engine
+    drain_s: float = 30.0  # for what runs when the server is told to stop
+
+
+class Service:
+    """The endpoints of one engine."""
+
+    def __init__(self, engine: Any, limits: Limits, api_key: str | None) -> None:
+        self._engine, self._limits = engine, limits
+        self._worker = Worker(engine, limits.step_s)
+        self._grammars = Grammars(engine)
+        self._draining = False
+        self._key = api_key and f"Bearer {api_key}".encode()
+        self.metrics = Metrics(self._worker)
+        self._texts = ThreadPoolExecutor(1, "kernel_hub texts")
+        self._created = int(time.time())
+
+    def app(self) -> Starlette:
+        """These as ASGI."""
+        app = Starlette(
+            routes=[
+                Route("/v1/completions", self._completions, methods=["POST"]),
+                Route("/v1/chat/completions", self._chat, methods=["POST"]),
+                Route("/v1/models", self._models),
+                Route("/v1/models/{name:path}", self._models),
+                Route("/health", self._health),
+                Route("/metrics", self._metrics),
+            ],
+            exception_handlers=dict.fromkeys(
+                (ApiError, HTTPException, ClientDisconnect, Exception), said
+            ),
+            lifespan=self._lifespan,
+        )
+        app.add_middleware(Gate, service=self)
+        return app
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        self._worker.start()
+        yield
+        await self._worker.stop(5.0)
+        self._texts.shutdown(wait=False, cancel_futures=True)
+
+    async def drain(self) -> None:
+        """Takes nothing new, waits for what runs, and ends what takes too long."""
+        self._draining = True
+        with anyio.move_on_after(self._limits.drain_s) as self.patience:
+            while self.metrics.num_open:
+                await asyncio.sleep(0.05)
+        self._worker.end_all("The server is shutting down.", 503)
+
+    def refusal(self, request: Request) -> ApiError | None:
+        """Why a request is not even read, or None."""
+        if request.url.path == "/health":
+            return None
+        given = request.headers.get("authorization", "").encode()
+        if self._key and not hmac.compare_digest(given, self._key):
+            return ApiError(401, "Incorrect API key provided.", code="invalid_api_key")
+        if request.method == "POST" and (why := self._unwell()):
+            return ApiError(503, f"The server takes no requests: {why}.")
+        return None
+
+    def _unwell(self) -> str:
+        return "it is shutting down" if self._draining else self._worker.ill
+
+    async def _health(self, request: Request) -> Response:
+        why = self._unwell()
+        return JSONResponse({"status": why or "ok"}, 503 if why else 200)
+
+    async def _metrics(self, request: Request) -> Response:
+        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def _models(self, request: Request) -> Response:
+        name = request.path_params.get("name")
+        check_model(self._engine, name or self._engine.name)
+        model = {"id": self._engine.name, "object": "model", "created": self._created,
+                 "owned_by": "kernel_hub", "max_model_len": self._engine.max_model_len}  # fmt: skip
+        return JSONResponse(model if name else {"object": "list", "data": [model]})
+
+    async def _completions(self, request: Request) -> Response:
+        return await self._answer(request, Completion)
+
+    async def _chat(self, request: Request) -> Response:
+        return await self._answer(request, Chat)
+
+    async def _answer(self, request: Request, kind: type[Completion] | type[Chat]) -> Response:
+        self._has_room()
+        body = await read_json(request, self._limits.body_bytes, self._limits.read_s)
+        asked = self._worker, self._engine, self._grammars, kind, body
+        loop = asyncio.get_running_loop()
+        answer = await loop.run_in_executor(self._texts, Answer, *asked)
+        self._has_room()
+        if not answer.streams:
+            return JSONResponse(await unless_gone(request.receive, answer.whole()))
+        pieces = answer.pieces()
+        await anext(pieces)
+        return EventStream(pieces, self._limits.write_s)
+
+    def _has_room(self) -> None:
+        if self._worker.waiting >= self._limits.waiting:
+            said = f"{self._worker.waiting} requests are waiting already."
+            raise ApiError(429, said, code="rate_limit_exceeded")
+
+
+class Gate:
+    """Around all routes: who may come in, and a count of what went out."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app, self._service = app, service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        request, app, metrics = Request(scope), self._app, self._service.metrics
+        if refused := self._service.refusal(request):
+            app = await said(request, refused)
+        since, status = time.monotonic(), 499
+
+        async def counted(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        metrics.num_open += 1
+        try:
+            await app(scope, receive, counted)
+        finally:
+            metrics.num_open -= 1
+            found = scope.get("route")
+            metrics.count(found.path if found else "other", status, since)
+
+
+async def said(request: Request, error: Exception) -> Response:
+    """An error as OpenAI says it."""
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=499)  # that nobody reads
+    if isinstance(error, HTTPException):
+        error = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}.")
+    elif not isinstance(error, ApiError):
+        error = ApiError(500, f"The server failed: {type(error).__name__}.")
+    return JSONResponse(error.body, error.status, error.headers)

@@ -1,0 +1,78 @@
+"""JSON answers by llguidance (extra `grammar`): which tokens may follow, by a schema."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from .bodies import PlainFormat, SchemaFormat
+from .refusals import ApiError
+
+
+class Grammar:
+    """One request's place in a grammar."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    def bitmask(self, out: Any) -> None:
+        """Which tokens may follow: t is bit t % 32 of word t // 32.
+
+        out: (ceil(vocab_size / 32),) int32, contiguous, of NumPy or of torch on the CPU; written.
+        """
+        address = out.data_ptr() if hasattr(out, "data_ptr") else out.ctypes.data
+        self._matcher.unsafe_compute_mask_ptr(address, 4 * len(out))
+
+    def accept(self, token: int) -> bool:
+        """Goes on by a token; False where it may not follow."""
+        return bool(self._matcher.consume_token(token))
+
+
+class Grammars:
+    """Grammars over an engine's vocabulary, which is read when the first is asked for."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine, self._vocabulary = engine, None
+
+    def make(self, asked: PlainFormat | SchemaFormat | None, count: int) -> list[Grammar | None]:
+        """One for each of `count` choices, None of plain text. Raises ApiError."""
+        if asked is None or asked.type == "text":
+            return [None] * count
+        try:
+            import llguidance
+        except ImportError:
+            said = "needs llguidance where the server runs: pip install 'kernel_hub[grammar]'"
+            raise ApiError(400, f"response_format {asked.type} {said}", "response_format") from None
+        self._vocabulary = self._vocabulary or self._read(llguidance)
+        is_schema = isinstance(asked, SchemaFormat)
+        schema = asked.json_schema.schema_ if is_schema else {"type": "object"}
+        grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema))
+        first = llguidance.LLMatcher(self._vocabulary, grammar, log_level=0)
+        if first.is_error():
+            said = f"This schema can not be followed: {first.get_error().splitlines()[0]}"
+            raise ApiError(400, said, "response_format.json_schema.schema")
+        return [Grammar(first), *(Grammar(first.deep_copy()) for _ in range(count - 1))]
+
+    def _read(self, llguidance: Any) -> Any:
+        engine, ends = self._engine, sorted(self._engine.eos_token_ids)
+        if not ends:
+            raise ApiError(400, "The model has no token to end JSON with.", "response_format")
+        if engine.tokenizer is None:
+            wrapped = llguidance.TokenizerWrapper(_Bytes(engine.vocab_size, ends[0]))
+            return llguidance.LLTokenizer(wrapped, eos_token=ends)
+        text = engine.tokenizer.to_str()
+        return llguidance.LLTokenizer(text, n_vocab=engine.vocab_size, eos_token=ends)
+
+
+class _Bytes:
+    """The vocabulary of a model without a tokenizer, as llguidance asks for it."""
+
+    bos_token_id = None
+
+    def __init__(self, size: int, eos: int) -> None:
+        self.tokens = [bytes([i]) if i < 256 else b"" for i in range(size)]
+        self.tokens[eos] = b"<eos>"
+        self.eos_token_id, self.special_token_ids = eos, [eos]
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)

@@ -1,0 +1,318 @@
+"""Clients that leave, hang or come in crowds, an engine that fails, and the end of a server."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+for package in ("starlette", "uvicorn", "prometheus_client", "httpx", "openai"):
+    pytest.importorskip(package, reason="the server or its client is made of it")
+
+import httpx  # noqa: E402
+import openai  # noqa: E402
+from byte_engine import ByteEngine  # noqa: E402
+from served_here import KEY, Served, served  # noqa: E402
+
+ENDLESS = {"ignore_eos": True}
+LONG: dict[str, Any] = {
+    "model": "bytes", "prompt": "abc", "max_tokens": 480, "extra_body": ENDLESS
+}  # fmt: skip
+
+
+def raw(here: Served, body: dict[str, Any], receive_bytes: int = 0) -> socket.socket:
+    """A request sent on a bare socket, of whose answer nothing is read."""
+    client = socket.socket()
+    if receive_bytes:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    client.settimeout(20)
+    client.connect(("127.0.0.1", here.port))
+    text = json.dumps(body).encode()
+    client.sendall(
+        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(text)}\r\n\r\n".encode()
+        + text
+    )
+    return client
+
+
+def plain(**more: Any) -> dict[str, Any]:
+    """LONG as it goes over the wire."""
+    body = {name: value for name, value in LONG.items() if name != "extra_body"}
+    return {**body, **ENDLESS, **more}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("running", [False, True])
+def test_a_dropped_client_frees_its_pages(stream: bool, running: bool) -> None:
+    engine = ByteEngine(step_s=0.005, most_running=1)
+    with served(engine) as here:
+        others = [] if running else [raw(here, plain(max_tokens=300))]
+        here.until(lambda: running or len(engine.running) == 1, "another runs")
+        client = raw(here, plain(stream=stream, n=2))
+        here.until(lambda: len(engine.running) + len(engine.waiting) == 2 + len(others), "taken")
+        client.close()
+        here.until(lambda: len(engine.aborted) == 2, "both choices are aborted", 3)
+        for other in others:
+            assert b"200 OK" in other.recv(50), "whoever stays is answered"
+            other.close()
+        here.settles()
+        assert engine.stats_now()["pages_used"] == 0
+
+
+def test_a_client_that_reads_slowly_gets_all_of_it_and_holds_up_nobody() -> None:
+    with served(ByteEngine(most_running=4)) as here:
+        body = plain(stream=True, logprobs=5, n=4)
+        slow = raw(here, body, receive_bytes=2048)
+        started = time.monotonic()
+        quick = here.openai().completions.create(**LONG)
+        assert quick.usage.completion_tokens == 480 and time.monotonic() - started < 15
+        here.until(lambda: not here.engine.has_work, "its pages are free before it has read")
+        said = b""
+        while b"data: [DONE]\n\n" not in said:
+            part = slow.recv(1 << 16)
+            assert part, "the server leaves it"
+            said += part
+            time.sleep(0.0005)
+        assert said.count(b'"finish_reason":"length"') == 4
+        slow.close()
+        here.settles()
+
+
+def test_a_client_that_hangs_is_left() -> None:
+    with served(write_s=0.5) as here:
+        # More than the buffers of both ends have room for.
+        hung = [raw(here, plain(stream=True, logprobs=5, n=40), 2048) for _ in range(2)]
+        here.until(lambda: here.engine.has_work, "it runs")
+        here.settles()
+        assert here.openai().completions.create(model="bytes", prompt="a", max_tokens=2)
+        connections = here.server.server_state.connections
+        here.until(lambda: len(connections) <= 1, "theirs are cut")  # ours is kept alive
+        for client in hung:
+            client.close()
+
+
+def test_clients_that_hang_do_not_hold_up_the_end() -> None:
+    with served(drain_s=0.3) as here:
+        hung = [raw(here, plain(stream=True, logprobs=5, n=24), 2048) for _ in range(2)]
+        here.until(lambda: here.engine.has_work, "it runs")
+        here.until(lambda: not here.engine.has_work, "it has run", 30)
+        started = time.monotonic()
+        here.server.drain()
+        here.thread.join(20)
+        assert time.monotonic() - started < 10
+        for client in hung:
+            client.close()
+
+
+def test_overload_is_said_with_a_time() -> None:
+    engine = ByteEngine(step_s=0.02, most_running=1)
+    with served(engine, waiting=2) as here:
+        held = [raw(here, plain())]
+        here.until(lambda: here.server.service._worker.stats["running"] == 1, "one runs")
+        for number in (1, 2):
+            held.append(raw(here, plain()))
+            here.until(lambda n=number: len(engine.waiting) == n, "others wait")  # type: ignore[misc]
+        with pytest.raises(openai.RateLimitError) as caught:
+            here.openai().completions.create(**LONG)
+        assert caught.value.response.headers["retry-after"] == "1"
+        assert caught.value.code == "rate_limit_exceeded"
+        for client in held:
+            client.close()
+        here.settles()
+        assert here.openai().completions.create(model="bytes", prompt="a", max_tokens=2)
+
+
+def failing(number: int) -> Any:
+    """Makes the next `number` steps fail."""
+    left = [number]
+
+    def on_step(engine: ByteEngine) -> None:
+        if left[0] and engine.has_work:
+            left[0] -= 1
+            raise RuntimeError("the card is gone")
+
+    return on_step
+
+
+def test_a_step_that_fails_ends_what_it_hurts() -> None:
+    engine = ByteEngine(step_s=0.002, most_running=2)
+    with served(engine) as here, ThreadPoolExecutor(6) as pool:
+
+        def ask(stream: bool) -> str:
+            made = here.openai().completions.create(**LONG, stream=stream)
+            return "".join(p.choices[0].text for p in made) if stream else made.choices[0].text
+
+        asked = [pool.submit(ask, bool(i % 2)) for i in range(6)]
+        here.until(lambda: len(engine.running) + len(engine.waiting) == 6, "all are there")
+        engine.on_step = failing(1)
+        for one in asked:
+            with pytest.raises(openai.APIError, match="the card is gone") as caught:
+                one.result(20)
+            assert caught.value.code == "engine_error"
+        here.settles()
+        assert ask(False), "a later request is answered"
+        assert httpx.get(f"{here.url}/health").status_code == 200
+
+
+def test_an_engine_that_always_fails_is_said_to_be_ill() -> None:
+    engine = ByteEngine()
+    with served(engine) as here:
+        engine.on_step = failing(10**9)
+        for _ in range(3):
+            with pytest.raises(openai.InternalServerError, match="the card is gone"):
+                here.openai().completions.create(model="bytes", prompt="a")
+        # Its own leftovers (ends of aborted requests) fail as well: the thread gives up.
+        here.until(lambda: httpx.get(f"{here.url}/health").status_code == 503, "/health says so")
+        with pytest.raises(openai.InternalServerError) as caught:
+            here.openai().completions.create(model="bytes", prompt="a")
+        assert caught.value.response.status_code in (500, 503)
+
+
+@pytest.mark.parametrize("what", ["submit", "abort", "stats"])
+def test_no_fault_of_the_engine_is_a_hang(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = ByteEngine(step_s=0.002)
+    with served(engine) as here:
+        if what == "submit":
+            real, asked = engine.submit, []
+
+            def second(request: Any) -> None:
+                asked.append(request)
+                if len(asked) == 2:
+                    raise ValueError("no room")
+                real(request)
+
+            monkeypatch.setattr(engine, "submit", second)
+            with pytest.raises(openai.InternalServerError, match="no room"):
+                here.openai().completions.create(**LONG, n=3)
+            here.settles()
+            return
+
+        def broken(*args: Any) -> Any:
+            raise ValueError("broken")
+
+        client = raw(here, plain())
+        here.until(lambda: engine.has_work, "it runs")
+        monkeypatch.setattr(engine, what, broken)
+        if what == "abort":
+            client.close()
+        else:
+            assert b"500" in client.recv(100)
+        here.until(lambda: httpx.get(f"{here.url}/health").status_code == 503, "/health says so")
+        with pytest.raises(openai.InternalServerError):
+            here.openai().completions.create(**LONG)
+
+
+def test_a_step_that_does_not_end_is_no_hang() -> None:
+    engine, goes_on = ByteEngine(), threading.Event()
+    with served(engine, step_s=0.5) as here:
+        engine.on_step = lambda engine: goes_on.wait(30) and None
+        client = here.openai()
+        for stream in (False, True):
+            with pytest.raises(openai.APIError, match=r"over 0\.5 s") as caught:
+                list(client.completions.create(**LONG, stream=stream))
+        assert "over 0.5 s" in httpx.get(f"{here.url}/health").json()["status"]
+        goes_on.set()
+        here.settles()
+        assert httpx.get(f"{here.url}/health").status_code == 200
+        assert client.completions.create(model="bytes", prompt="a", max_tokens=2), caught
+
+
+def test_draining_answers_what_runs_and_takes_nothing_new() -> None:
+    engine = ByteEngine(step_s=0.004)
+    with served(engine) as here, ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(here.openai().completions.create, **LONG) for _ in range(4)]
+        here.until(lambda: len(engine.running) == 4, "four run")
+        here.server.drain()
+        here.until(lambda: httpx.get(f"{here.url}/health").status_code == 503, "/health says so")
+        with pytest.raises(openai.InternalServerError, match="shutting down") as caught:
+            here.openai().completions.create(**LONG)
+        assert caught.value.response.status_code == 503
+        assert caught.value.response.headers["retry-after"]
+        assert [one.result(30).usage.completion_tokens for one in asked] == [480] * 4
+        here.thread.join(10)
+        assert not here.thread.is_alive()
+
+
+def test_draining_ends_what_takes_too_long() -> None:
+    engine = ByteEngine(step_s=0.05)
+    with served(engine, drain_s=0.5) as here, ThreadPoolExecutor(2) as pool:
+        client = here.openai()
+        whole = pool.submit(client.completions.create, **LONG)
+        pieces = iter(client.completions.create(**LONG, stream=True))
+        assert next(pieces)
+        here.until(lambda: len(engine.running) == 2, "both run")
+        started = time.monotonic()
+        here.server.drain()
+        with pytest.raises(openai.InternalServerError, match="shutting down"):
+            whole.result(10)
+        with pytest.raises(openai.APIError, match="shutting down"):
+            list(pieces)
+        here.thread.join(10)
+        assert not here.thread.is_alive() and time.monotonic() - started < 5
+        assert not engine.running and not engine.waiting
+
+
+PROCESS = """
+import sys
+sys.path[:0] = [{here!r}]
+from byte_engine import ByteEngine
+from kernel_hub.engine.server import serve
+from kernel_hub.engine.server.app import Limits
+listener = serve.bound("127.0.0.1", 0, Limits())
+ready = lambda server: print(listener.getsockname()[1], flush=True)
+serve.serve(ByteEngine(step_s=0.01), listener, Limits(drain_s={drain_s}), ready=ready)
+print("gone", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("signals", "drain_s", "within_s"), [(1, 1.0, 9.0), (2, 600.0, 9.0)])
+def test_a_process_under_load_ends_in_time(signals: int, drain_s: float, within_s: float) -> None:
+    code = PROCESS.format(here=str(Path(__file__).parent), drain_s=drain_s)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+    )  # fmt: skip
+    assert process.stdout is not None
+    port, ends = int(process.stdout.readline()), [0]
+    stop = threading.Event()
+
+    def load(number: int) -> None:
+        """Asks again and again, whole or streamed, until told to stop or refused."""
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
+            while not stop.is_set():
+                with contextlib.suppress(httpx.TransportError):
+                    answer = client.post("/v1/completions", json=plain(stream=number % 2 == 0))
+                    ends[0] += 1
+                    assert answer.status_code in (200, 500, 503), answer.text
+
+    with ThreadPoolExecutor(12) as pool:
+        asked = [pool.submit(load, number) for number in range(12)]
+        time.sleep(1.0)
+        started = time.monotonic()
+        try:
+            for _ in range(signals):
+                process.send_signal(signal.SIGTERM)
+                time.sleep(0.3)
+            said, errors = process.communicate(timeout=30)
+        finally:
+            stop.set()
+            process.kill()
+        took = time.monotonic() - started
+        for one in asked:
+            one.result(30)
+    assert took < within_s, f"{took:.1f} s"
+    assert "Traceback" not in errors, errors
+    if signals == 1:
+        assert process.returncode == 0 and "gone" in said, errors
