@@ -269,6 +269,15 @@ OPS: dict[str, Op] = {
         lambda i: ops.sample(i["x"], temperature=i["temperature"], seed=i["seed"]),
         lambda i: i["x"].argmax(-1),
     ),
+    "embedding": Op(
+        {"tokens": 8192, "vocabulary": 128256, "hidden": 4096},
+        lambda s, t: {
+            "ids": t.count(s["tokens"]) * 7919 % s["vocabulary"],
+            "weight": t.normal(s["vocabulary"], s["hidden"]),
+        },
+        lambda i: ops.embedding(i["ids"], i["weight"]),
+        lambda i: functional.embedding(i["ids"], i["weight"]),
+    ),
     "rope": Op(
         {"tokens": 8192, **_HEADS},
         _make_rope,

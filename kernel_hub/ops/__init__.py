@@ -38,11 +38,13 @@ from .rowwise.rope import rope as rope
 from .rowwise.silu_and_mul import silu_and_mul as silu_and_mul
 from .rowwise.swigluoai_and_mul import swigluoai_and_mul as swigluoai_and_mul
 from .sampling.sample import sample as sample
+from .tokens.embedding import embedding as embedding
 
 __all__ = [
     "append_kv",
     "batched_matmul",
     "decode_attention",
+    "embedding",
     "flash_attention",
     "flash_attention_qkvpacked",
     "gelu",

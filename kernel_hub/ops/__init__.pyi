@@ -69,6 +69,11 @@ def decode_attention(
     out: torch.Tensor | None = None, return_lse: bool, k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+def embedding(
+    ids: torch.Tensor, weight: torch.Tensor, *, scale: float | None = None,
+    position_weight: torch.Tensor | None = None, positions: torch.Tensor | None = None,
+    first_id: int = 0, vocab_size: int | None = None, out: torch.Tensor | None = None,
+) -> torch.Tensor: ...  # fmt: skip
 @overload
 def flash_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False,
@@ -360,6 +365,7 @@ __all__ = [
     "append_kv",
     "batched_matmul",
     "decode_attention",
+    "embedding",
     "flash_attention",
     "flash_attention_qkvpacked",
     "gelu",

@@ -131,6 +131,16 @@ def sample(device: str) -> None:
         )  # fmt: skip
 
 
+def embedding(device: str) -> None:
+    """Both widths, few and many tokens, with positions and without, ids of nobody."""
+    for dtype, hidden, tokens in itertools.product(DTYPES, (8, 127, 4096), (1, 3, 300)):
+        weight = torch.randn(tokens + 9, hidden + 1, device=device, dtype=dtype)
+        ids = torch.arange(-1, tokens - 1, device=device)
+        for rows in (weight[:, 1:], weight[:, 1:].contiguous()):
+            ops.embedding(ids, rows)
+            ops.embedding(ids.int(), rows, scale=2.0, position_weight=rows, positions=ids + 1)
+
+
 def rope(device: str) -> None:
     """Half the head and the whole of it (flat), strided heads, positions or none, odd sizes."""
     for dtype, head_dim, heads, tokens, interleaved in itertools.product(

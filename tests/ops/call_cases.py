@@ -15,6 +15,7 @@ from call_lot import Case as Case
 from call_lot import Lot as Lot
 from call_moe import MOE
 from call_sample import call_sample
+from call_tokens import TOKENS
 
 from kernel_hub import ops
 
@@ -362,6 +363,7 @@ def _flash_attention_qkvpacked(lot: Lot) -> Case:
 # By the name of the op, or of a second way through it.
 CASES: dict[str, Callable[[Lot], Case]] = {
     **MOE,
+    **TOKENS,
     "append_kv": _append_kv,
     "batched_matmul": _batched_matmul,
     "decode_attention": _decode_attention,

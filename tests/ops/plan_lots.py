@@ -116,6 +116,16 @@ def _route(lot: Lot) -> tuple[Any, ...]:
     return (logits, k), options
 
 
+def _embedding(lot: Lot) -> tuple[Any, ...]:
+    dtype, hidden = lot.one(*HALF, torch.float32), lot.one(896, 2304, 4096, 5120, 7168, 100)
+    weight = lot.rows(1000, hidden, dtype=dtype, aligned=False)
+    tokens = lot.log(1, 20000)
+    options = {"scale": lot.one(None, 2.5), "first_id": lot.one(0, 1000)}
+    if lot.one(True, False):
+        options["position_weight"] = lot.rows(tokens, hidden, dtype=dtype)
+    return (torch.zeros(tokens, dtype=lot.one(torch.int32, torch.int64)), weight), options
+
+
 def _moe_rows(lot: Lot) -> tuple[int, int, int, torch.dtype]:
     """(tokens, experts of each, a row's elements, their dtype)."""
     k, hidden = lot.one((2, 4096), (8, 2048), (8, 7168), (6, 5120), (4, 2880), (3, 100))
@@ -305,6 +315,7 @@ DRAWN: dict[str, tuple[str, Callable[[Lot], tuple[Any, ...]]]] = {
     "gelu_and_mul": ("gelu_and_mul", _gelu),
     "quantize_e4m3": ("quantize_e4m3", _quantize),
     "swigluoai_and_mul": ("swigluoai_and_mul", _swigluoai),
+    "embedding": ("embedding", _embedding),
     "rope": ("rope", _rope),
     "merge_states": ("merge_states", _merge),
     "moe_route": ("moe_route", _route),

@@ -152,6 +152,15 @@ def test_sample(chosen: set[str]) -> None:
     assert chosen == {"sample"}
 
 
+def test_embedding(chosen: set[str]) -> None:
+    op = module("tokens.embedding")
+    for dtype, hidden, tokens in itertools.product(DTYPES, [64, 18, 8192], [1, 300]):
+        ids, weight = meta(tokens, dtype=torch.int32), meta(9, hidden, dtype=dtype)
+        given = op.EmbeddingGiven(ids, weight, None, None, None, 0, None)
+        op._plan(given, meta(tokens, hidden, dtype=dtype), 0)
+    assert chosen == exported("embedding")
+
+
 def test_rope(chosen: set[str]) -> None:
     for dtype, table32, interleaved, tokens, head_dim in itertools.product(
         DTYPES, [False, True], [False, True], [1, 1024, 8192, 32768], [16, 64, 128, 80, 18]
