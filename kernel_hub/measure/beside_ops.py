@@ -17,6 +17,7 @@ from .. import ops
 from ..testing import reference
 from .beside_moe import MOE
 from .beside_op import Inputs, Op, Peer, Run, Sizes, Tensors
+from .beside_tokens import TOKENS
 from .demo import rotary_table
 
 
@@ -202,6 +203,7 @@ def _causal_flops(s: Sizes) -> int:
 
 OPS: dict[str, Op] = {
     **MOE,
+    **TOKENS,
     "rms_norm": Op(
         {"tokens": 8192, "hidden": 4096},
         lambda s, t: {"x": t.normal(s["tokens"], s["hidden"]), "weight": t.normal(s["hidden"])},
@@ -268,15 +270,6 @@ OPS: dict[str, Op] = {
         },
         lambda i: ops.sample(i["x"], temperature=i["temperature"], seed=i["seed"]),
         lambda i: i["x"].argmax(-1),
-    ),
-    "embedding": Op(
-        {"tokens": 8192, "vocabulary": 128256, "hidden": 4096},
-        lambda s, t: {
-            "ids": t.count(s["tokens"]) * 7919 % s["vocabulary"],
-            "weight": t.normal(s["vocabulary"], s["hidden"]),
-        },
-        lambda i: ops.embedding(i["ids"], i["weight"]),
-        lambda i: functional.embedding(i["ids"], i["weight"]),
     ),
     "rope": Op(
         {"tokens": 8192, **_HEADS},

@@ -41,3 +41,25 @@ def embedding(
         rows.append(row)
     found = torch.cat(rows) if rows else weight.new_zeros((0, weight.shape[1]), dtype=dtype)
     return found.view(*ids.shape, weight.shape[1]).to(weight.device)
+
+
+def cu_seqlens(
+    lengths: list[int],
+    num_tokens: int,
+    cache_seqlens: list[int] | None = None,
+    block_table: list[list[int]] | None = None,
+    page_size: int = 1,
+) -> tuple[list[int], list[int], list[int]]:
+    """(bounds, positions, slots), token by token."""
+    bounds, positions, slots = [0], [0] * num_tokens, [-1] * num_tokens
+    for row, length in enumerate(lengths):
+        bounds.append(bounds[-1] + max(length, 0))
+        cached = 0 if cache_seqlens is None else cache_seqlens[row]
+        for i in range(min(max(length, 0), num_tokens - bounds[row]) if cached >= 0 else 0):
+            at = bounds[row] + i
+            positions[at] = cached + i
+            pages = [] if block_table is None else block_table[row]
+            column = positions[at] // page_size
+            if column < len(pages) and pages[column] >= 0:
+                slots[at] = pages[column] * page_size + positions[at] % page_size
+    return bounds, positions, slots

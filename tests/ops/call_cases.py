@@ -14,7 +14,7 @@ import torch
 from call_lot import Case as Case
 from call_lot import Lot as Lot
 from call_moe import MOE
-from call_sample import call_sample
+from call_sample import call_sample, call_verify
 from call_tokens import TOKENS
 
 from kernel_hub import ops
@@ -386,6 +386,7 @@ CASES: dict[str, Callable[[Lot], Case]] = {
     "silu_and_mul": _silu_and_mul,
     "swiglu_linear": _swiglu_linear,
     "swigluoai_and_mul": _swigluoai_and_mul,
+    "verify_draft": call_verify,
 }
 # An op without a case fails wherever these are asked.
 NAMES = sorted({*ops.__all__, *CASES})

@@ -27,6 +27,8 @@ TABLES = (
     ("experts", "experts from 0 to one below num_experts, or -1"),
     ("row_id_map", "rows there are, or -1"),
     ("ids", "ids from 0 to one below vocab_size"),
+    ("draft_ids", "tokens, and -1 behind the last"),
+    ("block_mapping", "pages of the caches, or -1"),
 )
 _MOST_OPS = 64
 _words: dict[int, torch.Tensor] = {}  # by device; an int an op
