@@ -100,19 +100,24 @@ __device__ __forceinline__ uint64_t below(uint64_t total, uint64_t bits) {
     return __umul64hi(total, bits);
 }
 
+// The log of the probability with which what has `depth` is drawn from what weighs `total`.
+__device__ __forceinline__ float log_of_drawn(float depth, uint64_t total) {
+    const float of_largest = ldexpf(static_cast<float>(total), -kMassBits);
+    return __fmul_rn(depth, kLn2) - logf(of_largest);
+}
+
 __device__ __forceinline__ void write_drawn(const SampleParams& p, int index, float depth,
                                             uint64_t total) {
     p.out[blockIdx.x] = index;
     if (p.logprob) {
-        const float of_largest = ldexpf(static_cast<float>(total), -kMassBits);
-        p.logprob[blockIdx.x] = __fmul_rn(depth, kLn2) - logf(of_largest);
+        p.logprob[blockIdx.x] = log_of_drawn(depth, total);
     }
 }
 
-// Draws from the candidates that are kept, in the order of their indices.
-__device__ __forceinline__ void draw_candidate(const SampleParams& p, const Weigher& weigher,
-                                               const Candidate& mine, bool is_kept, uint64_t bits,
-                                               Shared& s) {
+// Draws from the candidates that are kept, in the order of their indices; what these weigh.
+__device__ __forceinline__ uint64_t draw_candidate(const SampleParams& p, const Weigher& weigher,
+                                                   const Candidate& mine, bool is_kept,
+                                                   uint64_t bits, Shared& s) {
     const uint64_t mass = is_kept ? mine.mass : 0;
     const uint64_t total = block_sum(mass, s.mass_slots);
     s.masses[threadIdx.x] = mass;
@@ -128,6 +133,7 @@ __device__ __forceinline__ void draw_candidate(const SampleParams& p, const Weig
             write_drawn(p, mine.index, weigher.depth(mine.value), total);
         }
     }
+    return total;
 }
 
 }  // namespace kernel_hub::sampling

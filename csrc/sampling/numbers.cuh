@@ -61,10 +61,10 @@ __device__ __forceinline__ float from_key(uint32_t key) {
     return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
 }
 
-// 64 random bits of (seed, offset): the first two words of Philox-4x32-10.
-__device__ __forceinline__ uint64_t random_bits(uint64_t seed, uint64_t offset) {
+// 64 random bits of (seed, offset), others for each use: the first two words of Philox-4x32-10.
+__device__ __forceinline__ uint64_t random_bits(uint64_t seed, uint64_t offset, uint32_t use = 0) {
     uint32_t key[2] = {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)};
-    uint32_t c[4] = {static_cast<uint32_t>(offset), static_cast<uint32_t>(offset >> 32), 0, 0};
+    uint32_t c[4] = {static_cast<uint32_t>(offset), static_cast<uint32_t>(offset >> 32), use, 0};
 #pragma unroll 1
     for (int round = 0; round < 10; ++round) {
         const uint64_t a = static_cast<uint64_t>(0xD2511F53u) * c[0];

@@ -14,13 +14,15 @@ constexpr int kNumWarps = kNumThreads / 32;
 constexpr float kInfinity = __builtin_inff();
 
 struct SampleParams {
-    int* state;          // (batch) zeros, before and after; null where a row is one block's
-    void* parts;         // (batch, gridDim.y) of Part
-    int64_t* out;        // (batch)
-    float* logprob;      // (batch), or null, as all below may be but logits
-    const void* logits;  // (batch, size), of `dtype`
+    int* state;           // (batch) zeros, before and after; null where a row is one block's
+    void* parts;          // (batch, gridDim.y) of Part
+    int64_t* out;         // (batch)
+    float* logprob;       // (batch), or null, as all below may be but logits
+    int64_t* top_ids;     // (batch, most_top)
+    float* top_logprobs;  // likewise
+    const void* logits;   // (batch, size), of `dtype`
     const float *temperature, *top_p, *min_p;  // (batch)
-    const int* top_k;                          // (batch)
+    const int *top_k, *top_n;                  // (batch)
     const int64_t *seed, *offset;              // (batch)
     const float* bias;                         // (batch, size)
     const int* allowed;  // (batch, ceil(size / 32)), bit i % 32 of word i / 32
@@ -30,6 +32,7 @@ struct SampleParams {
     int64_t logits_stride, bias_stride, allowed_stride, in_prompt_stride, counts_stride;
     int size, dtype;
     int is_plain;  // see Row
+    int most_top;
     float softcap;
 };
 

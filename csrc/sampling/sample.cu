@@ -16,6 +16,8 @@
 // Where rows are few, several blocks share one: each leaves the candidates of its part, and the one
 // that ends last goes on with them, or, where a part has too many or top_k does not ask for them,
 // does the whole row alone.
+// The most probable, where they are asked for, are among the candidates, or become candidates by a
+// bound of their own in a further pass.
 // One kernel for every dtype and alignment: walks are by vectors where is_plain says so, else by
 // elements, which alone are biased, masked and penalised.
 // Shared memory: 9 KB, candidates.
@@ -24,6 +26,7 @@
 
 #include "kernel_hub/launch_facts.cuh"
 #include "sampling/parts.cuh"
+#include "sampling/top.cuh"
 
 namespace kernel_hub::sampling {
 
@@ -36,7 +39,11 @@ __device__ __forceinline__ void write_largest(const SampleParams& p, int index) 
         if (p.logprob) {
             p.logprob[blockIdx.x] = 0.0f;
         }
+        if (wanted_top(p) > 0) {
+            write_top(p, 0, index, 0.0f);
+        }
     }
+    end_top(p, min(wanted_top(p), 1));
 }
 
 __device__ __forceinline__ void sample_row(const SampleParams& p) {
@@ -59,7 +66,7 @@ __device__ __forceinline__ void sample_row(const SampleParams& p) {
     };
 
     Row row(p);
-    enum Step { kPart, kWhole, kBounded, kSearching, kWeighing };
+    enum Step { kPart, kWhole, kBounded, kSearching, kWeighing, kRanking };
     Step next = gridDim.y > 1 ? kPart : kWhole;
     int begin = 0, end = p.size;
     if (next == kPart) {
@@ -88,6 +95,7 @@ __device__ __forceinline__ void sample_row(const SampleParams& p) {
         }
         float bound = has_bound ? bound_of(top.of_thread, wanted) : kInfinity;
         float from = -kInfinity;
+        uint64_t total = 0;
         if (threadIdx.x == 0) {
             start_search(s.search, false, top_k, from, top.of_row);
         }
@@ -142,13 +150,27 @@ __device__ __forceinline__ void sample_row(const SampleParams& p) {
                         has_p ? mass_needed(top_p, has_k ? found : s.above[0].mass) : found;
                     if (needed <= found) {
                         is_kept = is_kept && mine.above.mass < needed;
-                        draw_candidate(p, weigher, mine, is_kept, bits, s);
+                        total = draw_candidate(p, weigher, mine, is_kept, bits, s);
+                        write_top_candidates(p, weigher, mine, is_kept, total, s);
                         return;
                     }
                 }
                 bound = kInfinity;
-                next = has_k ? kSearching : kWeighing;
-            } else if (next == kSearching) {
+                if (has_k) {
+                    next = kSearching;
+                    continue;
+                }
+                next = kWeighing;  // which this pass did
+            }
+            if (next == kRanking) {
+                if (s.num_candidates <= kNumCandidates) {
+                    write_top_candidates(p, weigher, mine, mine.is_any, total, s);
+                } else {
+                    write_top_in_turn(row, weigher, bound, total, s);
+                }
+                return;
+            }
+            if (next == kSearching) {
                 // NOTE: not is_few, of what thread 0 is about to change.
                 bool is_done = s.question.from < kInfinity;
                 if (is_done) {
@@ -170,51 +192,40 @@ __device__ __forceinline__ void sample_row(const SampleParams& p) {
                                  top.of_row);
                 }
             } else {
-                draw_in_row(row, weigher, from, s.above[0].mass, bits, s);
-                return;
+                total = s.above[0].mass;
+                draw_in_row(row, weigher, from, total, bits, s);
+                const int num = wanted_top(p);
+                if (num == 0) {
+                    end_top(p, 0);
+                    return;
+                }
+                bound = fmaxf(bound_of(top.of_thread, num), from);
+                next = kRanking;
             }
         }
     }
 }
 
-#define EXPORT_SAMPLE(NAME)                                                                      \
-    DESCRIBED(                                                                                   \
-        NAME, "x: rows, y: parts of a row", (.threads = kNumThreads, .shared_bytes = 0),         \
-        extern "C" __global__ void __launch_bounds__(kNumThreads, 1) NAME(                       \
-            int* state, void* parts, int64_t* out, float* logprob, const void* logits,           \
-            const float* temperature, const int* top_k, const float* top_p, const float* min_p,  \
-            const int64_t* seed, const int64_t* offset, const float* bias, const int* allowed,   \
-            const float* repetition, const float* presence, const float* frequency,              \
-            const int* in_prompt, const int* counts, int64_t logits_stride, int64_t bias_stride, \
-            int64_t allowed_stride, int64_t in_prompt_stride, int64_t counts_stride, int size,   \
-            int dtype, int is_plain, float softcap) {                                            \
-            sample_row({state,                                                                   \
-                        parts,                                                                   \
-                        out,                                                                     \
-                        logprob,                                                                 \
-                        logits,                                                                  \
-                        temperature,                                                             \
-                        top_p,                                                                   \
-                        min_p,                                                                   \
-                        top_k,                                                                   \
-                        seed,                                                                    \
-                        offset,                                                                  \
-                        bias,                                                                    \
-                        allowed,                                                                 \
-                        repetition,                                                              \
-                        presence,                                                                \
-                        frequency,                                                               \
-                        in_prompt,                                                               \
-                        counts,                                                                  \
-                        logits_stride,                                                           \
-                        bias_stride,                                                             \
-                        allowed_stride,                                                          \
-                        in_prompt_stride,                                                        \
-                        counts_stride,                                                           \
-                        size,                                                                    \
-                        dtype,                                                                   \
-                        is_plain,                                                                \
-                        softcap});                                                               \
+#define EXPORT_SAMPLE(NAME)                                                                        \
+    DESCRIBED(                                                                                     \
+        NAME, "x: rows, y: parts of a row", (.threads = kNumThreads, .shared_bytes = 0),           \
+        extern "C" __global__ void __launch_bounds__(kNumThreads, 1) NAME(                         \
+            int* state, void* parts, int64_t* out, float* logprob, int64_t* top_ids,               \
+            float* top_logprobs, const void* logits, const float* temperature, const int* top_k,   \
+            const int* top_n, const float* top_p, const float* min_p, const int64_t* seed,         \
+            const int64_t* offset, const float* bias, const int* allowed, const float* repetition, \
+            const float* presence, const float* frequency, const int* in_prompt,                   \
+            const int* counts, int64_t logits_stride, int64_t bias_stride, int64_t allowed_stride, \
+            int64_t in_prompt_stride, int64_t counts_stride, int size, int dtype, int is_plain,    \
+            int most_top, float softcap) {                                                         \
+            sample_row(                                                                            \
+                {state,         parts,         out,         logprob,        top_ids,               \
+                 top_logprobs,  logits,        temperature, top_p,          min_p,                 \
+                 top_k,         top_n,         seed,        offset,         bias,                  \
+                 allowed,       repetition,    presence,    frequency,      in_prompt,             \
+                 counts,        logits_stride, bias_stride, allowed_stride, in_prompt_stride,      \
+                 counts_stride, size,          dtype,       is_plain,       most_top,              \
+                 softcap});                                                                        \
         })
 
 EXPORT_SAMPLE(sample)

@@ -206,9 +206,11 @@ __device__ __forceinline__ uint32_t end_search(const Search& search, const Candi
            1;
 }
 
-// Draws from all that is above `from`, in the order of indices. s.warp_masses: as scan left them.
-__device__ __forceinline__ void draw_in_row(const Row& row, const Weigher& weigher, float from,
-                                            uint64_t total, uint64_t bits, Shared& s) {
+// Calls found(i) of the element, in the order of indices, with which the sums of weigh(i) pass a
+// random number below `total`; by the thread that meets it. s.warp_masses: as scan leaves them.
+template <typename Weigh, typename Found>
+__device__ __forceinline__ void find_drawn(const Row& row, uint64_t total, uint64_t bits, Shared& s,
+                                           const Weigh& weigh, const Found& found) {
     uint64_t drawn = below(total, bits);
     int warp_idx = 0;
 #pragma unroll 1
@@ -220,17 +222,13 @@ __device__ __forceinline__ void draw_in_row(const Row& row, const Weigher& weigh
     const int first = begin + threadIdx.x * a_thread;
     const int end = min(min(row.p.size, begin + elements), first + a_thread);
     uint64_t before = 0, mass = 0;
-    float depth = 0.0f;
     // Once for the sum, once more where what is drawn lies.
 #pragma unroll 1
     for (int turn = 0; turn < 2; ++turn) {
         int i = first;
 #pragma unroll 1
         for (uint64_t sum = before; i < end && (turn == 0 || sum <= drawn); ++i) {
-            const float z = row.value(i);
-            depth = weigher.depth(z);
-            const bool is_kept = z > from && depth >= weigher.least;
-            sum += is_kept ? mass_of_power(depth) : 0;
+            sum += weigh(i);
             mass = sum - before;
         }
         if (turn == 0) {
@@ -239,9 +237,20 @@ __device__ __forceinline__ void draw_in_row(const Row& row, const Weigher& weigh
                 return;
             }
         } else {
-            write_drawn(row.p, i - 1, depth, total);
+            found(i - 1);
         }
     }
+}
+
+// Draws from all that is above `from`.
+__device__ __forceinline__ void draw_in_row(const Row& row, const Weigher& weigher, float from,
+                                            uint64_t total, uint64_t bits, Shared& s) {
+    const auto weigh = [&](int i) {
+        const float z = row.value(i), depth = weigher.depth(z);
+        return z > from && depth >= weigher.least ? mass_of_power(depth) : 0;
+    };
+    find_drawn(row, total, bits, s, weigh,
+               [&](int i) { write_drawn(row.p, i, weigher.depth(row.value(i)), total); });
 }
 
 }  // namespace kernel_hub::sampling

@@ -133,24 +133,10 @@ def _run(cases: Sequence[Any], measure: Callable[[Any], Result], label: str) -> 
 
 
 def run_engine(device: str) -> str:
-    """What a tiny model of random weights says when it may use letters and blanks alone."""
-    import torch
+    """What a tiny model of random weights says."""
+    from ..measure import demo
 
-    from ..engine.engine import Engine
-    from ..engine.requests import SamplingParams
-
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # of products this small more of them wait for each other
-    try:
-        engine = Engine.random("tiny", device=device, cache_tokens=256)
-        letters = dict.fromkeys(b" abcdefghijklmnopqrstuvwxyz", 50.0)
-        params = SamplingParams(max_tokens=32, seed=3, logit_bias=letters)
-        answer = engine.generate(["once upon a time"], params)[0]
-    finally:
-        torch.set_num_threads(num_threads)
-    if answer.error:
-        raise KernelHubError(f"the engine failed: {answer.error}")
-    return answer.text.strip()
+    return demo.words(device)
 
 
 def resolver_rows() -> list[list[str]]:

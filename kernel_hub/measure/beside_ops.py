@@ -17,6 +17,7 @@ from .. import ops
 from ..testing import reference
 from .beside_moe import MOE
 from .beside_op import Inputs, Op, Peer, Run, Sizes, Tensors
+from .beside_tokens import TOKENS
 from .demo import rotary_table
 
 
@@ -202,6 +203,7 @@ def _causal_flops(s: Sizes) -> int:
 
 OPS: dict[str, Op] = {
     **MOE,
+    **TOKENS,
     "rms_norm": Op(
         {"tokens": 8192, "hidden": 4096},
         lambda s, t: {"x": t.normal(s["tokens"], s["hidden"]), "weight": t.normal(s["hidden"])},

@@ -10,6 +10,9 @@ from functools import partial
 import torch
 
 from .. import ops
+from ..engine.engine import Engine
+from ..engine.requests import SamplingParams
+from ..errors import KernelHubError
 from ..testing import reference
 from ..testing.compare import Comparison, compare
 from ..testing.reference_attention import reference_attention
@@ -244,3 +247,19 @@ def measured(case: DemoCase, timer: GraphTimer, roofs: Roofs) -> Result:
     launches = [partial(case.run, inputs) for inputs in sets]
     samples = timer.measure({case.op: launches}, case.num_bytes)[case.op]
     return roofs.rated(result, case.num_bytes, case.num_flops, statistics.median(samples))
+
+
+def words(device: str) -> str:
+    """What a tiny model of random weights says when it may use letters and blanks alone."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # of products this small more of them wait for each other
+    try:
+        engine = Engine.random("tiny", device=device, cache_tokens=256)
+        letters = dict.fromkeys(b" abcdefghijklmnopqrstuvwxyz", 50.0)
+        params = SamplingParams(max_tokens=32, seed=3, logit_bias=letters)
+        answer = engine.generate(["once upon a time"], params)[0]
+    finally:
+        torch.set_num_threads(num_threads)
+    if answer.error:
+        raise KernelHubError(f"the engine failed: {answer.error}")
+    return answer.text.strip()

@@ -19,6 +19,7 @@ from .attention.flash_attention import flash_attention as flash_attention
 from .attention.flash_attention import flash_attention_qkvpacked as flash_attention_qkvpacked
 from .attention.merge_states import merge_states as merge_states
 from .kv_cache.append_kv import append_kv as append_kv
+from .kv_cache.copy_blocks import copy_blocks as copy_blocks
 from .kv_cache.decode_attention import decode_attention as decode_attention
 from .matmul.batched_matmul import batched_matmul as batched_matmul
 from .matmul.grouped_linear import grouped_linear as grouped_linear
@@ -38,11 +39,17 @@ from .rowwise.rope import rope as rope
 from .rowwise.silu_and_mul import silu_and_mul as silu_and_mul
 from .rowwise.swigluoai_and_mul import swigluoai_and_mul as swigluoai_and_mul
 from .sampling.sample import sample as sample
+from .sampling.verify_draft import verify_draft as verify_draft
+from .tokens.cu_seqlens import cu_seqlens as cu_seqlens
+from .tokens.embedding import embedding as embedding
 
 __all__ = [
     "append_kv",
     "batched_matmul",
+    "copy_blocks",
+    "cu_seqlens",
     "decode_attention",
+    "embedding",
     "flash_attention",
     "flash_attention_qkvpacked",
     "gelu",
@@ -63,4 +70,5 @@ __all__ = [
     "silu_and_mul",
     "swiglu_linear",
     "swigluoai_and_mul",
+    "verify_draft",
 ]

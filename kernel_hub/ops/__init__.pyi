@@ -33,6 +33,15 @@ def batched_matmul(
     a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor: ...  # fmt: skip
+def copy_blocks(
+    k_cache: torch.Tensor, v_cache: torch.Tensor, block_mapping: torch.Tensor,
+) -> None: ...  # fmt: skip
+def cu_seqlens(
+    lengths: torch.Tensor, *, cache_seqlens: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None, page_size: int = 0,
+    out: torch.Tensor | None = None, out_positions: torch.Tensor | None = None,
+    out_slots: torch.Tensor | None = None,
+) -> torch.Tensor: ...  # fmt: skip
 @overload
 def decode_attention(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *,
@@ -69,6 +78,11 @@ def decode_attention(
     out: torch.Tensor | None = None, return_lse: bool, k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+def embedding(
+    ids: torch.Tensor, weight: torch.Tensor, *, scale: float | None = None,
+    position_weight: torch.Tensor | None = None, positions: torch.Tensor | None = None,
+    first_id: int = 0, vocab_size: int | None = None, out: torch.Tensor | None = None,
+) -> torch.Tensor: ...  # fmt: skip
 @overload
 def flash_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False,
@@ -305,6 +319,8 @@ def sample(
     presence_penalty: torch.Tensor | None = None, frequency_penalty: torch.Tensor | None = None,
     softcap: float = 0.0, return_logprob: Literal[False] = False,
     out: torch.Tensor | None = None, out_logprob: torch.Tensor | None = None,
+    top_n: torch.Tensor | None = None, out_top_ids: torch.Tensor | None = None,
+    out_top_logprobs: torch.Tensor | None = None,
 ) -> torch.Tensor: ...  # fmt: skip
 @overload
 def sample(
@@ -316,7 +332,8 @@ def sample(
     output_counts: torch.Tensor | None = None, repetition_penalty: torch.Tensor | None = None,
     presence_penalty: torch.Tensor | None = None, frequency_penalty: torch.Tensor | None = None,
     softcap: float = 0.0, return_logprob: Literal[True], out: torch.Tensor | None = None,
-    out_logprob: torch.Tensor | None = None,
+    out_logprob: torch.Tensor | None = None, top_n: torch.Tensor | None = None,
+    out_top_ids: torch.Tensor | None = None, out_top_logprobs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 @overload
 def sample(
@@ -328,7 +345,8 @@ def sample(
     output_counts: torch.Tensor | None = None, repetition_penalty: torch.Tensor | None = None,
     presence_penalty: torch.Tensor | None = None, frequency_penalty: torch.Tensor | None = None,
     softcap: float = 0.0, return_logprob: bool, out: torch.Tensor | None = None,
-    out_logprob: torch.Tensor | None = None,
+    out_logprob: torch.Tensor | None = None, top_n: torch.Tensor | None = None,
+    out_top_ids: torch.Tensor | None = None, out_top_logprobs: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 @overload
 def silu_and_mul(
@@ -355,11 +373,20 @@ def swigluoai_and_mul(
     out_dtype: torch.dtype, out: torch.Tensor | None = None,
     out_scale: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+def verify_draft(
+    draft_ids: torch.Tensor, target_logits: torch.Tensor,
+    draft_probs: torch.Tensor | None = None, *, temperature: torch.Tensor | None = None,
+    seed: torch.Tensor | None = None, offset: torch.Tensor | None = None,
+    out_ids: torch.Tensor | None = None, num_accepted: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
 __all__ = [
     "append_kv",
     "batched_matmul",
+    "copy_blocks",
+    "cu_seqlens",
     "decode_attention",
+    "embedding",
     "flash_attention",
     "flash_attention_qkvpacked",
     "gelu",
@@ -380,4 +407,5 @@ __all__ = [
     "silu_and_mul",
     "swiglu_linear",
     "swigluoai_and_mul",
+    "verify_draft",
 ]

@@ -223,6 +223,32 @@ def merge_states(
     return out, lse
 
 
+def verify_draft(
+    draft_ids: list[int],
+    target_logits: torch.Tensor,
+    draft_probs: torch.Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+) -> list[torch.Tensor]:
+    """Of one row, (num_drafts + 1, vocab_size): by how many drafts are kept, the probability of
+    that and each token after them together; in fp64. All of them sum to 1."""
+    reached, found = 1.0, []
+    for j, row in enumerate(target_logits.double()):
+        p = (row / temperature).softmax(-1)
+        if j == len(draft_ids):
+            found.append(reached * p)
+            break
+        draft = draft_ids[j]
+        q = torch.zeros_like(p) if draft_probs is None else draft_probs[j].double()
+        if draft_probs is None:
+            q[draft] = 1.0
+        kept = min(1.0, float(p[draft] / q[draft])) if q[draft] > 0 else 1.0
+        rest = (p - q).clamp(min=0)
+        found.append(reached * (1 - kept) * rest / rest.sum().clamp(min=1e-300))
+        reached *= kept
+    return found
+
+
 def sample(
     logits: torch.Tensor,
     *,

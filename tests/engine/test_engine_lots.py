@@ -15,15 +15,43 @@ import pytest
 torch = pytest.importorskip("torch", reason="the ops are torch ops")
 
 from kernel_hub.engine.engine import Engine  # noqa: E402
+from kernel_hub.engine.model import Model  # noqa: E402
 from kernel_hub.engine.requests import Request, SamplingParams  # noqa: E402
 
-# 4,000 were run once: KERNEL_HUB_ENGINE_LOTS=1000.
-COUNT = int(os.environ.get("KERNEL_HUB_ENGINE_LOTS", "60"))
+# 4,000 were run: KERNEL_HUB_ENGINE_LOTS=1000.
+COUNT = int(os.environ.get("KERNEL_HUB_ENGINE_LOTS", "24"))
 CONFIG = {
     "model_type": "qwen3", "vocab_size": 97, "hidden_size": 32, "intermediate_size": 64,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
     "max_position_embeddings": 96,
 }  # fmt: skip
+
+
+class InDoubles(torch.overrides.TorchFunctionMode):
+    """The ops' references with fp64 where they have fp32.
+
+    The order of fp32 sums depends on what else is in a pass: of 2,000 answers one was another,
+    from a draw between two tokens on.
+    """
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function is torch.Tensor.float:
+            return args[0].double()
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture(autouse=True)
+def exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models whose scores do not depend on the pass that they are made in."""
+    forward = Model.forward
+
+    def doubled(self: Model, *args: Any) -> Any:
+        with InDoubles():
+            return forward(self, *args)
+
+    monkeypatch.setattr(Model, "forward", doubled)
 
 
 def params_by_lot(lot: random.Random) -> SamplingParams:
@@ -73,8 +101,8 @@ def alone(request: Request) -> tuple[int, ...]:
 def test_answers_are_those_of_requests_alone(seed: int, drafts: int) -> None:
     lot = random.Random(1000 * seed + drafts)
     engine = Engine.random(
-        CONFIG, page_size=8, cache_tokens=lot.choice([96, 160]), drafts=drafts, device="cpu",
-        max_batch=lot.choice([3, 16]), max_tokens_a_pass=lot.choice([7, 40, 500]),
+        CONFIG, page_size=8, cache_tokens=lot.choice([96, 120]), drafts=drafts, device="cpu",
+        max_batch=lot.choice([4, 16]), max_tokens_a_pass=lot.choice([7, 40, 500]),
     )  # fmt: skip
     waiting = requests_by_lot(lot)
     asked = {request.id: request for request in waiting}

@@ -122,13 +122,54 @@ def sample(device: str) -> None:
         words = torch.zeros(batch, -(-size // 32), dtype=torch.int32, device=device) + 0x1234567
         counts = torch.ones(batch, size, dtype=torch.int32, device=device)
         for given in ({}, {"top_k": top_k}, {"top_k": top_k, "top_p": top_p}, {"top_p": top_p}):
-            ops.sample(logits, **given, seed=rows, return_logprob=True)
+            top = torch.empty(batch, 20, dtype=torch.int64, device=device)
+            best = {"out_top_ids": top, "out_top_logprobs": torch.empty(batch, 20, device=device)}
+            ops.sample(logits, **given, **best, seed=rows, return_logprob=True)
         ops.sample(
             logits, top_k=top_k, min_p=top_p * 0.1, temperature=top_p - 0.6, seed=rows,
             bias=torch.randn(size, device=device), token_bitmask=words, prompt_bitmask=words,
             output_counts=counts, repetition_penalty=top_p, presence_penalty=top_p,
             frequency_penalty=top_p, softcap=30.0,
         )  # fmt: skip
+
+
+def verify_draft(device: str) -> None:
+    """Drafts with probabilities and without, greedy rows, drafts that are none."""
+    for dtype, size, batch in itertools.product(DTYPES, (33, 4096, 50257), (1, 5, 40)):
+        logits = torch.randn(batch, 4, size, device=device, dtype=dtype)
+        drafts = torch.arange(-1, 3 * batch - 1, device=device).view(batch, 3)
+        probs = torch.rand(batch, 3, size, device=device) * (2 / size)
+        for given in (None, probs):
+            temperature = torch.arange(batch, device=device) % 2 * 0.7
+            ops.verify_draft(drafts, logits, given, temperature=temperature)
+
+
+def cu_seqlens(device: str) -> None:
+    """Few and many sequences, finished ones, more tokens than there are."""
+    for batch in (1, 7, 300, 5000):
+        lengths = torch.arange(-1, batch - 1, device=device).int() % 9 - 1
+        table = torch.arange(3 * batch, device=device).int().view(batch, 3) - 2
+        slots = torch.empty(9 * batch, dtype=torch.int64, device=device)
+        places = {"out_positions": torch.empty_like(slots), "out_slots": slots}
+        ops.cu_seqlens(lengths)
+        ops.cu_seqlens(lengths, cache_seqlens=lengths, block_table=table, page_size=4, **places)
+
+
+def copy_blocks(device: str) -> None:
+    """Whole vectors and bytes, pairs that are none."""
+    for size, pairs in itertools.product((64, 18, 40000), (1, 4)):
+        caches = [torch.randn(9, size, device=device, dtype=torch.half) for _ in "kv"]
+        ops.copy_blocks(*caches, torch.arange(-1, 2 * pairs - 1, device=device).view(-1, 2))
+
+
+def embedding(device: str) -> None:
+    """Both widths, few and many tokens, with positions and without, ids of nobody."""
+    for dtype, hidden, tokens in itertools.product(DTYPES, (8, 127, 4096), (1, 3, 300)):
+        weight = torch.randn(tokens + 9, hidden + 1, device=device, dtype=dtype)
+        ids = torch.arange(-1, tokens - 1, device=device)
+        for rows in (weight[:, 1:], weight[:, 1:].contiguous()):
+            ops.embedding(ids, rows)
+            ops.embedding(ids.int(), rows, scale=2.0, position_weight=rows, positions=ids + 1)
 
 
 def rope(device: str) -> None:

@@ -18,13 +18,9 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import shipped_tree
 
 ROOT = Path(__file__).resolve().parents[2]
-SHIPPED = (
-    *("kernel_hub", "csrc", "cubins", "tests", "examples", "benchmarks", "docs", "native"),
-    *("setup.py", "pyproject.toml", "MANIFEST.in", "Makefile", "build_cubins.sh", "LICENSE"),
-    *("README.md", "README.zh-CN.md", "CHANGELOG.md", "mkdocs.yml", ".clang-format", "tools"),
-)
 needs_setuptools = pytest.mark.skipif(
     not importlib.util.find_spec("setuptools")
     # By its number: looking inside it imports it, which fails once distutils is imported.
@@ -86,15 +82,13 @@ def probe(path: str, cwd: Path, prepare: str = "") -> tuple[str, int]:
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what git would hold, so that building leaves nothing in the real tree."""
-    folder = tmp_path_factory.mktemp("checkout")
-    ignore = shutil.ignore_patterns("__pycache__", ".*cache", "*.egg-info")
-    for name in SHIPPED:
-        source = ROOT / name
-        if source.is_dir():
-            shutil.copytree(source, folder / name, ignore=ignore)
-        elif source.exists():
-            shutil.copy(source, folder / name)
-    return folder
+    return shipped_tree.copy_to(tmp_path_factory.mktemp("checkout"))
+
+
+@pytest.fixture(scope="module")
+def few(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy with a few cubins, for what is built time and again."""
+    return shipped_tree.copy_to(tmp_path_factory.mktemp("few"), shipped_tree.FEW)
 
 
 @pytest.fixture(scope="module")
@@ -104,9 +98,15 @@ def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def sdist(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def few_wheel(few: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("few_wheel")
+    return out / run_backend(few, f"backend.build_wheel({str(out)!r})")
+
+
+@pytest.fixture(scope="module")
+def sdist(few: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("sdist")
-    return out / run_backend(checkout, f"backend.build_sdist({str(out)!r})")
+    return out / run_backend(few, f"backend.build_sdist({str(out)!r})")
 
 
 def shipped_cubins() -> set[str]:
@@ -136,7 +136,7 @@ def test_wheel_is_for_any_python_and_holds_the_cubins(wheel: Path) -> None:
 
 @needs_setuptools
 def test_sdist_holds_the_sources_and_gives_the_same_wheel(
-    sdist: Path, wheel: Path, tmp_path: Path
+    sdist: Path, few_wheel: Path, tmp_path: Path
 ) -> None:
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path, filter="data")
@@ -150,10 +150,10 @@ def test_sdist_holds_the_sources_and_gives_the_same_wheel(
     )
     assert here == there
     again = top / run_backend(top, "backend.build_wheel('.')")
-    with zipfile.ZipFile(wheel) as first, zipfile.ZipFile(again) as second:
+    with zipfile.ZipFile(few_wheel) as first, zipfile.ZipFile(again) as second:
         contents = [{i.filename: i.CRC for i in z.infolist()} for z in (first, second)]
     assert contents[0] == contents[1]
-    assert again.read_bytes() == wheel.read_bytes()
+    assert again.read_bytes() == few_wheel.read_bytes()
 
 
 COMMITTED = 1_700_000_000
@@ -189,17 +189,17 @@ def digests(path: Path) -> dict[str, str]:
 @needs_setuptools
 @pytest.mark.parametrize("kind", ["wheel", "sdist"])
 def test_two_copies_build_the_same_bytes(
-    kind: str, wheel: Path, sdist: Path, checkout: Path, tmp_path: Path
+    kind: str, few_wheel: Path, sdist: Path, few: Path, tmp_path: Path
 ) -> None:
     """At another path, in other files' order, times, umask, home, zone and language."""
     folder = tmp_path / "a place of another name" / "kernel-hub.copy"
-    copy_by_lot(checkout, folder, seed=20261122)
+    copy_by_lot(few, folder, seed=20261122)
     shutil.rmtree(folder / "build", ignore_errors=True)  # of the first build
     out = tmp_path / "out"
     out.mkdir()
     other = {"TZ": "Pacific/Kiritimati", "LC_ALL": "C.UTF-8", "PYTHONHASHSEED": "77"}
     name = run_backend(folder, f"backend.build_{kind}({str(out)!r})", umask=0o077, **other)
-    first, second = {"wheel": wheel, "sdist": sdist}[kind], out / name
+    first, second = {"wheel": few_wheel, "sdist": sdist}[kind], out / name
     assert first.name == second.name
     assert digests(first) == digests(second)
     assert first.read_bytes() == second.read_bytes()

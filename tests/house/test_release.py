@@ -13,7 +13,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from test_packaging import SHIPPED, needs_setuptools
+import shipped_tree
+from test_packaging import needs_setuptools
 
 ROOT = Path(__file__).resolve().parents[2]
 DATE = 1_700_000_000
@@ -27,14 +28,9 @@ pytestmark = [
 
 
 def commit_of(folder: Path, line: str = "") -> None:
-    """What git would hold, committed in `folder`; `line` goes into setup.py."""
-    ignore = shutil.ignore_patterns("__pycache__", ".*cache", "*.egg-info")
-    for name in (*SHIPPED, ".gitignore"):
-        source = ROOT / name
-        if source.is_dir():
-            shutil.copytree(source, folder / name, ignore=ignore)
-        else:
-            shutil.copy(source, folder / name)
+    """What git would hold, with a few cubins, committed in `folder`; `line` goes into setup.py."""
+    shipped_tree.copy_to(folder, shipped_tree.FEW)
+    shutil.copy(ROOT / ".gitignore", folder)
     setup = (folder / "setup.py").read_text()
     assert ANCHOR in setup
     (folder / "setup.py").write_text(setup.replace(ANCHOR, f"{line}\n{ANCHOR}"))
@@ -94,7 +90,7 @@ def test_the_bill_has_all_machine_code_and_requirements(released: Path) -> None:
     with zipfile.ZipFile(released / "kernel_hub-0.1.0-py3-none-any.whl") as wheel:
         code = [name for name in wheel.namelist() if re.search(r"\.(cubin|so)$", name)]
         assert told == {name: hashlib.sha256(wheel.read(name)).hexdigest() for name in code}
-    assert len(code) > 50 and any(name.endswith(".so") for name in code)
+    assert len(code) == len(shipped_tree.FEW) * 3 + 1 and any(name.endswith(".so") for name in code)
     for one in root["components"]:
         assert {"kernel_hub:source_sha256"} <= {each["name"] for each in one["properties"]}
     for reference in root["externalReferences"]:

@@ -124,11 +124,48 @@ MLP = "model.layers.0.mlp"
 ATTENTION = "model.layers.0.self_attn"
 
 
-def test_a_gelu_gate_is_left_alone() -> None:
-    model = tiny.model_of("gemma3", torch.bfloat16)
-    assert "SiLU alone" in reason_of(model, MLP)
+def test_the_table_of_gemma() -> None:
+    """A GELU gate, and norms of queries and keys in their projection."""
+    ops = ops_of(door.accelerate(tiny.model_of("gemma3", torch.bfloat16)))
+    assert ops["Gemma3MLP"] == {"linear, gelu_and_mul"}
+    assert ops["Gemma3Attention"] == {"qkv_linear"}
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_the_table_of_a_mixture(family: str) -> None:
+    table = door.accelerate(tiny.model_of(family, torch.bfloat16))
+    assert not table.left_alone
+    ops = {op for row in table.replaced for op in str(row.op).split(", ")}
+    assert ops >= {"moe_route", "moe_permute", "grouped_linear", "moe_combine"}
+
+
+def test_an_unknown_gate_is_left_alone() -> None:
+    model = tiny.model_of("llama", torch.bfloat16, hidden_act="relu")
+    assert "ReLU: SiLU and GELU are known" in reason_of(model, MLP)
     # Its linear layers are not.
     assert "_kernel_hub" in vars(model.get_submodule(f"{MLP}.gate_proj"))
+
+
+@pytest.mark.parametrize("what", ["a size", "an unknown gate", "a hook", "an expert's class"])
+def test_mixtures_left_alone(what: str) -> None:
+    sizes = {"moe_intermediate_size": 44} if what == "a size" else {}
+    acts = {"hidden_act": "relu"} if what == "an unknown gate" else {}
+    model = tiny.model_of("qwen3_moe", torch.bfloat16, **sizes, **acts)
+    block = model.model.layers[0].mlp
+    is_older = isinstance(block.experts, torch.nn.ModuleList)
+    if what == "a hook" and not is_older:
+        pytest.skip("one parameter has all experts: hooks on them run")
+    if what == "a hook":
+        block.experts[3].register_forward_hook(print)
+    if what == "an expert's class":
+        changed = block.experts[3] if is_older else block.experts
+        changed.__class__ = type("Own", (type(changed),), {"__module__": "somewhere"})
+    name = MLP if is_older else f"{MLP}.experts"
+    expected = {
+        "a size": "44", "an unknown gate": "ReLU", "a hook": "hooks",
+        "an expert's class": "somewhere",
+    }  # fmt: skip
+    assert expected[what] in reason_of(model, name)
 
 
 def test_tied_weights_are_left_alone() -> None:
@@ -201,9 +238,13 @@ def test_weights_on_no_device_are_left_alone() -> None:
     assert "meta: sharded or offloaded" in table.left_alone[0].reason
 
 
-@pytest.mark.parametrize("switch", ["attention", "norms", "rotary", "mlps", "linears", "fuse_qkv"])
+SWITCHES = ["attention", "norms", "rotary", "mlps", "experts", "linears", "fuse_qkv"]
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
 def test_each_switch(switch: str) -> None:
-    models = tiny.Models("qwen3", torch.bfloat16, attention="eager")
+    family = "qwen3_moe" if switch == "experts" else "qwen3"
+    models = tiny.Models(family, torch.bfloat16, attention="eager")
     table = door.accelerate(models.ours, **{switch: False})
     assert f"{switch}=False" in str(table)
     models.check(tiny.tokens_of(2, 9))

@@ -38,6 +38,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3Text", {"sliding_window": 37, "query_pre_attn_scalar": 64},
     ),
     "olmo2": ("Olmo2", {"num_key_value_heads": 4}),
+    "mixtral": ("Mixtral", {"num_local_experts": 6, "num_experts_per_tok": 2}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48,
+            "norm_topk_prob": True, "mlp_only_layers": [1],
+        },
+    ),
 }  # fmt: skip
 # Mixtures of experts, beside the families whose modules are replaced.
 EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -84,6 +92,8 @@ def with_attention(model: Any, name: str) -> Any:
     for module in model.modules():
         if hasattr(module, "config"):
             module.config._attn_implementation = name
+            if hasattr(module.config, "_experts_implementation"):
+                module.config._experts_implementation = "eager"  # others have no fp64
     return model
 
 
@@ -133,6 +143,21 @@ def is_older() -> bool:
     return "cache_position" in inspect.signature(mask).parameters
 
 
+def _with_routes(model: Any, tokens: torch.Tensor, mask: Any) -> tuple[Any, list[torch.Tensor]]:
+    """Logits, and those of the router of each layer that has one."""
+    routes: list[torch.Tensor] = []
+
+    def look(router: Any, given: Any, found: Any) -> None:
+        routes.append((found if torch.is_tensor(found) else found[0]).double())
+
+    routers = [module for name, module in model.named_modules() if name.endswith(".gate")]
+    hooks = [router.register_forward_hook(look) for router in routers]
+    logits = logits_of(model, input_ids=tokens, attention_mask=mask)
+    for hook in hooks:
+        hook.remove()
+    return logits, routes
+
+
 class Models:
     """One model thrice: with our attention, in fp64, and by transformers' eager one in `dtype`."""
 
@@ -144,19 +169,32 @@ class Models:
         self.ours = with_attention(self.own, attention)
 
     def check(self, tokens: torch.Tensor, mask: torch.Tensor | None = None) -> None:
-        """Logits of every token that is no pad, by the numeric rule."""
-        found = []
-        for model in (self.ours, self.truth, self.own):
-            logits = logits_of(model, input_ids=tokens, attention_mask=mask)
-            found.append(logits if mask is None else logits[mask.bool()])
-        check(*found)
+        """Logits of every token that is no pad, by the numeric rule; of mixtures of experts, up to
+        the first token in a sequence that rounding sent elsewhere."""
+        found, routes = zip(
+            *(_with_routes(model, tokens, mask) for model in (self.ours, self.truth, self.own)),
+            strict=True,
+        )
+        compared = torch.ones_like(tokens).bool() if mask is None else mask.bool()
+        for ours, truth in zip(routes[0], routes[1], strict=True):
+            k = self.own.config.num_experts_per_tok
+            best, own = (logits.topk(k + 1, -1) for logits in (truth, ours))
+            ways = [chosen.indices[:, :k].sort(-1).values for chosen in (best, own)]
+            elsewhere = (ways[0] != ways[1]).any(-1) | (own.values[:, -2] == own.values[:, -1])
+            elsewhere &= compared.flatten()
+            ahead = (best.values[:, -2] - best.values[:, -1])[elsewhere]
+            assert (ahead < 0.05 * truth.std()).all(), f"other experts, and no tie: {ahead}"
+            compared = compared & (elsewhere.view(tokens.shape).cumsum(-1) == 0)
+        assert compared.any()
+        check(*(logits[compared] for logits in found))
 
     def check_greedy(
         self, tokens: torch.Tensor, mask: torch.Tensor, cache: str, new_tokens: int
     ) -> None:
         """Each token that ours chooses is the best of fp64's scores, or a tie: worse by no more
         than twice what the model's own dtype errs, and an ulp."""
-        more = {"cache_implementation": "static"} if cache == "static" else {}
+        is_static = cache == "static" and getattr(self.ours, "_supports_static_cache", True)
+        more = {"cache_implementation": "static"} if is_static else {}
         found = self.ours.generate(
             tokens, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False,
             disable_compile=True, **more,

@@ -14,7 +14,8 @@ import torch
 from call_lot import Case as Case
 from call_lot import Lot as Lot
 from call_moe import MOE
-from call_sample import call_sample
+from call_sample import call_sample, call_verify
+from call_tokens import TOKENS
 
 from kernel_hub import ops
 
@@ -362,6 +363,7 @@ def _flash_attention_qkvpacked(lot: Lot) -> Case:
 # By the name of the op, or of a second way through it.
 CASES: dict[str, Callable[[Lot], Case]] = {
     **MOE,
+    **TOKENS,
     "append_kv": _append_kv,
     "batched_matmul": _batched_matmul,
     "decode_attention": _decode_attention,
@@ -384,6 +386,7 @@ CASES: dict[str, Callable[[Lot], Case]] = {
     "silu_and_mul": _silu_and_mul,
     "swiglu_linear": _swiglu_linear,
     "swigluoai_and_mul": _swigluoai_and_mul,
+    "verify_draft": call_verify,
 }
 # An op without a case fails wherever these are asked.
 NAMES = sorted({*ops.__all__, *CASES})

@@ -1,4 +1,4 @@
-"""The calls of call_cases.py of sample."""
+"""The calls of call_cases.py of sample and verify_draft."""
 
 from __future__ import annotations
 
@@ -15,6 +15,13 @@ def call_sample(lot: Lot) -> Case:
         ("token_bitmask", lot.randn(batch, -(-size // 32)).view(torch.int32)),
     )  # fmt: skip
     outs = {"out": counts + 1, "out_logprob": lot.randn(batch)}
+    if lot.one(True, False):
+        n = lot.one(1, 4)
+        outs |= {
+            "out_top_ids": counts[:, None].repeat(1, n),
+            "out_top_logprobs": lot.randn(batch, n),
+        }
+        given |= lot.maybe(("top_n", counts.int()))
     tensors = {
         "logits": lot.randn(
             batch, size, dtype=lot.one(torch.float16, torch.bfloat16, torch.float32)
@@ -24,3 +31,22 @@ def call_sample(lot: Lot) -> Case:
     }
     options = {"return_logprob": True, "softcap": lot.one(0.0, 30.0)}
     return Case("sample", {**tensors, **outs}, options, tuple(outs), required=("logits",))
+
+
+def call_verify(lot: Lot) -> Case:
+    batch, drafts, size = lot.one(1, 3), lot.one(1, 2, 4), lot.one(8, 40, 100)
+    counts = torch.arange(batch, device=lot.device)
+    ids = [lot.random.randrange(size) for _ in range(batch * drafts)]
+    dtype = lot.one(torch.float16, torch.bfloat16, torch.float32)
+    tensors = {
+        "draft_ids": lot.ints(*ids, dtype=torch.int64).view(batch, drafts),
+        "target_logits": lot.randn(batch, drafts + 1, size, dtype=dtype),
+        "seed": counts,
+        **lot.maybe(
+            ("draft_probs", lot.randn(batch, drafts, size).softmax(-1)),
+            ("temperature", lot.randn(batch)), ("offset", counts + 5),
+        ),
+        "out_ids": counts[:, None].repeat(1, drafts + 1), "num_accepted": counts.int(),
+    }  # fmt: skip
+    outs, required = ("out_ids", "num_accepted"), ("draft_ids", "target_logits")
+    return Case("verify_draft", tensors, {}, outs, required=required)

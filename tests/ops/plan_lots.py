@@ -116,6 +116,40 @@ def _route(lot: Lot) -> tuple[Any, ...]:
     return (logits, k), options
 
 
+def _verify(lot: Lot) -> tuple[Any, ...]:
+    batch, drafts, size = lot.log(1, 200), lot.one(1, 3, 5, 8), lot.one(32000, 50257, 128256)
+    logits = lot.rows(batch, drafts + 1, size, dtype=lot.one(*HALF, torch.float32), aligned=False)
+    options = {"draft_probs": lot.one(None, torch.empty(batch, drafts, size))}
+    seed = torch.empty(batch, dtype=torch.int64)
+    return (torch.zeros(batch, drafts, dtype=torch.int64), logits), {**options, "seed": seed}
+
+
+def _bounds(lot: Lot) -> tuple[Any, ...]:
+    batch, tokens = lot.log(1, 2000), lot.log(1, 20000)
+    options: dict[str, Any] = {"out_positions": torch.empty(tokens, dtype=torch.int64)}
+    if lot.one(True, False):
+        options |= {"block_table": torch.zeros(batch, lot.one(8, 100), dtype=torch.int32)}
+        options |= {"out_slots": torch.empty(tokens, dtype=torch.int64), "page_size": 16}
+    return (torch.ones(batch, dtype=torch.int32),), options
+
+
+def _copies(lot: Lot) -> tuple[Any, ...]:
+    _, kv_heads, dim = _heads(lot)
+    caches = _cache(lot, kv_heads, dim, lot.one(*HALF, E4M3))
+    pairs = torch.arange(2 * lot.log(1, 60)).view(-1, 2)
+    return (caches["k_cache"], caches["v_cache"], pairs), {}
+
+
+def _embedding(lot: Lot) -> tuple[Any, ...]:
+    dtype, hidden = lot.one(*HALF, torch.float32), lot.one(896, 2304, 4096, 5120, 7168, 100)
+    weight = lot.rows(1000, hidden, dtype=dtype, aligned=False)
+    tokens = lot.log(1, 20000)
+    options = {"scale": lot.one(None, 2.5), "first_id": lot.one(0, 1000)}
+    if lot.one(True, False):
+        options["position_weight"] = lot.rows(tokens, hidden, dtype=dtype)
+    return (torch.zeros(tokens, dtype=lot.one(torch.int32, torch.int64)), weight), options
+
+
 def _moe_rows(lot: Lot) -> tuple[int, int, int, torch.dtype]:
     """(tokens, experts of each, a row's elements, their dtype)."""
     k, hidden = lot.one((2, 4096), (8, 2048), (8, 7168), (6, 5120), (4, 2880), (3, 100))
@@ -305,6 +339,10 @@ DRAWN: dict[str, tuple[str, Callable[[Lot], tuple[Any, ...]]]] = {
     "gelu_and_mul": ("gelu_and_mul", _gelu),
     "quantize_e4m3": ("quantize_e4m3", _quantize),
     "swigluoai_and_mul": ("swigluoai_and_mul", _swigluoai),
+    "verify_draft": ("verify_draft", _verify),
+    "copy_blocks": ("copy_blocks", _copies),
+    "cu_seqlens": ("cu_seqlens", _bounds),
+    "embedding": ("embedding", _embedding),
     "rope": ("rope", _rope),
     "merge_states": ("merge_states", _merge),
     "moe_route": ("moe_route", _route),

@@ -32,7 +32,8 @@ def exported(cubin: str) -> set[str]:
         pytest.skip(str(missing))
     names = re.findall(rb"\b%s_[a-z0-9_]+" % cubin.encode(), library.read_bytes())
     found = {name.decode() for name in names}
-    tokens = ("fp16", "bf16", "fp32", "moe_")  # some kernels of experts are the same for all types
+    # Some kernels are the same for all types.
+    tokens = ("fp16", "bf16", "fp32", "moe_", "copy_blocks_vec", "copy_blocks_byte")
     return {name for name in found if any(token in name for token in tokens)}
 
 
@@ -150,6 +151,30 @@ def test_sample(chosen: set[str]) -> None:
         logits = meta(3, 129, dtype=dtype)
         op._plan(op.SampleGiven(**{**given, "logits": logits, "softcap": 0.0}), 0)
     assert chosen == {"sample"}
+
+
+def test_verify_draft(chosen: set[str]) -> None:
+    op = module("sampling.verify_draft")
+    drafts, logits = meta(3, 2, dtype=torch.int64), meta(3, 3, 129, dtype=torch.float16)
+    op._plan(op.DraftGiven(drafts, logits, *[None] * 6), 0)
+    assert chosen == {"verify_draft"}
+
+
+def test_copy_blocks(chosen: set[str]) -> None:
+    plan, pairs = module("kv_cache.copy_blocks")._plan, meta(2, 2, dtype=torch.int32)
+    for size in (64, 18):
+        cache = meta(9, size, dtype=torch.float16)
+        plan(cache, cache, pairs, 0)
+    assert chosen == exported("copy_blocks")
+
+
+def test_embedding(chosen: set[str]) -> None:
+    op = module("tokens.embedding")
+    for dtype, hidden, tokens in itertools.product(DTYPES, [64, 18, 8192], [1, 300]):
+        ids, weight = meta(tokens, dtype=torch.int32), meta(9, hidden, dtype=dtype)
+        given = op.EmbeddingGiven(ids, weight, None, None, None, 0, None)
+        op._plan(given, meta(tokens, hidden, dtype=dtype), 0)
+    assert chosen == exported("embedding")
 
 
 def test_rope(chosen: set[str]) -> None:

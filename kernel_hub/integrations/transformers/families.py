@@ -13,22 +13,22 @@ import torch
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _ATTENTION = frozenset(
-    [
-        "Gemma2",
-        "Gemma3",
-        "Gemma",
-        "Llama",
-        "Mistral",
-        "Mixtral",
-        "Olmo2",
-        "Qwen2",
-        "Qwen3",
-        "Qwen3Moe",
-    ]
+    f"{family}{version}"
+    for family, versions in {
+        "Gemma": ("", "2", "3"),
+        "Llama": ("",),
+        "Mistral": ("",),
+        "Mixtral": ("",),
+        "Olmo": ("2",),
+        "Qwen": ("2", "3", "3Moe"),
+    }.items()
+    for version in versions
 )
 NORMS = frozenset(f"{stem}RMSNorm" for stem in _ATTENTION)
 ATTENTIONS = frozenset(f"{stem}Attention" for stem in _ATTENTION)
 MLPS = frozenset(f"{stem}MLP" for stem in _ATTENTION - {"Mixtral"})
+MOE_BLOCKS = frozenset({"MixtralSparseMoeBlock", "Qwen3MoeSparseMoeBlock"})
+NORM_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Their norms are of weight + 1.
 _OFFSET_NORMS = frozenset({"GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm"})
 # They give attention the window of the model's configuration, others their own.
@@ -37,54 +37,26 @@ _PARTS_OF_INTEREST = ("Norm", "Attention", "MLP", "Mlp", "Experts", "MoeBlock", 
 
 # Every name that forwards of these classes use, in transformers 4.53 to 5.21: a forward with
 # another one does something that is not known here.
-_NORM_NAMES = frozenset(
-    [
-        "_norm",
-        "dtype",
-        "eps",
-        "float",
-        "float32",
-        "mean",
-        "pow",
-        "rsqrt",
-        "to",
-        "torch",
-        "type_as",
-        "variance_epsilon",
-        "weight",
-    ]
-)
-_MLP_NAMES = frozenset(["act_fn", "down_proj", "gate_proj", "up_proj"])
-_ATTENTION_NAMES = frozenset(
-    [
-        "ALL_ATTENTION_FUNCTIONS",
-        "_attn_implementation",
-        "apply_rotary_pos_emb",
-        "attention_dropout",
-        "attn_logit_softcapping",
-        "config",
-        "contiguous",
-        "eager_attention_forward",
-        "get_interface",
-        "getattr",
-        "head_dim",
-        "k_norm",
-        "k_proj",
-        "layer_idx",
-        "o_proj",
-        "q_norm",
-        "q_proj",
-        "reshape",
-        "scaling",
-        "shape",
-        "sliding_window",
-        "training",
-        "transpose",
-        "update",
-        "v_proj",
-        "view",
-    ]
-)
+_KNOWN_NAMES = {
+    "norm": """_norm dtype eps float float32 mean pow rsqrt to torch type_as variance_epsilon
+    weight""",
+    "mlp": """act_fn down_proj gate_proj up_proj w1 w2 w3""",
+    "attention": """ALL_ATTENTION_FUNCTIONS _attn_implementation apply_rotary_pos_emb
+    attention_dropout attn_logit_softcapping config contiguous eager_attention_forward get_interface
+    getattr head_dim k_norm k_proj layer_idx o_proj q_norm q_proj reshape scaling shape
+    sliding_window training transpose update v_proj view""",
+    "moe_block": """gate experts view shape reshape training jitter_noise torch empty_like uniform_
+    F softmax float topk top_k sum to dtype zeros device nn functional one_hot num_experts
+    permute greater nonzero where index_add_ squeeze norm_topk_prob""",
+    "experts": """torch zeros_like no_grad nn functional one_hot num_experts permute greater sum
+    nonzero where linear gate_up_proj chunk act_fn down_proj index_add_ to dtype""",
+    "router": """reshape hidden_dim F linear weight torch nn functional softmax float dtype topk
+    top_k norm_topk_prob sum to""",
+}  # fmt: skip
+_GATES = {
+    "SiLU": "silu", "SiLUActivation": "silu", "GELUActivation": "none",
+    "PytorchGELUTanh": "tanh", "GELUTanh": "tanh",
+}  # fmt: skip
 
 
 def code_of(module: torch.nn.Module) -> CodeType | None:
@@ -103,8 +75,7 @@ def stranger(module: torch.nn.Module, kind: str) -> str | None:
     code = code_of(module)
     if code is None:
         return "its forward is no Python function"
-    known = {"norm": _NORM_NAMES, "mlp": _MLP_NAMES, "attention": _ATTENTION_NAMES}[kind]
-    unknown = sorted(set(code.co_names) - known)
+    unknown = sorted(set(code.co_names).difference(_KNOWN_NAMES[kind].split()))
     if unknown:
         return f"its forward uses {', '.join(unknown)}, which this version does not know"
     return None
@@ -132,9 +103,12 @@ def is_of_interest(module: torch.nn.Module) -> bool:
     return any(part in name for part in _PARTS_OF_INTEREST)
 
 
-def is_silu(activation: Any) -> bool:
-    """Whether an MLP's activation is SiLU: torch's, or transformers' class of it."""
-    return isinstance(activation, torch.nn.SiLU) or type(activation).__name__ == "SiLUActivation"
+def gate_of(activation: Any) -> str | None:
+    """An MLP's activation, torch's or transformers' class of it: "silu", or as gelu_and_mul names
+    its GELU, "tanh" or "none"; None where it is another."""
+    if isinstance(activation, torch.nn.GELU):
+        return activation.approximate
+    return _GATES.get(type(activation).__name__)
 
 
 def unfit_weight(
@@ -159,6 +133,19 @@ def unfit_weight(
     return None
 
 
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Whether something wants to see the calls of a module."""
+    return any(getattr(module, hooks, None) for hooks in _HOOKS)
+
+
+def unfit_norm(norm: Any, shared: set[int]) -> str | None:
+    """Why a norm is not taken; None: its class, epsilon and weight are known ones."""
+    reason = stranger(norm, "norm")
+    if reason is None and eps_of(norm) is None:
+        reason = "it has no epsilon of a known name"
+    return reason or unfit_weight("weight", norm.weight, NORM_DTYPES, shared)
+
+
 def unfit_linear(
     name: str, linear: Any, dtypes: tuple[torch.dtype, ...], shared: set[int]
 ) -> str | None:
@@ -171,7 +158,7 @@ def unfit_linear(
         return f"{layer} is a {type(linear).__name__}: quantised or an adapter"
     if "forward" in vars(linear):
         return f"{prefix}forward is replaced by something else already"
-    if any(getattr(linear, hooks, None) for hooks in _HOOKS):
+    if has_hooks(linear):
         return f"{layer} has hooks"
     if linear.in_features % 8:
         return f"{layer} has {linear.in_features} inputs: multiples of 8 are taken"

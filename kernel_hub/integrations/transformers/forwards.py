@@ -13,7 +13,15 @@ from typing import Any
 
 import torch
 
-from ...ops import linear, qkv_linear, rms_norm, rope, silu_and_mul, swiglu_linear
+from ...ops import (
+    gelu_and_mul,
+    linear,
+    qkv_linear,
+    rms_norm,
+    rope,
+    silu_and_mul,
+    swiglu_linear,
+)
 from . import counts
 from .fused import Fused
 
@@ -25,15 +33,18 @@ class Replaced:
     """What the forward of a replaced module knows."""
 
     op: str
-    fused: Fused | None = None
+    fused: tuple[Fused, ...] = ()
     details: dict[str, Any] = field(default_factory=dict)
 
 
-def _state(module: torch.nn.Module) -> Replaced:
+def state_of(module: torch.nn.Module) -> Replaced:
+    """What `accelerate` left with a module that it replaced."""
     return module.__dict__[STATE]
 
 
-def _passes(module: Any, x: torch.Tensor, weight: torch.Tensor, state: Replaced) -> str | None:
+def reason_to_pass(
+    module: Any, x: torch.Tensor, weight: torch.Tensor, state: Replaced
+) -> str | None:
     """Why this call is not for the ops; None: it is."""
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return "gradients"
@@ -43,62 +54,71 @@ def _passes(module: Any, x: torch.Tensor, weight: torch.Tensor, state: Replaced)
         return f"x of {x.dtype} on {x.device}, weights of {weight.dtype} on {weight.device}"
     if x.numel() == 0:
         return "no tokens"
-    if state.fused is not None and not state.fused.is_current():
+    if not all(fused.is_current() for fused in state.fused):
         return "weights that were moved since accelerate()"
     return None
 
 
-def _original(module: Any, reason: str, *args: Any, **kwargs: Any) -> Any:
+def original(module: Any, reason: str, *args: Any, **kwargs: Any) -> Any:
+    """The forward of its class; counts why."""
     counts.passed(type(module).__name__, reason)
     return type(module).forward(module, *args, **kwargs)
 
 
 def norm_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     """RMSNorm of every family: weight (+ 1) times rows over their root mean square."""
-    state = _state(self)
-    reason = _passes(self, hidden_states, self.weight, state)
+    state = state_of(self)
+    reason = reason_to_pass(self, hidden_states, self.weight, state)
     if reason is not None:
-        return _original(self, reason, hidden_states)
+        return original(self, reason, hidden_states)
     counts.took("rms_norm")
     return rms_norm(even_rows(hidden_states, 2), self.weight, **state.details)
 
 
 def linear_forward(self: Any, input: torch.Tensor) -> torch.Tensor:
     """torch.nn.Linear."""
-    reason = _passes(self, input, self.weight, _state(self))
+    reason = reason_to_pass(self, input, self.weight, state_of(self))
     if reason is not None:
-        return _original(self, reason, input)
+        return original(self, reason, input)
     counts.took("linear")
     return linear(even_rows(input), self.weight, self.bias)
 
 
 def mlp_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-    """A gated MLP: down_proj(silu(gate_proj(x)) * up_proj(x))."""
-    state = _state(self)
-    fused = state.fused
-    reason = _passes(self, x, self.gate_proj.weight, state)
-    if reason is not None or fused is None:
-        return _original(self, str(reason), x)
-    counts.took("swiglu_linear")
-    if fused.bias is None:
+    """A gated MLP: down_proj(act_fn(gate_proj(x)) * up_proj(x))."""
+    state = state_of(self)
+    reason = reason_to_pass(self, x, self.gate_proj.weight, state)
+    if reason is not None:
+        return original(self, reason, x)
+    counts.took(state.op)
+    (fused,) = state.fused
+    if state.op == "swiglu_linear":
         joined = swiglu_linear(even_rows(x), fused.weight)
     else:
-        joined = silu_and_mul(linear(even_rows(x), fused.weight, fused.bias))
+        joined = gated(linear(even_rows(x), fused.weight, fused.bias), state.details["gate"])
     return self.down_proj(joined)
+
+
+def gated(joined: torch.Tensor, gate: str) -> torch.Tensor:
+    """The activation `gate` of the first half of each row times the second; "silu" or a way to
+    approximate GELU."""
+    if gate == "silu":
+        return silu_and_mul(joined)
+    return gelu_and_mul(joined, approximate=gate)
 
 
 def attention_forward(self: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
     """Projections, norms of queries and keys, rotation, the cache, attention as configured."""
-    state = _state(self)
+    state = state_of(self)
     names = state.details["parameters"]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     hidden_states = given["hidden_states"]
     cos, sin = given.get("position_embeddings") or (None, None)
-    reason = _passes(self, hidden_states, self.q_proj.weight, state)
+    reason = reason_to_pass(self, hidden_states, self.q_proj.weight, state)
     if reason is None and (cos is None or not _rotates_whole(cos, hidden_states, self.head_dim)):
         reason = "another rotation"
     if reason is not None:
-        return _original(self, reason, *args, **kwargs)
+        return original(self, reason, *args, **kwargs)
     q, k, v = _projected(self, state, hidden_states, cos, sin)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     cache = given.get(state.details["cache"])
@@ -148,15 +168,19 @@ def _projected(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rotated queries and keys, and values: (batch_size, seqlen, heads, head_dim) each."""
     heads = (*x.shape[:-1], -1, self.head_dim)
-    fused = state.fused
-    if fused is not None:
+    if state.fused:
+        (fused,) = state.fused
         sizes = [size // self.head_dim for size in fused.sizes]
-        if state.details["norm"] is None and self.head_dim % 32 == 0:
+        if state.op == "qkv_linear":
             counts.took("qkv_linear")
             half_cos, half_sin, positions = rotation_tables(cos, sin)
+            norms: dict[str, Any] = {}
+            if state.details["norm"] == "head":
+                norms = {"q_norm_weight": self.q_norm.weight, "k_norm_weight": self.k_norm.weight}
             found: Any = qkv_linear(
                 even_rows(x), fused.weight, num_heads=sizes[0], num_kv_heads=sizes[1],
                 bias=fused.bias, cos=half_cos, sin=half_sin, positions=positions,
+                **norms, **state.details["norm_details"],
             )  # fmt: skip
             return found
         counts.took("linear")

@@ -12,7 +12,8 @@ import torch
 
 from ...errors import TensorError
 
-# (table, what was expected of it), in the order of the bits of csrc/include/kernel_hub/bounds.cuh.
+# (table, what was expected of it), in the order of the bits of csrc/include/kernel_hub/bounds.cuh,
+# then of those that one room alone reads, in its own headers.
 _ROWS = "bounds from 0 to the rows there are, that do not fall and are no further apart than said"
 TABLES = (
     ("block_table", "pages of the cache"),
@@ -25,8 +26,11 @@ TABLES = (
     ("offsets", "offsets from 0 to the rows there are, that do not fall"),
     ("experts", "experts from 0 to one below num_experts, or -1"),
     ("row_id_map", "rows there are, or -1"),
+    ("ids", "ids from 0 to one below vocab_size"),
+    ("draft_ids", "tokens, and -1 behind the last"),
+    ("block_mapping", "pages of the caches, or -1"),
 )
-_MOST_OPS = 16
+_MOST_OPS = 64
 _words: dict[int, torch.Tensor] = {}  # by device; an int an op
 _flags: dict[tuple[str, int], torch.Tensor] = {}
 _ops: list[str] = []

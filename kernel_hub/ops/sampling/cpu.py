@@ -17,10 +17,10 @@ _POWER = (
 _WORD = (1 << 32) - 1
 
 
-def random_bits(seed: int, offset: int) -> int:
-    """64 bits: the first two words of Philox-4x32-10."""
+def random_bits(seed: int, offset: int, use: int = 0) -> int:
+    """64 bits, others for each use: the first two words of Philox-4x32-10."""
     key = [seed & _WORD, seed >> 32 & _WORD]
-    c = [offset & _WORD, offset >> 32 & _WORD, 0, 0]
+    c = [offset & _WORD, offset >> 32 & _WORD, use, 0]
     for _ in range(10):
         a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
         c = [b >> 32 ^ c[1] ^ key[0], b & _WORD, a >> 32 ^ c[3] ^ key[1], a & _WORD]
@@ -139,6 +139,17 @@ def weigh(given: Any) -> Drawn:
     return Drawn(z, greedy, depth, torch.where(kept, masses, 0), kept)
 
 
+def _write_top(given: Any, row: int, logprobs: torch.Tensor, order: torch.Tensor) -> None:
+    """The most probable of a row: order, of all that is kept."""
+    n = given.out_top_ids.shape[1]
+    if given.top_n is not None:
+        n = min(n, max(int(given.top_n[row]), 0))
+    best = order[:n]
+    given.out_top_ids[row], given.out_top_logprobs[row] = -1, -torch.inf
+    given.out_top_ids[row, : len(best)] = best
+    given.out_top_logprobs[row, : len(best)] = logprobs[best]
+
+
 def sample_into(given: Any) -> None:
     """Write the ids, and log probabilities where they are asked for."""
     drawn = weigh(given)
@@ -148,6 +159,7 @@ def sample_into(given: Any) -> None:
     for row in range(len(sums)):
         if drawn.greedy[row]:
             found, logprob = int(first[row].min()), 0.0
+            kept, logprobs = torch.tensor([found]), torch.zeros(sums.shape[1])
         else:
             seed, offset = (
                 0 if each is None else int(each[row]) for each in (given.seed, given.offset)
@@ -156,7 +168,12 @@ def sample_into(given: Any) -> None:
             number = total * random_bits(seed, offset) >> 64
             found = int(torch.searchsorted(sums[row], number, right=True))
             of_largest = torch.tensor(float(total)) / 2.0**_MASS_BITS
-            logprob = float(drawn.depth[row, found] * _fp32(_LN2) - of_largest.log())
+            logprobs = drawn.depth[row] * _fp32(_LN2) - of_largest.log()
+            logprob = float(logprobs[found])
+            kept = drawn.values[row].sort(descending=True, stable=True).indices
+            kept = kept[drawn.kept[row][kept]]
         given.out[row] = found
         if given.out_logprob is not None:
             given.out_logprob[row] = logprob
+        if given.out_top_ids is not None:
+            _write_top(given, row, logprobs, kept)

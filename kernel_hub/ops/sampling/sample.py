@@ -18,13 +18,15 @@ _NUM_THREADS = 512
 _MAX_PARTS = 8
 _LEAST_PART = 4096  # elements
 _PART_INTS = 4 + 2 * 512  # Part of csrc/sampling/parts.cuh
+MOST_TOP = 32
 _BATCH = (
     "temperature top_k top_p min_p seed offset repetition_penalty presence_penalty "
-    "frequency_penalty"
+    "frequency_penalty top_n"
 )
 _ROWS = "bias token_bitmask prompt_bitmask output_counts"
+_OUTS = "out out_logprob out_top_ids out_top_logprobs"
 _DTYPES = {
-    "top_k": torch.int32, "seed": torch.int64, "offset": torch.int64,
+    "top_k": torch.int32, "top_n": torch.int32, "seed": torch.int64, "offset": torch.int64,
     "token_bitmask": torch.int32, "prompt_bitmask": torch.int32, "output_counts": torch.int32,
 }  # fmt: skip
 
@@ -42,6 +44,7 @@ class SampleGiven(NamedTuple):
     repetition_penalty: Any
     presence_penalty: Any
     frequency_penalty: Any
+    top_n: Any
     bias: Any
     token_bitmask: Any
     prompt_bitmask: Any
@@ -49,16 +52,18 @@ class SampleGiven(NamedTuple):
     softcap: float
     out: Any
     out_logprob: Any
+    out_top_ids: Any
+    out_top_logprobs: Any
 
     @property
     def tensors(self) -> tuple[Any, ...]:
         """In the order of `_writes`."""
-        return (*self[:14], self.out, self.out_logprob)
+        return (*self[:15], *self[16:])
 
 
 _plans: Plans[tuple[tuple[Any, ...], common.Spans]] = Plans()
-_operands = common.Operands(_OP, "logits", f"{_BATCH} {_ROWS} out out_logprob")
-_writes = common.Writes(_OP, f"logits {_BATCH} {_ROWS} out out_logprob", "out out_logprob")
+_operands = common.Operands(_OP, "logits", f"{_BATCH} {_ROWS} {_OUTS}")
+_writes = common.Writes(_OP, f"logits {_BATCH} {_ROWS} {_OUTS}", _OUTS)
 
 
 def sample(
@@ -81,6 +86,9 @@ def sample(
     return_logprob: bool = False,
     out: torch.Tensor | None = None,
     out_logprob: torch.Tensor | None = None,
+    top_n: torch.Tensor | None = None,
+    out_top_ids: torch.Tensor | None = None,
+    out_top_logprobs: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Draw a token of each row of logits; every row by parameters of its own, in one launch.
 
@@ -112,6 +120,11 @@ def sample(
     return_logprob: also return the log of the probability with which the token was drawn, of what
         is kept, in fp32; 0 where the largest was taken.
     out, out_logprob: where to write, (batch,) int64 and fp32; must not overlap anything.
+    out_top_ids, out_top_logprobs: (batch, n) int64 and fp32, n at most 32, contiguous, either
+        or both: where to write the n most probable of what is kept, the first of equal ones first,
+        and the logs of the probabilities with which they were to be drawn, those that out_logprob
+        is of. From where fewer are kept on: -1 and -inf; where the largest was taken, it alone.
+    top_n: (batch,) int32: of each row only so many; None: n.
 
     nan is never drawn, nor is -inf; what is +inf shares all of the mass. Where that leaves nothing,
     the largest is taken as if token_bitmask were not given; where there is none, token 0.
@@ -125,11 +138,12 @@ def sample(
     common.check_flag(_OP, "return_logprob", return_logprob)
     options = (
         temperature, top_k, top_p, min_p, seed, offset, repetition_penalty, presence_penalty,
-        frequency_penalty, bias, token_bitmask, prompt_bitmask, output_counts,
+        frequency_penalty, top_n, bias, token_bitmask, prompt_bitmask, output_counts,
     )  # fmt: skip
-    is_plain = _operands.are_plain((logits,), (*options, out, out_logprob))
-    given = SampleGiven(logits, *options, softcap, out, out_logprob)
-    written = [x for x in (out, out_logprob) if x is not None]
+    outs = out, out_logprob, out_top_ids, out_top_logprobs
+    is_plain = _operands.are_plain((logits,), (*options, *outs))
+    given = SampleGiven(logits, *options, softcap, *outs)
+    written = [x for x in outs if x is not None]
     try:
         if not is_plain:
             _check(given)
@@ -141,7 +155,7 @@ def sample(
         else:
             (_cuda_into if logits.is_cuda else _cpu_into)(new, bool(written))
     except common.FOREIGN:
-        _operands.check_tensors((logits,), (*options, out, out_logprob))
+        _operands.check_tensors((logits,), (*options, *outs))
         _check(given)
         raise
     if written and is_plain:
@@ -160,6 +174,12 @@ def _new(given: SampleGiven, has_logprob: bool) -> SampleGiven:
     if given.seed is None:
         seeds = torch.randint(-(2**63), 2**63 - 1, batch_size, device=logits.device)
         new["seed"] = seeds
+    for made, other, dtype in (
+        ("out_top_ids", given.out_top_logprobs, torch.int64),
+        ("out_top_logprobs", given.out_top_ids, torch.float32),
+    ):
+        if getattr(given, made) is None and other is not None:
+            new[made] = torch.empty_like(other, dtype=dtype)
     return given._replace(**new)
 
 
@@ -194,10 +214,25 @@ def _check(given: SampleGiven) -> None:
     common.check_written(
         _OP, "out_logprob", given.out_logprob, (batch_size,), logits, (torch.float32,)
     )
+    _check_top(given)
 
 
 def _dim(value: Any) -> int:
     return value.dim() if isinstance(value, torch.Tensor) else 0
+
+
+def _check_top(given: SampleGiven) -> None:
+    """What the most probable are written to."""
+    outs = (("out_top_ids", torch.int64), ("out_top_logprobs", torch.float32))
+    n = next((common.last_size(x) for x in given[-2:] if x is not None), 0)
+    for argument, dtype in outs:
+        value = getattr(given, argument)
+        shape = (given.logits.shape[0], n)
+        common.check_written(_OP, argument, value, shape, given.logits, (dtype,))
+        if n > MOST_TOP:
+            raise common.refuse(_OP, argument, f"at most {MOST_TOP} of a row", value)
+        if value is not None and not value.is_contiguous():
+            raise common.refuse(_OP, argument, "a contiguous tensor", value)
 
 
 def _check_one(given: SampleGiven, argument: str, shape: tuple[int, ...]) -> None:
@@ -235,7 +270,7 @@ def _plan(given: SampleGiven, low_bits: int) -> Launch:
     ]
     numbers = (
         row_stride, *strides, vocab_size, common.ELEMENT_TYPES.index(logits.dtype), int(is_plain),
-        float(given.softcap),
+        0 if given.out_top_ids is None else given.out_top_ids.shape[1], float(given.softcap),
     )  # fmt: skip
     function = common.shipped(_OP, _OP)
     parts = choose_parts(batch_size, vocab_size, device_of(logits.device).num_sms)
@@ -244,8 +279,8 @@ def _plan(given: SampleGiven, low_bits: int) -> Launch:
 
 def _cuda_into(given: SampleGiven, is_given: bool = True) -> None:
     """One launch. is_given: the caller gave out or out_logprob."""
-    (logits, temperature, top_k, top_p, min_p, seed, offset, repetition, presence, frequency, bias,
-     token_bitmask, prompt_bitmask, output_counts, softcap, out, out_logprob) = given  # fmt: skip
+    (logits, temperature, top_k, top_p, min_p, seed, offset, repetition, presence, frequency, top_n,
+     bias, token_bitmask, prompt_bitmask, output_counts, softcap, *outs) = given  # fmt: skip
     tensors = given.tensors
     addresses = tuple([x.data_ptr() for x in tensors if x is not None])
     key = (
@@ -269,7 +304,7 @@ def _cuda_into(given: SampleGiven, is_given: bool = True) -> None:
         try:
             function(
                 grid, block, shared_bytes, None,
-                (state, parts, out, out_logprob, logits, temperature, top_k, top_p, min_p, seed,
+                (state, parts, *outs, logits, temperature, top_k, top_n, top_p, min_p, seed,
                  offset, bias, token_bitmask, repetition, presence, frequency, prompt_bitmask,
                  output_counts, *numbers),
             )  # fmt: skip
@@ -290,8 +325,9 @@ def _cpu_into(given: SampleGiven, is_given: bool = True) -> None:
 _op = common.define_given(
     "sample(Tensor logits, Tensor? temperature, Tensor? top_k, Tensor? top_p, Tensor? min_p, "
     "Tensor? seed, Tensor? offset, Tensor? repetition_penalty, Tensor? presence_penalty, "
-    "Tensor? frequency_penalty, Tensor? bias, Tensor? token_bitmask, Tensor? prompt_bitmask, "
-    "Tensor? output_counts, float softcap, Tensor(a!) out, Tensor(b!)? out_logprob) -> ()",
+    "Tensor? frequency_penalty, Tensor? top_n, Tensor? bias, Tensor? token_bitmask, "
+    "Tensor? prompt_bitmask, Tensor? output_counts, float softcap, Tensor(a!) out, "
+    "Tensor(b!)? out_logprob, Tensor(c!)? out_top_ids, Tensor(d!)? out_top_logprobs) -> ()",
     lambda *arguments: SampleGiven(*arguments),
     cuda=lambda given: _cuda_into(given), cpu=lambda given: _cpu_into(given), check=_check,
 )  # fmt: skip

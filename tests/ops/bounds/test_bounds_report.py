@@ -20,8 +20,8 @@ from kernel_hub.ops.core import bounds
 
 FAR = 2**31 - 1
 INDICES = {
-    "block_table", "cache_seqlens", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "experts",
-    "offsets", "positions", "row_id_map", "slot_mapping",
+    "block_mapping", "block_table", "cache_seqlens", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_k",
+    "draft_ids", "experts", "ids", "offsets", "positions", "row_id_map", "slot_mapping",
 }  # fmt: skip
 
 
@@ -94,6 +94,11 @@ def _combine(way: Way) -> Any:
     return ops.moe_combine(way.randn(2, 8), _int32(way, [0, -1], [2, 1]), way.randn(2, 2))
 
 
+def _embed(way: Way, id_: int, position: int) -> Any:
+    weight, positions = way.randn(5, 8), _int32(way, position)
+    return ops.embedding(_int32(way, id_), weight, position_weight=weight, positions=positions)
+
+
 # What is said, and a call that it is said of.
 CALLS: dict[str, Callable[[Way], Any]] = {
     "rope: positions": lambda way: _rope(way, 5),
@@ -109,6 +114,21 @@ CALLS: dict[str, Callable[[Way], Any]] = {
     "grouped_linear: offsets": _grouped,
     "moe_permute: experts": _permute,
     "moe_combine: row_id_map": _combine,
+    "copy_blocks: block_mapping": lambda way: ops.copy_blocks(
+        way.randn(3, 8), way.randn(3, 8), _int32(way, [0, 1], [-1, 9], [2, 3])
+    ),
+    "cu_seqlens: cache_seqlens": lambda way: ops.cu_seqlens(
+        _int32(way, 1, 2),
+        cache_seqlens=_int32(way, 0, 7),
+        block_table=_int32(way, [0], [1]),
+        page_size=8,
+        out_slots=torch.empty(3, dtype=torch.int64, device=way.device),
+    ),
+    "verify_draft: draft_ids": lambda way: ops.verify_draft(
+        torch.tensor([[1, 5]], device=way.device), way.randn(1, 3, 5)
+    ),
+    "embedding: ids": lambda way: _embed(way, 5, 4),
+    "embedding: positions": lambda way: _embed(way, 4, -1),
 }
 
 
@@ -171,9 +191,10 @@ def test_inference_mode_makes_no_flag_that_cannot_be_cleared(
 
 
 def test_names_are_those_of_the_kernels_bits() -> None:
-    header = (ROOT / "csrc/include/kernel_hub/bounds.cuh").read_text(encoding="utf-8")
-    bits = re.findall(r"k\w+Outside = 1 << (\d+), +// (\w+)", header)
-    assert [(str(i), name) for i, (name, _) in enumerate(bounds.TABLES)] == bits
+    headers = [path.read_text(encoding="utf-8") for path in (ROOT / "csrc").rglob("*.cu*")]
+    bits = re.findall(r"k\w+Outside = 1 << (\d+), +// (\w+)", "".join(headers))
+    found = sorted((int(bit), name) for bit, name in bits)
+    assert [(i, name) for i, (name, _) in enumerate(bounds.TABLES)] == found
 
 
 # These read lengths after kernels that have told of them, or experts before one that will.

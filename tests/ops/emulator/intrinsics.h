@@ -121,6 +121,15 @@ inline float __fmul_rn(float a, float b) {
 inline float __fdiv_rn(float a, float b) {
     return a / b;
 }
+inline double __dmul_rn(double a, double b) {
+    return a * b;
+}
+inline double __ddiv_rn(double a, double b) {
+    return a / b;
+}
+inline long long __double2ll_rn(double x) {
+    return llrint(x);
+}
 inline uint64_t __umul64hi(uint64_t a, uint64_t b) {
     return static_cast<unsigned __int128>(a) * b >> 64;
 }

@@ -249,7 +249,7 @@ def test_kept_sets_are_those_of_a_sort_in_fp64(way: Way, name: str) -> None:
         found = op.cpu.weigh(
             op.SampleGiven(row[None], *[x[:1] for x in (
                 filled["temperature"], filled["top_k"], filled["top_p"], filled["min_p"])],
-                *[None] * 9, 0.0, None, None)
+                *[None] * 10, 0.0, *[None] * 4)
         )  # fmt: skip
         assert found.kept[0].tolist() == (wanted > 0).tolist(), (t, k, p, m)
         ids = check(way, row.expand(draws, -1), **filled, **arguments(draws, 5, "seed_only"))

@@ -1,0 +1,121 @@
+// Rows of a table by ids, scaled, and rows of a second table by positions added.
+//
+//   out[t] = weight[id - first_id]                                              the same bits, or
+//   out[t] = scale * weight[id - first_id] + position_weight[position]  in fp32, rounded once
+// id = ids[t]; position = positions[t % period], or where positions is null t % period. An id that
+// is not first_id .. first_id + num_rows - 1 gives zeros, and no position is asked for it; one that
+// is none of vocab_size is reported. A position that is no row of its table gives nan.
+//
+// Parallelisation: threadIdx.x walks a row, kAhead accesses a thread, gridDim.y blocks wide;
+// threadIdx.y and gridDim.x the tokens. No shared memory. A row is read and written once.
+//   vec       16 bytes an access
+//   scalar    any alignment
+// Source: Vaswani et al., "Attention Is All You Need", 2017, 3.4.
+
+#include "kernel_hub/launch_facts.cuh"
+#include "kernel_hub/vec.cuh"
+#include "tokens/indices.cuh"
+
+namespace kernel_hub::tokens {
+
+constexpr int kThreads = 256;
+constexpr int kAhead = 4;  // accesses of a row before its writes
+
+template <typename T, int kWidth>
+__device__ __forceinline__ void embed(T* out, int* flag, const void* ids, const T* weight,
+                                      const T* position_weight, const void* positions,
+                                      int64_t out_stride, int64_t ids_stride, int64_t weight_stride,
+                                      int64_t position_stride, int num_tokens, int hidden_size,
+                                      int num_rows, int first_id, int vocab_size, int max_position,
+                                      int period, int ids_bytes, int positions_bytes, int is_scaled,
+                                      float scale) {
+    using A = Access<T, kWidth>;
+    const int token = blockIdx.x * blockDim.y + threadIdx.y;
+    if (token >= num_tokens) {
+        return;
+    }
+    const bool is_first = blockIdx.y == 0 && threadIdx.x == 0;
+    const int64_t id = load_index(ids, token * ids_stride, ids_bytes);
+    const bool is_id = is_wide_index(id, vocab_size);
+    const bool is_there = is_id && is_wide_index(id - first_id, num_rows);
+    const T* row = weight + (is_there ? (id - first_id) * weight_stride : 0);
+
+    const bool has_position = is_there && position_weight != nullptr;
+    bool is_position = true;
+    const T* added = position_weight;
+    if (has_position) {
+        const int place = token % period;
+        const int64_t position =
+            positions == nullptr ? place : load_index(positions, place, positions_bytes);
+        is_position = is_wide_index(position, max_position);
+        added += is_position ? position * position_stride : 0;
+    }
+    report(flag, is_first ? (is_id ? 0 : kIdsOutside) | (is_position ? 0 : kPositionsOutside) : 0);
+
+    T* to = out + token * out_stride;
+    const int step = gridDim.y * blockDim.x * kWidth;
+    const int first = (blockIdx.y * blockDim.x + threadIdx.x) * kWidth;
+    typename A::Bits bits[kAhead] = {}, more[kAhead] = {};
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+        const int at = first + i * step;
+        if (is_there && at < hidden_size) {
+            bits[i] = A::read(row + at);
+        }
+    }
+    if (has_position && is_position) {
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+            if (first + i * step < hidden_size) {
+                more[i] = A::read_shared_by_blocks(added + first + i * step);
+            }
+        }
+    }
+    const float factor = is_position ? scale : __builtin_nanf("");
+    const bool is_changed = is_there && (is_scaled || has_position);
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+        const int at = first + i * step;
+        if (at >= hidden_size) {
+            continue;
+        }
+        if (!is_changed) {
+            A::write_bits(to + at, bits[i]);
+            continue;
+        }
+        float values[kWidth], others[kWidth];
+        A::unpack(bits[i], values);
+        A::unpack(more[i], others);
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j) {
+            const float scaled = __fmul_rn(values[j], factor);
+            values[j] = has_position ? __fadd_rn(scaled, others[j]) : scaled;
+        }
+        A::write(to + at, values);
+    }
+}
+
+#define EXPORT_EMBEDDING_VARIANT(NAME, T, WIDTH)                                                  \
+    DESCRIBED(                                                                                    \
+        NAME, "x: tokens in steps of blockDim.y, y: columns in steps of 4 blockDim.x", (),        \
+        extern "C" __global__ void __launch_bounds__(kThreads) NAME(                              \
+            T* out, int* flag, const void* ids, const T* weight, const T* position_weight,        \
+            const void* positions, int64_t out_stride, int64_t ids_stride, int64_t weight_stride, \
+            int64_t position_stride, int num_tokens, int hidden_size, int num_rows, int first_id, \
+            int vocab_size, int max_position, int period, int ids_bytes, int positions_bytes,     \
+            int is_scaled, float scale) {                                                         \
+            embed<T, WIDTH>(out, flag, ids, weight, position_weight, positions, out_stride,       \
+                            ids_stride, weight_stride, position_stride, num_tokens, hidden_size,  \
+                            num_rows, first_id, vocab_size, max_position, period, ids_bytes,      \
+                            positions_bytes, is_scaled, scale);                                   \
+        })
+#define EXPORT_EMBEDDING(DTYPE, T)                                     \
+    EXPORT_EMBEDDING_VARIANT(embedding_##DTYPE##_vec, T, kVecElems<T>) \
+    EXPORT_EMBEDDING_VARIANT(embedding_##DTYPE##_scalar, T, 1)
+
+// {op}_{dtype}_{variant}
+EXPORT_EMBEDDING(fp16, __half)
+EXPORT_EMBEDDING(bf16, __nv_bfloat16)
+EXPORT_EMBEDDING(fp32, float)
+
+}  // namespace kernel_hub::tokens

@@ -1,0 +1,81 @@
+"""Drafts verified by torch, with the very numbers of csrc/sampling: the same tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import cpu
+
+_FIX = 2.0**56  # in which p and q are compared
+
+
+def _fixed(x: torch.Tensor, scale: float) -> torch.Tensor:
+    return (x.double() * scale).round().long()
+
+
+def _below(weights: torch.Tensor, bits: int) -> int:
+    """The index whose weight, with those before it, passes a random number below their sum."""
+    sums = weights.cumsum(0)
+    return int(torch.searchsorted(sums, int(sums[-1]) * bits >> 64, right=True))
+
+
+def _token(
+    masses: torch.Tensor, draft: int | None, probs: torch.Tensor | None, seed: int, offset: int
+) -> int:
+    """What a position leaves: the draft where it is kept, else what is drawn in its place."""
+    bits = cpu.random_bits(seed, offset)
+    if draft is None or probs is None:
+        return _below(masses, bits)
+    target = _fixed(masses, _FIX / float(masses.sum()))
+    given = _fixed(probs.nan_to_num(0.0).clamp(0, 1), _FIX)
+    chance = float(cpu.random_bits(seed, offset, 1) >> 11) * 2.0**-53
+    if chance * float(given[draft]) < float(target[draft]):
+        return draft
+    rest = (target - given).clamp(min=0)
+    return _below(rest if bool(rest.any()) else masses, bits)
+
+
+class _Rows:
+    """The rows of logits of all positions, as `cpu.weigh` takes them."""
+
+    softcap = 0.0
+    bias = token_bitmask = prompt_bitmask = output_counts = None
+    top_k = top_p = min_p = None
+
+    def __init__(self, given: Any) -> None:
+        positions = given.target_logits.shape[1]
+        self.logits = given.target_logits.flatten(0, 1)
+        self.temperature = None
+        if given.temperature is not None:
+            self.temperature = given.temperature.repeat_interleave(positions)
+
+
+def verify_into(given: Any) -> None:
+    """Write the tokens, and how many of them are drafts."""
+    batch, positions, vocab_size = given.target_logits.shape
+    if batch == 0:
+        return
+    drawn = cpu.weigh(_Rows(given))
+    given.out_ids.fill_(-1)
+    for row, drafts in enumerate(given.draft_ids.tolist()):
+        seed, offset = (0 if x is None else int(x[row]) for x in (given.seed, given.offset))
+        num = 0
+        for position in range(positions):
+            at = row * positions + position
+            has_draft = position < positions - 1 and 0 <= drafts[position] < vocab_size
+            draft = drafts[position] if has_draft else None
+            if drawn.greedy[at]:
+                values = drawn.values[at]
+                token = int((values == values.max()).nonzero()[0])
+            else:
+                probs = given.draft_probs[row, position] if (
+                    given.draft_probs is not None and has_draft
+                ) else None  # fmt: skip
+                token = _token(drawn.masses[at], draft, probs, seed, offset + position)
+            given.out_ids[row, position] = token
+            if token != draft:
+                break
+            num += 1
+        given.num_accepted[row] = num

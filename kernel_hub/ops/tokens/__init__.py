@@ -1,0 +1,1 @@
+"""Tokens as rows. A room knows core alone, never another room."""

@@ -1,0 +1,36 @@
+"""A copy of what is shipped, with all cubins or a few, to build wheels and releases from."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SHIPPED = (
+    *("kernel_hub", "csrc", "cubins", "tests", "examples", "benchmarks", "docs", "native"),
+    *("setup.py", "pyproject.toml", "MANIFEST.in", "Makefile", "build_cubins.sh", "LICENSE"),
+    *("README.md", "README.zh-CN.md", "CHANGELOG.md", "mkdocs.yml", ".clang-format", "tools"),
+)
+FEW = ("launch_probe", "rms_norm", "rope")
+
+
+def copy_to(folder: Path, cubins: tuple[str, ...] | None = None) -> Path:
+    """Copy it to `folder`; cubins: those to keep, None: all. Compressing them takes most of a
+    build's time."""
+    ignore = shutil.ignore_patterns("__pycache__", ".*cache", "*.egg-info")
+    for name in SHIPPED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, folder / name, ignore=ignore, dirs_exist_ok=True)
+        elif source.exists():
+            shutil.copy(source, folder / name)
+    if cubins is not None:
+        manifest = folder / "cubins/manifest.json"
+        said = json.loads(manifest.read_text())
+        said["cubins"] = {name: said["cubins"][name] for name in cubins}
+        manifest.write_text(json.dumps(said))
+        for file in (folder / "cubins").glob("*/*.cubin"):
+            if file.stem not in cubins:
+                file.unlink()
+    return folder

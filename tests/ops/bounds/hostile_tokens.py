@@ -1,0 +1,106 @@
+"""embedding and verify_draft with ids and positions that lie, drawn by lot between guard bands.
+
+An id of no row gives zeros, a position of no row nan, a draft of no token ends the row's; the
+others are right.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from arena import Arena, outside
+from led_outside import check_said, forget
+
+from kernel_hub.ops import embedding, verify_draft
+from kernel_hub.testing import reference_tokens
+from kernel_hub.testing.compare import check
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_FAR = (2**32, 2**32 + 1, -(2**32), 2**62, -(2**63), 2**63 - 1)
+
+
+def _indices(generator: random.Random, count: int, rows: int) -> torch.Tensor:
+    """Some of them are no rows."""
+    kind = generator.choice((torch.int32, torch.int64))
+    far = _FAR if kind == torch.int64 else ()
+    found = [
+        generator.randrange(rows) if generator.random() < 0.8
+        else generator.choice((*far, outside(generator, rows)))
+        for _ in range(count)
+    ]  # fmt: skip
+    return torch.tensor(found, dtype=kind)
+
+
+def _is_outside(indices: torch.Tensor, count: int) -> torch.Tensor:
+    return (indices < 0) | (indices >= count)
+
+
+def hostile_embedding(generator: random.Random, arena: Arena) -> None:
+    """What is looked up, and that nothing else was read or written."""
+    choose = generator.choice
+    seed = torch.Generator().manual_seed(generator.randrange(1 << 30))
+    dtype, tokens = choose(_DTYPES), choose((1, 7, 40))
+    rows, hidden, max_position = choose((1, 9, 70)), choose((1, 8, 72, 200)), choose((1, 30))
+    first_id = choose((0, 0, 3))
+    vocab_size = choose((first_id + rows, first_id + rows + 9, rows))
+    free: dict[str, Any] = {
+        "ids": _indices(generator, tokens, vocab_size),
+        "weight": torch.randn(rows, hidden, generator=seed).to(dtype),
+    }
+    if choose((False, True)):
+        free["position_weight"] = torch.randn(max_position, hidden, generator=seed).to(dtype)
+        free["positions"] = _indices(generator, tokens, max_position)
+    options = {"first_id": first_id, "vocab_size": vocab_size, "scale": choose((None, 1.5))}
+    print(dtype, rows, hidden, max_position, options, free["ids"], free.get("positions"))
+    given = arena.put_all(**{name: x.to(arena.device) for name, x in free.items()})
+    out = arena.empty("out", (tokens, hidden), dtype)
+    forget(out)
+    embedding(**given, **options, out=out)
+    arena.check()
+    is_bad = _is_outside(free["ids"], vocab_size)
+    certain = {"ids"} if bool(is_bad.any()) else set[str]()
+    if "positions" in free:
+        asked = ~is_bad & ~_is_outside(free["ids"].long() - first_id, rows)
+        if bool((asked & _is_outside(free["positions"], max_position)).any()):
+            certain.add("positions")
+    check_said("embedding", out, certain)
+    truth, own = (
+        reference_tokens.embedding(**free, **options, dtype=each) for each in (torch.float64, dtype)
+    )
+    check(out.cpu(), truth, own)
+
+
+def hostile_verify(generator: random.Random, arena: Arena) -> None:
+    """Drafts that are no tokens end their rows; the others are verified."""
+    choose = generator.choice
+    seed = torch.Generator().manual_seed(generator.randrange(1 << 30))
+    batch, drafts, size = choose((1, 3)), choose((1, 4)), choose((1, 9, 300))
+    logits = torch.randn(batch, drafts + 1, size, generator=seed).to(choose(_DTYPES))
+    ids = _indices(generator, batch * drafts, size).long().view(batch, drafts)
+    free: dict[str, Any] = {
+        "draft_ids": ids, "target_logits": logits, "seed": torch.arange(batch),
+        "temperature": torch.zeros(batch),
+    }  # fmt: skip
+    if choose((False, True)):
+        free["draft_probs"] = torch.rand(batch, drafts, size, generator=seed).softmax(-1)
+    print(batch, drafts, size, logits.dtype, ids.tolist())
+    given = arena.put_all(**{name: x.to(arena.device) for name, x in free.items()})
+    outs = {
+        "out_ids": arena.empty("out_ids", (batch, drafts + 1), torch.int64),
+        "num_accepted": arena.empty("num_accepted", (batch,), torch.int32),
+    }
+    forget(logits.to(arena.device))
+    found, num = verify_draft(**given, **outs)
+    arena.check()
+    ends, best = [], logits.argmax(-1)
+    for row in ids.tolist():
+        ends.append(next((i for i, each in enumerate(row) if not 0 <= each < size), drafts))
+    told = [row[end] for row, end in zip(ids.tolist(), ends, strict=True) if end < drafts]
+    check_said("verify_draft", found, {"draft_ids"} if any(x != -1 for x in told) else set())
+    for row, end in enumerate(ends):
+        kept = next((i for i in range(end) if ids[row, i] != best[row, i]), end)
+        assert int(num[row]) == kept
+        wanted = [*best[row, : kept + 1].tolist(), *[-1] * (drafts - kept)]
+        assert found[row].tolist() == wanted
