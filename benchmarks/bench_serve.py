@@ -68,7 +68,7 @@ def alone(engine: Any, num_clients: int, num_tokens: int) -> list[float]:
 
 
 def served(engine: Any, interval_s: float | None, num_clients: int, num_tokens: int) -> list[float]:
-    """Of one run of the clients; `interval_s`: how often threads change, None: as the server has it."""
+    """Of one run of the clients; threads change every `interval_s`, None: as the server says."""
     from kernel_hub.engine.server import serve
     from kernel_hub.engine.server.app import Limits
 

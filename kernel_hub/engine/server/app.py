@@ -132,7 +132,7 @@ class Service:
             return JSONResponse(await unless_gone(request.receive, answer.whole()))
         pieces = answer.pieces()
         await anext(pieces)
-        return EventStream(pieces, self._limits.write_s)
+        return EventStream(pieces)
 
     def _has_room(self) -> None:
         if self._worker.waiting >= self._limits.waiting:

@@ -53,23 +53,15 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Any]) -> Any:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events of `pieces`; an error on the way is the last of them.
+    """Server-sent events of `pieces`; an error on the way is the last of them."""
 
-    A client that takes nothing for `timeout_s` is left.
-    """
-
-    def __init__(self, pieces: AsyncGenerator[dict[str, Any], None], timeout_s: float) -> None:
+    def __init__(self, pieces: AsyncGenerator[dict[str, Any], None]) -> None:
         super().__init__(self._events(pieces), media_type="text/event-stream")
-        self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_in_time(message: Any) -> None:
-            with anyio.fail_after(self._timeout_s):
-                await send(message)
-
-        with contextlib.suppress(ClientDisconnect, TimeoutError):
+        with contextlib.suppress(ClientDisconnect):
             async with contextlib.aclosing(self.body_iterator):
-                await unless_gone(receive, self.stream_response(send_in_time))
+                await unless_gone(receive, self.stream_response(send))
 
     async def _events(self, pieces: AsyncGenerator[dict[str, Any], None]) -> Any:
         last = "data: [DONE]\n\n"
