@@ -89,7 +89,7 @@ def _compile(compiler: str, source: Path, library: Path) -> None:
     if not library.exists():
         made = library.with_suffix(f".{os.getpid()}.tmp")
         command = [
-            compiler, "-std=c++20", "-O1", "-U_FORTIFY_SOURCE", "-fno-strict-aliasing", "-fPIC",
+            compiler, "-std=c++20", "-Og", "-U_FORTIFY_SOURCE", "-fno-strict-aliasing", "-fPIC",
             "-shared", "-w", "-fno-gnu-unique",  # its threads are its own
             "-I", str(EMULATOR), *INCLUDE, "-isystem", str(_cuda_headers()),
             "-include", "emulator.h", "-x", "c++", str(source), "-o", str(made),
