@@ -12,6 +12,7 @@ import torch
 from ..ops import (
     append_kv,
     decode_attention,
+    embedding,
     flash_attention,
     gelu_and_mul,
     grouped_linear,
@@ -46,17 +47,6 @@ class Ragged(NamedTuple):
     max_chunk: int  # the longest of the others
 
 
-def embed(
-    ids: torch.Tensor, table: torch.Tensor, scale: float = 1.0, first: int = 0
-) -> torch.Tensor:
-    """Rows of a table, times `scale`; zeros for ids outside of it, whose first is `first`."""
-    own = ids.long() - first
-    if first == 0 and scale == 1.0:
-        return table[own.clamp_(0, table.shape[0] - 1)].masked_fill_((own != ids)[:, None], 0)
-    inside = (own >= 0) & (own < table.shape[0])
-    return table[own * inside] * scale * inside[:, None]
-
-
 class Model:
     """Weights, and how tokens go through them."""
 
@@ -67,7 +57,8 @@ class Model:
         self.num_kv_heads = max(1, c.num_kv_heads // group.world)
         self.device, self.dtype = weights.embedding.device, weights.embedding.dtype
         # As models' own code rounds it.
-        self._embed_scale = torch.tensor(c.embed_scale, dtype=self.dtype).item()
+        scale = torch.tensor(c.embed_scale, dtype=self.dtype).item()
+        self._embed_scale = None if scale == 1.0 else scale
         self._tables = {
             kind: rotary.tables(
                 rotary.frequencies_of(c.raw, layer_type=kind, seqlen=max_len, device=self.device),
@@ -90,7 +81,11 @@ class Model:
     def forward(self, b: Ragged, cache: Cache) -> torch.Tensor:
         """Logits in fp32 of this rank's share of the vocabulary, before the last softcap."""
         w, first = self.weights, self.group.share(self.config.vocab_size)[0]
-        x = self.group.add(embed(b.ids, w.embedding, self._embed_scale, first))
+        x = embedding(
+            b.ids, w.embedding, scale=self._embed_scale, first_id=first,
+            vocab_size=self.config.vocab_size,
+        )  # fmt: skip
+        x = self.group.add(x)
         for layer, own, pages in zip(self.config.layers, w.layers, cache, strict=True):
             h = self._norm(x, own, "attn_norm")
             out = self._attention(h, layer, own, pages, b)
@@ -100,7 +95,7 @@ class Model:
         if b.rows is not None:
             if not len(b.rows):  # chunks of prompts alone
                 return x[:0]
-            x = embed(b.rows, x)
+            x = embedding(b.rows, x)  # a gather
         return linear(self._rms(x, w.norm), w.head, out_dtype=torch.float32)
 
     def _rms(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
