@@ -46,13 +46,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--require-gpu", action="store_true", help="GPU tests fail, not skip, without a GPU"
     )
+    parser.addoption(
+        "--every-case", action="store_true", help="all cases of every test, not some drawn by lot"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU and its driver")
-    from launch_coverage import EmulatorCoverage, LaunchCoverage
+    from drawn import DrawnCases
+    from launch_coverage import EmulatorCoverage, LaunchCoverage, is_full_run
 
-    config.pluginmanager.register(EmulatorCoverage(config))
+    is_drawn = is_full_run(config, mark="not gpu and not slow") and not (
+        config.getoption("--require-gpu") or config.getoption("--every-case")
+    )
+    if is_drawn:
+        config.pluginmanager.register(DrawnCases())
+    config.pluginmanager.register(EmulatorCoverage(config, is_drawn))
     config.pluginmanager.register(skips.SkipSummary())
     if config.getoption("--require-gpu"):
         coverage = LaunchCoverage(config)

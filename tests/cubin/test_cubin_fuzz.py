@@ -1,4 +1,6 @@
-"""100,000 damaged cubins, and any bytes at all: a CubinInfo or a CubinCorruptError, and soon.
+"""Damaged cubins (30,000; KERNEL_HUB_FUZZ_IMAGES), any bytes: a CubinInfo or a CubinCorruptError.
+
+Soon, too.
 
 Of what is not refused hardly any counts as unknown: that costs a child process each.
 """
@@ -29,7 +31,7 @@ from kernel_hub.cubin import (
 from kernel_hub.errors import CubinCorruptError
 
 DATA = Path(__file__).parent / "data"
-IMAGES = 100_000
+IMAGES = int(os.environ.get("KERNEL_HUB_FUZZ_IMAGES", "30000"))
 CHUNK = 5_000
 SEED = int(os.environ.get("KERNEL_HUB_FUZZ_SEED", "20250611"))
 MAX_UNKNOWN = 0.05  # of all mutants

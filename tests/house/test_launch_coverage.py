@@ -52,7 +52,7 @@ def test_what_no_worker_ran_fails_a_whole_run_alone(
     monkeypatch: pytest.MonkeyPatch, args: list[str], options: dict[str, Any], counts: bool
 ) -> None:
     config = config_of(*args, **options)
-    coverage = launch_coverage.EmulatorCoverage(config)
+    coverage = launch_coverage.EmulatorCoverage(config, is_drawn=False)
     coverage.pytest_testnodedown(worker(["ran a", "ran b", "ran c"], ["ran a"], ""))
     coverage.pytest_testnodedown(worker(["ran a", "ran b", "ran c"], ["ran c"], ""))
     coverage.pytest_testnodedown(SimpleNamespace())  # one that broke down
@@ -62,10 +62,19 @@ def test_what_no_worker_ran_fails_a_whole_run_alone(
 
 def test_what_all_workers_ran_together_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of("tests")
-    coverage = launch_coverage.EmulatorCoverage(config)
+    coverage = launch_coverage.EmulatorCoverage(config, is_drawn=False)
     for seen in (["ran a"], ["ran b"]):
         coverage.pytest_testnodedown(worker(["ran a", "ran b"], seen, ""))
     assert finish(monkeypatch, coverage, config) == 0
+
+
+def test_a_drawn_run_owes_a_kernel_of_each_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of("tests")
+    coverage = launch_coverage.EmulatorCoverage(config, is_drawn=True)
+    wanted = ["ran rope_bf16 in the emulator", "ran a kernel of rope in the emulator"]
+    coverage.pytest_testnodedown(worker(wanted, [], ""))
+    assert finish(monkeypatch, coverage, config) == 1
+    assert coverage.missing == wanted[1:]
 
 
 @pytest.mark.parametrize("ended", [{"shouldstop": "-x"}, {"shouldfail": "--maxfail"}])
@@ -73,7 +82,7 @@ def test_a_session_that_ended_early_is_not_counted(
     monkeypatch: pytest.MonkeyPatch, ended: dict[str, str]
 ) -> None:
     config = config_of("tests")
-    coverage = launch_coverage.EmulatorCoverage(config)
+    coverage = launch_coverage.EmulatorCoverage(config, is_drawn=False)
     coverage.pytest_testnodedown(worker(["ran a"], [], ""))
     assert finish(monkeypatch, coverage, config, **ended) == 0
 

@@ -1,0 +1,64 @@
+"""Of the many cases of a test function some, drawn by lot; `--every-case` runs all.
+
+A pytest plugin (conftest.py registers it). Each run draws others; the number it prints draws the
+same again, in KERNEL_HUB_LOT. All run on a GPU and where less than all tests are asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import defaultdict
+from typing import Any
+
+import pytest
+
+VARIABLE = "KERNEL_HUB_LOT"
+DRAWS = {"case", "group", "index", "lot", "number", "seed", "turn"}  # lots themselves
+ALWAYS = 8  # cases of a function that are not worth drawing from
+
+
+class DrawnCases:
+    """Draws alike in all processes of a run, and says by which number."""
+
+    def __init__(self) -> None:
+        # Processes of pytest-xdist inherit it.
+        self.lot = os.environ.setdefault(VARIABLE, str(random.SystemRandom().randrange(10**6)))
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> None:
+        functions: dict[tuple[object, ...], list[Any]] = defaultdict(list)
+        for item in items:
+            if hasattr(item, "callspec") and not item.get_closest_marker("gpu"):
+                functions[item.path, item.parent, getattr(item, "originalname", "")].append(item)
+        left_out: set[pytest.Item] = set()
+        for (_, _, name), cases in functions.items():
+            if len(cases) > ALWAYS:
+                lot = random.Random(f"{self.lot} {cases[0].path.name} {name}")
+                left_out.update(set(cases) - set(draw(cases, lot)))
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=list(left_out))
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        terminalreporter.write_line(
+            f"cases were drawn by lot: {VARIABLE}={self.lot} draws the same, --every-case runs all"
+        )
+
+
+def draw(cases: list[Any], lot: random.Random) -> list[Any]:
+    """Every value of every parameter at least once, but for numbers of draws; a tenth at least."""
+    values = [
+        {(name, str(value)) for name, value in case.callspec.params.items() if name not in DRAWS}
+        for case in cases
+    ]
+    order = lot.sample(range(len(cases)), len(cases))
+    unseen, chosen = set().union(*values), list[int]()
+    least = ALWAYS - 2 + len(cases) // 10
+    while order and (unseen or len(chosen) < least):
+        best = max(order, key=lambda i: len(values[i] & unseen))
+        order.remove(best)
+        chosen.append(best)
+        unseen -= values[best]
+    return [cases[i] for i in sorted(chosen)]

@@ -1,0 +1,37 @@
+"""Which cases of a test a run draws."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import drawn
+
+
+def cases_of(**params: list[Any]) -> list[Any]:
+    """One of each combination, as pytest has them."""
+    return [
+        SimpleNamespace(callspec=SimpleNamespace(params=dict(zip(params, values, strict=True))))
+        for values in itertools.product(*params.values())
+    ]
+
+
+def test_every_value_is_drawn_and_few_cases() -> None:
+    sizes, dtypes = list(range(20)), ["fp16", "bf16", "fp32"]
+    cases = cases_of(size=sizes, dtype=dtypes, seed=list(range(10)))
+    for number in range(20):
+        found = drawn.draw(cases, random.Random(number))
+        assert {case.callspec.params["size"] for case in found} == set(sizes)
+        assert {case.callspec.params["dtype"] for case in found} == set(dtypes)
+        assert 60 <= len(found) < 80
+        assert [cases.index(case) for case in found] == sorted(map(cases.index, found))
+
+
+def test_all_are_drawn_in_the_end_and_a_number_draws_the_same() -> None:
+    cases = cases_of(seed=list(range(60)))
+    runs = [drawn.draw(cases, random.Random(number)) for number in range(60)]
+    assert {len(run) for run in runs} == {12}
+    assert len({id(case) for run in runs for case in run}) == 60
+    assert drawn.draw(cases, random.Random(7)) == runs[7]
