@@ -16,7 +16,7 @@ from .parts.model import add_model, opened
 if TYPE_CHECKING:
     import socket
 
-    from ..engine.server.app import Limits
+    from ..engine.server.app import ServerLimits
 
 NAME = "serve"
 HELP = "serve a model over HTTP as OpenAI's clients ask: completions, chats, streams"
@@ -71,12 +71,12 @@ def _port(text: str) -> int:
 def run(args: argparse.Namespace) -> int:
     try:
         from ..engine.server import serve
-        from ..engine.server.app import Limits
+        from ..engine.server.app import ServerLimits
     except ModuleNotFoundError as error:
         raise MissingPackageError(
             f"kernel-hub serve needs {error.name}: pip install 'kernel_hub[serve]'"
         ) from error
-    limits = Limits(**{name: value for name in LIMITS if (value := getattr(args, name))})
+    limits = ServerLimits(**{name: value for name in LIMITS if (value := getattr(args, name))})
     key = args.api_key or os.environ.get(KEY) or None
     is_first = os.environ.get("RANK", "0") == "0"
     # Before the model, which takes longer to find that the port is another's.
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _bound(args: argparse.Namespace, limits: Limits) -> socket.socket:
+def _bound(args: argparse.Namespace, limits: ServerLimits) -> socket.socket:
     from ..engine.server import serve
 
     try:

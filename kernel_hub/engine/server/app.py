@@ -29,7 +29,7 @@ from .worker import Worker
 
 
 @dataclass(frozen=True)
-class Limits:
+class ServerLimits:
     """What clients may ask for and how long they, or the engine, may take."""
 
     body_bytes: int = 8 << 20
@@ -43,11 +43,11 @@ class Limits:
 class Service:
     """The endpoints of one engine."""
 
-    def __init__(self, engine: Any, limits: Limits, api_key: str | None) -> None:
+    def __init__(self, engine: Any, limits: ServerLimits, api_key: str | None) -> None:
         self._engine, self._limits = engine, limits
         self._worker = Worker(engine, limits.step_s)
         self._grammars = Grammars(engine)
-        self._draining = False
+        self._draining, self._num_read = False, 0
         self._key = api_key and f"Bearer {api_key}".encode()
         self.metrics = Metrics(self._worker)
         self._texts = ThreadPoolExecutor(1, "kernel_hub texts")
@@ -123,10 +123,11 @@ class Service:
 
     async def _answer(self, request: Request, kind: type[Completion] | type[Chat]) -> Response:
         self._has_room()
-        body = await read_json(request, self._limits.body_bytes, self._limits.read_s)
-        asked = self._worker, self._engine, self._grammars, kind, body
-        loop = asyncio.get_running_loop()
-        answer = await loop.run_in_executor(self._texts, Answer, *asked)
+        self._num_read += 1
+        try:
+            answer = await self._prepared(request, kind)
+        finally:
+            self._num_read -= 1
         self._has_room()
         if not answer.streams:
             return JSONResponse(await unless_gone(request.receive, answer.whole()))
@@ -134,9 +135,16 @@ class Service:
         await anext(pieces)
         return EventStream(pieces)
 
+    async def _prepared(self, request: Request, kind: type[Completion] | type[Chat]) -> Answer:
+        body = await read_json(request, self._limits.body_bytes, self._limits.read_s)
+        asked = self._worker, self._engine, self._grammars, kind, body
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._texts, Answer, *asked)
+
     def _has_room(self) -> None:
-        if self._worker.waiting >= self._limits.waiting:
-            said = f"{self._worker.waiting} requests are waiting already."
+        waiting = self._num_read + self._worker.waiting
+        if waiting >= self._limits.waiting:
+            said = f"{waiting} requests are waiting already."
             raise ApiError(429, said, code="rate_limit_exceeded")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import uvicorn
 
-from .app import Limits, Service
+from .app import ServerLimits, Service
 
 CLOSE_S = 5  # for answers to end that were told to
 
@@ -52,7 +52,7 @@ class Server(uvicorn.Server):
             super().handle_exit(sig, frame)
 
 
-def bound(host: str, port: int, limits: Limits) -> socket.socket:
+def bound(host: str, port: int, limits: ServerLimits) -> socket.socket:
     """A socket of that address, port 0: any; it refuses clients until `serve` listens.
 
     Connections that take nothing for `limits.write_s` are cut. Raises OSError.
@@ -68,7 +68,7 @@ def bound(host: str, port: int, limits: Limits) -> socket.socket:
 
 
 def serve(
-    engine: Any, listener: socket.socket, limits: Limits, api_key: str | None = None,
+    engine: Any, listener: socket.socket, limits: ServerLimits, api_key: str | None = None,
     ready: Callable[[Server], None] = lambda server: None,
 ) -> None:  # fmt: skip
     """Answers on `listener` until SIGTERM or SIGINT, then drains; `ready` is called before."""

@@ -17,14 +17,15 @@ from ..requests import Delta, Request
 from .refusals import ApiError
 
 logger = logging.getLogger(__name__)
+MOST_FAILURES = 3  # steps in a row, after which the engine is given up
 Said = Delta | ApiError | None  # None: the engine has taken the requests
 
 
 class Worker:
     """Steps `engine` while it has work; `stats` are its own after the last step.
 
-    A step that raises ends every request that the engine holds. One that takes over `step_limit_s`
-    ends them for their clients, and `ill` says so until it returns.
+    A step that raises ends every request that the engine holds; the third in a row ends the thread.
+    One that takes over `step_limit_s` ends them for their clients, and `ill` says so meanwhile.
     """
 
     def __init__(self, engine: Any, step_limit_s: float) -> None:
@@ -46,7 +47,7 @@ class Worker:
         """Why no answer is to be expected, or ''."""
         if time.monotonic() - self._stepping_since > self._step_limit_s:
             return f"a step of the engine has taken over {self._step_limit_s:g} s"
-        return self._dead or ("the engine's last steps failed" if self._failures >= 3 else "")
+        return self._dead
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -125,7 +126,7 @@ class Worker:
                 self._step()
         except Exception as error:
             logger.exception("the engine's thread ends")
-            self._call(self._die, str(failed(error)))
+            self._call(self._die, f"the engine is given up: {failed(error)}")
 
     def _took_what_was_asked(self) -> bool:
         """Waits for it where there is nothing to step. False: the end."""
@@ -168,8 +169,8 @@ class Worker:
         except Exception as error:
             logger.exception("a step of the engine failed")
             self._failures += 1
-            if self._failures >= 3 and not self._held:
-                raise  # it would fail for ever, and nobody asks for it
+            if self._failures == MOST_FAILURES:
+                raise
             said = [(name, failed(error)) for name in self._held]
             self._abort(list(self._held))
         finally:

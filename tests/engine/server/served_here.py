@@ -72,17 +72,17 @@ class Served:
 def served(engine: Any = None, api_key: str | None = KEY, **limits: Any) -> Iterator[Served]:
     """Runs until the block ends, then drains, and all of it must be gone in time."""
     from kernel_hub.engine.server import serve
-    from kernel_hub.engine.server.app import Limits
+    from kernel_hub.engine.server.app import ServerLimits
 
     engine = engine or ByteEngine()
-    listener = serve.bound("127.0.0.1", 0, Limits(**limits))
+    listener = serve.bound("127.0.0.1", 0, ServerLimits(**limits))
     port = listener.getsockname()[1]
     made: list[Any] = []
     failed: list[BaseException] = []
 
     def run() -> None:
         try:
-            serve.serve(engine, listener, Limits(**limits), api_key, made.append)
+            serve.serve(engine, listener, ServerLimits(**limits), api_key, made.append)
         except BaseException as error:
             failed.append(error)
             raise

@@ -135,6 +135,23 @@ def test_overload_is_said_with_a_time() -> None:
         assert here.openai().completions.create(model="bytes", prompt="a", max_tokens=2)
 
 
+def test_bodies_that_do_not_come_are_no_way_around_it() -> None:
+    with served(waiting=2) as here:
+        hung = [socket.create_connection(("127.0.0.1", here.port)) for _ in range(2)]
+        for client in hung:
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+            client.sendall(
+                f"{head}Content-Type: application/json\r\nContent-Length: 9\r\n\r\n".encode()
+            )
+        here.until(lambda: here.server.service.metrics.num_open == 2, "their heads are read")
+        with pytest.raises(openai.RateLimitError):
+            here.openai().completions.create(model="bytes", prompt="a")
+        for client in hung:
+            client.close()
+        here.settles()
+        assert here.openai().completions.create(model="bytes", prompt="a", max_tokens=2)
+
+
 def failing(number: int) -> Any:
     """Makes the next `number` steps fail."""
     left = [number]
@@ -168,18 +185,22 @@ def test_a_step_that_fails_ends_what_it_hurts() -> None:
         assert httpx.get(f"{here.url}/health").status_code == 200
 
 
-def test_an_engine_that_always_fails_is_said_to_be_ill() -> None:
+@pytest.mark.parametrize("number", [2, 3])
+def test_an_engine_that_fails_again_and_again_is_given_up(number: int) -> None:
     engine = ByteEngine()
     with served(engine) as here:
-        engine.on_step = failing(10**9)
-        for _ in range(3):
-            with pytest.raises(openai.InternalServerError, match="the card is gone"):
-                here.openai().completions.create(model="bytes", prompt="a")
-        # Its own leftovers (ends of aborted requests) fail as well: the thread gives up.
+        engine.on_step = failing(number)  # at first of the request, then of telling its end
+        short: Any = {"model": "bytes", "prompt": "a", "max_tokens": 2}
+        with pytest.raises(openai.InternalServerError, match="the card is gone"):
+            here.openai().completions.create(**short)
+        if number == 2:
+            here.settles()
+            assert here.openai().completions.create(**short).usage
+            return
         here.until(lambda: httpx.get(f"{here.url}/health").status_code == 503, "/health says so")
-        with pytest.raises(openai.InternalServerError) as caught:
-            here.openai().completions.create(model="bytes", prompt="a")
-        assert caught.value.response.status_code in (500, 503)
+        with pytest.raises(openai.InternalServerError, match="given up") as caught:
+            here.openai().completions.create(**short)
+        assert caught.value.response.status_code == 503
 
 
 @pytest.mark.parametrize("what", ["submit", "abort", "stats"])
@@ -271,10 +292,10 @@ import sys
 sys.path[:0] = [{here!r}]
 from byte_engine import ByteEngine
 from kernel_hub.engine.server import serve
-from kernel_hub.engine.server.app import Limits
-listener = serve.bound("127.0.0.1", 0, Limits())
+from kernel_hub.engine.server.app import ServerLimits
+listener = serve.bound("127.0.0.1", 0, ServerLimits())
 ready = lambda server: print(listener.getsockname()[1], flush=True)
-serve.serve(ByteEngine(step_s=0.01), listener, Limits(drain_s={drain_s}), ready=ready)
+serve.serve(ByteEngine(step_s=0.01), listener, ServerLimits(drain_s={drain_s}), ready=ready)
 print("gone", flush=True)
 """
 
