@@ -30,12 +30,14 @@ struct Search {
     uint32_t low, high;  // keys; all up to `low` is known not to be kept, but for the first round
     Above above_low, above_high;
     int round;
+    float guess, step;  // of a mass: where it may be found first, and how far off
     uint32_t keys[kNumPivots];
 };
 
 struct Shared {
     Question question;
     Above above[kNumPivots];
+    float first, second;  // where all is weighed: sums of depths, and of their squares, by shares
     Search search;
     alignas(16) uint64_t masses[kNumCandidates];
     alignas(16) float values[kNumCandidates];
@@ -45,8 +47,8 @@ struct Shared {
     uint32_t count_slots[kNumWarps];
     float float_slots[kNumWarps];
     int int_slots[kNumWarps];
-    bool is_done;
-    int num_candidates;  // perhaps more than there is room for
+    bool is_done, is_among;  // the search has ended; among the candidates
+    int num_candidates;      // perhaps more than there is room for
 };
 
 // What a row is drawn by.

@@ -12,7 +12,8 @@
 //      bound, hardly more than top_k, becomes candidates, in shared memory, which are compared
 //      with each other. The same where only top_p is asked, with 256.
 //   3. Where candidates are too many, or have less than top_p: passes that count and weigh what is
-//      above three pivots, until few are left between two. Where all is kept, one that weighs it.
+//      above three pivots, until few are left between two. The first stand where they would if
+//      logits were normal. Where all is kept, one pass that weighs it.
 // Where rows are few, several blocks share one: each leaves the candidates of its part, and the one
 // that ends last goes on with them, or, where a part has too many or top_k does not ask for them,
 // does the whole row alone.
@@ -97,7 +98,7 @@ __device__ __forceinline__ void sample_row(const SampleParams& p) {
         float from = -kInfinity;
         uint64_t total = 0;
         if (threadIdx.x == 0) {
-            start_search(s.search, false, top_k, from, top.of_row);
+            start_counting(s.search, top_k, from, top.of_row);
         }
 #pragma unroll 1
         while (next != kWhole) {
@@ -171,25 +172,21 @@ __device__ __forceinline__ void sample_row(const SampleParams& p) {
                 return;
             }
             if (next == kSearching) {
-                // NOTE: not is_few, of what thread 0 is about to change.
-                bool is_done = s.question.from < kInfinity;
-                if (is_done) {
-                    from = from_key(end_search(s.search, mine, s));
-                } else {
-                    if (threadIdx.x == 0) {
-                        s.is_done = learn(s.search, s.above);
-                    }
-                    __syncthreads();
-                    is_done = s.is_done;
-                    from = is_done ? from_key(s.search.low) : from;
+                if (threadIdx.x == 0) {
+                    s.is_among = true;
+                    s.is_done = !s.question.searches || learn(s);
                 }
-                next = is_done ? kWeighing : kSearching;
+                __syncthreads();
+                if (s.is_done) {
+                    from = from_key(s.is_among ? end_search(s.search, mine, s) : s.search.low);
+                    next = kWeighing;
+                }
             } else if (has_p) {
                 has_p = false;
                 next = kSearching;
                 if (threadIdx.x == 0) {
-                    start_search(s.search, true, mass_needed(top_p, s.above[0].mass), from,
-                                 top.of_row);
+                    start_weighing(s, weigher, top_p, mass_needed(top_p, s.above[0].mass), from,
+                                   top.of_row);
                 }
             } else {
                 total = s.above[0].mass;

@@ -67,6 +67,7 @@ __device__ __forceinline__ void scan(const Row& row, const Weigher& weigher, int
                                      Shared& s) {
     const Question question = s.question;
     Above above[kNumPivots];
+    float first = 0.0f, second = 0.0f;
 #pragma unroll
     for (int i = 0; i < kNumPivots; ++i) {
         above[i] = {0, 0};
@@ -108,6 +109,11 @@ __device__ __forceinline__ void scan(const Row& row, const Weigher& weigher, int
                 if (value > -kInfinity && depth >= weigher.least) {
                     const uint64_t mass = mass_of_power(depth);
                     above[0].mass += value > question.pivots[0] ? mass : 0;
+                    if (!question.searches && value > question.pivots[0]) {
+                        const float share = static_cast<float>(static_cast<uint32_t>(mass >> 16));
+                        first += share * depth;
+                        second += share * depth * depth;
+                    }
                     if (question.searches) {
                         above[0].count += value > question.pivots[0];
 #pragma unroll
@@ -130,19 +136,56 @@ __device__ __forceinline__ void scan(const Row& row, const Weigher& weigher, int
             const uint64_t mass = block_sum(above[i].mass, i == 0 ? s.warp_masses : s.mass_slots);
             s.above[i] = {count, mass};
         }
+        if (!question.searches) {
+            const auto sum = [](float a, float b) { return a + b; };
+            s.first = block_reduce(first, s.float_slots, sum);
+            s.second = block_reduce(second, s.float_slots, sum);
+        }
     }
     __syncthreads();
 }
 
-__device__ __forceinline__ void start_search(Search& search, bool is_mass, uint64_t target,
-                                             float from, float to) {
-    search.is_mass = is_mass;
+// Counts from the top until there are `target`, in (from, to].
+__device__ __forceinline__ void start_counting(Search& search, uint64_t target, float from,
+                                               float to) {
+    search.is_mass = false;
     search.target = target;
     search.low = key_of(from);
     search.high = key_of(to);
     search.above_low = {0xffffffffu, 0};
     search.above_high = {0, 0};
     search.round = 0;
+}
+
+// How many deviations below the mean p of what is normal lies above, to 4.5e-4.
+// Source: Abramowitz and Stegun, "Handbook of Mathematical Functions", 1964, 26.2.23.
+__device__ __forceinline__ float deviations_below(float p) {
+    const float tail = fmaxf(fminf(p, 1.0f - p), 1e-30f);
+    const float t = sqrtf(-2.0f * logf(tail));
+    const float x = t - (2.515517f + t * (0.802853f + t * 0.010328f)) /
+                            (1.0f + t * (1.432788f + t * (0.189269f + t * 0.001308f)));
+    return p < 0.5f ? -x : x;
+}
+
+// Weighs from the top until there is what p of s.above[0] is, in (from, to]. A guess comes first:
+// weighed by themselves, logits that are normal are so, with the same deviation.
+__device__ __forceinline__ void start_weighing(Shared& s, const Weigher& weigher, float p,
+                                               uint64_t target, float from, float to) {
+    constexpr float kStep = 0.015f;  // of a deviation, which hardly 512 of 128k lie in
+    const uint64_t total = s.above[0].mass;
+    const float shares = fmaxf(ldexpf(static_cast<float>(total), -16), 1.0f);
+    const float mean = s.first / shares;
+    const float deviation = sqrtf(fmaxf(s.second / shares - mean * mean, 0.0f));
+    const float top = fminf(to, FLT_MAX);
+    Search& search = s.search;
+    start_counting(search, target, from, to);
+    search.is_mass = true;
+    // What is no larger than this, rounded or not, weighs nothing.
+    const uint32_t lowest = key_of(top - (kMassBits + 2) / weigher.scale);
+    search.low = max(search.low, min(lowest, search.high) - 1);
+    search.above_low.mass = total;
+    search.guess = top + (mean - deviation * deviations_below(p)) / weigher.scale;
+    search.step = kStep * deviation / weigher.scale;
 }
 
 __device__ __forceinline__ bool is_met(const Search& search, const Above& above) {
@@ -155,29 +198,64 @@ __device__ __forceinline__ bool is_few(const Search& search) {
 
 // What to ask next. By one thread.
 __device__ __forceinline__ void ask(Search& search, Question& question, const Weigher& weigher) {
+    constexpr int kLines = 9;  // rounds; then steps that end for certain
     const float low = from_key(search.low), high = from_key(search.high);
-    question.from = is_few(search) ? low : kInfinity;
-    question.to = high;
+    const int round = search.round;
     question.weighs = question.searches = !is_few(search);
+    question.from = low;
+    question.to = high;
+    if (!question.searches) {
+        return;
+    }
+    // Around where a line between both ends meets the target.
+    const bool is_line = round % 3 != 0 && round < kLines && low > -kInfinity;
+    const float of_low = search.is_mass ? search.above_low.mass : search.above_low.count;
+    const float of_high = search.is_mass ? search.above_high.mass : search.above_high.count;
+    const uint32_t num = search.above_low.count - search.above_high.count;
+    const float part = (of_low - static_cast<float>(search.target)) / (of_low - of_high);
+    const float step = fminf(fmaxf(200.0f / static_cast<float>(num), 0.1f), 0.25f);
+    const bool is_guess = round == 0 && search.is_mass;
 #pragma unroll 1
     for (int i = 0; i < kNumPivots; ++i) {
-        // By turns in equal steps of values and of keys, which end for certain.
-        const float middle = low + (high - low) * (static_cast<float>(i + 1) / (kNumPivots + 1));
+        // By turns in equal steps of values and of keys.
+        const float even = static_cast<float>(i + 1) / (kNumPivots + 1);
+        const float along = is_line ? fminf(fmaxf(part + (i - 1) * step, 0.001f), 0.999f) : even;
+        const float middle = low + (high - low) * along;
         const uint64_t keys = search.high - search.low;
         uint32_t key = search.low + static_cast<uint32_t>(keys * (i + 1) / (kNumPivots + 1));
-        if (search.round == 0) {
+        if (is_guess) {
+            key = key_of(search.guess + (i - 1) * search.step);
+        } else if (round == 0) {
             key = i == 0 ? search.low : key_of(high - ldexpf(1.5f, kNumPivots - i) / weigher.scale);
-        } else if (search.round % 2 == 1 && middle > low && middle < high) {
+        } else if (round < kLines && !(low > -kInfinity)) {
+            key = key_of(high - ldexpf(6.0f, 2 * round - i) / weigher.scale);
+        } else if (round == 3 && i == kNumPivots - 1) {
+            key = search.high - 1;  // many may be equal to the largest
+        } else if ((round < kLines || round % 2 == 1) && middle > low && middle < high) {
             key = key_of(middle);
         }
-        search.keys[i] = max(search.low + (search.round > 0), min(key, search.high - 1));
+        search.keys[i] = max(search.low + (round > 0), min(key, search.high - 1));
         question.pivots[i] = from_key(search.keys[i]);
     }
+    const bool is_narrow = is_guess || (is_line && num <= 8 * kNumCandidates);
+    question.from = is_narrow ? question.pivots[0] : kInfinity;
+    question.to = question.pivots[kNumPivots - 1];
 }
 
-// Whether the search has ended, with `low`. By one thread.
-__device__ __forceinline__ bool learn(Search& search, const Above (&above)[kNumPivots]) {
-    if (search.round++ == 0 && !is_met(search, above[0])) {
+// Whether the search has ended, with `low`, or `is_among` what the question collected. By one
+// thread.
+__device__ __forceinline__ bool learn(Shared& s) {
+    Search& search = s.search;
+    const Above(&above)[kNumPivots] = s.above;
+    s.is_among = false;
+    if (search.round++ == 0 && !search.is_mass && !is_met(search, above[0])) {
+        return true;
+    }
+    if (s.question.from < kInfinity && s.num_candidates <= kNumCandidates &&
+        is_met(search, above[0]) && !is_met(search, above[kNumPivots - 1])) {
+        search.high = search.keys[kNumPivots - 1];
+        search.above_high = above[kNumPivots - 1];
+        s.is_among = true;
         return true;
     }
 #pragma unroll 1

@@ -15,9 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import ops
 from ..testing import reference
-from .beside_moe import MOE
 from .beside_op import Inputs, Op, Peer, Run, Sizes, Tensors
-from .beside_tokens import TOKENS
+from .beside_rows import ROWS
 from .demo import rotary_table
 
 
@@ -202,8 +201,7 @@ def _causal_flops(s: Sizes) -> int:
 
 
 OPS: dict[str, Op] = {
-    **MOE,
-    **TOKENS,
+    **ROWS,
     "rms_norm": Op(
         {"tokens": 8192, "hidden": 4096},
         lambda s, t: {"x": t.normal(s["tokens"], s["hidden"]), "weight": t.normal(s["hidden"])},

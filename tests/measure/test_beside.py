@@ -16,7 +16,7 @@ from kernel_hub.measure.beside_ops import OPS  # noqa: E402
 SMALL = {
     "tokens": 12, "hidden": 64, "intermediate": 48, "heads": 4, "kv_heads": 2, "head_dim": 64,
     "batch": 2, "seqlen": 9, "page": 4, "m": 7, "n": 32, "k": 64, "groups": 3,
-    "experts": 8, "top_k": 2, "vocabulary": 40,
+    "experts": 8, "top_k": 2, "vocabulary": 40, "pairs": 3, "drafts": 2,
 }  # fmt: skip
 
 

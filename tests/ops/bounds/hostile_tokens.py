@@ -1,7 +1,7 @@
-"""embedding and verify_draft with ids and positions that lie, drawn by lot between guard bands.
+"""embedding, verify_draft and copy_blocks with tables that lie, drawn by lot between guard bands.
 
-An id of no row gives zeros, a position of no row nan, a draft of no token ends the row's; the
-others are right.
+An id of no row gives zeros, a position of no row nan, a draft of no token ends the row's, a pair of
+no page is not copied; the others are right.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from arena import Arena, outside
+from bits import same_bits
 from led_outside import check_said, forget
 
-from kernel_hub.ops import embedding, verify_draft
+from kernel_hub.ops import copy_blocks, embedding, verify_draft
 from kernel_hub.testing import reference_tokens
 from kernel_hub.testing.compare import check
 
@@ -104,3 +105,30 @@ def hostile_verify(generator: random.Random, arena: Arena) -> None:
         assert int(num[row]) == kept
         wanted = [*best[row, : kept + 1].tolist(), *[-1] * (drafts - kept)]
         assert found[row].tolist() == wanted
+
+
+def hostile_copies(generator: random.Random, arena: Arena) -> None:
+    """Pages of the first half to those of the second, some of them none."""
+    seed = torch.Generator().manual_seed(generator.randrange(1 << 30))
+    num_pages, size = generator.choice((2, 9)), generator.choice((8, 18, 640))
+    half = num_pages // 2
+    pairs = [[generator.randrange(half), to] for to in range(half, num_pages)]
+    for pair in pairs:
+        if generator.random() < 0.5:
+            far = (*_FAR, -1, outside(generator, num_pages))
+            pair[generator.randrange(2)] = generator.choice(far)
+    free = [torch.randn(num_pages, size, generator=seed).half() for _ in "kv"]
+    print(num_pages, size, pairs)
+    caches = [arena.put(f"{n}_cache", x) for n, x in zip("kv", free, strict=True)]
+    mapping = arena.put("block_mapping", torch.tensor(pairs))
+    forget(caches[0])
+    copy_blocks(caches[0], caches[1], mapping)
+    arena.check()
+    is_bad = any(min(pair) >= 0 and max(pair) >= num_pages for pair in pairs)
+    check_said("copy_blocks", caches[0], {"block_mapping"} if is_bad else set())
+    for found, before in zip(caches, free, strict=True):
+        right = before.clone()
+        for source, target in pairs:
+            if min(source, target) >= 0 and max(source, target) < num_pages:
+                right[target] = before[source]
+        same_bits(found.cpu(), right)
