@@ -18,7 +18,7 @@ from kernel_hub.engine.engine import Engine  # noqa: E402
 from kernel_hub.engine.model import Model  # noqa: E402
 from kernel_hub.engine.requests import Request, SamplingParams  # noqa: E402
 
-# 4,000 were run: KERNEL_HUB_ENGINE_LOTS=1000.
+# A run of a few minutes: KERNEL_HUB_ENGINE_LOTS=500.
 COUNT = int(os.environ.get("KERNEL_HUB_ENGINE_LOTS", "24"))
 CONFIG = {
     "model_type": "qwen3", "vocab_size": 97, "hidden_size": 32, "intermediate_size": 64,
