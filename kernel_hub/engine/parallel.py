@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -23,11 +24,12 @@ class Group:
         self.world = int(os.environ.get("WORLD_SIZE", "1"))
         self.rank = int(os.environ.get("RANK", "0"))
         if self.world > 1 and not dist.is_initialized():
+            backend = "gloo"
             if torch.cuda.is_available():
                 torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-                dist.init_process_group("cpu:gloo,cuda:nccl")
-            else:
-                dist.init_process_group("gloo")
+                backend = "cpu:gloo,cuda:nccl"
+            # Ranks wait for work, however long there is none; one that ends is seen at once.
+            dist.init_process_group(backend, timeout=timedelta(days=365))
             atexit.register(dist.destroy_process_group)
 
     def share(self, total: int) -> tuple[int, int]:
