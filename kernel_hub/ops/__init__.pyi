@@ -44,6 +44,7 @@ def decode_attention(
     alibi_slopes: torch.Tensor | None = None, num_splits: int = 0,
     out: torch.Tensor | None = None, return_lse: Literal[False] = False,
     k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor: ...  # fmt: skip
 @overload
 def decode_attention(
@@ -56,6 +57,7 @@ def decode_attention(
     alibi_slopes: torch.Tensor | None = None, num_splits: int = 0,
     out: torch.Tensor | None = None, return_lse: Literal[True],
     k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 @overload
 def decode_attention(
@@ -67,7 +69,7 @@ def decode_attention(
     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None, num_splits: int = 0,
     out: torch.Tensor | None = None, return_lse: bool, k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 @overload
 def flash_attention(
@@ -80,7 +82,7 @@ def flash_attention(
     layout: str = 'bshd', out: torch.Tensor | None = None, return_lse: Literal[False] = False,
     deterministic: bool = False, q_scale: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None, sinks: torch.Tensor | None = None,
 ) -> torch.Tensor: ...  # fmt: skip
 @overload
 def flash_attention(
@@ -93,7 +95,7 @@ def flash_attention(
     layout: str = 'bshd', out: torch.Tensor | None = None, return_lse: Literal[True],
     deterministic: bool = False, q_scale: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None, sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 @overload
 def flash_attention(
@@ -106,7 +108,7 @@ def flash_attention(
     layout: str = 'bshd', out: torch.Tensor | None = None, return_lse: bool,
     deterministic: bool = False, q_scale: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None, sinks: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 @overload
 def flash_attention_qkvpacked(
@@ -116,6 +118,7 @@ def flash_attention_qkvpacked(
     alibi_slopes: torch.Tensor | None = None, cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None, out: torch.Tensor | None = None,
     return_lse: Literal[False] = False, deterministic: bool = False,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor: ...  # fmt: skip
 @overload
 def flash_attention_qkvpacked(
@@ -124,7 +127,7 @@ def flash_attention_qkvpacked(
     window_size: Sequence[int] = (-1, -1), softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None, cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None, out: torch.Tensor | None = None, return_lse: Literal[True],
-    deterministic: bool = False,
+    deterministic: bool = False, sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 @overload
 def flash_attention_qkvpacked(
@@ -133,7 +136,7 @@ def flash_attention_qkvpacked(
     window_size: Sequence[int] = (-1, -1), softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None, cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None, out: torch.Tensor | None = None, return_lse: bool,
-    deterministic: bool = False,
+    deterministic: bool = False, sinks: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 @overload
 def gelu(
