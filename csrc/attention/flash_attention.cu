@@ -4,13 +4,13 @@
 //   s[j]   = softcap(softmax_scale * q_i . k_j) - slope * |i + seqlen_k - seqlen_q - j|
 //   out_i  = sum_j softmax(s)[j] v_j          lse_i = ln sum_j exp(s[j])
 // over the keys j with  -window_left <= j - (i + seqlen_k - seqlen_q) <= window_right  (a negative
-// window is no bound; causal is window_right = 0). A row without keys gives 0 and lse = -inf.
+// window is no bound; causal is window_right = 0). A row without keys gives 0 and lse = -inf. With
+// sinks, exp(sink of the head) is in both sums of exponentials.
 //
 // Parallelisation: a block owns kBlockM queries of one head and walks its keys kBlockN at a time,
 // from the last to the first (the masked ones come first); a warp owns kRowTiles x 16 of the rows.
 // Every fragment of K and V that a warp reads from shared memory feeds kRowTiles matrix products.
-// A sequence whose cu_seqlens fall or lie outside has no rows; keys and values on pages that are
-// not there are zeros.
+// A sequence whose cu_seqlens fall or lie outside has no rows; pages that are not there are zeros.
 // gridDim.x counts tiles: groups of `heads_per_group` (batch, head) pairs, in a group the row
 // blocks from the last to the first (the longest first, where causal), in a row block the heads.
 //
@@ -22,8 +22,7 @@
 //
 // Softmax: exp2 with the scale folded into one multiply-add, 16 keys at a time between the products
 // P V of the 16 before. The running maximum, and with it O, moves only when some row of the warp
-// outgrew it by more than 2^kRescaleBits: weights stay below that, fp16 holds them, and their
-// relative precision is the same.
+// outgrew it by more than 2^kRescaleBits: weights stay below that, and fp16 holds them.
 //
 //   flash_attention_{dtype}_hdim{N}           strided dense or varlen; causal, window
 //   flash_attention_{dtype}_hdim{N}_72k ...   the same in so much shared memory, for smaller SMs
@@ -114,6 +113,7 @@ __device__ __forceinline__ void flash_attention(const AttentionParams<T>& params
             queries.batch * params.lse_batch_stride + tile.head_idx * params.lse_head_stride + row;
         warp_place.table_offset = tile.batch_idx * params.block_table_stride;
         warp_place.num_rows = seqlen_q - warp_first_row;
+        warp_place.sink = find_sink(params, tile.batch_idx, tile.head_idx);
     }
     __syncwarp();
 
@@ -304,12 +304,12 @@ __device__ __forceinline__ void flash_attention(const AttentionParams<T>& params
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const float sum = quad_sum(row_sum[i][r]);
-            const float inverse = sum == 0.0f ? 0.0f : __fdividef(1.0f, sum);
+            float sum = quad_sum(row_sum[i][r]), shift = row_max[i][r] * scale;
+            const float inverse = add_sink(place.sink, shift, sum);
             const int row = i * 16 + r * 8 + (lane_idx >> 2);
             const bool is_row = row < place.num_rows;
             if (params.lse && is_row && (lane_idx & 3) == 0) {
-                lse[row] = sum == 0.0f ? -INFINITY : row_max[i][r] * scale * kLn2 + __logf(sum);
+                lse[row] = shift * kLn2 + __logf(sum);
             }
             T* out_row = out + row * params.out_strides.token;
 #pragma unroll
@@ -338,21 +338,21 @@ __device__ __forceinline__ void flash_attention(const AttentionParams<T>& params
     flash_attention_##DTYPE##_##NAME(                                                              \
         T* out, float* lse, int* flag, const T* q, const T* k, const T* v,                         \
         const int* cu_seqlens_q, const int* cu_seqlens_k, const int* cache_seqlens,                \
-        const int* block_table, const float* alibi_slopes, int64_t out_batch_stride,               \
-        int64_t out_token_stride, int64_t out_head_stride, int64_t lse_batch_stride,               \
-        int64_t lse_head_stride, int64_t q_batch_stride, int64_t q_token_stride,                   \
-        int64_t q_head_stride, int64_t k_batch_stride, int64_t k_token_stride,                     \
-        int64_t k_head_stride, int64_t v_batch_stride, int64_t v_token_stride,                     \
-        int64_t v_head_stride, int64_t block_table_stride, int64_t alibi_batch_stride,             \
-        int num_batch_heads, int heads_per_group, int num_row_blocks, int num_heads,               \
-        int num_kv_heads, int head_dim, int seqlen_q, int seqlen_k, int page_size,                 \
+        const int* block_table, const float* alibi_slopes, const void* sinks,                      \
+        int64_t out_batch_stride, int64_t out_token_stride, int64_t out_head_stride,               \
+        int64_t lse_batch_stride, int64_t lse_head_stride, int64_t q_batch_stride,                 \
+        int64_t q_token_stride, int64_t q_head_stride, int64_t k_batch_stride,                     \
+        int64_t k_token_stride, int64_t k_head_stride, int64_t v_batch_stride,                     \
+        int64_t v_token_stride, int64_t v_head_stride, int64_t block_table_stride,                 \
+        int64_t alibi_batch_stride, int num_batch_heads, int heads_per_group, int num_row_blocks,  \
+        int num_heads, int num_kv_heads, int head_dim, int seqlen_q, int seqlen_k, int page_size,  \
         int window_left, int window_right, int is_aligned, int total_q, int total_k,               \
-        int num_pages, float softmax_scale_log2, float softcap_log2) {                             \
+        int num_pages, int sink_type, float softmax_scale_log2, float softcap_log2) {              \
         flash_attention<T, HEAD_DIM, BLOCK_M, BLOCK_N, WARPS, STAGES, HOLD_Q, Variant::VARIANT>(   \
             {.out = out, .lse = lse, .flag = flag, .q = q, .k = k, .v = v,                         \
              .cu_seqlens_q = cu_seqlens_q, .cu_seqlens_k = cu_seqlens_k,                           \
              .cache_seqlens = cache_seqlens, .block_table = block_table,                           \
-             .alibi_slopes = alibi_slopes,                                                         \
+             .alibi_slopes = alibi_slopes, .sinks = sinks, .sink_type = sink_type,                 \
              .out_strides = {out_batch_stride, out_token_stride, out_head_stride},                 \
              .q_strides = {q_batch_stride, q_token_stride, q_head_stride},                         \
              .k_strides = {k_batch_stride, k_token_stride, k_head_stride},                         \

@@ -5,6 +5,7 @@
 //   out = softmax(softcap(softmax_scale q' K^T) + alibi, masked) V,  lse = log sum exp
 //
 // over the cache of the sequence, contiguous or paged, in fp16, bf16 or e4m3 with a scale a head.
+// With sinks, exp(sink of the head) joins a row's complete sum of exponentials.
 // Token i of seqlen_q sees the keys up to its own: length - seqlen_q + i, with the new ones.
 //
 // Parallelisation: the rows (tokens x query heads of one kv head) are the M side of m16n8k16, so
@@ -43,15 +44,6 @@
 #include "kv_cache/decode/work.cuh"
 
 namespace kernel_hub::kv_cache::decode {
-
-// softcap tanh(score / softcap).
-__device__ __forceinline__ float capped(float score, float softcap) {
-    if (softcap > 0.0f) {
-        const float twice = exp2_approx(score * __fdividef(2.0f * kLog2e, softcap));
-        score = softcap - __fdividef(2.0f * softcap, 1.0f + twice);
-    }
-    return score;
-}
 
 template <typename Config, typename Args>
 __device__ __forceinline__ void attend(const Args& args, const Segment& segment,
@@ -277,18 +269,18 @@ __device__ __forceinline__ void decode_attention(const Args& args) {
             CACHE* v_cache, const T* q, const T* k, const T* v, const int* cache_seqlens,          \
             const int* block_table, const void* cos, const void* sin, const T* qkv_bias,           \
             const float* k_scale, const float* v_scale, const float* alibi_slopes,                 \
-            int64_t out_batch_stride, int64_t out_token_stride, int64_t out_head_stride,           \
-            int64_t q_batch_stride, int64_t q_token_stride, int64_t q_head_stride,                 \
-            int64_t k_batch_stride, int64_t k_token_stride, int64_t k_head_stride,                 \
-            int64_t v_batch_stride, int64_t v_token_stride, int64_t v_head_stride,                 \
-            int64_t k_cache_page_stride, int64_t k_cache_token_stride,                             \
+            const void* sinks, int64_t out_batch_stride, int64_t out_token_stride,                 \
+            int64_t out_head_stride, int64_t q_batch_stride, int64_t q_token_stride,               \
+            int64_t q_head_stride, int64_t k_batch_stride, int64_t k_token_stride,                 \
+            int64_t k_head_stride, int64_t v_batch_stride, int64_t v_token_stride,                 \
+            int64_t v_head_stride, int64_t k_cache_page_stride, int64_t k_cache_token_stride,      \
             int64_t k_cache_head_stride, int64_t v_cache_page_stride,                              \
             int64_t v_cache_token_stride, int64_t v_cache_head_stride, int64_t block_table_stride, \
             int64_t table_stride, int64_t alibi_batch_stride, int batch_size, int seqlen_q,        \
             int num_heads, int num_kv_heads, int head_dim, int num_pages, int page_size,           \
             int max_tokens, int rotary_dim, int max_position, int table_bytes, int is_interleaved, \
-            int is_vectorised, int num_splits, int parallel, int window_left, float softmax_scale, \
-            float softcap) {                                                                       \
+            int is_vectorised, int num_splits, int parallel, int window_left, int sink_type,       \
+            float softmax_scale, float softcap) {                                                  \
             using Config = DecodeConfig<T, CACHE, HEAD_DIM, TILE, SLOTS, ROW_TILES>;               \
             const DecodeArgs<T, CACHE> args = {.out = out,                                         \
                                                .lse = lse,                                         \
@@ -308,6 +300,7 @@ __device__ __forceinline__ void decode_attention(const Args& args) {
                                                .k_scale = k_scale,                                 \
                                                .v_scale = v_scale,                                 \
                                                .alibi_slopes = alibi_slopes,                       \
+                                               .sinks = sinks,                                     \
                                                .out_batch_stride = out_batch_stride,               \
                                                .out_token_stride = out_token_stride,               \
                                                .out_head_stride = out_head_stride,                 \
@@ -345,35 +338,38 @@ __device__ __forceinline__ void decode_attention(const Args& args) {
                                                .num_splits = num_splits,                           \
                                                .parallel = parallel,                               \
                                                .window_left = window_left,                         \
+                                               .sink_type = sink_type,                             \
                                                .softmax_scale = softmax_scale,                     \
                                                .softcap = softcap};                                \
             decode_attention<Config>(args);                                                        \
         })
 
-#define EXPORT_MERGE(DTYPE, T)                                                                  \
-    DESCRIBED(                                                                                  \
-        decode_attention_##DTYPE##_merge,                                                       \
-        "x: items in more than one part, y: their rows and blocks of 128 columns",              \
-        (.threads = 128, .shared_bytes = 0, .blocks_per_sm = 8, .warps = 4),                    \
-        extern "C" __global__ void __launch_bounds__(128, 8) decode_attention_##DTYPE##_merge(  \
-            T* out, float* lse, const float* partial_out, const float* partial_lse,             \
-            const int* cache_seqlens, int64_t out_batch_stride, int64_t out_token_stride,       \
-            int64_t out_head_stride, int batch_size, int seqlen_q, int num_new, int max_tokens, \
-            int window_left, int unit, int items, int num_splits, int parallel, int num_heads,  \
-            int num_kv_heads, int head_dim, int block_rows) {                                   \
-            const Work work = {.cache_seqlens = cache_seqlens,                                  \
-                               .batch_size = batch_size,                                        \
-                               .seqlen_q = seqlen_q,                                            \
-                               .num_new = num_new,                                              \
-                               .max_tokens = max_tokens,                                        \
-                               .window_left = window_left,                                      \
-                               .unit = unit,                                                    \
-                               .items = items,                                                  \
-                               .num_splits = num_splits,                                        \
-                               .parallel = parallel};                                           \
-            merge_decode_splits(out, lse, partial_out, partial_lse, work, out_batch_stride,     \
-                                out_token_stride, out_head_stride, num_heads, num_kv_heads,     \
-                                head_dim, block_rows);                                          \
+#define EXPORT_MERGE(DTYPE, T)                                                                 \
+    DESCRIBED(                                                                                 \
+        decode_attention_##DTYPE##_merge,                                                      \
+        "x: items in more than one part, y: their rows and blocks of 128 columns",             \
+        (.threads = 128, .shared_bytes = 0, .blocks_per_sm = 8, .warps = 4),                   \
+        extern "C" __global__ void __launch_bounds__(128, 8) decode_attention_##DTYPE##_merge( \
+            T* out, float* lse, const float* partial_out, const float* partial_lse,            \
+            const int* cache_seqlens, const void* sinks, int64_t out_batch_stride,             \
+            int64_t out_token_stride, int64_t out_head_stride, int batch_size, int seqlen_q,   \
+            int num_new, int max_tokens, int window_left, int unit, int items, int num_splits, \
+            int parallel, int num_heads, int num_kv_heads, int head_dim, int block_rows,       \
+            int sink_type) {                                                                   \
+            const Work work = {.cache_seqlens = cache_seqlens,                                 \
+                               .batch_size = batch_size,                                       \
+                               .seqlen_q = seqlen_q,                                           \
+                               .num_new = num_new,                                             \
+                               .max_tokens = max_tokens,                                       \
+                               .window_left = window_left,                                     \
+                               .unit = unit,                                                   \
+                               .items = items,                                                 \
+                               .num_splits = num_splits,                                       \
+                               .parallel = parallel};                                          \
+            merge_decode_splits(out, lse, partial_out, partial_lse, work,                      \
+                                {sinks, sink_type, cache_seqlens}, out_batch_stride,           \
+                                out_token_stride, out_head_stride, num_heads, num_kv_heads,    \
+                                head_dim, block_rows);                                         \
         })
 
 // TILE, SLOTS, ROW_TILES, MIN_BLOCKS: see DecodeConfig.

@@ -53,6 +53,7 @@ def decode_attention(
     alibi_slopes: torch.Tensor | None = None, num_splits: int = 0,
     out: torch.Tensor | None = None, return_lse: Literal[False] = False,
     k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor: ...  # fmt: skip
 @overload
 def decode_attention(
@@ -65,6 +66,7 @@ def decode_attention(
     alibi_slopes: torch.Tensor | None = None, num_splits: int = 0,
     out: torch.Tensor | None = None, return_lse: Literal[True],
     k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 @overload
 def decode_attention(
@@ -76,7 +78,7 @@ def decode_attention(
     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None, num_splits: int = 0,
     out: torch.Tensor | None = None, return_lse: bool, k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 def embedding(
     ids: torch.Tensor, weight: torch.Tensor, *, scale: float | None = None,
@@ -94,7 +96,7 @@ def flash_attention(
     layout: str = 'bshd', out: torch.Tensor | None = None, return_lse: Literal[False] = False,
     deterministic: bool = False, q_scale: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None, sinks: torch.Tensor | None = None,
 ) -> torch.Tensor: ...  # fmt: skip
 @overload
 def flash_attention(
@@ -107,7 +109,7 @@ def flash_attention(
     layout: str = 'bshd', out: torch.Tensor | None = None, return_lse: Literal[True],
     deterministic: bool = False, q_scale: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None, sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 @overload
 def flash_attention(
@@ -120,7 +122,7 @@ def flash_attention(
     layout: str = 'bshd', out: torch.Tensor | None = None, return_lse: bool,
     deterministic: bool = False, q_scale: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None, sinks: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 @overload
 def flash_attention_qkvpacked(
@@ -130,6 +132,7 @@ def flash_attention_qkvpacked(
     alibi_slopes: torch.Tensor | None = None, cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None, out: torch.Tensor | None = None,
     return_lse: Literal[False] = False, deterministic: bool = False,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor: ...  # fmt: skip
 @overload
 def flash_attention_qkvpacked(
@@ -138,7 +141,7 @@ def flash_attention_qkvpacked(
     window_size: Sequence[int] = (-1, -1), softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None, cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None, out: torch.Tensor | None = None, return_lse: Literal[True],
-    deterministic: bool = False,
+    deterministic: bool = False, sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 @overload
 def flash_attention_qkvpacked(
@@ -147,7 +150,7 @@ def flash_attention_qkvpacked(
     window_size: Sequence[int] = (-1, -1), softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None, cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None, out: torch.Tensor | None = None, return_lse: bool,
-    deterministic: bool = False,
+    deterministic: bool = False, sinks: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 @overload
 def gelu(

@@ -29,6 +29,7 @@ def reference_attention(
     max_seqlen_k: int | None = None,
     block_table: torch.Tensor | None = None,
     cache_seqlens: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     layout: str = "bshd",
     dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,7 +61,7 @@ def reference_attention(
             slopes = alibi_slopes if alibi_slopes.dim() == 1 else alibi_slopes[index]
         out, lse = _one_sequence(
             query.to(dtype), key.to(dtype), value.to(dtype), group, scale, left, right, softcap,
-            slopes,
+            slopes, sinks,
         )  # fmt: skip
         outs.append(out)
         lses.append(lse)
@@ -117,6 +118,7 @@ def options_of(problem: Any) -> dict[str, Any]:
         "cu_seqlens_k": problem.cu_seqlens_k,
         "cache_seqlens": problem.cache_seqlens,
         "block_table": problem.block_table,
+        "sinks": problem.sinks,
     }
 
 
@@ -164,6 +166,7 @@ def _one_sequence(
     right: int,
     softcap: float,
     slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out (seqlen_q, num_heads, head_dim), lse (num_heads, seqlen_q)), in the dtype of q."""
     seqlen_q, seqlen_k = q.shape[0], k.shape[0]
@@ -184,7 +187,11 @@ def _one_sequence(
     if right >= 0:
         hidden |= distance > right
     scores = scores.masked_fill(hidden, -math.inf)
-    if seqlen_k == 0:
+    if sinks is not None:  # as gpt-oss has it: one more key, of no value
+        column = sinks.to(q.dtype)[:, None, None].expand(-1, seqlen_q, 1)
+        scores = torch.cat((scores, column), -1)
+        values = torch.nn.functional.pad(values, (0, 0, 0, 1))
+    elif seqlen_k == 0:
         lse = q.new_full((q.shape[1], seqlen_q), -math.inf, dtype=kind)
         return (q * 0.0).nan_to_num(0.0), lse
     highest = scores.detach().amax(-1, keepdim=True)

@@ -38,7 +38,7 @@ def forward(device: str) -> None:
     for dtype, head_dim in itertools.product(DTYPES, HEAD_DIMS):
         case = Case(
             dtype=dtype, head_dim=head_dim, num_heads=3, num_kv_heads=1, causal=True,
-            lengths_q=(5, 0, 150), lengths_k=(70, 3, 201), seed=1,
+            lengths_q=(5, 0, 150), lengths_k=(70, 3, 201), seed=1, sinks=dtype,
         )  # fmt: skip
         for layout, softcap in itertools.product(("varlen", "varlen_paged", "cache"), (0.0, 30.0)):
             ragged = dataclasses.replace(case, layout=layout, softcap=softcap)
@@ -79,6 +79,8 @@ def decode(device: str) -> None:
         for seqlen_q, softcap, num_splits in itertools.product((1, 16), (0.0, 2.0), (0, 1, 3)):
             q = torch.zeros(3, seqlen_q, 8, head_dim, device=device, dtype=dtype)
             options = {"softcap": softcap, "num_splits": num_splits, "block_table": table}
+            if softcap == 0:
+                options["sinks"] = torch.zeros(8, device=device, dtype=dtype)
             ops.decode_attention(q, *pages, cache_seqlens=lengths, return_lse=True, **options)
             new = {"k": q[:, :, :2], "v": q[:, :, 2:4], "cos": angles, "sin": angles}
             ops.decode_attention(q, *pages, cache_seqlens=lengths, **new, **options)

@@ -197,11 +197,6 @@ def call(**options: Any) -> Any:
     return attention.attention(torch.nn.Identity(), q, q, q, None, **options)
 
 
-def test_sinks_are_refused() -> None:
-    with pytest.raises(TensorError, match="s_aux: expected None, found sinks"):
-        call(s_aux=torch.zeros(2))
-
-
 def test_a_paged_cache_is_refused() -> None:
     with pytest.raises(TensorError, match="cache: expected None, found object"):
         call(cache=object())

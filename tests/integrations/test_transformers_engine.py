@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch", reason="the ops are torch ops")
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("safetensors", reason="models are read by safetensors")
 
-from tiny_models import EXPERTS, FAMILIES, is_older, logits_of, model_of, truth_of  # noqa: E402
+from tiny_models import FAMILIES, is_older, logits_of, model_of, truth_of  # noqa: E402
 
 from kernel_hub.engine.engine import Engine  # noqa: E402
 from kernel_hub.engine.requests import SamplingParams  # noqa: E402
@@ -60,7 +60,7 @@ def check_answers(model: Any, engine: Engine, prompts: list[list[int]], count: i
     assert (behind <= 4 * error).all(), f"{behind.max():.3g} behind the best, error {error:.3g}"
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *EXPERTS])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_families(family: str, tmp_path: Path) -> None:
     """Prompts longer than a window and a pass, beside short ones, in a cache of small pages."""
     lot = random.Random(family)

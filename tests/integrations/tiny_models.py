@@ -47,14 +47,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }  # fmt: skip
-# Mixtures of experts, beside the families whose modules are replaced.
-EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "mixtral": ("Mixtral", {"num_local_experts": 4}),
-    "qwen3_moe": (
-        "Qwen3Moe",
+# What `register` takes and `accelerate` leaves alone. All experts are chosen: a router's choice of
+# some would differ from one dtype to the next.
+ATTENTION_ALONE: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt_oss": (
+        "GptOss",
         {
-            "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64,
-            "norm_topk_prob": True,
+            "sliding_window": 37, "num_local_experts": 3, "num_experts_per_tok": 3,
+            "experts_implementation": "eager",
         },
     ),
 }  # fmt: skip
@@ -64,7 +64,7 @@ def config_of(family: str, **more: Any) -> Any:
     """A configuration of the family."""
     import transformers
 
-    stem, differs = {**FAMILIES, **EXPERTS}[family]
+    stem, differs = {**FAMILIES, **ATTENTION_ALONE}[family]
     return getattr(transformers, f"{stem}Config")(**{**SIZES, **differs, **more})
 
 
@@ -72,7 +72,7 @@ def model_of(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **m
     """A model of the family, whose norms and biases are random too, not 1 and 0."""
     import transformers
 
-    stem, _ = {**FAMILIES, **EXPERTS}[family]
+    stem, _ = {**FAMILIES, **ATTENTION_ALONE}[family]
     cls = getattr(transformers, f"{stem.removesuffix('Text')}ForCausalLM")
     torch.manual_seed(seed)
     model = cls(config_of(family, **more))
@@ -109,7 +109,7 @@ def truth_of(model: Any) -> Any:
 
 def _written_out(
     module: Any, query: Any, key: Any, value: Any, attention_mask: Any, dropout: float = 0.0,
-    scaling: Any = None, softcap: Any = None, **more: Any,
+    scaling: Any = None, softcap: Any = None, s_aux: Any = None, **more: Any,
 ) -> tuple[Any, None]:  # fmt: skip
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -118,7 +118,9 @@ def _written_out(
         scores = softcap * torch.tanh(scores / softcap)
     if attention_mask is not None:
         scores = scores + attention_mask[..., : key.shape[2]]
-    return (torch.softmax(scores, -1) @ value).transpose(1, 2), None
+    if s_aux is not None:
+        scores = torch.cat((scores, s_aux.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)), -1)
+    return (torch.softmax(scores, -1)[..., : key.shape[2]] @ value).transpose(1, 2), None
 
 
 def tokens_of(batch_size: int, length: int, seed: int = 0) -> torch.Tensor:

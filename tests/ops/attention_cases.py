@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from bits import same_bits
+from drawn_sinks import draw_sinks
 
 from kernel_hub.ops import flash_attention, flash_attention_qkvpacked
 from kernel_hub.ops.attention import eager
@@ -60,6 +61,7 @@ class Case:
     deterministic: bool = False
     twice: bool = False
     seed: int = 0
+    sinks: str = ""  # or their dtype
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -70,6 +72,7 @@ class Case:
         group = self.num_heads // self.num_kv_heads
         found = [self.layout, self.dtype, f"group {group}"]
         found += ["causal"] * self.causal + ["softcap"] * (self.softcap > 0)
+        found += ["sinks"] * bool(self.sinks)
         found += ["window"] * (self.window_size != (-1, -1)) + ["alibi"] * bool(self.alibi)
         found += ["no lse"] * (not self.return_lse) + ["large scores"] * (self.magnitude > 1)
         found += ["an empty sequence"] * (0 in self.lengths_q or 0 in self.lengths_k)
@@ -127,6 +130,8 @@ def make(case: Case, device: str) -> Inputs:
     if case.alibi:
         shape = (heads,) if case.alibi == "heads" else (batch_size, heads)
         options["alibi_slopes"] = torch.rand(shape, generator=generator, device=device)
+    if case.sinks:
+        options["sinks"] = draw_sinks(case.sinks, heads, case.seed, device)
 
     longest_q, longest_k = max(case.lengths_q), max(case.lengths_k)
     extra = {"tight": 0, "loose": 70, "none": 0}[case.bound]

@@ -70,4 +70,5 @@ def random_case(generator: random.Random, *, backward_share: float = 0.4) -> Cas
         deterministic=generator.random() < 0.5,
         twice=generator.random() < 0.2,
         seed=generator.randrange(1 << 30),
+        sinks=generator.choice(("", "", "fp32", "bf16", "fp16")),
     )

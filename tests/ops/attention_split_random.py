@@ -76,6 +76,7 @@ def random_split_case(generator: random.Random, limits: Limits = GPU) -> Case:
         return_lse=generator.random() < 0.7,
         twice=True,
         seed=generator.randrange(1 << 30),
+        sinks=generator.choice(("", "", "fp32", "bf16", "fp16")),
     )
     if generator.random() < 0.05:
         case = dataclasses.replace(case, magnitude=35.0)

@@ -288,7 +288,7 @@ def _decode_attention(lot: Lot) -> Case:
         "q": lot.randn(batch, seqlen, heads, dim, dtype=dtype),
         "cache_seqlens": lot.ints(3, 5),
         "out": lot.randn(batch, seqlen, heads, dim, dtype=dtype),
-        **lot.maybe(("alibi_slopes", lot.randn(heads)),
+        **lot.maybe(("alibi_slopes", lot.randn(heads)), ("sinks", lot.randn(heads)),
                     ("block_table", lot.ints(1, 0).view(batch, 1))),
     }  # fmt: skip
     tensors |= {n: lot.randn(2, 8, kv_heads, dim).to(cache_dtype) for n in ("k_cache", "v_cache")}
@@ -321,7 +321,8 @@ def _flash_attention(lot: Lot) -> Case:
         if layout == "bhsd":
             q_shape, kv_shape = (2, heads, 5, dim), (2, 2, 7, dim)
         tables = lot.maybe(("cache_seqlens", lot.ints(3, 7)))
-    tables |= lot.maybe(("alibi_slopes", lot.randn(heads)))
+    sinks = lot.randn(heads, dtype=lot.one(*_ANY))
+    tables |= lot.maybe(("alibi_slopes", lot.randn(heads)), ("sinks", sinks))
     return Case(
         "flash_attention",
         {
@@ -354,7 +355,8 @@ def _flash_attention_qkvpacked(lot: Lot) -> Case:
         qkv = lot.randn(*lead, 3, heads, dim, dtype=dtype)
     return Case(
         "flash_attention_qkvpacked",
-        {"qkv": qkv, **tables, **lot.maybe(("alibi_slopes", lot.randn(heads))),
+        {"qkv": qkv, **tables,
+         **lot.maybe(("alibi_slopes", lot.randn(heads)), ("sinks", lot.randn(heads))),
          "out": lot.randn(*lead, heads, dim, dtype=dtype)},
         options, outs=("out",), required=("qkv",), differentiable=("qkv",),
     )  # fmt: skip

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from attention_cases import GARBAGE_PAGES, check_lse
 from bits import same_bits
+from drawn_sinks import draw_sinks
 
 from kernel_hub.ops import decode_attention
 from kernel_hub.testing import reference
@@ -49,6 +50,7 @@ class DecodeCase:
     softmax_scale: float | None = None
     num_splits: int = 0
     seed: int = 0
+    sinks: str = ""  # or their dtype
 
     def features(self) -> list[str]:
         """What of the op this case uses, to be counted."""
@@ -56,6 +58,7 @@ class DecodeCase:
         found += ["decode e4m3"] * self.is_e4m3 + ["decode append"] * self.appends
         found += ["decode rope"] * (self.rotary_dim > 0) + ["decode bias"] * self.has_bias
         found += ["decode window"] * (self.window_left >= 0) + ["decode alibi"] * bool(self.alibi)
+        found += ["decode sinks"] * bool(self.sinks)
         found += ["decode softcap"] * (self.softcap > 0)
         found += [f"decode splits {self.num_splits}"]
         return found
@@ -99,6 +102,7 @@ def random_decode_case(generator: random.Random) -> DecodeCase:
         softmax_scale=generator.choice((None, None, 0.3)),
         num_splits=generator.choice((0, 0, 0, 1, 3, 8)),
         seed=generator.randrange(1 << 30),
+        sinks=generator.choice(("", "", "fp32", "bf16", "fp16")),
     )
 
 
@@ -129,6 +133,8 @@ def run_decode(case: DecodeCase, device: str) -> float:
     }  # fmt: skip
     if case.alibi:
         options["alibi_slopes"] = rand(*((batch_size,) * (case.alibi == "batch")), heads)
+    if case.sinks:
+        options["sinks"] = draw_sinks(case.sinks, heads, case.seed, device)
     more: dict[str, Any] = {"cache_seqlens": int32(before), "num_splits": case.num_splits}
     if case.appends:
         more |= {"k": k, "v": v}

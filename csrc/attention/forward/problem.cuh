@@ -4,6 +4,7 @@
 #include "attention/forward/tiles.cuh"
 #include "kernel_hub/bounds.cuh"
 #include "kernel_hub/launch_facts.cuh"
+#include "kernel_hub/sinks.cuh"
 
 namespace kernel_hub::attention::forward {
 
@@ -42,6 +43,8 @@ struct AttentionParams {
     const int* cache_seqlens;  // (batch) or null: all keys there are
     const int* block_table;    // (batch, max_pages), or null where the variant allows
     const float* alibi_slopes;  // (num_heads) or (batch, num_heads), or null; general only
+    const void* sinks;          // (num_heads), or null
+    int sink_type;              // ElementType
     Strides out_strides, q_strides;
     Strides k_strides, v_strides;  // batch: of pages where paged
     int64_t lse_batch_stride, lse_head_stride;
@@ -68,6 +71,7 @@ struct __align__(16) WarpPlace {
     int64_t out_offset, lse_offset;  // of its first row
     int64_t table_offset;            // of the sequence's row of the block table
     int num_rows;                    // from its first to the end of the sequence; may be negative
+    float sink;                      // of its head; -inf: none
 };
 static_assert(sizeof(WarpPlace) == 32, "the launch reckons with 32 bytes a warp");
 

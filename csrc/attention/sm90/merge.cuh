@@ -219,7 +219,8 @@ __device__ __forceinline__ void merge_pieces(const Parameters& p, int blocks, in
         const int head = (kv_head * packs + which % packs) * p.packing.heads + row + 8 * r -
                          token_in * p.packing.heads;
         const bool is_inside = token_in < p.packing.tokens && token_idx < seqlen_q;
-        const float sum = merged.sum[r], factor = sum == 0.f ? 0.f : __fdividef(1.f, sum);
+        float shift = merged.shift[r], sum = merged.sum[r];
+        const float factor = add_sink(find_sink(p, batch, head), shift, sum);
         T* out = static_cast<T*>(p.out) + batch * p.out_batch_stride +
                  (q_begin + token_idx) * p.out_token_stride + head * p.out_head_stride;
         uint32_t words[4];
@@ -236,7 +237,7 @@ __device__ __forceinline__ void merge_pieces(const Parameters& p, int blocks, in
         }
         if (p.lse && is_inside && column == 0 && lane_idx % 4 == 0) {
             p.lse[batch * p.lse_batch_stride + head * p.lse_head_stride + q_begin + token_idx] =
-                sum == 0.f ? -INFINITY : merged.shift[r] * kLn2 + __logf(sum);
+                shift * kLn2 + __logf(sum);
         }
     }
 }

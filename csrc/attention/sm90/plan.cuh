@@ -5,6 +5,7 @@
 #include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/mma.cuh"
 #include "kernel_hub/shared_reads.cuh"
+#include "kernel_hub/sinks.cuh"
 #include "kernel_hub/tma.cuh"
 #include "kernel_hub/warpgroup.cuh"
 
@@ -90,6 +91,7 @@ struct Parameters {
     const int* cu_seqlens_k;   // (batch + 1) or null
     const int* cache_seqlens;  // (batch) or null
     const int* block_table;    // (batch, pages of a sequence) or null: K and V are pages
+    const void* sinks;         // (num_heads), or null
     int* tile_counter;         // {next tile, blocks that are done}, zeros
     int64_t out_batch_stride, out_token_stride, out_head_stride, lse_batch_stride, lse_head_stride;
     int64_t block_table_stride;
@@ -101,6 +103,7 @@ struct Parameters {
     int window_left, window_right;
     int heads_per_group;   // this many (batch, head) pairs run through their tiles together
     int has_foreign_rows;  // keys past a sequence's end belong to something else
+    int sink_type;         // ElementType
     // scale_log2: scores are multiplied by it before exp2; with softcap it is softcap, without it
     // softmax_scale. cap_scale_log2: 2 softmax_scale / softcap, or 0 without softcap. Both are
     // times log2(e).
@@ -168,6 +171,9 @@ struct Shared {
         const int4 a = ld_shared_volatile(tiles_address + slot * sizeof(Tile));
         const int4 b = ld_shared_volatile(tiles_address + slot * sizeof(Tile) + 16);
         return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+    }
+    __device__ __forceinline__ int read_head(int slot) const {
+        return ld_shared_volatile(tiles_address + slot * sizeof(Tile)).y;
     }
     __device__ __forceinline__ uint32_t barrier(int i) const { return barriers + 8 * i; }
     __device__ __forceinline__ uint32_t q_full(int stage, int consumer) const {

@@ -319,9 +319,10 @@ __device__ __forceinline__ void write_empty_tile(const Parameters& p, int batch,
     const int64_t first = queries.start + row_begin;
     if (p.lse) {
         float* lse = p.lse + batch * p.lse_batch_stride + head * p.lse_head_stride + first;
+        const float sink = find_sink(p, batch, head);
 #pragma unroll 1
         for (int i = threadIdx.x % 32; i < rows; i += 32) {
-            lse[i] = -INFINITY;
+            lse[i] = sink;
         }
     }
     char* out =

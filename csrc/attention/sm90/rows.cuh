@@ -245,21 +245,22 @@ struct Rows {
     // The rows' sums are complete: writes lse; `factor` becomes what the output must be multiplied
     // by.
     __device__ __forceinline__ void finish_rows(int place, float (&factor)[2]) {
+        // Before the rest of the tile is read: there are registers for one of them.
+        const float sink = C::kSplit ? 0.f : load_sink(p, shared.read_head(place));
         const Tile tile = shared.read_tile(place);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             float sum = row_sum[r];
             sum += __shfl_xor_sync(kAllLanes, sum, 1);
             sum += __shfl_xor_sync(kAllLanes, sum, 2);
-            factor[r] = sum == 0.f ? 0.f : __fdividef(1.f, sum);
             if constexpr (C::kSplit) {
                 finish_packed_row(tile, r, sum, factor);
             } else {
+                factor[r] = add_sink(sink, row_shift[r], sum);
                 const int row_idx = tile.row_begin + row + 8 * r;
                 if (p.lse && row_idx < tile.seqlen_q && lane_idx % 4 == 0) {
                     p.lse[tile.batch * p.lse_batch_stride + tile.head * p.lse_head_stride +
-                          tile.q_begin + row_idx] =
-                        sum == 0.f ? -INFINITY : row_shift[r] * kLn2 + __logf(sum);
+                          tile.q_begin + row_idx] = row_shift[r] * kLn2 + __logf(sum);
                 }
             }
         }
@@ -275,7 +276,7 @@ struct Rows {
 
     // Split: lse of a whole tile's row; of a piece what its merge needs of the row.
     __device__ __forceinline__ void finish_packed_row(const Tile& tile, int r, float sum,
-                                                      float (&factor)[2]) const {
+                                                      float (&factor)[2]) {
         const int slot = (tile.head >> 16) - 1;
         if (slot >= 0) {
             factor[r] = 1.f;
@@ -286,9 +287,11 @@ struct Rows {
             return;
         }
         int token_idx, head;
-        if (find_packed(tile, r, token_idx, head) && p.lse && lane_idx % 4 == 0) {
+        const bool is_inside = find_packed(tile, r, token_idx, head);
+        factor[r] = add_sink(load_sink(p, head), row_shift[r], sum);
+        if (is_inside && p.lse && lane_idx % 4 == 0) {
             p.lse[tile.batch * p.lse_batch_stride + head * p.lse_head_stride + tile.q_begin +
-                  token_idx] = sum == 0.f ? -INFINITY : row_shift[r] * kLn2 + __logf(sum);
+                  token_idx] = row_shift[r] * kLn2 + __logf(sum);
         }
     }
 

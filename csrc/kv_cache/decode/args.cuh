@@ -27,6 +27,7 @@ struct DecodeArgs {
     const float* k_scale;       // (num_kv_heads,), or null
     const float* v_scale;       // same
     const float* alibi_slopes;  // (num_heads,) or (batch_size, num_heads), or null
+    const void* sinks;          // (num_heads,), or null
     int64_t out_batch_stride, out_token_stride, out_head_stride;
     int64_t q_batch_stride, q_token_stride, q_head_stride;
     int64_t k_batch_stride, k_token_stride, k_head_stride;
@@ -36,7 +37,7 @@ struct DecodeArgs {
     int64_t block_table_stride, table_stride, alibi_batch_stride;
     int batch_size, seqlen_q, num_heads, num_kv_heads, head_dim, num_pages, page_size, max_tokens;
     int rotary_dim, max_position, table_bytes, is_interleaved, is_vectorised;
-    int num_splits, parallel, window_left;
+    int num_splits, parallel, window_left, sink_type;  // ElementType
     float softmax_scale, softcap;
 
     __device__ __forceinline__ int rows() const { return seqlen_q * (num_heads / num_kv_heads); }

@@ -5,6 +5,7 @@
 #include "kernel_hub/dependent_launch.cuh"
 #include "kernel_hub/math.cuh"
 #include "kernel_hub/mma.cuh"
+#include "kernel_hub/sinks.cuh"
 #include "kernel_hub/vec.cuh"
 #include "kv_cache/decode/tiles.cuh"
 #include "kv_cache/decode/work.cuh"
@@ -82,11 +83,13 @@ __device__ __forceinline__ void write_segment(const Args& args, const Segment& s
             x += weight * part.x, y += weight * part.y;
             z += weight * part.z, t += weight * part.w;
         }
-        const float factor = sum == 0.0f ? 0.0f : __fdividef(v_scale, sum);
-        const float log2_sum = sum == 0.0f ? -INFINITY : base + __logf(sum) * kLog2e;
+        const int token = (first_row + row) / group;
+        const int head = segment.kv_head * group + (first_row + row) % group;
+        const float sink = segment.is_whole ? find_sink(args, segment.batch_idx, head) : -INFINITY;
+        float shift = largest == -INFINITY ? largest : base;
+        const float factor = v_scale * add_sink(sink, shift, sum);
+        const float log2_sum = shift + __logf(sum) * kLog2e;
         if (segment.is_whole) {
-            const int token = (first_row + row) / group;
-            const int head = segment.kv_head * group + (first_row + row) % group;
             T* out = args.out + segment.batch_idx * args.out_batch_stride +
                      token * args.out_token_stride + head * args.out_head_stride + column;
             out[0] = from_float<T>(x * factor);
@@ -164,13 +167,20 @@ struct Merged {
     }
 };
 
+// What `find_sink` reads.
+struct MergeSinks {
+    const void* sinks;
+    int sink_type;
+    const int* cache_seqlens;
+};
+
 // Merges the partials of the blockIdx.x-th item that is in parts. A task is 128 columns of a row: a
 // warp's where there are few parts, else the block's, each warp taking every fourth.
 template <typename T>
 __device__ __forceinline__ void merge_decode_splits(
     T* out, float* lse, const float* partial_out, const float* partial_lse, const Work& work,
-    int64_t out_batch_stride, int64_t out_token_stride, int64_t out_head_stride, int num_heads,
-    int num_kv_heads, int head_dim, int block_rows) {
+    const MergeSinks& sinks, int64_t out_batch_stride, int64_t out_token_stride,
+    int64_t out_head_stride, int num_heads, int num_kv_heads, int head_dim, int block_rows) {
     constexpr int kWarps = 4, kColumns = 128, kFewParts = 6;
     __shared__ float4 sums[kWarps][kColumns / 4];
     __shared__ float row_maxima[kWarps], row_sums[kWarps];
@@ -230,11 +240,12 @@ __device__ __forceinline__ void merge_decode_splits(
                 continue;
             }
         }
-        const float log2_sum =
-            merged.row_sum == 0.0f ? -INFINITY : merged.row_max + __logf(merged.row_sum) * kLog2e;
-        merged.scale(merged.row_sum == 0.0f ? 0.0f : __fdividef(1.0f, merged.row_sum));
         const int token = (first_row + row) / group;
         const int head = kv_head * group + (first_row + row) % group;
+        const float sink = find_sink(sinks, place.batch_idx, head);
+        const float factor = add_sink(sink, merged.row_max, merged.row_sum);
+        const float log2_sum = merged.row_max + __logf(merged.row_sum) * kLog2e;
+        merged.scale(factor);
         if (column < head_dim) {
             T* target = out + place.batch_idx * out_batch_stride + token * out_token_stride +
                         head * out_head_stride + column;

@@ -5,6 +5,7 @@
 #include "kernel_hub/bounds.cuh"
 #include "kernel_hub/e4m3.cuh"
 #include "kernel_hub/launch_facts.cuh"
+#include "kernel_hub/math.cuh"
 #include "kernel_hub/mma.cuh"
 
 namespace kernel_hub::kv_cache::decode {
@@ -55,6 +56,15 @@ template <int kChunks>
 __device__ __forceinline__ uint32_t swizzled(int row, int chunk) {
     const int mask = kChunks % 8 == 0 ? row & 7 : (row >> 1) & 3;
     return static_cast<uint32_t>(row * kChunks + (chunk ^ mask)) * 16;
+}
+
+// softcap tanh(score / softcap).
+__device__ __forceinline__ float capped(float score, float softcap) {
+    if (softcap > 0.0f) {
+        const float twice = exp2_approx(score * __fdividef(2.0f * kLog2e, softcap));
+        score = softcap - __fdividef(2.0f * softcap, 1.0f + twice);
+    }
+    return score;
 }
 
 // The running softmax of a warp: row lane / 4 + 8 h of row tile r has its maximum in

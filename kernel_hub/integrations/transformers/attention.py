@@ -50,15 +50,12 @@ def attention(
         sliding_window says is in it); a dense mask, bool or added to scores; None: causal where
         `is_causal`, or module.is_causal, says so.
 
+    s_aux: sinks, (num_heads,), as gpt-oss has them.
+
     Returns (out, None), out (batch_size, seqlen_q, num_heads, head_dim). What the kernels lack
-    (dropout, dense masks, fp32, head_dim beyond 256, a bias of scores) runs by torch, and
-    `report()` counts it. Raises TensorError for sinks (s_aux) and paged caches, which neither has.
+    (dropout, dense masks, fp32, head_dim beyond 256, a bias of scores, gradients of sinks) runs by
+    torch, and `report()` counts it. Raises TensorError for paged caches.
     """
-    if s_aux is not None:
-        raise TensorError(
-            f"attention of {type(module).__name__}: s_aux: expected None, found sinks, which are "
-            "none of the kernels' yet: load the model with attn_implementation='eager'"
-        )
     if cache is not None:
         raise TensorError(
             f"attention of {type(module).__name__}: cache: expected None, found "
@@ -84,6 +81,8 @@ def attention(
         reason = "dropout"
     elif position_bias is not None:
         reason = "position_bias"
+    elif s_aux is not None and s_aux.requires_grad and torch.is_grad_enabled():
+        reason = "sinks that require grad"
     elif key.shape[-1] != value.shape[-1]:
         reason = f"head_dim {key.shape[-1]} of keys, {value.shape[-1]} of values"
     if reason is not None or seen is None:
@@ -95,15 +94,17 @@ def attention(
             if not is_plain or (seen.is_causal and seqlen_q != seqlen_k):
                 mask = dense(seen, query.shape[0], seqlen_q, seqlen_k, query.device)
         causal = seen is not None and seen.is_causal and mask is None
-        out = _by_torch(query, key, value, mask, causal, dropout, scaling, softcap, position_bias)
+        out = _by_torch(
+            query, key, value, mask, causal, dropout, scaling, softcap, position_bias, s_aux
+        )
     else:
-        out = _ours(query, key, value, seen, scaling, softcap or 0.0)
+        out = _ours(query, key, value, seen, scaling, softcap or 0.0, s_aux)
     return out, None
 
 
 def _ours(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: Seen,
-    scaling: float | None, softcap: float,
+    scaling: float | None, softcap: float, sinks: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     seqlen_q = query.shape[2]
     needs_grad = torch.is_grad_enabled() and (
@@ -124,12 +125,12 @@ def _ours(
         return decode_attention(
             query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2),
             cache_seqlens=seen.ends, softmax_scale=scaling, window_size=(left, -1),
-            softcap=softcap,
+            softcap=softcap, sinks=sinks,
         )  # fmt: skip
     counts.took("flash_attention")
     options: dict[str, Any] = {
         "causal": seen.is_causal, "softmax_scale": scaling, "window_size": (left, right),
-        "softcap": softcap,
+        "softcap": softcap, "sinks": sinks,
     }  # fmt: skip
     if seen.starts is not None:
         return _left_padded(query, key, value, seen, needs_grad, options)
@@ -190,7 +191,7 @@ def _as_rows(x: torch.Tensor, step: int) -> torch.Tensor:
 def _by_torch(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None,
     is_causal: bool, dropout: float, scaling: float | None, softcap: float | None,
-    position_bias: torch.Tensor | None,
+    position_bias: torch.Tensor | None, sinks: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     """The same by torch's own ops. mask: bool, or added to scores; is_causal: where it is None and
     there are as many keys as queries."""
@@ -199,7 +200,7 @@ def _by_torch(
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     if mask is not None:
         mask = mask[..., : key.shape[2]]
-    if softcap is None and position_bias is None:
+    if softcap is None and position_bias is None and sinks is None:
         out = torch.nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling, is_causal=is_causal
         )
@@ -215,6 +216,9 @@ def _by_torch(
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     elif mask is not None:
         scores = scores + mask
-    weights = torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype)
+    if sinks is not None:
+        column = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, column), -1)
+    weights = torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype)[..., : key.shape[2]]
     weights = torch.nn.functional.dropout(weights, dropout)
     return (weights @ value).transpose(1, 2).contiguous()

@@ -14,9 +14,9 @@ def register() -> str:
     """Make attn_implementation="kernel_hub" known to transformers, and return that name.
 
     `from_pretrained(..., attn_implementation="kernel_hub")` then runs attention by
-    `flash_attention` and `decode_attention`: GQA, windows, softcap, scaling; dynamic and static
-    caches; batches padded on the left or the right; training. What they lack runs by torch, and
-    `report()` counts it.
+    `flash_attention` and `decode_attention`: GQA, windows, softcap, sinks, scaling; dynamic and
+    static caches; batches padded on the left or the right; training. What they lack runs by torch,
+    and `report()` counts it.
     Calling it again changes nothing. Raises ImportError without transformers from 4.53 on.
     """
     attentions, masks = tables()

@@ -13,7 +13,7 @@ import torch
 
 from ...errors import TensorError
 from ..core import common
-from ..core.kv_cache import check_alibi, check_block_table, check_cu_seqlens
+from ..core.kv_cache import check_alibi, check_block_table, check_cu_seqlens, check_sinks
 from .problem import TABLES, Options, Problem
 
 LAYOUTS = {"bshd": 1, "bhsd": 2}  # the dimension of tokens
@@ -39,7 +39,7 @@ def resolve(
 ) -> Numbers:
     """Check everything that does not lie on the device; what the launch needs beside tensors."""
     (causal, softmax_scale, window_size, softcap, alibi_slopes, cu_seqlens_q, cu_seqlens_k,
-     max_seqlen_q, max_seqlen_k, block_table, cache_seqlens) = options  # fmt: skip
+     max_seqlen_q, max_seqlen_k, block_table, cache_seqlens, sinks) = options  # fmt: skip
     _check_qkv(op, q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, dtypes)
     if cu_seqlens_k is not None:
         for argument, value in (("block_table", block_table), ("cache_seqlens", cache_seqlens)):
@@ -63,6 +63,7 @@ def resolve(
             op, "cache_seqlens", cache_seqlens, (batch_size,), q, dtypes=(torch.int32,)
         )
     check_alibi(op, alibi_slopes, q, batch_size)
+    check_sinks(op, sinks, q)
 
     rows_q = q.shape[0] if cu_seqlens_q is not None else q.shape[1]
     if cu_seqlens_k is not None:
@@ -202,7 +203,7 @@ def check_out_layout(
 
 def read_tables(op: str, problem: Problem) -> bool:
     """True, as the call debugs: it looks at what tables on the device hold, if there are any."""
-    if any(table is not None for table in problem[-5:]):
+    if any(table is not None for table in problem.lengths):
         check_values(op, problem)
     return True
 

@@ -132,6 +132,9 @@ def forward(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> No
             q = _by_kv_head(queries[rows], num_kv_heads)
             scores, _ = _scores(problem, sequence, q, k, rows, cols)
             total = torch.logsumexp(scores, -1, keepdim=True)
+            if problem.sinks is not None:
+                sinks = problem.sinks.float().view(num_kv_heads, -1, 1, 1)
+                total = torch.logaddexp(total, sinks)
             weights = torch.exp(scores - total.masked_fill(total == -math.inf, 0.0))
             found = weights @ v[:, None, cols]
             outs[rows] = found.permute(2, 0, 1, 3).flatten(1, 2).to(out.dtype)

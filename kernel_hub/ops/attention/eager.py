@@ -79,16 +79,25 @@ def addresses_and_key(
         low_bits |= at[3]
         key += (out.dtype, out.get_device(), out.shape, out.stride())
     (causal, softmax_scale, window_size, softcap, alibi_slopes, cu_seqlens_q, cu_seqlens_k,
-     max_seqlen_q, max_seqlen_k, block_table, cache_seqlens) = options  # fmt: skip
+     max_seqlen_q, max_seqlen_k, block_table, cache_seqlens, sinks) = options  # fmt: skip
     # Not `tables != (None, ...)`, which would ask each tensor whether it equals None.
-    if alibi_slopes is cu_seqlens_q is cu_seqlens_k is block_table is cache_seqlens is None:
+    if (
+        alibi_slopes
+        is cu_seqlens_q
+        is cu_seqlens_k
+        is block_table
+        is cache_seqlens
+        is sinks
+        is None
+    ):
         return at, (*key, low_bits & 15 == 0, more, options)
-    tables = (alibi_slopes, cu_seqlens_q, cu_seqlens_k, block_table, cache_seqlens)
+    tables = (alibi_slopes, cu_seqlens_q, cu_seqlens_k, block_table, cache_seqlens, sinks)
     if out is not None:
         at += tuple([t.data_ptr() for t in tables if t is not None])
     return at, (
         *key, low_bits & 15 == 0, more, causal, softmax_scale, window_size, softcap, max_seqlen_q,
-        max_seqlen_k, *[None if t is None else (t.shape, t.stride()) for t in tables],
+        max_seqlen_k, None if sinks is None else sinks.dtype,
+        *[None if t is None else (t.shape, t.stride()) for t in tables],
     )  # fmt: skip
 
 
@@ -98,7 +107,7 @@ def problem_of(
     """The `Problem` of arguments that were checked and resolved to `numbers`."""
     return Problem(
         q, k, v, *numbers, options.alibi_slopes, options.cu_seqlens_q, options.cu_seqlens_k,
-        options.cache_seqlens, options.block_table,
+        options.cache_seqlens, options.block_table, options.sinks,
     )  # fmt: skip
 
 

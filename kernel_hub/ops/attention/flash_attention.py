@@ -26,7 +26,9 @@ _PLAIN_TYPES = common.PLAIN_TYPES
 _OPTIONAL = f"{' '.join(TABLES)} out"
 _operands = common.Operands(_OP, "q k v", _OPTIONAL, has_backward=True)
 _all_operands = common.Operands(_OP, "q k v", f"{_OPTIONAL} q_scale k_scale v_scale")
-_packed_operands = common.Operands(_PACKED, "qkv", "alibi_slopes cu_seqlens out", has_backward=True)
+_packed_operands = common.Operands(
+    _PACKED, "qkv", "alibi_slopes cu_seqlens sinks out", has_backward=True
+)
 _is_tracing = torch.compiler.is_dynamo_compiling
 _is_grad_enabled = torch.is_grad_enabled
 _transform, _forward_ad = common.transform, common.forward_ad
@@ -60,12 +62,14 @@ def flash_attention(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> Any:
     """Attention of every query over the keys of its sequence, without the matrix of scores.
 
         scores = softmax_scale * q k^T;  with softcap: softcap * tanh(scores / softcap)
         scores[i, j] -= alibi_slope * |i + seqlen_k - seqlen_q - j|
         out = softmax(scores, over the keys seen) v;  lse = log(sum(exp(scores)))
+        with sinks: exp(sink of the head) is in both sums of exponentials, and weighs no value
 
     accumulated in fp32 and rounded once. Query i stands at key i + seqlen_k - seqlen_q: the last
     query at the last key. A row that sees no key gives 0, and lse -inf.
@@ -92,6 +96,11 @@ def flash_attention(
         are zeros.
     cache_seqlens: (batch_size,) int32: how many keys each sequence has; None is all there are. Not
         with cu_seqlens_k.
+    sinks: (num_heads,) fp32, bf16 or fp16: a logit a head beside the scores, which softmax_scale
+        and softcap leave alone (gpt-oss). -inf is none; +inf takes all of a row (out 0, lse +inf);
+        NaN makes the rows of its head that see a key NaN. A row that sees no key gives 0, and lse
+        the sink, but of a sequence whose length is below 0: -inf. q, k and v have gradients beside
+        them, they have none (one that requires grad is refused).
     layout: "bshd", or "bhsd": the tensors of four dimensions are (batch_size, heads, seqlen,
         head_dim), pages (num_pages, num_kv_heads, page_size, head_dim); and so is out.
     out: like q; where to write. No gradients then.
@@ -111,8 +120,8 @@ def flash_attention(
                 are slower.
         The sums are the tensor cores' (fp32 registers), probabilities are rounded to e4m3 for the
         product with v alone. out_dtype is torch.bfloat16 (None) or torch.float16, and out is of
-        either. head_dim 16 to 256 in multiples of 16; no window, softcap, alibi, block_table or
-        gradients.
+        either. head_dim 16 to 256 in multiples of 16; no window, softcap, alibi, block_table, sinks
+        or gradients.
 
     Packed tensors are slices: k, v = kv[:, :, 0], kv[:, :, 1].
     Returns out, or (out, lse). A CUDA tensor runs the shipped cubins on torch's current stream; a
@@ -127,7 +136,7 @@ def flash_attention(
         window_size = common.check_window(_OP, window_size)
     options: Options = _options((
         causal, softmax_scale, window_size, softcap, alibi_slopes, cu_seqlens_q, cu_seqlens_k,
-        max_seqlen_q, max_seqlen_k, block_table, cache_seqlens,
+        max_seqlen_q, max_seqlen_k, block_table, cache_seqlens, sinks,
     ))  # fmt: skip
     try:
         if layout != "bshd":
@@ -178,7 +187,7 @@ def _attend(
         and not (q.is_neg() or k.is_neg() or v.is_neg())
         and (
             options.alibi_slopes is options.cu_seqlens_q is options.cu_seqlens_k
-            is options.block_table is options.cache_seqlens is out is None
+            is options.block_table is options.cache_seqlens is options.sinks is out is None
             or _operands.are_plain((q, k, v), (*options.tables, out))
         )
     ):  # fmt: skip
@@ -209,6 +218,7 @@ def flash_attention_qkvpacked(
     out: torch.Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
+    sinks: torch.Tensor | None = None,
 ) -> Any:
     """`flash_attention` of q, k and v that lie in one tensor; so does their gradient.
 
@@ -223,12 +233,12 @@ def flash_attention_qkvpacked(
         window_size = common.check_window(_PACKED, window_size)
     options = Options(
         causal, softmax_scale, window_size, softcap, alibi_slopes, cu_seqlens, cu_seqlens,
-        max_seqlen, max_seqlen,
+        max_seqlen, max_seqlen, sinks=sinks,
     )  # fmt: skip
     try:
         return _attend_packed(qkv, num_heads, num_kv_heads, out, return_lse, deterministic, options)
     except common.FOREIGN:
-        _packed_operands.check_tensors((qkv,), (alibi_slopes, cu_seqlens, out))
+        _packed_operands.check_tensors((qkv,), (alibi_slopes, cu_seqlens, sinks, out))
         raise
 
 
@@ -238,7 +248,7 @@ def _attend_packed(
 ) -> Any:  # fmt: skip
     op = _PACKED
     alibi_slopes, cu_seqlens = options.alibi_slopes, options.cu_seqlens_q
-    plain = _packed_operands.are_plain((qkv,), (alibi_slopes, cu_seqlens, out))
+    plain = _packed_operands.are_plain((qkv,), (alibi_slopes, cu_seqlens, options.sinks, out))
     leading = 2 if cu_seqlens is None else 1
     tokens = "batch_size, seqlen" if cu_seqlens is None else "total"
     if num_heads is None and num_kv_heads is None:

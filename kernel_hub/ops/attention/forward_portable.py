@@ -195,6 +195,7 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launc
         int(is_aligned),
         *problem.totals,
         k.shape[0] if is_paged else 1,  # pages
+        problem.sink_type,
         problem.softmax_scale * log2e,
         problem.softcap * log2e,
     )
@@ -217,6 +218,6 @@ def launch(
     params = (
         out, lse, bounds.flag("flash_attention", q), q, k, v, options.cu_seqlens_q,
         options.cu_seqlens_k, options.cache_seqlens, options.block_table, options.alibi_slopes,
-        *numbers,
+        options.sinks, *numbers,
     )  # fmt: skip
     function(grid, block, shared_bytes, None, params)

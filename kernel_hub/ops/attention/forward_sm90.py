@@ -155,6 +155,7 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launc
         *problem.window,
         heads_a_group(problem, min(seqlen_k, problem.max_seqlen_k)),
         int(any(each is not None for each in tables)),
+        problem.sink_type,
         *problem.exponents,
         *problem.small_scores,
     )
@@ -189,7 +190,8 @@ def launch(
     function, grid, block, shared_bytes, numbers, packed, _ = planned
     flag = bounds.flag("flash_attention", q)
     tables = (
-        options.cu_seqlens_q, options.cu_seqlens_k, options.cache_seqlens, options.block_table
+        options.cu_seqlens_q, options.cu_seqlens_k, options.cache_seqlens, options.block_table,
+        options.sinks,
     )  # fmt: skip
     if isinstance(packed, split.Packed):
         split.launch(planned, maps, q, out, lse, flag, tables)

@@ -243,13 +243,14 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launc
     numbers = (
         *places, 0 if table is None else table.stride(0), *common_numbers,
         k.shape[0],  # where paged: pages
-        page_size, box_rows, int(any(each is not None for each in tables)),
+        page_size, box_rows, int(any(each is not None for each in tables)), problem.sink_type,
         *problem.exponents, *problem.small_scores,
     )  # fmt: skip
     merge_name = body.name(q.dtype, "merge")
     merge = Launch(
         common.shipped(CUBIN, merge_name), (-(-strips * team // _MERGE_WARPS), 1, 1),
-        launch_facts(CUBIN, merge_name).block, 0, (*places, *common_numbers, num_blocks, team),
+        launch_facts(CUBIN, merge_name).block, 0,
+        (*places, *common_numbers, problem.sink_type, num_blocks, team),
         options={"programmatic": True},
     )  # fmt: skip
     floats = num_blocks * _SLOTS * block_m * (body.head_dim + 2)
@@ -276,11 +277,12 @@ def launch(
     out: torch.Tensor,
     lse: torch.Tensor | None,
     flag: torch.Tensor | None,
-    tables: tuple[Any, Any, Any, Any],
+    tables: tuple[Any, Any, Any, Any, Any],
 ) -> None:
     """Run what `plan` made, and the merge.
 
-    flag: `bounds.flag` of the op; tables: cu_seqlens_q, cu_seqlens_k, cache_seqlens, block_table.
+    flag: `bounds.flag` of the op; tables: cu_seqlens_q, cu_seqlens_k, cache_seqlens, block_table,
+    sinks.
     """
     packed: Any = planned.maps
     room = torch.empty(packed.floats + packed.ints, dtype=torch.float32, device=q.device)
@@ -292,6 +294,6 @@ def launch(
     merge = packed.merge
     merge.function(
         merge.grid, merge.block, 0, None,
-        (out, lse, flag, room, line, *tables[:3], *merge.numbers),
+        (out, lse, flag, room, line, *tables[:3], tables[4], *merge.numbers),
         **merge.options,
     )  # fmt: skip

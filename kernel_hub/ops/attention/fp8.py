@@ -126,7 +126,7 @@ def _new_out(q: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _problem(q: Any, k: Any, v: Any, scales: Scales, options: Options) -> Problem:
     """Everything but out, checked."""
-    for argument in ("alibi_slopes", "block_table"):
+    for argument in ("alibi_slopes", "block_table", "sinks"):
         value = getattr(options, argument)
         if value is not None:
             raise common.refuse(_OP, argument, "None where q is float8_e4m3fn", value)

@@ -14,7 +14,9 @@ import torch
 from ..core import bounds, common, tensor_maps
 from ..core.tensor_maps import Boxes
 
-TABLES = ("alibi_slopes", "cu_seqlens_q", "cu_seqlens_k", "block_table", "cache_seqlens")
+TABLES = (
+    "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k", "block_table", "cache_seqlens", "sinks"
+)  # fmt: skip
 # Masked scores are -inf times the scale, which fp32 must hold as a normal number.
 SCALES = (1e-20, 1e20)
 _PANEL_BYTES = 128  # of a row of shared memory: the span of the swizzle
@@ -41,13 +43,14 @@ class Options(NamedTuple):
     max_seqlen_k: int | None = None
     block_table: Any = None
     cache_seqlens: Any = None
+    sinks: Any = None
 
     @property
     def tables(self) -> tuple[Any, ...]:
         """The tensors among them, in the order of TABLES."""
         return (
             self.alibi_slopes, self.cu_seqlens_q, self.cu_seqlens_k, self.block_table,
-            self.cache_seqlens,
+            self.cache_seqlens, self.sinks,
         )  # fmt: skip
 
 
@@ -66,6 +69,7 @@ class Problem(NamedTuple):
     window_left, window_right: query i of a sequence sees keys from i + seqlen_k - seqlen_q -
         window_left to i + seqlen_k - seqlen_q + window_right; -1: no bound. Causal: right is 0.
     softcap: 0: none; else scores become softcap * tanh(scores / softcap), before alibi.
+    sinks: (num_heads,) of `common.ELEMENT_TYPES`; exp(sink) joins each row's sum of exponentials.
     """
 
     q: torch.Tensor
@@ -83,6 +87,17 @@ class Problem(NamedTuple):
     cu_seqlens_k: torch.Tensor | None = None
     cache_seqlens: torch.Tensor | None = None
     block_table: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+
+    @property
+    def lengths(self) -> tuple[torch.Tensor | None, ...]:
+        """The tables of lengths, places and pages."""
+        return self.cu_seqlens_q, self.cu_seqlens_k, self.cache_seqlens, self.block_table
+
+    @property
+    def sink_type(self) -> int:
+        """Of the sinks' elements, as kernels number them; 0 where there are none."""
+        return 0 if self.sinks is None else common.ELEMENT_TYPES.index(self.sinks.dtype)
 
     @property
     def numbers(self) -> tuple[int, int, int, float, int, int, float]:

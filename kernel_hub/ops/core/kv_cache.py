@@ -123,6 +123,12 @@ def check_alibi(op: str, slopes: Any, q: torch.Tensor, batch_size: int) -> None:
     common.check_like(op, "alibi_slopes", slopes, slopes.shape, q, dtypes=(torch.float32,))
 
 
+def check_sinks(op: str, sinks: Any, q: torch.Tensor) -> None:
+    """`sinks`, where given, must be (num_heads,) fp32, bf16 or fp16."""
+    if sinks is not None:
+        common.check_like(op, "sinks", sinks, (q.shape[-2],), q, dtypes=common.ELEMENT_TYPES)
+
+
 def check_caches(
     op: str,
     k_cache: Any,

@@ -43,10 +43,11 @@ class Step(NamedTuple):
 _plans: Plans[DecodePlan] = Plans()
 _OP = "decode_attention"
 _REQUIRED = "q k_cache v_cache cache_seqlens"
-_OPTIONAL = "k v block_table cos sin qkv_bias k_scale v_scale alibi_slopes out"
+_OPTIONAL = "k v block_table cos sin qkv_bias k_scale v_scale alibi_slopes sinks out"
 _operands = common.Operands(_OP, _REQUIRED, _OPTIONAL)
 # Caches are written where there are new tokens.
 _LIE = f"{_REQUIRED} {_OPTIONAL}"
+_TENSORS = len(_LIE.split()) - 1  # of `DecodeGiven`, before its numbers
 _appends = common.Writes(_OP, _LIE, "k_cache v_cache out")
 _reads = common.Writes(_OP, _LIE, "out")
 
@@ -74,6 +75,7 @@ def decode_attention(
     return_lse: bool = False,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """One decode step of 1 to 16 new tokens a sequence, in one launch (and a merge where split):
 
@@ -116,8 +118,13 @@ def decode_attention(
     return_lse: also return log(sum(exp(scores))), (batch_size, num_heads, seqlen_q) fp32.
     k_scale, v_scale: (num_kv_heads,) fp32, what the bytes of e4m3 caches are multiplied by; None:
         1. New tokens are divided by it, rounded to nearest even, and saturate.
+    sinks: (num_heads,) fp32, bf16 or fp16: a logit a head beside the scores, which softmax_scale
+        and softcap leave alone: exp(sink) joins each row's sum of exponentials and weighs no value
+        (gpt-oss). -inf is none; +inf takes all of a row (out 0, lse +inf); NaN makes the rows of
+        its head that see a key NaN.
 
-    Returns out, or (out, lse). Rows without a key are 0, with lse -inf. Two runs give the same
+    Returns out, or (out, lse). Rows without a key are 0, with lse -inf, or of a row that is not
+    finished the sink. Two runs give the same
     bits. A CUDA tensor runs the shipped cubin on torch's current stream and can be captured in a
     CUDA graph, lengths changing between replays; a CPU tensor runs a reference in torch. No
     backward. Raises TensorError naming the argument that does not fit.
@@ -137,7 +144,7 @@ def decode_attention(
         softcap = common.check_number(_OP, "softcap", softcap)
     tensors = (
         q, k_cache, v_cache, cache_seqlens, k, v, block_table, cos, sin, qkv_bias, k_scale,
-        v_scale, alibi_slopes,
+        v_scale, alibi_slopes, sinks,
     )  # fmt: skip
     options = (interleaved, rotary_dim, softmax_scale, left, softcap, num_splits)
     is_eager = _operands.are_plain(tensors[:4], (*tensors[4:], out))
@@ -172,7 +179,7 @@ def decode_attention(
 
 def _step(given: DecodeGiven, is_aligned: bool) -> Step:
     """Choose the kernel, its launch shape and its numbers, for arguments that were checked."""
-    (q, k_cache, v_cache, _, k, v, block_table, cos, _, _, _, _, alibi_slopes, interleaved,
+    (q, k_cache, v_cache, _, k, v, block_table, cos, _, _, _, _, alibi_slopes, sinks, interleaved,
      rotary_dim, softmax_scale, window_left, softcap, num_splits, out, _) = given  # fmt: skip
     batch_size, seqlen_q, num_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[2]
@@ -203,6 +210,7 @@ def _step(given: DecodeGiven, is_aligned: bool) -> Step:
     aligned = is_aligned and common.is_aligned(
         8, *strides, *new[0], *new[1], 0 if cos is None else cos.stride(0), rotary_dim // 2
     )
+    sink_type = 0 if sinks is None else common.ELEMENT_TYPES.index(sinks.dtype)
     numbers = (
         *strides, *new[0], *new[1], *k_cache.stride()[:3], *v_cache.stride()[:3],
         0 if block_table is None else block_table.stride(0),
@@ -211,7 +219,7 @@ def _step(given: DecodeGiven, is_aligned: bool) -> Step:
         batch_size, seqlen_q, num_heads, num_kv_heads, head_dim, k_cache.shape[0], page_size,
         max_tokens, rotary_dim, *((0, 0) if cos is None else (cos.shape[0], cos.element_size())),
         int(bool(interleaved)), int(aligned), split.num_splits, split.parallel, window_left,
-        softmax_scale, softcap,
+        sink_type, softmax_scale, softcap,
     )  # fmt: skip
     how = {"programmatic": True} if device.overlaps_launches else {}
     merge = Launch()
@@ -219,7 +227,7 @@ def _step(given: DecodeGiven, is_aligned: bool) -> Step:
         merge_numbers = (
             *out.stride()[:3], batch_size, seqlen_q, 0 if k is None else seqlen_q, max_tokens,
             window_left, variant.unit, items // batch_size, split.num_splits, split.parallel,
-            num_heads, num_kv_heads, head_dim, variant.rows,
+            num_heads, num_kv_heads, head_dim, variant.rows, sink_type,
         )  # fmt: skip
         merge = Launch(
             common.shipped("decode_attention", f"decode_attention_{token}_merge"),
@@ -259,10 +267,10 @@ def _cuda_into(arguments: tuple[Any, ...], is_given: bool = True) -> None:
     arguments: those of `DecodeGiven`; is_given: the caller gave out, which may overlap the rest.
     """
     (q, k_cache, v_cache, cache_seqlens, k, v, block_table, cos, sin, qkv_bias, k_scale, v_scale,
-     alibi_slopes, interleaved, rotary_dim, softmax_scale, window_left, softcap, num_splits, out,
-     lse) = arguments  # fmt: skip
+     alibi_slopes, sinks, interleaved, rotary_dim, softmax_scale, window_left, softcap, num_splits,
+     out, lse) = arguments  # fmt: skip
     # An out that the op made has q's layout and meets nothing.
-    tensors = arguments[:13] if not is_given else (*arguments[:13], out)
+    tensors = arguments[:_TENSORS] if not is_given else (*arguments[:_TENSORS], out)
     addresses = tuple([x.data_ptr() for x in tensors if x is not None])
     key = (
         interleaved, rotary_dim, softmax_scale, window_left, softcap, num_splits, q.get_device(),
@@ -290,7 +298,7 @@ def _cuda_into(arguments: tuple[Any, ...], is_given: bool = True) -> None:
     try:
         flag = bounds.flag(_OP, q)
         if maps:
-            tables = (None, None, cache_seqlens, block_table)
+            tables = (None, None, cache_seqlens, block_table, sinks)
             forward_split_sm90.launch(main, maps, q, out, lse, flag, tables)
         else:
             function(
@@ -298,12 +306,12 @@ def _cuda_into(arguments: tuple[Any, ...], is_given: bool = True) -> None:
                 (
                     out, lse, partial_out, partial_lse, flag, k_cache, v_cache, q, k, v,
                     cache_seqlens, block_table, cos, sin, qkv_bias, k_scale, v_scale,
-                    alibi_slopes, *numbers,
+                    alibi_slopes, sinks, *numbers,
                 ),
                 **how,
             )  # fmt: skip
         if merge.function is not None:
-            params = (out, lse, partial_out, partial_lse, cache_seqlens, *merge.numbers)
+            params = (out, lse, partial_out, partial_lse, cache_seqlens, sinks, *merge.numbers)
             merge.function(merge.grid, merge.block, 0, None, params, **how)
     except KernelHubError:
         # The launch checks devices and dtypes; this names them.
@@ -319,7 +327,7 @@ def _cpu_into(arguments: tuple[Any, ...], is_given: bool = True) -> None:
     checks.check(given)
     if is_given or given.k is not None:
         writes = _reads if given.k is None else _appends
-        writes.check(*given[:13], given.out)
+        writes.check(*given[:_TENSORS], given.out)
     checks.check_values(given, is_strict=False)
     found, found_lse = _reference(given)
     given.out.copy_(found)
@@ -330,8 +338,8 @@ def _cpu_into(arguments: tuple[Any, ...], is_given: bool = True) -> None:
 _op = common.define_given(
     "decode_attention(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor cache_seqlens, "
     "Tensor? k, Tensor? v, Tensor? block_table, Tensor? cos, Tensor? sin, Tensor? qkv_bias, "
-    "Tensor? k_scale, Tensor? v_scale, Tensor? alibi_slopes, bool interleaved, SymInt rotary_dim, "
-    "float softmax_scale, SymInt window_left, float softcap, int num_splits, Tensor(c!) out, "
-    "Tensor(d!)? lse) -> ()",
+    "Tensor? k_scale, Tensor? v_scale, Tensor? alibi_slopes, Tensor? sinks, bool interleaved, "
+    "SymInt rotary_dim, float softmax_scale, SymInt window_left, float softcap, int num_splits, "
+    "Tensor(c!) out, Tensor(d!)? lse) -> ()",
     DecodeGiven, cuda=_cuda_into, cpu=_cpu_into, check=checks.check,
 )  # fmt: skip

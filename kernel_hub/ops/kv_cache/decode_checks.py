@@ -11,7 +11,7 @@ import torch
 
 from ...errors import TensorError
 from ..core import common
-from ..core.kv_cache import check_alibi, check_block_table, check_cache_scales
+from ..core.kv_cache import check_alibi, check_block_table, check_cache_scales, check_sinks
 from ..core.rotary import check_rotation
 from .decode_plan import MAX_HEAD_DIM, MAX_SEQLEN_Q, DecodeGiven
 
@@ -24,7 +24,7 @@ _MAX_TOKENS = 2**30
 def check(given: DecodeGiven, window_right: Any = 0) -> None:
     """Raise TensorError for whatever does not fit."""
     (q, k_cache, v_cache, cache_seqlens, k, v, block_table, cos, sin, qkv_bias, k_scale, v_scale,
-     alibi_slopes, interleaved, rotary_dim, softmax_scale, window_left, softcap, num_splits,
+     alibi_slopes, sinks, interleaved, rotary_dim, softmax_scale, window_left, softcap, num_splits,
      out, _) = given  # fmt: skip
     common.check_data(_OP, "q", q, common.HALF)
     if q.dim() != 4:
@@ -51,6 +51,7 @@ def check(given: DecodeGiven, window_right: Any = 0) -> None:
         size = (num_heads + 2 * num_kv_heads) * head_dim
         common.check_like(_OP, "qkv_bias", qkv_bias, (size,), q)
     check_alibi(_OP, alibi_slopes, q, batch_size)
+    check_sinks(_OP, sinks, q)
     common.check_window(_OP, (window_left, window_right))
     common.check_number(_OP, "softmax_scale", softmax_scale)
     common.check_number(_OP, "softcap", softcap, least=0.0)

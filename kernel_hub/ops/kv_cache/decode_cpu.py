@@ -13,7 +13,7 @@ from .decode_plan import DecodeGiven
 def decode_attention(given: DecodeGiven) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) in fp32; new tokens are written to the caches."""
     (q, k_cache, v_cache, cache_seqlens, k, v, block_table, cos, sin, qkv_bias, k_scale, v_scale,
-     alibi_slopes, interleaved, rotary_dim, softmax_scale, window_left, softcap,
+     alibi_slopes, sinks, interleaved, rotary_dim, softmax_scale, window_left, softcap,
      *_) = given  # fmt: skip
     batch_size, seqlen_q, num_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[2]
@@ -44,6 +44,8 @@ def decode_attention(given: DecodeGiven) -> tuple[torch.Tensor, torch.Tensor]:
 
     out = torch.zeros(batch_size, seqlen_q, num_heads, head_dim, device=q.device)
     lse = torch.full((batch_size, num_heads, seqlen_q), -math.inf, device=q.device)
+    if sinks is not None:
+        lse[is_live] = sinks.float()[:, None]
     for index, length in enumerate(lengths.tolist()):
         length = min(length, capacity)
         if length == 0:
@@ -67,8 +69,10 @@ def decode_attention(given: DecodeGiven) -> tuple[torch.Tensor, torch.Tensor]:
         if window_left >= 0:
             seen = seen & (distance <= window_left)
         scores = scores.masked_fill(~seen, -math.inf)
-        lse[index] = torch.logsumexp(scores, -1)
-        weights = torch.softmax(scores, -1).masked_fill(~seen.any(-1, keepdim=True), 0.0)
+        lse[index] = torch.logaddexp(lse[index], torch.logsumexp(scores, -1))
+        weights = torch.exp(
+            scores - lse[index].masked_fill(lse[index] == -math.inf, 0.0)[..., None]
+        )
         out[index] = (weights @ values).transpose(0, 1)
     return out, lse
 

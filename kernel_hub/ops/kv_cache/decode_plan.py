@@ -24,6 +24,7 @@ class DecodeGiven(NamedTuple):
     k_scale: Any
     v_scale: Any
     alibi_slopes: Any
+    sinks: Any
     interleaved: Any
     rotary_dim: Any
     softmax_scale: Any

@@ -34,7 +34,7 @@ def problem_of(given: DecodeGiven) -> Problem:
     return Problem(
         given.q, given.k_cache, given.v_cache, batch_size, seqlen_q, max_tokens,
         given.softmax_scale, given.window_left, 0, given.softcap, given.alibi_slopes,
-        cache_seqlens=given.cache_seqlens, block_table=table,
+        cache_seqlens=given.cache_seqlens, block_table=table, sinks=given.sinks,
     )  # fmt: skip
 
 

@@ -41,6 +41,7 @@ def inputs(device: str, requires_grad: bool = False) -> dict[str, torch.Tensor]:
         "qkv": randn(2, 9, 3, 2, 32), "bounds_q": int32(0, 4, 9), "bounds_k": int32(0, 2, 12),
         "pages": randn(4, 8, 2, 32).detach(), "table": int32(3, 1, 0, 2).view(2, 2),
         "lengths": int32(9, 16), "slopes": torch.tensor([0.5, 0.25, 0.1, 0.0], device=device),
+        "sinks": torch.tensor([0.5, -1.0, 2.0, 0.0], device=device).bfloat16(),
     }  # fmt: skip
 
 
@@ -59,7 +60,7 @@ def heads_first(t: dict[str, torch.Tensor]) -> Any:
 def varlen(t: dict[str, torch.Tensor]) -> Any:
     return flash_attention(
         t["q"][0], t["k"][0], t["v"][0], cu_seqlens_q=t["bounds_q"], cu_seqlens_k=t["bounds_k"],
-        causal=True, max_seqlen_q=5, deterministic=True,
+        causal=True, max_seqlen_q=5, sinks=t["sinks"], deterministic=True,
     )  # fmt: skip
 
 
@@ -152,8 +153,8 @@ def test_export(device: str, strict: bool) -> None:
 def test_registered_ops_pass_opcheck(device: str) -> None:
     for requires_grad in (False, True):
         t, ops = inputs(device, requires_grad), torch.ops.kernel_hub
-        options = (True, None, [-1, -1], 0.0, None, None, None, None, None, None, None)
-        bounds = (t["bounds_q"], t["bounds_k"], 5, 10, None, None)
+        options = (True, None, [-1, -1], 0.0, *[None] * 8)
+        bounds = (t["bounds_q"], t["bounds_k"], 5, 10, None, None, t["sinks"])
         ragged = (False, 0.1, [4, -1], 3.0, t["slopes"], *bounds)
         q, k, v = t["q"], t["k"], t["v"]
         packed_qkv = t["qkv"].flatten(2, 3).detach().requires_grad_(requires_grad)
@@ -267,7 +268,7 @@ def test_transforms_are_refused() -> None:
         torch.func.vmap(lambda x: flash_attention(x, x, x))(q)
     with pytest.raises(TensorError, match="transforms"):
         torch.func.grad(lambda x: flash_attention(x, x, x).sum())(q[0])
-    options = (True, None, [-1, -1], 0.0, None, None, None, None, None, None, None)
+    options = (True, None, [-1, -1], 0.0, *[None] * 8)
     op = torch.ops.kernel_hub.flash_attention
     if hasattr(torch.library, "register_vmap"):
         with pytest.raises(TensorError, match="vmap"):

@@ -62,7 +62,7 @@ def test_compiled_on_the_cpu() -> None:
 
 def test_registered_ops_pass_opcheck_on_the_cpu() -> None:
     q, k, v = Case((40,), (40,), head_dim=64).tensors
-    given = (q, k, v, None, None, None, True, 0.1, [-1, -1], 0.0, *[None] * 7)
+    given = (q, k, v, None, None, None, True, 0.1, [-1, -1], 0.0, *[None] * 8)
     operators, out = torch.ops.kernel_hub, torch.empty(q.shape, dtype=torch.bfloat16)
     for op, arguments in (
         (operators.flash_attention_fp8, (*given, torch.float16, True)),
@@ -85,6 +85,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("window_size", {"window_size": (-1, 3)}),
     ("softcap", {"softcap": 2.0}),
     ("alibi_slopes", {"alibi_slopes": ONES(4)}),
+    ("sinks", {"sinks": ONES(4)}),
     ("block_table", {"block_table": torch.zeros(2, 3, dtype=torch.int32)}),
     ("k", {"k": torch.zeros(2, 300, 2, 64).bfloat16()}),
     ("v", {"v": torch.zeros(2, 300, 2, 64)}),

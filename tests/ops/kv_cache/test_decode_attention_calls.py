@@ -57,6 +57,9 @@ REFUSED: list[tuple[Callable[[], object], list[str]]] = [
     (refused(sin=TABLE), ["sin", "None where cos is None"]),
     (refused(qkv_bias=torch.ones(64).half()), ["qkv_bias", "shape (512,)", "shape (64,)"]),
     (refused(alibi_slopes=torch.ones(3)), ["alibi_slopes", "shape (4,)", "shape (3,)"]),
+    (refused(sinks=torch.ones(2)), ["sinks", "shape (4,)", "shape (2,)"]),
+    (refused(sinks=torch.ones(4).int()), ["sinks", "float32", "int32"]),
+    (refused(sinks=torch.ones(4).requires_grad_()), ["sinks", "no backward", "sinks.detach()"]),
     (refused(window_size=(-2, 0)), ["window_size", "from -1", "(-2, 0)"]),
     (refused(softcap=-1.0), ["softcap", "at least 0", "-1.0"]),
     (refused(num_splits=-1), ["num_splits", "at least 0", "-1"]),
@@ -180,10 +183,12 @@ def test_the_registered_op_passes_opcheck(device: str) -> None:
     lengths = torch.tensor([7, 0], dtype=torch.int32, device=device)
     table = randn(20, 32)
     lse = torch.empty(2, 4, 1, device=device)
-    for added, last in (((None,) * 6, None), ((new, new * 2, None, table, table, None), lse)):
+    for added, last, sinks in (
+        ((None,) * 6, None, None), ((new, new * 2, None, table, table, None), lse, randn(4)),
+    ):  # fmt: skip
         rotary_dim = 0 if added[0] is None else 64
         torch.library.opcheck(
             torch.ops.kernel_hub.decode_attention.default,
-            (q, cache, cache.clone(), lengths, *added, None, None, None, False, rotary_dim, 0.1,
-             -1, 0.0, 0, torch.empty_like(q), last),
+            (q, cache, cache.clone(), lengths, *added, None, None, None, sinks, False, rotary_dim,
+             0.1, -1, 0.0, 0, torch.empty_like(q), last),
         )  # fmt: skip
