@@ -86,7 +86,7 @@ class Engine:
         num_pages = max(1, tokens // page_size)
         self.max_model_len = min(model.max_len, num_pages * page_size)
         max_pages = -(-self.max_model_len // page_size)
-        self._runner = Runner(model, num_pages, page_size, max_pages)
+        self.runner = Runner(model, num_pages, page_size, max_pages)
         self._scheduler = scheduler.Scheduler(
             Pages(num_pages, page_size), max_batch, max_tokens_a_pass, self.max_model_len, drafts
         )
@@ -180,7 +180,7 @@ class Engine:
         try:
             batch = batch_of(planned, self.vocab_size)
             is_told = self.group.world > 1
-            tokens, logprobs = self._runner.run(self.group.tell(batch))
+            tokens, logprobs = self.runner.run(self.group.tell(batch))
         except Exception as error:  # a grammar's own, the device's memory
             if is_told:  # other ranks are in the middle of it
                 self._is_broken = True
@@ -279,7 +279,7 @@ class Engine:
         """On ranks other than 0: run what rank 0 plans, until it closes."""
         try:
             while (batch := self.group.tell(None)) is not None:
-                self._runner.run(batch)
+                self.runner.run(batch)
         except Exception as error:
             raise RankError(f"rank {self.group.rank} of {self.group.world}: {error}") from error
 

@@ -124,14 +124,14 @@ def test_a_pass_that_fails_is_run_again_request_by_request(
     """As where the device's memory is out: what fails alone, too, ends; the others go on."""
     prompts = [(5, 6, 7), (8,) * 70, (9, 10)]
     expected = [a.tokens for a in engine.generate(prompts, greedy())]
-    whole = engine._runner.run
+    whole = engine.runner.run
 
     def failing(batch: Any) -> Any:
         if 8 in batch.inputs["ids"] or len(batch.inputs["before"]) > 1:
             raise torch.OutOfMemoryError("out of memory")
         return whole(batch)
 
-    monkeypatch.setattr(engine._runner, "run", failing)
+    monkeypatch.setattr(engine.runner, "run", failing)
     answers = engine.generate(prompts, greedy())
     assert [a.tokens for a in answers] == [expected[0], (), expected[2]]
     assert answers[1].finish_reason == "error"

@@ -160,14 +160,14 @@ def test_refusals_of_the_engine(here: Served) -> None:
 
 def test_a_pass_that_fails_hurts_one_request(here: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that runs out wherever one prompt is in the pass: the others are answered."""
-    real = here.engine._runner.run
+    real = here.engine.runner.run
 
     def run(batch: Any) -> Any:
         if ord("#") in batch.inputs["ids"]:
             raise MemoryError("no room")
         return real(batch)
 
-    monkeypatch.setattr(here.engine._runner, "run", run)
+    monkeypatch.setattr(here.engine.runner, "run", run)
 
     async def all_at_once() -> list[Any]:
         more: Any = {"logit_bias": {str(ord("#")): -100}, "ignore_eos": True}
