@@ -48,7 +48,7 @@ def _of_attention() -> torch.Tensor:
     attention = _module("attention.forward_sm90")
     planned = attention.Launch(lambda *given: seen.append(given[4]))
     attention.launch(planned, (b"", b"", b""), q, q, q, None, None, attention.Options())
-    return seen[0][10]
+    return seen[0][11]
 
 
 @pytest.fixture(params=[_of_linear, _of_grouped, _of_attention], ids=lambda f: f.__name__[4:])
