@@ -302,6 +302,21 @@ def test_gradients_go_by_the_classes_own_forwards() -> None:
     assert door.report()["passed"]["LlamaMLP: gradients"] == 2
 
 
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_gradients_of_experts_alone(family: str) -> None:
+    models = tiny.Models(family, torch.bfloat16, attention="eager")
+    door.accelerate(models.ours, attention=False)
+    tokens = tiny.tokens_of(1, 9)
+    for model in (models.ours, models.own):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("layers.0." in name and ".experts." in name)
+        model(input_ids=tokens, labels=tokens).loss.backward()
+    found = [p.grad for p in models.ours.parameters() if p.requires_grad]
+    expected = [p.grad for p in models.own.parameters() if p.requires_grad]
+    assert found and [x is None for x in found] == [x is None for x in expected]
+    assert not all(x is None for x in found)
+
+
 def test_weights_that_an_optimizer_wrote_are_seen() -> None:
     models = tiny.Models("llama", torch.bfloat16, attention="eager")
     door.accelerate(models.ours)
@@ -376,17 +391,9 @@ def test_all_known_classes_are_there() -> None:
     import importlib
 
     found = set()
-    for stem in [
-        "gemma",
-        "gemma2",
-        "gemma3",
-        "llama",
-        "mistral",
-        "mixtral",
-        "olmo2",
-        "qwen2",
-        "qwen3",
+    for stem in (
+        "gemma", "gemma2", "gemma3", "llama", "mistral", "mixtral", "olmo2", "qwen2", "qwen3",
         "qwen3_moe",
-    ]:
+    ):  # fmt: skip
         found |= set(vars(importlib.import_module(f"transformers.models.{stem}.modeling_{stem}")))
     assert found >= families.NORMS | families.ATTENTIONS | families.MLPS

@@ -70,7 +70,7 @@ def block_forward(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor,
     """Router and experts, as transformers before 5 has them; also the router's logits."""
     state = state_of(self)
     gate_up, down = state.fused
-    reason = reason_to_pass(self, hidden_states, gate_up.weight, state)
+    reason = reason_to_pass(self, hidden_states, gate_up.linears[0].weight, state)
     if reason is None and self.training and getattr(self, "jitter_noise", 0):
         reason = "jitter of the router"
     if reason is not None:
