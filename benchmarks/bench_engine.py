@@ -86,9 +86,10 @@ def planned(x: Pass, lot: random.Random, engine: Any) -> list[Sequence]:
         [(n, 1) for n in lengths] + [(0, x.prompt)] * (x.prompt > 0)
     ):
         tokens = [lot.randrange(vocab) for _ in range(before + chunk)]
-        sequence = Sequence(Request(str(i), tuple(tokens), PARAMS), tokens, lot.getrandbits(62))
+        request, seed = Request(str(i), tuple(tokens), PARAMS), lot.getrandbits(62)
+        sequence = Sequence(request, tokens, seed, len(tokens) + 1)
         num_pages = -(-len(tokens) // page_size)
-        sequence.pages = list(range(next_page, next_page + num_pages))
+        sequence.pages.extend(range(next_page, next_page + num_pages))
         next_page += num_pages
         sequence.computed, sequence.chunk = before, chunk
         found.append(sequence)
@@ -111,7 +112,7 @@ def run(options: argparse.Namespace) -> int:
         samples = []
         for i in range(options.rounds + 3):
             start = time.perf_counter()
-            tokens, _ = engine.runner.run(batch_of(sequences, engine.vocab_size))
+            tokens, _ = engine.runner.run(batch_of(sequences, engine.vocab_size)).read()
             if i >= 3:
                 samples.append((time.perf_counter() - start) * 1e6)
             if len(tokens) != len(sequences) or not all(0 <= t < engine.vocab_size for t in tokens):

@@ -18,7 +18,7 @@ from .model import Model
 from .pages import Pages
 from .parallel import Group
 from .requests import Delta, Request, SamplingParams, TokenLogprob
-from .runner import Runner, batch_of
+from .runner import Drawn, Runner, batch_of
 from .text import Bytes, TextStream, Tokenizer
 from .weights import Random, Safetensors, check_world, expected, load
 
@@ -47,7 +47,15 @@ class Generated(NamedTuple):
 class _Live:
     sequence: scheduler.Sequence
     stream: TextStream
-    most: int  # tokens it may have, the prompt's included
+    ends: frozenset[int]  # tokens after which it is over
+
+
+@dataclass
+class _Flight:
+    """A pass under way: for whom it draws, from which place on and how many."""
+
+    rows: list[tuple[scheduler.Sequence, int, int]]
+    drawn: Drawn
 
 
 class Engine:
@@ -86,7 +94,7 @@ class Engine:
         num_pages = max(1, tokens // page_size)
         self.max_model_len = min(model.max_len, num_pages * page_size)
         max_pages = -(-self.max_model_len // page_size)
-        self.runner = Runner(model, num_pages, page_size, max_pages)
+        self.runner = Runner(model, num_pages, page_size, max_pages, max_tokens_a_pass)
         self._scheduler = scheduler.Scheduler(
             Pages(num_pages, page_size), max_batch, max_tokens_a_pass, self.max_model_len, drafts
         )
@@ -150,9 +158,11 @@ class Engine:
             )
         wanted = room if params.max_tokens is None else min(params.max_tokens, room)
         seed = random.getrandbits(63) if params.seed is None else params.seed
-        sequence = scheduler.Sequence(request, list(request.prompt), seed)
+        most = len(request.prompt) + wanted
+        sequence = scheduler.Sequence(request, list(request.prompt), seed, most)
+        ends = frozenset() if params.ignore_eos else self.eos_token_ids
         self._live[request.id] = _Live(
-            sequence, TextStream(self.text.decode, params.stop), len(request.prompt) + wanted
+            sequence, TextStream(self.text.decode, params.stop), ends.union(params.stop_token_ids)
         )
         self._scheduler.waiting.append(sequence)
         self._counts["prompt_tokens"] += len(request.prompt)
@@ -176,60 +186,69 @@ class Engine:
 
     def _passed(self, planned: list[scheduler.Sequence]) -> list[Delta]:
         """Run them; where that fails, each alone, and those that fail alone end."""
-        is_told = False
         try:
-            batch = batch_of(planned, self.vocab_size)
-            is_told = self.group.world > 1
-            tokens, logprobs = self.runner.run(self.group.tell(batch))
-        except Exception as error:  # a grammar's own, the device's memory
-            if is_told:  # other ranks are in the middle of it
-                self._is_broken = True
-                raise RankError(
-                    f"a pass of {self.group.world} processes failed: {error}"
-                ) from error
+            return self._read(self._begun(planned))
+        except RankError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a grammar's own, the device's memory
             if len(planned) == 1:
                 self._end(planned[0].request.id, "error", f"{type(error).__name__}: {error}")
                 return []
             return [delta for sequence in planned for delta in self._passed([sequence])]
-        drawn, scores = iter(tokens), iter(logprobs)
-        deltas = []
-        for sequence in planned:
-            count = sequence.samples
+
+    def _begun(self, planned: list[scheduler.Sequence]) -> _Flight:
+        """Give the device a pass of them."""
+        batch = batch_of(planned, self.vocab_size)
+        try:
+            drawn = self.runner.run(self.group.tell(batch))
+        except Exception as error:
+            if self.group.world == 1:
+                raise
+            self._is_broken = True  # other ranks are in the middle of it
+            raise RankError(f"a pass of {self.group.world} processes failed: {error}") from error
+        rows, name = [], self.vocab_size
+        for sequence, count in zip(planned, batch.samples, strict=True):
+            rows.append((sequence, len(sequence.tokens), count))
+            self._scheduler.begun(sequence, name)
+            name += count
+        return _Flight(rows, drawn)
+
+    def _read(self, flight: _Flight) -> list[Delta]:
+        """What a pass has drawn, taken to its requests."""
+        tokens, logprobs = flight.drawn.read()
+        deltas, drawn, scores = list[Delta](), iter(tokens), iter(logprobs)
+        for sequence, place, count in flight.rows:
             new, likely = list(islice(drawn, count)), list(islice(scores, count))
-            try:
-                deltas += self._taken(sequence, new, likely)
-            except Exception as error:  # noqa: BLE001 - a grammar's or a tokenizer's own
-                self._end(sequence.request.id, "error", f"{type(error).__name__}: {error}")
+            if new:
+                try:
+                    deltas.append(self._taken(sequence, place, new, likely))
+                except Exception as error:  # noqa: BLE001 - a grammar's or a tokenizer's own
+                    self._end(sequence.request.id, "error", f"{type(error).__name__}: {error}")
         return deltas
 
     def _taken(
-        self, sequence: scheduler.Sequence, drawn: list[int], likely: list[TokenLogprob]
-    ) -> list[Delta]:
+        self, sequence: scheduler.Sequence, place: int, drawn: list[int], likely: list[TokenLogprob]
+    ) -> Delta:
         """Of the drawn tokens those whose drafts were right, as far as the request goes."""
         request, params = sequence.request, sequence.request.params
         live, new, text, reason = self._live[request.id], list[int](), "", None
-        ends = set(params.stop_token_ids) | (
-            frozenset() if params.ignore_eos else self.eos_token_ids
-        )
         for i, token in enumerate(drawn):
             if i and sequence.drafts[i - 1] != drawn[i - 1]:
                 break
             new.append(token)
             if params.grammar is not None and params.grammar.accept(token) is False:
                 raise RequestError(f"the grammar does not take token {token}, which it allowed")
-            if token in ends:
+            if token in live.ends:
                 reason = "stop"
             else:
                 text += live.stream.push(token)
                 if live.stream.is_stopped:
                     reason = "stop"
-                elif len(sequence.tokens) + len(new) >= live.most:
+                elif place + len(new) >= sequence.most:
                     reason = "length"
             if reason is not None:
                 break
-        self._scheduler.passed(sequence, new, max(0, len(new) - 1))
-        if not new:
-            return []
+        self._scheduler.drawn(sequence, place, new, len(drawn) - len(new))
         self._counts["generated_tokens"] += len(new)
         if reason is not None:
             if not live.stream.is_stopped:
@@ -239,7 +258,7 @@ class Engine:
         shown = () if params.logprobs is None else tuple(
             score._replace(top=score.top[: params.logprobs]) for score in likely[: len(new)]
         )  # fmt: skip
-        return [Delta(request.id, tuple(new), text, shown, reason)]
+        return Delta(request.id, tuple(new), text, shown, reason)
 
     def stats(self) -> dict[str, int]:
         """Numbers since the start, and those of now: running, waiting, pages_used."""
