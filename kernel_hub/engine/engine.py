@@ -56,6 +56,7 @@ class _Flight:
 
     rows: list[tuple[scheduler.Sequence, int, int]]
     drawn: Drawn
+    is_awaited: bool  # what the next pass does depends on these tokens
 
 
 class Engine:
@@ -100,6 +101,7 @@ class Engine:
         )
         self._is_broken = False  # several processes are no longer in step
         self._live: dict[str, _Live] = {}
+        self._flight: _Flight | None = None
         self._over: list[Delta] = []  # of requests that ended between two steps
         self._counts = dict.fromkeys(("prompt_tokens", "generated_tokens", "steps"), 0)
 
@@ -177,24 +179,51 @@ class Engine:
         self._over.append(Delta(request_id, (), "", (), reason, error))
 
     def step(self) -> list[Delta]:
-        """One pass; what it added to each request. A fault of one request ends that one alone."""
-        planned = self._scheduler.plan()
-        deltas = self._passed(planned) if planned else []
-        self._counts["steps"] += bool(planned)
-        over, self._over = self._over, []
-        return [*deltas, *over]
+        """Begin a pass and read the one before; what that one added to each request.
 
-    def _passed(self, planned: list[scheduler.Sequence]) -> list[Delta]:
-        """Run them; where that fails, each alone, and those that fail alone end."""
+        A fault of one request ends that one alone.
+        """
+        last, self._flight = self._flight, None
+        deltas = list[Delta]()
+        if last is not None and last.is_awaited:
+            deltas, last = self._read(last), None
+        planned = self._scheduler.plan()
+        self._counts["steps"] += bool(planned)
+        failure: Exception | None = None
         try:
-            return self._read(self._begun(planned))
+            self._flight = self._begun(planned) if planned else None
         except RankError:
             raise
         except Exception as error:  # noqa: BLE001 - a grammar's own, the device's memory
-            if len(planned) == 1:
-                self._end(planned[0].request.id, "error", f"{type(error).__name__}: {error}")
-                return []
-            return [delta for sequence in planned for delta in self._passed([sequence])]
+            failure = error
+        if last is not None:
+            deltas += self._read(last)
+        if failure is not None:
+            deltas += self._each_alone(planned, failure)
+        over, self._over = self._over, []
+        return [*deltas, *over]
+
+    def _each_alone(self, planned: list[scheduler.Sequence], failure: Exception) -> list[Delta]:
+        """Passes of one request instead of theirs together, which failed; those that fail end."""
+        deltas = list[Delta]()
+        for sequence in filter(self._lives, planned):
+            try:
+                if len(planned) == 1:
+                    raise failure
+                deltas += self._read(self._begun([sequence]))
+            except RankError:
+                raise
+            except Exception as error:  # noqa: BLE001 - as above
+                self._fail(sequence, error)
+        return deltas
+
+    def _lives(self, sequence: scheduler.Sequence) -> bool:
+        """Not ended while a pass of it was under way, its name perhaps given again."""
+        found = self._live.get(sequence.request.id)
+        return found is not None and found.sequence is sequence
+
+    def _fail(self, sequence: scheduler.Sequence, error: Exception) -> None:
+        self._end(sequence.request.id, "error", f"{type(error).__name__}: {error}")
 
     def _begun(self, planned: list[scheduler.Sequence]) -> _Flight:
         """Give the device a pass of them."""
@@ -204,26 +233,37 @@ class Engine:
         except Exception as error:
             if self.group.world == 1:
                 raise
-            self._is_broken = True  # other ranks are in the middle of it
-            raise RankError(f"a pass of {self.group.world} processes failed: {error}") from error
+            raise self._broken(error) from error
         rows, name = [], self.vocab_size
         for sequence, count in zip(planned, batch.samples, strict=True):
             rows.append((sequence, len(sequence.tokens), count))
             self._scheduler.begun(sequence, name)
             name += count
-        return _Flight(rows, drawn)
+        guided = any(s.is_guided for s, _, count in rows if count)
+        return _Flight(rows, drawn, guided or self._scheduler.drafts > 0)
+
+    def _broken(self, error: Exception) -> RankError:
+        self._is_broken = True  # other ranks are in the middle of it
+        return RankError(f"a pass of {self.group.world} processes failed: {error}")
 
     def _read(self, flight: _Flight) -> list[Delta]:
-        """What a pass has drawn, taken to its requests."""
-        tokens, logprobs = flight.drawn.read()
+        """What a pass has drawn, taken to those of its requests that have not ended meanwhile."""
+        try:
+            tokens, logprobs = flight.drawn.read()
+        except Exception as error:
+            if self.group.world > 1:
+                raise self._broken(error) from error
+            for sequence in filter(self._lives, (row[0] for row in flight.rows)):
+                self._fail(sequence, error)
+            return []
         deltas, drawn, scores = list[Delta](), iter(tokens), iter(logprobs)
         for sequence, place, count in flight.rows:
             new, likely = list(islice(drawn, count)), list(islice(scores, count))
-            if new:
+            if new and self._lives(sequence):
                 try:
                     deltas.append(self._taken(sequence, place, new, likely))
                 except Exception as error:  # noqa: BLE001 - a grammar's or a tokenizer's own
-                    self._end(sequence.request.id, "error", f"{type(error).__name__}: {error}")
+                    self._fail(sequence, error)
         return deltas
 
     def _taken(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -86,6 +87,8 @@ def _asked(rows: list[tuple[Sequence, int]], vocab_size: int) -> Arrays:
         found["output_counts"] = np.zeros((len(rows), vocab_size), np.int32)
         has = np.zeros((len(rows), -(-vocab_size // 32) * 32), np.uint8)
         for (s, i), counts, bits in zip(rows, found["output_counts"], has, strict=True):
+            if not s.is_guided:  # one of its tokens may be on its way
+                continue
             prompt = len(s.request.prompt)
             np.add.at(counts, s.tokens[prompt:] + s.drafts[:i], 1)
             bits[s.tokens[:prompt]] = 1
@@ -182,20 +185,23 @@ class Runner:
         return Drawn(self._to_host(ids[:num_rows]), scores, self._event())
 
     def _staged(self, arrays: Arrays) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Arrays on the device, by one copy of which nothing waits; and all of them as words."""
-        arrays = dict(sorted(arrays.items(), key=lambda each: -each[1].itemsize))  # for alignment
+        """Arrays on the device, by one copy that nothing waits for; and all of them as words."""
         words = [np.ascontiguousarray(a).reshape(-1).view(np.int32) for a in arrays.values()]
-        sizes = [len(each) for each in words]
-        host = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=self._is_cuda)
-        np.concatenate(words, out=host.numpy())
+        # Each begins at 16 bytes, as kernels load them.
+        starts = [*accumulate((-(-len(each) // 4) * 4 for each in words), initial=0)]
+        host = torch.empty(starts[-1], dtype=torch.int32, pin_memory=self._is_cuda)
+        memory = host.numpy()
+        for each, start in zip(words, starts, strict=False):
+            memory[start : start + len(each)] = each
         flat, found = host.to(self.model.device, non_blocking=True), {}
-        for (name, a), part in zip(arrays.items(), flat.split(sizes), strict=True):
+        for (name, a), each, start in zip(arrays.items(), words, starts, strict=False):
+            part = flat[start : start + len(each)]
             part = part if a.dtype == np.int32 else part.view(_TORCH[a.dtype])
             found[name] = part if a.ndim == 1 else part.view(a.shape)
         return flat, found
 
     def _to_host(self, x: torch.Tensor) -> torch.Tensor:
-        """A copy of which nothing waits."""
+        """A copy that nothing waits for; `Drawn.ready` says when it is there."""
         found = torch.empty(x.shape, dtype=x.dtype, pin_memory=self._is_cuda)
         return found.copy_(x, non_blocking=True)
 

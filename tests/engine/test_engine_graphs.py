@@ -94,3 +94,44 @@ def test_graphs_are_no_other_passes(seed: int) -> None:
         for one, two in zip(own.logprobs, other.logprobs, strict=True):
             assert one.token == two.token and abs(one.logprob - two.logprob) < 1e-3
             assert [t for t, _ in one.top] == [t for t, _ in two.top]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", [1, 2])
+def test_on_the_device_graphs_ahead_say_what_plain_passes_in_step_do(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to the first place where two tokens are as likely as the order of sums tells apart."""
+    monkeypatch.undo()  # the device's own graphs
+    lot = random.Random(seed)
+    prompts = [[lot.randrange(256) for _ in range(lot.randint(1, 300))] for _ in range(20)]
+    params = [
+        SamplingParams(
+            temperature=0.0, max_tokens=lot.randint(1, 60), ignore_eos=True, logprobs=2,
+            presence_penalty=lot.choice([0, 0.5]) if seed == 2 else 0,
+        )
+        for _ in prompts
+    ]  # fmt: skip
+    engine = Engine.random("tiny", device="cuda", cache_tokens=16384)
+    found = engine.generate(prompts, params)
+    assert engine.runner._graphs
+    engine = Engine.random("tiny", device="cuda", cache_tokens=16384)
+    engine.runner._has_graphs, begun = False, engine._begun
+
+    def in_step(planned: Any) -> Any:
+        flight = begun(planned)
+        flight.is_awaited = True
+        return flight
+
+    monkeypatch.setattr(engine, "_begun", in_step)
+    num_same = 0
+    for own, other in zip(found, engine.generate(prompts, params), strict=True):
+        assert own.error is None and len(own.tokens) == len(other.tokens)
+        for one, two in zip(own.logprobs, other.logprobs, strict=True):
+            if one.token != two.token:
+                assert seed == 2 or abs(one.top[0][1] - one.top[1][1]) < 0.1
+                break
+            assert abs(one.logprob - two.logprob) < 0.1
+        else:
+            num_same += 1
+    assert num_same >= 15
