@@ -18,7 +18,7 @@ from .model import Model
 from .pages import Pages
 from .parallel import Group
 from .requests import Delta, Request, SamplingParams, TokenLogprob
-from .runner import Drawn, Runner, batch_of
+from .runner import Draws, Runner, batch_of
 from .text import Bytes, TextStream, Tokenizer
 from .weights import Random, Safetensors, check_world, expected, load
 
@@ -55,7 +55,7 @@ class _Flight:
     """A pass under way: for whom it draws, from which place on and how many."""
 
     rows: list[tuple[scheduler.Sequence, int, int]]
-    drawn: Drawn
+    drawn: Draws
     is_awaited: bool  # what the next pass does depends on these tokens
 
 
@@ -174,9 +174,10 @@ class Engine:
         if request_id in self._live:
             self._end(request_id, "abort")
 
-    def _end(self, request_id: str, reason: str, error: str | None = None) -> None:
+    def _end(self, request_id: str, reason: str, error: Exception | None = None) -> None:
         self._scheduler.end(self._live.pop(request_id).sequence)
-        self._over.append(Delta(request_id, (), "", (), reason, error))
+        said = None if error is None else f"{type(error).__name__}: {error}"
+        self._over.append(Delta(request_id, (), "", (), reason, said))
 
     def step(self) -> list[Delta]:
         """Begin a pass and read the one before; what that one added to each request.
@@ -189,17 +190,13 @@ class Engine:
             deltas, last = self._read(last), None
         planned = self._scheduler.plan()
         self._counts["steps"] += bool(planned)
-        failure: Exception | None = None
         try:
             self._flight = self._begun(planned) if planned else None
+            deltas += self._read(last)
         except RankError:
             raise
         except Exception as error:  # noqa: BLE001 - a grammar's own, the device's memory
-            failure = error
-        if last is not None:
-            deltas += self._read(last)
-        if failure is not None:
-            deltas += self._each_alone(planned, failure)
+            deltas += self._read(last) + self._each_alone(planned, error)
         over, self._over = self._over, []
         return [*deltas, *over]
 
@@ -214,16 +211,13 @@ class Engine:
             except RankError:
                 raise
             except Exception as error:  # noqa: BLE001 - as above
-                self._fail(sequence, error)
+                self._end(sequence.request.id, "error", error)
         return deltas
 
     def _lives(self, sequence: scheduler.Sequence) -> bool:
         """Not ended while a pass of it was under way, its name perhaps given again."""
         found = self._live.get(sequence.request.id)
         return found is not None and found.sequence is sequence
-
-    def _fail(self, sequence: scheduler.Sequence, error: Exception) -> None:
-        self._end(sequence.request.id, "error", f"{type(error).__name__}: {error}")
 
     def _begun(self, planned: list[scheduler.Sequence]) -> _Flight:
         """Give the device a pass of them."""
@@ -246,15 +240,17 @@ class Engine:
         self._is_broken = True  # other ranks are in the middle of it
         return RankError(f"a pass of {self.group.world} processes failed: {error}")
 
-    def _read(self, flight: _Flight) -> list[Delta]:
+    def _read(self, flight: _Flight | None) -> list[Delta]:
         """What a pass has drawn, taken to those of its requests that have not ended meanwhile."""
+        if flight is None:
+            return []
         try:
             tokens, logprobs = flight.drawn.read()
         except Exception as error:
             if self.group.world > 1:
                 raise self._broken(error) from error
             for sequence in filter(self._lives, (row[0] for row in flight.rows)):
-                self._fail(sequence, error)
+                self._end(sequence.request.id, "error", error)
             return []
         deltas, drawn, scores = list[Delta](), iter(tokens), iter(logprobs)
         for sequence, place, count in flight.rows:
@@ -263,7 +259,7 @@ class Engine:
                 try:
                     deltas.append(self._taken(sequence, place, new, likely))
                 except Exception as error:  # noqa: BLE001 - a grammar's or a tokenizer's own
-                    self._fail(sequence, error)
+                    self._end(sequence.request.id, "error", error)
         return deltas
 
     def _taken(

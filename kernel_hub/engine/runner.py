@@ -116,7 +116,7 @@ def _padded(arrays: Mapping[str, np.ndarray], rows: int) -> Arrays:
 
 
 @dataclass
-class Drawn:
+class Draws:
     """What a pass draws, on its way to the host."""
 
     ids: torch.Tensor
@@ -156,16 +156,16 @@ class Runner:
         self.cache = model.new_cache(num_pages, page_size)
         self._graphs: dict[int, _Graph] = {}
         self._pool: Any = None
-        self._is_cuda = self._has_graphs = model.device.type == "cuda"
+        self._is_cuda = self.has_graphs = model.device.type == "cuda"
         # What ids stand for: tokens for themselves, those behind them for rows of the last pass.
         most = max(max_tokens, _GRAPH_SIZES[-1])
         self._tokens = torch.arange(model.config.vocab_size + most, device=model.device)
 
-    def run(self, batch: Batch) -> Drawn:
+    def run(self, batch: Batch) -> Draws:
         """Give the device a pass. Its ids may name rows of the pass before: vocab_size + row."""
         num_rows, num_tokens = sum(batch.samples), len(batch.inputs["ids"])
         size = next((n for n in _GRAPH_SIZES if n >= num_tokens), None)
-        if self._has_graphs and size and batch.num_decodes == num_rows == num_tokens:
+        if self.has_graphs and size and batch.num_decodes == num_rows == num_tokens:
             logits, ids = self._replayed(batch, size)
         else:
             rows = num_rows + -num_rows % self.model.group.world
@@ -182,7 +182,7 @@ class Runner:
         scores = None
         if num_rows and batch.logprobs is not None:
             scores = self._to_host(self._scores(logits, ids, batch.logprobs)[:num_rows])
-        return Drawn(self._to_host(ids[:num_rows]), scores, self._event())
+        return Draws(self._to_host(ids[:num_rows]), scores, self._event())
 
     def _staged(self, arrays: Arrays) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Arrays on the device, by one copy that nothing waits for; and all of them as words."""
@@ -201,7 +201,7 @@ class Runner:
         return flat, found
 
     def _to_host(self, x: torch.Tensor) -> torch.Tensor:
-        """A copy that nothing waits for; `Drawn.ready` says when it is there."""
+        """A copy that nothing waits for; `Draws.ready` says when it is there."""
         found = torch.empty(x.shape, dtype=x.dtype, pin_memory=self._is_cuda)
         return found.copy_(x, non_blocking=True)
 

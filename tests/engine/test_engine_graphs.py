@@ -67,7 +67,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def answers(has_graphs: bool, prompts: list[list[int]], params: list[SamplingParams]) -> Any:
     engine = Engine.random("tiny", device="cpu", cache_tokens=1024, page_size=16)
-    engine.runner._has_graphs = has_graphs
+    engine.runner.has_graphs = has_graphs
     return engine.generate(prompts, params)
 
 
@@ -116,7 +116,7 @@ def test_on_the_device_graphs_ahead_say_what_plain_passes_in_step_do(
     found = engine.generate(prompts, params)
     assert engine.runner._graphs
     engine = Engine.random("tiny", device="cuda", cache_tokens=16384)
-    engine.runner._has_graphs, begun = False, engine._begun
+    engine.runner.has_graphs, begun = False, engine._begun
 
     def in_step(planned: Any) -> Any:
         flight = begun(planned)

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch", reason="the engine is torch's")
 
 from kernel_hub.engine.engine import Engine  # noqa: E402
 from kernel_hub.engine.requests import Request, SamplingParams  # noqa: E402
-from kernel_hub.engine.runner import Drawn  # noqa: E402
+from kernel_hub.engine.runner import Draws  # noqa: E402
 
 
 def engine_of(**options: Any) -> Engine:
@@ -32,13 +32,13 @@ def prompts_by_lot(lot: random.Random, count: int) -> list[list[int]]:
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """'b' where a pass begins, 'r' where one is read."""
     found: list[str] = []
-    read = Drawn.read
+    read = Draws.read
 
-    def reads(self: Drawn) -> Any:
+    def reads(self: Draws) -> Any:
         found.append("r")
         return read(self)
 
-    monkeypatch.setattr(Drawn, "read", reads)
+    monkeypatch.setattr(Draws, "read", reads)
     return found
 
 
@@ -165,15 +165,15 @@ def test_passes_that_fail_with_another_under_way(seed: int) -> None:
 
 def test_tokens_that_cannot_be_read_end_their_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the pass alone; the next one is already under way."""
-    engine, read, calls = engine_of(), Drawn.read, list[int]()
+    engine, read, calls = engine_of(), Draws.read, list[int]()
 
-    def reads(self: Drawn) -> Any:
+    def reads(self: Draws) -> Any:
         calls.append(1)
         if len(calls) == 3:
             raise RuntimeError("the device is gone")
         return read(self)
 
-    monkeypatch.setattr(Drawn, "read", reads)
+    monkeypatch.setattr(Draws, "read", reads)
     answers = engine.generate([[1, 2], [3]], [params_of(), params_of(max_tokens=2)])
     assert [(len(a.tokens), a.finish_reason) for a in answers] == [(2, "error"), (2, "length")]
     assert "the device is gone" in str(answers[0].error)
