@@ -130,6 +130,14 @@ def request(lot: random.Random, name: str, length: int, vocab_size: int, most: i
     return Request(name, prompt, replace(PARAMS, max_tokens=most))
 
 
+def stepped(engine: Any) -> list[Any]:
+    """What a step said, no request of it failed."""
+    found: list[Any] = engine.step()
+    if failed := [delta.error for delta in found if delta.error is not None]:
+        raise RuntimeError(f"{len(failed)} requests failed: {failed[0]}")
+    return found
+
+
 def steps(
     engine: Any, clock: Clock, prompts: list[Request], count: int, is_in_step: bool
 ) -> tuple[list[float], list[float], list[Any]]:
@@ -143,7 +151,7 @@ def steps(
             engine.submit(prompts.pop())
         if is_in_step and engine._flight is not None:
             engine._flight.is_awaited = True
-        found = engine.step()
+        found = stepped(engine)
         began.append(time.perf_counter())
         if i >= WARM:
             said.append(found)
@@ -166,7 +174,7 @@ def run(options: argparse.Namespace) -> int:
         lengths = [lot.randint(x.context * 2 // 3, x.context * 4 // 3) for _ in range(x.decodes)]
         for i, length in enumerate(lengths):
             engine.submit(request(lot, f"decode {i}", length, vocab_size, 10_000))
-        while x.decodes and len(engine.step()) < x.decodes:  # until all of them answer
+        while x.decodes and len(stepped(engine)) < x.decodes:  # until all of them answer
             pass
         chunks = [1] * x.decodes + [x.prompt] * (x.prompt > 0)
         before = lengths + [0] * (x.prompt > 0)
@@ -187,7 +195,7 @@ def run(options: argparse.Namespace) -> int:
         for i in range(x.decodes):
             engine.abort(f"decode {i}")
         while engine.has_work:
-            engine.step()
+            stepped(engine)
         medians = report.case(str(x), {**found, FLOOR: [floor]}, "us", ratio_to=FLOOR)
         report.ahead("prompts" if x.prompt else "decoding", floor / medians[OURS])
         shown = ", ".join(

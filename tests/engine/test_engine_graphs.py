@@ -114,6 +114,7 @@ def test_on_the_device_graphs_ahead_say_what_plain_passes_in_step_do(
     ]  # fmt: skip
     engine = Engine.random("tiny", device="cuda", cache_tokens=16384)
     found = engine.generate(prompts, params)
+    assert [answer.error for answer in found] == [None] * len(found)
     assert engine.runner._graphs
     engine = Engine.random("tiny", device="cuda", cache_tokens=16384)
     engine.runner.has_graphs, begun = False, engine._begun
