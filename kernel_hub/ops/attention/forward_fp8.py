@@ -201,14 +201,9 @@ def maps(planned: Launch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> 
 
 
 def launch(
-    planned: Launch,
-    maps: tuple[bytes, ...],
-    q: torch.Tensor,
-    scales: Scales,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    options: Options,
-) -> None:
+    planned: Launch, maps: tuple[bytes, ...], q: torch.Tensor, scales: Scales, out: torch.Tensor,
+    lse: torch.Tensor | None, options: Options,
+) -> None:  # fmt: skip
     """Run what `plan` made of tensors of these shapes and strides, dtypes and devices."""
     function, grid, block, shared_bytes, numbers, _, _ = planned
     params = (

@@ -22,14 +22,9 @@ _MAX_THREADS = 512
 
 
 def merge_states(
-    out_a: torch.Tensor,
-    lse_a: torch.Tensor,
-    out_b: torch.Tensor,
-    lse_b: torch.Tensor,
-    *,
-    out: torch.Tensor | None = None,
-    out_lse: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor, *,
+    out: torch.Tensor | None = None, out_lse: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Attention over two disjoint sets of keys from the attention over each.
 
         lse = log(exp(lse_a) + exp(lse_b))
@@ -120,14 +115,9 @@ def _choose(width: int, heads: int, tokens: int) -> tuple[int, int, int]:
 
 
 def _plan(
-    out_a: torch.Tensor,
-    lse_a: torch.Tensor,
-    out_b: torch.Tensor,
-    lse_b: torch.Tensor,
-    out: torch.Tensor,
-    out_lse: torch.Tensor,
-    low_bits: int,
-) -> Launch:
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor,
+    out: torch.Tensor, out_lse: torch.Tensor, low_bits: int,
+) -> Launch:  # fmt: skip
     """Check the tensors and choose the kernel, its launch shape and its integer parameters."""
     _check(out_a, lse_a, out_b, lse_b, out, out_lse)
     if out_a.shape[:-1].numel() == 0:
@@ -169,14 +159,9 @@ def _plan(
 
 
 def _cuda_into(
-    out_a: torch.Tensor,
-    lse_a: torch.Tensor,
-    out_b: torch.Tensor,
-    lse_b: torch.Tensor,
-    out: torch.Tensor,
-    out_lse: torch.Tensor,
-    is_given: bool = True,
-) -> None:
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor,
+    out: torch.Tensor, out_lse: torch.Tensor, is_given: bool = True,
+) -> None:  # fmt: skip
     """The merge in one launch. is_given: the caller gave out or out_lse."""
     tensors = (out, out_lse, out_a, out_b, lse_a, lse_b)
     addresses = tuple([tensor.data_ptr() for tensor in tensors])
@@ -199,14 +184,9 @@ def _cuda_into(
 
 
 def _cpu_into(
-    out_a: torch.Tensor,
-    lse_a: torch.Tensor,
-    out_b: torch.Tensor,
-    lse_b: torch.Tensor,
-    out: torch.Tensor,
-    out_lse: torch.Tensor,
-    is_given: bool = True,
-) -> None:
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor,
+    out: torch.Tensor, out_lse: torch.Tensor, is_given: bool = True,
+) -> None:  # fmt: skip
     """The same on the CPU, by torch."""
     _check(out_a, lse_a, out_b, lse_b, out, out_lse)
     if is_given:

@@ -79,14 +79,9 @@ def check_data(
 
 
 def check_like(
-    op: str,
-    argument: str,
-    value: Any,
-    shape: Sequence[int],
-    like: torch.Tensor,
-    *,
+    op: str, argument: str, value: Any, shape: Sequence[int], like: torch.Tensor, *,
     dtypes: Sequence[torch.dtype] = (),
-) -> None:
+) -> None:  # fmt: skip
     """`value` must be a tensor of `shape`, on the device of `like`, of its dtype or of `dtypes`."""
     check_tensor(op, argument, value)
     allowed = tuple(dtypes) or (like.dtype,)
@@ -111,13 +106,9 @@ def _shaped_so(value: torch.Tensor, shape: Sequence[int]) -> str:
 
 
 def check_written(
-    op: str,
-    argument: str,
-    value: Any,
-    shape: Sequence[int],
-    like: torch.Tensor,
+    op: str, argument: str, value: Any, shape: Sequence[int], like: torch.Tensor,
     dtypes: Sequence[torch.dtype] = (),
-) -> None:
+) -> None:  # fmt: skip
     """As `check_like`, and no element twice; None is a tensor that the op makes."""
     if value is not None:
         check_like(op, argument, value, shape, like, dtypes=dtypes)

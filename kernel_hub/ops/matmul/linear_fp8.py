@@ -27,17 +27,10 @@ _writes = common.Writes(
 
 
 def linear(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: int,
-    residual: torch.Tensor | None,
-    out: torch.Tensor | None,
-    out_dtype: torch.dtype | None,
-    a_scale: torch.Tensor | None,
-    b_scale: torch.Tensor | None,
-    use_fast_accum: bool,
-) -> torch.Tensor:
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, activation: int,
+    residual: torch.Tensor | None, out: torch.Tensor | None, out_dtype: torch.dtype | None,
+    a_scale: torch.Tensor | None, b_scale: torch.Tensor | None, use_fast_accum: bool,
+) -> torch.Tensor:  # fmt: skip
     """As ops.linear, which passes here what is of e4m3 or has scales."""
     if out_dtype is None:
         out_dtype = getattr(out, "dtype", torch.bfloat16)

@@ -81,14 +81,9 @@ def expected_us(
 
 @functools.lru_cache(maxsize=4096)
 def choose(
-    num_sms: int,
-    m: int,
-    n: int,
-    k: int,
-    is_fast: bool,
-    gpu_name: str = "",
+    num_sms: int, m: int, n: int, k: int, is_fast: bool, gpu_name: str = "",
     has_blocks: bool = False,
-) -> TileChoice:
+) -> TileChoice:  # fmt: skip
     """The launch for out (m, n): what was measured, else what is expected to be fastest.
 
     is_fast: sums may stay in the tensor cores over all of k. has_blocks: scales are of blocks.

@@ -144,16 +144,9 @@ def _choose_portable(
 
 @functools.lru_cache(maxsize=4096)
 def choose(
-    compute_capability: tuple[int, int],
-    num_sms: int,
-    m: int,
-    n: int,
-    k: int,
-    is_wide: bool,
-    gpu_name: str = "",
-    has_residual: bool = False,
-    b_stride: int = 0,
-) -> TileChoice:
+    compute_capability: tuple[int, int], num_sms: int, m: int, n: int, k: int, is_wide: bool,
+    gpu_name: str = "", has_residual: bool = False, b_stride: int = 0,
+) -> TileChoice:  # fmt: skip
     """The launch for out (m, n) = a (m, k) b (n, k)^T: what was measured, else what is expected.
 
     is_wide: out is fp32 and a is not. gpu_name: whose file of `kernel-hub tune` counts.

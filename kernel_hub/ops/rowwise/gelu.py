@@ -11,13 +11,9 @@ from .gated import GELU_FORMS, Gated
 
 
 def gelu(
-    x: torch.Tensor,
-    *,
-    approximate: str = "none",
-    out_dtype: torch.dtype | None = None,
-    out: torch.Tensor | None = None,
-    out_scale: torch.Tensor | None = None,
-) -> Any:
+    x: torch.Tensor, *, approximate: str = "none", out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None, out_scale: torch.Tensor | None = None,
+) -> Any:  # fmt: skip
     """The Gaussian error linear unit.
 
         "none":  out = x / 2 * (1 + erf(x / sqrt(2)))

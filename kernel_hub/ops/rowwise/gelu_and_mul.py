@@ -11,13 +11,9 @@ from .gated import GELU_FORMS, Gated
 
 
 def gelu_and_mul(
-    x: torch.Tensor,
-    *,
-    approximate: str = "none",
-    out_dtype: torch.dtype | None = None,
-    out: torch.Tensor | None = None,
-    out_scale: torch.Tensor | None = None,
-) -> Any:
+    x: torch.Tensor, *, approximate: str = "none", out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None, out_scale: torch.Tensor | None = None,
+) -> Any:  # fmt: skip
     """Multiply the second half of each row by the GELU of the first.
 
         out[..., j] = gelu(x[..., j]) * x[..., size + j]

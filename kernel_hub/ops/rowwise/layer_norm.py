@@ -10,19 +10,12 @@ from .norm import Norm, NormGiven, Outs
 
 
 def layer_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    eps: float = 1e-5,
-    *,
-    residual: torch.Tensor | None = None,
-    adds_after: bool = False,
-    weight_offset: float = 0.0,
-    out_dtype: torch.dtype | None = None,
-    out: torch.Tensor | None = None,
-    out_scale: torch.Tensor | None = None,
+    x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None,
+    eps: float = 1e-5, *, residual: torch.Tensor | None = None, adds_after: bool = False,
+    weight_offset: float = 0.0, out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None, out_scale: torch.Tensor | None = None,
     residual_out: torch.Tensor | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, ...]:
+) -> torch.Tensor | tuple[torch.Tensor, ...]:  # fmt: skip
     """Take each row's mean off, divide by its standard deviation, scale and shift.
 
         residual_out = x + residual                       (rounded, equal to torch's own add)

@@ -28,13 +28,9 @@ _writes = common.Writes(_OP, "out out_scale x scale", "out out_scale")
 
 
 def quantize_e4m3(
-    x: torch.Tensor,
-    scale: torch.Tensor | None = None,
-    *,
-    per: str = "row",
-    out: torch.Tensor | None = None,
-    out_scale: torch.Tensor | None = None,
-) -> Any:
+    x: torch.Tensor, scale: torch.Tensor | None = None, *, per: str = "row",
+    out: torch.Tensor | None = None, out_scale: torch.Tensor | None = None,
+) -> Any:  # fmt: skip
     """Round to e4m3 by scales that are given, or found: of the whole, rows, blocks or tiles.
 
         out_scale = max(|x|) / 448 of what shares it (at least 1e-12 / 448),  out = round(x / scale)

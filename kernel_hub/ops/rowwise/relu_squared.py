@@ -10,12 +10,9 @@ from .gated import Gated
 
 
 def relu_squared(
-    x: torch.Tensor,
-    *,
-    out_dtype: torch.dtype | None = None,
-    out: torch.Tensor | None = None,
+    x: torch.Tensor, *, out_dtype: torch.dtype | None = None, out: torch.Tensor | None = None,
     out_scale: torch.Tensor | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """The square of what is above 0.
 
         out = max(x, 0)**2

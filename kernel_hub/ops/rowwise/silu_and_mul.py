@@ -16,12 +16,9 @@ _transform, _forward_ad = common.transform, common.forward_ad
 
 
 def silu_and_mul(
-    x: torch.Tensor,
-    *,
-    out_dtype: torch.dtype | None = None,
-    out: torch.Tensor | None = None,
+    x: torch.Tensor, *, out_dtype: torch.dtype | None = None, out: torch.Tensor | None = None,
     out_scale: torch.Tensor | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """Multiply the second half of each row by the SiLU of the first.
 
         out[..., j] = silu(x[..., j]) * x[..., size + j],  silu(g) = g / (1 + exp(-g))

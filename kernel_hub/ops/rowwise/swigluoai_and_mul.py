@@ -11,15 +11,10 @@ from .gated import Gated
 
 
 def swigluoai_and_mul(
-    x: torch.Tensor,
-    alpha: float = 1.702,
-    limit: float = 7.0,
-    *,
-    interleaved: bool = True,
-    out_dtype: torch.dtype | None = None,
-    out: torch.Tensor | None = None,
+    x: torch.Tensor, alpha: float = 1.702, limit: float = 7.0, *, interleaved: bool = True,
+    out_dtype: torch.dtype | None = None, out: torch.Tensor | None = None,
     out_scale: torch.Tensor | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """The clamped and shifted SwiGLU of gpt-oss: gates from above, what they multiply both ways.
 
         gate = min(g, limit),  up = min(max(u, -limit), limit)
