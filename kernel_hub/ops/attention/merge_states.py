@@ -82,11 +82,7 @@ def _check(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, out: Any, out_lse: An
     for argument, lse in (("lse_a", lse_a), ("lse_b", lse_b), ("out_lse", out_lse)):
         if argument == "out_lse" and lse is None:
             continue
-        common.check_tensor(op, argument, lse)
-        if lse.dtype != torch.float32:
-            raise common.refuse(op, argument, "dtype float32", lse)
-        if lse.device != out_a.device:
-            raise common.refuse(op, argument, f"device {out_a.device}", lse)
+        common.check_fp32(op, argument, lse, out_a)
         if tuple(lse.shape) != shape:
             raise common.refuse(op, argument, f"shape {shape}", lse)
     if out is not None:

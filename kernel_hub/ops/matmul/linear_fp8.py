@@ -99,11 +99,7 @@ def _check_scales(a: Any, b: Any, a_scale: Any, b_scale: Any) -> bool:
         if scale is None:
             fits.append((True, False))
             continue
-        common.check_tensor(_OP, argument, scale)
-        if scale.dtype != torch.float32:
-            raise common.refuse(_OP, argument, "dtype float32", scale)
-        if scale.device != a.device:
-            raise common.refuse(_OP, argument, f"device {a.device}", scale)
+        common.check_fp32(_OP, argument, scale, a)
         shape = tuple(scale.shape)
         fits.append((shape in ((), (1,), of_rows, (*of_rows, 1)), shape == of_blocks))
         if not any(fits[-1]):

@@ -114,13 +114,9 @@ def _check(row: Row, arch: str, m: int, *, n: int, k: int, fast: int) -> str:
 
 
 TABLE = Table(
-    "linear_fp8",
-    key=("n", "k", "fast"),
-    bucket="m",
-    cubins=(CUBIN,),
-    numbers={"group": (1, 64), "deals": (0, 1)},
-    check=_check,
-)
+    "linear_fp8", key=("n", "k", "fast"), bucket="m", cubins=(CUBIN,),
+    numbers={"group": (1, 64), "deals": (0, 1)}, check=_check,
+)  # fmt: skip
 TABLE.on_change(choose.cache_clear)
 
 

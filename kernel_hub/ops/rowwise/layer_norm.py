@@ -67,10 +67,6 @@ def _normed(s: torch.Tensor, eps: float) -> torch.Tensor:
 
 # By their names at each call: a test gives one another's.
 _norm = Norm(
-    "layer_norm",
-    kernels="layer_norm",
-    needs_weight=False,
-    cuda=lambda *given: _cuda_into(*given),
-    cpu=lambda *given: _cpu_into(*given),
-    normed=_normed,
-)
+    "layer_norm", kernels="layer_norm", needs_weight=False, cuda=lambda *given: _cuda_into(*given),
+    cpu=lambda *given: _cpu_into(*given), normed=_normed,
+)  # fmt: skip

@@ -109,11 +109,7 @@ def _check(x: Any, scale: Any, per: str, out: Any = None, out_scale: Any = None)
     for argument, value in (("scale", scale), ("out_scale", out_scale)):
         if value is None:
             continue
-        common.check_tensor(_OP, argument, value)
-        if value.dtype != torch.float32:
-            raise common.refuse(_OP, argument, "dtype float32", value)
-        if value.device != x.device:
-            raise common.refuse(_OP, argument, f"device {x.device}", value)
+        common.check_fp32(_OP, argument, value, x)
         if tuple(value.shape) not in ((shape, ()) if per == "tensor" else (shape,)):
             raise common.refuse(_OP, argument, f"shape {shape}, as per={per!r}", value)
     if out_scale is not None:
