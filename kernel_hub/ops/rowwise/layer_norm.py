@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from .norm import Norm, NormGiven, Outs
@@ -51,22 +49,10 @@ def layer_norm(
     return found
 
 
-def _cuda_into(*given: Any) -> None:
-    _norm.launch(NormGiven(*given[:7]), Outs(*given[7:10]), *given[10:])
-
-
-def _cpu_into(*given: Any) -> None:
-    _norm.compute(NormGiven(*given[:7]), Outs(*given[7:10]), *given[10:])
-
-
 def _normed(s: torch.Tensor, eps: float) -> torch.Tensor:
     """On the CPU, of rows in fp32."""
     centred = s - s.mean(-1, keepdim=True)
     return centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
 
 
-# By their names at each call: a test gives one another's.
-_norm = Norm(
-    "layer_norm", kernels="layer_norm", needs_weight=False, cuda=lambda *given: _cuda_into(*given),
-    cpu=lambda *given: _cpu_into(*given), normed=_normed,
-)  # fmt: skip
+_norm = Norm("layer_norm", kernels="layer_norm", needs_weight=False, normed=_normed)

@@ -335,20 +335,9 @@ _op_residual_out = common.define(
 )  # fmt: skip
 
 
-def _cuda_joined_into(*given: Any) -> None:
-    _joined.launch(NormGiven(*given[:7]), Outs(*given[7:10]), *given[10:])
-
-
-def _cpu_joined_into(*given: Any) -> None:
-    _joined.compute(NormGiven(*given[:7]), Outs(*given[7:10]), *given[10:])
-
-
-# By their names at each call: a test gives one another's.
 _joined = Norm(
     _OP,
     kernels="rms_norm_joined",
     needs_weight=True,
-    cuda=lambda *given: _cuda_joined_into(*given),
-    cpu=lambda *given: _cpu_joined_into(*given),
     normed=lambda s, eps: s * torch.rsqrt(s.square().mean(-1, keepdim=True) + eps),
 )
