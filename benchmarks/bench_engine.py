@@ -1,11 +1,13 @@
-"""Passes of the engine beside their floor: decode steps, prompts, and both in one pass.
+"""Steps of the engine beside their floor: decoding, prompts, and both in one pass.
 
-    python benchmarks/bench_engine.py [--quick] [--model llama-3-8b] [--rounds 20] [--seed 1]
+    python benchmarks/bench_engine.py [--quick] [--model llama-3-8b] [--rounds 30] [--seed 1]
 
-Random weights; lengths of a case are drawn within a third of its context. A pass is what
-`Engine.step` runs: arrays to the device, the model (a CUDA graph where all rows decode), sampling
-(temperature, top_k, top_p), ids on the host. Floor: over all products, attention, norms and
-sampling the sum of max(bytes / memory rate, FLOP / matrix rate), at the rates given.
+Random weights; real requests, whose contexts are drawn within a third of a case's, sampled
+(temperature, top_k, top_p), streamed, with a stop string. From step to step in wall time, and how
+long the device is idle between two passes (events); as the engine runs, one pass ahead, and in
+step, each pass read before the next is planned. Prompts come one a step and end with a token.
+Floor: over all products, attention, norms and sampling the sum of max(bytes / memory rate,
+FLOP / matrix rate), at the rates given.
 """
 
 from __future__ import annotations
@@ -14,18 +16,23 @@ import argparse
 import random
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
+import torch
 from harness import OURS, Report, arguments
 
 from kernel_hub.engine.config import ModelConfig
 from kernel_hub.engine.requests import Request, SamplingParams
-from kernel_hub.engine.scheduler import Sequence
 
-FLOOR = "floor"
-PARAMS = SamplingParams(temperature=0.7, top_k=50, top_p=0.9)
-QUICK = {"rounds": 5, "layers": 4}
+FLOOR, IN_STEP = "floor", "in step"
+PARAMS = SamplingParams(
+    temperature=0.7, top_k=50, top_p=0.9, ignore_eos=True, stop=("never said",)
+)  # fmt: skip
+QUICK = {"rounds": 10, "layers": 4}
+WARM = 4  # steps before those that count
 
 
 @dataclass(frozen=True)
@@ -77,49 +84,126 @@ def floor_us(
     return len(c.layers) * layer + head
 
 
-def planned(x: Pass, lot: random.Random, engine: Any) -> list[Sequence]:
-    """The pass as the scheduler plans it, on pages of which nobody else knows."""
-    page_size, vocab = engine.runner.cache[0][0].shape[1], engine.vocab_size
-    lengths = [lot.randint(x.context * 2 // 3, x.context * 4 // 3) for _ in range(x.decodes)]
-    found, next_page = list[Sequence](), 0
-    for i, (before, chunk) in enumerate(
-        [(n, 1) for n in lengths] + [(0, x.prompt)] * (x.prompt > 0)
-    ):
-        tokens = [lot.randrange(vocab) for _ in range(before + chunk)]
-        sequence = Sequence(Request(str(i), tuple(tokens), PARAMS), tokens, lot.getrandbits(62))
-        num_pages = -(-len(tokens) // page_size)
-        sequence.pages = list(range(next_page, next_page + num_pages))
-        next_page += num_pages
-        sequence.computed, sequence.chunk = before, chunk
-        found.append(sequence)
+class Words:
+    """Text of random tokens, as a tokenizer's is: some letters each."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._words = [f" {token:x}" for token in range(vocab_size)]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return "".join(self._words[i] for i in ids)
+
+
+class Clock:
+    """When the device begins and ends the passes of an engine: from the first copy to the last."""
+
+    def __init__(self, engine: Any) -> None:
+        self.began: list[Any] = []
+        self.ended: list[Any] = []
+        real_run, real_staged = engine.runner.run, engine.runner._staged
+
+        def staged(arrays: Any) -> Any:
+            found = real_staged(arrays)
+            self._mark(self.began)
+            return found
+
+        def run(batch: Any) -> Any:
+            drawn = real_run(batch)
+            self._mark(self.ended)
+            return drawn
+
+        engine.runner._staged, engine.runner.run = staged, run
+
+    def _mark(self, events: list[Any]) -> None:
+        events.append(torch.cuda.Event(enable_timing=True))
+        events[-1].record()
+
+    def idle_us(self, count: int) -> list[float]:
+        """Between the last `count` passes, from the end of one to the start of the next."""
+        torch.cuda.synchronize()
+        pairs = zip(self.ended[-count - 1 : -1], self.began[-count:], strict=True)
+        return [1e3 * end.elapsed_time(begin) for end, begin in pairs]
+
+
+def request(lot: random.Random, name: str, length: int, vocab_size: int, most: int) -> Request:
+    prompt = tuple(lot.randrange(vocab_size) for _ in range(length))
+    return Request(name, prompt, replace(PARAMS, max_tokens=most))
+
+
+def stepped(engine: Any) -> list[Any]:
+    """What a step said, no request of it failed."""
+    found: list[Any] = engine.step()
+    if failed := [delta.error for delta in found if delta.error is not None]:
+        raise RuntimeError(f"{len(failed)} requests failed: {failed[0]}")
     return found
+
+
+def steps(
+    engine: Any, clock: Clock, prompts: list[Request], count: int, is_in_step: bool
+) -> tuple[list[float], list[float], list[Any]]:
+    """Microseconds from step to step, the device's idle ones between, what the steps said.
+
+    is_in_step: each pass is read before the next is planned.
+    """
+    began, said = [time.perf_counter()], list[Any]()
+    for i in range(count + WARM):
+        if prompts:
+            engine.submit(prompts.pop())
+        if is_in_step and engine._flight is not None:
+            engine._flight.is_awaited = True
+        found = stepped(engine)
+        began.append(time.perf_counter())
+        if i >= WARM:
+            said.append(found)
+    walls = [(after - before) * 1e6 for before, after in pairwise(began)]
+    return walls[WARM:], clock.idle_us(count), said
 
 
 def run(options: argparse.Namespace) -> int:
     from kernel_hub.engine.config import NAMED
     from kernel_hub.engine.engine import Engine
-    from kernel_hub.engine.runner import batch_of
 
     config = {**NAMED[options.model], "num_hidden_layers": options.layers}
     described, report = ModelConfig.from_dict(config), Report("engine", options)
-    engine = Engine.random(config, max_model_len=16384, seed=options.seed)
+    engine = Engine.random(
+        config, max_model_len=16384, max_tokens_a_pass=8192, seed=options.seed
+    )  # fmt: skip
+    engine.text, clock, vocab_size = Words(engine.vocab_size), Clock(engine), engine.vocab_size
     for x in PASSES:
         lot = random.Random(f"{options.seed} {x}")
-        sequences = planned(x, lot, engine)
-        chunks, before = [s.chunk for s in sequences], [s.computed for s in sequences]
+        lengths = [lot.randint(x.context * 2 // 3, x.context * 4 // 3) for _ in range(x.decodes)]
+        for i, length in enumerate(lengths):
+            engine.submit(request(lot, f"decode {i}", length, vocab_size, 10_000))
+        while x.decodes and len(stepped(engine)) < x.decodes:  # until all of them answer
+            pass
+        chunks = [1] * x.decodes + [x.prompt] * (x.prompt > 0)
+        before = lengths + [0] * (x.prompt > 0)
         floor = floor_us(described, chunks, before, options.tb_per_s * 1e6, options.tflops * 1e6)
-        samples = []
-        for i in range(options.rounds + 3):
-            start = time.perf_counter()
-            tokens, _ = engine.runner.run(batch_of(sequences, engine.vocab_size))
-            if i >= 3:
-                samples.append((time.perf_counter() - start) * 1e6)
-            if len(tokens) != len(sequences) or not all(0 <= t < engine.vocab_size for t in tokens):
-                report.failures.append(f"{x}: tokens {tokens[:8]}")
-        medians = report.case(str(x), {OURS: samples, FLOOR: [floor]}, "us", ratio_to=FLOOR)
-        ratio = floor / medians[OURS]
-        report.ahead("prompts" if x.prompt else "decoding", ratio)
-        print(f"{x!s:22} {medians[OURS]:10.1f} us, {ratio:.2f} of its floor", flush=True)
+        found: dict[str, list[float]] = {}
+        for name in (OURS, IN_STEP):
+            prompts = [
+                request(lot, f"{name} {i}", x.prompt, vocab_size, 1)
+                for i in range((options.rounds + WARM) * (x.prompt > 0))
+            ]
+            walls, idle, said = steps(engine, clock, prompts, options.rounds, name == IN_STEP)
+            found |= {name: walls, f"{name}, idle": idle}
+            tokens = [token for deltas in said for delta in deltas for token in delta.tokens]
+            if any(len(deltas) != len(chunks) for deltas in said) or not all(
+                0 <= token < vocab_size for token in tokens
+            ):
+                report.failures.append(f"{x}, {name}: {[len(d) for d in said]}, {tokens[:8]}")
+        for i in range(x.decodes):
+            engine.abort(f"decode {i}")
+        while engine.has_work:
+            stepped(engine)
+        medians = report.case(str(x), {**found, FLOOR: [floor]}, "us", ratio_to=FLOOR)
+        report.ahead("prompts" if x.prompt else "decoding", floor / medians[OURS])
+        shown = ", ".join(
+            f"{name}: {medians[name]:9.1f} us (idle {medians[f'{name}, idle']:7.1f}), "
+            f"{floor / medians[name]:.2f} of the floor"
+            for name in (OURS, IN_STEP)
+        )
+        print(f"{x!s:22} {shown}", flush=True)
     report.write()
     return report.finish()
 
@@ -132,7 +216,7 @@ def main() -> int:
         parser.add_argument("--tb-per-s", type=float, default=4.69, help="of memory, measured")
         parser.add_argument("--tflops", type=float, default=801.0, help="of products, measured")
 
-    return run(arguments(__doc__, rounds=20, quick=QUICK, more=more))
+    return run(arguments(__doc__, rounds=30, quick=QUICK, more=more))
 
 
 if __name__ == "__main__":

@@ -11,9 +11,9 @@
 // Parallelisation: the rows (tokens x query heads of one kv head) are the M side of m16n8k16, so
 // that keys and values are read once. An item is a (sequence, kv head, block of rows); its cache
 // is cut into units of kWarps * kTile tokens, and runs of units go to the blocks ("workers"), one
-// a worker. Into how many parts each item goes is worked out here from the lengths: about
-// `parallel` equal shares of all units, an item shorter than that being one part. So one captured
-// launch is spread well whatever the lengths have grown to. In a unit every warp has a tile of
+// a worker. Into how many parts each item goes is worked out here from the lengths: equal shares
+// of all units, as many as Work::shares_of says, an item shorter than that being one part. So one
+// captured launch is spread well whatever the lengths have grown to. In a unit every warp has a tile of
 // kTile tokens, and it meets the others at the end of its part only. num_splits > 0: that many
 // parts an item.
 // An item in one part is written to `out`; parts are written as fp32 partials, which the second
@@ -279,8 +279,8 @@ __device__ __forceinline__ void decode_attention(const Args& args) {
             int64_t table_stride, int64_t alibi_batch_stride, int batch_size, int seqlen_q,        \
             int num_heads, int num_kv_heads, int head_dim, int num_pages, int page_size,           \
             int max_tokens, int rotary_dim, int max_position, int table_bytes, int is_interleaved, \
-            int is_vectorised, int num_splits, int parallel, int window_left, int sink_type,       \
-            float softmax_scale, float softcap) {                                                  \
+            int is_vectorised, int num_splits, int parallel, int fine_units, int num_sms,          \
+            int window_left, int sink_type, float softmax_scale, float softcap) {                  \
             using Config = DecodeConfig<T, CACHE, HEAD_DIM, TILE, SLOTS, ROW_TILES>;               \
             const DecodeArgs<T, CACHE> args = {.out = out,                                         \
                                                .lse = lse,                                         \
@@ -337,6 +337,8 @@ __device__ __forceinline__ void decode_attention(const Args& args) {
                                                .is_vectorised = is_vectorised,                     \
                                                .num_splits = num_splits,                           \
                                                .parallel = parallel,                               \
+                                               .fine_units = fine_units,                           \
+                                               .num_sms = num_sms,                                 \
                                                .window_left = window_left,                         \
                                                .sink_type = sink_type,                             \
                                                .softmax_scale = softmax_scale,                     \
@@ -354,8 +356,8 @@ __device__ __forceinline__ void decode_attention(const Args& args) {
             const int* cache_seqlens, const void* sinks, int64_t out_batch_stride,             \
             int64_t out_token_stride, int64_t out_head_stride, int batch_size, int seqlen_q,   \
             int num_new, int max_tokens, int window_left, int unit, int items, int num_splits, \
-            int parallel, int num_heads, int num_kv_heads, int head_dim, int block_rows,       \
-            int sink_type) {                                                                   \
+            int parallel, int fine_units, int num_sms, int num_heads, int num_kv_heads,        \
+            int head_dim, int block_rows, int sink_type) {                                     \
             const Work work = {.cache_seqlens = cache_seqlens,                                 \
                                .batch_size = batch_size,                                       \
                                .seqlen_q = seqlen_q,                                           \
@@ -365,7 +367,9 @@ __device__ __forceinline__ void decode_attention(const Args& args) {
                                .unit = unit,                                                   \
                                .items = items,                                                 \
                                .num_splits = num_splits,                                       \
-                               .parallel = parallel};                                          \
+                               .parallel = parallel,                                           \
+                               .fine_units = fine_units,                                       \
+                               .num_sms = num_sms};                                            \
             merge_decode_splits(out, lse, partial_out, partial_lse, work,                      \
                                 {sinks, sink_type, cache_seqlens}, out_batch_stride,           \
                                 out_token_stride, out_head_stride, num_heads, num_kv_heads,    \

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .parts import console
+from .parts import console, step_report
 from .parts.model import add_model, opened
 
 if TYPE_CHECKING:
@@ -30,11 +31,16 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="default 1: all")
     parser.add_argument("--seed", type=int, metavar="N", help="of the draws; default: another each")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--report", nargs="?", const="", metavar="FILE.png",
+        help="then say a decode step behind the prompts op by op; FILE.png: draw it (matplotlib)",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
     from ..engine.requests import SamplingParams
 
+    step_report.check_ready(args.report)
     engine = opened(args)
     if engine.group.rank:
         engine.follow()
@@ -55,7 +61,10 @@ def run(args: argparse.Namespace) -> int:
                 [{"prompt": p, **a._asdict()} for p, a in zip(prompts, answers, strict=True)]
             )
             return int(any(answer.error for answer in answers))
-        return max(_shown(engine, each, params) for each in ids)
+        code = max(_shown(engine, each, params) for each in ids)
+        if args.report is not None:
+            _report(engine, ids, args.report)
+        return code
     finally:
         engine.close()
 
@@ -74,3 +83,12 @@ def _shown(engine: Engine, prompt: list[int], params: Any) -> int:
     if error:
         console.note(error)
     return int(error is not None)
+
+
+def _report(engine: Engine, prompts: list[list[int]], picture: str) -> None:
+    from ..measure.steps.decode import decode_step
+
+    step = decode_step(engine, prompts)
+    step_report.show(step)
+    if picture:
+        step_report.draw(step, Path(picture))

@@ -18,7 +18,7 @@ from .model import Model
 from .pages import Pages
 from .parallel import Group
 from .requests import Delta, Request, SamplingParams, TokenLogprob
-from .runner import Runner, batch_of
+from .runner import Draws, Runner, batch_of
 from .text import Bytes, TextStream, Tokenizer
 from .weights import Random, Safetensors, check_world, expected, load
 
@@ -47,7 +47,16 @@ class Generated(NamedTuple):
 class _Live:
     sequence: scheduler.Sequence
     stream: TextStream
-    most: int  # tokens it may have, the prompt's included
+    ends: frozenset[int]  # tokens after which it is over
+
+
+@dataclass
+class _Flight:
+    """A pass under way: for whom it draws, from which place on and how many."""
+
+    rows: list[tuple[scheduler.Sequence, int, int]]
+    drawn: Draws
+    is_awaited: bool  # what the next pass does depends on these tokens
 
 
 class Engine:
@@ -86,12 +95,13 @@ class Engine:
         num_pages = max(1, tokens // page_size)
         self.max_model_len = min(model.max_len, num_pages * page_size)
         max_pages = -(-self.max_model_len // page_size)
-        self.runner = Runner(model, num_pages, page_size, max_pages)
+        self.runner = Runner(model, num_pages, page_size, max_pages, max_tokens_a_pass)
         self._scheduler = scheduler.Scheduler(
             Pages(num_pages, page_size), max_batch, max_tokens_a_pass, self.max_model_len, drafts
         )
         self._is_broken = False  # several processes are no longer in step
         self._live: dict[str, _Live] = {}
+        self._flight: _Flight | None = None
         self._over: list[Delta] = []  # of requests that ended between two steps
         self._counts = dict.fromkeys(("prompt_tokens", "generated_tokens", "steps"), 0)
 
@@ -150,9 +160,11 @@ class Engine:
             )
         wanted = room if params.max_tokens is None else min(params.max_tokens, room)
         seed = random.getrandbits(63) if params.seed is None else params.seed
-        sequence = scheduler.Sequence(request, list(request.prompt), seed)
+        most = len(request.prompt) + wanted
+        sequence = scheduler.Sequence(request, list(request.prompt), seed, most)
+        ends = frozenset() if params.ignore_eos else self.eos_token_ids
         self._live[request.id] = _Live(
-            sequence, TextStream(self.text.decode, params.stop), len(request.prompt) + wanted
+            sequence, TextStream(self.text.decode, params.stop), ends.union(params.stop_token_ids)
         )
         self._scheduler.waiting.append(sequence)
         self._counts["prompt_tokens"] += len(request.prompt)
@@ -162,74 +174,117 @@ class Engine:
         if request_id in self._live:
             self._end(request_id, "abort")
 
-    def _end(self, request_id: str, reason: str, error: str | None = None) -> None:
+    def _end(self, request_id: str, reason: str, error: Exception | None = None) -> None:
         self._scheduler.end(self._live.pop(request_id).sequence)
-        self._over.append(Delta(request_id, (), "", (), reason, error))
+        said = None if error is None else f"{type(error).__name__}: {error}"
+        self._over.append(Delta(request_id, (), "", (), reason, said))
 
     def step(self) -> list[Delta]:
-        """One pass; what it added to each request. A fault of one request ends that one alone."""
+        """Begin a pass and read the one before; what that one added to each request.
+
+        A fault of one request ends that one alone.
+        """
+        last, self._flight = self._flight, None
+        deltas = list[Delta]()
+        if last is not None and last.is_awaited:
+            deltas, last = self._read(last), None
         planned = self._scheduler.plan()
-        deltas = self._passed(planned) if planned else []
         self._counts["steps"] += bool(planned)
+        try:
+            self._flight = self._begun(planned) if planned else None
+            deltas += self._read(last)
+        except RankError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a grammar's own, the device's memory
+            deltas += self._read(last) + self._each_alone(planned, error)
         over, self._over = self._over, []
         return [*deltas, *over]
 
-    def _passed(self, planned: list[scheduler.Sequence]) -> list[Delta]:
-        """Run them; where that fails, each alone, and those that fail alone end."""
-        is_told = False
-        try:
-            batch = batch_of(planned, self.vocab_size)
-            is_told = self.group.world > 1
-            tokens, logprobs = self.runner.run(self.group.tell(batch))
-        except Exception as error:  # a grammar's own, the device's memory
-            if is_told:  # other ranks are in the middle of it
-                self._is_broken = True
-                raise RankError(
-                    f"a pass of {self.group.world} processes failed: {error}"
-                ) from error
-            if len(planned) == 1:
-                self._end(planned[0].request.id, "error", f"{type(error).__name__}: {error}")
-                return []
-            return [delta for sequence in planned for delta in self._passed([sequence])]
-        drawn, scores = iter(tokens), iter(logprobs)
-        deltas = []
-        for sequence in planned:
-            count = sequence.samples
-            new, likely = list(islice(drawn, count)), list(islice(scores, count))
+    def _each_alone(self, planned: list[scheduler.Sequence], failure: Exception) -> list[Delta]:
+        """Passes of one request instead of theirs together, which failed; those that fail end."""
+        deltas = list[Delta]()
+        for sequence in filter(self._lives, planned):
             try:
-                deltas += self._taken(sequence, new, likely)
-            except Exception as error:  # noqa: BLE001 - a grammar's or a tokenizer's own
-                self._end(sequence.request.id, "error", f"{type(error).__name__}: {error}")
+                if len(planned) == 1:
+                    raise failure
+                deltas += self._read(self._begun([sequence]))
+            except RankError:
+                raise
+            except Exception as error:  # noqa: BLE001 - as above
+                self._end(sequence.request.id, "error", error)
+        return deltas
+
+    def _lives(self, sequence: scheduler.Sequence) -> bool:
+        """Not ended while a pass of it was under way, its name perhaps given again."""
+        found = self._live.get(sequence.request.id)
+        return found is not None and found.sequence is sequence
+
+    def _begun(self, planned: list[scheduler.Sequence]) -> _Flight:
+        """Give the device a pass of them."""
+        batch = batch_of(planned, self.vocab_size)
+        try:
+            drawn = self.runner.run(self.group.tell(batch))
+        except Exception as error:
+            if self.group.world == 1:
+                raise
+            raise self._broken(error) from error
+        rows, name = [], self.vocab_size
+        for sequence, count in zip(planned, batch.samples, strict=True):
+            rows.append((sequence, len(sequence.tokens), count))
+            self._scheduler.begun(sequence, name)
+            name += count
+        guided = any(s.is_guided for s, _, count in rows if count)
+        return _Flight(rows, drawn, guided or self._scheduler.drafts > 0)
+
+    def _broken(self, error: Exception) -> RankError:
+        self._is_broken = True  # other ranks are in the middle of it
+        return RankError(f"a pass of {self.group.world} processes failed: {error}")
+
+    def _read(self, flight: _Flight | None) -> list[Delta]:
+        """What a pass has drawn, taken to those of its requests that have not ended meanwhile."""
+        if flight is None:
+            return []
+        try:
+            tokens, logprobs = flight.drawn.read()
+        except Exception as error:
+            if self.group.world > 1:
+                raise self._broken(error) from error
+            for sequence in filter(self._lives, (row[0] for row in flight.rows)):
+                self._end(sequence.request.id, "error", error)
+            return []
+        deltas, drawn, scores = list[Delta](), iter(tokens), iter(logprobs)
+        for sequence, place, count in flight.rows:
+            new, likely = list(islice(drawn, count)), list(islice(scores, count))
+            if new and self._lives(sequence):
+                try:
+                    deltas.append(self._taken(sequence, place, new, likely))
+                except Exception as error:  # noqa: BLE001 - a grammar's or a tokenizer's own
+                    self._end(sequence.request.id, "error", error)
         return deltas
 
     def _taken(
-        self, sequence: scheduler.Sequence, drawn: list[int], likely: list[TokenLogprob]
-    ) -> list[Delta]:
+        self, sequence: scheduler.Sequence, place: int, drawn: list[int], likely: list[TokenLogprob]
+    ) -> Delta:
         """Of the drawn tokens those whose drafts were right, as far as the request goes."""
         request, params = sequence.request, sequence.request.params
         live, new, text, reason = self._live[request.id], list[int](), "", None
-        ends = set(params.stop_token_ids) | (
-            frozenset() if params.ignore_eos else self.eos_token_ids
-        )
         for i, token in enumerate(drawn):
             if i and sequence.drafts[i - 1] != drawn[i - 1]:
                 break
             new.append(token)
             if params.grammar is not None and params.grammar.accept(token) is False:
                 raise RequestError(f"the grammar does not take token {token}, which it allowed")
-            if token in ends:
+            if token in live.ends:
                 reason = "stop"
             else:
                 text += live.stream.push(token)
                 if live.stream.is_stopped:
                     reason = "stop"
-                elif len(sequence.tokens) + len(new) >= live.most:
+                elif place + len(new) >= sequence.most:
                     reason = "length"
             if reason is not None:
                 break
-        self._scheduler.passed(sequence, new, max(0, len(new) - 1))
-        if not new:
-            return []
+        self._scheduler.drawn(sequence, place, new, len(drawn) - len(new))
         self._counts["generated_tokens"] += len(new)
         if reason is not None:
             if not live.stream.is_stopped:
@@ -239,7 +294,7 @@ class Engine:
         shown = () if params.logprobs is None else tuple(
             score._replace(top=score.top[: params.logprobs]) for score in likely[: len(new)]
         )  # fmt: skip
-        return [Delta(request.id, tuple(new), text, shown, reason)]
+        return Delta(request.id, tuple(new), text, shown, reason)
 
     def stats(self) -> dict[str, int]:
         """Numbers since the start, and those of now: running, waiting, pages_used."""

@@ -36,15 +36,17 @@ Cache = list[tuple[torch.Tensor, torch.Tensor]]
 class Ragged(NamedTuple):
     """A pass: the tokens of sequences one after the other, those with a single one first."""
 
-    ids: torch.Tensor  # (tokens,) int32
+    ids: torch.Tensor  # (tokens,) int32 or int64
     cu_seqlens: torch.Tensor  # (sequences + 1,) int32
     before: torch.Tensor  # (sequences,) int32: tokens in the cache already; -1: a padding row
     after: torch.Tensor  # (sequences,) int32: with those of this pass; -1: a padding row
     block_table: torch.Tensor  # (sequences, pages) int32
     cu_chunks: torch.Tensor  # cu_seqlens of the sequences with several tokens, from 0
-    rows: torch.Tensor | None  # (logits,) int32: the tokens whose logits are asked; None: all
     num_decodes: int  # sequences with one token
     max_chunk: int  # the longest of the others
+    rows: torch.Tensor | None = (
+        None  # (logits,) int32: the tokens whose logits are asked; None: all
+    )
 
 
 class Model:

@@ -28,10 +28,10 @@ class Pages:
     def num_free(self) -> int:
         return len(self._free)
 
-    def digests(self, tokens: Sequence[int], known: list[bytes]) -> list[bytes]:
-        """`known`, and behind it the digests of further full pages of `tokens`."""
+    def digests(self, tokens: Sequence[int], count: int, known: list[bytes]) -> list[bytes]:
+        """`known`, and behind it the digests of further full pages of the first `count` tokens."""
         size = self.page_size
-        for i in range(len(known), len(tokens) // size):
+        for i in range(len(known), count // size):
             page = array("q", tokens[i * size : (i + 1) * size]).tobytes()
             known.append(hashlib.sha256((known[-1] if known else b"") + page).digest())
         return known

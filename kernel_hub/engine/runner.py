@@ -5,10 +5,11 @@ Every rank runs it alike on what rank 0 planned; knows no queue and no text.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,70 +20,75 @@ from .requests import TokenLogprob
 from .scheduler import Sequence
 
 _GRAPH_SIZES = (1, 2, 4, 8, *range(16, 257, 16), *range(288, 513, 32))
-_NEUTRAL = (("top_k", np.int32, 0), ("top_p", np.float32, 1), ("min_p", np.float32, 0))
-_PENALTIES = (("repetition_penalty", 1), ("presence_penalty", 0), ("frequency_penalty", 0))
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+KNOBS = np.dtype([  # of `Sequence.knobs`
+    ("seed", "i8"), ("temperature", "f4"), ("top_k", "i4"), ("top_p", "f4"), ("min_p", "f4"),
+])  # fmt: skip
+_TORCH = {np.dtype("i8"): torch.int64, np.dtype("f4"): torch.float32}  # what is not int32
+Arrays = dict[str, np.ndarray]
 
 
 @dataclass
 class Batch:
-    """A pass, as arrays; the fields are those of `Ragged`, and what `sample` is given a row."""
+    """A pass, as arrays."""
 
-    inputs: dict[str, Any]
-    sampling: dict[str, np.ndarray]
-    num_rows: int
+    inputs: Arrays  # the fields of `Ragged`
+    sampling: Arrays  # what `sample` is given a row of logits
+    more: Arrays  # and where any row asks for it: rows of the vocabulary, and what goes with them
+    samples: list[int]  # rows of logits of each sequence
+    num_decodes: int
     logprobs: int | None  # the most likely tokens that any row asks for
 
 
 def batch_of(planned: List[Sequence], vocab_size: int) -> Batch:
     """The arrays of a pass. Raises whatever a request's own grammar does."""
     ids: list[int] = []
-    rows: list[int] = []
     for s in planned:
-        ids += (s.tokens + s.drafts)[s.computed : s.computed + s.chunk]
-        rows += range(len(ids) - s.samples, len(ids))
-    chunks = [s.chunk for s in planned]
-    num_decodes = sum(chunk == 1 for chunk in chunks)
+        ids += s.tokens[s.computed : s.computed + s.chunk]
+        ids += s.drafts
+    samples = [s.samples for s in planned]
+    chunks = np.array([s.chunk for s in planned], np.int32)
     before = np.array([s.computed for s in planned], np.int32)
-    table = np.zeros((len(planned), max(len(s.pages) for s in planned)), np.int32)
-    for row, s in zip(table, planned, strict=True):
-        row[: len(s.pages)] = s.pages
+    num_decodes, ends = int((chunks == 1).sum()), chunks.cumsum(dtype=np.int32)
+    width = max(len(s.pages) for s in planned)
+    table = b"".join([s.pages.tobytes().ljust(4 * width, b"\0") for s in planned])
     inputs = {
-        "ids": np.array(ids, np.int32), "cu_seqlens": _starts(chunks), "before": before,
-        "after": before + np.array(chunks, np.int32), "block_table": table,
-        "cu_chunks": _starts(chunks[num_decodes:]), "num_decodes": num_decodes,
-        "rows": None if len(rows) == len(ids) else np.array(rows, np.int32),
-        "max_chunk": max(chunks),
+        "ids": np.array(ids, np.int32), "before": before, "after": before + chunks,
+        "cu_seqlens": np.append(np.int32(0), ends),
+        "cu_chunks": np.append(np.int32(0), chunks[num_decodes:].cumsum(dtype=np.int32)),
+        "block_table": np.frombuffer(table, np.int32).reshape(-1, width),
     }  # fmt: skip
-    asked = [s.request.params.logprobs for s in planned if s.samples]
-    logprobs = max((n for n in asked if n is not None), default=None)
-    return Batch(inputs, _sampling(planned, vocab_size), len(rows), logprobs)
+    # The first row of each sequence's logits, and how far behind it the others are.
+    nth = np.arange(sum(samples)) - np.repeat(np.cumsum(samples) - samples, samples)
+    if len(nth) < len(ids):
+        inputs["rows"] = (np.repeat(ends - samples, samples) + nth).astype(np.int32)
+    knobs = np.frombuffer(b"".join(map(_times, planned, samples)), KNOBS)
+    sampling = {name: knobs[name] for name in KNOBS.names or ()}
+    # The place of the token: its draw does not depend on passes, batches or drafts.
+    sampling["offset"] = np.repeat([len(s.tokens) for s in planned], samples) + nth
+    more = {}
+    if any(s.is_guided or s.request.params.logit_bias for s in planned):
+        rows = [(s, i) for s, count in zip(planned, samples, strict=True) for i in range(count)]
+        more = _asked(rows, vocab_size)
+    asked = [s.request.params.logprobs for s in planned if s.request.params.logprobs is not None]
+    return Batch(inputs, sampling, more, samples, num_decodes, max(asked, default=None))
 
 
-def _starts(sizes: list[int]) -> np.ndarray:
-    return np.array([*accumulate(sizes, initial=0)], np.int32)
+def _times(s: Sequence, count: int) -> bytes:
+    return s.knobs * count
 
 
-def _sampling(planned: List[Sequence], vocab_size: int) -> dict[str, np.ndarray]:
-    """What `sample` is given for each row of logits; only what any of them asks for."""
-    rows = [(s, i) for s in planned for i in range(s.samples)]
-    params = [s.request.params for s, _ in rows]
-    found: dict[str, Any] = {"temperature": np.array([p.temperature for p in params], np.float32)}
-    if found["temperature"].any():
-        found["seed"] = np.array([s.seed for s, _ in rows], np.int64)
-        # The place of the token: its draw does not depend on passes, batches or drafts.
-        found["offset"] = np.array([len(s.tokens) + i for s, i in rows], np.int64)
-        for name, dtype, neutral in _NEUTRAL:
-            values = np.array([getattr(p, name) for p in params], dtype)
-            if (values != neutral).any():
-                found[name] = values
-    penalties = {
-        name: np.array([getattr(p, name) for p in params], np.float32) for name, _ in _PENALTIES
-    }
-    if any((penalties[name] != neutral).any() for name, neutral in _PENALTIES):
-        found.update(penalties)
+def _asked(rows: list[tuple[Sequence, int]], vocab_size: int) -> Arrays:
+    """Penalties, biases and masks of rows of logits; each only where any row asks for it."""
+    params, found = [s.request.params for s, _ in rows], dict[str, Any]()
+    if any([getattr(p, name) for name in _PENALTIES] != [1, 0, 0] for p in params):
+        for name in _PENALTIES:
+            found[name] = np.array([getattr(p, name) for p in params], np.float32)
         found["output_counts"] = np.zeros((len(rows), vocab_size), np.int32)
         has = np.zeros((len(rows), -(-vocab_size // 32) * 32), np.uint8)
         for (s, i), counts, bits in zip(rows, found["output_counts"], has, strict=True):
+            if not s.is_guided:  # one of its tokens may be on its way
+                continue
             prompt = len(s.request.prompt)
             np.add.at(counts, s.tokens[prompt:] + s.drafts[:i], 1)
             bits[s.tokens[:prompt]] = 1
@@ -99,93 +105,178 @@ def _sampling(planned: List[Sequence], vocab_size: int) -> dict[str, np.ndarray]
     return found
 
 
+def _padded(arrays: Mapping[str, np.ndarray], rows: int) -> Arrays:
+    """With rows of nothing behind their own."""
+    return {
+        name: a if len(a) == rows else np.concatenate((a, np.full(
+            (rows - len(a), *a.shape[1:]), -1 if name in ("before", "after") else 0, a.dtype
+        )))
+        for name, a in arrays.items()
+    }  # fmt: skip
+
+
+@dataclass
+class Draws:
+    """What a pass draws, on its way to the host."""
+
+    ids: torch.Tensor
+    scores: torch.Tensor | None = None  # of the drawn token, of the likeliest, and which these are
+    ready: Any = None  # an event
+
+    def read(self) -> tuple[list[int], list[TokenLogprob]]:
+        """The token of each row, and their log-probabilities where any row asks."""
+        if self.ready is not None:
+            self.ready.synchronize()
+        tokens = self.ids.tolist()
+        if self.scores is None:
+            return tokens, []
+        count = self.scores.shape[1] // 2
+        return tokens, [
+            TokenLogprob(token, own, tuple(zip(map(int, rest[count:]), rest[:count], strict=True)))
+            for token, (own, *rest) in zip(tokens, self.scores.tolist(), strict=True)
+        ]
+
+
+class _Graph(NamedTuple):
+    graph: Any
+    flat: torch.Tensor  # all of its inputs but the block table
+    block_table: torch.Tensor
+    logits: torch.Tensor
+    ids: torch.Tensor
+
+
 class Runner:
     """A model, its cache, and the graphs of its decode passes."""
 
-    def __init__(self, model: Model, num_pages: int, page_size: int, max_pages: int) -> None:
-        """max_pages: of a sequence."""
+    def __init__(
+        self, model: Model, num_pages: int, page_size: int, max_pages: int, max_tokens: int
+    ) -> None:
+        """max_pages: of a sequence. max_tokens: of a pass."""
         self.model, self.max_pages = model, max_pages
         self.cache = model.new_cache(num_pages, page_size)
-        self._graphs: dict[int, tuple[Ragged, Any, torch.Tensor]] = {}
+        self._graphs: dict[int, _Graph] = {}
         self._pool: Any = None
+        self._is_cuda = self.has_graphs = model.device.type == "cuda"
+        # What ids stand for: tokens for themselves, those behind them for rows of the last pass.
+        most = max(max_tokens, _GRAPH_SIZES[-1])
+        self._tokens = torch.arange(model.config.vocab_size + most, device=model.device)
 
-    def run(self, batch: Batch) -> tuple[list[int], list[TokenLogprob]]:
-        """The token of each row, and their log-probabilities where any row asks."""
-        size = next((n for n in _GRAPH_SIZES if n >= len(batch.inputs["ids"])), None)
-        is_decode = batch.inputs["num_decodes"] == batch.num_rows == len(batch.inputs["ids"])
-        if is_decode and size and self.model.device.type == "cuda":
-            logits = self._replayed(batch, size)[: batch.num_rows]
+    def run(self, batch: Batch) -> Draws:
+        """Give the device a pass. Its ids may name rows of the pass before: vocab_size + row."""
+        num_rows, num_tokens = sum(batch.samples), len(batch.inputs["ids"])
+        size = next((n for n in _GRAPH_SIZES if n >= num_tokens), None)
+        if self.has_graphs and size and batch.num_decodes == num_rows == num_tokens:
+            logits, ids = self._replayed(batch, size)
         else:
-            inputs = {name: self._on_device(value) for name, value in batch.inputs.items()}
-            logits = self.model.forward(Ragged(**inputs), self.cache)
-        return self._sampled(logits, batch) if batch.num_rows else ([], [])
+            rows = num_rows + -num_rows % self.model.group.world
+            sampling = _padded({**batch.sampling, **batch.more}, rows)
+            _, given = self._staged({**batch.inputs, **sampling})
+            inputs = {name: given.pop(name) for name in batch.inputs}
+            longest = int((batch.inputs["after"] - batch.inputs["before"]).max())
+            logits = self._logits(
+                Ragged(**inputs, num_decodes=batch.num_decodes, max_chunk=longest)
+            )
+            ids = self._draw(logits, given) if num_rows else logits.new_empty(0, dtype=torch.long)
+        vocab_size = self.model.config.vocab_size
+        self._tokens[vocab_size : vocab_size + num_rows] = ids[:num_rows]
+        scores = None
+        if num_rows and batch.logprobs is not None:
+            scores = self._to_host(self._scores(logits, ids, batch.logprobs)[:num_rows])
+        return Draws(self._to_host(ids[:num_rows]), scores, self._event())
 
-    def _on_device(self, value: Any) -> Any:
-        """An array as a tensor on the device, of which nothing waits; anything else as it is."""
-        if not isinstance(value, np.ndarray):
-            return value
-        tensor = torch.from_numpy(value)
-        if self.model.device.type == "cuda":
-            return tensor.pin_memory().to(self.model.device, non_blocking=True)
-        return tensor
+    def _staged(self, arrays: Arrays) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Arrays on the device, by one copy that nothing waits for; and all of them as words."""
+        words = [np.ascontiguousarray(a).reshape(-1).view(np.int32) for a in arrays.values()]
+        # Each begins at 16 bytes, as kernels load them.
+        starts = [*accumulate((-(-len(each) // 4) * 4 for each in words), initial=0)]
+        host = torch.empty(starts[-1], dtype=torch.int32, pin_memory=self._is_cuda)
+        memory = host.numpy()
+        for each, start in zip(words, starts, strict=False):
+            memory[start : start + len(each)] = each
+        flat, found = host.to(self.model.device, non_blocking=True), {}
+        for (name, a), each, start in zip(arrays.items(), words, starts, strict=False):
+            part = flat[start : start + len(each)]
+            part = part if a.dtype == np.int32 else part.view(_TORCH[a.dtype])
+            found[name] = part if a.ndim == 1 else part.view(a.shape)
+        return flat, found
 
-    def _sampled(self, logits: torch.Tensor, batch: Batch) -> tuple[list[int], list[TokenLogprob]]:
-        """Each rank draws its share of the rows, over the whole vocabulary."""
-        group, softcap = self.model.group, self.model.config.final_softcap
+    def _to_host(self, x: torch.Tensor) -> torch.Tensor:
+        """A copy that nothing waits for; `Draws.ready` says when it is there."""
+        found = torch.empty(x.shape, dtype=x.dtype, pin_memory=self._is_cuda)
+        return found.copy_(x, non_blocking=True)
+
+    def _event(self) -> Any:
+        """One that is over when all is that the device has been given; None on the CPU."""
+        if not self._is_cuda:
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def _logits(self, inputs: Ragged) -> torch.Tensor:
+        """Of this rank's share of the rows, over the whole vocabulary."""
+        group, ids = self.model.group, self._tokens.index_select(0, inputs.ids)
+        logits = self.model.forward(inputs._replace(ids=ids), self.cache)
         spare = -len(logits) % group.world
-        first, last = group.share(len(logits) + spare)
         if spare:
             logits = torch.cat((logits, logits[:1].expand(spare, -1)))
-        logits = group.rows(logits)
-        given = {}
-        for name, value in batch.sampling.items():
-            padded = np.concatenate((value, value[:1].repeat(spare, 0))) if spare else value
-            given[name] = self._on_device(padded[first:last])
-        ids = sample(logits, softcap=softcap, **given)
-        tokens = group.columns(ids[None])[0, : batch.num_rows].tolist()
-        if batch.logprobs is None:
-            return tokens, []
-        # By torch, for the few who ask: of the model's own distribution, as OpenAI's are.
+        return group.rows(logits) if len(logits) else logits
+
+    def _draw(self, logits: torch.Tensor, sampling: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The token of every row: each rank draws those of its share."""
+        group, share = self.model.group, self._share(logits)
+        given = {name: value[share] for name, value in sampling.items()}
+        ids = sample(logits, softcap=self.model.config.final_softcap, **given)
+        return group.columns(ids[None])[0]
+
+    def _share(self, logits: torch.Tensor) -> slice:
+        return slice(*self.model.group.share(len(logits) * self.model.group.world))
+
+    def _scores(self, logits: torch.Tensor, ids: torch.Tensor, top: int) -> torch.Tensor:
+        """Log-probabilities by torch, for the few who ask: of the model's own distribution."""
+        softcap = self.model.config.final_softcap
         capped = softcap * torch.tanh(logits / softcap) if softcap else logits
         scores = torch.log_softmax(capped, -1)
-        best = scores.topk(min(batch.logprobs, scores.shape[1]))
+        best = scores.topk(min(top, scores.shape[1]))
+        own = scores.gather(1, ids[self._share(logits), None])
         # Ids are exact in fp32: no vocabulary has 2**24 tokens.
-        found = torch.cat((scores.gather(1, ids[:, None]), best.values, best.indices.float()), 1)
-        every = group.columns(found.flatten()[None]).view(-1, found.shape[1]).tolist()
-        count = best.values.shape[1]
-        return tokens, [
-            TokenLogprob(token, row[0], tuple(zip(map(int, row[1 + count :]), row[1 : 1 + count])))  # noqa: B905
-            for token, row in zip(tokens, every, strict=False)
-        ]
+        found = torch.cat((own, best.values, best.indices.float()), 1)
+        return self.model.group.columns(found.flatten()[None]).view(-1, found.shape[1])
 
-    def _replayed(self, batch: Batch, size: int) -> torch.Tensor:
-        """Logits of a decode pass by the graph of `size` rows, of which the last may be padding."""
+    def _replayed(self, batch: Batch, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A decode pass by the graph of `size` rows, of which the last may be padding."""
+        rows = size + -size % self.model.group.world
+        one_each = {name: batch.inputs[name] for name in ("ids", "before", "after")}
+        plain = _padded(batch.sampling, rows) | _padded(one_each, size)
         if size not in self._graphs:
-            self._graphs[size] = self._captured(size)
-        static, graph, logits = self._graphs[size]
-        for name in ("ids", "before", "after", "block_table"):
-            value, target = self._on_device(batch.inputs[name]), getattr(static, name)
-            if name in ("before", "after"):
-                target.fill_(-1)
-            target[tuple(slice(n) for n in value.shape)].copy_(value, non_blocking=True)
-        graph.replay()
-        return logits
+            self._graphs[size] = self._captured(size, plain)
+        graph, table = self._graphs[size], batch.inputs["block_table"]
+        flat, given = self._staged({**plain, "block_table": table, **_padded(batch.more, rows)})
+        graph.flat.copy_(flat[: len(graph.flat)])
+        graph.block_table[: table.shape[0], : table.shape[1]].copy_(given["block_table"])
+        graph.graph.replay()
+        if not batch.more:
+            return graph.logits, graph.ids
+        # What few ask for is no part of the graph: their rows are drawn again.
+        sampling = {name: given[name] for name in (*batch.sampling, *batch.more)}
+        return graph.logits, self._draw(graph.logits, sampling)
 
-    def _captured(self, size: int) -> tuple[Ragged, Any, torch.Tensor]:
-        """A graph of `size` sequences with a token each, its inputs and its logits."""
-
-        def ints(*shape: int, value: int = 0) -> torch.Tensor:
-            return torch.full(shape, value, dtype=torch.int32, device=self.model.device)
-
-        starts = torch.arange(size + 1, dtype=torch.int32, device=self.model.device)
-        static = Ragged(
-            ints(size), starts, ints(size, value=-1), ints(size, value=-1),
-            ints(size, self.max_pages), ints(1), None, size, 1,
+    def _captured(self, size: int, arrays: Arrays) -> _Graph:
+        """The graph of `size` sequences with a token each, for arrays of these shapes."""
+        # Rows of padding alone: the first pass through them makes plans and loads kernels.
+        flat, given = self._staged({name: np.full_like(a, -1) for name, a in arrays.items()})
+        new: dict[str, Any] = {"dtype": torch.int32, "device": self.model.device}
+        given["ids"].zero_()
+        inputs = Ragged(
+            given.pop("ids"), torch.arange(size + 1, **new), given.pop("before"),
+            given.pop("after"), torch.zeros((size, self.max_pages), **new), torch.zeros(1, **new),
+            num_decodes=size, max_chunk=1,
         )  # fmt: skip
-        self.model.forward(static, self.cache)  # plans are made, kernels loaded
+        self._draw(self._logits(inputs), given)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            logits = self.model.forward(static, self.cache)
+            logits = self._logits(inputs)
+            ids = self._draw(logits, given)
         self._pool = graph.pool()
-        return static, graph, logits
+        return _Graph(graph, flat, inputs.block_table, logits, ids)

@@ -5,6 +5,8 @@ Knows sequences and pages; no tensors, no text.
 
 from __future__ import annotations
 
+import struct
+from array import array
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -19,19 +21,26 @@ class Sequence:
     """A request under way."""
 
     request: Request
-    tokens: list[int]
+    tokens: list[int]  # one that a pass under way draws is the name that `begun` gave it
     seed: int
-    computed: int = 0  # tokens whose keys and values lie in the cache
-    pages: list[int] = field(default_factory=list)
+    most: int  # tokens it may have, the prompt's included
+    known: int = field(init=False)  # tokens, less those that passes under way draw
+    knobs: bytes = field(init=False)  # what `sample` is given a row, as runner.KNOBS has it
+    is_guided: bool = field(init=False)  # the host must know what it said to say what it may say
+    computed: int = 0  # tokens whose keys and values lie in the cache once passes under way end
+    pages: array[int] = field(default_factory=lambda: array("i"))
+    kept: int = 0  # pages that may be found by their digests
     digests: list[bytes] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)  # guessed, to be verified in the next pass
     chunk: int = 0  # tokens of the pass that is under way, drafts included
     _seen: dict[tuple[int, ...], int] = field(default_factory=dict)
     _indexed: int = NGRAM
 
-    @property
-    def num_output(self) -> int:
-        return len(self.tokens) - len(self.request.prompt)
+    def __post_init__(self) -> None:
+        p, self.known = self.request.params, len(self.tokens)
+        self.knobs = struct.pack("=qfiff", self.seed, p.temperature, p.top_k, p.top_p, p.min_p)
+        penalties = (p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
+        self.is_guided = p.grammar is not None or penalties != (1, 0, 0)
 
     @property
     def samples(self) -> int:
@@ -87,6 +96,8 @@ class Scheduler:
 
     def _chunk(self, sequence: Sequence, budget: int) -> int:
         """How many of its tokens go next, with drafts behind the last one."""
+        if len(sequence.tokens) == sequence.most:  # its last one is being drawn
+            return 0
         missing, params = len(sequence.tokens) - sequence.computed, sequence.request.params
         sequence.drafts = []
         if missing == 1 and self.drafts and params.grammar is None:
@@ -124,33 +135,49 @@ class Scheduler:
     def _admits(self, sequence: Sequence) -> bool:
         """Give it the pages that hold its beginning, if there is room for all that it has."""
         pages, size = self.pages, self.pages.page_size
-        digests = pages.digests(sequence.tokens, sequence.digests)
+        digests = pages.digests(sequence.tokens, sequence.known, sequence.digests)
         # At least one token goes through the model, for its logits.
         shared = pages.found(digests[: (len(sequence.tokens) - 1) // size])
         wanted = -(-min(len(sequence.tokens) + 1, self.max_len) // size) - len(shared)
         if wanted > pages.num_free - pages.num_idle(shared):
             return False
         pages.share(shared)
-        sequence.pages, sequence.computed = shared, len(shared) * size
+        sequence.pages = array("i", shared)
+        sequence.kept, sequence.computed = len(shared), len(shared) * size
         self.num_hits += sequence.computed
         return True
 
-    def passed(self, sequence: Sequence, new: list[int], accepted: int) -> None:
-        """The pass is over: `new` tokens follow, of whose drafts `accepted` lie in the cache."""
-        pages, size = self.pages, self.pages.page_size
-        first, drafts = sequence.computed // size, max(0, sequence.samples - 1)
-        sequence.computed += sequence.chunk - drafts + accepted
-        sequence.tokens += new
+    def begun(self, sequence: Sequence, name: int) -> None:
+        """A pass of its chunk is under way; `name` stands for the token that it draws."""
+        draws = sequence.samples > 0
+        sequence.computed += sequence.chunk
         sequence.chunk = 0
-        digests = pages.digests(sequence.tokens, sequence.digests)
-        for i in range(first, sequence.computed // size):
-            pages.keep(sequence.pages[i], digests[i])
+        if draws:
+            sequence.tokens.append(name)
+        self._keep(sequence)
+
+    def drawn(self, sequence: Sequence, place: int, new: list[int], wrong: int) -> None:
+        """`new` tokens stand from `place` on; `wrong` drafts lie in the cache for nothing."""
+        sequence.tokens[place : place + 1] = new
+        sequence.known = place + len(new)
+        sequence.computed -= wrong
+        self._keep(sequence)
+
+    def _keep(self, sequence: Sequence) -> None:
+        """Let pages full of known tokens be found: who reads them does so in a later pass."""
+        pages = self.pages
+        full = min(sequence.computed, sequence.known) // pages.page_size
+        if full > sequence.kept:
+            digests = pages.digests(sequence.tokens, sequence.known, sequence.digests)
+            for i in range(sequence.kept, full):
+                pages.keep(sequence.pages[i], digests[i])
+            sequence.kept = full
 
     def end(self, sequence: Sequence) -> None:
-        """Give back all that it has."""
+        """Give back all that it has, at once: whoever is given it writes it in a later pass."""
         if sequence in self.running:
             del self.running[sequence]
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
         self.pages.release(sequence.pages)
-        sequence.pages, sequence.computed, sequence.chunk = [], 0, 0
+        sequence.pages, sequence.computed, sequence.chunk = array("i"), 0, 0

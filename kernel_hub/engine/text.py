@@ -12,6 +12,7 @@ from ..errors import MissingPackageError, RequestError
 from .config import read_json
 
 _HALF = "\ufffd"  # what a character's bytes decode to before all are there
+_WINDOW = 4  # tokens that are decoded again with each new one, and about as many before them
 
 
 class Bytes:
@@ -92,43 +93,45 @@ class TextStream:
     """The text of one request, token by token: nothing that may yet change or be a stop string."""
 
     def __init__(self, decode: Callable[[Iterable[int]], str], stop: Sequence[str]) -> None:
-        self._decode, self._stop = decode, stop
-        self._context: list[int] = []  # tokens that were shown, for what joins them to the next
-        self._new: list[int] = []
-        self._shown = 0  # characters of the new tokens that were handed on
+        self._decode, self._stop = decode, tuple(stop)
+        self._starts = tuple(sorted({s[:n] for s in stop for n in range(1, len(s))}, key=len))
+        # The last tokens, of which the first are there for what joins them to those behind them.
+        self._tokens: list[int] = []
+        self._num_old, self._shown = 0, 0  # of them; characters of their text that were handed on
         self._held = ""
         self.is_stopped = False
 
     def push(self, token: int) -> str:
         """What may be shown after one more token."""
-        self._new.append(token)
-        before = len(self._decode(self._context)) if self._context else 0
-        fresh = self._decode(self._context + self._new)[before:]
+        self._tokens.append(token)
+        fresh = self._decode(self._tokens)
         stable = fresh.rstrip(_HALF)
         found = stable[self._shown :]
         self._shown = max(self._shown, len(stable))
-        if stable == fresh and fresh:
-            self._context, self._new, self._shown = self._new, [], 0
+        if stable == fresh and len(self._tokens) - self._num_old >= _WINDOW:
+            del self._tokens[: self._num_old]
+            self._num_old, self._shown = len(self._tokens), len(self._decode(self._tokens))
         return self._checked(found)
 
     def flush(self) -> str:
         """The rest, at the end."""
-        before = len(self._decode(self._context)) if self._context else 0
-        fresh = self._decode(self._context + self._new)[before:]
-        found = self._held + fresh[self._shown :]
-        self._held, self._new = "", []
+        found = self._held + self._decode(self._tokens)[self._shown :]
+        self._held, self._tokens = "", []
         return found
 
     def _checked(self, text: str) -> str:
         """Less what may become a stop string, and what comes after one."""
+        if not self._stop:
+            return text
         self._held += text
         ends = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
         if ends:
             self.is_stopped = True
             found, self._held = self._held[: min(ends)], ""
             return found
-        starts = (stop[:n] for stop in self._stop for n in range(1, len(stop)))
-        keep = max((len(start) for start in starts if self._held.endswith(start)), default=0)
+        keep = 0
+        if self._held.endswith(self._starts):
+            keep = max(len(start) for start in self._starts if self._held.endswith(start))
         shown = len(self._held) - keep
         found, self._held = self._held[:shown], self._held[shown:]
         return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -31,6 +32,19 @@ def test_a_folder_without_weights(kernel_hub_cli: Run, tmp_path: Path) -> None:
     )
     ran = kernel_hub_cli(*command)
     assert ran.code == 2 and ("model.safetensors" in ran.err or "pip install" in ran.err)
+
+
+def test_a_report_of_a_step(
+    kernel_hub_cli: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ("generate", "tiny", "--device", "cpu", "--prompt", "a", "--max-tokens", "3")
+    said = kernel_hub_cli(*command).out
+    ran = kernel_hub_cli(*command, "--report")
+    assert ran.code == 0 and ran.out.startswith(said)
+    assert all(op in ran.out for op in ("qkv_linear", "decode_attention", "sample", "us each"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None)
+    ran = kernel_hub_cli(*command, "--report", str(tmp_path / "step.png"))
+    assert ran.code == 2 and "matplotlib" in ran.err and ran.out == ""
 
 
 @pytest.mark.parametrize(

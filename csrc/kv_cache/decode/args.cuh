@@ -37,7 +37,7 @@ struct DecodeArgs {
     int64_t block_table_stride, table_stride, alibi_batch_stride;
     int batch_size, seqlen_q, num_heads, num_kv_heads, head_dim, num_pages, page_size, max_tokens;
     int rotary_dim, max_position, table_bytes, is_interleaved, is_vectorised;
-    int num_splits, parallel, window_left, sink_type;  // ElementType
+    int num_splits, parallel, fine_units, num_sms, window_left, sink_type;  // ElementType
     float softmax_scale, softcap;
 
     __device__ __forceinline__ int rows() const { return seqlen_q * (num_heads / num_kv_heads); }
@@ -47,7 +47,8 @@ struct DecodeArgs {
                 seqlen_q,      k == nullptr ? 0 : seqlen_q,
                 max_tokens,    Config::kGeneral ? window_left : -1,
                 Config::kUnit, num_kv_heads * ((rows() + Config::kRows - 1) / Config::kRows),
-                num_splits,    parallel};
+                num_splits,    parallel,
+                fine_units,    num_sms};
     }
 };
 

@@ -184,11 +184,12 @@ __device__ __forceinline__ void merge_decode_splits(
     constexpr int kWarps = 4, kColumns = 128, kFewParts = 6;
     __shared__ float4 sums[kWarps][kColumns / 4];
     __shared__ float row_maxima[kWarps], row_sums[kWarps];
-    // NOTE: no allow_next_launch() here: blocks of the next step then take their places beside this
-    // step's, unevenly, and stay there (a third slower at 64 items of 8k tokens on an H200).
     const Place place = find_place<true>(work, blockIdx.x);
     // NOTE: before any return: this launch must not end before the one it merges for.
     wait_for_launch_before();
+    // NOTE: not before: blocks of the next step then take their places beside this step's,
+    // unevenly, and stay there (a third slower at 64 items of 8k tokens on an H200).
+    allow_next_launch();
     if (place.batch_idx < 0) {
         return;
     }

@@ -24,6 +24,7 @@ struct Work {
     int unit;   // tokens
     int items;  // of a sequence
     int num_splits, parallel;
+    int fine_units, num_sms;  // more units than these, of all items: shares of many sizes
 
     __device__ __forceinline__ Extent extent_of(int batch_idx) const {
         Extent extent;
@@ -38,10 +39,31 @@ struct Work {
         extent.num_units = max(end - extent.first_unit, 1);
         return extent;
     }
-    // Workers a unit, where `units` is the number of units of all sequences.
-    __device__ __forceinline__ float workers_per_unit(int units) const {
-        return __fdividef(static_cast<float>(parallel),
-                          static_cast<float>(units) * static_cast<float>(items));
+    // Into how many equal shares `units` of all items go. Blocks run side by side at one speed, so
+    // that the longest part of a large cache would be waited for: there are as many parts as run at
+    // once, or several times as many. But items of one length that are more than multiprocessors
+    // and all run at once are best whole.
+    // ops/kv_cache/decode_plan.py: `shares_of` is the same.
+    __device__ __forceinline__ float shares_of(float units, bool is_even) const {
+        const float fine = static_cast<float>(fine_units), sms = static_cast<float>(num_sms);
+        const float all_items = static_cast<float>(items) * static_cast<float>(batch_size);
+        const bool are_whole = is_even && all_items > sms && units <= 24.0f * fine;
+        if (units <= fine || are_whole) {
+            return static_cast<float>(parallel);
+        }
+        const float shares = units <= 12.0f * fine
+                                 ? fminf(1.5f * sms, 2.0f * sms - 0.5f * all_items)
+                             : units <= 24.0f * fine ? 3.0f * sms
+                                                     : 8.0f * sms;
+        // An item of 3/2 of the mean is one share.
+        return fmaxf(shares, 2.0f / 3.0f * all_items);
+    }
+    // Workers a unit, where `units` is the number of units of all sequences, `most` that of the
+    // longest.
+    __device__ __forceinline__ float workers_per_unit(int units, int most) const {
+        const float all = static_cast<float>(units) * static_cast<float>(items);
+        const bool is_even = most * static_cast<float>(8 * batch_size) <= 9.0f * units;
+        return __fdividef(shares_of(all, is_even), all);
     }
     // Into how many workers' parts the items of a sequence are cut, where num_splits is 0.
     __device__ __forceinline__ int splits_of(int units, float workers) const {
@@ -74,7 +96,7 @@ __device__ __forceinline__ Place find_place(const Work& work, int index) {
     }
     if (work.batch_size == 1) {
         const int units = work.extent_of(0).num_units;
-        const int splits = work.splits_of(units, work.workers_per_unit(units));
+        const int splits = work.splits_of(units, work.workers_per_unit(units, units));
         const bool is_there = index < work.items * (kMerge ? 1 : splits) && (!kMerge || splits > 1);
         const int item = kMerge ? index : index / splits;
         return {is_there ? 0 : -1, item, kMerge ? 0 : index - item * splits, splits, item * splits};
@@ -83,16 +105,19 @@ __device__ __forceinline__ Place find_place(const Work& work, int index) {
     const int run = (work.batch_size + 31) / 32;
     const int first = min(lane_idx * run, work.batch_size);
     const int last = min(first + run, work.batch_size);
-    int units = 0;
+    int units = 0, most = 0;
 #pragma unroll 1
     for (int b = first; b < last; ++b) {
-        units += work.extent_of(b).num_units;
+        const int more = work.extent_of(b).num_units;
+        units += more;
+        most = max(most, more);
     }
 #pragma unroll
     for (int mask = 16; mask > 0; mask /= 2) {
         units += __shfl_xor_sync(~0u, units, mask);
+        most = max(most, __shfl_xor_sync(~0u, most, mask));
     }
-    const float workers_per_unit = work.workers_per_unit(units);
+    const float workers_per_unit = work.workers_per_unit(units, most);
 
     // Count the workers and the items in parts of each run, and scan them over the lanes.
     int workers = 0, merges = 0;

@@ -188,7 +188,7 @@ def _step(given: DecodeGiven, is_aligned: bool) -> Step:
     num_bytes = batch_size * num_kv_heads * seen * token_bytes
     caches = plans.Caches(items, max_tokens, seen, token_bytes, num_bytes)
     blocks = plans.blocks_for(variant, caches, head_dim, device.num_sms)
-    split = plans.choose_split(caches, variant.unit, num_splits, blocks)
+    split = plans.choose_split(caches, variant.unit, num_splits, blocks, device.num_sms)
     token = common.DTYPE_TOKENS[q.dtype]
     name = f"decode_attention_{token}_hdim{variant.head_dim}{variant.suffix}"
     strides = (*out.stride()[:3], *q.stride()[:3])
@@ -204,8 +204,8 @@ def _step(given: DecodeGiven, is_aligned: bool) -> Step:
         alibi_slopes.stride(0) if alibi_slopes is not None and alibi_slopes.dim() == 2 else 0,
         batch_size, seqlen_q, num_heads, num_kv_heads, head_dim, k_cache.shape[0], page_size,
         max_tokens, rotary_dim, *((0, 0) if cos is None else (cos.shape[0], cos.element_size())),
-        int(bool(interleaved)), int(aligned), split.num_splits, split.parallel, window_left,
-        sink_type, softmax_scale, softcap,
+        int(bool(interleaved)), int(aligned), split.num_splits, split.parallel,
+        split.fine_units, device.num_sms, window_left, sink_type, softmax_scale, softcap,
     )  # fmt: skip
     how = {"programmatic": True} if device.overlaps_launches else {}
     merge = Launch()
@@ -213,7 +213,8 @@ def _step(given: DecodeGiven, is_aligned: bool) -> Step:
         merge_numbers = (
             *out.stride()[:3], batch_size, seqlen_q, 0 if k is None else seqlen_q, max_tokens,
             window_left, variant.unit, items // batch_size, split.num_splits, split.parallel,
-            num_heads, num_kv_heads, head_dim, variant.rows, sink_type,
+            split.fine_units, device.num_sms, num_heads, num_kv_heads, head_dim, variant.rows,
+            sink_type,
         )  # fmt: skip
         merge = Launch(
             common.shipped("decode_attention", f"decode_attention_{token}_merge"),

@@ -50,6 +50,10 @@ CROWD, CROWD_FACTOR = 2, 6
 FEW_BYTES, LARGE_BYTES = 32 << 10, 170 << 20
 # More parts than this take longer to merge than they save, unless an item is twice as many units.
 MANY_PARTS = 32
+# A part less of an item that is no longer than this saves nothing that its merge does not take.
+PART_BYTES = 96 << 10
+# Shares of more than this, of all items, are of the sizes that `shares_of` knows.
+FINE_BYTES = 30 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +113,14 @@ class Split:
 
     num_splits: parts an item; 0: the kernel cuts about `parallel` equal ones from the lengths.
     num_blocks: at most so many parts; num_merges: at most so many items in more than one part.
+    fine_units: of all items; where there are more, shares are those of `shares_of`.
     """
 
     num_splits: int
     parallel: int
     num_blocks: int
     num_merges: int
+    fine_units: int = 0
 
 
 class Caches(NamedTuple):
@@ -141,7 +147,19 @@ def blocks_for(variant: Variant, caches: Caches, head_dim: int, multiprocessors:
     return 2 * multiprocessors if is_double else multiprocessors
 
 
-def choose_split(caches: Caches, unit_tokens: int, num_splits: int, blocks: int) -> Split:
+def shares_of(items: int, units: int, fine_units: int, num_sms: int) -> int:
+    """At most so many shares of more than `fine_units` units of all items, as `Work::shares_of`
+    of the kernel has them."""
+    if units <= 12 * fine_units:
+        shares = min(3 * num_sms // 2, 2 * num_sms - items // 2)
+    else:
+        shares = (3 if units <= 24 * fine_units else 8) * num_sms
+    return max(shares, -(-2 * items // 3))
+
+
+def choose_split(
+    caches: Caches, unit_tokens: int, num_splits: int, blocks: int, num_sms: int
+) -> Split:
     """blocks: of `blocks_for`.
 
     Measured on an H200 (docs/notes/decode_attention.md): a block a multiprocessor is best, and
@@ -157,7 +175,8 @@ def choose_split(caches: Caches, unit_tokens: int, num_splits: int, blocks: int)
         longest = -(-caches.seen // min(fixed, max_units)) * caches.token_bytes
         limit = SHORT_BYTES * (CROWD_FACTOR if items > CROWD * blocks else 1)
         if max_units * unit_tokens <= SHORT_TOKENS and longest <= limit:
-            num_splits = fixed
+            saved = caches.seen * caches.token_bytes * (fixed - 1) // fixed
+            num_splits = 1 if saved < PART_BYTES else fixed
     num_splits = min(num_splits, max_units)
     if num_splits == 1:
         return Split(1, items, items, 0)
@@ -165,7 +184,12 @@ def choose_split(caches: Caches, unit_tokens: int, num_splits: int, blocks: int)
         return Split(num_splits, items, items * num_splits, items)
     parallel = items * parts if items < blocks else blocks
     # Work::splits_of: less than an item's shares + 1, and more than one only above 9/8 of a share.
-    return Split(0, parallel, min(parallel + items, items * max_units), min(items, parallel))
+    fine_units = max(1, FINE_BYTES // (unit_tokens * caches.token_bytes))
+    most = parallel
+    if (units := items * max_units) > fine_units:
+        # The kernel counts in fp32.
+        most = max(most, shares_of(items, units + (units >> 20), fine_units, num_sms))
+    return Split(0, parallel, min(most + items, units), min(items, most), fine_units)
 
 
 def merge_grid(split: Split, rows: int, head_dim: int) -> tuple[int, int, int]:

@@ -11,6 +11,7 @@ import torch
 
 from ...errors import KernelHubError, TensorError
 from ..core import common
+from ..core.device import device_of
 from ..core.launch import Launch, Plans
 from .norm import QUANTISED, Norm, NormGiven, Outs, scalar_choice
 from .norm import choose as _choose
@@ -185,7 +186,11 @@ def _plan(
     function = common.shipped(_OP, name)
     grid = (-(-rows // rows_a_block), outer, 1)
     block = (threads, rows_a_block, 1)
-    return Launch(function, grid, block, numbers=(*strides, rows, hidden_size))
+    device = device_of(x.device)
+    # Few blocks are set up while the launch before ends, and the one behind them while they run.
+    is_few = device.overlaps_launches and grid[0] * grid[1] <= device.num_sms
+    options = {"programmatic": True} if is_few else {}
+    return Launch(function, grid, block, numbers=(*strides, rows, hidden_size), options=options)
 
 
 def _cuda(x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float) -> torch.Tensor:
@@ -198,12 +203,11 @@ def _cuda(x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: floa
     else:
         key = (x.dtype, x.shape, weight.shape, low_bits, x.stride(), weight.stride())
     plan = _plans.get(key) or _plans.keep(key, tuple(_plan(x, None, weight, out, None, low_bits)))
-    function, grid, block, shared_bytes, numbers, _, _ = plan
+    function, grid, block, shared_bytes, numbers, _, options = plan
     if function is not None:
         try:
-            function(
-                grid, block, shared_bytes, None, (out, x, weight, *numbers, eps, weight_offset)
-            )
+            params = (out, x, weight, *numbers, eps, weight_offset)
+            function(grid, block, shared_bytes, None, params, **options)
         except KernelHubError:
             _check(x, None, weight, out)  # the launch checks devices and dtypes; this names them
             raise
@@ -236,10 +240,11 @@ def _cuda_into(
     )
     if is_given and addresses not in spans.apart:
         spans.check(addresses)
-    function, grid, block, shared_bytes, numbers, _, _ = plan
+    function, grid, block, shared_bytes, numbers, _, options = plan
     if function is not None:
         try:
-            function(grid, block, shared_bytes, None, (*tensors, *numbers, eps, weight_offset))
+            params = (*tensors, *numbers, eps, weight_offset)
+            function(grid, block, shared_bytes, None, params, **options)
         except KernelHubError:
             _check(x, residual, weight, out, residual_out)
             raise

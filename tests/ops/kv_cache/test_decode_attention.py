@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 
 import pytest
@@ -107,6 +108,24 @@ def test_equal_shares(
     monkeypatch.setattr(decode_plan, "SHORT_TOKENS", 0)
     options = {"seqlen_q": 2, "max_seqlen": 700, "page_size": 16, "append": True, "rope": 64}
     Step(way, lengths, heads=(4, 1), **options).check(window_size=(window, 0))
+
+
+@pytest.mark.parametrize("lot", range(8))
+def test_shares_of_many_sizes(way: Way, monkeypatch: pytest.MonkeyPatch, lot: int) -> None:
+    # Caches of one length, of many, one that is much longer: cut as if they were large.
+    drawn = random.Random(f"shares of many sizes {lot}")
+    monkeypatch.setattr(decode_plan, "SHORT_TOKENS", 0)
+    monkeypatch.setattr(decode_plan, "FINE_BYTES", 2 ** drawn.randint(12, 20))
+    most = drawn.choice([60, 300, 900])
+    lengths = [drawn.randint(0, most) for _ in range(drawn.choice([1, 3, 20, 70]))]
+    if drawn.random() < 0.3:
+        lengths = [most] * len(lengths)
+    if drawn.random() < 0.4:
+        lengths[drawn.randrange(len(lengths))] = 1500
+    page_size = drawn.choice([16, 64])
+    heads = drawn.choice([(4, 1), (4, 2), (8, 8)])
+    step = Step(way, lengths, heads=heads, max_seqlen=1536, page_size=page_size, seqlen_q=1)
+    step.check(window_size=(drawn.choice([-1, 400]), 0))
 
 
 GENERAL: list[dict[str, Any]] = [

@@ -110,14 +110,21 @@ def test_the_grid_holds_every_part(items: int, max_units: int) -> None:
     # Work::splits_of, for lengths that are the worst: all just above what earns one part more.
     tokens = 64 * max_units
     caches = decode_plan.Caches(items, tokens, tokens, 512, 512 * tokens * items)
-    split = decode_plan.choose_split(caches, 64, 0, 132)
+    split = decode_plan.choose_split(caches, 64, 0, 132, 132)
     assert split.num_blocks <= items * max_units
     if split.num_splits:
         return
-    shares = split.parallel / items
-    parts = max(1, -int(-(shares - 0.125) // 1))
-    assert items * min(parts, max_units) <= split.num_blocks
-    assert (items if min(parts, max_units) > 1 else 0) <= split.num_merges
+    shares = [split.parallel]
+    if (units := items * max_units) > split.fine_units:
+        shares += [
+            decode_plan.shares_of(items, fewer, split.fine_units, 132)
+            for fewer in (split.fine_units + 1, 12 * split.fine_units + 1, units)
+            if fewer <= units
+        ]
+    for each in shares:
+        parts = max(1, -int(-(each / items - 0.125) // 1))
+        assert items * min(parts, max_units) <= split.num_blocks
+        assert (items if min(parts, max_units) > 1 else 0) <= split.num_merges
 
 
 def split_on_h200(
@@ -128,7 +135,7 @@ def split_on_h200(
     items, seen = batch * kv_heads, min(tokens, window)
     caches = decode_plan.Caches(items, tokens, seen, 4 * head_dim, 4 * head_dim * seen * items)
     blocks = decode_plan.blocks_for(variant, caches, head_dim, 132)
-    return decode_plan.choose_split(caches, variant.unit, 0, blocks)
+    return decode_plan.choose_split(caches, variant.unit, 0, blocks, 132)
 
 
 def test_who_finds_equal_shares() -> None:
@@ -140,6 +147,12 @@ def test_who_finds_equal_shares() -> None:
     assert split_on_h200(512, 1, 4096).num_splits == 1
     assert split_on_h200(31, 4, 5248, 192, window=256).num_splits == 1
     assert split_on_h200(2, 4, 4096).num_splits > 1
+
+
+def test_who_stays_whole() -> None:
+    # A part less saves less than its merge takes; and more than it takes.
+    assert split_on_h200(7, 8, 128).num_splits == 1
+    assert split_on_h200(2, 4, 512).num_splits > 1
 
 
 def test_who_has_two_blocks_a_multiprocessor() -> None:

@@ -1,0 +1,138 @@
+"""Decode passes by graphs: what is copied into their inputs, padding, rows that are drawn again.
+
+Without a GPU: a graph here is what it recorded, run again on the same tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the engine is torch's")
+
+from kernel_hub.engine.engine import Engine  # noqa: E402
+from kernel_hub.engine.requests import SamplingParams  # noqa: E402
+from kernel_hub.engine.runner import Runner  # noqa: E402
+
+
+class Recorded:
+    """Calls with the tensors that they made, which a replay fills again."""
+
+    under_way: Recorded | None = None
+    replays = 0
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, tuple[Any, ...], Any]] = []
+
+    def pool(self) -> None:
+        return None
+
+    def replay(self) -> None:
+        Recorded.replays += 1
+        for call, given, made in self.calls:
+            made.copy_(call(*given))
+
+
+@contextlib.contextmanager
+def recording(graph: Recorded, pool: Any = None) -> Iterator[None]:
+    Recorded.under_way = graph
+    yield
+    Recorded.under_way = None
+    for _, _, made in graph.calls:  # a capture computes nothing
+        made.fill_(-1)
+
+
+@pytest.fixture(autouse=True)
+def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs of torch's names, by `Recorded`."""
+    for name in ("_logits", "_draw"):
+        real = getattr(Runner, name)
+
+        def recorded(self: Runner, *given: Any, real: Any = real) -> Any:
+            made = real(self, *given)
+            if Recorded.under_way is not None:
+                Recorded.under_way.calls.append((real, (self, *given), made))
+            return made
+
+        monkeypatch.setattr(Runner, name, recorded)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Recorded)
+    monkeypatch.setattr(torch.cuda, "graph", recording)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    Recorded.replays = 0
+
+
+def answers(has_graphs: bool, prompts: list[list[int]], params: list[SamplingParams]) -> Any:
+    engine = Engine.random("tiny", device="cpu", cache_tokens=1024, page_size=16)
+    engine.runner.has_graphs = has_graphs
+    return engine.generate(prompts, params)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_graphs_are_no_other_passes(seed: int) -> None:
+    """Batches that shrink as requests end, of greedy and drawn rows, some with more than that."""
+    lot = random.Random(seed)
+    count = lot.choice([3, 5, 9])
+    prompts = [[lot.randrange(256) for _ in range(lot.randint(1, 60))] for _ in range(count)]
+    params = [
+        SamplingParams(
+            temperature=lot.choice([0.0, 1.5]), top_k=lot.choice([0, 9]), seed=lot.getrandbits(40),
+            top_p=lot.choice([1.0, 0.9]), max_tokens=lot.randint(1, 25), ignore_eos=True,
+            frequency_penalty=lot.choice([0, 0, 0.5]) if seed == 2 else 0,
+            logit_bias=lot.choice([{}, {65: 3.0}]) if seed == 2 else {},
+            logprobs=lot.choice([None, 3]) if seed == 3 else None,
+        )
+        for _ in range(count)
+    ]  # fmt: skip
+    found = answers(True, prompts, params)
+    assert Recorded.replays > 5
+    for own, other in zip(found, answers(False, prompts, params), strict=True):
+        assert (own.tokens, own.finish_reason) == (other.tokens, "length"), seed
+        for one, two in zip(own.logprobs, other.logprobs, strict=True):
+            assert one.token == two.token and abs(one.logprob - two.logprob) < 1e-3
+            assert [t for t, _ in one.top] == [t for t, _ in two.top]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", [1, 2])
+def test_on_the_device_graphs_ahead_say_what_plain_passes_in_step_do(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to the first place where two tokens are as likely as the order of sums tells apart."""
+    monkeypatch.undo()  # the device's own graphs
+    lot = random.Random(seed)
+    prompts = [[lot.randrange(256) for _ in range(lot.randint(1, 300))] for _ in range(20)]
+    params = [
+        SamplingParams(
+            temperature=0.0, max_tokens=lot.randint(1, 60), ignore_eos=True, logprobs=2,
+            presence_penalty=lot.choice([0, 0.5]) if seed == 2 else 0,
+        )
+        for _ in prompts
+    ]  # fmt: skip
+    engine = Engine.random("tiny", device="cuda", cache_tokens=16384)
+    found = engine.generate(prompts, params)
+    assert [answer.error for answer in found] == [None] * len(found)
+    assert engine.runner._graphs
+    engine = Engine.random("tiny", device="cuda", cache_tokens=16384)
+    engine.runner.has_graphs, begun = False, engine._begun
+
+    def in_step(planned: Any) -> Any:
+        flight = begun(planned)
+        flight.is_awaited = True
+        return flight
+
+    monkeypatch.setattr(engine, "_begun", in_step)
+    num_same = 0
+    for own, other in zip(found, engine.generate(prompts, params), strict=True):
+        assert own.error is None and len(own.tokens) == len(other.tokens)
+        for one, two in zip(own.logprobs, other.logprobs, strict=True):
+            if one.token != two.token:
+                assert seed == 2 or abs(one.top[0][1] - one.top[1][1]) < 0.1
+                break
+            assert abs(one.logprob - two.logprob) < 0.1
+        else:
+            num_same += 1
+    assert num_same >= 15
