@@ -28,9 +28,10 @@ help:
 demo: python
 	@$(call with_python,demo); "$$py" -m kernel_hub demo $(ARGS)
 
-# A process a core where pytest-xdist is at hand; on a GPU one (tests/conftest.py).
+# A process a core where pytest-xdist is at hand; on a GPU one (tests/conftest.py). Python keeps what
+# it compiled, or each of the hundreds of processes that tests start compiles kernel_hub again.
 test: python
-	@$(call with_python,test); \
+	@unset PYTHONDONTWRITEBYTECODE; $(call with_python,test); \
 	if "$$py" -c "import xdist" 2>/dev/null; then set -- -n auto --dist worksteal; fi; \
 	"$$py" -m pytest "$$@" $(ARGS)
 

@@ -62,7 +62,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if is_drawn:
         config.pluginmanager.register(DrawnCases())
     config.pluginmanager.register(EmulatorCoverage(config, is_drawn))
-    config.pluginmanager.register(skips.SkipSummary())
+    config.pluginmanager.register(skips.SkipSummary(_no_gpu_reason if is_drawn else None))
     if config.getoption("--require-gpu"):
         coverage = LaunchCoverage(config)
         coverage.install()

@@ -9,13 +9,24 @@ from __future__ import annotations
 import os
 import random
 from collections import defaultdict
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import pytest
 
 VARIABLE = "KERNEL_HUB_LOT"
 DRAWS = {"case", "group", "index", "lot", "number", "seed", "turn"}  # lots themselves
 ALWAYS = 8  # cases of a function that are not worth drawing from
+_T = TypeVar("_T")
+_lots: list[str] = []  # the number of a run that draws
+
+
+def some(cases: Sequence[_T], number: int, *what: object) -> list[_T]:
+    """Of cases that a test goes through itself `number` by the run's lot; all where none draws."""
+    if not _lots or len(cases) <= number:
+        return list(cases)
+    chosen = random.Random(repr((_lots[0], *what))).sample(range(len(cases)), number)
+    return [cases[i] for i in sorted(chosen)]
 
 
 class DrawnCases:
@@ -24,6 +35,7 @@ class DrawnCases:
     def __init__(self) -> None:
         # Processes of pytest-xdist inherit it.
         self.lot = os.environ.setdefault(VARIABLE, str(random.SystemRandom().randrange(10**6)))
+        _lots[:] = [self.lot]
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(

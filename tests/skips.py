@@ -6,7 +6,7 @@ import importlib.util
 import os
 import types
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -57,9 +57,10 @@ def importorskip(modname: str, minversion: str | None = None, **options: Any) ->
     return _importorskip(modname, minversion, **options)
 
 
-def grouped(reports: Iterable[Any]) -> list[str]:
-    """`3,234 x no usable GPU`, the most frequent reason first."""
+def grouped(reports: Iterable[Any], more: Mapping[str, int] | None = None) -> list[str]:
+    """`3,234 x no usable GPU`, the most frequent reason first; more: what has no reports."""
     counts = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in reports)
+    counts.update(more)
     lines = [f"{count:6,} x {reason}" for reason, count in counts.most_common()]
     if len(lines) > MOST_LINES:
         rest = counts.most_common()[MOST_LINES - 1 :]
@@ -69,11 +70,38 @@ def grouped(reports: Iterable[Any]) -> list[str]:
 
 
 class SkipSummary:
-    """Prints them, unless pytest itself was told to (-rs)."""
+    """Prints them, unless pytest itself was told to (-rs).
+
+    no_gpu: why there is none, or ''. Where it is given, GPU tests beside others are then counted as
+    skipped and never started: thousands cost seconds.
+    """
+
+    def __init__(self, no_gpu: Callable[[], str] | None) -> None:
+        self.no_gpu = no_gpu
+        self.left_out: dict[str, int] = {}
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> None:
+        others = [item for item in items if not item.get_closest_marker("gpu")]
+        number = len(items) - len(others)
+        if self.no_gpu and number and others and (reason := self.no_gpu()):
+            self.left_out = {reason: number}
+            items[:] = others
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if (output := getattr(session.config, "workeroutput", None)) is not None:
+            output["left_out"] = self.left_out
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        # All workers leave out the same.
+        self.left_out = getattr(node, "workeroutput", {}).get("left_out", self.left_out)
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         reports = terminalreporter.stats.get("skipped", [])
-        if reports and not terminalreporter.hasopt("s"):
+        if self.left_out or (reports and not terminalreporter.hasopt("s")):
             terminalreporter.section("skipped")
-            for line in grouped(reports):
+            for line in grouped(reports, self.left_out):
                 terminalreporter.write_line(line)

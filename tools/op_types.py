@@ -103,8 +103,11 @@ def text() -> str:
             f"@overload\n{signature(name, op, kinds, returns)}"
             for kinds, returns in OVERLOADS.get(name, [])
         ] or [signature(name, op)]
-    names = "".join(f'    "{name}",\n' for name in ops.__all__)
-    return "".join(parts) + f"\n__all__ = [\n{names}]\n"
+    names = textwrap.fill(
+        ", ".join(f'"{name}"' for name in ops.__all__), 96, initial_indent="    ",
+        subsequent_indent="    ",
+    )  # fmt: skip
+    return "".join(parts) + f"\n__all__ = [\n{names},\n]  # fmt: skip\n"
 
 
 if __name__ == "__main__":

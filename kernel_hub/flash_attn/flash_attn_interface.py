@@ -37,16 +37,11 @@ def _returned(made: tuple[torch.Tensor, torch.Tensor], return_attn_probs: bool) 
 
 
 def flash_attn_qkvpacked_func(
-    qkv: torch.Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    deterministic: bool = False,
+    qkv: torch.Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
+    causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None, deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> Any:
+) -> Any:  # fmt: skip
     """Attention of (batch_size, seqlen, 3, num_heads, head_dim) to itself.
 
     Returns out, (batch_size, seqlen, num_heads, head_dim).
@@ -61,17 +56,11 @@ def flash_attn_qkvpacked_func(
 
 
 def flash_attn_kvpacked_func(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    deterministic: bool = False,
+    q: torch.Tensor, kv: torch.Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
+    causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None, deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> Any:
+) -> Any:  # fmt: skip
     """As `flash_attn_func`, with kv (batch_size, seqlen_k, 2, num_kv_heads, head_dim)."""
     k, v = mapping.halves("flash_attn_kvpacked_func", kv, 2)
     return flash_attn_func(
@@ -81,18 +70,12 @@ def flash_attn_kvpacked_func(
 
 
 def flash_attn_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    deterministic: bool = False,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float = 0.0,
+    softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None, deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> Any:
+) -> Any:  # fmt: skip
     """Attention of q (batch_size, seqlen_q, num_heads, head_dim) over k and v.
 
     k, v: (batch_size, seqlen_k, num_kv_heads, head_dim). Returns out, like q.
@@ -107,18 +90,12 @@ def flash_attn_func(
 
 
 def flash_attn_varlen_qkvpacked_func(
-    qkv: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    max_seqlen: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    deterministic: bool = False,
+    qkv: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, dropout_p: float = 0.0,
+    softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None, deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> Any:
+) -> Any:  # fmt: skip
     """Attention of ragged (total, 3, num_heads, head_dim) to itself.
 
     cu_seqlens: (batch_size + 1,) int32, where each sequence starts. max_seqlen: the longest.
@@ -135,21 +112,13 @@ def flash_attn_varlen_qkvpacked_func(
 
 
 def flash_attn_varlen_kvpacked_func(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    deterministic: bool = False,
+    q: torch.Tensor, kv: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int, max_seqlen_k: int, dropout_p: float = 0.0,
+    softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None, deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> Any:
+) -> Any:  # fmt: skip
     """As `flash_attn_varlen_func`, with kv (total_k, 2, num_kv_heads, head_dim)."""
     k, v = mapping.halves("flash_attn_varlen_kvpacked_func", kv, 1)
     return flash_attn_varlen_func(
@@ -159,23 +128,13 @@ def flash_attn_varlen_kvpacked_func(
 
 
 def flash_attn_varlen_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    block_table: torch.Tensor | None = None,
-) -> Any:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, dropout_p: float = 0.0,
+    softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None, deterministic: bool = False,
+    return_attn_probs: bool = False, block_table: torch.Tensor | None = None,
+) -> Any:  # fmt: skip
     """Attention of ragged q (total_q, num_heads, head_dim) over ragged k and v.
 
     k, v: (total_k, num_kv_heads, head_dim), or pages (num_pages, page_size, num_kv_heads, head_dim)
@@ -198,26 +157,15 @@ def flash_attn_varlen_func(
 
 
 def flash_attn_with_kvcache(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k: torch.Tensor | None = None,
-    v: torch.Tensor | None = None,
-    rotary_cos: torch.Tensor | None = None,
-    rotary_sin: torch.Tensor | None = None,
-    cache_seqlens: int | torch.Tensor | None = None,
-    cache_batch_idx: torch.Tensor | None = None,
-    cache_leftpad: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    rotary_interleaved: bool = True,
-    alibi_slopes: torch.Tensor | None = None,
-    num_splits: int = 0,
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None, rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None, cache_seqlens: int | torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None, cache_leftpad: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None, softmax_scale: float | None = None,
+    causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    rotary_interleaved: bool = True, alibi_slopes: torch.Tensor | None = None, num_splits: int = 0,
     return_softmax_lse: bool = False,
-) -> Any:
+) -> Any:  # fmt: skip
     """Attention over a cache that k and v are written to first, rotated, where they are given.
 
     q: (batch_size, seqlen_q, num_heads, head_dim).

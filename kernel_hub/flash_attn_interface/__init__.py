@@ -79,20 +79,12 @@ def _scales(op: str, q: Any, q_descale: Any, k_descale: Any, v_descale: Any) -> 
 
 
 def flash_attn_qkvpacked_func(
-    qkv: torch.Tensor,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    q_descale: torch.Tensor | None = None,
-    k_descale: torch.Tensor | None = None,
-    v_descale: torch.Tensor | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    deterministic: bool = False,
-    num_heads_q: int | None = None,
-    sm_margin: int = 0,
-    return_attn_probs: bool = False,
-) -> Any:
+    qkv: torch.Tensor, softmax_scale: float | None = None, causal: bool = False,
+    q_descale: torch.Tensor | None = None, k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None, window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0, softcap: float = 0.0, deterministic: bool = False,
+    num_heads_q: int | None = None, sm_margin: int = 0, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
     """Attention of (batch_size, seqlen, 3, num_heads, head_dim) to itself.
 
     With num_heads_q, (batch_size, seqlen, num_heads_q + 2 * num_kv_heads, head_dim). Not of e4m3:
@@ -120,24 +112,13 @@ def flash_attn_qkvpacked_func(
 
 
 def flash_attn_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    qv: torch.Tensor | None = None,
-    q_descale: torch.Tensor | None = None,
-    k_descale: torch.Tensor | None = None,
-    v_descale: torch.Tensor | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    num_splits: int = 1,
-    pack_gqa: bool | None = None,
-    deterministic: bool = False,
-    sm_margin: int = 0,
-    return_attn_probs: bool = False,
-) -> Any:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float | None = None,
+    causal: bool = False, qv: torch.Tensor | None = None, q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None, v_descale: torch.Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1), attention_chunk: int = 0, softcap: float = 0.0,
+    num_splits: int = 1, pack_gqa: bool | None = None, deterministic: bool = False,
+    sm_margin: int = 0, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
     """Attention of q (batch_size, seqlen_q, num_heads, head_dim) over k and v.
 
     k, v: (batch_size, seqlen_k, num_kv_heads, head_dim). Returns out, like q.
@@ -154,30 +135,16 @@ def flash_attn_func(
 
 
 def flash_attn_varlen_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    seqused_q: torch.Tensor | None = None,
-    seqused_k: torch.Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    qv: torch.Tensor | None = None,
-    q_descale: torch.Tensor | None = None,
-    k_descale: torch.Tensor | None = None,
-    v_descale: torch.Tensor | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    num_splits: int = 1,
-    pack_gqa: bool | None = None,
-    deterministic: bool = False,
-    sm_margin: int = 0,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None, max_seqlen_q: int, max_seqlen_k: int,
+    seqused_q: torch.Tensor | None = None, seqused_k: torch.Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False, qv: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None, k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None, window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0, softcap: float = 0.0, num_splits: int = 1,
+    pack_gqa: bool | None = None, deterministic: bool = False, sm_margin: int = 0,
     return_attn_probs: bool = False,
-) -> Any:
+) -> Any:  # fmt: skip
     """Attention of ragged q (total_q, num_heads, head_dim) over k and v.
 
     k, v: (total_k, num_kv_heads, head_dim); or with cu_seqlens_k None (batch_size, seqlen_k,
@@ -238,37 +205,20 @@ def flash_attn_combine(
 
 
 def flash_attn_with_kvcache(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k: torch.Tensor | None = None,
-    v: torch.Tensor | None = None,
-    qv: torch.Tensor | None = None,
-    rotary_cos: torch.Tensor | None = None,
-    rotary_sin: torch.Tensor | None = None,
-    cache_seqlens: int | torch.Tensor | None = None,
-    cache_batch_idx: torch.Tensor | None = None,
-    cache_leftpad: torch.Tensor | None = None,
-    page_table: torch.Tensor | None = None,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_k_new: torch.Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    rotary_seqlens: torch.Tensor | None = None,
-    q_descale: torch.Tensor | None = None,
-    k_descale: torch.Tensor | None = None,
-    v_descale: torch.Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    rotary_interleaved: bool = True,
-    scheduler_metadata: torch.Tensor | None = None,
-    num_splits: int = 0,
-    pack_gqa: bool | None = None,
-    sm_margin: int = 0,
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None, qv: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None, rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None, cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None, page_table: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None, cu_seqlens_k_new: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None, rotary_seqlens: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None, k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), attention_chunk: int = 0, softcap: float = 0.0,
+    rotary_interleaved: bool = True, scheduler_metadata: torch.Tensor | None = None,
+    num_splits: int = 0, pack_gqa: bool | None = None, sm_margin: int = 0,
     return_softmax_lse: bool = False,
-) -> Any:
+) -> Any:  # fmt: skip
     """As `kernel_hub.flash_attn.flash_attn_with_kvcache`, with the pages' table as page_table.
 
     cu_seqlens_q, max_seqlen_q: q is ragged, (total_q, num_heads, head_dim), and not rotated.
@@ -297,28 +247,14 @@ def flash_attn_with_kvcache(
 
 
 def get_scheduler_metadata(
-    batch_size: int,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    num_heads_q: int,
-    num_heads_kv: int,
-    headdim: int,
-    cache_seqlens: torch.Tensor,
-    qkv_dtype: torch.dtype = torch.bfloat16,
-    headdim_v: int | None = None,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_k_new: torch.Tensor | None = None,
-    cache_leftpad: torch.Tensor | None = None,
-    page_size: int | None = None,
-    max_seqlen_k_new: int = 0,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    attention_chunk: int = 0,
-    has_softcap: bool = False,
-    num_splits: int = 0,
-    pack_gqa: bool | None = None,
-    sm_margin: int = 0,
-) -> torch.Tensor:
+    batch_size: int, max_seqlen_q: int, max_seqlen_k: int, num_heads_q: int, num_heads_kv: int,
+    headdim: int, cache_seqlens: torch.Tensor, qkv_dtype: torch.dtype = torch.bfloat16,
+    headdim_v: int | None = None, cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k_new: torch.Tensor | None = None, cache_leftpad: torch.Tensor | None = None,
+    page_size: int | None = None, max_seqlen_k_new: int = 0, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), attention_chunk: int = 0, has_softcap: bool = False,
+    num_splits: int = 0, pack_gqa: bool | None = None, sm_margin: int = 0,
+) -> torch.Tensor:  # fmt: skip
     """An empty int32 tensor: nothing is worked out ahead, lengths are read as the kernels run."""
     mapping.check_tensors("get_scheduler_metadata", cache_seqlens=cache_seqlens)
     return torch.empty(0, dtype=torch.int32, device=cache_seqlens.device)

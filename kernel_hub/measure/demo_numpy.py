@@ -25,6 +25,7 @@ _HIDDEN, _INTERMEDIATE = 4096, 14336
 _L2_CACHE_SIZE = 38  # CUdevice_attribute
 _MAX_SETS = 48
 _SAMPLE_SECONDS = 0.02
+_COPIED_BYTES = 256 << 20
 # The reference is fp64: rows are checked this many at a time.
 _CHECKED_ROWS = 256
 # Units in the last place that a GPU's exp, division and square root may add to NumPy's error.
@@ -250,10 +251,9 @@ def measured(case: NumpyCase, random: np.random.Generator, roofs: Roofs) -> Resu
 
 def roofs() -> Roofs:
     """What this GPU copies; its matrix rate needs somebody else's product to be known."""
-    num_bytes = 256 << 20
-    pairs = [[DeviceArray.empty(num_bytes, "int8") for _ in range(2)] for _ in range(2)]
+    pairs = [[DeviceArray.empty(_COPIED_BYTES, "int8") for _ in range(2)] for _ in range(2)]
     us = time_us([partial(target.copy_from, source) for target, source in pairs])
-    return Roofs(2 * num_bytes / us / 1e6, {})
+    return Roofs(2 * _COPIED_BYTES / us / 1e6, {})
 
 
 def time_us(launches: Sequence[Callable[[], object]], rounds: int = 5) -> float:

@@ -159,13 +159,9 @@ _KINDS: Mapping[str, Callable[[_Problem], Frequencies]] = {
 
 
 def frequencies(
-    parameters: Mapping[str, Any],
-    head_dim: int,
-    *,
-    max_position_embeddings: int | None = None,
-    seqlen: int | None = None,
-    device: torch.device | str | None = None,
-) -> Frequencies:
+    parameters: Mapping[str, Any], head_dim: int, *, max_position_embeddings: int | None = None,
+    seqlen: int | None = None, device: torch.device | str | None = None,
+) -> Frequencies:  # fmt: skip
     """The frequencies of a model, equal to transformers' own to the last bit.
 
     parameters: a model's `rope_parameters` (transformers 5), or its `rope_scaling` with its
@@ -195,12 +191,9 @@ def frequencies(
 
 
 def frequencies_of(
-    config: Any,
-    *,
-    layer_type: str | None = None,
-    seqlen: int | None = None,
+    config: Any, *, layer_type: str | None = None, seqlen: int | None = None,
     device: torch.device | str | None = None,
-) -> Frequencies:
+) -> Frequencies:  # fmt: skip
     """`frequencies` as a model's configuration of transformers says (4.53 to 5.21).
 
     layer_type: whose, where kinds of layers differ ("sliding_attention").
@@ -246,13 +239,9 @@ def tables(
 
 
 def embeddings(
-    found: Frequencies,
-    positions: torch.Tensor,
-    *,
-    mrope_section: Sequence[int] | None = None,
-    mrope_interleaved: bool = False,
-    dtype: torch.dtype = torch.float32,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    found: Frequencies, positions: torch.Tensor, *, mrope_section: Sequence[int] | None = None,
+    mrope_interleaved: bool = False, dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """cos, sin (batch, seqlen, rotary_dim) of these positions, both halves alike: what models of
     transformers hand to their layers, and what `ops.rope` takes.
 

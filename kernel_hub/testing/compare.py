@@ -21,13 +21,9 @@ class Comparison:
 
 
 def compare(
-    out: torch.Tensor,
-    truth: torch.Tensor,
-    own: torch.Tensor,
-    *,
-    atol: float | None = None,
+    out: torch.Tensor, truth: torch.Tensor, own: torch.Tensor, *, atol: float | None = None,
     name: str = "out",
-) -> Comparison:
+) -> Comparison:  # fmt: skip
     """Hold `out` against `truth` (fp64), with `own`, the reference in the dtype of out, as budget.
 
     atol: None is one unit in the last place of the largest truth. Where `own` overflows and the
@@ -81,13 +77,9 @@ def product_atol(truth: torch.Tensor, dtype: torch.dtype, k: int) -> float | Non
 
 
 def check(
-    out: torch.Tensor,
-    truth: torch.Tensor,
-    own: torch.Tensor,
-    *,
-    atol: float | None = None,
+    out: torch.Tensor, truth: torch.Tensor, own: torch.Tensor, *, atol: float | None = None,
     name: str = "out",
-) -> Comparison:
+) -> Comparison:  # fmt: skip
     """`compare`, raising AssertionError with its message where the rule is broken."""
     result = compare(out, truth, own, atol=atol, name=name)
     if not result.ok:

@@ -22,14 +22,9 @@ class Guarded:
     """
 
     def __init__(
-        self,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device | str,
-        *,
-        row_stride: int | None = None,
-        shift: int = 0,
-    ) -> None:
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str, *,
+        row_stride: int | None = None, shift: int = 0,
+    ) -> None:  # fmt: skip
         word = _WORDS[dtype.itemsize]
         guard = GUARD_BYTES // dtype.itemsize
         width = shape[-1] if row_stride is None else row_stride

@@ -12,16 +12,10 @@ import torch
 
 
 def rms_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float = 1e-6,
-    *,
-    bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    adds_after: bool = False,
-    weight_offset: float = 0.0,
+    x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, *, bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None, adds_after: bool = False, weight_offset: float = 0.0,
     dtype: torch.dtype = torch.float64,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """s / sqrt(mean(s**2) + eps) * (weight + weight_offset) + bias, s = x + residual; with
     adds_after s = x, and the residual is added to that. Not quantised."""
     if residual is not None and not adds_after:
@@ -34,16 +28,10 @@ def rms_norm(
 
 
 def layer_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    eps: float = 1e-5,
-    *,
-    residual: torch.Tensor | None = None,
-    adds_after: bool = False,
-    weight_offset: float = 0.0,
-    dtype: torch.dtype = torch.float64,
-) -> torch.Tensor:
+    x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None,
+    eps: float = 1e-5, *, residual: torch.Tensor | None = None, adds_after: bool = False,
+    weight_offset: float = 0.0, dtype: torch.dtype = torch.float64,
+) -> torch.Tensor:  # fmt: skip
     """(s - mean) / sqrt(variance + eps) * (weight + weight_offset) + bias, s = x + residual; with
     adds_after s = x, and the residual is added to that. Not quantised."""
     if residual is not None and not adds_after:
@@ -86,13 +74,9 @@ def gelu_and_mul(
 
 
 def swigluoai_and_mul(
-    x: torch.Tensor,
-    alpha: float = 1.702,
-    limit: float = 7.0,
-    *,
-    interleaved: bool = True,
+    x: torch.Tensor, alpha: float = 1.702, limit: float = 7.0, *, interleaved: bool = True,
     dtype: torch.dtype = torch.float64,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """(up + 1) * gate * sigmoid(alpha * gate), gate and up clamped, in turns or halves."""
     gate, up = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
     gate, up = gate.to(dtype).clamp(max=limit), up.to(dtype).clamp(-limit, limit)
@@ -118,14 +102,9 @@ def quantize_e4m3(
 
 
 def rope(
-    x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    positions: torch.Tensor | None = None,
-    *,
-    interleaved: bool = False,
-    dtype: torch.dtype = torch.float64,
-) -> torch.Tensor:
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None = None, *,
+    interleaved: bool = False, dtype: torch.dtype = torch.float64,
+) -> torch.Tensor:  # fmt: skip
     """The rotation of q or k (..., seqlen, num_heads, head_dim), by complex numbers."""
     seqlen, half = x.shape[-3], cos.shape[-1]
     rows = torch.arange(seqlen, device=x.device) if positions is None else positions.long()
@@ -142,26 +121,15 @@ def rope(
 
 
 def append_kv(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    *,
-    cache_seqlens: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None,
-    slot_mapping: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-    cos: torch.Tensor | None = None,
-    sin: torch.Tensor | None = None,
-    positions: torch.Tensor | None = None,
-    interleaved: bool = False,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    k_norm_weight: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    weight_offset: float = 0.0,
+    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *,
+    cache_seqlens: torch.Tensor | None = None, block_table: torch.Tensor | None = None,
+    slot_mapping: torch.Tensor | None = None, cu_seqlens: torch.Tensor | None = None,
+    cos: torch.Tensor | None = None, sin: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None, interleaved: bool = False,
+    k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None,
+    k_norm_weight: torch.Tensor | None = None, eps: float = 1e-6, weight_offset: float = 0.0,
     dtype: torch.dtype = torch.float64,
-) -> tuple[torch.Tensor, torch.Tensor, list[int], list[tuple[int, int] | None]]:
+) -> tuple[torch.Tensor, torch.Tensor, list[int], list[tuple[int, int] | None]]:  # fmt: skip
     """Both caches after the append in `dtype`, each token's position, and its page and row."""
     new_k, new_v = (cache.to(dtype) for cache in (k_cache, v_cache))
     num_tokens, (num_pages, page_size) = k.shape[:-2].numel(), k_cache.shape[:2]
@@ -205,13 +173,9 @@ def append_kv(
 
 
 def merge_states(
-    out_a: torch.Tensor,
-    lse_a: torch.Tensor,
-    out_b: torch.Tensor,
-    lse_b: torch.Tensor,
-    *,
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor, *,
     dtype: torch.dtype = torch.float64,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(out, lse) of both key sets; what a side with lse = -inf holds counts nothing."""
     wide = torch.promote_types(dtype, torch.float32)
     a, b = lse_a.to(wide), lse_b.to(wide)
@@ -224,12 +188,9 @@ def merge_states(
 
 
 def verify_draft(
-    draft_ids: list[int],
-    target_logits: torch.Tensor,
-    draft_probs: torch.Tensor | None = None,
-    *,
+    draft_ids: list[int], target_logits: torch.Tensor, draft_probs: torch.Tensor | None = None, *,
     temperature: float = 1.0,
-) -> list[torch.Tensor]:
+) -> list[torch.Tensor]:  # fmt: skip
     """Of one row, (num_drafts + 1, vocab_size): by how many drafts are kept, the probability of
     that and each token after them together; in fp64. All of them sum to 1."""
     reached, found = 1.0, []
@@ -250,15 +211,9 @@ def verify_draft(
 
 
 def sample(
-    logits: torch.Tensor,
-    *,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    softcap: float = 0.0,
-    dtype: torch.dtype = torch.float64,
-) -> torch.Tensor:
+    logits: torch.Tensor, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0,
+    min_p: float = 0.0, softcap: float = 0.0, dtype: torch.dtype = torch.float64,
+) -> torch.Tensor:  # fmt: skip
     """The probabilities with which the tokens of one row, (vocab_size,), are drawn; 0 of what is
     not kept. Two logits are equal where they were before anything was computed of them."""
     z = logits.to(dtype)

@@ -14,25 +14,14 @@ import torch
 
 
 def reference_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool = False,
-    softmax_scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_k: torch.Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    block_table: torch.Tensor | None = None,
-    cache_seqlens: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    layout: str = "bshd",
-    dtype: torch.dtype = torch.float64,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False,
+    softmax_scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None, cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
+    block_table: torch.Tensor | None = None, cache_seqlens: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None, layout: str = "bshd", dtype: torch.dtype = torch.float64,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(out in `dtype`, lse in at least fp32), the arguments being those of `flash_attention`.
 
     max_seqlen_q and max_seqlen_k are not needed here. Rows of q, k and v outside every sequence are
@@ -83,14 +72,9 @@ def reference_attention(
 
 
 def reference_attention_backward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dout: torch.Tensor,
-    *,
-    dtype: torch.dtype = torch.float64,
-    **options: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, *,
+    dtype: torch.dtype = torch.float64, **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """(dq, dk, dv) in `dtype` for the gradient `dout` of out, by autograd; 0 outside sequences."""
     inputs = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
     with torch.enable_grad():
@@ -157,17 +141,9 @@ def _paged(pages: torch.Tensor, block_table: torch.Tensor) -> list[torch.Tensor]
 
 
 def _one_sequence(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    group: int,
-    scale: float,
-    left: int,
-    right: int,
-    softcap: float,
-    slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: int, scale: float, left: int,
+    right: int, softcap: float, slopes: torch.Tensor | None, sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(out (seqlen_q, num_heads, head_dim), lse (num_heads, seqlen_q)), in the dtype of q."""
     seqlen_q, seqlen_k = q.shape[0], k.shape[0]
     kind = torch.promote_types(q.dtype, torch.float32)

@@ -11,17 +11,10 @@ import torch
 
 
 def moe_route(
-    logits: torch.Tensor,
-    k: int,
-    *,
-    scoring: str = "softmax",
-    renormalise: bool = False,
-    bias: torch.Tensor | None = None,
-    num_groups: int = 1,
-    top_groups: int = 1,
-    scale: float = 1.0,
+    logits: torch.Tensor, k: int, *, scoring: str = "softmax", renormalise: bool = False,
+    bias: torch.Tensor | None = None, num_groups: int = 1, top_groups: int = 1, scale: float = 1.0,
     dtype: torch.dtype = torch.float64,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(weights, experts), the experts chosen in fp64 whatever the dtype."""
     largest = torch.finfo(torch.float32).max
     x = logits.double().nan_to_num(-largest, largest, -largest)
@@ -63,13 +56,9 @@ def moe_permute(
 
 
 def moe_combine(
-    rows: torch.Tensor,
-    row_id_map: torch.Tensor,
-    weights: torch.Tensor,
-    *,
-    residual: torch.Tensor | None = None,
-    dtype: torch.dtype = torch.float64,
-) -> torch.Tensor:
+    rows: torch.Tensor, row_id_map: torch.Tensor, weights: torch.Tensor, *,
+    residual: torch.Tensor | None = None, dtype: torch.dtype = torch.float64,
+) -> torch.Tensor:  # fmt: skip
     """The weighted sum of each token's rows, and the residual."""
     padded = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]).to(dtype)
     is_there = (row_id_map >= 0) & (row_id_map < len(rows))

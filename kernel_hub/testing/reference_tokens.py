@@ -11,16 +11,10 @@ import torch
 
 
 def embedding(
-    ids: torch.Tensor,
-    weight: torch.Tensor,
-    *,
-    scale: float | None = None,
-    position_weight: torch.Tensor | None = None,
-    positions: torch.Tensor | None = None,
-    first_id: int = 0,
-    vocab_size: int | None = None,
-    dtype: torch.dtype = torch.float64,
-) -> torch.Tensor:
+    ids: torch.Tensor, weight: torch.Tensor, *, scale: float | None = None,
+    position_weight: torch.Tensor | None = None, positions: torch.Tensor | None = None,
+    first_id: int = 0, vocab_size: int | None = None, dtype: torch.dtype = torch.float64,
+) -> torch.Tensor:  # fmt: skip
     """Rows by ids, zeros where there is none; nan where a position is none."""
     seqlen = ids.shape[-1] if ids.dim() else 1
     last = first_id + len(weight) if vocab_size is None else vocab_size
@@ -44,12 +38,9 @@ def embedding(
 
 
 def cu_seqlens(
-    lengths: list[int],
-    num_tokens: int,
-    cache_seqlens: list[int] | None = None,
-    block_table: list[list[int]] | None = None,
-    page_size: int = 1,
-) -> tuple[list[int], list[int], list[int]]:
+    lengths: list[int], num_tokens: int, cache_seqlens: list[int] | None = None,
+    block_table: list[list[int]] | None = None, page_size: int = 1,
+) -> tuple[list[int], list[int], list[int]]:  # fmt: skip
     """(bounds, positions, slots), token by token."""
     bounds, positions, slots = [0], [0] * num_tokens, [-1] * num_tokens
     for row, length in enumerate(lengths):

@@ -23,6 +23,16 @@ NUM_CASES = 20
 NUM_NUMPY_CASES = 8
 
 
+@pytest.fixture(autouse=True)
+def quick(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few launches to time and little to copy where no GPU has caches that they had to outgrow."""
+    if request.node.get_closest_marker("gpu"):
+        return
+    monkeypatch.setattr(demo_numpy, "_SAMPLE_SECONDS", 0.0)
+    monkeypatch.setattr(demo_numpy, "_MAX_SETS", 2)
+    monkeypatch.setattr(demo_numpy, "_COPIED_BYTES", 1 << 20)
+
+
 @pytest.fixture
 def torch() -> Any:
     return pytest.importorskip("torch", reason="torch is not installed")
@@ -58,7 +68,6 @@ def emulated_gpu(
     fake = make_fakecuda()
     monkeypatch.setattr(demo_numpy, "_HIDDEN", 128)
     monkeypatch.setattr(demo_numpy, "_INTERMEDIATE", 7168)
-    monkeypatch.setattr(demo_numpy, "_SAMPLE_SECONDS", 0.0)
 
     def run_by(function: Callable[..., None], types: list[str]) -> Any:
         def run(launch: Any, addresses: list[int]) -> None:
@@ -164,7 +173,6 @@ def test_a_kernel_that_is_off_anywhere_is_wrong(
 def test_kernels_that_do_nothing_are_wrong(
     fakecuda: FakeCuda, kernel_hub_cli: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo_numpy, "_SAMPLE_SECONDS", 0.0)
     ran = kernel_hub_cli("demo", "--numpy", "--tokens", "2", "--json")
     report = json.loads(ran.out)
     assert (ran.code, report["ok"], report["no_torch"]) == (1, False, "left out")

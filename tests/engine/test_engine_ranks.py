@@ -6,12 +6,12 @@ import json
 import os
 import random
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import drawn
 import pytest
+import warm
 
 torch = pytest.importorskip("torch", reason="the engine is torch's")
 
@@ -60,7 +60,7 @@ class Lot(NamedTuple):
     options: dict[str, Any]
 
 
-def drawn(model: tuple[str, int, dict[str, Any]], world: int) -> Lot:
+def lot_of(model: tuple[str, int, dict[str, Any]], world: int) -> Lot:
     family, num_kv_heads, more = model
     lot = random.Random(f"{family} {world}")
     params: list[dict[str, Any]] = [
@@ -87,25 +87,18 @@ def ranks(world: int, *command: str) -> list[tuple[int, str, str]]:
         "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     started = [
-        subprocess.Popen(
-            [sys.executable, *command], env={**common, "RANK": str(i), "LOCAL_RANK": str(i)},
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
+        warm.start(command, env={**common, "RANK": str(i), "LOCAL_RANK": str(i)})
         for i in range(world)
-    ]  # fmt: skip
-    try:
-        said = [process.communicate(timeout=200) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    return [(p.returncode, *text) for p, text in zip(started, said, strict=True)]
+    ]
+    said = [process.wait(timeout=200) for process in started]
+    return [(each.returncode, each.stdout, each.stderr) for each in said]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_answers_are_those_of_one_process(world: int) -> None:
-    """One model of each kind after the other."""
-    lots = [drawn(model, world) for model in MODELS]
+    """One model of each kind after the other; of the kinds a run that draws takes three."""
+    lots = [lot_of(model, world) for model in drawn.some(MODELS, 3, "ranks", world)]
     said = ranks(world, "-c", RANK, json.dumps(lots))
     assert [code for code, _, _ in said] == [0] * world, said
     answers = json.loads(said[0][1].split("ANSWERS", 1)[1])

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import drawn
 import pytest
 from exported import COMPILERS, changed_probe, cuda_include, run_compiler
 from fakecuda import FakeCuda
@@ -34,8 +35,9 @@ NAME = "launch_probe"
 @pytest.mark.slow
 def test_every_shipped_cubin_compiles_as_c(tmp_path: Path, fakecuda: FakeCuda) -> None:
     """With one arch, and its numbers left out: what varies is names and types."""
-    names = list(open_collection("kernel_hub").manifest.cubins)
-    assert len(names) > 10
+    every = list(open_collection("kernel_hub").manifest.cubins)
+    names = drawn.some(every, 12, "as C")
+    assert len(every) > len(names) > 10 or names == every
     for name in names:
         texts = c_export.render(open_collection("kernel_hub"), name, dlpack=True)
         for path, text in texts.items():

@@ -15,13 +15,25 @@ SHIPPED = (
 FEW = ("launch_probe", "rms_norm", "rope")
 
 
-def copy_to(folder: Path, cubins: tuple[str, ...] | None = None) -> Path:
+def copy_to(
+    folder: Path, cubins: tuple[str, ...] | None = None, without: tuple[str, ...] = ()
+) -> Path:
     """Copy it to `folder`; cubins: those to keep, None: all. Compressing them takes most of a
-    build's time."""
-    ignore = shutil.ignore_patterns("__pycache__", ".*cache", "*.egg-info")
+    build's time. without: what to leave out of SHIPPED."""
+    plain = shutil.ignore_patterns("__pycache__", ".*cache", "*.egg-info")
+
+    def ignored(at: str, names: list[str]) -> set[str]:
+        left = plain(at, names)
+        if cubins is not None:
+            left |= {n for n in names if n.endswith(".cubin") and n[:-6] not in cubins}
+        return left
+
     for name in SHIPPED:
         source = ROOT / name
+        if name in without:
+            continue
         if source.is_dir():
+            ignore = ignored if name == "cubins" else plain
             shutil.copytree(source, folder / name, ignore=ignore, dirs_exist_ok=True)
         elif source.exists():
             shutil.copy(source, folder / name)
@@ -30,7 +42,4 @@ def copy_to(folder: Path, cubins: tuple[str, ...] | None = None) -> Path:
         said = json.loads(manifest.read_text())
         said["cubins"] = {name: said["cubins"][name] for name in cubins}
         manifest.write_text(json.dumps(said))
-        for file in (folder / "cubins").glob("*/*.cubin"):
-            if file.stem not in cubins:
-                file.unlink()
     return folder

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import drawn
+import pytest
 
 
 def cases_of(**params: list[Any]) -> list[Any]:
@@ -35,3 +36,16 @@ def test_all_are_drawn_in_the_end_and_a_number_draws_the_same() -> None:
     assert {len(run) for run in runs} == {12}
     assert len({id(case) for run in runs for case in run}) == 60
     assert drawn.draw(cases, random.Random(7)) == runs[7]
+
+
+def test_of_a_tests_own_cases_a_run_that_draws_takes_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = list("abcdefgh")
+    monkeypatch.setattr(drawn, "_lots", [])
+    assert drawn.some(cases, 3) == cases
+    found = []
+    for number in range(40):
+        monkeypatch.setattr(drawn, "_lots", [str(number)])
+        found.append(drawn.some(cases, 3, "a test"))
+        assert len(found[-1]) == 3 and found[-1] == sorted(found[-1])
+        assert drawn.some(cases, 3, "a test") == found[-1] and drawn.some(cases, 9) == cases
+    assert set().union(*found) == set(cases)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("[0-9]*.py"))
@@ -16,28 +17,30 @@ NEEDS = "needs an NVIDIA GPU"
 each = pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 
 
-def run(example: Path, cwd: Path, **env: str) -> str:
-    """What the example prints; it must succeed."""
+def skip_without_packages(example: Path) -> None:
     for package in ("torch", "triton"):
         text = f"import {package}\n"
         if text in example.read_text() and importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
-    done = subprocess.run(
-        [sys.executable, str(example)],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **env},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+
+
+def cold(example: Path, cwd: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """In a process of its own from the start."""
+    command = [sys.executable, str(example)]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
 
 
 @each
 def test_without_a_gpu(example: Path, tmp_path: Path) -> None:
+    skip_without_packages(example)
     hidden = {"KERNEL_HUB_LIBCUDA": "/nowhere/libcuda.so.1", "CUDA_VISIBLE_DEVICES": ""}
-    out = run(example, tmp_path, **hidden)
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **hidden}
+    if "import torch\n" in example.read_text():
+        done = warm.run([str(example)], cwd=tmp_path, env=env)
+    else:
+        done = cold(example, cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    out = done.stdout
     assert NEEDS in out
     assert len(out.splitlines()) >= 2, "it does what it can without a GPU"
     assert list(tmp_path.iterdir()) == [], "it leaves files behind"
@@ -46,7 +49,10 @@ def test_without_a_gpu(example: Path, tmp_path: Path) -> None:
 @pytest.mark.gpu
 @each
 def test_with_a_gpu(example: Path, tmp_path: Path) -> None:
-    assert NEEDS not in run(example, tmp_path)
+    skip_without_packages(example)
+    done = cold(example, tmp_path, {**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert NEEDS not in done.stdout
 
 
 def test_they_are_numbered_and_say_what_they_show() -> None:

@@ -27,9 +27,13 @@ pytestmark = [
 ]
 
 
-def commit_of(folder: Path, line: str = "") -> None:
+# What no wheel holds.
+BESIDE = ("tests", "docs", "examples", "benchmarks", "csrc")
+
+
+def commit_of(folder: Path, line: str = "", without: tuple[str, ...] = ()) -> None:
     """What git would hold, with a few cubins, committed in `folder`; `line` goes into setup.py."""
-    shipped_tree.copy_to(folder, shipped_tree.FEW)
+    shipped_tree.copy_to(folder, shipped_tree.FEW, without)
     shutil.copy(ROOT / ".gitignore", folder)
     setup = (folder / "setup.py").read_text()
     assert ANCHOR in setup
@@ -128,7 +132,7 @@ def test_the_bill_is_what_cyclonedx_defines(released: Path) -> None:
 )
 def test_what_is_no_release_is_not_written(line: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "checkout").mkdir()
-    commit_of(tmp_path / "checkout", line)
+    commit_of(tmp_path / "checkout", line, without=BESIDE)
     done = release(tmp_path / "checkout", tmp_path / "dist")
     assert (done.returncode, said in done.stderr) == (1, True), done.stderr
     assert not (tmp_path / "dist").exists()

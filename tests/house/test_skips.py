@@ -21,6 +21,27 @@ def test_reasons_are_counted_the_most_frequent_first() -> None:
     ]  # fmt: skip
 
 
+def test_gpu_tests_beside_others_are_counted_and_not_started() -> None:
+    gpu, other = (
+        SimpleNamespace(get_closest_marker=lambda name, mark=mark: name == mark)
+        for mark in ("gpu", "slow")
+    )
+    for no_gpu, given, kept in (
+        (lambda: "no GPU", [gpu, other, gpu], [other]),
+        (lambda: "no GPU", [gpu, gpu], [gpu, gpu]),  # asked for alone each says why it skips
+        (lambda: "", [gpu, other], [gpu, other]),
+        (None, [gpu, other], [gpu, other]),
+    ):
+        summary, items = skips.SkipSummary(no_gpu), list[Any](given)
+        summary.pytest_collection_modifyitems(SimpleNamespace(), items)  # type: ignore[arg-type]
+        assert items == kept
+        left_out = len(given) - len(kept)
+        assert summary.left_out == ({"no GPU": left_out} if left_out else {})
+    assert skips.grouped(skipped("no torch", 2), {"no GPU": 9}) == [
+        "     9 x no GPU", "     2 x no torch",
+    ]  # fmt: skip
+
+
 def test_many_reasons_become_one_line() -> None:
     reports = [report for i in range(40) for report in skipped(f"reason {i}", 50 - i)]
     lines = skips.grouped(reports)

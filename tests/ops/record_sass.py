@@ -8,7 +8,6 @@ that grew is a reason for a look at the source.
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -22,14 +21,14 @@ def main() -> int:
         print("nvdisasm is not installed: pip install nvidia-cuda-nvdisasm", file=sys.stderr)
         return 1
     before = sass.recorded() if sass.RECORD.exists() else {}
-    text = sass.to_json(sass.functions())
-    after = json.loads(text)
+    text = sass.to_json(sass.hopper_cubins())
+    sass.RECORD.write_text(text, encoding="utf-8")
+    after = sass.recorded()
     for cubin in sorted({*before, *after}):
         old, new = before.get(cubin, {}), after.get(cubin, {})
         for name in sorted({*old, *new}):
             if old.get(name) != new.get(name):
                 print(f"{name}: {old.get(name, 'not there')} -> {new.get(name, 'gone')}")
-    sass.RECORD.write_text(text, encoding="utf-8")
     print(f"wrote {sass.RECORD}: {sum(map(len, after.values()))} functions")
     return 0
 

@@ -1,6 +1,6 @@
 """Hopper cubins disassembled: which functions multiply on the tensor cores, and in which loops.
 
-By nvdisasm, one process a cubin, two at a time; `record_sass.py` writes down what is found.
+By nvdisasm, one process a cubin; `record_sass.py` writes down what is found, and of which bytes.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import os
 import re
 import subprocess
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kernel_hub.cli.parts.sass import find_nvdisasm
 from kernel_hub.collection.manifest import CubinEntry, open_collection
@@ -57,20 +57,21 @@ def hopper_cubins() -> list[CubinEntry]:
 
 
 @functools.cache
-def functions() -> dict[str, dict[str, Function]]:
-    """cubin -> function -> what its code is. Seconds, once a process."""
-    with ThreadPoolExecutor(2) as pool:
-        texts = pool.map(_disassemble, [str(_file(entry)) for entry in hopper_cubins()])
-        made = {}
-        for entry, text in zip(hopper_cubins(), texts, strict=True):
-            info = read_cubin(_file(entry).read_bytes())
-            parts = _SECTION.split(text)
-            made[entry.name] = {
-                name: _function(body, info.functions[name].local_bytes)
-                for name, body in zip(parts[1::2], parts[2::2], strict=True)
-                if name in info.functions
-            }
-    return dict(sorted(made.items()))
+def functions(cubin: str) -> dict[str, Function]:
+    """What the code of each function is. Seconds, once a process."""
+    (entry,) = (each for each in hopper_cubins() if each.name == cubin)
+    info = read_cubin(_file(entry).read_bytes())
+    parts = _SECTION.split(_disassemble(str(_file(entry))))
+    return {
+        name: _function(body, info.functions[name].local_bytes)
+        for name, body in zip(parts[1::2], parts[2::2], strict=True)
+        if name in info.functions
+    }
+
+
+def is_recorded(entry: CubinEntry) -> bool:
+    """Whether what `record_sass.py` wrote is of these very bytes."""
+    return recorded_digests().get(entry.name) == entry.sha256
 
 
 def _file(entry: CubinEntry) -> Path:
@@ -190,23 +191,45 @@ def _natural_loops(follow: Sequence[Sequence[int]]) -> dict[int, set[int]]:
     return loops
 
 
-def to_json(found: dict[str, dict[str, Function]]) -> str:
+def to_json(found: Iterable[CubinEntry]) -> str:
     """One function a line: bytes of local memory, loops as [instructions, products, local].
 
-    The last is how many of the instructions read or write local memory.
+    The last is how many of the instructions read or write local memory. Before a cubin's functions
+    its digest.
     """
     blocks = []
-    for cubin, table in sorted(found.items()):
-        lines = []
-        for name, function in sorted(table.items()):
-            loops = [[x.num_instructions, x.num_products, x.num_local] for x in function.loops]
-            row = {"loops": loops, "local_bytes": function.local_bytes}
+    for entry in sorted(found, key=lambda entry: entry.name):
+        lines = [f'  "sha256": {json.dumps(entry.sha256)}']
+        for name, row in rows(entry.name).items():
             lines.append(f"  {json.dumps(name)}: {json.dumps(row)}")
-        blocks.append(f" {json.dumps(cubin)}: {{\n" + ",\n".join(lines) + "\n }")
+        blocks.append(f" {json.dumps(entry.name)}: {{\n" + ",\n".join(lines) + "\n }")
     return "{\n" + ",\n".join(blocks) + "\n}\n"
 
 
-def recorded() -> dict[str, dict[str, dict[str, object]]]:
-    """What `record_sass.py` wrote."""
-    table: dict[str, dict[str, dict[str, object]]] = json.loads(RECORD.read_text(encoding="utf-8"))
+def rows(cubin: str) -> dict[str, dict[str, Any]]:
+    """What is recorded of each of its functions."""
+    return {
+        name: {
+            "loops": [[x.num_instructions, x.num_products, x.num_local] for x in function.loops],
+            "local_bytes": function.local_bytes,
+        }
+        for name, function in sorted(functions(cubin).items())
+    }
+
+
+def recorded() -> dict[str, dict[str, dict[str, Any]]]:
+    """What `record_sass.py` wrote: cubin -> function -> row."""
+    return {
+        cubin: {name: row for name, row in table.items() if name != "sha256"}
+        for cubin, table in _record().items()
+    }
+
+
+def recorded_digests() -> dict[str, str]:
+    """Cubin -> digest of what was disassembled."""
+    return {cubin: table.get("sha256", "") for cubin, table in _record().items()}
+
+
+def _record() -> dict[str, dict[str, Any]]:
+    table: dict[str, dict[str, Any]] = json.loads(RECORD.read_text(encoding="utf-8"))
     return table

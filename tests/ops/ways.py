@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
+import drawn
 import ops_coverage  # noqa: F401 (it counts)
 import pytest
 import torch
@@ -24,6 +25,7 @@ from kernel_hub.ops.core.device import pretend as plan_for
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 EMULATED_SMS = 4
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,10 @@ class Way:
         if self.is_gpu:
             return torch.cuda.get_device_properties(0).multi_processor_count
         return EMULATED_SMS
+
+    def some(self, cases: Iterable[T], number: int, *what: object) -> list[T]:
+        """All on a GPU; of the emulator's `number` by lot in a run that draws."""
+        return list(cases) if self.is_gpu else drawn.some(list(cases), number, *what)
 
     def randn(self, *shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
         """The same numbers on both ways."""

@@ -42,13 +42,9 @@ class Attention(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        deterministic: bool,
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, deterministic: bool,
         options: Options,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         out, lse = run.forward(_OP, q, k, v, None, True, options)
         ctx.save_for_backward(q, k, v, out, lse, *_tables_of(options))
         ctx.mark_non_differentiable(lse)
@@ -78,13 +74,9 @@ class PackedAttention(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def forward(
-        ctx: Any,
-        qkv: torch.Tensor,
-        num_heads: int,
-        num_kv_heads: int,
-        deterministic: bool,
+        ctx: Any, qkv: torch.Tensor, num_heads: int, num_kv_heads: int, deterministic: bool,
         options: Options,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         parts = registered.split_packed(qkv, num_heads, num_kv_heads)
         out, lse = run.forward(_OP, *parts, None, True, options)
         ctx.save_for_backward(qkv, out, lse, *_tables_of(options))

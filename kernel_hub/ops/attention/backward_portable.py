@@ -48,16 +48,9 @@ def choose(head_dim: int, shared_bytes: int) -> str:
 
 
 def backward(
-    problem: Problem,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dout: torch.Tensor,
-    dq: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-    *,
-    deterministic: bool,
-) -> None:
+    problem: Problem, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dq: torch.Tensor,
+    dk: torch.Tensor, dv: torch.Tensor, *, deterministic: bool,
+) -> None:  # fmt: skip
     """Write the gradients of (out * dout).sum() into dq, dk, dv; every row of every sequence.
 
     out, dout, dq: like problem.q; dk, dv: like problem.k and v (not paged); any strides, the last
@@ -134,13 +127,8 @@ def _is_aligned(*tensors: torch.Tensor) -> bool:
 
 
 def _portable_plan(
-    variant: str,
-    problem: Problem,
-    given: Gradients,
-    *,
-    heads_a_block: int,
-    deterministic: bool,
-) -> BackwardPlan:
+    variant: str, problem: Problem, given: Gradients, *, heads_a_block: int, deterministic: bool,
+) -> BackwardPlan:  # fmt: skip
     """The launches with `variant` as the main kernel. dk and dv have one head for each
     heads_a_block query heads."""
     q, k, v = problem.q, problem.k, problem.v

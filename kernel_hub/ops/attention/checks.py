@@ -29,14 +29,9 @@ def check_layout(op: str, layout: Any) -> None:
 
 
 def resolve(
-    op: str,
-    q: Any,
-    k: Any,
-    v: Any,
-    options: Options,
-    *,
+    op: str, q: Any, k: Any, v: Any, options: Options, *,
     dtypes: tuple[torch.dtype, ...] = common.HALF,
-) -> Numbers:
+) -> Numbers:  # fmt: skip
     """Check everything that does not lie on the device; what the launch needs beside tensors."""
     (causal, softmax_scale, window_size, softcap, alibi_slopes, cu_seqlens_q, cu_seqlens_k,
      max_seqlen_q, max_seqlen_k, block_table, cache_seqlens, sinks) = options  # fmt: skip

@@ -93,13 +93,9 @@ def _blocks(problem: Problem, sequence: _Sequence) -> Iterator[tuple[slice, slic
 
 
 def _scores(
-    problem: Problem,
-    sequence: _Sequence,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    rows: slice,
+    problem: Problem, sequence: _Sequence, q: torch.Tensor, k: torch.Tensor, rows: slice,
     cols: slice,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """(masked scores (num_kv_heads, group, rows, cols), tanh(scores / softcap) or None)."""
     scores = (q @ k[:, None, cols].transpose(-1, -2)).mul_(problem.softmax_scale)
     squashed = None
@@ -143,16 +139,9 @@ def forward(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> No
 
 
 def backward(
-    problem: Problem,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dout: torch.Tensor,
-    dq: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-    *,
-    deterministic: bool,
-) -> None:
+    problem: Problem, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dq: torch.Tensor,
+    dk: torch.Tensor, dv: torch.Tensor, *, deterministic: bool,
+) -> None:  # fmt: skip
     """Write the gradients of every sequence's rows; always deterministic."""
     del deterministic
     num_kv_heads = problem.k.shape[-2]

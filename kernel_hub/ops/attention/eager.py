@@ -56,13 +56,9 @@ def registered_lse(q: torch.Tensor, lse: torch.Tensor | None) -> torch.Tensor:
 
 
 def addresses_and_key(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor | None,
-    options: Options,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None, options: Options,
     more: tuple[Any, ...],
-) -> tuple[tuple[int, ...], tuple[Any, ...]]:
+) -> tuple[tuple[int, ...], tuple[Any, ...]]:  # fmt: skip
     """Where the tensors of a call lie (in the order of `checks.spans_of`; tables only where there
     is an out that they could meet), and what its plan depends on, `more` being a part of it.
 
@@ -112,27 +108,17 @@ def problem_of(
 
 
 def forward(
-    op: str,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor | None,
-    need_lse: bool,
-    options: Options,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None,
+    need_lse: bool, options: Options,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """(out, lse or None), out being written if given."""
     return (cuda_forward if q.is_cuda else cpu_forward)(op, q, k, v, out, need_lse, options)
 
 
 def cuda_forward(
-    op: str,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor | None,
-    need_lse: bool,
-    options: Options,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None,
+    need_lse: bool, options: Options,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """By one launch."""
     more = (not need_lse, sm90.is_enabled)
     addresses, key = addresses_and_key(q, k, v, out, options, more)
@@ -168,14 +154,9 @@ def cuda_forward(
 
 
 def _plan(
-    op: str,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor | None,
-    need_lse: bool,
-    options: Options,
-) -> AttentionPlan:
+    op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None,
+    need_lse: bool, options: Options,
+) -> AttentionPlan:  # fmt: skip
     """Check everything that does not lie on the device, and choose the launch."""
     numbers = checks.resolve(op, q, k, v, options)
     spans = checks.spans_of(q, k, v, out, options)
@@ -191,14 +172,9 @@ def _plan(
 
 
 def cpu_forward(
-    op: str,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor | None,
-    need_lse: bool,
-    options: Options,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None,
+    need_lse: bool, options: Options,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """By torch, which would name no table: lengths are looked at first, as nothing waits."""
     problem = problem_of(q, k, v, checks.resolve(op, q, k, v, options), options)
     if common.is_debugging():
@@ -226,15 +202,10 @@ def _gradient_rows(dout: torch.Tensor) -> torch.Tensor:
 
 
 def backward(
-    op: str,
-    dout: torch.Tensor,
-    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    deterministic: bool,
-    options: Options,
-) -> None:
+    op: str, dout: torch.Tensor, qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    out: torch.Tensor, lse: torch.Tensor, grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    deterministic: bool, options: Options,
+) -> None:  # fmt: skip
     """Write the gradients of q, k and v; rows outside every sequence become 0."""
     (q, k, v), (dq, dk, dv) = qkv, grads
     # The plan of the forward that gave lse has the numbers, if it is still there.

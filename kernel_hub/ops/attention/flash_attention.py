@@ -39,31 +39,17 @@ _options: Any = functools.partial(tuple.__new__, Options)
 
 
 def flash_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool = False,
-    softmax_scale: float | None = None,
-    window_size: Sequence[int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_k: torch.Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    block_table: torch.Tensor | None = None,
-    cache_seqlens: torch.Tensor | None = None,
-    layout: str = "bshd",
-    out: torch.Tensor | None = None,
-    return_lse: bool = False,
-    deterministic: bool = False,
-    q_scale: torch.Tensor | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = False,
+    softmax_scale: float | None = None, window_size: Sequence[int] = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None, cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None, max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None, block_table: torch.Tensor | None = None,
+    cache_seqlens: torch.Tensor | None = None, layout: str = "bshd",
+    out: torch.Tensor | None = None, return_lse: bool = False, deterministic: bool = False,
+    q_scale: torch.Tensor | None = None, k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None, out_dtype: torch.dtype | None = None,
     sinks: torch.Tensor | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """Attention of every query over the keys of its sequence, without the matrix of scores.
 
         scores = softmax_scale * q k^T;  with softcap: softcap * tanh(scores / softcap)
@@ -204,22 +190,13 @@ def _attend(
 
 
 def flash_attention_qkvpacked(
-    qkv: torch.Tensor,
-    *,
-    num_heads: int | None = None,
-    num_kv_heads: int | None = None,
-    causal: bool = False,
-    softmax_scale: float | None = None,
-    window_size: Sequence[int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-    max_seqlen: int | None = None,
-    out: torch.Tensor | None = None,
-    return_lse: bool = False,
-    deterministic: bool = False,
+    qkv: torch.Tensor, *, num_heads: int | None = None, num_kv_heads: int | None = None,
+    causal: bool = False, softmax_scale: float | None = None, window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None,
+    out: torch.Tensor | None = None, return_lse: bool = False, deterministic: bool = False,
     sinks: torch.Tensor | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """`flash_attention` of q, k and v that lie in one tensor; so does their gradient.
 
     qkv: (batch_size, seqlen, 3, num_heads, head_dim); or with num_heads and num_kv_heads given
@@ -305,14 +282,8 @@ def _is_deterministic(asked: bool) -> bool:
 
 
 def _dispatch(
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    return_lse: bool,
-    deterministic: bool,
-    options: Options,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    q: Any, k: Any, v: Any, out: Any, return_lse: bool, deterministic: bool, options: Options,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """Through torch's dispatcher: while tracing, for fake and meta tensors, and with gradients."""
     op = _OP
     common.check_flags(op, return_lse=return_lse, deterministic=deterministic)

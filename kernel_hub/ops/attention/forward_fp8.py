@@ -167,24 +167,12 @@ def plan(problem: Problem, scales: Scales, out: torch.Tensor, lse: torch.Tensor 
     if scales.q is not None and scales.q.numel() > 1:
         q_scale_heads = scales.q.shape[0 if scales.q.dim() == 1 else 1]
     numbers = (
-        *strides_of(out),
-        *lse_strides_of(lse),
-        *_scale_strides(scales.q),
-        *_scale_strides(scales.k),
-        *_scale_strides(scales.v),
-        problem.batch_size,
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        seqlen_q,
-        seqlen_k,
-        *problem.totals,
-        num_heads // max(1, q_scale_heads),
-        heads_a_group(problem, seqlen_k),
-        int(has_tables or seqlen_k == 0),
-        int(out.dtype == torch.float16),
-        problem.softmax_scale,
-    )
+        *strides_of(out), *lse_strides_of(lse), *_scale_strides(scales.q),
+        *_scale_strides(scales.k), *_scale_strides(scales.v), problem.batch_size, num_heads,
+        num_kv_heads, head_dim, seqlen_q, seqlen_k, *problem.totals,
+        num_heads // max(1, q_scale_heads), heads_a_group(problem, seqlen_k),
+        int(has_tables or seqlen_k == 0), int(out.dtype == torch.float16), problem.softmax_scale,
+    )  # fmt: skip
     grid = (min(num_tiles, device_of(q.device).num_sms), 1, 1)
     function = common.shipped(CUBIN, body.name) if num_tiles else None
     boxes = (body.q_rows, stated.sizes["block_n"])  # rows of q, of k and v
@@ -201,14 +189,9 @@ def maps(planned: Launch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> 
 
 
 def launch(
-    planned: Launch,
-    maps: tuple[bytes, ...],
-    q: torch.Tensor,
-    scales: Scales,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    options: Options,
-) -> None:
+    planned: Launch, maps: tuple[bytes, ...], q: torch.Tensor, scales: Scales, out: torch.Tensor,
+    lse: torch.Tensor | None, options: Options,
+) -> None:  # fmt: skip
     """Run what `plan` made of tensors of these shapes and strides, dtypes and devices."""
     function, grid, block, shared_bytes, numbers, _, _ = planned
     params = (

@@ -204,15 +204,9 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launc
 
 
 def launch(
-    planned: Launch,
-    maps: tuple[bytes, ...],
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    options: Options,
-) -> None:
+    planned: Launch, maps: tuple[bytes, ...], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    out: torch.Tensor, lse: torch.Tensor | None, options: Options,
+) -> None:  # fmt: skip
     """Write softmax(q k^T) v to `out`, and its log-sum-exp to `lse` unless that is None."""
     function, grid, block, shared_bytes, numbers, _, _ = planned
     params = (

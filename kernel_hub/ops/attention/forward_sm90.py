@@ -177,15 +177,9 @@ def maps(
 
 
 def launch(
-    planned: Launch,
-    maps: tuple[bytes, ...],
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    options: Options,
-) -> None:
+    planned: Launch, maps: tuple[bytes, ...], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    out: torch.Tensor, lse: torch.Tensor | None, options: Options,
+) -> None:  # fmt: skip
     """Run what `plan` made of tensors of these shapes and strides, dtypes and devices."""
     function, grid, block, shared_bytes, numbers, packed, _ = planned
     flag = bounds.flag("flash_attention", q)

@@ -271,14 +271,9 @@ def maps(
 
 
 def launch(
-    planned: Launch,
-    maps: tuple[bytes, ...],
-    q: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    flag: torch.Tensor | None,
-    tables: tuple[Any, Any, Any, Any, Any],
-) -> None:
+    planned: Launch, maps: tuple[bytes, ...], q: torch.Tensor, out: torch.Tensor,
+    lse: torch.Tensor | None, flag: torch.Tensor | None, tables: tuple[Any, Any, Any, Any, Any],
+) -> None:  # fmt: skip
     """Run what `plan` made, and the merge.
 
     flag: `bounds.flag` of the op; tables: cu_seqlens_q, cu_seqlens_k, cache_seqlens, block_table,

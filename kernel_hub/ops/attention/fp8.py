@@ -70,11 +70,7 @@ def _check_scales(problem: Problem, scales: Scales) -> None:
     ):
         if scale is None:
             continue
-        common.check_tensor(_OP, argument, scale)
-        if scale.dtype != torch.float32:
-            raise common.refuse(_OP, argument, "dtype float32", scale)
-        if scale.device != q.device:
-            raise common.refuse(_OP, argument, f"device {q.device}", scale)
+        common.check_fp32(_OP, argument, scale, q)
         if tuple(scale.shape) in ((), (1,)):
             continue
         tokens = rows.shape[1] if starts is None else longest

@@ -22,14 +22,9 @@ _MAX_THREADS = 512
 
 
 def merge_states(
-    out_a: torch.Tensor,
-    lse_a: torch.Tensor,
-    out_b: torch.Tensor,
-    lse_b: torch.Tensor,
-    *,
-    out: torch.Tensor | None = None,
-    out_lse: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor, *,
+    out: torch.Tensor | None = None, out_lse: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Attention over two disjoint sets of keys from the attention over each.
 
         lse = log(exp(lse_a) + exp(lse_b))
@@ -87,11 +82,7 @@ def _check(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, out: Any, out_lse: An
     for argument, lse in (("lse_a", lse_a), ("lse_b", lse_b), ("out_lse", out_lse)):
         if argument == "out_lse" and lse is None:
             continue
-        common.check_tensor(op, argument, lse)
-        if lse.dtype != torch.float32:
-            raise common.refuse(op, argument, "dtype float32", lse)
-        if lse.device != out_a.device:
-            raise common.refuse(op, argument, f"device {out_a.device}", lse)
+        common.check_fp32(op, argument, lse, out_a)
         if tuple(lse.shape) != shape:
             raise common.refuse(op, argument, f"shape {shape}", lse)
     if out is not None:
@@ -120,14 +111,9 @@ def _choose(width: int, heads: int, tokens: int) -> tuple[int, int, int]:
 
 
 def _plan(
-    out_a: torch.Tensor,
-    lse_a: torch.Tensor,
-    out_b: torch.Tensor,
-    lse_b: torch.Tensor,
-    out: torch.Tensor,
-    out_lse: torch.Tensor,
-    low_bits: int,
-) -> Launch:
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor,
+    out: torch.Tensor, out_lse: torch.Tensor, low_bits: int,
+) -> Launch:  # fmt: skip
     """Check the tensors and choose the kernel, its launch shape and its integer parameters."""
     _check(out_a, lse_a, out_b, lse_b, out, out_lse)
     if out_a.shape[:-1].numel() == 0:
@@ -169,14 +155,9 @@ def _plan(
 
 
 def _cuda_into(
-    out_a: torch.Tensor,
-    lse_a: torch.Tensor,
-    out_b: torch.Tensor,
-    lse_b: torch.Tensor,
-    out: torch.Tensor,
-    out_lse: torch.Tensor,
-    is_given: bool = True,
-) -> None:
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor,
+    out: torch.Tensor, out_lse: torch.Tensor, is_given: bool = True,
+) -> None:  # fmt: skip
     """The merge in one launch. is_given: the caller gave out or out_lse."""
     tensors = (out, out_lse, out_a, out_b, lse_a, lse_b)
     addresses = tuple([tensor.data_ptr() for tensor in tensors])
@@ -199,14 +180,9 @@ def _cuda_into(
 
 
 def _cpu_into(
-    out_a: torch.Tensor,
-    lse_a: torch.Tensor,
-    out_b: torch.Tensor,
-    lse_b: torch.Tensor,
-    out: torch.Tensor,
-    out_lse: torch.Tensor,
-    is_given: bool = True,
-) -> None:
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor,
+    out: torch.Tensor, out_lse: torch.Tensor, is_given: bool = True,
+) -> None:  # fmt: skip
     """The same on the CPU, by torch."""
     _check(out_a, lse_a, out_b, lse_b, out, out_lse)
     if is_given:

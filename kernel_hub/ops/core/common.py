@@ -79,14 +79,9 @@ def check_data(
 
 
 def check_like(
-    op: str,
-    argument: str,
-    value: Any,
-    shape: Sequence[int],
-    like: torch.Tensor,
-    *,
+    op: str, argument: str, value: Any, shape: Sequence[int], like: torch.Tensor, *,
     dtypes: Sequence[torch.dtype] = (),
-) -> None:
+) -> None:  # fmt: skip
     """`value` must be a tensor of `shape`, on the device of `like`, of its dtype or of `dtypes`."""
     check_tensor(op, argument, value)
     allowed = tuple(dtypes) or (like.dtype,)
@@ -100,6 +95,15 @@ def check_like(
         raise refuse(op, argument, "a contiguous last dimension (call .contiguous() first)", value)
 
 
+def check_fp32(op: str, argument: str, value: Any, like: torch.Tensor) -> None:
+    """`value` must be an fp32 tensor on the device of `like`, of whatever shape and strides."""
+    check_tensor(op, argument, value)
+    if value.dtype != torch.float32:
+        raise refuse(op, argument, "dtype float32", value)
+    if value.device != like.device:
+        raise refuse(op, argument, f"device {like.device}", value)
+
+
 def _shaped_so(value: torch.Tensor, shape: Sequence[int]) -> str:
     """How to give `value` that shape, where its elements are as many."""
     found, wanted = tuple(value.shape), tuple(shape)
@@ -111,13 +115,9 @@ def _shaped_so(value: torch.Tensor, shape: Sequence[int]) -> str:
 
 
 def check_written(
-    op: str,
-    argument: str,
-    value: Any,
-    shape: Sequence[int],
-    like: torch.Tensor,
+    op: str, argument: str, value: Any, shape: Sequence[int], like: torch.Tensor,
     dtypes: Sequence[torch.dtype] = (),
-) -> None:
+) -> None:  # fmt: skip
     """As `check_like`, and no element twice; None is a tensor that the op makes."""
     if value is not None:
         check_like(op, argument, value, shape, like, dtypes=dtypes)

@@ -130,13 +130,9 @@ def check_sinks(op: str, sinks: Any, q: torch.Tensor) -> None:
 
 
 def check_caches(
-    op: str,
-    k_cache: Any,
-    v_cache: Any,
-    heads: tuple[int, int],
-    like: torch.Tensor,
+    op: str, k_cache: Any, v_cache: Any, heads: tuple[int, int], like: torch.Tensor,
     dtypes: Sequence[torch.dtype],
-) -> None:
+) -> None:  # fmt: skip
     """Caches to be written must be (pages, rows, *heads), k_cache of one of `dtypes`."""
     common.check_tensor(op, "k_cache", k_cache)
     if k_cache.dim() != 4:
@@ -202,14 +198,10 @@ class Places:
 
 
 def places(
-    leading: Sequence[int],
-    k_cache: torch.Tensor,
-    cache_seqlens: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-    slot_mapping: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    positions: torch.Tensor | None,
-) -> Places:
+    leading: Sequence[int], k_cache: torch.Tensor, cache_seqlens: torch.Tensor | None,
+    block_table: torch.Tensor | None, slot_mapping: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None, positions: torch.Tensor | None,
+) -> Places:  # fmt: skip
     """Where each token goes. leading: (batch_size, seqlen) or (total,) of the tokens; of k_cache,
     the first two sizes and the device count.
     """

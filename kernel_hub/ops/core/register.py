@@ -16,12 +16,8 @@ LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
 def define(
-    schema: str,
-    *,
-    cuda: Callable[..., Any],
-    cpu: Callable[..., Any],
-    fake: Callable[..., Any],
-) -> Any:
+    schema: str, *, cuda: Callable[..., Any], cpu: Callable[..., Any], fake: Callable[..., Any],
+) -> Any:  # fmt: skip
     """Register `<namespace>::<schema>` with torch and return the op.
 
     It tells autograd of what it writes: torch does so for its own ops only.
@@ -38,13 +34,9 @@ def define(
 
 
 def define_given(
-    schema: str,
-    given: Callable[..., Any],
-    *,
-    cuda: Callable[[Any], Any],
-    cpu: Callable[[Any], Any],
-    check: Callable[[Any], Any],
-) -> Any:
+    schema: str, given: Callable[..., Any], *, cuda: Callable[[Any], Any],
+    cpu: Callable[[Any], Any], check: Callable[[Any], Any],
+) -> Any:  # fmt: skip
     """As `define`, of what takes its arguments as one, `given(*arguments)`, and returns nothing."""
 
     def taking(into: Callable[[Any], Any]) -> Callable[..., Any]:
@@ -68,16 +60,9 @@ class Pair(NamedTuple):
 
 
 def define_pair(
-    name: str,
-    inputs: str,
-    outputs: str = "out",
-    *,
-    more: str = "",
-    new: Callable[..., Any],
-    cuda: Callable[..., Any],
-    cpu: Callable[..., Any],
-    check: Callable[..., Any],
-) -> Pair:
+    name: str, inputs: str, outputs: str = "out", *, more: str = "", new: Callable[..., Any],
+    cuda: Callable[..., Any], cpu: Callable[..., Any], check: Callable[..., Any],
+) -> Pair:  # fmt: skip
     """Register `name(inputs, more)`, which returns outputs, and `<name>_out(inputs, outputs)`.
 
     new: (*inputs, *more) -> the new output, or a tuple of them; cuda, cpu: (*inputs, *outputs,

@@ -11,18 +11,9 @@ from . import common
 
 
 def check_rotation(
-    op: str,
-    cos: Any,
-    sin: Any,
-    interleaved: Any,
-    rotary_dim: Any,
-    head_dim: int,
-    like: torch.Tensor,
-    *,
-    step: int = 2,
-    least: int = 0,
-    **others: Any,
-) -> None:
+    op: str, cos: Any, sin: Any, interleaved: Any, rotary_dim: Any, head_dim: int,
+    like: torch.Tensor, *, step: int = 2, least: int = 0, **others: Any,
+) -> None:  # fmt: skip
     """cos and sin must be tables that rotate `rotary_dim` elements of a head, or both None.
 
     like: has their device, and their dtype where it is not fp32; step, least: rotary_dim is a
@@ -54,13 +45,9 @@ def check_rotation(
 
 
 def rotated(
-    x: torch.Tensor,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    positions: torch.Tensor,
-    interleaved: bool,
-    rotary_dim: int,
-) -> torch.Tensor:
+    x: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None, positions: torch.Tensor,
+    interleaved: bool, rotary_dim: int,
+) -> torch.Tensor:  # fmt: skip
     """x (..., heads, head_dim) in fp32, rotated at `positions` (...); nan outside the tables."""
     if cos is None or sin is None:
         return x.float()

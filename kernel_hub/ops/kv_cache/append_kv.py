@@ -39,30 +39,16 @@ _writes = common.Writes(
 
 
 def append_kv(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    *,
-    cache_seqlens: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None,
-    slot_mapping: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-    q: torch.Tensor | None = None,
-    cos: torch.Tensor | None = None,
-    sin: torch.Tensor | None = None,
-    positions: torch.Tensor | None = None,
-    interleaved: bool = False,
-    rotary_dim: int | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    out_q: torch.Tensor | None = None,
-    out_k: torch.Tensor | None = None,
-    q_norm_weight: torch.Tensor | None = None,
-    k_norm_weight: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    weight_offset: float = 0.0,
-) -> torch.Tensor | None:
+    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *,
+    cache_seqlens: torch.Tensor | None = None, block_table: torch.Tensor | None = None,
+    slot_mapping: torch.Tensor | None = None, cu_seqlens: torch.Tensor | None = None,
+    q: torch.Tensor | None = None, cos: torch.Tensor | None = None, sin: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None, interleaved: bool = False, rotary_dim: int | None = None,
+    k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None,
+    out_q: torch.Tensor | None = None, out_k: torch.Tensor | None = None,
+    q_norm_weight: torch.Tensor | None = None, k_norm_weight: torch.Tensor | None = None,
+    eps: float = 1e-6, weight_offset: float = 0.0,
+) -> torch.Tensor | None:  # fmt: skip
     """Write `k`, normed and rotated, and `v` behind what a KV cache holds; the same of `q`.
 
         k_cache = rope(norm(k)),  v_cache = v,  out_q = rope(norm(q))

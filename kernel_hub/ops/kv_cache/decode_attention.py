@@ -53,30 +53,16 @@ _reads = common.Writes(_OP, _LIE, "out")
 
 
 def decode_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    *,
-    cache_seqlens: torch.Tensor,
-    k: torch.Tensor | None = None,
-    v: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None,
-    cos: torch.Tensor | None = None,
-    sin: torch.Tensor | None = None,
-    interleaved: bool = False,
-    rotary_dim: int | None = None,
-    qkv_bias: torch.Tensor | None = None,
-    softmax_scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    num_splits: int = 0,
-    out: torch.Tensor | None = None,
-    return_lse: bool = False,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *, cache_seqlens: torch.Tensor,
+    k: torch.Tensor | None = None, v: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None, cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None, interleaved: bool = False, rotary_dim: int | None = None,
+    qkv_bias: torch.Tensor | None = None, softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None, num_splits: int = 0, out: torch.Tensor | None = None,
+    return_lse: bool = False, k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """One decode step of 1 to 16 new tokens a sequence, in one launch (and a merge where split):
 
         q', k' = rope(q + bias), rope(k + bias);  v' = v + bias

@@ -22,12 +22,9 @@ _writes = common.Writes(_OP, "out a b", "out")
 
 
 def batched_matmul(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    *,
-    out: torch.Tensor | None = None,
+    a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Multiply matrices by transposed ones, batch by batch.
 
         out = a @ b.transpose(-1, -2)

@@ -36,13 +36,9 @@ def check_weight(
 
 
 def check_results(
-    op: str,
-    shape: Sequence[int],
-    like: torch.Tensor,
-    dtype: torch.dtype,
-    out: Any,
+    op: str, shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype, out: Any,
     residual: Any = None,
-) -> None:
+) -> None:  # fmt: skip
     """What is written, and what is added to it, must be of `shape` and `dtype`."""
     common.check_written(op, "out", out, shape, like, (dtype,))
     if residual is not None:

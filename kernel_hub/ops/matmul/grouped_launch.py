@@ -89,13 +89,9 @@ class GroupedLaunch:
 
 
 def launch_of(
-    op: str,
-    choice: TileChoice,
-    out: torch.Tensor,
-    a: torch.Tensor,
-    layouts: tuple[OperandLayout, OperandLayout, OperandLayout],
-    numbers: tuple[int, ...],
-) -> GroupedLaunch:
+    op: str, choice: TileChoice, out: torch.Tensor, a: torch.Tensor,
+    layouts: tuple[OperandLayout, OperandLayout, OperandLayout], numbers: tuple[int, ...],
+) -> GroupedLaunch:  # fmt: skip
     """The launch of a choice; numbers: the kernel's integers."""
     function = common.shipped(choice.cubin, f"{op}_{common.DTYPE_TOKENS[a.dtype]}_{choice.variant}")
     if choice.boxes is None:

@@ -24,15 +24,10 @@ _writes = common.Writes(_OP, "out a b offsets bias", "out")
 
 
 def grouped_linear(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    offsets: torch.Tensor,
-    *,
-    bias: torch.Tensor | None = None,
-    activation: str | None = None,
-    out: torch.Tensor | None = None,
+    a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, *, bias: torch.Tensor | None = None,
+    activation: str | None = None, out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Multiply the rows of each expert by its weight matrix, add its bias, activate.
 
         rows = slice(offsets[e], offsets[e + 1])
@@ -139,14 +134,9 @@ def _plan(
 
 
 def _cuda_into(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    offsets: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: int,
-    out: torch.Tensor,
-    is_given: bool = True,
-) -> None:
+    a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, bias: torch.Tensor | None,
+    activation: int, out: torch.Tensor, is_given: bool = True,
+) -> None:  # fmt: skip
     """is_given: the caller gave out, which may overlap the rest."""
     addresses: tuple[int, ...] = (
         out.data_ptr(), a.data_ptr(), b.data_ptr(), offsets.data_ptr()
@@ -180,14 +170,9 @@ def _cuda_into(
 
 
 def _cpu_into(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    offsets: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: int,
-    out: torch.Tensor,
-    is_given: bool = True,
-) -> None:
+    a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, bias: torch.Tensor | None,
+    activation: int, out: torch.Tensor, is_given: bool = True,
+) -> None:  # fmt: skip
     """The same on the CPU, by torch."""
     _check(a, b, offsets, bias, out, out.dtype)
     if is_given:

@@ -286,12 +286,9 @@ def too_large(problem: GroupedProblem) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def choose(
-    compute_capability: tuple[int, int],
-    num_sms: int,
-    problem: GroupedProblem,
-    has_maps: bool,
+    compute_capability: tuple[int, int], num_sms: int, problem: GroupedProblem, has_maps: bool,
     gpu_name: str = "",
-) -> TileChoice:
+) -> TileChoice:  # fmt: skip
     """The launch for a problem: what was measured, else what is expected to be fastest.
 
     has_maps: tensor maps can describe a and b. gpu_name: whose file of `kernel-hub tune` counts.

@@ -23,18 +23,12 @@ _writes = common.Writes(_OP, "out a b bias residual", "out", in_place="out=resid
 
 
 def linear(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    activation: str | None = None,
-    residual: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    a_scale: torch.Tensor | None = None,
-    b_scale: torch.Tensor | None = None,
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, *,
+    activation: str | None = None, residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None, out_dtype: torch.dtype | None = None,
+    a_scale: torch.Tensor | None = None, b_scale: torch.Tensor | None = None,
     use_fast_accum: bool = False,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Multiply rows by a weight matrix, add a bias, activate, add a residual.
 
         out = activation(a @ b.T + bias) + residual
@@ -119,14 +113,9 @@ def _new_out(a: Any, b: Any, *more: Any) -> Any:
 
 
 def _cuda_into(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: int,
-    residual: torch.Tensor | None,
-    out: torch.Tensor,
-    is_given: bool = True,
-) -> None:
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, activation: int,
+    residual: torch.Tensor | None, out: torch.Tensor, is_given: bool = True,
+) -> None:  # fmt: skip
     """is_given: the caller gave out, which may overlap the rest."""
     addresses: tuple[int, ...] = out.data_ptr(), a.data_ptr(), b.data_ptr()
     low_bits = (addresses[1] | addresses[2]) & 15
@@ -158,14 +147,9 @@ def _cuda_into(
 
 
 def _cpu_into(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: int,
-    residual: torch.Tensor | None,
-    out: torch.Tensor,
-    is_given: bool = True,
-) -> None:
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, activation: int,
+    residual: torch.Tensor | None, out: torch.Tensor, is_given: bool = True,
+) -> None:  # fmt: skip
     """The same on the CPU, by torch."""
     _check(a, b, bias, residual, out, out.dtype)
     if is_given:

@@ -27,17 +27,10 @@ _writes = common.Writes(
 
 
 def linear(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: int,
-    residual: torch.Tensor | None,
-    out: torch.Tensor | None,
-    out_dtype: torch.dtype | None,
-    a_scale: torch.Tensor | None,
-    b_scale: torch.Tensor | None,
-    use_fast_accum: bool,
-) -> torch.Tensor:
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, activation: int,
+    residual: torch.Tensor | None, out: torch.Tensor | None, out_dtype: torch.dtype | None,
+    a_scale: torch.Tensor | None, b_scale: torch.Tensor | None, use_fast_accum: bool,
+) -> torch.Tensor:  # fmt: skip
     """As ops.linear, which passes here what is of e4m3 or has scales."""
     if out_dtype is None:
         out_dtype = getattr(out, "dtype", torch.bfloat16)
@@ -106,11 +99,7 @@ def _check_scales(a: Any, b: Any, a_scale: Any, b_scale: Any) -> bool:
         if scale is None:
             fits.append((True, False))
             continue
-        common.check_tensor(_OP, argument, scale)
-        if scale.dtype != torch.float32:
-            raise common.refuse(_OP, argument, "dtype float32", scale)
-        if scale.device != a.device:
-            raise common.refuse(_OP, argument, f"device {a.device}", scale)
+        common.check_fp32(_OP, argument, scale, a)
         shape = tuple(scale.shape)
         fits.append((shape in ((), (1,), of_rows, (*of_rows, 1)), shape == of_blocks))
         if not any(fits[-1]):

@@ -81,14 +81,9 @@ def expected_us(
 
 @functools.lru_cache(maxsize=4096)
 def choose(
-    num_sms: int,
-    m: int,
-    n: int,
-    k: int,
-    is_fast: bool,
-    gpu_name: str = "",
+    num_sms: int, m: int, n: int, k: int, is_fast: bool, gpu_name: str = "",
     has_blocks: bool = False,
-) -> TileChoice:
+) -> TileChoice:  # fmt: skip
     """The launch for out (m, n): what was measured, else what is expected to be fastest.
 
     is_fast: sums may stay in the tensor cores over all of k. has_blocks: scales are of blocks.
@@ -119,13 +114,9 @@ def _check(row: Row, arch: str, m: int, *, n: int, k: int, fast: int) -> str:
 
 
 TABLE = Table(
-    "linear_fp8",
-    key=("n", "k", "fast"),
-    bucket="m",
-    cubins=(CUBIN,),
-    numbers={"group": (1, 64), "deals": (0, 1)},
-    check=_check,
-)
+    "linear_fp8", key=("n", "k", "fast"), bucket="m", cubins=(CUBIN,),
+    numbers={"group": (1, 64), "deals": (0, 1)}, check=_check,
+)  # fmt: skip
 TABLE.on_change(choose.cache_clear)
 
 

@@ -65,13 +65,9 @@ class LinearLaunch:
 
 
 def plan_launch(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: int,
-    residual: torch.Tensor | None,
-    out: torch.Tensor,
-) -> LinearLaunch:
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, activation: int,
+    residual: torch.Tensor | None, out: torch.Tensor,
+) -> LinearLaunch:  # fmt: skip
     """Choose the kernel and its integer parameters for tensors that were checked."""
     if out.numel() == 0:
         return LinearLaunch(None)

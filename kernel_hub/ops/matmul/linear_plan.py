@@ -21,33 +21,13 @@ MAX_SPLIT_TILES = 4096  # more tiles than that fill any GPU without sharing k
 
 # Variants of csrc/matmul/linear_sm90.cu, and which of them have fp32 results too.
 _NAMES = (
-    "128x256_c21",
-    "128x224_c21",
-    "128x192_c21",
-    "128x160_c21",
-    "128x128_c21",
-    "128x128_c11",
-    "128x96_c21",
-    "swapped_64x16_c11_b2",
-    "swapped_64x16_c11_k2_b2",
-    "swapped_64x32_c11_b2",
-    "swapped_64x32_c11_k2_b2",
-    "swapped_64x64_c11_b2",
-    "swapped_64x64_c11",
-    "swapped_64x64_c11_k2",
-    "swapped_64x64_c11_k4",
-    "swapped_64x128_c11",
-    "swapped_64x128_c41",
-    "swapped_64x128_c11_k2",
-    "swapped_64x128_c11_k4",
-    "swapped_64x160_c21",
-    "swapped_64x224_c21",
-    "swapped_128x96_c21",
-    "swapped_128x128_c21",
-    "swapped_128x160_c21",
-    "swapped_128x192_c21",
-    "swapped_128x224_c21",
-)
+    "128x256_c21", "128x224_c21", "128x192_c21", "128x160_c21", "128x128_c21", "128x128_c11",
+    "128x96_c21", "swapped_64x16_c11_b2", "swapped_64x16_c11_k2_b2", "swapped_64x32_c11_b2",
+    "swapped_64x32_c11_k2_b2", "swapped_64x64_c11_b2", "swapped_64x64_c11", "swapped_64x64_c11_k2",
+    "swapped_64x64_c11_k4", "swapped_64x128_c11", "swapped_64x128_c41", "swapped_64x128_c11_k2",
+    "swapped_64x128_c11_k4", "swapped_64x160_c21", "swapped_64x224_c21", "swapped_128x96_c21",
+    "swapped_128x128_c21", "swapped_128x160_c21", "swapped_128x192_c21", "swapped_128x224_c21",
+)  # fmt: skip
 HOPPER = Lazy(dict.fromkeys(_NAMES), lambda name, _: Tile.stated("linear_sm90", "linear", name))
 HOPPER_FP32 = (
     "128x256_c21",
@@ -144,16 +124,9 @@ def _choose_portable(
 
 @functools.lru_cache(maxsize=4096)
 def choose(
-    compute_capability: tuple[int, int],
-    num_sms: int,
-    m: int,
-    n: int,
-    k: int,
-    is_wide: bool,
-    gpu_name: str = "",
-    has_residual: bool = False,
-    b_stride: int = 0,
-) -> TileChoice:
+    compute_capability: tuple[int, int], num_sms: int, m: int, n: int, k: int, is_wide: bool,
+    gpu_name: str = "", has_residual: bool = False, b_stride: int = 0,
+) -> TileChoice:  # fmt: skip
     """The launch for out (m, n) = a (m, k) b (n, k)^T: what was measured, else what is expected.
 
     is_wide: out is fp32 and a is not. gpu_name: whose file of `kernel-hub tune` counts.
@@ -198,13 +171,9 @@ def _check(row: Row, arch: str, m: int, *, n: int, k: int) -> str:
 
 
 TABLE = Table(
-    "linear",
-    key=("n", "k"),
-    bucket="m",
-    cubins=("linear", "linear_small_m", "linear_sm90"),
-    numbers={"group": (1, 64), "num_splits": (1, 64), "deals": (0, 1)},
-    check=_check,
-)
+    "linear", key=("n", "k"), bucket="m", cubins=("linear", "linear_small_m", "linear_sm90"),
+    numbers={"group": (1, 64), "num_splits": (1, 64), "deals": (0, 1)}, check=_check,
+)  # fmt: skip
 TABLE.on_change(choose.cache_clear)
 
 

@@ -259,12 +259,9 @@ def small_m_choices(
 
 
 def portable_choices(
-    cubin: str,
-    compute_capability: tuple[int, int],
-    row_tiles: Callable[[int], int],
-    n: int,
+    cubin: str, compute_capability: tuple[int, int], row_tiles: Callable[[int], int], n: int,
     num_splits: int = 1,
-) -> Iterator[TileChoice]:
+) -> Iterator[TileChoice]:  # fmt: skip
     """The launches of the bodies with mma.sync; row_tiles: of so many rows each."""
     for name in PORTABLE:
         block, shared_bytes, sizes = _stated(cubin, name, compute_capability)

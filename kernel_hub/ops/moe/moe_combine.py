@@ -19,13 +19,9 @@ _AT_ONCE = 8  # vectors a thread reads before it adds them
 
 
 def moe_combine(
-    rows: torch.Tensor,
-    row_id_map: torch.Tensor,
-    weights: torch.Tensor,
-    *,
-    residual: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    rows: torch.Tensor, row_id_map: torch.Tensor, weights: torch.Tensor, *,
+    residual: torch.Tensor | None = None, out: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Each token's sum of its experts' rows, weighted: `ops.moe_permute` undone.
 
         out[t] = sum over j of weights[t, j] * rows[row_id_map[t, j]]  (+ residual[t])

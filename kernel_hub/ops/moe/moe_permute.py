@@ -36,14 +36,9 @@ _plans: Plans[_Permutation] = Plans()
 
 
 def moe_permute(
-    x: torch.Tensor,
-    experts: torch.Tensor,
-    num_experts: int,
-    *,
-    out: torch.Tensor | None = None,
-    offsets: torch.Tensor | None = None,
-    row_id_map: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x: torch.Tensor, experts: torch.Tensor, num_experts: int, *, out: torch.Tensor | None = None,
+    offsets: torch.Tensor | None = None, row_id_map: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """The row of each token once for each of its experts, sorted by expert.
 
         offsets[e] = how many slots have an expert below e

@@ -34,18 +34,10 @@ class _Rule(NamedTuple):
 
 
 def moe_route(
-    logits: torch.Tensor,
-    k: int,
-    *,
-    scoring: str = "softmax",
-    renormalise: bool = False,
-    bias: torch.Tensor | None = None,
-    num_groups: int = 1,
-    top_groups: int = 1,
-    scale: float = 1.0,
-    weights: torch.Tensor | None = None,
-    experts: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits: torch.Tensor, k: int, *, scoring: str = "softmax", renormalise: bool = False,
+    bias: torch.Tensor | None = None, num_groups: int = 1, top_groups: int = 1, scale: float = 1.0,
+    weights: torch.Tensor | None = None, experts: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The k experts of each token, the best first, and what each of them counts.
 
         score = softmax(logits) or sigmoid(logits)

@@ -34,31 +34,17 @@ TABLES[OP].on_change(_plans.clear)
 
 
 def qkv_linear(
-    x: torch.Tensor,
-    w_qkv: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    cos: torch.Tensor | None = None,
-    sin: torch.Tensor | None = None,
-    positions: torch.Tensor | None = None,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    interleaved: bool = False,
-    rotary_dim: int | None = None,
-    k_cache: torch.Tensor | None = None,
-    v_cache: torch.Tensor | None = None,
-    cache_seqlens: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None,
-    slot_mapping: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-    out_q: torch.Tensor | None = None,
-    out_k: torch.Tensor | None = None,
-    out_v: torch.Tensor | None = None,
-    q_norm_weight: torch.Tensor | None = None,
-    k_norm_weight: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    weight_offset: float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    x: torch.Tensor, w_qkv: torch.Tensor, bias: torch.Tensor | None = None,
+    cos: torch.Tensor | None = None, sin: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None, *, num_heads: int, num_kv_heads: int,
+    interleaved: bool = False, rotary_dim: int | None = None, k_cache: torch.Tensor | None = None,
+    v_cache: torch.Tensor | None = None, cache_seqlens: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None, slot_mapping: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None, out_q: torch.Tensor | None = None,
+    out_k: torch.Tensor | None = None, out_v: torch.Tensor | None = None,
+    q_norm_weight: torch.Tensor | None = None, k_norm_weight: torch.Tensor | None = None,
+    eps: float = 1e-6, weight_offset: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     """Project tokens to queries, keys and values, rotate, and write keys and values to a cache.
 
         q, k, v = (x @ w_qkv.T + bias) as heads;  q, k rotated as by `rope`;  k, v as by `append_kv`

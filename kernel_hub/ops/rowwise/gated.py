@@ -48,17 +48,16 @@ class Gated:
 
     op: its name to callers, of its cubin and of the registered ops; options: the schema of what
     follows x; form: what names of kernels have for options; numbers: what kernels take of them;
-    parts: of a row of x, for a row of results, 2 where it is gated; cuda, cpu: (x, *options, out,
-    out_scale, is_given), which call `launch` and `compute`; formula: (x in fp32, *options) -> what
-    is rounded, on the CPU.
+    parts: of a row of x, for a row of results, 2 where it is gated; formula: (x in fp32, *options)
+    -> what is rounded, on the CPU.
     """
 
     def __init__(
-        self, op: str, options: str = "", *, cuda: Callable[..., None], cpu: Callable[..., None],
-        formula: Callable[..., torch.Tensor], form: Callable[..., str] = lambda *options: "",
+        self, op: str, options: str = "", *, formula: Callable[..., torch.Tensor],
+        form: Callable[..., str] = lambda *options: "",
         numbers: Callable[..., tuple[float, ...]] = lambda *options: (), parts: int = 2,
     ) -> None:  # fmt: skip
-        self.op, self.cuda, self.cpu, self.formula = op, cuda, cpu, formula
+        self.op, self.formula = op, formula
         self.form, self.numbers, self.parts = form, numbers, parts
         # A bare tuple of a launch: unpacking it takes 40 ns less.
         self.plans: Plans[tuple[tuple[Any, ...], common.Spans]] = Plans()
@@ -68,6 +67,13 @@ class Gated:
         )
         inputs = f"Tensor x, {options}" if options else "Tensor x"
         last = 1 + inputs.count(",")  # the place of out
+
+        # By their names at each call: a test gives one another's.
+        def cuda(*given: Any) -> None:
+            cuda_into(self, given[0], given[1:last], *given[last:])
+
+        def cpu(*given: Any) -> None:
+            cpu_into(self, given[0], given[1:last], *given[last:])
 
         def without_scale(into: Callable[..., None]) -> Callable[..., None]:
             return lambda *given: into(*given[: last + 1], None, *given[last + 1 :])
@@ -99,7 +105,8 @@ class Gated:
             if is_e4m3 and out_scale is None:
                 out_scale = self.new_scale(x)
             if is_plain:
-                (self.cuda if x.is_cuda else self.cpu)(x, *options, out, out_scale, is_given)
+                into = cuda_into if x.is_cuda else cpu_into
+                into(self, x, options, out, out_scale, is_given)
             else:
                 pair.writing(x, *options, *((out, out_scale) if is_e4m3 else (out,)))
         except common.FOREIGN:
@@ -196,48 +203,50 @@ class Gated:
         grid = (-(-size // span), min(rows, common.MAX_GRID_Y), outer)
         return Launch(function, grid, (threads, 1, 1), numbers=numbers)
 
-    def launch(
-        self, x: torch.Tensor, options: tuple[Any, ...], out: torch.Tensor,
-        out_scale: torch.Tensor | None, is_given: bool = True,
-    ) -> None:  # fmt: skip
-        """The product of a CUDA tensor. is_given: the caller gave what is written."""
-        addresses: tuple[int, ...] = (out.data_ptr(), x.data_ptr())
-        low_bits = (addresses[0] | addresses[1]) & 15
-        key: tuple[Any, ...] = (
-            x.dtype, x.shape, x.stride(), out.shape, out.stride(), out.dtype, options, low_bits
-        )  # fmt: skip
-        if out_scale is not None:
-            addresses = (addresses[0], out_scale.data_ptr(), addresses[1])
-            key += (out_scale.dtype, out_scale.shape, out_scale.stride())
-        found = self.plans.get(key)
-        if found is None:
-            launch = tuple(self.plan(x, options, out, out_scale, low_bits))
-            found = self.plans.keep(key, (launch, self.writes.spans(out, out_scale, x)))
-        (function, grid, block, shared_bytes, numbers, _, _), spans = found
-        if is_given and addresses not in spans.apart:
-            spans.check(addresses)
-        if function is not None:
-            numbers += self.numbers(*options)
-            if out_scale is None:
-                params = (out, x, *numbers)
-            else:
-                params = (out, out_scale, x, *numbers)
-            try:
-                function(grid, block, shared_bytes, None, params)
-            except KernelHubError:
-                self.check(x, out, out_scale)  # the launch checks devices and dtypes; this names
-                raise
 
-    def compute(
-        self, x: torch.Tensor, options: tuple[Any, ...], out: torch.Tensor,
-        out_scale: torch.Tensor | None, is_given: bool = True,
-    ) -> None:  # fmt: skip
-        """The same on the CPU, by torch."""
-        self.check_whole(x, out, out_scale)
-        if is_given:
-            self.writes.check(out, out_scale, x)
-        found = self.formula(x.float(), *options)
+def cuda_into(
+    gated: Gated, x: torch.Tensor, options: tuple[Any, ...], out: torch.Tensor,
+    out_scale: torch.Tensor | None, is_given: bool = True,
+) -> None:  # fmt: skip
+    """The product of a CUDA tensor. is_given: the caller gave what is written."""
+    addresses: tuple[int, ...] = (out.data_ptr(), x.data_ptr())
+    low_bits = (addresses[0] | addresses[1]) & 15
+    key: tuple[Any, ...] = (
+        x.dtype, x.shape, x.stride(), out.shape, out.stride(), out.dtype, options, low_bits
+    )  # fmt: skip
+    if out_scale is not None:
+        addresses = (addresses[0], out_scale.data_ptr(), addresses[1])
+        key += (out_scale.dtype, out_scale.shape, out_scale.stride())
+    found = gated.plans.get(key)
+    if found is None:
+        launch = tuple(gated.plan(x, options, out, out_scale, low_bits))
+        found = gated.plans.keep(key, (launch, gated.writes.spans(out, out_scale, x)))
+    (function, grid, block, shared_bytes, numbers, _, _), spans = found
+    if is_given and addresses not in spans.apart:
+        spans.check(addresses)
+    if function is not None:
+        numbers += gated.numbers(*options)
         if out_scale is None:
-            out.copy_(found)
-        elif x.numel():
-            quantised_rows(found, out, out_scale)
+            params = (out, x, *numbers)
+        else:
+            params = (out, out_scale, x, *numbers)
+        try:
+            function(grid, block, shared_bytes, None, params)
+        except KernelHubError:
+            gated.check(x, out, out_scale)  # the launch checks devices and dtypes; this names
+            raise
+
+
+def cpu_into(
+    gated: Gated, x: torch.Tensor, options: tuple[Any, ...], out: torch.Tensor,
+    out_scale: torch.Tensor | None, is_given: bool = True,
+) -> None:  # fmt: skip
+    """The same on the CPU, by torch."""
+    gated.check_whole(x, out, out_scale)
+    if is_given:
+        gated.writes.check(out, out_scale, x)
+    found = gated.formula(x.float(), *options)
+    if out_scale is None:
+        out.copy_(found)
+    elif x.numel():
+        quantised_rows(found, out, out_scale)

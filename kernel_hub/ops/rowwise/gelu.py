@@ -11,13 +11,9 @@ from .gated import GELU_FORMS, Gated
 
 
 def gelu(
-    x: torch.Tensor,
-    *,
-    approximate: str = "none",
-    out_dtype: torch.dtype | None = None,
-    out: torch.Tensor | None = None,
-    out_scale: torch.Tensor | None = None,
-) -> Any:
+    x: torch.Tensor, *, approximate: str = "none", out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None, out_scale: torch.Tensor | None = None,
+) -> Any:  # fmt: skip
     """The Gaussian error linear unit.
 
         "none":  out = x / 2 * (1 + erf(x / sqrt(2)))
@@ -43,21 +39,10 @@ def gelu(
     return _gelu(x, (is_tanh,), out_dtype, out, out_scale)
 
 
-def _cuda_into(x: Any, is_tanh: bool, *outs: Any) -> None:
-    _gelu.launch(x, (is_tanh,), *outs)
-
-
-def _cpu_into(x: Any, is_tanh: bool, *outs: Any) -> None:
-    _gelu.compute(x, (is_tanh,), *outs)
-
-
-# By their names at each call: a test gives one another's.
 _gelu = Gated(
     "gelu",
     "bool is_tanh",
     parts=1,
-    cuda=lambda *given: _cuda_into(*given),
-    cpu=lambda *given: _cpu_into(*given),
     formula=lambda x, is_tanh: torch.nn.functional.gelu(
         x, approximate="tanh" if is_tanh else "none"
     ),

@@ -11,13 +11,9 @@ from .gated import GELU_FORMS, Gated
 
 
 def gelu_and_mul(
-    x: torch.Tensor,
-    *,
-    approximate: str = "none",
-    out_dtype: torch.dtype | None = None,
-    out: torch.Tensor | None = None,
-    out_scale: torch.Tensor | None = None,
-) -> Any:
+    x: torch.Tensor, *, approximate: str = "none", out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None, out_scale: torch.Tensor | None = None,
+) -> Any:  # fmt: skip
     """Multiply the second half of each row by the GELU of the first.
 
         out[..., j] = gelu(x[..., j]) * x[..., size + j]
@@ -45,25 +41,14 @@ def gelu_and_mul(
     return _gated(x, (is_tanh,), out_dtype, out, out_scale)
 
 
-def _cuda_into(x: Any, is_tanh: bool, *outs: Any) -> None:
-    _gated.launch(x, (is_tanh,), *outs)
-
-
-def _cpu_into(x: Any, is_tanh: bool, *outs: Any) -> None:
-    _gated.compute(x, (is_tanh,), *outs)
-
-
 def _formula(x: torch.Tensor, is_tanh: bool) -> torch.Tensor:
     gate, up = x.chunk(2, -1)
     return torch.nn.functional.gelu(gate, approximate="tanh" if is_tanh else "none") * up
 
 
-# By their names at each call: a test gives one another's.
 _gated = Gated(
     "gelu_and_mul",
     "bool is_tanh",
-    cuda=lambda *given: _cuda_into(*given),
-    cpu=lambda *given: _cpu_into(*given),
     formula=_formula,
     form=lambda is_tanh: "_tanh" if is_tanh else "_erf",
 )

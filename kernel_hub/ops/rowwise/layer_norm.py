@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from .norm import Norm, NormGiven, Outs
 
 
 def layer_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    eps: float = 1e-5,
-    *,
-    residual: torch.Tensor | None = None,
-    adds_after: bool = False,
-    weight_offset: float = 0.0,
-    out_dtype: torch.dtype | None = None,
-    out: torch.Tensor | None = None,
-    out_scale: torch.Tensor | None = None,
+    x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None,
+    eps: float = 1e-5, *, residual: torch.Tensor | None = None, adds_after: bool = False,
+    weight_offset: float = 0.0, out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None, out_scale: torch.Tensor | None = None,
     residual_out: torch.Tensor | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, ...]:
+) -> torch.Tensor | tuple[torch.Tensor, ...]:  # fmt: skip
     """Take each row's mean off, divide by its standard deviation, scale and shift.
 
         residual_out = x + residual                       (rounded, equal to torch's own add)
@@ -58,26 +49,10 @@ def layer_norm(
     return found
 
 
-def _cuda_into(*given: Any) -> None:
-    _norm.launch(NormGiven(*given[:7]), Outs(*given[7:10]), *given[10:])
-
-
-def _cpu_into(*given: Any) -> None:
-    _norm.compute(NormGiven(*given[:7]), Outs(*given[7:10]), *given[10:])
-
-
 def _normed(s: torch.Tensor, eps: float) -> torch.Tensor:
     """On the CPU, of rows in fp32."""
     centred = s - s.mean(-1, keepdim=True)
     return centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
 
 
-# By their names at each call: a test gives one another's.
-_norm = Norm(
-    "layer_norm",
-    kernels="layer_norm",
-    needs_weight=False,
-    cuda=lambda *given: _cuda_into(*given),
-    cpu=lambda *given: _cpu_into(*given),
-    normed=_normed,
-)
+_norm = Norm("layer_norm", kernels="layer_norm", needs_weight=False, normed=_normed)

@@ -80,16 +80,16 @@ class Norm:
     """A norm, in every form.
 
     op: its name to callers; kernels: of its cubin, of the functions in it and of the registered op;
-    needs_weight: None is refused; cuda, cpu: (*NormGiven, *Outs, is_given), which call `launch` and
-    `compute`; normed: (s in fp32, eps) -> what weight and bias are for, on the CPU.
+    needs_weight: None is refused; normed: (s in fp32, eps) -> what weight and bias are for, on the
+    CPU.
     """
 
     def __init__(
-        self, op: str, *, kernels: str, needs_weight: bool, cuda: Callable[..., None],
-        cpu: Callable[..., None], normed: Callable[[torch.Tensor, float], torch.Tensor],
+        self, op: str, *, kernels: str, needs_weight: bool,
+        normed: Callable[[torch.Tensor, float], torch.Tensor],
     ) -> None:  # fmt: skip
         self.op, self.kernels, self.needs_weight = op, kernels, needs_weight
-        self.cuda, self.cpu, self.normed = cuda, cpu, normed
+        self.normed = normed
         # A bare tuple of a launch: unpacking it takes 40 ns less.
         self.plans: Plans[tuple[tuple[Any, ...], common.Spans]] = Plans()
         names = ["x", "weight", "bias", "residual", "out", "out_scale", "residual_out"]
@@ -104,7 +104,9 @@ class Norm:
             "float weight_offset, bool adds_after",
             "out out_scale residual_out", more="ScalarType? out_dtype",
             new=lambda *given: _filled(self.new(NormGiven(*given[:7]), given[7], _NO_OUTS)),
-            cuda=cuda, cpu=cpu,
+            # By their names at each call: a test gives one another's.
+            cuda=lambda *given: cuda_into(self, *_split(given)),
+            cpu=lambda *given: cpu_into(self, *_split(given)),
             check=lambda *given: self.check(NormGiven(*given[:7]), Outs(*given[7:])),
         )  # fmt: skip
 
@@ -127,7 +129,7 @@ class Norm:
             else:
                 made = self.new(given, out_dtype, outs)
                 if is_plain:
-                    (self.cuda if x.is_cuda else self.cpu)(*given, *made, is_given)
+                    (cuda_into if x.is_cuda else cpu_into)(self, given, made, is_given)
                 else:
                     self.registered.writing(*given, *_filled(made))
         except common.FOREIGN:
@@ -238,59 +240,61 @@ class Norm:
         grid = (-(-rows // rows_a_block), outer, 1)
         return Launch(function, grid, (threads, rows_a_block, 1), numbers=numbers)
 
-    def launch(self, given: NormGiven, outs: Outs, is_given: bool = True) -> None:
-        """The norm of a CUDA tensor. is_given: the caller gave what is written."""
-        out, out_scale, residual_out = outs = Outs(*map(_there, outs))
-        x, weight, bias, residual, eps, weight_offset, adds_after = given
-        tensors = (out, out_scale, residual_out, x, weight, bias, residual)
-        addresses = tuple([t.data_ptr() for t in tensors if t is not None])
-        low_bits = 0
-        for address in addresses:
-            low_bits |= address
-        low_bits &= 15
-        layout = [None if t is None else (t.dtype, t.shape, t.stride()) for t in tensors]
-        key = (low_bits, adds_after, *layout)
-        found = self.plans.get(key)
-        if found is None:
-            plan = tuple(self.plan(given, outs, low_bits))
-            found = self.plans.keep(key, (plan, self.writes.spans(*tensors)))
-        (function, grid, block, shared_bytes, numbers, _, _), spans = found
-        if is_given and addresses not in spans.apart:
-            spans.check(addresses)
-        if function is not None:
-            params = (
-                out, out_scale, residual_out, x, residual, weight, bias, *numbers, eps,
-                weight_offset,
-            )  # fmt: skip
-            try:
-                function(grid, block, shared_bytes, None, params)
-            except KernelHubError:
-                self.check(given, outs)  # the launch checks devices and dtypes; this names them
-                raise
 
-    def compute(self, given: NormGiven, outs: Outs, is_given: bool = True) -> None:
-        """The same on the CPU, by torch."""
-        out, out_scale, residual_out = outs = Outs(*map(_there, outs))
-        x, weight, bias, residual, eps, weight_offset, adds_after = given
-        self.check(given, outs)
-        if is_given:
-            self.writes.check(*outs, x, weight, bias, residual)
-        if x.numel() == 0:
-            return
-        self.check_all_there(given, outs)
-        if residual_out is not None:
-            x = residual_out.copy_(x + residual)
-        normed = self.normed(x.float(), eps)
-        if weight is not None or weight_offset:
-            normed = normed * ((1.0 if weight is None else weight.float()) + weight_offset)
-        if bias is not None:
-            normed = normed + bias.float()
-        if adds_after and residual is not None:
-            normed = normed + residual.float()
-        if out_scale is None:
-            out.copy_(normed)
-            return
-        quantised_rows(normed, out, out_scale)
+def cuda_into(norm: Norm, given: NormGiven, outs: Outs, is_given: bool = True) -> None:
+    """The norm of a CUDA tensor. is_given: the caller gave what is written."""
+    out, out_scale, residual_out = outs = Outs(*map(_there, outs))
+    x, weight, bias, residual, eps, weight_offset, adds_after = given
+    tensors = (out, out_scale, residual_out, x, weight, bias, residual)
+    addresses = tuple([t.data_ptr() for t in tensors if t is not None])
+    low_bits = 0
+    for address in addresses:
+        low_bits |= address
+    low_bits &= 15
+    layout = [None if t is None else (t.dtype, t.shape, t.stride()) for t in tensors]
+    key = (low_bits, adds_after, *layout)
+    found = norm.plans.get(key)
+    if found is None:
+        plan = tuple(norm.plan(given, outs, low_bits))
+        found = norm.plans.keep(key, (plan, norm.writes.spans(*tensors)))
+    (function, grid, block, shared_bytes, numbers, _, _), spans = found
+    if is_given and addresses not in spans.apart:
+        spans.check(addresses)
+    if function is not None:
+        params = (
+            out, out_scale, residual_out, x, residual, weight, bias, *numbers, eps,
+            weight_offset,
+        )  # fmt: skip
+        try:
+            function(grid, block, shared_bytes, None, params)
+        except KernelHubError:
+            norm.check(given, outs)  # the launch checks devices and dtypes; this names them
+            raise
+
+
+def cpu_into(norm: Norm, given: NormGiven, outs: Outs, is_given: bool = True) -> None:
+    """The same on the CPU, by torch."""
+    out, out_scale, residual_out = outs = Outs(*map(_there, outs))
+    x, weight, bias, residual, eps, weight_offset, adds_after = given
+    norm.check(given, outs)
+    if is_given:
+        norm.writes.check(*outs, x, weight, bias, residual)
+    if x.numel() == 0:
+        return
+    norm.check_all_there(given, outs)
+    if residual_out is not None:
+        x = residual_out.copy_(x + residual)
+    normed = norm.normed(x.float(), eps)
+    if weight is not None or weight_offset:
+        normed = normed * ((1.0 if weight is None else weight.float()) + weight_offset)
+    if bias is not None:
+        normed = normed + bias.float()
+    if adds_after and residual is not None:
+        normed = normed + residual.float()
+    if out_scale is None:
+        out.copy_(normed)
+        return
+    quantised_rows(normed, out, out_scale)
 
 
 def quantised_rows(values: torch.Tensor, out: torch.Tensor, out_scale: torch.Tensor) -> None:
@@ -303,6 +307,11 @@ def quantised_rows(values: torch.Tensor, out: torch.Tensor, out_scale: torch.Ten
 
 
 _NO_OUTS = Outs(None, None, None)
+
+
+def _split(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Of a registered op's arguments: (what it reads, what it writes, what is left)."""
+    return NormGiven(*given[:7]), Outs(*given[7:10]), *given[10:]
 
 
 def _filled(outs: Outs) -> Outs:

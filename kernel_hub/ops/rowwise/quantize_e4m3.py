@@ -28,13 +28,9 @@ _writes = common.Writes(_OP, "out out_scale x scale", "out out_scale")
 
 
 def quantize_e4m3(
-    x: torch.Tensor,
-    scale: torch.Tensor | None = None,
-    *,
-    per: str = "row",
-    out: torch.Tensor | None = None,
-    out_scale: torch.Tensor | None = None,
-) -> Any:
+    x: torch.Tensor, scale: torch.Tensor | None = None, *, per: str = "row",
+    out: torch.Tensor | None = None, out_scale: torch.Tensor | None = None,
+) -> Any:  # fmt: skip
     """Round to e4m3 by scales that are given, or found: of the whole, rows, blocks or tiles.
 
         out_scale = max(|x|) / 448 of what shares it (at least 1e-12 / 448),  out = round(x / scale)
@@ -113,11 +109,7 @@ def _check(x: Any, scale: Any, per: str, out: Any = None, out_scale: Any = None)
     for argument, value in (("scale", scale), ("out_scale", out_scale)):
         if value is None:
             continue
-        common.check_tensor(_OP, argument, value)
-        if value.dtype != torch.float32:
-            raise common.refuse(_OP, argument, "dtype float32", value)
-        if value.device != x.device:
-            raise common.refuse(_OP, argument, f"device {x.device}", value)
+        common.check_fp32(_OP, argument, value, x)
         if tuple(value.shape) not in ((shape, ()) if per == "tensor" else (shape,)):
             raise common.refuse(_OP, argument, f"shape {shape}, as per={per!r}", value)
     if out_scale is not None:

@@ -10,12 +10,9 @@ from .gated import Gated
 
 
 def relu_squared(
-    x: torch.Tensor,
-    *,
-    out_dtype: torch.dtype | None = None,
-    out: torch.Tensor | None = None,
+    x: torch.Tensor, *, out_dtype: torch.dtype | None = None, out: torch.Tensor | None = None,
     out_scale: torch.Tensor | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """The square of what is above 0.
 
         out = max(x, 0)**2
@@ -38,19 +35,8 @@ def relu_squared(
     return _relu_squared(x, (), out_dtype, out, out_scale)
 
 
-def _cuda_into(x: Any, *outs: Any) -> None:
-    _relu_squared.launch(x, (), *outs)
-
-
-def _cpu_into(x: Any, *outs: Any) -> None:
-    _relu_squared.compute(x, (), *outs)
-
-
-# By their names at each call: a test gives one another's.
 _relu_squared = Gated(
     "relu_squared",
     parts=1,
-    cuda=lambda *given: _cuda_into(*given),
-    cpu=lambda *given: _cpu_into(*given),
     formula=lambda x: torch.relu(x).square(),
 )

@@ -36,19 +36,12 @@ _MOST = common.MAX_NUMBER
 
 
 def rms_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float = 1e-6,
-    *,
-    residual: torch.Tensor | None = None,
-    adds_after: bool = False,
-    bias: torch.Tensor | None = None,
-    weight_offset: float = 0.0,
-    out_dtype: torch.dtype | None = None,
-    out: torch.Tensor | None = None,
-    out_scale: torch.Tensor | None = None,
-    residual_out: torch.Tensor | None = None,
-) -> Any:
+    x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, *,
+    residual: torch.Tensor | None = None, adds_after: bool = False,
+    bias: torch.Tensor | None = None, weight_offset: float = 0.0,
+    out_dtype: torch.dtype | None = None, out: torch.Tensor | None = None,
+    out_scale: torch.Tensor | None = None, residual_out: torch.Tensor | None = None,
+) -> Any:  # fmt: skip
     """Normalise each row of `x` by its root mean square; optionally add a residual first.
 
         residual_out = x + residual                       (rounded, equal to torch's own add)
@@ -165,13 +158,9 @@ def _check(x: Any, residual: Any, weight: Any, out: Any = None, residual_out: An
 
 
 def _plan(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    out: torch.Tensor,
-    residual_out: torch.Tensor | None,
-    low_bits: int,
-) -> Launch:
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, out: torch.Tensor,
+    residual_out: torch.Tensor | None, low_bits: int,
+) -> Launch:  # fmt: skip
     """Check the tensors and choose the kernel, its launch shape and its integer parameters."""
     _check(x, residual, weight, out, residual_out)
     if x.numel() == 0:
@@ -226,15 +215,10 @@ def _cuda(x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: floa
 
 
 def _cuda_into(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    eps: float,
-    weight_offset: float,
-    out: torch.Tensor,
-    residual_out: torch.Tensor | None,
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float,
+    weight_offset: float, out: torch.Tensor, residual_out: torch.Tensor | None,
     is_given: bool = True,
-) -> None:
+) -> None:  # fmt: skip
     """The norm of a CUDA tensor into `out`, with or without a residual.
 
     is_given: the caller gave what is written, which may overlap the rest.
@@ -267,15 +251,10 @@ def _cuda_into(
 
 
 def _cpu_into(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    eps: float,
-    weight_offset: float,
-    out: torch.Tensor,
-    residual_out: torch.Tensor | None,
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float,
+    weight_offset: float, out: torch.Tensor, residual_out: torch.Tensor | None,
     is_given: bool = True,
-) -> None:
+) -> None:  # fmt: skip
     """The same on the CPU, by torch."""
     _check(x, residual, weight, out, residual_out)
     if is_given:
@@ -288,14 +267,9 @@ def _cpu_into(
 
 
 def _dispatch(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    eps: float,
-    weight_offset: float,
-    out: torch.Tensor | None,
-    residual_out: torch.Tensor | None,
-) -> Any:
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float,
+    weight_offset: float, out: torch.Tensor | None, residual_out: torch.Tensor | None,
+) -> Any:  # fmt: skip
     """Through torch's dispatcher, for tracing and for tensors that are not plain."""
     if residual is None:
         if out is None:
@@ -366,20 +340,9 @@ _op_residual_out = common.define(
 )  # fmt: skip
 
 
-def _cuda_joined_into(*given: Any) -> None:
-    _joined.launch(NormGiven(*given[:7]), Outs(*given[7:10]), *given[10:])
-
-
-def _cpu_joined_into(*given: Any) -> None:
-    _joined.compute(NormGiven(*given[:7]), Outs(*given[7:10]), *given[10:])
-
-
-# By their names at each call: a test gives one another's.
 _joined = Norm(
     _OP,
     kernels="rms_norm_joined",
     needs_weight=True,
-    cuda=lambda *given: _cuda_joined_into(*given),
-    cpu=lambda *given: _cpu_joined_into(*given),
     normed=lambda s, eps: s * torch.rsqrt(s.square().mean(-1, keepdim=True) + eps),
 )

@@ -23,17 +23,11 @@ _MAX_THREADS = 512
 
 
 def rope(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    positions: torch.Tensor | None = None,
-    *,
-    interleaved: bool = False,
-    rotary_dim: int | None = None,
-    out_q: torch.Tensor | None = None,
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    positions: torch.Tensor | None = None, *, interleaved: bool = False,
+    rotary_dim: int | None = None, out_q: torch.Tensor | None = None,
     out_k: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Rotate pairs of each head of `q` and `k` by angles that depend on the token's position.
 
     With c, s = cos[position], sin[position] and half = rotary_dim // 2:
@@ -173,17 +167,10 @@ def _choose_flat(width: int, heads: int, tokens: int) -> tuple[int, int, int]:
 
 
 def _plan(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    positions: torch.Tensor | None,
-    interleaved: bool,
-    rotary_dim: int,
-    out_q: torch.Tensor,
-    out_k: torch.Tensor,
-    low_bits: int,
-) -> Launch:
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    positions: torch.Tensor | None, interleaved: bool, rotary_dim: int, out_q: torch.Tensor,
+    out_k: torch.Tensor, low_bits: int,
+) -> Launch:  # fmt: skip
     """Check the tensors and choose the kernel, its launch shape and its integer parameters."""
     _check(q, k, cos, sin, positions, interleaved, rotary_dim, out_q, out_k)
     if q.numel() + k.numel() == 0:
@@ -263,17 +250,10 @@ def _plan(
 
 
 def _cuda_into(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    positions: torch.Tensor | None,
-    interleaved: bool,
-    rotary_dim: int,
-    out_q: torch.Tensor,
-    out_k: torch.Tensor,
-    is_given: bool = True,
-) -> None:
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    positions: torch.Tensor | None, interleaved: bool, rotary_dim: int, out_q: torch.Tensor,
+    out_k: torch.Tensor, is_given: bool = True,
+) -> None:  # fmt: skip
     """Both rotations in one launch. is_given: the caller gave out_q or out_k."""
     tensors = (out_q, out_k, q, k, cos, sin)
     addresses = tuple([tensor.data_ptr() for tensor in tensors])
@@ -308,17 +288,10 @@ def _cuda_into(
 
 
 def _cpu_into(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    positions: torch.Tensor | None,
-    interleaved: bool,
-    rotary_dim: int,
-    out_q: torch.Tensor,
-    out_k: torch.Tensor,
-    is_given: bool = True,
-) -> None:
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    positions: torch.Tensor | None, interleaved: bool, rotary_dim: int, out_q: torch.Tensor,
+    out_k: torch.Tensor, is_given: bool = True,
+) -> None:  # fmt: skip
     """The same on the CPU, by torch."""
     _check(q, k, cos, sin, positions, interleaved, rotary_dim, out_q, out_k)
     if is_given:

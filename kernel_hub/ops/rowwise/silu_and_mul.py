@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..core import common
-from .gated import Gated
+from .gated import Gated, cuda_into
 
 _PLAIN_TYPES = common.PLAIN_TYPES
 _is_tracing = torch.compiler.is_dynamo_compiling
@@ -16,12 +16,9 @@ _transform, _forward_ad = common.transform, common.forward_ad
 
 
 def silu_and_mul(
-    x: torch.Tensor,
-    *,
-    out_dtype: torch.dtype | None = None,
-    out: torch.Tensor | None = None,
+    x: torch.Tensor, *, out_dtype: torch.dtype | None = None, out: torch.Tensor | None = None,
     out_scale: torch.Tensor | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """Multiply the second half of each row by the SiLU of the first.
 
         out[..., j] = silu(x[..., j]) * x[..., size + j],  silu(g) = g / (1 + exp(-g))
@@ -65,16 +62,8 @@ def _cuda(x: torch.Tensor) -> torch.Tensor:
     if x.dim() == 0 or x.shape[-1] % 2:
         _gated.check(x)
     out = _gated.new_out(x)
-    _gated.launch(x, (), out, None, False)
+    cuda_into(_gated, x, (), out, None, False)
     return out
-
-
-def _cuda_into(x: Any, *outs: Any) -> None:
-    _gated.launch(x, (), *outs)
-
-
-def _cpu_into(x: Any, *outs: Any) -> None:
-    _gated.compute(x, (), *outs)
 
 
 def _formula(x: torch.Tensor) -> torch.Tensor:
@@ -82,10 +71,7 @@ def _formula(x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
-# By their names at each call: a test gives one another's.
 _gated = Gated(
     "silu_and_mul",
-    cuda=lambda *given: _cuda_into(*given),
-    cpu=lambda *given: _cpu_into(*given),
     formula=_formula,
 )

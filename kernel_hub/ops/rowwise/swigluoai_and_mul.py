@@ -11,15 +11,10 @@ from .gated import Gated
 
 
 def swigluoai_and_mul(
-    x: torch.Tensor,
-    alpha: float = 1.702,
-    limit: float = 7.0,
-    *,
-    interleaved: bool = True,
-    out_dtype: torch.dtype | None = None,
-    out: torch.Tensor | None = None,
+    x: torch.Tensor, alpha: float = 1.702, limit: float = 7.0, *, interleaved: bool = True,
+    out_dtype: torch.dtype | None = None, out: torch.Tensor | None = None,
     out_scale: torch.Tensor | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """The clamped and shifted SwiGLU of gpt-oss: gates from above, what they multiply both ways.
 
         gate = min(g, limit),  up = min(max(u, -limit), limit)
@@ -50,26 +45,15 @@ def swigluoai_and_mul(
     return _gated(x, (alpha, limit, bool(interleaved)), out_dtype, out, out_scale)
 
 
-def _cuda_into(x: Any, alpha: float, limit: float, interleaved: bool, *outs: Any) -> None:
-    _gated.launch(x, (alpha, limit, interleaved), *outs)
-
-
-def _cpu_into(x: Any, alpha: float, limit: float, interleaved: bool, *outs: Any) -> None:
-    _gated.compute(x, (alpha, limit, interleaved), *outs)
-
-
 def _formula(x: torch.Tensor, alpha: float, limit: float, interleaved: bool) -> torch.Tensor:
     gate, up = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return (up + 1) * gate * torch.sigmoid(alpha * gate)
 
 
-# By their names at each call: a test gives one another's.
 _gated = Gated(
     "swigluoai_and_mul",
     "float alpha, float limit, bool interleaved",
-    cuda=lambda *given: _cuda_into(*given),
-    cpu=lambda *given: _cpu_into(*given),
     formula=_formula,
     form=lambda alpha, limit, interleaved: "_interleaved" if interleaved else "_halves",
     numbers=lambda alpha, limit, interleaved: (alpha, limit),

@@ -67,29 +67,17 @@ _writes = common.Writes(_OP, f"logits {_BATCH} {_ROWS} {_OUTS}", _OUTS)
 
 
 def sample(
-    logits: torch.Tensor,
-    *,
-    temperature: torch.Tensor | None = None,
-    top_k: torch.Tensor | None = None,
-    top_p: torch.Tensor | None = None,
-    min_p: torch.Tensor | None = None,
-    seed: torch.Tensor | None = None,
-    offset: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    token_bitmask: torch.Tensor | None = None,
-    prompt_bitmask: torch.Tensor | None = None,
-    output_counts: torch.Tensor | None = None,
-    repetition_penalty: torch.Tensor | None = None,
-    presence_penalty: torch.Tensor | None = None,
-    frequency_penalty: torch.Tensor | None = None,
-    softcap: float = 0.0,
-    return_logprob: bool = False,
-    out: torch.Tensor | None = None,
-    out_logprob: torch.Tensor | None = None,
-    top_n: torch.Tensor | None = None,
-    out_top_ids: torch.Tensor | None = None,
-    out_top_logprobs: torch.Tensor | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    logits: torch.Tensor, *, temperature: torch.Tensor | None = None,
+    top_k: torch.Tensor | None = None, top_p: torch.Tensor | None = None,
+    min_p: torch.Tensor | None = None, seed: torch.Tensor | None = None,
+    offset: torch.Tensor | None = None, bias: torch.Tensor | None = None,
+    token_bitmask: torch.Tensor | None = None, prompt_bitmask: torch.Tensor | None = None,
+    output_counts: torch.Tensor | None = None, repetition_penalty: torch.Tensor | None = None,
+    presence_penalty: torch.Tensor | None = None, frequency_penalty: torch.Tensor | None = None,
+    softcap: float = 0.0, return_logprob: bool = False, out: torch.Tensor | None = None,
+    out_logprob: torch.Tensor | None = None, top_n: torch.Tensor | None = None,
+    out_top_ids: torch.Tensor | None = None, out_top_logprobs: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Draw a token of each row of logits; every row by parameters of its own, in one launch.
 
         z = softcap * tanh(logits / softcap) + bias;  -inf where token_bitmask has no bit

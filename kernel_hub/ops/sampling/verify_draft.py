@@ -38,16 +38,11 @@ _writes = common.Writes(_OP, _NAMES, "out_ids num_accepted")
 
 
 def verify_draft(
-    draft_ids: torch.Tensor,
-    target_logits: torch.Tensor,
-    draft_probs: torch.Tensor | None = None,
-    *,
-    temperature: torch.Tensor | None = None,
-    seed: torch.Tensor | None = None,
-    offset: torch.Tensor | None = None,
-    out_ids: torch.Tensor | None = None,
+    draft_ids: torch.Tensor, target_logits: torch.Tensor, draft_probs: torch.Tensor | None = None,
+    *, temperature: torch.Tensor | None = None, seed: torch.Tensor | None = None,
+    offset: torch.Tensor | None = None, out_ids: torch.Tensor | None = None,
     num_accepted: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """How many of each row's drafted tokens the target keeps, and its own token after them.
 
         p[j] = softmax(target_logits[j] / temperature),  q = draft_probs

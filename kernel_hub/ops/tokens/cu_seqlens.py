@@ -39,15 +39,10 @@ _writes = common.Writes(_OP, f"lengths {_NAMES}", "out out_positions out_slots")
 
 
 def cu_seqlens(
-    lengths: torch.Tensor,
-    *,
-    cache_seqlens: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None,
-    page_size: int = 0,
-    out: torch.Tensor | None = None,
-    out_positions: torch.Tensor | None = None,
-    out_slots: torch.Tensor | None = None,
-) -> torch.Tensor:
+    lengths: torch.Tensor, *, cache_seqlens: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None, page_size: int = 0, out: torch.Tensor | None = None,
+    out_positions: torch.Tensor | None = None, out_slots: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Where packed sequences begin, from their lengths, and on request the place of each token.
 
         out[b] = sum over a < b of max(lengths[a], 0)

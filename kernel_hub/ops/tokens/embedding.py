@@ -38,16 +38,10 @@ _writes = common.Writes(_OP, "out ids weight position_weight positions", "out")
 
 
 def embedding(
-    ids: torch.Tensor,
-    weight: torch.Tensor,
-    *,
-    scale: float | None = None,
-    position_weight: torch.Tensor | None = None,
-    positions: torch.Tensor | None = None,
-    first_id: int = 0,
-    vocab_size: int | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    ids: torch.Tensor, weight: torch.Tensor, *, scale: float | None = None,
+    position_weight: torch.Tensor | None = None, positions: torch.Tensor | None = None,
+    first_id: int = 0, vocab_size: int | None = None, out: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """The row of a table for each id.
 
         out[t] = weight[ids[t] - first_id]

@@ -196,7 +196,8 @@ def test_shares_of_k(way: Way, size: tuple[int, int, int], monkeypatch: pytest.M
     capability = torch.cuda.get_device_capability() if way.is_gpu else (9, 0)
     for choice in linear_plan.portable_choices(capability, m, n, k, num_splits=3):
         monkeypatch.setattr("kernel_hub.ops.matmul.linear_launch.choose", lambda *_, c=choice: c)
-        for dtype, out_dtype in itertools.product(DTYPES, (None, torch.float32)):
+        kinds = itertools.product(DTYPES, (None, torch.float32))
+        for dtype, out_dtype in way.some(kinds, 3, choice.variant, size):
             if out_dtype is None or choice.variant != "m8_deep":  # which has no wide results
                 forget_all()
                 check_linear(
@@ -222,6 +223,7 @@ def test_hopper_variants(hopper_way: Way, name: str, monkeypatch: pytest.MonkeyP
         kinds = [kind for _, _, kind in cases]
         cases = [(size, i > 1, lot.choice(kinds)) for i, size in enumerate(sizes)]
         cases.append((sizes[1], False, (torch.bfloat16, None, (None, False, False))))
+    cases = hopper_way.some(cases, 3, name)
     for (m, n, k), deals, (dtype, out_dtype, (activation, has_bias, has_residual)) in cases:
         k = max(k, 64 * variant.splits)
         choice = linear_plan.hopper_choice(name, hopper_way.num_sms, m, n, k, deals=deals)
@@ -241,13 +243,15 @@ def test_aligned_residuals(hopper_way: Way, name: str, monkeypatch: pytest.Monke
     sizes = [(most - 3, 264, 392), (1, 72, 72)]
     if hopper_way.is_gpu:
         sizes += [(5 * most + 1, 4104, 1096), (3 * most, 20000, 264)]
-    for (m, n, k), deals in itertools.product(sizes, (False, True)):
+    cases = [
+        (size, deals, lot.choice(DTYPES), lot.choice(list(ACTIVATIONS)), lot.random() < 0.5)
+        for size, deals in itertools.product(sizes, (False, True))
+    ]
+    for (m, n, k), deals, dtype, activation, has_bias in hopper_way.some(cases, 2, name):
         k = max(k, 64 * variant.splits)
         choice = linear_plan.hopper_choice(name, hopper_way.num_sms, m, n, k, deals=deals)
         monkeypatch.setattr("kernel_hub.ops.matmul.linear_launch.choose", lambda *_, c=choice: c)
         forget_all()
-        dtype, activation = lot.choice(DTYPES), lot.choice(list(ACTIVATIONS))
-        has_bias = lot.random() < 0.5
         check_linear(
             hopper_way, m, n, k, dtype=dtype, activation=activation, has_bias=has_bias,
             has_residual=True,

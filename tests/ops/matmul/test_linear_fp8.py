@@ -176,7 +176,7 @@ def test_every_variant(hopper_way: Way, name: str, deals: int) -> None:
         cases = [(size, *lot.choice(kinds)) for size in sizes]
         cases += [((131, 136, 400), torch.bfloat16, mode, None) for mode in modes]
     with plan.TABLE.forcing(Row(name, {"group": 3, "deals": deals})):
-        for (m, n, k), out_dtype, mode, activation in cases:
+        for (m, n, k), out_dtype, mode, activation in hopper_way.some(cases, 3, name, deals):
             check_linear(
                 hopper_way.device, m, n, max(k, 128 * variant.splits), mode, out_dtype=out_dtype,
                 activation=activation, has_bias=mode == "row",
@@ -194,12 +194,16 @@ def test_aligned_residuals(hopper_way: Way, name: str) -> None:
     if hopper_way.is_gpu:
         sizes += [(5 * most + 1, 4104, 1104), (3 * most, 20000, 272)]
     modes = ("row",) if variant.is_fast or name in plan.WITHOUT_BLOCKS else ("row", "block")
-    for (m, n, k), deals, mode in itertools.product(sizes, (0, 1), modes):
+    cases = [
+        (*case, lot.choice(OUT_DTYPES[:2]), lot.choice(list(ACTIVATIONS)), lot.random() < 0.5)
+        for case in itertools.product(sizes, (0, 1), modes)
+    ]
+    for (m, n, k), deals, mode, dtype, activation, has_bias in hopper_way.some(cases, 2, name):
         with plan.TABLE.forcing(Row(name, {"group": 3, "deals": deals})):
             check_linear(
                 hopper_way.device, m, n, max(k, 128 * variant.splits), mode,
-                out_dtype=lot.choice(OUT_DTYPES[:2]), activation=lot.choice(list(ACTIVATIONS)),
-                has_bias=lot.random() < 0.5, has_residual=True, use_fast_accum=variant.is_fast,
+                out_dtype=dtype, activation=activation, has_bias=has_bias, has_residual=True,
+                use_fast_accum=variant.is_fast,
             )  # fmt: skip
 
 

@@ -82,7 +82,7 @@ def test_hopper_variants(
     if not hopper_way.is_gpu:
         most = variant.block_n if variant.swaps else 150
         sizes = [(1, 8, 64), (most, 168, 136), (most - 3, 72, 392)]
-    for i, (m, columns, k) in enumerate(sizes):
+    for i, (m, columns, k) in hopper_way.some(enumerate(sizes), 2, variant.name):
         n, k = 2 * columns, max(k, 64 * variant.splits)
         choice = paired_plan.hopper_choice("swiglu_linear", variant, hopper_way.num_sms, m, n)
         monkeypatch.setattr(module, "choose", lambda *_, c=choice: c)

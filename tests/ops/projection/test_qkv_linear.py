@@ -125,7 +125,8 @@ def test_hopper_variants(
     if not hopper_way.is_gpu:
         cases = [cases[0], cases[3], (most - 3, (2, 1, 128), 264, 128), cases[4]]
     cases += [(most - 1, (3, 2, 96), 136, 48), (most, (4, 1, 32), 72, 32)][: 2 * interleaved]
-    for i, (m, heads, hidden, rotary_dim) in enumerate(cases):
+    chosen = hopper_way.some(enumerate(cases), 3, variant.name, interleaved)
+    for i, (m, heads, hidden, rotary_dim) in chosen:
         n = (heads[0] + 2 * heads[1]) * heads[2]
         hidden = max(hidden, 64 * variant.splits)
         choice = paired_plan.hopper_choice("qkv_linear", variant, hopper_way.num_sms, m, n)

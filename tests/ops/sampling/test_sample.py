@@ -125,7 +125,7 @@ def test_parts_that_one_block_cannot_end(way: Way, monkeypatch: pytest.MonkeyPat
     ties = torch.cat([torch.full((1, 2500), 2.0), way.randn(1, 2500).cpu()], 1)
     rising = torch.arange(size, dtype=torch.float32)[None] / 100
     for logits in (ties, ties.flip(1), rising, rising.flip(1), torch.zeros(1, size)):
-        for k in (1, 50, 200, 300):
+        for k in way.some((1, 50, 200, 300), 2, str(logits[0, :9])):
             given = {"top_k": torch.tensor([k], dtype=torch.int32), "top_p": torch.tensor([0.9])}
             check(way, logits, **given, **arguments(1, k, "min_p"))
 
@@ -137,7 +137,7 @@ def test_what_changes_logits(way: Way, dtype: torch.dtype) -> None:
         logits, changes = way.randn(batch, size, dtype=dtype) * 3, more(batch, size)
         sets = [{name: changes[name]} for name in ("bias", "token_bitmask")]
         for softcap in (0.0, 2.5):
-            for given in (*sets, changes, {}):
+            for given in way.some((*sets, changes, {}), 2, dtype, size, softcap):
                 check(way, logits, softcap, **given, **arguments(batch))
         shared = {"bias": changes["bias"][0], "token_bitmask": changes["token_bitmask"]}
         check(way, logits, **shared, **arguments(batch))
@@ -177,7 +177,7 @@ def test_what_is_no_number(way: Way, parts: int, monkeypatch: pytest.MonkeyPatch
         for values, wanted in NOT_NUMBERS:
             row = torch.tensor([values * 43], dtype=dtype)
             for names in ((), ("top_k",), ("top_p",), ("temperature",)):
-                for seed in range(3):
+                for seed in way.some(range(3), 1, parts, dtype, str(values), names):
                     given = arguments(1, seed, *names)
                     ids = check(way, row, **given)
                     if not all(value == -INF or value != value for value in values):
@@ -239,7 +239,7 @@ def test_kept_sets_are_those_of_a_sort_in_fp64(way: Way, name: str) -> None:
         for t in (0.5, 1.0, 3.0) for k in (0, 1, 2, 3, 5, 100)
         for p in (0.01, 0.37, 0.61, 0.93, 1.0) for m in (0.0, 0.031, 0.43, 1.0)
     ]  # fmt: skip
-    for t, k, p, m in cases[:: 7 if way.is_gpu else 37]:
+    for t, k, p, m in way.some(cases[:: 7 if way.is_gpu else 37], 5, name):
         wanted = reference.sample(row, temperature=t, top_k=k, top_p=p, min_p=m)
         draws = 512 if way.is_gpu else 8
         filled = {
