@@ -10,7 +10,6 @@ exp(lse) / (exp(lse) + exp(sink)).
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -142,22 +141,14 @@ def _ends(values: list[float]) -> tuple[float, float]:
 def main() -> None:
     """Parse the command line, measure, print."""
     options = harness.arguments(__doc__.splitlines()[0], rounds=ROUNDS, quick={"rounds": 5})
-    rows: list[dict[str, Any]] = []
     with torch.no_grad():
-        for case in QUICK if options.quick else CASES:
-            try:
-                rows.append(measure(case, options.rounds))
-            except (AssertionError, RuntimeError, ValueError) as error:
-                rows.append({"case": str(case), "FAILED": str(error)[:300]})
-            print(json.dumps(rows[-1]), flush=True)
-            torch.cuda.empty_cache()
+        rows = harness.measured_rows(QUICK if options.quick else CASES, measure, options.rounds)
     for name in ("fp32", "bf16"):
         ratios = [row[f"{name} / none"] for row in rows if f"{name} / none" in row]
         if ratios:
             mean = statistics.geometric_mean(ratios)
             print(f"{name} sinks: {mean:.4f} of none (geometric mean), at most {max(ratios):.4f}")
-    if options.out:
-        options.out.write_text(json.dumps([options.about, *rows], indent=1))
+    harness.write_rows(options, rows)
 
 
 if __name__ == "__main__":

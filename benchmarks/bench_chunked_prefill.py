@@ -9,10 +9,8 @@ chooses its own number of splits. A result of split is held against whole's befo
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -184,19 +182,10 @@ def main() -> None:
             "--seconds", type=float, default=600.0, help="no new case after these"
         ),
     )  # fmt: skip
-    started, rows = time.monotonic(), []
-    for case in QUICK if options.quick else CASES:
-        if time.monotonic() - started > options.seconds:
-            print("out of time")
-            break
-        try:
-            rows.append(measure(case, options.rounds))
-        except (AssertionError, RuntimeError, ValueError) as error:
-            rows.append({"case": str(case), "FAILED": str(error)[:300]})
-        print(json.dumps(rows[-1]), flush=True)
-        torch.cuda.empty_cache()
-    if options.out:
-        options.out.write_text(json.dumps([options.about, *rows], indent=1))
+    cases = QUICK if options.quick else CASES
+    harness.write_rows(
+        options, harness.measured_rows(cases, measure, options.rounds, options.seconds)
+    )
 
 
 if __name__ == "__main__":

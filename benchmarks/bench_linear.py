@@ -44,12 +44,9 @@ def wrong(inputs: tuple[torch.Tensor, ...]) -> str:
 
 
 def sound_products(
-    report: Report,
-    options: argparse.Namespace,
-    shapes: Mapping[str, tuple[int, int]],
-    made_of: Callable[[int, int, int], list[Any]],
-    wrong: Callable[[Any], str],
-) -> Iterator[tuple[str, int, int, int, list[Any]]]:
+    report: Report, options: argparse.Namespace, shapes: Mapping[str, tuple[int, int]],
+    made_of: Callable[[int, int, int], list[Any]], wrong: Callable[[Any], str],
+) -> Iterator[tuple[str, int, int, int, list[Any]]]:  # fmt: skip
     """(name, m, n, k, operands) of each shape and number of tokens that we compute rightly; the
     others are failures of the report. made_of: sets of operands of m, n and k."""
     for name, m in itertools.product(options.shapes, options.tokens):
@@ -132,13 +129,9 @@ def compiled(label: str) -> Callable[..., torch.Tensor]:
 
 
 def apart(
-    finish: Callable[..., torch.Tensor],
-    a: torch.Tensor,
-    b: torch.Tensor,
-    out: torch.Tensor,
-    bias: torch.Tensor,
-    residual: torch.Tensor,
-) -> torch.Tensor:
+    finish: Callable[..., torch.Tensor], a: torch.Tensor, b: torch.Tensor, out: torch.Tensor,
+    bias: torch.Tensor, residual: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
     return finish(torch.matmul(a, b.T, out=out), bias, residual)
 
 

@@ -48,13 +48,9 @@ class Case:
     )
 
     def check(
-        self,
-        rows: Callable[[torch.Tensor], torch.Tensor],
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        causal: bool,
-    ) -> None:
+        self, rows: Callable[[torch.Tensor], torch.Tensor], q: torch.Tensor, k: torch.Tensor,
+        v: torch.Tensor, causal: bool,
+    ) -> None:  # fmt: skip
         """Hold `rows` of every output against attention of q (the last queries) over k and v."""
         truth, own = (
             reference_attention(q, k, v, causal=causal, dtype=dtype)[0]

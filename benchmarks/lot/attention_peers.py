@@ -100,14 +100,9 @@ def _workspace() -> torch.Tensor:
 
 
 def flashinfer_paged(
-    table: torch.Tensor,
-    seqlens_q: Sequence[int],
-    seqlens_k: Sequence[int],
-    heads: tuple[int, int, int],
-    page_size: int,
-    dtype: torch.dtype,
-    backend: str = "fa2",
-) -> Callable[..., torch.Tensor]:
+    table: torch.Tensor, seqlens_q: Sequence[int], seqlens_k: Sequence[int],
+    heads: tuple[int, int, int], page_size: int, dtype: torch.dtype, backend: str = "fa2",
+) -> Callable[..., torch.Tensor]:  # fmt: skip
     """(q of all tokens, (k pages, v pages)) -> out, causal, planned beforehand for these lengths.
 
     backend: of its prefill; "fa2" splits the keys, and is what its decode has compiled already.

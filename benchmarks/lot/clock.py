@@ -60,14 +60,9 @@ class Clock:
         ]
 
     def measure(
-        self,
-        contenders: Mapping[str, Sequence[Launch]],
-        expected_us: float,
-        *,
-        is_rotated: bool = True,
-        is_matrix_bound: bool = False,
-        is_eager: bool = False,
-    ) -> Times:
+        self, contenders: Mapping[str, Sequence[Launch]], expected_us: float, *,
+        is_rotated: bool = True, is_matrix_bound: bool = False, is_eager: bool = False,
+    ) -> Times:  # fmt: skip
         """contenders: name -> launches, one an input set.
 
         is_eager: wall time of calls in a row until the GPU has done them, without graphs.

@@ -49,14 +49,9 @@ class Timer(Protocol):
     """As `clock.Clock`."""
 
     def measure(
-        self,
-        contenders: Mapping[str, Sequence[Launch]],
-        expected_us: float,
-        *,
-        is_rotated: bool = True,
-        is_matrix_bound: bool = False,
-        is_eager: bool = False,
-    ) -> Times:
+        self, contenders: Mapping[str, Sequence[Launch]], expected_us: float, *,
+        is_rotated: bool = True, is_matrix_bound: bool = False, is_eager: bool = False,
+    ) -> Times:  # fmt: skip
         """contenders: name -> launches, one an input set."""
 
 

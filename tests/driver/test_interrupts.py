@@ -27,12 +27,13 @@ pytestmark = [
     pytest.mark.timeout(300, method="thread"),  # the other method's timer is the one used here
 ]
 IMAGE = PROBE_CUBIN.read_bytes()
+Interrupted = Callable[[float, Callable[[], Any]], bool]
 
 
 @pytest.fixture
 def interrupted(
     monkeypatch: pytest.MonkeyPatch,
-) -> Iterator[Callable[[float, Callable[[], Any]], bool]]:
+) -> Iterator[Interrupted]:
     """`interrupted(seconds, work)`: whether KeyboardInterrupt ended `work`, that long after its
     start; one that comes later than its end is caught too."""
 
@@ -73,11 +74,24 @@ def check_thread(fake: FakeCuda, lots: Lots) -> None:
     assert fake.context_depth <= 1, f"a context stayed pushed: {lots}"
 
 
+def interrupt(
+    fake: FakeCuda, interrupted: Interrupted, lots: Lots, work: Callable[[], Any], times: int,
+    seconds: tuple[float, float], least: int,
+) -> None:  # fmt: skip
+    """`work` so many times, cut off after a time by lot; at least so often it was."""
+    came = 0
+    for _ in range(times):
+        came += interrupted(lots.uniform(*seconds), work)
+        check_thread(fake, lots)
+    assert came > least
+    settled()
+
+
 @pytest.mark.parametrize("latency", [0, 20])
 @pytest.mark.parametrize("turn", range(3))
 def test_allocations_and_copies(
     fakecuda: FakeCuda,
-    interrupted: Callable[[float, Callable[[], Any]], bool],
+    interrupted: Interrupted,
     latency: int,
     turn: int,
 ) -> None:
@@ -97,21 +111,14 @@ def test_allocations_and_copies(
                 array.free()
             memory_stats()
 
-    came = 0
-    for _ in range(800):
-        came += interrupted(lots.uniform(2e-6, 4e-4), work)
-        check_thread(fakecuda, lots)
-    assert came > 100
-    settled()
+    interrupt(fakecuda, interrupted, lots, work, 800, (2e-6, 4e-4), 100)
     assert memory_stats().live_arrays == 0, lots
     assert fakecuda.live_allocations == 0, lots
     assert fakecuda.live("pools") == 1
 
 
 @pytest.mark.parametrize("turn", range(3))
-def test_dlpack(
-    fakecuda: FakeCuda, interrupted: Callable[[float, Callable[[], Any]], bool], turn: int
-) -> None:
+def test_dlpack(fakecuda: FakeCuda, interrupted: Interrupted, turn: int) -> None:
     lots = Lots("interrupted DLPack", turn)
     DeviceArray.zeros(4).free()
 
@@ -121,12 +128,7 @@ def test_dlpack(
             assert array.shape == (64,)
             array.__dlpack__()
 
-    came = 0
-    for _ in range(800):
-        came += interrupted(lots.uniform(2e-6, 6e-4), work)
-        check_thread(fakecuda, lots)
-    assert came > 100
-    settled()
+    interrupt(fakecuda, interrupted, lots, work, 800, (2e-6, 6e-4), 100)
     trim()
     assert fakecuda.live_allocations == 0, lots
 
@@ -134,7 +136,7 @@ def test_dlpack(
 @pytest.mark.parametrize("turn", range(3))
 def test_streams_and_events(
     make_fakecuda: Callable[..., FakeCuda],
-    interrupted: Callable[[float, Callable[[], Any]], bool],
+    interrupted: Interrupted,
     turn: int,
 ) -> None:
     fake = make_fakecuda(devices=2)
@@ -152,20 +154,13 @@ def test_streams_and_events(
             if lots.random() < 0.5:
                 stream.close()
 
-    came = 0
-    for _ in range(1500):
-        came += interrupted(lots.uniform(2e-6, 4e-4), work)
-        check_thread(fake, lots)
-    assert came > 200
-    settled()
+    interrupt(fake, interrupted, lots, work, 1500, (2e-6, 4e-4), 200)
     trim()
     assert (fake.live("streams"), fake.live("events")) == (1, 0), lots
 
 
 @pytest.mark.parametrize("turn", range(3))
-def test_loads(
-    fakecuda: FakeCuda, interrupted: Callable[[float, Callable[[], Any]], bool], turn: int
-) -> None:
+def test_loads(fakecuda: FakeCuda, interrupted: Interrupted, turn: int) -> None:
     lots = Lots("interrupted loads", turn)
     for call in ("cuLibraryLoadData", "cuKernelGetFunction", "cuFuncLoad", "cuLibraryUnload"):
         fakecuda.set_latency(call, 30)
@@ -178,12 +173,7 @@ def test_loads(
             kernel.unload()
 
     work()  # imports are Python's: 3.10 turns Ctrl-C in a class's body into a RuntimeError
-    came = 0
-    for _ in range(400):
-        came += interrupted(lots.uniform(5e-5, 3e-3), work)
-        check_thread(fakecuda, lots)
-    assert came > 50
-    settled()
+    interrupt(fakecuda, interrupted, lots, work, 400, (5e-5, 3e-3), 50)
     kernel = Kernel(IMAGE)
     before = fakecuda.launch_count
     kernel.launch_probe_5(GRID, BLOCK, 0, 0, params)
@@ -205,7 +195,7 @@ def test_apart_gives_what_the_function_gives() -> None:
 
 
 def test_an_interrupted_function_goes_on_to_its_end(
-    interrupted: Callable[[float, Callable[[], Any]], bool],
+    interrupted: Interrupted,
 ) -> None:
     begun, may_end, ended = (threading.Event() for _ in range(3))
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from attention_devices import taken
 from emulated_attention import hopper_attention
 from ways import Way
 
@@ -20,16 +21,9 @@ SPLIT: Any = importlib.import_module("kernel_hub.ops.attention.forward_split_sm9
 @contextlib.contextmanager
 def in_shares(patch: pytest.MonkeyPatch, hopper_way: Way) -> Iterator[list[str]]:
     """The functions of the launches that they took."""
-    taken: list[str] = []
-    launch = SPLIT.launch
-
-    def counted(planned: Any, *given: Any) -> None:
-        taken.append(planned.function.name)
-        launch(planned, *given)
-
-    patch.setattr(SPLIT, "launch", counted)
+    found = taken(patch, SPLIT, lambda planned, *_: str(planned.function.name))
     patch.setattr(decode_sm90, "choice", True)
     few = contextlib.nullcontext() if hopper_way.is_gpu else hopper_attention(patch, 7)
     with few:
         forget_all()
-        yield taken
+        yield found

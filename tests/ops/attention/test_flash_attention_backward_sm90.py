@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import Case, run
+from attention_devices import taken
 from back_to_back import check_back_to_back
 from bits import same_bits
 
@@ -36,15 +37,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The head_dims of the launches that the Hopper kernels took."""
     if not has_wgmma(torch.cuda.get_device_capability()):
         pytest.skip("not compute capability 9.0")
-    taken: list[int] = []
-    launch = SM90.launch
-
-    def counted(plan: Any, problem: Problem, given: Gradients) -> None:
-        taken.append(problem.q.shape[-1])
-        launch(plan, problem, given)
-
-    monkeypatch.setattr(SM90, "launch", counted)
-    yield taken
+    yield taken(monkeypatch, SM90, lambda plan, problem, given: int(problem.q.shape[-1]))
 
 
 @pytest.mark.gpu

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import Case, run
+from attention_devices import taken
 from bits import same_bits
 from emulated import ROOT
 
@@ -39,20 +40,16 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The masks of the launches that the Hopper kernels took."""
     if not has_wgmma(torch.cuda.get_device_capability()):
         pytest.skip("not compute capability 9.0")
-    taken: list[str] = []
-    launch = SM90.launch
 
-    def counted(*given: Any) -> None:
-        options = given[-1]
-        left, right = options.window_size
-        is_causal = options.causal or right >= 0
-        taken.append("window" if left >= 0 else "causal" if is_causal else "full")
-        launch(*given)
+    def mask(*given: Any) -> str:
+        left, right = given[-1].window_size
+        is_causal = given[-1].causal or right >= 0
+        return "window" if left >= 0 else "causal" if is_causal else "full"
 
-    monkeypatch.setattr(SM90, "launch", counted)
+    found = taken(monkeypatch, SM90, mask)
     monkeypatch.setattr(SPLIT, "choice", False)  # test_flash_attention_split_sm90.py
     forget_all()
-    yield taken
+    yield found
 
 
 @pytest.mark.gpu

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import Case, run
+from attention_devices import taken
 from attention_split_random import EMULATED, random_split_case
 from emulated_attention import hopper_attention
 from ways import Way
@@ -30,15 +31,7 @@ def blocks(hopper_way: Way, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[in
     if hopper_way.is_gpu:
         pytest.skip("test_flash_attention_sm90.py does that with larger cases")
     monkeypatch.setattr(SPLIT, "choice", False)
-    taken: list[int] = []
-    launch = SM90.launch
-
-    def counted(planned: Any, *given: Any) -> None:
-        taken.append(planned.grid[0])
-        launch(planned, *given)
-
-    monkeypatch.setattr(SM90, "launch", counted)
-    yield taken
+    yield taken(monkeypatch, SM90, lambda planned, *_: int(planned.grid[0]))
 
 
 @pytest.mark.parametrize("index", range(DRAWN))

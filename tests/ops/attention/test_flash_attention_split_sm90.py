@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import Case, run
+from attention_devices import taken
 from attention_split_random import EMULATED, random_split_case
 from bits import same_bits
 from emulated_attention import hopper_attention
@@ -34,17 +35,10 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The functions of the launches that these kernels took: whatever they can take."""
     if not has_wgmma(torch.cuda.get_device_capability()):
         pytest.skip("not compute capability 9.0")
-    taken: list[str] = []
-    launch = SPLIT.launch
-
-    def counted(planned: Any, *given: Any) -> None:
-        taken.append(planned.function.name)
-        launch(planned, *given)
-
-    monkeypatch.setattr(SPLIT, "launch", counted)
+    found = taken(monkeypatch, SPLIT, lambda planned, *_: str(planned.function.name))
     monkeypatch.setattr(SPLIT, "choice", True)
     forget_all()
-    yield taken
+    yield found
     forget_all()
 
 
@@ -53,16 +47,8 @@ def pieces(hopper_way: Way, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[in
     """The blocks of the launches that the emulator ran: whatever these kernels can take."""
     if hopper_way.is_gpu:
         pytest.skip("the tests below do that with larger cases")
-    taken: list[int] = []
-    launch = SPLIT.launch
-
-    def counted(planned: Any, *given: Any) -> None:
-        taken.append(planned.grid[0])
-        launch(planned, *given)
-
-    monkeypatch.setattr(SPLIT, "launch", counted)
     monkeypatch.setattr(SPLIT, "choice", True)
-    yield taken
+    yield taken(monkeypatch, SPLIT, lambda planned, *_: int(planned.grid[0]))
 
 
 @pytest.mark.parametrize("index", range(EMULATED_DRAWN))

@@ -5,7 +5,7 @@ The tests here are run where they are imported, beside a fixture `gate`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -162,6 +162,23 @@ def test_strided_and_unaligned_rows(way: Way, dtype: torch.dtype, gate: Gate) ->
                 gate.check_e4m3(found, x.tensor)
             else:
                 gate.check(found, x.tensor)
+
+
+def fixture_of(gates: Sequence[Gate], ids: Sequence[str]) -> Any:
+    """The fixture `gate` of a test module: each of them in its turn."""
+
+    @pytest.fixture(params=gates, ids=ids)
+    def gate(request: pytest.FixtureRequest) -> Gate:
+        found: Gate = request.param
+        return found
+
+    return gate
+
+
+def strange(*more: float) -> torch.Tensor:
+    """Values that are none or large, nan first, and some more."""
+    inf = float("inf")
+    return torch.tensor([float("nan"), inf, -inf, 100.0, -100.0, *more])
 
 
 def check_values_that_are_none(gate: Gate, x: torch.Tensor) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gated_cases import Gate, check_values_that_are_none, each_dtype
+from gated_cases import Gate, check_values_that_are_none, each_dtype, fixture_of, strange
 from gated_cases import test_exact_to_16_bits as test_exact_to_16_bits
 from gated_cases import test_layouts as test_layouts
 from gated_cases import test_refused as test_refused
@@ -23,18 +23,12 @@ GATES = [
     Gate(gelu_and_mul, reference.gelu_and_mul, {"approximate": form}, slack=2e-5)
     for form in ("none", "tanh")
 ]
-
-
-@pytest.fixture(params=GATES, ids=["erf", "tanh"])
-def gate(request: pytest.FixtureRequest) -> Gate:
-    found: Gate = request.param
-    return found
+gate = fixture_of(GATES, ids=["erf", "tanh"])
 
 
 @each_dtype
 def test_nan_inf_and_large_values(way: Way, dtype: torch.dtype, gate: Gate) -> None:
-    inf = float("inf")
-    gates = torch.tensor([float("nan"), inf, -inf, 100.0, -100.0, 9.0, -9.0, 0.0, -5.0, 1e4])
+    gates = strange(9.0, -9.0, 0.0, -5.0, 1e4)
     x = torch.cat((gates, torch.full_like(gates, 2.0))).to(dtype).to(way.device)[None]
     check_values_that_are_none(gate, x)
 

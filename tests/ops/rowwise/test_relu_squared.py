@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
-from gated_cases import Gate, check_values_that_are_none, each_dtype
+from gated_cases import Gate, check_values_that_are_none, each_dtype, fixture_of, strange
 from gated_cases import test_in_place as test_in_place
 from gated_cases import test_layouts as test_layouts
 from gated_cases import test_refused as test_refused
@@ -19,17 +18,11 @@ from kernel_hub.ops import relu_squared
 from kernel_hub.testing import reference
 
 GATES = [Gate(relu_squared, reference.relu_squared, parts=1)]
-
-
-@pytest.fixture(params=GATES, ids=["relu_squared"])
-def gate(request: pytest.FixtureRequest) -> Gate:
-    found: Gate = request.param
-    return found
+gate = fixture_of(GATES, ids=["relu_squared"])
 
 
 @each_dtype
 def test_nan_inf_and_large_values(way: Way, dtype: torch.dtype, gate: Gate) -> None:
-    inf = float("inf")
-    gates = torch.tensor([float("nan"), inf, -inf, 100.0, -100.0, 9.0, -9.0, 0.0, -5.0, 1e2])
+    gates = strange(9.0, -9.0, 0.0, -5.0, 1e2)
     x = gates.to(dtype).to(way.device)[None]
     check_values_that_are_none(gate, x)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gated_cases import Gate, check_values_that_are_none, each_dtype
+from gated_cases import Gate, check_values_that_are_none, each_dtype, fixture_of, strange
 from gated_cases import test_layouts as test_layouts
 from gated_cases import test_refused as test_refused
 from gated_cases import test_rows_of_e4m3 as test_rows_of_e4m3
@@ -22,18 +22,13 @@ GATES = [
     Gate(swigluoai_and_mul, reference.swigluoai_and_mul, {"interleaved": each, **numbers})
     for each, numbers in ((True, {}), (False, {}), (True, {"alpha": 1.0, "limit": 0.5}))
 ]
-
-
-@pytest.fixture(params=GATES, ids=["interleaved", "halves", "tight"])
-def gate(request: pytest.FixtureRequest) -> Gate:
-    found: Gate = request.param
-    return found
+gate = fixture_of(GATES, ids=["interleaved", "halves", "tight"])
 
 
 @each_dtype
 def test_nan_inf_and_what_is_clamped(way: Way, dtype: torch.dtype, gate: Gate) -> None:
+    gates = strange(7.0, -7.0, 0.0, -5.0, 1.0)
     inf = float("inf")
-    gates = torch.tensor([float("nan"), inf, -inf, 100.0, -100.0, 7.0, -7.0, 0.0, -5.0, 1.0])
     ups = torch.tensor([1.0, inf, 2.0, -inf, 100.0, -100.0, 7.0, -7.0, 3.0, -1.0])
     both = (gates, ups) if not gate.options["interleaved"] else torch.stack((gates, ups), -1)
     x = (torch.cat(both) if isinstance(both, tuple) else both.flatten()).to(dtype)[None]
