@@ -51,7 +51,14 @@ class HopperFunction(EmulatedFunction):
         for field in ("cluster_m", "cluster_n", "splits"):
             self._cluster *= max(1, sizes.get(field, 1))
 
-    def __call__(self, *launch: Any, programmatic: bool = False) -> None:
+    def __call__(
+        self,
+        *launch: Any,
+        programmatic: bool = False,
+        cluster: tuple[int, int, int] | None = None,
+    ) -> None:
+        if cluster is not None:  # of a kernel that takes any
+            self._cluster = cluster[0]
         *shape, params = launch
         kept = {i: ctypes.create_string_buffer(p) for i, p in enumerate(params) if type(p) is bytes}
         given = [ctypes.addressof(kept[i]) if i in kept else p for i, p in enumerate(params)]
