@@ -56,6 +56,9 @@ __device__ __forceinline__ void draw_row(const SampleParams& p, Team& team) {
     TeamShared& shared = team.shared;
     Shared& s = shared.s;
     const int row_idx = p.row_idx;
+    Row row(p);
+    prefetch_share(row, team);
+    const Fours fours(row);
     const float temperature = p.temperature ? p.temperature[row_idx] : 1.0f;
     const float min_p = p.min_p ? p.min_p[row_idx] : 0.0f;
     const int top_k = p.top_k ? p.top_k[row_idx] : 0;
@@ -63,13 +66,11 @@ __device__ __forceinline__ void draw_row(const SampleParams& p, Team& team) {
     const bool has_k = top_k > 0 && top_k < p.size;
     bool has_p = top_p < 1.0f;
     bool is_greedy = !(temperature > 0.0f);
-    const uint64_t bits =
-        random_bits(p.seed ? p.seed[row_idx] : 0, p.offset ? p.offset[row_idx] : 0);
+    const uint64_t seed = p.seed ? p.seed[row_idx] : 0;
+    const uint64_t offset = p.offset ? p.offset[row_idx] : 0;
     const int wanted = has_k ? top_k : kMostByBound;
     const bool may_bound = wanted <= kMostByBound && (has_k || has_p);
 
-    Row row(p);
-    const Fours fours(row);
     Streamed top;
     float largest, bound;
     bool has_bound;
@@ -154,6 +155,9 @@ __device__ __forceinline__ void draw_row(const SampleParams& p, Team& team) {
             }
         }
         __syncthreads();
+        if (threadIdx.x / 32 == kNumWarps - 1) {
+            shared.bits = random_bits(seed, offset);  // under what the other warps do
+        }
         if (next == kBounded) {
             choose_listed(weigher, bound, team);
         }
@@ -183,7 +187,7 @@ __device__ __forceinline__ void draw_row(const SampleParams& p, Team& team) {
                     if (team.rank == 0) {
                         chosen.keep([&](const Above& above) { return above.mass < needed; });
                         total = chosen.kept_mass(s);
-                        chosen.draw(p, weigher, total, bits, s);
+                        chosen.draw(p, weigher, total, shared.bits, s);
                         chosen.write_top(p, weigher, total, s);
                     }
                     return;
@@ -224,7 +228,7 @@ __device__ __forceinline__ void draw_row(const SampleParams& p, Team& team) {
             }
         } else {
             total = s.above[0].mass;
-            draw_in_row(row, weigher, from, total, bits, team);
+            draw_in_row(row, weigher, from, total, shared.bits, team);
             const int num = wanted_top(p);
             if (num == 0) {
                 if (team.rank == 0) {

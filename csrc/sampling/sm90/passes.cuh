@@ -15,7 +15,7 @@ struct Streamed {
 
 // A float that is not above `wanted` threads' largest: so many values are above it.
 __device__ __forceinline__ float loose_bound(float of_thread, int wanted) {
-    constexpr int kBitsLeft = 12;  // of no matter
+    constexpr int kBitsLeft = 14;  // of no matter
     const uint32_t key = key_of(of_thread);
     uint32_t bound = 0;
 #pragma unroll 1
@@ -28,6 +28,23 @@ __device__ __forceinline__ float loose_bound(float of_thread, int wanted) {
     return bound <= key_of(-FLT_MAX) ? -kInfinity : from_key(bound - 1);
 }
 
+// Has the L2 fetch what stream looks at first, before what a launch says of the row is known.
+__device__ __forceinline__ void prefetch_share(const Row& row, const Team& team) {
+    constexpr int kLines = 2;  // a thread; 64 KB of a block
+    constexpr int kLineBytes = 128;
+    const int turn_bytes = kNumThreads * kFour * row.element_bytes();
+    const int lines = turn_bytes / kLineBytes;
+#pragma unroll
+    for (int i = 0; i < kLines; ++i) {
+        const int line = threadIdx.x + i * kNumThreads;
+        const int64_t at = static_cast<int64_t>(line / lines * team.size + team.rank) * turn_bytes +
+                           line % lines * kLineBytes;
+        if (at < static_cast<int64_t>(row.p.size) * row.element_bytes()) {
+            prefetch_l2(row.logits + at);
+        }
+    }
+}
+
 // One pass over the block's share: blocks take turns, so that all have some of what is large and
 // close together. With `wanted` what is above a bound is listed: bounds rise as more is known, from
 // that of the first elements on, which are looked at twice.
@@ -37,7 +54,7 @@ __device__ __forceinline__ Streamed stream(const Fours& fours, int wanted, Team&
     const int step = team.size * kNumThreads * kFour, chunk = kLoads * step;
     const int offset = (team.rank * kNumThreads + static_cast<int>(threadIdx.x)) * kFour;
     Streamed top = {-kInfinity, 0, kInfinity};
-    int from = 0, until = wanted > 0 && size > 4 * chunk ? chunk : size;
+    int from = 0, until = size > 4 * chunk && wanted > 0 ? chunk : size;
     bool lists = false;
     while (true) {
         const auto visit = [&](int index, const float (&z)[kFour]) {

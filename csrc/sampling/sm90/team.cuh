@@ -30,7 +30,8 @@ struct TeamShared {
     alignas(16) float4 listed[kListed];     // fours of which some may become one
     int firsts[kListed];                    // their first elements
     int num_own, num_listed;
-    Shared s;  // of the row: the same in every block, but for the sums of warps
+    uint64_t bits;  // random
+    Shared s;       // of the row: the same in every block, but for the sums of warps
 };
 
 struct Team {
