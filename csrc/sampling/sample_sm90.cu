@@ -40,10 +40,10 @@ __device__ __forceinline__ void write_largest(const SampleParams& p, int index) 
 }
 
 // The first element of the row's that is as large as `largest`, if the thread has one.
-__device__ __forceinline__ int find_index(const Row& row, const Streamed& top, float largest) {
+__device__ __forceinline__ int find_index(const Row& row, const Seen& seen, float largest) {
     int index = row.p.size;
-    if (top.of_thread == largest && largest > -kInfinity) {
-        index = top.found;
+    if (seen.of_thread == largest && largest > -kInfinity) {
+        index = seen.found;
 #pragma unroll 1
         while (!(row.value(index) == largest)) {
             ++index;
@@ -57,7 +57,7 @@ __device__ __forceinline__ void draw_row(const SampleParams& p, Team& team) {
     Shared& s = shared.s;
     const int row_idx = p.row_idx;
     Row row(p);
-    prefetch_share(row, team);
+    prefetch_share<kFetched>(row, team, 0);
     const Fours fours(row);
     const float temperature = p.temperature ? p.temperature[row_idx] : 1.0f;
     const float min_p = p.min_p ? p.min_p[row_idx] : 0.0f;
@@ -71,31 +71,44 @@ __device__ __forceinline__ void draw_row(const SampleParams& p, Team& team) {
     const int wanted = has_k ? top_k : kMostByBound;
     const bool may_bound = wanted <= kMostByBound && (has_k || has_p);
 
-    Streamed top;
-    float largest, bound;
-    bool has_bound;
+    Seen seen;
+    float largest, bound = kInfinity;
+    const int chunk = elements_a_chunk(team);
+    const bool is_long = p.size > 8 * chunk;
+    bool has_bound = may_bound && !is_greedy, lists = false;
+    int from_element = 0, until = is_long && has_bound ? chunk : p.size;
+    if (threadIdx.x == 0) {
+        shared.num_listed = 0;
+    }
+    __syncthreads();
 #pragma unroll 1
     while (true) {
-        if (threadIdx.x == 0) {
-            shared.num_listed = 0;
+        look(fours, from_element, until, bound, seen, team);
+        if (has_bound && is_long && !(lists && until == p.size)) {
+            // Bounds rise as more is known; what comes first is looked at twice.
+            bound = loose_bound(seen.of_thread, wanted);
+            from_element = lists ? until : 0;
+            until = until > p.size / 4 ? p.size : 4 * until;
+            lists = true;
+            continue;
         }
-        __syncthreads();
-        has_bound = may_bound && !is_greedy;
-        top = stream(fours, has_bound ? wanted : 0, team);
-        const float of_block = block_reduce(top.of_thread, s.float_slots,
+        if (has_bound && !is_long && lists) {
+            break;
+        }
+        const float of_block = block_reduce(seen.of_thread, s.float_slots,
                                             [](float a, float b) { return fmaxf(a, b); });
         int index = p.size;
         if (is_greedy) {
-            index = block_reduce(find_index(row, top, of_block), s.int_slots,
+            index = block_reduce(find_index(row, seen, of_block), s.int_slots,
                                  [](int a, int b) { return min(a, b); });
         }
         const float of_share =
-            has_bound ? loose_bound(top.of_thread, (wanted + team.size - 1) / team.size) : 0.0f;
+            has_bound ? loose_bound(seen.of_thread, (wanted + team.size - 1) / team.size) : 0.0f;
         team.take_back();
         if (threadIdx.x == 0) {
             shared.mine.largest = of_block;
             shared.mine.index = index;
-            shared.mine.bound = top.bound;
+            shared.mine.bound = lists ? bound : -kInfinity;
             shared.mine.least = of_share;
         }
         team.exchange(false);
@@ -112,12 +125,15 @@ __device__ __forceinline__ void draw_row(const SampleParams& p, Team& team) {
             bound = fmaxf(bound, note.bound);
             least = fminf(least, note.least);
         }
-        bound = fmaxf(bound, least);
+        bound = has_bound ? fmaxf(bound, least) : kInfinity;
         if (!(largest > -kInfinity)) {
             if (row.has_mask) {
                 // Nothing is allowed: as if all were.
                 is_greedy = true;
-                row.has_mask = false;
+                row.has_mask = has_bound = lists = false;
+                bound = kInfinity;
+                from_element = 0;
+                until = p.size;
                 continue;
             }
             index = 0;
@@ -129,7 +145,10 @@ __device__ __forceinline__ void draw_row(const SampleParams& p, Team& team) {
             }
             return;
         }
-        break;
+        if (!has_bound || is_long) {
+            break;
+        }
+        lists = true;  // now that the bound of all blocks is known
     }
     const Weigher weigher = {
         fminf(largest, FLT_MAX), fminf(__fdiv_rn(kLog2e, temperature), FLT_MAX),
@@ -236,7 +255,7 @@ __device__ __forceinline__ void draw_row(const SampleParams& p, Team& team) {
                 }
                 return;
             }
-            bound = fmaxf(loose_bound(top.of_thread, num), from);
+            bound = fmaxf(loose_bound(seen.of_thread, num), from);
             next = kRanking;
         }
     }

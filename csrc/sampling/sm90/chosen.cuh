@@ -14,14 +14,25 @@ struct Chosen {
     Above above[kNum];  // of the candidates
     bool are_kept[kNum];
 
-    // Which candidate of the row the thread's i-th is.
-    static __device__ __forceinline__ int place(int i) { return threadIdx.x + i * kNumThreads; }
+    int split;  // threads that share the thread's candidate, a power of two: where these are few
 
-    // Calls visit(value, index, mass) of every candidate.
+    // Which candidate of the row the thread's i-th is.
+    __device__ __forceinline__ int place(int i) const {
+        return i == 0       ? threadIdx.x / split
+               : split == 1 ? threadIdx.x + i * kNumThreads
+                            : kNumCandidates;
+    }
+
+    // Of those that share a candidate, one counts it.
+    __device__ __forceinline__ bool counts(int i) const {
+        return are_kept[i] && threadIdx.x % split == 0;
+    }
+
+    // Calls visit(value, index, mass) of the candidates, each by one of those that share one.
     template <typename Visit>
-    static __device__ __forceinline__ void all(const Shared& s, const Visit& visit) {
+    __device__ __forceinline__ void all(const Shared& s, const Visit& visit) const {
 #pragma unroll 1
-        for (int i = 0; i < s.num_candidates; i += 4) {
+        for (int i = threadIdx.x % split * 4; i < s.num_candidates; i += 4 * split) {
             const float4 value = *reinterpret_cast<const float4*>(s.values + i);
             const int4 index = *reinterpret_cast<const int4*>(s.indices + i);
             const ulonglong2 low = *reinterpret_cast<const ulonglong2*>(s.masses + i);
@@ -33,10 +44,20 @@ struct Chosen {
         }
     }
 
+    // The sum over those that share a candidate. By whole warps.
+    template <typename V>
+    __device__ __forceinline__ V joined(V value) const {
+        for (int mask = 1; mask < split; mask *= 2) {
+            value += __shfl_xor_sync(kAllLanes, value, mask);
+        }
+        return value;
+    }
+
     // Of as many as there is room for. All are kept so far.
     __device__ __forceinline__ void compare(const Weigher& weigher, Shared& s) {
         const int num = s.num_candidates;
         const int padded = min(kNumCandidates, (num + 3) / 4 * 4);
+        split = num <= kNumThreads / 4 ? 4 : num <= kNumThreads / 2 ? 2 : 1;
 #pragma unroll
         for (int i = 0; i < kNum; ++i) {
             are_kept[i] = place(i) < num;
@@ -45,9 +66,11 @@ struct Chosen {
             masses[i] = are_kept[i] ? mass_of_power(weigher.depth(values[i])) : 0;
             above[i] = {0, 0};
             if (place(i) < padded) {
-                s.values[place(i)] = values[i];
-                s.indices[place(i)] = indices[i];
                 s.masses[place(i)] = masses[i];
+                if (!are_kept[i]) {
+                    s.values[place(i)] = values[i];
+                    s.indices[place(i)] = indices[i];
+                }
             }
         }
         __syncthreads();
@@ -55,12 +78,12 @@ struct Chosen {
         for (int i = 0; i < kNum; ++i) {
             if (are_kept[i]) {
                 all(s, [&](float value, int, uint64_t mass) {
-                    if (value > values[i]) {
-                        ++above[i].count;
-                        above[i].mass += mass;
-                    }
+                    above[i].count += value > values[i];
+                    above[i].mass += value > values[i] ? mass : 0;
                 });
             }
+            __syncwarp();
+            above[i] = {joined(above[i].count), joined(above[i].mass)};
         }
     }
 
@@ -78,7 +101,7 @@ struct Chosen {
         uint64_t mass = 0;
 #pragma unroll
         for (int i = 0; i < kNum; ++i) {
-            mass += are_kept[i] ? masses[i] : 0;
+            mass += counts(i) ? masses[i] : 0;
         }
         return block_sum(mass, s.mass_slots);
     }
@@ -113,11 +136,15 @@ struct Chosen {
         const uint64_t drawn = below(total, bits);
 #pragma unroll
         for (int i = 0; i < kNum; ++i) {
-            if (are_kept[i] && masses[i] > 0) {
-                uint64_t before = 0;
+            uint64_t before = 0;
+            if (are_kept[i]) {
                 all(s, [&](float, int index, uint64_t mass) {
                     before += index < indices[i] ? mass : 0;
                 });
+            }
+            __syncwarp();
+            before = joined(before);
+            if (counts(i)) {
                 if (before <= drawn && drawn - before < masses[i]) {
                     write_drawn(p, indices[i], weigher.depth(values[i]), total);
                 }
@@ -131,20 +158,22 @@ struct Chosen {
         int num = 0;
 #pragma unroll
         for (int i = 0; i < kNum; ++i) {
-            num += __syncthreads_count(are_kept[i]);
+            num += __syncthreads_count(counts(i));
         }
         num = min(wanted_top(p), num);
 #pragma unroll
         for (int i = 0; i < kNum; ++i) {
-            if (are_kept[i] && above[i].count < static_cast<uint32_t>(num)) {
-                int rank = above[i].count;
+            int rank = 0;
+            if (are_kept[i] && num > 0) {
                 all(s, [&](float value, int index, uint64_t) {
                     rank += value == values[i] && index < indices[i];
                 });
-                if (rank < num) {
-                    sampling::write_top(p, rank, indices[i],
-                                        log_of_drawn(weigher.depth(values[i]), total));
-                }
+            }
+            __syncwarp();
+            rank = joined(rank) + static_cast<int>(above[i].count);
+            if (counts(i) && rank < num) {
+                sampling::write_top(p, rank, indices[i],
+                                    log_of_drawn(weigher.depth(values[i]), total));
             }
         }
         end_top(p, num);

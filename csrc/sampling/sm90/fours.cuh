@@ -156,10 +156,11 @@ struct Fours {
         }
     }
 
-    // The same of rows that nothing changes and that are aligned, with more under way.
-    template <int kLoads, typename Visit>
-    __device__ __forceinline__ void walk_ahead(int first, int end, int step,
-                                               const Visit& visit) const {
+    // The same of rows that nothing changes and that are aligned, with more under way; calls
+    // before(at) of each kLoads of them.
+    template <int kLoads, typename Visit, typename Before>
+    __device__ __forceinline__ void walk_ahead(int first, int end, int step, const Visit& visit,
+                                               const Before& before) const {
         uint4 bits[kLoads], ahead[kLoads];
         const auto load_ahead = [&](int at) {
 #pragma unroll
@@ -176,6 +177,7 @@ struct Fours {
             for (int i = 0; i < kLoads; ++i) {
                 bits[i] = ahead[i];
             }
+            before(at);
             load_ahead(at + kLoads * step);
 #pragma unroll
             for (int i = 0; i < kLoads; ++i) {

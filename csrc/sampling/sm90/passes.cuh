@@ -7,11 +7,17 @@
 
 namespace kernel_hub::sampling {
 
-struct Streamed {
-    float of_thread;  // the largest of what the thread has seen
-    int found;        // the first element of its four
-    float bound;      // of what is listed
+struct Seen {
+    float of_thread = -kInfinity;  // the largest of what the thread has seen
+    int found = 0;                 // the first element of its four
 };
+
+constexpr int kFetched = 16;  // turns that are fetched to the L2 ahead: 64 KB of a block
+// Fours that a thread has under way in a look at its share, and those of a cluster together.
+constexpr int kLoads = 4;
+__device__ __forceinline__ int elements_a_chunk(const Team& team) {
+    return kLoads * team.size * kNumThreads * kFour;
+}
 
 // A float that is not above `wanted` threads' largest: so many values are above it.
 __device__ __forceinline__ float loose_bound(float of_thread, int wanted) {
@@ -28,61 +34,52 @@ __device__ __forceinline__ float loose_bound(float of_thread, int wanted) {
     return bound <= key_of(-FLT_MAX) ? -kInfinity : from_key(bound - 1);
 }
 
-// Has the L2 fetch what stream looks at first, before what a launch says of the row is known.
-__device__ __forceinline__ void prefetch_share(const Row& row, const Team& team) {
-    constexpr int kLines = 2;  // a thread; 64 KB of a block
+// Has the L2 fetch `turns` of the block's share, 256 fours each, from element `first` on of what
+// the cluster shares.
+template <int kTurns>
+__device__ __forceinline__ void prefetch_share(const Row& row, const Team& team, int first) {
     constexpr int kLineBytes = 128;
     const int turn_bytes = kNumThreads * kFour * row.element_bytes();
     const int lines = turn_bytes / kLineBytes;
+    const char* start = row.logits + static_cast<int64_t>(first) * row.element_bytes();
+    const int64_t left = static_cast<int64_t>(row.p.size - first) * row.element_bytes();
 #pragma unroll
-    for (int i = 0; i < kLines; ++i) {
-        const int line = threadIdx.x + i * kNumThreads;
-        const int64_t at = static_cast<int64_t>(line / lines * team.size + team.rank) * turn_bytes +
+    for (int i = 0; i < kTurns * 32; i += kNumThreads) {
+        const int line = threadIdx.x + i, turn = line / lines;
+        const int64_t at = static_cast<int64_t>(turn * team.size + team.rank) * turn_bytes +
                            line % lines * kLineBytes;
-        if (at < static_cast<int64_t>(row.p.size) * row.element_bytes()) {
-            prefetch_l2(row.logits + at);
+        if (turn < kTurns && at < left) {
+            prefetch_l2(start + at);
         }
     }
 }
 
-// One pass over the block's share: blocks take turns, so that all have some of what is large and
-// close together. With `wanted` what is above a bound is listed: bounds rise as more is known, from
-// that of the first elements on, which are looked at twice.
-__device__ __forceinline__ Streamed stream(const Fours& fours, int wanted, Team& team) {
-    constexpr int kLoads = 6;
-    const int size = fours.p.size;
-    const int step = team.size * kNumThreads * kFour, chunk = kLoads * step;
+// Looks at the block's share of elements from .. until - 1; blocks take turns, so that all have
+// some of what is large and close together. Fours that have something above `bound` are listed.
+__device__ __forceinline__ void look(const Fours& fours, int from, int until, float bound,
+                                     Seen& seen, Team& team) {
+    const int step = team.size * kNumThreads * kFour;
     const int offset = (team.rank * kNumThreads + static_cast<int>(threadIdx.x)) * kFour;
-    Streamed top = {-kInfinity, 0, kInfinity};
-    int from = 0, until = size > 4 * chunk && wanted > 0 ? chunk : size;
-    bool lists = false;
-    while (true) {
-        const auto visit = [&](int index, const float (&z)[kFour]) {
-            const float most = fmaxf(fmaxf(z[0], z[1]), fmaxf(z[2], z[3]));
-            if (most > top.of_thread) {
-                top.of_thread = most;
-                top.found = index;
-            }
-            if (most > top.bound) {
-                const int place = atomicAdd(&team.shared.num_listed, 1);
-                if (place < kListed) {
-                    team.shared.listed[place] = make_float4(z[0], z[1], z[2], z[3]);
-                    team.shared.firsts[place] = index;
-                }
-            }
-        };
-        if (fours.is_ahead) {
-            fours.walk_ahead<kLoads>(from + offset, until, step, visit);
-        } else {
-            fours.walk(from + offset, until, step, visit);
+    const auto visit = [&](int index, const float (&z)[kFour]) {
+        const float most = fmaxf(fmaxf(z[0], z[1]), fmaxf(z[2], z[3]));
+        if (most > seen.of_thread) {
+            seen.of_thread = most;
+            seen.found = index;
         }
-        if (wanted == 0 || (lists && until >= size)) {
-            return top;
+        if (most > bound) {
+            const int place = atomicAdd(&team.shared.num_listed, 1);
+            if (place < kListed) {
+                team.shared.listed[place] = make_float4(z[0], z[1], z[2], z[3]);
+                team.shared.firsts[place] = index;
+            }
         }
-        top.bound = loose_bound(top.of_thread, wanted);
-        from = lists ? until : 0;
-        until = min(until > size / 4 ? size : 4 * until, size);
-        lists = true;
+    };
+    if (fours.is_ahead) {
+        fours.walk_ahead<kLoads>(from + offset, until, step, visit, [&](int at) {
+            prefetch_share<kLoads>(fours.row, team, at - offset + kFetched * step);
+        });
+    } else {
+        fours.walk(from + offset, until, step, visit);
     }
 }
 
@@ -130,43 +127,61 @@ __device__ __forceinline__ void scan(const Fours& fours, const Weigher& weigher,
     const int a_warp = elements_a_warp(team, fours.p.size);
     const int begin = min(fours.p.size, (team.rank * kNumWarps + warp_idx) * a_warp);
     const int end = min(fours.p.size, begin + a_warp);
-    const float lowest = question.searches ? -kInfinity : question.pivots[0];
+    // What a search asks for is above one of its pivots.
+    const float lowest =
+        question.searches ? fminf(question.pivots[0], fminf(question.pivots[1], question.pivots[2]))
+                          : question.pivots[0];
     bool has_room = true;
     fours.walk(begin + lane_idx * kFour, end, 32 * kFour, [&](int index, const float (&z)[kFour]) {
-        const float most = fmaxf(fmaxf(z[0], z[1]), fmaxf(z[2], z[3]));
-        if (most > question.from && has_room) {
+        float depths[kFour];
+        bool are_any = false;
+#pragma unroll
+        for (int j = 0; j < kFour; ++j) {
+            depths[j] = weigher.depth(z[j]);
+            are_any |= z[j] > question.from && z[j] <= question.to;
+        }
+        if (are_any && has_room) {
 #pragma unroll 1
             for (int j = 0; j < kFour; ++j) {
                 const float value = pick(z, j);
-                if (value > question.from && value <= question.to && has_room &&
-                    weigher.depth(value) >= weigher.least) {
+                if (value > question.from && value <= question.to &&
+                    pick(depths, j) >= weigher.least) {
                     has_room = team.add(value, index + j);
                 }
             }
         }
-        // What is 2^-kMassBits of the largest weighs nothing, and is counted by searches alone.
-        if (question.searches || (question.weighs && weigher.depth(most) > -kMassBits - 1)) {
+        const float most = fmaxf(fmaxf(z[0], z[1]), fmaxf(z[2], z[3]));
+        if (!question.weighs || !(most > lowest) ||
+            !(question.searches || weigher.depth(most) > -kMassBits - 1)) {
+            return;
+        }
+        // NOTE: no branch on a value: four chains of the power side by side.
+        uint64_t masses[kFour];
+        bool are_weighed[kFour];
+#pragma unroll
+        for (int j = 0; j < kFour; ++j) {
+            are_weighed[j] = z[j] > lowest && depths[j] >= weigher.least;
+            const uint64_t mass = mass_of_power(depths[j]);
+            masses[j] = are_weighed[j] ? mass : 0;
+        }
+        if (question.searches) {
+#pragma unroll
+            for (int i = 0; i < kNumPivots; ++i) {
+#pragma unroll
+                for (int j = 0; j < kFour; ++j) {
+                    const bool is_above = z[j] > question.pivots[i];
+                    above[i].count += is_above && are_weighed[j];
+                    above[i].mass += is_above ? masses[j] : 0;
+                }
+            }
+        } else {
 #pragma unroll
             for (int j = 0; j < kFour; ++j) {
-                const float value = z[j], depth = weigher.depth(value);
-                if (!(value > lowest && depth >= weigher.least)) {
-                    continue;
-                }
-                const uint64_t mass = mass_of_power(depth);
-                if (question.searches) {
-#pragma unroll
-                    for (int i = 0; i < kNumPivots; ++i) {
-                        if (value > question.pivots[i]) {
-                            ++above[i].count;
-                            above[i].mass += mass;
-                        }
-                    }
-                } else {
-                    above[0].mass += mass;
-                    const float share = static_cast<float>(static_cast<uint32_t>(mass >> 16));
-                    first += share * depth;
-                    second += share * depth * depth;
-                }
+                above[0].mass += masses[j];
+                const float share = static_cast<float>(static_cast<uint32_t>(masses[j] >> 16));
+                const float part = share * depths[j];
+                first += part;
+                second += part * depths[j];
             }
         }
     });

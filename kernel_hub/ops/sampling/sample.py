@@ -15,7 +15,6 @@ from . import cpu
 
 _OP = "sample"
 _SM90 = "sample_sm90"  # a row a cluster
-_MAX_TEAM = 8  # blocks of a cluster
 _BLOCKS_A_SM = 2  # of clusters
 _LEAST_SHARE = 4096  # elements of a block of a cluster
 _FOUR = 4  # elements that it reads together
@@ -258,14 +257,12 @@ def choose_parts(batch_size: int, vocab_size: int, num_sms: int) -> int:
 
 def choose_team(batch_size: int, vocab_size: int, num_sms: int) -> int:
     """How many blocks of a cluster share a row: a power of two."""
-    team = 1
-    while (
-        2 * team <= _MAX_TEAM
-        and 2 * team * batch_size <= _BLOCKS_A_SM * num_sms
-        and 2 * team * _LEAST_SHARE <= vocab_size
-    ):
-        team *= 2
-    return team
+    for team in (8, 4, 2):
+        # Larger clusters do not fill all of the multiprocessors' places.
+        blocks = num_sms * (_BLOCKS_A_SM if team == 2 else 1)
+        if team * batch_size <= blocks and team * _LEAST_SHARE <= vocab_size:
+            return team
+    return 1
 
 
 def _plan(given: SampleGiven, low_bits: tuple[int, int]) -> Launch:

@@ -29,7 +29,9 @@ def test_mixed_rows(hopper_way: Way, dtype: torch.dtype, size: int, team: int) -
 
 def test_bounds_that_rise(hopper_way: Way, team: int) -> None:
     """Rows of many chunks, rising, falling and shuffled: what is listed, and what is too much."""
-    size = 20000 * team
+    if team == 8 and not hopper_way.is_gpu:
+        pytest.skip("a row of 33 chunks of eight blocks takes the emulator half a minute")
+    size = 36000 * team  # more than eight chunks of the cluster
     rising = torch.arange(size, dtype=torch.float32) / 1000
     shuffled = hopper_way.randn(size).cpu() * 2
     rows = torch.stack([rising, rising.flip(0), shuffled, shuffled.round()])
