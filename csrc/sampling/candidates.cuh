@@ -5,7 +5,7 @@
 
 namespace kernel_hub::sampling {
 
-constexpr int kNumCandidates = kNumThreads;
+constexpr int kNumCandidates = 512;
 constexpr int kNumPivots = 3;
 
 // What one pass over a row asks for.
@@ -110,9 +110,9 @@ __device__ __forceinline__ float log_of_drawn(float depth, uint64_t total) {
 
 __device__ __forceinline__ void write_drawn(const SampleParams& p, int index, float depth,
                                             uint64_t total) {
-    p.out[blockIdx.x] = index;
+    p.out[p.row_idx] = index;
     if (p.logprob) {
-        p.logprob[blockIdx.x] = log_of_drawn(depth, total);
+        p.logprob[p.row_idx] = log_of_drawn(depth, total);
     }
 }
 

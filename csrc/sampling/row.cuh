@@ -9,7 +9,11 @@
 
 namespace kernel_hub::sampling {
 
-constexpr int kNumThreads = 512;
+// Of a block; a source that has fewer says so before it includes anything.
+#ifndef KERNEL_HUB_SAMPLING_THREADS
+#define KERNEL_HUB_SAMPLING_THREADS 512
+#endif
+constexpr int kNumThreads = KERNEL_HUB_SAMPLING_THREADS;
 constexpr int kNumWarps = kNumThreads / 32;
 constexpr float kInfinity = __builtin_inff();
 
@@ -34,6 +38,7 @@ struct SampleParams {
     int is_plain;  // see Row
     int most_top;
     float softcap;
+    int row_idx;  // the block's, of batch
 };
 
 __device__ __forceinline__ bool has_bit(const int* words, int i) {
@@ -53,7 +58,7 @@ struct Row {
     __device__ __forceinline__ explicit Row(const SampleParams& params)
         : p(params),
           logits(static_cast<const char*>(params.logits) +
-                 blockIdx.x * params.logits_stride * element_bytes()),
+                 params.row_idx * params.logits_stride * element_bytes()),
           has_mask(params.allowed != nullptr),
           is_plain(params.is_plain) {}
 
@@ -64,23 +69,23 @@ struct Row {
             z = apply_softcap(z, p.softcap);
         }
         if (p.bias) {
-            z = __fadd_rn(z, p.bias[blockIdx.x * p.bias_stride + i]);
+            z = __fadd_rn(z, p.bias[p.row_idx * p.bias_stride + i]);
         }
-        if (has_mask && !has_bit(p.allowed + blockIdx.x * p.allowed_stride, i)) {
+        if (has_mask && !has_bit(p.allowed + p.row_idx * p.allowed_stride, i)) {
             return -kInfinity;
         }
-        const int count = p.counts ? p.counts[blockIdx.x * p.counts_stride + i] : 0;
+        const int count = p.counts ? p.counts[p.row_idx * p.counts_stride + i] : 0;
         const bool is_old =
-            count > 0 || (p.in_prompt && has_bit(p.in_prompt + blockIdx.x * p.in_prompt_stride, i));
+            count > 0 || (p.in_prompt && has_bit(p.in_prompt + p.row_idx * p.in_prompt_stride, i));
         if (is_old && p.repetition) {
-            const float penalty = p.repetition[blockIdx.x];
+            const float penalty = p.repetition[p.row_idx];
             z = z > 0.0f ? __fdiv_rn(z, penalty) : __fmul_rn(z, penalty);
         }
         if (count > 0 && p.frequency) {
-            z = __fsub_rn(z, __fmul_rn(p.frequency[blockIdx.x], static_cast<float>(count)));
+            z = __fsub_rn(z, __fmul_rn(p.frequency[p.row_idx], static_cast<float>(count)));
         }
         if (count > 0 && p.presence) {
-            z = __fsub_rn(z, p.presence[blockIdx.x]);
+            z = __fsub_rn(z, p.presence[p.row_idx]);
         }
         return z;
     }

@@ -36,9 +36,9 @@ constexpr int kMassCandidates = 256;
 
 __device__ __forceinline__ void write_largest(const SampleParams& p, int index) {
     if (threadIdx.x == 0) {
-        p.out[blockIdx.x] = index;
+        p.out[p.row_idx] = index;
         if (p.logprob) {
-            p.logprob[blockIdx.x] = 0.0f;
+            p.logprob[p.row_idx] = 0.0f;
         }
         if (wanted_top(p) > 0) {
             write_top(p, 0, index, 0.0f);
@@ -49,7 +49,7 @@ __device__ __forceinline__ void write_largest(const SampleParams& p, int index) 
 
 __device__ __forceinline__ void sample_row(const SampleParams& p) {
     __shared__ Shared s;
-    const int64_t row_idx = blockIdx.x;
+    const int64_t row_idx = p.row_idx;
     const float temperature = p.temperature ? p.temperature[row_idx] : 1.0f;
     const float min_p = p.min_p ? p.min_p[row_idx] : 0.0f;
     const int top_k = p.top_k ? p.top_k[row_idx] : 0;
@@ -215,14 +215,38 @@ __device__ __forceinline__ void sample_row(const SampleParams& p) {
             const int* counts, int64_t logits_stride, int64_t bias_stride, int64_t allowed_stride, \
             int64_t in_prompt_stride, int64_t counts_stride, int size, int dtype, int is_plain,    \
             int most_top, float softcap) {                                                         \
-            sample_row(                                                                            \
-                {state,         parts,         out,         logprob,        top_ids,               \
-                 top_logprobs,  logits,        temperature, top_p,          min_p,                 \
-                 top_k,         top_n,         seed,        offset,         bias,                  \
-                 allowed,       repetition,    presence,    frequency,      in_prompt,             \
-                 counts,        logits_stride, bias_stride, allowed_stride, in_prompt_stride,      \
-                 counts_stride, size,          dtype,       is_plain,       most_top,              \
-                 softcap});                                                                        \
+            sample_row({state,                                                                     \
+                        parts,                                                                     \
+                        out,                                                                       \
+                        logprob,                                                                   \
+                        top_ids,                                                                   \
+                        top_logprobs,                                                              \
+                        logits,                                                                    \
+                        temperature,                                                               \
+                        top_p,                                                                     \
+                        min_p,                                                                     \
+                        top_k,                                                                     \
+                        top_n,                                                                     \
+                        seed,                                                                      \
+                        offset,                                                                    \
+                        bias,                                                                      \
+                        allowed,                                                                   \
+                        repetition,                                                                \
+                        presence,                                                                  \
+                        frequency,                                                                 \
+                        in_prompt,                                                                 \
+                        counts,                                                                    \
+                        logits_stride,                                                             \
+                        bias_stride,                                                               \
+                        allowed_stride,                                                            \
+                        in_prompt_stride,                                                          \
+                        counts_stride,                                                             \
+                        size,                                                                      \
+                        dtype,                                                                     \
+                        is_plain,                                                                  \
+                        most_top,                                                                  \
+                        softcap,                                                                   \
+                        static_cast<int>(blockIdx.x)});                                            \
         })
 
 EXPORT_SAMPLE(sample)

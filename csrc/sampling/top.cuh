@@ -11,12 +11,12 @@ __device__ __forceinline__ int wanted_top(const SampleParams& p) {
     if (p.top_ids == nullptr) {
         return 0;
     }
-    return p.top_n ? max(0, min(p.top_n[blockIdx.x], p.most_top)) : p.most_top;
+    return p.top_n ? max(0, min(p.top_n[p.row_idx], p.most_top)) : p.most_top;
 }
 
 __device__ __forceinline__ void write_top(const SampleParams& p, int place, int index,
                                           float logprob) {
-    const int64_t at = static_cast<int64_t>(blockIdx.x) * p.most_top + place;
+    const int64_t at = static_cast<int64_t>(p.row_idx) * p.most_top + place;
     p.top_ids[at] = index;
     p.top_logprobs[at] = logprob;
 }

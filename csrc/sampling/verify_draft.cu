@@ -180,6 +180,7 @@ __device__ __forceinline__ void verify_draft_row(const SampleParams& p, int64_t*
             p.size = size;                                                                 \
             p.dtype = dtype;                                                               \
             p.is_plain = is_plain;                                                         \
+            p.row_idx = blockIdx.x;                                                        \
             verify_draft_row(p, out_ids, num_accepted, flag, draft_ids, draft_probs,       \
                              draft_ids_stride, draft_probs_stride, num_drafts);            \
         })

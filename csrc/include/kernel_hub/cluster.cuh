@@ -13,6 +13,13 @@ __device__ __forceinline__ uint32_t cluster_rank() {
     return rank;
 }
 
+// Blocks of this cluster; 1 where none was asked for.
+__device__ __forceinline__ uint32_t cluster_size() {
+    uint32_t size;
+    asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+    return size;
+}
+
 // The cluster's address of what lies at `address` in the block `rank`.
 __device__ __forceinline__ uint32_t cluster_address(uint32_t address, uint32_t rank) {
     uint32_t mapped;
@@ -45,6 +52,15 @@ __device__ __forceinline__ float4 ld_shared_cluster(uint32_t address) {
     float4 v;
     asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
                  : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "r"(address)
+                 : "memory");
+    return v;
+}
+
+__device__ __forceinline__ uint2 ld_shared_cluster_2(uint32_t address) {
+    uint2 v;
+    asm volatile("ld.shared::cluster.v2.u32 {%0, %1}, [%2];"
+                 : "=r"(v.x), "=r"(v.y)
                  : "r"(address)
                  : "memory");
     return v;

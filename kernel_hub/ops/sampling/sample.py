@@ -9,11 +9,15 @@ import torch
 from ...errors import KernelHubError
 from ..core import common
 from ..core.counters import counters
-from ..core.device import device_of
+from ..core.device import device_of, launch_facts
 from ..core.launch import Launch, Plans
 from . import cpu
 
 _OP = "sample"
+_SM90 = "sample_sm90"  # a row a cluster
+_BLOCKS_A_SM = 2  # of clusters
+_LEAST_SHARE = 4096  # elements of a block of a cluster
+_FOUR = 4  # elements that it reads together
 _NUM_THREADS = 512
 _MAX_PARTS = 8
 _LEAST_PART = 4096  # elements
@@ -239,30 +243,76 @@ def choose_parts(batch_size: int, vocab_size: int, num_sms: int) -> int:
     return max(1, min(_MAX_PARTS, num_sms // batch_size, vocab_size // _LEAST_PART))
 
 
-def _plan(given: SampleGiven, low_bits: int) -> Launch:
-    """Check the arguments; the launch shape and the numbers."""
+def choose_team(batch_size: int, vocab_size: int, num_sms: int) -> int:
+    """How many blocks of a cluster share a row: a power of two."""
+    for team in (8, 4, 2):
+        # Larger clusters do not fill all of the multiprocessors' places.
+        blocks = num_sms * (_BLOCKS_A_SM if team == 2 else 1)
+        if team * batch_size <= blocks and team * _LEAST_SHARE <= vocab_size:
+            return team
+    return 1
+
+
+def _plan(given: SampleGiven, low_bits: tuple[int, int]) -> Launch:
+    """Check the arguments; the launch shape and the numbers.
+
+    low_bits: of the addresses of logits, and of those of bias and output_counts.
+    """
     _check(given)
     logits = given.logits
     batch_size, vocab_size = logits.shape
     if batch_size == 0:
         return Launch()
-    elems = common.VEC_BYTES // logits.element_size()
-    is_changed = given.softcap != 0 or any(
-        getattr(given, each) is not None for each in _ROWS.split()
-    )
     row_stride = logits.stride(0) if batch_size > 1 else 0
-    is_plain = not low_bits and not is_changed and common.is_aligned(elems, vocab_size, row_stride)
     strides = [
         _row_stride(x)
         for x in (given.bias, given.token_bitmask, given.prompt_bitmask, given.output_counts)
     ]
+    device = device_of(logits.device)
+    is_sm90 = device.has_wgmma
+    aligned = _aligned(given, low_bits, row_stride) if is_sm90 else _is_plain(given, low_bits[0])
     numbers = (
-        row_stride, *strides, vocab_size, common.ELEMENT_TYPES.index(logits.dtype), int(is_plain),
+        row_stride, *strides, vocab_size, common.ELEMENT_TYPES.index(logits.dtype), int(aligned),
         0 if given.out_top_ids is None else given.out_top_ids.shape[1], float(given.softcap),
     )  # fmt: skip
+    if is_sm90:
+        facts = launch_facts(_SM90, _OP)
+        team = choose_team(batch_size, vocab_size, device.num_sms)
+        return Launch(
+            common.shipped(_SM90, _OP), (batch_size * team, 1, 1), facts.block,
+            facts.shared_bytes, numbers, options={"cluster": (team, 1, 1)},
+        )  # fmt: skip
+    parts = choose_parts(batch_size, vocab_size, device.num_sms)
     function = common.shipped(_OP, _OP)
-    parts = choose_parts(batch_size, vocab_size, device_of(logits.device).num_sms)
     return Launch(function, (batch_size, parts, 1), (_NUM_THREADS, 1, 1), numbers=numbers)
+
+
+def _is_plain(given: SampleGiven, low_bits: int) -> bool:
+    """Whether nothing changes the values of rows, and these are of whole, aligned vectors."""
+    logits = given.logits
+    is_changed = given.softcap != 0 or any(
+        getattr(given, each) is not None for each in _ROWS.split()
+    )
+    elems = common.VEC_BYTES // logits.element_size()
+    stride = logits.stride(0) if logits.shape[0] > 1 else 0
+    return not low_bits and not is_changed and common.is_aligned(elems, logits.shape[1], stride)
+
+
+def _aligned(given: SampleGiven, low_bits: tuple[int, int], row_stride: int) -> int:
+    """kAlignedLogits and kAlignedChanges of csrc/sampling/sm90/fours.cuh."""
+    size, four_bytes = given.logits.shape[1], _FOUR * given.logits.element_size()
+    logits = common.is_aligned(_FOUR, size, row_stride) and low_bits[0] % four_bytes == 0
+    changing = _row_stride(given.bias), _row_stride(given.output_counts)
+    changes = common.is_aligned(_FOUR, size, *changing) and not low_bits[1]
+    return int(logits) + 2 * int(changes)
+
+
+def _shared(device: torch.device, batch_size: int, parts: int) -> tuple[Any, Any]:
+    """By which blocks that share rows find out about each other."""
+    if parts == 1:
+        return None, None
+    made = torch.empty(batch_size * parts * _PART_INTS, dtype=torch.int32, device=device)
+    return counters(device, batch_size), made
 
 
 def _cuda_into(given: SampleGiven, is_given: bool = True) -> None:
@@ -271,30 +321,32 @@ def _cuda_into(given: SampleGiven, is_given: bool = True) -> None:
      bias, token_bitmask, prompt_bitmask, output_counts, softcap, *outs) = given  # fmt: skip
     tensors = given.tensors
     addresses = tuple([x.data_ptr() for x in tensors if x is not None])
+    low_bits = (
+        addresses[0] & 15,
+        (0 if bias is None else bias.data_ptr() & 15)
+        | (0 if output_counts is None else output_counts.data_ptr() & 15),
+    )  # fmt: skip
     key = (
-        softcap, addresses[0] & 15,
+        softcap, low_bits,
         *[None if x is None else (x.dtype, x.shape, x.stride(), x.device) for x in tensors],
     )  # fmt: skip
     found = _plans.get(key)
     if found is None:
-        plan = tuple(_plan(given, addresses[0] & 15))
+        plan = tuple(_plan(given, low_bits))
         found = _plans.keep(key, (plan, _writes.spans(*tensors)))
-    (function, grid, block, shared_bytes, numbers, _, _), spans = found
+    (function, grid, block, shared_bytes, numbers, _, options), spans = found
     if is_given and addresses not in spans.apart:
         spans.check(addresses)
     if function is not None:
-        state = parts = None
-        if grid[1] > 1:
-            state = counters(logits.device, grid[0])
-            parts = torch.empty(
-                grid[0] * grid[1] * _PART_INTS, dtype=torch.int32, device=logits.device
-            )
+        shared: tuple[Any, ...] = ()
+        if not options:
+            shared = _shared(logits.device, grid[0], grid[1])
         try:
             function(
                 grid, block, shared_bytes, None,
-                (state, parts, *outs, logits, temperature, top_k, top_n, top_p, min_p, seed,
+                (*shared, *outs, logits, temperature, top_k, top_n, top_p, min_p, seed,
                  offset, bias, token_bitmask, repetition, presence, frequency, prompt_bitmask,
-                 output_counts, *numbers),
+                 output_counts, *numbers), **options,
             )  # fmt: skip
         except KernelHubError:
             _check(given)  # the launch checks devices and dtypes; this names them

@@ -98,7 +98,8 @@ inline int atomicOr(int* address, int value) {
 inline void __threadfence() {}
 // Each thread votes before the barrier; the last one through it clears the votes.
 inline int __syncthreads_count(bool vote) {
-    static int votes, through;
+    static int votes_of[emulator::kMaxCluster], through_of[emulator::kMaxCluster];
+    int &votes = votes_of[emulator::block()], &through = through_of[emulator::block()];
     votes += vote;
     __syncthreads();
     const int found = votes;

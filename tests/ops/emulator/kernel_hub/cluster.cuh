@@ -10,6 +10,10 @@ inline uint32_t cluster_rank() {
     return emulator::block();
 }
 
+inline uint32_t cluster_size() {
+    return emulator::cluster_size;
+}
+
 inline uint32_t cluster_address(uint32_t address, uint32_t rank) {
     return address % emulator::kSpan + rank * emulator::kSpan;
 }
@@ -34,6 +38,10 @@ inline void cluster_wait() {
 
 inline float4 ld_shared_cluster(uint32_t address) {
     return *reinterpret_cast<const float4*>(emulator::shared_place(address, 16));
+}
+
+inline uint2 ld_shared_cluster_2(uint32_t address) {
+    return *reinterpret_cast<const uint2*>(emulator::shared_place(address, 8));
 }
 
 }  // namespace kernel_hub

@@ -1,0 +1,104 @@
+"""sample by clusters: the ids that torch computes, whatever number of blocks shares a row."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from sample_cases import INF, arguments, check, more, op
+from ways import DTYPES, Way
+
+TEAMS = [1, 2, 8]
+
+
+@pytest.fixture(params=TEAMS)
+def team(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(op, "choose_team", lambda *_: request.param)
+    return int(request.param)
+
+
+@pytest.mark.parametrize("size", [1, 33, 5000])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_mixed_rows(hopper_way: Way, dtype: torch.dtype, size: int, team: int) -> None:
+    batch = 200 if hopper_way.is_gpu else 6
+    for seed, spread in enumerate([0.0, 1.0, 5.0]):
+        logits = (hopper_way.randn(batch, size, seed=seed) * spread).to(dtype)
+        check(hopper_way, logits, **arguments(batch, seed + 10 * team))
+
+
+def test_bounds_that_rise(hopper_way: Way, team: int) -> None:
+    """Rows of many chunks, rising, falling and shuffled: what is listed, and what is too much."""
+    if team == 8 and not hopper_way.is_gpu:
+        pytest.skip("a row of 33 chunks of eight blocks takes the emulator half a minute")
+    size = 36000 * team  # more than eight chunks of the cluster
+    rising = torch.arange(size, dtype=torch.float32) / 1000
+    shuffled = hopper_way.randn(size).cpu() * 2
+    rows = torch.stack([rising, rising.flip(0), shuffled, shuffled.round()])
+    for k in (1, 50, 160, 161):
+        given = {"top_k": torch.full((4,), k, dtype=torch.int32)}
+        check(hopper_way, rows, **given, **arguments(4, k, "top_p"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_changes_logits(hopper_way: Way, dtype: torch.dtype, team: int) -> None:
+    batch = 100 if hopper_way.is_gpu else 4
+    for size in (33, 700):
+        logits, changes = hopper_way.randn(batch, size, dtype=dtype) * 3, more(batch, size)
+        sets = [{name: changes[name]} for name in ("bias", "token_bitmask")]
+        for softcap in (0.0, 2.5):
+            for given in (*sets, changes):
+                check(hopper_way, logits, softcap, **given, **arguments(batch))
+
+
+def test_neutral_penalties(hopper_way: Way, team: int) -> None:
+    """Rows that a penalty of 1 or 0 leaves as they are, beside those it changes."""
+    batch, size = 4, 1000
+    changes = more(batch, size)
+    changes["repetition_penalty"][:2] = 1.0
+    changes["presence_penalty"][[0, 2]] = 0.0
+    changes["frequency_penalty"][[0, 2]] = 0.0
+    check(hopper_way, hopper_way.randn(batch, size), **changes, **arguments(batch))
+
+
+def test_nothing_allowed(hopper_way: Way, team: int) -> None:
+    logits, mask = hopper_way.randn(3, 300), torch.zeros(3, 10, dtype=torch.int32)
+    mask[1, 4] = 1 << 5
+    given = arguments(3, 0, "top_k", "top_p")
+    ids = check(hopper_way, logits, token_bitmask=mask, **given)
+    assert ids.tolist() == [int(logits[0].argmax()), 133, int(logits[2].argmax())]
+
+
+@pytest.mark.parametrize("kind", ["flat", "ties", "rising", "peaked", "one", "scales"])
+def test_searches(hopper_way: Way, kind: str, team: int) -> None:
+    """What candidates alone do not end."""
+    size = 3000
+    row = {
+        "flat": torch.zeros(size),
+        "ties": hopper_way.randn(size).cpu().mul(4).round() / 4,
+        "rising": torch.arange(size) / 300.0,
+        "peaked": torch.cat([torch.full((1,), 9.0), hopper_way.randn(size - 1).cpu() / 10]),
+        "one": torch.cat([torch.full((1,), 99.0), torch.full((size - 1,), -INF)]),
+        "scales": hopper_way.randn(size).cpu().mul(12).exp() - 1e-3,
+    }[kind]
+    batch = [(k, p, m) for k in (0, 161, 1000, 2999) for p in (0.5, 0.99, 1.0) for m in (0.0, 0.02)]
+    k, p, m = (torch.tensor(each) for each in zip(*batch, strict=True))
+    given = {"top_k": k.int(), "top_p": p, "min_p": m}
+    rows = row.expand(len(batch), size)
+    check(hopper_way, rows, **arguments(len(batch), 1, "temperature"), **given)
+
+
+def test_drawn_by_lot(hopper_way: Way) -> None:
+    lot = random.Random(hopper_way.name)
+    for turn in range(60 if hopper_way.is_gpu else 25):
+        batch, size = (
+            lot.randrange(1, 5),
+            round(2 ** lot.uniform(0, 17 if hopper_way.is_gpu else 13)),
+        )
+        logits = hopper_way.randn(batch, size + 3, seed=turn, dtype=lot.choice(DTYPES))
+        logits = logits[:, lot.randrange(4) :][:, :size] * lot.choice((0.0, 0.5, 3.0, 30.0))
+        given = arguments(batch, turn)
+        changes = more(batch, size, turn)
+        given |= {name: x for name, x in changes.items() if lot.random() < 0.3 and "_p" not in name}
+        print(turn, batch, size, sorted(given))
+        check(hopper_way, logits, lot.choice((0.0, 0.0, 5.0)), **given)
