@@ -10,13 +10,12 @@
 // window_left to i + shift + window_right, shift = seqlen_k - seqlen_q.
 //
 // Three kernels. Their workspace is laid out in blocks of kBlockM query rows (each sequence starts
-// a new block): row values [head][row], sums of dq [head][block][consumer][64 x 64 or, turned,
-// 64 columns x kBlockM].
+// a new block): row values [head][row], sums of dq [head][block][part][64 x 64 or, turned, 64
+// columns x kBlockM].
 //   ..._delta    a block 16 rows of a head: delta, lse in units of log 2, zeros for the sums of dq
-//   (main)       a block 128 keys: loops over `heads_per_block` query heads (the whole group, or
-//   one,
-//                where dk and dv are then those of one query head and summed afterwards) and over
-//                the blocks of kBlockM queries that see the keys
+//   (main)       a block 128 keys, of wide heads 64: loops over `heads_per_block` query heads (the
+//                whole group, or one, where dk and dv are then those of one query head and summed
+//                afterwards) and over the blocks of kBlockM queries that see the keys
 //   ..._convert  a block 16 rows of a head: dq from the sums
 // dk and dv have one order of summation. dq has one where `turns` is given: a block then adds its
 // part of a query block after the blocks of higher keys, which are scheduled before it. Else the
@@ -34,17 +33,24 @@
 //   issue s(i + 1), dp(i + 1); p(i + 1) from s(i + 1)                dp(i + 1)
 // dq lags behind, so that neither consumer waits for the other's ds.
 //
-// Shared memory: k, v [128 keys]; q, dout [2 stages][kBlockM]; ds [2][kBlockM][128 keys]; dq in
-// fp32; lse and delta [2][kBlockM]; mbarriers; Work. Panels of 64 columns (128 bytes) in the
-// TMA's 128-byte swizzle; head_dim is filled up with zeros by the TMA. Tensor maps as those of
-// flash_attention_sm90.cu, in boxes of kBlockM rows (q, dout) or 128 (k, v).
+// Wide heads (192, 256): 64 keys of dk and dv in fp32 fill the registers of two warpgroups, so both
+// work on the same keys. The first makes p, which it leaves in shared memory, and dv; the second
+// takes p, makes ds and dk. dq = ds k is shared by columns, 64 at a time. For query block i:
+//   1: issue dv(i), dq(i - 1), s(i + 1); p(i + 1) from s(i + 1)
+//   2: ds(i) from p(i), dp(i); issue dk(i), dq(i), dp(i + 1)
+//
+// Shared memory: k, v [keys]; q, dout [2 stages, at 256 one of dout][kBlockM]; ds
+// [2][kBlockM][keys] and, of wide heads, p [keys][kBlockM]; dq in fp32; lse and delta
+// [stages][kBlockM]; mbarriers; Work. Panels of 64 columns (128 bytes) in the TMA's 128-byte
+// swizzle; head_dim is filled up with zeros by the TMA. Tensor maps as those of
+// flash_attention_sm90.cu, in boxes of kBlockM rows (q, dout) or the block's keys (k, v).
 //
 //   flash_attention_backward_sm90_{dtype}_hdim{N}_rows{kBlockM}   head_dim a multiple of 8 up to N
 //   ..._delta, ..._convert                                        the rows before and after
 // Sources: Dao, "FlashAttention-2", 2023, algorithm 2; Shah et al., "FlashAttention-3", 2024.
 
-#include "attention/backward/sm90/consumer.cuh"
 #include "attention/backward/sm90/producer.cuh"
+#include "attention/backward/sm90/roles.cuh"
 #include "attention/backward/sm90/rows.cuh"
 #include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/math.cuh"
@@ -90,8 +96,13 @@ __device__ __forceinline__ void attention_backward_sm90(
         }
     } else {
         acquire_registers<C::kConsumerRegisters>();
-        BackwardConsumer<C> consumer(p, shared, warpgroup - 1);
-        consumer.run(work);
+        if constexpr (C::kHasRoles) {
+            RoleConsumer<C> consumer(p, shared);
+            consumer.run(work, warpgroup == 1);
+        } else {
+            BackwardConsumer<C> consumer(p, shared, warpgroup - 1);
+            consumer.run(work);
+        }
     }
 }
 
@@ -188,5 +199,9 @@ EXPORT_VARIANT(bf16_hdim128_rows64, __nv_bfloat16, 128, 64)
 EXPORT_VARIANT(fp16_hdim128_rows64, __half, 128, 64)
 EXPORT_VARIANT(bf16_hdim128_rows80, __nv_bfloat16, 128, 80)
 EXPORT_VARIANT(fp16_hdim128_rows80, __half, 128, 80)
+EXPORT_VARIANT(bf16_hdim192_rows64, __nv_bfloat16, 192, 64)
+EXPORT_VARIANT(fp16_hdim192_rows64, __half, 192, 64)
+EXPORT_VARIANT(bf16_hdim256_rows64, __nv_bfloat16, 256, 64)
+EXPORT_VARIANT(fp16_hdim256_rows64, __half, 256, 64)
 
 }  // namespace kernel_hub::attention::backward::sm90

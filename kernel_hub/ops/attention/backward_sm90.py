@@ -58,7 +58,7 @@ class Body(NamedTuple):
         return f"{CUBIN}_{token}_hdim{self.head_dim}_rows{self.block_m}"
 
 
-BODIES = (Body(64, 128), Body(128, 64), Body(128, 80))
+BODIES = (Body(64, 128), Body(128, 64), Body(128, 80), Body(192, 64), Body(256, 64))
 
 
 class BackwardLaunch(NamedTuple):
@@ -123,9 +123,9 @@ def choose(head_dim: int, seqlen_q: int, is_causal: bool) -> Body | None:
     """The smallest head_dim that holds this one, the rows that take the least time."""
     if not _LEAST_HEAD_DIM <= head_dim <= BODIES[-1].head_dim:
         return None
-    if head_dim <= BODIES[0].head_dim:
-        return BODIES[0]
-    return BODIES[2 if seqlen_q >= _TALL_FROM[is_causal] else 1]
+    least = min(body.head_dim for body in BODIES if body.head_dim >= head_dim)
+    *short, tall = (body for body in BODIES if body.head_dim == least)
+    return short[0] if short and seqlen_q < _TALL_FROM[is_causal] else tall
 
 
 def body_of(problem: Problem) -> Body | None:
@@ -138,11 +138,15 @@ def applies(problem: Problem, given: Gradients) -> bool:
 
     Lengths on the device (cu_seqlens, cache_seqlens) may be anything.
     """
+    return problem.q.is_cuda and fits(problem, given)
+
+
+def fits(problem: Problem, given: Gradients) -> bool:
+    """`applies`, wherever the tensors are."""
     q, k, v = problem.q, problem.k, problem.v
     body = body_of(problem)
     return (
-        q.is_cuda
-        and q.dtype in common.HALF
+        q.dtype in common.HALF
         and body is not None
         and problem.alibi_slopes is None
         and problem.block_table is None

@@ -24,7 +24,10 @@ SM90: Any = importlib.import_module("kernel_hub.ops.attention.backward_sm90")
 BACKWARD: Any = importlib.import_module("kernel_hub.ops.attention.backward_portable")
 DTYPES = ["fp16", "bf16"]
 # Those of the compiled kernels, and some that fill one in part; and the rows of a block.
-SHAPES = [(40, 128), (64, 128), (72, 64), (128, 64), (96, 80), (128, 80)]
+SHAPES = [
+    (40, 128), (64, 128), (72, 64), (128, 64), (96, 80), (128, 80), (136, 64), (192, 64),
+    (200, 64), (256, 64),
+]  # fmt: skip
 MASKS: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"causal": True},
@@ -76,7 +79,8 @@ def test_layouts(hopper: list[int], layout: str) -> None:
     case = Case(layout=layout, num_kv_heads=heads, lengths_q=(150,) * 2, lengths_k=(150,) * 2,
                 backward=True, seed=1)  # fmt: skip
     for causal in (False, True):
-        run(dataclasses.replace(case, causal=causal, head_dim=128), "cuda")
+        for head_dim in (128, 256):
+            run(dataclasses.replace(case, causal=causal, head_dim=head_dim), "cuda")
     assert hopper
 
 
@@ -86,7 +90,7 @@ def test_windows(hopper: list[int], window_size: tuple[int, int]) -> None:
     for lengths_q, lengths_k in (((330,), (900,)), ((900,), (330,))):
         case = Case(lengths_q=lengths_q, lengths_k=lengths_k, window_size=window_size,
                     backward=True, deterministic=True, seed=1)  # fmt: skip
-        for head_dim in (64, 128):
+        for head_dim in (64, 128, 192, 256):
             run(dataclasses.replace(case, head_dim=head_dim, num_heads=4), "cuda")
     assert hopper
 
@@ -96,7 +100,7 @@ def test_windows(hopper: list[int], window_size: tuple[int, int]) -> None:
     "options",
     [
         {"layout": "unaligned"}, {"softcap": 2.0}, {"alibi": "heads"}, {"softmax_scale": -0.3},
-        {"head_dim": 32}, {"head_dim": 192},
+        {"head_dim": 32}, {"head_dim": 192, "softcap": 9.0},
     ],
     ids=str,
 )  # fmt: skip
@@ -106,7 +110,7 @@ def test_the_portable_kernels_take_the_rest(hopper: list[int], options: dict[str
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_portable_kernels_on_hopper(
     hopper: list[int], dtype: str, head_dim: int, monkeypatch: pytest.MonkeyPatch
@@ -120,7 +124,7 @@ def test_the_portable_kernels_on_hopper(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_deterministic_repeats_its_bits(hopper: list[int], head_dim: int, causal: bool) -> None:
     # More blocks of keys than run at once, and heads that share their keys.
     leaves = [
@@ -156,7 +160,8 @@ def gradients(batch, length, heads, kv_heads, head_dim, **options):
 cases = [
     gradients(4, 1024, 8, 8, 128), gradients(1, 130, 2, 1, 64, causal=True),
     gradients(9, 515, 4, 2, 96, window_size=(100, 7)), gradients(2, 777, 16, 4, 64),
-    gradients(3, 333, 6, 6, 128, causal=True),
+    gradients(3, 333, 6, 6, 128, causal=True), gradients(5, 400, 4, 2, 256, causal=True),
+    gradients(4, 300, 6, 3, 192),
 ]
 """
 
@@ -177,12 +182,17 @@ def test_cpu_tensors_never_take_them() -> None:
 
 
 def test_which_body() -> None:
-    chosen = {d: SM90.choose(d, 1024, False) for d in (8, 32, 40, 64, 72, 128, 136, 256)}
+    chosen = {d: SM90.choose(d, 1024, False) for d in (8, 32, 40, 64, 72, 128, 136, 192, 200, 256)}
     assert {d: body.head_dim for d, body in chosen.items() if body} == {
-        40: 64, 64: 64, 72: 128, 128: 128,
+        40: 64, 64: 64, 72: 128, 128: 128, 136: 192, 192: 192, 200: 256, 256: 256,
     }  # fmt: skip
     sizes = [64 * i for i in range(199)]
-    every = {SM90.choose(d, size, c) for d in (64, 128) for size in sizes for c in (True, False)}
+    every = {
+        SM90.choose(d, size, c)
+        for d in (64, 128, 192, 256)
+        for size in sizes
+        for c in (True, False)
+    }
     assert every == set(SM90.BODIES)
 
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/backward/shared_rows.cuh"
+#include "attention/backward/sm90/instructions.cuh"
 #include "attention/backward/sm90/plan.cuh"
 #include "kernel_hub/math.cuh"
 #include "kernel_hub/mbarrier.cuh"
@@ -10,15 +11,6 @@
 #include "kernel_hub/wgmma.cuh"
 
 namespace kernel_hub::attention::backward::sm90 {
-
-// Says that what accumulators hold does not matter, so that nothing is moved there.
-template <int kCount>
-__device__ __forceinline__ void leave_undefined(float (&values)[kCount]) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-        asm volatile("" : "=f"(values[i]));
-    }
-}
 
 template <class C>
 struct BackwardConsumer {
@@ -51,9 +43,9 @@ struct BackwardConsumer {
     static __device__ __forceinline__ bool is_first_lane() { return read_thread_idx() % 32 == 0; }
 
     // Lower halves of descriptors. Operands along head_dim, and along rows.
-    static __device__ constexpr uint32_t rows_low(int at) { return at / 16 + (1 << 16); }
-    static __device__ constexpr uint32_t columns_low(int at, int panel) {
-        return at / 16 + (panel / 16 << 16);
+    static __device__ __forceinline__ uint32_t rows_low(int at) { return descriptor_low(at, 16); }
+    static __device__ __forceinline__ uint32_t columns_low(int at, int panel) {
+        return descriptor_low(at, panel);
     }
 
     // scores = A B^T, both along head_dim: A 64 keys, B the queries.
@@ -154,7 +146,8 @@ struct BackwardConsumer {
     // Writes 64 rows of dk or dv.
     __device__ __forceinline__ void store(const Heads<T>& target, const float (&sums)[kHeadDim / 2],
                                           float factor, const BackwardWork& work) {
-        const int thread_idx = threadIdx.x - 128, lane_idx = thread_idx % 32;
+        const int thread_idx = C::kHasRoles ? threadIdx.x % 128 : threadIdx.x - 128;
+        const int lane_idx = thread_idx % 32;
         const int first_column = 8 * (lane_idx % 4);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -209,8 +202,8 @@ struct BackwardConsumer {
 
     // ds of a block from p and dp, in registers and in shared memory.
     __device__ __forceinline__ void gradients(const float (&probs)[kScores], const Words& p_words,
-                                              float (&dp)[kScores], int stage, uint32_t parity,
-                                              Words& words) {
+                                              float (&dp)[kScores], int stage, int buffer,
+                                              uint32_t parity, Words& words) {
 #pragma unroll
         for (int j = 0; j < kBlockM / 8; ++j) {
             const float2 delta = row_values(C::kDelta, stage, j);
@@ -221,15 +214,15 @@ struct BackwardConsumer {
             }
         }
         pack(dp, words);
-        mbarrier_wait(shared.ds_empty(stage), parity ^ 1);
+        mbarrier_wait(shared.ds_empty(buffer), parity ^ 1);
 #pragma unroll
         for (int i = 0; i < kWords; ++i) {
-            stmatrix_x4_trans(ds_mine + stage * C::kDsBytes + i * 16 * kPanelBytes, words[i][0],
+            stmatrix_x4_trans(ds_mine + buffer * C::kDsBytes + i * 16 * kPanelBytes, words[i][0],
                               words[i][1], words[i][2], words[i][3]);
         }
         fence_proxy_async();
         __syncwarp();
-        mbarrier_arrive_if(shared.ds_full(stage), is_first_lane());
+        mbarrier_arrive_if(shared.ds_full(buffer), is_first_lane());
     }
 
     __device__ __forceinline__ void run(const BackwardWork& work) {
@@ -275,7 +268,7 @@ struct BackwardConsumer {
             Words p_words;
             pack(scores, p_words);
             issue_sums(dv, p_words, C::kDout, stage);
-            gradients(scores, p_words, dp, stage, i / 2 % 2, ds_words);
+            gradients(scores, p_words, dp, stage, stage, i / 2 % 2, ds_words);
             wgmma_wait<0>();
             hold_registers(dv);
             mbarrier_arrive_if(shared.dout_empty(stage), is_first_lane());

@@ -16,33 +16,42 @@ template <typename T_, int kHeadDim_, int kBlockM_>
 struct BackwardConfig {
     using T = T_;
     static constexpr int kHeadDim = kHeadDim_, kBlockM = kBlockM_;
+    // Wide heads leave a consumer the registers for one sum of 64 keys: both work on the same keys,
+    // one for dv and the other for dk.
+    static constexpr bool kHasRoles = kHeadDim > 128;
     static constexpr int kConsumers = 2, kThreads = 128 * (1 + kConsumers);
-    static constexpr int kBlockN = 64 * kConsumers;
-    static constexpr int kStages = 2;
+    static constexpr int kBlockN = kHasRoles ? 64 : 128;
+    static constexpr int kStages = 2, kDoutStages = kHeadDim > 192 ? 1 : 2;
     static constexpr int kPanels = kHeadDim / kPanelColumns;
     static constexpr int kKPanel = kBlockN * kPanelBytes, kQPanel = kBlockM * kPanelBytes;
     static constexpr int kKBytes = kPanels * kKPanel, kQBytes = kPanels * kQPanel;
-    static constexpr int kDsBytes = kConsumers * kQPanel;  // a panel is 64 keys
-    static constexpr int kRowBytes = 4 * kBlockM;          // of lse, or delta
+    static constexpr int kDsBytes = kBlockN / 64 * kQPanel;  // a panel is 64 keys
+    static constexpr int kProbBytes = kHasRoles ? 64 * 2 * kBlockM : 0;
+    static constexpr int kRowBytes = 4 * kBlockM;  // of lse, or delta
     // The consumers share dq by its rows, or by its columns. Where it is not 64 rows, it is worked
     // out turned: columns along the rows of the product.
     static constexpr bool kSplitsRows = kBlockM == 128, kTurnsDq = kBlockM == 80;
-    static constexpr int kDqColumns = kSplitsRows ? kHeadDim : kHeadDim / kConsumers;
+    static constexpr int kDqColumns = kSplitsRows ? kHeadDim : 64;
+    // Into so many parts, of which the first consumer makes kFirstParts, one after another.
+    static constexpr int kDqParts = kSplitsRows ? kConsumers : kHeadDim / kDqColumns;
+    static constexpr int kFirstParts = kHasRoles ? 2 : 1;
     // Whether there are registers for p in fp32 until ds is made.
-    static constexpr bool kKeepsProbs = kBlockM == 64;
+    static constexpr bool kKeepsProbs = kBlockM == 64 && !kHasRoles;
     static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 
     static constexpr int kK = 0, kV = kKBytes, kQ = kV + kKBytes;
-    static constexpr int kDout = kQ + kStages * kQBytes, kDs = kDout + kStages * kQBytes;
+    static constexpr int kDout = kQ + kStages * kQBytes, kDs = kDout + kDoutStages * kQBytes;
     static constexpr int kDqRegisters = kTurnsDq ? kBlockM / 2 : 32;
     static constexpr int kDqBytes = 128 * 4 * kDqRegisters;  // of a consumer, fp32
-    static constexpr int kDq = kDs + 2 * kDsBytes;
+    static constexpr int kProbs = kDs + 2 * kDsBytes, kDq = kProbs + kProbBytes;
     static constexpr int kLse = kDq + kConsumers * kDqBytes, kDelta = kLse + kStages * kRowBytes;
-    static constexpr int kBarriers = kDelta + kStages * kRowBytes, kWork = kBarriers + 192;
+    static constexpr int kBarriers = kDelta + kDoutStages * kRowBytes, kWork = kBarriers + 192;
     static constexpr int kSharedBytes = kWork + 128 + 1024;  // Work, and room to align them
 
     static_assert(kSplitsRows || kTurnsDq || kBlockM == 64, "dq is 64 rows, or 64 rows a consumer");
-    static_assert(kDqColumns == 64, "dq of a consumer is one panel wide");
+    static_assert(kDqColumns == 64, "a part of dq is one panel wide");
+    static_assert(kFirstParts >= kDqParts - kFirstParts && kDqParts > kFirstParts,
+                  "both consumers make parts of dq, the first as many as the second or more");
     static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 504,
                   "acquire_registers would wait for ever");
     static_assert(kSharedBytes <= 227 * 1024, "shared memory of an SM");
@@ -113,11 +122,18 @@ struct BackwardShared {
     __device__ __forceinline__ uint32_t dq_empty(int consumer) const {
         return barrier(7 + 4 * C::kStages + consumer);
     }
-    static constexpr int kCount = 9 + 4 * C::kStages;
+    // With roles: p of a block is there; has been read.
+    __device__ __forceinline__ uint32_t probs_full() const { return barrier(9 + 4 * C::kStages); }
+    __device__ __forceinline__ uint32_t probs_empty() const { return barrier(10 + 4 * C::kStages); }
+    static constexpr int kCount = 9 + 4 * C::kStages + (C::kHasRoles ? 2 : 0);
 
     // How many arrivals complete a phase: for ds and what is emptied, one per warp of the
-    // consumers.
+    // consumers; with roles, for ds and p one per warp of the consumer that makes or reads it.
     static __device__ __forceinline__ int arrivals(int i) {
+        const bool is_ds_full = i == 3 + 4 * C::kStages || i == 4 + 4 * C::kStages;
+        if (C::kHasRoles && (is_ds_full || i >= 9 + 4 * C::kStages)) {
+            return 4;
+        }
         const bool is_q_empty = i >= 3 + C::kStages && i < 3 + 2 * C::kStages;
         const bool is_empty_or_ds = i >= 3 + 3 * C::kStages && i < 7 + 4 * C::kStages;
         return is_q_empty || is_empty_or_ds ? 4 * C::kConsumers : 1;

@@ -63,8 +63,8 @@ struct BackwardProducer {
         const int kv_head = work.first_head / p.group;
         const int kv_batch = is_varlen_k ? 0 : work.batch_idx;
         const int q_batch = is_varlen_q ? 0 : work.batch_idx;
-        int stage = 0;
-        uint32_t parity = 1;
+        int stage = 0, dout_stage = 0;
+        uint32_t parity = 1, dout_parity = 1;
         bool is_first = true;
 #pragma unroll 1
         for (int i = 0; i < p.heads_per_block; ++i) {
@@ -89,21 +89,26 @@ struct BackwardProducer {
                                      kv_head, kv_batch, keys, 0, nullptr);
                     is_first = false;
                 }
-                mbarrier_wait(shared.dout_empty(stage), parity);
-                load<C::kBlockM>(shared.base + C::kDout + stage * C::kQBytes, p.dout,
-                                 shared.dout_full(stage), row, head_idx, q_batch, rows,
-                                 shared.base + C::kDelta + stage * C::kRowBytes, p.delta + values);
+                mbarrier_wait(shared.dout_empty(dout_stage), dout_parity);
+                load<C::kBlockM>(shared.base + C::kDout + dout_stage * C::kQBytes, p.dout,
+                                 shared.dout_full(dout_stage), row, head_idx, q_batch, rows,
+                                 shared.base + C::kDelta + dout_stage * C::kRowBytes,
+                                 p.delta + values);
                 if (++stage == C::kStages) {
                     stage = 0;
                     parity ^= 1;
+                }
+                if (++dout_stage == C::kDoutStages) {
+                    dout_stage = 0;
+                    dout_parity ^= 1;
                 }
             }
         }
     }
 };
 
-// Adds a consumer's part of dq to its sums, block by block, in its turn where there are turns. All
-// lanes of one warp.
+// Adds a consumer's parts of dq to their sums, block by block, in its turn where there are turns.
+// All lanes of one warp.
 template <class C>
 __device__ __forceinline__ void add_dq(const BackwardParameters<typename C::T>& p,
                                        const BackwardShared<C>& shared, const BackwardWork& work,
@@ -111,41 +116,45 @@ __device__ __forceinline__ void add_dq(const BackwardParameters<typename C::T>& 
     using Shared = BackwardShared<C>;
     constexpr int kFloats = C::kDqBytes / 4;
     const bool is_first_lane = threadIdx.x % 32 == 0;
-    int64_t part =
-        2 * (work.first_head * p.num_blocks_q + work.first_block + work.first_m) + consumer;
+    const int num_parts = consumer == 0 ? C::kFirstParts : C::kDqParts - C::kFirstParts;
+    int64_t block = work.first_head * p.num_blocks_q + work.first_block + work.first_m;
     int m = work.first_m;
 #pragma unroll 1
     for (int left = work.num_iterations; left > 0; --left) {
-        named_barrier_sync(Shared::kDqBarrier + consumer, Shared::kDqThreads);
-        if (is_first_lane) {
-            if (p.turns) {
-                // How many blocks of higher keys these queries see.
-                const int earlier =
-                    min(ceil_div(work.window.num_keys, C::kBlockN) - 1,
-                        floor_div((m + 1) * C::kBlockM - 1 - work.window.start + work.window.span,
-                                  C::kBlockN));
-                // NOTE: not `!=`: sequences whose cu_seqlens overlap add to one turn, and may pass
-                // it.
-                while (ld_acquire(p.turns + part) < earlier) {
+#pragma unroll 1
+        for (int part = 0; part < num_parts; ++part) {
+            named_barrier_sync(Shared::kDqBarrier + consumer, Shared::kDqThreads);
+            if (is_first_lane) {
+                int* turn = p.turns + 2 * block + consumer;
+                if (p.turns && part == 0) {
+                    // How many blocks of higher keys these queries see.
+                    const int last_query = (m + 1) * C::kBlockM - 1;
+                    const int earlier = min(
+                        ceil_div(work.window.num_keys, C::kBlockN) - 1,
+                        floor_div(last_query - work.window.start + work.window.span, C::kBlockN));
+                    // NOTE: not `!=`: sequences whose cu_seqlens overlap add to one turn, and may
+                    // pass it.
+                    while (ld_acquire(turn) < earlier) {
+                    }
+                    fence_proxy_async_global();
                 }
-                fence_proxy_async_global();
-            }
-            bulk_reduce_add(p.dq_sums + part * kFloats,
-                            shared.base + C::kDq + consumer * C::kDqBytes, C::kDqBytes);
-            tma_store_commit();
-            if (p.turns) {
-                tma_store_wait_all<0>();
-                fence_proxy_async_global();
-                __threadfence();
-                atomicAdd(p.turns + part, 1);
-            } else {
+                const int64_t place = C::kDqParts * block + consumer * C::kFirstParts + part;
+                bulk_reduce_add(p.dq_sums + place * kFloats,
+                                shared.base + C::kDq + consumer * C::kDqBytes, C::kDqBytes);
+                tma_store_commit();
                 tma_store_wait<0>();
+                mbarrier_arrive(shared.dq_empty(consumer));
+                if (p.turns && part + 1 == num_parts) {
+                    tma_store_wait_all<0>();
+                    fence_proxy_async_global();
+                    __threadfence();
+                    atomicAdd(turn, 1);
+                }
             }
-            mbarrier_arrive(shared.dq_empty(consumer));
+            __syncwarp();
         }
-        __syncwarp();
         const bool is_last_of_head = m + 1 == work.end_m;
-        part += is_last_of_head ? 2 * (p.num_blocks_q - (m - work.first_m)) : 2;
+        block += is_last_of_head ? p.num_blocks_q - (m - work.first_m) : 1;
         m = is_last_of_head ? work.first_m : m + 1;
     }
 }

@@ -106,30 +106,36 @@ __device__ __forceinline__ void convert_straight(const Heads<T>& dq, const float
                                                  int head_dim, float softmax_scale) {
     const RowTile tile =
         RowTile::find<kBlockM>(cu_seqlens_q, num_blocks_q, num_tiles, seqlen_q, total_q);
-    if (tile.first_query >= tile.seqlen || threadIdx.x >= head_dim) {
+    if (tile.first_query >= tile.seqlen) {
         return;
     }
-    const int col8 = threadIdx.x / 8, row_idx = threadIdx.x % 8;
-    // Parts of 64 x 64, as the consumers share them: first by rows or by columns.
-    const int row16 = tile.first_query % kBlockM / kTileRows;
-    const int place = kBlockM == 64 ? (col8 / 8 * 4 + row16) * 8 + col8 % 8 : row16 * 8 + col8;
-    const float* fragment =
-        dq_sums + (tile.first_row - 16 * row16) * kHeadDim + place * kFragment + 16 * row_idx;
-    float values[2][8];
+    const int row_idx = threadIdx.x % 8, row16 = tile.first_query % kBlockM / kTileRows;
 #pragma unroll
-    for (int lane = 0; lane < 4; ++lane) {
-        const uint4 bits = ld_global(fragment + 4 * lane);
-        values[0][2 * lane] = __uint_as_float(bits.x) * softmax_scale;
-        values[0][2 * lane + 1] = __uint_as_float(bits.y) * softmax_scale;
-        values[1][2 * lane] = __uint_as_float(bits.z) * softmax_scale;
-        values[1][2 * lane + 1] = __uint_as_float(bits.w) * softmax_scale;
-    }
+    for (int step = 0; step < ceil_div(kHeadDim, kRowThreads); ++step) {
+        const int col8 = step * (kRowThreads / 8) + threadIdx.x / 8;
+        if (8 * col8 >= head_dim) {
+            return;
+        }
+        // Parts of 64 x 64, as the consumers share them: first by rows or by columns.
+        const int place = kBlockM == 64 ? (col8 / 8 * 4 + row16) * 8 + col8 % 8 : row16 * 8 + col8;
+        const float* fragment =
+            dq_sums + (tile.first_row - 16 * row16) * kHeadDim + place * kFragment + 16 * row_idx;
+        float values[2][8];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int query = tile.first_query + half * 8 + row_idx;
-        if (query < tile.seqlen) {
-            st_global(dq.at(tile.batch_idx, tile.token + query, tile.head_idx) + col8 * 8,
-                      pack<T>(values[half]));
+        for (int lane = 0; lane < 4; ++lane) {
+            const uint4 bits = ld_global(fragment + 4 * lane);
+            values[0][2 * lane] = __uint_as_float(bits.x) * softmax_scale;
+            values[0][2 * lane + 1] = __uint_as_float(bits.y) * softmax_scale;
+            values[1][2 * lane] = __uint_as_float(bits.z) * softmax_scale;
+            values[1][2 * lane + 1] = __uint_as_float(bits.w) * softmax_scale;
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int query = tile.first_query + half * 8 + row_idx;
+            if (query < tile.seqlen) {
+                st_global(dq.at(tile.batch_idx, tile.token + query, tile.head_idx) + col8 * 8,
+                          pack<T>(values[half]));
+            }
         }
     }
 }

@@ -1,0 +1,82 @@
+"""Hopper's own gradients of attention without a GPU: their source in the emulator, held against
+fp64."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from attention_cases import Case, run
+from attention_random import random_case
+from emulated_attention import hopper_attention
+from ways import Way
+
+SM90: Any = importlib.import_module("kernel_hub.ops.attention.backward_sm90")
+DRAWN = 12
+# A block of threads is emulated at some 10^6 scores a second.
+MAX_SCORES = 120_000
+
+
+@pytest.fixture
+def bodies(hopper_way: Way, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The main kernels that were launched."""
+    if hopper_way.is_gpu:
+        pytest.skip("test_flash_attention_backward_sm90.py does that with larger cases")
+    taken: list[str] = []
+    launch = SM90.launch
+
+    def counted(plan: Any, *given: Any) -> None:
+        if plan.main is not None:
+            taken.append(plan.main.function.name)
+        launch(plan, *given)
+
+    monkeypatch.setattr(SM90, "launch", counted)
+    monkeypatch.setattr(SM90, "applies", SM90.fits)
+    yield taken
+
+
+def drawn(generator: random.Random) -> Case:
+    """A case that these kernels take."""
+    while True:
+        case = random_case(generator)
+        pairs = zip(case.lengths_q, case.lengths_k, strict=True)
+        scores = case.num_heads * sum(a * b for a, b in pairs)
+        is_small = min(case.lengths_q) > 0 and 0 < scores <= MAX_SCORES
+        if is_small and "paged" not in case.layout and case.layout != "unaligned":
+            break
+    return dataclasses.replace(
+        case, head_dim=8 * generator.randrange(5, 33), backward=True, softcap=0.0, alibi="",
+        softmax_scale=None, magnitude=1.0, twice=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("index", range(DRAWN))
+def test_drawn(bodies: list[str], monkeypatch: pytest.MonkeyPatch, index: int) -> None:
+    generator = random.Random(f"backward {index}")
+    case = drawn(generator)
+    monkeypatch.setattr(SM90, "_TALL_FROM", dict.fromkeys((False, True), 64))
+    with hopper_attention(monkeypatch, generator.choice((1, 2, 5))):
+        run(case, "cpu")
+    assert bodies, case
+
+
+@pytest.mark.parametrize("head_dim", [192, 256])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (70, 19)}], ids=str)
+def test_many_blocks_of_wide_heads(
+    bodies: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    head_dim: int,
+    options: dict[str, Any],
+) -> None:
+    # Every stage and buffer more than once, and heads that share their keys.
+    case = Case(
+        head_dim=head_dim, lengths_q=(300,), lengths_k=(130,), backward=True, deterministic=True,
+        **options,
+    )  # fmt: skip
+    with hopper_attention(monkeypatch, 1):
+        run(case, "cpu")
+    assert set(bodies) == {f"{SM90.CUBIN}_bf16_hdim{head_dim}_rows64"}
