@@ -304,7 +304,7 @@ def main() -> int:
         torch.cuda.empty_cache()
     for batch, context in ((1, 8192), (16, 8192), (64, 4096)):
         shape = Shape(32, 8, batch, context)
-        for page_size in (16, 64, 256):
+        for page_size in (1, 16, 64, 256):
             makers: dict[str, Maker] = {
                 OURS: partial(ours_paged, page_size=page_size),
                 f"{OURS} contiguous": ours,

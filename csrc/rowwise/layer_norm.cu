@@ -22,15 +22,12 @@ namespace kernel_hub::rowwise {
 
 #define EXPORT_LAYER_NORM(DTYPE, T, OUT) EXPORT_NORM_VARIANTS(layer_norm_##DTYPE, T, OUT, true)
 
-// {op}_{dtype}[_e4m3 or _int8]_{variant}
+// {op}_{dtype}[_quantised]_{variant}
 EXPORT_LAYER_NORM(fp16, __half, __half)
-EXPORT_LAYER_NORM(fp16_e4m3, __half, __nv_fp8_e4m3)
-EXPORT_LAYER_NORM(fp16_int8, __half, int8_t)
+EXPORT_LAYER_NORM(fp16_quantised, __half, void)
 EXPORT_LAYER_NORM(bf16, __nv_bfloat16, __nv_bfloat16)
-EXPORT_LAYER_NORM(bf16_e4m3, __nv_bfloat16, __nv_fp8_e4m3)
-EXPORT_LAYER_NORM(bf16_int8, __nv_bfloat16, int8_t)
+EXPORT_LAYER_NORM(bf16_quantised, __nv_bfloat16, void)
 EXPORT_LAYER_NORM(fp32, float, float)
-EXPORT_LAYER_NORM(fp32_e4m3, float, __nv_fp8_e4m3)
-EXPORT_LAYER_NORM(fp32_int8, float, int8_t)
+EXPORT_LAYER_NORM(fp32_quantised, float, void)
 
 }  // namespace kernel_hub::rowwise

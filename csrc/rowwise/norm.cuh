@@ -9,62 +9,128 @@
 
 namespace kernel_hub::rowwise {
 
-// What a row leaves once its shape is known. Where it is quantised it is normed once if registers
-// hold the results until their largest is known, else twice.
-template <typename T, typename Out, int kVecs, bool kIs32>
-__device__ __forceinline__ void finish_vecs(const NormParams<T, Out>& p, RowVecs<T, kVecs>& row,
-                                            RowShape shape, int num_vecs, bool is_there,
-                                            float (&slots)[kMaxWarps]) {
-    constexpr int kWidth = kVecElems<T>, kBatch = kVecs == 1 || kIs32 ? 1 : 2;
-    constexpr bool kQuantised = sizeof(Out) == 1, kKeeps = kVecs * kWidth <= 16;
-    float normed[kVecs][kWidth];
-    float largest = 0.0f, factor = 1.0f;
+// A row's scale, which it writes; what values are multiplied by.
+template <typename T>
+__device__ __forceinline__ float scale_row(const NormParams<T, EightBits>& p, float largest,
+                                           bool is_there) {
+    const float most = p.is_int8 ? kLargest<int8_t> : kLargest<__nv_fp8_e4m3>;
+    return rowwise::scale_row(most, p.out_scale, largest, is_there);
+}
+
+template <typename T, int kWidth>
+__device__ __forceinline__ void write_scaled(const NormParams<T, EightBits>& p, int first,
+                                             float factor, float (&values)[kWidth]) {
 #pragma unroll
-    for (int round = !kQuantised; round < 2; ++round) {
+    for (float& value : values) {
+        value *= factor;
+    }
+    if (p.is_int8) {
+        write_row(reinterpret_cast<int8_t*>(p.out + first), values);
+    } else {
+        write_row(reinterpret_cast<__nv_fp8_e4m3*>(p.out + first), values);
+    }
+}
+
+// Norms a row in registers and gives what each vector becomes to use(i, vec_idx, values).
+template <bool kIs32, typename T, typename Out, int kVecs, typename Use>
+__device__ __forceinline__ void norm_each(const NormParams<T, Out>& p, const RowVecs<T, kVecs>& row,
+                                          RowShape shape, int thread_idx, int num_vecs,
+                                          const Use& use) {
+    constexpr int kBatch = kVecs == 1 || kIs32 ? 1 : 2;
 #pragma unroll
-        for (int first = 0; first < kVecs; first += kBatch) {
-            const int first_idx = threadIdx.x + first * blockDim.x;
-            const bool norms = round == !kQuantised || !kKeeps;
-            Factors<T, kBatch, kIs32> factors;
-            if (norms) {
-                factors.load(p, first_idx, num_vecs);
-            }
+    for (int first = 0; first < kVecs; first += kBatch) {
+        const int first_idx = thread_idx + first * blockDim.x;
+        Factors<T, kBatch, kIs32> factors;
+        factors.load(p, first_idx, num_vecs);
 #pragma unroll
-            for (int i = 0; i < kBatch; ++i) {
-                const int vec_idx = first_idx + i * blockDim.x;
-                if (vec_idx < num_vecs) {
-                    float (&s)[kWidth] = normed[first + i];
-                    if (norms) {
-                        unpack<T>(row.bits[first + i], s);
-                        factors.norm(i, shape, s);
-                    }
-                    if (round == 0) {
-                        largest = max_nan(largest, largest_of(s));
-                        continue;
-                    }
-                    if (!kQuantised && p.adds_after) {
-                        float after[kWidth];
-                        unpack<T>(ld_global(p.residual + vec_idx * kWidth), after);
-#pragma unroll
-                        for (int j = 0; j < kWidth; ++j) {
-                            s[j] += after[j];
-                        }
-                    }
-#pragma unroll
-                    for (int j = 0; j < kWidth; ++j) {
-                        s[j] *= kQuantised ? factor : 1.0f;
-                    }
-                    write_row(p.out + vec_idx * kWidth, s);
-                }
+        for (int i = 0; i < kBatch; ++i) {
+            const int vec_idx = first_idx + i * blockDim.x;
+            if (vec_idx < num_vecs) {
+                float s[kVecElems<T>];
+                unpack<T>(row.bits[first + i], s);
+                factors.norm(i, shape, s);
+                use(first + i, vec_idx, s);
             }
         }
-        if constexpr (kQuantised) {
-            if (round == 0) {
-                factor = scale_row<Out>(p.out_scale, row_max(largest, slots), is_there);
-                if (!kKeeps) {
-                    row.keep_packed();
-                }
+    }
+}
+
+template <typename T, typename Out, int kVecs, typename Use>
+__device__ __forceinline__ void norm_each(const NormParams<T, Out>& p, const RowVecs<T, kVecs>& row,
+                                          RowShape shape, int thread_idx, int num_vecs,
+                                          const Use& use) {
+    if constexpr (sizeof(T) != sizeof(float)) {
+        if (p.is_weight32) {
+            norm_each<true>(p, row, shape, thread_idx, num_vecs, use);
+            return;
+        }
+    }
+    norm_each<false>(p, row, shape, thread_idx, num_vecs, use);
+}
+
+// What a row leaves once its shape is known.
+template <typename T, int kVecs>
+__device__ __forceinline__ void finish_vecs(const NormParams<T, T>& p, RowVecs<T, kVecs>& row,
+                                            RowShape shape, int num_vecs, float (&)[kMaxWarps]) {
+    constexpr int kWidth = kVecElems<T>;
+    norm_each(p, row, shape, threadIdx.x, num_vecs, [&](int, int vec_idx, float (&s)[kWidth]) {
+        if (p.adds_after) {
+            float after[kWidth];
+            unpack<T>(ld_global(p.residual + vec_idx * kWidth), after);
+#pragma unroll
+            for (int j = 0; j < kWidth; ++j) {
+                s[j] += after[j];
             }
+        }
+        write_row(p.out + vec_idx * kWidth, s);
+    });
+}
+
+// Quantised: normed once where registers hold the results until their largest is known, else twice.
+template <typename T, int kVecs>
+__device__ __forceinline__ void finish_vecs(const NormParams<T, EightBits>& p,
+                                            RowVecs<T, kVecs>& row, RowShape shape, int num_vecs,
+                                            float (&slots)[kMaxWarps]) {
+    constexpr int kWidth = kVecElems<T>;
+    float largest = 0.0f;
+    if constexpr (kVecs * kWidth <= 16) {
+        float normed[kVecs][kWidth];
+        norm_each(p, row, shape, threadIdx.x, num_vecs, [&](int i, int, float (&s)[kWidth]) {
+            largest = max_nan(largest, largest_of(s));
+#pragma unroll
+            for (int j = 0; j < kWidth; ++j) {
+                normed[i][j] = s[j];
+            }
+        });
+        const float factor = scale_row(p, row_max(largest, slots), num_vecs > 0);
+#pragma unroll
+        for (int i = 0; i < kVecs; ++i) {
+            const int vec_idx = threadIdx.x + i * blockDim.x;
+            if (vec_idx < num_vecs) {
+                write_scaled(p, vec_idx * kWidth, factor, normed[i]);
+            }
+        }
+    } else {
+        float factor = -1.0f;  // not known yet
+#pragma unroll 1
+        while (true) {
+            const bool is_last = !(factor < 0.0f);
+            // Addresses are made anew: kept from round to round they spill.
+            int thread_idx = threadIdx.x;
+            asm volatile("" : "+r"(thread_idx), "+r"(num_vecs));
+            norm_each(p, row, shape, thread_idx, num_vecs,
+                      [&](int, int vec_idx, float (&s)[kWidth]) {
+                          if (is_last) {
+                              write_scaled(p, vec_idx * kWidth, factor, s);
+                          } else {
+                              largest = max_nan(largest, largest_of(s));
+                          }
+                      });
+            if (is_last) {
+                break;
+            }
+            factor = scale_row(p, row_max(largest, slots), num_vecs > 0);
+            row.keep_packed();
         }
     }
 }
@@ -77,6 +143,7 @@ __device__ __forceinline__ void norm_vecs(NormParams<T, Out> p) {
     const int64_t row_idx = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
     const bool is_there = row_idx < p.num_rows;
     const int num_vecs = is_there ? p.hidden_size / kWidth : 0;
+    const float size = static_cast<float>(p.hidden_size);
     const bool adds = p.residual != nullptr;
     p.select_row(blockIdx.y, row_idx);
 
@@ -92,22 +159,15 @@ __device__ __forceinline__ void norm_vecs(NormParams<T, Out> p) {
 
     RowShape shape{};
     if constexpr (kCentred) {
-        shape.mean = row_sum(row.sum(), slots[0]) / static_cast<float>(p.hidden_size);
+        shape.mean = row_sum(row.sum(), slots[0]) / size;
         row.keep_packed();
     }
     const float sum = row_sum(row.sum_of_squares_from(shape.mean, num_vecs), slots[kCentred]);
-    shape.inverse = rsqrtf(sum / static_cast<float>(p.hidden_size) + p.eps);
+    shape.inverse = rsqrtf(sum / size + p.eps);
     shape.offset = shape.inverse * p.weight_offset;
     row.keep_packed();
 
-    float (&last)[kMaxWarps] = slots[kCentred + 1];
-    if constexpr (sizeof(T) != sizeof(float)) {
-        if (p.is_weight32) {
-            finish_vecs<T, Out, kVecs, true>(p, row, shape, num_vecs, is_there, last);
-            return;
-        }
-    }
-    finish_vecs<T, Out, kVecs, false>(p, row, shape, num_vecs, is_there, last);
+    finish_vecs(p, row, shape, num_vecs, slots[kCentred + 1]);
 }
 
 // Rows of any length in accesses of kWidth elements, a pass for each sum: the first adds the
@@ -127,7 +187,7 @@ __device__ __forceinline__ void norm_passes(NormParams<T, Out> p) {
     p.select_row(blockIdx.y, row_idx);
 
     float sum = 0.0f;
-#pragma unroll 4
+#pragma unroll 1
     for (int i = threadIdx.x * kWidth; i < row_size; i += step) {
         float s[kWidth];
         RowAccess::unpack(RowAccess::read(p.x + i), s);
@@ -151,7 +211,7 @@ __device__ __forceinline__ void norm_passes(NormParams<T, Out> p) {
     if constexpr (kCentred) {
         shape.mean = sum / size;
         sum = 0.0f;
-#pragma unroll 4
+#pragma unroll 1
         for (int i = threadIdx.x * kWidth; i < row_size; i += step) {
             float s[kWidth];
             RowAccess::unpack(RowAccess::read(row + i), s);
@@ -168,31 +228,31 @@ __device__ __forceinline__ void norm_passes(NormParams<T, Out> p) {
     float factor = 1.0f;
     if constexpr (kQuantised) {
         float largest = 0.0f;
-#pragma unroll(kQuantised ? 1 : 2)
+#pragma unroll 1
         for (int i = threadIdx.x * kWidth; i < row_size; i += step) {
             float s[kWidth];
             RowAccess::unpack(RowAccess::read(row + i), s);
             norm_values(p, shape, i, s);
             largest = max_nan(largest, largest_of(s));
         }
-        factor = scale_row<Out>(p.out_scale, row_max(largest, slots[kCentred + 1]), is_there);
+        factor = scale_row(p, row_max(largest, slots[kCentred + 1]), is_there);
     }
-#pragma unroll(kQuantised ? 1 : 2)
+#pragma unroll 1
     for (int i = threadIdx.x * kWidth; i < row_size; i += step) {
         float s[kWidth];
         RowAccess::unpack(RowAccess::read(row + i), s);
         norm_values(p, shape, i, s);
-        if (!kQuantised && adds && p.adds_after) {
+        if constexpr (kQuantised) {
+            write_scaled(p, i, factor, s);
+            continue;
+        }
+        if (adds && p.adds_after) {
             float after[kWidth];
             RowAccess::unpack(RowAccess::read(p.residual + i), after);
 #pragma unroll
             for (int j = 0; j < kWidth; ++j) {
                 s[j] += after[j];
             }
-        }
-#pragma unroll
-        for (int j = 0; j < kWidth; ++j) {
-            s[j] *= kQuantised ? factor : 1.0f;
         }
         write_row(p.out + i, s);
     }
@@ -209,8 +269,9 @@ __device__ __forceinline__ void norm_passes(NormParams<T, Out> p) {
             int64_t scale_stride, int64_t scale_outer_stride, int64_t residual_out_stride,         \
             int64_t residual_out_outer_stride, int64_t x_stride, int64_t x_outer_stride,           \
             int64_t residual_stride, int64_t residual_outer_stride, int num_rows, int hidden_size, \
-            int is_weight32, int adds_after, float eps, float weight_offset) {                     \
-            BODY<T, OUT, CENTRED, SIZE>({out,                                                      \
+            int is_weight32, int adds_after, int is_int8, float eps, float weight_offset) {        \
+            using Out = std::conditional_t<std::is_void_v<OUT>, EightBits, OUT>;                   \
+            BODY<T, Out, CENTRED, SIZE>({static_cast<Out*>(out),                                   \
                                          out_scale,                                                \
                                          residual_out,                                             \
                                          x,                                                        \
@@ -231,10 +292,12 @@ __device__ __forceinline__ void norm_passes(NormParams<T, Out> p) {
                                          hidden_size,                                              \
                                          is_weight32,                                              \
                                          adds_after,                                               \
+                                         is_int8,                                                  \
                                          eps,                                                      \
                                          weight_offset});                                          \
         })
 
+// OUT void: one byte a value, e4m3 or int8 as is_int8 says.
 #define EXPORT_NORM_VARIANTS(NAME, T, OUT, CENTRED)                      \
     EXPORT_NORM(NAME##_vec1, T, OUT, CENTRED, norm_vecs, 1)              \
     EXPORT_NORM(NAME##_vec2, T, OUT, CENTRED, norm_vecs, 2)              \

@@ -1,6 +1,8 @@
 // What becomes of the values of a row once its norm is known: weight and bias.
 #pragma once
 
+#include <limits.h>
+
 #include "kernel_hub/vec.cuh"
 #include "rowwise/quantised.cuh"
 
@@ -8,8 +10,8 @@ namespace kernel_hub::rowwise {
 
 template <typename T, typename Out>
 struct NormParams {
-    Out* out;            // (outer, num_rows, hidden_size)
-    float* out_scale;    // (outer, num_rows), where Out is 8 bits
+    Out* out;            // (outer, num_rows, hidden_size), T or EightBits
+    float* out_scale;    // (outer, num_rows), where Out is EightBits
     T* residual_out;     // like out, or null
     const T* x;          // same shape
     const T* residual;   // same shape, or null
@@ -24,6 +26,7 @@ struct NormParams {
     int hidden_size;
     int is_weight32;  // weight and bias are fp32
     int adds_after;   // out = residual + norm(x)
+    int is_int8;      // what EightBits are, else e4m3
     float eps;
     float weight_offset;
 
@@ -43,46 +46,16 @@ struct RowShape {
     float offset;         // of the weight, times inverse
 };
 
-// kWidth values from `first` on, of T or fp32; `none` where there are no values.
-template <typename T, int kWidth>
-__device__ __forceinline__ void load_parameter(const void* values, int is_fp32, int first,
-                                               float none, float (&found)[kWidth]) {
-    if (values == nullptr) {
-#pragma unroll
-        for (int j = 0; j < kWidth; ++j) {
-            found[j] = none;
-        }
-    } else if (is_fp32 && sizeof(T) != sizeof(float)) {
-        const float* address = static_cast<const float*>(values) + first;
-        if constexpr (kWidth == 1) {
-            found[0] = __ldg(address);
-        } else {
-#pragma unroll
-            for (int j = 0; j < kWidth; j += 4) {
-                float part[4];
-                unpack<float>(load_shared_by_blocks(address + j), part);
-                found[j] = part[0], found[j + 1] = part[1];
-                found[j + 2] = part[2], found[j + 3] = part[3];
-            }
-        }
-    } else {
-        using RowAccess = Access<T, kWidth>;
-        RowAccess::unpack(RowAccess::read_shared_by_blocks(static_cast<const T*>(values) + first),
-                          found);
-    }
+// Rounded as a division is unless numbers are subnormal or overflow, without the code for those.
+__device__ __forceinline__ float mean_of(float sum, float size) {
+    const float guess = __fdividef(1.0f, size);
+    const float inverse = fmaf(guess, fmaf(-size, guess, 1.0f), guess);
+    const float mean = sum * inverse;
+    return fmaf(inverse, fmaf(-size, mean, sum), mean);
 }
 
-// Normed, in place: weight and bias of the columns from `first` on.
-template <typename T, typename Out, int kWidth>
-__device__ __forceinline__ void norm_values(const NormParams<T, Out>& p, RowShape shape, int first,
-                                            float (&s)[kWidth]) {
-    float weight[kWidth], bias[kWidth];
-    load_parameter<T>(p.weight, p.is_weight32, first, 1.0f, weight);
-    load_parameter<T>(p.bias, p.is_weight32, first, 0.0f, bias);
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
-        s[j] = (s[j] - shape.mean) * (weight[j] * shape.inverse + shape.offset) + bias[j];
-    }
+__device__ __forceinline__ float normed_value(RowShape shape, float s, float weight, float bias) {
+    return (s - shape.mean) * (weight * shape.inverse + shape.offset) + bias;
 }
 
 // Weight and bias of kVecs vectors, blockDim.x apart, asked for at once: kIs32, as fp32.
@@ -145,5 +118,46 @@ struct Factors {
         }
     }
 };
+
+// The value at `place`, T or fp32; `none` where there are no values.
+template <typename T>
+__device__ __forceinline__ float parameter_at(const void* values, int is_fp32, int place,
+                                              float none) {
+    if (values == nullptr) {
+        return none;
+    }
+    return is_fp32 ? __ldg(static_cast<const float*>(values) + place)
+                   : to_float(__ldg(static_cast<const T*>(values) + place));
+}
+
+// Normed, in place: a vector, by weight and bias of a type asked for once.
+template <typename T, typename Out>
+__device__ __forceinline__ void norm_vec(const NormParams<T, Out>& p, RowShape shape, int vec_idx,
+                                         float (&s)[kVecElems<T>]) {
+    if constexpr (sizeof(T) != sizeof(float)) {
+        if (p.is_weight32) {
+            Factors<T, 1, true> factors;
+            factors.load(p, vec_idx, INT_MAX);
+            factors.norm(0, shape, s);
+            return;
+        }
+    }
+    Factors<T, 1, false> factors;
+    factors.load(p, vec_idx, INT_MAX);
+    factors.norm(0, shape, s);
+}
+
+// Normed, in place: kWidth values from `first` on, one or a vector of them.
+template <typename T, typename Out, int kWidth>
+__device__ __forceinline__ void norm_values(const NormParams<T, Out>& p, RowShape shape, int first,
+                                            float (&s)[kWidth]) {
+    if constexpr (kWidth == 1) {
+        const float weight = parameter_at<T>(p.weight, p.is_weight32, first, 1.0f);
+        const float bias = parameter_at<T>(p.bias, p.is_weight32, first, 0.0f);
+        s[0] = normed_value(shape, s[0], weight, bias);
+    } else {
+        norm_vec(p, shape, first / kWidth, s);
+    }
+}
 
 }  // namespace kernel_hub::rowwise

@@ -78,7 +78,7 @@ __device__ __forceinline__ void quantise_vecs(const Source& source, E4m3Row row)
         }
     }
     const float factor =
-        scale_row<__nv_fp8_e4m3>(row.out_scale, row_max(largest, slots), row.is_there);
+        scale_row(kLargest<__nv_fp8_e4m3>, row.out_scale, row_max(largest, slots), row.is_there);
 #pragma unroll
     for (int i = 0; i < kVecs; ++i) {
         const int vec_idx = threadIdx.x + i * blockDim.x;
@@ -107,7 +107,7 @@ __device__ __forceinline__ void quantise_passes(const Source& source, E4m3Row ro
         largest = max_nan(largest, largest_of(values));
     }
     const float factor =
-        scale_row<__nv_fp8_e4m3>(row.out_scale, row_max(largest, slots), row.is_there);
+        scale_row(kLargest<__nv_fp8_e4m3>, row.out_scale, row_max(largest, slots), row.is_there);
 #pragma unroll 2
     for (int i = threadIdx.x * kWidth; i < size; i += step) {
         float values[kWidth];

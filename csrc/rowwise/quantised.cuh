@@ -13,6 +13,9 @@ constexpr float kLargest = sizeof(Out) == 1 ? 127.0f : 0.0f;
 template <>
 constexpr float kLargest<__nv_fp8_e4m3> = 448.0f;
 
+// A byte whose type is known at run time.
+using EightBits = uint8_t;
+
 template <int kWidth>
 __device__ __forceinline__ float largest_of(const float (&values)[kWidth]) {
     float largest = 0.0f;
@@ -23,9 +26,10 @@ __device__ __forceinline__ float largest_of(const float (&values)[kWidth]) {
     return largest;
 }
 
+// In the lowest byte, to nearest even.
 __device__ __forceinline__ uint32_t to_int8(float value) {
-    return static_cast<uint32_t>(static_cast<int>(rintf(fminf(fmaxf(value, -127.0f), 127.0f)))) &
-           0xff;
+    // The spacing of floats at 1.5 * 2^23 is 1: adding rounds, and leaves the integer lowest.
+    return __float_as_uint(fminf(fmaxf(value, -127.0f), 127.0f) + 12582912.0f);
 }
 
 // Writes kWidth values, rounded to Out.
@@ -41,8 +45,10 @@ __device__ __forceinline__ void write_row(Out* address, const float (&values)[kW
         uint32_t words[kWidth / 4];
 #pragma unroll
         for (int i = 0; i < kWidth / 4; ++i) {
-            words[i] = to_int8(values[4 * i]) | to_int8(values[4 * i + 1]) << 8 |
-                       to_int8(values[4 * i + 2]) << 16 | to_int8(values[4 * i + 3]) << 24;
+            const float* four = values + 4 * i;
+            const uint32_t low = __byte_perm(to_int8(four[0]), to_int8(four[1]), 0x0040);
+            const uint32_t high = __byte_perm(to_int8(four[2]), to_int8(four[3]), 0x0040);
+            words[i] = __byte_perm(low, high, 0x5410);
         }
         if constexpr (kWidth == 4) {
             *reinterpret_cast<uint32_t*>(address) = words[0];
@@ -52,15 +58,16 @@ __device__ __forceinline__ void write_row(Out* address, const float (&values)[kW
     }
 }
 
-// A row's scale from its largest magnitude, which it writes; what values are multiplied by.
-template <typename Out>
-__device__ __forceinline__ float scale_row(float* out_scale, float largest, bool is_there) {
+// A row's scale from its largest magnitude, which it writes; what values are multiplied by so that
+// it becomes `most`.
+__device__ __forceinline__ float scale_row(float most, float* out_scale, float largest,
+                                           bool is_there) {
     // A row of zeros has a scale too, and that of one with nan says so.
     largest = max_nan(largest, 1e-12f);
     if (threadIdx.x == 0 && is_there) {
-        *out_scale = largest / kLargest<Out>;
+        *out_scale = largest / most;
     }
-    return kLargest<Out> / largest;
+    return most / largest;
 }
 
 }  // namespace kernel_hub::rowwise

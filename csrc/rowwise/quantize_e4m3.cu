@@ -165,7 +165,8 @@ __device__ __forceinline__ void quantise_tile(E4m3Params<T> p) {
     }
     float* out_scale = p.out_scale + blockIdx.z * p.scale_outer_stride +
                        blockIdx.y * p.scale_stride + blockIdx.x * p.scale_column_stride;
-    const float factor = scale_row<__nv_fp8_e4m3>(out_scale, row_max(largest, slots), true);
+    const float factor =
+        scale_row(kLargest<__nv_fp8_e4m3>, out_scale, row_max(largest, slots), true);
 #pragma unroll
     for (int i = 0; i < kAccesses; ++i) {
         if (i * kRowStep < rows_left) {

@@ -141,8 +141,8 @@ def flash_attn_varlen_func(
         with block_table (no backward then).
     cu_seqlens_q, cu_seqlens_k: (batch_size + 1,) int32, where each sequence starts; with
         block_table their differences are the lengths. max_seqlen_q, max_seqlen_k: the longest.
-    block_table: (batch_size, max_pages) int32. Pages of 8 to 256 tokens, or of a multiple of such a
-        size where pages lie one behind the other, are read in place; others are copied first.
+    block_table: (batch_size, max_pages) int32. Pages of 1 to 256 tokens, and larger ones that lie
+        one behind the other, are read in place; others are copied first.
     """
     op = "flash_attn_varlen_func"
     mapping.check_lacking(op, dropout_p=dropout_p)

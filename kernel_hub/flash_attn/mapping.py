@@ -14,7 +14,7 @@ from ..errors import TensorError
 from ..ops.core import common
 
 _HALF = (torch.float16, torch.bfloat16)
-_MIN_PAGE, _MAX_PAGE = 8, 256
+_MAX_PAGE = 256
 _MAX_DECODE = 16  # new tokens a sequence that decode_attention takes
 _pad = torch.nn.functional.pad
 # What no op does: the value that asks for nothing, and what to do instead.
@@ -112,7 +112,7 @@ def halves(op: str, kv: Any, place: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _paged(op: str, k: Any, v: Any, table: Any) -> tuple[Any, Any, Any]:
-    """Pages of a size that there are kernels for: large ones cut, others copied side by side."""
+    """Pages of a size that there are kernels for: large ones cut, or copied if they lie apart."""
     for argument, x in (("k", k), ("v", v)):
         if x.dim() != 4:
             shape = "(num_pages, page_size, num_kv_heads, head_dim) with block_table"
@@ -120,14 +120,10 @@ def _paged(op: str, k: Any, v: Any, table: Any) -> tuple[Any, Any, Any]:
     if table.dim() != 2 or table.dtype != torch.int32:
         raise common.refuse(op, "block_table", "shape (batch_size, max_pages), int32", table)
     num_pages, page_size = k.shape[:2]
-    if _MIN_PAGE <= page_size <= _MAX_PAGE:
+    if page_size <= _MAX_PAGE:
         return k, v, table
-    size = next((n for n in range(_MAX_PAGE, _MIN_PAGE - 1, -1) if page_size % n == 0), 0)
-    if (
-        size
-        and page_size > _MAX_PAGE
-        and all(x.stride(0) == page_size * x.stride(1) for x in (k, v))
-    ):
+    if all(x.stride(0) == page_size * x.stride(1) for x in (k, v)):
+        size = next(n for n in range(_MAX_PAGE, 0, -1) if page_size % n == 0)
         parts = page_size // size
         within = torch.arange(parts, dtype=torch.int32, device=table.device)
         table = (table[..., None] * parts + within).flatten(1)

@@ -42,6 +42,18 @@ def _copied(i: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 ROWS: dict[str, Op] = {
+    "softmax": Op(
+        {"tokens": 4096, "vocabulary": 128256},
+        lambda s, t: {"x": t.normal(s["tokens"], s["vocabulary"])},
+        lambda i: ops.softmax(i["x"]),
+        lambda i: i["x"].softmax(-1),
+    ),
+    "log_softmax": Op(
+        {"tokens": 4096, "vocabulary": 128256},
+        lambda s, t: {"x": t.normal(s["tokens"], s["vocabulary"])},
+        lambda i: ops.log_softmax(i["x"]),
+        lambda i: i["x"].log_softmax(-1),
+    ),
     "moe_route": Op(
         {"tokens": 8192, "experts": 128, "top_k": 8},
         lambda s, t: {"logits": t.normal(s["tokens"], s["experts"]), "k": s["top_k"]},

@@ -37,6 +37,8 @@ from .rowwise.relu_squared import relu_squared as relu_squared
 from .rowwise.rms_norm import rms_norm as rms_norm
 from .rowwise.rope import rope as rope
 from .rowwise.silu_and_mul import silu_and_mul as silu_and_mul
+from .rowwise.softmax import log_softmax as log_softmax
+from .rowwise.softmax import softmax as softmax
 from .rowwise.swigluoai_and_mul import swigluoai_and_mul as swigluoai_and_mul
 from .sampling.sample import sample as sample
 from .sampling.verify_draft import verify_draft as verify_draft
@@ -57,6 +59,7 @@ __all__ = [
     "grouped_linear",
     "layer_norm",
     "linear",
+    "log_softmax",
     "merge_states",
     "moe_combine",
     "moe_permute",
@@ -68,6 +71,7 @@ __all__ = [
     "rope",
     "sample",
     "silu_and_mul",
+    "softmax",
     "swiglu_linear",
     "swigluoai_and_mul",
     "verify_draft",

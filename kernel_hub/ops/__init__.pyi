@@ -212,6 +212,10 @@ def linear(
     a_scale: torch.Tensor | None = None, b_scale: torch.Tensor | None = None,
     use_fast_accum: bool = False,
 ) -> torch.Tensor: ...  # fmt: skip
+def log_softmax(
+    x: torch.Tensor, *, mask: torch.Tensor | None = None, scale: float = 1.0,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor: ...  # fmt: skip
 def merge_states(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor, *,
     out: torch.Tensor | None = None, out_lse: torch.Tensor | None = None,
@@ -361,6 +365,10 @@ def silu_and_mul(
     x: torch.Tensor, *, out_dtype: torch.dtype, out: torch.Tensor | None = None,
     out_scale: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+def softmax(
+    x: torch.Tensor, *, mask: torch.Tensor | None = None, scale: float = 1.0,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor: ...  # fmt: skip
 def swiglu_linear(
     a: torch.Tensor, b_gate_up: torch.Tensor, *, out: torch.Tensor | None = None,
 ) -> torch.Tensor: ...  # fmt: skip
@@ -386,7 +394,7 @@ def verify_draft(
 __all__ = [
     "append_kv", "batched_matmul", "copy_blocks", "cu_seqlens", "decode_attention", "embedding",
     "flash_attention", "flash_attention_qkvpacked", "gelu", "gelu_and_mul", "grouped_linear",
-    "layer_norm", "linear", "merge_states", "moe_combine", "moe_permute", "moe_route",
-    "qkv_linear", "quantize_e4m3", "relu_squared", "rms_norm", "rope", "sample", "silu_and_mul",
-    "swiglu_linear", "swigluoai_and_mul", "verify_draft",
+    "layer_norm", "linear", "log_softmax", "merge_states", "moe_combine", "moe_permute",
+    "moe_route", "qkv_linear", "quantize_e4m3", "relu_squared", "rms_norm", "rope", "sample",
+    "silu_and_mul", "softmax", "swiglu_linear", "swigluoai_and_mul", "verify_draft",
 ]  # fmt: skip

@@ -64,6 +64,18 @@ def relu_squared(x: torch.Tensor, *, dtype: torch.dtype = torch.float64) -> torc
     return torch.relu(x.to(dtype)).square()
 
 
+def softmax(
+    x: torch.Tensor, mask: torch.Tensor | None = None, scale: float = 1.0, *, is_log: bool = False,
+    dtype: torch.dtype = torch.float64,
+) -> torch.Tensor:  # fmt: skip
+    """Of the last dimension, or its logarithm; a mask is truth or added."""
+    s = x.to(dtype) * scale
+    if mask is not None:
+        is_truth = mask.dtype == torch.bool
+        s = s.masked_fill(~mask, -torch.inf) if is_truth else s + mask.to(dtype)
+    return (torch.log_softmax if is_log else torch.softmax)(s, -1)
+
+
 def gelu_and_mul(
     x: torch.Tensor, *, approximate: str = "none", dtype: torch.dtype = torch.float64
 ) -> torch.Tensor:

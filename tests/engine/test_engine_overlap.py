@@ -59,6 +59,9 @@ class Anything:
     def bitmask(self, out: Any) -> None:
         out[:] = -1
 
+    def __repr__(self) -> str:
+        return "anything"
+
     def accept(self, token: int) -> bool:
         return 0 <= token < 256  # not the name of one that is on its way
 

@@ -64,41 +64,40 @@ def layer_norm(device: str) -> None:
             ops.rms_norm(x, weight, residual=residual, out_dtype=kind)
 
 
-def silu_and_mul(device: str) -> None:
-    """The same for the product, into its dtype and e4m3."""
-    _activate(device, ops.silu_and_mul, {})
+def _activated(op: Callable[..., Any], *forms: dict[str, Any]) -> Callable[[str], None]:
+    """Of every type and width, into its dtype and e4m3."""
+
+    def run(device: str) -> None:
+        for dtype, hidden, rows in itertools.product(DTYPES, (*HIDDEN[1:], 80000), (1, 300)):
+            hidden -= hidden % 2
+            x = torch.randn(rows, hidden + 16, device=device, dtype=dtype)[:, :hidden]
+            for options in forms:
+                op(x, **options)
+                op(x.contiguous(), **options)
+                op(x, **options, out_dtype=torch.float8_e4m3fn)
+
+    return run
 
 
-def gelu(device: str) -> None:
-    """The same of one part."""
-    for form in ("none", "tanh"):
-        _activate(device, ops.gelu, {"approximate": form})
+_BY_ERF_OR_TANH: list[dict[str, Any]] = [{"approximate": form} for form in ("none", "tanh")]
+silu_and_mul, relu_squared = _activated(ops.silu_and_mul, {}), _activated(ops.relu_squared, {})
+gelu = _activated(ops.gelu, *_BY_ERF_OR_TANH)
+gelu_and_mul = _activated(ops.gelu_and_mul, *_BY_ERF_OR_TANH)
+swigluoai_and_mul = _activated(
+    ops.swigluoai_and_mul, *({"interleaved": interleaved} for interleaved in (False, True))
+)
 
 
-def relu_squared(device: str) -> None:
-    """The same of one part."""
-    _activate(device, ops.relu_squared, {})
-
-
-def gelu_and_mul(device: str) -> None:
-    """Both forms."""
-    for form in ("none", "tanh"):
-        _activate(device, ops.gelu_and_mul, {"approximate": form})
-
-
-def swigluoai_and_mul(device: str) -> None:
-    """Both layouts."""
-    for interleaved in (False, True):
-        _activate(device, ops.swigluoai_and_mul, {"interleaved": interleaved})
-
-
-def _activate(device: str, op: Callable[..., Any], options: dict[str, Any]) -> None:
-    for dtype, hidden, rows in itertools.product(DTYPES, (*HIDDEN[1:], 80000), (1, 300)):
-        hidden -= hidden % 2
-        x = torch.randn(rows, hidden + 16, device=device, dtype=dtype)[:, :hidden]
-        op(x, **options)
-        op(x.contiguous(), **options)
-        op(x, **options, out_dtype=torch.float8_e4m3fn)
+def softmax(device: str) -> None:
+    """And its logarithm: masks of each kind, rows of several blocks and read twice, gradients."""
+    shapes = [*itertools.product((1, 3, 300), HIDDEN), (2, 151936), (2, 600000)]
+    for dtype, (rows, size) in itertools.product(DTYPES, shapes):
+        x = torch.randn(rows, size + 8, device=device, dtype=dtype)[:, :size]
+        mask = torch.randn(size, device=device)
+        for op in (ops.softmax, ops.log_softmax):
+            op(x, mask=mask > 0)
+            leaf = x.contiguous().requires_grad_()
+            torch.autograd.grad(op(leaf, mask=mask.to(dtype), scale=0.5), leaf, x)
 
 
 def quantize_e4m3(device: str) -> None:

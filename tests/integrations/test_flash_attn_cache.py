@@ -43,7 +43,7 @@ def case_by_lot(lot: random.Random) -> dict[str, Any]:
         "alibi": lot.random() < 0.3,
         "rotary": seqlen_new and lot.choice([0, 16, 32]),
         "interleaved": lot.random() < 0.5,
-        "places": lot.choice(["own", "rows", "pages", "large pages", "odd pages"]),
+        "places": lot.choice(["own", "rows", "pages", "large pages", "odd pages", "pages apart"]),
         "lengths": lot.choice(["tensor", "number", None]) if seqlen_new is None else "tensor",
         "num_splits": lot.choice([0, 1, 3]),
         "version": lot.choice([2, 3]),
@@ -57,12 +57,17 @@ def test_by_lot(seed: int) -> None:
     torch.manual_seed(seed)
     case = case_by_lot(lot)
     head_dim, seqlen_q, seqlen_new = case["head_dim"], case["seqlen_q"], case["seqlen_new"]
-    page_size = {"pages": 16, "large pages": 512, "odd pages": 4}.get(case["places"], 120)
+    page_size = {"pages": 16, "large pages": 514, "odd pages": 3, "pages apart": 512}.get(
+        case["places"], 120
+    )
     pages = 1 if page_size >= 120 else -(-120 // page_size)
     num = BATCH * pages + 2
     if case["places"] == "own":
         num = BATCH
-    caches = [torch.randn(num, page_size, KV_HEADS, head_dim).bfloat16() for _ in range(2)]
+    rows = page_size + 8 * (case["places"] == "pages apart")
+    caches = [
+        torch.randn(num, rows, KV_HEADS, head_dim).bfloat16()[:, :page_size] for _ in range(2)
+    ]
     table = torch.randperm(num)[: BATCH * pages].view(BATCH, pages).int()
     if case["places"] == "own":
         table = torch.arange(BATCH).int()[:, None]

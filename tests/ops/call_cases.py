@@ -15,6 +15,7 @@ from call_lot import Case as Case
 from call_lot import Lot as Lot
 from call_moe import MOE
 from call_sample import call_sample, call_verify
+from call_softmax import SOFTMAX
 from call_tokens import TOKENS
 
 from kernel_hub import ops
@@ -85,10 +86,6 @@ def _silu_and_mul(lot: Lot) -> Case:
 
 def _gelu(lot: Lot) -> Case:
     return _gated("gelu", lot, {"approximate": lot.one("none", "tanh")}, parts=1)
-
-
-def _relu_squared(lot: Lot) -> Case:
-    return _gated("relu_squared", lot, {}, parts=1)
 
 
 def _gelu_and_mul(lot: Lot) -> Case:
@@ -365,6 +362,7 @@ def _flash_attention_qkvpacked(lot: Lot) -> Case:
 # By the name of the op, or of a second way through it.
 CASES: dict[str, Callable[[Lot], Case]] = {
     **MOE,
+    **SOFTMAX,
     **TOKENS,
     "append_kv": _append_kv,
     "batched_matmul": _batched_matmul,
@@ -381,7 +379,7 @@ CASES: dict[str, Callable[[Lot], Case]] = {
     "qkv_linear": _qkv_linear,
     "layer_norm": _layer_norm,
     "quantize_e4m3": _quantize_e4m3,
-    "relu_squared": _relu_squared,
+    "relu_squared": lambda lot: _gated("relu_squared", lot, {}, parts=1),
     "rms_norm": _rms_norm,
     "rope": _rope,
     "sample": call_sample,

@@ -91,7 +91,7 @@ def random_decode_case(generator: random.Random) -> DecodeCase:
         num_kv_heads=kv_heads,
         seqlen_q=seqlen_q,
         lengths=lengths,
-        page_size=generator.choice((8, 16, 24, 32, 64, 100, 128, 256)),
+        page_size=generator.choice((1, 2, 4, 7, 8, 16, 24, 32, 64, 100, 128, 256)),
         appends=appends,
         rotary_dim=generator.choice((0, head_dim, head_dim, 2 * (half // 2))) if appends else 0,
         interleaved=generator.random() < 0.5,

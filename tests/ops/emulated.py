@@ -6,6 +6,7 @@ import ctypes
 import fcntl
 import functools
 import hashlib
+import math
 import os
 import platform
 import shutil
@@ -117,6 +118,8 @@ class EmulatedFunction:
         sharedMemBytes: int,
         stream: None,
         params: Sequence[Any],
+        *,
+        cluster: Sequence[int] = (),
     ) -> None:
         integers = [0 if p is None else p for p in params if not isinstance(p, float)]
         integers = [p.data_ptr() if isinstance(p, torch.Tensor) else p for p in integers]
@@ -125,7 +128,7 @@ class EmulatedFunction:
             self._address,
             (ctypes.c_uint * 3)(*gridDim),
             (ctypes.c_uint * 3)(*blockDim),
-            self._cluster,
+            math.prod(cluster) if cluster else self._cluster,
             sharedMemBytes,
             (ctypes.c_int64 * len(integers))(*integers),
             len(integers),

@@ -65,6 +65,18 @@ def _silu(lot: Lot) -> tuple[Any, ...]:
     return (lot.rows(lot.log(1, 8000), 2 * size, dtype=dtype, aligned=False),), {}
 
 
+def _softmax(lot: Lot) -> tuple[Any, ...]:
+    dtype = lot.one(*HALF, torch.float32)
+    if lot.one(True, False):  # rows of a vocabulary, else scores of attention
+        size = lot.one(32000, 50257, 128256, 151936, 262144)
+        return (lot.rows(lot.log(1, 4096), size, dtype=dtype, aligned=False),), {}
+    batch, heads, size = lot.one(1, 2, 7), lot.one(8, 32), lot.log(1, 8192)
+    x = torch.empty(batch, heads, lot.log(1, 512), size, dtype=dtype)
+    truth = torch.empty(batch, 1, 1, size, dtype=torch.bool)
+    mask = lot.one(None, truth, torch.empty(x.shape[-2:], dtype=dtype))
+    return (x,), {"mask": mask, "scale": 0.125}
+
+
 def _gelu(lot: Lot) -> tuple[Any, ...]:
     options = {"approximate": lot.one("none", "tanh"), "out_dtype": lot.one(None, E4M3)}
     return _silu(lot)[0], options
@@ -338,6 +350,8 @@ DRAWN: dict[str, tuple[str, Callable[[Lot], tuple[Any, ...]]]] = {
     "relu_squared": ("relu_squared", _silu),
     "gelu_and_mul": ("gelu_and_mul", _gelu),
     "quantize_e4m3": ("quantize_e4m3", _quantize),
+    "softmax": ("softmax", _softmax),
+    "log_softmax": ("log_softmax", _softmax),
     "swigluoai_and_mul": ("swigluoai_and_mul", _swigluoai),
     "verify_draft": ("verify_draft", _verify),
     "copy_blocks": ("copy_blocks", _copies),

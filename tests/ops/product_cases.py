@@ -125,7 +125,7 @@ def _qkv_linear(lot: Lot) -> dict[str, Any]:
         "interleaved": bool(rotary_dim) and lot.chance(0.3), "bias": lot.chance(0.4),
         "wide_table": lot.chance(0.5), "to": to, **_rooms(lot),
         "positions": lot.choice(("int32", "int64", *(["none"] if to == "pages" else []))),
-        "page_size": lot.choice((8, 16, 64)), "sequences": lot.choice((1, 2, 3)),
+        "page_size": lot.choice((1, 2, 4, 8, 16, 64)), "sequences": lot.choice((1, 2, 3)),
     }  # fmt: skip
 
 

@@ -129,6 +129,17 @@ def test_gated(chosen: set[str], op: str, options: list[Any]) -> None:
     assert chosen == exported(op)
 
 
+def test_softmax(chosen: set[str]) -> None:
+    parts = module("rowwise.softmax_plan")
+    with pretend(PlannedGpu((9, 0), 132)):
+        for dtype, size in itertools.product(DTYPES, [8, 129, 4096, 40960, 600000]):
+            x = meta(4, size, dtype=dtype)
+            for kind in ("", "backward_"):
+                token = common.DTYPE_TOKENS[dtype]
+                parts.plan("softmax", f"{kind}{token}", (x, x, None), 0, 4)
+    assert chosen == exported("softmax")
+
+
 def test_quantize_e4m3(chosen: set[str]) -> None:
     op = module("rowwise.quantize_e4m3")
     with pretend(PlannedGpu((9, 0), 132)):

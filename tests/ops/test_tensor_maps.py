@@ -100,7 +100,7 @@ def test_rows_that_begin_within_a_line_are_fetched_line_by_line(
     assert kinds == {promotion}
 
 
-@pytest.mark.parametrize("page_size", [8, 12, 16, 24, 64, 100, 256])
+@pytest.mark.parametrize("page_size", [1, 2, 4, 8, 12, 16, 24, 64, 100, 256])
 def test_a_box_of_a_page_begins_where_the_swizzle_does(asked: Asked, page_size: int) -> None:
     q = torch.empty(2, 128, 4, 128, dtype=torch.bfloat16)
     cache = torch.empty(64, page_size, 2, 128, dtype=torch.bfloat16)

@@ -55,28 +55,32 @@ __device__ __forceinline__ float row_sum(float value, float (&slots)[kMaxWarps])
     return group_sum(slot < row_warps ? slots[first_slot + slot] : 0.0f, width);
 }
 
-// The same of the largest; nan where one is.
-__device__ __forceinline__ float row_max(float value, float (&slots)[kMaxWarps]) {
-    const int row_threads = blockDim.x;
+// The largest of aligned groups of `width` lanes, in every lane; nan where one is.
+__device__ __forceinline__ float group_max(float value, int width) {
 #pragma unroll
     for (int mask = kWarpSize / 2; mask > 0; mask /= 2) {
-        if (mask < row_threads) {
+        if (mask < width) {
             value = max_nan(value, __shfl_xor_sync(0xffffffffu, value, mask));
         }
     }
+    return value;
+}
+
+// As row_sum, of the largest.
+__device__ __forceinline__ float row_max(float value, float (&slots)[kMaxWarps]) {
+    const int row_threads = blockDim.x;
+    value = group_max(value, row_threads);
     if (row_threads <= kWarpSize) {
         return value;
     }
+    const int lane_idx = threadIdx.x % kWarpSize;
     const int row_warps = row_threads / kWarpSize;
     const int first_slot = threadIdx.y * row_warps;
-    if (threadIdx.x % kWarpSize == 0) {
+    if (lane_idx == 0) {
         slots[first_slot + threadIdx.x / kWarpSize] = value;
     }
     __syncthreads();
-    for (int i = 0; i < row_warps; ++i) {
-        value = max_nan(value, slots[first_slot + i]);
-    }
-    return value;
+    return group_max(lane_idx < row_warps ? slots[first_slot + lane_idx] : value, kWarpSize);
 }
 
 }  // namespace kernel_hub

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from ..core import common
 from . import eager as run
 from . import registered as registered
 from .problem import Options
@@ -20,21 +19,6 @@ _OP = "flash_attention"
 def _tables_of(options: Options) -> list[torch.Tensor]:
     """Those whose writes torch counts: saved like any tensor that the gradients depend on."""
     return [x for x in options.tables if x is not None and not x.is_inference()]
-
-
-def _in_memory(dout: torch.Tensor) -> torch.Tensor:
-    """What came for `out`, with elements where kernels read them.
-
-    Raises TensorError for what they would drop: tangents, transforms, what a subclass computes.
-    """
-    if dout.layout is not torch.strided:
-        dout = dout.to_dense()
-    if getattr(dout, "_is_zerotensor", bool)():
-        dout = torch.zeros(dout.shape, dtype=dout.dtype, device=dout.device)
-    dout = dout.resolve_neg()
-    if registered.DOUT.are_plain((dout,)) and common.is_batched(dout):
-        registered.DOUT.check_tensors((dout,))
-    return dout
 
 
 class Attention(torch.autograd.Function):  # type: ignore[misc]
@@ -57,7 +41,7 @@ class Attention(torch.autograd.Function):  # type: ignore[misc]
         """dq, dk, dv."""
         if dout is None:
             return (None,) * 5
-        dout = _in_memory(dout)
+        dout = registered.DOUT.in_memory(dout)
         options, deterministic = ctx.rest
         tensors = ctx.saved_tensors[:5]
         if torch.is_grad_enabled():  # somebody wants the gradients' gradients: that op refuses
@@ -90,7 +74,7 @@ class PackedAttention(torch.autograd.Function):  # type: ignore[misc]
         """dqkv."""
         if dout is None:
             return (None,) * 5
-        dout = _in_memory(dout)
+        dout = registered.DOUT.in_memory(dout)
         tensors = ctx.saved_tensors[:3]
         if torch.is_grad_enabled():
             grad = registered.packed_backward_op(dout, *tensors, *ctx.rest)

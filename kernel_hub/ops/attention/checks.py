@@ -18,7 +18,7 @@ from .problem import TABLES, Options, Problem
 
 LAYOUTS = {"bshd": 1, "bhsd": 2}  # the dimension of tokens
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
-MIN_PAGE_SIZE, MAX_PAGE_SIZE = 8, 256
+MAX_PAGE_SIZE = 256
 # batch_size, max_seqlen_q, max_seqlen_k, softmax_scale, window_left, window_right, softcap
 Numbers = tuple[int, int, int, float, int, int, float]
 
@@ -143,9 +143,9 @@ def _check_pages(
 ) -> None:
     check_block_table(op, block_table, batch_size, q)
     page_size = k.shape[1]
-    if not MIN_PAGE_SIZE <= page_size <= MAX_PAGE_SIZE:
+    if not 1 <= page_size <= MAX_PAGE_SIZE:
         raise TensorError(
-            f"{op}: k: expected a page_size (dimension 1) from {MIN_PAGE_SIZE} to {MAX_PAGE_SIZE}, "
+            f"{op}: k: expected a page_size (dimension 1) from 1 to {MAX_PAGE_SIZE}, "
             f"found {page_size}: {common.say(k)}"
         )
 

@@ -77,7 +77,7 @@ def flash_attention(
     max_seqlen_q, max_seqlen_k: the longest sequence there is, or a bound of it; None is the total,
         which costs empty blocks. Lengths on the device are never waited for.
     block_table: (batch_size, max_pages) int32: k and v are pages (num_pages, page_size,
-        num_kv_heads, head_dim), page_size 8 to 256, and row b lists those of sequence b in order.
+        num_kv_heads, head_dim), page_size 1 to 256, and row b lists those of sequence b in order.
         No backward. Entries past a sequence's end may be anything; other pages that are not there
         are zeros.
     cache_seqlens: (batch_size,) int32: how many keys each sequence has; None is all there are. Not

@@ -78,6 +78,11 @@ class PlannedGpu(NamedTuple):
         return has_wgmma(self.compute_capability)
 
     @property
+    def has_clusters(self) -> bool:
+        """Whether blocks of a cluster read each other's shared memory."""
+        return self.compute_capability >= SM90
+
+    @property
     def overlaps_launches(self) -> bool:
         """Whether a launch may begin under the end of the one before."""
         return overlaps_launches(self.compute_capability)

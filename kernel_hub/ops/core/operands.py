@@ -111,6 +111,20 @@ class Operands:
                     f"forward_ad.unpack_dual({argument}).primal"
                 )
 
+    def in_memory(self, dout: torch.Tensor) -> torch.Tensor:
+        """What autograd brought for an output, with elements where kernels read them.
+
+        Raises TensorError for what they would drop: tangents, transforms, what a subclass computes.
+        """
+        if dout.layout is not torch.strided:
+            dout = dout.to_dense()
+        if getattr(dout, "_is_zerotensor", bool)():
+            dout = torch.zeros(dout.shape, dtype=dout.dtype, device=dout.device)
+        dout = dout.resolve_neg()
+        if self.are_plain((dout,)) and is_batched(dout):
+            self.check_tensors((dout,))
+        return dout
+
     def _check_gradients(self, required: Sequence[Any], optional: Sequence[Any]) -> None:
         if not _is_grad_enabled():
             return

@@ -78,7 +78,7 @@ def decode_attention(
     k_cache, v_cache: (batch_size, max_seqlen, num_kv_heads, head_dim) in any strides, the last
         dimension contiguous: a cache with the heads before the tokens is passed as
         `cache.transpose(1, 2)`. With block_table (num_pages, page_size, num_kv_heads, head_dim),
-        8 <= page_size <= 256. Of the dtype of q or float8_e4m3fn (head_dim then a multiple of 16);
+        1 <= page_size <= 256. Of the dtype of q or float8_e4m3fn (head_dim then a multiple of 16);
         16-byte aligned.
     cache_seqlens: (batch_size,) int32, read on the device, nothing waits for it: with k, the tokens
         in the cache before this step; without, all valid ones, the query's own included. Below 0:

@@ -91,8 +91,8 @@ def _check_caches(
             raise common.refuse(_OP, argument, "memory aligned to 16 bytes", found)
     if block_table is not None:
         check_block_table(_OP, block_table, batch_size, q)
-        if not 8 <= page_size <= 256:
-            raise common.refuse(_OP, "k_cache", "a page_size of 8 to 256 tokens", k_cache)
+        if not 1 <= page_size <= 256:
+            raise common.refuse(_OP, "k_cache", "a page_size of 1 to 256 tokens", k_cache)
         page_size *= block_table.shape[1]
     if page_size > _MAX_TOKENS:
         raise common.refuse(_OP, "k_cache", f"at most {_MAX_TOKENS} tokens a sequence", page_size)

@@ -14,11 +14,8 @@ from ..core import common
 from ..core.launch import Launch, Plans
 
 E4M3 = torch.float8_e4m3fn
-# What results may be quantised to, each row by a scale of its own: its token, its largest number.
-QUANTISED: dict[torch.dtype, tuple[str, float]] = {
-    E4M3: ("_e4m3", 448.0),
-    torch.int8: ("_int8", 127.0),
-}
+# What results may be quantised to, each row by a scale of its own: its largest number.
+QUANTISED: dict[torch.dtype, float] = {E4M3: 448.0, torch.int8: 127.0}
 # Of the largest magnitude of a row.
 _LEAST = 1e-12
 _NAMES = "out out_scale residual_out x weight bias residual"
@@ -233,12 +230,13 @@ class Norm:
             )
             if threads > 64:  # with two sums and more registers, rows of their own are 6 % faster
                 rows_a_block = 1
-        quantised = QUANTISED[out.dtype][0] if out.dtype in QUANTISED else ""
-        name = f"{self.kernels}_{common.DTYPE_TOKENS[x.dtype]}{quantised}_{variant}"
+        form = "_quantised" if out.dtype in QUANTISED else ""
+        name = f"{self.kernels}_{common.DTYPE_TOKENS[x.dtype]}{form}_{variant}"
         function = common.shipped(self.kernels, name)
         parameter = given.bias if given.weight is None else given.weight
         is_weight32 = parameter is not None and parameter.dtype == torch.float32
-        numbers = (*strides, rows, hidden_size, int(is_weight32), int(given.adds_after))
+        flags = (is_weight32, given.adds_after, out.dtype == torch.int8)
+        numbers = (*strides, rows, hidden_size, *map(int, flags))
         grid = (-(-rows // rows_a_block), outer, 1)
         return Launch(function, grid, (threads, rows_a_block, 1), numbers=numbers)
 
@@ -302,7 +300,7 @@ def cpu_into(norm: Norm, given: NormGiven, outs: Outs, is_given: bool = True) ->
 def quantised_rows(values: torch.Tensor, out: torch.Tensor, out_scale: torch.Tensor) -> None:
     """`values` in fp32 rounded into `out`, each row by its scale, on the CPU."""
     largest = values.abs().amax(-1, keepdim=True).clamp_min(_LEAST)
-    most = QUANTISED[out.dtype][1]
+    most = QUANTISED[out.dtype]
     out_scale.copy_((largest / most).squeeze(-1))
     scaled = (values * (most / largest)).clamp(-most, most)
     out.copy_(scaled.round() if out.dtype == torch.int8 else scaled)

@@ -110,7 +110,7 @@ def test_groups_of_heads(way: Way, heads: tuple[int, int]) -> None:
     run(dataclasses.replace(case, layout="gqapacked", alibi=""), way.device)
 
 
-@pytest.mark.parametrize("page_size", [8, 16, 24, 64, 128, 256])
+@pytest.mark.parametrize("page_size", [1, 2, 4, 7, 8, 16, 24, 64, 128, 256])
 def test_page_sizes(way: Way, page_size: int) -> None:
     case = Case(
         layout="varlen_paged", lengths_q=(5, 1, 70), lengths_k=(page_size, 0, 2 * page_size + 7),

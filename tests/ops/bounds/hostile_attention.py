@@ -81,7 +81,7 @@ class HostileAttention:
             "head_dim": choose((32, 64, 72, 96, 128, 160, 192, 256)), "kv_heads": choose((1, 2)),
             "group": choose((1, 2, 4)), "batch": generator.randrange(1, 5),
             "causal": choose((False, True)), "window_size": choose(((-1, -1), (-1, -1), (20, 9))),
-            "softcap": choose((0.0, 0.0, 4.0)), "page_size": choose((8, 16, 64)),
+            "softcap": choose((0.0, 0.0, 4.0)), "page_size": choose((1, 4, 8, 16, 64)),
             "says_longest": choose((False, True)), "lies": generator.random() < 0.85,
         } | fixed  # fmt: skip
         drawn = self.drawn

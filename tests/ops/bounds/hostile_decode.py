@@ -34,7 +34,7 @@ class HostileStep:
             "dtype": choose((torch.float16, torch.bfloat16)), "is_e4m3": generator.random() < 0.25,
             "head_dim": choose((16, 48, 64, 128, 160, 256)), "batch": generator.randrange(1, 5),
             "kv_heads": choose((1, 2)), "group": choose((1, 2, 4, 24)),
-            "seqlen_q": choose((1, 1, 2, 5)), "page_size": choose((0, 8, 16, 24)),
+            "seqlen_q": choose((1, 1, 2, 5)), "page_size": choose((0, 1, 4, 8, 16, 24)),
             "pages": generator.randrange(1, 9), "appends": generator.random() < 0.6,
             "turns": generator.random() < 0.4, "num_splits": choose((0, 1, 3)),
             "softcap": choose((0.0, 0.0, 0.0, 5.0)), "window_left": choose((-1, -1, -1, 7, 40)),

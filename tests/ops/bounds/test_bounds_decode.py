@@ -31,8 +31,9 @@ def test_hostile_tables_in_shares(
         in_shares(monkeypatch, hopper_way) as taken,
     ):
         step = HostileStep(
-            generator, arena, is_e4m3=False, appends=False, turns=False, num_splits=0
-        )
+            generator, arena, is_e4m3=False, appends=False, turns=False, num_splits=0,
+            page_size=generator.choice((0, 8, 16, 24)),  # in boxes of 8 rows
+        )  # fmt: skip
         print(f"{step.drawn}, lengths {step.lengths}")
         step.run()
         assert taken

@@ -42,7 +42,7 @@ def test_several_new_tokens(way: Way, heads: tuple[int, int], seqlen_q: int) -> 
     Step(way, [300, 0, 3, 16], heads=heads, seqlen_q=seqlen_q).check()
 
 
-@pytest.mark.parametrize("page_size", [8, 16, 24, 64, 256])
+@pytest.mark.parametrize("page_size", [1, 2, 4, 7, 8, 16, 24, 64, 256])
 @pytest.mark.parametrize("cache_dtype", [torch.float16, E4M3], ids=str)
 def test_pages(way: Way, cache_dtype: torch.dtype, page_size: int) -> None:
     Step(way, LENGTHS, torch.float16, cache_dtype, page_size=page_size).check()

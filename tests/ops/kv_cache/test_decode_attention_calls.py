@@ -49,7 +49,7 @@ REFUSED: list[tuple[Callable[[], object], list[str]]] = [
      ["v", "shape (2, 1, 2, 64)", "shape (2, 1, 2, 32)"]),
     (refused(block_table=PAGES[0]), ["block_table", "(batch_size, max_pages)", "shape (4,)"]),
     (refused(block_table=PAGES.long()), ["block_table", "dtype int32", "int64"]),
-    (refused(k=CACHE[:, :4], v=CACHE[:, :4], block_table=PAGES), ["page_size of 8 to 256"]),
+    (refused(k=CACHE[:, :0], v=CACHE[:, :0], block_table=PAGES), ["page_size of 1 to 256"]),
     (refused(cos=TABLE), ["sin", "a torch tensor", "NoneType"]),
     (refused(cos=TABLE, sin=TABLE[:39]), ["sin", "shape (40, 32)", "shape (39, 32)"]),
     (refused(cos=TABLE, sin=TABLE, rotary_dim=66), ["rotary_dim", "head_dim = 64", "66"]),

@@ -1,0 +1,206 @@
+// Softmax of rows or its logarithm: rows in registers, or read twice.
+#pragma once
+
+#include "rowwise/softmax/row.cuh"
+
+namespace kernel_hub::rowwise::softmax {
+
+template <typename T>
+struct SoftmaxParams {
+    T* out;            // (outer, middle, num_rows, size)
+    const T* x;        // same shape
+    const void* mask;  // same shape, T or bytes of 0 and 1, or null
+    RowStrides out_strides, x_strides, mask_strides;
+    int num_rows, size, blocks_a_row;
+    int is_added;  // the mask is T
+    int is_log;
+    float scale;
+
+    __device__ __forceinline__ const void* mask_of(int64_t row_idx) const {
+        const int64_t start = mask_strides.start(row_idx) * (is_added ? sizeof(T) : 1);
+        return static_cast<const uint8_t*>(mask) + start;
+    }
+};
+
+// kWidth values scaled and masked, of which the first is the one at `column`.
+template <int kWidth, typename T>
+__device__ __forceinline__ void score(const SoftmaxParams<T>& p, const void* mask, int column,
+                                      typename Access<T, kWidth>::Bits bits, float (&s)[kWidth]) {
+    Access<T, kWidth>::unpack(bits, s);
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+        s[j] *= p.scale;
+    }
+    if (p.mask == nullptr) {
+        return;
+    }
+    if (p.is_added) {
+        float added[kWidth];
+        Access<T, kWidth>::unpack(Access<T, kWidth>::read(static_cast<const T*>(mask) + column),
+                                  added);
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j) {
+            s[j] += added[j];
+        }
+        return;
+    }
+    using Bytes = std::conditional_t<kWidth == 1, uint8_t, uint32_t>;
+    constexpr int kBytes = sizeof(Bytes);
+    const Bytes* truth = reinterpret_cast<const Bytes*>(static_cast<const uint8_t*>(mask) + column);
+#pragma unroll
+    for (int word = 0; word < kWidth / kBytes; ++word) {
+        const uint32_t bytes = truth[word];
+#pragma unroll
+        for (int j = 0; j < kBytes; ++j) {
+            float& value = s[word * kBytes + j];
+            value = bytes & 0xffu << 8 * j ? value : -INFINITY;
+        }
+    }
+}
+
+template <int kWidth>
+__device__ __forceinline__ float largest_among(float largest, const float (&s)[kWidth]) {
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+        largest = max_nan(largest, s[j]);
+    }
+    return largest;
+}
+
+// What numbers are set off from, so that a part of -inf alone gives no nan.
+__device__ __forceinline__ float base_of(float largest) {
+    return largest == -INFINITY ? 0.0f : largest;
+}
+
+template <int kVecs, typename T>
+__device__ __forceinline__ void softmax_vecs(const SoftmaxParams<T>& p) {
+    constexpr int kWidth = kVecElems<T>;
+    SharedFound& shared = *reinterpret_cast<SharedFound*>(dynamic_shared());
+    const Share share(p.num_rows, p.size / kWidth, p.blocks_a_row);
+    const T* x = p.x + p.x_strides.start(share.row_idx);
+    const void* mask = p.mask_of(share.row_idx);
+
+    // Issue every load before the first use.
+    uint4 bits[kVecs];
+#pragma unroll
+    for (int i = 0; i < kVecs; ++i) {
+        const int vec_idx = share.first + i * share.step;
+        if (vec_idx < share.end) {
+            bits[i] = ld_global(x + vec_idx * kWidth);
+        }
+    }
+    float s[kVecs][kWidth];
+    Found own{-INFINITY, 0.0f};
+#pragma unroll
+    for (int i = 0; i < kVecs; ++i) {
+        const int vec_idx = share.first + i * share.step;
+        if (vec_idx < share.end) {
+            score<kWidth>(p, mask, vec_idx * kWidth, bits[i], s[i]);
+            own.largest = largest_among(own.largest, s[i]);
+        }
+    }
+
+    // Maximum and sum of this block's part.
+    own.largest = row_max(own.largest, shared.slots[0]);
+    const float base = base_of(own.largest);
+#pragma unroll
+    for (int i = 0; i < kVecs; ++i) {
+        if (share.first + i * share.step < share.end) {
+#pragma unroll
+            for (int j = 0; j < kWidth; ++j) {
+                const float distance = s[i][j] - base, power = power_of(distance);
+                own.sum += power;
+                s[i][j] = p.is_log ? distance : power;
+            }
+        }
+    }
+    own.sum = row_sum(own.sum, shared.slots[1]);
+
+    const Found all = p.blocks_a_row > 1 ? of_all_blocks(own, p.blocks_a_row, shared.given) : own;
+    // NOTE: where all of the row is -inf, or one is nan, these are nan.
+    const bool is_empty = own.largest == -INFINITY && all.largest > -INFINITY;
+    const float part = is_empty ? 0.0f : power_of(own.largest - all.largest);
+    const float factor = p.is_log ? 1.0f : __fdividef(part, all.sum);
+    const float offset = p.is_log ? base - all.largest - logf(all.sum) : 0.0f;
+    T* out = p.out + p.out_strides.start(share.row_idx);
+#pragma unroll
+    for (int i = 0; i < kVecs; ++i) {
+        const int vec_idx = share.first + i * share.step;
+        if (vec_idx < share.end) {
+#pragma unroll
+            for (int j = 0; j < kWidth; ++j) {
+                s[i][j] = s[i][j] * factor + offset;
+            }
+            Access<T, kWidth>::write(out + vec_idx * kWidth, s[i]);
+        }
+    }
+    if (p.blocks_a_row > 1) {
+        wait_for_readers();
+    }
+}
+
+template <int kWidth, typename T>
+__device__ __forceinline__ void softmax_passes(const SoftmaxParams<T>& p) {
+    constexpr int kAtOnce = kWidth == 1 ? 2 : 1;
+    using RowAccess = Access<T, kWidth>;
+    __shared__ float slots[2][kMaxWarps];
+    const Share share(p.num_rows, p.size / kWidth, 1);
+    const T* x = p.x + p.x_strides.start(share.row_idx);
+    T* out = p.out + p.out_strides.start(share.row_idx);
+    const void* mask = p.mask_of(share.row_idx);
+
+    // Of this thread, then of the row: a sum is of powers of distances from the maximum so far.
+    Found found{-INFINITY, 0.0f};
+    float factor = 0.0f, offset = 0.0f;
+#pragma unroll 1
+    for (int pass = 0; pass < 2; ++pass) {
+#pragma unroll 1
+        for (int first = share.first; first < share.end; first += kAtOnce * share.step) {
+            typename RowAccess::Bits bits[kAtOnce];
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+                const int access_idx = first + i * share.step;
+                if (access_idx < share.end) {
+                    bits[i] = RowAccess::read(x + access_idx * kWidth);
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+                const int access_idx = first + i * share.step;
+                if (access_idx >= share.end) {
+                    break;
+                }
+                float s[kWidth];
+                score<kWidth>(p, mask, access_idx * kWidth, bits[i], s);
+                if (pass == 0) {
+                    const float largest = largest_among(found.largest, s);
+                    const float base = base_of(largest);
+                    found.sum *= power_of(found.largest - base);
+                    found.largest = largest;
+#pragma unroll
+                    for (int j = 0; j < kWidth; ++j) {
+                        found.sum += power_of(s[j] - base);
+                    }
+                } else {
+#pragma unroll
+                    for (int j = 0; j < kWidth; ++j) {
+                        const float distance = s[j] - found.largest;
+                        s[j] = p.is_log ? distance - offset : power_of(distance) * factor;
+                    }
+                    RowAccess::write(out + access_idx * kWidth, s);
+                }
+            }
+        }
+        if (pass == 0) {
+            const float largest = row_max(found.largest, slots[0]);
+            const bool is_empty = found.largest == -INFINITY;
+            const float part = is_empty ? 0.0f : found.sum * power_of(found.largest - largest);
+            const float sum = row_sum(part, slots[1]);
+            factor = __fdividef(1.0f, sum);
+            offset = logf(sum);
+            found.largest = largest;
+        }
+    }
+}
+
+}  // namespace kernel_hub::rowwise::softmax

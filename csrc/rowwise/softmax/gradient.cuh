@@ -1,0 +1,122 @@
+// Gradients of softmax or its logarithm, of what came for the output and the output.
+#pragma once
+
+#include "rowwise/row_vecs.cuh"
+#include "rowwise/softmax/row.cuh"
+
+namespace kernel_hub::rowwise::softmax {
+
+template <typename T>
+struct GradientParams {
+    T* dx;          // (outer, middle, num_rows, size)
+    const T* dout;  // same shape
+    const T* out;   // same shape
+    RowStrides dx_strides, dout_strides, out_strides;
+    int num_rows, size, blocks_a_row;
+    int is_log;
+    float scale;
+};
+
+// Of one value: what is summed along the row.
+__device__ __forceinline__ float gradient_term(int is_log, float dout, float out) {
+    return is_log ? dout : dout * out;
+}
+
+// NOTE: what a mask took out of a logarithm has no gradient, whatever came for its -inf.
+__device__ __forceinline__ float gradient(int is_log, float scale, float dout, float out,
+                                          float sum) {
+    const float of_log = out == -INFINITY ? 0.0f : dout - power_of(out) * sum;
+    return scale * (is_log ? of_log : out * (dout - sum));
+}
+
+// The accesses of `dx` from what lies in registers.
+template <int kWidth, typename T, typename Bits>
+__device__ __forceinline__ void write_gradient(const GradientParams<T>& p, T* dx, Bits dout_bits,
+                                               Bits out_bits, float sum) {
+    float dout[kWidth], out[kWidth];
+    Access<T, kWidth>::unpack(dout_bits, dout);
+    Access<T, kWidth>::unpack(out_bits, out);
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+        dout[j] = gradient(p.is_log, p.scale, dout[j], out[j], sum);
+    }
+    Access<T, kWidth>::write(dx, dout);
+}
+
+template <int kWidth, typename T, typename Bits>
+__device__ __forceinline__ float gradient_terms(const GradientParams<T>& p, Bits dout_bits,
+                                                Bits out_bits) {
+    float dout[kWidth], out[kWidth], sum = 0.0f;
+    Access<T, kWidth>::unpack(dout_bits, dout);
+    Access<T, kWidth>::unpack(out_bits, out);
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+        sum += gradient_term(p.is_log, dout[j], out[j]);
+    }
+    return sum;
+}
+
+template <int kVecs, typename T>
+__device__ __forceinline__ void gradient_vecs(const GradientParams<T>& p) {
+    constexpr int kWidth = kVecElems<T>;
+    SharedFound& shared = *reinterpret_cast<SharedFound*>(dynamic_shared());
+    const Share share(p.num_rows, p.size / kWidth, p.blocks_a_row);
+    const T* dout = p.dout + p.dout_strides.start(share.row_idx);
+    const T* out = p.out + p.out_strides.start(share.row_idx);
+    uint4 dout_bits[kVecs], out_bits[kVecs];
+#pragma unroll
+    for (int i = 0; i < kVecs; ++i) {
+        const int vec_idx = share.first + i * share.step;
+        dout_bits[i] = out_bits[i] = make_uint4(0, 0, 0, 0);
+        if (vec_idx < share.end) {
+            dout_bits[i] = ld_global(dout + vec_idx * kWidth);
+            out_bits[i] = ld_global(out + vec_idx * kWidth);
+        }
+    }
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kVecs; ++i) {
+        sum += gradient_terms<kWidth>(p, dout_bits[i], out_bits[i]);
+        keep_packed(dout_bits[i]);
+        keep_packed(out_bits[i]);
+    }
+    sum = row_sum(sum, shared.slots[0]);
+    if (p.blocks_a_row > 1) {
+        sum = of_all_blocks({0.0f, sum}, p.blocks_a_row, shared.given).sum;
+    }
+    T* dx = p.dx + p.dx_strides.start(share.row_idx);
+#pragma unroll
+    for (int i = 0; i < kVecs; ++i) {
+        const int vec_idx = share.first + i * share.step;
+        if (vec_idx < share.end) {
+            write_gradient<kWidth>(p, dx + vec_idx * kWidth, dout_bits[i], out_bits[i], sum);
+        }
+    }
+    if (p.blocks_a_row > 1) {
+        wait_for_readers();
+    }
+}
+
+template <int kWidth, typename T>
+__device__ __forceinline__ void gradient_passes(const GradientParams<T>& p) {
+    using RowAccess = Access<T, kWidth>;
+    __shared__ float slots[kMaxWarps];
+    const Share share(p.num_rows, p.size / kWidth, 1);
+    const T* dout = p.dout + p.dout_strides.start(share.row_idx);
+    const T* out = p.out + p.out_strides.start(share.row_idx);
+    float sum = 0.0f;
+#pragma unroll 1
+    for (int i = share.first; i < share.end; i += share.step) {
+        sum += gradient_terms<kWidth>(p, RowAccess::read(dout + i * kWidth),
+                                      RowAccess::read(out + i * kWidth));
+    }
+    sum = row_sum(sum, slots);
+    T* dx = p.dx + p.dx_strides.start(share.row_idx);
+#pragma unroll 1
+    for (int i = share.first; i < share.end; i += share.step) {
+        write_gradient<kWidth>(p, dx + i * kWidth, RowAccess::read(dout + i * kWidth),
+                               RowAccess::read(out + i * kWidth), sum);
+    }
+}
+
+}  // namespace kernel_hub::rowwise::softmax

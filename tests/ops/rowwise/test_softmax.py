@@ -1,0 +1,273 @@
+"""softmax and log_softmax, and their gradients, against fp64: masks, strides, shared rows."""
+
+from __future__ import annotations
+
+import importlib
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from back_to_back import check_back_to_back
+from bits import same_bits
+from ways import DTYPES, Way
+
+from kernel_hub.collection.manifest import open_collection
+from kernel_hub.errors import TensorError
+from kernel_hub.ops import log_softmax, softmax
+from kernel_hub.testing import reference
+from kernel_hub.testing.compare import check
+from kernel_hub.testing.guard import Guarded
+
+module: Any = importlib.import_module("kernel_hub.ops.rowwise.softmax")
+plans: Any = importlib.import_module("kernel_hub.ops.rowwise.softmax_plan")
+SIZES = [1, 7, 8, 16, 127, 128, 129, 264, 1000, 1024, 4096, 5120]
+LONG = [32768, 40000, 131072, 151936, 262144, 600000]
+each_op = pytest.mark.parametrize("op", [softmax, log_softmax], ids=["softmax", "log_softmax"])
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+Op = Callable[..., torch.Tensor]
+
+
+def check_rows(op: Op, out: torch.Tensor, x: torch.Tensor, **options: Any) -> None:
+    is_log = op is log_softmax
+    truth, own = (
+        reference.softmax(x, **options, is_log=is_log, dtype=dtype)
+        for dtype in (torch.float64, x.dtype)
+    )
+    check(out, truth, own)
+
+
+def check_gradient(op: Op, x: torch.Tensor, dout: torch.Tensor, **options: Any) -> None:
+    """By autograd, against that of the reference."""
+    ours = x.detach().requires_grad_()
+    out = op(ours, **options)
+    (dx,) = torch.autograd.grad(out, ours, dout)
+    found = []
+    for dtype in (torch.float64, x.dtype):
+        leaf = x.detach().to(dtype).requires_grad_()
+        made = reference.softmax(leaf, **options, is_log=op is log_softmax, dtype=dtype)
+        found.append(torch.autograd.grad(made, leaf, dout.to(dtype))[0])
+    # The output that the gradient is made of was rounded once, in either.
+    check(dx, *found, atol={torch.float32: 1e-6}.get(x.dtype, 1e-3) * float(dout.abs().amax()))
+
+
+def drawn_mask(way: Way, lot: random.Random, x: torch.Tensor) -> torch.Tensor | None:
+    kind = lot.choice(["none", "truth", "added"])
+    if kind == "none":
+        return None
+    leading = [lot.choice([1, n]) for n in x.shape[:-1]][lot.randrange(x.dim()) :]
+    seed = lot.randrange(1 << 20)
+    numbers = way.randn(*leading, x.shape[-1], seed=seed)
+    if kind == "added":
+        return (3 * numbers).to(x.dtype)
+    truth = numbers > -0.3
+    truth[..., 0] = True  # of a row of nothing all is nan: another test
+    return truth
+
+
+@each_op
+@pytest.mark.parametrize("size", SIZES)
+@each_dtype
+def test_sizes(way: Way, dtype: torch.dtype, size: int, op: Op) -> None:
+    for rows in [1, 3, 1000, 5000] if way.is_gpu else [1, 9] if size <= 1024 else [2]:
+        x = 4 * way.randn(rows, size, dtype=dtype)
+        out = Guarded((rows, size), dtype, way.device)
+        assert op(x, out=out.tensor) is out.tensor
+        out.check()
+        check_rows(op, out.tensor, x)
+        same_bits(op(x), out.tensor)
+        check_rows(op, op(x, scale=-0.3), x, scale=-0.3)
+        dout = way.randn(rows, size, dtype=dtype, seed=1)
+        check_gradient(op, x, dout, scale=0.7)
+
+
+@each_op
+@pytest.mark.parametrize("seed", range(24))
+def test_by_lot(way: Way, monkeypatch: pytest.MonkeyPatch, seed: int, op: Op) -> None:
+    lot = random.Random(f"softmax {seed}")
+    if not way.is_gpu:
+        monkeypatch.setattr(plans, "_THREADS", (32, 32 * lot.choice([1, 2, 8])))
+    most = 3000 if way.is_gpu else 700
+    shape = [lot.choice([1, 2, 3, 5]) for _ in range(lot.randrange(4))]
+    size = lot.choice([round(most ** lot.random()), 8 * round((most / 8) ** lot.random())])
+    dtype = lot.choice(DTYPES)
+    x = 3 * way.randn(*shape, size + lot.choice([0, 0, 1, 8]), dtype=dtype)[..., :size]
+    if len(shape) > 1 and lot.random() < 0.4:
+        x = x.transpose(0, 1)
+    options = {"mask": drawn_mask(way, lot, x), "scale": lot.choice([1.0, 0.125, -2.0])}
+    print(f"{x.shape} {x.stride()} {dtype} {options['scale']}")
+    found = op(x, **options)
+    check_rows(op, found, x, **options)
+    inside = x.clone()
+    assert op(inside, **options, out=inside) is inside
+    same_bits(inside, found)
+    check_gradient(op, x, way.randn(*x.shape, dtype=dtype, seed=1), **options)
+
+
+@pytest.mark.parametrize("variant", ["vec", "loop", "scalar"])
+@each_op
+@each_dtype
+def test_every_variant(
+    way: Way, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, op: Op, variant: str
+) -> None:
+    """A row is held in registers, by one block or several, or read twice."""
+    shapes = {
+        "vec": lambda vecs: plans.Shape("vec", 32 * -(-vecs // 64)),
+        "loop": lambda vecs: plans.Shape("loop", 64),
+        "scalar": lambda vecs: plans.Shape("scalar", 64),
+    }
+    monkeypatch.setattr(plans, "choose", lambda vecs, *_: shapes[variant](vecs))
+    module._plans.clear()
+    x = 5 * way.randn(3, 1032, dtype=dtype)
+    mask = way.randn(3, 1032, seed=2) > 0
+    for options in ({}, {"mask": mask}, {"mask": way.randn(1032, dtype=dtype), "scale": 2.0}):
+        check_rows(op, op(x, **options), x, **options)
+        check_gradient(op, x, way.randn(3, 1032, dtype=dtype, seed=1), **options)
+    module._plans.clear()
+
+
+@pytest.mark.parametrize("blocks", [2, 4, 8])
+@each_op
+@each_dtype
+def test_a_row_of_several_blocks(
+    way: Way, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, op: Op, blocks: int
+) -> None:
+    if way.is_gpu and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("clusters need compute capability 9.0")
+    monkeypatch.setattr(plans, "choose", lambda vecs, *_: plans.Shape("vec", 64, 1, blocks))
+    module._plans.clear()
+    held = 4 if dtype == torch.float32 else 2  # vectors of a thread, of a gradient
+    size = (64 * blocks * held - 5) * 16 // dtype.itemsize
+    x = 5 * way.randn(3, 2, size, dtype=dtype)
+    x[0, 0, : size // 2] = -torch.inf  # whole parts
+    mask = way.randn(2, size, seed=2) > 0
+    mask[1, size // 3 :] = False
+    for options in ({}, {"mask": mask}, {"scale": 0.5}):
+        check_rows(op, op(x, **options), x, **options)
+    x[0, 0] = 3 * way.randn(size, dtype=dtype, seed=5)
+    check_gradient(op, x, way.randn(3, 2, size, dtype=dtype, seed=1), mask=mask)
+    nothing = x.clone()
+    nothing[1, 1], nothing[2, 0, 5] = -torch.inf, torch.nan
+    found = op(nothing)
+    assert found[1, 1].isnan().all() and found[2, 0].isnan().all()
+    assert not found[0].isnan().any() and not found[2, 1].isnan().any()
+    module._plans.clear()
+
+
+@pytest.mark.gpu
+@each_op
+@pytest.mark.parametrize("size", LONG)
+@each_dtype
+def test_long_rows(dtype: torch.dtype, size: int, op: Op) -> None:
+    way = Way("gpu", "cuda")
+    for rows in (1, 40):
+        x = 4 * way.randn(rows, size, dtype=dtype)
+        check_rows(op, op(x), x)
+        check_gradient(op, x, way.randn(rows, size, dtype=dtype, seed=1))
+
+
+@pytest.mark.gpu
+def test_back_to_back() -> None:
+    """Blocks that wait for each other end, whatever runs beside them."""
+    check_back_to_back("""
+cases = [
+    partial(op, randn(rows, size), scale=0.5)
+    for op, rows, size in itertools.product(
+        (ops.softmax, ops.log_softmax), (1, 40), (3000, 40000, 151936)
+    )
+]
+""")
+
+
+@each_op
+@each_dtype
+def test_numbers_that_are_none(way: Way, dtype: torch.dtype, op: Op) -> None:
+    """As torch's: nan and +inf make a row nan, -inf alone too; large numbers do not overflow."""
+    for size in (64, 67):
+        x = way.randn(6, size, dtype=dtype)
+        x[0], x[1, 3], x[2, 5], x[3, :9] = -torch.inf, torch.nan, torch.inf, -torch.inf
+        x[4] *= 1000
+        found, own = op(x), (torch.log_softmax if op is log_softmax else torch.softmax)(x, -1)
+        assert torch.equal(found.isnan(), own.isnan())
+        assert found[:3].isnan().all()
+        check_rows(op, found[3:], x[3:])
+        mask = torch.zeros(6, size, dtype=torch.bool, device=way.device)
+        assert op(x, mask=mask).isnan().all()
+
+
+def test_plans() -> None:
+    """Rows in registers, shared from where a block would be alone, read twice beyond 16 blocks."""
+    entry = open_collection().manifest.cubins["softmax"]["sm90"]
+    for name, function in entry.functions.items():
+        assert function.launch is not None
+        assert function.launch.shared_bytes == plans.SHARED_BYTES * name.endswith("_vec")
+    choose, shape = plans.choose, plans.Shape
+    assert choose(16, 10000, 4, 132) == shape("vec", 4, 32)
+    assert choose(16, 10, 4, 132) == shape("vec", 16, 8)
+    assert choose(512, 10000, 4, 132) == shape("vec", 128)
+    assert choose(512, 10, 4, 132) == choose(2048, 10000, 4, 132) == shape("vec", 512)
+    assert choose(4000, 4096, 4, 132) == shape("vec", 512, 1, 2)
+    assert choose(4000, 4096, 4, 0) == shape("vec", 1024)
+    assert choose(16032, 4096, 4, 132) == shape("vec", 512, 1, 8)
+    assert choose(4096, 4, 4, 132) == shape("vec", 128, 1, 8)
+    assert choose(32768, 64, 4, 132) == shape("vec", 512, 1, 16)
+    assert choose(65536, 64, 4, 132) == shape("vec", 1024, 1, 16)
+    assert choose(32768, 64, 4, 66) == shape("vec", 1024, 1, 8)
+    assert choose(32769, 64, 4, 66) == choose(4097, 64, 4, 0) == shape("loop", 512)
+
+
+X = torch.ones(2, 3, 8)
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"mask": X[0, 0] > 0, "scale": "1"}, "softmax: scale: expected"),
+        ({"mask": X.double()}, "mask: expected dtype bool or float32"),
+        ({"mask": X[..., :1]}, r"mask: expected a shape that broadcasts to \(2, 3, 8\)"),
+        ({"mask": X[:, :2]}, "mask: expected a shape that broadcasts"),
+        ({"mask": X[None]}, "mask: expected a shape that broadcasts"),
+        ({"mask": X.mT.contiguous().mT}, "mask: expected a contiguous last dimension"),
+        ({"out": X.half()}, "out: expected dtype float32"),
+        ({"mask": X, "out": X}, "out"),
+    ],
+)
+def test_refusals(options: Any, said: str) -> None:
+    with pytest.raises(TensorError, match=said):
+        softmax(X.clone(), **options)
+
+
+def test_gradients_that_are_not_there() -> None:
+    x = X.clone().requires_grad_()
+    with pytest.raises(TensorError, match="softmax into out: x: requires grad"):
+        softmax(x, out=X.clone())
+    with pytest.raises(TensorError, match="mask: requires grad, but softmax has no backward"):
+        softmax(X, mask=X.clone().requires_grad_())
+    (dx,) = torch.autograd.grad(softmax(x).square().sum(), x, create_graph=True)
+    with pytest.raises(TensorError, match="double backward"):
+        dx.sum().backward()
+    # What sum() hands back has no rows in memory.
+    assert torch.autograd.grad(log_softmax(x).sum(), x)[0].abs().amax() < 1e-6
+
+
+@each_op
+def test_a_gradient_as_torch_compile_sees_it(op: Op) -> None:
+    x, mask = torch.randn(3, 40).requires_grad_(), torch.randn(40) > -1
+    mask[0] = True
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return op(x * 2, mask=mask, scale=0.5).square().sum()
+
+    (eager,) = torch.autograd.grad(step(x), x)
+    (traced,) = torch.autograd.grad(torch.compile(step, backend="aot_eager")(x), x)
+    torch.testing.assert_close(traced, eager)
+
+
+def test_opcheck(way: Way) -> None:
+    x, mask = way.randn(3, 40), way.randn(40) > 0
+    ops = torch.ops.kernel_hub
+    for options in ((None, 1.0, False), (mask, 0.5, True)):
+        torch.library.opcheck(ops.softmax.default, (x.clone().requires_grad_(), *options))
+        torch.library.opcheck(ops.softmax_out.default, (x, *options, x.clone()))
+    torch.library.opcheck(ops.softmax_backward.default, (x, x.softmax(-1), 1.0, False))
