@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import case_rows
 import harness
 import torch
 
@@ -142,13 +143,13 @@ def main() -> None:
     """Parse the command line, measure, print."""
     options = harness.arguments(__doc__.splitlines()[0], rounds=ROUNDS, quick={"rounds": 5})
     with torch.no_grad():
-        rows = harness.measured_rows(QUICK if options.quick else CASES, measure, options.rounds)
+        rows = case_rows.measured(QUICK if options.quick else CASES, measure, options.rounds)
     for name in ("fp32", "bf16"):
         ratios = [row[f"{name} / none"] for row in rows if f"{name} / none" in row]
         if ratios:
             mean = statistics.geometric_mean(ratios)
             print(f"{name} sinks: {mean:.4f} of none (geometric mean), at most {max(ratios):.4f}")
-    harness.write_rows(options, rows)
+    case_rows.write(options, rows)
 
 
 if __name__ == "__main__":

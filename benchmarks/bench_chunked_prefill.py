@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import case_rows
 import harness
 import torch
 from lot.attention_peers import fa3, xformers_fa3
@@ -183,9 +184,7 @@ def main() -> None:
         ),
     )  # fmt: skip
     cases = QUICK if options.quick else CASES
-    harness.write_rows(
-        options, harness.measured_rows(cases, measure, options.rounds, options.seconds)
-    )
+    case_rows.write(options, case_rows.measured(cases, measure, options.rounds, options.seconds))
 
 
 if __name__ == "__main__":

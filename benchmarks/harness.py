@@ -10,8 +10,6 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import json
-import math
 import random
 import re
 import statistics
@@ -295,31 +293,6 @@ def run_cases(family: str, cases: Iterable[Callable[[], Case]], options: argpars
         f"{len(slower)} ({', '.join(f'{row[0]} {row[4]}' for row in slower) or 'none'})"
     )
     return report.finish()
-
-
-def measured_rows(
-    cases: Iterable[Any], measure: Callable[[Any, int], dict[str, Any]], rounds: int,
-    seconds: float = math.inf,
-) -> list[dict[str, Any]]:  # fmt: skip
-    """A row of each case, printed as it is there; no new case after `seconds`."""
-    started, rows = time.monotonic(), list[dict[str, Any]]()
-    for case in cases:
-        if time.monotonic() - started > seconds:
-            print("out of time")
-            break
-        try:
-            rows.append(measure(case, rounds))
-        except (AssertionError, RuntimeError, ValueError) as error:
-            rows.append({"case": str(case), "FAILED": str(error)[:300]})
-        print(json.dumps(rows[-1]), flush=True)
-        torch.cuda.empty_cache()
-    return rows
-
-
-def write_rows(options: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Into --out, behind what the run is about."""
-    if options.out:
-        options.out.write_text(json.dumps([options.about, *rows], indent=1))
 
 
 def _print_table(table: Sequence[tuple[str, ...]]) -> None:
