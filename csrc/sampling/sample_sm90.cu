@@ -269,7 +269,7 @@ __device__ __forceinline__ void sample_row(const SampleParams& p) {
 
 #define EXPORT_SAMPLE(NAME)                                                                        \
     DESCRIBED(                                                                                     \
-        NAME, "x: blocks of clusters, one a row, of any size to 8",                                \
+        NAME, "x: blocks of clusters, one a row, of 1, 2, 4 or 8",                                 \
         (.threads = kNumThreads, .shared_bytes = sizeof(TeamShared)),                              \
         extern "C" __global__ void __launch_bounds__(kNumThreads, 2) NAME(                         \
             int64_t* out, float* logprob, int64_t* top_ids, float* top_logprobs,                   \

@@ -104,15 +104,21 @@ __device__ __forceinline__ void choose_listed(const Weigher& weigher, float boun
     }
 }
 
-// Elements that a warp takes in a pass in order: whole lines.
-__device__ __forceinline__ int elements_a_warp(const Team& team, int size) {
+// A pass in order is one over pieces of the row: a warp has as many of them, one after another, as
+// there would be more blocks in the largest team.
+__device__ __forceinline__ int pieces_a_warp(const Team& team) {
+    return kMaxTeam / team.size;
+}
+
+// Elements of a piece: whole lines.
+__device__ __forceinline__ int elements_a_piece(int size) {
     constexpr int kTogether = 64;
-    const int num = team.size * kNumWarps * kTogether;
-    return (size + num - 1) / num * kTogether;
+    constexpr int kNum = kMaxTeam * kNumWarps * kTogether;
+    return (size + kNum - 1) / kNum * kTogether;
 }
 
 // Answers s.question of the block's part of the row, into its note.
-// s.warp_masses: what each warp has above pivots[0].
+// shared.pieces: what each piece has above pivots[0].
 __device__ __forceinline__ void scan(const Fours& fours, const Weigher& weigher, Team& team) {
     TeamShared& shared = team.shared;
     Shared& s = shared.s;
@@ -124,67 +130,80 @@ __device__ __forceinline__ void scan(const Fours& fours, const Weigher& weigher,
         above[i] = {0, 0};
     }
     const int lane_idx = threadIdx.x % 32, warp_idx = threadIdx.x / 32;
-    const int a_warp = elements_a_warp(team, fours.p.size);
-    const int begin = min(fours.p.size, (team.rank * kNumWarps + warp_idx) * a_warp);
-    const int end = min(fours.p.size, begin + a_warp);
+    const int a_piece = elements_a_piece(fours.p.size), num_pieces = pieces_a_warp(team);
     // What a search asks for is above one of its pivots.
     const float lowest =
         question.searches ? fminf(question.pivots[0], fminf(question.pivots[1], question.pivots[2]))
                           : question.pivots[0];
     bool has_room = true;
-    fours.walk(begin + lane_idx * kFour, end, 32 * kFour, [&](int index, const float (&z)[kFour]) {
-        float depths[kFour];
-        bool are_any = false;
-#pragma unroll
-        for (int j = 0; j < kFour; ++j) {
-            depths[j] = weigher.depth(z[j]);
-            are_any |= z[j] > question.from && z[j] <= question.to;
-        }
-        if (are_any && has_room) {
 #pragma unroll 1
-            for (int j = 0; j < kFour; ++j) {
-                const float value = pick(z, j);
-                if (value > question.from && value <= question.to &&
-                    pick(depths, j) >= weigher.least) {
-                    has_room = team.add(value, index + j);
-                }
-            }
-        }
-        const float most = fmaxf(fmaxf(z[0], z[1]), fmaxf(z[2], z[3]));
-        if (!question.weighs || !(most > lowest) ||
-            !(question.searches || weigher.depth(most) > -kMassBits - 1)) {
-            return;
-        }
-        // NOTE: no branch on a value: four chains of the power side by side.
-        uint64_t masses[kFour];
-        bool are_weighed[kFour];
+    for (int piece = 0; piece < num_pieces; ++piece) {
+        const int of_block = warp_idx * num_pieces + piece;
+        const int begin =
+            min(fours.p.size, (team.rank * kNumWarps * num_pieces + of_block) * a_piece);
+        const int end = min(fours.p.size, begin + a_piece);
+        const uint64_t before = above[0].mass;
+        fours.walk(begin + lane_idx * kFour, end, 32 * kFour,
+                   [&](int index, const float (&z)[kFour]) {
+                       float depths[kFour];
+                       bool are_any = false;
 #pragma unroll
-        for (int j = 0; j < kFour; ++j) {
-            are_weighed[j] = z[j] > lowest && depths[j] >= weigher.least;
-            const uint64_t mass = mass_of_power(depths[j]);
-            masses[j] = are_weighed[j] ? mass : 0;
+                       for (int j = 0; j < kFour; ++j) {
+                           depths[j] = weigher.depth(z[j]);
+                           are_any |= z[j] > question.from && z[j] <= question.to;
+                       }
+                       if (are_any && has_room) {
+#pragma unroll 1
+                           for (int j = 0; j < kFour; ++j) {
+                               const float value = pick(z, j);
+                               if (value > question.from && value <= question.to &&
+                                   pick(depths, j) >= weigher.least) {
+                                   has_room = team.add(value, index + j);
+                               }
+                           }
+                       }
+                       const float most = fmaxf(fmaxf(z[0], z[1]), fmaxf(z[2], z[3]));
+                       if (!question.weighs || !(most > lowest) ||
+                           !(question.searches || weigher.depth(most) > -kMassBits - 1)) {
+                           return;
+                       }
+                       // NOTE: no branch on a value: four chains of the power side by side.
+                       uint64_t masses[kFour];
+                       bool are_weighed[kFour];
+#pragma unroll
+                       for (int j = 0; j < kFour; ++j) {
+                           are_weighed[j] = z[j] > lowest && depths[j] >= weigher.least;
+                           const uint64_t mass = mass_of_power(depths[j]);
+                           masses[j] = are_weighed[j] ? mass : 0;
+                       }
+                       if (question.searches) {
+#pragma unroll
+                           for (int i = 0; i < kNumPivots; ++i) {
+#pragma unroll
+                               for (int j = 0; j < kFour; ++j) {
+                                   const bool is_above = z[j] > question.pivots[i];
+                                   above[i].count += is_above && are_weighed[j];
+                                   above[i].mass += is_above ? masses[j] : 0;
+                               }
+                           }
+                       } else {
+#pragma unroll
+                           for (int j = 0; j < kFour; ++j) {
+                               above[0].mass += masses[j];
+                               const float share =
+                                   static_cast<float>(static_cast<uint32_t>(masses[j] >> 16));
+                               const float part = share * depths[j];
+                               first += part;
+                               second += part * depths[j];
+                           }
+                       }
+                   });
+        const uint64_t of_piece =
+            warp_reduce(above[0].mass - before, [](uint64_t a, uint64_t b) { return a + b; });
+        if (lane_idx == 0) {
+            shared.pieces[of_block] = of_piece;
         }
-        if (question.searches) {
-#pragma unroll
-            for (int i = 0; i < kNumPivots; ++i) {
-#pragma unroll
-                for (int j = 0; j < kFour; ++j) {
-                    const bool is_above = z[j] > question.pivots[i];
-                    above[i].count += is_above && are_weighed[j];
-                    above[i].mass += is_above ? masses[j] : 0;
-                }
-            }
-        } else {
-#pragma unroll
-            for (int j = 0; j < kFour; ++j) {
-                above[0].mass += masses[j];
-                const float share = static_cast<float>(static_cast<uint32_t>(masses[j] >> 16));
-                const float part = share * depths[j];
-                first += part;
-                second += part * depths[j];
-            }
-        }
-    });
+    }
     __syncthreads();
     if (threadIdx.x == 0) {
         shared.mine.num = shared.num_own;
@@ -194,8 +213,7 @@ __device__ __forceinline__ void scan(const Fours& fours, const Weigher& weigher,
         for (int i = 0; i < kNumPivots; ++i) {
             if (i == 0 || question.searches) {
                 const uint32_t count = block_sum(above[i].count, s.count_slots);
-                const uint64_t mass =
-                    block_sum(above[i].mass, i == 0 ? s.warp_masses : s.mass_slots);
+                const uint64_t mass = block_sum(above[i].mass, s.mass_slots);
                 if (threadIdx.x == 0) {
                     shared.mine.counts[i] = count;
                     shared.mine.masses[i] = mass;
@@ -236,23 +254,23 @@ __device__ __forceinline__ void sum_answers(Team& team) {
 }
 
 // Draws from all that is above `from`, in the order of indices; by the block that has it.
-// s.warp_masses and notes: as scan leaves them.
+// shared.pieces and notes: as scan leaves them.
 __device__ __forceinline__ void draw_in_row(const Row& row, const Weigher& weigher, float from,
                                             uint64_t total, uint64_t bits, Team& team) {
     Shared& s = team.shared.s;
     uint64_t drawn = below(total, bits);
-    int rank = 0, warp_idx = 0;
+    int rank = 0, piece = 0;
     while (drawn >= team.shared.notes[rank].masses[0]) {
         drawn -= team.shared.notes[rank++].masses[0];
     }
     if (rank != team.rank) {
         return;
     }
-    while (drawn >= s.warp_masses[warp_idx]) {
-        drawn -= s.warp_masses[warp_idx++];
+    while (drawn >= team.shared.pieces[piece]) {
+        drawn -= team.shared.pieces[piece++];
     }
-    const int elements = elements_a_warp(team, row.p.size);
-    const int begin = (rank * kNumWarps + warp_idx) * elements;
+    const int elements = elements_a_piece(row.p.size);
+    const int begin = (rank * kNumWarps * pieces_a_warp(team) + piece) * elements;
     const int a_thread = elements / kNumThreads + 1;
     const int first = begin + threadIdx.x * a_thread;
     const int end = min(min(row.p.size, begin + elements), first + a_thread);

@@ -31,7 +31,8 @@ struct TeamShared {
     int firsts[kListed];                    // their first elements
     int num_own, num_listed;
     uint64_t bits;  // random
-    Shared s;       // of the row: the same in every block, but for the sums of warps
+    uint64_t pieces[kMaxTeam * kNumWarps];
+    Shared s;  // of the row: the same in every block, but for the sums of warps
 };
 
 struct Team {

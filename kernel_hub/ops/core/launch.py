@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 MAX_PLANS = 4096
 
 Dims = tuple[int, int, int]
-_NO_OPTIONS: Mapping[str, bool] = MappingProxyType({})
+_NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 _Plan = TypeVar("_Plan")
 
 
@@ -25,7 +25,7 @@ class Launch(NamedTuple):
     shared_bytes: int = 0
     numbers: tuple[int | float, ...] = ()
     maps: tuple[Any, ...] = ()  # what tensor maps are made of; () where pointers are passed
-    options: Mapping[str, bool] = _NO_OPTIONS
+    options: Mapping[str, Any] = _NO_OPTIONS  # keywords of the launch
 
 
 class Plans(dict[tuple[Any, ...], _Plan]):

@@ -243,6 +243,11 @@ def choose_parts(batch_size: int, vocab_size: int, num_sms: int) -> int:
     return max(1, min(_MAX_PARTS, num_sms // batch_size, vocab_size // _LEAST_PART))
 
 
+def runs_clusters(device: torch.device) -> bool:
+    """Whether csrc/sampling/sample_sm90.cu draws, a row a cluster."""
+    return device_of(device).has_wgmma
+
+
 def choose_team(batch_size: int, vocab_size: int, num_sms: int) -> int:
     """How many blocks of a cluster share a row: a power of two."""
     for team in (8, 4, 2):
@@ -268,8 +273,8 @@ def _plan(given: SampleGiven, low_bits: tuple[int, int]) -> Launch:
         _row_stride(x)
         for x in (given.bias, given.token_bitmask, given.prompt_bitmask, given.output_counts)
     ]
-    device = device_of(logits.device)
-    is_sm90 = device.has_wgmma
+    num_sms = device_of(logits.device).num_sms
+    is_sm90 = runs_clusters(logits.device)
     aligned = _aligned(given, low_bits, row_stride) if is_sm90 else _is_plain(given, low_bits[0])
     numbers = (
         row_stride, *strides, vocab_size, common.ELEMENT_TYPES.index(logits.dtype), int(aligned),
@@ -277,12 +282,12 @@ def _plan(given: SampleGiven, low_bits: tuple[int, int]) -> Launch:
     )  # fmt: skip
     if is_sm90:
         facts = launch_facts(_SM90, _OP)
-        team = choose_team(batch_size, vocab_size, device.num_sms)
+        team = choose_team(batch_size, vocab_size, num_sms)
         return Launch(
             common.shipped(_SM90, _OP), (batch_size * team, 1, 1), facts.block,
             facts.shared_bytes, numbers, options={"cluster": (team, 1, 1)},
         )  # fmt: skip
-    parts = choose_parts(batch_size, vocab_size, device.num_sms)
+    parts = choose_parts(batch_size, vocab_size, num_sms)
     function = common.shipped(_OP, _OP)
     return Launch(function, (batch_size, parts, 1), (_NUM_THREADS, 1, 1), numbers=numbers)
 

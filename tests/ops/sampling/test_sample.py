@@ -32,6 +32,7 @@ def test_mixed_rows(way: Way, dtype: torch.dtype, size: int) -> None:
 @pytest.mark.parametrize("parts", [2, 8])
 @pytest.mark.parametrize("size", [1, 65, 1000, 5000])
 def test_rows_in_parts(way: Way, size: int, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(op, "runs_clusters", lambda _: False)
     monkeypatch.setattr(op, "choose_parts", lambda *_: parts)
     batch = 200 if way.is_gpu else 6
     for seed, spread in enumerate([0.0, 1.0, 5.0]):
@@ -39,6 +40,7 @@ def test_rows_in_parts(way: Way, size: int, parts: int, monkeypatch: pytest.Monk
 
 
 def test_parts_that_one_block_cannot_end(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(op, "runs_clusters", lambda _: False)
     monkeypatch.setattr(op, "choose_parts", lambda *_: 8)
     size = 5000
     ties = torch.cat([torch.full((1, 2500), 2.0), way.randn(1, 2500).cpu()], 1)
@@ -91,6 +93,7 @@ NOT_NUMBERS = [
 
 @pytest.mark.parametrize("parts", [1, 3])
 def test_what_is_no_number(way: Way, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(op, "runs_clusters", lambda _: False)
     monkeypatch.setattr(op, "choose_parts", lambda *_: parts)
     for dtype in DTYPES:
         for values, wanted in NOT_NUMBERS:
@@ -107,6 +110,7 @@ def test_what_is_no_number(way: Way, parts: int, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("parts", [1, 4])
 def test_nothing_allowed(way: Way, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(op, "runs_clusters", lambda _: False)
     monkeypatch.setattr(op, "choose_parts", lambda *_: parts)
     logits, mask = way.randn(3, 300), torch.zeros(3, 10, dtype=torch.int32)
     mask[1, 4] = 1 << 5

@@ -9,6 +9,9 @@ import torch
 from sample_cases import INF, arguments, check, more, op
 from ways import DTYPES, Way
 
+from kernel_hub.ops import sample
+from kernel_hub.ops.sampling import cpu
+
 TEAMS = [1, 2, 8]
 
 
@@ -102,3 +105,34 @@ def test_drawn_by_lot(hopper_way: Way) -> None:
         given |= {name: x for name, x in changes.items() if lot.random() < 0.3 and "_p" not in name}
         print(turn, batch, size, sorted(given))
         check(hopper_way, logits, lot.choice((0.0, 0.0, 5.0)), **given)
+
+
+KINDS = [{}, {"top_k": 20, "top_p": 0.9}, {"top_p": 0.9}, {"top_p": 0.05}, {"min_p": 0.3},
+         {"top_k": 700, "top_p": 0.95}, {"temperature": 0.0}]  # fmt: skip
+
+
+def test_the_most_probable(hopper_way: Way, team: int) -> None:
+    """The same as what torch finds, of every path."""
+    for given, spread in [(kind, x) for kind in KINDS for x in (0.0, 2.0)]:
+        logits = hopper_way.randn(2, 1500) * spread
+        filled = {
+            name: torch.full((2,), x, dtype=torch.int32 if name == "top_k" else torch.float32)
+            for name, x in given.items()
+        }
+        filled["seed"] = torch.arange(2)
+        found, wanted = (
+            (torch.empty(2, 20, dtype=torch.int64), torch.empty(2, 20)) for _ in range(2)
+        )
+        device = hopper_way.device
+        outs = [x.to(device) for x in found]
+        sample(
+            logits, **{name: x.to(device) for name, x in filled.items()}, out_top_ids=outs[0],
+            out_top_logprobs=outs[1],
+        )  # fmt: skip
+        given_to_torch = dict.fromkeys(op.SampleGiven._fields) | filled | {
+            "logits": logits.cpu(), "softcap": 0.0, "out": torch.empty(2, dtype=torch.int64),
+            "out_top_ids": wanted[0], "out_top_logprobs": wanted[1],
+        }  # fmt: skip
+        cpu.sample_into(op.SampleGiven(**given_to_torch))
+        assert torch.equal(outs[0].cpu(), wanted[0]), (given, spread)
+        torch.testing.assert_close(outs[1].cpu(), wanted[1], rtol=1e-5, atol=1e-5)

@@ -91,6 +91,7 @@ def test_dtypes_have_ties(way: Way, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("parts", [2, 8])
 def test_rows_in_parts(way: Way, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(op, "runs_clusters", lambda _: False)
     monkeypatch.setattr(op, "choose_parts", lambda *_: parts)
     for given in KINDS.values():
         for spread in way.some((0.0, 2.0), 1, parts, sorted(given)):
