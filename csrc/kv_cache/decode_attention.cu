@@ -13,11 +13,10 @@
 // is cut into units of kWarps * kTile tokens, and runs of units go to the blocks ("workers"), one
 // a worker. Into how many parts each item goes is worked out here from the lengths: equal shares
 // of all units, as many as Work::shares_of says, an item shorter than that being one part. So one
-// captured launch is spread well whatever the lengths have grown to. In a unit every warp has a tile of
-// kTile tokens, and it meets the others at the end of its part only. num_splits > 0: that many
-// parts an item.
-// An item in one part is written to `out`; parts are written as fp32 partials, which the second
-// kernel merges in order: the same bits every time.
+// captured launch is spread well whatever the lengths have grown to. In a unit every warp has a
+// tile of kTile tokens, and it meets the others at the end of its part only. num_splits > 0: that
+// many parts an item. An item in one part is written to `out`; parts are written as fp32 partials,
+// which the second kernel merges in order: the same bits every time.
 //
 // New tokens are written to the cache by the worker whose units hold their place, before it
 // reads them; nobody else reads them. (Blocks of rows of the same head each write them, the same

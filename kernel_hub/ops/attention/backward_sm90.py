@@ -31,6 +31,9 @@ _TALL_FROM = {False: 768, True: 6144}
 _L2_BYTES = 32 << 20
 # A narrow head is better served by the portable kernel of its own width.
 _LEAST_HEAD_DIM = 40
+# With wider heads than this, fewer (query, key) pairs in all have been faster in the portable ones:
+# calls, not kernels, take their time.
+_WIDE_HEAD_DIM, _LEAST_WIDE_PAIRS = 128, 1 << 22
 # That of the kernel's 32-bit sums of two lengths and a window, and of its grid.
 _MAX_TOKENS = 1 << 28
 _MAX_HEADS = 65535
@@ -138,11 +141,14 @@ def applies(problem: Problem, given: Gradients) -> bool:
 
     Lengths on the device (cu_seqlens, cache_seqlens) may be anything.
     """
-    return problem.q.is_cuda and fits(problem, given)
+    q = problem.q
+    pairs = problem.batch_size * q.shape[-2] * problem.max_seqlen_q * problem.max_seqlen_k
+    is_worth_it = q.shape[-1] <= _WIDE_HEAD_DIM or pairs >= _LEAST_WIDE_PAIRS
+    return q.is_cuda and is_worth_it and fits(problem, given)
 
 
 def fits(problem: Problem, given: Gradients) -> bool:
-    """`applies`, wherever the tensors are."""
+    """Whether they can take it, however small it is and wherever the tensors are."""
     q, k, v = problem.q, problem.k, problem.v
     body = body_of(problem)
     return (

@@ -40,7 +40,20 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The head_dims of the launches that the Hopper kernels took."""
     if not has_wgmma(torch.cuda.get_device_capability()):
         pytest.skip("not compute capability 9.0")
+<<<<<<< HEAD
     yield taken(monkeypatch, SM90, lambda plan, problem, given: int(problem.q.shape[-1]))
+=======
+    taken: list[int] = []
+    launch = SM90.launch
+
+    def counted(plan: Any, problem: Problem, given: Gradients) -> None:
+        taken.append(problem.q.shape[-1])
+        launch(plan, problem, given)
+
+    monkeypatch.setattr(SM90, "launch", counted)
+    monkeypatch.setattr(SM90, "_LEAST_WIDE_PAIRS", 0)
+    yield taken
+>>>>>>> wt-bwd
 
 
 @pytest.mark.gpu
@@ -179,6 +192,33 @@ def problem(head_dim: int, **options: Any) -> Problem:
 def test_cpu_tensors_never_take_them() -> None:
     small = problem(64)
     assert not SM90.applies(small, Gradients(*(torch.empty_like(small.q) for _ in range(6))))
+
+
+def test_small_problems_of_wide_heads_stay_portable() -> None:
+    class Cuda:
+        """What `applies` asks of q before anything else."""
+
+        is_cuda, dtype = True, torch.float32
+
+        def __init__(self, head_dim: int) -> None:
+            self.shape = (1, 8, 2, head_dim)
+
+    seen: list[int] = []
+
+    def fits(problem: Any, given: Any) -> bool:
+        seen.append(problem.q.shape[-1])
+        return True
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SM90, "fits", fits)
+        taken = [
+            (head_dim, seqlen)
+            for head_dim in (128, 136, 256)
+            for seqlen in (8, 1447, 1449)
+            if SM90.applies(Problem(Cuda(head_dim), None, None, 1, seqlen, seqlen, 0.1), None)
+        ]
+    assert taken == [(128, 8), (128, 1447), (128, 1449), (136, 1449), (256, 1449)]
+    assert seen == [128, 128, 128, 136, 256]
 
 
 def test_which_body() -> None:
