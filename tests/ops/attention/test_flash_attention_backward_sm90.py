@@ -40,20 +40,8 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The head_dims of the launches that the Hopper kernels took."""
     if not has_wgmma(torch.cuda.get_device_capability()):
         pytest.skip("not compute capability 9.0")
-<<<<<<< HEAD
-    yield taken(monkeypatch, SM90, lambda plan, problem, given: int(problem.q.shape[-1]))
-=======
-    taken: list[int] = []
-    launch = SM90.launch
-
-    def counted(plan: Any, problem: Problem, given: Gradients) -> None:
-        taken.append(problem.q.shape[-1])
-        launch(plan, problem, given)
-
-    monkeypatch.setattr(SM90, "launch", counted)
     monkeypatch.setattr(SM90, "_LEAST_WIDE_PAIRS", 0)
-    yield taken
->>>>>>> wt-bwd
+    yield taken(monkeypatch, SM90, lambda plan, problem, given: int(problem.q.shape[-1]))
 
 
 @pytest.mark.gpu
