@@ -22,7 +22,7 @@
 #include "sampling/sm90/chosen.cuh"
 #include "sampling/sm90/passes.cuh"
 
-namespace kernel_hub::sampling {
+namespace kernel_hub::sampling::sm90 {
 
 constexpr int kMostByBound = 160;  // more threads' largest bound too loosely
 
@@ -316,4 +316,4 @@ __device__ __forceinline__ void sample_row(const SampleParams& p) {
 
 EXPORT_SAMPLE(sample)
 
-}  // namespace kernel_hub::sampling
+}  // namespace kernel_hub::sampling::sm90

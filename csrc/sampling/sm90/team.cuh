@@ -6,7 +6,7 @@
 #include "kernel_hub/mma.cuh"
 #include "sampling/candidates.cuh"
 
-namespace kernel_hub::sampling {
+namespace kernel_hub::sampling::sm90 {
 
 constexpr int kMaxTeam = 8;
 constexpr int kListed = 1024;
@@ -111,4 +111,4 @@ struct Team {
     }
 };
 
-}  // namespace kernel_hub::sampling
+}  // namespace kernel_hub::sampling::sm90
