@@ -166,7 +166,7 @@ __device__ __forceinline__ void draw_row(const SampleParams& p, Team& team) {
     while (true) {
         team.take_back();
         if (threadIdx.x == 0) {
-            shared.num_own = 0;
+            shared.num_own = shared.mine.num = 0;
             const bool weighs = next == kWeighing || (next == kBounded && !has_k);
             s.question = {next == kRanking ? bound : kInfinity, kInfinity, weighs, false, {from}};
             if (next == kSearching) {

@@ -206,7 +206,7 @@ __device__ __forceinline__ void scan(const Fours& fours, const Weigher& weigher,
     }
     __syncthreads();
     if (threadIdx.x == 0) {
-        shared.mine.num = shared.num_own;
+        shared.mine.num = max(shared.mine.num, shared.num_own);  // what was listed, too
     }
     if (question.weighs) {
 #pragma unroll

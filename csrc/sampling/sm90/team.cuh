@@ -46,6 +46,7 @@ struct Team {
     // Before anything that is said is written anew, and before the block ends.
     __device__ __forceinline__ void take_back() {
         if (is_read) {
+            __syncwarp();
             cluster_wait();
             is_read = false;
         }
