@@ -22,7 +22,7 @@
 #include "sampling/sm90/chosen.cuh"
 #include "sampling/sm90/passes.cuh"
 
-namespace kernel_hub::sampling {
+namespace kernel_hub::sampling::sm90 {
 
 constexpr int kMostByBound = 160;  // more threads' largest bound too loosely
 
@@ -166,7 +166,7 @@ __device__ __forceinline__ void draw_row(const SampleParams& p, Team& team) {
     while (true) {
         team.take_back();
         if (threadIdx.x == 0) {
-            shared.num_own = 0;
+            shared.num_own = shared.mine.num = 0;
             const bool weighs = next == kWeighing || (next == kBounded && !has_k);
             s.question = {next == kRanking ? bound : kInfinity, kInfinity, weighs, false, {from}};
             if (next == kSearching) {
@@ -316,4 +316,4 @@ __device__ __forceinline__ void sample_row(const SampleParams& p) {
 
 EXPORT_SAMPLE(sample)
 
-}  // namespace kernel_hub::sampling
+}  // namespace kernel_hub::sampling::sm90

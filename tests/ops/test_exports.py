@@ -160,7 +160,7 @@ def test_sample(chosen: set[str]) -> None:
     given = dict.fromkeys(op.SampleGiven._fields)
     for dtype in DTYPES:
         logits = meta(3, 129, dtype=dtype)
-        op._plan(op.SampleGiven(**{**given, "logits": logits, "softcap": 0.0}), 0)
+        op._plan(op.SampleGiven(**{**given, "logits": logits, "softcap": 0.0}), (0, 0))
     assert chosen == {"sample"}
 
 

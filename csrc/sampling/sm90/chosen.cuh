@@ -4,7 +4,7 @@
 #include "sampling/search.cuh"
 #include "sampling/top.cuh"
 
-namespace kernel_hub::sampling {
+namespace kernel_hub::sampling::sm90 {
 
 struct Chosen {
     static constexpr int kNum = kNumCandidates / kNumThreads;
@@ -180,4 +180,4 @@ struct Chosen {
     }
 };
 
-}  // namespace kernel_hub::sampling
+}  // namespace kernel_hub::sampling::sm90

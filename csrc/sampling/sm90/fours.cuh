@@ -3,7 +3,7 @@
 
 #include "sampling/row.cuh"
 
-namespace kernel_hub::sampling {
+namespace kernel_hub::sampling::sm90 {
 
 constexpr int kFour = 4;
 // Of SampleParams::is_plain here: what is of whole, aligned fours in every row.
@@ -206,4 +206,4 @@ __device__ __forceinline__ float pick(const float (&z)[kFour], int j) {
     return j == 0 ? z[0] : j == 1 ? z[1] : j == 2 ? z[2] : z[3];
 }
 
-}  // namespace kernel_hub::sampling
+}  // namespace kernel_hub::sampling::sm90

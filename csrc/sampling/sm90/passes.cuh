@@ -5,7 +5,7 @@
 #include "sampling/sm90/fours.cuh"
 #include "sampling/sm90/team.cuh"
 
-namespace kernel_hub::sampling {
+namespace kernel_hub::sampling::sm90 {
 
 struct Seen {
     float of_thread = -kInfinity;  // the largest of what the thread has seen
@@ -206,7 +206,7 @@ __device__ __forceinline__ void scan(const Fours& fours, const Weigher& weigher,
     }
     __syncthreads();
     if (threadIdx.x == 0) {
-        shared.mine.num = shared.num_own;
+        shared.mine.num = max(shared.mine.num, shared.num_own);  // what was listed, too
     }
     if (question.weighs) {
 #pragma unroll
@@ -298,4 +298,4 @@ __device__ __forceinline__ void draw_in_row(const Row& row, const Weigher& weigh
     }
 }
 
-}  // namespace kernel_hub::sampling
+}  // namespace kernel_hub::sampling::sm90

@@ -6,7 +6,7 @@
 #include "kernel_hub/mma.cuh"
 #include "sampling/candidates.cuh"
 
-namespace kernel_hub::sampling {
+namespace kernel_hub::sampling::sm90 {
 
 constexpr int kMaxTeam = 8;
 constexpr int kListed = 1024;
@@ -46,6 +46,7 @@ struct Team {
     // Before anything that is said is written anew, and before the block ends.
     __device__ __forceinline__ void take_back() {
         if (is_read) {
+            __syncwarp();
             cluster_wait();
             is_read = false;
         }
@@ -111,4 +112,4 @@ struct Team {
     }
 };
 
-}  // namespace kernel_hub::sampling
+}  // namespace kernel_hub::sampling::sm90

@@ -41,6 +41,12 @@ def test_bounds_that_rise(hopper_way: Way, team: int) -> None:
     for k in (1, 50, 160, 161):
         given = {"top_k": torch.full((4,), k, dtype=torch.int32)}
         check(hopper_way, rows, **given, **arguments(4, k, "top_p"))
+    # What is listed early leaves no room for the second largest, of a tenth of the mass.
+    crowded = rising - 50.0
+    crowded[0], crowded[4:24], crowded[size - 8] = 10.0, 8.0, 9.0
+    for i in range(4):
+        given = {"top_p": torch.tensor([0.9]), "seed": torch.tensor([i])}
+        check(hopper_way, crowded[None], **given)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
