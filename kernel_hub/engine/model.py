@@ -130,9 +130,11 @@ class Model:
     ) -> torch.Tensor:  # fmt: skip
         c, n = self.config, b.num_decodes
         cos, sin = self._tables[layer.rope]
+        has_chunks = n < b.before.shape[0]
         places = {
             "cos": cos, "sin": sin, "cache_seqlens": b.before, "block_table": b.block_table,
-            "cu_seqlens": b.cu_seqlens,
+            # Where a sequence begins is not looked for where each has one token.
+            "cu_seqlens": b.cu_seqlens if has_chunks else None,
         }  # fmt: skip
         if c.qk_norm == "whole" or c.head_dim % 32:
             q = self._projected_apart(h, own, pages, places)
@@ -141,10 +143,11 @@ class Model:
             if own.q_norm is not None:
                 norms = {"q_norm_weight": own.q_norm, "k_norm_weight": own.k_norm, "eps": c.eps}
             q = qkv_linear(
-                h, own.qkv, own.qkv_bias, num_heads=self.num_heads,
+                h if has_chunks else h[:, None], own.qkv, own.qkv_bias, num_heads=self.num_heads,
                 num_kv_heads=self.num_kv_heads, k_cache=pages[0], v_cache=pages[1],
                 weight_offset=c.norm_offset if norms else 0.0, **places, **norms,
             )[0]  # fmt: skip
+        q = q.flatten(0, -3)
         out = torch.empty_like(q)
         how: dict[str, Any] = {
             "softmax_scale": c.softmax_scale, "softcap": c.attn_softcap,
@@ -155,7 +158,7 @@ class Model:
                 q[:n, None], *pages, cache_seqlens=b.after[:n], block_table=b.block_table[:n],
                 out=out[:n, None], **how,
             )  # fmt: skip
-        if n < b.before.shape[0]:
+        if has_chunks:
             flash_attention(
                 q[n:], *pages, causal=True, cu_seqlens_q=b.cu_chunks, max_seqlen_q=b.max_chunk,
                 cache_seqlens=b.after[n:], block_table=b.block_table[n:], out=out[n:], **how,
@@ -183,6 +186,8 @@ class Model:
                 "weight_offset": c.norm_offset,
             }  # fmt: skip
         q, k, v = (y.unflatten(-1, (-1, d)) for y in (q, k, v))
+        if places["cu_seqlens"] is None:
+            q, k, v = (y[:, None] for y in (q, k, v))
         append: Any = append_kv  # whose overloads know no keywords of a dictionary
         found: torch.Tensor = append(k, v, *pages, q=q, **places, **norms)
         return found
