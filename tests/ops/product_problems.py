@@ -269,7 +269,7 @@ def _qkv_linear(make: Maker) -> Problem:
         places["slot_mapping"] = torch.where(kept, rows, -1).to(torch.int32)
         rows = rows[kept]
     elif to == "pages":
-        before = make.chosen(sequences, 2 * page_size).to(torch.int32) % page_size
+        before = make.chosen(sequences, max(sequences, 2 * page_size)).to(torch.int32) % page_size
         table = torch.full((sequences, num_pages), -1, dtype=torch.int32, device=make.device)
         order = make.chosen(num_pages, num_pages).tolist()
         found = []
