@@ -62,6 +62,12 @@ struct Weigher {
     }
 };
 
+__device__ __forceinline__ Weigher weigher_of(float largest, float temperature, float min_p) {
+    return {fminf(largest, FLT_MAX), fminf(__fdiv_rn(kLog2e, temperature), FLT_MAX),
+            min_p > 0.0f ? static_cast<float>(log2(static_cast<double>(fminf(min_p, 1.0f))))
+                         : -kInfinity};
+}
+
 // A thread's candidate.
 struct Candidate {
     float value;

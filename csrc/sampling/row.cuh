@@ -41,6 +41,21 @@ struct SampleParams {
     int row_idx;  // the block's, of batch
 };
 
+// Those of a kernel between `parts` and `row_idx`, and as they are handed on.
+#define SAMPLE_PARAMS                                                                           \
+    int64_t *out, float *logprob, int64_t *top_ids, float *top_logprobs, const void *logits,    \
+        const float *temperature, const int *top_k, const int *top_n, const float *top_p,       \
+        const float *min_p, const int64_t *seed, const int64_t *offset, const float *bias,      \
+        const int *allowed, const float *repetition, const float *presence,                     \
+        const float *frequency, const int *in_prompt, const int *counts, int64_t logits_stride, \
+        int64_t bias_stride, int64_t allowed_stride, int64_t in_prompt_stride,                  \
+        int64_t counts_stride, int size, int dtype, int is_plain, int most_top, float softcap
+#define SAMPLE_ARGUMENTS                                                                          \
+    out, logprob, top_ids, top_logprobs, logits, temperature, top_p, min_p, top_k, top_n, seed,   \
+        offset, bias, allowed, repetition, presence, frequency, in_prompt, counts, logits_stride, \
+        bias_stride, allowed_stride, in_prompt_stride, counts_stride, size, dtype, is_plain,      \
+        most_top, softcap
+
 __device__ __forceinline__ bool has_bit(const int* words, int i) {
     return words[i / 32] >> (i % 32) & 1;
 }

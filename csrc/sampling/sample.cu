@@ -34,19 +34,6 @@ namespace kernel_hub::sampling {
 constexpr int kMostByBound = 256;  // more threads' largest bound too loosely
 constexpr int kMassCandidates = 256;
 
-__device__ __forceinline__ void write_largest(const SampleParams& p, int index) {
-    if (threadIdx.x == 0) {
-        p.out[p.row_idx] = index;
-        if (p.logprob) {
-            p.logprob[p.row_idx] = 0.0f;
-        }
-        if (wanted_top(p) > 0) {
-            write_top(p, 0, index, 0.0f);
-        }
-    }
-    end_top(p, min(wanted_top(p), 1));
-}
-
 __device__ __forceinline__ void sample_row(const SampleParams& p) {
     __shared__ Shared s;
     const int64_t row_idx = p.row_idx;
@@ -60,11 +47,6 @@ __device__ __forceinline__ void sample_row(const SampleParams& p) {
     const uint64_t bits =
         random_bits(p.seed ? p.seed[row_idx] : 0, p.offset ? p.offset[row_idx] : 0);
     Weigher weigher = {0.0f, 0.0f, -kInfinity};
-    const auto weigh_by = [&](float largest) {
-        weigher = {fminf(largest, FLT_MAX), fminf(__fdiv_rn(kLog2e, temperature), FLT_MAX),
-                   min_p > 0.0f ? static_cast<float>(log2(static_cast<double>(fminf(min_p, 1.0f))))
-                                : -kInfinity};
-    };
 
     Row row(p);
     enum Step { kPart, kWhole, kBounded, kSearching, kWeighing, kRanking };
@@ -91,7 +73,7 @@ __device__ __forceinline__ void sample_row(const SampleParams& p) {
             write_largest(p, top.index);
             return;
         } else {
-            weigh_by(top.of_row);
+            weigher = weigher_of(top.of_row, temperature, min_p);
             next = has_bound ? kBounded : has_k ? kSearching : kWeighing;
         }
         float bound = has_bound ? bound_of(top.of_thread, wanted) : kInfinity;
@@ -131,7 +113,7 @@ __device__ __forceinline__ void sample_row(const SampleParams& p) {
                 begin = 0;
                 end = p.size;
                 if (is_any && has_bound) {
-                    weigh_by(top.of_row);
+                    weigher = weigher_of(top.of_row, temperature, min_p);
                     gather_parts(parts, weigher, s);
                     next = s.num_candidates <= kNumCandidates ? kBounded : kWhole;
                 }
@@ -203,50 +185,12 @@ __device__ __forceinline__ void sample_row(const SampleParams& p) {
     }
 }
 
-#define EXPORT_SAMPLE(NAME)                                                                        \
-    DESCRIBED(                                                                                     \
-        NAME, "x: rows, y: parts of a row", (.threads = kNumThreads, .shared_bytes = 0),           \
-        extern "C" __global__ void __launch_bounds__(kNumThreads, 1) NAME(                         \
-            int* state, void* parts, int64_t* out, float* logprob, int64_t* top_ids,               \
-            float* top_logprobs, const void* logits, const float* temperature, const int* top_k,   \
-            const int* top_n, const float* top_p, const float* min_p, const int64_t* seed,         \
-            const int64_t* offset, const float* bias, const int* allowed, const float* repetition, \
-            const float* presence, const float* frequency, const int* in_prompt,                   \
-            const int* counts, int64_t logits_stride, int64_t bias_stride, int64_t allowed_stride, \
-            int64_t in_prompt_stride, int64_t counts_stride, int size, int dtype, int is_plain,    \
-            int most_top, float softcap) {                                                         \
-            sample_row({state,                                                                     \
-                        parts,                                                                     \
-                        out,                                                                       \
-                        logprob,                                                                   \
-                        top_ids,                                                                   \
-                        top_logprobs,                                                              \
-                        logits,                                                                    \
-                        temperature,                                                               \
-                        top_p,                                                                     \
-                        min_p,                                                                     \
-                        top_k,                                                                     \
-                        top_n,                                                                     \
-                        seed,                                                                      \
-                        offset,                                                                    \
-                        bias,                                                                      \
-                        allowed,                                                                   \
-                        repetition,                                                                \
-                        presence,                                                                  \
-                        frequency,                                                                 \
-                        in_prompt,                                                                 \
-                        counts,                                                                    \
-                        logits_stride,                                                             \
-                        bias_stride,                                                               \
-                        allowed_stride,                                                            \
-                        in_prompt_stride,                                                          \
-                        counts_stride,                                                             \
-                        size,                                                                      \
-                        dtype,                                                                     \
-                        is_plain,                                                                  \
-                        most_top,                                                                  \
-                        softcap,                                                                   \
-                        static_cast<int>(blockIdx.x)});                                            \
+#define EXPORT_SAMPLE(NAME)                                                              \
+    DESCRIBED(                                                                           \
+        NAME, "x: rows, y: parts of a row", (.threads = kNumThreads, .shared_bytes = 0), \
+        extern "C" __global__ void                                                       \
+        __launch_bounds__(kNumThreads, 1) NAME(int* state, void* parts, SAMPLE_PARAMS) { \
+            sample_row({state, parts, SAMPLE_ARGUMENTS, static_cast<int>(blockIdx.x)});  \
         })
 
 EXPORT_SAMPLE(sample)

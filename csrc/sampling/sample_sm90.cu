@@ -26,19 +26,6 @@ namespace kernel_hub::sampling::sm90 {
 
 constexpr int kMostByBound = 160;  // more threads' largest bound too loosely
 
-__device__ __forceinline__ void write_largest(const SampleParams& p, int index) {
-    if (threadIdx.x == 0) {
-        p.out[p.row_idx] = index;
-        if (p.logprob) {
-            p.logprob[p.row_idx] = 0.0f;
-        }
-        if (wanted_top(p) > 0) {
-            write_top(p, 0, index, 0.0f);
-        }
-    }
-    end_top(p, min(wanted_top(p), 1));
-}
-
 // The first element of the row's that is as large as `largest`, if the thread has one.
 __device__ __forceinline__ int find_index(const Row& row, const Seen& seen, float largest) {
     int index = row.p.size;
@@ -150,10 +137,7 @@ __device__ __forceinline__ void draw_row(const SampleParams& p, Team& team) {
         }
         lists = true;  // now that the bound of all blocks is known
     }
-    const Weigher weigher = {
-        fminf(largest, FLT_MAX), fminf(__fdiv_rn(kLog2e, temperature), FLT_MAX),
-        min_p > 0.0f ? static_cast<float>(log2(static_cast<double>(fminf(min_p, 1.0f))))
-                     : -kInfinity};
+    const Weigher weigher = weigher_of(largest, temperature, min_p);
 
     enum Step { kBounded, kSearching, kWeighing, kRanking };
     Step next = has_bound ? kBounded : has_k ? kSearching : kWeighing;
@@ -267,51 +251,13 @@ __device__ __forceinline__ void sample_row(const SampleParams& p) {
     team.take_back();
 }
 
-#define EXPORT_SAMPLE(NAME)                                                                        \
-    DESCRIBED(                                                                                     \
-        NAME, "x: blocks of clusters, one a row, of 1, 2, 4 or 8",                                 \
-        (.threads = kNumThreads, .shared_bytes = sizeof(TeamShared)),                              \
-        extern "C" __global__ void __launch_bounds__(kNumThreads, 2) NAME(                         \
-            int64_t* out, float* logprob, int64_t* top_ids, float* top_logprobs,                   \
-            const void* logits, const float* temperature, const int* top_k, const int* top_n,      \
-            const float* top_p, const float* min_p, const int64_t* seed, const int64_t* offset,    \
-            const float* bias, const int* allowed, const float* repetition, const float* presence, \
-            const float* frequency, const int* in_prompt, const int* counts,                       \
-            int64_t logits_stride, int64_t bias_stride, int64_t allowed_stride,                    \
-            int64_t in_prompt_stride, int64_t counts_stride, int size, int dtype, int aligned,     \
-            int most_top, float softcap) {                                                         \
-            sample_row({nullptr,                                                                   \
-                        nullptr,                                                                   \
-                        out,                                                                       \
-                        logprob,                                                                   \
-                        top_ids,                                                                   \
-                        top_logprobs,                                                              \
-                        logits,                                                                    \
-                        temperature,                                                               \
-                        top_p,                                                                     \
-                        min_p,                                                                     \
-                        top_k,                                                                     \
-                        top_n,                                                                     \
-                        seed,                                                                      \
-                        offset,                                                                    \
-                        bias,                                                                      \
-                        allowed,                                                                   \
-                        repetition,                                                                \
-                        presence,                                                                  \
-                        frequency,                                                                 \
-                        in_prompt,                                                                 \
-                        counts,                                                                    \
-                        logits_stride,                                                             \
-                        bias_stride,                                                               \
-                        allowed_stride,                                                            \
-                        in_prompt_stride,                                                          \
-                        counts_stride,                                                             \
-                        size,                                                                      \
-                        dtype,                                                                     \
-                        aligned,                                                                   \
-                        most_top,                                                                  \
-                        softcap,                                                                   \
-                        static_cast<int>(blockIdx.x / cluster_size())});                           \
+#define EXPORT_SAMPLE(NAME)                                                                \
+    DESCRIBED(                                                                             \
+        NAME, "x: blocks of clusters, one a row, of 1, 2, 4 or 8",                         \
+        (.threads = kNumThreads, .shared_bytes = sizeof(TeamShared)),                      \
+        extern "C" __global__ void __launch_bounds__(kNumThreads, 2) NAME(SAMPLE_PARAMS) { \
+            sample_row({nullptr, nullptr, SAMPLE_ARGUMENTS,                                \
+                        static_cast<int>(blockIdx.x / cluster_size())});                   \
         })
 
 EXPORT_SAMPLE(sample)

@@ -284,18 +284,12 @@ __device__ __forceinline__ uint32_t end_search(const Search& search, const Candi
            1;
 }
 
-// Calls found(i) of the element, in the order of indices, with which the sums of weigh(i) pass a
-// random number below `total`; by the thread that meets it. s.warp_masses: as scan leaves them.
+// Calls found(i) of the element, in the order of indices, with which the sums of weigh(i) from
+// `begin` on pass `drawn`, among `elements` that weigh more; by the thread that meets it.
 template <typename Weigh, typename Found>
-__device__ __forceinline__ void find_drawn(const Row& row, uint64_t total, uint64_t bits, Shared& s,
-                                           const Weigh& weigh, const Found& found) {
-    uint64_t drawn = below(total, bits);
-    int warp_idx = 0;
-#pragma unroll 1
-    while (drawn >= s.warp_masses[warp_idx]) {
-        drawn -= s.warp_masses[warp_idx++];
-    }
-    const int elements = elements_a_warp(row), begin = warp_idx * elements;
+__device__ __forceinline__ void find_in_piece(const Row& row, int begin, int elements,
+                                              uint64_t drawn, Shared& s, const Weigh& weigh,
+                                              const Found& found) {
     const int a_thread = elements / kNumThreads + 1;
     const int first = begin + threadIdx.x * a_thread;
     const int end = min(min(row.p.size, begin + elements), first + a_thread);
@@ -320,13 +314,31 @@ __device__ __forceinline__ void find_drawn(const Row& row, uint64_t total, uint6
     }
 }
 
+// The same in the whole row, of a random number below `total`. s.warp_masses: as scan leaves them.
+template <typename Weigh, typename Found>
+__device__ __forceinline__ void find_drawn(const Row& row, uint64_t total, uint64_t bits, Shared& s,
+                                           const Weigh& weigh, const Found& found) {
+    uint64_t drawn = below(total, bits);
+    int warp_idx = 0;
+#pragma unroll 1
+    while (drawn >= s.warp_masses[warp_idx]) {
+        drawn -= s.warp_masses[warp_idx++];
+    }
+    const int elements = elements_a_warp(row);
+    find_in_piece(row, warp_idx * elements, elements, drawn, s, weigh, found);
+}
+
+// What an element weighs that is above `from`, others nothing.
+__device__ __forceinline__ uint64_t mass_above(const Row& row, const Weigher& weigher, float from,
+                                               int i) {
+    const float z = row.value(i), depth = weigher.depth(z);
+    return z > from && depth >= weigher.least ? mass_of_power(depth) : 0;
+}
+
 // Draws from all that is above `from`.
 __device__ __forceinline__ void draw_in_row(const Row& row, const Weigher& weigher, float from,
                                             uint64_t total, uint64_t bits, Shared& s) {
-    const auto weigh = [&](int i) {
-        const float z = row.value(i), depth = weigher.depth(z);
-        return z > from && depth >= weigher.least ? mass_of_power(depth) : 0;
-    };
+    const auto weigh = [&](int i) { return mass_above(row, weigher, from, i); };
     find_drawn(row, total, bits, s, weigh,
                [&](int i) { write_drawn(row.p, i, weigher.depth(row.value(i)), total); });
 }

@@ -28,6 +28,20 @@ __device__ __forceinline__ void end_top(const SampleParams& p, int num) {
     }
 }
 
+// A greedy row's token, alone.
+__device__ __forceinline__ void write_largest(const SampleParams& p, int index) {
+    if (threadIdx.x == 0) {
+        p.out[p.row_idx] = index;
+        if (p.logprob) {
+            p.logprob[p.row_idx] = 0.0f;
+        }
+        if (wanted_top(p) > 0) {
+            write_top(p, 0, index, 0.0f);
+        }
+    }
+    end_top(p, min(wanted_top(p), 1));
+}
+
 // Among candidates, all that is kept, or at least as many as are wanted.
 __device__ __forceinline__ void write_top_candidates(const SampleParams& p, const Weigher& weigher,
                                                      const Candidate& mine, bool is_kept,

@@ -271,31 +271,9 @@ __device__ __forceinline__ void draw_in_row(const Row& row, const Weigher& weigh
     }
     const int elements = elements_a_piece(row.p.size);
     const int begin = (rank * kNumWarps * pieces_a_warp(team) + piece) * elements;
-    const int a_thread = elements / kNumThreads + 1;
-    const int first = begin + threadIdx.x * a_thread;
-    const int end = min(min(row.p.size, begin + elements), first + a_thread);
-    uint64_t before = 0, mass = 0;
-    // Once for the sum, once more where what is drawn lies.
-#pragma unroll 1
-    for (int turn = 0; turn < 2; ++turn) {
-        int i = first;
-        float depth = 0.0f;
-#pragma unroll 1
-        for (uint64_t sum = before; i < end && (turn == 0 || sum <= drawn); ++i) {
-            const float z = row.value(i);
-            depth = weigher.depth(z);
-            sum += z > from && depth >= weigher.least ? mass_of_power(depth) : 0;
-            mass = sum - before;
-        }
-        if (turn == 0) {
-            before = block_sum_before(mass, s.mass_slots);
-            if (!(before <= drawn && drawn - before < mass)) {
-                return;
-            }
-        } else {
-            write_drawn(row.p, i - 1, depth, total);
-        }
-    }
+    const auto weigh = [&](int i) { return mass_above(row, weigher, from, i); };
+    find_in_piece(row, begin, elements, drawn, s, weigh,
+                  [&](int i) { write_drawn(row.p, i, weigher.depth(row.value(i)), total); });
 }
 
 }  // namespace kernel_hub::sampling::sm90

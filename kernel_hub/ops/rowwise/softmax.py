@@ -92,16 +92,14 @@ def _call(op: str, x: Any, mask: Any, scale: Any, is_log: bool, out: Any) -> tor
     return made
 
 
-def _found(
-    key: Any, op: str, kind: str, tensors: tuple[Any, ...], check: Any, a_thread: int
-) -> Any:
+def _found(op: str, kind: str, tensors: tuple[Any, ...], check: Any, a_thread: int) -> Any:
     """(launch, spans) of a call, planned before or now."""
     low_bits = 0
     for t in tensors:
         if t is not None:
             low_bits |= t.data_ptr() & (3 if t.dtype == torch.bool else 15)
     layout = [None if t is None else (t.dtype, t.shape, t.stride(), t.device) for t in tensors]
-    key = (key, low_bits, *layout)
+    key = (op, low_bits, *layout)
     found = _plans.get(key)
     if found is None:
         check()
@@ -113,10 +111,9 @@ def _found(
 
 
 def _run(launch: Launch, tensors: tuple[Any, ...], rest: tuple[Any, ...], check: Any) -> None:
-    function, grid, block, shared_bytes, numbers, blocks, _ = launch
+    function, grid, block, shared_bytes, numbers, _, options = launch
     if function is None:
         return
-    options = {"cluster": (blocks[0], 1, 1)} if blocks[0] > 1 else {}
     try:
         function(grid, block, shared_bytes, None, (*tensors, *numbers, *rest), **options)
     except KernelHubError:
@@ -133,7 +130,7 @@ def _cuda_into(
         planning.check(_LOG if is_log else _OP, x, mask, out)
 
     tensors, kind = (out, x, mask), common.DTYPE_TOKENS.get(x.dtype, "")
-    launch, spans = _found(_OP, _OP, kind, tensors, check, 4)
+    launch, spans = _found(_OP, kind, tensors, check, 4)
     if is_given:
         addresses = tuple([t.data_ptr() for t in tensors if t is not None])
         if addresses not in spans.apart:
@@ -162,9 +159,8 @@ def _cuda_gradient_into(dout: Any, out: Any, scale: float, is_log: bool, dx: Any
         planning.check_gradient(_BACKWARD, dout, out, dx)
 
     tensors, token = (dx, dout, out), common.DTYPE_TOKENS.get(out.dtype, "")
-    launch, _ = _found(
-        _BACKWARD, _BACKWARD, f"backward_{token}", tensors, check, 4 if token == "fp32" else 2
-    )
+    a_thread = 4 if token == "fp32" else 2
+    launch, _ = _found(_BACKWARD, f"backward_{token}", tensors, check, a_thread)
     _run(launch, tensors, (int(is_log), scale), check)
 
 

@@ -84,7 +84,7 @@ def _power_of_2(least: int) -> int:
 
 
 def plan(op: str, kind: str, tensors: Sequence[Any], low_bits: int, a_thread: int) -> Launch:
-    """The launch; its maps are (blocks of a cluster,).
+    """The launch.
 
     kind: what follows the cubin's name; tensors: what is written, what is read like it, and a third
     or None, all of one shape; low_bits: of their addresses, 0 where vectors may be read.
@@ -116,4 +116,5 @@ def plan(op: str, kind: str, tensors: Sequence[Any], low_bits: int, a_thread: in
     grid = (-(-rows // shape.rows_a_block) * shape.blocks_a_row, middle, outer)
     block = (shape.threads, shape.rows_a_block, 1)
     shared_bytes = SHARED_BYTES if shape.variant == "vec" else 0
-    return Launch(function, grid, block, shared_bytes, numbers, (shape.blocks_a_row,))
+    options = {"cluster": (shape.blocks_a_row, 1, 1)} if shape.blocks_a_row > 1 else {}
+    return Launch(function, grid, block, shared_bytes, numbers, options=options)
