@@ -96,7 +96,7 @@ __device__ __forceinline__ void verify_draft_row(const SampleParams& p, int64_t*
 
     if (position <= own_drafts) {
         const Row row(p);
-        const uint64_t seed = p.seed[row_idx];
+        const uint64_t seed = p.seed ? p.seed[row_idx] : 0;
         const uint64_t offset = (p.offset ? p.offset[row_idx] : 0) + position;
         const float temperature = p.temperature ? p.temperature[row_idx] : 1.0f;
         const Largest top = find_largest(row, 0, p.size, s);

@@ -177,7 +177,7 @@ def frequencies(
     """
     if not isinstance(parameters, Mapping):
         raise common.refuse(_OP, "parameters", "a mapping", f"{parameters!r:.60}")
-    common.check_count(_OP, "head_dim", head_dim, least=2)
+    head_dim = common.check_count(_OP, "head_dim", head_dim, least=2)
     name = parameters.get("rope_type") or parameters.get("type") or "default"
     kind = common.check_choice(_OP, "rope_type", _ALIASES.get(name, name), _KINDS)
     part = common.check_number(
@@ -233,7 +233,7 @@ def tables(
     found: Frequencies, max_position: int, *, dtype: torch.dtype = torch.float32
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """cos, sin (max_position, rotary_dim // 2), as `ops.rope` and its kin look positions up in."""
-    common.check_count(_OP, "max_position", max_position)
+    max_position = common.check_count(_OP, "max_position", max_position)
     positions = torch.arange(max_position, device=found.inv_freq.device)
     return _turned(positions[:, None].float() * found.inv_freq, found, dtype)
 

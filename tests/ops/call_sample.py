@@ -13,7 +13,17 @@ def call_sample(lot: Lot) -> Case:
         ("temperature", lot.randn(batch)), ("top_k", counts.int() + 1),
         ("top_p", lot.randn(batch).abs()), ("bias", lot.randn(batch, size)),
         ("token_bitmask", lot.randn(batch, -(-size // 32)).view(torch.int32)),
+        ("prompt_bitmask", lot.randn(batch, -(-size // 32)).view(torch.int32)),
+        ("min_p", lot.randn(batch).abs()), ("offset", counts + 5),
     )  # fmt: skip
+    if lot.one(True, False):
+        given["output_counts"] = (lot.randn(batch, size) * 8).int().clamp(min=0)
+        given |= lot.maybe(
+            *[
+                (f"{kind}_penalty", lot.randn(batch).abs() + 1)
+                for kind in ("repetition", "presence", "frequency")
+            ]
+        )
     outs = {"out": counts + 1, "out_logprob": lot.randn(batch)}
     if lot.one(True, False):
         n = lot.one(1, 4)

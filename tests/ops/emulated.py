@@ -17,6 +17,7 @@ from typing import Any
 
 import arena
 import torch
+from launch_params import check_params
 from private import private_folder
 
 from kernel_hub.compilers.nvcc import find_nvcc, find_sources
@@ -120,6 +121,18 @@ class EmulatedFunction:
         params: Sequence[Any],
         *,
         cluster: Sequence[int] = (),
+    ) -> None:
+        check_params(self.cubin, self.name, params)
+        self._launch(gridDim, blockDim, sharedMemBytes, params=params, cluster=cluster)
+
+    def _launch(
+        self,
+        gridDim: Sequence[int],
+        blockDim: Sequence[int],
+        sharedMemBytes: int,
+        *,
+        params: Sequence[Any],
+        cluster: Sequence[int],
     ) -> None:
         integers = [0 if p is None else p for p in params if not isinstance(p, float)]
         integers = [p.data_ptr() if isinstance(p, torch.Tensor) else p for p in integers]

@@ -52,7 +52,9 @@ class HopperFunction(EmulatedFunction):
             self._cluster *= max(1, sizes.get(field, 1))
 
     def __call__(self, *launch: Any, programmatic: bool = False, **options: Any) -> None:
-        *shape, params = launch
+        super().__call__(*launch, **options)
+
+    def _launch(self, *shape: Any, params: Sequence[Any], cluster: Sequence[int]) -> None:
         kept = {i: ctypes.create_string_buffer(p) for i, p in enumerate(params) if type(p) is bytes}
         given = [ctypes.addressof(kept[i]) if i in kept else p for i, p in enumerate(params)]
-        super().__call__(*shape, given, **options)
+        super()._launch(*shape, params=given, cluster=cluster)

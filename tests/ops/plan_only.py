@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from attention_devices import pretend
 from call_cases import E4M3, Case
+from launch_params import check_params
 from ways import launch_for_cpu, op_modules
 
 from kernel_hub.ops.core import bounds, common, operands
@@ -19,10 +20,15 @@ from kernel_hub.ops.matmul import linear_launch
 
 
 class _NoLaunch:
-    """A KernelFunction of which no launch arrives anywhere."""
+    """A KernelFunction of which no launch arrives anywhere, of parameters that it would take."""
 
-    def __call__(self, *arguments: Any, **options: Any) -> None:
-        pass
+    def __init__(self, cubin: str, name: str) -> None:
+        self.cubin, self.name = cubin, name
+
+    def __call__(
+        self, gridDim: Any, blockDim: Any, sharedMemBytes: int, stream: Any, params: Any, **_: Any
+    ) -> None:
+        check_params(self.cubin, self.name, params)
 
 
 class OnGpu(torch.Tensor):
@@ -42,7 +48,7 @@ def on_gpu(case: Case) -> Case:
 
 @functools.cache
 def _no_launch(cubin: str, name: str) -> Any:
-    return _NoLaunch()
+    return _NoLaunch(cubin, name)
 
 
 def plan_only(monkeypatch: Any) -> None:

@@ -154,8 +154,7 @@ def _bound(op: str, argument: str, value: Any, rows: int, lengths_vary: bool) ->
     """The longest a sequence can be: what the caller says, at most the rows there are."""
     if value is None:
         return rows
-    if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool) or value < 0:
-        raise common.refuse(op, argument, "a whole number from 0", repr(value))
+    value = common.check_whole(op, argument, value, expected="a whole number from 0")
     if not lengths_vary:
         raise TensorError(
             f"{op}: {argument}: expected None where the tensors say the length ({rows}), "

@@ -244,8 +244,8 @@ def _attend_packed(
                 op, argument, "both num_heads and num_kv_heads, or neither",
                 f"num_heads={num_heads!r:.60}, num_kv_heads={num_kv_heads!r:.60}",
             )  # fmt: skip
-        common.check_count(op, "num_heads", num_heads)
-        common.check_count(op, "num_kv_heads", num_kv_heads)
+        num_heads = common.check_count(op, "num_heads", num_heads)
+        num_kv_heads = common.check_count(op, "num_kv_heads", num_kv_heads)
         if qkv.dim() != leading + 2 or qkv.shape[-2] != num_heads + 2 * num_kv_heads:
             heads = f"num_heads + 2 * num_kv_heads = {num_heads + 2 * num_kv_heads}"
             raise common.refuse(op, "qkv", f"shape ({tokens}, {heads}, head_dim)", qkv)

@@ -21,6 +21,7 @@ from .numbers import check_dtype as check_dtype
 from .numbers import check_flag as check_flag
 from .numbers import check_flags as check_flags
 from .numbers import check_number as check_number
+from .numbers import check_whole as check_whole
 from .numbers import check_window as check_window
 from .numbers import last_size as last_size
 from .operands import FOREIGN as FOREIGN

@@ -43,14 +43,28 @@ def check_number(op: str, argument: str, value: Any, *, least: float = -math.inf
     return float(value)
 
 
-def check_count(op: str, argument: str, value: Any, *, least: int = 0) -> None:
-    """`value` must be a whole number, `least` or more, that fits a C int."""
+def check_whole(op: str, argument: str, value: Any, *, least: int = 0, expected: str = "") -> int:
+    """`value`, `least` or more, as a Python int, or as a tracer's; NumPy's fit no kernel."""
+    if type(value) is int and value >= least:
+        return value
     if not isinstance(value, _COUNTS) or isinstance(value, bool):
-        raise refuse(op, argument, "a whole number", _shown(value))
+        raise refuse(op, argument, expected or "a whole number", _shown(value))
     if value < least:
-        raise refuse(op, argument, f"at least {least}", value)
+        raise refuse(op, argument, expected or f"at least {least}", value)
+    return _plain(value)
+
+
+def _plain(value: Any) -> int:
+    """Of a whole number Python's, or a tracer's."""
+    return value if isinstance(value, torch.SymInt) else int(value)
+
+
+def check_count(op: str, argument: str, value: Any, *, least: int = 0) -> int:
+    """As `check_whole`, of what fits a C int."""
+    value = check_whole(op, argument, value, least=least)
     if value > MAX_SIZE:
         raise refuse(op, argument, f"at most {MAX_SIZE}", f"{value!r:.60}")
+    return value
 
 
 def check_flag(op: str, argument: str, value: Any) -> None:
@@ -94,7 +108,7 @@ def check_window(op: str, window_size: Any) -> tuple[int, int]:
         if not isinstance(side, _COUNTS) or isinstance(side, bool) or side < -1:
             raise refuse(op, "window_size", expected, f"{tuple(window_size)!r:.60}")
     # A window no sequence can reach the end of is none; device arithmetic is in C ints.
-    left, right = (-1 if side >= MAX_SIZE else side for side in window_size)
+    left, right = (-1 if side >= MAX_SIZE else _plain(side) for side in window_size)
     return left, right
 
 

@@ -36,11 +36,20 @@ def define(
 def define_given(
     schema: str, given: Callable[..., Any], *, cuda: Callable[[Any], Any],
     cpu: Callable[[Any], Any], check: Callable[[Any], Any],
+    whole: Callable[[Any], Any] = lambda given: None,
 ) -> Any:  # fmt: skip
-    """As `define`, of what takes its arguments as one, `given(*arguments)`, and returns nothing."""
+    """As `define`, of what takes its arguments as one, `given(*arguments)`, and returns nothing.
+
+    whole: refuses those without what the public op makes itself.
+    """
 
     def taking(into: Callable[[Any], Any]) -> Callable[..., Any]:
-        return lambda *arguments: into(given(*arguments))
+        def run(*arguments: Any) -> None:
+            all_given = given(*arguments)
+            whole(all_given)
+            into(all_given)
+
+        return run
 
     return define(schema, cuda=taking(cuda), cpu=taking(cpu), fake=taking(check))
 

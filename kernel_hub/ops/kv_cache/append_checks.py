@@ -102,6 +102,12 @@ def check(given: AppendGiven) -> None:
     common.check_written(_OP, "out_k", out_k, k.shape, k)
 
 
+def check_whole(given: AppendGiven) -> None:
+    """The registered op makes no tensor."""
+    if given.out_q is None and given.q is not None:
+        raise common.refuse(_OP, "out_q", "a tensor like q", "None")
+
+
 def check_norm(op: str, given: Any, head_dim: int, like: torch.Tensor) -> None:
     """The weights of a norm of each head, where given, and its numbers."""
     for argument in ("q_norm_weight", "k_norm_weight"):

@@ -107,6 +107,8 @@ def append_kv(
     """
     if rotary_dim is None:
         rotary_dim = 2 * common.last_size(cos)
+    else:
+        rotary_dim = common.check_count(_OP, "rotary_dim", rotary_dim)
     options = (
         cache_seqlens, block_table, slot_mapping, cu_seqlens, q, cos, sin, positions, k_scale,
         v_scale, out_q, out_k, q_norm_weight, k_norm_weight,
@@ -247,5 +249,5 @@ _op = common.define_given(
     "Tensor? sin, Tensor? positions, bool interleaved, SymInt rotary_dim, Tensor? k_scale, "
     "Tensor? v_scale, Tensor(c!)? out_q, Tensor(d!)? out_k, Tensor? q_norm_weight=None, "
     "Tensor? k_norm_weight=None, float eps=1e-6, float weight_offset=0.0) -> ()",
-    AppendGiven, cuda=_cuda_given, cpu=_cpu_into, check=checks.check,
+    AppendGiven, cuda=_cuda_given, cpu=_cpu_into, check=checks.check, whole=checks.check_whole,
 )  # fmt: skip

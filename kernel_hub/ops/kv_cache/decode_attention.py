@@ -120,6 +120,8 @@ def decode_attention(
         softmax_scale = 1.0 / math.sqrt(common.last_size(q) or 1)
     if rotary_dim is None:
         rotary_dim = 2 * common.last_size(cos)
+    else:
+        rotary_dim = common.check_count(_OP, "rotary_dim", rotary_dim)
     left = right = -1
     if not (type(window_size) is tuple and window_size == (-1, -1)):
         left, right = common.check_window(_OP, window_size)
@@ -128,6 +130,7 @@ def decode_attention(
         softmax_scale = common.check_number(_OP, "softmax_scale", softmax_scale)
     if type(softcap) is not float:
         softcap = common.check_number(_OP, "softcap", softcap)
+    num_splits = common.check_count(_OP, "num_splits", num_splits)
     tensors = (
         q, k_cache, v_cache, cache_seqlens, k, v, block_table, cos, sin, qkv_bias, k_scale,
         v_scale, alibi_slopes, sinks,

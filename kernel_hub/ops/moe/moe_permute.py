@@ -66,6 +66,7 @@ def moe_permute(
     backward. Raises TensorError naming the argument that does not fit.
     Source: Gale et al., "MegaBlocks: Efficient Sparse Training with Mixture-of-Experts", 2022.
     """
+    num_experts = common.check_count(_OP, "num_experts", num_experts, least=1)
     is_plain = _operands.are_plain((x, experts), (out, offsets, row_id_map))
     is_given = not (out is None and offsets is None and row_id_map is None)
     try:

@@ -70,6 +70,10 @@ def moe_route(
     code = common.check_choice(_OP, "scoring", scoring, _SCORINGS)
     common.check_flags(_OP, renormalise=renormalise)
     scale = common.check_number(_OP, "scale", scale)
+    k, num_groups, top_groups = (
+        common.check_count(_OP, argument, value, least=1)
+        for argument, value in (("k", k), ("num_groups", num_groups), ("top_groups", top_groups))
+    )
     rule = _Rule(k, code, bool(renormalise), num_groups, top_groups, scale)
     is_plain = _operands.are_plain((logits,), (bias, weights, experts))
     is_given = weights is not None or experts is not None
@@ -166,7 +170,7 @@ def _plan(logits: torch.Tensor, bias: Any, rule: _Rule, low_bits: int) -> Launch
     numbers = (
         stride, common.ELEMENT_TYPES.index(logits.dtype), tokens, num_experts, rule.k, lanes,
         int(is_vec), rule.scoring, int(rule.renormalise), rule.num_groups, rule.top_groups,
-        float(rule.scale),
+        rule.scale,
     )  # fmt: skip
     grid, block = (-(-tokens // block_tokens), 1, 1), (_THREADS, 1, 1)
     return Launch(function, grid, block, 8 * block_tokens * rule.k, numbers)

@@ -96,8 +96,7 @@ def check_heads(x: Any, w: Any, num_heads: Any, num_kv_heads: Any) -> None:
     common.check_data(OP, "w_qkv", w)
     k = x.shape[-1]
     for argument, value in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
-        if not isinstance(value, int) or not 1 <= value <= common.MAX_SIZE:
-            raise common.refuse(OP, argument, "a number of at least 1", f"{value!r:.60}")
+        common.check_count(OP, argument, value, least=1)
     total = num_heads + 2 * num_kv_heads
     if w.dim() != 2 or w.shape[0] == 0 or w.shape[0] % (32 * total):
         expected = (

@@ -91,6 +91,10 @@ def qkv_linear(
     """
     if rotary_dim is None:
         rotary_dim = 2 * common.last_size(cos)
+    else:
+        rotary_dim = common.check_count(OP, "rotary_dim", rotary_dim)
+    num_heads = common.check_count(OP, "num_heads", num_heads, least=1)
+    num_kv_heads = common.check_count(OP, "num_kv_heads", num_kv_heads, least=1)
     optional = (
         bias, cos, sin, positions, k_cache, v_cache, cache_seqlens, block_table, slot_mapping,
         cu_seqlens, out_q, out_k, out_v, q_norm_weight, k_norm_weight,

@@ -155,10 +155,6 @@ class Norm:
             dtype = out.dtype
         if dtype not in QUANTISED and outs.out_scale is not None:
             raise TensorError(f"{op}: out_scale is given, but out is not quantised")
-        if outs.residual_out is not None and (given.residual is None or given.adds_after):
-            raise TensorError(f"{op}: residual_out is given without a residual added before")
-        if given.adds_after and given.residual is None:
-            raise TensorError(f"{op}: adds_after is set without residual")
 
     def new(self, given: NormGiven, out_dtype: torch.dtype | None, outs: Outs) -> Outs:
         """What is written: what is given, or new tensors; None where it is not asked for."""
@@ -186,10 +182,15 @@ class Norm:
                 dtypes = (value.dtype,)
         if given.residual is not None:
             common.check_like(op, "residual", given.residual, x.shape, x)
+        elif given.adds_after:
+            raise TensorError(f"{op}: adds_after is set without residual")
+        residual_out = _there(outs.residual_out)
+        if residual_out is not None and (given.residual is None or given.adds_after):
+            raise TensorError(f"{op}: residual_out is given without a residual added before")
         for argument, value, shape, dtypes in (
             ("out", outs.out, x.shape, (x.dtype, *QUANTISED)),
             ("out_scale", _there(outs.out_scale), x.shape[:-1], (torch.float32,)),
-            ("residual_out", _there(outs.residual_out), x.shape, (x.dtype,)),
+            ("residual_out", residual_out, x.shape, (x.dtype,)),
         ):
             if value is not None:
                 common.check_like(op, argument, value, shape, x, dtypes=dtypes)

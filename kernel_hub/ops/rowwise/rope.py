@@ -60,6 +60,8 @@ def rope(
         rotary_dim = common.last_size(cos)
         if not rotary_dim or cos.dim() != 3:
             rotary_dim *= 2
+    else:
+        rotary_dim = common.check_count(_OP, "rotary_dim", rotary_dim)
     given = (q, k, cos, sin, positions, interleaved, rotary_dim)
     if not _operands.are_plain((q, k, cos, sin), (positions, out_q, out_k)):
         _check(*given, out_q, out_k)

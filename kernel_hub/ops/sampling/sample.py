@@ -227,6 +227,13 @@ def _check_top(given: SampleGiven) -> None:
             raise common.refuse(_OP, argument, "a contiguous tensor", value)
 
 
+def _check_whole(given: SampleGiven) -> None:
+    """The registered op makes no tensor."""
+    for argument, other in (("out_top_ids", given[-1]), ("out_top_logprobs", given[-2])):
+        if getattr(given, argument) is None and other is not None:
+            raise common.refuse(_OP, argument, f"a tensor of shape {tuple(other.shape)}", "None")
+
+
 def _check_one(given: SampleGiven, argument: str, shape: tuple[int, ...]) -> None:
     value = getattr(given, argument)
     if value is not None:
@@ -375,4 +382,5 @@ _op = common.define_given(
     "Tensor(b!)? out_logprob, Tensor(c!)? out_top_ids, Tensor(d!)? out_top_logprobs) -> ()",
     lambda *arguments: SampleGiven(*arguments),
     cuda=lambda given: _cuda_into(given), cpu=lambda given: _cpu_into(given), check=_check,
+    whole=_check_whole,
 )  # fmt: skip

@@ -70,6 +70,7 @@ def cu_seqlens(
     Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with
     PagedAttention", 2023.
     """
+    page_size = common.check_count(_OP, "page_size", page_size)
     given = SeqlensGiven(
         lengths, cache_seqlens, block_table, page_size, out, out_positions, out_slots
     )

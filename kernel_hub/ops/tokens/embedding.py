@@ -72,6 +72,10 @@ def embedding(
     Source: Vaswani et al., "Attention Is All You Need", 2017, 3.4; Shoeybi et al., "Megatron-LM",
     2019, for slices of the vocabulary.
     """
+    scale = None if scale is None else common.check_number(_OP, "scale", scale)
+    first_id = common.check_count(_OP, "first_id", first_id)
+    if vocab_size is not None:
+        vocab_size = common.check_count(_OP, "vocab_size", vocab_size)
     given = EmbeddingGiven(ids, weight, scale, position_weight, positions, first_id, vocab_size)
     is_given = out is not None
     try:
@@ -180,7 +184,7 @@ def _plan(given: EmbeddingGiven, out: Any, low_bits: int) -> Launch:
         out_stride, ids_stride, strides[1], position_stride, tokens, hidden_size, num_rows,
         first_id, first_id + num_rows if vocab_size is None else vocab_size, max_position, period,
         ids.element_size(), 0 if positions is None else positions.element_size(),
-        int(scale is not None), 1.0 if scale is None else float(scale),
+        int(scale is not None), 1.0 if scale is None else scale,
     )  # fmt: skip
     return Launch(
         common.shipped(_OP, f"{_OP}_{token}_{variant}"),

@@ -22,6 +22,7 @@ from plan_only import OnGpu, on_gpu, plan_only
 from kernel_hub import ops
 from kernel_hub.errors import TensorError
 from kernel_hub.ops import decode_attention, flash_attention, rms_norm
+from kernel_hub.ops.core.launch import forget_all
 
 SEEDS = range(2)
 each_op = pytest.mark.parametrize("name", NAMES)
@@ -265,6 +266,39 @@ def test_numbers_switches_and_names(name: str, way: str) -> None:
                 continue
             for value in NUMBERS:
                 only_a_tensor_error(case, **{key: value})
+
+
+# As whole numbers may come: of another width than a kernel's, and of its own.
+WHOLE: list[Any] = [np.int8, np.int64, np.uint16, lambda value: np.array([value])[0]]
+
+
+@each_op
+def test_numbers_of_numpy_are_numbers(name: str, way: str) -> None:
+    """In each argument that takes them as Python's; no plan is there yet."""
+    for case in cases(name, way):
+        for key, parameter in inspect.signature(getattr(ops, case.op)).parameters.items():
+            if key in case.tensors or isinstance(parameter.default, bool):
+                continue
+            for value in (*range(9), 16, 32, 64, 100):
+                try:
+                    case.call(**{key: value})
+                except TensorError:
+                    continue
+                for make in WHOLE:
+                    forget_all()
+                    case.call(**{key: make(value)})
+                forget_all()
+                if isinstance(case.options.get(key), float):
+                    case.call(**{key: np.float32(value)})
+
+
+@each_op
+def test_windows_of_numpy_numbers(name: str, way: str) -> None:
+    for case in cases(name, way):
+        if "window_size" in parameters(case.op) and "fp8" not in name:
+            for make in WHOLE:
+                forget_all()
+                case.call(window_size=(make(3), make(0)))
 
 
 @each_op
