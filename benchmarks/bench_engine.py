@@ -7,13 +7,16 @@ Random weights; real requests, whose contexts are drawn within a third of a case
 long the device is idle between two passes (events); as the engine runs, one pass ahead, and in
 step, each pass read before the next is planned. Prompts come one a step and end with a token.
 Floor: over all products, attention, norms and sampling the sum of max(bytes / memory rate,
-FLOP / matrix rate), at the rates given.
+FLOP / matrix rate), at the rates given. The prompt of 8,192 beside the rate at which this card
+multiplies when it has been busy (a product of 8192^3 by torch); decodes with 512 tokens of a prompt
+beside a prompt of as many tokens and the decodes' attention, each alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import statistics
 import sys
 import time
 from collections.abc import Iterable
@@ -22,7 +25,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from harness import OURS, Report, arguments
+from harness import OURS, Report, arguments, sustained
 
 from kernel_hub.engine.config import ModelConfig
 from kernel_hub.engine.requests import Request, SamplingParams
@@ -52,8 +55,12 @@ class Pass:
 PASSES = (
     *(Pass(1, 1024), Pass(1, 8192), Pass(16, 1024), Pass(16, 8192), Pass(33, 3072)),
     *(Pass(64, 1024), Pass(64, 4096), Pass(200, 1024)),
-    *(Pass(0, 0, 777), Pass(0, 0, 2048), Pass(0, 0, 8192), Pass(64, 1024, 512)),
+    *(Pass(0, 0, 777), Pass(0, 0, 2048), Pass(0, 0, 8192)),
+    *(Pass(0, 0, 576), Pass(64, 1024, 512)),
 )
+MIXED = PASSES[-2:]  # as many tokens, alone and beside decodes
+LONG = Pass(0, 0, 8192)
+CACHE_TOKENS = 450_000
 
 
 def floor_us(
@@ -159,6 +166,21 @@ def steps(
     return walls[WARM:], clock.idle_us(count), said
 
 
+def busy_rate(rounds: int) -> float:
+    """FLOP a microsecond of products by torch, at the clocks of a card that has been busy."""
+    x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    times = sustained({"product": lambda: torch.mm(x, x)}, rounds)["product"]
+    return 2 * 8192**3 / statistics.median(times) / 1e3
+
+
+def attention_us(engine: Any, prompts: list[list[int]], rounds: int) -> float:
+    """Of a decode step behind prompts, in all layers."""
+    from kernel_hub.measure.steps.decode import decode_step
+
+    kinds = decode_step(engine, prompts, rounds).kinds
+    return sum(kind.count * kind.time_us for kind in kinds if kind.op == "decode_attention")
+
+
 def run(options: argparse.Namespace) -> int:
     from kernel_hub.engine.config import NAMED
     from kernel_hub.engine.engine import Engine
@@ -166,9 +188,11 @@ def run(options: argparse.Namespace) -> int:
     config = {**NAMED[options.model], "num_hidden_layers": options.layers}
     described, report = ModelConfig.from_dict(config), Report("engine", options)
     engine = Engine.random(
-        config, max_model_len=16384, max_tokens_a_pass=8192, seed=options.seed
+        config, max_model_len=16384, max_tokens_a_pass=8192, seed=options.seed,
+        cache_tokens=CACHE_TOKENS,
     )  # fmt: skip
     engine.text, clock, vocab_size = Words(engine.vocab_size), Clock(engine), engine.vocab_size
+    took: dict[Pass, float] = {}
     for x in PASSES:
         lot = random.Random(f"{options.seed} {x}")
         lengths = [lot.randint(x.context * 2 // 3, x.context * 4 // 3) for _ in range(x.decodes)]
@@ -204,6 +228,18 @@ def run(options: argparse.Namespace) -> int:
             for name in (OURS, IN_STEP)
         )
         print(f"{x!s:22} {shown}", flush=True)
+        took[x] = medians[OURS]
+        if x == LONG:
+            rate = busy_rate(options.rounds)
+            share = floor_us(described, chunks, before, float("inf"), rate) / took[x]
+            print(f"{x!s:22} {share:.3f} of {rate / 1e6:.0f} TFLOP/s, the busy card's")
+            report.ahead("a long prompt, the busy card's products", share)
+        elif x == MIXED[-1]:
+            texts = [[lot.randrange(vocab_size) for _ in range(length)] for length in lengths]
+            parts = took[MIXED[0]], attention_us(engine, texts, options.rounds)
+            print(f"{x!s:22} {took[x] / sum(parts):.3f} x (prompt alone {parts[0]:.1f} us + "
+                  f"attention alone {parts[1]:.1f} us)")  # fmt: skip
+            report.ahead("decodes beside a prompt", sum(parts) / took[x])
     report.write()
     return report.finish()
 

@@ -41,6 +41,8 @@ sys.stdin = open(os.devnull)
 os.chdir(asked["cwd"])
 os.environ.clear()
 os.environ.update(asked["env"])
+if "OMP_NUM_THREADS" in os.environ:  # which was read before there was one
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 kind, *rest = asked["command"]
 found = asked["env"].get("PYTHONPATH", "").split(os.pathsep)
 start = "" if kind in ("-c", "-m") else os.path.dirname(os.path.abspath(kind))

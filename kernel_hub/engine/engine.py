@@ -72,8 +72,8 @@ class Engine:
         """As `from_pretrained` and `random` make it."""
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        place, dtype = torch.device(device), dtype or torch.bfloat16
-        self.name, self.group = name, Group()
+        self.name, self.group = name, Group(torch.device(device))
+        place, dtype = self.group.device, dtype or torch.bfloat16
         self.text: Any = Bytes()
 
         def loaded() -> Model:
@@ -99,7 +99,6 @@ class Engine:
         self._scheduler = scheduler.Scheduler(
             Pages(num_pages, page_size), max_batch, max_tokens_a_pass, self.max_model_len, drafts
         )
-        self._is_broken = False  # several processes are no longer in step
         self._live: dict[str, _Live] = {}
         self._flight: _Flight | None = None
         self._over: list[Delta] = []  # of requests that ended between two steps
@@ -237,7 +236,7 @@ class Engine:
         return _Flight(rows, drawn, guided or self._scheduler.drafts > 0)
 
     def _broken(self, error: Exception) -> RankError:
-        self._is_broken = True  # other ranks are in the middle of it
+        Group.is_broken = True  # other ranks are in the middle of it
         return RankError(f"a pass of {self.group.world} processes failed: {error}")
 
     def _read(self, flight: _Flight | None) -> list[Delta]:
@@ -335,13 +334,16 @@ class Engine:
         try:
             while (batch := self.group.tell(None)) is not None:
                 self.runner.run(batch)
+            self.runner.close()
         except Exception as error:
+            Group.is_broken = True
             raise RankError(f"rank {self.group.rank} of {self.group.world}: {error}") from error
 
     def close(self) -> None:
         """On rank 0: let the others go."""
-        if not self._is_broken:
+        if not Group.is_broken:
             self.group.tell(None)
+            self.runner.close()
 
 
 def _checked(request: Request, vocab_size: int) -> SamplingParams:
@@ -386,9 +388,9 @@ def _checked(request: Request, vocab_size: int) -> SamplingParams:
 
 
 def _cache_tokens(model: Model, max_batch: int, max_tokens: int) -> int:
-    """Tokens that the cache has room for: in free memory, less what a pass takes."""
+    """Tokens that the cache of every rank has room for: in free memory, less what a pass takes."""
     if model.device.type != "cuda":
-        return CPU_CACHE_TOKENS
+        return model.group.least(CPU_CACHE_TOKENS)
     free, _ = torch.cuda.mem_get_info(model.device)
     c = model.config
     widest = 2 * c.intermediate_size + 4 * c.hidden_size + 3 * c.num_heads * c.head_dim
@@ -396,4 +398,4 @@ def _cache_tokens(model: Model, max_batch: int, max_tokens: int) -> int:
         widest += c.experts_per_token * (2 * c.hidden_size + 3 * c.moe_intermediate_size)
     own = 2 * max_tokens * widest + 8 * max_batch * c.vocab_size
     tokens = int(_MEMORY_SHARE * (free - own)) // model.cache_bytes()
-    return model.group.tell(tokens)
+    return model.group.least(tokens)

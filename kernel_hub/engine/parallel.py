@@ -4,33 +4,84 @@ from __future__ import annotations
 
 import atexit
 import os
+import select
+import socket
+import sys
+import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from ..errors import KernelHubError, ModelError
+from ..errors import KernelHubError, ModelError, RankError
 
 T = TypeVar("T")
+_POLL_S = 5e-5
 
 
 class Group:
     """Rank and number of the processes of one model, and what they tell each other."""
 
-    def __init__(self) -> None:
-        """As torchrun's environment says; one process without it."""
+    is_broken = False  # of this process: they are no longer in step
+    _links: ClassVar[dict[int, socket.socket]] = {}  # of rank 0 to each other, of those to rank 0
+
+    def __init__(self, device: torch.device) -> None:
+        """As torchrun's environment says; one process without it.
+
+        device: which kind; of several GPUs each process has that of its place on its host.
+        Raises ModelError where a host has fewer GPUs than processes.
+        """
         self.world = int(os.environ.get("WORLD_SIZE", "1"))
         self.rank = int(os.environ.get("RANK", "0"))
-        if self.world > 1 and not dist.is_initialized():
-            backend = "gloo"
-            if torch.cuda.is_available():
-                torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-                backend = "cpu:gloo,cuda:nccl"
+        self.device = device
+        if self.world == 1:
+            return
+        if device.type == "cuda":
+            place, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+            wanted = max(place + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+            if wanted > count:
+                raise ModelError(f"{wanted} processes take a GPU each, and there are {count}")
+            self.device = torch.device("cuda", place)
+            torch.cuda.set_device(self.device)
+        if not dist.is_initialized():
+            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
             # Ranks wait for work, however long there is none; one that ends is seen at once.
             dist.init_process_group(backend, timeout=timedelta(days=365))
-            atexit.register(dist.destroy_process_group)
+            Group._links = self._linked()
+            atexit.register(_leave, backend)
+
+    def _linked(self) -> dict[int, socket.socket]:
+        """Connections that end when the process at the other end does."""
+        host = os.environ["MASTER_ADDR"]
+        if self.rank:
+            link = socket.create_connection((host, self.tell(None)))
+            link.sendall(self.rank.to_bytes(4, "big"))
+            return {0: link}
+        found = dict[int, socket.socket]()
+        with socket.create_server((host, 0)) as server:
+            self.tell(server.getsockname()[1])
+            while len(found) < self.world - 1:
+                link, _ = server.accept()
+                found[int.from_bytes(link.recv(4, socket.MSG_WAITALL), "big")] = link
+        return found
+
+    def wait(self, event: Any) -> None:
+        """Until the device has come to an event.
+
+        Raises RankError naming a process that has ended before: what it was to send never comes,
+        and NCCL would wait for it.
+        """
+        if self.world == 1:
+            event.synchronize()
+            return
+        while not event.query():
+            ended = select.select(self._links.values(), (), (), 0)[0]
+            for rank, link in self._links.items():
+                if link in ended:
+                    raise RankError(f"rank {rank} of {self.world} has ended")
+            time.sleep(_POLL_S)
 
     def share(self, total: int) -> tuple[int, int]:
         """This rank's part of `total` things that the world divides: from, to."""
@@ -59,6 +110,13 @@ class Group:
         parts = found.view(self.world, x.shape[0] // self.world, x.shape[1])
         return parts.transpose(0, 1).reshape(parts.shape[1], -1)
 
+    def least(self, number: int) -> int:
+        """The least of what the ranks have."""
+        found = torch.tensor(number)
+        if self.world > 1:
+            dist.all_reduce(found, dist.ReduceOp.MIN)
+        return int(found)
+
     def tell(self, what: Any) -> Any:
         """What rank 0 has, on every rank."""
         if self.world > 1:
@@ -82,3 +140,13 @@ class Group:
         if any(said):
             raise ModelError("; ".join(filter(None, said)))
         return found
+
+
+def _leave(backend: str) -> None:
+    """End of the process."""
+    if Group.is_broken and "nccl" in backend:
+        # The device may be waiting for a rank that is no more; so would all that waits for it.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(2)
+    dist.destroy_process_group()

@@ -5,9 +5,11 @@ Every rank runs it alike on what rank 0 planned; knows no queue and no text.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import atexit
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -115,18 +117,21 @@ def _padded(arrays: Mapping[str, np.ndarray], rows: int) -> Arrays:
     }  # fmt: skip
 
 
+def _nothing() -> None:
+    pass
+
+
 @dataclass
 class Draws:
     """What a pass draws, on its way to the host."""
 
     ids: torch.Tensor
     scores: torch.Tensor | None = None  # of the drawn token, of the likeliest, and which these are
-    ready: Any = None  # an event
+    wait: Callable[[], None] = _nothing  # until they are there
 
     def read(self) -> tuple[list[int], list[TokenLogprob]]:
         """The token of each row, and their log-probabilities where any row asks."""
-        if self.ready is not None:
-            self.ready.synchronize()
+        self.wait()
         tokens = self.ids.tolist()
         if self.scores is None:
             return tokens, []
@@ -156,6 +161,8 @@ class Runner:
         self.cache = model.new_cache(num_pages, page_size)
         self._graphs: dict[int, _Graph] = {}
         self._pool: Any = None
+        if model.group.world > 1:  # NCCL does not end while graphs hold it
+            atexit.register(self._graphs.clear)
         self._is_cuda = self.has_graphs = model.device.type == "cuda"
         # What ids stand for: tokens for themselves, those behind them for rows of the last pass.
         most = max(max_tokens, _GRAPH_SIZES[-1])
@@ -182,7 +189,11 @@ class Runner:
         scores = None
         if num_rows and batch.logprobs is not None:
             scores = self._to_host(self._scores(logits, ids, batch.logprobs)[:num_rows])
-        return Draws(self._to_host(ids[:num_rows]), scores, self._event())
+        return Draws(self._to_host(ids[:num_rows]), scores, self._mark())
+
+    def close(self) -> None:
+        """Let the graphs go."""
+        self._graphs.clear()
 
     def _staged(self, arrays: Arrays) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Arrays on the device, by one copy that nothing waits for; and all of them as words."""
@@ -201,17 +212,17 @@ class Runner:
         return flat, found
 
     def _to_host(self, x: torch.Tensor) -> torch.Tensor:
-        """A copy that nothing waits for; `Draws.ready` says when it is there."""
+        """A copy that nothing waits for; `Draws.wait` says when it is there."""
         found = torch.empty(x.shape, dtype=x.dtype, pin_memory=self._is_cuda)
         return found.copy_(x, non_blocking=True)
 
-    def _event(self) -> Any:
-        """One that is over when all is that the device has been given; None on the CPU."""
+    def _mark(self) -> Callable[[], None]:
+        """What waits until all is over that the device has been given."""
         if not self._is_cuda:
-            return None
+            return _nothing
         event = torch.cuda.Event()
         event.record()
-        return event
+        return partial(self.model.group.wait, event)
 
     def _logits(self, inputs: Ragged) -> torch.Tensor:
         """Of this rank's share of the rows, over the whole vocabulary."""
@@ -273,9 +284,10 @@ class Runner:
             num_decodes=size, max_chunk=1,
         )  # fmt: skip
         self._draw(self._logits(inputs), given)
-        torch.cuda.synchronize()
+        self._mark()()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Other threads, NCCL's and the server's, may ask the device things meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             logits = self._logits(inputs)
             ids = self._draw(logits, given)
         self._pool = graph.pool()

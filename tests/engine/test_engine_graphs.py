@@ -38,7 +38,7 @@ class Recorded:
 
 
 @contextlib.contextmanager
-def recording(graph: Recorded, pool: Any = None) -> Iterator[None]:
+def recording(graph: Recorded, **how: Any) -> Iterator[None]:
     Recorded.under_way = graph
     yield
     Recorded.under_way = None
@@ -61,7 +61,6 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Runner, name, recorded)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Recorded)
     monkeypatch.setattr(torch.cuda, "graph", recording)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     Recorded.replays = 0
 
 
