@@ -40,6 +40,7 @@ from .refusals import named as named
 from .refusals import refuse as refuse
 from .refusals import say as say
 from .register import LIBRARY as LIBRARY
+from .register import Pair as Pair
 from .register import define as define
 from .register import define_given as define_given
 from .register import define_pair as define_pair
