@@ -5,8 +5,8 @@
 The ops' own code runs, from the public call to the launch: CPU tensors go the way of CUDA tensors,
 planned for an H200, and where the kernels are stands what does nothing. With --gpu it is the real
 way, of so little work that the host is what takes time, beside what torch has for it, and with
---silent too but for the launches. Given another tree (a folder with a kernel_hub in it), both run in
-turn, a round each; a figure is the least of its rounds. --first: what an op's first call takes,
+--silent too but for the launches. Given another tree (a folder with a kernel_hub in it), both run
+in turn, a round each; a figure is the least of its rounds. --first: what an op's first call takes,
 each in a fresh process, least of the rounds.
 """
 
@@ -234,12 +234,12 @@ def _go_the_gpus_way() -> None:
 
     found = pkgutil.walk_packages(ops.__path__, "kernel_hub.ops.")
     modules = [importlib.import_module(each.name) for each in found if not each.ispkg]
+    sets: dict[int, Any] = {}
     for module in modules:
         for name, launches in list(vars(module).items()):
             by_torch = name.replace("cuda", "cpu", 1).replace("gpu", "cpu", 1)
             if by_torch != name and hasattr(module, by_torch):
                 setattr(module, by_torch, launches)
-        sets: dict[int, Any] = {}
         for name, value in (
             ("applies", getattr(module, "fits", None)),
             ("counters", lambda _, count: sets.setdefault(count, b"")),
@@ -271,7 +271,7 @@ def _serve(names: list[str], is_gpu: bool, is_silent: bool) -> None:
             started = time.perf_counter()
             call()
             first[name] = 1e3 * (time.perf_counter() - started)
-        except Exception as failed:
+        except Exception as failed:  # noqa: BLE001 (a torch without such a call)
             print(f"{name}: {failed!r:.300}", file=sys.stderr)
         else:
             calls[name] = call
@@ -343,9 +343,7 @@ def main() -> None:
                         keep(at, _ask(process)[1])
         return _table("first call, ms", trees, least)
     with contextlib.ExitStack() as stack:
-        processes = [
-            stack.enter_context(_start(tree, options.only, options)) for tree in trees
-        ]
+        processes = [stack.enter_context(_start(tree, options.only, options)) for tree in trees]
         for _ in range(options.rounds):
             for at, process in enumerate(processes):
                 keep(at, _ask(process)[0])

@@ -140,7 +140,7 @@ def forward(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> No
 
 def backward(
     problem: Problem, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dq: torch.Tensor,
-    dk: torch.Tensor, dv: torch.Tensor, *, deterministic: bool, plans: Any = None,
+    dk: torch.Tensor, dv: torch.Tensor, *, deterministic: bool, plans: object = None,
 ) -> None:  # fmt: skip
     """Write the gradients of every sequence's rows; always deterministic."""
     del deterministic, plans

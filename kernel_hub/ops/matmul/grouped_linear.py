@@ -52,7 +52,9 @@ def grouped_linear(
     if out_dtype is None:
         out_dtype = getattr(a if out is None else out, "dtype", None)
     inputs = (a, b, offsets, bias, code)
-    return _product.call(_cuda_into, _cpu_into, inputs, (a, b, offsets), (bias, out), out, out_dtype)
+    return _product.call(
+        _cuda_into, _cpu_into, inputs, (a, b, offsets), (bias, out), out, out_dtype
+    )
 
 
 def _check(

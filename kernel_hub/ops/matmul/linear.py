@@ -61,7 +61,9 @@ def linear(
     if out_dtype is None:
         out_dtype = getattr(a if out is None else out, "dtype", None)
     inputs = (a, b, bias, code, residual)
-    return _product.call(_cuda_into, _cpu_into, inputs, (a, b), (bias, residual, out), out, out_dtype)
+    return _product.call(
+        _cuda_into, _cpu_into, inputs, (a, b), (bias, residual, out), out, out_dtype
+    )
 
 
 def _check(

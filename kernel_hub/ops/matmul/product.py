@@ -1,4 +1,4 @@
-"""The way of a call of a product whose result may have one of several dtypes: check, plan, launch."""
+"""The way of a call of a product whose out may have several dtypes: check, plan, launch."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Product:
     """One op. `inputs` are the arguments of its schema, a and b the first of them.
 
     required, optional: names of its tensors, but for out; tensors: those that a launch takes, in
-    its order. check: (*inputs, out, out_dtype), new: (*inputs, out_dtype) -> an out, plan: (*inputs,
-    out) -> a launch.
+    its order. check: (*inputs, out, out_dtype), new: (*inputs, out_dtype) -> an out, plan:
+    (*inputs, out) -> a launch.
     """
 
     registered: common.Pair
