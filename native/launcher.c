@@ -120,7 +120,18 @@ static inline int call_driver(const Place* place, launch_ex_fn launch_ex, const 
     return code;
 }
 
-enum { SHARED_MEM_BYTES = 2, SHARED_MEM = 5 };  // two names of one argument
+// SHARED_MEM is another name of SHARED_MEM_BYTES.
+enum {
+    GRID,
+    BLOCK,
+    SHARED_MEM_BYTES,
+    STREAM,
+    PARAMS,
+    SHARED_MEM,
+    PROGRAMMATIC,
+    CLUSTER,
+    NUM_NAMES
+};
 
 // Arguments by position or name into `given`; 0 where the Python launcher has to look.
 static inline int read_arguments(const State* s, Object* const* args, ssize count, Object* names,
@@ -131,12 +142,12 @@ static inline int read_arguments(const State* s, Object* const* args, ssize coun
     for (ssize i = 0; i < named; ++i) {
         Object* name = PyTuple_GetItem(names, i);
         int at = 0;
-        while (at < 6 && s->names[at] != name) ++at;
+        while (at < NUM_NAMES && s->names[at] != name) ++at;
         if (at == SHARED_MEM) at = SHARED_MEM_BYTES;
-        if (at == 6 || given[at]) return 0;
+        if (at == NUM_NAMES || given[at]) return 0;
         given[at] = args[count + i];
     }
-    return given[0] && given[4];
+    return given[GRID] && given[PARAMS];
 }
 
 // Block and shared memory, given or fixed; 0 where the Python launcher has to look.
@@ -152,6 +163,30 @@ static inline int read_block(const State* s, Object* block, Object* shared, Conf
     if (shared && !read_int(shared, 0, (int64)s->shared_ready, &shared_bytes)) return 0;
     if (shared_bytes < s->least_shared) return 0;
     config->shared_bytes = (uint32)shared_bytes;
+    return 1;
+}
+
+// The launch attributes that are asked for; 0 where the Python launcher has to look.
+static inline int read_attributes(const State* s, Object* cluster, Object* programmatic,
+                                  Attribute* attributes, Config* config) {
+    Attribute* end = attributes;
+    if (cluster) {
+        const uint32 most = s->max_cluster;
+        uint32* size = end->value;
+        if (!read_dims(cluster, (const uint32[]){most, most, most}, size)) return 0;
+        if (size[0] * size[1] * size[2] > most) return 0;
+        for (int axis = 0; axis < 3; ++axis) {
+            if (config->grid[axis] % size[axis]) return 0;
+        }
+        end++->id = CLUSTER_DIMENSION;
+    }
+    if (programmatic) {
+        if (programmatic != &_Py_TrueStruct) return 0;
+        end->value[0] = 1;
+        end++->id = PROGRAMMATIC_STREAM_SERIALIZATION;
+    }
+    config->num_attributes = (uint32)(end - attributes);
+    config->attributes = end == attributes ? 0 : attributes;
     return 1;
 }
 
@@ -198,17 +233,20 @@ static inline int send(const State* s, Config* config, Values* v, Object* stream
 
 // 1: launched. 0: left to the Python launcher; nothing has happened.
 static int try_launch(const State* s, Object* const* args, ssize count, Object* names) {
-    Object* given[5] = {0, 0, 0, 0, 0};
+    Object* given[NUM_NAMES] = {0};
     if (!read_arguments(s, args, count, names, given)) return 0;
 
     Config config;
+    Attribute attributes[2] = {{0}};
     __builtin_memset(&config, 0, sizeof config);
-    if (!read_dims(given[0], s->max_grid, config.grid)) return 0;
-    if (!read_block(s, given[1], given[2], &config) || !fits(s, &config)) return 0;
+    if (!read_dims(given[GRID], s->max_grid, config.grid)) return 0;
+    if (!read_block(s, given[BLOCK], given[SHARED_MEM_BYTES], &config)) return 0;
+    if (!fits(s, &config)) return 0;
+    if (!read_attributes(s, given[CLUSTER], given[PROGRAMMATIC], attributes, &config)) return 0;
 
     // A list may be changed by code that a tensor's attribute runs: hold each value while it is
     // read.
-    Object* params = given[4];
+    Object* params = given[PARAMS];
     Values v;
     v.count = s->num_params, v.num_tensors = 0;
     const int is_list = IS(params, PyList_Type);
@@ -222,7 +260,7 @@ static int try_launch(const State* s, Object* const* args, ssize count, Object* 
         Py_DecRef(value);
         if (!taken) return 0;
     }
-    return send(s, &config, &v, given[3]);
+    return send(s, &config, &v, given[STREAM]);
 }
 
 // The same for a launch whose grid is known: its arguments are the parameters and, by name, the
@@ -241,7 +279,7 @@ static int try_launch_at(const At* at, Object* const* args, ssize count, Object*
     if (count != (ssize)v.count) return 0;
     Object* stream = 0;
     if (names) {
-        if (PyTuple_Size(names) != 1 || PyTuple_GetItem(names, 0) != s->names[3]) return 0;
+        if (PyTuple_Size(names) != 1 || PyTuple_GetItem(names, 0) != s->names[STREAM]) return 0;
         stream = args[count];
     }
     for (uint32 i = 0; i < v.count; ++i) {

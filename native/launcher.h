@@ -107,7 +107,7 @@ typedef struct {
     Object* fallback;        // the Python launcher, same arguments
     Object* current_stream;  // device -> handle of torch's current stream
     Object* device;          // the device's number as an int
-    Object* names[6];        // gridDim, blockDim, sharedMemBytes, stream, params, sharedMem
+    Object* names[8];        // in the order of the enum in launcher.c
     Object *name_dtype, *name_is_cuda, *name_data_ptr;
     void* tensor_types[2];       // torch.Tensor and Parameter, whose objects `as_dltensor` takes
     dltensor_fn as_dltensor;     // null where torch has none
@@ -124,6 +124,8 @@ typedef struct {
     uint32 fixed_shared;
     uint32 num_hidden;    // null pointers after the parameters that the caller gives
     uint32 least_shared;  // bytes of dynamic shared memory that the kernel was built for
+    uint32 max_cluster;   // blocks of a cluster that a launch may ask for
+    uint32 pad;
     uint64 shared_ready;  // bytes of dynamic shared memory that need no further opt-in
     Param params[MAX_PARAMS];
 } State;
@@ -138,6 +140,13 @@ typedef struct {
     uint32 num_attributes;
     uint32 tail;
 } Config;
+
+// CUlaunchAttribute.
+typedef struct {
+    uint32 id, pad;
+    uint32 value[16];
+} Attribute;
+enum { CLUSTER_DIMENSION = 4, PROGRAMMATIC_STREAM_SERIALIZATION = 6 };
 
 // Filled in by kernel_hub/launch/c_launcher.py too.
 typedef struct {
@@ -162,3 +171,4 @@ typedef struct {
 } At;
 
 _Static_assert(sizeof(Config) == 56, "CUlaunchConfig has 56 bytes");
+_Static_assert(sizeof(Attribute) == 72, "CUlaunchAttribute has 72 bytes");

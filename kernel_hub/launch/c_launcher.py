@@ -25,7 +25,7 @@ from ..arrays.interop import loaded_torch
 from ..collection.manifest import open_collection
 from ..errors import KernelHubError
 from ..signature.params import Param
-from .geometry import CONFIG
+from .geometry import CONFIG, PORTABLE_CLUSTER
 
 if TYPE_CHECKING:
     from .device_function import DeviceFunction
@@ -35,7 +35,11 @@ LIBRARY = "native/launcher_linux_x86_64.so"
 _VOUCHED = LIBRARY  # its name in the manifest
 _MAX_PARAMS = 64
 _POINTER, _INT, _FLOAT, _DOUBLE = range(4)
-_NAMES = ("gridDim", "blockDim", "sharedMemBytes", "stream", "params", "sharedMem")
+# In the order of the enum in native/launcher.c.
+_NAMES = (
+    "gridDim", "blockDim", "sharedMemBytes", "stream", "params", "sharedMem", "programmatic",
+    "cluster",
+)  # fmt: skip
 # dtype token -> DLPack's code, bits and one lane.
 _DLPACK_DTYPE = {
     token: code | bits << 8 | 1 << 16
@@ -95,6 +99,8 @@ class _State(ctypes.Structure):
         ("fixed_shared", c_uint32),
         ("num_hidden", c_uint32),
         ("least_shared", c_uint32),
+        ("max_cluster", c_uint32),
+        ("pad", c_uint32),
         ("shared_ready", c_uint64),
         ("params", _Param * _MAX_PARAMS),
     ]
@@ -332,6 +338,9 @@ class Launcher:
         state.required_block[:] = limits.required_block or limits.built_block or (0, 0, 0)
         state.cluster[:] = limits.cluster or (1, 1, 1)
         state.least_shared = limits.least_shared_bytes
+        # What is compiled for a cluster of its own, or may ask for more, is for Python to look at.
+        asks = limits.cluster is None and limits.compute_capability >= (9, 0)
+        state.max_cluster = PORTABLE_CLUSTER if asks else 0
         state.max_threads, state.shared_ready = limits.max_threads, function.shared_ready
         for index, param in enumerate(made):
             state.params[index] = param

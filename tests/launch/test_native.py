@@ -98,7 +98,15 @@ CALLS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
         for stream in (0, 1, 2, -1, 3, 17, 4095, 2**63, 2**64 - 1, 2**64, 2**70, True)
     ),
     ((GRID, BLOCK, 0, None, GOOD), {"cluster": 2}),
-    ((GRID, BLOCK, 0, None, GOOD), {"programmatic": True}),
+    *(
+        ((GRID, BLOCK, 0, None, GOOD), {"cluster": cluster})
+        for cluster in ((1, 1, 1), (2, 1, 1), (4,), (3, 1, 1), (1, 2, 1), 9, 0, [2, 1, 1], None)
+    ),
+    ((GRID, BLOCK, 0, None, GOOD), {"cluster": (2, 1, 1), "programmatic": True}),
+    *(
+        ((GRID, BLOCK, 0, None, GOOD), {"programmatic": asked})
+        for asked in (True, False, 1, None, "s")
+    ),
     ((GRID, BLOCK, 0, None, GOOD), {"colour": 1}),
     ((GRID, BLOCK, 0, None, GOOD), {"params": GOOD}),
     ((GRID,), {}),
@@ -147,6 +155,9 @@ def test_the_c_launcher_calls_the_driver_once_and_nothing_of_python(
     assert fakecuda.all_calls == calls + 1
     probe(GRID, BLOCK, sharedMem=512, params=GOOD)
     assert (fakecuda.all_calls, fakecuda.launch().sharedMemBytes) == (calls + 2, 512)
+    for asked in ({"programmatic": True}, {"cluster": (2, 1, 1)}):
+        probe(GRID, BLOCK, 0, None, GOOD, **asked)
+    assert fakecuda.all_calls == calls + 4
 
 
 def test_a_parameter_that_changed_its_dtype_is_noticed(probe: KernelFunction) -> None:

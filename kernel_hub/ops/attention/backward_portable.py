@@ -12,13 +12,13 @@ import torch
 
 from ..core import common
 from ..core.device import PlannedGpu, Stated, device_of, launch_facts
-from ..core.launch import Plans
+from ..core.launch import Memory, Plans
 from . import backward_sm90 as sm90
 from .backward_sm90 import BackwardLaunch, BackwardPlan
 from .problem import Gradients, Problem, lse_strides_of, strides_of
 
 CUBIN = "flash_attention_backward"
-
+_LOW_BITS = common.VEC_BYTES - 1
 
 # The best first: a head_dim takes the first that holds it and fits a block's shared memory.
 # Measured on an H200 (docs/notes/flash_attention_backward.md).
@@ -34,7 +34,8 @@ def stated(variant: str) -> Stated:
     return launch_facts(CUBIN, f"{CUBIN}_bf16_{variant}")
 
 
-_plans: Plans[BackwardPlan] = Plans()
+# By the layouts of q, k and v, where the forward's plan does not bring them.
+_plans: Plans[Memory[BackwardPlan]] = Plans()
 
 
 @functools.cache
@@ -50,6 +51,7 @@ def choose(head_dim: int, shared_bytes: int) -> str:
 def backward(
     problem: Problem, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dq: torch.Tensor,
     dk: torch.Tensor, dv: torch.Tensor, *, deterministic: bool,
+    plans: Memory[BackwardPlan] | None = None,
 ) -> None:  # fmt: skip
     """Write the gradients of (out * dout).sum() into dq, dk, dv; every row of every sequence.
 
@@ -57,15 +59,31 @@ def backward(
         dimension contiguous (a dout of other strides is copied).
     lse: (batch_size, num_heads, seqlen_q) or (num_heads, total_q), fp32, natural logarithm.
     deterministic: dq too has the same bits in every run; dk and dv always have.
+    plans: those of problems like this one, on GPUs like this one.
     """
     if dout.stride(-1) != 1:
         dout = dout.contiguous()
     if lse.stride(-1) != 1:
         lse = lse.contiguous()
+    q, k, v = problem[:3]
     given = Gradients(out, lse, dout, dq, dk, dv)
-    device = device_of(problem.q.device)
-    key = (device, sm90.is_enabled, deterministic, *_layout_of(problem, given))
-    plan = _plans.get(key) or _plans.keep(key, _plan(device, problem, given, deterministic))
+    if plans is None:
+        key = (device_of(q.device), *_layout_of(problem))
+        plans = _plans.get(key) or _plans.keep(key, Memory())
+    addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), dout.data_ptr()
+    written = out.data_ptr(), dq.data_ptr(), dk.data_ptr(), dv.data_ptr()
+    low_bits: Any = 0
+    for address in (*addresses, *written):
+        low_bits |= address & _LOW_BITS
+    if low_bits:
+        low_bits = tuple([address & _LOW_BITS for address in (*addresses, *written)])
+    key = (
+        low_bits, sm90.is_enabled, deterministic, out.stride(), lse.stride(), dout.stride(),
+        dq.stride(), dk.stride(), dv.stride(),
+    )  # fmt: skip
+    plan = plans.get(key)
+    if plan is None:
+        plan = plans.keep(key, _plan(device_of(q.device), problem, given, deterministic))
     if plan.parts is not None:
         # What no kernel writes, past the end of a sequence, must be 0 in the sum.
         has_gaps = problem.cu_seqlens_k is not None or problem.cache_seqlens is not None
@@ -73,24 +91,20 @@ def backward(
         parts = [make(plan.parts, dtype=dk.dtype, device=dk.device) for _ in (dk, dv)]
         given = given._replace(dk=parts[0], dv=parts[1])
     if plan.boxes:
-        sm90.launch(plan, problem, given)
+        sm90.launch(plan, problem, given, addresses)
     else:
-        slopes = problem.alibi_slopes
-        plan.run(problem, given, (problem.q, problem.k, problem.v, dout), (slopes,))
+        plan.run(problem, given, (q, k, v, dout), (problem.alibi_slopes,))
     if plan.parts is not None:
         for grad, of_heads in ((dk, given.dk), (dv, given.dv)):
             torch.sum(of_heads, -2, out=grad)
 
 
-def _layout_of(problem: Problem, given: Gradients) -> tuple[Any, ...]:
-    """What a plan depends on besides the GPU."""
-    q, k, v = problem.q, problem.k, problem.v
-    out, lse, dout, dq, dk, dv = given
+def _layout_of(problem: Problem) -> tuple[Any, ...]:
+    """What plans depend on besides the GPU and the tensors of `Gradients`."""
+    q, k, v = problem[:3]
     slopes = problem.alibi_slopes
-    at = [x.data_ptr() & (common.VEC_BYTES - 1) for x in (q, k, v, out, dout, dq, dk, dv)]
     return (
-        q.dtype, q.shape, k.shape, q.stride(), k.stride(), v.stride(), out.stride(), lse.shape,
-        lse.stride(), dout.stride(), dq.stride(), dk.stride(), dv.stride(), any(at) and tuple(at),
+        q.dtype, q.shape, k.shape, q.stride(), k.stride(), v.stride(),
         problem.numbers, None if slopes is None else slopes.stride(),
         problem.cu_seqlens_q is None, problem.cu_seqlens_k is None,
         problem.cache_seqlens is None, problem.block_table is None,

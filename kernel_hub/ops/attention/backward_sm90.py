@@ -11,6 +11,7 @@ import torch
 
 from ..core import common
 from ..core.device import Stated, launch_facts
+from ..core.launch import Memory
 from .problem import (
     SCALES,
     Gradients,
@@ -79,7 +80,8 @@ class BackwardPlan(NamedTuple):
 
     before: what the rows of queries need, then main, over blocks of keys, then after, which rounds
     dq; each None where it has nothing to do. num_sums, num_rows, num_turns: elements of the
-    workspace. boxes: rows of the tensor maps of q and of k; () where kernels take pointers.
+    workspace. boxes: rows of the tensor maps of q and of k; () where kernels take pointers. maps:
+    those of addresses that were met.
     parts: the shape of dk and dv of single query heads (..., num_kv_heads, heads of a group,
     head_dim), whose sums the gradients are; or None.
     """
@@ -92,6 +94,7 @@ class BackwardPlan(NamedTuple):
     num_turns: int
     boxes: tuple[int, ...] = ()
     parts: tuple[int, ...] | None = None
+    maps: Memory[tuple[bytes, ...]] = Memory()
 
     def run(
         self, problem: Problem, given: Gradients, operands: tuple[Any, ...],
@@ -223,15 +226,17 @@ def plan(
     num_turns = 2 * num_heads * num_blocks_q if deterministic else 0
     boxes = body.block_m, stated.sizes["block_n"]
     return BackwardPlan(
-        before, main, after, num_rows * body.head_dim, num_rows, num_turns, boxes=boxes
+        before, main, after, num_rows * body.head_dim, num_rows, num_turns, boxes, maps=Memory()
     )
 
 
-def launch(plan: BackwardPlan, problem: Problem, given: Gradients) -> None:
-    """The three kernels of a plan, q, k, v and dout by tensor maps."""
-    rows, keys = plan.boxes
-    operands = (
-        tensor_map(problem.q, rows), tensor_map(problem.k, keys), tensor_map(problem.v, keys),
-        tensor_map(given.dout, rows),
-    )  # fmt: skip
+def launch(
+    plan: BackwardPlan, problem: Problem, given: Gradients, addresses: tuple[int, ...]
+) -> None:
+    """The three kernels of a plan, q, k, v and dout, which lie at `addresses`, by tensor maps."""
+    operands = plan.maps.get(addresses)
+    if operands is None:
+        tensors, (rows, keys) = (*problem[:3], given.dout), plan.boxes
+        made = zip(tensors, (rows, keys, keys, rows), strict=True)
+        operands = plan.maps.keep(addresses, tuple([tensor_map(x, box) for x, box in made]))
     plan.run(problem, given, operands)

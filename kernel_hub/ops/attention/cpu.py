@@ -140,10 +140,10 @@ def forward(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> No
 
 def backward(
     problem: Problem, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dq: torch.Tensor,
-    dk: torch.Tensor, dv: torch.Tensor, *, deterministic: bool,
+    dk: torch.Tensor, dv: torch.Tensor, *, deterministic: bool, plans: object = None,
 ) -> None:  # fmt: skip
     """Write the gradients of every sequence's rows; always deterministic."""
-    del deterministic
+    del deterministic, plans
     num_kv_heads = problem.k.shape[-2]
     is_varlen, k_is_varlen = problem.cu_seqlens_q is not None, problem.cu_seqlens_k is not None
     for sequence in _sequences(problem):

@@ -5,20 +5,20 @@ Takes q, k, v as (..., tokens, heads, head_dim) already; knows nothing of layout
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from ...errors import KernelHubError
 from ..core import bounds, common
-from ..core.launch import Launch, Plans
+from ..core.launch import Launch, Memory, Plans
 from . import backward_portable, cpu, forward_portable
 from . import checks as checks
 from . import forward_sm90 as sm90
 from .problem import Options, Problem
 
 _empty_like = torch.empty_like
+_lse_like = torch.empty_like  # by a name of its own, for tests
 _float32 = torch.float32
 
 cuda_backward = backward_portable.backward
@@ -29,9 +29,11 @@ class AttentionPlan(NamedTuple):
     """All that layouts and options say of a call."""
 
     numbers: checks.Numbers
-    new_out: Callable[[torch.Tensor], torch.Tensor]
+    out: torch.Tensor  # what one is made like where none is given
+    lse: torch.Tensor | None  # and this, where it is needed
     launch: Launch
     spans: common.Spans  # for each set of addresses that was met, its tensor maps
+    gradients: Memory[backward_portable.BackwardPlan]
 
 
 _plans: Plans[AttentionPlan] = Plans()
@@ -112,13 +114,21 @@ def forward(
     need_lse: bool, options: Options,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """(out, lse or None), out being written if given."""
+    return attended(op, q, k, v, out, need_lse, options)[:2]
+
+
+def attended(
+    op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None,
+    need_lse: bool, options: Options,
+) -> tuple[torch.Tensor, torch.Tensor | None, AttentionPlan | None]:  # fmt: skip
+    """`forward`'s, and the plan there was for it, which `backward` goes on with."""
     return (cuda_forward if q.is_cuda else cpu_forward)(op, q, k, v, out, need_lse, options)
 
 
 def cuda_forward(
     op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None,
     need_lse: bool, options: Options,
-) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor | None, AttentionPlan]:  # fmt: skip
     """By one launch."""
     more = (not need_lse, sm90.is_enabled)
     addresses, key = addresses_and_key(q, k, v, out, options, more)
@@ -137,8 +147,8 @@ def cuda_forward(
         op, problem_of(q, k, v, plan.numbers, options)
     )
     if out is None:
-        out = plan.new_out(q)
-    lse = new_lse(q) if need_lse else None
+        out = _empty_like(plan.out)
+    lse = None if plan.lse is None else _lse_like(plan.lse)
     launch = plan.launch
     if launch.function is not None:
         run = sm90.launch if maps else forward_portable.launch
@@ -150,7 +160,7 @@ def cuda_forward(
             raise
         if is_debugging:  # raises TensorError where tables led the launch outside
             bounds.report(q)
-    return out, lse
+    return out, lse, plan
 
 
 def _plan(
@@ -160,21 +170,29 @@ def _plan(
     """Check everything that does not lie on the device, and choose the launch."""
     numbers = checks.resolve(op, q, k, v, options)
     spans = checks.spans_of(q, k, v, out, options)
-    new_out = _empty_like if _empty_like(q).stride(-1) == 1 else new_like
     if out is None:
-        out = new_out(q)
+        out = new_like(q)
     else:
         checks.check_out_layout(op, out, q)
     lse = new_lse(q) if need_lse else None
     problem = problem_of(q, k, v, numbers, options)
     launch = forward_portable.plan(problem, out, lse) if out.numel() else Launch()
-    return AttentionPlan(numbers, new_out, launch, spans)
+    return attention_plan(numbers, out, lse, launch, spans)
+
+
+def attention_plan(
+    numbers: checks.Numbers, out: torch.Tensor, lse: torch.Tensor | None, launch: Launch,
+    spans: common.Spans,
+) -> AttentionPlan:  # fmt: skip
+    """The plan of a call that writes out and lse."""
+    blank_lse = None if lse is None else common.blank(lse)
+    return AttentionPlan(numbers, common.blank(out), blank_lse, launch, spans, Memory())
 
 
 def cpu_forward(
     op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None,
     need_lse: bool, options: Options,
-) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor | None, None]:  # fmt: skip
     """By torch, which would name no table: lengths are looked at first, as nothing waits."""
     problem = problem_of(q, k, v, checks.resolve(op, q, k, v, options), options)
     if common.is_debugging():
@@ -187,11 +205,13 @@ def cpu_forward(
     if out.numel():
         checks.check_values("flash_attention", problem, is_strict=False)
         cpu.forward(problem, out, lse)
-    return out, lse
+    return out, lse, None
 
 
 def _gradient_rows(dout: torch.Tensor) -> torch.Tensor:
     """dout as the kernels read it: sums and broadcasts come in with strides of 0."""
+    if dout.is_contiguous() and not dout.data_ptr() % common.VEC_BYTES:
+        return dout
     step = common.VEC_BYTES // dout.element_size()
     is_readable = (
         dout.stride(-1) == 1
@@ -204,25 +224,30 @@ def _gradient_rows(dout: torch.Tensor) -> torch.Tensor:
 def backward(
     op: str, dout: torch.Tensor, qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     out: torch.Tensor, lse: torch.Tensor, grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    deterministic: bool, options: Options,
+    deterministic: bool, options: Options, plan: AttentionPlan | None = None,
 ) -> None:  # fmt: skip
-    """Write the gradients of q, k and v; rows outside every sequence become 0."""
+    """Write the gradients of q, k and v; rows outside every sequence become 0.
+
+    plan: that of the forward, if the caller has it."""
     (q, k, v), (dq, dk, dv) = qkv, grads
-    # The plan of the forward that gave lse has the numbers, if it is still there.
-    plan = _plans.get(addresses_and_key(q, k, v, None, options, (False, sm90.is_enabled))[1])
+    if plan is None:  # it may still be there
+        more = (False, sm90.is_enabled)
+        plan = _plans.get(addresses_and_key(q, k, v, None, options, more)[1])
     numbers = checks.resolve(op, q, k, v, options) if plan is None else plan.numbers
     problem = problem_of(q, k, v, numbers, options)
     is_debugging = common.is_debugging() and checks.read_tables(op, problem)
+    has_queries, has_keys = q.numel() > 0, k.numel() > 0
     # Only the lengths on the device say which rows no kernel writes.
-    if problem.cu_seqlens_q is not None or q.numel() == 0 or k.numel() == 0:
+    if problem.cu_seqlens_q is not None or not (has_queries and has_keys):
         dq.zero_()
-    if problem.cu_seqlens_k is not None or problem.cache_seqlens is not None or q.numel() == 0:
+    if not (problem.cu_seqlens_k is problem.cache_seqlens is None and has_queries):
         dk.zero_()
         dv.zero_()
-    if q.numel() == 0 or k.numel() == 0:
+    if not (has_queries and has_keys):
         return
     (cuda_backward if q.is_cuda else cpu_backward)(
-        problem, out, lse, _gradient_rows(dout), dq, dk, dv, deterministic=deterministic
-    )
+        problem, out, lse, _gradient_rows(dout), dq, dk, dv, deterministic=deterministic,
+        plans=None if plan is None else plan.gradients,
+    )  # fmt: skip
     if is_debugging:
         bounds.report(q)

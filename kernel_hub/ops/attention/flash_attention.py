@@ -33,7 +33,7 @@ _is_tracing = torch.compiler.is_dynamo_compiling
 _is_grad_enabled = torch.is_grad_enabled
 _transform, _forward_ad = common.transform, common.forward_ad
 _forward = run.forward
-_differentiable = autograd.Attention.apply
+_differentiable, _alive = autograd.attend, common.unwrap_if_dead
 # `Options(...)`, 0.1 us quicker.
 _options: Any = functools.partial(tuple.__new__, Options)
 
@@ -179,9 +179,10 @@ def _attend(
     ):  # fmt: skip
         needs_grad = _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         if needs_grad:
-            _check_grad(q, k, v, out, options)
+            if not (out is options.block_table is options.alibi_slopes is None):
+                _check_grad(q, k, v, out, options)
             attended: tuple[torch.Tensor, torch.Tensor] = _differentiable(
-                q, k, v, _is_deterministic(deterministic), options
+                _alive(q), _alive(k), _alive(v), _is_deterministic(deterministic), options
             )
             return attended
         return _forward(_OP, q, k, v, out, return_lse, options)

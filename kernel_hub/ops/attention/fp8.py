@@ -6,7 +6,6 @@ csrc/attention/flash_attention_fp8_sm90.cu runs it; no other GPU does.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -157,8 +156,8 @@ def _gpu_forward(
         _OP, run.problem_of(q, k, v, plan.numbers, options)
     )
     if out is None:
-        out = plan.new_out(q)
-    lse = run.new_lse(q) if need_lse else None
+        out = torch.empty_like(plan.out)
+    lse = None if plan.lse is None else torch.empty_like(plan.lse)
     if plan.launch.function is not None:
         try:
             launch.launch(plan.launch, maps, q, scales, out, lse, options)
@@ -176,15 +175,14 @@ def _plan(
 ) -> run.AttentionPlan:  # fmt: skip
     problem = _problem(q, k, v, scales, options)
     spans = checks.spans_of(q, k, v, out, options, scales)
-    new_out = functools.partial(_new_out, dtype=dtype)
     if out is None:
-        out = new_out(q)
+        out = _new_out(q, dtype)
     else:
         checks.check_out_layout(_OP, out, q, OUT_DTYPES)
         _check_rows_of_out(out)
     lse = run.new_lse(q) if need_lse else None
     planned = launch.plan(problem, scales, out, lse) if out.numel() else Launch()
-    return run.AttentionPlan(problem.numbers, new_out, planned, spans)
+    return run.attention_plan(problem.numbers, out, lse, planned, spans)
 
 
 def _cpu_forward(

@@ -27,11 +27,13 @@ from .numbers import last_size as last_size
 from .operands import FOREIGN as FOREIGN
 from .operands import PLAIN_TYPES as PLAIN_TYPES
 from .operands import Operands as Operands
+from .operands import bare_apply as bare_apply
 from .operands import check_tensor as check_tensor
 from .operands import forward_ad as forward_ad
 from .operands import gradient_refusal as gradient_refusal
 from .operands import is_batched as is_batched
 from .operands import transform as transform
+from .operands import unwrap_if_dead as unwrap_if_dead
 from .overlap import Spans as Spans
 from .overlap import Writes as Writes
 from .overlap import check_output as check_output
@@ -39,6 +41,7 @@ from .refusals import named as named
 from .refusals import refuse as refuse
 from .refusals import say as say
 from .register import LIBRARY as LIBRARY
+from .register import Pair as Pair
 from .register import define as define
 from .register import define_given as define_given
 from .register import define_pair as define_pair
@@ -175,6 +178,14 @@ def split_rows(
             "call .contiguous() first"
         )
     return outer, rows, [(pair[0], pair[1]) for pair in pairs]
+
+
+def blank(x: torch.Tensor) -> torch.Tensor:
+    """Of x's sizes, strides, dtype and device, but without memory, for a plan to keep:
+    `torch.empty_like` of it takes half of what `torch.empty`, which parses sizes, does."""
+    like = torch.empty_like(x)
+    like.untyped_storage().resize_(0)
+    return like
 
 
 def is_debugging() -> bool:

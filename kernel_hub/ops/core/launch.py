@@ -28,19 +28,27 @@ class Launch(NamedTuple):
     options: Mapping[str, Any] = _NO_OPTIONS  # keywords of the launch
 
 
-class Plans(dict[tuple[Any, ...], _Plan]):
-    """Plans of calls seen before, by all that they depend on. One of each op or kernel family."""
+class Memory(dict[tuple[Any, ...], _Plan]):
+    """What was made of calls seen before, by all that it depends on; at most so much of it."""
+
+    most = 512
+
+    def keep(self, key: tuple[Any, ...], plan: _Plan) -> _Plan:
+        """Remember and return `plan`; where there are `most` already, forget those first."""
+        if len(self) >= self.most:
+            self.clear()
+        self[key] = plan
+        return plan
+
+
+class Plans(Memory[_Plan]):
+    """Plans of calls seen before. One of each op or kernel family."""
+
+    most = MAX_PLANS
 
     def __init__(self) -> None:
         super().__init__()
         _all.append(self)
-
-    def keep(self, key: tuple[Any, ...], plan: _Plan) -> _Plan:
-        """Remember and return `plan`; where there are MAX_PLANS already, forget those first."""
-        if len(self) >= MAX_PLANS:
-            self.clear()
-        self[key] = plan
-        return plan
 
 
 # Those of the ops' modules, which stay as long as the process.

@@ -89,6 +89,12 @@ def define_pair(
 
         return run
 
+    def writing(into: Callable[..., Any]) -> Callable[..., None]:
+        def run(*given: Any) -> None:
+            into(*given)
+
+        return run
+
     def fake(*given: Any) -> None:
         check(*given[:num_tensors])
 
@@ -100,5 +106,8 @@ def define_pair(
             + (f"({results})" if len(names) > 1 else results),
             cuda=returning(cuda), cpu=returning(cpu), fake=returning(fake),
         ),
-        define(f"{name}_out({', '.join((inputs, *written))}) -> ()", cuda=cuda, cpu=cpu, fake=fake),
+        define(
+            f"{name}_out({', '.join((inputs, *written))}) -> ()", cuda=writing(cuda),
+            cpu=writing(cpu), fake=fake,
+        ),
     )  # fmt: skip

@@ -30,17 +30,18 @@ class DecodePlan(NamedTuple):
 class Step(NamedTuple):
     """A launch, the merge behind it where caches may be split, and what lies between.
 
-    maps: tensor maps where main is one of `decode_sm90`, which has all of that in it.
+    partials: like their out and lse. maps: tensor maps where main is one of `decode_sm90`, which
+    has all of that in it.
     """
 
     main: Launch
     merge: Launch = Launch()
-    partial_rows: int = 0
-    partial_columns: int = 0
+    partials: tuple[torch.Tensor, ...] = ()
     maps: tuple[bytes, ...] = ()
 
 
 _plans: Plans[DecodePlan] = Plans()
+_empty_like, _CONTIGUOUS = torch.empty_like, torch.contiguous_format
 _OP = "decode_attention"
 _REQUIRED = "q k_cache v_cache cache_seqlens"
 _OPTIONAL = "k v block_table cos sin qkv_bias k_scale v_scale alibi_slopes sinks out"
@@ -119,7 +120,7 @@ def decode_attention(
     if softmax_scale is None:
         softmax_scale = 1.0 / math.sqrt(common.last_size(q) or 1)
     if rotary_dim is None:
-        rotary_dim = 2 * common.last_size(cos)
+        rotary_dim = 0 if cos is None else 2 * common.last_size(cos)
     else:
         rotary_dim = common.check_count(_OP, "rotary_dim", rotary_dim)
     left = right = -1
@@ -145,7 +146,7 @@ def decode_attention(
     given = out
     try:
         if out is None:
-            out = torch.empty_like(q, memory_format=torch.contiguous_format)
+            out = _empty_like(q, memory_format=_CONTIGUOUS)
         lse = None
         if return_lse:
             lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
@@ -227,7 +228,11 @@ def _step(given: DecodeGiven, is_aligned: bool) -> Step:
         )  # fmt: skip
     function, grid = common.shipped("decode_attention", name), (split.num_blocks, 1, 1)
     main = Launch(function, grid, *variant.stated[:2], numbers, options=how)
-    return Step(main, merge, split.num_blocks * variant.rows, head_dim)
+    partials: tuple[torch.Tensor, ...] = ()
+    if split.num_merges:
+        lse = torch.empty(split.num_blocks * variant.rows, dtype=torch.float32, device=q.device)
+        partials = common.blank(lse.new_empty((*lse.shape, head_dim))), common.blank(lse)
+    return Step(main, merge, partials)
 
 
 def _met(given: DecodeGiven, plan: DecodePlan, addresses: tuple[int, ...]) -> tuple[Any, ...]:
@@ -276,15 +281,13 @@ def _cuda_into(arguments: tuple[Any, ...], is_given: bool = True) -> None:
     step = plan.spans.apart.get(addresses)
     if step is None:
         step = _met(DecodeGiven(*arguments), plan, addresses)
-    main, merge, partial_rows, partial_columns, maps = step
+    main, merge, partials, maps = step
     function, grid, block, shared_bytes, numbers, _, how = main
     if function is None:
         return
     partial_out = partial_lse = None
-    if merge.function is not None:
-        count = partial_rows * partial_columns
-        partial_out = torch.empty(count + partial_rows, dtype=torch.float32, device=q.device)
-        partial_lse = partial_out[count:]
+    if partials:
+        partial_out, partial_lse = _empty_like(partials[0]), _empty_like(partials[1])
     try:
         flag = bounds.flag(_OP, q)
         if maps:
@@ -300,7 +303,7 @@ def _cuda_into(arguments: tuple[Any, ...], is_given: bool = True) -> None:
                 ),
                 **how,
             )  # fmt: skip
-        if merge.function is not None:
+        if partials:
             params = (out, lse, partial_out, partial_lse, cache_seqlens, sinks, *merge.numbers)
             merge.function(merge.grid, merge.block, 0, None, params, **how)
     except KernelHubError:

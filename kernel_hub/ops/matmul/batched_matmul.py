@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
-from ...errors import KernelHubError
 from ..core import common
 from ..core.device import device_of
-from ..core.launch import Plans
 from .grouped_launch import GroupedLaunch, OperandLayout, check_rows, launch_of
 from .grouped_plan import TABLES, GroupedProblem, choose, too_large
+from .product import Product, launch
 
 _OP = "batched_matmul"
 _DTYPES = (torch.float16, torch.bfloat16)
-_plans: Plans[tuple[GroupedLaunch, common.Spans]] = Plans()
-TABLES[_OP].on_change(_plans.clear)
-_operands = common.Operands(_OP, "a b", "out")
-_writes = common.Writes(_OP, "out a b", "out")
 
 
 def batched_matmul(
@@ -44,23 +40,7 @@ def batched_matmul(
     """
     if out_dtype is None:
         out_dtype = getattr(a if out is None else out, "dtype", None)
-    if not _operands.are_plain((a, b), (out,)):
-        _check(a, b, out, out_dtype)
-        return _registered.run((a, b), out, out_dtype)
-    is_given = out is not None
-    try:
-        if out is None:
-            out = _new_out(a, b, out_dtype)
-        elif out.dtype is not out_dtype:
-            raise common.refuse(_OP, "out", f"dtype {out_dtype}, as out_dtype says", out)
-        (_cuda_into if a.is_cuda else _cpu_into)(a, b, out, is_given)
-    except common.FOREIGN:
-        _operands.check_tensors((a, b), (out,))  # names what has no memory
-        _check(a, b, out, out_dtype)
-        raise
-    if is_given:
-        common.written((out,))
-    return out
+    return _product.call(_cuda_into, _cpu_into, (a, b), (a, b), (out,), out, out_dtype)
 
 
 def _batch_of(a: Any, b: Any) -> tuple[int, ...]:
@@ -73,7 +53,7 @@ def _batch_of(a: Any, b: Any) -> tuple[int, ...]:
         raise common.refuse(_OP, "b", wanted, b) from None
 
 
-def _check(a: Any, b: Any, out: Any = None, out_dtype: Any = None) -> None:
+def _check(a: Any, b: Any, out: Any, out_dtype: Any) -> None:
     common.check_data(_OP, "a", a)
     if a.dtype not in _DTYPES:
         raise common.refuse(_OP, "a", "dtype float16 or bfloat16", a)
@@ -88,7 +68,7 @@ def _check(a: Any, b: Any, out: Any = None, out_dtype: Any = None) -> None:
     n = b.shape[-2]
     common.check_like(_OP, "b", b, (*b.shape[:-1], k), a)
     batch = _batch_of(a, b)
-    num_matrices = _product(batch)
+    num_matrices = math.prod(batch)
     if max(m, n, k, num_matrices) > common.MAX_SIZE:
         raise common.refuse(_OP, "b", f"sizes of at most {common.MAX_SIZE}", b)
     if num_matrices and m and n and too_large(GroupedProblem(_OP, num_matrices, m, n, k)):
@@ -98,13 +78,6 @@ def _check(a: Any, b: Any, out: Any = None, out_dtype: Any = None) -> None:
         dtypes = (out_dtype or a.dtype,)
         common.check_like(_OP, "out", out, (*batch, m, n), a, dtypes=dtypes)
         common.check_output(_OP, "out", out)
-
-
-def _product(sizes: tuple[int, ...]) -> int:
-    total = 1
-    for size in sizes:
-        total *= size
-    return total
 
 
 def _new_out(a: Any, b: Any, out_dtype: Any) -> Any:
@@ -143,41 +116,34 @@ def _plan(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> GroupedLaunch:
     )  # fmt: skip
 
 
-def _cuda_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, is_given: bool = True) -> None:
-    """is_given: the caller gave out, which may overlap the rest."""
-    addresses = out.data_ptr(), a.data_ptr(), b.data_ptr()
-    low_bits = (addresses[1] | addresses[2]) & 15
+_product = Product(_OP, "a b", "", "a b", check=_check, new=_new_out, plan=_plan)
+_plans = _product.plans
+TABLES[_OP].on_change(_plans.clear)
+
+
+def _cuda_into(
+    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, is_given: bool = True,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:  # fmt: skip
+    at = (a.data_ptr(), b.data_ptr())
     key = (
-        a.dtype, a.shape, a.stride(), b.dtype, b.shape, b.stride(), out.dtype, out.shape,
-        out.stride(), low_bits, a.device, b.device,
+        a.dtype, a.shape, a.stride(), a.get_device(), b.dtype, b.shape, b.stride(), b.get_device(),
+        (at[0] | at[1]) & 15,
+        out_dtype if out is None else (out.dtype, out.shape, out.stride()),
     )  # fmt: skip
     found = _plans.get(key)
     if found is None:
-        _check(a, b, out, out.dtype)
-        plan = _plan(a, b, out)
-        found = _plans.keep(key, (plan, _writes.spans(out, a, b)))
-    plan, spans = found
-    maps = spans.apart.get(addresses)
-    if maps is None:
-        maps = spans.made(addresses, is_given, plan.maps, a, b, out)
-    if plan.function is not None:
-        try:
-            plan.run(maps, out, a, b)
-        except KernelHubError:
-            _check(a, b, out, out.dtype)  # names the devices that differ
-            raise
+        found = _product.plan(key, (a, b), (a, b), out, out_dtype)
+    return launch(found, at, (a, b), out, is_given, None)
 
 
-def _cpu_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, is_given: bool = True) -> None:
+def _cpu_into(
+    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, is_given: bool = True,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:  # fmt: skip
     """The same on the CPU, by torch."""
-    _check(a, b, out, out.dtype)
-    if is_given:
-        _writes.check(out, a, b)
-    out.copy_(a.float() @ b.float().transpose(-1, -2))
+    out = _product.on_cpu((a, b), (a, b), out, is_given, out_dtype)
+    return out.copy_(a.float() @ b.float().transpose(-1, -2))
 
 
-_registered = common.define_pair(
-    _OP, "Tensor a, Tensor b", more="ScalarType out_dtype",
-    new=_new_out, cuda=_cuda_into, cpu=_cpu_into,
-    check=lambda a, b, out: _check(a, b, out, out.dtype),
-)  # fmt: skip
+_product.register(_OP, "Tensor a, Tensor b", _cuda_into, _cpu_into)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..core import common
+from ..core import bounds, common
 from ..core.tensor_maps import Boxes, tensor_map
 from .linear_launch import ALONE, workspace
 from .tiles import BLOCK_K, TileChoice
@@ -60,7 +60,9 @@ class GroupedLaunch:
     out_boxes: Boxes | None = None  # where results leave through boxes
     options: Mapping[str, bool] = field(default_factory=dict)
 
-    def maps(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> tuple[bytes, ...]:
+    def maps(
+        self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, residual: None = None
+    ) -> tuple[bytes, ...]:
         """The tensor maps of a call at new addresses; () where pointers are passed."""
         if self.boxes is None:
             return ()
@@ -74,12 +76,14 @@ class GroupedLaunch:
 
     def run(
         self, maps: tuple[bytes, ...], out: torch.Tensor, a: torch.Tensor, b: torch.Tensor,
-        *more: Any, written: Any = (),
+        *more: Any,
     ) -> None:  # fmt: skip
-        """Launch on the current stream. more: the other pointers; written: those that are."""
+        """Launch on the current stream. more: the other pointers, a table first if there is one."""
         choice = self.choice
         assert choice is not None
-        outs = (*((out, None) if out.dtype == a.dtype else (None, out)), *written)
+        outs: tuple[Any, ...] = (out, None) if out.dtype == a.dtype else (None, out)
+        if more:
+            outs = (*outs, bounds.flag("grouped_linear", a))
         if maps:
             shared = workspace(choice, out.device) if choice.num_partials else ALONE
             params: tuple[Any, ...] = (*outs, *shared, *maps, *more, *self.numbers)

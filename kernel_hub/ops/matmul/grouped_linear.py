@@ -7,20 +7,15 @@ from typing import Any
 
 import torch
 
-from ...errors import KernelHubError
 from ..core import bounds, common
 from ..core.activation import CODES, finish
 from ..core.device import device_of
-from ..core.launch import Plans
 from .checks import check_operand, check_results, check_weight
 from .grouped_launch import GroupedLaunch, OperandLayout, check_rows, launch_of
 from .grouped_plan import TABLES, GroupedProblem, choose, too_large
+from .product import Product, launch
 
 _OP = "grouped_linear"
-_plans: Plans[tuple[GroupedLaunch, common.Spans]] = Plans()
-TABLES[_OP].on_change(_plans.clear)
-_operands = common.Operands(_OP, "a b offsets", "bias out")
-_writes = common.Writes(_OP, "out a b offsets bias", "out")
 
 
 def grouped_linear(
@@ -56,27 +51,14 @@ def grouped_linear(
     code = common.check_choice(_OP, "activation", activation, CODES)
     if out_dtype is None:
         out_dtype = getattr(a if out is None else out, "dtype", None)
-    if not _operands.are_plain((a, b, offsets), (bias, out)):
-        _check(a, b, offsets, bias, out, out_dtype)
-        return _registered.run((a, b, offsets, bias, code), out, out_dtype)
-    is_given = out is not None
-    try:
-        if out is None:
-            out = _new_out(a, b, out_dtype)
-        elif out.dtype is not out_dtype:
-            raise common.refuse(_OP, "out", f"dtype {out_dtype}, as out_dtype says", out)
-        (_cuda_into if a.is_cuda else _cpu_into)(a, b, offsets, bias, code, out, is_given)
-    except common.FOREIGN:
-        _operands.check_tensors((a, b, offsets), (bias, out))  # names what has no memory
-        _check(a, b, offsets, bias, out, out_dtype)
-        raise
-    if is_given:
-        common.written((out,))
-    return out
+    inputs = (a, b, offsets, bias, code)
+    return _product.call(
+        _cuda_into, _cpu_into, inputs, (a, b, offsets), (bias, out), out, out_dtype
+    )
 
 
 def _check(
-    a: Any, b: Any, offsets: Any, bias: Any = None, out: Any = None, out_dtype: Any = None
+    a: Any, b: Any, offsets: Any, bias: Any, activation: int, out: Any, out_dtype: Any
 ) -> None:
     k = check_operand(_OP, a)
     if a.dim() != 2:
@@ -104,8 +86,9 @@ def _new_out(a: Any, b: Any, *more: Any) -> Any:
 
 
 def _plan(
-    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, activation: int, out: torch.Tensor
-) -> GroupedLaunch:
+    a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, bias: torch.Tensor | None,
+    activation: int, out: torch.Tensor,
+) -> GroupedLaunch:  # fmt: skip
     """Choose the kernel and its integer parameters for tensors that were checked."""
     (total_tokens, k), (num_experts, n, _) = a.shape, b.shape
     if out.numel() == 0 or num_experts == 0:
@@ -133,60 +116,54 @@ def _plan(
     return launch_of(_OP, choice, out, a, (out_layout, a_layout, b_layout), numbers)
 
 
+_product = Product(
+    _OP, "a b offsets", "bias", "a b offsets bias", check=_check, new=_new_out, plan=_plan
+)
+_plans = _product.plans
+TABLES[_OP].on_change(_plans.clear)
+
+
 def _cuda_into(
     a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, bias: torch.Tensor | None,
-    activation: int, out: torch.Tensor, is_given: bool = True,
-) -> None:  # fmt: skip
-    """is_given: the caller gave out, which may overlap the rest."""
-    addresses: tuple[int, ...] = (
-        out.data_ptr(), a.data_ptr(), b.data_ptr(), offsets.data_ptr()
-    )  # fmt: skip
-    low_bits = (addresses[1] | addresses[2]) & 15
-    first = None if bias is None else (bias.dtype, bias.shape, bias.stride())
+    activation: int, out: torch.Tensor | None, is_given: bool = True,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:  # fmt: skip
+    inputs, tensors = (a, b, offsets, bias, activation), (a, b, offsets, bias)
+    at: tuple[int, ...] = (a.data_ptr(), b.data_ptr(), offsets.data_ptr())
     key = (
-        a.dtype, a.shape, a.stride(), b.dtype, b.shape, b.stride(), out.dtype, out.shape,
-        out.stride(), offsets.dtype, offsets.shape, offsets.stride(), first, activation, low_bits,
-        a.device, b.device,
+        a.dtype, a.shape, a.stride(), a.get_device(), b.dtype, b.shape, b.stride(), b.get_device(),
+        (at[0] | at[1]) & 15, offsets.dtype, offsets.shape, offsets.stride(),
+        None if bias is None else (bias.dtype, bias.shape, bias.stride()), activation,
+        out_dtype if out is None else (out.dtype, out.shape, out.stride()),
     )  # fmt: skip
     found = _plans.get(key)
     if found is None:
-        _check(a, b, offsets, bias, out, out.dtype)
-        plan = _plan(a, b, bias, activation, out)
-        found = _plans.keep(key, (plan, _writes.spans(out, a, b, offsets, bias)))
-    plan, spans = found
+        found = _product.plan(key, inputs, tensors, out, out_dtype)
     if bias is not None:
-        addresses = *addresses, bias.data_ptr()
-    maps = spans.apart.get(addresses)
-    if maps is None:
-        maps = spans.made(addresses, is_given, plan.maps, a, b, out)
-    if plan.function is not None:
-        try:
-            plan.run(maps, out, a, b, offsets, bias, written=(bounds.flag(_OP, a),))
-        except KernelHubError:
-            _check(a, b, offsets, bias, out, out.dtype)  # names the devices that differ
-            raise
-        if common.is_debugging():
-            bounds.report(a)
+        at = (*at, bias.data_ptr())
+    out = launch(found, at, tensors, out, is_given, None)
+    if common.is_debugging():
+        bounds.report(a)
+    return out
 
 
 def _cpu_into(
     a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, bias: torch.Tensor | None,
-    activation: int, out: torch.Tensor, is_given: bool = True,
-) -> None:  # fmt: skip
+    activation: int, out: torch.Tensor | None, is_given: bool = True,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:  # fmt: skip
     """The same on the CPU, by torch."""
-    _check(a, b, offsets, bias, out, out.dtype)
-    if is_given:
-        _writes.check(out, a, b, offsets, bias)
+    inputs = (a, b, offsets, bias, activation)
+    out = _product.on_cpu(inputs, (a, b, offsets, bias), out, is_given, out_dtype)
     bounds = [min(max(int(at), 0), a.shape[0]) for at in offsets.tolist()]
     for expert, (first, end) in enumerate(itertools.pairwise(bounds)):
         if end > first:
             values = a[first:end].float() @ b[expert].float().T
             own = None if bias is None else bias[expert]
             out[first:end].copy_(finish(values, own, activation))
+    return out
 
 
-_registered = common.define_pair(
-    _OP, "Tensor a, Tensor b, Tensor offsets, Tensor? bias, int activation",
-    more="ScalarType out_dtype", new=_new_out, cuda=_cuda_into, cpu=_cpu_into,
-    check=lambda a, b, offsets, bias, _, out: _check(a, b, offsets, bias, out, out.dtype),
-)  # fmt: skip
+_product.register(
+    _OP, "Tensor a, Tensor b, Tensor offsets, Tensor? bias, int activation", _cuda_into, _cpu_into
+)

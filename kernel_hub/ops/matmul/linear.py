@@ -6,20 +6,15 @@ from typing import Any
 
 import torch
 
-from ...errors import KernelHubError
 from ..core import common
 from ..core.activation import CODES, finish
-from ..core.launch import Plans
 from . import linear_fp8 as fp8
 from .checks import check_results, check_weight
-from .linear_launch import LinearLaunch, plan_launch
+from .linear_launch import plan_launch
 from .linear_plan import TABLE
+from .product import Product, launch
 
 _OP = "linear"
-_plans: Plans[tuple[LinearLaunch, common.Spans]] = Plans()
-TABLE.on_change(_plans.clear)
-_operands = common.Operands(_OP, "a b", "bias residual out")
-_writes = common.Writes(_OP, "out a b bias residual", "out", in_place="out=residual")
 
 
 def linear(
@@ -65,27 +60,14 @@ def linear(
         return fp8.linear(a, b, bias, code, residual, out, out_dtype, *scales)
     if out_dtype is None:
         out_dtype = getattr(a if out is None else out, "dtype", None)
-    if not _operands.are_plain((a, b), (bias, residual, out)):
-        _check(a, b, bias, residual, out, out_dtype)
-        return _registered.run((a, b, bias, code, residual), out, out_dtype)
-    is_given = out is not None
-    try:
-        if out is None:
-            out = _new_out(a, b, out_dtype)
-        elif out.dtype is not out_dtype:
-            raise common.refuse(_OP, "out", f"dtype {out_dtype}, as out_dtype says", out)
-        (_cuda_into if a.is_cuda else _cpu_into)(a, b, bias, code, residual, out, is_given)
-    except common.FOREIGN:
-        _operands.check_tensors((a, b), (bias, residual, out))  # names what has no memory
-        _check(a, b, bias, residual, out, out_dtype)
-        raise
-    if is_given:
-        common.written((out,))
-    return out
+    inputs = (a, b, bias, code, residual)
+    return _product.call(
+        _cuda_into, _cpu_into, inputs, (a, b), (bias, residual, out), out, out_dtype
+    )
 
 
 def _check(
-    a: Any, b: Any, bias: Any = None, residual: Any = None, out: Any = None, out_dtype: Any = None
+    a: Any, b: Any, bias: Any, activation: int, residual: Any, out: Any, out_dtype: Any
 ) -> None:
     common.check_tensor(_OP, "a", a)
     if a.is_floating_point() and a.dtype.itemsize == 1:  # e4m3 is not for here
@@ -112,53 +94,48 @@ def _new_out(a: Any, b: Any, *more: Any) -> Any:
     return a.new_empty((*a.shape[:-1], b.shape[0]), dtype=more[-1])
 
 
+_product = Product(
+    _OP, "a b", "bias residual", "a b bias residual", in_place="out=residual",
+    check=_check, new=_new_out, plan=plan_launch,
+)  # fmt: skip
+_plans = _product.plans
+TABLE.on_change(_plans.clear)
+
+
 def _cuda_into(
     a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, activation: int,
-    residual: torch.Tensor | None, out: torch.Tensor, is_given: bool = True,
-) -> None:  # fmt: skip
-    """is_given: the caller gave out, which may overlap the rest."""
-    addresses: tuple[int, ...] = out.data_ptr(), a.data_ptr(), b.data_ptr()
-    low_bits = (addresses[1] | addresses[2]) & 15
-    added = None if residual is None else (residual.dtype, residual.shape, residual.stride())
-    first = None if bias is None else (bias.dtype, bias.shape, bias.stride())
+    residual: torch.Tensor | None, out: torch.Tensor | None, is_given: bool = True,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:  # fmt: skip
+    inputs, tensors = (a, b, bias, activation, residual), (a, b, bias, residual)
+    at: tuple[int, ...] = (a.data_ptr(), b.data_ptr())
     key = (
-        a.dtype, a.shape, a.stride(), b.dtype, b.shape, b.stride(), out.dtype, out.shape,
-        out.stride(), first, added, activation, low_bits, a.device, b.device,
+        a.dtype, a.shape, a.stride(), a.get_device(), b.dtype, b.shape, b.stride(), b.get_device(),
+        (at[0] | at[1]) & 15, activation,
+        None if bias is None else (bias.dtype, bias.shape, bias.stride()),
+        None if residual is None else (residual.dtype, residual.shape, residual.stride()),
+        out_dtype if out is None else (out.dtype, out.shape, out.stride()),
     )  # fmt: skip
     found = _plans.get(key)
     if found is None:
-        _check(a, b, bias, residual, out, out.dtype)
-        plan = plan_launch(a, b, bias, activation, residual, out)
-        found = _plans.keep(key, (plan, _writes.spans(out, a, b, bias, residual)))
-    plan, spans = found
-    if bias is not None:
-        addresses = *addresses, bias.data_ptr()
-    if residual is not None:
-        addresses = *addresses, residual.data_ptr()
-    maps = spans.apart.get(addresses)
-    if maps is None:
-        maps = spans.made(addresses, is_given, plan.maps, a, b, out, residual)
-    if plan.function is not None:
-        try:
-            plan.run(maps, out, a, b, bias, residual)
-        except KernelHubError:
-            _check(a, b, bias, residual, out, out.dtype)  # names the devices that differ
-            raise
+        found = _product.plan(key, inputs, tensors, out, out_dtype)
+    if not bias is residual is None:
+        at = (*at, *[x.data_ptr() for x in (bias, residual) if x is not None])
+    return launch(found, at, tensors, out, is_given, residual)
 
 
 def _cpu_into(
     a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, activation: int,
-    residual: torch.Tensor | None, out: torch.Tensor, is_given: bool = True,
-) -> None:  # fmt: skip
+    residual: torch.Tensor | None, out: torch.Tensor | None, is_given: bool = True,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:  # fmt: skip
     """The same on the CPU, by torch."""
-    _check(a, b, bias, residual, out, out.dtype)
-    if is_given:
-        _writes.check(out, a, b, bias, residual)
-    out.copy_(finish(a.float() @ b.float().T, bias, activation, residual))
+    inputs = (a, b, bias, activation, residual)
+    out = _product.on_cpu(inputs, (a, b, bias, residual), out, is_given, out_dtype)
+    return out.copy_(finish(a.float() @ b.float().T, bias, activation, residual))
 
 
-_registered = common.define_pair(
+_product.register(
     _OP, "Tensor a, Tensor b, Tensor? bias, int activation, Tensor? residual",
-    more="ScalarType out_dtype", new=_new_out, cuda=_cuda_into, cpu=_cpu_into,
-    check=lambda a, b, bias, _, residual, out: _check(a, b, bias, residual, out, out.dtype),
+    _cuda_into, _cpu_into,
 )  # fmt: skip

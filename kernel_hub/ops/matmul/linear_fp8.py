@@ -6,24 +6,17 @@ from typing import Any
 
 import torch
 
-from ...errors import KernelHubError
 from ..core import common
 from ..core.activation import finish
 from ..core.device import device_of
-from ..core.launch import Plans
 from .checks import check_results, check_weight, rows_and_strides
 from .linear_fp8_plan import CUBIN, SCALE_BLOCK, TABLE, choose
 from .linear_launch import LinearLaunch, operand_boxes, result_boxes
+from .product import Product, launch
 
 DTYPE = torch.float8_e4m3fn
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _OP = "linear"
-_plans: Plans[tuple[LinearLaunch, common.Spans]] = Plans()
-TABLE.on_change(_plans.clear)
-_operands = common.Operands(_OP, "a b", "a_scale b_scale bias residual out")
-_writes = common.Writes(
-    _OP, "a b a_scale b_scale bias residual out", "out", in_place="out=residual"
-)
 
 
 def linear(
@@ -35,28 +28,13 @@ def linear(
     if out_dtype is None:
         out_dtype = getattr(out, "dtype", torch.bfloat16)
     inputs = (a, b, a_scale, b_scale, bias, activation, residual, use_fast_accum)
-    if not _operands.are_plain((a, b), (a_scale, b_scale, bias, residual, out)):
-        check(a, b, a_scale, b_scale, bias, residual, out, out_dtype, use_fast_accum)
-        return _registered.run(inputs, out, out_dtype)
-    is_given = out is not None
-    try:
-        if out is None:
-            out = _new_out(a, b, out_dtype)
-        elif out.dtype is not out_dtype:
-            raise common.refuse(_OP, "out", f"dtype {out_dtype}, as out_dtype says", out)
-        (_cuda_into if a.is_cuda else _cpu_into)(*inputs, out, is_given)
-    except common.FOREIGN:
-        _operands.check_tensors((a, b), (a_scale, b_scale, bias, residual, out))
-        check(a, b, a_scale, b_scale, bias, residual, out, out_dtype, use_fast_accum)
-        raise
-    if is_given:
-        common.written((out,))
-    return out
+    optional = (a_scale, b_scale, bias, residual, out)
+    return _product.call(_cuda_into, _cpu_into, inputs, (a, b), optional, out, out_dtype)
 
 
 def check(
-    a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any, residual: Any, out: Any, out_dtype: Any,
-    use_fast_accum: bool,
+    a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any, activation: int, residual: Any,
+    use_fast_accum: bool, out: Any, out_dtype: Any,
 ) -> bool:  # fmt: skip
     """Refuse what does not fit; whether scales are those of blocks."""
     for argument, value in (("a", a), ("b", b)):
@@ -122,29 +100,21 @@ def _new_out(a: Any, b: Any, *more: Any) -> Any:
 
 def _cuda_into(
     a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any, activation: int, residual: Any,
-    use_fast_accum: bool, out: Any, is_given: bool = True,
-) -> None:  # fmt: skip
-    """is_given: the caller gave out, which may overlap the rest."""
-    tensors = (a, b, a_scale, b_scale, bias, residual, out)
-    low_bits = (a.data_ptr() | b.data_ptr()) & 15
-    layouts = [None if x is None else (x.dtype, x.shape, x.stride(), x.device) for x in tensors]
-    key = (*layouts, activation, use_fast_accum, low_bits)
+    use_fast_accum: bool, out: Any, is_given: bool = True, out_dtype: Any = None,
+) -> torch.Tensor:  # fmt: skip
+    inputs = (a, b, a_scale, b_scale, bias, activation, residual, use_fast_accum)
+    more = (a_scale, b_scale, bias, residual)
+    at = (a.data_ptr(), b.data_ptr(), *[x.data_ptr() for x in more if x is not None])
+    key = (
+        a.dtype, a.shape, a.stride(), a.get_device(), b.dtype, b.shape, b.stride(), b.get_device(),
+        (at[0] | at[1]) & 15, activation, use_fast_accum,
+        out_dtype if out is None else (out.dtype, out.shape, out.stride()),
+        *[None if x is None else (x.dtype, x.shape, x.stride()) for x in more],
+    )  # fmt: skip
     found = _plans.get(key)
     if found is None:
-        has_blocks = check(*tensors, out.dtype, use_fast_accum)
-        plan = plan_launch(*tensors, activation, has_blocks, use_fast_accum)
-        found = _plans.keep(key, (plan, _writes.spans(*tensors)))
-    plan, spans = found
-    addresses = tuple([x.data_ptr() for x in tensors if x is not None])
-    maps = spans.apart.get(addresses)
-    if maps is None:
-        maps = spans.made(addresses, is_given, plan.maps, a, b, out, residual)
-    if plan.function is not None:
-        try:
-            plan.run(maps, out, a, b, a_scale, b_scale, bias, residual)
-        except KernelHubError:
-            check(*tensors, out.dtype, use_fast_accum)  # names the devices that differ
-            raise
+        found = _product.plan(key, inputs, (a, b, *more), out, out_dtype)
+    return launch(found, at, (a, b, *more), out, is_given, residual)
 
 
 def plan_launch(
@@ -190,6 +160,23 @@ def plan_launch(
     return LinearLaunch(function, choice, numbers, boxes, out_boxes, residual_boxes, how)
 
 
+def _plan(
+    a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any, activation: int, residual: Any,
+    use_fast_accum: bool, out: Any,
+) -> LinearLaunch:  # fmt: skip
+    tensors = (a, b, a_scale, b_scale, bias, residual, out)
+    has_blocks = _check_scales(*tensors[:4])
+    return plan_launch(*tensors, activation, has_blocks, use_fast_accum)
+
+
+_product = Product(
+    _OP, "a b", "a_scale b_scale bias residual", "a b a_scale b_scale bias residual",
+    in_place="out=residual", check=check, new=_new_out, plan=_plan,
+)  # fmt: skip
+_plans = _product.plans
+TABLE.on_change(_plans.clear)
+
+
 def dequantised(
     values: torch.Tensor, scale: torch.Tensor | None, has_blocks: bool, dtype: torch.dtype,
     block_rows: int = 1,
@@ -212,23 +199,21 @@ def dequantised(
 
 def _cpu_into(
     a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any, activation: int, residual: Any,
-    use_fast_accum: bool, out: Any, is_given: bool = True,
-) -> None:  # fmt: skip
+    use_fast_accum: bool, out: Any, is_given: bool = True, out_dtype: Any = None,
+) -> torch.Tensor:  # fmt: skip
     """The same on the CPU, by torch."""
-    has_blocks = check(a, b, a_scale, b_scale, bias, residual, out, out.dtype, use_fast_accum)
-    if is_given:
-        _writes.check(a, b, a_scale, b_scale, bias, residual, out)
+    inputs = (a, b, a_scale, b_scale, bias, activation, residual, use_fast_accum)
+    tensors = (a, b, a_scale, b_scale, bias, residual)
+    out = _product.on_cpu(inputs, tensors, out, is_given, out_dtype)
+    has_blocks = _check_scales(a, b, a_scale, b_scale)
     rows = dequantised(a, a_scale, has_blocks, torch.float32)
     weights = dequantised(b, b_scale, has_blocks, torch.float32, SCALE_BLOCK)
-    out.copy_(finish(rows @ weights.T, bias, activation, residual))
+    return out.copy_(finish(rows @ weights.T, bias, activation, residual))
 
 
-_registered = common.define_pair(
+_product.register(
     "linear_fp8",
     "Tensor a, Tensor b, Tensor? a_scale, Tensor? b_scale, Tensor? bias, int activation, "
     "Tensor? residual, bool use_fast_accum",
-    more="ScalarType out_dtype", new=_new_out, cuda=_cuda_into, cpu=_cpu_into,
-    check=lambda a, b, a_scale, b_scale, bias, _, residual, use_fast_accum, out: check(
-        a, b, a_scale, b_scale, bias, residual, out, out.dtype, use_fast_accum
-    ),
+    _cuda_into, _cpu_into,
 )  # fmt: skip

@@ -17,10 +17,11 @@ from .paired_launch import launch_of, maps_of, row_boxes
 from .paired_plan import GROUP_ROWS, TABLES, choose
 from .tiles import BLOCK_K
 
+_empty_like = torch.empty_like
 _OP = "swiglu_linear"
 _operands = common.Operands(_OP, "a b_gate_up", "out")
 _writes = common.Writes(_OP, "out a b_gate_up", "out")
-_plans: Plans[tuple[Launch, common.Spans]] = Plans()
+_plans: Plans[tuple[Launch, common.Spans, torch.Tensor]] = Plans()
 TABLES[_OP].on_change(_plans.clear)
 
 
@@ -46,17 +47,16 @@ def swiglu_linear(
     if not _operands.are_plain((a, b_gate_up), (out,)):
         _check(a, b_gate_up, out)
         return _registered.run((a, b_gate_up), out)
-    is_given = out is not None
     try:
-        out = _new_out(a, b_gate_up) if out is None else out
-        (_cuda_into if a.is_cuda else _cpu_into)(a, b_gate_up, out, is_given)
+        into = _cuda_into if a.is_cuda else _cpu_into
+        made = into(a, b_gate_up, out, out is not None)
     except common.FOREIGN:
         _operands.check_tensors((a, b_gate_up), (out,))  # names what has no memory
         _check(a, b_gate_up, out)
         raise
-    if is_given:
+    if out is not None:
         common.written((out,))
-    return out
+    return made
 
 
 def _check(a: Any, b: Any, out: Any = None) -> None:
@@ -98,39 +98,48 @@ def _plan(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Launch:
     return launch_of(_OP, choice, a, numbers, *row_boxes(choice, m, k, a_stride), b_boxes)
 
 
-def _cuda_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, is_given: bool = True) -> None:
-    """is_given: the caller gave out, which may overlap the rest."""
-    addresses = out.data_ptr(), a.data_ptr(), b.data_ptr()
-    low_bits = (addresses[1] | addresses[2]) & 15
+def _cuda_into(
+    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, is_given: bool = True
+) -> torch.Tensor:
+    """Into out, or a new one. is_given: the caller gave it, and it may overlap the rest."""
+    at_a, at_b = a.data_ptr(), b.data_ptr()
     key = (
-        a.dtype, a.shape, a.stride(), b.dtype, b.shape, b.stride(), out.dtype, out.shape,
-        out.stride(), low_bits, a.device, b.device,
+        a.dtype, a.shape, a.stride(), a.get_device(), b.dtype, b.shape, b.stride(), b.get_device(),
+        (at_a | at_b) & 15, None if out is None else (out.dtype, out.shape, out.stride()),
     )  # fmt: skip
     found = _plans.get(key)
     if found is None:
-        plan = _plan(a, b, out)
-        found = _plans.keep(key, (plan, _writes.spans(out, a, b)))
-    (function, grid, block, shared_bytes, numbers, boxes, options), spans = found
+        like = _new_out(a, b) if out is None else out
+        plan = _plan(a, b, like)
+        found = _plans.keep(key, (plan, _writes.spans(like, a, b), common.blank(like)))
+    (function, grid, block, shared_bytes, numbers, boxes, options), spans, blank = found
+    if out is None:
+        out = _empty_like(blank)
+    addresses = (out.data_ptr(), at_a, at_b)
     maps = spans.apart.get(addresses)
     if maps is None:
         maps = spans.made(addresses, is_given, maps_of, boxes, a, b)
     if function is None:
-        return
+        return out
     try:
         params = (out, *(maps or (a, b)), *numbers)
         function(grid, block, shared_bytes, None, params, **options)
     except KernelHubError:
         _check(a, b, out)  # names the devices that differ
         raise
+    return out
 
 
-def _cpu_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, is_given: bool = True) -> None:
+def _cpu_into(
+    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None, is_given: bool = True
+) -> torch.Tensor:
     """The same on the CPU, by torch."""
     _check(a, b, out)
+    out = _new_out(a, b) if out is None else out
     if is_given:
         _writes.check(out, a, b)
     gate, up = (a.float() @ half.float().T for half in b.chunk(2))
-    out.copy_(torch.nn.functional.silu(gate) * up)
+    return out.copy_(torch.nn.functional.silu(gate) * up)
 
 
 _registered = common.define_pair(

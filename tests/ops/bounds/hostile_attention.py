@@ -54,15 +54,14 @@ class _Torch:
 def _allocations_in(arena: Arena) -> Iterator[None]:
     """lse, gradients and workspaces lie in the arena."""
 
-    def new_lse(q: torch.Tensor) -> torch.Tensor:
-        shape = (q.shape[1], q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[2], q.shape[1])
-        return arena.empty("lse", shape, torch.float32)
+    def lse_like(x: torch.Tensor) -> torch.Tensor:
+        return arena.empty("lse", x.shape, x.dtype)
 
     def new_like(x: torch.Tensor) -> torch.Tensor:
         return arena.empty("a gradient", x.shape, x.dtype)
 
     with (
-        mock.patch.object(eager, "new_lse", new_lse),
+        mock.patch.object(eager, "_lse_like", lse_like),
         mock.patch.object(eager, "new_like", new_like),
         mock.patch.object(BACKWARD, "torch", _Torch(arena)),
         mock.patch.object(hopper_backward, "torch", _Torch(arena)),
