@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from . import ops
     from . import testing as testing
     from .arrays.device_array import DeviceArray, memory_stats, trim
+    from .arrays.pinned import empty_pinned
+    from .arrays.pool import reset_peak_memory_stats, set_release_threshold
     from .arrays.streams import Event, Stream, synchronize
     from .arrays.tensor_map import TensorMap
     from .errors import (
@@ -49,6 +51,9 @@ _HOME = {
     "DeviceArray": "arrays.device_array",
     "memory_stats": "arrays.device_array",
     "trim": "arrays.device_array",
+    "reset_peak_memory_stats": "arrays.pool",
+    "set_release_threshold": "arrays.pool",
+    "empty_pinned": "arrays.pinned",
     "TensorMap": "arrays.tensor_map",
     **dict.fromkeys(("Event", "Stream", "synchronize"), "arrays.streams"),
     **dict.fromkeys(
@@ -104,10 +109,13 @@ __all__ = [
     "TableError",
     "TensorError",
     "TensorMap",
+    "empty_pinned",
     "loaded_images",
     "memory_stats",
     "ops",
     "registry",
+    "reset_peak_memory_stats",
+    "set_release_threshold",
     "synchronize",
     "trim",
 ]

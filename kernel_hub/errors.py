@@ -31,7 +31,8 @@ class CudaDriverError(KernelHubError, RuntimeError):
 
 
 class DeviceOutOfMemoryError(CudaDriverError, MemoryError):
-    """Device memory ran out: the message has the asked, free and pool figures."""
+    """Device memory ran out: the message has the asked, free and pool figures. Or host memory that
+    can be page-locked (`empty_pinned`)."""
 
 
 class CubinNotFoundError(KernelHubError, FileNotFoundError, RuntimeError):

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-import weakref
-from collections import deque
-from contextlib import suppress
 from ctypes import byref, c_int, c_void_p
 from typing import Any
 
@@ -18,6 +15,7 @@ from .. import driver as _driver
 from ..driver.cuda_results import STICKY
 from ..errors import CudaDriverError
 from . import interop
+from .lifetimes import Held, Watches
 
 Call = tuple[Any, ...]  # what `Driver.within` takes
 _SYNCHRONIZE: Call = ("cuCtxSynchronize",)
@@ -25,17 +23,13 @@ _SYNCHRONIZE: Call = ("cuCtxSynchronize",)
 _CAPTURING = frozenset({900, 901, 906})
 _DEINITIALIZED, _INVALID_CONTEXT, _CONTEXT_IS_DESTROYED = 4, 201, 709
 # After these there is nothing left to free, and an exit or an earlier error has said why.
-_LOST = STICKY | {_DEINITIALIZED, _INVALID_CONTEXT, _CONTEXT_IS_DESTROYED}
+LOST = STICKY | {_DEINITIALIZED, _INVALID_CONTEXT, _CONTEXT_IS_DESTROYED}
 
-# What notices that the block of an allocation died, one for each.
-live: set[_Watch] = set()
 # Memory whose freeing a graph capture held up.
 pending: dict[_Freeing, None] = {}
-# Blocks whose finaliser Ctrl-C ended before it had freed their memory.
-dead: deque[_Watch] = deque()
 
 
-class _Freeing:
+class _Freeing(Held):
     """What it takes to free an allocation.
 
     `owned` holds the driver and the block's watch while there is something to free.
@@ -52,6 +46,10 @@ class _Freeing:
         self.foreign: set[int] = set()
         self.owned: list[Any] = []
 
+    @property
+    def is_held_up(self) -> bool:
+        return self in pending
+
     def release(self) -> CudaDriverError | None:
         """Free it after all work recorded on it; while a capture forbids that, keep it for later.
 
@@ -62,7 +60,7 @@ class _Freeing:
             return None
         driver, watch = owned
         if not address:  # it never came to be
-            live.discard(watch)
+            watches.live.discard(watch)
             self.owned.clear()
             return None
         calls = unless_capturing(self.stream)
@@ -74,7 +72,7 @@ class _Freeing:
         calls += [
             (self.owned.remove, driver),
             ("cuMemFreeAsync", address, self.stream),
-            (live.discard, watch),
+            (watches.live.discard, watch),
             (pending.pop, self, None),
             (self.owned.clear,),
         ]
@@ -90,16 +88,12 @@ class _Freeing:
             return None
         self.owned.clear()
         pending.pop(self, None)
-        live.discard(watch)
+        watches.live.discard(watch)
         asked = f"freeing {self.size_bytes:,} bytes at {address:#x}"
         return driver.error(call, code, asked)
 
 
-class _Watch(weakref.ref["Block"]):
-    """Notices that a block died, in C code, which Ctrl-C cannot end."""
-
-    __slots__ = ("memory",)
-    memory: _Freeing
+watches: Watches[_Freeing] = Watches()  # one for each block that is freed here
 
 
 class Block:
@@ -136,10 +130,7 @@ class Block:
         """One that frees what will be allocated into `cell`: it is there before the memory is."""
         self = cls(0, size_bytes, device, stream)
         memory = self._memory
-        watch = _Watch(self, dead.append)
-        watch.memory = memory
-        memory.owned += driver, watch
-        live.add(watch)
+        memory.owned += driver, watches.add(self, memory)
         return self
 
     @property
@@ -162,6 +153,11 @@ class Block:
         self.last_stream = stream
         if stream != self.stream:
             self._memory.foreign.add(stream)
+
+    def recording(self, stream: int) -> list[Call]:
+        """`record_use`, among other calls."""
+        stream = 0 if stream == 1 else stream
+        return [] if stream == self.stream else [(self._memory.foreign.add, stream)]
 
     def settling(self, stream: int) -> list[Call]:
         """The calls that let `stream` see all work recorded so far (see `attempt`).
@@ -197,7 +193,7 @@ class Block:
         if sys is None or sys.is_finalizing():
             return
         error = self._memory.release()
-        if error is not None and error.code not in _LOST:
+        if error is not None and error.code not in LOST:
             raise error  # shown by sys.unraisablehook
 
 
@@ -217,18 +213,12 @@ def drain() -> None:
     for memory in list(pending):
         if error := memory.release():
             raise error
-    for watch in list(dead):
-        error = watch.memory.release()
-        with suppress(ValueError):  # another thread was there
-            dead.remove(watch)
-        if error:
-            raise error
+    watches.drain()
 
 
 def forget() -> None:
     """Forget the memory of a driver that a test is done with."""
-    for memory in [*pending, *(watch.memory for watch in dead)]:
+    for memory in [*pending, *(watch.held for watch in watches.dead)]:
         memory.owned.clear()
-    live.clear()
     pending.clear()
-    dead.clear()
+    watches.clear()

@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import TensorError
-from . import dlpack, dtypes, interop, pool, strided
+from . import copies, dlpack, dtypes, interop, pool, strided
 from .dtypes import Dtype
 from .interop import contiguous_strides
-from .pool import Block, Call, MemoryStats, memory_stats, trim
+from .pool import Block, MemoryStats, memory_stats, trim
 
 __all__ = ["DeviceArray", "MemoryStats", "memory_stats", "trim"]
 
@@ -106,15 +106,17 @@ class DeviceArray:
         return array
 
     @classmethod
-    def from_numpy(cls, array: Any, *, device: Any = None, stream: Any = None) -> DeviceArray:
+    def from_numpy(
+        cls, array: Any, *, device: Any = None, stream: Any = None, non_blocking: bool = False
+    ) -> DeviceArray:
         """A copy on the GPU of a NumPy array (or what `numpy.asarray` takes), row-major.
 
-        The host array may be changed as soon as this returns. bfloat16 and float8 arrays of
-        `ml_dtypes` keep their dtype.
+        The host array may be changed as soon as this returns; non_blocking: as for `copy_from`.
+        bfloat16 and float8 arrays of `ml_dtypes` keep their dtype.
         """
-        host = _host_array(array)
+        host = copies.host_array(array)
         made = cls.empty(host.shape, host.dtype, device=device, stream=stream)
-        return made.copy_from(host, stream=stream)
+        return made.copy_from(host, stream=stream, non_blocking=non_blocking)
 
     @classmethod
     def from_dlpack(cls, producer: Any, *, stream: Any = None) -> DeviceArray:
@@ -247,74 +249,42 @@ class DeviceArray:
         """
         if not self.size:
             return np.empty(self.shape, self.dtype)
-        ptr = self.ptr
         # A view with gaps travels as the one stretch of memory that it lies in.
         span = 1 + sum(
             (length - 1) * stride for length, stride in zip(self.shape, self.strides, strict=True)
         )
         host = np.empty(span, self._dtype.raw)
-        handle = interop.stream_handle(stream, self.device)
-        asked = f"copying {host.nbytes:,} bytes of {self!r} to the host"
-        pool.work(
-            self.device,
-            handle,
-            asked,
-            *self._block.settling(handle),
-            ("cuMemcpyDtoHAsync_v2", host.ctypes.data, ptr, host.nbytes, handle),
-            ("cuStreamSynchronize", handle),
-        )
+        copies.with_host(self, host, stream, to_host=True)
         if self.is_contiguous:
             return host.view(self.dtype).reshape(self.shape)
         byte_strides = [stride * host.itemsize for stride in self.strides]
         gaps = np.lib.stride_tricks.as_strided(host, self.shape, byte_strides)
         return gaps.copy().view(self.dtype)
 
-    def copy_from(self, source: Any, *, stream: Any = None) -> DeviceArray:
+    def copy_from(
+        self, source: Any, *, stream: Any = None, non_blocking: bool = False
+    ) -> DeviceArray:
         """Overwrite the elements with those of a NumPy array or a DeviceArray; returns self.
 
         Shape and dtype agree, and this array (and a DeviceArray source) is contiguous. Returns
         when a host source may be changed again.
+        non_blocking: return at once where the source is page-locked (`empty_pinned`, torch's
+            `pin_memory()`) and contiguous. It is kept alive, and stays as it is until the work on
+            `stream` is done; work of other streams on this array is for the caller to order.
         """
-        if self.read_only:
-            raise TensorError(f"{self!r} is read-only")
-        if not self.is_contiguous:
-            raise TensorError(f"copy_from needs a contiguous target, not strides {self.strides}")
-        array = source if isinstance(source, DeviceArray) else _host_array(source)
-        if array.shape != self.shape:
-            raise TensorError(f"source has shape {array.shape}, expected {self.shape}")
-        # Raw bits (uint16 for bf16) are taken where NumPy lacks the dtype.
-        raw = isinstance(array, np.ndarray) and array.dtype == self.dtype
-        if not raw and dtypes.of(getattr(array, "_dtype", array.dtype)) is not self._dtype:
-            raise TensorError(f"source has dtype {array.dtype}, expected {self.dtype_token}")
-        if not self.size:
-            return self
-        handle = interop.stream_handle(stream, self.device)
-        asked = f"copying {self.size_bytes:,} bytes to {self!r}"
-        calls = self._block.settling(handle)
-        if isinstance(array, DeviceArray):
-            calls += self._copy_device(array, handle)
-        else:
-            # Row-major and in native byte order; a 0-dimensional array stays one.
-            host = np.asarray(array, dtype=array.dtype.newbyteorder("="), order="C")
-            calls += [
-                ("cuMemcpyHtoDAsync_v2", self.ptr, host.ctypes.data, self.size_bytes, handle),
-                # Where the GPU reads pageable memory itself, the copy may outlive the call.
-                ("cuStreamSynchronize", handle),
-            ]
-        pool.work(self.device, handle, asked, *calls)
-        if isinstance(array, DeviceArray):
-            array._record_use(handle)
-        self._record_use(handle)
+        copies.overwrite(self, source, stream, non_blocking)
         return self
 
-    def _copy_device(self, source: DeviceArray, handle: int) -> list[Call]:
-        if not source.is_contiguous or source.device != self.device:
-            raise TensorError(
-                f"copy_from takes a contiguous source on device {self.device}, not {source!r} "
-                f"with strides {source.strides}"
-            )
-        copy = ("cuMemcpyDtoDAsync_v2", self.ptr, source.ptr, self.size_bytes, handle)
-        return [*source._block.settling(handle), copy]
+    def copy_to(
+        self, target: NDArray[Any], *, stream: Any = None, non_blocking: bool = False
+    ) -> NDArray[Any]:
+        """Overwrite the elements of a NumPy array with these; returns it.
+
+        Shape and dtype agree, both are contiguous. non_blocking: as for `copy_from`; the target
+        holds the elements once the work on `stream` is done.
+        """
+        copies.read_into(self, target, stream, non_blocking)
+        return target
 
     # -- life
 
@@ -379,15 +349,6 @@ class DeviceArray:
 
     def __array__(self, *args: Any, **kwargs: Any) -> NDArray[Any]:
         raise TypeError("a DeviceArray is not converted silently: use .to_numpy()")
-
-
-def _host_array(value: Any) -> NDArray[Any]:
-    """What NumPy makes of `value`. Raises TensorError where it makes nothing of it."""
-    try:
-        return np.asarray(value)
-    except (TypeError, ValueError) as error:
-        kind = type(value).__name__
-        raise TensorError(f"NumPy makes no array of this {kind}: {error}") from error
 
 
 def _reset_for_tests() -> None:

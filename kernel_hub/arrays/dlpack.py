@@ -12,9 +12,7 @@ import itertools
 import math
 import sys
 import threading
-import weakref
 from collections import deque
-from contextlib import suppress
 from ctypes import (
     c_char_p,
     c_int,
@@ -32,6 +30,7 @@ from typing import Any
 from ..errors import KernelHubError, TensorError
 from . import dtypes
 from .dtypes import Dtype
+from .lifetimes import Held, Watches
 
 CUDA, CUDA_MANAGED = 2, 13
 _READ_ONLY = 1  # bit of DLManagedTensorVersioned.flags
@@ -106,7 +105,7 @@ class Consumed:
     owner: object
 
 
-class _Taken:
+class _Taken(Held):
     """A managed tensor whose deleter is ours to call, once, from when its capsule was renamed."""
 
     __slots__ = ("_capsule", "_deleter", "_once", "_used")
@@ -117,20 +116,11 @@ class _Taken:
         self._deleter = _DELETER(deleter) if deleter else None
 
     def release(self) -> None:
-        """A second time does nothing; Ctrl-C comes before, and nothing has happened, or after."""
         if self._deleter is not None and _is_valid(id(self._capsule), self._used):
             deque(map(self._deleter, self._once), 0)
 
 
-class _OwnerWatch(weakref.ref["_Owner"]):
-    """Notices in C code, which Ctrl-C cannot end, that an owner died."""
-
-    __slots__ = ("taken",)
-    taken: _Taken
-
-
-_watches: set[_OwnerWatch] = set()
-_dead: deque[_OwnerWatch] = deque()
+_watches: Watches[_Taken] = Watches()
 
 
 class _Owner:
@@ -140,23 +130,12 @@ class _Owner:
 
     def __init__(self, taken: _Taken) -> None:
         self._taken = taken
-        watch = _OwnerWatch(self, _dead.append)
-        watch.taken = taken
-        _watches.add(watch)
+        _watches.add(self, taken)
 
     def __del__(self) -> None:
         if sys is not None and not sys.is_finalizing():
             self._taken.release()
-            _drain()
-
-
-def _drain() -> None:
-    """Release what died, as far as Ctrl-C kept its owner from it."""
-    for watch in list(_dead):
-        watch.taken.release()
-        _watches.discard(watch)
-        with suppress(ValueError):  # another thread was there
-            _dead.remove(watch)
+            _watches.drain()
 
 
 HOST_DATA = "use DeviceArray.from_numpy for host data"
@@ -256,7 +235,7 @@ _OURS = _counts({0: (object(), None)})[0][1]
 
 def sweep() -> None:
     """Give back what is in capsules that died before anybody consumed them."""
-    _drain()
+    _watches.drain()
     for number, references in _counts(_given):
         pair = _given.get(number) if references <= _OURS else None
         # A consumed one is its consumer's, who calls the deleter.

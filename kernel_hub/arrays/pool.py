@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import operator
 import struct
 import threading
+from collections import defaultdict
 from collections.abc import Callable
 from ctypes import byref, c_size_t, c_uint64, c_void_p
 from typing import Any, NamedTuple
@@ -18,16 +20,20 @@ from .. import driver as _driver
 from ..driver import apart
 from ..driver.contexts import RelaxedCapture
 from ..errors import CudaDriverError, TensorError
-from . import dlpack, interop
-from .block import Block, Call, dead, drain, forget, live, pending, unless_capturing
+from . import dlpack, handles, interop
+from .block import Block, Call, drain, forget, pending, unless_capturing, watches
 
-_RELEASE_THRESHOLD = 4
-_MAX_BYTES = 2**63 - 1
-_RESERVED, _RESERVED_HIGH, _USED, _USED_HIGH = 5, 6, 7, 8
+MAX_BYTES = 2**63 - 1
+_SMALL_BYTES = 1 << 20  # below it torch's allocator, too, calls an allocation small
+_KEPT_SHARE = 32  # of the GPU's memory: what a pool keeps unused, unless told otherwise
+# CUmemPool_attribute
+_THRESHOLD, _RESERVED, _RESERVED_HIGH, _USED, _USED_HIGH = 4, 5, 6, 7, 8
 _OUT_OF_MEMORY = 2
 
 _lock = threading.Lock()
 _pools: dict[int, int] = {}
+# Allocations so far: one step of C each, so that no thread and no Ctrl-C loses one.
+_allocations: defaultdict[int, itertools.count[int]] = defaultdict(itertools.count)
 # What else gives device memory back when `trim` is called.
 trims: list[Callable[[], None]] = []
 
@@ -35,8 +41,12 @@ trims: list[Callable[[], None]] = []
 class MemoryStats(NamedTuple):
     """What kernel_hub's pool on `device` holds, and what the device has left (bytes).
 
-    `used` is inside live arrays; `reserved` is what the pool took from the device and keeps for
-    reuse; `high` is the most that it has been. `pending_frees` wait for a graph capture to end.
+    `used` is inside live arrays; `reserved` is what the pool took from the device; `high` is the
+    most that it has been. What lies above `release_threshold_bytes` unused goes back to the device
+    by itself, see `set_release_threshold`. `small_arrays` (of the `live_arrays`) are below 1 MiB;
+    `largest_array_bytes` is what the largest was asked for, `num_allocations` how many there have
+    been. `pending_frees` wait for a graph capture to end. `pinned_host_bytes` are in arrays of
+    `empty_pinned` made for this device.
     """
 
     device: int
@@ -48,6 +58,21 @@ class MemoryStats(NamedTuple):
     total_device_bytes: int
     live_arrays: int
     pending_frees: int
+    release_threshold_bytes: int
+    small_arrays: int
+    largest_array_bytes: int
+    num_allocations: int
+    pinned_host_bytes: int
+
+    @property
+    def unused_bytes(self) -> int:
+        """What the pool keeps and no array uses: reserved - used."""
+        return self.reserved_bytes - self.used_bytes
+
+    @property
+    def fragmentation(self) -> float:
+        """The unused share of what is reserved, 0 to 1."""
+        return self.unused_bytes / self.reserved_bytes if self.reserved_bytes else 0.0
 
 
 def device_number(device: Any) -> int:
@@ -93,10 +118,10 @@ def allocate(size_bytes: int, device: int, stream: int, asked: str) -> Block:
     """
     stream = 0 if stream == 1 else stream
     driver = _driver.get()
-    if size_bytes > _MAX_BYTES:  # ctypes would cut it to its last 64 bits
+    if size_bytes > MAX_BYTES:  # ctypes would cut it to its last 64 bits
         raise _out_of_memory(driver, device, asked)
     pool = _pools.get(device) or apart.run(_make_pool, driver, device)
-    if pending or dead:
+    if pending or watches.dead:
         drain()
     block = Block.owned(driver, size_bytes, device, stream)
     call = ("cuMemAllocFromPoolAsync", byref(block.cell), size_bytes, pool, stream)
@@ -109,6 +134,7 @@ def allocate(size_bytes: int, device: int, stream: int, asked: str) -> Block:
         raise _out_of_memory(driver, device, asked)
     if code:
         raise driver.error(failed, code, f"asked for {asked}")
+    next(_allocations[device])
     block.address = block.cell.value or 0
     return block
 
@@ -130,17 +156,24 @@ def _make_pool(driver: _driver.Driver, device: int) -> int:
         pool = c_void_p()
         asked = f"making the memory pool of device {device}"
         driver.call("cuMemPoolCreate", byref(pool), props, asked=asked)
-        # Keep everything: an allocation after a free is then served without the kernel driver.
-        everything = c_uint64(2**64 - 1)
         try:
-            driver.call(
-                "cuMemPoolSetAttribute", pool, _RELEASE_THRESHOLD, byref(everything), asked=asked
-            )
+            setting = _setting(pool, _THRESHOLD, _default_threshold(driver, device))
+            driver.call(*setting, asked=asked)
         except CudaDriverError:
             driver.try_call("cuMemPoolDestroy", pool)
             raise
         _pools[device] = pool.value or 0
         return _pools[device]
+
+
+def _default_threshold(driver: _driver.Driver, device: int) -> int:
+    total = c_size_t()
+    driver.call("cuDeviceTotalMem_v2", byref(total), device)
+    return total.value // _KEPT_SHARE
+
+
+def _setting(pool: Any, attribute: int, value: int) -> Call:
+    return "cuMemPoolSetAttribute", pool, attribute, byref(c_uint64(value))
 
 
 def _reclaim(driver: _driver.Driver, device: int, pool: int, stream: int) -> None:
@@ -170,14 +203,17 @@ def statistics(device: int) -> MemoryStats:
     """Figures of the device's pool; zeros while it has none."""
     driver = _driver.get()
     drain()
-    figures = {kind: c_uint64() for kind in (_USED, _RESERVED, _USED_HIGH, _RESERVED_HIGH)}
+    handles.drain()
+    kinds = _THRESHOLD, _USED, _RESERVED, _USED_HIGH, _RESERVED_HIGH
+    figures = {kind: c_uint64() for kind in kinds}
     calls: list[Call] = []
     if device in _pools:
         for kind, value in figures.items():
             calls.append(("cuMemPoolGetAttribute", _pools[device], kind, byref(value)))
     free, total = c_size_t(), c_size_t()
     driver.run(device, *calls, ("cuMemGetInfo_v2", byref(free), byref(total)))
-    memories = [watch.memory for watch in tuple(live)]
+    sizes = [m.size_bytes for m in watches if m.device == device and m.cell.value]
+    pinned = (kept.size_bytes for kept in handles.watches if kept.device == device and kept.once)
     return MemoryStats(
         device,
         used_bytes=figures[_USED].value,
@@ -186,9 +222,20 @@ def statistics(device: int) -> MemoryStats:
         reserved_high_bytes=figures[_RESERVED_HIGH].value,
         free_device_bytes=free.value,
         total_device_bytes=total.value,
-        live_arrays=sum(m.device == device and bool(m.cell.value) for m in memories),
+        live_arrays=len(sizes),
         pending_frees=sum(memory.device == device for memory in tuple(pending)),
+        release_threshold_bytes=figures[_THRESHOLD].value,
+        small_arrays=sum(size < _SMALL_BYTES for size in sizes),
+        largest_array_bytes=max(sizes, default=0),
+        # A count says what comes next in its repr alone without taking it.
+        num_allocations=int(repr(_allocations[device])[len("count(") : -1]),
+        pinned_host_bytes=sum(pinned),
     )
+
+
+def pools() -> list[MemoryStats]:
+    """The figures of every pool that there is."""
+    return [statistics(device) for device in sorted(_pools)]
 
 
 def memory_stats(device: Any = None) -> MemoryStats:
@@ -196,22 +243,59 @@ def memory_stats(device: Any = None) -> MemoryStats:
     return statistics(device_number(device))
 
 
+def reset_peak_memory_stats(device: Any = None) -> None:
+    """Let `used_high_bytes` and `reserved_high_bytes` begin again at what there is now."""
+    _set(device_number(device), {_USED_HIGH: 0, _RESERVED_HIGH: 0}, "resetting the pool's peaks")
+
+
+def set_release_threshold(threshold_bytes: int | None, device: Any = None) -> None:
+    """How much a pool may keep beyond what arrays use; what lies above goes back by itself.
+
+    threshold_bytes: bytes that the pool may have reserved, used or not, without giving back what
+        is unused. Above it the driver does so at the next synchronisation of a stream, an event or
+        the device. 0 keeps nothing, 2**63 - 1 everything, and None is the default: a 32nd of the
+        GPU's memory.
+    Allocating beyond it is never refused. Raises TensorError, CudaDriverError.
+    """
+    number, driver = device_number(device), _driver.get()
+    asked = f"setting the release threshold of device {number}'s pool"
+    if threshold_bytes is None:
+        threshold_bytes = _default_threshold(driver, number)
+    threshold_bytes = _whole("threshold_bytes", threshold_bytes)
+    if number not in _pools:
+        apart.run(_make_pool, driver, number)
+    _set(number, {_THRESHOLD: threshold_bytes}, asked)
+
+
+def _set(device: int, values: dict[int, int], asked: str) -> None:
+    driver = _driver.get()
+    if pool := _pools.get(device):
+        calls = [_setting(pool, attribute, value) for attribute, value in values.items()]
+        driver.run(device, *calls, asked=asked)
+
+
+def _whole(name: str, value: Any) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TensorError(f"{name}={value!r:.80}: a whole number of bytes") from None
+    if not 0 <= number <= MAX_BYTES:
+        raise TensorError(f"{name}={number}: expected 0 or more, below 2**63")
+    return number
+
+
 def trim(device: Any = None, *, keep_bytes: int = 0) -> None:
-    """Return memory that the pool keeps for reuse to the GPU, all but `keep_bytes`.
+    """Return memory that the pool keeps for reuse to the GPU, down to `keep_bytes` reserved.
 
     Unloads images too that nothing can launch any more (see Kernel's `keep`).
     """
     device = device_number(device)
-    try:
-        keep_bytes = operator.index(keep_bytes)
-    except TypeError:
-        raise TensorError(f"keep_bytes={keep_bytes!r:.80}: a whole number of bytes") from None
-    if not 0 <= keep_bytes <= _MAX_BYTES:
-        raise TensorError(f"keep_bytes={keep_bytes}: expected 0 or more")
+    keep_bytes = _whole("keep_bytes", keep_bytes)
     for more in trims:
         more()
     dlpack.sweep()
     drain()
+    handles.drain()
     if device in _pools:
         # The pool gives back what is free by now: most frees are on the legacy stream.
         _driver.get().run(
@@ -225,4 +309,6 @@ def trim(device: Any = None, *, keep_bytes: int = 0) -> None:
 def _reset_for_tests() -> None:
     """Forget pools and blocks of a driver that a test is done with."""
     _pools.clear()
+    _allocations.clear()
+    handles.forget()
     forget()

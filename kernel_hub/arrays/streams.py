@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import sys
-import weakref
-from collections import deque
-from contextlib import suppress
-from ctypes import byref, c_float, c_void_p
+from ctypes import byref, c_float
 from typing import TYPE_CHECKING, Any
 
 from .. import driver as _driver
 from ..errors import LaunchConfigError
-from . import interop, pool
+from . import handles, interop
+from .handles import NOT_READY, Handle
 from .pool import device_number
 
 if TYPE_CHECKING:
@@ -20,71 +16,22 @@ if TYPE_CHECKING:
 
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
-_NOT_READY = 600  # what is asked of a stream or an event that has work before it
 
 
-class _HandleWatch(weakref.ref["_Owned"]):
-    """What gives a handle back: by the finaliser, or later where Ctrl-C ended that."""
-
-    __slots__ = ("cell", "destroy", "device", "driver")
-    cell: c_void_p
-    destroy: str
-    device: int
-    driver: _driver.Driver
-
-    def release(self) -> None:
-        """Once; Ctrl-C comes before, and then nothing has happened, or after."""
-        if self not in _live or self.driver.pid != os.getpid():
-            return
-        # Another thread may have been quicker: the calls end where one gives something true.
-        calls: list[tuple[Any, ...]] = [(_live.isdisjoint, (self,)), (_live.discard, self)]
-        if self.cell.value:
-            calls.append((self.destroy, self.cell.value))
-        self.driver.within(self.device, *calls)
-
-
-_live: set[_HandleWatch] = set()
-_dead: deque[_HandleWatch] = deque()  # C code adds to it, which Ctrl-C cannot end
-
-
-def _drain() -> None:
-    """Give back what Ctrl-C held up."""
-    for watch in list(_dead):
-        watch.release()
-        with suppress(ValueError):  # another thread was there
-            _dead.remove(watch)
-
-
-pool.trims.append(_drain)
-
-
-class _Owned:
-    """A handle of the driver's, given back when the last that holds this object is gone.
+class _Ordered(Handle):
+    """A stream or an event: work comes before it.
 
     NOTE: closing gives nothing back: arrays that were allocated on a stream are freed on it, and
     hold the object for that.
     """
 
-    _create = _destroy = _query = _wait = ""
+    _query = _wait = ""
 
     def __init__(self, device: Any, flags: int) -> None:
-        self._cell = c_void_p()
         self._closed = False
-        self._device = device_number(device)
-        self._driver = _driver.get()
-        _drain()
-        self._watch = watch = _HandleWatch(self, _dead.append)
-        watch.driver, watch.device = self._driver, self._device
-        watch.cell, watch.destroy = self._cell, self._destroy
-        _live.add(watch)
+        number = device_number(device)
         kind = type(self).__name__.lower()
-        call = self._create, byref(self._cell), flags
-        self._driver.run(self._device, call, asked=f"making a {kind} on device {self._device}")
-
-    @property
-    def device(self) -> int:
-        """The GPU's number."""
-        return self._device
+        super().__init__(number, flags, asked=f"making a {kind} on device {number}")
 
     @property
     def handle(self) -> int:
@@ -97,7 +44,7 @@ class _Owned:
     def is_done(self) -> bool:
         """Whether all the work that came before is done; waits for nothing."""
         call, code = self._driver.within(self._device, (self._query, self.handle))
-        if code not in (0, _NOT_READY):
+        if code not in (0, NOT_READY):
             raise self._driver.error(call, code, f"asking about {self!r}")
         return code == 0
 
@@ -105,6 +52,7 @@ class _Owned:
         """Wait until that work is done. Raises CudaDriverError for what failed in it."""
         call = self._wait, self.handle
         self._driver.run(self._device, call, asked=f"waiting for {self!r}", relaxed=False)
+        handles.drain()
 
     def close(self) -> None:
         """Wait for the work; from then on this is refused. A second call does nothing."""
@@ -118,21 +66,12 @@ class _Owned:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        # At exit the process gives it back; a forked child has no part in it.
-        if sys is None or sys.is_finalizing() or not hasattr(self, "_watch"):
-            return
-        self._watch.release()
-
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"handle={self._cell.value or 0:#x}"
         return f"{type(self).__name__}(device={self._device}, {state})"
 
-    def __reduce__(self) -> Any:
-        raise TypeError(f"{type(self).__name__} is of this process: it cannot be pickled")
 
-
-class Stream(_Owned):
+class Stream(_Ordered):
     """A queue of work on one GPU: what is put on it runs in order, beside what is on others.
 
     device: a number, 'cuda:1', or a device of torch, CuPy or cuda.core; None is the current one.
@@ -175,7 +114,7 @@ class Stream(_Owned):
         self._driver.run(self._device, call, asked=f"making {self!r} wait", relaxed=False)
 
 
-class Event(_Owned):
+class Event(_Ordered):
     """A mark in a stream's work: done when all that came before it is.
 
     device: as for Stream, and the streams it is recorded on are of that device.
@@ -215,3 +154,4 @@ def synchronize(device: Any = None) -> None:
     number = device_number(device)
     asked = f"waiting for device {number}"
     _driver.get().run(number, ("cuCtxSynchronize",), asked=asked, relaxed=False)
+    handles.drain()

@@ -40,6 +40,7 @@ LAUNCHERS = {
     "C": "the C launcher takes the common launches",
     "Python": "the Python launcher takes every launch",
 }
+POOL_FIGURES = ("used", "reserved", "reserved_high", "release_threshold", "pinned_host")
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ class Report:
     cache: dict[str, str] = field(default_factory=dict)
     torch: dict[str, Any] | None = None
     loaded: list[dict[str, Any]] = field(default_factory=list)
+    pools: list[dict[str, Any]] = field(default_factory=list)
     missing_calls: dict[str, tuple[str, str]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -96,7 +98,20 @@ def examine() -> Report:
     # Of this process: from the command line nothing is loaded, within a program it says what is.
     if library := sys.modules.get("kernel_hub.launch.libraries"):
         report.loaded = [image._asdict() for image in library.loaded_images()]
+    _examine_pools(report)
     return report
+
+
+def _examine_pools(report: Report) -> None:
+    pool = sys.modules.get("kernel_hub.arrays.pool")
+    try:
+        found = pool.pools() if pool else []
+    except KernelHubError as error:
+        report.problems.append(str(error))
+        return
+    for stats in found:
+        figures = {"unused_bytes": stats.unused_bytes, "fragmentation": stats.fragmentation}
+        report.pools.append({**stats._asdict(), **figures})
 
 
 def _examine_cache(report: Report) -> None:
@@ -265,6 +280,16 @@ def _print(report: Report) -> None:
             ["loaded image", "bytes", "kernels", "why"],
             [tuple(image.values()) for image in report.loaded],
             right=["bytes", "kernels"],
+        )
+    if report.pools:
+        figures = [f"{name}_bytes" for name in POOL_FIGURES]
+        console.table(
+            ["memory pool", "arrays", *figures],
+            [
+                (f"GPU {pool['device']}", pool["live_arrays"], *(f"{pool[f]:,}" for f in figures))
+                for pool in report.pools
+            ],
+            right=["arrays", *figures],
         )
     for name, (since, lost) in report.missing_calls.items():
         console.note(f"note: the driver has no {name} (CUDA {since}): {lost}")

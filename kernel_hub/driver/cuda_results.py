@@ -5,7 +5,7 @@ from __future__ import annotations
 # CUresult -> (name, what it means for somebody launching kernels, and what to do).
 RESULTS: dict[int, tuple[str, str]] = {
     1: ("CUDA_ERROR_INVALID_VALUE", "an argument is outside what the driver takes"),
-    2: ("CUDA_ERROR_OUT_OF_MEMORY", "device memory is exhausted"),
+    2: ("CUDA_ERROR_OUT_OF_MEMORY", "memory is exhausted"),
     3: ("CUDA_ERROR_NOT_INITIALIZED", "the driver is not initialised in this process"),
     4: ("CUDA_ERROR_DEINITIALIZED", "the driver is shutting down with the process"),
     34: (

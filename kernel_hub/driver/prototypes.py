@@ -54,6 +54,8 @@ REQUIRED = {
     "cuEventSynchronize": "p",
     "cuEventElapsedTime": "ppp",
     "cuEventDestroy_v2": "p",
+    "cuMemHostAlloc": "pzu",
+    "cuMemFreeHost": "p",
     "cuMemGetInfo_v2": "pp",
     "cuMemPoolCreate": "pp",
     "cuMemPoolDestroy": "p",

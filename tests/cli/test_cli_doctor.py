@@ -12,7 +12,7 @@ import pytest
 from cli_run import Run
 from fakecuda import FakeCuda
 
-from kernel_hub import Kernel, driver
+from kernel_hub import DeviceArray, Kernel, driver, empty_pinned
 from kernel_hub.cli import doctor
 from kernel_hub.driver import prototypes
 from kernel_hub.errors import CubinNotFoundError
@@ -176,3 +176,20 @@ def test_why_the_c_launcher_is_not_used(
 ) -> None:
     monkeypatch.setenv(c_launcher.VARIABLE, "0")
     assert "note: the C launcher is not used: KERNEL_HUB_NATIVE=0" in kernel_hub_cli("doctor").out
+
+
+def test_memory_pools(make_fakecuda: Make, kernel_hub_cli: Run) -> None:
+    fake = make_fakecuda(devices=2)
+    assert doctor.examine().pools == []
+    kept = DeviceArray.zeros(1000, device=1)
+    pinned = empty_pinned(250, device=1)
+    ran = kernel_hub_cli("doctor", "--json")
+    (found,) = json.loads(ran.out)["pools"]
+    assert (found["device"], found["live_arrays"], found["pinned_host_bytes"]) == (1, 1, 1000)
+    assert found["unused_bytes"] == found["reserved_bytes"] - found["used_bytes"]
+    out = kernel_hub_cli("doctor").out
+    assert "memory pool" in out and f"{found['reserved_bytes']:,}" in out
+    fake.fail("cuMemPoolGetAttribute", 700)
+    ran = kernel_hub_cli("doctor")
+    assert ran.code == 1 and "CUDA_ERROR_ILLEGAL_ADDRESS" in ran.out
+    del kept, pinned

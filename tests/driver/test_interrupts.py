@@ -18,8 +18,17 @@ from fakecuda import FakeCuda
 from fakecuda.helpers import BLOCK, GRID, PROBE_CUBIN, make_stream
 from lots import Lots
 
-from kernel_hub import DeviceArray, Event, Kernel, Stream, driver, loaded_images, memory_stats
-from kernel_hub.arrays.device_array import trim
+from kernel_hub import (
+    DeviceArray,
+    Event,
+    Kernel,
+    Stream,
+    driver,
+    empty_pinned,
+    loaded_images,
+    memory_stats,
+    trim,
+)
 from kernel_hub.driver import apart
 
 pytestmark = [
@@ -157,6 +166,25 @@ def test_streams_and_events(
     interrupt(fake, interrupted, lots, work, 1500, (2e-6, 4e-4), 200)
     trim()
     assert (fake.live("streams"), fake.live("events")) == (1, 0), lots
+
+
+@pytest.mark.parametrize("turn", range(3))
+def test_page_locked_memory(fakecuda: FakeCuda, interrupted: Interrupted, turn: int) -> None:
+    lots = Lots("interrupted page-locked memory", turn)
+    array = DeviceArray.zeros(64)
+
+    def work() -> None:
+        for _ in range(lots.randrange(1, 4)):
+            host = empty_pinned(64)
+            host[:] = 1
+            array.copy_from(host, non_blocking=True)
+            del host
+            assert array.copy_to(empty_pinned(64), non_blocking=True)[-1] == 1
+
+    interrupt(fakecuda, interrupted, lots, work, 1000, (2e-6, 8e-4), 100)
+    trim()
+    assert (fakecuda.live_host_allocations, fakecuda.live("events")) == (0, 0), lots
+    assert memory_stats().pinned_host_bytes == 0, lots
 
 
 @pytest.mark.parametrize("turn", range(3))

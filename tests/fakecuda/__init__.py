@@ -112,6 +112,7 @@ class FakeCuda:
             "launch_count",
             "recorded",
             "live_allocations",
+            "live_host_allocations",
             "all_calls",
             "calls",
             "live",
@@ -264,6 +265,11 @@ class FakeCuda:
     def live_allocations(self) -> int:
         """Device allocations not freed."""
         return int(self._lib.fakecuda_live_allocations())
+
+    @property
+    def live_host_allocations(self) -> int:
+        """Page-locked host allocations not freed."""
+        return int(self._lib.fakecuda_live_host_allocations())
 
     def live(self, kind: str) -> int:
         """Live 'contexts', 'streams', 'events', 'pools' or 'libraries'."""

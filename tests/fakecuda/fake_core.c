@@ -268,7 +268,9 @@ EXPORT CUresult cuCtxGetDevice(int* out) {
 EXPORT CUresult cuCtxSynchronize(void) {
     ENTER_WORK("cuCtxSynchronize");
     if (!fake_current()) LEAVE(INVALID_CONTEXT);
-    LEAVE(fake_unsafe(1));
+    CUresult code = fake_unsafe(1);
+    if (!code) fake_release_pools();
+    LEAVE(code);
 }
 
 EXPORT CUresult cuThreadExchangeStreamCaptureMode(int* mode) {

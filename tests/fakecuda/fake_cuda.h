@@ -49,9 +49,10 @@ typedef struct {
 typedef struct {
     int kind, device;
 } Event;
-typedef struct {
+typedef struct Pool {
     int kind, device;
     uint64_t threshold, reserved, reserved_high, used, used_high;
+    struct Pool* next;
 } Pool;
 typedef struct Library {
     int kind;
@@ -116,6 +117,7 @@ int fake_kind(const void* handle);
 // The device whose work `stream` takes (0, 1, 2 are the default streams), or a code below zero.
 CUresult fake_stream_device(void* stream, int* device);
 int fake_stream_captures(void* stream);
+void fake_release_pools(void);  // what a synchronisation does for them
 void fake_log(const char* line);
 void fake_free_launches(void);
 int fake_is_elf(const Library* lib);

@@ -10,6 +10,7 @@ Allocation* fake_allocations;
 long fake_live_allocations;
 uint64_t fake_live_bytes;
 static void* last_free_stream;
+static Pool* pools;
 static const uint64_t kChunk = 32ull << 20;  // pools grow by this much
 
 typedef struct {
@@ -36,6 +37,8 @@ EXPORT CUresult cuMemPoolCreate(void** out, const PoolProps* props) {
     Pool* pool = calloc(1, sizeof *pool);
     pool->kind = KIND_POOL;
     pool->device = props->device;
+    pool->next = pools;
+    pools = pool;
     ++fake_live[KIND_POOL - KIND_CONTEXT];
     *out = pool;
     LEAVE(OK);
@@ -54,6 +57,14 @@ static void release(Pool* pool, uint64_t keep) {
     if (needed >= pool->reserved) return;
     fake_devices[pool->device].used_memory -= pool->reserved - needed;
     pool->reserved = needed;
+}
+// "When more than the release threshold bytes of memory are held by the memory pool, the allocator
+// will try to release memory back to the OS on the next call to stream, event or context
+// synchronize."
+void fake_release_pools(void) {
+    for (Pool* pool = pools; pool; pool = pool->next)
+        if (pool->kind == KIND_POOL && pool->threshold < pool->reserved)
+            release(pool, pool->threshold);
 }
 EXPORT CUresult cuMemPoolTrimTo(Pool* pool, size_t keep) {
     ENTER_WORK("cuMemPoolTrimTo");
@@ -150,8 +161,6 @@ EXPORT CUresult cuMemFreeAsync(char* address, void* stream) {
         if (found->device != device) LEAVE(INVALID_VALUE);
         *link = found->next;
         found->pool->used -= found->size;
-        if (found->pool->threshold < found->pool->reserved)
-            release(found->pool, found->pool->threshold);
         --fake_live_allocations;
         fake_live_bytes -= found->size;
         if (found->size < kChunk) memset(address, 0xDD, found->size);
@@ -163,8 +172,39 @@ EXPORT CUresult cuMemFreeAsync(char* address, void* stream) {
     LEAVE(INVALID_VALUE);
 }
 
-static Allocation* find(const char* address, size_t bytes) {
-    for (Allocation* a = fake_allocations; a; a = a->next)
+// ---- page-locked host memory ----
+static Allocation* host_allocations;
+
+EXPORT CUresult cuMemHostAlloc(void** out, size_t bytes, unsigned flags) {
+    ENTER_WORK("cuMemHostAlloc");
+    if (!fake_current()) LEAVE(INVALID_CONTEXT);
+    if (fake_unsafe(0)) LEAVE(CAPTURE_UNSUPPORTED);
+    if (!bytes || flags > 7) LEAVE(INVALID_VALUE);
+    void* address;
+    if (bytes >> 46 || posix_memalign(&address, 4096, bytes)) LEAVE(OUT_OF_MEMORY);
+    Allocation* made = calloc(1, sizeof *made);
+    *made = (Allocation){address, bytes, fake_current()->device, NULL, host_allocations};
+    host_allocations = made;
+    *out = address;
+    LEAVE(OK);
+}
+EXPORT CUresult cuMemFreeHost(char* address) {
+    ENTER_WORK("cuMemFreeHost");
+    if (!fake_current()) LEAVE(INVALID_CONTEXT);
+    if (fake_unsafe(1)) LEAVE(CAPTURE_UNSUPPORTED);  // it waits for the GPU
+    for (Allocation** link = &host_allocations; *link; link = &(*link)->next) {
+        Allocation* found = *link;
+        if (found->address != address) continue;
+        *link = found->next;
+        free(address);
+        free(found);
+        LEAVE(OK);
+    }
+    LEAVE(INVALID_VALUE);
+}
+
+static Allocation* find(Allocation* among, const char* address, size_t bytes) {
+    for (Allocation* a = among; a; a = a->next)
         if (address >= a->address && address + bytes <= a->address + a->size) return a;
     return NULL;
 }
@@ -205,12 +245,13 @@ EXPORT CUresult cuMemsetD8Async(char* to, unsigned char value, size_t bytes, voi
 }
 EXPORT CUresult cuPointerGetAttribute(void* out, int attribute, char* address) {
     ENTER_WORK("cuPointerGetAttribute");
-    Allocation* found = find(address, 1);
+    Allocation* host = find(host_allocations, address, 1);
+    Allocation* found = host ? host : find(fake_allocations, address, 1);
     if (!found) LEAVE(INVALID_VALUE);
     if (attribute == 1)
         *(void**)out = &fake_devices[found->device].context;
     else if (attribute == 2)
-        *(unsigned*)out = 2;
+        *(unsigned*)out = host ? 1 : 2;
     else if (attribute == 9)
         *(int*)out = found->device;
     else
@@ -253,6 +294,11 @@ EXPORT CUresult cuTensorMapEncodeTiled(void* map, int dtype, unsigned rank, void
 
 EXPORT long fakecuda_live_allocations(void) {
     return fake_live_allocations;
+}
+EXPORT long fakecuda_live_host_allocations(void) {
+    long count = 0;
+    for (Allocation* a = host_allocations; a; a = a->next) ++count;
+    return count;
 }
 EXPORT void* fakecuda_last_free_stream(void) {
     return last_free_stream;

@@ -34,7 +34,9 @@ EXPORT CUresult cuStreamSynchronize(void* stream) {
     CUresult code = fake_stream_device(stream, &device);
     if (!code && fake_stream_captures(stream)) code = CAPTURE_UNSUPPORTED;
     if (!code && (uintptr_t)stream <= 1 && fake_blocking_captures) code = CAPTURE_IMPLICIT;
-    LEAVE(code ? code : fake_unsafe(0));
+    if (!code) code = fake_unsafe(0);
+    if (!code) fake_release_pools();
+    LEAVE(code);
 }
 EXPORT CUresult cuStreamQuery(void* stream) {
     ENTER_WORK("cuStreamQuery");
@@ -89,6 +91,7 @@ EXPORT CUresult cuEventQuery(void* event) {
 }
 EXPORT CUresult cuEventSynchronize(void* event) {
     ENTER_WORK("cuEventSynchronize");
+    if (fake_kind(event) == KIND_EVENT) fake_release_pools();
     LEAVE(fake_kind(event) == KIND_EVENT ? OK : INVALID_HANDLE);
 }
 EXPORT CUresult cuEventElapsedTime(float* out, void* start, void* end) {

@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,19 @@ import numpy as np
 import pytest
 from in_threads import in_threads
 
-from kernel_hub import driver
-from kernel_hub.arrays import block, dtypes
-from kernel_hub.arrays.device_array import DeviceArray, memory_stats, trim
+from kernel_hub import (
+    DeviceArray,
+    Event,
+    Stream,
+    driver,
+    empty_pinned,
+    memory_stats,
+    reset_peak_memory_stats,
+    set_release_threshold,
+    synchronize,
+    trim,
+)
+from kernel_hub.arrays import block, dtypes, handles
 from kernel_hub.errors import CudaDriverError, DeviceOutOfMemoryError, TensorError
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -86,6 +97,111 @@ def test_threads() -> None:
             np.testing.assert_array_equal(DeviceArray.from_numpy(host).to_numpy(), host)
 
     in_threads(*[partial(work, seed) for seed in range(8)])
+
+
+# ---- what the pool keeps ----
+
+
+@pytest.fixture
+def threshold() -> Iterator[Callable[[int | None], None]]:
+    """Sets it on an empty pool; the default comes back."""
+    gc.collect()
+    synchronize()
+    trim()
+    yield set_release_threshold
+    set_release_threshold(None)
+
+
+def test_what_lies_above_the_threshold_goes_back(threshold: Callable[[int | None], None]) -> None:
+    stream = Stream()
+    for wait in (synchronize, stream.synchronize, Event().synchronize):
+        for kept in (2**63 - 1, 0):
+            threshold(kept)
+            assert memory_stats().release_threshold_bytes == kept
+            DeviceArray.empty(256 << 20, "uint8", stream=stream).free()
+            stream.synchronize()
+            wait()
+            assert (memory_stats().unused_bytes >= 256 << 20) == (kept > 0), wait
+    threshold(None)
+    stats = memory_stats()
+    assert stats.release_threshold_bytes == stats.total_device_bytes // 32
+
+
+def test_the_pools_figures() -> None:
+    gc.collect()
+    before = memory_stats()
+    small, large = DeviceArray.empty(100), DeviceArray.empty(64 << 20, "uint8")
+    stats = memory_stats()
+    assert stats.live_arrays - before.live_arrays == 2
+    assert stats.small_arrays - before.small_arrays == 1
+    assert stats.num_allocations - before.num_allocations == 2
+    assert stats.largest_array_bytes >= large.size_bytes
+    assert stats.used_bytes - before.used_bytes >= large.size_bytes + small.size_bytes
+    assert 0 <= stats.fragmentation < 1
+    large.free()
+    synchronize()
+    reset_peak_memory_stats()
+    assert memory_stats().used_high_bytes == memory_stats().used_bytes
+
+
+# ---- page-locked host memory ----
+
+
+def test_copies_that_nobody_waits_for() -> None:
+    gc.collect()
+    synchronize()
+    before = memory_stats().pinned_host_bytes
+    stream = Stream()
+    host, back = empty_pinned(64 << 20, "int32"), empty_pinned(64 << 20, "int32")
+    host[:], back[:] = np.arange(64 << 20), 0
+    array = DeviceArray.empty(64 << 20, "int32", stream=stream)
+    stream.synchronize()
+    array.copy_from(host, stream=stream, non_blocking=True)
+    array.copy_to(back, stream=stream, non_blocking=True)
+    assert not stream.is_done, "256 MiB each way in the time of two calls"
+    del host
+    assert memory_stats().pinned_host_bytes - before == 512 << 20
+    stream.synchronize()
+    gc.collect()
+    assert memory_stats().pinned_host_bytes - before == 256 << 20
+    np.testing.assert_array_equal(back, np.arange(64 << 20))
+    pageable = np.empty_like(back)
+    array.copy_to(pageable, stream=stream, non_blocking=True)
+    assert stream.is_done
+    np.testing.assert_array_equal(pageable, back)
+    del back
+    gc.collect()
+    assert memory_stats().pinned_host_bytes == before
+
+
+def test_memory_that_torch_page_locked(torch: Any) -> None:
+    assert torch.from_numpy(empty_pinned(100)).is_pinned()
+    host = torch.arange(1 << 20, dtype=torch.float32).pin_memory().numpy()
+    stream = torch.cuda.Stream()
+    array = DeviceArray.from_numpy(host, stream=stream, non_blocking=True)
+    assert [len(copies) for copies in handles._copying.values() if copies] == [1]
+    expected = host.copy()
+    del host
+    np.testing.assert_array_equal(array.to_numpy(stream), expected)
+    synchronize()
+    assert not any(handles._copying.values())
+
+
+def test_page_locked_memory_beside_a_capture(torch: Any) -> None:
+    held, stream = empty_pinned(1000), Stream()
+    array = DeviceArray.zeros(1000, stream=stream)
+    before = memory_stats().pinned_host_bytes
+    graph, tensor = torch.cuda.CUDAGraph(), torch.zeros(8, device="cuda")
+    with torch.cuda.graph(graph):
+        tensor.add_(1)
+        del held  # would wait for the device
+        array.copy_from(empty_pinned(1000), stream=stream, non_blocking=True)
+        inside = memory_stats().pinned_host_bytes
+    graph.replay()
+    assert tensor.tolist() == [1] * 8
+    assert inside >= before
+    synchronize()
+    assert memory_stats().pinned_host_bytes == before - 4000
 
 
 # ---- torch ----

@@ -29,6 +29,16 @@ RUNTIME = {
     "kernel": ("Kernels and launches", ["Kernel", "KernelFunction", "BoundLaunch"]),
     "registry": ("The registry", ["registry"]),
     "arrays": ("Memory without torch, tensor maps", ["DeviceArray", "TensorMap"]),
+    "memory": (
+        "The memory pool, page-locked memory",
+        [
+            "memory_stats",
+            "set_release_threshold",
+            "reset_peak_memory_stats",
+            "trim",
+            "empty_pinned",
+        ],
+    ),
     "errors": ("Errors", ["errors"]),
 }
 
