@@ -23,6 +23,10 @@ _DISTRIBUTIONS = {
     "jsonschema": '"cyclonedx-python-lib[json-validation]"',
 }
 _importorskip = pytest.importorskip
+# For tests that read the card's free memory.
+alone = pytest.mark.skipif(
+    "PYTEST_XDIST_WORKER" in os.environ, reason="what other workers take counts too: run without -n"
+)
 
 
 def is_there(modname: str) -> bool:

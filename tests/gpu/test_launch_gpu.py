@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from in_threads import in_threads
+from skips import alone
 
 from kernel_hub import DeviceArray, Kernel, memory_stats
 from kernel_hub.errors import (
@@ -310,6 +311,7 @@ def test_probe_loads_in_a_child_first(cubin: Path) -> None:
         Kernel(cubin.read_bytes()[:-64], probe=True)
 
 
+@alone
 def test_load_and_unload_do_not_grow(cubin: Path) -> None:
     kernel = Kernel(cubin, ["add_table"])
     out = torch.zeros(4, device="cuda")

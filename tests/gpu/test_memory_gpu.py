@@ -175,6 +175,7 @@ def test_copies_that_nobody_waits_for() -> None:
 
 
 def test_memory_that_torch_page_locked(torch: Any) -> None:
+    torch.cuda.init()  # before it torch calls nothing page-locked
     assert torch.from_numpy(empty_pinned(100)).is_pinned()
     host = torch.arange(1 << 20, dtype=torch.float32).pin_memory().numpy()
     stream = torch.cuda.Stream()

@@ -9,6 +9,7 @@ from ctypes import byref, c_size_t, c_void_p
 from typing import Any
 
 import pytest
+from skips import alone
 
 from kernel_hub import DeviceArray, Kernel, driver, loaded_images
 from kernel_hub.arrays.device_array import trim
@@ -151,6 +152,7 @@ def test_sweeping_does_not_end_a_capture_elsewhere(mode: str) -> None:
     trim()
 
 
+@alone
 def test_device_memory_after_five_hundred_kernels(out: DeviceArray) -> None:
     def free_bytes() -> int:
         free, total = c_size_t(), c_size_t()

@@ -233,7 +233,7 @@ def unpacked(case: Case, inputs: Inputs) -> list[torch.Tensor]:
 @contextlib.contextmanager
 def guarded_results() -> Iterator[None]:
     """What the op allocates for lse and gradients is poisoned, in guard bands, and watched."""
-    new_lse, new_like = eager.new_lse, eager.new_like
+    new_lse, lse_like, new_like = eager.new_lse, eager._lse_like, eager.new_like
     made: list[Guarded] = []
 
     def watch(x: torch.Tensor) -> torch.Tensor:
@@ -241,11 +241,12 @@ def guarded_results() -> Iterator[None]:
         return made[-1].tensor
 
     eager.new_lse = lambda q: watch(new_lse(q))
+    eager._lse_like = lambda x: watch(lse_like(x))
     eager.new_like = lambda x: watch(new_like(x))
     try:
         yield
     finally:
-        eager.new_lse, eager.new_like = new_lse, new_like
+        eager.new_lse, eager._lse_like, eager.new_like = new_lse, lse_like, new_like
     for each in made:
         each.check("lse or a gradient")
 

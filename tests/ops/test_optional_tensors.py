@@ -91,14 +91,14 @@ def check_alike(found: torch.Tensor, wanted: torch.Tensor) -> None:
 
 
 def check_op(op: str, device: str) -> None:
-    with drawn(device, op, 1) as (_, arena):
-        for given, wanted in expected(op):
+    for lot, (given, wanted) in enumerate(expected(op), 1):
+        with drawn(device, op, lot) as (_, arena):
             found = run(op, given, arena)
-            left_out = [name for name in OPS[op] if given[name] is None]
-            print(f"{op} without {left_out}: {'refused' if wanted is None else 'runs'}")
-            assert (found is None) == (wanted is None)
-            for one, other in zip(found or (), wanted or (), strict=True):
-                check_alike(one, other)
+        left_out = [name for name in OPS[op] if given[name] is None]
+        print(f"{op} without {left_out}: {'refused' if wanted is None else 'runs'}")
+        assert (found is None) == (wanted is None)
+        for one, other in zip(found or (), wanted or (), strict=True):
+            check_alike(one, other)
 
 
 def test_every_registered_op_is_called() -> None:

@@ -41,7 +41,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     if not has_wgmma(torch.cuda.get_device_capability()):
         pytest.skip("not compute capability 9.0")
     monkeypatch.setattr(SM90, "_LEAST_WIDE_PAIRS", 0)
-    yield taken(monkeypatch, SM90, lambda plan, problem, given: int(problem.q.shape[-1]))
+    yield taken(monkeypatch, SM90, lambda plan, problem, *given: int(problem.q.shape[-1]))
 
 
 @pytest.mark.gpu
