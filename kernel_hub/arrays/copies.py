@@ -109,7 +109,8 @@ def with_host(
     calls: list[Call]
     if non_blocking and _is_pinned(host, array.device):
         calls = array._block.recording(handle)
-        calls += handles.holding(host, Event(array.device), handle, copy)
+        event = handles.spare_event(array.device) or Event(array.device)
+        calls += handles.holding(host, event, handle, copy)
     else:
         # Pageable memory is waited for: where the GPU reads it itself, the copy may outlive the
         # call.

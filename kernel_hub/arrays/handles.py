@@ -99,6 +99,16 @@ class Handle:
 
 # By device and stream, oldest first: the mark behind a copy, and the host array that it works on.
 _copying: defaultdict[tuple[int, int], deque[tuple[Handle, Any]]] = defaultdict(deque)
+_spare: defaultdict[int, list[Handle]] = defaultdict(list)  # marks of copies that are done
+
+
+def spare_event(device: int) -> Handle | None:
+    """An event whose copy is done, for another one."""
+    drain()
+    try:
+        return _spare[device].pop()
+    except IndexError:
+        return None
 
 
 def holding(host: Any, event: Handle, stream: int, copy: Call) -> list[Call]:
@@ -118,10 +128,12 @@ def drain() -> None:
                 break
             with suppress(ValueError):  # another thread was there
                 copies.remove(copy)
+                _spare[event.device].append(event)
     watches.drain()
 
 
 def forget() -> None:
     """Forget the handles of a driver that a test is done with."""
     _copying.clear()
+    _spare.clear()
     watches.clear()

@@ -183,7 +183,8 @@ def test_page_locked_memory(fakecuda: FakeCuda, interrupted: Interrupted, turn: 
 
     interrupt(fakecuda, interrupted, lots, work, 1000, (2e-6, 8e-4), 100)
     trim()
-    assert (fakecuda.live_host_allocations, fakecuda.live("events")) == (0, 0), lots
+    assert fakecuda.live_host_allocations == 0, lots
+    assert fakecuda.live("events") <= 2, lots  # they are used again
     assert memory_stats().pinned_host_bytes == 0, lots
 
 

@@ -43,3 +43,30 @@ def run_child(fake: FakeCuda, code: str) -> subprocess.CompletedProcess[str]:
         timeout=60,
         check=False,
     )
+
+
+def check_fork(fake: FakeCuda, make: str, uses: str, after: str) -> None:
+    """What `make` made: each of `uses` says in a forked child what is wrong, its death there is
+    quiet, and `after` goes on in the parent."""
+    done = run_child(
+        fake,
+        "import os, sys, warnings\n"
+        "from kernel_hub import DeviceArray, empty_pinned, memory_stats\n"
+        f"{make}\n"
+        "warnings.simplefilter('ignore')\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        f"    for use in ({uses}):\n"
+        "        try:\n"
+        "            use()\n"
+        "        except RuntimeError as error:\n"
+        "            assert 'forked' in str(error) and 'spawn' in str(error), error\n"
+        "        else:\n"
+        "            print('no error')\n"
+        "    del use, array\n"
+        "    sys.exit(7)\n"
+        "_, status = os.waitpid(child, 0)\n"
+        "assert os.waitstatus_to_exitcode(status) == 7, status\n"
+        f"{after}\n",
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

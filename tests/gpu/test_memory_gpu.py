@@ -17,7 +17,6 @@ from in_threads import in_threads
 
 from kernel_hub import (
     DeviceArray,
-    Event,
     Stream,
     driver,
     empty_pinned,
@@ -112,14 +111,17 @@ def threshold() -> Iterator[Callable[[int | None], None]]:
     set_release_threshold(None)
 
 
-def test_what_lies_above_the_threshold_goes_back(threshold: Callable[[int | None], None]) -> None:
+def test_what_lies_above_the_threshold_goes_back(
+    torch: Any, threshold: Callable[[int | None], None]
+) -> None:
     stream = Stream()
-    for wait in (synchronize, stream.synchronize, Event().synchronize):
+    ways = (synchronize, stream.synchronize, lambda: stream.record().synchronize())
+    for wait in (*ways, torch.cuda.synchronize):
         for kept in (2**63 - 1, 0):
             threshold(kept)
             assert memory_stats().release_threshold_bytes == kept
             DeviceArray.empty(256 << 20, "uint8", stream=stream).free()
-            stream.synchronize()
+            assert memory_stats().unused_bytes >= 256 << 20, "not before"
             wait()
             assert (memory_stats().unused_bytes >= 256 << 20) == (kept > 0), wait
     threshold(None)
