@@ -25,6 +25,7 @@ with contextlib.suppress(ImportError):
 import pytest
 import skips
 from fakecuda import CompilerMissingError, FakeCuda
+from gpu_memory import give_back
 
 from kernel_hub import Kernel, KernelFunction, driver
 from kernel_hub.arrays import interop
@@ -144,6 +145,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
     torch = sys.modules.get("torch")
     if item.get_closest_marker("gpu") and torch is not None and torch.cuda.is_initialized():
         torch.cuda.synchronize()
+        give_back(torch.cuda)
 
 
 def _forget_runtime() -> None:

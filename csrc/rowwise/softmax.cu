@@ -14,8 +14,8 @@
 //            aligned
 //   scalar   any size, any alignment: the same, one element an access
 // `out` may be `x`, `dx` may be `dout` or `out`: each element is read, then written, by one thread.
-// Shared memory: a float a warp and sum; for `vec` it is dynamic, with 16 bytes more that the
-// blocks of a cluster read.
+// Shared memory: three floats a warp; for `vec` it is dynamic, with 16 bytes more that the blocks of
+// a cluster read.
 // Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
 
 #include "kernel_hub/launch_facts.cuh"

@@ -124,16 +124,23 @@ def copy_bandwidth(gigabytes: float = 2.0, repeats: int = 15) -> float:
     return 2 * source.nbytes / statistics.median(times) / 1e9
 
 
-def matrix_rate(timer: GraphTimer, dtype: torch.dtype, size: int = 8192) -> float:
-    """TFLOP/s of torch's own product of two square matrices of random numbers (cuBLAS).
+MATRIX_SIZE = 8192
 
-    Timed by `timer` as an op is, under the clocks that so long a load leaves: a product on zeros,
-    or a single one after idleness, is faster than any op can be.
+
+def matrix_products(dtype: torch.dtype, count: int) -> list[Launch]:
+    """Torch's own product of two square matrices of random numbers (cuBLAS), to be timed."""
+    shape = MATRIX_SIZE, MATRIX_SIZE
+    pairs = [[torch.randn(shape, device="cuda").to(dtype) for _ in range(2)] for _ in range(2)]
+    return [partial(torch.nn.functional.linear, *pairs[i % 2]) for i in range(count)]
+
+
+def matrix_rate(samples: Sequence[float]) -> float:
+    """TFLOP/s, from the times of `matrix_products`.
+
+    Timed as an op is, under the clocks that so long a load leaves: a product on zeros, or a single
+    one after idleness, is faster than any op can be.
     """
-    pairs = [[torch.randn(size, size, device="cuda").to(dtype) for _ in range(2)] for _ in range(2)]
-    launches = [partial(torch.nn.functional.linear, a, b) for a, b in pairs]
-    samples = timer.measure({"matmul": launches}, 3 * pairs[0][0].nbytes)["matmul"]
-    return 2 * size**3 / statistics.median(samples) / 1e6
+    return 2 * MATRIX_SIZE**3 / statistics.median(samples) / 1e6
 
 
 def replays(

@@ -145,11 +145,13 @@ def _one_sequence(
     right: int, softcap: float, slopes: torch.Tensor | None, sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(out (seqlen_q, num_heads, head_dim), lse (num_heads, seqlen_q)), in the dtype of q."""
-    seqlen_q, seqlen_k = q.shape[0], k.shape[0]
+    (seqlen_q, num_heads, head_dim), (seqlen_k, num_kv_heads, _) = q.shape, k.shape
     kind = torch.promote_types(q.dtype, torch.float32)
-    keys = k.repeat_interleave(group, 1).permute(1, 2, 0)
-    values = v.repeat_interleave(group, 1).transpose(0, 1)
-    scores = (q * scale).transpose(0, 1) @ keys  # (num_heads, seqlen_q, seqlen_k)
+    # The heads that share keys in one product: a copy of them for each head would be gigabytes.
+    shared = (num_kv_heads, group * seqlen_q)
+    values = v.transpose(0, 1)
+    scores = (q * scale).transpose(0, 1).reshape(*shared, head_dim) @ k.permute(1, 2, 0)
+    scores = scores.view(num_heads, seqlen_q, seqlen_k)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     # The key that stands at the place of query i: the last query stands at the last key.
@@ -168,7 +170,7 @@ def _one_sequence(
         scores = torch.cat((scores, column), -1)
         values = torch.nn.functional.pad(values, (0, 0, 0, 1))
     elif seqlen_k == 0:
-        lse = q.new_full((q.shape[1], seqlen_q), -math.inf, dtype=kind)
+        lse = q.new_full((num_heads, seqlen_q), -math.inf, dtype=kind)
         return (q * 0.0).nan_to_num(0.0), lse
     highest = scores.detach().amax(-1, keepdim=True)
     highest = highest.masked_fill(highest == -math.inf, 0.0)
@@ -176,6 +178,7 @@ def _one_sequence(
     total = weights.sum(-1, keepdim=True)
     nothing = total == 0
     safe = total.masked_fill(nothing, 1.0)
-    out = (weights / safe) @ values
+    out = (weights / safe).view(*shared, weights.shape[-1]) @ values
+    out = out.view(num_heads, seqlen_q, head_dim)
     lse = (highest.to(kind) + torch.log(safe.to(kind))).masked_fill(nothing, -math.inf)
     return out.transpose(0, 1), lse.squeeze(-1)

@@ -297,6 +297,27 @@ def test_compute_bound_cases_say_their_operations(torch: Any) -> None:
     assert by_matrix == {"linear + residual", "swiglu_linear", "flash_attention, causal"}
 
 
+def test_the_roofs_are_measured_beside_the_op(torch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card that others slowed while its rates were measured first makes no op too quick."""
+    from kernel_hub.measure import demo as cases
+
+    class Timer:
+        """Both take what they would alone, as others have gone."""
+
+        def measure(self, contenders: dict[str, Any], bytes_a_launch: int) -> dict[str, Any]:
+            assert len({len(launches) for launches in contenders.values()}) == 1
+            return {name: [us[name]] * 3 for name in contenders}
+
+    monkeypatch.setattr(cases, "matrix_products", lambda dtype, count: [None] * count)
+    monkeypatch.setattr(cases, "num_sets", lambda num_bytes: 2)
+    monkeypatch.setattr(cases, "_copied", lambda: 4.0)
+    case = next(c for c in cases.cases("cpu", 16) if c.op.startswith("linear"))
+    us = {"matmul": 2 * cases.MATRIX_SIZE**3 / 800e6, case.op: case.num_flops / 600e6}
+    found = cases.measured(case, Timer(), Roofs(1.0, {"fp16": 300.0}))
+    assert found.share_of_matrix == pytest.approx(0.75)
+    assert found.share_of_copy == pytest.approx(case.num_bytes / us[case.op] / 4e6)
+
+
 def test_the_resolver_table_names_the_right_cubins() -> None:
     for name, *archs in demo.resolver_rows():
         assert archs[-1] == "-"

@@ -67,6 +67,14 @@ __device__ __forceinline__ float largest_among(float largest, const float (&s)[k
     return largest;
 }
 
+template <typename T>
+__device__ __forceinline__ float quotient(float a, float b) {
+    if constexpr (std::is_same_v<T, float>) {
+        return a / b;
+    }
+    return __fdividef(a, b);
+}
+
 // What numbers are set off from, so that a part of -inf alone gives no nan.
 __device__ __forceinline__ float base_of(float largest) {
     return largest == -INFINITY ? 0.0f : largest;
@@ -90,7 +98,7 @@ __device__ __forceinline__ void softmax_vecs(const SoftmaxParams<T>& p) {
         }
     }
     float s[kVecs][kWidth];
-    Found own{-INFINITY, 0.0f};
+    Found<T> own;
 #pragma unroll
     for (int i = 0; i < kVecs; ++i) {
         const int vec_idx = share.first + i * share.step;
@@ -101,27 +109,29 @@ __device__ __forceinline__ void softmax_vecs(const SoftmaxParams<T>& p) {
     }
 
     // Maximum and sum of this block's part.
-    own.largest = row_max(own.largest, shared.slots[0]);
+    own.largest = row_max(own.largest, shared.largest_slots);
     const float base = base_of(own.largest);
 #pragma unroll
     for (int i = 0; i < kVecs; ++i) {
         if (share.first + i * share.step < share.end) {
 #pragma unroll
             for (int j = 0; j < kWidth; ++j) {
-                const float distance = s[i][j] - base, power = power_of(distance);
-                own.sum += power;
+                const float distance = s[i][j] - base, power = power_of<T>(distance);
+                own.sum.add(power);
                 s[i][j] = p.is_log ? distance : power;
             }
         }
     }
-    own.sum = row_sum(own.sum, shared.slots[1]);
+    own.sum = row_sum(own.sum, shared.sum_slots);
 
-    const Found all = p.blocks_a_row > 1 ? of_all_blocks(own, p.blocks_a_row, shared.given) : own;
+    const Found<T> all =
+        p.blocks_a_row > 1 ? of_all_blocks(own, p.blocks_a_row, shared.given) : own;
+    const float sum = all.sum.rounded();
     // NOTE: where all of the row is -inf, or one is nan, these are nan.
     const bool is_empty = own.largest == -INFINITY && all.largest > -INFINITY;
-    const float part = is_empty ? 0.0f : power_of(own.largest - all.largest);
-    const float factor = p.is_log ? 1.0f : __fdividef(part, all.sum);
-    const float offset = p.is_log ? base - all.largest - logf(all.sum) : 0.0f;
+    const float part = is_empty ? 0.0f : power_of<T>(own.largest - all.largest);
+    const float factor = p.is_log ? 1.0f : quotient<T>(part, sum);
+    const float offset = p.is_log ? base - all.largest - logf(sum) : 0.0f;
     T* out = p.out + p.out_strides.start(share.row_idx);
 #pragma unroll
     for (int i = 0; i < kVecs; ++i) {
@@ -143,14 +153,14 @@ template <int kWidth, typename T>
 __device__ __forceinline__ void softmax_passes(const SoftmaxParams<T>& p) {
     constexpr int kAtOnce = kWidth == 1 ? 2 : 1;
     using RowAccess = Access<T, kWidth>;
-    __shared__ float slots[2][kMaxWarps];
+    __shared__ float largest_slots[kMaxWarps], sum_slots[2][kMaxWarps];
     const Share share(p.num_rows, p.size / kWidth, 1);
     const T* x = p.x + p.x_strides.start(share.row_idx);
     T* out = p.out + p.out_strides.start(share.row_idx);
     const void* mask = p.mask_of(share.row_idx);
 
     // Of this thread, then of the row: a sum is of powers of distances from the maximum so far.
-    Found found{-INFINITY, 0.0f};
+    Found<T> found;
     float factor = 0.0f, offset = 0.0f;
 #pragma unroll 1
     for (int pass = 0; pass < 2; ++pass) {
@@ -175,28 +185,28 @@ __device__ __forceinline__ void softmax_passes(const SoftmaxParams<T>& p) {
                 if (pass == 0) {
                     const float largest = largest_among(found.largest, s);
                     const float base = base_of(largest);
-                    found.sum *= power_of(found.largest - base);
+                    found.sum = found.sum.times(power_of<T>(found.largest - base));
                     found.largest = largest;
 #pragma unroll
                     for (int j = 0; j < kWidth; ++j) {
-                        found.sum += power_of(s[j] - base);
+                        found.sum.add(power_of<T>(s[j] - base));
                     }
                 } else {
 #pragma unroll
                     for (int j = 0; j < kWidth; ++j) {
                         const float distance = s[j] - found.largest;
-                        s[j] = p.is_log ? distance - offset : power_of(distance) * factor;
+                        s[j] = p.is_log ? distance - offset : power_of<T>(distance) * factor;
                     }
                     RowAccess::write(out + access_idx * kWidth, s);
                 }
             }
         }
         if (pass == 0) {
-            const float largest = row_max(found.largest, slots[0]);
+            const float largest = row_max(found.largest, largest_slots);
             const bool is_empty = found.largest == -INFINITY;
-            const float part = is_empty ? 0.0f : found.sum * power_of(found.largest - largest);
-            const float sum = row_sum(part, slots[1]);
-            factor = __fdividef(1.0f, sum);
+            const float part = is_empty ? 0.0f : power_of<T>(found.largest - largest);
+            const float sum = row_sum(found.sum.times(part), sum_slots).rounded();
+            factor = quotient<T>(1.0f, sum);
             offset = logf(sum);
             found.largest = largest;
         }

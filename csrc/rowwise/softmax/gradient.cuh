@@ -23,9 +23,10 @@ __device__ __forceinline__ float gradient_term(int is_log, float dout, float out
 }
 
 // NOTE: what a mask took out of a logarithm has no gradient, whatever came for its -inf.
+template <typename T>
 __device__ __forceinline__ float gradient(int is_log, float scale, float dout, float out,
                                           float sum) {
-    const float of_log = out == -INFINITY ? 0.0f : dout - power_of(out) * sum;
+    const float of_log = out == -INFINITY ? 0.0f : dout - power_of<T>(out) * sum;
     return scale * (is_log ? of_log : out * (dout - sum));
 }
 
@@ -38,22 +39,22 @@ __device__ __forceinline__ void write_gradient(const GradientParams<T>& p, T* dx
     Access<T, kWidth>::unpack(out_bits, out);
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
-        dout[j] = gradient(p.is_log, p.scale, dout[j], out[j], sum);
+        dout[j] = gradient<T>(p.is_log, p.scale, dout[j], out[j], sum);
     }
     Access<T, kWidth>::write(dx, dout);
 }
 
 template <int kWidth, typename T, typename Bits>
-__device__ __forceinline__ float gradient_terms(const GradientParams<T>& p, Bits dout_bits,
-                                                Bits out_bits) {
-    float dout[kWidth], out[kWidth], sum = 0.0f;
+__device__ __forceinline__ void add_terms(const GradientParams<T>& p, Bits dout_bits, Bits out_bits,
+                                          Sum<T>& sum) {
+    float dout[kWidth], out[kWidth], terms = 0.0f;
     Access<T, kWidth>::unpack(dout_bits, dout);
     Access<T, kWidth>::unpack(out_bits, out);
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
-        sum += gradient_term(p.is_log, dout[j], out[j]);
+        terms += gradient_term(p.is_log, dout[j], out[j]);
     }
-    return sum;
+    sum.add(terms);
 }
 
 template <int kVecs, typename T>
@@ -73,17 +74,18 @@ __device__ __forceinline__ void gradient_vecs(const GradientParams<T>& p) {
             out_bits[i] = ld_global(out + vec_idx * kWidth);
         }
     }
-    float sum = 0.0f;
+    Sum<T> terms;
 #pragma unroll
     for (int i = 0; i < kVecs; ++i) {
-        sum += gradient_terms<kWidth>(p, dout_bits[i], out_bits[i]);
+        add_terms<kWidth>(p, dout_bits[i], out_bits[i], terms);
         keep_packed(dout_bits[i]);
         keep_packed(out_bits[i]);
     }
-    sum = row_sum(sum, shared.slots[0]);
+    terms = row_sum(terms, shared.sum_slots);
     if (p.blocks_a_row > 1) {
-        sum = of_all_blocks({0.0f, sum}, p.blocks_a_row, shared.given).sum;
+        terms = of_all_blocks<T>({0.0f, terms}, p.blocks_a_row, shared.given).sum;
     }
+    const float sum = terms.rounded();
     T* dx = p.dx + p.dx_strides.start(share.row_idx);
 #pragma unroll
     for (int i = 0; i < kVecs; ++i) {
@@ -100,17 +102,17 @@ __device__ __forceinline__ void gradient_vecs(const GradientParams<T>& p) {
 template <int kWidth, typename T>
 __device__ __forceinline__ void gradient_passes(const GradientParams<T>& p) {
     using RowAccess = Access<T, kWidth>;
-    __shared__ float slots[kMaxWarps];
+    __shared__ float slots[2][kMaxWarps];
     const Share share(p.num_rows, p.size / kWidth, 1);
     const T* dout = p.dout + p.dout_strides.start(share.row_idx);
     const T* out = p.out + p.out_strides.start(share.row_idx);
-    float sum = 0.0f;
+    Sum<T> terms;
 #pragma unroll 1
     for (int i = share.first; i < share.end; i += share.step) {
-        sum += gradient_terms<kWidth>(p, RowAccess::read(dout + i * kWidth),
-                                      RowAccess::read(out + i * kWidth));
+        add_terms<kWidth>(p, RowAccess::read(dout + i * kWidth), RowAccess::read(out + i * kWidth),
+                          terms);
     }
-    sum = row_sum(sum, slots);
+    const float sum = row_sum(terms, slots).rounded();
     T* dx = p.dx + p.dx_strides.start(share.row_idx);
 #pragma unroll 1
     for (int i = share.first; i < share.end; i += share.step) {

@@ -3,10 +3,9 @@
 #pragma once
 
 #include "kernel_hub/cluster.cuh"
-#include "kernel_hub/math.cuh"
 #include "kernel_hub/mma.cuh"
-#include "kernel_hub/reduce.cuh"
 #include "kernel_hub/vec.cuh"
+#include "rowwise/softmax/sum.cuh"
 
 namespace kernel_hub::rowwise::softmax {
 
@@ -33,19 +32,26 @@ struct RowStrides {
     }
 };
 
-// exp; 0 where that is subnormal.
+// exp; of rows in 16 bits 0 where that is subnormal.
+// NOTE: ex2.approx is off by 4 units of fp32's last place, x * kLog2e by as many where x is -8.
+template <typename T>
 __device__ __forceinline__ float power_of(float x) {
+    if constexpr (std::is_same_v<T, float>) {
+        return expf(x);
+    }
     return exp2_approx(x * kLog2e);
 }
 
 // What was found in a part of a row, or in all of it.
+template <typename T>
 struct Found {
-    float largest, sum;
+    float largest = -INFINITY;
+    Sum<T> sum;
 };
 
 // Dynamic, so that the blocks of a cluster have each its own wherever they run.
 struct SharedFound {
-    float slots[2][kMaxWarps];
+    float largest_slots[kMaxWarps], sum_slots[2][kMaxWarps];
     float4 given;
 };
 
@@ -55,21 +61,23 @@ struct SharedFound {
 constexpr int kMostBlocks = 16;
 
 // Every thread of every block calls this, and wait_for_readers before it ends.
-__device__ __forceinline__ Found of_all_blocks(Found own, int blocks_a_row, float4& given) {
+template <typename T>
+__device__ __forceinline__ Found<T> of_all_blocks(Found<T> own, int blocks_a_row, float4& given) {
     if (threadIdx.x == 0) {
-        given = make_float4(own.largest, own.sum, 0.0f, 0.0f);
+        given = make_float4(own.largest, own.sum.value, own.sum.lost, 0.0f);
     }
     cluster_arrive();
     cluster_wait();
     const int from = threadIdx.x % kMostBlocks;
-    Found found{-INFINITY, 0.0f};
+    Found<T> found;
     if (from < blocks_a_row) {
         const float4 other = ld_shared_cluster(cluster_address(shared_address(&given), from));
-        found = {other.x, other.y};
+        found = {other.x, {other.y, other.z}};
     }
     cluster_arrive();
     const float largest = group_max(found.largest, kMostBlocks);
-    return {largest, group_sum(found.sum * power_of(found.largest - largest), kMostBlocks)};
+    const float factor = power_of<T>(found.largest - largest);
+    return {largest, group_sum(found.sum.times(factor), kMostBlocks)};
 }
 
 __device__ __forceinline__ void wait_for_readers() {
@@ -78,7 +86,8 @@ __device__ __forceinline__ void wait_for_readers() {
 
 #else
 
-__device__ __forceinline__ Found of_all_blocks(Found own, int, float4&) {
+template <typename T>
+__device__ __forceinline__ Found<T> of_all_blocks(Found<T> own, int, float4&) {
     return own;
 }
 

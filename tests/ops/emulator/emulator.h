@@ -3,8 +3,8 @@
 // something that another brings about. Finds wrong indices, misaligned vectors, copies used before
 // they were waited for, barriers that some threads miss, shared memory that is read before it is
 // written (it starts as nan) or written past its end, waits that nothing ends, and accesses to
-// memory that is nobody's (of tensors in an arena, arena.py, everything around them); shows nothing
-// about speed, and few races.
+// memory that is nobody's (of tensors in an arena, arena.py, everything around them); approximate
+// instructions are as wrong as they may be (intrinsics.h); shows nothing about speed, few races.
 #pragma once
 
 #include <cuda_bf16.h>

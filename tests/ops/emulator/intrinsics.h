@@ -152,14 +152,46 @@ inline uint32_t __float_as_uint(float value) {
     memcpy(&bits, &value, 4);
     return bits;
 }
+namespace emulator {
+
+// From -1 to 1, as the bits of an argument draw it: the same each time.
+inline double drawn(float argument) {
+    uint32_t bits = __float_as_uint(argument);
+    bits = (bits ^ bits >> 16) * 0x7feb352du;
+    bits = (bits ^ bits >> 15) * 0x846ca68bu;
+    return (bits ^ bits >> 16) * 0x1p-31 - 1.0;
+}
+
+// What approximate instructions are off by before their results are rounded: with that at most
+// 2^-22 (ex2, lg2) and 2^-23 (rcp), as PTX documents them. Powers of 2 are exact.
+constexpr double kPowerError = 0x1p-22 - 0x1p-24, kReciprocalError = 0x1p-23 - 0x1p-24;
+
+inline float flushed(double value) {
+    return fabs(value) < 0x1p-126 ? copysignf(0.0f, value) : value;
+}
+
+inline float exp2_approx(float x) {
+    return flushed(exp2(x) * (x == rintf(x) ? 1.0 : 1.0 + kPowerError * drawn(x)));
+}
+
+inline double reciprocal(float x) {
+    int exponent;
+    const bool is_power = fabsf(frexpf(x, &exponent)) == 0.5f;
+    return 1.0 / x * (is_power ? 1.0 : 1.0 + kReciprocalError * drawn(x));
+}
+
+}  // namespace emulator
+
 inline float __expf(float x) {
-    return expf(x);
+    return emulator::exp2_approx(x * 1.4426950408889634f);
 }
 inline float __logf(float x) {
-    return logf(x);
+    const double exact = log2(x), size = x > 0.5f && x < 2.0f ? 1.0 : exact;
+    const double log = x == 1.0f ? 0.0 : exact + emulator::kPowerError * size * emulator::drawn(x);
+    return static_cast<float>(log) * 0.6931471805599453f;
 }
 inline float __fdividef(float a, float b) {
-    return a / b;
+    return a * static_cast<float>(emulator::reciprocal(b));
 }
 inline float __saturatef(float x) {
     return x > 0.0f ? (x < 1.0f ? x : 1.0f) : 0.0f;  // nan becomes 0

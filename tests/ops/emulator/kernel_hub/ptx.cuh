@@ -50,7 +50,7 @@ inline int read_thread_idx() {
 }
 
 inline float exp2_approx(float x) {
-    return exp2f(x);
+    return emulator::exp2_approx(x);
 }
 
 inline float max_nan(float x, float y) {
@@ -62,7 +62,7 @@ inline float tanh_approx(float x) {
 }
 
 inline float reciprocal_approx(float x) {
-    return 1.0f / x;
+    return emulator::flushed(emulator::reciprocal(x));
 }
 
 }  // namespace kernel_hub
