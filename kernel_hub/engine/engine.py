@@ -52,9 +52,9 @@ class _Live:
 
 @dataclass
 class _Flight:
-    """A pass under way: for whom it draws, from which place on and how many."""
+    """A pass under way: for whom it draws, from which place on, how many, and of how many rows."""
 
-    rows: list[tuple[scheduler.Sequence, int, int]]
+    rows: list[tuple[scheduler.Sequence, int, int, int]]
     drawn: Draws
     is_awaited: bool  # what the next pass does depends on these tokens
 
@@ -228,11 +228,11 @@ class Engine:
                 raise
             raise self._broken(error) from error
         rows, name = [], self.vocab_size
-        for sequence, count in zip(planned, batch.samples, strict=True):
-            rows.append((sequence, len(sequence.tokens), count))
+        for sequence, num_rows in zip(planned, batch.samples, strict=True):
+            rows.append((sequence, len(sequence.tokens), sequence.samples, num_rows))
             self._scheduler.begun(sequence, name)
-            name += count
-        guided = any(s.is_guided for s, _, count in rows if count)
+            name += num_rows
+        guided = any(s.is_guided for s, _, count, _ in rows if count)
         return _Flight(rows, drawn, guided or self._scheduler.drafts > 0)
 
     def _broken(self, error: Exception) -> RankError:
@@ -252,8 +252,9 @@ class Engine:
                 self._end(sequence.request.id, "error", error)
             return []
         deltas, drawn, scores = list[Delta](), iter(tokens), iter(logprobs)
-        for sequence, place, count in flight.rows:
-            new, likely = list(islice(drawn, count)), list(islice(scores, count))
+        for sequence, place, count, num_rows in flight.rows:
+            new = list(islice(drawn, num_rows))[:count]
+            likely = list(islice(scores, num_rows))[:count]
             if new and self._lives(sequence):
                 try:
                     deltas.append(self._taken(sequence, place, new, likely))

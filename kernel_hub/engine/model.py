@@ -34,7 +34,7 @@ Cache = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Ragged(NamedTuple):
-    """A pass: the tokens of sequences one after the other, those with a single one first."""
+    """A pass: the tokens of sequences one after the other, first those that decode."""
 
     ids: torch.Tensor  # (tokens,) int32 or int64
     cu_seqlens: torch.Tensor  # (sequences + 1,) int32
@@ -42,8 +42,9 @@ class Ragged(NamedTuple):
     after: torch.Tensor  # (sequences,) int32: with those of this pass; -1: a padding row
     block_table: torch.Tensor  # (sequences, pages) int32
     cu_chunks: torch.Tensor  # cu_seqlens of the sequences with several tokens, from 0
-    num_decodes: int  # sequences with one token
+    num_decodes: int  # sequences with `width` tokens
     max_chunk: int  # the longest of the others
+    width: int = 1  # more than 1: of all sequences
     rows: torch.Tensor | None = (
         None  # (logits,) int32: the tokens whose logits are asked; None: all
     )
@@ -137,15 +138,15 @@ class Model:
             "cu_seqlens": b.cu_seqlens if has_chunks else None,
         }  # fmt: skip
         if c.qk_norm == "whole" or c.head_dim % 32:
-            q = self._projected_apart(h, own, pages, places)
+            q = self._projected_apart(h, own, pages, places, b.width)
         else:
             norms = {}
             if own.q_norm is not None:
                 norms = {"q_norm_weight": own.q_norm, "k_norm_weight": own.k_norm, "eps": c.eps}
             q = qkv_linear(
-                h if has_chunks else h[:, None], own.qkv, own.qkv_bias, num_heads=self.num_heads,
-                num_kv_heads=self.num_kv_heads, k_cache=pages[0], v_cache=pages[1],
-                weight_offset=c.norm_offset if norms else 0.0, **places, **norms,
+                h if has_chunks else h.unflatten(0, (-1, b.width)), own.qkv, own.qkv_bias,
+                num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, k_cache=pages[0],
+                v_cache=pages[1], weight_offset=c.norm_offset if norms else 0.0, **places, **norms,
             )[0]  # fmt: skip
         q = q.flatten(0, -3)
         out = torch.empty_like(q)
@@ -155,8 +156,9 @@ class Model:
         }  # fmt: skip
         if n:
             decode_attention(
-                q[:n, None], *pages, cache_seqlens=b.after[:n], block_table=b.block_table[:n],
-                out=out[:n, None], **how,
+                q[: n * b.width].unflatten(0, (n, b.width)), *pages, cache_seqlens=b.after[:n],
+                block_table=b.block_table[:n], out=out[: n * b.width].unflatten(0, (n, b.width)),
+                **how,
             )  # fmt: skip
         if has_chunks:
             flash_attention(
@@ -167,7 +169,7 @@ class Model:
 
     def _projected_apart(
         self, h: torch.Tensor, own: LayerWeights, pages: tuple[torch.Tensor, torch.Tensor],
-        places: dict[str, Any],
+        places: dict[str, Any], width: int,
     ) -> torch.Tensor:  # fmt: skip
         """Queries, by a product, a norm of all heads at once and an append."""
         c, d = self.config, self.config.head_dim
@@ -187,7 +189,7 @@ class Model:
             }  # fmt: skip
         q, k, v = (y.unflatten(-1, (-1, d)) for y in (q, k, v))
         if places["cu_seqlens"] is None:
-            q, k, v = (y[:, None] for y in (q, k, v))
+            q, k, v = (y.unflatten(0, (-1, width)) for y in (q, k, v))
         append: Any = append_kv  # whose overloads know no keywords of a dictionary
         found: torch.Tensor = append(k, v, *pages, q=q, **places, **norms)
         return found

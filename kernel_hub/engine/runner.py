@@ -17,10 +17,13 @@ import numpy as np
 import torch
 
 from ..ops import sample
+from ..ops.sampling.sample import MOST_TOP
 from .model import Model, Ragged
-from .requests import TokenLogprob
+from .requests import SamplingParams, TokenLogprob
 from .scheduler import Sequence
 
+_MOST_WIDE = 16  # tokens a sequence that `decode_attention` takes
+_FEW_ROWS = 128  # that a pass over the weights takes no longer for than for one
 _GRAPH_SIZES = (1, 2, 4, 8, *range(16, 257, 16), *range(288, 513, 32))
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 KNOBS = np.dtype([  # of `Sequence.knobs`
@@ -36,29 +39,43 @@ class Batch:
 
     inputs: Arrays  # the fields of `Ragged`
     sampling: Arrays  # what `sample` is given a row of logits
-    more: Arrays  # and where any row asks for it: rows of the vocabulary, and what goes with them
+    more: Arrays  # and where any row asks for it: penalties, and which tokens grammars take
+    sparse: Arrays  # and of rows of the vocabulary, place and value of what is not 0
     samples: list[int]  # rows of logits of each sequence
     num_decodes: int
+    width: int  # tokens of each of those
     logprobs: int | None  # the most likely tokens that any row asks for
 
 
 def batch_of(planned: List[Sequence], vocab_size: int) -> Batch:
     """The arrays of a pass. Raises whatever a request's own grammar does."""
+    samples, chunks = [s.samples for s in planned], [s.chunk for s in planned]
+    width, num_decodes = max(chunks), len(planned)
+    rows = width * num_decodes
+    is_even = width == 1 or (
+        samples == chunks and width <= _MOST_WIDE
+        and rows <= min(_GRAPH_SIZES[-1], max(_FEW_ROWS, 2 * sum(chunks)))
+    )  # fmt: skip
+    if not is_even:
+        width, num_decodes = 1, chunks.count(1)
+    elif width > 1:
+        # As many tokens of each. What stands behind its drafts sees more than they do, and they
+        # nothing of it; its keys go to places that come later, or to pages that are not there.
+        samples = chunks = [width] * num_decodes
     ids: list[int] = []
-    for s in planned:
-        ids += s.tokens[s.computed : s.computed + s.chunk]
-        ids += s.drafts
-    samples = [s.samples for s in planned]
-    chunks = np.array([s.chunk for s in planned], np.int32)
-    before = np.array([s.computed for s in planned], np.int32)
-    num_decodes, ends = int((chunks == 1).sum()), chunks.cumsum(dtype=np.int32)
-    width = max(len(s.pages) for s in planned)
-    table = b"".join([s.pages.tobytes().ljust(4 * width, b"\0") for s in planned])
+    for s, chunk in zip(planned, chunks, strict=True):
+        own = s.tokens[s.computed : s.computed + s.chunk] + s.drafts
+        ids += own + [0] * (chunk - len(own))
+    before, lengths = np.array([s.computed for s in planned], np.int32), np.array(chunks, np.int32)
+    ends = lengths.cumsum(dtype=np.int32)
+    more_columns, no_page = (width, b"\xff") if width > 1 else (0, b"\0")
+    columns = max(len(s.pages) for s in planned) + more_columns
+    table = b"".join([s.pages.tobytes().ljust(4 * columns, no_page) for s in planned])
     inputs = {
-        "ids": np.array(ids, np.int32), "before": before, "after": before + chunks,
+        "ids": np.array(ids, np.int32), "before": before, "after": before + lengths,
         "cu_seqlens": np.append(np.int32(0), ends),
-        "cu_chunks": np.append(np.int32(0), chunks[num_decodes:].cumsum(dtype=np.int32)),
-        "block_table": np.frombuffer(table, np.int32).reshape(-1, width),
+        "cu_chunks": np.append(np.int32(0), lengths[num_decodes:].cumsum(dtype=np.int32)),
+        "block_table": np.frombuffer(table, np.int32).reshape(-1, columns),
     }  # fmt: skip
     # The first row of each sequence's logits, and how far behind it the others are.
     nth = np.arange(sum(samples)) - np.repeat(np.cumsum(samples) - samples, samples)
@@ -68,43 +85,67 @@ def batch_of(planned: List[Sequence], vocab_size: int) -> Batch:
     sampling = {name: knobs[name] for name in KNOBS.names or ()}
     # The place of the token: its draw does not depend on passes, batches or drafts.
     sampling["offset"] = np.repeat([len(s.tokens) for s in planned], samples) + nth
-    more = {}
+    more, sparse = Arrays(), Arrays()
     if any(s.is_guided or s.request.params.logit_bias for s in planned):
-        rows = [(s, i) for s, count in zip(planned, samples, strict=True) for i in range(count)]
-        more = _asked(rows, vocab_size)
+        places = [(s, i) for s, count in zip(planned, samples, strict=True) for i in range(count)]
+        more, sparse = _asked(places, vocab_size)
     asked = [s.request.params.logprobs for s in planned if s.request.params.logprobs is not None]
-    return Batch(inputs, sampling, more, samples, num_decodes, max(asked, default=None))
+    return Batch(
+        inputs, sampling, more, sparse, samples, num_decodes, width, max(asked, default=None)
+    )
 
 
 def _times(s: Sequence, count: int) -> bytes:
     return s.knobs * count
 
 
-def _asked(rows: list[tuple[Sequence, int]], vocab_size: int) -> Arrays:
-    """Penalties, biases and masks of rows of logits; each only where any row asks for it."""
-    params, found = [s.request.params for s, _ in rows], dict[str, Any]()
-    if any([getattr(p, name) for name in _PENALTIES] != [1, 0, 0] for p in params):
+def _asked(rows: list[tuple[Sequence, int]], vocab_size: int) -> tuple[Arrays, Arrays]:
+    """Of rows of logits `more` and `sparse` of a batch; each only where any row asks for it."""
+    params, more, sparse = [s.request.params for s, _ in rows], Arrays(), Arrays()
+    num_words = -(-vocab_size // 32)
+
+    def scatter(name: str, row_size: int, dtype: str, each: list[tuple[Any, Any]]) -> None:
+        found = [np.asarray(at, np.int32) + i * row_size for i, (at, _) in enumerate(each)]
+        values = [np.asarray(value, dtype) for _, value in each]
+        sparse[f"{name} at"], sparse[name] = np.concatenate(found), np.concatenate(values)
+
+    if any(_penalties(p) != [1, 0, 0] for p in params):
         for name in _PENALTIES:
-            found[name] = np.array([getattr(p, name) for p in params], np.float32)
-        found["output_counts"] = np.zeros((len(rows), vocab_size), np.int32)
-        has = np.zeros((len(rows), -(-vocab_size // 32) * 32), np.uint8)
-        for (s, i), counts, bits in zip(rows, found["output_counts"], has, strict=True):
-            if not s.is_guided:  # one of its tokens may be on its way
-                continue
-            prompt = len(s.request.prompt)
-            np.add.at(counts, s.tokens[prompt:] + s.drafts[:i], 1)
-            bits[s.tokens[:prompt]] = 1
-        found["prompt_bitmask"] = np.packbits(has, -1, "little").view(np.int32)
+            more[name] = np.array([getattr(p, name) for p in params], np.float32)
+        # Of others a token may be on its way.
+        said = [
+            s.tokens[len(s.request.prompt) :] + s.drafts[:i] if s.is_guided else []
+            for s, i in rows
+        ]  # fmt: skip
+        scatter("output_counts", vocab_size, "i4", [(each, [1] * len(each)) for each in said])
+        scatter(
+            "prompt_bitmask", num_words, "i4",
+            [_words(s, num_words) if s.request.params.repetition_penalty != 1 else ([], [])
+             for s, _ in rows],
+        )  # fmt: skip
     if any(p.logit_bias for p in params):
-        found["bias"] = np.zeros((len(rows), vocab_size), np.float32)
-        for p, bias in zip(params, found["bias"], strict=True):
-            bias[list(p.logit_bias)] = list(p.logit_bias.values())
+        biases = [(list(p.logit_bias), list(p.logit_bias.values())) for p in params]
+        scatter("bias", vocab_size, "f4", biases)
     if any(p.grammar is not None for p in params):
-        found["token_bitmask"] = np.full((len(rows), -(-vocab_size // 32)), -1, np.int32)
-        for p, mask in zip(params, found["token_bitmask"], strict=True):
+        more["token_bitmask"] = np.full((len(rows), num_words), -1, np.int32)
+        for p, mask in zip(params, more["token_bitmask"], strict=True):
             if p.grammar is not None:
                 p.grammar.bitmask(mask)
-    return found
+    return more, sparse
+
+
+def _penalties(params: SamplingParams) -> list[float]:
+    return [getattr(params, name) for name in _PENALTIES]
+
+
+def _words(s: Sequence, num_words: int) -> tuple[np.ndarray, np.ndarray]:
+    """Which words of a bitmask of its prompt are not 0, and these."""
+    if s.prompt_words is None:
+        has = np.zeros(num_words * 32, np.uint8)
+        has[list(s.request.prompt)] = 1
+        words = np.packbits(has, bitorder="little").view(np.int32)
+        s.prompt_words = np.flatnonzero(words), words[words != 0]
+    return s.prompt_words
 
 
 def _padded(arrays: Mapping[str, np.ndarray], rows: int) -> Arrays:
@@ -159,7 +200,7 @@ class Runner:
         """max_pages: of a sequence. max_tokens: of a pass."""
         self.model, self.max_pages = model, max_pages
         self.cache = model.new_cache(num_pages, page_size)
-        self._graphs: dict[int, _Graph] = {}
+        self._graphs: dict[tuple[int, int], _Graph] = {}
         self._pool: Any = None
         if model.group.world > 1:  # NCCL does not end while graphs hold it
             atexit.register(self._graphs.clear)
@@ -170,20 +211,23 @@ class Runner:
 
     def run(self, batch: Batch) -> Draws:
         """Give the device a pass. Its ids may name rows of the pass before: vocab_size + row."""
-        num_rows, num_tokens = sum(batch.samples), len(batch.inputs["ids"])
-        size = next((n for n in _GRAPH_SIZES if n >= num_tokens), None)
-        if self.has_graphs and size and batch.num_decodes == num_rows == num_tokens:
+        num_rows, num_sequences = sum(batch.samples), len(batch.samples)
+        most = _GRAPH_SIZES[-1] // batch.width
+        size = next((n for n in _GRAPH_SIZES if num_sequences <= n <= most), None)
+        if self.has_graphs and size and batch.num_decodes == num_sequences <= num_rows:
             logits, ids = self._replayed(batch, size)
         else:
             rows = num_rows + -num_rows % self.model.group.world
             sampling = _padded({**batch.sampling, **batch.more}, rows)
-            _, given = self._staged({**batch.inputs, **sampling})
+            _, given = self._staged({**batch.inputs, **sampling, **batch.sparse})
             inputs = {name: given.pop(name) for name in batch.inputs}
             longest = int((batch.inputs["after"] - batch.inputs["before"]).max())
-            logits = self._logits(
-                Ragged(**inputs, num_decodes=batch.num_decodes, max_chunk=longest)
-            )
-            ids = self._draw(logits, given) if num_rows else logits.new_empty(0, dtype=torch.long)
+            logits = self._logits(Ragged(
+                **inputs, num_decodes=batch.num_decodes, max_chunk=longest, width=batch.width
+            ))  # fmt: skip
+            ids = logits.new_empty(0, dtype=torch.long)
+            if num_rows:
+                ids = self._draw(logits, self._dense(given, rows))
         vocab_size = self.model.config.vocab_size
         self._tokens[vocab_size : vocab_size + num_rows] = ids[:num_rows]
         scores = None
@@ -243,45 +287,68 @@ class Runner:
     def _share(self, logits: torch.Tensor) -> slice:
         return slice(*self.model.group.share(len(logits) * self.model.group.world))
 
+    def _dense(self, sampling: dict[str, torch.Tensor], rows: int) -> dict[str, torch.Tensor]:
+        """What `sample` is given: rows of the vocabulary for what is told of them by places."""
+        found, vocab_size = dict(sampling), self.model.config.vocab_size
+        for name in ("output_counts", "prompt_bitmask", "bias"):
+            if name in found:
+                size = -(-vocab_size // 32) if name == "prompt_bitmask" else vocab_size
+                values = found[name]
+                whole = values.new_zeros(rows * size).index_add_(0, found.pop(f"{name} at"), values)
+                found[name] = whole.view(rows, size)
+        return found
+
     def _scores(self, logits: torch.Tensor, ids: torch.Tensor, top: int) -> torch.Tensor:
-        """Log-probabilities by torch, for the few who ask: of the model's own distribution."""
-        softcap = self.model.config.final_softcap
-        capped = softcap * torch.tanh(logits / softcap) if softcap else logits
-        scores = torch.log_softmax(capped, -1)
-        best = scores.topk(min(top, scores.shape[1]))
-        own = scores.gather(1, ids[self._share(logits), None])
+        """Log-probabilities for the few who ask: of the model's own distribution."""
+        softcap, own = self.model.config.final_softcap, ids[self._share(logits), None]
+        if top > MOST_TOP:
+            capped = softcap * torch.tanh(logits / softcap) if softcap else logits
+            scores = torch.log_softmax(capped, -1)
+            values, which = scores.topk(min(top, scores.shape[1]))
+            chosen = scores.gather(1, own)
+        else:
+            size = max(1, min(top, logits.shape[1]))
+            values, which = logits.new_empty(len(own), size), own.new_empty(len(own), size)
+            seed = torch.zeros_like(ids[: len(own)])
+            sample(logits, softcap=softcap, seed=seed, out_top_ids=which, out_top_logprobs=values)
+            pair = logits.gather(1, torch.cat((own, which[:, :1]), 1))
+            pair = softcap * torch.tanh(pair / softcap) if softcap else pair
+            chosen = values[:, :1] + pair[:, :1] - pair[:, 1:]
         # Ids are exact in fp32: no vocabulary has 2**24 tokens.
-        found = torch.cat((own, best.values, best.indices.float()), 1)
+        found = torch.cat((chosen, values[:, :top], which[:, :top].float()), 1)
         return self.model.group.columns(found.flatten()[None]).view(-1, found.shape[1])
 
     def _replayed(self, batch: Batch, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A decode pass by the graph of `size` rows, of which the last may be padding."""
-        rows = size + -size % self.model.group.world
-        one_each = {name: batch.inputs[name] for name in ("ids", "before", "after")}
-        plain = _padded(batch.sampling, rows) | _padded(one_each, size)
-        if size not in self._graphs:
-            self._graphs[size] = self._captured(size, plain)
-        graph, table = self._graphs[size], batch.inputs["block_table"]
-        flat, given = self._staged({**plain, "block_table": table, **_padded(batch.more, rows)})
+        """A decode pass by the graph of `size` sequences, of which the last may be padding."""
+        width, num_tokens = batch.width, size * batch.width
+        rows = num_tokens + -num_tokens % self.model.group.world
+        lengths = {name: batch.inputs[name] for name in ("before", "after")}
+        ids = _padded({"ids": batch.inputs["ids"]}, num_tokens)
+        plain = _padded(batch.sampling, rows) | ids | _padded(lengths, size)
+        if (size, width) not in self._graphs:
+            self._graphs[size, width] = self._captured(size, width, plain)
+        graph, table = self._graphs[size, width], batch.inputs["block_table"]
+        more = {**_padded(batch.more, rows), **batch.sparse}
+        flat, given = self._staged({**plain, "block_table": table, **more})
         graph.flat.copy_(flat[: len(graph.flat)])
         graph.block_table[: table.shape[0], : table.shape[1]].copy_(given["block_table"])
         graph.graph.replay()
-        if not batch.more:
+        if not more:
             return graph.logits, graph.ids
         # What few ask for is no part of the graph: their rows are drawn again.
-        sampling = {name: given[name] for name in (*batch.sampling, *batch.more)}
+        sampling = self._dense({name: given[name] for name in (*batch.sampling, *more)}, rows)
         return graph.logits, self._draw(graph.logits, sampling)
 
-    def _captured(self, size: int, arrays: Arrays) -> _Graph:
-        """The graph of `size` sequences with a token each, for arrays of these shapes."""
+    def _captured(self, size: int, width: int, arrays: Arrays) -> _Graph:
+        """The graph of `size` sequences with `width` tokens each, for arrays of these shapes."""
         # Rows of padding alone: the first pass through them makes plans and loads kernels.
         flat, given = self._staged({name: np.full_like(a, -1) for name, a in arrays.items()})
         new: dict[str, Any] = {"dtype": torch.int32, "device": self.model.device}
         given["ids"].zero_()
         inputs = Ragged(
-            given.pop("ids"), torch.arange(size + 1, **new), given.pop("before"),
-            given.pop("after"), torch.zeros((size, self.max_pages), **new), torch.zeros(1, **new),
-            num_decodes=size, max_chunk=1,
+            given.pop("ids"), torch.arange(size + 1, **new) * width, given.pop("before"),
+            given.pop("after"), torch.zeros((size, self.max_pages + _MOST_WIDE), **new),
+            torch.zeros(1, **new), num_decodes=size, max_chunk=width, width=width,
         )  # fmt: skip
         self._draw(self._logits(inputs), given)
         self._mark()()

@@ -9,6 +9,7 @@ import struct
 from array import array
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 from .pages import Pages
 from .requests import Request
@@ -33,6 +34,7 @@ class Sequence:
     digests: list[bytes] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)  # guessed, to be verified in the next pass
     chunk: int = 0  # tokens of the pass that is under way, drafts included
+    prompt_words: Any = None  # as runner.py has made them
     _seen: dict[tuple[int, ...], int] = field(default_factory=dict)
     _indexed: int = NGRAM
 

@@ -87,8 +87,7 @@ def lot_of(
         params,
         {
             "page_size": 16 if device == "cpu" else 64, "max_tokens_a_pass": 32,
-            "drafts": lot.choice([0, 3]) if device == "cpu" else 0, "device": device,
-            "dtype": dtype, "cache_tokens": 8192,
+            "drafts": lot.choice([0, 3]), "device": device, "dtype": dtype, "cache_tokens": 8192,
         },
     )  # fmt: skip
 

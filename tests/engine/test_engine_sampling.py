@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 from typing import Any
 
+import drawn
 import pytest
 
 torch = pytest.importorskip("torch", reason="the engine is torch's")
 
+from kernel_hub.engine.config import NAMED  # noqa: E402
 from kernel_hub.engine.engine import Engine, Generated  # noqa: E402
-from kernel_hub.engine.requests import SamplingParams  # noqa: E402
+from kernel_hub.engine.requests import Request, SamplingParams  # noqa: E402
+from kernel_hub.engine.runner import _asked  # noqa: E402
+from kernel_hub.engine.scheduler import Sequence  # noqa: E402
 
 PROMPT = list(b"once upon a time there was")
 CACHE = 320  # tokens, more than any prompt here has
@@ -39,6 +44,10 @@ def test_a_seed_is_a_text(engine: Engine) -> None:
     assert answer(engine, temperature=1.5).tokens != answer(engine, temperature=1.5).tokens
 
 
+def near(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=1e-5, abs_tol=1e-5)
+
+
 def test_logprobs_are_of_the_model(engine: Engine) -> None:
     """Before temperature; the likeliest come first, and sum to 1 together."""
     found = answer(engine, temperature=0.7, seed=1, logprobs=256)
@@ -48,10 +57,70 @@ def test_logprobs_are_of_the_model(engine: Engine) -> None:
         assert [s for _, s in place.top] == sorted(scores.values(), reverse=True)
         assert math.isclose(sum(map(math.exp, scores.values())), 1, rel_tol=1e-4)
     few = answer(engine, temperature=0.7, seed=1, logprobs=2)
-    assert [p.top for p in few.logprobs] == [p.top[:2] for p in found.logprobs]
     none = answer(engine, temperature=0.7, seed=1, logprobs=0)
-    assert [p.logprob for p in none.logprobs] == [p.logprob for p in found.logprobs]
-    assert none.logprobs[0].top == () and answer(engine).logprobs == ()
+    for all_, two, own in zip(found.logprobs, few.logprobs, none.logprobs, strict=True):
+        assert near(own.logprob, all_.logprob) and near(two.logprob, all_.logprob)
+        assert own.top == () and [t for t, _ in two.top] == [t for t, _ in all_.top[:2]]
+        assert all(near(a, b) for (_, a), (_, b) in zip(two.top, all_.top, strict=False))
+    assert answer(engine).logprobs == ()
+
+
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+def test_logprobs_by_lot(softcap: float) -> None:
+    """Of the kernels' own most likely, beside fp64; ties by the first token, few tokens, -inf."""
+    lot = torch.Generator().manual_seed(int(os.environ.get(drawn.VARIABLE, "1")))
+    engine = Engine.random({**NAMED["tiny"], "vocab_size": 40}, device="cpu", cache_tokens=64)
+    config = engine.runner.model.config
+    object.__setattr__(config, "final_softcap", softcap)
+    for top in (0, 1, 5, 32, 40):
+        logits = torch.randn(7, 40, generator=lot) * 4
+        logits[0] = logits[0].round()
+        logits[1, 3:] = -1e4
+        ids = torch.randint(3, (7,), generator=lot)
+        found = engine.runner._scores(logits, ids, top)
+        z = logits.double()
+        exact = ((z / softcap).tanh() * softcap if softcap else z).log_softmax(-1)
+        assert found.shape == (7, 1 + 2 * top)
+        assert torch.allclose(found[:, 0].double(), exact.gather(1, ids[:, None])[:, 0], atol=1e-4)
+        values, which = found[:, 1 : 1 + top].double(), found[:, 1 + top :].long()
+        assert torch.allclose(values, exact.topk(top).values, atol=1e-3, rtol=1e-5)
+        assert torch.allclose(values, exact.gather(1, which), atol=1e-3, rtol=1e-5)
+        assert all(len(set(row)) == top for row in which.tolist())
+
+
+def test_penalties_and_biases_by_lot() -> None:
+    """What the device makes of the places that are told of is what rows written out would be."""
+    lot = random.Random(f"{os.environ.get(drawn.VARIABLE)} penalties")
+    for vocab_size in (40, 97, 256):
+        engine = Engine.random({**NAMED["tiny"], "vocab_size": vocab_size}, device="cpu")
+        planned = []
+        for i in range(5):
+            prompt = tuple(lot.randrange(vocab_size) for _ in range(lot.randint(1, 30)))
+            params = SamplingParams(
+                repetition_penalty=lot.choice([1.0, 1.5]), presence_penalty=lot.choice([0, 0.5]),
+                frequency_penalty=lot.choice([0, -0.5]) if i else 1.0,
+                logit_bias={lot.randrange(vocab_size): lot.uniform(-9, 9) for _ in range(i)},
+            )  # fmt: skip
+            said = [lot.randrange(vocab_size) for _ in range(lot.randint(0, 9))]
+            sequence = Sequence(Request(f"{i}", prompt, params), [*prompt, *said], 1, 99)
+            sequence.drafts = [lot.randrange(vocab_size) for _ in range(2)]
+            planned += [(sequence, i) for i in range(3)]
+        more, sparse = _asked(planned, vocab_size)
+        given = {name: torch.from_numpy(value) for name, value in sparse.items()}
+        found = engine.runner._dense(given, len(planned) + 1)
+        for row, (sequence, i) in enumerate(planned):
+            params, prompt = sequence.request.params, sequence.request.prompt
+            said = sequence.tokens[len(prompt) :] + sequence.drafts[:i]
+            counts = [said.count(t) * sequence.is_guided for t in range(vocab_size)]
+            assert found["output_counts"][row].tolist() == counts
+            bias = torch.tensor([params.logit_bias.get(t, 0.0) for t in range(vocab_size)])
+            assert torch.equal(found["bias"][row], bias)
+            words = found["prompt_bitmask"][row].tolist()
+            has = {t for t in range(32 * len(words)) if words[t // 32] >> t % 32 & 1}
+            assert has == (set(prompt) if params.repetition_penalty != 1 else set())
+            assert more["frequency_penalty"][row] == params.frequency_penalty
+        assert not any(rows[-1].any() for rows in found.values())
+        assert not found.keys() - {"output_counts", "bias", "prompt_bitmask"}
 
 
 def test_bias_and_penalties_reach_the_tokens(engine: Engine) -> None:
