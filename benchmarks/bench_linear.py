@@ -76,7 +76,7 @@ def run(options: argparse.Namespace, inputs: Inputs) -> int:
         which = "an eighth of 70B" if "/8" in name else "8B and 70B"
         report.ahead(f"cuBLAS, {range_of_m}, {which}", ratio)
         rate = 2 * m * n * k / ours / 1e6
-        read = 2 * (n * k + m * k + m * n) / ours / 1e6
+        read = ss[0][0].element_size() * (n * k + m * k + m * n) / ours / 1e6
         others = "".join(
             f"  {label} {us / ours:.3f}"
             for label, us in medians.items()
@@ -141,6 +141,7 @@ def main() -> int:
         __doc__,
         QUICK,
         SHAPES,
+        ("bf16", "fp16", "fp32"),
         more=lambda parser: parser.add_argument(
             "--epilogues", action="store_true", help="for some shapes, fused too"
         ),

@@ -174,14 +174,15 @@ class Case:
 
 
 def product_arguments(
-    description: str | None, quick: Mapping[str, Any], shapes: Iterable[str], **more: Any
-) -> argparse.Namespace:
+    description: str | None, quick: Mapping[str, Any], shapes: Iterable[str],
+    dtypes: tuple[str, ...] = ("bf16", "fp16"), **more: Any,
+) -> argparse.Namespace:  # fmt: skip
     """`arguments` of the benchmarks of products, of the `shapes` of that name."""
     return arguments(
         description,
         rounds=5,
         quick=quick,
-        dtypes=("bf16", "fp16"),
+        dtypes=dtypes,
         shapes=",".join(shapes),
         tokens="1,8,16,32,64,128,256,512,1024,2048,4096,8192",
         **more,

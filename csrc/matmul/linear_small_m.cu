@@ -1,31 +1,34 @@
 // out = act(a b^T + bias) + residual for few rows of a: reads b once, at the speed of memory.
 //
-//   a (m, k), m <= 8 kColumnTiles; b (n, k), of fp16 or bf16; sums in fp32; out (m, n)
+//   a (m, k), m <= 8 kColumnTiles; b (n, k), of fp16, bf16 or fp32; sums in fp32; out (m, n)
 //
 // Parallelisation: a block takes 16 kRowTiles rows of b, its warps take turns along k in chunks of
-// 64, so that no warp waits for another before the block's one reduction. b is the side of 16 rows
-// of mma.m16n8k16, a the side of 8 columns. blockIdx.x walks tiles of b (persistent), blockIdx.y is
-// a share of k; the shares of a tile are added by the block that ends last, in the order of shares.
-// Shared memory: a ring of kStages chunks a warp; behind it two buffers for the reduction. A lane
-// copies to the ring what it will read itself: 16 bytes of a row, of which mma takes words 0 and 1
-// as columns 2 q and 2 q + 8 of one step of k, words 2 and 3 of the next. As a and b are read
-// alike, the order of k inside a step does not matter, and no lane waits for another. Variants: m8,
-// m16: the most rows of a; m8_deep: longer chunks, for the shared memory of sm_90. All
-// deterministic. Source: NVIDIA, PTX ISA, "Matrix fragments for mma.m16n8k16".
+// 128 bytes, so that no warp waits for another before the block's one reduction. b is the side of
+// 16 rows of mma.m16n8k16, a the side of 8 columns. blockIdx.x walks tiles of b (persistent),
+// blockIdx.y is a share of k; the shares of a tile are added by the block that ends last, in the
+// order of shares. Shared memory: a ring of kStages chunks a warp; behind it two buffers for the
+// reduction. A lane copies to the ring what it will read itself: 16 bytes of a row, of which mma
+// takes words 0 and 1 as columns 2 q and 2 q + 8 of one step of k, words 2 and 3 of the next. As a
+// and b are read alike, the order of k inside a step does not matter, and no lane waits for
+// another. fp32 is multiplied in parts (three_products.cuh), summed plainly where it has none.
+// Variants: m8, m16: the most rows of a; m8_deep: longer chunks, for the shared memory of sm_90.
+// All deterministic. Source: NVIDIA, PTX ISA, "Matrix fragments for mma.m16n8k16".
 
 #include "kernel_hub/dependent_launch.cuh"
 #include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/mma.cuh"
+#include "kernel_hub/three_products.cuh"
 #include "kernel_hub/vec.cuh"
 #include "matmul/epilogue.cuh"
 
 namespace kernel_hub::matmul {
 
 constexpr int kWarps = 8;
-constexpr int kSlice = 32;  // of k, 16 bytes a lane
+constexpr int kSliceBytes = 64;  // of k, 16 a lane
 
-template <int kRowTiles_, int kColumnTiles_, int kStages_, int kSlices_>
+template <typename T, int kRowTiles_, int kColumnTiles_, int kStages_, int kSlices_>
 struct SmallM {
+    static constexpr int kSlice = kSliceBytes / static_cast<int>(sizeof(T));
     static constexpr int kRowTiles = kRowTiles_, kColumnTiles = kColumnTiles_, kStages = kStages_;
     static constexpr int kSlices = kSlices_, kChunk = kSlices * kSlice;  // of k, a warp's turn
     static constexpr int kWeights = 2 * kRowTiles * kSlices;  // 16-byte vectors a lane and chunk
@@ -76,15 +79,15 @@ struct Inputs {
     // Starts this lane's copies of one chunk.
     __device__ __forceinline__ void fetch(uint32_t slot, int tile, int chunk) const {
         const int lane = threadIdx.x % 32, row = lane / 4;
-        const int64_t column = static_cast<int64_t>(chunk) * C::kChunk + lane % 4 * 8;
+        const int64_t column = static_cast<int64_t>(chunk) * C::kChunk + lane % 4 * kVecElems<T>;
 #pragma unroll
         for (int i = 0; i < 2 * C::kRowTiles; ++i) {
             const int64_t at = static_cast<int64_t>(tile) * 16 * C::kRowTiles + 8 * i + row;
             const T* from = b + at * b_stride + column;
 #pragma unroll
             for (int slice = 0; slice < C::kSlices; ++slice) {
-                cp_async_16(slot + (i * C::kSlices + slice) * 512, from + slice * kSlice,
-                            at < n && column + slice * kSlice < k);
+                copy(slot + (i * C::kSlices + slice) * 512, from + slice * C::kSlice, at < n,
+                     column + slice * C::kSlice);
             }
         }
 #pragma unroll
@@ -94,13 +97,53 @@ struct Inputs {
             if (at < m) {  // the places of other rows are zero from the start
 #pragma unroll
                 for (int slice = 0; slice < C::kSlices; ++slice) {
-                    cp_async_16(slot + (C::kWeights + i * C::kSlices + slice) * 512,
-                                from + slice * kSlice, column + slice * kSlice < k);
+                    copy(slot + (C::kWeights + i * C::kSlices + slice) * 512,
+                         from + slice * C::kSlice, true, column + slice * C::kSlice);
                 }
             }
         }
     }
+
+  private:
+    // 16 bytes from a column on, as far as there is k.
+    __device__ __forceinline__ void copy(uint32_t target, const T* from, bool is_row,
+                                         int64_t column) const {
+        if constexpr (sizeof(T) == 4) {
+            const int left = static_cast<int>(k - column);
+            cp_async_part(target, from, is_row ? 4 * max(0, min(4, left)) : 0);
+        } else {
+            cp_async_16(target, from, is_row && column < k);
+        }
+    }
 };
+
+// The product of one slice: four words a lane of 16 rows of b in `low` and `high`, of a in `input`.
+template <typename T>
+__device__ __forceinline__ void multiply_slice(float (&sums)[4], uint4 low, uint4 high,
+                                               uint4 input) {
+    const uint32_t first[4] = {low.x, high.x, low.y, high.y};
+    const uint32_t second[4] = {low.z, high.z, low.w, high.w};
+    if constexpr (sizeof(T) == 4) {
+        Parts<4> b[2], a;
+        b[0].split(first);
+        b[1].split(second);
+        a.split({input.x, input.y, input.z, input.w});
+        float slice[4];
+        mma_tf32_first(slice, b[0].low, a.high[0], a.high[1]);
+        mma_tf32(slice, b[1].low, a.high[2], a.high[3]);
+        mma_tf32(slice, b[0].high, a.low[0], a.low[1]);
+        mma_tf32(slice, b[1].high, a.low[2], a.low[3]);
+        mma_tf32(slice, b[0].high, a.high[0], a.high[1]);
+        mma_tf32(slice, b[1].high, a.high[2], a.high[3]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            sums[i] += slice[i];
+        }
+    } else {
+        mma_m16n8k16<T>(sums, first, input.x, input.y);
+        mma_m16n8k16<T>(sums, second, input.z, input.w);
+    }
+}
 
 // sums += the chunk in this lane's places from `slot` on.
 template <typename T, typename C>
@@ -117,12 +160,9 @@ __device__ __forceinline__ void multiply(const uint4* slot,
         for (int i = 0; i < C::kRowTiles; ++i) {
             const uint4 low = slot[(2 * i * C::kSlices + slice) * 32];
             const uint4 high = slot[((2 * i + 1) * C::kSlices + slice) * 32];
-            const uint32_t first[4] = {low.x, high.x, low.y, high.y};
-            const uint32_t second[4] = {low.z, high.z, low.w, high.w};
 #pragma unroll
             for (int j = 0; j < C::kColumnTiles; ++j) {
-                mma_m16n8k16<T>(sums[i][j], first, inputs[j].x, inputs[j].y);
-                mma_m16n8k16<T>(sums[i][j], second, inputs[j].z, inputs[j].w);
+                multiply_slice<T>(sums[i][j], low, high, inputs[j]);
             }
         }
     }
@@ -272,6 +312,14 @@ __device__ __forceinline__ void linear_small_m(Out* out, float* partials, int* t
             const int at = threadIdx.x + i * kThreads;
             if (at < C::kSums * 32) {
                 float value[1] = {totals[i]};
+                if constexpr (sizeof(T) == 4) {
+                    const int64_t row = C::row_of(at);
+                    const int64_t column =
+                        static_cast<int64_t>(tile) * kTileRows + C::column_of(at);
+                    if (!is_number(value[0]) && row < m && column < n) {
+                        value[0] = plain_product(a + row * a_stride, b + column * b_stride, k);
+                    }
+                }
                 if (bias) {
                     value[0] += to_float(more_bias[i]);
                 }
@@ -285,17 +333,17 @@ __device__ __forceinline__ void linear_small_m(Out* out, float* partials, int* t
     }
 }
 
-#define EXPORT_LINEAR_SMALL_M(NAME, T, OUT, BLOCKS, ...)                                          \
-    DESCRIBED(                                                                                    \
-        NAME, "x: at most as many blocks as tiles of block_n rows of b, y: shares of k",          \
-        (facts_of<SmallM<__VA_ARGS__>>(BLOCKS)),                                                  \
-        extern "C" __global__ void __launch_bounds__(256, BLOCKS) NAME(                           \
-            OUT* out, float* partials, int* tickets, const T* a, const T* b, const T* bias,       \
-            const OUT* residual, int64_t out_stride, int64_t a_stride, int64_t b_stride,          \
-            int64_t residual_stride, int m, int n, int k, int activation) {                       \
-            linear_small_m<T, OUT, SmallM<__VA_ARGS__>>(out, partials, tickets, a, b, bias,       \
-                                                        residual, out_stride, a_stride, b_stride, \
-                                                        residual_stride, m, n, k, activation);    \
+#define EXPORT_LINEAR_SMALL_M(NAME, T, OUT, BLOCKS, ...)                                      \
+    DESCRIBED(                                                                                \
+        NAME, "x: at most as many blocks as tiles of block_n rows of b, y: shares of k",      \
+        (facts_of<SmallM<T, __VA_ARGS__>>(BLOCKS)),                                           \
+        extern "C" __global__ void __launch_bounds__(256, BLOCKS) NAME(                       \
+            OUT* out, float* partials, int* tickets, const T* a, const T* b, const T* bias,   \
+            const OUT* residual, int64_t out_stride, int64_t a_stride, int64_t b_stride,      \
+            int64_t residual_stride, int m, int n, int k, int activation) {                   \
+            linear_small_m<T, OUT, SmallM<T, __VA_ARGS__>>(                                   \
+                out, partials, tickets, a, b, bias, residual, out_stride, a_stride, b_stride, \
+                residual_stride, m, n, k, activation);                                        \
         })
 
 // clang-format off
@@ -306,6 +354,7 @@ EXPORT_BOTH(fp16, __half, , __half)
 EXPORT_BOTH(bf16, __nv_bfloat16, , __nv_bfloat16)
 EXPORT_BOTH(fp16, __half, _fp32, float)
 EXPORT_BOTH(bf16, __nv_bfloat16, _fp32, float)
+EXPORT_BOTH(fp32, float, , float)
 EXPORT_LINEAR_SMALL_M(linear_fp16_m8_deep, __half, __half, 1, 1, 1, 4, 4)
 EXPORT_LINEAR_SMALL_M(linear_bf16_m8_deep, __nv_bfloat16, __nv_bfloat16, 1, 1, 1, 4, 4)
 // clang-format on

@@ -76,6 +76,14 @@ def product_atol(truth: torch.Tensor, dtype: torch.dtype, k: int) -> float | Non
     return (2.0**-18 + k / 16 * 2.0**-25) * float(truth.abs().max())
 
 
+def parts_atol(a: torch.Tensor, b: torch.Tensor) -> float:
+    """`atol` of a b^T in fp32 by tensor cores, in parts of 11 bits (csrc/include/kernel_hub/
+    three_products.cuh): a product lacks up to 2^-21 of itself, products in a sum either way.
+    """
+    squares = a.double().square() @ b.double().square().mT
+    return 2.0**-21 * float(squares.max().sqrt()) if squares.numel() else 0.0
+
+
 def check(
     out: torch.Tensor, truth: torch.Tensor, own: torch.Tensor, *, atol: float | None = None,
     name: str = "out",

@@ -191,7 +191,7 @@ EXPORT CUresult cuMemHostAlloc(void** out, size_t bytes, unsigned flags) {
 EXPORT CUresult cuMemFreeHost(char* address) {
     ENTER_WORK("cuMemFreeHost");
     if (!fake_current()) LEAVE(INVALID_CONTEXT);
-    if (fake_unsafe(1)) LEAVE(CAPTURE_UNSUPPORTED);  // it waits for the GPU
+    if (fake_unsafe(0)) LEAVE(CAPTURE_UNSUPPORTED);
     for (Allocation** link = &host_allocations; *link; link = &(*link)->next) {
         Allocation* found = *link;
         if (found->address != address) continue;

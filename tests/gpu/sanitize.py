@@ -327,6 +327,9 @@ def linear(device: str) -> None:
             residual = torch.randn(m, n, device=device, dtype=out_dtype)
             ops.linear(a, b, out_dtype=out_dtype)
             ops.linear(a, b, bias, activation="gelu", residual=residual, out=residual)
+    for m, n, k in itertools.product((3, 12, 30, 300), (168, 6144), (200, 201, 4100)):
+        a, b, bias = (torch.randn(*size, device=device) for size in ((m, k), (n, k), (n,)))
+        ops.linear(a, b, bias, activation="silu")
 
 
 def _paired(op: str, call: Callable[[int, torch.dtype], object]) -> None:

@@ -84,6 +84,12 @@ def decode(device: str) -> None:
             ops.decode_attention(q, *pages, cache_seqlens=lengths, return_lse=True, **options)
             new = {"k": q[:, :, :2], "v": q[:, :, 2:4], "cos": angles, "sin": angles}
             ops.decode_attention(q, *pages, cache_seqlens=lengths, **new, **options)
+    for head_dim, seqlen_q, num_splits in itertools.product((40, 128), (1, 16), (0, 1, 3)):
+        q = torch.randn(3, seqlen_q, 8, head_dim, device=device)
+        pages = [torch.randn(120, 16, 2, head_dim, device=device) for _ in range(2)]
+        options = {"num_splits": num_splits, "block_table": table, "cache_seqlens": lengths}
+        ops.decode_attention(q, *pages, return_lse=True, window_size=(40, 0), **options)
+        ops.decode_attention(q, *pages, k=q[:, :, :2], v=q[:, :, 2:4], **options)
 
 
 CASES: tuple[Callable[[str], None], ...] = (forward, backward, decode)

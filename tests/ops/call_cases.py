@@ -141,7 +141,7 @@ def _merge_states(lot: Lot) -> Case:
 
 
 def _linear(lot: Lot) -> Case:
-    dtype, m, n, k = lot.one(*_HALF), lot.one(1, 3, 7), lot.one(8, 16), lot.one(8, 16, 64)
+    dtype, m, n, k = lot.one(*_ANY), lot.one(1, 3, 7), lot.one(8, 16), lot.one(8, 16, 64)
     to = lot.one(dtype, torch.float32)
     return Case(
         "linear",
@@ -279,8 +279,8 @@ def _append_kv(lot: Lot) -> Case:
 
 
 def _decode_attention(lot: Lot) -> Case:
-    dtype, batch, seqlen, heads, kv_heads, dim = lot.one(*_HALF), 2, lot.one(1, 2), 4, 2, 16
-    cache_dtype = lot.one(dtype, E4M3)
+    dtype, batch, seqlen, heads, kv_heads, dim = lot.one(*_ANY), 2, lot.one(1, 2), 4, 2, 16
+    cache_dtype = dtype if dtype == torch.float32 else lot.one(dtype, E4M3)
     tensors = {
         "q": lot.randn(batch, seqlen, heads, dim, dtype=dtype),
         "cache_seqlens": lot.ints(3, 5),

@@ -67,9 +67,10 @@ class DecodeCase:
 def random_decode_case(generator: random.Random) -> DecodeCase:
     """Any cache with any features."""
     is_e4m3 = generator.random() < 0.25
-    step = 16 if is_e4m3 else 8
+    is_fp32 = not is_e4m3 and generator.random() < 0.2
+    step, most = 16 if is_e4m3 else 8, 128 if is_fp32 else 256
     head_dim = generator.choice((64, 128)) if generator.random() < 0.6 else (
-        step * generator.randrange(16 // step, 256 // step + 1)
+        step * generator.randrange(16 // step, most // step + 1)
     )  # fmt: skip
     seqlen_q = generator.choice((1, 1, 1, 2, 4, 7, 16))
     kv_heads = generator.choice((1, 2, 3, 8))
@@ -83,7 +84,7 @@ def random_decode_case(generator: random.Random) -> DecodeCase:
     half = head_dim // 2
     return DecodeCase(
         cache=generator.choice(CACHES),
-        dtype=generator.choice(("fp16", "bf16")),
+        dtype="fp32" if is_fp32 else generator.choice(("fp16", "bf16")),
         is_e4m3=is_e4m3,
         has_scales=generator.random() < 0.7,
         head_dim=head_dim,
@@ -109,7 +110,7 @@ def random_decode_case(generator: random.Random) -> DecodeCase:
 def run_decode(case: DecodeCase, device: str) -> float:
     """Check a case; the largest error there was, in units of what is allowed."""
     generator = torch.Generator(device).manual_seed(case.seed)
-    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[case.dtype]
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[case.dtype]
     cache_dtype = E4M3 if case.is_e4m3 else dtype
     batch_size, seqlen_q, head_dim = len(case.lengths), case.seqlen_q, case.head_dim
     heads, kv_heads = case.num_heads, case.num_kv_heads

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 OPS = (
-    "linear", "linear_fp8", "swiglu_linear", "qkv_linear", "grouped_linear", "batched_matmul",
+    "linear", "linear_fp32", "linear_fp8", "swiglu_linear", "qkv_linear", "grouped_linear",
+    "batched_matmul",
 )  # fmt: skip
 ACTIVATIONS = (None, "gelu", "silu", "relu")
 SCALES = ("none", "tensor", "row", "mixed", "block")
@@ -100,6 +101,14 @@ def _linear(lot: Lot) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _linear_fp32(lot: Lot) -> dict[str, Any]:
+    step = lot.choice((1, 4, 4))  # elements that rows are whole numbers of
+    return {
+        **_with_epilogue(lot, step), "binades": lot.choice((0, 0, 8, 40)),
+        "one_row": lot.chance(0.03), **_rooms(lot, step),
+    }  # fmt: skip
+
+
 def _linear_fp8(lot: Lot) -> dict[str, Any]:
     scales = lot.choice(SCALES)
     return {
@@ -149,10 +158,11 @@ def _batched_matmul(lot: Lot) -> dict[str, Any]:
 
 
 _DRAWS = {
-    "linear": _linear, "linear_fp8": _linear_fp8, "swiglu_linear": _swiglu_linear,
-    "qkv_linear": _qkv_linear, "grouped_linear": _grouped_linear,
-    "batched_matmul": _batched_matmul,
+    "linear": _linear, "linear_fp32": _linear_fp32, "linear_fp8": _linear_fp8,
+    "swiglu_linear": _swiglu_linear, "qkv_linear": _qkv_linear,
+    "grouped_linear": _grouped_linear, "batched_matmul": _batched_matmul,
 }  # fmt: skip
+_DTYPES = {"linear_fp32": ("fp32",), "linear_fp8": ("e4m3",)}
 
 
 def draw(op: str, seed: object, *, most: int = MOST) -> Case:
@@ -160,5 +170,5 @@ def draw(op: str, seed: object, *, most: int = MOST) -> Case:
     lot = Lot(repr((seed, most)))
     lot.most = most
     op = lot.choice(OPS) if op == "all" else op
-    dtype = "e4m3" if op == "linear_fp8" else lot.choice(("fp16", "bf16"))
+    dtype = lot.choice(_DTYPES.get(op, ("fp16", "bf16")))
     return Case(op, dtype, _DRAWS[op](lot), lot.randrange(1 << 31))

@@ -12,7 +12,7 @@ from bits import same_bits
 from product_cases import Case
 
 from kernel_hub import ops
-from kernel_hub.testing.compare import compare, product_atol
+from kernel_hub.testing.compare import compare, parts_atol, product_atol
 from kernel_hub.testing.guard import Guarded
 
 DTYPES = {
@@ -160,6 +160,23 @@ def _linear(make: Maker) -> Problem:
     kind = torch.float32 if make["fp32"] else make.dtype
     values = a.double() @ b.double().T, a.to(kind) @ b.to(kind).T
     return _linear_like(make, kind, values, None, lambda *x, **y: ops.linear(a, b, *x, **y))
+
+
+def _linear_fp32(make: Maker) -> Problem:
+    m, n, k = make["m"], make["n"], make["k"]
+    a, b = make.rows(m, k, room=make["a_room"]), make.rows(n, k, room=make["b_room"])
+    for values in (a, b):  # in place: what lies between rows stays nan
+        values *= 2.0 ** (make["binades"] * (10 * make.uniform(*values.shape) - 1)).round()
+    if make["one_row"]:
+        a = a[:1].expand(m, k)
+    product = a.double() @ b.double().T
+    made = _linear_like(
+        make, torch.float32, (product, a @ b.T), None, lambda *x, **y: ops.linear(a, b, *x, **y)
+    )
+    for output in made.outputs:
+        rounding = torch.finfo(torch.float32).eps * float(output.truth.abs().max())
+        output.atol = parts_atol(a, b) + rounding
+    return made
 
 
 def _scales(make: Maker) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -379,9 +396,9 @@ def _batched_matmul(make: Maker) -> Problem:
 
 
 MAKES: dict[str, Callable[[Maker], Problem]] = {
-    "linear": _linear, "linear_fp8": _linear_fp8, "swiglu_linear": _swiglu_linear,
-    "qkv_linear": _qkv_linear, "grouped_linear": _grouped_linear,
-    "batched_matmul": _batched_matmul,
+    "linear": _linear, "linear_fp32": _linear_fp32, "linear_fp8": _linear_fp8,
+    "swiglu_linear": _swiglu_linear, "qkv_linear": _qkv_linear,
+    "grouped_linear": _grouped_linear, "batched_matmul": _batched_matmul,
 }  # fmt: skip
 
 

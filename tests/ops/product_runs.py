@@ -18,7 +18,13 @@ from product_problems import Problem, problem_of
 
 from kernel_hub import ops
 from kernel_hub.ops.core.launch import forget_all
-from kernel_hub.ops.matmul import grouped_plan, linear_fp8_plan, linear_plan, paired_plan
+from kernel_hub.ops.matmul import (
+    grouped_plan,
+    linear_fp8_plan,
+    linear_fp32_plan,
+    linear_plan,
+    paired_plan,
+)
 from kernel_hub.tuning import Gpu
 
 if TYPE_CHECKING:  # the grid of products runs without it
@@ -81,23 +87,26 @@ def run_product(case: Case, device: str, variants: bool = False) -> float:
 
 
 _PLANS: dict[str, Any] = {
-    "linear": linear_plan, "linear_fp8": linear_fp8_plan, "swiglu_linear": paired_plan,
-    "qkv_linear": paired_plan, "grouped_linear": grouped_plan, "batched_matmul": grouped_plan,
+    "linear": linear_plan, "linear_fp32": linear_fp32_plan, "linear_fp8": linear_fp8_plan,
+    "swiglu_linear": paired_plan, "qkv_linear": paired_plan, "grouped_linear": grouped_plan,
+    "batched_matmul": grouped_plan,
 }  # fmt: skip
 
 
 @contextlib.contextmanager
 def _choosing(op: str, choose: Callable[..., Any]) -> Iterator[None]:
     """Within, the op asks `choose` for its launches."""
-    apart = {"linear": "linear_launch", "linear_fp8": "linear_fp8"}
+    apart = {"linear": "linear_launch", "linear_fp32": "linear_launch", "linear_fp8": "linear_fp8"}
     name = f"kernel_hub.ops.matmul.{apart[op]}" if op in apart else getattr(ops, op).__module__
     module: Any = importlib.import_module(name)
-    before, module.choose = module.choose, choose
+    chooses = "choose_fp32" if op == "linear_fp32" else "choose"
+    before = getattr(module, chooses)
+    setattr(module, chooses, choose)
     forget_all()
     try:
         yield
     finally:
-        module.choose = before
+        setattr(module, chooses, before)
         forget_all()
 
 
@@ -122,6 +131,12 @@ def _rows(op: str, call: tuple[Any, ...]) -> Iterator[Any]:
 def _others(op: str, call: tuple[Any, ...]) -> Iterator[tuple[Any, Any]]:
     """(row, choice), each choice once, but for the one that was made."""
     plan: Any = _PLANS[op]
+    if op == "linear_fp32":
+        capability, num_sms, m, n, k, is_aligned = call
+        for splits in (1, 3)[: 1 + (k >= 3 * 256)]:
+            for choice in plan.choices(capability, num_sms, m, n, splits, is_aligned):
+                yield (choice.variant, splits), choice
+        return
     table = plan.TABLE if hasattr(plan, "TABLE") else plan.TABLES[op]
     seen = {plan.choose(*call)}
     is_wide = op == "linear" and call[5]

@@ -38,8 +38,9 @@ def exported(cubin: str) -> set[str]:
 
 
 def exported_linear() -> set[str]:
-    """The same of the three cubins of linear, of which the emulator cannot build Hopper's."""
-    return exported_by_macros("linear", ("linear", "linear_small_m", "linear_sm90"))
+    """The same of the cubins of linear, of which the emulator cannot build Hopper's."""
+    cubins = ("linear", "linear_fp32", "linear_small_m", "linear_sm90")
+    return exported_by_macros("linear", cubins)
 
 
 def exported_paired(op: str) -> set[str]:
@@ -60,7 +61,7 @@ def exported_by_macros(op: str, cubins: Sequence[str]) -> set[str]:
             input=source[source.index("#define EXPORT_") :],
             capture_output=True, text=True, check=True,
         )  # fmt: skip
-        names |= set(re.findall(rf"\b{op}_(?:fp16|bf16)_\w+", done.stdout))
+        names |= set(re.findall(rf"\b{op}_(?:fp16|bf16|fp32)_\w+", done.stdout))
     return names
 
 
@@ -264,7 +265,7 @@ def test_linear(chosen: set[str]) -> None:
         weights += [tuple(linear_plan.TABLE.layout.parse(key).values()) for key in section.choices]
     for device in (PlannedGpu((8, 0), 108), PlannedGpu((9, 0), 132)):
         with pretend(device):
-            for dtype, m, (n, k), wide in itertools.product(DTYPES[:2], rows, weights, [0, 1]):
+            for dtype, m, (n, k), wide in itertools.product(DTYPES, rows, weights, [0, 1]):
                 a, b = meta(m, k, dtype=dtype), meta(n, k, dtype=dtype)
                 out = meta(m, n, dtype=torch.float32 if wide else dtype)
                 launch.plan_launch(a, b, None, 0, None, out)

@@ -73,14 +73,15 @@ def decode_attention(
     each part only where its arguments are given. Token i sees the keys of its sequence up to its
     own (causal, aligned to the end), so with one new token all of them.
 
-    q: (batch_size, seqlen_q, num_heads, head_dim), fp16 or bf16, 1 <= seqlen_q <= 16, head_dim 16
-        to 256 in multiples of 8; any strides, the last dimension contiguous (a slice of a packed
-        projection will do). On the GPU or the CPU.
+    q: (batch_size, seqlen_q, num_heads, head_dim), fp16, bf16 or fp32, 1 <= seqlen_q <= 16,
+        head_dim 16 to 256 (fp32: 128, products of tf32 in three) in multiples of 8; any strides,
+        the last dimension contiguous (a slice of a packed projection will do). On the GPU or the
+        CPU.
     k_cache, v_cache: (batch_size, max_seqlen, num_kv_heads, head_dim) in any strides, the last
         dimension contiguous: a cache with the heads before the tokens is passed as
         `cache.transpose(1, 2)`. With block_table (num_pages, page_size, num_kv_heads, head_dim),
-        1 <= page_size <= 256. Of the dtype of q or float8_e4m3fn (head_dim then a multiple of 16);
-        16-byte aligned.
+        1 <= page_size <= 256. Of the dtype of q or, beside 16 bits, float8_e4m3fn (head_dim then a
+        multiple of 16); 16-byte aligned.
     cache_seqlens: (batch_size,) int32, read on the device, nothing waits for it: with k, the tokens
         in the cache before this step; without, all valid ones, the query's own included. Below 0:
         a finished or padding row, of which nothing is read or appended.
@@ -194,7 +195,6 @@ def _step(given: DecodeGiven, is_aligned: bool) -> Step:
     blocks = plans.blocks_for(variant, caches, head_dim, device.num_sms)
     split = plans.choose_split(caches, variant.unit, num_splits, blocks, device.num_sms)
     token = common.DTYPE_TOKENS[q.dtype]
-    name = f"decode_attention_{token}_hdim{variant.head_dim}{variant.suffix}"
     strides = (*out.stride()[:3], *q.stride()[:3])
     new = [(0, 0, 0) if x is None else x.stride()[:3] for x in (k, v)]
     aligned = is_aligned and common.is_aligned(
@@ -221,12 +221,12 @@ def _step(given: DecodeGiven, is_aligned: bool) -> Step:
             sink_type,
         )  # fmt: skip
         merge = Launch(
-            common.shipped("decode_attention", f"decode_attention_{token}_merge"),
+            common.shipped(variant.cubin, f"decode_attention_{token}_merge"),
             plans.merge_grid(split, min(rows, variant.rows), head_dim),
             plans.merge_stated().block,
             numbers=merge_numbers, options=how,
         )  # fmt: skip
-    function, grid = common.shipped("decode_attention", name), (split.num_blocks, 1, 1)
+    function, grid = common.shipped(variant.cubin, variant.name(token)), (split.num_blocks, 1, 1)
     main = Launch(function, grid, *variant.stated[:2], numbers, options=how)
     partials: tuple[torch.Tensor, ...] = ()
     if split.num_merges:

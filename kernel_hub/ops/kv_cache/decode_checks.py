@@ -13,7 +13,7 @@ from ...errors import TensorError
 from ..core import common
 from ..core.kv_cache import check_alibi, check_block_table, check_cache_scales, check_sinks
 from ..core.rotary import check_rotation
-from .decode_plan import MAX_HEAD_DIM, MAX_SEQLEN_Q, DecodeGiven
+from .decode_plan import MAX_HEAD_DIM, MAX_HEAD_DIM_FP32, MAX_SEQLEN_Q, DecodeGiven
 
 _OP = "decode_attention"
 _is_tracing = torch.compiler.is_dynamo_compiling
@@ -26,14 +26,15 @@ def check(given: DecodeGiven, window_right: Any = 0) -> None:
     (q, k_cache, v_cache, cache_seqlens, k, v, block_table, cos, sin, qkv_bias, k_scale, v_scale,
      alibi_slopes, sinks, interleaved, rotary_dim, softmax_scale, window_left, softcap, num_splits,
      out, _) = given  # fmt: skip
-    common.check_data(_OP, "q", q, common.HALF)
+    common.check_data(_OP, "q", q, (*common.HALF, torch.float32))
     if q.dim() != 4:
         raise common.refuse(_OP, "q", "shape (batch_size, seqlen_q, num_heads, head_dim)", q)
     batch_size, seqlen_q, num_heads, head_dim = q.shape
     if not 1 <= seqlen_q <= MAX_SEQLEN_Q:
         raise common.refuse(_OP, "q", f"1 to {MAX_SEQLEN_Q} tokens a sequence (seqlen_q)", q)
-    if head_dim % 8 or not 16 <= head_dim <= MAX_HEAD_DIM:
-        raise common.refuse(_OP, "q", f"head_dim 16 to {MAX_HEAD_DIM} in multiples of 8", q)
+    most = MAX_HEAD_DIM_FP32 if q.dtype == torch.float32 else MAX_HEAD_DIM
+    if head_dim % 8 or not 16 <= head_dim <= most:
+        raise common.refuse(_OP, "q", f"head_dim 16 to {most} in multiples of 8", q)
     _check_caches(q, k_cache, v_cache, block_table, k_scale, v_scale)
     num_kv_heads = k_cache.shape[2]
     common.check_like(_OP, "cache_seqlens", cache_seqlens, (batch_size,), q, dtypes=(torch.int32,))
@@ -75,7 +76,8 @@ def _check_caches(
         expected = f"num_kv_heads that divides num_heads = {num_heads}"
         raise common.refuse(_OP, "k_cache", expected, k_cache)
     shape = (pages, page_size, num_kv_heads, head_dim)
-    common.check_like(_OP, "k_cache", k_cache, shape, q, dtypes=(q.dtype, _E4M3))
+    dtypes = (q.dtype,) if q.dtype == torch.float32 else (q.dtype, _E4M3)
+    common.check_like(_OP, "k_cache", k_cache, shape, q, dtypes=dtypes)
     common.check_like(_OP, "v_cache", v_cache, shape, q, dtypes=(k_cache.dtype,))
     size = k_cache.element_size()
     if head_dim * size % common.VEC_BYTES:

@@ -36,8 +36,8 @@ class DecodeGiven(NamedTuple):
 
 
 MAX_SEQLEN_Q = 16
-MAX_HEAD_DIM = 256
-CUBIN = "decode_attention"
+MAX_HEAD_DIM, MAX_HEAD_DIM_FP32 = 256, 128
+CUBIN, CUBIN_FP32 = "decode_attention", "decode_attention_fp32"
 MAX_MERGE_BLOCKS = 264
 # Blocks on this part of the multiprocessors read at full speed.
 FULL = 0.85
@@ -58,16 +58,25 @@ FINE_BYTES = 30 << 20
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One kernel of csrc/kv_cache/decode_attention.cu."""
+    """One kernel of csrc/kv_cache/decode_attention.cu, or that of decode_attention_fp32.cu."""
 
     suffix: str
     head_dim: int
     cache_bytes: int  # of an element
 
     @property
+    def cubin(self) -> str:
+        """Where it is."""
+        return CUBIN_FP32 if self.cache_bytes == 4 else CUBIN
+
+    def name(self, token: str) -> str:
+        """Of queries of that dtype."""
+        return f"{CUBIN}_{token}_hdim{self.head_dim}{self.suffix}"
+
+    @property
     def stated(self) -> Stated:
         """Threads, shared memory and sizes."""
-        return launch_facts(CUBIN, f"{CUBIN}_bf16_hdim{self.head_dim}{self.suffix}")
+        return launch_facts(self.cubin, self.name("fp32" if self.cache_bytes == 4 else "bf16"))
 
     @property
     def rows(self) -> int:
@@ -85,12 +94,16 @@ class Variant:
         return self.unit * (self.stated.sizes["slots"] - 1) * head_dim * self.cache_bytes
 
 
-VARIANTS = tuple(
-    Variant(suffix, head_dim, cache_bytes)
-    for cache_bytes, token in ((2, ""), (1, "_e4m3"))
-    for head_dim, suffix in (
-        (64, token), (64, f"{token}_rows32"), (128, token), (128, f"{token}_rows32"), (256, token),
-    )
+VARIANTS = (
+    *(
+        Variant(suffix, head_dim, cache_bytes)
+        for cache_bytes, token in ((2, ""), (1, "_e4m3"))
+        for head_dim, suffix in (
+            (64, token), (64, f"{token}_rows32"), (128, token), (128, f"{token}_rows32"),
+            (256, token),
+        )
+    ),
+    Variant("", MAX_HEAD_DIM_FP32, 4),
 )  # fmt: skip
 
 

@@ -49,7 +49,9 @@ def applies(given: DecodeGiven, variant: Variant) -> bool:
     if choice is False or (choice is None and rows <= variant.rows):
         return False
     extras = (given.k, given.cos, given.qkv_bias)
-    if any(x is not None for x in extras) or given.num_splits or k_cache.dtype != q.dtype:
+    if any(x is not None for x in extras) or given.num_splits:
+        return False
+    if k_cache.dtype != q.dtype or q.dtype == torch.float32:
         return False
     problem = problem_of(given)
     if not (sm90.is_enabled and device_of(q.device).has_wgmma):

@@ -12,6 +12,7 @@ from ..core import common
 from ..core.counters import counters
 from ..core.device import SM80, device_of, overlaps_launches
 from ..core.tensor_maps import Boxes, tensor_map
+from .linear_fp32_plan import choose as choose_fp32
 from .linear_plan import MAX_SPLIT_TILES, choose
 from .tiles import BLOCK_K, TileChoice
 
@@ -84,8 +85,13 @@ def plan_launch(
         a_stride = k
     if n == 1:
         b_stride = k
+    is_fp32, is_aligned = a.dtype == torch.float32, True
     for argument, tensor, stride in (("a", a, a_stride), ("b", b, b_stride)):
-        if tensor.numel() and (stride % 8 or tensor.data_ptr() % common.VEC_BYTES):
+        begins = stride * tensor.element_size() | tensor.data_ptr()
+        if not tensor.numel() or begins % common.VEC_BYTES == 0:
+            continue
+        is_aligned = False
+        if not is_fp32:
             raise common.refuse(
                 _OP, argument, "rows that begin at multiples of 16 bytes (copy it first)", tensor
             )
@@ -97,7 +103,10 @@ def plan_launch(
         capability = SM80  # rows that overlap, or an expanded one: pointers, no tensor maps
     is_wide = out.dtype != a.dtype
     has_residual = residual is not None
-    choice = choose(capability, num_sms, m, n, k, is_wide, name, has_residual, b_stride)
+    if is_fp32:
+        choice = choose_fp32(capability, num_sms, m, n, k, is_aligned)
+    else:
+        choice = choose(capability, num_sms, m, n, k, is_wide, name, has_residual, b_stride)
     token = common.DTYPE_TOKENS[a.dtype]
     suffix = "_fp32" if out.dtype != a.dtype else ""
     function = common.shipped(choice.cubin, f"linear_{token}_{choice.variant}{suffix}")
