@@ -42,7 +42,7 @@ def launch(
     return out
 
 
-class Product:
+class ProductOp:
     """One op. `inputs` are the arguments of its schema, a and b the first of them.
 
     required, optional: names of its tensors, but for out; tensors: those that a launch takes, in
