@@ -12,13 +12,14 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from bits import same_bits
 from drawn_sinks import draw_sinks
 
 from kernel_hub.ops import flash_attention, flash_attention_qkvpacked
-from kernel_hub.ops.attention import eager
+from kernel_hub.ops.attention import autograd, eager
 from kernel_hub.testing.compare import check
 from kernel_hub.testing.guard import Guarded
 from kernel_hub.testing.reference_attention import (
@@ -233,20 +234,17 @@ def unpacked(case: Case, inputs: Inputs) -> list[torch.Tensor]:
 @contextlib.contextmanager
 def guarded_results() -> Iterator[None]:
     """What the op allocates for lse and gradients is poisoned, in guard bands, and watched."""
-    new_lse, lse_like, new_like = eager.new_lse, eager._lse_like, eager.new_like
     made: list[Guarded] = []
 
     def watch(x: torch.Tensor) -> torch.Tensor:
         made.append(Guarded(x.shape, x.dtype, x.device))
         return made[-1].tensor
 
-    eager.new_lse = lambda q: watch(new_lse(q))
-    eager._lse_like = lambda x: watch(lse_like(x))
-    eager.new_like = lambda x: watch(new_like(x))
-    try:
+    with (
+        mock.patch.object(eager, "_lse_like", watch),
+        mock.patch.object(autograd, "_new_grad", watch),
+    ):
         yield
-    finally:
-        eager.new_lse, eager._lse_like, eager.new_like = new_lse, lse_like, new_like
     for each in made:
         each.check("lse or a gradient")
 

@@ -15,20 +15,24 @@ from . import registered as registered
 from .problem import Options
 
 _OP = "flash_attention"
+_new_grad = run.new_like  # by a name of its own, for tests
 _Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _attended(
-    ctx: Any, inputs: tuple[torch.Tensor, ...], qkv: _Heads, deterministic: bool, options: Options
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(out, lse), with what the gradients of `inputs` need of them."""
+    ctx: Any, inputs: tuple[torch.Tensor, ...], qkv: _Heads, deterministic: bool,
+    return_lse: bool, options: Options,
+) -> Any:  # fmt: skip
+    """out, or (out, lse), with what the gradients of `inputs` need of them."""
     out, lse, ctx.plan = run.attended(_OP, *qkv, None, True, options)
     # Those whose writes torch counts: saved like any tensor that the gradients depend on.
     tables = [x for x in options.tables if x is not None and not x.is_inference()]
     ctx.save_for_backward(*inputs, out, lse, *tables)
-    ctx.mark_non_differentiable(lse)
     ctx.set_materialize_grads(False)
     ctx.options, ctx.deterministic = options, deterministic
+    if not return_lse:  # a result less for autograd to follow: 5 us
+        return out
+    ctx.mark_non_differentiable(lse)
     return out, lse
 
 
@@ -39,58 +43,53 @@ def _write(ctx: Any, dout: torch.Tensor, qkv: _Heads, given: Any, grads: _Heads)
 
 
 class Attention(torch.autograd.Function):  # type: ignore[misc]
-    """(out, lse) of q, k, v."""
+    """out, or (out, lse), of q, k, v."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, deterministic: bool,
-        options: Options,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Any:
+        """rest: deterministic, return_lse, options."""
         qkv = (q, k, v)
-        return _attended(ctx, qkv, qkv, deterministic, options)
+        return _attended(ctx, qkv, qkv, *rest)
 
     @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor | None, dlse: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: Any = None) -> tuple[Any, ...]:
         """dq, dk, dv."""
         if dout is None:
-            return (None,) * 5
+            return (None,) * 6
         dout = registered.DOUT.in_memory(dout)
         q, k, v, *given = ctx.saved_tensors
         if torch.is_grad_enabled():  # somebody wants the gradients' gradients: that op refuses
             rest = (*given[:2], *ctx.options, ctx.deterministic)
-            return (*registered.backward_op(dout, q, k, v, *rest), None, None)
-        grads = run.new_like(q), run.new_like(k), run.new_like(v)
+            return (*registered.backward_op(dout, q, k, v, *rest), None, None, None)
+        grads = _new_grad(q), _new_grad(k), _new_grad(v)
         _write(ctx, dout, (q, k, v), given, grads)
-        return (*grads, None, None)
+        return (*grads, None, None, None)
 
 
 class PackedAttention(torch.autograd.Function):  # type: ignore[misc]
-    """(out, lse) of q, k and v in one tensor (..., num_heads + 2 * num_kv_heads, head_dim)."""
+    """The same of one tensor (..., num_heads + 2 * num_kv_heads, head_dim)."""
 
     @staticmethod
-    def forward(
-        ctx: Any, qkv: torch.Tensor, num_heads: int, num_kv_heads: int, deterministic: bool,
-        options: Options,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    def forward(ctx: Any, qkv: torch.Tensor, num_heads: int, num_kv_heads: int, *rest: Any) -> Any:
+        """rest: as above."""
         ctx.heads = (num_heads, num_kv_heads)
-        parts = registered.split_packed(qkv, *ctx.heads)
-        return _attended(ctx, (qkv,), parts, deterministic, options)
+        return _attended(ctx, (qkv,), registered.split_packed(qkv, *ctx.heads), *rest)
 
     @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor | None, dlse: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: Any = None) -> tuple[Any, ...]:
         """dqkv."""
         if dout is None:
-            return (None,) * 5
+            return (None,) * 6
         dout = registered.DOUT.in_memory(dout)
         qkv, *given = ctx.saved_tensors
         if torch.is_grad_enabled():
             rest = (*given[:2], *ctx.heads, *ctx.options, ctx.deterministic)
             grad = registered.packed_backward_op(dout, qkv, *rest)
         else:
-            grad = run.new_like(qkv)
+            grad = _new_grad(qkv)
             parts = [registered.split_packed(x, *ctx.heads) for x in (qkv, grad)]
             _write(ctx, dout, parts[0], given, parts[1])
-        return grad, None, None, None, None
+        return grad, None, None, None, None, None
 
 
 attend = common.bare_apply(Attention)

@@ -29,7 +29,7 @@ class AttentionPlan(NamedTuple):
     """All that layouts and options say of a call."""
 
     numbers: checks.Numbers
-    out: torch.Tensor  # what one is made like where none is given
+    out: torch.Tensor | None  # what one is made like where none is given
     lse: torch.Tensor | None  # and this, where it is needed
     launch: Launch
     spans: common.Spans  # for each set of addresses that was met, its tensor maps
@@ -114,7 +114,7 @@ def forward(
     need_lse: bool, options: Options,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """(out, lse or None), out being written if given."""
-    return attended(op, q, k, v, out, need_lse, options)[:2]
+    return (cuda_forward if q.is_cuda else cpu_forward)(op, q, k, v, out, need_lse, options)[:2]
 
 
 def attended(
@@ -147,6 +147,7 @@ def cuda_forward(
         op, problem_of(q, k, v, plan.numbers, options)
     )
     if out is None:
+        assert plan.out is not None
         out = _empty_like(plan.out)
     lse = None if plan.lse is None else _lse_like(plan.lse)
     launch = plan.launch
@@ -170,23 +171,22 @@ def _plan(
     """Check everything that does not lie on the device, and choose the launch."""
     numbers = checks.resolve(op, q, k, v, options)
     spans = checks.spans_of(q, k, v, out, options)
-    if out is None:
-        out = new_like(q)
-    else:
+    to: torch.Tensor = new_like(q) if out is None else out
+    if out is not None:
         checks.check_out_layout(op, out, q)
     lse = new_lse(q) if need_lse else None
     problem = problem_of(q, k, v, numbers, options)
-    launch = forward_portable.plan(problem, out, lse) if out.numel() else Launch()
-    return attention_plan(numbers, out, lse, launch, spans)
+    launch = forward_portable.plan(problem, to, lse) if to.numel() else Launch()
+    return attention_plan(numbers, to if out is None else None, lse, launch, spans)
 
 
 def attention_plan(
-    numbers: checks.Numbers, out: torch.Tensor, lse: torch.Tensor | None, launch: Launch,
+    numbers: checks.Numbers, made: torch.Tensor | None, lse: torch.Tensor | None, launch: Launch,
     spans: common.Spans,
 ) -> AttentionPlan:  # fmt: skip
-    """The plan of a call that writes out and lse."""
-    blank_lse = None if lse is None else common.blank(lse)
-    return AttentionPlan(numbers, common.blank(out), blank_lse, launch, spans, Memory())
+    """The plan of a call. made, lse: what was made for it alone; None where there is none."""
+    like = [None if x is None else common.emptied(x) for x in (made, lse)]
+    return AttentionPlan(numbers, like[0], like[1], launch, spans, Memory())
 
 
 def cpu_forward(

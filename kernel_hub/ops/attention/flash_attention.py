@@ -181,10 +181,11 @@ def _attend(
         if needs_grad:
             if not (out is options.block_table is options.alibi_slopes is None):
                 _check_grad(q, k, v, out, options)
-            attended: tuple[torch.Tensor, torch.Tensor] = _differentiable(
-                _alive(q), _alive(k), _alive(v), _is_deterministic(deterministic), options
+            deterministic, return_lse = _is_deterministic(deterministic), bool(return_lse)
+            made = _differentiable(
+                _alive(q), _alive(k), _alive(v), deterministic, return_lse, options
             )
-            return attended
+            return made if return_lse else (made, None)
         return _forward(_OP, q, k, v, out, return_lse, options)
     _operands.are_plain((q, k, v), (*options.tables, out))  # refuses what the op would drop
     return _dispatch(q, k, v, out, return_lse, deterministic, options)
@@ -264,8 +265,8 @@ def _attend_packed(
                 qkv, num_heads, num_kv_heads, *options, deterministic, True
             )
         else:
-            out, lse = autograd.PackedAttention.apply(
-                qkv, num_heads, num_kv_heads, deterministic, options
+            return autograd.PackedAttention.apply(
+                qkv, num_heads, num_kv_heads, deterministic, bool(return_lse), options
             )
         return (out, lse.detach()) if return_lse else out
     return flash_attention(

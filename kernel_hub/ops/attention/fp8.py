@@ -156,6 +156,7 @@ def _gpu_forward(
         _OP, run.problem_of(q, k, v, plan.numbers, options)
     )
     if out is None:
+        assert plan.out is not None
         out = torch.empty_like(plan.out)
     lse = None if plan.lse is None else torch.empty_like(plan.lse)
     if plan.launch.function is not None:
@@ -175,14 +176,13 @@ def _plan(
 ) -> run.AttentionPlan:  # fmt: skip
     problem = _problem(q, k, v, scales, options)
     spans = checks.spans_of(q, k, v, out, options, scales)
-    if out is None:
-        out = _new_out(q, dtype)
-    else:
+    to: torch.Tensor = _new_out(q, dtype) if out is None else out
+    if out is not None:
         checks.check_out_layout(_OP, out, q, OUT_DTYPES)
         _check_rows_of_out(out)
     lse = run.new_lse(q) if need_lse else None
-    planned = launch.plan(problem, scales, out, lse) if out.numel() else Launch()
-    return run.attention_plan(problem.numbers, out, lse, planned, spans)
+    planned = launch.plan(problem, scales, to, lse) if to.numel() else Launch()
+    return run.attention_plan(problem.numbers, to if out is None else None, lse, planned, spans)
 
 
 def _cpu_forward(

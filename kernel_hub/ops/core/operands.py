@@ -23,6 +23,7 @@ FOREIGN = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError
 
 _is_tracing = torch.compiler.is_dynamo_compiling
 _is_grad_enabled = torch.is_grad_enabled
+_STRIDED = torch.strided
 _NO_DISPATCH = torch.Tensor.__torch_dispatch__
 # Of what torch's tracers put in the place of tensors: the registered ops know what to do with them.
 _TRACERS = "torch._subclasses."
@@ -118,7 +119,15 @@ class Operands:
 
         Raises TensorError for what they would drop: tangents, transforms, what a subclass computes.
         """
-        if dout.layout is not torch.strided:
+        if (
+            type(dout) in PLAIN_TYPES
+            and dout.layout is _STRIDED
+            and not (dout.is_neg() or dout._is_zerotensor() or is_batched(dout) or dout.is_meta)
+            and not (_is_tracing() or forward_ad._current_level >= 0)
+            and transform() is None
+        ):
+            return dout  # nothing of what follows has anything to do
+        if dout.layout is not _STRIDED:
             dout = dout.to_dense()
         if getattr(dout, "_is_zerotensor", bool)():
             dout = torch.zeros(dout.shape, dtype=dout.dtype, device=dout.device)

@@ -231,7 +231,7 @@ def _step(given: DecodeGiven, is_aligned: bool) -> Step:
     partials: tuple[torch.Tensor, ...] = ()
     if split.num_merges:
         lse = torch.empty(split.num_blocks * variant.rows, dtype=torch.float32, device=q.device)
-        partials = common.blank(lse.new_empty((*lse.shape, head_dim))), common.blank(lse)
+        partials = common.emptied(lse.new_empty((*lse.shape, head_dim))), common.emptied(lse)
     return Step(main, merge, partials)
 
 

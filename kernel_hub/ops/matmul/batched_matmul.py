@@ -11,7 +11,7 @@ from ..core import common
 from ..core.device import device_of
 from .grouped_launch import GroupedLaunch, OperandLayout, check_rows, launch_of
 from .grouped_plan import TABLES, GroupedProblem, choose, too_large
-from .product import Product, launch
+from .product import ProductOp, launch
 
 _OP = "batched_matmul"
 _DTYPES = (torch.float16, torch.bfloat16)
@@ -116,7 +116,7 @@ def _plan(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> GroupedLaunch:
     )  # fmt: skip
 
 
-_product = Product(_OP, "a b", "", "a b", check=_check, new=_new_out, plan=_plan)
+_product = ProductOp(_OP, "a b", "", "a b", check=_check, new=_new_out, plan=_plan)
 _plans = _product.plans
 TABLES[_OP].on_change(_plans.clear)
 

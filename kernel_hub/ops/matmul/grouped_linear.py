@@ -13,7 +13,7 @@ from ..core.device import device_of
 from .checks import check_operand, check_results, check_weight
 from .grouped_launch import GroupedLaunch, OperandLayout, check_rows, launch_of
 from .grouped_plan import TABLES, GroupedProblem, choose, too_large
-from .product import Product, launch
+from .product import ProductOp, launch
 
 _OP = "grouped_linear"
 
@@ -116,7 +116,7 @@ def _plan(
     return launch_of(_OP, choice, out, a, (out_layout, a_layout, b_layout), numbers)
 
 
-_product = Product(
+_product = ProductOp(
     _OP, "a b offsets", "bias", "a b offsets bias", check=_check, new=_new_out, plan=_plan
 )
 _plans = _product.plans

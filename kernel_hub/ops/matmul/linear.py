@@ -12,7 +12,7 @@ from . import linear_fp8 as fp8
 from .checks import check_results, check_weight
 from .linear_launch import plan_launch
 from .linear_plan import TABLE
-from .product import Product, launch
+from .product import ProductOp, launch
 
 _OP = "linear"
 
@@ -94,7 +94,7 @@ def _new_out(a: Any, b: Any, *more: Any) -> Any:
     return a.new_empty((*a.shape[:-1], b.shape[0]), dtype=more[-1])
 
 
-_product = Product(
+_product = ProductOp(
     _OP, "a b", "bias residual", "a b bias residual", in_place="out=residual",
     check=_check, new=_new_out, plan=plan_launch,
 )  # fmt: skip

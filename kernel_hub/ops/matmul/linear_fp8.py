@@ -12,7 +12,7 @@ from ..core.device import device_of
 from .checks import check_results, check_weight, rows_and_strides
 from .linear_fp8_plan import CUBIN, SCALE_BLOCK, TABLE, choose
 from .linear_launch import LinearLaunch, operand_boxes, result_boxes
-from .product import Product, launch
+from .product import ProductOp, launch
 
 DTYPE = torch.float8_e4m3fn
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -169,7 +169,7 @@ def _plan(
     return plan_launch(*tensors, activation, has_blocks, use_fast_accum)
 
 
-_product = Product(
+_product = ProductOp(
     _OP, "a b", "a_scale b_scale bias residual", "a b a_scale b_scale bias residual",
     in_place="out=residual", check=check, new=_new_out, plan=_plan,
 )  # fmt: skip

@@ -20,7 +20,7 @@ class Planned(NamedTuple):
 
     launch: Any  # a LinearLaunch or a GroupedLaunch
     spans: common.Spans  # for each set of addresses that was met, its tensor maps
-    out: torch.Tensor  # what one is made like where none is given
+    out: torch.Tensor | None  # what one is made like where none is given
 
 
 def launch(
@@ -29,9 +29,9 @@ def launch(
 ) -> Any:  # fmt: skip
     """Run it; tensors: a, b and the other pointers; at: where those that are given lie.
     is_given: the caller gave out, which may overlap the rest."""
-    plan, spans, blank = found
+    plan, spans, like = found
     if out is None:
-        out = _empty_like(blank)
+        out = _empty_like(like)
     addresses = (out.data_ptr(), *at)
     maps = spans.apart.get(addresses)
     if maps is None:
@@ -42,7 +42,7 @@ def launch(
     return out
 
 
-class Product:
+class ProductOp:
     """One op. `inputs` are the arguments of its schema, a and b the first of them.
 
     required, optional: names of its tensors, but for out; tensors: those that a launch takes, in
@@ -112,8 +112,9 @@ class Product:
         dtype = out_dtype if out is None else out.dtype
         self._check(*inputs, out, dtype)
         made = self._new(*inputs, dtype) if out is None else out
-        spans = self._writes.spans(made, *tensors)
-        return self.plans.keep(key, Planned(self._plan(*inputs, made), spans, common.blank(made)))
+        spans, plan = self._writes.spans(made, *tensors), self._plan(*inputs, made)
+        like = common.emptied(made) if out is None else None
+        return self.plans.keep(key, Planned(plan, spans, like))
 
     def on_cpu(
         self, inputs: tuple[Any, ...], tensors: tuple[Any, ...], out: Any, is_given: bool,

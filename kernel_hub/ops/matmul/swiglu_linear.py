@@ -21,7 +21,7 @@ _empty_like = torch.empty_like
 _OP = "swiglu_linear"
 _operands = common.Operands(_OP, "a b_gate_up", "out")
 _writes = common.Writes(_OP, "out a b_gate_up", "out")
-_plans: Plans[tuple[Launch, common.Spans, torch.Tensor]] = Plans()
+_plans: Plans[tuple[Launch, common.Spans, Any]] = Plans()
 TABLES[_OP].on_change(_plans.clear)
 
 
@@ -110,11 +110,11 @@ def _cuda_into(
     found = _plans.get(key)
     if found is None:
         like = _new_out(a, b) if out is None else out
-        plan = _plan(a, b, like)
-        found = _plans.keep(key, (plan, _writes.spans(like, a, b), common.blank(like)))
-    (function, grid, block, shared_bytes, numbers, boxes, options), spans, blank = found
+        plan, spans = _plan(a, b, like), _writes.spans(like, a, b)
+        found = _plans.keep(key, (plan, spans, common.emptied(like) if out is None else None))
+    (function, grid, block, shared_bytes, numbers, boxes, options), spans, like = found
     if out is None:
-        out = _empty_like(blank)
+        out = _empty_like(like)
     addresses = (out.data_ptr(), at_a, at_b)
     maps = spans.apart.get(addresses)
     if maps is None:

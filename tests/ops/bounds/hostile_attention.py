@@ -20,8 +20,8 @@ from attention_devices import BACKWARD
 from led_outside import check_said, forget
 
 from kernel_hub.ops import flash_attention
+from kernel_hub.ops.attention import autograd, eager
 from kernel_hub.ops.attention import backward_sm90 as hopper_backward
-from kernel_hub.ops.attention import eager
 from kernel_hub.testing.compare import check
 from kernel_hub.testing.reference_attention import (
     reference_attention,
@@ -57,12 +57,12 @@ def _allocations_in(arena: Arena) -> Iterator[None]:
     def lse_like(x: torch.Tensor) -> torch.Tensor:
         return arena.empty("lse", x.shape, x.dtype)
 
-    def new_like(x: torch.Tensor) -> torch.Tensor:
+    def new_grad(x: torch.Tensor) -> torch.Tensor:
         return arena.empty("a gradient", x.shape, x.dtype)
 
     with (
         mock.patch.object(eager, "_lse_like", lse_like),
-        mock.patch.object(eager, "new_like", new_like),
+        mock.patch.object(autograd, "_new_grad", new_grad),
         mock.patch.object(BACKWARD, "torch", _Torch(arena)),
         mock.patch.object(hopper_backward, "torch", _Torch(arena)),
     ):
