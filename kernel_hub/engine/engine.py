@@ -220,7 +220,7 @@ class Engine:
 
     def _begun(self, planned: list[scheduler.Sequence]) -> _Flight:
         """Give the device a pass of them."""
-        batch = batch_of(planned, self.vocab_size)
+        batch = batch_of(planned, self.vocab_size, self._scheduler.pages.num_pages)
         try:
             drawn = self.runner.run(self.group.tell(batch))
         except Exception as error:
