@@ -30,6 +30,7 @@ from .config import LayerKind, ModelConfig
 from .parallel import Group
 from .weights import LayerWeights, Weights
 
+MOST_WIDE = 16  # tokens a sequence that `decode_attention` takes
 Cache = list[tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -65,7 +66,7 @@ class Model:
         self._tables = {
             kind: rotary.tables(
                 rotary.frequencies_of(c.raw, layer_type=kind, seqlen=max_len, device=self.device),
-                max_len,
+                max_len + MOST_WIDE,  # what stands behind drafts may be over it
             )
             for kind in {layer.rope for layer in c.layers}
         }

@@ -18,11 +18,10 @@ import torch
 
 from ..ops import sample
 from ..ops.sampling.sample import MOST_TOP
-from .model import Model, Ragged
+from .model import MOST_WIDE, Model, Ragged
 from .requests import SamplingParams, TokenLogprob
 from .scheduler import Sequence
 
-_MOST_WIDE = 16  # tokens a sequence that `decode_attention` takes
 _FEW_ROWS = 128  # that a pass over the weights takes no longer for than for one
 _GRAPH_SIZES = (1, 2, 4, 8, *range(16, 257, 16), *range(288, 513, 32))
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -53,7 +52,7 @@ def batch_of(planned: List[Sequence], vocab_size: int, spare_page: int) -> Batch
     width, num_decodes = max(chunks), len(planned)
     rows = width * num_decodes
     is_even = width == 1 or (
-        samples == chunks and width <= _MOST_WIDE
+        samples == chunks and width <= MOST_WIDE
         and rows <= min(_GRAPH_SIZES[-1], max(_FEW_ROWS, 2 * sum(chunks)))
     )  # fmt: skip
     if not is_even:
@@ -347,7 +346,7 @@ class Runner:
         given["ids"].zero_()
         inputs = Ragged(
             given.pop("ids"), torch.arange(size + 1, **new) * width, given.pop("before"),
-            given.pop("after"), torch.zeros((size, self.max_pages + _MOST_WIDE), **new),
+            given.pop("after"), torch.zeros((size, self.max_pages + MOST_WIDE), **new),
             torch.zeros(1, **new), num_decodes=size, max_chunk=width, width=width,
         )  # fmt: skip
         self._draw(self._logits(inputs), given)
