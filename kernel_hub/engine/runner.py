@@ -17,11 +17,11 @@ import numpy as np
 import torch
 
 from ..ops import sample
-from ..ops.sampling.sample import MOST_TOP
 from .model import MOST_WIDE, Model, Ragged
 from .requests import SamplingParams, TokenLogprob
 from .scheduler import Sequence
 
+_MOST_TOP = 32  # tokens that `sample` tells the log-probabilities of
 _FEW_ROWS = 128  # that a pass over the weights takes no longer for than for one
 _GRAPH_SIZES = (1, 2, 4, 8, *range(16, 257, 16), *range(288, 513, 32))
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -300,7 +300,7 @@ class Runner:
     def _scores(self, logits: torch.Tensor, ids: torch.Tensor, top: int) -> torch.Tensor:
         """Log-probabilities for the few who ask: of the model's own distribution."""
         softcap, own = self.model.config.final_softcap, ids[self._share(logits), None]
-        if top > MOST_TOP:
+        if top > _MOST_TOP:
             capped = softcap * torch.tanh(logits / softcap) if softcap else logits
             scores = torch.log_softmax(capped, -1)
             values, which = scores.topk(min(top, scores.shape[1]))
