@@ -23,8 +23,6 @@ from .text import Bytes, TextStream, Tokenizer
 from .weights import Random, Safetensors, check_world, expected, load
 
 PAGE_SIZE = 64
-CPU_CACHE_TOKENS = 8192
-_MEMORY_SHARE = 0.9  # of a GPU's memory that is free with the weights in it, less a pass's own
 _LIMITS = {  # inclusive
     "temperature": (0.0, 100.0), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0),
     "presence_penalty": (-2.0, 2.0), "frequency_penalty": (-2.0, 2.0),
@@ -91,7 +89,7 @@ class Engine:
         self.vocab_size = model.config.vocab_size
         self.eos_token_ids = model.config.eos_token_ids
         self.tokenizer = getattr(self.text, "fast", None)
-        tokens = cache_tokens or _cache_tokens(model, max_batch, max_tokens_a_pass)
+        tokens = cache_tokens or model.cache_room(max_batch, max_tokens_a_pass)
         num_pages = max(1, tokens // page_size)
         self.max_model_len = min(model.max_len, num_pages * page_size)
         max_pages = -(-self.max_model_len // page_size)
@@ -220,7 +218,7 @@ class Engine:
 
     def _begun(self, planned: list[scheduler.Sequence]) -> _Flight:
         """Give the device a pass of them."""
-        batch = batch_of(planned, self.vocab_size)
+        batch = batch_of(planned, self.vocab_size, self._scheduler.pages.num_pages)
         try:
             drawn = self.runner.run(self.group.tell(batch))
         except Exception as error:
@@ -386,17 +384,3 @@ def _checked(request: Request, vocab_size: int) -> SamplingParams:
     if isinstance(stop, str) or not all(isinstance(s, str) and s for s in stop):
         raise refuse("stop", "texts of at least one character", stop)
     return params
-
-
-def _cache_tokens(model: Model, max_batch: int, max_tokens: int) -> int:
-    """Tokens that the cache of every rank has room for: in free memory, less what a pass takes."""
-    if model.device.type != "cuda":
-        return model.group.least(CPU_CACHE_TOKENS)
-    free, _ = torch.cuda.mem_get_info(model.device)
-    c = model.config
-    widest = 2 * c.intermediate_size + 4 * c.hidden_size + 3 * c.num_heads * c.head_dim
-    if c.num_experts:
-        widest += c.experts_per_token * (2 * c.hidden_size + 3 * c.moe_intermediate_size)
-    own = 2 * max_tokens * widest + 8 * max_batch * c.vocab_size
-    tokens = int(_MEMORY_SHARE * (free - own)) // model.cache_bytes()
-    return model.group.least(tokens)

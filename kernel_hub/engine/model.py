@@ -30,6 +30,9 @@ from .config import LayerKind, ModelConfig
 from .parallel import Group
 from .weights import LayerWeights, Weights
 
+CPU_CACHE_TOKENS = 8192
+_MEMORY_SHARE = 0.9  # of a GPU's memory that is free with the weights in it, less a pass's own
+MOST_WIDE = 16  # tokens a sequence that `decode_attention` takes
 Cache = list[tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -65,7 +68,7 @@ class Model:
         self._tables = {
             kind: rotary.tables(
                 rotary.frequencies_of(c.raw, layer_type=kind, seqlen=max_len, device=self.device),
-                max_len,
+                max_len + MOST_WIDE,  # what stands behind drafts may be over it
             )
             for kind in {layer.rope for layer in c.layers}
         }
@@ -80,6 +83,18 @@ class Model:
         """Of a token, in all layers."""
         item = torch.finfo(self.dtype).bits // 8
         return 2 * len(self.config.layers) * self.num_kv_heads * self.config.head_dim * item
+
+    def cache_room(self, max_batch: int, max_tokens: int) -> int:
+        """Tokens the cache of every rank has room for: in free memory, less what a pass takes."""
+        tokens, c = CPU_CACHE_TOKENS, self.config
+        if self.device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(self.device)
+            widest = 2 * c.intermediate_size + 4 * c.hidden_size + 3 * c.num_heads * c.head_dim
+            if c.num_experts:
+                widest += c.experts_per_token * (2 * c.hidden_size + 3 * c.moe_intermediate_size)
+            own = 2 * max_tokens * widest + 8 * max_batch * c.vocab_size
+            tokens = int(_MEMORY_SHARE * (free - own)) // self.cache_bytes()
+        return self.group.least(tokens)
 
     def forward(self, b: Ragged, cache: Cache) -> torch.Tensor:
         """Logits in fp32 of this rank's share of the vocabulary, before the last softcap."""

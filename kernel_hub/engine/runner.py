@@ -17,12 +17,11 @@ import numpy as np
 import torch
 
 from ..ops import sample
-from ..ops.sampling.sample import MOST_TOP
-from .model import Model, Ragged
+from .model import MOST_WIDE, Model, Ragged
 from .requests import SamplingParams, TokenLogprob
 from .scheduler import Sequence
 
-_MOST_WIDE = 16  # tokens a sequence that `decode_attention` takes
+_MOST_TOP = 32  # tokens that `sample` tells the log-probabilities of
 _FEW_ROWS = 128  # that a pass over the weights takes no longer for than for one
 _GRAPH_SIZES = (1, 2, 4, 8, *range(16, 257, 16), *range(288, 513, 32))
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -47,20 +46,20 @@ class Batch:
     logprobs: int | None  # the most likely tokens that any row asks for
 
 
-def batch_of(planned: List[Sequence], vocab_size: int) -> Batch:
-    """The arrays of a pass. Raises whatever a request's own grammar does."""
+def batch_of(planned: List[Sequence], vocab_size: int, spare_page: int) -> Batch:
+    """The arrays of a pass; `spare_page` is nobody's. Raises what a request's own grammar does."""
     samples, chunks = [s.samples for s in planned], [s.chunk for s in planned]
     width, num_decodes = max(chunks), len(planned)
     rows = width * num_decodes
     is_even = width == 1 or (
-        samples == chunks and width <= _MOST_WIDE
+        samples == chunks and width <= MOST_WIDE
         and rows <= min(_GRAPH_SIZES[-1], max(_FEW_ROWS, 2 * sum(chunks)))
     )  # fmt: skip
     if not is_even:
         width, num_decodes = 1, chunks.count(1)
     elif width > 1:
         # As many tokens of each. What stands behind its drafts sees more than they do, and they
-        # nothing of it; its keys go to places that come later, or to pages that are not there.
+        # nothing of it; its keys go to places that come later, or to a page that nobody reads.
         samples = chunks = [width] * num_decodes
     ids: list[int] = []
     for s, chunk in zip(planned, chunks, strict=True):
@@ -68,9 +67,9 @@ def batch_of(planned: List[Sequence], vocab_size: int) -> Batch:
         ids += own + [0] * (chunk - len(own))
     before, lengths = np.array([s.computed for s in planned], np.int32), np.array(chunks, np.int32)
     ends = lengths.cumsum(dtype=np.int32)
-    more_columns, no_page = (width, b"\xff") if width > 1 else (0, b"\0")
-    columns = max(len(s.pages) for s in planned) + more_columns
-    table = b"".join([s.pages.tobytes().ljust(4 * columns, no_page) for s in planned])
+    columns = max(len(s.pages) for s in planned) + (width if width > 1 else 0)
+    spare = np.full(columns, spare_page, np.int32).tobytes()
+    table = b"".join([s.pages.tobytes() + spare[4 * len(s.pages) :] for s in planned])
     inputs = {
         "ids": np.array(ids, np.int32), "before": before, "after": before + lengths,
         "cu_seqlens": np.append(np.int32(0), ends),
@@ -197,9 +196,9 @@ class Runner:
     def __init__(
         self, model: Model, num_pages: int, page_size: int, max_pages: int, max_tokens: int
     ) -> None:
-        """max_pages: of a sequence. max_tokens: of a pass."""
+        """num_pages: the cache has one more. max_pages: of a sequence. max_tokens: of a pass."""
         self.model, self.max_pages = model, max_pages
-        self.cache = model.new_cache(num_pages, page_size)
+        self.cache = model.new_cache(num_pages + 1, page_size)
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self._pool: Any = None
         if model.group.world > 1:  # NCCL does not end while graphs hold it
@@ -301,7 +300,7 @@ class Runner:
     def _scores(self, logits: torch.Tensor, ids: torch.Tensor, top: int) -> torch.Tensor:
         """Log-probabilities for the few who ask: of the model's own distribution."""
         softcap, own = self.model.config.final_softcap, ids[self._share(logits), None]
-        if top > MOST_TOP:
+        if top > _MOST_TOP:
             capped = softcap * torch.tanh(logits / softcap) if softcap else logits
             scores = torch.log_softmax(capped, -1)
             values, which = scores.topk(min(top, scores.shape[1]))
@@ -347,7 +346,7 @@ class Runner:
         given["ids"].zero_()
         inputs = Ragged(
             given.pop("ids"), torch.arange(size + 1, **new) * width, given.pop("before"),
-            given.pop("after"), torch.zeros((size, self.max_pages + _MOST_WIDE), **new),
+            given.pop("after"), torch.zeros((size, self.max_pages + MOST_WIDE), **new),
             torch.zeros(1, **new), num_decodes=size, max_chunk=width, width=width,
         )  # fmt: skip
         self._draw(self._logits(inputs), given)

@@ -275,10 +275,10 @@ def test_the_cache_is_that_of_the_rank_with_the_least_memory() -> None:
     tokens = [lot.randint(64, 4096) for _ in range(4)]
     script = """
 import os, sys
-from kernel_hub.engine import engine
+from kernel_hub.engine import engine, model
 from kernel_hub.engine.requests import SamplingParams
 rank, tokens = int(os.environ["RANK"]), [*map(int, sys.argv[1:])]
-engine.CPU_CACHE_TOKENS = tokens[rank]
+model.CPU_CACHE_TOKENS = tokens[rank]
 made = engine.Engine.random("tiny", device="cpu", page_size=16, **{"max_batch": 2})
 assert made.stats()["pages_total"] == min(tokens) // 16, made.stats()
 if rank:

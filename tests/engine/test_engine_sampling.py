@@ -193,6 +193,24 @@ def test_drafts_are_taken_where_a_text_repeats() -> None:
     assert steps[0] >= 60 and steps[1] < 30
 
 
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_drafts_beside_a_text_that_is_at_its_end(page_size: int) -> None:
+    """What stands behind the drafts of one reaches over the context's end, its pages and table."""
+    texts = []
+    for drafts in (0, 6):
+        engine = Engine.random(
+            "tiny", device="cpu", cache_tokens=192, max_model_len=64, page_size=page_size,
+            drafts=drafts,
+        )  # fmt: skip
+        bias = {97: 40.0, 98: 39.0}
+        params = SamplingParams(temperature=0.0, logit_bias=bias, ignore_eos=True)
+        prompts = [[*b"abab" * (n // 4)] for n in (60, 40, 52)]
+        texts.append(engine.generate(prompts, params))
+        assert not engine.stats()["pages_used"]
+    assert [a.tokens for a in texts[0]] == [a.tokens for a in texts[1]]
+    assert [len(a.tokens) for a in texts[1]] == [4, 24, 12]
+
+
 def test_prefixes_are_found_again(engine: Engine) -> None:
     """Pages of a prompt that was there before are not computed again, and change nothing."""
     prompt = list(range(100, 180))
