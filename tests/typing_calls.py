@@ -83,6 +83,11 @@ def results() -> None:
         ops.decode_attention(x, x, x, cache_seqlens=x, return_lse=True),
         tuple[torch.Tensor, torch.Tensor],
     )
+    assert_type(ops.mla_decode(x, x, cache_seqlens=x, softmax_scale=0.1), torch.Tensor)
+    assert_type(
+        ops.mla_decode(x, x, cache_seqlens=x, softmax_scale=0.1, return_lse=True),
+        tuple[torch.Tensor, torch.Tensor],
+    )
     assert_type(ops.append_kv(x, x, x, x), None)
     assert_type(ops.append_kv(x, x, x, x, q=x), torch.Tensor)
     assert_type(

@@ -49,6 +49,7 @@ OVERLOADS = {
     "gelu": _GATED,
     "gelu_and_mul": _GATED,
     "layer_norm": _NORM,
+    "mla_decode": _LSE,
     "qkv_linear": _given(
         "k_cache", f"tuple[{TENSOR}, {TENSOR}, {TENSOR}]", f"tuple[{TENSOR}, None, None]"
     ),

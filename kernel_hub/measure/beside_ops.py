@@ -149,6 +149,16 @@ def _make_decode(s: Sizes, t: Tensors) -> Inputs:
     return {"q": q, **kv, "lengths": t.full(s["batch"], s["seqlen"])}
 
 
+def _make_mla(s: Sizes, t: Tensors) -> Inputs:
+    q, kv = t.normal(s["batch"], 1, s["heads"], 576), t.normal(s["batch"], s["seqlen"], 576)
+    return {"q": q, "kv": kv, "lengths": t.full(s["batch"], s["seqlen"])}
+
+
+def _mla(i: Inputs) -> torch.Tensor:
+    scores = i["q"][:, 0] @ i["kv"].transpose(1, 2) * 192**-0.5
+    return (torch.softmax(scores, -1) @ i["kv"][..., :512])[:, None]
+
+
 def _make_rope(s: Sizes, t: Tensors) -> Inputs:
     q, k = (t.normal(s["tokens"], s[n], s["head_dim"]) for n in ("heads", "kv_heads"))
     tables = rotary_table(s["tokens"], s["head_dim"], t.device)
@@ -306,6 +316,13 @@ OPS: dict[str, Op] = {
         lambda i: ops.decode_attention(i["q"], i["k"], i["v"], cache_seqlens=i["lengths"]),
         lambda i: _sdpa(i, False),
         _attention_peers(False),
+    ),
+    "mla_decode": Op(
+        {"batch": 64, "seqlen": 4096, "heads": 16}, _make_mla,
+        lambda i: ops.mla_decode(
+            i["q"], i["kv"], cache_seqlens=i["lengths"], softmax_scale=192**-0.5
+        ),
+        _mla,
     ),
     "linear": Op(
         _PRODUCT,

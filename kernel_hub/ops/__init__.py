@@ -21,6 +21,7 @@ from .attention.merge_states import merge_states as merge_states
 from .kv_cache.append_kv import append_kv as append_kv
 from .kv_cache.copy_blocks import copy_blocks as copy_blocks
 from .kv_cache.decode_attention import decode_attention as decode_attention
+from .kv_cache.mla_decode import mla_decode as mla_decode
 from .matmul.batched_matmul import batched_matmul as batched_matmul
 from .matmul.grouped_linear import grouped_linear as grouped_linear
 from .matmul.linear import linear as linear
@@ -61,6 +62,7 @@ __all__ = [
     "linear",
     "log_softmax",
     "merge_states",
+    "mla_decode",
     "moe_combine",
     "moe_permute",
     "moe_route",

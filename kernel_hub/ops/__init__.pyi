@@ -220,6 +220,24 @@ def merge_states(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor, *,
     out: torch.Tensor | None = None, out_lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+@overload
+def mla_decode(
+    q: torch.Tensor, kv_cache: torch.Tensor, *, cache_seqlens: torch.Tensor,
+    softmax_scale: float, block_table: torch.Tensor | None = None, num_splits: int = 0,
+    out: torch.Tensor | None = None, return_lse: Literal[False] = False,
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def mla_decode(
+    q: torch.Tensor, kv_cache: torch.Tensor, *, cache_seqlens: torch.Tensor,
+    softmax_scale: float, block_table: torch.Tensor | None = None, num_splits: int = 0,
+    out: torch.Tensor | None = None, return_lse: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+@overload
+def mla_decode(
+    q: torch.Tensor, kv_cache: torch.Tensor, *, cache_seqlens: torch.Tensor,
+    softmax_scale: float, block_table: torch.Tensor | None = None, num_splits: int = 0,
+    out: torch.Tensor | None = None, return_lse: bool,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 def moe_combine(
     rows: torch.Tensor, row_id_map: torch.Tensor, weights: torch.Tensor, *,
     residual: torch.Tensor | None = None, out: torch.Tensor | None = None,
@@ -394,7 +412,8 @@ def verify_draft(
 __all__ = [
     "append_kv", "batched_matmul", "copy_blocks", "cu_seqlens", "decode_attention", "embedding",
     "flash_attention", "flash_attention_qkvpacked", "gelu", "gelu_and_mul", "grouped_linear",
-    "layer_norm", "linear", "log_softmax", "merge_states", "moe_combine", "moe_permute",
-    "moe_route", "qkv_linear", "quantize_e4m3", "relu_squared", "rms_norm", "rope", "sample",
-    "silu_and_mul", "softmax", "swiglu_linear", "swigluoai_and_mul", "verify_draft",
+    "layer_norm", "linear", "log_softmax", "merge_states", "mla_decode", "moe_combine",
+    "moe_permute", "moe_route", "qkv_linear", "quantize_e4m3", "relu_squared", "rms_norm",
+    "rope", "sample", "silu_and_mul", "softmax", "swiglu_linear", "swigluoai_and_mul",
+    "verify_draft",
 ]  # fmt: skip

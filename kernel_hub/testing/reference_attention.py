@@ -90,6 +90,20 @@ def reference_attention_backward(
     return dq, dk, dv
 
 
+def reference_mla_decode(
+    q: torch.Tensor, kv_cache: torch.Tensor, *, cache_seqlens: torch.Tensor, softmax_scale: float,
+    block_table: torch.Tensor | None = None, dtype: torch.dtype = torch.float64,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(out in `dtype`, lse), the arguments being those of `mla_decode`: attention of one kv head
+    whose values are the first 512 columns of its keys."""
+    keys = kv_cache.unsqueeze(2) if kv_cache.dim() == 3 else kv_cache
+    out, lse = reference_attention(
+        q, keys, keys, causal=True, softmax_scale=softmax_scale, block_table=block_table,
+        cache_seqlens=cache_seqlens.clamp(min=0), dtype=dtype,
+    )  # fmt: skip
+    return out[..., :512], lse
+
+
 def options_of(problem: Any) -> dict[str, Any]:
     """The keyword arguments of the references that say what a `ops.attention.problem.Problem` says
     beside q, k and v."""

@@ -92,7 +92,22 @@ def decode(device: str) -> None:
         ops.decode_attention(q, *pages, k=q[:, :, :2], v=q[:, :, 2:4], **options)
 
 
-CASES: tuple[Callable[[str], None], ...] = (forward, backward, decode)
+def mla(device: str) -> None:
+    """Few rows and several blocks of them, pages that the kernel for Hopper takes and others."""
+    for dtype, page_size in itertools.product((torch.float16, torch.bfloat16), (1, 8, 64)):
+        lengths = torch.tensor([200, -1, 65], device=device, dtype=torch.int32)
+        count = -(-200 // page_size)
+        table = torch.arange(3 * count, device=device, dtype=torch.int32).view(3, count)
+        cache = torch.zeros(3 * count, page_size, 576, device=device, dtype=dtype)
+        for heads, seqlen_q, num_splits in itertools.product((16, 70), (1, 2), (0, 1, 3)):
+            q = torch.zeros(3, seqlen_q, heads, 576, device=device, dtype=dtype)
+            ops.mla_decode(
+                q, cache, cache_seqlens=lengths, block_table=table, softmax_scale=0.1,
+                num_splits=num_splits, return_lse=True,
+            )  # fmt: skip
+
+
+CASES: tuple[Callable[[str], None], ...] = (forward, backward, decode, mla)
 
 
 def main() -> int:

@@ -29,6 +29,7 @@ from hostile_attention import HostileAttention
 from hostile_decode import HostileStep
 from hostile_fp8 import HostileFp8
 from hostile_grouped import HostileGroups
+from hostile_mla import HostileLatents
 from hostile_rows import forcing_qkv, hostile_append, hostile_qkv, hostile_rope
 from sanitize_grouped import choices, forced
 
@@ -76,6 +77,10 @@ def decode(generator: random.Random, arena: Arena) -> None:
     HostileStep(generator, arena).run()
 
 
+def mla(generator: random.Random, arena: Arena) -> None:
+    HostileLatents(generator, arena).run()
+
+
 def grouped(generator: random.Random, arena: Arena) -> None:
     case = HostileGroups(generator, arena)
     sizes = (case.drawn[name] for name in ("experts", "rows", "n", "k"))
@@ -101,7 +106,7 @@ def main(arguments: Sequence[str]) -> int:
     lots = int(arguments[0]) if arguments else 12
     is_hopper = torch.cuda.get_device_capability() == (9, 0)
     runs: list[tuple[str, Callable[..., None]]] = [
-        ("attention", attention), ("backward", backward), ("decode", decode),
+        ("attention", attention), ("backward", backward), ("decode", decode), ("mla", mla),
         ("rope", hostile_rope), ("append_kv", hostile_append), ("qkv_linear", qkv),
         ("grouped_linear", grouped),
     ]  # fmt: skip

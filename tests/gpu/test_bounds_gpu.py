@@ -26,6 +26,7 @@ from hostile_attention import HostileAttention
 from hostile_decode import HostileStep
 from hostile_fp8 import HostileFp8
 from hostile_grouped import HostileGroups
+from hostile_mla import HostileLatents
 from hostile_rows import forcing_qkv, hostile_append, hostile_qkv, hostile_rope
 from led_outside import forget
 from sanitize_grouped import choices, forced
@@ -87,6 +88,10 @@ def test_attention_fp8() -> None:
 
 def test_decode() -> None:
     _run("decode", 80, lambda *given: HostileStep(*given).run())
+
+
+def test_mla() -> None:
+    _run("mla", 80, lambda *given: HostileLatents(*given).run())
 
 
 @pytest.mark.parametrize("hostile", [hostile_rope, hostile_append, hostile_qkv])

@@ -36,6 +36,7 @@ def test_what_travels_by_name_is_in_the_order_of_its_schemas() -> None:
     from kernel_hub.ops.attention.problem import TABLES, Options
     from kernel_hub.ops.kv_cache.append_checks import AppendGiven as Append
     from kernel_hub.ops.kv_cache.decode_plan import DecodeGiven as Decode
+    from kernel_hub.ops.kv_cache.mla_plan import MlaGiven as Mla
     from kernel_hub.ops.projection.qkv_checks import QkvGiven as Qkv
 
     attention = ("flash_attention", "flash_attention_out", "flash_attention_backward",
@@ -46,6 +47,7 @@ def test_what_travels_by_name_is_in_the_order_of_its_schemas() -> None:
         ((*Scales._fields, *Options._fields), "flash_attention_fp8_out"),
         (Append._fields, "append_kv"),
         (Decode._fields, "decode_attention"),
+        (Mla._fields, "mla_decode"),
         (Qkv._fields, "qkv_linear"),
     ):
         arguments = getattr(torch.ops.kernel_hub, op).default._schema.arguments

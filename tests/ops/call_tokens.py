@@ -1,4 +1,4 @@
-"""The calls of call_cases.py of tokens as rows, and of pages."""
+"""The calls of call_cases.py of tokens as rows, of pages, and of a cache of latents."""
 
 from __future__ import annotations
 
@@ -49,8 +49,23 @@ def _copy_blocks(lot: Lot) -> Case:
     return Case("copy_blocks", tensors, caches=caches, required=tuple(tensors))
 
 
+def _mla_decode(lot: Lot) -> Case:
+    dtype, batch, seqlen, heads = lot.one(torch.float16, torch.bfloat16), 2, lot.one(1, 2), 4
+    tensors = {
+        "q": lot.randn(batch, seqlen, heads, 576, dtype=dtype),
+        "kv_cache": lot.randn(batch, 8, *lot.one((), (1,)), 576, dtype=dtype),
+        "cache_seqlens": lot.ints(3, 5),
+        "out": lot.randn(batch, seqlen, heads, 512, dtype=dtype),
+        **lot.maybe(("block_table", lot.ints(1, 0).view(batch, 1))),
+    }
+    options = {"softmax_scale": 0.1, "num_splits": lot.one(0, 2)}
+    required = ("q", "kv_cache", "cache_seqlens")
+    return Case("mla_decode", tensors, options, outs=("out",), required=required)
+
+
 TOKENS: dict[str, Callable[[Lot], Case]] = {
     "copy_blocks": _copy_blocks,
     "cu_seqlens": _cu_seqlens,
     "embedding": _embedding,
+    "mla_decode": _mla_decode,
 }

@@ -311,6 +311,17 @@ def _decode(lot: Lot) -> tuple[Any, ...]:
     return (q, options.pop("k_cache"), options.pop("v_cache")), options
 
 
+def _mla(lot: Lot) -> tuple[Any, ...]:
+    dtype, batch, seqlen = lot.one(*HALF), lot.log(1, 256), lot.one(1, 1, 2, 4)
+    q = lot.rows(batch, seqlen, lot.one(16, 32, 64, 128), 576, dtype=dtype)
+    size = lot.one(1, 16, 64, 128)
+    cache = torch.empty(600, size, *lot.one((), (1,)), 576, dtype=dtype)
+    table = torch.zeros(batch, lot.log(1, 600), dtype=torch.int32)
+    lengths = torch.full((batch,), table.shape[1] * size, dtype=torch.int32)
+    options = {"cache_seqlens": lengths, "block_table": table, "softmax_scale": 0.1}
+    return (q, cache), {**options, "return_lse": lot.one(True, False)}
+
+
 def _attention(lot: Lot) -> tuple[Any, ...]:
     dtype, (heads, kv_heads, dim) = lot.one(*HALF), _heads(lot)
     dim = lot.one(dim, lot.one(16, 40, 72, 112, 160, 224))
@@ -371,6 +382,7 @@ DRAWN: dict[str, tuple[str, Callable[[Lot], tuple[Any, ...]]]] = {
     "append_kv": ("append_kv", _append),
     "append_kv normed": ("append_kv", _append_normed),
     "decode_attention": ("decode_attention", _decode),
+    "mla_decode": ("mla_decode", _mla),
     "flash_attention": ("flash_attention", _attention),
     "flash_attention backward": ("flash_attention", _attention),
     "flash_attention fp8": ("flash_attention", _attention_fp8),

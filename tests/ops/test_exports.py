@@ -180,6 +180,17 @@ def test_copy_blocks(chosen: set[str]) -> None:
     assert chosen == exported("copy_blocks")
 
 
+def test_mla_decode(chosen: set[str]) -> None:
+    step, plan = module("kv_cache.mla_decode")._step, module("kv_cache.mla_plan")
+    for dtype, capability in itertools.product(DTYPES[:2], [(8, 0), (9, 0)]):
+        q, cache = meta(64, 1, 16, 576, dtype=dtype), meta(64, 4096, 576, dtype=dtype)
+        given = plan.MlaGiven(q, cache, None, None, 0.1, 0, q[..., :512])
+        with pretend(PlannedGpu(capability, 132)):
+            assert step(given).merge.numbers
+    kernels = exported("mla_decode") | exported("mla_decode_sm90")
+    assert chosen == kernels | {f"decode_attention_{x}_merge" for x in ("fp16", "bf16")}
+
+
 def test_embedding(chosen: set[str]) -> None:
     op = module("tokens.embedding")
     for dtype, hidden, tokens in itertools.product(DTYPES, [64, 18, 8192], [1, 300]):

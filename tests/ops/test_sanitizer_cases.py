@@ -33,6 +33,7 @@ def sanitize() -> ModuleType:
 
 # These have scripts of their own: tests/gpu/sanitize_attention.py and sanitize_grouped.py.
 ELSEWHERE = {"flash_attention", "flash_attention_qkvpacked", "decode_attention"}
+ELSEWHERE |= {"mla_decode"}
 ELSEWHERE |= {"grouped_linear", "batched_matmul"}
 ELSEWHERE |= {"log_softmax"}  # among the cases of softmax, whose kernels it runs
 

@@ -74,6 +74,12 @@ def _decode(way: Way, length: int, page: int) -> Any:
     )
 
 
+def _mla(way: Way, length: int, page: int) -> Any:
+    q, cache = way.randn(1, 1, 2, 576).half(), way.randn(4, 8, 576).half()
+    lengths, table = _int32(way, length), _int32(way, [page])
+    return ops.mla_decode(q, cache, cache_seqlens=lengths, block_table=table, softmax_scale=0.1)
+
+
 def _attention(way: Way, name: str, *values: int) -> Any:
     q = way.randn(10, 2, 64, dtype=torch.float16)
     tables = {f"cu_seqlens_{x}": _int32(way, 0, 5, 10) for x in "qk"}
@@ -109,6 +115,8 @@ CALLS: dict[str, Callable[[Way], Any]] = {
     "qkv_linear: slot_mapping": _qkv,
     "decode_attention: block_table": lambda way: _decode(way, 5, -1),
     "decode_attention: cache_seqlens": lambda way: _decode(way, 9, 1),
+    "mla_decode: block_table": lambda way: _mla(way, 5, 4),
+    "mla_decode: cache_seqlens": lambda way: _mla(way, 9, 1),
     "flash_attention: cu_seqlens_q": lambda way: _attention(way, "cu_seqlens_q", 0, 7, 11),
     "flash_attention: cu_seqlens_k": lambda way: _attention(way, "cu_seqlens_k", 0, 7, 3),
     "grouped_linear: offsets": _grouped,

@@ -1,0 +1,155 @@
+// Decode steps over a cache of latents (multi-head latent attention): what both kernels know of
+// their parameters, of the part of the work that a block does, and of where its results go.
+#pragma once
+
+#include "kernel_hub/bounds.cuh"
+#include "kernel_hub/math.cuh"
+#include "kernel_hub/vec.cuh"
+#include "kv_cache/decode/work.cuh"
+
+namespace kernel_hub::kv_cache::decode {
+
+// A row of the cache: the latent, which is key and value, and the rotated part of the key.
+constexpr int kLatentDim = 512, kRopeDim = 64, kKeyDim = kLatentDim + kRopeDim;
+
+// Strides in elements.
+template <typename T>
+struct LatentArgs {
+    T* out;                    // (batch_size, seqlen_q, num_heads, kLatentDim)
+    float* lse;                // (batch_size, num_heads, seqlen_q), or null
+    float* partial_out;        // (num_workers, block rows, kLatentDim)
+    float* partial_lse;        // (num_workers, block rows), base 2
+    int* flag;                 // what tables led outside (bounds.cuh), or null
+    const T* q;                // (batch_size, seqlen_q, num_heads, kKeyDim)
+    const int* cache_seqlens;  // (batch_size,)
+    const int* block_table;    // (batch_size, max_pages), or null: one page a sequence
+    int64_t out_batch_stride, out_token_stride, out_head_stride;
+    int64_t q_batch_stride, q_token_stride, q_head_stride;
+    int64_t block_table_stride;
+    int batch_size, seqlen_q, num_heads, num_pages, page_size, max_tokens;
+    int num_splits, parallel, num_workers;
+    float softmax_scale;
+};
+
+// A block of rows (token num_heads + head) of a sequence over a run of its tokens.
+struct LatentPart {
+    int batch_idx;  // -1: there is nothing to do
+    int first_row, num_rows;
+    int first_token, end_token;  // of the cache
+    int length;                  // that the sequence says
+    bool is_whole, is_outside;
+
+    // Keys of the part that a row of the block sees: those before this.
+    template <typename Args>
+    __device__ __forceinline__ int end_of(const Args& args, int row) const {
+        const int token = min((first_row + row) / args.num_heads, args.seqlen_q - 1);
+        return min(length - args.seqlen_q + token + 1, end_token);
+    }
+    // That every row sees.
+    template <typename Args>
+    __device__ __forceinline__ int common_end(const Args& args) const {
+        return min(length - args.seqlen_q + 1, end_token);
+    }
+};
+
+// What worker `index` does, in units of kUnit tokens and blocks of kRows rows.
+template <int kUnit, int kRows, typename Args>
+__device__ __forceinline__ LatentPart find_part(const Args& args, int index) {
+    const int rows = args.seqlen_q * args.num_heads;
+    const Work work = {.cache_seqlens = args.cache_seqlens,
+                       .batch_size = args.batch_size,
+                       .seqlen_q = args.seqlen_q,
+                       .num_new = 0,
+                       .max_tokens = args.max_tokens,
+                       .window_left = -1,
+                       .unit = kUnit,
+                       .items = (rows + kRows - 1) / kRows,
+                       .num_splits = args.num_splits,
+                       .parallel = args.parallel,
+                       .fine_units = 1 << 30,
+                       .num_sms = 1};
+    const Place place = find_place<false>(work, index);
+    LatentPart part = {};
+    part.batch_idx = place.batch_idx;
+    if (place.batch_idx < 0) {
+        return part;
+    }
+    const Extent extent = work.extent_of(place.batch_idx);
+    const int count = extent.num_units / place.num_splits;
+    const int rest = extent.num_units % place.num_splits;
+    const int first = place.split * count + min(place.split, rest);
+    part.first_row = place.item * kRows;
+    part.num_rows = min(rows - part.first_row, kRows);
+    part.first_token = first * kUnit;
+    part.end_token = min((first + count + (place.split < rest ? 1 : 0)) * kUnit, extent.num_tokens);
+    part.length = extent.length;
+    part.is_whole = place.num_splits == 1;
+    part.is_outside = extent.is_outside;
+    return part;
+}
+
+// Where a row of a block goes: to `out`, or to the partials of worker `index`.
+template <typename T>
+struct LatentRow {
+    T* out;          // null: a partial
+    float* partial;  // or the row is not there
+
+    template <int kRows>
+    static __device__ __forceinline__ LatentRow of(const LatentArgs<T>& args,
+                                                   const LatentPart& part, int index, int row) {
+        if (row >= part.num_rows) {
+            return {nullptr, nullptr};
+        }
+        const int token = (part.first_row + row) / args.num_heads;
+        const int head = (part.first_row + row) % args.num_heads;
+        if (!part.is_whole) {
+            const int64_t slot = static_cast<int64_t>(index) * kRows + row;
+            return {nullptr, args.partial_out + slot * kLatentDim};
+        }
+        return {args.out + part.batch_idx * args.out_batch_stride + token * args.out_token_stride +
+                    head * args.out_head_stride,
+                nullptr};
+    }
+    // Columns first, first + 1, first + 8, first + 9, ...: values(j) are two of them.
+    template <int kPairs, typename Values>
+    __device__ __forceinline__ void store(int first, Values&& values) const {
+        if (out != nullptr) {
+#pragma unroll
+            for (int j = 0; j < kPairs; ++j) {
+                const float2 both = values(j);
+                *reinterpret_cast<uint32_t*>(out + first + 8 * j) = pack2<T>(both.x, both.y);
+            }
+        } else if (partial != nullptr) {
+#pragma unroll
+            for (int j = 0; j < kPairs; ++j) {
+                *reinterpret_cast<float2*>(partial + first + 8 * j) = values(j);
+            }
+        }
+    }
+};
+
+// log(sum exp) of a row, from a maximum and a sum in base 2.
+template <int kRows, typename T>
+__device__ __forceinline__ void write_lse(const LatentArgs<T>& args, const LatentPart& part,
+                                          int index, int row, float row_max, float row_sum) {
+    if (row >= part.num_rows) {
+        return;
+    }
+    // A row without keys has a maximum of -inf.
+    const float log2_sum = row_max + __logf(row_sum) * kLog2e;
+    if (!part.is_whole) {
+        args.partial_lse[static_cast<int64_t>(index) * kRows + row] = log2_sum;
+    } else if (args.lse != nullptr) {
+        const int token = (part.first_row + row) / args.num_heads;
+        const int head = (part.first_row + row) % args.num_heads;
+        args.lse[(static_cast<int64_t>(part.batch_idx) * args.num_heads + head) * args.seqlen_q +
+                 token] = log2_sum * kLn2;
+    }
+}
+
+// What the exponent of 2 is counted from, for a maximum that may be -inf.
+__device__ __forceinline__ float base_of(float row_max) {
+    return row_max == -INFINITY ? 0.0f : row_max;
+}
+
+}  // namespace kernel_hub::kv_cache::decode

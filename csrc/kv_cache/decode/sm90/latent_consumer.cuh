@@ -1,0 +1,379 @@
+// mla_decode_sm90.cu: a consumer's warpgroup.
+#pragma once
+
+#include "kernel_hub/math.cuh"
+#include "kernel_hub/mma.cuh"
+#include "kernel_hub/wgmma.cuh"
+#include "kv_cache/decode/sm90/latent_shared.cuh"
+
+namespace kernel_hub::kv_cache::decode::sm90 {
+
+// Side 0 has the even tiles' scores and columns 0 .. 255 of the output, side 1 the odd tiles' and
+// the rest. Probabilities are exchanged: an even tile's are of its own maximum for side 0, of the
+// pair's for side 1, so that neither waits for the other's scores before its first product.
+template <typename T, int kSide>
+struct LatentConsumer {
+    using C = LatentStages;
+    static constexpr int kOther = 1 - kSide;
+    const LatentArgs<T>& args;
+    const LatentShared shared;
+    const int thread_idx, lane_idx;  // of the warpgroup
+    uint32_t parity;                 // of the pair's stages
+    const uint32_t queries_low, keys_low, values_low[2], probs_low;
+
+    float output[C::kHalfDim / 2], scores[C::kTile / 2];
+    uint32_t probs[C::kTile / 16][4];
+    float row_max[2], row_sum[2];
+
+    __device__ __forceinline__ LatentConsumer(const LatentArgs<T>& args_, LatentShared shared_)
+        : args(args_),
+          shared(shared_),
+          thread_idx(threadIdx.x & 127),
+          lane_idx(threadIdx.x & 31),
+          parity(0),
+          queries_low(descriptor_low(shared.base + C::kQueries, 16)),
+          keys_low(descriptor_low(shared.stage(kSide), 16)),
+          values_low{descriptor_low(shared.stage(0) + kSide * C::kHalfPanels * C::kPanelBytes,
+                                    C::kPanelBytes),
+                     descriptor_low(shared.stage(1) + kSide * C::kHalfPanels * C::kPanelBytes,
+                                    C::kPanelBytes)},
+          probs_low(descriptor_low(shared.stage(kOther) + C::kProbs, 16)) {}
+
+    // The thread's row i (0, 1) of the block's 64.
+    __device__ __forceinline__ int row_of(int i) const {
+        return 16 * (thread_idx / 32) + lane_idx / 4 + 8 * i;
+    }
+    __device__ __forceinline__ float* maxima(int side) const {
+        return reinterpret_cast<float*>(dynamic_shared() + C::kMaxima) + side * C::kRows;
+    }
+    __device__ __forceinline__ float* sums(int side) const {
+        return reinterpret_cast<float*>(dynamic_shared() + C::kSums) + side * C::kRows;
+    }
+
+    // All consumers' threads: the block's queries, zeros where there are no rows.
+    __device__ __forceinline__ void load_queries(const LatentPart& part) const {
+        constexpr int kChunks = kKeyDim / 8;
+        named_barrier_sync(kJoin, 256);  // the queries before are no longer read
+#pragma unroll 3
+        for (int job = threadIdx.x; job < C::kRows * kChunks; job += 256) {
+            const int row = job / kChunks, chunk = job % kChunks;
+            const int token = (part.first_row + row) / args.num_heads;
+            const int head = (part.first_row + row) % args.num_heads;
+            uint4 value = make_uint4(0, 0, 0, 0);
+            if (row < part.num_rows) {
+                value = __ldg(reinterpret_cast<const uint4*>(
+                    args.q + part.batch_idx * args.q_batch_stride + token * args.q_token_stride +
+                    head * args.q_head_stride + chunk * 8));
+            }
+            *reinterpret_cast<uint4*>(dynamic_shared() + C::kQueries + chunk / 8 * C::kPanelBytes +
+                                      row * 128 + ((chunk % 8) ^ (row & 7)) * 16) = value;
+        }
+        fence_proxy_async();
+        named_barrier_sync(kJoin, 256);
+    }
+
+    // Waits for the panels of a half of a stage.
+    __device__ __forceinline__ void wait_for(int stage, int half, int count) const {
+#pragma unroll
+        for (int i = 0; i < count; ++i) {
+            mbarrier_wait(shared.full(stage, LatentShared::panel_of(half, i)), parity);
+        }
+    }
+
+    // Issues scores (+)= Q K^T of a panel of this side's tile, once it is there.
+    __device__ __forceinline__ void issue_scores(int panel, bool is_first) {
+        const uint32_t a = keep(queries_low), b = keep(keys_low);
+        mbarrier_wait(shared.full(kSide, panel), parity);
+        hold_registers(scores);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < C::kPanelColumns / 16; ++k) {
+            const int offset = panel * C::kPanelBytes + k * 32;
+            Wgmma<T>::ss(scores, descriptor(a, offset), descriptor(b, offset), !is_first || k != 0);
+        }
+        wgmma_commit();
+    }
+
+    // Issues output += P V of this side's own tile, P in registers.
+    __device__ __forceinline__ void issue_own() {
+        const uint32_t b = keep(values_low[kSide]);
+        hold_registers(output);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < C::kTile / 16; ++i) {
+            Wgmma<T>::template rs<1>(output, probs[i], descriptor(b, i * 16 * 128), 1);
+        }
+        wgmma_commit();
+    }
+
+    // The same of the other side's tile, P in shared memory.
+    __device__ __forceinline__ void issue_others() {
+        const uint32_t a = keep(probs_low), b = keep(values_low[kOther]);
+        hold_registers(output);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < C::kTile / 16; ++i) {
+            Wgmma<T>::template ss<0, 1>(output, descriptor(a, i * 32), descriptor(b, i * 16 * 128),
+                                        1);
+        }
+        wgmma_commit();
+    }
+
+    __device__ __forceinline__ void release(int stage) const {
+        mbarrier_arrive_if(shared.empty(stage, kSide), thread_idx == 0);
+    }
+
+    // Zeros what the tile holds beyond the sequence: 0 times a NaN there is a NaN.
+    __device__ __forceinline__ void clear_rows_from(int first) const {
+        uint8_t* tile = dynamic_shared() + kSide * C::kStageBytes;
+#pragma unroll 1
+        for (int panel = 0; panel < 2 * C::kHalfPanels; ++panel) {
+#pragma unroll 1
+            for (int i = 8 * first + thread_idx; i < 8 * C::kTile; i += 128) {
+                *reinterpret_cast<uint4*>(tile + panel * C::kPanelBytes + 16 * i) =
+                    make_uint4(0, 0, 0, 0);
+            }
+        }
+        fence_proxy_async();
+        named_barrier_sync(kOddProbs + 1 + kSide, 128);
+    }
+
+    // Scales the scores of a tile, masks them, and finds the maxima of the thread's rows.
+    __device__ __forceinline__ void weigh(const LatentPart& part, int token0, float scale_log2,
+                                          float (&largest)[2]) {
+#pragma unroll
+        for (int i = 0; i < C::kTile / 2; ++i) {
+            scores[i] *= scale_log2;
+        }
+        if (token0 + C::kTile > part.common_end(args)) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int end = part.end_of(args, row_of(i)) - token0 - 2 * (lane_idx & 3);
+#pragma unroll
+                for (int j = 0; j < C::kTile / 8; ++j) {
+                    float(&low) = scores[4 * j + 2 * i], (&high) = scores[4 * j + 2 * i + 1];
+                    low = 8 * j < end ? low : -INFINITY;
+                    high = 8 * j + 1 < end ? high : -INFINITY;
+                }
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            largest[i] = -INFINITY;
+#pragma unroll
+            for (int j = 0; j < C::kTile / 8; ++j) {
+                largest[i] =
+                    fmaxf(largest[i], fmaxf(scores[4 * j + 2 * i], scores[4 * j + 2 * i + 1]));
+            }
+            largest[i] = fmaxf(largest[i], __shfl_xor_sync(~0u, largest[i], 1));
+            largest[i] = fmaxf(largest[i], __shfl_xor_sync(~0u, largest[i], 2));
+        }
+    }
+
+    // Scores become probabilities of the maxima given, which also become those of the sums.
+    // Returns what the output is to be multiplied by.
+    __device__ __forceinline__ float2 exponentiate(const float (&largest)[2]) {
+        float shrink[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float base = base_of(largest[i]);
+            shrink[i] = exp2_approx(row_max[i] - base);
+            row_max[i] = largest[i];
+            float sum = 0.0f;
+#pragma unroll
+            for (int j = 0; j < C::kTile / 8; ++j) {
+                float(&low) = scores[4 * j + 2 * i], (&high) = scores[4 * j + 2 * i + 1];
+                low = exp2_approx(low - base), high = exp2_approx(high - base);
+                sum += low + high;
+            }
+            row_sum[i] = row_sum[i] * shrink[i] + sum;
+        }
+        return make_float2(shrink[0], shrink[1]);
+    }
+
+    // The probabilities as an A fragment.
+    __device__ __forceinline__ void pack_probs(uint32_t (&packed)[C::kTile / 16][4]) const {
+#pragma unroll
+        for (int i = 0; i < C::kTile / 16; ++i) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                packed[i][e] = pack2<T>(scores[8 * i + 2 * e], scores[8 * i + 2 * e + 1]);
+            }
+        }
+    }
+
+    // The same to the tile's rope panel, for the other side.
+    __device__ __forceinline__ void share_probs(const uint32_t (&packed)[C::kTile / 16][4]) const {
+        const int row = 16 * (thread_idx / 32) + (lane_idx & 15);
+        const uint32_t line = shared.stage(kSide) + C::kProbs + row * 128;
+#pragma unroll
+        for (int i = 0; i < C::kTile / 16; ++i) {
+            stmatrix_x4(line + (((2 * i + (lane_idx >> 4)) ^ (row & 7)) << 4), packed[i][0],
+                        packed[i][1], packed[i][2], packed[i][3]);
+        }
+        fence_proxy_async();
+        named_barrier_arrive(kSide == 0 ? kEvenProbs : kOddProbs, 256);
+    }
+
+    __device__ __forceinline__ void scale_output(float2 factors) {
+        if (__any_sync(~0u, factors.x != 1.0f || factors.y != 1.0f)) {
+#pragma unroll
+            for (int j = 0; j < C::kHalfDim / 8; ++j) {
+                output[4 * j] *= factors.x, output[4 * j + 1] *= factors.x;
+                output[4 * j + 2] *= factors.y, output[4 * j + 3] *= factors.y;
+            }
+        }
+    }
+
+    __device__ __forceinline__ void write_maxima(const float (&largest)[2]) const {
+        if ((lane_idx & 3) == 0) {
+            maxima(kSide)[row_of(0)] = largest[0];
+            maxima(kSide)[row_of(1)] = largest[1];
+        }
+        named_barrier_arrive(kSide == 0 ? kEvenMaxima : kOddMaxima, 256);
+    }
+
+    // Waits for the scores of this side's tile: the panels of its own half first, the rope panel
+    // last. The product before is waited for under the first panel's, and its stage released.
+    // NOTE: not under more: ptxas counts each panel as a group, as there is a wait in between.
+    __device__ __forceinline__ void multiply_keys(const LatentPart& part, int token0,
+                                                  bool is_first) {
+        const int rows = part.end_token - token0;
+        bool is_pending = !is_first;
+        if (rows > 0 && rows < C::kTile) {
+            if (is_pending) {
+                wgmma_wait<0>();
+                release(kOther);
+                is_pending = false;
+            }
+            wait_for(kSide, kSide, C::kHalfPanels);
+            wait_for(kSide, kOther, C::kHalfPanels + 1);
+            clear_rows_from(rows);
+        }
+        issue_scores(LatentShared::panel_of(kSide, 0), true);
+        if (is_pending) {
+            wgmma_wait<1>();
+            release(kOther);
+        }
+#pragma unroll
+        for (int i = 1; i < C::kPanels; ++i) {
+            issue_scores(i < C::kHalfPanels ? LatentShared::panel_of(kSide, i)
+                                            : LatentShared::panel_of(kOther, i - C::kHalfPanels),
+                         false);
+        }
+        wgmma_wait<0>();
+        hold_registers(scores);
+        hold_registers(output);
+    }
+
+    // The even tile's side.
+    __device__ __forceinline__ void attend_even(float (&largest)[2]) {
+        largest[0] = fmaxf(largest[0], row_max[0]);
+        largest[1] = fmaxf(largest[1], row_max[1]);
+        write_maxima(largest);
+        scale_output(exponentiate(largest));
+        pack_probs(probs);
+        issue_own();
+        named_barrier_sync(kOddMaxima, 256);
+        float factors[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float pair_max = maxima(1)[row_of(i)];
+            factors[i] = exp2_approx(row_max[i] - base_of(pair_max));
+            row_max[i] = pair_max;
+            row_sum[i] *= factors[i];
+#pragma unroll
+            for (int j = 0; j < C::kTile / 8; ++j) {
+                scores[4 * j + 2 * i] *= factors[i];
+                scores[4 * j + 2 * i + 1] *= factors[i];
+            }
+        }
+        uint32_t packed[C::kTile / 16][4];
+        pack_probs(packed);
+        share_probs(packed);
+        wgmma_wait<0>();
+        hold_registers(output);
+        release(0);
+        scale_output(make_float2(factors[0], factors[1]));
+        wait_for(1, 0, C::kHalfPanels);
+        named_barrier_sync(kOddProbs, 256);
+        issue_others();
+    }
+
+    // The odd tile's.
+    __device__ __forceinline__ void attend_odd(float (&largest)[2]) {
+        named_barrier_sync(kEvenMaxima, 256);
+        largest[0] = fmaxf(largest[0], maxima(0)[row_of(0)]);
+        largest[1] = fmaxf(largest[1], maxima(0)[row_of(1)]);
+        write_maxima(largest);
+        scale_output(exponentiate(largest));
+        pack_probs(probs);
+        issue_own();
+        share_probs(probs);
+        wait_for(0, 1, C::kHalfPanels);
+        named_barrier_sync(kEvenProbs, 256);
+        issue_others();
+        wgmma_wait<1>();
+        release(1);
+    }
+
+    // A part, from its queries to its rows.
+    __device__ __forceinline__ void attend(const LatentPart& part, int index) {
+        const float scale_log2 = args.softmax_scale * kLog2e;
+        load_queries(part);
+#pragma unroll
+        for (int i = 0; i < C::kHalfDim / 2; ++i) {
+            output[i] = 0.0f;
+        }
+        row_max[0] = row_max[1] = -INFINITY;
+        row_sum[0] = row_sum[1] = 0.0f;
+#pragma unroll 1
+        for (int first = part.first_token; first < part.end_token; first += 2 * C::kTile) {
+            const int token0 = first + kSide * C::kTile;
+            multiply_keys(part, token0, first == part.first_token);
+            float largest[2];
+            weigh(part, token0, scale_log2, largest);
+            if constexpr (kSide == 0) {
+                attend_even(largest);
+            } else {
+                attend_odd(largest);
+            }
+            parity ^= 1;
+        }
+        wgmma_wait<0>();
+        hold_registers(output);
+        if (part.first_token < part.end_token) {
+            release(kOther);
+        }
+        write(part, index);
+    }
+
+    __device__ __forceinline__ void write(const LatentPart& part, int index) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            row_sum[i] += __shfl_xor_sync(~0u, row_sum[i], 1);
+            row_sum[i] += __shfl_xor_sync(~0u, row_sum[i], 2);
+            if ((lane_idx & 3) == 0) {
+                sums(kSide)[row_of(i)] = row_sum[i];
+            }
+        }
+        named_barrier_sync(kJoin, 256);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int row = row_of(i);
+            const float sum = sums(0)[row] + sums(1)[row];
+            const float factor = sum == 0.0f ? 0.0f : __fdividef(1.0f, sum);
+            const auto target = LatentRow<T>::template of<C::kRows>(args, part, index, row);
+            target.template store<C::kHalfDim / 8>(
+                kSide * C::kHalfDim + 2 * (lane_idx & 3), [&](int j) {
+                    return make_float2(output[4 * j + 2 * i] * factor,
+                                       output[4 * j + 2 * i + 1] * factor);
+                });
+            if (kSide == 0 && (lane_idx & 3) == 0) {
+                write_lse<C::kRows>(args, part, index, row, row_max[i], sum);
+            }
+        }
+    }
+};
+
+}  // namespace kernel_hub::kv_cache::decode::sm90

@@ -1,0 +1,130 @@
+// mla_decode_sm90.cu: figures, shared memory, and the warp that loads.
+#pragma once
+
+#include "kernel_hub/launch_facts.cuh"
+#include "kernel_hub/mbarrier.cuh"
+#include "kernel_hub/tma.cuh"
+#include "kernel_hub/warpgroup.cuh"
+#include "kv_cache/decode/latent.cuh"
+
+namespace kernel_hub::kv_cache::decode::sm90 {
+
+struct LatentStages {
+    static constexpr int kRows = 64, kTile = 64, kThreads = 384;
+    static constexpr int kPanelColumns = 64, kPanels = kKeyDim / kPanelColumns;
+    static constexpr int kPanelBytes = kTile * kPanelColumns * 2;
+    static constexpr int kStageBytes = kPanels * kPanelBytes;
+    static constexpr int kHalfPanels = kLatentDim / kPanelColumns / 2;  // of a consumer's output
+    static constexpr int kHalfDim = kLatentDim / 2;
+    static constexpr int kProbs = 2 * kHalfPanels * kPanelBytes;  // in a stage, over its rope panel
+    static constexpr int kQueries = 2 * kStageBytes, kMaxima = kQueries + kStageBytes;
+    static constexpr int kSums = kMaxima + 2 * kRows * 4, kBarriers = kSums + 2 * kRows * 4;
+    static constexpr int kFulls = 2 * kPanels, kEmpties = 2 * 2;
+    static constexpr int kSharedBytes = kBarriers + 8 * (kFulls + kEmpties);
+    static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+    static_assert(kProducerRegisters + 2 * kConsumerRegisters <= 504,
+                  "acquire_registers would wait for ever");
+    static_assert(kSharedBytes <= 227 << 10, "a block of sm_90 has 227 KiB of shared memory");
+};
+
+// Named barriers, each of 256 threads of the consumers.
+enum LatentBarrier : int { kJoin = 1, kEvenMaxima, kOddMaxima, kEvenProbs, kOddProbs };
+
+// A stage is filled panel by panel and released in two parts: the panels of each half of the
+// output's columns. The rope panel, over which the stage's probabilities are written, is of the
+// part that the other consumer reads last.
+struct LatentShared {
+    uint32_t base;
+
+    static __device__ __forceinline__ LatentShared here() {
+        return {shared_address(dynamic_shared())};
+    }
+    __device__ __forceinline__ uint32_t stage(int stage) const {
+        return base + stage * LatentStages::kStageBytes;
+    }
+    __device__ __forceinline__ uint32_t full(int stage, int panel) const {
+        return base + LatentStages::kBarriers + 8 * (LatentStages::kPanels * stage + panel);
+    }
+    __device__ __forceinline__ uint32_t empty(int stage, int half) const {
+        return base + LatentStages::kBarriers + 8 * (LatentStages::kFulls + 2 * stage + half);
+    }
+    // Panel i of a part.
+    static __device__ __forceinline__ constexpr int panel_of(int half, int i) {
+        return i == LatentStages::kHalfPanels ? LatentStages::kPanels - 1
+                                              : half * LatentStages::kHalfPanels + i;
+    }
+};
+
+template <typename T>
+struct LatentProducer {
+    using C = LatentStages;
+    const LatentArgs<T>& args;
+    const CUtensorMap* map;
+    const int box_rows;
+    const LatentShared shared;
+    uint32_t parity;  // of the pair's stages
+
+    // Brings the tiles of a part, two by two, the second of the last two perhaps not there: lanes
+    // 0 .. 7 find the pages of the boxes of the first, the next eight those of the second, a pair
+    // ahead. A box that is not there has page -1, for which the TMA writes zeros.
+    __device__ __forceinline__ void load(const LatentPart& part) {
+        const int lane_idx = threadIdx.x & 31;
+        const int boxes = C::kTile / box_rows;
+        const int box = lane_idx & 7;
+        const int* table = args.block_table == nullptr
+                               ? nullptr
+                               : args.block_table + part.batch_idx * args.block_table_stride;
+        int token = part.first_token + (lane_idx >> 3) * C::kTile + box * box_rows;
+        const bool is_lane = lane_idx < 16 && box < boxes;
+        bool is_box = is_lane && token < part.end_token;
+        int page = part.batch_idx;
+        if (is_box && table != nullptr) {
+            page = __ldg(table + token / args.page_size);
+        }
+        bool is_outside = false;
+#pragma unroll 1
+        for (int first = part.first_token; first < part.end_token; first += 2 * C::kTile) {
+            const bool is_there = is_box && is_index(page, args.num_pages);
+            is_outside |= is_box && !is_there;
+            const int found = is_there ? page : -1;
+            const int in_page = is_there && table != nullptr ? token % args.page_size : token;
+            token += 2 * C::kTile;
+            is_box = is_lane && token < part.end_token;
+            if (is_box && table != nullptr) {
+                page = __ldg(table + token / args.page_size);
+            }
+            // In the order in which consumers release and await them.
+#pragma unroll 1
+            for (int i = 0; i < 4; ++i) {
+                const int stage = i & 1, half = i == 1 || i == 2;
+                const int panels = C::kHalfPanels + (stage != half);
+                mbarrier_wait(shared.empty(stage, half), parity ^ 1);
+                const bool is_leader = elect_one();
+#pragma unroll 1
+                for (int p = 0; p < panels; ++p) {
+                    const int panel = LatentShared::panel_of(half, p);
+                    const uint32_t full = shared.full(stage, panel);
+                    uint32_t target = shared.stage(stage) + panel * C::kPanelBytes;
+                    if (is_leader) {
+                        mbarrier_arrive_expect_tx(full, C::kPanelBytes);
+                    }
+#pragma unroll 1
+                    for (int b = 0; b < boxes; ++b) {
+                        const int box_page = __shfl_sync(~0u, found, 8 * stage + b);
+                        const int row = __shfl_sync(~0u, in_page, 8 * stage + b);
+                        if (is_leader) {
+                            tma_load_4d(target, map, full, panel * C::kPanelColumns, row, 0,
+                                        box_page);
+                        }
+                        target += box_rows * 128;
+                    }
+                }
+                __syncwarp();
+            }
+            parity ^= 1;
+        }
+        report_if(args.flag, is_outside, kPagesOutside);
+    }
+};
+
+}  // namespace kernel_hub::kv_cache::decode::sm90

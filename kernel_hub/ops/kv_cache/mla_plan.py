@@ -1,0 +1,98 @@
+"""Which kernel of mla_decode, how many parts: pure functions of host-known sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ..core.device import PlannedGpu, Stated, launch_facts
+from .decode_plan import Split
+
+LATENT_DIM, ROPE_DIM = 512, 64
+KEY_DIM = LATENT_DIM + ROPE_DIM
+MAX_SEQLEN_Q = 16
+# Whether the kernel for Hopper is used: None where it can be, False never. For tests.
+choice: bool | None = None
+
+_BOX_ROWS = 8  # the swizzle's rows, of which a box of the TMA holds whole ones
+# Tiles that a block computes in the time that a part takes besides, and a merge.
+_PART_TILES, _MERGE_TILES = 2, 2
+# Where no item is longer, finding equal shares costs more than unequal ones do.
+_SHORT_TILES = 16
+_MOST_PARTS = 4  # a block, where items are cut for several
+_MERGE_BLOCKS = 1024
+_ALL_UNITS = 1 << 30  # Work::shares_of: as many shares as `parallel` says
+
+
+class MlaGiven(NamedTuple):
+    """The arguments of a step, in the order of its schema."""
+
+    q: Any
+    kv_cache: Any
+    cache_seqlens: Any
+    block_table: Any
+    softmax_scale: Any
+    num_splits: Any
+    out: Any
+    lse: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class MlaVariant:
+    """A kernel: csrc/kv_cache/mla_decode.cu or mla_decode_sm90.cu."""
+
+    cubin: str
+
+    @property
+    def is_sm90(self) -> bool:
+        """Whether it reads the cache by tensor maps, a block taking several parts."""
+        return self.cubin == "mla_decode_sm90"
+
+    @property
+    def stated(self) -> Stated:
+        """Threads, shared memory, block_m (rows) and block_n (tokens of a tile)."""
+        return launch_facts(self.cubin, f"{self.cubin}_bf16")
+
+
+PORTABLE, SM90 = MlaVariant("mla_decode"), MlaVariant("mla_decode_sm90")
+
+
+def choose_variant(given: MlaGiven, device: PlannedGpu) -> MlaVariant:
+    """The kernel for Hopper where there are pages and boxes can be of 8 tokens or more."""
+    pages, page_size = given.kv_cache.shape[:2]
+    fits = given.block_table is None or page_size % _BOX_ROWS == 0
+    is_there = pages > 0 and page_size > 0
+    return SM90 if choice is not False and device.has_wgmma and fits and is_there else PORTABLE
+
+
+def choose_split(items: int, tokens: int, tile: int, num_splits: int, blocks: int) -> Split:
+    """How items, (sequence, block of rows) pairs of at most `tokens` tokens, are cut.
+
+    The time of the blocks' rounds is made small as if all caches were full; where lengths differ,
+    the kernel cuts as many equal shares from what they are.
+    """
+    tiles = max(1, -(-tokens // tile))
+    if num_splits > 0:
+        parts = min(num_splits, tiles)
+        return Split(parts, items, items * parts, items if parts > 1 else 0, _ALL_UNITS)
+
+    def time_of(parts: int) -> int:
+        rounds = -(-items * parts // blocks)
+        merge = _MERGE_TILES if parts > 1 else 0
+        pairs = -(-tiles // (2 * parts))  # Hopper's kernel has two tiles at a time
+        return rounds * (2 * pairs + _PART_TILES) + merge
+
+    most = max(1, min(tiles, _MOST_PARTS * blocks // items))
+    parts = min(range(1, most + 1), key=time_of)
+    if tiles <= _SHORT_TILES:
+        return Split(parts, items, items * parts, items if parts > 1 else 0, _ALL_UNITS)
+    parallel = items * parts
+    # Work::splits_of: less than an item's shares + 1, and more than one only above 9/8 of a share.
+    return Split(0, parallel, min(parallel + items, items * tiles), items, _ALL_UNITS)
+
+
+def merge_grid(split: Split, rows: int) -> tuple[int, int, int]:
+    """Blocks of decode_attention's merge for `rows` rows an item: one wave at most, as none of them
+    fits beside a block that computes."""
+    tasks = rows * -(-LATENT_DIM // 128)
+    return split.num_merges, max(1, min(tasks, _MERGE_BLOCKS // split.num_merges)), 1
