@@ -5,6 +5,7 @@ Takes q, k, v as (..., tokens, heads, head_dim) already; knows nothing of layout
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -41,6 +42,12 @@ def new_like(x: torch.Tensor) -> torch.Tensor:
     """Uninitialised, with the order of x's dimensions in memory, without its gaps."""
     out = _empty_like(x)
     return out if out.stride(-1) == 1 else _empty_like(x, memory_format=torch.contiguous_format)
+
+
+def new_out(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """`new_like` of q, with the head_dim of v."""
+    head_dim = v.shape[-1]
+    return new_like(q if q.shape[-1] == head_dim else q[..., :1].expand(*q.shape[:-1], head_dim))
 
 
 def new_lse(q: torch.Tensor) -> torch.Tensor:
@@ -160,15 +167,21 @@ def _plan(
     """Check everything that does not lie on the device, and choose the launch."""
     numbers = checks.resolve(op, q, k, v, options)
     spans = checks.spans_of(q, k, v, out, options)
-    new_out = _empty_like if _empty_like(q).stride(-1) == 1 else new_like
+    make: Callable[[torch.Tensor], torch.Tensor]
+    make = _empty_like if _empty_like(q).stride(-1) == 1 else new_like
+    if v.shape[-1] != q.shape[-1]:
+        like = new_out(q, v)
+        make = functools.partial(
+            torch.Tensor.new_empty_strided, size=like.shape, stride=like.stride()
+        )
     if out is None:
-        out = new_out(q)
+        out = make(q)
     else:
-        checks.check_out_layout(op, out, q)
+        checks.check_out_layout(op, out, q, v)
     lse = new_lse(q) if need_lse else None
     problem = problem_of(q, k, v, numbers, options)
     launch = forward_portable.plan(problem, out, lse) if out.numel() else Launch()
-    return AttentionPlan(numbers, new_out, launch, spans)
+    return AttentionPlan(numbers, make, launch, spans)
 
 
 def cpu_forward(
@@ -180,7 +193,7 @@ def cpu_forward(
     if common.is_debugging():
         checks.read_tables(op, problem)
     if out is None:
-        out = new_like(q)
+        out = new_out(q, v)
     else:
         checks.check_out(op, q, k, v, out, options)
     lse = new_lse(q) if need_lse else None

@@ -180,7 +180,7 @@ def _plan(
     if out is None:
         out = new_out(q)
     else:
-        checks.check_out_layout(_OP, out, q, OUT_DTYPES)
+        checks.check_out_layout(_OP, out, q, v, OUT_DTYPES)
         _check_rows_of_out(out)
     lse = run.new_lse(q) if need_lse else None
     planned = launch.plan(problem, scales, out, lse) if out.numel() else Launch()
