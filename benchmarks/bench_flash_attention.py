@@ -4,9 +4,9 @@ FlashInfer, in one run.
 Each contender's output is held against fp64 first, on the last queries of a sequence. Burst: 6 ms
 of launches after 35 ms of idling, contenders in random order, medians of the rounds. Sustained:
 the same after half a second of launches back to back, when the card runs at its power cap. Inputs
-of a case are larger than the L2. TFLOP/s count 4 * head_dim operations a (query, key) pair seen.
-FlashAttention-3 comes from fa3-fwd, or from xformers where it is fp16 or paged. Writes
-benchmarks/results/<gpu>_attention.json; `plot_attention.py` draws it.
+of a case are larger than the L2. TFLOP/s count 2 (head_dim of q + that of v) operations a (query,
+key) pair seen. FlashAttention-3 comes from fa3-fwd, or from xformers where it is fp16 or paged.
+Writes benchmarks/results/<gpu>_attention.json; `plot_attention.py` draws it.
 
 Peers that are not installed or cannot run a case are left out, and named on stderr.
 """
@@ -14,6 +14,7 @@ Peers that are not installed or cannot run a case are left out, and named on std
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -52,6 +53,13 @@ def cases(options: argparse.Namespace) -> Iterator[tuple[Callable[[], Case], boo
             for name, heads in MODELS.items():
                 for batch, seqlen in ((4, 4096),) if options.quick else ((4, 4096), (1, 32768)):
                     yield partial(dense, name, batch, seqlen, heads, 128, True, bf16), False
+        if section == "deepseek":  # its prefill, heads of one GPU of eight
+            for (batch, seqlen), causal in itertools.product(
+                ((4, 4096), (1, 16384)), (False, True)
+            ):
+                yield partial(
+                    dense, "DeepSeek TP8", batch, seqlen, (16, 16), 192, causal, bf16, 128
+                ), False  # fmt: skip
         if section == "varlen":
             for causal in (True,) if options.quick else (False, True):
                 yield partial(varlen, (16, 16), 128, causal, bf16), False
@@ -108,7 +116,7 @@ def main() -> int:
         __doc__,
         rounds=15,
         quick={"rounds": 5, "peers": f"{FA2},{CUDNN},{FA3}"},
-        sections="models,varlen,paged,bf16,fp16",
+        sections="models,deepseek,varlen,paged,bf16,fp16",
         peers=f"{FA2},{CUDNN},{FA3},{FLASHINFER}",  # the last compiles
         more=lambda parser: parser.add_argument(
             "--part", help="2/5: each fifth case from the second; the rows of the others stay"

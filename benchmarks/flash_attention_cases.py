@@ -30,6 +30,7 @@ from kernel_hub.ops.core.device import has_wgmma
 from kernel_hub.testing.reference_attention import reference_attention
 
 PORTABLE, CONTIGUOUS = f"{OURS} portable", f"{OURS} contiguous"
+PADDED = f"{OURS} v padded"
 CHECKED_ROWS = 128
 
 
@@ -82,11 +83,12 @@ def ours(**options: Any) -> dict[str, Callable[[], Launch]]:
 
 def dense(
     title: str, batch: int, seqlen: int, heads: tuple[int, int], head_dim: int, causal: bool,
-    dtype: torch.dtype,
+    dtype: torch.dtype, own_head_dim_v: int | None = None,
 ) -> Case:  # fmt: skip
     """(batch, seqlen, heads, head_dim) contiguous."""
+    head_dim_v = own_head_dim_v or head_dim
     q = randn(batch, seqlen, heads[0], head_dim, dtype=dtype)
-    k, v = (randn(batch, seqlen, heads[1], head_dim, dtype=dtype) for _ in range(2))
+    k, v = (randn(batch, seqlen, heads[1], width, dtype=dtype) for width in (head_dim, head_dim_v))
 
     def use_fa3() -> Launch:
         op = fa3() if dtype == torch.bfloat16 else xformers_fa3()
@@ -95,9 +97,11 @@ def dense(
 
     token = next(name for name, kind in DTYPES.items() if kind == dtype)
     mask = "causal" if causal else "full"
+    width = f"d{head_dim}" if own_head_dim_v is None else f"d{head_dim}/{head_dim_v}"
+    pairs = batch * heads[0] * seqlen * seqlen * (0.5 if causal else 1)
     case = Case(
-        f"{title} {batch} x {seqlen} h{heads[0]}/{heads[1]} d{head_dim} {mask} {token}",
-        4.0 * batch * heads[0] * seqlen * seqlen * head_dim * (0.5 if causal else 1),
+        f"{title} {batch} x {seqlen} h{heads[0]}/{heads[1]} {width} {mask} {token}",
+        2.0 * pairs * (head_dim + head_dim_v),
         {
             **ours(q=q, k=k, v=v, causal=causal),
             FA2: lambda: sdpa(q, k, v, causal, FA2),
@@ -105,6 +109,11 @@ def dense(
             FA3: use_fa3,
         },
     )
+    if own_head_dim_v is not None:
+        wide = torch.nn.functional.pad(v, (0, head_dim - head_dim_v))
+        case.contenders[PADDED] = lambda: (
+            lambda: ops.flash_attention(q, k, wide, causal=causal)[..., :head_dim_v]
+        )
     for b in {0, batch - 1}:
         rows = partial(lambda b, out: out[b : b + 1, -CHECKED_ROWS:, : heads[0] // heads[1]], b)
         case.check(rows, rows(q), k[b : b + 1, :, :1], v[b : b + 1, :, :1], causal)

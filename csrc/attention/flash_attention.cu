@@ -28,7 +28,7 @@
 //   flash_attention_{dtype}_hdim{N}_72k ...   the same in so much shared memory, for smaller SMs
 //   flash_attention_{dtype}_hdim{N}_paged     the same, K and V in pages and strided alike
 //   flash_attention_{dtype}_hdim{N}_general   softcap, ALiBi, any scale and alignment, paged or not
-// head_dim is any multiple of 8 up to kHeadDim: the rest is zeros in shared memory.
+// head_dim and head_dim_v: any multiples of 8 up to kHeadDim; the rest is zeros in shared memory.
 // Sources: Dao, "FlashAttention-2", 2023 (the loop); Milakov and Gimelshein, "Online normalizer
 // calculation for softmax", 2018; Press et al., "Train Short, Test Long", 2021 (ALiBi).
 
@@ -346,8 +346,8 @@ __device__ __forceinline__ void flash_attention(const AttentionParams<T>& params
         int64_t v_token_stride, int64_t v_head_stride, int64_t block_table_stride,                 \
         int64_t alibi_batch_stride, int num_batch_heads, int heads_per_group, int num_row_blocks,  \
         int num_heads, int num_kv_heads, int head_dim, int seqlen_q, int seqlen_k, int page_size,  \
-        int window_left, int window_right, int is_aligned, int total_q, int total_k,               \
-        int num_pages, int sink_type, float softmax_scale_log2, float softcap_log2) {              \
+        int window_left, int window_right, int is_aligned, int total_q, int total_k, int num_pages,\
+        int sink_type, int head_dim_v, float softmax_scale_log2, float softcap_log2) {             \
         flash_attention<T, HEAD_DIM, BLOCK_M, BLOCK_N, WARPS, STAGES, HOLD_Q, Variant::VARIANT>(   \
             {.out = out, .lse = lse, .flag = flag, .q = q, .k = k, .v = v,                         \
              .cu_seqlens_q = cu_seqlens_q, .cu_seqlens_k = cu_seqlens_k,                           \
@@ -361,11 +361,11 @@ __device__ __forceinline__ void flash_attention(const AttentionParams<T>& params
              .block_table_stride = block_table_stride, .alibi_batch_stride = alibi_batch_stride,   \
              .num_batch_heads = num_batch_heads, .heads_per_group = heads_per_group,               \
              .num_row_blocks = num_row_blocks, .num_heads = num_heads,                             \
-             .num_kv_heads = num_kv_heads, .head_dim = head_dim, .seqlen_q = seqlen_q,             \
-             .seqlen_k = seqlen_k, .total_q = total_q, .total_k = total_k, .num_pages = num_pages, \
-             .page_size = page_size, .window_left = window_left, .window_right = window_right,     \
-             .is_aligned = is_aligned, .softmax_scale_log2 = softmax_scale_log2,                   \
-             .softcap_log2 = softcap_log2});                                                       \
+             .num_kv_heads = num_kv_heads, .head_dim = head_dim, .head_dim_v = head_dim_v,         \
+             .seqlen_q = seqlen_q, .seqlen_k = seqlen_k, .total_q = total_q, .total_k = total_k,   \
+             .num_pages = num_pages, .page_size = page_size, .window_left = window_left,           \
+             .window_right = window_right, .is_aligned = is_aligned,                               \
+             .softmax_scale_log2 = softmax_scale_log2, .softcap_log2 = softcap_log2});             \
     })
 // clang-format on
 

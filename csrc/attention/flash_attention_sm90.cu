@@ -29,7 +29,9 @@
 //   ..._causal                                    window_right only (0: causal)
 //   ..._causal_short                              the same in tiles for short sequences
 //   ..._window                                    both sides, either of them open; softcap
-// head_dim is any multiple of 8 up to N. Strided dense or varlen by tensor maps of four dimensions,
+//   flash_attention_sm90_{dtype}_hdim{N}_v{M}_...   the same with fewer columns of v and out
+// head_dim is any multiple of 8 up to N, and so is v's own, or up to M: what is left of its columns
+// are zeros, and are not written. Strided dense or varlen by tensor maps of four dimensions,
 // innermost first: head_dim, tokens, heads, batch (1 where varlen; with block_table tokens of a
 // page and pages); boxes of 64 columns by 64 rows (Q), kBlockN rows (K, V) or box_rows (K, V in
 // pages: a divisor of the page and of kBlockN, a multiple of 8), 128-byte swizzle, zeros outside.
@@ -40,25 +42,25 @@
 
 namespace kernel_hub::attention::sm90 {
 
-#define EXPORT_FLASH_ATTENTION(DTYPE, T, HEAD_DIM, VARIANT, MASK, CONSUMERS, BLOCK_N)           \
+#define EXPORT_BODY(DTYPE, T, NAME, HEAD_DIM, HEAD_DIM_V, VARIANT, MASK, CONSUMERS, BLOCK_N)    \
     DESCRIBED(                                                                                  \
-        flash_attention_sm90_##DTYPE##_hdim##HEAD_DIM##_##VARIANT,                              \
+        flash_attention_sm90_##DTYPE##_##NAME##_##VARIANT,                                      \
         "x: as many blocks as multiprocessors, or as tiles of block_m queries",                 \
-        (facts_of<Config<T, HEAD_DIM, CONSUMERS, BLOCK_N, Mask::MASK>>()),                      \
+        (facts_of<Config<T, HEAD_DIM, CONSUMERS, BLOCK_N, Mask::MASK, false, HEAD_DIM_V>>()),   \
         extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)                  \
-        flash_attention_sm90_##DTYPE##_hdim##HEAD_DIM##_##VARIANT(                              \
+        flash_attention_sm90_##DTYPE##_##NAME##_##VARIANT(                                      \
             T* out, float* lse, int* flag, const __grid_constant__ CUtensorMap q,               \
             const __grid_constant__ CUtensorMap k, const __grid_constant__ CUtensorMap v,       \
             const int* cu_seqlens_q, const int* cu_seqlens_k, const int* cache_seqlens,         \
             const int* block_table, const void* sinks, int* tile_counter,                       \
             int64_t out_batch_stride, int64_t out_token_stride, int64_t out_head_stride,        \
             int64_t lse_batch_stride, int64_t lse_head_stride, int64_t block_table_stride,      \
-            int batch_size, int num_heads, int num_kv_heads, int head_dim, int seqlen_q,        \
+            int batch_size, int num_heads, int num_kv_heads, int head_dim_v, int seqlen_q,      \
             int seqlen_k, int total_q, int total_k, int num_pages, int page_size, int box_rows, \
             int window_left, int window_right, int heads_per_group, int has_foreign_rows,       \
             int sink_type, float scale_log2, float cap_scale_log2, float small_score,           \
             float tanh_1, float tanh_3, float tanh_5, float tanh_7, float tanh_9) {             \
-            using C = Config<T, HEAD_DIM, CONSUMERS, BLOCK_N, Mask::MASK>;                      \
+            using C = Config<T, HEAD_DIM, CONSUMERS, BLOCK_N, Mask::MASK, false, HEAD_DIM_V>;   \
             flash_attention_sm90<C>({.out = out,                                                \
                                      .lse = lse,                                                \
                                      .flag = flag,                                              \
@@ -80,7 +82,7 @@ namespace kernel_hub::attention::sm90 {
                                      .batch_size = batch_size,                                  \
                                      .num_heads = num_heads,                                    \
                                      .num_kv_heads = num_kv_heads,                              \
-                                     .head_dim = head_dim,                                      \
+                                     .head_dim_v = head_dim_v,                                  \
                                      .seqlen_q = seqlen_q,                                      \
                                      .seqlen_k = seqlen_k,                                      \
                                      .total_q = total_q,                                        \
@@ -99,19 +101,24 @@ namespace kernel_hub::attention::sm90 {
                                      .tanh_terms = {tanh_1, tanh_3, tanh_5, tanh_7, tanh_9}});  \
         })
 
+#define EXPORT_FLASH_ATTENTION(DTYPE, T, HEAD_DIM, VARIANT, MASK, CONSUMERS, BLOCK_N) \
+    EXPORT_BODY(DTYPE, T, hdim##HEAD_DIM, HEAD_DIM, HEAD_DIM, VARIANT, MASK, CONSUMERS, BLOCK_N)
+
 #define EXPORT_MASKS(DTYPE, T, HEAD_DIM, CONSUMERS, BLOCK_N)                        \
     EXPORT_FLASH_ATTENTION(DTYPE, T, HEAD_DIM, full, kFull, CONSUMERS, BLOCK_N)     \
     EXPORT_FLASH_ATTENTION(DTYPE, T, HEAD_DIM, causal, kCausal, CONSUMERS, BLOCK_N) \
     EXPORT_FLASH_ATTENTION(DTYPE, T, HEAD_DIM, window, kWindow, CONSUMERS, BLOCK_N)
 
-#define EXPORT_HEAD_DIMS(DTYPE, T)                                      \
-    EXPORT_MASKS(DTYPE, T, 64, 3, 128)                                  \
-    EXPORT_FLASH_ATTENTION(DTYPE, T, 64, causal_short, kCausal, 2, 128) \
-    EXPORT_MASKS(DTYPE, T, 96, 2, 128)                                  \
-    EXPORT_MASKS(DTYPE, T, 128, 2, 128)                                 \
-    EXPORT_MASKS(DTYPE, T, 192, 2, 112)                                 \
-    EXPORT_FLASH_ATTENTION(DTYPE, T, 256, full, kFull, 2, 80)           \
-    EXPORT_FLASH_ATTENTION(DTYPE, T, 256, causal, kCausal, 2, 64)       \
+#define EXPORT_HEAD_DIMS(DTYPE, T)                                         \
+    EXPORT_MASKS(DTYPE, T, 64, 3, 128)                                     \
+    EXPORT_FLASH_ATTENTION(DTYPE, T, 64, causal_short, kCausal, 2, 128)    \
+    EXPORT_MASKS(DTYPE, T, 96, 2, 128)                                     \
+    EXPORT_MASKS(DTYPE, T, 128, 2, 128)                                    \
+    EXPORT_MASKS(DTYPE, T, 192, 2, 112)                                    \
+    EXPORT_BODY(DTYPE, T, hdim192_v128, 192, 128, full, kFull, 2, 128)     \
+    EXPORT_BODY(DTYPE, T, hdim192_v128, 192, 128, causal, kCausal, 2, 128) \
+    EXPORT_FLASH_ATTENTION(DTYPE, T, 256, full, kFull, 2, 80)              \
+    EXPORT_FLASH_ATTENTION(DTYPE, T, 256, causal, kCausal, 2, 64)          \
     EXPORT_FLASH_ATTENTION(DTYPE, T, 256, window, kWindow, 2, 80)
 
 EXPORT_HEAD_DIMS(fp16, __half)

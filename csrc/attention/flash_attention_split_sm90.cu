@@ -41,7 +41,7 @@ namespace kernel_hub::attention::sm90 {
             const void* sinks, int64_t out_batch_stride, int64_t out_token_stride,                 \
             int64_t out_head_stride, int64_t lse_batch_stride, int64_t lse_head_stride,            \
             int64_t block_table_stride, int batch_size, int num_heads, int num_kv_heads,           \
-            int head_dim, int seqlen_q, int seqlen_k, int total_q, int total_k, int window_left,   \
+            int head_dim_v, int seqlen_q, int seqlen_k, int total_q, int total_k, int window_left, \
             int window_right, int heads, int tokens, int reciprocal, int least_blocks,             \
             int num_pages, int page_size, int box_rows, int has_foreign_rows, int sink_type,       \
             float scale_log2, float cap_scale_log2, float small_score, float tanh_1, float tanh_3, \
@@ -68,7 +68,7 @@ namespace kernel_hub::attention::sm90 {
                                      .batch_size = batch_size,                                     \
                                      .num_heads = num_heads,                                       \
                                      .num_kv_heads = num_kv_heads,                                 \
-                                     .head_dim = head_dim,                                         \
+                                     .head_dim_v = head_dim_v,                                     \
                                      .seqlen_q = seqlen_q,                                         \
                                      .seqlen_k = seqlen_k,                                         \
                                      .total_q = total_q,                                           \
@@ -88,46 +88,46 @@ namespace kernel_hub::attention::sm90 {
         })
 
 // NOTE: the window's code is right for the others: without a left bound it is the same.
-#define EXPORT_MERGE(DTYPE, T, HEAD_DIM, BLOCK_N)                                                 \
-    DESCRIBED(                                                                                    \
-        flash_attention_split_sm90_##DTYPE##_hdim##HEAD_DIM##_merge,                              \
-        "x: 8 / team strips of 16 rows by 32 columns", (.threads = 256, .shared_bytes = 0),       \
-        extern "C" __global__ void                                                                \
-        __launch_bounds__(256, 2) flash_attention_split_sm90_##DTYPE##_hdim##HEAD_DIM##_merge(    \
-            T* out, float* lse, int* flag, float* partials, int* line, const int* cu_seqlens_q,   \
-            const int* cu_seqlens_k, const int* cache_seqlens, const void* sinks,                 \
-            int64_t out_batch_stride, int64_t out_token_stride, int64_t out_head_stride,          \
-            int64_t lse_batch_stride, int64_t lse_head_stride, int batch_size, int num_heads,     \
-            int num_kv_heads, int head_dim, int seqlen_q, int seqlen_k, int total_q, int total_k, \
-            int window_left, int window_right, int heads, int tokens, int reciprocal,             \
-            int least_blocks, int sink_type, int blocks, int team) {                              \
-            using C = Config<T, HEAD_DIM, 2, BLOCK_N, Mask::kWindow, true>;                       \
-            const Packing packing = {heads, tokens, reciprocal, least_blocks, partials, line};    \
-            merge_pieces<C>({.out = out,                                                          \
-                             .lse = lse,                                                          \
-                             .flag = flag,                                                        \
-                             .cu_seqlens_q = cu_seqlens_q,                                        \
-                             .cu_seqlens_k = cu_seqlens_k,                                        \
-                             .cache_seqlens = cache_seqlens,                                      \
-                             .sinks = sinks,                                                      \
-                             .out_batch_stride = out_batch_stride,                                \
-                             .out_token_stride = out_token_stride,                                \
-                             .out_head_stride = out_head_stride,                                  \
-                             .lse_batch_stride = lse_batch_stride,                                \
-                             .lse_head_stride = lse_head_stride,                                  \
-                             .batch_size = batch_size,                                            \
-                             .num_heads = num_heads,                                              \
-                             .num_kv_heads = num_kv_heads,                                        \
-                             .head_dim = head_dim,                                                \
-                             .seqlen_q = seqlen_q,                                                \
-                             .seqlen_k = seqlen_k,                                                \
-                             .total_q = total_q,                                                  \
-                             .total_k = total_k,                                                  \
-                             .window_left = window_left,                                          \
-                             .window_right = window_right,                                        \
-                             .sink_type = sink_type,                                              \
-                             .packing = packing},                                                 \
-                            blocks, team);                                                        \
+#define EXPORT_MERGE(DTYPE, T, HEAD_DIM, BLOCK_N)                                                  \
+    DESCRIBED(                                                                                     \
+        flash_attention_split_sm90_##DTYPE##_hdim##HEAD_DIM##_merge,                               \
+        "x: 8 / team strips of 16 rows by 32 columns", (.threads = 256, .shared_bytes = 0),        \
+        extern "C" __global__ void                                                                 \
+        __launch_bounds__(256, 2) flash_attention_split_sm90_##DTYPE##_hdim##HEAD_DIM##_merge(     \
+            T* out, float* lse, int* flag, float* partials, int* line, const int* cu_seqlens_q,    \
+            const int* cu_seqlens_k, const int* cache_seqlens, const void* sinks,                  \
+            int64_t out_batch_stride, int64_t out_token_stride, int64_t out_head_stride,           \
+            int64_t lse_batch_stride, int64_t lse_head_stride, int batch_size, int num_heads,      \
+            int num_kv_heads, int head_dim_v, int seqlen_q, int seqlen_k, int total_q,             \
+            int total_k, int window_left, int window_right, int heads, int tokens, int reciprocal, \
+            int least_blocks, int sink_type, int blocks, int team) {                               \
+            using C = Config<T, HEAD_DIM, 2, BLOCK_N, Mask::kWindow, true>;                        \
+            const Packing packing = {heads, tokens, reciprocal, least_blocks, partials, line};     \
+            merge_pieces<C>({.out = out,                                                           \
+                             .lse = lse,                                                           \
+                             .flag = flag,                                                         \
+                             .cu_seqlens_q = cu_seqlens_q,                                         \
+                             .cu_seqlens_k = cu_seqlens_k,                                         \
+                             .cache_seqlens = cache_seqlens,                                       \
+                             .sinks = sinks,                                                       \
+                             .out_batch_stride = out_batch_stride,                                 \
+                             .out_token_stride = out_token_stride,                                 \
+                             .out_head_stride = out_head_stride,                                   \
+                             .lse_batch_stride = lse_batch_stride,                                 \
+                             .lse_head_stride = lse_head_stride,                                   \
+                             .batch_size = batch_size,                                             \
+                             .num_heads = num_heads,                                               \
+                             .num_kv_heads = num_kv_heads,                                         \
+                             .head_dim_v = head_dim_v,                                             \
+                             .seqlen_q = seqlen_q,                                                 \
+                             .seqlen_k = seqlen_k,                                                 \
+                             .total_q = total_q,                                                   \
+                             .total_k = total_k,                                                   \
+                             .window_left = window_left,                                           \
+                             .window_right = window_right,                                         \
+                             .sink_type = sink_type,                                               \
+                             .packing = packing},                                                  \
+                            blocks, team);                                                         \
         })
 
 #define EXPORT_HEAD_DIM(DTYPE, T, HEAD_DIM, BLOCK_N)           \

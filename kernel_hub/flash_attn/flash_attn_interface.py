@@ -82,6 +82,7 @@ def flash_attn_func(
     """
     op = "flash_attn_func"
     mapping.check_lacking(op, dropout_p=dropout_p)
+    mapping.check_one_head_dim(op, q, v)
     options = mapping.scores(
         q, softmax_scale, softcap, window_size, causal=causal,
         alibi_slopes=alibi_slopes, deterministic=deterministic,
@@ -146,6 +147,7 @@ def flash_attn_varlen_func(
     """
     op = "flash_attn_varlen_func"
     mapping.check_lacking(op, dropout_p=dropout_p)
+    mapping.check_one_head_dim(op, q, v)
     mapping.check_tensors(op, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     options = mapping.scores(
         q, softmax_scale, softcap, window_size, causal=causal,
@@ -186,6 +188,7 @@ def flash_attn_with_kvcache(
     """
     op = "flash_attn_with_kvcache"
     mapping.check_lacking(op, cache_leftpad=cache_leftpad)
+    mapping.check_one_head_dim(op, q, v_cache, "v_cache")
     options = mapping.scores(
         q, softmax_scale, softcap, window_size, causal=causal,
         alibi_slopes=alibi_slopes,

@@ -43,6 +43,14 @@ def check_tensors(op: str, **given: Any) -> None:
         common.check_tensor(op, argument, value)
 
 
+def check_one_head_dim(op: str, q: Any, v: Any, argument: str = "v") -> None:
+    """Version 2 knows no head_dim of v's own."""
+    check_tensors(op, **{"q": q, argument: v})
+    if q.dim() and v.dim() and q.shape[-1] != v.shape[-1]:
+        expected = f"q's head_dim {q.shape[-1]} (flash_attn_interface takes another)"
+        raise common.refuse(op, argument, expected, v)
+
+
 def length(value: Any) -> Any:
     """A max_seqlen, which programs also give as a tensor of one element (waits for the device)."""
     return int(value) if isinstance(value, torch.Tensor) and value.numel() == 1 else value
@@ -79,7 +87,7 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of `ops.flash_attention`; with block_table, cu_seqlens_k says the lengths."""
     check_tensors(op, q=q, k=k, v=v)
-    head_dim = common.last_size(q)
+    head_dim = common.last_size(v)
     q, k, v = padded(q, k, v)
     if block_table is not None:
         check_tensors(op, block_table=block_table)
@@ -168,7 +176,7 @@ def attend_cached(
             expected = f"at most {room - new}, as {room} tokens and {new} new ones have room"
             raise common.refuse(op, "cache_seqlens", expected, cache_seqlens)
         cache_seqlens = torch.full((batch_size,), cache_seqlens, dtype=torch.int32, device=q.device)
-    head_dim, caches = q.shape[-1], (k_cache, v_cache)
+    head_dim, caches = v_cache.shape[-1], (k_cache, v_cache)
     q, k_cache, v_cache = padded(q, k_cache, v_cache)
     if k is not None:
         k, v = padded(k, v)
@@ -182,6 +190,7 @@ def attend_cached(
         rotary_seqlens = None
     decodes = (
         rotary_seqlens is None
+        and q.shape[-1] == v_cache.shape[-1]
         and 1 <= seqlen_q <= _MAX_DECODE
         and q.dtype in _HALF
         and (options["causal"] or seqlen_q == 1)
@@ -222,9 +231,9 @@ def attend_cached(
         out, lse = ops.flash_attention(
             q, keys, values, cache_seqlens=lengths, block_table=pages, return_lse=True, **options
         )
-    if k is not None and k_cache.shape[-1] != head_dim:
-        for cache, wide in zip(caches, (k_cache, v_cache), strict=True):
-            cache.copy_(wide[..., :head_dim])
+    for cache, wide in zip(caches, (k_cache, v_cache), strict=True):
+        if k is not None and wide is not cache:
+            cache.copy_(wide[..., : cache.shape[-1]])
     return out[..., :head_dim], lse
 
 

@@ -121,7 +121,8 @@ def flash_attn_func(
 ) -> Any:  # fmt: skip
     """Attention of q (batch_size, seqlen_q, num_heads, head_dim) over k and v.
 
-    k, v: (batch_size, seqlen_k, num_kv_heads, head_dim). Returns out, like q.
+    k, v: (batch_size, seqlen_k, num_kv_heads, head_dim); v, and then out, may have another
+        head_dim, here and in the others that take v apart. Returns out, like q.
     """
     op = "flash_attn_func"
     mapping.check_lacking(op, qv=qv, attention_chunk=attention_chunk)

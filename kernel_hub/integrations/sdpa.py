@@ -57,7 +57,8 @@ class SdpaReport(NamedTuple):
             lines += [f"  {op}: {n} passed on: {why}" for why, n in sorted(reasons.items())]
         lines.append(
             "  Not counted: what torch gives to another backend before it asks for flash "
-            "(an attn_mask, fp32, causal of unequal lengths), and all on the CPU."
+            "(an attn_mask, fp32, causal of unequal lengths, a head_dim of v's own), and all on "
+            "the CPU."
         )
         return "\n".join(lines)
 
@@ -279,8 +280,9 @@ def _differentiate(
     shape = (q.shape[1], q.shape[0]) if is_ragged else (numbers[0], q.shape[2], q.shape[1])
     if lse.dtype != torch.float32 or tuple(lse.shape) != shape:
         raise _NotOursError("a logsumexp that is not laid out as ours")
-    if not dout.dtype == out.dtype == q.dtype or not dout.shape == out.shape == q.shape:
-        raise _NotOursError("gradients or outputs that are not like query")
+    shape = (*q.shape[:-1], v.shape[-1])
+    if not dout.dtype == out.dtype == q.dtype or not dout.shape == out.shape == shape:
+        raise _NotOursError("gradients or outputs that are not like query and value")
     out, lse = (x if x.stride(-1) == 1 else x.contiguous() for x in (out, lse))
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     run.backward(_OP, dout, (q, k, v), out, lse, grads, is_deterministic, options)

@@ -24,12 +24,14 @@ def reference_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(out in `dtype`, lse in at least fp32), the arguments being those of `flash_attention`.
 
-    max_seqlen_q and max_seqlen_k are not needed here. Rows of q, k and v outside every sequence are
+    v, and with it out, may have a head_dim of its own. max_seqlen_q and max_seqlen_k are not needed
+    here. Rows of q, k and v outside every sequence are
     not read, and their rows of out are nan: no one may ask for them.
     """
     if layout == "bhsd":
         q, k, v = (x.transpose(1, 2) if x.dim() == 4 else x for x in (q, k, v))
     num_heads, head_dim = q.shape[-2:]
+    head_dim_v = v.shape[-1]
     group = num_heads // k.shape[-2]
     scale = 1 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale
     left, right = window_size
@@ -58,11 +60,11 @@ def reference_attention(
     if cu_seqlens_q is not None:
         bounds = cu_seqlens_q.tolist()
         missing = q.shape[0] - bounds[-1]
-        outs.append(q.new_full((missing, num_heads, head_dim), math.nan, dtype=dtype))
+        outs.append(q.new_full((missing, num_heads, head_dim_v), math.nan, dtype=dtype))
         lses.append(q.new_full((num_heads, missing), math.nan, dtype=kind))
         return torch.cat(outs), torch.cat(lses, 1)
     if not outs:
-        empty = q.new_zeros(q.shape, dtype=dtype)
+        empty = q.new_zeros((*q.shape[:-1], head_dim_v), dtype=dtype)
         return (
             empty.transpose(1, 2) if layout == "bhsd" else empty,
             q.new_zeros((0, num_heads, q.shape[1]), dtype=kind),
@@ -185,7 +187,8 @@ def _one_sequence(
         values = torch.nn.functional.pad(values, (0, 0, 0, 1))
     elif seqlen_k == 0:
         lse = q.new_full((num_heads, seqlen_q), -math.inf, dtype=kind)
-        return (q * 0.0).nan_to_num(0.0), lse
+        nothing = (q[..., :1] * 0.0).nan_to_num(0.0)
+        return nothing.expand(-1, -1, v.shape[-1]), lse
     highest = scores.detach().amax(-1, keepdim=True)
     highest = highest.masked_fill(highest == -math.inf, 0.0)
     weights = torch.exp(scores - highest)

@@ -31,14 +31,17 @@ from kernel_hub.ops.kv_cache import decode_sm90
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 # The head_dim of each body, and one that fills it in part.
 HEAD_DIMS = (16, 32, 64, 72, 96, 128, 136, 160, 192, 200, 256)
+# And of its own for v: Hopper's body for it, in part; and one that is more.
+HEADS = (*((head_dim, None) for head_dim in HEAD_DIMS), (192, 128), (136, 72), (64, 200))
 
 
 def forward(device: str) -> None:
     """Dense, in pages, and what takes the general kernel; tiles that end within."""
-    for dtype, head_dim in itertools.product(DTYPES, HEAD_DIMS):
+    for dtype, (head_dim, own_head_dim_v) in itertools.product(DTYPES, HEADS):
         case = Case(
             dtype=dtype, head_dim=head_dim, num_heads=3, num_kv_heads=1, causal=True,
             lengths_q=(5, 0, 150), lengths_k=(70, 3, 201), seed=1, sinks=dtype,
+            own_head_dim_v=own_head_dim_v,
         )  # fmt: skip
         for layout, softcap in itertools.product(("varlen", "varlen_paged", "cache"), (0.0, 30.0)):
             ragged = dataclasses.replace(case, layout=layout, softcap=softcap)

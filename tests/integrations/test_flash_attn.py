@@ -84,6 +84,16 @@ def test_func_with_its_gradients(case: str, head_dim: int) -> None:
         hold_call(three.flash_attn_func(q, k, v, **options), q, k, v, **options)
 
 
+@pytest.mark.parametrize("head_dim_v", [59, 16, 40])
+def test_a_head_dim_of_v_in_3(head_dim_v: int) -> None:
+    (q, k, _), v = qkv(33, 41), randn(2, 41, 2, head_dim_v)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    hold_call(three.flash_attn_func(q, k, v, causal=True), q, k, v, causal=True)
+    ragged: dict[str, Any] = {"cu_seqlens_q": BOUNDS, "cu_seqlens_k": BOUNDS}
+    q, k, v = (x.detach().flatten(0, 1)[: int(BOUNDS[-1])] for x in (q, k, v))
+    hold_call(three.flash_attn_varlen_func(q, k, v, *ragged.values(), 99, 99), q, k, v, **ragged)
+
+
 def test_the_fourth_argument_is_dropout_in_2_and_the_scale_in_3() -> None:
     q, k, v = qkv()
     hold_call(three.flash_attn_func(q, k, v, 0.3, True), q, k, v, softmax_scale=0.3, causal=True)

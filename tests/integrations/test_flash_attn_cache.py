@@ -176,6 +176,19 @@ def test_ragged_queries_and_keys_in_3() -> None:
     assert verdict.ok, verdict.message
 
 
+@pytest.mark.parametrize("seqlen_q", [1, 20])
+def test_a_head_dim_of_v_in_3(seqlen_q: int) -> None:
+    q, k, v = (torch.randn(2, n, 2, d).half() for n, d in ((seqlen_q, 32), (40, 32), (40, 20)))
+    lengths = torch.tensor([10, 40], dtype=torch.int32)
+    out = three.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, causal=True)
+    truth, own = (
+        reference_attention(q, k, v, cache_seqlens=lengths, causal=True, dtype=dtype)[0]
+        for dtype in (torch.float64, torch.float16)
+    )
+    verdict = compare(out, truth, own)
+    assert verdict.ok, verdict.message
+
+
 def test_gradients_are_refused() -> None:
     q, caches = torch.randn(1, 20, 4, 32).half(), torch.randn(2, 1, 40, 2, 32).half()
     q.requires_grad_()

@@ -42,6 +42,13 @@ WRONG: dict[str, Callable[[], Any]] = {
     "flash_attention: q: expected dtype": lambda: two.flash_attn_func(Q.int(), K.int(), K.int()),
     "flash_attention: k: expected dtype": lambda: two.flash_attn_func(Q, K.bfloat16(), K),
     "flash_attention: k: expected device": lambda: two.flash_attn_func(Q.to("meta"), K, K),
+    "flash_attn_func: v: expected q's head_dim 32": lambda: two.flash_attn_func(Q, K, K[..., :16]),
+    "flash_attn_varlen_func: v: expected q's head_dim 32": (
+        lambda: two.flash_attn_varlen_func(RAGGED, RAGGED, RAGGED[..., :16], BOUNDS, BOUNDS, 3, 3)
+    ),
+    "flash_attn_with_kvcache: v_cache: expected q's head_dim 32": (
+        lambda: two.flash_attn_with_kvcache(Q1, caches()[0], caches()[1][..., :16])
+    ),
     "flash_attn_func: dropout_p: expected 0.0, found 0.1: there is no dropout": (
         lambda: two.flash_attn_func(Q, K, K, 0.1)
     ),

@@ -202,9 +202,11 @@ def test_a_paged_cache_is_refused() -> None:
         call(cache=object())
 
 
-def test_encoders_without_a_mask_see_everything() -> None:
+@pytest.mark.parametrize("head_dim_v", [32, 16])
+def test_encoders_without_a_mask_see_everything(head_dim_v: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, 4, 9, 32, generator=generator).bfloat16() for _ in range(3))
+    q, k = (torch.randn(2, 4, 9, 32, generator=generator).bfloat16() for _ in range(2))
+    v = torch.randn(2, 4, 9, head_dim_v, generator=generator).bfloat16()
     module = torch.nn.Identity()
     module.is_causal = False
     out, _ = attention.attention(module, q, k, v, None)

@@ -35,6 +35,8 @@ LAYOUTS = (*DENSE, *RAGGED, *PAGED)
 ONE_LENGTH_Q = (*DENSE, "varlen_k", "cache", "paged", "paged_bhsd")
 ONE_LENGTH_K = (*DENSE, "varlen_q")
 SAME_LENGTHS = ("qkvpacked", "gqapacked", "varlen_packed")
+# Whose v has the head_dim of k.
+ONE_HEAD_DIM = ("kvpacked", *SAME_LENGTHS)
 GARBAGE_PAGES = (-1, -(2**31), 2**31 - 1, 10**6)
 
 
@@ -63,6 +65,11 @@ class Case:
     twice: bool = False
     seed: int = 0
     sinks: str = ""  # or their dtype
+    own_head_dim_v: int | None = None
+
+    @property
+    def head_dim_v(self) -> int:
+        return self.own_head_dim_v or self.head_dim
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -74,6 +81,7 @@ class Case:
         found = [self.layout, self.dtype, f"group {group}"]
         found += ["causal"] * self.causal + ["softcap"] * (self.softcap > 0)
         found += ["sinks"] * bool(self.sinks)
+        found += ["own head_dim of v"] * (self.head_dim_v != self.head_dim)
         found += ["window"] * (self.window_size != (-1, -1)) + ["alibi"] * bool(self.alibi)
         found += ["no lse"] * (not self.return_lse) + ["large scores"] * (self.magnitude > 1)
         found += ["an empty sequence"] * (0 in self.lengths_q or 0 in self.lengths_k)
@@ -94,7 +102,8 @@ class Inputs:
 def make(case: Case, device: str) -> Inputs:
     """The tensors of a case."""
     generator = torch.Generator(device).manual_seed(case.seed)
-    dtype, head_dim, batch_size = case.torch_dtype, case.head_dim, len(case.lengths_q)
+    dtype, batch_size = case.torch_dtype, len(case.lengths_q)
+    head_dim, head_dim_v = case.head_dim, case.head_dim_v
     heads, kv_heads = case.num_heads, case.num_kv_heads
 
     def randn(*shape: int) -> torch.Tensor:
@@ -110,17 +119,19 @@ def make(case: Case, device: str) -> Inputs:
     def spread(x: torch.Tensor) -> torch.Tensor:
         """x as a slice of something larger, full of nan."""
         if case.layout == "strided":
-            room = nans(x.shape[0] + 1, x.shape[1] + 2, x.shape[2] + 1, head_dim + 8)
+            room = nans(x.shape[0] + 1, x.shape[1] + 2, x.shape[2] + 1, x.shape[3] + 8)
             view = room[1:, 1:-1, 1:, 8:]
         else:
-            room = nans(*x.shape[:-1], head_dim + 3)
-            view = room[..., 1 : head_dim + 1]
+            room = nans(*x.shape[:-1], x.shape[-1] + 3)
+            view = room[..., 1:-2]
         return view.copy_(x)
 
-    def ragged(lengths: tuple[int, ...], num_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def ragged(
+        lengths: tuple[int, ...], num_heads: int, width: int = head_dim
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         bounds = int32([0, *itertools.accumulate(lengths)])
-        rows = nans(sum(lengths) + case.seed % 3, num_heads, head_dim)
-        rows[: sum(lengths)] = randn(sum(lengths), num_heads, head_dim)
+        rows = nans(sum(lengths) + case.seed % 3, num_heads, width)
+        rows[: sum(lengths)] = randn(sum(lengths), num_heads, width)
         return rows, bounds
 
     options: dict[str, Any] = {
@@ -141,7 +152,7 @@ def make(case: Case, device: str) -> Inputs:
         if case.bound != "none":
             own[name] = longest + extra
 
-    layout = case.layout
+    layout, widths = case.layout, (head_dim, head_dim_v)
     if layout in ("qkvpacked", "gqapacked"):
         shape = (3, heads) if layout == "qkvpacked" else (heads + 2 * kv_heads,)
         qkv = randn(batch_size, longest_q, *shape, head_dim)
@@ -162,7 +173,7 @@ def make(case: Case, device: str) -> Inputs:
         q = randn(batch_size, longest_q, heads, head_dim)
     if layout in ("varlen", "varlen_k"):
         k, options["cu_seqlens_k"] = ragged(case.lengths_k, kv_heads)
-        v, _ = ragged(case.lengths_k, kv_heads)
+        v, _ = ragged(case.lengths_k, kv_heads, head_dim_v)
         bound("max_seqlen_k", longest_k)
     elif layout in PAGED:
         page_size, generator_cpu = case.page_size, torch.Generator().manual_seed(case.seed)
@@ -171,8 +182,8 @@ def make(case: Case, device: str) -> Inputs:
         order = torch.randperm(num_pages, generator=generator_cpu).tolist()
         k = nans(num_pages, page_size, kv_heads, head_dim)
         # Sometimes v has strides of its own.
-        v = nans(num_pages, page_size, kv_heads, head_dim + 8 * (case.seed % 4 == 3))
-        v = v[..., :head_dim]
+        v = nans(num_pages, page_size, kv_heads, head_dim_v + 8 * (case.seed % 4 == 3))
+        v = v[..., :head_dim_v]
         table = [
             [GARBAGE_PAGES[(row + column) % len(GARBAGE_PAGES)] for column in range(most)]
             for row in range(batch_size)
@@ -182,32 +193,32 @@ def make(case: Case, device: str) -> Inputs:
                 page = table[row][column] = order.pop()
                 filled = min(page_size, length - column * page_size)
                 for x in (k, v):
-                    x[page, :filled] = randn(filled, kv_heads, head_dim)
+                    x[page, :filled] = randn(filled, kv_heads, x.shape[-1])
         options["block_table"] = int32(table).reshape(batch_size, most)
         options["cache_seqlens"] = int32(case.lengths_k)
         bound("max_seqlen_k", longest_k)
     elif layout in ("cache", "varlen_cache"):
-        k, v = (nans(batch_size, longest_k + 3, kv_heads, head_dim) for _ in range(2))
+        k, v = (nans(batch_size, longest_k + 3, kv_heads, width) for width in widths)
         for row, length in enumerate(case.lengths_k):
             for x in (k, v):
-                x[row, :length] = randn(length, kv_heads, head_dim)
+                x[row, :length] = randn(length, kv_heads, x.shape[-1])
         options["cache_seqlens"] = int32(case.lengths_k)
         bound("max_seqlen_k", longest_k)
     elif layout == "kvpacked":
         k, v = randn(batch_size, longest_k, 2, kv_heads, head_dim).unbind(2)
     elif layout == "expanded":
         k, v = (
-            randn(1, longest_k, 1, head_dim).expand(batch_size, longest_k, kv_heads, head_dim)
-            for _ in range(2)
+            randn(1, longest_k, 1, width).expand(batch_size, longest_k, kv_heads, width)
+            for width in widths
         )
     else:
-        k, v = (randn(batch_size, longest_k, kv_heads, head_dim) for _ in range(2))
+        k, v = (randn(batch_size, longest_k, kv_heads, width) for width in widths)
     if layout in ("strided", "unaligned"):
         q, k, v = spread(q), spread(k), spread(v)
     if layout in ("bhsd", "paged_bhsd"):
         q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
         options["layout"] = "bhsd"
-    return Inputs([q, k, v], options, tuple(q.shape), own)
+    return Inputs([q, k, v], options, (*q.shape[:-1], head_dim_v), own)
 
 
 def call(case: Case, inputs: Inputs, **more: Any) -> Any:
@@ -257,7 +268,7 @@ def run(case: Case, device: str) -> float:
     with torch.no_grad():
         truth, truth_lse = reference_attention(*qkv, **inputs.options)
         own, _ = reference_attention(*qkv, **inputs.options, dtype=dtype)
-        row_stride = case.head_dim + 8 * (case.seed % 2)
+        row_stride = case.head_dim_v + 8 * (case.seed % 2)
         guarded = Guarded(inputs.out_shape, dtype, device, row_stride=row_stride)
         with guarded_results():
             result = call(case, inputs, out=guarded.tensor, return_lse=case.return_lse)
@@ -303,7 +314,7 @@ def check_gradients(case: Case, inputs: Inputs, out: torch.Tensor) -> list[float
     if case.seed % 4 == 0 and rows is None:
         dout = torch.full((), 0.5, device=out.device, dtype=out.dtype).expand(out.shape)
     if case.layout == "strided":
-        dout = torch.cat((dout, dout), -1)[..., : case.head_dim]
+        dout = torch.cat((dout, dout), -1)[..., : case.head_dim_v]
     given = Inputs(leaves, inputs.options, inputs.out_shape, inputs.own_options)
 
     def gradients() -> list[torch.Tensor]:

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import random
 
-from attention_cases import LAYOUTS, ONE_LENGTH_K, ONE_LENGTH_Q, PAGED, SAME_LENGTHS, Case
+from attention_cases import (
+    LAYOUTS,
+    ONE_HEAD_DIM,
+    ONE_LENGTH_K,
+    ONE_LENGTH_Q,
+    PAGED,
+    SAME_LENGTHS,
+    Case,
+)
 
 LENGTHS = (0, 1, 2, 15, 16, 17, 63, 64, 65, 100, 127, 128, 129, 199, 255, 256, 257, 511, 1023)
 HEAD_DIMS = (16, 32, 64, 96, 128, 160, 192, 256)
@@ -22,6 +30,13 @@ def _head_dim(generator: random.Random) -> int:
     if generator.random() < 0.7:
         return generator.choice(HEAD_DIMS)
     return 8 * generator.randrange(2, 33)
+
+
+def random_head_dim_v(generator: random.Random, layout: str, head_dim: int) -> int | None:
+    """Of its own, narrower or wider, now and then; for a head_dim of 192 mostly DeepSeek's 128."""
+    if layout in ONE_HEAD_DIM or generator.random() < 0.6:
+        return None
+    return 128 if head_dim == 192 and generator.random() < 0.6 else _head_dim(generator)
 
 
 def random_case(generator: random.Random, *, backward_share: float = 0.4) -> Case:
@@ -49,10 +64,11 @@ def random_case(generator: random.Random, *, backward_share: float = 0.4) -> Cas
         window = (generator.choice(sides), generator.choice(sides))
     magnitude = 35.0 if generator.random() < 0.08 else 1.0
     has_backward = layout not in PAGED and magnitude == 1.0
+    head_dim = _head_dim(generator)
     return Case(
         layout=layout,
         dtype=generator.choice(("fp16", "bf16")),
-        head_dim=_head_dim(generator),
+        head_dim=head_dim,
         num_heads=heads,
         num_kv_heads=kv_heads,
         lengths_q=lengths_q,
@@ -71,4 +87,5 @@ def random_case(generator: random.Random, *, backward_share: float = 0.4) -> Cas
         twice=generator.random() < 0.2,
         seed=generator.randrange(1 << 30),
         sinks=generator.choice(("", "", "fp32", "bf16", "fp16")),
+        own_head_dim_v=random_head_dim_v(generator, layout, head_dim),
     )

@@ -7,6 +7,7 @@ import random
 from typing import NamedTuple
 
 from attention_cases import Case
+from attention_random import random_head_dim_v
 
 LAYOUTS = (
     "bshd", "bhsd", "strided", "kvpacked", "varlen", "varlen_q", "varlen_k", "cache",
@@ -59,10 +60,11 @@ def random_split_case(generator: random.Random, limits: Limits = GPU) -> Case:
     if generator.random() < 0.3:
         sides = (-1, 0, 1, 31, 100, 128, 300, 2000, 5000)
         window = generator.choice(sides), generator.choice(sides)
+    head_dim = generator.choice((*HEAD_DIMS, 8 * generator.randint(2, 32)))
     case = Case(
         layout=layout,
         dtype=generator.choice(("fp16", "bf16")),
-        head_dim=generator.choice((*HEAD_DIMS, 8 * generator.randint(2, 32))),
+        head_dim=head_dim,
         num_heads=kv_heads * group,
         num_kv_heads=kv_heads,
         lengths_q=tuple(lengths_q),
@@ -77,6 +79,7 @@ def random_split_case(generator: random.Random, limits: Limits = GPU) -> Case:
         twice=True,
         seed=generator.randrange(1 << 30),
         sinks=generator.choice(("", "", "fp32", "bf16", "fp16")),
+        own_head_dim_v=random_head_dim_v(generator, layout, head_dim),
     )
     if generator.random() < 0.05:
         case = dataclasses.replace(case, magnitude=35.0)

@@ -308,6 +308,7 @@ def _decode_attention(lot: Lot) -> Case:
 
 def _flash_attention(lot: Lot) -> Case:
     dtype, heads, dim = lot.one(*_HALF), 4, lot.one(16, 32)
+    dim_v = lot.one(dim, 16, 24)
     layout = "bshd"
     if lot.one(True, False):  # lengths on the device
         q_shape, kv_shape = (9, heads, dim), (11, 2, dim)
@@ -324,8 +325,8 @@ def _flash_attention(lot: Lot) -> Case:
         "flash_attention",
         {
             "q": lot.randn(*q_shape, dtype=dtype), "k": lot.randn(*kv_shape, dtype=dtype),
-            "v": lot.randn(*kv_shape, dtype=dtype), **tables,
-            "out": lot.randn(*q_shape, dtype=dtype),
+            "v": lot.randn(*kv_shape[:-1], dim_v, dtype=dtype), **tables,
+            "out": lot.randn(*q_shape[:-1], dim_v, dtype=dtype),
         },
         {"causal": lot.one(True, False), "layout": layout, "return_lse": lot.one(True, False)},
         outs=("out",), required=("q", "k", "v"), differentiable=("q", "k", "v"),

@@ -28,7 +28,7 @@ struct KeyLoader {
     KeyPlace* key_places;  // four blocks of them, unless plain
     const T* v;            // this thread's first row and chunk of the next block where plain,
     const T* k;            // else its first chunk of the first page
-    int k_start, seqlen_k, block_begin, num_cols;
+    int k_start, seqlen_k, block_begin, num_k_cols;
     bool is_paged;
 
     // Starts to fetch where key `threadIdx.x` of block n lies: (page, row in the page).
@@ -72,7 +72,7 @@ struct KeyLoader {
 
     // Starts the copy of block n of K or V; blocks are asked for one after the other, downwards.
     __device__ __forceinline__ void load(uint8_t* target, const T*& base, int64_t page_stride,
-                                         int64_t token_stride, int n) {
+                                         int64_t token_stride, int num_cols, int n) {
         const T* source = base;
         load_tile<T, kHeadDim, kBlockN, kNumThreads, kVariant == Variant::kGeneral>(
             target, seqlen_k - n * kBlockN - recomputed(threadIdx.x) / Shape::kLanes, num_cols,
@@ -97,11 +97,12 @@ struct KeyLoader {
 
     __device__ __forceinline__ void load_k(int n) {
         load(k_tiles + (n % kStages) * kTileBytes, k, params.k_strides.batch,
-             params.k_strides.token, n);
+             params.k_strides.token, num_k_cols, n);
     }
     __device__ __forceinline__ void load_v(int n) {
+        const int num_cols = params.head_dim_v - recomputed(threadIdx.x) % Shape::kLanes * 8;
         load(v_tiles + (n % kStages) * kTileBytes, v, params.v_strides.batch,
-             params.v_strides.token, n);
+             params.v_strides.token, num_cols, n);
     }
 };
 

@@ -32,12 +32,12 @@ struct Strides {
 
 template <typename T>
 struct AttentionParams {
-    T* out;                    // (batch, seqlen_q, num_heads, head_dim) or (total_q, ...)
+    T* out;                    // (batch, seqlen_q, num_heads, head_dim_v) or (total_q, ...)
     float* lse;                // (batch, num_heads, seqlen_q) or (num_heads, total_q); may be null
     int* flag;                 // what tables led outside (bounds.cuh), or null
-    const T* q;                // like out
+    const T* q;                // (batch, seqlen_q, num_heads, head_dim) or (total_q, ...)
     const T* k;                // (batch, seqlen_k, num_kv_heads, head_dim), (total_k, ...) or pages
-    const T* v;                // like k
+    const T* v;                // like k, of head_dim_v
     const int* cu_seqlens_q;   // (batch + 1) or null
     const int* cu_seqlens_k;   // (batch + 1) or null
     const int* cache_seqlens;  // (batch) or null: all keys there are
@@ -52,7 +52,7 @@ struct AttentionParams {
     int num_batch_heads;  // batch * num_heads
     int heads_per_group;  // (batch, head) pairs that are scheduled together
     int num_row_blocks;   // of the longest sequence
-    int num_heads, num_kv_heads, head_dim;
+    int num_heads, num_kv_heads, head_dim, head_dim_v;
     int seqlen_q, seqlen_k;  // with cu_seqlens: of the longest; seqlen_k bounds cache_seqlens
     int total_q, total_k;    // rows of q and k that cu_seqlens tell apart
     int num_pages, page_size;

@@ -16,7 +16,7 @@ __device__ __forceinline__ float quad_sum(float sum) {
 template <bool kMayBeUnaligned, typename T>
 __device__ __forceinline__ void write_columns(const AttentionParams<T>& params, T* out_row, int col,
                                               bool is_row, const uint32_t (&words)[4]) {
-    const bool is_inside = is_row && col < params.head_dim;
+    const bool is_inside = is_row && col < params.head_dim_v;
     if (is_inside && (!kMayBeUnaligned || params.is_aligned)) {
         st_global(out_row + col, make_uint4(words[0], words[1], words[2], words[3]));
     }

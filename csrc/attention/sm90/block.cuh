@@ -21,7 +21,7 @@ __device__ __forceinline__ void flash_attention_sm90(const Parameters& p) {
     Shared<C> shared;
     shared.q = (shared_address(dynamic_shared()) + 1023) / 1024 * 1024;
     shared.k = shared.q + C::kQStages * C::kConsumers * C::kQBytes;
-    shared.v = shared.k + C::kStages * C::kKVBytes;
+    shared.v = shared.k + C::kStages * C::kKBytes;
     shared.barriers = shared_address(barriers);
     shared.tiles = tiles;
     shared.tiles_address = shared_address(tiles);

@@ -43,7 +43,7 @@ struct Consumer : Rows<C> {
         // in vector registers, to be moved for each product.
         const uint32_t a = (C::kHeadDim > 128 ? fresh(q_low) : q_low) +
                            q.stage * (C::kConsumers * C::kQBytes / 16);
-        const uint32_t b = k_low + k.stage * (C::kKVBytes / 16);
+        const uint32_t b = k_low + k.stage * (C::kKBytes / 16);
         hold_registers(scores);
         wgmma_fence();
 #pragma unroll
@@ -57,7 +57,7 @@ struct Consumer : Rows<C> {
 
     // Issues output += P V.
     __device__ __forceinline__ void issue_output(int accumulate) {
-        const uint32_t b = v_low + v.stage * (C::kKVBytes / 16);
+        const uint32_t b = v_low + v.stage * (C::kVBytes / 16);
         hold_registers(output);
         wgmma_fence();
 #pragma unroll
@@ -142,8 +142,8 @@ struct Consumer : Rows<C> {
             return;
         }
         wait_v();
-        const uint32_t base = shared.v + v.stage * C::kKVBytes;
-        for (int panel = 0; panel < C::kPanels; ++panel) {
+        const uint32_t base = shared.v + v.stage * C::kVBytes;
+        for (int panel = 0; panel < C::kVPanels; ++panel) {
             for (int i = 8 * rows + thread_idx; i < 8 * C::kBlockN; i += 128) {
                 st_shared(base + panel * C::kKVPanelBytes + 16 * i, 0.f, 0.f, 0.f, 0.f);
             }

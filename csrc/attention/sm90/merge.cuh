@@ -114,7 +114,7 @@ __device__ __forceinline__ void report_lengths(const Parameters& p) {
 template <class C>
 __device__ __forceinline__ void merge_pieces(const Parameters& p, int blocks, int team) {
     using T = typename C::T;
-    constexpr int kStrips = C::kBlockM / 16, kColumns = C::kHeadDim / 32;
+    constexpr int kStrips = C::kBlockM / 16, kColumns = C::kHeadDimV / 32;
     __shared__ short slots[kMergeWarps][kMergeSlots];
     __shared__ float sums[kMergeWarps][20][32];
     const int lane_idx = threadIdx.x % 32, warp_idx = threadIdx.x / 32;
@@ -231,7 +231,7 @@ __device__ __forceinline__ void merge_pieces(const Parameters& p, int blocks, in
         }
         transpose_in_quad(words, lane_idx);
         const int first_column = 32 * column + 8 * (lane_idx % 4);
-        if (is_inside && first_column < p.head_dim) {
+        if (is_inside && first_column < p.head_dim_v) {
             *reinterpret_cast<uint4*>(out + first_column) =
                 make_uint4(words[0], words[1], words[2], words[3]);
         }

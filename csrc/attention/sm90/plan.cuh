@@ -19,11 +19,13 @@ constexpr int kTileSlots = 4;
 constexpr float kRescaleBits = 8.f;
 
 // kSplit: tiles of the heads of a group side by side, and pieces of tiles (flash_attention_split).
+// kHeadDim: columns of Q and K; kHeadDimV: of V and the output.
 template <typename T_, int kHeadDim_, int kConsumers_, int kBlockN_, Mask kMask_,
-          bool kSplit_ = false>
+          bool kSplit_ = false, int kHeadDimV_ = kHeadDim_>
 struct Config {
     using T = T_;
     static constexpr int kHeadDim = kHeadDim_;
+    static constexpr int kHeadDimV = kHeadDimV_;
     static constexpr int kConsumers = kConsumers_;
     static constexpr int kBlockM = 64 * kConsumers;
     static constexpr int kBlockN = kBlockN_;
@@ -31,6 +33,7 @@ struct Config {
     static constexpr bool kSplit = kSplit_;
     static constexpr int kThreads = 128 * (1 + kConsumers);
     static constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;
+    static constexpr int kVPanels = (kHeadDimV + kPanelColumns - 1) / kPanelColumns;
     static constexpr int kStages = 2;
     static constexpr int kQStages = 1;
     // Whether a warpgroup leaves out a tile's first block where it sees nothing of it; with blocks
@@ -42,9 +45,10 @@ struct Config {
     // Split: the rows of all consumers lie together, as one copy brings them.
     static constexpr int kQPanelStride = kSplit ? kConsumers * kQPanelBytes : kQPanelBytes;
     static constexpr int kKVPanelBytes = kBlockN * 128;
-    static constexpr int kKVBytes = kPanels * kKVPanelBytes;
+    static constexpr int kKBytes = kPanels * kKVPanelBytes;
+    static constexpr int kVBytes = kVPanels * kKVPanelBytes;
     static constexpr int kSharedBytes =
-        kConsumers * kQStages * kQBytes + 2 * kStages * kKVBytes + 1024;
+        kConsumers * kQStages * kQBytes + kStages * (kKBytes + kVBytes) + 1024;
     static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
     static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
     // The registers a thread starts with: 65,536 registers over its threads, in units of 8.
@@ -54,6 +58,8 @@ struct Config {
                   "acquire_registers would wait for ever");
     static_assert(kSharedBytes <= 227 * 1024, "shared memory of an SM");
     static_assert(kBlockN % 16 == 0 && kHeadDim % 16 == 0, "products are 16 deep");
+    static_assert(kHeadDimV % 32 == 0, "the output is written 32 columns at a time");
+    static_assert(kVPanels <= kPanels, "the loader counts the panels of K");
     static_assert(64 * (kConsumers - 1) <= kBlockN, "at most one block is left out");
 };
 
@@ -83,7 +89,7 @@ struct Packing {
 };
 
 struct Parameters {
-    void* out;   // (batch, seqlen_q, heads, head_dim) by strides
+    void* out;   // (batch, seqlen_q, heads, head_dim_v) by strides
     float* lse;  // or null
     int* flag;   // what tables led outside (bounds.cuh), or null
     const CUtensorMap *q, *k, *v;
@@ -95,7 +101,8 @@ struct Parameters {
     int* tile_counter;         // {next tile, blocks that are done}, zeros
     int64_t out_batch_stride, out_token_stride, out_head_stride, lse_batch_stride, lse_head_stride;
     int64_t block_table_stride;
-    int batch_size, num_heads, num_kv_heads, head_dim;
+    int batch_size, num_heads, num_kv_heads;
+    int head_dim_v;          // columns of out: the tensor maps know those of q, k and v
     int seqlen_q, seqlen_k;  // with cu_seqlens: of the longest; seqlen_k bounds cache_seqlens
     int total_q, total_k;    // rows of q and k that cu_seqlens tell apart
     int num_pages;

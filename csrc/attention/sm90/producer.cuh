@@ -40,15 +40,22 @@ struct Loader {
     __device__ __forceinline__ void open(bool is_leader) {
         mbarrier_wait(empty + 8 * place.stage, place.parity ^ 1);
         if (is_leader) {
-            mbarrier_arrive_expect_tx(full + 8 * place.stage, C::kKVBytes);
+            mbarrier_arrive_expect_tx(full + 8 * place.stage, has_values ? C::kVBytes : C::kKBytes);
         }
     }
 
     __device__ __forceinline__ void copy(uint32_t target, int row, int head, int batch) const {
 #pragma unroll
-        for (int panel = 0; panel < C::kPanels; ++panel) {
+        for (int panel = 0; panel < C::kVPanels; ++panel) {
             tma_load_4d(target + panel * C::kKVPanelBytes, map, full + 8 * place.stage,
                         panel * kPanelColumns, row, head, batch);
+        }
+        if constexpr (C::kVPanels < C::kPanels) {
+#pragma unroll
+            for (int panel = C::kVPanels; panel < C::kPanels && !has_values; ++panel) {
+                tma_load_4d(target + panel * C::kKVPanelBytes, map, full + 8 * place.stage,
+                            panel * kPanelColumns, row, head, batch);
+            }
         }
     }
 
@@ -65,7 +72,7 @@ struct Loader {
         const int batch = p.cu_seqlens_k ? 0 : tile.batch;
 #pragma unroll 1
         for (int block = tile.block_end - 1; block >= tile.block_begin; --block) {
-            const uint32_t target = tiles + place.stage * C::kKVBytes;
+            const uint32_t target = tiles + place.stage * (has_values ? C::kVBytes : C::kKBytes);
             const int row = begin + block * C::kBlockN;
             const bool is_leader = elect_one();
             open(is_leader);
@@ -107,7 +114,7 @@ struct Loader {
             if (is_box) {
                 page = table[index];
             }
-            uint32_t target = tiles + place.stage * C::kKVBytes;
+            uint32_t target = tiles + place.stage * (has_values ? C::kVBytes : C::kKBytes);
             const bool is_leader = elect_one();
             open(is_leader);
 #pragma unroll 1
@@ -328,7 +335,7 @@ __device__ __forceinline__ void write_empty_tile(const Parameters& p, int batch,
     char* out =
         static_cast<char*>(p.out) +
         2 * (batch * p.out_batch_stride + first * p.out_token_stride + head * p.out_head_stride);
-    const int vecs = p.head_dim / 8;
+    const int vecs = p.head_dim_v / 8;
 #pragma unroll 1
     for (int i = threadIdx.x % 32; i < rows * vecs; i += 32) {
         const int row = i / vecs;

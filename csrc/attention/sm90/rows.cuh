@@ -22,17 +22,17 @@ struct Range {
 // A piece of a tile in memory (split): sums as the threads hold them, 16 rows after 16 rows, four
 // of a lane together; then of each row the shift of its exponents and the sum of its probabilities.
 template <class C>
-constexpr int kPieceFloats = C::kBlockM * (C::kHeadDim + 2);
+constexpr int kPieceFloats = C::kBlockM * (C::kHeadDimV + 2);
 
 template <class C>
 __device__ __forceinline__ float4* piece_sums(float* pieces, int slot, int strip, int lane_idx) {
     float* piece = pieces + static_cast<int64_t>(slot) * kPieceFloats<C>;
-    return reinterpret_cast<float4*>(piece) + strip * 4 * C::kHeadDim + lane_idx;
+    return reinterpret_cast<float4*>(piece) + strip * 4 * C::kHeadDimV + lane_idx;
 }
 template <class C>
 __device__ __forceinline__ float2* piece_rows(float* pieces, int slot) {
     float* piece = pieces + static_cast<int64_t>(slot) * kPieceFloats<C>;
-    return reinterpret_cast<float2*>(piece + C::kBlockM * C::kHeadDim);
+    return reinterpret_cast<float2*>(piece + C::kBlockM * C::kHeadDimV);
 }
 
 // A consumer's registers: its places in the rings, scores, probabilities and output of 64 rows.
@@ -50,7 +50,7 @@ struct Rows {
     Place<kTileSlots> slot;
     float scores[C::kBlockN / 2];
     uint32_t probs[C::kBlockN / 16][4];
-    float output[C::kHeadDim / 2];
+    float output[C::kHeadDimV / 2];
     float row_shift[2], row_sum[2], rescale[2];
     bool must_rescale;
     bool k_is_there = false, v_is_there = false;
@@ -213,7 +213,7 @@ struct Rows {
             return;
         }
 #pragma unroll
-        for (int i = 0; i < C::kHeadDim / 2; ++i) {
+        for (int i = 0; i < C::kHeadDimV / 2; ++i) {
             output[i] *= rescale[i / 2 % 2];
         }
     }
@@ -303,7 +303,7 @@ struct Rows {
         }
         float4* sums = piece_sums<C>(p.packing.partials, slot, row / 16, lane_idx);
 #pragma unroll
-        for (int i = 0; i < C::kHeadDim / 8; ++i) {
+        for (int i = 0; i < C::kHeadDimV / 8; ++i) {
             sums[32 * i] =
                 make_float4(output[4 * i], output[4 * i + 1], output[4 * i + 2], output[4 * i + 3]);
         }
@@ -331,7 +331,7 @@ struct Rows {
             T* out = static_cast<T*>(p.out) + tile.batch * p.out_batch_stride +
                      (tile.q_begin + row_idx) * p.out_token_stride + head * p.out_head_stride;
 #pragma unroll
-            for (int i = 0; i < C::kHeadDim / 32; ++i) {
+            for (int i = 0; i < C::kHeadDimV / 32; ++i) {
                 uint32_t words[4];
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
@@ -339,7 +339,7 @@ struct Rows {
                     words[j] = pack2<T>(output[column] * factor[r], output[column + 1] * factor[r]);
                 }
                 transpose_in_quad(words, lane_idx);
-                if (is_inside && 32 * i + first_column < p.head_dim) {
+                if (is_inside && 32 * i + first_column < p.head_dim_v) {
                     *reinterpret_cast<uint4*>(out + 32 * i + first_column) =
                         make_uint4(words[0], words[1], words[2], words[3]);
                 }

@@ -45,16 +45,16 @@ def attention(
     """Attention as transformers calls it.
 
     query: (batch_size, num_heads, seqlen_q, head_dim); key, value: (batch_size, num_kv_heads,
-        seqlen_k, head_dim), with the tokens of the cache.
+        seqlen_k, head_dim), with the tokens of the cache; values may have a head_dim of their own.
     attention_mask: what `masks.lengths_mask` made, with lengths, left pads and the window (what
         sliding_window says is in it); a dense mask, bool or added to scores; None: causal where
         `is_causal`, or module.is_causal, says so.
 
     s_aux: sinks, (num_heads,), as gpt-oss has them.
 
-    Returns (out, None), out (batch_size, seqlen_q, num_heads, head_dim). What the kernels lack
-    (dropout, dense masks, fp32, head_dim beyond 256, a bias of scores, gradients of sinks) runs by
-    torch, and `report()` counts it. Raises TensorError for paged caches.
+    Returns (out, None), out (batch_size, seqlen_q, num_heads, head_dim of values). What the kernels
+    lack (dropout, dense masks, fp32, head_dim beyond 256, a bias of scores, gradients of sinks)
+    runs by torch, and `report()` counts it. Raises TensorError for paged caches.
     """
     if cache is not None:
         raise TensorError(
@@ -75,6 +75,7 @@ def attention(
             # Without a mask these are keys of a static cache that are not there yet.
             key, value, seqlen_k = key[:, :, :seqlen_q], value[:, :, :seqlen_q], seqlen_q
     reason = refused_head(query.dtype, query.shape[-1])
+    reason = reason or refused_head(value.dtype, value.shape[-1])
     if seen is None:
         reason = "a mask that is no lengths and left pads"
     elif dropout:
@@ -83,8 +84,6 @@ def attention(
         reason = "position_bias"
     elif s_aux is not None and s_aux.requires_grad and torch.is_grad_enabled():
         reason = "sinks that require grad"
-    elif key.shape[-1] != value.shape[-1]:
-        reason = f"head_dim {key.shape[-1]} of keys, {value.shape[-1]} of values"
     if reason is not None or seen is None:
         counts.passed("attention", str(reason))
         mask = attention_mask
@@ -119,6 +118,7 @@ def _ours(
         and seen.ends is not None
         and seen.starts is None
         and seqlen_q <= MOST_NEW_TOKENS
+        and key.shape[-1] == value.shape[-1]
         and not needs_grad
     ):
         counts.took("decode_attention")
@@ -148,7 +148,7 @@ def _left_padded(
     seqlen_k = key.shape[2]
     if needs_grad:
         step = seqlen_k
-        rows = [x.transpose(1, 2).reshape(-1, x.shape[1], head_dim) for x in (key, value)]
+        rows = [x.transpose(1, 2).reshape(-1, *x.shape[1::2]) for x in (key, value)]
     else:
         steps = {_rows_apart(x) for x in (key, value)}
         if len(steps) > 1 or None in steps:
@@ -166,7 +166,7 @@ def _left_padded(
         # NOTE: a gap is longer, but has no query.
         max_seqlen_k=seqlen_k, **options,
     )  # fmt: skip
-    return out.view(batch_size, seqlen_q, num_heads, head_dim)
+    return out.view(batch_size, seqlen_q, *out.shape[1:])
 
 
 def _rows_apart(x: torch.Tensor) -> int | None:

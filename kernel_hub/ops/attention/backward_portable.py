@@ -55,12 +55,15 @@ def backward(
 ) -> None:  # fmt: skip
     """Write the gradients of (out * dout).sum() into dq, dk, dv; every row of every sequence.
 
-    out, dout, dq: like problem.q; dk, dv: like problem.k and v (not paged); any strides, the last
-        dimension contiguous (a dout of other strides is copied).
+    dq: like problem.q; out, dout: with v's head_dim; dk, dv: like problem.k and v (not paged); any
+        strides, the last dimension contiguous (a dout of other strides is copied).
     lse: (batch_size, num_heads, seqlen_q) or (num_heads, total_q), fp32, natural logarithm.
     deterministic: dq too has the same bits in every run; dk and dv always have.
     plans: those of problems like this one, on GPUs like this one.
     """
+    if problem.q.shape[-1] != problem.v.shape[-1]:
+        _backward_widened(problem, Gradients(out, lse, dout, dq, dk, dv), deterministic)
+        return
     if dout.stride(-1) != 1:
         dout = dout.contiguous()
     if lse.stride(-1) != 1:
@@ -97,6 +100,26 @@ def backward(
     if plan.parts is not None:
         for grad, of_heads in ((dk, given.dk), (dv, given.dv)):
             torch.sum(of_heads, -2, out=grad)
+
+
+def _backward_widened(problem: Problem, given: Gradients, deterministic: bool) -> None:
+    """The kernels know one head_dim: narrower tensors go there with zeros in what they lack, and of
+    their gradients the columns that there are come back."""
+
+    def widened(x: torch.Tensor) -> torch.Tensor:
+        missing = problem.widest_head - x.shape[-1]
+        return torch.nn.functional.pad(x, (0, missing)) if missing else x
+
+    q, k, v = widened(problem.q), widened(problem.k), widened(problem.v)
+    out, lse, dout, *grads = given
+    wide = [widened(x) for x in grads]  # with what they hold, which not every row is written over
+    backward(
+        problem._replace(q=q, k=k, v=v), widened(out), lse, widened(dout), *wide,
+        deterministic=deterministic,
+    )  # fmt: skip
+    for grad, found in zip(grads, wide, strict=True):
+        if grad is not found:
+            grad.copy_(found[..., : grad.shape[-1]])
 
 
 def _layout_of(problem: Problem) -> tuple[Any, ...]:

@@ -100,7 +100,9 @@ def _check_qkv(
     check_rows(op, "q", q, dtypes)
     num_heads, head_dim = q.shape[-2:]
     common.check_like(op, "k", k, (*k.shape[:-1], head_dim), q)
-    common.check_like(op, "v", v, k.shape, q)
+    own = v.shape[-1] if v.dim() > 0 and q.dtype in common.HALF else head_dim
+    common.check_like(op, "v", v, (*k.shape[:-1], own), q)
+    check_rows(op, "v", v, dtypes)
     num_kv_heads = k.shape[-2]
     if num_kv_heads == 0 or num_heads % num_kv_heads:
         raise TensorError(
@@ -181,18 +183,19 @@ def check_out(
     op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: Any, options: Options,
     scales: tuple[Any, ...] = (None, None, None), dtypes: tuple[torch.dtype, ...] = (),
 ) -> None:  # fmt: skip
-    """`out` must be like q, or of `dtypes`, and share no memory with the inputs (or itself)."""
-    check_out_layout(op, out, q, dtypes)
+    """`out` must be like q with v's head_dim, or of `dtypes`, and share no memory with the inputs
+    (or itself)."""
+    check_out_layout(op, out, q, v, dtypes)
     tensors = (q, k, v, out, *options.tables, *scales)
     if common.is_plain(*tensors):  # they have memory
         _writes.check(*tensors)
 
 
 def check_out_layout(
-    op: str, out: Any, q: torch.Tensor, dtypes: tuple[torch.dtype, ...] = ()
+    op: str, out: Any, q: torch.Tensor, v: torch.Tensor, dtypes: tuple[torch.dtype, ...] = ()
 ) -> None:
-    """`out` must be like q, or of `dtypes`, no element of it twice."""
-    common.check_written(op, "out", out, q.shape, q, dtypes)
+    """`out` must be like q with v's head_dim, or of `dtypes`, no element of it twice."""
+    common.check_written(op, "out", out, (*q.shape[:-1], v.shape[-1]), q, dtypes)
 
 
 def read_tables(op: str, problem: Problem) -> bool:

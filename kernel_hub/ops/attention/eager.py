@@ -45,6 +45,12 @@ def new_like(x: torch.Tensor) -> torch.Tensor:
     return out if out.stride(-1) == 1 else _empty_like(x, memory_format=torch.contiguous_format)
 
 
+def new_out(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """`new_like` of q, with the head_dim of v."""
+    head_dim = v.shape[-1]
+    return new_like(q if q.shape[-1] == head_dim else q[..., :1].expand(*q.shape[:-1], head_dim))
+
+
 def new_lse(q: torch.Tensor) -> torch.Tensor:
     """Uninitialised (batch_size, num_heads, seqlen_q), or of ragged rows (num_heads, total_q)."""
     if q.dim() == 3:
@@ -171,9 +177,9 @@ def _plan(
     """Check everything that does not lie on the device, and choose the launch."""
     numbers = checks.resolve(op, q, k, v, options)
     spans = checks.spans_of(q, k, v, out, options)
-    to: torch.Tensor = new_like(q) if out is None else out
+    to: torch.Tensor = new_out(q, v) if out is None else out
     if out is not None:
-        checks.check_out_layout(op, out, q)
+        checks.check_out_layout(op, out, q, v)
     lse = new_lse(q) if need_lse else None
     problem = problem_of(q, k, v, numbers, options)
     launch = forward_portable.plan(problem, to, lse) if to.numel() else Launch()
@@ -198,7 +204,7 @@ def cpu_forward(
     if common.is_debugging():
         checks.read_tables(op, problem)
     if out is None:
-        out = new_like(q)
+        out = new_out(q, v)
     else:
         checks.check_out(op, q, k, v, out, options)
     lse = new_lse(q) if need_lse else None

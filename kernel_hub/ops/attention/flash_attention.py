@@ -63,7 +63,8 @@ def flash_attention(
     q: (batch_size, seqlen_q, num_heads, head_dim), fp16, bf16 or e4m3, on the GPU or the CPU; any
         strides, the last dimension contiguous; head_dim 16 to 256 in multiples of 8.
     k, v: (batch_size, seqlen_k, num_kv_heads, head_dim), dtype and device of q; num_kv_heads
-        divides num_heads, and query head h reads head h * num_kv_heads // num_heads.
+        divides num_heads, and query head h reads head h * num_kv_heads // num_heads. v may have a
+        head_dim of its own in the same range (DeepSeek's prefill: 192 and 128); out has v's.
     causal: a query sees no key after its own place.
     softmax_scale: None is 1 / sqrt(head_dim).
     window_size: (left, right): how many keys before and after its place a query sees; -1 is all.
@@ -89,7 +90,7 @@ def flash_attention(
         them, they have none (one that requires grad is refused).
     layout: "bshd", or "bhsd": the tensors of four dimensions are (batch_size, heads, seqlen,
         head_dim), pages (num_pages, num_kv_heads, page_size, head_dim); and so is out.
-    out: like q; where to write. No gradients then.
+    out: like q, with v's head_dim; where to write. No gradients then.
     return_lse: also return lse, fp32, (batch_size, num_heads, seqlen_q) or (num_heads, total_q),
         natural logarithm; no gradient flows through it.
     deterministic: the backward gives the same bits every time (the forward always does); on under
@@ -106,8 +107,8 @@ def flash_attention(
                 are slower.
         The sums are the tensor cores' (fp32 registers), probabilities are rounded to e4m3 for the
         product with v alone. out_dtype is torch.bfloat16 (None) or torch.float16, and out is of
-        either. head_dim 16 to 256 in multiples of 16; no window, softcap, alibi, block_table, sinks
-        or gradients.
+        either. head_dim 16 to 256 in multiples of 16, v's too; no window, softcap, alibi,
+        block_table, sinks or gradients.
 
     Packed tensors are slices: k, v = kv[:, :, 0], kv[:, :, 1].
     Returns out, or (out, lse). A CUDA tensor runs the shipped cubins on torch's current stream; a

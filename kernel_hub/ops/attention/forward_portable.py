@@ -122,7 +122,7 @@ def _strides(tensor: torch.Tensor, has_batch: bool) -> tuple[int, int, int]:
 def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launch:
     """Choose the kernel and make its launch; one with `maps` is for `forward_sm90.launch`.
 
-    out: like problem.q, any strides, the last dimension contiguous.
+    out: like problem.q with the head_dim of v, any strides, the last dimension contiguous.
     lse: fp32, (batch_size, num_heads, seqlen_q) or with cu_seqlens_q (num_heads, total_q), the last
         dimension contiguous.
     """
@@ -155,7 +155,7 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launc
         or not problem.softmax_scale > 0
     )
     features = "general" if is_general else "paged" if is_paged else "plain"
-    body = choose(features, head_dim, device)
+    body = choose(features, problem.widest_head, device)
 
     seqlen_q, seqlen_k = problem.seqlens
     table = problem.block_table
@@ -196,6 +196,7 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launc
         *problem.totals,
         k.shape[0] if is_paged else 1,  # pages
         problem.sink_type,
+        v.shape[-1],
         problem.softmax_scale * log2e,
         problem.softcap * log2e,
     )

@@ -37,13 +37,20 @@ MAX_TILES = 1 << 30
 class Body:
     """One compiled tile shape: `flash_attention_sm90_{dtype}_hdim{head_dim}_{mask}{suffix}`.
 
-    longest: it takes sequences of up to so many queries.
+    longest: it takes sequences of up to so many queries. own_head_dim_v: that of v and out, if not
+    head_dim; named `hdim{head_dim}_v{own_head_dim_v}`.
     """
 
     mask: str
     head_dim: int
     suffix: str = ""
     longest: int = 1 << 30
+    own_head_dim_v: int | None = None
+
+    @property
+    def head_dim_v(self) -> int:
+        """Columns of v and out."""
+        return self.own_head_dim_v or self.head_dim
 
     @property
     def stated(self) -> Stated:
@@ -59,26 +66,36 @@ class Body:
     def name(self, dtype: torch.dtype) -> str:
         """The function's name."""
         token = common.DTYPE_TOKENS[dtype]
-        return f"flash_attention_sm90_{token}_hdim{self.head_dim}_{self.mask}{self.suffix}"
+        width = f"hdim{self.head_dim}"
+        if self.own_head_dim_v is not None:
+            width += f"_v{self.own_head_dim_v}"
+        return f"flash_attention_sm90_{token}_{width}_{self.mask}{self.suffix}"
 
 
 _MASKS = ("full", "causal", "window")
 # The first that holds a problem is its own; docs/notes/flash_attention_sm90.md says why these.
 BODIES = (
     Body("causal", 64, "_short", longest=1280),
-    *(Body(mask, width) for width in (64, 96, 128, 192, 256) for mask in _MASKS),
+    *(Body(mask, width) for width in (64, 96, 128) for mask in _MASKS),
+    *(Body(mask, 192, own_head_dim_v=128) for mask in ("full", "causal")),
+    *(Body(mask, width) for width in (192, 256) for mask in _MASKS),
 )
 
 
 def _choose(problem: Problem) -> Body | None:
-    """The row of BODIES for a problem; None where its head_dim is larger than all of them."""
+    """The row of BODIES for a problem; None where its head_dims are larger than all of them."""
     left, right = problem.window
     mask = "causal" if left < 0 <= right else "full" if left == right == -1 else "window"
     if problem.softcap != 0:
         mask = "window"  # the others have no softcap
-    head_dim, seqlen_q = problem.q.shape[-1], problem.seqlens[0]
+    head_dim, head_dim_v = problem.q.shape[-1], problem.v.shape[-1]
     for body in BODIES:
-        if body.mask == mask and body.head_dim >= head_dim and seqlen_q <= body.longest:
+        if (
+            body.mask == mask
+            and body.head_dim >= head_dim
+            and body.head_dim_v >= head_dim_v
+            and problem.seqlens[0] <= body.longest
+        ):
             return body
     return None
 
@@ -114,7 +131,8 @@ def fits(problem: Problem, out: torch.Tensor) -> bool:
 def heads_a_group(problem: Problem, seqlen_k: int) -> int:
     """How many (batch, head) pairs are scheduled together, so that their K and V stay in the L2."""
     num_heads, head_dim = problem.q.shape[-2:]
-    pair_bytes = max(1, 2 * seqlen_k * head_dim * problem.q.element_size())
+    head_dims = head_dim + problem.v.shape[-1]
+    pair_bytes = max(1, seqlen_k * head_dims * problem.q.element_size())
     fitting = max(1, _L2_BYTES // pair_bytes) * (num_heads // problem.k.shape[-2])
     return min(problem.batch_size * num_heads, fitting)
 
@@ -129,7 +147,7 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launc
     body = _choose(problem)
     if body is None:
         raise TensorError(f"flash_attention: head_dim {head_dim}: no kernel of Hopper's for it")
-    if split.applies(problem, body.stated, body.head_dim):
+    if split.applies(problem, body.stated, (body.head_dim + body.head_dim_v) // 2):
         return split.plan(problem, out, lse)
     table = problem.block_table
     page_size = k.shape[1] if table is not None else 1
@@ -145,7 +163,7 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launc
         problem.batch_size,
         num_heads,
         num_kv_heads,
-        head_dim,
+        problem.v.shape[-1],
         seqlen_q,
         seqlen_k,
         *problem.totals,

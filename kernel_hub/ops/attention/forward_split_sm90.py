@@ -31,7 +31,8 @@ _MAX_UNITS = 1 << 30
 _NO_MASK = 1 << 29
 _LEAST_BLOCKS = 2  # of a share: a piece costs as much as one to begin and to merge
 # What the cost model knows of an H200 (docs/notes/flash_attention_split_sm90.md).
-_FLOPS_A_US = {64: 3.9e6, 96: 4.8e6, 128: 5.2e6, 192: 5.3e6, 256: 5.6e6}  # of a multiprocessor
+# Of a multiprocessor, by the mean of head_dim and v's own.
+_FLOPS_A_US = {64: 3.9e6, 96: 4.8e6, 128: 5.2e6, 160: 5.3e6, 192: 5.3e6, 256: 5.6e6}
 _BYTES_A_US = 4.2e6
 _TILE_US, _PIECE_US, _MERGE_US = 1.0, 0.7, 3.5
 _GAIN = 0.93
@@ -80,8 +81,7 @@ class Body:
 def body_of(problem: Problem) -> Body:
     """The kernel for a problem."""
     is_windowed = problem.window[0] >= 0 or problem.softcap != 0
-    head_dim = problem.q.shape[-1]
-    width = next(each for each in WIDTHS if each >= head_dim)
+    width = next(each for each in WIDTHS if each >= problem.widest_head)
     return Body("window" if is_windowed else "causal", width)
 
 
@@ -180,7 +180,7 @@ def can_take(problem: Problem) -> bool:
 def applies(problem: Problem, whole: Stated, width: int) -> bool:
     """Whether a problem that forward_sm90's kernels take is better off in equal shares.
 
-    whole, width: its kernel there.
+    whole, width: its kernel there, and the mean of that one's widths.
     """
     if choice is False or not can_take(problem):
         return False
@@ -211,7 +211,7 @@ def _has_lengths(problem: Problem) -> bool:
 def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launch:
     """The launch, where `applies`; its `maps` is a `Packed`, with the merge in it."""
     q, k = problem.q, problem.k
-    num_heads, head_dim = q.shape[-2:]
+    num_heads = q.shape[-2]
     num_kv_heads = k.shape[-2]
     group = num_heads // num_kv_heads
     seqlen_q, seqlen_k = problem.seqlens
@@ -236,8 +236,8 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launc
         right = _NO_MASK
     places = (*strides_of(out), *lse_strides_of(lse))
     common_numbers = (
-        problem.batch_size, num_heads, num_kv_heads, head_dim, seqlen_q, seqlen_k, *problem.totals,
-        left, right, heads, tokens, -(-(1 << 16) // heads), _LEAST_BLOCKS,
+        problem.batch_size, num_heads, num_kv_heads, problem.v.shape[-1], seqlen_q, seqlen_k,
+        *problem.totals, left, right, heads, tokens, -(-(1 << 16) // heads), _LEAST_BLOCKS,
     )  # fmt: skip
     tables = problem.cu_seqlens_k, table, problem.cache_seqlens
     numbers = (

@@ -178,7 +178,7 @@ def _plan(
     spans = checks.spans_of(q, k, v, out, options, scales)
     to: torch.Tensor = _new_out(q, dtype) if out is None else out
     if out is not None:
-        checks.check_out_layout(_OP, out, q, OUT_DTYPES)
+        checks.check_out_layout(_OP, out, q, v, OUT_DTYPES)
         _check_rows_of_out(out)
     lse = run.new_lse(q) if need_lse else None
     planned = launch.plan(problem, scales, to, lse) if to.numel() else Launch()

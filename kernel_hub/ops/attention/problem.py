@@ -60,7 +60,8 @@ class Problem(NamedTuple):
     q: (batch_size, seqlen_q, num_heads, head_dim), or with cu_seqlens_q (total_q, num_heads,
         head_dim); any strides, the last dimension contiguous, fp16 or bf16.
     k, v: (batch_size, seqlen_k, num_kv_heads, head_dim); with cu_seqlens_k (total_k, num_kv_heads,
-        head_dim); with block_table (num_pages, page_size, num_kv_heads, head_dim).
+        head_dim); with block_table (num_pages, page_size, num_kv_heads, head_dim). v, and out with
+        it, may have a head_dim of its own.
     cu_seqlens_q, cu_seqlens_k: (batch_size + 1,) int32, where each sequence starts.
     cache_seqlens: (batch_size,) int32, how many keys each sequence has; None: all there are.
     block_table: (batch_size, max_pages) int32, last dimension contiguous.
@@ -152,6 +153,11 @@ class Problem(NamedTuple):
         if not _LAST_TERMS[0] <= terms[-1] <= _LAST_TERMS[1]:
             return _NO_SMALL_SCORES
         return _SMALL_TANH / scale, *terms
+
+    @property
+    def widest_head(self) -> int:
+        """What a kernel that has one width must hold: head_dim, or v's own if that is more."""
+        return max(self.q.shape[-1], self.v.shape[-1])
 
     @property
     def totals(self) -> tuple[int, int]:

@@ -45,7 +45,7 @@ def _forward_fake(q: Any, k: Any, v: Any, *rest: Any) -> _Pair:
     options = Options(*given)
     checks.resolve(_OP, q, k, v, options)
     lse = run.registered_lse(q, run.new_lse(q) if need_lse else None)
-    return run.new_like(q), lse
+    return run.new_out(q, v), lse
 
 
 def _forward_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -58,7 +58,7 @@ def _forward_out_fake(q: Any, k: Any, v: Any, *rest: Any) -> torch.Tensor:
     *given, need_lse, out = rest
     options = Options(*given)
     checks.resolve(_OP, q, k, v, options)
-    checks.check_out_layout(_OP, out, q)
+    checks.check_out_layout(_OP, out, q, v)
     return run.registered_lse(q, run.new_lse(q) if need_lse else None)
 
 

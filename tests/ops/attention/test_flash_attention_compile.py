@@ -57,6 +57,12 @@ def heads_first(t: dict[str, torch.Tensor]) -> Any:
     ) + 1  # fmt: skip
 
 
+def narrow(t: dict[str, torch.Tensor]) -> Any:
+    q, k, v = (t[name].transpose(1, 2) * 1 for name in "qkv")
+    out = flash_attention(q, k, v[..., :16], layout="bhsd", causal=True, deterministic=True)
+    return torch.cat((out, out), -1)
+
+
 def varlen(t: dict[str, torch.Tensor]) -> Any:
     return flash_attention(
         t["q"][0], t["k"][0], t["v"][0], cu_seqlens_q=t["bounds_q"], cu_seqlens_k=t["bounds_k"],
@@ -81,7 +87,8 @@ def into(t: dict[str, torch.Tensor]) -> Any:
     return out * 2
 
 
-FUNCTIONS = [dense, heads_first, varlen, packed, paged, into]
+DIFFERENTIABLE = [dense, heads_first, narrow, varlen, packed]
+FUNCTIONS = [*DIFFERENTIABLE, paged, into]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -97,7 +104,7 @@ def test_compiled_equals_eager(
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("function", [dense, heads_first, varlen, packed], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("function", DIFFERENTIABLE, ids=lambda f: f.__name__)
 def test_compiled_gradients_equal_eager(
     function: Callable[[dict[str, torch.Tensor]], Any], backend: str, device: str
 ) -> None:
@@ -205,6 +212,14 @@ def test_strides_of_the_result_are_known_to_the_tracer(layout: str) -> None:
             fake = flash_attention(*[mode.from_tensor(x)] * 3, layout=layout)
         out = flash_attention(x, x, x, layout=layout)
         assert fake.stride() == out.stride() and out.stride(-1) == 1
+        for own in (16, 40):  # a head_dim of v's own
+            v = torch.randn(*x.shape[:-1], own).half()
+            with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+                fake = flash_attention(
+                    *[mode.from_tensor(x)] * 2, mode.from_tensor(v), layout=layout
+                )
+            out = flash_attention(x, x, v, layout=layout)
+            assert fake.stride() == out.stride() and out.stride(-1) == 1
 
 
 def test_results_of_heads_first_are_laid_out_heads_first() -> None:

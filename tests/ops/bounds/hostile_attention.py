@@ -78,6 +78,7 @@ class HostileAttention:
         self.drawn = {
             "layout": choose(LAYOUTS), "dtype": choose((torch.float16, torch.bfloat16)),
             "head_dim": choose((32, 64, 72, 96, 128, 160, 192, 256)), "kv_heads": choose((1, 2)),
+            "own_head_dim_v": choose((None, None, 128, 8 * generator.randrange(2, 33))),
             "group": choose((1, 2, 4)), "batch": generator.randrange(1, 5),
             "causal": choose((False, True)), "window_size": choose(((-1, -1), (-1, -1), (20, 9))),
             "softcap": choose((0.0, 0.0, 4.0)), "page_size": choose((1, 4, 8, 16, 64)),
@@ -113,7 +114,7 @@ class HostileAttention:
         given = {
             "q": self._randn(*q_shape, heads, head_dim),
             "k": self._randn(*k_shape, kv_heads, head_dim),
-            "v": self._randn(*k_shape, kv_heads, head_dim),
+            "v": self._randn(*k_shape, kv_heads, drawn["own_head_dim_v"] or head_dim),
         }
         self.free = given
         self.given = arena.put_all(
@@ -226,7 +227,7 @@ class HostileAttention:
     def forward(self) -> None:
         """Call the op; its output, its lse and everything around them must be right."""
         q = self.given["q"]
-        out = self.arena.empty("out", q.shape, q.dtype)
+        out = self.arena.empty("out", (*q.shape[:-1], self.free["v"].shape[-1]), q.dtype)
         forget(q)
         with _allocations_in(self.arena), torch.no_grad():
             _, lse = flash_attention(
@@ -261,7 +262,7 @@ class HostileAttention:
         """The same of the gradients."""
         leaves = [self.given[name].requires_grad_() for name in "qkv"]
         rest = {name: x for name, x in self.given.items() if name not in "qkv"}
-        dout = self._randn(*self.free["q"].shape)
+        dout = self._randn(*self.free["q"].shape[:-1], self.free["v"].shape[-1])
         with _allocations_in(self.arena):
             out = flash_attention(
                 *leaves, **rest, **self.options, **self.extra, deterministic=deterministic
