@@ -35,7 +35,8 @@ HEAD_DIMS = (16, 32, 64, 72, 96, 128, 136, 160, 192, 200, 256)
 
 def forward(device: str) -> None:
     """Dense, in pages, and what takes the general kernel; tiles that end within."""
-    for dtype, head_dim in itertools.product(DTYPES, HEAD_DIMS):
+    fp32 = itertools.product(("fp32",), (16, 72, 128))
+    for dtype, head_dim in itertools.chain(itertools.product(DTYPES, HEAD_DIMS), fp32):
         case = Case(
             dtype=dtype, head_dim=head_dim, num_heads=3, num_kv_heads=1, causal=True,
             lengths_q=(5, 0, 150), lengths_k=(70, 3, 201), seed=1, sinks=dtype,

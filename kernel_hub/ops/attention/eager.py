@@ -207,6 +207,7 @@ def backward(
     deterministic: bool, options: Options,
 ) -> None:  # fmt: skip
     """Write the gradients of q, k and v; rows outside every sequence become 0."""
+    checks.check_has_gradient(op, qkv[0])
     (q, k, v), (dq, dk, dv) = qkv, grads
     # The plan of the forward that gave lse has the numbers, if it is still there.
     plan = _plans.get(addresses_and_key(q, k, v, None, options, (False, sm90.is_enabled))[1])
