@@ -201,6 +201,8 @@ def _door(name: str, take: Callable[[_Given], Any], key: str) -> Callable[..., A
 
 def _ours(options: Options, q: Any, k: Any, v: Any, call: Callable[..., Any], *rest: Any) -> Any:
     """call(q, k, v, *rest, options), unless the op lacks what it takes."""
+    if q.dtype == torch.float32:  # of which the op has no gradients
+        raise _NotOursError("q: expected dtype float16 or bfloat16")
     try:
         return call(q, k, v, *rest, options)
     except CubinNotFoundError:

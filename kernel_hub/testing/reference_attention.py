@@ -196,6 +196,6 @@ def _one_sequence(
     nothing = total == 0
     safe = total.masked_fill(nothing, 1.0)
     out = (weights / safe).view(*shared, weights.shape[-1]) @ values
-    out = out.view(num_heads, seqlen_q, head_dim)
+    out = out.view(num_heads, seqlen_q, v.shape[-1])
     lse = (highest.to(kind) + torch.log(safe.to(kind))).masked_fill(nothing, -math.inf)
     return out.transpose(0, 1), lse.squeeze(-1)

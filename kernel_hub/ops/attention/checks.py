@@ -17,7 +17,8 @@ from ..core.kv_cache import check_alibi, check_block_table, check_cu_seqlens, ch
 from .problem import TABLES, Options, Problem
 
 LAYOUTS = {"bshd": 1, "bhsd": 2}  # the dimension of tokens
-MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
+MIN_HEAD_DIM, MAX_HEAD_DIM, MAX_HEAD_DIM_FP32 = 16, 256, 128
+DTYPES = (*common.HALF, torch.float32)  # fp32 has no backward
 MAX_PAGE_SIZE = 256
 # batch_size, max_seqlen_q, max_seqlen_k, softmax_scale, window_left, window_right, softcap
 Numbers = tuple[int, int, int, float, int, int, float]
@@ -30,7 +31,7 @@ def check_layout(op: str, layout: Any) -> None:
 
 def resolve(
     op: str, q: Any, k: Any, v: Any, options: Options, *,
-    dtypes: tuple[torch.dtype, ...] = common.HALF,
+    dtypes: tuple[torch.dtype, ...] = DTYPES,
 ) -> Numbers:  # fmt: skip
     """Check everything that does not lie on the device; what the launch needs beside tensors."""
     (causal, softmax_scale, window_size, softcap, alibi_slopes, cu_seqlens_q, cu_seqlens_k,
@@ -100,7 +101,7 @@ def _check_qkv(
     check_rows(op, "q", q, dtypes)
     num_heads, head_dim = q.shape[-2:]
     common.check_like(op, "k", k, (*k.shape[:-1], head_dim), q)
-    own = v.shape[-1] if v.dim() > 0 and q.dtype in common.HALF else head_dim
+    own = v.shape[-1] if v.dim() > 0 and q.dtype != torch.float8_e4m3fn else head_dim
     common.check_like(op, "v", v, (*k.shape[:-1], own), q)
     check_rows(op, "v", v, dtypes)
     num_kv_heads = k.shape[-2]
@@ -120,8 +121,9 @@ def check_rows(
     if x.device.type not in ("cuda", "cpu", "meta"):
         raise common.refuse(op, argument, "a CUDA or CPU tensor", x)
     head_dim = x.shape[-1]
-    if not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM or head_dim % 8:
-        expected = f"a head_dim from {MIN_HEAD_DIM} to {MAX_HEAD_DIM} in multiples of 8"
+    most = MAX_HEAD_DIM_FP32 if x.dtype == torch.float32 else MAX_HEAD_DIM
+    if not MIN_HEAD_DIM <= head_dim <= most or head_dim % 8:
+        expected = f"a head_dim from {MIN_HEAD_DIM} to {most} in multiples of 8"
         raise TensorError(f"{op}: {argument}: expected {expected}, found {head_dim}: "
                           f"{common.say(x)}")  # fmt: skip
     if x.stride(-1) != 1:
@@ -255,3 +257,10 @@ def check_values(op: str, problem: Problem, *, is_strict: bool = True) -> None:
             if any(not 0 <= page < num_pages for page in used):
                 expected = f"pages from 0 to {num_pages - 1} in sequence {index}"
                 raise common.refuse(op, "block_table", expected, used)
+
+
+def check_has_gradient(op: str, q: torch.Tensor) -> None:
+    """There are kernels for the gradients of 16 bits alone."""
+    if q.dtype not in common.HALF:
+        expected = "dtype float16 or bfloat16 where gradients are computed"
+        raise common.refuse(op, "q", expected, q)

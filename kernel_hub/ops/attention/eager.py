@@ -235,6 +235,7 @@ def backward(
     """Write the gradients of q, k and v; rows outside every sequence become 0.
 
     plan: that of the forward, if the caller has it."""
+    checks.check_has_gradient(op, qkv[0])
     (q, k, v), (dq, dk, dv) = qkv, grads
     if plan is None:  # it may still be there
         more = (False, sm90.is_enabled)

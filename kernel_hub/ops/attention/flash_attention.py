@@ -60,8 +60,9 @@ def flash_attention(
     accumulated in fp32 and rounded once. Query i stands at key i + seqlen_k - seqlen_q: the last
     query at the last key. A row that sees no key gives 0, and lse -inf.
 
-    q: (batch_size, seqlen_q, num_heads, head_dim), fp16, bf16 or e4m3, on the GPU or the CPU; any
-        strides, the last dimension contiguous; head_dim 16 to 256 in multiples of 8.
+    q: (batch_size, seqlen_q, num_heads, head_dim), fp16, bf16, fp32 or e4m3, on the GPU or the CPU;
+        any strides, the last dimension contiguous; head_dim 16 to 256 in multiples of 8. fp32: to
+        128, in three products of tf32, no gradients.
     k, v: (batch_size, seqlen_k, num_kv_heads, head_dim), dtype and device of q; num_kv_heads
         divides num_heads, and query head h reads head h * num_kv_heads // num_heads. v may have a
         head_dim of its own in the same range (DeepSeek's prefill: 192 and 128); out has v's.
@@ -305,6 +306,7 @@ def _dispatch(
 
 def _check_grad(q: Any, k: Any, v: Any, out: Any, options: Options) -> None:
     """What cannot be differentiated."""
+    checks.check_has_gradient(_OP, q)
     if out is not None:
         for argument, x in (("q", q), ("k", k), ("v", v)):
             if x.requires_grad:

@@ -20,14 +20,14 @@ from .problem import Options, Problem, lse_strides_of
 
 CUBIN = "flash_attention"
 _KIB = 1024
-_ELEMENT_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Body:
     """One compiled tile shape: `flash_attention_{dtype}_hdim{head_dim}{suffix}`.
 
-    features: "plain", "paged" (K and V in pages, with the same strides) or "general" (anything).
+    features: "plain", "paged" (K and V in pages, with the same strides), "general" (anything) or
+        "fp32" (anything, in fp32: csrc/attention/flash_attention_fp32.cu).
     blocks_an_sm: how many an SM should hold at once for it to be worth its shared memory.
     """
 
@@ -39,7 +39,13 @@ class Body:
     @property
     def stated(self) -> Stated:
         """Threads, shared memory, block_m (queries) and block_n (keys) of a tile."""
-        return launch_facts(CUBIN, self.name(torch.bfloat16))
+        is_fp32 = self.features == "fp32"
+        return launch_facts(self.cubin, self.name(torch.float32 if is_fp32 else torch.bfloat16))
+
+    @property
+    def cubin(self) -> str:
+        """Where it is."""
+        return f"{CUBIN}_fp32" if self.features == "fp32" else CUBIN
 
     def name(self, dtype: torch.dtype) -> str:
         """The function's name."""
@@ -75,6 +81,7 @@ BODIES = (
     Body("general", 160, "_general"),
     Body("general", 192, "_general"),
     Body("general", 256, "_general"),
+    Body("fp32", 128, ""),
 )
 
 
@@ -141,7 +148,7 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launc
         _strides(k, has_k_batch),
         _strides(v, has_k_batch),
     ]
-    elems = common.VEC_BYTES // _ELEMENT_BYTES
+    elems = common.VEC_BYTES // q.element_size()
     low_bits = q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()
     is_aligned = low_bits % common.VEC_BYTES == 0
     is_aligned = is_aligned and all(common.is_aligned(elems, *each) for each in strides)
@@ -155,6 +162,7 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launc
         or not problem.softmax_scale > 0
     )
     features = "general" if is_general else "paged" if is_paged else "plain"
+    features = "fp32" if q.dtype == torch.float32 else features
     body = choose(features, problem.widest_head, device)
 
     seqlen_q, seqlen_k = problem.seqlens
@@ -200,7 +208,7 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launc
         problem.softmax_scale * log2e,
         problem.softcap * log2e,
     )
-    function = common.shipped(CUBIN, body.name(q.dtype))
+    function = common.shipped(body.cubin, body.name(q.dtype))
     return Launch(function, (num_tiles, 1, 1), block, shared_bytes, numbers)
 
 

@@ -53,7 +53,8 @@ REFUSED: list[tuple[Callable[[], object], list[str]]] = [
     (lambda: dense(q=None), ["q", "a torch tensor", "NoneType"]),
     (lambda: dense(k=[1.0]), ["k", "a torch tensor", "list"]),
     (lambda: dense(v=1), ["v", "a torch tensor", "int"]),
-    (lambda: dense(q=Q.float()), ["q", "dtype float16 or bfloat16", "float32"]),
+    (lambda: dense(q=Q.double()), ["q", "dtype float16, bfloat16 or float32", "float64"]),
+    (lambda: dense(q=Q.float()), ["k", "dtype float32", "float16"]),
     (lambda: dense(k=K.bfloat16()), ["k", "dtype float16", "bfloat16"]),
     (lambda: dense(v=V.float()), ["v", "dtype float16", "float32"]),
     (lambda: dense(k=K.to("meta")), ["k", "device cpu", "on meta"]),
@@ -152,7 +153,7 @@ REFUSED: list[tuple[Callable[[], object], list[str]]] = [
         lambda: flash_attention_qkvpacked(QKV, cu_seqlens=BOUNDS_Q),
         ["qkv", "(total, 3, num_heads, head_dim)", "(2, 5, 3, 4, 32)"],
     ),
-    (lambda: flash_attention_qkvpacked(QKV.float()), ["q", "float16 or bfloat16", "float32"]),
+    (lambda: flash_attention_qkvpacked(QKV.double()), ["q", "bfloat16 or float32", "float64"]),
 ]
 
 

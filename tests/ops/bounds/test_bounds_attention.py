@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 from arena import SEED, Arena, drawn
 from hostile_attention import LAYOUTS, HostileAttention
 from ways import Way
@@ -17,6 +18,15 @@ DIFFERENTIABLE = [layout for layout in LAYOUTS if "paged" not in layout]
 def test_hostile_tables(way: Way, lot: int) -> None:
     with drawn(way.device, "attention", lot) as (generator, arena):
         HostileAttention(generator, arena).forward()
+
+
+@pytest.mark.parametrize("lot", range(LOTS // 3))
+def test_hostile_tables_fp32(way: Way, lot: int) -> None:
+    with drawn(way.device, "attention fp32", lot) as (generator, arena):
+        head_dim = generator.choice((32, 72, 128))
+        HostileAttention(
+            generator, arena, dtype=torch.float32, head_dim=head_dim, softcap=0.0
+        ).forward()
 
 
 @pytest.mark.parametrize("lot", range(LOTS // 2))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 from arena import SEED, Arena, drawn
 from decode_in_shares import in_shares
 from hostile_decode import HostileStep
 from ways import Way
 
-LOTS = 40
+LOTS, LOTS_FP32 = 40, 12
 LOTS_IN_SHARES = 12
 
 
@@ -18,6 +19,17 @@ LOTS_IN_SHARES = 12
 def test_hostile_tables(way: Way, lot: int) -> None:
     with drawn(way.device, "decode", lot) as (generator, arena):
         step = HostileStep(generator, arena)
+        print(f"{step.drawn}, lengths {step.lengths}")
+        step.run()
+
+
+@pytest.mark.parametrize("lot", range(LOTS_FP32))
+def test_hostile_tables_fp32(way: Way, lot: int) -> None:
+    with drawn(way.device, "decode fp32", lot) as (generator, arena):
+        head_dim = generator.choice((16, 48, 64, 128))
+        step = HostileStep(
+            generator, arena, dtype=torch.float32, is_e4m3=False, head_dim=head_dim, softcap=0.0
+        )
         print(f"{step.drawn}, lengths {step.lengths}")
         step.run()
 
