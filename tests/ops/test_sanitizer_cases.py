@@ -34,7 +34,8 @@ def sanitize() -> ModuleType:
 # These have scripts of their own: tests/gpu/sanitize_attention.py and sanitize_grouped.py.
 ELSEWHERE = {"flash_attention", "flash_attention_qkvpacked", "decode_attention"}
 ELSEWHERE |= {"grouped_linear", "batched_matmul"}
-ELSEWHERE |= {"log_softmax"}  # among the cases of softmax, whose kernels it runs
+# Among the cases of softmax, swiglu_linear and pad_input, whose kernels they run.
+ELSEWHERE |= {"log_softmax", "gated_linear", "unpad_input"}
 
 
 def test_every_op_has_cases() -> None:
