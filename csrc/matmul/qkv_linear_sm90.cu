@@ -64,7 +64,7 @@ __device__ __forceinline__ TokenPlace* swapped_places() {
 template <typename T>
 struct QkvEndingSm90 : QkvEnding<T> {
     static constexpr int kUnit = 4;  // groups: a pair of blocks
-    static constexpr bool kUnrolls = false;
+    static constexpr bool kUnrolls = false, kChooses = false;
     BlockBoxes boxes;
 
     struct Prepared {

@@ -1,7 +1,8 @@
-// out = silu(a gate^T) * (a up^T) with mma.sync: the body for every GPU since sm_80.
+// out = activation(a gate^T) * (a up^T) with mma.sync: the body for every GPU since sm_80.
 //
-//   a (m, k), b (2 columns, k): the rows of the gate, then those of up; fp16 or bf16, k a multiple
-//   of 8; sums in fp32, rounded once; out (m, columns)
+//   a (m, k), b (2 columns, k): the rows of the gate, then those of up, half_rows = columns of them
+//   apart, or in turn (1); fp16 or bf16, k a multiple of 8; sums in fp32, rounded once; out (m,
+//   columns); kind: which activation, alpha and limit of the clamped one (matmul/paired/gates.cuh)
 //
 // A tile's rows of b are 8 of the gate, the 8 of up that they belong to, and so on: both sums of an
 // element of out are in one thread (matmul/paired/portable.cuh). Parallelisation: a block of 4
@@ -20,16 +21,17 @@
 
 namespace kernel_hub::matmul::paired {
 
-#define EXPORT_SWIGLU_LINEAR(NAME, T, BLOCKS, BODY, ...)                                  \
-    DESCRIBED(                                                                            \
-        NAME, "x: tiles of block_m rows of a and block_n of b",                           \
-        (paired_facts<__VA_ARGS__>(BLOCKS)),                                              \
-        extern "C" __global__ void __launch_bounds__(__VA_ARGS__::kThreads, BLOCKS) NAME( \
-            T* out, const T* a, const T* b, int64_t out_stride, int64_t a_stride,         \
-            int64_t b_stride, int m, int columns, int k) {                                \
-            BODY<T, __VA_ARGS__>(SwigluEnding<T>(out, out_stride, m, columns),            \
-                                 GateUpRows{columns}, a, b, a_stride, b_stride, m,        \
-                                 (columns + 7) / 8, k);                                   \
+#define EXPORT_SWIGLU_LINEAR(NAME, T, BLOCKS, BODY, ...)                                          \
+    DESCRIBED(                                                                                    \
+        NAME, "x: tiles of block_m rows of a and block_n of b",                                   \
+        (paired_facts<__VA_ARGS__>(BLOCKS)),                                                      \
+        extern "C" __global__ void __launch_bounds__(__VA_ARGS__::kThreads, BLOCKS) NAME(         \
+            T* out, const T* a, const T* b, int64_t out_stride, int64_t a_stride,                 \
+            int64_t b_stride, int m, int columns, int k, int half_rows, int kind, float alpha,    \
+            float limit) {                                                                        \
+            BODY<T, __VA_ARGS__>(GatedEnding<T>(out, out_stride, m, columns, kind, alpha, limit), \
+                                 GateUpRows{columns, half_rows}, a, b, a_stride, b_stride, m,     \
+                                 (columns + 7) / 8, k);                                           \
         })
 
 // clang-format off

@@ -1,7 +1,8 @@
-// out = silu(a gate^T) * (a up^T) on Hopper: bulk tensor copies and wgmma. sm_90a only.
+// out = activation(a gate^T) * (a up^T) on Hopper: bulk tensor copies and wgmma. sm_90a only.
 //
-//   a (m, k), b (2 columns, k): the rows of the gate, then those of up, columns a multiple of 8;
-//   fp16 or bf16; sums in fp32, rounded once; out (m, columns)
+//   a (m, k), b (2 columns, k): the rows of the gate, then those of up, or in turn, as b_map says;
+//   columns a multiple of 8; fp16 or bf16; sums in fp32, rounded once; out (m, columns); kind:
+//   which activation, alpha and limit of the clamped one (matmul/paired/gates.cuh)
 //
 // A tile's rows of b are 8 of the gate, the 8 of up that they belong to, and so on, which one
 // tensor map gathers (matmul/paired/sm90.cuh): both sums of an element of out are in one thread,
@@ -20,32 +21,62 @@
 
 namespace kernel_hub::matmul::paired {
 
-// Also for swapped tiles: pair lane / 4 of `group`, sums[4 j + 2 half + e] of token + 8 j +
-// 2 (lane % 4) + e.
-template <typename T>
-struct SwigluEndingSm90 : SwigluEnding<T> {
-    using SwigluEnding<T>::SwigluEnding;
-    static constexpr bool kUnrolls = true;  // 1 % faster than a loop that picks sums by jumps
+// Writes a tile by one gate. Straight code is 1 % faster than a loop that picks sums by jumps:
+// silu, by which most models gate, has it, the others are a loop for their size.
+template <typename T, typename Gate, bool kUnrolls_>
+struct GatedWriter {
+    static constexpr bool kUnrolls = kUnrolls_;
+    const GatedPlace<T>& place;
+    Gate gate;
 
-    __device__ __forceinline__ void prepare_swapped(int, int) const {}
+    template <int kGroups, typename Prepared>
+    __device__ __forceinline__ void write(int row, int group, const float (&sums)[kGroups][2][4],
+                                          const Prepared&) const {
+        if constexpr (kUnrolls) {
+            place.template store_groups<kGroups>(row, group, [&](int i) {
+                return gate(sums[i / 4][0][i % 4], sums[i / 4][1][i % 4]);
+            });
+        } else {
+            float joined[4 * kGroups];  // once for both ways to write
+            join<kGroups>(joined, gate, sums);
+            place.template store_groups<kGroups>(row, group, [&](int i) { return joined[i]; });
+        }
+    }
 
+    // Pair lane / 4 of `group`, sums[4 j + 2 half + e] of token + 8 j + 2 (lane % 4) + e.
     template <int kSums>
     __device__ __forceinline__ void write_swapped(int token, int group,
                                                   const float (&sums)[kSums]) const {
-        const int lane = threadIdx.x % 32;
-        if (8 * group >= this->columns) {
-            return;
+        if constexpr (kUnrolls || kSums <= 16) {
+            write_straight(token, group, sums);
+        } else {
+#pragma unroll 1
+            for (int unit = 0; unit < kSums / 16; ++unit) {
+                float some[16];
+                with_constant<0, kSums / 16>(unit, [&](auto constant) {
+#pragma unroll
+                    for (int i = 0; i < 16; ++i) {
+                        some[i] = sums[16 * decltype(constant)::value + i];
+                    }
+                });
+                write_straight(token + 32 * unit, group, some);
+            }
         }
+    }
+
+    template <int kSums>
+    __device__ __forceinline__ void write_straight(int token, int group,
+                                                   const float (&sums)[kSums]) const {
+        const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int j = 0; j < kSums / 4; ++j) {
             // Two tokens of one column; transposed, two columns of one token.
-            const uint32_t word =
-                movmatrix_trans(pack2<T>(silu_16<T>(sums[4 * j]) * sums[4 * j + 2],
-                                         silu_16<T>(sums[4 * j + 1]) * sums[4 * j + 3]));
+            const uint32_t word = movmatrix_trans(pack2<T>(gate(sums[4 * j], sums[4 * j + 2]),
+                                                           gate(sums[4 * j + 1], sums[4 * j + 3])));
             const int row = token + 8 * j + lane / 4, column = 8 * group + 2 * (lane % 4);
-            if (row < this->m) {
-                T* to = this->out + row * this->out_stride + column;
-                if (this->is_aligned) {
+            if (row < place.m) {
+                T* to = place.out + row * place.out_stride + column;
+                if (place.is_aligned) {
                     *reinterpret_cast<uint32_t*>(to) = word;
                 } else {
                     const uint16_t low = word, high = word >> 16;
@@ -53,6 +84,30 @@ struct SwigluEndingSm90 : SwigluEnding<T> {
                     reinterpret_cast<uint16_t*>(to)[1] = high;
                 }
             }
+        }
+    }
+};
+
+template <typename T>
+struct GatedEndingSm90 : GatedEnding<T> {
+    using GatedEnding<T>::GatedEnding;
+    static constexpr bool kChooses = true;
+
+    template <typename Use>
+    __device__ __forceinline__ void choose(const Use& use) const {
+        this->with_gate([&](const auto& gate) {
+            using Gate = std::decay_t<decltype(gate)>;
+            use(GatedWriter<T, Gate, std::is_same_v<Gate, SiluGate<T>>>{*this, gate});
+        });
+    }
+
+    __device__ __forceinline__ void prepare_swapped(int, int) const {}
+
+    template <int kSums>
+    __device__ __forceinline__ void write_swapped(int token, int group,
+                                                  const float (&sums)[kSums]) const {
+        if (8 * group < this->columns) {
+            choose([&](const auto& writer) { writer.write_swapped(token, group, sums); });
         }
     }
 };
@@ -65,10 +120,11 @@ struct SwigluEndingSm90 : SwigluEnding<T> {
         __launch_bounds__(Config<__VA_ARGS__>::kThreads, Config<__VA_ARGS__>::kMinBlocks) NAME(    \
             T* out, const __grid_constant__ CUtensorMap a_map,                                     \
             const __grid_constant__ CUtensorMap a_tail, const __grid_constant__ CUtensorMap b_map, \
-            int64_t out_stride, int m, int columns, int k, int box_rows, int group) {              \
+            int64_t out_stride, int m, int columns, int k, int box_rows, int group, int kind,      \
+            float alpha, float limit) {                                                            \
             paired_linear_sm90<T, Config<__VA_ARGS__>>(                                            \
-                SwigluEndingSm90<T>(out, out_stride, m, columns), &a_map, &a_tail,                 \
-                PairedBoxes{&b_map, columns / 8, box_rows}, m, columns / 8, k, group);             \
+                GatedEndingSm90<T>(out, out_stride, m, columns, kind, alpha, limit), &a_map,       \
+                &a_tail, PairedBoxes{&b_map, columns / 8, box_rows}, m, columns / 8, k, group);    \
         })
 
 #define EXPORT_BOTH(NAME, ...)                                           \

@@ -14,6 +14,7 @@ from ..ops import (
     decode_attention,
     embedding,
     flash_attention,
+    gated_linear,
     gelu_and_mul,
     grouped_linear,
     linear,
@@ -215,10 +216,12 @@ class Model:
         return silu_and_mul(gate_up)
 
     def _mlp(self, x: torch.Tensor, h: torch.Tensor, own: LayerWeights) -> torch.Tensor:
-        if self.config.activation == "silu" and own.gate_up_bias is None:
-            inner = swiglu_linear(h, own.gate_up)
-        else:
+        if own.gate_up_bias is not None:
             inner = self._activated(linear(h, own.gate_up, own.gate_up_bias))
+        elif self.config.activation == "gelu":
+            inner = gated_linear(h, own.gate_up, "gelu_tanh")
+        else:
+            inner = swiglu_linear(h, own.gate_up)
         return self._joined(x, inner, own.down, own.down_bias, own.norms.get("mlp_post_norm"))
 
     def _experts(self, x: torch.Tensor, h: torch.Tensor, own: LayerWeights) -> torch.Tensor:

@@ -338,6 +338,15 @@ OPS: dict[str, Op] = {
         lambda i: reference.silu_and_mul(i["a"] @ i["b"].T, dtype=i["a"].dtype),
         flops=_product_flops,
     ),
+    "gated_linear": Op(
+        {"m": 8192, "n": 28672, "k": 3584},
+        lambda s, t: {"a": t.normal(s["m"], s["k"]), "b": t.weight(s["n"], s["k"])},
+        lambda i: ops.gated_linear(i["a"], i["b"], "gelu_tanh"),
+        lambda i: reference.gelu_and_mul(
+            i["a"] @ i["b"].T, approximate="tanh", dtype=i["a"].dtype
+        ),
+        flops=_product_flops,
+    ),
     "qkv_linear": Op(
         {"tokens": 2048, "hidden": 4096, **_HEADS},
         _make_qkv,

@@ -100,6 +100,24 @@ ROWS: dict[str, Op] = {
         lambda i: ops.cu_seqlens(i["lengths"])[1:],
         lambda i: i["lengths"].clamp(min=0).cumsum(0, dtype=torch.int32),
     ),
+    "pad_input": Op(
+        {"batch": 64, "seqlen": 512, "hidden": 4096},
+        lambda s, t: {
+            "x": t.normal(s["batch"] * s["seqlen"], s["hidden"]), "seqlen": s["seqlen"],
+            "bounds": t.count(s["batch"] + 1, torch.int32) * s["seqlen"],
+        },
+        lambda i: ops.pad_input(i["x"], i["bounds"], i["seqlen"]),
+        lambda i: i["x"].unflatten(0, (-1, i["seqlen"])).clone(),
+    ),
+    "unpad_input": Op(
+        {"batch": 64, "seqlen": 512, "hidden": 4096},
+        lambda s, t: {
+            "x": t.normal(s["batch"], s["seqlen"], s["hidden"]),
+            "bounds": t.count(s["batch"] + 1, torch.int32) * s["seqlen"],
+        },
+        lambda i: ops.unpad_input(i["x"], i["bounds"], i["x"].shape[0] * i["x"].shape[1]),
+        lambda i: i["x"].flatten(0, 1).clone(),
+    ),
     "copy_blocks": Op(
         {"pairs": 256, "page": 16, "kv_heads": 8, "head_dim": 128}, _make_copies, _copy_blocks,
         _copied,

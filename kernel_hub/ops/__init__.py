@@ -25,6 +25,7 @@ from .kv_cache.mla_decode import mla_decode as mla_decode
 from .matmul.batched_matmul import batched_matmul as batched_matmul
 from .matmul.grouped_linear import grouped_linear as grouped_linear
 from .matmul.linear import linear as linear
+from .matmul.swiglu_linear import gated_linear as gated_linear
 from .matmul.swiglu_linear import swiglu_linear as swiglu_linear
 from .moe.moe_combine import moe_combine as moe_combine
 from .moe.moe_permute import moe_permute as moe_permute
@@ -45,6 +46,8 @@ from .sampling.sample import sample as sample
 from .sampling.verify_draft import verify_draft as verify_draft
 from .tokens.cu_seqlens import cu_seqlens as cu_seqlens
 from .tokens.embedding import embedding as embedding
+from .tokens.pad_input import pad_input as pad_input
+from .tokens.pad_input import unpad_input as unpad_input
 
 __all__ = [
     "append_kv",
@@ -55,6 +58,7 @@ __all__ = [
     "embedding",
     "flash_attention",
     "flash_attention_qkvpacked",
+    "gated_linear",
     "gelu",
     "gelu_and_mul",
     "grouped_linear",
@@ -66,6 +70,7 @@ __all__ = [
     "moe_combine",
     "moe_permute",
     "moe_route",
+    "pad_input",
     "qkv_linear",
     "quantize_e4m3",
     "relu_squared",
@@ -76,5 +81,6 @@ __all__ = [
     "softmax",
     "swiglu_linear",
     "swigluoai_and_mul",
+    "unpad_input",
     "verify_draft",
 ]

@@ -152,6 +152,10 @@ def flash_attention_qkvpacked(
     max_seqlen: int | None = None, out: torch.Tensor | None = None, return_lse: bool,
     deterministic: bool = False, sinks: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+def gated_linear(
+    a: torch.Tensor, weight: torch.Tensor, activation: str = 'silu', *, alpha: float = 1.702,
+    limit: float = 7.0, interleaved: bool = False, out: torch.Tensor | None = None,
+) -> torch.Tensor: ...  # fmt: skip
 @overload
 def gelu(
     x: torch.Tensor, *, approximate: str = 'none', out_dtype: None = None,
@@ -252,6 +256,9 @@ def moe_route(
     bias: torch.Tensor | None = None, num_groups: int = 1, top_groups: int = 1,
     scale: float = 1.0, weights: torch.Tensor | None = None, experts: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+def pad_input(
+    x: torch.Tensor, cu_seqlens: torch.Tensor, seqlen: int, *, out: torch.Tensor | None = None,
+) -> torch.Tensor: ...  # fmt: skip
 @overload
 def qkv_linear(
     x: torch.Tensor, w_qkv: torch.Tensor, bias: torch.Tensor | None = None,
@@ -402,6 +409,9 @@ def swigluoai_and_mul(
     out_dtype: torch.dtype, out: torch.Tensor | None = None,
     out_scale: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+def unpad_input(
+    x: torch.Tensor, cu_seqlens: torch.Tensor, total: int, *, out: torch.Tensor | None = None,
+) -> torch.Tensor: ...  # fmt: skip
 def verify_draft(
     draft_ids: torch.Tensor, target_logits: torch.Tensor,
     draft_probs: torch.Tensor | None = None, *, temperature: torch.Tensor | None = None,
@@ -411,9 +421,9 @@ def verify_draft(
 
 __all__ = [
     "append_kv", "batched_matmul", "copy_blocks", "cu_seqlens", "decode_attention", "embedding",
-    "flash_attention", "flash_attention_qkvpacked", "gelu", "gelu_and_mul", "grouped_linear",
-    "layer_norm", "linear", "log_softmax", "merge_states", "mla_decode", "moe_combine",
-    "moe_permute", "moe_route", "qkv_linear", "quantize_e4m3", "relu_squared", "rms_norm",
-    "rope", "sample", "silu_and_mul", "softmax", "swiglu_linear", "swigluoai_and_mul",
-    "verify_draft",
+    "flash_attention", "flash_attention_qkvpacked", "gated_linear", "gelu", "gelu_and_mul",
+    "grouped_linear", "layer_norm", "linear", "log_softmax", "merge_states", "mla_decode",
+    "moe_combine", "moe_permute", "moe_route", "pad_input", "qkv_linear", "quantize_e4m3",
+    "relu_squared", "rms_norm", "rope", "sample", "silu_and_mul", "softmax", "swiglu_linear",
+    "swigluoai_and_mul", "unpad_input", "verify_draft",
 ]  # fmt: skip

@@ -95,6 +95,21 @@ def swigluoai_and_mul(
     return (up + 1) * (gate * torch.sigmoid(alpha * gate))
 
 
+def gated_linear(
+    a: torch.Tensor, weight: torch.Tensor, activation: str = "silu", *, alpha: float = 1.702,
+    limit: float = 7.0, interleaved: bool = False, dtype: torch.dtype = torch.float64,
+) -> torch.Tensor:  # fmt: skip
+    """The two products, each step rounded to `dtype`, and what joins them."""
+    halves = (weight[::2], weight[1::2]) if interleaved else weight.chunk(2)
+    both = torch.cat([a.to(dtype) @ half.to(dtype).T for half in halves], -1)
+    if activation == "silu":
+        return silu_and_mul(both, dtype=dtype)
+    if activation == "swigluoai":
+        return swigluoai_and_mul(both, alpha, limit, interleaved=False, dtype=dtype)
+    form = "tanh" if activation == "gelu_tanh" else "none"
+    return gelu_and_mul(both, approximate=form, dtype=dtype)
+
+
 def quantize_e4m3(
     x: torch.Tensor, per: str = "row", *, dtype: torch.dtype = torch.float64
 ) -> tuple[torch.Tensor, torch.Tensor]:

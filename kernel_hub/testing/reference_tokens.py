@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -35,6 +36,26 @@ def embedding(
         rows.append(row)
     found = torch.cat(rows) if rows else weight.new_zeros((0, weight.shape[1]), dtype=dtype)
     return found.view(*ids.shape, weight.shape[1]).to(weight.device)
+
+
+def pad_input(x: torch.Tensor, bounds: list[int], seqlen: int) -> torch.Tensor:
+    """Sequence by sequence; one whose bounds fall or lie outside has no rows."""
+    out = x.new_zeros((len(bounds) - 1, seqlen, *x.shape[1:]))
+    for b, (start, end) in enumerate(itertools.pairwise(bounds)):
+        if 0 <= start <= end <= len(x):
+            rows = x[start : min(end, start + seqlen)]
+            out[b, : len(rows)] = rows
+    return out
+
+
+def unpad_input(x: torch.Tensor, bounds: list[int], total: int) -> torch.Tensor:
+    """The same the other way, of bounds that do not fall."""
+    out = x.new_zeros((total, *x.shape[2:]))
+    for b, (start, end) in enumerate(itertools.pairwise(bounds)):
+        if 0 <= start <= end <= total:
+            rows = x[b, : end - start]
+            out[start : start + len(rows)] = rows
+    return out
 
 
 def cu_seqlens(

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kernel_hub import ops
+from kernel_hub import Kernel, ops
 from kernel_hub.ops.matmul import linear_plan, paired_plan
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -151,10 +151,18 @@ def cu_seqlens(device: str) -> None:
     for batch in (1, 7, 300, 5000):
         lengths = torch.arange(-1, batch - 1, device=device).int() % 9 - 1
         table = torch.arange(3 * batch, device=device).int().view(batch, 3) - 2
-        slots = torch.empty(9 * batch, dtype=torch.int64, device=device)
-        places = {"out_positions": torch.empty_like(slots), "out_slots": slots}
+        names = ("out_positions", "out_slots")
+        places = {name: torch.empty(9 * batch, dtype=torch.int64, device=device) for name in names}
         ops.cu_seqlens(lengths)
         ops.cu_seqlens(lengths, cache_seqlens=lengths, block_table=table, page_size=4, **places)
+
+
+def pad_input(device: str) -> None:
+    """Both ways: vectors, words and bytes, bounds that lie, sequences longer than there is room."""
+    for size, lies, seqlen in itertools.product((4096, 12, 7), (0, 9000), (1, 30)):
+        bounds = torch.tensor([0, 3, 3 - lies, 40], device=device, dtype=torch.int32)
+        x = torch.zeros(44, size, device=device, dtype=torch.uint8)
+        ops.unpad_input(ops.pad_input(x, bounds, seqlen), bounds, 44)
 
 
 def copy_blocks(device: str) -> None:
@@ -347,7 +355,8 @@ def swiglu_linear(device: str) -> None:
 
     def call(m: int, dtype: torch.dtype) -> None:
         a = torch.randn(m, 136, device=device, dtype=dtype)
-        ops.swiglu_linear(a, torch.randn(2 * 168, 136, device=device, dtype=dtype))
+        weight = torch.randn(2 * 168, 136, device=device, dtype=dtype)
+        ops.gated_linear(a, weight, "silu" if dtype == torch.half else "gelu", interleaved=m == 5)
 
     _paired("swiglu_linear", call)
 
@@ -370,15 +379,11 @@ def qkv_linear(device: str) -> None:
     _paired("qkv_linear", call)
 
 
-CASES: dict[str, Callable[[str], None]] = {
-    op: globals()[op] for op in ops.__all__ if op in globals()
-}
+CASES: dict[str, Callable[[str], None]] = {x: globals()[x] for x in ops.__all__ if x in globals()}
 
 
 def matmul() -> None:
     """The example kernel."""
-    from kernel_hub import Kernel
-
     a, b = (torch.randn(512, 512, device="cuda", dtype=torch.half) for _ in range(2))
     c = torch.empty(512, 512, device="cuda")
     Kernel("matmul_cache_kernel").matmul_cache_kernel_0d1d2d(

@@ -38,7 +38,9 @@ HEADS = (*((head_dim, None) for head_dim in HEAD_DIMS), (192, 128), (136, 72), (
 def forward(device: str) -> None:
     """Dense, in pages, and what takes the general kernel; tiles that end within."""
     fp32 = itertools.product(("fp32",), ((16, None), (72, None), (128, None)))
-    for dtype, (head_dim, own_head_dim_v) in itertools.chain(itertools.product(DTYPES, HEADS), fp32):
+    for dtype, (head_dim, own_head_dim_v) in itertools.chain(
+        itertools.product(DTYPES, HEADS), fp32
+    ):
         case = Case(
             dtype=dtype, head_dim=head_dim, num_heads=3, num_kv_heads=1, causal=True,
             lengths_q=(5, 0, 150), lengths_k=(70, 3, 201), seed=1, sinks=dtype,

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from call_gated import GATED
 from call_lot import Case as Case
 from call_lot import Lot as Lot
 from call_moe import MOE
@@ -173,15 +174,6 @@ def _linear_fp8(lot: Lot) -> Case:
         {"activation": lot.one(None, "relu"), "out_dtype": to},
         outs=("out",), in_place=frozenset({("out", "residual")}), required=("a", "b"),
     )  # fmt: skip
-
-
-def _swiglu_linear(lot: Lot) -> Case:
-    dtype, m, n, k = lot.one(*_HALF), lot.one(1, 3, 7), lot.one(32, 64), lot.one(8, 32)
-    tensors = {
-        "a": lot.randn(m, k, dtype=dtype), "b_gate_up": lot.randn(2 * n, k, dtype=dtype),
-        "out": lot.randn(m, n, dtype=dtype),
-    }  # fmt: skip
-    return Case("swiglu_linear", tensors, outs=("out",), required=("a", "b_gate_up"))
 
 
 def _batched_matmul(lot: Lot) -> Case:
@@ -362,6 +354,7 @@ def _flash_attention_qkvpacked(lot: Lot) -> Case:
 
 # By the name of the op, or of a second way through it.
 CASES: dict[str, Callable[[Lot], Case]] = {
+    **GATED,
     **MOE,
     **SOFTMAX,
     **TOKENS,
@@ -385,7 +378,6 @@ CASES: dict[str, Callable[[Lot], Case]] = {
     "rope": _rope,
     "sample": call_sample,
     "silu_and_mul": _silu_and_mul,
-    "swiglu_linear": _swiglu_linear,
     "swigluoai_and_mul": _swigluoai_and_mul,
     "verify_draft": call_verify,
 }

@@ -63,9 +63,33 @@ def _mla_decode(lot: Lot) -> Case:
     return Case("mla_decode", tensors, options, outs=("out",), required=required)
 
 
+def _pad_input(lot: Lot) -> Case:
+    dtype, hidden, seqlen = lot.one(*_DTYPES), lot.one(8, 20), lot.one(1, 2, 4)
+    bounds = lot.ints(0, 2, 2, 5)
+    tensors = {
+        "x": lot.randn(6, hidden, dtype=dtype), "cu_seqlens": bounds,
+        "out": lot.randn(3, seqlen, hidden, dtype=dtype),
+    }  # fmt: skip
+    return Case(
+        "pad_input", tensors, {"seqlen": seqlen}, ("out",), required=("x", "cu_seqlens"),
+        differentiable=("x",),
+    )  # fmt: skip
+
+
+def _unpad_input(lot: Lot) -> Case:
+    case = _pad_input(lot)
+    tensors = {**case.tensors, "x": case.tensors["out"], "out": case.tensors["x"]}
+    return Case(
+        "unpad_input", tensors, {"total": 6}, ("out",), required=("x", "cu_seqlens"),
+        differentiable=("x",),
+    )  # fmt: skip
+
+
 TOKENS: dict[str, Callable[[Lot], Case]] = {
     "copy_blocks": _copy_blocks,
     "cu_seqlens": _cu_seqlens,
     "embedding": _embedding,
     "mla_decode": _mla_decode,
+    "pad_input": _pad_input,
+    "unpad_input": _unpad_input,
 }

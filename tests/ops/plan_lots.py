@@ -162,6 +162,18 @@ def _embedding(lot: Lot) -> tuple[Any, ...]:
     return (torch.zeros(tokens, dtype=lot.one(torch.int32, torch.int64)), weight), options
 
 
+def _padded(lot: Lot) -> tuple[Any, ...]:
+    batch, seqlen, hidden = lot.log(1, 60), lot.log(1, 400), lot.one(1, 100, 896, 4096)
+    x = lot.rows(batch, seqlen, hidden, dtype=lot.one(*HALF, torch.float32), aligned=False)
+    return (x, torch.zeros(batch + 1, dtype=torch.int32)), {"total": lot.log(1, 9000)}
+
+
+def _packed(lot: Lot) -> tuple[Any, ...]:
+    x = lot.rows(lot.log(1, 9000), lot.one(1, 100, 896, 4096), dtype=lot.one(*HALF), aligned=False)
+    bounds = torch.zeros(1 + lot.log(1, 60), dtype=torch.int32)
+    return (x, bounds), {"seqlen": lot.log(1, 400)}
+
+
 def _moe_rows(lot: Lot) -> tuple[int, int, int, torch.dtype]:
     """(tokens, experts of each, a row's elements, their dtype)."""
     k, hidden = lot.one((2, 4096), (8, 2048), (8, 7168), (6, 5120), (4, 2880), (3, 100))
@@ -217,6 +229,12 @@ def _linear_fp8(lot: Lot) -> tuple[Any, ...]:
 def _swiglu(lot: Lot) -> tuple[Any, ...]:
     dtype, (m, n, k) = lot.one(*HALF), _product(lot)
     return (lot.rows(m, k, dtype=dtype), lot.rows(2 * n, k, dtype=dtype)), {}
+
+
+def _gated_linear(lot: Lot) -> tuple[Any, ...]:
+    (a, weight), _ = _swiglu(lot)
+    kind = lot.one("silu", "gelu", "gelu_tanh", "swigluoai")
+    return (a, weight, kind), {"interleaved": lot.one(True, False)}
 
 
 def _batched(lot: Lot) -> tuple[Any, ...]:
@@ -369,6 +387,8 @@ DRAWN: dict[str, tuple[str, Callable[[Lot], tuple[Any, ...]]]] = {
     "copy_blocks": ("copy_blocks", _copies),
     "cu_seqlens": ("cu_seqlens", _bounds),
     "embedding": ("embedding", _embedding),
+    "pad_input": ("pad_input", _packed),
+    "unpad_input": ("unpad_input", _padded),
     "rope": ("rope", _rope),
     "merge_states": ("merge_states", _merge),
     "moe_route": ("moe_route", _route),
@@ -377,6 +397,7 @@ DRAWN: dict[str, tuple[str, Callable[[Lot], tuple[Any, ...]]]] = {
     "linear": ("linear", _linear),
     "linear fp8": ("linear", _linear_fp8),
     "swiglu_linear": ("swiglu_linear", _swiglu),
+    "gated_linear": ("gated_linear", _gated_linear),
     "batched_matmul": ("batched_matmul", _batched),
     "grouped_linear": ("grouped_linear", _grouped),
     "qkv_linear": ("qkv_linear", _qkv),

@@ -119,7 +119,11 @@ def _linear_fp8(lot: Lot) -> dict[str, Any]:
 
 
 def _swiglu_linear(lot: Lot) -> dict[str, Any]:
-    return {**lot.shape(weights=2), **_rooms(lot), "out_room": lot.room(1)}
+    gates = ("silu", "silu", "gelu", "gelu_tanh", "swigluoai")
+    return {
+        **lot.shape(weights=2), **_rooms(lot), "out_room": lot.room(1),
+        "activation": lot.choice(gates), "interleaved": lot.chance(0.3),
+    }  # fmt: skip
 
 
 def _qkv_linear(lot: Lot) -> dict[str, Any]:

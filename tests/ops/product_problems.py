@@ -12,6 +12,7 @@ from bits import same_bits
 from product_cases import Case
 
 from kernel_hub import ops
+from kernel_hub.testing import reference
 from kernel_hub.testing.compare import compare, parts_atol, product_atol
 from kernel_hub.testing.guard import Guarded
 
@@ -229,13 +230,16 @@ def _swiglu_linear(make: Maker) -> Problem:
     b *= (2 / max(k, 4)) ** 0.5
     out = make.out(m, n, dtype=make.dtype, room=make["out_room"])
 
-    def expected(dtype: torch.dtype) -> torch.Tensor:
-        gate, up = (a.to(dtype) @ half.to(dtype).T for half in b.chunk(2))
-        return torch.nn.functional.silu(gate) * up
-
+    how: Any = {name: make[name] for name in ("activation", "interleaved")}
+    truth, own = (
+        reference.gated_linear(a, b, **how, dtype=to) for to in (torch.float64, make.dtype)
+    )
+    if how == {"activation": "silu", "interleaved": False}:
+        return Problem(
+            lambda: ops.swiglu_linear(a, b, out=out.tensor), [Output("out", out, truth, own)]
+        )
     return Problem(
-        lambda: ops.swiglu_linear(a, b, out=out.tensor),
-        [Output("out", out, expected(torch.float64), expected(make.dtype))],
+        lambda: ops.gated_linear(a, b, **how, out=out.tensor), [Output("out", out, truth, own)]
     )
 
 

@@ -191,6 +191,16 @@ def test_mla_decode(chosen: set[str]) -> None:
     assert chosen == kernels | {f"decode_attention_{x}_merge" for x in ("fp16", "bf16")}
 
 
+def test_pad_input(chosen: set[str]) -> None:
+    op, bounds = module("tokens.pad_input"), meta(3, dtype=torch.int32)
+    for size in (64, 12, 7):
+        x, padded = meta(9, size, dtype=torch.int8), meta(2, 4, size, dtype=torch.int8)
+        op._pad.plan(x, bounds, 4, padded, 0)
+        op._unpad.plan(padded, bounds, 9, x, 0)
+    kinds = ("vec", "word", "byte")
+    assert chosen == {f"{op}_{kind}" for op in ("pad_input", "unpad_input") for kind in kinds}
+
+
 def test_embedding(chosen: set[str]) -> None:
     op = module("tokens.embedding")
     for dtype, hidden, tokens in itertools.product(DTYPES, [64, 18, 8192], [1, 300]):

@@ -35,7 +35,8 @@ def sanitize() -> ModuleType:
 ELSEWHERE = {"flash_attention", "flash_attention_qkvpacked", "decode_attention"}
 ELSEWHERE |= {"mla_decode"}
 ELSEWHERE |= {"grouped_linear", "batched_matmul"}
-ELSEWHERE |= {"log_softmax"}  # among the cases of softmax, whose kernels it runs
+# Among the cases of softmax, swiglu_linear and pad_input, whose kernels they run.
+ELSEWHERE |= {"log_softmax", "gated_linear", "unpad_input"}
 
 
 def test_every_op_has_cases() -> None:

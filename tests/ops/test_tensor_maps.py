@@ -42,7 +42,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
             yield found
 
 
-@pytest.mark.parametrize("op", ["swiglu_linear", "qkv_linear"])
+@pytest.mark.parametrize("op", ["swiglu_linear", "gated_linear", "qkv_linear"])
 def test_boxes_of_paired_weights_bring_every_row_once(asked: Asked, op: str) -> None:
     seen = 0
     for seed in range(40):

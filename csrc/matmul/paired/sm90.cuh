@@ -3,7 +3,8 @@
 // those of linear_sm90.cu. Tensor maps of five dimensions put the rows of b in order; `Boxes` says
 // where the next box of a tile begins (PairedBoxes: whole groups of 16 rows). Tiles:
 //   kTogether   columns of the product are rows of b: a consumer's thread holds sums[8 g + 4 half +
-//               e] of group g, as Ending::write takes them
+//               e] of group g, as Ending::write takes them; where Ending::kChooses, that of what
+//               Ending::choose(use) calls use(writer) with
 //   kSwapped    few rows of a: rows of the product are rows of b, a warp has one group of them, a
 //               thread both of pair lane / 4: Ending::write_swapped takes its sums, after
 //               prepare_swapped(thread, threads) by all consumers. kSplits blocks of a cluster
@@ -111,9 +112,9 @@ __device__ __forceinline__ void produce_paired(const Operand& a, const Boxes& bo
     allow_next_launch();
 }
 
-// Hands a tile to `ending`, some groups at a time.
-template <typename C, typename Ending>
-__device__ __forceinline__ void write_groups(const Ending& ending, int row, int group,
+// Hands a tile to a writer of `Ending`, some groups at a time.
+template <typename C, typename Ending, typename Writer>
+__device__ __forceinline__ void write_groups(const Writer& writer, int row, int group,
                                              const float (&acc)[C::kPieces][C::kSums],
                                              typename Ending::Prepared& prepared) {
     constexpr int kGroups = C::kBlockN / 16, kUnits = kGroups / Ending::kUnit;
@@ -130,9 +131,9 @@ __device__ __forceinline__ void write_groups(const Ending& ending, int row, int 
             constexpr int kFirst = decltype(constant)::value * Ending::kUnit;
             copy(std::integral_constant<int, kFirst>(), sums);
         });
-        ending.template write<Ending::kUnit>(row, group + unit * Ending::kUnit, sums, prepared);
+        writer.template write<Ending::kUnit>(row, group + unit * Ending::kUnit, sums, prepared);
     };
-    if constexpr (Ending::kUnrolls) {
+    if constexpr (Writer::kUnrolls) {
 #pragma unroll
         for (int unit = 0; unit < kUnits; ++unit) {
             write(unit);
@@ -146,7 +147,7 @@ __device__ __forceinline__ void write_groups(const Ending& ending, int row, int 
     if constexpr (constexpr int kLeft = kGroups % Ending::kUnit; kLeft > 0) {
         float sums[kLeft][2][4];
         copy(std::integral_constant<int, kGroups - kLeft>(), sums);
-        ending.template write<kLeft>(row, group + kGroups - kLeft, sums, prepared);
+        writer.template write<kLeft>(row, group + kGroups - kLeft, sums, prepared);
     }
 }
 
@@ -322,8 +323,13 @@ __device__ __forceinline__ void paired_linear_sm90(const Ending& ending, const C
                 cluster_wait();
             } else if constexpr (C::kSwaps) {
                 ending.template write_swapped<C::kSums>(column, row / 16, acc[0]);
+            } else if constexpr (Ending::kChooses) {
+                ending.choose([&](const auto& writer) {
+                    write_groups<C, Ending>(writer, row + thread % 32 / 4, column / 16, acc,
+                                            prepared);
+                });
             } else {
-                write_groups<C>(ending, row + thread % 32 / 4, column / 16, acc, prepared);
+                write_groups<C, Ending>(ending, row + thread % 32 / 4, column / 16, acc, prepared);
             }
         }
     }

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ...ops import (
+    gated_linear,
     gelu_and_mul,
     linear,
     qkv_linear,
@@ -26,6 +27,8 @@ from . import counts
 from .fused import Fused
 
 STATE = "_kernel_hub"
+# Gates as gelu_and_mul names its GELU -> as gated_linear does.
+_GELUS = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
 @dataclass
@@ -94,6 +97,8 @@ def mlp_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     (fused,) = state.fused
     if state.op == "swiglu_linear":
         joined = swiglu_linear(even_rows(x), fused.weight)
+    elif state.op == "gated_linear":
+        joined = gated_linear(even_rows(x), fused.weight, _GELUS[state.details["gate"]])
     else:
         joined = gated(linear(even_rows(x), fused.weight, fused.bias), state.details["gate"])
     return self.down_proj(joined)

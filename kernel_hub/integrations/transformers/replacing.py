@@ -47,8 +47,8 @@ def accelerate(
     norms: RMSNorm by `rms_norm`, those of queries and keys too.
     rotary: attention's projections, norms of heads and rotation by `qkv_linear`; where queries and
         keys are normed over all heads by `linear`, norms and `rope`; in fp32 by `rope` alone.
-    mlps: gate and up of SiLU-gated MLPs by `swiglu_linear`, of GELU-gated ones by `linear` and
-        `gelu_and_mul`.
+    mlps: gate and up of SiLU-gated MLPs by `swiglu_linear`, of GELU-gated ones by `gated_linear`;
+        with a bias by `linear`, then `silu_and_mul` or `gelu_and_mul`.
     experts: mixtures of experts by `moe_route`, `moe_permute`, `grouped_linear` and `moe_combine`,
         without a step of the host.
     linears: every other torch.nn.Linear by `linear`.

@@ -103,8 +103,8 @@ def _mlp(survey: Survey, name: str, module: Any) -> None:
         survey.leave(name, module, reason)
         return
     op = "linear, silu_and_mul" if gate == "silu" else "linear, gelu_and_mul"
-    if gate == "silu" and module.gate_proj.bias is None:
-        op = "swiglu_linear"
+    if module.gate_proj.bias is None:
+        op = "swiglu_linear" if gate == "silu" else "gated_linear"
     joined = ((module.gate_proj, module.up_proj),)
     survey.take(name, Change(module, "mlp", op, {"gate": gate}, joined))
 

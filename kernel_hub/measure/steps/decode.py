@@ -25,7 +25,7 @@ from ..rates import Roofs
 from ..timing import GraphTimer
 
 _OPS = (
-    "append_kv", "decode_attention", "embedding", "flash_attention", "gelu_and_mul",
+    "append_kv", "decode_attention", "embedding", "flash_attention", "gated_linear", "gelu_and_mul",
     "grouped_linear", "linear", "moe_combine", "moe_permute", "moe_route", "qkv_linear", "rms_norm",
     "silu_and_mul", "swiglu_linear",
 )  # fmt: skip
@@ -168,7 +168,7 @@ def _call(
     tensors = {(x.data_ptr(), x.shape): x for x in whole if isinstance(x, torch.Tensor)}
     num_bytes, num_flops, first = float(sum(x.nbytes for x in tensors.values())), 0.0, args[0]
     shape = " x ".join(map(str, outs[0].shape))
-    if op in ("linear", "swiglu_linear", "qkv_linear"):
+    if op in ("linear", "swiglu_linear", "gated_linear", "qkv_linear"):
         num_flops = 2.0 * first.shape[0] * args[1].numel()
         shape = f"{first.shape[0]} x {first.shape[1]} by {args[1].shape[0]}"
     if op in ("qkv_linear", "append_kv"):

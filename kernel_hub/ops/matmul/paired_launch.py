@@ -13,7 +13,11 @@ from .tiles import TileChoice
 
 
 def launch_of(
-    op: str, choice: TileChoice, a: torch.Tensor, numbers: tuple[int, ...], *boxes: Boxes
+    op: str,
+    choice: TileChoice,
+    a: torch.Tensor,
+    numbers: tuple[int | float, ...],
+    *boxes: Boxes,
 ) -> Launch:
     """The launch of a choice. boxes: of a, of its last rows and of b, for kernels with maps."""
     function = common.shipped(choice.cubin, f"{op}_{common.DTYPE_TOKENS[a.dtype]}_{choice.variant}")

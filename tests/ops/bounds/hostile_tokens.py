@@ -1,4 +1,4 @@
-"""embedding, verify_draft and copy_blocks with tables that lie, drawn by lot between guard bands.
+"""embedding, pad_input, verify_draft and copy_blocks with tables that lie, between guard bands.
 
 An id of no row gives zeros, a position of no row nan, a draft of no token ends the row's, a pair of
 no page is not copied; the others are right.
@@ -6,6 +6,7 @@ no page is not copied; the others are right.
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -14,7 +15,7 @@ from arena import Arena, outside
 from bits import same_bits
 from led_outside import check_said, forget
 
-from kernel_hub.ops import copy_blocks, embedding, verify_draft
+from kernel_hub.ops import copy_blocks, embedding, pad_input, unpad_input, verify_draft
 from kernel_hub.testing import reference_tokens
 from kernel_hub.testing.compare import check
 
@@ -105,6 +106,36 @@ def hostile_verify(generator: random.Random, arena: Arena) -> None:
         assert int(num[row]) == kept
         wanted = [*best[row, : kept + 1].tolist(), *[-1] * (drafts - kept)]
         assert found[row].tolist() == wanted
+
+
+def hostile_rows(generator: random.Random, arena: Arena) -> None:
+    """Bounds that fall or lie outside are those of no rows, both ways."""
+    choose = generator.choice
+    batch, seqlen, total = choose((1, 3, 9)), choose((1, 4)), choose((1, 12))
+    row, dtype = choose((1, 7, 8, 40)), choose((torch.int8, torch.float32))
+    bounds = sorted(generator.randrange(total + 1) for _ in range(batch + 1))
+    for at in range(batch + 1):
+        if generator.random() < 0.3:
+            bounds[at] = choose((-1, -(2**31), 2**31 - 1, total + 1, generator.randrange(total)))
+    pads = choose((False, True))
+    shape = (total, row) if pads else (batch, seqlen, row)
+    seed = torch.Generator().manual_seed(generator.randrange(1 << 30))
+    free = torch.randint(1, 100, shape, generator=seed).to(dtype)
+    print(bounds, seqlen, total, row, dtype, pads)
+    x = arena.put("x", free)
+    table = arena.put("cu_seqlens", torch.tensor(bounds, dtype=torch.int32))
+    out = arena.empty("out", (batch, seqlen, row) if pads else (total, row), dtype)
+    forget(out)
+    (pad_input if pads else unpad_input)(x, table, seqlen if pads else total, out=out)
+    arena.check()
+    pairs = itertools.pairwise(bounds)
+    is_bad = any(not 0 <= start <= end <= total for start, end in pairs)
+    name = "pad_input" if pads else "unpad_input"
+    check_said(name, out, {"cu_seqlens"} if is_bad else set())
+    if pads or bounds == sorted(bounds):
+        same_bits(
+            out.cpu(), getattr(reference_tokens, name)(free, bounds, seqlen if pads else total)
+        )
 
 
 def hostile_copies(generator: random.Random, arena: Arena) -> None:

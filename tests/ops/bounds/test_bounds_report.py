@@ -135,6 +135,10 @@ CALLS: dict[str, Callable[[Way], Any]] = {
     "verify_draft: draft_ids": lambda way: ops.verify_draft(
         torch.tensor([[1, 5]], device=way.device), way.randn(1, 3, 5)
     ),
+    "pad_input: cu_seqlens": lambda way: ops.pad_input(way.randn(3, 4), _int32(way, 0, 4), 2),
+    "unpad_input: cu_seqlens": lambda way: ops.unpad_input(
+        way.randn(2, 1, 4), _int32(way, 0, 2, 1), 3
+    ),
     "embedding: ids": lambda way: _embed(way, 5, 4),
     "embedding: positions": lambda way: _embed(way, 4, -1),
 }

@@ -1,4 +1,4 @@
-"""swiglu_linear against fp64: sizes, layouts, every variant, refusals."""
+"""swiglu_linear and its other gates against fp64: sizes, layouts, every variant, refusals."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ from bits import same_bits
 from refused import check_misaligned, check_refused
 from ways import Way
 
+from kernel_hub.errors import TensorError
+from kernel_hub.ops import gated_linear
 from kernel_hub.ops.core.launch import forget_all
 from kernel_hub.ops.matmul import paired_plan
+from kernel_hub.testing import reference as references
 from kernel_hub.testing.compare import check
 from kernel_hub.testing.guard import Guarded
 
 module: Any = importlib.import_module("kernel_hub.ops.matmul.swiglu_linear")
 swiglu_linear: Callable[..., torch.Tensor] = module.swiglu_linear
 DTYPES = [torch.float16, torch.bfloat16]
+GATES = ("gelu", "gelu_tanh", "swigluoai")
 
 
 def reference(
@@ -42,6 +46,23 @@ def check_swiglu(
     out.check()
     check(got, reference(a, b), reference(a, b, dtype=dtype), name=f"{(m, columns, k)}")
     same_bits(swiglu_linear(a, b), got)
+    check_gates(a, b, GATES if way.is_gpu else (GATES[(m + columns + k // 8) % 3],))
+
+
+def check_gates(a: torch.Tensor, b: torch.Tensor, gates: tuple[str, ...] = GATES) -> None:
+    """The other gates of the same operands, by halves and in turn."""
+    turns = torch.stack(b.chunk(2), 1).flatten(0, 1)
+    for gate in gates:
+        how: dict[str, Any] = {"activation": gate, "alpha": 1.5, "limit": 1.25}
+        out = Guarded((a.shape[0], b.shape[0] // 2), a.dtype, a.device.type)
+        gated_linear(a, b, **how, out=out.tensor)
+        out.check()
+        truth, own = (
+            references.gated_linear(a, b, **how, dtype=to) for to in (torch.float64, a.dtype)
+        )
+        check(out.tensor, truth, own, name=gate)
+        same_bits(gated_linear(a, turns, **how, interleaved=True), out.tensor)
+    same_bits(gated_linear(a, turns, interleaved=True), swiglu_linear(a, b))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -96,6 +117,7 @@ def test_the_cpu_reference(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(n, 72, generator=generator).to(dtype) / 3 for n in (9, 26))
     check(swiglu_linear(a, b), reference(a, b), reference(a, b, dtype=dtype))
+    check_gates(a, b)
 
 
 @pytest.mark.gpu
@@ -112,6 +134,13 @@ def test_compiled() -> None:
     operators = torch.ops.kernel_hub
     torch.library.opcheck(operators.swiglu_linear.default, (a, b))
     torch.library.opcheck(operators.swiglu_linear_out.default, (a, b, a[:, :4].clone()))
+    how = (3, 1.7, 7.0, True)
+    torch.library.opcheck(operators.gated_linear.default, (a, b, *how))
+    torch.library.opcheck(operators.gated_linear_out.default, (a, b, *how, a[:, :4].clone()))
+    by_gelu = torch.compile(
+        lambda *x: gated_linear(*x, "gelu") + 1, fullgraph=True, backend="aot_eager"
+    )
+    same_bits(by_gelu(a, b), gated_linear(a, b, "gelu") + 1)
     compiled = torch.compile(lambda *x: swiglu_linear(*x) + 1, fullgraph=True, backend="aot_eager")
     same_bits(compiled(a, b), swiglu_linear(a, b) + 1)
 
@@ -152,6 +181,12 @@ def test_nan_and_inf(way: Way) -> None:
     assert bool(out[1].isnan().all())
     assert bool(out[2].isinf().all())
     assert bool(torch.isfinite(out[[0, 3]]).all())
+    for gate in GATES:
+        out = gated_linear(a, b, gate)
+        assert bool(out[1].isnan().all())
+        assert bool(torch.isfinite(out[[0, 3]]).all())
+        found = torch.isfinite(out[2]) if gate == "swigluoai" else out[2].isinf()
+        assert bool(found.all())
 
 
 def test_large_gates(way: Way) -> None:
@@ -162,6 +197,7 @@ def test_large_gates(way: Way) -> None:
         b[:9, 0], b[9:, 1] = gates, 1.0
         a = torch.ones(m, 8, dtype=torch.bfloat16, device=way.device)
         check(swiglu_linear(a, b), reference(a, b), reference(a, b, dtype=torch.bfloat16))
+        check_gates(a, b)
 
 
 @pytest.mark.parametrize("shape", [(0, 8, 16), (3, 0, 16), (0, 0, 8), (3, 5, 0), (40, 8, 0)])
@@ -188,11 +224,26 @@ REFUSED: list[tuple[Callable[[], object], list[str]]] = [
     (lambda: swiglu_linear(A, B, out=A[:, :4].float()), ["out", "float16", "float32"]),
     (lambda: swiglu_linear(A.clone().requires_grad_(), B), ["a", "no backward", "a.detach()"]),
 ]
+GATED_REFUSED: list[tuple[Callable[[], object], str]] = [
+    (lambda: gated_linear(A, B, "tanh"), "activation: expected 'silu', 'gelu', .*'swigluoai'"),
+    (lambda: gated_linear(A, B, limit=-1.0), "limit: expected at least 0"),
+    (lambda: gated_linear(A, B, alpha="1"), "alpha: expected a number"),  # type: ignore[arg-type]
+    (lambda: gated_linear(A, B, interleaved=2.5), "interleaved"),  # type: ignore[arg-type]
+    (lambda: gated_linear(A, B[:7]), r"weight: expected shape \(2 \* i, 16\)"),
+    (lambda: gated_linear(A, B.clone().requires_grad_()), "weight: .*no backward"),
+]
 
 
 @pytest.mark.parametrize("case", range(len(REFUSED)))
 def test_refusals(way: Way, case: int) -> None:
     check_refused("swiglu_linear", *REFUSED[case])
+
+
+@pytest.mark.parametrize("case", range(len(GATED_REFUSED)))
+def test_refusals_of_gates(way: Way, case: int) -> None:
+    call, words = GATED_REFUSED[case]
+    with pytest.raises(TensorError, match=f"gated_linear: {words}"):
+        call()
 
 
 def test_misaligned_rows_are_refused(way: Way) -> None:
