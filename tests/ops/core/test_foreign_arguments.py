@@ -275,16 +275,16 @@ WHOLE: list[Any] = [np.int8, np.int64, np.uint16, lambda value: np.array([value]
 @each_op
 def test_numbers_of_numpy_are_numbers(name: str, way: str) -> None:
     """In each argument that takes them as Python's; no plan is there yet."""
-    for case in cases(name, way):
+    for case in cases(name, way, range(1 if way == "cpu" else 2)):
         for key, parameter in inspect.signature(getattr(ops, case.op)).parameters.items():
             if key in case.tensors or isinstance(parameter.default, bool):
                 continue
-            for value in (*range(9), 16, 32, 64, 100):
+            for value in (0, 1, 2, 3, 8, 16, 64):
                 try:
                     case.call(**{key: value})
                 except TensorError:
                     continue
-                for make in WHOLE:
+                for make in WHOLE[: 1 if way == "cpu" else None]:
                     forget_all()
                     case.call(**{key: make(value)})
                 forget_all()
