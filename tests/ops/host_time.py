@@ -258,7 +258,8 @@ def _serve(names: list[str], is_gpu: bool, is_silent: bool) -> None:
     import torch
 
     if is_gpu and is_silent:
-        importlib.import_module("kernel_hub.ops.core.common").shipped = lambda *_: _nothing
+        common: Any = importlib.import_module("kernel_hub.ops.core.common")
+        common.shipped = lambda *_: _nothing
     if not is_gpu:
         torch.set_num_threads(1)
         _go_the_gpus_way()
