@@ -96,14 +96,24 @@ def reference_mla_decode(
     q: torch.Tensor, kv_cache: torch.Tensor, *, cache_seqlens: torch.Tensor, softmax_scale: float,
     block_table: torch.Tensor | None = None, dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(out in `dtype`, lse), the arguments being those of `mla_decode`: attention of one kv head
-    whose values are the first 512 columns of its keys."""
-    keys = kv_cache.unsqueeze(2) if kv_cache.dim() == 3 else kv_cache
-    out, lse = reference_attention(
-        q, keys, keys, causal=True, softmax_scale=softmax_scale, block_table=block_table,
-        cache_seqlens=cache_seqlens.clamp(min=0), dtype=dtype,
-    )  # fmt: skip
-    return out[..., :512], lse
+    """(out in `dtype`, lse), the arguments being those of `mla_decode`."""
+    pages = kv_cache.flatten(2)  # where it has a dimension of one head
+    caches = list(pages.unbind(0)) if block_table is None else _paged(pages, block_table)
+    kind, outs, lses = torch.promote_types(dtype, torch.float32), [], []
+    for query, cache, length in zip(q, caches, cache_seqlens.tolist(), strict=True):
+        keys = cache[: max(length, 0)].to(dtype)
+        scores = (query.to(dtype) * softmax_scale).transpose(0, 1) @ keys.T
+        places = torch.arange(len(keys), device=q.device)
+        last = torch.arange(query.shape[0], device=q.device)[:, None] + len(keys) - query.shape[0]
+        scores = scores.masked_fill(places > last, -math.inf)
+        highest = scores.new_zeros(scores.shape[:-1]) if not len(keys) else scores.amax(-1)
+        highest = highest.masked_fill(highest == -math.inf, 0.0)
+        weights = torch.exp(scores - highest[..., None])
+        total = weights.sum(-1)
+        safe = total.masked_fill(total == 0, 1.0)
+        outs.append(((weights / safe[..., None]) @ keys[:, :512]).transpose(0, 1))
+        lses.append(highest.to(kind) + torch.log(total.to(kind)))
+    return torch.stack(outs), torch.stack(lses)
 
 
 def options_of(problem: Any) -> dict[str, Any]:

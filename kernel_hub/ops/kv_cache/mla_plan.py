@@ -87,6 +87,13 @@ def choose_split(items: int, tokens: int, tile: int, num_splits: int, blocks: in
     if tiles <= _SHORT_TILES:
         return Split(parts, items, items * parts, items if parts > 1 else 0, _ALL_UNITS)
     parallel = items * parts
+    if 2 * items <= blocks:
+        # Caches of one length become `parts` each by any number of shares from items (parts - 7/8)
+        # on. Where lengths differ there is half a part more an item than shares: for them to run in
+        # as many rounds there are fewer shares.
+        rounds = -(-parallel // blocks)
+        fewest = items * (parts - 1) + -(-items // 4)
+        parallel = max(fewest, min(parallel, rounds * blocks - items // 2))
     # Work::splits_of: less than an item's shares + 1, and more than one only above 9/8 of a share.
     return Split(0, parallel, min(parallel + items, items * tiles), items, _ALL_UNITS)
 

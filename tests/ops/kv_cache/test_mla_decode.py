@@ -109,7 +109,24 @@ def test_pages_of_the_slower_kernel(hopper_way: Way) -> None:
 )
 def test_uniform_caches_fill_the_blocks(items: int, tokens: int, parts: int) -> None:
     split = mla_plan.choose_split(items, tokens, 64, 0, 132)
-    assert split.parallel // items == parts or split.num_splits == parts
+    found = split.num_splits or math.ceil(split.parallel / items - 0.125)  # Work::splits_of
+    assert found == parts and split.num_blocks >= items * parts
+
+
+@pytest.mark.parametrize("items", [1, 5, 64, 80, 128, 132, 300])
+def test_parts_of_any_lengths_have_a_place(items: int) -> None:
+    # As the kernel cuts them; the workspace has room for so many.
+    lot = random.Random(items)
+    for _ in range(200):
+        tiles = lot.choice((17, 64, 512, 4096))
+        split = mla_plan.choose_split(items, 64 * tiles, 64, 0, 132)
+        units = [max(1, round(tiles * lot.random() ** lot.choice((0, 1, 4)))) for _ in range(items)]
+        each = split.parallel / sum(units)
+        wanted = [math.ceil(n * each - 0.125) for n in units]
+        parts = [
+            max(1, min(count, n, max(32, n // 2))) for count, n in zip(wanted, units, strict=True)
+        ]
+        assert sum(parts) <= split.num_blocks
 
 
 def large_scores(way: Way) -> None:
