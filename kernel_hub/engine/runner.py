@@ -18,7 +18,7 @@ import torch
 
 from ..ops import sample
 from .model import MOST_WIDE, Model, Ragged
-from .requests import SamplingParams, TokenLogprob
+from .requests import TokenLogprob
 from .scheduler import Sequence
 
 _MOST_TOP = 32  # tokens that `sample` tells the log-probabilities of
@@ -103,38 +103,32 @@ def _asked(rows: list[tuple[Sequence, int]], vocab_size: int) -> tuple[Arrays, A
     params, more, sparse = [s.request.params for s, _ in rows], Arrays(), Arrays()
     num_words = -(-vocab_size // 32)
 
-    def scatter(name: str, row_size: int, dtype: str, each: list[tuple[Any, Any]]) -> None:
+    def scatter(name: str, row_size: int, dtype: str, each: List[tuple[Any, Any]]) -> None:
         found = [np.asarray(at, np.int32) + i * row_size for i, (at, _) in enumerate(each)]
         values = [np.asarray(value, dtype) for _, value in each]
         sparse[f"{name} at"], sparse[name] = np.concatenate(found), np.concatenate(values)
 
-    if any(_penalties(p) != [1, 0, 0] for p in params):
+    if any([getattr(p, name) for name in _PENALTIES] != [1, 0, 0] for p in params):
         for name in _PENALTIES:
             more[name] = np.array([getattr(p, name) for p in params], np.float32)
-        # Of others a token may be on its way.
-        said = [
-            s.tokens[len(s.request.prompt) :] + s.drafts[:i] if s.is_guided else []
-            for s, i in rows
-        ]  # fmt: skip
-        scatter("output_counts", vocab_size, "i4", [(each, [1] * len(each)) for each in said])
-        scatter(
-            "prompt_bitmask", num_words, "i4",
-            [_words(s, num_words) if s.request.params.repetition_penalty != 1 else ([], [])
-             for s, _ in rows],
-        )  # fmt: skip
+        said, words = [], []
+        for (s, i), p in zip(rows, params, strict=True):
+            # Of others a token may be on its way.
+            new = s.tokens[len(s.request.prompt) :] + s.drafts[:i] if s.is_guided else []
+            said.append((new, [1] * len(new)))
+            words.append(_words(s, num_words) if p.repetition_penalty != 1 else ([], []))
+        scatter("output_counts", vocab_size, "i4", said)
+        scatter("prompt_bitmask", num_words, "i4", words)
     if any(p.logit_bias for p in params):
-        biases = [(list(p.logit_bias), list(p.logit_bias.values())) for p in params]
-        scatter("bias", vocab_size, "f4", biases)
+        scatter("bias", vocab_size, "f4", [
+            (list(p.logit_bias), list(p.logit_bias.values())) for p in params
+        ])  # fmt: skip
     if any(p.grammar is not None for p in params):
         more["token_bitmask"] = np.full((len(rows), num_words), -1, np.int32)
         for p, mask in zip(params, more["token_bitmask"], strict=True):
             if p.grammar is not None:
                 p.grammar.bitmask(mask)
     return more, sparse
-
-
-def _penalties(params: SamplingParams) -> list[float]:
-    return [getattr(params, name) for name in _PENALTIES]
 
 
 def _words(s: Sequence, num_words: int) -> tuple[np.ndarray, np.ndarray]:
