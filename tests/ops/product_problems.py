@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -154,29 +155,18 @@ def _linear_like(
 
 
 def _linear(make: Maker) -> Problem:
-    m, n, k = make["m"], make["n"], make["k"]
+    m, n, k, is_fp32 = make["m"], make["n"], make["k"], make.dtype == torch.float32
     a, b = make.rows(m, k, room=make["a_room"]), make.rows(n, k, room=make["b_room"])
+    for x in (a, b) if is_fp32 else ():  # in place: what lies between rows stays nan
+        x *= 2.0 ** (make["binades"] * (10 * make.uniform(*x.shape) - 1)).round()
     if make["one_row"]:
         a = a[:1].expand(m, k)
-    kind = torch.float32 if make["fp32"] else make.dtype
+    kind = torch.float32 if is_fp32 or make["fp32"] else make.dtype
     values = a.double() @ b.double().T, a.to(kind) @ b.to(kind).T
-    return _linear_like(make, kind, values, None, lambda *x, **y: ops.linear(a, b, *x, **y))
-
-
-def _linear_fp32(make: Maker) -> Problem:
-    m, n, k = make["m"], make["n"], make["k"]
-    a, b = make.rows(m, k, room=make["a_room"]), make.rows(n, k, room=make["b_room"])
-    for values in (a, b):  # in place: what lies between rows stays nan
-        values *= 2.0 ** (make["binades"] * (10 * make.uniform(*values.shape) - 1)).round()
-    if make["one_row"]:
-        a = a[:1].expand(m, k)
-    product = a.double() @ b.double().T
-    made = _linear_like(
-        make, torch.float32, (product, a @ b.T), None, lambda *x, **y: ops.linear(a, b, *x, **y)
-    )
-    for output in made.outputs:
-        rounding = torch.finfo(torch.float32).eps * float(output.truth.abs().max())
-        output.atol = parts_atol(a, b) + rounding
+    made = _linear_like(make, kind, values, None, functools.partial(ops.linear, a, b))
+    if is_fp32:
+        (out,) = made.outputs
+        out.atol = parts_atol(a, b) + torch.finfo(kind).eps * float(out.truth.abs().max())
     return made
 
 
@@ -215,9 +205,8 @@ def _linear_fp8(make: Maker) -> Problem:
     product = _wide(a, a_scale, scales, 1) @ _wide(b, b_scale, scales, 128).T
     error = _FP8_ERRORS["fast" if fast else "block" if scales == "block" else ""]
     given = {"a_scale": a_scale, "b_scale": b_scale, "use_fast_accum": fast}
-    made = _linear_like(
-        make, kind, (product, product), 0.0, lambda *x, **y: ops.linear(a, b, *x, **y, **given)
-    )
+    launch = functools.partial(ops.linear, a, b, **given)
+    made = _linear_like(make, kind, (product, product), 0.0, launch)
     for output in made.outputs:
         rounding = torch.finfo(kind).eps * float(output.truth.abs().max())
         output.atol = error * float(product.abs().max()) + rounding
@@ -400,7 +389,7 @@ def _batched_matmul(make: Maker) -> Problem:
 
 
 MAKES: dict[str, Callable[[Maker], Problem]] = {
-    "linear": _linear, "linear_fp32": _linear_fp32, "linear_fp8": _linear_fp8,
+    "linear": _linear, "linear_fp32": _linear, "linear_fp8": _linear_fp8,
     "swiglu_linear": _swiglu_linear, "qkv_linear": _qkv_linear,
     "grouped_linear": _grouped_linear, "batched_matmul": _batched_matmul,
 }  # fmt: skip
