@@ -94,6 +94,19 @@ ROWS: dict[str, Op] = {
         )[1].long(),
         lambda i: (i["x"].argmax(-1)[:, :-1] == i["ids"]).long().cumprod(-1).sum(-1),
     ),
+    "verify_tree": Op(
+        {"batch": 32, "drafts": 15, "vocabulary": 128256},
+        lambda s, t: {
+            "x": t.normal(s["batch"], s["drafts"] + 1, s["vocabulary"]),
+            "ids": t.count(s["batch"] * s["drafts"]).view(s["batch"], s["drafts"]),
+            "parents": ((t.count(s["drafts"], torch.int32) + 1) // 2 - 1).repeat(s["batch"], 1),
+            "temperature": t.fp32(s["batch"]).zero_(), "seed": t.count(s["batch"]),
+        },
+        lambda i: ops.verify_tree(
+            i["ids"], i["parents"], i["x"], temperature=i["temperature"], seed=i["seed"]
+        )[0][:, 0],
+        lambda i: i["x"][:, 0].argmax(-1),
+    ),
     "cu_seqlens": Op(
         {"batch": 1024},
         lambda s, t: {"lengths": t.count(s["batch"], torch.int32) % 5 - 1},

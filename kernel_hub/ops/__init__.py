@@ -44,6 +44,7 @@ from .rowwise.softmax import softmax as softmax
 from .rowwise.swigluoai_and_mul import swigluoai_and_mul as swigluoai_and_mul
 from .sampling.sample import sample as sample
 from .sampling.verify_draft import verify_draft as verify_draft
+from .sampling.verify_tree import verify_tree as verify_tree
 from .tokens.cu_seqlens import cu_seqlens as cu_seqlens
 from .tokens.embedding import embedding as embedding
 from .tokens.pad_input import pad_input as pad_input
@@ -83,4 +84,5 @@ __all__ = [
     "swigluoai_and_mul",
     "unpad_input",
     "verify_draft",
+    "verify_tree",
 ]

@@ -38,6 +38,27 @@ def embedding(
     return found.view(*ids.shape, weight.shape[1]).to(weight.device)
 
 
+def verify_tree(
+    ids: list[int], parents: list[int], logits: torch.Tensor, probs: torch.Tensor
+) -> torch.Tensor:
+    """Of each node, the root first, and each token: how probable it is that the path that is kept
+    ends there with this token, by what each draft was drawn by."""
+    target = logits.double().softmax(-1)
+    found = torch.zeros_like(target)
+    reached = [1.0] + [0.0] * len(ids)
+    for node in range(-1, len(ids)):
+        left, chance = target[node + 1], reached[node + 1]
+        for child in (c for c, parent in enumerate(parents) if parent == node):
+            q = probs[child].double()
+            kept = min(1.0, float(left[ids[child]] / q[ids[child]]))
+            reached[child + 1] = chance * kept
+            chance *= 1 - kept
+            left = (left - q).clamp(min=0)
+            left = left / left.sum()
+        found[node + 1] = chance * left
+    return found
+
+
 def pad_input(x: torch.Tensor, bounds: list[int], seqlen: int) -> torch.Tensor:
     """Sequence by sequence; one whose bounds fall or lie outside has no rows."""
     out = x.new_zeros((len(bounds) - 1, seqlen, *x.shape[1:]))

@@ -136,14 +136,14 @@ def sample(device: str) -> None:
 
 
 def verify_draft(device: str) -> None:
-    """Drafts with probabilities and without, greedy rows, drafts that are none."""
+    """Drafts with probabilities and without, greedy rows, drafts that are none; trees of them."""
     for dtype, size, batch in itertools.product(DTYPES, (33, 4096, 50257), (1, 5, 40)):
         logits = torch.randn(batch, 4, size, device=device, dtype=dtype)
         drafts = torch.arange(-1, 3 * batch - 1, device=device).view(batch, 3)
-        probs = torch.rand(batch, 3, size, device=device) * (2 / size)
-        for given in (None, probs):
-            temperature = torch.arange(batch, device=device) % 2 * 0.7
+        temperature = torch.arange(batch, device=device) % 2 * 0.7
+        for given in (None, torch.rand(batch, 3, size, device=device) * (2 / size)):
             ops.verify_draft(drafts, logits, given, temperature=temperature)
+            ops.verify_tree(drafts, drafts.int() % 4 - 2, logits, given, temperature=temperature)
 
 
 def cu_seqlens(device: str) -> None:

@@ -15,7 +15,7 @@ from call_gated import GATED
 from call_lot import Case as Case
 from call_lot import Lot as Lot
 from call_moe import MOE
-from call_sample import call_sample, call_verify
+from call_sample import call_sample, call_tree, call_verify
 from call_softmax import SOFTMAX
 from call_tokens import TOKENS
 
@@ -380,6 +380,7 @@ CASES: dict[str, Callable[[Lot], Case]] = {
     "silu_and_mul": _silu_and_mul,
     "swigluoai_and_mul": _swigluoai_and_mul,
     "verify_draft": call_verify,
+    "verify_tree": call_tree,
 }
 # An op without a case fails wherever these are asked.
 NAMES = sorted({*ops.__all__, *CASES})

@@ -43,6 +43,15 @@ def call_sample(lot: Lot) -> Case:
     return Case("sample", {**tensors, **outs}, options, tuple(outs), required=("logits",))
 
 
+def call_tree(lot: Lot) -> Case:
+    case = call_verify(lot)
+    batch, drafts = case.tensors["draft_ids"].shape
+    places = lot.ints(*range(-1, drafts - 1)).repeat(batch, 1)
+    tensors = {**case.tensors, "parents": places, "path": places.clone()}
+    outs, required = ("out_ids", "num_accepted", "path"), ("draft_ids", "parents", "target_logits")
+    return Case("verify_tree", tensors, {}, outs, required=required)
+
+
 def call_verify(lot: Lot) -> Case:
     batch, drafts, size = lot.one(1, 3), lot.one(1, 2, 4), lot.one(8, 40, 100)
     counts = torch.arange(batch, device=lot.device)

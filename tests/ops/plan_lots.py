@@ -136,6 +136,11 @@ def _verify(lot: Lot) -> tuple[Any, ...]:
     return (torch.zeros(batch, drafts, dtype=torch.int64), logits), {**options, "seed": seed}
 
 
+def _tree(lot: Lot) -> tuple[Any, ...]:
+    (ids, logits), options = _verify(lot)
+    return (ids, ids.int(), logits), options
+
+
 def _bounds(lot: Lot) -> tuple[Any, ...]:
     batch, tokens = lot.log(1, 2000), lot.log(1, 20000)
     options: dict[str, Any] = {"out_positions": torch.empty(tokens, dtype=torch.int64)}
@@ -162,16 +167,11 @@ def _embedding(lot: Lot) -> tuple[Any, ...]:
     return (torch.zeros(tokens, dtype=lot.one(torch.int32, torch.int64)), weight), options
 
 
-def _padded(lot: Lot) -> tuple[Any, ...]:
-    batch, seqlen, hidden = lot.log(1, 60), lot.log(1, 400), lot.one(1, 100, 896, 4096)
-    x = lot.rows(batch, seqlen, hidden, dtype=lot.one(*HALF, torch.float32), aligned=False)
-    return (x, torch.zeros(batch + 1, dtype=torch.int32)), {"total": lot.log(1, 9000)}
-
-
-def _packed(lot: Lot) -> tuple[Any, ...]:
-    x = lot.rows(lot.log(1, 9000), lot.one(1, 100, 896, 4096), dtype=lot.one(*HALF), aligned=False)
-    bounds = torch.zeros(1 + lot.log(1, 60), dtype=torch.int32)
-    return (x, bounds), {"seqlen": lot.log(1, 400)}
+def _padding(lot: Lot, pads: bool) -> tuple[Any, ...]:
+    sizes = (lot.log(1, 9000),) if pads else (lot.log(1, 60), lot.log(1, 400))
+    x = lot.rows(*sizes, lot.one(1, 100, 896, 4096), dtype=lot.one(*HALF), aligned=False)
+    bounds = torch.zeros(1 + (lot.log(1, 60) if pads else sizes[0]), dtype=torch.int32)
+    return (x, bounds), {"seqlen": lot.log(1, 400)} if pads else {"total": lot.log(1, 9000)}
 
 
 def _moe_rows(lot: Lot) -> tuple[int, int, int, torch.dtype]:
@@ -384,11 +384,12 @@ DRAWN: dict[str, tuple[str, Callable[[Lot], tuple[Any, ...]]]] = {
     "log_softmax": ("log_softmax", _softmax),
     "swigluoai_and_mul": ("swigluoai_and_mul", _swigluoai),
     "verify_draft": ("verify_draft", _verify),
+    "verify_tree": ("verify_tree", _tree),
     "copy_blocks": ("copy_blocks", _copies),
     "cu_seqlens": ("cu_seqlens", _bounds),
     "embedding": ("embedding", _embedding),
-    "pad_input": ("pad_input", _packed),
-    "unpad_input": ("unpad_input", _padded),
+    "pad_input": ("pad_input", lambda lot: _padding(lot, True)),
+    "unpad_input": ("unpad_input", lambda lot: _padding(lot, False)),
     "rope": ("rope", _rope),
     "merge_states": ("merge_states", _merge),
     "moe_route": ("moe_route", _route),

@@ -169,7 +169,9 @@ def test_verify_draft(chosen: set[str]) -> None:
     op = module("sampling.verify_draft")
     drafts, logits = meta(3, 2, dtype=torch.int64), meta(3, 3, 129, dtype=torch.float16)
     op._plan(op.DraftGiven(drafts, logits, *[None] * 6), 0)
-    assert chosen == {"verify_draft"}
+    tree = module("sampling.verify_tree")
+    tree._plan(tree.TreeGiven(drafts, drafts.int(), logits, *[None] * 7), 0)
+    assert chosen == {"verify_draft", "verify_tree"}
 
 
 def test_copy_blocks(chosen: set[str]) -> None:

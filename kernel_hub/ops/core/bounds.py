@@ -29,6 +29,7 @@ TABLES = (
     ("ids", "ids from 0 to one below vocab_size"),
     ("draft_ids", "tokens, and -1 behind the last"),
     ("block_mapping", "pages of the caches, or -1"),
+    ("parents", "drafts before their own, or -1"),
 )
 _MOST_OPS = 64
 _words: dict[int, torch.Tensor] = {}  # by device; an int an op

@@ -79,3 +79,63 @@ def verify_into(given: Any) -> None:
                 break
             num += 1
         given.num_accepted[row] = num
+
+
+def _child_or_token(
+    masses: torch.Tensor, children: list[tuple[int, int, torch.Tensor]], seed: int, offset: int
+) -> tuple[int | None, int]:
+    """(the child that is kept, its token), or (None, what is drawn in their place).
+
+    children: of each its place, its token and the probabilities it was drawn by.
+    """
+    bits, left = cpu.random_bits(seed, offset), masses
+    scale = _FIX / float(masses.sum())
+    for number, (child, draft, probs) in enumerate(children):
+        target = _fixed(left, scale)
+        given = _fixed(probs.nan_to_num(0.0).clamp(0, 1), _FIX)
+        chance = float(cpu.random_bits(seed, offset, 1 + number) >> 11) * 2.0**-53
+        if chance * float(given[draft]) < float(target[draft]):
+            return child, draft
+        left = (target - given).clamp(min=0)
+        if not bool(left.any()):
+            return None, _below(masses, bits)
+        scale = _FIX / float(left.sum())
+    return None, _below(left, bits)
+
+
+def verify_tree_into(given: Any) -> None:
+    """Write the path that is kept, its tokens, and how many there are."""
+    batch, positions, vocab_size = given.target_logits.shape
+    if batch == 0:
+        return
+    drawn = cpu.weigh(_Rows(given))
+    given.out_ids.fill_(-1)
+    given.path.fill_(-1)
+    for row, (ids, parents) in enumerate(
+        zip(given.draft_ids.tolist(), given.parents.tolist(), strict=True)
+    ):
+        seed, offset = (0 if x is None else int(x[row]) for x in (given.seed, given.offset))
+        node: int | None = -1
+        num = 0
+        while node is not None:
+            at = row * positions + node + 1
+            children = [
+                (c, ids[c]) for c, parent in enumerate(parents)
+                if parent == node and parent < c and 0 <= ids[c] < vocab_size
+            ]  # fmt: skip
+            node_offset, node = offset + node + 1, None
+            if drawn.greedy[at]:
+                values = drawn.values[at]
+                token = int((values == values.max()).nonzero()[0])
+            elif given.draft_probs is None:
+                token = _below(drawn.masses[at], cpu.random_bits(seed, node_offset))
+            else:
+                tried = [(c, each, given.draft_probs[row, c]) for c, each in children]
+                node, token = _child_or_token(drawn.masses[at], tried, seed, node_offset)
+            if node is None:
+                node = next((c for c, each in children if each == token), None)
+            given.out_ids[row, num] = token
+            if node is not None:
+                given.path[row, num] = node
+                num += 1
+        given.num_accepted[row] = num

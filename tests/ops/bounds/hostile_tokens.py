@@ -1,4 +1,4 @@
-"""embedding, pad_input, verify_draft and copy_blocks with tables that lie, between guard bands.
+"""Ops of tokens, and copy_blocks, with tables that lie, drawn by lot between guard bands.
 
 An id of no row gives zeros, a position of no row nan, a draft of no token ends the row's, a pair of
 no page is not copied; the others are right.
@@ -15,7 +15,7 @@ from arena import Arena, outside
 from bits import same_bits
 from led_outside import check_said, forget
 
-from kernel_hub.ops import copy_blocks, embedding, pad_input, unpad_input, verify_draft
+from kernel_hub.ops import copy_blocks, embedding, pad_input, unpad_input, verify_draft, verify_tree
 from kernel_hub.testing import reference_tokens
 from kernel_hub.testing.compare import check
 
@@ -106,6 +106,49 @@ def hostile_verify(generator: random.Random, arena: Arena) -> None:
         assert int(num[row]) == kept
         wanted = [*best[row, : kept + 1].tolist(), *[-1] * (drafts - kept)]
         assert found[row].tolist() == wanted
+
+
+def hostile_tree(generator: random.Random, arena: Arena) -> None:
+    """A draft that is no token, or behind one that is not before it, is not in the tree."""
+    choose = generator.choice
+    seed = torch.Generator().manual_seed(generator.randrange(1 << 30))
+    batch, drafts, size = choose((1, 3)), choose((1, 4, 9)), choose((1, 9, 300))
+    logits = torch.randn(batch, drafts + 1, size, generator=seed).to(choose(_DTYPES))
+    ids = _indices(generator, batch * drafts, min(size, 2)).long().view(batch, drafts)
+    places = [generator.randrange(-1, c) for _ in range(batch) for c in range(drafts)]
+    for at in range(len(places)):
+        if generator.random() < 0.2:
+            places[at] = choose((-2, drafts, 2**31 - 1, -(2**31), at % drafts))
+    parents = torch.tensor(places, dtype=torch.int32).view(batch, drafts)
+    free = {
+        "draft_ids": ids, "parents": parents, "target_logits": logits, "seed": torch.arange(batch)
+    }  # fmt: skip
+    if choose((False, True)):
+        free["draft_probs"] = torch.rand(batch, drafts, size, generator=seed).softmax(-1)
+    print(batch, drafts, size, logits.dtype, ids.tolist(), parents.tolist())
+    given: dict[str, Any] = arena.put_all(**{name: x.to(arena.device) for name, x in free.items()})
+    outs = [
+        arena.empty("out_ids", (batch, drafts + 1), torch.int64),
+        arena.empty("num_accepted", (batch,), torch.int32),
+        arena.empty("path", (batch, drafts), torch.int32),
+    ]
+    forget(logits.to(arena.device))
+    names = ("out_ids", "num_accepted", "path")
+    verify_tree(**given, **dict(zip(names, outs, strict=True)))
+    arena.check()
+    is_token = ~_is_outside(ids, size)
+    is_before = (parents >= -1) & (parents < torch.arange(drafts))
+    certain = {"draft_ids"} if bool((~is_token & (ids != -1)).any()) else set[str]()
+    if bool((is_token & ~is_before).any()):
+        certain.add("parents")
+    check_said("verify_tree", outs[0], certain)
+    # Of drafts that are in the tree, the same.
+    right = torch.where(is_token & is_before, ids, -1)
+    whole = parents.where(is_before, -1)
+    wanted = {name: x.to(arena.device) for name, x in free.items()}
+    wanted |= {"draft_ids": right.to(arena.device), "parents": whole.to(arena.device)}
+    for found, own in zip(outs, verify_tree(**wanted), strict=True):
+        same_bits(found, own)
 
 
 def hostile_rows(generator: random.Random, arena: Arena) -> None:

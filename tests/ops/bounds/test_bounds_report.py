@@ -21,7 +21,7 @@ from kernel_hub.ops.core import bounds
 FAR = 2**31 - 1
 INDICES = {
     "block_mapping", "block_table", "cache_seqlens", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_k",
-    "draft_ids", "experts", "ids", "offsets", "positions", "row_id_map", "slot_mapping",
+    "draft_ids", "experts", "ids", "offsets", "parents", "positions", "row_id_map", "slot_mapping",
 }  # fmt: skip
 
 
@@ -134,6 +134,9 @@ CALLS: dict[str, Callable[[Way], Any]] = {
     ),
     "verify_draft: draft_ids": lambda way: ops.verify_draft(
         torch.tensor([[1, 5]], device=way.device), way.randn(1, 3, 5)
+    ),
+    "verify_tree: parents": lambda way: ops.verify_tree(
+        torch.tensor([[1, 3]], device=way.device), _int32(way, [-1, 1]), way.randn(1, 3, 5)
     ),
     "pad_input: cu_seqlens": lambda way: ops.pad_input(way.randn(3, 4), _int32(way, 0, 4), 2),
     "unpad_input: cu_seqlens": lambda way: ops.unpad_input(
