@@ -429,15 +429,8 @@ def verify_tree(
 __all__ = [
     "append_kv", "batched_matmul", "copy_blocks", "cu_seqlens", "decode_attention", "embedding",
     "flash_attention", "flash_attention_qkvpacked", "gated_linear", "gelu", "gelu_and_mul",
-<<<<<<< HEAD
     "grouped_linear", "layer_norm", "linear", "log_softmax", "merge_states", "mla_decode",
     "moe_combine", "moe_permute", "moe_route", "pad_input", "qkv_linear", "quantize_e4m3",
     "relu_squared", "rms_norm", "rope", "sample", "silu_and_mul", "softmax", "swiglu_linear",
-    "swigluoai_and_mul", "unpad_input", "verify_draft",
-=======
-    "grouped_linear", "layer_norm", "linear", "log_softmax", "merge_states", "moe_combine",
-    "moe_permute", "moe_route", "pad_input", "qkv_linear", "quantize_e4m3", "relu_squared",
-    "rms_norm", "rope", "sample", "silu_and_mul", "softmax", "swiglu_linear",
     "swigluoai_and_mul", "unpad_input", "verify_draft", "verify_tree",
->>>>>>> wt-gated
 ]  # fmt: skip
