@@ -23,7 +23,7 @@ _DISTRIBUTIONS = {
     "jsonschema": '"cyclonedx-python-lib[json-validation]"',
 }
 _importorskip = pytest.importorskip
-# For tests that read the card's free memory.
+# For tests of the card's free memory or rates.
 alone = pytest.mark.skipif(
     "PYTEST_XDIST_WORKER" in os.environ, reason="what other workers take counts too: run without -n"
 )

@@ -84,6 +84,20 @@ def parts_atol(a: torch.Tensor, b: torch.Tensor) -> float:
     return 2.0**-21 * float(squares.max().sqrt()) if squares.numel() else 0.0
 
 
+def attention_parts_atol(
+    truth: torch.Tensor, dtype: torch.dtype, softcap: float = 0.0
+) -> float | None:
+    """`atol` of attention in fp32 by tensor cores, in parts as above: scores and weights lack up to
+    2^-21 of what they sum, and a capped score is right to 1e-7 of the cap.
+
+    None, `compare`'s own, in other dtypes.
+    """
+    if dtype != torch.float32:
+        return None
+    largest = float(truth.nan_to_num().abs().max()) if truth.numel() else 0.0
+    return largest * (torch.finfo(dtype).eps + 2.0**-20 + 1e-7 * softcap)
+
+
 def check(
     out: torch.Tensor, truth: torch.Tensor, own: torch.Tensor, *, atol: float | None = None,
     name: str = "out",

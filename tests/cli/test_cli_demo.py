@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from cli_run import ROOT, Run
 from fakecuda import FakeCuda
+from skips import alone
 
 from kernel_hub import Kernel
 from kernel_hub.cli import demo
@@ -326,6 +327,7 @@ def test_the_resolver_table_names_the_right_cubins() -> None:
 
 
 @pytest.mark.gpu
+@alone
 def test_on_a_gpu(torch: Any, kernel_hub_cli: Run) -> None:
     if not torch.cuda.is_available():
         pytest.skip("this torch has no CUDA")

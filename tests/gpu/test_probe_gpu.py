@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+from skips import alone
 
 from kernel_hub import Kernel, cache_folder
 from kernel_hub.cubin import read_cubin
@@ -42,6 +43,7 @@ def test_an_unknown_image_runs(unknown: bytes) -> None:
         assert launch(unknown) == [1.0, 2.0, 3.0, 4.0]
 
 
+@alone
 def test_a_full_gpu_is_not_the_images_fault(unknown: bytes) -> None:
     """A child without room for a context says nothing of the image."""
     torch.cuda.empty_cache()

@@ -20,7 +20,7 @@ from drawn_sinks import draw_sinks
 
 from kernel_hub.ops import flash_attention, flash_attention_qkvpacked
 from kernel_hub.ops.attention import autograd, eager
-from kernel_hub.testing.compare import check
+from kernel_hub.testing.compare import attention_parts_atol, check
 from kernel_hub.testing.guard import Guarded
 from kernel_hub.testing.reference_attention import (
     reference_attention,
@@ -274,10 +274,7 @@ def run(case: Case, device: str) -> float:
             result = call(case, inputs, out=guarded.tensor, return_lse=case.return_lse)
         out, lse = result if case.return_lse else (result, None)
         guarded.check()
-        atol = None
-        if dtype == torch.float32:  # beside it the capped scores count, right to 1e-7 of the cap
-            largest = float(truth.nan_to_num().abs().max()) if truth.numel() else 0.0
-            atol = largest * (torch.finfo(dtype).eps + 1e-7 * case.softcap)
+        atol = attention_parts_atol(truth, dtype, case.softcap)
         ratios = [_ratio(check(out, truth, own, atol=atol))]
         if lse is not None:
             ratios.append(_ratio(check_lse(lse, truth_lse, _largest_score(case), case.softcap)))

@@ -12,7 +12,7 @@ from ways import Way
 
 from kernel_hub.ops import decode_attention
 from kernel_hub.testing import reference
-from kernel_hub.testing.compare import check
+from kernel_hub.testing.compare import attention_parts_atol, check
 from kernel_hub.testing.guard import Guarded
 from kernel_hub.testing.reference_attention import reference_attention
 
@@ -159,7 +159,8 @@ class Step:
             self.check_appended()
         truth, truth_lse = self.truth(torch.float64, **options)
         own, own_lse = self.truth(self.dtype, **options)
-        check(out, truth, own, name="out")
+        atol = attention_parts_atol(truth, self.dtype, options.get("softcap", 0.0))
+        check(out, truth, own, atol=atol, name="out")
         check(lse, truth_lse, own_lse, atol=1e-4, name="lse")
         return out
 

@@ -181,7 +181,8 @@ def _attend(
     ):  # fmt: skip
         needs_grad = _is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         if needs_grad:
-            if not (out is options.block_table is options.alibi_slopes is None):
+            plain = out is options.block_table is options.alibi_slopes is None
+            if not plain or q.dtype not in common.HALF:
                 _check_grad(q, k, v, out, options)
             deterministic, return_lse = _is_deterministic(deterministic), bool(return_lse)
             made = _differentiable(

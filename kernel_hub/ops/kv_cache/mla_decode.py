@@ -80,6 +80,7 @@ def mla_decode(
     """
     if type(softmax_scale) is not float:
         softmax_scale = common.check_number(_OP, "softmax_scale", softmax_scale)
+    num_splits = common.check_count(_OP, "num_splits", num_splits)
     tensors = (q, kv_cache, cache_seqlens, block_table)
     options = (softmax_scale, num_splits)
     is_eager = _operands.are_plain(tensors[:3], (block_table, out))

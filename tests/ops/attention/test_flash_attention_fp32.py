@@ -56,7 +56,9 @@ def test_by_lot(way: Way, number: int) -> None:
         case = replace(
             case, lengths_q=lengths_q, lengths_k=lengths_k, num_heads=group, num_kv_heads=1
         )
-    run(replace(case, dtype="fp32", head_dim=min(case.head_dim, 128), magnitude=1.0), way.device)
+    own = case.own_head_dim_v and min(case.own_head_dim_v, 128)
+    case = replace(case, dtype="fp32", head_dim=min(case.head_dim, 128), own_head_dim_v=own)
+    run(replace(case, magnitude=1.0), way.device)
 
 
 def test_the_same_bits(way: Way) -> None:

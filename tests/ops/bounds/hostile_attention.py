@@ -85,6 +85,8 @@ class HostileAttention:
             "says_longest": choose((False, True)), "lies": generator.random() < 0.85,
         } | fixed  # fmt: skip
         drawn = self.drawn
+        if drawn["dtype"] == torch.float32 and drawn["own_head_dim_v"]:
+            drawn["own_head_dim_v"] = min(drawn["own_head_dim_v"], 128)
         batch, self.dtype, head_dim = drawn["batch"], drawn["dtype"], drawn["head_dim"]
         kv_heads, heads = drawn["kv_heads"], drawn["kv_heads"] * drawn["group"]
         layout = drawn["layout"]

@@ -28,7 +28,7 @@ def refused(q: Any = Q, k: Any = CACHE, v: Any = CACHE, lens: Any = LENS, **opti
 
 
 REFUSED: list[tuple[Callable[[], object], list[str]]] = [
-    (refused(q=Q.float()), ["q", "float16 or bfloat16", "float32"]),
+    (refused(q=Q.float()), ["k_cache", "dtype float32", "float16"]),
     (refused(q=Q[0]), ["q", "(batch_size, seqlen_q, num_heads, head_dim)", "(1, 4, 64)"]),
     (refused(q=Q.repeat(1, 17, 1, 1)), ["q", "1 to 16 tokens", "(2, 17, 4, 64)"]),
     (refused(q=torch.ones(2, 1, 4, 264).half()), ["q", "head_dim 16 to 256", "264"]),

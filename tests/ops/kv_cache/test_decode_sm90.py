@@ -42,7 +42,8 @@ def drawn_case(index: int, is_small: bool) -> DecodeCase:
     lengths = tuple(min(length, 700) for length in case.lengths[:3]) if is_small else case.lengths
     lengths = (lengths[0] + 1, *lengths[1:])  # else there may be no room
     return dataclasses.replace(
-        case, is_e4m3=False, has_scales=False, alibi="", appends=False, rotary_dim=0,
+        case, dtype=case.dtype.replace("fp32", "bf16"), is_e4m3=False, has_scales=False,
+        alibi="", appends=False, rotary_dim=0,
         has_bias=False, num_splits=0, lengths=lengths, num_kv_heads=min(case.num_kv_heads, 3),
         num_heads=min(case.num_kv_heads, 3) * group, seqlen_q=generator.randint(1, 16),
         page_size=generator.choice((8, 16, 64, 128, 256)),
