@@ -187,7 +187,9 @@ inline float __expf(float x) {
 }
 inline float __logf(float x) {
     const double exact = log2(x), size = x > 0.5f && x < 2.0f ? 1.0 : exact;
-    const double log = x == 1.0f ? 0.0 : exact + emulator::kPowerError * size * emulator::drawn(x);
+    const double error = emulator::kPowerError * size * emulator::drawn(x);
+    // That of 0 is -inf: an error in proportion would make it a NaN.
+    const double log = x == 1.0f || isinf(exact) ? exact : exact + error;
     return static_cast<float>(log) * 0.6931471805599453f;
 }
 inline float __fdividef(float a, float b) {
