@@ -123,9 +123,9 @@ class EmulatedFunction:
         cluster: Sequence[int] = (),
     ) -> None:
         check_params(self.cubin, self.name, params)
-        self._launch(gridDim, blockDim, sharedMemBytes, params=params, cluster=cluster)
+        self.run(gridDim, blockDim, sharedMemBytes, params=params, cluster=cluster)
 
-    def _launch(
+    def run(
         self,
         gridDim: Sequence[int],
         blockDim: Sequence[int],
@@ -134,6 +134,7 @@ class EmulatedFunction:
         params: Sequence[Any],
         cluster: Sequence[int],
     ) -> None:
+        """Launch with what it takes, unchecked."""
         integers = [0 if p is None else p for p in params if not isinstance(p, float)]
         integers = [p.data_ptr() if isinstance(p, torch.Tensor) else p for p in integers]
         floats = [p for p in params if isinstance(p, float)]

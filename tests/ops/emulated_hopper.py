@@ -54,7 +54,7 @@ class HopperFunction(EmulatedFunction):
     def __call__(self, *launch: Any, programmatic: bool = False, **options: Any) -> None:
         super().__call__(*launch, **options)
 
-    def _launch(self, *shape: Any, params: Sequence[Any], cluster: Sequence[int]) -> None:
+    def run(self, *shape: Any, params: Sequence[Any], cluster: Sequence[int]) -> None:
         kept = {i: ctypes.create_string_buffer(p) for i, p in enumerate(params) if type(p) is bytes}
         given = [ctypes.addressof(kept[i]) if i in kept else p for i, p in enumerate(params)]
-        super()._launch(*shape, params=given, cluster=cluster)
+        super().run(*shape, params=given, cluster=cluster)

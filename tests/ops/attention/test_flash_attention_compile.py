@@ -250,9 +250,9 @@ def test_deterministic_algorithms_make_the_backward_deterministic(
     asked: list[bool] = []
     backward = eager.cpu_backward
 
-    def spy(*arguments: Any, deterministic: bool) -> None:
+    def spy(*arguments: Any, deterministic: bool, **plans: Any) -> None:
         asked.append(deterministic)
-        backward(*arguments, deterministic=deterministic)
+        backward(*arguments, deterministic=deterministic, **plans)
 
     monkeypatch.setattr(eager, "cpu_backward", spy)
     q = torch.randn(1, 4, 2, 32).half().requires_grad_()
