@@ -97,10 +97,14 @@ def _kernel_module() -> str:
 
 
 def write(path: Path, rows: Iterable[ResultRow]) -> None:
-    """Write their environment, once, and `rows`, one a line, to `path` as JSON."""
+    """Write their environment, once, and `rows`, one a line, to `path` as JSON, numbers in seven
+    digits."""
     lines = []
     for row in rows:
-        fields = asdict(row)
+        fields = {
+            name: float(f"{value:.7g}") if isinstance(value, float) else value
+            for name, value in asdict(row).items()
+        }
         if not row.note:
             del fields["note"]
         lines.append(json.dumps(fields))
