@@ -170,6 +170,8 @@ static inline int read_block(const State* s, Object* block, Object* shared, Conf
 static inline int read_attributes(const State* s, Object* cluster, Object* programmatic,
                                   Attribute* attributes, Config* config) {
     Attribute* end = attributes;
+    // Where a launch is partly given these are too, and asked for again they are looked at.
+    if ((cluster || programmatic) && s->fixed_block[0]) return 0;
     if (cluster) {
         const uint32 most = s->max_cluster;
         uint32* size = end->value;

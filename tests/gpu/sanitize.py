@@ -307,15 +307,12 @@ def moe_combine(device: str) -> None:
 
 def linear(device: str) -> None:
     """Every variant, plain and with all that can be added; and rows a tensor map cannot tell of."""
-    for dtype, (i, name), deals in itertools.product(
-        DTYPES[:2], enumerate(linear_plan.HOPPER), (0, 1)
-    ):
+    variants = enumerate(linear_plan.HOPPER)
+    for dtype, (i, name), deals in itertools.product(DTYPES[:2], variants, (0, 1)):
         # Of the last tiles some rows, of tiles dealt out some steps.
         m, n, k = 5 + 300 * deals, 168 + 8 * i, 200 + 512 * deals
-        a, b, bias, residual = (
-            torch.randn(*size, device=device, dtype=dtype)
-            for size in ((m, k), (n, k), (n,), (m, n))
-        )
+        shapes = (m, k), (n, k), (n,), (m, n)
+        a, b, bias, residual = (torch.randn(*x, device=device, dtype=dtype) for x in shapes)
         with linear_plan.TABLE.forcing(linear_plan.Row(name, {"group": 8, "deals": deals})):
             ops.linear(a, b)
             ops.linear(a, b, bias, activation="gelu")
@@ -324,11 +321,8 @@ def linear(device: str) -> None:
     for dtype, wide in itertools.product(DTYPES[:2], (False, True)):
         out_dtype = torch.float32 if wide else dtype
         sizes = LINEAR_FP32 if wide else LINEAR
-        for size, is_expanded in [
-            *((size, False) for size in sizes),
-            *((size, True) for size in LINEAR_PORTABLE),
-        ]:
-            m, n, k = size
+        for i, (m, n, k) in enumerate((*sizes, *LINEAR_PORTABLE)):
+            is_expanded = i >= len(sizes)
             a = torch.randn(1 if is_expanded else m, k, device=device, dtype=dtype).expand(m, k)
             b = torch.randn(n, k, device=device, dtype=dtype)
             bias = torch.randn(n, device=device, dtype=dtype)

@@ -17,7 +17,7 @@ from kernel_hub import ops
 from kernel_hub.ops.core import common
 from kernel_hub.ops.core.device import PlannedGpu, pretend
 from kernel_hub.ops.core.launch import forget_all
-from kernel_hub.ops.matmul import linear_launch, paired_launch, paired_plan
+from kernel_hub.ops.matmul import linear_launch, paired_plan
 
 PATH = Path(__file__).parent.parent / "gpu/sanitize.py"
 
@@ -55,8 +55,7 @@ def test_every_variant_is_launched(op: str, monkeypatch: pytest.MonkeyPatch) -> 
     launch_for_cpu(monkeypatch)
     # The numbers are of no matter here.
     monkeypatch.setattr(torch, "randn", torch.empty)
-    for launch in (linear_launch, paired_launch):
-        monkeypatch.setattr(launch, "tensor_map", lambda *boxes: b"")
+    monkeypatch.setattr(linear_launch, "tensor_map", lambda *boxes: b"")
     with pretend(PlannedGpu((9, 0), 132)), torch.no_grad():  # as `main` calls them
         sanitize().CASES[op]("cpu")
     if op in paired_plan.TABLES:

@@ -1,4 +1,5 @@
-"""From tensors to a launch of linear: strides, tensor maps, workspace. Chooses nothing itself."""
+"""From tensors to a launch of linear or of a product of paired rows: strides, tensor maps,
+workspace. Chooses nothing itself."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import torch
 from ..core import common
 from ..core.counters import counters
 from ..core.device import SM80, device_of, overlaps_launches
+from ..core.launch import Launch
 from ..core.tensor_maps import Boxes, tensor_map
 from .linear_fp32_plan import choose as choose_fp32
 from .linear_plan import MAX_SPLIT_TILES, choose
@@ -182,3 +184,28 @@ def boxes_of(
 ) -> Boxes:
     """Boxes of `box_rows` rows and 64 elements of a matrix."""
     return Boxes((rows, columns), (stride, 1), (box_rows, BLOCK_K), dtype)
+
+
+def launch_of(
+    op: str,
+    choice: TileChoice,
+    a: torch.Tensor,
+    numbers: tuple[int | float, ...],
+    *boxes: Boxes,
+) -> Launch:
+    """The launch of a choice. boxes: of a, of its last rows and of b, for kernels with maps."""
+    function = common.shipped(choice.cubin, f"{op}_{common.DTYPE_TOKENS[a.dtype]}_{choice.variant}")
+    # It may begin under the end of the launch before.
+    options = {"programmatic": True} if device_of(a.device).overlaps_launches else {}
+    return Launch(function, choice.grid, choice.block, choice.shared_bytes, numbers, boxes, options)
+
+
+def row_boxes(choice: TileChoice, rows: int, k: int, stride: int) -> tuple[Boxes, Boxes]:
+    """The boxes of a, and of its last rows."""
+    height = choice.tile.a_box_rows
+    return boxes_of(rows, k, stride, height), boxes_of(rows, k, stride, rows % height or height)
+
+
+def maps_of(boxes: tuple[Boxes, ...], a: torch.Tensor, b: torch.Tensor) -> tuple[bytes, ...]:
+    """The tensor maps of a call at new addresses; () where pointers are passed."""
+    return tuple(tensor_map(x, box) for x, box in zip((a, a, b), boxes, strict=False))

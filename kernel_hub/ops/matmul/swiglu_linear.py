@@ -12,7 +12,7 @@ from ..core.device import device_of
 from ..core.launch import Launch, Plans
 from ..core.tensor_maps import Boxes
 from .checks import check_operand, check_weight, rows_and_strides
-from .paired_launch import launch_of, maps_of, row_boxes
+from .linear_launch import launch_of, maps_of, row_boxes
 from .paired_plan import GROUP_ROWS, TABLES, choose
 from .tiles import BLOCK_K
 

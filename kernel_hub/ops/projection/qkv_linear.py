@@ -16,7 +16,7 @@ from ..core.rotary import rotated
 from ..core.tensor_maps import Boxes
 from ..kv_cache.append_checks import norm_numbers, normed
 from ..matmul.checks import rows_and_strides
-from ..matmul.paired_launch import launch_of, maps_of, row_boxes
+from ..matmul.linear_launch import launch_of, maps_of, row_boxes
 from ..matmul.paired_plan import APART, GROUP_ROWS, TABLES, choose
 from ..matmul.tiles import BLOCK_K
 from . import qkv_apart

@@ -35,7 +35,7 @@ LENGTHS = torch.zeros(1, dtype=torch.int32)
     [
         (
             lambda: ops.linear(A.to(torch.float8_e5m2), B),
-            "a: expected dtype float16, bfloat16 o",
+            "a: expected dtype float16, bfloat16, float32 o",
         ),
         (
             lambda: ops.linear(A8, B.to(torch.float8_e5m2)),
