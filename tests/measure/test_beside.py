@@ -78,7 +78,7 @@ def test_a_peer_that_is_not_there_is_named() -> None:
 
 def test_an_op_that_refuses_ends_it() -> None:
     with pytest.raises(KernelHubError, match="dtype"):
-        measured("linear", "fp32")
+        measured("swiglu_linear", "fp32")
 
 
 @pytest.mark.parametrize("text", ["rows=3", "tokens", "tokens=0", "tokens=-1", "tokens=1e3"])

@@ -59,7 +59,7 @@ def test_bytes_and_operations_are_those_of_weights_and_cache(family: str) -> Non
     routers = [own.router for own in weights.layers if own.router is not None]
     if not routers:
         dense += [x for own in weights.layers for x in (own.gate_up, own.down)]
-    num_bytes, num_flops = totals(step, "linear", "swiglu_linear", "qkv_linear")
+    num_bytes, num_flops = totals(step, "linear", "swiglu_linear", "gated_linear", "qkv_linear")
     assert num_flops == 2 * 3 * sum(x.numel() for x in (*dense, *routers))
     least = sum(x.nbytes for x in (*dense, *routers))
     assert least < num_bytes < least + len(step.order) * 3 * 4 * 4 * (hidden + 512)

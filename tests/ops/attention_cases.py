@@ -253,6 +253,7 @@ def guarded_results() -> Iterator[None]:
 
     with (
         mock.patch.object(eager, "_lse_like", watch),
+        mock.patch.object(eager, "_cpu_lse", lambda q: watch(eager.new_lse(q))),
         mock.patch.object(autograd, "_new_grad", watch),
     ):
         yield

@@ -58,6 +58,9 @@ def new_lse(q: torch.Tensor) -> torch.Tensor:
     return q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=_float32)
 
 
+_cpu_lse = new_lse  # by a name of its own, for tests
+
+
 def registered_lse(q: torch.Tensor, lse: torch.Tensor | None) -> torch.Tensor:
     """What an op whose schema has no None returns for it."""
     return q.new_empty((0,), dtype=_float32) if lse is None else lse
@@ -207,7 +210,7 @@ def cpu_forward(
         out = new_out(q, v)
     else:
         checks.check_out(op, q, k, v, out, options)
-    lse = new_lse(q) if need_lse else None
+    lse = _cpu_lse(q) if need_lse else None
     if out.numel():
         checks.check_values("flash_attention", problem, is_strict=False)
         cpu.forward(problem, out, lse)

@@ -78,15 +78,19 @@ def test_the_grid_sees_what_is_wrong(
     harm: Callable[[torch.Tensor, int], None], words: str, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    swiglu_linear, calls = ops.swiglu_linear, []
+    calls = []
 
-    def harmed(*arguments: Any, out: torch.Tensor) -> torch.Tensor:
-        calls.append(1)
-        swiglu_linear(*arguments, out=out)
-        harm(out, len(calls))
-        return out
+    def harming(op: Callable[..., Any]) -> Callable[..., torch.Tensor]:
+        def harmed(*arguments: Any, out: torch.Tensor, **options: Any) -> torch.Tensor:
+            calls.append(1)
+            op(*arguments, out=out, **options)
+            harm(out, len(calls))
+            return out
 
-    monkeypatch.setattr(ops, "swiglu_linear", harmed)
+        return harmed
+
+    for name in ("swiglu_linear", "gated_linear"):  # as the cases have it
+        monkeypatch.setattr(ops, name, harming(getattr(ops, name)))
     options = [*ARGUMENTS, "--op", "swiglu_linear"]
     assert grid.main([*options, "--cases", "3"]) == 1
     text = capsys.readouterr().out
