@@ -14,9 +14,9 @@
 //            aligned
 //   scalar   any size, any alignment: the same, one element an access
 // `out` may be `x`, `dx` may be `dout` or `out`: each element is read, then written, by one thread.
-// Shared memory: three floats a warp; for `vec` it is dynamic, with 16 bytes more that the blocks of
-// a cluster read.
-// Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
+// Shared memory: three floats a warp; for `vec` it is dynamic, with 16 bytes more that the blocks
+// of a cluster read. Source: Milakov and Gimelshein, "Online normalizer calculation for softmax",
+// 2018.
 
 #include "kernel_hub/launch_facts.cuh"
 #include "rowwise/softmax/forward.cuh"
