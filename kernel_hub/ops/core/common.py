@@ -202,3 +202,13 @@ def is_plain(*tensors: torch.Tensor | None) -> bool:
     return not torch.compiler.is_dynamo_compiling() and all(
         tensor is None or (type(tensor) in PLAIN_TYPES and not tensor.is_meta) for tensor in tensors
     )
+
+
+def row_stride(op: str, argument: str, x: Any) -> int:
+    """Of (batch, rows, ...) whose rows all lie evenly; 0 where there are not two."""
+    if x is None or x.numel() == 0:
+        return 0
+    (batch_stride, row_stride), (batch, rows) = x.stride()[:2], x.shape[:2]
+    if batch > 1 and rows > 1 and batch_stride != rows * row_stride:
+        raise refuse(op, argument, "evenly spaced rows (call .contiguous() first)", x)
+    return int(row_stride if rows > 1 else batch_stride if batch > 1 else 0)

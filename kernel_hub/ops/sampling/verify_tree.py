@@ -158,16 +158,6 @@ def _check(given: TreeGiven) -> None:
             raise common.refuse(_OP, argument, "a contiguous tensor", value)
 
 
-def _row_stride(argument: str, x: Any) -> int:
-    """Of rows that all lie evenly."""
-    if x is None or x.numel() == 0:
-        return 0
-    (batch_stride, row_stride), (batch, rows) = x.stride()[:2], x.shape[:2]
-    if batch > 1 and rows > 1 and batch_stride != rows * row_stride:
-        raise common.refuse(_OP, argument, "evenly spaced rows (call .contiguous() first)", x)
-    return int(row_stride if rows > 1 else batch_stride if batch > 1 else 0)
-
-
 def _plan(given: TreeGiven, low_bits: int) -> Launch:
     """Check the arguments; the launch shape and the numbers."""
     _check(given)
@@ -175,13 +165,14 @@ def _plan(given: TreeGiven, low_bits: int) -> Launch:
     batch, positions, vocab_size = logits.shape
     if batch == 0:
         return Launch()
-    row_stride = _row_stride("target_logits", logits)
+    logits_stride = common.row_stride(_OP, "target_logits", logits)
     elems = common.VEC_BYTES // logits.element_size()
     numbers = (
         given.draft_ids.stride(0) if batch > 1 else 0, given.parents.stride(0) if batch > 1 else 0,
-        row_stride, _row_stride("draft_probs", given.draft_probs), positions - 1, vocab_size,
+        logits_stride, common.row_stride(_OP, "draft_probs", given.draft_probs), positions - 1,
+        vocab_size,
         common.ELEMENT_TYPES.index(logits.dtype),
-        int(not low_bits and common.is_aligned(elems, vocab_size, row_stride)),
+        int(not low_bits and common.is_aligned(elems, vocab_size, logits_stride)),
     )  # fmt: skip
     grid = (batch * positions, 1, 1)
     return Launch(common.shipped(_OP, _OP), grid, (_NUM_THREADS, 1, 1), numbers=numbers)
@@ -221,7 +212,7 @@ def _cpu_into(given: TreeGiven, is_given: bool = True) -> None:
     """The same on the CPU, by torch."""
     _check(given)
     for argument in ("target_logits", "draft_probs"):
-        _row_stride(argument, getattr(given, argument))
+        common.row_stride(_OP, argument, getattr(given, argument))
     if is_given:
         _writes.check(*given)
     verify_cpu.verify_tree_into(given)
