@@ -46,11 +46,12 @@ def drawn(generator: random.Random) -> Case:
         pairs = zip(case.lengths_q, case.lengths_k, strict=True)
         scores = case.num_heads * sum(a * b for a, b in pairs)
         is_small = min(case.lengths_q) > 0 and 0 < scores <= MAX_SCORES
-        if is_small and "paged" not in case.layout and case.layout != "unaligned":
+        is_mapped = "paged" not in case.layout and case.layout not in ("unaligned", "expanded")
+        if is_small and is_mapped:
             break
     return dataclasses.replace(
-        case, head_dim=8 * generator.randrange(5, 33), backward=True, softcap=0.0, alibi="",
-        softmax_scale=None, magnitude=1.0, twice=False,
+        case, head_dim=8 * generator.randrange(5, 33), own_head_dim_v=None, backward=True,
+        softcap=0.0, alibi="", softmax_scale=None, magnitude=1.0, twice=False,
     )  # fmt: skip
 
 
