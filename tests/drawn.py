@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 import pytest
 
 VARIABLE = "KERNEL_HUB_LOT"
-DRAWS = {"case", "group", "index", "lot", "number", "seed", "turn"}  # lots themselves
+# Lots themselves, and the many tilings of a kernel, all of which a GPU runs.
+DRAWS = {"case", "group", "index", "lot", "number", "seed", "turn", "variant"}
 ALWAYS = 8  # cases of a function that are not worth drawing from
 _T = TypeVar("_T")
 _lots: list[str] = []  # the number of a run that draws

@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch", reason="the engine is torch's")
 from kernel_hub.cli.parts import step_report  # noqa: E402
 from kernel_hub.engine import model, runner  # noqa: E402
 from kernel_hub.engine.engine import Engine  # noqa: E402
+from kernel_hub.engine.requests import SamplingParams  # noqa: E402
 from kernel_hub.errors import RequestError  # noqa: E402
 from kernel_hub.measure.rates import Roofs  # noqa: E402
 from kernel_hub.measure.steps.decode import DecodeStep, decode_step  # noqa: E402
@@ -48,7 +49,8 @@ def test_bytes_and_operations_are_those_of_weights_and_cache(family: str) -> Non
     config = config_by_lot(lot, family)
     engine = Engine.random(config, device="cpu", cache_tokens=1024)
     prompts = [[lot.randrange(96) for _ in range(lot.randint(1, 80))] for _ in range(3)]
-    expected = engine.generate(prompts)
+    params = SamplingParams(temperature=0.0, max_tokens=20)
+    expected = engine.generate(prompts, params)
     step = decode_step(engine, prompts)
     assert [kind.count * kind.time_us for kind in step.kinds] == sorted(
         (kind.count * kind.time_us for kind in step.kinds), reverse=True
@@ -79,7 +81,7 @@ def test_bytes_and_operations_are_those_of_weights_and_cache(family: str) -> Non
         assert num_flops == layers * a_layer
         every = sum(own.gate_up.nbytes + own.down.nbytes for own in weights.layers)
         assert num_bytes < every * 1.5
-    assert engine.stats()["pages_used"] == 0 and engine.generate(prompts) == expected
+    assert engine.stats()["pages_used"] == 0 and engine.generate(prompts, params) == expected
     assert model.linear.__module__.startswith("kernel_hub.ops") and runner.sample is not None
 
 

@@ -20,15 +20,24 @@ HEAD_DIMS = (64, 64, 128, 128, 128, 256, 256, 40, 72, 96, 192)
 
 
 class Limits(NamedTuple):
-    """Of the lengths, and of the scores of one case: how long the reference takes."""
+    """Of the lengths, and of the scores of one case: how long it takes.
+
+    tile: lengths count as whole ones of so many.
+    """
 
     queries: int
     keys: int
     scores: int
+    tile: int = 1
+
+    def products(self, lengths_q: list[int], lengths_k: list[int]) -> int:
+        """The scores of a head."""
+        wholes = ([-(-n // self.tile) * self.tile for n in x] for x in (lengths_q, lengths_k))
+        return sum(a * b for a, b in zip(*wholes, strict=True))
 
 
 GPU = Limits(1100, 70_000, 24_000_000)
-EMULATED = Limits(300, 3000, 300_000)
+EMULATED = Limits(300, 3000, 1_000_000, 64)
 
 
 def _log_uniform(generator: random.Random, least: int, most: int) -> int:
@@ -53,7 +62,7 @@ def random_split_case(generator: random.Random, limits: Limits = GPU) -> Case:
             lengths_q = [longest_q] * batch_size
         if layout in ONE_K:
             lengths_k = [longest_k] * batch_size
-        products = sum(a * b for a, b in zip(lengths_q, lengths_k, strict=True))
+        products = limits.products(lengths_q, lengths_k)
         if kv_heads * group * products <= limits.scores and max(lengths_q) > 0 < max(lengths_k):
             break
     window = (-1, -1)

@@ -169,11 +169,11 @@ def check_unaligned_rows(way: Way) -> None:
         check_batched(way, 2, 70, n, 72, out_dtype=torch.float32, row_stride=stride)
 
 
-@pytest.mark.parametrize("name", sorted(grouped_plan.HOPPER["batched_matmul"]))
-def test_hopper_variants(hopper_way: Way, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("variant", sorted(grouped_plan.HOPPER["batched_matmul"]))
+def test_hopper_variants(hopper_way: Way, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     way, sms = hopper_way, hopper_way.num_sms
     if not way.is_gpu:
-        force(monkeypatch, partial(grouped_plan.hopper_choice, name, sms, group=8))
+        force(monkeypatch, partial(grouped_plan.hopper_choice, variant, sms, group=8))
         checks = [
             partial(check_batched, way, 1, 1, 8, 64, dtype=torch.float16),
             partial(check_batched, way, 3, 150, 136, 136),
@@ -181,7 +181,7 @@ def test_hopper_variants(hopper_way: Way, name: str, monkeypatch: pytest.MonkeyP
             partial(check_batched, way, 2, 70, 136, 200, out_dtype=torch.float32),
             partial(check_unaligned_rows, way),
         ]
-        for check_one in way.some(checks, 3, name):
+        for check_one in way.some(checks, 3, variant):
             check_one()
         return
     sizes = (
@@ -192,7 +192,7 @@ def test_hopper_variants(hopper_way: Way, name: str, monkeypatch: pytest.MonkeyP
         (2, 300, 400, 2056),
     )
     for group, dtype in itertools.product((1, 8), DTYPES):
-        force(monkeypatch, partial(grouped_plan.hopper_choice, name, sms, group=group))
+        force(monkeypatch, partial(grouped_plan.hopper_choice, variant, sms, group=group))
         for size in sizes:
             check_batched(way, *size, dtype=dtype)
         check_batched(way, 3, 77, 333, 200, dtype=dtype)

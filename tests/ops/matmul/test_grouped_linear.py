@@ -207,18 +207,18 @@ def test_portable_variants(way: Way, which: int, monkeypatch: pytest.MonkeyPatch
     check_grouped(way, [0, 5, 200], 136, 72, out_dtype=torch.float32, has_bias=True)
 
 
-@pytest.mark.parametrize("name", sorted(grouped_plan.HOPPER["grouped_linear"]))
-def test_hopper_variants(hopper_way: Way, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("variant", sorted(grouped_plan.HOPPER["grouped_linear"]))
+def test_hopper_variants(hopper_way: Way, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     way, sms = hopper_way, hopper_way.num_sms
     if not way.is_gpu:
-        force(monkeypatch, partial(grouped_plan.hopper_choice, name, sms, group=8))
+        force(monkeypatch, partial(grouped_plan.hopper_choice, variant, sms, group=8))
         check_grouped(way, [0, 130, 131, 131, 200], 136, 136, dtype=torch.float16)
         check_grouped(way, [3, 100, 150], 333, 72, row_stride=341)
         check_grouped(way, [0, 65, 70], 136, 328, activation="silu", has_bias=True)
         check_grouped(way, [0, 65, 70], 136, 200, out_dtype=torch.float32)
         return
     for group in (1, 8):
-        force(monkeypatch, partial(grouped_plan.hopper_choice, name, sms, group=group))
+        force(monkeypatch, partial(grouped_plan.hopper_choice, variant, sms, group=group))
         for dtype in DTYPES:
             for offsets in OFFSETS:
                 check_grouped(way, offsets, 520, 264, dtype=dtype)

@@ -206,27 +206,27 @@ def test_shares_of_k(way: Way, size: tuple[int, int, int], monkeypatch: pytest.M
                 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", sorted(linear_plan.HOPPER))
-def test_hopper_variants(hopper_way: Way, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    variant = linear_plan.HOPPER[name]
-    most = variant.block_n if variant.swaps else 700
+@pytest.mark.parametrize("variant", sorted(linear_plan.HOPPER))
+def test_hopper_variants(hopper_way: Way, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tile = linear_plan.HOPPER[variant]
+    most = tile.block_n if tile.swaps else 700
     sizes = [(1, 8, 64), (most, 333, 520), (most - 3, 4104, 1096), (most, 20000, 264)]
     sizes += [(most, 20000, 64), (most, 20000, 128)]
     many = itertools.product(
-        DTYPES, (None, torch.float32)[: 1 + (name in linear_plan.HOPPER_FP32)],
+        DTYPES, (None, torch.float32)[: 1 + (variant in linear_plan.HOPPER_FP32)],
         (("silu", True, True), ("gelu", True, False), (None, False, False)),
     )  # fmt: skip
     cases = list(itertools.product(sizes, (False, True), many))
     if not hopper_way.is_gpu:  # some of what a GPU does in the same time, drawn by lot
-        lot = random.Random(name)
+        lot = random.Random(variant)
         sizes = [(1, 8, 64), (130, 520, 136), (69, 333, 520), (31, 520, 392)]
         kinds = [kind for _, _, kind in cases]
         cases = [(size, i > 1, lot.choice(kinds)) for i, size in enumerate(sizes)]
         cases.append((sizes[1], False, (torch.bfloat16, None, (None, False, False))))
-    cases = hopper_way.some(cases, 3, name)
+    cases = hopper_way.some(cases, 3, variant)
     for (m, n, k), deals, (dtype, out_dtype, (activation, has_bias, has_residual)) in cases:
-        k = max(k, 64 * variant.splits)
-        choice = linear_plan.hopper_choice(name, hopper_way.num_sms, m, n, k, deals=deals)
+        k = max(k, 64 * tile.splits)
+        choice = linear_plan.hopper_choice(variant, hopper_way.num_sms, m, n, k, deals=deals)
         monkeypatch.setattr("kernel_hub.ops.matmul.linear_launch.choose", lambda *_, c=choice: c)
         forget_all()
         check_linear(
@@ -235,11 +235,11 @@ def test_hopper_variants(hopper_way: Way, name: str, monkeypatch: pytest.MonkeyP
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", sorted(linear_plan.HOPPER))
-def test_aligned_residuals(hopper_way: Way, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("variant", sorted(linear_plan.HOPPER))
+def test_aligned_residuals(hopper_way: Way, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # They come through the ring, of tiles that end early and of those whose k is dealt out.
-    variant, lot = linear_plan.HOPPER[name], random.Random(name)
-    most = min(variant.block_n, 150) if variant.swaps else 140
+    tile, lot = linear_plan.HOPPER[variant], random.Random(variant)
+    most = min(tile.block_n, 150) if tile.swaps else 140
     sizes = [(most - 3, 264, 392), (1, 72, 72)]
     if hopper_way.is_gpu:
         sizes += [(5 * most + 1, 4104, 1096), (3 * most, 20000, 264)]
@@ -247,9 +247,9 @@ def test_aligned_residuals(hopper_way: Way, name: str, monkeypatch: pytest.Monke
         (size, deals, lot.choice(DTYPES), lot.choice(list(ACTIVATIONS)), lot.random() < 0.5)
         for size, deals in itertools.product(sizes, (False, True))
     ]
-    for (m, n, k), deals, dtype, activation, has_bias in hopper_way.some(cases, 2, name):
-        k = max(k, 64 * variant.splits)
-        choice = linear_plan.hopper_choice(name, hopper_way.num_sms, m, n, k, deals=deals)
+    for (m, n, k), deals, dtype, activation, has_bias in hopper_way.some(cases, 2, variant):
+        k = max(k, 64 * tile.splits)
+        choice = linear_plan.hopper_choice(variant, hopper_way.num_sms, m, n, k, deals=deals)
         monkeypatch.setattr("kernel_hub.ops.matmul.linear_launch.choose", lambda *_, c=choice: c)
         forget_all()
         check_linear(

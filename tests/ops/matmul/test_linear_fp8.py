@@ -160,50 +160,50 @@ def test_larger(hopper: str, size: tuple[int, int, int], mode: str) -> None:
 
 
 @pytest.mark.parametrize("deals", [0, 1])
-@pytest.mark.parametrize("name", sorted(plan.VARIANTS))
-def test_every_variant(hopper_way: Way, name: str, deals: int) -> None:
-    variant = plan.VARIANTS[name]
-    most = variant.block_n if variant.swaps else 700
+@pytest.mark.parametrize("variant", sorted(plan.VARIANTS))
+def test_every_variant(hopper_way: Way, variant: str, deals: int) -> None:
+    tile = plan.VARIANTS[variant]
+    most = tile.block_n if tile.swaps else 700
     sizes = [(1, 8, 128), (most, 333, 528), (most - 3, 4104, 1104), (most, 40000, 512)]
-    modes = ("row",) if variant.is_fast else ("tensor", "row", "block")
-    if name in plan.WITHOUT_BLOCKS:
+    modes = ("row",) if tile.is_fast else ("tensor", "row", "block")
+    if variant in plan.WITHOUT_BLOCKS:
         modes = ("tensor", "row")
     cases = list(itertools.product(sizes, OUT_DTYPES, modes, (None, "silu")))
     if not hopper_way.is_gpu:
-        lot = random_module.Random(f"{name} {deals}")
+        lot = random_module.Random(f"{variant} {deals}")
         sizes = [(1, 8, 128), (most % 300, 200, 272), (70, 333, 656)]
         kinds = [case[1:] for case in cases]
         cases = [(size, *lot.choice(kinds)) for size in sizes]
         cases += [((131, 136, 400), torch.bfloat16, mode, None) for mode in modes]
-    with plan.TABLE.forcing(Row(name, {"group": 3, "deals": deals})):
-        for (m, n, k), out_dtype, mode, activation in hopper_way.some(cases, 3, name, deals):
+    with plan.TABLE.forcing(Row(variant, {"group": 3, "deals": deals})):
+        for (m, n, k), out_dtype, mode, activation in hopper_way.some(cases, 3, variant, deals):
             check_linear(
-                hopper_way.device, m, n, max(k, 128 * variant.splits), mode, out_dtype=out_dtype,
+                hopper_way.device, m, n, max(k, 128 * tile.splits), mode, out_dtype=out_dtype,
                 activation=activation, has_bias=mode == "row",
                 has_residual=mode != "tensor" and activation is not None,
-                use_fast_accum=variant.is_fast,
+                use_fast_accum=tile.is_fast,
             )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", sorted(plan.VARIANTS))
-def test_aligned_residuals(hopper_way: Way, name: str) -> None:
+@pytest.mark.parametrize("variant", sorted(plan.VARIANTS))
+def test_aligned_residuals(hopper_way: Way, variant: str) -> None:
     # They come through the ring, of tiles that end early and of those whose k is dealt out.
-    variant, lot = plan.VARIANTS[name], random_module.Random(name)
-    most = min(variant.block_n, 150) if variant.swaps else 140
+    tile, lot = plan.VARIANTS[variant], random_module.Random(variant)
+    most = min(tile.block_n, 150) if tile.swaps else 140
     sizes = [(most - 3, 264, 528), (1, 72, 144)]
     if hopper_way.is_gpu:
         sizes += [(5 * most + 1, 4104, 1104), (3 * most, 20000, 272)]
-    modes = ("row",) if variant.is_fast or name in plan.WITHOUT_BLOCKS else ("row", "block")
+    modes = ("row",) if tile.is_fast or variant in plan.WITHOUT_BLOCKS else ("row", "block")
     cases = [
         (*case, lot.choice(OUT_DTYPES[:2]), lot.choice(list(ACTIVATIONS)), lot.random() < 0.5)
         for case in itertools.product(sizes, (0, 1), modes)
     ]
-    for (m, n, k), deals, mode, dtype, activation, has_bias in hopper_way.some(cases, 2, name):
-        with plan.TABLE.forcing(Row(name, {"group": 3, "deals": deals})):
+    for (m, n, k), deals, mode, dtype, activation, has_bias in hopper_way.some(cases, 2, variant):
+        with plan.TABLE.forcing(Row(variant, {"group": 3, "deals": deals})):
             check_linear(
-                hopper_way.device, m, n, max(k, 128 * variant.splits), mode,
+                hopper_way.device, m, n, max(k, 128 * tile.splits), mode,
                 out_dtype=dtype, activation=activation, has_bias=has_bias, has_residual=True,
-                use_fast_accum=variant.is_fast,
+                use_fast_accum=tile.is_fast,
             )  # fmt: skip
 
 
