@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..ops import sample
+from .. import ops
 from .model import MOST_WIDE, Model, Ragged
 from .requests import TokenLogprob
 from .scheduler import Sequence
@@ -274,7 +274,7 @@ class Runner:
         """The token of every row: each rank draws those of its share."""
         group, share = self.model.group, self._share(logits)
         given = {name: value[share] for name, value in sampling.items()}
-        ids = sample(logits, softcap=self.model.config.final_softcap, **given)
+        ids = ops.sample(logits, softcap=self.model.config.final_softcap, **given)
         return group.columns(ids[None])[0]
 
     def _share(self, logits: torch.Tensor) -> slice:
@@ -303,7 +303,9 @@ class Runner:
             size = max(1, min(top, logits.shape[1]))
             values, which = logits.new_empty(len(own), size), own.new_empty(len(own), size)
             seed = torch.zeros_like(ids[: len(own)])
-            sample(logits, softcap=softcap, seed=seed, out_top_ids=which, out_top_logprobs=values)
+            ops.sample(
+                logits, softcap=softcap, seed=seed, out_top_ids=which, out_top_logprobs=values
+            )
             pair = logits.gather(1, torch.cat((own, which[:, :1]), 1))
             pair = softcap * torch.tanh(pair / softcap) if softcap else pair
             chosen = values[:, :1] + pair[:, :1] - pair[:, 1:]
