@@ -299,7 +299,7 @@ class Engine:
         plan = self._scheduler
         return {
             "running": len(plan.running), "waiting": len(plan.waiting),
-            "pages_used": plan.pages.num_pages - plan.pages.num_free,
+            "pages_used": plan.pages.num_pages - len(plan.pages.free),
             "pages_total": plan.pages.num_pages, "prefix_hit_tokens": plan.num_hits,
             "preemptions": plan.num_preemptions, **self._counts,
         }  # fmt: skip

@@ -63,11 +63,6 @@ class Model:
         new = {"device": self.device, "dtype": self.dtype}
         return [(torch.zeros(shape, **new), torch.zeros(shape, **new)) for _ in self.config.layers]
 
-    def cache_bytes(self) -> int:
-        """Of a token, in all layers."""
-        item = torch.finfo(self.dtype).bits // 8
-        return 2 * len(self.config.layers) * self.num_kv_heads * self.config.head_dim * item
-
     def cache_room(self, max_batch: int, max_tokens: int) -> int:
         """Tokens the cache of every rank has room for: in free memory, less what a pass takes."""
         tokens, c = CPU_CACHE_TOKENS, self.config
@@ -77,8 +72,9 @@ class Model:
             if c.num_experts:
                 widest += c.experts_per_token * (2 * c.hidden_size + 3 * c.moe_intermediate_size)
             own = 2 * max_tokens * widest + 8 * max_batch * c.vocab_size
-            tokens = int(_MEMORY_SHARE * (free - own)) // self.cache_bytes()
-        return self.group.least(tokens)
+            a_token = 2 * len(c.layers) * self.num_kv_heads * c.head_dim * self.dtype.itemsize
+            tokens = int(_MEMORY_SHARE * (free - own)) // a_token
+        return int(self.group.columns(torch.tensor([tokens])).min())
 
     def forward(self, b: Ragged, cache: Cache) -> torch.Tensor:
         """Logits in fp32 of this rank's share of the vocabulary, before the last softcap."""

@@ -77,9 +77,8 @@ class Group:
             event.synchronize()
             return
         while not event.query():
-            ended = select.select(self._links.values(), (), (), 0)[0]
             for rank, link in self._links.items():
-                if link in ended:
+                if select.select([link], (), (), 0)[0]:
                     raise RankError(f"rank {rank} of {self.world} has ended")
             time.sleep(_POLL_S)
 
@@ -108,13 +107,6 @@ class Group:
         found = torch.empty_like(x)
         dist.all_to_all_single(found, x)
         return torch.cat(found.chunk(self.world), -1)
-
-    def least(self, number: int) -> int:
-        """The least of what the ranks have."""
-        found = torch.tensor(number)
-        if self.world > 1:
-            dist.all_reduce(found, dist.ReduceOp.MIN)
-        return int(found)
 
     def tell(self, what: Any) -> Any:
         """What rank 0 has, on every rank."""
