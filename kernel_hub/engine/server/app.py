@@ -13,11 +13,12 @@ from functools import partial
 from typing import Any
 
 import anyio
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .answers import Answer, check_model
@@ -87,8 +88,8 @@ class Service:
             await app(scope, receive, counted)
         finally:
             metrics.num_open -= 1
-            found = scope.get("route")
-            metrics.count(found.path if found else "other", status, since)
+            paths = (r.path for r in self._app.routes if r.matches(scope)[0] != Match.NONE)
+            metrics.count(next(paths, "other"), status, since)
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -113,7 +114,7 @@ class Service:
         return JSONResponse({"status": why or "ok"}, 503 if why else 200)
 
     async def _metrics(self, request: Request) -> Response:
-        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
+        return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def _models(self, request: Request) -> Response:
         name = request.path_params.get("name")
