@@ -79,15 +79,15 @@ def as_if_computed(engine: Engine) -> None:
     for pair in engine.runner.cache:
         for pages in pair:
             pages.normal_()
-    real = engine._scheduler._admits
+    real = engine._scheduler._admitted
 
-    def admits(sequence: Any) -> bool:
-        found = real(sequence)
-        if found:
+    def admitted() -> Any:
+        sequence = real()
+        if sequence:
             sequence.computed = len(sequence.tokens) - 1
-        return found
+        return sequence
 
-    engine._scheduler._admits = admits  # type: ignore[method-assign]
+    engine._scheduler._admitted = admitted  # type: ignore[method-assign]
 
 
 def process(options: argparse.Namespace) -> None:

@@ -104,7 +104,7 @@ class ModelConfig:
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
-    activation: str  # "silu" or "gelu"
+    activation: str  # "silu" or "gelu_tanh"
     softmax_scale: float
     attn_softcap: float
     final_softcap: float
@@ -162,7 +162,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def _described(cls: Any, config: dict[str, Any], family: dict[str, Any], eos: Any) -> Any:
     get, heads = config.get, config["num_attention_heads"]
     activation = get("hidden_activation") or get("hidden_act") or "silu"
-    kinds = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
+    kinds = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
     if activation not in kinds:
         raise ModelError(f"activation {activation!r}: the engine knows {listed(kinds)}")
     moe = family.get("moe_names", ())

@@ -127,17 +127,14 @@ class Engine:
         return cls(ModelConfig.from_dict(config), **{"name": "random", **options})
 
     def encode(self, text: str) -> list[int]:
-        found: list[int] = self.text.encode(text)
-        return found
+        return self.text.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        text: str = self.text.decode(ids)
-        return text
+        return self.text.decode(ids)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **more: Any) -> list[int]:
         """The prompt of a conversation; `more`: what its template takes (tools, say)."""
-        found: list[int] = self.text.chat(messages, **more)
-        return found
+        return self.text.chat(messages, **more)
 
     @property
     def has_work(self) -> bool:
@@ -299,7 +296,7 @@ class Engine:
         plan = self._scheduler
         return {
             "running": len(plan.running), "waiting": len(plan.waiting),
-            "pages_used": plan.pages.num_pages - plan.pages.num_free,
+            "pages_used": plan.pages.num_pages - len(plan.pages.free),
             "pages_total": plan.pages.num_pages, "prefix_hit_tokens": plan.num_hits,
             "preemptions": plan.num_preemptions, **self._counts,
         }  # fmt: skip

@@ -5,28 +5,13 @@ One layer by data (`ModelConfig`), not a class a family; knows nothing of reques
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 
-from ..ops import (
-    append_kv,
-    decode_attention,
-    embedding,
-    flash_attention,
-    gated_linear,
-    gelu_and_mul,
-    grouped_linear,
-    linear,
-    moe_combine,
-    moe_permute,
-    moe_route,
-    qkv_linear,
-    rms_norm,
-    rotary,
-    silu_and_mul,
-    swiglu_linear,
-)
+from .. import ops
+from ..ops import rotary
 from .config import LayerKind, ModelConfig
 from .parallel import Group
 from .weights import LayerWeights, Weights
@@ -49,9 +34,7 @@ class Ragged(NamedTuple):
     num_decodes: int  # sequences with `width` tokens
     max_chunk: int  # the longest of the others
     width: int = 1  # more than 1: of all sequences
-    rows: torch.Tensor | None = (
-        None  # (logits,) int32: the tokens whose logits are asked; None: all
-    )
+    rows: torch.Tensor | None = None  # (logits,) int32: tokens whose logits are asked; None: all
 
 
 class Model:
@@ -80,11 +63,6 @@ class Model:
         new = {"device": self.device, "dtype": self.dtype}
         return [(torch.zeros(shape, **new), torch.zeros(shape, **new)) for _ in self.config.layers]
 
-    def cache_bytes(self) -> int:
-        """Of a token, in all layers."""
-        item = torch.finfo(self.dtype).bits // 8
-        return 2 * len(self.config.layers) * self.num_kv_heads * self.config.head_dim * item
-
     def cache_room(self, max_batch: int, max_tokens: int) -> int:
         """Tokens the cache of every rank has room for: in free memory, less what a pass takes."""
         tokens, c = CPU_CACHE_TOKENS, self.config
@@ -94,37 +72,33 @@ class Model:
             if c.num_experts:
                 widest += c.experts_per_token * (2 * c.hidden_size + 3 * c.moe_intermediate_size)
             own = 2 * max_tokens * widest + 8 * max_batch * c.vocab_size
-            tokens = int(_MEMORY_SHARE * (free - own)) // self.cache_bytes()
-        return self.group.least(tokens)
+            a_token = 2 * len(c.layers) * self.num_kv_heads * c.head_dim * self.dtype.itemsize
+            tokens = int(_MEMORY_SHARE * (free - own)) // a_token
+        return int(self.group.columns(torch.tensor([tokens])).min())
 
     def forward(self, b: Ragged, cache: Cache) -> torch.Tensor:
         """Logits in fp32 of this rank's share of the vocabulary, before the last softcap."""
-        w, first = self.weights, self.group.share(self.config.vocab_size)[0]
-        x = embedding(
-            b.ids, w.embedding, scale=self._embed_scale, first_id=first,
-            vocab_size=self.config.vocab_size,
-        )  # fmt: skip
-        x = self.group.add(x)
-        for layer, own, pages in zip(self.config.layers, w.layers, cache, strict=True):
-            h = self._norm(x, own, "attn_norm")
-            out = self._attention(h, layer, own, pages, b)
+        c, w = self.config, self.weights
+        x = self.group.add(ops.embedding(
+            b.ids, w.embedding, scale=self._embed_scale,
+            first_id=self.group.share(c.vocab_size)[0], vocab_size=c.vocab_size,
+        ))  # fmt: skip
+        for layer, own, pages in zip(c.layers, w.layers, cache, strict=True):
+            h = self._normed(x, own.norms.get("attn_norm"))
+            out = self._attention(self._queries(h, layer, own, pages, b), layer, pages, b)
             x = self._joined(x, out, own.o, own.o_bias, own.norms.get("attn_post_norm"))
-            h = self._norm(x, own, "mlp_norm")
+            h = self._normed(x, own.norms.get("mlp_norm"))
             x = self._experts(x, h, own) if layer.is_moe else self._mlp(x, h, own)
         if b.rows is not None:
             if not len(b.rows):  # chunks of prompts alone
                 return x[:0]
-            x = embedding(b.rows, x)  # a gather
-        return linear(self._rms(x, w.norm), w.head, out_dtype=torch.float32)
+            x = ops.embedding(b.rows, x)  # a gather
+        return ops.linear(self._normed(x, w.norm), w.head, out_dtype=torch.float32)
 
-    def _rms(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def _normed(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        """x itself where the family has no norm there."""
         c = self.config
-        found: torch.Tensor = rms_norm(x, weight, c.eps, weight_offset=c.norm_offset)
-        return found
-
-    def _norm(self, x: torch.Tensor, own: LayerWeights, role: str) -> torch.Tensor:
-        weight = own.norms.get(role)
-        return x if weight is None else self._rms(x, weight)
+        return x if weight is None else ops.rms_norm(x, weight, c.eps, weight_offset=c.norm_offset)
 
     def _joined(
         self, x: torch.Tensor, a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
@@ -132,105 +106,94 @@ class Model:
     ) -> torch.Tensor:  # fmt: skip
         """x + a @ weight.T, the product normed where the family does; summed over the ranks."""
         is_first, c = self.group.rank == 0, self.config
-        bias = bias if is_first else None
+        residual = x if is_first and post_norm is None else None
+        y = self.group.add(ops.linear(a, weight, bias if is_first else None, residual=residual))
         if post_norm is None:
-            return self.group.add(linear(a, weight, bias, residual=x if is_first else None))
-        found: torch.Tensor = rms_norm(
-            self.group.add(linear(a, weight, bias)), post_norm, c.eps,
-            residual=x, adds_after=True, weight_offset=c.norm_offset,
-        )  # fmt: skip
-        return found
+            return y
+        return ops.rms_norm(
+            y, post_norm, c.eps, residual=x, adds_after=True, weight_offset=c.norm_offset
+        )
 
-    def _attention(
+    def _queries(
         self, h: torch.Tensor, layer: LayerKind, own: LayerWeights,
         pages: tuple[torch.Tensor, torch.Tensor], b: Ragged,
     ) -> torch.Tensor:  # fmt: skip
-        c, n = self.config, b.num_decodes
-        cos, sin = self._tables[layer.rope]
-        has_chunks = n < b.before.shape[0]
-        places = {
+        """(tokens, heads, head_dim), normed and rotated; keys and values go to the cache."""
+        c, (cos, sin) = self.config, self._tables[layer.rope]
+        more: dict[str, Any] = {
             "cos": cos, "sin": sin, "cache_seqlens": b.before, "block_table": b.block_table,
-            # Where a sequence begins is not looked for where each has one token.
-            "cu_seqlens": b.cu_seqlens if has_chunks else None,
         }  # fmt: skip
+        if b.num_decodes < len(b.before):
+            more["cu_seqlens"] = b.cu_seqlens
+        else:  # nobody looks where a sequence begins
+            h = h.unflatten(0, (-1, b.width))
+        if c.qk_norm == "head":
+            more |= {
+                "q_norm_weight": own.q_norm, "k_norm_weight": own.k_norm, "eps": c.eps,
+                "weight_offset": c.norm_offset,
+            }  # fmt: skip
         if c.qk_norm == "whole" or c.head_dim % 32:
-            q = self._projected_apart(h, own, pages, places, b.width)
+            q, k, v = self._projected(h, own)
+            q = ops.append_kv(k, v, *pages, q=q, **more)
         else:
-            norms = {}
-            if own.q_norm is not None:
-                norms = {"q_norm_weight": own.q_norm, "k_norm_weight": own.k_norm, "eps": c.eps}
-            q = qkv_linear(
-                h if has_chunks else h.unflatten(0, (-1, b.width)), own.qkv, own.qkv_bias,
-                num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, k_cache=pages[0],
-                v_cache=pages[1], weight_offset=c.norm_offset if norms else 0.0, **places, **norms,
-            )[0]  # fmt: skip
-        q = q.flatten(0, -3)
-        out = torch.empty_like(q)
+            q, _, _ = ops.qkv_linear(
+                h, own.qkv, own.qkv_bias, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads,
+                k_cache=pages[0], v_cache=pages[1], **more,
+            )  # fmt: skip
+        return q.flatten(0, -3)
+
+    def _projected(self, h: torch.Tensor, own: LayerWeights) -> Iterator[torch.Tensor]:
+        """Queries, keys and values by heads; where a norm is of all heads at once, normed."""
+        c, group = self.config, self.group
+        sizes = [n * c.head_dim for n in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
+        q, k, v = ops.linear(h, own.qkv, own.qkv_bias).split(sizes, -1)
+        if c.qk_norm == "whole":
+            q, k = (
+                self._normed(group.columns(y), norm).chunk(group.world, -1)[group.rank]
+                for y, norm in ((q, own.q_norm), (k, own.k_norm))
+            )
+        return (y.unflatten(-1, (-1, c.head_dim)) for y in (q, k, v))
+
+    def _attention(
+        self, q: torch.Tensor, layer: LayerKind, pages: tuple[torch.Tensor, torch.Tensor], b: Ragged
+    ) -> torch.Tensor:
+        """Of the sequences that decode, then of the chunks of prompts, each over its pages."""
+        c, n, out = self.config, b.num_decodes, torch.empty_like(q)
         how: dict[str, Any] = {
             "softmax_scale": c.softmax_scale, "softcap": c.attn_softcap,
             "window_size": (layer.window, 0 if layer.window >= 0 else -1),
         }  # fmt: skip
         if n:
-            decode_attention(
-                q[: n * b.width].unflatten(0, (n, b.width)), *pages, cache_seqlens=b.after[:n],
-                block_table=b.block_table[:n], out=out[: n * b.width].unflatten(0, (n, b.width)),
-                **how,
+            decode_q, decode_out = (x[: n * b.width].unflatten(0, (n, b.width)) for x in (q, out))
+            ops.decode_attention(
+                decode_q, *pages, cache_seqlens=b.after[:n], block_table=b.block_table[:n],
+                out=decode_out, **how,
             )  # fmt: skip
-        if has_chunks:
-            flash_attention(
+        if n < len(b.before):
+            ops.flash_attention(
                 q[n:], *pages, causal=True, cu_seqlens_q=b.cu_chunks, max_seqlen_q=b.max_chunk,
                 cache_seqlens=b.after[n:], block_table=b.block_table[n:], out=out[n:], **how,
             )  # fmt: skip
         return out.flatten(1)
 
-    def _projected_apart(
-        self, h: torch.Tensor, own: LayerWeights, pages: tuple[torch.Tensor, torch.Tensor],
-        places: dict[str, Any], width: int,
-    ) -> torch.Tensor:  # fmt: skip
-        """Queries, by a product, a norm of all heads at once and an append."""
-        c, d = self.config, self.config.head_dim
-        sizes = [self.num_heads * d, self.num_kv_heads * d, self.num_kv_heads * d]
-        q, k, v = linear(h, own.qkv, own.qkv_bias).split(sizes, -1)
-        norms: dict[str, Any] = {}
-        if c.qk_norm == "whole" and own.q_norm is not None and own.k_norm is not None:
-            q, k = (
-                self._rms(self.group.columns(q), own.q_norm),
-                self._rms(self.group.columns(k), own.k_norm),
-            )
-            q, k = (y.chunk(self.group.world, -1)[self.group.rank] for y in (q, k))
-        elif own.q_norm is not None:
-            norms = {
-                "q_norm_weight": own.q_norm, "k_norm_weight": own.k_norm, "eps": c.eps,
-                "weight_offset": c.norm_offset,
-            }  # fmt: skip
-        q, k, v = (y.unflatten(-1, (-1, d)) for y in (q, k, v))
-        if places["cu_seqlens"] is None:
-            q, k, v = (y.unflatten(0, (-1, width)) for y in (q, k, v))
-        append: Any = append_kv  # whose overloads know no keywords of a dictionary
-        found: torch.Tensor = append(k, v, *pages, q=q, **places, **norms)
-        return found
-
     def _activated(self, gate_up: torch.Tensor) -> torch.Tensor:
-        if self.config.activation == "gelu":
-            return gelu_and_mul(gate_up, approximate="tanh")
-        return silu_and_mul(gate_up)
+        if self.config.activation == "silu":
+            return ops.silu_and_mul(gate_up)
+        return ops.gelu_and_mul(gate_up, approximate="tanh")
 
     def _mlp(self, x: torch.Tensor, h: torch.Tensor, own: LayerWeights) -> torch.Tensor:
-        if own.gate_up_bias is not None:
-            inner = self._activated(linear(h, own.gate_up, own.gate_up_bias))
-        elif self.config.activation == "gelu":
-            inner = gated_linear(h, own.gate_up, "gelu_tanh")
+        if own.gate_up_bias is None:
+            inner = ops.gated_linear(h, own.gate_up, self.config.activation)
         else:
-            inner = swiglu_linear(h, own.gate_up)
+            inner = self._activated(ops.linear(h, own.gate_up, own.gate_up_bias))
         return self._joined(x, inner, own.down, own.down_bias, own.norms.get("mlp_post_norm"))
 
     def _experts(self, x: torch.Tensor, h: torch.Tensor, own: LayerWeights) -> torch.Tensor:
         c = self.config
-        assert own.router is not None
-        scores = linear(h, own.router, out_dtype=torch.float32)
-        shares, experts = moe_route(scores, c.experts_per_token, renormalise=c.renormalises)
-        rows, offsets, places = moe_permute(h, experts, c.num_experts)
-        rows = self._activated(grouped_linear(rows, own.gate_up, offsets))
-        rows = grouped_linear(rows, own.down, offsets)
+        scores = ops.linear(h, own.router, out_dtype=torch.float32)
+        shares, experts = ops.moe_route(scores, c.experts_per_token, renormalise=c.renormalises)
+        rows, offsets, places = ops.moe_permute(h, experts, c.num_experts)
+        rows = self._activated(ops.grouped_linear(rows, own.gate_up, offsets))
+        rows = ops.grouped_linear(rows, own.down, offsets)
         residual = x if self.group.rank == 0 else None
-        return self.group.add(moe_combine(rows, places, shares, residual=residual))
+        return self.group.add(ops.moe_combine(rows, places, shares, residual=residual))

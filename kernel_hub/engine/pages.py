@@ -19,14 +19,10 @@ class Pages:
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages, self.page_size = num_pages, page_size
-        self._free = dict.fromkeys(range(num_pages))  # in the order in which they are given away
+        self.free = dict.fromkeys(range(num_pages))  # in the order in which they are given away
         self._users = [0] * num_pages
         self._digest_of: dict[int, bytes] = {}
         self._page_of: dict[bytes, int] = {}
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
 
     def digests(self, tokens: Sequence[int], count: int, known: list[bytes]) -> list[bytes]:
         """`known`, and behind it the digests of further full pages of the first `count` tokens."""
@@ -53,11 +49,11 @@ class Pages:
         """One more user of each."""
         for page in pages:
             self._users[page] += 1
-            self._free.pop(page, None)
+            self.free.pop(page, None)
 
     def new(self) -> int:
         """A free page, that which is free longest; what stood in it is forgotten."""
-        page = next(iter(self._free))
+        page = next(iter(self.free))
         digest = self._digest_of.pop(page, None)
         if digest is not None:
             del self._page_of[digest]
@@ -74,4 +70,4 @@ class Pages:
         for page in reversed(pages):
             self._users[page] -= 1
             if not self._users[page]:
-                self._free[page] = None
+                self.free[page] = None

@@ -77,9 +77,8 @@ class Group:
             event.synchronize()
             return
         while not event.query():
-            ended = select.select(self._links.values(), (), (), 0)[0]
             for rank, link in self._links.items():
-                if link in ended:
+                if select.select([link], (), (), 0)[0]:
                     raise RankError(f"rank {rank} of {self.world} has ended")
             time.sleep(_POLL_S)
 
@@ -94,12 +93,12 @@ class Group:
         return x
 
     def columns(self, x: torch.Tensor) -> torch.Tensor:
-        """(rows, n) of every rank, side by side."""
+        """(..., n) of every rank, side by side."""
         if self.world == 1:
             return x
-        found = x.new_empty((self.world, *x.shape))
-        dist.all_gather(list(found.unbind()), x.contiguous())
-        return found.transpose(0, 1).reshape(x.shape[0], -1)
+        found = x.new_empty((self.world, *x.shape)).unbind()
+        dist.all_gather(list(found), x.contiguous())
+        return torch.cat(found, -1)
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
         """Of (rows, n) on every rank, this rank's share of the rows with all of the columns."""
@@ -107,15 +106,7 @@ class Group:
             return x
         found = torch.empty_like(x)
         dist.all_to_all_single(found, x)
-        parts = found.view(self.world, x.shape[0] // self.world, x.shape[1])
-        return parts.transpose(0, 1).reshape(parts.shape[1], -1)
-
-    def least(self, number: int) -> int:
-        """The least of what the ranks have."""
-        found = torch.tensor(number)
-        if self.world > 1:
-            dist.all_reduce(found, dist.ReduceOp.MIN)
-        return int(found)
+        return torch.cat(found.chunk(self.world), -1)
 
     def tell(self, what: Any) -> Any:
         """What rank 0 has, on every rank."""

@@ -6,7 +6,7 @@ Every rank runs it alike on what rank 0 planned; knows no queue and no text.
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 from functools import partial
@@ -16,18 +16,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..ops import sample
+from .. import ops
 from .model import MOST_WIDE, Model, Ragged
 from .requests import TokenLogprob
-from .scheduler import Sequence
+from .scheduler import KNOBS, Sequence
 
 _MOST_TOP = 32  # tokens that `sample` tells the log-probabilities of
 _FEW_ROWS = 128  # that a pass over the weights takes no longer for than for one
 _GRAPH_SIZES = (1, 2, 4, 8, *range(16, 257, 16), *range(288, 513, 32))
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-KNOBS = np.dtype([  # of `Sequence.knobs`
-    ("seed", "i8"), ("temperature", "f4"), ("top_k", "i4"), ("top_p", "f4"), ("min_p", "f4"),
-])  # fmt: skip
 _TORCH = {np.dtype("i8"): torch.int64, np.dtype("f4"): torch.float32}  # what is not int32
 Arrays = dict[str, np.ndarray]
 
@@ -80,7 +77,8 @@ def batch_of(planned: List[Sequence], vocab_size: int, spare_page: int) -> Batch
     nth = np.arange(sum(samples)) - np.repeat(np.cumsum(samples) - samples, samples)
     if len(nth) < len(ids):
         inputs["rows"] = (np.repeat(ends - samples, samples) + nth).astype(np.int32)
-    knobs = np.frombuffer(b"".join(map(_times, planned, samples)), KNOBS)
+    told = [s.knobs * count for s, count in zip(planned, samples, strict=True)]
+    knobs = np.frombuffer(b"".join(told), KNOBS)
     sampling = {name: knobs[name] for name in KNOBS.names or ()}
     # The place of the token: its draw does not depend on passes, batches or drafts.
     sampling["offset"] = np.repeat([len(s.tokens) for s in planned], samples) + nth
@@ -92,10 +90,6 @@ def batch_of(planned: List[Sequence], vocab_size: int, spare_page: int) -> Batch
     return Batch(
         inputs, sampling, more, sparse, samples, num_decodes, width, max(asked, default=None)
     )
-
-
-def _times(s: Sequence, count: int) -> bytes:
-    return s.knobs * count
 
 
 def _asked(rows: list[tuple[Sequence, int]], vocab_size: int) -> tuple[Arrays, Arrays]:
@@ -141,18 +135,13 @@ def _words(s: Sequence, num_words: int) -> tuple[np.ndarray, np.ndarray]:
     return s.prompt_words
 
 
-def _padded(arrays: Mapping[str, np.ndarray], rows: int) -> Arrays:
+def _padded(arrays: Arrays, rows: int, fill: int = 0) -> Arrays:
     """With rows of nothing behind their own."""
     return {
-        name: a if len(a) == rows else np.concatenate((a, np.full(
-            (rows - len(a), *a.shape[1:]), -1 if name in ("before", "after") else 0, a.dtype
-        )))
+        name: a if len(a) == rows
+        else np.concatenate((a, np.full((rows - len(a), *a.shape[1:]), fill, a.dtype)))
         for name, a in arrays.items()
     }  # fmt: skip
-
-
-def _nothing() -> None:
-    pass
 
 
 @dataclass
@@ -160,8 +149,8 @@ class Draws:
     """What a pass draws, on its way to the host."""
 
     ids: torch.Tensor
-    scores: torch.Tensor | None = None  # of the drawn token, of the likeliest, and which these are
-    wait: Callable[[], None] = _nothing  # until they are there
+    scores: torch.Tensor | None  # of the drawn token, of the likeliest, and which these are
+    wait: Callable[[], None]  # until they are there
 
     def read(self) -> tuple[list[int], list[TokenLogprob]]:
         """The token of each row, and their log-probabilities where any row asks."""
@@ -199,8 +188,9 @@ class Runner:
             atexit.register(self._graphs.clear)
         self._is_cuda = self.has_graphs = model.device.type == "cuda"
         # What ids stand for: tokens for themselves, those behind them for rows of the last pass.
-        most = max(max_tokens, _GRAPH_SIZES[-1])
-        self._tokens = torch.arange(model.config.vocab_size + most, device=model.device)
+        vocab_size, most = model.config.vocab_size, max(max_tokens, _GRAPH_SIZES[-1])
+        self._tokens = torch.arange(vocab_size + most, device=model.device)
+        self._last = self._tokens[vocab_size:]
 
     def run(self, batch: Batch) -> Draws:
         """Give the device a pass. Its ids may name rows of the pass before: vocab_size + row."""
@@ -221,8 +211,7 @@ class Runner:
             ids = logits.new_empty(0, dtype=torch.long)
             if num_rows:
                 ids = self._draw(logits, self._dense(given, rows))
-        vocab_size = self.model.config.vocab_size
-        self._tokens[vocab_size : vocab_size + num_rows] = ids[:num_rows]
+        self._last[:num_rows] = ids[:num_rows]
         scores = None
         if num_rows and batch.logprobs is not None:
             scores = self._to_host(self._scores(logits, ids, batch.logprobs)[:num_rows])
@@ -256,7 +245,7 @@ class Runner:
     def _mark(self) -> Callable[[], None]:
         """What waits until all is over that the device has been given."""
         if not self._is_cuda:
-            return _nothing
+            return lambda: None
         event = torch.cuda.Event()
         event.record()
         return partial(self.model.group.wait, event)
@@ -272,13 +261,10 @@ class Runner:
 
     def _draw(self, logits: torch.Tensor, sampling: dict[str, torch.Tensor]) -> torch.Tensor:
         """The token of every row: each rank draws those of its share."""
-        group, share = self.model.group, self._share(logits)
-        given = {name: value[share] for name, value in sampling.items()}
-        ids = sample(logits, softcap=self.model.config.final_softcap, **given)
+        group = self.model.group
+        given = {name: all_.chunk(group.world)[group.rank] for name, all_ in sampling.items()}
+        ids = ops.sample(logits, softcap=self.model.config.final_softcap, **given)
         return group.columns(ids[None])[0]
-
-    def _share(self, logits: torch.Tensor) -> slice:
-        return slice(*self.model.group.share(len(logits) * self.model.group.world))
 
     def _dense(self, sampling: dict[str, torch.Tensor], rows: int) -> dict[str, torch.Tensor]:
         """What `sample` is given: rows of the vocabulary for what is told of them by places."""
@@ -293,23 +279,24 @@ class Runner:
 
     def _scores(self, logits: torch.Tensor, ids: torch.Tensor, top: int) -> torch.Tensor:
         """Log-probabilities for the few who ask: of the model's own distribution."""
-        softcap, own = self.model.config.final_softcap, ids[self._share(logits), None]
+        softcap, group = self.model.config.final_softcap, self.model.group
+        own = ids.chunk(group.world)[group.rank][:, None]
         if top > _MOST_TOP:
             capped = softcap * torch.tanh(logits / softcap) if softcap else logits
             scores = torch.log_softmax(capped, -1)
-            values, which = scores.topk(min(top, scores.shape[1]))
+            values, which = scores.topk(top)
             chosen = scores.gather(1, own)
         else:
-            size = max(1, min(top, logits.shape[1]))
-            values, which = logits.new_empty(len(own), size), own.new_empty(len(own), size)
-            seed = torch.zeros_like(ids[: len(own)])
-            sample(logits, softcap=softcap, seed=seed, out_top_ids=which, out_top_logprobs=values)
+            shape = len(own), max(1, top)
+            values, which = logits.new_empty(shape), own.new_empty(shape)
+            some = {"out_top_ids": which, "out_top_logprobs": values}
+            ops.sample(logits, softcap=softcap, seed=torch.zeros_like(own[:, 0]), **some)
             pair = logits.gather(1, torch.cat((own, which[:, :1]), 1))
             pair = softcap * torch.tanh(pair / softcap) if softcap else pair
             chosen = values[:, :1] + pair[:, :1] - pair[:, 1:]
         # Ids are exact in fp32: no vocabulary has 2**24 tokens.
         found = torch.cat((chosen, values[:, :top], which[:, :top].float()), 1)
-        return self.model.group.columns(found.flatten()[None]).view(-1, found.shape[1])
+        return group.columns(found.flatten()[None]).view(-1, found.shape[1])
 
     def _replayed(self, batch: Batch, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A decode pass by the graph of `size` sequences, of which the last may be padding."""
@@ -317,7 +304,7 @@ class Runner:
         rows = num_tokens + -num_tokens % self.model.group.world
         lengths = {name: batch.inputs[name] for name in ("before", "after")}
         ids = _padded({"ids": batch.inputs["ids"]}, num_tokens)
-        plain = _padded(batch.sampling, rows) | ids | _padded(lengths, size)
+        plain = _padded(batch.sampling, rows) | ids | _padded(lengths, size, -1)
         if (size, width) not in self._graphs:
             self._graphs[size, width] = self._captured(size, width, plain)
         graph, table = self._graphs[size, width], batch.inputs["block_table"]

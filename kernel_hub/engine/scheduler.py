@@ -5,16 +5,20 @@ Knows sequences and pages; no tensors, no text.
 
 from __future__ import annotations
 
-import struct
 from array import array
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from .pages import Pages
 from .requests import Request
 
 NGRAM = 3  # tokens that must stand in the text before for what followed them to be a draft
+KNOBS = np.dtype([  # what `sample` is always given a row
+    ("seed", "i8"), ("temperature", "f4"), ("top_k", "i4"), ("top_p", "f4"), ("min_p", "f4"),
+])  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -26,7 +30,7 @@ class Sequence:
     seed: int
     most: int  # tokens it may have, the prompt's included
     known: int = field(init=False)  # tokens, less those that passes under way draw
-    knobs: bytes = field(init=False)  # what `sample` is given a row, as runner.KNOBS has it
+    knobs: bytes = field(init=False)  # KNOBS of a row
     is_guided: bool = field(init=False)  # the host must know what it said to say what it may say
     computed: int = 0  # tokens whose keys and values lie in the cache once passes under way end
     pages: array[int] = field(default_factory=lambda: array("i"))
@@ -40,7 +44,8 @@ class Sequence:
 
     def __post_init__(self) -> None:
         p, self.known = self.request.params, len(self.tokens)
-        self.knobs = struct.pack("=qfiff", self.seed, p.temperature, p.top_k, p.top_p, p.min_p)
+        knobs = self.seed, p.temperature, p.top_k, p.top_p, p.min_p
+        self.knobs = np.array(knobs, KNOBS).tobytes()
         penalties = (p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
         self.is_guided = p.grammar is not None or penalties != (1, 0, 0)
 
@@ -79,21 +84,10 @@ class Scheduler:
         budget, found = self.max_tokens, list[Sequence]()
         # Tokens of sequences that answer already come before chunks of prompts.
         for sequence in sorted(self.running, key=lambda s: len(s.tokens) - s.computed > 1):
-            if sequence not in self.running:  # gave way to one before it
-                continue
-            sequence.chunk = self._chunk(sequence, budget)
-            if sequence.chunk and self._has_room(sequence, found):
-                budget -= sequence.chunk
-                found.append(sequence)
-        while self.waiting and budget and len(self.running) < self.max_batch:
-            if not self._admits(self.waiting[0]):
-                break
-            sequence = self.waiting.popleft()
-            self.running[sequence] = None
-            sequence.chunk = self._chunk(sequence, budget)
-            self._grow(sequence)
-            budget -= sequence.chunk
-            found.append(sequence)
+            if sequence in self.running:  # it has not given way to one before it
+                budget -= self._planned(sequence, found, budget)
+        while budget and (admitted := self._admitted()):
+            budget -= self._planned(admitted, found, budget)
         return sorted(found, key=lambda s: s.chunk > 1)
 
     def _chunk(self, sequence: Sequence, budget: int) -> int:
@@ -104,50 +98,49 @@ class Scheduler:
         sequence.drafts = []
         if missing == 1 and self.drafts and params.grammar is None:
             most = min(self.drafts, budget - 1, self.max_len - len(sequence.tokens))
-            room = self.pages.num_free + len(sequence.pages)
+            room = len(self.pages.free) + len(sequence.pages)
             most = min(most, room * self.pages.page_size - len(sequence.tokens))
             if most > 0:
                 sequence.draft(most)
         return min(missing + len(sequence.drafts), budget)
 
-    def _missing_pages(self, sequence: Sequence, length: int) -> int:
-        return -(-length // self.pages.page_size) - len(sequence.pages)
+    def _planned(self, sequence: Sequence, found: list[Sequence], budget: int) -> int:
+        """How many of its tokens go too; the youngest of those not in `found` may lose their pages.
 
-    def _grow(self, sequence: Sequence) -> None:
-        for _ in range(self._missing_pages(sequence, sequence.computed + sequence.chunk)):
-            sequence.pages.append(self.pages.new())
-
-    def _has_room(self, sequence: Sequence, found: list[Sequence]) -> bool:
-        """Give it its pages, for which the youngest of those not planned yet may lose theirs."""
-        end = sequence.computed + sequence.chunk
-        while self._missing_pages(sequence, end) > self.pages.num_free:
+        Those go to the head of the queue; what they said stays and is computed again.
+        """
+        chunk = sequence.chunk = self._chunk(sequence, budget)
+        end, pages = sequence.computed + chunk, self.pages
+        missing = -(-end // pages.page_size) - len(sequence.pages)
+        while missing > len(pages.free):
             victim = next(s for s in reversed(self.running) if s not in found)
-            self._preempt(victim)
+            self.end(victim)
+            self.waiting.appendleft(victim)
+            self.num_preemptions += 1
             if victim is sequence:
-                return False
-        self._grow(sequence)
-        return True
+                return 0
+        sequence.pages.extend(pages.new() for _ in range(missing))
+        if chunk:
+            found.append(sequence)
+        return chunk
 
-    def _preempt(self, sequence: Sequence) -> None:
-        """Back to the queue, at its head; what it has said stays and is computed again."""
-        self.end(sequence)
-        self.waiting.appendleft(sequence)
-        self.num_preemptions += 1
-
-    def _admits(self, sequence: Sequence) -> bool:
-        """Give it the pages that hold its beginning, if there is room for all that it has."""
-        pages, size = self.pages, self.pages.page_size
+    def _admitted(self) -> Sequence | None:
+        """Who waits longest, with the pages that hold its beginning; None without room for all."""
+        if not self.waiting or len(self.running) >= self.max_batch:
+            return None
+        sequence, pages, size = self.waiting[0], self.pages, self.pages.page_size
         digests = pages.digests(sequence.tokens, sequence.known, sequence.digests)
         # At least one token goes through the model, for its logits.
         shared = pages.found(digests[: (len(sequence.tokens) - 1) // size])
         wanted = -(-min(len(sequence.tokens) + 1, self.max_len) // size) - len(shared)
-        if wanted > pages.num_free - pages.num_idle(shared):
-            return False
+        if wanted > len(pages.free) - pages.num_idle(shared):
+            return None
+        self.running[self.waiting.popleft()] = None
         pages.share(shared)
         sequence.pages = array("i", shared)
         sequence.kept, sequence.computed = len(shared), len(shared) * size
         self.num_hits += sequence.computed
-        return True
+        return sequence
 
     def begun(self, sequence: Sequence, name: int) -> None:
         """A pass of its chunk is under way; `name` stands for the token that it draws."""

@@ -52,12 +52,10 @@ class Tokenizer:
 
     def encode(self, text: str, is_special: bool = True) -> list[int]:
         """is_special: with the tokens that begin or end a text."""
-        found: list[int] = self.fast.encode(text, add_special_tokens=is_special).ids
-        return found
+        return self.fast.encode(text, add_special_tokens=is_special).ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        text: str = self.fast.decode(list(ids), skip_special_tokens=True)
-        return text
+        return self.fast.decode(list(ids), skip_special_tokens=True)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **more: Any) -> list[int]:
         """The prompt of a conversation. Raises RequestError with the template's own words."""

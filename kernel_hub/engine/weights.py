@@ -145,8 +145,7 @@ class Safetensors:
     def read(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
         file, key = self._where[name]
         found = file.get_slice(key)
-        part: torch.Tensor = found[start:stop] if dim == 0 else found[:, start:stop]
-        return part
+        return found[start:stop] if dim == 0 else found[:, start:stop]
 
 
 class Random:

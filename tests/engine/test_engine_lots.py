@@ -147,5 +147,5 @@ def check_pages(engine: Engine) -> None:
         for page in sequence.pages:
             users[page] += 1
     assert users == pages._users
-    assert sorted(pages._free) == [i for i, count in enumerate(users) if not count]
+    assert sorted(pages.free) == [i for i, count in enumerate(users) if not count]
     assert {pages._digest_of[page]: page for page in pages._digest_of} == pages._page_of

@@ -8,12 +8,11 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-from ...errors import RequestError
 from ..requests import Delta, Request, TokenLogprob
 from .bodies import Chat, Completion, read
 from .grammars import Grammars
 from .refusals import ApiError
-from .worker import Worker, refused
+from .worker import Worker
 
 Json = dict[str, Any]
 MOST_CHOICES = 128
@@ -21,10 +20,10 @@ LEAST = -9999.0  # JSON has no -inf and no nan
 
 
 class Answer:
-    """The choices of one body: `n` for each of its prompts, in their order. Raises ApiError.
+    """The choices of one body: `n` for each of its prompts, in their order.
 
     Made beside the event loop, as long texts take long: of the engine, the texts' part alone is
-    used, which may be while it steps.
+    used, which may be while it steps. Raises what `told` tells of.
     """
 
     def __init__(
@@ -63,14 +62,11 @@ class Answer:
         return bool(self._asked.stream)
 
     def _prompts(self, asked: Completion | Chat) -> list[Any]:
-        try:
-            if isinstance(asked, Completion):
-                encode = self._engine.encode
-                return [encode(one) if isinstance(one, str) else one for one in asked.prompt]
-            tools = None if asked.tool_choice == "none" else asked.tools
-            return [self._engine.chat([one.plain() for one in asked.messages], tools=tools)]
-        except RequestError as error:
-            raise refused(error) from None
+        if isinstance(asked, Completion):
+            encode = self._engine.encode
+            return [encode(one) if isinstance(one, str) else one for one in asked.prompt]
+        tools = None if asked.tool_choice == "none" else asked.tools
+        return [self._engine.chat([one.plain() for one in asked.messages], tools=tools)]
 
     async def whole(self) -> Json:
         """The object of an answer that is not streamed."""

@@ -9,22 +9,24 @@ import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import anyio
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .answers import Answer, check_model
 from .bodies import Chat, Completion
 from .grammars import Grammars
 from .metrics import Metrics
-from .refusals import ApiError
-from .transport import EventStream, read_json, unless_gone
+from .refusals import TOLD, ApiError, told
+from .transport import EventStream, events, read_json, unless_gone
 from .worker import Worker
 
 
@@ -41,7 +43,7 @@ class ServerLimits:
 
 
 class Service:
-    """The endpoints of one engine."""
+    """The endpoints of one engine, as ASGI."""
 
     def __init__(self, engine: Any, limits: ServerLimits, api_key: str | None) -> None:
         self._engine, self._limits = engine, limits
@@ -52,25 +54,42 @@ class Service:
         self.metrics = Metrics(self._worker)
         self._texts = ThreadPoolExecutor(1, "kernel_hub texts")
         self._created = int(time.time())
-
-    def app(self) -> Starlette:
-        """These as ASGI."""
-        app = Starlette(
+        self._app = Starlette(
             routes=[
-                Route("/v1/completions", self._completions, methods=["POST"]),
-                Route("/v1/chat/completions", self._chat, methods=["POST"]),
+                Route("/v1/completions", partial(self._answer, kind=Completion), methods=["POST"]),
+                Route("/v1/chat/completions", partial(self._answer, kind=Chat), methods=["POST"]),
                 Route("/v1/models", self._models),
                 Route("/v1/models/{name:path}", self._models),
                 Route("/health", self._health),
                 Route("/metrics", self._metrics),
             ],
-            exception_handlers=dict.fromkeys(
-                (ApiError, HTTPException, ClientDisconnect, Exception), said
-            ),
+            exception_handlers=dict.fromkeys((HTTPException, ClientDisconnect, *TOLD), said),
             lifespan=self._lifespan,
         )
-        app.add_middleware(Gate, service=self)
-        return app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Who may come in, and a count of what went out."""
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        app: ASGIApp = self._app
+        request, metrics, since, status = Request(scope), self.metrics, time.monotonic(), 499
+        given = request.headers.get("authorization", "").encode()
+        if self._key and scope["path"] != "/health" and not hmac.compare_digest(given, self._key):
+            wrong = ApiError(401, "Incorrect API key provided.", code="invalid_api_key")
+            app = await said(request, wrong)
+
+        async def counted(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        metrics.num_open += 1
+        try:
+            await app(scope, receive, counted)
+        finally:
+            metrics.num_open -= 1
+            paths = (r.path for r in self._app.routes if r.matches(scope)[0] != Match.NONE)
+            metrics.count(next(paths, "other"), status, since)
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -87,17 +106,6 @@ class Service:
                 await asyncio.sleep(0.05)
         self._worker.end_all("The server is shutting down.", 503)
 
-    def refusal(self, request: Request) -> ApiError | None:
-        """Why a request is not even read, or None."""
-        if request.url.path == "/health":
-            return None
-        given = request.headers.get("authorization", "").encode()
-        if self._key and not hmac.compare_digest(given, self._key):
-            return ApiError(401, "Incorrect API key provided.", code="invalid_api_key")
-        if request.method == "POST" and (why := self._unwell()):
-            return ApiError(503, f"The server takes no requests: {why}.")
-        return None
-
     def _unwell(self) -> str:
         return "it is shutting down" if self._draining else self._worker.ill
 
@@ -106,7 +114,7 @@ class Service:
         return JSONResponse({"status": why or "ok"}, 503 if why else 200)
 
     async def _metrics(self, request: Request) -> Response:
-        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
+        return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def _models(self, request: Request) -> Response:
         name = request.path_params.get("name")
@@ -115,17 +123,16 @@ class Service:
                  "owned_by": "kernel_hub", "max_model_len": self._engine.max_model_len}  # fmt: skip
         return JSONResponse(model if name else {"object": "list", "data": [model]})
 
-    async def _completions(self, request: Request) -> Response:
-        return await self._answer(request, Completion)
-
-    async def _chat(self, request: Request) -> Response:
-        return await self._answer(request, Chat)
-
     async def _answer(self, request: Request, kind: type[Completion] | type[Chat]) -> Response:
+        if why := self._unwell():
+            raise ApiError(503, f"The server takes no requests: {why}.")
         self._has_room()
         self._num_read += 1
         try:
-            answer = await self._prepared(request, kind)
+            body = await read_json(request, self._limits.body_bytes, self._limits.read_s)
+            asked = self._worker, self._engine, self._grammars, kind, body
+            loop = asyncio.get_running_loop()
+            answer = await loop.run_in_executor(self._texts, Answer, *asked)
         finally:
             self._num_read -= 1
         self._has_room()
@@ -133,13 +140,7 @@ class Service:
             return JSONResponse(await unless_gone(request.receive, answer.whole()))
         pieces = answer.pieces()
         await anext(pieces)
-        return EventStream(pieces)
-
-    async def _prepared(self, request: Request, kind: type[Completion] | type[Chat]) -> Answer:
-        body = await read_json(request, self._limits.body_bytes, self._limits.read_s)
-        asked = self._worker, self._engine, self._grammars, kind, body
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._texts, Answer, *asked)
+        return EventStream(events(pieces))
 
     def _has_room(self) -> None:
         waiting = self._num_read + self._worker.waiting
@@ -148,40 +149,11 @@ class Service:
             raise ApiError(429, said, code="rate_limit_exceeded")
 
 
-class Gate:
-    """Around all routes: who may come in, and a count of what went out."""
-
-    def __init__(self, app: ASGIApp, service: Service) -> None:
-        self._app, self._service = app, service
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        request, app, metrics = Request(scope), self._app, self._service.metrics
-        if refused := self._service.refusal(request):
-            app = await said(request, refused)
-        since, status = time.monotonic(), 499
-
-        async def counted(message: Message) -> None:
-            nonlocal status
-            status = message.get("status", status)
-            await send(message)
-
-        metrics.num_open += 1
-        try:
-            await app(scope, receive, counted)
-        finally:
-            metrics.num_open -= 1
-            found = scope.get("route")
-            metrics.count(found.path if found else "other", status, since)
-
-
 async def said(request: Request, error: Exception) -> Response:
     """An error as OpenAI says it."""
     if isinstance(error, ClientDisconnect):
         return Response(status_code=499)  # that nobody reads
     if isinstance(error, HTTPException):
         error = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}.")
-    elif not isinstance(error, ApiError):
-        error = ApiError(500, f"The server failed: {type(error).__name__}.")
-    return JSONResponse(error.body, error.status, error.headers)
+    refused = told(error)
+    return JSONResponse(refused.body, refused.status, refused.headers)

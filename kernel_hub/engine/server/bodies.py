@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from ..requests import SamplingParams
 from .refusals import ApiError
@@ -114,14 +114,15 @@ class SchemaFormat(Body):
     json_schema: JsonSchema
 
 
+Format = Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")]
+
+
 class Chat(Sampled):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    response_format: Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")] | None = (
-        None
-    )
+    response_format: Format | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     # They change nothing of what is answered here.
@@ -134,11 +135,8 @@ class Chat(Sampled):
 
 
 def read(kind: type[Completion] | type[Chat], body: bytes) -> Completion | Chat:
-    """The body as `kind`, or an ApiError that says of the first thing wrong what it is."""
-    try:
-        asked = kind.model_validate_json(body)
-    except ValidationError as error:
-        raise _refusal(error) from None
+    """The body as `kind`. Raises ValidationError, or ApiError of what cannot go together."""
+    asked = kind.model_validate_json(body)
     if asked.stream_options and not asked.stream:
         raise ApiError(400, "'stream_options' needs 'stream' to be true.", "stream_options")
     if isinstance(asked, Completion):
@@ -149,18 +147,3 @@ def read(kind: type[Completion] | type[Chat], body: bytes) -> Completion | Chat:
         raise ApiError(400, "'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
     asked.max_tokens = asked.max_completion_tokens or asked.max_tokens
     return asked
-
-
-def _refusal(error: ValidationError) -> ApiError:
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    kind, said = first["type"], first["msg"]
-    # Of a union, the way names the type that was tried.
-    is_extra, way = kind == "extra_forbidden", first["loc"]
-    param = ".".join(str(at) for at in way if is_extra or f"_{at}".isidentifier())
-    known = {
-        "json_invalid": (f"The body is not valid JSON: {said}.", None),
-        "extra_forbidden": (f"Unrecognized request argument: {param}", "unknown_parameter"),
-        "missing": (f"Missing required parameter: '{param}'.", "missing_required_parameter"),
-    }
-    message, code = known.get(kind, (f"Invalid value for '{param}': {said}.", "invalid_value"))
-    return ApiError(400, message, param or None, code)

@@ -18,10 +18,9 @@ class Grammar:
     def bitmask(self, out: Any) -> None:
         """Which tokens may follow: t is bit t % 32 of word t // 32.
 
-        out: (ceil(vocab_size / 32),) int32, contiguous, of NumPy or of torch on the CPU; written.
+        out: (ceil(vocab_size / 32),) int32, contiguous, of NumPy; written.
         """
-        address = out.data_ptr() if hasattr(out, "data_ptr") else out.ctypes.data
-        self._matcher.unsafe_compute_mask_ptr(address, 4 * len(out))
+        self._matcher.unsafe_compute_mask_ptr(out.ctypes.data, 4 * len(out))
 
     def accept(self, token: int) -> bool:
         """Goes on by a token; False where it may not follow."""

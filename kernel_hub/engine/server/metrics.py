@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from .worker import Worker
@@ -21,21 +21,18 @@ class Metrics:
     def __init__(self, worker: Worker) -> None:
         self.num_open = 0
         self._worker = worker
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
         self._requests = Counter("kernel_hub_requests", "Requests by route and status.",
-                                 ["route", "status"], registry=self._registry)  # fmt: skip
+                                 ["route", "status"], registry=self.registry)  # fmt: skip
         self._seconds = Histogram("kernel_hub_request_seconds", "From the head of a request to the "
                                   "end of its answer.", ["route"], buckets=SECONDS,
-                                  registry=self._registry)  # fmt: skip
+                                  registry=self.registry)  # fmt: skip
 
     def count(self, route: str, status: int, since: float) -> None:
         """One answered; `status` 499 where the client went away."""
         self._requests.labels(route, str(status)).inc()
         self._seconds.labels(route).observe(time.monotonic() - since)
-
-    def text(self) -> bytes:
-        return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
         """The engine's numbers after its last step."""

@@ -20,7 +20,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, service: Service, ready: Callable[[Server], None]) -> None:
         config = uvicorn.Config(
-            service.app(), http="h11", ws="none", lifespan="on", log_level="warning",
+            service, http="h11", ws="none", lifespan="on", log_level="warning",
             access_log=False, server_header=False, timeout_graceful_shutdown=CLOSE_S,
             timeout_keep_alive=65,
         )  # fmt: skip

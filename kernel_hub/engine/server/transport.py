@@ -53,22 +53,23 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Any]) -> Any:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events of `pieces`; an error on the way is the last of them."""
+    """Server-sent events, until the client is gone; their generator ends with it."""
 
-    def __init__(self, pieces: AsyncGenerator[dict[str, Any], None]) -> None:
-        super().__init__(self._events(pieces), media_type="text/event-stream")
+    media_type = "text/event-stream"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with contextlib.suppress(ClientDisconnect):
             async with contextlib.aclosing(self.body_iterator):
                 await unless_gone(receive, self.stream_response(send))
 
-    async def _events(self, pieces: AsyncGenerator[dict[str, Any], None]) -> Any:
-        last = "data: [DONE]\n\n"
-        async with contextlib.aclosing(pieces):
-            try:
-                async for piece in pieces:
-                    yield f"data: {json.dumps(piece, separators=(',', ':'))}\n\n"
-            except ApiError as error:
-                last = f"data: {json.dumps(error.body)}\n\n"
-        yield last
+
+async def events(pieces: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[str, None]:
+    """What is sent of `pieces`; an error on the way is the last of it."""
+    last = "[DONE]"
+    async with contextlib.aclosing(pieces):
+        try:
+            async for piece in pieces:
+                yield f"data: {json.dumps(piece, separators=(',', ':'))}\n\n"
+        except ApiError as error:
+            last = json.dumps(error.body)
+    yield f"data: {last}\n\n"

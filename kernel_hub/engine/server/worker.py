@@ -12,13 +12,13 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from ...errors import PromptTooLongError, RequestError
+from ...errors import RequestError
 from ..requests import Delta, Request
 from .refusals import ApiError
 
 logger = logging.getLogger(__name__)
 MOST_FAILURES = 3  # steps in a row, after which the engine is given up
-Said = Delta | ApiError | None  # None: the engine has taken the requests
+Said = Delta | ApiError | RequestError | None  # None: the engine has taken the requests
 
 
 class Worker:
@@ -66,7 +66,7 @@ class Worker:
     async def deltas(self, requests: Sequence[Request]) -> AsyncGenerator[Delta | None, None]:
         """None once the engine has taken all, then deltas until all have ended; closed, aborts.
 
-        Raises ApiError where the engine refuses one, fails, or is stopped.
+        Raises RequestError where the engine refuses one, ApiError where it fails or is stopped.
         """
         answers: asyncio.Queue[Said] = asyncio.Queue()
         self._answers.update((one.id, answers) for one in requests)
@@ -77,7 +77,7 @@ class Worker:
                 raise ApiError(500, self._dead, code="engine_error")
             while num_left:
                 said = await answers.get()
-                if isinstance(said, ApiError):
+                if isinstance(said, Exception):
                     raise said
                 if said and said.finish_reason in ("error", "abort"):
                     why = said.error or "the engine gave the request up"
@@ -99,16 +99,12 @@ class Worker:
             if self.ill:
                 self.end_all(self.ill)
 
-    def _die(self, why: str) -> None:
-        self._dead = why
-        self.end_all(why)
-
     def _deliver(self, said: Iterable[tuple[str, Said]], stats: dict[str, Any]) -> None:
         self.stats = stats
         for name, one in said:
             if answers := self._answers.get(name):
                 answers.put_nowait(one)
-                if one and not isinstance(one, ApiError) and one.finish_reason:
+                if isinstance(one, Delta) and one.finish_reason:
                     del self._answers[name]
 
     # What follows runs on the engine's thread.
@@ -122,23 +118,18 @@ class Worker:
 
     def _run(self) -> None:
         try:
-            while self._took_what_was_asked():
+            while True:
+                while not self._engine.has_work or not self._asked.empty():
+                    if self._asked.empty():
+                        self._tell()  # before it waits
+                    if (ask := self._asked.get()) is None:
+                        return self._abort(list(self._held))
+                    ask()
                 self._step()
         except Exception as error:
             logger.exception("the engine's thread ends")
-            self._call(self._die, f"the engine is given up: {failed(error)}")
-
-    def _took_what_was_asked(self) -> bool:
-        """Waits for it where there is nothing to step. False: the end."""
-        while not self._engine.has_work or not self._asked.empty():
-            if self._asked.empty():
-                self._tell()
-            ask = self._asked.get()
-            if ask is None:
-                self._abort(list(self._held))
-                return False
-            ask()
-        return True
+            self._dead = f"the engine is given up: {failed(error)}"
+            self._call(self.end_all, self._dead)
 
     def _submit(self, requests: Sequence[Request]) -> None:
         said: Said = None
@@ -147,7 +138,7 @@ class Worker:
                 self._held.add(one.id)
                 self._engine.submit(one)
         except RequestError as error:
-            said = refused(error)
+            said = error
         except Exception as error:
             logger.exception("the engine failed to take a request")
             said = failed(error)
@@ -176,13 +167,6 @@ class Worker:
         finally:
             self._stepping_since = float("inf")
         self._tell(said)
-
-
-def refused(error: RequestError) -> ApiError:
-    """What the engine says of a request that it does not take."""
-    is_long = isinstance(error, PromptTooLongError)
-    code = "context_length_exceeded" if is_long else "invalid_value"
-    return ApiError(400, str(error), error.argument, code)
 
 
 def failed(error: Exception) -> ApiError:

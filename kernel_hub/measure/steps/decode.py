@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from ...engine import model, runner
+from ... import ops
 from ...engine.engine import Engine
+from ...engine.model import Model
 from ...engine.requests import Request, SamplingParams
 from ...errors import RequestError
 from ..demo import roofs
@@ -27,7 +28,7 @@ from ..timing import GraphTimer
 _OPS = (
     "append_kv", "decode_attention", "embedding", "flash_attention", "gated_linear", "gelu_and_mul",
     "grouped_linear", "linear", "moe_combine", "moe_permute", "moe_route", "qkv_linear", "rms_norm",
-    "silu_and_mul", "swiglu_linear",
+    "sample", "silu_and_mul",
 )  # fmt: skip
 _STEPS = 12  # real ones, timed as they are
 _PARAMS = SamplingParams(temperature=0.8, top_p=0.95, ignore_eos=True)
@@ -140,21 +141,20 @@ def _answering(engine: Engine, count: int) -> None:
 def _recorded() -> Iterator[list[OpCall]]:
     """The calls of ops that models and draws make meanwhile."""
     calls: list[OpCall] = []
-    real = [(model, name, getattr(model, name)) for name in _OPS]
-    real.append((runner, "sample", runner.sample))
+    real = {name: getattr(ops, name) for name in _OPS}
 
     def recorded(name: str, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         out = op(*args, **kwargs)
         calls.append(_call(name, partial(op, *args, **kwargs), args, kwargs, out))
         return out
 
-    for module, name, op in real:
-        setattr(module, name, partial(recorded, name, op))
+    for name, op in real.items():
+        setattr(ops, name, partial(recorded, name, op))
     try:
         yield calls
     finally:
-        for module, name, op in real:
-            setattr(module, name, op)
+        for name, op in real.items():
+            setattr(ops, name, op)
 
 
 def _call(
@@ -168,9 +168,9 @@ def _call(
     tensors = {(x.data_ptr(), x.shape): x for x in whole if isinstance(x, torch.Tensor)}
     num_bytes, num_flops, first = float(sum(x.nbytes for x in tensors.values())), 0.0, args[0]
     shape = " x ".join(map(str, outs[0].shape))
-    if op in ("linear", "swiglu_linear", "gated_linear", "qkv_linear"):
+    if op in ("linear", "gated_linear", "qkv_linear"):
         num_flops = 2.0 * first.shape[0] * args[1].numel()
-        shape = f"{first.shape[0]} x {first.shape[1]} by {args[1].shape[0]}"
+        shape = f"{first.shape[0]} x {first.shape[-1]} by {args[1].shape[0]}"
     if op in ("qkv_linear", "append_kv"):
         cache = kwargs["k_cache"] if op == "qkv_linear" else args[2]
         num_bytes += 2 * first.shape[0] * cache[0, 0].nbytes
@@ -191,7 +191,7 @@ def _call(
 
 
 def _timed(
-    calls: list[OpCall], wall_us: float, num_sequences: int, own: model.Model, rounds: int
+    calls: list[OpCall], wall_us: float, num_sequences: int, own: Model, rounds: int
 ) -> DecodeStep:
     """Each kind of call alone: by graphs over all of its layers, on the CPU one after the other."""
     groups: dict[tuple[str, str], list[OpCall]] = {}

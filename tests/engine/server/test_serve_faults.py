@@ -237,6 +237,15 @@ def test_no_fault_of_the_engine_is_a_hang(what: str, monkeypatch: pytest.MonkeyP
             here.openai().completions.create(**LONG)
 
 
+def test_a_fault_of_the_server_itself_is_said_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    with served() as here:
+        monkeypatch.setattr(here.engine, "encode", lambda text: 1 / 0)
+        with pytest.raises(openai.InternalServerError, match="failed: ZeroDivisionError"):
+            here.openai().completions.create(**LONG)
+        counted = 'kernel_hub_requests_total{route="/v1/completions",status="500"} 1.0'
+        here.until(lambda: counted in here.client().get("/metrics").text, "it is counted")
+
+
 def test_a_step_that_does_not_end_is_no_hang() -> None:
     engine, goes_on = ByteEngine(), threading.Event()
     with served(engine, step_s=0.5) as here:
