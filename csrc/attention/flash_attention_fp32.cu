@@ -190,44 +190,11 @@ __device__ __forceinline__ void flash_attention_fp32(const AttentionParams<float
     }
 }
 
-// clang-format off: it would give each of the parameters a line.
-#define EXPORT_FLASH_ATTENTION_FP32(NAME, MIN_BLOCKS)                                              \
-    DESCRIBED(NAME, "x: blocks of block_m queries of every head", (facts_of_fp32(MIN_BLOCKS)),     \
-    extern "C" __global__ void __launch_bounds__(kFp32Warps * 32, MIN_BLOCKS) NAME(                \
-        float* out, float* lse, int* flag, const float* q, const float* k, const float* v,         \
-        const int* cu_seqlens_q, const int* cu_seqlens_k, const int* cache_seqlens,                \
-        const int* block_table, const float* alibi_slopes, const void* sinks,                      \
-        int64_t out_batch_stride, int64_t out_token_stride, int64_t out_head_stride,               \
-        int64_t lse_batch_stride, int64_t lse_head_stride, int64_t q_batch_stride,                 \
-        int64_t q_token_stride, int64_t q_head_stride, int64_t k_batch_stride,                     \
-        int64_t k_token_stride, int64_t k_head_stride, int64_t v_batch_stride,                     \
-        int64_t v_token_stride, int64_t v_head_stride, int64_t block_table_stride,                 \
-        int64_t alibi_batch_stride, int num_batch_heads, int heads_per_group, int num_row_blocks,  \
-        int num_heads, int num_kv_heads, int head_dim, int seqlen_q, int seqlen_k, int page_size,  \
-        int window_left, int window_right, int is_aligned, int total_q, int total_k,               \
-        int num_pages, int sink_type, int head_dim_v, float softmax_scale_log2,                    \
-        float softcap_log2) {                                                                      \
-        flash_attention_fp32(                                                                      \
-            {.out = out, .lse = lse, .flag = flag, .q = q, .k = k, .v = v,                         \
-             .cu_seqlens_q = cu_seqlens_q, .cu_seqlens_k = cu_seqlens_k,                           \
-             .cache_seqlens = cache_seqlens, .block_table = block_table,                           \
-             .alibi_slopes = alibi_slopes, .sinks = sinks, .sink_type = sink_type,                 \
-             .out_strides = {out_batch_stride, out_token_stride, out_head_stride},                 \
-             .q_strides = {q_batch_stride, q_token_stride, q_head_stride},                         \
-             .k_strides = {k_batch_stride, k_token_stride, k_head_stride},                         \
-             .v_strides = {v_batch_stride, v_token_stride, v_head_stride},                         \
-             .lse_batch_stride = lse_batch_stride, .lse_head_stride = lse_head_stride,             \
-             .block_table_stride = block_table_stride, .alibi_batch_stride = alibi_batch_stride,   \
-             .num_batch_heads = num_batch_heads, .heads_per_group = heads_per_group,               \
-             .num_row_blocks = num_row_blocks, .num_heads = num_heads,                             \
-             .num_kv_heads = num_kv_heads, .head_dim = head_dim, .head_dim_v = head_dim_v,         \
-             .seqlen_q = seqlen_q, .seqlen_k = seqlen_k, .total_q = total_q, .total_k = total_k,   \
-             .num_pages = num_pages, .page_size = page_size, .window_left = window_left,           \
-             .window_right = window_right,                                                         \
-             .is_aligned = is_aligned, .softmax_scale_log2 = softmax_scale_log2,                   \
-             .softcap_log2 = softcap_log2});                                                       \
-    })
-// clang-format on
+#define EXPORT_FLASH_ATTENTION_FP32(NAME, MIN_BLOCKS)                                    \
+    DESCRIBED(                                                                           \
+        NAME, "x: blocks of block_m queries of every head", (facts_of_fp32(MIN_BLOCKS)), \
+        extern "C" __global__ void __launch_bounds__(kFp32Warps * 32, MIN_BLOCKS) NAME(  \
+            FORWARD_PARAMS(float)) { flash_attention_fp32({FORWARD_ARGUMENTS}); })
 
 EXPORT_FLASH_ATTENTION_FP32(flash_attention_fp32_hdim128, 2)
 

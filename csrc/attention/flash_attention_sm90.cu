@@ -42,63 +42,21 @@
 
 namespace kernel_hub::attention::sm90 {
 
-#define EXPORT_BODY(DTYPE, T, NAME, HEAD_DIM, HEAD_DIM_V, VARIANT, MASK, CONSUMERS, BLOCK_N)    \
-    DESCRIBED(                                                                                  \
-        flash_attention_sm90_##DTYPE##_##NAME##_##VARIANT,                                      \
-        "x: as many blocks as multiprocessors, or as tiles of block_m queries",                 \
-        (facts_of<Config<T, HEAD_DIM, CONSUMERS, BLOCK_N, Mask::MASK, false, HEAD_DIM_V>>()),   \
-        extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)                  \
-        flash_attention_sm90_##DTYPE##_##NAME##_##VARIANT(                                      \
-            T* out, float* lse, int* flag, const __grid_constant__ CUtensorMap q,               \
-            const __grid_constant__ CUtensorMap k, const __grid_constant__ CUtensorMap v,       \
-            const int* cu_seqlens_q, const int* cu_seqlens_k, const int* cache_seqlens,         \
-            const int* block_table, const void* sinks, int* tile_counter,                       \
-            int64_t out_batch_stride, int64_t out_token_stride, int64_t out_head_stride,        \
-            int64_t lse_batch_stride, int64_t lse_head_stride, int64_t block_table_stride,      \
-            int batch_size, int num_heads, int num_kv_heads, int head_dim_v, int seqlen_q,      \
-            int seqlen_k, int total_q, int total_k, int num_pages, int page_size, int box_rows, \
-            int window_left, int window_right, int heads_per_group, int has_foreign_rows,       \
-            int sink_type, float scale_log2, float cap_scale_log2, float small_score,           \
-            float tanh_1, float tanh_3, float tanh_5, float tanh_7, float tanh_9) {             \
-            using C = Config<T, HEAD_DIM, CONSUMERS, BLOCK_N, Mask::MASK, false, HEAD_DIM_V>;   \
-            flash_attention_sm90<C>({.out = out,                                                \
-                                     .lse = lse,                                                \
-                                     .flag = flag,                                              \
-                                     .q = &q,                                                   \
-                                     .k = &k,                                                   \
-                                     .v = &v,                                                   \
-                                     .cu_seqlens_q = cu_seqlens_q,                              \
-                                     .cu_seqlens_k = cu_seqlens_k,                              \
-                                     .cache_seqlens = cache_seqlens,                            \
-                                     .block_table = block_table,                                \
-                                     .sinks = sinks,                                            \
-                                     .tile_counter = tile_counter,                              \
-                                     .out_batch_stride = out_batch_stride,                      \
-                                     .out_token_stride = out_token_stride,                      \
-                                     .out_head_stride = out_head_stride,                        \
-                                     .lse_batch_stride = lse_batch_stride,                      \
-                                     .lse_head_stride = lse_head_stride,                        \
-                                     .block_table_stride = block_table_stride,                  \
-                                     .batch_size = batch_size,                                  \
-                                     .num_heads = num_heads,                                    \
-                                     .num_kv_heads = num_kv_heads,                              \
-                                     .head_dim_v = head_dim_v,                                  \
-                                     .seqlen_q = seqlen_q,                                      \
-                                     .seqlen_k = seqlen_k,                                      \
-                                     .total_q = total_q,                                        \
-                                     .total_k = total_k,                                        \
-                                     .num_pages = num_pages,                                    \
-                                     .page_size = page_size,                                    \
-                                     .box_rows = box_rows,                                      \
-                                     .window_left = window_left,                                \
-                                     .window_right = window_right,                              \
-                                     .heads_per_group = heads_per_group,                        \
-                                     .has_foreign_rows = has_foreign_rows,                      \
-                                     .sink_type = sink_type,                                    \
-                                     .scale_log2 = scale_log2,                                  \
-                                     .cap_scale_log2 = cap_scale_log2,                          \
-                                     .small_score = small_score,                                \
-                                     .tanh_terms = {tanh_1, tanh_3, tanh_5, tanh_7, tanh_9}});  \
+#define EXPORT_BODY(DTYPE, T, NAME, HEAD_DIM, HEAD_DIM_V, VARIANT, MASK, CONSUMERS, BLOCK_N)     \
+    DESCRIBED(                                                                                   \
+        flash_attention_sm90_##DTYPE##_##NAME##_##VARIANT,                                       \
+        "x: as many blocks as multiprocessors, or as tiles of block_m queries",                  \
+        (facts_of<Config<T, HEAD_DIM, CONSUMERS, BLOCK_N, Mask::MASK, false, HEAD_DIM_V>>()),    \
+        extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)                   \
+        flash_attention_sm90_##DTYPE##_##NAME##_##VARIANT(                                       \
+            T* out, float* lse, int* flag, ATTENTION_INPUTS, int* tile_counter, ATTENTION_SHAPE, \
+            int num_pages, int page_size, int box_rows, int window_left, int window_right,       \
+            int heads_per_group, ATTENTION_SCORES) {                                             \
+            using C = Config<T, HEAD_DIM, CONSUMERS, BLOCK_N, Mask::MASK, false, HEAD_DIM_V>;    \
+            flash_attention_sm90<C>({ATTENTION_INPUT_ARGUMENTS, .tile_counter = tile_counter,    \
+                                     ATTENTION_SHAPE_ARGUMENTS,                                  \
+                                     .heads_per_group = heads_per_group,                         \
+                                     ATTENTION_SCORE_ARGUMENTS});                                \
         })
 
 #define EXPORT_FLASH_ATTENTION(DTYPE, T, HEAD_DIM, VARIANT, MASK, CONSUMERS, BLOCK_N) \

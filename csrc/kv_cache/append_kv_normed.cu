@@ -240,74 +240,49 @@ __device__ __forceinline__ void append_normed(const NormedArgs<T>& args) {
     }
 }
 
-#define EXPORT_APPEND_KV_NORMED(NAME, T, VARIANT, WIDTH)                                           \
-    DESCRIBED(                                                                                     \
-        append_kv_normed_##NAME##_##VARIANT, "x: tokens in steps of blockDim.z",                   \
-        (.shared_bytes = 0),                                                                       \
-        extern "C" __global__ void __launch_bounds__(256, 2) append_kv_normed_##NAME##_##VARIANT(  \
-            T* out_q, T* out_k, void* k_cache, void* v_cache, int* flag, const T* q, const T* k,   \
-            const T* v, const void* cos, const void* sin, const void* positions,                   \
-            const int* cache_seqlens, const void* slot_mapping, const int* block_table,            \
-            const int* cu_seqlens, const float* k_scale, const float* v_scale,                     \
-            const void* q_norm_weight, const void* k_norm_weight, int64_t out_q_batch_stride,      \
-            int64_t out_q_token_stride, int64_t out_q_head_stride, int64_t out_k_batch_stride,     \
-            int64_t out_k_token_stride, int64_t out_k_head_stride, int64_t k_cache_page_stride,    \
-            int64_t k_cache_row_stride, int64_t k_cache_head_stride, int64_t v_cache_page_stride,  \
-            int64_t v_cache_row_stride, int64_t v_cache_head_stride, int64_t q_batch_stride,       \
-            int64_t q_token_stride, int64_t q_head_stride, int64_t k_batch_stride,                 \
-            int64_t k_token_stride, int64_t k_head_stride, int64_t v_batch_stride,                 \
-            int64_t v_token_stride, int64_t v_head_stride, int64_t table_stride,                   \
-            int64_t block_table_stride, int num_tokens, int seqlen, int batch_size, int num_heads, \
-            int num_kv_heads, int head_dim, int rotary_dim, int max_position, int num_pages,       \
-            int page_size, int max_pages, int positions_bytes, int slot_bytes, int q_threads,      \
-            int num_rounds, int is_interleaved, int is_table32, int is_weight32, int is_e4m3,      \
-            float eps, float weight_offset) {                                                      \
-            append_normed<T, WIDTH>(                                                               \
-                {.out_q = {out_q, out_q_batch_stride, out_q_token_stride, out_q_head_stride},      \
-                 .out_k = {out_k, out_k_batch_stride, out_k_token_stride, out_k_head_stride},      \
-                 .k_cache = {k_cache, k_cache_page_stride, k_cache_row_stride,                     \
-                             k_cache_head_stride},                                                 \
-                 .v_cache = {v_cache, v_cache_page_stride, v_cache_row_stride,                     \
-                             v_cache_head_stride},                                                 \
-                 .q = {q, q_batch_stride, q_token_stride, q_head_stride},                          \
-                 .k = {k, k_batch_stride, k_token_stride, k_head_stride},                          \
-                 .v = {v, v_batch_stride, v_token_stride, v_head_stride},                          \
-                 .cos = cos,                                                                       \
-                 .sin = sin,                                                                       \
-                 .k_scale = k_scale,                                                               \
-                 .v_scale = v_scale,                                                               \
-                 .q_norm_weight = q_norm_weight,                                                   \
-                 .k_norm_weight = k_norm_weight,                                                   \
-                 .routing = {.positions = positions,                                               \
-                             .cache_seqlens = cache_seqlens,                                       \
-                             .slot_mapping = slot_mapping,                                         \
-                             .block_table = block_table,                                           \
-                             .cu_seqlens = cu_seqlens,                                             \
-                             .block_table_stride = block_table_stride,                             \
-                             .batch_size = batch_size,                                             \
-                             .num_tokens = num_tokens,                                             \
-                             .num_pages = num_pages,                                               \
-                             .page_size = page_size,                                               \
-                             .max_pages = max_pages,                                               \
-                             .positions_bytes = positions_bytes,                                   \
-                             .slot_bytes = slot_bytes,                                             \
-                             .flag = flag},                                                        \
-                 .table_stride = table_stride,                                                     \
-                 .num_tokens = num_tokens,                                                         \
-                 .seqlen = seqlen,                                                                 \
-                 .num_heads = num_heads,                                                           \
-                 .num_kv_heads = num_kv_heads,                                                     \
-                 .head_dim = head_dim,                                                             \
-                 .rotary_dim = rotary_dim,                                                         \
-                 .max_position = max_position,                                                     \
-                 .q_threads = q_threads,                                                           \
-                 .num_rounds = num_rounds,                                                         \
-                 .is_interleaved = is_interleaved,                                                 \
-                 .is_table32 = is_table32,                                                         \
-                 .is_weight32 = is_weight32,                                                       \
-                 .is_e4m3 = is_e4m3,                                                               \
-                 .eps = eps,                                                                       \
-                 .weight_offset = weight_offset});                                                 \
+#define EXPORT_APPEND_KV_NORMED(NAME, T, VARIANT, WIDTH)                                          \
+    DESCRIBED(                                                                                    \
+        append_kv_normed_##NAME##_##VARIANT, "x: tokens in steps of blockDim.z",                  \
+        (.shared_bytes = 0),                                                                      \
+        extern "C" __global__ void __launch_bounds__(256, 2) append_kv_normed_##NAME##_##VARIANT( \
+            T* out_q, T* out_k, void* k_cache, void* v_cache, int* flag, const T* q, const T* k,  \
+            const T* v, const void* cos, const void* sin, ROUTING_TABLES, const float* k_scale,   \
+            const float* v_scale, const void* q_norm_weight, const void* k_norm_weight,           \
+            APPEND_LAYOUT, int num_rounds, int is_interleaved, int is_table32, int is_weight32,   \
+            int is_e4m3, float eps, float weight_offset) {                                        \
+            append_normed<T, WIDTH>(                                                              \
+                {.out_q = {out_q, out_q_batch_stride, out_q_token_stride, out_q_head_stride},     \
+                 .out_k = {out_k, out_k_batch_stride, out_k_token_stride, out_k_head_stride},     \
+                 .k_cache = {k_cache, k_cache_page_stride, k_cache_row_stride,                    \
+                             k_cache_head_stride},                                                \
+                 .v_cache = {v_cache, v_cache_page_stride, v_cache_row_stride,                    \
+                             v_cache_head_stride},                                                \
+                 .q = {q, q_batch_stride, q_token_stride, q_head_stride},                         \
+                 .k = {k, k_batch_stride, k_token_stride, k_head_stride},                         \
+                 .v = {v, v_batch_stride, v_token_stride, v_head_stride},                         \
+                 .cos = cos,                                                                      \
+                 .sin = sin,                                                                      \
+                 .k_scale = k_scale,                                                              \
+                 .v_scale = v_scale,                                                              \
+                 .q_norm_weight = q_norm_weight,                                                  \
+                 .k_norm_weight = k_norm_weight,                                                  \
+                 .routing = {ROUTING_ARGUMENTS(num_tokens)},                                      \
+                 .table_stride = table_stride,                                                    \
+                 .num_tokens = num_tokens,                                                        \
+                 .seqlen = seqlen,                                                                \
+                 .num_heads = num_heads,                                                          \
+                 .num_kv_heads = num_kv_heads,                                                    \
+                 .head_dim = head_dim,                                                            \
+                 .rotary_dim = rotary_dim,                                                        \
+                 .max_position = max_position,                                                    \
+                 .q_threads = q_threads,                                                          \
+                 .num_rounds = num_rounds,                                                        \
+                 .is_interleaved = is_interleaved,                                                \
+                 .is_table32 = is_table32,                                                        \
+                 .is_weight32 = is_weight32,                                                      \
+                 .is_e4m3 = is_e4m3,                                                              \
+                 .eps = eps,                                                                      \
+                 .weight_offset = weight_offset});                                                \
         })
 
 #define EXPORT_APPEND_KV_NORMED_VARIANTS(NAME, T)       \

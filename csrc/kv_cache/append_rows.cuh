@@ -17,4 +17,19 @@ struct Rows {
     }
 };
 
+// What appends are told of their rows and of where these go, as parameters of a kernel.
+// clang-format off: it would give each of them a line.
+#define APPEND_LAYOUT                                                                              \
+    int64_t out_q_batch_stride, int64_t out_q_token_stride, int64_t out_q_head_stride,             \
+    int64_t out_k_batch_stride, int64_t out_k_token_stride, int64_t out_k_head_stride,             \
+    int64_t k_cache_page_stride, int64_t k_cache_row_stride, int64_t k_cache_head_stride,          \
+    int64_t v_cache_page_stride, int64_t v_cache_row_stride, int64_t v_cache_head_stride,          \
+    int64_t q_batch_stride, int64_t q_token_stride, int64_t q_head_stride, int64_t k_batch_stride, \
+    int64_t k_token_stride, int64_t k_head_stride, int64_t v_batch_stride, int64_t v_token_stride, \
+    int64_t v_head_stride, int64_t table_stride, int64_t block_table_stride, int num_tokens,       \
+    int seqlen, int batch_size, int num_heads, int num_kv_heads, int head_dim, int rotary_dim,     \
+    int max_position, int num_pages, int page_size, int max_pages, int positions_bytes,            \
+    int slot_bytes, int q_threads
+// clang-format on
+
 }  // namespace kernel_hub::kv_cache

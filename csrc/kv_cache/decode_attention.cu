@@ -231,148 +231,22 @@ __device__ __forceinline__ void attend(const Args& args, const Segment& segment,
 
 template <typename Config, typename Args>
 __device__ __forceinline__ void decode_attention(const Args& args) {
-    // NOTE: in this order: what may start next reads cache_seqlens before it waits.
-    wait_for_launch_before();
-    allow_next_launch();
-    uint8_t* shared = dynamic_shared();
-    const Work work = args.template work<Config>();
-    const Place place = find_place<false>(work, blockIdx.x);
-    if (place.batch_idx < 0) {
-        return;
-    }
-    const int row_blocks = (args.rows() + Config::kRows - 1) / Config::kRows;
-    const Extent extent = work.extent_of(place.batch_idx);
-    const bool has_no_angle = args.cos != nullptr && extent.length > args.max_position;
-    report_if(args.flag, (extent.is_outside || has_no_angle) && threadIdx.x == 0, kLengthsOutside);
-    const int count = extent.num_units / place.num_splits;
-    const int rest = extent.num_units % place.num_splits;
-    Segment segment;
-    segment.batch_idx = place.batch_idx;
-    segment.kv_head = place.item / row_blocks;
-    segment.row_block = place.item % row_blocks;
-    segment.first_unit = extent.first_unit + place.split * count + min(place.split, rest);
-    segment.num_units = count + (place.split < rest ? 1 : 0);
-    segment.is_whole = place.num_splits == 1;
-    attend<Config>(args, segment, extent, shared);
+    for_segment<Config>(args, [&](const Segment& segment, const Extent& extent) {
+        attend<Config>(args, segment, extent, dynamic_shared());
+    });
 }
 
-#define EXPORT_DECODE_ATTENTION(DTYPE, T, CACHE, HEAD_DIM, FLAGS, TILE, SLOTS, ROW_TILES,          \
-                                MIN_BLOCKS)                                                        \
-    DESCRIBED(                                                                                     \
-        decode_attention_##DTYPE##_hdim##HEAD_DIM##FLAGS,                                          \
-        "x: parts of (sequence, kv head, block_m rows) as num_splits and parallel cut them",       \
-        (facts_of<DecodeConfig<T, CACHE, HEAD_DIM, TILE, SLOTS, ROW_TILES>>(MIN_BLOCKS)),          \
-        extern "C" __global__ void                                                                 \
-        __launch_bounds__(128, MIN_BLOCKS) decode_attention_##DTYPE##_hdim##HEAD_DIM##FLAGS(       \
-            T* out, float* lse, float* partial_out, float* partial_lse, int* flag, CACHE* k_cache, \
-            CACHE* v_cache, const T* q, const T* k, const T* v, const int* cache_seqlens,          \
-            const int* block_table, const void* cos, const void* sin, const T* qkv_bias,           \
-            const float* k_scale, const float* v_scale, const float* alibi_slopes,                 \
-            const void* sinks, int64_t out_batch_stride, int64_t out_token_stride,                 \
-            int64_t out_head_stride, int64_t q_batch_stride, int64_t q_token_stride,               \
-            int64_t q_head_stride, int64_t k_batch_stride, int64_t k_token_stride,                 \
-            int64_t k_head_stride, int64_t v_batch_stride, int64_t v_token_stride,                 \
-            int64_t v_head_stride, int64_t k_cache_page_stride, int64_t k_cache_token_stride,      \
-            int64_t k_cache_head_stride, int64_t v_cache_page_stride,                              \
-            int64_t v_cache_token_stride, int64_t v_cache_head_stride, int64_t block_table_stride, \
-            int64_t table_stride, int64_t alibi_batch_stride, int batch_size, int seqlen_q,        \
-            int num_heads, int num_kv_heads, int head_dim, int num_pages, int page_size,           \
-            int max_tokens, int rotary_dim, int max_position, int table_bytes, int is_interleaved, \
-            int is_vectorised, int num_splits, int parallel, int fine_units, int num_sms,          \
-            int window_left, int sink_type, float softmax_scale, float softcap) {                  \
-            using Config = DecodeConfig<T, CACHE, HEAD_DIM, TILE, SLOTS, ROW_TILES>;               \
-            const DecodeArgs<T, CACHE> args = {.out = out,                                         \
-                                               .lse = lse,                                         \
-                                               .partial_out = partial_out,                         \
-                                               .partial_lse = partial_lse,                         \
-                                               .flag = flag,                                       \
-                                               .k_cache = k_cache,                                 \
-                                               .v_cache = v_cache,                                 \
-                                               .q = q,                                             \
-                                               .k = k,                                             \
-                                               .v = v,                                             \
-                                               .cache_seqlens = cache_seqlens,                     \
-                                               .block_table = block_table,                         \
-                                               .cos = cos,                                         \
-                                               .sin = sin,                                         \
-                                               .qkv_bias = qkv_bias,                               \
-                                               .k_scale = k_scale,                                 \
-                                               .v_scale = v_scale,                                 \
-                                               .alibi_slopes = alibi_slopes,                       \
-                                               .sinks = sinks,                                     \
-                                               .out_batch_stride = out_batch_stride,               \
-                                               .out_token_stride = out_token_stride,               \
-                                               .out_head_stride = out_head_stride,                 \
-                                               .q_batch_stride = q_batch_stride,                   \
-                                               .q_token_stride = q_token_stride,                   \
-                                               .q_head_stride = q_head_stride,                     \
-                                               .k_batch_stride = k_batch_stride,                   \
-                                               .k_token_stride = k_token_stride,                   \
-                                               .k_head_stride = k_head_stride,                     \
-                                               .v_batch_stride = v_batch_stride,                   \
-                                               .v_token_stride = v_token_stride,                   \
-                                               .v_head_stride = v_head_stride,                     \
-                                               .k_cache_page_stride = k_cache_page_stride,         \
-                                               .k_cache_token_stride = k_cache_token_stride,       \
-                                               .k_cache_head_stride = k_cache_head_stride,         \
-                                               .v_cache_page_stride = v_cache_page_stride,         \
-                                               .v_cache_token_stride = v_cache_token_stride,       \
-                                               .v_cache_head_stride = v_cache_head_stride,         \
-                                               .block_table_stride = block_table_stride,           \
-                                               .table_stride = table_stride,                       \
-                                               .alibi_batch_stride = alibi_batch_stride,           \
-                                               .batch_size = batch_size,                           \
-                                               .seqlen_q = seqlen_q,                               \
-                                               .num_heads = num_heads,                             \
-                                               .num_kv_heads = num_kv_heads,                       \
-                                               .head_dim = head_dim,                               \
-                                               .num_pages = num_pages,                             \
-                                               .page_size = page_size,                             \
-                                               .max_tokens = max_tokens,                           \
-                                               .rotary_dim = rotary_dim,                           \
-                                               .max_position = max_position,                       \
-                                               .table_bytes = table_bytes,                         \
-                                               .is_interleaved = is_interleaved,                   \
-                                               .is_vectorised = is_vectorised,                     \
-                                               .num_splits = num_splits,                           \
-                                               .parallel = parallel,                               \
-                                               .fine_units = fine_units,                           \
-                                               .num_sms = num_sms,                                 \
-                                               .window_left = window_left,                         \
-                                               .sink_type = sink_type,                             \
-                                               .softmax_scale = softmax_scale,                     \
-                                               .softcap = softcap};                                \
-            decode_attention<Config>(args);                                                        \
-        })
-
-#define EXPORT_MERGE(DTYPE, T)                                                                 \
-    DESCRIBED(                                                                                 \
-        decode_attention_##DTYPE##_merge,                                                      \
-        "x: items in more than one part, y: their rows and blocks of 128 columns",             \
-        (.threads = 128, .shared_bytes = 0, .blocks_per_sm = 8, .warps = 4),                   \
-        extern "C" __global__ void __launch_bounds__(128, 8) decode_attention_##DTYPE##_merge( \
-            T* out, float* lse, const float* partial_out, const float* partial_lse,            \
-            const int* cache_seqlens, const void* sinks, int64_t out_batch_stride,             \
-            int64_t out_token_stride, int64_t out_head_stride, int batch_size, int seqlen_q,   \
-            int num_new, int max_tokens, int window_left, int unit, int items, int num_splits, \
-            int parallel, int fine_units, int num_sms, int num_heads, int num_kv_heads,        \
-            int head_dim, int block_rows, int sink_type) {                                     \
-            const Work work = {.cache_seqlens = cache_seqlens,                                 \
-                               .batch_size = batch_size,                                       \
-                               .seqlen_q = seqlen_q,                                           \
-                               .num_new = num_new,                                             \
-                               .max_tokens = max_tokens,                                       \
-                               .window_left = window_left,                                     \
-                               .unit = unit,                                                   \
-                               .items = items,                                                 \
-                               .num_splits = num_splits,                                       \
-                               .parallel = parallel,                                           \
-                               .fine_units = fine_units,                                       \
-                               .num_sms = num_sms};                                            \
-            merge_decode_splits(out, lse, partial_out, partial_lse, work,                      \
-                                {sinks, sink_type, cache_seqlens}, out_batch_stride,           \
-                                out_token_stride, out_head_stride, num_heads, num_kv_heads,    \
-                                head_dim, block_rows);                                         \
+#define EXPORT_DECODE_ATTENTION(DTYPE, T, CACHE, HEAD_DIM, FLAGS, TILE, SLOTS, ROW_TILES,     \
+                                MIN_BLOCKS)                                                   \
+    DESCRIBED(                                                                                \
+        decode_attention_##DTYPE##_hdim##HEAD_DIM##FLAGS,                                     \
+        "x: parts of (sequence, kv head, block_m rows) as num_splits and parallel cut them",  \
+        (facts_of<DecodeConfig<T, CACHE, HEAD_DIM, TILE, SLOTS, ROW_TILES>>(MIN_BLOCKS)),     \
+        extern "C" __global__ void                                                            \
+        __launch_bounds__(128, MIN_BLOCKS) decode_attention_##DTYPE##_hdim##HEAD_DIM##FLAGS(  \
+            DECODE_PARAMS(T, CACHE)) {                                                        \
+            const DecodeArgs<T, CACHE> args = {DECODE_ARGUMENTS};                             \
+            decode_attention<DecodeConfig<T, CACHE, HEAD_DIM, TILE, SLOTS, ROW_TILES>>(args); \
         })
 
 // TILE, SLOTS, ROW_TILES, MIN_BLOCKS: see DecodeConfig.
@@ -387,7 +261,7 @@ __device__ __forceinline__ void decode_attention(const Args& args) {
     EXPORT_DECODE_ATTENTION(DTYPE, T, __nv_fp8_e4m3, 128, _e4m3, 16, 9, 1, 2)        \
     EXPORT_DECODE_ATTENTION(DTYPE, T, __nv_fp8_e4m3, 128, _e4m3_rows32, 16, 9, 2, 2) \
     EXPORT_DECODE_ATTENTION(DTYPE, T, __nv_fp8_e4m3, 256, _e4m3, 16, 5, 1, 2)        \
-    EXPORT_MERGE(DTYPE, T)
+    EXPORT_DECODE_MERGE(DTYPE, T)
 
 // {op}_{dtype}_hdim{head_dim}[_e4m3][_rows32], {op}_{dtype}_merge
 EXPORT_DTYPE(fp16, __half)

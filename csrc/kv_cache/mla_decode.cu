@@ -272,31 +272,7 @@ __device__ __forceinline__ void mla_decode(const LatentArgs<T>& args, const T* k
             int64_t q_token_stride, int64_t q_head_stride, int64_t block_table_stride,            \
             int batch_size, int seqlen_q, int num_heads, int num_pages, int page_size,            \
             int max_tokens, int num_splits, int parallel, int num_workers, float softmax_scale) { \
-            const LatentArgs<T> args = {out,                                                      \
-                                        lse,                                                      \
-                                        partial_out,                                              \
-                                        partial_lse,                                              \
-                                        flag,                                                     \
-                                        q,                                                        \
-                                        cache_seqlens,                                            \
-                                        block_table,                                              \
-                                        out_batch_stride,                                         \
-                                        out_token_stride,                                         \
-                                        out_head_stride,                                          \
-                                        q_batch_stride,                                           \
-                                        q_token_stride,                                           \
-                                        q_head_stride,                                            \
-                                        block_table_stride,                                       \
-                                        batch_size,                                               \
-                                        seqlen_q,                                                 \
-                                        num_heads,                                                \
-                                        num_pages,                                                \
-                                        page_size,                                                \
-                                        max_tokens,                                               \
-                                        num_splits,                                               \
-                                        parallel,                                                 \
-                                        num_workers,                                              \
-                                        softmax_scale};                                           \
+            const LatentArgs<T> args = {LATENT_ARGUMENTS};                                        \
             mla_decode(args, kv_cache, kv_page_stride, kv_token_stride);                          \
         })
 

@@ -26,6 +26,13 @@ __device__ __forceinline__ float silu(float x) {
     return __fdividef(x, 1.0f + exp2_approx(-kLog2e * x));
 }
 
+// first x^n + ... + last, by Horner.
+template <typename... More>
+__device__ __forceinline__ float polynomial(float x, float first, More... more) {
+    ((first = first * x + more), ...);
+    return first;
+}
+
 // The same for results of 16 bits: x Phi(x), Phi as 1/2 and an odd polynomial, held between 0 and 1
 // (minimax). For fp16 absolute error 6e-5, above 0 relative 8e-5; for bf16 2e-4 and 5e-4. 11 and 9
 // instructions, none on the special unit.
@@ -33,26 +40,13 @@ __device__ __forceinline__ float silu(float x) {
 template <typename Out = __half>
 __device__ __forceinline__ float gelu_16(float x) {
     const float square = x * x;
-    float slope;
-    if constexpr (std::is_same_v<Out, __nv_bfloat16>) {
-        slope = 2.27812986e-8f;
-        slope = slope * square - 1.59859462e-6f;
-        slope = slope * square + 4.79553601e-5f;
-        slope = slope * square - 8.14013940e-4f;
-        slope = slope * square + 8.77238251e-3f;
-        slope = slope * square - 6.45731091e-2f;
-        slope = slope * square + 3.97883385e-1f;
-    } else {
-        slope = 3.57265259e-11f;
-        slope = slope * square - 3.75666476e-9f;
-        slope = slope * square + 1.74172641e-7f;
-        slope = slope * square - 4.72644979e-6f;
-        slope = slope * square + 8.43094385e-5f;
-        slope = slope * square - 1.05509139e-3f;
-        slope = slope * square + 9.64335445e-3f;
-        slope = slope * square - 6.60769492e-2f;
-        slope = slope * square + 3.98761898e-1f;
-    }
+    constexpr bool kIsBf16 = std::is_same_v<Out, __nv_bfloat16>;
+    const float slope =
+        kIsBf16 ? polynomial(square, 2.27812986e-8f, -1.59859462e-6f, 4.79553601e-5f,
+                             -8.14013940e-4f, 8.77238251e-3f, -6.45731091e-2f, 3.97883385e-1f)
+                : polynomial(square, 3.57265259e-11f, -3.75666476e-9f, 1.74172641e-7f,
+                             -4.72644979e-6f, 8.43094385e-5f, -1.05509139e-3f, 9.64335445e-3f,
+                             -6.60769492e-2f, 3.98761898e-1f);
     return x * __saturatef(x * slope + 0.5f);
 }
 

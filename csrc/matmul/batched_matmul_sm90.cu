@@ -80,11 +80,7 @@ __device__ __forceinline__ void batched_matmul_sm90(
     DESCRIBED(                                                                                     \
         NAME, "x: as many clusters as run at once, or as there are tiles of block_m x block_n",    \
         (grouped_facts<GroupedConfig<__VA_ARGS__>>()),                                             \
-        extern "C" __global__ void                                                                 \
-        __cluster_dims__(GroupedConfig<__VA_ARGS__>::kClusterSize, 1, 1)                           \
-        __launch_bounds__(GroupedConfig<__VA_ARGS__>::kThreads,                                    \
-                          GroupedConfig<__VA_ARGS__>::kMinBlocks)                                  \
-        NAME(                                                                                      \
+        extern "C" __global__ void GROUPED_BOUNDS(GroupedConfig<__VA_ARGS__>) NAME(                \
             T* out, float* out_fp32, float* partials, int* arrivals,                               \
             const __grid_constant__ CUtensorMap out_map,                                           \
             const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap a_tail, \

@@ -61,22 +61,19 @@ __device__ __forceinline__ void grouped_linear_sm90(
                        out && is_aligned && !bias && activation == kIdentity);
 }
 
-#define EXPORT_GROUPED_LINEAR(NAME, T, ...)                                                        \
-    DESCRIBED(                                                                                     \
-        NAME, "x: as many clusters as run at once, or as there are tiles of block_m x block_n",    \
-        (grouped_facts<GroupedConfig<__VA_ARGS__>>()),                                             \
-        extern "C" __global__ void                                                                 \
-        __cluster_dims__(GroupedConfig<__VA_ARGS__>::kClusterSize, 1, 1)                           \
-        __launch_bounds__(GroupedConfig<__VA_ARGS__>::kThreads,                                    \
-                          GroupedConfig<__VA_ARGS__>::kMinBlocks)                                  \
-        NAME(T* out, float* out_fp32, int* flag, float* partials, int* arrivals,                   \
-             const __grid_constant__ CUtensorMap out_map,                                          \
-             const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map, \
-             const int* offsets, const T* bias, int64_t out_stride, int64_t bias_stride,           \
-             int total_tokens, int n, int k, int num_experts, int activation, int group) {         \
-            grouped_linear_sm90<T, GroupedConfig<__VA_ARGS__>>(                                    \
-                out, out_fp32, flag, partials, arrivals, &out_map, &a_map, &b_map, offsets, bias,  \
-                out_stride, bias_stride, total_tokens, n, k, num_experts, activation, group);      \
+#define EXPORT_GROUPED_LINEAR(NAME, T, ...)                                                       \
+    DESCRIBED(                                                                                    \
+        NAME, "x: as many clusters as run at once, or as there are tiles of block_m x block_n",   \
+        (grouped_facts<GroupedConfig<__VA_ARGS__>>()),                                            \
+        extern "C" __global__ void GROUPED_BOUNDS(GroupedConfig<__VA_ARGS__>) NAME(               \
+            T* out, float* out_fp32, int* flag, float* partials, int* arrivals,                   \
+            const __grid_constant__ CUtensorMap out_map,                                          \
+            const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map, \
+            const int* offsets, const T* bias, int64_t out_stride, int64_t bias_stride,           \
+            int total_tokens, int n, int k, int num_experts, int activation, int group) {         \
+            grouped_linear_sm90<T, GroupedConfig<__VA_ARGS__>>(                                   \
+                out, out_fp32, flag, partials, arrivals, &out_map, &a_map, &b_map, offsets, bias, \
+                out_stride, bias_stride, total_tokens, n, k, num_experts, activation, group);     \
         })
 
 #define EXPORT_BOTH(NAME, ...)                                             \

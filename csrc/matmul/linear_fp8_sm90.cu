@@ -38,32 +38,9 @@
 #include "matmul/fp8/scales.cuh"
 #include "matmul/fp8/write.cuh"
 #include "matmul/fp8/write_swapped.cuh"
+#include "matmul/sm90/barriers.cuh"
 
 namespace kernel_hub::matmul::fp8 {
-
-// Makes the barriers of the ring, of which `num_fetching` threads fetch scales; returns when those
-// of the whole cluster can be used.
-template <typename C>
-__device__ __forceinline__ void start_ring(uint32_t full, uint32_t empty, int num_fetching,
-                                           const CUtensorMap* row_map,
-                                           const CUtensorMap* column_map) {
-    if (threadIdx.x == 0) {
-        tma_prefetch_map(row_map);
-        tma_prefetch_map(column_map);
-        for (int i = 0; i < C::kStages; ++i) {
-            mbarrier_init(full + 8 * i, 1 + num_fetching);
-            mbarrier_init(empty + 8 * i, C::kConsumers * C::kClusterM);
-        }
-        fence_mbarrier_init();
-    }
-    if constexpr (C::kClusterSize > 1) {
-        __syncwarp();
-        cluster_arrive_relaxed();
-        cluster_wait();
-    } else {
-        __syncthreads();
-    }
-}
 
 // The part of a consumer: its rows of each tile of this block, from the ring to `out`.
 template <typename Out, typename C>
@@ -145,7 +122,13 @@ __device__ __forceinline__ void linear_fp8(const CUtensorMap* out_map,
     const uint32_t full = ring_base + C::kBarriersAt, empty = full + 8 * C::kStages;
     const uint32_t rank = C::kClusterSize > 1 ? cluster_rank() : 0;
     const bool has_blocks = C::kTakesBlocks && epilogue.a_scales.is_blocked;
-    start_ring<C>(full, empty, has_blocks ? 32 : 0, row_map, column_map);
+    if (threadIdx.x == 0) {
+        tma_prefetch_map(row_map);
+        tma_prefetch_map(column_map);
+        const int fetching_scales = has_blocks ? 32 : 0;
+        make_barriers<C::kStages>(full, empty, 1 + fetching_scales, C::kConsumers * C::kClusterM);
+    }
+    await_barriers<(C::kClusterSize > 1)>();
     // What is above needs no memory that the launch before may still write or read.
     wait_for_launch_before();
 
@@ -176,13 +159,7 @@ __device__ __forceinline__ void linear_fp8(const CUtensorMap* out_map,
         } else if (C::kSplits == 1 && warp == 3) {
             announce_sums<C>(partials, schedule);
         }
-        if constexpr (C::kSplits > 1) {
-            __syncwarp();
-            cluster_arrive();
-            cluster_wait();
-            cluster_arrive();
-            cluster_wait();
-        }
+        attend_sums<(C::kSplits > 1)>();
     } else {
         if constexpr (C::kTradesRegisters) {
             acquire_registers<C::kConsumerRegisters>();
@@ -190,12 +167,7 @@ __device__ __forceinline__ void linear_fp8(const CUtensorMap* out_map,
         consume<Out, C>(epilogue, out_map, partials, raster, schedule, ring_base, full, empty,
                         rank);
     }
-    if constexpr (C::kClusterM > 1) {
-        // No block may leave while another still multicasts to it or arrives at its barriers.
-        __syncwarp();
-        cluster_arrive();
-        cluster_wait();
-    }
+    leave_together<(C::kClusterM > 1)>();
 }
 
 #define EXPORT_LINEAR_FP8(NAME, OUT, ...)                                                          \

@@ -29,6 +29,7 @@
 #include "kernel_hub/warpgroup.cuh"
 #include "kernel_hub/wgmma.cuh"
 #include "matmul/epilogue.cuh"
+#include "matmul/sm90/barriers.cuh"
 #include "matmul/sm90/loop.cuh"
 #include "matmul/sm90/tiles.cuh"
 #include "matmul/sm90/write.cuh"
@@ -63,19 +64,10 @@ __device__ __forceinline__ void linear_sm90(
     if (threadIdx.x == 0) {
         tma_prefetch_map(row_map);
         tma_prefetch_map(column_map);
-        for (int i = 0; i < C::kStages; ++i) {
-            mbarrier_init(full + 8 * i, 1);
-            mbarrier_init(empty + 8 * i, C::kConsumers * (C::kClusterM + C::kClusterN - 1));
-        }
-        fence_mbarrier_init();
+        make_barriers<C::kStages>(full, empty, 1,
+                                  C::kConsumers * (C::kClusterM + C::kClusterN - 1));
     }
-    if constexpr (C::kClusterSize > 1) {
-        __syncwarp();
-        cluster_arrive_relaxed();
-        cluster_wait();
-    } else {
-        __syncthreads();
-    }
+    await_barriers<(C::kClusterSize > 1)>();
 
     // What is above reads nothing that the launch before may still write.
     wait_for_launch_before();
@@ -96,13 +88,7 @@ __device__ __forceinline__ void linear_sm90(
         } else if (C::kSplits == 1 && warp == 3) {
             announce_sums<C>(partials, schedule);
         }
-        if constexpr (C::kSplits > 1) {
-            __syncwarp();
-            cluster_arrive();
-            cluster_wait();
-            cluster_arrive();
-            cluster_wait();
-        }
+        attend_sums<(C::kSplits > 1)>();
     } else {
         if constexpr (C::kTradesRegisters) {
             acquire_registers<C::kConsumerRegisters>();
@@ -168,12 +154,7 @@ __device__ __forceinline__ void linear_sm90(
             }
         }
     }
-    if constexpr (C::kClusterM * C::kClusterN > 1) {
-        // No block may leave while another still multicasts to it or arrives at its barriers.
-        __syncwarp();
-        cluster_arrive();
-        cluster_wait();
-    }
+    leave_together<(C::kClusterM * C::kClusterN > 1)>();
 }
 
 #define EXPORT_LINEAR(NAME, T, OUT, ...)                                                        \

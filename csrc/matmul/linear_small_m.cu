@@ -20,6 +20,7 @@
 #include "kernel_hub/three_products.cuh"
 #include "kernel_hub/vec.cuh"
 #include "matmul/epilogue.cuh"
+#include "matmul/few_rows.cuh"
 
 namespace kernel_hub::matmul {
 
@@ -205,15 +206,7 @@ __device__ __forceinline__ void linear_small_m(Out* out, float* partials, int* t
         cp_async_commit();
     }
 
-    // Zero the places of rows that a does not have.
-#pragma unroll
-    for (int i = 0; i < C::kColumnTiles * C::kSlices; ++i) {
-        if (i / C::kSlices * 8 + lane_idx / 4 >= m) {
-            for (int stage = 0; stage < C::kStages; ++stage) {
-                ring[stage * kSlot + (C::kWeights + i) * 32] = make_uint4(0, 0, 0, 0);
-            }
-        }
-    }
+    zero_missing_rows<C>(ring, lane_idx, m);
 
     int stage = 0;
     for (int tile = blockIdx.x, turn = 0; tile < num_tiles; tile += gridDim.x, turn ^= 1) {

@@ -21,53 +21,16 @@
 
 namespace kernel_hub::matmul::paired {
 
-#define EXPORT_QKV_LINEAR(NAME, T, BLOCKS, BODY, ...)                                           \
-    DESCRIBED(                                                                                  \
-        NAME, "x: tiles of block_m rows of a and block_n of b",                                 \
-        (paired_facts<__VA_ARGS__>(BLOCKS)),                                                    \
-        extern "C" __global__ void __launch_bounds__(__VA_ARGS__::kThreads, BLOCKS) NAME(       \
-            T* q, T* k_cache, T* v_cache, int* flag, const T* a, const T* b, const T* bias,     \
-            const void* cos, const void* sin, const void* positions, const int* cache_seqlens,  \
-            const void* slot_mapping, const int* block_table, const int* cu_seqlens,            \
-            int64_t q_token_stride, int64_t q_head_stride, int64_t k_page_stride,               \
-            int64_t k_row_stride, int64_t k_head_stride, int64_t v_page_stride,                 \
-            int64_t v_row_stride, int64_t v_head_stride, int table_stride,                      \
-            int64_t block_table_stride, int64_t a_stride, int64_t b_stride, int m, int k,       \
-            int num_heads, int num_kv_heads, int head_dim, int rotary_dim, int paired_dim,      \
-            int is_interleaved, int seqlen, int batch_size, int max_position, int table_bytes,  \
-            int num_pages, int page_size, int max_pages, int positions_bytes, int slot_bytes) { \
-            const HeadRows heads{head_dim, rotary_dim, paired_dim, is_interleaved};             \
-            BODY<T, __VA_ARGS__>(                                                               \
-                QkvEnding<T>{.q = {q, 0, q_token_stride, q_head_stride},                        \
-                             .k = {k_cache, k_page_stride, k_row_stride, k_head_stride},        \
-                             .v = {v_cache, v_page_stride, v_row_stride, v_head_stride},        \
-                             .bias = bias,                                                      \
-                             .cos = cos,                                                        \
-                             .sin = sin,                                                        \
-                             .table_stride = table_stride,                                      \
-                             .routing = {.positions = positions,                                \
-                                         .cache_seqlens = cache_seqlens,                        \
-                                         .slot_mapping = slot_mapping,                          \
-                                         .block_table = block_table,                            \
-                                         .cu_seqlens = cu_seqlens,                              \
-                                         .block_table_stride = block_table_stride,              \
-                                         .batch_size = batch_size,                              \
-                                         .num_tokens = m,                                       \
-                                         .num_pages = num_pages,                                \
-                                         .page_size = page_size,                                \
-                                         .max_pages = max_pages,                                \
-                                         .positions_bytes = positions_bytes,                    \
-                                         .slot_bytes = slot_bytes,                              \
-                                         .flag = flag},                                         \
-                             .heads = heads,                                                    \
-                             .m = m,                                                            \
-                             .num_heads = num_heads,                                            \
-                             .num_kv_heads = num_kv_heads,                                      \
-                             .seqlen = seqlen,                                                  \
-                             .max_position = max_position,                                      \
-                             .table_bytes = table_bytes},                                       \
-                heads, a, b, a_stride, b_stride, m,                                             \
-                (num_heads + 2 * num_kv_heads) * (head_dim / 16), k);                           \
+#define EXPORT_QKV_LINEAR(NAME, T, BLOCKS, BODY, ...)                                              \
+    DESCRIBED(                                                                                     \
+        NAME, "x: tiles of block_m rows of a and block_n of b",                                    \
+        (paired_facts<__VA_ARGS__>(BLOCKS)),                                                       \
+        extern "C" __global__ void __launch_bounds__(__VA_ARGS__::kThreads, BLOCKS) NAME(          \
+            T* q, T* k_cache, T* v_cache, int* flag, const T* a, const T* b, QKV_TABLES(T),        \
+            QKV_STRIDES, int64_t a_stride, int64_t b_stride, int m, int k, QKV_NUMBERS) {          \
+            const HeadRows heads{head_dim, rotary_dim, paired_dim, is_interleaved};                \
+            BODY<T, __VA_ARGS__>(QkvEnding<T>{QKV_ENDING(heads)}, heads, a, b, a_stride, b_stride, \
+                                 m, (num_heads + 2 * num_kv_heads) * (head_dim / 16), k);          \
         })
 
 // clang-format off

@@ -276,51 +276,14 @@ struct QkvEndingSm90 : QkvEnding<T> {
         __launch_bounds__(Config<__VA_ARGS__>::kThreads, Config<__VA_ARGS__>::kMinBlocks) NAME(    \
             T* q, T* k_cache, T* v_cache, int* flag, const __grid_constant__ CUtensorMap a_map,    \
             const __grid_constant__ CUtensorMap a_tail, const __grid_constant__ CUtensorMap b_map, \
-            const T* bias, const void* cos, const void* sin, const void* positions,                \
-            const int* cache_seqlens, const void* slot_mapping, const int* block_table,            \
-            const int* cu_seqlens, int64_t q_token_stride, int64_t q_head_stride,                  \
-            int64_t k_page_stride, int64_t k_row_stride, int64_t k_head_stride,                    \
-            int64_t v_page_stride, int64_t v_row_stride, int64_t v_head_stride, int table_stride,  \
-            int64_t block_table_stride, int m, int k, int num_heads, int num_kv_heads,             \
-            int head_dim, int rotary_dim, int paired_dim, int is_interleaved, int seqlen,          \
-            int batch_size, int max_position, int table_bytes, int num_pages, int page_size,       \
-            int max_pages, int positions_bytes, int slot_bytes, int pairs_per_run, int run_blocks, \
-            int block_step, int block_distance, int groups_per_block, int box_rows, int group) {   \
+            QKV_TABLES(T), QKV_STRIDES, int m, int k, QKV_NUMBERS, int pairs_per_run,              \
+            int run_blocks, int block_step, int block_distance, int groups_per_block,              \
+            int box_rows, int group) {                                                             \
             [[maybe_unused]] const PairedBoxes swapped_boxes{&b_map, groups_per_block, box_rows};  \
             const BlockBoxes block_boxes{&b_map, pairs_per_run, run_blocks, block_step,            \
                                          block_distance};                                          \
             paired_linear_sm90<T, Config<__VA_ARGS__>>(                                            \
-                QkvEndingSm90<T>{{.q = {q, 0, q_token_stride, q_head_stride},                      \
-                                  .k = {k_cache, k_page_stride, k_row_stride, k_head_stride},      \
-                                  .v = {v_cache, v_page_stride, v_row_stride, v_head_stride},      \
-                                  .bias = bias,                                                    \
-                                  .cos = cos,                                                      \
-                                  .sin = sin,                                                      \
-                                  .table_stride = table_stride,                                    \
-                                  .routing = {.positions = positions,                              \
-                                              .cache_seqlens = cache_seqlens,                      \
-                                              .slot_mapping = slot_mapping,                        \
-                                              .block_table = block_table,                          \
-                                              .cu_seqlens = cu_seqlens,                            \
-                                              .block_table_stride = block_table_stride,            \
-                                              .batch_size = batch_size,                            \
-                                              .num_tokens = m,                                     \
-                                              .num_pages = num_pages,                              \
-                                              .page_size = page_size,                              \
-                                              .max_pages = max_pages,                              \
-                                              .positions_bytes = positions_bytes,                  \
-                                              .slot_bytes = slot_bytes,                            \
-                                              .flag = flag},                                       \
-                                  .heads = {.head_dim = head_dim,                                  \
-                                            .rotary_dim = rotary_dim,                              \
-                                            .paired_dim = paired_dim,                              \
-                                            .is_interleaved = is_interleaved},                     \
-                                  .m = m,                                                          \
-                                  .num_heads = num_heads,                                          \
-                                  .num_kv_heads = num_kv_heads,                                    \
-                                  .seqlen = seqlen,                                                \
-                                  .max_position = max_position,                                    \
-                                  .table_bytes = table_bytes},                                     \
+                QkvEndingSm90<T>{{QKV_ENDING(head_dim, rotary_dim, paired_dim, is_interleaved)},   \
                                  block_boxes},                                                     \
                 &a_map, &a_tail, BOXES, m, (num_heads + 2 * num_kv_heads) * (head_dim / 16), k,    \
                 group);                                                                            \

@@ -89,4 +89,25 @@ __device__ __forceinline__ void multiply_stage(uint32_t stage, int warp_row, int
     }
 }
 
+// acc += the products of num_steps stages; fetch_step(step, stage) starts the copies of one, if it
+// is one of them.
+template <typename T, typename C, typename FetchStep>
+__device__ __forceinline__ void multiply_steps(uint32_t ring, int num_steps, int warp_row,
+                                               int warp_column, const FetchStep& fetch_step,
+                                               float (&acc)[C::kTilesM][C::kTilesN][4]) {
+#pragma unroll
+    for (int i = 0; i < kStages - 1; ++i) {
+        fetch_step(i, i);
+    }
+    int stage = 0;
+    for (int step = 0; step < num_steps; ++step) {
+        cp_async_wait<kStages - 2>();
+        // All warps see this stage, and have left the one that is fetched into next.
+        __syncthreads();
+        fetch_step(step + kStages - 1, stage == 0 ? kStages - 1 : stage - 1);
+        multiply_stage<T, C>(ring + stage * C::kStageBytes, warp_row, warp_column, acc);
+        stage = stage + 1 == kStages ? 0 : stage + 1;
+    }
+}
+
 }  // namespace kernel_hub::matmul

@@ -17,6 +17,7 @@
 //   count     one chunk a block
 // Source: Gale et al., "MegaBlocks: Efficient Sparse Training with Mixture-of-Experts", 2022.
 
+#include "kernel_hub/block_scan.cuh"
 #include "kernel_hub/bounds.cuh"
 #include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/math.cuh"
@@ -98,16 +99,7 @@ __device__ __forceinline__ void find_starts(int* before, const int* all, bool ad
     for (int expert = begin; expert < end; ++expert) {
         own += all[expert] + (adds_before ? before[expert] : 0);
     }
-    const int until = warp_scan(own, lane_idx);
-    if (lane_idx == kWarpSize - 1) {
-        sums[warp_idx] = until;
-    }
-    __syncthreads();
-    int start = until - own;
-#pragma unroll 1
-    for (int i = 0; i < warp_idx; ++i) {
-        start += sums[i];
-    }
+    int start = sum_before(own, sums, warp_idx, lane_idx);
 #pragma unroll 1
     for (int expert = begin; expert < end; ++expert) {
         if (offsets != nullptr) {

@@ -158,4 +158,15 @@ struct GatedE4m3 {
     EXPORT_GATED_E4M3(NAME##_loop, T, GATE, quantise_passes, kVecElems<T>) \
     EXPORT_GATED_E4M3(NAME##_scalar, T, GATE, quantise_passes, 1)
 
+// The kernels of an op with two gates, of T and of e4m3: {op}_{dtype}_{gate}[_e4m3]_{variant}.
+#define EXPORT_TWO_GATES_OF(NAME, T, FIRST, FIRST_GATE, SECOND, SECOND_GATE) \
+    EXPORT_GATED_VARIANTS(NAME##_##FIRST, T, FIRST_GATE<T>)                  \
+    EXPORT_GATED_VARIANTS(NAME##_##SECOND, T, SECOND_GATE<T>)                \
+    EXPORT_GATED_E4M3_VARIANTS(NAME##_##FIRST##_e4m3, T, FIRST_GATE<T>)      \
+    EXPORT_GATED_E4M3_VARIANTS(NAME##_##SECOND##_e4m3, T, SECOND_GATE<T>)
+#define EXPORT_TWO_GATES(OP, FIRST, FIRST_GATE, SECOND, SECOND_GATE)                      \
+    EXPORT_TWO_GATES_OF(OP##_fp16, __half, FIRST, FIRST_GATE, SECOND, SECOND_GATE)        \
+    EXPORT_TWO_GATES_OF(OP##_bf16, __nv_bfloat16, FIRST, FIRST_GATE, SECOND, SECOND_GATE) \
+    EXPORT_TWO_GATES_OF(OP##_fp32, float, FIRST, FIRST_GATE, SECOND, SECOND_GATE)
+
 }  // namespace kernel_hub::rowwise

@@ -30,15 +30,6 @@ using ErfGelu = Gelu<T, false>;
 template <typename T>
 using TanhGelu = Gelu<T, true>;
 
-#define EXPORT_GELU(DTYPE, T)                                          \
-    EXPORT_GATED_VARIANTS(gelu_##DTYPE##_erf, T, ErfGelu<T>)           \
-    EXPORT_GATED_VARIANTS(gelu_##DTYPE##_tanh, T, TanhGelu<T>)         \
-    EXPORT_GATED_E4M3_VARIANTS(gelu_##DTYPE##_erf_e4m3, T, ErfGelu<T>) \
-    EXPORT_GATED_E4M3_VARIANTS(gelu_##DTYPE##_tanh_e4m3, T, TanhGelu<T>)
-
-// {op}_{dtype}_{erf or tanh}[_e4m3]_{variant}
-EXPORT_GELU(fp16, __half)
-EXPORT_GELU(bf16, __nv_bfloat16)
-EXPORT_GELU(fp32, float)
+EXPORT_TWO_GATES(gelu, erf, ErfGelu, tanh, TanhGelu)
 
 }  // namespace kernel_hub::rowwise

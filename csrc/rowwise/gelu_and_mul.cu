@@ -37,15 +37,6 @@ using ErfGate = GeluGate<T, false>;
 template <typename T>
 using TanhGate = GeluGate<T, true>;
 
-#define EXPORT_GELU_AND_MUL(DTYPE, T)                                          \
-    EXPORT_GATED_VARIANTS(gelu_and_mul_##DTYPE##_erf, T, ErfGate<T>)           \
-    EXPORT_GATED_VARIANTS(gelu_and_mul_##DTYPE##_tanh, T, TanhGate<T>)         \
-    EXPORT_GATED_E4M3_VARIANTS(gelu_and_mul_##DTYPE##_erf_e4m3, T, ErfGate<T>) \
-    EXPORT_GATED_E4M3_VARIANTS(gelu_and_mul_##DTYPE##_tanh_e4m3, T, TanhGate<T>)
-
-// {op}_{dtype}_{erf or tanh}[_e4m3]_{variant}
-EXPORT_GELU_AND_MUL(fp16, __half)
-EXPORT_GELU_AND_MUL(bf16, __nv_bfloat16)
-EXPORT_GELU_AND_MUL(fp32, float)
+EXPORT_TWO_GATES(gelu_and_mul, erf, ErfGate, tanh, TanhGate)
 
 }  // namespace kernel_hub::rowwise

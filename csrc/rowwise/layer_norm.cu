@@ -20,14 +20,6 @@
 
 namespace kernel_hub::rowwise {
 
-#define EXPORT_LAYER_NORM(DTYPE, T, OUT) EXPORT_NORM_VARIANTS(layer_norm_##DTYPE, T, OUT, true)
-
-// {op}_{dtype}[_quantised]_{variant}
-EXPORT_LAYER_NORM(fp16, __half, __half)
-EXPORT_LAYER_NORM(fp16_quantised, __half, void)
-EXPORT_LAYER_NORM(bf16, __nv_bfloat16, __nv_bfloat16)
-EXPORT_LAYER_NORM(bf16_quantised, __nv_bfloat16, void)
-EXPORT_LAYER_NORM(fp32, float, float)
-EXPORT_LAYER_NORM(fp32_quantised, float, void)
+EXPORT_NORMS(layer_norm, true)
 
 }  // namespace kernel_hub::rowwise

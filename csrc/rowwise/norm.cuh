@@ -305,4 +305,13 @@ __device__ __forceinline__ void norm_passes(NormParams<T, Out> p) {
     EXPORT_NORM(NAME##_loop, T, OUT, CENTRED, norm_passes, kVecElems<T>) \
     EXPORT_NORM(NAME##_scalar, T, OUT, CENTRED, norm_passes, 1)
 
+// {NAME}_{dtype}[_quantised]_{variant}
+#define EXPORT_NORMS(NAME, CENTRED)                                           \
+    EXPORT_NORM_VARIANTS(NAME##_fp16, __half, __half, CENTRED)                \
+    EXPORT_NORM_VARIANTS(NAME##_fp16_quantised, __half, void, CENTRED)        \
+    EXPORT_NORM_VARIANTS(NAME##_bf16, __nv_bfloat16, __nv_bfloat16, CENTRED)  \
+    EXPORT_NORM_VARIANTS(NAME##_bf16_quantised, __nv_bfloat16, void, CENTRED) \
+    EXPORT_NORM_VARIANTS(NAME##_fp32, float, float, CENTRED)                  \
+    EXPORT_NORM_VARIANTS(NAME##_fp32_quantised, float, void, CENTRED)
+
 }  // namespace kernel_hub::rowwise

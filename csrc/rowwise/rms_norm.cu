@@ -145,107 +145,60 @@ __device__ __forceinline__ void rms_norm_two_pass(RmsNormParams<T> p) {
 }
 
 // 64 registers a thread: any blockDim up to 1,024.
-#define EXPORT_RMS_NORM(DTYPE, T, VARIANT, BODY, SIZE)                                             \
-    DESCRIBED(                                                                                     \
-        rms_norm_##DTYPE##_##VARIANT,                                                              \
-        "x: rows in steps of blockDim.y, y: the outer dimension; blockDim.x threads a row",        \
-        (.shared_bytes = 0),                                                                       \
-        extern "C" __global__ void __launch_bounds__(1024) rms_norm_##DTYPE##_##VARIANT(           \
-            T* out, const T* x, const T* weight, int64_t out_stride, int64_t out_outer_stride,     \
-            int64_t x_stride, int64_t x_outer_stride, int num_rows, int hidden_size, float eps,    \
-            float weight_offset) {                                                                 \
-            BODY<T, false, SIZE>({.out = out,                                                      \
-                                  .x = x,                                                          \
-                                  .weight = weight,                                                \
-                                  .out_stride = out_stride,                                        \
-                                  .out_outer_stride = out_outer_stride,                            \
-                                  .x_stride = x_stride,                                            \
-                                  .x_outer_stride = x_outer_stride,                                \
-                                  .num_rows = num_rows,                                            \
-                                  .hidden_size = hidden_size,                                      \
-                                  .eps = eps,                                                      \
-                                  .weight_offset = weight_offset});                                \
-        })                                                                                         \
-    DESCRIBED(                                                                                     \
-        rms_norm_##DTYPE##_residual_##VARIANT,                                                     \
-        "x: rows in steps of blockDim.y, y: the outer dimension; blockDim.x threads a row",        \
-        (.shared_bytes = 0),                                                                       \
-        extern "C" __global__ void __launch_bounds__(1024) rms_norm_##DTYPE##_residual_##VARIANT(  \
-            T* out, T* residual_out, const T* x, const T* residual, const T* weight,               \
-            int64_t out_stride, int64_t out_outer_stride, int64_t residual_out_stride,             \
-            int64_t residual_out_outer_stride, int64_t x_stride, int64_t x_outer_stride,           \
-            int64_t residual_stride, int64_t residual_outer_stride, int num_rows, int hidden_size, \
-            float eps, float weight_offset) {                                                      \
-            BODY<T, true, SIZE>({.out = out,                                                       \
-                                 .residual_out = residual_out,                                     \
-                                 .x = x,                                                           \
-                                 .residual = residual,                                             \
-                                 .weight = weight,                                                 \
-                                 .out_stride = out_stride,                                         \
-                                 .out_outer_stride = out_outer_stride,                             \
-                                 .residual_out_stride = residual_out_stride,                       \
-                                 .residual_out_outer_stride = residual_out_outer_stride,           \
-                                 .x_stride = x_stride,                                             \
-                                 .x_outer_stride = x_outer_stride,                                 \
-                                 .residual_stride = residual_stride,                               \
-                                 .residual_outer_stride = residual_outer_stride,                   \
-                                 .num_rows = num_rows,                                             \
-                                 .hidden_size = hidden_size,                                       \
-                                 .eps = eps,                                                       \
-                                 .weight_offset = weight_offset});                                 \
+#define EXPORT_RMS_NORM(NAME, T, BODY, HAS_RESIDUAL, SIZE, PARAMS, ...)                           \
+    DESCRIBED(                                                                                    \
+        NAME, "x: rows in steps of blockDim.y, y: the outer dimension; blockDim.x threads a row", \
+        (.shared_bytes = 0), extern "C" __global__ void __launch_bounds__(1024) NAME PARAMS {     \
+            BODY<T, HAS_RESIDUAL, SIZE>({__VA_ARGS__, .num_rows = num_rows,                       \
+                                         .hidden_size = hidden_size, .eps = eps,                  \
+                                         .weight_offset = weight_offset});                        \
         })
+
+// clang-format off: it would take pointers for products.
+#define EXPORT_RMS_NORM_STRIDED(DTYPE, T, VARIANT, BODY, SIZE)                                     \
+    EXPORT_RMS_NORM(rms_norm_##DTYPE##_##VARIANT, T, BODY, false, SIZE,                            \
+        (T* out, const T* x, const T* weight, int64_t out_stride, int64_t out_outer_stride,        \
+         int64_t x_stride, int64_t x_outer_stride, int num_rows, int hidden_size, float eps,       \
+         float weight_offset),                                                                     \
+        .out = out, .x = x, .weight = weight, .out_stride = out_stride,                            \
+        .out_outer_stride = out_outer_stride, .x_stride = x_stride,                                \
+        .x_outer_stride = x_outer_stride)                                                          \
+    EXPORT_RMS_NORM(rms_norm_##DTYPE##_residual_##VARIANT, T, BODY, true, SIZE,                    \
+        (T* out, T* residual_out, const T* x, const T* residual, const T* weight,                  \
+         int64_t out_stride, int64_t out_outer_stride, int64_t residual_out_stride,                \
+         int64_t residual_out_outer_stride, int64_t x_stride, int64_t x_outer_stride,              \
+         int64_t residual_stride, int64_t residual_outer_stride, int num_rows, int hidden_size,    \
+         float eps, float weight_offset),                                                          \
+        .out = out, .residual_out = residual_out, .x = x, .residual = residual, .weight = weight,  \
+        .out_stride = out_stride, .out_outer_stride = out_outer_stride,                            \
+        .residual_out_stride = residual_out_stride,                                                \
+        .residual_out_outer_stride = residual_out_outer_stride, .x_stride = x_stride,              \
+        .x_outer_stride = x_outer_stride, .residual_stride = residual_stride,                      \
+        .residual_outer_stride = residual_outer_stride)
 
 // The same where every tensor is contiguous.
 #define EXPORT_RMS_NORM_FLAT(DTYPE, T, VARIANT, VECS)                                              \
-    DESCRIBED(                                                                                     \
-        rms_norm_##DTYPE##_flat_##VARIANT,                                                         \
-        "x: rows in steps of blockDim.y, y: the outer dimension; blockDim.x threads a row",        \
-        (.shared_bytes = 0),                                                                       \
-        extern "C" __global__ void __launch_bounds__(1024) rms_norm_##DTYPE##_flat_##VARIANT(      \
-            T* out, const T* x, const T* weight, int num_rows, int hidden_size, float eps,         \
-            float weight_offset) {                                                                 \
-            rms_norm_vecs<T, false, VECS>({.out = out,                                             \
-                                           .x = x,                                                 \
-                                           .weight = weight,                                       \
-                                           .out_stride = hidden_size,                              \
-                                           .x_stride = hidden_size,                                \
-                                           .num_rows = num_rows,                                   \
-                                           .hidden_size = hidden_size,                             \
-                                           .eps = eps,                                             \
-                                           .weight_offset = weight_offset});                       \
-        })                                                                                         \
-    DESCRIBED(                                                                                     \
-        rms_norm_##DTYPE##_residual_flat_##VARIANT,                                                \
-        "x: rows in steps of blockDim.y, y: the outer dimension; blockDim.x threads a row",        \
-        (.shared_bytes = 0),                                                                       \
-        extern "C" __global__ void                                                                 \
-        __launch_bounds__(1024) rms_norm_##DTYPE##_residual_flat_##VARIANT(                        \
-            T* out, T* residual_out, const T* x, const T* residual, const T* weight, int num_rows, \
-            int hidden_size, float eps, float weight_offset) {                                     \
-            rms_norm_vecs<T, true, VECS>({.out = out,                                              \
-                                          .residual_out = residual_out,                            \
-                                          .x = x,                                                  \
-                                          .residual = residual,                                    \
-                                          .weight = weight,                                        \
-                                          .out_stride = hidden_size,                               \
-                                          .residual_out_stride = hidden_size,                      \
-                                          .x_stride = hidden_size,                                 \
-                                          .residual_stride = hidden_size,                          \
-                                          .num_rows = num_rows,                                    \
-                                          .hidden_size = hidden_size,                              \
-                                          .eps = eps,                                              \
-                                          .weight_offset = weight_offset});                        \
-        })
+    EXPORT_RMS_NORM(rms_norm_##DTYPE##_flat_##VARIANT, T, rms_norm_vecs, false, VECS,              \
+        (T* out, const T* x, const T* weight, int num_rows, int hidden_size, float eps,            \
+         float weight_offset),                                                                     \
+        .out = out, .x = x, .weight = weight, .out_stride = hidden_size, .x_stride = hidden_size)  \
+    EXPORT_RMS_NORM(rms_norm_##DTYPE##_residual_flat_##VARIANT, T, rms_norm_vecs, true, VECS,      \
+        (T* out, T* residual_out, const T* x, const T* residual, const T* weight, int num_rows,    \
+         int hidden_size, float eps, float weight_offset),                                         \
+        .out = out, .residual_out = residual_out, .x = x, .residual = residual, .weight = weight,  \
+        .out_stride = hidden_size, .residual_out_stride = hidden_size, .x_stride = hidden_size,    \
+        .residual_stride = hidden_size)
+// clang-format on
 
-#define EXPORT_RMS_NORM_VARIANTS(DTYPE, T)                           \
-    EXPORT_RMS_NORM(DTYPE, T, vec1, rms_norm_vecs, 1)                \
-    EXPORT_RMS_NORM(DTYPE, T, vec2, rms_norm_vecs, 2)                \
-    EXPORT_RMS_NORM(DTYPE, T, vec4, rms_norm_vecs, 4)                \
-    EXPORT_RMS_NORM_FLAT(DTYPE, T, vec1, 1)                          \
-    EXPORT_RMS_NORM_FLAT(DTYPE, T, vec2, 2)                          \
-    EXPORT_RMS_NORM_FLAT(DTYPE, T, vec4, 4)                          \
-    EXPORT_RMS_NORM(DTYPE, T, loop, rms_norm_two_pass, kVecElems<T>) \
-    EXPORT_RMS_NORM(DTYPE, T, scalar, rms_norm_two_pass, 1)
+#define EXPORT_RMS_NORM_VARIANTS(DTYPE, T)                                   \
+    EXPORT_RMS_NORM_STRIDED(DTYPE, T, vec1, rms_norm_vecs, 1)                \
+    EXPORT_RMS_NORM_STRIDED(DTYPE, T, vec2, rms_norm_vecs, 2)                \
+    EXPORT_RMS_NORM_STRIDED(DTYPE, T, vec4, rms_norm_vecs, 4)                \
+    EXPORT_RMS_NORM_FLAT(DTYPE, T, vec1, 1)                                  \
+    EXPORT_RMS_NORM_FLAT(DTYPE, T, vec2, 2)                                  \
+    EXPORT_RMS_NORM_FLAT(DTYPE, T, vec4, 4)                                  \
+    EXPORT_RMS_NORM_STRIDED(DTYPE, T, loop, rms_norm_two_pass, kVecElems<T>) \
+    EXPORT_RMS_NORM_STRIDED(DTYPE, T, scalar, rms_norm_two_pass, 1)
 
 EXPORT_RMS_NORM_VARIANTS(fp16, __half)
 EXPORT_RMS_NORM_VARIANTS(bf16, __nv_bfloat16)

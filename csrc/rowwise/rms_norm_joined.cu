@@ -13,14 +13,6 @@
 
 namespace kernel_hub::rowwise {
 
-#define EXPORT_RMS_NORM(DTYPE, T, OUT) EXPORT_NORM_VARIANTS(rms_norm_joined_##DTYPE, T, OUT, false)
-
-// {cubin}_{dtype}[_quantised]_{variant}
-EXPORT_RMS_NORM(fp16, __half, __half)
-EXPORT_RMS_NORM(fp16_quantised, __half, void)
-EXPORT_RMS_NORM(bf16, __nv_bfloat16, __nv_bfloat16)
-EXPORT_RMS_NORM(bf16_quantised, __nv_bfloat16, void)
-EXPORT_RMS_NORM(fp32, float, float)
-EXPORT_RMS_NORM(fp32_quantised, float, void)
+EXPORT_NORMS(rms_norm_joined, false)
 
 }  // namespace kernel_hub::rowwise

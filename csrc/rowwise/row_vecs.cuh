@@ -62,7 +62,9 @@ struct RowVecs {
         }
     }
 
-    __device__ __forceinline__ float sum_of_squares() const {
+    // The sum of what `of` makes of each element.
+    template <typename Of>
+    __device__ __forceinline__ float sum_of(const Of& of) const {
         float sum = 0.0f;
 #pragma unroll
         for (int i = 0; i < kVecs; ++i) {
@@ -70,24 +72,16 @@ struct RowVecs {
             unpack<T>(bits[i], a);
 #pragma unroll
             for (int j = 0; j < kVecElems<T>; ++j) {
-                sum += a[j] * a[j];
+                sum += of(a[j]);
             }
         }
         return sum;
     }
-
     __device__ __forceinline__ float sum() const {
-        float sum = 0.0f;
-#pragma unroll
-        for (int i = 0; i < kVecs; ++i) {
-            float a[kVecElems<T>];
-            unpack<T>(bits[i], a);
-#pragma unroll
-            for (int j = 0; j < kVecElems<T>; ++j) {
-                sum += a[j];
-            }
-        }
-        return sum;
+        return sum_of([](float a) { return a; });
+    }
+    __device__ __forceinline__ float sum_of_squares() const {
+        return sum_of([](float a) { return a * a; });
     }
 
     // Of distances from `mean`, which zeros beyond the row have too.

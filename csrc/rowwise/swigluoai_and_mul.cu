@@ -38,15 +38,6 @@ using HalvesGate = ClampedGate<T, false>;
 template <typename T>
 using InterleavedGate = ClampedGate<T, true>;
 
-#define EXPORT_SWIGLUOAI(DTYPE, T)                                                        \
-    EXPORT_GATED_VARIANTS(swigluoai_and_mul_##DTYPE##_halves, T, HalvesGate<T>)           \
-    EXPORT_GATED_VARIANTS(swigluoai_and_mul_##DTYPE##_interleaved, T, InterleavedGate<T>) \
-    EXPORT_GATED_E4M3_VARIANTS(swigluoai_and_mul_##DTYPE##_halves_e4m3, T, HalvesGate<T>) \
-    EXPORT_GATED_E4M3_VARIANTS(swigluoai_and_mul_##DTYPE##_interleaved_e4m3, T, InterleavedGate<T>)
-
-// {op}_{dtype}_{halves or interleaved}[_e4m3]_{variant}
-EXPORT_SWIGLUOAI(fp16, __half)
-EXPORT_SWIGLUOAI(bf16, __nv_bfloat16)
-EXPORT_SWIGLUOAI(fp32, float)
+EXPORT_TWO_GATES(swigluoai_and_mul, halves, HalvesGate, interleaved, InterleavedGate)
 
 }  // namespace kernel_hub::rowwise

@@ -40,8 +40,9 @@ __device__ __forceinline__ Largest find_largest(const Row& row, int begin, int e
 }
 
 // A float below which `wanted` threads' largest do not all lie: so many values are above it.
+// kBitsLeft: of no matter.
+template <int kBitsLeft = 8>
 __device__ __forceinline__ float bound_of(float of_thread, int wanted) {
-    constexpr int kBitsLeft = 8;  // of no matter
     const uint32_t lowest = key_of(-FLT_MAX);
     const uint32_t key = key_of(of_thread);
     uint32_t bound = 0;

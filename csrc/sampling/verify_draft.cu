@@ -17,18 +17,10 @@
 // Source: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", 2023; Chen
 // et al., "Accelerating Large Language Model Decoding with Speculative Sampling", 2023.
 
-#include "kernel_hub/bounds.cuh"
 #include "kernel_hub/launch_facts.cuh"
-#include "sampling/search.cuh"
+#include "sampling/verify.cuh"
 
 namespace kernel_hub::sampling {
-
-// Beside those of kernel_hub/bounds.cuh, and numbered with them.
-enum Outside : int {
-    kDraftsOutside = 1 << 11,  // draft_ids
-};
-
-constexpr int kFixBits = 56;  // in which p and q are compared
 
 // p and q of a position as whole numbers of 2^-kFixBits.
 struct Chances {
@@ -42,11 +34,7 @@ struct Chances {
         const uint64_t mass = z > -kInfinity ? mass_of_power(weigher.depth(z)) : 0;
         return __double2ll_rn(__dmul_rn(static_cast<double>(mass), scale));
     }
-    __device__ __forceinline__ int64_t draft(int i) const {
-        const float q = fminf(fmaxf(draft_probs[i], 0.0f), 1.0f);
-        return __double2ll_rn(
-            __dmul_rn(static_cast<double>(q), static_cast<double>(1ll << kFixBits)));
-    }
+    __device__ __forceinline__ int64_t draft(int i) const { return fixed_draft(draft_probs[i]); }
     __device__ __forceinline__ uint64_t rest(int i) const {
         const int64_t more = target(i) - draft(i);
         return more > 0 ? more : 0;
@@ -98,32 +86,17 @@ __device__ __forceinline__ void verify_draft_row(const SampleParams& p, int64_t*
         const Row row(p);
         const uint64_t seed = p.seed ? p.seed[row_idx] : 0;
         const uint64_t offset = (p.offset ? p.offset[row_idx] : 0) + position;
-        const float temperature = p.temperature ? p.temperature[row_idx] : 1.0f;
-        const Largest top = find_largest(row, 0, p.size, s);
-        if (!(temperature > 0.0f) || !(top.of_row > -kInfinity)) {
-            if (threadIdx.x == 0) {
-                p.out[blockIdx.x] = top.index;
-            }
-        } else {
-            const Weigher weigher = {fminf(top.of_row, FLT_MAX),
-                                     fminf(__fdiv_rn(kLog2e, temperature), FLT_MAX), -kInfinity};
-            __syncthreads();
-            if (threadIdx.x == 0) {
-                s.num_candidates = 0;
-                s.question = {kInfinity, kInfinity, true, false, {-kInfinity}};
-            }
-            __syncthreads();
-            scan(row, weigher, 0, p.size, s);
-            const uint64_t total = s.above[0].mass;
+        Weigher weigher;
+        uint64_t total;
+        if (weigh_position(row, row_idx, weigher, total, s)) {
             bool is_drawn = draft_probs == nullptr || position == own_drafts;
             if (!is_drawn) {
                 const int id = static_cast<int>(drafts[position]);
                 const float* probs =
                     draft_probs +
                     (static_cast<int64_t>(row_idx) * num_drafts + position) * draft_probs_stride;
-                const Chances chances = {
-                    row, weigher, probs,
-                    __ddiv_rn(static_cast<double>(1ll << kFixBits), static_cast<double>(total))};
+                const Chances chances = {row, weigher, probs,
+                                         __ddiv_rn(kFixOne, static_cast<double>(total))};
                 const double chance =
                     __dmul_rn(static_cast<double>(random_bits(seed, offset, 1) >> 11), 0x1p-53);
                 if (__dmul_rn(chance, static_cast<double>(chances.draft(id))) <
@@ -169,18 +142,9 @@ __device__ __forceinline__ void verify_draft_row(const SampleParams& p, int64_t*
             const float* temperature, const int64_t* seed, const int64_t* offset,          \
             int64_t draft_ids_stride, int64_t logits_stride, int64_t draft_probs_stride,   \
             int num_drafts, int size, int dtype, int is_plain) {                           \
-            SampleParams p = {};                                                           \
-            p.state = state;                                                               \
-            p.out = tokens;                                                                \
-            p.logits = target_logits;                                                      \
-            p.temperature = temperature;                                                   \
-            p.seed = seed;                                                                 \
-            p.offset = offset;                                                             \
-            p.logits_stride = logits_stride;                                               \
-            p.size = size;                                                                 \
-            p.dtype = dtype;                                                               \
-            p.is_plain = is_plain;                                                         \
-            p.row_idx = blockIdx.x;                                                        \
+            const SampleParams p =                                                         \
+                position_params(state, tokens, target_logits, temperature, seed, offset,   \
+                                logits_stride, size, dtype, is_plain);                     \
             verify_draft_row(p, out_ids, num_accepted, flag, draft_ids, draft_probs,       \
                              draft_ids_stride, draft_probs_stride, num_drafts);            \
         })

@@ -10,15 +10,14 @@
 //
 // A block of 512 threads a node of a row, the root's first: all at once, also those that no path
 // reaches. Each leaves one number, a child (its complement) or a token; the block that ends last
-// of a row goes down from the root. p and q are whole numbers of 2^-kTreeBits (numbers.cuh), so
+// of a row goes down from the root. p and q are whole numbers of 2^-kFixBits (numbers.cuh), so
 // that sums and with them draws are the same in any order; what is left of p is found anew for each
 // element from the children tried before, which costs no memory. Shared memory: 11 KB.
 // Source: Miao et al., "SpecInfer: Accelerating Large Language Model Serving with Tree-based
 // Speculative Inference and Verification", 2024, algorithm 2.
 
-#include "kernel_hub/bounds.cuh"
 #include "kernel_hub/launch_facts.cuh"
-#include "sampling/search.cuh"
+#include "sampling/verify.cuh"
 
 namespace kernel_hub::sampling {
 
@@ -26,9 +25,7 @@ namespace kernel_hub::sampling {
 enum TreeOutside : int {
     kParentsOutside = 1 << 13,  // parents
 };
-constexpr int kDraftIds = 1 << 11;  // the bit of verify_draft.cu
 
-constexpr int kTreeBits = 56;  // in which p and q are compared
 constexpr int kMostDrafts = 128;
 
 // The children of a node that were tried, and what brings what they left to the sum 1.
@@ -46,9 +43,7 @@ struct Remainder {
     int64_t draft_probs_stride;
 
     __device__ __forceinline__ int64_t draft(int child, int i) const {
-        const float q = fminf(fmaxf(draft_probs[child * draft_probs_stride + i], 0.0f), 1.0f);
-        return __double2ll_rn(
-            __dmul_rn(static_cast<double>(q), static_cast<double>(1ll << kTreeBits)));
+        return fixed_draft(draft_probs[child * draft_probs_stride + i]);
     }
     // Behind `num` children: before it is brought to the sum 1.
     __device__ __forceinline__ int64_t left(int i, int num) const {
@@ -88,8 +83,7 @@ __device__ __forceinline__ uint64_t sum_left(const Remainder& remainder, int num
     const uint64_t total = block_sum(mass, s.mass_slots);
     block_sum(mass, s.warp_masses);
     if (threadIdx.x == 0 && total > 0) {
-        tried.scale[num] =
-            __ddiv_rn(static_cast<double>(1ll << kTreeBits), static_cast<double>(total));
+        tried.scale[num] = __ddiv_rn(kFixOne, static_cast<double>(total));
     }
     __syncthreads();
     return total;
@@ -102,28 +96,14 @@ __device__ __forceinline__ void verify_node(const SampleParams& p, const int64_t
     const Row row(p);
     const uint64_t seed = p.seed ? p.seed[row_idx] : 0;
     const uint64_t offset = (p.offset ? p.offset[row_idx] : 0) + position;
-    const float temperature = p.temperature ? p.temperature[row_idx] : 1.0f;
-    const Largest top = find_largest(row, 0, p.size, s);
-    if (!(temperature > 0.0f) || !(top.of_row > -kInfinity)) {
-        if (threadIdx.x == 0) {
-            p.out[blockIdx.x] = top.index;
-        }
+    Weigher weigher;
+    uint64_t total;
+    if (!weigh_position(row, row_idx, weigher, total, s)) {
         return;
     }
-    const Weigher weigher = {fminf(top.of_row, FLT_MAX),
-                             fminf(__fdiv_rn(kLog2e, temperature), FLT_MAX), -kInfinity};
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        s.num_candidates = 0;
-        s.question = {kInfinity, kInfinity, true, false, {-kInfinity}};
-    }
-    __syncthreads();
-    scan(row, weigher, 0, p.size, s);
-    uint64_t total = s.above[0].mass;
     const Remainder remainder = {row, weigher, tried, draft_probs, draft_probs_stride};
     if (threadIdx.x == 0) {
-        tried.scale[0] =
-            __ddiv_rn(static_cast<double>(1ll << kTreeBits), static_cast<double>(total));
+        tried.scale[0] = __ddiv_rn(kFixOne, static_cast<double>(total));
     }
     int num = 0, child = -1;
     bool is_exhausted = draft_probs == nullptr;
@@ -184,7 +164,8 @@ __device__ __forceinline__ void verify_tree_row(const SampleParams& p, int64_t* 
         const int parent = row_parents[own];
         const bool is_token = static_cast<uint64_t>(own_id) < static_cast<uint64_t>(p.size);
         const bool is_before = parent >= -1 && parent < own;
-        outside = is_token ? (is_before ? 0 : kParentsOutside) : (own_id == -1 ? 0 : kDraftIds);
+        outside =
+            is_token ? (is_before ? 0 : kParentsOutside) : (own_id == -1 ? 0 : kDraftsOutside);
         own_parent = is_token && is_before ? parent : -2;
     }
     report(flag, position == 0 ? outside : 0);
@@ -252,18 +233,9 @@ __device__ __forceinline__ void verify_tree_row(const SampleParams& p, int64_t* 
             const int64_t* offset, int64_t draft_ids_stride, int64_t parents_stride,               \
             int64_t logits_stride, int64_t draft_probs_stride, int num_drafts, int size,           \
             int dtype, int is_plain) {                                                             \
-            SampleParams p = {};                                                                   \
-            p.state = state;                                                                       \
-            p.out = tokens;                                                                        \
-            p.logits = target_logits;                                                              \
-            p.temperature = temperature;                                                           \
-            p.seed = seed;                                                                         \
-            p.offset = offset;                                                                     \
-            p.logits_stride = logits_stride;                                                       \
-            p.size = size;                                                                         \
-            p.dtype = dtype;                                                                       \
-            p.is_plain = is_plain;                                                                 \
-            p.row_idx = blockIdx.x;                                                                \
+            const SampleParams p =                                                                 \
+                position_params(state, tokens, target_logits, temperature, seed, offset,           \
+                                logits_stride, size, dtype, is_plain);                             \
             verify_tree_row(p, out_ids, num_accepted, path, flag, draft_ids, parents, draft_probs, \
                             draft_ids_stride, parents_stride, draft_probs_stride, num_drafts);     \
         })

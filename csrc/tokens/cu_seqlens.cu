@@ -13,6 +13,7 @@
 // Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with
 // PagedAttention", 2023, for pages and slots.
 
+#include "kernel_hub/block_scan.cuh"
 #include "kernel_hub/bounds.cuh"
 #include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/mma.cuh"
@@ -35,16 +36,7 @@ __device__ __forceinline__ void sum_up(int* starts, const int* lengths, int batc
     for (int i = begin; i < end; ++i) {
         own += max(__ldg(lengths + i), 0);
     }
-    const int64_t until = warp_scan(own, lane_idx);
-    if (lane_idx == kWarpSize - 1) {
-        sums[warp_idx] = until;
-    }
-    __syncthreads();
-    int64_t start = until - own;
-#pragma unroll 1
-    for (int i = 0; i < warp_idx; ++i) {
-        start += sums[i];
-    }
+    int64_t start = sum_before(own, sums, warp_idx, lane_idx);
     if (threadIdx.x == 0) {
         starts[0] = 0;
     }

@@ -37,46 +37,37 @@ __device__ __forceinline__ void clear(float (&a)[kRows][kCols][4]) {
     }
 }
 
-// Scales, and applies softcap and ALiBi, all in units of log2. `distance`: from the key of this
-// lane's first column to the place of its first row.
-template <int kRowTiles, int kKeyTiles>
-__device__ __forceinline__ void bias_scores(Scores<kRowTiles, kKeyTiles>& s, float scale, float cap,
-                                            float slope, int distance) {
-    const float factor = cap == 0.0f ? scale : scale / cap;
+// Calls visit(score, step) for each; step: from its column to its row, less those of the lane's
+// first.
+template <int kRowTiles, int kKeyTiles, typename Visit>
+__device__ __forceinline__ void for_each_score(Scores<kRowTiles, kKeyTiles>& s,
+                                               const Visit& visit) {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
         for (int j = 0; j < kKeyTiles; ++j) {
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-                s[i][j][e] *= factor;
+                visit(s[i][j][e], i * 16 + e / 2 * 8 - (j * 8 + e % 2));
             }
         }
     }
+}
+
+// Scales, and applies softcap and ALiBi, all in units of log2. `distance`: from the key of this
+// lane's first column to the place of its first row.
+template <int kRowTiles, int kKeyTiles>
+__device__ __forceinline__ void bias_scores(Scores<kRowTiles, kKeyTiles>& s, float scale, float cap,
+                                            float slope, int distance) {
+    const float factor = cap == 0.0f ? scale : scale / cap;
+    for_each_score(s, [&](float& score, int) { score *= factor; });
     if (cap != 0.0f) {
-#pragma unroll
-        for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-            for (int j = 0; j < kKeyTiles; ++j) {
-#pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    s[i][j][e] = cap * tanh_exact(s[i][j][e]);
-                }
-            }
-        }
+        for_each_score(s, [&](float& score, int) { score = cap * tanh_exact(score); });
     }
     if (slope != 0.0f) {
-#pragma unroll
-        for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-            for (int j = 0; j < kKeyTiles; ++j) {
-#pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    const int step = i * 16 + e / 2 * 8 - (j * 8 + e % 2);
-                    s[i][j][e] -= slope * fabsf(static_cast<float>(distance + step));
-                }
-            }
-        }
+        for_each_score(s, [&](float& score, int step) {
+            score -= slope * fabsf(static_cast<float>(distance + step));
+        });
     }
 }
 

@@ -2,13 +2,16 @@
 #pragma once
 
 #include "attention/lengths.cuh"
-#include "kernel_hub/launch_facts.cuh"
+#include "attention/sm90/warpgroups.cuh"
 #include "kernel_hub/mbarrier.cuh"
 #include "kernel_hub/mma.cuh"
 #include "kernel_hub/tma.cuh"
 #include "kernel_hub/warpgroup.cuh"
 
 namespace kernel_hub::attention::fp8 {
+
+using sm90::facts_of, sm90::Place;
+
 enum class Mask { kFull, kCausal };
 // Where K and V have scales of their own: each head, or each kScaleTokens tokens of it.
 enum class Scales { kHeads, kBlocks };
@@ -28,14 +31,13 @@ constexpr float kProbBits = 8.f;
 constexpr float kLeastScale = 1e-30f;
 
 template <int kHeadDim_, int kConsumers_, int kBlockN_, Mask kMask_, Scales kScales_>
-struct Config {
+struct Config : sm90::Warpgroups<kConsumers_> {
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kConsumers = kConsumers_;
     static constexpr int kBlockM = 64 * kConsumers;
     static constexpr int kBlockN = kBlockN_;
     static constexpr Mask kMask = kMask_;
     static constexpr Scales kScales = kScales_;
-    static constexpr int kThreads = 128 * (1 + kConsumers);
     static constexpr int kStages = 2;
     static constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;
     static constexpr int kQPanelBytes = 64 * 128;
@@ -50,29 +52,10 @@ struct Config {
     // Q as fragments for a tile's duration, or read again from shared memory by every product. With
     // more than 128 keys a block it is slower: a warp waits while a product takes its fragments.
     static constexpr bool kQInRegisters = kHeadDim == 128 && kConsumers == 2 && kBlockN == 128;
-    static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
-    static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
-    // The registers a thread starts with: 65,536 registers over its threads, in units of 8.
-    static constexpr int kStartRegisters = 65536 / kThreads / 8 * 8;
-    static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
-                      (1 + kConsumers) * kStartRegisters,
-                  "acquire_registers would wait for ever");
     static_assert(kSharedBytes <= 226 * 1024, "shared memory of an SM, less what is not dynamic");
     static_assert(kBlockN % 32 == 0 && kHeadDim % 64 == 0, "products are 32 deep");
     static_assert(kScales == Scales::kHeads || kScaleTokens % kBlockN == 0, "one scale a block");
 };
-
-template <typename C>
-constexpr LaunchFacts facts_of() {
-    return {.threads = C::kThreads,
-            .shared_bytes = C::kSharedBytes,
-            .blocks_per_sm = 1,
-            .head_dim = C::kHeadDim,
-            .block_m = C::kBlockM,
-            .block_n = C::kBlockN,
-            .consumers = C::kConsumers,
-            .stages = C::kStages};
-}
 
 // Scales may be null (1); strides of 0 where one holds for all.
 struct Parameters {
@@ -183,20 +166,6 @@ struct Shared {
             mbarrier_init(tile_empty(i), 4 * C::kConsumers + kTransposers);
         }
         fence_mbarrier_init();
-    }
-};
-
-// A place in a ring of kCount stages, with the parity of the round it is in.
-template <int kCount>
-struct Place {
-    int stage = 0;
-    uint32_t parity = 0;
-
-    __device__ __forceinline__ void advance() {
-        if (++stage == kCount) {
-            stage = 0;
-            parity ^= 1;
-        }
     }
 };
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "attention/lengths.cuh"
-#include "kernel_hub/launch_facts.cuh"
+#include "attention/sm90/warpgroups.cuh"
 #include "kernel_hub/mma.cuh"
 #include "kernel_hub/shared_reads.cuh"
 #include "kernel_hub/sinks.cuh"
@@ -22,7 +22,7 @@ constexpr float kRescaleBits = 8.f;
 // kHeadDim: columns of Q and K; kHeadDimV: of V and the output.
 template <typename T_, int kHeadDim_, int kConsumers_, int kBlockN_, Mask kMask_,
           bool kSplit_ = false, int kHeadDimV_ = kHeadDim_>
-struct Config {
+struct Config : Warpgroups<kConsumers_> {
     using T = T_;
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kHeadDimV = kHeadDimV_;
@@ -31,7 +31,6 @@ struct Config {
     static constexpr int kBlockN = kBlockN_;
     static constexpr Mask kMask = kMask_;
     static constexpr bool kSplit = kSplit_;
-    static constexpr int kThreads = 128 * (1 + kConsumers);
     static constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;
     static constexpr int kVPanels = (kHeadDimV + kPanelColumns - 1) / kPanelColumns;
     static constexpr int kStages = 2;
@@ -49,31 +48,12 @@ struct Config {
     static constexpr int kVBytes = kVPanels * kKVPanelBytes;
     static constexpr int kSharedBytes =
         kConsumers * kQStages * kQBytes + kStages * (kKBytes + kVBytes) + 1024;
-    static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
-    static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
-    // The registers a thread starts with: 65,536 registers over its threads, in units of 8.
-    static constexpr int kStartRegisters = 65536 / kThreads / 8 * 8;
-    static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
-                      (1 + kConsumers) * kStartRegisters,
-                  "acquire_registers would wait for ever");
     static_assert(kSharedBytes <= 227 * 1024, "shared memory of an SM");
     static_assert(kBlockN % 16 == 0 && kHeadDim % 16 == 0, "products are 16 deep");
     static_assert(kHeadDimV % 32 == 0, "the output is written 32 columns at a time");
     static_assert(kVPanels <= kPanels, "the loader counts the panels of K");
     static_assert(64 * (kConsumers - 1) <= kBlockN, "at most one block is left out");
 };
-
-template <typename C>
-constexpr LaunchFacts facts_of() {
-    return {.threads = C::kThreads,
-            .shared_bytes = C::kSharedBytes,
-            .blocks_per_sm = 1,
-            .head_dim = C::kHeadDim,
-            .block_m = C::kBlockM,
-            .block_n = C::kBlockN,
-            .consumers = C::kConsumers,
-            .stages = C::kStages};
-}
 
 // Split only: how heads and tokens share the rows of a tile, and where pieces of tiles go.
 struct Packing {
@@ -121,6 +101,39 @@ struct Parameters {
     float tanh_terms[5];
     Packing packing;
 };
+
+// The same as parameters of a kernel, and as they are handed on: what those of whole tiles and of
+// shares have in common.
+// clang-format off: it would give each of them a line.
+#define ATTENTION_INPUTS                                                                           \
+    const __grid_constant__ CUtensorMap q, const __grid_constant__ CUtensorMap k,                  \
+    const __grid_constant__ CUtensorMap v, const int* cu_seqlens_q, const int* cu_seqlens_k,       \
+    const int* cache_seqlens, const int* block_table, const void* sinks
+#define ATTENTION_SHAPE                                                                            \
+    int64_t out_batch_stride, int64_t out_token_stride, int64_t out_head_stride,                   \
+    int64_t lse_batch_stride, int64_t lse_head_stride, int64_t block_table_stride, int batch_size, \
+    int num_heads, int num_kv_heads, int head_dim_v, int seqlen_q, int seqlen_k, int total_q,      \
+    int total_k
+#define ATTENTION_SCORES                                                                           \
+    int has_foreign_rows, int sink_type, float scale_log2, float cap_scale_log2,                   \
+    float small_score, float tanh_1, float tanh_3, float tanh_5, float tanh_7, float tanh_9
+#define ATTENTION_INPUT_ARGUMENTS                                                                  \
+    .out = out, .lse = lse, .flag = flag, .q = &q, .k = &k, .v = &v, .cu_seqlens_q = cu_seqlens_q, \
+    .cu_seqlens_k = cu_seqlens_k, .cache_seqlens = cache_seqlens, .block_table = block_table,      \
+    .sinks = sinks
+#define ATTENTION_SHAPE_ARGUMENTS                                                                  \
+    .out_batch_stride = out_batch_stride, .out_token_stride = out_token_stride,                    \
+    .out_head_stride = out_head_stride, .lse_batch_stride = lse_batch_stride,                      \
+    .lse_head_stride = lse_head_stride, .block_table_stride = block_table_stride,                  \
+    .batch_size = batch_size, .num_heads = num_heads, .num_kv_heads = num_kv_heads,                \
+    .head_dim_v = head_dim_v, .seqlen_q = seqlen_q, .seqlen_k = seqlen_k, .total_q = total_q,      \
+    .total_k = total_k, .num_pages = num_pages, .page_size = page_size, .box_rows = box_rows,      \
+    .window_left = window_left, .window_right = window_right
+#define ATTENTION_SCORE_ARGUMENTS                                                                  \
+    .has_foreign_rows = has_foreign_rows, .sink_type = sink_type, .scale_log2 = scale_log2,        \
+    .cap_scale_log2 = cap_scale_log2, .small_score = small_score,                                  \
+    .tanh_terms = {tanh_1, tanh_3, tanh_5, tanh_7, tanh_9}
+// clang-format on
 
 // One tile, as the producer tells the consumers: 32 bytes of shared memory.
 struct Tile {
@@ -206,27 +219,6 @@ struct Shared {
     }
     __device__ __forceinline__ uint32_t tile_empty(int slot) const {
         return barrier(kTileEmpty + slot);
-    }
-};
-
-// A place in a ring of kCount stages, with the parity of the round it is in.
-template <int kCount>
-struct Place {
-    int stage = 0;
-    uint32_t parity = 0;
-
-    __device__ __forceinline__ void advance() {
-        if (kCount == 1 || ++stage == kCount) {
-            stage = 0;
-            parity ^= 1;
-        }
-    }
-
-    // Moves on by 0 or 1, without a branch.
-    __device__ __forceinline__ void advance_by(int count) {
-        stage += count;
-        parity ^= stage / kCount;
-        stage %= kCount;
     }
 };
 

@@ -18,6 +18,19 @@ struct Routing {
     int* flag;  // what tables led outside (bounds.cuh), or null
 };
 
+// The tables as parameters of a kernel, and all of it as it is handed on.
+// clang-format off: it would give each of them a line.
+#define ROUTING_TABLES                                                                             \
+    const void* positions, const int* cache_seqlens, const void* slot_mapping,                     \
+    const int* block_table, const int* cu_seqlens
+#define ROUTING_ARGUMENTS(NUM_TOKENS)                                                              \
+    .positions = positions, .cache_seqlens = cache_seqlens, .slot_mapping = slot_mapping,          \
+    .block_table = block_table, .cu_seqlens = cu_seqlens,                                          \
+    .block_table_stride = block_table_stride, .batch_size = batch_size, .num_tokens = NUM_TOKENS,  \
+    .num_pages = num_pages, .page_size = page_size, .max_pages = max_pages,                        \
+    .positions_bytes = positions_bytes, .slot_bytes = slot_bytes, .flag = flag
+// clang-format on
+
 // Where one token is in its sequence and, of keys and values, where it goes.
 struct Place {
     int64_t position;

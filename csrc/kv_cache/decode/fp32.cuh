@@ -29,9 +29,6 @@ struct Fp32Config {
 template <typename Config, typename Args>
 __device__ __forceinline__ void prepare_rows_fp32(const Args& args, const Segment& segment,
                                                   const Extent& extent, uint8_t* queries) {
-    const Rotation rotation = {
-        args.cos,          args.sin,         args.table_stride,       args.rotary_dim,
-        args.max_position, args.table_bytes, args.is_interleaved != 0};
     const int group = args.num_heads / args.num_kv_heads;
     const int first_row = segment.row_block * Config::kRows;
     const int num_rows = min(args.rows() - first_row, Config::kRows);
@@ -57,23 +54,9 @@ __device__ __forceinline__ void prepare_rows_fp32(const Args& args, const Segmen
         const int position = first_position + token;
         float value = 0.0f;
         if (is_inside) {
-            const float* source =
-                is_query   ? args.q + segment.batch_idx * args.q_batch_stride +
-                                 token * args.q_token_stride + head * args.q_head_stride
-                : is_value ? args.v + segment.batch_idx * args.v_batch_stride +
-                                 token * args.v_token_stride + head * args.v_head_stride
-                           : args.k + segment.batch_idx * args.k_batch_stride +
-                                 token * args.k_token_stride + head * args.k_head_stride;
-            const float* bias = args.qkv_bias;
-            if (bias != nullptr) {
-                const int before = is_query   ? 0
-                                   : is_value ? args.num_heads + args.num_kv_heads
-                                              : args.num_heads;
-                bias += static_cast<int64_t>(before + head) * args.head_dim;
-            }
-            Rotation turned = rotation;
-            turned.cos = is_value ? nullptr : rotation.cos;
-            value = read_rotated_element(source, bias, turned, position, column);
+            const NewRow<float> from =
+                find_row<float>(args, segment, is_query, is_value, token, head);
+            value = read_rotated_element(from.data, from.bias, from.rotation, position, column);
         }
         if (is_query) {
             Parts<1> parts;
@@ -91,13 +74,7 @@ __device__ __forceinline__ void prepare_rows_fp32(const Args& args, const Segmen
         }
         // No page, no place: the row is dropped (the attention says so in the flag).
         if (is_inside && is_index(page, args.num_pages)) {
-            float* target =
-                is_value
-                    ? args.v_cache + page * args.v_cache_page_stride +
-                          in_page * args.v_cache_token_stride + head * args.v_cache_head_stride
-                    : args.k_cache + page * args.k_cache_page_stride +
-                          in_page * args.k_cache_token_stride + head * args.k_cache_head_stride;
-            target[column] = value;
+            row_of_cache(args, is_value, page, in_page, head)[column] = value;
         }
     }
 }

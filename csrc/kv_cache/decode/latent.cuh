@@ -31,6 +31,13 @@ struct LatentArgs {
     float softmax_scale;
 };
 
+// The same of a kernel's parameters.
+#define LATENT_ARGUMENTS                                                                       \
+    out, lse, partial_out, partial_lse, flag, q, cache_seqlens, block_table, out_batch_stride, \
+        out_token_stride, out_head_stride, q_batch_stride, q_token_stride, q_head_stride,      \
+        block_table_stride, batch_size, seqlen_q, num_heads, num_pages, page_size, max_tokens, \
+        num_splits, parallel, num_workers, softmax_scale
+
 // A block of rows (token num_heads + head) of a sequence over a run of its tokens.
 struct LatentPart {
     int batch_idx;  // -1: there is nothing to do

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernel_hub/dependent_launch.cuh"
+#include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/math.cuh"
 #include "kernel_hub/mma.cuh"
 #include "kernel_hub/sinks.cuh"
@@ -261,5 +262,35 @@ __device__ __forceinline__ void merge_decode_splits(
         }
     }
 }
+
+#define EXPORT_DECODE_MERGE(DTYPE, T)                                                          \
+    DESCRIBED(                                                                                 \
+        decode_attention_##DTYPE##_merge,                                                      \
+        "x: items in more than one part, y: their rows and blocks of 128 columns",             \
+        (.threads = 128, .shared_bytes = 0, .blocks_per_sm = 8, .warps = 4),                   \
+        extern "C" __global__ void __launch_bounds__(128, 8) decode_attention_##DTYPE##_merge( \
+            T* out, float* lse, const float* partial_out, const float* partial_lse,            \
+            const int* cache_seqlens, const void* sinks, int64_t out_batch_stride,             \
+            int64_t out_token_stride, int64_t out_head_stride, int batch_size, int seqlen_q,   \
+            int num_new, int max_tokens, int window_left, int unit, int items, int num_splits, \
+            int parallel, int fine_units, int num_sms, int num_heads, int num_kv_heads,        \
+            int head_dim, int block_rows, int sink_type) {                                     \
+            const Work work = {.cache_seqlens = cache_seqlens,                                 \
+                               .batch_size = batch_size,                                       \
+                               .seqlen_q = seqlen_q,                                           \
+                               .num_new = num_new,                                             \
+                               .max_tokens = max_tokens,                                       \
+                               .window_left = window_left,                                     \
+                               .unit = unit,                                                   \
+                               .items = items,                                                 \
+                               .num_splits = num_splits,                                       \
+                               .parallel = parallel,                                           \
+                               .fine_units = fine_units,                                       \
+                               .num_sms = num_sms};                                            \
+            merge_decode_splits(out, lse, partial_out, partial_lse, work,                      \
+                                {sinks, sink_type, cache_seqlens}, out_batch_stride,           \
+                                out_token_stride, out_head_stride, num_heads, num_kv_heads,    \
+                                head_dim, block_rows);                                         \
+        })
 
 }  // namespace kernel_hub::kv_cache::decode

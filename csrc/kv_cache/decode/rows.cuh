@@ -152,15 +152,51 @@ __device__ __forceinline__ void store_cache(Cache* target, const float (&values)
     }
 }
 
+// A row of queries, keys or values of the new tokens, and what is done as it is read.
+template <typename T>
+struct NewRow {
+    const T* data;
+    const T* bias;
+    Rotation rotation;
+};
+
+template <typename T, typename Args>
+__device__ __forceinline__ NewRow<T> find_row(const Args& args, const Segment& segment,
+                                              bool is_query, bool is_value, int token, int head) {
+    const T* data = is_query   ? args.q + segment.batch_idx * args.q_batch_stride +
+                                     token * args.q_token_stride + head * args.q_head_stride
+                    : is_value ? args.v + segment.batch_idx * args.v_batch_stride +
+                                     token * args.v_token_stride + head * args.v_head_stride
+                               : args.k + segment.batch_idx * args.k_batch_stride +
+                                     token * args.k_token_stride + head * args.k_head_stride;
+    const T* bias = args.qkv_bias;
+    if (bias != nullptr) {
+        const int before = is_query   ? 0
+                           : is_value ? args.num_heads + args.num_kv_heads
+                                      : args.num_heads;
+        bias += static_cast<int64_t>(before + head) * args.head_dim;
+    }
+    return {data,
+            bias,
+            {is_value ? nullptr : args.cos, args.sin, args.table_stride, args.rotary_dim,
+             args.max_position, args.table_bytes, args.is_interleaved != 0}};
+}
+
+template <typename Args>
+__device__ __forceinline__ auto* row_of_cache(const Args& args, bool is_value, int page,
+                                              int in_page, int head) {
+    return is_value ? args.v_cache + page * args.v_cache_page_stride +
+                          in_page * args.v_cache_token_stride + head * args.v_cache_head_stride
+                    : args.k_cache + page * args.k_cache_page_stride +
+                          in_page * args.k_cache_token_stride + head * args.k_cache_head_stride;
+}
+
 // Write the queries of the segment to shared memory and its new tokens to the cache.
 template <typename Config, typename Args>
 __device__ __forceinline__ void prepare_rows(const Args& args, const Segment& segment,
                                              const Extent& extent, uint8_t* queries) {
     using T = typename Config::T;
     using Cache = typename Config::Cache;
-    const Rotation rotation = {
-        args.cos,          args.sin,         args.table_stride,       args.rotary_dim,
-        args.max_position, args.table_bytes, args.is_interleaved != 0};
     const int group = args.num_heads / args.num_kv_heads;
     const int first_row = segment.row_block * Config::kRows;
     const int num_rows = min(args.rows() - first_row, Config::kRows);
@@ -186,21 +222,7 @@ __device__ __forceinline__ void prepare_rows(const Args& args, const Segment& se
         const int token = is_query ? (first_row + row) / group : first_new + row;
         const int head =
             is_query ? segment.kv_head * group + (first_row + row) % group : segment.kv_head;
-        const T* source = is_query   ? args.q + segment.batch_idx * args.q_batch_stride +
-                                           token * args.q_token_stride + head * args.q_head_stride
-                          : is_value ? args.v + segment.batch_idx * args.v_batch_stride +
-                                           token * args.v_token_stride + head * args.v_head_stride
-                                     : args.k + segment.batch_idx * args.k_batch_stride +
-                                           token * args.k_token_stride + head * args.k_head_stride;
-        const T* bias = args.qkv_bias;
-        if (bias != nullptr) {
-            const int before = is_query   ? 0
-                               : is_value ? args.num_heads + args.num_kv_heads
-                                          : args.num_heads;
-            bias += static_cast<int64_t>(before + head) * args.head_dim;
-        }
-        Rotation turned = rotation;
-        turned.cos = is_value ? nullptr : rotation.cos;
+        const NewRow<T> from = find_row<T>(args, segment, is_query, is_value, token, head);
         const int position = first_position + token, column = chunk * 8;
 
         Cache* target = nullptr;
@@ -216,12 +238,7 @@ __device__ __forceinline__ void prepare_rows(const Args& args, const Segment& se
             if (!is_index(page, args.num_pages)) {
                 continue;
             }
-            target = is_value
-                         ? args.v_cache + page * args.v_cache_page_stride +
-                               in_page * args.v_cache_token_stride + head * args.v_cache_head_stride
-                         : args.k_cache + page * args.k_cache_page_stride +
-                               in_page * args.k_cache_token_stride +
-                               head * args.k_cache_head_stride;
+            target = row_of_cache(args, is_value, page, in_page, head);
             const float* scales = is_value ? args.v_scale : args.k_scale;
             inverse_scale = scales == nullptr ? 1.0f : 1.0f / __ldg(scales + head);
         }
@@ -239,7 +256,7 @@ __device__ __forceinline__ void prepare_rows(const Args& args, const Segment& se
             }
         } else if (args.is_vectorised != 0) {
             float values[8];
-            read_rotated(source, bias, turned, position, column, values);
+            read_rotated(from.data, from.bias, from.rotation, position, column, values);
             if (is_query) {
 #pragma unroll
                 for (int word = 0; word < 4; ++word) {
@@ -253,7 +270,7 @@ __device__ __forceinline__ void prepare_rows(const Args& args, const Segment& se
 #pragma unroll 1
             for (int i = 0; i < 8; ++i) {
                 const float value =
-                    read_rotated_element(source, bias, turned, position, column + i);
+                    read_rotated_element(from.data, from.bias, from.rotation, position, column + i);
                 if (is_query) {
                     reinterpret_cast<T*>(word_place(i / 2))[i % 2] = from_float<T>(value);
                 } else {

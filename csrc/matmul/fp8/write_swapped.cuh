@@ -178,15 +178,7 @@ __device__ __forceinline__ void merge_and_write_scaled(const ScaledEpilogue<Out>
                                                        uint32_t rank, int thread) {
     constexpr int kThreads = 128 * C::kConsumers;
     static_assert(C::kSwaps, "only few rows share k");
-    // The ring becomes the place of the sums: all must have read it.
-    named_barrier_sync(2, kThreads);
-#pragma unroll
-    for (int i = 0; i < C::kSums / 4; ++i) {
-        st_shared(sums + (i * kThreads + thread) * 16, acc[4 * i], acc[4 * i + 1], acc[4 * i + 2],
-                  acc[4 * i + 3]);
-    }
-    cluster_arrive();
-    cluster_wait();
+    show_sums<C>(acc, sums, thread);
 #pragma unroll
     for (int j = 0; j < scales.kGroups; ++j) {
         const int i = rank / C::kSharers + j * C::kSplits;

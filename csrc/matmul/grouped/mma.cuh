@@ -75,19 +75,7 @@ __device__ __forceinline__ void multiply_tile(const Target<T>& target, const T* 
     };
     float acc[C::kTilesM][C::kTilesN][4] = {};
     const int warp_row = warp_idx / 2 * C::kWarpM, warp_column = warp_idx % 2 * C::kWarpN;
-#pragma unroll
-    for (int i = 0; i < kStages - 1; ++i) {
-        fetch_step(i, i);
-    }
-    int stage = 0;
-    for (int step = 0; step < num_steps; ++step) {
-        cp_async_wait<kStages - 2>();
-        // All warps see this stage, and have left the one that is fetched into next.
-        __syncthreads();
-        fetch_step(step + kStages - 1, stage == 0 ? kStages - 1 : stage - 1);
-        multiply_stage<T, C>(ring + stage * C::kStageBytes, warp_row, warp_column, acc);
-        stage = stage + 1 == kStages ? 0 : stage + 1;
-    }
+    multiply_steps<T, C>(ring, num_steps, warp_row, warp_column, fetch_step, acc);
     cp_async_wait<0>();
     __syncthreads();
     float* sums = reinterpret_cast<float*>(dynamic_shared()) + warp_idx * 32 * (C::kWarpN + 8);

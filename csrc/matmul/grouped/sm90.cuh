@@ -21,6 +21,7 @@
 #include "matmul/grouped/sm90_boxes.cuh"
 #include "matmul/grouped/sm90_loop.cuh"
 #include "matmul/grouped/sm90_write.cuh"
+#include "matmul/sm90/barriers.cuh"
 
 namespace kernel_hub::matmul::grouped {
 
@@ -48,19 +49,9 @@ __device__ __forceinline__ void grouped_sm90(const Policy& policy, const MakeWal
         if (is_plain) {
             tma_prefetch_map(out_map);
         }
-        for (int i = 0; i < C::kStages; ++i) {
-            mbarrier_init(full + 8 * i, 1);
-            mbarrier_init(empty + 8 * i, C::kConsumers * C::kClusterSize);
-        }
-        fence_mbarrier_init();
+        make_barriers<C::kStages>(full, empty, 1, C::kConsumers * C::kClusterSize);
     }
-    if constexpr (C::kPairs) {
-        __syncwarp();
-        cluster_arrive_relaxed();
-        cluster_wait();
-    } else {
-        __syncthreads();
-    }
+    await_barriers<C::kPairs>();
     wait_for_launch_before();
 
     if (warpgroup == (C::kIsLean ? C::kConsumers : 0)) {
@@ -144,12 +135,12 @@ __device__ __forceinline__ void grouped_sm90(const Policy& policy, const MakeWal
             tma_store_wait<0>();
         }
     }
-    if constexpr (C::kPairs) {
-        // No block may leave while another still multicasts to it or arrives at its barriers.
-        __syncwarp();
-        cluster_arrive();
-        cluster_wait();
-    }
+    leave_together<C::kPairs>();
 }
+
+// The attributes of a kernel of it.
+#define GROUPED_BOUNDS(...)                           \
+    __cluster_dims__(__VA_ARGS__::kClusterSize, 1, 1) \
+    __launch_bounds__(__VA_ARGS__::kThreads, __VA_ARGS__::kMinBlocks)
 
 }  // namespace kernel_hub::matmul::grouped

@@ -21,35 +21,18 @@
 #include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/mma.cuh"
 #include "kernel_hub/vec.cuh"
+#include "matmul/paired/constant.cuh"
+#include "matmul/stages.cuh"
 
 namespace kernel_hub::matmul::paired {
 
-// A block of 4 warps, 2 x 2, computes a kBlockM x 128 tile. Shared memory: a ring of kStages x
-// (kBlockM rows of a, 128 rows of b), 32 elements of k each. Two rows share 128 bytes; their
-// 16-byte chunks are swapped by the pair's index, so that ldmatrix meets no bank twice.
-// NOTE: sm_89 has 99 KiB of shared memory: three stages let two blocks share a multiprocessor.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 890
-constexpr int kPairedStages = 3;
-#else
-constexpr int kPairedStages = 4;
-#endif
-
 template <int kBlockM_>
-struct PairedTile {
-    static constexpr int kBlockM = kBlockM_, kBlockN = 128, kBlockK = 32, kThreads = 128;
-    static constexpr int kChunks = kBlockK / 8;  // of 16 bytes, in a row of a stage
-    static constexpr int kRowsAtOnce = kThreads / kChunks;
-    static constexpr int kWarpM = kBlockM / 2, kWarpN = kBlockN / 2;
-    static constexpr int kTilesM = kWarpM / 16, kTilesN = kWarpN / 8;  // of mma, a warp
-    static constexpr int kStageBytes = (kBlockM + kBlockN) * kBlockK * 2;
-    static constexpr int kStages = kPairedStages, kSharedBytes = kStages * kStageBytes;
+struct PairedTile : Tile<kBlockM_> {
+    static constexpr int kThreads = matmul::kThreads, kRowsAtOnce = kThreads / kChunks;
+    static constexpr int kBlockN = matmul::kBlockN, kBlockK = matmul::kBlockK;
+    static constexpr int kStages = matmul::kStages;
+    static constexpr int kSharedBytes = kStages * Tile<kBlockM_>::kStageBytes;
     static constexpr int kRaster = 8;  // rows of tiles that are walked together
-
-    // The place of a 16-byte chunk of a row in a stage, in bytes.
-    static __device__ __forceinline__ uint32_t place(int row, int chunk) {
-        const int pair = row / 2;
-        return (pair * 2 * kChunks + row % 2 * kChunks + (chunk ^ (pair % kChunks))) * 16;
-    }
 };
 
 template <typename C>
@@ -61,47 +44,6 @@ constexpr LaunchFacts paired_facts(int blocks_per_sm) {
             .block_n = C::kBlockN,
             .block_k = C::kBlockK,
             .stages = C::kStages};
-}
-
-// acc += the products of one stage.
-template <typename T, typename C>
-__device__ __forceinline__ void multiply_paired(uint32_t stage, int warp_row, int warp_column,
-                                                float (&acc)[C::kTilesM][C::kTilesN][4]) {
-    const int lane = threadIdx.x % 32;
-    const uint32_t b_stage = stage + C::kBlockM * C::kBlockK * 2;
-#pragma unroll
-    for (int step = 0; step < C::kBlockK / 16; ++step) {
-        uint32_t a[C::kTilesM][4], b[C::kTilesN / 2][4];
-#pragma unroll
-        for (int i = 0; i < C::kTilesM; ++i) {
-            ldmatrix_x4(a[i],
-                        stage + C::place(warp_row + 16 * i + lane % 16, 2 * step + lane / 16));
-        }
-#pragma unroll
-        for (int j = 0; j < C::kTilesN / 2; ++j) {
-            ldmatrix_x4(b[j], b_stage + C::place(warp_column + 16 * j + lane / 16 * 8 + lane % 8,
-                                                 2 * step + lane / 8 % 2));
-        }
-#pragma unroll
-        for (int i = 0; i < C::kTilesM; ++i) {
-#pragma unroll
-            for (int j = 0; j < C::kTilesN; ++j) {
-                mma_m16n8k16<T>(acc[i][j], a[i], b[j / 2][2 * (j % 2)], b[j / 2][2 * (j % 2) + 1]);
-            }
-        }
-    }
-}
-
-// Calls `use(constant)` for the constant that `number` is, from kFirst to kEnd - 1.
-// NOTE: what `use` does not do is there once, in a loop, and not once a constant: straight code for
-// all sums of a tile misses the instruction cache.
-template <int kFirst, int kEnd, typename Use>
-__device__ __forceinline__ void with_constant(int number, const Use& use) {
-    if (kFirst + 1 == kEnd || number == kFirst) {
-        use(std::integral_constant<int, kFirst>());
-    } else if constexpr (kFirst + 1 < kEnd) {
-        with_constant<kFirst + 1, kEnd>(number, use);
-    }
 }
 
 // a (m, k), b: num_groups groups of 16 rows of k.
@@ -121,7 +63,7 @@ __device__ __forceinline__ void paired_linear(const Ending& ending, const Rows& 
     const int group = in_raster / raster_rows * kTileGroups;
 
     // This thread's chunk of each row that it fetches; below 0 where there is no row.
-    const int chunk = threadIdx.x % C::kChunks, own_row = threadIdx.x / C::kChunks;
+    const int chunk = threadIdx.x % kChunks, own_row = threadIdx.x / kChunks;
     constexpr int kFetchesA = C::kBlockM / C::kRowsAtOnce, kFetchesB = C::kBlockN / C::kRowsAtOnce;
     int64_t from_b[kFetchesB];
 #pragma unroll
@@ -141,13 +83,13 @@ __device__ __forceinline__ void paired_linear(const Ending& ending, const Rows& 
 #pragma unroll
             for (int i = 0; i < kFetchesA; ++i) {
                 const int own = own_row + i * C::kRowsAtOnce;
-                cp_async_16(target + C::place(own, chunk),
+                cp_async_16(target + place_of_chunk(own, chunk),
                             a_tile + i * C::kRowsAtOnce * a_stride + at,
                             is_inside && row + own < m);
             }
 #pragma unroll
             for (int i = 0; i < kFetchesB; ++i) {
-                const uint32_t to = C::place(own_row + i * C::kRowsAtOnce, chunk);
+                const uint32_t to = place_of_chunk(own_row + i * C::kRowsAtOnce, chunk);
                 cp_async_16(target + C::kBlockM * C::kBlockK * 2 + to, b + (from_b[i] + at),
                             is_inside && from_b[i] >= 0);
             }
@@ -158,19 +100,7 @@ __device__ __forceinline__ void paired_linear(const Ending& ending, const Rows& 
     float acc[C::kTilesM][C::kTilesN][4] = {};
     const int warp_row = warp_idx / 2 * C::kWarpM, warp_column = warp_idx % 2 * C::kWarpN;
     wait_for_launch_before();
-#pragma unroll
-    for (int i = 0; i < kPairedStages - 1; ++i) {
-        fetch_step(i, i);
-    }
-    int stage = 0;
-    for (int step = 0; step < num_steps; ++step) {
-        cp_async_wait<kPairedStages - 2>();
-        // All warps see this stage, and have left the one that is fetched into next.
-        __syncthreads();
-        fetch_step(step + kPairedStages - 1, stage == 0 ? kPairedStages - 1 : stage - 1);
-        multiply_paired<T, C>(ring + stage * C::kStageBytes, warp_row, warp_column, acc);
-        stage = stage + 1 == kPairedStages ? 0 : stage + 1;
-    }
+    multiply_steps<T, C>(ring, num_steps, warp_row, warp_column, fetch_step, acc);
 
     constexpr int kUnits = C::kTilesN / 2 / Ending::kUnit;
     typename Ending::Prepared prepared;

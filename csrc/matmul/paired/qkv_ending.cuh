@@ -352,4 +352,26 @@ struct QkvEnding {
     }
 };
 
+// What says how projections end, as parameters of a kernel, and as they are handed on, with what
+// HeadRows is made of.
+// clang-format off: it would give each of them a line.
+#define QKV_TABLES(T)                                                                              \
+    const T* bias, const void* cos, const void* sin, ROUTING_TABLES
+#define QKV_STRIDES                                                                                \
+    int64_t q_token_stride, int64_t q_head_stride, int64_t k_page_stride, int64_t k_row_stride,    \
+    int64_t k_head_stride, int64_t v_page_stride, int64_t v_row_stride, int64_t v_head_stride,     \
+    int table_stride, int64_t block_table_stride
+#define QKV_NUMBERS                                                                                \
+    int num_heads, int num_kv_heads, int head_dim, int rotary_dim, int paired_dim,                 \
+    int is_interleaved, int seqlen, int batch_size, int max_position, int table_bytes,             \
+    int num_pages, int page_size, int max_pages, int positions_bytes, int slot_bytes
+#define QKV_ENDING(...)                                                                            \
+    .q = {q, 0, q_token_stride, q_head_stride},                                                    \
+    .k = {k_cache, k_page_stride, k_row_stride, k_head_stride},                                    \
+    .v = {v_cache, v_page_stride, v_row_stride, v_head_stride}, .bias = bias, .cos = cos,          \
+    .sin = sin, .table_stride = table_stride, .routing = {ROUTING_ARGUMENTS(m)},                   \
+    .heads = {__VA_ARGS__}, .m = m, .num_heads = num_heads, .num_kv_heads = num_kv_heads,          \
+    .seqlen = seqlen, .max_position = max_position, .table_bytes = table_bytes
+// clang-format on
+
 }  // namespace kernel_hub::matmul::paired

@@ -18,7 +18,8 @@
 #include "kernel_hub/tma.cuh"
 #include "kernel_hub/warpgroup.cuh"
 #include "kernel_hub/wgmma.cuh"
-#include "matmul/paired/portable.cuh"
+#include "matmul/paired/constant.cuh"
+#include "matmul/sm90/barriers.cuh"
 #include "matmul/sm90/loop.cuh"
 #include "matmul/sm90/tiles.cuh"
 
@@ -163,22 +164,7 @@ __device__ __forceinline__ void multiply_while(float (&acc)[C::kPieces][C::kSums
 #pragma unroll 1
     for (int step = 0; step < num_steps; ++step) {
         mbarrier_wait(full + 8 * ring.stage, ring.parity);
-        const uint32_t offset = ring.stage * (C::kStageBytes >> 4);
-#pragma unroll
-        for (int part = 0; part < C::kPieces; ++part) {
-            hold_registers(acc[part]);
-        }
-        wgmma_fence();
-#pragma unroll
-        for (int i = 0; i < kBlockK / 16; ++i) {
-#pragma unroll
-            for (int part = 0; part < C::kPieces; ++part) {
-                Wgmma<T>::ss(acc[part], descriptor(rows + offset, 32 * i),
-                             descriptor(columns + offset, 32 * i + part * C::kPieceN * kRowBytes),
-                             step != 0 || i != 0);
-            }
-        }
-        wgmma_commit();
+        start_step<T, C>(acc, ring.stage, rows, columns, step);
         if (step == 0) {
             meanwhile();
         } else {
@@ -189,10 +175,7 @@ __device__ __forceinline__ void multiply_while(float (&acc)[C::kPieces][C::kSums
         ring.next();
     }
     wgmma_wait<0>();
-#pragma unroll
-    for (int part = 0; part < C::kPieces; ++part) {
-        hold_registers(acc[part]);
-    }
+    hold_pieces<C>(acc);
     release<C>(empty, previous, rank, thread);
 }
 
@@ -253,13 +236,7 @@ __device__ __forceinline__ void paired_linear_sm90(const Ending& ending, const C
         }
         fence_mbarrier_init();
     }
-    if constexpr (C::kClusterSize > 1) {
-        __syncwarp();
-        cluster_arrive_relaxed();
-        cluster_wait();
-    } else {
-        __syncthreads();
-    }
+    await_barriers<(C::kClusterSize > 1)>();
     wait_for_launch_before();
 
     const int num_rows = C::kSwaps ? 16 * num_groups : m;
@@ -279,13 +256,7 @@ __device__ __forceinline__ void paired_linear_sm90(const Ending& ending, const C
             produce_paired<C>({a_map, a_tail, m}, boxes, raster, ring_base, full, empty, rank,
                               first_step, num_steps);
         }
-        if constexpr (C::kSplits > 1) {
-            __syncwarp();
-            cluster_arrive();
-            cluster_wait();
-            cluster_arrive();
-            cluster_wait();
-        }
+        attend_sums<(C::kSplits > 1)>();
     } else {
         if constexpr (C::kTradesRegisters) {
             acquire_registers<C::kConsumerRegisters>();
@@ -333,12 +304,7 @@ __device__ __forceinline__ void paired_linear_sm90(const Ending& ending, const C
             }
         }
     }
-    if constexpr (C::kSharers > 1) {
-        // No block may leave while another still multicasts to it or arrives at its barriers.
-        __syncwarp();
-        cluster_arrive();
-        cluster_wait();
-    }
+    leave_together<(C::kSharers > 1)>();
 }
 
 }  // namespace kernel_hub::matmul::paired

@@ -13,6 +13,7 @@
 #include "kernel_hub/dependent_launch.cuh"
 #include "kernel_hub/mma.cuh"
 #include "kernel_hub/vec.cuh"
+#include "matmul/few_rows.cuh"
 
 namespace kernel_hub::matmul::paired {
 
@@ -115,15 +116,7 @@ __device__ __forceinline__ void paired_linear_small_m(const Ending& ending, cons
     ending.prepare_few();
     allow_next_launch();  // all blocks are resident: what begins takes nothing from them
 
-    // Zero the places of rows that a does not have.
-#pragma unroll
-    for (int i = 0; i < C::kColumnTiles * C::kSlices; ++i) {
-        if (i / C::kSlices * 8 + lane_idx / 4 >= m) {
-            for (int stage = 0; stage < C::kStages; ++stage) {
-                ring[stage * kSlot + (C::kWeights + i) * 32] = make_uint4(0, 0, 0, 0);
-            }
-        }
-    }
+    zero_missing_rows<C>(ring, lane_idx, m);
 
     int stage = 0;
     for (int group = blockIdx.x, turn = 0; group < num_groups; group += gridDim.x, turn ^= 1) {

@@ -167,6 +167,34 @@ __device__ __forceinline__ void release_borrowed(const Ring<C::kStages>& ring, u
     release<C>(empty, ring.before(1), rank, thread);
 }
 
+template <typename C>
+__device__ __forceinline__ void hold_pieces(float (&acc)[C::kPieces][C::kSums]) {
+#pragma unroll
+    for (int part = 0; part < C::kPieces; ++part) {
+        hold_registers(acc[part]);
+    }
+}
+
+// Starts acc += the product of the ring's next stage; at step 0, acc = that.
+template <typename T, typename C>
+__device__ __forceinline__ void start_step(float (&acc)[C::kPieces][C::kSums], uint32_t stage,
+                                           uint32_t rows, uint32_t columns, int step) {
+    const uint32_t offset = stage * (C::kStageBytes >> 4);
+    hold_pieces<C>(acc);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kBlockK / 16; ++i) {
+#pragma unroll
+        for (int part = 0; part < C::kPieces; ++part) {
+            const int row_bytes = 32 * i;
+            const int column_bytes = 32 * i + part * C::kPieceN * kRowBytes;
+            Wgmma<T>::ss(acc[part], descriptor(rows + offset, row_bytes),
+                         descriptor(columns + offset, column_bytes), step != 0 || i != 0);
+        }
+    }
+    wgmma_commit();
+}
+
 // acc = the product of this consumer's rows over `num_steps` steps of k. borrows: the stages of the
 // last two steps are kept for what follows, until release_borrowed, here in the next tile;
 // has_borrowed: those of the last tile are.
@@ -179,23 +207,7 @@ __device__ __forceinline__ void multiply(float (&acc)[C::kPieces][C::kSums], Rin
 #pragma unroll 1
     for (int step = 0; step < num_steps; ++step) {
         mbarrier_wait(full + 8 * ring.stage, ring.parity);
-        const uint32_t offset = ring.stage * (C::kStageBytes >> 4);
-#pragma unroll
-        for (int part = 0; part < C::kPieces; ++part) {
-            hold_registers(acc[part]);
-        }
-        wgmma_fence();
-#pragma unroll
-        for (int i = 0; i < kBlockK / 16; ++i) {
-#pragma unroll
-            for (int part = 0; part < C::kPieces; ++part) {
-                const int row_bytes = 32 * i;
-                const int column_bytes = 32 * i + part * C::kPieceN * kRowBytes;
-                Wgmma<T>::ss(acc[part], descriptor(rows + offset, row_bytes),
-                             descriptor(columns + offset, column_bytes), step != 0 || i != 0);
-            }
-        }
-        wgmma_commit();
+        start_step<T, C>(acc, ring.stage, rows, columns, step);
         if (step != 0) {
             wgmma_wait<1>();
             if (!borrows || step + 1 != num_steps) {
@@ -208,10 +220,7 @@ __device__ __forceinline__ void multiply(float (&acc)[C::kPieces][C::kSums], Rin
         ring.next();
     }
     wgmma_wait<0>();
-#pragma unroll
-    for (int part = 0; part < C::kPieces; ++part) {
-        hold_registers(acc[part]);
-    }
+    hold_pieces<C>(acc);
     if (!borrows) {
         release<C>(empty, previous, rank, thread);
     }

@@ -87,6 +87,20 @@ __device__ __forceinline__ void add_from_box(uint32_t box, int group, float (&va
     }
 }
 
+// Returns when the stores before have read a consumer's boxes and, where it waits for one, the
+// residual has arrived. By the consumer.
+template <typename C>
+__device__ __forceinline__ void await_boxes(const RingEnd<C>& end, bool has_arrivals, int consumer,
+                                            int thread) {
+    if (thread == 0) {
+        tma_store_wait<0>();
+    }
+    if (has_arrivals) {
+        end.wait();
+    }
+    named_barrier_sync(3 + consumer, 128);
+}
+
 // Writes 64 rows of a tile, of which this warpgroup's part begins at (first_row, column): 64
 // columns at a time through boxes in shared memory and the copy engine, what is left of 64, fp32
 // and unaligned results from registers.
@@ -107,14 +121,7 @@ __device__ __forceinline__ void write_groups(const Epilogue<T, Out>& epilogue,
     for (int group = 0; group < kGroups; ++group) {
         const int in_batch = group % kBatch;
         if (kThroughBoxes && in_batch == 0) {
-            // The boxes must have been read by the stores before.
-            if (thread == 0) {
-                tma_store_wait<0>();
-            }
-            if (has_arrivals) {
-                end.wait();
-            }
-            named_barrier_sync(3 + consumer, 128);
+            await_boxes(end, has_arrivals, consumer, thread);
         }
         float values[16];
         pick<kGroups>(values, group, [&](int i) { return acc[i / C::kSums][i % C::kSums]; });
@@ -252,14 +259,10 @@ struct SplitExtras {
     }
 };
 
-// Adds the sums of the blocks of a cluster, in order of their ranks, and writes the tile: each
-// block every kSplits-th group of 8 columns.
-template <typename C, typename T, typename Out>
-__device__ __forceinline__ void merge_and_write(const Epilogue<T, Out>& epilogue,
-                                                const SplitExtras<C, T, Out>& extras,
-                                                float (&acc)[C::kSums], uint32_t sums,
-                                                uint32_t rank, int thread) {
-    constexpr int kThreads = 128 * C::kConsumers, kGroups = C::kSums / 4 / C::kSplits;
+// Puts a thread's sums where the blocks of the cluster read them, and returns when all have.
+template <typename C>
+__device__ __forceinline__ void show_sums(const float (&acc)[C::kSums], uint32_t sums, int thread) {
+    constexpr int kThreads = 128 * C::kConsumers;
     // The ring becomes the place of the sums: all must have read it.
     named_barrier_sync(2, kThreads);
 #pragma unroll
@@ -269,6 +272,17 @@ __device__ __forceinline__ void merge_and_write(const Epilogue<T, Out>& epilogue
     }
     cluster_arrive();
     cluster_wait();
+}
+
+// Adds the sums of the blocks of a cluster, in order of their ranks, and writes the tile: each
+// block every kSplits-th group of 8 columns.
+template <typename C, typename T, typename Out>
+__device__ __forceinline__ void merge_and_write(const Epilogue<T, Out>& epilogue,
+                                                const SplitExtras<C, T, Out>& extras,
+                                                float (&acc)[C::kSums], uint32_t sums,
+                                                uint32_t rank, int thread) {
+    constexpr int kThreads = 128 * C::kConsumers, kGroups = C::kSums / 4 / C::kSplits;
+    show_sums<C>(acc, sums, thread);
     float totals[4 * kGroups] = {};
 #pragma unroll
     for (int j = 0; j < kGroups; ++j) {

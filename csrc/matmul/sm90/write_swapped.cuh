@@ -161,14 +161,7 @@ __device__ __forceinline__ void write_wide(const Epilogue<T, Out>& epilogue,
     for (int group = 0; group < kGroups; ++group) {
         const int in_batch = group % kBatch;
         if (has_boxes && in_batch == 0) {
-            // The boxes must have been read by the stores before.
-            if (thread == 0) {
-                tma_store_wait<0>();
-            }
-            if (has_arrivals) {
-                end.wait();
-            }
-            named_barrier_sync(3 + consumer, 128);
+            await_boxes(end, has_arrivals, consumer, thread);
         }
         float values[16];
         pick<kGroups>(values, group, [&](int i) { return acc[i]; });

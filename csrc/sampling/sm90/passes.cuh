@@ -21,17 +21,7 @@ __device__ __forceinline__ int elements_a_chunk(const Team& team) {
 
 // A float that is not above `wanted` threads' largest: so many values are above it.
 __device__ __forceinline__ float loose_bound(float of_thread, int wanted) {
-    constexpr int kBitsLeft = 14;  // of no matter
-    const uint32_t key = key_of(of_thread);
-    uint32_t bound = 0;
-#pragma unroll 1
-    for (int bit = 31; bit >= kBitsLeft; --bit) {
-        const uint32_t higher = bound | 1u << bit;
-        if (__syncthreads_count(key >= higher) >= wanted) {
-            bound = higher;
-        }
-    }
-    return bound <= key_of(-FLT_MAX) ? -kInfinity : from_key(bound - 1);
+    return bound_of<14>(of_thread, wanted);
 }
 
 // Has the L2 fetch `turns` of the block's share, 256 fours each, from element `first` on of what

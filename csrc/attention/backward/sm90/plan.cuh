@@ -3,11 +3,13 @@
 #pragma once
 
 #include "attention/backward/problem.cuh"
-#include "kernel_hub/launch_facts.cuh"
+#include "attention/sm90/warpgroups.cuh"
 #include "kernel_hub/tma.cuh"
 #include "kernel_hub/warpgroup.cuh"
 
 namespace kernel_hub::attention::backward::sm90 {
+
+using attention::sm90::facts_of;
 
 constexpr int kPanelBytes = 128;  // of a row of shared memory: 64 columns
 constexpr int kPanelColumns = 64;
@@ -56,18 +58,6 @@ struct BackwardConfig {
                   "acquire_registers would wait for ever");
     static_assert(kSharedBytes <= 227 * 1024, "shared memory of an SM");
 };
-
-template <typename C>
-constexpr LaunchFacts facts_of() {
-    return {.threads = C::kThreads,
-            .shared_bytes = C::kSharedBytes,
-            .blocks_per_sm = 1,
-            .head_dim = C::kHeadDim,
-            .block_m = C::kBlockM,
-            .block_n = C::kBlockN,
-            .consumers = C::kConsumers,
-            .stages = C::kStages};
-}
 
 template <typename T>
 struct BackwardParameters {
