@@ -5,6 +5,8 @@ What more may be joined to it goes by csrc/rowwise/rms_norm_joined.cu.
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -204,13 +206,12 @@ def _cuda(x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: floa
         key = (x.dtype, x.shape, weight.shape, low_bits, x.stride(), weight.stride())
     plan = _plans.get(key) or _plans.keep(key, tuple(_plan(x, None, weight, out, None, low_bits)))
     function, grid, block, shared_bytes, numbers, _, options = plan
-    if function is not None:
-        try:
-            params = (out, x, weight, *numbers, eps, weight_offset)
-            function(grid, block, shared_bytes, None, params, **options)
-        except KernelHubError:
-            _check(x, None, weight, out)  # the launch checks devices and dtypes; this names them
-            raise
+    try:
+        params = (out, x, weight, *numbers, eps, weight_offset)
+        function(grid, block, shared_bytes, None, params, **options)
+    except KernelHubError:
+        _check(x, None, weight, out)  # the launch checks devices and dtypes; this names them
+        raise
     return out
 
 
@@ -225,10 +226,7 @@ def _cuda_into(
     """
     tensors = [t for t in (out, residual_out, x, residual, weight) if t is not None]
     addresses = tuple([tensor.data_ptr() for tensor in tensors])
-    low_bits = 0
-    for address in addresses:
-        low_bits |= address
-    low_bits &= 15
+    low_bits = reduce(or_, addresses) & 15
     layout = [(tensor.shape, tensor.stride()) for tensor in tensors]
     key = (x.dtype, low_bits, *layout)
     plan, spans = _plans.get(key) or _plans.keep(
@@ -241,13 +239,12 @@ def _cuda_into(
     if is_given and addresses not in spans.apart:
         spans.check(addresses)
     function, grid, block, shared_bytes, numbers, _, options = plan
-    if function is not None:
-        try:
-            params = (*tensors, *numbers, eps, weight_offset)
-            function(grid, block, shared_bytes, None, params, **options)
-        except KernelHubError:
-            _check(x, residual, weight, out, residual_out)
-            raise
+    try:
+        params = (*tensors, *numbers, eps, weight_offset)
+        function(grid, block, shared_bytes, None, params, **options)
+    except KernelHubError:
+        _check(x, residual, weight, out, residual_out)
+        raise
 
 
 def _cpu_into(

@@ -89,7 +89,7 @@ class Verification:
             new["path"] = torch.empty((batch, drafts), dtype=torch.int32, device=device)
         if given.seed is None:
             new["seed"] = torch.randint(-(2**63), 2**63 - 1, (batch,), device=device)
-        return given._replace(**new)
+        return given._replace(**new) if new else given
 
     def check(self, given: VerifyGiven) -> None:
         """Everything about the arguments but the addresses of tensors."""
@@ -157,12 +157,11 @@ def cuda_into(op: Verification, given: VerifyGiven, is_given: bool = True) -> No
     (function, grid, block, shared_bytes, numbers, _, _), spans = found
     if is_given and addresses not in spans.apart:
         spans.check(addresses)
-    if function is None:
-        return
     try:
         state = counters(logits.device, logits.shape[0])
         tokens = torch.empty(grid[0], dtype=torch.int64, device=logits.device)
         flag = bounds.flag(op.op, logits)
+        tensors: tuple[Any, ...]
         if op.is_tree:
             tensors = (*given[7:], flag, *given[:7])
         else:
