@@ -5,7 +5,6 @@ attention of that model and fp64.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,16 +16,10 @@ module = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
 import tiny_models as tiny  # noqa: E402
 
 from kernel_hub.integrations import transformers as door  # noqa: E402
-from kernel_hub.integrations.transformers import attention, counts, masks  # noqa: E402
+from kernel_hub.integrations.transformers import attention, masks  # noqa: E402
 from kernel_hub.testing.compare import check  # noqa: E402
 
-
-@pytest.fixture(autouse=True)
-def registered() -> Iterator[None]:
-    door.register()
-    counts.reset()
-    yield
-    door.unregister()
+registered = pytest.fixture(autouse=True)(tiny.registered)
 
 
 @pytest.fixture(scope="module")
