@@ -5,8 +5,6 @@ norm whose kernels have the parameters of csrc/rowwise/norm.cuh.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import reduce
-from operator import or_
 from typing import Any, NamedTuple
 
 import torch
@@ -250,7 +248,10 @@ def cuda_into(norm: Norm, given: NormGiven, outs: Outs, is_given: bool = True) -
     x, weight, bias, residual, eps, weight_offset, adds_after = given
     tensors = (out, out_scale, residual_out, x, weight, bias, residual)
     addresses = tuple([t.data_ptr() for t in tensors if t is not None])
-    low_bits = reduce(or_, addresses) & 15
+    low_bits = 0
+    for address in addresses:
+        low_bits |= address
+    low_bits &= 15
     layout = [None if t is None else (t.dtype, t.shape, t.stride()) for t in tensors]
     key = (low_bits, adds_after, *layout)
     found = norm.plans.get(key)

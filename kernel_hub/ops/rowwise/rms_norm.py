@@ -5,8 +5,6 @@ What more may be joined to it goes by csrc/rowwise/rms_norm_joined.cu.
 
 from __future__ import annotations
 
-from functools import reduce
-from operator import or_
 from typing import Any
 
 import torch
@@ -226,7 +224,10 @@ def _cuda_into(
     """
     tensors = [t for t in (out, residual_out, x, residual, weight) if t is not None]
     addresses = tuple([tensor.data_ptr() for tensor in tensors])
-    low_bits = reduce(or_, addresses) & 15
+    low_bits = 0
+    for address in addresses:
+        low_bits |= address
+    low_bits &= 15
     layout = [(tensor.shape, tensor.stride()) for tensor in tensors]
     key = (x.dtype, low_bits, *layout)
     plan, spans = _plans.get(key) or _plans.keep(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import reduce
-from operator import or_
 from typing import Any
 
 import torch
@@ -261,7 +259,8 @@ def _cuda_into(
     """Both rotations in one launch. is_given: the caller gave out_q or out_k."""
     tensors = (out_q, out_k, q, k, cos, sin)
     addresses = tuple([tensor.data_ptr() for tensor in tensors])
-    low_bits = reduce(or_, addresses) & 15
+    out_q_at, out_k_at, q_at, k_at, cos_at, sin_at = addresses
+    low_bits = (out_q_at | out_k_at | q_at | k_at | cos_at | sin_at) & 15
     layout = [(tensor.shape, tensor.stride()) for tensor in tensors]
     where = None if positions is None else (positions.dtype, positions.shape, positions.stride())
     key = (q.dtype, cos.dtype, low_bits, interleaved, rotary_dim, where, *layout)
