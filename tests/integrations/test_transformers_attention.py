@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import tiny_models as tiny  # noqa: E402
+from open_door import registered as registered  # noqa: E402
 
 from kernel_hub.errors import TensorError  # noqa: E402
 from kernel_hub.integrations import transformers as door  # noqa: E402
@@ -21,7 +22,6 @@ from kernel_hub.integrations.transformers import attention, masks  # noqa: E402
 from kernel_hub.testing.compare import check, compare  # noqa: E402
 
 LENGTHS = (1, 7, 513)
-registered = pytest.fixture(autouse=True)(tiny.registered)
 
 
 @pytest.fixture(scope="module", params=tiny.FAMILIES)

@@ -14,12 +14,11 @@ pytest.importorskip("transformers")
 module = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
 
 import tiny_models as tiny  # noqa: E402
+from open_door import registered as registered  # noqa: E402
 
 from kernel_hub.integrations import transformers as door  # noqa: E402
 from kernel_hub.integrations.transformers import attention, masks  # noqa: E402
 from kernel_hub.testing.compare import check  # noqa: E402
-
-registered = pytest.fixture(autouse=True)(tiny.registered)
 
 
 @pytest.fixture(scope="module")

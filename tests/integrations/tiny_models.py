@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from kernel_hub.integrations import transformers as door
-from kernel_hub.integrations.transformers import counts
 from kernel_hub.testing.compare import check
 
 # Tiny products: more threads than one wait for each other.
@@ -216,11 +213,3 @@ class Models:
         assert (behind <= limit).all(), (
             f"a token {behind.max():.3g} behind the best, not {limit:.3g}"
         )
-
-
-def registered() -> Iterator[None]:
-    """A fixture: the door is open, and has counted nothing."""
-    door.register()
-    counts.reset()
-    yield
-    door.unregister()
