@@ -81,8 +81,7 @@ def run(options: argparse.Namespace) -> int:
             f"TB/s  cuBLAS {medians['cuBLAS']:9.2f}  x {ratio:.3f}",
             flush=True,
         )
-    report.write()
-    return report.finish()
+    return report.done()
 
 
 def main() -> int:

@@ -25,7 +25,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from harness import OURS, Report, arguments, sustained
+from harness import OURS, Report, arguments, model_arguments, sustained
 
 from kernel_hub.engine.config import ModelConfig
 from kernel_hub.engine.requests import Request, SamplingParams
@@ -240,14 +240,12 @@ def run(options: argparse.Namespace) -> int:
             print(f"{x!s:22} {took[x] / sum(parts):.3f} x (prompt alone {parts[0]:.1f} us + "
                   f"attention alone {parts[1]:.1f} us)")  # fmt: skip
             report.ahead("decodes beside a prompt", sum(parts) / took[x])
-    report.write()
-    return report.finish()
+    return report.done()
 
 
 def main() -> int:
     def more(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--model", default="llama-3-8b", help="a name that the engine knows")
-        parser.add_argument("--layers", type=int, default=32)
+        model_arguments(parser)
         parser.add_argument("--seed", type=int, default=1)
         parser.add_argument("--tb-per-s", type=float, default=4.69, help="of memory, measured")
         parser.add_argument("--tflops", type=float, default=801.0, help="of products, measured")

@@ -158,8 +158,7 @@ def main() -> int:
             shown = ", ".join(f"{who} {flops / ms / 1e9:.0f}" for who, ms in medians.items())
             print(f"{name}: {shown}", flush=True)
             torch.cuda.empty_cache()
-    report.write()
-    return report.finish()
+    return report.done()
 
 
 if __name__ == "__main__":

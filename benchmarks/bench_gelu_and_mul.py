@@ -10,14 +10,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from gated_contenders import gated
+from gated_contenders import kind_of
 from harness import cases_of, row_arguments, run_cases
 
 from kernel_hub import ops
 from kernel_hub.testing import reference
 
 
-def _formula(approximate: str, x: torch.Tensor) -> torch.Tensor:
+def _formula(x: torch.Tensor, approximate: str) -> torch.Tensor:
     gate, up = x.chunk(2, -1)
     return torch.nn.functional.gelu(gate, approximate=approximate) * up
 
@@ -29,15 +29,10 @@ def _flashinfer(approximate: str) -> Any:
 
 
 def _kind(approximate: str, is_e4m3: bool) -> Any:
-    return partial(
-        gated,
-        partial(ops.gelu_and_mul, approximate=approximate),
-        partial(_formula, approximate),
-        partial(reference.gelu_and_mul, approximate=approximate),
-        partial(_flashinfer, approximate),
-        is_e4m3=is_e4m3,
-        name=f"gelu_and_mul {approximate}",
-    )
+    return kind_of(
+        ops.gelu_and_mul, _formula, reference.gelu_and_mul, partial(_flashinfer, approximate),
+        name=f"gelu_and_mul {approximate}", is_e4m3=is_e4m3, approximate=approximate,
+    )  # fmt: skip
 
 
 def main() -> int:

@@ -87,8 +87,7 @@ def run(options: argparse.Namespace) -> int:
             samples[name] = [seconds(step) * 1e6 for _ in range(options.rounds)]
         medians = report.case(case, samples, "us", ratio_to="torch.compile")
         print(case, {name: round(value, 1) for name, value in medians.items()}, flush=True)
-    report.write()
-    return 1 if report.failures else 0
+    return report.done()
 
 
 def main() -> int:

@@ -162,8 +162,7 @@ def run(options: argparse.Namespace) -> int:
                 )
             del weights
             torch.cuda.empty_cache()
-    report.write()
-    return report.finish()
+    return report.done()
 
 
 def main() -> int:

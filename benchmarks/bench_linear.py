@@ -87,8 +87,7 @@ def run(options: argparse.Namespace, inputs: Inputs) -> int:
             f"cuBLAS {medians['cuBLAS']:9.2f} us  x {ratio:.3f}{others}",
             flush=True,
         )
-    report.write()
-    return report.finish()
+    return report.done()
 
 
 def fused(ss: Sequence[tuple[torch.Tensor, ...]], m: int, n: int) -> dict[str, list[Launch]]:

@@ -153,19 +153,15 @@ def run(options: argparse.Namespace, inputs: Inputs) -> int:
         rate = 2 * m * n * k / medians[f"{OURS} tensor fast"] / 1e6
         read = (n * k + m * k + 2 * m * n) / medians[f"{OURS} tensor"] / 1e6
         print(f"{case:26} {rate:6.0f} TFLOP/s {read:5.2f} TB/s  {';  '.join(parts)}", flush=True)
-    report.write()
-    return report.finish()
+    return report.done()
 
 
 def main() -> int:
     """Measure, write, print."""
     options = arguments(
-        __doc__,
-        rounds=3,
-        quick=QUICK,
-        shapes="8B qkv,8B o,8B gate_up,8B down",
+        __doc__, rounds=3, quick=QUICK, shapes="8B qkv,8B o,8B gate_up,8B down",
         tokens="1,16,64,256,1024,4096,8192",
-    )
+    )  # fmt: skip
     return run(options, Inputs())
 
 

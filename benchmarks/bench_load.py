@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from bench_engine import WARM, Words, request, stepped
-from harness import OURS, Report, arguments
+from harness import OURS, Report, arguments, model_arguments
 
 FLOOR, STEP = "prompts alone + decode steps", "a decode step"
 QUICK = {"rounds": 5, "layers": 4, "requests": 100}
@@ -137,14 +137,12 @@ def run(options: argparse.Namespace) -> int:
             flush=True,
         )
     torch.cuda.synchronize()
-    report.write()
-    return report.finish()
+    return report.done()
 
 
 def main() -> int:
     def more(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--model", default="llama-3-8b", help="a name that the engine knows")
-        parser.add_argument("--layers", type=int, default=32)
+        model_arguments(parser)
         parser.add_argument("--batch", type=int, default=64, help="requests that run at once")
         parser.add_argument("--requests", type=int, default=1000)
         parser.add_argument("--load", type=float, default=0.7, help="of the rate of all at once")

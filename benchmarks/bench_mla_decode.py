@@ -195,8 +195,7 @@ def main() -> int:
         run_case(report, timer, shape, ceiling)
         del shape
         torch.cuda.empty_cache()
-    report.write()
-    return report.finish()
+    return report.done()
 
 
 if __name__ == "__main__":

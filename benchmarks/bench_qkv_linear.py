@@ -113,8 +113,7 @@ def run(options: argparse.Namespace, inputs: Inputs) -> int:
         samples = replays(found, *plan_of(m, n, k, options.rounds))
         case = f"{name} qkv {n}x{k} m{m}"
         report.product(case, samples, PEER, m, 2 * m * n * k)
-    report.write()
-    return report.finish()
+    return report.done()
 
 
 def main() -> int:

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from bench_engine import PARAMS, WARM, Words, floor_us, stepped
-from harness import Report, arguments
+from harness import Report, arguments, model_arguments
 
 from kernel_hub.engine.config import NAMED, ModelConfig
 from kernel_hub.engine.engine import Engine
@@ -184,14 +184,12 @@ def run(options: argparse.Namespace) -> int:
     report.case(case, samples, "us", ratio_to=next(iter(samples)))
     if rates:
         report.case(f"{case}, links", rates, "GB/s", ratio_to=next(iter(rates)))
-    report.write()
-    return report.finish()
+    return report.done()
 
 
 def main() -> int:
     def more(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--model", default="llama-3-8b", help="a name that the engine knows")
-        parser.add_argument("--layers", type=int, default=32)
+        model_arguments(parser)
         parser.add_argument("--decodes", type=int, default=64)
         parser.add_argument("--context", type=int, default=8192)
         parser.add_argument("--seed", type=int, default=1)

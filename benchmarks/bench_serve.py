@@ -107,8 +107,7 @@ def run(options: argparse.Namespace) -> int:
         case = f"step b{num_clients}"
         medians = report.case(case, samples, "us", ratio_to=ALONE)
         print(case, {name: round(value, 1) for name, value in medians.items()}, flush=True)
-    report.write()
-    return 1 if report.failures else 0
+    return report.done()
 
 
 def main() -> int:

@@ -92,8 +92,7 @@ def run(options: argparse.Namespace, inputs: Inputs) -> int:
         case = f"{name} gate_up {n}x{k} m{m}"
         base = PEER if PEER in samples else f"cuBLAS + {GATES[activation][1]}"
         report.product(case, samples, base, m, 2 * m * n * k)
-    report.write()
-    return report.finish()
+    return report.done()
 
 
 def main() -> int:

@@ -6,33 +6,28 @@ Timed as bench_silu_and_mul.py says. Writes benchmarks/results/<gpu>_swigluoai_a
 from __future__ import annotations
 
 import sys
-from functools import partial
 from typing import Any
 
 import torch
-from gated_contenders import gated
+from gated_contenders import kind_of
 from harness import cases_of, row_arguments, run_cases
 
 from kernel_hub import ops
 from kernel_hub.testing import reference
 
 
-def _formula(interleaved: bool, x: torch.Tensor) -> torch.Tensor:
+def _formula(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
     gate, up = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
     gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
     return (up + 1) * gate * torch.sigmoid(1.702 * gate)
 
 
 def _kind(interleaved: bool, is_e4m3: bool) -> Any:
-    return partial(
-        gated,
-        partial(ops.swigluoai_and_mul, interleaved=interleaved),
-        partial(_formula, interleaved),
-        partial(reference.swigluoai_and_mul, interleaved=interleaved),
-        None,
-        is_e4m3=is_e4m3,
-        name=f"swigluoai_and_mul {'interleaved' if interleaved else 'halves'}",
-    )
+    name = f"swigluoai_and_mul {'interleaved' if interleaved else 'halves'}"
+    return kind_of(
+        ops.swigluoai_and_mul, _formula, reference.swigluoai_and_mul, name=name, is_e4m3=is_e4m3,
+        interleaved=interleaved,
+    )  # fmt: skip
 
 
 def main() -> int:

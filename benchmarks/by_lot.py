@@ -27,8 +27,9 @@ from harness import RESULTS, arguments, gpu_token
 from lot import sweep
 from lot.attention_peers import ATTENTION_PEERS
 from lot.clock import Clock
-from lot.contenders import CUBLAS, DEEPGEMM, PEERS, Source
+from lot.contenders import Source
 from lot.outcome import Outcome, rows, told
+from lot.product_peers import CUBLAS, DEEPGEMM, PEERS
 from lot.run import FAMILIES, GROUPS, Lot, Timer, draw, run
 
 from kernel_hub import tuning

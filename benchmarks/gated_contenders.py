@@ -27,6 +27,16 @@ def dequantised(found: Any) -> list[torch.Tensor]:
     return [found[0].float() * found[1].float()[:, None]]
 
 
+def kind_of(
+    op: Callable[..., Any], formula: Callable[..., Any], reference: Callable[..., Any],
+    flashinfer: Callable[[], Callable[[torch.Tensor], Any]] | None = None, *, name: str,
+    is_e4m3: bool, **options: Any,
+) -> Any:  # fmt: skip
+    """`gated` of options that the op, its formula and the reference take."""
+    one, other, right = (partial(each, **options) for each in (op, formula, reference))
+    return partial(gated, one, other, right, flashinfer, is_e4m3=is_e4m3, name=name)
+
+
 def gated(
     op: Callable[..., Any], formula: Formula, reference: Callable[..., torch.Tensor],
     flashinfer: Callable[[], Callable[[torch.Tensor], Any]] | None, dtype: torch.dtype,

@@ -72,6 +72,12 @@ def arguments(
     return options
 
 
+def model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which model an engine runs, of random weights."""
+    parser.add_argument("--model", default="llama-3-8b", help="a name that the engine knows")
+    parser.add_argument("--layers", type=int, default=32)
+
+
 # -- what was found
 
 
@@ -135,6 +141,11 @@ class Report:
         for failure in self.failures:
             print(f"WRONG {failure}", file=sys.stderr)
         return 1 if self.failures else 0
+
+    def done(self) -> int:
+        """Write the rows, print the summary; 1 where an output of ours was wrong."""
+        self.write()
+        return self.finish()
 
 
 def gpu_token(name: str) -> str:

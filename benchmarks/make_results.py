@@ -72,8 +72,7 @@ class Case:
         return ratio is not None and ratio > 1
 
 
-@dataclass(frozen=True)
-class Family:
+class Family(NamedTuple):
     """One family of one results file, with where and how it was measured."""
 
     name: str

@@ -62,6 +62,17 @@ class Launch:
                 yield replace(self, shared=shared)
 
 
+def by_vectors(op: str, prefix: str, vecs: int, tokens: int) -> list[Launch]:
+    """A norm's variants that hold a row of `vecs` vectors in registers, of one row and several."""
+    launches = []
+    for per_thread, rows in itertools.product((1, 2, 4), (1, 2, 4)):
+        threads = max(32, 32 * -(-vecs // (32 * per_thread)))
+        if rows <= tokens and threads * rows <= (1024 if rows == 1 else 512):
+            grid, block = (-(-tokens // rows), 1, 1), (threads, rows, 1)
+            launches.append(Launch(op, f"{prefix}_vec{per_thread}", grid, block))
+    return launches
+
+
 @dataclass
 class Cell:
     """One op on one shape: tensors and parameters of a launch by input set, launches, peer."""
@@ -96,12 +107,7 @@ def rms_norm(dtype: torch.dtype, tokens: int, hidden: int, residual: bool) -> Ce
     chosen, numbers = planned("rms_norm", plan), plan.numbers
     prefix = chosen.function.rpartition("_")[0]
     vecs = hidden * dtype.itemsize // 16
-    launches = []
-    for per_thread, rows in itertools.product((1, 2, 4), (1, 2, 4)):
-        threads = max(32, 32 * -(-vecs // (32 * per_thread)))
-        if rows <= tokens and threads * rows <= (1024 if rows == 1 else 512):
-            grid, block = (-(-tokens // rows), 1, 1), (threads, rows, 1)
-            launches.append(Launch("rms_norm", f"{prefix}_vec{per_thread}", grid, block))
+    launches = by_vectors("rms_norm", prefix, vecs, tokens)
     for threads in (128, 256, 512):
         if 128 <= vecs >= threads and not prefix.endswith("flat"):
             launches.append(Launch("rms_norm", f"{prefix}_loop", (tokens, 1, 1), (threads, 1, 1)))
@@ -135,12 +141,7 @@ def layer_norm(dtype: torch.dtype, tokens: int, hidden: int, to: torch.dtype | N
     )
     chosen = planned("layer_norm", plan)
     prefix, vecs = chosen.function.rpartition("_")[0], hidden * dtype.itemsize // 16
-    launches = []
-    for per_thread, rows in itertools.product((1, 2, 4), (1, 2, 4)):
-        threads = max(32, 32 * -(-vecs // (32 * per_thread)))
-        if rows <= tokens and threads * rows <= (1024 if rows == 1 else 512):
-            grid, block = (-(-tokens // rows), 1, 1), (threads, rows, 1)
-            launches.append(Launch("layer_norm", f"{prefix}_vec{per_thread}", grid, block))
+    launches = by_vectors("layer_norm", prefix, vecs, tokens)
 
     def params(i: int) -> tuple[Any, ...]:
         scales = None if scale is None else scale[i]

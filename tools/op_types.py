@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "kernel_hub/ops/__init__.pyi"
-TENSOR = "torch.Tensor"
+TENSOR = "Tensor"
 PAIR = f"tuple[{TENSOR}, {TENSOR}]"
 # Of one overload: what the arguments that decide are, and what is returned.
 Overload = tuple[dict[str, str], str]
@@ -67,8 +67,13 @@ from collections.abc import Sequence as Sequence
 from typing import Literal, overload
 
 import torch
+from torch import Tensor
 
 '''
+
+
+def _short(annotation: str) -> str:
+    return annotation.replace("torch.Tensor", TENSOR)
 
 
 def signature(name: str, op: object, kinds: dict[str, str] = {}, returns: str = "") -> str:  # noqa: B006
@@ -85,12 +90,13 @@ def signature(name: str, op: object, kinds: dict[str, str] = {}, returns: str = 
             parameter.name not in kinds or taken is parameter.default
         )
         default = f" = {parameter.default!r}" if optional else ""
-        parts.append(f"{parameter.name}: {kind}{default}".replace(" ", "\0"))
+        parts.append(f"{parameter.name}: {_short(kind)}{default}".replace(" ", "\0"))
     body = textwrap.fill(
         ", ".join(parts), 96, initial_indent="    ", subsequent_indent="    ",
         break_long_words=False, break_on_hyphens=False,
     ).replace("\0", " ")  # fmt: skip
-    return f"def {name}(\n{body},\n) -> {returns or found.return_annotation}: ...  # fmt: skip\n"
+    result = returns or _short(found.return_annotation)
+    return f"def {name}(\n{body},\n) -> {result}: ...  # fmt: skip\n"
 
 
 def text() -> str:

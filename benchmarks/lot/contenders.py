@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,9 +21,6 @@ from .shapes import TALL, WIDE
 Launch = Callable[[], Any]
 E4M3 = torch.float8_e4m3fn
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "e4m3": E4M3}
-CUBLAS, CUBLASLT, SCALED_MM, GROUPED_MM, DEEPGEMM = PEERS = (
-    "cuBLAS", "cuBLASLt", "torch._scaled_mm", "torch._grouped_mm", "DeepGEMM",
-)  # fmt: skip
 _CHECKED_ROWS = 24
 _CHUNK = 1 << 26  # elements of b that a reference converts at a time
 _MAX_SETS, _MAX_BYTES = 64, 4 << 30
@@ -168,25 +164,6 @@ def product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tenso
     """a @ b.T in `dtype`; b is converted in parts."""
     parts = b.split(max(1, _CHUNK // b.shape[-1]))
     return torch.cat([a.to(dtype) @ part.to(dtype).T for part in parts], dim=1)
-
-
-def through_lt(launch: Launch) -> Launch:
-    """The same launch, with cuBLASLt where torch would take cuBLAS."""
-
-    def run() -> Any:
-        before = torch.backends.cuda.preferred_blas_library()
-        torch.backends.cuda.preferred_blas_library("cublaslt")
-        try:
-            return launch()
-        finally:
-            torch.backends.cuda.preferred_blas_library(before)
-
-    return run
-
-
-def deep_gemm() -> Any:
-    """The module; raises ImportError where it is not there."""
-    return importlib.import_module("deep_gemm")
 
 
 @contextlib.contextmanager

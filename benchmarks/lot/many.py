@@ -12,23 +12,8 @@ import torch
 
 from kernel_hub.ops import batched_matmul, grouped_linear
 
-from .contenders import (
-    CUBLAS,
-    CUBLASLT,
-    DEEPGEMM,
-    DTYPES,
-    GROUPED_MM,
-    Contender,
-    Expected,
-    Launch,
-    Made,
-    Peer,
-    Source,
-    Written,
-    deep_gemm,
-    product,
-    through_lt,
-)
+from .contenders import DTYPES, Contender, Expected, Launch, Made, Peer, Source, Written, product
+from .product_peers import CUBLAS, CUBLASLT, DEEPGEMM, GROUPED_MM, deep_gemm, through_lt
 from .shapes import BIAS, FP32, WIDE, Lot
 
 # Spread of the experts' popularity: the busiest of 128 gets about six times its share.

@@ -10,20 +10,8 @@ import torch
 
 from kernel_hub.ops import append_kv, qkv_linear, rope, silu_and_mul, swiglu_linear
 
-from .contenders import (
-    CUBLAS,
-    CUBLASLT,
-    DTYPES,
-    Contender,
-    Expected,
-    Launch,
-    Made,
-    Peer,
-    Source,
-    Written,
-    product,
-    through_lt,
-)
+from .contenders import DTYPES, Contender, Expected, Launch, Made, Peer, Source, Written, product
+from .product_peers import CUBLAS, CUBLASLT, through_lt
 from .shapes import BIAS, Lot
 
 PAGE_SIZE, POSITIONS = 16, 8192

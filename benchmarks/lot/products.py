@@ -12,22 +12,8 @@ from torch.nn import functional
 
 from kernel_hub.ops import linear
 
-from .contenders import (
-    CUBLAS,
-    CUBLASLT,
-    DEEPGEMM,
-    DTYPES,
-    Contender,
-    Expected,
-    Launch,
-    Made,
-    Peer,
-    Source,
-    Written,
-    deep_gemm,
-    product,
-    through_lt,
-)
+from .contenders import DTYPES, Contender, Expected, Launch, Made, Peer, Source, Written, product
+from .product_peers import CUBLAS, CUBLASLT, DEEPGEMM, deep_gemm, through_lt
 from .shapes import BIAS, FP32, RESIDUAL, Lot
 
 IN_PLACE = "in place"

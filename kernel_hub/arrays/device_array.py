@@ -60,13 +60,9 @@ class DeviceArray:
 
     @classmethod
     def empty(
-        cls,
-        shape: int | Sequence[int],
-        dtype: Any = "fp32",
-        *,
-        device: Any = None,
+        cls, shape: int | Sequence[int], dtype: Any = "fp32", *, device: Any = None,
         stream: Any = None,
-    ) -> DeviceArray:
+    ) -> DeviceArray:  # fmt: skip
         """An array of `shape` with whatever the memory held.
 
         dtype: a token ('fp16', 'bf16', 'e4m3', …), a NumPy dtype or a torch dtype.
@@ -90,13 +86,9 @@ class DeviceArray:
 
     @classmethod
     def zeros(
-        cls,
-        shape: int | Sequence[int],
-        dtype: Any = "fp32",
-        *,
-        device: Any = None,
+        cls, shape: int | Sequence[int], dtype: Any = "fp32", *, device: Any = None,
         stream: Any = None,
-    ) -> DeviceArray:
+    ) -> DeviceArray:  # fmt: skip
         """An array of `shape` filled with zeros; arguments as for `empty`."""
         array = cls.empty(shape, dtype, device=device, stream=stream)
         if array.size_bytes:

@@ -8,9 +8,9 @@ import keyword
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import NamedTuple
 
 from ..errors import KernelHubError
 from .parts import console
@@ -22,8 +22,7 @@ EXAMPLE = "kernel-hub new scale_add && cd scale_add && ./build_cubins.sh"
 _PACKAGE_NAME = re.compile(r"[a-z]([a-z0-9_]*[a-z0-9])?")
 
 
-@dataclass(frozen=True)
-class Kind:
+class Kind(NamedTuple):
     """What is written: template -> the file it becomes, and the words that differ."""
 
     kernel: str

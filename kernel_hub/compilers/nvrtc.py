@@ -10,9 +10,8 @@ import io
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import cache_folder
 from ..errors import CompileError, MissingPackageError
@@ -25,8 +24,7 @@ _LOOKS = re.compile(r"-I|--include-path|--?pre-include|--?include")
 _NAME = re.compile(r'<([^>\n]+)>|"([^"\n]+)"')
 
 
-@dataclass(frozen=True)
-class CompiledUnit:
+class CompiledUnit(NamedTuple):
     """One translation unit: `symbols` maps each asked expression to its name in the image."""
 
     image: bytes

@@ -5,29 +5,12 @@
 
 from . import bert_padding as bert_padding
 from . import flash_attn_interface as flash_attn_interface
-from .flash_attn_interface import (
-    flash_attn_func,
-    flash_attn_kvpacked_func,
-    flash_attn_qkvpacked_func,
-    flash_attn_varlen_func,
-    flash_attn_varlen_kvpacked_func,
-    flash_attn_varlen_qkvpacked_func,
-    flash_attn_with_kvcache,
-)
+from .flash_attn_interface import *  # noqa: F403 (its functions)
 from .stand_in import StandIn
 
 __version__ = "2.8.3"  # of the names
-__all__ = [
-    "flash_attn_func",
-    "flash_attn_kvpacked_func",
-    "flash_attn_qkvpacked_func",
-    "flash_attn_varlen_func",
-    "flash_attn_varlen_kvpacked_func",
-    "flash_attn_varlen_qkvpacked_func",
-    "flash_attn_with_kvcache",
-    "install",
-    "uninstall",
-]
+__all__ = ["install", "uninstall"]
+__all__ += flash_attn_interface.__all__
 
 _stand_in = StandIn(
     {

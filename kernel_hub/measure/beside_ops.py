@@ -44,6 +44,16 @@ def _flashinfer_gelu() -> Run:
     return lambda i: gelu_and_mul(i["x"])
 
 
+def _gated(op: Any, activation: Any, flashinfer: Peer) -> Op:
+    return Op(
+        {"tokens": 8192, "intermediate": 14336},
+        lambda s, t: {"x": t.normal(s["tokens"], 2 * s["intermediate"])},
+        lambda i: op(i["x"]),
+        lambda i: activation(i["x"].chunk(2, -1)[0]) * i["x"].chunk(2, -1)[1],
+        {"flashinfer": flashinfer},
+    )
+
+
 def _clamped_gate(x: torch.Tensor) -> torch.Tensor:
     gate, up = x[..., ::2].clamp(max=7.0), x[..., 1::2].clamp(-7.0, 7.0)
     return (up + 1) * gate * torch.sigmoid(1.702 * gate)
@@ -228,13 +238,7 @@ OPS: dict[str, Op] = {
         lambda i: ops.layer_norm(i["x"], i["weight"], i["bias"]),
         lambda i: functional.layer_norm(i["x"], i["weight"].shape, i["weight"], i["bias"], 1e-5),
     ),
-    "silu_and_mul": Op(
-        {"tokens": 8192, "intermediate": 14336},
-        lambda s, t: {"x": t.normal(s["tokens"], 2 * s["intermediate"])},
-        lambda i: ops.silu_and_mul(i["x"]),
-        lambda i: functional.silu(i["x"].chunk(2, -1)[0]) * i["x"].chunk(2, -1)[1],
-        {"flashinfer": _flashinfer_silu},
-    ),
+    "silu_and_mul": _gated(ops.silu_and_mul, functional.silu, _flashinfer_silu),
     "gelu": Op(
         {"tokens": 8192, "hidden": 14336},
         lambda s, t: {"x": t.normal(s["tokens"], s["hidden"])},
@@ -247,13 +251,7 @@ OPS: dict[str, Op] = {
         lambda i: ops.relu_squared(i["x"]),
         lambda i: torch.relu(i["x"]).square(),
     ),
-    "gelu_and_mul": Op(
-        {"tokens": 8192, "intermediate": 14336},
-        lambda s, t: {"x": t.normal(s["tokens"], 2 * s["intermediate"])},
-        lambda i: ops.gelu_and_mul(i["x"]),
-        lambda i: functional.gelu(i["x"].chunk(2, -1)[0]) * i["x"].chunk(2, -1)[1],
-        {"flashinfer": _flashinfer_gelu},
-    ),
+    "gelu_and_mul": _gated(ops.gelu_and_mul, functional.gelu, _flashinfer_gelu),
     "quantize_e4m3": Op(
         {"tokens": 8192, "hidden": 4096},
         # By powers of 2 that are given: all round alike.

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import TableError
 
@@ -34,8 +34,7 @@ class Row:
         return " ".join([self.variant, *(f"{name}={n}" for name, n in self.numbers.items())])
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """`row` holds for sizes above `above`, up to `most`."""
 
     above: int

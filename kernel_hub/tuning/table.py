@@ -214,26 +214,23 @@ class Table:
         for forget in self._forget:
             forget()
 
-    @contextlib.contextmanager
-    def shipped_only(self) -> Iterator[None]:
+    def shipped_only(self) -> contextlib.AbstractContextManager[None]:
         """Within, the user's own files count for nothing."""
-        before, self._ignores_user = self._ignores_user, True
-        self.changed()
-        try:
-            yield
-        finally:
-            self._ignores_user = before
-            self.changed()
+        return self._setting("_ignores_user")
+
+    def emptied(self) -> contextlib.AbstractContextManager[None]:
+        """Within, nothing measured counts, shipped or the user's: the op's cost model chooses."""
+        return self._setting("_is_emptied")
 
     @contextlib.contextmanager
-    def emptied(self) -> Iterator[None]:
-        """Within, nothing measured counts, shipped or the user's: the op's cost model chooses."""
-        before, self._is_emptied = self._is_emptied, True
+    def _setting(self, flag: str) -> Iterator[None]:
+        before = getattr(self, flag)
+        setattr(self, flag, True)
         self.changed()
         try:
             yield
         finally:
-            self._is_emptied = before
+            setattr(self, flag, before)
             self.changed()
 
     @contextlib.contextmanager

@@ -136,6 +136,10 @@ def refused(
     return pytest.param(make, box, kind, match, options, id=match)
 
 
+def option(match: str, **options: Any) -> Any:
+    return refused(lambda: strided((16, 1)), (8, 16), LaunchConfigError, match, **options)
+
+
 def strided(strides: tuple[int, ...], shape: tuple[int, ...] = (8, 16), ptr: int = 1 << 20) -> Any:
     array = DeviceArray.from_address(ptr, shape, "fp32")
     array.strides = strides
@@ -176,9 +180,7 @@ def strided(strides: tuple[int, ...], shape: tuple[int, ...] = (8, 16), ptr: int
         ),
         refused(lambda: strided((16, 1)), (8.0, 16), LaunchConfigError, "sequence of ints"),
         refused(lambda: strided((16, 1)), 8, LaunchConfigError, "box=8: expected"),
-        refused(
-            lambda: strided((16, 1)), (8, 16), LaunchConfigError, "at most 32 bytes", swizzle="32B"
-        ),
+        option("at most 32 bytes", swizzle="32B"),
         refused(
             lambda: strided((64, 1), (8, 64)),
             (8, 64),
@@ -186,40 +188,12 @@ def strided(strides: tuple[int, ...], shape: tuple[int, ...] = (8, 16), ptr: int
             "with swizzle '128B' at most 128 bytes",
             swizzle="128B",
         ),
-        refused(
-            lambda: strided((16, 1)),
-            (8, 16),
-            LaunchConfigError,
-            "swizzle='256B': expected one of",
-            swizzle="256B",
-        ),
-        refused(
-            lambda: strided((16, 1)), (8, 16), LaunchConfigError, "l2_promotion=64", l2_promotion=64
-        ),
-        refused(
-            lambda: strided((16, 1)), (8, 16), LaunchConfigError, "oob_fill='one'", oob_fill="one"
-        ),
-        refused(
-            lambda: strided((16, 1)),
-            (8, 16),
-            LaunchConfigError,
-            r"element_strides\[0\] is 9: each is 1 to 8",
-            element_strides=(9, 1),
-        ),
-        refused(
-            lambda: strided((16, 1)),
-            (8, 16),
-            LaunchConfigError,
-            r"element_strides\[-1\] is 2",
-            element_strides=(1, 2),
-        ),
-        refused(
-            lambda: strided((16, 1)),
-            (8, 16),
-            LaunchConfigError,
-            r"element_strides=\(1,\) has 1 entries",
-            element_strides=(1,),
-        ),
+        option("swizzle='256B': expected one of", swizzle="256B"),
+        option("l2_promotion=64", l2_promotion=64),
+        option("oob_fill='one'", oob_fill="one"),
+        option(r"element_strides\[0\] is 9: each is 1 to 8", element_strides=(9, 1)),
+        option(r"element_strides\[-1\] is 2", element_strides=(1, 2)),
+        option(r"element_strides=\(1,\) has 1 entries", element_strides=(1,)),
     ],
 )
 def test_refused_before_the_driver(

@@ -17,6 +17,17 @@ def target(**fields: Any) -> dict[str, Any]:
     return {"backend": "cuda", "arch": 90, "warp_size": 32, **fields}
 
 
+def check_refused(
+    folder: Path, fields: dict[str, Any], kind: type[KernelHubError], words: str
+) -> None:
+    """Metadata of such fields; the message names the file."""
+    path = copy("add_kernel", folder)
+    edit(path, **fields)
+    with pytest.raises(kind, match=words) as caught:
+        triton.load(path)
+    assert str(path) in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -64,11 +75,7 @@ def target(**fields: Any) -> dict[str, Any]:
     ],
 )
 def test_hostile_metadata_is_named(tmp_path: Path, fields: dict[str, Any], words: str) -> None:
-    path = copy("add_kernel", tmp_path)
-    edit(path, **fields)
-    with pytest.raises(KernelHubError, match=words) as caught:
-        triton.load(path)
-    assert str(path) in str(caught.value)
+    check_refused(tmp_path, fields, KernelHubError, words)
 
 
 @pytest.mark.parametrize(
@@ -117,11 +124,7 @@ def test_hostile_descriptors_are_named(tmp_path: Path, field: str, value: Any, w
 def test_what_is_whole_but_not_launched_here_is_not_called_corrupt(
     tmp_path: Path, fields: dict[str, Any], words: str
 ) -> None:
-    path = copy("add_kernel", tmp_path)
-    edit(path, **fields)
-    with pytest.raises(CubinNotFoundError, match=words) as caught:
-        triton.load(path)
-    assert str(path) in str(caught.value)
+    check_refused(tmp_path, fields, CubinNotFoundError, words)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ def lot_modules() -> SimpleNamespace:
         names = (
             "shapes", "models", "run", "outcome", "clock", "contenders", "sweep",
             "attention_shapes", "attention_peers", "attention_backward",
+            "product_peers",
         )  # fmt: skip
         modules = {name: importlib.import_module(f"lot.{name}") for name in names}
         scripts = {name: importlib.import_module(name) for name in ("by_lot", "plot_sweep")}

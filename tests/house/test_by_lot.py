@@ -94,7 +94,7 @@ def test_slices_divide_models(cases: Mapping[str, list[Any]]) -> None:
 def test_cases_run_and_are_right(cases: Mapping[str, list[Any]], family: str) -> None:
     source, beside = lot.contenders.Source("cpu"), set()
     for case in cases[family][:30]:
-        found = lot.run.run(smaller(case), source, Eager(), lot.contenders.PEERS)
+        found = lot.run.run(smaller(case), source, Eager(), lot.product_peers.PEERS)
         assert not found.wrong, f"{case.name}: {found.wrong}"
         assert "kernel_hub" in found.train
         assert found.peers.keys() | {"kernel_hub"} == found.train.keys()
@@ -135,7 +135,7 @@ def test_a_wrong_output_is_seen(
 
     for amount, words in ((1.0, "largest error"), (float("nan"), "not written, or nan")):
         monkeypatch.setattr(products, "linear", functools.partial(spoilt, amount))
-        found = lot.run.run(plain, source, Eager(), lot.contenders.PEERS)
+        found = lot.run.run(plain, source, Eager(), lot.product_peers.PEERS)
         assert words in found.wrong and not found.train
     calls: list[int] = []
 
@@ -145,14 +145,14 @@ def test_a_wrong_output_is_seen(
         return out
 
     monkeypatch.setattr(products, "linear", unsteady)
-    found = lot.run.run(plain, source, Eager(), lot.contenders.PEERS)
+    found = lot.run.run(plain, source, Eager(), lot.product_peers.PEERS)
     assert found.wrong == "after timing: other bits than before it was timed"
     monkeypatch.setattr(products, "linear", ours)
-    found = lot.run.run(plain, source, Eager("cuBLAS"), lot.contenders.PEERS)
+    found = lot.run.run(plain, source, Eager("cuBLAS"), lot.product_peers.PEERS)
     assert found.reasons["cuBLAS"] == "after timing: no graph" and list(found.train) == [
         "kernel_hub"
     ]
-    found = lot.run.run(plain, source, Eager("kernel_hub"), lot.contenders.PEERS)
+    found = lot.run.run(plain, source, Eager("kernel_hub"), lot.product_peers.PEERS)
     assert found.wrong == "after timing: no graph"
     found = lot.run.run(plain, source, Eager(), ["cuBLASLt"])
     assert "cuBLAS" not in found.train and found.refused == {"cuBLASLt": ("cuBLASLt",)}

@@ -6,7 +6,6 @@ Where a model is fp32 its attention passes through the door to torch, which is h
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,21 +14,14 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import tiny_models as tiny  # noqa: E402
+from open_door import registered as registered  # noqa: E402
 
 from kernel_hub.errors import TensorError  # noqa: E402
 from kernel_hub.integrations import transformers as door  # noqa: E402
-from kernel_hub.integrations.transformers import attention, counts, masks  # noqa: E402
+from kernel_hub.integrations.transformers import attention, masks  # noqa: E402
 from kernel_hub.testing.compare import check, compare  # noqa: E402
 
 LENGTHS = (1, 7, 513)
-
-
-@pytest.fixture(autouse=True)
-def registered() -> Iterator[None]:
-    door.register()
-    counts.reset()
-    yield
-    door.unregister()
 
 
 @pytest.fixture(scope="module", params=tiny.FAMILIES)

@@ -5,7 +5,6 @@ attention of that model and fp64.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,18 +14,11 @@ pytest.importorskip("transformers")
 module = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
 
 import tiny_models as tiny  # noqa: E402
+from open_door import registered as registered  # noqa: E402
 
 from kernel_hub.integrations import transformers as door  # noqa: E402
-from kernel_hub.integrations.transformers import attention, counts, masks  # noqa: E402
+from kernel_hub.integrations.transformers import attention, masks  # noqa: E402
 from kernel_hub.testing.compare import check  # noqa: E402
-
-
-@pytest.fixture(autouse=True)
-def registered() -> Iterator[None]:
-    door.register()
-    counts.reset()
-    yield
-    door.unregister()
 
 
 @pytest.fixture(scope="module")

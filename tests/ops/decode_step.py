@@ -185,3 +185,27 @@ class Step:
                 check(found, new[index, :count], own[index, :count], atol=limit, name=name)
                 for rest in (slice(0, place.start), slice(place.stop, None)):
                     same_bits(cached[index, rest], before[index, rest], name=f"{name}, old tokens")
+
+
+def check_replays(step: Step, times: int, more: int) -> None:
+    """A captured call is right each time that it is replayed, on lengths that grow by `more`."""
+    caches = [cache.tensor for cache in step.caches]
+    lengths = step.options["cache_seqlens"]
+    decode_attention(step.q, *caches, **step.options)  # loads the kernels
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = decode_attention(step.q, *caches, **step.options)
+    for _ in range(times):
+        lengths += more
+        graph.replay()
+        check(out, step.truth(torch.float64)[0], step.truth(step.dtype)[0])
+
+
+def check_nan_stays(step: Any) -> None:
+    """A nan in a query stays in its row: of (2, 2 or more, 3 or more heads)."""
+    expected, _ = step.run()
+    step.q[0, 1, 2, 5] = math.nan
+    out, _ = step.run()
+    assert bool(out[0, 1, 2].isnan().all())
+    out[0, 1, 2] = expected[0, 1, 2]
+    same_bits(out, expected)

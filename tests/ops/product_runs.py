@@ -29,6 +29,7 @@ from kernel_hub.tuning import Gpu
 
 if TYPE_CHECKING:  # the grid of products runs without it
     import pytest
+    from ways import Way
 
 
 def force_choice(
@@ -37,6 +38,12 @@ def force_choice(
     """An op of many products takes the launch that `choice` makes of a problem."""
     monkeypatch.setattr(module, "choose", lambda *given: choice(given[2]))
     forget_all()
+
+
+def portable(way: Way, which: int) -> Callable[[Any], Any]:
+    """The choice of one of the bodies for every GPU, of many products."""
+    capability = torch.cuda.get_device_capability() if way.is_gpu else (8, 0)
+    return lambda problem: list(grouped_plan.portable_choices(capability, problem))[which]
 
 
 def _ran(problem: Problem) -> float:

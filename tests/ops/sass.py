@@ -11,9 +11,8 @@ import os
 import re
 import subprocess
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kernel_hub.cli.parts.sass import find_nvdisasm
 from kernel_hub.collection.manifest import CubinEntry, open_collection
@@ -31,8 +30,7 @@ _END = re.compile(r"^\s*(?:@!?U?P\w+\s+)?(?:EXIT|RET|BRA|BRX|JMP|JMX)\b")
 _GUARD = re.compile(r"^@!?U?P\d")
 
 
-@dataclass(frozen=True)
-class Loop:
+class Loop(NamedTuple):
     """An innermost loop that multiplies: its instructions, and how many are of certain kinds."""
 
     num_instructions: int
@@ -40,8 +38,7 @@ class Loop:
     num_local: int
 
 
-@dataclass(frozen=True)
-class Function:
+class Function(NamedTuple):
     """One function: its products by mnemonic, loops from the front, local memory a thread."""
 
     products: frozenset[str]

@@ -21,6 +21,7 @@ from kernel_hub.ops.core import common
 from kernel_hub.ops.core.device import PlannedGpu, pretend
 from kernel_hub.ops.kv_cache.append_checks import AppendGiven
 from kernel_hub.ops.matmul import linear_plan, paired_plan
+from kernel_hub.ops.sampling.verification import VerifyGiven
 from kernel_hub.tuning import Gpu
 
 
@@ -166,11 +167,10 @@ def test_sample(chosen: set[str]) -> None:
 
 
 def test_verify_draft(chosen: set[str]) -> None:
-    op = module("sampling.verify_draft")
     drafts, logits = meta(3, 2, dtype=torch.int64), meta(3, 3, 129, dtype=torch.float16)
-    op._plan(op.DraftGiven(drafts, logits, *[None] * 6), 0)
-    tree = module("sampling.verify_tree")
-    tree._plan(tree.TreeGiven(drafts, drafts.int(), logits, *[None] * 7), 0)
+    for op, parents in (("verify_draft", None), ("verify_tree", drafts.int())):
+        given = VerifyGiven(drafts, parents, logits, *[None] * 7)
+        module(f"sampling.{op}")._verification.plan(given, 0)
     assert chosen == {"verify_draft", "verify_tree"}
 
 

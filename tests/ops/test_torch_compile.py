@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from compiled_calls import DEVICES, Call, check_compiled, each_call
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kernel_hub.errors import TensorError
 from kernel_hub.ops import batched_matmul, grouped_linear, linear, rms_norm, rope, silu_and_mul
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.fixture(autouse=True)
@@ -107,17 +106,9 @@ FUNCTIONS = [norm, norm_residual, norm_in_place, norm_of_an_input_in_place, silu
              rotate_in_place, multiply, multiply_in_place, experts, heads]  # fmt: skip
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    "backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
-)
-@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
-def test_compiled_equals_eager(
-    function: Callable[[dict[str, torch.Tensor]], Any], backend: str, device: str
-) -> None:
-    expected = function(inputs(device))
-    found = torch.compile(function, fullgraph=True, backend=backend)(inputs(device))
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+@each_call(FUNCTIONS)
+def test_compiled_equals_eager(function: Call, backend: str, device: str) -> None:
+    check_compiled(function, inputs, backend, device)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -118,14 +118,9 @@ class Expander:
             raise self._refuse(f"its padding is {padding!r}; expected 'zero' or 'nan'")
 
     def _encode(
-        self,
-        meta: Descriptor,
-        base: Any,
-        shape: tuple[int, ...],
-        strides: tuple[int, ...],
-        padding: str,
-        rounds: bool,
-    ) -> tuple[Any, ...]:
+        self, meta: Descriptor, base: Any, shape: tuple[int, ...], strides: tuple[int, ...],
+        padding: str, rounds: bool,
+    ) -> tuple[Any, ...]:  # fmt: skip
         if rounds:
             raise self._refuse("round_f32_to_tf32 cannot be encoded here")
         address, device = self._place(base)
@@ -147,13 +142,9 @@ class Expander:
         return Encoded(made.raw, device, getattr(base, "_record_use", None)), *numbers
 
     def _decompose(
-        self,
-        base: Any,
-        shape: tuple[int, ...],
-        strides: tuple[int, ...],
-        padding: str,
+        self, base: Any, shape: tuple[int, ...], strides: tuple[int, ...], padding: str,
         rounds: bool,
-    ) -> tuple[Any, ...]:
+    ) -> tuple[Any, ...]:  # fmt: skip
         flags = {"padding": padding == "nan", "round_f32_to_tf32": rounds}
         for name in list(flags)[self._flags :]:
             if flags[name]:

@@ -160,16 +160,15 @@ def cuda_forward(
         out = _empty_like(plan.out)
     lse = None if plan.lse is None else _lse_like(plan.lse)
     launch = plan.launch
-    if launch.function is not None:
-        run = sm90.launch if maps else forward_portable.launch
-        try:
-            run(launch, maps, q, k, v, out, lse, options)
-        except KernelHubError:
-            # The launch checks devices and dtypes; this names them.
-            checks.resolve(op, q, k, v, options)
-            raise
-        if is_debugging:  # raises TensorError where tables led the launch outside
-            bounds.report(q)
+    run = sm90.launch if maps else forward_portable.launch
+    try:
+        run(launch, maps, q, k, v, out, lse, options)
+    except KernelHubError:
+        # The launch checks devices and dtypes; this names them.
+        checks.resolve(op, q, k, v, options)
+        raise
+    if is_debugging:  # raises TensorError where tables led the launch outside
+        bounds.report(q)
     return out, lse, plan
 
 

@@ -181,7 +181,7 @@ def plan(problem: Problem, scales: Scales, out: torch.Tensor, lse: torch.Tensor 
 
 def maps(planned: Launch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[bytes, ...]:
     """The descriptors that the launch takes instead of q, k and v."""
-    if planned.function is None:
+    if not planned.maps:
         return ()
     q_rows, k_rows = planned.maps
     # Where there are no keys, descriptors of something: nothing is loaded.

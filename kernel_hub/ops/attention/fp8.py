@@ -159,14 +159,13 @@ def _gpu_forward(
         assert plan.out is not None
         out = torch.empty_like(plan.out)
     lse = None if plan.lse is None else torch.empty_like(plan.lse)
-    if plan.launch.function is not None:
-        try:
-            launch.launch(plan.launch, maps, q, scales, out, lse, options)
-        except KernelHubError:
-            _problem(q, k, v, scales, options)  # the launch checks devices and dtypes; this names
-            raise
-        if is_debugging:
-            bounds.report(q)
+    try:
+        launch.launch(plan.launch, maps, q, scales, out, lse, options)
+    except KernelHubError:
+        _problem(q, k, v, scales, options)  # the launch checks devices and dtypes; this names
+        raise
+    if is_debugging:
+        bounds.report(q)
     return out, lse
 
 
@@ -280,15 +279,20 @@ def _registered_out_fake(q: Any, k: Any, v: Any, *given: Any) -> torch.Tensor:
 
 
 _SCALES = "Tensor? q_scale, Tensor? k_scale, Tensor? v_scale"
-_op = common.define(
-    f"flash_attention_fp8(Tensor q, Tensor k, Tensor v, {_SCALES}, {registered.OPTIONS}, "
-    "ScalarType? out_dtype, bool need_lse) -> (Tensor, Tensor)",
-    cuda=_registered, cpu=_registered, fake=_registered_fake,
-)  # fmt: skip
-_out_op = common.define(
-    f"flash_attention_fp8_out(Tensor q, Tensor k, Tensor v, {_SCALES}, {registered.OPTIONS}, "
-    "bool need_lse, Tensor(a!) out) -> Tensor",
-    cuda=_registered_out, cpu=_registered_out, fake=_registered_out_fake,
+_op, _out_op = (
+    common.define(schema, cuda=run_it, cpu=run_it, fake=fake)
+    for schema, run_it, fake in (
+        (
+            f"flash_attention_fp8(Tensor q, Tensor k, Tensor v, {_SCALES}, {registered.OPTIONS}, "
+            "ScalarType? out_dtype, bool need_lse) -> (Tensor, Tensor)",
+            _registered, _registered_fake,
+        ),
+        (
+            f"flash_attention_fp8_out(Tensor q, Tensor k, Tensor v, {_SCALES}, "
+            f"{registered.OPTIONS}, bool need_lse, Tensor(a!) out) -> Tensor",
+            _registered_out, _registered_out_fake,
+        ),
+    )
 )  # fmt: skip
 
 

@@ -170,13 +170,12 @@ def _cuda_into(
     (function, grid, block, shared_bytes, numbers, _, _), spans = found
     if is_given and addresses not in spans.apart:
         spans.check(addresses)
-    if function is not None:
-        try:
-            function(grid, block, shared_bytes, None, (*tensors, *numbers))
-        except KernelHubError:
-            # The launch checks devices and dtypes; this names them.
-            _check(out_a, lse_a, out_b, lse_b, out, out_lse)
-            raise
+    try:
+        function(grid, block, shared_bytes, None, (*tensors, *numbers))
+    except KernelHubError:
+        # The launch checks devices and dtypes; this names them.
+        _check(out_a, lse_a, out_b, lse_b, out, out_lse)
+        raise
 
 
 def _cpu_into(

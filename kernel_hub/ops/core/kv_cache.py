@@ -161,6 +161,43 @@ def check_cache_scales(
         common.check_like(op, argument, scale, shape, like, dtypes=(torch.float32,))
 
 
+def check_aligned(op: str, argument: str, value: torch.Tensor) -> None:
+    """Rows that begin at multiples of 16 bytes, as vectors and tensor maps want them."""
+    size = value.element_size()
+    pairs = zip(value.stride()[:-1], value.shape[:-1], strict=True)
+    if any(n > 1 and stride * size % common.VEC_BYTES for stride, n in pairs):
+        raise common.refuse(op, argument, "strides that are multiples of 16 bytes", value)
+    if common.is_plain(value) and value.data_ptr() % common.VEC_BYTES:
+        found = f"address {value.data_ptr():#x}"
+        raise common.refuse(op, argument, "memory aligned to 16 bytes", found)
+
+
+def check_held(
+    op: str, cache: torch.Tensor, cache_seqlens: torch.Tensor, block_table: torch.Tensor | None,
+    num_new: int = 0, *, is_strict: bool = True,
+) -> None:  # fmt: skip
+    """Values on the device: lengths must fit the cache, below 0 being a finished row, and the pages
+    that they and `num_new` tokens lie in exist.
+
+    is_strict: new tokens past the end are refused too.
+    """
+    num_pages, page_size = cache.shape[:2]
+    most = page_size * (1 if block_table is None else block_table.shape[1])
+    most -= num_new if is_strict else 0
+    lengths = cache_seqlens.tolist()
+    for index, length in enumerate(lengths):
+        if length > most:
+            raise common.refuse(op, "cache_seqlens", f"0 to {most} at index {index}", length)
+    if block_table is None:
+        return
+    for index, (length, pages) in enumerate(zip(lengths, block_table.tolist(), strict=True)):
+        used = -(-(length + num_new) // page_size) if length >= 0 else 0
+        for place, page in enumerate(pages[:used]):
+            if not 0 <= page < num_pages:
+                expected = f"pages from 0 to {num_pages - 1} at [{index}, {place}]"
+                raise common.refuse(op, "block_table", expected, page)
+
+
 def batch_and_seqlen(leading: Sequence[int], cu_seqlens: torch.Tensor | None) -> tuple[int, int]:
     """Sequences, and tokens from one to the next of those that are not packed."""
     if cu_seqlens is not None:

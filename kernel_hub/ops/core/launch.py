@@ -13,13 +13,17 @@ _NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 _Plan = TypeVar("_Plan")
 
 
+def _nothing(*arguments: Any, **options: Any) -> None:
+    """Takes the place of a kernel."""
+
+
 class Launch(NamedTuple):
     """A launch but for its pointers; `Launch()` where there is nothing to compute.
 
     A tuple, so that a hot path may unpack it.
     """
 
-    function: Any = None  # a KernelFunction, called with all but the maps
+    function: Any = _nothing  # a KernelFunction, called with all but the maps
     grid: Dims = (0, 0, 0)
     block: Dims = (0, 0, 0)
     shared_bytes: int = 0

@@ -189,20 +189,19 @@ def _cuda_into(arguments: tuple[Any, ...], makes_q: bool = False, op: str = _OP)
     if is_debugging := common.is_debugging():
         checks.check_routing(AppendGiven(*arguments))
     function, grid, block, shared_bytes, numbers, _, _ = launch
-    if function is not None:
-        try:
-            function(
-                grid, block, shared_bytes, None,
-                (out_q, out_k, k_cache, v_cache, bounds.flag(op, k), q, k, v, cos, sin,
-                 positions, cache_seqlens, slot_mapping, block_table, cu_seqlens, k_scale,
-                 v_scale, *weights, *numbers, *numbers_behind),
-            )  # fmt: skip
-        except KernelHubError:
-            # The launch checks devices and dtypes; this names them.
-            checks.check(AppendGiven(*arguments))
-            raise
-        if is_debugging:
-            bounds.report(k)
+    try:
+        function(
+            grid, block, shared_bytes, None,
+            (out_q, out_k, k_cache, v_cache, bounds.flag(op, k), q, k, v, cos, sin,
+             positions, cache_seqlens, slot_mapping, block_table, cu_seqlens, k_scale,
+             v_scale, *weights, *numbers, *numbers_behind),
+        )  # fmt: skip
+    except KernelHubError:
+        # The launch checks devices and dtypes; this names them.
+        checks.check(AppendGiven(*arguments))
+        raise
+    if is_debugging:
+        bounds.report(k)
 
 
 def append_for(op: str, given: AppendGiven) -> None:

@@ -116,8 +116,6 @@ def _cuda_into(k_cache: Any, v_cache: Any, block_mapping: Any) -> None:
     (function, grid, block, shared_bytes, numbers, _, _), spans = found
     if addresses not in spans.apart:
         spans.check(addresses)
-    if function is None:
-        return
     try:
         params = (k_cache, v_cache, bounds.flag(_OP, k_cache), block_mapping, *numbers)
         function(grid, block, shared_bytes, None, params)

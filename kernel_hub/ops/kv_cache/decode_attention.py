@@ -283,8 +283,6 @@ def _cuda_into(arguments: tuple[Any, ...], is_given: bool = True) -> None:
         step = _met(DecodeGiven(*arguments), plan, addresses)
     main, merge, partials, maps = step
     function, grid, block, shared_bytes, numbers, _, how = main
-    if function is None:
-        return
     partial_out = partial_lse = None
     if partials:
         partial_out, partial_lse = _empty_like(partials[0]), _empty_like(partials[1])

@@ -11,12 +11,18 @@ import torch
 
 from ...errors import TensorError
 from ..core import common
-from ..core.kv_cache import check_alibi, check_block_table, check_cache_scales, check_sinks
+from ..core.kv_cache import (
+    check_alibi,
+    check_aligned,
+    check_block_table,
+    check_cache_scales,
+    check_held,
+    check_sinks,
+)
 from ..core.rotary import check_rotation
 from .decode_plan import MAX_HEAD_DIM, MAX_HEAD_DIM_FP32, MAX_SEQLEN_Q, DecodeGiven
 
 _OP = "decode_attention"
-_is_tracing = torch.compiler.is_dynamo_compiling
 _E4M3 = torch.float8_e4m3fn
 _MAX_TOKENS = 2**30
 
@@ -79,18 +85,10 @@ def _check_caches(
     dtypes = (q.dtype,) if q.dtype == torch.float32 else (q.dtype, _E4M3)
     common.check_like(_OP, "k_cache", k_cache, shape, q, dtypes=dtypes)
     common.check_like(_OP, "v_cache", v_cache, shape, q, dtypes=(k_cache.dtype,))
-    size = k_cache.element_size()
-    if head_dim * size % common.VEC_BYTES:
+    if head_dim * k_cache.element_size() % common.VEC_BYTES:
         raise common.refuse(_OP, "k_cache", "head_dim a multiple of 16 for e4m3", k_cache)
     for argument, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        strides = [s for s, n in zip(cache.stride()[:3], cache.shape[:3], strict=True) if n > 1]
-        if any(stride * size % common.VEC_BYTES for stride in strides):
-            raise common.refuse(_OP, argument, "strides that are multiples of 16 bytes", cache)
-        if _is_tracing() or not common.is_plain(cache):
-            continue
-        if cache.data_ptr() % common.VEC_BYTES:
-            found = f"address {cache.data_ptr():#x}"
-            raise common.refuse(_OP, argument, "memory aligned to 16 bytes", found)
+        check_aligned(_OP, argument, cache)
     if block_table is not None:
         check_block_table(_OP, block_table, batch_size, q)
         if not 1 <= page_size <= 256:
@@ -106,21 +104,7 @@ def check_values(given: DecodeGiven, *, is_strict: bool = True) -> None:
 
     is_strict: new tokens past the end (dropped) are refused too.
     """
-    k_cache, block_table = given.k_cache, given.block_table
-    seqlen_q = 0 if given.k is None else given.q.shape[1]
-    page_size = k_cache.shape[1]
-    capacity = page_size * (1 if block_table is None else block_table.shape[1])
-    lengths = given.cache_seqlens.tolist()
-    most = capacity - seqlen_q if is_strict else capacity
-    for index, length in enumerate(lengths):
-        if length > most:
-            expected = f"0 to {most} at index {index}"
-            raise common.refuse(_OP, "cache_seqlens", expected, length)
-    if block_table is None:
-        return
-    for index, (length, pages) in enumerate(zip(lengths, block_table.tolist(), strict=True)):
-        used = -(-(length + seqlen_q) // page_size) if length >= 0 else 0
-        for place, page in enumerate(pages[:used]):
-            if not 0 <= page < k_cache.shape[0]:
-                expected = f"pages from 0 to {k_cache.shape[0] - 1} at [{index}, {place}]"
-                raise common.refuse(_OP, "block_table", expected, page)
+    num_new = 0 if given.k is None else given.q.shape[1]
+    check_held(
+        _OP, given.k_cache, given.cache_seqlens, given.block_table, num_new, is_strict=is_strict
+    )

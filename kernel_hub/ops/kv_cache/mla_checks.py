@@ -5,17 +5,14 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from ..core import common
-from ..core.kv_cache import check_block_table
+from ..core.kv_cache import check_aligned, check_block_table, check_held
 from .mla_plan import KEY_DIM, LATENT_DIM, MAX_SEQLEN_Q, MlaGiven
 
 _OP = "mla_decode"
 _MAX_TOKENS = 2**30
-_is_tracing = torch.compiler.is_dynamo_compiling
 
 
 def check(given: MlaGiven) -> None:
@@ -31,7 +28,7 @@ def check(given: MlaGiven) -> None:
         raise common.refuse(_OP, "q", f"1 to {MAX_SEQLEN_Q} tokens a sequence (seqlen_q)", q)
     if max(batch_size, seqlen_q * num_heads) > common.MAX_SIZE:
         raise common.refuse(_OP, "q", f"at most {common.MAX_SIZE} sequences, and heads", q)
-    _check_aligned("q", q)
+    check_aligned(_OP, "q", q)
     common.check_tensor(_OP, "kv_cache", kv_cache)
     leading = tuple(kv_cache.shape[:2])
     if kv_cache.dim() not in (3, 4):
@@ -41,7 +38,7 @@ def check(given: MlaGiven) -> None:
         leading = (batch_size, leading[1])
     heads = (1,) if kv_cache.dim() == 4 else ()
     common.check_like(_OP, "kv_cache", kv_cache, (*leading, *heads, KEY_DIM), q)
-    _check_aligned("kv_cache", kv_cache)
+    check_aligned(_OP, "kv_cache", kv_cache)
     common.check_like(_OP, "cache_seqlens", cache_seqlens, (batch_size,), q, dtypes=(torch.int32,))
     if batch_size > 1 and cache_seqlens.stride(0) != 1:
         raise common.refuse(_OP, "cache_seqlens", "a contiguous tensor", cache_seqlens)
@@ -57,36 +54,9 @@ def check(given: MlaGiven) -> None:
     common.check_count(_OP, "num_splits", num_splits)
     common.check_written(_OP, "out", out, (batch_size, seqlen_q, num_heads, LATENT_DIM), q)
     if out is not None:
-        _check_aligned("out", out)
-
-
-def _check_aligned(argument: str, value: torch.Tensor) -> None:
-    """Rows that begin at multiples of 16 bytes, as vectors and tensor maps want them."""
-    size = value.element_size()
-    pairs = zip(value.stride()[:-1], value.shape[:-1], strict=True)
-    if any(n > 1 and stride * size % common.VEC_BYTES for stride, n in pairs):
-        raise common.refuse(_OP, argument, "strides that are multiples of 16 bytes", value)
-    if _is_tracing() or not common.is_plain(value):
-        return
-    if value.data_ptr() % common.VEC_BYTES:
-        found = f"address {value.data_ptr():#x}"
-        raise common.refuse(_OP, argument, "memory aligned to 16 bytes", found)
+        check_aligned(_OP, "out", out)
 
 
 def check_values(given: MlaGiven) -> None:
     """Lengths that fit the cache, and pages that exist; below 0 is a finished row."""
-    kv_cache, block_table = given.kv_cache, given.block_table
-    page_size = kv_cache.shape[1]
-    capacity = page_size * (1 if block_table is None else block_table.shape[1])
-    lengths = given.cache_seqlens.tolist()
-    for index, length in enumerate(lengths):
-        if length > capacity:
-            expected = f"0 to {capacity} at index {index}"
-            raise common.refuse(_OP, "cache_seqlens", expected, length)
-    if block_table is None:
-        return
-    for index, (length, pages) in enumerate(zip(lengths, block_table.tolist(), strict=True)):
-        for place, page in enumerate(pages[: math.ceil(max(length, 0) / page_size)]):
-            if not 0 <= page < kv_cache.shape[0]:
-                expected = f"pages from 0 to {kv_cache.shape[0] - 1} at [{index}, {place}]"
-                raise common.refuse(_OP, "block_table", expected, page)
+    check_held(_OP, given.kv_cache, given.cache_seqlens, given.block_table)

@@ -201,10 +201,8 @@ def _cuda_into(arguments: tuple[Any, ...], is_given: bool = True) -> None:
     if made is None:
         made = _met(MlaGiven(*arguments), step, spans, addresses)
     (function, grid, block, shared_bytes, numbers, _, how), merge, partial_rows, _ = step
-    if function is None:
-        return
     partial_out = partial_lse = None
-    if merge.function is not None:
+    if merge.numbers:
         count = partial_rows * LATENT_DIM
         partial_out = torch.empty(count + partial_rows, dtype=torch.float32, device=q.device)
         partial_lse = partial_out[count:]
@@ -217,7 +215,7 @@ def _cuda_into(arguments: tuple[Any, ...], is_given: bool = True) -> None:
             ),
             **how,
         )  # fmt: skip
-        if merge.function is not None:
+        if merge.numbers:
             params = (out, lse, partial_out, partial_lse, cache_seqlens, None, *merge.numbers)
             merge.function(merge.grid, merge.block, 0, None, params, **how)
     except KernelHubError:

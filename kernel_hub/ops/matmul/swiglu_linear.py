@@ -207,8 +207,6 @@ def cuda_into(
     maps = spans.apart.get(addresses)
     if maps is None:
         maps = spans.made(addresses, is_given, maps_of, boxes, a, b)
-    if function is None:
-        return out
     try:
         params = (out, *(maps or (a, b)), *numbers)
         function(grid, block, shared_bytes, None, params, **options)

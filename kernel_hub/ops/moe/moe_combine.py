@@ -138,8 +138,6 @@ def _cuda_into(
     (function, grid, block, shared_bytes, numbers, _, _), spans = found
     if is_given and addresses not in spans.apart:
         spans.check(addresses)
-    if function is None:
-        return
     try:
         params = (out, bounds.flag(_OP, rows), rows, row_id_map, weights, residual, *numbers)
         function(grid, block, shared_bytes, None, params)

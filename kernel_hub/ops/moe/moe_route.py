@@ -198,13 +198,12 @@ def _cuda_into(
         addresses = tuple([t.data_ptr() for t in tensors if t is not None])
         if addresses not in spans.apart:
             spans.check(addresses)
-    if function is not None:
-        try:
-            function(grid, block, shared_bytes, None, (*tensors, *numbers))
-        except KernelHubError:
-            # The launch checks devices and dtypes; this names them.
-            _check(logits, bias, *rule, weights, experts)
-            raise
+    try:
+        function(grid, block, shared_bytes, None, (*tensors, *numbers))
+    except KernelHubError:
+        # The launch checks devices and dtypes; this names them.
+        _check(logits, bias, *rule, weights, experts)
+        raise
 
 
 def _keys(choices: torch.Tensor) -> torch.Tensor:

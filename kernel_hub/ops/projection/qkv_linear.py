@@ -274,8 +274,6 @@ def _cuda_into(given: QkvGiven, is_given: bool = True) -> None:
     maps = spans.apart.get(addresses)
     if maps is None:
         maps = spans.made(addresses, is_given, maps_of, boxes, x, w)
-    if function is None:
-        return
     if function is APART:
         qkv_apart.into(given)
         return

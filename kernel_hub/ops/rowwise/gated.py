@@ -224,17 +224,16 @@ def cuda_into(
     (function, grid, block, shared_bytes, numbers, _, _), spans = found
     if is_given and addresses not in spans.apart:
         spans.check(addresses)
-    if function is not None:
-        numbers += gated.numbers(*options)
-        if out_scale is None:
-            params = (out, x, *numbers)
-        else:
-            params = (out, out_scale, x, *numbers)
-        try:
-            function(grid, block, shared_bytes, None, params)
-        except KernelHubError:
-            gated.check(x, out, out_scale)  # the launch checks devices and dtypes; this names
-            raise
+    numbers += gated.numbers(*options)
+    if out_scale is None:
+        params = (out, x, *numbers)
+    else:
+        params = (out, out_scale, x, *numbers)
+    try:
+        function(grid, block, shared_bytes, None, params)
+    except KernelHubError:
+        gated.check(x, out, out_scale)  # the launch checks devices and dtypes; this names
+        raise
 
 
 def cpu_into(

@@ -261,16 +261,15 @@ def cuda_into(norm: Norm, given: NormGiven, outs: Outs, is_given: bool = True) -
     (function, grid, block, shared_bytes, numbers, _, _), spans = found
     if is_given and addresses not in spans.apart:
         spans.check(addresses)
-    if function is not None:
-        params = (
-            out, out_scale, residual_out, x, residual, weight, bias, *numbers, eps,
-            weight_offset,
-        )  # fmt: skip
-        try:
-            function(grid, block, shared_bytes, None, params)
-        except KernelHubError:
-            norm.check(given, outs)  # the launch checks devices and dtypes; this names them
-            raise
+    params = (
+        out, out_scale, residual_out, x, residual, weight, bias, *numbers, eps,
+        weight_offset,
+    )  # fmt: skip
+    try:
+        function(grid, block, shared_bytes, None, params)
+    except KernelHubError:
+        norm.check(given, outs)  # the launch checks devices and dtypes; this names them
+        raise
 
 
 def cpu_into(norm: Norm, given: NormGiven, outs: Outs, is_given: bool = True) -> None:

@@ -204,13 +204,12 @@ def _cuda(x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: floa
         key = (x.dtype, x.shape, weight.shape, low_bits, x.stride(), weight.stride())
     plan = _plans.get(key) or _plans.keep(key, tuple(_plan(x, None, weight, out, None, low_bits)))
     function, grid, block, shared_bytes, numbers, _, options = plan
-    if function is not None:
-        try:
-            params = (out, x, weight, *numbers, eps, weight_offset)
-            function(grid, block, shared_bytes, None, params, **options)
-        except KernelHubError:
-            _check(x, None, weight, out)  # the launch checks devices and dtypes; this names them
-            raise
+    try:
+        params = (out, x, weight, *numbers, eps, weight_offset)
+        function(grid, block, shared_bytes, None, params, **options)
+    except KernelHubError:
+        _check(x, None, weight, out)  # the launch checks devices and dtypes; this names them
+        raise
     return out
 
 
@@ -241,13 +240,12 @@ def _cuda_into(
     if is_given and addresses not in spans.apart:
         spans.check(addresses)
     function, grid, block, shared_bytes, numbers, _, options = plan
-    if function is not None:
-        try:
-            params = (*tensors, *numbers, eps, weight_offset)
-            function(grid, block, shared_bytes, None, params, **options)
-        except KernelHubError:
-            _check(x, residual, weight, out, residual_out)
-            raise
+    try:
+        params = (*tensors, *numbers, eps, weight_offset)
+        function(grid, block, shared_bytes, None, params, **options)
+    except KernelHubError:
+        _check(x, residual, weight, out, residual_out)
+        raise
 
 
 def _cpu_into(

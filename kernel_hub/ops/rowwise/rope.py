@@ -259,10 +259,8 @@ def _cuda_into(
     """Both rotations in one launch. is_given: the caller gave out_q or out_k."""
     tensors = (out_q, out_k, q, k, cos, sin)
     addresses = tuple([tensor.data_ptr() for tensor in tensors])
-    low_bits = 0
-    for address in addresses:
-        low_bits |= address
-    low_bits &= 15
+    out_q_at, out_k_at, q_at, k_at, cos_at, sin_at = addresses
+    low_bits = (out_q_at | out_k_at | q_at | k_at | cos_at | sin_at) & 15
     layout = [(tensor.shape, tensor.stride()) for tensor in tensors]
     where = None if positions is None else (positions.dtype, positions.shape, positions.stride())
     key = (q.dtype, cos.dtype, low_bits, interleaved, rotary_dim, where, *layout)
@@ -276,17 +274,16 @@ def _cuda_into(
             addresses = (*addresses, positions.data_ptr())
         if addresses not in spans.apart:
             spans.check(addresses)
-    if function is not None:
-        try:
-            flag = bounds.flag("rope", q)
-            params = (out_q, out_k, flag, q, k, cos, sin, positions, *numbers)
-            function(grid, block, shared_bytes, None, params)
-        except KernelHubError:
-            # The launch checks devices and dtypes; this names them.
-            _check(q, k, cos, sin, positions, interleaved, rotary_dim, out_q, out_k)
-            raise
-        if common.is_debugging():
-            bounds.report(q)
+    try:
+        flag = bounds.flag("rope", q)
+        params = (out_q, out_k, flag, q, k, cos, sin, positions, *numbers)
+        function(grid, block, shared_bytes, None, params)
+    except KernelHubError:
+        # The launch checks devices and dtypes; this names them.
+        _check(q, k, cos, sin, positions, interleaved, rotary_dim, out_q, out_k)
+        raise
+    if common.is_debugging():
+        bounds.report(q)
 
 
 def _cpu_into(

@@ -21,12 +21,9 @@ _empty_like = torch.empty_like
 
 
 def softmax(
-    x: torch.Tensor,
-    *,
-    mask: torch.Tensor | None = None,
-    scale: float = 1.0,
+    x: torch.Tensor, *, mask: torch.Tensor | None = None, scale: float = 1.0,
     out: torch.Tensor | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """The softmax of each row, of scaled and masked values.
 
         s = x * scale, + mask where that is numbers, or -inf where it is False
@@ -51,12 +48,9 @@ def softmax(
 
 
 def log_softmax(
-    x: torch.Tensor,
-    *,
-    mask: torch.Tensor | None = None,
-    scale: float = 1.0,
+    x: torch.Tensor, *, mask: torch.Tensor | None = None, scale: float = 1.0,
     out: torch.Tensor | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """The logarithm of the softmax of each row, of scaled and masked values.
 
         s = x * scale, + mask where that is numbers, or -inf where it is False
@@ -112,8 +106,6 @@ def _found(op: str, kind: str, tensors: tuple[Any, ...], check: Any, a_thread: i
 
 def _run(launch: Launch, tensors: tuple[Any, ...], rest: tuple[Any, ...], check: Any) -> None:
     function, grid, block, shared_bytes, numbers, _, options = launch
-    if function is None:
-        return
     try:
         function(grid, block, shared_bytes, None, (*tensors, *numbers, *rest), **options)
     except KernelHubError:

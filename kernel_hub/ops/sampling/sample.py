@@ -349,20 +349,19 @@ def _cuda_into(given: SampleGiven, is_given: bool = True) -> None:
     (function, grid, block, shared_bytes, numbers, _, options), spans = found
     if is_given and addresses not in spans.apart:
         spans.check(addresses)
-    if function is not None:
-        shared: tuple[Any, ...] = ()
-        if not options:
-            shared = _shared(logits.device, grid[0], grid[1])
-        try:
-            function(
-                grid, block, shared_bytes, None,
-                (*shared, *outs, logits, temperature, top_k, top_n, top_p, min_p, seed,
-                 offset, bias, token_bitmask, repetition, presence, frequency, prompt_bitmask,
-                 output_counts, *numbers), **options,
-            )  # fmt: skip
-        except KernelHubError:
-            _check(given)  # the launch checks devices and dtypes; this names them
-            raise
+    shared: tuple[Any, ...] = ()
+    if not options:
+        shared = _shared(logits.device, grid[0], grid[1])
+    try:
+        function(
+            grid, block, shared_bytes, None,
+            (*shared, *outs, logits, temperature, top_k, top_n, top_p, min_p, seed,
+             offset, bias, token_bitmask, repetition, presence, frequency, prompt_bitmask,
+             output_counts, *numbers), **options,
+        )  # fmt: skip
+    except KernelHubError:
+        _check(given)  # the launch checks devices and dtypes; this names them
+        raise
 
 
 def _cpu_into(given: SampleGiven, is_given: bool = True) -> None:

@@ -53,32 +53,42 @@ class _Rows:
 
 
 def verify_into(given: Any) -> None:
-    """Write the tokens, and how many of them are drafts."""
-    batch, positions, vocab_size = given.target_logits.shape
-    if batch == 0:
+    """Write the tokens, how many of them are drafts, and of a tree the path that is kept."""
+    if given.target_logits.shape[0] == 0:
         return
     drawn = cpu.weigh(_Rows(given))
     given.out_ids.fill_(-1)
-    for row, drafts in enumerate(given.draft_ids.tolist()):
+    if given.path is not None:
+        given.path.fill_(-1)
+    walk = _walk_chain if given.parents is None else _walk_tree
+    for row in range(given.target_logits.shape[0]):
         seed, offset = (0 if x is None else int(x[row]) for x in (given.seed, given.offset))
-        num = 0
-        for position in range(positions):
-            at = row * positions + position
-            has_draft = position < positions - 1 and 0 <= drafts[position] < vocab_size
-            draft = drafts[position] if has_draft else None
-            if drawn.greedy[at]:
-                values = drawn.values[at]
-                token = int((values == values.max()).nonzero()[0])
-            else:
-                probs = given.draft_probs[row, position] if (
-                    given.draft_probs is not None and has_draft
-                ) else None  # fmt: skip
-                token = _token(drawn.masses[at], draft, probs, seed, offset + position)
-            given.out_ids[row, position] = token
-            if token != draft:
-                break
-            num += 1
-        given.num_accepted[row] = num
+        given.num_accepted[row] = walk(given, drawn, row, seed, offset)
+
+
+def _largest(values: torch.Tensor) -> int:
+    return int((values == values.max()).nonzero()[0])
+
+
+def _walk_chain(given: Any, drawn: Any, row: int, seed: int, offset: int) -> int:
+    """Write a row's tokens; how many are drafts."""
+    _, positions, vocab_size = given.target_logits.shape
+    drafts = given.draft_ids[row].tolist()
+    for position in range(positions):
+        at = row * positions + position
+        has_draft = position < positions - 1 and 0 <= drafts[position] < vocab_size
+        draft = drafts[position] if has_draft else None
+        if drawn.greedy[at]:
+            token = _largest(drawn.values[at])
+        else:
+            probs = given.draft_probs[row, position] if (
+                given.draft_probs is not None and has_draft
+            ) else None  # fmt: skip
+            token = _token(drawn.masses[at], draft, probs, seed, offset + position)
+        given.out_ids[row, position] = token
+        if token != draft:
+            break
+    return position
 
 
 def _child_or_token(
@@ -103,39 +113,30 @@ def _child_or_token(
     return None, _below(left, bits)
 
 
-def verify_tree_into(given: Any) -> None:
-    """Write the path that is kept, its tokens, and how many there are."""
-    batch, positions, vocab_size = given.target_logits.shape
-    if batch == 0:
-        return
-    drawn = cpu.weigh(_Rows(given))
-    given.out_ids.fill_(-1)
-    given.path.fill_(-1)
-    for row, (ids, parents) in enumerate(
-        zip(given.draft_ids.tolist(), given.parents.tolist(), strict=True)
-    ):
-        seed, offset = (0 if x is None else int(x[row]) for x in (given.seed, given.offset))
-        node: int | None = -1
-        num = 0
-        while node is not None:
-            at = row * positions + node + 1
-            children = [
-                (c, ids[c]) for c, parent in enumerate(parents)
-                if parent == node and parent < c and 0 <= ids[c] < vocab_size
-            ]  # fmt: skip
-            node_offset, node = offset + node + 1, None
-            if drawn.greedy[at]:
-                values = drawn.values[at]
-                token = int((values == values.max()).nonzero()[0])
-            elif given.draft_probs is None:
-                token = _below(drawn.masses[at], cpu.random_bits(seed, node_offset))
-            else:
-                tried = [(c, each, given.draft_probs[row, c]) for c, each in children]
-                node, token = _child_or_token(drawn.masses[at], tried, seed, node_offset)
-            if node is None:
-                node = next((c for c, each in children if each == token), None)
-            given.out_ids[row, num] = token
-            if node is not None:
-                given.path[row, num] = node
-                num += 1
-        given.num_accepted[row] = num
+def _walk_tree(given: Any, drawn: Any, row: int, seed: int, offset: int) -> int:
+    """Write a row's tokens and its path; how many drafts are kept."""
+    _, positions, vocab_size = given.target_logits.shape
+    ids, parents = given.draft_ids[row].tolist(), given.parents[row].tolist()
+    node: int | None = -1
+    num = 0
+    while node is not None:
+        at = row * positions + node + 1
+        children = [
+            (c, ids[c]) for c, parent in enumerate(parents)
+            if parent == node and parent < c and 0 <= ids[c] < vocab_size
+        ]  # fmt: skip
+        node_offset, node = offset + node + 1, None
+        if drawn.greedy[at]:
+            token = _largest(drawn.values[at])
+        elif given.draft_probs is None:
+            token = _below(drawn.masses[at], cpu.random_bits(seed, node_offset))
+        else:
+            tried = [(c, each, given.draft_probs[row, c]) for c, each in children]
+            node, token = _child_or_token(drawn.masses[at], tried, seed, node_offset)
+        if node is None:
+            node = next((c for c, each in children if each == token), None)
+        given.out_ids[row, num] = token
+        if node is not None:
+            given.path[row, num] = node
+            num += 1
+    return num

@@ -215,8 +215,6 @@ def _cuda_into(
     (function, grid, block, shared_bytes, numbers, _, _), spans = found
     if is_given and addresses not in spans.apart:
         spans.check(addresses)
-    if function is None:
-        return
     try:
         flag = bounds.flag(_OP, given.weight)
         params = (out, flag, *tensors[1:], *numbers)

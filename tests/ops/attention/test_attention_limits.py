@@ -182,14 +182,20 @@ def check_hopper(launch: Any, entry: Any) -> None:
     assert -(-entry.num_regs // 8) * 8 * launch.threads <= REGISTERS, launch
 
 
+def recorder_of(monkeypatch: pytest.MonkeyPatch, module: Any) -> Recorder:
+    """What an H200 is given by one of Hopper's bodies."""
+    recorder = Recorder()
+    monkeypatch.setattr(common, "shipped", recorder.shipped)
+    monkeypatch.setattr(module, "device_of", lambda _: PlannedGpu((9, 0), 132))
+    monkeypatch.setattr(SPLIT, "choice", module is SPLIT)
+    return recorder
+
+
 def test_the_hopper_kernels_fit_and_are_all_used(monkeypatch: pytest.MonkeyPatch) -> None:
     built = open_collection().manifest.cubins
     assert HOPPER in built, f"cubins/ has no {HOPPER}: run ./build_cubins.sh"
     assert list(built[HOPPER]) == ["sm90"]
-    recorder = Recorder()
-    monkeypatch.setattr(common, "shipped", recorder.shipped)
-    monkeypatch.setattr(SM90, "device_of", lambda _: PlannedGpu((9, 0), 132))
-    monkeypatch.setattr(SPLIT, "choice", False)
+    recorder = recorder_of(monkeypatch, SM90)
     for dtype, head_dim, length in itertools.product(DTYPES, HEAD_DIMS, (8, 4000)):
         q = torch.zeros(1, length, 2, head_dim, dtype=dtype)
         for window in ((-1, -1), (-1, 0), (-1, 3), (2, -1), (2, 3), (100, 0), (100, 100)):
@@ -206,10 +212,7 @@ def test_the_hopper_kernels_fit_and_are_all_used(monkeypatch: pytest.MonkeyPatch
 
 def test_the_split_kernels_fit_and_are_all_used(monkeypatch: pytest.MonkeyPatch) -> None:
     entries = open_collection().manifest.cubins[SPLIT.CUBIN]["sm90"].functions
-    recorder = Recorder()
-    monkeypatch.setattr(common, "shipped", recorder.shipped)
-    monkeypatch.setattr(SPLIT, "device_of", lambda _: PlannedGpu((9, 0), 132))
-    monkeypatch.setattr(SPLIT, "choice", True)
+    recorder = recorder_of(monkeypatch, SPLIT)
     for dtype, head_dim, length in itertools.product(DTYPES, HEAD_DIMS, (8, 4000)):
         q = torch.zeros(1, length, 2, head_dim, dtype=dtype)
         for window in ((-1, -1), (-1, 0), (2, -1), (100, 100)):

@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from compiled_calls import DEVICES, Call, check_compiled, each_call
 from emulated import ROOT
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kernel_hub.errors import TensorError
 from kernel_hub.ops import flash_attention, flash_attention_qkvpacked
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-BACKENDS = ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 
 
 @pytest.fixture(autouse=True)
@@ -91,24 +89,14 @@ DIFFERENTIABLE = [dense, heads_first, narrow, varlen, packed]
 FUNCTIONS = [*DIFFERENTIABLE, paged, into]
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
-def test_compiled_equals_eager(
-    function: Callable[[dict[str, torch.Tensor]], Any], backend: str, device: str
-) -> None:
-    expected = function(inputs(device))
-    found = torch.compile(function, fullgraph=True, backend=backend)(inputs(device))
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+@each_call(FUNCTIONS)
+def test_compiled_equals_eager(function: Call, backend: str, device: str) -> None:
+    check_compiled(function, inputs, backend, device)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("function", DIFFERENTIABLE, ids=lambda f: f.__name__)
-def test_compiled_gradients_equal_eager(
-    function: Callable[[dict[str, torch.Tensor]], Any], backend: str, device: str
-) -> None:
-    def gradients(run: Callable[[dict[str, torch.Tensor]], Any]) -> list[torch.Tensor | None]:
+@each_call(DIFFERENTIABLE)
+def test_compiled_gradients_equal_eager(function: Call, backend: str, device: str) -> None:
+    def gradients(run: Call) -> list[torch.Tensor | None]:
         t = inputs(device, requires_grad=True)
         out = run(t)
         out = out[0] if isinstance(out, tuple) else out

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from bits import same_bits
+from refused import check_refused
 from ways import DTYPES, Way
 
 from kernel_hub.errors import TensorError
@@ -199,10 +200,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
 @pytest.mark.parametrize("change, parts", REFUSED, ids=[" ".join(p) for _, p in REFUSED])
 def test_refused(change: dict[str, Any], parts: list[str]) -> None:
     given = {"out_a": A, "lse_a": LSE, "out_b": A, "lse_b": LSE, **change}
-    with pytest.raises(TensorError) as caught:
-        merge_states(**given)
-    for part in ("merge_states", *parts):
-        assert part in str(caught.value)
+    check_refused("merge_states", lambda: merge_states(**given), parts)
 
 
 def test_gradients_are_refused() -> None:

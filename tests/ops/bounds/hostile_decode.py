@@ -24,6 +24,19 @@ E4M3 = torch.float8_e4m3fn
 MOST = 1 << 30  # a length beyond it counts as it
 
 
+def drawn_table(
+    generator: random.Random, num_pages: int, batch: int, columns: int, has_bad: bool
+) -> list[list[int]]:
+    """Pages of each sequence; has_bad: some of them are none of the cache."""
+    order = generator.sample(range(num_pages), batch * columns)
+    table = [order[row * columns : (row + 1) * columns] for row in range(batch)]
+    for row in table if has_bad else ():
+        for column in range(columns):
+            if generator.random() < 0.25:
+                row[column] = outside(generator, num_pages)
+    return table
+
+
 class HostileStep:
     """The arguments, drawn; `run` calls the op and checks all that it did."""
 
@@ -64,13 +77,7 @@ class HostileStep:
         caches = [randn(*shape).to(cache_dtype) for _ in range(2)]
         self.table: list[list[int]] | None = None
         if self.page_size:
-            order = generator.sample(range(num_pages), batch * columns)
-            self.table = [order[row * columns : (row + 1) * columns] for row in range(batch)]
-            if drawn["bad_pages"]:
-                for row in self.table:
-                    for column in range(columns):
-                        if generator.random() < 0.25:
-                            row[column] = outside(generator, num_pages)
+            self.table = drawn_table(generator, num_pages, batch, columns, drawn["bad_pages"])
         new = (batch, seqlen_q, kv_heads, head_dim)
         given: dict[str, Any] = {
             "q": randn(batch, seqlen_q, heads, head_dim).to(dtype),

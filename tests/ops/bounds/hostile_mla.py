@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from arena import Arena, outside
+from hostile_decode import drawn_table
 from led_outside import check_said, forget
 
 from kernel_hub.ops import mla_decode
@@ -54,13 +55,7 @@ class HostileLatents:
         }  # fmt: skip
         self.table: list[list[int]] = []
         if self.page_size:
-            order = generator.sample(range(pages), batch * columns)
-            self.table = [order[row * columns : (row + 1) * columns] for row in range(batch)]
-            if drawn["bad_pages"]:
-                for row in self.table:
-                    for column in range(columns):
-                        if generator.random() < 0.25:
-                            row[column] = outside(generator, pages)
+            self.table = drawn_table(generator, pages, batch, columns, drawn["bad_pages"])
             given["block_table"] = torch.tensor(self.table, dtype=torch.int32)
         self.plain = given
         self.given = {

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from bits import same_bits
+from refused import check_refused
 from test_append_kv import BAD, E4M3, MODES, Append
 from ways import DTYPES, Way
 
@@ -169,10 +170,8 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
 
 @pytest.mark.parametrize("change, parts", REFUSED, ids=[" ".join(p) for _, p in REFUSED])
 def test_refused(change: dict[str, Any], parts: list[str]) -> None:
-    with pytest.raises(TensorError) as caught:
-        append_kv(**{"k": K, "v": K, "k_cache": CACHE, "v_cache": CACHE, **change})
-    for part in ("append_kv: ", *parts):
-        assert part in str(caught.value)
+    given = {"k": K, "v": K, "k_cache": CACHE, "v_cache": CACHE, **change}
+    check_refused("append_kv", lambda: append_kv(**given), parts)
 
 
 def test_the_weights_have_one_dtype() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from bits import same_bits
-from decode_step import E4M3, Step
+from decode_step import E4M3, Step, check_nan_stays, check_replays
 from ways import Way
 
 from kernel_hub.ops import decode_attention
@@ -199,13 +199,7 @@ def test_large_scores_and_minus_inf(way: Way, num_splits: int) -> None:
 
 
 def test_a_nan_in_a_query_stays_in_its_row(way: Way) -> None:
-    step = Step(way, [200, 70], heads=(4, 2), seqlen_q=2)
-    expected, _ = step.run()
-    step.q[0, 1, 2, 5] = math.nan
-    out, _ = step.run()
-    assert bool(out[0, 1, 2].isnan().all())
-    out[0, 1, 2] = expected[0, 1, 2]
-    same_bits(out, expected)
+    check_nan_stays(Step(way, [200, 70], heads=(4, 2), seqlen_q=2))
 
 
 def test_many_sequences(way: Way) -> None:
@@ -237,17 +231,7 @@ def test_the_same_bits_every_time(way: Way) -> None:
 def test_graph_with_growing_lengths() -> None:
     way = Way("gpu", "cuda")
     step = Step(way, [0, 5, 250], append=True, rope=128, bias=True, page_size=16)
-    caches = [cache.tensor for cache in step.caches]
-    lengths = step.options["cache_seqlens"]
-    decode_attention(step.q, *caches, **step.options)  # loads the kernels
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = decode_attention(step.q, *caches, **step.options)
-    for _ in range(40):
-        lengths += 1
-        graph.replay()
-        truth, _ = step.truth(torch.float64)
-        check(out, truth, step.truth(step.dtype)[0])
+    check_replays(step, 40, more=1)
 
 
 @pytest.mark.gpu

@@ -13,7 +13,7 @@ import pytest
 import torch
 from decode_cases import DecodeCase, random_decode_case, run_decode
 from decode_in_shares import SPLIT, in_shares
-from decode_step import E4M3, Step
+from decode_step import E4M3, Step, check_replays
 from emulated_attention import hopper_attention
 from ways import Way
 
@@ -143,18 +143,9 @@ def test_graph_with_growing_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def grow(way: Way) -> None:
     step = Step(way, [4, 5, 250], heads=(16, 2), seqlen_q=4, page_size=16)
-    caches = [cache.tensor for cache in step.caches]
-    for cache in caches:
-        cache.nan_to_num_(0.5)
-    lengths = step.options["cache_seqlens"]
-    decode_attention(step.q, *caches, **step.options)  # loads the kernels
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = decode_attention(step.q, *caches, **step.options)
-    for _ in range(20):
-        lengths += 3
-        graph.replay()
-        check(out, step.truth(torch.float64)[0], step.truth(step.dtype)[0])
+    for cache in step.caches:
+        cache.tensor.nan_to_num_(0.5)
+    check_replays(step, 20, more=3)
 
 
 def is_chosen(

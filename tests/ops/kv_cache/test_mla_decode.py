@@ -12,6 +12,7 @@ import pytest
 import torch
 from back_to_back import check_back_to_back
 from bits import same_bits
+from decode_step import check_nan_stays
 from mla_step import KEY_DIM, LATENT_DIM, LatentStep, draw_step
 from ways import Way
 
@@ -51,22 +52,22 @@ def test_dtypes_on_hopper(hopper_way: Way, dtype: torch.dtype) -> None:
     LatentStep(hopper_way, LENGTHS, dtype).check()
 
 
-@pytest.mark.parametrize("lot", range(LOTS))
-def test_drawn(portable: Way, lot: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = random.Random(f"mla {lot}")
+def check_drawn(way: Way, kind: str, lot: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn, by_eights = random.Random(f"{kind} {lot}"), kind != "mla"
     with from_lengths(monkeypatch) if lot % 2 else contextlib.nullcontext():
-        step = draw_step(drawn, portable, is_small=not portable.is_gpu, by_eights=False)
+        step = draw_step(drawn, way, is_small=not way.is_gpu, by_eights=by_eights)
         print(step)
         step.check()
+
+
+@pytest.mark.parametrize("lot", range(LOTS))
+def test_drawn(portable: Way, lot: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_drawn(portable, "mla", lot, monkeypatch)
 
 
 @pytest.mark.parametrize("lot", range(LOTS))
 def test_drawn_on_hopper(hopper_way: Way, lot: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = random.Random(f"mla on hopper {lot}")
-    with from_lengths(monkeypatch) if lot % 2 else contextlib.nullcontext():
-        step = draw_step(drawn, hopper_way, is_small=not hopper_way.is_gpu, by_eights=True)
-        print(step)
-        step.check()
+    check_drawn(hopper_way, "mla on hopper", lot, monkeypatch)
 
 
 @pytest.mark.parametrize("num_heads, seqlen_q", [(128, 1), (16, 5), (70, 2)])
@@ -146,22 +147,12 @@ def test_large_scores_and_minus_inf_on_hopper(hopper_way: Way) -> None:
     large_scores(hopper_way)
 
 
-def nan_stays(way: Way) -> None:
-    step = LatentStep(way, [100, 70], num_heads=3, seqlen_q=2)
-    expected, _ = step.run()
-    step.q[0, 1, 2, 5] = math.nan
-    out, _ = step.run()
-    assert bool(out[0, 1, 2].isnan().all())
-    out[0, 1, 2] = expected[0, 1, 2]
-    same_bits(out, expected)
-
-
 def test_a_nan_in_a_query_stays_in_its_row(portable: Way) -> None:
-    nan_stays(portable)
+    check_nan_stays(LatentStep(portable, [100, 70], num_heads=3, seqlen_q=2))
 
 
 def test_a_nan_in_a_query_stays_in_its_row_on_hopper(hopper_way: Way) -> None:
-    nan_stays(hopper_way)
+    check_nan_stays(LatentStep(hopper_way, [100, 70], num_heads=3, seqlen_q=2))
 
 
 def test_the_same_bits_every_time(hopper_way: Way) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from back_to_back import check_back_to_back
 from bits import same_bits
-from product_runs import force_choice
+from product_runs import force_choice, portable
 from refused import check_misaligned, check_refused
 from ways import Way
 
@@ -39,16 +39,9 @@ def compare(
 
 
 def check_batched(
-    way: Way,
-    batch: int,
-    m: int,
-    n: int,
-    k: int,
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    out_dtype: torch.dtype | None = None,
-    row_stride: int | None = None,
-) -> None:
+    way: Way, batch: int, m: int, n: int, k: int, *, dtype: torch.dtype = torch.bfloat16,
+    out_dtype: torch.dtype | None = None, row_stride: int | None = None,
+) -> None:  # fmt: skip
     a, b = way.randn(batch, m, k, dtype=dtype), way.randn(batch, n, k, dtype=dtype, seed=1)
     kind = out_dtype or dtype
     out = Guarded((batch, m, n), kind, way.device, row_stride=row_stride or n)
@@ -154,8 +147,7 @@ force = partial(force_choice, module)
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_portable_variants(way: Way, which: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    capability = torch.cuda.get_device_capability() if way.is_gpu else (8, 0)
-    force(monkeypatch, lambda x: list(grouped_plan.portable_choices(capability, x))[which])
+    force(monkeypatch, portable(way, which))
     for dtype in DTYPES:
         check_batched(way, 2, 131, 136, 136, dtype=dtype)
     check_batched(way, 2, 70, 141, 40, row_stride=150)

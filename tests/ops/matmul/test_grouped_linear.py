@@ -13,7 +13,7 @@ import torch
 from back_to_back import check_back_to_back
 from bits import same_bits
 from product_problems import ACTIVATIONS
-from product_runs import force_choice
+from product_runs import force_choice, portable
 from refused import check_misaligned, check_refused
 from test_exports import exported_by_macros
 from ways import Way
@@ -199,8 +199,7 @@ force = partial(force_choice, module)
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_portable_variants(way: Way, which: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    capability = torch.cuda.get_device_capability() if way.is_gpu else (8, 0)
-    force(monkeypatch, lambda x: list(grouped_plan.portable_choices(capability, x))[which])
+    force(monkeypatch, portable(way, which))
     for dtype in DTYPES:
         check_grouped(way, [0, 130, 131, 131, 200], 136, 136, dtype=dtype)
     check_grouped(way, [3, 130, 200], 141, 40, rows=203, activation="gelu", has_bias=True)

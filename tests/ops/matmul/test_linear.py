@@ -27,14 +27,10 @@ DTYPES = [torch.float16, torch.bfloat16]
 
 
 def reference(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    activation: str | None = None,
-    residual: torch.Tensor | None = None,
-    *,
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None,
+    activation: str | None = None, residual: torch.Tensor | None = None, *,
     dtype: torch.dtype = torch.float64,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """activation(a @ b.T + bias) + residual, each step rounded to `dtype`."""
     values = a.to(dtype) @ b.to(dtype).T
     if bias is not None:
@@ -44,17 +40,10 @@ def reference(
 
 
 def check_linear(
-    way: Way,
-    m: int,
-    n: int,
-    k: int,
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    out_dtype: torch.dtype | None = None,
-    activation: str | None = None,
-    has_bias: bool = False,
+    way: Way, m: int, n: int, k: int, *, dtype: torch.dtype = torch.bfloat16,
+    out_dtype: torch.dtype | None = None, activation: str | None = None, has_bias: bool = False,
     has_residual: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     a, b = way.randn(m, k, dtype=dtype), way.randn(n, k, dtype=dtype, seed=1)
     bias = way.randn(n, dtype=dtype, seed=2) if has_bias else None
     kind = out_dtype or dtype
@@ -206,6 +195,17 @@ def test_shares_of_k(way: Way, size: tuple[int, int, int], monkeypatch: pytest.M
                 )  # fmt: skip
 
 
+def force(
+    monkeypatch: pytest.MonkeyPatch, name: str, way: Way, m: int, n: int, k: int, deals: bool
+) -> int:
+    """A variant of Hopper's takes what comes next; the k of that, as much as it needs."""
+    k = max(k, 64 * linear_plan.HOPPER[name].splits)
+    choice = linear_plan.hopper_choice(name, way.num_sms, m, n, k, deals=deals)
+    monkeypatch.setattr("kernel_hub.ops.matmul.linear_launch.choose", lambda *_: choice)
+    forget_all()
+    return k
+
+
 @pytest.mark.parametrize("variant", sorted(linear_plan.HOPPER))
 def test_hopper_variants(hopper_way: Way, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tile = linear_plan.HOPPER[variant]
@@ -225,10 +225,7 @@ def test_hopper_variants(hopper_way: Way, variant: str, monkeypatch: pytest.Monk
         cases.append((sizes[1], False, (torch.bfloat16, None, (None, False, False))))
     cases = hopper_way.some(cases, 3, variant)
     for (m, n, k), deals, (dtype, out_dtype, (activation, has_bias, has_residual)) in cases:
-        k = max(k, 64 * tile.splits)
-        choice = linear_plan.hopper_choice(variant, hopper_way.num_sms, m, n, k, deals=deals)
-        monkeypatch.setattr("kernel_hub.ops.matmul.linear_launch.choose", lambda *_, c=choice: c)
-        forget_all()
+        k = force(monkeypatch, variant, hopper_way, m, n, k, deals)
         check_linear(
             hopper_way, m, n, k, dtype=dtype, out_dtype=out_dtype, activation=activation,
             has_bias=has_bias, has_residual=has_residual,
@@ -248,10 +245,7 @@ def test_aligned_residuals(hopper_way: Way, variant: str, monkeypatch: pytest.Mo
         for size, deals in itertools.product(sizes, (False, True))
     ]
     for (m, n, k), deals, dtype, activation, has_bias in hopper_way.some(cases, 2, variant):
-        k = max(k, 64 * tile.splits)
-        choice = linear_plan.hopper_choice(variant, hopper_way.num_sms, m, n, k, deals=deals)
-        monkeypatch.setattr("kernel_hub.ops.matmul.linear_launch.choose", lambda *_, c=choice: c)
-        forget_all()
+        k = force(monkeypatch, variant, hopper_way, m, n, k, deals)
         check_linear(
             hopper_way, m, n, k, dtype=dtype, activation=activation, has_bias=has_bias,
             has_residual=True,

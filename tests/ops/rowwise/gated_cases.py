@@ -13,6 +13,7 @@ import pytest
 import torch
 from bits import same_bits
 from quantised import check_quantised_rows
+from row_layouts import rows_of_64
 from ways import DTYPES, Way
 
 from kernel_hub.errors import TensorError
@@ -127,15 +128,7 @@ def test_refused(gate: Gate) -> None:
 
 
 def check_layouts(way: Way, gate: Gate) -> None:
-    for x in (
-        way.randn(64),
-        way.randn(2, 3, 4, 64),
-        way.randn(4, 3, 64).transpose(0, 1),
-        way.randn(2, 3, 96)[..., :64],
-        way.randn(3, 64).expand(2, 3, 64),
-        way.randn(3, 65)[:, 1:],
-        way.randn(3, 68, dtype=torch.bfloat16)[:, :64],
-    ):
+    for x in (*rows_of_64(way), way.randn(3, 68, dtype=torch.bfloat16)[:, :64]):
         out = gate(x)
         assert out.shape == (*x.shape[:-1], 64 // gate.parts)
         gate.check(out, x)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from bits import same_bits
 from quantised import check_quantised_rows
+from row_layouts import rows_of_64
 from ways import DTYPES, Way
 
 from kernel_hub.errors import TensorError
@@ -137,14 +138,7 @@ def test_what_is_chosen_for_many_rows(
 @pytest.mark.parametrize("kind", [None, E4M3, INT8], ids=str)
 def test_leading_dimensions_of_any_kind(way: Way, kind: Any, norm: Norm) -> None:
     options = {"weight": way.randn(64), "bias": way.randn(64, seed=1), "eps": 1e-5}
-    for x in (
-        way.randn(64),
-        way.randn(2, 3, 4, 64),
-        way.randn(4, 3, 64).transpose(0, 1),
-        way.randn(2, 3, 96)[..., :64],
-        way.randn(3, 64).expand(2, 3, 64),
-        way.randn(3, 65)[:, 1:],
-    ):
+    for x in rows_of_64(way):
         found = norm[0](x, **options, out_dtype=kind)
         if kind is None:
             check_norm(norm, found, x, **options)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from bits import same_bits
 from quantised import check_quantised
+from row_layouts import say_rows
 from ways import DTYPES, Way
 
 from kernel_hub.errors import TensorError
@@ -119,8 +120,7 @@ def test_many_rows(
 def test_what_is_chosen_for_many_rows(
     way: Way, dtype: torch.dtype, vecs: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    choose = op.choose_of_rows
-    monkeypatch.setattr(op, "choose_of_rows", lambda vecs, _: choose(vecs, rows))
+    say_rows(monkeypatch, op, rows)
     x = way.randn(3, 16 // dtype.itemsize * vecs, dtype=dtype)
     check_found(*quantize_e4m3(x), x, "row")
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from bits import same_bits
 from gated_cases import SHAPES, SIZES, Gate, check_e4m3, check_layouts, check_refusals
+from row_layouts import say_rows
 from ways import DTYPES, Way
 
 from kernel_hub.ops import silu_and_mul
@@ -67,8 +68,7 @@ def test_rows_of_e4m3(way: Way, dtype: torch.dtype, size: int) -> None:
 def test_what_is_chosen_for_many_rows(
     way: Way, dtype: torch.dtype, vecs: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    choose = gated.choose_of_rows
-    monkeypatch.setattr(gated, "choose_of_rows", lambda vecs, _: choose(vecs, rows))
+    say_rows(monkeypatch, gated, rows)
     x = way.randn(3, 32 // dtype.itemsize * vecs, dtype=dtype)
     GATE.check_e4m3(GATE(x, out_dtype=torch.float8_e4m3fn), x)
 

@@ -92,3 +92,16 @@ def check(way: Way, logits: torch.Tensor, softcap: float = 0.0, **given: Any) ->
     again = sample(logits.to(way.device), **moved, softcap=softcap)
     same_bits(again, out.tensor)
     return ids
+
+
+def hard_row(way: Way, kind: str) -> torch.Tensor:
+    """Logits whose candidates alone do not end a search."""
+    size = 3000
+    return {
+        "flat": torch.zeros(size),
+        "ties": way.randn(size).cpu().mul(4).round() / 4,
+        "rising": torch.arange(size) / 300.0,
+        "peaked": torch.cat([torch.full((1,), 9.0), way.randn(size - 1).cpu() / 10]),
+        "one": torch.cat([torch.full((1,), 99.0), torch.full((size - 1,), -INF)]),
+        "scales": way.randn(size).cpu().mul(12).exp() - 1e-3,
+    }[kind]

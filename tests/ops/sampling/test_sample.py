@@ -9,7 +9,7 @@ import pytest
 import torch
 from back_to_back import check_back_to_back
 from bits import same_bits
-from sample_cases import INF, NAN, arguments, check, generator, more, op
+from sample_cases import INF, NAN, arguments, check, generator, hard_row, more, op
 from ways import DTYPES, Way
 
 from kernel_hub.errors import TensorError
@@ -128,20 +128,12 @@ def test_extreme_temperatures(way: Way) -> None:
 @pytest.mark.parametrize("kind", ["flat", "ties", "rising", "peaked", "one", "scales"])
 def test_searches(way: Way, kind: str) -> None:
     """What candidates alone do not end."""
-    size = 3000
-    row = {
-        "flat": torch.zeros(size),
-        "ties": way.randn(size).cpu().mul(4).round() / 4,
-        "rising": torch.arange(size) / 300.0,
-        "peaked": torch.cat([torch.full((1,), 9.0), way.randn(size - 1).cpu() / 10]),
-        "one": torch.cat([torch.full((1,), 99.0), torch.full((size - 1,), -INF)]),
-        "scales": way.randn(size).cpu().mul(12).exp() - 1e-3,
-    }[kind]
+    row = hard_row(way, kind)
     ks, ps = [0, 257, 1000, 2999, 10**9], [0.5, 0.99, 1.0]
     batch = [(k, p, m) for k in ks for p in ps for m in (0.0, 0.02)]
     k, p, m = (torch.tensor(each) for each in zip(*batch, strict=True))
     given = {"top_k": k.int(), "top_p": p, "min_p": m}
-    check(way, row.expand(len(batch), size), **arguments(len(batch), 1, "temperature"), **given)
+    check(way, row.expand(len(batch), len(row)), **arguments(len(batch), 1, "temperature"), **given)
 
 
 ADVERSARIAL = {

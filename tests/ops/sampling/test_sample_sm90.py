@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from sample_cases import INF, arguments, check, more, op
+from sample_cases import arguments, check, hard_row, more, op
 from ways import DTYPES, Way
 
 from kernel_hub.ops import sample
@@ -81,19 +81,11 @@ def test_nothing_allowed(hopper_way: Way, team: int) -> None:
 @pytest.mark.parametrize("kind", ["flat", "ties", "rising", "peaked", "one", "scales"])
 def test_searches(hopper_way: Way, kind: str, team: int) -> None:
     """What candidates alone do not end."""
-    size = 3000
-    row = {
-        "flat": torch.zeros(size),
-        "ties": hopper_way.randn(size).cpu().mul(4).round() / 4,
-        "rising": torch.arange(size) / 300.0,
-        "peaked": torch.cat([torch.full((1,), 9.0), hopper_way.randn(size - 1).cpu() / 10]),
-        "one": torch.cat([torch.full((1,), 99.0), torch.full((size - 1,), -INF)]),
-        "scales": hopper_way.randn(size).cpu().mul(12).exp() - 1e-3,
-    }[kind]
+    row = hard_row(hopper_way, kind)
     batch = [(k, p, m) for k in (0, 161, 1000, 2999) for p in (0.5, 0.99, 1.0) for m in (0.0, 0.02)]
     k, p, m = (torch.tensor(each) for each in zip(*batch, strict=True))
     given = {"top_k": k.int(), "top_p": p, "min_p": m}
-    rows = row.expand(len(batch), size)
+    rows = row.expand(len(batch), len(row))
     check(hopper_way, rows, **arguments(len(batch), 1, "temperature"), **given)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import random
 from typing import Any
@@ -16,10 +15,9 @@ from ways import DTYPES, Way
 from kernel_hub.errors import TensorError
 from kernel_hub.ops import sample, verify_draft
 from kernel_hub.ops.sampling import verify_cpu
+from kernel_hub.ops.sampling.verification import VerifyGiven
 from kernel_hub.testing import reference
 from kernel_hub.testing.guard import Guarded
-
-op: Any = importlib.import_module("kernel_hub.ops.sampling.verify_draft")
 
 
 def drawn(seed: int, *shape: int, spread: float = 1.0) -> torch.Tensor:
@@ -28,12 +26,12 @@ def drawn(seed: int, *shape: int, spread: float = 1.0) -> torch.Tensor:
 
 def by_torch(drafts: torch.Tensor, logits: torch.Tensor, **given: Any) -> tuple[Any, Any]:
     """What torch computes on the CPU."""
-    fields: dict[str, Any] = dict.fromkeys(op.DraftGiven._fields)
+    fields: dict[str, Any] = dict.fromkeys(VerifyGiven._fields)
     fields |= {"draft_ids": drafts.cpu(), "target_logits": logits.cpu()}
     fields["out_ids"] = torch.empty(len(drafts), drafts.shape[1] + 1, dtype=torch.int64)
     fields["num_accepted"] = torch.empty(len(drafts), dtype=torch.int32)
     fields |= {name: x.cpu() for name, x in given.items()}
-    found = op.DraftGiven(**fields)
+    found = VerifyGiven(**fields)
     verify_cpu.verify_into(found)
     return found.out_ids, found.num_accepted
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import random
 from typing import Any
 
@@ -15,10 +14,10 @@ from ways import DTYPES, Way
 from kernel_hub.errors import TensorError
 from kernel_hub.ops import sample, verify_draft, verify_tree
 from kernel_hub.ops.sampling import verify_cpu
+from kernel_hub.ops.sampling.verification import VerifyGiven
 from kernel_hub.testing import reference_tokens
 from kernel_hub.testing.guard import Guarded
 
-op: Any = importlib.import_module("kernel_hub.ops.sampling.verify_tree")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -40,10 +39,10 @@ def check(
     verify_tree(
         ids.to(way.device), parents.to(way.device), logits.to(way.device), **moved, **tensors
     )
-    fields: dict[str, Any] = dict.fromkeys(op.TreeGiven._fields)
+    fields: dict[str, Any] = dict.fromkeys(VerifyGiven._fields)
     fields |= {"draft_ids": ids, "parents": parents, "target_logits": logits, **given}
     fields |= {name: torch.empty_like(x, device="cpu") for name, x in tensors.items()}
-    verify_cpu.verify_tree_into(op.TreeGiven(**fields))
+    verify_cpu.verify_into(VerifyGiven(**fields))
     for name, each in outs.items():
         each.check(name)
         same_bits(each.tensor.cpu(), fields[name], name=name)

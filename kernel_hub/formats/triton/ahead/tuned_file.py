@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .... import driver as _driver
 from ....arrays.interop import current_device
@@ -34,8 +34,7 @@ _MAX_RECENT = 4096
 Bucket = tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class TunedChoice:
+class TunedChoice(NamedTuple):
     """The function that is the fastest up to some sizes, and of which image that was measured."""
 
     function: str
