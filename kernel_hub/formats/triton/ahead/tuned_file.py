@@ -279,7 +279,7 @@ def _raw(table: TunedTable) -> dict[str, Any]:
                 "gpu": section.gpu.name,
                 "num_sms": section.gpu.num_sms,
                 "choices": {
-                    text_of(table.keys, bucket): vars(choice)
+                    text_of(table.keys, bucket): choice._asdict()
                     for bucket, choice in sorted(section.choices.items())
                 },
             }
