@@ -279,20 +279,15 @@ def _registered_out_fake(q: Any, k: Any, v: Any, *given: Any) -> torch.Tensor:
 
 
 _SCALES = "Tensor? q_scale, Tensor? k_scale, Tensor? v_scale"
-_op, _out_op = (
-    common.define(schema, cuda=run_it, cpu=run_it, fake=fake)
-    for schema, run_it, fake in (
-        (
-            f"flash_attention_fp8(Tensor q, Tensor k, Tensor v, {_SCALES}, {registered.OPTIONS}, "
-            "ScalarType? out_dtype, bool need_lse) -> (Tensor, Tensor)",
-            _registered, _registered_fake,
-        ),
-        (
-            f"flash_attention_fp8_out(Tensor q, Tensor k, Tensor v, {_SCALES}, "
-            f"{registered.OPTIONS}, bool need_lse, Tensor(a!) out) -> Tensor",
-            _registered_out, _registered_out_fake,
-        ),
-    )
+_op = registered.define(
+    f"flash_attention_fp8(Tensor q, Tensor k, Tensor v, {_SCALES}, {registered.OPTIONS}, "
+    "ScalarType? out_dtype, bool need_lse) -> (Tensor, Tensor)",
+    _registered, _registered_fake,
+)  # fmt: skip
+_out_op = registered.define(
+    f"flash_attention_fp8_out(Tensor q, Tensor k, Tensor v, {_SCALES}, {registered.OPTIONS}, "
+    "bool need_lse, Tensor(a!) out) -> Tensor",
+    _registered_out, _registered_out_fake,
 )  # fmt: skip
 
 

@@ -109,33 +109,35 @@ def _packed_backward_fake(dout: Any, qkv: Any, *rest: Any) -> torch.Tensor:
     return run.new_like(qkv)
 
 
-forward_op, forward_out_op, backward_op, packed_op, packed_backward_op = (
-    common.define(schema, cuda=run_it, cpu=run_it, fake=fake)
-    for schema, run_it, fake in (
-        (
-            f"flash_attention(Tensor q, Tensor k, Tensor v, {OPTIONS}, bool deterministic, "
-            "bool need_lse) -> (Tensor, Tensor)", _forward, _forward_fake,
-        ),
-        (
-            f"flash_attention_out(Tensor q, Tensor k, Tensor v, {OPTIONS}, bool need_lse, "
-            "Tensor(a!) out) -> Tensor", _forward_out, _forward_out_fake,
-        ),
-        (
-            "flash_attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, "
-            f"Tensor lse, {OPTIONS}, bool deterministic) -> (Tensor, Tensor, Tensor)",
-            _backward, _backward_fake,
-        ),
-        (
-            "flash_attention_qkvpacked(Tensor qkv, SymInt num_heads, SymInt num_kv_heads, "
-            f"{OPTIONS}, bool deterministic, bool need_lse) -> (Tensor, Tensor)",
-            _packed, _packed_fake,
-        ),
-        (
-            "flash_attention_qkvpacked_backward(Tensor dout, Tensor qkv, Tensor out, Tensor lse, "
-            f"SymInt num_heads, SymInt num_kv_heads, {OPTIONS}, bool deterministic) -> Tensor",
-            packed_backward, _packed_backward_fake,
-        ),
-    )
+def define(schema: str, run: Any, fake: Any) -> Any:
+    """An op whose implementation asks itself where its tensors are."""
+    return common.define(schema, cuda=run, cpu=run, fake=fake)
+
+
+forward_op = define(
+    f"flash_attention(Tensor q, Tensor k, Tensor v, {OPTIONS}, bool deterministic, "
+    "bool need_lse) -> (Tensor, Tensor)",
+    _forward, _forward_fake,
+)  # fmt: skip
+forward_out_op = define(
+    f"flash_attention_out(Tensor q, Tensor k, Tensor v, {OPTIONS}, bool need_lse, "
+    "Tensor(a!) out) -> Tensor",
+    _forward_out, _forward_out_fake,
+)  # fmt: skip
+backward_op = define(
+    "flash_attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{OPTIONS}, bool deterministic) -> (Tensor, Tensor, Tensor)",
+    _backward, _backward_fake,
+)  # fmt: skip
+packed_op = define(
+    f"flash_attention_qkvpacked(Tensor qkv, SymInt num_heads, SymInt num_kv_heads, {OPTIONS}, "
+    "bool deterministic, bool need_lse) -> (Tensor, Tensor)",
+    _packed, _packed_fake,
+)  # fmt: skip
+packed_backward_op = define(
+    "flash_attention_qkvpacked_backward(Tensor dout, Tensor qkv, Tensor out, Tensor lse, "
+    f"SymInt num_heads, SymInt num_kv_heads, {OPTIONS}, bool deterministic) -> Tensor",
+    packed_backward, _packed_backward_fake,
 )  # fmt: skip
 
 

@@ -26,10 +26,14 @@ def gelu_and_mul(
     x: (..., 2 * size), fp16, bf16 or fp32, on the GPU or the CPU; last dimension contiguous, the
         leading ones in at most two separately strided groups.
     approximate: "none" or "tanh", as torch.nn.functional.gelu has it.
-    out_dtype, out, out_scale: as `silu_and_mul` has them.
+    out_dtype: None (of `out`, else of x), the dtype of x or torch.float8_e4m3fn: each row by its
+        scale, in which a nan or an infinity of the row shows.
+    out: (..., size), in out_dtype, device of x, strides of its own; must not overlap x.
+    out_scale: x.shape[:-1], fp32, where out is e4m3; must not overlap the others.
 
-    Returns out, or (out, out_scale) where out is e4m3, as `silu_and_mul` does. No backward. Raises
-    TensorError naming the argument that does not fit.
+    Returns out, or (out, out_scale) where out is e4m3. A CUDA tensor runs the shipped cubin on
+    torch's current stream; a CPU tensor runs a reference in torch. No backward. Raises TensorError
+    naming the argument that does not fit.
     Source: Shazeer, "GLU Variants Improve Transformer", 2020; Hendrycks and Gimpel, "Gaussian Error
     Linear Units", 2016.
     """

@@ -22,10 +22,14 @@ def relu_squared(
 
     x: (..., size), fp16, bf16 or fp32, on the GPU or the CPU; last dimension contiguous, the
         leading ones in at most two separately strided groups.
-    out_dtype, out, out_scale: as `gelu` has them.
+    out_dtype: None (of `out`, else of x), the dtype of x or torch.float8_e4m3fn: each row by its
+        scale, in which a nan or an infinity of the row shows.
+    out: like x in out_dtype, strides of its own; may be x itself (in place), no other overlap.
+    out_scale: x.shape[:-1], fp32, where out is e4m3; must not overlap the others.
 
-    Returns out, or (out, out_scale) where out is e4m3, as `gelu` does. No backward. Raises
-    TensorError naming the argument that does not fit.
+    Returns out, or (out, out_scale) where out is e4m3. A CUDA tensor runs the shipped cubin on
+    torch's current stream; a CPU tensor runs a reference in torch. No backward. Raises TensorError
+    naming the argument that does not fit.
     Source: So et al., "Primer: Searching for Efficient Transformers for Language Modeling", 2021.
     """
     return _relu_squared(x, (), out_dtype, out, out_scale)

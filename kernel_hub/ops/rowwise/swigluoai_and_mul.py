@@ -28,10 +28,14 @@ def swigluoai_and_mul(
         leading ones in at most two separately strided groups.
     alpha: the slope of the sigmoid. limit: of gate and up, at least 0.
     interleaved: gate and up take turns, as in gpt-oss' weights; otherwise they are halves of a row.
-    out_dtype, out, out_scale: as `silu_and_mul` has them.
+    out_dtype: None (of `out`, else of x), the dtype of x or torch.float8_e4m3fn: each row by its
+        scale, in which a nan or an infinity of the row shows.
+    out: (..., size), in out_dtype, device of x, strides of its own; must not overlap x.
+    out_scale: x.shape[:-1], fp32, where out is e4m3; must not overlap the others.
 
-    Returns out, or (out, out_scale) where out is e4m3, as `silu_and_mul` does. No backward. Raises
-    TensorError naming the argument that does not fit.
+    Returns out, or (out, out_scale) where out is e4m3. A CUDA tensor runs the shipped cubin on
+    torch's current stream; a CPU tensor runs a reference in torch. No backward. Raises TensorError
+    naming the argument that does not fit.
     Source: OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025.
     """
     op = _gated.op

@@ -102,14 +102,14 @@ def test_one_scale_that_is_given(way: Way, dtype: torch.dtype, scale: float) -> 
     same_bits(quantize_e4m3(x, given[None], per="tensor"), out)
 
 
-@pytest.mark.parametrize("variant", ["vec", "scalar"])
+@pytest.mark.parametrize("body", ["vec", "scalar"])
 @each_dtype
 def test_many_rows(
-    way: Way, dtype: torch.dtype, variant: str, monkeypatch: pytest.MonkeyPatch
+    way: Way, dtype: torch.dtype, body: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # More than gridDim.y can be, and more than the blocks that look for the largest.
     monkeypatch.setattr(op.common, "MAX_GRID_Y", 2)
-    x = way.randn(266, 2 * 256, dtype=dtype)[:, : 256 if variant == "vec" else 255]
+    x = way.randn(266, 2 * 256, dtype=dtype)[:, : 256 if body == "vec" else 255]
     for per in KINDS:
         check_found(*quantize_e4m3(x, per=per), x, per)
 

@@ -139,11 +139,11 @@ def test_by_lot(way: Way, monkeypatch: pytest.MonkeyPatch, seed: int, op: Op) ->
     check_gradient(op, x, way.randn(*x.shape, dtype=dtype, seed=1), **options)
 
 
-@pytest.mark.parametrize("variant", ["vec", "loop", "scalar"])
+@pytest.mark.parametrize("body", ["vec", "loop", "scalar"])
 @each_op
 @each_dtype
 def test_every_variant(
-    way: Way, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, op: Op, variant: str
+    way: Way, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, op: Op, body: str
 ) -> None:
     """A row is held in registers, by one block or several, or read twice."""
     shapes = {
@@ -151,7 +151,7 @@ def test_every_variant(
         "loop": lambda vecs: plans.Shape("loop", 64),
         "scalar": lambda vecs: plans.Shape("scalar", 64),
     }
-    monkeypatch.setattr(plans, "choose", lambda vecs, *_: shapes[variant](vecs))
+    monkeypatch.setattr(plans, "choose", lambda vecs, *_: shapes[body](vecs))
     module._plans.clear()
     x = 5 * way.randn(3, 1032, dtype=dtype)
     mask = way.randn(3, 1032, seed=2) > 0
