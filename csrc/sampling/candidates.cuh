@@ -6,14 +6,15 @@
 namespace kernel_hub::sampling {
 
 constexpr int kNumCandidates = 512;
-constexpr int kNumPivots = 3;
+constexpr int kNumPieces = 72;  // of a row, its blocks counted too, of which masses are known
+constexpr int kBinBits = 11, kNumBins = 1 << kBinBits;
 
 // What one pass over a row asks for.
 struct Question {
-    float from, to;  // values above `from`, up to `to`, become candidates
-    bool weighs;     // the mass of what is above the first pivot
-    bool searches;   // counts and masses of what is above each
-    float pivots[kNumPivots];
+    float floor;     // what is above is weighed, and apart what is above the window's lower end
+    float from, to;  // the window: what is above `from`, up to `to`
+    bool weighs;
+    bool collects;  // what the window has becomes candidates; else it goes into bins
 };
 
 // How much is strictly above a value.
@@ -26,19 +27,55 @@ struct Above {
 // target strictly above it.
 struct Search {
     bool is_mass;
+    bool collects;
     uint64_t target;
-    uint32_t low, high;  // keys; all up to `low` is known not to be kept, but for the first round
-    Above above_low, above_high;
-    int round;
-    float guess, step;  // of a mass: where it may be found first, and how far off
-    uint32_t keys[kNumPivots];
+    uint32_t low, high;  // keys: it is in (low, high]
+    uint32_t from, to;   // and the next pass looks for it in (from, to]
+    uint64_t above;      // how much, or how many, is above `to`
+    int round;           // passes that filled bins
+};
+
+// Words of masses apart: sums of 32 bits are what shared memory adds.
+struct alignas(16) Bins {
+    uint32_t counts[kNumBins], low[kNumBins], high[kNumBins];
+
+    __device__ __forceinline__ uint64_t mass(int i) const {
+        return static_cast<uint64_t>(high[i]) << 32 | low[i];
+    }
+};
+
+// Which bin a value is in, the larger the earlier, by equal steps of values or of keys.
+struct Ruler {
+    float top, inverse;
+    uint32_t high;
+    int shift;
+    bool is_by_keys;
+
+    __device__ __forceinline__ int bin_of_value(float z) const {
+        constexpr float kRound = 8388608.0f;  // 2^23: what is added to it is rounded
+        const float along = __saturatef(__fmul_rn(__fsub_rn(top, z), inverse));
+        return __float_as_uint(fmaf(along, kNumBins - 1, kRound)) & (kNumBins - 1);
+    }
+    __device__ __forceinline__ int bin_of(float z) const {
+        return is_by_keys ? (high - key_of(z)) >> shift : bin_of_value(z);
+    }
+    // Of equal steps of values: what is in the middle of a bin.
+    __device__ __forceinline__ float middle(int bin) const {
+        return top - static_cast<float>(bin) / (kNumBins - 1) / inverse;
+    }
 };
 
 struct Shared {
     Question question;
-    Above above[kNumPivots];
-    float first, second;  // where all is weighed: sums of depths, and of their squares, by shares
     Search search;
+    Ruler ruler;
+    float range;                    // what the row's values may lie in, below the largest
+    uint64_t total, above;          // masses: above the floor, above the window's lower end
+    uint32_t least, most;           // keys of what went into bins
+    int bin, first_bin, last_bin;   // of the window
+    uint32_t place;                 // what is larger than this many is in it
+    uint64_t wanted, above_window;  // of what bins hold: where the target is, before the window
+    uint32_t dropped_low[kNumPieces], dropped_high[kNumPieces];  // words of masses
     alignas(16) uint64_t masses[kNumCandidates];
     alignas(16) float values[kNumCandidates];
     alignas(16) int indices[kNumCandidates];
@@ -47,25 +84,49 @@ struct Shared {
     uint32_t count_slots[kNumWarps];
     float float_slots[kNumWarps];
     int int_slots[kNumWarps];
-    bool is_done, is_among;  // the search has ended; among the candidates
-    int num_candidates;      // perhaps more than there is room for
+    bool is_done;
+    int num_candidates;  // perhaps more than there is room for
 };
 
 // What a row is drawn by.
 struct Weigher {
     float largest, scale;  // of the row; log2(e) / temperature
-    float least;           // log2 of min_p
+    float lowest;          // below the largest by this and more: nothing
 
     // log2 of the probability of z to that of the largest.
     __device__ __forceinline__ float depth(float z) const {
         return __fmul_rn(fmaxf(__fsub_rn(fminf(z, FLT_MAX), largest), -FLT_MAX), scale);
     }
+    // The same, no further below than what weighs nothing.
+    __device__ __forceinline__ float clamped_depth(float z) const {
+        return __fmul_rn(fmaxf(__fsub_rn(fminf(z, FLT_MAX), largest), lowest), scale);
+    }
+    __device__ __forceinline__ uint64_t mass(float z) const {
+        return mass_of_clamped(clamped_depth(z));
+    }
 };
 
-__device__ __forceinline__ Weigher weigher_of(float largest, float temperature, float min_p) {
-    return {fminf(largest, FLT_MAX), fminf(__fdiv_rn(kLog2e, temperature), FLT_MAX),
-            min_p > 0.0f ? static_cast<float>(log2(static_cast<double>(fminf(min_p, 1.0f))))
-                         : -kInfinity};
+__device__ __forceinline__ Weigher weigher_of(float largest, float temperature) {
+    const float scale = fminf(__fdiv_rn(kLog2e, temperature), FLT_MAX);
+    return {fminf(largest, FLT_MAX), scale, fmaxf(__fdiv_rn(kLeastPower, scale), -FLT_MAX)};
+}
+
+// What is above this has min_p of the largest's probability.
+__device__ __forceinline__ float floor_of(const Weigher& weigher, float min_p) {
+    uint32_t low = key_of(-kInfinity), high = key_of(weigher.largest);
+    if (min_p > 0.0f) {
+        const float least = static_cast<float>(log2(static_cast<double>(fminf(min_p, 1.0f))));
+#pragma unroll 1
+        while (low < high) {
+            const uint32_t middle = high - (high - low) / 2;
+            if (weigher.depth(from_key(middle)) < least) {
+                low = middle;
+            } else {
+                high = middle - 1;
+            }
+        }
+    }
+    return from_key(low);
 }
 
 // A thread's candidate.
@@ -81,7 +142,7 @@ struct Candidate {
         is_any = static_cast<int>(threadIdx.x) < num;
         value = is_any ? s.values[threadIdx.x] : 0.0f;
         index = is_any ? s.indices[threadIdx.x] : 0;
-        mass = is_any ? mass_of_power(weigher.depth(value)) : 0;
+        mass = is_any ? weigher.mass(value) : 0;
         s.masses[threadIdx.x] = mass;
         __syncthreads();
         above = {0, 0};

@@ -12,32 +12,40 @@ namespace kernel_hub::sampling {
 
 constexpr int kMassBits = 40;  // the mass of the most probable is 2^kMassBits
 
-// 2^part of a number below 2^22: part in [-0.5, 0.5], relative error 1e-7; `whole` is the rest.
+// 2^part of a number below 2^22, by 2^kScaled: part in [-0.5, 0.5], relative error 1e-7; `whole` is
+// the rest.
 struct Power {
     float of_part;
     int whole;
 };
 
+template <int kScaled = 0>
 __device__ __forceinline__ Power split_power(float x) {
+    constexpr float kOne = 1u << kScaled;
     constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded
     const float rounded = __fadd_rn(x, kRound);
     const float part = __fsub_rn(x, __fsub_rn(rounded, kRound));
-    float y = 0.00015461447765119374f;
-    y = fmaf(y, part, 0.0013390866806730628f);
-    y = fmaf(y, part, 0.009618056938052177f);
-    y = fmaf(y, part, 0.055503569543361664f);
-    y = fmaf(y, part, 0.24022650718688965f);
-    y = fmaf(y, part, 0.6931471824645996f);
-    return {fmaf(y, part, 1.0f), static_cast<int>(__float_as_uint(rounded) - 0x4B400000u)};
+    float y = 0.00015461447765119374f * kOne;
+    y = fmaf(y, part, 0.0013390866806730628f * kOne);
+    y = fmaf(y, part, 0.009618056938052177f * kOne);
+    y = fmaf(y, part, 0.055503569543361664f * kOne);
+    y = fmaf(y, part, 0.24022650718688965f * kOne);
+    y = fmaf(y, part, 0.6931471824645996f * kOne);
+    return {fmaf(y, part, kOne), static_cast<int>(__float_as_uint(rounded) - 0x4B400000u)};
 }
 
-// 2^x as a whole number of 2^-kMassBits, rounded down; x is at most 0.
+// 2^x as a whole number of 2^-kMassBits, rounded down; x is at most 0 and at least kLeastPower, of
+// which it is 0.
+constexpr float kLeastPower = -40.25f;
+static_assert(kLeastPower < -kMassBits);
+__device__ __forceinline__ uint64_t mass_of_clamped(float x) {
+    constexpr int kScaled = 31;  // the power of a part is below 2
+    const Power power = split_power<kScaled>(x);
+    return static_cast<uint64_t>(static_cast<uint32_t>(power.of_part)) << 32 >>
+           (32 - kMassBits + kScaled - power.whole);
+}
 __device__ __forceinline__ uint64_t mass_of_power(float x) {
-    const Power power = split_power(fmaxf(x, -60.0f));
-    const uint32_t bits = __float_as_uint(power.of_part);
-    const int shift = 127 - static_cast<int>(bits >> 23) - power.whole;
-    const uint64_t mantissa = (bits & 0x7fffffu) | 0x800000u;
-    return (mantissa << (kMassBits - 23)) >> shift;
+    return mass_of_clamped(fmaxf(x, kLeastPower));
 }
 
 // cap * tanh(x / cap); absolute error cap * 1e-7.

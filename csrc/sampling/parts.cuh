@@ -66,9 +66,9 @@ __device__ __forceinline__ Largest largest_of_parts(const Part* parts) {
 
 // Candidates of all parts become the block's. What is above every bound is more than enough; where
 // one part has too many, so has the row.
-__device__ __forceinline__ void gather_parts(const Part* parts, const Weigher& weigher, Shared& s) {
+__device__ __forceinline__ void gather_parts(const Part* parts, float floor, Shared& s) {
     const int thread_idx = threadIdx.x;
-    float bound = -kInfinity;
+    float bound = floor;
     bool is_full = false;
     for (int i = 0; i < static_cast<int>(gridDim.y); ++i) {
         bound = fmaxf(bound, __ldcg(&parts[i].bound));
@@ -77,7 +77,7 @@ __device__ __forceinline__ void gather_parts(const Part* parts, const Weigher& w
     for (int i = 0; i < static_cast<int>(gridDim.y); ++i) {
         const bool is_any = thread_idx < __ldcg(&parts[i].num_candidates) && !is_full;
         const float value = is_any ? __ldcg(&parts[i].values[thread_idx]) : -kInfinity;
-        if (value > bound && weigher.depth(value) >= weigher.least) {
+        if (value > bound) {
             const int place = atomicAdd(&s.num_candidates, 1);
             if (place < kNumCandidates) {
                 s.values[place] = value;

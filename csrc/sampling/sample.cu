@@ -10,10 +10,11 @@
 //   1. The largest, of the row and of each thread. A greedy row ends here.
 //   2. As many threads' largest as top_k bound what the top_k are from below: what is above the
 //      bound, hardly more than top_k, becomes candidates, in shared memory, which are compared
-//      with each other. The same where only top_p is asked, with 256.
-//   3. Where candidates are too many, or have less than top_p: passes that count and weigh what is
-//      above three pivots, until few are left between two. The first stand where they would if
-//      logits were normal. Where all is kept, one pass that weighs it.
+//      with each other.
+//   3. Where these are too many, or top_p alone is asked: a pass weighs the row, with counts and
+//      masses of a histogram (bins.cuh), a second has what the threshold's bin holds as candidates.
+//      Where that bin holds too many, a histogram of it. Where all is kept, one pass that weighs
+//      it.
 // Where rows are few, several blocks share one: each leaves the candidates of its part, and the one
 // that ends last goes on with them, or, where a part has too many or top_k does not ask for them,
 // does the whole row alone.
@@ -21,7 +22,7 @@
 // bound of their own in a further pass.
 // One kernel for every dtype and alignment: walks are by vectors where is_plain says so, else by
 // elements, which alone are biased, masked and penalised.
-// Shared memory: 9 KB, candidates.
+// Shared memory: 33 KB, candidates and bins.
 // Source: Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020; Keskar et al.,
 // "CTRL", 2019; Nguyen et al., "Turning Up the Heat: Min-p Sampling", 2024.
 
@@ -32,10 +33,10 @@
 namespace kernel_hub::sampling {
 
 constexpr int kMostByBound = 256;  // more threads' largest bound too loosely
-constexpr int kMassCandidates = 256;
 
 __device__ __forceinline__ void sample_row(const SampleParams& p) {
     __shared__ Shared s;
+    __shared__ Bins bins;
     const int64_t row_idx = p.row_idx;
     const float temperature = p.temperature ? p.temperature[row_idx] : 1.0f;
     const float min_p = p.min_p ? p.min_p[row_idx] : 0.0f;
@@ -46,7 +47,7 @@ __device__ __forceinline__ void sample_row(const SampleParams& p) {
     bool is_greedy = !(temperature > 0.0f);
     const uint64_t bits =
         random_bits(p.seed ? p.seed[row_idx] : 0, p.offset ? p.offset[row_idx] : 0);
-    Weigher weigher = {0.0f, 0.0f, -kInfinity};
+    Weigher weigher = {};
 
     Row row(p);
     enum Step { kPart, kWhole, kBounded, kSearching, kWeighing, kRanking };
@@ -60,10 +61,10 @@ __device__ __forceinline__ void sample_row(const SampleParams& p) {
 #pragma unroll 1
     while (true) {
         Largest top = find_largest(row, begin, end, s);
-        const int wanted = has_k ? top_k : kMassCandidates;
-        bool has_bound = wanted <= kMostByBound && (has_k || has_p);
+        bool has_bound = has_k && top_k <= kMostByBound;
+        float floor = -kInfinity;
         if (next == kPart) {
-            has_bound = has_bound && has_k && !is_greedy;
+            has_bound = has_bound && !is_greedy;
         } else if (!(top.of_row > -kInfinity) && row.has_mask) {
             // Nothing is allowed: as if all were.
             is_greedy = true;
@@ -73,31 +74,34 @@ __device__ __forceinline__ void sample_row(const SampleParams& p) {
             write_largest(p, top.index);
             return;
         } else {
-            weigher = weigher_of(top.of_row, temperature, min_p);
-            next = has_bound ? kBounded : has_k ? kSearching : kWeighing;
+            weigher = weigher_of(top.of_row, temperature);
+            floor = floor_of(weigher, min_p);
+            next = has_bound ? kBounded : has_k || has_p ? kSearching : kWeighing;
         }
-        float bound = has_bound ? bound_of(top.of_thread, wanted) : kInfinity;
-        float from = -kInfinity;
+        float bound = has_bound ? fmaxf(bound_of(top.of_thread, top_k), floor) : kInfinity;
+        float from = floor;
         uint64_t total = 0;
+        const float range = 4.0f * (top.of_row - least_of(top.of_thread, s));
         if (threadIdx.x == 0) {
-            start_counting(s.search, top_k, from, top.of_row);
+            s.range = range;
+            start(s.search, !has_k, top_k, from, top.of_row);
         }
 #pragma unroll 1
         while (next != kWhole) {
             __syncthreads();
             if (threadIdx.x == 0) {
                 s.num_candidates = 0;
-                s.question = {bound,
-                              kInfinity,
-                              next == kWeighing || (next == kBounded && !has_k),
-                              false,
-                              {from}};
                 if (next == kSearching) {
-                    ask(s.search, s.question, weigher);
+                    ask(s, weigher, from);
+                } else {
+                    s.question = {from, next == kWeighing ? from : bound,
+                                  next == kWeighing ? -kInfinity : kInfinity, next == kWeighing,
+                                  true};
                 }
             }
+            empty_bins(bins, true);
             __syncthreads();
-            scan(row, weigher, begin, next == kPart && !has_bound ? begin : end, s);
+            scan<true>(row, weigher, begin, next == kPart && !has_bound ? begin : end, &bins, s);
             if (next == kPart) {
                 if (!leave_part(p, top, bound, s)) {
                     return;
@@ -113,8 +117,8 @@ __device__ __forceinline__ void sample_row(const SampleParams& p) {
                 begin = 0;
                 end = p.size;
                 if (is_any && has_bound) {
-                    weigher = weigher_of(top.of_row, temperature, min_p);
-                    gather_parts(parts, weigher, s);
+                    weigher = weigher_of(top.of_row, temperature);
+                    gather_parts(parts, floor_of(weigher, min_p), s);
                     next = s.num_candidates <= kNumCandidates ? kBounded : kWhole;
                 }
                 if (next == kWhole) {
@@ -122,65 +126,79 @@ __device__ __forceinline__ void sample_row(const SampleParams& p) {
                 }
             }
             Candidate mine;
-            if (s.question.from < kInfinity && s.num_candidates <= kNumCandidates) {
+            const bool has_candidates = s.question.collects && s.num_candidates <= kNumCandidates;
+            if (has_candidates) {
                 mine.compare(weigher, s);
             }
             if (next == kBounded) {
-                if (s.num_candidates <= kNumCandidates) {
-                    bool is_kept = mine.is_any && !(has_k && mine.above.count >= top_k);
+                if (has_candidates) {
+                    bool is_kept = mine.is_any && mine.above.count < top_k;
                     const uint64_t found = block_sum(is_kept ? mine.mass : 0, s.mass_slots);
-                    const uint64_t needed =
-                        has_p ? mass_needed(top_p, has_k ? found : s.above[0].mass) : found;
-                    if (needed <= found) {
-                        is_kept = is_kept && mine.above.mass < needed;
-                        total = draw_candidate(p, weigher, mine, is_kept, bits, s);
-                        write_top_candidates(p, weigher, mine, is_kept, total, s);
-                        return;
-                    }
+                    const uint64_t needed = has_p ? mass_needed(top_p, found) : found;
+                    is_kept = is_kept && mine.above.mass < needed;
+                    total = draw_candidate(p, weigher, mine, is_kept, bits, s);
+                    write_top_candidates(p, weigher, mine, is_kept, total, s);
+                    return;
                 }
-                bound = kInfinity;
-                if (has_k) {
-                    next = kSearching;
-                    continue;
-                }
-                next = kWeighing;  // which this pass did
+                next = kSearching;
+                continue;
             }
             if (next == kRanking) {
-                if (s.num_candidates <= kNumCandidates) {
+                if (has_candidates) {
                     write_top_candidates(p, weigher, mine, mine.is_any, total, s);
                 } else {
                     write_top_in_turn(row, weigher, bound, total, s);
                 }
                 return;
             }
+            drop_none(s);
             if (next == kSearching) {
+                uint64_t of_window = 0;
+                if (!s.question.collects) {
+                    of_window = sum_of_bins(bins, s.search.is_mass, s);
+                } else if (has_candidates) {
+                    of_window = block_sum(mine.mass, s.mass_slots);
+                }
                 if (threadIdx.x == 0) {
-                    s.is_among = true;
-                    s.is_done = !s.question.searches || learn(s);
+                    s.is_done = learn(s, top_p, of_window);
                 }
                 __syncthreads();
-                if (s.is_done) {
-                    from = from_key(s.is_among ? end_search(s.search, mine, s) : s.search.low);
-                    next = kWeighing;
+                if (!s.is_done) {
+                    continue;
                 }
-            } else if (has_p) {
-                has_p = false;
-                next = kSearching;
-                if (threadIdx.x == 0) {
-                    start_weighing(s, weigher, top_p, mass_needed(top_p, s.above[0].mass), from,
-                                   top.of_row);
+                if (has_candidates) {
+                    from = from_key(end_search(s.search, mine, s));
+                } else if (s.least < s.most) {
+                    find_window(bins, s);
+                    continue;
+                } else {
+                    from = s.question.from;
                 }
-            } else {
-                total = s.above[0].mass;
-                draw_in_row(row, weigher, from, total, bits, s);
-                const int num = wanted_top(p);
-                if (num == 0) {
-                    end_top(p, 0);
-                    return;
+                if (mine.is_any && !(mine.value > from)) {
+                    drop(mine.index / elements_a_warp(row), mine.mass, s);
                 }
-                bound = fmaxf(bound_of(top.of_thread, num), from);
-                next = kRanking;
+                __syncthreads();
+                if (threadIdx.x < kNumWarps) {
+                    s.warp_masses[threadIdx.x] -= dropped(s, threadIdx.x);
+                }
+                if (has_p && !s.search.is_mass) {
+                    __syncthreads();
+                    if (threadIdx.x == 0) {
+                        start(s.search, true, 0, from, top.of_row);
+                    }
+                    continue;
+                }
             }
+            total =
+                block_sum(threadIdx.x < kNumWarps ? s.warp_masses[threadIdx.x] : 0, s.mass_slots);
+            draw_in_row(row, weigher, from, total, bits, s);
+            const int num = wanted_top(p);
+            if (num == 0) {
+                end_top(p, 0);
+                return;
+            }
+            bound = fmaxf(bound_of(top.of_thread, num), from);
+            next = kRanking;
         }
     }
 }

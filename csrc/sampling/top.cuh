@@ -74,7 +74,7 @@ __device__ __forceinline__ void write_top_in_turn(const Row& row, const Weigher&
             const float value = row.value(i);
             const uint64_t key = static_cast<uint64_t>(key_of(value)) << 32 |
                                  (0xffffffffu - static_cast<uint32_t>(i));
-            if (value > bound && weigher.depth(value) >= weigher.least && key < last) {
+            if (value > bound && key < last) {
                 best = max(best, key);
             }
         }

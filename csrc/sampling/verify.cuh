@@ -50,16 +50,15 @@ __device__ __forceinline__ bool weigh_position(const Row& row, int row_idx, Weig
         }
         return false;
     }
-    weigher = {fminf(top.of_row, FLT_MAX), fminf(__fdiv_rn(kLog2e, temperature), FLT_MAX),
-               -kInfinity};
+    weigher = weigher_of(top.of_row, temperature);
     __syncthreads();
     if (threadIdx.x == 0) {
         s.num_candidates = 0;
-        s.question = {kInfinity, kInfinity, true, false, {-kInfinity}};
+        s.question = {-kInfinity, -kInfinity, -kInfinity, true, true};
     }
     __syncthreads();
-    scan(row, weigher, 0, p.size, s);
-    total = s.above[0].mass;
+    scan<false>(row, weigher, 0, p.size, nullptr, s);
+    total = s.total;
     return true;
 }
 

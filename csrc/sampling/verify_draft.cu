@@ -31,7 +31,7 @@ struct Chances {
 
     __device__ __forceinline__ int64_t target(int i) const {
         const float z = row.value(i);
-        const uint64_t mass = z > -kInfinity ? mass_of_power(weigher.depth(z)) : 0;
+        const uint64_t mass = z > -kInfinity ? weigher.mass(z) : 0;
         return __double2ll_rn(__dmul_rn(static_cast<double>(mass), scale));
     }
     __device__ __forceinline__ int64_t draft(int i) const { return fixed_draft(draft_probs[i]); }

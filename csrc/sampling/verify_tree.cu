@@ -48,7 +48,7 @@ struct Remainder {
     // Behind `num` children: before it is brought to the sum 1.
     __device__ __forceinline__ int64_t left(int i, int num) const {
         const float z = row.value(i);
-        const uint64_t mass = z > -kInfinity ? mass_of_power(weigher.depth(z)) : 0;
+        const uint64_t mass = z > -kInfinity ? weigher.mass(z) : 0;
         int64_t part = static_cast<int64_t>(mass);
 #pragma unroll 1
         for (int n = 0; n < num; ++n) {

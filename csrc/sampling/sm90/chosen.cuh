@@ -63,7 +63,7 @@ struct Chosen {
             are_kept[i] = place(i) < num;
             values[i] = are_kept[i] ? s.values[place(i)] : -kInfinity;
             indices[i] = are_kept[i] ? s.indices[place(i)] : 0;
-            masses[i] = are_kept[i] ? mass_of_power(weigher.depth(values[i])) : 0;
+            masses[i] = are_kept[i] ? weigher.mass(values[i]) : 0;
             above[i] = {0, 0};
             if (place(i) < padded) {
                 s.masses[place(i)] = masses[i];
@@ -106,20 +106,30 @@ struct Chosen {
         return block_sum(mass, s.mass_slots);
     }
 
-    // The end of a search among few candidates: the key below the smallest that is kept.
+    // The end of a search among candidates: the key below the smallest that is kept.
     __device__ __forceinline__ uint32_t end_search(const Search& search, Shared& s) const {
-        uint32_t least = search.high + 1;
+        uint32_t least = search.to + 1;
 #pragma unroll
         for (int i = 0; i < kNum; ++i) {
-            const Above all_above = {search.above_high.count + above[i].count,
-                                     search.above_high.mass + above[i].mass};
-            if (are_kept[i] && !is_met(search, all_above)) {
+            if (are_kept[i] && !is_met(search, above[i])) {
                 least = min(least, key_of(values[i]));
             }
         }
         return block_reduce(least, s.count_slots,
                             [](uint32_t a, uint32_t b) { return min(a, b); }) -
                1;
+    }
+
+    // Keeps what is above `from`; calls dropped(index, mass) of the others.
+    template <typename Dropped>
+    __device__ __forceinline__ void keep_above(float from, const Dropped& dropped) {
+#pragma unroll
+        for (int i = 0; i < kNum; ++i) {
+            if (counts(i) && !(values[i] > from)) {
+                dropped(indices[i], masses[i]);
+            }
+            are_kept[i] = are_kept[i] && values[i] > from;
+        }
     }
 
     // Draws from those that are kept, which weigh `total`, in the order of their indices.

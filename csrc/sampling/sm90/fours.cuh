@@ -129,30 +129,36 @@ struct Fours {
         }
     }
 
-    // Calls visit(index, values) of the fours first, first + step .. below `end`, in this order.
+    // Calls visit(index, values) of the fours first, first + step .. below `end`, in this order,
+    // with kUnderWay of a thread under way.
     template <typename Visit>
     __device__ __forceinline__ void walk(int first, int end, int step, const Visit& visit) const {
-        uint4 ahead;
+        constexpr int kUnderWay = 3;
+        uint4 ahead[kUnderWay];
         Changes changes;
-        const auto load_ahead = [&](int at) {
-            if (at < end) {
-                ahead = load(at);
-                if (is_changed) {
-                    changes = load_changes(at);
+        // What is before the first only has others loaded.
+#pragma unroll 1
+        for (int at = first - kUnderWay * step; at < end; at += step) {
+            float z[kFour];
+            unpack(ahead[0], z);
+#pragma unroll
+            for (int i = 1; i < kUnderWay; ++i) {
+                ahead[i - 1] = ahead[i];
+            }
+            if (at + kUnderWay * step < end) {
+                ahead[kUnderWay - 1] = load(at + kUnderWay * step);
+            }
+            if (is_changed) {
+                if (at >= first) {
+                    apply(changes, at, z);
+                }
+                if (at + step >= first && at + step < end) {
+                    changes = load_changes(at + step);
                 }
             }
-        };
-        load_ahead(first);
-#pragma unroll 1
-        for (int at = first; at < end; at += step) {
-            float z[kFour];
-            unpack(ahead, z);
-            const Changes mine = changes;
-            load_ahead(at + step);
-            if (is_changed) {
-                apply(mine, at, z);
+            if (at >= first) {
+                visit(at, z);
             }
-            visit(at, z);
         }
     }
 
@@ -202,7 +208,8 @@ struct Fours {
 };
 
 // One of a four, by a number that is not known before it runs.
-__device__ __forceinline__ float pick(const float (&z)[kFour], int j) {
+template <typename V>
+__device__ __forceinline__ V pick(const V (&z)[kFour], int j) {
     return j == 0 ? z[0] : j == 1 ? z[1] : j == 2 ? z[2] : z[3];
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "sampling/search.cuh"
+#include "sampling/sm90/chosen.cuh"
 #include "sampling/sm90/fours.cuh"
 #include "sampling/sm90/team.cuh"
 
@@ -45,16 +46,26 @@ __device__ __forceinline__ void prefetch_share(const Row& row, const Team& team,
 }
 
 // Looks at the block's share of elements from .. until - 1; blocks take turns, so that all have
-// some of what is large and close together. Fours that have something above `bound` are listed.
+// some of what is large and close together. Of turns only each `every`-th. Fours that have
+// something above `bound` are listed; what is above `bottom` is counted in bins.
 __device__ __forceinline__ void look(const Fours& fours, int from, int until, float bound,
-                                     Seen& seen, Team& team) {
-    const int step = team.size * kNumThreads * kFour;
+                                     float bottom, int every, Seen& seen, Team& team) {
+    const Ruler ruler = team.shared.s.ruler;
+    const int step = every * team.size * kNumThreads * kFour;
     const int offset = (team.rank * kNumThreads + static_cast<int>(threadIdx.x)) * kFour;
     const auto visit = [&](int index, const float (&z)[kFour]) {
         const float most = fmaxf(fmaxf(z[0], z[1]), fmaxf(z[2], z[3]));
         if (most > seen.of_thread) {
             seen.of_thread = most;
             seen.found = index;
+        }
+        if (most > bottom) {
+#pragma unroll
+            for (int j = 0; j < kFour; ++j) {
+                if (z[j] > bottom) {
+                    atomicAdd(&team.shared.own_bins.counts[ruler.bin_of_value(z[j])], 1u);
+                }
+            }
         }
         if (most > bound) {
             const int place = atomicAdd(&team.shared.num_listed, 1);
@@ -64,7 +75,7 @@ __device__ __forceinline__ void look(const Fours& fours, int from, int until, fl
             }
         }
     };
-    if (fours.is_ahead) {
+    if (fours.is_ahead && every == 1) {
         fours.walk_ahead<kLoads>(from + offset, until, step, visit, [&](int at) {
             prefetch_share<kLoads>(fours.row, team, at - offset + kFetched * step);
         });
@@ -74,7 +85,7 @@ __device__ __forceinline__ void look(const Fours& fours, int from, int until, fl
 }
 
 // What is listed and above `bound` becomes the block's candidates.
-__device__ __forceinline__ void choose_listed(const Weigher& weigher, float bound, Team& team) {
+__device__ __forceinline__ void choose_listed(float bound, Team& team) {
     TeamShared& shared = team.shared;
     const int num = shared.num_listed;
     for (int i = threadIdx.x; i < min(num, kListed); i += kNumThreads) {
@@ -83,7 +94,7 @@ __device__ __forceinline__ void choose_listed(const Weigher& weigher, float boun
 #pragma unroll 1
         for (int j = 0; j < kFour; ++j) {
             const float value = pick(z, j);
-            if (value > bound && weigher.depth(value) >= weigher.least) {
+            if (value > bound) {
                 team.add(value, shared.firsts[i] + j);
             }
         }
@@ -108,23 +119,21 @@ __device__ __forceinline__ int elements_a_piece(int size) {
 }
 
 // Answers s.question of the block's part of the row, into its note.
-// shared.pieces: what each piece has above pivots[0].
+// shared.pieces: what each piece has above the window's lower end.
 __device__ __forceinline__ void scan(const Fours& fours, const Weigher& weigher, Team& team) {
     TeamShared& shared = team.shared;
     Shared& s = shared.s;
     const Question question = s.question;
-    Above above[kNumPivots];
-    float first = 0.0f, second = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kNumPivots; ++i) {
-        above[i] = {0, 0};
-    }
+    uint64_t total = 0;
     const int lane_idx = threadIdx.x % 32, warp_idx = threadIdx.x / 32;
     const int a_piece = elements_a_piece(fours.p.size), num_pieces = pieces_a_warp(team);
-    // What a search asks for is above one of its pivots.
-    const float lowest =
-        question.searches ? fminf(question.pivots[0], fminf(question.pivots[1], question.pivots[2]))
-                          : question.pivots[0];
+    // What is nearer to the middle than half the window may be in it.
+    const bool has_ends = question.from > -kInfinity && question.to < kInfinity;
+    const float middle = has_ends ? question.from / 2 + question.to / 2 : 0.0f;
+    const float half = !(question.to > -kInfinity) ? -1.0f
+                       : has_ends
+                           ? fmaxf(question.to - middle, middle - question.from) * 1.01f + FLT_MIN
+                           : kInfinity;
     bool has_room = true;
 #pragma unroll 1
     for (int piece = 0; piece < num_pieces; ++piece) {
@@ -132,115 +141,103 @@ __device__ __forceinline__ void scan(const Fours& fours, const Weigher& weigher,
         const int begin =
             min(fours.p.size, (team.rank * kNumWarps * num_pieces + of_block) * a_piece);
         const int end = min(fours.p.size, begin + a_piece);
-        const uint64_t before = above[0].mass;
+        uint64_t above = 0;
         fours.walk(begin + lane_idx * kFour, end, 32 * kFour,
                    [&](int index, const float (&z)[kFour]) {
-                       float depths[kFour];
                        bool are_any = false;
 #pragma unroll
                        for (int j = 0; j < kFour; ++j) {
-                           depths[j] = weigher.depth(z[j]);
-                           are_any |= z[j] > question.from && z[j] <= question.to;
+                           are_any |= fabsf(z[j] - middle) <= half;
+                       }
+                       if (question.weighs) {
+                // NOTE: no branch on a value: four chains of the power side by side.
+#pragma unroll
+                           for (int j = 0; j < kFour; ++j) {
+                               const float depth = weigher.clamped_depth(z[j]);
+                               const uint64_t mass =
+                                   mass_of_clamped(z[j] > question.floor ? depth : kLeastPower);
+                               total += mass;
+                               above += z[j] > question.from ? mass : 0;
+                           }
                        }
                        if (are_any && has_room) {
 #pragma unroll 1
                            for (int j = 0; j < kFour; ++j) {
                                const float value = pick(z, j);
-                               if (value > question.from && value <= question.to &&
-                                   pick(depths, j) >= weigher.least) {
+                               if (!(value > question.from && value <= question.to)) {
+                                   continue;
+                               }
+                               if (question.collects) {
                                    has_room = team.add(value, index + j);
+                                   continue;
                                }
-                           }
-                       }
-                       const float most = fmaxf(fmaxf(z[0], z[1]), fmaxf(z[2], z[3]));
-                       if (!question.weighs || !(most > lowest) ||
-                           !(question.searches || weigher.depth(most) > -kMassBits - 1)) {
-                           return;
-                       }
-                       // NOTE: no branch on a value: four chains of the power side by side.
-                       uint64_t masses[kFour];
-                       bool are_weighed[kFour];
-#pragma unroll
-                       for (int j = 0; j < kFour; ++j) {
-                           are_weighed[j] = z[j] > lowest && depths[j] >= weigher.least;
-                           const uint64_t mass = mass_of_power(depths[j]);
-                           masses[j] = are_weighed[j] ? mass : 0;
-                       }
-                       if (question.searches) {
-#pragma unroll
-                           for (int i = 0; i < kNumPivots; ++i) {
-#pragma unroll
-                               for (int j = 0; j < kFour; ++j) {
-                                   const bool is_above = z[j] > question.pivots[i];
-                                   above[i].count += is_above && are_weighed[j];
-                                   above[i].mass += is_above ? masses[j] : 0;
-                               }
-                           }
-                       } else {
-#pragma unroll
-                           for (int j = 0; j < kFour; ++j) {
-                               above[0].mass += masses[j];
-                               const float share =
-                                   static_cast<float>(static_cast<uint32_t>(masses[j] >> 16));
-                               const float part = share * depths[j];
-                               first += part;
-                               second += part * depths[j];
+                               add_to_bin(shared.own_bins, s.ruler, weigher, value,
+                                          shared.mine.least_binned, shared.mine.most_binned);
                            }
                        }
                    });
-        const uint64_t of_piece =
-            warp_reduce(above[0].mass - before, [](uint64_t a, uint64_t b) { return a + b; });
+        const uint64_t of_piece = warp_reduce(above, [](uint64_t a, uint64_t b) { return a + b; });
         if (lane_idx == 0) {
             shared.pieces[of_block] = of_piece;
         }
     }
     __syncthreads();
-    if (threadIdx.x == 0) {
-        shared.mine.num = max(shared.mine.num, shared.num_own);  // what was listed, too
-    }
     if (question.weighs) {
-#pragma unroll
-        for (int i = 0; i < kNumPivots; ++i) {
-            if (i == 0 || question.searches) {
-                const uint32_t count = block_sum(above[i].count, s.count_slots);
-                const uint64_t mass = block_sum(above[i].mass, s.mass_slots);
-                if (threadIdx.x == 0) {
-                    shared.mine.counts[i] = count;
-                    shared.mine.masses[i] = mass;
-                }
-            }
+        total = block_sum(total, s.mass_slots);
+        const bool is_piece = threadIdx.x < kNumWarps * num_pieces;
+        const uint64_t above = block_sum(is_piece ? shared.pieces[threadIdx.x] : 0, s.mass_slots);
+        if (threadIdx.x == 0) {
+            shared.mine.total = total;
+            shared.mine.above = above;
         }
-        if (!question.searches) {
-            const auto sum = [](float a, float b) { return a + b; };
-            first = block_reduce(first, s.float_slots, sum);
-            second = block_reduce(second, s.float_slots, sum);
-            if (threadIdx.x == 0) {
-                shared.mine.first = first;
-                shared.mine.second = second;
-            }
-        }
+    }
+    if (threadIdx.x == 0) {
+        shared.mine.num = shared.num_own;
     }
 }
 
 // The answers of all blocks together, into s. By one thread.
 __device__ __forceinline__ void sum_answers(Team& team) {
     Shared& s = team.shared.s;
-    const bool searches = s.question.searches;
-    for (int i = 0; i < kNumPivots; ++i) {
-        s.above[i] = {0, 0};
-    }
-    s.first = s.second = 0.0f;
+    s.total = s.above = 0;
+    s.least = ~0u;
+    s.most = 0;
     for (int rank = 0; rank < team.size; ++rank) {
         const Note& note = team.shared.notes[rank];
-        for (int i = 0; i < (searches ? kNumPivots : 1); ++i) {
-            s.above[i].count += note.counts[i];
-            s.above[i].mass += note.masses[i];
-        }
-        if (!searches) {
-            s.first += note.first;
-            s.second += note.second;
+        s.total += note.total;
+        s.above += note.above;
+        s.least = min(s.least, note.least_binned);
+        s.most = max(s.most, note.most_binned);
+    }
+}
+
+// Keeps of the candidates what is above `from`; others weigh nothing any more, in their pieces, the
+// blocks and the row.
+__device__ __forceinline__ void keep_above(Chosen& chosen, float from, int size, Team& team) {
+    Shared& s = team.shared.s;
+    const int a_piece = elements_a_piece(size), a_block = kNumWarps * pieces_a_warp(team);
+    constexpr int kBlocks = kMaxTeam * kNumWarps;
+    static_assert(kBlocks + kMaxTeam <= kNumPieces);
+    drop_none(s);
+    chosen.keep_above(from, [&](int index, uint64_t mass) {
+        const int piece = index / a_piece;
+        drop(piece, mass, s);
+        drop(kBlocks + piece / a_block, mass, s);
+    });
+    __syncthreads();
+    const int thread_idx = threadIdx.x;
+    if (thread_idx < a_block) {
+        team.shared.pieces[thread_idx] -= dropped(s, team.rank * a_block + thread_idx);
+    }
+    if (thread_idx < team.size) {
+        team.shared.notes[thread_idx].above -= dropped(s, kBlocks + thread_idx);
+    }
+    if (thread_idx == 0) {
+        for (int rank = 0; rank < team.size; ++rank) {
+            s.above -= dropped(s, kBlocks + rank);
         }
     }
+    __syncthreads();
 }
 
 // Draws from all that is above `from`, in the order of indices; by the block that has it.
@@ -250,8 +247,8 @@ __device__ __forceinline__ void draw_in_row(const Row& row, const Weigher& weigh
     Shared& s = team.shared.s;
     uint64_t drawn = below(total, bits);
     int rank = 0, piece = 0;
-    while (drawn >= team.shared.notes[rank].masses[0]) {
-        drawn -= team.shared.notes[rank++].masses[0];
+    while (drawn >= team.shared.notes[rank].above) {
+        drawn -= team.shared.notes[rank++].above;
     }
     if (rank != team.rank) {
         return;

@@ -4,22 +4,22 @@
 
 #include "kernel_hub/cluster.cuh"
 #include "kernel_hub/mma.cuh"
-#include "sampling/candidates.cuh"
+#include "sampling/bins.cuh"
 
 namespace kernel_hub::sampling::sm90 {
 
 constexpr int kMaxTeam = 8;
 constexpr int kListed = 1024;
 
-// What a block says. 64 bytes, read as four vectors.
+// What a block says. Read as vectors.
 struct alignas(16) Note {
-    uint64_t masses[kNumPivots];
-    uint32_t counts[kNumPivots];
-    float first, second;  // as Shared's
+    uint64_t total, above;  // as Shared's
+    uint32_t least_binned, most_binned;
     float largest;
-    int index;           // of the largest
-    float bound, least;  // of candidates: what every block must keep to, and what any may
-    int num;             // candidates of its own, perhaps more than there is room for
+    int index;              // of the largest
+    float bound, least;     // of candidates: what every block must keep to, and what any may
+    float least_of_thread;  // of what is the largest of a thread
+    int num;                // candidates of its own, perhaps more than there is room for
 };
 static_assert(sizeof(Note) % 16 == 0, "notes are read by vectors");
 
@@ -27,10 +27,19 @@ struct TeamShared {
     Note mine;
     Note notes[kMaxTeam];
     alignas(16) uint2 own[kNumCandidates];  // values and indices, of this block's share
-    alignas(16) float4 listed[kListed];     // fours of which some may become one
-    int firsts[kListed];                    // their first elements
+    union {
+        struct {
+            alignas(16) float4 listed[kListed];  // fours of which some may become one
+            int firsts[kListed];                 // their first elements
+        };
+        Bins own_bins;  // of this block's share
+    };
+    Bins bins;  // of the row
     int num_own, num_listed;
     uint64_t bits;  // random
+    // Of the row, from the first pass on: what registers would hold for long.
+    float largest, top_p, bound, top_bound;
+    int top_k;
     uint64_t pieces[kMaxTeam * kNumWarps];
     Shared s;  // of the row: the same in every block, but for the sums of warps
 };
@@ -53,9 +62,13 @@ struct Team {
         __syncthreads();
     }
 
-    // Reads the notes of all, and with `gathers` their candidates, which become s.values and
-    // s.indices; too many where one block has too many.
-    __device__ __forceinline__ void exchange(bool gathers) {
+    // What of all blocks is read beside their notes.
+    enum Reads { kNotes, kCandidates, kCounts, kBins };
+
+    // Reads the notes of all; their candidates, which become s.values and s.indices, too many where
+    // one block has too many; or the sums of their bins. kIsFirst: no candidates, and counts alone.
+    template <bool kIsFirst>
+    __device__ __forceinline__ void exchange(Reads reads) {
         constexpr int kVecs = sizeof(Note) / 16;
         const int thread_idx = threadIdx.x;
         Shared& s = shared.s;
@@ -72,7 +85,7 @@ struct Team {
                 ld_shared_cluster(cluster_address(at, thread_idx / kVecs));
         }
         __syncthreads();
-        if (gathers) {
+        if (!kIsFirst && reads == kCandidates) {
             int num = 0;
             for (int i = 0; i < size; ++i) {
                 const int of_block = shared.notes[i].num;
@@ -95,6 +108,9 @@ struct Team {
                 s.num_candidates = num;
             }
         }
+        if (reads == kCounts || reads == kBins) {
+            sum_bins(!kIsFirst);
+        }
         __syncthreads();
         if (size > 1) {
             cluster_arrive_relaxed();
@@ -109,6 +125,44 @@ struct Team {
             shared.own[place] = make_uint2(__float_as_uint(value), static_cast<uint32_t>(index));
         }
         return place < kNumCandidates;
+    }
+
+  private:
+    __device__ __forceinline__ void sum_bins(bool has_masses) {
+        Bins& bins = shared.bins;
+#pragma unroll 1
+        for (int i = threadIdx.x * 4; i < kNumBins; i += kNumThreads * 4) {
+            uint32_t counts[4] = {};
+            uint64_t masses[4] = {};
+#pragma unroll 1
+            for (int rank = 0; rank < size; ++rank) {
+                const auto read = [&](const uint32_t (&of_bins)[kNumBins], uint32_t (&words)[4]) {
+                    const float4 v =
+                        ld_shared_cluster(cluster_address(shared_address(&of_bins[i]), rank));
+                    words[0] = __float_as_uint(v.x);
+                    words[1] = __float_as_uint(v.y);
+                    words[2] = __float_as_uint(v.z);
+                    words[3] = __float_as_uint(v.w);
+                };
+                uint32_t count[4], low[4] = {}, high[4] = {};
+                read(shared.own_bins.counts, count);
+                if (has_masses) {
+                    read(shared.own_bins.low, low);
+                    read(shared.own_bins.high, high);
+                }
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    counts[j] += count[j];
+                    masses[j] += static_cast<uint64_t>(high[j]) << 32 | low[j];
+                }
+            }
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                bins.counts[i + j] = counts[j];
+                bins.low[i + j] = static_cast<uint32_t>(masses[j]);
+                bins.high[i + j] = static_cast<uint32_t>(masses[j] >> 32);
+            }
+        }
     }
 };
 

@@ -61,6 +61,9 @@ inline unsigned __match_any_sync(unsigned, int value) {
 inline int __popc(unsigned bits) {
     return __builtin_popcount(bits);
 }
+inline int __clz(int bits) {
+    return bits == 0 ? 32 : __builtin_clz(bits);
+}
 inline int __reduce_max_sync(unsigned, int value) {
     const emulator::Exchange<int> all(emulator::kShuffle, value);
     for (int i = 0; i < emulator::kWarp; ++i) value = value < all.peer(i) ? all.peer(i) : value;
@@ -71,8 +74,15 @@ inline unsigned atomicInc(unsigned* address, unsigned most) {
     *address = before >= most ? 0 : before + 1;
     return before;
 }
-inline int atomicMax(int* address, int value) {
-    const int before = *address;
+template <typename T>
+inline T atomicMin(T* address, T value) {
+    const T before = *address;
+    *address = value < before ? value : before;
+    return before;
+}
+template <typename T>
+inline T atomicMax(T* address, T value) {
+    const T before = *address;
     *address = before < value ? value : before;
     return before;
 }

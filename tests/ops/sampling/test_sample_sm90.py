@@ -49,6 +49,26 @@ def test_bounds_that_rise(hopper_way: Way, team: int) -> None:
         check(hopper_way, crowded[None], **given)
 
 
+def test_guesses_that_miss(hopper_way: Way, team: int) -> None:
+    """Long rows of which a sample, or counts alone, say little of where the threshold is."""
+    if team == 8 and not hopper_way.is_gpu:
+        pytest.skip("as above")
+    size = 36000 * team
+    row = hopper_way.randn(size).cpu()
+    late, hidden, outlier, half = row / 1000, row.clone(), row.clone(), row.clone()
+    late[size - 3000 :] = row[size - 3000 :] * 2 + 5
+    hidden[: size - 2000] = -torch.inf
+    outlier[size // 2 + 1] = 300.0
+    half[size // 2 :] = 1.5
+    given = {
+        "top_k": torch.tensor([0, 0, 5000, 300], dtype=torch.int32),
+        "top_p": torch.tensor([0.5, 0.999, 0.7, 1.0]),
+        "min_p": torch.tensor([0.0, 0.001, 0.0, 0.03]), "seed": torch.arange(4),
+    }  # fmt: skip
+    for each in hopper_way.some((late, hidden, outlier, half, row * 1e37, row.exp() ** 9), 3, team):
+        check(hopper_way, each.expand(4, size), **given)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_changes_logits(hopper_way: Way, dtype: torch.dtype, team: int) -> None:
     batch = 100 if hopper_way.is_gpu else 4
