@@ -26,7 +26,7 @@ import sys, torch
 from kernel_hub import Kernel
 k = Kernel(sys.argv[1] if len(sys.argv) > 1 else {path!r}, ["bad_address", "add_table"])
 out = torch.zeros(4, device="cuda", dtype=torch.int32)
-for name in ("bad_address", "add_table", "add_table"):
+for name in ("bad_address", *["add_table"] * 100):  # other processes may have the GPU for a while
     try:
         k[name](1, 4, params=[out])
         if name == "add_table":

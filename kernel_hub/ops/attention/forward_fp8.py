@@ -16,7 +16,7 @@ from ...errors import TensorError
 from ..core import bounds, common
 from ..core.counters import counters
 from ..core.device import Stated, device_of, launch_facts
-from ..core.launch import Launch
+from ..core.launch import Launch, nothing
 from .forward_sm90 import MAX_TILES, MAX_TOKENS, NUM_COUNTERS, heads_a_group
 from .problem import SCALES, Options, Problem, is_mappable, lse_strides_of, strides_of, tensor_map
 
@@ -174,7 +174,7 @@ def plan(problem: Problem, scales: Scales, out: torch.Tensor, lse: torch.Tensor 
         int(has_tables or seqlen_k == 0), int(out.dtype == torch.float16), problem.softmax_scale,
     )  # fmt: skip
     grid = (min(num_tiles, device_of(q.device).num_sms), 1, 1)
-    function = common.shipped(CUBIN, body.name) if num_tiles else None
+    function = common.shipped(CUBIN, body.name) if num_tiles else nothing
     boxes = (body.q_rows, stated.sizes["block_n"])  # rows of q, of k and v
     return Launch(function, grid, stated.block, stated.shared_bytes, numbers, boxes)
 

@@ -16,7 +16,7 @@ from ...errors import TensorError
 from ..core import bounds, common
 from ..core.counters import counters
 from ..core.device import Stated, device_of, launch_facts
-from ..core.launch import Launch
+from ..core.launch import Launch, nothing
 from . import forward_split_sm90 as split
 from .problem import SCALES, Options, Problem, is_mappable, lse_strides_of, strides_of, tensor_map
 
@@ -178,7 +178,7 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launc
         *problem.small_scores,
     )
     grid = (min(num_tiles, device_of(q.device).num_sms), 1, 1)
-    function = common.shipped(CUBIN, body.name(q.dtype)) if num_tiles else None
+    function = common.shipped(CUBIN, body.name(q.dtype)) if num_tiles else nothing
     return Launch(
         function, grid, stated.block, stated.shared_bytes, numbers, (body.q_rows, box_rows)
     )

@@ -13,7 +13,7 @@ _NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 _Plan = TypeVar("_Plan")
 
 
-def _nothing(*arguments: Any, **options: Any) -> None:
+def nothing(*arguments: Any, **options: Any) -> None:
     """Takes the place of a kernel."""
 
 
@@ -23,7 +23,7 @@ class Launch(NamedTuple):
     A tuple, so that a hot path may unpack it.
     """
 
-    function: Any = _nothing  # a KernelFunction, called with all but the maps
+    function: Any = nothing  # a KernelFunction, called with all but the maps
     grid: Dims = (0, 0, 0)
     block: Dims = (0, 0, 0)
     shared_bytes: int = 0

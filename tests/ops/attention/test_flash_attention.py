@@ -24,6 +24,7 @@ from attention_cases import (
 from attention_devices import pretend
 from attention_random import random_case
 from bits import same_bits
+from emulated_attention import hopper_attention
 from ways import Way
 
 from kernel_hub.errors import FunctionNotFoundError
@@ -254,6 +255,25 @@ def test_packed_gradients_come_back_as_one_tensor(way: Way) -> None:
 
 
 def test_nothing_at_all(way: Way) -> None:
+    nothing_at_all(way)
+
+
+def test_nothing_at_all_on_hopper(hopper_way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    if hopper_way.is_gpu:
+        pytest.skip("test_nothing_at_all does that")
+    with hopper_attention(monkeypatch, 4):
+        nothing_at_all(hopper_way)
+
+
+@pytest.mark.gpu
+def test_nothing_at_all_of_e4m3() -> None:
+    none = torch.zeros(1, dtype=torch.int32, device="cuda")
+    q = torch.randn(3, 2, 128, device="cuda").to(torch.float8_e4m3fn)
+    scales = dict.fromkeys(("q_scale", "k_scale", "v_scale"), torch.ones(1, device="cuda"))
+    assert flash_attention(q, q, q, cu_seqlens_q=none, cu_seqlens_k=none, **scales).shape == q.shape
+
+
+def nothing_at_all(way: Way) -> None:
     for shape in ((0, 5, 2, 32), (2, 0, 2, 32), (2, 5, 0, 32)):
         q = way.randn(*shape, dtype=torch.bfloat16)
         k = way.randn(shape[0], 4, max(1, shape[2]), 32, dtype=torch.bfloat16)
