@@ -1,6 +1,6 @@
 """Ops on cases drawn by lot, beside every peer: published models, their 1-, 2-, 4- and 8-way
 slices, token counts as servers see them; a third of the products with bias, residual, fp32 results,
-strided rows or k off 64. --family takes families and groups of them: products, attention.
+strided rows or k off 64. --family takes families and groups of them: products, attention, rows.
 
 Case i of a family under a seed is the same whatever else is drawn: `--seed S --family F --first i
 --cases 1` runs it alone. Every output is checked before and after it is timed. A case counts only
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import gc
 import importlib.util
 import itertools
@@ -24,30 +25,32 @@ from typing import Any
 
 import torch
 from harness import RESULTS, arguments, gpu_token
-from lot import sweep
+from lot import rowwise, sweep
 from lot.attention_peers import ATTENTION_PEERS
 from lot.clock import Clock
 from lot.contenders import Source
 from lot.outcome import Outcome, rows, told
 from lot.product_peers import CUBLAS, DEEPGEMM, PEERS
-from lot.run import FAMILIES, GROUPS, Lot, Timer, draw, run
+from lot.run import FAMILIES, GROUPS, AnyLot, Timer, draw, run
 
 from kernel_hub import tuning
 from kernel_hub.measure import results
+from kernel_hub.measure.timing import GraphTimer
 from kernel_hub.progress import progress
 
 WRITE_EVERY_SECONDS = 30.0
+ROUNDS_OF_ROWS = 12
 
 
 def families(names: Sequence[str]) -> list[str]:
     """Families by their names and those of groups, each once. Raises ValueError for another."""
-    known = {**{name: (name,) for name in FAMILIES}, **GROUPS}
+    known = {**{name: (name,) for name in (*FAMILIES, *rowwise.FAMILIES)}, **GROUPS}
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"no family {', '.join(unknown)}; there are {', '.join(known)}")
     return list(dict.fromkeys(itertools.chain.from_iterable(known[name] for name in names)))
 
 
-def drawn(names: Sequence[str], seed: int, count: int, first: int = 0) -> Iterator[Lot]:
+def drawn(names: Sequence[str], seed: int, count: int, first: int = 0) -> Iterator[AnyLot]:
     """`count` cases in all, dealt to the families in turn."""
     for i in range(count):
         yield draw(names[i % len(names)], seed, first + i // len(names))
@@ -62,16 +65,20 @@ def file_name(options: argparse.Namespace) -> str:
 
 
 def measured(
-    lots: Sequence[Lot], source: Source, timer: Timer, peers: Sequence[str], seconds: float
-) -> Iterator[tuple[Lot, Outcome]]:
+    lots: Sequence[AnyLot], source: Source, timer: Timer, peers: Sequence[str], seconds: float
+) -> Iterator[tuple[AnyLot, Outcome]]:
     """Outcomes of the cases, until the time is up."""
     began = time.monotonic()
+    of_rows = functools.cache(lambda: GraphTimer(ROUNDS_OF_ROWS))
     with progress(len(lots), "by lot") as advance:
         for lot in lots:
             if time.monotonic() - began > seconds:
                 return
             advance(f"{lot.family} {lot.name}")
-            yield lot, run(lot, source, timer, peers)
+            if isinstance(lot, rowwise.RowLot):
+                yield lot, rowwise.run(lot, of_rows(), peers)
+            else:
+                yield lot, run(lot, source, timer, peers)
             if source.device == "cuda" and torch.cuda.memory_reserved() > _half_of_memory():
                 torch.cuda.empty_cache()
 
@@ -80,7 +87,7 @@ def _half_of_memory() -> int:
     return int(torch.cuda.get_device_properties(0).total_memory) // 2
 
 
-def save(path: Path, options: argparse.Namespace, found: Sequence[tuple[Lot, Outcome]]) -> None:
+def save(path: Path, options: argparse.Namespace, found: Sequence[tuple[AnyLot, Outcome]]) -> None:
     """The rows so far."""
     outcomes = [outcome for _, outcome in found]
     prefix = "sweep" if options.sweep else "by lot"
@@ -124,7 +131,7 @@ def main() -> int:
         quick={"cases": 27, "rounds": 3},
         more=more_arguments,
         family="products",
-        peers=",".join((*PEERS, *ATTENTION_PEERS)),
+        peers=",".join((*PEERS, *ATTENTION_PEERS, *rowwise.PEERS)),
     )
     try:
         names = families(options.family)
@@ -133,13 +140,13 @@ def main() -> int:
     has_products = not set(GROUPS["products"]).isdisjoint(names)
     if has_products and DEEPGEMM in options.peers and importlib.util.find_spec("deep_gemm") is None:
         print("DeepGEMM is not on PYTHONPATH: what it takes will not count", file=sys.stderr)
-    lots: Sequence[Lot]
+    lots: Sequence[AnyLot]
     if options.sweep:
         lots, options.peers = sweep.lots(options.seed, options.every), [CUBLAS]
     else:
         lots = [*drawn(names, options.seed, options.cases, options.first)]
     path = options.out or RESULTS / file_name(options)
-    found: list[tuple[Lot, Outcome]] = []
+    found: list[tuple[AnyLot, Outcome]] = []
     with contextlib.ExitStack() as stack:
         if options.emptied:
             for table in tuning.tables.values():

@@ -11,12 +11,23 @@ import torch
 
 from kernel_hub import KernelHubError
 
-from . import attention, attention_backward, attention_shapes, fp8, many, paired, products, shapes
+from . import (
+    attention,
+    attention_backward,
+    attention_shapes,
+    fp8,
+    many,
+    paired,
+    products,
+    rowwise,
+    shapes,
+)  # fmt: skip
 from .clock import Times
 from .contenders import Contender, Launch, Made, Peer, Source, Written, planned
 from .outcome import OURS, Outcome
 
 Lot = shapes.Lot | attention_shapes.AttentionLot
+AnyLot = Lot | rowwise.RowLot
 # family -> how its cases are made
 _PRODUCTS: dict[str, Callable[[shapes.Lot, Source], Made]] = {
     "linear": products.make,
@@ -35,11 +46,15 @@ _ATTENTION: dict[str, Callable[[attention_shapes.AttentionLot, Source], Made]] =
     "backward_eager": attention_backward.make_eager,
 }
 FAMILIES: dict[str, Callable[[Any, Source], Made]] = {**_PRODUCTS, **_ATTENTION}
-GROUPS = {"products": tuple(_PRODUCTS), "attention": tuple(_ATTENTION)}
+GROUPS = {
+    "products": tuple(_PRODUCTS), "attention": tuple(_ATTENTION), "rows": rowwise.FAMILIES
+}  # fmt: skip
 
 
-def draw(family: str, seed: int, number: int) -> Lot:
+def draw(family: str, seed: int, number: int) -> AnyLot:
     """The case `number` of a family under a seed, whatever else is drawn."""
+    if family in rowwise.FAMILIES:
+        return rowwise.draw(family, seed, number)
     drawn = attention_shapes.draw if family in _ATTENTION else shapes.draw
     found: Lot = drawn(family, seed, number)
     return found
