@@ -44,7 +44,7 @@ class RowLot:
     def name(self) -> str:
         """Of the row; the number is the one that draws it again."""
         sizes = " x ".join(str(x) for x in (self.num_tokens, *self.more))
-        return f"{self.number}: {self.layer} {sizes} {self.dtype}"
+        return f"{self.number}: {self.layer}{sizes} {self.dtype}"
 
 
 def _of(name: str) -> Any:
@@ -171,7 +171,10 @@ def draw(family: str, seed: int, number: int) -> RowLot:
         size *= each if isinstance(each, int) and not isinstance(each, bool) else 1
     dtype = "fp32" if family == "sample" else lots.choice(("bf16", "bf16", "fp16"))
     num_tokens = tokens(lots, min(_MOST.get(family, MOST_TOKENS), max(1, MOST_ELEMENTS // size)))
-    return RowLot(family, number, model.name, kind, dtype, num_tokens, more)
+    if family == "append_kv":  # sequences of one length
+        num_tokens -= num_tokens % -(-num_tokens // _of(family).MAX_NEW)
+    layer = "" if family.startswith("moe") else f"{model.name} "
+    return RowLot(family, number, layer, kind, dtype, num_tokens, more)
 
 
 def run(lot: RowLot, timer: GraphTimer, peers: Sequence[str]) -> Outcome:
