@@ -140,11 +140,13 @@ __device__ __forceinline__ void find_window(const Bins& bins, Shared& s) {
         }
         const uint32_t count = bins.counts[i];
         // Where it is if the bin's values are alike; half of the room on either side.
+        const int room = min(kNumCandidates, max(kGuessed, static_cast<int>(count)));
         const float share = static_cast<float>(target - sum) / static_cast<float>(amount(i));
         const int middle = place + static_cast<int>(share * static_cast<float>(count));
-        const int last = place, least = last + min(0, static_cast<int>(count) - kNumCandidates);
+        const int last = place, least = last + min(0, static_cast<int>(count) - room);
         s.bin = i;
-        s.place = max(0, min(last, max(least, middle - kNumCandidates / 2)));
+        s.place = max(0, min(last, max(least, middle - room / 2)));
+        s.room = room;
         s.first_bin = i;
         s.last_bin = max(i, kNumBins - 2);
         search.collects = count <= kNumCandidates;
@@ -154,7 +156,7 @@ __device__ __forceinline__ void find_window(const Bins& bins, Shared& s) {
     if (bin < 0) {
         return;
     }
-    const uint32_t from = s.place, to = from + kNumCandidates;
+    const uint32_t from = s.place, to = from + s.room;
     if (num_before <= to && from < num_before + num) {
         uint64_t sum = before;
         uint32_t place = num_before;

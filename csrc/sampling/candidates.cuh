@@ -6,6 +6,8 @@
 namespace kernel_hub::sampling {
 
 constexpr int kNumCandidates = 512;
+// Of a window that counts guess at: they are compared in pairs, and a guess is wrong by few.
+constexpr int kGuessed = 128;
 constexpr int kNumPieces = 72;  // of a row, its blocks counted too, of which masses are known
 constexpr int kBinBits = 11, kNumBins = 1 << kBinBits;
 
@@ -73,7 +75,7 @@ struct Shared {
     uint64_t total, above;          // masses: above the floor, above the window's lower end
     uint32_t least, most;           // keys of what went into bins
     int bin, first_bin, last_bin;   // of the window
-    uint32_t place;                 // what is larger than this many is in it
+    uint32_t place, room;           // what is larger than this many is in it, and so many
     uint64_t wanted, above_window;  // of what bins hold: where the target is, before the window
     uint32_t dropped_low[kNumPieces], dropped_high[kNumPieces];  // words of masses
     alignas(16) uint64_t masses[kNumCandidates];

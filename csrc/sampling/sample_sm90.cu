@@ -77,7 +77,12 @@ __device__ __forceinline__ void draw_row(const SampleParams& p, Team& team) {
     __syncthreads();
 #pragma unroll 1
     while (true) {
-        look(fours, from_element, until, bound, bottom, every, seen, team);
+        const bool counts = has_bins && is_second;
+        if (counts) {
+            look<true>(fours, from_element, until, bound, bottom, every, seen, team);
+        } else {
+            look<false>(fours, from_element, until, bound, bottom, every, seen, team);
+        }
         if (has_bound && is_long && !(is_second && until == p.size)) {
             // Bounds rise as more is known; what comes first is looked at twice.
             bound = loose_bound(seen.of_thread, top_k);
@@ -98,7 +103,7 @@ __device__ __forceinline__ void draw_row(const SampleParams& p, Team& team) {
         }
         const float of_share =
             has_bound ? loose_bound(seen.of_thread, (top_k + team.size - 1) / team.size) : 0.0f;
-        const float of_least_thread = least_of(seen.of_thread, s);
+        const float of_least_thread = has_bins && !counts ? least_of(seen.of_thread, s) : 0.0f;
         team.take_back();
         if (threadIdx.x == 0) {
             shared.mine.largest = of_block;
@@ -107,7 +112,7 @@ __device__ __forceinline__ void draw_row(const SampleParams& p, Team& team) {
             shared.mine.least = of_share;
             shared.mine.least_of_thread = of_least_thread;
         }
-        team.exchange<true>(has_bins && is_second ? Team::kCounts : Team::kNotes);
+        team.exchange<true>(counts ? Team::kCounts : Team::kNotes);
         largest = bound = -kInfinity;
         float least = kInfinity, lowest = kInfinity;
         for (int i = 0; i < team.size; ++i) {

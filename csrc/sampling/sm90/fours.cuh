@@ -130,15 +130,17 @@ struct Fours {
     }
 
     // Calls visit(index, values) of the fours first, first + step .. below `end`, in this order,
-    // with kUnderWay of a thread under way.
+    // with kUnderWay of a thread under way. The lanes of a warp have neighbours: they go together,
+    // which the compiler does not see to where visits part.
     template <typename Visit>
     __device__ __forceinline__ void walk(int first, int end, int step, const Visit& visit) const {
         constexpr int kUnderWay = 3;
+        const int before = threadIdx.x % 32 * kFour;  // what lanes before have of a step
         uint4 ahead[kUnderWay];
         Changes changes;
         // What is before the first only has others loaded.
 #pragma unroll 1
-        for (int at = first - kUnderWay * step; at < end; at += step) {
+        for (int at = first - kUnderWay * step; at - before < end; at += step) {
             float z[kFour];
             unpack(ahead[0], z);
 #pragma unroll
@@ -156,9 +158,10 @@ struct Fours {
                     changes = load_changes(at + step);
                 }
             }
-            if (at >= first) {
+            if (at >= first && at < end) {
                 visit(at, z);
             }
+            __syncwarp();
         }
     }
 

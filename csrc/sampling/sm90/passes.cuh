@@ -47,7 +47,8 @@ __device__ __forceinline__ void prefetch_share(const Row& row, const Team& team,
 
 // Looks at the block's share of elements from .. until - 1; blocks take turns, so that all have
 // some of what is large and close together. Of turns only each `every`-th. Fours that have
-// something above `bound` are listed; what is above `bottom` is counted in bins.
+// something above `bound` are listed; kCounts: what is above `bottom` is counted in bins.
+template <bool kCounts>
 __device__ __forceinline__ void look(const Fours& fours, int from, int until, float bound,
                                      float bottom, int every, Seen& seen, Team& team) {
     const Ruler ruler = team.shared.s.ruler;
@@ -59,7 +60,7 @@ __device__ __forceinline__ void look(const Fours& fours, int from, int until, fl
             seen.of_thread = most;
             seen.found = index;
         }
-        if (most > bottom) {
+        if (kCounts && most > bottom) {
 #pragma unroll
             for (int j = 0; j < kFour; ++j) {
                 if (z[j] > bottom) {
