@@ -138,6 +138,25 @@ def _sample(lots: random.Random, model: Model) -> _Kind:
     return partial(module.sampling, kind), (model.vocab or 32000,)
 
 
+def _plain(name: str, kind: str, *sizes: int) -> Callable[[random.Random, Model], _Kind]:
+    def make(lots: random.Random, model: Model) -> _Kind:
+        return getattr(_of(name), kind), (lots.choice(sizes or (model.hidden,)),)
+
+    return make
+
+
+def _pads(lots: random.Random, model: Model) -> _Kind:
+    return partial(_of("pad_input").rows, pads=lots.random() < 0.5), (model.hidden,)
+
+
+def _verify(name: str) -> Callable[[random.Random, Model], _Kind]:
+    def make(lots: random.Random, model: Model) -> _Kind:
+        module = _of(name)
+        return partial(module.verifying, lots.choice(list(module.KINDS))), (model.vocab or 32000,)
+
+    return make
+
+
 _MAKERS: dict[str, Callable[[random.Random, Model], _Kind]] = {
     "rms_norm": _norm,
     "layer_norm": _layer_norm,
@@ -156,9 +175,19 @@ _MAKERS: dict[str, Callable[[random.Random, Model], _Kind]] = {
     "moe_permute": _experts("moe_permute", "permute"),
     "moe_combine": _experts("moe_combine", "combine"),
     "sample": _sample,
+    "verify_draft": _verify("verify_draft"),
+    "verify_tree": _verify("verify_tree"),
+    "copy_blocks": _plain("copy_blocks", "copying", 1, 16, 64, 256),
+    "cu_seqlens": _plain("cu_seqlens", "placing", 1, 17, 300, 1000),
+    "pad_input": _pads,
 }
 FAMILIES = tuple(_MAKERS)
-_MOST = {"sample": 256}  # tokens
+_OF_FP32 = ("sample", "verify_draft", "verify_tree")
+# Tokens, rows of logits, pages, sequences.
+_MOST = {
+    "sample": 256, "verify_draft": 64, "verify_tree": 32, "copy_blocks": 128, "cu_seqlens": 1024,
+    "pad_input": 128,
+}  # fmt: skip
 
 
 def draw(family: str, seed: int, number: int) -> RowLot:
@@ -169,7 +198,7 @@ def draw(family: str, seed: int, number: int) -> RowLot:
     size = 1
     for each in more:
         size *= each if isinstance(each, int) and not isinstance(each, bool) else 1
-    dtype = "fp32" if family == "sample" else lots.choice(("bf16", "bf16", "fp16"))
+    dtype = "fp32" if family in _OF_FP32 else lots.choice(("bf16", "bf16", "fp16"))
     num_tokens = tokens(lots, min(_MOST.get(family, MOST_TOKENS), max(1, MOST_ELEMENTS // size)))
     if family == "append_kv":  # sequences of one length
         num_tokens -= num_tokens % -(-num_tokens // _of(family).MAX_NEW)

@@ -21,10 +21,12 @@ def lot_modules() -> SimpleNamespace:
         names = (
             "shapes", "models", "run", "outcome", "clock", "contenders", "sweep",
             "attention_shapes", "attention_peers", "attention_backward",
-            "product_peers",
+            "product_peers", "rowwise",
         )  # fmt: skip
         modules = {name: importlib.import_module(f"lot.{name}") for name in names}
-        scripts = {name: importlib.import_module(name) for name in ("by_lot", "plot_sweep")}
+        scripts = {
+            name: importlib.import_module(name) for name in ("by_lot", "harness", "plot_sweep")
+        }
     finally:
         sys.path.remove(FOLDER)
     return SimpleNamespace(**modules, **scripts)
