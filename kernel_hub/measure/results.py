@@ -1,4 +1,4 @@
-"""Benchmark rows: one object a measurement, written as JSON with what is needed to repeat it."""
+"""Benchmark rows: one a measurement, written as JSON with what is needed to repeat them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import platform
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -97,26 +97,28 @@ def _kernel_module() -> str:
 
 
 def write(path: Path, rows: Iterable[ResultRow]) -> None:
-    """Write their environment, once, and `rows`, one a line, to `path` as JSON, numbers in seven
-    digits."""
+    """Write their environment, once, and `rows` to `path` as JSON: the names of what a row has,
+    then each row's values in that order on a line, numbers in seven digits."""
+    names = [each.name for each in fields(ResultRow)]
     lines = []
     for row in rows:
-        fields = {
-            name: float(f"{value:.7g}") if isinstance(value, float) else value
-            for name, value in asdict(row).items()
-        }
-        if not row.note:
-            del fields["note"]
-        lines.append(json.dumps(fields))
+        values = [_rounded(getattr(row, name)) for name in names]
+        lines.append(json.dumps(values if row.note else values[:-1]))
     path.parent.mkdir(parents=True, exist_ok=True)
-    about = json.dumps(environment())
-    path.write_text(f'{{"about": {about},\n"rows": [\n' + ",\n".join(lines) + "\n]}\n")
+    head = f'"about": {json.dumps(environment())},\n"columns": {json.dumps(names)}'
+    path.write_text(f'{{{head},\n"rows": [\n' + ",\n".join(lines) + "\n]}\n")
+
+
+def _rounded(value: Any) -> Any:
+    return float(f"{value:.7g}") if isinstance(value, float) else value
 
 
 def read(path: Path) -> list[dict[str, Any]]:
     """The rows of a file that `write` made, each with the environment."""
     found = json.loads(path.read_text(encoding="utf-8"))
-    return [{**found["about"], **row} for row in found["rows"]]
+    # A row has no note where there is none.
+    rows = (dict(zip(found["columns"], row, strict=False)) for row in found["rows"])
+    return [{**found["about"], **row} for row in rows]
 
 
 def table(rows: Iterable[ResultRow]) -> str:
