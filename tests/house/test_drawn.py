@@ -51,7 +51,7 @@ def test_all_are_drawn_in_the_end_and_a_number_draws_the_same() -> None:
     assert drawn.draw(cases, random.Random(7)) == runs[7]
 
 
-def test_of_costly_cases_one_in_three_is_drawn_and_each_run_costs_the_same() -> None:
+def test_of_costly_cases_one_in_four_is_drawn_and_each_run_costs_the_same() -> None:
     def item(name: str, marker: str = "", function: Any = item_of_no_op) -> Any:
         return SimpleNamespace(
             nodeid=f"a.py::test_{name}",
@@ -59,7 +59,7 @@ def test_of_costly_cases_one_in_three_is_drawn_and_each_run_costs_the_same() -> 
             get_closest_marker=lambda asked: asked == marker,
         )
 
-    names = [f"long[{i}]" for i in range(9)] + [f"longer[{i}]" for i in range(3)]
+    names = [f"long[{i}]" for i in range(12)] + [f"longer[{i}]" for i in range(4)]
     kept = [item("short[x]"), item("long[gpu]", marker="gpu"), item("long[op]", function=owed)]
     items = [*map(item, names), *kept]
     seconds = {"a.py": {"test_long": 0.3, "test_longer": 7.0}, "b.py": {"test_short": 1.0}}
