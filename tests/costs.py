@@ -27,8 +27,21 @@ def read() -> dict[str, dict[str, float]]:
     return json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
 
 
+def gone(costs: dict[str, dict[str, float]]) -> list[tuple[str, str]]:
+    """(file, function) of what is listed and not there."""
+    found = []
+    for file, functions in costs.items():
+        path = FILE.parent.parent / file
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        names = {name: name.rpartition("::")[2] for name in functions}
+        found += [(file, name) for name, own in names.items() if f"def {own}(" not in text]
+    return found
+
+
 def write(costs: dict[str, dict[str, float]]) -> None:
-    """A line a file."""
+    """A line a file, of what is there."""
+    for file, function in gone(costs):
+        del costs[file][function]
     lines = (
         f"{json.dumps(file)}: {json.dumps(dict(sorted(functions.items())))}"
         for file, functions in sorted(costs.items())
