@@ -17,7 +17,8 @@ with_python = py=$$($(PYTHON) tools/environment.py $(1) $(if $(TORCH),--torch '$
 help:
 	@echo "make demo     ops on the GPU against their references; without a GPU, on the CPU"
 	@echo "              (TORCH=cuda fetches torch for this GPU: gigabytes, the size is said first)"
-	@echo "make test     all tests this machine can run      (ARGS='-k rope' picks some)"
+	@echo "make test     the tests this machine can run      (ARGS='-k rope' picks some;"
+	@echo "              of costly ones it draws some by lot, ARGS=--every-case runs all)"
 	@echo "make bench    benchmarks on the GPU               (writes benchmarks/results and RESULTS.md;"
 	@echo "              ARGS=--quick: fewer cases)"
 	@echo "make cubins   build csrc/ into cubins/ with nvcc  (ARGS='--only rope')"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import random
 import re
 import shutil
 import sys
@@ -37,6 +38,7 @@ from .compilers.nvcc import (
 from .cubin import read_cubin, read_ptx
 from .errors import CubinCorruptError, KernelHubError, ParamsError, listed, nearest
 
+LOT = "KERNEL_HUB_LOT"
 ENTRY_POINT_GROUP = "kernel_hub.cubins"  # as in registry.py, which needs more than building does
 _ANNOUNCED = re.compile(
     rf"""^\[project\.entry-points\.["']{re.escape(ENTRY_POINT_GROUP)}["']\][^\[]*?"""
@@ -54,7 +56,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m kernel_hub.bu
         nvcc = find_nvcc()
         jobs, wanted = _plan(args.csrc, args.arch, args.only, nvcc)
         if args.check:
-            return _check(args.out, jobs, nvcc, args.jobs)
+            return _check(args.out, jobs, nvcc, args.jobs, one_in=args.one_in)
         with locked(args.out):
             return _build(args.out, jobs, wanted, nvcc, args.jobs, anew=args.clean)
     except KernelHubError as error:
@@ -108,6 +110,14 @@ def parser(prog: str) -> argparse.ArgumentParser:
         action="store_true",
         help="build from a copy elsewhere, compare with what is there byte for byte, write nothing",
     )
+    parser.add_argument(
+        "--one-in",
+        type=int,
+        default=1,
+        metavar="N",
+        help=f"with --check: of N cubins build one, drawn by lot (the same where {LOT} is the same "
+        "number); of all are digests compared, of sources, flags, toolkit and bytes",
+    )
     return parser
 
 
@@ -133,8 +143,11 @@ def _parse(argv: Sequence[str] | None, prog: str) -> argparse.Namespace:
                 f"--arch={arch!r}: tokens like sm80 or sm90; NAME_sm90.cu is built for "
                 "that architecture's own instructions"
             )
-    if args.jobs < 1:
-        made.error(f"--jobs takes a number from 1 up, not {args.jobs}")
+    for option, number in (("--jobs", args.jobs), ("--one-in", args.one_in)):
+        if number < 1:
+            made.error(f"{option} takes a number from 1 up, not {number}")
+    if args.one_in > 1 and not args.check:
+        made.error("--one-in is of --check: a build leaves out nothing")
     args.csrc, args.out = args.csrc.resolve(), args.out.resolve()
     return args
 
@@ -235,37 +248,58 @@ def _build(
     return 1 if num_failed else 0
 
 
-def _check(out: Path, jobs: list[Job], nvcc: Nvcc, num_jobs: int) -> int:
-    """Builds every job from a copy in another folder and compares bytes and manifest entries."""
+def _check(out: Path, jobs: list[Job], nvcc: Nvcc, num_jobs: int, *, one_in: int) -> int:
+    """Compares every job's digests, and what is built from a copy in another folder byte for byte.
+
+    All that decides a cubin's bytes is in its source_sha256: a source, header or flag that was
+    edited, or another toolkit, shows without a build. A build shows the rest: a cubin that nvcc did
+    not make of them, and a manifest that tells of it otherwise.
+    """
     entries, _ = _load(out)
     csrc = jobs[0].csrc
-    wrong: list[str] = []
+    wrong = {}
+    for job in jobs:
+        entry = entries.get((job.name, job.arch))
+        if entry is None:
+            wrong[job.file] = "not in the manifest"
+        elif not _unchanged(out, job, entry):
+            why = "" if entry.toolkit == nvcc.version else f" (nvcc {entry.toolkit} then)"
+            wrong[job.file] = f"edited, or of another source, flags or toolkit{why}"
+    lot = os.environ.get(LOT) or str(random.SystemRandom().randrange(10**6))
+    sizes = {entry.file: entry.size_bytes for entry in entries.values()}
+    drawn = [] if wrong else jobs if one_in == 1 else _one_in(one_in, jobs, sizes, lot)
     with tempfile.TemporaryDirectory(prefix="kernel_hub_check_") as scratch:
         copy = Path(scratch, csrc.name)
         shutil.copytree(csrc, copy)
         elsewhere = [
             job
-            for j in jobs
+            for j in drawn
             for job in make_jobs(copy / j.source.relative_to(csrc), [j.arch], nvcc.version, copy)
         ]
         for job, result in _compile_all(elsewhere, nvcc, num_jobs):
-            where = f"{out.name}/{job.file}"
-            entry = entries.get((job.name, job.arch))
+            entry = entries[job.name, job.arch]
             if isinstance(result, KernelHubError):
-                wrong.append(f"{where}: does not build")
-            elif entry is None:
-                wrong.append(f"{where}: not in the manifest")
-            elif not _unchanged(out, job, entry):
-                why = "" if entry.toolkit == nvcc.version else f" (nvcc {entry.toolkit} then)"
-                wrong.append(f"{where}: edited, or of another source, flags or toolkit{why}")
+                wrong[job.file] = "does not build"
             elif result[0] != entry:
-                wrong.append(f"{where}: sha256 {entry.sha256} there, {result[0].sha256} here")
+                wrong[job.file] = f"sha256 {entry.sha256} there, {result[0].sha256} here"
+    by_lot = "" if one_in == 1 else f" (one in {one_in}, by lot: {LOT}={lot} draws the same)"
     if wrong:
-        print("error: not reproducible:\n  " + "\n  ".join(sorted(wrong)), file=sys.stderr)
+        lines = "".join(f"\n  {out.name}/{file}: {why}" for file, why in sorted(wrong.items()))
+        print(f"error: not reproducible{by_lot}:{lines}", file=sys.stderr)
         print("run ./build_cubins.sh and commit what it writes", file=sys.stderr)
         return 1
-    print(f"{len(jobs)} cubins rebuilt elsewhere with nvcc {nvcc.version}: identical")
+    print(f"{len(drawn)} cubins rebuilt elsewhere with nvcc {nvcc.version}: identical{by_lot}")
+    if len(drawn) < len(jobs):
+        print(f"{len(jobs)} cubins: of these sources, flags and toolkit, by the manifest's digests")
     return 0
+
+
+def _one_in(number: int, jobs: list[Job], sizes: dict[str, int], lot: str) -> list[Job]:
+    """By lot one of each `number` that are next to each other in size, and so in time, largest
+    first: each draw takes about as long as the next."""
+    by_size = sorted(jobs, key=lambda job: (-sizes.get(job.file, 0), job.file))
+    draw = random.Random(lot)
+    return [draw.choice(by_size[i : i + number]) for i in range(0, len(by_size), number)]
 
 
 Result = tuple[CubinEntry, bytes] | KernelHubError

@@ -50,6 +50,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--every-case", action="store_true", help="all cases of every test, not some drawn by lot"
     )
+    parser.addoption(
+        "--draw",
+        action="store_true",
+        help="cases drawn by lot of some files too, not of a whole run",
+    )
+    parser.addoption(
+        "--record-costs",
+        action="store_true",
+        help="write tests/costs.json, which cases are drawn by",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -60,7 +70,11 @@ def pytest_configure(config: pytest.Config) -> None:
     is_drawn = is_full_run(config, mark="not gpu and not slow") and not (
         config.getoption("--require-gpu") or config.getoption("--every-case")
     )
-    if is_drawn:
+    if config.getoption("--record-costs"):
+        from costs import RecordedCosts
+
+        config.pluginmanager.register(RecordedCosts())
+    if is_drawn or config.getoption("--draw"):
         config.pluginmanager.register(DrawnCases())
     config.pluginmanager.register(EmulatorCoverage(config, is_drawn))
     config.pluginmanager.register(skips.SkipSummary(_no_gpu_reason if is_drawn else None))

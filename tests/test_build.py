@@ -11,21 +11,13 @@ import time
 from pathlib import Path
 
 import pytest
+from built_tree import NVCC, PLAIN, PLAIN_HEADER, Tree, needs_nvcc
 
-from kernel_hub import build
-from kernel_hub.collection.manifest import CubinEntry, Manifest
 from kernel_hub.compilers import nvcc
 from kernel_hub.compilers.nvcc import find_nvcc, make_jobs
 from kernel_hub.errors import KernelHubError
 
 ROOT = Path(__file__).resolve().parent.parent
-
-try:
-    NVCC = find_nvcc()
-    REASON = ""
-except KernelHubError as error:
-    REASON = str(error)
-needs_nvcc = pytest.mark.skipif(bool(REASON), reason=REASON)
 
 COPY = """
 #include "copy.cuh"
@@ -53,9 +45,6 @@ __device__ __forceinline__ void copy(
     if (i < n) out[i] = T(float(x[i + index]) * scale) + bias + T(*(const int*)map);
 }
 """
-# A kernel that no header of CUDA takes a second to read for.
-PLAIN = '#include "copy.cuh"\nextern "C" __global__ void copy(float* scale) { *scale = kSame; }\n'
-PLAIN_HEADER = "constexpr float kSame = 1;\n"
 SPILLING = """
 extern "C" __global__ void spill(float* x, int n) {
     float a[64];
@@ -64,36 +53,6 @@ extern "C" __global__ void spill(float* x, int n) {
     for (int i = 0; i < 64; i++) x[i] = a[i];
 }
 """
-
-
-class Tree:
-    """A throwaway csrc/ and the cubins/ built from it."""
-
-    def __init__(self, root: Path) -> None:
-        self.csrc = root / "csrc"
-        self.out = root / "cubins"
-        (self.csrc / "include").mkdir(parents=True)
-
-    def write(self, name: str, text: str) -> Path:
-        path = self.csrc / name
-        path.write_text(text)
-        return path
-
-    def build(self, *args: str) -> int:
-        return build.main(["--csrc", str(self.csrc), "--out", str(self.out), *args])
-
-    def manifest(self) -> Manifest:
-        return Manifest.from_json((self.out / "manifest.json").read_text(), where="manifest.json")
-
-    def entry(self, name: str, arch: str) -> CubinEntry:
-        return self.manifest().cubins[name][arch]
-
-    def digests(self) -> dict[str, str]:
-        return {
-            str(path.relative_to(self.out)): hashlib.sha256(path.read_bytes()).hexdigest()
-            for path in sorted(self.out.rglob("*"))
-            if path.is_file()
-        }
 
 
 @pytest.fixture
@@ -262,39 +221,6 @@ def test_only(copy_tree: Tree, capsys: pytest.CaptureFixture[str]) -> None:
     assert copy_tree.build("--arch", "sm80", "--only", "copy") == 0
     assert copy_tree.build("--only", "cpoy") == 1
     assert "copy" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-@needs_nvcc
-def test_check_is_quiet_about_a_faithful_tree_and_names_a_changed_one(
-    copy_tree: Tree, capsys: pytest.CaptureFixture[str]
-) -> None:
-    archs = ("--arch", "sm80")
-    assert copy_tree.build(*archs) == 0
-    before = copy_tree.digests()
-    assert copy_tree.build(*archs, "--check") == 0
-    image = bytearray((copy_tree.out / "sm80/copy.cubin").read_bytes())
-    image[-1] ^= 1
-    (copy_tree.out / "sm80/copy.cubin").write_bytes(image)
-    assert copy_tree.build(*archs, "--check") == 1
-    assert "sm80/copy.cubin" in capsys.readouterr().err
-    assert copy_tree.build(*archs) == 0
-    manifest = copy_tree.out / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"scale"', '"eps"'))
-    assert copy_tree.build(*archs, "--check") == 1
-    assert copy_tree.build(*archs, "--clean") == 0
-    assert copy_tree.digests() == before
-
-
-@pytest.mark.slow
-@needs_nvcc
-def test_same_bytes_from_any_directory_and_number_of_jobs(copy_tree: Tree, tmp_path: Path) -> None:
-    assert copy_tree.build("--arch", "sm80,sm90", "--jobs", "2") == 0
-    other = Tree(tmp_path / "some where/else")
-    other.write("copy.cu", PLAIN)
-    other.write("include/copy.cuh", PLAIN_HEADER)
-    assert other.build("--arch", "sm90,sm80", "--jobs", "1") == 0
-    assert copy_tree.digests() == other.digests()
 
 
 REFUSED = {

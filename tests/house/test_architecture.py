@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
 import subprocess
@@ -58,7 +59,8 @@ def unit_of(path: Path) -> str:
     return place.parts[0]
 
 
-def imports(path: Path) -> Iterator[tuple[str, bool, int]]:
+@functools.cache
+def imports(path: Path) -> list[tuple[str, bool, int]]:
     """(absolute dotted name, at module level, line); what only type checkers see is left out."""
     parts = ("kernel_hub", *path.relative_to(PACKAGE).with_suffix("").parts)
     tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
@@ -78,7 +80,7 @@ def imports(path: Path) -> Iterator[tuple[str, bool, int]]:
             inner = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
             yield from walk(child, top and not inner)
 
-    return walk(tree, True)
+    return list(walk(tree, True))
 
 
 def own_imports(path: Path) -> Iterator[tuple[Path, str, int]]:

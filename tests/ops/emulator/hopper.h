@@ -94,6 +94,7 @@ inline void finish_stores(size_t pending) {
 struct Product {
     using Run = void (*)(Product&);
     Run run;
+    int n;
     uint64_t a, b;
     bool accumulates, a_in_registers;
     int threads = 0;  // that have begun it
@@ -112,15 +113,15 @@ inline Warpgroup& warpgroup() {
     return warpgroups[current / 128];
 }
 
-inline void begin_product(Product::Run run, float* sums, const uint32_t* a_words, uint64_t a,
+inline void begin_product(Product::Run run, int n, float* sums, const uint32_t* a_words, uint64_t a,
                           uint64_t b, bool accumulates) {
     Warpgroup& group = warpgroup();
     const size_t number = hopper[current].products++;
     if (number == group.products.size()) {
-        group.products.push_back({run, a, b, accumulates, a_words != nullptr});
+        group.products.push_back({run, n, a, b, accumulates, a_words != nullptr});
     }
     Product& product = group.products[number];
-    const bool is_same = product.run == run && product.b == b &&
+    const bool is_same = product.run == run && product.n == n && product.b == b &&
                          product.accumulates == accumulates &&
                          (a_words != nullptr || product.a == a);
     if (!is_same) error = kAsynchronous;

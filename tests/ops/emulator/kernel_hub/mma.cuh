@@ -71,6 +71,8 @@ inline float half_of(uint32_t word, int which) {
     const uint16_t bits = which ? word >> 16 : word & 0xffff;
     if constexpr (std::is_same_v<T, __nv_bfloat16>) {
         return __uint_as_float(static_cast<uint32_t>(bits) << 16);
+    } else if ((bits & 0x7c00) != 0x7c00) {  // what CUDA's header does, in a tenth of the time
+        return __uint_as_float((bits & 0x8000u) << 16 | (bits & 0x7fffu) << 13) * 0x1p112f;
     } else {
         T value;
         memcpy(&value, &bits, 2);
@@ -85,12 +87,16 @@ inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uin
     };
     const emulator::Exchange<Operands> all(emulator::kMma, {{a[0], a[1], a[2], a[3]}, {b0, b1}});
     const int row = emulator::lane() / 4, pair = 2 * (emulator::lane() % 4);
-    for (int k = 0; k < 16; ++k) {
-        const int from = k % 8 / 2;  // which lane of a group of four holds column (A), row (B) k
-        for (int i = 0; i < 2; ++i) {
-            const float left = half_of<T>(all.peer(4 * row + from).a[i + k / 8 * 2], k % 2);
-            for (int j = 0; j < 2; ++j)
-                d[2 * i + j] += left * half_of<T>(all.peer(4 * (pair + j) + from).b[k / 8], k % 2);
+    for (int k = 0; k < 16; k += 2) {
+        const int from = k % 8 / 2;  // which lane of a group of four holds columns (A), rows (B) k
+        const uint32_t (&left)[4] = all.peer(4 * row + from).a;
+        for (int j = 0; j < 2; ++j) {
+            const uint32_t right = all.peer(4 * (pair + j) + from).b[k / 8];
+            const float low = half_of<T>(right, 0), high = half_of<T>(right, 1);
+            for (int i = 0; i < 2; ++i) {
+                d[2 * i + j] += half_of<T>(left[i + k / 8 * 2], 0) * low;
+                d[2 * i + j] += half_of<T>(left[i + k / 8 * 2], 1) * high;
+            }
         }
     }
 }

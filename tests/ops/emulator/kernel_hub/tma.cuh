@@ -27,17 +27,22 @@ inline int for_each(const Map& map, uint32_t shared_address, const int (&first)[
     if (shared_address % 128) error = kMisaligned;
     int count = 1;
     for (int d = 0; d < map.rank; ++d) count *= map.box[d];
-    for (int i = 0; i < count; ++i) {
-        int64_t offset = 0;
-        bool is_inside = true;
-        for (int d = 0, rest = i; d < map.rank; rest /= map.box[d++]) {
+    const int width = map.box[0], bytes = map.element_bytes;
+    for (int i = 0; i < count; i += width) {
+        int64_t offset = first[0] * map.strides[0];
+        bool is_row_inside = true;
+        for (int d = 1, rest = i / width; d < map.rank; rest /= map.box[d++]) {
             const int64_t at = first[d] + rest % map.box[d];
-            is_inside &= at >= 0 && (d == 0 ? at / grain * grain : at) < map.sizes[d];
+            is_row_inside &= at >= 0 && at < map.sizes[d];
             offset += at * map.strides[d];
         }
-        const uint32_t to = shared_address + i * map.element_bytes;
-        copy(shared_place(map.is_swizzled ? swizzled(to) : to, map.element_bytes),
-             is_inside ? reinterpret_cast<char*>(map.address + offset) : nullptr);
+        for (int x = 0; x < width; ++x, offset += map.strides[0]) {
+            const int64_t at = first[0] + x;
+            const bool is_inside = is_row_inside && at >= 0 && at / grain * grain < map.sizes[0];
+            const uint32_t to = shared_address + (i + x) * bytes;
+            copy(shared_place(map.is_swizzled ? swizzled(to) : to, bytes),
+                 is_inside ? reinterpret_cast<char*>(map.address + offset) : nullptr);
+        }
     }
     return count * map.element_bytes;
 }
