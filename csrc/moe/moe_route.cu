@@ -24,6 +24,7 @@
 #include <limits.h>
 
 #include "kernel_hub/element_type.cuh"
+#include "kernel_hub/follow_launch.cuh"
 #include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/math.cuh"
 #include "kernel_hub/mma.cuh"
@@ -177,6 +178,7 @@ __device__ __forceinline__ void route(float* weights, int* chosen, const void* l
     const int first_expert = lane_idx * kPerLane;
     const bool has_bias = bias != nullptr;
 
+    follow_launch_before();
     float values[kPerLane];
     read_any<kPerLane>(logits, element, token_idx * logits_stride, first_expert, num_experts,
                        is_vec, values);
