@@ -17,6 +17,7 @@
 // Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao et al.,
 // "FlashAttention", 2022.
 
+#include "kernel_hub/follow_launch.cuh"
 #include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/vec.cuh"
 
@@ -84,6 +85,7 @@ __device__ __forceinline__ void merge_states(State<T*> out, State<float*> out_ls
             }
         }
     };
+    follow_launch_before();
 #pragma unroll
     for (int h = 0; h < kHeads; ++h) {
         const int head_idx = first_head + h * blockDim.y;

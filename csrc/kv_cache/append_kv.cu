@@ -24,6 +24,7 @@
 #include <type_traits>
 
 #include "kernel_hub/e4m3.cuh"
+#include "kernel_hub/follow_launch.cuh"
 #include "kernel_hub/kv_place.cuh"
 #include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/vec.cuh"
@@ -163,6 +164,7 @@ __device__ __forceinline__ void append_kv(Rows<T*> out_q, Rows<T*> out_k, Rows<C
     constexpr int kPairs = kIsPaired ? kWidth / 2 : kWidth;
 
     const int token_idx = blockIdx.x * blockDim.z + threadIdx.z;
+    follow_launch_before();
     if (token_idx >= num_tokens) {
         return;
     }

@@ -19,6 +19,7 @@
 // Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019; Henry et al.,
 // "Query-Key Normalization for Transformers", 2020; and those of append_kv.cu.
 
+#include "kernel_hub/follow_launch.cuh"
 #include "kernel_hub/kv_place.cuh"
 #include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/mma.cuh"
@@ -113,6 +114,7 @@ __device__ __forceinline__ void append_normed(const NormedArgs<T>& args) {
         head_a.load(a_head + unit * a_stride, parts, has_a());
         head_b.load(b_head + unit * b_stride, parts, has_b());
     };
+    follow_launch_before();
     if constexpr (kWidth > 1) {
         load();
     }

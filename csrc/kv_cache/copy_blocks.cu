@@ -12,6 +12,7 @@
 // PagedAttention", 2023, 4.4.
 
 #include "kernel_hub/bounds.cuh"
+#include "kernel_hub/follow_launch.cuh"
 #include "kernel_hub/launch_facts.cuh"
 
 namespace kernel_hub::kv_cache {
@@ -39,6 +40,7 @@ __device__ __forceinline__ void copy_pages(Unit* k_cache, Unit* v_cache, int* fl
     const int64_t stride = is_v ? v_stride : k_stride;
     const int units = is_v ? v_units : k_units;
     const int first = blockIdx.x * kAhead * kThreads + threadIdx.x;
+    follow_launch_before();
 #pragma unroll 1
     for (int pair = blockIdx.y; pair < num_pairs; pair += gridDim.y) {
         const int64_t from = load_page(block_mapping, 2ll * pair, mapping_bytes);

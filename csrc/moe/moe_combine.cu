@@ -12,6 +12,7 @@
 // Source: Shazeer et al., "Outrageously Large Neural Networks", 2017.
 
 #include "kernel_hub/bounds.cuh"
+#include "kernel_hub/follow_launch.cuh"
 #include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/vec.cuh"
 
@@ -28,6 +29,7 @@ __device__ __forceinline__ void combine(T* out, int* flag, const T* rows, const 
     const int token_idx = blockIdx.x * blockDim.y + threadIdx.y;
     const int first_at = (blockIdx.y * blockDim.x * kColumns + threadIdx.x) * kWidth;
     const int step = blockDim.x * kWidth;
+    follow_launch_before();
     if (token_idx >= num_tokens || first_at >= hidden_size) {
         return;
     }

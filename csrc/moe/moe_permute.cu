@@ -19,6 +19,7 @@
 
 #include "kernel_hub/block_scan.cuh"
 #include "kernel_hub/bounds.cuh"
+#include "kernel_hub/follow_launch.cuh"
 #include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/math.cuh"
 #include "kernel_hub/mma.cuh"
@@ -135,6 +136,7 @@ __device__ __forceinline__ void permute(Unit* out, int* offsets, int* row_id_map
         before[i] = 0;
     }
     __syncthreads();
+    follow_launch_before();
     if (counts == nullptr) {
         count_slots(before, experts, 0, first_slot, num_experts, thread_idx);
         count_slots(all, experts, first_slot, num_slots, num_experts, thread_idx);
@@ -233,6 +235,7 @@ DESCRIBED(
             found[i] = 0;
         }
         __syncthreads();
+        follow_launch_before();
         const int begin = blockIdx.x * chunk_slots;
         count_slots(found, experts, begin, min(begin + chunk_slots, num_slots), num_experts,
                     threadIdx.x);

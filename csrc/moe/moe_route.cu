@@ -24,6 +24,7 @@
 #include <limits.h>
 
 #include "kernel_hub/element_type.cuh"
+#include "kernel_hub/follow_launch.cuh"
 #include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/math.cuh"
 #include "kernel_hub/mma.cuh"
@@ -40,6 +41,11 @@ __device__ __forceinline__ int key_of(float value) {
     const float known = value != value ? -INFINITY : value + 0.0f;
     const int bits = static_cast<int>(__float_as_uint(known));
     return bits ^ ((bits >> 31) & INT_MAX);
+}
+
+// The value whose key it is.
+__device__ __forceinline__ float value_of(int key) {
+    return __uint_as_float(static_cast<uint32_t>(key ^ ((key >> 31) & INT_MAX)));
 }
 
 // NaN is the lowest.
@@ -177,6 +183,7 @@ __device__ __forceinline__ void route(float* weights, int* chosen, const void* l
     const int first_expert = lane_idx * kPerLane;
     const bool has_bias = bias != nullptr;
 
+    follow_launch_before();
     float values[kPerLane];
     read_any<kPerLane>(logits, element, token_idx * logits_stride, first_expert, num_experts,
                        is_vec, values);
@@ -249,22 +256,27 @@ __device__ __forceinline__ void route(float* weights, int* chosen, const void* l
                 keys[i] = i == place ? kNone : keys[i];
             }
             block_chosen[token * k + j] = first_expert + place;
+            block_weights[token * k + j] = value_of(winner);  // without a bias, the logit
         }
     }
     __syncwarp();
 
-    // NOTE: the logits of the chosen are read again: which of a lane's registers had one costs
-    // more.
+    // NOTE: with a bias the logits of the chosen are read again: which of a lane's registers had
+    // one costs more.
     for (int j = lane_idx; j < k; j += lanes) {
-        const int64_t at = token_idx * logits_stride + block_chosen[token * k + j];
-        block_weights[token * k + j] = score_of(finite(load_element(logits, at, element)));
+        float logit = block_weights[token * k + j];
+        if (has_bias) {
+            const int64_t at = token_idx * logits_stride + block_chosen[token * k + j];
+            logit = finite(load_element(logits, at, element));
+        }
+        block_weights[token * k + j] = score_of(logit);
     }
     __syncwarp();
 
     float factor = scale;
     if (renormalises) {
         float total = 0.0f;
-#pragma unroll 1
+#pragma unroll 4
         for (int j = 0; j < k; ++j) {
             total += block_weights[token * k + j];
         }

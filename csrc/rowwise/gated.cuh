@@ -7,6 +7,7 @@
 // result in fp32, `up` being 0 where there is none.
 #pragma once
 
+#include "kernel_hub/follow_launch.cuh"
 #include "rowwise/quantise_rows.cuh"
 
 namespace kernel_hub::rowwise {
@@ -72,6 +73,7 @@ __device__ __forceinline__ void gate_rows(T* out,      // (outer, num_rows, size
                                           int64_t x_stride, int64_t x_outer_stride, int num_rows,
                                           int size, Gate gate) {
     const int column = (blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
+    follow_launch_before();
     if (column >= size) {
         return;
     }
@@ -88,6 +90,7 @@ template <typename T, typename Gate>
 __device__ __forceinline__ void gate_flat(T* out, const T* x, int size, Gate gate) {
     constexpr int kWidth = kVecElems<T>;
     const int column = (blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
+    follow_launch_before();
     if (column >= size) {
         return;
     }

@@ -2,6 +2,7 @@
 // before or after, results quantised a row. Without the mean taken off it is the RMS norm.
 #pragma once
 
+#include "kernel_hub/follow_launch.cuh"
 #include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/reduce.cuh"
 #include "rowwise/norm_values.cuh"
@@ -146,6 +147,7 @@ __device__ __forceinline__ void norm_vecs(NormParams<T, Out> p) {
     const float size = static_cast<float>(p.hidden_size);
     const bool adds = p.residual != nullptr;
     p.select_row(blockIdx.y, row_idx);
+    follow_launch_before();
 
     // Issue every load before the first use; add and write the residual stream.
     RowVecs<T, kVecs> row;
@@ -185,6 +187,7 @@ __device__ __forceinline__ void norm_passes(NormParams<T, Out> p) {
     const bool adds = p.residual != nullptr;
     const bool adds_before = adds && !p.adds_after;
     p.select_row(blockIdx.y, row_idx);
+    follow_launch_before();
 
     float sum = 0.0f;
 #pragma unroll 1

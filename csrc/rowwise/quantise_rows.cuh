@@ -5,6 +5,7 @@
 // rather than kept as floats.
 #pragma once
 
+#include "kernel_hub/follow_launch.cuh"
 #include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/reduce.cuh"
 #include "kernel_hub/vec.cuh"
@@ -58,6 +59,7 @@ __device__ __forceinline__ void quantise_vecs(const Source& source, E4m3Row row)
     using Bits = typename Source::template Bits<kWidth>;
     __shared__ float slots[kMaxWarps];
     const int num_vecs = row.is_there ? row.size / kWidth : 0;
+    follow_launch_before();
 
     // Issue every load before the first use.
     Bits bits[kVecs];
@@ -99,6 +101,7 @@ __device__ __forceinline__ void quantise_passes(const Source& source, E4m3Row ro
     __shared__ float slots[kMaxWarps];
     const int size = row.is_there ? row.size : 0;
     const int step = blockDim.x * kWidth;
+    follow_launch_before();
     float largest = 0.0f;
 #pragma unroll 2
     for (int i = threadIdx.x * kWidth; i < size; i += step) {

@@ -18,6 +18,7 @@
 // Source: Micikevicius et al., "FP8 Formats for Deep Learning", 2022; DeepSeek-AI, "DeepSeek-V3
 // Technical Report", 2024, 3.3.
 
+#include "kernel_hub/follow_launch.cuh"
 #include "kernel_hub/math.cuh"
 #include "rowwise/quantise_rows.cuh"
 
@@ -81,6 +82,7 @@ __device__ __forceinline__ void quantise_blocks(E4m3Params<T> p) {
     p.x += blockIdx.z * p.x_outer_stride;
     p.out_scale += blockIdx.z * p.scale_outer_stride + block_idx * p.scale_column_stride;
     const int64_t step = static_cast<int64_t>(gridDim.y) * p.rows_a_thread;
+    follow_launch_before();
     for (int64_t first_row = static_cast<int64_t>(blockIdx.y) * p.rows_a_thread;
          first_row < p.num_rows; first_row += step) {
         // Issue every load before the first use.
@@ -145,6 +147,7 @@ __device__ __forceinline__ void quantise_tile(E4m3Params<T> p) {
     const T* x = p.x + blockIdx.z * p.x_outer_stride + row_idx * p.x_stride + column;
     __nv_fp8_e4m3* out = p.out + blockIdx.z * p.out_outer_stride + row_idx * p.out_stride + column;
 
+    follow_launch_before();
     // Issue every load before the first use.
     typename RowAccess::Bits bits[kAccesses];
 #pragma unroll
@@ -188,6 +191,7 @@ __device__ __forceinline__ void find_largest(float* out_scale, int* state, const
     const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.y * kRowsAtOnce;
     float largest = 0.0f;
     x += blockIdx.y * x_outer_stride;
+    follow_launch_before();
     for (int64_t first =
              (static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y) * kRowsAtOnce;
          first < num_rows; first += step) {
@@ -227,6 +231,7 @@ template <int kWidth, typename T>
 __device__ __forceinline__ void quantise_given(E4m3Params<T> p, const float* scales,
                                                int row_shift) {
     const int column = (blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
+    follow_launch_before();
     if (column >= p.size) {
         return;
     }

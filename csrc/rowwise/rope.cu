@@ -25,6 +25,7 @@
 // Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
 
 #include "kernel_hub/bounds.cuh"
+#include "kernel_hub/follow_launch.cuh"
 #include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/vec.cuh"
 
@@ -94,6 +95,7 @@ __device__ __forceinline__ void rope(RopeTensor<T> q, RopeTensor<T> k, int* flag
     constexpr int kPairs = kInterleaved && kWidth > 1 ? kWidth / 2 : kWidth;
     constexpr int kParts = kInterleaved && kWidth > 1 ? 1 : 2;
     const int64_t token_idx = static_cast<int64_t>(blockIdx.x) * blockDim.z + threadIdx.z;
+    follow_launch_before();
     if (token_idx >= num_tokens) {
         return;
     }

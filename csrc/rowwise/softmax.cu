@@ -10,13 +10,15 @@
 //   vec      a row in registers, up to kVecs 16-byte vectors a thread: one pass over memory;
 //            everything 16-byte aligned. From compute capability 9.0 on a cluster of blocks_a_row
 //            blocks may share a row: each reads a part, then all exchange what they found
+//   elem     the same one element an access, up to kElems a thread, of rows in 16 bits: any
+//            alignment
 //   loop     rows of any length: a pass for maximum and sum, one for results; everything 16-byte
-//            aligned
+//            aligned. Of gradients a cluster may share a row
 //   scalar   any size, any alignment: the same, one element an access
 // `out` may be `x`, `dx` may be `dout` or `out`: each element is read, then written, by one thread.
-// Shared memory: three floats a warp; for `vec` it is dynamic, with 16 bytes more that the blocks
-// of a cluster read. Source: Milakov and Gimelshein, "Online normalizer calculation for softmax",
-// 2018.
+// Shared memory: three floats a warp; where a cluster may share a row it is dynamic, with 16 bytes
+// more that its blocks read. Source: Milakov and Gimelshein, "Online normalizer calculation for
+// softmax", 2018.
 
 #include "kernel_hub/launch_facts.cuh"
 #include "rowwise/softmax/forward.cuh"
@@ -74,17 +76,20 @@ namespace kernel_hub::rowwise::softmax {
                            scale});                                                          \
         })
 
-#define EXPORT_SOFTMAX_VARIANTS(DTYPE, T, GRADIENT_VECS)                                  \
-    EXPORT_SOFTMAX(softmax_##DTYPE##_vec, T, softmax_vecs, 4, sizeof(SharedFound))        \
-    EXPORT_SOFTMAX(softmax_##DTYPE##_loop, T, softmax_passes, kVecElems<T>, 0)            \
-    EXPORT_SOFTMAX(softmax_##DTYPE##_scalar, T, softmax_passes, 1, 0)                     \
-    EXPORT_GRADIENT(softmax_backward_##DTYPE##_vec, T, gradient_vecs, GRADIENT_VECS,      \
-                    sizeof(SharedFound))                                                  \
-    EXPORT_GRADIENT(softmax_backward_##DTYPE##_loop, T, gradient_passes, kVecElems<T>, 0) \
-    EXPORT_GRADIENT(softmax_backward_##DTYPE##_scalar, T, gradient_passes, 1, 0)
+#define EXPORT_SOFTMAX_VARIANTS(DTYPE, T, GRADIENT_VECS)                               \
+    EXPORT_SOFTMAX(softmax_##DTYPE##_vec, T, softmax_vecs, 4, sizeof(SharedFound))     \
+    EXPORT_SOFTMAX(softmax_##DTYPE##_loop, T, softmax_passes, kVecElems<T>, 0)         \
+    EXPORT_SOFTMAX(softmax_##DTYPE##_scalar, T, softmax_passes, 1, 0)                  \
+    EXPORT_GRADIENT(softmax_backward_##DTYPE##_vec, T, gradient_vecs, GRADIENT_VECS,   \
+                    sizeof(SharedFound))                                               \
+    EXPORT_GRADIENT(softmax_backward_##DTYPE##_loop, T, gradient_passes, kVecElems<T>, \
+                    sizeof(SharedFound))                                               \
+    EXPORT_GRADIENT(softmax_backward_##DTYPE##_scalar, T, gradient_passes, 1, sizeof(SharedFound))
 
 EXPORT_SOFTMAX_VARIANTS(fp16, __half, 2)
 EXPORT_SOFTMAX_VARIANTS(bf16, __nv_bfloat16, 2)
 EXPORT_SOFTMAX_VARIANTS(fp32, float, 4)
+EXPORT_SOFTMAX(softmax_fp16_elem, __half, softmax_elems, 6, sizeof(SharedFound))
+EXPORT_SOFTMAX(softmax_bf16_elem, __nv_bfloat16, softmax_elems, 6, sizeof(SharedFound))
 
 }  // namespace kernel_hub::rowwise::softmax

@@ -15,6 +15,7 @@
 
 #include "kernel_hub/block_scan.cuh"
 #include "kernel_hub/bounds.cuh"
+#include "kernel_hub/follow_launch.cuh"
 #include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/mma.cuh"
 #include "kernel_hub/reduce.cuh"
@@ -69,6 +70,7 @@ __device__ __forceinline__ void place_tokens(int* cu_seqlens, int64_t* positions
                                              int64_t table_stride, int batch_size, int num_tokens,
                                              int max_pages, int page_size) {
     int* starts = reinterpret_cast<int*>(dynamic_shared());  // (batch_size + 1)
+    follow_launch_before();
     sum_up(starts, lengths, batch_size);
     if (blockIdx.x == 0) {
         for (int i = threadIdx.x; i <= batch_size; i += kThreads) {

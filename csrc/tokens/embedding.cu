@@ -12,6 +12,7 @@
 //   scalar    any alignment
 // Source: Vaswani et al., "Attention Is All You Need", 2017, 3.4.
 
+#include "kernel_hub/follow_launch.cuh"
 #include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/vec.cuh"
 #include "tokens/indices.cuh"
@@ -31,26 +32,25 @@ __device__ __forceinline__ void embed(T* out, int* flag, const void* ids, const 
                                       float scale) {
     using A = Access<T, kWidth>;
     const int token = blockIdx.x * blockDim.y + threadIdx.y;
+    follow_launch_before();
     if (token >= num_tokens) {
         return;
     }
     const bool is_first = blockIdx.y == 0 && threadIdx.x == 0;
     const int64_t id = load_index(ids, token * ids_stride, ids_bytes);
+    // Asked for before the id is known, so that neither read waits for the other.
+    int64_t position = token % period;
+    if (position_weight != nullptr && positions != nullptr) {
+        position = load_index(positions, position, positions_bytes);
+    }
     const bool is_id = is_wide_index(id, vocab_size);
     const bool is_there = is_id && is_wide_index(id - first_id, num_rows);
     const T* row = weight + (is_there ? (id - first_id) * weight_stride : 0);
 
     const bool has_position = is_there && position_weight != nullptr;
-    bool is_position = true;
-    const T* added = position_weight;
-    if (has_position) {
-        const int place = token % period;
-        const int64_t position =
-            positions == nullptr ? place : load_index(positions, place, positions_bytes);
-        is_position = is_wide_index(position, max_position);
-        added += is_position ? position * position_stride : 0;
-    }
-    report(flag, is_first ? (is_id ? 0 : kIdsOutside) | (is_position ? 0 : kPositionsOutside) : 0);
+    const bool has_row = position_weight != nullptr && is_wide_index(position, max_position);
+    const bool is_position = !has_position || has_row;
+    const T* added = position_weight + (has_row ? position * position_stride : 0);
 
     T* to = out + token * out_stride;
     const int step = gridDim.y * blockDim.x * kWidth;
@@ -63,7 +63,7 @@ __device__ __forceinline__ void embed(T* out, int* flag, const void* ids, const 
             bits[i] = A::read(row + at);
         }
     }
-    if (has_position && is_position) {
+    if (has_row) {
 #pragma unroll
         for (int i = 0; i < kAhead; ++i) {
             if (first + i * step < hidden_size) {
@@ -93,6 +93,7 @@ __device__ __forceinline__ void embed(T* out, int* flag, const void* ids, const 
         }
         A::write(to + at, values);
     }
+    report(flag, is_first ? (is_id ? 0 : kIdsOutside) | (is_position ? 0 : kPositionsOutside) : 0);
 }
 
 #define EXPORT_EMBEDDING_VARIANT(NAME, T, WIDTH)                                                  \

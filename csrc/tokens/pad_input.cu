@@ -15,6 +15,7 @@
 // Source: Dao, flash-attention's bert_padding.py, 2022, for what they do.
 
 #include "kernel_hub/bounds.cuh"
+#include "kernel_hub/follow_launch.cuh"
 #include "kernel_hub/launch_facts.cuh"
 
 namespace kernel_hub::tokens {
@@ -56,6 +57,7 @@ __device__ __forceinline__ void copy_rows(Unit* out, int* flag, const Unit* x,
                                           const int* cu_seqlens, int64_t packed_stride,
                                           int64_t batch_stride, int64_t padded_stride,
                                           int batch_size, int seqlen, int total, int units) {
+    follow_launch_before();
     check_bounds(flag, cu_seqlens, batch_size, total);
     const int row = blockIdx.x * blockDim.y + threadIdx.y;
     if (row >= (kPads ? batch_size * seqlen : total)) {

@@ -91,7 +91,8 @@ swigluoai_and_mul = _activated(
 
 def softmax(device: str) -> None:
     """And its logarithm: masks of each kind, rows of several blocks and read twice, gradients."""
-    for dtype, (rows, size) in itertools.product(DTYPES, (*FEW, (1, 151936), (1, 600000))):
+    long = ((1, 100001), (17, 70000), (1, 151936), (1, 600000))
+    for dtype, (rows, size) in itertools.product(DTYPES, (*FEW, *long)):
         x = torch.randn(rows, size + 8, device=device, dtype=dtype)[:, :size]
         mask = torch.randn(size, device=device)
         for op in (ops.softmax, ops.log_softmax):

@@ -148,6 +148,7 @@ class EmulatedFunction:
         params: Sequence[Any],
         *,
         cluster: Sequence[int] = (),
+        programmatic: bool = False,  # one launch runs after another
     ) -> None:
         check_params(self.cubin, self.name, params)
         self.run(gridDim, blockDim, sharedMemBytes, params=params, cluster=cluster)

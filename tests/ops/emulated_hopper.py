@@ -51,9 +51,6 @@ class HopperFunction(EmulatedFunction):
         for field in ("cluster_m", "cluster_n", "splits"):
             self._cluster *= max(1, sizes.get(field, 1))
 
-    def __call__(self, *launch: Any, programmatic: bool = False, **options: Any) -> None:
-        super().__call__(*launch, **options)
-
     def run(self, *shape: Any, params: Sequence[Any], cluster: Sequence[int]) -> None:
         kept = {i: ctypes.create_string_buffer(p) for i, p in enumerate(params) if type(p) is bytes}
         given = [ctypes.addressof(kept[i]) if i in kept else p for i, p in enumerate(params)]

@@ -20,6 +20,7 @@ from kernel_hub.cubin import read_cubin
 
 RECORD = Path(__file__).with_name("sass_loops.json")
 PRODUCT = re.compile(r"\b([HQI]GMMA)\b")
+_MEMORY = re.compile(r"\b(?:LD|ST|LDG|STG|LDGSTS|ATOM|ATOMG|RED|UBLKCP|UTMALDG|EXIT)\b")
 LOCAL = re.compile(r"\b(?:LDL|STL)\b")
 _SECTION = re.compile(r"^//-+ \.text\.(\S+)\s+-+\n", re.MULTILINE)
 _INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*)")
@@ -64,6 +65,18 @@ def functions(cubin: str) -> dict[str, Function]:
         for name, body in zip(parts[1::2], parts[2::2], strict=True)
         if name in info.functions
     }
+
+
+def ahead_of_wait(entry: CubinEntry) -> dict[str, list[str]]:
+    """Of each function, what accesses memory before it waits for the launch before; or that."""
+    parts = _SECTION.split(_disassemble(str(_file(entry))))
+    found = {}
+    for name, body in zip(parts[1::2], parts[2::2], strict=True):
+        code = [match[1] for line in body.splitlines() if (match := _INSTRUCTION.match(line))]
+        waits = [i for i, each in enumerate(code) if "ACQBULK" in each]
+        ahead = code[: waits[0]] if waits else ["no ACQBULK"]
+        found[name] = [each for each in ahead if not waits or _MEMORY.search(each)]
+    return found
 
 
 def is_recorded(entry: CubinEntry) -> bool:

@@ -6,12 +6,15 @@ Of every cubin of a *_sm90.cu; the counts of tests/ops/sass_loops.json are writt
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import drawn
 import pytest
 import sass
 
+from kernel_hub.collection.manifest import open_collection
 from kernel_hub.compilers.nvcc import find_sources, make_jobs
 
 CSRC = sass.RECORD.parents[2] / "csrc"
@@ -69,6 +72,31 @@ def test_machine_code(cubin: str) -> None:
         if (problem := difference(recorded.get(name), found.get(name)))
     ]
     assert not problems, "\n".join([*problems, f"if that is meant: {RECORD}"])
+
+
+def follows(path: Path) -> bool:
+    """Whether a source, or what it includes, says follow_launch_before."""
+    text = path.read_text(encoding="utf-8")
+    included = re.findall(r'#include "(.+?)"', text)
+    return "follow_launch.cuh" in text or any(
+        follows(CSRC / name) for name in included if (CSRC / name).is_file()
+    )
+
+
+FOLLOWING = sorted(name for name, path in find_sources(CSRC).items() if follows(path))
+
+
+@pytest.mark.skipif(
+    sass.find_nvdisasm() is None,
+    reason="nvdisasm is not installed (pip install nvidia-cuda-nvdisasm)",
+)
+def test_nothing_is_read_before_the_launch_before_has_ended() -> None:
+    """Compilers move reads of constant memory; of four cubins by lot."""
+    assert len(FOLLOWING) >= 20
+    for cubin in drawn.some(FOLLOWING, 4):
+        entry = open_collection().manifest.cubins[cubin]["sm90"]
+        found = {name: ahead for name, ahead in sass.ahead_of_wait(entry).items() if ahead}
+        assert not found, cubin
 
 
 def difference(before: dict[str, Any] | None, now: dict[str, Any] | None) -> str:

@@ -1,6 +1,7 @@
 // Softmax of rows or its logarithm: rows in registers, or read twice.
 #pragma once
 
+#include "kernel_hub/follow_launch.cuh"
 #include "rowwise/softmax/row.cuh"
 
 namespace kernel_hub::rowwise::softmax {
@@ -80,30 +81,71 @@ __device__ __forceinline__ float base_of(float largest) {
     return largest == -INFINITY ? 0.0f : largest;
 }
 
-template <int kVecs, typename T>
-__device__ __forceinline__ void softmax_vecs(const SoftmaxParams<T>& p) {
-    constexpr int kWidth = kVecElems<T>;
-    SharedFound& shared = *reinterpret_cast<SharedFound*>(dynamic_shared());
-    const Share share(p.num_rows, p.size / kWidth, p.blocks_a_row);
+// This thread's part of a row, scaled and masked.
+template <int kAccesses, int kWidth, typename T>
+__device__ __forceinline__ void read_scores(const SoftmaxParams<T>& p, const Share& share,
+                                            float (&s)[kAccesses][kWidth]) {
     const T* x = p.x + p.x_strides.start(share.row_idx);
     const void* mask = p.mask_of(share.row_idx);
-
+    follow_launch_before();
     // Issue every load before the first use.
-    uint4 bits[kVecs];
+    typename Access<T, kWidth>::Bits bits[kAccesses];
 #pragma unroll
-    for (int i = 0; i < kVecs; ++i) {
-        const int vec_idx = share.first + i * share.step;
-        if (vec_idx < share.end) {
-            bits[i] = ld_global(x + vec_idx * kWidth);
+    for (int i = 0; i < kAccesses; ++i) {
+        const int access_idx = share.first + i * share.step;
+        if (access_idx < share.end) {
+            bits[i] = Access<T, kWidth>::read(x + access_idx * kWidth);
         }
     }
-    float s[kVecs][kWidth];
+    if constexpr (kWidth > 1) {
+#pragma unroll
+        for (int i = 0; i < kAccesses; ++i) {
+            const int access_idx = share.first + i * share.step;
+            if (access_idx < share.end) {
+                score<kWidth>(p, mask, access_idx * kWidth, bits[i], s[i]);
+            }
+        }
+        return;
+    }
+    // One by one, a mask's loads are as many, and are not waited for one after the other.
+    float added[kAccesses] = {};
+    if (mask != nullptr) {
+#pragma unroll
+        for (int i = 0; i < kAccesses; ++i) {
+            const int column = share.first + i * share.step;
+            if (column < share.end && p.is_added) {
+                added[i] = to_float(static_cast<const T*>(mask)[column]);
+            } else if (column < share.end) {
+                added[i] = static_cast<const uint8_t*>(mask)[column] ? 0.0f : -INFINITY;
+            }
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < kAccesses; ++i) {
+        if (share.first + i * share.step < share.end) {
+            Access<T, kWidth>::unpack(bits[i], s[i]);
+            // NOTE: what truth leaves out is -inf whatever it is, nan too.
+            const bool is_out = !p.is_added && added[i] < 0.0f;
+            s[i][0] = is_out ? -INFINITY : s[i][0] * p.scale + added[i];
+        }
+    }
+}
+
+// A row in registers, kAccesses of kWidth elements a thread.
+template <int kAccesses, int kWidth, typename T>
+__device__ __forceinline__ void softmax_once(const SoftmaxParams<T>& p) {
+    SharedFound& shared = *reinterpret_cast<SharedFound*>(dynamic_shared());
+    Share share(p.num_rows, p.size / kWidth, p.blocks_a_row);
+    if constexpr (kWidth == 1) {
+        // Kept: the compiler made each of them anew for every access.
+        asm volatile("" : "+r"(share.first), "+r"(share.step), "+r"(share.end));
+    }
+    float s[kAccesses][kWidth];
+    read_scores(p, share, s);
     Found<T> own;
 #pragma unroll
-    for (int i = 0; i < kVecs; ++i) {
-        const int vec_idx = share.first + i * share.step;
-        if (vec_idx < share.end) {
-            score<kWidth>(p, mask, vec_idx * kWidth, bits[i], s[i]);
+    for (int i = 0; i < kAccesses; ++i) {
+        if (share.first + i * share.step < share.end) {
             own.largest = largest_among(own.largest, s[i]);
         }
     }
@@ -112,7 +154,7 @@ __device__ __forceinline__ void softmax_vecs(const SoftmaxParams<T>& p) {
     own.largest = row_max(own.largest, shared.largest_slots);
     const float base = base_of(own.largest);
 #pragma unroll
-    for (int i = 0; i < kVecs; ++i) {
+    for (int i = 0; i < kAccesses; ++i) {
         if (share.first + i * share.step < share.end) {
 #pragma unroll
             for (int j = 0; j < kWidth; ++j) {
@@ -134,19 +176,29 @@ __device__ __forceinline__ void softmax_vecs(const SoftmaxParams<T>& p) {
     const float offset = p.is_log ? base - all.largest - logf(sum) : 0.0f;
     T* out = p.out + p.out_strides.start(share.row_idx);
 #pragma unroll
-    for (int i = 0; i < kVecs; ++i) {
-        const int vec_idx = share.first + i * share.step;
-        if (vec_idx < share.end) {
+    for (int i = 0; i < kAccesses; ++i) {
+        const int access_idx = share.first + i * share.step;
+        if (access_idx < share.end) {
 #pragma unroll
             for (int j = 0; j < kWidth; ++j) {
                 s[i][j] = s[i][j] * factor + offset;
             }
-            Access<T, kWidth>::write(out + vec_idx * kWidth, s[i]);
+            Access<T, kWidth>::write(out + access_idx * kWidth, s[i]);
         }
     }
     if (p.blocks_a_row > 1) {
         wait_for_readers();
     }
+}
+
+template <int kVecs, typename T>
+__device__ __forceinline__ void softmax_vecs(const SoftmaxParams<T>& p) {
+    softmax_once<kVecs, kVecElems<T>>(p);
+}
+
+template <int kElems, typename T>
+__device__ __forceinline__ void softmax_elems(const SoftmaxParams<T>& p) {
+    softmax_once<kElems, 1>(p);
 }
 
 template <int kWidth, typename T>
@@ -158,6 +210,7 @@ __device__ __forceinline__ void softmax_passes(const SoftmaxParams<T>& p) {
     const T* x = p.x + p.x_strides.start(share.row_idx);
     T* out = p.out + p.out_strides.start(share.row_idx);
     const void* mask = p.mask_of(share.row_idx);
+    follow_launch_before();
 
     // Of this thread, then of the row: a sum is of powers of distances from the maximum so far.
     Found<T> found;

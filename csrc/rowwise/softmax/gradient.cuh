@@ -1,6 +1,7 @@
 // Gradients of softmax or its logarithm, of what came for the output and the output.
 #pragma once
 
+#include "kernel_hub/follow_launch.cuh"
 #include "rowwise/row_vecs.cuh"
 #include "rowwise/softmax/row.cuh"
 
@@ -57,6 +58,16 @@ __device__ __forceinline__ void add_terms(const GradientParams<T>& p, Bits dout_
     sum.add(terms);
 }
 
+// Of what each thread found.
+template <typename T>
+__device__ __forceinline__ float sum_of_row(Sum<T> terms, int blocks_a_row, SharedFound& shared) {
+    terms = row_sum(terms, shared.sum_slots);
+    if (blocks_a_row > 1) {
+        terms = of_all_blocks<T>({0.0f, terms}, blocks_a_row, shared.given).sum;
+    }
+    return terms.rounded();
+}
+
 template <int kVecs, typename T>
 __device__ __forceinline__ void gradient_vecs(const GradientParams<T>& p) {
     constexpr int kWidth = kVecElems<T>;
@@ -64,6 +75,7 @@ __device__ __forceinline__ void gradient_vecs(const GradientParams<T>& p) {
     const Share share(p.num_rows, p.size / kWidth, p.blocks_a_row);
     const T* dout = p.dout + p.dout_strides.start(share.row_idx);
     const T* out = p.out + p.out_strides.start(share.row_idx);
+    follow_launch_before();
     uint4 dout_bits[kVecs], out_bits[kVecs];
 #pragma unroll
     for (int i = 0; i < kVecs; ++i) {
@@ -81,11 +93,7 @@ __device__ __forceinline__ void gradient_vecs(const GradientParams<T>& p) {
         keep_packed(dout_bits[i]);
         keep_packed(out_bits[i]);
     }
-    terms = row_sum(terms, shared.sum_slots);
-    if (p.blocks_a_row > 1) {
-        terms = of_all_blocks<T>({0.0f, terms}, p.blocks_a_row, shared.given).sum;
-    }
-    const float sum = terms.rounded();
+    const float sum = sum_of_row(terms, p.blocks_a_row, shared);
     T* dx = p.dx + p.dx_strides.start(share.row_idx);
 #pragma unroll
     for (int i = 0; i < kVecs; ++i) {
@@ -102,22 +110,27 @@ __device__ __forceinline__ void gradient_vecs(const GradientParams<T>& p) {
 template <int kWidth, typename T>
 __device__ __forceinline__ void gradient_passes(const GradientParams<T>& p) {
     using RowAccess = Access<T, kWidth>;
-    __shared__ float slots[2][kMaxWarps];
-    const Share share(p.num_rows, p.size / kWidth, 1);
+    SharedFound& shared = *reinterpret_cast<SharedFound*>(dynamic_shared());
+    const int blocks_a_row = kWidth > 1 ? p.blocks_a_row : 1;
+    const Share share(p.num_rows, p.size / kWidth, blocks_a_row);
     const T* dout = p.dout + p.dout_strides.start(share.row_idx);
     const T* out = p.out + p.out_strides.start(share.row_idx);
+    follow_launch_before();
     Sum<T> terms;
 #pragma unroll 1
     for (int i = share.first; i < share.end; i += share.step) {
         add_terms<kWidth>(p, RowAccess::read(dout + i * kWidth), RowAccess::read(out + i * kWidth),
                           terms);
     }
-    const float sum = row_sum(terms, slots).rounded();
+    const float sum = sum_of_row(terms, blocks_a_row, shared);
     T* dx = p.dx + p.dx_strides.start(share.row_idx);
 #pragma unroll 1
     for (int i = share.first; i < share.end; i += share.step) {
         write_gradient<kWidth>(p, dx + i * kWidth, RowAccess::read(dout + i * kWidth),
                                RowAccess::read(out + i * kWidth), sum);
+    }
+    if (blocks_a_row > 1) {
+        wait_for_readers();
     }
 }
 

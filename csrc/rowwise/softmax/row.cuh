@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernel_hub/cluster.cuh"
+#include "kernel_hub/follow_launch.cuh"
 #include "kernel_hub/mma.cuh"
 #include "kernel_hub/vec.cuh"
 #include "rowwise/softmax/sum.cuh"

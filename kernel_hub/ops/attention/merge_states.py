@@ -8,6 +8,7 @@ import torch
 
 from ...errors import KernelHubError
 from ..core import common
+from ..core.device import device_of
 from ..core.launch import Launch, Plans
 
 _OP = "merge_states"
@@ -151,7 +152,10 @@ def _plan(
     function = common.shipped(_OP, f"{_OP}_{common.DTYPE_TOKENS[out_a.dtype]}_{variant}")
     grid = (-(-seqlen // block_tokens), blocks, batch_size)
     block = (width, block_heads, block_tokens)
-    return Launch(function, grid, block, numbers=(*strides, seqlen, heads, head_dim))
+    options = device_of(out_a.device).following(grid, block)
+    return Launch(
+        function, grid, block, numbers=(*strides, seqlen, heads, head_dim), options=options
+    )
 
 
 def _cuda_into(
@@ -167,11 +171,11 @@ def _cuda_into(
     if found is None:
         plan = _plan(out_a, lse_a, out_b, lse_b, out, out_lse, low_bits)
         found = _plans.keep(key, (tuple(plan), _writes.spans(*tensors)))
-    (function, grid, block, shared_bytes, numbers, _, _), spans = found
+    (function, grid, block, shared_bytes, numbers, _, options), spans = found
     if is_given and addresses not in spans.apart:
         spans.check(addresses)
     try:
-        function(grid, block, shared_bytes, None, (*tensors, *numbers))
+        function(grid, block, shared_bytes, None, (*tensors, *numbers), **options)
     except KernelHubError:
         # The launch checks devices and dtypes; this names them.
         _check(out_a, lse_a, out_b, lse_b, out, out_lse)

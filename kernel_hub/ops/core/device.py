@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,6 +16,9 @@ from ...tuning import Gpu
 from .launch import forget_all
 
 SM80, SM90 = (8, 0), (9, 0)
+# Threads of a multiprocessor up to which two launches lie beside each other, whatever registers
+# they take.
+_ROOM_OF_SM = 1024
 
 
 def has_wgmma(compute_capability: tuple[int, int]) -> bool:
@@ -86,6 +90,16 @@ class PlannedGpu(NamedTuple):
     def overlaps_launches(self) -> bool:
         """Whether a launch may begin under the end of the one before."""
         return overlaps_launches(self.compute_capability)
+
+    def following(self, grid: tuple[int, int, int], block: tuple[int, int, int]) -> dict[str, Any]:
+        """Options of a launch whose kernel waits for the one before it, first of all.
+
+        Few blocks are set up while the launch before ends, and those behind them while they run.
+        Of more, those set up early lie several on the multiprocessors that were free first.
+        """
+        blocks, threads = math.prod(grid), math.prod(block)
+        is_few = blocks <= self.num_sms or blocks * threads <= self.num_sms * _ROOM_OF_SM
+        return {"programmatic": True} if self.overlaps_launches and is_few else {}
 
 
 # What CPU tensors are planned for, where tests run kernels in an emulator.

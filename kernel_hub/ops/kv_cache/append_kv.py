@@ -188,13 +188,14 @@ def _cuda_into(arguments: tuple[Any, ...], makes_q: bool = False, op: str = _OP)
         launch = _met(AppendGiven(*arguments), plan, addresses)
     if is_debugging := common.is_debugging():
         checks.check_routing(AppendGiven(*arguments))
-    function, grid, block, shared_bytes, numbers, _, _ = launch
+    function, grid, block, shared_bytes, numbers, _, options = launch
     try:
         function(
             grid, block, shared_bytes, None,
             (out_q, out_k, k_cache, v_cache, bounds.flag(op, k), q, k, v, cos, sin,
              positions, cache_seqlens, slot_mapping, block_table, cu_seqlens, k_scale,
              v_scale, *weights, *numbers, *numbers_behind),
+            **options,
         )  # fmt: skip
     except KernelHubError:
         # The launch checks devices and dtypes; this names them.

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..core import common
+from ..core.device import device_of
 from ..core.kv_cache import batch_and_seqlen
 from ..core.launch import Launch
 from .append_checks import AppendGiven
@@ -95,7 +96,8 @@ def launch_of(given: AppendGiven, is_aligned: bool) -> Launch:
     )
     grid = (-(-num_tokens // block_tokens), 1, 1)
     block = (width, q_threads + kv_threads, block_tokens)
-    return Launch(function, grid, block, numbers=(*strides, *sizes, q_threads))
+    options = device_of(k.device).following(grid, block)
+    return Launch(function, grid, block, 0, (*strides, *sizes, q_threads), options=options)
 
 
 def _normed_launch(given: AppendGiven, is_aligned: bool, heads: tuple[int, int, int]) -> Launch:
@@ -130,7 +132,8 @@ def _normed_launch(given: AppendGiven, is_aligned: bool, heads: tuple[int, int, 
     block = (width, q_threads + kv_threads, block_tokens)
     numbers = (*strides, *sizes, q_threads, rounds, *map(int, flags))
     function = common.shipped("append_kv_normed", name)
-    return Launch(function, grid, block, shared_bytes, numbers)
+    options = device_of(k.device).following(grid, block)
+    return Launch(function, grid, block, shared_bytes, numbers, options=options)
 
 
 def _numbers(given: AppendGiven) -> tuple[list[int], tuple[int, ...]]:

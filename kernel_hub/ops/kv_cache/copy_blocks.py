@@ -8,6 +8,7 @@ import torch
 
 from ...errors import KernelHubError
 from ..core import bounds, common
+from ..core.device import device_of
 from ..core.launch import Launch, Plans
 
 _OP = "copy_blocks"
@@ -97,10 +98,10 @@ def _plan(k_cache: Any, v_cache: Any, block_mapping: Any, low_bits: int) -> Laun
         *[n // unit for n in strides], pairs, *[n // unit for n in sizes], num_pages,
         block_mapping.element_size(),
     )  # fmt: skip
-    return Launch(
-        common.shipped(_OP, f"{_OP}_{'vec' if is_vec else 'byte'}"),
-        (blocks, min(pairs, common.MAX_GRID_Y), 2), (_THREADS, 1, 1), numbers=numbers,
-    )  # fmt: skip
+    function = common.shipped(_OP, f"{_OP}_{'vec' if is_vec else 'byte'}")
+    grid, block = (blocks, min(pairs, common.MAX_GRID_Y), 2), (_THREADS, 1, 1)
+    options = device_of(k_cache.device).following(grid, block)
+    return Launch(function, grid, block, numbers=numbers, options=options)
 
 
 def _cuda_into(k_cache: Any, v_cache: Any, block_mapping: Any) -> None:
@@ -113,12 +114,12 @@ def _cuda_into(k_cache: Any, v_cache: Any, block_mapping: Any) -> None:
     if found is None:
         plan = tuple(_plan(*tensors, low_bits))
         found = _plans.keep(key, (plan, _writes.spans(*tensors)))
-    (function, grid, block, shared_bytes, numbers, _, _), spans = found
+    (function, grid, block, shared_bytes, numbers, _, options), spans = found
     if addresses not in spans.apart:
         spans.check(addresses)
     try:
         params = (k_cache, v_cache, bounds.flag(_OP, k_cache), block_mapping, *numbers)
-        function(grid, block, shared_bytes, None, params)
+        function(grid, block, shared_bytes, None, params, **options)
     except KernelHubError:
         _check(*tensors)  # the launch checks devices and dtypes; this names them
         raise

@@ -8,6 +8,7 @@ import torch
 
 from ...errors import KernelHubError
 from ..core import bounds, common
+from ..core.device import device_of
 from ..core.launch import Launch, Plans
 
 _OP = "moe_combine"
@@ -116,7 +117,9 @@ def _plan(rows: Any, row_id_map: Any, residual: Any, out: Any, low_bits: int) ->
     function = common.shipped(_OP, f"{_OP}_{common.DTYPE_TOKENS[rows.dtype]}_{variant}")
     grid = (-(-tokens // block_tokens), blocks, 1)
     numbers = (*strides, tokens, k, num_rows, hidden_size)
-    return Launch(function, grid, (width, block_tokens, 1), numbers=numbers)
+    block = (width, block_tokens, 1)
+    options = device_of(rows.device).following(grid, block)
+    return Launch(function, grid, block, numbers=numbers, options=options)
 
 
 def _cuda_into(
@@ -135,12 +138,12 @@ def _cuda_into(
         _check(rows, row_id_map, weights, residual, out)
         plan = _plan(rows, row_id_map, residual, out, low_bits)
         found = _plans.keep(key, (tuple(plan), _writes.spans(*tensors)))
-    (function, grid, block, shared_bytes, numbers, _, _), spans = found
+    (function, grid, block, shared_bytes, numbers, _, options), spans = found
     if is_given and addresses not in spans.apart:
         spans.check(addresses)
     try:
         params = (out, bounds.flag(_OP, rows), rows, row_id_map, weights, residual, *numbers)
-        function(grid, block, shared_bytes, None, params)
+        function(grid, block, shared_bytes, None, params, **options)
     except KernelHubError:
         # The launch checks devices and dtypes; this names them.
         _check(rows, row_id_map, weights, residual, out)

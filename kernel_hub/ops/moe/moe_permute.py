@@ -151,18 +151,20 @@ def _plan(
     is_vec = not low_bits and common.is_aligned(common.VEC_BYTES, *in_bytes)
     unit = common.VEC_BYTES if is_vec else size
     units = hidden_size * size // unit
+    gpu = device_of(x.device)
     width, block_tokens, splits = _choose(
-        max(tokens, 1), max(k, 1), max(units, 1), device_of(x.device).num_sms
-    )
+        max(tokens, 1), max(k, 1), max(units, 1), gpu.num_sms
+    )  # fmt: skip
     chunk = max(_LEAST_CHUNK, 1 << (-(-slots // _MOST_CHUNKS) - 1).bit_length()) if slots else 1
     count, chunks = None, 0
     if slots >= _COUNTED_APART:
         chunks = -(-slots // chunk)
         counting = common.shipped(_OP, f"{_OP}_count")
+        grid, block = (chunks, 1, 1), (_THREADS, 1, 1)
         count = tuple(
             Launch(
-                counting, (chunks, 1, 1), (_THREADS, 1, 1), 4 * num_experts,
-                (slots, num_experts, chunk),
+                counting, grid, block, 4 * num_experts, (slots, num_experts, chunk),
+                options=gpu.following(grid, block),
             )
         )  # fmt: skip
     numbers = (
@@ -170,9 +172,10 @@ def _plan(
     )  # fmt: skip
     # One block where there are no tokens: the offsets are zeros.
     grid = (max(1, -(-tokens // block_tokens)), splits, 1)
+    block = (width, _THREADS // width, 1)
     launch = Launch(
-        common.shipped(_OP, f"{_OP}_{_UNITS[unit]}"), grid, (width, _THREADS // width, 1),
-        4 * (2 * num_experts + block_tokens * k), numbers,
+        common.shipped(_OP, f"{_OP}_{_UNITS[unit]}"), grid, block,
+        4 * (2 * num_experts + block_tokens * k), numbers, options=gpu.following(grid, block),
     )  # fmt: skip
     return count, chunks * num_experts, tuple(launch)
 
@@ -198,12 +201,12 @@ def _cuda_into(
     try:
         if plan.counting is not None:
             counts = experts.new_empty(plan.counts_size)
-            function, grid, block, shared_bytes, numbers, _, _ = plan.counting
-            function(grid, block, shared_bytes, None, (counts, experts, *numbers))
-        function, grid, block, shared_bytes, numbers, _, _ = plan.permute
+            function, grid, block, shared_bytes, numbers, _, options = plan.counting
+            function(grid, block, shared_bytes, None, (counts, experts, *numbers), **options)
+        function, grid, block, shared_bytes, numbers, _, options = plan.permute
         function(
             grid, block, shared_bytes, None,
-            (out, offsets, row_id_map, flag, x, experts, counts, *numbers),
+            (out, offsets, row_id_map, flag, x, experts, counts, *numbers), **options,
         )  # fmt: skip
     except KernelHubError:
         # The launch checks devices and dtypes; this names them.

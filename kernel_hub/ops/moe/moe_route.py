@@ -8,6 +8,7 @@ import torch
 
 from ...errors import KernelHubError
 from ..core import common
+from ..core.device import device_of
 from ..core.launch import Launch, Plans
 
 _OP = "moe_route"
@@ -173,7 +174,8 @@ def _plan(logits: torch.Tensor, bias: Any, rule: _Rule, low_bits: int) -> Launch
         rule.scale,
     )  # fmt: skip
     grid, block = (-(-tokens // block_tokens), 1, 1), (_THREADS, 1, 1)
-    return Launch(function, grid, block, 8 * block_tokens * rule.k, numbers)
+    options = device_of(logits.device).following(grid, block)
+    return Launch(function, grid, block, 8 * block_tokens * rule.k, numbers, options=options)
 
 
 def _cuda_into(
@@ -193,13 +195,13 @@ def _cuda_into(
         _check(logits, bias, *rule, weights, experts)
         plan = _plan(logits, bias, rule, low_bits)
         found = _plans.keep(key, (tuple(plan), _writes.spans(*tensors)))
-    (function, grid, block, shared_bytes, numbers, _, _), spans = found
+    (function, grid, block, shared_bytes, numbers, _, options), spans = found
     if is_given:
         addresses = tuple([t.data_ptr() for t in tensors if t is not None])
         if addresses not in spans.apart:
             spans.check(addresses)
     try:
-        function(grid, block, shared_bytes, None, (*tensors, *numbers))
+        function(grid, block, shared_bytes, None, (*tensors, *numbers), **options)
     except KernelHubError:
         # The launch checks devices and dtypes; this names them.
         _check(logits, bias, *rule, weights, experts)

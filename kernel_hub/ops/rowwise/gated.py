@@ -11,6 +11,7 @@ import torch
 
 from ...errors import KernelHubError, TensorError
 from ..core import common
+from ..core.device import device_of
 from ..core.launch import Launch, Plans
 from .norm import E4M3, choose, quantised_rows, scalar_choice
 
@@ -189,7 +190,9 @@ class Gated:
             )
             function = common.shipped(self.op, f"{name}_e4m3_{variant}")
             grid = (-(-rows // rows_a_block), outer, 1)
-            return Launch(function, grid, (threads, rows_a_block, 1), numbers=numbers)
+            block = (threads, rows_a_block, 1)
+            how = device_of(x.device).following(grid, block)
+            return Launch(function, grid, block, numbers=numbers, options=how)
         if is_scalar:
             variant, threads, span = "scalar", 256, 256
         else:
@@ -201,7 +204,9 @@ class Gated:
             variant, numbers = "flat", (size,)
         function = common.shipped(self.op, f"{name}_{variant}")
         grid = (-(-size // span), min(rows, common.MAX_GRID_Y), outer)
-        return Launch(function, grid, (threads, 1, 1), numbers=numbers)
+        block = (threads, 1, 1)
+        how = device_of(x.device).following(grid, block)
+        return Launch(function, grid, block, numbers=numbers, options=how)
 
 
 def cuda_into(
@@ -221,7 +226,7 @@ def cuda_into(
     if found is None:
         launch = tuple(gated.plan(x, options, out, out_scale, low_bits))
         found = gated.plans.keep(key, (launch, gated.writes.spans(out, out_scale, x)))
-    (function, grid, block, shared_bytes, numbers, _, _), spans = found
+    (function, grid, block, shared_bytes, numbers, _, how), spans = found
     if is_given and addresses not in spans.apart:
         spans.check(addresses)
     numbers += gated.numbers(*options)
@@ -230,7 +235,7 @@ def cuda_into(
     else:
         params = (out, out_scale, x, *numbers)
     try:
-        function(grid, block, shared_bytes, None, params)
+        function(grid, block, shared_bytes, None, params, **how)
     except KernelHubError:
         gated.check(x, out, out_scale)  # the launch checks devices and dtypes; this names
         raise

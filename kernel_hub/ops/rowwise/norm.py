@@ -11,6 +11,7 @@ import torch
 
 from ...errors import KernelHubError, TensorError
 from ..core import common
+from ..core.device import device_of
 from ..core.launch import Launch, Plans
 
 E4M3 = torch.float8_e4m3fn
@@ -239,7 +240,9 @@ class Norm:
         flags = (is_weight32, given.adds_after, out.dtype == torch.int8)
         numbers = (*strides, rows, hidden_size, *map(int, flags))
         grid = (-(-rows // rows_a_block), outer, 1)
-        return Launch(function, grid, (threads, rows_a_block, 1), numbers=numbers)
+        block = (threads, rows_a_block, 1)
+        options = device_of(x.device).following(grid, block)
+        return Launch(function, grid, block, numbers=numbers, options=options)
 
 
 def cuda_into(norm: Norm, given: NormGiven, outs: Outs, is_given: bool = True) -> None:
@@ -258,7 +261,7 @@ def cuda_into(norm: Norm, given: NormGiven, outs: Outs, is_given: bool = True) -
     if found is None:
         plan = tuple(norm.plan(given, outs, low_bits))
         found = norm.plans.keep(key, (plan, norm.writes.spans(*tensors)))
-    (function, grid, block, shared_bytes, numbers, _, _), spans = found
+    (function, grid, block, shared_bytes, numbers, _, options), spans = found
     if is_given and addresses not in spans.apart:
         spans.check(addresses)
     params = (
@@ -266,7 +269,7 @@ def cuda_into(norm: Norm, given: NormGiven, outs: Outs, is_given: bool = True) -
         weight_offset,
     )  # fmt: skip
     try:
-        function(grid, block, shared_bytes, None, params)
+        function(grid, block, shared_bytes, None, params, **options)
     except KernelHubError:
         norm.check(given, outs)  # the launch checks devices and dtypes; this names them
         raise

@@ -206,7 +206,8 @@ def _plan_largest(
 
 def _launch(x: Any, variant: str, grid: Any, block: Any, numbers: tuple[int, ...]) -> Launch:
     function = common.shipped(_OP, f"{_OP}_{common.DTYPE_TOKENS[x.dtype]}_{variant}")
-    return Launch(function, grid, block, numbers=numbers)
+    options = device_of(x.device).following(grid, block)
+    return Launch(function, grid, block, numbers=numbers, options=options)
 
 
 def _found(x: Any, scale: Any, per: str, out: Any, out_scale: Any, is_given: bool) -> Any:
@@ -228,9 +229,9 @@ def _found(x: Any, scale: Any, per: str, out: Any, out_scale: Any, is_given: boo
 
 
 def _run(launch: Launch, params: tuple[Any, ...], *checked: Any) -> None:
-    function, grid, block, shared_bytes, numbers, _, _ = launch
+    function, grid, block, shared_bytes, numbers, _, options = launch
     try:
-        function(grid, block, shared_bytes, None, (*params, *numbers))
+        function(grid, block, shared_bytes, None, (*params, *numbers), **options)
     except KernelHubError:
         _check(*checked)  # the launch checks devices and dtypes; this names them
         raise

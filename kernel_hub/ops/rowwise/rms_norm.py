@@ -186,10 +186,7 @@ def _plan(
     function = common.shipped(_OP, name)
     grid = (-(-rows // rows_a_block), outer, 1)
     block = (threads, rows_a_block, 1)
-    device = device_of(x.device)
-    # Few blocks are set up while the launch before ends, and the one behind them while they run.
-    is_few = device.overlaps_launches and grid[0] * grid[1] <= device.num_sms
-    options = {"programmatic": True} if is_few else {}
+    options = device_of(x.device).following(grid, block)
     return Launch(function, grid, block, numbers=(*strides, rows, hidden_size), options=options)
 
 

@@ -8,6 +8,7 @@ import torch
 
 from ...errors import KernelHubError, TensorError
 from ..core import bounds, common
+from ..core.device import device_of
 from ..core.launch import Launch, Plans
 from ..core.rotary import check_rotation, rotated
 
@@ -246,9 +247,12 @@ def _plan(
     last = (table_rows, 0 if positions is None else positions.element_size())
     if is_flat:
         grid = (blocks, -(-heads // (per_thread * block_heads)), 1)
-        return Launch(function, grid, block, numbers=(table_stride, *sizes, *last))
-    numbers = (*strides, table_stride, positions_stride, *sizes, rotary_dim, *last)
-    return Launch(function, (blocks, batch, 1), block, numbers=numbers)
+        numbers: tuple[int, ...] = (table_stride, *sizes, *last)
+    else:
+        grid = (blocks, batch, 1)
+        numbers = (*strides, table_stride, positions_stride, *sizes, rotary_dim, *last)
+    options = device_of(q.device).following(grid, block)
+    return Launch(function, grid, block, numbers=numbers, options=options)
 
 
 def _cuda_into(
@@ -268,7 +272,7 @@ def _cuda_into(
     if found is None:
         plan = _plan(q, k, cos, sin, positions, interleaved, rotary_dim, out_q, out_k, low_bits)
         found = _plans.keep(key, (tuple(plan), _writes.spans(*tensors, positions)))
-    (function, grid, block, shared_bytes, numbers, _, _), spans = found
+    (function, grid, block, shared_bytes, numbers, _, options), spans = found
     if is_given:
         if positions is not None:
             addresses = (*addresses, positions.data_ptr())
@@ -277,7 +281,7 @@ def _cuda_into(
     try:
         flag = bounds.flag("rope", q)
         params = (out_q, out_k, flag, q, k, cos, sin, positions, *numbers)
-        function(grid, block, shared_bytes, None, params)
+        function(grid, block, shared_bytes, None, params, **options)
     except KernelHubError:
         # The launch checks devices and dtypes; this names them.
         _check(q, k, cos, sin, positions, interleaved, rotary_dim, out_q, out_k)

@@ -11,7 +11,7 @@ from ..core import common
 from ..core.launch import Launch, Plans
 from . import softmax_plan as planning
 
-_OP, _LOG, _BACKWARD = "softmax", "log_softmax", "softmax_backward"
+_OP, _LOG, _BACKWARD = "softmax", "log_softmax", planning.BACKWARD
 _OPERANDS = {op: common.Operands(op, "x", "mask out", has_backward=True) for op in (_OP, _LOG)}
 _GRADIENT = common.Operands(_OP, "dout", has_backward=True)
 _writes = common.Writes(_OP, "out x mask", "out", in_place="out=x")

@@ -11,8 +11,10 @@ from ..core import common
 from ..core.device import device_of
 from ..core.launch import Launch
 
-CUBIN = "softmax"
-SHARED_BYTES = 400  # of `vec`, as the source states
+CUBIN, BACKWARD = "softmax", "softmax_backward"
+SHARED_BYTES = 400  # where blocks may share a row, as the source states
+# Of a thread, of rows that are read one by one; and what there are kernels for that do.
+ELEMS, ELEM_KINDS = 6, ("fp16", "bf16")
 # Of a block: as many as let a second one of the same multiprocessor load meanwhile, then the most.
 _THREADS = (512, 1024)
 # Of a cluster; more than _PORTABLE only of a whole GPU, which has so many multiprocessors.
@@ -105,16 +107,24 @@ def plan(op: str, kind: str, tensors: Sequence[Any], low_bits: int, a_thread: in
         common.is_aligned(4 if t is not None and t.dtype == torch.bool else elems, size, *kept)
         for t, kept in zip(tensors, strides, strict=True)
     )
+    gpu = device_of(x.device)
+    num_sms, num_rows = gpu.num_sms if gpu.has_clusters else 0, rows * middle * outer
+    is_forward = op != BACKWARD
     if is_aligned:
-        gpu = device_of(x.device)
-        num_sms = gpu.num_sms if gpu.has_clusters else 0
-        shape = choose(size // elems, rows * middle * outer, a_thread, num_sms)
+        shape = choose(size // elems, num_rows, a_thread, num_sms)
+        if not is_forward and shape.blocks_a_row > _PORTABLE and num_rows > num_sms // 8:
+            # Few rows at a time, so that the second read comes from the L2.
+            shape = Shape("loop", _LOOP_THREADS, 1, _PORTABLE)
+    elif kind in ELEM_KINDS and (shape := choose(size, num_rows, ELEMS, num_sms)).variant == "vec":
+        shape = shape._replace(variant="elem")
     else:
         shape = Shape("scalar", min(_SCALAR_THREADS, 32 * -(-size // 32)))
     function = common.shipped(CUBIN, f"{CUBIN}_{kind}_{shape.variant}")
     numbers = (*strides[0], *strides[1], *strides[2], rows, size, shape.blocks_a_row)
     grid = (-(-rows // shape.rows_a_block) * shape.blocks_a_row, middle, outer)
     block = (shape.threads, shape.rows_a_block, 1)
-    shared_bytes = SHARED_BYTES if shape.variant == "vec" else 0
-    options = {"cluster": (shape.blocks_a_row, 1, 1)} if shape.blocks_a_row > 1 else {}
+    shared_bytes = SHARED_BYTES if shape.variant in ("vec", "elem") or not is_forward else 0
+    options = gpu.following(grid, block)
+    if shape.blocks_a_row > 1:
+        options["cluster"] = (shape.blocks_a_row, 1, 1)
     return Launch(function, grid, block, shared_bytes, numbers, options=options)

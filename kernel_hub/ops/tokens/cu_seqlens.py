@@ -8,6 +8,7 @@ import torch
 
 from ...errors import KernelHubError
 from ..core import bounds, common
+from ..core.device import device_of
 from ..core.launch import Launch, Plans
 
 _OP = "cu_seqlens"
@@ -138,7 +139,9 @@ def _plan(given: SeqlensGiven) -> Launch:
     numbers = (stride if batch > 1 else 0, batch, tokens, pages, given.page_size)
     grid = (max(1, -(-tokens // _THREADS)), 1, 1)
     function = common.shipped(_OP, _OP)
-    return Launch(function, grid, (_THREADS, 1, 1), 4 * (batch + 1), numbers)
+    block = (_THREADS, 1, 1)
+    options = device_of(given.lengths.device).following(grid, block)
+    return Launch(function, grid, block, 4 * (batch + 1), numbers, options=options)
 
 
 def _cuda_into(given: SeqlensGiven, is_given: bool = True) -> None:
@@ -153,12 +156,12 @@ def _cuda_into(given: SeqlensGiven, is_given: bool = True) -> None:
     if found is None:
         plan = tuple(_plan(given))
         found = _plans.keep(key, (plan, _writes.spans(*tensors)))
-    (function, grid, block, shared_bytes, numbers, _, _), spans = found
+    (function, grid, block, shared_bytes, numbers, _, options), spans = found
     if is_given and addresses not in spans.apart:
         spans.check(addresses)
     try:
         params = (*given[4:], bounds.flag(_OP, lengths), *given[:3], *numbers)
-        function(grid, block, shared_bytes, None, params)
+        function(grid, block, shared_bytes, None, params, **options)
     except KernelHubError:
         _check(given)  # the launch checks devices and dtypes; this names them
         raise

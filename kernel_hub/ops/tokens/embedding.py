@@ -8,6 +8,7 @@ import torch
 
 from ...errors import KernelHubError
 from ..core import bounds, common
+from ..core.device import device_of
 from ..core.launch import Launch, Plans
 
 _OP = "embedding"
@@ -186,10 +187,10 @@ def _plan(given: EmbeddingGiven, out: Any, low_bits: int) -> Launch:
         ids.element_size(), 0 if positions is None else positions.element_size(),
         int(scale is not None), 1.0 if scale is None else scale,
     )  # fmt: skip
-    return Launch(
-        common.shipped(_OP, f"{_OP}_{token}_{variant}"),
-        (-(-tokens // block_tokens), blocks, 1), (width, block_tokens, 1), numbers=numbers,
-    )  # fmt: skip
+    function = common.shipped(_OP, f"{_OP}_{token}_{variant}")
+    grid, block = (-(-tokens // block_tokens), blocks, 1), (width, block_tokens, 1)
+    options = device_of(weight.device).following(grid, block)
+    return Launch(function, grid, block, numbers=numbers, options=options)
 
 
 def _cuda_into(
@@ -212,13 +213,13 @@ def _cuda_into(
         _check(*given, out)
         plan = _plan(given, out, low_bits)
         found = _plans.keep(key, (tuple(plan), _writes.spans(*tensors)))
-    (function, grid, block, shared_bytes, numbers, _, _), spans = found
+    (function, grid, block, shared_bytes, numbers, _, options), spans = found
     if is_given and addresses not in spans.apart:
         spans.check(addresses)
     try:
         flag = bounds.flag(_OP, given.weight)
         params = (out, flag, *tensors[1:], *numbers)
-        function(grid, block, shared_bytes, None, params)
+        function(grid, block, shared_bytes, None, params, **options)
     except KernelHubError:
         # The launch checks devices and dtypes; this names them.
         _check(*given, out)

@@ -9,6 +9,7 @@ import torch
 
 from ...errors import KernelHubError
 from ..core import bounds, common
+from ..core.device import device_of
 from ..core.launch import Launch, Plans
 
 _PAD, _UNPAD = "pad_input", "unpad_input"
@@ -166,7 +167,9 @@ class _Copying:
         numbers = (*[n // width for n in strides], batch, seqlen, total, units)
         grid = (-(-out_rows * threads // _THREADS), 1, 1)
         function = common.shipped(_PAD, f"{self.op}_{unit}")
-        return Launch(function, grid, (threads, _THREADS // threads, 1), numbers=numbers)
+        block = (threads, _THREADS // threads, 1)
+        options = device_of(x.device).following(grid, block)
+        return Launch(function, grid, block, numbers=numbers, options=options)
 
     def backward(self, dout: Any, cu_seqlens: Any, rows: int) -> torch.Tensor:
         """dx of as many rows: the other's."""
@@ -201,12 +204,12 @@ def _cuda_into(
     if found is None:
         plan = tuple(op.plan(x, cu_seqlens, rows, out, low_bits))
         found = op.plans.keep(key, (plan, op.writes.spans(*tensors)))
-    (function, grid, block, shared_bytes, numbers, _, _), spans = found
+    (function, grid, block, shared_bytes, numbers, _, options), spans = found
     if is_given and addresses not in spans.apart:
         spans.check(addresses)
     try:
         params = (out, bounds.flag(op.op, x), x, cu_seqlens, *numbers)
-        function(grid, block, shared_bytes, None, params)
+        function(grid, block, shared_bytes, None, params, **options)
     except KernelHubError:
         op.check(x, cu_seqlens, rows, out)  # the launch checks devices and dtypes; this names
         raise

@@ -16,6 +16,7 @@ from ways import DTYPES, Way
 from kernel_hub.collection.manifest import open_collection
 from kernel_hub.errors import TensorError
 from kernel_hub.ops import log_softmax, softmax
+from kernel_hub.ops.core.device import SM90, PlannedGpu, pretend
 from kernel_hub.testing import reference
 from kernel_hub.testing.compare import check
 from kernel_hub.testing.guard import Guarded
@@ -139,7 +140,7 @@ def test_by_lot(way: Way, monkeypatch: pytest.MonkeyPatch, seed: int, op: Op) ->
     check_gradient(op, x, way.randn(*x.shape, dtype=dtype, seed=1), **options)
 
 
-@pytest.mark.parametrize("body", ["vec", "loop", "scalar"])
+@pytest.mark.parametrize("body", ["vec", "elem", "loop", "scalar"])
 @each_op
 @each_dtype
 def test_every_variant(
@@ -148,16 +149,18 @@ def test_every_variant(
     """A row is held in registers, by one block or several, or read twice."""
     shapes = {
         "vec": lambda vecs: plans.Shape("vec", 32 * -(-vecs // 64)),
+        "elem": lambda vecs: plans.Shape("vec", 192),
         "loop": lambda vecs: plans.Shape("loop", 64),
         "scalar": lambda vecs: plans.Shape("scalar", 64),
     }
     monkeypatch.setattr(plans, "choose", lambda vecs, *_: shapes[body](vecs))
     module._plans.clear()
-    x = 5 * way.randn(3, 1032, dtype=dtype)
-    mask = way.randn(3, 1032, seed=2) > 0
-    for options in ({}, {"mask": mask}, {"mask": way.randn(1032, dtype=dtype), "scale": 2.0}):
+    size = 1031 if body == "elem" else 1032
+    x = 5 * way.randn(3, size, dtype=dtype)
+    mask = way.randn(3, size, seed=2) > 0
+    for options in ({}, {"mask": mask}, {"mask": way.randn(size, dtype=dtype), "scale": 2.0}):
         check_rows(op, op(x, **options), x, **options)
-        check_gradient(op, x, way.randn(3, 1032, dtype=dtype, seed=1), **options)
+        check_gradient(op, x, way.randn(3, size, dtype=dtype, seed=1), **options)
     module._plans.clear()
 
 
@@ -186,6 +189,24 @@ def test_a_row_of_several_blocks(
     found = op(nothing)
     assert found[1, 1].isnan().all() and found[2, 0].isnan().all()
     assert not found[0].isnan().any() and not found[2, 1].isnan().any()
+    module._plans.clear()
+
+
+@pytest.mark.parametrize("blocks", [2, 4])
+@each_op
+@each_dtype
+def test_a_gradient_that_several_blocks_read_twice(
+    way: Way, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, op: Op, blocks: int
+) -> None:
+    if way.is_gpu and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("clusters need compute capability 9.0")
+    monkeypatch.setattr(plans, "_PORTABLE", blocks)
+    monkeypatch.setattr(plans, "_LOOP_THREADS", 64)
+    monkeypatch.setattr(plans, "choose", lambda vecs, *_: plans.Shape("vec", 64, 1, 2 * blocks))
+    module._plans.clear()
+    size = 64 * 2 * blocks * 16 // dtype.itemsize - 8
+    x = 3 * way.randn(40 if way.is_gpu else 2, size, dtype=dtype)
+    check_gradient(op, x, way.randn(*x.shape, dtype=dtype, seed=1), scale=0.5)
     module._plans.clear()
 
 
@@ -233,7 +254,8 @@ def test_plans() -> None:
     entry = open_collection().manifest.cubins["softmax"]["sm90"]
     for name, function in entry.functions.items():
         assert function.launch is not None
-        assert function.launch.shared_bytes == plans.SHARED_BYTES * name.endswith("_vec")
+        may_share = name.endswith(("_vec", "_elem")) or "_backward_" in name
+        assert function.launch.shared_bytes == plans.SHARED_BYTES * may_share
     choose, shape = plans.choose, plans.Shape
     assert choose(16, 10000, 4, 132) == shape("vec", 4, 32)
     assert choose(16, 10, 4, 132) == shape("vec", 16, 8)
@@ -247,6 +269,28 @@ def test_plans() -> None:
     assert choose(65536, 64, 4, 132) == shape("vec", 1024, 1, 16)
     assert choose(32768, 64, 4, 66) == shape("vec", 1024, 1, 8)
     assert choose(32769, 64, 4, 66) == choose(4097, 64, 4, 0) == shape("loop", 512)
+    # One by one: rows of 539 by three warps, of 50,257 by a cluster.
+    assert choose(539, 11456, plans.ELEMS, 132) == shape("vec", 96)
+    assert choose(286, 694, plans.ELEMS, 132) == shape("vec", 64, 2)
+    assert choose(50257, 64, plans.ELEMS, 132) == shape("vec", 544, 1, 16)
+
+
+def test_which_kernel_takes_which_rows() -> None:
+    def name(op: str, kind: str, size: int, rows: int = 64, a_thread: int = 4) -> tuple[str, int]:
+        x = torch.empty(rows, size, dtype=torch.bfloat16, device="meta")
+        launch = plans.plan(op, kind, [x, x, None if op == "softmax" else x], 0, a_thread)
+        return launch.function.name, launch.options.get("cluster", (1,))[0]
+
+    with pretend(PlannedGpu(SM90, 132)):
+        assert name("softmax", "bf16", 539) == ("softmax_bf16_elem", 1)
+        assert name("softmax", "bf16", 50257) == ("softmax_bf16_elem", 16)
+        assert name("softmax", "bf16", 100001) == ("softmax_bf16_scalar", 1)
+        gradient = ("softmax_backward", "backward_bf16")
+        assert name(*gradient, 539) == ("softmax_backward_bf16_scalar", 1)
+        # Many rows that clusters of 16 would hold are read twice, few at a time.
+        assert name(*gradient, 100352, 113, 2) == ("softmax_backward_bf16_loop", 8)
+        assert name(*gradient, 100352, 16, 2) == ("softmax_backward_bf16_vec", 16)
+        assert name(*gradient, 65536, 113, 2) == ("softmax_backward_bf16_vec", 8)
 
 
 X = torch.ones(2, 3, 8)
