@@ -16,9 +16,6 @@ from ...tuning import Gpu
 from .launch import forget_all
 
 SM80, SM90 = (8, 0), (9, 0)
-# Threads of a multiprocessor up to which two launches lie beside each other, whatever registers
-# they take.
-_ROOM_OF_SM = 1024
 
 
 def has_wgmma(compute_capability: tuple[int, int]) -> bool:
@@ -91,14 +88,13 @@ class PlannedGpu(NamedTuple):
         """Whether a launch may begin under the end of the one before."""
         return overlaps_launches(self.compute_capability)
 
-    def following(self, grid: tuple[int, int, int], block: tuple[int, int, int]) -> dict[str, Any]:
+    def following(self, grid: tuple[int, int, int]) -> dict[str, Any]:
         """Options of a launch whose kernel waits for the one before it, first of all.
 
         Few blocks are set up while the launch before ends, and those behind them while they run.
         Of more, those set up early lie several on the multiprocessors that were free first.
         """
-        blocks, threads = math.prod(grid), math.prod(block)
-        is_few = blocks <= self.num_sms or blocks * threads <= self.num_sms * _ROOM_OF_SM
+        is_few = math.prod(grid) <= self.num_sms
         return {"programmatic": True} if self.overlaps_launches and is_few else {}
 
 

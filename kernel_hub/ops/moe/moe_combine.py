@@ -118,7 +118,7 @@ def _plan(rows: Any, row_id_map: Any, residual: Any, out: Any, low_bits: int) ->
     grid = (-(-tokens // block_tokens), blocks, 1)
     numbers = (*strides, tokens, k, num_rows, hidden_size)
     block = (width, block_tokens, 1)
-    options = device_of(rows.device).following(grid, block)
+    options = device_of(rows.device).following(grid)
     return Launch(function, grid, block, numbers=numbers, options=options)
 
 

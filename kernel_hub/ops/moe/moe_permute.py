@@ -164,7 +164,7 @@ def _plan(
         count = tuple(
             Launch(
                 counting, grid, block, 4 * num_experts, (slots, num_experts, chunk),
-                options=gpu.following(grid, block),
+                options=gpu.following(grid),
             )
         )  # fmt: skip
     numbers = (
@@ -175,7 +175,7 @@ def _plan(
     block = (width, _THREADS // width, 1)
     launch = Launch(
         common.shipped(_OP, f"{_OP}_{_UNITS[unit]}"), grid, block,
-        4 * (2 * num_experts + block_tokens * k), numbers, options=gpu.following(grid, block),
+        4 * (2 * num_experts + block_tokens * k), numbers, options=gpu.following(grid),
     )  # fmt: skip
     return count, chunks * num_experts, tuple(launch)
 

@@ -140,7 +140,7 @@ def _plan(given: SeqlensGiven) -> Launch:
     grid = (max(1, -(-tokens // _THREADS)), 1, 1)
     function = common.shipped(_OP, _OP)
     block = (_THREADS, 1, 1)
-    options = device_of(given.lengths.device).following(grid, block)
+    options = device_of(given.lengths.device).following(grid)
     return Launch(function, grid, block, 4 * (batch + 1), numbers, options=options)
 
 
