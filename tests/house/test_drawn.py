@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import itertools
 import random
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import costs
 import drawn
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def cases_of(**params: list[Any]) -> list[Any]:
