@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from ..errors import PromptTooLongError, RankError, RequestError, listed
+from ..errors import ModelError, PromptTooLongError, RankError, RequestError, listed
 from . import scheduler
 from .config import NAMED, ModelConfig
 from .model import Model
@@ -41,6 +41,17 @@ class Generated(NamedTuple):
     error: str | None = None
 
 
+def _check_invariant(place: torch.device, world: int, page_size: int) -> None:
+    """What deterministic='batch' needs."""
+    is_other = place.type == "cuda" and torch.cuda.get_device_capability(place) != (9, 0)
+    if is_other or world > 1 or page_size % 8:
+        raise ModelError(
+            "deterministic='batch': expected a GPU of compute capability 9.0 (or the CPU, where it "
+            "changes nothing), one process and a page_size that is a multiple of 8, "
+            f"found {place}, {world} and {page_size}"
+        )
+
+
 @dataclass
 class _Live:
     sequence: scheduler.Sequence
@@ -65,7 +76,7 @@ class Engine:
         device: str | torch.device | None = None, dtype: torch.dtype | None = None,
         max_batch: int = 256, max_tokens_a_pass: int = 2048, max_model_len: int | None = None,
         cache_tokens: int | None = None, drafts: int = 0, page_size: int = PAGE_SIZE, seed: int = 0,
-        random_weights: bool = False,
+        random_weights: bool = False, deterministic: bool | Literal["batch"] = False,
     ) -> None:  # fmt: skip
         """As `from_pretrained` and `random` make it."""
         if device is None:
@@ -75,6 +86,8 @@ class Engine:
         self.text: Any = Bytes()
 
         def loaded() -> Model:
+            if deterministic == "batch":
+                _check_invariant(place, self.group.world, page_size)
             c = config or ModelConfig.from_folder(folder or Path())
             check_world(c, self.group.world)
             if folder is not None and (folder / "tokenizer.json").is_file():
@@ -83,7 +96,8 @@ class Engine:
             if folder is not None and not random_weights:
                 source = Safetensors(folder, expected(c))
             longest = min(max_model_len or c.max_position, c.max_position)
-            return Model(c, load(c, source, self.group, place, dtype), self.group, longest)
+            weights = load(c, source, self.group, place, dtype)
+            return Model(c, weights, self.group, longest, deterministic)
 
         model = self.group.agree(loaded)
         self.vocab_size = model.config.vocab_size
@@ -110,7 +124,9 @@ class Engine:
         max_batch: requests that run at once. max_tokens_a_pass: rows of one pass, prompts' chunks
         among them. max_model_len: None: the model's, as far as the cache has room. cache_tokens:
         None: what the GPU's free memory holds; 8,192 on the CPU. drafts: guessed tokens that one
-        pass verifies. random_weights: of the folder, the configuration alone.
+        pass verifies. random_weights: of the folder, the configuration alone. deterministic:
+        "batch": on a GPU a request's tokens are those that it gets alone, whatever runs beside it,
+        with shared prefixes, chunks and drafts (docs/batch_invariance.md); one process.
 
         Raises ModelError naming what the folder lacks or the engine does not know.
         """

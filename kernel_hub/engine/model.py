@@ -6,7 +6,7 @@ One layer by data (`ModelConfig`), not a class a family; knows nothing of reques
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -40,8 +40,12 @@ class Ragged(NamedTuple):
 class Model:
     """Weights, and how tokens go through them."""
 
-    def __init__(self, c: ModelConfig, weights: Weights, group: Group, max_len: int) -> None:
-        """max_len: of a sequence, as tables of rotation have places."""
+    def __init__(
+        self, c: ModelConfig, weights: Weights, group: Group, max_len: int,
+        deterministic: bool | Literal["batch"] = False,
+    ) -> None:  # fmt: skip
+        """max_len: of a sequence, as tables of rotation have places. deterministic: of every op."""
+        self._how: dict[str, Any] = {"deterministic": deterministic}
         self.config, self.weights, self.group, self.max_len = c, weights, group, max_len
         self.num_heads = c.num_heads // group.world
         self.num_kv_heads = max(1, c.num_kv_heads // group.world)
@@ -93,12 +97,14 @@ class Model:
             if not len(b.rows):  # chunks of prompts alone
                 return x[:0]
             x = ops.embedding(b.rows, x)  # a gather
-        return ops.linear(self._normed(x, w.norm), w.head, out_dtype=torch.float32)
+        return ops.linear(self._normed(x, w.norm), w.head, out_dtype=torch.float32, **self._how)
 
     def _normed(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         """x itself where the family has no norm there."""
         c = self.config
-        return x if weight is None else ops.rms_norm(x, weight, c.eps, weight_offset=c.norm_offset)
+        if weight is None:
+            return x
+        return ops.rms_norm(x, weight, c.eps, weight_offset=c.norm_offset, **self._how)
 
     def _joined(
         self, x: torch.Tensor, a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
@@ -107,12 +113,15 @@ class Model:
         """x + a @ weight.T, the product normed where the family does; summed over the ranks."""
         is_first, c = self.group.rank == 0, self.config
         residual = x if is_first and post_norm is None else None
-        y = self.group.add(ops.linear(a, weight, bias if is_first else None, residual=residual))
+        y = self.group.add(
+            ops.linear(a, weight, bias if is_first else None, residual=residual, **self._how)
+        )
         if post_norm is None:
             return y
         return ops.rms_norm(
-            y, post_norm, c.eps, residual=x, adds_after=True, weight_offset=c.norm_offset
-        )
+            y, post_norm, c.eps, residual=x, adds_after=True, weight_offset=c.norm_offset,
+            **self._how,
+        )  # fmt: skip
 
     def _queries(
         self, h: torch.Tensor, layer: LayerKind, own: LayerWeights,
@@ -138,7 +147,7 @@ class Model:
         else:
             q, _, _ = ops.qkv_linear(
                 h, own.qkv, own.qkv_bias, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads,
-                k_cache=pages[0], v_cache=pages[1], **more,
+                k_cache=pages[0], v_cache=pages[1], **more, **self._how,
             )  # fmt: skip
         return q.flatten(0, -3)
 
@@ -146,7 +155,7 @@ class Model:
         """Queries, keys and values by heads; where a norm is of all heads at once, normed."""
         c, group = self.config, self.group
         sizes = [n * c.head_dim for n in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
-        q, k, v = ops.linear(h, own.qkv, own.qkv_bias).split(sizes, -1)
+        q, k, v = ops.linear(h, own.qkv, own.qkv_bias, **self._how).split(sizes, -1)
         if c.qk_norm == "whole":
             q, k = (
                 self._normed(group.columns(y), norm).chunk(group.world, -1)[group.rank]
@@ -161,7 +170,7 @@ class Model:
         c, n, out = self.config, b.num_decodes, torch.empty_like(q)
         how: dict[str, Any] = {
             "softmax_scale": c.softmax_scale, "softcap": c.attn_softcap,
-            "window_size": (layer.window, 0 if layer.window >= 0 else -1),
+            "window_size": (layer.window, 0 if layer.window >= 0 else -1), **self._how,
         }  # fmt: skip
         if n:
             decode_q, decode_out = (x[: n * b.width].unflatten(0, (n, b.width)) for x in (q, out))
@@ -183,17 +192,19 @@ class Model:
 
     def _mlp(self, x: torch.Tensor, h: torch.Tensor, own: LayerWeights) -> torch.Tensor:
         if own.gate_up_bias is None:
-            inner = ops.gated_linear(h, own.gate_up, self.config.activation)
+            inner = ops.gated_linear(h, own.gate_up, self.config.activation, **self._how)
         else:
-            inner = self._activated(ops.linear(h, own.gate_up, own.gate_up_bias))
+            inner = self._activated(ops.linear(h, own.gate_up, own.gate_up_bias, **self._how))
         return self._joined(x, inner, own.down, own.down_bias, own.norms.get("mlp_post_norm"))
 
     def _experts(self, x: torch.Tensor, h: torch.Tensor, own: LayerWeights) -> torch.Tensor:
         c = self.config
-        scores = ops.linear(h, own.router, out_dtype=torch.float32)
-        shares, experts = ops.moe_route(scores, c.experts_per_token, renormalise=c.renormalises)
+        scores = ops.linear(h, own.router, out_dtype=torch.float32, **self._how)
+        shares, experts = ops.moe_route(
+            scores, c.experts_per_token, renormalise=c.renormalises, **self._how
+        )
         rows, offsets, places = ops.moe_permute(h, experts, c.num_experts)
-        rows = self._activated(ops.grouped_linear(rows, own.gate_up, offsets))
-        rows = ops.grouped_linear(rows, own.down, offsets)
+        rows = self._activated(ops.grouped_linear(rows, own.gate_up, offsets, **self._how))
+        rows = ops.grouped_linear(rows, own.down, offsets, **self._how)
         residual = x if self.group.rank == 0 else None
         return self.group.add(ops.moe_combine(rows, places, shares, residual=residual))

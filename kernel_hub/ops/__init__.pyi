@@ -49,6 +49,7 @@ def decode_attention(
     softcap: float = 0.0, alibi_slopes: Tensor | None = None, num_splits: int = 0,
     out: Tensor | None = None, return_lse: Literal[False] = False,
     k_scale: Tensor | None = None, v_scale: Tensor | None = None, sinks: Tensor | None = None,
+    deterministic: bool | Literal['batch'] = False,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def decode_attention(
@@ -60,6 +61,7 @@ def decode_attention(
     softcap: float = 0.0, alibi_slopes: Tensor | None = None, num_splits: int = 0,
     out: Tensor | None = None, return_lse: Literal[True], k_scale: Tensor | None = None,
     v_scale: Tensor | None = None, sinks: Tensor | None = None,
+    deterministic: bool | Literal['batch'] = False,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def decode_attention(
@@ -71,6 +73,7 @@ def decode_attention(
     softcap: float = 0.0, alibi_slopes: Tensor | None = None, num_splits: int = 0,
     out: Tensor | None = None, return_lse: bool, k_scale: Tensor | None = None,
     v_scale: Tensor | None = None, sinks: Tensor | None = None,
+    deterministic: bool | Literal['batch'] = False,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def embedding(
     ids: Tensor, weight: Tensor, *, scale: float | None = None,
@@ -86,9 +89,9 @@ def flash_attention(
     max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
     block_table: Tensor | None = None, cache_seqlens: Tensor | None = None,
     layout: str = 'bshd', out: Tensor | None = None, return_lse: Literal[False] = False,
-    deterministic: bool = False, q_scale: Tensor | None = None, k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None, out_dtype: torch.dtype | None = None,
-    sinks: Tensor | None = None,
+    deterministic: bool | Literal['batch'] = False, q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None, sinks: Tensor | None = None,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def flash_attention(
@@ -99,9 +102,9 @@ def flash_attention(
     max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
     block_table: Tensor | None = None, cache_seqlens: Tensor | None = None,
     layout: str = 'bshd', out: Tensor | None = None, return_lse: Literal[True],
-    deterministic: bool = False, q_scale: Tensor | None = None, k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None, out_dtype: torch.dtype | None = None,
-    sinks: Tensor | None = None,
+    deterministic: bool | Literal['batch'] = False, q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None, sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def flash_attention(
@@ -112,9 +115,9 @@ def flash_attention(
     max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
     block_table: Tensor | None = None, cache_seqlens: Tensor | None = None,
     layout: str = 'bshd', out: Tensor | None = None, return_lse: bool,
-    deterministic: bool = False, q_scale: Tensor | None = None, k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None, out_dtype: torch.dtype | None = None,
-    sinks: Tensor | None = None,
+    deterministic: bool | Literal['batch'] = False, q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None, sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def flash_attention_qkvpacked(
@@ -123,7 +126,8 @@ def flash_attention_qkvpacked(
     window_size: Sequence[int] = (-1, -1), softcap: float = 0.0,
     alibi_slopes: Tensor | None = None, cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None, out: Tensor | None = None,
-    return_lse: Literal[False] = False, deterministic: bool = False, sinks: Tensor | None = None,
+    return_lse: Literal[False] = False, deterministic: bool | Literal['batch'] = False,
+    sinks: Tensor | None = None,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def flash_attention_qkvpacked(
@@ -132,7 +136,7 @@ def flash_attention_qkvpacked(
     window_size: Sequence[int] = (-1, -1), softcap: float = 0.0,
     alibi_slopes: Tensor | None = None, cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None, out: Tensor | None = None, return_lse: Literal[True],
-    deterministic: bool = False, sinks: Tensor | None = None,
+    deterministic: bool | Literal['batch'] = False, sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def flash_attention_qkvpacked(
@@ -141,11 +145,12 @@ def flash_attention_qkvpacked(
     window_size: Sequence[int] = (-1, -1), softcap: float = 0.0,
     alibi_slopes: Tensor | None = None, cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None, out: Tensor | None = None, return_lse: bool,
-    deterministic: bool = False, sinks: Tensor | None = None,
+    deterministic: bool | Literal['batch'] = False, sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def gated_linear(
     a: Tensor, weight: Tensor, activation: str = 'silu', *, alpha: float = 1.702,
     limit: float = 7.0, interleaved: bool = False, out: Tensor | None = None,
+    deterministic: bool | Literal['batch'] = False,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def gelu(
@@ -170,41 +175,42 @@ def gelu_and_mul(
 def grouped_linear(
     a: Tensor, b: Tensor, offsets: Tensor, *, bias: Tensor | None = None,
     activation: str | None = None, out: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None, deterministic: bool | Literal['batch'] = False,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-05, *,
     residual: None = None, adds_after: bool = False, weight_offset: float = 0.0,
     out_dtype: None = None, out: Tensor | None = None, out_scale: Tensor | None = None,
-    residual_out: Tensor | None = None,
+    residual_out: Tensor | None = None, deterministic: bool | Literal['batch'] = False,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-05, *,
     residual: Tensor, adds_after: Literal[False] = False, weight_offset: float = 0.0,
     out_dtype: None = None, out: Tensor | None = None, out_scale: Tensor | None = None,
-    residual_out: Tensor | None = None,
+    residual_out: Tensor | None = None, deterministic: bool | Literal['batch'] = False,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-05, *,
     residual: Tensor, adds_after: Literal[True], weight_offset: float = 0.0,
     out_dtype: None = None, out: Tensor | None = None, out_scale: Tensor | None = None,
-    residual_out: Tensor | None = None,
+    residual_out: Tensor | None = None, deterministic: bool | Literal['batch'] = False,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-05, *,
     residual: Tensor | None = None, adds_after: bool = False, weight_offset: float = 0.0,
     out_dtype: torch.dtype, out: Tensor | None = None, out_scale: Tensor | None = None,
-    residual_out: Tensor | None = None,
+    residual_out: Tensor | None = None, deterministic: bool | Literal['batch'] = False,
 ) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 def linear(
     a: Tensor, b: Tensor, bias: Tensor | None = None, *, activation: str | None = None,
     residual: Tensor | None = None, out: Tensor | None = None,
     out_dtype: torch.dtype | None = None, a_scale: Tensor | None = None,
     b_scale: Tensor | None = None, use_fast_accum: bool = False,
+    deterministic: bool | Literal['batch'] = False,
 ) -> Tensor: ...  # fmt: skip
 def log_softmax(
     x: Tensor, *, mask: Tensor | None = None, scale: float = 1.0, out: Tensor | None = None,
@@ -243,6 +249,7 @@ def moe_route(
     logits: Tensor, k: int, *, scoring: str = 'softmax', renormalise: bool = False,
     bias: Tensor | None = None, num_groups: int = 1, top_groups: int = 1, scale: float = 1.0,
     weights: Tensor | None = None, experts: Tensor | None = None,
+    deterministic: bool | Literal['batch'] = False,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def pad_input(
     x: Tensor, cu_seqlens: Tensor, seqlen: int, *, out: Tensor | None = None,
@@ -257,6 +264,7 @@ def qkv_linear(
     cu_seqlens: Tensor | None = None, out_q: Tensor | None = None, out_k: Tensor | None = None,
     out_v: Tensor | None = None, q_norm_weight: Tensor | None = None,
     k_norm_weight: Tensor | None = None, eps: float = 1e-06, weight_offset: float = 0.0,
+    deterministic: bool | Literal['batch'] = False,
 ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
 @overload
 def qkv_linear(
@@ -268,6 +276,7 @@ def qkv_linear(
     cu_seqlens: Tensor | None = None, out_q: Tensor | None = None, out_k: Tensor | None = None,
     out_v: Tensor | None = None, q_norm_weight: Tensor | None = None,
     k_norm_weight: Tensor | None = None, eps: float = 1e-06, weight_offset: float = 0.0,
+    deterministic: bool | Literal['batch'] = False,
 ) -> tuple[Tensor, None, None]: ...  # fmt: skip
 @overload
 def quantize_e4m3(
@@ -294,28 +303,28 @@ def rms_norm(
     x: Tensor, weight: Tensor, eps: float = 1e-06, *, residual: None = None,
     adds_after: bool = False, bias: Tensor | None = None, weight_offset: float = 0.0,
     out_dtype: None = None, out: Tensor | None = None, out_scale: Tensor | None = None,
-    residual_out: Tensor | None = None,
+    residual_out: Tensor | None = None, deterministic: bool | Literal['batch'] = False,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float = 1e-06, *, residual: Tensor,
     adds_after: Literal[False] = False, bias: Tensor | None = None, weight_offset: float = 0.0,
     out_dtype: None = None, out: Tensor | None = None, out_scale: Tensor | None = None,
-    residual_out: Tensor | None = None,
+    residual_out: Tensor | None = None, deterministic: bool | Literal['batch'] = False,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float = 1e-06, *, residual: Tensor,
     adds_after: Literal[True], bias: Tensor | None = None, weight_offset: float = 0.0,
     out_dtype: None = None, out: Tensor | None = None, out_scale: Tensor | None = None,
-    residual_out: Tensor | None = None,
+    residual_out: Tensor | None = None, deterministic: bool | Literal['batch'] = False,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float = 1e-06, *, residual: Tensor | None = None,
     adds_after: bool = False, bias: Tensor | None = None, weight_offset: float = 0.0,
     out_dtype: torch.dtype, out: Tensor | None = None, out_scale: Tensor | None = None,
-    residual_out: Tensor | None = None,
+    residual_out: Tensor | None = None, deterministic: bool | Literal['batch'] = False,
 ) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 def rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None, *,
@@ -373,6 +382,7 @@ def softmax(
 ) -> Tensor: ...  # fmt: skip
 def swiglu_linear(
     a: Tensor, b_gate_up: Tensor, *, out: Tensor | None = None,
+    deterministic: bool | Literal['batch'] = False,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def swigluoai_and_mul(

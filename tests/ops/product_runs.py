@@ -123,12 +123,12 @@ def _rows(op: str, call: tuple[Any, ...]) -> Iterator[Any]:
         capability, num_sms, m, n, k, _, name, *_ = call
         return linear_plan.candidates(Gpu(capability, num_sms, name), m, n=n, k=k)
     if op == "linear_fp8":
-        num_sms, m, n, k, fast, name, _ = call
+        num_sms, m, n, k, fast, name, *_ = call
         return linear_fp8_plan.candidates(Gpu((9, 0), num_sms, name), m, n=n, k=k, fast=int(fast))
     if _PLANS[op] is paired_plan:
         _, gpu, m, n, k = call[:5]
         return paired_plan.candidates(op, gpu, m, n=n, k=k)
-    capability, num_sms, problem, _, name = call
+    capability, num_sms, problem, _, name, _ = call
     return grouped_plan.candidates(
         op, Gpu(capability, num_sms, name), problem.rows, num_products=problem.num_products,
         n=problem.n, k=problem.k,
@@ -139,7 +139,7 @@ def _others(op: str, call: tuple[Any, ...]) -> Iterator[tuple[Any, Any]]:
     """(row, choice), each choice once, but for the one that was made."""
     plan: Any = _PLANS[op]
     if op == "linear_fp32":
-        capability, num_sms, m, n, k, is_aligned = call
+        capability, num_sms, m, n, k, is_aligned, _ = call
         for splits in (1, 3)[: 1 + (k >= 3 * 256)]:
             for choice in plan.choices(capability, num_sms, m, n, splits, is_aligned):
                 yield (choice.variant, splits), choice

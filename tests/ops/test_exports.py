@@ -85,11 +85,11 @@ def test_rms_norm(chosen: set[str]) -> None:
     hiddens = [8, 129, *(2**i for i in range(5, 16)), 5120, 40960]
     for dtype, hidden, rows in itertools.product(DTYPES, hiddens, [1, 1024, 8192, 32768]):
         x, weight = meta(rows, hidden, dtype=dtype), meta(hidden, dtype=dtype)
-        module("rowwise.rms_norm")._plan(x, None, weight, x, None, 0)
-        module("rowwise.rms_norm")._plan(x, x, weight, x, x.clone(), 0)
+        module("rowwise.rms_norm")._plan(x, None, weight, x, None, 0, False)
+        module("rowwise.rms_norm")._plan(x, x, weight, x, x.clone(), 0, False)
         wide = meta(rows, 2 * hidden, dtype=dtype)[:, :hidden]
-        module("rowwise.rms_norm")._plan(wide, None, weight, x, None, 0)
-        module("rowwise.rms_norm")._plan(wide, x, weight, x, x.clone(), 0)
+        module("rowwise.rms_norm")._plan(wide, None, weight, x, None, 0, False)
+        module("rowwise.rms_norm")._plan(wide, x, weight, x, x.clone(), 0, False)
     assert chosen == exported("rms_norm")
 
 
@@ -272,9 +272,8 @@ def test_moe(chosen: set[str]) -> None:
         module("moe.moe_permute")._plan(rows, places, 8, out, 2)
     route = module("moe.moe_route")
     for num_experts in (8, 256, 512):
-        route._plan(
-            meta(4, num_experts, dtype=torch.float32), None, route._Rule(1, 0, False, 1, 1, 1.0), 0
-        )
+        rule = route._Rule(1, 0, False, 1, 1, 1.0, False)
+        route._plan(meta(4, num_experts, dtype=torch.float32), None, rule, 0)
     expected = set[str]().union(*(exported(f"moe_{op}") for op in ("combine", "permute", "route")))
     assert chosen == expected and len(expected) == 19
 
@@ -291,7 +290,7 @@ def test_linear(chosen: set[str]) -> None:
             for dtype, m, (n, k), wide in itertools.product(DTYPES, rows, weights, [0, 1]):
                 a, b = meta(m, k, dtype=dtype), meta(n, k, dtype=dtype)
                 out = meta(m, n, dtype=torch.float32 if wide else dtype)
-                launch.plan_launch(a, b, None, 0, None, out)
+                launch.plan_launch(a, b, None, 0, None, False, out)
     assert chosen == exported_linear()
 
 

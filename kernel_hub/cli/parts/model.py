@@ -30,6 +30,10 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--device", metavar="DEVICE", help="default: the GPU where there is one")
     group.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16", help="default bf16")
+    group.add_argument(
+        "--deterministic", choices=("batch",),
+        help="batch: a request's tokens do not depend on what runs beside it (GPUs; slower)",
+    )  # fmt: skip
     for name, text in NUMBERS.items():
         group.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=text)
 
@@ -43,6 +47,8 @@ def opened(args: argparse.Namespace, **options: Any) -> Engine:
 
     given = {name: value for name in NUMBERS if (value := getattr(args, name)) is not None}
     dtype = getattr(loaded_torch(), {"bf16": "bfloat16", "fp16": "float16"}[args.dtype])
+    if args.deterministic:
+        given["deterministic"] = args.deterministic
     options = {"device": args.device, "dtype": dtype, **given, **options}
     if Path(args.model).is_dir():
         return Engine.from_pretrained(args.model, random_weights=args.random_weights, **options)

@@ -35,7 +35,7 @@ def resolve(
 ) -> Numbers:  # fmt: skip
     """Check everything that does not lie on the device; what the launch needs beside tensors."""
     (causal, softmax_scale, window_size, softcap, alibi_slopes, cu_seqlens_q, cu_seqlens_k,
-     max_seqlen_q, max_seqlen_k, block_table, cache_seqlens, sinks) = options  # fmt: skip
+     max_seqlen_q, max_seqlen_k, block_table, cache_seqlens, sinks, _) = options  # fmt: skip
     _check_qkv(op, q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, dtypes)
     if cu_seqlens_k is not None:
         for argument, value in (("block_table", block_table), ("cache_seqlens", cache_seqlens)):

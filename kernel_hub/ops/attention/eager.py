@@ -86,7 +86,8 @@ def addresses_and_key(
         low_bits |= at[3]
         key += (out.dtype, out.get_device(), out.shape, out.stride())
     (causal, softmax_scale, window_size, softcap, alibi_slopes, cu_seqlens_q, cu_seqlens_k,
-     max_seqlen_q, max_seqlen_k, block_table, cache_seqlens, sinks) = options  # fmt: skip
+     max_seqlen_q, max_seqlen_k, block_table, cache_seqlens, sinks,
+     batch_invariant) = options  # fmt: skip
     # Not `tables != (None, ...)`, which would ask each tensor whether it equals None.
     if (
         alibi_slopes
@@ -103,7 +104,7 @@ def addresses_and_key(
         at += tuple([t.data_ptr() for t in tables if t is not None])
     return at, (
         *key, low_bits & 15 == 0, more, causal, softmax_scale, window_size, softcap, max_seqlen_q,
-        max_seqlen_k, None if sinks is None else sinks.dtype,
+        max_seqlen_k, batch_invariant, None if sinks is None else sinks.dtype,
         *[None if t is None else (t.shape, t.stride()) for t in tables],
     )  # fmt: skip
 
@@ -114,7 +115,7 @@ def problem_of(
     """The `Problem` of arguments that were checked and resolved to `numbers`."""
     return Problem(
         q, k, v, *numbers, options.alibi_slopes, options.cu_seqlens_q, options.cu_seqlens_k,
-        options.cache_seqlens, options.block_table, options.sinks,
+        options.cache_seqlens, options.block_table, options.sinks, options.batch_invariant,
     )  # fmt: skip
 
 

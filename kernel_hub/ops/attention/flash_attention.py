@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -45,7 +45,8 @@ def flash_attention(
     cu_seqlens_k: torch.Tensor | None = None, max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None, block_table: torch.Tensor | None = None,
     cache_seqlens: torch.Tensor | None = None, layout: str = "bshd",
-    out: torch.Tensor | None = None, return_lse: bool = False, deterministic: bool = False,
+    out: torch.Tensor | None = None, return_lse: bool = False,
+    deterministic: bool | Literal["batch"] = False,
     q_scale: torch.Tensor | None = None, k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None, out_dtype: torch.dtype | None = None,
     sinks: torch.Tensor | None = None,
@@ -94,8 +95,12 @@ def flash_attention(
     out: like q, with v's head_dim; where to write. No gradients then.
     return_lse: also return lse, fp32, (batch_size, num_heads, seqlen_q) or (num_heads, total_q),
         natural logarithm; no gradient flows through it.
-    deterministic: the backward gives the same bits every time (the forward always does); on under
-        torch.use_deterministic_algorithms. Costs time.
+    deterministic: True: the backward gives the same bits every time (the forward always does); on
+        under torch.use_deterministic_algorithms. "batch": and the bits of a query's row depend on
+        its own query and keys alone: not on the batch, nor on how many other queries of the
+        sequence come in the call (Hopper's kernels: fp16 and bf16, no alibi_slopes, tensors aligned
+        to 16 bytes, page_size a multiple of 8; few queries over many keys take longer; the CPU's
+        reference only takes it). Each costs time.
 
     q_scale, k_scale, v_scale, out_dtype: with q, k and v of float8_e4m3fn alone, on a Hopper GPU
         (compute capability 9.0) or the CPU: q is q * q_scale, and so k and v; None is 1. Positive
@@ -122,9 +127,10 @@ def flash_attention(
         checks.check_layout(_OP, layout)
     if type(window_size) is not tuple:
         window_size = common.check_window(_OP, window_size)
+    batch_invariant = deterministic is not False and common.is_batch(_OP, deterministic)
     options: Options = _options((
         causal, softmax_scale, window_size, softcap, alibi_slopes, cu_seqlens_q, cu_seqlens_k,
-        max_seqlen_q, max_seqlen_k, block_table, cache_seqlens, sinks,
+        max_seqlen_q, max_seqlen_k, block_table, cache_seqlens, sinks, batch_invariant,
     ))  # fmt: skip
     try:
         if layout != "bshd":
@@ -137,7 +143,7 @@ def flash_attention(
                 fp8.check_unscaled(
                     q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out_dtype=out_dtype
                 )
-            made, lse = _attend(q, k, v, out, return_lse, deterministic, options)
+            made, lse = _attend(q, k, v, out, return_lse, bool(deterministic), options)
         if as_given is not None:
             if not _is_tracing():
                 common.written((as_given,))
@@ -199,7 +205,8 @@ def flash_attention_qkvpacked(
     causal: bool = False, softmax_scale: float | None = None, window_size: Sequence[int] = (-1, -1),
     softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None,
-    out: torch.Tensor | None = None, return_lse: bool = False, deterministic: bool = False,
+    out: torch.Tensor | None = None, return_lse: bool = False,
+    deterministic: bool | Literal["batch"] = False,
     sinks: torch.Tensor | None = None,
 ) -> Any:  # fmt: skip
     """`flash_attention` of q, k and v that lie in one tensor; so does their gradient.
@@ -213,12 +220,15 @@ def flash_attention_qkvpacked(
     """
     if type(window_size) is not tuple:
         window_size = common.check_window(_PACKED, window_size)
+    batch_invariant = deterministic is not False and common.is_batch(_PACKED, deterministic)
     options = Options(
         causal, softmax_scale, window_size, softcap, alibi_slopes, cu_seqlens, cu_seqlens,
-        max_seqlen, max_seqlen, sinks=sinks,
+        max_seqlen, max_seqlen, sinks=sinks, batch_invariant=batch_invariant,
     )  # fmt: skip
     try:
-        return _attend_packed(qkv, num_heads, num_kv_heads, out, return_lse, deterministic, options)
+        return _attend_packed(
+            qkv, num_heads, num_kv_heads, out, return_lse, bool(deterministic), options
+        )
     except common.FOREIGN:
         _packed_operands.check_tensors((qkv,), (alibi_slopes, cu_seqlens, sinks, out))
         raise
@@ -272,9 +282,9 @@ def _attend_packed(
                 qkv, num_heads, num_kv_heads, deterministic, bool(return_lse), options
             )
         return (out, lse.detach()) if return_lse else out
-    return flash_attention(
-        q, k, v, **options._asdict(), out=out, return_lse=return_lse, deterministic=deterministic
-    )
+    given = options._asdict()
+    how: Any = "batch" if given.pop("batch_invariant") else deterministic
+    return flash_attention(q, k, v, **given, out=out, return_lse=return_lse, deterministic=how)
 
 
 def _tokens_first(x: Any) -> Any:

@@ -137,6 +137,12 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launc
     device = device_of(q.device)
     if sm90.is_enabled and device.has_wgmma and sm90.applies(problem, out):
         return sm90.plan(problem, out, lse)
+    if problem.batch_invariant:  # a maximum here moves for all rows of a warp
+        raise TensorError(
+            "flash_attention: deterministic: 'batch' is what Hopper's kernels keep: compute "
+            "capability 9.0, 16 bits, no alibi_slopes, tensors 16-byte aligned, page_size a "
+            f"multiple of 8; found compute capability {device.compute_capability}, {q.dtype}"
+        )
     num_heads, head_dim = q.shape[-2:]
     num_kv_heads = k.shape[-2]
     is_varlen_q = problem.cu_seqlens_q is not None

@@ -95,6 +95,7 @@ def _choose(problem: Problem) -> Body | None:
             and body.head_dim >= head_dim
             and body.head_dim_v >= head_dim_v
             and problem.seqlens[0] <= body.longest
+            and not (problem.batch_invariant and body.suffix)
         ):
             return body
     return None
@@ -147,7 +148,9 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launc
     body = _choose(problem)
     if body is None:
         raise TensorError(f"flash_attention: head_dim {head_dim}: no kernel of Hopper's for it")
-    if split.applies(problem, body.stated, (body.head_dim + body.head_dim_v) // 2):
+    # Shares are of a launch: whole tiles alone add keys in an order that is the row's own.
+    may_split = not problem.batch_invariant
+    if may_split and split.applies(problem, body.stated, (body.head_dim + body.head_dim_v) // 2):
         return split.plan(problem, out, lse)
     table = problem.block_table
     page_size = k.shape[1] if table is not None else 1

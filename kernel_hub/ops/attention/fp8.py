@@ -125,6 +125,8 @@ def _problem(q: Any, k: Any, v: Any, scales: Scales, options: Options) -> Proble
         value = getattr(options, argument)
         if value is not None:
             raise common.refuse(_OP, argument, "None where q is float8_e4m3fn", value)
+    if options.batch_invariant:
+        raise common.refuse(_OP, "deterministic", "no 'batch' where q is float8_e4m3fn", "'batch'")
     numbers = checks.resolve(_OP, q, k, v, options, dtypes=_DTYPES)
     problem = run.problem_of(q, k, v, numbers, options)
     _check_options(q, options)

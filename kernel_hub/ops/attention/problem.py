@@ -21,6 +21,7 @@ TABLES = (
 SCALES = (1e-20, 1e20)
 _PANEL_BYTES = 128  # of a row of shared memory: the span of the swizzle
 _MAX_STRIDE_BYTES = 1 << 40
+_WIDEST = 1 << 29  # window: a sum with two lengths stays in 32 bits
 # tanh(x) for |x| <= _SMALL_TANH: x, x^3, ..., x^9 times these, relative error 7e-7.
 _SMALL_TANH = 0.75
 _TANH_TERMS = 0.99999946, -0.33328253, 0.13258983, -0.050056305, 0.012929632
@@ -44,6 +45,7 @@ class Options(NamedTuple):
     block_table: Any = None
     cache_seqlens: Any = None
     sinks: Any = None
+    batch_invariant: bool = False
 
     @property
     def tables(self) -> tuple[Any, ...]:
@@ -71,6 +73,7 @@ class Problem(NamedTuple):
         window_left to i + seqlen_k - seqlen_q + window_right; -1: no bound. Causal: right is 0.
     softcap: 0: none; else scores become softcap * tanh(scores / softcap), before alibi.
     sinks: (num_heads,) of `common.ELEMENT_TYPES`; exp(sink) joins each row's sum of exponentials.
+    batch_invariant: a row's bits depend on its own query and keys alone.
     """
 
     q: torch.Tensor
@@ -89,6 +92,7 @@ class Problem(NamedTuple):
     cache_seqlens: torch.Tensor | None = None
     block_table: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
+    batch_invariant: bool = False
 
     @property
     def lengths(self) -> tuple[torch.Tensor | None, ...]:
@@ -126,6 +130,8 @@ class Problem(NamedTuple):
     @property
     def window(self) -> tuple[int, int]:
         """(left, right). One wider than the sequence is no bound; so the sums stay in 32 bits."""
+        if self.batch_invariant:  # which kernel it is must not depend on lengths
+            return min(self.window_left, _WIDEST), min(self.window_right, _WIDEST)
         seqlen_q, seqlen_k = self.seqlens
         left = self.window_left if self.window_left < max(seqlen_k, 1) else -1
         right = self.window_right if self.window_right < max(seqlen_q, 1) else -1
@@ -144,6 +150,8 @@ class Problem(NamedTuple):
     def small_scores(self) -> tuple[float, ...]:
         """The largest |score| for which the exponent with a softcap is a polynomial of odd powers,
         and its terms; zeros where fp32 does not hold them, or without a softcap."""
+        if self.batch_invariant:  # a warp takes the polynomial where it does for all of its rows
+            return (-1.0, *_NO_SMALL_SCORES[1:])
         scale = self.softmax_scale / self.softcap if self.softcap else 0.0
         if not _TANH_SCALES[0] <= scale <= _TANH_SCALES[1]:
             return _NO_SMALL_SCORES

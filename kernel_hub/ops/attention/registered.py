@@ -18,7 +18,8 @@ from .problem import TABLES, Options
 OPTIONS = (
     "bool causal, float? softmax_scale, SymInt[] window_size, float softcap, "
     "Tensor? alibi_slopes, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt? max_seqlen_q, "
-    "SymInt? max_seqlen_k, Tensor? block_table, Tensor? cache_seqlens, Tensor? sinks"
+    "SymInt? max_seqlen_k, Tensor? block_table, Tensor? cache_seqlens, Tensor? sinks, "
+    "bool batch_invariant"
 )
 NUM_OPTIONS = len(Options._fields)
 _OP = "flash_attention"

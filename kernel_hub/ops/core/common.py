@@ -23,6 +23,7 @@ from .numbers import check_flags as check_flags
 from .numbers import check_number as check_number
 from .numbers import check_whole as check_whole
 from .numbers import check_window as check_window
+from .numbers import is_batch as is_batch
 from .numbers import last_size as last_size
 from .operands import FOREIGN as FOREIGN
 from .operands import PLAIN_TYPES as PLAIN_TYPES

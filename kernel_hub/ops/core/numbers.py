@@ -73,6 +73,16 @@ def check_flag(op: str, argument: str, value: Any) -> None:
         raise refuse(op, argument, "True or False", _shown(value))
 
 
+def is_batch(op: str, deterministic: Any) -> bool:
+    """Whether results may not depend on the batch: 'batch', not True or False."""
+    if type(deterministic) is not str:
+        check_flag(op, "deterministic", deterministic)
+        return False
+    if deterministic != "batch":
+        raise refuse(op, "deterministic", "True, False or 'batch'", _shown(deterministic))
+    return True
+
+
 def check_flags(op: str, **flags: Any) -> None:
     """Each must be True or False, or what counts as one of them."""
     for argument, value in flags.items():

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -16,6 +16,7 @@ from ..core.launch import Launch, Plans
 from . import decode_checks as checks
 from . import decode_plan as plans
 from . import decode_sm90 as sm90
+from .decode_batch import decode_alone
 from .decode_cpu import decode_attention as _reference
 from .decode_plan import DecodeGiven
 
@@ -63,6 +64,7 @@ def decode_attention(
     alibi_slopes: torch.Tensor | None = None, num_splits: int = 0, out: torch.Tensor | None = None,
     return_lse: bool = False, k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
+    deterministic: bool | Literal["batch"] = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """One decode step of 1 to 16 new tokens a sequence, in one launch (and a merge where split):
 
@@ -110,6 +112,8 @@ def decode_attention(
         and softcap leave alone: exp(sink) joins each row's sum of exponentials and weighs no value
         (gpt-oss). -inf is none; +inf takes all of a row (out 0, lse +inf); NaN makes the rows of
         its head that see a key NaN.
+    deterministic: "batch": by `flash_attention`, and the bits of a token's row are those that it
+        has alone or in a prompt; neither with k, cos, qkv_bias or num_splits, nor of e4m3 caches.
 
     Returns out, or (out, lse). Rows without a key are 0, with lse -inf, or of a row that is not
     finished the sink. Two runs give the same
@@ -144,6 +148,8 @@ def decode_attention(
         checks.check(DecodeGiven(*tensors, *options, out), right)
     if is_eager and is_debugging:
         checks.check_values(DecodeGiven(*tensors, *options, out))
+    if deterministic is not False and common.is_batch(_OP, deterministic):
+        return decode_alone(DecodeGiven(*tensors, *options, out), right, return_lse)
     given = out
     try:
         if out is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -21,7 +21,7 @@ _OP = "grouped_linear"
 def grouped_linear(
     a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, *, bias: torch.Tensor | None = None,
     activation: str | None = None, out: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None, deterministic: bool | Literal["batch"] = False,
 ) -> torch.Tensor:  # fmt: skip
     """Multiply the rows of each expert by its weight matrix, add its bias, activate.
 
@@ -44,6 +44,7 @@ def grouped_linear(
     out: (total_tokens, n), dtype out_dtype, device of a, the last dimension contiguous; must not
         overlap the inputs.
     out_dtype: the dtype of a (default; or that of out), or torch.float32.
+    deterministic: "batch": a row's bits depend on it and its expert alone.
 
     Returns out. A CUDA tensor runs a shipped cubin on torch's current stream; a CPU tensor runs a
     reference in torch. No backward. Raises TensorError naming the argument that does not fit.
@@ -51,15 +52,17 @@ def grouped_linear(
     code = common.check_choice(_OP, "activation", activation, CODES)
     if out_dtype is None:
         out_dtype = getattr(a if out is None else out, "dtype", None)
-    inputs = (a, b, offsets, bias, code)
+    batch_invariant = deterministic is not False and common.is_batch(_OP, deterministic)
+    inputs = (a, b, offsets, bias, code, batch_invariant)
     return _product.call(
         _cuda_into, _cpu_into, inputs, (a, b, offsets), (bias, out), out, out_dtype
     )
 
 
 def _check(
-    a: Any, b: Any, offsets: Any, bias: Any, activation: int, out: Any, out_dtype: Any
-) -> None:
+    a: Any, b: Any, offsets: Any, bias: Any, activation: int, batch_invariant: bool, out: Any,
+    out_dtype: Any,
+) -> None:  # fmt: skip
     k = check_operand(_OP, a)
     if a.dim() != 2:
         raise common.refuse(_OP, "a", "two dimensions (total_tokens, k)", a)
@@ -87,7 +90,7 @@ def _new_out(a: Any, b: Any, *more: Any) -> Any:
 
 def _plan(
     a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, bias: torch.Tensor | None,
-    activation: int, out: torch.Tensor,
+    activation: int, batch_invariant: bool, out: torch.Tensor,
 ) -> GroupedLaunch:  # fmt: skip
     """Choose the kernel and its integer parameters for tensors that were checked."""
     (total_tokens, k), (num_experts, n, _) = a.shape, b.shape
@@ -105,7 +108,7 @@ def _plan(
     problem = GroupedProblem(_OP, num_experts, total_tokens, n, k)
     has_maps = a_layout.is_mappable and b_layout.is_mappable
     device = device_of(a.device)
-    choice = choose(*device[:2], problem, has_maps, device.name)
+    choice = choose(*device[:2], problem, has_maps, device.name, batch_invariant)
     sizes = (total_tokens, n, k, num_experts, activation)
     if choice.boxes is None:
         numbers: tuple[int, ...] = (
@@ -125,16 +128,16 @@ TABLES[_OP].on_change(_plans.clear)
 
 def _cuda_into(
     a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, bias: torch.Tensor | None,
-    activation: int, out: torch.Tensor | None, is_given: bool = True,
+    activation: int, batch_invariant: bool, out: torch.Tensor | None, is_given: bool = True,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    inputs, tensors = (a, b, offsets, bias, activation), (a, b, offsets, bias)
+    inputs, tensors = (a, b, offsets, bias, activation, batch_invariant), (a, b, offsets, bias)
     at: tuple[int, ...] = (a.data_ptr(), b.data_ptr(), offsets.data_ptr())
     key = (
         a.dtype, a.shape, a.stride(), a.get_device(), b.dtype, b.shape, b.stride(), b.get_device(),
         (at[0] | at[1]) & 15, offsets.dtype, offsets.shape, offsets.stride(),
         None if bias is None else (bias.dtype, bias.shape, bias.stride()), activation,
-        out_dtype if out is None else (out.dtype, out.shape, out.stride()),
+        batch_invariant, out_dtype if out is None else (out.dtype, out.shape, out.stride()),
     )  # fmt: skip
     found = _plans.get(key)
     if found is None:
@@ -149,11 +152,11 @@ def _cuda_into(
 
 def _cpu_into(
     a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor, bias: torch.Tensor | None,
-    activation: int, out: torch.Tensor | None, is_given: bool = True,
+    activation: int, batch_invariant: bool, out: torch.Tensor | None, is_given: bool = True,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """The same on the CPU, by torch."""
-    inputs = (a, b, offsets, bias, activation)
+    inputs = (a, b, offsets, bias, activation, batch_invariant)
     out = _product.on_cpu(inputs, (a, b, offsets, bias), out, is_given, out_dtype)
     bounds = [min(max(int(at), 0), a.shape[0]) for at in offsets.tolist()]
     for expert, (first, end) in enumerate(itertools.pairwise(bounds)):
@@ -165,5 +168,6 @@ def _cpu_into(
 
 
 _product.register(
-    _OP, "Tensor a, Tensor b, Tensor offsets, Tensor? bias, int activation", _cuda_into, _cpu_into
-)
+    _OP, "Tensor a, Tensor b, Tensor offsets, Tensor? bias, int activation, bool batch_invariant",
+    _cuda_into, _cpu_into,
+)  # fmt: skip

@@ -170,15 +170,17 @@ _SPLIT, _EDGE_US, _SHIFTED = 0.32, {True: 26e-6, False: 47e-6}, 3.6
 _SHARED_K, _COUNTED_PRODUCTS = 2048, 128
 
 
-def hopper_choice(name: str, num_sms: int, problem: GroupedProblem, group: int = 8) -> TileChoice:
-    """The launch of a Hopper variant."""
+def hopper_choice(
+    name: str, num_sms: int, problem: GroupedProblem, group: int = 8, may_share: bool = True
+) -> TileChoice:
+    """The launch of a Hopper variant; may_share: two blocks may have the k of a tile."""
     variant = HOPPER[problem.op][name]
     rows, columns = variant.tile
     most = problem.most_row_tiles(rows) * -(-problem.n // columns)
     clusters = num_sms * variant.min_blocks // variant.cluster_size
     num_tiles = 0  # that two blocks share, at most
     is_counted = problem.op == "batched_matmul" or problem.num_products <= _COUNTED_PRODUCTS
-    if variant.pairs and problem.k >= _SHARED_K and is_counted:
+    if variant.pairs and problem.k >= _SHARED_K and is_counted and may_share:
         num_tiles = clusters // 2 * variant.cluster_size
     clusters = min(clusters, most * (2 if num_tiles else 1))
     return TileChoice(
@@ -287,22 +289,27 @@ def too_large(problem: GroupedProblem) -> bool:
 @functools.lru_cache(maxsize=4096)
 def choose(
     compute_capability: tuple[int, int], num_sms: int, problem: GroupedProblem, has_maps: bool,
-    gpu_name: str = "",
+    gpu_name: str = "", batch_invariant: bool = False,
 ) -> TileChoice:  # fmt: skip
     """The launch for a problem: what was measured, else what is expected to be fastest.
 
     has_maps: tensor maps can describe a and b. gpu_name: whose file of `kernel-hub tune` counts.
+    batch_invariant: of what adds up in the order of k.
     """
     gpu = Gpu(compute_capability, num_sms, gpu_name)
     row = TABLES[problem.op].lookup(
         gpu, problem.rows, num_products=problem.num_products, n=problem.n, k=problem.k
     )
-    if row is not None and (has_maps or row.variant not in HOPPER[problem.op]):
+    if (
+        row is not None
+        and not batch_invariant
+        and (has_maps or row.variant not in HOPPER[problem.op])
+    ):
         return _measured(row, gpu, problem)
     if has_wgmma(compute_capability) and has_maps and problem.k > 0:
         names = hopper_names(problem)
         name = min(names, key=lambda name: hopper_cost(name, num_sms, problem))
-        return hopper_choice(name, num_sms, problem)
+        return hopper_choice(name, num_sms, problem, may_share=not batch_invariant)
     return min(
         portable_choices(compute_capability, problem),
         key=lambda choice: _portable_cost(choice, num_sms, problem),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -22,7 +22,7 @@ def linear(
     activation: str | None = None, residual: torch.Tensor | None = None,
     out: torch.Tensor | None = None, out_dtype: torch.dtype | None = None,
     a_scale: torch.Tensor | None = None, b_scale: torch.Tensor | None = None,
-    use_fast_accum: bool = False,
+    use_fast_accum: bool = False, deterministic: bool | Literal["batch"] = False,
 ) -> torch.Tensor:  # fmt: skip
     """Multiply rows by a weight matrix, add a bias, activate, add a residual.
 
@@ -49,6 +49,8 @@ def linear(
     use_fast_accum: of e4m3 without scales of blocks, sums stay in the tensor cores, which keep
         about 14 bits of them, over all of k. Else they leave them every 512 elements of k (with
         scales of blocks every 128).
+    deterministic: "batch": a row's bits depend on it alone, not on how many there are (nor are sums
+        of e4m3 fast). The same inputs give the same bits with any value.
 
     Returns out. A CUDA tensor runs a shipped cubin on torch's current stream; a CPU tensor runs a
     reference in torch. No backward. Raises TensorError naming the argument that does not fit.
@@ -56,21 +58,25 @@ def linear(
     code = common.check_choice(_OP, "activation", activation, CODES)
     if use_fast_accum is not False:
         common.check_flag(_OP, "use_fast_accum", use_fast_accum)
+    batch_invariant = deterministic is not False and common.is_batch(_OP, deterministic)
     dtype = getattr(a, "dtype", None)
     if dtype is fp8.DTYPE or a_scale is not None or b_scale is not None or use_fast_accum:
         scales = (a_scale, b_scale, use_fast_accum)
-        return fp8.linear(a, b, bias, code, residual, out, out_dtype, *scales)
+        return fp8.linear(
+            a, b, bias, code, residual, out, out_dtype, *scales, batch_invariant=batch_invariant
+        )
     if out_dtype is None:
         out_dtype = getattr(a if out is None else out, "dtype", None)
-    inputs = (a, b, bias, code, residual)
+    inputs = (a, b, bias, code, residual, batch_invariant)
     return _product.call(
         _cuda_into, _cpu_into, inputs, (a, b), (bias, residual, out), out, out_dtype
     )
 
 
 def _check(
-    a: Any, b: Any, bias: Any, activation: int, residual: Any, out: Any, out_dtype: Any
-) -> None:
+    a: Any, b: Any, bias: Any, activation: int, residual: Any, batch_invariant: bool, out: Any,
+    out_dtype: Any,
+) -> None:  # fmt: skip
     common.check_tensor(_OP, "a", a)
     if a.is_floating_point() and a.dtype.itemsize == 1:  # e4m3 is not for here
         expected = "dtype float16, bfloat16, float32 or float8_e4m3fn (a.to(torch.float8_e4m3fn))"
@@ -104,14 +110,15 @@ TABLE.on_change(_plans.clear)
 
 def _cuda_into(
     a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, activation: int,
-    residual: torch.Tensor | None, out: torch.Tensor | None, is_given: bool = True,
-    out_dtype: torch.dtype | None = None,
+    residual: torch.Tensor | None, batch_invariant: bool, out: torch.Tensor | None,
+    is_given: bool = True, out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    inputs, tensors = (a, b, bias, activation, residual), (a, b, bias, residual)
+    inputs = (a, b, bias, activation, residual, batch_invariant)
+    tensors = (a, b, bias, residual)
     at: tuple[int, ...] = (a.data_ptr(), b.data_ptr())
     key = (
         a.dtype, a.shape, a.stride(), a.get_device(), b.dtype, b.shape, b.stride(), b.get_device(),
-        (at[0] | at[1]) & 15, activation,
+        (at[0] | at[1]) & 15, activation, batch_invariant,
         None if bias is None else (bias.dtype, bias.shape, bias.stride()),
         None if residual is None else (residual.dtype, residual.shape, residual.stride()),
         out_dtype if out is None else (out.dtype, out.shape, out.stride()),
@@ -126,16 +133,16 @@ def _cuda_into(
 
 def _cpu_into(
     a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, activation: int,
-    residual: torch.Tensor | None, out: torch.Tensor | None, is_given: bool = True,
-    out_dtype: torch.dtype | None = None,
+    residual: torch.Tensor | None, batch_invariant: bool, out: torch.Tensor | None,
+    is_given: bool = True, out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """The same on the CPU, by torch."""
-    inputs = (a, b, bias, activation, residual)
+    """The same on the CPU, by torch, whose products may depend on the batch."""
+    inputs = (a, b, bias, activation, residual, batch_invariant)
     out = _product.on_cpu(inputs, (a, b, bias, residual), out, is_given, out_dtype)
     return out.copy_(finish(a.float() @ b.float().T, bias, activation, residual))
 
 
 _product.register(
-    _OP, "Tensor a, Tensor b, Tensor? bias, int activation, Tensor? residual",
+    _OP, "Tensor a, Tensor b, Tensor? bias, int activation, Tensor? residual, bool batch_invariant",
     _cuda_into, _cpu_into,
 )  # fmt: skip

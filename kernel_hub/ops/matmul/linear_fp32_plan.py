@@ -47,18 +47,18 @@ def choices(
 @functools.lru_cache(maxsize=4096)
 def choose(
     compute_capability: tuple[int, int], num_sms: int, m: int, n: int, k: int,
-    is_aligned: bool = True,
+    is_aligned: bool = True, batch_invariant: bool = False,
 ) -> TileChoice:  # fmt: skip
-    """The launch for out (m, n) = a (m, k) b (n, k)^T."""
+    """The launch for out (m, n) = a (m, k) b (n, k)^T; batch_invariant: in the order of k."""
     sizes = launch_facts("linear_fp32", f"linear_fp32_{TILES[0]}", compute_capability).sizes
     slots = sizes["blocks_per_sm"] * num_sms
-    if is_aligned and m <= 16:
+    if is_aligned and m <= 16 and not batch_invariant:
         warps = tiles.small_m_warps("linear_small_m")
         splits = max(1, min(slots // -(-n // 16), -(-k // _CHUNK) // (4 * warps)))
         return next(choices(compute_capability, num_sms, m, n, splits))
     steps = -(-k // sizes["block_k"])
     best: tuple[float, TileChoice] | None = None
-    for splits in _SPLITS:
+    for splits in (1,) if batch_invariant else _SPLITS:
         if splits > 1 and steps < 16 * splits:
             break
         for choice in choices(compute_capability, num_sms, m, n, splits, False):

@@ -17,24 +17,28 @@ from .product import ProductOp, launch
 DTYPE = torch.float8_e4m3fn
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _OP = "linear"
+# How sums are formed, as registered ops name it: bits.
+_FAST, _BATCH_INVARIANT = 1, 2
 
 
 def linear(
     a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, activation: int,
     residual: torch.Tensor | None, out: torch.Tensor | None, out_dtype: torch.dtype | None,
-    a_scale: torch.Tensor | None, b_scale: torch.Tensor | None, use_fast_accum: bool,
+    a_scale: torch.Tensor | None, b_scale: torch.Tensor | None, use_fast_accum: bool, *,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """As ops.linear, which passes here what is of e4m3 or has scales."""
     if out_dtype is None:
         out_dtype = getattr(out, "dtype", torch.bfloat16)
-    inputs = (a, b, a_scale, b_scale, bias, activation, residual, use_fast_accum)
+    sums = _FAST * bool(use_fast_accum) | _BATCH_INVARIANT * batch_invariant
+    inputs = (a, b, a_scale, b_scale, bias, activation, residual, sums)
     optional = (a_scale, b_scale, bias, residual, out)
     return _product.call(_cuda_into, _cpu_into, inputs, (a, b), optional, out, out_dtype)
 
 
 def check(
     a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any, activation: int, residual: Any,
-    use_fast_accum: bool, out: Any, out_dtype: Any,
+    sums: int, out: Any, out_dtype: Any,
 ) -> bool:  # fmt: skip
     """Refuse what does not fit; whether scales are those of blocks."""
     for argument, value in (("a", a), ("b", b)):
@@ -60,9 +64,9 @@ def check(
         common.check_like(_OP, "bias", bias, (n,), a, dtypes=(out_dtype,))
     check_results(_OP, (*a.shape[:-1], n), a, out_dtype, out, residual)
     has_blocks = _check_scales(a, b, a_scale, b_scale)
-    if has_blocks and use_fast_accum:
+    if has_blocks and sums & _FAST:
         raise common.refuse(
-            _OP, "use_fast_accum", "False with scales of blocks, which end its sums", use_fast_accum
+            _OP, "use_fast_accum", "False with scales of blocks, which end its sums", True
         )
     return has_blocks
 
@@ -100,14 +104,14 @@ def _new_out(a: Any, b: Any, *more: Any) -> Any:
 
 def _cuda_into(
     a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any, activation: int, residual: Any,
-    use_fast_accum: bool, out: Any, is_given: bool = True, out_dtype: Any = None,
+    sums: int, out: Any, is_given: bool = True, out_dtype: Any = None,
 ) -> torch.Tensor:  # fmt: skip
-    inputs = (a, b, a_scale, b_scale, bias, activation, residual, use_fast_accum)
+    inputs = (a, b, a_scale, b_scale, bias, activation, residual, sums)
     more = (a_scale, b_scale, bias, residual)
     at = (a.data_ptr(), b.data_ptr(), *[x.data_ptr() for x in more if x is not None])
     key = (
         a.dtype, a.shape, a.stride(), a.get_device(), b.dtype, b.shape, b.stride(), b.get_device(),
-        (at[0] | at[1]) & 15, activation, use_fast_accum,
+        (at[0] | at[1]) & 15, activation, sums,
         out_dtype if out is None else (out.dtype, out.shape, out.stride()),
         *[None if x is None else (x.dtype, x.shape, x.stride()) for x in more],
     )  # fmt: skip
@@ -119,7 +123,7 @@ def _cuda_into(
 
 def plan_launch(
     a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any, residual: Any, out: Any,
-    activation: int, has_blocks: bool, use_fast_accum: bool,
+    activation: int, has_blocks: bool, use_fast_accum: bool, batch_invariant: bool = False,
 ) -> LinearLaunch:  # fmt: skip
     """Choose the kernel and its numbers for tensors that were checked."""
     device = device_of(a.device)
@@ -144,7 +148,9 @@ def plan_launch(
     if b_scale is not None and b_scale.dim() and (has_blocks or b_scale.numel() > 1):
         b_scale_stride = b_scale.stride(0)
     k_strides = (a_scale.stride(-1), b_scale.stride(1)) if has_blocks else (0, 0)
-    choice = choose(device.num_sms, m, n, k, bool(use_fast_accum), device.name, has_blocks)
+    choice = choose(
+        device.num_sms, m, n, k, bool(use_fast_accum), device.name, has_blocks, batch_invariant
+    )
     token = common.DTYPE_TOKENS[out.dtype]
     function = common.shipped(CUBIN, f"linear_fp8_{token}_{choice.variant}")
     numbers = (
@@ -162,11 +168,12 @@ def plan_launch(
 
 def _plan(
     a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any, activation: int, residual: Any,
-    use_fast_accum: bool, out: Any,
+    sums: int, out: Any,
 ) -> LinearLaunch:  # fmt: skip
     tensors = (a, b, a_scale, b_scale, bias, residual, out)
     has_blocks = _check_scales(*tensors[:4])
-    return plan_launch(*tensors, activation, has_blocks, use_fast_accum)
+    how = bool(sums & _FAST), bool(sums & _BATCH_INVARIANT)
+    return plan_launch(*tensors, activation, has_blocks, *how)
 
 
 _product = ProductOp(
@@ -199,10 +206,10 @@ def dequantised(
 
 def _cpu_into(
     a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any, activation: int, residual: Any,
-    use_fast_accum: bool, out: Any, is_given: bool = True, out_dtype: Any = None,
+    sums: int, out: Any, is_given: bool = True, out_dtype: Any = None,
 ) -> torch.Tensor:  # fmt: skip
     """The same on the CPU, by torch."""
-    inputs = (a, b, a_scale, b_scale, bias, activation, residual, use_fast_accum)
+    inputs = (a, b, a_scale, b_scale, bias, activation, residual, sums)
     tensors = (a, b, a_scale, b_scale, bias, residual)
     out = _product.on_cpu(inputs, tensors, out, is_given, out_dtype)
     has_blocks = _check_scales(a, b, a_scale, b_scale)
@@ -214,6 +221,6 @@ def _cpu_into(
 _product.register(
     "linear_fp8",
     "Tensor a, Tensor b, Tensor? a_scale, Tensor? b_scale, Tensor? bias, int activation, "
-    "Tensor? residual, bool use_fast_accum",
+    "Tensor? residual, int sums",
     _cuda_into, _cpu_into,
 )  # fmt: skip

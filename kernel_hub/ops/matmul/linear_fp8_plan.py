@@ -82,22 +82,27 @@ def expected_us(
 @functools.lru_cache(maxsize=4096)
 def choose(
     num_sms: int, m: int, n: int, k: int, is_fast: bool, gpu_name: str = "",
-    has_blocks: bool = False,
+    has_blocks: bool = False, batch_invariant: bool = False,
 ) -> TileChoice:  # fmt: skip
     """The launch for out (m, n): what was measured, else what is expected to be fastest.
 
     is_fast: sums may stay in the tensor cores over all of k. has_blocks: scales are of blocks.
+    batch_invariant: of what adds up in the order of k, and leaves the tensor cores at the same k.
     """
+    is_fast = is_fast and not batch_invariant
     gpu = Gpu(SM90, num_sms, gpu_name)
     row = TABLE.lookup(gpu, m, n=n, k=k, fast=int(is_fast))
     if row is not None and applies(row.variant, k, is_fast, has_blocks):
         group, deals = row.numbers.get("group", _GROUP), bool(row.numbers.get("deals", 0))
+        if batch_invariant and (deals or VARIANTS[row.variant].splits > 1):
+            row = None
+    if row is not None and applies(row.variant, k, is_fast, has_blocks):
         return make_choice(row.variant, num_sms, m, n, k, has_blocks, group, deals)
     best = min(
         (expected_us(name, num_sms, m, n, k, deals, has_blocks), name, deals)
         for name in VARIANTS
         if applies(name, k, is_fast, has_blocks)
-        for deals in tiles.ways(VARIANTS[name], num_sms, m, n, k)
+        for deals in tiles.ways(VARIANTS[name], num_sms, m, n, k, batch_invariant)
     )
     return make_choice(best[1], num_sms, m, n, k, has_blocks, deals=best[2])
 

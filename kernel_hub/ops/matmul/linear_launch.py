@@ -69,7 +69,7 @@ class LinearLaunch:
 
 def plan_launch(
     a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, activation: int,
-    residual: torch.Tensor | None, out: torch.Tensor,
+    residual: torch.Tensor | None, batch_invariant: bool, out: torch.Tensor,
 ) -> LinearLaunch:  # fmt: skip
     """Choose the kernel and its integer parameters for tensors that were checked."""
     if out.numel() == 0:
@@ -106,9 +106,11 @@ def plan_launch(
     is_wide = out.dtype != a.dtype
     has_residual = residual is not None
     if is_fp32:
-        choice = choose_fp32(capability, num_sms, m, n, k, is_aligned)
+        choice = choose_fp32(capability, num_sms, m, n, k, is_aligned, batch_invariant)
     else:
-        choice = choose(capability, num_sms, m, n, k, is_wide, name, has_residual, b_stride)
+        choice = choose(
+            capability, num_sms, m, n, k, is_wide, name, has_residual, b_stride, batch_invariant
+        )
     token = common.DTYPE_TOKENS[a.dtype]
     suffix = "_fp32" if out.dtype != a.dtype else ""
     function = common.shipped(choice.cubin, f"linear_{token}_{choice.variant}{suffix}")

@@ -67,15 +67,16 @@ def hopper_cost(
 
 
 def cheapest(
-    num_sms: int, m: int, n: int, k: int, is_wide: bool = False, has_residual: bool = False
-) -> tuple[float, str, bool]:
+    num_sms: int, m: int, n: int, k: int, is_wide: bool = False, has_residual: bool = False,
+    batch_invariant: bool = False,
+) -> tuple[float, str, bool]:  # fmt: skip
     """(microseconds, variant, whether clusters share the k of its tiles) of what is expected to be
-    fastest of linear_sm90.cu."""
+    fastest of linear_sm90.cu. batch_invariant: of what adds up in the order of k."""
     added_bytes = (4 if is_wide else 2) * (1 + has_residual)
     return min(
         (hopper_cost(name, num_sms, m, n, k, deals, added_bytes), name, deals)
         for name in (HOPPER_FP32 if is_wide else HOPPER)
-        for deals in tiles.ways(HOPPER[name], num_sms, m, n, k)
+        for deals in tiles.ways(HOPPER[name], num_sms, m, n, k, batch_invariant)
     )
 
 
@@ -92,11 +93,12 @@ def portable_choices(
 
 
 def _choose_portable(
-    compute_capability: tuple[int, int], num_sms: int, m: int, n: int, k: int
-) -> TileChoice:
+    compute_capability: tuple[int, int], num_sms: int, m: int, n: int, k: int,
+    batch_invariant: bool = False,
+) -> TileChoice:  # fmt: skip
     sizes = tiles.portable_sizes("linear", compute_capability)
     slots = sizes["blocks_per_sm"] * num_sms
-    if m <= 16:
+    if m <= 16 and not batch_invariant:
         chunks = -(-k // _CHUNK)
         # Each warp wants several chunks, and a tile's shares are worth adding up only to fill
         # the GPU.
@@ -106,11 +108,13 @@ def _choose_portable(
         return next(portable_choices(compute_capability, m, n, k, splits, num_sms))
     steps = -(-k // sizes["block_k"])
     best: tuple[float, TileChoice] | None = None
-    for splits in (1, 2, 3, 4, 6, 8):
+    for splits in (1,) if batch_invariant else (1, 2, 3, 4, 6, 8):
         if splits > 1 and steps < 16 * splits:
             break
         for choice in portable_choices(compute_capability, m, n, k, splits, num_sms):
             if splits > 1 and choice.grid[0] > MAX_SPLIT_TILES:
+                continue
+            if batch_invariant and choice.variant not in tiles.PORTABLE:
                 continue
             # In steps of a 128 x 128 tile; the half tile reads b as often for half the work.
             a_step = 0.6 if choice.variant.startswith("64") else 1.0
@@ -126,22 +130,33 @@ def _choose_portable(
 def choose(
     compute_capability: tuple[int, int], num_sms: int, m: int, n: int, k: int, is_wide: bool,
     gpu_name: str = "", has_residual: bool = False, b_stride: int = 0,
+    batch_invariant: bool = False,
 ) -> TileChoice:  # fmt: skip
     """The launch for out (m, n) = a (m, k) b (n, k)^T: what was measured, else what is expected.
 
     is_wide: out is fp32 and a is not. gpu_name: whose file of `kernel-hub tune` counts.
-    has_residual: one is added, which is read too. b_stride: 0 stands for k.
+    has_residual: one is added, which is read too. b_stride: 0 stands for k. batch_invariant: of
+    what adds up in the order of k (docs/batch_invariance.md).
     """
     if not is_wide:
         row = TABLE.lookup(Gpu(compute_capability, num_sms, gpu_name), m, n=n, k=k)
-        if row is not None:
+        if row is not None and (not batch_invariant or _is_in_order(row)):
             return _measured(row, compute_capability, num_sms, m, n, k)
     if not has_wgmma(compute_capability) or k == 0:
+        return _choose_portable(compute_capability, num_sms, m, n, k, batch_invariant)
+    if not batch_invariant and tiles.prefers_small_m(m, 2 * (b_stride or k)):
         return _choose_portable(compute_capability, num_sms, m, n, k)
-    if tiles.prefers_small_m(m, 2 * (b_stride or k)):
-        return _choose_portable(compute_capability, num_sms, m, n, k)
-    _, name, deals = cheapest(num_sms, m, n, k, is_wide, has_residual)
+    _, name, deals = cheapest(num_sms, m, n, k, is_wide, has_residual, batch_invariant)
     return hopper_choice(name, num_sms, m, n, k, deals=deals)
+
+
+def _is_in_order(row: Row) -> bool:
+    """Whether a row of a table is of what a batch-invariant plan may take on Hopper."""
+    return (
+        row.variant in HOPPER
+        and HOPPER[row.variant].splits == 1
+        and not row.numbers.get("deals", 0)
+    )
 
 
 def _measured(

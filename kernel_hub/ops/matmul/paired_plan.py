@@ -95,10 +95,13 @@ def portable_choices(
 
 
 def _choose_portable(
-    op: str, compute_capability: tuple[int, int], num_sms: int, m: int, n: int
-) -> TileChoice:
+    op: str, compute_capability: tuple[int, int], num_sms: int, m: int, n: int,
+    batch_invariant: bool = False,
+) -> TileChoice:  # fmt: skip
     choices = list(portable_choices(op, compute_capability, num_sms, m, n))
-    if m <= 16:
+    if batch_invariant:
+        choices = [choice for choice in choices if choice.variant in tiles.PORTABLE]
+    elif m <= 16:
         return choices[0]
 
     blocks = tiles.portable_sizes(op, compute_capability)["blocks_per_sm"]
@@ -124,16 +127,18 @@ def _apart_us(num_sms: int, m: int, n: int, k: int) -> float:
 
 @functools.lru_cache(maxsize=4096)
 def choose(
-    op: str, gpu: Gpu, m: int, n: int, k: int, has_maps: bool, may_part: bool = False
-) -> TileChoice:
+    op: str, gpu: Gpu, m: int, n: int, k: int, has_maps: bool, may_part: bool = False,
+    batch_invariant: bool = False,
+) -> TileChoice:  # fmt: skip
     """The launch for m rows of a and n rows of b, in whole groups of 16.
 
     What was measured, else what is expected. has_maps: the layout of a and b is one that tensor
-    maps describe; may_part: APART computes it too.
+    maps describe; may_part: APART computes it too. batch_invariant: of what adds up in the order of
+    k; APART, which rounds in between, for every m or none.
     """
     capability, num_sms = gpu.compute_capability, gpu.num_sms
     row = TABLES[op].lookup(gpu, m, n=n, k=k)
-    if row is not None:
+    if row is not None and not batch_invariant:
         variant = _hopper(op, row.variant)
         if variant is None:
             applying = portable_choices(op, capability, num_sms, m, n)
@@ -142,15 +147,21 @@ def choose(
             return hopper_choice(op, variant, num_sms, m, n, row.numbers.get("group", 8))
     is_hopper = has_wgmma(capability) and k > 0
     may_part = may_part and is_hopper
-    if not is_hopper or not has_maps or tiles.prefers_small_m(m, 2 * k):
-        if may_part and m > 16:  # more than the bodies of few rows take
+    is_few = not batch_invariant and tiles.prefers_small_m(m, 2 * k)
+    if not is_hopper or not has_maps or is_few:
+        # Where there are more than the bodies of few rows take.
+        if may_part and (m > 16 or batch_invariant):
             return APART
-        return _choose_portable(op, capability, num_sms, m, n)
-    taking = (variant for variant in HOPPER[op] if variant.takes(m, k))
+        return _choose_portable(op, capability, num_sms, m, n, batch_invariant)
+    taking = (
+        variant
+        for variant in HOPPER[op]
+        if variant.takes(m, k) and (variant.splits == 1 or not batch_invariant)
+    )
     cost_us, best = min(
         ((variant.cost_us(num_sms, m, n, k), variant) for variant in taking), key=lambda x: x[0]
     )
-    if may_part and _apart_us(num_sms, m, n, k) < cost_us:
+    if may_part and not batch_invariant and _apart_us(num_sms, m, n, k) < cost_us:
         return APART
     return hopper_choice(op, best, num_sms, m, n)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -28,14 +28,16 @@ class Gating(NamedTuple):
     alpha: float = 0.0
     limit: float = 0.0
     interleaved: bool = False
+    batch_invariant: bool = False
 
 
 _SILU = Gating()
 
 
 def swiglu_linear(
-    a: torch.Tensor, b_gate_up: torch.Tensor, *, out: torch.Tensor | None = None
-) -> torch.Tensor:
+    a: torch.Tensor, b_gate_up: torch.Tensor, *, out: torch.Tensor | None = None,
+    deterministic: bool | Literal["batch"] = False,
+) -> torch.Tensor:  # fmt: skip
     """Multiply rows by the gate and up weights of a SwiGLU layer, and join the two.
 
         out = silu(a @ gate.T) * (a @ up.T)        gate, up = b_gate_up.chunk(2)
@@ -47,19 +49,24 @@ def swiglu_linear(
     b_gate_up: (2 * i, k), the rows of the gate, then those of up, as checkpoints have them; dtype
         and device of a; rows as those of a.
     out: (..., i), dtype and device of a; must not overlap a or b_gate_up.
+    deterministic: "batch": a row's bits depend on it alone, not on how many there are.
 
     Returns out. A CUDA tensor runs a shipped cubin on torch's current stream; a CPU tensor runs a
     reference in torch. No backward. Raises TensorError naming the argument that does not fit. Other
     activations: `gated_linear`.
     Source: Shazeer, "GLU Variants Improve Transformer", 2020.
     """
-    result: torch.Tensor = _swiglu(a, b_gate_up, _SILU, out)
+    how = _SILU
+    if deterministic is not False and common.is_batch(_swiglu.op, deterministic):
+        how = how._replace(batch_invariant=True)
+    result: torch.Tensor = _swiglu(a, b_gate_up, how, out)
     return result
 
 
 def gated_linear(
     a: torch.Tensor, weight: torch.Tensor, activation: str = "silu", *, alpha: float = 1.702,
     limit: float = 7.0, interleaved: bool = False, out: torch.Tensor | None = None,
+    deterministic: bool | Literal["batch"] = False,
 ) -> torch.Tensor:  # fmt: skip
     """Multiply rows by the gate and up weights of a gated layer, and join the two.
 
@@ -79,6 +86,7 @@ def gated_linear(
     interleaved: rows of the gate and of up take turns (gate, up = weight[::2], weight[1::2]), as in
         gpt-oss' checkpoints; otherwise those of the gate are before those of up.
     out: (..., i), dtype and device of a; must not overlap a or weight.
+    deterministic: "batch": a row's bits depend on it alone, not on how many there are.
 
     Returns out. A CUDA tensor runs a shipped cubin on torch's current stream; a CPU tensor runs a
     reference in torch. No backward. Raises TensorError naming the argument that does not fit.
@@ -90,7 +98,9 @@ def gated_linear(
     alpha = common.check_number(op, "alpha", alpha)
     limit = common.check_number(op, "limit", limit, least=0.0)
     common.check_flag(op, "interleaved", interleaved)
-    return _gated(a, weight, Gating(kind, alpha, limit, bool(interleaved)), out)
+    batch_invariant = deterministic is not False and common.is_batch(op, deterministic)
+    how = Gating(kind, alpha, limit, bool(interleaved), batch_invariant)
+    return _gated(a, weight, how, out)
 
 
 class GatedProduct:
@@ -107,15 +117,18 @@ class GatedProduct:
         self.plans: Plans[tuple[Launch, common.Spans, Any]] = Plans()
         TABLES[_KERNELS].on_change(self.plans.clear)
         asked = "" if gate else ", int activation, float alpha, float limit, bool interleaved"
+        asked += ", bool batch_invariant"
+        count = 1 if gate else 5
+
+        def gating(given: tuple[Any, ...]) -> Gating:
+            return gate._replace(batch_invariant=given[0]) if gate else Gating(*given[:5])
 
         # By their names at each call: a test gives one another's.
         def cuda(a: Any, b: Any, *given: Any) -> None:
-            how = gate or Gating(*given[:4])
-            cuda_into(self, a, b, how, *given[0 if gate else 4 :])
+            cuda_into(self, a, b, gating(given), *given[count:])
 
         def cpu(a: Any, b: Any, *given: Any) -> None:
-            how = gate or Gating(*given[:4])
-            cpu_into(self, a, b, how, *given[0 if gate else 4 :])
+            cpu_into(self, a, b, gating(given), *given[count:])
 
         self.registered = common.define_pair(
             op, f"Tensor a, Tensor {weight}{asked}", new=lambda a, b, *_: self.new_out(a, b),
@@ -125,7 +138,7 @@ class GatedProduct:
     def __call__(self, a: Any, b: Any, how: Gating, out: Any) -> Any:
         if not self.operands.are_plain((a, b), (out,)):
             self.check(a, b, out)
-            return self.registered.run((a, b) if self.gate else (a, b, *how), out)
+            return self.registered.run((a, b, *(how[-1:] if self.gate else how)), out)
         try:
             made = (cuda_into if a.is_cuda else cpu_into)(self, a, b, how, out, out is not None)
         except common.FOREIGN:
@@ -163,10 +176,11 @@ class GatedProduct:
         n = -(-columns // 8) * GROUP_ROWS
         # From a row of b to the next of the gate, and to that of up.
         step, half = (2, 1) if how.interleaved else (1, columns)
-        ending = (how.kind, how.alpha, how.limit)
+        ending = how[:3]
         # Rows that overlap, or an expanded one: pointers, no tensor maps.
         has_maps = columns % 8 == 0 and (m == 1 or a_stride >= k) and b_stride >= k
-        choice = choose(_KERNELS, device_of(a.device).gpu, m, n, k, has_maps)
+        gpu = device_of(a.device).gpu
+        choice = choose(_KERNELS, gpu, m, n, k, has_maps, False, how.batch_invariant)
         if choice.tile is None:
             strides = (out_stride, a_stride, b_stride)
             return launch_of(_KERNELS, choice, a, (*strides, m, columns, k, half, *ending))

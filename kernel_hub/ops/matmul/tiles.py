@@ -202,8 +202,15 @@ def brought_us(num_rows: float, row_bytes: int) -> float:
     return num_rows / _BROUGHT_A_US[offset & -offset] if offset else 0.0
 
 
-def ways(tile: Tile, num_sms: int, m: int, n: int, k: int) -> tuple[bool, ...]:
-    """Whether clusters share the k of a tile: both where both can be; () where none should."""
+def ways(
+    tile: Tile, num_sms: int, m: int, n: int, k: int, batch_invariant: bool = False
+) -> tuple[bool, ...]:
+    """Whether clusters share the k of a tile: both where both can be; () where none should.
+
+    batch_invariant: none may, nor the blocks of a cluster.
+    """
+    if batch_invariant:
+        return (False,) if tile.splits == 1 else ()
     # Tiles of few rows of a read the weights once for each of them.
     if -(-k // tile.block_k) < tile.splits or (tile.swaps and tile.block_n < min(m, 64)):
         return ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -32,12 +32,14 @@ class _Rule(NamedTuple):
     num_groups: int
     top_groups: int
     scale: float
+    batch_invariant: bool
 
 
 def moe_route(
     logits: torch.Tensor, k: int, *, scoring: str = "softmax", renormalise: bool = False,
     bias: torch.Tensor | None = None, num_groups: int = 1, top_groups: int = 1, scale: float = 1.0,
     weights: torch.Tensor | None = None, experts: torch.Tensor | None = None,
+    deterministic: bool | Literal["batch"] = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The k experts of each token, the best first, and what each of them counts.
 
@@ -61,6 +63,7 @@ def moe_route(
     scale: a factor of all weights (routed_scaling_factor).
     weights: (tokens, k), fp32, contiguous, where to write; must not overlap the others.
     experts: (tokens, k), int32, likewise.
+    deterministic: "batch": a token's bits depend on its logits alone, not on how many there are.
 
     Returns (weights, experts). A CUDA tensor runs the shipped cubin on torch's current stream; a
     CPU tensor runs a reference in torch. No backward. Raises TensorError naming the argument that
@@ -75,7 +78,8 @@ def moe_route(
         common.check_count(_OP, argument, value, least=1)
         for argument, value in (("k", k), ("num_groups", num_groups), ("top_groups", top_groups))
     )
-    rule = _Rule(k, code, bool(renormalise), num_groups, top_groups, scale)
+    batch_invariant = deterministic is not False and common.is_batch(_OP, deterministic)
+    rule = _Rule(k, code, bool(renormalise), num_groups, top_groups, scale, batch_invariant)
     is_plain = _operands.are_plain((logits,), (bias, weights, experts))
     is_given = weights is not None or experts is not None
     try:
@@ -162,7 +166,8 @@ def _plan(logits: torch.Tensor, bias: Any, rule: _Rule, low_bits: int) -> Launch
     tokens, num_experts = logits.shape
     if tokens == 0:
         return Launch()
-    each, lanes = _choose(num_experts, tokens, rule.num_groups)
+    counted = 1 if rule.batch_invariant else tokens  # its lanes add in one order
+    each, lanes = _choose(num_experts, counted, rule.num_groups)
     block_tokens = _THREADS // lanes
     elems = common.VEC_BYTES // logits.element_size()
     stride = logits.stride(0) if tokens > 1 else 0
@@ -178,12 +183,16 @@ def _plan(logits: torch.Tensor, bias: Any, rule: _Rule, low_bits: int) -> Launch
     return Launch(function, grid, block, 8 * block_tokens * rule.k, numbers, options=options)
 
 
-def _cuda_into(
-    logits: Any, bias: Any, k: int, scoring: int, renormalise: bool, num_groups: int,
-    top_groups: int, scale: float, weights: Any, experts: Any, is_given: bool = True,
-) -> None:  # fmt: skip
-    """One launch. is_given: the caller gave weights or experts."""
-    rule = _Rule(k, scoring, renormalise, num_groups, top_groups, scale)
+def _split(rest: tuple[Any, ...]) -> tuple[_Rule, Any, Any, bool]:
+    """(rule, weights, experts, whether the caller gave one of these)."""
+    size = len(_Rule._fields)
+    weights, experts, is_given = (*rest[size:], True)[:3]
+    return _Rule(*rest[:size]), weights, experts, is_given
+
+
+def _cuda_into(logits: Any, bias: Any, *rest: Any) -> None:
+    """One launch. rest: as `_split` takes it."""
+    rule, weights, experts, is_given = _split(rest)
     low_bits = logits.data_ptr() & 15
     tensors = (weights, experts, logits, bias)
     key = (
@@ -220,12 +229,10 @@ def _first_of_equal(keys: torch.Tensor, count: int) -> torch.Tensor:
     return keys.sort(dim=-1, descending=True, stable=True)[1][..., :count]
 
 
-def _cpu_into(
-    logits: Any, bias: Any, k: int, scoring: int, renormalise: bool, num_groups: int,
-    top_groups: int, scale: float, weights: Any, experts: Any, is_given: bool = True,
-) -> None:  # fmt: skip
+def _cpu_into(logits: Any, bias: Any, *rest: Any) -> None:
     """The same on the CPU, by torch."""
-    rule = _Rule(k, scoring, renormalise, num_groups, top_groups, scale)
+    rule, weights, experts, is_given = _split(rest)
+    k, scoring, renormalise, num_groups, top_groups, scale, _ = rule
     _check(logits, bias, *rule, weights, experts)
     if is_given:
         _writes.check(weights, experts, logits, bias)
@@ -258,7 +265,7 @@ def _cpu_into(
 _registered = common.define_pair(
     _OP,
     "Tensor logits, Tensor? bias, SymInt k, int scoring, bool renormalise, SymInt num_groups, "
-    "SymInt top_groups, float scale",
+    "SymInt top_groups, float scale, bool batch_invariant",
     "weights experts", new=_new,
     cuda=lambda *given: _cuda_into(*given), cpu=lambda *given: _cpu_into(*given), check=_check,
 )  # fmt: skip

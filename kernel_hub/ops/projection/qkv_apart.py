@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from ..kv_cache.append_checks import AppendGiven
 from ..kv_cache.append_kv import append_for
 from ..matmul.linear import linear
@@ -21,7 +23,8 @@ def may_part(given: QkvGiven) -> bool:
 def into(given: QkvGiven) -> None:
     """Project, then norm, rotate and write; the projections are rounded in between."""
     x, k_cache, v_cache = given.x, given.k_cache, given.v_cache
-    joint = linear(x, given.w_qkv, given.bias)
+    deterministic: Literal["batch", False] = "batch" if given.batch_invariant else False
+    joint = linear(x, given.w_qkv, given.bias, deterministic=deterministic)
     heads = joint.view(*x.shape[:-1], given.total_heads, given.head_dim)
     out_q, positions = given.out_q, given.positions
     if k_cache is None:

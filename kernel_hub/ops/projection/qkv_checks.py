@@ -38,6 +38,7 @@ class QkvGiven(NamedTuple):
     k_norm_weight: Any = None
     eps: Any = 1e-6
     weight_offset: Any = 0.0
+    batch_invariant: bool = False
 
     @property
     def tensors(self) -> tuple[Any, ...]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 
@@ -43,7 +44,7 @@ def qkv_linear(
     cu_seqlens: torch.Tensor | None = None, out_q: torch.Tensor | None = None,
     out_k: torch.Tensor | None = None, out_v: torch.Tensor | None = None,
     q_norm_weight: torch.Tensor | None = None, k_norm_weight: torch.Tensor | None = None,
-    eps: float = 1e-6, weight_offset: float = 0.0,
+    eps: float = 1e-6, weight_offset: float = 0.0, deterministic: bool | Literal["batch"] = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     """Project tokens to queries, keys and values, rotate, and write keys and values to a cache.
 
@@ -80,6 +81,8 @@ def qkv_linear(
     out_k, out_v: (..., num_kv_heads, head_dim), without a cache only; None: new tensors.
     q_norm_weight, k_norm_weight, eps, weight_offset: a norm of each head before its rotation, as
         `append_kv` has it; without a cache neither with cu_seqlens nor with cache_seqlens.
+    deterministic: "batch": a token's bits depend on it alone, not on how many there are: one way
+        for any number of them.
 
     Returns (out_q, out_k, out_v); with a cache the last two are None. Rows of out_q whose token is
     outside every sequence, or of a finished one, are not written. A CUDA tensor runs a shipped
@@ -100,6 +103,7 @@ def qkv_linear(
         cu_seqlens, out_q, out_k, out_v, q_norm_weight, k_norm_weight,
     )  # fmt: skip
     plain = _operands.are_plain((x, w_qkv), optional)
+    batch_invariant = deterministic is not False and common.is_batch(OP, deterministic)
     written = [out for out in (k_cache, v_cache, out_q, out_k, out_v) if out is not None]
     if not (q_norm_weight is k_norm_weight is None):
         eps, weight_offset = norm_numbers(OP, eps, weight_offset)
@@ -119,7 +123,7 @@ def qkv_linear(
         raise
     values = (
         x, w_qkv, *optional[:10], out_q, out_k, out_v, num_heads, num_kv_heads, interleaved,
-        rotary_dim, q_norm_weight, k_norm_weight, eps, weight_offset,
+        rotary_dim, q_norm_weight, k_norm_weight, eps, weight_offset, batch_invariant,
     )  # fmt: skip
     if not plain:
         if not _is_tracing():
@@ -212,7 +216,9 @@ def _plan(given: QkvGiven) -> Launch:
     is_spaced = (m == 1 or x_stride >= k) and w_stride >= k
     may_part = is_spaced and qkv_apart.may_part(given)
     has_maps = is_spaced and _fits_hopper(given)
-    choice = choose(OP, device_of(x.device).gpu, m, rows, k, has_maps, may_part)
+    choice = choose(
+        OP, device_of(x.device).gpu, m, rows, k, has_maps, may_part, given.batch_invariant
+    )
     if choice is APART:
         return Launch(APART)
     if k_cache is None:  # page_size 0: keys and values lie as tokens do
@@ -264,7 +270,7 @@ def _cuda_into(given: QkvGiven, is_given: bool = True) -> None:
     ]
     key = (
         low_bits & 15, x.device, w.device, given.num_heads, given.num_kv_heads, given.interleaved,
-        given.rotary_dim, *layout,
+        given.rotary_dim, given.batch_invariant, *layout,
     )  # fmt: skip
     found = _plans.get(key)
     if found is None:
@@ -334,6 +340,6 @@ _op = common.define_given(
     "Tensor? slot_mapping, Tensor? cu_seqlens, Tensor(c!) out_q, Tensor(d!)? out_k, "
     "Tensor(e!)? out_v, int num_heads, int num_kv_heads, bool interleaved, SymInt rotary_dim, "
     "Tensor? q_norm_weight=None, Tensor? k_norm_weight=None, float eps=1e-6, "
-    "float weight_offset=0.0) -> ()",
+    "float weight_offset=0.0, bool batch_invariant=False) -> ()",
     QkvGiven, cuda=_cuda_into, cpu=_cpu_into, check=check,
 )  # fmt: skip

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
+from ..core import common
 from .norm import Norm, NormGiven, Outs
 
 
@@ -12,7 +15,7 @@ def layer_norm(
     eps: float = 1e-5, *, residual: torch.Tensor | None = None, adds_after: bool = False,
     weight_offset: float = 0.0, out_dtype: torch.dtype | None = None,
     out: torch.Tensor | None = None, out_scale: torch.Tensor | None = None,
-    residual_out: torch.Tensor | None = None,
+    residual_out: torch.Tensor | None = None, deterministic: bool | Literal["batch"] = False,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:  # fmt: skip
     """Take each row's mean off, divide by its standard deviation, scale and shift.
 
@@ -35,6 +38,7 @@ def layer_norm(
         row by its scale, which is nan where the row has a nan or an infinity.
     out, out_scale, residual_out: where to write: like x in out_dtype; x.shape[:-1], fp32; like x.
         out or residual_out may be x or residual itself; no other overlap with anything else.
+    deterministic: "batch": a row's bits depend on it alone, not on how many there are.
 
     Returns out; with out_scale behind it where it is quantised, and residual_out behind that where
     a residual is added before. A CUDA tensor runs the shipped cubin on torch's current stream; a
@@ -42,7 +46,8 @@ def layer_norm(
     does not fit.
     Source: Ba, Kiros and Hinton, "Layer Normalization", 2016.
     """
-    given = NormGiven(x, weight, bias, residual, eps, weight_offset, adds_after)
+    batch_invariant = deterministic is not False and common.is_batch(_norm.op, deterministic)
+    given = NormGiven(x, weight, bias, residual, eps, weight_offset, adds_after, batch_invariant)
     found: torch.Tensor | tuple[torch.Tensor, ...] = _norm(
         given, out_dtype, Outs(out, out_scale, residual_out)
     )

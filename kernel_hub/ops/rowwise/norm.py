@@ -30,8 +30,12 @@ def scalar_choice(size: int) -> tuple[str, int, int]:
     return "scalar", threads, max(1, 128 // threads)
 
 
-def choose(vecs: int, rows: int, has_residual: bool) -> tuple[str, int, int]:
+def choose(
+    vecs: int, rows: int, has_residual: bool, batch_invariant: bool = False
+) -> tuple[str, int, int]:
     """(variant, threads a row, rows a block) for rows of `vecs` 16-byte vectors.
+
+    batch_invariant: the threads of a row are those of few rows.
 
     Measured on an H200 (docs/notes/rms_norm.md): few rows want every load of a row in flight at
     once, many rows want four vectors a thread and two rows a block.
@@ -41,7 +45,7 @@ def choose(vecs: int, rows: int, has_residual: bool) -> tuple[str, int, int]:
         return "vec1", threads, 128 // threads
     if vecs > 4 * 1024:
         return "loop", 512, 1
-    if rows <= 256:
+    if rows <= 256 or batch_invariant:
         widest = (256, 1024)
     elif has_residual:
         widest = (128, 640 if rows > 4096 and vecs % 512 else 128)
@@ -67,6 +71,7 @@ class NormGiven(NamedTuple):
     eps: float
     weight_offset: float
     adds_after: bool
+    batch_invariant: bool = False
 
 
 class Outs(NamedTuple):
@@ -102,13 +107,13 @@ class Norm:
         self.registered = common.define_pair(
             kernels,
             "Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, float eps, "
-            "float weight_offset, bool adds_after",
+            "float weight_offset, bool adds_after, bool batch_invariant",
             "out out_scale residual_out", more="ScalarType? out_dtype",
-            new=lambda *given: _filled(self.new(NormGiven(*given[:7]), given[7], _NO_OUTS)),
+            new=lambda *given: _filled(self.new(NormGiven(*given[:8]), given[8], _NO_OUTS)),
             # By their names at each call: a test gives one another's.
             cuda=lambda *given: cuda_into(self, *_split(given)),
             cpu=lambda *given: cpu_into(self, *_split(given)),
-            check=lambda *given: self.check(NormGiven(*given[:7]), Outs(*given[7:])),
+            check=lambda *given: self.check(NormGiven(*given[:8]), Outs(*given[8:])),
         )  # fmt: skip
 
     def __call__(self, given: NormGiven, out_dtype: torch.dtype | None, outs: Outs) -> Any:
@@ -228,7 +233,7 @@ class Norm:
             variant, threads, rows_a_block = scalar_choice(hidden_size)
         else:
             variant, threads, rows_a_block = choose(
-                hidden_size // elems, rows * outer, residual is not None
+                hidden_size // elems, rows * outer, residual is not None, given.batch_invariant
             )
             if threads > 64:  # with two sums and more registers, rows of their own are 6 % faster
                 rows_a_block = 1
@@ -248,7 +253,7 @@ class Norm:
 def cuda_into(norm: Norm, given: NormGiven, outs: Outs, is_given: bool = True) -> None:
     """The norm of a CUDA tensor. is_given: the caller gave what is written."""
     out, out_scale, residual_out = outs = Outs(*map(_there, outs))
-    x, weight, bias, residual, eps, weight_offset, adds_after = given
+    x, weight, bias, residual, eps, weight_offset, adds_after, batch_invariant = given
     tensors = (out, out_scale, residual_out, x, weight, bias, residual)
     addresses = tuple([t.data_ptr() for t in tensors if t is not None])
     low_bits = 0
@@ -256,7 +261,7 @@ def cuda_into(norm: Norm, given: NormGiven, outs: Outs, is_given: bool = True) -
         low_bits |= address
     low_bits &= 15
     layout = [None if t is None else (t.dtype, t.shape, t.stride()) for t in tensors]
-    key = (low_bits, adds_after, *layout)
+    key = (low_bits, adds_after, batch_invariant, *layout)
     found = norm.plans.get(key)
     if found is None:
         plan = tuple(norm.plan(given, outs, low_bits))
@@ -278,7 +283,7 @@ def cuda_into(norm: Norm, given: NormGiven, outs: Outs, is_given: bool = True) -
 def cpu_into(norm: Norm, given: NormGiven, outs: Outs, is_given: bool = True) -> None:
     """The same on the CPU, by torch."""
     out, out_scale, residual_out = outs = Outs(*map(_there, outs))
-    x, weight, bias, residual, eps, weight_offset, adds_after = given
+    x, weight, bias, residual, eps, weight_offset, adds_after, _ = given
     norm.check(given, outs)
     if is_given:
         norm.writes.check(*outs, x, weight, bias, residual)
@@ -314,7 +319,7 @@ _NO_OUTS = Outs(None, None, None)
 
 def _split(given: tuple[Any, ...]) -> tuple[Any, ...]:
     """Of a registered op's arguments: (what it reads, what it writes, what is left)."""
-    return NormGiven(*given[:7]), Outs(*given[7:10]), *given[10:]
+    return NormGiven(*given[:8]), Outs(*given[8:11]), *given[11:]
 
 
 def _filled(outs: Outs) -> Outs:

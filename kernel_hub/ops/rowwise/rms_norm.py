@@ -5,7 +5,7 @@ What more may be joined to it goes by csrc/rowwise/rms_norm_joined.cu.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -41,6 +41,7 @@ def rms_norm(
     bias: torch.Tensor | None = None, weight_offset: float = 0.0,
     out_dtype: torch.dtype | None = None, out: torch.Tensor | None = None,
     out_scale: torch.Tensor | None = None, residual_out: torch.Tensor | None = None,
+    deterministic: bool | Literal["batch"] = False,
 ) -> Any:  # fmt: skip
     """Normalise each row of `x` by its root mean square; optionally add a residual first.
 
@@ -64,6 +65,7 @@ def rms_norm(
     out, out_scale, residual_out: where to write: like x in out_dtype; x.shape[:-1], fp32; like x.
         out or residual_out may be x or residual itself (in place); no other overlap of what is
         written with anything else.
+    deterministic: "batch": a row's bits depend on it alone, not on how many there are.
 
     Returns out; with out_scale behind it where it is quantised, and residual_out behind that where
     a residual is added before. A CUDA tensor runs the shipped
@@ -71,6 +73,7 @@ def rms_norm(
     Raises TensorError naming the argument that does not fit.
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
     """
+    batch_invariant = deterministic is not False and common.is_batch(_OP, deterministic)
     try:
         if (
             residual is out is residual_out is bias is out_dtype is out_scale is None
@@ -88,7 +91,7 @@ def rms_norm(
             and not (x.is_neg() or weight.is_neg())
             and not (_is_grad_enabled() and (x.requires_grad or weight.requires_grad))
         ):
-            return _cuda(x, weight, eps, weight_offset)
+            return _cuda(x, weight, eps, weight_offset, batch_invariant)
     except common.FOREIGN:
         _operands.check_tensors((x, weight), (None, None, None))
         _check(x, None, weight)
@@ -100,12 +103,15 @@ def rms_norm(
         or _is_wide(x, weight)
         or (isinstance(out, torch.Tensor) and out.dtype in QUANTISED)
     ):
-        given = NormGiven(x, weight, bias, residual, eps, weight_offset, adds_after)
+        given = NormGiven(
+            x, weight, bias, residual, eps, weight_offset, adds_after, batch_invariant
+        )
         return _joined(given, out_dtype, Outs(out, out_scale, residual_out))
     eps, weight_offset = _numbers(eps, weight_offset)
     if not _operands.are_plain((x, weight), (residual, out, residual_out)):
         _check(x, residual, weight, out, residual_out)
-        return _dispatch(x, residual, weight, eps, weight_offset, out, residual_out)
+        numbers = eps, weight_offset, batch_invariant
+        return _dispatch(x, residual, weight, numbers, out, residual_out)
     is_given = out is not None or residual_out is not None
     try:
         if out is None:
@@ -113,7 +119,7 @@ def rms_norm(
         if residual is not None and residual_out is None:
             residual_out = _empty_like(residual)
         into = _cuda_into if x.is_cuda else _cpu_into
-        into(x, residual, weight, eps, weight_offset, out, residual_out, is_given)
+        into(x, residual, weight, eps, weight_offset, out, residual_out, batch_invariant, is_given)
     except common.FOREIGN:
         _operands.check_tensors((x, weight), (residual, out, residual_out))
         _check(x, residual, weight, out, residual_out)
@@ -159,7 +165,7 @@ def _check(x: Any, residual: Any, weight: Any, out: Any = None, residual_out: An
 
 def _plan(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, out: torch.Tensor,
-    residual_out: torch.Tensor | None, low_bits: int,
+    residual_out: torch.Tensor | None, low_bits: int, batch_invariant: bool,
 ) -> Launch:  # fmt: skip
     """Check the tensors and choose the kernel, its launch shape and its integer parameters."""
     _check(x, residual, weight, out, residual_out)
@@ -176,7 +182,7 @@ def _plan(
         variant, threads, rows_a_block = scalar_choice(hidden_size)
     else:
         variant, threads, rows_a_block = _choose(
-            hidden_size // elems, rows * outer, residual is not None
+            hidden_size // elems, rows * outer, residual is not None, batch_invariant
         )
     # Contiguous rows take fewer parameters and no stride arithmetic.
     if variant.startswith("vec") and outer == 1 and all(t.is_contiguous() for t in tensors):
@@ -190,16 +196,23 @@ def _plan(
     return Launch(function, grid, block, numbers=(*strides, rows, hidden_size), options=options)
 
 
-def _cuda(x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float) -> torch.Tensor:
+def _cuda(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float,
+    batch_invariant: bool = False,
+) -> torch.Tensor:  # fmt: skip
     """The plain norm of a CUDA tensor into a new one: the quick way through eager calls."""
     out = _empty_like(x)
     low_bits = (x.data_ptr() | weight.data_ptr()) & 15
     key: tuple[Any, ...]
     if x.is_contiguous() and weight.is_contiguous():
-        key = (x.dtype, x.shape, weight.shape, low_bits)
+        key = (x.dtype, x.shape, weight.shape, low_bits, batch_invariant)
     else:
-        key = (x.dtype, x.shape, weight.shape, low_bits, x.stride(), weight.stride())
-    plan = _plans.get(key) or _plans.keep(key, tuple(_plan(x, None, weight, out, None, low_bits)))
+        key = (
+            x.dtype, x.shape, weight.shape, low_bits, batch_invariant, x.stride(), weight.stride()
+        )  # fmt: skip
+    plan = _plans.get(key) or _plans.keep(
+        key, tuple(_plan(x, None, weight, out, None, low_bits, batch_invariant))
+    )
     function, grid, block, shared_bytes, numbers, _, options = plan
     try:
         params = (out, x, weight, *numbers, eps, weight_offset)
@@ -213,7 +226,7 @@ def _cuda(x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: floa
 def _cuda_into(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float,
     weight_offset: float, out: torch.Tensor, residual_out: torch.Tensor | None,
-    is_given: bool = True,
+    batch_invariant: bool = False, is_given: bool = True,
 ) -> None:  # fmt: skip
     """The norm of a CUDA tensor into `out`, with or without a residual.
 
@@ -226,11 +239,11 @@ def _cuda_into(
         low_bits |= address
     low_bits &= 15
     layout = [(tensor.shape, tensor.stride()) for tensor in tensors]
-    key = (x.dtype, low_bits, *layout)
+    key = (x.dtype, low_bits, batch_invariant, *layout)
     plan, spans = _plans.get(key) or _plans.keep(
         key,
         (
-            tuple(_plan(x, residual, weight, out, residual_out, low_bits)),
+            tuple(_plan(x, residual, weight, out, residual_out, low_bits, batch_invariant)),
             _writes.spans(out, residual_out, x, residual, weight),
         ),
     )
@@ -248,7 +261,7 @@ def _cuda_into(
 def _cpu_into(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float,
     weight_offset: float, out: torch.Tensor, residual_out: torch.Tensor | None,
-    is_given: bool = True,
+    batch_invariant: bool = False, is_given: bool = True,
 ) -> None:  # fmt: skip
     """The same on the CPU, by torch."""
     _check(x, residual, weight, out, residual_out)
@@ -262,20 +275,22 @@ def _cpu_into(
 
 
 def _dispatch(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float,
-    weight_offset: float, out: torch.Tensor | None, residual_out: torch.Tensor | None,
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor,
+    numbers: tuple[float, float, bool], out: torch.Tensor | None,
+    residual_out: torch.Tensor | None,
 ) -> Any:  # fmt: skip
     """Through torch's dispatcher, for tracing and for tensors that are not plain."""
+    scalars, batch_invariant = numbers[:2], numbers[2]
     if residual is None:
         if out is None:
-            return _op(x, weight, eps, weight_offset)
-        _op_out(x, weight, eps, weight_offset, out)
+            return _op(x, weight, *numbers)
+        _op_out(x, weight, *scalars, out, batch_invariant)
         return out
     if out is None and residual_out is None:
-        return _op_residual(x, residual, weight, eps, weight_offset)
+        return _op_residual(x, residual, weight, *numbers)
     out = _empty_like(x) if out is None else out
     residual_out = _empty_like(residual) if residual_out is None else residual_out
-    _op_residual_out(x, residual, weight, eps, weight_offset, out, residual_out)
+    _op_residual_out(x, residual, weight, *scalars, out, residual_out, batch_invariant)
     return out, residual_out
 
 
@@ -283,54 +298,63 @@ _DeviceWay = Any  # _cuda_into or _cpu_into
 
 
 def _returning(into: _DeviceWay) -> Any:
-    def run(x: Any, weight: Any, eps: float, weight_offset: float) -> torch.Tensor:
+    def run(
+        x: Any, weight: Any, eps: float, weight_offset: float, batch_invariant: bool = False
+    ) -> torch.Tensor:
         out = _empty_like(x)
-        into(x, None, weight, eps, weight_offset, out, None, False)
+        into(x, None, weight, eps, weight_offset, out, None, batch_invariant, False)
         return out
 
     return run
 
 
 def _returning_both(into: _DeviceWay) -> Any:
-    def run(x: Any, residual: Any, weight: Any, eps: float, weight_offset: float) -> Any:
+    def run(
+        x: Any, residual: Any, weight: Any, eps: float, weight_offset: float,
+        batch_invariant: bool = False,
+    ) -> Any:  # fmt: skip
         out, residual_out = _empty_like(x), _empty_like(residual)
-        into(x, residual, weight, eps, weight_offset, out, residual_out, False)
+        into(x, residual, weight, eps, weight_offset, out, residual_out, batch_invariant, False)
         return out, residual_out
 
     return run
 
 
 def _writing(into: _DeviceWay) -> Any:
-    def run(x: Any, weight: Any, eps: float, weight_offset: float, out: Any) -> None:
-        into(x, None, weight, eps, weight_offset, out, None)
+    def run(
+        x: Any, weight: Any, eps: float, weight_offset: float, out: Any,
+        batch_invariant: bool = False,
+    ) -> None:  # fmt: skip
+        into(x, None, weight, eps, weight_offset, out, None, batch_invariant)
 
     return run
 
 
 def _fake_into(
     x: Any, residual: Any, weight: Any, eps: float, offset: float, out: Any, residual_out: Any,
-    is_given: bool = True,
+    batch_invariant: bool = False, is_given: bool = True,
 ) -> None:  # fmt: skip
     _check(x, residual, weight, out, residual_out)
 
 
-_SCALARS = "float eps, float weight_offset"
+_SCALARS, _FLAG = "float eps, float weight_offset", "bool batch_invariant=False"
 _op = common.define(
-    f"rms_norm(Tensor x, Tensor weight, {_SCALARS}) -> Tensor",
+    f"rms_norm(Tensor x, Tensor weight, {_SCALARS}, {_FLAG}) -> Tensor",
     cuda=_cuda, cpu=_returning(_cpu_into), fake=_returning(_fake_into),
 )  # fmt: skip
 _op_out = common.define(
-    f"rms_norm_out(Tensor x, Tensor weight, {_SCALARS}, Tensor(a!) out) -> ()",
+    f"rms_norm_out(Tensor x, Tensor weight, {_SCALARS}, Tensor(a!) out, {_FLAG}) -> ()",
     cuda=_writing(_cuda_into), cpu=_writing(_cpu_into), fake=_writing(_fake_into),
 )  # fmt: skip
 _op_residual = common.define(
-    f"rms_norm_residual(Tensor x, Tensor residual, Tensor weight, {_SCALARS}) -> (Tensor, Tensor)",
+    f"rms_norm_residual(Tensor x, Tensor residual, Tensor weight, {_SCALARS}, {_FLAG}) -> "
+    "(Tensor, Tensor)",
     cuda=_returning_both(_cuda_into), cpu=_returning_both(_cpu_into),
     fake=_returning_both(_fake_into),
 )  # fmt: skip
 _op_residual_out = common.define(
     f"rms_norm_residual_out(Tensor x, Tensor residual, Tensor weight, {_SCALARS}, "
-    "Tensor(a!) out, Tensor(b!) residual_out) -> ()",
+    f"Tensor(a!) out, Tensor(b!) residual_out, {_FLAG}) -> ()",
     cuda=_cuda_into, cpu=_cpu_into, fake=_fake_into,
 )  # fmt: skip
 

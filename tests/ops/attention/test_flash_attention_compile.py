@@ -148,8 +148,8 @@ def test_export(device: str, strict: bool) -> None:
 def test_registered_ops_pass_opcheck(device: str) -> None:
     for requires_grad in (False, True):
         t, ops = inputs(device, requires_grad), torch.ops.kernel_hub
-        options = (True, None, [-1, -1], 0.0, *[None] * 8)
-        bounds = (t["bounds_q"], t["bounds_k"], 5, 10, None, None, t["sinks"])
+        options = (True, None, [-1, -1], 0.0, *[None] * 8, False)
+        bounds = (t["bounds_q"], t["bounds_k"], 5, 10, None, None, t["sinks"], False)
         ragged = (False, 0.1, [4, -1], 3.0, t["slopes"], *bounds)
         q, k, v = t["q"], t["k"], t["v"]
         packed_qkv = t["qkv"].flatten(2, 3).detach().requires_grad_(requires_grad)
@@ -271,7 +271,7 @@ def test_transforms_are_refused() -> None:
         torch.func.vmap(lambda x: flash_attention(x, x, x))(q)
     with pytest.raises(TensorError, match="transforms"):
         torch.func.grad(lambda x: flash_attention(x, x, x).sum())(q[0])
-    options = (True, None, [-1, -1], 0.0, *[None] * 8)
+    options = (True, None, [-1, -1], 0.0, *[None] * 8, False)
     op = torch.ops.kernel_hub.flash_attention
     if hasattr(torch.library, "register_vmap"):
         with pytest.raises(TensorError, match="vmap"):

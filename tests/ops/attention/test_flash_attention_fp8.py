@@ -65,8 +65,8 @@ def test_registered_ops_pass_opcheck_on_the_cpu() -> None:
     given = (q, k, v, None, None, None, True, 0.1, [-1, -1], 0.0, *[None] * 8)
     operators, out = torch.ops.kernel_hub, torch.empty(q.shape, dtype=torch.bfloat16)
     for op, arguments in (
-        (operators.flash_attention_fp8, (*given, torch.float16, True)),
-        (operators.flash_attention_fp8_out, (*given, False, out)),
+        (operators.flash_attention_fp8, (*given, False, torch.float16, True)),
+        (operators.flash_attention_fp8_out, (*given, False, False, out)),
     ):
         # test_schema multiplies its inputs, which torch cannot in e4m3.
         checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")

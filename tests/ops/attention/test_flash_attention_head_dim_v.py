@@ -126,7 +126,7 @@ def test_which_body_of_hopper() -> None:
 
 def test_the_registered_ops_pass_opcheck() -> None:
     q, k, v = (torch.randn(2, 5, 2, width).half() for width in (32, 32, 16))
-    options = (True, None, [-1, -1], 0.0, *[None] * 8)
+    options = (True, None, [-1, -1], 0.0, *[None] * 8, False)
     op = torch.ops.kernel_hub.flash_attention.default
     torch.library.opcheck(op, (q, k, v, *options, False, True))
     out, lse = op(q, k, v, *options, False, True)

@@ -282,8 +282,8 @@ def test_compiled(device: str) -> None:
     operators, given = torch.ops.kernel_hub, (a, b, scale, None, None, 2, None)
     out = torch.empty(9, 24, dtype=torch.float16, device=a.device)
     for op, arguments in (
-        (operators.linear_fp8, (*given, False, torch.bfloat16)),
-        (operators.linear_fp8_out, (*given, True, out)),
+        (operators.linear_fp8, (*given, 0, torch.bfloat16)),
+        (operators.linear_fp8_out, (*given, 1, out)),
     ):
         # test_schema multiplies its inputs, which torch cannot in e4m3.
         torch.library.opcheck(op.default, arguments, test_utils=E4M3_OPCHECKS)

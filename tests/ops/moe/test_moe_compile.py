@@ -59,10 +59,10 @@ def test_registered_ops_pass_opcheck(device: str) -> None:
     ops, (x, logits, *_) = torch.ops.kernel_hub, inputs(device)
     places = torch.arange(20, dtype=torch.int32, device=device).view(10, 2) % 8
     weights, offsets = torch.rand(10, 2, device=device), places.new_empty(9)
-    rule = (2, 1, True, 4, 2, 2.5)
+    rule = (2, 1, True, 4, 2, 2.5, True)
     bias = torch.rand(8, device=device)
     for op, arguments in (
-        (ops.moe_route, (logits, None, 2, 0, True, 1, 1, 1.0)),
+        (ops.moe_route, (logits, None, 2, 0, True, 1, 1, 1.0, False)),
         (ops.moe_route_out, (logits, bias, *rule, weights.clone(), places.clone())),
         (ops.moe_permute, (x, places, 8)),
         (ops.moe_permute_out, (x, places, 8, x.new_empty(20, 64), offsets, places.clone())),

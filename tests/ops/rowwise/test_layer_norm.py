@@ -123,7 +123,7 @@ def test_what_is_chosen_for_many_rows(
 ) -> None:  # fmt: skip
     # Several vectors a thread and rows a block, on rows that are no whole number of blocks.
     choose, hidden = plans.choose, 16 // dtype.itemsize * vecs
-    monkeypatch.setattr(plans, "choose", lambda vecs, _, adds: choose(vecs, rows, adds))
+    monkeypatch.setattr(plans, "choose", lambda vecs, _, *how: choose(vecs, rows, *how))
     x = way.randn(3, hidden + 64, dtype=dtype)[:, :hidden]
     weight = way.randn(hidden, seed=1)
     options = {"weight": weight, "bias": weight, "eps": 1e-5}

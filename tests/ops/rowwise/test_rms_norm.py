@@ -78,7 +78,7 @@ def test_what_is_chosen_for_many_rows(
 ) -> None:
     # Several vectors a thread and rows a block, on rows that are no whole number of blocks.
     choose, hidden = module._choose, 16 // dtype.itemsize * vecs
-    monkeypatch.setattr(module, "_choose", lambda vecs, _, adds: choose(vecs, rows, adds))
+    monkeypatch.setattr(module, "_choose", lambda vecs, _, *how: choose(vecs, rows, *how))
     wide = way.randn(3, hidden + 64, dtype=dtype)
     residual = way.randn(3, hidden, dtype=dtype, seed=2)
     weight = way.randn(hidden, dtype=dtype, seed=1)
