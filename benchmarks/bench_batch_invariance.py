@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import case_rows
-import harness
 import torch
 
 from kernel_hub import ops
@@ -76,8 +75,8 @@ def call_of(case: Case) -> tuple[Callable[[Any], object], int]:
     if case.op == "qkv_linear":
         w = randn((HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN)
         angles = torch.randn(case.m, HEAD_DIM // 2, device="cuda")
-        heads = {"num_heads": HEADS, "num_kv_heads": KV_HEADS}
-        rotation = {"cos": angles.cos(), "sin": angles.sin()}
+        heads: dict[str, Any] = {"num_heads": HEADS, "num_kv_heads": KV_HEADS}
+        rotation: dict[str, Any] = {"cos": angles.cos(), "sin": angles.sin()}
         one = x[None]  # a sequence
         return lambda d: ops.qkv_linear(one, w, **heads, **rotation, deterministic=d), 2 * w.numel()
     if case.op == "gate_up":
@@ -108,14 +107,7 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
 
 def main() -> None:
     """Parse the command line, measure, print."""
-    options = harness.arguments(
-        __doc__.splitlines()[0], rounds=ROUNDS, quick={"rounds": 3},
-        more=lambda parser: parser.add_argument(
-            "--seconds", type=float, default=600.0, help="no new case after these"
-        ),
-    )  # fmt: skip
-    cases = QUICK if options.quick else CASES
-    case_rows.write(options, case_rows.measured(cases, measure, options.rounds, options.seconds))
+    case_rows.main(__doc__, QUICK, CASES, measure, ROUNDS)
 
 
 if __name__ == "__main__":

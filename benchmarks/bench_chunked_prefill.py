@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 
 import case_rows
-import harness
 import torch
 from lot.attention_peers import fa3, xformers_fa3
 
@@ -177,14 +176,7 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
 
 def main() -> None:
     """Parse the command line, measure, print."""
-    options = harness.arguments(
-        __doc__.splitlines()[0], rounds=ROUNDS, quick={"rounds": 3},
-        more=lambda parser: parser.add_argument(
-            "--seconds", type=float, default=600.0, help="no new case after these"
-        ),
-    )  # fmt: skip
-    cases = QUICK if options.quick else CASES
-    case_rows.write(options, case_rows.measured(cases, measure, options.rounds, options.seconds))
+    case_rows.main(__doc__, QUICK, CASES, measure, ROUNDS)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import harness
 import torch
 
 
@@ -35,3 +36,18 @@ def write(options: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -> Non
     """Into --out, behind what the run is about."""
     if options.out:
         options.out.write_text(json.dumps([options.about, *rows], indent=1))
+
+
+def main(
+    about: str | None, quick: Sequence[Any], cases: Sequence[Any],
+    measure: Callable[[Any, int], dict[str, Any]], rounds: int,
+) -> None:  # fmt: skip
+    """Parse the command line, measure, print."""
+    options = harness.arguments(
+        (about or "").splitlines()[0], rounds=rounds, quick={"rounds": 3},
+        more=lambda parser: parser.add_argument(
+            "--seconds", type=float, default=math.inf, help="no new case after these"
+        ),
+    )  # fmt: skip
+    chosen = quick if options.quick else cases
+    write(options, measured(chosen, measure, options.rounds, options.seconds))

@@ -102,8 +102,9 @@ def rms_norm(dtype: torch.dtype, tokens: int, hidden: int, residual: bool) -> Ce
     r = random(sets, tokens, hidden, dtype=dtype) if residual else None
     r_out = torch.empty_like(x) if residual else None
     plan = norm_module._plan(
-        x[0], None if r is None else r[0], weight, out[0], None if r_out is None else r_out[0], 0
-    )
+        x[0], None if r is None else r[0], weight, out[0],
+        None if r_out is None else r_out[0], 0, False,
+    )  # fmt: skip
     chosen, numbers = planned("rms_norm", plan), plan.numbers
     prefix = chosen.function.rpartition("_")[0]
     vecs = hidden * dtype.itemsize // 16
