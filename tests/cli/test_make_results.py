@@ -52,7 +52,9 @@ ABOUT = {
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
     """A file of results as measure/results.py writes it."""
-    path.write_text(json.dumps({"about": ABOUT, "rows": rows}))
+    names = [*row("", "", "", 0.0, ""), "note"]
+    values = [[each[name] for name in names if name in each] for each in rows]
+    path.write_text(json.dumps({"about": ABOUT, "columns": names, "rows": values}))
 
 
 ROWS = [

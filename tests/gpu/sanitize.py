@@ -97,9 +97,8 @@ def softmax(device: str) -> None:
         mask = torch.randn(size, device=device)
         for op in (ops.softmax, ops.log_softmax):
             op(x, mask=mask > 0)
-            leaf = x.contiguous().requires_grad_()
             with torch.enable_grad():
-                out = op(leaf, mask=mask.to(dtype), scale=0.5)
+                out = op(leaf := x.contiguous().requires_grad_(), mask=mask.to(dtype), scale=0.5)
             torch.autograd.grad(out, leaf, x)
 
 
