@@ -37,6 +37,12 @@ class Tree:
         path.write_text(text)
         return path
 
+    def with_copy(self) -> Tree:
+        """Itself, with a source and a header of its own."""
+        self.write("copy.cu", PLAIN)
+        self.write("include/copy.cuh", PLAIN_HEADER)
+        return self
+
     def build(self, *args: str) -> int:
         return build.main(["--csrc", str(self.csrc), "--out", str(self.out), *args])
 

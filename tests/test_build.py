@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from built_tree import NVCC, PLAIN, PLAIN_HEADER, Tree, needs_nvcc
+from built_tree import NVCC, PLAIN_HEADER, Tree, needs_nvcc
 
 from kernel_hub.compilers import nvcc
 from kernel_hub.compilers.nvcc import find_nvcc, make_jobs
@@ -62,9 +62,7 @@ def tree(tmp_path: Path) -> Tree:
 
 @pytest.fixture
 def copy_tree(tree: Tree) -> Tree:
-    tree.write("copy.cu", PLAIN)
-    tree.write("include/copy.cuh", PLAIN_HEADER)
-    return tree
+    return tree.with_copy()
 
 
 # Jobs and their digests: no compiler needed

@@ -19,9 +19,7 @@ def tree(tmp_path: Path) -> Tree:
 
 @pytest.fixture
 def copy_tree(tree: Tree) -> Tree:
-    tree.write("copy.cu", PLAIN)
-    tree.write("include/copy.cuh", PLAIN_HEADER)
-    return tree
+    return tree.with_copy()
 
 
 @pytest.mark.slow

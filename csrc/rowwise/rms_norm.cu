@@ -20,7 +20,7 @@
 // (docs/notes/rms_norm.md).
 // Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
 
-#include "kernel_hub/dependent_launch.cuh"
+#include "kernel_hub/follow_launch.cuh"
 #include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/ptx.cuh"
 #include "kernel_hub/reduce.cuh"
@@ -70,8 +70,7 @@ __device__ __forceinline__ void rms_norm_vecs(RmsNormParams<T> p) {
     const int64_t row_idx = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
     const int num_vecs = row_idx < p.num_rows ? p.hidden_size / kVecElems<T> : 0;
 
-    wait_for_launch_before();
-    allow_next_launch();  // not before: its blocks would be in the way of the launch ahead
+    follow_launch_before();
     // Issue every load before the first use.
     RowVecs<T, kVecs> row, residual, weight;
     row.load(p.x + row_idx * p.x_stride, num_vecs);
@@ -107,8 +106,7 @@ __device__ __forceinline__ void rms_norm_two_pass(RmsNormParams<T> p) {
     T* out = p.out + row_idx * p.out_stride;
     const int step = blockDim.x * kWidth;
 
-    wait_for_launch_before();
-    allow_next_launch();
+    follow_launch_before();
     float sum = 0.0f;
 #pragma unroll 4
     for (int i = threadIdx.x * kWidth; i < row_size; i += step) {

@@ -149,6 +149,18 @@ def test_registered_ops_pass_opcheck(device: str) -> None:
     t, ops = inputs(device), torch.ops.kernel_hub
     x, r, w = t["x"], t["r"], t["w"]
     rotary = (t["q"], t["k"], t["cos"], t["sin"], None, False, 32)
+    added = (
+        x,
+        w,
+        w,
+        r,
+        1e-5,
+        0.0,
+        True,
+        False,
+        torch.empty_like(x),
+        *(x.new_empty(0) for _ in "ab"),
+    )
     ids = torch.zeros(5, dtype=torch.int64, device=device)
     half, scale, oai = x[..., :32].contiguous(), torch.ones(2, 5, device=device), (1.7, 7.0, True)
     for op, arguments in (
@@ -157,39 +169,9 @@ def test_registered_ops_pass_opcheck(device: str) -> None:
         (ops.rms_norm_residual, (x, r, w, 1e-6, 0.0)),
         (ops.rms_norm_residual_out, (x, r, w, 1e-6, 0.0, x.clone(), r.clone())),
         (ops.layer_norm, (x, w, None, r, 1e-5, 0.0, False, False, torch.float8_e4m3fn)),
-        (
-            ops.layer_norm_out,
-            (
-                x,
-                w,
-                w,
-                r,
-                1e-5,
-                0.0,
-                True,
-                False,
-                torch.empty_like(x),
-                x.new_empty(0),
-                x.new_empty(0),
-            ),
-        ),
+        (ops.layer_norm_out, added),
         (ops.rms_norm_joined, (x, w, w, None, 1e-5, 0.0, False, True, torch.int8)),
-        (
-            ops.rms_norm_joined_out,
-            (
-                x,
-                w,
-                w,
-                r,
-                1e-5,
-                0.0,
-                True,
-                False,
-                torch.empty_like(x),
-                x.new_empty(0),
-                x.new_empty(0),
-            ),
-        ),
+        (ops.rms_norm_joined_out, added),
         (ops.silu_and_mul, (x,)),
         (ops.silu_and_mul_out, (x, x.new_empty(2, 5, 32))),
         (ops.silu_and_mul_e4m3, (x,)),

@@ -160,10 +160,10 @@ def _plan(
     if slots >= _COUNTED_APART:
         chunks = -(-slots // chunk)
         counting = common.shipped(_OP, f"{_OP}_count")
-        grid, block = (chunks, 1, 1), (_THREADS, 1, 1)
+        grid = (chunks, 1, 1)
         count = tuple(
             Launch(
-                counting, grid, block, 4 * num_experts, (slots, num_experts, chunk),
+                counting, grid, (_THREADS, 1, 1), 4 * num_experts, (slots, num_experts, chunk),
                 options=gpu.following(grid),
             )
         )  # fmt: skip

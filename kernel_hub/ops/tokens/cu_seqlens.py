@@ -139,9 +139,8 @@ def _plan(given: SeqlensGiven) -> Launch:
     numbers = (stride if batch > 1 else 0, batch, tokens, pages, given.page_size)
     grid = (max(1, -(-tokens // _THREADS)), 1, 1)
     function = common.shipped(_OP, _OP)
-    block = (_THREADS, 1, 1)
     options = device_of(given.lengths.device).following(grid)
-    return Launch(function, grid, block, 4 * (batch + 1), numbers, options=options)
+    return Launch(function, grid, (_THREADS, 1, 1), 4 * (batch + 1), numbers, options=options)
 
 
 def _cuda_into(given: SeqlensGiven, is_given: bool = True) -> None:

@@ -164,14 +164,18 @@ def test_every_variant(
     module._plans.clear()
 
 
+def needs_clusters(way: Way) -> None:
+    if way.is_gpu and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("clusters need compute capability 9.0")
+
+
 @pytest.mark.parametrize("blocks", [2, 4, 8])
 @each_op
 @each_dtype
 def test_a_row_of_several_blocks(
     way: Way, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, op: Op, blocks: int
 ) -> None:
-    if way.is_gpu and torch.cuda.get_device_capability() < (9, 0):
-        pytest.skip("clusters need compute capability 9.0")
+    needs_clusters(way)
     monkeypatch.setattr(plans, "choose", lambda vecs, *_: plans.Shape("vec", 64, 1, blocks))
     module._plans.clear()
     held = 4 if dtype == torch.float32 else 2  # vectors of a thread, of a gradient
@@ -198,8 +202,7 @@ def test_a_row_of_several_blocks(
 def test_a_gradient_that_several_blocks_read_twice(
     way: Way, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, op: Op, blocks: int
 ) -> None:
-    if way.is_gpu and torch.cuda.get_device_capability() < (9, 0):
-        pytest.skip("clusters need compute capability 9.0")
+    needs_clusters(way)
     monkeypatch.setattr(plans, "_PORTABLE", blocks)
     monkeypatch.setattr(plans, "_LOOP_THREADS", 64)
     monkeypatch.setattr(plans, "choose", lambda vecs, *_: plans.Shape("vec", 64, 1, 2 * blocks))
