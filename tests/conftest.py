@@ -97,6 +97,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.path.relative_to(ROOT / "tests").parts[:-1]:
             item.add_marker(pytest.mark.gpu)
+    items[:] = (item for item in items if not _is_no_way(item))
+
+
+def _is_no_way(item: pytest.Item) -> bool:
+    """The emulated way of a test that is marked gpu as a whole: hours of larger cases."""
+    given = getattr(item, "callspec", None)
+    ways = (given.params.get(name) for name in ("way", "hopper_way")) if given else ()
+    return item.get_closest_marker("gpu") is not None and "emulated" in ways
 
 
 def _collect_garbage() -> None:

@@ -10,7 +10,6 @@ import pytest
 if importlib.util.find_spec("torch") is None:
     collect_ignore_glob = ["*test_*.py"]  # of folders too
 else:
-    from ways import hopper_gpu as hopper_gpu
     from ways import hopper_way as hopper_way
     from ways import way as way
 

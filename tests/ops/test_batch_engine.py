@@ -104,7 +104,7 @@ def test_answers_emulated(hopper_way: Way, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.gpu
 @pytest.mark.parametrize("drawn", range(2))
 @pytest.mark.parametrize("config", [SMALL, MIXTURE, WINDOWED], ids=lambda c: c["model_type"])
-def test_answers(hopper_gpu: Way, config: dict[str, Any], drawn: int) -> None:
+def test_answers(hopper_way: Way, config: dict[str, Any], drawn: int) -> None:
     check(config, "cuda", COUNT, 600, (config["model_type"], drawn))
 
 

@@ -326,8 +326,6 @@ def test_the_list_of_variants_ends_the_file(name: str) -> None:
 def test_matmul_cache_kernel(way: Way) -> None:
     from kernel_hub import Kernel
 
-    if not way.is_gpu:
-        pytest.skip("its shared memory is dynamic, which the emulator has not")
     a, b = (torch.randn(512, 512, device="cuda", dtype=torch.float16) for _ in range(2))
     c = torch.full((512, 512), float("nan"), device="cuda")
     kernel = Kernel("matmul_cache_kernel", function_names=["matmul_cache_kernel_0d1d2d"])

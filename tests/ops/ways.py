@@ -105,15 +105,6 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     yield Way("emulated", "cpu")
 
 
-@pytest.fixture
-def hopper_gpu() -> Way:
-    """The second of `hopper_way` alone, for tests that are marked gpu as a whole."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("these kernels need a GPU of compute capability 9.0")
-    forget_reports("cuda")
-    return Way("gpu", "cuda")
-
-
 @functools.cache
 def hopper_function(cubin: str, name: str) -> HopperFunction:
     return HopperFunction(cubin, name)
@@ -123,7 +114,10 @@ def hopper_function(cubin: str, name: str) -> HopperFunction:
 def hopper_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Way]:
     """The same of the bodies for Hopper, planned for such a GPU of few multiprocessors."""
     if request.param == "gpu":
-        yield request.getfixturevalue("hopper_gpu")
+        if torch.cuda.get_device_capability() != (9, 0):
+            pytest.skip("these kernels need a GPU of compute capability 9.0")
+        forget_reports("cuda")
+        yield Way("gpu", "cuda")
         return
     forget_reports("cpu")
     emulate(monkeypatch, hopper_function)

@@ -147,22 +147,22 @@ def test_other_kernels_refuse(way: Way) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("index", range(DRAWN))
-def test_tokens(hopper_gpu: Way, index: int) -> None:
+def test_tokens(hopper_way: Way, index: int) -> None:
     lot = random.Random(index)
-    check(Held(Cache.drawn(index, lot.choice((300, 3000, 20_000))), hopper_gpu), lot, 4)
+    check(Held(Cache.drawn(index, lot.choice((300, 3000, 20_000))), hopper_way), lot, 4)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch_size", [1, 3, 64, 200])
-def test_llama_steps(hopper_gpu: Way, batch_size: int) -> None:
+def test_llama_steps(hopper_way: Way, batch_size: int) -> None:
     """Decode steps of 32 / 8 heads beside a chunk of 777 tokens and a whole prompt."""
     lot = random.Random(batch_size)
     lengths = tuple(lot.randrange(1, 6000) for _ in range(batch_size))
-    held = Held(Cache(lengths, (1,) * batch_size, 32, 8, 128, 64, {}), hopper_gpu)
+    held = Held(Cache(lengths, (1,) * batch_size, 32, 8, 128, 64, {}), hopper_way)
     everyone = held.rows([(i, 0, 1) for i in range(batch_size)])
     for i in range(min(batch_size, 20)):
         same_bits(held.alone(i, 0), everyone[i][0], name=f"sequence {i}")
-    held = Held(Cache((777, 4096), (777, 4096), 32, 8, 128, 64, {}), hopper_gpu)
+    held = Held(Cache((777, 4096), (777, 4096), 32, 8, 128, 64, {}), hopper_way)
     whole = held.rows([(0, 0, 777), (1, 0, 4096)])
     for first, end in ((0, 512), (512, 1536), (1536, 4096)):
         same_bits(held.rows([(1, first, end)])[0], whole[1][first:end], name="chunk")

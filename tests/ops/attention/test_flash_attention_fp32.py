@@ -68,12 +68,11 @@ def test_the_same_bits(way: Way) -> None:
 
 @pytest.mark.gpu
 def test_larger(way: Way) -> None:
-    if way.is_gpu:
-        case = Case(
-            "bshd", "fp32", head_dim=128, num_heads=16, num_kv_heads=4, lengths_q=(2048,) * 2,
-            lengths_k=(2048,) * 2, causal=True,
-        )  # fmt: skip
-        run(case, way.device)
+    case = Case(
+        "bshd", "fp32", head_dim=128, num_heads=16, num_kv_heads=4, lengths_q=(2048,) * 2,
+        lengths_k=(2048,) * 2, causal=True,
+    )  # fmt: skip
+    run(case, way.device)
 
 
 def test_refusals(way: Way) -> None:

@@ -58,8 +58,7 @@ def test_the_same_bits(way: Way) -> None:
 
 @pytest.mark.gpu
 def test_long_caches(way: Way) -> None:
-    if way.is_gpu:
-        step(way, [9000, 20000, 5], heads=(32, 8), max_seqlen=20480, page_size=64).check()
+    step(way, [9000, 20000, 5], heads=(32, 8), max_seqlen=20480, page_size=64).check()
 
 
 Q, CACHE = torch.ones(1, 1, 4, 64), torch.ones(1, 32, 2, 64)

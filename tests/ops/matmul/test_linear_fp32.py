@@ -75,9 +75,8 @@ def test_many_binades(way: Way, m: int, binades: int) -> None:
 @pytest.mark.parametrize("size", [(1, 4096, 14336), (300, 1000, 9001), (129, 4112, 4096)], ids=str)
 @pytest.mark.gpu
 def test_larger(way: Way, size: tuple[int, int, int]) -> None:
-    if way.is_gpu:
-        check_fp32(way, *size, activation="silu", adds=True)
-        check_fp32(way, *size, binades=20)
+    check_fp32(way, *size, activation="silu", adds=True)
+    check_fp32(way, *size, binades=20)
 
 
 @pytest.mark.parametrize("m", [2, 40])

@@ -152,13 +152,12 @@ def test_portable_bodies(way: Way, m: int, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.gpu
 def test_a_thousand_launches_back_to_back(way: Way) -> None:
-    if way.is_gpu:
-        check_back_to_back("""
+    check_back_to_back("""
 table = randn(2048, 64, dtype=torch.float32)
 cases = [
     partial(
-        ops.qkv_linear, randn(m, 512), randn(1536, 512), None, table, table,
-        torch.arange(m, device="cuda"), num_heads=8, num_kv_heads=2,
+    ops.qkv_linear, randn(m, 512), randn(1536, 512), None, table, table,
+    torch.arange(m, device="cuda"), num_heads=8, num_kv_heads=2,
     )
     for m in (1, 7, 30, 64, 300, 1500)
 ]
