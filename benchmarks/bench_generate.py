@@ -49,8 +49,8 @@ def step_of(model: Any, run: Any, batch_size: int, new_tokens: int) -> Callable[
     positions = torch.arange(first, first + new_tokens, device="cuda")
 
     def step() -> Any:
-        cache.reset()
-        with torch.inference_mode():
+        with torch.inference_mode():  # its tensors are made in here too
+            cache.reset()
             return run(
                 input_ids=tokens, past_key_values=cache, position_ids=positions[None],
                 cache_position=positions, logits_to_keep=1,

@@ -58,10 +58,9 @@ __device__ __forceinline__ int token_max(int value, int lanes) {
     if (lanes == kWarpSize) {
         return __reduce_max_sync(kAllLanes, value);
     }
-#pragma unroll
-    for (int mask = kWarpSize / 4; mask > 0; mask /= 2) {
-        const int other = __shfl_xor_sync(kAllLanes, value, mask);
-        value = mask < lanes ? max(value, other) : value;
+#pragma unroll 1
+    for (int mask = lanes / 2; mask > 0; mask /= 2) {
+        value = max(value, __shfl_xor_sync(kAllLanes, value, mask));
     }
     return value;
 }
@@ -193,10 +192,9 @@ __device__ __forceinline__ void route(float* weights, int* chosen, const void* l
         for (int i = 1; i < kPerLane; ++i) {
             largest = fmaxf(largest, values[i]);
         }
-#pragma unroll
-        for (int mask = kWarpSize / 2; mask > 0; mask /= 2) {
-            const float other = __shfl_xor_sync(kAllLanes, largest, mask);
-            largest = mask < lanes ? fmaxf(largest, other) : largest;
+#pragma unroll 1
+        for (int mask = lanes / 2; mask > 0; mask /= 2) {
+            largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, mask));
         }
         if (has_bias || !renormalises) {
             sum = 0.0f;

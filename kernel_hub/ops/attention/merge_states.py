@@ -152,7 +152,7 @@ def _plan(
     function = common.shipped(_OP, f"{_OP}_{common.DTYPE_TOKENS[out_a.dtype]}_{variant}")
     grid = (-(-seqlen // block_tokens), blocks, batch_size)
     block = (width, block_heads, block_tokens)
-    options = device_of(out_a.device).following(grid)
+    options = device_of(out_a.device).following
     return Launch(
         function, grid, block, numbers=(*strides, seqlen, heads, head_dim), options=options
     )

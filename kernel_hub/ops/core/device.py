@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -88,14 +87,10 @@ class PlannedGpu(NamedTuple):
         """Whether a launch may begin under the end of the one before."""
         return overlaps_launches(self.compute_capability)
 
-    def following(self, grid: tuple[int, int, int]) -> dict[str, Any]:
-        """Options of a launch whose kernel waits for the one before it, first of all.
-
-        Few blocks are set up while the launch before ends, and those behind them while they run.
-        Of more, those set up early lie several on the multiprocessors that were free first.
-        """
-        is_few = math.prod(grid) <= self.num_sms
-        return {"programmatic": True} if self.overlaps_launches and is_few else {}
+    @property
+    def following(self) -> dict[str, Any]:
+        """Options of a launch whose kernel waits for the one before it, first of all."""
+        return {"programmatic": True} if self.overlaps_launches else {}
 
 
 # What CPU tensors are planned for, where tests run kernels in an emulator.

@@ -96,7 +96,7 @@ def launch_of(given: AppendGiven, is_aligned: bool) -> Launch:
     )
     grid = (-(-num_tokens // block_tokens), 1, 1)
     block = (width, q_threads + kv_threads, block_tokens)
-    options = device_of(k.device).following(grid)
+    options = device_of(k.device).following
     return Launch(function, grid, block, 0, (*strides, *sizes, q_threads), options=options)
 
 
@@ -132,7 +132,7 @@ def _normed_launch(given: AppendGiven, is_aligned: bool, heads: tuple[int, int, 
     block = (width, q_threads + kv_threads, block_tokens)
     numbers = (*strides, *sizes, q_threads, rounds, *map(int, flags))
     function = common.shipped("append_kv_normed", name)
-    options = device_of(k.device).following(grid)
+    options = device_of(k.device).following
     return Launch(function, grid, block, shared_bytes, numbers, options=options)
 
 

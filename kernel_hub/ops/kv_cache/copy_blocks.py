@@ -100,7 +100,7 @@ def _plan(k_cache: Any, v_cache: Any, block_mapping: Any, low_bits: int) -> Laun
     )  # fmt: skip
     function = common.shipped(_OP, f"{_OP}_{'vec' if is_vec else 'byte'}")
     grid, block = (blocks, min(pairs, common.MAX_GRID_Y), 2), (_THREADS, 1, 1)
-    options = device_of(k_cache.device).following(grid)
+    options = device_of(k_cache.device).following
     return Launch(function, grid, block, numbers=numbers, options=options)
 
 

@@ -15,8 +15,7 @@ _OP = "moe_combine"
 _plans: Plans[tuple[tuple[Any, ...], common.Spans]] = Plans()
 _operands = common.Operands(_OP, "rows row_id_map weights", "residual out")
 _writes = common.Writes(_OP, "out rows row_id_map weights residual", "out", "out=residual")
-_THREADS = 256
-_AT_ONCE = 8  # vectors a thread reads before it adds them
+_THREADS = (128, 64, 32)  # of a block
 
 
 def moe_combine(
@@ -87,12 +86,9 @@ def _new(rows: torch.Tensor, row_id_map: torch.Tensor, *_: Any) -> torch.Tensor:
     return rows.new_empty((row_id_map.shape[0], rows.shape[1]))
 
 
-def _rows_at_once(k: int, tokens: int) -> int:
-    """How many rows a thread reads at once; the fewer, the more columns of each.
-
-    Of few tokens one column, so that there are many threads.
-    """
-    return 8 if k > 4 or tokens <= 256 else 4 if k > 2 else 2
+def _rows_at_once(k: int) -> int:
+    """How many rows a thread reads at once."""
+    return 8 if k > 4 else 4 if k > 2 else 2
 
 
 def _plan(rows: Any, row_id_map: Any, residual: Any, out: Any, low_bits: int) -> Launch:
@@ -105,21 +101,18 @@ def _plan(rows: Any, row_id_map: Any, residual: Any, out: Any, low_bits: int) ->
     ]  # fmt: skip
     elems = common.VEC_BYTES // rows.element_size()
     is_vec = not low_bits and common.is_aligned(elems, hidden_size, *strides)
-    units = hidden_size // elems if is_vec else hidden_size
-    ahead = _rows_at_once(k, tokens) if is_vec else _AT_ONCE
-    units = -(-units // (_AT_ONCE // ahead))
-    width = min(_THREADS, 1 << (units - 1).bit_length())
-    block_tokens, blocks = _THREADS // width, -(-units // width)
-    if blocks > common.MAX_GRID_Y:
-        most = common.MAX_GRID_Y * _THREADS
-        raise common.refuse(_OP, "rows", f"at most {most} elements of a row", rows)
-    variant = f"vec{ahead}" if is_vec else "scalar"
+    gpu = device_of(rows.device)
+    row_units = hidden_size // elems if is_vec else hidden_size
+    units = tokens * row_units
+    threads = next((n for n in _THREADS if units >= n * gpu.num_sms), _THREADS[-1])
+    grid = (-(-units // threads), 1, 1)
+    if grid[0] > common.MAX_GRID_X:
+        most = common.MAX_GRID_X * threads
+        raise common.refuse(_OP, "rows", f"at most {most} vectors of 16 bytes in out", rows)
+    variant = f"vec{_rows_at_once(k)}" if is_vec else "scalar"
     function = common.shipped(_OP, f"{_OP}_{common.DTYPE_TOKENS[rows.dtype]}_{variant}")
-    grid = (-(-tokens // block_tokens), blocks, 1)
-    numbers = (*strides, tokens, k, num_rows, hidden_size)
-    block = (width, block_tokens, 1)
-    options = device_of(rows.device).following(grid)
-    return Launch(function, grid, block, numbers=numbers, options=options)
+    numbers = (*strides, tokens, k, num_rows, row_units)
+    return Launch(function, grid, (threads, 1, 1), numbers=numbers, options=gpu.following)
 
 
 def _cuda_into(

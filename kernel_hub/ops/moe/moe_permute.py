@@ -164,7 +164,7 @@ def _plan(
         count = tuple(
             Launch(
                 counting, grid, (_THREADS, 1, 1), 4 * num_experts, (slots, num_experts, chunk),
-                options=gpu.following(grid),
+                options=gpu.following,
             )
         )  # fmt: skip
     numbers = (
@@ -175,7 +175,7 @@ def _plan(
     block = (width, _THREADS // width, 1)
     launch = Launch(
         common.shipped(_OP, f"{_OP}_{_UNITS[unit]}"), grid, block,
-        4 * (2 * num_experts + block_tokens * k), numbers, options=gpu.following(grid),
+        4 * (2 * num_experts + block_tokens * k), numbers, options=gpu.following,
     )  # fmt: skip
     return count, chunks * num_experts, tuple(launch)
 

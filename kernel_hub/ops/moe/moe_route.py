@@ -179,7 +179,7 @@ def _plan(logits: torch.Tensor, bias: Any, rule: _Rule, low_bits: int) -> Launch
         rule.scale,
     )  # fmt: skip
     grid, block = (-(-tokens // block_tokens), 1, 1), (_THREADS, 1, 1)
-    options = device_of(logits.device).following(grid)
+    options = device_of(logits.device).following
     return Launch(function, grid, block, 8 * block_tokens * rule.k, numbers, options=options)
 
 

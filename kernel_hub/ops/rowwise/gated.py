@@ -191,7 +191,7 @@ class Gated:
             function = common.shipped(self.op, f"{name}_e4m3_{variant}")
             grid = (-(-rows // rows_a_block), outer, 1)
             block = (threads, rows_a_block, 1)
-            how = device_of(x.device).following(grid)
+            how = device_of(x.device).following
             return Launch(function, grid, block, numbers=numbers, options=how)
         if is_scalar:
             variant, threads, span = "scalar", 256, 256
@@ -205,7 +205,7 @@ class Gated:
         function = common.shipped(self.op, f"{name}_{variant}")
         grid = (-(-size // span), min(rows, common.MAX_GRID_Y), outer)
         block = (threads, 1, 1)
-        how = device_of(x.device).following(grid)
+        how = device_of(x.device).following
         return Launch(function, grid, block, numbers=numbers, options=how)
 
 

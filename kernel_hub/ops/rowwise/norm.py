@@ -246,7 +246,7 @@ class Norm:
         numbers = (*strides, rows, hidden_size, *map(int, flags))
         grid = (-(-rows // rows_a_block), outer, 1)
         block = (threads, rows_a_block, 1)
-        options = device_of(x.device).following(grid)
+        options = device_of(x.device).following
         return Launch(function, grid, block, numbers=numbers, options=options)
 
 

@@ -206,7 +206,7 @@ def _plan_largest(
 
 def _launch(x: Any, variant: str, grid: Any, block: Any, numbers: tuple[int, ...]) -> Launch:
     function = common.shipped(_OP, f"{_OP}_{common.DTYPE_TOKENS[x.dtype]}_{variant}")
-    options = device_of(x.device).following(grid)
+    options = device_of(x.device).following
     return Launch(function, grid, block, numbers=numbers, options=options)
 
 

@@ -192,7 +192,7 @@ def _plan(
     function = common.shipped(_OP, name)
     grid = (-(-rows // rows_a_block), outer, 1)
     block = (threads, rows_a_block, 1)
-    options = device_of(x.device).following(grid)
+    options = device_of(x.device).following
     return Launch(function, grid, block, numbers=(*strides, rows, hidden_size), options=options)
 
 

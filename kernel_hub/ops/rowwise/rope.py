@@ -251,7 +251,7 @@ def _plan(
     else:
         grid = (blocks, batch, 1)
         numbers = (*strides, table_stride, positions_stride, *sizes, rotary_dim, *last)
-    options = device_of(q.device).following(grid)
+    options = device_of(q.device).following
     return Launch(function, grid, block, numbers=numbers, options=options)
 
 

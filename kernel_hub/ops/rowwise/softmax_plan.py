@@ -124,7 +124,7 @@ def plan(op: str, kind: str, tensors: Sequence[Any], low_bits: int, a_thread: in
     grid = (-(-rows // shape.rows_a_block) * shape.blocks_a_row, middle, outer)
     block = (shape.threads, shape.rows_a_block, 1)
     shared_bytes = SHARED_BYTES if shape.variant in ("vec", "elem") or not is_forward else 0
-    options = gpu.following(grid)
+    options = gpu.following
     if shape.blocks_a_row > 1:
         options["cluster"] = (shape.blocks_a_row, 1, 1)
     return Launch(function, grid, block, shared_bytes, numbers, options=options)

@@ -139,7 +139,7 @@ def _plan(given: SeqlensGiven) -> Launch:
     numbers = (stride if batch > 1 else 0, batch, tokens, pages, given.page_size)
     grid = (max(1, -(-tokens // _THREADS)), 1, 1)
     function = common.shipped(_OP, _OP)
-    options = device_of(given.lengths.device).following(grid)
+    options = device_of(given.lengths.device).following
     return Launch(function, grid, (_THREADS, 1, 1), 4 * (batch + 1), numbers, options=options)
 
 

@@ -189,7 +189,7 @@ def _plan(given: EmbeddingGiven, out: Any, low_bits: int) -> Launch:
     )  # fmt: skip
     function = common.shipped(_OP, f"{_OP}_{token}_{variant}")
     grid, block = (-(-tokens // block_tokens), blocks, 1), (width, block_tokens, 1)
-    options = device_of(weight.device).following(grid)
+    options = device_of(weight.device).following
     return Launch(function, grid, block, numbers=numbers, options=options)
 
 

@@ -168,7 +168,7 @@ class _Copying:
         grid = (-(-out_rows * threads // _THREADS), 1, 1)
         function = common.shipped(_PAD, f"{self.op}_{unit}")
         block = (threads, _THREADS // threads, 1)
-        options = device_of(x.device).following(grid)
+        options = device_of(x.device).following
         return Launch(function, grid, block, numbers=numbers, options=options)
 
     def backward(self, dout: Any, cu_seqlens: Any, rows: int) -> torch.Tensor:
