@@ -29,13 +29,48 @@ def decode_alone(given: DecodeGiven, right: int, return_lse: bool) -> Any:
             checks.check(given, right)
             expected = f"the dtype of q, {q.dtype}, where deterministic is 'batch'"
             raise common.refuse(_OP, "k_cache", expected, given.k_cache)
-        return flash_attention(
-            q, given.k_cache, given.v_cache, causal=True, softmax_scale=given.softmax_scale,
-            window_size=(given.window_left, 0 if given.window_left >= 0 else -1),
-            softcap=given.softcap, alibi_slopes=given.alibi_slopes, block_table=given.block_table,
-            cache_seqlens=given.cache_seqlens, sinks=given.sinks, out=given.out,
-            return_lse=return_lse, deterministic="batch",
+        group = _group(given)
+        if group > 1:
+            return _by_rows(given, group, return_lse)
+        return _attend(
+            given, q, given.out, (given.window_left, 0 if given.window_left >= 0 else -1), True,
+            return_lse,
         )  # fmt: skip
     except (TensorError, AttributeError, IndexError):
         checks.check(given, right)  # names what this op calls so
         raise
+
+
+def _attend(
+    given: DecodeGiven, q: Any, out: Any, window: tuple[int, int], causal: bool, return_lse: bool
+) -> Any:
+    return flash_attention(
+        q, given.k_cache, given.v_cache, causal=causal, softmax_scale=given.softmax_scale,
+        window_size=window, softcap=given.softcap, alibi_slopes=given.alibi_slopes,
+        block_table=given.block_table, cache_seqlens=given.cache_seqlens, sinks=given.sinks,
+        out=out, return_lse=return_lse, deterministic="batch",
+    )  # fmt: skip
+
+
+def _group(given: DecodeGiven) -> int:
+    """The heads that share a head of the cache, where they may be rows of one tile.
+
+    One token's see the same keys, all of them. What a row makes of those does not depend on the
+    rows beside it.
+    """
+    heads, kv_heads = given.q.shape[2], given.k_cache.shape[-2]
+    if given.q.shape[1] > 1 or given.window_left >= 0 or given.sinks is not None:
+        return 1
+    return heads // kv_heads if kv_heads and heads % kv_heads == 0 else 1
+
+
+def _by_rows(given: DecodeGiven, group: int, return_lse: bool) -> Any:
+    """Each head of the cache is read once for its `group` heads, as so many queries.
+
+    A window of group - 1 keys to the right lets the first of them see the last key, in the body
+    that masks as the one of a prompt does.
+    """
+    out = given.q.new_empty(given.q.shape) if given.out is None else given.out
+    q, rows = (x[:, 0].unflatten(1, (-1, group)).transpose(1, 2) for x in (given.q, out))
+    found = _attend(given, q, rows, (-1, group - 1), False, return_lse)
+    return (out, found[1].flatten(1)[..., None]) if return_lse else out

@@ -6,6 +6,7 @@ On the CPU by the emulator, whose tensor cores add in one order whatever the til
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -123,6 +124,29 @@ def test_tokens_emulated(hopper_way: Way, monkeypatch: pytest.MonkeyPatch, index
     lot = random.Random(index)
     with hopper_attention(monkeypatch, lot.choice((1, 3, 7))):
         check(Held(Cache.drawn(index, 700), hopper_way), lot, 1)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 20.0])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_heads_share_a_tile(
+    hopper_way: Way, monkeypatch: pytest.MonkeyPatch, head_dim: int, softcap: float
+) -> None:
+    """A step's q may be a slice, out is where it is asked for, lse is each head's."""
+    case = Cache((130, 64, 3), (1, 1, 1), 6, 2, head_dim, 16, {"softcap": softcap})
+    held = Held(case, hopper_way)
+    packed = torch.stack(held.q).repeat(1, 1, 3, 1)
+    out = hopper_way.randn(*packed.shape, dtype=case.dtype)[:, :, 6:12]
+    how: dict[str, Any] = {
+        "cache_seqlens": held.int32(case.lengths), "block_table": held.table([0, 1, 2]),
+        "deterministic": "batch", "return_lse": True, **case.options,
+    }  # fmt: skip
+    given = (packed[:, :, :6], held.k, held.v)
+    with hopper_attention(monkeypatch, 3) if not hopper_way.is_gpu else nullcontext():
+        found, lse = decode_attention(*given, out=out, **how)
+        expected, own_lse = flash_attention(*given, causal=True, **how)
+    assert found is out
+    same_bits(out, expected)
+    same_bits(lse, own_lse)
 
 
 def test_shares_depend_on_the_batch(hopper_way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
