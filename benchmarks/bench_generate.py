@@ -48,8 +48,15 @@ def step_of(model: Any, run: Any, batch_size: int, new_tokens: int) -> Callable[
     first = 0 if new_tokens > 1 else CONTEXT
     positions = torch.arange(first, first + new_tokens, device="cuda")
 
+    # Its tensors are made at the first use: not by a graph, which would take them for its own.
+    with torch.inference_mode():
+        model(
+            input_ids=tokens[:, :1], past_key_values=cache, position_ids=positions[None, :1],
+            cache_position=positions[:1],
+        )  # fmt: skip
+
     def step() -> Any:
-        with torch.inference_mode():  # its tensors are made in here too
+        with torch.inference_mode():
             cache.reset()
             return run(
                 input_ids=tokens, past_key_values=cache, position_ids=positions[None],

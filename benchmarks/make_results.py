@@ -22,7 +22,11 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results"
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 OURS = "kernel_hub"
-FLOORS = ("C loop", "copy", "cuBLAS, product alone")  # ceilings of what is possible, not peers
+# Of what is possible, and other measures of the same engine: not peers.
+FLOORS = (
+    "C loop", "copy", "cuBLAS, product alone", "floor", "in step", "in step, idle",
+    "prompts alone + decode steps", "a decode step",
+)  # fmt: skip
 DRAWN, UNCOUNTED = ("by lot ", "sweep "), ", not counted"  # of families' names
 # Fixed families whose cases drawn by lot have another name, or several.
 DRAWN_OF = {"attention": "prefill", "attention_backward": "backward", "decode": "decode_contiguous"}

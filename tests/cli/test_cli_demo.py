@@ -334,7 +334,9 @@ def test_the_resolver_table_names_the_right_cubins() -> None:
 def test_on_a_gpu(torch: Any, kernel_hub_cli: Run) -> None:
     if not torch.cuda.is_available():
         pytest.skip("this torch has no CUDA")
-    report = json.loads(kernel_hub_cli("demo", "--tokens", "8192", "--json").out)
+    ran = kernel_hub_cli("demo", "--tokens", "8192", "--json")
+    assert ran.code == 0, (ran.out[:2000], ran.err[-2000:])
+    report = json.loads(ran.out)
     assert (report["ok"], report["device"]) == (True, "cuda")
     for row in report["ops"]:
         assert row["time_us"] > 0, row
