@@ -90,7 +90,7 @@ swigluoai_and_mul = _activated(
 
 
 def softmax(device: str) -> None:
-    """And its logarithm: masks of all kinds, rows of several blocks, kept, read twice, gradients."""
+    """And its logarithm: all masks, rows of several blocks, kept, read twice; gradients."""
     long = ((1, 100001), (1, 140001), (17, 70000), (1, 151936), (1, 600000), (140, 20480))
     for dtype, (rows, size) in itertools.product(DTYPES, (*FEW, *long)):
         x = torch.randn(rows, size + 8, device=device, dtype=dtype)[:, :size]
