@@ -209,6 +209,9 @@ def test_a_row_of_several_blocks(
     for options in ({}, {"mask": mask}, {"scale": 0.5}):
         check_rows(op, op(x, **options), x, **options)
     x[0, 0] = 3 * way.randn(size, dtype=dtype, seed=5)
+    odd = x[..., 3 : 64 * blocks * 16 // dtype.itemsize - 8]  # of 16 bits, a vector a thread
+    for options in ({}, {"mask": mask[:, : odd.shape[-1]]}):
+        check_rows(op, op(odd, **options), odd, **options)
     check_gradient(op, x, way.randn(3, 2, size, dtype=dtype, seed=1), mask=mask)
     nothing = x.clone()
     nothing[1, 1], nothing[2, 0, 5] = -torch.inf, torch.nan
