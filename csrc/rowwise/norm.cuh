@@ -32,17 +32,26 @@ __device__ __forceinline__ void write_scaled(const NormParams<T, EightBits>& p, 
     }
 }
 
-// Norms a row in registers and gives what each vector becomes to use(i, vec_idx, values).
+// Weight and bias of T of a row's first vectors.
+template <typename T>
+using FirstFactors = Factors<T, 1, false>;
+
+// Norms a row in registers and gives what each vector becomes to use(i, vec_idx, values). Where a
+// thread has one vector, first_factors are there.
 template <bool kIs32, typename T, typename Out, int kVecs, typename Use>
 __device__ __forceinline__ void norm_each(const NormParams<T, Out>& p, const RowVecs<T, kVecs>& row,
-                                          RowShape shape, int thread_idx, int num_vecs,
-                                          const Use& use) {
+                                          const FirstFactors<T>& first_factors, RowShape shape,
+                                          int thread_idx, int num_vecs, const Use& use) {
     constexpr int kBatch = kVecs == 1 || kIs32 ? 1 : 2;
 #pragma unroll
     for (int first = 0; first < kVecs; first += kBatch) {
         const int first_idx = thread_idx + first * blockDim.x;
         Factors<T, kBatch, kIs32> factors;
-        factors.load(p, first_idx, num_vecs);
+        if constexpr (kVecs == 1 && !kIs32) {
+            factors = first_factors;
+        } else {
+            factors.load(p, first_idx, num_vecs);
+        }
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
             const int vec_idx = first_idx + i * blockDim.x;
@@ -58,23 +67,24 @@ __device__ __forceinline__ void norm_each(const NormParams<T, Out>& p, const Row
 
 template <typename T, typename Out, int kVecs, typename Use>
 __device__ __forceinline__ void norm_each(const NormParams<T, Out>& p, const RowVecs<T, kVecs>& row,
-                                          RowShape shape, int thread_idx, int num_vecs,
-                                          const Use& use) {
+                                          const FirstFactors<T>& first_factors, RowShape shape,
+                                          int thread_idx, int num_vecs, const Use& use) {
     if constexpr (sizeof(T) != sizeof(float)) {
         if (p.is_weight32) {
-            norm_each<true>(p, row, shape, thread_idx, num_vecs, use);
+            norm_each<true>(p, row, first_factors, shape, thread_idx, num_vecs, use);
             return;
         }
     }
-    norm_each<false>(p, row, shape, thread_idx, num_vecs, use);
+    norm_each<false>(p, row, first_factors, shape, thread_idx, num_vecs, use);
 }
 
 // What a row leaves once its shape is known.
 template <typename T, int kVecs>
 __device__ __forceinline__ void finish_vecs(const NormParams<T, T>& p, RowVecs<T, kVecs>& row,
-                                            RowShape shape, int num_vecs, float (&)[kMaxWarps]) {
+                                            const FirstFactors<T>& first, RowShape shape,
+                                            int num_vecs, float (&)[kMaxWarps]) {
     constexpr int kWidth = kVecElems<T>;
-    norm_each(p, row, shape, threadIdx.x, num_vecs, [&](int, int vec_idx, float (&s)[kWidth]) {
+    const auto write = [&](int, int vec_idx, float (&s)[kWidth]) {
         if (p.adds_after) {
             float after[kWidth];
             unpack<T>(ld_global(p.residual + vec_idx * kWidth), after);
@@ -84,25 +94,28 @@ __device__ __forceinline__ void finish_vecs(const NormParams<T, T>& p, RowVecs<T
             }
         }
         write_row(p.out + vec_idx * kWidth, s);
-    });
+    };
+    norm_each(p, row, first, shape, threadIdx.x, num_vecs, write);
 }
 
 // Quantised: normed once where registers hold the results until their largest is known, else twice.
 template <typename T, int kVecs>
 __device__ __forceinline__ void finish_vecs(const NormParams<T, EightBits>& p,
-                                            RowVecs<T, kVecs>& row, RowShape shape, int num_vecs,
+                                            RowVecs<T, kVecs>& row, const FirstFactors<T>& first,
+                                            RowShape shape, int num_vecs,
                                             float (&slots)[kMaxWarps]) {
     constexpr int kWidth = kVecElems<T>;
     float largest = 0.0f;
     if constexpr (kVecs * kWidth <= 16) {
         float normed[kVecs][kWidth];
-        norm_each(p, row, shape, threadIdx.x, num_vecs, [&](int i, int, float (&s)[kWidth]) {
+        const auto keep = [&](int i, int, float (&s)[kWidth]) {
             largest = max_nan(largest, largest_of(s));
 #pragma unroll
             for (int j = 0; j < kWidth; ++j) {
                 normed[i][j] = s[j];
             }
-        });
+        };
+        norm_each(p, row, first, shape, threadIdx.x, num_vecs, keep);
         const float factor = scale_row(p, row_max(largest, slots), num_vecs > 0);
 #pragma unroll
         for (int i = 0; i < kVecs; ++i) {
@@ -119,7 +132,7 @@ __device__ __forceinline__ void finish_vecs(const NormParams<T, EightBits>& p,
             // Addresses are made anew: kept from round to round they spill.
             int thread_idx = threadIdx.x;
             asm volatile("" : "+r"(thread_idx), "+r"(num_vecs));
-            norm_each(p, row, shape, thread_idx, num_vecs,
+            norm_each(p, row, first, shape, thread_idx, num_vecs,
                       [&](int, int vec_idx, float (&s)[kWidth]) {
                           if (is_last) {
                               write_scaled(p, vec_idx * kWidth, factor, s);
@@ -152,6 +165,12 @@ __device__ __forceinline__ void norm_vecs(NormParams<T, Out> p) {
     // Issue every load before the first use; add and write the residual stream.
     RowVecs<T, kVecs> row;
     row.load(p.x, num_vecs);
+    FirstFactors<T> first;
+    if constexpr (kVecs == 1) {
+        if (sizeof(T) == sizeof(float) || !p.is_weight32) {
+            first.load(p, threadIdx.x, num_vecs);
+        }
+    }
     if (adds && !p.adds_after) {
         RowVecs<T, kVecs> residual;
         residual.load(p.residual, num_vecs);
@@ -169,7 +188,7 @@ __device__ __forceinline__ void norm_vecs(NormParams<T, Out> p) {
     shape.offset = shape.inverse * p.weight_offset;
     row.keep_packed();
 
-    finish_vecs(p, row, shape, num_vecs, slots[kCentred + 1]);
+    finish_vecs(p, row, first, shape, num_vecs, slots[kCentred + 1]);
 }
 
 // Rows of any length in accesses of kWidth elements, a pass for each sum: the first adds the

@@ -10,10 +10,11 @@
 //   vec      a row in registers, up to kVecs 16-byte vectors a thread: one pass over memory;
 //            everything 16-byte aligned. From compute capability 9.0 on a cluster of blocks_a_row
 //            blocks may share a row: each reads a part, then all exchange what they found
-//   elem     the same one element an access, up to kElems a thread, of rows in 16 bits: any
-//            alignment
+//   edges    the same of rows in 16 bits of any alignment: vectors are those of 16 aligned bytes,
+//            of which the first and the last are read and written one by one
 //   loop     rows of any length: a pass for maximum and sum, one for results; everything 16-byte
-//            aligned. Of gradients a cluster may share a row
+//            aligned. One of 16 bits is kept in dynamic shared memory where the launch has some,
+//            then as much as it takes; others are read twice. Of gradients a cluster may share one
 //   scalar   any size, any alignment: the same, one element an access
 // `out` may be `x`, `dx` may be `dout` or `out`: each element is read, then written, by one thread.
 // Shared memory: three floats a warp; where a cluster may share a row it is dynamic, with 16 bytes
@@ -89,7 +90,7 @@ namespace kernel_hub::rowwise::softmax {
 EXPORT_SOFTMAX_VARIANTS(fp16, __half, 2)
 EXPORT_SOFTMAX_VARIANTS(bf16, __nv_bfloat16, 2)
 EXPORT_SOFTMAX_VARIANTS(fp32, float, 4)
-EXPORT_SOFTMAX(softmax_fp16_elem, __half, softmax_elems, 6, sizeof(SharedFound))
-EXPORT_SOFTMAX(softmax_bf16_elem, __nv_bfloat16, softmax_elems, 6, sizeof(SharedFound))
+EXPORT_SOFTMAX(softmax_fp16_edges, __half, softmax_edges, 1, sizeof(SharedFound))
+EXPORT_SOFTMAX(softmax_bf16_edges, __nv_bfloat16, softmax_edges, 1, sizeof(SharedFound))
 
 }  // namespace kernel_hub::rowwise::softmax

@@ -53,12 +53,10 @@ __device__ __forceinline__ void check_bounds(int* flag, const int* cu_seqlens, i
 
 // Strides in units, of rows that are packed, of sequences and of their rows.
 template <typename Unit, bool kPads>
-__device__ __forceinline__ void copy_rows(Unit* out, int* flag, const Unit* x,
-                                          const int* cu_seqlens, int64_t packed_stride,
-                                          int64_t batch_stride, int64_t padded_stride,
-                                          int batch_size, int seqlen, int total, int units) {
-    follow_launch_before();
-    check_bounds(flag, cu_seqlens, batch_size, total);
+__device__ __forceinline__ void copy_rows(Unit* out, const Unit* x, const int* cu_seqlens,
+                                          int64_t packed_stride, int64_t batch_stride,
+                                          int64_t padded_stride, int batch_size, int seqlen,
+                                          int total, int units) {
     const int row = blockIdx.x * blockDim.y + threadIdx.y;
     if (row >= (kPads ? batch_size * seqlen : total)) {
         return;
@@ -99,9 +97,11 @@ __device__ __forceinline__ void copy_rows(Unit* out, int* flag, const Unit* x,
             void* out, int* flag, const void* x, const int* cu_seqlens, int64_t packed_stride,  \
             int64_t batch_stride, int64_t padded_stride, int batch_size, int seqlen, int total, \
             int units) {                                                                        \
-            copy_rows<UNIT, PADS>(static_cast<UNIT*>(out), flag, static_cast<const UNIT*>(x),   \
+            follow_launch_before();                                                             \
+            copy_rows<UNIT, PADS>(static_cast<UNIT*>(out), static_cast<const UNIT*>(x),         \
                                   cu_seqlens, packed_stride, batch_stride, padded_stride,       \
                                   batch_size, seqlen, total, units);                            \
+            check_bounds(flag, cu_seqlens, batch_size, total);                                  \
         })
 
 #define EXPORT_UNITS(NAME, PADS)                  \

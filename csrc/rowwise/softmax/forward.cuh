@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernel_hub/follow_launch.cuh"
+#include "kernel_hub/shared_size.cuh"
 #include "rowwise/softmax/row.cuh"
 
 namespace kernel_hub::rowwise::softmax {
@@ -81,71 +82,92 @@ __device__ __forceinline__ float base_of(float largest) {
     return largest == -INFINITY ? 0.0f : largest;
 }
 
-// This thread's part of a row, scaled and masked.
-template <int kAccesses, int kWidth, typename T>
-__device__ __forceinline__ void read_scores(const SoftmaxParams<T>& p, const Share& share,
-                                            float (&s)[kAccesses][kWidth]) {
-    const T* x = p.x + p.x_strides.start(share.row_idx);
-    const void* mask = p.mask_of(share.row_idx);
-    follow_launch_before();
-    // Issue every load before the first use.
-    typename Access<T, kWidth>::Bits bits[kAccesses];
+// The same of a vector that reaches beyond the row's ends, or whose mask has another alignment:
+// -inf where there is no column.
+template <typename T>
+__device__ __forceinline__ void score_edges(const SoftmaxParams<T>& p, const void* mask, int column,
+                                            uint4 bits, float (&s)[kVecElems<T>]) {
+    constexpr int kWidth = kVecElems<T>;
+    unpack<T>(bits, s);
+    // A mask's loads are all issued before the first use.
+    float added[kWidth] = {};
+    if (p.mask != nullptr) {
 #pragma unroll
-    for (int i = 0; i < kAccesses; ++i) {
-        const int access_idx = share.first + i * share.step;
-        if (access_idx < share.end) {
-            bits[i] = Access<T, kWidth>::read(x + access_idx * kWidth);
-        }
-    }
-    if constexpr (kWidth > 1) {
-#pragma unroll
-        for (int i = 0; i < kAccesses; ++i) {
-            const int access_idx = share.first + i * share.step;
-            if (access_idx < share.end) {
-                score<kWidth>(p, mask, access_idx * kWidth, bits[i], s[i]);
-            }
-        }
-        return;
-    }
-    // One by one, a mask's loads are as many, and are not waited for one after the other.
-    float added[kAccesses] = {};
-    if (mask != nullptr) {
-#pragma unroll
-        for (int i = 0; i < kAccesses; ++i) {
-            const int column = share.first + i * share.step;
-            if (column < share.end && p.is_added) {
-                added[i] = to_float(static_cast<const T*>(mask)[column]);
-            } else if (column < share.end) {
-                added[i] = static_cast<const uint8_t*>(mask)[column] ? 0.0f : -INFINITY;
+        for (int j = 0; j < kWidth; ++j) {
+            if (is_column(column + j, p.size) && p.is_added) {
+                added[j] = to_float(static_cast<const T*>(mask)[column + j]);
+            } else if (is_column(column + j, p.size)) {
+                added[j] = static_cast<const uint8_t*>(mask)[column + j] ? 0.0f : -INFINITY;
             }
         }
     }
 #pragma unroll
-    for (int i = 0; i < kAccesses; ++i) {
-        if (share.first + i * share.step < share.end) {
-            Access<T, kWidth>::unpack(bits[i], s[i]);
-            // NOTE: what truth leaves out is -inf whatever it is, nan too.
-            const bool is_out = !p.is_added && added[i] < 0.0f;
-            s[i][0] = is_out ? -INFINITY : s[i][0] * p.scale + added[i];
+    for (int j = 0; j < kWidth; ++j) {
+        // NOTE: what truth leaves out is -inf whatever it is, nan too.
+        const bool is_out = !p.is_added && added[j] < 0.0f;
+        s[j] = is_out ? -INFINITY : s[j] * p.scale + added[j];
+    }
+    if (!is_inside<T>(column, p.size)) {
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j) {
+            s[j] = is_column(column + j, p.size) ? s[j] : -INFINITY;
         }
     }
 }
 
-// A row in registers, kAccesses of kWidth elements a thread.
-template <int kAccesses, int kWidth, typename T>
+// This thread's part of a row, scaled and masked; `first` is the column of its first vector.
+template <int kVecs, bool kHasEdges, typename T>
+__device__ __forceinline__ void read_scores(const SoftmaxParams<T>& p, const Share& share,
+                                            const T* x, int first,
+                                            float (&s)[kVecs][kVecElems<T>]) {
+    constexpr int kWidth = kVecElems<T>;
+    const void* mask = p.mask_of(share.row_idx);
+    // Issue every load before the first use.
+    uint4 bits[kVecs];
+#pragma unroll
+    for (int i = 0; i < kVecs; ++i) {
+        const int column = first + i * share.step * kWidth;
+        if (share.has(i) && (!kHasEdges || is_inside<T>(column, p.size))) {
+            bits[i] = ld_global(x + column);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < kVecs; ++i) {
+        const int column = first + i * share.step * kWidth;
+        if (share.has(i)) {
+            if constexpr (kHasEdges) {
+                if (!is_inside<T>(column, p.size)) {
+                    bits[i] = read_columns(x, column, p.size);
+                }
+                score_edges(p, mask, column, bits[i], s[i]);
+            } else {
+                score<kWidth>(p, mask, column, bits[i], s[i]);
+            }
+        }
+    }
+}
+
+// A row in registers, kVecs vectors a thread. kHasEdges: neither their addresses nor the row's
+// length need be whole vectors.
+template <int kVecs, bool kHasEdges, typename T>
 __device__ __forceinline__ void softmax_once(const SoftmaxParams<T>& p) {
+    constexpr int kWidth = kVecElems<T>;
     SharedFound& shared = *reinterpret_cast<SharedFound*>(dynamic_shared());
     Share share(p.num_rows, p.size / kWidth, p.blocks_a_row);
-    if constexpr (kWidth == 1) {
-        // Kept: the compiler made each of them anew for every access.
-        asm volatile("" : "+r"(share.first), "+r"(share.step), "+r"(share.end));
+    const T* x = p.x + p.x_strides.start(share.row_idx);
+    int first = share.first * kWidth;
+    if constexpr (kHasEdges) {
+        const int lead = columns_before(x);
+        share.end = share.row_idx < p.num_rows ? (lead + p.size + kWidth - 1) / kWidth : 0;
+        first -= lead;
     }
-    float s[kAccesses][kWidth];
-    read_scores(p, share, s);
+    follow_launch_before();
+    float s[kVecs][kWidth];
+    read_scores<kVecs, kHasEdges>(p, share, x, first, s);
     Found<T> own;
 #pragma unroll
-    for (int i = 0; i < kAccesses; ++i) {
-        if (share.first + i * share.step < share.end) {
+    for (int i = 0; i < kVecs; ++i) {
+        if (share.has(i)) {
             own.largest = largest_among(own.largest, s[i]);
         }
     }
@@ -154,8 +176,8 @@ __device__ __forceinline__ void softmax_once(const SoftmaxParams<T>& p) {
     own.largest = row_max(own.largest, shared.largest_slots);
     const float base = base_of(own.largest);
 #pragma unroll
-    for (int i = 0; i < kAccesses; ++i) {
-        if (share.first + i * share.step < share.end) {
+    for (int i = 0; i < kVecs; ++i) {
+        if (share.has(i)) {
 #pragma unroll
             for (int j = 0; j < kWidth; ++j) {
                 const float distance = s[i][j] - base, power = power_of<T>(distance);
@@ -176,14 +198,18 @@ __device__ __forceinline__ void softmax_once(const SoftmaxParams<T>& p) {
     const float offset = p.is_log ? base - all.largest - logf(sum) : 0.0f;
     T* out = p.out + p.out_strides.start(share.row_idx);
 #pragma unroll
-    for (int i = 0; i < kAccesses; ++i) {
-        const int access_idx = share.first + i * share.step;
-        if (access_idx < share.end) {
+    for (int i = 0; i < kVecs; ++i) {
+        const int column = first + i * share.step * kWidth;
+        if (share.has(i)) {
 #pragma unroll
             for (int j = 0; j < kWidth; ++j) {
                 s[i][j] = s[i][j] * factor + offset;
             }
-            Access<T, kWidth>::write(out + access_idx * kWidth, s[i]);
+            if (!kHasEdges || (is_inside<T>(column, p.size) && columns_before(out + column) == 0)) {
+                st_global(out + column, pack<T>(s[i]));
+            } else {
+                write_columns(out, column, p.size, s[i]);
+            }
         }
     }
     if (p.blocks_a_row > 1) {
@@ -193,24 +219,43 @@ __device__ __forceinline__ void softmax_once(const SoftmaxParams<T>& p) {
 
 template <int kVecs, typename T>
 __device__ __forceinline__ void softmax_vecs(const SoftmaxParams<T>& p) {
-    softmax_once<kVecs, kVecElems<T>>(p);
+    softmax_once<kVecs, false>(p);
 }
 
-template <int kElems, typename T>
-__device__ __forceinline__ void softmax_elems(const SoftmaxParams<T>& p) {
-    softmax_once<kElems, 1>(p);
+template <int kVecs, typename T>
+__device__ __forceinline__ void softmax_edges(const SoftmaxParams<T>& p) {
+    softmax_once<kVecs, true>(p);
+}
+
+// This thread's accesses of a row in shared memory, all under way at once. Only it reads them.
+template <int kWidth, typename T>
+__device__ __forceinline__ const T* keep_row(const T* x, const Share& share) {
+    T* kept = reinterpret_cast<T*>(dynamic_shared());
+#pragma unroll 1
+    for (int i = share.first; i < share.end; i += share.step) {
+        cp_async_16(shared_address(kept + i * kWidth), x + i * kWidth, true);
+    }
+    cp_async_commit();
+    cp_async_wait<0>();
+    return kept;
 }
 
 template <int kWidth, typename T>
 __device__ __forceinline__ void softmax_passes(const SoftmaxParams<T>& p) {
     constexpr int kAtOnce = kWidth == 1 ? 2 : 1;
     using RowAccess = Access<T, kWidth>;
+    using Bits = typename RowAccess::Bits;
     __shared__ float largest_slots[kMaxWarps], sum_slots[2][kMaxWarps];
     const Share share(p.num_rows, p.size / kWidth, 1);
     const T* x = p.x + p.x_strides.start(share.row_idx);
     T* out = p.out + p.out_strides.start(share.row_idx);
     const void* mask = p.mask_of(share.row_idx);
     follow_launch_before();
+    if constexpr (kWidth > 1 && sizeof(T) == 2) {
+        if (dynamic_shared_bytes() > 0) {
+            x = keep_row<kWidth>(x, share);
+        }
+    }
 
     // Of this thread, then of the row: a sum is of powers of distances from the maximum so far.
     Found<T> found;
@@ -219,12 +264,12 @@ __device__ __forceinline__ void softmax_passes(const SoftmaxParams<T>& p) {
     for (int pass = 0; pass < 2; ++pass) {
 #pragma unroll 1
         for (int first = share.first; first < share.end; first += kAtOnce * share.step) {
-            typename RowAccess::Bits bits[kAtOnce];
+            Bits bits[kAtOnce];
 #pragma unroll
             for (int i = 0; i < kAtOnce; ++i) {
                 const int access_idx = first + i * share.step;
                 if (access_idx < share.end) {
-                    bits[i] = RowAccess::read(x + access_idx * kWidth);
+                    bits[i] = reinterpret_cast<const Bits*>(x)[access_idx];
                 }
             }
 #pragma unroll

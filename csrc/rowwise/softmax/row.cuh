@@ -23,6 +23,9 @@ struct Share {
         step = blocks_a_row * blockDim.x;
         end = row_idx < num_rows ? num_accesses : 0;
     }
+
+    // Whether the i-th is there.
+    __device__ __forceinline__ bool has(int i) const { return first + i * step < end; }
 };
 
 struct RowStrides {
@@ -32,6 +35,44 @@ struct RowStrides {
         return row_idx * row + blockIdx.y * middle + blockIdx.z * outer;
     }
 };
+
+// Columns of a row whose vectors are aligned, but not its ends: the first vector may begin before
+// the row, the last end behind it.
+__device__ __forceinline__ bool is_column(int column, int size) {
+    return static_cast<uint32_t>(column) < static_cast<uint32_t>(size);
+}
+template <typename T>
+__device__ __forceinline__ bool is_inside(int column, int size) {
+    return column >= 0 && column + kVecElems<T> <= size;
+}
+// How many elements of its 16 bytes come before this address.
+template <typename T>
+__device__ __forceinline__ int columns_before(const T* address) {
+    return static_cast<int>(reinterpret_cast<uintptr_t>(address) % 16 / sizeof(T));
+}
+// Of a vector of 16-bit elements what the row has, one by one.
+template <typename T>
+__device__ __forceinline__ uint4 read_columns(const T* row, int column, int size) {
+    const uint16_t* bits = reinterpret_cast<const uint16_t*>(row) + column;
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const uint32_t low = is_column(column + 2 * i, size) ? bits[2 * i] : 0;
+        const uint32_t high = is_column(column + 2 * i + 1, size) ? bits[2 * i + 1] : 0;
+        words[i] = low | high << 16;
+    }
+    return make_uint4(words[0], words[1], words[2], words[3]);
+}
+template <typename T>
+__device__ __forceinline__ void write_columns(T* row, int column, int size,
+                                              const float (&values)[kVecElems<T>]) {
+#pragma unroll
+    for (int j = 0; j < kVecElems<T>; ++j) {
+        if (is_column(column + j, size)) {
+            row[column + j] = from_float<T>(values[j]);
+        }
+    }
+}
 
 // exp; of rows in 16 bits 0 where that is subnormal.
 // NOTE: ex2.approx is off by 4 units of fp32's last place, x * kLog2e by as many where x is -8.
@@ -75,8 +116,9 @@ __device__ __forceinline__ Found<T> of_all_blocks(Found<T> own, int blocks_a_row
         const float4 other = ld_shared_cluster(cluster_address(shared_address(&given), from));
         found = {other.x, {other.y, other.z}};
     }
-    cluster_arrive();
     const float largest = group_max(found.largest, kMostBlocks);
+    // NOTE: what was read is here, as the maximum is: nothing else is to be ordered.
+    cluster_arrive_relaxed();
     const float factor = power_of<T>(found.largest - largest);
     return {largest, group_sum(found.sum.times(factor), kMostBlocks)};
 }

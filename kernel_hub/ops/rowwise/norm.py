@@ -17,6 +17,10 @@ from ..core.launch import Launch, Plans
 E4M3 = torch.float8_e4m3fn
 # What results may be quantised to, each row by a scale of its own: its largest number.
 QUANTISED: dict[torch.dtype, float] = {E4M3: 448.0, torch.int8: 127.0}
+# Threads of a multiprocessor that few rows have at most; vectors of rows that a warp takes alone.
+_AT_ONCE, _NARROW = 1024, 64
+# Rows of 65 to 128 vectors with two sums: no barriers, twice the bytes under way.
+_MANY_NARROW = ("vec4", 32, 4)
 # Of the largest magnitude of a row.
 _LEAST = 1e-12
 _NAMES = "out out_scale residual_out x weight bias residual"
@@ -31,21 +35,23 @@ def scalar_choice(size: int) -> tuple[str, int, int]:
 
 
 def choose(
-    vecs: int, rows: int, has_residual: bool, batch_invariant: bool = False
+    vecs: int, rows: int, has_residual: bool, batch_invariant: bool = False, num_sms: int = 0
 ) -> tuple[str, int, int]:
     """(variant, threads a row, rows a block) for rows of `vecs` 16-byte vectors.
 
     batch_invariant: the threads of a row are those of few rows.
 
     Measured on an H200 (docs/notes/rms_norm.md): few rows want every load of a row in flight at
-    once, many rows want four vectors a thread and two rows a block.
+    once, many rows want four vectors a thread and two rows a block. Rows of one vector a thread
+    that all run at once are few.
     """
     if vecs <= 32:
         threads = 1 << (vecs - 1).bit_length()
         return "vec1", threads, 128 // threads
     if vecs > 4 * 1024:
         return "loop", 512, 1
-    if rows <= 256 or batch_invariant:
+    few = _is_few(vecs, rows, num_sms)
+    if batch_invariant or few:
         widest = (256, 1024)
     elif has_residual:
         widest = (128, 640 if rows > 4096 and vecs % 512 else 128)
@@ -53,12 +59,19 @@ def choose(
         widest = (32, 1024 if vecs % 512 else 512 if rows <= 4096 else 256)
     per_thread = 1 if vecs <= widest[0] else 2 if vecs <= widest[1] else 4
     threads = 32 * -(-vecs // (32 * per_thread))
-    several = rows > 256 and (
+    several = not few and (
         threads <= 64
         or (threads == 128 and per_thread != 2)
         or (threads == 256 and per_thread == 4 and rows > (4096 if has_residual else 16384))
     )
     return f"vec{per_thread}", threads, max(2, 128 // threads) if several else 1
+
+
+def _is_few(vecs: int, rows: int, num_sms: int) -> bool:
+    """Whether rows of `vecs` vectors do not fill the GPU, a vector a thread."""
+    return rows <= 256 or (
+        _NARROW < vecs <= 256 and rows * 32 * -(-vecs // 32) <= _AT_ONCE * num_sms
+    )
 
 
 class NormGiven(NamedTuple):
@@ -232,11 +245,15 @@ class Norm:
         if low_bits or not common.is_aligned(elems, hidden_size, *others):
             variant, threads, rows_a_block = scalar_choice(hidden_size)
         else:
+            gpu = device_of(x.device)
+            has_residual = residual is not None
             variant, threads, rows_a_block = choose(
-                hidden_size // elems, rows * outer, residual is not None, given.batch_invariant
+                hidden_size // elems, rows * outer, has_residual, given.batch_invariant, gpu.num_sms
             )
             if threads > 64:  # with two sums and more registers, rows of their own are 6 % faster
                 rows_a_block = 1
+            elif variant == "vec2" and threads == 64 and out_scale is None:
+                variant, threads, rows_a_block = _MANY_NARROW
         form = "_quantised" if out.dtype in QUANTISED else ""
         name = f"{self.kernels}_{common.DTYPE_TOKENS[x.dtype]}{form}_{variant}"
         function = common.shipped(self.kernels, name)

@@ -22,6 +22,8 @@ _MOST, _LEAST = 448.0, 1e-12
 # Of a contiguous tensor whose largest is looked for: wide enough for four loads a thread.
 _FOLDED = (4096, 2048, 1024, 512, 256, 128, 64, 32, 16, 8)
 _ROWS_AT_ONCE, _TILE_THREADS = 4, 256
+# Threads of a multiprocessor; a kernel with four loads in flight has 64 registers.
+_AT_ONCE = 1024
 _plans: Plans[tuple[tuple[Launch, ...], common.Spans]] = Plans()
 _operands = common.Operands(_OP, "x", "scale out out_scale")
 _writes = common.Writes(_OP, "out out_scale x scale", "out out_scale")
@@ -156,8 +158,11 @@ def _plan(
     outer, rows, strides = _places(x, out_scale if scale is None else scale, per, out)
     is_scalar = bool(low_bits) or not common.is_aligned(elems, size, *strides[:2], *strides[-2:])
     width = "scalar" if is_scalar else "vec"
-    # Of few rows a thread takes one, so that there are many blocks; of many, four loads in flight.
-    rows_a_thread = 1 if rows * outer <= 256 else _ROWS_AT_ONCE
+    # Threads that take an access of each row, or, of blocks, a warp each by the element.
+    lanes = size // elems
+    if is_scalar:
+        lanes = -(-size // _BLOCK) * 32 if scale is None and per == "1x128" else size
+    rows_a_thread = _rows_a_thread(rows * outer, lanes, device_of(x.device).num_sms)
     numbers = (*strides, rows, size, rows_a_thread)
     if scale is None and per == "row":
         variant, threads, rows_a_block = (
@@ -168,10 +173,6 @@ def _plan(
     if scale is None and per == "128x128":
         grid = (-(-size // _BLOCK), -(-rows // _BLOCK), outer)
         return (_launch(x, f"tile_{width}", grid, (_TILE_THREADS, 1, 1), numbers),)
-    # Threads that take an access of each row, or, of blocks, a warp each by the element.
-    lanes = size // elems
-    if is_scalar:
-        lanes = -(-size // _BLOCK) * 32 if scale is None and per == "1x128" else size
     blocks = -(-lanes // (128 if rows_a_thread == 1 else 256))
     threads = 32 * -(-lanes // (32 * blocks))
     grid = (blocks, min(-(-rows // rows_a_thread), common.MAX_GRID_Y), outer)
@@ -182,6 +183,11 @@ def _plan(
     if scale is not None:
         return (given,)
     return _plan_largest(x, outer, rows, strides, bool(low_bits)), given
+
+
+def _rows_a_thread(rows: int, lanes: int, num_sms: int) -> int:
+    """One where all threads run at once, else as many as leave that many threads."""
+    return max(1, min(_ROWS_AT_ONCE, rows * lanes // (_AT_ONCE * num_sms)))
 
 
 def _plan_largest(

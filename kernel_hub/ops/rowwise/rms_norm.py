@@ -182,8 +182,9 @@ def _plan(
         variant, threads, rows_a_block = scalar_choice(hidden_size)
     else:
         variant, threads, rows_a_block = _choose(
-            hidden_size // elems, rows * outer, residual is not None, batch_invariant
-        )
+            hidden_size // elems, rows * outer, residual is not None, batch_invariant,
+            device_of(x.device).num_sms,
+        )  # fmt: skip
     # Contiguous rows take fewer parameters and no stride arithmetic.
     if variant.startswith("vec") and outer == 1 and all(t.is_contiguous() for t in tensors):
         variant, strides = f"flat_{variant}", []

@@ -8,18 +8,20 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core import common
-from ..core.device import device_of
+from ..core.device import PlannedGpu, device_of
 from ..core.launch import Launch
 
 CUBIN, BACKWARD = "softmax", "softmax_backward"
 SHARED_BYTES = 400  # where blocks may share a row, as the source states
-# Of a thread, of rows that are read one by one; and what there are kernels for that do.
-ELEMS, ELEM_KINDS = 6, ("fp16", "bf16")
+# Kinds of rows of 16 bits; vectors of a thread, of those that are not whole ones.
+NARROW_KINDS, EDGE_VECS = ("fp16", "bf16"), 1
 # Of a block: as many as let a second one of the same multiprocessor load meanwhile, then the most.
 _THREADS = (512, 1024)
 # Of a cluster; more than _PORTABLE only of a whole GPU, which has so many multiprocessors.
 _PORTABLE, _MOST, _WHOLE_GPU = 8, 16, 100
 _LOOP_THREADS, _SCALAR_THREADS = 512, 256
+# What a block has of shared memory beside a row that it keeps there.
+_BESIDE = 2048
 
 
 class Shape(NamedTuple):
@@ -81,6 +83,18 @@ def choose(vecs: int, rows: int, a_thread: int, num_sms: int) -> Shape:
     return Shape("vec", threads, max(1, 128 // threads) if rows > 256 or threads < 32 else 1)
 
 
+def is_kept(row_bytes: int, rows: int, gpu: PlannedGpu) -> bool:
+    """Whether blocks keep a row each in shared memory: there are many, and each multiprocessor has
+    two, one of which loads or writes while the other computes.
+    """
+    return rows > gpu.num_sms and 2 * (row_bytes + _BESIDE) <= gpu.sm_shared_bytes
+
+
+def edge_vecs(size: int, elems: int) -> int:
+    """Vectors that a row meets at most: it may begin with the last element of one."""
+    return (size + 2 * (elems - 1)) // elems
+
+
 def _power_of_2(least: int) -> int:
     return 1 << (least - 1).bit_length()
 
@@ -109,21 +123,29 @@ def plan(op: str, kind: str, tensors: Sequence[Any], low_bits: int, a_thread: in
     )
     gpu = device_of(x.device)
     num_sms, num_rows = gpu.num_sms if gpu.has_clusters else 0, rows * middle * outer
-    is_forward = op != BACKWARD
+    is_forward, shared_bytes = op != BACKWARD, 0
     if is_aligned:
         shape = choose(size // elems, num_rows, a_thread, num_sms)
+        is_long = shape.variant == "loop" or shape.blocks_a_row > 1
+        row_bytes = size * x.element_size()
+        if is_long and kind in NARROW_KINDS and is_kept(row_bytes, num_rows, gpu):
+            shape, shared_bytes = Shape("loop", _LOOP_THREADS), row_bytes
         if not is_forward and shape.blocks_a_row > _PORTABLE and num_rows > num_sms // 8:
             # Few rows at a time, so that the second read comes from the L2.
             shape = Shape("loop", _LOOP_THREADS, 1, _PORTABLE)
-    elif kind in ELEM_KINDS and (shape := choose(size, num_rows, ELEMS, num_sms)).variant == "vec":
-        shape = shape._replace(variant="elem")
+    elif (
+        kind in NARROW_KINDS
+        and (shape := choose(edge_vecs(size, elems), num_rows, EDGE_VECS, num_sms)).variant == "vec"
+    ):
+        shape = shape._replace(variant="edges")
     else:
         shape = Shape("scalar", min(_SCALAR_THREADS, 32 * -(-size // 32)))
     function = common.shipped(CUBIN, f"{CUBIN}_{kind}_{shape.variant}")
     numbers = (*strides[0], *strides[1], *strides[2], rows, size, shape.blocks_a_row)
     grid = (-(-rows // shape.rows_a_block) * shape.blocks_a_row, middle, outer)
     block = (shape.threads, shape.rows_a_block, 1)
-    shared_bytes = SHARED_BYTES if shape.variant in ("vec", "elem") or not is_forward else 0
+    if shape.variant in ("vec", "edges") or not is_forward:
+        shared_bytes = SHARED_BYTES
     options = gpu.following
     if shape.blocks_a_row > 1:
         options["cluster"] = (shape.blocks_a_row, 1, 1)

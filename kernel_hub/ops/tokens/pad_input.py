@@ -14,6 +14,8 @@ from ..core.launch import Launch, Plans
 
 _PAD, _UNPAD = "pad_input", "unpad_input"
 _THREADS = 256
+# Units that a thread reads before it writes; threads of a multiprocessor that few rows have.
+_AHEAD, _AT_ONCE = 4, 1024
 _UNITS = (("vec", 16), ("word", 4), ("byte", 1))
 _Plan = tuple[tuple[Any, ...], common.Spans]
 
@@ -162,13 +164,13 @@ class _Copying:
         spots = (low_bits, row_bytes, *strides)
         unit, width = next(each for each in _UNITS if not any(n % each[1] for n in spots))
         units = row_bytes // width
-        threads = min(_THREADS, 1 << max(0, units - 1).bit_length())
-        out_rows = batch * seqlen if self.pads else total
+        out_rows, gpu = batch * seqlen if self.pads else total, device_of(x.device)
         numbers = (*[n // width for n in strides], batch, seqlen, total, units)
-        grid = (-(-out_rows * threads // _THREADS), 1, 1)
+        threads, rows_a_block = _choose(units, out_rows, gpu.num_sms)
+        grid = (-(-out_rows // rows_a_block), 1, 1)
         function = common.shipped(_PAD, f"{self.op}_{unit}")
-        block = (threads, _THREADS // threads, 1)
-        options = device_of(x.device).following
+        block = (threads, rows_a_block, 1)
+        options = gpu.following
         return Launch(function, grid, block, numbers=numbers, options=options)
 
     def backward(self, dout: Any, cu_seqlens: Any, rows: int) -> torch.Tensor:
@@ -180,6 +182,17 @@ class _Copying:
             found: torch.Tensor = other.registered.returning(dout, cu_seqlens, rows)
             return found
         return other(dout, cu_seqlens, rows, None)
+
+
+def _choose(units: int, rows: int, num_sms: int) -> tuple[int, int]:
+    """(threads a row, rows a block): each thread with the least it can have of few rows, of many
+    with all that it reads before it writes.
+    """
+    each = min(_AHEAD, -(-rows * units // (_AT_ONCE * num_sms)))
+    lanes = -(-units // each)
+    # Whole lines of the cache, where a row has several.
+    threads = min(_THREADS, 8 * -(-lanes // 8) if lanes > 8 else lanes)
+    return threads, min(_THREADS // threads, rows)
 
 
 def _is_whole(x: torch.Tensor, lead: int) -> bool:

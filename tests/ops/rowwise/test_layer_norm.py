@@ -114,7 +114,9 @@ def test_quantised(
 
 
 @each_norm
-@pytest.mark.parametrize("vecs, rows", [(40, 1024), (160, 1024), (160, 8192), (1024, 1024)])
+@pytest.mark.parametrize(
+    "vecs, rows", [(40, 1024), (100, 9000), (160, 1024), (160, 8192), (1024, 1024)]
+)
 @pytest.mark.parametrize("kind", [None, E4M3, INT8], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_is_chosen_for_many_rows(

@@ -107,11 +107,20 @@ def test_one_scale_that_is_given(way: Way, dtype: torch.dtype, scale: float) -> 
 def test_many_rows(
     way: Way, dtype: torch.dtype, body: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # More than gridDim.y can be, and more than the blocks that look for the largest.
+    # More than gridDim.y can be, and more than the blocks that look for the largest; four a thread.
     monkeypatch.setattr(op.common, "MAX_GRID_Y", 2)
+    monkeypatch.setattr(op, "_AT_ONCE", 8)
     x = way.randn(266, 2 * 256, dtype=dtype)[:, : 256 if body == "vec" else 255]
     for per in KINDS:
         check_found(*quantize_e4m3(x, per=per), x, per)
+
+
+def test_rows_a_thread() -> None:
+    """As many as leave threads for the whole GPU."""
+    found = [op._rows_a_thread(rows, lanes, 132) for rows, lanes in (
+        (1, 4608), (167, 4608), (64, 4608), (300, 64), (8192, 512)
+    )]  # fmt: skip
+    assert found == [1, 4, 2, 1, 4]
 
 
 @pytest.mark.parametrize("rows", [1024, 8192])

@@ -95,6 +95,20 @@ def test_what_is_chosen_for_many_rows(
         check_rms_norm(out.tensor, x, weight, residual=residual)
 
 
+def test_few_rows_are_those_that_run_at_once() -> None:
+    """Then each thread has one vector; more of them whatever the rows where bits are the same."""
+    choose = module._choose
+    for residual in (False, True):
+        assert choose(160, 616, residual, False, 132) == ("vec1", 160, 1)
+        assert choose(128, 1056, residual, False, 132) == ("vec1", 128, 1)
+        assert choose(64, 616, residual, False, 132)[0] == ("vec1" if residual else "vec2")
+        for rows in (1, 257, 100000):
+            assert choose(160, rows, residual, True, 132)[:2] == ("vec1", 160)
+    assert choose(160, 1000, False, False, 132) == ("vec2", 96, 1)
+    assert choose(160, 1000, True, False, 132) == ("vec4", 64, 2)
+    assert choose(257, 300, False, False, 132)[0] == "vec2"
+
+
 @pytest.mark.parametrize("hidden", [16, 129, 4096])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_in_place(way: Way, dtype: torch.dtype, hidden: int) -> None:

@@ -140,7 +140,7 @@ def test_by_lot(way: Way, monkeypatch: pytest.MonkeyPatch, seed: int, op: Op) ->
     check_gradient(op, x, way.randn(*x.shape, dtype=dtype, seed=1), **options)
 
 
-@pytest.mark.parametrize("body", ["vec", "elem", "loop", "scalar"])
+@pytest.mark.parametrize("body", ["vec", "edges", "kept", "loop", "scalar"])
 @each_op
 @each_dtype
 def test_every_variant(
@@ -149,19 +149,41 @@ def test_every_variant(
     """A row is held in registers, by one block or several, or read twice."""
     shapes = {
         "vec": lambda vecs: plans.Shape("vec", 32 * -(-vecs // 64)),
-        "elem": lambda vecs: plans.Shape("vec", 192),
+        "edges": lambda vecs: plans.Shape("vec", 192),
+        "kept": lambda vecs: plans.Shape("loop", 64),
         "loop": lambda vecs: plans.Shape("loop", 64),
         "scalar": lambda vecs: plans.Shape("scalar", 64),
     }
     monkeypatch.setattr(plans, "choose", lambda vecs, *_: shapes[body](vecs))
+    monkeypatch.setattr(plans, "is_kept", lambda *_: body == "kept")
+    monkeypatch.setattr(plans, "_LOOP_THREADS", 64)
     module._plans.clear()
-    size = 1031 if body == "elem" else 1032
+    size = 1031 if body == "edges" else 1032
     x = 5 * way.randn(3, size, dtype=dtype)
     mask = way.randn(3, size, seed=2) > 0
     for options in ({}, {"mask": mask}, {"mask": way.randn(size, dtype=dtype), "scale": 2.0}):
         check_rows(op, op(x, **options), x, **options)
         check_gradient(op, x, way.randn(3, size, dtype=dtype, seed=1), **options)
     module._plans.clear()
+
+
+@pytest.mark.parametrize("size", [1, 6, 8, 17, 1031])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_rows_of_any_alignment(way: Way, dtype: torch.dtype, size: int) -> None:
+    """Nothing beyond a row is read or written, whatever vectors its ends share with others."""
+    for lead in range(8):
+        numbers = 3 * way.randn(lead + 3 * size + 9, dtype=dtype, seed=lead)
+        numbers[:lead] = numbers[lead + 3 * size :] = torch.nan
+        x = numbers[lead:][: 3 * size].view(3, size)
+        other = torch.full_like(numbers, 7.0)
+        out = other[(3 * lead) % 8 :][: 3 * size].view(3, size)
+        mask = way.randn(3, size, seed=2) > 0
+        mask[:, 0] = True
+        for options in ({}, {"mask": mask}):
+            found = softmax(x, **options)
+            check_rows(softmax, found, x, **options)
+            same_bits(softmax(x, **options, out=out), found)
+            assert int((other == 7.0).sum()) == len(other) - 3 * size
 
 
 def needs_clusters(way: Way) -> None:
@@ -187,6 +209,9 @@ def test_a_row_of_several_blocks(
     for options in ({}, {"mask": mask}, {"scale": 0.5}):
         check_rows(op, op(x, **options), x, **options)
     x[0, 0] = 3 * way.randn(size, dtype=dtype, seed=5)
+    odd = x[..., 3 : 64 * blocks * 16 // dtype.itemsize - 8]  # of 16 bits, a vector a thread
+    for options in ({}, {"mask": mask[:, : odd.shape[-1]]}):
+        check_rows(op, op(odd, **options), odd, **options)
     check_gradient(op, x, way.randn(3, 2, size, dtype=dtype, seed=1), mask=mask)
     nothing = x.clone()
     nothing[1, 1], nothing[2, 0, 5] = -torch.inf, torch.nan
@@ -257,7 +282,7 @@ def test_plans() -> None:
     entry = open_collection().manifest.cubins["softmax"]["sm90"]
     for name, function in entry.functions.items():
         assert function.launch is not None
-        may_share = name.endswith(("_vec", "_elem")) or "_backward_" in name
+        may_share = name.endswith(("_vec", "_edges")) or "_backward_" in name
         assert function.launch.shared_bytes == plans.SHARED_BYTES * may_share
     choose, shape = plans.choose, plans.Shape
     assert choose(16, 10000, 4, 132) == shape("vec", 4, 32)
@@ -272,10 +297,12 @@ def test_plans() -> None:
     assert choose(65536, 64, 4, 132) == shape("vec", 1024, 1, 16)
     assert choose(32768, 64, 4, 66) == shape("vec", 1024, 1, 8)
     assert choose(32769, 64, 4, 66) == choose(4097, 64, 4, 0) == shape("loop", 512)
-    # One by one: rows of 539 by three warps, of 50,257 by a cluster.
-    assert choose(539, 11456, plans.ELEMS, 132) == shape("vec", 96)
-    assert choose(286, 694, plans.ELEMS, 132) == shape("vec", 64, 2)
-    assert choose(50257, 64, plans.ELEMS, 132) == shape("vec", 544, 1, 16)
+    # A vector a thread: rows of 539 by three warps, of 50,257 by a cluster.
+    vecs = [plans.edge_vecs(size, 8) for size in (1, 2, 539, 286, 50257)]
+    assert vecs == [1, 2, 69, 37, 6283]
+    assert choose(vecs[2], 11456, plans.EDGE_VECS, 132) == shape("vec", 96)
+    assert choose(vecs[3], 694, plans.EDGE_VECS, 132) == shape("vec", 64, 2)
+    assert choose(vecs[4], 64, plans.EDGE_VECS, 132) == shape("vec", 416, 1, 16)
 
 
 def test_which_kernel_takes_which_rows() -> None:
@@ -285,9 +312,13 @@ def test_which_kernel_takes_which_rows() -> None:
         return launch.function.name, launch.options.get("cluster", (1,))[0]
 
     with pretend(PlannedGpu(SM90, 132)):
-        assert name("softmax", "bf16", 539) == ("softmax_bf16_elem", 1)
-        assert name("softmax", "bf16", 50257) == ("softmax_bf16_elem", 16)
-        assert name("softmax", "bf16", 100001) == ("softmax_bf16_scalar", 1)
+        assert name("softmax", "bf16", 539) == ("softmax_bf16_edges", 1)
+        assert name("softmax", "bf16", 50257) == ("softmax_bf16_edges", 16)
+        assert name("softmax", "bf16", 140001) == ("softmax_bf16_scalar", 1)
+        # Of many rows two a multiprocessor are kept in shared memory.
+        assert name("softmax", "bf16", 50272, 132) == ("softmax_bf16_vec", 4)
+        assert name("softmax", "bf16", 50272, 133) == ("softmax_bf16_loop", 1)
+        assert name("softmax", "bf16", 57352, 133) == ("softmax_bf16_vec", 4)
         gradient = ("softmax_backward", "backward_bf16")
         assert name(*gradient, 539) == ("softmax_backward_bf16_scalar", 1)
         # Many rows that clusters of 16 would hold are read twice, few at a time.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 from typing import Any
 
@@ -16,6 +17,7 @@ from kernel_hub.ops import cu_seqlens, pad_input, unpad_input
 from kernel_hub.testing import reference_tokens
 from kernel_hub.testing.guard import Guarded
 
+module: Any = importlib.import_module("kernel_hub.ops.tokens.pad_input")
 BOUNDS = [[0], [0, 0], [0, 5], [0, 3, 3, 7], [2, 2, 4, 9], [0, 1, 2, 3, 300, 300]]
 BYTES = torch.uint8
 
@@ -65,6 +67,27 @@ def test_bounds(way: Way, bounds: list[int]) -> None:
 @pytest.mark.parametrize("row", [(1,), (3,), (16,), (2, 40), (5000,)], ids=str)
 def test_rows_of_any_kind(way: Way, dtype: torch.dtype, row: tuple[int, ...]) -> None:
     check(way, [0, 3, 3, 7], 4, 8, row, dtype)
+
+
+@pytest.mark.parametrize("row", [(18,), (44,), (1700,)], ids=str)
+def test_several_units_a_thread(
+    way: Way, monkeypatch: pytest.MonkeyPatch, row: tuple[int, ...]
+) -> None:
+    """As of many rows, which are then no whole number of blocks."""
+    monkeypatch.setattr(module, "_AT_ONCE", 1)
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        check(way, [0, 30, 30, 37], 35, 39, row, dtype)
+
+
+def test_threads_of_rows() -> None:
+    """Few rows have all the threads there are, many as few as read a row at once."""
+    choose = module._choose
+    assert choose(1, 1, 132) == (1, 1)
+    assert choose(160, 100, 132) == (160, 1)
+    assert choose(160, 1024, 132) == (80, 3)
+    assert choose(200, 36864, 132) == (56, 4)
+    assert choose(5000, 36864, 132) == (256, 1)
+    assert choose(3, 100000, 132) == (1, 256)
 
 
 def test_drawn_by_lot(way: Way) -> None:
