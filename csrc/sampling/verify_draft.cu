@@ -8,12 +8,14 @@
 // by seed and offset + j, and d_j is kept where it is x_j. Where temperature is not above 0, x_j is
 // the largest.
 //
-// A block of 512 threads a position of a row: all positions at once, also those after the first
-// that is not kept, which nobody can know. Each leaves one token, the draft where that is kept; the
-// block that ends last of a row compares tokens and drafts from the first on.
+// A cluster of 1 to 8 blocks of 256 threads a position of a row (verify.cuh; one before compute
+// capability 9.0): all positions at once, also those after the first that is not kept, which
+// nobody can know. Each leaves one token, the draft where that is kept; the block that ends last of
+// a row compares tokens and drafts from the first on.
 // Probabilities are whole numbers (numbers.cuh): p by sample's masses, brought to 2^kFixBits in all
 // where they meet q, so that sums and with them draws are the same in any order.
-// Shared memory: 9 KB, of sample's candidates.
+// Variants: whole, aligned fours of logits and draft_probs; _scalar any size and alignment.
+// Shared memory: 1.1 KB, of words that blocks read of each other.
 // Source: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", 2023; Chen
 // et al., "Accelerating Large Language Model Decoding with Speculative Sampling", 2023.
 
@@ -22,133 +24,116 @@
 
 namespace kernel_hub::sampling {
 
-// p and q of a position as whole numbers of 2^-kFixBits.
-struct Chances {
-    const Row& row;
-    const Weigher& weigher;
-    const float* draft_probs;  // (size)
-    double scale;
-
-    __device__ __forceinline__ int64_t target(int i) const {
-        const float z = row.value(i);
-        const uint64_t mass = z > -kInfinity ? weigher.mass(z) : 0;
-        return __double2ll_rn(__dmul_rn(static_cast<double>(mass), scale));
+// How many drafts of a row come before one that is no token. By whole warps.
+__device__ __forceinline__ int count_drafts(const int64_t* drafts, int num_drafts, int size) {
+    const int lane_idx = threadIdx.x % 32;
+#pragma unroll 1
+    for (int first = 0; first < num_drafts; first += 32) {
+        const int i = first + lane_idx;
+        const bool is_end =
+            i >= num_drafts || static_cast<uint64_t>(drafts[i]) >= static_cast<uint64_t>(size);
+        const unsigned ends = __ballot_sync(kAllLanes, is_end);
+        if (ends != 0) {
+            return first + __ffs(ends) - 1;
+        }
     }
-    __device__ __forceinline__ int64_t draft(int i) const { return fixed_draft(draft_probs[i]); }
-    __device__ __forceinline__ uint64_t rest(int i) const {
-        const int64_t more = target(i) - draft(i);
-        return more > 0 ? more : 0;
-    }
-};
-
-// Draws from what p has more than q, by all threads; whether there is any.
-__device__ __forceinline__ bool draw_rest(const Chances& chances, uint64_t bits, Shared& s) {
-    const Row& row = chances.row;
-    const int elements = elements_a_warp(row);
-    const int begin = min(row.p.size, static_cast<int>(threadIdx.x / 32) * elements);
-    const int end = min(row.p.size, begin + elements);
-    uint64_t mass = 0;
-#pragma unroll 4
-    for (int i = begin + threadIdx.x % 32; i < end; i += 32) {
-        mass += chances.rest(i);
-    }
-    const uint64_t total = block_sum(mass, s.mass_slots);
-    if (total == 0) {
-        return false;
-    }
-    block_sum(mass, s.warp_masses);
-    find_drawn(
-        row, total, bits, s, [&](int i) { return chances.rest(i); },
-        [&](int i) { row.p.out[blockIdx.x] = i; });
-    return true;
+    return num_drafts;
 }
 
-__device__ __forceinline__ void verify_draft_row(const SampleParams& p, int64_t* out_ids,
-                                                 int* num_accepted, int* flag,
-                                                 const int64_t* draft_ids, const float* draft_probs,
-                                                 int64_t draft_ids_stride,
-                                                 int64_t draft_probs_stride, int num_drafts) {
-    __shared__ Shared s;
-    const int positions = num_drafts + 1;
-    const int row_idx = blockIdx.x / positions, position = blockIdx.x % positions;
-    const int64_t* drafts = draft_ids + row_idx * draft_ids_stride;
-    int own_drafts = 0;
+// Writes the row from what its positions have left; how many drafts are kept. By one warp.
+__device__ __forceinline__ int keep_drafts(int64_t* out, const int64_t* tokens,
+                                           const int64_t* drafts, int own_drafts, int positions) {
+    const int lane_idx = threadIdx.x % 32;
+    int num = 0;
+    bool goes_on = true;
 #pragma unroll 1
-    while (own_drafts < num_drafts &&
-           static_cast<uint64_t>(drafts[own_drafts]) < static_cast<uint64_t>(p.size)) {
-        ++own_drafts;
+    for (int first = 0; first < positions; first += 32) {
+        const int i = first + lane_idx;
+        const int64_t token = i <= own_drafts ? read_token(tokens + i) : -1;
+        const bool is_kept = goes_on && i < own_drafts && token == drafts[i];
+        const unsigned ends = ~__ballot_sync(kAllLanes, is_kept);
+        const int kept = ends == 0 ? 32 : __ffs(ends) - 1;
+        if (i < positions) {
+            out[i] = goes_on && i <= first + kept ? token : -1;
+        }
+        num += kept;
+        goes_on = goes_on && kept == 32;
     }
-    const bool is_outside =
-        position == 0 && threadIdx.x == 0 && own_drafts < num_drafts && drafts[own_drafts] != -1;
+    return num;
+}
+
+template <bool kIsPlain>
+__device__ __forceinline__ void verify_draft_row(
+    int* state, int64_t* tokens, int64_t* out_ids, int* num_accepted, int* flag,
+    const int64_t* draft_ids, const void* target_logits, const float* draft_probs,
+    const float* temperature, const int64_t* seed, const int64_t* offset, int64_t draft_ids_stride,
+    int64_t logits_stride, int64_t draft_probs_stride, int num_drafts, int size, int dtype) {
+    follow_launch_before();
+    auto& s = *reinterpret_cast<VerifyShared<1>*>(dynamic_shared());
+    Team team(s.words);
+    const int place = blockIdx.x / team.size, positions = num_drafts + 1;
+    const int row_idx = place / positions, position = place % positions;
+    const Position<kIsPlain> x = {
+        static_cast<const char*>(target_logits) + place * logits_stride * (dtype == kFp32 ? 4 : 2),
+        draft_probs == nullptr
+            ? nullptr
+            : draft_probs + static_cast<int64_t>(place - row_idx) * draft_probs_stride,
+        0, size, dtype};
+    fetch_share(x, team);
+    const int64_t* drafts = draft_ids + row_idx * draft_ids_stride;
+    const int own_drafts = count_drafts(drafts, num_drafts, size);
+    const bool is_outside = position == 0 && team.rank == 0 && threadIdx.x == 0 &&
+                            own_drafts < num_drafts && drafts[own_drafts] != -1;
     report(flag, is_outside ? kDraftsOutside : 0);
 
+    bool leaves_token = team.rank == 0;
     if (position <= own_drafts) {
-        const Row row(p);
-        const uint64_t seed = p.seed ? p.seed[row_idx] : 0;
-        const uint64_t offset = (p.offset ? p.offset[row_idx] : 0) + position;
-        Weigher weigher;
-        uint64_t total;
-        if (weigh_position(row, row_idx, weigher, total, s)) {
-            bool is_drawn = draft_probs == nullptr || position == own_drafts;
-            if (!is_drawn) {
-                const int id = static_cast<int>(drafts[position]);
-                const float* probs =
-                    draft_probs +
-                    (static_cast<int64_t>(row_idx) * num_drafts + position) * draft_probs_stride;
-                const Chances chances = {row, weigher, probs,
-                                         __ddiv_rn(kFixOne, static_cast<double>(total))};
-                const double chance =
-                    __dmul_rn(static_cast<double>(random_bits(seed, offset, 1) >> 11), 0x1p-53);
-                if (__dmul_rn(chance, static_cast<double>(chances.draft(id))) <
-                    static_cast<double>(chances.target(id))) {
-                    if (threadIdx.x == 0) {
-                        p.out[blockIdx.x] = id;
-                    }
-                } else {
-                    is_drawn = !draw_rest(chances, random_bits(seed, offset), s);
-                }
-            }
-            if (is_drawn) {
-                draw_in_row(row, weigher, -kInfinity, total, random_bits(seed, offset), s);
-            }
+        const bool has_draft = position < own_drafts;
+        const int id = has_draft ? static_cast<int>(drafts[position]) : 0;
+        if (has_draft && x.draft_probs != nullptr) {
+            prefetch_l2(x.draft_probs + id);
         }
+        leaves_token = verify(
+            x, temperature ? temperature[row_idx] : 1.0f, seed ? seed[row_idx] : 0,
+            (offset ? offset[row_idx] : 0) + position, tokens + place, team, s,
+            [&](int child) { return has_draft && child < 0 ? 0 : -1; }, [&](int) { return id; },
+            [&](int) { return id; });
+    } else {
+        team.arrive_last();
     }
-
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0 && atomicAdd(p.state + row_idx, 1) == num_drafts) {
-        p.state[row_idx] = 0;
+    if (leaves_token) {
         __threadfence();
-        const int64_t* tokens = p.out + static_cast<int64_t>(row_idx) * positions;
-        int64_t* out = out_ids + static_cast<int64_t>(row_idx) * positions;
-        int num = 0;
-#pragma unroll 1
-        for (int i = 0; i < positions; ++i) {
-            const int64_t token =
-                i <= own_drafts ? __ldcg(reinterpret_cast<const long long*>(tokens + i)) : -1;
-            out[i] = i <= num ? token : -1;
-            num += i == num && i < own_drafts && token == drafts[i];
+        __syncthreads();
+        if (threadIdx.x < 32 && is_last_of_row(state + row_idx, positions)) {
+            const int64_t at = static_cast<int64_t>(row_idx) * positions;
+            // NOTE: counted anew: a register less all along.
+            const int num = keep_drafts(out_ids + at, tokens + at, drafts,
+                                        count_drafts(drafts, num_drafts, size), positions);
+            if (threadIdx.x == 0) {
+                num_accepted[row_idx] = num;
+            }
         }
-        num_accepted[row_idx] = num;
     }
+    team.wait_last();
 }
 
-#define EXPORT_VERIFY_DRAFT(NAME)                                                          \
-    DESCRIBED(                                                                             \
-        NAME, "x: positions of rows", (.threads = kNumThreads, .shared_bytes = 0),         \
-        extern "C" __global__ void __launch_bounds__(kNumThreads, 1) NAME(                 \
-            int* state, int64_t* tokens, int64_t* out_ids, int* num_accepted, int* flag,   \
-            const int64_t* draft_ids, const void* target_logits, const float* draft_probs, \
-            const float* temperature, const int64_t* seed, const int64_t* offset,          \
-            int64_t draft_ids_stride, int64_t logits_stride, int64_t draft_probs_stride,   \
-            int num_drafts, int size, int dtype, int is_plain) {                           \
-            const SampleParams p =                                                         \
-                position_params(state, tokens, target_logits, temperature, seed, offset,   \
-                                logits_stride, size, dtype, is_plain);                     \
-            verify_draft_row(p, out_ids, num_accepted, flag, draft_ids, draft_probs,       \
-                             draft_ids_stride, draft_probs_stride, num_drafts);            \
+#define EXPORT_VERIFY_DRAFT(NAME, IS_PLAIN)                                                   \
+    DESCRIBED(                                                                                \
+        NAME, "x: blocks of clusters, one a position of a row, of 1, 2, 4 or 8",              \
+        (.threads = kNumThreads, .shared_bytes = sizeof(VerifyShared<1>)),                    \
+        extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksAnSm) NAME(          \
+            int* state, int64_t* tokens, int64_t* out_ids, int* num_accepted, int* flag,      \
+            const int64_t* draft_ids, const void* target_logits, const float* draft_probs,    \
+            const float* temperature, const int64_t* seed, const int64_t* offset,             \
+            int64_t draft_ids_stride, int64_t logits_stride, int64_t draft_probs_stride,      \
+            int num_drafts, int size, int dtype) {                                            \
+            verify_draft_row<IS_PLAIN>(state, tokens, out_ids, num_accepted, flag, draft_ids, \
+                                       target_logits, draft_probs, temperature, seed, offset, \
+                                       draft_ids_stride, logits_stride, draft_probs_stride,   \
+                                       num_drafts, size, dtype);                              \
         })
 
-EXPORT_VERIFY_DRAFT(verify_draft)
+EXPORT_VERIFY_DRAFT(verify_draft, true)
+EXPORT_VERIFY_DRAFT(verify_draft_scalar, false)
 
 }  // namespace kernel_hub::sampling

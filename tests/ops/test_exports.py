@@ -167,11 +167,14 @@ def test_sample(chosen: set[str]) -> None:
 
 
 def test_verify_draft(chosen: set[str]) -> None:
-    drafts, logits = meta(3, 2, dtype=torch.int64), meta(3, 3, 129, dtype=torch.float16)
+    drafts = meta(3, 2, dtype=torch.int64)
     for op, parents in (("verify_draft", None), ("verify_tree", drafts.int())):
-        given = VerifyGiven(drafts, parents, logits, *[None] * 7)
-        module(f"sampling.{op}")._verification.plan(given, 0)
-    assert chosen == {"verify_draft", "verify_tree"}
+        for size in (128, 129):
+            logits = meta(3, 3, size, dtype=torch.float16)
+            given = VerifyGiven(drafts, parents, logits, *[None] * 7)
+            module(f"sampling.{op}")._verification.plan(given, 0)
+    ops = ("verify_draft", "verify_tree")
+    assert chosen == {*ops, *(f"{op}_scalar" for op in ops)}
 
 
 def test_copy_blocks(chosen: set[str]) -> None:

@@ -9,10 +9,15 @@ import torch
 from ...errors import KernelHubError
 from ..core import bounds, common
 from ..core.counters import counters
+from ..core.device import PlannedGpu, device_of, launch_facts
 from ..core.launch import Launch, Plans
 from . import verify_cpu
 
-_NUM_THREADS = 512
+_FOUR = 4  # neighbours that a thread takes
+# Elements of a block: two fours a thread; what is worth a turn of its own.
+_LEAST_SHARE, _SHARE_OF_A_TURN = 2048, 12288
+_BLOCKS_A_SM = 3
+_LEFT_OVER = 12  # places of a GPU that clusters of 8 do not fill
 _INT64, _INT32, _FP32 = (torch.int64,), (torch.int32,), (torch.float32,)
 
 
@@ -33,6 +38,20 @@ class VerifyGiven(NamedTuple):
 
 _NONE = VerifyGiven(*[None] * len(VerifyGiven._fields))
 _OPTIONAL, _WRITTEN = VerifyGiven._fields[3:], VerifyGiven._fields[7:]
+
+
+def choose_team(positions: int, vocab_size: int, gpu: PlannedGpu) -> int:
+    """How many blocks of a cluster share a position: a power of two.
+
+    As many as are resident at once; of long rows more, in turns, whose logits stay in the L2 from
+    one pass to the next.
+    """
+    places = _BLOCKS_A_SM * gpu.num_sms - _LEFT_OVER if gpu.has_clusters else 0
+    for team in (8, 4, 2):
+        least = _LEAST_SHARE if team * positions <= places else _SHARE_OF_A_TURN
+        if gpu.has_clusters and team * least <= vocab_size:
+            return team
+    return 1
 
 
 class Verification:
@@ -123,29 +142,46 @@ class Verification:
                 raise common.refuse(op, argument, "a contiguous tensor", value)
 
     def plan(self, given: VerifyGiven, low_bits: int) -> Launch:
-        """Check the arguments; the launch shape and the numbers."""
+        """Check the arguments; the launch shape and the numbers.
+
+        low_bits: of addresses of fours that do not begin where such may.
+        """
         self.check(given)
         logits = given.target_logits
         batch, positions, vocab_size = logits.shape
         if batch == 0:
             return Launch()
-        logits_stride = common.row_stride(self.op, "target_logits", logits)
-        elems = common.VEC_BYTES // logits.element_size()
+        logits_stride, probs_stride = (
+            common.row_stride(self.op, name, getattr(given, name))
+            for name in ("target_logits", "draft_probs")
+        )
         numbers = (
             *[x.stride(0) if batch > 1 else 0 for x in given[:2] if x is not None], logits_stride,
-            common.row_stride(self.op, "draft_probs", given.draft_probs), positions - 1, vocab_size,
-            common.ELEMENT_TYPES.index(logits.dtype),
-            int(not low_bits and common.is_aligned(elems, vocab_size, logits_stride)),
+            probs_stride, positions - 1, vocab_size, common.ELEMENT_TYPES.index(logits.dtype),
         )  # fmt: skip
-        function, grid = common.shipped(self.op, self.op), (batch * positions, 1, 1)
-        return Launch(function, grid, (_NUM_THREADS, 1, 1), numbers=numbers)
+        is_plain = not low_bits and common.is_aligned(
+            _FOUR, vocab_size, logits_stride, probs_stride
+        )
+        function = self.op if is_plain else f"{self.op}_scalar"
+        gpu, facts = device_of(logits.device), launch_facts(self.op, function)
+        team = choose_team(batch * positions, vocab_size, gpu)
+        grid = (batch * positions * team, 1, 1)
+        options = gpu.following(grid)
+        if team > 1:
+            options["cluster"] = (team, 1, 1)
+        return Launch(
+            common.shipped(self.op, function), grid, facts.block, facts.shared_bytes, numbers,
+            options=options,
+        )  # fmt: skip
 
 
 def cuda_into(op: Verification, given: VerifyGiven, is_given: bool = True) -> None:
     """One launch. is_given: the caller gave some of what is written."""
     logits = given.target_logits
     addresses = tuple([x.data_ptr() for x in given if x is not None])
-    low_bits = addresses[op.place] & 15
+    low_bits = addresses[op.place] & (_FOUR * logits.element_size() - 1)
+    if given.draft_probs is not None:
+        low_bits |= given.draft_probs.data_ptr() & 15
     key = (
         low_bits,
         *[None if x is None else (x.dtype, x.shape, x.stride(), x.device) for x in given],
@@ -154,19 +190,19 @@ def cuda_into(op: Verification, given: VerifyGiven, is_given: bool = True) -> No
     if found is None:
         plan = tuple(op.plan(given, low_bits))
         found = op.plans.keep(key, (plan, op.writes.spans(*given)))
-    (function, grid, block, shared_bytes, numbers, _, _), spans = found
+    (function, grid, block, shared_bytes, numbers, _, options), spans = found
     if is_given and addresses not in spans.apart:
         spans.check(addresses)
     try:
         state = counters(logits.device, logits.shape[0])
-        tokens = torch.empty(grid[0], dtype=torch.int64, device=logits.device)
+        tokens = torch.empty(logits.shape[:2], dtype=torch.int64, device=logits.device)
         flag = bounds.flag(op.op, logits)
         tensors: tuple[Any, ...]
         if op.is_tree:
             tensors = (*given[7:], flag, *given[:7])
         else:
             tensors = (*given[7:9], flag, given[0], *given[2:7])
-        function(grid, block, shared_bytes, None, (state, tokens, *tensors, *numbers))
+        function(grid, block, shared_bytes, None, (state, tokens, *tensors, *numbers), **options)
     except KernelHubError:
         op.check(given)  # the launch checks devices and dtypes; this names them
         raise

@@ -64,10 +64,17 @@ inline int __popc(unsigned bits) {
 inline int __clz(int bits) {
     return bits == 0 ? 32 : __builtin_clz(bits);
 }
-inline int __reduce_max_sync(unsigned, int value) {
-    const emulator::Exchange<int> all(emulator::kShuffle, value);
+template <typename T>
+inline T __reduce_max_sync(unsigned, T value) {
+    const emulator::Exchange<T> all(emulator::kShuffle, value);
     for (int i = 0; i < emulator::kWarp; ++i) value = value < all.peer(i) ? all.peer(i) : value;
     return value;
+}
+inline unsigned __reduce_add_sync(unsigned, unsigned value) {
+    const emulator::Exchange<unsigned> all(emulator::kShuffle, value);
+    unsigned sum = 0;
+    for (int i = 0; i < emulator::kWarp; ++i) sum += all.peer(i);
+    return sum;
 }
 inline unsigned atomicInc(unsigned* address, unsigned most) {
     const unsigned before = *address;
@@ -138,8 +145,17 @@ inline double __dmul_rn(double a, double b) {
 inline double __ddiv_rn(double a, double b) {
     return a / b;
 }
+inline double __dadd_rn(double a, double b) {
+    return a + b;
+}
+inline double __longlong_as_double(long long bits) {
+    return __builtin_bit_cast(double, bits);
+}
 inline long long __double2ll_rn(double x) {
     return llrint(x);
+}
+inline long long __float2ll_rn(float x) {
+    return llrintf(x);
 }
 inline uint64_t __umul64hi(uint64_t a, uint64_t b) {
     return static_cast<unsigned __int128>(a) * b >> 64;
