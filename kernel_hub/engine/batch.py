@@ -16,7 +16,7 @@ from .scheduler import KNOBS, Sequence
 
 _FEW_ROWS = 128  # that a pass over the weights takes no longer for than for one
 _GRAPH_SIZES = (1, 2, 4, 8, *range(16, 257, 16), *range(288, 513, 32))
-# Of chunks of prompts beside decodes: without a graph the host launches such a pass op by op.
+# With chunks of prompts: without a graph the host launches such a pass op by op.
 _MIXED_DECODES = (8, 16, 32, 64, 128, 256)
 _MIXED_PROMPT = (64, 128, 192, 256, 384, 512)
 _MIXED_CHUNKS = 8
@@ -158,7 +158,7 @@ def shape_of(batch: Batch) -> GraphShape | None:
         size = next((n for n in _GRAPH_SIZES if num_decodes <= n <= most), None)
         return GraphShape(size, width) if size and num_decodes <= num_rows else None
     prompt = len(batch.inputs["ids"]) - num_decodes
-    decodes = next((n for n in _MIXED_DECODES if 0 < num_decodes <= n), None)
+    decodes = next((n for n in _MIXED_DECODES if num_decodes <= n), None)
     tokens = next((n for n in _MIXED_PROMPT if prompt <= n), None)
     if not decodes or not tokens or num_chunks > _MIXED_CHUNKS or "rows" not in batch.inputs:
         return None

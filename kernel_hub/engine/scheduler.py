@@ -93,13 +93,16 @@ class Scheduler:
         """Who goes into the next pass, each with its `chunk`; those with one token first."""
         budget, found = self.max_tokens, list[Sequence]()
         answering = [s for s in self.running if s.missing <= 1]
+        prompts = [s for s in self.running if s.missing > 1]
+        may_come = self.waiting and len(self.running) < self.max_batch
+        drafts = 0 if prompts or may_come else self.drafts  # beside prompts no row is free
         # Tokens of sequences that answer already come before chunks of prompts.
         for sequence in answering:
             if sequence in self.running:  # it has not given way to one before it
-                budget -= self._planned(sequence, found, budget)
+                budget -= self._planned(sequence, found, budget, drafts)
         if found:  # others wait for the pass to end
             budget = min(budget, self._beside())
-        for sequence in [s for s in self.running if s.missing > 1]:
+        for sequence in prompts:
             if sequence in self.running:
                 budget -= self._planned(sequence, found, budget)
         while budget and (admitted := self._admitted()):
@@ -112,26 +115,28 @@ class Scheduler:
         backlog = sum(s.missing for s in (*self.running, *islice(self.waiting, free)))
         return max(BESIDE, backlog // _BACKLOG_PASSES // 64 * 64)
 
-    def _chunk(self, sequence: Sequence, budget: int) -> int:
+    def _chunk(self, sequence: Sequence, budget: int, drafts: int) -> int:
         """How many of its tokens go next, with drafts behind the last one."""
         if len(sequence.tokens) == sequence.most:  # its last one is being drawn
             return 0
         missing, params = sequence.missing, sequence.request.params
         sequence.drafts = []
-        if missing == 1 and self.drafts and params.grammar is None:
-            most = min(self.drafts, budget - 1, self.max_len - len(sequence.tokens))
+        if missing == 1 and drafts and params.grammar is None:
+            most = min(drafts, budget - 1, self.max_len - len(sequence.tokens))
             room = len(self.pages.free) + len(sequence.pages)
             most = min(most, room * self.pages.page_size - len(sequence.tokens))
             if most > 0:
                 sequence.draft(most)
         return min(missing + len(sequence.drafts), budget)
 
-    def _planned(self, sequence: Sequence, found: list[Sequence], budget: int) -> int:
+    def _planned(
+        self, sequence: Sequence, found: list[Sequence], budget: int, drafts: int = 0
+    ) -> int:
         """How many of its tokens go too; the youngest of those not in `found` may lose their pages.
 
         Those go to the head of the queue; what they said stays and is computed again.
         """
-        chunk = sequence.chunk = self._chunk(sequence, budget)
+        chunk = sequence.chunk = self._chunk(sequence, budget, drafts)
         end, pages = sequence.computed + chunk, self.pages
         missing = -(-end // pages.page_size) - len(sequence.pages)
         while missing > len(pages.free):

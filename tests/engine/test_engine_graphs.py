@@ -159,7 +159,7 @@ def test_chunks_of_prompts_beside_decodes_are_graphs(seed: int) -> None:
         found.append(tokens)
         if has_graphs:
             assert any(shape.chunks for shape in engine.runner._graphs)
-            assert Recorded.replays < engine.stats()["steps"]  # no pass failed
+            assert Recorded.replays <= engine.stats()["steps"]  # no pass failed
     for name, (own, scores) in found[0].items():
         assert own == found[1][name][0], (seed, name)
         assert scores == pytest.approx(found[1][name][1], abs=1e-2)
@@ -193,6 +193,7 @@ def test_on_the_device_graphs_ahead_say_what_plain_passes_in_step_do(
     found = engine.generate(prompts, params)
     assert [answer.error for answer in found] == [None] * len(found)
     assert any((shape.width > 1) == (drafts > 0) for shape in engine.runner._graphs)
+    assert any(shape.chunks for shape in engine.runner._graphs)
     engine = Engine.random("tiny", device="cuda", cache_tokens=16384)
     engine.runner.has_graphs, begun = False, engine._begun
 
