@@ -1,12 +1,13 @@
 """An engine under load: random requests all at once, then as they come, at a share of that rate.
 
-    python benchmarks/bench_load.py [--quick] [--requests 1000] [--passes 512,2048] [--load 0.7]
+    python benchmarks/bench_load.py [--quick] [--requests 1000] [--passes 2048] [--load 0.7]
 
 Random weights; lengths of prompts and answers log-uniform by lot, sampled, streamed, with a stop
 string. All at once: the time beside the sum of prompt tokens at the rate of a pass of prompts alone
 and of as many steps as decoded anything, each as long as the median of those that did nothing else.
 At a share of that rate, Poisson: the time between two tokens of a request beside that median.
-For each limit on the tokens of a pass.
+For each limit on the tokens of a pass. Of passes by their tokens of prompts: how many, how long,
+what the host took to launch one, and by how much they are longer than that sum has them.
 """
 
 from __future__ import annotations
@@ -23,19 +24,70 @@ import torch
 from bench_engine import WARM, Words, request, stepped
 from harness import OURS, Report, arguments, model_arguments
 
+from kernel_hub.engine.batch import shape_of
+
 FLOOR, STEP = "prompts alone + decode steps", "a decode step"
 QUICK = {"rounds": 5, "layers": 4, "requests": 100}
 PROMPT, ANSWER = (32, 2048), (16, 256)
+
+
+class Timed(NamedTuple):
+    """A pass."""
+
+    decodes: int
+    prompt: int  # tokens of prompts
+    is_graph: bool
+    host_us: float  # to launch it
+    wall_us: float  # from the end of the pass before, or from its step's beginning
 
 
 class Ran(NamedTuple):
     """What a run of requests was like, in microseconds."""
 
     total: float
+    passes: list[Timed]
+    first: list[float]  # from a request's arrival to its first token
     decodes: list[float]  # steps that did nothing but decode
     num_decoding: int  # steps that decoded anything
     gaps: list[float]  # between tokens of a request
     num_tokens: int
+
+
+class Watch:
+    """What an engine's passes consist of, in the order in which they are launched."""
+
+    def __init__(self, engine: Any) -> None:
+        self.launched: list[Timed] = []
+        self.real, engine.runner.run = engine.runner.run, self._run
+
+    def _run(self, batch: Any) -> Any:
+        began = time.perf_counter()
+        drawn = self.real(batch)
+        host, decodes = (time.perf_counter() - began) * 1e6, batch.num_decodes
+        prompt = len(batch.inputs["ids"]) - decodes * batch.width
+        is_graph = shape_of(batch) is not None
+        self.launched.append(Timed(decodes, prompt, is_graph, host, 0.0))
+        return drawn
+
+
+def shown(passes: list[Timed], each: float, step: float) -> None:
+    """A line for each kind of passes; each, step: us of a token of prompts and of a decode step."""
+    lower = -1
+    for most in (0, 64, 256, 1024, 1 << 30):
+        some = [x for x in passes if lower < x.prompt <= most]
+        names = {0: "decodes only", 1 << 30: f"prompts over {lower}"}
+        name, lower = names.get(most, f"prompts to {most}"), most
+        if some:
+            decodes, prompt, graphs, host, wall = (
+                statistics.mean(x) for x in zip(*some, strict=True)
+            )
+            parts = statistics.mean(each * x.prompt + step * (x.decodes > 0) for x in some)
+            print(
+                f"  {name:17} {len(some):5} x {wall / 1e3:6.2f} ms (parts {parts / 1e3:6.2f}, "
+                f"in all {len(some) * (wall - parts) / 1e6:+.2f} s), host {host / 1e3:5.2f} ms, "
+                f"{graphs:4.0%} graphs, {decodes:.0f} decodes + {prompt:.0f}",
+                flush=True,
+            )
 
 
 def log_uniform(lot: random.Random, span: tuple[int, int]) -> int:
@@ -49,9 +101,11 @@ def requests_of(lot: random.Random, options: argparse.Namespace, vocab_size: int
     ]
 
 
-def ran(engine: Any, requests: list[Any], arrivals: list[float]) -> Ran:
+def ran(engine: Any, watch: Watch, requests: list[Any], arrivals: list[float]) -> Ran:
     """All of them, each submitted once its second has come."""
     decodes, gaps, last = list[float](), list[float](), dict[str, float]()
+    passes, first = list[Timed](), list[float]()
+    watch.launched.clear()
     num_decoding = num_tokens = place = 0
     began = before = time.perf_counter()
     was_alone = False  # the pass that a step reads is that of the step before
@@ -68,16 +122,22 @@ def ran(engine: Any, requests: list[Any], arrivals: list[float]) -> Ran:
         has_old = any(delta.request_id in last for delta in found)
         num_decoding += has_old
         flight = engine._flight
+        read = len(watch.launched) - (flight is not None)  # passes
+        if read > len(passes):
+            passes.append(watch.launched[read - 1]._replace(wall_us=(now - before) * 1e6))
         is_alone = flight is not None and all(count for _, _, count, _ in flight.rows)
         if was_alone and has_old and is_alone and all(d.request_id in last for d in found):
             decodes.append((now - before) * 1e6)
         for delta in found:
             if delta.request_id in last:
                 gaps.append((now - last[delta.request_id]) * 1e6)
+            else:
+                came = arrivals[int(delta.request_id.split()[1])]
+                first.append((now - began - came) * 1e6)
             last[delta.request_id] = now
             num_tokens += len(delta.tokens)
         before, was_alone = now, is_alone
-    return Ran((now - began) * 1e6, decodes, num_decoding, gaps, num_tokens)
+    return Ran((now - began) * 1e6, passes, first, decodes, num_decoding, gaps, num_tokens)
 
 
 def prompt_us(engine: Any, tokens: int, rounds: int, lot: random.Random) -> float:
@@ -102,14 +162,17 @@ def run(options: argparse.Namespace) -> int:
         config, max_model_len=4096, max_batch=options.batch, max_tokens_a_pass=max(budgets),
         seed=options.seed,
     )  # fmt: skip
-    engine.text = Words(engine.vocab_size)
+    engine.text, graphs = Words(engine.vocab_size), engine.runner._graphs
+    watch = Watch(engine)
     for tokens in budgets:
         engine._scheduler.max_tokens, lot = tokens, random.Random(f"{options.seed} {tokens}")
         each = prompt_us(engine, tokens, options.rounds, lot)
         requests = requests_of(lot, options, engine.vocab_size)
-        # Graphs of all sizes, made before.
-        ran(engine, requests_of(lot, options, engine.vocab_size)[: 2 * options.batch], [0.0] * 2000)
-        full = ran(engine, requests, [0.0] * len(requests))
+        # Most graphs, made before: as many as run at once, then as many as come one by one.
+        warm = requests_of(lot, options, engine.vocab_size)[: 2 * options.batch]
+        ran(engine, watch, warm, [max(0, i - options.batch) / 30 for i in range(len(warm))])
+        made = len(graphs)
+        full = ran(engine, watch, requests, [0.0] * len(requests))
         step, num_prompt = statistics.median(full.decodes), sum(len(r.prompt) for r in requests)
         floor = num_prompt * each + full.num_decoding * step
         case = f"all at once, {tokens} a pass"
@@ -121,11 +184,12 @@ def run(options: argparse.Namespace) -> int:
             f"us; {full.num_tokens * 1e6 / full.total:.0f} tokens/s",
             flush=True,
         )
+        shown(full.passes, each, step)
         at, arrivals = 0.0, []
         for _ in requests:
             at += lot.expovariate(options.load * len(requests) / (full.total / 1e6))
             arrivals.append(at)
-        some = ran(engine, requests_of(lot, options, engine.vocab_size), arrivals)
+        some = ran(engine, watch, requests_of(lot, options, engine.vocab_size), arrivals)
         step = statistics.median(some.decodes or full.decodes)
         p50, p95 = (statistics.quantiles(some.gaps, n=20)[i] for i in (9, 18))
         case = f"load {options.load:g}, {tokens} a pass"
@@ -133,9 +197,11 @@ def run(options: argparse.Namespace) -> int:
         report.ahead(f"load {options.load:g}, p95 of twice a step", 2 * step / p95)
         print(
             f"{case}: between tokens p50 {p50:.0f} us, p95 {p95:.0f} us, {p95 / step:.2f} x a step "
-            f"of {step:.0f} us (asked 2)",
+            f"of {step:.0f} us (asked 2); first token p50 {statistics.median(some.first) / 1e3:.0f}"
+            f" ms; {len(graphs)} graphs, {len(graphs) - made} of them made meanwhile",
             flush=True,
         )
+        shown(some.passes, each, step)
     torch.cuda.synchronize()
     return report.done()
 
@@ -148,7 +214,7 @@ def main() -> int:
         parser.add_argument("--load", type=float, default=0.7, help="of the rate of all at once")
         parser.add_argument("--seed", type=int, default=1)
 
-    return run(arguments(__doc__, rounds=20, quick=QUICK, more=more, passes="512,2048"))
+    return run(arguments(__doc__, rounds=20, quick=QUICK, more=more, passes="2048"))
 
 
 if __name__ == "__main__":

@@ -13,12 +13,13 @@ import torch
 
 from ..errors import ModelError, PromptTooLongError, RankError, RequestError, listed
 from . import scheduler
+from .batch import batch_of
 from .config import NAMED, ModelConfig
 from .model import Model
 from .pages import Pages
 from .parallel import Group
 from .requests import Delta, Request, SamplingParams, TokenLogprob
-from .runner import Draws, Runner, batch_of
+from .runner import Draws, Runner
 from .text import Bytes, TextStream, Tokenizer
 from .weights import Random, Safetensors, check_world, expected, load
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,10 @@ from .pages import Pages
 from .requests import Request
 
 NGRAM = 3  # tokens that must stand in the text before for what followed them to be a draft
+# Tokens of prompts beside decodes: about as many as are multiplied in the time in which the weights
+# are read, whatever the model, so that such a pass takes less than two steps.
+BESIDE = 192
+_BACKLOG_PASSES = 16  # in which a backlog is worked off, as far as that asks for more of them
 KNOBS = np.dtype([  # what `sample` is always given a row
     ("seed", "i8"), ("temperature", "f4"), ("top_k", "i4"), ("top_p", "f4"), ("min_p", "f4"),
 ])  # fmt: skip
@@ -50,6 +55,11 @@ class Sequence:
         self.is_guided = p.grammar is not None or penalties != (1, 0, 0)
 
     @property
+    def missing(self) -> int:
+        """Tokens that have not gone through the model; 1 of one that answers."""
+        return len(self.tokens) - self.computed
+
+    @property
     def samples(self) -> int:
         """Logits that the pass under way is asked for: none before the end of the prompt."""
         return max(0, self.computed + self.chunk - len(self.tokens) + 1)
@@ -82,34 +92,51 @@ class Scheduler:
     def plan(self) -> list[Sequence]:
         """Who goes into the next pass, each with its `chunk`; those with one token first."""
         budget, found = self.max_tokens, list[Sequence]()
+        answering = [s for s in self.running if s.missing <= 1]
+        prompts = [s for s in self.running if s.missing > 1]
+        may_come = self.waiting and len(self.running) < self.max_batch
+        drafts = 0 if prompts or may_come else self.drafts  # beside prompts no row is free
         # Tokens of sequences that answer already come before chunks of prompts.
-        for sequence in sorted(self.running, key=lambda s: len(s.tokens) - s.computed > 1):
+        for sequence in answering:
             if sequence in self.running:  # it has not given way to one before it
+                budget -= self._planned(sequence, found, budget, drafts)
+        if found:  # others wait for the pass to end
+            budget = min(budget, self._beside())
+        for sequence in prompts:
+            if sequence in self.running:
                 budget -= self._planned(sequence, found, budget)
         while budget and (admitted := self._admitted()):
             budget -= self._planned(admitted, found, budget)
         return sorted(found, key=lambda s: s.chunk > 1)
 
-    def _chunk(self, sequence: Sequence, budget: int) -> int:
+    def _beside(self) -> int:
+        """Tokens of prompts that may go beside decodes: more where many could go at once."""
+        free = self.max_batch - len(self.running)
+        backlog = sum(s.missing for s in (*self.running, *islice(self.waiting, free)))
+        return max(BESIDE, backlog // _BACKLOG_PASSES // 64 * 64)
+
+    def _chunk(self, sequence: Sequence, budget: int, drafts: int) -> int:
         """How many of its tokens go next, with drafts behind the last one."""
         if len(sequence.tokens) == sequence.most:  # its last one is being drawn
             return 0
-        missing, params = len(sequence.tokens) - sequence.computed, sequence.request.params
+        missing, params = sequence.missing, sequence.request.params
         sequence.drafts = []
-        if missing == 1 and self.drafts and params.grammar is None:
-            most = min(self.drafts, budget - 1, self.max_len - len(sequence.tokens))
+        if missing == 1 and drafts and params.grammar is None:
+            most = min(drafts, budget - 1, self.max_len - len(sequence.tokens))
             room = len(self.pages.free) + len(sequence.pages)
             most = min(most, room * self.pages.page_size - len(sequence.tokens))
             if most > 0:
                 sequence.draft(most)
         return min(missing + len(sequence.drafts), budget)
 
-    def _planned(self, sequence: Sequence, found: list[Sequence], budget: int) -> int:
+    def _planned(
+        self, sequence: Sequence, found: list[Sequence], budget: int, drafts: int = 0
+    ) -> int:
         """How many of its tokens go too; the youngest of those not in `found` may lose their pages.
 
         Those go to the head of the queue; what they said stays and is computed again.
         """
-        chunk = sequence.chunk = self._chunk(sequence, budget)
+        chunk = sequence.chunk = self._chunk(sequence, budget, drafts)
         end, pages = sequence.computed + chunk, self.pages
         missing = -(-end // pages.page_size) - len(sequence.pages)
         while missing > len(pages.free):

@@ -1,4 +1,4 @@
-"""Decode passes by graphs: what is copied into their inputs, padding, rows that are drawn again.
+"""Passes by graphs: what is copied into their inputs, padding, rows that are drawn again.
 
 Without a GPU: a graph here is what it recorded, run again on the same tensors.
 """
@@ -18,7 +18,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the engine is torch's")
 
 from kernel_hub.engine.engine import Engine  # noqa: E402
-from kernel_hub.engine.requests import SamplingParams  # noqa: E402
+from kernel_hub.engine.requests import Request, SamplingParams  # noqa: E402
 from kernel_hub.engine.runner import Runner  # noqa: E402
 
 
@@ -75,7 +75,7 @@ def answers(
     engine.runner.has_graphs = has_graphs
     found = engine.generate(prompts, params)
     assert not engine.stats()["pages_used"]
-    widths = {width for _, width in engine.runner._graphs}
+    widths = {shape.width for shape in engine.runner._graphs}
     assert not has_graphs or (max(widths) > 1) == (drafts > 0)
     return found
 
@@ -127,6 +127,44 @@ def test_graphs_are_no_other_passes(seed: int) -> None:
             assert [t for t, _ in one.top] == [t for t, _ in two.top]
 
 
+@pytest.mark.parametrize("seed", [1, 2, 3, 4])
+def test_chunks_of_prompts_beside_decodes_are_graphs(seed: int) -> None:
+    """Requests that come one by one, prompts cut or whole, several in a pass, none or all drawn."""
+    lot, found = random.Random(f"{os.environ.get(drawn.VARIABLE)} {seed}"), list[Any]()
+    requests = [
+        Request(str(i), tuple(lot.randrange(256) for _ in range(lot.randint(1, 90))),
+                SamplingParams(
+                    temperature=lot.choice([0.0, 1.5]), seed=i, max_tokens=lot.randint(1, 20),
+                    ignore_eos=True, logprobs=lot.choice([None, 1]),
+                    presence_penalty=lot.choice([0, 0, 0, 0.5]),
+                ))
+        for i in range(16)
+    ]  # fmt: skip
+    most, coming = lot.choice([20, 70, 600]), [lot.choice([0, 1, 1, 3]) for _ in range(200)]
+    for has_graphs in (True, False):
+        engine = Engine.random(
+            "tiny", device="cpu", cache_tokens=4096, page_size=16, max_tokens_a_pass=most
+        )
+        engine.runner.has_graphs, waiting, tokens = has_graphs, requests[::-1], dict[str, Any]()
+        arrivals = iter(coming)
+        while waiting or engine.has_work:
+            for _ in range(min(len(waiting), next(arrivals))):
+                engine.submit(waiting.pop())
+            for delta in engine.step():
+                assert delta.error is None
+                said = tokens.setdefault(delta.request_id, [[], []])
+                said[0] += delta.tokens
+                said[1] += [score.logprob for score in delta.logprobs]
+        assert not engine.stats()["pages_used"]
+        found.append(tokens)
+        if has_graphs:
+            assert any(shape.chunks for shape in engine.runner._graphs)
+            assert Recorded.replays <= engine.stats()["steps"]  # no pass failed
+    for name, (own, scores) in found[0].items():
+        assert own == found[1][name][0], (seed, name)
+        assert scores == pytest.approx(found[1][name][1], abs=1e-2)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_on_the_device_graphs_ahead_say_what_plain_passes_in_step_do(
@@ -154,7 +192,8 @@ def test_on_the_device_graphs_ahead_say_what_plain_passes_in_step_do(
     engine = Engine.random("tiny", device="cuda", cache_tokens=16384, drafts=drafts)
     found = engine.generate(prompts, params)
     assert [answer.error for answer in found] == [None] * len(found)
-    assert any((width > 1) == (drafts > 0) for _, width in engine.runner._graphs)
+    assert any((shape.width > 1) == (drafts > 0) for shape in engine.runner._graphs)
+    assert any(shape.chunks for shape in engine.runner._graphs)
     engine = Engine.random("tiny", device="cuda", cache_tokens=16384)
     engine.runner.has_graphs, begun = False, engine._begun
 

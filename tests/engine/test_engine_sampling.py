@@ -12,10 +12,10 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the engine is torch's")
 
+from kernel_hub.engine.batch import _asked  # noqa: E402
 from kernel_hub.engine.config import NAMED  # noqa: E402
 from kernel_hub.engine.engine import Engine, Generated  # noqa: E402
 from kernel_hub.engine.requests import Request, SamplingParams  # noqa: E402
-from kernel_hub.engine.runner import _asked  # noqa: E402
 from kernel_hub.engine.scheduler import Sequence  # noqa: E402
 
 PROMPT = list(b"once upon a time there was")

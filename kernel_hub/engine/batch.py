@@ -1,0 +1,201 @@
+"""A planned pass as arrays, and the shapes that graphs have for passes.
+
+Every rank is told these arrays; knows no tensors, no queue and no text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as List
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .model import MOST_WIDE
+from .scheduler import KNOBS, Sequence
+
+_FEW_ROWS = 128  # that a pass over the weights takes no longer for than for one
+_GRAPH_SIZES = (1, 2, 4, 8, *range(16, 257, 16), *range(288, 513, 32))
+# With chunks of prompts: without a graph the host launches such a pass op by op.
+_MIXED_DECODES = (8, 16, 32, 64, 128, 256)
+_MIXED_PROMPT = (64, 128, 192, 256, 384, 512)
+_MIXED_CHUNKS = 8
+MOST_ROWS = _GRAPH_SIZES[-1]  # of a graph that only decodes
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+Arrays = dict[str, np.ndarray]
+
+
+@dataclass
+class Batch:
+    """A pass, as arrays."""
+
+    inputs: Arrays  # the fields of `Ragged`
+    sampling: Arrays  # what `sample` is given a row of logits
+    more: Arrays  # and where any row asks for it: penalties, and which tokens grammars take
+    sparse: Arrays  # and of rows of the vocabulary, place and value of what is not 0
+    samples: list[int]  # rows of logits of each sequence
+    num_decodes: int
+    width: int  # tokens of each of those
+    logprobs: int | None  # the most likely tokens that any row asks for
+
+
+def batch_of(planned: List[Sequence], vocab_size: int, spare_page: int) -> Batch:
+    """The arrays of a pass; `spare_page` is nobody's. Raises what a request's own grammar does."""
+    samples, chunks = [s.samples for s in planned], [s.chunk for s in planned]
+    width, num_decodes = max(chunks), len(planned)
+    rows = width * num_decodes
+    is_even = width == 1 or (
+        samples == chunks and width <= MOST_WIDE
+        and rows <= min(MOST_ROWS, max(_FEW_ROWS, 2 * sum(chunks)))
+    )  # fmt: skip
+    if not is_even:
+        width, num_decodes = 1, chunks.count(1)
+    elif width > 1:
+        # As many tokens of each. What stands behind its drafts sees more than they do, and they
+        # nothing of it; its keys go to places that come later, or to a page that nobody reads.
+        samples = chunks = [width] * num_decodes
+    ids: list[int] = []
+    for s, chunk in zip(planned, chunks, strict=True):
+        own = s.tokens[s.computed : s.computed + s.chunk] + s.drafts
+        ids += own + [0] * (chunk - len(own))
+    before, lengths = np.array([s.computed for s in planned], np.int32), np.array(chunks, np.int32)
+    ends = lengths.cumsum(dtype=np.int32)
+    columns = max(len(s.pages) for s in planned) + (width if width > 1 else 0)
+    spare = np.full(columns, spare_page, np.int32).tobytes()
+    table = b"".join([s.pages.tobytes() + spare[4 * len(s.pages) :] for s in planned])
+    inputs = {
+        "ids": np.array(ids, np.int32), "before": before, "after": before + lengths,
+        "cu_seqlens": np.append(np.int32(0), ends),
+        "cu_chunks": np.append(np.int32(0), lengths[num_decodes:].cumsum(dtype=np.int32)),
+        "block_table": np.frombuffer(table, np.int32).reshape(-1, columns),
+    }  # fmt: skip
+    # The first row of each sequence's logits, and how far behind it the others are.
+    nth = np.arange(sum(samples)) - np.repeat(np.cumsum(samples) - samples, samples)
+    if len(nth) < len(ids):
+        inputs["rows"] = (np.repeat(ends - samples, samples) + nth).astype(np.int32)
+    told = [s.knobs * count for s, count in zip(planned, samples, strict=True)]
+    knobs = np.frombuffer(b"".join(told), KNOBS)
+    sampling = {name: knobs[name] for name in KNOBS.names or ()}
+    # The place of the token: its draw does not depend on passes, batches or drafts.
+    sampling["offset"] = np.repeat([len(s.tokens) for s in planned], samples) + nth
+    more, sparse = Arrays(), Arrays()
+    if any(s.is_guided or s.request.params.logit_bias for s in planned):
+        places = [(s, i) for s, count in zip(planned, samples, strict=True) for i in range(count)]
+        more, sparse = _asked(places, vocab_size)
+    asked = [s.request.params.logprobs for s in planned if s.request.params.logprobs is not None]
+    return Batch(
+        inputs, sampling, more, sparse, samples, num_decodes, width, max(asked, default=None)
+    )
+
+
+def _asked(rows: list[tuple[Sequence, int]], vocab_size: int) -> tuple[Arrays, Arrays]:
+    """Of rows of logits `more` and `sparse` of a batch; each only where any row asks for it."""
+    params, more, sparse = [s.request.params for s, _ in rows], Arrays(), Arrays()
+    num_words = -(-vocab_size // 32)
+
+    def scatter(name: str, row_size: int, dtype: str, each: List[tuple[Any, Any]]) -> None:
+        found = [np.asarray(at, np.int32) + i * row_size for i, (at, _) in enumerate(each)]
+        values = [np.asarray(value, dtype) for _, value in each]
+        sparse[f"{name} at"], sparse[name] = np.concatenate(found), np.concatenate(values)
+
+    if any([getattr(p, name) for name in _PENALTIES] != [1, 0, 0] for p in params):
+        for name in _PENALTIES:
+            more[name] = np.array([getattr(p, name) for p in params], np.float32)
+        said, words = [], []
+        for (s, i), p in zip(rows, params, strict=True):
+            # Of others a token may be on its way.
+            new = s.tokens[len(s.request.prompt) :] + s.drafts[:i] if s.is_guided else []
+            said.append((new, [1] * len(new)))
+            words.append(_words(s, num_words) if p.repetition_penalty != 1 else ([], []))
+        scatter("output_counts", vocab_size, "i4", said)
+        scatter("prompt_bitmask", num_words, "i4", words)
+    if any(p.logit_bias for p in params):
+        scatter("bias", vocab_size, "f4", [
+            (list(p.logit_bias), list(p.logit_bias.values())) for p in params
+        ])  # fmt: skip
+    if any(p.grammar is not None for p in params):
+        more["token_bitmask"] = np.full((len(rows), num_words), -1, np.int32)
+        for p, mask in zip(params, more["token_bitmask"], strict=True):
+            if p.grammar is not None:
+                p.grammar.bitmask(mask)
+    return more, sparse
+
+
+def _words(s: Sequence, num_words: int) -> tuple[np.ndarray, np.ndarray]:
+    """Which words of a bitmask of its prompt are not 0, and these."""
+    if s.prompt_words is None:
+        has = np.zeros(num_words * 32, np.uint8)
+        has[list(s.request.prompt)] = 1
+        words = np.packbits(has, bitorder="little").view(np.int32)
+        s.prompt_words = np.flatnonzero(words), words[words != 0]
+    return s.prompt_words
+
+
+def padded(arrays: Arrays, rows: int, fill: int = 0) -> Arrays:
+    """With rows of nothing behind their own."""
+    return {
+        name: a if len(a) == rows
+        else np.concatenate((a, np.full((rows - len(a), *a.shape[1:]), fill, a.dtype)))
+        for name, a in arrays.items()
+    }  # fmt: skip
+
+
+class GraphShape(NamedTuple):
+    """What one graph is of; a pass may have less of each."""
+
+    decodes: int
+    width: int  # tokens of each of those
+    chunks: int = 0
+    prompt: int = 0  # tokens of the chunks together
+
+
+def shape_of(batch: Batch) -> GraphShape | None:
+    """Of the graph that has room for a pass; None: it has none, or more rows are asked for."""
+    num_rows, num_decodes, width = sum(batch.samples), batch.num_decodes, batch.width
+    num_chunks = len(batch.samples) - num_decodes
+    if not num_chunks:
+        most = MOST_ROWS // width
+        size = next((n for n in _GRAPH_SIZES if num_decodes <= n <= most), None)
+        return GraphShape(size, width) if size and num_decodes <= num_rows else None
+    prompt = len(batch.inputs["ids"]) - num_decodes
+    decodes = next((n for n in _MIXED_DECODES if num_decodes <= n), None)
+    tokens = next((n for n in _MIXED_PROMPT if prompt <= n), None)
+    if not decodes or not tokens or num_chunks > _MIXED_CHUNKS or "rows" not in batch.inputs:
+        return None
+    shape = GraphShape(decodes, 1, _MIXED_CHUNKS, tokens)
+    return shape if num_rows <= decodes + _MIXED_CHUNKS else None
+
+
+def spread(batch: Batch, shape: GraphShape) -> tuple[Arrays, np.ndarray]:
+    """The inputs of a pass with padding behind its decodes and behind its chunks; and its table."""
+    inputs, n, (decodes, width, chunks, prompt) = batch.inputs, batch.num_decodes, shape
+
+    def spread_(name: str, fills: tuple[int, int], each: int = 1, last: int = chunks) -> np.ndarray:
+        a, n_ = inputs[name], n * each
+        between = np.full((decodes * each - n_, *a.shape[1:]), fills[0], np.int32)
+        behind = np.full((last - (len(a) - n_), *a.shape[1:]), fills[1], np.int32)
+        return np.concatenate((a[:n_], between, a[n_:], behind))
+
+    # Behind the chunks: tokens of no sequence, and sequences of no token.
+    ends = inputs["cu_chunks"]
+    ends = np.append(ends, [ends[-1]] * (chunks + 1 - len(ends))).astype(np.int32)
+    found = {
+        "ids": spread_("ids", (0, 0), width, prompt), "cu_chunks": ends,
+        "before": spread_("before", (-1, 0)), "after": spread_("after", (-1, 0)),
+        "cu_seqlens": np.concatenate((np.arange(decodes), ends + decodes), dtype=np.int32) * width,
+    }  # fmt: skip
+    if chunks:
+        rows = inputs["rows"] + (inputs["rows"] >= n) * np.int32(decodes - n)
+        found = padded({"rows": rows}, decodes + chunks) | found
+    return found, spread_("block_table", (0, 0))
+
+
+def emptied(arrays: Arrays, shape: GraphShape) -> Arrays:
+    """As many as there are, of a pass of padding alone."""
+    found = {name: np.full_like(a, -1) for name, a in arrays.items()}
+    for name in found.keys() & {"ids", "rows", "cu_chunks"}:
+        found[name][:] = 0
+    for name in ("before", "after"):
+        found[name][shape.decodes :] = 0
+    places = np.arange(len(found["cu_seqlens"]), dtype=np.int32)
+    return found | {"cu_seqlens": np.minimum(places, shape.decodes) * np.int32(shape.width)}
