@@ -11,6 +11,7 @@ import threading
 import torch
 
 from ...errors import TensorError
+from .counters import lasting_zeros
 
 # (table, what was expected of it), in the order of the bits of csrc/include/kernel_hub/bounds.cuh,
 # then of those that one room alone reads, in its own headers.
@@ -52,11 +53,12 @@ def _make(op: str, like: torch.Tensor) -> torch.Tensor | None:
     with _lock, torch.inference_mode(False):  # `take` may write it in any mode
         words = _words.get(index)
         if words is None:
-            if like.is_cuda and torch.cuda.is_current_stream_capturing():
+            if not like.is_cuda:
+                words = torch.zeros(_MOST_OPS, dtype=torch.int32)
+            elif torch.cuda.is_current_stream_capturing():
                 return None
-            words = torch.zeros(_MOST_OPS, dtype=torch.int32, device=like.device)
-            if like.is_cuda:  # launches on other streams find zeros
-                torch.cuda.current_stream(like.device).synchronize()
+            else:
+                words = lasting_zeros(_MOST_OPS, like.device)
             _words[index] = words
         if op not in _ops:
             _ops.append(op)

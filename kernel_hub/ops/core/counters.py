@@ -30,16 +30,35 @@ def counters(device: torch.device, count: int) -> torch.Tensor:
                 return found
         else:
             if device.index not in _reserves:
-                _make_reserve(device)
+                _reserves[device.index] = lasting_zeros(_RESERVE, device)
             stream_id = _stream_id(device)
             # torch's own have odd numbers (c10/cuda/CUDAStream.cpp), the default stream 0.
             if stream_id == 0 or stream_id % 2 == 1:
                 key = (device.index, stream_id, count)
                 found = _sets.get(key)
                 if found is None:
-                    found = _sets[key] = torch.zeros(count, dtype=torch.int32, device=device)
+                    found = _of_reserve(device, count)
+                    found = lasting_zeros(count, device) if found is None else found
+                    _sets[key] = found
                 return found
     return torch.zeros(count, dtype=torch.int32, device=device)
+
+
+def lasting_zeros(count: int, device: torch.device) -> torch.Tensor:
+    """`count` int32 zeros of a GPU that stay for good, for launches on any stream.
+
+    A thread of its own asks for them: the caller's may be in inference mode, or about to record a
+    graph (torch.compile's "reduce-overhead"), whose pool would own what is allocated meanwhile.
+    """
+    from concurrent.futures import ThreadPoolExecutor
+
+    def make() -> torch.Tensor:
+        made = torch.zeros(count, dtype=torch.int32, device=device)
+        torch.cuda.current_stream(device).synchronize()
+        return made
+
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(make).result()
 
 
 def _stream_id(device: torch.device) -> int:
@@ -47,11 +66,6 @@ def _stream_id(device: torch.device) -> int:
     if _current_stream is None:
         return int(torch.cuda.current_stream(device).stream_id)
     return int(_current_stream(device.index)[0])
-
-
-def _make_reserve(device: torch.device) -> None:
-    _reserves[device.index] = torch.zeros(_RESERVE, dtype=torch.int32, device=device)
-    torch.cuda.current_stream(device).synchronize()  # graphs are replayed on any stream
 
 
 def _of_reserve(device: torch.device, count: int) -> torch.Tensor | None:

@@ -166,7 +166,7 @@ class Verification:
         gpu, facts = device_of(logits.device), launch_facts(self.op, function)
         team = choose_team(batch * positions, vocab_size, gpu)
         grid = (batch * positions * team, 1, 1)
-        options = gpu.following(grid)
+        options = gpu.following
         if team > 1:
             options["cluster"] = (team, 1, 1)
         return Launch(

@@ -133,6 +133,20 @@ def test_torch_numbers_its_streams_so() -> None:
 
 
 @pytest.mark.gpu
+def test_graphs_of_torch_compile_own_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their first run is a rehearsal, on a stream of theirs, whose memory has to be theirs."""
+    monkeypatch.setattr(_module("core.counters"), "_sets", {})
+    monkeypatch.setattr(_module("core.counters"), "_reserves", {})
+    a, b = (torch.randn(rows, 16384, device="cuda").half() for rows in (4, 64))
+    run = torch.compile(lambda a, b: linear(a, b) + 1, mode="reduce-overhead")
+    with torch.inference_mode():
+        for _ in range(4):  # it raises where a tensor in the pool is no result
+            found = run(a, b).clone()
+    assert torch.equal(found, linear(a, b) + 1)
+    assert _module("core.counters")._sets, "this product shares no k"
+
+
+@pytest.mark.gpu
 def test_streams_that_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products that share k, on streams that somebody else makes and destroys at once.
 
