@@ -163,12 +163,13 @@ def run(options: argparse.Namespace) -> int:
         seed=options.seed,
     )  # fmt: skip
     engine.text, graphs = Words(engine.vocab_size), engine.runner._graphs
+    engine.runner.warm_up()  # as the server does
     watch = Watch(engine)
     for tokens in budgets:
         engine._scheduler.max_tokens, lot = tokens, random.Random(f"{options.seed} {tokens}")
         each = prompt_us(engine, tokens, options.rounds, lot)
         requests = requests_of(lot, options, engine.vocab_size)
-        # Most graphs, made before: as many as run at once, then as many as come one by one.
+        # Plans of passes without a graph: as many as run at once, then as they come.
         warm = requests_of(lot, options, engine.vocab_size)[: 2 * options.batch]
         ran(engine, watch, warm, [max(0, i - options.batch) / 30 for i in range(len(warm))])
         made = len(graphs)

@@ -58,10 +58,6 @@ struct GatedRow {
     }
 };
 
-// Of a thread of contiguous rows, at most.
-template <typename Gate>
-constexpr int kFlatVecs = Gate::kParts == 1 ? 2 : 1;
-
 // One access of `out`.
 template <typename T, int kWidth, typename Gate>
 __device__ __forceinline__ void gate_one(T* out, const GatedRow<T, Gate>& row, int column) {
@@ -89,33 +85,17 @@ __device__ __forceinline__ void gate_rows(T* out,      // (outer, num_rows, size
     }
 }
 
-// Both contiguous, a row a blockIdx.y; what blocks do not reach at once, up to twice as much, is
-// asked for with the first: 16 bytes a thread are too few under way.
+// Both contiguous, a row a blockIdx.y.
 template <typename T, typename Gate>
 __device__ __forceinline__ void gate_flat(T* out, const T* x, int size, Gate gate) {
-    constexpr int kWidth = kVecElems<T>, kAccesses = kFlatVecs<Gate>;
-    int column = (blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
-    const int step = gridDim.x * blockDim.x * kWidth;
-    const int64_t first = static_cast<int64_t>(blockIdx.y) * size;
-    const GatedRow<T, Gate> row{x + Gate::kParts * first, size, gate};
-    out += first;
+    constexpr int kWidth = kVecElems<T>;
+    const int column = (blockIdx.x * blockDim.x + threadIdx.x) * kWidth;
     follow_launch_before();
-    typename GatedRow<T, Gate>::template Bits<kWidth> bits[kAccesses];
-#pragma unroll
-    for (int i = 0; i < kAccesses; ++i) {
-        if (column + i * step < size) {
-            bits[i] = row.template read<kWidth>(column + i * step);
-        }
+    if (column >= size) {
+        return;
     }
-    // One copy of the code, whichever of them it is for.
-#pragma unroll 1
-    for (int i = 0; i < kAccesses && column < size; ++i) {
-        float values[kWidth];
-        row.template values<kWidth>(bits[0], values);
-        Access<T, kWidth>::write(out + column, values);
-        bits[0] = bits[kAccesses - 1];
-        column += step;
-    }
+    const int64_t first = static_cast<int64_t>(blockIdx.y) * size;
+    gate_one<T, kWidth, Gate>(out + first, {x + Gate::kParts * first, size, gate}, column);
 }
 
 template <typename T, typename Gate>

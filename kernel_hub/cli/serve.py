@@ -82,6 +82,7 @@ def run(args: argparse.Namespace) -> int:
     # Before the model, which takes longer to find that the port is another's.
     listener = _bound(args, limits) if is_first else None
     engine = opened(args, **({"name": args.name} if args.name else {}))
+    engine.runner.warm_up()
     if listener is None:
         engine.follow()
         return 0

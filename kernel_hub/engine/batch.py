@@ -5,6 +5,8 @@ Every rank is told these arrays; knows no tensors, no queue and no text.
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterator
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .model import MOST_WIDE
+from .requests import Request, SamplingParams
 from .scheduler import KNOBS, Sequence
 
 _FEW_ROWS = 128  # that a pass over the weights takes no longer for than for one
@@ -164,6 +167,31 @@ def shape_of(batch: Batch) -> GraphShape | None:
         return None
     shape = GraphShape(decodes, 1, _MIXED_CHUNKS, tokens)
     return shape if num_rows <= decodes + _MIXED_CHUNKS else None
+
+
+def shapes(max_batch: int, max_tokens: int) -> Iterator[GraphShape]:
+    """Those of passes without drafts, the largest first: what they work in serves the others."""
+
+    def up_to(sizes: tuple[int, ...], most: int) -> list[int]:
+        room = next((n for n in sizes if n >= most), sizes[-1])
+        return [n for n in reversed(sizes) if n <= room]
+
+    for decodes in up_to(_MIXED_DECODES, max_batch):
+        for prompt in up_to(_MIXED_PROMPT, max_tokens):
+            yield GraphShape(decodes, 1, _MIXED_CHUNKS, prompt)
+    for decodes in up_to(_GRAPH_SIZES, max_batch):
+        yield GraphShape(decodes, 1)
+
+
+def blank(shape: GraphShape, vocab_size: int) -> Batch:
+    """A pass of the shape's kinds, of one sequence each."""
+    planned = []
+    for chunk in (1, 2)[: 1 + bool(shape.chunks)]:
+        request = Request("", (0,) * chunk, SamplingParams())
+        sequence = Sequence(request, [0] * chunk, 0, chunk, pages=array("i", [0]))
+        sequence.chunk = chunk
+        planned.append(sequence)
+    return batch_of(planned, vocab_size, 0)
 
 
 def spread(batch: Batch, shape: GraphShape) -> tuple[Arrays, np.ndarray]:

@@ -108,7 +108,7 @@ class Engine:
         num_pages = max(1, tokens // page_size)
         self.max_model_len = min(model.max_len, num_pages * page_size)
         max_pages = -(-self.max_model_len // page_size)
-        self.runner = Runner(model, num_pages, page_size, max_pages, max_tokens_a_pass)
+        self.runner = Runner(model, num_pages, page_size, max_pages, max_tokens_a_pass, max_batch)
         self._scheduler = scheduler.Scheduler(
             Pages(num_pages, page_size), max_batch, max_tokens_a_pass, self.max_model_len, drafts
         )

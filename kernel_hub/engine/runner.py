@@ -6,7 +6,9 @@ Every rank runs it alike on what rank 0 planned; knows no queue and no text.
 from __future__ import annotations
 
 import atexit
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -16,11 +18,15 @@ import numpy as np
 import torch
 
 from .. import ops
+from ..progress import progress
 from .batch import MOST_ROWS, Arrays, Batch, GraphShape, emptied, padded, shape_of, spread
+from .batch import blank as blank_pass
+from .batch import shapes as graph_shapes
 from .model import MOST_WIDE, Model, Ragged
 from .requests import TokenLogprob
 
 _MOST_TOP = 32  # tokens that `sample` tells the log-probabilities of
+_SPARE_BYTES = 512 << 20  # of a GPU, which graphs leave to passes without
 _TORCH = {np.dtype("i8"): torch.int64, np.dtype("f4"): torch.float32}  # what is not int32
 
 
@@ -57,10 +63,14 @@ class Runner:
     """A model, its cache, and the graphs of its passes."""
 
     def __init__(
-        self, model: Model, num_pages: int, page_size: int, max_pages: int, max_tokens: int
-    ) -> None:
-        """num_pages: the cache has one more. max_pages: of a sequence. max_tokens: of a pass."""
+        self, model: Model, num_pages: int, page_size: int, max_pages: int, max_tokens: int,
+        max_batch: int,
+    ) -> None:  # fmt: skip
+        """num_pages: the cache has one more. max_pages: of a sequence. max_tokens, max_batch: of
+        a pass.
+        """
         self.model, self.max_pages = model, max_pages
+        self._limits = max_batch, max_tokens
         self.cache = model.new_cache(num_pages + 1, page_size)
         self._graphs: dict[GraphShape, _Graph] = {}
         self._pool: Any = None
@@ -75,7 +85,7 @@ class Runner:
     def run(self, batch: Batch) -> Draws:
         """Give the device a pass. Its ids may name rows of the pass before: vocab_size + row."""
         num_rows = sum(batch.samples)
-        if self.has_graphs and (shape := shape_of(batch)):
+        if self.has_graphs and (shape := shape_of(batch)) and self._has_graph(shape, batch):
             logits, ids = self._replayed(batch, shape)
         else:
             rows = num_rows + -num_rows % self.model.group.world
@@ -94,6 +104,20 @@ class Runner:
         if num_rows and batch.logprobs is not None:
             scores = self._to_host(self._scores(logits, ids, batch.logprobs)[:num_rows])
         return Draws(self._to_host(ids[:num_rows]), scores, self._mark())
+
+    def warm_up(self) -> None:
+        """Capture the graphs of all passes without drafts: none is captured while somebody waits.
+
+        On every rank, before the first pass.
+        """
+        if not self.has_graphs:
+            return
+        wanted = list(graph_shapes(*self._limits))
+        shows = sys.stderr.isatty() and self.model.group.rank == 0
+        with progress(len(wanted), "graphs") if shows else nullcontext(str) as advance:
+            for shape in wanted:
+                advance(f"{shape.decodes} decodes, {shape.prompt} tokens of prompts")
+                self._has_graph(shape, blank_pass(shape, self.model.config.vocab_size))
 
     def close(self) -> None:
         """Let the graphs go."""
@@ -176,14 +200,31 @@ class Runner:
         found = torch.cat((chosen, values[:, :top], which[:, :top].float()), 1)
         return group.columns(found.flatten()[None]).view(-1, found.shape[1])
 
-    def _replayed(self, batch: Batch, shape: GraphShape) -> tuple[torch.Tensor, torch.Tensor]:
-        """A pass by the graph of a shape; where it has less, padding."""
+    def _plain(self, batch: Batch, shape: GraphShape) -> tuple[Arrays, np.ndarray, int]:
+        """What a graph is given of a pass, with padding; the block table; rows of logits."""
         rows = shape.decodes * shape.width + shape.chunks
         rows += -rows % self.model.group.world
         inputs, table = spread(batch, shape)
-        plain = padded(batch.sampling, rows) | inputs
-        if shape not in self._graphs:
-            self._graphs[shape] = self._captured(shape, plain)
+        return padded(batch.sampling, rows) | inputs, table, rows
+
+    def _has_graph(self, shape: GraphShape, batch: Batch) -> bool:
+        """Whether there is one, captured now where memory has room for its logits.
+
+        Processes of several must say the same, and have less of them each: they do not ask.
+        """
+        if shape in self._graphs:
+            return True
+        plain, _, rows = self._plain(batch, shape)
+        if self._is_cuda and self.model.group.world == 1:
+            free, _ = torch.cuda.mem_get_info(self.model.device)
+            if free < _SPARE_BYTES + 8 * rows * self.model.config.vocab_size:
+                return False
+        self._graphs[shape] = self._captured(shape, plain)
+        return True
+
+    def _replayed(self, batch: Batch, shape: GraphShape) -> tuple[torch.Tensor, torch.Tensor]:
+        """A pass by the graph of a shape; where it has less, padding."""
+        plain, table, rows = self._plain(batch, shape)
         graph, more = self._graphs[shape], {**padded(batch.more, rows), **batch.sparse}
         flat, given = self._staged({**plain, "block_table": table, **more})
         graph.flat.copy_(flat[: len(graph.flat)])

@@ -19,7 +19,7 @@ from .requests import Request
 NGRAM = 3  # tokens that must stand in the text before for what followed them to be a draft
 # Tokens of prompts beside decodes: about as many as are multiplied in the time in which the weights
 # are read, whatever the model, so that such a pass takes less than two steps.
-BESIDE = 192
+BESIDE = 128
 _BACKLOG_PASSES = 16  # in which a backlog is worked off, as far as that asks for more of them
 KNOBS = np.dtype([  # what `sample` is always given a row
     ("seed", "i8"), ("temperature", "f4"), ("top_k", "i4"), ("top_p", "f4"), ("min_p", "f4"),

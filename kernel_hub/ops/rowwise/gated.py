@@ -17,19 +17,16 @@ from .norm import E4M3, choose, quantised_rows, scalar_choice
 
 # What `approximate` of a GELU may be -> whether it is by tanh.
 GELU_FORMS = {"none": False, "tanh": True}
-# Vectors of a thread of contiguous rows by the parts of a row, as gated.cuh states; threads of a
-# multiprocessor.
-_FLAT_VECS, _AT_ONCE = {1: 2, 2: 1}, 2048
 _empty = torch.empty
 
 
-def threads_of_vecs(vecs: int, rows: int) -> int:
+def threads_of_vecs(vecs: int, rows: int, parts: int = 2) -> int:
     """Threads a block, each with one 16-byte vector of output, for rows of `vecs` of them.
 
     Measured on an H200 (docs/notes/silu_and_mul.md): few rows want many small blocks, many rows as
-    few blocks a row as there can be.
+    few blocks a row as there can be; where nothing is multiplied, blocks of 256.
     """
-    most = 128 if rows <= 256 else 1024
+    most = 128 if rows <= 256 else 256 if parts == 1 else 1024
     blocks = -(-vecs // most)
     return 32 * -(-vecs // (32 * blocks))
 
@@ -196,23 +193,19 @@ class Gated:
             block = (threads, rows_a_block, 1)
             how = device_of(x.device).following
             return Launch(function, grid, block, numbers=numbers, options=how)
-        gpu, vecs, each = device_of(x.device), size // elems, 1
-        # Contiguous rows take fewer parameters and no stride arithmetic.
-        is_whole = x.is_contiguous() and out.is_contiguous() and rows <= common.MAX_GRID_Y
         if is_scalar:
             variant, threads, span = "scalar", 256, 256
         else:
-            variant = "flat" if is_whole else "vec"
-            if is_whole and rows * vecs > _AT_ONCE * gpu.num_sms:
-                each = _FLAT_VECS[self.parts]
-            threads = threads_of_vecs(-(-vecs // each), rows * outer)
-            span = threads * elems
-        if variant == "flat":
-            numbers = (size,)
+            threads = threads_of_vecs(size // elems, rows * outer, self.parts)
+            variant, span = "vec", threads * elems
+        # Contiguous rows take fewer parameters and no stride arithmetic.
+        is_whole = x.is_contiguous() and out.is_contiguous()
+        if variant == "vec" and is_whole and rows <= common.MAX_GRID_Y:
+            variant, numbers = "flat", (size,)
         function = common.shipped(self.op, f"{name}_{variant}")
-        grid = (-(-size // (span * each)), min(rows, common.MAX_GRID_Y), outer)
+        grid = (-(-size // span), min(rows, common.MAX_GRID_Y), outer)
         block = (threads, 1, 1)
-        how = gpu.following
+        how = device_of(x.device).following
         return Launch(function, grid, block, numbers=numbers, options=how)
 
 

@@ -101,22 +101,6 @@ def test_what_is_chosen_for_many_rows(
 
 
 @each_dtype
-def test_several_vectors_a_thread(
-    way: Way, dtype: torch.dtype, gate: Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where it is not gated, of rows that leave some threads one, or none."""
-    monkeypatch.setattr(gated, "_AT_ONCE", 0)
-    for vecs in (1, 31, 65, 1057):  # no other test's
-        x = way.randn(2, 16 // dtype.itemsize * vecs, dtype=dtype)
-        out = Guarded(x.shape, dtype, way.device)
-        gate(x, out=out.tensor)
-        out.check()
-        gate.check(out.tensor, x)
-        assert gate(x, out=x) is x
-        same_bits(x, out.tensor)
-
-
-@each_dtype
 def test_in_place(way: Way, dtype: torch.dtype, gate: Gate) -> None:
     """Where it is not gated."""
     for x in (way.randn(3, 264, dtype=dtype), way.randn(3, 265, dtype=dtype)[:, 1:]):

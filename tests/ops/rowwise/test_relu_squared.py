@@ -8,7 +8,6 @@ from gated_cases import test_in_place as test_in_place
 from gated_cases import test_layouts as test_layouts
 from gated_cases import test_refused as test_refused
 from gated_cases import test_rows_of_e4m3 as test_rows_of_e4m3
-from gated_cases import test_several_vectors_a_thread as test_several_vectors_a_thread
 from gated_cases import test_sizes as test_sizes
 from gated_cases import test_strided_and_unaligned_rows as test_strided_and_unaligned_rows
 from gated_cases import test_what_is_chosen_for_many_rows as test_what_is_chosen_for_many_rows
