@@ -4,6 +4,9 @@ does that; tests/ops/test_sanitizer_cases.py holds that no variant is left out).
 for tool in memcheck racecheck initcheck synccheck; do
     compute-sanitizer --tool $tool --error-exitcode 1 python tests/gpu/sanitize.py
 done
+
+memcheck tells of failing calls of the driver too: autograd's thread has no context before its first
+launch, which fails for that and is made again with one (--report-api-errors no leaves it out).
 """
 
 from __future__ import annotations
