@@ -20,7 +20,7 @@ GELU_FORMS = {"none": False, "tanh": True}
 _empty = torch.empty
 
 
-def threads_of_vecs(vecs: int, rows: int, parts: int = 2) -> int:
+def threads_of_vecs(vecs: int, rows: int, parts: int) -> int:
     """Threads a block, each with one 16-byte vector of output, for rows of `vecs` of them.
 
     Measured on an H200 (docs/notes/silu_and_mul.md): few rows want many small blocks, many rows as

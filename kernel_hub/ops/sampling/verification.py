@@ -46,10 +46,12 @@ def choose_team(positions: int, vocab_size: int, gpu: PlannedGpu) -> int:
     As many as are resident at once; of long rows more, in turns, whose logits stay in the L2 from
     one pass to the next.
     """
-    places = _BLOCKS_A_SM * gpu.num_sms - _LEFT_OVER if gpu.has_clusters else 0
+    if not gpu.has_clusters:
+        return 1
+    places = _BLOCKS_A_SM * gpu.num_sms - _LEFT_OVER
     for team in (8, 4, 2):
         least = _LEAST_SHARE if team * positions <= places else _SHARE_OF_A_TURN
-        if gpu.has_clusters and team * least <= vocab_size:
+        if team * least <= vocab_size:
             return team
     return 1
 
