@@ -1,7 +1,7 @@
 """Prefill and decode of an 8B-shaped Llama of transformers, with random weights: accelerate(model)
 beside the model as it is, by SDPA and a static cache, both as they are and under torch.compile.
 
-Wall time of forwards, interleaved, each waited for.
+Wall time of forwards, each waited for; steps go on behind a prompt, whose time does not count.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +17,8 @@ from harness import OURS, Report, arguments
 
 QUICK = {"rounds": 3, "layers": 4}
 CONTEXT = 1024
+# Name -> batch size, new tokens.
+CASES = {"decode b1": (1, 1), "decode b16": (16, 1), "prefill b1 1024": (1, CONTEXT)}
 COMPILED, PLAIN, OURS_COMPILED = "torch.compile", "sdpa", f"{OURS} torch.compile"
 
 
@@ -36,42 +37,53 @@ def model_of(layers: int) -> Any:
         return LlamaForCausalLM(config).eval()
 
 
-def step_of(model: Any, run: Any, batch_size: int, new_tokens: int) -> Callable[[], Any]:
-    """A forward of `new_tokens` a sequence: a prompt into an empty cache, or one behind CONTEXT."""
-    from transformers import StaticCache
+class Forwards:
+    """Forwards of `new_tokens` a sequence: prompts, each into an empty cache, or, of one token,
+    steps behind a prompt of CONTEXT, which the cache holds until start() is called again.
+    """
 
-    cache = StaticCache(
-        config=model.config, max_batch_size=batch_size, max_cache_len=CONTEXT + 64,
-        device="cuda", dtype=torch.bfloat16,
-    )  # fmt: skip
-    tokens = torch.randint(1, 1000, (batch_size, new_tokens), device="cuda")
-    first = 0 if new_tokens > 1 else CONTEXT
-    positions = torch.arange(first, first + new_tokens, device="cuda")
+    def __init__(self, model: Any, forward: Any, batch_size: int, new_tokens: int) -> None:
+        from transformers import StaticCache
 
-    # Its tensors are made at the first use: not by a graph, which would take them for its own.
-    with torch.inference_mode():
-        model(
-            input_ids=tokens[:, :1], past_key_values=cache, position_ids=positions[None, :1],
-            cache_position=positions[:1],
+        self.model, self.forward, self.is_step = model, forward, new_tokens == 1
+        self.cache = StaticCache(
+            config=model.config, max_batch_size=batch_size, max_cache_len=CONTEXT + 64,
+            device="cuda", dtype=torch.bfloat16,
         )  # fmt: skip
+        self.prompt = torch.randint(1, 1000, (batch_size, CONTEXT), device="cuda")
+        self.tokens = self.prompt[:, :new_tokens].contiguous()
+        self.first = 0
+        self._run(
+            model, self.prompt
+        )  # makes the cache's tensors: a graph would take them for its own
+        self.start()
 
-    def step() -> Any:
+    def start(self) -> None:
+        """Empty the cache; before steps, the prompt by the model as it is."""
+        self.cache.reset()
+        self.first = 0
+        if self.is_step:
+            self._run(self.model, self.prompt)
+
+    def _run(self, forward: Any, tokens: Any) -> None:
+        behind = self.first + tokens.shape[1]
+        positions = torch.arange(self.first, behind, device="cuda")
         with torch.inference_mode():
-            cache.reset()
-            return run(
-                input_ids=tokens, past_key_values=cache, position_ids=positions[None],
+            forward(
+                input_ids=tokens, past_key_values=self.cache, position_ids=positions[None],
                 cache_position=positions, logits_to_keep=1,
-            ).logits  # fmt: skip
+            )  # fmt: skip
+        self.first = behind
 
-    return step
-
-
-def seconds(step: Callable[[], Any]) -> float:
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    step()
-    torch.cuda.synchronize()
-    return time.perf_counter() - began
+    def __call__(self) -> float:
+        """Microseconds of one."""
+        if not self.is_step:
+            self.start()
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        self._run(self.forward, self.tokens)
+        torch.cuda.synchronize()
+        return (time.perf_counter() - began) * 1e6
 
 
 def run(options: argparse.Namespace) -> int:
@@ -79,9 +91,8 @@ def run(options: argparse.Namespace) -> int:
 
     report = Report("generate", options)
     model = model_of(options.layers)
-    for case, batch_size, new_tokens in (
-        ("decode b1", 1, 1), ("decode b16", 16, 1), ("prefill b1 1024", 1, CONTEXT),
-    ):  # fmt: skip
+    for case in options.case or CASES:
+        batch_size, new_tokens = CASES[case]
         samples: dict[str, list[float]] = {}
         for name in (COMPILED, PLAIN, OURS, OURS_COMPILED):
             torch.compiler.reset()
@@ -91,10 +102,10 @@ def run(options: argparse.Namespace) -> int:
             forward = model
             if name in (COMPILED, OURS_COMPILED):
                 forward = torch.compile(model, mode="reduce-overhead")
-            step = step_of(model, forward, batch_size, new_tokens)
-            for _ in range(3):
-                step()
-            samples[name] = [seconds(step) * 1e6 for _ in range(options.rounds)]
+            forwards = Forwards(model, forward, batch_size, new_tokens)
+            for _ in range(4):
+                forwards()
+            samples[name] = [forwards() for _ in range(options.rounds)]
             print(f"{case} {name} {statistics.median(samples[name]):.1f} us", flush=True)
         medians = report.case(case, samples, "us", ratio_to=COMPILED)
         print(case, {name: round(value, 1) for name, value in medians.items()}, flush=True)
@@ -104,6 +115,7 @@ def run(options: argparse.Namespace) -> int:
 def main() -> int:
     def more(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--layers", type=int, default=32)
+        parser.add_argument("--case", action="append", choices=CASES, help="may be repeated")
 
     return run(arguments(__doc__, rounds=15, quick=QUICK, more=more))
 
