@@ -60,7 +60,8 @@ class Forwards:
 
     def start(self) -> None:
         """Empty the cache; before steps, the prompt by the model as it is."""
-        self.cache.reset()
+        with torch.inference_mode():
+            self.cache.reset()
         self.first = 0
         if self.is_step:
             self._run(self.model, self.prompt)

@@ -61,8 +61,8 @@ class AppendGiven(NamedTuple):
         )  # fmt: skip
 
 
-def check(given: AppendGiven) -> None:
-    """Raise TensorError for whatever does not fit."""
+def check(given: AppendGiven, op: str = _OP) -> None:
+    """Raise TensorError for whatever does not fit. op: another's append may only move queries."""
     (k, v, k_cache, v_cache, cache_seqlens, block_table, slot_mapping, cu_seqlens, q, cos, sin,
      positions, interleaved, rotary_dim, k_scale, v_scale, out_q, out_k, *_) = given  # fmt: skip
     common.check_data(_OP, "k", k)
@@ -88,7 +88,7 @@ def check(given: AppendGiven) -> None:
         heads = q.shape[-2] if q.dim() > 1 else 0
         common.check_like(_OP, "q", q, (*k.shape[:-2], heads, k.shape[-1]), k)
     unused = {"positions": positions}
-    if given.q_norm_weight is None:
+    if given.q_norm_weight is None and op == _OP:
         unused = {"q": q, **unused}
     check_rotation(_OP, cos, sin, interleaved, rotary_dim, k.shape[-1], k, **unused)
     check_norm(_OP, given, k.shape[-1], k)

@@ -179,7 +179,7 @@ def _cuda_into(arguments: tuple[Any, ...], makes_q: bool = False, op: str = _OP)
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
-        checks.check(AppendGiven(*arguments))
+        checks.check(AppendGiven(*arguments), op)
         plan = _plans.keep(
             key, AppendPlan({}, _writes.spans(*tensors, *[None] * (2 - len(weights))))
         )
@@ -199,7 +199,7 @@ def _cuda_into(arguments: tuple[Any, ...], makes_q: bool = False, op: str = _OP)
         )  # fmt: skip
     except KernelHubError:
         # The launch checks devices and dtypes; this names them.
-        checks.check(AppendGiven(*arguments))
+        checks.check(AppendGiven(*arguments), op)
         raise
     if is_debugging:
         bounds.report(k)

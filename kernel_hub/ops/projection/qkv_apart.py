@@ -11,13 +11,12 @@ from .qkv_checks import OP, QkvGiven
 
 
 def may_part(given: QkvGiven) -> bool:
-    """Whether both together do what is asked; append_kv has queries to rotate them only.
+    """Whether both together do what is asked.
 
     Without a cache, keys and values go to out_k and out_v as if these were one: row i of sequence
     b.
     """
-    is_dense = given.cu_seqlens is None and given.cache_seqlens is None
-    return given.cos is not None and (given.k_cache is not None or is_dense)
+    return given.k_cache is not None or given.cu_seqlens is given.cache_seqlens is None
 
 
 def into(given: QkvGiven) -> None:
@@ -34,9 +33,6 @@ def into(given: QkvGiven) -> None:
             k_cache, v_cache = k_cache[None], v_cache[None]
             positions = None if positions is None else positions[None]
     q, k, v = heads.split([given.num_heads, given.num_kv_heads, given.num_kv_heads], dim=-2)
-    if given.cos is None and given.q_norm_weight is None:  # nothing for append_kv to do
-        out_q.copy_(q)
-        q = out_q = None
     appended = AppendGiven(
         k, v, k_cache, v_cache, given.cache_seqlens, given.block_table, given.slot_mapping,
         given.cu_seqlens, q, given.cos, given.sin, positions, given.interleaved, given.rotary_dim,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -18,13 +20,18 @@ from kernel_hub.tuning import Gpu
 @pytest.fixture
 def parted(way: Way, monkeypatch: pytest.MonkeyPatch) -> Iterator[Way]:
     """qkv_linear as two launches, where they compute the same."""
-    choose = module.choose
-    monkeypatch.setattr(
-        module, "choose", lambda *given: paired_plan.APART if given[-1] else choose(*given)
-    )
+    choose, parted = module.choose, []
+
+    def choose_apart(*given: Any) -> paired_plan.TileChoice:
+        may_part = inspect.signature(choose).bind(*given).arguments["may_part"]
+        parted.append(may_part)
+        return paired_plan.APART if may_part else choose(*given)
+
+    monkeypatch.setattr(module, "choose", choose_apart)
     forget_all()
     yield way
     forget_all()
+    assert any(parted), "all ran in one launch"
 
 
 @pytest.mark.parametrize("layout", CACHES)
