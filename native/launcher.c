@@ -213,6 +213,12 @@ typedef struct {
 } Values;
 
 static inline int read_value(const State* s, uint32 index, Object* value, Values* v) {
+    const uint32 size = s->params[index].size_bytes;
+    if (s->params[index].kind == BYTES) {  // a tensor map, say: the driver reads it where it lies
+        if (!IS(value, PyBytes_Type) || PyBytes_Size(value) != (ssize)size) return 0;
+        v->addresses[index] = PyBytes_AsString(value);
+        return 1;
+    }
     if (!read_param(s, &s->params[index], value, &v->values[index])) return 0;
     v->num_tensors += s->params[index].kind == POINTER && v->values[index];
     v->addresses[index] = &v->values[index];
@@ -258,7 +264,9 @@ static int try_launch(const State* s, Object* const* args, ssize count, Object* 
         Object* value = is_list ? PyList_GetItem(params, i) : PyTuple_GetItem(params, i);
         if (!value) return 0;
         Py_IncRef(value);
-        const int taken = read_value(s, i, value, &v);
+        // What a list lets go of meanwhile must not be read by the driver.
+        const int may_go = is_list && s->params[i].kind == BYTES;
+        const int taken = !may_go && read_value(s, i, value, &v);
         Py_DecRef(value);
         if (!taken) return 0;
     }
@@ -371,8 +379,9 @@ uint64 kernel_hub_state_bytes(void) {
     return sizeof(State) << 32 | sizeof(Bound) << 16 | sizeof(At);
 }
 
-// Whether `object` is of exactly that type: 0 to 3 for int, float, tuple and list.
+// Whether `object` is of exactly that type: 0 to 4 for int, float, tuple, list and bytes.
 int kernel_hub_type_is(const Object* object, uint32 kind) {
-    const void* const types[] = {PyLong_Type, PyFloat_Type, PyTuple_Type, PyList_Type};
+    const void* const types[] = {PyLong_Type, PyFloat_Type, PyTuple_Type, PyList_Type,
+                                 PyBytes_Type};
     return IS(object, types[kind]);
 }

@@ -22,7 +22,7 @@ typedef struct {
     const char* text;
 } MethodDef;
 
-extern char PyLong_Type[], PyFloat_Type[], PyTuple_Type[], PyList_Type[];
+extern char PyLong_Type[], PyFloat_Type[], PyTuple_Type[], PyList_Type[], PyBytes_Type[];
 extern Object _Py_NoneStruct, _Py_TrueStruct;
 extern Object* PyObject_GetAttr(Object*, Object*);
 extern Object* PyObject_CallMethodObjArgs(Object*, Object*, ...);
@@ -39,6 +39,8 @@ extern int PyDict_SetItem(Object*, Object*, Object*);
 extern uint64 PyLong_AsUnsignedLongLong(Object*);
 extern int64 PyLong_AsLongLongAndOverflow(Object*, int*);
 extern double PyFloat_AsDouble(Object*);
+extern ssize PyBytes_Size(Object*);
+extern char* PyBytes_AsString(Object*);
 extern Object* PyExc_Exception;
 extern Object* PyErr_Occurred(void);
 extern int PyErr_ExceptionMatches(Object*);
@@ -65,7 +67,7 @@ typedef int (*current_context_fn)(void** context);
 typedef int (*launch_ex_fn)(const void* config, void* function, void** params, void** extra);
 
 // Kinds of parameter; kernel_hub/launch/c_launcher.py has the same list.
-enum { POINTER, INT, FLOAT, DOUBLE };
+enum { POINTER, INT, FLOAT, DOUBLE, BYTES };
 
 typedef struct {
     uint32 kind;

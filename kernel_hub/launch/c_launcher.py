@@ -34,7 +34,7 @@ VARIABLE = "KERNEL_HUB_NATIVE"
 LIBRARY = "native/launcher_linux_x86_64.so"
 _VOUCHED = LIBRARY  # its name in the manifest
 _MAX_PARAMS = 64
-_POINTER, _INT, _FLOAT, _DOUBLE = range(4)
+_POINTER, _INT, _FLOAT, _DOUBLE, _BYTES = range(5)
 # In the order of the enum in native/launcher.c.
 _NAMES = (
     "gridDim", "blockDim", "sharedMemBytes", "stream", "params", "sharedMem", "programmatic",
@@ -191,7 +191,7 @@ def _opened() -> tuple[Any, str]:
 
 def _knows_layout(type_is: Any) -> bool:
     """Whether C finds an object's type where it looks, seen on objects of this very Python."""
-    kinds = (int, float, tuple, list)
+    kinds = (int, float, tuple, list, bytes)
     samples = [
         0,
         -1,
@@ -260,6 +260,8 @@ def why_not() -> str:
 
 def _param(param: Param, dtype: Any) -> _Param | None:
     info = param.info
+    if param.code.endswith("s"):  # of no size that a number has
+        return _Param(_BYTES, param.size_bytes)
     if info is None:
         # Eight bytes of unknown meaning: a tensor is the one value that goes in unasked.
         return _Param(_POINTER, 8, 0, 1, None) if param.size_bytes == 8 else None

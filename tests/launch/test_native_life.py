@@ -234,11 +234,11 @@ def test_a_python_of_another_layout_is_left_to_the_python_launcher(turn: int) ->
     """As one that puts an object's type elsewhere would look: some answer is wrong."""
     lots = Lots("layout", turn)
     assert c_launcher._knows_layout(c_launcher._opened()[0].kernel_hub_type_is)
-    wrong = lots.randrange(15 * 4)
-    asked = iter(range(15 * 4))
+    wrong = lots.randrange(15 * 5)
+    asked = iter(range(15 * 5))
 
     def type_is(sample: object, number: int) -> int:
-        right = type(sample) is (int, float, tuple, list)[number]
+        right = type(sample) is (int, float, tuple, list, bytes)[number]
         return right != (next(asked) == wrong)
 
     assert not c_launcher._knows_layout(type_is), lots
