@@ -1,4 +1,4 @@
-"""A planned pass as arrays, and the shapes that graphs have for passes.
+"""A planned pass as arrays, and with the padding that a graph's shape asks for.
 
 Every rank is told these arrays; knows no tensors, no queue and no text.
 """
@@ -6,24 +6,18 @@ Every rank is told these arrays; knows no tensors, no queue and no text.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
 from collections.abc import Sequence as List
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from .model import MOST_WIDE
 from .requests import Request, SamplingParams
 from .scheduler import KNOBS, Sequence
+from .shapes import MOST_ROWS, GraphShape, room
 
 _FEW_ROWS = 128  # that a pass over the weights takes no longer for than for one
-_GRAPH_SIZES = (1, 2, 4, 8, *range(16, 257, 16), *range(288, 513, 32))
-# With chunks of prompts: without a graph the host launches such a pass op by op.
-_MIXED_DECODES = (8, 16, 32, 64, 128, 256)
-_MIXED_PROMPT = (64, 128, 192, 256, 384, 512)
-_MIXED_CHUNKS = 8
-MOST_ROWS = _GRAPH_SIZES[-1]  # of a graph that only decodes
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 Arrays = dict[str, np.ndarray]
 
@@ -143,50 +137,19 @@ def padded(arrays: Arrays, rows: int, fill: int = 0) -> Arrays:
     }  # fmt: skip
 
 
-class GraphShape(NamedTuple):
-    """What one graph is of; a pass may have less of each."""
-
-    decodes: int
-    width: int  # tokens of each of those
-    chunks: int = 0
-    prompt: int = 0  # tokens of the chunks together
-
-
 def shape_of(batch: Batch) -> GraphShape | None:
     """Of the graph that has room for a pass; None: it has none, or more rows are asked for."""
-    num_rows, num_decodes, width = sum(batch.samples), batch.num_decodes, batch.width
-    num_chunks = len(batch.samples) - num_decodes
-    if not num_chunks:
-        most = MOST_ROWS // width
-        size = next((n for n in _GRAPH_SIZES if num_decodes <= n <= most), None)
-        return GraphShape(size, width) if size and num_decodes <= num_rows else None
-    prompt = len(batch.inputs["ids"]) - num_decodes
-    decodes = next((n for n in _MIXED_DECODES if num_decodes <= n), None)
-    tokens = next((n for n in _MIXED_PROMPT if prompt <= n), None)
-    if not decodes or not tokens or num_chunks > _MIXED_CHUNKS or "rows" not in batch.inputs:
+    n, num_chunks = batch.num_decodes, len(batch.samples) - batch.num_decodes
+    shape = room(n, batch.width, num_chunks, len(batch.inputs["ids"]) - n * batch.width)
+    if shape is None or ("rows" in batch.inputs) != bool(num_chunks):
         return None
-    shape = GraphShape(decodes, 1, _MIXED_CHUNKS, tokens)
-    return shape if num_rows <= decodes + _MIXED_CHUNKS else None
-
-
-def shapes(max_batch: int, max_tokens: int) -> Iterator[GraphShape]:
-    """Those of passes without drafts, the largest first: what they work in serves the others."""
-
-    def up_to(sizes: tuple[int, ...], most: int) -> list[int]:
-        room = next((n for n in sizes if n >= most), sizes[-1])
-        return [n for n in reversed(sizes) if n <= room]
-
-    for decodes in up_to(_MIXED_DECODES, max_batch):
-        for prompt in up_to(_MIXED_PROMPT, max_tokens):
-            yield GraphShape(decodes, 1, _MIXED_CHUNKS, prompt)
-    for decodes in up_to(_GRAPH_SIZES, max_batch):
-        yield GraphShape(decodes, 1)
+    return shape if sum(batch.samples) <= shape.decodes * shape.width + shape.chunks else None
 
 
 def blank(shape: GraphShape, vocab_size: int) -> Batch:
     """A pass of the shape's kinds, of one sequence each."""
     planned = []
-    for chunk in (1, 2)[: 1 + bool(shape.chunks)]:
+    for chunk in (1,) * bool(shape.decodes) + (2,) * bool(shape.chunks):
         request = Request("", (0,) * chunk, SamplingParams())
         sequence = Sequence(request, [0] * chunk, 0, chunk, pages=array("i", [0]))
         sequence.chunk = chunk

@@ -19,11 +19,11 @@ import torch
 
 from .. import ops
 from ..progress import progress
-from .batch import MOST_ROWS, Arrays, Batch, GraphShape, emptied, padded, shape_of, spread
+from .batch import Arrays, Batch, emptied, padded, shape_of, spread
 from .batch import blank as blank_pass
-from .batch import shapes as graph_shapes
 from .model import MOST_WIDE, Model, Ragged
 from .requests import TokenLogprob
+from .shapes import MOST_ROWS, GraphShape, all_of
 
 _MOST_TOP = 32  # tokens that `sample` tells the log-probabilities of
 _SPARE_BYTES = 512 << 20  # of a GPU, which graphs leave to passes without
@@ -112,7 +112,7 @@ class Runner:
         """
         if not self.has_graphs:
             return
-        wanted = list(graph_shapes(*self._limits))
+        wanted = list(all_of(*self._limits))
         shows = sys.stderr.isatty() and self.model.group.rank == 0
         with progress(len(wanted), "graphs") if shows else nullcontext(str) as advance:
             for shape in wanted:
