@@ -5,7 +5,6 @@ Every rank is told these arrays; knows no tensors, no queue and no text.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from .model import MOST_WIDE
-from .requests import Request, SamplingParams
 from .scheduler import KNOBS, Sequence
 from .shapes import MOST_ROWS, GraphShape, room
 
@@ -128,13 +126,12 @@ def _words(s: Sequence, num_words: int) -> tuple[np.ndarray, np.ndarray]:
     return s.prompt_words
 
 
-def padded(arrays: Arrays, rows: int, fill: int = 0) -> Arrays:
+def padded(arrays: Arrays, rows: int) -> Arrays:
     """With rows of nothing behind their own."""
     return {
-        name: a if len(a) == rows
-        else np.concatenate((a, np.full((rows - len(a), *a.shape[1:]), fill, a.dtype)))
+        name: np.concatenate((a, np.zeros((rows - len(a), *a.shape[1:]), a.dtype)))
         for name, a in arrays.items()
-    }  # fmt: skip
+    }
 
 
 def shape_of(batch: Batch) -> GraphShape | None:
@@ -146,47 +143,36 @@ def shape_of(batch: Batch) -> GraphShape | None:
     return shape if sum(batch.samples) <= shape.decodes * shape.width + shape.chunks else None
 
 
-def blank(shape: GraphShape, vocab_size: int) -> Batch:
-    """A pass of the shape's kinds, of one sequence each."""
-    planned = []
-    for chunk in (1,) * bool(shape.decodes) + (2,) * bool(shape.chunks):
-        request = Request("", (0,) * chunk, SamplingParams())
-        sequence = Sequence(request, [0] * chunk, 0, chunk, pages=array("i", [0]))
-        sequence.chunk = chunk
-        planned.append(sequence)
-    return batch_of(planned, vocab_size, 0)
+def empty() -> Batch:
+    """A pass of nobody: in a graph's shape, of padding alone."""
+    none, knobs = np.zeros(0, np.int32), np.zeros(0, KNOBS)
+    inputs: Arrays = dict.fromkeys(("ids", "before", "after", "rows"), none)
+    inputs |= dict.fromkeys(("cu_seqlens", "cu_chunks"), np.zeros(1, np.int32))
+    inputs["block_table"] = none.reshape(0, 1)
+    sampling = {name: knobs[name] for name in KNOBS.names or ()}
+    sampling["offset"] = np.zeros(0, np.int64)
+    return Batch(inputs, sampling, {}, {}, [], 0, 1, None)
 
 
 def spread(batch: Batch, shape: GraphShape) -> tuple[Arrays, np.ndarray]:
     """The inputs of a pass with padding behind its decodes and behind its chunks; and its table."""
     inputs, n, (decodes, width, chunks, prompt) = batch.inputs, batch.num_decodes, shape
 
-    def spread_(name: str, fills: tuple[int, int], each: int = 1, last: int = chunks) -> np.ndarray:
+    def spread_(name: str, fill: int = 0, each: int = 1, last: int = chunks) -> np.ndarray:
         a, n_ = inputs[name], n * each
-        between = np.full((decodes * each - n_, *a.shape[1:]), fills[0], np.int32)
-        behind = np.full((last - (len(a) - n_), *a.shape[1:]), fills[1], np.int32)
+        between = np.full((decodes * each - n_, *a.shape[1:]), fill, np.int32)
+        behind = np.zeros((last - (len(a) - n_), *a.shape[1:]), np.int32)
         return np.concatenate((a[:n_], between, a[n_:], behind))
 
     # Behind the chunks: tokens of no sequence, and sequences of no token.
     ends = inputs["cu_chunks"]
     ends = np.append(ends, [ends[-1]] * (chunks + 1 - len(ends))).astype(np.int32)
     found = {
-        "ids": spread_("ids", (0, 0), width, prompt), "cu_chunks": ends,
-        "before": spread_("before", (-1, 0)), "after": spread_("after", (-1, 0)),
+        "ids": spread_("ids", 0, width, prompt), "cu_chunks": ends,
+        "before": spread_("before", -1), "after": spread_("after", -1),
         "cu_seqlens": np.concatenate((np.arange(decodes), ends + decodes), dtype=np.int32) * width,
     }  # fmt: skip
     if chunks:
         rows = inputs["rows"] + (inputs["rows"] >= n) * np.int32(decodes - n)
         found = padded({"rows": rows}, decodes + chunks) | found
-    return found, spread_("block_table", (0, 0))
-
-
-def emptied(arrays: Arrays, shape: GraphShape) -> Arrays:
-    """As many as there are, of a pass of padding alone."""
-    found = {name: np.full_like(a, -1) for name, a in arrays.items()}
-    for name in found.keys() & {"ids", "rows", "cu_chunks"}:
-        found[name][:] = 0
-    for name in ("before", "after"):
-        found[name][shape.decodes :] = 0
-    places = np.arange(len(found["cu_seqlens"]), dtype=np.int32)
-    return found | {"cu_seqlens": np.minimum(places, shape.decodes) * np.int32(shape.width)}
+    return found, spread_("block_table")

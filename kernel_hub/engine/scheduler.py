@@ -98,19 +98,14 @@ class Scheduler:
             if sequence in self.running:  # it has not given way to one before it
                 budget -= self._planned(sequence, found, budget, drafts)
         if found:  # others wait for the pass to end
-            budget = min(budget, self._beside(len(found)))
+            coming = (*self.running, *islice(self.waiting, self.max_batch - len(self.running)))
+            budget = min(budget, beside(len(found), sum(s.missing for s in coming)))
         for sequence in prompts:
             if sequence in self.running:
                 budget -= self._planned(sequence, found, budget)
         while budget and (admitted := self._admitted()):
             budget -= self._planned(admitted, found, budget)
         return sorted(found, key=lambda s: s.chunk > 1)
-
-    def _beside(self, decodes: int) -> int:
-        """Tokens of prompts that may go beside decodes: more where many could go at once."""
-        free = self.max_batch - len(self.running)
-        coming = (*self.running, *islice(self.waiting, free))
-        return beside(decodes, sum(s.missing for s in coming))
 
     def _chunk(self, sequence: Sequence, budget: int, drafts: int) -> int:
         """How many of its tokens go next, with drafts behind the last one."""

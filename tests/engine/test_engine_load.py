@@ -9,8 +9,7 @@ import pytest
 
 pytest.importorskip("torch", reason="the engine is torch's")
 
-from kernel_hub.engine import shapes
-from kernel_hub.engine.scheduler import Scheduler
+from kernel_hub.engine import scheduler, shapes
 
 COUNT = 200
 SEEDS = [1, 2, 3]
@@ -26,7 +25,7 @@ def test_all_at_once_takes_about_what_its_parts_do(seed: int) -> None:
     full = load_model.ran(arrivals(seed, 0.0))
     assert full.floor / full.total > 0.9
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Scheduler, "_beside", lambda self, decodes: self.max_tokens)
+        patched.setattr(scheduler, "beside", lambda decodes, backlog: 2048)
         assert full.total < 1.06 * load_model.ran(arrivals(seed, 0.0)).total
 
 
@@ -40,7 +39,7 @@ def test_tokens_are_two_steps_apart_at_most(seed: int, load: float) -> None:
     if load < 0.7:  # fewer of a hundred are beside prompts
         return
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Scheduler, "_beside", lambda self, decodes: self.max_tokens)
+        patched.setattr(scheduler, "beside", lambda decodes, backlog: 2048)
         assert load_model.ran(arrivals(seed, rate)).p95 > 2 * some.p95
 
 
