@@ -66,8 +66,9 @@ def expected(c: ModelConfig) -> dict[str, Shape]:
         if layer.is_moe:
             sizes[c.moe_names[0]] = (c.num_experts, hidden, False)
         for gate, up, down in _mlps(c, layer.is_moe):
-            sizes[gate] = sizes[up] = (inner, hidden, c.mlp_bias)
-            sizes[down] = (hidden, inner, c.mlp_bias)
+            has_bias = c.mlp_bias and not layer.is_moe
+            sizes[gate] = sizes[up] = (inner, hidden, has_bias)
+            sizes[down] = (hidden, inner, has_bias)
         vectors = dict.fromkeys(c.norms.values(), hidden)
         if c.qk_norm:
             whole = c.qk_norm == "whole"
