@@ -6,8 +6,9 @@ Random weights; lengths of prompts and answers log-uniform by lot, sampled, stre
 string. All at once: the time beside the sum of prompt tokens at the rate of a pass of prompts alone
 and of as many steps as decoded anything, each as long as the median of those that did nothing else.
 At a share of that rate, Poisson: the time between two tokens of a request beside that median.
-For each limit on the tokens of a pass. Of passes by their tokens of prompts: how many, how long,
-what the host took to launch one, and by how much they are longer than that sum has them.
+For each limit on the tokens of a pass. Of passes by the rows of their graphs: how many, how long,
+what the host took to launch one, by how much they are longer than that sum has them, and how many
+of the tokens behind another waited for one, and how long.
 """
 
 from __future__ import annotations
@@ -36,9 +37,16 @@ class Timed(NamedTuple):
 
     decodes: int
     prompt: int  # tokens of prompts
-    is_graph: bool
+    rows: int  # of its graph; 0: it has none
     host_us: float  # to launch it
     wall_us: float  # from the end of the pass before, or from its step's beginning
+
+    @property
+    def kind(self) -> tuple[int, str]:
+        """In the order of kinds, and how it is called."""
+        if not self.prompt:
+            return 0, "decodes only"
+        return (self.rows, f"{self.rows} rows") if self.rows else (1 << 30, "no graph")
 
 
 class Ran(NamedTuple):
@@ -49,7 +57,7 @@ class Ran(NamedTuple):
     first: list[float]  # from a request's arrival to its first token
     decodes: list[float]  # steps that did nothing but decode
     num_decoding: int  # steps that decoded anything
-    gaps: list[float]  # between tokens of a request
+    gaps: list[tuple[float, Timed]]  # between tokens of a request, and the pass that ended them
     num_tokens: int
 
 
@@ -65,29 +73,33 @@ class Watch:
         drawn = self.real(batch)
         host, decodes = (time.perf_counter() - began) * 1e6, batch.num_decodes
         prompt = len(batch.inputs["ids"]) - decodes * batch.width
-        is_graph = shape_of(batch) is not None
-        self.launched.append(Timed(decodes, prompt, is_graph, host, 0.0))
+        shape = shape_of(batch)
+        rows = 0 if shape is None else shape.decodes * shape.width + shape.prompt
+        self.launched.append(Timed(decodes, prompt, rows, host, 0.0))
         return drawn
 
 
-def shown(passes: list[Timed], each: float, step: float) -> None:
+def between(gaps: list[float]) -> tuple[float, float]:
+    """Median and 95th of a hundred."""
+    each = statistics.quantiles(gaps, n=20) if len(gaps) > 1 else gaps * 19 or [0.0] * 19
+    return each[9], each[18]
+
+
+def shown(found: Ran, each: float, step: float) -> None:
     """A line for each kind of passes; each, step: us of a token of prompts and of a decode step."""
-    lower = -1
-    for most in (0, 64, 256, 1024, 1 << 30):
-        some = [x for x in passes if lower < x.prompt <= most]
-        names = {0: "decodes only", 1 << 30: f"prompts over {lower}"}
-        name, lower = names.get(most, f"prompts to {most}"), most
-        if some:
-            decodes, prompt, graphs, host, wall = (
-                statistics.mean(x) for x in zip(*some, strict=True)
-            )
-            parts = statistics.mean(each * x.prompt + step * (x.decodes > 0) for x in some)
-            print(
-                f"  {name:17} {len(some):5} x {wall / 1e3:6.2f} ms (parts {parts / 1e3:6.2f}, "
-                f"in all {len(some) * (wall - parts) / 1e6:+.2f} s), host {host / 1e3:5.2f} ms, "
-                f"{graphs:4.0%} graphs, {decodes:.0f} decodes + {prompt:.0f}",
-                flush=True,
-            )
+    for kind in sorted({x.kind for x in found.passes}):
+        some = [x for x in found.passes if x.kind == kind]
+        decodes, prompt, _, host, wall = (statistics.mean(x) for x in zip(*some, strict=True))
+        parts = statistics.mean(each * x.prompt + step * (x.decodes > 0) for x in some)
+        gaps = [us for us, x in found.gaps if x.kind == kind]
+        p50, p95 = between(gaps)
+        print(
+            f"  {kind[1]:12} {len(some):5} x {wall / 1e3:6.2f} ms (parts {parts / 1e3:6.2f}, in "
+            f"all {len(some) * (wall - parts) / 1e6:+.2f} s), host {host / 1e3:5.2f} ms, "
+            f"{decodes:.0f} decodes + {prompt:.0f}; {len(gaps) / len(found.gaps):4.0%} of tokens "
+            f"waited for one, p50 {p50 / 1e3:.2f}, p95 {p95 / 1e3:.2f} ms",
+            flush=True,
+        )
 
 
 def log_uniform(lot: random.Random, span: tuple[int, int]) -> int:
@@ -103,7 +115,7 @@ def requests_of(lot: random.Random, options: argparse.Namespace, vocab_size: int
 
 def ran(engine: Any, watch: Watch, requests: list[Any], arrivals: list[float]) -> Ran:
     """All of them, each submitted once its second has come."""
-    decodes, gaps, last = list[float](), list[float](), dict[str, float]()
+    decodes, gaps, last = list[float](), list[tuple[float, Timed]](), dict[str, float]()
     passes, first = list[Timed](), list[float]()
     watch.launched.clear()
     num_decoding = num_tokens = place = 0
@@ -130,7 +142,7 @@ def ran(engine: Any, watch: Watch, requests: list[Any], arrivals: list[float]) -
             decodes.append((now - before) * 1e6)
         for delta in found:
             if delta.request_id in last:
-                gaps.append((now - last[delta.request_id]) * 1e6)
+                gaps.append(((now - last[delta.request_id]) * 1e6, passes[-1]))
             else:
                 came = arrivals[int(delta.request_id.split()[1])]
                 first.append((now - began - came) * 1e6)
@@ -185,16 +197,17 @@ def run(options: argparse.Namespace) -> int:
             f"us; {full.num_tokens * 1e6 / full.total:.0f} tokens/s",
             flush=True,
         )
-        shown(full.passes, each, step)
+        shown(full, each, step)
         at, arrivals = 0.0, []
         for _ in requests:
             at += lot.expovariate(options.load * len(requests) / (full.total / 1e6))
             arrivals.append(at)
         some = ran(engine, watch, requests_of(lot, options, engine.vocab_size), arrivals)
         step = statistics.median(some.decodes or full.decodes)
-        p50, p95 = (statistics.quantiles(some.gaps, n=20)[i] for i in (9, 18))
+        gaps = [us for us, _ in some.gaps]
+        p50, p95 = between(gaps)
         case = f"load {options.load:g}, {tokens} a pass"
-        report.case(case, {OURS: some.gaps, STEP: [step]}, "us", ratio_to=STEP)
+        report.case(case, {OURS: gaps, STEP: [step]}, "us", ratio_to=STEP)
         report.ahead(f"load {options.load:g}, p95 of twice a step", 2 * step / p95)
         print(
             f"{case}: between tokens p50 {p50:.0f} us, p95 {p95:.0f} us, {p95 / step:.2f} x a step "
@@ -202,7 +215,7 @@ def run(options: argparse.Namespace) -> int:
             f" ms; {len(graphs)} graphs, {len(graphs) - made} of them made meanwhile",
             flush=True,
         )
-        shown(some.passes, each, step)
+        shown(some, each, step)
     torch.cuda.synchronize()
     return report.done()
 

@@ -1,29 +1,21 @@
-"""A planned pass as arrays, and the shapes that graphs have for passes.
+"""A planned pass as arrays, and with the padding that a graph's shape asks for.
 
 Every rank is told these arrays; knows no tensors, no queue and no text.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterator
 from collections.abc import Sequence as List
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from .model import MOST_WIDE
-from .requests import Request, SamplingParams
 from .scheduler import KNOBS, Sequence
+from .shapes import MOST_ROWS, GraphShape, room
 
 _FEW_ROWS = 128  # that a pass over the weights takes no longer for than for one
-_GRAPH_SIZES = (1, 2, 4, 8, *range(16, 257, 16), *range(288, 513, 32))
-# With chunks of prompts: without a graph the host launches such a pass op by op.
-_MIXED_DECODES = (8, 16, 32, 64, 128, 256)
-_MIXED_PROMPT = (64, 128, 192, 256, 384, 512)
-_MIXED_CHUNKS = 8
-MOST_ROWS = _GRAPH_SIZES[-1]  # of a graph that only decodes
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 Arrays = dict[str, np.ndarray]
 
@@ -134,96 +126,53 @@ def _words(s: Sequence, num_words: int) -> tuple[np.ndarray, np.ndarray]:
     return s.prompt_words
 
 
-def padded(arrays: Arrays, rows: int, fill: int = 0) -> Arrays:
+def padded(arrays: Arrays, rows: int) -> Arrays:
     """With rows of nothing behind their own."""
     return {
-        name: a if len(a) == rows
-        else np.concatenate((a, np.full((rows - len(a), *a.shape[1:]), fill, a.dtype)))
+        name: np.concatenate((a, np.zeros((rows - len(a), *a.shape[1:]), a.dtype)))
         for name, a in arrays.items()
-    }  # fmt: skip
-
-
-class GraphShape(NamedTuple):
-    """What one graph is of; a pass may have less of each."""
-
-    decodes: int
-    width: int  # tokens of each of those
-    chunks: int = 0
-    prompt: int = 0  # tokens of the chunks together
+    }
 
 
 def shape_of(batch: Batch) -> GraphShape | None:
     """Of the graph that has room for a pass; None: it has none, or more rows are asked for."""
-    num_rows, num_decodes, width = sum(batch.samples), batch.num_decodes, batch.width
-    num_chunks = len(batch.samples) - num_decodes
-    if not num_chunks:
-        most = MOST_ROWS // width
-        size = next((n for n in _GRAPH_SIZES if num_decodes <= n <= most), None)
-        return GraphShape(size, width) if size and num_decodes <= num_rows else None
-    prompt = len(batch.inputs["ids"]) - num_decodes
-    decodes = next((n for n in _MIXED_DECODES if num_decodes <= n), None)
-    tokens = next((n for n in _MIXED_PROMPT if prompt <= n), None)
-    if not decodes or not tokens or num_chunks > _MIXED_CHUNKS or "rows" not in batch.inputs:
+    n, num_chunks = batch.num_decodes, len(batch.samples) - batch.num_decodes
+    shape = room(n, batch.width, num_chunks, len(batch.inputs["ids"]) - n * batch.width)
+    if shape is None or ("rows" in batch.inputs) != bool(num_chunks):
         return None
-    shape = GraphShape(decodes, 1, _MIXED_CHUNKS, tokens)
-    return shape if num_rows <= decodes + _MIXED_CHUNKS else None
+    return shape if sum(batch.samples) <= shape.decodes * shape.width + shape.chunks else None
 
 
-def shapes(max_batch: int, max_tokens: int) -> Iterator[GraphShape]:
-    """Those of passes without drafts, the largest first: what they work in serves the others."""
-
-    def up_to(sizes: tuple[int, ...], most: int) -> list[int]:
-        room = next((n for n in sizes if n >= most), sizes[-1])
-        return [n for n in reversed(sizes) if n <= room]
-
-    for decodes in up_to(_MIXED_DECODES, max_batch):
-        for prompt in up_to(_MIXED_PROMPT, max_tokens):
-            yield GraphShape(decodes, 1, _MIXED_CHUNKS, prompt)
-    for decodes in up_to(_GRAPH_SIZES, max_batch):
-        yield GraphShape(decodes, 1)
-
-
-def blank(shape: GraphShape, vocab_size: int) -> Batch:
-    """A pass of the shape's kinds, of one sequence each."""
-    planned = []
-    for chunk in (1, 2)[: 1 + bool(shape.chunks)]:
-        request = Request("", (0,) * chunk, SamplingParams())
-        sequence = Sequence(request, [0] * chunk, 0, chunk, pages=array("i", [0]))
-        sequence.chunk = chunk
-        planned.append(sequence)
-    return batch_of(planned, vocab_size, 0)
+def empty() -> Batch:
+    """A pass of nobody: in a graph's shape, of padding alone."""
+    none, knobs = np.zeros(0, np.int32), np.zeros(0, KNOBS)
+    inputs: Arrays = dict.fromkeys(("ids", "before", "after", "rows"), none)
+    inputs |= dict.fromkeys(("cu_seqlens", "cu_chunks"), np.zeros(1, np.int32))
+    inputs["block_table"] = none.reshape(0, 1)
+    sampling = {name: knobs[name] for name in KNOBS.names or ()}
+    sampling["offset"] = np.zeros(0, np.int64)
+    return Batch(inputs, sampling, {}, {}, [], 0, 1, None)
 
 
 def spread(batch: Batch, shape: GraphShape) -> tuple[Arrays, np.ndarray]:
     """The inputs of a pass with padding behind its decodes and behind its chunks; and its table."""
     inputs, n, (decodes, width, chunks, prompt) = batch.inputs, batch.num_decodes, shape
 
-    def spread_(name: str, fills: tuple[int, int], each: int = 1, last: int = chunks) -> np.ndarray:
+    def spread_(name: str, fill: int = 0, each: int = 1, last: int = chunks) -> np.ndarray:
         a, n_ = inputs[name], n * each
-        between = np.full((decodes * each - n_, *a.shape[1:]), fills[0], np.int32)
-        behind = np.full((last - (len(a) - n_), *a.shape[1:]), fills[1], np.int32)
+        between = np.full((decodes * each - n_, *a.shape[1:]), fill, np.int32)
+        behind = np.zeros((last - (len(a) - n_), *a.shape[1:]), np.int32)
         return np.concatenate((a[:n_], between, a[n_:], behind))
 
     # Behind the chunks: tokens of no sequence, and sequences of no token.
     ends = inputs["cu_chunks"]
     ends = np.append(ends, [ends[-1]] * (chunks + 1 - len(ends))).astype(np.int32)
     found = {
-        "ids": spread_("ids", (0, 0), width, prompt), "cu_chunks": ends,
-        "before": spread_("before", (-1, 0)), "after": spread_("after", (-1, 0)),
+        "ids": spread_("ids", 0, width, prompt), "cu_chunks": ends,
+        "before": spread_("before", -1), "after": spread_("after", -1),
         "cu_seqlens": np.concatenate((np.arange(decodes), ends + decodes), dtype=np.int32) * width,
     }  # fmt: skip
     if chunks:
         rows = inputs["rows"] + (inputs["rows"] >= n) * np.int32(decodes - n)
         found = padded({"rows": rows}, decodes + chunks) | found
-    return found, spread_("block_table", (0, 0))
-
-
-def emptied(arrays: Arrays, shape: GraphShape) -> Arrays:
-    """As many as there are, of a pass of padding alone."""
-    found = {name: np.full_like(a, -1) for name, a in arrays.items()}
-    for name in found.keys() & {"ids", "rows", "cu_chunks"}:
-        found[name][:] = 0
-    for name in ("before", "after"):
-        found[name][shape.decodes :] = 0
-    places = np.arange(len(found["cu_seqlens"]), dtype=np.int32)
-    return found | {"cu_seqlens": np.minimum(places, shape.decodes) * np.int32(shape.width)}
+    return found, spread_("block_table")

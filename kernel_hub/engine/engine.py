@@ -24,10 +24,11 @@ from .text import Bytes, TextStream, Tokenizer
 from .weights import Random, Safetensors, check_world, expected, load
 
 PAGE_SIZE = 64
-_LIMITS = {  # inclusive
+_LIMITS: dict[str, tuple[float, float]] = {  # inclusive; two whole numbers: of whole numbers
     "temperature": (0.0, 100.0), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0),
     "presence_penalty": (-2.0, 2.0), "frequency_penalty": (-2.0, 2.0),
-    "repetition_penalty": (0.01, 100.0),
+    "repetition_penalty": (0.01, 100.0), "max_tokens": (1, 2**31), "top_k": (0, 2**31 - 1),
+    "seed": (-(2**63), 2**63 - 1),
 }  # fmt: skip
 _GREEDY = SamplingParams(temperature=0.0)
 
@@ -377,23 +378,17 @@ def _checked(request: Request, vocab_size: int) -> SamplingParams:
         for token in ids:
             if not isinstance(token, int) or not 0 <= token < vocab_size:
                 raise refuse(argument, f"token ids from 0 to {vocab_size - 1}", token)
-    for argument, (low, high) in _LIMITS.items():
-        value = getattr(params, argument)
-        if not isinstance(value, (int, float)) or not low <= value <= high:
-            raise refuse(argument, f"a number from {low:g} to {high:g}", value)
+    limits = {**_LIMITS, "logprobs": (0, vocab_size)}
+    for argument, (low, high) in limits.items():
+        value, is_whole = getattr(params, argument), isinstance(low, int)
+        if value is None and getattr(_GREEDY, argument) is None:
+            continue
+        if not isinstance(value, int if is_whole else (int, float)) or not low <= value <= high:
+            kind = "a whole number" if is_whole else "a number"
+            raise refuse(argument, f"{kind} from {low} to {high}", value)
     for token, bias in params.logit_bias.items():
         if not isinstance(bias, (int, float)) or not -1000 <= bias <= 1000:
             raise refuse("logit_bias", "numbers from -1000 to 1000", {token: bias})
-    numbers = {
-        "max_tokens": (1, 2**31), "top_k": (0, 2**31 - 1), "seed": (-(2**63), 2**63 - 1),
-        "logprobs": (0, vocab_size),
-    }  # fmt: skip
-    for argument, (least, most) in numbers.items():
-        value = getattr(params, argument)
-        if value is None and argument != "top_k":
-            continue
-        if not isinstance(value, int) or not least <= value <= most:
-            raise refuse(argument, f"a whole number from {least} to {most}", value)
     stop: Any = params.stop
     if isinstance(stop, str) or not all(isinstance(s, str) and s for s in stop):
         raise refuse("stop", "texts of at least one character", stop)

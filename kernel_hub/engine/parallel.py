@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, ClassVar, TypeVar
 
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import KernelHubError, ModelError, RankError
+from ..progress import progress
 
 T = TypeVar("T")
 _POLL_S = 5e-5
@@ -115,6 +117,11 @@ class Group:
             dist.broadcast_object_list(box, 0, device=torch.device("cpu"))
             what = box[0]
         return what
+
+    def progress(self, total: int, label: str) -> AbstractContextManager[Callable[[str], Any]]:
+        """A bar of rank 0 where somebody looks."""
+        shows = sys.stderr.isatty() and self.rank == 0
+        return progress(total, label) if shows else nullcontext(str)
 
     def agree(self, make: Callable[[], T]) -> T:
         """What `make` gives; what it refuses on any rank is raised on all, so that none waits."""

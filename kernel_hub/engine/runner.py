@@ -6,9 +6,7 @@ Every rank runs it alike on what rank 0 planned; knows no queue and no text.
 from __future__ import annotations
 
 import atexit
-import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -18,12 +16,10 @@ import numpy as np
 import torch
 
 from .. import ops
-from ..progress import progress
-from .batch import MOST_ROWS, Arrays, Batch, GraphShape, emptied, padded, shape_of, spread
-from .batch import blank as blank_pass
-from .batch import shapes as graph_shapes
+from .batch import Arrays, Batch, empty, padded, shape_of, spread
 from .model import MOST_WIDE, Model, Ragged
 from .requests import TokenLogprob
+from .shapes import MOST_ROWS, GraphShape, all_of
 
 _MOST_TOP = 32  # tokens that `sample` tells the log-probabilities of
 _SPARE_BYTES = 512 << 20  # of a GPU, which graphs leave to passes without
@@ -85,7 +81,7 @@ class Runner:
     def run(self, batch: Batch) -> Draws:
         """Give the device a pass. Its ids may name rows of the pass before: vocab_size + row."""
         num_rows = sum(batch.samples)
-        if self.has_graphs and (shape := shape_of(batch)) and self._has_graph(shape, batch):
+        if self.has_graphs and (shape := shape_of(batch)) and self._has_graph(shape):
             logits, ids = self._replayed(batch, shape)
         else:
             rows = num_rows + -num_rows % self.model.group.world
@@ -112,12 +108,11 @@ class Runner:
         """
         if not self.has_graphs:
             return
-        wanted = list(graph_shapes(*self._limits))
-        shows = sys.stderr.isatty() and self.model.group.rank == 0
-        with progress(len(wanted), "graphs") if shows else nullcontext(str) as advance:
+        wanted = list(all_of(*self._limits))
+        with self.model.group.progress(len(wanted), "graphs") as advance:
             for shape in wanted:
                 advance(f"{shape.decodes} decodes, {shape.prompt} tokens of prompts")
-                self._has_graph(shape, blank_pass(shape, self.model.config.vocab_size))
+                self._has_graph(shape)
 
     def close(self) -> None:
         """Let the graphs go."""
@@ -207,14 +202,14 @@ class Runner:
         inputs, table = spread(batch, shape)
         return padded(batch.sampling, rows) | inputs, table, rows
 
-    def _has_graph(self, shape: GraphShape, batch: Batch) -> bool:
+    def _has_graph(self, shape: GraphShape) -> bool:
         """Whether there is one, captured now where memory has room for its logits.
 
         Processes of several must say the same, and have less of them each: they do not ask.
         """
         if shape in self._graphs:
             return True
-        plain, _, rows = self._plain(batch, shape)
+        plain, _, rows = self._plain(empty(), shape)
         if self._is_cuda and self.model.group.world == 1:
             free, _ = torch.cuda.mem_get_info(self.model.device)
             if free < _SPARE_BYTES + 8 * rows * self.model.config.vocab_size:
@@ -237,9 +232,8 @@ class Runner:
         return graph.logits, self._draw(graph.logits, sampling)
 
     def _captured(self, shape: GraphShape, arrays: Arrays) -> _Graph:
-        """The graph of a shape, for arrays of its sizes."""
-        # The first pass, of padding alone, makes plans and loads kernels.
-        flat, given = self._staged(emptied(arrays, shape))
+        """The graph of a shape, by a pass of padding alone: arrays are those."""
+        flat, given = self._staged(arrays)
         size, width, chunks, prompt = shape
         inputs = Ragged(
             **{name: given.pop(name) for name in Ragged._fields if name in given},
@@ -248,7 +242,7 @@ class Runner:
             ),
             num_decodes=size, max_chunk=prompt or width, width=width,
         )  # fmt: skip
-        self._draw(self._logits(inputs), given)
+        self._draw(self._logits(inputs), given)  # makes plans and loads kernels
         self._mark()()
         graph = torch.cuda.CUDAGraph()
         # Other threads, NCCL's and the server's, may ask the device things meanwhile.

@@ -15,12 +15,9 @@ import numpy as np
 
 from .pages import Pages
 from .requests import Request
+from .shapes import beside
 
 NGRAM = 3  # tokens that must stand in the text before for what followed them to be a draft
-# Tokens of prompts beside decodes: about as many as are multiplied in the time in which the weights
-# are read, whatever the model, so that such a pass takes less than two steps.
-BESIDE = 128
-_BACKLOG_PASSES = 16  # in which a backlog is worked off, as far as that asks for more of them
 KNOBS = np.dtype([  # what `sample` is always given a row
     ("seed", "i8"), ("temperature", "f4"), ("top_k", "i4"), ("top_p", "f4"), ("min_p", "f4"),
 ])  # fmt: skip
@@ -101,19 +98,14 @@ class Scheduler:
             if sequence in self.running:  # it has not given way to one before it
                 budget -= self._planned(sequence, found, budget, drafts)
         if found:  # others wait for the pass to end
-            budget = min(budget, self._beside())
+            coming = (*self.running, *islice(self.waiting, self.max_batch - len(self.running)))
+            budget = min(budget, beside(len(found), sum(s.missing for s in coming)))
         for sequence in prompts:
             if sequence in self.running:
                 budget -= self._planned(sequence, found, budget)
         while budget and (admitted := self._admitted()):
             budget -= self._planned(admitted, found, budget)
         return sorted(found, key=lambda s: s.chunk > 1)
-
-    def _beside(self) -> int:
-        """Tokens of prompts that may go beside decodes: more where many could go at once."""
-        free = self.max_batch - len(self.running)
-        backlog = sum(s.missing for s in (*self.running, *islice(self.waiting, free)))
-        return max(BESIDE, backlog // _BACKLOG_PASSES // 64 * 64)
 
     def _chunk(self, sequence: Sequence, budget: int, drafts: int) -> int:
         """How many of its tokens go next, with drafts behind the last one."""

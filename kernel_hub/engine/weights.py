@@ -5,18 +5,15 @@ Reads slices straight from safetensors, or draws them by lot; knows names, launc
 
 from __future__ import annotations
 
-import contextlib
-import sys
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from ..errors import MissingPackageError, ModelError, listed
-from ..progress import progress
 from .config import ModelConfig, read_json
 from .parallel import Group
 
@@ -69,8 +66,9 @@ def expected(c: ModelConfig) -> dict[str, Shape]:
         if layer.is_moe:
             sizes[c.moe_names[0]] = (c.num_experts, hidden, False)
         for gate, up, down in _mlps(c, layer.is_moe):
-            sizes[gate] = sizes[up] = (inner, hidden, c.mlp_bias)
-            sizes[down] = (hidden, inner, c.mlp_bias)
+            has_bias = c.mlp_bias and not layer.is_moe
+            sizes[gate] = sizes[up] = (inner, hidden, has_bias)
+            sizes[down] = (hidden, inner, has_bias)
         vectors = dict.fromkeys(c.norms.values(), hidden)
         if c.qk_norm:
             whole = c.qk_norm == "whole"
@@ -90,13 +88,6 @@ def _mlps(c: ModelConfig, is_moe: bool) -> Iterator[tuple[str, ...]]:
         yield "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"
     for expert in range(c.num_experts if is_moe else 0):
         yield tuple(name.format(expert) for name in c.moe_names[1:])
-
-
-class Source(Protocol):
-    """Where tensors come from."""
-
-    def read(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
-        """Elements start to stop of a dimension."""
 
 
 class Safetensors:
@@ -143,6 +134,7 @@ class Safetensors:
             )
 
     def read(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
+        """Elements start to stop of a dimension."""
         file, key = self._where[name]
         found = file.get_slice(key)
         return found[start:stop] if dim == 0 else found[:, start:stop]
@@ -184,8 +176,9 @@ def check_world(c: ModelConfig, world: int) -> None:
 
 
 def load(
-    c: ModelConfig, source: Source, group: Group, device: torch.device, dtype: torch.dtype
-) -> Weights:
+    c: ModelConfig, source: Safetensors | Random, group: Group, device: torch.device,
+    dtype: torch.dtype,
+) -> Weights:  # fmt: skip
     """All that this rank needs, on its device."""
     shapes = expected(c)
 
@@ -193,7 +186,14 @@ def load(
         start, stop = span or (0, shapes[name][dim])
         return source.read(name, dim, start, stop).to(device=device, dtype=dtype)
 
-    def joined(names: list[str], spans: list[tuple[int, int]]) -> torch.Tensor:
+    def whole(name: str) -> Any:
+        """None where models of the family have none."""
+        return read(name) if name in shapes else None
+
+    def joined(names: list[str], spans: list[tuple[int, int]], what: str = "weight") -> Any:
+        names = [f"{name}.{what}" for name in names]
+        if names[0] not in shapes:
+            return None
         return torch.cat([read(name, 0, span) for name, span in zip(names, spans, strict=True)])
 
     d = c.head_dim
@@ -205,36 +205,28 @@ def load(
     embedding = read("model.embed_tokens.weight", 0, rows)
     head = embedding if c.is_tied else read("lm_head.weight", 0, rows)
     layers = []
-    shows = sys.stderr.isatty() and group.rank == 0
-    bar = progress(len(c.layers), "weights") if shows else contextlib.nullcontext(lambda _: None)
-    with bar as advance:
+    with group.progress(len(c.layers), "weights") as advance:
         for i, layer in enumerate(c.layers):
             p = f"model.layers.{i}."
             advance(f"layer {i}")
             inner = c.moe_intermediate_size if layer.is_moe else c.intermediate_size
             columns = group.share(inner)
             mlps = [[p + name for name in names] for names in _mlps(c, layer.is_moe)]
-            gate_up = [joined([f"{n}.weight" for n in m[:2]], [columns] * 2) for m in mlps]
+            gate_up = [joined(m[:2], [columns] * 2) for m in mlps]
             down = [read(f"{m[2]}.weight", 1, columns) for m in mlps]
-            qkv = [f"{p}self_attn.{n}_proj" for n in "qkv"]
-            own = LayerWeights(
-                qkv=joined([f"{n}.weight" for n in qkv], qkv_spans),
-                o=read(f"{p}self_attn.o_proj.weight", 1, (heads[0], heads[1])).contiguous(),
+            q, k, v, o = (f"{p}self_attn.{n}_proj" for n in "qkvo")
+            layers.append(LayerWeights(
+                qkv=joined([q, k, v], qkv_spans),
+                o=read(f"{o}.weight", 1, (heads[0], heads[1])).contiguous(),
                 gate_up=torch.stack(gate_up) if layer.is_moe else gate_up[0],
                 down=torch.stack(down) if layer.is_moe else down[0].contiguous(),
+                qkv_bias=joined([q, k, v], qkv_spans, "bias"),
+                o_bias=whole(f"{o}.bias"),
+                gate_up_bias=joined(mlps[0][:2], [columns] * 2, "bias"),
+                down_bias=whole(f"{mlps[0][2]}.bias"),
+                router=whole(f"{p}{c.moe_names[0]}.weight") if layer.is_moe else None,
+                q_norm=whole(f"{p}self_attn.q_norm.weight"),
+                k_norm=whole(f"{p}self_attn.k_norm.weight"),
                 norms={role: read(f"{p}{name}.weight") for role, name in c.norms.items()},
-            )
-            if c.qkv_bias:
-                own.qkv_bias = joined([f"{n}.bias" for n in qkv], qkv_spans)
-            if c.o_bias:
-                own.o_bias = read(f"{p}self_attn.o_proj.bias")
-            if c.mlp_bias:
-                own.gate_up_bias = joined([f"{n}.bias" for n in mlps[0][:2]], [columns] * 2)
-                own.down_bias = read(f"{mlps[0][2]}.bias")
-            if layer.is_moe:
-                own.router = read(f"{p}{c.moe_names[0]}.weight")
-            if c.qk_norm:
-                own.q_norm = read(f"{p}self_attn.q_norm.weight")
-                own.k_norm = read(f"{p}self_attn.k_norm.weight")
-            layers.append(own)
+            ))  # fmt: skip
     return Weights(embedding, head, read("model.norm.weight"), layers)

@@ -1,8 +1,8 @@
 """A load on the scheduler by a simulated clock: no model, no device.
 
-A pass takes what an H200 takes for an 8B model in bf16 (`benchmarks/bench_engine.py`): its weights
-once, or its products where these take longer, and attention and draws by tokens and rows; and the
-host what it takes to launch it, by a graph or op by op, one pass ahead of the device.
+A pass takes what an H200 takes for an 8B model in bf16: products by rows with the padding that its
+graph gives it, and attention and draws by tokens and rows; and the host what it takes to launch it,
+by a graph or op by op, one pass ahead of the device.
 """
 
 from __future__ import annotations
@@ -15,20 +15,30 @@ from typing import NamedTuple
 from kernel_hub.engine.pages import Pages
 from kernel_hub.engine.requests import Request, SamplingParams
 from kernel_hub.engine.scheduler import Scheduler, Sequence
+from kernel_hub.engine.shapes import room
 
 PAGE = 64
 PROMPT, ANSWER = (32, 2048), (16, 256)
 
 
-def pass_us(rows: int, keys: int, logits: int) -> float:
-    """Of a pass: measured 4,180 (1, 1k), 5,000 (16, 16k), 6,860 (64, 64k), 15,700 (576 rows),
-    17,900 (576, 64k), 47,700 (2,048).
-    """
-    return max(3900.0, 2300.0 + 22.2 * rows) + 0.028 * keys + 6.0 * logits
+# Of 32 layers with up to so many rows, as plans of the products reckon them: qkv, o, gate and up,
+# down of 6144, 4096, 28672 x 4096 and 4096 x 14336.
+PRODUCTS_US = {
+    64: 4180.0, 128: 4360.0, 160: 4710.0, 192: 5140.0, 224: 5610.0, 256: 5710.0, 320: 7560.0,
+    384: 8740.0, 448: 9800.0, 512: 10010.0, 576: 12800.0, 640: 13140.0, 768: 15080.0,
+    1024: 19570.0,
+}  # fmt: skip
 
 
-# Of the host for a pass by a graph, and for one without: what the load measured so far tells.
-HOST_US, PLAIN_US = 1200.0, 24_000.0
+def pass_us(rows: int, prompt: int, keys: int, logits: int) -> float:
+    """Of a pass: measured 4,180 (1, 0, 1k), 6,860 (64, 0, 64k), 47,700 (2,048, all, 2k)."""
+    products = next((us for most, us in PRODUCTS_US.items() if rows <= most), 19.1 * rows)
+    chunks = 1200.0 + 3.0 * prompt if prompt else 0.0
+    return products + chunks + 0.028 * keys + 6.0 * logits
+
+
+# Of the host for a pass by a graph, and for one without.
+HOST_US, PLAIN_US = 500.0, 12_000.0
 
 
 Arrivals = list[tuple[float, Sequence]]
@@ -60,12 +70,9 @@ def arrived(lot: random.Random, count: int, a_second: float) -> Arrivals:
 
 def ran(
     arrivals: Arrivals, max_batch: int = 64, max_tokens: int = 2048,
-    num_pages: int = 4096, passes: list[tuple[int, int]] | None = None, most_in_graph: int = 512,
+    num_pages: int = 4096, passes: list[tuple[int, int]] | None = None,
 ) -> Ran:  # fmt: skip
-    """All of them; `passes`: of each its decodes and its tokens of prompts.
-
-    most_in_graph: tokens of prompts that a graph has room for.
-    """
+    """All of them; `passes`: of each its decodes and its tokens of prompts."""
     plan = Scheduler(Pages(num_pages, PAGE), max_batch, max_tokens, 4096, 0)
     now = host = device = 0.0  # tokens are read, the host is free, the device is
     last, came = dict[Sequence, float](), dict[Sequence, float]()
@@ -82,21 +89,22 @@ def ran(
         planned = plan.plan()
         chunks = [s.chunk for s in planned if s.chunk > 1]
         draws = [s for s in planned if s.samples]
+        decoding, prompt = len(planned) - len(chunks), sum(chunks)
+        shape = room(decoding, 1, len(chunks), prompt)
         took = pass_us(
-            sum(s.chunk for s in planned), sum(s.computed + s.chunk for s in planned), len(draws)
-        )
-        decoding = len(planned) - len(chunks)
-        is_graph = sum(chunks) <= most_in_graph
-        before, began, host = device, host, host + (HOST_US if is_graph else PLAIN_US)
+            decoding + prompt if shape is None else shape.decodes + shape.prompt,
+            prompt, sum(s.computed + s.chunk for s in planned), len(draws),
+        )  # fmt: skip
+        before, began, host = device, host, host + (PLAIN_US if shape is None else HOST_US)
         # Its first kernel runs while the host launches the others; one by a graph after all.
-        device = max(max(device, host if is_graph else began) + took, host)
+        device = max(max(device, began if shape is None else host) + took, host)
         host = max(host, before)  # the pass before is read
         took, now = device - now, device
         num_decoding += any(s in last for s in draws)
         if not chunks:
             decodes.append(took)
         if passes is not None:
-            passes.append((decoding, sum(chunks)))
+            passes.append((decoding, prompt))
         for sequence in planned:
             place, draw = len(sequence.tokens), sequence.samples > 0
             plan.begun(sequence, 0)
@@ -110,6 +118,6 @@ def ran(
                 if len(sequence.tokens) == sequence.most:
                     plan.end(sequence)
     step = statistics.median(decodes)
-    floor = num_prompt * pass_us(2048, 2048, 1) / 2048 + num_decoding * step
+    floor = num_prompt * pass_us(2048, 2048, 2048, 1) / 2048 + num_decoding * step
     p95 = statistics.quantiles(gaps, n=20)[18]
     return Ran(now, floor, step, p95, statistics.median(first))

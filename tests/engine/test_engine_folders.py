@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import shutil
 from pathlib import Path
@@ -15,8 +16,9 @@ safetensors = pytest.importorskip("safetensors.torch", reason="models are read b
 
 from kernel_hub.engine.config import FAMILIES, ModelConfig  # noqa: E402
 from kernel_hub.engine.engine import Engine  # noqa: E402
+from kernel_hub.engine.parallel import Group  # noqa: E402
 from kernel_hub.engine.requests import SamplingParams  # noqa: E402
-from kernel_hub.engine.weights import Random, expected  # noqa: E402
+from kernel_hub.engine.weights import Random, expected, load  # noqa: E402
 from kernel_hub.errors import ModelError  # noqa: E402
 
 SIZES = {
@@ -57,6 +59,21 @@ def write(folder: Path, config: dict[str, Any], shards: int = 1, prefix: str = "
 def tokens_of(engine: Engine) -> list[tuple[int, ...]]:
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     return [answer.tokens for answer in engine.generate(PROMPTS, params)]
+
+
+@pytest.mark.parametrize("more", [{}, {"attention_bias": True, "mlp_bias": True}])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_tensor_of_a_family_is_loaded(family: str, more: dict[str, Any]) -> None:
+    """Once: as many elements as its files have."""
+    config = ModelConfig.from_dict(config_of(family) | more)
+    cpu = torch.device("cpu")
+    weights = load(config, Random(config, cpu), Group(cpu), cpu, torch.float32)
+    found = [weights.embedding, weights.norm, *([] if config.is_tied else [weights.head])]
+    for layer in weights.layers:
+        own = vars(layer) | layer.norms
+        found += [x for x in own.values() if torch.is_tensor(x)]
+    wanted = sum(math.prod(shape) for shape in expected(config).values())
+    assert sum(x.numel() for x in found) == wanted
 
 
 @pytest.mark.parametrize("family", FAMILIES)

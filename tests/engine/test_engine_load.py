@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("torch", reason="the engine is torch's")
 
-from kernel_hub.engine.scheduler import BESIDE, Scheduler
+from kernel_hub.engine import scheduler, shapes
 
 COUNT = 200
 SEEDS = [1, 2, 3]
@@ -25,7 +25,7 @@ def test_all_at_once_takes_about_what_its_parts_do(seed: int) -> None:
     full = load_model.ran(arrivals(seed, 0.0))
     assert full.floor / full.total > 0.9
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Scheduler, "_beside", lambda self: self.max_tokens)
+        patched.setattr(scheduler, "beside", lambda decodes, backlog: 2048)
         assert full.total < 1.06 * load_model.ran(arrivals(seed, 0.0)).total
 
 
@@ -39,19 +39,48 @@ def test_tokens_are_two_steps_apart_at_most(seed: int, load: float) -> None:
     if load < 0.7:  # fewer of a hundred are beside prompts
         return
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Scheduler, "_beside", lambda self: self.max_tokens)
+        patched.setattr(scheduler, "beside", lambda decodes, backlog: 2048)
         assert load_model.ran(arrivals(seed, rate)).p95 > 2 * some.p95
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_passes_have_few_tokens_of_prompts_beside_decodes(seed: int) -> None:
-    """A multiple of 64 where there are more; all that a pass takes where nobody answers."""
+def test_passes_beside_decodes_fill_graphs(seed: int) -> None:
+    """Most that have answers; those without them take as many tokens as a pass does."""
     passes: list[tuple[int, int]] = []
     load_model.ran(arrivals(seed, 0.0), passes=passes)
     load_model.ran(arrivals(seed, 20.0), passes=passes)
-    beside = [prompt for decodes, prompt in passes if decodes and prompt]
-    assert sum(prompt <= BESIDE for prompt in beside) > len(beside) / 3
-    assert max(beside) < 2048 and min(decodes for decodes, _ in passes) == 0
+    beside = [(decodes, prompt) for decodes, prompt in passes if decodes and prompt]
+    rows = []
+    for decodes, prompt in beside:
+        shape = shapes.room(decodes, 1, 1, prompt)
+        rows.append((shape.decodes + shape.prompt, prompt / shape.prompt) if shape else (2048, 1.0))
+    small = [share for most, share in rows if most <= 256]
+    assert len(small) > len(rows) / 3 and sum(share == 1 for share in small) > len(small) / 2
+    assert max(prompt for _, prompt in beside) < 2048 and min(passes)[0] == 0
+
+
+@pytest.mark.parametrize("max_batch, max_tokens", [(1, 100), (5, 7), (9, 100), (64, 300)])
+def test_all_shapes_are_those_that_passes_ask_for(max_batch: int, max_tokens: int) -> None:
+    wanted = {
+        shapes.room(decodes, 1, bool(prompt), prompt)
+        for decodes in range(max_batch + 1)
+        for prompt in range(max(0, max_tokens - decodes) + 1)
+        if decodes or prompt
+    }
+    found = [*shapes.all_of(max_batch, max_tokens)]
+    assert set(found) == wanted - {None} and len(found) == len(set(found))
+
+
+@pytest.mark.parametrize("decodes", [1, 8, 53, 64, 100, 128, 129, 200, 256, 257, 1000])
+def test_what_goes_beside_fills_the_rows_of_a_graph(decodes: int) -> None:
+    """At most 256 of them, or twice those that decode."""
+    for backlog in (0, 5000, 9000, 40_000):
+        prompt = shapes.beside(decodes, backlog)
+        shape = shapes.room(decodes, 1, 1, prompt)
+        if backlog < 16 * 512 and decodes <= 256:
+            assert shape is not None and shape.prompt == prompt
+            assert shape.decodes + prompt == (256 if decodes <= 128 else 512)
+        assert prompt >= min(64, decodes) and decodes + prompt >= min(2048, backlog // 16 - 511)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -31,7 +31,8 @@ class Grammars:
     """Grammars over an engine's vocabulary, which is read when the first is asked for."""
 
     def __init__(self, engine: Any) -> None:
-        self._engine, self._vocabulary = engine, None
+        self._engine = engine
+        self._vocabulary: Any = None
 
     def make(self, asked: PlainFormat | SchemaFormat | None, count: int) -> list[Grammar | None]:
         """One for each of `count` choices, None of plain text. Raises ApiError."""
