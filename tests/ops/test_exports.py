@@ -136,9 +136,9 @@ def test_softmax(chosen: set[str]) -> None:
     with pretend(PlannedGpu((9, 0), 132)):
         for dtype, size in itertools.product(DTYPES, [8, 129, 4096, 40960, 140001, 600000]):
             x = meta(4, size, dtype=dtype)
-            for kind in ("", "backward_"):
-                token = common.DTYPE_TOKENS[dtype]
-                parts.plan("softmax", f"{kind}{token}", (x, x, None), 0, 4)
+            token = common.DTYPE_TOKENS[dtype]
+            for op, kind in (("softmax", token), (parts.BACKWARD, f"backward_{token}")):
+                parts.plan(op, kind, (x, x, None), 0, 4)
     assert chosen == exported("softmax")
 
 
