@@ -115,14 +115,18 @@ __device__ __forceinline__ void read_scores(const SoftmaxParams<T>& p, const Sha
             bits[i] = ld_global(x + column);
         }
     }
+    if constexpr (kHasEdges) {
+#pragma unroll
+        for (int i = 0; i < kVecs; ++i) {
+            if (share.has(i) && !is_inside<T>(share.column<T>(i), p.size)) {
+                bits[i] = read_columns(x, share.column<T>(i), p.size);
+            }
+        }
+    }
 #pragma unroll
     for (int i = 0; i < kVecs; ++i) {
-        const int column = share.column<T>(i);
         if (share.has(i)) {
-            if (kHasEdges && !is_inside<T>(column, p.size)) {
-                bits[i] = read_columns(x, column, p.size);
-            }
-            score<kHasEdges>(p, mask, column, bits[i], s[i]);
+            score<kHasEdges>(p, mask, share.column<T>(i), bits[i], s[i]);
         }
     }
 }
@@ -213,7 +217,12 @@ __device__ __forceinline__ void softmax_passes(const SoftmaxParams<T>& p) {
         uint4* kept = kept_vecs();
 #pragma unroll 1
         for (int column = first_column; column < p.size; column += step, kept += blockDim.x) {
-            keep_vec(kept, x, column, p.size);
+            keep_whole(kept, x, column, p.size);
+        }
+        kept = kept_vecs();
+#pragma unroll 1
+        for (int column = first_column; column < p.size; column += step, kept += blockDim.x) {
+            keep_rest(kept, x, column, p.size);
         }
         cp_async_commit();
         cp_async_wait<0>();

@@ -75,6 +75,11 @@ __device__ __forceinline__ float sum_of_row(Sum<T> terms, int blocks_a_row, Shar
     return terms.rounded();
 }
 
+template <typename T>
+__device__ __forceinline__ bool are_whole(const T* dout, const T* out, int column, int size) {
+    return is_whole(out, column, size) && columns_before(dout + column) == 0;
+}
+
 // A row in registers, kVecs vectors a thread. kHasEdges: neither their addresses nor the row's
 // length need be whole vectors.
 template <int kVecs, bool kHasEdges, typename T>
@@ -94,9 +99,19 @@ __device__ __forceinline__ void gradient_once(const GradientParams<T>& p) {
     for (int i = 0; i < kVecs; ++i) {
         const int column = share.column<T>(i);
         dout_bits[i] = out_bits[i] = make_uint4(0, 0, 0, 0);
-        if (share.has(i)) {
-            dout_bits[i] = kHasEdges ? read_vec(dout, column, p.size) : ld_global(dout + column);
-            out_bits[i] = kHasEdges ? read_vec(out, column, p.size) : ld_global(out + column);
+        if (share.has(i) && (!kHasEdges || are_whole(dout, out, column, p.size))) {
+            dout_bits[i] = ld_global(dout + column);
+            out_bits[i] = ld_global(out + column);
+        }
+    }
+    if constexpr (kHasEdges) {
+#pragma unroll
+        for (int i = 0; i < kVecs; ++i) {
+            const int column = share.column<T>(i);
+            if (share.has(i) && !are_whole(dout, out, column, p.size)) {
+                dout_bits[i] = read_columns(dout, column, p.size);
+                out_bits[i] = read_columns(out, column, p.size);
+            }
         }
     }
     Sum<T> terms;
@@ -136,8 +151,14 @@ __device__ __forceinline__ void gradient_passes(const GradientParams<T>& p) {
         uint4* kept = kept_vecs();
 #pragma unroll 1
         for (int column = first_column; column < p.size; column += step, kept += kept_step) {
-            keep_vec(kept, dout, column, p.size);
-            keep_vec(kept + of_out, out, column, p.size);
+            keep_whole(kept, dout, column, p.size);
+            keep_whole(kept + of_out, out, column, p.size);
+        }
+        kept = kept_vecs();
+#pragma unroll 1
+        for (int column = first_column; column < p.size; column += step, kept += kept_step) {
+            keep_rest(kept, dout, column, p.size);
+            keep_rest(kept + of_out, out, column, p.size);
         }
         cp_async_commit();
         cp_async_wait<0>();

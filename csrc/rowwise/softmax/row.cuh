@@ -143,11 +143,16 @@ __device__ __forceinline__ uint4* kept_vecs() {
     static_assert(sizeof(SharedFound) % 16 == 0, "what is kept is vectors");
     return reinterpret_cast<uint4*>(&shared_found() + 1) + threadIdx.x;
 }
+// NOTE: what is read one by one is waited for: after all else is under way.
 template <typename T>
-__device__ __forceinline__ void keep_vec(uint4* kept, const T* row, int column, int size) {
+__device__ __forceinline__ void keep_whole(uint4* kept, const T* row, int column, int size) {
     if (is_whole(row, column, size)) {
         cp_async_16(shared_address(kept), row + column, true);
-    } else {
+    }
+}
+template <typename T>
+__device__ __forceinline__ void keep_rest(uint4* kept, const T* row, int column, int size) {
+    if (!is_whole(row, column, size)) {
         *kept = read_columns(row, column, size);
     }
 }
