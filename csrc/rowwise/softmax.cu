@@ -31,10 +31,10 @@ namespace kernel_hub::rowwise::softmax {
     "x: rows in steps of blockDim.y, times blocks_a_row; y, z: outer dimensions; blockDim.x " \
     "threads a row, or of each of its blocks"
 
-// 64 registers a thread: any blockDim up to 1,024. Of `loop` 40, so that blocks that keep rows have
-// 1,536 threads a multiprocessor.
+// 64 registers a thread: any blockDim up to 1,024. Of `loop` 48, so that blocks that keep rows have
+// 1,344 threads a multiprocessor.
 #define IN_REGISTERS 1024
-#define IN_PASSES 768, 2
+#define IN_PASSES 640, 2
 
 #define EXPORT_SOFTMAX(NAME, T, BOUNDS, ...)                                                     \
     DESCRIBED(                                                                                   \

@@ -21,17 +21,20 @@ struct SoftmaxParams {
         const int64_t start = mask_strides.start(row_idx) * (is_added ? sizeof(T) : 1);
         return static_cast<const uint8_t*>(mask) + start;
     }
+    // Whether a row's mask is whole words where x is whole vectors.
+    __device__ __forceinline__ bool fits(const Share& share, const void* of_row) const {
+        return is_added ? share.fits(static_cast<const T*>(of_row))
+                        : (reinterpret_cast<uintptr_t>(of_row) - share.lead) % 4 == 0;
+    }
 };
 
 // What a mask of truth has for the elements of a vector, a byte each.
-template <typename T, bool kHasEdges>
-__device__ __forceinline__ void read_truth(const uint8_t* mask, int column, int size,
+template <typename T>
+__device__ __forceinline__ void read_truth(const uint8_t* mask, int column, int size, bool is_whole,
                                            uint32_t (&words)[kVecElems<T> / 4]) {
-    const bool is_whole =
-        reinterpret_cast<uintptr_t>(mask + column) % 4 == 0 && is_inside<T>(column, size);
 #pragma unroll
     for (int i = 0; i < kVecElems<T> / 4; ++i) {
-        if (!kHasEdges || is_whole) {
+        if (is_whole) {
             words[i] = reinterpret_cast<const uint32_t*>(mask + column)[i];
         } else {
             words[i] = 0;
@@ -45,10 +48,11 @@ __device__ __forceinline__ void read_truth(const uint8_t* mask, int column, int 
 }
 
 // A vector's values scaled and masked, of which the first is the one at `column`; -inf where there
-// is no column. kHasEdges: there may be none, and a mask may have another alignment.
-template <bool kHasEdges, typename T>
+// is no column. has_all: all of the vector is the row's; is_whole: and whole words of its mask.
+template <typename T>
 __device__ __forceinline__ void score(const SoftmaxParams<T>& p, const void* mask, int column,
-                                      uint4 bits, float (&s)[kVecElems<T>]) {
+                                      bool has_all, bool is_whole, uint4 bits,
+                                      float (&s)[kVecElems<T>]) {
     constexpr int kWidth = kVecElems<T>;
     unpack<T>(bits, s);
 #pragma unroll
@@ -56,22 +60,21 @@ __device__ __forceinline__ void score(const SoftmaxParams<T>& p, const void* mas
         s[j] *= p.scale;
     }
     if (p.mask != nullptr && p.is_added) {
-        const T* of_row = static_cast<const T*>(mask);
         float added[kWidth];
-        unpack<T>(kHasEdges ? read_vec(of_row, column, p.size) : ld_global(of_row + column), added);
+        unpack<T>(read_vec(static_cast<const T*>(mask), column, p.size, is_whole), added);
 #pragma unroll
         for (int j = 0; j < kWidth; ++j) {
             s[j] += added[j];
         }
     } else if (p.mask != nullptr) {
         uint32_t words[kWidth / 4];
-        read_truth<T, kHasEdges>(static_cast<const uint8_t*>(mask), column, p.size, words);
+        read_truth<T>(static_cast<const uint8_t*>(mask), column, p.size, is_whole, words);
 #pragma unroll
         for (int j = 0; j < kWidth; ++j) {
             s[j] = words[j / 4] & 0xffu << 8 * (j % 4) ? s[j] : -INFINITY;
         }
     }
-    if (kHasEdges && !is_inside<T>(column, p.size)) {
+    if (!has_all) {
 #pragma unroll
         for (int j = 0; j < kWidth; ++j) {
             s[j] = is_column(column + j, p.size) ? s[j] : -INFINITY;
@@ -106,19 +109,22 @@ template <int kVecs, bool kHasEdges, typename T>
 __device__ __forceinline__ void read_scores(const SoftmaxParams<T>& p, const Share& share,
                                             const T* x, float (&s)[kVecs][kVecElems<T>]) {
     const void* mask = p.mask_of(share.row_idx);
-    // Issue every load before the first use.
+    const bool is_word = !kHasEdges || p.fits(share, mask);
+    // Issue every load before the first use; what is read one by one is waited for.
     uint4 bits[kVecs];
+    bool has_all[kVecs];
 #pragma unroll
     for (int i = 0; i < kVecs; ++i) {
         const int column = share.column<T>(i);
-        if (share.has(i) && (!kHasEdges || is_inside<T>(column, p.size))) {
+        has_all[i] = !kHasEdges || is_inside<T>(column, p.size);
+        if (share.has(i) && has_all[i]) {
             bits[i] = ld_global(x + column);
         }
     }
     if constexpr (kHasEdges) {
 #pragma unroll
         for (int i = 0; i < kVecs; ++i) {
-            if (share.has(i) && !is_inside<T>(share.column<T>(i), p.size)) {
+            if (share.has(i) && !has_all[i]) {
                 bits[i] = read_columns(x, share.column<T>(i), p.size);
             }
         }
@@ -126,7 +132,7 @@ __device__ __forceinline__ void read_scores(const SoftmaxParams<T>& p, const Sha
 #pragma unroll
     for (int i = 0; i < kVecs; ++i) {
         if (share.has(i)) {
-            score<kHasEdges>(p, mask, share.column<T>(i), bits[i], s[i]);
+            score(p, mask, share.column<T>(i), has_all[i], has_all[i] && is_word, bits[i], s[i]);
         }
     }
 }
@@ -180,6 +186,7 @@ __device__ __forceinline__ void softmax_once(const SoftmaxParams<T>& p) {
     const float factor = p.is_log ? 1.0f : quotient<T>(part, sum);
     const float offset = p.is_log ? base - all.largest - logf(sum) : 0.0f;
     T* out = p.out + p.out_strides.start(share.row_idx);
+    const bool fits_out = !kHasEdges || share.fits(out);
 #pragma unroll
     for (int i = 0; i < kVecs; ++i) {
         const int column = share.column<T>(i);
@@ -188,11 +195,8 @@ __device__ __forceinline__ void softmax_once(const SoftmaxParams<T>& p) {
             for (int j = 0; j < kWidth; ++j) {
                 s[i][j] = s[i][j] * factor + offset;
             }
-            if constexpr (kHasEdges) {
-                write_vec(out, column, p.size, s[i]);
-            } else {
-                st_global(out + column, pack<T>(s[i]));
-            }
+            const bool is_whole = !kHasEdges || (fits_out && is_inside<T>(column, p.size));
+            write_vec(out, column, p.size, is_whole, s[i]);
         }
     }
     if (p.blocks_a_row > 1) {
@@ -211,18 +215,22 @@ __device__ __forceinline__ void softmax_passes(const SoftmaxParams<T>& p) {
     const void* mask = p.mask_of(share.row_idx);
     share.lay_over(x, p.num_rows, p.size);
     const int first_column = share.column<T>(0), step = share.step * kWidth;
-    const bool is_kept = keeps_rows();
+    const bool is_kept = keeps_rows(), is_word = p.fits(share, mask), fits_out = share.fits(out);
     follow_launch_before();
     if (is_kept) {
-        uint4* kept = kept_vecs();
+        // NOTE: what is read one by one is waited for: after all else is under way.
 #pragma unroll 1
-        for (int column = first_column; column < p.size; column += step, kept += blockDim.x) {
-            keep_whole(kept, x, column, p.size);
-        }
-        kept = kept_vecs();
+        for (int is_last = 0; is_last < 2; ++is_last) {
+            uint4* kept = kept_vecs();
 #pragma unroll 1
-        for (int column = first_column; column < p.size; column += step, kept += blockDim.x) {
-            keep_rest(kept, x, column, p.size);
+            for (int column = first_column; column < p.size; column += step, kept += blockDim.x) {
+                const bool has_all = is_inside<T>(column, p.size);
+                if (has_all && !is_last) {
+                    keep_vec(kept, x, column);
+                } else if (!has_all && is_last) {
+                    *kept = read_columns(x, column, p.size);
+                }
+            }
         }
         cp_async_commit();
         cp_async_wait<0>();
@@ -236,8 +244,10 @@ __device__ __forceinline__ void softmax_passes(const SoftmaxParams<T>& p) {
         const uint4* kept = kept_vecs();
 #pragma unroll 1
         for (int column = first_column; column < p.size; column += step, kept += blockDim.x) {
+            const bool has_all = is_inside<T>(column, p.size);
+            const uint4 bits = is_kept ? *kept : read_vec(x, column, p.size, has_all);
             float s[kWidth];
-            score<true>(p, mask, column, is_kept ? *kept : read_vec(x, column, p.size), s);
+            score(p, mask, column, has_all, has_all && is_word, bits, s);
             if (pass == 0) {
                 const float largest = largest_among(found.largest, s);
                 const float base = base_of(largest);
@@ -253,7 +263,7 @@ __device__ __forceinline__ void softmax_passes(const SoftmaxParams<T>& p) {
                     const float distance = s[j] - found.largest;
                     s[j] = p.is_log ? distance - rest : power_of<T>(distance) * rest;
                 }
-                write_vec(out, column, p.size, s);
+                write_vec(out, column, p.size, has_all && fits_out, s);
             }
         }
         if (pass == 0) {

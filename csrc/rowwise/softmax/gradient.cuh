@@ -32,9 +32,10 @@ __device__ __forceinline__ float gradient(int is_log, float scale, float dout, f
 }
 
 // A vector of `dx` from those of the others.
-template <bool kHasEdges, typename T>
+template <typename T>
 __device__ __forceinline__ void write_gradient(const GradientParams<T>& p, T* dx, int column,
-                                               uint4 dout_bits, uint4 out_bits, float sum) {
+                                               bool is_whole, uint4 dout_bits, uint4 out_bits,
+                                               float sum) {
     constexpr int kWidth = kVecElems<T>;
     float dout[kWidth], out[kWidth];
     unpack<T>(dout_bits, dout);
@@ -43,11 +44,7 @@ __device__ __forceinline__ void write_gradient(const GradientParams<T>& p, T* dx
     for (int j = 0; j < kWidth; ++j) {
         dout[j] = gradient<T>(p.is_log, p.scale, dout[j], out[j], sum);
     }
-    if constexpr (kHasEdges) {
-        write_vec(dx, column, p.size, dout);
-    } else {
-        st_global(dx + column, pack<T>(dout));
-    }
+    write_vec(dx, column, p.size, is_whole, dout);
 }
 
 // NOTE: zeros stand beside a row's ends, which add nothing.
@@ -75,11 +72,6 @@ __device__ __forceinline__ float sum_of_row(Sum<T> terms, int blocks_a_row, Shar
     return terms.rounded();
 }
 
-template <typename T>
-__device__ __forceinline__ bool are_whole(const T* dout, const T* out, int column, int size) {
-    return is_whole(out, column, size) && columns_before(dout + column) == 0;
-}
-
 // A row in registers, kVecs vectors a thread. kHasEdges: neither their addresses nor the row's
 // length need be whole vectors.
 template <int kVecs, bool kHasEdges, typename T>
@@ -94,12 +86,13 @@ __device__ __forceinline__ void gradient_once(const GradientParams<T>& p) {
         share.lay_over_whole<T>(p.num_rows, p.size);
     }
     follow_launch_before();
+    const bool are_alike = !kHasEdges || share.fits(dout);
     uint4 dout_bits[kVecs], out_bits[kVecs];
 #pragma unroll
     for (int i = 0; i < kVecs; ++i) {
         const int column = share.column<T>(i);
         dout_bits[i] = out_bits[i] = make_uint4(0, 0, 0, 0);
-        if (share.has(i) && (!kHasEdges || are_whole(dout, out, column, p.size))) {
+        if (share.has(i) && (!kHasEdges || (are_alike && is_inside<T>(column, p.size)))) {
             dout_bits[i] = ld_global(dout + column);
             out_bits[i] = ld_global(out + column);
         }
@@ -108,7 +101,7 @@ __device__ __forceinline__ void gradient_once(const GradientParams<T>& p) {
 #pragma unroll
         for (int i = 0; i < kVecs; ++i) {
             const int column = share.column<T>(i);
-            if (share.has(i) && !are_whole(dout, out, column, p.size)) {
+            if (share.has(i) && !(are_alike && is_inside<T>(column, p.size))) {
                 dout_bits[i] = read_columns(dout, column, p.size);
                 out_bits[i] = read_columns(out, column, p.size);
             }
@@ -123,10 +116,13 @@ __device__ __forceinline__ void gradient_once(const GradientParams<T>& p) {
     }
     const float sum = sum_of_row(terms, p.blocks_a_row, shared);
     T* dx = p.dx + p.dx_strides.start(share.row_idx);
+    const bool fits_dx = !kHasEdges || share.fits(dx);
 #pragma unroll
     for (int i = 0; i < kVecs; ++i) {
         if (share.has(i)) {
-            write_gradient<kHasEdges>(p, dx, share.column<T>(i), dout_bits[i], out_bits[i], sum);
+            const int column = share.column<T>(i);
+            const bool is_whole = !kHasEdges || (fits_dx && is_inside<T>(column, p.size));
+            write_gradient(p, dx, column, is_whole, dout_bits[i], out_bits[i], sum);
         }
     }
     if (p.blocks_a_row > 1) {
@@ -145,20 +141,24 @@ __device__ __forceinline__ void gradient_passes(const GradientParams<T>& p) {
     share.lay_over(out, p.num_rows, p.size);
     const int first_column = share.column<T>(0), step = share.step * kVecElems<T>;
     const int of_out = blockDim.x, kept_step = 2 * blockDim.x;
-    const bool is_kept = keeps_rows();
+    const bool is_kept = keeps_rows(), are_alike = share.fits(dout), fits_dx = share.fits(dx);
     follow_launch_before();
     if (is_kept) {
-        uint4* kept = kept_vecs();
+        // NOTE: what is read one by one is waited for: after all else is under way.
 #pragma unroll 1
-        for (int column = first_column; column < p.size; column += step, kept += kept_step) {
-            keep_whole(kept, dout, column, p.size);
-            keep_whole(kept + of_out, out, column, p.size);
-        }
-        kept = kept_vecs();
+        for (int is_last = 0; is_last < 2; ++is_last) {
+            uint4* kept = kept_vecs();
 #pragma unroll 1
-        for (int column = first_column; column < p.size; column += step, kept += kept_step) {
-            keep_rest(kept, dout, column, p.size);
-            keep_rest(kept + of_out, out, column, p.size);
+            for (int column = first_column; column < p.size; column += step, kept += kept_step) {
+                const bool are_whole = are_alike && is_inside<T>(column, p.size);
+                if (are_whole && !is_last) {
+                    keep_vec(kept, dout, column);
+                    keep_vec(kept + of_out, out, column);
+                } else if (!are_whole && is_last) {
+                    kept[0] = read_columns(dout, column, p.size);
+                    kept[of_out] = read_columns(out, column, p.size);
+                }
+            }
         }
         cp_async_commit();
         cp_async_wait<0>();
@@ -170,12 +170,14 @@ __device__ __forceinline__ void gradient_passes(const GradientParams<T>& p) {
         const uint4* kept = kept_vecs();
 #pragma unroll 1
         for (int column = first_column; column < p.size; column += step, kept += kept_step) {
-            const uint4 dout_bits = is_kept ? kept[0] : read_vec(dout, column, p.size);
-            const uint4 out_bits = is_kept ? kept[of_out] : read_vec(out, column, p.size);
+            const bool has_all = is_inside<T>(column, p.size), are_whole = has_all && are_alike;
+            const uint4 dout_bits = is_kept ? kept[0] : read_vec(dout, column, p.size, are_whole);
+            const uint4 out_bits =
+                is_kept ? kept[of_out] : read_vec(out, column, p.size, are_whole);
             if (pass == 0) {
                 add_terms(p, dout_bits, out_bits, terms);
             } else {
-                write_gradient<true>(p, dx, column, dout_bits, out_bits, sum);
+                write_gradient(p, dx, column, has_all && fits_dx, dout_bits, out_bits, sum);
             }
         }
         if (pass == 0) {

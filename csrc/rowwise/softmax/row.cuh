@@ -52,6 +52,12 @@ struct Share {
         end = row_idx < num_rows ? size / kVecElems<T> : 0;
     }
 
+    // Whether the vectors of another row lie as those of this.
+    template <typename T>
+    __device__ __forceinline__ bool fits(const T* other) const {
+        return columns_before(other) == lead;
+    }
+
     // The i-th of this thread's: whether it is there, its first column.
     __device__ __forceinline__ bool has(int i) const { return first + i * step < end; }
     template <typename T>
@@ -67,12 +73,6 @@ template <typename T>
 __device__ __forceinline__ bool is_inside(int column, int size) {
     return column >= 0 && column + kVecElems<T> <= size;
 }
-// Whether all of a vector is the row's, and one access of 16 bytes.
-template <typename T>
-__device__ __forceinline__ bool is_whole(const T* row, int column, int size) {
-    return is_inside<T>(column, size) && columns_before(row + column) == 0;
-}
-
 // Of a vector what the row has, one by one, zeros beside.
 template <typename T>
 __device__ __forceinline__ uint4 read_columns(const T* row, int column, int size) {
@@ -87,15 +87,15 @@ __device__ __forceinline__ uint4 read_columns(const T* row, int column, int size
     }
     return make_uint4(words[0], words[1], words[2], words[3]);
 }
+// is_whole: all of the vector is the row's, and 16 aligned bytes.
 template <typename T>
-__device__ __forceinline__ uint4 read_vec(const T* row, int column, int size) {
-    return is_whole(row, column, size) ? ld_global(row + column) : read_columns(row, column, size);
+__device__ __forceinline__ uint4 read_vec(const T* row, int column, int size, bool is_whole) {
+    return is_whole ? ld_global(row + column) : read_columns(row, column, size);
 }
-
 template <typename T>
-__device__ __forceinline__ void write_vec(T* row, int column, int size,
+__device__ __forceinline__ void write_vec(T* row, int column, int size, bool is_whole,
                                           const float (&values)[kVecElems<T>]) {
-    if (is_whole(row, column, size)) {
+    if (is_whole) {
         st_global(row + column, pack<T>(values));
         return;
     }
@@ -143,18 +143,9 @@ __device__ __forceinline__ uint4* kept_vecs() {
     static_assert(sizeof(SharedFound) % 16 == 0, "what is kept is vectors");
     return reinterpret_cast<uint4*>(&shared_found() + 1) + threadIdx.x;
 }
-// NOTE: what is read one by one is waited for: after all else is under way.
 template <typename T>
-__device__ __forceinline__ void keep_whole(uint4* kept, const T* row, int column, int size) {
-    if (is_whole(row, column, size)) {
-        cp_async_16(shared_address(kept), row + column, true);
-    }
-}
-template <typename T>
-__device__ __forceinline__ void keep_rest(uint4* kept, const T* row, int column, int size) {
-    if (!is_whole(row, column, size)) {
-        *kept = read_columns(row, column, size);
-    }
+__device__ __forceinline__ void keep_vec(uint4* kept, const T* row, int column) {
+    cp_async_16(shared_address(kept), row + column, true);
 }
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900

@@ -19,8 +19,8 @@ EDGE_VECS = 2  # of a thread, of rows of 16 bits that are not whole vectors
 _THREADS = (512, 1024)
 # Of a cluster; more than _PORTABLE only of a whole GPU, which has so many multiprocessors.
 _PORTABLE, _MOST, _WHOLE_GPU = 8, 16, 100
-# Of a block that reads its part of a row twice: beside others, alone on a multiprocessor.
-_BESIDE_OTHERS, _ALONE = 512, 768
+# Of a block that reads its part of a row twice, of all such on a multiprocessor.
+_PASS_THREADS, _PASS_THREADS_AN_SM = 640, 1344
 _PART_VECS, _PARTS_AN_SM = 512, 4  # how small parts of rows become, so that there are so many
 _RESERVED = 1024  # of shared memory, beside what a block asks for
 
@@ -73,7 +73,7 @@ def choose(vecs: int, rows: int, a_thread: int, num_sms: int) -> Shape:
         if blocks <= most:
             break
     else:
-        return Shape("loop", _BESIDE_OTHERS)
+        return Shape("loop", _PASS_THREADS)
     if blocks > 1:
         if rows * _PORTABLE <= num_sms:  # few rows have more multiprocessors each
             blocks = max(blocks, _PORTABLE)
@@ -109,7 +109,9 @@ def choose_passes(vecs: int, rows: int, tensors: int, gpu: PlannedGpu) -> Shape:
         blocks *= 2
     is_alone = rows * blocks <= gpu.num_sms
     part = -(-vecs // blocks)
-    each = -(-part // (_ALONE if is_alone else _BESIDE_OTHERS))
+    resident = gpu.sm_shared_bytes // (bytes_a_row // blocks + SHARED_BYTES + _RESERVED)
+    resident = 1 if is_alone else max(2, min(_PARTS_AN_SM, resident))
+    each = -(-part // min(_PASS_THREADS, _PASS_THREADS_AN_SM // resident // 32 * 32))
     threads = 32 * -(-part // (32 * each))
     kept_bytes = tensors * common.VEC_BYTES * each * threads
     has_room = SHARED_BYTES + kept_bytes <= gpu.shared_bytes if is_alone else kept_bytes <= room

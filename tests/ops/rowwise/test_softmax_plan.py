@@ -29,7 +29,7 @@ def test_plans() -> None:
     assert choose(32768, 64, 4, 132) == shape("vec", 512, 1, 16)
     assert choose(65536, 64, 4, 132) == shape("vec", 1024, 1, 16)
     assert choose(32768, 64, 4, 66) == shape("vec", 1024, 1, 8)
-    assert choose(32769, 64, 4, 66) == choose(4097, 64, 4, 0) == shape("loop", 512)
+    assert choose(32769, 64, 4, 66) == choose(4097, 64, 4, 0) == shape("loop", 640)
     # Two vectors a thread: rows of 539 by two warps, of 50,257 by a cluster.
     vecs = [plans.edge_vecs(size, 8) for size in (1, 2, 539, 286, 50257)]
     assert vecs == [1, 2, 69, 37, 6283]
@@ -38,12 +38,12 @@ def test_plans() -> None:
     assert choose(vecs[4], 64, plans.EDGE_VECS, 132) == shape("vec", 416, 1, 8)
     # Read twice: shared until there are four blocks a multiprocessor, with room for two.
     passes, gpu = plans.choose_passes, PlannedGpu(SM90, 132)
-    assert passes(4000, 4096, 1, gpu) == shape("loop", 512, 1, 1, 65536)
-    assert passes(6283, 4096, 2, gpu) == shape("loop", 480, 1, 2, 107520)
+    assert passes(4000, 4096, 1, gpu) == shape("loop", 448, 1, 1, 64512)
+    assert passes(6283, 4096, 2, gpu) == shape("loop", 640, 1, 2, 102400)
     assert passes(32776, 65, 2, gpu) == shape("loop", 416, 1, 16, 66560)
-    assert passes(32776, 3, 2, gpu) == shape("loop", 704, 1, 16, 67584)
-    assert passes(300000, 3, 2, gpu) == shape("loop", 768, 1, 16)  # no shared memory has that
-    assert passes(6283, 64, 2, PlannedGpu((8, 0), 108)) == shape("loop", 704, 1, 1, 202752)
+    assert passes(32776, 3, 2, gpu) == shape("loop", 544, 1, 16, 69632)
+    assert passes(300000, 3, 2, gpu) == shape("loop", 640, 1, 16)  # no shared memory has that
+    assert passes(6283, 64, 2, PlannedGpu((8, 0), 108)) == shape("loop", 640, 1, 1, 204800)
     assert passes(69, 5000, 1, PlannedGpu((8, 0), 108)) == shape("loop", 96, 1, 1, 1536)
 
 
