@@ -122,25 +122,37 @@ __device__ __forceinline__ void read_logits(const T* row, int first, int num_exp
     constexpr int kWordElems = Word<T>::kElems;
     static_assert(kPerLane % kElems == 0 || kPerLane == 2 * kWordElems,
                   "a lane reads whole vectors, or 8 bytes");
-    if (is_vec && first + kPerLane <= num_experts) {
+    // NOTE: a question of the whole grid: lanes without experts go the way of the others.
+    if (is_vec && num_experts % kPerLane == 0) {
+        const bool has_experts = first < num_experts;
         if constexpr (kPerLane < kElems) {
-            const uint2 bits = __ldg(reinterpret_cast<const uint2*>(row + first));
+            uint2 bits = {};
+            if (has_experts) {
+                bits = __ldg(reinterpret_cast<const uint2*>(row + first));
+            }
             Word<T>::unpack(bits.x, values);
             Word<T>::unpack(bits.y, values + kWordElems);
-#pragma unroll
-            for (int i = 0; i < kPerLane; ++i) {
-                values[i] = finite(values[i]);
-            }
         } else {
+            uint4 bits[kPerLane / kElems] = {};
 #pragma unroll
-            for (int i = 0; i < kPerLane; i += kElems) {
-                float part[kElems];
-                unpack<T>(ld_global(row + first + i), part);
-#pragma unroll
-                for (int j = 0; j < kElems; ++j) {
-                    values[i + j] = finite(part[j]);
+            for (int i = 0; i < kPerLane / kElems; ++i) {
+                if (has_experts) {
+                    bits[i] = ld_global(row + first + i * kElems);
                 }
             }
+#pragma unroll
+            for (int i = 0; i < kPerLane / kElems; ++i) {
+                float part[kElems];
+                unpack<T>(bits[i], part);
+#pragma unroll
+                for (int j = 0; j < kElems; ++j) {
+                    values[i * kElems + j] = part[j];
+                }
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) {
+            values[i] = has_experts ? finite(values[i]) : -FLT_MAX;
         }
         return;
     }
@@ -172,11 +184,12 @@ __device__ __forceinline__ void route(float* weights, int* chosen, const void* l
                                       int num_tokens, int num_experts, int k, int lanes, int is_vec,
                                       int is_sigmoid, int renormalises, int num_groups,
                                       int top_groups, float scale) {
-    const int block_tokens = kThreads / lanes;
+    const int lanes_log = __ffs(lanes) - 1;
+    const int block_tokens = kThreads >> lanes_log;
     float* block_weights = reinterpret_cast<float*>(dynamic_shared());  // (block_tokens, k)
     int* block_chosen = reinterpret_cast<int*>(block_weights + block_tokens * k);
 
-    const int lane_idx = threadIdx.x & (lanes - 1), token = threadIdx.x / lanes;
+    const int lane_idx = threadIdx.x & (lanes - 1), token = threadIdx.x >> lanes_log;
     const int first_token = blockIdx.x * block_tokens;
     const int token_idx = min(first_token + token, num_tokens - 1);
     const int first_expert = lane_idx * kPerLane;
@@ -192,10 +205,7 @@ __device__ __forceinline__ void route(float* weights, int* chosen, const void* l
         for (int i = 1; i < kPerLane; ++i) {
             largest = fmaxf(largest, values[i]);
         }
-#pragma unroll 1
-        for (int mask = lanes / 2; mask > 0; mask /= 2) {
-            largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, mask));
-        }
+        largest = value_of(token_max(key_of(largest), lanes));
         if (has_bias || !renormalises) {
             sum = 0.0f;
 #pragma unroll
@@ -278,7 +288,17 @@ __device__ __forceinline__ void route(float* weights, int* chosen, const void* l
         for (int j = 0; j < k; ++j) {
             total += block_weights[token * k + j];
         }
-        factor = scale / (total + 1e-20f);  // weights of nothing but zeros stay zeros
+        factor = __fdividef(scale, total + 1e-20f);  // weights of nothing but zeros stay zeros
+    }
+    // A warp of one token writes it at once, others together.
+    const int64_t first = static_cast<int64_t>(first_token) * k;
+    if (lanes == kWarpSize) {
+#pragma unroll 1
+        for (int j = lane_idx; j < k && first_token + token < num_tokens; j += kWarpSize) {
+            weights[first + token * k + j] = block_weights[token * k + j] * factor;
+            chosen[first + token * k + j] = block_chosen[token * k + j];
+        }
+        return;
     }
     __syncwarp();
 #pragma unroll 1
@@ -286,7 +306,6 @@ __device__ __forceinline__ void route(float* weights, int* chosen, const void* l
         block_weights[token * k + j] *= factor;
     }
     __syncthreads();
-    const int64_t first = static_cast<int64_t>(first_token) * k;
     const int count = min(block_tokens, num_tokens - first_token) * k;
 #pragma unroll 1
     for (int i = threadIdx.x; i < count; i += kThreads) {

@@ -297,10 +297,10 @@ def moe_combine(device: str) -> None:
     """With a residual, into it, and slots of no row."""
     for dtype, hidden, tokens in itertools.product(DTYPES, (8, 127, 4096, 8200), (1, 3, 300)):
         rows = torch.randn(8 * tokens, hidden + 1, device=device, dtype=dtype)
-        places = torch.arange(-2, 8 * tokens - 2, device=device, dtype=torch.int32)
-        weights = torch.randn(tokens, 8, device=device)
-        for each, k in itertools.product((rows[:, 1:], rows[:, 1:].contiguous()), (2, 4, 8)):
-            given = places.clamp(min=-1).view(-1, k), weights.view(-1, k)
+        places = torch.arange(-2, 8 * tokens - 2, device=device, dtype=torch.int32).clamp(min=-1)
+        weights = torch.randn(8 * tokens, device=device)
+        for each, k in itertools.product((rows[:, 1:], rows[:, 1:].contiguous()), (2, 4, 6, 8)):
+            given = [x[: 8 * tokens // k * k].view(-1, k) for x in (places, weights)]
             out = ops.moe_combine(each, *given)
             ops.moe_combine(each, *given, residual=out, out=out)
 

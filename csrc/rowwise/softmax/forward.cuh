@@ -2,7 +2,6 @@
 #pragma once
 
 #include "kernel_hub/follow_launch.cuh"
-#include "kernel_hub/shared_size.cuh"
 #include "rowwise/softmax/row.cuh"
 
 namespace kernel_hub::rowwise::softmax {
@@ -22,40 +21,63 @@ struct SoftmaxParams {
         const int64_t start = mask_strides.start(row_idx) * (is_added ? sizeof(T) : 1);
         return static_cast<const uint8_t*>(mask) + start;
     }
+    // Whether a row's mask is whole words where x is whole vectors.
+    __device__ __forceinline__ bool fits(const Share& share, const void* of_row) const {
+        return is_added ? share.fits(static_cast<const T*>(of_row))
+                        : (reinterpret_cast<uintptr_t>(of_row) - share.lead) % 4 == 0;
+    }
 };
 
-// kWidth values scaled and masked, of which the first is the one at `column`.
-template <int kWidth, typename T>
+// What a mask of truth has for the elements of a vector, a byte each.
+template <typename T>
+__device__ __forceinline__ void read_truth(const uint8_t* mask, int column, int size, bool is_whole,
+                                           uint32_t (&words)[kVecElems<T> / 4]) {
+#pragma unroll
+    for (int i = 0; i < kVecElems<T> / 4; ++i) {
+        if (is_whole) {
+            words[i] = reinterpret_cast<const uint32_t*>(mask + column)[i];
+        } else {
+            words[i] = 0;
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const int at = column + 4 * i + j;
+                words[i] |= (is_column(at, size) ? mask[at] : 0u) << 8 * j;
+            }
+        }
+    }
+}
+
+// A vector's values scaled and masked, of which the first is the one at `column`; -inf where there
+// is no column. has_all: all of the vector is the row's; is_whole: and whole words of its mask.
+template <typename T>
 __device__ __forceinline__ void score(const SoftmaxParams<T>& p, const void* mask, int column,
-                                      typename Access<T, kWidth>::Bits bits, float (&s)[kWidth]) {
-    Access<T, kWidth>::unpack(bits, s);
+                                      bool has_all, bool is_whole, uint4 bits,
+                                      float (&s)[kVecElems<T>]) {
+    constexpr int kWidth = kVecElems<T>;
+    unpack<T>(bits, s);
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
         s[j] *= p.scale;
     }
-    if (p.mask == nullptr) {
-        return;
-    }
-    if (p.is_added) {
+    if (p.mask != nullptr && p.is_added) {
         float added[kWidth];
-        Access<T, kWidth>::unpack(Access<T, kWidth>::read(static_cast<const T*>(mask) + column),
-                                  added);
+        unpack<T>(read_vec(static_cast<const T*>(mask), column, p.size, is_whole), added);
 #pragma unroll
         for (int j = 0; j < kWidth; ++j) {
             s[j] += added[j];
         }
-        return;
+    } else if (p.mask != nullptr) {
+        uint32_t words[kWidth / 4];
+        read_truth<T>(static_cast<const uint8_t*>(mask), column, p.size, is_whole, words);
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j) {
+            s[j] = words[j / 4] & 0xffu << 8 * (j % 4) ? s[j] : -INFINITY;
+        }
     }
-    using Bytes = std::conditional_t<kWidth == 1, uint8_t, uint32_t>;
-    constexpr int kBytes = sizeof(Bytes);
-    const Bytes* truth = reinterpret_cast<const Bytes*>(static_cast<const uint8_t*>(mask) + column);
+    if (!has_all) {
 #pragma unroll
-    for (int word = 0; word < kWidth / kBytes; ++word) {
-        const uint32_t bytes = truth[word];
-#pragma unroll
-        for (int j = 0; j < kBytes; ++j) {
-            float& value = s[word * kBytes + j];
-            value = bytes & 0xffu << 8 * j ? value : -INFINITY;
+        for (int j = 0; j < kWidth; ++j) {
+            s[j] = is_column(column + j, p.size) ? s[j] : -INFINITY;
         }
     }
 }
@@ -82,67 +104,35 @@ __device__ __forceinline__ float base_of(float largest) {
     return largest == -INFINITY ? 0.0f : largest;
 }
 
-// The same of a vector that reaches beyond the row's ends, or whose mask has another alignment:
-// -inf where there is no column.
-template <typename T>
-__device__ __forceinline__ void score_edges(const SoftmaxParams<T>& p, const void* mask, int column,
-                                            uint4 bits, float (&s)[kVecElems<T>]) {
-    constexpr int kWidth = kVecElems<T>;
-    unpack<T>(bits, s);
-    // A mask's loads are all issued before the first use.
-    float added[kWidth] = {};
-    if (p.mask != nullptr) {
-#pragma unroll
-        for (int j = 0; j < kWidth; ++j) {
-            if (is_column(column + j, p.size) && p.is_added) {
-                added[j] = to_float(static_cast<const T*>(mask)[column + j]);
-            } else if (is_column(column + j, p.size)) {
-                added[j] = static_cast<const uint8_t*>(mask)[column + j] ? 0.0f : -INFINITY;
-            }
-        }
-    }
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
-        // NOTE: what truth leaves out is -inf whatever it is, nan too.
-        const bool is_out = !p.is_added && added[j] < 0.0f;
-        s[j] = is_out ? -INFINITY : s[j] * p.scale + added[j];
-    }
-    if (!is_inside<T>(column, p.size)) {
-#pragma unroll
-        for (int j = 0; j < kWidth; ++j) {
-            s[j] = is_column(column + j, p.size) ? s[j] : -INFINITY;
-        }
-    }
-}
-
-// This thread's part of a row, scaled and masked; `first` is the column of its first vector.
+// This thread's part of a row, scaled and masked.
 template <int kVecs, bool kHasEdges, typename T>
 __device__ __forceinline__ void read_scores(const SoftmaxParams<T>& p, const Share& share,
-                                            const T* x, int first,
-                                            float (&s)[kVecs][kVecElems<T>]) {
-    constexpr int kWidth = kVecElems<T>;
+                                            const T* x, float (&s)[kVecs][kVecElems<T>]) {
     const void* mask = p.mask_of(share.row_idx);
-    // Issue every load before the first use.
+    const bool is_word = !kHasEdges || p.fits(share, mask);
+    // Issue every load before the first use; what is read one by one is waited for.
     uint4 bits[kVecs];
+    bool has_all[kVecs];
 #pragma unroll
     for (int i = 0; i < kVecs; ++i) {
-        const int column = first + i * share.step * kWidth;
-        if (share.has(i) && (!kHasEdges || is_inside<T>(column, p.size))) {
+        const int column = share.column<T>(i);
+        has_all[i] = !kHasEdges || is_inside<T>(column, p.size);
+        if (share.has(i) && has_all[i]) {
             bits[i] = ld_global(x + column);
         }
     }
+    if constexpr (kHasEdges) {
+#pragma unroll
+        for (int i = 0; i < kVecs; ++i) {
+            if (share.has(i) && !has_all[i]) {
+                bits[i] = read_columns(x, share.column<T>(i), p.size);
+            }
+        }
+    }
 #pragma unroll
     for (int i = 0; i < kVecs; ++i) {
-        const int column = first + i * share.step * kWidth;
         if (share.has(i)) {
-            if constexpr (kHasEdges) {
-                if (!is_inside<T>(column, p.size)) {
-                    bits[i] = read_columns(x, column, p.size);
-                }
-                score_edges(p, mask, column, bits[i], s[i]);
-            } else {
-                score<kWidth>(p, mask, column, bits[i], s[i]);
-            }
+            score(p, mask, share.column<T>(i), has_all[i], has_all[i] && is_word, bits[i], s[i]);
         }
     }
 }
@@ -152,18 +142,17 @@ __device__ __forceinline__ void read_scores(const SoftmaxParams<T>& p, const Sha
 template <int kVecs, bool kHasEdges, typename T>
 __device__ __forceinline__ void softmax_once(const SoftmaxParams<T>& p) {
     constexpr int kWidth = kVecElems<T>;
-    SharedFound& shared = *reinterpret_cast<SharedFound*>(dynamic_shared());
-    Share share(p.num_rows, p.size / kWidth, p.blocks_a_row);
+    SharedFound& shared = shared_found();
+    Share share(p.blocks_a_row);
     const T* x = p.x + p.x_strides.start(share.row_idx);
-    int first = share.first * kWidth;
     if constexpr (kHasEdges) {
-        const int lead = columns_before(x);
-        share.end = share.row_idx < p.num_rows ? (lead + p.size + kWidth - 1) / kWidth : 0;
-        first -= lead;
+        share.lay_over(x, p.num_rows, p.size);
+    } else {
+        share.lay_over_whole<T>(p.num_rows, p.size);
     }
     follow_launch_before();
     float s[kVecs][kWidth];
-    read_scores<kVecs, kHasEdges>(p, share, x, first, s);
+    read_scores<kVecs, kHasEdges>(p, share, x, s);
     Found<T> own;
 #pragma unroll
     for (int i = 0; i < kVecs; ++i) {
@@ -197,19 +186,17 @@ __device__ __forceinline__ void softmax_once(const SoftmaxParams<T>& p) {
     const float factor = p.is_log ? 1.0f : quotient<T>(part, sum);
     const float offset = p.is_log ? base - all.largest - logf(sum) : 0.0f;
     T* out = p.out + p.out_strides.start(share.row_idx);
+    const bool fits_out = !kHasEdges || share.fits(out);
 #pragma unroll
     for (int i = 0; i < kVecs; ++i) {
-        const int column = first + i * share.step * kWidth;
+        const int column = share.column<T>(i);
         if (share.has(i)) {
 #pragma unroll
             for (int j = 0; j < kWidth; ++j) {
                 s[i][j] = s[i][j] * factor + offset;
             }
-            if (!kHasEdges || (is_inside<T>(column, p.size) && columns_before(out + column) == 0)) {
-                st_global(out + column, pack<T>(s[i]));
-            } else {
-                write_columns(out, column, p.size, s[i]);
-            }
+            const bool is_whole = !kHasEdges || (fits_out && is_inside<T>(column, p.size));
+            write_vec(out, column, p.size, is_whole, s[i]);
         }
     }
     if (p.blocks_a_row > 1) {
@@ -217,97 +204,82 @@ __device__ __forceinline__ void softmax_once(const SoftmaxParams<T>& p) {
     }
 }
 
-template <int kVecs, typename T>
-__device__ __forceinline__ void softmax_vecs(const SoftmaxParams<T>& p) {
-    softmax_once<kVecs, false>(p);
-}
-
-template <int kVecs, typename T>
-__device__ __forceinline__ void softmax_edges(const SoftmaxParams<T>& p) {
-    softmax_once<kVecs, true>(p);
-}
-
-// This thread's accesses of a row in shared memory, all under way at once. Only it reads them.
-template <int kWidth, typename T>
-__device__ __forceinline__ const T* keep_row(const T* x, const Share& share) {
-    T* kept = reinterpret_cast<T*>(dynamic_shared());
-#pragma unroll 1
-    for (int i = share.first; i < share.end; i += share.step) {
-        cp_async_16(shared_address(kept + i * kWidth), x + i * kWidth, true);
-    }
-    cp_async_commit();
-    cp_async_wait<0>();
-    return kept;
-}
-
-template <int kWidth, typename T>
+// A row that is kept in shared memory, or read twice.
+template <typename T>
 __device__ __forceinline__ void softmax_passes(const SoftmaxParams<T>& p) {
-    constexpr int kAtOnce = kWidth == 1 ? 2 : 1;
-    using RowAccess = Access<T, kWidth>;
-    using Bits = typename RowAccess::Bits;
-    __shared__ float largest_slots[kMaxWarps], sum_slots[2][kMaxWarps];
-    const Share share(p.num_rows, p.size / kWidth, 1);
+    constexpr int kWidth = kVecElems<T>;
+    SharedFound& shared = shared_found();
+    Share share(p.blocks_a_row);
     const T* x = p.x + p.x_strides.start(share.row_idx);
     T* out = p.out + p.out_strides.start(share.row_idx);
     const void* mask = p.mask_of(share.row_idx);
+    share.lay_over(x, p.num_rows, p.size);
+    const int first_column = share.column<T>(0), step = share.step * kWidth;
+    const bool is_kept = keeps_rows(), is_word = p.fits(share, mask), fits_out = share.fits(out);
     follow_launch_before();
-    if constexpr (kWidth > 1 && sizeof(T) == 2) {
-        if (dynamic_shared_bytes() > 0) {
-            x = keep_row<kWidth>(x, share);
+    if (is_kept) {
+        // NOTE: what is read one by one is waited for: after all else is under way.
+#pragma unroll 1
+        for (int is_last = 0; is_last < 2; ++is_last) {
+            uint4* kept = kept_vecs();
+#pragma unroll 1
+            for (int column = first_column; column < p.size; column += step, kept += blockDim.x) {
+                const bool has_all = is_inside<T>(column, p.size);
+                if (has_all && !is_last) {
+                    keep_vec(kept, x, column);
+                } else if (!has_all && is_last) {
+                    *kept = read_columns(x, column, p.size);
+                }
+            }
         }
+        cp_async_commit();
+        cp_async_wait<0>();
     }
 
     // Of this thread, then of the row: a sum is of powers of distances from the maximum so far.
     Found<T> found;
-    float factor = 0.0f, offset = 0.0f;
+    float rest = 0.0f;  // a factor of each, or what is taken off logarithms
 #pragma unroll 1
     for (int pass = 0; pass < 2; ++pass) {
+        const uint4* kept = kept_vecs();
 #pragma unroll 1
-        for (int first = share.first; first < share.end; first += kAtOnce * share.step) {
-            Bits bits[kAtOnce];
+        for (int column = first_column; column < p.size; column += step, kept += blockDim.x) {
+            const bool has_all = is_inside<T>(column, p.size);
+            const uint4 bits = is_kept ? *kept : read_vec(x, column, p.size, has_all);
+            float s[kWidth];
+            score(p, mask, column, has_all, has_all && is_word, bits, s);
+            if (pass == 0) {
+                const float largest = largest_among(found.largest, s);
+                const float base = base_of(largest);
+                found.sum = found.sum.times(power_of<T>(found.largest - base));
+                found.largest = largest;
 #pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) {
-                const int access_idx = first + i * share.step;
-                if (access_idx < share.end) {
-                    bits[i] = reinterpret_cast<const Bits*>(x)[access_idx];
+                for (int j = 0; j < kWidth; ++j) {
+                    found.sum.add(power_of<T>(s[j] - base));
                 }
-            }
+            } else {
 #pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) {
-                const int access_idx = first + i * share.step;
-                if (access_idx >= share.end) {
-                    break;
+                for (int j = 0; j < kWidth; ++j) {
+                    const float distance = s[j] - found.largest;
+                    s[j] = p.is_log ? distance - rest : power_of<T>(distance) * rest;
                 }
-                float s[kWidth];
-                score<kWidth>(p, mask, access_idx * kWidth, bits[i], s);
-                if (pass == 0) {
-                    const float largest = largest_among(found.largest, s);
-                    const float base = base_of(largest);
-                    found.sum = found.sum.times(power_of<T>(found.largest - base));
-                    found.largest = largest;
-#pragma unroll
-                    for (int j = 0; j < kWidth; ++j) {
-                        found.sum.add(power_of<T>(s[j] - base));
-                    }
-                } else {
-#pragma unroll
-                    for (int j = 0; j < kWidth; ++j) {
-                        const float distance = s[j] - found.largest;
-                        s[j] = p.is_log ? distance - offset : power_of<T>(distance) * factor;
-                    }
-                    RowAccess::write(out + access_idx * kWidth, s);
-                }
+                write_vec(out, column, p.size, has_all && fits_out, s);
             }
         }
         if (pass == 0) {
-            const float largest = row_max(found.largest, largest_slots);
+            const float largest = row_max(found.largest, shared.largest_slots);
             const bool is_empty = found.largest == -INFINITY;
             const float part = is_empty ? 0.0f : power_of<T>(found.largest - largest);
-            const float sum = row_sum(found.sum.times(part), sum_slots).rounded();
-            factor = quotient<T>(1.0f, sum);
-            offset = logf(sum);
-            found.largest = largest;
+            found = {largest, row_sum(found.sum.times(part), shared.sum_slots)};
+            if (p.blocks_a_row > 1) {
+                found = of_all_blocks(found, p.blocks_a_row, shared.given);
+            }
+            const float sum = found.sum.rounded();
+            rest = p.is_log ? logf(sum) : quotient<T>(1.0f, sum);
         }
+    }
+    if (p.blocks_a_row > 1) {
+        wait_for_readers();
     }
 }
 

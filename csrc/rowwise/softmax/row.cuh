@@ -5,28 +5,11 @@
 #include "kernel_hub/cluster.cuh"
 #include "kernel_hub/follow_launch.cuh"
 #include "kernel_hub/mma.cuh"
+#include "kernel_hub/shared_size.cuh"
 #include "kernel_hub/vec.cuh"
 #include "rowwise/softmax/sum.cuh"
 
 namespace kernel_hub::rowwise::softmax {
-
-// Which accesses of which row are a thread's: those from `first` on, `step` apart, before `end`.
-struct Share {
-    int64_t row_idx;
-    int first, step, end;
-
-    __device__ __forceinline__ Share(int num_rows, int num_accesses, int blocks_a_row) {
-        const int part = blocks_a_row == 1 ? 0 : blockIdx.x % blocks_a_row;
-        const int block_idx = blocks_a_row == 1 ? blockIdx.x : blockIdx.x / blocks_a_row;
-        row_idx = static_cast<int64_t>(block_idx) * blockDim.y + threadIdx.y;
-        first = part * blockDim.x + threadIdx.x;
-        step = blocks_a_row * blockDim.x;
-        end = row_idx < num_rows ? num_accesses : 0;
-    }
-
-    // Whether the i-th is there.
-    __device__ __forceinline__ bool has(int i) const { return first + i * step < end; }
-};
 
 struct RowStrides {
     int64_t row, middle, outer;
@@ -36,8 +19,53 @@ struct RowStrides {
     }
 };
 
-// Columns of a row whose vectors are aligned, but not its ends: the first vector may begin before
-// the row, the last end behind it.
+// How many elements of its 16 bytes come before this address.
+template <typename T>
+__device__ __forceinline__ int columns_before(const T* address) {
+    return static_cast<int>(reinterpret_cast<uintptr_t>(address) % 16 / sizeof(T));
+}
+
+// Which vectors of which row are a thread's: those from `first` on, `step` apart, before `end`.
+// They are those of 16 aligned bytes that the row meets: the first may begin `lead` columns before
+// it, the last end behind it.
+struct Share {
+    int64_t row_idx;
+    int first, step, end = 0, lead = 0;
+
+    __device__ __forceinline__ Share(int blocks_a_row) {
+        const int part = blocks_a_row == 1 ? 0 : blockIdx.x % blocks_a_row;
+        const int block_idx = blocks_a_row == 1 ? blockIdx.x : blockIdx.x / blocks_a_row;
+        row_idx = static_cast<int64_t>(block_idx) * blockDim.y + threadIdx.y;
+        first = part * blockDim.x + threadIdx.x;
+        step = blocks_a_row * blockDim.x;
+    }
+
+    // Of a row at this address.
+    template <typename T>
+    __device__ __forceinline__ void lay_over(const T* row, int num_rows, int size) {
+        lead = columns_before(row);
+        end = row_idx < num_rows ? (lead + size + kVecElems<T> - 1) / kVecElems<T> : 0;
+    }
+    // Of one that is whole vectors.
+    template <typename T>
+    __device__ __forceinline__ void lay_over_whole(int num_rows, int size) {
+        end = row_idx < num_rows ? size / kVecElems<T> : 0;
+    }
+
+    // Whether the vectors of another row lie as those of this.
+    template <typename T>
+    __device__ __forceinline__ bool fits(const T* other) const {
+        return columns_before(other) == lead;
+    }
+
+    // The i-th of this thread's: whether it is there, its first column.
+    __device__ __forceinline__ bool has(int i) const { return first + i * step < end; }
+    template <typename T>
+    __device__ __forceinline__ int column(int i) const {
+        return (first + i * step) * kVecElems<T> - lead;
+    }
+};
+
 __device__ __forceinline__ bool is_column(int column, int size) {
     return static_cast<uint32_t>(column) < static_cast<uint32_t>(size);
 }
@@ -45,27 +73,32 @@ template <typename T>
 __device__ __forceinline__ bool is_inside(int column, int size) {
     return column >= 0 && column + kVecElems<T> <= size;
 }
-// How many elements of its 16 bytes come before this address.
-template <typename T>
-__device__ __forceinline__ int columns_before(const T* address) {
-    return static_cast<int>(reinterpret_cast<uintptr_t>(address) % 16 / sizeof(T));
-}
-// Of a vector of 16-bit elements what the row has, one by one.
+// Of a vector what the row has, one by one, zeros beside.
 template <typename T>
 __device__ __forceinline__ uint4 read_columns(const T* row, int column, int size) {
-    const uint16_t* bits = reinterpret_cast<const uint16_t*>(row) + column;
-    uint32_t words[4];
+    constexpr int kElems = Word<T>::kElems;
+    using Bits = std::conditional_t<kElems == 1, uint32_t, uint16_t>;
+    const Bits* bits = reinterpret_cast<const Bits*>(row) + column;
+    uint32_t words[4] = {};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const uint32_t low = is_column(column + 2 * i, size) ? bits[2 * i] : 0;
-        const uint32_t high = is_column(column + 2 * i + 1, size) ? bits[2 * i + 1] : 0;
-        words[i] = low | high << 16;
+    for (int j = 0; j < kVecElems<T>; ++j) {
+        const uint32_t element = is_column(column + j, size) ? bits[j] : 0;
+        words[j / kElems] |= element << 16 * (j % kElems);
     }
     return make_uint4(words[0], words[1], words[2], words[3]);
 }
+// is_whole: all of the vector is the row's, and 16 aligned bytes.
 template <typename T>
-__device__ __forceinline__ void write_columns(T* row, int column, int size,
-                                              const float (&values)[kVecElems<T>]) {
+__device__ __forceinline__ uint4 read_vec(const T* row, int column, int size, bool is_whole) {
+    return is_whole ? ld_global(row + column) : read_columns(row, column, size);
+}
+template <typename T>
+__device__ __forceinline__ void write_vec(T* row, int column, int size, bool is_whole,
+                                          const float (&values)[kVecElems<T>]) {
+    if (is_whole) {
+        st_global(row + column, pack<T>(values));
+        return;
+    }
 #pragma unroll
     for (int j = 0; j < kVecElems<T>; ++j) {
         if (is_column(column + j, size)) {
@@ -96,6 +129,24 @@ struct SharedFound {
     float largest_slots[kMaxWarps], sum_slots[2][kMaxWarps];
     float4 given;
 };
+
+__device__ __forceinline__ SharedFound& shared_found() {
+    return *reinterpret_cast<SharedFound*>(dynamic_shared());
+}
+
+// A thread's vectors in shared memory behind that, where the launch has some: only it reads them,
+// so that no barrier is between a copy and its use.
+__device__ __forceinline__ bool keeps_rows() {
+    return dynamic_shared_bytes() > sizeof(SharedFound);
+}
+__device__ __forceinline__ uint4* kept_vecs() {
+    static_assert(sizeof(SharedFound) % 16 == 0, "what is kept is vectors");
+    return reinterpret_cast<uint4*>(&shared_found() + 1) + threadIdx.x;
+}
+template <typename T>
+__device__ __forceinline__ void keep_vec(uint4* kept, const T* row, int column) {
+    cp_async_16(shared_address(kept), row + column, true);
+}
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 

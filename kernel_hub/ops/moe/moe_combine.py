@@ -16,6 +16,7 @@ _plans: Plans[tuple[tuple[Any, ...], common.Spans]] = Plans()
 _operands = common.Operands(_OP, "rows row_id_map weights", "residual out")
 _writes = common.Writes(_OP, "out rows row_id_map weights residual", "out", "out=residual")
 _THREADS = (128, 64, 32)  # of a block
+_GROUP_UNITS = 2**31 - 128  # vectors of a group of tokens: of whole blocks fewer than 2^31
 
 
 def moe_combine(
@@ -88,7 +89,7 @@ def _new(rows: torch.Tensor, row_id_map: torch.Tensor, *_: Any) -> torch.Tensor:
 
 def _rows_at_once(k: int) -> int:
     """How many rows a thread reads at once."""
-    return 8 if k > 4 else 4 if k > 2 else 2
+    return max(2, min(8, k + k % 2))
 
 
 def _plan(rows: Any, row_id_map: Any, residual: Any, out: Any, low_bits: int) -> Launch:
@@ -103,15 +104,16 @@ def _plan(rows: Any, row_id_map: Any, residual: Any, out: Any, low_bits: int) ->
     is_vec = not low_bits and common.is_aligned(elems, hidden_size, *strides)
     gpu = device_of(rows.device)
     row_units = hidden_size // elems if is_vec else hidden_size
-    units = tokens * row_units
+    group = max(1, min(tokens, _GROUP_UNITS // row_units))
+    groups, units = -(-tokens // group), group * row_units
+    if groups > common.MAX_GRID_Y:
+        most = common.MAX_GRID_Y * group
+        raise common.refuse(_OP, "row_id_map", f"at most {most} tokens of such rows", row_id_map)
     threads = next((n for n in _THREADS if units >= n * gpu.num_sms), _THREADS[-1])
-    grid = (-(-units // threads), 1, 1)
-    if grid[0] > common.MAX_GRID_X:
-        most = common.MAX_GRID_X * threads
-        raise common.refuse(_OP, "rows", f"at most {most} vectors of 16 bytes in out", rows)
+    grid = (-(-units // threads), groups, 1)
     variant = f"vec{_rows_at_once(k)}" if is_vec else "scalar"
     function = common.shipped(_OP, f"{_OP}_{common.DTYPE_TOKENS[rows.dtype]}_{variant}")
-    numbers = (*strides, tokens, k, num_rows, row_units)
+    numbers = (*strides, tokens, group, k, num_rows, row_units)
     return Launch(function, grid, (threads, 1, 1), numbers=numbers, options=gpu.following)
 
 

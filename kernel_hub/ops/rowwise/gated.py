@@ -17,6 +17,8 @@ from .norm import E4M3, choose, quantised_rows, scalar_choice
 
 # What `approximate` of a GELU may be -> whether it is by tanh.
 GELU_FORMS = {"none": False, "tanh": True}
+# Of a block where vectors are few, and else; of a multiprocessor.
+_FEW_THREADS, _THREADS, _THREADS_AN_SM = 128, 256, 2048
 _empty = torch.empty
 
 
@@ -26,9 +28,14 @@ def threads_of_vecs(vecs: int, rows: int, parts: int) -> int:
     Measured on an H200 (docs/notes/silu_and_mul.md): few rows want many small blocks, many rows as
     few blocks a row as there can be; where nothing is multiplied, blocks of 256.
     """
-    most = 128 if rows <= 256 else 256 if parts == 1 else 1024
+    most = _FEW_THREADS if rows <= 256 else _THREADS if parts == 1 else 1024
     blocks = -(-vecs // most)
     return 32 * -(-vecs // (32 * blocks))
+
+
+def threads_of_whole(vecs: int, num_sms: int) -> int:
+    """Threads a block for `vecs` vectors that are no rows: few while all run at once."""
+    return _FEW_THREADS if vecs <= _THREADS_AN_SM * num_sms else _THREADS
 
 
 def choose_of_rows(vecs: int, rows: int) -> tuple[str, int, int]:
@@ -193,20 +200,25 @@ class Gated:
             block = (threads, rows_a_block, 1)
             how = device_of(x.device).following
             return Launch(function, grid, block, numbers=numbers, options=how)
-        if is_scalar:
+        gpu = device_of(x.device)
+        is_whole, numel = x.is_contiguous() and out.is_contiguous(), out.numel()
+        fits = numel % elems == 0 and numel <= common.MAX_SIZE
+        if self.parts == 1 and is_whole and fits and not low_bits:
+            # Where rows end makes no difference.
+            rows, outer, size = 1, 1, numel
+            variant, threads = "vec", threads_of_whole(numel // elems, gpu.num_sms)
+            span = threads * elems
+        elif is_scalar:
             variant, threads, span = "scalar", 256, 256
         else:
             threads = threads_of_vecs(size // elems, rows * outer, self.parts)
             variant, span = "vec", threads * elems
         # Contiguous rows take fewer parameters and no stride arithmetic.
-        is_whole = x.is_contiguous() and out.is_contiguous()
         if variant == "vec" and is_whole and rows <= common.MAX_GRID_Y:
             variant, numbers = "flat", (size,)
         function = common.shipped(self.op, f"{name}_{variant}")
         grid = (-(-size // span), min(rows, common.MAX_GRID_Y), outer)
-        block = (threads, 1, 1)
-        how = device_of(x.device).following
-        return Launch(function, grid, block, numbers=numbers, options=how)
+        return Launch(function, grid, (threads, 1, 1), numbers=numbers, options=gpu.following)
 
 
 def cuda_into(

@@ -12,16 +12,17 @@ from ..core.device import PlannedGpu, device_of
 from ..core.launch import Launch
 
 CUBIN, BACKWARD = "softmax", "softmax_backward"
-SHARED_BYTES = 400  # where blocks may share a row, as the source states
-# Kinds of rows of 16 bits; vectors of a thread, of those that are not whole ones.
-NARROW_KINDS, EDGE_VECS = ("fp16", "bf16"), 1
+SHARED_BYTES = 400  # as the source states, beside a row that is kept
+_NARROW_ELEMS = 8  # of a vector of 16 bits
+EDGE_VECS = 2  # of a thread, of rows of 16 bits that are not whole vectors
 # Of a block: as many as let a second one of the same multiprocessor load meanwhile, then the most.
 _THREADS = (512, 1024)
 # Of a cluster; more than _PORTABLE only of a whole GPU, which has so many multiprocessors.
 _PORTABLE, _MOST, _WHOLE_GPU = 8, 16, 100
-_LOOP_THREADS, _SCALAR_THREADS = 512, 256
-# What a block has of shared memory beside a row that it keeps there.
-_BESIDE = 2048
+# Of a block that reads its part of a row twice, of all such on a multiprocessor.
+_PASS_THREADS, _PASS_THREADS_AN_SM = 640, 1344
+_PART_VECS, _PARTS_AN_SM = 512, 4  # how small parts of rows become, so that there are so many
+_RESERVED = 1024  # of shared memory, beside what a block asks for
 
 
 class Shape(NamedTuple):
@@ -31,6 +32,7 @@ class Shape(NamedTuple):
     threads: int
     rows_a_block: int = 1
     blocks_a_row: int = 1
+    kept_bytes: int = 0  # of a block's part of a row, in shared memory
 
 
 def check(op: str, x: Any, mask: Any, out: Any = None) -> None:
@@ -71,7 +73,7 @@ def choose(vecs: int, rows: int, a_thread: int, num_sms: int) -> Shape:
         if blocks <= most:
             break
     else:
-        return Shape("loop", _LOOP_THREADS)
+        return Shape("loop", _PASS_THREADS)
     if blocks > 1:
         if rows * _PORTABLE <= num_sms:  # few rows have more multiprocessors each
             blocks = max(blocks, _PORTABLE)
@@ -83,11 +85,56 @@ def choose(vecs: int, rows: int, a_thread: int, num_sms: int) -> Shape:
     return Shape("vec", threads, max(1, 128 // threads) if rows > 256 or threads < 32 else 1)
 
 
-def is_kept(row_bytes: int, rows: int, gpu: PlannedGpu) -> bool:
-    """Whether blocks keep a row each in shared memory: there are many, and each multiprocessor has
-    two, one of which loads or writes while the other computes.
+def are_resident(shape: Shape, rows: int, num_sms: int) -> bool:
+    """Whether all blocks that hold rows in registers run at once: 1,024 threads each have room."""
+    return rows * shape.blocks_a_row * shape.threads <= _THREADS[-1] * num_sms
+
+
+def choose_passes(vecs: int, rows: int, tensors: int, gpu: PlannedGpu) -> Shape:
+    """For rows that are read from shared memory, or twice.
+
+    vecs: of one of the `tensors` that are read. A row is shared until there are enough blocks for
+    all multiprocessors, and until each has room for two, of which one loads or writes while the
+    other computes.
     """
-    return rows > gpu.num_sms and 2 * (row_bytes + _BESIDE) <= gpu.sm_shared_bytes
+    whole = gpu.num_sms >= _WHOLE_GPU
+    most = 1 if not gpu.has_clusters else _MOST if whole else _PORTABLE
+    bytes_a_row = tensors * common.VEC_BYTES * vecs
+    room = gpu.sm_shared_bytes // 2 - _RESERVED - SHARED_BYTES
+    blocks = 1
+    while blocks < most and (
+        bytes_a_row > room * blocks
+        or (rows * blocks < _PARTS_AN_SM * gpu.num_sms and vecs >= 2 * _PART_VECS * blocks)
+    ):
+        blocks *= 2
+    is_alone = rows * blocks <= gpu.num_sms
+    part = -(-vecs // blocks)
+    resident = gpu.sm_shared_bytes // (bytes_a_row // blocks + SHARED_BYTES + _RESERVED)
+    resident = 1 if is_alone else max(2, min(_PARTS_AN_SM, resident))
+    each = -(-part // min(_PASS_THREADS, _PASS_THREADS_AN_SM // resident // 32 * 32))
+    threads = 32 * -(-part // (32 * each))
+    kept_bytes = tensors * common.VEC_BYTES * each * threads
+    has_room = SHARED_BYTES + kept_bytes <= gpu.shared_bytes if is_alone else kept_bytes <= room
+    return Shape("loop", threads, 1, blocks, kept_bytes if has_room else 0)
+
+
+def choose_any(
+    vecs: int, rows: int, held: tuple[str, int] | None, op: str, elems: int, gpu: PlannedGpu
+) -> Shape:
+    """held: (the kernel that holds rows in registers, vectors of a thread) if one takes them;
+    elems: of a vector.
+    """
+    tensors = 2 if op == BACKWARD else 1
+    if held is None:
+        return choose_passes(vecs, rows, tensors, gpu)
+    variant, a_thread = held
+    shape = choose(vecs, rows, a_thread, gpu.num_sms if gpu.has_clusters else 0)
+    # Powers of fp32 take longer than their bytes: of none twice as many, if registers hold them.
+    is_costly = op != BACKWARD and elems < _NARROW_ELEMS
+    is_shared = shape.blocks_a_row > 1 and not are_resident(shape, rows, gpu.num_sms)
+    if shape.variant == "loop" or (is_shared and not is_costly):
+        return choose_passes(vecs, rows, tensors, gpu)
+    return shape._replace(variant=variant)
 
 
 def edge_vecs(size: int, elems: int) -> int:
@@ -121,32 +168,21 @@ def plan(op: str, kind: str, tensors: Sequence[Any], low_bits: int, a_thread: in
         common.is_aligned(4 if t is not None and t.dtype == torch.bool else elems, size, *kept)
         for t, kept in zip(tensors, strides, strict=True)
     )
-    gpu = device_of(x.device)
-    num_sms, num_rows = gpu.num_sms if gpu.has_clusters else 0, rows * middle * outer
-    is_forward, shared_bytes = op != BACKWARD, 0
-    if is_aligned:
-        shape = choose(size // elems, num_rows, a_thread, num_sms)
-        is_long = shape.variant == "loop" or shape.blocks_a_row > 1
-        row_bytes = size * x.element_size()
-        if is_long and kind in NARROW_KINDS and is_kept(row_bytes, num_rows, gpu):
-            shape, shared_bytes = Shape("loop", _LOOP_THREADS), row_bytes
-        if not is_forward and shape.blocks_a_row > _PORTABLE and num_rows > num_sms // 8:
-            # Few rows at a time, so that the second read comes from the L2.
-            shape = Shape("loop", _LOOP_THREADS, 1, _PORTABLE)
-    elif (
-        kind in NARROW_KINDS
-        and (shape := choose(edge_vecs(size, elems), num_rows, EDGE_VECS, num_sms)).variant == "vec"
-    ):
-        shape = shape._replace(variant="edges")
-    else:
-        shape = Shape("scalar", min(_SCALAR_THREADS, 32 * -(-size // 32)))
+    gpu, num_rows = device_of(x.device), rows * middle * outer
+    is_narrow = elems == _NARROW_ELEMS
+    held: tuple[str, int] | None = None
+    if is_aligned or (is_narrow and op == BACKWARD):
+        held = ("vec", a_thread)
+    elif is_narrow:
+        held = ("edges", EDGE_VECS)
+    vecs = size // elems if is_aligned else edge_vecs(size, elems)
+    shape = choose_any(vecs, num_rows, held, op, elems, gpu)
     function = common.shipped(CUBIN, f"{CUBIN}_{kind}_{shape.variant}")
     numbers = (*strides[0], *strides[1], *strides[2], rows, size, shape.blocks_a_row)
     grid = (-(-rows // shape.rows_a_block) * shape.blocks_a_row, middle, outer)
     block = (shape.threads, shape.rows_a_block, 1)
-    if shape.variant in ("vec", "edges") or not is_forward:
-        shared_bytes = SHARED_BYTES
     options = gpu.following
     if shape.blocks_a_row > 1:
         options["cluster"] = (shape.blocks_a_row, 1, 1)
+    shared_bytes = SHARED_BYTES + shape.kept_bytes
     return Launch(function, grid, block, shared_bytes, numbers, options=options)

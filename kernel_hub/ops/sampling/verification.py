@@ -14,8 +14,9 @@ from ..core.launch import Launch, Plans
 from . import verify_cpu
 
 _FOUR = 4  # neighbours that a thread takes
-# Elements of a block: two fours a thread; what is worth a turn of its own.
-_LEAST_SHARE, _SHARE_OF_A_TURN = 2048, 12288
+# Elements of a block: two fours a thread; what is worth a turn of its own, and without
+# probabilities of drafts, where passes are fewer.
+_LEAST_SHARE, _SHARE_OF_A_TURN, _SHARE_OF_CERTAIN = 2048, 12288, 24576
 _BLOCKS_A_SM = 3
 _LEFT_OVER = 12  # places of a GPU that clusters of 8 do not fill
 _INT64, _INT32, _FP32 = (torch.int64,), (torch.int32,), (torch.float32,)
@@ -40,18 +41,27 @@ _NONE = VerifyGiven(*[None] * len(VerifyGiven._fields))
 _OPTIONAL, _WRITTEN = VerifyGiven._fields[3:], VerifyGiven._fields[7:]
 
 
-def choose_team(positions: int, vocab_size: int, gpu: PlannedGpu) -> int:
+def choose_team(
+    positions: int, vocab_size: int, gpu: PlannedGpu, has_probs: bool = True,
+    may_be_greedy: bool = False,
+) -> int:  # fmt: skip
     """How many blocks of a cluster share a position: a power of two.
 
     As many as are resident at once; of long rows more, in turns, whose logits stay in the L2 from
-    one pass to the next.
+    one pass to the next. Greedy rows have one pass: a block that begins late has nothing to gain.
     """
     if not gpu.has_clusters:
         return 1
+    is_read_once = may_be_greedy and not has_probs
     places = _BLOCKS_A_SM * gpu.num_sms - _LEFT_OVER
+    if is_read_once:
+        places //= 2
+    of_a_turn = _SHARE_OF_A_TURN if has_probs else _SHARE_OF_CERTAIN
     for team in (8, 4, 2):
-        least = _LEAST_SHARE if team * positions <= places else _SHARE_OF_A_TURN
-        if team * least <= vocab_size:
+        is_resident = team * positions <= places
+        if (is_resident or not is_read_once) and team * (
+            _LEAST_SHARE if is_resident else of_a_turn
+        ) <= vocab_size:
             return team
     return 1
 
@@ -166,7 +176,9 @@ class Verification:
         )
         function = self.op if is_plain else f"{self.op}_scalar"
         gpu, facts = device_of(logits.device), launch_facts(self.op, function)
-        team = choose_team(batch * positions, vocab_size, gpu)
+        has_probs = given.draft_probs is not None
+        may_be_greedy = given.temperature is not None and not self.is_tree
+        team = choose_team(batch * positions, vocab_size, gpu, has_probs, may_be_greedy)
         grid = (batch * positions * team, 1, 1)
         options = gpu.following
         if team > 1:

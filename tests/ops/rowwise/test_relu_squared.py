@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 import torch
 from gated_cases import Gate, check_values_that_are_none, each_dtype, fixture_of, strange
 from gated_cases import test_in_place as test_in_place
@@ -16,7 +19,9 @@ from ways import Way
 
 from kernel_hub.ops import relu_squared
 from kernel_hub.testing import reference
+from kernel_hub.testing.guard import Guarded
 
+GATED: Any = importlib.import_module("kernel_hub.ops.rowwise.relu_squared")._relu_squared
 GATES = [Gate(relu_squared, reference.relu_squared, parts=1)]
 gate = fixture_of(GATES, ids=["relu_squared"])
 
@@ -26,3 +31,16 @@ def test_nan_inf_and_large_values(way: Way, dtype: torch.dtype, gate: Gate) -> N
     gates = strange(9.0, -9.0, 0.0, -5.0, 1e2)
     x = gates.to(dtype).to(way.device)[None]
     check_values_that_are_none(gate, x)
+
+
+@each_dtype
+def test_odd_rows_as_a_whole(way: Way, dtype: torch.dtype, gate: Gate) -> None:
+    """Contiguous rows that are no whole vectors, but all together are."""
+    for rows, size in ((8, 127), (16, 3), (40, 1001)) if way.is_gpu else ((8, 127), (16, 3)):
+        x = way.randn(rows, size, dtype=dtype)
+        out = Guarded((rows, size), dtype, way.device)
+        gate(x, out=out.tensor)
+        out.check()
+        gate.check(out.tensor, x)
+        plan = GATED.plan(x, (), out.tensor, None, 0)
+        assert plan.function.name.endswith("_flat") and plan.grid[1:] == (1, 1)

@@ -13,10 +13,8 @@ from back_to_back import check_back_to_back
 from bits import same_bits
 from ways import DTYPES, Way
 
-from kernel_hub.collection.manifest import open_collection
 from kernel_hub.errors import TensorError
 from kernel_hub.ops import log_softmax, softmax
-from kernel_hub.ops.core.device import SM90, PlannedGpu, pretend
 from kernel_hub.testing import reference
 from kernel_hub.testing.compare import check
 from kernel_hub.testing.guard import Guarded
@@ -140,30 +138,52 @@ def test_by_lot(way: Way, monkeypatch: pytest.MonkeyPatch, seed: int, op: Op) ->
     check_gradient(op, x, way.randn(*x.shape, dtype=dtype, seed=1), **options)
 
 
-@pytest.mark.parametrize("body", ["vec", "edges", "kept", "loop", "scalar"])
+@pytest.mark.parametrize("threads", [64, 192])
 @each_op
 @each_dtype
-def test_every_variant(
-    way: Way, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, op: Op, body: str
+def test_rows_in_registers(
+    way: Way, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, op: Op, threads: int
 ) -> None:
-    """A row is held in registers, by one block or several, or read twice."""
-    shapes = {
-        "vec": lambda vecs: plans.Shape("vec", 32 * -(-vecs // 64)),
-        "edges": lambda vecs: plans.Shape("vec", 192),
-        "kept": lambda vecs: plans.Shape("loop", 64),
-        "loop": lambda vecs: plans.Shape("loop", 64),
-        "scalar": lambda vecs: plans.Shape("scalar", 64),
-    }
-    monkeypatch.setattr(plans, "choose", lambda vecs, *_: shapes[body](vecs))
-    monkeypatch.setattr(plans, "is_kept", lambda *_: body == "kept")
-    monkeypatch.setattr(plans, "_LOOP_THREADS", 64)
+    """Of whole vectors and of others, two a thread or one."""
+    monkeypatch.setattr(plans, "choose", lambda *_: plans.Shape("vec", threads))
     module._plans.clear()
-    size = 1031 if body == "edges" else 1032
-    x = 5 * way.randn(3, size, dtype=dtype)
-    mask = way.randn(3, size, seed=2) > 0
-    for options in ({}, {"mask": mask}, {"mask": way.randn(size, dtype=dtype), "scale": 2.0}):
-        check_rows(op, op(x, **options), x, **options)
-        check_gradient(op, x, way.randn(3, size, dtype=dtype, seed=1), **options)
+    for size in (threads * 16 - 8, threads * 16 - 17) if dtype.itemsize == 2 else (threads * 16,):
+        x = 5 * way.randn(3, size, dtype=dtype)
+        mask = way.randn(3, size, seed=2) > 0
+        for options in ({}, {"mask": mask}, {"mask": way.randn(size, dtype=dtype), "scale": 2.0}):
+            check_rows(op, op(x, **options), x, **options)
+            check_gradient(op, x, way.randn(3, size, dtype=dtype, seed=1), **options)
+    module._plans.clear()
+
+
+@pytest.mark.parametrize("seed", range(12))
+@each_op
+def test_rows_read_twice_by_lot(
+    way: Way, monkeypatch: pytest.MonkeyPatch, op: Op, seed: int
+) -> None:
+    """Kept in shared memory or not, by one block or several, of any alignment."""
+    lot = random.Random(f"softmax, read twice {seed}")
+    has_clusters = not way.is_gpu or torch.cuda.get_device_capability() >= (9, 0)
+    blocks, threads = lot.choice([1, 2, 4, 8] if has_clusters else [1]), lot.choice([32, 64, 96])
+    is_kept, dtype = lot.random() < 0.7, lot.choice(DTYPES)
+
+    def shape(vecs: int, rows: int, held: Any, name: str, *_: Any) -> Any:
+        each = -(-vecs // (blocks * threads))
+        kept = (2 if name == plans.BACKWARD else 1) * 16 * each * threads * is_kept
+        return plans.Shape("loop", threads, 1, blocks, kept)
+
+    monkeypatch.setattr(plans, "choose_any", shape)
+    module._plans.clear()
+    size = lot.choice([1, 8, 40 * blocks, lot.randrange(2, 3000), 8 * lot.randrange(1, 400)])
+    lead, rows = lot.randrange(9), lot.randrange(1, 4)
+    numbers = 4 * way.randn(lead + rows * size + 5, dtype=dtype)
+    x = numbers[lead : lead + rows * size].view(rows, size)
+    options = {"mask": drawn_mask(way, lot, x), "scale": lot.choice([1.0, 0.5, -2.0])}
+    print(f"{blocks} x {threads} {is_kept} {rows} x {size} + {lead} {dtype} {options['scale']}")
+    out = Guarded((rows, size), dtype, way.device)
+    check_rows(op, op(x, **options, out=out.tensor), x, **options)
+    out.check()
+    check_gradient(op, x, way.randn(rows, size, dtype=dtype, seed=1), **options)
     module._plans.clear()
 
 
@@ -184,6 +204,16 @@ def test_rows_of_any_alignment(way: Way, dtype: torch.dtype, size: int) -> None:
             check_rows(softmax, found, x, **options)
             same_bits(softmax(x, **options, out=out), found)
             assert int((other == 7.0).sum()) == len(other) - 3 * size
+        other.fill_(7.0)
+        whole, out = found.clone(), x.copy_(found)  # each of dout, out and dx lies otherwise
+        dout = way.randn(3 * size + 8, dtype=dtype, seed=3)[(5 * lead) % 8 :][: 3 * size]
+        dout, dx = dout.view(3, size), other[(3 * lead) % 8 :][: 3 * size].view(3, size)
+        into = module._cuda_gradient_into
+        into(dout, out, 0.5, False, dx)
+        assert int((other == 7.0).sum()) == len(other) - 3 * size
+        same = torch.empty_like(whole)
+        into(dout.clone(), whole, 0.5, False, same)
+        torch.testing.assert_close(dx, same)  # sums of other vectors, in another order
 
 
 def needs_clusters(way: Way) -> None:
@@ -218,23 +248,6 @@ def test_a_row_of_several_blocks(
     found = op(nothing)
     assert found[1, 1].isnan().all() and found[2, 0].isnan().all()
     assert not found[0].isnan().any() and not found[2, 1].isnan().any()
-    module._plans.clear()
-
-
-@pytest.mark.parametrize("blocks", [2, 4])
-@each_op
-@each_dtype
-def test_a_gradient_that_several_blocks_read_twice(
-    way: Way, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, op: Op, blocks: int
-) -> None:
-    needs_clusters(way)
-    monkeypatch.setattr(plans, "_PORTABLE", blocks)
-    monkeypatch.setattr(plans, "_LOOP_THREADS", 64)
-    monkeypatch.setattr(plans, "choose", lambda vecs, *_: plans.Shape("vec", 64, 1, 2 * blocks))
-    module._plans.clear()
-    size = 64 * 2 * blocks * 16 // dtype.itemsize - 8
-    x = 3 * way.randn(40 if way.is_gpu else 2, size, dtype=dtype)
-    check_gradient(op, x, way.randn(*x.shape, dtype=dtype, seed=1), scale=0.5)
     module._plans.clear()
 
 
@@ -275,56 +288,6 @@ def test_numbers_that_are_none(way: Way, dtype: torch.dtype, op: Op) -> None:
         check_rows(op, found[3:], x[3:])
         mask = torch.zeros(6, size, dtype=torch.bool, device=way.device)
         assert op(x, mask=mask).isnan().all()
-
-
-def test_plans() -> None:
-    """Rows in registers, shared from where a block would be alone, read twice beyond 16 blocks."""
-    entry = open_collection().manifest.cubins["softmax"]["sm90"]
-    for name, function in entry.functions.items():
-        assert function.launch is not None
-        may_share = name.endswith(("_vec", "_edges")) or "_backward_" in name
-        assert function.launch.shared_bytes == plans.SHARED_BYTES * may_share
-    choose, shape = plans.choose, plans.Shape
-    assert choose(16, 10000, 4, 132) == shape("vec", 4, 32)
-    assert choose(16, 10, 4, 132) == shape("vec", 16, 8)
-    assert choose(512, 10000, 4, 132) == shape("vec", 128)
-    assert choose(512, 10, 4, 132) == choose(2048, 10000, 4, 132) == shape("vec", 512)
-    assert choose(4000, 4096, 4, 132) == shape("vec", 512, 1, 2)
-    assert choose(4000, 4096, 4, 0) == shape("vec", 1024)
-    assert choose(16032, 4096, 4, 132) == shape("vec", 512, 1, 8)
-    assert choose(4096, 4, 4, 132) == shape("vec", 128, 1, 8)
-    assert choose(32768, 64, 4, 132) == shape("vec", 512, 1, 16)
-    assert choose(65536, 64, 4, 132) == shape("vec", 1024, 1, 16)
-    assert choose(32768, 64, 4, 66) == shape("vec", 1024, 1, 8)
-    assert choose(32769, 64, 4, 66) == choose(4097, 64, 4, 0) == shape("loop", 512)
-    # A vector a thread: rows of 539 by three warps, of 50,257 by a cluster.
-    vecs = [plans.edge_vecs(size, 8) for size in (1, 2, 539, 286, 50257)]
-    assert vecs == [1, 2, 69, 37, 6283]
-    assert choose(vecs[2], 11456, plans.EDGE_VECS, 132) == shape("vec", 96)
-    assert choose(vecs[3], 694, plans.EDGE_VECS, 132) == shape("vec", 64, 2)
-    assert choose(vecs[4], 64, plans.EDGE_VECS, 132) == shape("vec", 416, 1, 16)
-
-
-def test_which_kernel_takes_which_rows() -> None:
-    def name(op: str, kind: str, size: int, rows: int = 64, a_thread: int = 4) -> tuple[str, int]:
-        x = torch.empty(rows, size, dtype=torch.bfloat16, device="meta")
-        launch = plans.plan(op, kind, [x, x, None if op == "softmax" else x], 0, a_thread)
-        return launch.function.name, launch.options.get("cluster", (1,))[0]
-
-    with pretend(PlannedGpu(SM90, 132)):
-        assert name("softmax", "bf16", 539) == ("softmax_bf16_edges", 1)
-        assert name("softmax", "bf16", 50257) == ("softmax_bf16_edges", 16)
-        assert name("softmax", "bf16", 140001) == ("softmax_bf16_scalar", 1)
-        # Of many rows two a multiprocessor are kept in shared memory.
-        assert name("softmax", "bf16", 50272, 132) == ("softmax_bf16_vec", 4)
-        assert name("softmax", "bf16", 50272, 133) == ("softmax_bf16_loop", 1)
-        assert name("softmax", "bf16", 57352, 133) == ("softmax_bf16_vec", 4)
-        gradient = ("softmax_backward", "backward_bf16")
-        assert name(*gradient, 539) == ("softmax_backward_bf16_scalar", 1)
-        # Many rows that clusters of 16 would hold are read twice, few at a time.
-        assert name(*gradient, 100352, 113, 2) == ("softmax_backward_bf16_loop", 8)
-        assert name(*gradient, 100352, 16, 2) == ("softmax_backward_bf16_vec", 16)
-        assert name(*gradient, 65536, 113, 2) == ("softmax_backward_bf16_vec", 8)
 
 
 X = torch.ones(2, 3, 8)

@@ -102,4 +102,11 @@ def test_teams_of_an_h200() -> None:
         (320, 32000, 2), (1000, 20000, 1), (110, 128256, 8), (1000, 50257, 4),
     ):  # fmt: skip
         assert verification.choose_team(positions, size, gpu) == team
+    # Without probabilities of drafts: fewer passes; where there may be one, no turns.
+    for positions, size, certain, greedy in (
+        (24, 128256, 8, 8), (48, 128256, 8, 4), (110, 128256, 4, 1), (200, 262144, 8, 1),
+        (215, 50272, 2, 1), (5, 9000, 4, 4), (80, 3000, 1, 1),
+    ):  # fmt: skip
+        assert verification.choose_team(positions, size, gpu, False) == certain
+        assert verification.choose_team(positions, size, gpu, False, True) == greedy
     assert verification.choose_team(5, 128256, PlannedGpu((8, 0), 108)) == 1

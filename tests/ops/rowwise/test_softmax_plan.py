@@ -1,0 +1,78 @@
+"""Which kernel of softmax takes which rows, by how many blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kernel_hub.collection.manifest import open_collection
+from kernel_hub.ops.core.device import SM90, PlannedGpu, pretend
+from kernel_hub.ops.rowwise import softmax_plan as plans
+
+
+def test_plans() -> None:
+    """Rows in registers, shared from where a block would be alone, read twice beyond 16 blocks."""
+    entry = open_collection().manifest.cubins["softmax"]["sm90"]
+    for name, function in entry.functions.items():
+        assert function.launch is not None
+        assert function.launch.shared_bytes == plans.SHARED_BYTES, name
+    choose, shape = plans.choose, plans.Shape
+    assert choose(16, 10000, 4, 132) == shape("vec", 4, 32)
+    assert choose(16, 10, 4, 132) == shape("vec", 16, 8)
+    assert choose(512, 10000, 4, 132) == shape("vec", 128)
+    assert choose(512, 10, 4, 132) == choose(2048, 10000, 4, 132) == shape("vec", 512)
+    assert choose(4000, 4096, 4, 132) == shape("vec", 512, 1, 2)
+    assert choose(4000, 4096, 4, 0) == shape("vec", 1024)
+    assert choose(16032, 4096, 4, 132) == shape("vec", 512, 1, 8)
+    assert choose(4096, 4, 4, 132) == shape("vec", 128, 1, 8)
+    assert choose(32768, 64, 4, 132) == shape("vec", 512, 1, 16)
+    assert choose(65536, 64, 4, 132) == shape("vec", 1024, 1, 16)
+    assert choose(32768, 64, 4, 66) == shape("vec", 1024, 1, 8)
+    assert choose(32769, 64, 4, 66) == choose(4097, 64, 4, 0) == shape("loop", 640)
+    # Two vectors a thread: rows of 539 by two warps, of 50,257 by a cluster.
+    vecs = [plans.edge_vecs(size, 8) for size in (1, 2, 539, 286, 50257)]
+    assert vecs == [1, 2, 69, 37, 6283]
+    assert choose(vecs[2], 11456, plans.EDGE_VECS, 132) == shape("vec", 64, 2)
+    assert choose(vecs[3], 300, plans.EDGE_VECS, 132) == shape("vec", 32, 4)
+    assert choose(vecs[4], 64, plans.EDGE_VECS, 132) == shape("vec", 416, 1, 8)
+    # Read twice: shared until there are four blocks a multiprocessor, with room for two.
+    passes, gpu = plans.choose_passes, PlannedGpu(SM90, 132)
+    assert passes(4000, 4096, 1, gpu) == shape("loop", 448, 1, 1, 64512)
+    assert passes(6283, 4096, 2, gpu) == shape("loop", 640, 1, 2, 102400)
+    assert passes(32776, 65, 2, gpu) == shape("loop", 416, 1, 16, 66560)
+    assert passes(32776, 3, 2, gpu) == shape("loop", 544, 1, 16, 69632)
+    assert passes(300000, 3, 2, gpu) == shape("loop", 640, 1, 16)  # no shared memory has that
+    assert passes(6283, 64, 2, PlannedGpu((8, 0), 108)) == shape("loop", 640, 1, 1, 204800)
+    assert passes(69, 5000, 1, PlannedGpu((8, 0), 108)) == shape("loop", 96, 1, 1, 1536)
+
+
+def test_which_kernel_takes_which_rows() -> None:
+    def name(op: str, size: int, rows: int = 64, dtype: Any = torch.bfloat16) -> tuple[str, int]:
+        x = torch.empty(rows, size, dtype=dtype, device="meta")
+        is_backward, token = op == plans.BACKWARD, "fp32" if dtype == torch.float32 else "bf16"
+        kind, third = (f"backward_{token}", x) if is_backward else (token, None)
+        a_thread = 2 if is_backward and token == "bf16" else 4
+        launch = plans.plan(op, kind, [x, x, third], 0, a_thread)
+        variant = launch.function.name.removeprefix(f"softmax_{kind}_")
+        return variant, launch.options.get("cluster", (1,))[0]
+
+    with pretend(PlannedGpu(SM90, 132)):
+        assert name("softmax", 539) == ("edges", 1)
+        assert name("softmax", 50257, 40) == ("edges", 8)
+        # Rows whose blocks would not run all at once are kept in shared memory.
+        assert name("softmax", 50257, 41) == ("loop", 8)
+        assert name("softmax", 50272, 81) == ("vec", 4)
+        assert name("softmax", 50272, 82) == ("loop", 8)
+        assert name("softmax", 50272, 635) == ("loop", 1)
+        assert name("softmax", 262208) == ("loop", 16)
+        # Of fp32 they are not: each power once.
+        assert name("softmax", 50272, 635, torch.float32) == ("vec", 8)
+        assert name("softmax", 50257, 635, torch.float32) == ("loop", 2)
+        gradient = plans.BACKWARD
+        assert name(gradient, 539) == name(gradient, 1883, 648) == ("vec", 1)
+        assert name(gradient, 50257, 169) == ("loop", 4)
+        assert name(gradient, 100352, 14) == ("vec", 16)
+        assert name(gradient, 100352, 113) == ("loop", 8)
+        assert name(gradient, 262208, 3) == ("loop", 16)
+        assert name(gradient, 539, 64, torch.float32) == ("loop", 1)
