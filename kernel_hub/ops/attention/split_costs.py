@@ -6,6 +6,7 @@ What it knows of an H200 is fitted to benchmarks/results/h200_by_lot_caches_*.js
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from .problem import Problem
@@ -15,6 +16,7 @@ LEAST_BLOCKS = 2  # of a share: a piece costs as much as one to begin and to mer
 # own.
 _FLOPS_A_US = {64: 3.8e6, 128: 5.1e6, 256: 5.65e6}
 _WHOLE_FLOPS_A_US = {64: 3.8e6, 96: 4.6e6, 128: 5.5e6, 160: 5.6e6, 192: 5.9e6, 256: 6.2e6}
+_FULL_FLOPS_A_US = 4.3e6  # of 64 columns without masks, in tiles of 192 rows
 _BYTES_A_US = 4.2e6
 # Both launches or one; a stretch of a tile, its first keys and its end; pieces of 128 columns, one
 # from each multiprocessor, out, in again and merged.
@@ -111,7 +113,9 @@ def _in_turn_us(
 def whole_us(sizes: Sizes, width: int, block_m: int, block_n: int, num_sms: int) -> float:
     """forward_sm90's: a block a tile, each walking through all keys."""
     tiles = -(-sizes.seqlen_q // block_m) * sizes.batch_size * sizes.num_heads
-    unit_us = 4 * block_m * block_n * width / _WHOLE_FLOPS_A_US[width]
+    has_mask = max(sizes.window_left, sizes.window_right) >= 0
+    flops = _WHOLE_FLOPS_A_US[width] if has_mask or width > 64 else _FULL_FLOPS_A_US
+    unit_us = 4 * block_m * block_n * width / flops
     work = _in_turn_us(sizes, tiles, block_m, unit_us, block_n, num_sms)
     return _START_US + max(work, _memory_us(sizes))
 
@@ -123,7 +127,10 @@ def _tiles(sizes: Sizes, tile: Tile) -> tuple[int, int]:
 
 
 def tiles_us(sizes: Sizes, tile: Tile, num_sms: int) -> float:
-    """Whole tiles of packed heads in turn: those that run at a time read the same keys."""
+    """Whole tiles of packed heads in turn: those that run at a time read the same keys. Of whole
+    prompts they are forward_sm90's, which knows the order."""
+    if sizes.mean < 2 * sizes.seqlen_q:
+        return math.inf
     tiles, tokens = _tiles(sizes, tile)
     work = _in_turn_us(sizes, tiles, tokens, tile.unit_us, tile.block_n, num_sms)
     if sizes.evenness <= _EVEN:  # nobody puts the longest first

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import itertools
+import math
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -22,6 +23,7 @@ from emulated_attention import hopper_attention
 from ways import Way
 
 from kernel_hub.ops import flash_attention
+from kernel_hub.ops.attention.problem import Problem
 from kernel_hub.ops.core.device import has_wgmma
 from kernel_hub.ops.core.launch import forget_all
 
@@ -154,7 +156,11 @@ def test_every_kernel(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 16, 48, 71])
-def test_groups(forced: list[str], group: int) -> None:
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_groups(
+    forced: list[str], monkeypatch: pytest.MonkeyPatch, group: int, is_cut: bool
+) -> None:
+    monkeypatch.setattr(SPLIT, "cuts_tiles", is_cut)
     for i, (seqlen_q, seqlen_k) in enumerate([(17, 2048), (128, 3000), (5, 40_000), (300, 1000)]):
         case = Case(num_heads=group, head_dim=128, causal=True, seed=i, twice=True)
         run(dataclasses.replace(case, lengths_q=(seqlen_q,), lengths_k=(seqlen_k,)), "cuda")
@@ -163,7 +169,8 @@ def test_groups(forced: list[str], group: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("index", range(DRAWN))
-def test_drawn(forced: list[str], index: int) -> None:
+def test_drawn(forced: list[str], monkeypatch: pytest.MonkeyPatch, index: int) -> None:
+    monkeypatch.setattr(SPLIT, "cuts_tiles", (None, True, False)[index % 3])
     run(random_split_case(random.Random(index)), "cuda")
     assert forced
 
@@ -206,6 +213,31 @@ def test_long_caches_are_split(case: tuple[int, ...]) -> None:
 def test_prefill_keeps_its_kernels(case: tuple[int, ...]) -> None:
     split, whole = costs(COSTS.Sizes(*case, -1, 0, case[-1], 128))
     assert split > 0.95 * whole
+
+
+def test_whole_prompts_are_not_walked_in_turn() -> None:
+    prompt = COSTS.Sizes(5, 8, 8, 4544, 4544, -1, -1, 4544, 64)
+    assert COSTS.tiles_us(prompt, COSTS.Tile(64, 128, 128), H200_SMS) == math.inf
+
+
+def test_lengths_on_the_device_may_differ() -> None:
+    """Whole tiles take as long as the longest then, shares as long as the mean."""
+    q, k = (torch.empty(6, each, 16, 80, dtype=torch.bfloat16) for each in (35, 2432))
+    lengths = torch.zeros(6, dtype=torch.int32)
+    problem = Problem(q, k, k, 6, 35, 2432, 0.1, -1, 0)
+    (same,) = COSTS.sizes_of(problem)
+    assert same.evenness == 1
+    alike, ragged = COSTS.sizes_of(problem._replace(cache_seqlens=lengths))
+    assert alike == same and 0.3 < ragged.evenness < 0.5
+    tile = COSTS.Tile(128, 128, 128)
+    gains = [
+        COSTS.split_us(each, tile, H200_SMS) / COSTS.whole_us(each, 96, 128, 128, H200_SMS)
+        for each in (alike, ragged)
+    ]
+    assert gains[1] < 0.8 < gains[0]
+    packed = torch.tensor([0, 2432], dtype=torch.int32)
+    varlen = problem._replace(k=k[0], v=k[0], cu_seqlens_k=packed)
+    assert [each.mean for each in COSTS.sizes_of(varlen)] == [2432 / 6]
 
 
 @pytest.mark.parametrize("group", range(1, 130))
