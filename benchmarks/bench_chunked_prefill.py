@@ -23,6 +23,7 @@ from lot.attention_peers import fa3, xformers_fa3
 from kernel_hub.measure.timing import l2_bytes, replays
 from kernel_hub.ops import flash_attention
 from kernel_hub.ops.attention import forward_split_sm90 as split
+from kernel_hub.ops.attention import split_costs as costs
 from kernel_hub.ops.core.device import device_of
 from kernel_hub.ops.core.launch import Launch, forget_all
 
@@ -158,18 +159,18 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
     count = max(4, min(MOST_LAUNCHES, int(REPLAY_US / max(20.0, 1.5 * floor))))
     samples = replays(contenders, count, IDLE_SECONDS, rounds)
     row |= {name: round(statistics.median(each), 1) for name, each in samples.items()}
-    sizes = split.Sizes(
+    sizes = costs.Sizes(
         case.batch_size, case.num_heads, case.num_kv_heads, case.seqlen_q, case.seqlen_k,
-        case.window_left, 0 if case.causal else -1,
+        case.window_left, 0 if case.causal else -1, case.seqlen_k, case.head_dim,
     )  # fmt: skip
     width = next(each for each in split.WIDTHS if each >= case.head_dim)
     block = split.Body("causal", width).stated.sizes
+    tile = costs.Tile(width, block["block_m"], block["block_n"])
     sms = device_of(sets[0]["q"].device).num_sms
-    shape = width, block["block_m"], block["block_n"], sms
     row["floor"] = round(floor, 1)
     row["estimates"] = [
-        round(split.split_us(sizes, *shape), 1),
-        round(split.whole_us(sizes, *shape), 1),
+        round(costs.split_us(sizes, tile, sms), 1),
+        round(costs.whole_us(sizes, *tile[:3], sms), 1),
     ]
     return row
 

@@ -14,7 +14,7 @@
 //
 //   flash_attention_split_sm90_{dtype}_hdim{N}_causal   window_right only; 2^29: no mask
 //   ..._window                                          both sides, either of them open; softcap
-//   ..._merge                                           after either; grid and blocks of theirs
+//   ..._merge (128, 256)                                after either; grid and blocks of theirs
 // Tensor maps as there, but for q: head_dim, heads, tokens, batch; boxes of 64 columns by `heads`
 // by `tokens`.
 // Source: Dao et al., "Flash-Decoding", 2023; Osama et al., "Stream-K", 2023.
@@ -48,7 +48,8 @@ namespace kernel_hub::attention::sm90 {
 #define EXPORT_MERGE(DTYPE, T, HEAD_DIM, BLOCK_N)                                                  \
     DESCRIBED(                                                                                     \
         flash_attention_split_sm90_##DTYPE##_hdim##HEAD_DIM##_merge,                               \
-        "x: 8 / team strips of 16 rows by 32 columns", (.threads = 256, .shared_bytes = 0),        \
+        "x: 8 / team strips of 16 rows by 32 columns, each of scan tiles",                         \
+        (.threads = 256, .shared_bytes = 0),                                                       \
         extern "C" __global__ void                                                                 \
         __launch_bounds__(256, 2) flash_attention_split_sm90_##DTYPE##_hdim##HEAD_DIM##_merge(     \
             T* out, float* lse, int* flag, float* partials, int* line, const int* cu_seqlens_q,    \
@@ -57,7 +58,7 @@ namespace kernel_hub::attention::sm90 {
             int64_t lse_batch_stride, int64_t lse_head_stride, int batch_size, int num_heads,      \
             int num_kv_heads, int head_dim_v, int seqlen_q, int seqlen_k, int total_q,             \
             int total_k, int window_left, int window_right, int heads, int tokens, int reciprocal, \
-            int least_blocks, int sink_type, int blocks, int team) {                               \
+            int least_blocks, int sink_type, int blocks, int team, int scan, int width) {          \
             using C = Config<T, HEAD_DIM, 2, BLOCK_N, Mask::kWindow, true>;                        \
             const Packing packing = {heads, tokens, reciprocal, least_blocks, partials, line};     \
             merge_pieces<C>({.out = out,                                                           \
@@ -84,18 +85,20 @@ namespace kernel_hub::attention::sm90 {
                              .window_right = window_right,                                         \
                              .sink_type = sink_type,                                               \
                              .packing = packing},                                                  \
-                            blocks, team);                                                         \
+                            blocks, team, scan, width);                                            \
         })
 
 #define EXPORT_HEAD_DIM(DTYPE, T, HEAD_DIM, BLOCK_N)           \
     EXPORT_SPLIT(DTYPE, T, HEAD_DIM, causal, kCausal, BLOCK_N) \
-    EXPORT_SPLIT(DTYPE, T, HEAD_DIM, window, kWindow, BLOCK_N) \
-    EXPORT_MERGE(DTYPE, T, HEAD_DIM, BLOCK_N)
+    EXPORT_SPLIT(DTYPE, T, HEAD_DIM, window, kWindow, BLOCK_N)
 
+// A merge is of blocks of so many keys: that of 128 takes pieces of 64 columns too.
 #define EXPORT_HEAD_DIMS(DTYPE, T)      \
     EXPORT_HEAD_DIM(DTYPE, T, 64, 128)  \
     EXPORT_HEAD_DIM(DTYPE, T, 128, 128) \
-    EXPORT_HEAD_DIM(DTYPE, T, 256, 80)
+    EXPORT_HEAD_DIM(DTYPE, T, 256, 80)  \
+    EXPORT_MERGE(DTYPE, T, 128, 128)    \
+    EXPORT_MERGE(DTYPE, T, 256, 80)
 
 EXPORT_HEAD_DIMS(fp16, __half)
 EXPORT_HEAD_DIMS(bf16, __nv_bfloat16)

@@ -293,8 +293,9 @@ __device__ __forceinline__ void append_kv(Rows<T*> out_q, Rows<T*> out_k, Rows<C
     }
 }
 
-// NOTE: blocks are of at most 256 threads. Two of 320 leave each thread 96 registers, with no spill:
-// of the blocks of 96 that many tokens take, seven fit a multiprocessor, with 124 registers five.
+// NOTE: blocks are of at most 256 threads. Two of 320 leave each thread 96 registers, with no
+// spill: of the blocks of 96 that many tokens take, seven fit a multiprocessor, with 124 registers
+// five.
 #define EXPORT_APPEND_KV(NAME, T, CACHE, TABLE, ROTATION, VARIANT, WIDTH)                          \
     DESCRIBED(                                                                                     \
         append_kv_##NAME##_##VARIANT, "x: tokens in steps of blockDim.z", (.shared_bytes = 0),     \

@@ -1,6 +1,9 @@
 // flash_attention_split_sm90.cu: the work of a launch as one line of units, cut into equal shares.
 //
-// A tile is packing.tokens tokens of packing.heads heads of a group; a unit is kBlockN keys of it.
+// A tile is packing.tokens tokens of packing.heads heads of a group; a unit is kBlockN keys of it,
+// or where tiles are not cut (packing.least_blocks 0) all that it sees. Then each block takes every
+// gridDim-th tile, so that those that run at a time read the same keys: with shares longer than a
+// tile, each block reads keys of its own from memory, of many kv heads at a time.
 // Tiles of a sequence are as wide as its widest. In the line come, outermost first: sequences, kv
 // heads, chunks of a share's length of keys, tiles, units: blocks that run side by side read the
 // same keys. A block takes one share; what it has of a tile in one stretch is a piece, which goes
@@ -34,7 +37,7 @@ struct Sequence {
         q_begin = queries.start;
         seqlen_q = queries.count;
         seqlen_k = find_keys(p, batch).count;
-        packs = p.num_heads / p.num_kv_heads / p.packing.heads;
+        packs = p.packing.packs(p.num_heads / p.num_kv_heads);
         const int rows = min(seqlen_q, p.seqlen_q);
         tiles = (rows + p.packing.tokens - 1) / p.packing.tokens * packs;
         width = (seqlen_k + C::kBlockN - 1) / C::kBlockN;
@@ -45,6 +48,7 @@ struct Sequence {
                 width = min(width, (span + C::kBlockN - 2) / C::kBlockN + 1);
             }
         }
+        width = p.packing.least_blocks == 0 ? min(width, 1) : width;
     }
 
     __device__ __forceinline__ int units(const Parameters& p) const {
@@ -94,7 +98,10 @@ struct Sequence {
             begin = max(0, found.row_begin + found.offset() - p.window_left) / C::kBlockN;
         }
         found.block_begin = begin + s.begin;
-        found.block_end = min(found.block_begin + s.count, (end + C::kBlockN - 1) / C::kBlockN);
+        found.block_end = (end + C::kBlockN - 1) / C::kBlockN;
+        if (p.packing.least_blocks != 0) {
+            found.block_end = min(found.block_end, found.block_begin + s.count);
+        }
         return found;
     }
 };
@@ -111,7 +118,8 @@ __device__ __forceinline__ bool has_device_lengths(const Parameters& p) {
 }
 
 __device__ __forceinline__ int share_of(const Parameters& p, int units, int blocks) {
-    return max(p.packing.least_blocks, (units + blocks - 1) / blocks);
+    const int least = p.packing.least_blocks;
+    return least == 0 ? 1 : max(least, (units + blocks - 1) / blocks);
 }
 
 // Finds where each sequence begins. Every thread of the block; ends with a barrier. The first block
@@ -149,16 +157,15 @@ __device__ __forceinline__ void make_line(const Parameters& p, Line& line) {
     __syncthreads();
 }
 
-// Walks through a block's share.
+// Walks through a block's share, or shares.
 template <class C>
 struct Walker {
     const Parameters& p;
     const Line& line;
-    int at, end, share, batch = 0;
+    int at, end, share, units, batch = 0;
 
     __device__ __forceinline__ Walker(const Parameters& p_, const Line& line_)
         : p(p_), line(line_) {
-        int units = 0;
         if (has_device_lengths(p)) {
             units = line.begin[p.batch_size];
         } else {
@@ -181,7 +188,14 @@ struct Walker {
     // The next piece that sees keys.
     __device__ __forceinline__ bool next(Tile& tile) {
 #pragma unroll 1
-        while (at < end) {
+        while (true) {
+            if (at >= end) {
+                at += (gridDim.x - 1) * share;
+                end = min(at + share, units);
+                if (at >= units) {
+                    return false;
+                }
+            }
             int begin;
             if (has_device_lengths(p)) {
 #pragma unroll 1
@@ -190,9 +204,9 @@ struct Walker {
                 }
                 begin = line.begin[batch];
             } else {
-                const int units = Sequence<C>(p, 0).units(p);
-                batch = at / units;
-                begin = batch * units;
+                const int own = Sequence<C>(p, 0).units(p);
+                batch = at / own;
+                begin = batch * own;
             }
             Sequence<C> sequence(p, batch);
             sequence.cut(share);
@@ -214,7 +228,6 @@ struct Walker {
                 return true;
             }
         }
-        return false;
     }
 };
 

@@ -109,32 +109,62 @@ __device__ __forceinline__ void report_lengths(const Parameters& p) {
     }
 }
 
-// A strip of 16 rows by 32 columns: `team` warps, each with every team-th piece. Strips are
-// numbered through tiles, strips of a tile, columns.
-template <class C>
-__device__ __forceinline__ void merge_pieces(const Parameters& p, int blocks, int team) {
-    using T = typename C::T;
-    constexpr int kStrips = C::kBlockM / 16, kColumns = C::kHeadDimV / 32;
-    __shared__ short slots[kMergeWarps][kMergeSlots];
-    __shared__ float sums[kMergeWarps][20][32];
-    const int lane_idx = threadIdx.x % 32, warp_idx = threadIdx.x / 32;
-    if (blockIdx.x == 0) {
-        report_lengths(p);
+// A tile's place among those that there are at most.
+struct TileIndex {
+    int batch, kv_head, which, packs;
+
+    __device__ __forceinline__ TileIndex(const Parameters& p, int tile) {
+        packs = p.packing.packs(p.num_heads / p.num_kv_heads);
+        const int most = (p.seqlen_q + p.packing.tokens - 1) / p.packing.tokens * packs;
+        batch = tile / (most * p.num_kv_heads);
+        kv_head = tile / most % p.num_kv_heads;
+        which = tile % most;
     }
-    const int unit = (blockIdx.x * kMergeWarps + warp_idx) / team, member = warp_idx % team;
-    const int column = unit % kColumns, strip = unit / kColumns % kStrips;
-    const int tile = unit / (kColumns * kStrips);
-    const int packs = p.num_heads / p.num_kv_heads / p.packing.heads;
-    const int most = (p.seqlen_q + p.packing.tokens - 1) / p.packing.tokens * packs;
-    const int batch = tile / (most * p.num_kv_heads);
-    const int kv_head = tile / most % p.num_kv_heads, which = tile % most;
+};
+
+// Where a sequence begins in the line, and a block's share of it.
+template <class C>
+__device__ __forceinline__ void find_in_line(const Parameters& p, const Sequence<C>& sequence,
+                                             int batch, int blocks, int& begin, int& share) {
+    const bool has_line = has_device_lengths(p);
+    const int own = sequence.units(p);
+    const int units = has_line ? p.packing.line[p.batch_size] : own * p.batch_size;
+    begin = has_line ? p.packing.line[batch] : own * batch;
+    share = share_of(p, units, blocks);
+}
+
+// Whether the first kernel did not write a tile: it has pieces, or sees no keys.
+template <class C>
+__device__ __forceinline__ bool is_left(const Parameters& p, int tile, int blocks) {
+    const TileIndex at(p, tile);
+    if (at.batch >= p.batch_size) {
+        return false;
+    }
+    Sequence<C> sequence(p, at.batch);
+    if (at.which >= sequence.tiles) {
+        return false;
+    }
+    int begin, share;
+    find_in_line(p, sequence, at.batch, blocks, begin, share);
+    sequence.cut(share);
+    const int first = begin + sequence.place(at.kv_head, 0, at.which);
+    const Stretch s{0, sequence.width, first};
+    return sequence.chunks > 1 || sequence.width == 0 ||
+           first / share != (first + sequence.width - 1) / share ||
+           sequence.describe(p, at.batch, at.kv_head, at.which, s, 0).is_empty();
+}
+
+// A strip of 16 rows by 32 columns of a tile, by `team` warps, each with every team-th piece.
+template <class C>
+__device__ __forceinline__ void merge_strip(const Parameters& p, int blocks, int team, int width,
+                                            int tile, int strip, int column, short* slots,
+                                            float (*sums)[20][32]) {
+    using T = typename C::T;
+    const int lane_idx = threadIdx.x % 32, warp_idx = threadIdx.x / 32, member = warp_idx % team;
+    const TileIndex at(p, tile);
+    const int batch = at.batch, kv_head = at.kv_head, which = at.which, packs = at.packs;
     const int token = which / packs * p.packing.tokens;
     const int row = 16 * strip + lane_idx / 4;
-    const bool has_line = has_device_lengths(p);
-    // NOTE: before any return: this launch must not end before the one it merges for.
-    if (has_line) {
-        wait_for_launch_before();
-    }
     int count = -1;
     int q_begin = 0, seqlen_q = 0;
     if (batch < p.batch_size) {
@@ -143,17 +173,13 @@ __device__ __forceinline__ void merge_pieces(const Parameters& p, int blocks, in
         seqlen_q = sequence.seqlen_q;
         if (which < sequence.tiles && 16 * strip < p.packing.heads * p.packing.tokens &&
             token + p.packing.token_of(16 * strip) < seqlen_q) {
-            const int own = sequence.units(p);
-            const int units = has_line ? p.packing.line[p.batch_size] : own * p.batch_size;
-            const int begin = has_line ? p.packing.line[batch] : own * batch;
-            const int share = share_of(p, units, blocks);
+            int begin, share;
+            find_in_line(p, sequence, batch, blocks, begin, share);
             sequence.cut(share);
-            count = find_pieces(p, sequence, batch, kv_head, which, begin, share, slots[warp_idx]);
+            count = find_pieces(p, sequence, batch, kv_head, which, begin, share, slots);
         }
     }
-    if (!has_line) {
-        wait_for_launch_before();  // all until here is known without it
-    }
+    wait_for_launch_before();  // without a line all until here is known without it
     Merged merged;
 #pragma unroll 1
     for (int first = member; first < count; first += kAtOnce * team) {
@@ -163,10 +189,10 @@ __device__ __forceinline__ void merge_pieces(const Parameters& p, int blocks, in
         for (int i = 0; i < kAtOnce; ++i) {
             const int index = first + i * team;
             const bool is_there = index < count;
-            const int slot = is_there ? slots[warp_idx][index] : 0;
-            const float2* states = piece_rows<C>(p.packing.partials, slot) + row;
+            const int slot = is_there ? slots[index] : 0;
+            const float2* states = piece_rows(p.packing.partials, slot, width) + row;
             const float4* values =
-                piece_sums<C>(p.packing.partials, slot, strip, lane_idx) + 128 * column;
+                piece_sums(p.packing.partials, slot, width, strip, lane_idx) + 128 * column;
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 rows[i][r] = is_there ? states[8 * r] : make_float2(-INFINITY, 0.f);
@@ -218,9 +244,10 @@ __device__ __forceinline__ void merge_pieces(const Parameters& p, int blocks, in
         const int token_in = p.packing.token_of(row + 8 * r), token_idx = token + token_in;
         const int head = (kv_head * packs + which % packs) * p.packing.heads + row + 8 * r -
                          token_in * p.packing.heads;
-        const bool is_inside = token_in < p.packing.tokens && token_idx < seqlen_q;
+        const bool is_inside =
+            head < p.num_heads && token_in < p.packing.tokens && token_idx < seqlen_q;
         float shift = merged.shift[r], sum = merged.sum[r];
-        const float factor = add_sink(find_sink(p, batch, head), shift, sum);
+        const float factor = add_sink(find_sink(p, batch, min(head, p.num_heads - 1)), shift, sum);
         T* out = static_cast<T*>(p.out) + batch * p.out_batch_stride +
                  (q_begin + token_idx) * p.out_token_stride + head * p.out_head_stride;
         uint32_t words[4];
@@ -239,6 +266,39 @@ __device__ __forceinline__ void merge_pieces(const Parameters& p, int blocks, in
             p.lse[batch * p.lse_batch_stride + head * p.lse_head_stride + q_begin + token_idx] =
                 shift * kLn2 + __logf(sum);
         }
+    }
+}
+
+// Strips are numbered through `scan` tiles (32 at most; 1 where a team has several warps), strips
+// of a tile, columns. A lane looks at a tile: where there are many, nearly all are written already.
+// width: of the rows of pieces.
+template <class C>
+__device__ __forceinline__ void merge_pieces(const Parameters& p, int blocks, int team, int scan,
+                                             int width) {
+    constexpr int kStrips = C::kBlockM / 16;
+    static_assert(C::kBlockM == kPieceRows, "pieces");
+    const int columns = width / 32;
+    __shared__ short slots[kMergeWarps][kMergeSlots];
+    __shared__ float sums[kMergeWarps][20][32];
+    const int lane_idx = threadIdx.x % 32, warp_idx = threadIdx.x / 32;
+    if (blockIdx.x == 0) {
+        report_lengths(p);
+    }
+    const int unit = (blockIdx.x * kMergeWarps + warp_idx) / team;
+    const int column = unit % columns, strip = unit / columns % kStrips;
+    const int first = unit / columns / kStrips * scan;
+    // NOTE: before any return: this launch must not end before the one it merges for.
+    if (has_device_lengths(p) || scan > 1) {
+        wait_for_launch_before();
+    }
+    unsigned left = 1;
+    if (scan > 1) {
+        left = __ballot_sync(kAllLanes, lane_idx < scan && is_left<C>(p, first + lane_idx, blocks));
+    }
+#pragma unroll 1
+    for (; left != 0; left &= left - 1) {
+        merge_strip<C>(p, blocks, team, width, first + __ffs(left) - 1, strip, column,
+                       slots[warp_idx], sums);
     }
 }
 

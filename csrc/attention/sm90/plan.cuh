@@ -57,15 +57,17 @@ struct Config : Warpgroups<kConsumers_> {
 
 // Split only: how heads and tokens share the rows of a tile, and where pieces of tiles go.
 struct Packing {
-    int heads;         // row = token heads + head; divides the heads of a group
+    int heads;         // row = token heads + head; divides the group, or there is one kv head
     int tokens;        // of a tile
     int reciprocal;    // ceil(2^16 / heads)
-    int least_blocks;  // blocks of keys of a share, at least
+    int least_blocks;  // blocks of keys of a share, at least; 0: tiles are not cut
     float* partials;   // of each block, kSlots pieces
     int* line;         // where each sequence begins in the line, and the share behind them
 
     static constexpr int kSlots = 3;
     __device__ __forceinline__ int token_of(int row) const { return row * reciprocal >> 16; }
+    // Tiles of the same tokens.
+    __device__ __forceinline__ int packs(int group) const { return (group + heads - 1) / heads; }
 };
 
 struct Parameters {

@@ -21,18 +21,19 @@ struct Range {
 
 // A piece of a tile in memory (split): sums as the threads hold them, 16 rows after 16 rows, four
 // of a lane together; then of each row the shift of its exponents and the sum of its probabilities.
-template <class C>
-constexpr int kPieceFloats = C::kBlockM * (C::kHeadDimV + 2);
+// width: of the sums of a row.
+constexpr int kPieceRows = 128;
 
-template <class C>
-__device__ __forceinline__ float4* piece_sums(float* pieces, int slot, int strip, int lane_idx) {
-    float* piece = pieces + static_cast<int64_t>(slot) * kPieceFloats<C>;
-    return reinterpret_cast<float4*>(piece) + strip * 4 * C::kHeadDimV + lane_idx;
+__device__ __forceinline__ float* piece_begin(float* pieces, int slot, int width) {
+    return pieces + static_cast<int64_t>(slot) * (kPieceRows * (width + 2));
 }
-template <class C>
-__device__ __forceinline__ float2* piece_rows(float* pieces, int slot) {
-    float* piece = pieces + static_cast<int64_t>(slot) * kPieceFloats<C>;
-    return reinterpret_cast<float2*>(piece + C::kBlockM * C::kHeadDimV);
+__device__ __forceinline__ float4* piece_sums(float* pieces, int slot, int width, int strip,
+                                              int lane_idx) {
+    return reinterpret_cast<float4*>(piece_begin(pieces, slot, width)) + strip * 4 * width +
+           lane_idx;
+}
+__device__ __forceinline__ float2* piece_rows(float* pieces, int slot, int width) {
+    return reinterpret_cast<float2*>(piece_begin(pieces, slot, width) + kPieceRows * width);
 }
 
 // A consumer's registers: its places in the rings, scores, probabilities and output of 64 rows.
@@ -270,8 +271,11 @@ struct Rows {
     __device__ __forceinline__ bool find_packed(const Tile& tile, int r, int& token_idx,
                                                 int& head) const {
         token_idx = tile.row_begin + token[r];
+        const int last = p.num_heads - 1;
         head = (tile.head & 0xffff) + row + 8 * r - token[r] * p.packing.heads;
-        return token[r] < p.packing.tokens && token_idx < tile.seqlen_q;
+        const bool is_head = head <= last;
+        head = min(head, last);
+        return is_head && token[r] < p.packing.tokens && token_idx < tile.seqlen_q;
     }
 
     // Split: lse of a whole tile's row; of a piece what its merge needs of the row.
@@ -281,7 +285,7 @@ struct Rows {
         if (slot >= 0) {
             factor[r] = 1.f;
             if (lane_idx % 4 == 0) {
-                piece_rows<C>(p.packing.partials, slot)[row + 8 * r] =
+                piece_rows(p.packing.partials, slot, C::kHeadDimV)[row + 8 * r] =
                     make_float2(row_shift[r], sum);
             }
             return;
@@ -301,7 +305,7 @@ struct Rows {
         if (tile.row_begin + p.packing.token_of(row - lane_idx / 4) >= tile.seqlen_q) {
             return;
         }
-        float4* sums = piece_sums<C>(p.packing.partials, slot, row / 16, lane_idx);
+        float4* sums = piece_sums(p.packing.partials, slot, C::kHeadDimV, row / 16, lane_idx);
 #pragma unroll
         for (int i = 0; i < C::kHeadDimV / 8; ++i) {
             sums[32 * i] =

@@ -15,39 +15,26 @@ import torch
 from ..core import common
 from ..core.device import Stated, device_of, launch_facts
 from ..core.launch import Launch
+from . import split_costs as costs
 from .problem import Problem, lse_strides_of, packed_tensor_map, strides_of, tensor_map
 
 # Whether these kernels are used: None where they are faster, True wherever they can. For tests.
 choice: bool | None = None
+# Whether tiles are cut: None where it is faster. For tests.
+cuts_tiles: bool | None = None
 
 CUBIN = "flash_attention_split_sm90"
 WIDTHS = (64, 128, 256)
+_LEAST_MERGE = 128  # the merge of 128 columns takes 64 too
 _SLOTS = 3  # Packing::kSlots
 _MERGE_WARPS, _AT_ONCE = 8, 4  # merge.cuh: of a block; pieces that a warp has on their way
+_MERGES_AN_SM, _MOST_SCANNED = 2, 32  # blocks of the merge; tiles that a warp of it looks at
 _MAX_BATCH = 256  # Line::kMost
 _MAX_HEADS = 1 << 15
 _MAX_SMS = 256
 _MAX_UNITS = 1 << 30
 _NO_MASK = 1 << 29
-_LEAST_BLOCKS = 2  # of a share: a piece costs as much as one to begin and to merge
-# What the cost model knows of an H200 (docs/notes/flash_attention_split_sm90.md).
-# Of a multiprocessor, by the mean of head_dim and v's own.
-_FLOPS_A_US = {64: 3.9e6, 96: 4.8e6, 128: 5.2e6, 160: 5.3e6, 192: 5.3e6, 256: 5.6e6}
-_BYTES_A_US = 4.2e6
-_TILE_US, _PIECE_US, _MERGE_US = 1.0, 0.7, 3.5
-_GAIN = 0.93
-
-
-class Sizes(NamedTuple):
-    """A problem, as plans see it: lengths are typical ones."""
-
-    batch_size: int
-    num_heads: int
-    num_kv_heads: int
-    seqlen_q: int
-    seqlen_k: int
-    window_left: int
-    window_right: int
+_GAIN = 0.97
 
 
 class Packed(NamedTuple):
@@ -75,7 +62,8 @@ class Body:
 
     def name(self, dtype: torch.dtype, what: str = "") -> str:
         """The function's name; what: "merge" is the second kernel."""
-        return f"{CUBIN}_{common.DTYPE_TOKENS[dtype]}_hdim{self.head_dim}_{what or self.mask}"
+        head_dim = max(_LEAST_MERGE, self.head_dim) if what else self.head_dim
+        return f"{CUBIN}_{common.DTYPE_TOKENS[dtype]}_hdim{head_dim}_{what or self.mask}"
 
 
 def body_of(problem: Problem) -> Body:
@@ -85,95 +73,20 @@ def body_of(problem: Problem) -> Body:
     return Body("window" if is_windowed else "causal", width)
 
 
-def pack(seqlen_q: int, group: int, block_m: int) -> tuple[int, int, int]:
-    """(heads, tokens, tiles): heads of a group that share a tile, tokens of it, tiles of a group.
-
-    The fewest tiles, and of those the most heads. heads divides the group.
-    """
-    best = None
-    for heads in range(1, min(group, block_m) + 1):
-        if group % heads == 0:
-            tokens = block_m // heads
-            tiles = -(-seqlen_q // tokens) * (group // heads)
-            if best is None or tiles <= best[2]:
-                best = heads, tokens, tiles
-    assert best is not None
-    return best
-
-
-def blocks_seen(sizes: Sizes, tokens: int, block_n: int) -> int:
-    """Blocks of keys that a tile of `tokens` sees, at most."""
-    keys = sizes.seqlen_k
-    if sizes.window_left >= 0:
-        right = sizes.window_right if sizes.window_right >= 0 else sizes.seqlen_q
-        keys = min(keys, tokens + sizes.window_left + right)
-    return -(-keys // block_n)
-
-
-def _unit_us(width: int, block_m: int, block_n: int) -> float:
-    return 4 * block_m * block_n * width / _FLOPS_A_US[width]
-
-
-def _memory_us(sizes: Sizes, head_dim: int) -> float:
-    heads = 2 * sizes.num_kv_heads * sizes.seqlen_k + 2 * sizes.num_heads * sizes.seqlen_q
-    return sizes.batch_size * heads * head_dim * 2 / _BYTES_A_US
-
-
-def whole_us(sizes: Sizes, width: int, block_m: int, block_n: int, num_sms: int) -> float:
-    """About how long a block a tile takes, each walking through all keys."""
-    tiles = -(-sizes.seqlen_q // block_m) * sizes.batch_size * sizes.num_heads
-    a_tile = blocks_seen(sizes, block_m, block_n) * _unit_us(width, block_m, block_n) + _TILE_US
-    return max(-(-tiles // num_sms) * a_tile, _memory_us(sizes, width))
-
-
-def split_us(sizes: Sizes, width: int, block_m: int, block_n: int, num_sms: int) -> float:
-    """About how long equal shares and their merge take."""
-    group = sizes.num_heads // sizes.num_kv_heads
-    _, tokens, tiles = pack(sizes.seqlen_q, group, block_m)
-    tiles *= sizes.batch_size * sizes.num_kv_heads
-    seen = blocks_seen(sizes, tokens, block_n)
-    share = share_of(tiles * seen, num_sms)
-    stretches = 1 + max(1, share / max(seen, 1))
-    a_share = share * _unit_us(width, block_m, block_n) + stretches * _PIECE_US
-    pieces = tiles * seen / share + tiles
-    merge = _MERGE_US + pieces * block_m * width * 4 / _BYTES_A_US
-    return max(a_share, _memory_us(sizes, width)) + _TILE_US + merge
-
-
-def share_of(units: int, num_blocks: int) -> int:
-    """The units of a block's share, as the kernel finds them."""
-    return max(_LEAST_BLOCKS, -(-units // num_blocks))
-
-
-def sizes_of(problem: Problem) -> Sizes:
-    """Sizes as the host knows them: of lengths on the device their mean, or the longest."""
-    batch_size = problem.batch_size
-    seqlen_q, seqlen_k = problem.seqlens
-    seqlen_k = min(seqlen_k, problem.max_seqlen_k)
-    total_q, total_k = problem.totals
-    if problem.cu_seqlens_q is not None:
-        seqlen_q = min(seqlen_q, -(-total_q // batch_size))
-    if problem.cu_seqlens_k is not None and problem.block_table is None:
-        seqlen_k = min(seqlen_k, -(-total_k // batch_size))
-    num_heads, num_kv_heads = problem.q.shape[-2], problem.k.shape[-2]
-    return Sizes(batch_size, num_heads, num_kv_heads, seqlen_q, seqlen_k, *problem.window)
-
-
 def can_take(problem: Problem) -> bool:
     """Whether these kernels take a problem that forward_sm90's take."""
-    device, body = device_of(problem.q.device), body_of(problem)
-    block_m, block_n = body.stated.sizes["block_m"], body.stated.sizes["block_n"]
+    device, (_, tile) = device_of(problem.q.device), _tile(problem)
     batch_size, (seqlen_q, seqlen_k) = problem.batch_size, problem.seqlens
     num_heads, num_kv_heads = problem.q.shape[-2], problem.k.shape[-2]
     if problem.cu_seqlens_k is not None:
         seqlen_k = max(seqlen_k, problem.totals[1])
-    tiles = pack(max(1, seqlen_q), num_heads // num_kv_heads, block_m)[2]
+    tiles = tile.pack(max(1, seqlen_q), num_heads // num_kv_heads)[2]
     return (
         (batch_size <= _MAX_BATCH or not _has_lengths(problem))
         and num_heads < _MAX_HEADS
         and device.num_sms <= _MAX_SMS
         and min(batch_size, seqlen_q, seqlen_k) > 0
-        and batch_size * num_kv_heads * tiles * (-(-seqlen_k // block_n) + 1) <= _MAX_UNITS
+        and batch_size * num_kv_heads * tiles * (-(-seqlen_k // tile.block_n) + 1) <= _MAX_UNITS
     )
 
 
@@ -186,21 +99,55 @@ def applies(problem: Problem, whole: Stated, width: int) -> bool:
         return False
     if choice:
         return True
-    sizes = sizes_of(problem)
     # Tiles of a whole prompt differ in their keys, which the others' schedule knows how to order.
-    if problem.window[1] >= 0 and sizes.seqlen_k < 2 * sizes.seqlen_q:
+    sizes = costs.sizes_of(problem)
+    if problem.window[1] >= 0 and sizes[0].mean < 2 * sizes[0].seqlen_q:
         return False
     num_sms = device_of(problem.q.device).num_sms
-    theirs = whole_us(sizes, width, whole.sizes["block_m"], whole.sizes["block_n"], num_sms)
-    return problem_us(problem) < _GAIN * theirs
+    block_m, block_n = whole.sizes["block_m"], whole.sizes["block_n"]
+    ours = theirs = 1.0
+    for each in sizes:
+        ours *= _us(problem, each)
+        theirs *= costs.whole_us(each, width, block_m, block_n, num_sms)
+    return ours < _GAIN ** len(sizes) * theirs
+
+
+def _tile(problem: Problem) -> tuple[Body, costs.Tile]:
+    body = body_of(problem)
+    sizes = body.stated.sizes
+    # The TMA fills up heads that there are none of; windows ask whose scores are small.
+    is_alone = problem.k.shape[-2] == 1 and body.mask == "causal"
+    return body, costs.Tile(body.head_dim, sizes["block_m"], sizes["block_n"], is_alone)
+
+
+def _us(problem: Problem, sizes: costs.Sizes) -> float:
+    _, tile = _tile(problem)
+    num_sms = device_of(problem.q.device).num_sms
+    return min(costs.split_us(sizes, tile, num_sms), costs.tiles_us(sizes, tile, num_sms))
 
 
 def problem_us(problem: Problem) -> float:
-    """`split_us` of a problem."""
-    body = body_of(problem)
-    block_m, block_n = body.stated.sizes["block_m"], body.stated.sizes["block_n"]
+    """About how long a problem takes whose sequences are as long as the longest."""
+    return _us(problem, costs.sizes_of(problem)[0])
+
+
+def cuts(problem: Problem) -> bool:
+    """Whether tiles are cut into pieces: else each block takes whole ones in turn."""
+    if cuts_tiles is not None:
+        return cuts_tiles
+    _, tile = _tile(problem)
     num_sms = device_of(problem.q.device).num_sms
-    return split_us(sizes_of(problem), body.head_dim, block_m, block_n, num_sms)
+    sizes = costs.sizes_of(problem)
+    shares = math.prod(costs.split_us(each, tile, num_sms) for each in sizes)
+    return shares <= math.prod(costs.tiles_us(each, tile, num_sms) for each in sizes)
+
+
+def _scan(tiles: int, merge_blocks: int, num_blocks: int, num_sms: int, is_cut: bool) -> int:
+    """Tiles that a warp of the merge looks at: all in one wave, about two of them with pieces."""
+    scan, most = 1, min(_MOST_SCANNED, 2 * tiles // num_blocks if is_cut else _MOST_SCANNED)
+    while 2 * scan <= most and merge_blocks > scan * _MERGES_AN_SM * num_sms:
+        scan *= 2
+    return scan
 
 
 def _has_lengths(problem: Problem) -> bool:
@@ -216,19 +163,28 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launc
     group = num_heads // num_kv_heads
     seqlen_q, seqlen_k = problem.seqlens
     left, right = problem.window
-    body = body_of(problem)
-    stated = body.stated
-    block_m, block_n = stated.sizes["block_m"], stated.sizes["block_n"]
-    heads, tokens, tiles = pack(seqlen_q, group, block_m)
+    body, tile = _tile(problem)
+    stated, block_m, block_n = body.stated, tile.block_m, tile.block_n
+    heads, tokens, tiles = tile.pack(seqlen_q, group)
     tiles *= problem.batch_size * num_kv_heads
-    sizes = sizes_of(problem)._replace(seqlen_k=seqlen_k)
-    seen = blocks_seen(sizes, tokens, block_n)
-    num_blocks = min(device_of(q.device).num_sms, -(-tiles * (seen + 1) // _LEAST_BLOCKS))
-    share = share_of(tiles * seen, num_blocks)
-    team = 1
-    while team < _MERGE_WARPS and seen > team * _AT_ONCE * share:
-        team *= 2
-    strips = tiles * (block_m // 16) * (body.head_dim // 32)
+    num_sms = device_of(q.device).num_sms
+    is_cut, team = cuts(problem), 1
+    least_blocks = costs.LEAST_BLOCKS if is_cut else 0
+    num_blocks = min(num_sms, tiles)
+    if is_cut:
+        sizes = costs.sizes_of(problem)[0]._replace(seqlen_k=seqlen_k)
+        seen = costs.blocks_seen(sizes, tokens, block_n)
+        num_blocks = min(num_sms, -(-tiles * (seen + 1) // least_blocks))
+        share = costs.share_of(tiles * seen, num_blocks)
+        while team < _MERGE_WARPS and seen > team * _AT_ONCE * share:
+            team *= 2
+    # Warps of the merge for a tile.
+    warps = team * (block_m // 16) * (body.head_dim // 32)
+    merge_blocks = -(-tiles * warps // _MERGE_WARPS)
+    scan = 1
+    if team == 1:
+        scan = _scan(tiles, merge_blocks, num_blocks, num_sms, is_cut)
+    scans = -(-tiles // scan)
     table = problem.block_table
     page_size = k.shape[1] if table is not None else 1
     box_rows = block_n if table is None else math.gcd(page_size, block_n)
@@ -237,7 +193,7 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launc
     places = (*strides_of(out), *lse_strides_of(lse))
     common_numbers = (
         problem.batch_size, num_heads, num_kv_heads, problem.v.shape[-1], seqlen_q, seqlen_k,
-        *problem.totals, left, right, heads, tokens, -(-(1 << 16) // heads), _LEAST_BLOCKS,
+        *problem.totals, left, right, heads, tokens, -(-(1 << 16) // heads), least_blocks,
     )  # fmt: skip
     tables = problem.cu_seqlens_k, table, problem.cache_seqlens
     numbers = (
@@ -248,12 +204,13 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launc
     )  # fmt: skip
     merge_name = body.name(q.dtype, "merge")
     merge = Launch(
-        common.shipped(CUBIN, merge_name), (-(-strips * team // _MERGE_WARPS), 1, 1),
+        common.shipped(CUBIN, merge_name),
+        (-(-scans * warps // _MERGE_WARPS), 1, 1),
         launch_facts(CUBIN, merge_name).block, 0,
-        (*places, *common_numbers, problem.sink_type, num_blocks, team),
+        (*places, *common_numbers, problem.sink_type, num_blocks, team, scan, body.head_dim),
         options={"programmatic": True},
     )  # fmt: skip
-    floats = num_blocks * _SLOTS * block_m * (body.head_dim + 2)
+    floats = num_blocks * _SLOTS * block_m * (body.head_dim + 2) if is_cut else 0
     ints = problem.batch_size + 1 if _has_lengths(problem) else 0
     packed = Packed(heads, tokens, box_rows, floats, ints, merge)
     function = common.shipped(CUBIN, body.name(q.dtype))
@@ -280,7 +237,7 @@ def launch(
     sinks.
     """
     packed: Any = planned.maps
-    room = torch.empty(packed.floats + packed.ints, dtype=torch.float32, device=q.device)
+    room = torch.empty(max(1, packed.floats + packed.ints), dtype=torch.float32, device=q.device)
     line = room[packed.floats :].view(torch.int32) if packed.ints else None
     planned.function(
         planned.grid, planned.block, planned.shared_bytes, None,

@@ -23,7 +23,7 @@ choice: bool | None = None
 # What the cost model knows of an H200 (docs/notes/decode_attention.md).
 _START_US = 6.0  # more than the others' estimate has
 _BYTES_A_US = 3.5e6  # of a decode kernel whose blocks of rows each read the cache
-_SLOWER = 1.3  # the others, than their estimate
+_SLOWER = 1.0  # the others, than their estimate
 
 
 def problem_of(given: DecodeGiven) -> Problem:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import itertools
+import math
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -21,10 +23,12 @@ from emulated_attention import hopper_attention
 from ways import Way
 
 from kernel_hub.ops import flash_attention
+from kernel_hub.ops.attention.problem import Problem
 from kernel_hub.ops.core.device import has_wgmma
 from kernel_hub.ops.core.launch import forget_all
 
 SPLIT: Any = importlib.import_module("kernel_hub.ops.attention.forward_split_sm90")
+COSTS: Any = importlib.import_module("kernel_hub.ops.attention.split_costs")
 H200_SMS = 132
 DRAWN = 150
 EMULATED_DRAWN = 24
@@ -54,7 +58,8 @@ def pieces(hopper_way: Way, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[in
 @pytest.mark.parametrize("index", range(EMULATED_DRAWN))
 def test_drawn_emulated(pieces: list[int], monkeypatch: pytest.MonkeyPatch, index: int) -> None:
     generator = random.Random(f"emulated {index}")
-    monkeypatch.setattr(SPLIT, "_LEAST_BLOCKS", generator.choice((1, 2, 3)))
+    monkeypatch.setattr(COSTS, "LEAST_BLOCKS", generator.choice((1, 2, 3)))
+    monkeypatch.setattr(SPLIT, "cuts_tiles", generator.choice((True, True, False)))
     with hopper_attention(monkeypatch, generator.choice((1, 2, 3, 7, 13, 61))):
         run(random_split_case(generator, EMULATED), "cpu")
     assert pieces
@@ -76,7 +81,8 @@ def test_lines_emulated(
     num_sms: int,
     causal: bool,
 ) -> None:
-    monkeypatch.setattr(SPLIT, "_LEAST_BLOCKS", 1)
+    monkeypatch.setattr(COSTS, "LEAST_BLOCKS", 1)
+    monkeypatch.setattr(SPLIT, "cuts_tiles", True)
     case = Case(num_heads=1, causal=causal, lengths_q=(seqlen_q,), lengths_k=(128 * blocks - 3,))
     with hopper_attention(monkeypatch, num_sms):
         run(case, "cpu")
@@ -84,11 +90,44 @@ def test_lines_emulated(
 
 
 @pytest.mark.parametrize("group", [1, 3, 5, 7, 16, 71])
-def test_groups_emulated(pieces: list[int], monkeypatch: pytest.MonkeyPatch, group: int) -> None:
-    case = Case(num_heads=group, causal=True, seed=group, lengths_q=(37,), lengths_k=(900,))
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_groups_emulated(
+    pieces: list[int], monkeypatch: pytest.MonkeyPatch, group: int, is_cut: bool
+) -> None:
+    monkeypatch.setattr(SPLIT, "cuts_tiles", is_cut)
+    case = Case(
+        num_heads=group, causal=True, seed=group, lengths_q=(37,), lengths_k=(900,), sinks="fp32"
+    )
     with hopper_attention(monkeypatch, 7):
         run(case, "cpu")
-    assert max(pieces) > 1
+    assert max(pieces) > 1 or not is_cut
+
+
+@pytest.mark.parametrize("is_cut", [True, False])
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_merges_that_look_at_many_tiles(
+    pieces: list[int], monkeypatch: pytest.MonkeyPatch, is_cut: bool, head_dim: int
+) -> None:
+    """Of most tiles nothing is left to do; some have pieces, some see no keys."""
+    monkeypatch.setattr(SPLIT, "cuts_tiles", is_cut)
+    scans = taken(monkeypatch, SPLIT, lambda planned, *_: int(planned.maps.merge.numbers[-2]))
+    lengths_k = tuple(0 if i % 7 == 3 else 90 + 40 * i for i in range(19))
+    case = Case(
+        num_heads=4, num_kv_heads=2, head_dim=head_dim, causal=True, layout="paged", page_size=64,
+        lengths_q=(130,) * 19, lengths_k=lengths_k, return_lse=True, twice=True,
+    )  # fmt: skip
+    with hopper_attention(monkeypatch, 5):
+        run(case, "cpu")
+    assert min(scans) >= 8 and pieces
+
+
+def test_many_tiles_that_share_keys_are_whole() -> None:
+    """Their keys would come from memory again and again: more than the L2 holds."""
+    tile = COSTS.Tile(128, 128, 128)
+    long = COSTS.Sizes(12, 40, 8, 661, 9198, -1, 0, 9198, 128)
+    assert COSTS.tiles_us(long, tile, H200_SMS) < 0.9 * COSTS.split_us(long, tile, H200_SMS)
+    short = long._replace(batch_size=1, seqlen_q=64, mean=9198)
+    assert COSTS.split_us(short, tile, H200_SMS) < 0.5 * COSTS.tiles_us(short, tile, H200_SMS)
 
 
 @pytest.mark.gpu
@@ -117,7 +156,11 @@ def test_every_kernel(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 16, 48, 71])
-def test_groups(forced: list[str], group: int) -> None:
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_groups(
+    forced: list[str], monkeypatch: pytest.MonkeyPatch, group: int, is_cut: bool
+) -> None:
+    monkeypatch.setattr(SPLIT, "cuts_tiles", is_cut)
     for i, (seqlen_q, seqlen_k) in enumerate([(17, 2048), (128, 3000), (5, 40_000), (300, 1000)]):
         case = Case(num_heads=group, head_dim=128, causal=True, seed=i, twice=True)
         run(dataclasses.replace(case, lengths_q=(seqlen_q,), lengths_k=(seqlen_k,)), "cuda")
@@ -126,7 +169,8 @@ def test_groups(forced: list[str], group: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("index", range(DRAWN))
-def test_drawn(forced: list[str], index: int) -> None:
+def test_drawn(forced: list[str], monkeypatch: pytest.MonkeyPatch, index: int) -> None:
+    monkeypatch.setattr(SPLIT, "cuts_tiles", (None, True, False)[index % 3])
     run(random_split_case(random.Random(index)), "cuda")
     assert forced
 
@@ -154,28 +198,54 @@ PREFILLS = [(4, 32, 32, 4096, 4096), (1, 64, 8, 32_768, 32_768), (16, 32, 8, 102
 
 
 def costs(sizes: Any) -> tuple[float, float]:
-    given = 128, 128, 128, H200_SMS
-    return SPLIT.split_us(sizes, *given), SPLIT.whole_us(sizes, *given)
+    tile = COSTS.Tile(128, 128, 128)
+    whole = COSTS.whole_us(sizes, 128, 128, 128, H200_SMS)
+    return COSTS.split_us(sizes, tile, H200_SMS), whole
 
 
 @pytest.mark.parametrize("case", LONG_CACHES, ids=str)
 def test_long_caches_are_split(case: tuple[int, ...]) -> None:
-    split, whole = costs(SPLIT.Sizes(*case, -1, 0))
+    split, whole = costs(COSTS.Sizes(*case, -1, 0, case[-1], 128))
     assert split < 0.7 * whole
 
 
 @pytest.mark.parametrize("case", PREFILLS, ids=str)
 def test_prefill_keeps_its_kernels(case: tuple[int, ...]) -> None:
-    split, whole = costs(SPLIT.Sizes(*case, -1, 0))
+    split, whole = costs(COSTS.Sizes(*case, -1, 0, case[-1], 128))
     assert split > 0.95 * whole
+
+
+def test_whole_prompts_are_not_walked_in_turn() -> None:
+    prompt = COSTS.Sizes(5, 8, 8, 4544, 4544, -1, -1, 4544, 64)
+    assert COSTS.tiles_us(prompt, COSTS.Tile(64, 128, 128), H200_SMS) == math.inf
+
+
+def test_lengths_on_the_device_may_differ() -> None:
+    """Whole tiles take as long as the longest then, shares as long as the mean."""
+    q, k = (torch.empty(6, each, 16, 80, dtype=torch.bfloat16) for each in (35, 2432))
+    lengths = torch.zeros(6, dtype=torch.int32)
+    problem = Problem(q, k, k, 6, 35, 2432, 0.1, -1, 0)
+    (same,) = COSTS.sizes_of(problem)
+    assert same.evenness == 1
+    alike, ragged = COSTS.sizes_of(problem._replace(cache_seqlens=lengths))
+    assert alike == same and 0.3 < ragged.evenness < 0.5
+    tile = COSTS.Tile(128, 128, 128)
+    gains = [
+        COSTS.split_us(each, tile, H200_SMS) / COSTS.whole_us(each, 96, 128, 128, H200_SMS)
+        for each in (alike, ragged)
+    ]
+    assert gains[1] < 0.8 < gains[0]
+    packed = torch.tensor([0, 2432], dtype=torch.int32)
+    varlen = problem._replace(k=k[0], v=k[0], cu_seqlens_k=packed)
+    assert [each.mean for each in COSTS.sizes_of(varlen)] == [2432 / 6]
 
 
 @pytest.mark.parametrize("group", range(1, 130))
 def test_packing_holds_every_row_once(group: int) -> None:
-    for seqlen_q in (1, 17, 64, 128, 1000):
-        heads, tokens, tiles = SPLIT.pack(seqlen_q, group, 128)
-        assert group % heads == 0 and heads * tokens <= 128
-        assert tiles == -(-seqlen_q // tokens) * (group // heads)
+    for seqlen_q, is_alone in itertools.product((1, 17, 64, 128, 1000), (False, True)):
+        heads, tokens, tiles = COSTS.Tile(128, 128, 128, is_alone).pack(seqlen_q, group)
+        assert (is_alone or group % heads == 0) and heads * tokens <= 128
+        assert tiles == -(-seqlen_q // tokens) * -(-group // heads)
         # No more tiles than a head a tile would take.
         assert tiles <= group * -(-seqlen_q // 128)
         # The kernel's division: token_of.
