@@ -19,7 +19,7 @@ from bits import same_bits
 from drawn_sinks import draw_sinks
 
 from kernel_hub.ops import flash_attention, flash_attention_qkvpacked
-from kernel_hub.ops.attention import autograd, eager
+from kernel_hub.ops.attention import eager, registered
 from kernel_hub.testing.compare import attention_parts_atol, check
 from kernel_hub.testing.guard import Guarded
 from kernel_hub.testing.reference_attention import (
@@ -254,7 +254,7 @@ def guarded_results() -> Iterator[None]:
     with (
         mock.patch.object(eager, "_lse_like", watch),
         mock.patch.object(eager, "_cpu_lse", lambda q: watch(eager.new_lse(q))),
-        mock.patch.object(autograd, "_new_grad", watch),
+        mock.patch.object(registered, "_new_grad", watch),
     ):
         yield
     for each in made:

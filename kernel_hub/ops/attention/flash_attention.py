@@ -14,7 +14,6 @@ import torch
 
 from ...errors import KernelHubError
 from ..core import common
-from . import autograd as autograd
 from . import checks as checks
 from . import eager as run
 from . import fp8 as fp8
@@ -33,7 +32,7 @@ _is_tracing = torch.compiler.is_dynamo_compiling
 _is_grad_enabled = torch.is_grad_enabled
 _transform, _forward_ad = common.transform, common.forward_ad
 _forward = run.forward
-_differentiable, _alive = autograd.attend, common.unwrap_if_dead
+_differentiable, _alive = registered.attend, common.unwrap_if_dead
 # `Options(...)`, 0.1 us quicker.
 _options: Any = functools.partial(tuple.__new__, Options)
 
@@ -278,7 +277,7 @@ def _attend_packed(
                 qkv, num_heads, num_kv_heads, *options, deterministic, True
             )
         else:
-            return autograd.PackedAttention.apply(
+            return registered.PackedAttention.apply(
                 qkv, num_heads, num_kv_heads, deterministic, bool(return_lse), options
             )
         return (out, lse.detach()) if return_lse else out

@@ -47,7 +47,7 @@ class Sizes(NamedTuple):
         return 1.0 if self.window_left >= 0 else self.mean / max(self.seqlen_k, 1)
 
 
-class Tile(NamedTuple):
+class PackedTile(NamedTuple):
     """Of a kernel in shares. is_alone: heads of a tile need not divide the group."""
 
     width: int
@@ -120,13 +120,13 @@ def whole_us(sizes: Sizes, width: int, block_m: int, block_n: int, num_sms: int)
     return _START_US + max(work, _memory_us(sizes))
 
 
-def _tiles(sizes: Sizes, tile: Tile) -> tuple[int, int]:
+def _tiles(sizes: Sizes, tile: PackedTile) -> tuple[int, int]:
     """(tiles, tokens of one)."""
     _, tokens, tiles = tile.pack(sizes.seqlen_q, sizes.num_heads // sizes.num_kv_heads)
     return tiles * sizes.batch_size * sizes.num_kv_heads, tokens
 
 
-def tiles_us(sizes: Sizes, tile: Tile, num_sms: int) -> float:
+def tiles_us(sizes: Sizes, tile: PackedTile, num_sms: int) -> float:
     """Whole tiles of packed heads in turn: those that run at a time read the same keys. Of whole
     prompts they are forward_sm90's, which knows the order."""
     if sizes.mean < 2 * sizes.seqlen_q:
@@ -138,7 +138,7 @@ def tiles_us(sizes: Sizes, tile: Tile, num_sms: int) -> float:
     return _START_US + _PIECES_US / 2 + max(work, _memory_us(sizes))
 
 
-def _read_us(sizes: Sizes, tile: Tile, tiles: int, seen: float, tiles_a_share: float) -> float:
+def _read_us(sizes: Sizes, tile: PackedTile, tiles: int, seen: float, tiles_a_share: float) -> float:
     """Reading keys and values where each block walks through tile after tile: blocks of a kv head
     are at different keys, of which the L2 holds some part."""
     num_heads = sizes.batch_size * sizes.num_kv_heads
@@ -149,7 +149,7 @@ def _read_us(sizes: Sizes, tile: Tile, tiles: int, seen: float, tiles_a_share: f
     return missed * tiles * seen * tile.block_n * 4 * sizes.head_dim / _BYTES_A_US
 
 
-def split_us(sizes: Sizes, tile: Tile, num_sms: int) -> float:
+def split_us(sizes: Sizes, tile: PackedTile, num_sms: int) -> float:
     """Equal shares and their merge."""
     tiles, tokens = _tiles(sizes, tile)
     seen_mean = max(1.0, blocks_seen(sizes, tokens, tile.block_n) * sizes.evenness)

@@ -20,8 +20,8 @@ from attention_devices import BACKWARD
 from led_outside import check_said, forget
 
 from kernel_hub.ops import flash_attention
-from kernel_hub.ops.attention import autograd, eager
 from kernel_hub.ops.attention import backward_sm90 as hopper_backward
+from kernel_hub.ops.attention import eager, registered
 from kernel_hub.testing.compare import check
 from kernel_hub.testing.reference_attention import (
     reference_attention,
@@ -62,7 +62,7 @@ def _allocations_in(arena: Arena) -> Iterator[None]:
 
     with (
         mock.patch.object(eager, "_lse_like", lse_like),
-        mock.patch.object(autograd, "_new_grad", new_grad),
+        mock.patch.object(registered, "_new_grad", new_grad),
         mock.patch.object(BACKWARD, "torch", _Torch(arena)),
         mock.patch.object(hopper_backward, "torch", _Torch(arena)),
     ):
