@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import tiny_models as tiny
 import torch
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernel_hub.integrations import transformers as door
 from kernel_hub.integrations.transformers import capturing, step_graphs
@@ -107,3 +108,15 @@ class Chat:
             logits = self.say(model).logits
             whole = tiny.logits_of(model, input_ids=self.tokens[:, : self.at])
             torch.testing.assert_close(logits[:, -1], whole[:, -1], atol=2e-5, rtol=1e-4)
+
+
+class Waits(TorchDispatchMode):
+    """Calls that wait for a device, by name."""
+
+    found: ClassVar[list[str]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in ("_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2"):
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))

@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 
 import graph_recorder  # noqa: E402
 import tiny_models as tiny  # noqa: E402
-from graph_recorder import LENGTH, Chat, accelerated  # noqa: E402
+from graph_recorder import LENGTH, Chat, Waits, accelerated  # noqa: E402
 
 from kernel_hub.integrations import transformers as door  # noqa: E402
 from kernel_hub.integrations.transformers import capturing, counts, step_graphs  # noqa: E402
@@ -316,6 +316,26 @@ def generated(tokens: Any, model: Any) -> tuple[Any, Any]:
 def same_generated(tokens: Any, *models: Any) -> None:
     found, other = (generated(tokens, model) for model in models)
     assert all(map(torch.equal, found, other))
+
+
+@pytest.mark.parametrize("is_padded", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_what_is_captured_waits_for_nothing(
+    family: str, is_padded: bool, made: Any, monkeypatch: Any
+) -> None:
+    capture = capturing.capture
+
+    def watched(*given: Any) -> Any:
+        with Waits():
+            return capture(*given)
+
+    monkeypatch.setattr(capturing, "capture", watched)
+    monkeypatch.setattr(Waits, "found", [])
+    generated(tiny.tokens_of(1 + is_padded, 12), accelerated(family, torch.bfloat16))
+    assert len(made) == 1 and not Waits.found
+    with Waits():
+        assert torch.ones(3).sum().item() == 3
+    assert Waits.found
 
 
 def test_generate_does_not_compile(model: Any) -> None:
