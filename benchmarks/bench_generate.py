@@ -1,5 +1,6 @@
 """Prefill and decode of an 8B-shaped Llama of transformers, with random weights: accelerate(model)
-beside the model as it is, by SDPA and a static cache, both as they are and under torch.compile.
+beside the model as it is, by SDPA and a static cache, both as they are and under torch.compile, and
+with steps by CUDA graphs of our own.
 
 Wall time of forwards, each waited for; steps go on behind a prompt, whose time does not count.
 """
@@ -20,6 +21,8 @@ CONTEXT = 1024
 # Name -> batch size, new tokens.
 CASES = {"decode b1": (1, 1), "decode b16": (16, 1), "prefill b1 1024": (1, CONTEXT)}
 COMPILED, PLAIN, OURS_COMPILED = "torch.compile", "sdpa", f"{OURS} torch.compile"
+GRAPHS = f"{OURS} graphs"
+CONTENDERS = (PLAIN, OURS, GRAPHS, COMPILED, OURS_COMPILED)
 
 
 def model_of(layers: int) -> Any:
@@ -95,11 +98,11 @@ def run(options: argparse.Namespace) -> int:
     for case in options.case or CASES:
         batch_size, new_tokens = CASES[case]
         samples: dict[str, list[float]] = {}
-        for name in (COMPILED, PLAIN, OURS, OURS_COMPILED):
+        for name in options.contender or CONTENDERS:
             torch.compiler.reset()
             restore(model)
-            if name in (OURS, OURS_COMPILED):
-                print(accelerate(model))
+            if name in (OURS, GRAPHS, OURS_COMPILED):
+                print(accelerate(model, graphs=name == GRAPHS))
             forward = model
             if name in (COMPILED, OURS_COMPILED):
                 forward = torch.compile(model, mode="reduce-overhead")
@@ -108,7 +111,8 @@ def run(options: argparse.Namespace) -> int:
                 forwards()
             samples[name] = [forwards() for _ in range(options.rounds)]
             print(f"{case} {name} {statistics.median(samples[name]):.1f} us", flush=True)
-        medians = report.case(case, samples, "us", ratio_to=COMPILED)
+        base = COMPILED if COMPILED in samples else next(iter(samples))
+        medians = report.case(case, samples, "us", ratio_to=base)
         print(case, {name: round(value, 1) for name, value in medians.items()}, flush=True)
     return report.done()
 
@@ -117,6 +121,7 @@ def main() -> int:
     def more(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--layers", type=int, default=32)
         parser.add_argument("--case", action="append", choices=CASES, help="may be repeated")
+        parser.add_argument("--contender", action="append", choices=CONTENDERS, help="the same")
 
     return run(arguments(__doc__, rounds=15, quick=QUICK, more=more))
 

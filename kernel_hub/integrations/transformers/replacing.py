@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from ...errors import TensorError
-from . import forwards, moe
+from . import forwards, moe, step_graphs
 from .attention import NAME
 from .forwards import STATE, Replaced
 from .fused import Fused
-from .outcomes import Outcomes
+from .outcomes import ModuleOutcome, Outcomes
 from .registration import register
 from .survey import Change, survey_of
 
@@ -38,6 +38,7 @@ def accelerate(
     experts: bool = True,
     linears: bool = True,
     fuse_qkv: bool = True,
+    graphs: bool = False,
 ) -> Outcomes:
     """Let ops run the modules of `model` that they know, in place, and say which in a table.
 
@@ -54,6 +55,10 @@ def accelerate(
     linears: every other torch.nn.Linear by `linear`.
     fuse_qkv: the weights of queries, keys and values become rows of one matrix; False: three
         products and `rope`.
+    graphs: steps of one new token with transformers' StaticCache, without gradients, are replays of
+        CUDA graphs: of each cache one, captured at its second step. Outputs are the caller's own.
+        Steps that no graph can hold run as before, and `report()` says why. What modules keep on
+        the host stays as it was at the capture. `generate` does not compile such a model.
 
     Weights that are joined become views of one matrix (nothing is kept twice); names and values in
     state_dict stay. A call that wants gradients, or comes under autocast, runs as before.
@@ -81,17 +86,19 @@ def accelerate(
             _apply(change, undo)
         for config, _ in survey.attentions.values():
             _set_attention(config, undo)
+        rows = [*survey.rows, _step_graphs(model)] if graphs else survey.rows
     except BaseException:
         for step in reversed(undo):
             step()
         raise
-    return Outcomes(tuple(survey.rows))
+    return Outcomes(tuple(rows))
 
 
 def restore(model: torch.nn.Module) -> None:
     """Undo `accelerate`: every forward and configuration as before, every weight with the same bits
     in memory of its own. A model that was not accelerated is left as it is."""
     for module in model.modules():
+        step_graphs.remove(module)
         state = module.__dict__.get(STATE)
         if state is not None:
             del module.__dict__[STATE]
@@ -117,6 +124,13 @@ def _apply(change: Change, undo: list[Callable[[], None]]) -> None:
     undo.append(lambda: module.__dict__.pop(STATE))
     module.__dict__["forward"] = MethodType(_FORWARDS[change.kind], module)
     undo.append(lambda: module.__dict__.pop("forward"))
+
+
+def _step_graphs(model: torch.nn.Module) -> ModuleOutcome:
+    reason = step_graphs.install(model)
+    op = "CUDA graphs" if reason is None else None
+    more = reason or "steps of one token, static caches"
+    return ModuleOutcome("", type(model).__name__, op, more)
 
 
 def _set_attention(config: Any, undo: list[Callable[[], None]]) -> None:

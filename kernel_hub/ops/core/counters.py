@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+Taken = tuple[int | None, torch.Tensor]  # the index of its device, zeros
 _sets: dict[tuple[int | None, int, int], torch.Tensor] = {}
 # Zeros of each device that no launch has yet, for captured launches.
 _reserves: dict[int | None, torch.Tensor] = {}
+# (index of the device, how many) -> what graphs that are gone gave back.
+_returned: dict[tuple[int | None, int], list[torch.Tensor]] = {}
+_capture = threading.local()  # its taken: what the capture under way in this thread has so far
 _RESERVE = 1 << 20  # counters
 _LINE = 32  # counters of a cache line
 # (number, index of the device, type of the device) of a device's; not a public name of torch's.
@@ -25,9 +32,11 @@ def counters(device: torch.device, count: int) -> torch.Tensor:
     """
     if device.type == "cuda":
         if torch.cuda.is_current_stream_capturing():
-            found = _of_reserve(device, count)
+            returned = _returned.get((device.index, _whole(count)))
+            found = returned.pop() if returned else _of_reserve(device, count)
             if found is not None:
-                return found
+                getattr(_capture, "taken", []).append((device.index, found))
+                return found[:count]
         else:
             if device.index not in _reserves:
                 _reserves[device.index] = lasting_zeros(_RESERVE, device)
@@ -38,7 +47,7 @@ def counters(device: torch.device, count: int) -> torch.Tensor:
                 found = _sets.get(key)
                 if found is None:
                     found = _of_reserve(device, count)
-                    found = lasting_zeros(count, device) if found is None else found
+                    found = lasting_zeros(count, device) if found is None else found[:count]
                     _sets[key] = found
                 return found
     return torch.zeros(count, dtype=torch.int32, device=device)
@@ -74,9 +83,29 @@ def _of_reserve(device: torch.device, count: int) -> torch.Tensor | None:
     NOTE: memory zeroed within a graph is a launch of its own, and the next one waits for it.
     """
     reserve = _reserves.get(device.index)
-    if reserve is None or reserve.numel() < count:
+    if reserve is None or reserve.numel() < _whole(count):
         _reserves.pop(device.index, None)  # the next launch that is not captured makes another
         return None
-    taken = -(-count // _LINE) * _LINE
-    _reserves[device.index] = reserve[taken:]
-    return reserve[:count]
+    _reserves[device.index] = reserve[_whole(count) :]
+    return reserve[: _whole(count)]
+
+
+def _whole(count: int) -> int:
+    """So many that no other launch's share a line with them."""
+    return -(-count // _LINE) * _LINE
+
+
+@contextmanager
+def lent(taken: list[Taken]) -> Iterator[None]:
+    """Append what launches captured meanwhile take; `give_back` it once their graph is gone."""
+    _capture.taken = taken
+    try:
+        yield
+    finally:
+        del _capture.taken
+
+
+def give_back(taken: list[Taken]) -> None:
+    """Let later graphs have the zeros of one that will not be replayed again."""
+    for index, zeros in taken:
+        _returned.setdefault((index, zeros.numel()), []).append(zeros)

@@ -59,6 +59,7 @@ def on_stream(
     state = SimpleNamespace(stream_id=DEFAULT, is_capturing=False)
     monkeypatch.setattr(_module("core.counters"), "_sets", {})
     monkeypatch.setattr(_module("core.counters"), "_reserves", {})
+    monkeypatch.setattr(_module("core.counters"), "_returned", {})
     monkeypatch.setattr(_module("core.bounds"), "flag", lambda *_: None)
     for name in ("zeros", "empty"):
         make = getattr(torch, name)
@@ -96,9 +97,24 @@ def test_a_handle_that_comes_again_is_another_stream(
 
 
 def test_what_is_captured_has_its_own(on_stream: Callable[..., torch.Tensor]) -> None:
-    first = on_stream(POOL, is_capturing=True)
-    assert on_stream(POOL, is_capturing=True) is not first
-    assert on_stream(POOL) is not first
+    on_stream(POOL)  # makes the reserve
+    first = on_stream(POOL, is_capturing=True).data_ptr()
+    assert on_stream(POOL, is_capturing=True).data_ptr() != first
+    assert on_stream(POOL).data_ptr() != first
+
+
+def test_what_a_graph_gave_back_is_the_next_ones(on_stream: Callable[..., torch.Tensor]) -> None:
+    counters = _module("core.counters")
+    on_stream(POOL)  # makes the reserve
+    taken: list[Any] = []
+    with counters.lent(taken):
+        first, second = (on_stream(POOL, is_capturing=True).data_ptr() for _ in range(2))
+    assert [each.data_ptr() for _, each in taken] == [first, second] and first != second
+    assert on_stream(POOL, is_capturing=True).data_ptr() not in (first, second)
+    counters.give_back(taken)
+    again = [on_stream(POOL, is_capturing=True).data_ptr() for _ in range(3)]
+    assert set(again[:2]) == {first, second} and again[2] not in (first, second)
+    assert on_stream(POOL).data_ptr() not in again and len(taken) == 2
 
 
 def test_captured_launches_share_nothing_of_the_reserve(
