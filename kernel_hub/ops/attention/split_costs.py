@@ -138,7 +138,9 @@ def tiles_us(sizes: Sizes, tile: PackedTile, num_sms: int) -> float:
     return _START_US + _PIECES_US / 2 + max(work, _memory_us(sizes))
 
 
-def _read_us(sizes: Sizes, tile: PackedTile, tiles: int, seen: float, tiles_a_share: float) -> float:
+def _read_us(
+    sizes: Sizes, tile: PackedTile, tiles: int, seen: float, tiles_a_share: float
+) -> float:
     """Reading keys and values where each block walks through tile after tile: blocks of a kv head
     are at different keys, of which the L2 holds some part."""
     num_heads = sizes.batch_size * sizes.num_kv_heads
