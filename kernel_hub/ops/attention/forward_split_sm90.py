@@ -116,12 +116,12 @@ def _mean(estimates: Iterable[float]) -> float:
     return math.prod(every) ** (1 / len(every))
 
 
-def _tile(problem: Problem) -> tuple[Body, costs.Tile]:
+def _tile(problem: Problem) -> tuple[Body, costs.PackedTile]:
     body = body_of(problem)
     sizes = body.stated.sizes
     # The TMA fills up heads that there are none of; windows ask whose scores are small.
     is_alone = problem.k.shape[-2] == 1 and body.mask == "causal"
-    return body, costs.Tile(body.head_dim, sizes["block_m"], sizes["block_n"], is_alone)
+    return body, costs.PackedTile(body.head_dim, sizes["block_m"], sizes["block_n"], is_alone)
 
 
 def _ways_us(problem: Problem) -> tuple[float, float]:

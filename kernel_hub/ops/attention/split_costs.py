@@ -66,7 +66,7 @@ class Sizes(NamedTuple):
         return self.mean < 2 * self.seqlen_q
 
 
-class Tile(NamedTuple):
+class PackedTile(NamedTuple):
     """Of a kernel in shares. is_alone: heads of a tile need not divide the group."""
 
     width: int
@@ -167,13 +167,13 @@ def whole_us(sizes: Sizes, width: int, block_m: int, block_n: int, num_sms: int)
     return _START_US + max(work, _all_bytes(sizes) / _BYTES_A_US)
 
 
-def _tiles(sizes: Sizes, tile: Tile) -> tuple[int, int]:
+def _tiles(sizes: Sizes, tile: PackedTile) -> tuple[int, int]:
     """(tiles, tokens of one)."""
     _, tokens, tiles = tile.pack(sizes.seqlen_q, sizes.num_heads // sizes.num_kv_heads)
     return tiles * sizes.batch_size * sizes.num_kv_heads, tokens
 
 
-def tiles_us(sizes: Sizes, tile: Tile, num_sms: int) -> float:
+def tiles_us(sizes: Sizes, tile: PackedTile, num_sms: int) -> float:
     """Whole tiles of packed heads in turn: those that run at a time read the same keys. Of whole
     prompts they are forward_sm90's, which knows the order."""
     if sizes.is_prompt:
@@ -190,7 +190,9 @@ def _begin_us(sizes: Sizes) -> float:
     return _START_US + sizes.has_lengths * _LENGTHS_US
 
 
-def _read_bytes(sizes: Sizes, tile: Tile, tiles: int, seen: float, tiles_a_share: float) -> float:
+def _read_bytes(
+    sizes: Sizes, tile: PackedTile, tiles: int, seen: float, tiles_a_share: float
+) -> float:
     """Keys and values where each block walks through tile after tile: blocks of a kv head are at
     different keys, of which the L2 holds some part."""
     num_heads = sizes.batch_size * sizes.num_kv_heads
@@ -201,7 +203,7 @@ def _read_bytes(sizes: Sizes, tile: Tile, tiles: int, seen: float, tiles_a_share
     return missed * tiles * seen * tile.block_n * 4 * sizes.head_dim
 
 
-def split_us(sizes: Sizes, tile: Tile, num_sms: int) -> float:
+def split_us(sizes: Sizes, tile: PackedTile, num_sms: int) -> float:
     """Equal shares and their merge."""
     tiles, tokens = _tiles(sizes, tile)
     seen_mean = max(1.0, blocks_seen(sizes, tokens, tile.block_n) * sizes.evenness)

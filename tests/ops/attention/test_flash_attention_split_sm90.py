@@ -123,7 +123,7 @@ def test_merges_that_look_at_many_tiles(
 
 def test_many_tiles_that_share_keys_are_whole() -> None:
     """Their keys would come from memory again and again: more than the L2 holds."""
-    tile = COSTS.Tile(128, 128, 128)
+    tile = COSTS.PackedTile(128, 128, 128)
     long = COSTS.Sizes(12, 40, 8, 661, 9198, -1, 0, 9198, 128)
     assert COSTS.tiles_us(long, tile, H200_SMS) < 0.9 * COSTS.split_us(long, tile, H200_SMS)
     short = long._replace(batch_size=1, seqlen_q=64, mean=9198)
@@ -198,7 +198,7 @@ PREFILLS = [(4, 32, 32, 4096, 4096), (1, 64, 8, 32_768, 32_768), (16, 32, 8, 102
 
 
 def costs(sizes: Any) -> tuple[float, float]:
-    tile = COSTS.Tile(128, 128, 128)
+    tile = COSTS.PackedTile(128, 128, 128)
     whole = COSTS.whole_us(sizes, 128, 128, 128, H200_SMS)
     return COSTS.split_us(sizes, tile, H200_SMS), whole
 
@@ -217,7 +217,7 @@ def test_prefill_keeps_its_kernels(case: tuple[int, ...]) -> None:
 
 def test_whole_prompts_are_not_walked_in_turn() -> None:
     prompt = COSTS.Sizes(5, 8, 8, 4544, 4544, -1, -1, 4544, 64)
-    assert COSTS.tiles_us(prompt, COSTS.Tile(64, 128, 128), H200_SMS) == math.inf
+    assert COSTS.tiles_us(prompt, COSTS.PackedTile(64, 128, 128), H200_SMS) == math.inf
 
 
 def test_lengths_on_the_device_may_differ() -> None:
@@ -231,7 +231,7 @@ def test_lengths_on_the_device_may_differ() -> None:
     assert len(COSTS.sizes_of(step._replace(cache_seqlens=lengths))) == 2
     alike, (ragged,) = same, COSTS.sizes_of(problem._replace(cache_seqlens=lengths))
     assert ragged.has_lengths and 0.4 < ragged.evenness < 0.6
-    tile = COSTS.Tile(128, 128, 128)
+    tile = COSTS.PackedTile(128, 128, 128)
     gains = [
         COSTS.split_us(each, tile, H200_SMS) / COSTS.whole_us(each, 96, 128, 128, H200_SMS)
         for each in (alike, ragged)
@@ -245,7 +245,7 @@ def test_lengths_on_the_device_may_differ() -> None:
 @pytest.mark.parametrize("group", range(1, 130))
 def test_packing_holds_every_row_once(group: int) -> None:
     for seqlen_q, is_alone in itertools.product((1, 17, 64, 128, 1000), (False, True)):
-        heads, tokens, tiles = COSTS.Tile(128, 128, 128, is_alone).pack(seqlen_q, group)
+        heads, tokens, tiles = COSTS.PackedTile(128, 128, 128, is_alone).pack(seqlen_q, group)
         assert (is_alone or group % heads == 0) and heads * tokens <= 128
         assert tiles == -(-seqlen_q // tokens) * -(-group // heads)
         # No more tiles than a head a tile would take.

@@ -132,6 +132,6 @@ NARROW = [
 def test_narrow_rows_are_read_slowly_in_shares(sizes: Any, whole: float, shares: float) -> None:
     estimates = (
         COSTS.whole_us(sizes, 96, 128, 128, SMS),
-        COSTS.split_us(sizes, COSTS.Tile(128, 128, 128), SMS),
+        COSTS.split_us(sizes, COSTS.PackedTile(128, 128, 128), SMS),
     )
     assert estimates == pytest.approx((whole, shares), rel=0.15)
