@@ -165,7 +165,7 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
     )  # fmt: skip
     width = next(each for each in split.WIDTHS if each >= case.head_dim)
     block = split.Body("causal", width).stated.sizes
-    tile = costs.Tile(width, block["block_m"], block["block_n"])
+    tile = costs.PackedTile(width, block["block_m"], block["block_n"])
     sms = device_of(sets[0]["q"].device).num_sms
     row["floor"] = round(floor, 1)
     row["estimates"] = [

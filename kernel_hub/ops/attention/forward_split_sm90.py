@@ -7,6 +7,7 @@ the kernels of csrc/attention/flash_attention_split_sm90.cu.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -34,7 +35,6 @@ _MAX_HEADS = 1 << 15
 _MAX_SMS = 256
 _MAX_UNITS = 1 << 30
 _NO_MASK = 1 << 29
-_GAIN = 0.97
 
 
 class Packed(NamedTuple):
@@ -82,7 +82,7 @@ def can_take(problem: Problem) -> bool:
         seqlen_k = max(seqlen_k, problem.totals[1])
     tiles = tile.pack(max(1, seqlen_q), num_heads // num_kv_heads)[2]
     return (
-        (batch_size <= _MAX_BATCH or not _has_lengths(problem))
+        (batch_size <= _MAX_BATCH or not problem.has_lengths)
         and num_heads < _MAX_HEADS
         and device.num_sms <= _MAX_SMS
         and min(batch_size, seqlen_q, seqlen_k) > 0
@@ -99,17 +99,21 @@ def applies(problem: Problem, whole: Stated, width: int) -> bool:
         return False
     if choice:
         return True
-    # Tiles of a whole prompt differ in their keys, which the others' schedule knows how to order.
-    sizes = costs.sizes_of(problem)
-    if problem.window[1] >= 0 and sizes[0].mean < 2 * sizes[0].seqlen_q:
-        return False
-    num_sms = device_of(problem.q.device).num_sms
+    sizes, num_sms = costs.sizes_of(problem), device_of(problem.q.device).num_sms
     block_m, block_n = whole.sizes["block_m"], whole.sizes["block_n"]
-    ours = theirs = 1.0
-    for each in sizes:
-        ours *= _us(problem, each)
-        theirs *= costs.whole_us(each, width, block_m, block_n, num_sms)
-    return ours < _GAIN ** len(sizes) * theirs
+    # Tiles of a prompt differ in their keys, which the others' schedule orders where there are
+    # more than multiprocessors.
+    tiles = -(-sizes[0].seqlen_q // block_m) * sizes[0].batch_size * sizes[0].num_heads
+    if sizes[0].is_prompt and tiles >= num_sms:
+        return False
+    theirs = _mean(costs.whole_us(each, width, block_m, block_n, num_sms) for each in sizes)
+    return problem_us(problem) < theirs
+
+
+def _mean(estimates: Iterable[float]) -> float:
+    """Of what may be, which differs by factors."""
+    every = tuple(estimates)
+    return math.prod(every) ** (1 / len(every))
 
 
 def _tile(problem: Problem) -> tuple[Body, costs.PackedTile]:
@@ -120,26 +124,27 @@ def _tile(problem: Problem) -> tuple[Body, costs.PackedTile]:
     return body, costs.PackedTile(body.head_dim, sizes["block_m"], sizes["block_n"], is_alone)
 
 
-def _us(problem: Problem, sizes: costs.Sizes) -> float:
+def _ways_us(problem: Problem) -> tuple[float, float]:
+    """About how long it takes in equal shares, and in whole tiles in turn."""
     _, tile = _tile(problem)
-    num_sms = device_of(problem.q.device).num_sms
-    return min(costs.split_us(sizes, tile, num_sms), costs.tiles_us(sizes, tile, num_sms))
+    num_sms, sizes = device_of(problem.q.device).num_sms, costs.sizes_of(problem)
+    return (
+        _mean(costs.split_us(each, tile, num_sms) for each in sizes),
+        _mean(costs.tiles_us(each, tile, num_sms) for each in sizes),
+    )
 
 
 def problem_us(problem: Problem) -> float:
-    """About how long a problem takes whose sequences are as long as the longest."""
-    return _us(problem, costs.sizes_of(problem)[0])
+    """About how long a problem takes."""
+    return min(_ways_us(problem))
 
 
 def cuts(problem: Problem) -> bool:
     """Whether tiles are cut into pieces: else each block takes whole ones in turn."""
     if cuts_tiles is not None:
         return cuts_tiles
-    _, tile = _tile(problem)
-    num_sms = device_of(problem.q.device).num_sms
-    sizes = costs.sizes_of(problem)
-    shares = math.prod(costs.split_us(each, tile, num_sms) for each in sizes)
-    return shares <= math.prod(costs.tiles_us(each, tile, num_sms) for each in sizes)
+    shares, tiles = _ways_us(problem)
+    return shares <= tiles
 
 
 def _scan(tiles: int, merge_blocks: int, num_blocks: int, num_sms: int, is_cut: bool) -> int:
@@ -148,11 +153,6 @@ def _scan(tiles: int, merge_blocks: int, num_blocks: int, num_sms: int, is_cut: 
     while 2 * scan <= most and merge_blocks > scan * _MERGES_AN_SM * num_sms:
         scan *= 2
     return scan
-
-
-def _has_lengths(problem: Problem) -> bool:
-    tables = problem.cu_seqlens_q, problem.cu_seqlens_k, problem.cache_seqlens
-    return any(each is not None for each in tables)
 
 
 def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launch:
@@ -211,7 +211,7 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launc
         options={"programmatic": True},
     )  # fmt: skip
     floats = num_blocks * _SLOTS * block_m * (body.head_dim + 2) if is_cut else 0
-    ints = problem.batch_size + 1 if _has_lengths(problem) else 0
+    ints = problem.batch_size + 1 if problem.has_lengths else 0
     packed = Packed(heads, tokens, box_rows, floats, ints, merge)
     function = common.shipped(CUBIN, body.name(q.dtype))
     return Launch(function, (num_blocks, 1, 1), stated.block, stated.shared_bytes, numbers, packed)

@@ -105,6 +105,12 @@ class Problem(NamedTuple):
         return 0 if self.sinks is None else common.ELEMENT_TYPES.index(self.sinks.dtype)
 
     @property
+    def has_lengths(self) -> bool:
+        """Whether sequences have lengths of their own, which the device knows."""
+        tables = self.cu_seqlens_q, self.cu_seqlens_k, self.cache_seqlens
+        return any(each is not None for each in tables)
+
+    @property
     def numbers(self) -> tuple[int, int, int, float, int, int, float]:
         """What `checks.resolve` said of the call."""
         return (

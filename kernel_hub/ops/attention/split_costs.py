@@ -14,22 +14,35 @@ from .problem import Problem
 LEAST_BLOCKS = 2  # of a share: a piece costs as much as one to begin and to merge
 # Of a multiprocessor: of the kernels in shares, and of whole tiles by the mean of head_dim and v's
 # own.
-_FLOPS_A_US = {64: 3.8e6, 128: 5.1e6, 256: 5.65e6}
-_WHOLE_FLOPS_A_US = {64: 3.8e6, 96: 4.6e6, 128: 5.5e6, 160: 5.6e6, 192: 5.9e6, 256: 6.2e6}
+_FLOPS_A_US = {64: 3.8e6, 128: 5.7e6, 256: 6.2e6}
+_WHOLE_FLOPS_A_US = {64: 3.9e6, 96: 4.5e6, 128: 5.7e6, 160: 6.0e6, 192: 6.2e6, 256: 6.6e6}
 _FULL_FLOPS_A_US = 4.3e6  # of 64 columns without masks, in tiles of 192 rows
 _BYTES_A_US = 4.2e6
-# Both launches or one; a stretch of a tile, its first keys and its end; pieces of 128 columns, one
-# from each multiprocessor, out, in again and merged.
-_START_US, _STRETCH_US, _PIECES_US = 4.5, 2.3, 4.2
+# Blocks of shares are each at keys of their own, and a row of a kv head may be less than what the
+# L2 fetches: how much slower per part of 128 columns that there are not, and where rows begin
+# within its lines.
+_NARROW, _ASKEW = 0.59, 0.77
+# A launch; lengths to be read, and a line made of them. A tile's first keys and its end, and what
+# 128 columns add; of a stretch of one in a share that part. Pieces of 128 columns, one from each
+# multiprocessor, out, in again and merged.
+_START_US, _LENGTHS_US = 4.5, 3.6
+_TILE_US, _COLUMNS_US, _STRETCH = 2.0, 1.4, 0.67
+_PIECES_US = 3.1
 _L2_BYTES = 36e6
 # Of lengths that only the device knows, all are as long as the longest, or all but that one are
 # about this part of it: where caches differ, few are as long.
-_RAGGED, _EVEN = 0.25, 0.9
+_RAGGED, _EVEN = 0.4, 0.9
+# Steps of up to so many queries, and pages, come with lengths in any case; who adds them to a plain
+# cache and more queries has some that are shorter than their room.
+_MOST_DECODED = 16
+_LATE = 1.5  # standard deviations: the last of many multiprocessors after their mean
+_ORDERED = 0.25  # of a round that tiles which differ wait for the last, the longest first
+_SHORT = 4  # stretches more in the share with the shortest tiles
 
 
 class Sizes(NamedTuple):
     """A problem, as plans see it. mean: keys of a sequence; seqlen_k: of the longest. head_dim: the
-    mean of q's and v's."""
+    mean of q's and v's. has_lengths: tables say how long each is."""
 
     batch_size: int
     num_heads: int
@@ -40,11 +53,17 @@ class Sizes(NamedTuple):
     window_right: int
     mean: float
     head_dim: float
+    has_lengths: bool = False
 
     @property
     def evenness(self) -> float:
         """The mean of lengths by the longest; of a window's keys each sequence has all."""
         return 1.0 if self.window_left >= 0 else self.mean / max(self.seqlen_k, 1)
+
+    @property
+    def is_prompt(self) -> bool:
+        """Whether most of its keys are its queries' own."""
+        return self.mean < 2 * self.seqlen_q
 
 
 class PackedTile(NamedTuple):
@@ -88,26 +107,52 @@ def share_of(units: int, num_blocks: int) -> int:
     return max(LEAST_BLOCKS, -(-units // num_blocks))
 
 
-def _key_bytes(sizes: Sizes) -> float:
-    return 4 * sizes.batch_size * sizes.num_kv_heads * sizes.mean * sizes.head_dim
+def key_bytes(sizes: Sizes) -> float:
+    """Of keys and values that are seen."""
+    seen = sizes.mean
+    if sizes.window_left >= 0:
+        seen = min(seen, sizes.window_left + sizes.seqlen_q)
+    return 4 * sizes.batch_size * sizes.num_kv_heads * seen * sizes.head_dim
 
 
-def _memory_us(sizes: Sizes) -> float:
+def _all_bytes(sizes: Sizes) -> float:
     queries = 4 * sizes.batch_size * sizes.num_heads * sizes.seqlen_q * sizes.head_dim
-    return (_key_bytes(sizes) + queries) / _BYTES_A_US
+    return key_bytes(sizes) + queries
 
 
-def _in_turn_us(
-    sizes: Sizes, tiles: int, tokens: int, unit_us: float, block_n: int, num_sms: int
-) -> float:
-    """Whole tiles on all multiprocessors, which end with whole ones where all are alike."""
-    rounds: float = -(-tiles // num_sms)
-    if sizes.evenness <= _EVEN:
-        rounds = max(1.0, tiles * sizes.evenness / num_sms)
-    seen: float = blocks_seen(sizes, tokens, block_n)
-    if rounds > 1 and sizes.window_left < 0 <= sizes.window_right:  # half see fewer keys
-        seen -= min(sizes.seqlen_q, sizes.mean) / 2 / block_n
-    return rounds * (seen * unit_us + _STRETCH_US)
+def _tile_us(width: int) -> float:
+    return _TILE_US + _COLUMNS_US * width / 128
+
+
+def _rounds_us(
+    sizes: Sizes, tiles: int, tokens: int, unit_us: float, tile_us: float, block_n: int,
+    num_sms: int, is_sorted: bool,
+) -> float:  # fmt: skip
+    """Whole tiles on all multiprocessors; is_sorted: the longest first, and the next one where
+    there is room, else every num_sms-th of one."""
+    rounds, seen = tiles / num_sms, blocks_seen(sizes, tokens, block_n)
+    one = seen * unit_us + tile_us
+    if rounds <= 1:
+        return one
+    less = 0.0
+    if sizes.window_left < 0 <= sizes.window_right:  # half see fewer keys
+        less = min(sizes.seqlen_q, sizes.mean) / 2 / block_n
+    if sizes.evenness > _EVEN:
+        most = math.ceil(rounds) * ((seen - less) * unit_us + tile_us)
+        if is_sorted and less > 0:  # the last round is of the shortest
+            shortest = math.ceil(rounds) * ((seen - 2 * less) * unit_us + tile_us)
+            mean = (rounds + _ORDERED) * ((seen - less) * unit_us + tile_us)
+            most = min(most, max(shortest, mean))
+        return max(one, most)
+    late = 0.0
+    if not is_sorted:
+        # Of a sequence, with the tiles that the rounds leave over, a multiprocessor has a tile or
+        # none; the squares of lengths spread evenly by their logarithms are half the evenness.
+        chance = tiles / sizes.batch_size / num_sms % 1
+        variance = sizes.batch_size * chance * (1 - chance) * sizes.evenness / 2
+        late = _LATE * seen * math.sqrt(variance)
+    mean = max(1.0, seen * sizes.evenness - less)
+    return max(one, (rounds * mean + late) * unit_us + rounds * tile_us)
 
 
 def whole_us(sizes: Sizes, width: int, block_m: int, block_n: int, num_sms: int) -> float:
@@ -116,8 +161,10 @@ def whole_us(sizes: Sizes, width: int, block_m: int, block_n: int, num_sms: int)
     has_mask = max(sizes.window_left, sizes.window_right) >= 0
     flops = _WHOLE_FLOPS_A_US[width] if has_mask or width > 64 else _FULL_FLOPS_A_US
     unit_us = 4 * block_m * block_n * width / flops
-    work = _in_turn_us(sizes, tiles, block_m, unit_us, block_n, num_sms)
-    return _START_US + max(work, _memory_us(sizes))
+    work = _rounds_us(
+        sizes, tiles, block_m, unit_us, _tile_us(width), block_n, num_sms, is_sorted=True
+    )
+    return _START_US + max(work, _all_bytes(sizes) / _BYTES_A_US)
 
 
 def _tiles(sizes: Sizes, tile: PackedTile) -> tuple[int, int]:
@@ -129,47 +176,56 @@ def _tiles(sizes: Sizes, tile: PackedTile) -> tuple[int, int]:
 def tiles_us(sizes: Sizes, tile: PackedTile, num_sms: int) -> float:
     """Whole tiles of packed heads in turn: those that run at a time read the same keys. Of whole
     prompts they are forward_sm90's, which knows the order."""
-    if sizes.mean < 2 * sizes.seqlen_q:
+    if sizes.is_prompt:
         return math.inf
     tiles, tokens = _tiles(sizes, tile)
-    work = _in_turn_us(sizes, tiles, tokens, tile.unit_us, tile.block_n, num_sms)
-    if sizes.evenness <= _EVEN:  # nobody puts the longest first
-        work += blocks_seen(sizes, tokens, tile.block_n) * tile.unit_us / 2
-    return _START_US + _PIECES_US / 2 + max(work, _memory_us(sizes))
+    tile_us = _tile_us(tile.width)
+    work = _rounds_us(
+        sizes, tiles, tokens, tile.unit_us, tile_us, tile.block_n, num_sms, is_sorted=False
+    )
+    return _begin_us(sizes) + max(work, _all_bytes(sizes) / _BYTES_A_US)
 
 
-def _read_us(
+def _begin_us(sizes: Sizes) -> float:
+    return _START_US + sizes.has_lengths * _LENGTHS_US
+
+
+def _read_bytes(
     sizes: Sizes, tile: PackedTile, tiles: int, seen: float, tiles_a_share: float
 ) -> float:
-    """Reading keys and values where each block walks through tile after tile: blocks of a kv head
-    are at different keys, of which the L2 holds some part."""
+    """Keys and values where each block walks through tile after tile: blocks of a kv head are at
+    different keys, of which the L2 holds some part."""
     num_heads = sizes.batch_size * sizes.num_kv_heads
     blocks_a_head = tiles / num_heads / tiles_a_share
     at_a_time = min(1.0, tiles / tiles_a_share / max(1.0, blocks_a_head) / num_heads)
-    held = min(1.0, _L2_BYTES / (at_a_time * _key_bytes(sizes)))
+    held = min(1.0, _L2_BYTES / (at_a_time * key_bytes(sizes)))
     missed = (1 - held) ** max(0.0, blocks_a_head - 1) if held < 1 else 0.0
-    return missed * tiles * seen * tile.block_n * 4 * sizes.head_dim / _BYTES_A_US
+    return missed * tiles * seen * tile.block_n * 4 * sizes.head_dim
 
 
 def split_us(sizes: Sizes, tile: PackedTile, num_sms: int) -> float:
     """Equal shares and their merge."""
     tiles, tokens = _tiles(sizes, tile)
     seen_mean = max(1.0, blocks_seen(sizes, tokens, tile.block_n) * sizes.evenness)
-    share = max(LEAST_BLOCKS, tiles * seen_mean / num_sms)
+    share = max(LEAST_BLOCKS, math.ceil(tiles * seen_mean / num_sms))
     tiles_a_share = share / seen_mean
-    stretches = 1 + max(1.0, tiles_a_share)
-    memory = _memory_us(sizes)
+    stretches = min(share, 2 + tiles_a_share * (1 + _SHORT * (1 - sizes.evenness)))
+    stretch_us = _STRETCH * _tile_us(tile.width)
+    num_bytes = _all_bytes(sizes)
     if tiles_a_share > 1 and sizes.window_left < 0:
-        memory = max(memory, _read_us(sizes, tile, tiles, seen_mean, tiles_a_share))
-    pieces = min(tiles * seen_mean / share + tiles, 2 * num_sms) / num_sms
-    work = max(share * tile.unit_us, memory)
-    pieces_us = pieces * _PIECES_US * tile.width / 128
-    return _START_US + work + stretches * _STRETCH_US + pieces_us
+        again = _read_bytes(sizes, tile, tiles, seen_mean, tiles_a_share) - key_bytes(sizes)
+        num_bytes += max(0.0, again)
+    rate = _BYTES_A_US * (1 - _NARROW * max(0.0, 1 - sizes.head_dim / 128))
+    rate *= _ASKEW if sizes.head_dim % 64 else 1.0
+    work = max(share * tile.unit_us + stretches * stretch_us, num_bytes / rate + 2 * stretch_us)
+    blocks = min(num_sms, tiles * seen_mean / share)
+    pieces = min(blocks + tiles, 2 * blocks) / num_sms
+    return _begin_us(sizes) + work + pieces * _PIECES_US * tile.width / 128
 
 
 def sizes_of(problem: Problem) -> tuple[Sizes, ...]:
-    """Sizes as the host knows them, of which each may be: as if all were as long as the longest
-    first."""
+    """Sizes as the host knows them, of which each may be: sequences as long as the longest, or
+    most of them shorter."""
     batch_size = problem.batch_size
     seqlen_q, seqlen_k = problem.seqlens
     seqlen_k = min(seqlen_k, problem.max_seqlen_k)
@@ -183,9 +239,12 @@ def sizes_of(problem: Problem) -> tuple[Sizes, ...]:
         mean, is_known = min(seqlen_k, total_k / batch_size), True
     sizes = Sizes(
         batch_size, num_heads, num_kv_heads, seqlen_q, seqlen_k, *problem.window, mean,
-        (problem.q.shape[-1] + problem.v.shape[-1]) / 2,
+        (problem.q.shape[-1] + problem.v.shape[-1]) / 2, problem.has_lengths,
     )  # fmt: skip
     if is_known:
         return (sizes,)
     ragged = max(mean * (_RAGGED + (1 - _RAGGED) / batch_size), min(mean, seqlen_q))
-    return sizes, sizes._replace(mean=ragged)
+    differing = sizes._replace(mean=ragged)
+    if problem.block_table is None and problem.cu_seqlens_k is None and seqlen_q > _MOST_DECODED:
+        return (differing,)
+    return sizes, differing

@@ -6,12 +6,14 @@ run is `attention/forward_split_sm90.py`.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
 from ..attention import forward_sm90 as sm90
 from ..attention import forward_split_sm90 as split
+from ..attention import split_costs as costs
 from ..attention.problem import Problem
 from ..core.device import device_of
 from ..core.launch import Launch
@@ -20,10 +22,9 @@ from .decode_plan import DecodeGiven, Variant
 # Whether these kernels are used: None where they are faster, True wherever they can. For tests.
 choice: bool | None = None
 
-# What the cost model knows of an H200 (docs/notes/decode_attention.md).
-_START_US = 6.0  # more than the others' estimate has
-_BYTES_A_US = 3.5e6  # of a decode kernel whose blocks of rows each read the cache
-_SLOWER = 1.0  # the others, than their estimate
+# What the cost model knows of an H200 (docs/notes/flash_attention_split_sm90.md): a launch and its
+# merge, and what a decode kernel reads whose blocks of rows each read the cache.
+_START_US, _BYTES_A_US = 12.0, 3.0e6
 
 
 def problem_of(given: DecodeGiven) -> Problem:
@@ -58,24 +59,15 @@ def applies(given: DecodeGiven, variant: Variant) -> bool:
         return False
     if not (sm90.applies(problem, given.out) and split.can_take(problem)):
         return False
-    return bool(choice) or shares_us(problem) < decode_us(problem, variant.rows)
-
-
-def shares_us(problem: Problem) -> float:
-    """About how long these kernels take over full caches."""
-    return _SLOWER * split.problem_us(problem)
+    return bool(choice) or split.problem_us(problem) < decode_us(problem, variant.rows)
 
 
 def decode_us(problem: Problem, block_rows: int) -> float:
     """About how long the decode kernel takes: a block reads the cache for `block_rows` rows."""
-    num_heads, head_dim = problem.q.shape[-2:]
-    num_kv_heads = problem.k.shape[-2]
-    rows = problem.max_seqlen_q * (num_heads // num_kv_heads)
-    seen = problem.max_seqlen_k
-    if problem.window[0] >= 0:
-        seen = min(seen, problem.window[0] + problem.max_seqlen_q)
-    cache_bytes = 4 * problem.batch_size * num_kv_heads * seen * head_dim
-    return _START_US + -(-rows // block_rows) * cache_bytes / _BYTES_A_US
+    rows = problem.max_seqlen_q * (problem.q.shape[-2] // problem.k.shape[-2])
+    every = costs.sizes_of(problem)
+    reads_us = (-(-rows // block_rows) * costs.key_bytes(each) / _BYTES_A_US for each in every)
+    return math.prod(_START_US + each for each in reads_us) ** (1 / len(every))
 
 
 def plan(given: DecodeGiven) -> Launch:

@@ -1,0 +1,137 @@
+"""Which way the plan takes where ways were measured, forced one after the other, on an H200."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from kernel_hub.ops.attention.problem import Problem
+from kernel_hub.ops.core.device import PlannedGpu, pretend
+from kernel_hub.ops.kv_cache import decode_plan, decode_sm90
+
+SM90: Any = importlib.import_module("kernel_hub.ops.attention.forward_sm90")
+SPLIT: Any = importlib.import_module("kernel_hub.ops.attention.forward_split_sm90")
+COSTS: Any = importlib.import_module("kernel_hub.ops.attention.split_costs")
+SMS = 132
+
+
+@pytest.fixture(autouse=True)
+def h200() -> Iterator[None]:
+    with pretend(PlannedGpu((9, 0), SMS)):
+        yield
+
+
+class Choice(NamedTuple):
+    """batch_size x seqlen_q over caches with room for `room` keys; page_size: 0 is contiguous,
+    where has_lengths says whether caches may be shorter."""
+
+    way: str
+    batch_size: int
+    seqlen_q: int
+    room: int
+    heads: tuple[int, int]
+    head_dim: int = 128
+    page_size: int = 0
+    has_lengths: bool = True
+    is_causal: bool = True
+
+    @property
+    def problem(self) -> Problem:
+        num_heads, num_kv_heads = self.heads
+        half: Any = {"device": "meta", "dtype": torch.bfloat16}
+        shape, table = (self.batch_size, self.room, num_kv_heads, self.head_dim), None
+        room = self.room
+        if self.page_size:
+            pages = -(-room // self.page_size)
+            room = pages * self.page_size
+            shape = (self.batch_size * pages, self.page_size, num_kv_heads, self.head_dim)
+            table = torch.empty(self.batch_size, pages, dtype=torch.int32, device="meta")
+        lengths = torch.empty(self.batch_size, dtype=torch.int32, device="meta")
+        cache = torch.empty(shape, **half)
+        return Problem(
+            torch.empty(self.batch_size, self.seqlen_q, num_heads, self.head_dim, **half), cache,
+            cache, self.batch_size, self.seqlen_q, room, self.head_dim**-0.5, -1,
+            0 if self.is_causal else -1, block_table=table,
+            cache_seqlens=lengths if self.has_lengths else None,
+        )  # fmt: skip
+
+
+# us: whole tiles, shares, tiles in turn (docs/notes/flash_attention_split_sm90.md).
+MEASURED = [
+    Choice("whole", 64, 64, 29_723, (4, 4), 80, 256),  # 660, 1114, 695
+    Choice("tiles", 35, 29, 1603, (16, 4), page_size=64),  # 43.3, 38.3, 31.2
+    Choice("whole", 5, 411, 4608, (20, 5)),  # 77.0, 93.4, 100
+    Choice("whole", 7, 743, 10_432, (16, 16)),  # 287, 397, 360
+    Choice("tiles", 64, 82, 1840, (32, 8), page_size=64),  # 416, 401, 337
+    Choice("shares", 48, 33, 33_052, (71, 1), 64, 128),  # 7623, 2279, 2414
+    Choice("tiles", 64, 192, 1664, (128, 8), 64, 16),  # 990, 996, 823
+    Choice("shares", 5, 31, 7106, (32, 16), page_size=16),  # 171, 89.7, 90.6
+    Choice("tiles", 31, 145, 1536, (16, 4), 64, has_lengths=False),  # 119, 94.3, 86.1
+    Choice("tiles", 8, 591, 4809, (32, 4), 64, has_lengths=False),  # 414, 424, 399
+    Choice("shares", 6, 35, 2432, (16, 16), 80),  # 34.0, 26.6, 37.0
+    Choice("shares", 5, 256, 3136, (8, 8), 96, 128),  # 40.6, 27.5, 45.2
+    Choice("shares", 13, 27, 1664, (4, 4), 192),  # 33.4, 30.6, 42.1
+    Choice("whole", 1, 3072, 3072, (32, 8), page_size=32),  # 124, 232, 158
+    Choice("whole", 3, 3844, 3844, (2, 2), 192, 128),  # 70.4, 145, 150
+    Choice("whole", 2, 1085, 1152, (32, 32), 80, 128),  # 52.5, 85.1, 74.9
+]
+# What was measured was the other way alone, 1.3 to 1.7 times as long as FlashAttention-3.
+EXPECTED = [
+    Choice("shares", 31, 64, 18_752, (32, 8), is_causal=False),
+    Choice("shares", 1, 2695, 3234, (2, 1), 256, 16),
+    Choice("shares", 1, 3339, 3339, (2, 1), 256, 32),
+    Choice("shares", 1, 887, 887, (1, 1), 256, 256),
+    Choice("shares", 1, 2770, 2770, (2, 2), 192, 32),
+]
+# us: decode_attention's own, shares, tiles in turn.
+STEPS = [
+    Choice("tiles", 132, 16, 5952, (64, 4), 64),  # 1042, 595, 468
+    Choice("tiles", 49, 8, 1285, (20, 4), page_size=64),  # 45.9, 37.0, 33.5
+    Choice("tiles", 244, 16, 576, (16, 4)),  # 96.2, 73.1, 57.9
+    Choice("tiles", 64, 16, 140, (16, 4), page_size=128),  # 28.1, 26.2, 24.7
+    Choice("tiles", 45, 12, 192, (32, 8)),  # 32.4, 25.9, 23.9
+    Choice("shares", 211, 10, 256, (32, 2), 64),  # 63.4, 32.5, 35.3
+    Choice("tiles", 23, 13, 256, (64, 8), page_size=64),  # 35.6, 19.8, 19.5
+]
+
+
+def way_of(problem: Problem) -> str:
+    return "shares" if SPLIT.cuts(problem) else "tiles"
+
+
+@pytest.mark.parametrize("choice", MEASURED + EXPECTED, ids=str)
+def test_attention_takes(choice: Choice) -> None:
+    problem = choice.problem
+    body = SM90._choose(problem)
+    width = (body.head_dim + body.head_dim_v) // 2
+    way = way_of(problem) if SPLIT.applies(problem, body.stated, width) else "whole"
+    assert way == choice.way
+
+
+@pytest.mark.parametrize("choice", STEPS, ids=str)
+def test_steps_take(choice: Choice) -> None:
+    problem = choice.problem
+    rows = choice.seqlen_q * choice.heads[0] // choice.heads[1]
+    variant = decode_plan.choose_variant(choice.head_dim, 2, rows, False)
+    assert SPLIT.problem_us(problem) < decode_sm90.decode_us(problem, variant.rows)
+    assert way_of(problem) == choice.way
+
+
+# (head_dim, us of whole tiles, of shares): caches of equal lengths, rows of them narrow.
+NARROW = [
+    (COSTS.Sizes(64, 4, 4, 64, 29_723, -1, 0, 29_723, 80, True), 660, 1114),
+    (COSTS.Sizes(11, 8, 8, 104, 58_021, -1, 0, 58_021, 96, True), 625, 790),
+]
+
+
+@pytest.mark.parametrize(("sizes", "whole", "shares"), NARROW)
+def test_narrow_rows_are_read_slowly_in_shares(sizes: Any, whole: float, shares: float) -> None:
+    estimates = (
+        COSTS.whole_us(sizes, 96, 128, 128, SMS),
+        COSTS.split_us(sizes, COSTS.PackedTile(128, 128, 128), SMS),
+    )
+    assert estimates == pytest.approx((whole, shares), rel=0.15)
