@@ -12,7 +12,8 @@
 //            blocks_a_row blocks may share a row: each reads a part, then all exchange what they
 //            found
 //   edges    the forward of rows in 16 bits of any alignment: vectors are those of 16 aligned
-//            bytes, of which the first and the last are read and written one by one
+//            bytes, of which the first and the last are read and written one by one. Rows of up to
+//            128 columns: four of a thread, an element an access, at most 32 threads a row
 //   loop     rows of any length and alignment, of such vectors: a pass for maximum and sum, one for
 //            results. A row is kept in dynamic shared memory where the launch has some beside what
 //            sums take, and then as much as it needs; others are read twice. Clusters as above

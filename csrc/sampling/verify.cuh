@@ -86,20 +86,23 @@ __device__ __forceinline__ LargestOfAll find_largest(const Position<kIsPlain>& x
     const int item_bytes = x.dtype == kFp32 ? 4 : 2;
     float best = -kInfinity;
     int found = 0;
+    // Those of a round are compared while the next are under way: a block that has a multiprocessor
+    // alone would wait for the L2 each time. Of the first round they are none.
+    uint4 ahead[kLoads];
+    x.load(begin, begin, ahead);
 #pragma unroll 1
-    for (int at = begin + before; at - before < end; at += kLoads * kStep) {
-        uint4 bits[kLoads];
+    for (int at = begin + before; at - before - kLoads * kStep < end; at += kLoads * kStep) {
         float z[kLoads * kLane];
-        x.load(at, end, bits);
+        x.unpack(ahead, z);
+        x.load(at, end, ahead);
         const int64_t next = static_cast<int64_t>(at - before) + kFetched * kLineBytes / item_bytes;
         fetch_ahead<32>(x.logits, next, static_cast<int>(min(next + kLoads * kStep, int64_t{end})),
                         item_bytes);
-        x.unpack(bits, z);
 #pragma unroll
         for (int i = 0; i < kLoads; ++i) {
             const float most =
                 fmaxf(fmaxf(z[4 * i], z[4 * i + 1]), fmaxf(z[4 * i + 2], z[4 * i + 3]));
-            found = most > best ? at + i * kStep : found;
+            found = most > best ? at + (i - kLoads) * kStep : found;
             best = fmaxf(best, most);
         }
     }
@@ -158,16 +161,21 @@ struct Remainder {
         }
         uint64_t sum = 0;
         uint4 ahead[kLoads], drafts[kLoads];
-        x.load(begin + before, end, ahead);
+        // NOTE: the first round asks for the first alone: one body, half the code of loads.
+        x.load(begin, begin, ahead);
 #pragma unroll 1
-        for (int at = begin + before; at - before < end; at += kLoads * kStep) {
+        for (int at = begin + before - kLoads * kStep; at - before < end; at += kLoads * kStep) {
+            asm volatile("" : "+r"(at));
             float z[kNum], q[kNum];
             int64_t part[kNum];
             x.unpack(ahead, z);
-            if (num > 0) {
+            if (num > 0 && at >= begin) {
                 x.load_drafts(tried.child[0], at, end, drafts);
             }
             x.load(at + kLoads * kStep, end, ahead);
+            if (at < begin) {
+                continue;
+            }
 #pragma unroll
             for (int j = 0; j < kNum; ++j) {
                 part[j] = mass(z[j]);
@@ -332,15 +340,16 @@ __device__ __forceinline__ bool verify(const Position<kIsPlain>& x, float temper
 }
 
 // Whether all positions of a row have left their tokens, this the last. By the first warp, behind a
-// barrier after what the block wrote.
+// barrier after what the block wrote, which one thread's fence orders for all.
 __device__ __forceinline__ bool is_last_of_row(int* state, int positions) {
     int num = 0;
     if (threadIdx.x == 0) {
+        __threadfence();
         num = atomicAdd(state, 1) + 1;
         if (num == positions) {
             *state = 0;
+            __threadfence();
         }
-        __threadfence();
     }
     return __shfl_sync(kAllLanes, num, 0) == positions;
 }

@@ -162,7 +162,6 @@ __device__ __forceinline__ void verify_tree_row(
         team.arrive_last();
     }
     if (leaves_token) {
-        __threadfence();
         __syncthreads();
         if (own < 32 && is_last_of_row(state + row_idx, positions)) {
             const int64_t at = static_cast<int64_t>(row_idx) * positions;

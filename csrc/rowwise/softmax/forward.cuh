@@ -28,31 +28,35 @@ struct SoftmaxParams {
     }
 };
 
-// What a mask of truth has for the elements of a vector, a byte each.
+// What a vector's mask has: T, or of a mask of truth a byte an element, in the first words.
 template <typename T>
-__device__ __forceinline__ void read_truth(const uint8_t* mask, int column, int size, bool is_whole,
-                                           uint32_t (&words)[kVecElems<T> / 4]) {
+__device__ __forceinline__ uint4 read_mask(const SoftmaxParams<T>& p, const void* mask, int column,
+                                           bool is_whole) {
+    if (p.is_added) {
+        return read_vec(static_cast<const T*>(mask), column, p.size, is_whole);
+    }
+    const uint8_t* truth = static_cast<const uint8_t*>(mask);
+    uint32_t words[4] = {};
 #pragma unroll
     for (int i = 0; i < kVecElems<T> / 4; ++i) {
         if (is_whole) {
-            words[i] = reinterpret_cast<const uint32_t*>(mask + column)[i];
+            words[i] = reinterpret_cast<const uint32_t*>(truth + column)[i];
         } else {
-            words[i] = 0;
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 const int at = column + 4 * i + j;
-                words[i] |= (is_column(at, size) ? mask[at] : 0u) << 8 * j;
+                words[i] |= (is_column(at, p.size) ? truth[at] : 0u) << 8 * j;
             }
         }
     }
+    return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
 // A vector's values scaled and masked, of which the first is the one at `column`; -inf where there
-// is no column. has_all: all of the vector is the row's; is_whole: and whole words of its mask.
+// is no column. has_all: all of the vector is the row's.
 template <typename T>
-__device__ __forceinline__ void score(const SoftmaxParams<T>& p, const void* mask, int column,
-                                      bool has_all, bool is_whole, uint4 bits,
-                                      float (&s)[kVecElems<T>]) {
+__device__ __forceinline__ void score(const SoftmaxParams<T>& p, int column, bool has_all,
+                                      uint4 bits, uint4 masks, float (&s)[kVecElems<T>]) {
     constexpr int kWidth = kVecElems<T>;
     unpack<T>(bits, s);
 #pragma unroll
@@ -61,17 +65,16 @@ __device__ __forceinline__ void score(const SoftmaxParams<T>& p, const void* mas
     }
     if (p.mask != nullptr && p.is_added) {
         float added[kWidth];
-        unpack<T>(read_vec(static_cast<const T*>(mask), column, p.size, is_whole), added);
+        unpack<T>(masks, added);
 #pragma unroll
         for (int j = 0; j < kWidth; ++j) {
             s[j] += added[j];
         }
     } else if (p.mask != nullptr) {
-        uint32_t words[kWidth / 4];
-        read_truth<T>(static_cast<const uint8_t*>(mask), column, p.size, is_whole, words);
 #pragma unroll
         for (int j = 0; j < kWidth; ++j) {
-            s[j] = words[j / 4] & 0xffu << 8 * (j % 4) ? s[j] : -INFINITY;
+            const uint32_t word = j < 4 ? masks.x : masks.y;
+            s[j] = word & 0xffu << 8 * (j % 4) ? s[j] : -INFINITY;
         }
     }
     if (!has_all) {
@@ -111,7 +114,7 @@ __device__ __forceinline__ void read_scores(const SoftmaxParams<T>& p, const Sha
     const void* mask = p.mask_of(share.row_idx);
     const bool is_word = !kHasEdges || p.fits(share, mask);
     // Issue every load before the first use; what is read one by one is waited for.
-    uint4 bits[kVecs];
+    uint4 bits[kVecs], masks[kVecs] = {};
     bool has_all[kVecs];
 #pragma unroll
     for (int i = 0; i < kVecs; ++i) {
@@ -121,18 +124,103 @@ __device__ __forceinline__ void read_scores(const SoftmaxParams<T>& p, const Sha
             bits[i] = ld_global(x + column);
         }
     }
-    if constexpr (kHasEdges) {
+    if (p.mask != nullptr && is_word) {
 #pragma unroll
         for (int i = 0; i < kVecs; ++i) {
-            if (share.has(i) && !has_all[i]) {
-                bits[i] = read_columns(x, share.column<T>(i), p.size);
+            if (share.has(i) && has_all[i]) {
+                masks[i] = read_mask(p, mask, share.column<T>(i), true);
+            }
+        }
+    }
+    if constexpr (kHasEdges) {
+        // NOTE: one body for all vectors, by selects: half the code.
+#pragma unroll 1
+        for (int i = 0; i < kVecs; ++i) {
+            const int column = share.column<T>(i);
+            const bool is_edge = !is_inside<T>(column, p.size);
+            const bool has_mask = p.mask != nullptr && (is_edge || !is_word);
+            if (!share.has(i) || !(is_edge || has_mask)) {
+                continue;
+            }
+            uint4 columns = {}, of_mask = {};
+            if (is_edge) {
+                columns = read_columns(x, column, p.size);
+            }
+            if (has_mask) {
+                of_mask = read_mask(p, mask, column, false);
+            }
+#pragma unroll
+            for (int at = 0; at < kVecs; ++at) {
+                bits[at] = at == i && is_edge ? columns : bits[at];
+                masks[at] = at == i && has_mask ? of_mask : masks[at];
             }
         }
     }
 #pragma unroll
     for (int i = 0; i < kVecs; ++i) {
         if (share.has(i)) {
-            score(p, mask, share.column<T>(i), has_all[i], has_all[i] && is_word, bits[i], s[i]);
+            score(p, share.column<T>(i), has_all[i], bits[i], masks[i], s[i]);
+        }
+    }
+}
+
+// A short row of 16 bits, an element an access: kFew of a thread, blockDim.x apart, which are at
+// most a warp's.
+constexpr int kFew = 4, kFewColumns = kFew * kWarpSize;
+
+// What such an element is, from its bits.
+template <typename T>
+__device__ __forceinline__ float value_of(uint32_t bits) {
+    float values[2];
+    Word<T>::unpack(bits, values);
+    return values[0];
+}
+
+// This thread's part of such a row, scaled and masked; -inf where there is no column.
+template <typename T>
+__device__ __forceinline__ void read_few(const SoftmaxParams<T>& p, const void* mask, const T* x,
+                                         int size, float (&s)[kVecElems<T>]) {
+    const int first = threadIdx.x, lanes = blockDim.x;
+    const bool has_mask = p.mask != nullptr, is_truth = has_mask && !p.is_added;
+    // Issue every load before the first use.
+    uint32_t bits[kFew], masks[kFew] = {};
+#pragma unroll
+    for (int i = 0; i < kFew; ++i) {
+        const int column = first + i * lanes;
+        bits[i] = column < size ? reinterpret_cast<const uint16_t*>(x)[column] : 0;
+    }
+    if (is_truth) {
+#pragma unroll
+        for (int i = 0; i < kFew; ++i) {
+            const int column = first + i * lanes;
+            masks[i] = column < size ? static_cast<const uint8_t*>(mask)[column] : 0;
+        }
+    } else if (has_mask) {
+#pragma unroll
+        for (int i = 0; i < kFew; ++i) {
+            const int column = first + i * lanes;
+            masks[i] = column < size ? static_cast<const uint16_t*>(mask)[column] : 0;
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < kVecElems<T>; ++i) {
+        s[i] = -INFINITY;
+    }
+#pragma unroll
+    for (int i = 0; i < kFew; ++i) {
+        const bool is_there = first + i * lanes < size && !(is_truth && masks[i] == 0);
+        const float added = has_mask && !is_truth ? value_of<T>(masks[i]) : 0.0f;
+        s[i] = is_there ? value_of<T>(bits[i]) * p.scale + added : -INFINITY;
+    }
+}
+
+template <typename T>
+__device__ __forceinline__ void write_few(T* out, int size, const float (&s)[kVecElems<T>]) {
+#pragma unroll
+    for (int i = 0; i < kFew && i < kVecElems<T>; ++i) {
+        const int column = threadIdx.x + i * blockDim.x;
+        if (column < size) {
+            out[column] = from_float<T>(s[i]);
         }
     }
 }
@@ -142,6 +230,7 @@ __device__ __forceinline__ void read_scores(const SoftmaxParams<T>& p, const Sha
 template <int kVecs, bool kHasEdges, typename T>
 __device__ __forceinline__ void softmax_once(const SoftmaxParams<T>& p) {
     constexpr int kWidth = kVecElems<T>;
+    const bool is_few = kHasEdges && p.size <= kFewColumns;
     SharedFound& shared = shared_found();
     Share share(p.blocks_a_row);
     const T* x = p.x + p.x_strides.start(share.row_idx);
@@ -152,7 +241,13 @@ __device__ __forceinline__ void softmax_once(const SoftmaxParams<T>& p) {
     }
     follow_launch_before();
     float s[kVecs][kWidth];
-    read_scores<kVecs, kHasEdges>(p, share, x, s);
+    if (is_few) {
+        if constexpr (kHasEdges) {
+            read_few(p, p.mask_of(share.row_idx), x, share.take_whole(p.num_rows, p.size), s[0]);
+        }
+    } else {
+        read_scores<kVecs, kHasEdges>(p, share, x, s);
+    }
     Found<T> own;
 #pragma unroll
     for (int i = 0; i < kVecs; ++i) {
@@ -194,6 +289,10 @@ __device__ __forceinline__ void softmax_once(const SoftmaxParams<T>& p) {
 #pragma unroll
             for (int j = 0; j < kWidth; ++j) {
                 s[i][j] = s[i][j] * factor + offset;
+            }
+            if (is_few) {
+                write_few(out, p.size, s[0]);
+                return;
             }
             const bool is_whole = !kHasEdges || (fits_out && is_inside<T>(column, p.size));
             write_vec(out, column, p.size, is_whole, s[i]);
@@ -246,8 +345,12 @@ __device__ __forceinline__ void softmax_passes(const SoftmaxParams<T>& p) {
         for (int column = first_column; column < p.size; column += step, kept += blockDim.x) {
             const bool has_all = is_inside<T>(column, p.size);
             const uint4 bits = is_kept ? *kept : read_vec(x, column, p.size, has_all);
+            uint4 masks = {};
+            if (p.mask != nullptr) {
+                masks = read_mask(p, mask, column, has_all && is_word);
+            }
             float s[kWidth];
-            score(p, mask, column, has_all, has_all && is_word, bits, s);
+            score(p, column, has_all, bits, masks, s);
             if (pass == 0) {
                 const float largest = largest_among(found.largest, s);
                 const float base = base_of(largest);

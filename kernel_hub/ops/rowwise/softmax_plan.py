@@ -15,6 +15,8 @@ CUBIN, BACKWARD = "softmax", "softmax_backward"
 SHARED_BYTES = 400  # as the source states, beside a row that is kept
 _NARROW_ELEMS = 8  # of a vector of 16 bits
 EDGE_VECS = 2  # of a thread, of rows of 16 bits that are not whole vectors
+# Of those in columns: of a thread, of a row that at most a warp takes, column by column.
+_FEW_COLUMNS, _FEW = 4, 128
 # Of a block: as many as let a second one of the same multiprocessor load meanwhile, then the most.
 _THREADS = (512, 1024)
 # Of a cluster; more than _PORTABLE only of a whole GPU, which has so many multiprocessors.
@@ -137,6 +139,14 @@ def choose_any(
     return shape._replace(variant=variant)
 
 
+def choose_few(size: int) -> Shape | None:
+    """For rows of 16 bits that are not whole vectors, where they are short."""
+    if size > _FEW:
+        return None
+    threads = _power_of_2(-(-size // _FEW_COLUMNS))
+    return Shape("edges", threads, 128 // threads)
+
+
 def edge_vecs(size: int, elems: int) -> int:
     """Vectors that a row meets at most: it may begin with the last element of one."""
     return (size + 2 * (elems - 1)) // elems
@@ -176,7 +186,8 @@ def plan(op: str, kind: str, tensors: Sequence[Any], low_bits: int, a_thread: in
     elif is_narrow:
         held = ("edges", EDGE_VECS)
     vecs = size // elems if is_aligned else edge_vecs(size, elems)
-    shape = choose_any(vecs, num_rows, held, op, elems, gpu)
+    few = choose_few(size) if held is not None and held[0] == "edges" else None
+    shape = few or choose_any(vecs, num_rows, held, op, elems, gpu)
     function = common.shipped(CUBIN, f"{CUBIN}_{kind}_{shape.variant}")
     numbers = (*strides[0], *strides[1], *strides[2], rows, size, shape.blocks_a_row)
     grid = (-(-rows // shape.rows_a_block) * shape.blocks_a_row, middle, outer)

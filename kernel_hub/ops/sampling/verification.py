@@ -177,7 +177,7 @@ class Verification:
         function = self.op if is_plain else f"{self.op}_scalar"
         gpu, facts = device_of(logits.device), launch_facts(self.op, function)
         has_probs = given.draft_probs is not None
-        may_be_greedy = given.temperature is not None and not self.is_tree
+        may_be_greedy = given.temperature is not None
         team = choose_team(batch * positions, vocab_size, gpu, has_probs, may_be_greedy)
         grid = (batch * positions * team, 1, 1)
         options = gpu.following

@@ -138,6 +138,26 @@ def test_by_lot(way: Way, monkeypatch: pytest.MonkeyPatch, seed: int, op: Op) ->
     check_gradient(op, x, way.randn(*x.shape, dtype=dtype, seed=1), **options)
 
 
+@pytest.mark.parametrize("seed", range(12))
+@each_op
+def test_short_rows_by_lot(way: Way, seed: int, op: Op) -> None:
+    """Of 16 bits, not whole vectors: four columns of a thread, a warp a row at most."""
+    lot = random.Random(f"softmax of short rows {seed}")
+    size = lot.choice([lot.randrange(1, 33), lot.randrange(1, 129), 128, 127, 129])
+    shape = [lot.choice([1, 2, 7, 33]) for _ in range(lot.randrange(3))]
+    dtype = lot.choice([torch.float16, torch.bfloat16])
+    # Rows that begin at odd elements, so that those of whole vectors are read so too.
+    x = 3 * way.randn(*shape, size + lot.choice([1, 3]), dtype=dtype)[..., 1 : size + 1]
+    options = {"mask": drawn_mask(way, lot, x), "scale": lot.choice([1.0, 0.125, -2.0])}
+    print(f"{x.shape} {dtype} {options['scale']}")
+    out = Guarded((*shape, size), dtype, way.device)
+    op(x, **options, out=out.tensor)
+    out.check()
+    check_rows(op, out.tensor, x, **options)
+    assert op(x, **options, out=x) is x
+    same_bits(x, out.tensor)
+
+
 @pytest.mark.parametrize("threads", [64, 192])
 @each_op
 @each_dtype

@@ -36,6 +36,10 @@ def test_plans() -> None:
     assert choose(vecs[2], 11456, plans.EDGE_VECS, 132) == shape("vec", 64, 2)
     assert choose(vecs[3], 300, plans.EDGE_VECS, 132) == shape("vec", 32, 4)
     assert choose(vecs[4], 64, plans.EDGE_VECS, 132) == shape("vec", 416, 1, 8)
+    # Short ones: four columns a thread, a warp a row at most.
+    assert plans.choose_few(1) == shape("edges", 1, 128)
+    assert plans.choose_few(18) == shape("edges", 8, 16)
+    assert plans.choose_few(128) == shape("edges", 32, 4) and plans.choose_few(129) is None
     # Read twice: shared until there are four blocks a multiprocessor, with room for two.
     passes, gpu = plans.choose_passes, PlannedGpu(SM90, 132)
     assert passes(4000, 4096, 1, gpu) == shape("loop", 448, 1, 1, 64512)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import random
 from typing import Any
@@ -13,8 +14,10 @@ import torch
 from test_verify_draft import drawn, likely, seeds
 from ways import DTYPES, Way
 
-from kernel_hub.ops.core.device import PlannedGpu
+from kernel_hub.ops.core.device import PlannedGpu, pretend
 from kernel_hub.ops.sampling import verification
+
+tree_op: Any = importlib.import_module("kernel_hub.ops.sampling.verify_tree")
 
 SIZES = [1, 33, 700, 5001]
 
@@ -110,3 +113,18 @@ def test_teams_of_an_h200() -> None:
         assert verification.choose_team(positions, size, gpu, False) == certain
         assert verification.choose_team(positions, size, gpu, False, True) == greedy
     assert verification.choose_team(5, 128256, PlannedGpu((8, 0), 108)) == 1
+    # Trees with temperatures likewise: each may be greedy.
+    for batch, size, given, team in (
+        (24, 131072, True, 1),
+        (24, 131072, False, 4),
+        (3, 152064, True, 4),
+    ):
+        logits = torch.empty(batch, 16, size, device="meta")
+        drafts = torch.empty(batch, 15, dtype=torch.int64, device="meta")
+        temperature = torch.empty(batch, device="meta") if given else None
+        arguments = verification.VerifyGiven(
+            drafts, drafts.int(), logits, None, temperature, *[None] * 5
+        )
+        with pretend(gpu):
+            launch = tree_op._verification.plan(arguments, 0)
+        assert launch.options.get("cluster", (1,))[0] == team
