@@ -1,42 +1,56 @@
 // Decode steps of multi-head latent attention on Hopper: what mla_decode.cu computes, by wgmma, of
 // caches that are contiguous or in pages of a multiple of 8 tokens.
 //
-// A block is 64 rows (token num_heads + head); a tile of the cache, 64 tokens by 576, is loaded
-// once and is key and value. A block a multiprocessor takes one part of the work (see
-// decode_attention.cu, whose second kernel merges parts) after the other, while its producer
-// already loads for the next.
+// A block is 64 rows (token num_heads + head), and a cluster of two 128, whose tokens each brings
+// half of to both: a read of the L2 less, whose rate is what binds there. A tile of the cache, 64
+// tokens by 576, is loaded once and is key and value. A block a multiprocessor takes one part of
+// the work (see decode_attention.cu, whose second kernel merges parts) after the other, while its
+// producer already loads for the next.
 //
-// Parallelisation: a warp loads by TMA, two warpgroups compute. Tiles come in pairs: warpgroup 0
-// has the scores of the even tile, warpgroup 1 those of the odd; each has half of the output's
-// columns, 64 x 256 in 128 registers, of both tiles, so neither computes anything twice. An even
-// tile's probabilities go to the other warpgroup multiplied by what the odd tile's maximum takes,
-// an odd one's as they are: while one warpgroup exponentiates, the other's products run.
+// Parallelisation: two warps load by TMA, a stage each, two warpgroups compute. Tiles come in
+// pairs: warpgroup 0 has the scores of the even tile, warpgroup 1 those of the odd; each has half
+// of the output's columns, 64 x 256 in 128 registers, of both tiles, so neither computes anything
+// twice. An even tile's probabilities go to the other warpgroup multiplied by what the odd tile's
+// maximum takes, an odd one's as they are: while one warpgroup exponentiates, the other's products
+// run.
 //
 // Shared memory: two stages of a tile, the queries (73,728 bytes each, panels of 64 columns,
 // 128-byte swizzle), maxima and sums of the rows. Probabilities lie over their tile's rope panel,
 // which is key alone. A stage is released in halves, those of the output's columns, and filled
 // panel by panel: the next scores begin with the panel that is there first.
 //
-// Variants: dtype. Tensor map of the cache: 576, tokens of a page, 1, pages; boxes of 64 columns by
-// box_rows, which divides the page and 64.
-// Sources: DeepSeek-AI, "DeepSeek-V2", 2024, 2.1; the exchange of probabilities between two
-// warpgroups: DeepSeek-AI, "A deep dive into the new FlashMLA kernel", 2025.
+// Up to 32 rows need few products and all of the memory's rate: one warpgroup, whose products are
+// transposed (tokens by rows, the output's columns by rows), over a ring of panels that are
+// released one by one (latent_few.cuh); a block is 16 or 32 rows.
+//
+// Variants: dtype; rows of a block where they are few. Tensor map of the cache: 576, tokens of a
+// page, 1, pages; boxes of 64 columns by box_rows, which divides the page and 64. Sources:
+// DeepSeek-AI, "DeepSeek-V2", 2024, 2.1; the exchange of probabilities between two warpgroups:
+// DeepSeek-AI, "A deep dive into the new FlashMLA kernel", 2025.
 
+#include "kernel_hub/cluster.cuh"
 #include "kernel_hub/dependent_launch.cuh"
 #include "kernel_hub/launch_facts.cuh"
 #include "kv_cache/decode/sm90/latent_consumer.cuh"
+#include "kv_cache/decode/sm90/latent_few.cuh"
 #include "kv_cache/decode/sm90/latent_shared.cuh"
 
 namespace kernel_hub::kv_cache::decode::sm90 {
 
-// Calls `body` with each part of the block.
-template <typename T, typename Body>
-__device__ __forceinline__ void for_each_part(const LatentArgs<T>& args, Body&& body) {
+// Calls `body` with each part of the block, one of `num_blocks` of a cluster, which share parts:
+// each has kRows of their rows.
+template <int kRows, typename T, typename Body>
+__device__ __forceinline__ void for_each_part(const LatentArgs<T>& args, int num_blocks, int rank,
+                                              Body&& body) {
 #pragma unroll 1
-    for (int index = blockIdx.x; index < args.num_workers; index += gridDim.x) {
-        const LatentPart part = find_part<LatentStages::kTile, LatentStages::kRows>(args, index);
+    for (int index = blockIdx.x / num_blocks; index < args.num_workers;
+         index += gridDim.x / num_blocks) {
+        LatentPart part = find_part<LatentStages::kTile>(args, index, kRows * num_blocks);
         if (part.batch_idx >= 0) {
-            body(part, index);
+            const int before = rank * kRows;
+            part.first_row += before, part.slot += before;
+            part.num_rows = min(part.num_rows - before, kRows);
+            body(part);
         }
     }
 }
@@ -48,8 +62,8 @@ __device__ __forceinline__ void mla_decode_sm90(const LatentArgs<T>& args, const
     const LatentShared shared = LatentShared::here();
     if (threadIdx.x == 0) {
         tma_prefetch_map(map);
-        for (int i = 0; i < LatentStages::kFulls + LatentStages::kEmpties; ++i) {
-            mbarrier_init(shared.full(0, 0) + 8 * i, 1);
+        for (int i = 0; i < C::kFulls + C::kEmpties; ++i) {
+            mbarrier_init(shared.full(0, 0) + 8 * i, i < C::kFulls ? 1 : shared.num_blocks);
         }
         fence_mbarrier_init();
     }
@@ -57,50 +71,89 @@ __device__ __forceinline__ void mla_decode_sm90(const LatentArgs<T>& args, const
     wait_for_launch_before();
     allow_next_launch();
     __syncthreads();
+    cluster_arrive_relaxed();
+    cluster_wait();
+    const auto for_each = [&](auto&& body) {
+        for_each_part<C::kRows>(args, shared.num_blocks, shared.rank, body);
+    };
     const int warp_idx = warp_index();
     if (warp_idx >= 8) {
         release_registers<C::kProducerRegisters>();
-        if (warp_idx == 8) {
-            LatentProducer<T> producer = {args, map, box_rows, shared, 0};
-            for_each_part(args, [&](const LatentPart& part, int) {
+        if (warp_idx < 10) {
+            LatentProducer<T> producer = {args, map, box_rows, shared, warp_idx - 8, 0};
+            for_each([&](const LatentPart& part) {
                 report_if(args.flag, part.is_outside && threadIdx.x % 32 == 0, kLengthsOutside);
                 producer.load(part);
             });
         }
-        return;
-    }
-    acquire_registers<C::kConsumerRegisters>();
-    if (warp_idx < 4) {
-        LatentConsumer<T, 0> consumer(args, shared);
-        for_each_part(args,
-                      [&](const LatentPart& part, int index) { consumer.attend(part, index); });
     } else {
-        LatentConsumer<T, 1> consumer(args, shared);
-        for_each_part(args,
-                      [&](const LatentPart& part, int index) { consumer.attend(part, index); });
+        acquire_registers<C::kConsumerRegisters>();
+        if (warp_idx < 4) {
+            LatentConsumer<T, 0> consumer(args, shared);
+            for_each([&](const LatentPart& part) { consumer.attend(part); });
+        } else {
+            LatentConsumer<T, 1> consumer(args, shared);
+            for_each([&](const LatentPart& part) { consumer.attend(part); });
+        }
     }
+    // What another block brings, or says of its stages, arrives before this one ends.
+    cluster_arrive_relaxed();
+    cluster_wait();
 }
 
-#define EXPORT_MLA_DECODE(DTYPE, T)                                                               \
-    DESCRIBED(                                                                                    \
-        mla_decode_sm90_##DTYPE, "x: at most a block a multiprocessor, num_workers parts in all", \
-        (.threads = LatentStages::kThreads, .shared_bytes = LatentStages::kSharedBytes,           \
-         .blocks_per_sm = 1, .block_m = LatentStages::kRows, .block_n = LatentStages::kTile,      \
-         .consumers = 2, .stages = 2),                                                            \
-        extern "C" __global__ void __launch_bounds__(384, 1) mla_decode_sm90_##DTYPE(             \
-            T* out, float* lse, float* partial_out, float* partial_lse, int* flag,                \
-            const __grid_constant__ CUtensorMap kv_cache, const T* q, const int* cache_seqlens,   \
-            const int* block_table, int64_t out_batch_stride, int64_t out_token_stride,           \
-            int64_t out_head_stride, int64_t q_batch_stride, int64_t q_token_stride,              \
-            int64_t q_head_stride, int64_t block_table_stride, int batch_size, int seqlen_q,      \
-            int num_heads, int num_pages, int page_size, int max_tokens, int num_splits,          \
-            int parallel, int num_workers, int box_rows, float softmax_scale) {                   \
-            const LatentArgs<T> args = {LATENT_ARGUMENTS};                                        \
-            mla_decode_sm90(args, &kv_cache, box_rows);                                           \
-        })
+template <typename T, int kRows>
+__device__ __forceinline__ void mla_decode_few_sm90(const LatentArgs<T>& args,
+                                                    const CUtensorMap* map, int box_rows) {
+    using Ring = LatentRing<kRows>;
+    const Ring ring = {shared_address(dynamic_shared()), 0, 0};
+    if (threadIdx.x == 0) {
+        tma_prefetch_map(map);
+        for (int i = 0; i < 2 * Ring::kSlots; ++i) {
+            mbarrier_init(ring.full(i), 1);
+        }
+        fence_mbarrier_init();
+    }
+    // NOTE: in this order: what may start next reads cache_seqlens before it waits.
+    wait_for_launch_before();
+    allow_next_launch();
+    __syncthreads();
+    LatentRingProducer<T, kRows> producer = {args, map, box_rows, ring};
+    LatentRingConsumer<T, kRows> consumer(args, ring);
+    for_each_part<kRows>(args, 1, 0, [&](const LatentPart& part) {
+        if (warp_index() == 4) {
+            report_if(args.flag, part.is_outside && threadIdx.x % 32 == 0, kLengthsOutside);
+            producer.load(part);
+        } else {
+            consumer.attend(part);
+        }
+    });
+}
 
-// {op}_{dtype}
-EXPORT_MLA_DECODE(fp16, __half)
-EXPORT_MLA_DECODE(bf16, __nv_bfloat16)
+#define EXPORT_MLA_DECODE(NAME, T, FACTS, BODY)                                                 \
+    DESCRIBED(                                                                                  \
+        NAME, "x: at most a block a multiprocessor, num_workers parts of a cluster each",       \
+        (.threads = FACTS::kThreads, .shared_bytes = FACTS::kSharedBytes, .blocks_per_sm = 1,   \
+         .block_m = FACTS::kRows, .block_n = FACTS::kTile),                                     \
+        extern "C" __global__ void __launch_bounds__(FACTS::kThreads, 1) NAME(                  \
+            T* out, float* lse, float* partial_out, float* partial_lse, int* flag,              \
+            const __grid_constant__ CUtensorMap kv_cache, const T* q, const int* cache_seqlens, \
+            const int* block_table, int64_t out_batch_stride, int64_t out_token_stride,         \
+            int64_t out_head_stride, int64_t q_batch_stride, int64_t q_token_stride,            \
+            int64_t q_head_stride, int64_t block_table_stride, int batch_size, int seqlen_q,    \
+            int num_heads, int num_pages, int page_size, int max_tokens, int num_splits,        \
+            int parallel, int num_workers, int box_rows, float softmax_scale) {                 \
+            const LatentArgs<T> args = {LATENT_ARGUMENTS};                                      \
+            BODY(args, &kv_cache, box_rows);                                                    \
+        })
+#define EXPORT_EVERY_ROWS(DTYPE, T)                                              \
+    EXPORT_MLA_DECODE(mla_decode_sm90_##DTYPE, T, LatentStages, mla_decode_sm90) \
+    EXPORT_MLA_DECODE(mla_decode_sm90_##DTYPE##_rows16, T, LatentRing<16>,       \
+                      (mla_decode_few_sm90<T, 16>))                              \
+    EXPORT_MLA_DECODE(mla_decode_sm90_##DTYPE##_rows32, T, LatentRing<32>,       \
+                      (mla_decode_few_sm90<T, 32>))
+
+// {op}_{dtype}, {op}_{dtype}_rows{R}
+EXPORT_EVERY_ROWS(fp16, __half)
+EXPORT_EVERY_ROWS(bf16, __nv_bfloat16)
 
 }  // namespace kernel_hub::kv_cache::decode::sm90

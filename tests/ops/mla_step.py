@@ -108,7 +108,7 @@ def draw_step(lot: random.Random, way: Way, *, is_small: bool, by_eights: bool) 
     pages = (8, 16, 24, 64, 128, 256, 0) if by_eights else (1, 3, 7, 16, 20, 64, 0)
     return LatentStep(
         way, lengths, lot.choice((torch.float16, torch.bfloat16)),
-        num_heads=lot.choice((1, 5, 8, 16) if is_small else (1, 7, 16, 64, 100, 128)),
+        num_heads=lot.choice((1, 5, 8, 16) if is_small else (1, 7, 16, 24, 64, 100, 128)),
         seqlen_q=lot.choice((1, 1, 2, 5, 8)), page_size=lot.choice(pages),
         room=lot.choice((0, 0, 300)), num_splits=lot.choice((0, 0, 1, 2, 3, 9)),
         softmax_scale=lot.choice((192**-0.5, 192**-0.5, 0.02, 1.0, -0.1, 0.0)),

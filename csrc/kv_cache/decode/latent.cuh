@@ -42,6 +42,7 @@ struct LatentArgs {
 struct LatentPart {
     int batch_idx;  // -1: there is nothing to do
     int first_row, num_rows;
+    int slot;                    // of the first row, among the partials
     int first_token, end_token;  // of the cache
     int length;                  // that the sequence says
     bool is_whole, is_outside;
@@ -59,9 +60,10 @@ struct LatentPart {
     }
 };
 
-// What worker `index` does, in units of kUnit tokens and blocks of kRows rows.
-template <int kUnit, int kRows, typename Args>
-__device__ __forceinline__ LatentPart find_part(const Args& args, int index) {
+// What worker `index` does, in units of kUnit tokens and items of `item_rows` rows; the first of
+// its rows.
+template <int kUnit, typename Args>
+__device__ __forceinline__ LatentPart find_part(const Args& args, int index, int item_rows) {
     const int rows = args.seqlen_q * args.num_heads;
     const Work work = {.cache_seqlens = args.cache_seqlens,
                        .batch_size = args.batch_size,
@@ -70,7 +72,7 @@ __device__ __forceinline__ LatentPart find_part(const Args& args, int index) {
                        .max_tokens = args.max_tokens,
                        .window_left = -1,
                        .unit = kUnit,
-                       .items = (rows + kRows - 1) / kRows,
+                       .items = (rows + item_rows - 1) / item_rows,
                        .num_splits = args.num_splits,
                        .parallel = args.parallel,
                        .fine_units = 1 << 30,
@@ -85,8 +87,9 @@ __device__ __forceinline__ LatentPart find_part(const Args& args, int index) {
     const int count = extent.num_units / place.num_splits;
     const int rest = extent.num_units % place.num_splits;
     const int first = place.split * count + min(place.split, rest);
-    part.first_row = place.item * kRows;
-    part.num_rows = min(rows - part.first_row, kRows);
+    part.first_row = place.item * item_rows;
+    part.num_rows = min(rows - part.first_row, item_rows);
+    part.slot = index * item_rows;
     part.first_token = first * kUnit;
     part.end_token = min((first + count + (place.split < rest ? 1 : 0)) * kUnit, extent.num_tokens);
     part.length = extent.length;
@@ -95,23 +98,21 @@ __device__ __forceinline__ LatentPart find_part(const Args& args, int index) {
     return part;
 }
 
-// Where a row of a block goes: to `out`, or to the partials of worker `index`.
+// Where a row of a block goes: to `out`, or to the partials.
 template <typename T>
 struct LatentRow {
     T* out;          // null: a partial
     float* partial;  // or the row is not there
 
-    template <int kRows>
     static __device__ __forceinline__ LatentRow of(const LatentArgs<T>& args,
-                                                   const LatentPart& part, int index, int row) {
+                                                   const LatentPart& part, int row) {
         if (row >= part.num_rows) {
             return {nullptr, nullptr};
         }
         const int token = (part.first_row + row) / args.num_heads;
         const int head = (part.first_row + row) % args.num_heads;
         if (!part.is_whole) {
-            const int64_t slot = static_cast<int64_t>(index) * kRows + row;
-            return {nullptr, args.partial_out + slot * kLatentDim};
+            return {nullptr, args.partial_out + static_cast<int64_t>(part.slot + row) * kLatentDim};
         }
         return {args.out + part.batch_idx * args.out_batch_stride + token * args.out_token_stride +
                     head * args.out_head_stride,
@@ -136,16 +137,16 @@ struct LatentRow {
 };
 
 // log(sum exp) of a row, from a maximum and a sum in base 2.
-template <int kRows, typename T>
+template <typename T>
 __device__ __forceinline__ void write_lse(const LatentArgs<T>& args, const LatentPart& part,
-                                          int index, int row, float row_max, float row_sum) {
+                                          int row, float row_max, float row_sum) {
     if (row >= part.num_rows) {
         return;
     }
     // A row without keys has a maximum of -inf.
     const float log2_sum = row_max + __logf(row_sum) * kLog2e;
     if (!part.is_whole) {
-        args.partial_lse[static_cast<int64_t>(index) * kRows + row] = log2_sum;
+        args.partial_lse[part.slot + row] = log2_sum;
     } else if (args.lse != nullptr) {
         const int token = (part.first_row + row) / args.num_heads;
         const int head = (part.first_row + row) % args.num_heads;

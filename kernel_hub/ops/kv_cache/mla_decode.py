@@ -121,10 +121,13 @@ def _step(given: MlaGiven) -> MlaStep:
     variant = plans.choose_variant(given, device)
     block_m, tile = (variant.stated.sizes[size] for size in ("block_m", "block_n"))
     rows = seqlen_q * num_heads
+    cluster = variant.cluster_of(rows)
+    block_m *= cluster
+    places = device.num_sms // cluster
     pages, page_size = kv_cache.shape[:2]
     max_tokens = page_size * (1 if block_table is None else block_table.shape[1])
     items = -(-rows // block_m)  # of a sequence
-    split = plans.choose_split(batch_size * items, max_tokens, tile, num_splits, device.num_sms)
+    split = plans.choose_split(batch_size * items, max_tokens, tile, num_splits, places)
     strides = (*out.stride()[:3], *q.stride()[:3])
     sizes = (
         batch_size, seqlen_q, num_heads, pages, page_size, max_tokens, split.num_splits,
@@ -143,11 +146,11 @@ def _step(given: MlaGiven) -> MlaStep:
         boxes = tensor_maps.Boxes(
             (pages, 1, page_size, KEY_DIM), (steps[0], KEY_DIM, steps[1], 1), (1, 1, box_rows, 64)
         )
-        grid = (min(split.num_blocks, device.num_sms), 1, 1)
+        grid = (min(split.num_blocks, places) * cluster, 1, 1)
         numbers = (*strides, table_stride, *sizes, box_rows, softmax_scale)
     else:
         numbers = (*kv_cache.stride()[:2], *strides, table_stride, *sizes, softmax_scale)
-    how = {"programmatic": True} if device.overlaps_launches else {}
+    how: dict[str, Any] = {"programmatic": True} if device.overlaps_launches else {}
     token = common.DTYPE_TOKENS[q.dtype]
     merge = Launch()
     if split.num_merges:
@@ -161,8 +164,9 @@ def _step(given: MlaGiven) -> MlaStep:
             ),
             options=how,
         )  # fmt: skip
-    function = common.shipped(variant.cubin, f"{variant.cubin}_{token}")
-    main = Launch(function, grid, *variant.stated[:2], numbers, options=how)
+    function = common.shipped(variant.cubin, variant.function(token))
+    in_clusters = {"cluster": (cluster, 1, 1)} if cluster > 1 else {}
+    main = Launch(function, grid, *variant.stated[:2], numbers, options={**how, **in_clusters})
     return MlaStep(main, merge, split.num_blocks * block_m, boxes)
 
 
@@ -217,7 +221,7 @@ def _cuda_into(arguments: tuple[Any, ...], is_given: bool = True) -> None:
         )  # fmt: skip
         if merge.numbers:
             params = (out, lse, partial_out, partial_lse, cache_seqlens, None, *merge.numbers)
-            merge.function(merge.grid, merge.block, 0, None, params, **how)
+            merge.function(merge.grid, merge.block, 0, None, params, **merge.options)
     except KernelHubError:
         # The launch checks devices and dtypes; this names them.
         checks.check(MlaGiven(*arguments))

@@ -39,9 +39,10 @@ class MlaGiven(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MlaVariant:
-    """A kernel: csrc/kv_cache/mla_decode.cu or mla_decode_sm90.cu."""
+    """A kernel: csrc/kv_cache/mla_decode.cu or mla_decode_sm90.cu; rows: of a block, if few."""
 
     cubin: str
+    rows: int = 0
 
     @property
     def is_sm90(self) -> bool:
@@ -51,18 +52,32 @@ class MlaVariant:
     @property
     def stated(self) -> Stated:
         """Threads, shared memory, block_m (rows) and block_n (tokens of a tile)."""
-        return launch_facts(self.cubin, f"{self.cubin}_bf16")
+        return launch_facts(self.cubin, self.function("bf16"))
+
+    def cluster_of(self, rows: int) -> int:
+        """Blocks that share their tokens: two where that leaves none of them without rows."""
+        blocks = -(-rows // self.stated.sizes["block_m"])
+        return 2 if self == SM90 and blocks % 2 == 0 else 1
+
+    def function(self, token: str) -> str:
+        """The kernel's name for a dtype's token."""
+        return f"{self.cubin}_{token}" + (f"_rows{self.rows}" if self.rows else "")
 
 
 PORTABLE, SM90 = MlaVariant("mla_decode"), MlaVariant("mla_decode_sm90")
+SM90_FEW = tuple(MlaVariant("mla_decode_sm90", rows) for rows in (16, 32))
 
 
 def choose_variant(given: MlaGiven, device: PlannedGpu) -> MlaVariant:
-    """The kernel for Hopper where there are pages and boxes can be of 8 tokens or more."""
+    """The kernels for Hopper where there are pages and boxes can be of 8 tokens or more; of them
+    the one of the fewest rows that a sequence has room in."""
     pages, page_size = given.kv_cache.shape[:2]
     fits = given.block_table is None or page_size % _BOX_ROWS == 0
     is_there = pages > 0 and page_size > 0
-    return SM90 if choice is not False and device.has_wgmma and fits and is_there else PORTABLE
+    if choice is False or not (device.has_wgmma and fits and is_there):
+        return PORTABLE
+    rows = given.q.shape[1] * given.q.shape[2]
+    return next((few for few in SM90_FEW if rows <= few.rows), SM90)
 
 
 def choose_split(items: int, tokens: int, tile: int, num_splits: int, blocks: int) -> Split:

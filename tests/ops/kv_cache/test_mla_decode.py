@@ -91,9 +91,19 @@ def test_pages_of_the_slower_kernel(hopper_way: Way) -> None:
     device = mla_plan.PlannedGpu((9, 0), 132)
     assert mla_plan.choose_variant(arguments, device) == mla_plan.PORTABLE
     wide = given.kv_cache.new_empty(3, 24, KEY_DIM)
-    assert mla_plan.choose_variant(arguments._replace(kv_cache=wide), device) == mla_plan.SM90
+    assert mla_plan.choose_variant(arguments._replace(kv_cache=wide), device).is_sm90
     ada = mla_plan.PlannedGpu((8, 9), 132)
     assert mla_plan.choose_variant(arguments._replace(kv_cache=wide), ada) == mla_plan.PORTABLE
+
+
+@pytest.mark.parametrize(
+    "num_heads, seqlen_q, rows", [(16, 1, 16), (4, 4, 16), (17, 1, 32), (16, 2, 32), (33, 1, 64)]
+)
+def test_rows_of_a_block_on_hopper(num_heads: int, seqlen_q: int, rows: int) -> None:
+    q, cache = torch.empty(1, seqlen_q, num_heads, KEY_DIM), torch.empty(1, 64, KEY_DIM)
+    given = mla_plan.MlaGiven(q, cache, None, None, 1.0, 0, None)
+    variant = mla_plan.choose_variant(given, mla_plan.PlannedGpu((9, 0), 132))
+    assert variant.stated.sizes["block_m"] == rows
 
 
 @pytest.mark.parametrize(

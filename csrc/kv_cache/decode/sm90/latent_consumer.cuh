@@ -1,6 +1,7 @@
 // mla_decode_sm90.cu: a consumer's warpgroup.
 #pragma once
 
+#include "kernel_hub/cluster.cuh"
 #include "kernel_hub/math.cuh"
 #include "kernel_hub/mma.cuh"
 #include "kernel_hub/wgmma.cuh"
@@ -31,13 +32,16 @@ struct LatentConsumer {
           thread_idx(threadIdx.x & 127),
           lane_idx(threadIdx.x & 31),
           parity(0),
-          queries_low(descriptor_low(shared.base + C::kQueries, 16)),
-          keys_low(descriptor_low(shared.stage(kSide), 16)),
-          values_low{descriptor_low(shared.stage(0) + kSide * C::kHalfPanels * C::kPanelBytes,
-                                    C::kPanelBytes),
-                     descriptor_low(shared.stage(1) + kSide * C::kHalfPanels * C::kPanelBytes,
-                                    C::kPanelBytes)},
-          probs_low(descriptor_low(shared.stage(kOther) + C::kProbs, 16)) {}
+          queries_low(low_of(shared.base + C::kQueries, 16)),
+          keys_low(low_of(shared.stage(kSide), 16)),
+          values_low{
+              low_of(shared.stage(0) + kSide * C::kHalfPanels * C::kPanelBytes, C::kPanelBytes),
+              low_of(shared.stage(1) + kSide * C::kHalfPanels * C::kPanelBytes, C::kPanelBytes)},
+          probs_low(low_of(shared.stage(kOther) + C::kProbs, 16)) {}
+
+    static __device__ __forceinline__ uint32_t low_of(uint32_t address, uint32_t leading_bytes) {
+        return descriptor_low(LatentShared::operand(address), leading_bytes);
+    }
 
     // The thread's row i (0, 1) of the block's 64.
     __device__ __forceinline__ int row_of(int i) const {
@@ -119,8 +123,11 @@ struct LatentConsumer {
         wgmma_commit();
     }
 
+    // To all blocks of the cluster, a thread each.
     __device__ __forceinline__ void release(int stage) const {
-        mbarrier_arrive_if(shared.empty(stage, kSide), thread_idx == 0);
+        if (thread_idx < shared.num_blocks) {
+            mbarrier_arrive_cluster(cluster_address(shared.empty(stage, kSide), thread_idx));
+        }
     }
 
     // Zeros what the tile holds beyond the sequence: 0 times a NaN there is a NaN.
@@ -234,36 +241,29 @@ struct LatentConsumer {
     }
 
     // Waits for the scores of this side's tile: the panels of its own half first, the rope panel
-    // last. The product before is waited for under the first panel's, and its stage released.
-    // NOTE: not under more: ptxas counts each panel as a group, as there is a wait in between.
+    // last. The product before is waited for first, and its stage released: what is asked for then
+    // is what the scores wait for longest.
     __device__ __forceinline__ void multiply_keys(const LatentPart& part, int token0,
                                                   bool is_first) {
         const int rows = part.end_token - token0;
-        bool is_pending = !is_first;
+        if (!is_first) {
+            wgmma_wait<0>();
+            hold_registers(output);
+            release(kOther);
+        }
         if (rows > 0 && rows < C::kTile) {
-            if (is_pending) {
-                wgmma_wait<0>();
-                release(kOther);
-                is_pending = false;
-            }
             wait_for(kSide, kSide, C::kHalfPanels);
             wait_for(kSide, kOther, C::kHalfPanels + 1);
             clear_rows_from(rows);
         }
-        issue_scores(LatentShared::panel_of(kSide, 0), true);
-        if (is_pending) {
-            wgmma_wait<1>();
-            release(kOther);
-        }
 #pragma unroll
-        for (int i = 1; i < C::kPanels; ++i) {
+        for (int i = 0; i < C::kPanels; ++i) {
             issue_scores(i < C::kHalfPanels ? LatentShared::panel_of(kSide, i)
                                             : LatentShared::panel_of(kOther, i - C::kHalfPanels),
-                         false);
+                         i == 0);
         }
         wgmma_wait<0>();
         hold_registers(scores);
-        hold_registers(output);
     }
 
     // The even tile's side.
@@ -318,7 +318,7 @@ struct LatentConsumer {
     }
 
     // A part, from its queries to its rows.
-    __device__ __forceinline__ void attend(const LatentPart& part, int index) {
+    __device__ __forceinline__ void attend(const LatentPart& part) {
         const float scale_log2 = args.softmax_scale * kLog2e;
         load_queries(part);
 #pragma unroll
@@ -345,10 +345,10 @@ struct LatentConsumer {
         if (part.first_token < part.end_token) {
             release(kOther);
         }
-        write(part, index);
+        write(part);
     }
 
-    __device__ __forceinline__ void write(const LatentPart& part, int index) {
+    __device__ __forceinline__ void write(const LatentPart& part) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             row_sum[i] += __shfl_xor_sync(~0u, row_sum[i], 1);
@@ -363,14 +363,14 @@ struct LatentConsumer {
             const int row = row_of(i);
             const float sum = sums(0)[row] + sums(1)[row];
             const float factor = sum == 0.0f ? 0.0f : __fdividef(1.0f, sum);
-            const auto target = LatentRow<T>::template of<C::kRows>(args, part, index, row);
+            const auto target = LatentRow<T>::of(args, part, row);
             target.template store<C::kHalfDim / 8>(
                 kSide * C::kHalfDim + 2 * (lane_idx & 3), [&](int j) {
                     return make_float2(output[4 * j + 2 * i] * factor,
                                        output[4 * j + 2 * i + 1] * factor);
                 });
             if (kSide == 0 && (lane_idx & 3) == 0) {
-                write_lse<C::kRows>(args, part, index, row, row_max[i], sum);
+                write_lse(args, part, row, row_max[i], sum);
             }
         }
     }

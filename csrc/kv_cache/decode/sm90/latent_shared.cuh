@@ -1,6 +1,7 @@
-// mla_decode_sm90.cu: figures, shared memory, and the warp that loads.
+// mla_decode_sm90.cu: figures, shared memory, and the warps that load.
 #pragma once
 
+#include "kernel_hub/cluster.cuh"
 #include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/mbarrier.cuh"
 #include "kernel_hub/tma.cuh"
@@ -33,14 +34,23 @@ enum LatentBarrier : int { kJoin = 1, kEvenMaxima, kOddMaxima, kEvenProbs, kOddP
 // A stage is filled panel by panel and released in two parts: the panels of each half of the
 // output's columns. The rope panel, over which the stage's probabilities are written, is of the
 // part that the other consumer reads last.
+// The blocks of a cluster (1 or 2), of other rows and the same tokens, bring each other every
+// other panel.
 struct LatentShared {
     uint32_t base;
+    int num_blocks, rank;  // of the cluster
 
     static __device__ __forceinline__ LatentShared here() {
-        return {shared_address(dynamic_shared())};
+        return {shared_address(dynamic_shared()), static_cast<int>(cluster_size()),
+                static_cast<int>(cluster_rank())};
     }
     __device__ __forceinline__ uint32_t stage(int stage) const {
         return base + stage * LatentStages::kStageBytes;
+    }
+    // What a descriptor takes: an address without the block's rank, which stands above 24 bits and
+    // would be part of the leading offset.
+    static __device__ __forceinline__ uint32_t operand(uint32_t address) {
+        return address & 0xffffff;
     }
     __device__ __forceinline__ uint32_t full(int stage, int panel) const {
         return base + LatentStages::kBarriers + 8 * (LatentStages::kPanels * stage + panel);
@@ -55,6 +65,7 @@ struct LatentShared {
     }
 };
 
+// The warp that loads a stage: even tiles' or odd ones'.
 template <typename T>
 struct LatentProducer {
     using C = LatentStages;
@@ -62,26 +73,25 @@ struct LatentProducer {
     const CUtensorMap* map;
     const int box_rows;
     const LatentShared shared;
-    uint32_t parity;  // of the pair's stages
+    const int stage;
+    uint32_t parity;
 
-    // Brings the tiles of a part, two by two, the second of the last two perhaps not there: lanes
-    // 0 .. 7 find the pages of the boxes of the first, the next eight those of the second, a pair
-    // ahead. A box that is not there has page -1, for which the TMA writes zeros.
+    // Brings every other tile of a part, the last odd one perhaps not there: lanes 0 .. 7 find the
+    // pages of its boxes, a tile ahead. A box that is not there has page -1, for which the TMA
+    // writes zeros.
     __device__ __forceinline__ void load(const LatentPart& part) {
         const int lane_idx = threadIdx.x & 31;
         const int boxes = C::kTile / box_rows;
-        const int box = lane_idx & 7;
+        const uint16_t everyone = (1 << shared.num_blocks) - 1;
         const int* table = args.block_table == nullptr
                                ? nullptr
                                : args.block_table + part.batch_idx * args.block_table_stride;
-        int token = part.first_token + (lane_idx >> 3) * C::kTile + box * box_rows;
-        const bool is_lane = lane_idx < 16 && box < boxes;
-        bool is_box = is_lane && token < part.end_token;
+        int token = part.first_token + stage * C::kTile + lane_idx * box_rows;
+        bool is_box = lane_idx < boxes && token < part.end_token, is_outside = false;
         int page = part.batch_idx;
         if (is_box && table != nullptr) {
             page = __ldg(table + token / args.page_size);
         }
-        bool is_outside = false;
 #pragma unroll 1
         for (int first = part.first_token; first < part.end_token; first += 2 * C::kTile) {
             const bool is_there = is_box && is_index(page, args.num_pages);
@@ -89,32 +99,34 @@ struct LatentProducer {
             const int found = is_there ? page : -1;
             const int in_page = is_there && table != nullptr ? token % args.page_size : token;
             token += 2 * C::kTile;
-            is_box = is_lane && token < part.end_token;
+            is_box = lane_idx < boxes && token < part.end_token;
             if (is_box && table != nullptr) {
                 page = __ldg(table + token / args.page_size);
             }
             // In the order in which consumers release and await them.
 #pragma unroll 1
-            for (int i = 0; i < 4; ++i) {
-                const int stage = i & 1, half = i == 1 || i == 2;
-                const int panels = C::kHalfPanels + (stage != half);
+            for (int i = 0; i < 2; ++i) {
+                const int half = stage ^ i;
                 mbarrier_wait(shared.empty(stage, half), parity ^ 1);
                 const bool is_leader = elect_one();
 #pragma unroll 1
-                for (int p = 0; p < panels; ++p) {
+                for (int p = 0; p < C::kHalfPanels + i; ++p) {
                     const int panel = LatentShared::panel_of(half, p);
                     const uint32_t full = shared.full(stage, panel);
                     uint32_t target = shared.stage(stage) + panel * C::kPanelBytes;
                     if (is_leader) {
                         mbarrier_arrive_expect_tx(full, C::kPanelBytes);
                     }
+                    if ((panel & (shared.num_blocks - 1)) != shared.rank) {
+                        continue;
+                    }
 #pragma unroll 1
                     for (int b = 0; b < boxes; ++b) {
-                        const int box_page = __shfl_sync(~0u, found, 8 * stage + b);
-                        const int row = __shfl_sync(~0u, in_page, 8 * stage + b);
+                        const int box_page = __shfl_sync(~0u, found, b);
+                        const int row = __shfl_sync(~0u, in_page, b);
                         if (is_leader) {
-                            tma_load_4d(target, map, full, panel * C::kPanelColumns, row, 0,
-                                        box_page);
+                            tma_load_4d_multicast(target, map, full, everyone,
+                                                  panel * C::kPanelColumns, row, 0, box_page);
                         }
                         target += box_rows * 128;
                     }
