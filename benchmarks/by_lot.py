@@ -122,6 +122,7 @@ def more_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--sweep", action="store_true", help="linear at rows from 1 to 1024")
     parser.add_argument("--every", action="store_true", help="with --sweep: at every one of them")
+    parser.add_argument("--sizes", type=int, default=0, help="with --sweep: at so many of them")
 
 
 def main() -> int:
@@ -143,7 +144,8 @@ def main() -> int:
         print("DeepGEMM is not on PYTHONPATH: what it takes will not count", file=sys.stderr)
     lots: Sequence[AnyLot]
     if options.sweep:
-        lots, options.peers = sweep.lots(options.seed, options.every), [CUBLAS]
+        lots = sweep.lots(options.seed, options.every, options.sizes)
+        options.peers = [CUBLAS]
     else:
         lots = [*drawn(names, options.seed, options.cases, options.first)]
     path = options.out or RESULTS / file_name(options)
