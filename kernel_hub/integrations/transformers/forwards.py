@@ -57,8 +57,9 @@ def reason_to_pass(
         return f"x of {x.dtype} on {x.device}, weights of {weight.dtype} on {weight.device}"
     if x.numel() == 0:
         return "no tokens"
-    if not all(fused.is_current() for fused in state.fused):
-        return "weights that were moved since accelerate()"
+    for fused in state.fused:
+        if not fused.is_current():
+            return "weights that were moved since accelerate()"
     return None
 
 
