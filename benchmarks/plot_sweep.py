@@ -92,17 +92,24 @@ def svg(found: Mapping[str, Lines], title: str) -> str:
     return "\n".join([*lines, "</svg>", ""])
 
 
+def picture_of(rows: list[dict[str, Any]]) -> str:
+    """The rows of a file. Raises ValueError where none is of a sweep."""
+    found = panels(rows)
+    if not found:
+        raise ValueError("no rows of a sweep")
+    return svg(found, f"linear, bf16, time over the number of rows, {rows[0]['gpu']}")
+
+
 def main(argv: list[str] | None = None) -> int:
     """One picture."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("source", type=Path)
     parser.add_argument("--out", type=Path, help="default: the source's name with .svg")
     options = parser.parse_args(argv)
-    rows = results.read(options.source)
-    found = panels(rows)
-    if not found:
-        sys.exit(f"{options.source} has no rows of a sweep")
-    text = svg(found, f"linear, bf16, time over the number of rows, {rows[0]['gpu']}")
+    try:
+        text = picture_of(results.read(options.source))
+    except ValueError as error:
+        sys.exit(f"{options.source}: {error}")
     (options.out or options.source.with_suffix(".svg")).write_text(text, encoding="utf-8")
     return 0
 
