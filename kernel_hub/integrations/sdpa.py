@@ -325,7 +325,8 @@ def _sdpa(given: _Given) -> tuple[Any, ...]:
 def _differentiate(
     q: Any, k: Any, v: Any, dout: Any, out: Any, lse: Any, grads: Any, options: Options
 ) -> None:
-    numbers = checks.resolve(_OP, q, k, v, options)
+    plan = run.plan_of(q, k, v, True, options)  # of a forward that was checked
+    numbers = checks.resolve(_OP, q, k, v, options) if plan is None else plan.numbers
     is_ragged = options.cu_seqlens_q is not None
     shape = (q.shape[1], q.shape[0]) if is_ragged else (numbers[0], q.shape[2], q.shape[1])
     if lse.dtype != torch.float32 or tuple(lse.shape) != shape:
@@ -335,7 +336,7 @@ def _differentiate(
         raise _NotOursError("gradients or outputs that are not like query and value")
     out, lse = (x if x.stride(-1) == 1 else x.contiguous() for x in (out, lse))
     is_deterministic = torch.are_deterministic_algorithms_enabled()
-    run.backward(_OP, dout, (q, k, v), out, lse, grads, is_deterministic, options)
+    run.backward(_OP, dout, (q, k, v), out, lse, grads, is_deterministic, options, plan)
 
 
 def _backward(given: _Given, turn: Callable[..., Any] = lambda *x: x) -> tuple[Any, ...]:
