@@ -67,15 +67,22 @@ def _zeros_apart(count: int, device: torch.device) -> torch.Tensor:
     to record a graph (torch.compile's "reduce-overhead"), whose pool would own what is allocated
     meanwhile.
     """
-    from concurrent.futures import ThreadPoolExecutor
+    made: list[torch.Tensor] = []
+    failed: list[BaseException] = []
 
-    def make() -> torch.Tensor:
-        made = torch.zeros(count, dtype=torch.int32, device=device)
-        torch.cuda.current_stream(device).synchronize()
-        return made
+    def make() -> None:
+        try:
+            made.append(torch.zeros(count, dtype=torch.int32, device=device))
+            torch.cuda.current_stream(device).synchronize()
+        except BaseException as error:  # noqa: BLE001 - it is the caller's
+            failed.append(error)
 
-    with ThreadPoolExecutor(1) as threads:
-        return threads.submit(make).result()
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+    return made[0]
 
 
 def _stream_id(device: torch.device) -> int:
