@@ -1,5 +1,5 @@
-"""flash_attention beside torch's flash (FlashAttention-2) and cuDNN backends, FlashAttention-3 and
-FlashInfer, in one run.
+"""flash_attention, and of packed tensors flash_attention_qkvpacked, beside torch's flash
+(FlashAttention-2) and cuDNN backends, FlashAttention-3 and FlashInfer, in one run.
 
 Each contender's output is held against fp64 first, on the last queries of a sequence. Burst: 6 ms
 of launches after 35 ms of idling, contenders in random order, medians of the rounds. Sustained:
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
-from flash_attention_cases import PORTABLE, Case, dense, paged, varlen
+from flash_attention_cases import PORTABLE, Case, dense, packed, paged, varlen
 from harness import DTYPES, OURS, Report, arguments, burst, sustained
 from lot.attention_peers import CUDNN, FA2, FA3, FLASHINFER, Launch
 
@@ -68,6 +68,12 @@ def cases(options: argparse.Namespace) -> Iterator[tuple[Callable[[], Case], boo
                 yield partial(paged, page_size, 4, 4096, 4096, (32, 8), 128, bf16), False
                 if not options.quick:
                     yield partial(paged, page_size, 4, 1024, 16384, (32, 8), 128, bf16), False
+        if section == "packed":  # a ViT, a prompt, training
+            for batch, seqlen, heads, head_dim, causal in (
+                (64, 577, (16, 16), 64, False), (1, 4096, (32, 8), 128, True),
+                (4, 2048, (25, 25), 64, True),
+            ):  # fmt: skip
+                yield partial(packed, batch, seqlen, heads, head_dim, causal), False
         if section in DTYPES:
             yield from protocol(DTYPES[section], options.quick)
 
@@ -116,7 +122,7 @@ def main() -> int:
         __doc__,
         rounds=15,
         quick={"rounds": 5, "peers": f"{FA2},{CUDNN},{FA3}"},
-        sections="models,deepseek,varlen,paged,bf16,fp16",
+        sections="models,deepseek,varlen,paged,packed,bf16,fp16",
         peers=f"{FA2},{CUDNN},{FA3},{FLASHINFER}",  # the last compiles
         more=lambda parser: parser.add_argument(
             "--part", help="2/5: each fifth case from the second; the rows of the others stay"

@@ -1,6 +1,7 @@
 """Ops on cases drawn by lot, beside every peer: published models, their 1-, 2-, 4- and 8-way
 slices, token counts as servers see them; a third of the products with bias, residual, fp32 results,
-strided rows or k off 64. --family takes families and groups of them: products, attention, rows.
+strided rows or k off 64. --family takes families and groups: products, attention, rows, torch (its
+attention with the door of integrations.sdpa open, beside what it takes itself).
 
 Case i of a family under a seed is the same whatever else is drawn: `--seed S --family F --first i
 --cases 1` runs it alone. Every output is checked before and after it is timed. A case counts only
@@ -25,7 +26,7 @@ from typing import Any
 
 import torch
 from harness import RESULTS, arguments, gpu_token
-from lot import rowwise, sweep
+from lot import rowwise, sdpa, sweep
 from lot.attention_peers import ATTENTION_PEERS
 from lot.clock import Clock
 from lot.contenders import Source
@@ -121,6 +122,7 @@ def more_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--sweep", action="store_true", help="linear at rows from 1 to 1024")
     parser.add_argument("--every", action="store_true", help="with --sweep: at every one of them")
+    parser.add_argument("--sizes", type=int, default=0, help="with --sweep: at so many of them")
 
 
 def main() -> int:
@@ -131,7 +133,7 @@ def main() -> int:
         quick={"cases": 27, "rounds": 3},
         more=more_arguments,
         family="products",
-        peers=",".join((*PEERS, *ATTENTION_PEERS, *rowwise.PEERS)),
+        peers=",".join((*PEERS, *ATTENTION_PEERS, *rowwise.PEERS, *sdpa.PEERS)),
     )
     try:
         names = families(options.family)
@@ -142,7 +144,8 @@ def main() -> int:
         print("DeepGEMM is not on PYTHONPATH: what it takes will not count", file=sys.stderr)
     lots: Sequence[AnyLot]
     if options.sweep:
-        lots, options.peers = sweep.lots(options.seed, options.every), [CUBLAS]
+        lots = sweep.lots(options.seed, options.every, options.sizes)
+        options.peers = [CUBLAS]
     else:
         lots = [*drawn(names, options.seed, options.cases, options.first)]
     path = options.out or RESULTS / file_name(options)

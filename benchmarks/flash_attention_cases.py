@@ -120,6 +120,35 @@ def dense(
     return case
 
 
+def packed(
+    batch: int, seqlen: int, heads: tuple[int, int], head_dim: int, causal: bool
+) -> Case:  # fmt: skip
+    """q, k and v of bf16 in one tensor, as one projection gives them; peers read it too."""
+    num_heads, num_kv_heads = heads
+    qkv = randn(batch, seqlen, num_heads + 2 * num_kv_heads, head_dim, dtype=torch.bfloat16)
+    q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), 2)
+    given = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "causal": causal}
+
+    def use_fa3() -> Launch:
+        op, scale = fa3(), 1 / math.sqrt(head_dim)
+        return lambda: op(q, k, v, softmax_scale=scale, is_causal=causal, num_splits=1)[0]
+
+    case = Case(
+        f"packed {batch} x {seqlen} h{num_heads}/{num_kv_heads} d{head_dim} "
+        f"{'causal' if causal else 'full'} bf16",
+        4.0 * batch * num_heads * seqlen * seqlen * head_dim * (0.5 if causal else 1),
+        {
+            OURS: lambda: partial(ops.flash_attention_qkvpacked, qkv, **given),
+            FA2: lambda: sdpa(q, k, v, causal, FA2),
+            CUDNN: lambda: sdpa(q, k, v, causal, CUDNN),
+            FA3: use_fa3,
+        },
+    )
+    rows = partial(lambda out: out[:1, -CHECKED_ROWS:, : num_heads // num_kv_heads])
+    case.check(rows, rows(q), k[:1, :, :1], v[:1, :, :1], causal)
+    return case
+
+
 def varlen(heads: tuple[int, int], head_dim: int, causal: bool, dtype: torch.dtype) -> Case:
     """16 lengths, log-uniform from 64 to 8k, the same every time."""
     draw = random.Random(0)

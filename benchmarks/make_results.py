@@ -1,4 +1,4 @@
-"""benchmarks/results/*.json -> RESULTS.md, the READMEs' tables between their markers, a picture.
+"""benchmarks/results/*.json -> RESULTS.md, the READMEs' tables between their markers, pictures.
 
 python benchmarks/make_results.py           writes all
 python benchmarks/make_results.py --check   fails where they are out of date
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import picture
+import plot_sweep
 
 from kernel_hub.measure import results
 
@@ -85,6 +86,7 @@ class Family(NamedTuple):
     versions: dict[str, str]
     command: str
     cases: tuple[Case, ...]
+    file: str = ""  # without its suffix
 
     @property
     def is_drawn(self) -> bool:
@@ -114,6 +116,7 @@ def load(folder: Path) -> list[Family]:
             about[file, name]["versions"],
             about[file, name]["command"],
             tuple(Case(case, rows) for case, rows in cases.items()),
+            file,
         )
         for (file, name), cases in families.items()
     ]
@@ -170,8 +173,8 @@ def drawn_lines(family: Family) -> list[str]:
     """The sums of a family drawn by lot, and its cases behind, worst first."""
     ratios = family.ratios
     lines = [f"{len(ratios)} cases: {sums(ratios)}." if ratios else "No case counts."]
-    if family.name.startswith("sweep "):  # a picture shows them
-        return lines
+    if family.name.startswith("sweep "):
+        return [*lines, "", f"![Time over the number of rows](results/{family.file}.svg)"]
     behind = [case for case in family.cases if (case.ratio() or 0) > BEHIND]
     for case in sorted(behind, key=lambda case: -(case.ratio() or 0)):
         note = case.rows[case.ours or ""].get("note", "")
@@ -323,6 +326,10 @@ def main(argv: list[str] | None = None) -> int:
     texts = {
         ROOT / "benchmarks/RESULTS.md": document(families),
         RESULTS / "families.svg": picture.svg(ratios, f"kernel_hub beside the best peer, {gpu}"),
+        **{
+            file.with_suffix(".svg"): plot_sweep.picture_of(results.read(file))
+            for file in sorted(RESULTS.glob("*_sweep_*.json"))
+        },
         **{
             readme: replaced(readme.read_text(encoding="utf-8"), summary(families))
             for readme in readmes

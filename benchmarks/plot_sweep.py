@@ -1,17 +1,22 @@
-"""Draws benchmarks/results/<gpu>_sweep_linear_s<seed>.json: ours and cuBLAS over the number of
-rows, a panel a weight. Needs matplotlib.
+"""Draws benchmarks/results/<gpu>_sweep_linear_s<seed>.json as SVG: ours and cuBLAS over the number
+of rows, a panel a weight.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from kernel_hub.measure import results
 
+_WIDTH, _LEFT, _RIGHT, _TOP, _PANEL, _GAP = 800, 56, 16, 34, 170, 44
+_COLOURS = {"kernel_hub": "#1a7f37"}
+_PEER, _INK, _PALE = "#bc4c00", "#1f2328", "#d0d7de"
 CASE = re.compile(r"(\d+x\d+) m(\d+) \w+")
 Lines = dict[str, list[tuple[int, float]]]
 
@@ -28,30 +33,84 @@ def panels(rows: list[dict[str, Any]]) -> dict[str, Lines]:
     }
 
 
+def _step(most: float) -> float:
+    """Between two lines of a grid, of which four or five are drawn."""
+    size = 10.0 ** math.floor(math.log10(most))
+    return next(size * x for x in (0.2, 0.5, 1, 2) if most / (size * x) <= 5.5)
+
+
+def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
+    return f'<text x="{x:.0f}" y="{y:.0f}" text-anchor="{anchor}" fill="{_INK}">{text}</text>'
+
+
+def _panel(weight: str, lines: Lines, top: float) -> list[str]:
+    """The grid, then a line a contender."""
+    most_x = max(x for points in lines.values() for x, _ in points)
+    most_y = 1.05 * max(y for points in lines.values() for _, y in points)
+    right, bottom = _WIDTH - _RIGHT, top + _PANEL
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        return _LEFT + x / most_x * (right - _LEFT), bottom - y / most_y * _PANEL
+
+    found = [_text(_LEFT, top - 6, f"{weight}, us")]
+    for i in range(int(most_y / _step(most_y)) + 1):
+        _, y = place(0, i * _step(most_y))
+        found.append(f'<path d="M{_LEFT} {y:.1f}H{right}" stroke="{_PALE}"/>')
+        found.append(_text(_LEFT - 6, y + 4, f"{i * _step(most_y):g}", "end"))
+    for i in range(int(most_x / 128) + 1):
+        x, _ = place(128 * i, 0)
+        found.append(f'<path d="M{x:.1f} {top}V{bottom}" stroke="{_PALE}"/>')
+        found.append(_text(x, bottom + 15, f"{128 * i}", "middle"))
+    for name, points in lines.items():
+        path = " ".join("{:.1f},{:.1f}".format(*place(*point)) for point in points)
+        colour = _COLOURS.get(name, _PEER)
+        found.append(
+            f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>'
+        )
+    return found
+
+
+def svg(found: Mapping[str, Lines], title: str) -> str:
+    """Weight -> its lines, in the order to draw."""
+    height = _TOP + len(found) * (_PANEL + _GAP) + 10
+    names = dict.fromkeys(name for lines in found.values() for name in lines)
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
+        'font-family="sans-serif" font-size="12">',
+        f'<rect width="{_WIDTH}" height="{height}" fill="#ffffff"/>',
+        _text(_LEFT, 16, title),
+    ]
+    for i, name in enumerate(names):
+        x = _WIDTH - 120 * (len(names) - i)
+        lines.append(
+            f'<path d="M{x} 12h24" stroke="{_COLOURS.get(name, _PEER)}" stroke-width="3"/>'
+        )
+        lines.append(_text(x + 30, 16, name))
+    for i, (weight, each) in enumerate(found.items()):
+        lines += _panel(weight, each, _TOP + i * (_PANEL + _GAP) + 14)
+    lines.append(_text(_WIDTH - _RIGHT, height - 4, "rows (m)", "end"))
+    return "\n".join([*lines, "</svg>", ""])
+
+
+def picture_of(rows: list[dict[str, Any]]) -> str:
+    """The rows of a file. Raises ValueError where none is of a sweep."""
+    found = panels(rows)
+    if not found:
+        raise ValueError("no rows of a sweep")
+    return svg(found, f"linear, bf16, time over the number of rows, {rows[0]['gpu']}")
+
+
 def main(argv: list[str] | None = None) -> int:
     """One picture."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("source", type=Path)
     parser.add_argument("--out", type=Path, help="default: the source's name with .svg")
     options = parser.parse_args(argv)
-    rows = results.read(options.source)
-    found = panels(rows)
-    if not found:
-        sys.exit(f"{options.source} has no rows of a sweep")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(len(found), 1, figsize=(10, 3.2 * len(found)), squeeze=False)
-    for axis, (weight, lines) in zip(axes[:, 0], found.items(), strict=True):
-        for contender, points in lines.items():
-            xs, ys = zip(*points, strict=True)
-            axis.plot(xs, ys, linewidth=1, label=contender)
-        axis.set(title=weight, xlim=(0, None), ylim=(0, None), ylabel="us")
-        axis.grid(alpha=0.3)
-    axes[0][0].legend()
-    axes[-1][0].set(xlabel="rows (m)")
-    figure.suptitle(f"linear, bf16, {rows[0]['gpu']}")
-    figure.tight_layout()
-    figure.savefig(options.out or options.source.with_suffix(".svg"))
+    try:
+        text = picture_of(results.read(options.source))
+    except ValueError as error:
+        sys.exit(f"{options.source}: {error}")
+    (options.out or options.source.with_suffix(".svg")).write_text(text, encoding="utf-8")
     return 0
 
 

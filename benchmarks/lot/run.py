@@ -20,13 +20,15 @@ from . import (
     paired,
     products,
     rowwise,
+    sdpa,
+    sdpa_shapes,
     shapes,
 )  # fmt: skip
 from .clock import Times
 from .contenders import Contender, Launch, Made, Peer, Source, Written, planned
 from .outcome import OURS, Outcome
 
-Lot = shapes.Lot | attention_shapes.AttentionLot
+Lot = shapes.Lot | attention_shapes.AttentionLot | sdpa_shapes.SdpaLot
 AnyLot = Lot | rowwise.RowLot
 # family -> how its cases are made
 _PRODUCTS: dict[str, Callable[[shapes.Lot, Source], Made]] = {
@@ -45,9 +47,11 @@ _ATTENTION: dict[str, Callable[[attention_shapes.AttentionLot, Source], Made]] =
     "backward": attention_backward.make,
     "backward_eager": attention_backward.make_eager,
 }
-FAMILIES: dict[str, Callable[[Any, Source], Made]] = {**_PRODUCTS, **_ATTENTION}
+_SDPA = dict.fromkeys(sdpa_shapes.FAMILIES, sdpa.make)
+FAMILIES: dict[str, Callable[[Any, Source], Made]] = {**_PRODUCTS, **_ATTENTION, **_SDPA}
 GROUPS = {
-    "products": tuple(_PRODUCTS), "attention": tuple(_ATTENTION), "rows": rowwise.FAMILIES
+    "products": tuple(_PRODUCTS), "attention": tuple(_ATTENTION), "rows": rowwise.FAMILIES,
+    "torch": tuple(_SDPA),
 }  # fmt: skip
 
 
@@ -55,6 +59,8 @@ def draw(family: str, seed: int, number: int) -> AnyLot:
     """The case `number` of a family under a seed, whatever else is drawn."""
     if family in rowwise.FAMILIES:
         return rowwise.draw(family, seed, number)
+    if family in _SDPA:
+        return sdpa_shapes.draw(family, seed, number)
     drawn = attention_shapes.draw if family in _ATTENTION else shapes.draw
     found: Lot = drawn(family, seed, number)
     return found

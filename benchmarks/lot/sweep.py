@@ -25,9 +25,12 @@ def sizes(seed: int, every: bool = False) -> list[int]:
     return sorted(x for x in found if x <= MOST)
 
 
-def lots(seed: int, every: bool = False) -> list[Lot]:
-    """The cases."""
-    return [Lot("linear", 0, "", m, n, k) for n, k in WEIGHTS for m in sizes(seed, every)]
+def lots(seed: int, every: bool = False, count: int = 0) -> list[Lot]:
+    """The cases; with a count of so many of the sizes, drawn."""
+    found = sizes(seed, every)
+    if count:
+        found = sorted(random.Random(f"{seed} sweep").sample(found, min(count, len(found))))
+    return [Lot("linear", 0, "", m, n, k) for n, k in WEIGHTS for m in found]
 
 
 def jumps(ours: Mapping[int, float], peer: Mapping[int, float]) -> list[tuple[int, float, float]]:

@@ -8,6 +8,7 @@ given back to a list, so threads never share one while ctypes has released the G
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import struct
@@ -20,7 +21,7 @@ from typing import Any
 from .. import driver as _driver
 from ..arrays import interop
 from ..driver import Driver
-from ..errors import LaunchConfigError
+from ..errors import CudaDriverError, LaunchConfigError
 from ..image.shipped import FunctionSpec
 from ..signature.params import layout
 from .c_launcher import Launcher
@@ -224,6 +225,13 @@ class DeviceFunction:
                 self.shared_ready = shared_bytes
                 if (native := self.native) is not None:
                     native.allow_shared(shared_bytes)
+
+    def allow(self, shared_bytes: Any) -> None:
+        """Opt in for a launch to come; what is wrong with it, the launch says."""
+        most = self.limits.max_dynamic_shared_bytes
+        if type(shared_bytes) is int and self.shared_ready < shared_bytes <= most:
+            with contextlib.suppress(CudaDriverError):
+                self._opt_in(shared_bytes)
 
     def occupancy(self, threads: int, shared_bytes: int) -> int:
         """Blocks an SM holds at once."""

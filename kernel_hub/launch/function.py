@@ -215,7 +215,7 @@ class KernelFunction(partial):  # type: ignore[type-arg]
                 self._states[device] = state
             return state
 
-    def _prepare(self, params: Any, stream: Any) -> Any:
+    def _prepare(self, params: Any, stream: Any, shared_bytes: Any = 0) -> Any:
         """Load where needed; the launcher to go on with: the C one, later the generated one."""
         driver = _driver.get()
         device = 0 if driver.device_count == 1 else self._device_of(params)
@@ -225,6 +225,7 @@ class KernelFunction(partial):  # type: ignore[type-arg]
             # something to it.
             if not self._armed and (native := self._native_for(state)) is not None:
                 state.native = native
+                state.allow(shared_bytes)  # which the C launcher would leave to the generated one
                 self._put_in_front(native)
                 self._armed = True  # for this device; tensors on others go the Python way
                 return self.func
@@ -330,7 +331,7 @@ def _first_launch(
     **options: Any,
 ) -> None:
     # Runs with the namespace of `_namespace` as its globals.
-    launch = prepare(params, stream)  # type: ignore[name-defined]  # noqa: F821
+    launch = prepare(params, stream, sharedMemBytes)  # type: ignore[name-defined]  # noqa: F821
     launch(gridDim, blockDim, sharedMemBytes, stream, params, *more, **options)
 
 
@@ -350,8 +351,8 @@ def _namespace(owner: weakref.ref[KernelFunction]) -> dict[str, Any]:
     def load(device: int, stream: Any) -> DeviceFunction:
         return alive()._state(device, stream)
 
-    def prepare(params: Any, stream: Any) -> Any:
-        return alive()._prepare(params, stream)
+    def prepare(params: Any, stream: Any, shared_bytes: Any = 0) -> Any:
+        return alive()._prepare(params, stream, shared_bytes)
 
     return {
         "__builtins__": __builtins__,

@@ -24,7 +24,7 @@ def script(name: str) -> ModuleType:
     return module
 
 
-picture = script("picture")  # which make_results imports
+picture, plot_sweep = script("picture"), script("plot_sweep")  # which make_results imports
 make_results = script("make_results")
 
 
@@ -173,11 +173,19 @@ def test_it_writes_once_and_checks(
     for file in (readme, tmp_path / "README.zh-CN.md"):
         file.write_text(f"{make_results.BEGIN}\n{make_results.END}\n")
     write(tmp_path / "h200.json", ROWS)
+    sweep = [
+        row("sweep linear", f"64x32 m{m} bf16", name, us, "us")
+        for m in (1, 8)
+        for name, us in (("kernel_hub", 2.0), ("cuBLAS", 2.5))
+    ]
+    write(tmp_path / "h200_sweep_linear_s1.json", sweep)
     monkeypatch.setattr(make_results, "ROOT", tmp_path)
     monkeypatch.setattr(make_results, "RESULTS", tmp_path)
     assert make_results.main(["--check"]) == 1
     assert make_results.main([]) == 0
-    assert capsys.readouterr().out.count("wrote ") == 4
+    assert capsys.readouterr().out.count("wrote ") == 5
+    assert "polyline" in (tmp_path / "h200_sweep_linear_s1.svg").read_text()
+    assert "(results/h200_sweep_linear_s1.svg)" in (tmp_path / "benchmarks/RESULTS.md").read_text()
     assert make_results.main(["--check"]) == 0
     assert "5,900 (CuPy)" in readme.read_text()
 

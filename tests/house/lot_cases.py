@@ -21,7 +21,7 @@ def lot_modules() -> SimpleNamespace:
         names = (
             "shapes", "models", "run", "outcome", "clock", "contenders", "sweep",
             "attention_shapes", "attention_peers", "attention_backward",
-            "product_peers", "rowwise",
+            "product_peers", "rowwise", "sdpa", "sdpa_shapes",
         )  # fmt: skip
         modules = {name: importlib.import_module(f"lot.{name}") for name in names}
         scripts = {

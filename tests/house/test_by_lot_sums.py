@@ -6,6 +6,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -128,12 +129,18 @@ def test_the_sweep() -> None:
     flat = dict.fromkeys(range(1, 9), 10.0)
     assert lot.sweep.jumps(flat | {5: 12.0}, flat) == [(5, 1.2, 1.0)]
     assert not lot.sweep.jumps(flat | {5: 12.0}, flat | {5: 13.0})
+    few = lot.sweep.lots(1, count=20)
+    assert len(few) == 60 and {x.m for x in few} < set(sizes)
     lots = [x for x in lot.sweep.lots(1) if x.m in (3, 4)]
     found = [(x, outcome(x.name, 2.0 * x.m, {"cuBLAS": 6.0 + x.m})) for x in lots]
     lines = lot.sweep.told(found)
     assert lines[0].startswith("6144x4096: geometric mean 0.730, worst 0.80")
     assert lines[2] == "  jumps at m 4: x 1.33, the peer x 1.11"
     rows = [vars(row) for row in lot.outcome.rows([x for _, x in found], "sweep")]
-    assert lot.plot_sweep.panels(rows)["1280x8192"] == {
+    panels = lot.plot_sweep.panels(rows)
+    assert panels["1280x8192"] == {
         "kernel_hub": [(3, 6.0), (4, 8.0)], "cuBLAS": [(3, 9.0), (4, 10.0)],
     }  # fmt: skip
+    drawn = ElementTree.fromstring(lot.plot_sweep.svg(panels, "linear"))
+    lines = [x.get("points") for x in drawn.iter() if x.tag.endswith("polyline")]
+    assert len(lines) == 6 and lines[0] == "602.0,120.9 784.0,88.5"

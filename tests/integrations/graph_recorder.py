@@ -3,6 +3,7 @@ and caches with which to step."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -19,18 +20,32 @@ LENGTH = 96
 
 
 class Recorder:
-    """A graph: as the device's, a capture runs nothing, and a replay fills the same outputs."""
+    """A graph: as the device's, a capture runs nothing, and a replay fills the same outputs, from
+    the cache's counts on the host as they were at the capture."""
 
     def __init__(self, run: Callable[[], Any]) -> None:
         self.run = run
         self.replays = 0
         (cache,) = [x for x in self._cells(run) if hasattr(x, "get_seq_length")]
+        self.cache = weakref.ref(cache)
+        self.counts = self._counts()
         tensors = step_graphs._tensors_of(cache)
         before = [x.clone() for x in tensors]
         self.outputs = run()
         with torch.inference_mode():
             for x, was in zip(tensors, before, strict=True):
                 x.copy_(was)
+
+    def _counts(self) -> list[dict[str, Any]]:
+        """What the cache's layers keep on the host."""
+        return [
+            {name: x for name, x in state.items() if type(x) is int}
+            for state in step_graphs._states(self.cache())
+        ]
+
+    def _count(self, counts: list[dict[str, Any]]) -> None:
+        for layer, each in zip(getattr(self.cache(), "layers", ()), counts, strict=True):
+            vars(layer).update(each)
 
     @staticmethod
     def _cells(run: Any) -> list[Any]:
@@ -40,7 +55,11 @@ class Recorder:
 
     def replay(self) -> None:
         self.replays += 1
-        for kept, x in zip(self._tensors(self.outputs), self._tensors(self.run()), strict=True):
+        now = self._counts()
+        self._count(self.counts)
+        found = self.run()
+        self._count(now)
+        for kept, x in zip(self._tensors(self.outputs), self._tensors(found), strict=True):
             kept.copy_(x)
 
     @staticmethod
@@ -105,9 +124,12 @@ class Chat:
     def check(self, model: Any, count: int = 1) -> None:
         """The next tokens' logits are those of the whole sequence."""
         for _ in range(count):
-            logits = self.say(model).logits
-            whole = tiny.logits_of(model, input_ids=self.tokens[:, : self.at])
-            torch.testing.assert_close(logits[:, -1], whole[:, -1], atol=2e-5, rtol=1e-4)
+            self.check_after(model, self.say(model))
+
+    def check_after(self, model: Any, outputs: Any) -> None:
+        """The same of outputs."""
+        whole = tiny.logits_of(model, input_ids=self.tokens[:, : self.at])
+        torch.testing.assert_close(outputs.logits[:, -1], whole[:, -1], atol=2e-5, rtol=1e-4)
 
 
 class Waits(TorchDispatchMode):
@@ -120,3 +142,31 @@ class Waits(TorchDispatchMode):
         if name in ("_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2"):
             self.found.append(name)
         return func(*args, **(kwargs or {}))
+
+
+def passed() -> list[str]:
+    """Why steps were not for graphs."""
+    return [what for what in door.report()["passed"] if what.startswith("step graphs")]
+
+
+def replays() -> int:
+    """Steps by graphs."""
+    return door.report()["taken"].get("step graphs", 0)
+
+
+def generated(tokens: Any, model: Any) -> tuple[Any, Any]:
+    """Greedy tokens and their logits."""
+    mask = torch.ones_like(tokens)
+    if len(tokens) > 1:
+        mask[1, :7] = 0
+    found = model.generate(
+        tokens, attention_mask=mask, max_new_tokens=8, do_sample=False, output_logits=True,
+        cache_implementation="static", return_dict_in_generate=True,
+    )  # fmt: skip
+    return found.sequences, torch.stack(found.logits)
+
+
+def same_generated(tokens: Any, *models: Any) -> None:
+    """Two models' are the same, bit by bit."""
+    found, other = (generated(tokens, model) for model in models)
+    assert all(map(torch.equal, found, other))

@@ -14,12 +14,19 @@ transformers = pytest.importorskip("transformers")
 
 import graph_recorder  # noqa: E402
 import tiny_models as tiny  # noqa: E402
-from graph_recorder import LENGTH, Chat, Waits, accelerated  # noqa: E402
+from graph_recorder import (  # noqa: E402
+    LENGTH,
+    Chat,
+    Waits,
+    accelerated,
+    generated,
+    passed,
+    replays,
+    same_generated,
+)
 
 from kernel_hub.integrations import transformers as door  # noqa: E402
 from kernel_hub.integrations.transformers import capturing, counts, step_graphs  # noqa: E402
-
-NEWEST_STATIC = "StaticSlidingWindowLayer"
 
 
 @pytest.fixture(autouse=True)
@@ -33,14 +40,6 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[graph_recorder.Record
 @pytest.fixture
 def model() -> Any:
     return accelerated("llama")
-
-
-def passed() -> list[str]:
-    return [what for what in door.report()["passed"] if what.startswith("step graphs")]
-
-
-def replays() -> int:
-    return door.report()["taken"].get("step graphs", 0)
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
@@ -231,18 +230,6 @@ def test_a_dynamic_cache_is_refused(model: Any, made: Any) -> None:
     torch.testing.assert_close(logits[:, -1], whole[:, -1], atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["gemma3", "mistral_window"])
-def test_sliding_layers_are_refused_by_name(family: str, made: Any) -> None:
-    model = accelerated(family)
-    cache = "hybrid" if tiny.is_older() else "static"
-    tokens = tiny.tokens_of(2, 50)
-    found = model.generate(tokens, max_new_tokens=6, do_sample=False, cache_implementation=cache)
-    assert not made and len(passed()) == 1
-    assert "Cache" in passed()[0] or NEWEST_STATIC in passed()[0]
-    door.restore(model)
-    assert torch.equal(found, model.generate(tokens, max_new_tokens=6, do_sample=False))
-
-
 def test_counts_on_the_host_are_put_back(model: Any, made: Any, monkeypatch: Any) -> None:
     """A replay would not advance them: refused, with the cache as if nothing had been tried."""
     chat = Chat(model)
@@ -299,23 +286,6 @@ def test_generate(family: str, dtype: Any, made: Any) -> None:
     door.restore(model)
     same_generated(tokens, model, own)
     assert replays() == 18 and not passed()
-
-
-def generated(tokens: Any, model: Any) -> tuple[Any, Any]:
-    """Greedy tokens and their logits."""
-    mask = torch.ones_like(tokens)
-    if len(tokens) > 1:
-        mask[1, :7] = 0
-    found = model.generate(
-        tokens, attention_mask=mask, max_new_tokens=8, do_sample=False, output_logits=True,
-        cache_implementation="static", return_dict_in_generate=True,
-    )  # fmt: skip
-    return found.sequences, torch.stack(found.logits)
-
-
-def same_generated(tokens: Any, *models: Any) -> None:
-    found, other = (generated(tokens, model) for model in models)
-    assert all(map(torch.equal, found, other))
 
 
 @pytest.mark.parametrize("is_padded", [False, True])

@@ -85,17 +85,23 @@ def test_generate(family: str) -> None:
     assert not passed()
 
 
-def test_sliding_layers_are_refused() -> None:
-    model, plain = (model_of("gemma3") for _ in range(2))
+@pytest.mark.parametrize("family", ["gemma2", "gemma3", "mistral_window"])
+def test_sliding_layers(family: str) -> None:
+    """Before they are full (37 tokens), while they get full, and full from the start."""
+    model = model_of(family)
+    plain = copy.deepcopy(model)
     door.accelerate(model, graphs=True)
     door.accelerate(plain)
     cache = "hybrid" if tiny.is_older() else "static"
-    for prompt in PROMPTS[:2]:
+    for prompt in PROMPTS:
         found, wanted = (
             generated(each, prompt, cache, disable_compile=True) for each in (model, plain)
         )
         check_same(found, wanted)
-    assert not replays() and len(passed()) == 1 and "cache" in passed()[0].lower()
+    if tiny.is_older():
+        assert not replays() and "cache" in passed()[0].lower()
+    else:  # 24 tokens a prompt; a step without a graph for each kind of them
+        assert replays() >= 3 * (STEPS - 4) and not passed(), door.report()
 
 
 class Chat:

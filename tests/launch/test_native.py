@@ -160,6 +160,19 @@ def test_the_c_launcher_calls_the_driver_once_and_nothing_of_python(
     assert fakecuda.all_calls == calls + 4
 
 
+def test_much_shared_memory_generates_no_launcher(
+    fakecuda: FakeCuda, probe: KernelFunction
+) -> None:
+    """The opt-in is made ahead of the C launcher, which would leave the launch to another."""
+    assert probe.name  # its launch has made the context the current one
+    made = Kernel("launch_probe").launch_probe_5
+    code = made._launch.__code__
+    made(GRID, BLOCK, 60_000, None, [None, None, None, 1, 0.5])
+    assert fakecuda.launch().sharedMemBytes == 60_000 and made._launch.__code__ is code
+    with pytest.raises(LaunchConfigError, match="sharedMemBytes"):
+        Kernel("launch_probe").launch_probe_5(GRID, BLOCK, 10**9, None, [None] * 3 + [1, 0.5])
+
+
 def test_a_parameter_that_changed_its_dtype_is_noticed(probe: KernelFunction) -> None:
     tensor = Tensor(64)
     probe(GRID, BLOCK, 0, None, [tensor, Y, Z, 5, 0.5])

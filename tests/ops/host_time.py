@@ -6,8 +6,7 @@ The ops' own code runs, from the public call to the launch: CPU tensors go the w
 planned for an H200, and where the kernels are stands what does nothing. With --gpu it is the real
 way, of so little work that the host is what takes time, beside what torch has for it, and with
 --silent too but for the launches. Given another tree (a folder with a kernel_hub in it), both run
-in turn, a round each; a figure is the least of its rounds. --first: what an op's first call takes,
-each in a fresh process, least of the rounds.
+in turn, a round each; a figure is the least of its rounds. First calls: first_use.py.
 """
 
 from __future__ import annotations
@@ -263,15 +262,13 @@ def _serve(names: list[str], is_gpu: bool, is_silent: bool) -> None:
     if not is_gpu:
         torch.set_num_threads(1)
         _go_the_gpus_way()
-    calls, first = {}, {}
+    calls = {}
     cases = {**_cases(), **_peers()} if is_gpu else _cases()
     for name in names or cases:
         try:
             with torch.device("cuda" if is_gpu else "cpu"):
                 call = cases[name]()
-            started = time.perf_counter()
             call()
-            first[name] = 1e3 * (time.perf_counter() - started)
         except Exception as failed:  # noqa: BLE001 (a torch without such a call)
             print(f"{name}: {failed!r:.300}", file=sys.stderr)
         else:
@@ -289,7 +286,7 @@ def _serve(names: list[str], is_gpu: bool, is_silent: bool) -> None:
             for _ in range(CALLS):
                 call()
             found[name] = 1e6 * (time.perf_counter() - started) / CALLS
-        print(json.dumps([found, first]), flush=True)
+        print(json.dumps(found), flush=True)
 
 
 def _start(tree: Path, names: list[str], options: argparse.Namespace) -> subprocess.Popen[str]:
@@ -302,12 +299,12 @@ def _start(tree: Path, names: list[str], options: argparse.Namespace) -> subproc
     )  # fmt: skip
 
 
-def _ask(process: subprocess.Popen[str]) -> list[dict[str, float]]:
-    """(us a call, ms of the first) of a round."""
+def _ask(process: subprocess.Popen[str]) -> dict[str, float]:
+    """us a call of a round."""
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write("\n")
     process.stdin.flush()
-    found: list[dict[str, float]] = json.loads(process.stdout.readline())
+    found: dict[str, float] = json.loads(process.stdout.readline())
     return found
 
 
@@ -324,7 +321,6 @@ def main() -> None:
     parser.add_argument("--only", action="append", default=[], help="a call; may be repeated")
     parser.add_argument("--gpu", action="store_true", help="on a GPU, beside torch")
     parser.add_argument("--silent", action="store_true", help="launch nothing on it")
-    parser.add_argument("--first", action="store_true", help="first calls of processes")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
@@ -336,18 +332,11 @@ def main() -> None:
     def keep(at: int, found: dict[str, float]) -> None:
         least[at].update({n: min(value, least[at].get(n, value)) for n, value in found.items()})
 
-    if options.first:
-        for _ in range(options.rounds):
-            for name in options.only or _cases():
-                for at, tree in enumerate(trees):
-                    with _start(tree, [name], options) as process:
-                        keep(at, _ask(process)[1])
-        return _table("first call, ms", trees, least)
     with contextlib.ExitStack() as stack:
         processes = [stack.enter_context(_start(tree, options.only, options)) for tree in trees]
         for _ in range(options.rounds):
             for at, process in enumerate(processes):
-                keep(at, _ask(process)[0])
+                keep(at, _ask(process))
     return _table("us a call", trees, least)
 
 

@@ -8,17 +8,18 @@ import torch
 
 _taken: Counter[str] = Counter()
 _passed: Counter[tuple[str, str]] = Counter()
+_is_compiling = torch.compiler.is_compiling
 
 
 def took(what: str) -> None:
     """Count a call that ran here. Calls inside torch.compile's graphs are not counted."""
-    if not torch.compiler.is_compiling():
+    if not _is_compiling():
         _taken[what] += 1
 
 
 def passed(what: str, reason: str) -> None:
     """Count a call that went to what was there before."""
-    if not torch.compiler.is_compiling():
+    if not _is_compiling():
         _passed[what, reason] += 1
 
 

@@ -51,14 +51,15 @@ def reason_to_pass(
     """Why this call is not for the ops; None: it is."""
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return "gradients"
-    if torch.is_autocast_enabled(x.device.type):
+    if torch.is_autocast_enabled("cuda" if x.is_cuda else x.device.type):
         return "autocast"
     if x.dtype is not weight.dtype or x.device != weight.device:
         return f"x of {x.dtype} on {x.device}, weights of {weight.dtype} on {weight.device}"
     if x.numel() == 0:
         return "no tokens"
-    if not all(fused.is_current() for fused in state.fused):
-        return "weights that were moved since accelerate()"
+    for fused in state.fused:
+        if not fused.is_current():
+            return "weights that were moved since accelerate()"
     return None
 
 
@@ -70,21 +71,22 @@ def original(module: Any, reason: str, *args: Any, **kwargs: Any) -> Any:
 
 def norm_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     """RMSNorm of every family: weight (+ 1) times rows over their root mean square."""
-    state = state_of(self)
-    reason = reason_to_pass(self, hidden_states, self.weight, state)
+    state, weight = state_of(self), self.weight  # once: a module looks for it in three tables
+    reason = reason_to_pass(self, hidden_states, weight, state)
     if reason is not None:
         return original(self, reason, hidden_states)
     counts.took("rms_norm")
-    return rms_norm(even_rows(hidden_states, 2), self.weight, **state.details)
+    return rms_norm(even_rows(hidden_states, 2), weight, **state.details)
 
 
 def linear_forward(self: Any, input: torch.Tensor) -> torch.Tensor:
     """torch.nn.Linear."""
-    reason = reason_to_pass(self, input, self.weight, state_of(self))
+    weight = self.weight
+    reason = reason_to_pass(self, input, weight, state_of(self))
     if reason is not None:
         return original(self, reason, input)
     counts.took("linear")
-    return linear(even_rows(input), self.weight, self.bias)
+    return linear(even_rows(input), weight, self.bias)
 
 
 def mlp_forward(self: Any, x: torch.Tensor) -> torch.Tensor:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import torch
+
+_is_compiling = torch.compiler.is_compiling
 
 
 class Fused:
@@ -26,24 +29,32 @@ class Fused:
         _point(linears, "weight", weight.split(self.sizes))
         if bias is not None:
             _point(linears, "bias", bias.split(self.sizes))
+        # Where each layer's own lies, which every forward looks at.
+        self._parts = [
+            (name, whole, linear._parameters, row * whole[0].numel() * whole.element_size())
+            for name, whole in (("weight", weight), ("bias", bias))
+            if whole is not None
+            for linear, row in zip(linears, accumulate(self.sizes, initial=0), strict=False)
+        ]
 
     def is_current(self) -> bool:
         """Whether the layers' parameters still lie here; not after `model.to(...)`, say.
 
         While tracing only device and dtype are looked at, which torch.compile guards.
         """
-        parts = [(self.weight, [linear.weight for linear in self.linears])]
-        if self.bias is not None:
-            parts.append((self.bias, [linear.bias for linear in self.linears]))
-        for whole, rows in parts:
-            if any(each.device != whole.device or each.dtype is not whole.dtype for each in rows):
+        if _is_compiling():
+            wholes = [(self.weight, "weight")]
+            wholes += [] if self.bias is None else [(self.bias, "bias")]
+            return all(
+                getattr(linear, name).device == whole.device
+                and getattr(linear, name).dtype is whole.dtype
+                for whole, name in wholes
+                for linear in self.linears
+            )
+        for name, whole, parameters, start in self._parts:
+            own = parameters.get(name)
+            if own is None or own.data_ptr() != whole.data_ptr() + start:
                 return False
-            if not torch.compiler.is_compiling():
-                address, step = whole.data_ptr(), whole[0].numel() * whole.element_size()
-                for each in rows:
-                    if each.data_ptr() != address:
-                        return False
-                    address += each.shape[0] * step
         return True
 
     def release(self) -> None:

@@ -21,6 +21,8 @@ import torch
 
 from . import capturing, counts
 from .masks import decode, is_encoded
+from .sliding import NAME as SLIDING
+from .sliding import Sliding, counted_by
 
 STATE = "_kernel_hub_graphs"
 MOST = 8  # graphs of a model: the one not used for longest is forgotten
@@ -35,6 +37,7 @@ class _StepGraph(NamedTuple):
     outputs: Any  # as forward gives them, _CACHE instead of the cache
     memory: tuple[Any, ...]  # where weights and cache lay
     cache: weakref.ref[Any]
+    seen: torch.Tensor  # tokens before the step, as sliding layers count them
 
 
 class StepGraphs:
@@ -61,19 +64,23 @@ class StepGraphs:
         if cache is None or not _is_step(given):
             return self._as_it_is(args, kwargs)
         leaves = list(_leaves(given))
-        kind = (torch.is_inference_mode_enabled(), *((path, _kind(x)) for path, x in leaves))
         with self._lock:
+            sliding = Sliding(cache)
+            kinds = ((path, _kind(x)) for path, x in leaves)
+            kind = (torch.is_inference_mode_enabled(), sliding.kind(), *kinds)
             graph = self._graphs.get((id(cache), kind))
-            reason = self._refused()
+            reason = self._refused() or sliding.refused()
             if graph is None and reason is None:
                 reason = refused_cache(cache) or _refused_leaves(cache, leaves)
             if reason is None:
-                graph = self._current(graph, kind, given, cache)
+                graph = self._current(graph, kind, given, cache, sliding)
                 if graph is not None:
                     tensors = (x for _, x in leaves if isinstance(x, torch.Tensor))
                     for kept, x in zip(graph.inputs, tensors, strict=True):
                         kept.copy_(x)
+                    sliding.count_into(graph.seen)
                     graph.graph.replay()
+                    sliding.advance(1)
                     counts.took(_NAME)
                     return _mapped(lambda x: _given_back(x, cache), graph.outputs)
             else:
@@ -126,7 +133,7 @@ class StepGraphs:
         return weights, children, attention, [x.data_ptr() for x in _tensors_of(cache)]
 
     def _current(
-        self, graph: _StepGraph | None, kind: Any, given: Any, cache: Any
+        self, graph: _StepGraph | None, kind: Any, given: Any, cache: Any, sliding: Sliding
     ) -> _StepGraph | None:
         """The graph of such a step, captured now where it is the second; None: there is none."""
         if kind in self._failed:
@@ -138,14 +145,16 @@ class StepGraphs:
                 self._watch()
                 _keep(self._seen, key, self._memory(cache))
                 return None
-            graph = self._captured(key, given, cache, memory)
+            graph = self._captured(key, given, cache, memory, sliding)
             if graph is None:
                 self._failed.add(kind)
                 return None
         _keep(self._graphs, key, graph)
         return graph
 
-    def _captured(self, key: Any, given: Any, cache: Any, memory: Any) -> _StepGraph | None:
+    def _captured(
+        self, key: Any, given: Any, cache: Any, memory: Any, sliding: Sliding
+    ) -> _StepGraph | None:
         ref = weakref.ref(cache, lambda _: self._graphs.pop(key, None))
         inputs: list[torch.Tensor] = []
 
@@ -158,17 +167,21 @@ class StepGraphs:
         held = _mapped(kept, given)
 
         def run() -> Any:
-            found = self._as_it_is((), _mapped(lambda x: _view(x, ref()), held))
+            with counted_by(Sliding(ref()).layers, seen):
+                found = self._as_it_is((), _mapped(lambda x: _view(x, ref()), held))
             return _mapped(functools.partial(_held_back, ref()), found)
 
         states = _states(cache)
         pool = next(iter(self._graphs.values())).graph.pool() if self._graphs else None
         (device,) = {x.device for x in inputs}
+        seen = torch.zeros((), dtype=torch.int64, device=device)
+        sliding.count_into(seen)
         try:
             graph, outputs = capturing.capture(run, device, pool)
+            sliding.advance(0)
             if any(map(_differ, states, _states(cache))):
                 raise RuntimeError("a step changes what the cache keeps on the host")
-            return _StepGraph(graph, inputs, outputs, memory, ref)
+            return _StepGraph(graph, inputs, outputs, memory, ref, seen)
         except Exception as error:  # noqa: BLE001 - a module's own: forward will say it again
             counts.passed(_NAME, f"capture failed: {capturing.first_line(error)}")
             for layer, state in zip(getattr(cache, "layers", ()), states, strict=True):
@@ -227,12 +240,12 @@ def refused_cache(cache: Any) -> str | None:
     if type(cache) is not StaticCache:
         return f"a {type(cache).__name__}"
     layers = getattr(cache, "layers", None)  # before 4.54 it has none
-    others = {type(layer).__name__ for layer in layers or ()} - {"StaticLayer"}
+    others = {type(layer).__name__ for layer in layers or ()} - {"StaticLayer", SLIDING}
     if others:
         return f"a cache of {', '.join(sorted(others))}: what they count on the host stands still"
     if getattr(cache, "offloading", False):
         return "a cache that is offloaded"
-    return None
+    return Sliding(cache).refused()
 
 
 def _refused_leaves(cache: Any, leaves: list[tuple[Any, Any]]) -> str | None:

@@ -160,10 +160,8 @@ def cuda_forward(
         assert plan.out is not None
         out = _empty_like(plan.out)
     lse = None if plan.lse is None else _lse_like(plan.lse)
-    launch = plan.launch
-    run = sm90.launch if maps else forward_portable.launch
     try:
-        run(launch, maps, q, k, v, out, lse, options)
+        launch(plan.launch, maps, q, k, v, out, lse, options)
     except KernelHubError:
         # The launch checks devices and dtypes; this names them.
         checks.resolve(op, q, k, v, options)
@@ -171,6 +169,23 @@ def cuda_forward(
     if is_debugging:  # raises TensorError where tables led the launch outside
         bounds.report(q)
     return out, lse, plan
+
+
+def launch(
+    planned: Launch, maps: tuple[Any, ...], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    out: torch.Tensor, lse: torch.Tensor | None, options: Options,
+) -> None:  # fmt: skip
+    """What was planned, of tensors of which nothing is read but where they lie."""
+    run = sm90.launch if maps else forward_portable.launch
+    run(planned, maps, q, k, v, out, lse, options)
+
+
+def plan_of(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, need_lse: bool, options: Options
+) -> AttentionPlan | None:
+    """The plan there is of `cuda_forward` of these without `out`; None: there is none."""
+    more = (not need_lse, sm90.is_enabled)
+    return _plans.get(addresses_and_key(q, k, v, None, options, more)[1])
 
 
 def _plan(
@@ -241,8 +256,7 @@ def backward(
     checks.check_has_gradient(op, qkv[0])
     (q, k, v), (dq, dk, dv) = qkv, grads
     if plan is None:  # it may still be there
-        more = (False, sm90.is_enabled)
-        plan = _plans.get(addresses_and_key(q, k, v, None, options, more)[1])
+        plan = plan_of(q, k, v, True, options)
     numbers = checks.resolve(op, q, k, v, options) if plan is None else plan.numbers
     problem = problem_of(q, k, v, numbers, options)
     is_debugging = common.is_debugging() and checks.read_tables(op, problem)

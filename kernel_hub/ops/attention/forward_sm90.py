@@ -25,6 +25,7 @@ is_enabled = True
 
 CUBIN = "flash_attention_sm90"
 _BOX_ROWS = 8  # the fewest keys a copy brings: the swizzle repeats after so many rows
+_FEW, _SHORT = 32, 256  # tokens
 NUM_COUNTERS = 2  # the next tile, blocks that are done
 # K and V of the heads that run together stay in the L2 (60 MB on an H200).
 _L2_BYTES = 32 << 20
@@ -103,7 +104,23 @@ def _choose(problem: Problem) -> Body | None:
 
 def applies(problem: Problem, out: torch.Tensor) -> bool:
     """Whether these kernels take the problem on a GPU of compute capability 9.0."""
-    return problem.q.is_cuda and fits(problem, out)
+    return problem.q.is_cuda and not is_short(problem) and fits(problem, out)
+
+
+def is_short(problem: Problem) -> bool:
+    """Whether the portable kernels are quicker: short sequences of head_dim up to 64 that see all
+    keys, which tiles of 192 queries leave half empty (docs/notes/flash_attention_sm90.md)."""
+    tables = problem.cu_seqlens_q, problem.cu_seqlens_k, problem.cache_seqlens, problem.block_table
+    return (
+        problem.seqlens[0] >= _FEW
+        and max(problem.seqlens) <= _SHORT
+        and max(problem.q.shape[-1], problem.v.shape[-1]) <= 64
+        and problem.window == (-1, -1)
+        and problem.softcap == 0
+        and problem.sinks is None
+        and not problem.batch_invariant
+        and all(table is None for table in tables)
+    )
 
 
 def fits(problem: Problem, out: torch.Tensor) -> bool:

@@ -6,6 +6,7 @@ names the tables. What a check on the host can see before a launch is not report
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 import torch
@@ -50,7 +51,8 @@ def flag(op: str, like: torch.Tensor) -> torch.Tensor | None:
 
 def _make(op: str, like: torch.Tensor) -> torch.Tensor | None:
     index = like.get_device()
-    with _lock, torch.inference_mode(False):  # `take` may write it in any mode
+    is_inference = torch.is_inference_mode_enabled()  # `take` may write it in any mode
+    with _lock, torch.inference_mode(False) if is_inference else contextlib.nullcontext():
         words = _words.get(index)
         if words is None:
             if not like.is_cuda:

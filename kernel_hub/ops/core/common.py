@@ -48,6 +48,10 @@ from .register import define_given as define_given
 from .register import define_pair as define_pair
 from .versions import written as written
 
+if torch.version.cuda is not None:  # with the ops, not in the first call: 15 ms
+    from ...arrays import tensor_map as tensor_map
+    from ...registry import own as own
+
 HALF = (torch.float16, torch.bfloat16)
 DTYPE_TOKENS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 ELEMENT_TYPES = tuple(DTYPE_TOKENS)  # as csrc/include/kernel_hub/element_type.cuh numbers them
@@ -62,7 +66,7 @@ _DEBUG, _ZERO, _EMPTY = (_encode(text) for text in ("KERNEL_HUB_DEBUG", "0", "")
 
 
 def shipped(cubin: str, function: str) -> Any:
-    """The KernelFunction; the runtime is imported here, so that CPU tensors do without it."""
+    """The KernelFunction; a torch without CUDA does without the runtime until it is asked for."""
     from ...registry import own
 
     return own[cubin][function]

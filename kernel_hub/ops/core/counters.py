@@ -38,36 +38,51 @@ def counters(device: torch.device, count: int) -> torch.Tensor:
                 getattr(_capture, "taken", []).append((device.index, found))
                 return found[:count]
         else:
-            if device.index not in _reserves:
-                _reserves[device.index] = lasting_zeros(_RESERVE, device)
+            _keep_reserve(device)
             stream_id = _stream_id(device)
             # torch's own have odd numbers (c10/cuda/CUDAStream.cpp), the default stream 0.
             if stream_id == 0 or stream_id % 2 == 1:
                 key = (device.index, stream_id, count)
                 found = _sets.get(key)
                 if found is None:
-                    found = _of_reserve(device, count)
-                    found = lasting_zeros(count, device) if found is None else found[:count]
-                    _sets[key] = found
+                    found = _sets[key] = lasting_zeros(count, device)
                 return found
     return torch.zeros(count, dtype=torch.int32, device=device)
 
 
 def lasting_zeros(count: int, device: torch.device) -> torch.Tensor:
-    """`count` int32 zeros of a GPU that stay for good, for launches on any stream.
+    """`count` int32 zeros of a GPU that stay for good, for launches on any stream."""
+    _keep_reserve(device)
+    found = _of_reserve(device, count)
+    return _zeros_apart(count, device) if found is None else found[:count]
 
-    A thread of its own asks for them: the caller's may be in inference mode, or about to record a
-    graph (torch.compile's "reduce-overhead"), whose pool would own what is allocated meanwhile.
+
+def _keep_reserve(device: torch.device) -> None:
+    if device.index not in _reserves:
+        _reserves[device.index] = _zeros_apart(_RESERVE, device)
+
+
+def _zeros_apart(count: int, device: torch.device) -> torch.Tensor:
+    """Zeros for which a thread of their own asks: the caller's may be in inference mode, or about
+    to record a graph (torch.compile's "reduce-overhead"), whose pool would own what is allocated
+    meanwhile.
     """
-    from concurrent.futures import ThreadPoolExecutor
+    made: list[torch.Tensor] = []
+    failed: list[BaseException] = []
 
-    def make() -> torch.Tensor:
-        made = torch.zeros(count, dtype=torch.int32, device=device)
-        torch.cuda.current_stream(device).synchronize()
-        return made
+    def make() -> None:
+        try:
+            made.append(torch.zeros(count, dtype=torch.int32, device=device))
+            torch.cuda.current_stream(device).synchronize()
+        except BaseException as error:  # noqa: BLE001 - it is the caller's
+            failed.append(error)
 
-    with ThreadPoolExecutor(1) as threads:
-        return threads.submit(make).result()
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+    return made[0]
 
 
 def _stream_id(device: torch.device) -> int:

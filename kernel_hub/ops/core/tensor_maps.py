@@ -28,7 +28,7 @@ def tensor_map(tensor: torch.Tensor, boxes: Boxes) -> bytes:
 
 def make(key: tuple[Any, ...], tensor: torch.Tensor, boxes: Boxes) -> bytes:
     """Make the map and know it by `key`, in which address, dtype and layout are."""
-    from ...arrays.tensor_map import TensorMap  # CPU tensors do without the runtime
+    from ...arrays.tensor_map import TensorMap  # see `common.shipped`
 
     elements = tensor if boxes.dtype is None else tensor.view(boxes.dtype)
     # Rows that begin within a line of 128 bytes end within another: pairs of lines would be fetched

@@ -48,6 +48,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     found = taken(monkeypatch, SM90, mask)
     monkeypatch.setattr(SPLIT, "choice", False)  # test_flash_attention_split_sm90.py
+    monkeypatch.setattr(SM90, "_SHORT", 0)  # short ones too
     forget_all()
     yield found
 
@@ -288,6 +289,23 @@ def test_a_thousand_launches_back_to_back(hopper: list[str]) -> None:
 def test_cpu_tensors_never_take_them() -> None:
     q = torch.zeros(1, 8, 2, 64, dtype=torch.bfloat16)
     assert not SM90.applies(Problem(q, q, q, 1, 8, 8, 0.1), torch.empty_like(q))
+
+
+def test_short_sequences_are_the_portable_kernels() -> None:
+    """Of head_dim up to 64 that see all keys, as far as the host knows."""
+
+    def problem(seqlen_q: int, seqlen_k: int, head_dim: int = 64, **options: Any) -> Problem:
+        q, k = (torch.zeros(1, n, 2, head_dim).half() for n in (seqlen_q, seqlen_k))
+        return Problem(q, k, k, 1, seqlen_q, seqlen_k, 0.1, **options)
+
+    assert SM90.is_short(problem(50, 50)) and SM90.is_short(problem(256, 77, 40))
+    lengths = torch.zeros(1, dtype=torch.int32)
+    for other in (
+        problem(257, 257), problem(50, 300), problem(16, 50), problem(50, 50, 72),
+        problem(50, 50, window_right=0), problem(50, 50, softcap=2.0),
+        problem(50, 50, cache_seqlens=lengths), problem(50, 50, batch_invariant=True),
+    ):  # fmt: skip
+        assert not SM90.is_short(other)
 
 
 def test_what_the_tma_takes() -> None:
