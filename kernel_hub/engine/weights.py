@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from ..errors import MissingPackageError, ModelError, listed
-from .config import ModelConfig, read_json
+from ..errors import ModelError, listed
+from .config import ModelConfig, package, read_json
 from .parallel import Group
 
 Shape = tuple[int, ...]
@@ -95,11 +95,7 @@ class Safetensors:
 
     def __init__(self, folder: Path, shapes: dict[str, Shape]) -> None:
         """Raises ModelError naming tensors and files that are missing, odd or unknown."""
-        try:
-            from safetensors import safe_open
-        except ModuleNotFoundError as error:
-            what = "pip install safetensors (or 'kernel_hub[engine]')"
-            raise MissingPackageError(f"models' weights are read by safetensors: {what}") from error
+        safe_open = package("safetensors", "models' weights are read").safe_open
         index = folder / "model.safetensors.index.json"
         files = {"model.safetensors"}
         if index.is_file():
