@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import json
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 from .bodies import Format
 from .refusals import ApiError
 
 
-class Grammar(NamedTuple):
-    """One request's place in a grammar."""
+def grammar_of(matcher: Any) -> SimpleNamespace:
+    """A request's place in a grammar, as `SamplingParams` takes it: a token t that may follow is
+    bit t % 32 of word t // 32 of a mask.
+    """
 
-    matcher: Any
+    def bitmask(out: Any) -> None:
+        matcher.unsafe_compute_mask_ptr(out.ctypes.data, 4 * len(out))
 
-    def bitmask(self, out: Any) -> None:
-        """Which tokens may follow: t is bit t % 32 of word t // 32.
-
-        out: (ceil(vocab_size / 32),) int32, contiguous, of NumPy; written.
-        """
-        self.matcher.unsafe_compute_mask_ptr(out.ctypes.data, 4 * len(out))
-
-    def accept(self, token: int) -> bool:
-        """Goes on by a token; False where it may not follow."""
-        return bool(self.matcher.consume_token(token))
+    return SimpleNamespace(bitmask=bitmask, accept=matcher.consume_token)
 
 
 class Grammars:
@@ -33,7 +28,7 @@ class Grammars:
         self._engine = engine
         self._vocabulary: Any = None
 
-    def make(self, asked: Format | None, count: int) -> list[Grammar | None]:
+    def make(self, asked: Format | None, count: int) -> list[Any]:
         """One for each of `count` choices, None of plain text. Raises ApiError."""
         if asked is None or asked.type == "text":
             return [None] * count
@@ -55,7 +50,7 @@ class Grammars:
         if first.is_error():
             said = f"This schema can not be followed: {first.get_error().splitlines()[0]}"
             raise ApiError(400, said, f"{param}.schema")
-        return [Grammar(first), *(Grammar(first.deep_copy()) for _ in range(count - 1))]
+        return [grammar_of(one) for one in (first, *(first.deep_copy() for _ in range(count - 1)))]
 
 
 def _vocabulary(engine: Any) -> Any:
