@@ -6,8 +6,8 @@ Greedy, on the same random weights of Llama 3 8B's sizes (of its layers, --layer
 turns. Steps of sequences behind prompts, the host reading each token (gpt-fast's: at the end); the
 loops begin with the engine's own cache. Prompts alone: until the first token is there, transformers
 by a dynamic cache, as it is and with its forward compiled; the engine has not seen the prompt.
-What others take to compile and to capture does not count; who is not begun within --seconds is
-left out. Before that the tokens are held against the engine's.
+What others take to compile and to capture does not count; who is not begun within --seconds, or
+interrupted meanwhile, is left out. Before that the tokens are held against the engine's.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from loops import GptFast, NanoVllm, Transformers
 
 HF, HF_COMPILED = "transformers", "transformers, compiled"
 LOOPS = {"gpt-fast's manner": GptFast, "nano-vllm's manner": NanoVllm}
+CONTENDERS = OURS, *LOOPS, HF, HF_COMPILED
 PASSES = Pass(1, 1024), Pass(0, 0, 777), Pass(0, 0, 8192), Pass(64, 1024), Pass(16, 8192)
 CASES = {str(each): each for each in PASSES}
 QUICK = {"rounds": 2, "layers": 2, "steps": 8}
@@ -157,6 +158,7 @@ def contenders(x: Pass, ours: Ours, steps: int) -> dict[str, tuple[Callable[[], 
 def run(options: argparse.Namespace) -> int:
     report, began = Report("loops", options), time.monotonic()
     torch._dynamo.config.automatic_dynamic_shapes = False
+    options.contender = options.contender or CONTENDERS
     ours, kept = Ours(options), report.kept()
     config, rates = ours.model.config, (options.tb_per_s * 1e6, options.tflops * 1e6)
     for x in (CASES[case] for case in options.case or CASES):
@@ -164,11 +166,14 @@ def run(options: argparse.Namespace) -> int:
         ready: dict[str, Measure] = {}
         for name, (make, expected) in contenders(x, ours, options.steps).items():
             since = time.monotonic()
-            if since - began > options.seconds:
+            if since - began > options.seconds or name not in options.contender:
                 continue
             try:
                 measure = make()
                 found, _ = (measure()[0] for _ in range(2))
+            except KeyboardInterrupt:
+                options.seconds = 0.0
+                continue
             except Exception as error:  # noqa: BLE001 - others', which the rest does without
                 print(f"{x!s:14} {name}: {type(error).__name__}: {error!s:.600}", flush=True)
                 continue
@@ -203,6 +208,7 @@ def main() -> int:
         model_arguments(parser)
         parser.set_defaults(layers=8)
         parser.add_argument("--case", action="append", choices=CASES, help="may be repeated")
+        parser.add_argument("--contender", action="append", choices=CONTENDERS, help="the same")
         parser.add_argument("--steps", type=int, default=32, help="of a round")
         parser.add_argument("--seconds", type=float, default=3600.0)
         parser.add_argument("--seed", type=int, default=1)
