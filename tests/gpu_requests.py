@@ -43,7 +43,7 @@ def main() -> int:
     )
     params = partial(drawn_params, lot, 20)
     requests = requests_by_lot(lot, options.requests, CONFIG["vocab_size"], MOST, params)
-    found = answered(engine, requests, lot, bursts=(0,) * 30 + (1, 5, 200), aborts=0.3)
+    found = answered(engine, requests, lot, bursts=(0,) * 150 + (1, 5, 200, 200), aborts=0.2)
     stats, spent = engine.stats(), time.monotonic() - began
     engine.close()
     given_up = sum(answer.reason == "abort" for answer in found.values())
