@@ -39,7 +39,7 @@ def main() -> int:
     began, lot = time.monotonic(), random.Random(options.seed)
     how: dict[str, Any] = {"device": options.device, "deterministic": "batch", "page_size": PAGE}
     engine = Engine.random(
-        CONFIG, **how, drafts=4, max_batch=64, cache_tokens=4096, max_tokens_a_pass=256
+        CONFIG, **how, drafts=4, max_batch=64, cache_tokens=1024, max_tokens_a_pass=256
     )
     params = partial(drawn_params, lot, 20)
     requests = requests_by_lot(lot, options.requests, CONFIG["vocab_size"], MOST, params)
