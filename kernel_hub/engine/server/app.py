@@ -170,18 +170,19 @@ class Service:
 
     async def _body(self, request: Request) -> bytes:
         """Raises ApiError where it does not say that it is JSON, or takes too much."""
-        kind, most, body = request.headers.get("content-type", ""), self._limits, bytearray()
-        if kind.partition(";")[0].strip() != "application/json":
+        limits, body = self._limits, bytearray()
+        kind = request.headers.get("content-type", "").partition(";")[0].strip()
+        if kind != "application/json":
             # Any other type a page of another site could make a browser send.
             raise ApiError(415, "The body must be JSON: send 'Content-Type: application/json'.")
         try:
-            with anyio.fail_after(most.read_s):
+            with anyio.fail_after(limits.read_s):
                 async for part in request.stream():
                     body += part
-                    if len(body) > most.body_bytes:
-                        raise ApiError(413, f"The body is larger than {most.body_bytes} bytes.")
+                    if len(body) > limits.body_bytes:
+                        raise ApiError(413, f"The body is larger than {limits.body_bytes} bytes.")
         except TimeoutError:
-            raise ApiError(408, f"The body took over {most.read_s:g} s to come.") from None
+            raise ApiError(408, f"The body took over {limits.read_s:g} s to come.") from None
         return bytes(body)
 
 
