@@ -26,7 +26,7 @@ from harness import OURS, Report, arguments, model_arguments
 from loops import GptFast, NanoVllm, Transformers
 
 HF, HF_COMPILED = "transformers", "transformers, compiled"
-LOOPS = {"gpt-fast's manner": GptFast, "nano-vllm's manner": NanoVllm}
+LOOPS = {"nano-vllm's manner": NanoVllm, "gpt-fast's manner": GptFast}
 CONTENDERS = OURS, *LOOPS, HF, HF_COMPILED
 PASSES = Pass(1, 1024), Pass(0, 0, 777), Pass(0, 0, 8192), Pass(64, 1024), Pass(16, 8192)
 CASES = {str(each): each for each in PASSES}
