@@ -5,6 +5,7 @@ Knows names and numbers of checkpoints; holds no weights and runs nothing.
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from ..errors import ModelError, listed, nearest
+from ..errors import MissingPackageError, ModelError, listed, nearest
 
 # Role of each norm of a layer -> its name in checkpoints.
 _BEFORE = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
@@ -157,6 +158,15 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ModelError(f"{path}: expected a JSON object, found {type(found).__name__}")
     return found
+
+
+def package(name: str, what: str) -> Any:
+    """A package of the extra `engine`. Raises MissingPackageError saying what it is for."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        how = f"pip install {name} (or 'kernel_hub[engine]')"
+        raise MissingPackageError(f"{what} by {name}: {how}") from error
 
 
 def _described(cls: Any, config: dict[str, Any], family: dict[str, Any], eos: Any) -> Any:

@@ -29,14 +29,14 @@ class Group:
     is_broken = False  # of this process: they are no longer in step
     _links: ClassVar[dict[int, socket.socket]] = {}  # of rank 0 to each other, of those to rank 0
 
-    def __init__(self, device: torch.device) -> None:
-        """As torchrun's environment says; one process without it.
+    def __init__(self, device: torch.device, world: int | None = None) -> None:
+        """As torchrun's environment says; one process without it, or where `world` is 1.
 
         device: which kind; of several GPUs each process has that of its place on its host.
         Raises ModelError where a host has fewer GPUs than processes.
         """
-        self.world = int(os.environ.get("WORLD_SIZE", "1"))
-        self.rank = int(os.environ.get("RANK", "0"))
+        self.world = world or int(os.environ.get("WORLD_SIZE", "1"))
+        self.rank = int(os.environ.get("RANK", "0")) if self.world > 1 else 0
         self.device = device
         if self.world == 1:
             return
@@ -120,7 +120,7 @@ class Group:
 
     def progress(self, total: int, label: str) -> AbstractContextManager[Callable[[str], Any]]:
         """A bar of rank 0 where somebody looks."""
-        shows = sys.stderr.isatty() and self.rank == 0
+        shows = sys.stderr.isatty() and self.rank == 0 and self.device.type != "meta"
         return progress(total, label) if shows else nullcontext(str)
 
     def agree(self, make: Callable[[], T]) -> T:

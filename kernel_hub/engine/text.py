@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import MissingPackageError, RequestError
-from .config import read_json
+from ..errors import RequestError
+from .config import package, read_json
 
 _HALF = "\ufffd"  # what a character's bytes decode to before all are there
 _WINDOW = 4  # tokens that are decoded again with each new one, and about as many before them
@@ -33,14 +33,8 @@ class Tokenizer:
     """tokenizer.json and the chat template of a model's folder."""
 
     def __init__(self, folder: Path) -> None:
-        try:
-            from tokenizers import Tokenizer as Fast
-        except ModuleNotFoundError as error:
-            what = "pip install tokenizers (or 'kernel_hub[engine]')"
-            raise MissingPackageError(
-                f"models' tokenizers are run by tokenizers: {what}"
-            ) from error
-        self.fast = Fast.from_file(str(folder / "tokenizer.json"))
+        fast = package("tokenizers", "models' tokenizers are run").Tokenizer
+        self.fast = fast.from_file(str(folder / "tokenizer.json"))
         path = folder / "tokenizer_config.json"
         self._config = read_json(path) if path.is_file() else {}
         template = self._config.get("chat_template")

@@ -6,18 +6,18 @@ Reads slices straight from safetensors, or draws them by lot; knows names, launc
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..errors import MissingPackageError, ModelError, listed
-from .config import ModelConfig, read_json
+from ..errors import ModelError, listed
+from .config import ModelConfig, package, read_json
 from .parallel import Group
 
 Shape = tuple[int, ...]
+MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 _UNREAD = ("vision_tower.", "multi_modal_projector.")  # of models that see, beside the text's
 
 
@@ -49,57 +49,12 @@ class Weights:
     layers: list[LayerWeights]
 
 
-def expected(c: ModelConfig) -> dict[str, Shape]:
-    """The name and shape of every tensor of a whole checkpoint."""
-    hidden, q, kv = c.hidden_size, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    found: dict[str, Shape] = {"model.embed_tokens.weight": (c.vocab_size, hidden)}
-    found["model.norm.weight"] = (hidden,)
-    if not c.is_tied:
-        found["lm_head.weight"] = (c.vocab_size, hidden)
-    for i, layer in enumerate(c.layers):
-        sizes = {
-            "self_attn.q_proj": (q, hidden, c.qkv_bias), "self_attn.o_proj": (hidden, q, c.o_bias),
-            "self_attn.k_proj": (kv, hidden, c.qkv_bias),
-            "self_attn.v_proj": (kv, hidden, c.qkv_bias),
-        }  # fmt: skip
-        inner = c.moe_intermediate_size if layer.is_moe else c.intermediate_size
-        if layer.is_moe:
-            sizes[c.moe_names[0]] = (c.num_experts, hidden, False)
-        for gate, up, down in _mlps(c, layer.is_moe):
-            has_bias = c.mlp_bias and not layer.is_moe
-            sizes[gate] = sizes[up] = (inner, hidden, has_bias)
-            sizes[down] = (hidden, inner, has_bias)
-        vectors = dict.fromkeys(c.norms.values(), hidden)
-        if c.qk_norm:
-            whole = c.qk_norm == "whole"
-            vectors["self_attn.q_norm"] = q if whole else c.head_dim
-            vectors["self_attn.k_norm"] = kv if whole else c.head_dim
-        for name, (n, k, has_bias) in sizes.items():
-            found[f"model.layers.{i}.{name}.weight"] = (n, k)
-            if has_bias:
-                found[f"model.layers.{i}.{name}.bias"] = (n,)
-        found.update({f"model.layers.{i}.{name}.weight": (n,) for name, n in vectors.items()})
-    return found
-
-
-def _mlps(c: ModelConfig, is_moe: bool) -> Iterator[tuple[str, ...]]:
-    """The names of gate, up and down: of the layer's one MLP, or of each expert."""
-    if not is_moe:
-        yield "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"
-    for expert in range(c.num_experts if is_moe else 0):
-        yield tuple(name.format(expert) for name in c.moe_names[1:])
-
-
 class Safetensors:
     """The files of a model's folder; only slices that are asked for are read."""
 
     def __init__(self, folder: Path, shapes: dict[str, Shape]) -> None:
         """Raises ModelError naming tensors and files that are missing, odd or unknown."""
-        try:
-            from safetensors import safe_open
-        except ModuleNotFoundError as error:
-            what = "pip install safetensors (or 'kernel_hub[engine]')"
-            raise MissingPackageError(f"models' weights are read by safetensors: {what}") from error
+        safe_open = package("safetensors", "models' weights are read").safe_open
         index = folder / "model.safetensors.index.json"
         files = {"model.safetensors"}
         if index.is_file():
@@ -133,7 +88,7 @@ class Safetensors:
                 f"{folder}: weights the engine would ignore: {listed(sorted(unknown))}"
             )
 
-    def read(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
+    def read(self, name: str, shape: Shape, dim: int, start: int, stop: int) -> torch.Tensor:
         """Elements start to stop of a dimension."""
         file, key = self._where[name]
         found = file.get_slice(key)
@@ -144,21 +99,31 @@ class Random:
     """Weights by lot, the same in any number of processes: norms that change nothing, no bias."""
 
     def __init__(self, config: ModelConfig, device: torch.device, seed: int = 0) -> None:
-        self._shapes, self._seed, self._device = expected(config), seed, device
-        self._norm = 1.0 - config.norm_offset
+        self._norm, self._device, self._seed = 1.0 - config.norm_offset, device, seed
 
-    def read(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
-        shape = self._shapes[name]
+    def read(self, name: str, shape: Shape, dim: int, start: int, stop: int) -> torch.Tensor:
         if len(shape) == 1:
             value = 0.0 if name.endswith("bias") else self._norm
             return torch.full((stop - start,), value, device=self._device)
-        generator = torch.Generator(self._device).manual_seed(
-            zlib.crc32(name.encode()) ^ self._seed
-        )
-        whole = torch.empty(shape, device=self._device).normal_(
-            0, shape[1] ** -0.5, generator=generator
-        )
+        lot = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()) ^ self._seed)
+        whole = torch.empty(shape, device=self._device)
+        whole.normal_(0, shape[1] ** -0.5, generator=lot)
         return whole.narrow(dim, start, stop - start)
+
+
+class _Listing(dict[str, Shape]):
+    """Notes what is read."""
+
+    def read(self, name: str, shape: Shape, dim: int, start: int, stop: int) -> torch.Tensor:
+        self[name] = shape
+        return torch.empty(shape, device="meta")
+
+
+def expected(c: ModelConfig) -> dict[str, Shape]:
+    """The name and shape of every tensor of a whole checkpoint."""
+    nowhere, found = torch.device("meta"), _Listing()
+    load(c, found, Group(nowhere, world=1), nowhere, torch.float32)
+    return found
 
 
 def check_world(c: ModelConfig, world: int) -> None:
@@ -176,57 +141,56 @@ def check_world(c: ModelConfig, world: int) -> None:
 
 
 def load(
-    c: ModelConfig, source: Safetensors | Random, group: Group, device: torch.device,
+    c: ModelConfig, source: Safetensors | Random | _Listing, group: Group, device: torch.device,
     dtype: torch.dtype,
 ) -> Weights:  # fmt: skip
     """All that this rank needs, on its device."""
-    shapes = expected(c)
+    hidden, d, layers = c.hidden_size, c.head_dim, []
+    q_size, kv_size = c.num_heads * d, c.num_kv_heads * d
+    first, last = (d * end for end in group.share(c.num_heads))
+    kv_first, kv_last = group.share(c.num_kv_heads)
+    # A head that several ranks share is theirs whole.
+    kv_span = d * kv_first, d * max(kv_last, kv_first + 1)
+    qk_norms = (q_size, kv_size) if c.qk_norm == "whole" else (d, d)
 
-    def read(name: str, dim: int = 0, span: tuple[int, int] | None = None) -> torch.Tensor:
-        start, stop = span or (0, shapes[name][dim])
-        return source.read(name, dim, start, stop).to(device=device, dtype=dtype)
+    def read(name: str, *shape: int, dim: int = 0, span: Any = None) -> torch.Tensor:
+        found = source.read(name, shape, dim, *(span or (0, shape[dim])))
+        return found.to(device=device, dtype=dtype)
 
-    def whole(name: str) -> Any:
-        """None where models of the family have none."""
-        return read(name) if name in shapes else None
+    def joined(parts: list[tuple[str, int, Any]], what: str = "weight") -> torch.Tensor:
+        columns = (hidden,) if what == "weight" else ()
+        return torch.cat([read(f"{x}.{what}", n, *columns, span=span) for x, n, span in parts])
 
-    def joined(names: list[str], spans: list[tuple[int, int]], what: str = "weight") -> Any:
-        names = [f"{name}.{what}" for name in names]
-        if names[0] not in shapes:
-            return None
-        return torch.cat([read(name, 0, span) for name, span in zip(names, spans, strict=True)])
-
-    d = c.head_dim
-    heads = [d * end for end in group.share(c.num_heads)]
-    first, last = group.share(c.num_kv_heads)
-    kv = d * first, d * max(last, first + 1)  # a head that several ranks share is theirs whole
-    qkv_spans = [(heads[0], heads[1]), kv, kv]
-    rows = group.share(c.vocab_size)
-    embedding = read("model.embed_tokens.weight", 0, rows)
-    head = embedding if c.is_tied else read("lm_head.weight", 0, rows)
-    layers = []
     with group.progress(len(c.layers), "weights") as advance:
         for i, layer in enumerate(c.layers):
-            p = f"model.layers.{i}."
+            at = f"model.layers.{i}."
             advance(f"layer {i}")
             inner = c.moe_intermediate_size if layer.is_moe else c.intermediate_size
-            columns = group.share(inner)
-            mlps = [[p + name for name in names] for names in _mlps(c, layer.is_moe)]
-            gate_up = [joined(m[:2], [columns] * 2) for m in mlps]
-            down = [read(f"{m[2]}.weight", 1, columns) for m in mlps]
-            q, k, v, o = (f"{p}self_attn.{n}_proj" for n in "qkvo")
+            names = c.moe_names[1:] if layer.is_moe else MLP
+            mlps = [[x.format(n) for x in names] for n in range(c.num_experts * layer.is_moe or 1)]
+            columns, has_bias = group.share(inner), c.mlp_bias and not layer.is_moe
+            q, k, v, o = (f"{at}self_attn.{x}_proj" for x in "qkvo")
+            qkv = [(q, q_size, (first, last)), (k, kv_size, kv_span), (v, kv_size, kv_span)]
+            gate_ups = [[(at + x, inner, columns) for x in own[:2]] for own in mlps]
+            downs = [at + own[2] for own in mlps]
+            gate_up = [joined(parts) for parts in gate_ups]
+            down = [read(f"{x}.weight", hidden, inner, dim=1, span=columns) for x in downs]
             layers.append(LayerWeights(
-                qkv=joined([q, k, v], qkv_spans),
-                o=read(f"{o}.weight", 1, (heads[0], heads[1])).contiguous(),
+                qkv=joined(qkv),
+                o=read(f"{o}.weight", hidden, q_size, dim=1, span=(first, last)).contiguous(),
                 gate_up=torch.stack(gate_up) if layer.is_moe else gate_up[0],
                 down=torch.stack(down) if layer.is_moe else down[0].contiguous(),
-                qkv_bias=joined([q, k, v], qkv_spans, "bias"),
-                o_bias=whole(f"{o}.bias"),
-                gate_up_bias=joined(mlps[0][:2], [columns] * 2, "bias"),
-                down_bias=whole(f"{mlps[0][2]}.bias"),
-                router=whole(f"{p}{c.moe_names[0]}.weight") if layer.is_moe else None,
-                q_norm=whole(f"{p}self_attn.q_norm.weight"),
-                k_norm=whole(f"{p}self_attn.k_norm.weight"),
-                norms={role: read(f"{p}{name}.weight") for role, name in c.norms.items()},
+                qkv_bias=joined(qkv, "bias") if c.qkv_bias else None,
+                o_bias=read(f"{o}.bias", hidden) if c.o_bias else None,
+                gate_up_bias=joined(gate_ups[0], "bias") if has_bias else None,
+                down_bias=read(f"{downs[0]}.bias", hidden) if has_bias else None,
+                router=read(f"{at}{c.moe_names[0]}.weight", c.num_experts, hidden)
+                if layer.is_moe else None,
+                q_norm=read(f"{at}self_attn.q_norm.weight", qk_norms[0]) if c.qk_norm else None,
+                k_norm=read(f"{at}self_attn.k_norm.weight", qk_norms[1]) if c.qk_norm else None,
+                norms={role: read(f"{at}{x}.weight", hidden) for role, x in c.norms.items()},
             ))  # fmt: skip
-    return Weights(embedding, head, read("model.norm.weight"), layers)
+    rows = group.share(c.vocab_size)
+    embedding = read("model.embed_tokens.weight", c.vocab_size, hidden, span=rows)
+    head = embedding if c.is_tied else read("lm_head.weight", c.vocab_size, hidden, span=rows)
+    return Weights(embedding, head, read("model.norm.weight", hidden), layers)

@@ -41,7 +41,7 @@ def write(folder: Path, config: dict[str, Any], shards: int = 1, prefix: str = "
     files: list[dict[str, Any]] = [{} for _ in range(shards)]
     for name, shape in expected(own).items():
         # Their own memory: a slice would be saved with all of it.
-        tensor = source.read(name, 0, 0, shape[0]).to(torch.bfloat16).clone()
+        tensor = source.read(name, shape, 0, 0, shape[0]).to(torch.bfloat16).clone()
         lot.choice(files)[prefix + name] = tensor
     (folder / "config.json").write_text(json.dumps(config))
     if shards == 1:

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import os
 import random
+from functools import partial
 from typing import Any
 
 import drawn
 import pytest
+from crowd import alone, answered, is_that_of, requests_by_lot
 
 torch = pytest.importorskip("torch", reason="the ops are torch ops")
 
 from kernel_hub.engine import scheduler  # noqa: E402
 from kernel_hub.engine.engine import Engine  # noqa: E402
 from kernel_hub.engine.model import Model  # noqa: E402
-from kernel_hub.engine.requests import Request, SamplingParams  # noqa: E402
+from kernel_hub.engine.requests import SamplingParams  # noqa: E402
 
 # A run of a few minutes: KERNEL_HUB_ENGINE_LOTS=500.
 COUNT = int(os.environ.get("KERNEL_HUB_ENGINE_LOTS", "24"))
@@ -76,28 +78,6 @@ def params_by_lot(lot: random.Random) -> SamplingParams:
     )
 
 
-def requests_by_lot(lot: random.Random) -> list[Request]:
-    """With beginnings that some of them share, and texts that repeat themselves."""
-    shared = [[lot.randrange(97) for _ in range(lot.randint(1, 50))] for _ in range(5)]
-    found = []
-    for i in range(COUNT):
-        prompt = lot.choice(shared)[: lot.randint(0, 50)] if lot.random() < 0.6 else []
-        length = min(95, max(1, int(lot.expovariate(1 / 12))))
-        prompt = [*prompt, *(lot.randrange(97) for _ in range(length))][:95]
-        if lot.random() < 0.2:
-            prompt = (prompt[:5] * 20)[:60]
-        found.append(Request(str(i), tuple(prompt), params_by_lot(lot)))
-    return found
-
-
-def alone(request: Request) -> tuple[int, ...]:
-    """The answer of a request that has the model for itself."""
-    engine = Engine.random(CONFIG, max_batch=1, page_size=8, device="cpu")
-    answer = engine.generate([list(request.prompt)], request.params)[0]
-    assert answer.error is None
-    return answer.tokens
-
-
 @pytest.mark.parametrize("drafts", [0, 4])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_answers_are_those_of_requests_alone(
@@ -110,47 +90,15 @@ def test_answers_are_those_of_requests_alone(
         CONFIG, page_size=8, cache_tokens=lot.choice([96, 120]), drafts=drafts, device="cpu",
         max_batch=lot.choice([4, 16]), max_tokens_a_pass=lot.choice([7, 40, 500]),
     )  # fmt: skip
-    waiting = requests_by_lot(lot)
-    asked = {request.id: request for request in waiting}
-    found: dict[str, list[int]] = {request.id: [] for request in waiting}
-    texts = dict.fromkeys(found, "")
-    reasons: dict[str, str | None] = {}
-    while waiting or engine.has_work:
-        for _ in range(min(len(waiting), lot.choice([0, 0, 1, 5]))):
-            engine.submit(waiting.pop())
-        if lot.random() < 0.05 and (under_way := list(engine._live)):
-            engine.abort(lot.choice(under_way))
-        for delta in engine.step():
-            assert delta.request_id not in reasons, "after its end"
-            assert delta.error is None
-            found[delta.request_id] += delta.tokens
-            texts[delta.request_id] += delta.text
-            if delta.finish_reason is not None:
-                reasons[delta.request_id] = delta.finish_reason
-        check_pages(engine)
+    requests = requests_by_lot(lot, COUNT, 97, 72, partial(params_by_lot, lot))
+    found = answered(engine, requests, lot)
     stats = engine.stats()
-    assert stats["pages_used"] == stats["running"] == stats["waiting"] == 0
     assert stats["preemptions"] > 0 and stats["prefix_hit_tokens"] > 0
-    assert set(reasons) == set(asked)
-    wrong = []
-    for name, request in drawn.some(list(asked.items()), COUNT // 3, "alone", seed, drafts):
-        whole, own = alone(request), tuple(found[name])
-        if reasons[name] == "abort":
-            whole = whole[: len(own)]
-        elif not request.params.stop:
-            assert texts[name] == engine.decode(own)
-        if own != whole:
-            wrong.append((name, own, whole))
+    single, wrong = Engine.random(CONFIG, max_batch=1, page_size=8, device="cpu"), []
+    for request in drawn.some(requests, COUNT // 3, "alone", seed, drafts):
+        whole, answer = alone(single, request), found[request.id]
+        if answer.reason != "abort" and not request.params.stop:
+            assert answer.text == engine.decode(answer.tokens)
+        if not is_that_of(answer, whole):
+            wrong.append((request.id, answer, whole))
     assert not wrong, f"seed {seed}, drafts {drafts}: {len(wrong)} of {COUNT}: {wrong[:3]}"
-
-
-def check_pages(engine: Engine) -> None:
-    """Every page is free or has as many users as sequences list it."""
-    pages = engine._scheduler.pages
-    users = [0] * pages.num_pages
-    for sequence in engine._scheduler.running:
-        for page in sequence.pages:
-            users[page] += 1
-    assert users == pages._users
-    assert sorted(pages.free) == [i for i, count in enumerate(users) if not count]
-    assert {pages._digest_of[page]: page for page in pages._digest_of} == pages._page_of

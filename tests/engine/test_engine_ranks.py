@@ -192,7 +192,7 @@ sys.exit(main(["generate", sys.argv[1] + os.environ["RANK"], "--device", "cpu", 
         folder = tmp_path / f"model{rank}"
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(NAMED["tiny"]))
-        tensors = {n: source.read(n, 0, 0, s[0]).clone() for n, s in expected(config).items()}
+        tensors = {n: source.read(n, s, 0, 0, s[0]).clone() for n, s in expected(config).items()}
         save_file(tensors, folder / "model.safetensors")
     assert [code for code, _, _ in ranks(2, "-c", script, str(tmp_path / "model"))] == [0, 0]
     (tmp_path / "model1" / "model.safetensors").unlink()  # and then the configuration, too

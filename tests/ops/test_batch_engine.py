@@ -1,25 +1,26 @@
 """deterministic="batch" in the engine: each request's tokens are those that it gets alone.
 
-With shared prefixes, chunks, drafts and pages that run out. On the CPU by kernels in the emulator
-(torch's own products there depend on what else is in a pass).
+With shared prefixes, chunks, drafts, pages that run out and requests given up. On the CPU by
+kernels in the emulator (torch's own products there depend on what else is in a pass).
 """
 
 from __future__ import annotations
 
 import os
 import random
+from functools import partial
 from typing import Any
 
 import pytest
+from crowd import alone, answered, drawn_params, is_that_of, requests_by_lot
 from emulated_attention import hopper_attention
 from ways import Way
 
 from kernel_hub.engine.engine import Engine
-from kernel_hub.engine.requests import Request, SamplingParams
 from kernel_hub.errors import ModelError
 from kernel_hub.ops.core.launch import forget_all
 
-# A run of a few minutes on a GPU: KERNEL_HUB_ENGINE_LOTS=10000.
+# More of them, and of a smaller model: tests/gpu_requests.py.
 COUNT = int(os.environ.get("KERNEL_HUB_ENGINE_LOTS", "48"))
 TINY = {
     "model_type": "qwen3", "vocab_size": 97, "hidden_size": 64, "intermediate_size": 64,
@@ -43,38 +44,10 @@ WINDOWED = {
 }  # fmt: skip
 
 
-def lot_of_requests(lot: random.Random, count: int, vocab_size: int, most: int) -> list[Request]:
-    """Some begin alike, some repeat themselves; greedy ones and drawn ones."""
-    shared = [lot.choices(range(vocab_size), k=most) for _ in range(3)]
-    found = []
-    for i in range(count):
-        prompt = lot.choice(shared)[: lot.randrange(most)] if lot.random() < 0.6 else []
-        prompt = [*prompt, *lot.choices(range(vocab_size), k=lot.randint(1, max(1, most // 4)))]
-        if lot.random() < 0.2:
-            prompt = (prompt[:5] * most)[:most]
-        params = SamplingParams(
-            max_tokens=lot.randint(1, max(2, most // 8)), seed=lot.getrandbits(40),
-            temperature=lot.choice((0.0, 1.0)), top_p=lot.choice((1.0, 0.9)),
-        )  # fmt: skip
-        found.append(Request(str(i), tuple(prompt), params))
-    return found
-
-
-def answers(engine: Engine, waiting: list[Request], lot: random.Random) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {request.id: [] for request in waiting}
-    waiting = list(waiting)
-    while waiting or engine.has_work:
-        for _ in range(min(len(waiting), lot.choice((0, 1, 5)))):
-            engine.submit(waiting.pop())
-        for delta in engine.step():
-            assert delta.error is None
-            found[delta.request_id] += delta.tokens
-    return found
-
-
 def check(config: dict[str, Any], device: str, count: int, most: int, seed: object) -> None:
     lot = random.Random(f"engine batch {seed}")
-    requests = lot_of_requests(lot, count, config["vocab_size"], most)
+    params = partial(drawn_params, lot, max(2, most // 8))
+    requests = requests_by_lot(lot, count, config["vocab_size"], most, params)
     how: dict[str, Any] = {"device": device, "deterministic": "batch"}
     how["page_size"] = 8 if device == "cpu" else 16
     room = 16 * (-(-(most + most) // 16))
@@ -82,14 +55,14 @@ def check(config: dict[str, Any], device: str, count: int, most: int, seed: obje
         config, **how, drafts=4, max_batch=lot.choice((4, 32)), cache_tokens=3 * room,
         max_tokens_a_pass=lot.choice((23, 200, 1000)),
     )  # fmt: skip
-    together = answers(engine, requests, lot)
+    together = answered(engine, requests, lot)
     assert engine.stats()["prefix_hit_tokens"] > 0
     engine.close()
-    alone = Engine.random(config, **how, max_batch=1, cache_tokens=room)
+    single = Engine.random(config, **how, max_batch=1, cache_tokens=room)
     for request in requests:
-        own = alone.generate([list(request.prompt)], request.params)[0].tokens
-        assert tuple(together[request.id]) == own, f"request {request.id}"
-    alone.close()
+        own = alone(single, request)
+        assert is_that_of(together[request.id], own), f"request {request.id}"
+    single.close()
 
 
 def test_answers_emulated(hopper_way: Way, monkeypatch: pytest.MonkeyPatch) -> None:

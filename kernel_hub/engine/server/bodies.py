@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
+from pydantic_core import PydanticCustomError
 
 from ..requests import SamplingParams
-from .refusals import ApiError
 
 
 def _listed(value: Any) -> Any:
@@ -20,13 +20,22 @@ def _parts(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-Bias = dict[int, Annotated[float, Field(ge=-100, le=100)]]
+def _needs(other: str) -> AfterValidator:
+    """Not without another field, which is declared before it."""
+
+    def check(value: Any, info: ValidationInfo) -> Any:
+        if not info.data.get(other):
+            said = f"'{info.field_name}' needs '{other}' to be true"
+            raise PydanticCustomError("together", said)
+        return value
+
+    return AfterValidator(check)
+
+
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Positive = Annotated[int, Field(ge=1)]
 Text = Annotated[str, Field(min_length=1)]
 Tokens = Annotated[list[int], Field(min_length=1)]
-Prompts = Annotated[list[Text | Tokens], BeforeValidator(_listed), Field(min_length=1)]
-Stops = Annotated[list[Text], BeforeValidator(_listed), Field(max_length=4)]
 
 
 class Body(BaseModel):
@@ -43,16 +52,16 @@ class Sampled(Body):
 
     model: str
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: Annotated[StreamOptions, _needs("stream")] | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     max_tokens: Positive | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: Bias | None = None
+    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Stops | None = None
+    stop: Annotated[list[Text], BeforeValidator(_listed), Field(max_length=4)] | None = None
     user: str | None = None
     # Not OpenAI's: `extra_body=` of its client.
     top_k: Annotated[int, Field(ge=0)] | None = None
@@ -61,21 +70,21 @@ class Sampled(Body):
     stop_token_ids: Tokens | None = None
     ignore_eos: bool | None = None
 
-    def params(self, nth: int, num_logprobs: int | None, grammar: Any) -> SamplingParams:
+    def params(self, nth: int, **more: Any) -> SamplingParams:
         """These as the engine takes them, of the nth choice of a prompt."""
-        names = self.model_fields_set & SamplingParams.__dataclass_fields__.keys()
+        names = SamplingParams.__dataclass_fields__.keys() & type(self).model_fields
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
-        seed = None if self.seed is None else (self.seed + nth) % 2**63
-        ends = {name: tuple(given.get(name, ())) for name in ("stop", "stop_token_ids")}
-        own = {"max_tokens": self.max_tokens, "seed": seed, "logprobs": num_logprobs}
-        return SamplingParams(**{**given, **ends, **own, "grammar": grammar})
+        given |= {name: tuple(given[name]) for name in ("stop", "stop_token_ids") if name in given}
+        if self.seed is not None:
+            given["seed"] = (self.seed + nth) % 2**63
+        return SamplingParams(**{**given, **more})
 
 
 class Completion(Sampled):
     max_tokens: Positive | None = 16  # OpenAI's default
-    prompt: Prompts
-    echo: bool | None = None
+    prompt: Annotated[list[Text | Tokens], BeforeValidator(_listed), Field(min_length=1)]
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    echo: bool | None = None
 
 
 class Part(Body):
@@ -105,23 +114,16 @@ class JsonSchema(Body):
     strict: bool | None = None
 
 
-class PlainFormat(Body):
-    type: Literal["text", "json_object"]
-
-
-class SchemaFormat(Body):
-    type: Literal["json_schema"]
-    json_schema: JsonSchema
-
-
-Format = Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")]
+class Format(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
 
 
 class Chat(Sampled):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20), _needs("logprobs")] | None = None
     response_format: Format | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto"] | None = None
@@ -132,18 +134,3 @@ class Chat(Sampled):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-
-
-def read(kind: type[Completion] | type[Chat], body: bytes) -> Completion | Chat:
-    """The body as `kind`. Raises ValidationError, or ApiError of what cannot go together."""
-    asked = kind.model_validate_json(body)
-    if asked.stream_options and not asked.stream:
-        raise ApiError(400, "'stream_options' needs 'stream' to be true.", "stream_options")
-    if isinstance(asked, Completion):
-        if asked.echo and asked.logprobs is not None:
-            raise ApiError(400, "There are no log-probabilities of what 'echo' repeats.", "echo")
-        return asked
-    if asked.top_logprobs is not None and not asked.logprobs:
-        raise ApiError(400, "'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
-    asked.max_tokens = asked.max_completion_tokens or asked.max_tokens
-    return asked

@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
-from .bodies import PlainFormat, SchemaFormat
+from .bodies import Format
 from .refusals import ApiError
 
 
-class Grammar:
-    """One request's place in a grammar."""
+def grammar_of(matcher: Any) -> SimpleNamespace:
+    """A request's place in a grammar, as `SamplingParams` takes it: a token t that may follow is
+    bit t % 32 of word t // 32 of a mask.
+    """
 
-    def __init__(self, matcher: Any) -> None:
-        self._matcher = matcher
+    def bitmask(out: Any) -> None:
+        matcher.unsafe_compute_mask_ptr(out.ctypes.data, 4 * len(out))
 
-    def bitmask(self, out: Any) -> None:
-        """Which tokens may follow: t is bit t % 32 of word t // 32.
-
-        out: (ceil(vocab_size / 32),) int32, contiguous, of NumPy; written.
-        """
-        self._matcher.unsafe_compute_mask_ptr(out.ctypes.data, 4 * len(out))
-
-    def accept(self, token: int) -> bool:
-        """Goes on by a token; False where it may not follow."""
-        return bool(self._matcher.consume_token(token))
+    return SimpleNamespace(bitmask=bitmask, accept=matcher.consume_token)
 
 
 class Grammars:
@@ -34,34 +28,40 @@ class Grammars:
         self._engine = engine
         self._vocabulary: Any = None
 
-    def make(self, asked: PlainFormat | SchemaFormat | None, count: int) -> list[Grammar | None]:
+    def make(self, asked: Format | None, count: int) -> list[Any]:
         """One for each of `count` choices, None of plain text. Raises ApiError."""
         if asked is None or asked.type == "text":
             return [None] * count
+        param, schema = "response_format", {"type": "object"}
+        if asked.type == "json_schema":
+            param += ".json_schema"
+            if asked.json_schema is None:
+                said = f"Missing required parameter: '{param}'."
+                raise ApiError(400, said, param, "missing_required_parameter")
+            schema = asked.json_schema.schema_
         try:
-            import llguidance
+            from llguidance import LLMatcher
         except ImportError:
             said = "needs llguidance where the server runs: pip install 'kernel_hub[grammar]'"
             raise ApiError(400, f"response_format {asked.type} {said}", "response_format") from None
-        self._vocabulary = self._vocabulary or self._read(llguidance)
-        is_schema = isinstance(asked, SchemaFormat)
-        schema = asked.json_schema.schema_ if is_schema else {"type": "object"}
-        grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema))
-        first = llguidance.LLMatcher(self._vocabulary, grammar, log_level=0)
+        self._vocabulary = self._vocabulary or _vocabulary(self._engine)
+        grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
+        first = LLMatcher(self._vocabulary, grammar, log_level=0)
         if first.is_error():
             said = f"This schema can not be followed: {first.get_error().splitlines()[0]}"
-            raise ApiError(400, said, "response_format.json_schema.schema")
-        return [Grammar(first), *(Grammar(first.deep_copy()) for _ in range(count - 1))]
+            raise ApiError(400, said, f"{param}.schema")
+        return [grammar_of(one) for one in (first, *(first.deep_copy() for _ in range(count - 1)))]
 
-    def _read(self, llguidance: Any) -> Any:
-        engine, ends = self._engine, sorted(self._engine.eos_token_ids)
-        if not ends:
-            raise ApiError(400, "The model has no token to end JSON with.", "response_format")
-        if engine.tokenizer is None:
-            wrapped = llguidance.TokenizerWrapper(_Bytes(engine.vocab_size, ends[0]))
-            return llguidance.LLTokenizer(wrapped, eos_token=ends)
-        text = engine.tokenizer.to_str()
-        return llguidance.LLTokenizer(text, n_vocab=engine.vocab_size, eos_token=ends)
+
+def _vocabulary(engine: Any) -> Any:
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    ends = sorted(engine.eos_token_ids)
+    if not ends:
+        raise ApiError(400, "The model has no token to end JSON with.", "response_format")
+    if engine.tokenizer is None:
+        return LLTokenizer(TokenizerWrapper(_Bytes(engine.vocab_size, ends[0])), eos_token=ends)
+    return LLTokenizer(engine.tokenizer.to_str(), n_vocab=engine.vocab_size, eos_token=ends)
 
 
 class _Bytes:

@@ -3,44 +3,50 @@
 from __future__ import annotations
 
 from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
 
 from ...errors import PromptTooLongError, RequestError
 
 TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 HEADERS = {
-    401: {"WWW-Authenticate": "Bearer"},
-    408: {"Connection": "close"},
-    429: {"Retry-After": "1"},
-    503: {"Retry-After": "5"},
-}
+    401: {"WWW-Authenticate": "Bearer"}, 408: {"Connection": "close"},
+    429: {"Retry-After": "1"}, 503: {"Retry-After": "5"},
+}  # fmt: skip
 
 
 class ApiError(Exception):
-    """An HTTP status, and beside it the error object with its headers."""
+    """An HTTP status, and beside it the error object."""
 
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None
     ) -> None:
         super().__init__(message)
-        self.status, self.headers = status, HEADERS.get(status)
+        self.status = status
         kind = "server_error" if status >= 500 else TYPES.get(status, "invalid_request_error")
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-TOLD = (ApiError, ValidationError, RequestError, Exception)
-
-
-def told(error: Exception) -> ApiError:
-    """What is said of anything that was raised on the way to an answer."""
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, ValidationError):
-        return _invalid(error)
-    if isinstance(error, RequestError):  # the engine's, or a chat template's
+async def refused(request: Request, error: Exception) -> Response:
+    """The answer to anything that was raised on the way to another."""
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=499)  # that nobody reads
+    if isinstance(error, HTTPException):
+        error = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}.")
+    elif isinstance(error, RequestError):  # the engine's, or a chat template's
         is_long = isinstance(error, PromptTooLongError)
         code = "context_length_exceeded" if is_long else "invalid_value"
-        return ApiError(400, str(error), error.argument, code)
-    return ApiError(500, f"The server failed: {type(error).__name__}.")
+        error = ApiError(400, str(error), error.argument, code)
+    elif isinstance(error, ValidationError):
+        error = _invalid(error)
+    elif not isinstance(error, ApiError):
+        error = ApiError(500, f"The server failed: {type(error).__name__}.")
+    return JSONResponse(error.body, error.status, HEADERS.get(error.status))
+
+
+HANDLERS = dict.fromkeys((HTTPException, ClientDisconnect, Exception), refused)
+HANDLERS |= dict.fromkeys((ApiError, ValidationError, RequestError), refused)
 
 
 def _invalid(error: ValidationError) -> ApiError:
@@ -48,12 +54,13 @@ def _invalid(error: ValidationError) -> ApiError:
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     kind, said = first["type"], first["msg"]
     # Of a union, the way names the type that was tried.
-    is_extra, way = kind == "extra_forbidden", first["loc"]
-    param = ".".join(str(at) for at in way if is_extra or f"_{at}".isidentifier())
+    way = (at for at in first["loc"] if kind == "extra_forbidden" or f"_{at}".isidentifier())
+    param = ".".join(map(str, way)) or None
     known = {
         "json_invalid": (f"The body is not valid JSON: {said}.", None),
         "extra_forbidden": (f"Unrecognized request argument: {param}", "unknown_parameter"),
         "missing": (f"Missing required parameter: '{param}'.", "missing_required_parameter"),
+        "together": (f"{said}.", None),
     }
     message, code = known.get(kind, (f"Invalid value for '{param}': {said}.", "invalid_value"))
-    return ApiError(400, message, param or None, code)
+    return ApiError(400, message, param, code)

@@ -59,7 +59,7 @@ class Served:
         service = self.server.service
         worker, stats = service._worker, service._worker.stats
         used = stats["running"] + stats["waiting"] + stats["pages_used"]
-        of_server = len(worker._answers) + len(worker._held) + service.metrics.num_open
+        of_server = len(worker._answers) + len(worker._held) + service.num_open
         return not used and not of_server and not self.engine.has_work
 
     def settles(self) -> None:

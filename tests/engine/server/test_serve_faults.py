@@ -143,7 +143,7 @@ def test_bodies_that_do_not_come_are_no_way_around_it() -> None:
             client.sendall(
                 f"{head}Content-Type: application/json\r\nContent-Length: 9\r\n\r\n".encode()
             )
-        here.until(lambda: here.server.service.metrics.num_open == 2, "their heads are read")
+        here.until(lambda: here.server.service.num_open == 2, "their heads are read")
         with pytest.raises(openai.RateLimitError):
             here.openai().completions.create(model="bytes", prompt="a")
         for client in hung:

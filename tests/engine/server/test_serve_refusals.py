@@ -84,7 +84,10 @@ BAD = [
     ("chat/completions", {"top_logprobs": 3}, "top_logprobs", None),
     ("chat/completions", {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
     ("chat/completions", {"tool_choice": "required"}, "tool_choice", "invalid_value"),
-    ("chat/completions", {"response_format": {"type": "xml"}}, "response_format", "invalid_value"),
+    ("chat/completions", {"response_format": {"type": "xml"}}, "response_format.type",
+     "invalid_value"),
+    ("chat/completions", {"response_format": {"type": "json_schema"}},
+     "response_format.json_schema", "missing_required_parameter"),
     ("chat/completions", {"frobnicate": 1}, "frobnicate", "unknown_parameter"),
 ]  # fmt: skip
 
