@@ -17,23 +17,32 @@ __device__ __forceinline__ float times_logistic(float value, float logit) {
     }
 }
 
-// By the error function or by tanh.
-template <typename T, bool kIsTanh>
-__device__ __forceinline__ float gelu(float x) {
+// One of two constants, the same of the whole grid.
+// NOTE: as bits that the compiler does not look into: floats were chosen in registers of each
+// thread, and the second load of a row waited for places.
+__device__ __forceinline__ float pick(bool is_first, float a, float b) {
+    uint32_t bits = is_first ? __float_as_uint(a) : __float_as_uint(b);
+    asm("" : "+r"(bits));
+    return __uint_as_float(bits);
+}
+
+// By the error function or by tanh: (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u)).
+template <typename T>
+__device__ __forceinline__ float gelu(float x, bool is_tanh) {
     const float square = x * x;
-    if constexpr (kIsTanh) {
-        // (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u))
-        return times_logistic<T>(x, x * (0.0713548162726f * square + 1.59576912161f));
-    } else if constexpr (sizeof(T) == 2) {
-        // Phi(x) = 1 / (1 + exp(-x p(x^2))), p minimax for |x| <= 5: absolute error of gelu 1.4e-5.
+    if constexpr (sizeof(T) == 2) {
+        // Either is x / (1 + exp(-x p(x^2))); of erf p is minimax for |x| <= 5: absolute error of
+        // gelu 1.4e-5.
         // NOTE: the bound keeps p above 0 far out, and lets nan through `x`.
-        const float near = fminf(square, 25.0f);
-        float slope = 6.93365690e-7f;
-        slope = slope * near - 2.39087450e-5f;
-        slope = slope * near - 5.02969312e-4f;
-        slope = slope * near + 7.34986891e-2f;
-        slope = slope * near + 1.59533922f;
+        const float near = fminf(square, pick(is_tanh, 1e6f, 25.0f));
+        float slope = pick(is_tanh, 0.0f, 6.93365690e-7f);
+        slope = slope * near + pick(is_tanh, 0.0f, -2.39087450e-5f);
+        slope = slope * near + pick(is_tanh, 0.0f, -5.02969312e-4f);
+        slope = slope * near + pick(is_tanh, 0.0713548162726f, 7.34986891e-2f);
+        slope = slope * near + pick(is_tanh, 1.59576912161f, 1.59533922f);
         return times_logistic<T>(x, x * slope);
+    } else if (is_tanh) {
+        return times_logistic<T>(x, x * (0.0713548162726f * square + 1.59576912161f));
     } else {
         return 0.5f * x * (1.0f + erff(0.70710678f * x));
     }
