@@ -11,9 +11,8 @@
 //            the forward everything is 16-byte aligned. From compute capability 9.0 on a cluster of
 //            blocks_a_row blocks may share a row: each reads a part, then all exchange what they
 //            found
-//   edges    the forward of rows in 16 bits of any alignment: vectors are those of 16 aligned
-//            bytes, of which the first and the last are read and written one by one. Rows of up to
-//            128 columns: four of a thread, an element an access, at most 32 threads a row
+//   edges    the forward of rows in 16 bits of any alignment, in registers: an element an access,
+//            up to 20 of a thread. Clusters as above
 //   loop     rows of any length and alignment, of such vectors: a pass for maximum and sum, one for
 //            results. A row is kept in dynamic shared memory where the launch has some beside what
 //            sums take, and then as much as it needs; others are read twice. Clusters as above
@@ -95,7 +94,7 @@ namespace kernel_hub::rowwise::softmax {
 EXPORT_SOFTMAX_VARIANTS(fp16, __half, NARROW)
 EXPORT_SOFTMAX_VARIANTS(bf16, __nv_bfloat16, NARROW)
 EXPORT_SOFTMAX_VARIANTS(fp32, float, WIDE)
-EXPORT_SOFTMAX(softmax_fp16_edges, __half, IN_REGISTERS, softmax_once<2, true>)
-EXPORT_SOFTMAX(softmax_bf16_edges, __nv_bfloat16, IN_REGISTERS, softmax_once<2, true>)
+EXPORT_SOFTMAX(softmax_fp16_edges, __half, IN_REGISTERS, softmax_once<0, true>)
+EXPORT_SOFTMAX(softmax_bf16_edges, __nv_bfloat16, IN_REGISTERS, softmax_once<0, true>)
 
 }  // namespace kernel_hub::rowwise::softmax
