@@ -74,9 +74,20 @@ struct GatedRow {
         if constexpr (Gate::kParts == 2) {
             Access<T, kWidth>::unpack(bits.second, ups);
         }
+        gate(gates, ups, found);
+    }
+};
+
+// A Gate of one result at a time: Of has `of(gate, up)`.
+template <typename Of>
+struct EachGate : Of {
+    template <int kWidth>
+    __device__ __forceinline__ void operator()(const float (&gates)[kWidth],
+                                               const float (&ups)[kWidth],
+                                               float (&found)[kWidth]) const {
 #pragma unroll
         for (int j = 0; j < kWidth; ++j) {
-            found[j] = gate(gates[j], ups[j]);
+            found[j] = this->of(gates[j], ups[j]);
         }
     }
 };

@@ -25,8 +25,10 @@ struct Gelu {
     static constexpr bool kHasPairs = false;
     int is_tanh;
 
-    __device__ __forceinline__ float operator()(float x, float) const {
-        return gelu<T>(x, is_tanh);
+    template <int kWidth>
+    __device__ __forceinline__ void operator()(const float (&x)[kWidth], const float (&)[kWidth],
+                                               float (&found)[kWidth]) const {
+        gelu<T>(x, is_tanh, found);
     }
 };
 

@@ -32,8 +32,15 @@ struct GeluGate {
     static constexpr bool kHasPairs = false;
     int is_tanh;
 
-    __device__ __forceinline__ float operator()(float gate, float up) const {
-        return gelu<T>(gate, is_tanh) * up;
+    template <int kWidth>
+    __device__ __forceinline__ void operator()(const float (&gate)[kWidth],
+                                               const float (&up)[kWidth],
+                                               float (&found)[kWidth]) const {
+        gelu<T>(gate, is_tanh, found);
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j) {
+            found[j] *= up[j];
+        }
     }
 };
 

@@ -20,12 +20,15 @@ struct ReluSquared {
     static constexpr int kParts = 1;
     static constexpr bool kHasPairs = false;
     // NOTE: a comparison, not fmaxf, so that nan stays nan.
-    __device__ __forceinline__ float operator()(float x, float) const {
+    __device__ __forceinline__ float of(float x, float) const {
         x = x < 0.0f ? 0.0f : x;
         return x * x;
     }
 };
 
-EXPORT_GATED_OP(relu_squared, ReluSquared)
+template <typename T>
+using Gate = EachGate<ReluSquared<T>>;
+
+EXPORT_GATED_OP(relu_squared, Gate)
 
 }  // namespace kernel_hub::rowwise

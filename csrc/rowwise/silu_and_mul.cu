@@ -31,11 +31,14 @@ template <typename T>
 struct SiluGate {
     static constexpr int kParts = 2;
     static constexpr bool kHasPairs = false;
-    __device__ __forceinline__ float operator()(float gate, float up) const {
+    __device__ __forceinline__ float of(float gate, float up) const {
         return times_logistic<T>(gate, gate) * up;
     }
 };
 
-EXPORT_GATED_OP(silu_and_mul, SiluGate)
+template <typename T>
+using Gate = EachGate<SiluGate<T>>;
+
+EXPORT_GATED_OP(silu_and_mul, Gate)
 
 }  // namespace kernel_hub::rowwise

@@ -12,9 +12,11 @@
 #include "rowwise/gated.cuh"
 
 #define GATE_NUMBERS , float alpha, float limit, int is_interleaved
-#define GATE_OF(GATE)                \
-    GATE {                           \
-        alpha, limit, is_interleaved \
+#define GATE_OF(GATE)                    \
+    GATE {                               \
+        {                                \
+            alpha, limit, is_interleaved \
+        }                                \
     }
 
 namespace kernel_hub::rowwise {
@@ -27,13 +29,16 @@ struct ClampedGate {
     int is_interleaved;
 
     // NOTE: comparisons, not fminf, so that nan stays nan.
-    __device__ __forceinline__ float operator()(float gate, float up) const {
+    __device__ __forceinline__ float of(float gate, float up) const {
         gate = gate > limit ? limit : gate;
         up = up > limit ? limit : up;
         up = up < -limit ? -limit : up;
         return (up + 1.0f) * times_logistic<T>(gate, alpha * gate);
     }
 };
-EXPORT_GATED_OP(swigluoai_and_mul, ClampedGate)
+template <typename T>
+using Gate = EachGate<ClampedGate<T>>;
+
+EXPORT_GATED_OP(swigluoai_and_mul, Gate)
 
 }  // namespace kernel_hub::rowwise
