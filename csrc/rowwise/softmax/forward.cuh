@@ -136,16 +136,26 @@ __device__ __forceinline__ void read_vecs(const SoftmaxParams<T>& p, const Share
     }
 }
 
+// NOTE: else an address is made anew of parameters and strides for each element.
+template <typename T>
+__device__ __forceinline__ void keep_pointer(T*& pointer) {
+    asm("" : "+l"(pointer));
+}
+
 // Rows of 16 bits of any alignment, an element an access: kFours times four of a thread, each
 // `step` behind the last. Of fours that all threads would have beyond the row there is nothing.
 constexpr int kFours = 5, kFour = 4;
 
-// Which columns of a row are this thread's.
+// Which columns of a row are this thread's. kStep: 0, or what `step` is.
+// NOTE: of a step that is known addresses are a base and numbers in the instructions.
+template <int kStep>
 struct Columns {
     int first, step, end;
 
     __device__ __forceinline__ Columns(const Share& share, int num_rows, int size)
-        : first(share.first), step(share.step), end(share.row_idx < num_rows ? size : 0) {}
+        : first(share.first),
+          step(kStep > 0 ? kStep : share.step),
+          end(share.row_idx < num_rows ? size : 0) {}
     __device__ __forceinline__ bool has(int i) const { return i * kFour * step < end; }
     __device__ __forceinline__ int column(int i, int j) const {
         return first + (i * kFour + j) * step;
@@ -154,13 +164,14 @@ struct Columns {
     // Their bits, 0 beyond the row.
     template <typename Bits>
     __device__ __forceinline__ void read(const void* row, uint32_t (&bits)[kFours][kFour]) const {
+        const Bits* from = static_cast<const Bits*>(row) + first;
+        keep_pointer(from);
 #pragma unroll
         for (int i = 0; i < kFours; ++i) {
             if (has(i)) {
 #pragma unroll
                 for (int j = 0; j < kFour; ++j) {
-                    const int at = column(i, j);
-                    bits[i][j] = at < end ? static_cast<const Bits*>(row)[at] : 0;
+                    bits[i][j] = column(i, j) < end ? from[(i * kFour + j) * step] : 0;
                 }
             }
         }
@@ -176,18 +187,18 @@ __device__ __forceinline__ float value_of(uint32_t bits) {
 }
 
 // This thread's part of such a row, scaled and masked; -inf where there is no column.
-template <typename T>
+template <int kStep, typename T>
 __device__ __forceinline__ void read_columns(const SoftmaxParams<T>& p, const Share& share,
-                                             const Columns& columns, const T* x,
+                                             const Columns<kStep>& columns, const T* x,
                                              float (&s)[kFours][kFour]) {
     const bool has_mask = p.mask != nullptr, is_truth = has_mask && !p.is_added;
     // Issue every load before the first use.
     uint32_t bits[kFours][kFour], masks[kFours][kFour] = {};
-    columns.read<uint16_t>(x, bits);
+    columns.template read<uint16_t>(x, bits);
     if (is_truth) {
-        columns.read<uint8_t>(p.mask_of(share.row_idx), masks);
+        columns.template read<uint8_t>(p.mask_of(share.row_idx), masks);
     } else if (has_mask) {
-        columns.read<uint16_t>(p.mask_of(share.row_idx), masks);
+        columns.template read<uint16_t>(p.mask_of(share.row_idx), masks);
     }
 #pragma unroll
     for (int i = 0; i < kFours; ++i) {
@@ -204,14 +215,16 @@ __device__ __forceinline__ void read_columns(const SoftmaxParams<T>& p, const Sh
     }
 }
 
-// A row in registers, kVecs vectors a thread, or the columns of one that need not be vectors.
-template <int kVecs, bool kIsColumns, typename T>
+// A row in registers, kVecs vectors a thread, or (0) the columns of one that need not be vectors,
+// kStep apart where that is known.
+template <int kVecs, int kStep, typename T>
 __device__ __forceinline__ void softmax_once(const SoftmaxParams<T>& p) {
+    constexpr bool kIsColumns = kVecs == 0;
     constexpr int kParts = kIsColumns ? kFours : kVecs;
     constexpr int kWidth = kIsColumns ? kFour : kVecElems<T>;
     SharedFound& shared = shared_found();
     Share share(p.blocks_a_row);
-    const Columns columns(share, p.num_rows, p.size);
+    const Columns<kStep> columns(share, p.num_rows, p.size);
     const T* x = p.x + p.x_strides.start(share.row_idx);
     share.lay_over_whole<T>(p.num_rows, p.size);
     const auto has = [&](int i) { return kIsColumns ? columns.has(i) : share.has(i); };
@@ -254,7 +267,10 @@ __device__ __forceinline__ void softmax_once(const SoftmaxParams<T>& p) {
     const float part = is_empty ? 0.0f : power_of<T>(own.largest - all.largest);
     const float factor = p.is_log ? 1.0f : quotient<T>(part, sum);
     const float offset = p.is_log ? base - all.largest - logf(sum) : 0.0f;
-    T* out = p.out + p.out_strides.start(share.row_idx);
+    T* out = p.out + p.out_strides.start(share.row_idx) + (kIsColumns ? columns.first : 0);
+    if constexpr (kIsColumns) {
+        keep_pointer(out);
+    }
 #pragma unroll
     for (int i = 0; i < kParts; ++i) {
         if (has(i)) {
@@ -265,9 +281,8 @@ __device__ __forceinline__ void softmax_once(const SoftmaxParams<T>& p) {
             if constexpr (kIsColumns) {
 #pragma unroll
                 for (int j = 0; j < kWidth; ++j) {
-                    const int at = columns.column(i, j);
-                    if (at < columns.end) {
-                        out[at] = from_float<T>(s[i][j]);
+                    if (columns.column(i, j) < columns.end) {
+                        out[(i * kFour + j) * columns.step] = from_float<T>(s[i][j]);
                     }
                 }
             } else {

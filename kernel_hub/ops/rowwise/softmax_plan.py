@@ -17,7 +17,9 @@ _NARROW_ELEMS = 8  # of a vector of 16 bits
 # Of rows of 16 bits that are not whole vectors: columns of a thread at most, of which it has fours;
 # of one of a row of up to _SHORT.
 COLUMNS, _FOUR = 20, 4
-_SHORT, _SHORT_COLUMNS = 128, 8
+# Rows of fewer lanes than a warp; of more columns than a warp has; that many rows rather have kept.
+_SHORT, _WARP, _LONG = 128, 32 * COLUMNS, 4096
+_SHORT_THREADS_AN_SM = 256  # up to which short rows have four columns a thread
 # Of a block: as many as let a second one of the same multiprocessor load meanwhile, then the most.
 _THREADS = (512, 1024)
 # Of a cluster; more than _PORTABLE only of a whole GPU, which has so many multiprocessors.
@@ -138,20 +140,30 @@ def choose_any(
     if shape.variant == "loop" or (is_shared and not is_costly):
         return choose_passes(vecs, rows, tensors, gpu)
     if variant == "edges" and shape.blocks_a_row == 1:
-        return choose_columns(units, rows, gpu.num_sms)
+        shape = choose_columns(units, rows, gpu.num_sms)
+        if units > _LONG and not are_resident(shape, rows, gpu.num_sms):
+            return choose_passes(vecs, rows, tensors, gpu)
+        return shape
     return shape._replace(variant=variant)
 
 
 def choose_columns(size: int, rows: int, num_sms: int) -> Shape:
-    """For rows of 16 bits that are not whole vectors: the fewest columns a thread with which all
-    rows run at once, else the most.
+    """For rows of 16 bits that are not whole vectors.
+
+    Measured on an H200 (docs/notes/softmax.md): a warp a row where it has that many; of longer ones
+    the fewest columns a thread, from eight on, with which all rows run at once, else the most.
     """
-    most = _SHORT_COLUMNS if size <= _SHORT else COLUMNS
-    for each in range(_FOUR, most + 1, _FOUR):
-        lanes = -(-size // each)
-        threads = _power_of_2(lanes) if lanes <= 32 else 32 * -(-lanes // 32)
-        shape = Shape("edges", threads, max(1, 128 // threads))
-        if threads <= _THREADS[-1] and are_resident(shape, rows, num_sms):
+    if size <= _SHORT:
+        lanes = -(-size // _FOUR)
+        if rows * lanes > _SHORT_THREADS_AN_SM * num_sms:
+            lanes = -(-size // (2 * _FOUR))
+        threads = _power_of_2(lanes)
+        return Shape("edges", threads, 128 // threads)
+    if size <= _WARP:
+        return Shape("warps", 32, 4)
+    for each in range(2 * _FOUR, COLUMNS + 1, _FOUR):
+        shape = Shape("edges", 32 * -(-size // (32 * each)))
+        if shape.threads <= _THREADS[-1] and are_resident(shape, rows, num_sms):
             break
     return shape
 

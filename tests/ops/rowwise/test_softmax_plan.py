@@ -32,15 +32,18 @@ def test_plans() -> None:
     assert choose(32769, 64, 4, 66) == choose(4097, 64, 4, 0) == shape("loop", 640)
     vecs = [plans.edge_vecs(size, 8) for size in (1, 2, 539, 286, 50257)]
     assert vecs == [1, 2, 69, 37, 6283]
-    # In columns: few of a thread while all rows run at once, a warp a row of 539 else.
+    # In columns: four or eight of a thread where rows are short, then a warp a row, then as few as
+    # let all rows run at once.
     columns = plans.choose_columns
     assert columns(1, 10, 132) == shape("edges", 1, 128)
     assert columns(18, 384, 132) == shape("edges", 8, 16)
     assert columns(25, 40000, 132) == shape("edges", 4, 32)
-    assert columns(128, 4096, 132) == shape("edges", 32, 4)
-    assert columns(539, 11456, 132) == shape("edges", 32, 4)
-    assert columns(1883, 648, 132) == shape("edges", 160, 1)
-    assert columns(9999, 8, 132) == shape("edges", 864, 1)
+    assert columns(77, 4096, 132) == shape("edges", 16, 8)
+    assert columns(129, 8, 132) == columns(539, 11456, 132) == shape("warps", 32, 4)
+    assert columns(640, 8, 132) == shape("warps", 32, 4)
+    assert columns(641, 8, 132) == shape("edges", 96)
+    assert columns(1883, 648, 132) == shape("edges", 160)
+    assert columns(9999, 8, 132) == shape("edges", 864)
     assert choose(50257, 64, plans.COLUMNS, 132) == shape("vec", 320, 1, 8)
     # Read twice: shared until there are four blocks a multiprocessor, with room for two.
     passes, gpu = plans.choose_passes, PlannedGpu(SM90, 132)
@@ -64,7 +67,11 @@ def test_which_kernel_takes_which_rows() -> None:
         return variant, launch.options.get("cluster", (1,))[0]
 
     with pretend(PlannedGpu(SM90, 132)):
-        assert name("softmax", 539) == ("edges", 1)
+        assert name("softmax", 77) == name("softmax", 999) == ("edges", 1)
+        assert name("softmax", 539) == ("warps", 1)
+        # Many long ones are kept in shared memory, a block each.
+        assert name("softmax", 8191, 64) == ("edges", 1)
+        assert name("softmax", 8191, 2048) == ("loop", 1)
         assert name("softmax", 50257, 52) == ("edges", 8)
         # Rows whose blocks would not run all at once are kept in shared memory.
         assert name("softmax", 50257, 53) == ("loop", 8)
