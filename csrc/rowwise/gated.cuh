@@ -2,15 +2,31 @@
 // of a dtype, or e4m3 with a scale a row. A source defines a Gate, GATE_NUMBERS and GATE_OF, and
 // exports by the macros below.
 //
-// A Gate has kParts, what a result is made of: 1 or, gated, 2; kIsInterleaved (gate and up take
-// turns; otherwise gate is the first half of a row, up the second); and `gate(gate, up)` -> the
-// result in fp32, `up` being 0 where there is none.
+// A Gate has kParts, what a result is made of: 1 or, gated, 2; kHasPairs, whether it may have
+// is_interleaved (gate and up take turns; otherwise gate is the first half of a row, up the
+// second); and `gate(gate, up)` -> the result in fp32, `up` being 0 where there is none. Forms of a
+// Gate are its numbers, questions of the whole grid: a kernel a form would be the same bytes again.
 #pragma once
 
 #include "kernel_hub/follow_launch.cuh"
 #include "rowwise/quantise_rows.cuh"
 
 namespace kernel_hub::rowwise {
+
+// Gates and ups that take turns in two vectors, as one vector of each.
+template <typename T>
+__device__ __forceinline__ void part_pairs(uint4& first, uint4& second) {
+    const uint4 a = first, b = second;
+    if constexpr (sizeof(T) == 2) {
+        first = {__byte_perm(a.x, a.y, 0x5410), __byte_perm(a.z, a.w, 0x5410),
+                 __byte_perm(b.x, b.y, 0x5410), __byte_perm(b.z, b.w, 0x5410)};
+        second = {__byte_perm(a.x, a.y, 0x7632), __byte_perm(a.z, a.w, 0x7632),
+                  __byte_perm(b.x, b.y, 0x7632), __byte_perm(b.z, b.w, 0x7632)};
+    } else {
+        first = {a.x, a.z, b.x, b.z};
+        second = {a.y, a.w, b.y, b.w};
+    }
+}
 
 // A row of gates and ups; a Source of quantise_rows.cuh.
 template <typename T, typename Gate>
@@ -31,29 +47,47 @@ struct GatedRow {
         using RowAccess = Access<T, kWidth>;
         if constexpr (Gate::kParts == 1) {
             return {RowAccess::read(x + first), {}};
-        } else if constexpr (Gate::kIsInterleaved) {
-            return {RowAccess::read(x + 2 * first), RowAccess::read(x + 2 * first + kWidth)};
         } else {
-            return {RowAccess::read(x + first), RowAccess::read(x + first + size)};
+            int64_t gate_at = first, up_at = size;
+            if constexpr (Gate::kHasPairs) {
+                gate_at = gate.is_interleaved ? 2 * first : first;
+                up_at = gate.is_interleaved ? kWidth : size;
+            }
+            // NOTE: `up` first: behind the gate its load may come to wait for the gate's
+            // arithmetic.
+            Bits<kWidth> bits;
+            bits.second = RowAccess::read(x + gate_at + up_at);
+            bits.first = RowAccess::read(x + gate_at);
+            return bits;
         }
     }
 
     template <int kWidth>
     __device__ __forceinline__ void values(Bits<kWidth> bits, float (&found)[kWidth]) const {
-        float both[2][kWidth];
-        Access<T, kWidth>::unpack(bits.first, both[0]);
-        Access<T, kWidth>::unpack(bits.second, both[1]);
+        float gates[kWidth], ups[kWidth] = {};
+        if constexpr (Gate::kHasPairs && kWidth > 1) {
+            if (gate.is_interleaved) {
+                part_pairs<T>(bits.first, bits.second);
+            }
+        }
+        Access<T, kWidth>::unpack(bits.first, gates);
+        if constexpr (Gate::kParts == 2) {
+            Access<T, kWidth>::unpack(bits.second, ups);
+        }
+        gate(gates, ups, found);
+    }
+};
+
+// A Gate of one result at a time: Of has `of(gate, up)`.
+template <typename Of>
+struct EachGate : Of {
+    template <int kWidth>
+    __device__ __forceinline__ void operator()(const float (&gates)[kWidth],
+                                               const float (&ups)[kWidth],
+                                               float (&found)[kWidth]) const {
 #pragma unroll
         for (int j = 0; j < kWidth; ++j) {
-            if constexpr (Gate::kParts == 1) {
-                found[j] = gate(both[0][j], 0.0f);
-            } else if constexpr (Gate::kIsInterleaved) {
-                const int place = 2 * j;
-                found[j] = gate(both[place / kWidth][place % kWidth],
-                                both[(place + 1) / kWidth][(place + 1) % kWidth]);
-            } else {
-                found[j] = gate(both[0][j], both[1][j]);
-            }
+            found[j] = this->of(gates[j], ups[j]);
         }
     }
 };
@@ -161,15 +195,13 @@ struct GatedE4m3 {
     EXPORT_GATED_E4M3(NAME##_loop, T, GATE, quantise_passes, kVecElems<T>) \
     EXPORT_GATED_E4M3(NAME##_scalar, T, GATE, quantise_passes, 1)
 
-// The kernels of an op with two gates, of T and of e4m3: {op}_{dtype}_{gate}[_e4m3]_{variant}.
-#define EXPORT_TWO_GATES_OF(NAME, T, FIRST, FIRST_GATE, SECOND, SECOND_GATE) \
-    EXPORT_GATED_VARIANTS(NAME##_##FIRST, T, FIRST_GATE<T>)                  \
-    EXPORT_GATED_VARIANTS(NAME##_##SECOND, T, SECOND_GATE<T>)                \
-    EXPORT_GATED_E4M3_VARIANTS(NAME##_##FIRST##_e4m3, T, FIRST_GATE<T>)      \
-    EXPORT_GATED_E4M3_VARIANTS(NAME##_##SECOND##_e4m3, T, SECOND_GATE<T>)
-#define EXPORT_TWO_GATES(OP, FIRST, FIRST_GATE, SECOND, SECOND_GATE)                      \
-    EXPORT_TWO_GATES_OF(OP##_fp16, __half, FIRST, FIRST_GATE, SECOND, SECOND_GATE)        \
-    EXPORT_TWO_GATES_OF(OP##_bf16, __nv_bfloat16, FIRST, FIRST_GATE, SECOND, SECOND_GATE) \
-    EXPORT_TWO_GATES_OF(OP##_fp32, float, FIRST, FIRST_GATE, SECOND, SECOND_GATE)
+// The kernels of an op, of T and of e4m3: {op}_{dtype}[_e4m3]_{variant}.
+#define EXPORT_GATED_OF(NAME, T, GATE)   \
+    EXPORT_GATED_VARIANTS(NAME, T, GATE) \
+    EXPORT_GATED_E4M3_VARIANTS(NAME##_e4m3, T, GATE)
+#define EXPORT_GATED_OP(OP, GATE)                                  \
+    EXPORT_GATED_OF(OP##_fp16, __half, GATE<__half>)               \
+    EXPORT_GATED_OF(OP##_bf16, __nv_bfloat16, GATE<__nv_bfloat16>) \
+    EXPORT_GATED_OF(OP##_fp32, float, GATE<float>)
 
 }  // namespace kernel_hub::rowwise

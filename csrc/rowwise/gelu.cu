@@ -11,25 +11,27 @@
 #include "rowwise/activations.cuh"
 #include "rowwise/gated.cuh"
 
-#define GATE_NUMBERS
+#define GATE_NUMBERS , int is_tanh
 #define GATE_OF(GATE) \
-    GATE {}
+    GATE {            \
+        is_tanh       \
+    }
 
 namespace kernel_hub::rowwise {
 
-template <typename T, bool kIsTanh>
+template <typename T>
 struct Gelu {
     static constexpr int kParts = 1;
-    static constexpr bool kIsInterleaved = false;
-    __device__ __forceinline__ float operator()(float x, float) const {
-        return gelu<T, kIsTanh>(x);
+    static constexpr bool kHasPairs = false;
+    int is_tanh;
+
+    template <int kWidth>
+    __device__ __forceinline__ void operator()(const float (&x)[kWidth], const float (&)[kWidth],
+                                               float (&found)[kWidth]) const {
+        gelu<T>(x, is_tanh, found);
     }
 };
-template <typename T>
-using ErfGelu = Gelu<T, false>;
-template <typename T>
-using TanhGelu = Gelu<T, true>;
 
-EXPORT_TWO_GATES(gelu, erf, ErfGelu, tanh, TanhGelu)
+EXPORT_GATED_OP(gelu, Gelu)
 
 }  // namespace kernel_hub::rowwise

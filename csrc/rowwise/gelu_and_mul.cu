@@ -18,25 +18,32 @@
 #include "rowwise/activations.cuh"
 #include "rowwise/gated.cuh"
 
-#define GATE_NUMBERS
+#define GATE_NUMBERS , int is_tanh
 #define GATE_OF(GATE) \
-    GATE {}
+    GATE {            \
+        is_tanh       \
+    }
 
 namespace kernel_hub::rowwise {
 
-template <typename T, bool kIsTanh>
+template <typename T>
 struct GeluGate {
     static constexpr int kParts = 2;
-    static constexpr bool kIsInterleaved = false;
-    __device__ __forceinline__ float operator()(float gate, float up) const {
-        return gelu<T, kIsTanh>(gate) * up;
+    static constexpr bool kHasPairs = false;
+    int is_tanh;
+
+    template <int kWidth>
+    __device__ __forceinline__ void operator()(const float (&gate)[kWidth],
+                                               const float (&up)[kWidth],
+                                               float (&found)[kWidth]) const {
+        gelu<T>(gate, is_tanh, found);
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j) {
+            found[j] *= up[j];
+        }
     }
 };
-template <typename T>
-using ErfGate = GeluGate<T, false>;
-template <typename T>
-using TanhGate = GeluGate<T, true>;
 
-EXPORT_TWO_GATES(gelu_and_mul, erf, ErfGate, tanh, TanhGate)
+EXPORT_GATED_OP(gelu_and_mul, GeluGate)
 
 }  // namespace kernel_hub::rowwise

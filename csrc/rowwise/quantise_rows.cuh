@@ -52,6 +52,17 @@ __device__ __forceinline__ void write_scaled(__nv_fp8_e4m3* out, float factor,
     write_row(out, values);
 }
 
+// NOTE: without this the compiler makes them again behind the barrier.
+template <int kWidth>
+__device__ __forceinline__ void keep_floats(float (&values)[kWidth]) {
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+        uint32_t bits = __float_as_uint(values[j]);
+        asm volatile("" : "+r"(bits));
+        values[j] = __uint_as_float(bits);
+    }
+}
+
 // One row a blockDim.x, kVecs vectors a thread, its values in registers.
 template <int kVecs, typename Source>
 __device__ __forceinline__ void quantise_vecs(const Source& source, E4m3Row row) {
@@ -76,6 +87,9 @@ __device__ __forceinline__ void quantise_vecs(const Source& source, E4m3Row row)
     for (int i = 0; i < kVecs; ++i) {
         if (threadIdx.x + i * blockDim.x < num_vecs) {
             source.template values<kWidth>(bits[i], values[i]);
+            if constexpr (!Source::kIsCheap) {
+                keep_floats(values[i]);
+            }
             largest = max_nan(largest, largest_of(values[i]));
         }
     }

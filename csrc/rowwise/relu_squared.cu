@@ -15,23 +15,20 @@
 
 namespace kernel_hub::rowwise {
 
+template <typename T>
 struct ReluSquared {
     static constexpr int kParts = 1;
-    static constexpr bool kIsInterleaved = false;
+    static constexpr bool kHasPairs = false;
     // NOTE: a comparison, not fmaxf, so that nan stays nan.
-    __device__ __forceinline__ float operator()(float x, float) const {
+    __device__ __forceinline__ float of(float x, float) const {
         x = x < 0.0f ? 0.0f : x;
         return x * x;
     }
 };
 
-#define EXPORT_RELU_SQUARED(DTYPE, T)                           \
-    EXPORT_GATED_VARIANTS(relu_squared_##DTYPE, T, ReluSquared) \
-    EXPORT_GATED_E4M3_VARIANTS(relu_squared_##DTYPE##_e4m3, T, ReluSquared)
+template <typename T>
+using Gate = EachGate<ReluSquared<T>>;
 
-// {op}_{dtype}[_e4m3]_{variant}
-EXPORT_RELU_SQUARED(fp16, __half)
-EXPORT_RELU_SQUARED(bf16, __nv_bfloat16)
-EXPORT_RELU_SQUARED(fp32, float)
+EXPORT_GATED_OP(relu_squared, Gate)
 
 }  // namespace kernel_hub::rowwise

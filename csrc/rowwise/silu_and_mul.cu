@@ -30,19 +30,15 @@ namespace kernel_hub::rowwise {
 template <typename T>
 struct SiluGate {
     static constexpr int kParts = 2;
-    static constexpr bool kIsInterleaved = false;
-    __device__ __forceinline__ float operator()(float gate, float up) const {
+    static constexpr bool kHasPairs = false;
+    __device__ __forceinline__ float of(float gate, float up) const {
         return times_logistic<T>(gate, gate) * up;
     }
 };
 
-#define EXPORT_SILU_AND_MUL(DTYPE, T)                           \
-    EXPORT_GATED_VARIANTS(silu_and_mul_##DTYPE, T, SiluGate<T>) \
-    EXPORT_GATED_E4M3_VARIANTS(silu_and_mul_##DTYPE##_e4m3, T, SiluGate<T>)
+template <typename T>
+using Gate = EachGate<SiluGate<T>>;
 
-// {op}_{dtype}[_e4m3]_{variant}
-EXPORT_SILU_AND_MUL(fp16, __half)
-EXPORT_SILU_AND_MUL(bf16, __nv_bfloat16)
-EXPORT_SILU_AND_MUL(fp32, float)
+EXPORT_GATED_OP(silu_and_mul, Gate)
 
 }  // namespace kernel_hub::rowwise

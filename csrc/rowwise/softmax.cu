@@ -11,9 +11,9 @@
 //            the forward everything is 16-byte aligned. From compute capability 9.0 on a cluster of
 //            blocks_a_row blocks may share a row: each reads a part, then all exchange what they
 //            found
-//   edges    the forward of rows in 16 bits of any alignment: vectors are those of 16 aligned
-//            bytes, of which the first and the last are read and written one by one. Rows of up to
-//            128 columns: four of a thread, an element an access, at most 32 threads a row
+//   edges    the forward of rows in 16 bits of any alignment, in registers: an element an access,
+//            up to 20 of a thread. Clusters as above
+//   warps    the same of rows of up to 640 columns: blockDim.x is 32
 //   loop     rows of any length and alignment, of such vectors: a pass for maximum and sum, one for
 //            results. A row is kept in dynamic shared memory where the launch has some beside what
 //            sums take, and then as much as it needs; others are read twice. Clusters as above
@@ -83,7 +83,7 @@ namespace kernel_hub::rowwise::softmax {
         })
 
 #define EXPORT_SOFTMAX_VARIANTS(DTYPE, T, HELD)                                           \
-    EXPORT_SOFTMAX(softmax_##DTYPE##_vec, T, IN_REGISTERS, softmax_once<4, false>)        \
+    EXPORT_SOFTMAX(softmax_##DTYPE##_vec, T, IN_REGISTERS, softmax_once<4, 0>)            \
     EXPORT_SOFTMAX(softmax_##DTYPE##_loop, T, IN_PASSES, softmax_passes)                  \
     EXPORT_GRADIENT(softmax_backward_##DTYPE##_vec, T, IN_REGISTERS, gradient_once<HELD>) \
     EXPORT_GRADIENT(softmax_backward_##DTYPE##_loop, T, IN_PASSES, gradient_passes)
@@ -95,7 +95,9 @@ namespace kernel_hub::rowwise::softmax {
 EXPORT_SOFTMAX_VARIANTS(fp16, __half, NARROW)
 EXPORT_SOFTMAX_VARIANTS(bf16, __nv_bfloat16, NARROW)
 EXPORT_SOFTMAX_VARIANTS(fp32, float, WIDE)
-EXPORT_SOFTMAX(softmax_fp16_edges, __half, IN_REGISTERS, softmax_once<2, true>)
-EXPORT_SOFTMAX(softmax_bf16_edges, __nv_bfloat16, IN_REGISTERS, softmax_once<2, true>)
+EXPORT_SOFTMAX(softmax_fp16_edges, __half, IN_REGISTERS, softmax_once<0, 0>)
+EXPORT_SOFTMAX(softmax_bf16_edges, __nv_bfloat16, IN_REGISTERS, softmax_once<0, 0>)
+EXPORT_SOFTMAX(softmax_fp16_warps, __half, IN_REGISTERS, softmax_once<0, kWarpSize>)
+EXPORT_SOFTMAX(softmax_bf16_warps, __nv_bfloat16, IN_REGISTERS, softmax_once<0, kWarpSize>)
 
 }  // namespace kernel_hub::rowwise::softmax

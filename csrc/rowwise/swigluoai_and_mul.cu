@@ -11,22 +11,25 @@
 #include "rowwise/activations.cuh"
 #include "rowwise/gated.cuh"
 
-#define GATE_NUMBERS , float alpha, float limit
-#define GATE_OF(GATE) \
-    GATE {            \
-        alpha, limit  \
+#define GATE_NUMBERS , float alpha, float limit, int is_interleaved
+#define GATE_OF(GATE)                    \
+    GATE {                               \
+        {                                \
+            alpha, limit, is_interleaved \
+        }                                \
     }
 
 namespace kernel_hub::rowwise {
 
-template <typename T, bool kInterleaved>
+template <typename T>
 struct ClampedGate {
     static constexpr int kParts = 2;
-    static constexpr bool kIsInterleaved = kInterleaved;
+    static constexpr bool kHasPairs = true;
     float alpha, limit;
+    int is_interleaved;
 
     // NOTE: comparisons, not fminf, so that nan stays nan.
-    __device__ __forceinline__ float operator()(float gate, float up) const {
+    __device__ __forceinline__ float of(float gate, float up) const {
         gate = gate > limit ? limit : gate;
         up = up > limit ? limit : up;
         up = up < -limit ? -limit : up;
@@ -34,10 +37,8 @@ struct ClampedGate {
     }
 };
 template <typename T>
-using HalvesGate = ClampedGate<T, false>;
-template <typename T>
-using InterleavedGate = ClampedGate<T, true>;
+using Gate = EachGate<ClampedGate<T>>;
 
-EXPORT_TWO_GATES(swigluoai_and_mul, halves, HalvesGate, interleaved, InterleavedGate)
+EXPORT_GATED_OP(swigluoai_and_mul, Gate)
 
 }  // namespace kernel_hub::rowwise

@@ -107,66 +107,76 @@ __device__ __forceinline__ float base_of(float largest) {
     return largest == -INFINITY ? 0.0f : largest;
 }
 
-// This thread's part of a row, scaled and masked.
-template <int kVecs, bool kHasEdges, typename T>
-__device__ __forceinline__ void read_scores(const SoftmaxParams<T>& p, const Share& share,
-                                            const T* x, float (&s)[kVecs][kVecElems<T>]) {
+// This thread's part of a row that is whole vectors, scaled and masked.
+template <int kVecs, typename T>
+__device__ __forceinline__ void read_vecs(const SoftmaxParams<T>& p, const Share& share, const T* x,
+                                          float (&s)[kVecs][kVecElems<T>]) {
     const void* mask = p.mask_of(share.row_idx);
-    const bool is_word = !kHasEdges || p.fits(share, mask);
-    // Issue every load before the first use; what is read one by one is waited for.
+    // Issue every load before the first use.
     uint4 bits[kVecs], masks[kVecs] = {};
-    bool has_all[kVecs];
 #pragma unroll
     for (int i = 0; i < kVecs; ++i) {
-        const int column = share.column<T>(i);
-        has_all[i] = !kHasEdges || is_inside<T>(column, p.size);
-        if (share.has(i) && has_all[i]) {
-            bits[i] = ld_global(x + column);
+        if (share.has(i)) {
+            bits[i] = ld_global(x + share.column<T>(i));
         }
     }
-    if (p.mask != nullptr && is_word) {
+    if (p.mask != nullptr) {
 #pragma unroll
         for (int i = 0; i < kVecs; ++i) {
-            if (share.has(i) && has_all[i]) {
+            if (share.has(i)) {
                 masks[i] = read_mask(p, mask, share.column<T>(i), true);
-            }
-        }
-    }
-    if constexpr (kHasEdges) {
-        // NOTE: one body for all vectors, by selects: half the code.
-#pragma unroll 1
-        for (int i = 0; i < kVecs; ++i) {
-            const int column = share.column<T>(i);
-            const bool is_edge = !is_inside<T>(column, p.size);
-            const bool has_mask = p.mask != nullptr && (is_edge || !is_word);
-            if (!share.has(i) || !(is_edge || has_mask)) {
-                continue;
-            }
-            uint4 columns = {}, of_mask = {};
-            if (is_edge) {
-                columns = read_columns(x, column, p.size);
-            }
-            if (has_mask) {
-                of_mask = read_mask(p, mask, column, false);
-            }
-#pragma unroll
-            for (int at = 0; at < kVecs; ++at) {
-                bits[at] = at == i && is_edge ? columns : bits[at];
-                masks[at] = at == i && has_mask ? of_mask : masks[at];
             }
         }
     }
 #pragma unroll
     for (int i = 0; i < kVecs; ++i) {
         if (share.has(i)) {
-            score(p, share.column<T>(i), has_all[i], bits[i], masks[i], s[i]);
+            score(p, share.column<T>(i), true, bits[i], masks[i], s[i]);
         }
     }
 }
 
-// A short row of 16 bits, an element an access: kFew of a thread, blockDim.x apart, which are at
-// most a warp's.
-constexpr int kFew = 4, kFewColumns = kFew * kWarpSize;
+// NOTE: else an address is made anew of parameters and strides for each element.
+template <typename T>
+__device__ __forceinline__ void keep_pointer(T*& pointer) {
+    asm("" : "+l"(pointer));
+}
+
+// Rows of 16 bits of any alignment, an element an access: kFours times four of a thread, each
+// `step` behind the last. Of fours that all threads would have beyond the row there is nothing.
+constexpr int kFours = 5, kFour = 4;
+
+// Which columns of a row are this thread's. kStep: 0, or what `step` is.
+// NOTE: of a step that is known addresses are a base and numbers in the instructions.
+template <int kStep>
+struct Columns {
+    int first, step, end;
+
+    __device__ __forceinline__ Columns(const Share& share, int num_rows, int size)
+        : first(share.first),
+          step(kStep > 0 ? kStep : share.step),
+          end(share.row_idx < num_rows ? size : 0) {}
+    __device__ __forceinline__ bool has(int i) const { return i * kFour * step < end; }
+    __device__ __forceinline__ int column(int i, int j) const {
+        return first + (i * kFour + j) * step;
+    }
+
+    // Their bits, 0 beyond the row.
+    template <typename Bits>
+    __device__ __forceinline__ void read(const void* row, uint32_t (&bits)[kFours][kFour]) const {
+        const Bits* from = static_cast<const Bits*>(row) + first;
+        keep_pointer(from);
+#pragma unroll
+        for (int i = 0; i < kFours; ++i) {
+            if (has(i)) {
+#pragma unroll
+                for (int j = 0; j < kFour; ++j) {
+                    bits[i][j] = column(i, j) < end ? from[(i * kFour + j) * step] : 0;
+                }
+            }
+        }
+    }
+};
 
 // What such an element is, from its bits.
 template <typename T>
@@ -177,81 +187,58 @@ __device__ __forceinline__ float value_of(uint32_t bits) {
 }
 
 // This thread's part of such a row, scaled and masked; -inf where there is no column.
-template <typename T>
-__device__ __forceinline__ void read_few(const SoftmaxParams<T>& p, const void* mask, const T* x,
-                                         int size, float (&s)[kVecElems<T>]) {
-    const int first = threadIdx.x, lanes = blockDim.x;
+template <int kStep, typename T>
+__device__ __forceinline__ void read_columns(const SoftmaxParams<T>& p, const Share& share,
+                                             const Columns<kStep>& columns, const T* x,
+                                             float (&s)[kFours][kFour]) {
     const bool has_mask = p.mask != nullptr, is_truth = has_mask && !p.is_added;
     // Issue every load before the first use.
-    uint32_t bits[kFew], masks[kFew] = {};
-#pragma unroll
-    for (int i = 0; i < kFew; ++i) {
-        const int column = first + i * lanes;
-        bits[i] = column < size ? reinterpret_cast<const uint16_t*>(x)[column] : 0;
-    }
+    uint32_t bits[kFours][kFour], masks[kFours][kFour] = {};
+    columns.template read<uint16_t>(x, bits);
     if (is_truth) {
-#pragma unroll
-        for (int i = 0; i < kFew; ++i) {
-            const int column = first + i * lanes;
-            masks[i] = column < size ? static_cast<const uint8_t*>(mask)[column] : 0;
-        }
+        columns.template read<uint8_t>(p.mask_of(share.row_idx), masks);
     } else if (has_mask) {
-#pragma unroll
-        for (int i = 0; i < kFew; ++i) {
-            const int column = first + i * lanes;
-            masks[i] = column < size ? static_cast<const uint16_t*>(mask)[column] : 0;
-        }
+        columns.template read<uint16_t>(p.mask_of(share.row_idx), masks);
     }
 #pragma unroll
-    for (int i = 0; i < kVecElems<T>; ++i) {
-        s[i] = -INFINITY;
-    }
+    for (int i = 0; i < kFours; ++i) {
+        if (columns.has(i)) {
 #pragma unroll
-    for (int i = 0; i < kFew; ++i) {
-        const bool is_there = first + i * lanes < size && !(is_truth && masks[i] == 0);
-        const float added = has_mask && !is_truth ? value_of<T>(masks[i]) : 0.0f;
-        s[i] = is_there ? value_of<T>(bits[i]) * p.scale + added : -INFINITY;
-    }
-}
-
-template <typename T>
-__device__ __forceinline__ void write_few(T* out, int size, const float (&s)[kVecElems<T>]) {
-#pragma unroll
-    for (int i = 0; i < kFew && i < kVecElems<T>; ++i) {
-        const int column = threadIdx.x + i * blockDim.x;
-        if (column < size) {
-            out[column] = from_float<T>(s[i]);
+            for (int j = 0; j < kFour; ++j) {
+                const bool is_out = is_truth && masks[i][j] == 0;
+                const float added = has_mask && !is_truth ? value_of<T>(masks[i][j]) : 0.0f;
+                s[i][j] = columns.column(i, j) < columns.end && !is_out
+                              ? value_of<T>(bits[i][j]) * p.scale + added
+                              : -INFINITY;
+            }
         }
     }
 }
 
-// A row in registers, kVecs vectors a thread. kHasEdges: neither their addresses nor the row's
-// length need be whole vectors.
-template <int kVecs, bool kHasEdges, typename T>
+// A row in registers, kVecs vectors a thread, or (0) the columns of one that need not be vectors,
+// kStep apart where that is known.
+template <int kVecs, int kStep, typename T>
 __device__ __forceinline__ void softmax_once(const SoftmaxParams<T>& p) {
-    constexpr int kWidth = kVecElems<T>;
-    const bool is_few = kHasEdges && p.size <= kFewColumns;
+    constexpr bool kIsColumns = kVecs == 0;
+    constexpr int kParts = kIsColumns ? kFours : kVecs;
+    constexpr int kWidth = kIsColumns ? kFour : kVecElems<T>;
     SharedFound& shared = shared_found();
     Share share(p.blocks_a_row);
+    const Columns<kStep> columns(share, p.num_rows, p.size);
     const T* x = p.x + p.x_strides.start(share.row_idx);
-    if constexpr (kHasEdges) {
-        share.lay_over(x, p.num_rows, p.size);
-    } else {
-        share.lay_over_whole<T>(p.num_rows, p.size);
-    }
+    share.lay_over_whole<T>(p.num_rows, p.size);
+    const auto has = [&](int i) { return kIsColumns ? columns.has(i) : share.has(i); };
     follow_launch_before();
-    float s[kVecs][kWidth];
-    if (is_few) {
-        if constexpr (kHasEdges) {
-            read_few(p, p.mask_of(share.row_idx), x, share.take_whole(p.num_rows, p.size), s[0]);
-        }
+    float s[kParts][kWidth];
+    if constexpr (kIsColumns) {
+        read_columns(p, share, columns, x, s);
     } else {
-        read_scores<kVecs, kHasEdges>(p, share, x, s);
+        read_vecs(p, share, x, s);
     }
     Found<T> own;
 #pragma unroll
-    for (int i = 0; i < kVecs; ++i) {
-        if (share.has(i)) {
+    for (int i = 0; i < kParts; ++i) {
+        if (has(i)) {
             own.largest = largest_among(own.largest, s[i]);
         }
     }
@@ -260,8 +247,8 @@ __device__ __forceinline__ void softmax_once(const SoftmaxParams<T>& p) {
     own.largest = row_max(own.largest, shared.largest_slots);
     const float base = base_of(own.largest);
 #pragma unroll
-    for (int i = 0; i < kVecs; ++i) {
-        if (share.has(i)) {
+    for (int i = 0; i < kParts; ++i) {
+        if (has(i)) {
 #pragma unroll
             for (int j = 0; j < kWidth; ++j) {
                 const float distance = s[i][j] - base, power = power_of<T>(distance);
@@ -280,22 +267,27 @@ __device__ __forceinline__ void softmax_once(const SoftmaxParams<T>& p) {
     const float part = is_empty ? 0.0f : power_of<T>(own.largest - all.largest);
     const float factor = p.is_log ? 1.0f : quotient<T>(part, sum);
     const float offset = p.is_log ? base - all.largest - logf(sum) : 0.0f;
-    T* out = p.out + p.out_strides.start(share.row_idx);
-    const bool fits_out = !kHasEdges || share.fits(out);
+    T* out = p.out + p.out_strides.start(share.row_idx) + (kIsColumns ? columns.first : 0);
+    if constexpr (kIsColumns) {
+        keep_pointer(out);
+    }
 #pragma unroll
-    for (int i = 0; i < kVecs; ++i) {
-        const int column = share.column<T>(i);
-        if (share.has(i)) {
+    for (int i = 0; i < kParts; ++i) {
+        if (has(i)) {
 #pragma unroll
             for (int j = 0; j < kWidth; ++j) {
                 s[i][j] = s[i][j] * factor + offset;
             }
-            if (is_few) {
-                write_few(out, p.size, s[0]);
-                return;
+            if constexpr (kIsColumns) {
+#pragma unroll
+                for (int j = 0; j < kWidth; ++j) {
+                    if (columns.column(i, j) < columns.end) {
+                        out[(i * kFour + j) * columns.step] = from_float<T>(s[i][j]);
+                    }
+                }
+            } else {
+                write_vec(out, share.column<T>(i), p.size, true, s[i]);
             }
-            const bool is_whole = !kHasEdges || (fits_out && is_inside<T>(column, p.size));
-            write_vec(out, column, p.size, is_whole, s[i]);
         }
     }
     if (p.blocks_a_row > 1) {

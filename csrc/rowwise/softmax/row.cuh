@@ -52,14 +52,6 @@ struct Share {
         end = row_idx < num_rows ? size / kVecElems<T> : 0;
     }
 
-    // Of a row that each of its threads has one vector of: how many columns there are.
-    __device__ __forceinline__ int take_whole(int num_rows, int size) {
-        first = 0;
-        step = 1;
-        end = row_idx < num_rows ? 1 : 0;
-        return row_idx < num_rows ? size : 0;
-    }
-
     // Whether the vectors of another row lie as those of this.
     template <typename T>
     __device__ __forceinline__ bool fits(const T* other) const {

@@ -76,12 +76,15 @@ __device__ __forceinline__ void look(const Fours& fours, int from, int until, fl
             }
         }
     };
-    if (fours.is_ahead && every == 1) {
-        fours.walk_ahead<kLoads>(from + offset, until, step, visit, [&](int at) {
-            prefetch_share<kLoads>(fours.row, team, at - offset + kFetched * step);
-        });
-    } else {
+    const auto fetch = [&](int at) {
+        prefetch_share<kLoads>(fours.row, team, at - offset + kFetched * step);
+    };
+    if (!fours.is_ahead || every > 1) {
         fours.walk(from + offset, until, step, visit);
+    } else if (fours.p.dtype == kFp32) {
+        fours.walk_ahead<kLoads, true>(from + offset, until, step, visit, fetch);
+    } else {
+        fours.walk_ahead<kLoads, false>(from + offset, until, step, visit, fetch);
     }
 }
 

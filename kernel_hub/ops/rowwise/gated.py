@@ -55,18 +55,15 @@ class Gated:
     """One activation.
 
     op: its name to callers, of its cubin and of the registered ops; options: the schema of what
-    follows x; form: what names of kernels have for options; numbers: what kernels take of them;
-    parts: of a row of x, for a row of results, 2 where it is gated; formula: (x in fp32, *options)
-    -> what is rounded, on the CPU.
+    follows x; numbers: what kernels take of them; parts: of a row of x, for a row of results, 2
+    where it is gated; formula: (x in fp32, *options) -> what is rounded, on the CPU.
     """
 
     def __init__(
         self, op: str, options: str = "", *, formula: Callable[..., torch.Tensor],
-        form: Callable[..., str] = lambda *options: "",
         numbers: Callable[..., tuple[float, ...]] = lambda *options: (), parts: int = 2,
     ) -> None:  # fmt: skip
-        self.op, self.formula = op, formula
-        self.form, self.numbers, self.parts = form, numbers, parts
+        self.op, self.formula, self.numbers, self.parts = op, formula, numbers, parts
         # A bare tuple of a launch: unpacking it takes 40 ns less.
         self.plans: Plans[tuple[tuple[Any, ...], common.Spans]] = Plans()
         self.operands = common.Operands(op, "x", "out out_scale")
@@ -181,7 +178,7 @@ class Gated:
         self.check_whole(x, out, out_scale)
         if out.numel() == 0:
             return Launch()
-        name = f"{self.op}_{common.DTYPE_TOKENS[x.dtype]}{self.form(*options)}"
+        name = f"{self.op}_{common.DTYPE_TOKENS[x.dtype]}"
         size, elems = out.shape[-1], common.VEC_BYTES // x.element_size()
         places = [out.stride()[:-1], x.stride()[:-1]]
         if out_scale is not None:

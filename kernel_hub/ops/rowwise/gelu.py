@@ -46,5 +46,5 @@ _gelu = Gated(
     formula=lambda x, is_tanh: torch.nn.functional.gelu(
         x, approximate="tanh" if is_tanh else "none"
     ),
-    form=lambda is_tanh: "_tanh" if is_tanh else "_erf",
+    numbers=lambda is_tanh: (int(is_tanh),),
 )

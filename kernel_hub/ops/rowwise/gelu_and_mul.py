@@ -50,5 +50,5 @@ _gated = Gated(
     "gelu_and_mul",
     "bool is_tanh",
     formula=_formula,
-    form=lambda is_tanh: "_tanh" if is_tanh else "_erf",
+    numbers=lambda is_tanh: (int(is_tanh),),
 )

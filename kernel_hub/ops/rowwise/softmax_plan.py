@@ -14,9 +14,12 @@ from ..core.launch import Launch
 CUBIN, BACKWARD = "softmax", "softmax_backward"
 SHARED_BYTES = 400  # as the source states, beside a row that is kept
 _NARROW_ELEMS = 8  # of a vector of 16 bits
-EDGE_VECS = 2  # of a thread, of rows of 16 bits that are not whole vectors
-# Of those in columns: of a thread, of a row that at most a warp takes, column by column.
-_FEW_COLUMNS, _FEW = 4, 128
+# Of rows of 16 bits that are not whole vectors: columns of a thread at most, of which it has fours;
+# of one of a row of up to _SHORT.
+COLUMNS, _FOUR = 20, 4
+# Rows of fewer lanes than a warp; of more columns than a warp has; that many rows rather have kept.
+_SHORT, _WARP, _LONG = 128, 32 * COLUMNS, 4096
+_SHORT_THREADS_AN_SM = 256  # up to which short rows have four columns a thread
 # Of a block: as many as let a second one of the same multiprocessor load meanwhile, then the most.
 _THREADS = (512, 1024)
 # Of a cluster; more than _PORTABLE only of a whole GPU, which has so many multiprocessors.
@@ -121,30 +124,48 @@ def choose_passes(vecs: int, rows: int, tensors: int, gpu: PlannedGpu) -> Shape:
 
 
 def choose_any(
-    vecs: int, rows: int, held: tuple[str, int] | None, op: str, elems: int, gpu: PlannedGpu
+    vecs: int, rows: int, held: tuple[str, int, int] | None, op: str, elems: int, gpu: PlannedGpu
 ) -> Shape:
-    """held: (the kernel that holds rows in registers, vectors of a thread) if one takes them;
-    elems: of a vector.
+    """held: (the kernel that holds rows in registers, what it has of a row, of a thread at most) if
+    one takes them; elems: of a vector.
     """
     tensors = 2 if op == BACKWARD else 1
     if held is None:
         return choose_passes(vecs, rows, tensors, gpu)
-    variant, a_thread = held
-    shape = choose(vecs, rows, a_thread, gpu.num_sms if gpu.has_clusters else 0)
+    variant, units, a_thread = held
+    shape = choose(units, rows, a_thread, gpu.num_sms if gpu.has_clusters else 0)
     # Powers of fp32 take longer than their bytes: of none twice as many, if registers hold them.
     is_costly = op != BACKWARD and elems < _NARROW_ELEMS
     is_shared = shape.blocks_a_row > 1 and not are_resident(shape, rows, gpu.num_sms)
     if shape.variant == "loop" or (is_shared and not is_costly):
         return choose_passes(vecs, rows, tensors, gpu)
+    if variant == "edges" and shape.blocks_a_row == 1:
+        shape = choose_columns(units, rows, gpu.num_sms)
+        if units > _LONG and not are_resident(shape, rows, gpu.num_sms):
+            return choose_passes(vecs, rows, tensors, gpu)
+        return shape
     return shape._replace(variant=variant)
 
 
-def choose_few(size: int) -> Shape | None:
-    """For rows of 16 bits that are not whole vectors, where they are short."""
-    if size > _FEW:
-        return None
-    threads = _power_of_2(-(-size // _FEW_COLUMNS))
-    return Shape("edges", threads, 128 // threads)
+def choose_columns(size: int, rows: int, num_sms: int) -> Shape:
+    """For rows of 16 bits that are not whole vectors.
+
+    Measured on an H200 (docs/notes/softmax.md): a warp a row where it has that many; of longer ones
+    the fewest columns a thread, from eight on, with which all rows run at once, else the most.
+    """
+    if size <= _SHORT:
+        lanes = -(-size // _FOUR)
+        if rows * lanes > _SHORT_THREADS_AN_SM * num_sms:
+            lanes = -(-size // (2 * _FOUR))
+        threads = _power_of_2(lanes)
+        return Shape("edges", threads, 128 // threads)
+    if size <= _WARP:
+        return Shape("warps", 32, 4)
+    for each in range(2 * _FOUR, COLUMNS + 1, _FOUR):
+        shape = Shape("edges", 32 * -(-size // (32 * each)))
+        if shape.threads <= _THREADS[-1] and are_resident(shape, rows, num_sms):
+            break
+    return shape
 
 
 def edge_vecs(size: int, elems: int) -> int:
@@ -180,14 +201,13 @@ def plan(op: str, kind: str, tensors: Sequence[Any], low_bits: int, a_thread: in
     )
     gpu, num_rows = device_of(x.device), rows * middle * outer
     is_narrow = elems == _NARROW_ELEMS
-    held: tuple[str, int] | None = None
-    if is_aligned or (is_narrow and op == BACKWARD):
-        held = ("vec", a_thread)
-    elif is_narrow:
-        held = ("edges", EDGE_VECS)
     vecs = size // elems if is_aligned else edge_vecs(size, elems)
-    few = choose_few(size) if held is not None and held[0] == "edges" else None
-    shape = few or choose_any(vecs, num_rows, held, op, elems, gpu)
+    held: tuple[str, int, int] | None = None
+    if is_aligned or (is_narrow and op == BACKWARD):
+        held = ("vec", vecs, a_thread)
+    elif is_narrow:
+        held = ("edges", size, COLUMNS)
+    shape = choose_any(vecs, num_rows, held, op, elems, gpu)
     function = common.shipped(CUBIN, f"{CUBIN}_{kind}_{shape.variant}")
     numbers = (*strides[0], *strides[1], *strides[2], rows, size, shape.blocks_a_row)
     grid = (-(-rows // shape.rows_a_block) * shape.blocks_a_row, middle, outer)

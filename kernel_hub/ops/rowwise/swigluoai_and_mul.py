@@ -55,6 +55,5 @@ _gated = Gated(
     "swigluoai_and_mul",
     "float alpha, float limit, bool interleaved",
     formula=_formula,
-    form=lambda alpha, limit, interleaved: "_interleaved" if interleaved else "_halves",
-    numbers=lambda alpha, limit, interleaved: (alpha, limit),
+    numbers=lambda alpha, limit, interleaved: (alpha, limit, int(interleaved)),
 )

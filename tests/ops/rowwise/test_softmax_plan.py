@@ -30,16 +30,21 @@ def test_plans() -> None:
     assert choose(65536, 64, 4, 132) == shape("vec", 1024, 1, 16)
     assert choose(32768, 64, 4, 66) == shape("vec", 1024, 1, 8)
     assert choose(32769, 64, 4, 66) == choose(4097, 64, 4, 0) == shape("loop", 640)
-    # Two vectors a thread: rows of 539 by two warps, of 50,257 by a cluster.
     vecs = [plans.edge_vecs(size, 8) for size in (1, 2, 539, 286, 50257)]
     assert vecs == [1, 2, 69, 37, 6283]
-    assert choose(vecs[2], 11456, plans.EDGE_VECS, 132) == shape("vec", 64, 2)
-    assert choose(vecs[3], 300, plans.EDGE_VECS, 132) == shape("vec", 32, 4)
-    assert choose(vecs[4], 64, plans.EDGE_VECS, 132) == shape("vec", 416, 1, 8)
-    # Short ones: four columns a thread, a warp a row at most.
-    assert plans.choose_few(1) == shape("edges", 1, 128)
-    assert plans.choose_few(18) == shape("edges", 8, 16)
-    assert plans.choose_few(128) == shape("edges", 32, 4) and plans.choose_few(129) is None
+    # In columns: four or eight of a thread where rows are short, then a warp a row, then as few as
+    # let all rows run at once.
+    columns = plans.choose_columns
+    assert columns(1, 10, 132) == shape("edges", 1, 128)
+    assert columns(18, 384, 132) == shape("edges", 8, 16)
+    assert columns(25, 40000, 132) == shape("edges", 4, 32)
+    assert columns(77, 4096, 132) == shape("edges", 16, 8)
+    assert columns(129, 8, 132) == columns(539, 11456, 132) == shape("warps", 32, 4)
+    assert columns(640, 8, 132) == shape("warps", 32, 4)
+    assert columns(641, 8, 132) == shape("edges", 96)
+    assert columns(1883, 648, 132) == shape("edges", 160)
+    assert columns(9999, 8, 132) == shape("edges", 864)
+    assert choose(50257, 64, plans.COLUMNS, 132) == shape("vec", 320, 1, 8)
     # Read twice: shared until there are four blocks a multiprocessor, with room for two.
     passes, gpu = plans.choose_passes, PlannedGpu(SM90, 132)
     assert passes(4000, 4096, 1, gpu) == shape("loop", 448, 1, 1, 64512)
@@ -62,10 +67,14 @@ def test_which_kernel_takes_which_rows() -> None:
         return variant, launch.options.get("cluster", (1,))[0]
 
     with pretend(PlannedGpu(SM90, 132)):
-        assert name("softmax", 539) == ("edges", 1)
-        assert name("softmax", 50257, 40) == ("edges", 8)
+        assert name("softmax", 77) == name("softmax", 999) == ("edges", 1)
+        assert name("softmax", 539) == ("warps", 1)
+        # Many long ones are kept in shared memory, a block each.
+        assert name("softmax", 8191, 64) == ("edges", 1)
+        assert name("softmax", 8191, 2048) == ("loop", 1)
+        assert name("softmax", 50257, 52) == ("edges", 8)
         # Rows whose blocks would not run all at once are kept in shared memory.
-        assert name("softmax", 50257, 41) == ("loop", 8)
+        assert name("softmax", 50257, 53) == ("loop", 8)
         assert name("softmax", 50272, 81) == ("vec", 4)
         assert name("softmax", 50272, 82) == ("loop", 8)
         assert name("softmax", 50272, 635) == ("loop", 1)

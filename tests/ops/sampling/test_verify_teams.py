@@ -60,6 +60,19 @@ def test_trees(hopper_way: Way, dtype: torch.dtype, size: int, team: int) -> Non
     trees.check(hopper_way, ids, tree, logits, **seeds(batch, team), draft_probs=probs)
 
 
+@pytest.mark.parametrize("size", [20001, 20480])
+def test_long_shares(hopper_way: Way, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shares of a warp of many rounds of loads."""
+    monkeypatch.setattr(verification, "choose_team", lambda *_: 1)
+    lot = random.Random(size)
+    logits = drawn(size, 2, 2, size, spread=4.0).to(lot.choice(DTYPES))
+    temperature = torch.tensor([0.0, 1.0])
+    probs = drawn(9, 2, 1, size).softmax(-1)
+    given = {**seeds(2, 3), "temperature": temperature}
+    chains.check(hopper_way, likely(logits, lot), logits, **given)
+    chains.check(hopper_way, torch.tensor([[5], [7]]), logits, **given, draft_probs=probs)
+
+
 def test_layouts(hopper_way: Way, team: int) -> None:
     """Rows apart from each other, that begin anywhere; such of drafts alone."""
     batch, size = 2, 612
