@@ -270,6 +270,12 @@ struct BackwardConsumer {
         store(p.dk, dk, p.softmax_scale, work);
     }
 
+    __device__ __forceinline__ void issue_scores_of(int i, float (&scores)[kScores]) {
+        mbarrier_wait(shared.q_full(i % 2), i / 2 % 2);
+        leave_undefined(scores);
+        issue_scores(scores, C::kK, C::kQ, i % 2);
+    }
+
     // NOTE: nothing is under way where the loop closes: ptxas serialises all products otherwise.
     template <int kCount>
     __device__ __forceinline__ void walk(const BackwardWork& work, float (&dk)[kHeadDim / 2],
@@ -313,7 +319,10 @@ struct BackwardConsumer {
             mbarrier_wait_unless(i == 0, shared.ds_full(stage ^ 1), (i + 1) / 2 % 2 ^ 1);
             issue_dq(dq, stage ^ 1);
             issue_sums(dk, ds_words, C::kQ, stage);
-            wgmma_wait<1>();
+            if constexpr (C::kScoresFirst) {
+                issue_scores_of(i + 1, scores);
+            }
+            wgmma_wait<1 + C::kScoresFirst>();
             hold_registers(dq);
             if (i > 0) {
                 mbarrier_arrive_if(shared.ds_empty(stage ^ 1), is_first_lane());
@@ -322,9 +331,9 @@ struct BackwardConsumer {
             m = m + 1 == work.end_m ? work.first_m : m + 1;
             ++i;
             stage = i % 2;
-            mbarrier_wait(shared.q_full(stage), i / 2 % 2);
-            leave_undefined(scores);
-            issue_scores(scores, C::kK, C::kQ, stage);
+            if constexpr (!C::kScoresFirst) {
+                issue_scores_of(i, scores);
+            }
             wgmma_wait<1>();
             hold_registers(dk);
             mbarrier_arrive_if(shared.q_empty(stage ^ 1), is_first_lane());

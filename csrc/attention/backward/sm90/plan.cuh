@@ -47,6 +47,8 @@ struct BackwardConfig {
                                         : kHeadDim == 128                 ? 64
                                         : kHeadDim == 192                 ? 128
                                                                           : 0;
+    // Whether the next scores are under way while dq is left: there, +1 %; at 96, -2 to -6 %.
+    static constexpr bool kScoresFirst = kHeadDim == 64;
     static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 
     // The panel of columns, or 64 rows, that a part of dq is: the parts of the first consumer, then

@@ -181,80 +181,71 @@ struct RoleConsumer : BackwardConsumer<C> {
         this->leave_dq(dq, kFirstParts * i + part);
     }
 
-    // dp of block i.
-    __device__ __forceinline__ void issue_dp(float (&dp)[Base::kScores], const Rows& v, int i) {
-        mbarrier_wait(shared.dout_full(dout_stage(i)), dout_parity(i));
-        leave_undefined(dp);
-        this->issue_scores(dp, v, C::kV, C::kDout, dout_stage(i));
-    }
-
     // NOTE: nothing is under way where the loop closes: ptxas serialises all products otherwise.
     __device__ __forceinline__ void make_gradients(const BackwardWork& work,
                                                    float (&dk)[kHeadDim / 2]) {
-        const int last = work.num_iterations - 1;
         float dp[Base::kScores];
         leave_undefined(dp);
         mbarrier_wait(shared.v_full(), 0);
+        mbarrier_wait(shared.dout_full(0), 0);
         Rows v;
         this->take_rows(v, C::kV);
-        issue_dp(dp, v, 0);
+        this->issue_scores(dp, v, C::kV, C::kDout, 0);
         wgmma_wait<0>();
         hold_registers(dp);
         // Before the first product with k and with q, which the other consumer has seen come.
         mbarrier_wait(shared.k_full(), 0);
 #pragma unroll 1
-        for (int i = 0; i < last; ++i) {
-            make_gradients_of<false>(i, dk, dp, v);
-        }
-        make_gradients_of<true>(last, dk, dp, v);
-    }
-
-    // Of block i, from its dp, of which that of the next block takes the place.
-    template <bool kIsLast>
-    __device__ __forceinline__ void make_gradients_of(int i, float (&dk)[kHeadDim / 2],
-                                                      float (&dp)[Base::kScores], const Rows& v) {
-        // The next block's dout comes under this one's products where it has a stage of its own.
-        constexpr int kAhead = !kIsLast && C::kDoutStages == 2, kBehind = !kIsLast && !kAhead;
-        const int stage = i % 2;
-        all16 = mine16 = keep(all16);
-        Words p_words, words;
-        take_probs(p_words, i);
-        this->gradients(dp, p_words, dp, dout_stage(i), stage, i / 2 % 2, words);
-        release(shared.dout_empty(dout_stage(i)));
-        mbarrier_wait(shared.q_full(stage), i / 2 % 2);
-        this->issue_sums(dk, words, C::kQ, stage);
-        mbarrier_wait(shared.ds_full(stage), i / 2 % 2);
-        float dq[C::kDqRegisters];
-        leave_undefined(dq);
-        issue_part(dq, kFirstParts, stage);
-        if constexpr (kAhead) {
-            issue_dp(dp, v, i + 1);
-        }
-        wgmma_wait<1 + kAhead>();
-        hold_registers(dk);
-        release(shared.q_empty(stage));
-        wgmma_wait<kAhead>();
-        hold_registers(dq);
-        if constexpr (kLastParts == 1) {
-            release(shared.ds_empty(stage));
-        }
-        this->leave_dq(dq, kLastParts * i);
-        if constexpr (kLastParts == 2) {
+        for (int i = 0;; ++i) {
+            const int stage = i % 2;
+            const bool is_last = i + 1 == work.num_iterations;
+            all16 = mine16 = keep(all16);
+            Words p_words, words;
+            take_probs(p_words, i);
+            this->gradients(dp, p_words, dp, dout_stage(i), stage, i / 2 % 2, words);
+            release(shared.dout_empty(dout_stage(i)));
+            mbarrier_wait(shared.q_full(stage), i / 2 % 2);
+            this->issue_sums(dk, words, C::kQ, stage);
+            mbarrier_wait(shared.ds_full(stage), i / 2 % 2);
+            float dq[C::kDqRegisters];
             leave_undefined(dq);
-            issue_part(dq, kFirstParts + 1, stage);
-        }
-        if constexpr (kBehind) {
-            issue_dp(dp, v, i + 1);
-        }
-        if constexpr (kLastParts == 2) {
-            wgmma_wait<kBehind>();
+            issue_part(dq, kFirstParts, stage);
+            wgmma_wait<1>();
+            hold_registers(dk);
+            release(shared.q_empty(stage));
+            wgmma_wait<0>();
             hold_registers(dq);
-            release(shared.ds_empty(stage));
-            this->leave_dq(dq, kLastParts * i + 1);
-        }
-        if constexpr (!kIsLast) {
+            if constexpr (kLastParts == 1) {
+                release(shared.ds_empty(stage));
+            }
+            this->leave_dq(dq, kLastParts * i);
+            if (is_last) {
+                break;
+            }
+            if constexpr (kLastParts == 2) {
+                leave_undefined(dq);
+                issue_part(dq, kFirstParts + 1, stage);
+            }
+            mbarrier_wait(shared.dout_full(dout_stage(i + 1)), dout_parity(i + 1));
+            leave_undefined(dp);
+            this->issue_scores(dp, v, C::kV, C::kDout, dout_stage(i + 1));
+            if constexpr (kLastParts == 2) {
+                wgmma_wait<1>();
+                hold_registers(dq);
+                release(shared.ds_empty(stage));
+                this->leave_dq(dq, kLastParts * i + 1);
+            }
             wgmma_wait<0>();
             hold_registers(dp);
+        }
+        if constexpr (kLastParts == 2) {
+            const int last = work.num_iterations - 1;
+            float dq[C::kDqRegisters];
+            leave_undefined(dq);
+            issue_part(dq, kFirstParts + 1, last % 2);
+            wgmma_wait<0>();
+            hold_registers(dq);
+            this->leave_dq(dq, kLastParts * last + 1);
         }
     }
 };
