@@ -10,13 +10,14 @@
 // window_left to i + shift + window_right, shift = seqlen_k - seqlen_q.
 //
 // Three kernels. Their workspace is laid out in blocks of kBlockM query rows (each sequence starts
-// a new block): row values [head][row], sums of dq [head][block][part][64 x 64 or, turned, 64
-// columns x kBlockM].
+// a new block): row values [head][row], sums of dq [head][block][panel of 64 columns or what is
+// left][16 rows][8 columns][fragment].
 //   ..._delta    a block 16 rows of a head: delta, lse in units of log 2, zeros for the sums of dq
 //   (main)       a block 128 keys, of wide heads 64: loops over `heads_per_block` query heads (the
 //                whole group, or one, where dk and dv are then those of one query head and summed
 //                afterwards) and over the blocks of kBlockM queries that see the keys
 //   ..._convert  a block 16 rows of a head: dq from the sums
+// Each waits for the launch before it, first of all; under the main kernel no next one begins.
 // dk and dv have one order of summation. dq has one where `turns` is given: a block then adds its
 // part of a query block after the blocks of higher keys, which are scheduled before it. Else the
 // keys that most queries see come first, within groups of heads whose q, dout and dq stay in the
@@ -25,17 +26,19 @@
 // Main kernel. Warpgroup 0: a warp loads by TMA; two warps add the consumers' parts of dq to their
 // sums by the TMA's reductions.
 // Warpgroups 1 and 2 own 64 keys each. They compute s^T = k q^T and dp^T = v dout^T, of which p^T
-// and ds^T are, as they lie in registers, the left operands of dv and dk. ds also goes to shared
-// memory, where both take from it their part of dq = ds k: half of the rows (128 queries) or of the
-// columns (64; 80: turned, k^T ds^T). For query block i, and what the tensor cores do meanwhile:
+// and ds^T are, as they lie in registers, the left operands of dv and dk. v, or what of it there
+// are registers for (kKeptColumns), stays there. ds also goes to shared memory, where both take
+// from it their part of dq = ds k: half of the rows (128 queries) or a panel of columns (64). For
+// query block i, and what the tensor cores do meanwhile:
 //   issue dv(i); ds(i) from p(i), dp(i)                              dv(i)
 //   issue dq(i - 1), dk(i); dq(i - 1) to shared memory               dk(i)
 //   issue s(i + 1), dp(i + 1); p(i + 1) from s(i + 1)                dp(i + 1)
 // dq lags behind, so that neither consumer waits for the other's ds.
 //
-// Wide heads (192, 256): 64 keys of dk and dv in fp32 fill the registers of two warpgroups, so both
-// work on the same keys. The first makes p, which it leaves in shared memory, and dv; the second
-// takes p, makes ds and dk. dq = ds k is shared by columns, 64 at a time. For query block i:
+// Wide heads (160 to 256): 64 keys of dk and dv in fp32 fill the registers of two warpgroups, so
+// both work on the same keys. The first makes p, which it leaves in shared memory, and dv; the
+// second takes p, makes ds and dk. dq = ds k is shared by panels of columns. k stays in registers
+// of the first, v of the second, as above. For query block i:
 //   1: issue dv(i), dq(i - 1), s(i + 1); p(i + 1) from s(i + 1)
 //   2: ds(i) from p(i), dp(i); issue dk(i), dq(i), dp(i + 1)
 //
@@ -46,12 +49,13 @@
 // flash_attention_sm90.cu, in boxes of kBlockM rows (q, dout) or the block's keys (k, v).
 //
 //   flash_attention_backward_sm90_{dtype}_hdim{N}_rows{kBlockM}   head_dim a multiple of 8 up to N
-//   ..._delta, ..._convert                                        the rows before and after
+//   ..._{dtype}_hdim{N}_delta, ..._{dtype}_convert                the rows before and after
 // Sources: Dao, "FlashAttention-2", 2023, algorithm 2; Shah et al., "FlashAttention-3", 2024.
 
 #include "attention/backward/sm90/producer.cuh"
 #include "attention/backward/sm90/roles.cuh"
 #include "attention/backward/sm90/rows.cuh"
+#include "kernel_hub/dependent_launch.cuh"
 #include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/math.cuh"
 #include "kernel_hub/mbarrier.cuh"
@@ -63,6 +67,8 @@ namespace kernel_hub::attention::backward::sm90 {
 template <class C>
 __device__ __forceinline__ void attention_backward_sm90(
     const BackwardParameters<typename C::T>& p) {
+    // The next launch begins when this one ends: its blocks would be in the way of this one's.
+    wait_for_launch_before();
     BackwardShared<C> shared;
     shared.base = (shared_address(dynamic_shared()) + 1023) / 1024 * 1024;
     BackwardWork& work = *reinterpret_cast<BackwardWork*>(shared_pointer(shared.base + C::kWork));
@@ -154,26 +160,29 @@ __device__ __forceinline__ void attention_backward_sm90(
                  .softmax_scale = softmax_scale});                                                 \
         })
 
-#define EXPORT_ROWS(NAME, T, HEAD_DIM, BLOCK_M)                                                  \
-    DESCRIBED(                                                                                   \
-        flash_attention_backward_sm90_##NAME##_delta,                                            \
-        "x: tiles of 16 query rows of every sequence, y: heads",                                 \
-        (.threads = 128, .shared_bytes = 0, .block_m = 16),                                      \
-        extern "C" __global__ void                                                               \
-        __launch_bounds__(128) flash_attention_backward_sm90_##NAME##_delta(                     \
-            float* delta, float* lse_log2, float* dq_sums, int* turns, int* flag, const T* out,  \
-            const T* dout, const float* lse, const int* cu_seqlens_q, int64_t out_batch_stride,  \
-            int64_t out_row_stride, int64_t out_head_stride, int64_t dout_batch_stride,          \
-            int64_t dout_row_stride, int64_t dout_head_stride, int64_t lse_batch_stride,         \
-            int64_t lse_head_stride, int64_t num_blocks_q, int num_tiles, int seqlen_q,          \
-            int total_q, int head_dim) {                                                         \
-            attention_delta_sm90<T, HEAD_DIM, BLOCK_M>(                                          \
-                delta, lse_log2, dq_sums, turns, flag,                                           \
-                {out, out_batch_stride, out_row_stride, out_head_stride},                        \
-                {dout, dout_batch_stride, dout_row_stride, dout_head_stride}, lse, cu_seqlens_q, \
-                lse_batch_stride, lse_head_stride, num_blocks_q, num_tiles, seqlen_q, total_q,   \
-                head_dim);                                                                       \
-        })                                                                                       \
+#define EXPORT_DELTA(NAME, T, HEAD_DIM)                                                         \
+    DESCRIBED(                                                                                  \
+        flash_attention_backward_sm90_##NAME##_delta,                                           \
+        "x: tiles of 16 query rows of every sequence, y: heads",                                \
+        (.threads = 128, .shared_bytes = 0, .block_m = 16),                                     \
+        extern "C" __global__ void                                                              \
+        __launch_bounds__(128) flash_attention_backward_sm90_##NAME##_delta(                    \
+            float* delta, float* lse_log2, float* dq_sums, int* turns, int* flag, const T* out, \
+            const T* dout, const float* lse, const int* cu_seqlens_q, int64_t out_batch_stride, \
+            int64_t out_row_stride, int64_t out_head_stride, int64_t dout_batch_stride,         \
+            int64_t dout_row_stride, int64_t dout_head_stride, int64_t lse_batch_stride,        \
+            int64_t lse_head_stride, int64_t num_blocks_q, int num_tiles, int seqlen_q,         \
+            int total_q, int head_dim, int padded_head_dim, int block_m) {                      \
+            attention_delta_sm90<T, HEAD_DIM / kPanelColumns>(                                  \
+                delta, lse_log2, dq_sums, turns, flag,                                          \
+                {out, out_batch_stride, out_row_stride, out_head_stride},                       \
+                {dout, dout_batch_stride, dout_row_stride, dout_head_stride}, lse,              \
+                lse_batch_stride, lse_head_stride,                                              \
+                {cu_seqlens_q, num_blocks_q, num_tiles, seqlen_q, total_q, head_dim,            \
+                 padded_head_dim, block_m});                                                    \
+        })
+
+#define EXPORT_CONVERT(NAME, T)                                                                  \
     DESCRIBED(                                                                                   \
         flash_attention_backward_sm90_##NAME##_convert,                                          \
         "x: tiles of 16 query rows of every sequence, y: heads",                                 \
@@ -182,26 +191,40 @@ __device__ __forceinline__ void attention_backward_sm90(
         __launch_bounds__(128) flash_attention_backward_sm90_##NAME##_convert(                   \
             T* dq, const float* dq_sums, const int* cu_seqlens_q, int64_t dq_batch_stride,       \
             int64_t dq_row_stride, int64_t dq_head_stride, int64_t num_blocks_q, int num_tiles,  \
-            int seqlen_q, int total_q, int head_dim, float softmax_scale) {                      \
-            attention_convert_sm90<T, HEAD_DIM, BLOCK_M>(                                        \
-                {dq, dq_batch_stride, dq_row_stride, dq_head_stride}, dq_sums, cu_seqlens_q,     \
-                num_blocks_q, num_tiles, seqlen_q, total_q, head_dim, softmax_scale);            \
+            int seqlen_q, int total_q, int head_dim, int padded_head_dim, int block_m,           \
+            float softmax_scale) {                                                               \
+            attention_convert_sm90<T>({dq, dq_batch_stride, dq_row_stride, dq_head_stride},      \
+                                      dq_sums,                                                   \
+                                      {cu_seqlens_q, num_blocks_q, num_tiles, seqlen_q, total_q, \
+                                       head_dim, padded_head_dim, block_m},                      \
+                                      softmax_scale);                                            \
         })
 
-#define EXPORT_VARIANT(NAME, T, HEAD_DIM, BLOCK_M) \
-    EXPORT_BACKWARD(NAME, T, HEAD_DIM, BLOCK_M)    \
-    EXPORT_ROWS(NAME, T, HEAD_DIM, BLOCK_M)
-
 // head_dim, then kBlockM.
-EXPORT_VARIANT(bf16_hdim64_rows128, __nv_bfloat16, 64, 128)
-EXPORT_VARIANT(fp16_hdim64_rows128, __half, 64, 128)
-EXPORT_VARIANT(bf16_hdim128_rows64, __nv_bfloat16, 128, 64)
-EXPORT_VARIANT(fp16_hdim128_rows64, __half, 128, 64)
-EXPORT_VARIANT(bf16_hdim128_rows80, __nv_bfloat16, 128, 80)
-EXPORT_VARIANT(fp16_hdim128_rows80, __half, 128, 80)
-EXPORT_VARIANT(bf16_hdim192_rows64, __nv_bfloat16, 192, 64)
-EXPORT_VARIANT(fp16_hdim192_rows64, __half, 192, 64)
-EXPORT_VARIANT(bf16_hdim256_rows64, __nv_bfloat16, 256, 64)
-EXPORT_VARIANT(fp16_hdim256_rows64, __half, 256, 64)
+EXPORT_BACKWARD(bf16_hdim64_rows128, __nv_bfloat16, 64, 128)
+EXPORT_BACKWARD(fp16_hdim64_rows128, __half, 64, 128)
+EXPORT_BACKWARD(bf16_hdim96_rows64, __nv_bfloat16, 96, 64)
+EXPORT_BACKWARD(fp16_hdim96_rows64, __half, 96, 64)
+EXPORT_BACKWARD(bf16_hdim128_rows64, __nv_bfloat16, 128, 64)
+EXPORT_BACKWARD(fp16_hdim128_rows64, __half, 128, 64)
+EXPORT_BACKWARD(bf16_hdim160_rows64, __nv_bfloat16, 160, 64)
+EXPORT_BACKWARD(fp16_hdim160_rows64, __half, 160, 64)
+EXPORT_BACKWARD(bf16_hdim192_rows64, __nv_bfloat16, 192, 64)
+EXPORT_BACKWARD(fp16_hdim192_rows64, __half, 192, 64)
+EXPORT_BACKWARD(bf16_hdim256_rows64, __nv_bfloat16, 256, 64)
+EXPORT_BACKWARD(fp16_hdim256_rows64, __half, 256, 64)
+
+// The widest head_dim.
+EXPORT_DELTA(bf16_hdim64, __nv_bfloat16, 64)
+EXPORT_DELTA(fp16_hdim64, __half, 64)
+EXPORT_DELTA(bf16_hdim128, __nv_bfloat16, 128)
+EXPORT_DELTA(fp16_hdim128, __half, 128)
+EXPORT_DELTA(bf16_hdim192, __nv_bfloat16, 192)
+EXPORT_DELTA(fp16_hdim192, __half, 192)
+EXPORT_DELTA(bf16_hdim256, __nv_bfloat16, 256)
+EXPORT_DELTA(fp16_hdim256, __half, 256)
+
+EXPORT_CONVERT(bf16, __nv_bfloat16)
+EXPORT_CONVERT(fp16, __half)
 
 }  // namespace kernel_hub::attention::backward::sm90

@@ -75,7 +75,7 @@ def test_many_kernels_are_summed_up_on_a_terminal_alone(kernel_hub_cli: Run) -> 
 def test_rows_too_wide_are_stacked() -> None:
     lines = on_a_terminal("inspect", "flash_attention_backward_sm90")
     assert max(map(len, lines)) <= WIDTH
-    assert "flash_attention_backward_sm90_fp16_hdim128_rows80_convert" in lines
+    assert "flash_attention_backward_sm90_fp16_hdim128_rows64" in lines
 
 
 def test_commands_and_code_are_not_broken(tmp_path: Path) -> None:

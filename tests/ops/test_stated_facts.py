@@ -128,21 +128,20 @@ def test_the_plans_of_attention_name_every_variant() -> None:
     assert names == {
         f"flash_attention_backward_{dtype}_{variant}{suffix}" for variant, dtype, suffix in suffixes
     }
-    parts = ("", "_delta", "_convert")
-    named = {body.name(BF16) + part for body in backward_sm90.BODIES for part in parts}
+    named = {
+        name for body in backward_sm90.BODIES for name in (body.name(BF16), *body.rows_names(BF16))
+    }
     sm90 = exported("flash_attention_backward_sm90", "")
     assert named == {name for name in sm90 if "bf16" in name}
 
 
 def test_the_names_of_the_bodies_of_gradients_say_what_they_state() -> None:
     for body in backward_sm90.BODIES:
-        sizes, rows = (
-            body.stated.sizes,
-            launch_facts(backward_sm90.CUBIN, f"{body.name(BF16)}_delta"),
-        )
+        sizes = body.stated.sizes
+        delta, convert = (launch_facts(backward_sm90.CUBIN, x) for x in body.rows_names(BF16))
         assert (sizes["head_dim"], sizes["block_m"]) == body
-        assert body.block_m % rows.sizes["block_m"] == 0
-        assert rows == launch_facts(backward_sm90.CUBIN, f"{body.name(BF16)}_convert")
+        assert body.block_m % delta.sizes["block_m"] == 0
+        assert delta == convert
     for dtype in ("fp16", "bf16"):
         delta, convert = (
             launch_facts(backward_portable.CUBIN, f"{backward_portable.CUBIN}_{dtype}_{part}")

@@ -20,6 +20,8 @@ from .problem import Gradients, Problem, lse_strides_of, strides_of
 CUBIN = "flash_attention_backward"
 _LOW_BITS = common.VEC_BYTES - 1
 
+# Query heads of a group are parted among blocks until there are so many of them a multiprocessor.
+_BLOCKS_AN_SM = 4
 # The best first: a head_dim takes the first that holds it and fits a block's shared memory.
 # Measured on an H200 (docs/notes/flash_attention_backward.md).
 _SUFFIXES = ("", "_163k", "_99k")
@@ -144,15 +146,25 @@ def _plan(
     body = sm90.body_of(problem) if is_hopper else None
     facts = body.stated if body else stated(variant)
     key_blocks = -(-problem.max_seqlen_k // facts.sizes["block_n"]) * problem.batch_size
-    # Few blocks: one a query head, which is as many times more; the group's are then summed.
     parts, heads_a_block = None, num_heads // num_kv_heads
     if num_heads > num_kv_heads and key_blocks * num_kv_heads < 2 * device.num_sms:
-        parts, heads_a_block = (*problem.k.shape[:-1], num_heads // num_kv_heads, head_dim), 1
+        group, heads_a_block = heads_a_block, _heads_a_block(key_blocks, problem, device.num_sms)
+        parts = (*problem.k.shape[:-1], group // heads_a_block, head_dim)
         like = torch.empty(parts, dtype=given.dk.dtype, device="meta").flatten(-3, -2)
         given = given._replace(dk=like, dv=like)
     make = sm90.plan if is_hopper else functools.partial(_portable_plan, variant)
     plan = make(problem, given, heads_a_block=heads_a_block, deterministic=deterministic)
     return plan._replace(parts=parts)
+
+
+def _heads_a_block(key_blocks: int, problem: Problem, num_sms: int) -> int:
+    """Where whole groups are too few blocks: the largest part of a group that makes enough of
+    them, for each part is written and read once more."""
+    num_heads, num_kv_heads = problem.q.shape[-2], problem.k.shape[-2]
+    group = num_heads // num_kv_heads
+    parts = (n for n in range(2, group) if group % n == 0)
+    enough = (n for n in parts if key_blocks * num_kv_heads * n >= _BLOCKS_AN_SM * num_sms)
+    return group // next(enough, group)
 
 
 def _is_aligned(*tensors: torch.Tensor) -> bool:

@@ -5,6 +5,8 @@ Knows the canonical `Problem` and the kernels of csrc/attention/flash_attention_
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -26,15 +28,13 @@ from .problem import (
 is_enabled = True
 
 CUBIN = "flash_attention_backward_sm90"
-# From so many queries on, blocks of 80 are faster than of 64 (by is_causal).
-_TALL_FROM = {False: 768, True: 6144}
 # q, dout and the sums of dq of the heads that run together stay in the L2 (60 MB on an H200).
 _L2_BYTES = 32 << 20
-# A narrow head is better served by the portable kernel of its own width.
+# Columns of shared memory's rows.
+_PANEL = 64
 _LEAST_HEAD_DIM = 40
-# With wider heads than this, fewer (query, key) pairs in all have been faster in the portable ones:
-# calls, not kernels, take their time.
-_WIDE_HEAD_DIM, _LEAST_WIDE_PAIRS = 128, 1 << 22
+# Each kernel waits for the one before it, first of all.
+_FOLLOWING = {"programmatic": True}
 # That of the kernel's 32-bit sums of two lengths and a window, and of its grid.
 _MAX_TOKENS = 1 << 28
 _MAX_HEADS = 65535
@@ -57,12 +57,19 @@ class Body(NamedTuple):
         return -(-problem.max_seqlen_k // self.stated.sizes["block_n"])
 
     def name(self, dtype: torch.dtype) -> str:
-        """The main function's name; the others' follow by a suffix."""
+        """The main function's name."""
         token = common.DTYPE_TOKENS[dtype]
         return f"{CUBIN}_{token}_hdim{self.head_dim}_rows{self.block_m}"
 
+    def rows_names(self, dtype: torch.dtype) -> tuple[str, str]:
+        """Those before and after it: delta, by panels of columns, and convert."""
+        token, columns = common.DTYPE_TOKENS[dtype], -(-self.head_dim // _PANEL) * _PANEL
+        return f"{CUBIN}_{token}_hdim{columns}_delta", f"{CUBIN}_{token}_convert"
 
-BODIES = (Body(64, 128), Body(128, 64), Body(128, 80), Body(192, 64), Body(256, 64))
+
+BODIES = (
+    Body(64, 128), Body(96, 64), Body(128, 64), Body(160, 64), Body(192, 64), Body(256, 64),
+)  # fmt: skip
 
 
 class BackwardLaunch(NamedTuple):
@@ -73,6 +80,14 @@ class BackwardLaunch(NamedTuple):
     block: tuple[int, int, int]
     shared_bytes: int
     numbers: tuple[Any, ...]
+    options: Mapping[str, Any] = MappingProxyType({})  # keywords of the launch
+
+    def __call__(self, params: tuple[Any, ...]) -> None:
+        """Launch, with the tensors before the numbers."""
+        self.function(
+            self.grid, self.block, self.shared_bytes, None, (*params, *self.numbers),
+            **self.options,
+        )  # fmt: skip
 
 
 class BackwardPlan(NamedTuple):
@@ -112,31 +127,27 @@ class BackwardPlan(NamedTuple):
         if self.num_turns:
             turns = torch.empty(self.num_turns, device=device, dtype=torch.int32)
         if (step := self.before) is not None:
-            params = (delta, lse_log2, sums, turns, flag, out, dout, lse, cu_q, *step.numbers)
-            step.function(step.grid, step.block, step.shared_bytes, None, params)
+            step((delta, lse_log2, sums, turns, flag, out, dout, lse, cu_q))
         if (step := self.main) is not None:
-            params = (
+            step((
                 dk, dv, sums, turns, flag, *operands, lse_log2, delta, *more, cu_q, cu_k,
-                problem.cache_seqlens, *step.numbers,
-            )  # fmt: skip
-            step.function(step.grid, step.block, step.shared_bytes, None, params)
+                problem.cache_seqlens,
+            ))  # fmt: skip
         if (step := self.after) is not None:
-            params = (dq, sums, cu_q, *step.numbers)
-            step.function(step.grid, step.block, step.shared_bytes, None, params)
+            step((dq, sums, cu_q))
 
 
-def choose(head_dim: int, seqlen_q: int, is_causal: bool) -> Body | None:
-    """The smallest head_dim that holds this one, the rows that take the least time."""
-    if not _LEAST_HEAD_DIM <= head_dim <= BODIES[-1].head_dim:
+def choose(head_dim: int) -> Body | None:
+    """The smallest head_dim that holds this one; None where there is none, or a narrow head is
+    better served by the portable kernel of its own width."""
+    if head_dim < _LEAST_HEAD_DIM:
         return None
-    least = min(body.head_dim for body in BODIES if body.head_dim >= head_dim)
-    *short, tall = (body for body in BODIES if body.head_dim == least)
-    return short[0] if short and seqlen_q < _TALL_FROM[is_causal] else tall
+    return next((body for body in BODIES if body.head_dim >= head_dim), None)
 
 
 def body_of(problem: Problem) -> Body | None:
     """That of a problem; None where its head_dim has none."""
-    return choose(problem.q.shape[-1], problem.max_seqlen_q, problem.window_right >= 0)
+    return choose(problem.q.shape[-1])
 
 
 def applies(problem: Problem, given: Gradients) -> bool:
@@ -144,14 +155,11 @@ def applies(problem: Problem, given: Gradients) -> bool:
 
     Lengths on the device (cu_seqlens, cache_seqlens) may be anything.
     """
-    q = problem.q
-    pairs = problem.batch_size * q.shape[-2] * problem.max_seqlen_q * problem.max_seqlen_k
-    is_worth_it = q.shape[-1] <= _WIDE_HEAD_DIM or pairs >= _LEAST_WIDE_PAIRS
-    return q.is_cuda and is_worth_it and fits(problem, given)
+    return problem.q.is_cuda and fits(problem, given)
 
 
 def fits(problem: Problem, given: Gradients) -> bool:
-    """Whether they can take it, however small it is and wherever the tensors are."""
+    """Whether they can take it, wherever the tensors are."""
     q, k, v = problem.q, problem.k, problem.v
     body = body_of(problem)
     return (
@@ -182,7 +190,8 @@ def plan(
     body = body_of(problem)
     assert body is not None
     name, stated = body.name(q.dtype), body.stated
-    rows = launch_facts(CUBIN, f"{name}_delta")  # and of _convert, over the same tiles
+    delta, convert = body.rows_names(q.dtype)
+    rows = launch_facts(CUBIN, delta)  # and of the other, over the same tiles
 
     # Each sequence starts a new block of the workspace.
     blocks_q = -(-seqlen_q // body.block_m)
@@ -195,14 +204,16 @@ def plan(
     rows_grid = (row_tiles * batch_size, num_heads, 1)
     before = main = after = None
     if rows_grid[0] * num_heads > 0:
-        place = num_blocks_q, row_tiles, seqlen_q, total_q, head_dim
+        place = (
+            num_blocks_q, row_tiles, seqlen_q, total_q, head_dim, body.head_dim, body.block_m
+        )  # fmt: skip
         before = BackwardLaunch(
-            common.shipped(CUBIN, f"{name}_delta"), rows_grid, rows.block, rows.shared_bytes,
-            (*strides_of(out), *strides_of(dout), *lse_strides_of(lse), *place),
+            common.shipped(CUBIN, delta), rows_grid, rows.block, rows.shared_bytes,
+            (*strides_of(out), *strides_of(dout), *lse_strides_of(lse), *place), _FOLLOWING,
         )  # fmt: skip
         after = BackwardLaunch(
-            common.shipped(CUBIN, f"{name}_convert"), rows_grid, rows.block, rows.shared_bytes,
-            (*strides_of(dq), *place, float(problem.softmax_scale)),
+            common.shipped(CUBIN, convert), rows_grid, rows.block, rows.shared_bytes,
+            (*strides_of(dq), *place, float(problem.softmax_scale)), _FOLLOWING,
         )  # fmt: skip
 
     key_blocks = body.key_blocks(problem)
@@ -222,6 +233,7 @@ def plan(
                 total_q, total_k, num_heads, num_heads // k.shape[-2], heads_a_block, head_dim,
                 problem.window_left, problem.window_right, float(problem.softmax_scale),
             ),
+            _FOLLOWING,
         )  # fmt: skip
     num_turns = 2 * num_heads * num_blocks_q if deterministic else 0
     boxes = body.block_m, stated.sizes["block_n"]

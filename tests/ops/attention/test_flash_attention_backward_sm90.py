@@ -23,11 +23,8 @@ from kernel_hub.ops.core.device import has_wgmma
 SM90: Any = importlib.import_module("kernel_hub.ops.attention.backward_sm90")
 BACKWARD: Any = importlib.import_module("kernel_hub.ops.attention.backward_portable")
 DTYPES = ["fp16", "bf16"]
-# Those of the compiled kernels, and some that fill one in part; and the rows of a block.
-SHAPES = [
-    (40, 128), (64, 128), (72, 64), (128, 64), (96, 80), (128, 80), (136, 64), (192, 64),
-    (200, 64), (256, 64),
-]  # fmt: skip
+# Those of the compiled kernels, and some that fill one in part.
+HEAD_DIMS = [40, 64, 72, 96, 104, 128, 136, 160, 192, 200, 256]
 MASKS: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"causal": True},
@@ -40,21 +37,17 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The head_dims of the launches that the Hopper kernels took."""
     if not has_wgmma(torch.cuda.get_device_capability()):
         pytest.skip("not compute capability 9.0")
-    monkeypatch.setattr(SM90, "_LEAST_WIDE_PAIRS", 0)
     yield taken(monkeypatch, SM90, lambda plan, problem, *given: int(problem.q.shape[-1]))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize(("head_dim", "rows"), SHAPES)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_kernel(
-    hopper: list[int], dtype: str, head_dim: int, rows: int, mask: str, deterministic: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.setattr(SM90, "_TALL_FROM", dict.fromkeys((False, True), 0 if rows == 80 else 1e9))
-    assert SM90.choose(head_dim, 1, mask != "full").block_m == rows
+    hopper: list[int], dtype: str, head_dim: int, mask: str, deterministic: bool
+) -> None:
     case = Case(
         dtype=dtype, head_dim=head_dim, num_heads=4, num_kv_heads=2, backward=True,
         deterministic=deterministic, seed=1, **MASKS[mask],
@@ -91,7 +84,7 @@ def test_windows(hopper: list[int], window_size: tuple[int, int]) -> None:
     for lengths_q, lengths_k in (((330,), (900,)), ((900,), (330,))):
         case = Case(lengths_q=lengths_q, lengths_k=lengths_k, window_size=window_size,
                     backward=True, deterministic=True, seed=1)  # fmt: skip
-        for head_dim in (64, 128, 192, 256):
+        for head_dim in (64, 96, 128, 160, 192, 256):
             run(dataclasses.replace(case, head_dim=head_dim, num_heads=4), "cuda")
     assert hopper
 
@@ -125,7 +118,7 @@ def test_the_portable_kernels_on_hopper(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 160, 192, 256])
 def test_deterministic_repeats_its_bits(hopper: list[int], head_dim: int, causal: bool) -> None:
     # More blocks of keys than run at once, and heads that share their keys.
     leaves = [
@@ -162,7 +155,7 @@ cases = [
     gradients(4, 1024, 8, 8, 128), gradients(1, 130, 2, 1, 64, causal=True),
     gradients(9, 515, 4, 2, 96, window_size=(100, 7)), gradients(2, 777, 16, 4, 64),
     gradients(3, 333, 6, 6, 128, causal=True), gradients(5, 400, 4, 2, 256, causal=True),
-    gradients(4, 300, 6, 3, 192),
+    gradients(4, 300, 6, 3, 192), gradients(5, 270, 4, 2, 152),
 ]
 """
 
@@ -182,51 +175,19 @@ def test_cpu_tensors_never_take_them() -> None:
     assert not SM90.applies(small, Gradients(*(torch.empty_like(small.q) for _ in range(6))))
 
 
-def test_small_problems_of_wide_heads_stay_portable() -> None:
-    class Cuda:
-        """What `applies` asks of q before anything else."""
-
-        is_cuda, dtype = True, torch.float32
-
-        def __init__(self, head_dim: int) -> None:
-            self.shape = (1, 8, 2, head_dim)
-
-    seen: list[int] = []
-
-    def fits(problem: Any, given: Any) -> bool:
-        seen.append(problem.q.shape[-1])
-        return True
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SM90, "fits", fits)
-        taken = [
-            (head_dim, seqlen)
-            for head_dim in (128, 136, 256)
-            for seqlen in (8, 1447, 1449)
-            if SM90.applies(Problem(Cuda(head_dim), None, None, 1, seqlen, seqlen, 0.1), None)
-        ]
-    assert taken == [(128, 8), (128, 1447), (128, 1449), (136, 1449), (256, 1449)]
-    assert seen == [128, 128, 128, 136, 256]
-
-
 def test_which_body() -> None:
-    chosen = {d: SM90.choose(d, 1024, False) for d in (8, 32, 40, 64, 72, 128, 136, 192, 200, 256)}
+    chosen = {d: SM90.choose(d) for d in range(8, 272, 8)}
     assert {d: body.head_dim for d, body in chosen.items() if body} == {
-        40: 64, 64: 64, 72: 128, 128: 128, 136: 192, 192: 192, 200: 256, 256: 256,
+        **dict.fromkeys(range(40, 72, 8), 64), **dict.fromkeys(range(72, 104, 8), 96),
+        **dict.fromkeys(range(104, 136, 8), 128), **dict.fromkeys(range(136, 168, 8), 160),
+        **dict.fromkeys(range(168, 200, 8), 192), **dict.fromkeys(range(200, 264, 8), 256),
     }  # fmt: skip
-    sizes = [64 * i for i in range(199)]
-    every = {
-        SM90.choose(d, size, c)
-        for d in (64, 128, 192, 256)
-        for size in sizes
-        for c in (True, False)
-    }
-    assert every == set(SM90.BODIES)
+    assert {body for body in chosen.values() if body} == set(SM90.BODIES)
 
 
 def test_workspace_of_a_ragged_batch_holds_every_block() -> None:
     # The kernel's numbering: a sequence starts at block cu_seqlens // block_m + its index.
-    for block_m in (64, 80, 128):
+    for block_m in (64, 128):
         for lengths in ([0, 1, 64, 65, 127, 128, 0, 3], [block_m] * 5, [1] * 300):
             begin, end = 0, 0
             for index, length in enumerate(lengths):

@@ -16,6 +16,7 @@ from emulated_attention import hopper_attention
 from ways import Way
 
 SM90: Any = importlib.import_module("kernel_hub.ops.attention.backward_sm90")
+BACKWARD: Any = importlib.import_module("kernel_hub.ops.attention.backward_portable")
 DRAWN = 12
 # A block of threads is emulated at some 10^6 scores a second.
 MAX_SCORES = 120_000
@@ -59,15 +60,14 @@ def drawn(generator: random.Random) -> Case:
 def test_drawn(bodies: list[str], monkeypatch: pytest.MonkeyPatch, index: int) -> None:
     generator = random.Random(f"backward {index}")
     case = drawn(generator)
-    monkeypatch.setattr(SM90, "_TALL_FROM", dict.fromkeys((False, True), 64))
     with hopper_attention(monkeypatch, generator.choice((1, 2, 5))):
         run(case, "cpu")
     assert bodies, case
 
 
-@pytest.mark.parametrize("head_dim", [192, 256])
+@pytest.mark.parametrize("head_dim", [72, 96, 128, 152, 160, 192, 256])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (70, 19)}], ids=str)
-def test_many_blocks_of_wide_heads(
+def test_many_blocks(
     bodies: list[str],
     monkeypatch: pytest.MonkeyPatch,
     head_dim: int,
@@ -80,4 +80,26 @@ def test_many_blocks_of_wide_heads(
     )  # fmt: skip
     with hopper_attention(monkeypatch, 1):
         run(case, "cpu")
-    assert set(bodies) == {f"{SM90.CUBIN}_bf16_hdim{head_dim}_rows64"}
+    width = -(-head_dim // 32) * 32
+    assert set(bodies) == {f"{SM90.CUBIN}_bf16_hdim{width}_rows64"}
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 256])
+def test_parts_of_groups(bodies: list[str], monkeypatch: pytest.MonkeyPatch, head_dim: int) -> None:
+    # Two key heads make too few blocks, parts of two query heads enough.
+    case = Case(
+        head_dim=head_dim, num_heads=16, num_kv_heads=2, lengths_q=(70,), lengths_k=(60,),
+        causal=True, backward=True, deterministic=True,
+    )  # fmt: skip
+    parts: list[Any] = []
+    plan = BACKWARD._plan
+
+    def kept(*given: Any) -> Any:
+        planned = plan(*given)
+        parts.append(planned.parts)
+        return planned
+
+    monkeypatch.setattr(BACKWARD, "_plan", kept)
+    with hopper_attention(monkeypatch, 2):
+        run(case, "cpu")
+    assert bodies and parts == [(1, 60, 2, 4, head_dim)]

@@ -48,19 +48,46 @@ struct BackwardConsumer {
         return descriptor_low(at, panel);
     }
 
-    // scores = A B^T, both along head_dim: A 64 keys, B the queries.
-    __device__ __forceinline__ void issue_scores(float (&scores)[kScores], int a_at, int b_at,
-                                                 int stage) {
+    // The first columns of 64 rows of k or v in registers, as the left operand of products.
+    struct Rows {
+        uint32_t words[C::kKeptColumns > 0 ? C::kKeptColumns / 16 : 1][4];
+    };
+
+    __device__ __forceinline__ void take_rows(Rows& rows, int at) {
+        const int lane_idx = threadIdx.x % 32, row = lane_idx % 16;
+        const uint32_t mine = 16 * mine16 + at + (threadIdx.x / 32 % 4 * 16 + row) * kPanelBytes;
+#pragma unroll
+        for (int i = 0; i < C::kKeptColumns / 16; ++i) {
+            const int chunk = (i % 4 * 2 + lane_idx / 16) ^ (row % 8);
+            ldmatrix_x4(rows.words[i], mine + i / 4 * C::kKPanel + chunk * 16);
+        }
+    }
+
+    // scores = A B^T, both along head_dim: A 64 keys, the first columns in registers, B the
+    // queries.
+    template <int kKept = C::kKeptColumns>
+    __device__ __forceinline__ void issue_scores(float (&scores)[kScores], const Rows& rows,
+                                                 int a_at, int b_at, int stage) {
         const uint32_t a = mine16 + rows_low(a_at);
         const uint32_t b = all16 + rows_low(b_at) + stage * (C::kQBytes / 16);
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < kHeadDim / 16; ++i) {
             const int panel = i / 4, column_bytes = i % 4 * 32;
-            Wgmma<T>::template ss<0, 0>(scores, descriptor(a, panel * C::kKPanel + column_bytes),
-                                        descriptor(b, panel * C::kQPanel + column_bytes), i != 0);
+            const uint64_t step = descriptor(b, panel * C::kQPanel + column_bytes);
+            if (16 * i < kKept) {
+                Wgmma<T>::template rs<0>(scores, rows.words[i], step, i != 0);
+            } else {
+                Wgmma<T>::template ss<0, 0>(
+                    scores, descriptor(a, panel * C::kKPanel + column_bytes), step, i != 0);
+            }
         }
         wgmma_commit();
+    }
+
+    __device__ __forceinline__ void issue_scores(float (&scores)[kScores], int a_at, int b_at,
+                                                 int stage) {
+        issue_scores<0>(scores, Rows{}, a_at, b_at, stage);
     }
 
     // sums += A B: A 64 keys by the queries, B the queries' rows.
@@ -76,8 +103,9 @@ struct BackwardConsumer {
         wgmma_commit();
     }
 
-    // dq = ds K: 64 queries by 64 columns, or turned, 64 columns by kBlockM queries.
-    __device__ __forceinline__ void issue_dq(float (&dq)[C::kDqRegisters], int buffer) {
+    // dq = ds K: 64 queries by a panel.
+    template <int kCount>
+    __device__ __forceinline__ void issue_dq(float (&dq)[kCount], int buffer) {
         const uint32_t mine = mine16 - all16;  // 0, or that of the other consumer
         const uint32_t ds =
             (C::kSplitsRows ? mine16 : all16) + rows_low(C::kDs) + buffer * (C::kDsBytes / 16);
@@ -86,13 +114,8 @@ struct BackwardConsumer {
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < C::kBlockN / 16; ++i) {
-            const uint64_t ds_step = descriptor(ds, i / 4 * C::kQPanel + i % 4 * 32);
-            const uint64_t k_step = descriptor(k, i * 16 * kPanelBytes);
-            if constexpr (C::kTurnsDq) {
-                Wgmma<T>::template ss<1, 0>(dq, k_step, ds_step, i != 0);
-            } else {
-                Wgmma<T>::template ss<0, 1>(dq, ds_step, k_step, i != 0);
-            }
+            Wgmma<T>::template ss<0, 1>(dq, descriptor(ds, i / 4 * C::kQPanel + i % 4 * 32),
+                                        descriptor(k, i * 16 * kPanelBytes), i != 0);
         }
         wgmma_commit();
     }
@@ -132,11 +155,15 @@ struct BackwardConsumer {
     }
 
     // Leaves this consumer's part of dq to the warp that adds it up.
-    __device__ __forceinline__ void leave_dq(const float (&dq)[C::kDqRegisters], int i) {
+    template <int kCount>
+    __device__ __forceinline__ void leave_dq(const float (&dq)[kCount], int i) {
         mbarrier_wait(shared.dq_empty(consumer_idx()), i % 2 ^ 1);
+        // The warps' parts lie one after another, however wide the panel is.
+        const uint32_t target =
+            dq_mine - read_thread_idx() / 32 % 4 * 128 * (C::kDqRegisters - kCount);
 #pragma unroll
-        for (int j = 0; j < C::kDqRegisters / 4; ++j) {
-            st_shared(dq_mine + 512 * j, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
+        for (int j = 0; j < kCount / 4; ++j) {
+            st_shared(target + 512 * j, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
         }
         fence_proxy_async();
         named_barrier_arrive(BackwardShared<C>::kDqBarrier + consumer_idx(),
@@ -233,14 +260,24 @@ struct BackwardConsumer {
         }
         hold_registers(dk);
         hold_registers(dv);
-        if (work.num_iterations > 0) {
-            walk(work, dk, dv);
+        if (work.num_iterations == 0) {
+        } else if (C::kIsLastNarrow && mine16 != all16) {
+            walk<C::kDqRegisters / 2>(work, dk, dv);
+        } else {
+            walk<C::kDqRegisters>(work, dk, dv);
         }
         store(p.dv, dv, 1.0f, work);
         store(p.dk, dk, p.softmax_scale, work);
     }
 
+    __device__ __forceinline__ void issue_scores_of(int i, float (&scores)[kScores]) {
+        mbarrier_wait(shared.q_full(i % 2), i / 2 % 2);
+        leave_undefined(scores);
+        issue_scores(scores, C::kK, C::kQ, i % 2);
+    }
+
     // NOTE: nothing is under way where the loop closes: ptxas serialises all products otherwise.
+    template <int kCount>
     __device__ __forceinline__ void walk(const BackwardWork& work, float (&dk)[kHeadDim / 2],
                                          float (&dv)[kHeadDim / 2]) {
         int m = work.first_m;
@@ -252,7 +289,9 @@ struct BackwardConsumer {
         issue_scores(scores, C::kK, C::kQ, 0);
         mbarrier_wait(shared.v_full(), 0);
         mbarrier_wait(shared.dout_full(0), 0);
-        issue_scores(dp, C::kV, C::kDout, 0);
+        Rows v;
+        take_rows(v, C::kV);
+        issue_scores(dp, v, C::kV, C::kDout, 0);
         const bool must_hide = work.is_masked(m);
         wgmma_wait<1>();
         hold_registers(scores);
@@ -275,12 +314,15 @@ struct BackwardConsumer {
             if (is_last) {
                 break;
             }
-            float dq[C::kDqRegisters];
+            float dq[kCount];
             leave_undefined(dq);
             mbarrier_wait_unless(i == 0, shared.ds_full(stage ^ 1), (i + 1) / 2 % 2 ^ 1);
             issue_dq(dq, stage ^ 1);
             issue_sums(dk, ds_words, C::kQ, stage);
-            wgmma_wait<1>();
+            if constexpr (C::kScoresFirst) {
+                issue_scores_of(i + 1, scores);
+            }
+            wgmma_wait<1 + C::kScoresFirst>();
             hold_registers(dq);
             if (i > 0) {
                 mbarrier_arrive_if(shared.ds_empty(stage ^ 1), is_first_lane());
@@ -289,15 +331,15 @@ struct BackwardConsumer {
             m = m + 1 == work.end_m ? work.first_m : m + 1;
             ++i;
             stage = i % 2;
-            mbarrier_wait(shared.q_full(stage), i / 2 % 2);
-            leave_undefined(scores);
-            issue_scores(scores, C::kK, C::kQ, stage);
+            if constexpr (!C::kScoresFirst) {
+                issue_scores_of(i, scores);
+            }
             wgmma_wait<1>();
             hold_registers(dk);
             mbarrier_arrive_if(shared.q_empty(stage ^ 1), is_first_lane());
             mbarrier_wait(shared.dout_full(stage), i / 2 % 2);
             leave_undefined(dp);
-            issue_scores(dp, C::kV, C::kDout, stage);
+            issue_scores(dp, v, C::kV, C::kDout, stage);
             const bool must_hide = work.is_masked(m);
             wgmma_wait<1>();
             hold_registers(scores);
@@ -305,7 +347,7 @@ struct BackwardConsumer {
             wgmma_wait<0>();
             hold_registers(dp);
         }
-        float dq[C::kDqRegisters];
+        float dq[kCount];
         leave_undefined(dq);
         const int stage = (work.num_iterations - 1) % 2;
         const int last = work.num_iterations - 1;

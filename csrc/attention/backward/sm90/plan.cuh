@@ -24,34 +24,55 @@ struct BackwardConfig {
     static constexpr int kConsumers = 2, kThreads = 128 * (1 + kConsumers);
     static constexpr int kBlockN = kHasRoles ? 64 : 128;
     static constexpr int kStages = 2, kDoutStages = kHeadDim > 192 ? 1 : 2;
-    static constexpr int kPanels = kHeadDim / kPanelColumns;
+    static constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;
     static constexpr int kKPanel = kBlockN * kPanelBytes, kQPanel = kBlockM * kPanelBytes;
     static constexpr int kKBytes = kPanels * kKPanel, kQBytes = kPanels * kQPanel;
     static constexpr int kDsBytes = kBlockN / 64 * kQPanel;  // a panel is 64 keys
     static constexpr int kProbBytes = kHasRoles ? 64 * 2 * kBlockM : 0;
     static constexpr int kRowBytes = 4 * kBlockM;  // of lse, or delta
-    // The consumers share dq by its rows, or by its columns. Where it is not 64 rows, it is worked
-    // out turned: columns along the rows of the product.
-    static constexpr bool kSplitsRows = kBlockM == 128, kTurnsDq = kBlockM == 80;
-    static constexpr int kDqColumns = kSplitsRows ? kHeadDim : 64;
-    // Into so many parts, of which the first consumer makes kFirstParts, one after another.
-    static constexpr int kDqParts = kSplitsRows ? kConsumers : kHeadDim / kDqColumns;
+    // The consumers share dq by its rows, 64 each, or by its panels of columns: in so many parts,
+    // of which the first consumer makes kFirstParts, one after another.
+    static constexpr bool kSplitsRows = kBlockM == 128;
+    static constexpr int kDqParts = kSplitsRows ? kConsumers : kPanels;
     static constexpr int kFirstParts = kHasRoles ? 2 : 1;
+    // The columns of the last panel. Where it is narrow, it is the last consumer's only part, or
+    // with roles, the first one's second.
+    static constexpr int kLastColumns = kHeadDim - (kPanels - 1) * kPanelColumns;
+    static constexpr bool kIsLastNarrow = kLastColumns < kPanelColumns;
     // Whether there are registers for p in fp32 until ds is made.
     static constexpr bool kKeepsProbs = kBlockM == 64 && !kHasRoles;
+    // So many columns of 64 rows of v, with roles also of k in the first consumer, stay in
+    // registers: what they have room for.
+    static constexpr int kKeptColumns = kHeadDim == 96 || kHeadDim == 160 ? kHeadDim
+                                        : kHeadDim == 128                 ? 64
+                                        : kHeadDim == 192                 ? 128
+                                                                          : 0;
+    // Whether the next scores are under way while dq is left: there, +1 %; at 96, -2 to -6 %.
+    static constexpr bool kScoresFirst = kHeadDim == 64;
     static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+
+    // The panel of columns, or 64 rows, that a part of dq is: the parts of the first consumer, then
+    // those of the last.
+    static constexpr __host__ __device__ int panel_of(int part) {
+        return !(kHasRoles && kIsLastNarrow) || part == 0 ? part : kDqParts - part;
+    }
+    static constexpr __host__ __device__ int part_bytes(int panel) {
+        return kIsLastNarrow && panel == kPanels - 1 ? 4 * kBlockM * kLastColumns : kDqBytes;
+    }
 
     static constexpr int kK = 0, kV = kKBytes, kQ = kV + kKBytes;
     static constexpr int kDout = kQ + kStages * kQBytes, kDs = kDout + kDoutStages * kQBytes;
-    static constexpr int kDqRegisters = kTurnsDq ? kBlockM / 2 : 32;
+    static constexpr int kDqRegisters = 32;
     static constexpr int kDqBytes = 128 * 4 * kDqRegisters;  // of a consumer, fp32
     static constexpr int kProbs = kDs + 2 * kDsBytes, kDq = kProbs + kProbBytes;
     static constexpr int kLse = kDq + kConsumers * kDqBytes, kDelta = kLse + kStages * kRowBytes;
     static constexpr int kBarriers = kDelta + kDoutStages * kRowBytes, kWork = kBarriers + 192;
     static constexpr int kSharedBytes = kWork + 128 + 1024;  // Work, and room to align them
 
-    static_assert(kSplitsRows || kTurnsDq || kBlockM == 64, "dq is 64 rows, or 64 rows a consumer");
-    static_assert(kDqColumns == 64, "a part of dq is one panel wide");
+    static_assert(kBlockM == 64 || (kSplitsRows && kHeadDim == 64),
+                  "a part of dq is 64 rows of one panel");
+    static_assert(!kIsLastNarrow || kLastColumns == 32, "half a panel");
+    static_assert(!(kHasRoles && kIsLastNarrow) || kDqParts == 3, "panel_of");
     static_assert(kFirstParts >= kDqParts - kFirstParts && kDqParts > kFirstParts,
                   "both consumers make parts of dq, the first as many as the second or more");
     static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 504,
@@ -130,13 +151,12 @@ struct BackwardShared {
     }
 };
 
-// The first of a sequence's blocks of kBlockM queries in the workspace, where each sequence starts
+// The first of a sequence's blocks of block_m queries in the workspace, where each sequence starts
 // a new block.
-template <int kBlockM>
 __device__ __forceinline__ int first_block_of(const int* cu_seqlens_q, int first_row, int batch_idx,
-                                              int longest_q) {
-    return cu_seqlens_q ? first_row / kBlockM + batch_idx
-                        : batch_idx * ceil_div(longest_q, kBlockM);
+                                              int longest_q, int block_m) {
+    return cu_seqlens_q ? first_row / block_m + batch_idx
+                        : batch_idx * ceil_div(longest_q, block_m);
 }
 
 // What a block works on; kept in shared memory, because the sums leave no registers for it.
@@ -173,7 +193,7 @@ struct BackwardWork : Work {
             return false;
         }
         first_row = queries.first_row;
-        first_block = first_block_of<C::kBlockM>(p.cu_seqlens_q, first_row, batch_idx, p.seqlen_q);
+        first_block = first_block_of(p.cu_seqlens_q, first_row, batch_idx, p.seqlen_q, C::kBlockM);
         seqlen_q = queries.seqlen;
         first_key_row = keys.first_row + first_key;
         num_key_rows = keys.seqlen - first_key;

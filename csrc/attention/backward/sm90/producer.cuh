@@ -114,7 +114,6 @@ __device__ __forceinline__ void add_dq(const BackwardParameters<typename C::T>& 
                                        const BackwardShared<C>& shared, const BackwardWork& work,
                                        int consumer) {
     using Shared = BackwardShared<C>;
-    constexpr int kFloats = C::kDqBytes / 4;
     const bool is_first_lane = threadIdx.x % 32 == 0;
     const int num_parts = consumer == 0 ? C::kFirstParts : C::kDqParts - C::kFirstParts;
     int64_t block = work.first_head * p.num_blocks_q + work.first_block + work.first_m;
@@ -138,9 +137,10 @@ __device__ __forceinline__ void add_dq(const BackwardParameters<typename C::T>& 
                     }
                     fence_proxy_async_global();
                 }
-                const int64_t place = C::kDqParts * block + consumer * C::kFirstParts + part;
-                bulk_reduce_add(p.dq_sums + place * kFloats,
-                                shared.base + C::kDq + consumer * C::kDqBytes, C::kDqBytes);
+                const int panel = C::panel_of(consumer * C::kFirstParts + part);
+                bulk_reduce_add(
+                    p.dq_sums + block * (C::kBlockM * C::kHeadDim) + panel * (C::kDqBytes / 4),
+                    shared.base + C::kDq + consumer * C::kDqBytes, C::part_bytes(panel));
                 tma_store_commit();
                 tma_store_wait<0>();
                 mbarrier_arrive(shared.dq_empty(consumer));

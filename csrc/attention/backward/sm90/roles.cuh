@@ -12,9 +12,12 @@ struct RoleConsumer : BackwardConsumer<C> {
     using Base = BackwardConsumer<C>;
     using T = typename C::T;
     using Words = typename Base::Words;
+    using Rows = typename Base::Rows;
     using Base::all16, Base::mine16, Base::p, Base::shared;
     static constexpr int kBlockM = C::kBlockM, kHeadDim = C::kHeadDim;
     static constexpr int kFirstParts = C::kFirstParts, kLastParts = C::kDqParts - kFirstParts;
+    // The registers of the first consumer's second part of dq.
+    using Second = float[C::kIsLastNarrow ? C::kDqRegisters / 2 : C::kDqRegisters];
 
     __device__ __forceinline__ RoleConsumer(const BackwardParameters<T>& p_,
                                             const BackwardShared<C>& shared_)
@@ -29,16 +32,17 @@ struct RoleConsumer : BackwardConsumer<C> {
         mbarrier_arrive_if(barrier, Base::is_first_lane());
     }
 
-    // 64 queries by 64 columns of dq = ds K.
-    __device__ __forceinline__ void issue_part(float (&dq)[C::kDqRegisters], int part, int buffer) {
+    // 64 queries by a panel of dq = ds K.
+    template <int kCount>
+    __device__ __forceinline__ void issue_part(float (&dq)[kCount], int part, int buffer) {
         const uint32_t ds = all16 + Base::rows_low(C::kDs) + buffer * (C::kDsBytes / 16);
         const uint32_t k = all16 + Base::columns_low(C::kK, C::kKPanel);
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < C::kBlockN / 16; ++i) {
-            Wgmma<T>::template ss<0, 1>(dq, descriptor(ds, i * 32),
-                                        descriptor(k, part * C::kKPanel + i * 16 * kPanelBytes),
-                                        i != 0);
+            Wgmma<T>::template ss<0, 1>(
+                dq, descriptor(ds, i * 32),
+                descriptor(k, C::panel_of(part) * C::kKPanel + i * 16 * kPanelBytes), i != 0);
         }
         wgmma_commit();
     }
@@ -113,7 +117,9 @@ struct RoleConsumer : BackwardConsumer<C> {
         leave_undefined(scores);
         mbarrier_wait(shared.k_full(), 0);
         mbarrier_wait(shared.q_full(0), 0);
-        this->issue_scores(scores, C::kK, C::kQ, 0);
+        Rows k;
+        this->take_rows(k, C::kK);
+        this->issue_scores(scores, k, C::kK, C::kQ, 0);
         wgmma_wait<0>();
         hold_registers(scores);
         finish_probs(scores, words, work, 0, m);
@@ -129,7 +135,7 @@ struct RoleConsumer : BackwardConsumer<C> {
             issue_part(dq, 0, stage ^ 1);
             mbarrier_wait(shared.q_full(stage ^ 1), (i + 1) / 2 % 2);
             leave_undefined(scores);
-            this->issue_scores(scores, C::kK, C::kQ, stage ^ 1);
+            this->issue_scores(scores, k, C::kK, C::kQ, stage ^ 1);
             wgmma_wait<2>();
             hold_registers(dv);
             release(shared.dout_empty(dout_stage(i)));
@@ -138,17 +144,18 @@ struct RoleConsumer : BackwardConsumer<C> {
             if (i > 0) {
                 this->leave_dq(dq, kFirstParts * (i - 1));
             }
-            leave_undefined(dq);
-            issue_part(dq, 1, stage ^ 1);
+            Second& second = reinterpret_cast<Second&>(dq);
+            leave_undefined(second);
+            issue_part(second, 1, stage ^ 1);
             m = m + 1 == work.end_m ? work.first_m : m + 1;
             wgmma_wait<1>();
             hold_registers(scores);
             finish_probs(scores, words, work, i + 1, m);
             wgmma_wait<0>();
-            hold_registers(dq);
+            hold_registers(second);
             if (i > 0) {
                 release(shared.ds_empty(stage ^ 1));
-                this->leave_dq(dq, kFirstParts * (i - 1) + 1);
+                this->leave_dq(second, kFirstParts * (i - 1) + 1);
             }
         }
         mbarrier_wait(shared.dout_full(dout_stage(last)), dout_parity(last));
@@ -158,16 +165,20 @@ struct RoleConsumer : BackwardConsumer<C> {
 #pragma unroll 1
         for (int i = max(last - 1, 0); i <= last; ++i) {
             mbarrier_wait(shared.ds_full(i % 2), i / 2 % 2);
-#pragma unroll
-            for (int part = 0; part < kFirstParts; ++part) {
-                float dq[C::kDqRegisters];
-                leave_undefined(dq);
-                issue_part(dq, part, i % 2);
-                wgmma_wait<0>();
-                hold_registers(dq);
-                this->leave_dq(dq, kFirstParts * i + part);
-            }
+            float dq[C::kDqRegisters];
+            leave_part(dq, 0, i);
+            leave_part(reinterpret_cast<Second&>(dq), 1, i);
         }
+    }
+
+    // The first consumer's parts of the last blocks.
+    template <int kCount>
+    __device__ __forceinline__ void leave_part(float (&dq)[kCount], int part, int i) {
+        leave_undefined(dq);
+        issue_part(dq, part, i % 2);
+        wgmma_wait<0>();
+        hold_registers(dq);
+        this->leave_dq(dq, kFirstParts * i + part);
     }
 
     // NOTE: nothing is under way where the loop closes: ptxas serialises all products otherwise.
@@ -177,7 +188,9 @@ struct RoleConsumer : BackwardConsumer<C> {
         leave_undefined(dp);
         mbarrier_wait(shared.v_full(), 0);
         mbarrier_wait(shared.dout_full(0), 0);
-        this->issue_scores(dp, C::kV, C::kDout, 0);
+        Rows v;
+        this->take_rows(v, C::kV);
+        this->issue_scores(dp, v, C::kV, C::kDout, 0);
         wgmma_wait<0>();
         hold_registers(dp);
         // Before the first product with k and with q, which the other consumer has seen come.
@@ -215,7 +228,7 @@ struct RoleConsumer : BackwardConsumer<C> {
             }
             mbarrier_wait(shared.dout_full(dout_stage(i + 1)), dout_parity(i + 1));
             leave_undefined(dp);
-            this->issue_scores(dp, C::kV, C::kDout, dout_stage(i + 1));
+            this->issue_scores(dp, v, C::kV, C::kDout, dout_stage(i + 1));
             if constexpr (kLastParts == 2) {
                 wgmma_wait<1>();
                 hold_registers(dq);

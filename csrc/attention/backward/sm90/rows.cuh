@@ -3,76 +3,88 @@
 #pragma once
 
 #include "attention/backward/sm90/plan.cuh"
+#include "kernel_hub/follow_launch.cuh"
 #include "kernel_hub/math.cuh"
 #include "kernel_hub/vec.cuh"
 
 namespace kernel_hub::attention::backward::sm90 {
 
-constexpr int kRowThreads = 128;
+constexpr int kRowThreads = 128, kMostHeadDim = 256;
+constexpr int kSumsAStep = 4 * kRowThreads / kTileRows;  // of a row, cleared at a time
+
+// How the workspace is laid out, and where the rows lie in the tensors.
+struct RowBlocks {
+    const int* cu_seqlens_q;
+    int64_t num_blocks_q;  // of a head
+    int num_tiles;         // of 16 rows, of the longest sequence
+    int seqlen_q, total_q, head_dim;
+    int padded, block_m;  // head_dim and kBlockM of the main kernel
+};
 
 // Which 16 rows of a head a block works on.
 struct RowTile {
     int batch_idx, head_idx, first_query, seqlen;
+    int first;          // row of its block in the workspace
     int64_t first_row;  // in the workspace
     int64_t token;      // of query 0, in the tensors
     bool is_outside;    // cu_seqlens_q
 
-    template <int kBlockM>
-    static __device__ __forceinline__ RowTile find(const int* cu_seqlens_q, int64_t num_blocks_q,
-                                                   int num_tiles, int seqlen_q, int total_q) {
-        RowTile tile;
-        tile.batch_idx = blockIdx.x / num_tiles;
-        tile.head_idx = blockIdx.y;
-        tile.first_query = blockIdx.x % num_tiles * kTileRows;
-        const Sequence queries(cu_seqlens_q, tile.batch_idx, seqlen_q, total_q);
-        tile.seqlen = queries.seqlen;
-        tile.is_outside = queries.is_outside;
-        tile.token = queries.first_row;
+    __device__ __forceinline__ explicit RowTile(const RowBlocks& p) {
+        batch_idx = blockIdx.x / p.num_tiles;
+        head_idx = blockIdx.y;
+        first_query = blockIdx.x % p.num_tiles * kTileRows;
+        first = first_query % p.block_m;
+        const Sequence queries(p.cu_seqlens_q, batch_idx, p.seqlen_q, p.total_q);
+        seqlen = queries.seqlen;
+        is_outside = queries.is_outside;
+        token = queries.first_row;
         const int first_block =
-            first_block_of<kBlockM>(cu_seqlens_q, queries.first_row, tile.batch_idx, seqlen_q);
-        tile.first_row = (tile.head_idx * num_blocks_q + first_block) * kBlockM + tile.first_query;
-        return tile;
+            first_block_of(p.cu_seqlens_q, queries.first_row, batch_idx, p.seqlen_q, p.block_m);
+        first_row = (head_idx * p.num_blocks_q + first_block) * p.block_m + first_query;
     }
 };
 
 // delta, lse in units of log 2, zeros for the sums of dq, 0 for the turns; also in the rows that
-// fill up a sequence's last block of kBlockM. Eight threads a row.
-template <typename T, int kHeadDim, int kBlockM>
-__device__ __forceinline__ void attention_delta_sm90(
-    float* delta, float* lse_log2, float* dq_sums, int* turns, int* flag, const Heads<const T>& out,
-    const Heads<const T>& dout, const float* lse, const int* cu_seqlens_q, int64_t lse_batch_stride,
-    int64_t lse_head_stride, int64_t num_blocks_q, int num_tiles, int seqlen_q, int total_q,
-    int head_dim) {
-    const RowTile tile =
-        RowTile::find<kBlockM>(cu_seqlens_q, num_blocks_q, num_tiles, seqlen_q, total_q);
+// fill up a sequence's last block of block_m. Eight threads a row of up to kPanels panels.
+template <typename T, int kPanels>
+__device__ __forceinline__ void attention_delta_sm90(float* delta, float* lse_log2, float* dq_sums,
+                                                     int* turns, int* flag,
+                                                     const Heads<const T>& out,
+                                                     const Heads<const T>& dout, const float* lse,
+                                                     int64_t lse_batch_stride,
+                                                     int64_t lse_head_stride, const RowBlocks& p) {
+    follow_launch_before();
+    const RowTile tile(p);
     report_if(flag, tile.is_outside && threadIdx.x == 0, kQueriesOutside);
-    if (tile.first_query >= ceil_div(tile.seqlen, kBlockM) * kBlockM) {
+    if (tile.first_query - tile.first >= tile.seqlen) {
         return;
     }
     const int row_idx = threadIdx.x / 8, query = tile.first_query + row_idx;
     const bool is_inside = query < tile.seqlen;
     const T* out_row = out.at(tile.batch_idx, tile.token + query, tile.head_idx);
     const T* dout_row = dout.at(tile.batch_idx, tile.token + query, tile.head_idx);
-    uint4 out_bits[kHeadDim / 64], dout_bits[kHeadDim / 64];
+    uint4 out_bits[kPanels], dout_bits[kPanels];
 #pragma unroll
-    for (int i = 0; i < kHeadDim / 64; ++i) {
-        const int column = 64 * i + threadIdx.x % 8 * 8;
-        const bool is_there = is_inside && column < head_dim;
+    for (int i = 0; i < kPanels; ++i) {
+        const int column = kPanelColumns * i + threadIdx.x % 8 * 8;
+        const bool is_there = is_inside && column < p.head_dim;
         out_bits[i] = is_there ? ld_global(out_row + column) : make_uint4(0, 0, 0, 0);
         dout_bits[i] = is_there ? ld_global(dout_row + column) : make_uint4(0, 0, 0, 0);
     }
-    float* sums = dq_sums + tile.first_row * kHeadDim;
+    float* sums = dq_sums + tile.first_row * p.padded;
 #pragma unroll
-    for (int i = 0; i < kTileRows * kHeadDim / (4 * kRowThreads); ++i) {
-        st_global(sums + 4 * (i * kRowThreads + threadIdx.x), make_uint4(0, 0, 0, 0));
+    for (int i = 0; i < kPanels * kPanelColumns / kSumsAStep; ++i) {
+        if (i * kSumsAStep < p.padded) {
+            st_global(sums + 4 * (i * kRowThreads + threadIdx.x), make_uint4(0, 0, 0, 0));
+        }
     }
-    if (turns && threadIdx.x == 0 && tile.first_query % kBlockM == 0) {
-        turns[2 * (tile.first_row / kBlockM)] = 0;
-        turns[2 * (tile.first_row / kBlockM) + 1] = 0;
+    if (turns && threadIdx.x == 0 && tile.first == 0) {
+        turns[2 * (tile.first_row / p.block_m)] = 0;
+        turns[2 * (tile.first_row / p.block_m) + 1] = 0;
     }
     float sum = 0.0f;
 #pragma unroll
-    for (int i = 0; i < kHeadDim / 64; ++i) {
+    for (int i = 0; i < kPanels; ++i) {
         float a[8], b[8];
         unpack<T>(out_bits[i], a);
         unpack<T>(dout_bits[i], b);
@@ -99,27 +111,26 @@ __device__ __forceinline__ void attention_delta_sm90(
 }
 
 // dq from its sums; a thread two rows of one fragment at a time.
-template <typename T, int kHeadDim, int kBlockM>
-__device__ __forceinline__ void convert_straight(const Heads<T>& dq, const float* dq_sums,
-                                                 const int* cu_seqlens_q, int64_t num_blocks_q,
-                                                 int num_tiles, int seqlen_q, int total_q,
-                                                 int head_dim, float softmax_scale) {
-    const RowTile tile =
-        RowTile::find<kBlockM>(cu_seqlens_q, num_blocks_q, num_tiles, seqlen_q, total_q);
+template <typename T>
+__device__ __forceinline__ void attention_convert_sm90(const Heads<T>& dq, const float* dq_sums,
+                                                       const RowBlocks& p, float softmax_scale) {
+    follow_launch_before();
+    const RowTile tile(p);
     if (tile.first_query >= tile.seqlen) {
         return;
     }
-    const int row_idx = threadIdx.x % 8, row16 = tile.first_query % kBlockM / kTileRows;
+    const int row_idx = threadIdx.x % 8, row16 = tile.first / kTileRows;
 #pragma unroll
-    for (int step = 0; step < ceil_div(kHeadDim, kRowThreads); ++step) {
+    for (int step = 0; step < kMostHeadDim / kRowThreads; ++step) {
         const int col8 = step * (kRowThreads / 8) + threadIdx.x / 8;
-        if (8 * col8 >= head_dim) {
+        if (8 * col8 >= p.head_dim) {
             return;
         }
-        // Parts of 64 x 64, as the consumers share them: first by rows or by columns.
-        const int place = kBlockM == 64 ? (col8 / 8 * 4 + row16) * 8 + col8 % 8 : row16 * 8 + col8;
+        // Panels of block_m x 64, the last one maybe narrower.
+        const int width8 = min(p.padded / 8 - col8 / 8 * 8, 8);
+        const int place = col8 / 8 * (p.block_m / 2) + row16 * width8 + col8 % 8;
         const float* fragment =
-            dq_sums + (tile.first_row - 16 * row16) * kHeadDim + place * kFragment + 16 * row_idx;
+            dq_sums + (tile.first_row - tile.first) * p.padded + place * kFragment + 16 * row_idx;
         float values[2][8];
 #pragma unroll
         for (int lane = 0; lane < 4; ++lane) {
@@ -137,70 +148,6 @@ __device__ __forceinline__ void convert_straight(const Heads<T>& dq, const float
                           pack<T>(values[half]));
             }
         }
-    }
-}
-
-// The same where the sums are turned: 64 columns by kBlockM queries.
-template <typename T, int kHeadDim, int kBlockM>
-__device__ __forceinline__ void convert_turned(const Heads<T>& dq, const float* dq_sums,
-                                               const int* cu_seqlens_q, int64_t num_blocks_q,
-                                               int num_tiles, int seqlen_q, int total_q,
-                                               int head_dim, float softmax_scale) {
-    constexpr int kVecs = kHeadDim / 8;
-    __shared__ __align__(16) T rows[kTileRows][kHeadDim + 8];
-    const RowTile tile =
-        RowTile::find<kBlockM>(cu_seqlens_q, num_blocks_q, num_tiles, seqlen_q, total_q);
-    if (tile.first_query >= tile.seqlen) {
-        return;
-    }
-    const int first = tile.first_query % kBlockM;
-    const float* sums = dq_sums + (tile.first_row - first) * kHeadDim + first * 16;
-    const int warp_idx = threadIdx.x / 32, lane_idx = threadIdx.x % 32;
-    float4 values[kHeadDim / 64][2];
-#pragma unroll
-    for (int part = 0; part < kHeadDim / 64; ++part) {
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            values[part][j] = *reinterpret_cast<const float4*>(
-                sums + (4 * part + warp_idx) * 16 * kBlockM + j * kFragment + 4 * lane_idx);
-        }
-    }
-#pragma unroll
-    for (int part = 0; part < kHeadDim / 64; ++part) {
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            const int column = 64 * part + 16 * warp_idx + lane_idx / 4;
-            const int row = 8 * j + 2 * (lane_idx % 4);
-            const float4 v = values[part][j];
-            rows[row][column] = T(v.x * softmax_scale);
-            rows[row + 1][column] = T(v.y * softmax_scale);
-            rows[row][column + 8] = T(v.z * softmax_scale);
-            rows[row + 1][column + 8] = T(v.w * softmax_scale);
-        }
-    }
-    __syncthreads();
-#pragma unroll
-    for (int i = threadIdx.x; i < kTileRows * kVecs; i += kRowThreads) {
-        const int row = i / kVecs, column = i % kVecs * 8, query = tile.first_query + row;
-        if (query < tile.seqlen && column < head_dim) {
-            st_global(dq.at(tile.batch_idx, tile.token + query, tile.head_idx) + column,
-                      *reinterpret_cast<const uint4*>(&rows[row][column]));
-        }
-    }
-}
-
-template <typename T, int kHeadDim, int kBlockM>
-__device__ __forceinline__ void attention_convert_sm90(const Heads<T>& dq, const float* dq_sums,
-                                                       const int* cu_seqlens_q,
-                                                       int64_t num_blocks_q, int num_tiles,
-                                                       int seqlen_q, int total_q, int head_dim,
-                                                       float softmax_scale) {
-    if constexpr (BackwardConfig<T, kHeadDim, kBlockM>::kTurnsDq) {
-        convert_turned<T, kHeadDim, kBlockM>(dq, dq_sums, cu_seqlens_q, num_blocks_q, num_tiles,
-                                             seqlen_q, total_q, head_dim, softmax_scale);
-    } else {
-        convert_straight<T, kHeadDim, kBlockM>(dq, dq_sums, cu_seqlens_q, num_blocks_q, num_tiles,
-                                               seqlen_q, total_q, head_dim, softmax_scale);
     }
 }
 
