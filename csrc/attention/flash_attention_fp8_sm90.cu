@@ -157,9 +157,13 @@ __device__ __forceinline__ void flash_attention(const Parameters& p) {
 EXPORT_MASKS(64, , kHeads, 3, 128)
 EXPORT_MASKS(64, _long, kHeads, 3, 160)
 EXPORT_MASKS(64, _blocks, kBlocks, 2, 128)
+EXPORT_MASKS(96, , kHeads, 2, 128)
+EXPORT_MASKS(96, _long, kHeads, 3, 96)
+EXPORT_MASKS(96, _wide, kHeads, 3, 128)
 EXPORT_MASKS(128, , kHeads, 2, 128)
 EXPORT_MASKS(128, _long, kHeads, 3, 96)
 EXPORT_MASKS(128, _blocks, kBlocks, 2, 128)
+EXPORT_MASKS(192, , kHeads, 2, 128)
 EXPORT_MASKS(256, , kHeads, 2, 96)
 EXPORT_MASKS(256, _blocks, kBlocks, 2, 64)
 

@@ -51,9 +51,10 @@ struct Config : sm90::Warpgroups<kConsumers_> {
         kConsumers * kQBytes + kStages * (2 * kKVBytes + kVtBytes) + 1024;
     // Q as fragments for a tile's duration, or read again from shared memory by every product. With
     // more than 128 keys a block it is slower: a warp waits while a product takes its fragments.
-    static constexpr bool kQInRegisters = kHeadDim == 128 && kConsumers == 2 && kBlockN == 128;
+    static constexpr bool kQInRegisters =
+        kHeadDim > 64 && kPanels == 1 && kConsumers == 2 && kBlockN == 128;
     static_assert(kSharedBytes <= 226 * 1024, "shared memory of an SM, less what is not dynamic");
-    static_assert(kBlockN % 32 == 0 && kHeadDim % 64 == 0, "products are 32 deep");
+    static_assert(kBlockN % 32 == 0 && kHeadDim % 32 == 0, "products are 32 deep");
     static_assert(kScales == Scales::kHeads || kScaleTokens % kBlockN == 0, "one scale a block");
 };
 

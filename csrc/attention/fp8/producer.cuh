@@ -115,13 +115,15 @@ struct Loader {
         const int num_tiles = num_rows * p.batch_size * p.num_heads;
         int index = blockIdx.x;
         while (index < num_tiles) {
-            // Asked for ahead: the answer takes a while.
-            const int following = gridDim.x + atomicAdd(p.tile_counter, 1);
             Tile tile = locate<C>(p, index);
-            index = following;
             if (tile.row_begin >= tile.seqlen_q || tile.is_empty()) {
+                index = gridDim.x + atomicAdd(p.tile_counter, 1);
                 continue;
             }
+            // Asked for ahead, as the answer takes a while. NOTE: not at the tile's beginning: who
+            // is busy for long would hold a tile that another could begin.
+            const int asked = min(tile.block_end - 1, tile.block_begin + 3);
+            int ticket = 0;
             const int kv_begin = p.cu_seqlens_k ? p.cu_seqlens_k[tile.batch] : 0;
             const int kv_batch = p.cu_seqlens_k ? 0 : tile.batch;
             const int kv_head = tile.head / (p.num_heads / p.num_kv_heads);
@@ -133,6 +135,9 @@ struct Loader {
             }
 #pragma unroll 1
             for (int block = tile.block_end - 1; block >= tile.block_begin; --block) {
+                if (block == asked) {
+                    ticket = atomicAdd(p.tile_counter, 1);
+                }
                 const int row = kv_begin + block * C::kBlockN;
                 const BlockScales scales = ahead;
                 if constexpr (C::kScales == Scales::kBlocks) {
@@ -145,6 +150,7 @@ struct Loader {
                 }
                 load_v(row, kv_head, kv_batch);
             }
+            index = gridDim.x + ticket;
         }
         Tile none = {};
         none.row_begin = -1;
@@ -175,7 +181,7 @@ struct Transposer {
     Place<C::kStages> v, vt;
     Place<kTileSlots> slot;
 
-    static constexpr int kColumns = 64;  // of a warp's turn
+    static constexpr int kColumns = C::kHeadDim % 64 == 0 ? 64 : 32;  // of a warp's turn
     static constexpr int kTurns = C::kBlockN / 32 * (C::kHeadDim / kColumns);
 
     __device__ __forceinline__ void transpose() const {

@@ -107,16 +107,24 @@ struct Rows {
         }
     }
 
-    // Whether the scores of the tile's queries in this warp are small_score at most.
-    __device__ __forceinline__ bool are_small(const Range& tile) const {
+    // Whether this warp's scores of the tile's queries and the sequence's keys are small_score at
+    // most. kMasked: not all of the block's keys may be the sequence's.
+    // NOTE: what lies beyond a sequence must not choose the way to its result.
+    template <bool kMasked>
+    __device__ __forceinline__ bool are_small(const Range& tile, int block) const {
+        const int end = tile.seqlen_k - block * C::kBlockN - 2 * (lane_idx % 4);
         bool are = true;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             float even = 0.f, odd = 0.f;
 #pragma unroll
             for (int j = 0; j < C::kBlockN / 8; ++j) {
-                even = fmaxf(even, fabsf(scores[4 * j + 2 * r]));
-                odd = fmaxf(odd, fabsf(scores[4 * j + 2 * r + 1]));
+                if (!kMasked || 8 * j < end) {
+                    even = fmaxf(even, fabsf(scores[4 * j + 2 * r]));
+                }
+                if (!kMasked || 8 * j + 1 < end) {
+                    odd = fmaxf(odd, fabsf(scores[4 * j + 2 * r + 1]));
+                }
             }
             const int ahead = C::kSplit ? token[r] : 8 * r;
             const bool is_query =
@@ -137,20 +145,28 @@ struct Rows {
         return fmaf(score, factor, -shift);
     }
 
-    // Scores of a block become probabilities. kCapped: with softcap; masked ones ask for it.
-    // NOTE: where masks hide some, tanh is the one for any score: what lies beyond a sequence must
-    // not choose the way to its result.
-    template <bool kFirst, bool kMasked, bool kCapped = false>
+    // Scores of a block become probabilities. kTells: with softcap, small scores are told from
+    // others. Blocks without masks are capped where kTells says so, masked ones ask for it.
+    template <bool kFirst, bool kMasked, bool kTells = false>
     __device__ __forceinline__ void weigh(const Range& tile, int block) {
-        if constexpr (kCapped) {
-            if (are_small(tile)) {
+        float unit = p.scale_log2;  // of the scores' exponents
+        if constexpr (kTells && !kMasked) {
+            if (are_small<false>(tile, block)) {
                 softmax<kFirst>(
                     [&](float score, float shift) { return small_exponent(score, shift); });
                 return;
             }
             cap();
         } else if (kMasked && C::kMask == Mask::kWindow && p.cap_scale_log2 != 0.f) {
-            cap();
+            if (kTells && are_small<true>(tile, block)) {
+#pragma unroll
+                for (int i = 0; i < C::kBlockN / 2; ++i) {
+                    scores[i] = small_exponent(scores[i], 0.f);
+                }
+                unit = 1.f;
+            } else {
+                cap();
+            }
         }
         if constexpr (kMasked && C::kMask == Mask::kFull) {
             if ((block + 1) * C::kBlockN > tile.seqlen_k) {
@@ -159,8 +175,7 @@ struct Rows {
         } else if constexpr (kMasked) {
             mask<true, C::kMask == Mask::kWindow>(tile, block);
         }
-        softmax<kFirst>(
-            [&](float score, float shift) { return fmaf(score, p.scale_log2, -shift); });
+        softmax<kFirst>([&](float score, float shift) { return fmaf(score, unit, -shift); });
     }
 
     // scores become 2^(exponent(score, 0) - shift), where exponent(s, t) = exponent(s, 0) - t grows
