@@ -18,6 +18,7 @@ from attention_split_random import EMULATED, random_split_case
 from emulated_attention import hopper_attention
 from ways import Way
 
+from kernel_hub.ops import flash_attention
 from kernel_hub.ops.attention.problem import Problem
 
 SM90: Any = importlib.import_module("kernel_hub.ops.attention.forward_sm90")
@@ -83,6 +84,29 @@ def test_softcap(blocks: list[int], monkeypatch: pytest.MonkeyPatch, softcap: fl
         run(case, "cpu")
         lengths = {"lengths_q": (70, 3, 0), "lengths_k": (290, 0, 60)}
         run(dataclasses.replace(case, layout="varlen", causal=True, **lengths), "cpu")
+    assert len(blocks) == 2
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_softcap_beside_large_scores(
+    blocks: list[int], monkeypatch: pytest.MonkeyPatch, causal: bool
+) -> None:
+    # The way to a sequence's tanh is its own: that of small scores, whatever lies behind it.
+    generator = torch.Generator().manual_seed(11)
+    q, k, v = (torch.randn(140, 3, 128, generator=generator).bfloat16() for _ in range(3))
+    lengths = torch.tensor([0, 70, 140], dtype=torch.int32)
+    outs = []
+    with hopper_attention(monkeypatch, 1):
+        for magnitude in (1.0, 64.0):
+            k[70:] *= magnitude
+            outs.append(
+                flash_attention(
+                    q, k, v, cu_seqlens_q=lengths, cu_seqlens_k=lengths, max_seqlen_q=70,
+                    max_seqlen_k=70, causal=causal, softcap=20.0,
+                )
+            )  # fmt: skip
+    assert torch.equal(outs[0][:70], outs[1][:70])
+    assert not torch.equal(outs[0][70:], outs[1][70:])
     assert len(blocks) == 2
 
 
