@@ -110,20 +110,24 @@ struct Loader {
         v.advance();
     }
 
+    static constexpr int kBlocksAhead = 4;
+
     __device__ __forceinline__ void run() {
         const int num_rows = (p.seqlen_q + C::kBlockM - 1) / C::kBlockM;
         const int num_tiles = num_rows * p.batch_size * p.num_heads;
+        // The next tile is asked for ahead, as the answer takes a while. NOTE: not at the beginning
+        // of a long one: who is busy for long would hold a tile that another could begin.
+        const bool asks_first = p.seqlen_k <= kBlocksAhead * C::kBlockN;
         int index = blockIdx.x;
         while (index < num_tiles) {
+            int ticket = asks_first ? atomicAdd(p.tile_counter, 1) : 0;
             Tile tile = locate<C>(p, index);
             if (tile.row_begin >= tile.seqlen_q || tile.is_empty()) {
-                index = gridDim.x + atomicAdd(p.tile_counter, 1);
+                index = gridDim.x + (asks_first ? ticket : atomicAdd(p.tile_counter, 1));
                 continue;
             }
-            // Asked for ahead, as the answer takes a while. NOTE: not at the tile's beginning: who
-            // is busy for long would hold a tile that another could begin.
-            const int asked = min(tile.block_end - 1, tile.block_begin + 3);
-            int ticket = 0;
+            const int asked =
+                asks_first ? -1 : min(tile.block_end, tile.block_begin + kBlocksAhead) - 1;
             const int kv_begin = p.cu_seqlens_k ? p.cu_seqlens_k[tile.batch] : 0;
             const int kv_batch = p.cu_seqlens_k ? 0 : tile.batch;
             const int kv_head = tile.head / (p.num_heads / p.num_kv_heads);

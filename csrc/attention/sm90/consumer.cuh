@@ -38,9 +38,9 @@ struct Consumer : Rows<C> {
         : Base(p_, shared_, consumer_) {}
 
     // Whether blocks with masks tell small scores from others.
-    // NOTE: with three consumers there are registers too few.
+    // NOTE: with three consumers there are registers too few; at d192 it is not worth its 15 KB.
     static constexpr bool kTellsMasked =
-        C::kMask == Mask::kWindow && !C::kSplit && C::kConsumers == 2;
+        C::kMask == Mask::kWindow && !C::kSplit && C::kConsumers == 2 && C::kHeadDim != 192;
 
     // Issues scores = Q K^T.
     __device__ __forceinline__ void issue_scores() {

@@ -137,9 +137,9 @@ struct Rows {
     // The exponent of a small score with softcap, less `shift`.
     __device__ __forceinline__ float small_exponent(float score, float shift) const {
         const float square = score * score;
-        float factor = p.tanh_terms[4];
+        float factor = p.tanh_terms[3];
 #pragma unroll
-        for (int i = 3; i >= 0; --i) {
+        for (int i = 2; i >= 0; --i) {
             factor = fmaf(factor, square, p.tanh_terms[i]);
         }
         return fmaf(score, factor, -shift);
@@ -151,9 +151,17 @@ struct Rows {
     __device__ __forceinline__ void weigh(const Range& tile, int block) {
         float unit = p.scale_log2;  // of the scores' exponents
         if constexpr (kTells && !kMasked) {
-            if (are_small<false>(tile, block)) {
-                softmax<kFirst>(
-                    [&](float score, float shift) { return small_exponent(score, shift); });
+            const auto small = [&](float score, float shift) {
+                return small_exponent(score, shift);
+            };
+            if constexpr (C::kConsumers == 2 && !C::kSplit) {
+                float largest[2];
+                if (find_small(tile, largest)) {
+                    softmax<kFirst, true>(small, largest);
+                    return;
+                }
+            } else if (are_small<false>(tile, block)) {
+                softmax<kFirst>(small);
                 return;
             }
             cap();
@@ -178,25 +186,71 @@ struct Rows {
         softmax<kFirst>([&](float score, float shift) { return fmaf(score, unit, -shift); });
     }
 
+    // The largest score of the thread's row r.
+    __device__ __forceinline__ float largest_of(int r) const {
+        // Two chains: one alone would be bound by its latency.
+        float even = scores[2 * r], odd = scores[2 * r + 1];
+#pragma unroll
+        for (int j = 1; j < C::kBlockN / 8; ++j) {
+            even = max_nan(even, scores[4 * j + 2 * r]);
+            odd = max_nan(odd, scores[4 * j + 2 * r + 1]);
+        }
+        float largest = max_nan(even, odd);
+        largest = max_nan(largest, __shfl_xor_sync(kAllLanes, largest, 1));
+        return max_nan(largest, __shfl_xor_sync(kAllLanes, largest, 2));
+    }
+
+    // Whether this warp's scores of the tile's queries are small_score at most; `largest` becomes
+    // those of the thread's rows. By bits: as signed numbers the largest score above 0 is the
+    // largest, as unsigned ones the least below 0, and one instruction takes two more of them.
+    __device__ __forceinline__ bool find_small(const Range& tile, float (&largest)[2]) const {
+        const unsigned most = __float_as_uint(p.small_score);
+        bool are = true, must_ask = false;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            int above[2] = {0, 0};
+            unsigned below[2] = {0, 0};
+#pragma unroll
+            for (int j = 0; j < C::kBlockN / 8; ++j) {
+                const unsigned a = __float_as_uint(scores[4 * j + 2 * r]);
+                const unsigned b = __float_as_uint(scores[4 * j + 2 * r + 1]);
+                int& high = above[j % 2];
+                unsigned& low = below[j % 2];
+                const int high_a = static_cast<int>(a), high_b = static_cast<int>(b);
+                high = j < 2 ? max(high_a, high_b) : max(max(high, high_a), high_b);
+                low = j < 2 ? max(a, b) : max(max(low, a), b);
+            }
+            int high = max(above[0], above[1]);
+            const unsigned low = max(below[0], below[1]);
+            const bool is_query = tile.diagonal + 8 * r < tile.seqlen_k;
+            are &= !is_query || (high <= static_cast<int>(most) && low <= (most ^ 0x80000000u));
+            high = max(high, __shfl_xor_sync(kAllLanes, high, 1));
+            high = max(high, __shfl_xor_sync(kAllLanes, high, 2));
+            largest[r] = __uint_as_float(static_cast<uint32_t>(high));
+            // Of scores below 0 alone it is not the largest one; nothing asks for that one where
+            // the shift is above 0.
+            must_ask |= high < 0 && row_shift[r] < 0.f;
+        }
+        if (!__all_sync(kAllLanes, are)) {
+            return false;
+        }
+        if (__any_sync(kAllLanes, must_ask)) {
+            largest[0] = largest_of(0);
+            largest[1] = largest_of(1);
+        }
+        return true;
+    }
+
     // scores become 2^(exponent(score, 0) - shift), where exponent(s, t) = exponent(s, 0) - t grows
     // with s; row_shift and row_sum follow. The shift is the row's largest exponent, or one up to
     // kRescaleBits below it, so that the output is rarely rescaled.
-    template <bool kFirst, typename F>
-    __device__ __forceinline__ void softmax(F exponent) {
+    // kGiven: with the rows' largest scores.
+    template <bool kFirst, bool kGiven = false, typename F>
+    __device__ __forceinline__ void softmax(F exponent, const float* given = nullptr) {
         bool grew = false;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            // Two chains: one alone would be bound by its latency.
-            float even = scores[2 * r], odd = scores[2 * r + 1];
-#pragma unroll
-            for (int j = 1; j < C::kBlockN / 8; ++j) {
-                even = max_nan(even, scores[4 * j + 2 * r]);
-                odd = max_nan(odd, scores[4 * j + 2 * r + 1]);
-            }
-            float largest = max_nan(even, odd);
-            largest = max_nan(largest, __shfl_xor_sync(kAllLanes, largest, 1));
-            largest = max_nan(largest, __shfl_xor_sync(kAllLanes, largest, 2));
-            largest = exponent(largest, 0.f);
+            float largest = exponent(kGiven ? given[r] : largest_of(r), 0.f);
             if constexpr (!kFirst) {
                 largest = max_nan(largest, row_shift[r]);
                 const bool keep = largest - row_shift[r] <= kRescaleBits;

@@ -20,6 +20,7 @@ from ways import Way
 
 from kernel_hub.ops import flash_attention
 from kernel_hub.ops.attention.problem import Problem
+from kernel_hub.testing.reference_attention import reference_attention
 
 SM90: Any = importlib.import_module("kernel_hub.ops.attention.forward_sm90")
 SPLIT: Any = importlib.import_module("kernel_hub.ops.attention.forward_split_sm90")
@@ -108,6 +109,21 @@ def test_softcap_beside_large_scores(
     assert torch.equal(outs[0][:70], outs[1][:70])
     assert not torch.equal(outs[0][70:], outs[1][70:])
     assert len(blocks) == 2
+
+
+def test_softcap_of_scores_below_zero(blocks: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    # Blocks whose largest score is below 0, far above their others and those to their right.
+    q = torch.ones(1, 70, 2, 128, dtype=torch.float16)
+    k, v = torch.empty_like(q).resize_(1, 400, 2, 128), torch.randn(1, 400, 2, 128).half()
+    for begin, score in ((0, -0.5), (128, -10.0), (256, -24.0)):
+        k[:, begin:] = score / 128**0.5
+    k[:, ::2] = -24.0 / 128**0.5
+    with hopper_attention(monkeypatch, 2):
+        out, lse = flash_attention(q, k, v, softcap=50.0, return_lse=True)
+    truth, truth_lse = reference_attention(q, k, v, softcap=50.0)
+    torch.testing.assert_close(out.double(), truth, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(lse.double(), truth_lse.double(), rtol=0, atol=1e-4)
+    assert len(blocks) == 1
 
 
 def test_small_scores() -> None:
