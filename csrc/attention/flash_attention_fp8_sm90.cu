@@ -27,6 +27,7 @@
 //   flash_attention_fp8_sm90_e4m3_hdim{N}_{full|causal}          scales of tensors or heads
 //   flash_attention_fp8_sm90_e4m3_hdim{N}_{full|causal}_long     the same, for more keys
 //   flash_attention_fp8_sm90_e4m3_hdim{N}_{full|causal}_blocks   k's or v's of blocks
+//   flash_attention_fp8_sm90_e4m3_hdim{N}_any                    causal or not, by keys_ahead
 // head_dim is any multiple of 16 up to N. Tensor maps of four dimensions, innermost first:
 // head_dim, tokens, heads, batch (1 where varlen); boxes of 128 columns by 64 rows (Q) or kBlockN
 // rows (K, V), 128-byte swizzle, zeros outside.

@@ -110,24 +110,29 @@ struct Loader {
         v.advance();
     }
 
+    // Whether the next tile is asked for before a tile, not a few blocks before its end.
+    // NOTE: who is busy for long would hold a tile that another could begin. Where the loader has
+    // 32 registers, the answer would go to local memory at once, and be waited for.
     static constexpr int kBlocksAhead = 4;
+    __device__ __forceinline__ bool asks_first() const {
+        return C::kConsumers == 3 ? C::kHeadDim == 64 : p.seqlen_k <= kBlocksAhead * C::kBlockN;
+    }
 
     __device__ __forceinline__ void run() {
         const int num_rows = (p.seqlen_q + C::kBlockM - 1) / C::kBlockM;
         const int num_tiles = num_rows * p.batch_size * p.num_heads;
-        // The next tile is asked for ahead, as the answer takes a while. NOTE: not at the beginning
-        // of a long one: who is busy for long would hold a tile that another could begin.
-        const bool asks_first = p.seqlen_k <= kBlocksAhead * C::kBlockN;
-        int index = blockIdx.x;
-        while (index < num_tiles) {
-            int ticket = asks_first ? atomicAdd(p.tile_counter, 1) : 0;
+        // The next tile is asked for ahead, as the answer takes a while.
+        for (int index = blockIdx.x, ticket = 0; index < num_tiles; index = gridDim.x + ticket) {
+            if (asks_first()) {
+                ticket = atomicAdd(p.tile_counter, 1);
+            }
             Tile tile = locate<C>(p, index);
             if (tile.row_begin >= tile.seqlen_q || tile.is_empty()) {
-                index = gridDim.x + (asks_first ? ticket : atomicAdd(p.tile_counter, 1));
+                if (!asks_first()) {
+                    ticket = atomicAdd(p.tile_counter, 1);
+                }
                 continue;
             }
-            const int asked =
-                asks_first ? -1 : min(tile.block_end, tile.block_begin + kBlocksAhead) - 1;
             const int kv_begin = p.cu_seqlens_k ? p.cu_seqlens_k[tile.batch] : 0;
             const int kv_batch = p.cu_seqlens_k ? 0 : tile.batch;
             const int kv_head = tile.head / (p.num_heads / p.num_kv_heads);
@@ -139,7 +144,7 @@ struct Loader {
             }
 #pragma unroll 1
             for (int block = tile.block_end - 1; block >= tile.block_begin; --block) {
-                if (block == asked) {
+                if (!asks_first() && block == min(tile.block_end, kBlocksAhead) - 1) {
                     ticket = atomicAdd(p.tile_counter, 1);
                 }
                 const int row = kv_begin + block * C::kBlockN;
@@ -154,7 +159,6 @@ struct Loader {
                 }
                 load_v(row, kv_head, kv_batch);
             }
-            index = gridDim.x + ticket;
         }
         Tile none = {};
         none.row_begin = -1;

@@ -126,6 +126,18 @@ def test_softcap_of_scores_below_zero(blocks: list[int], monkeypatch: pytest.Mon
     assert len(blocks) == 1
 
 
+def test_softcap_alone_and_in_batches(blocks: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    # deterministic="batch" takes no short way: that one is chosen for all rows of a warp.
+    q, k, v = (torch.randn(1, 300, 2, 128).bfloat16() for _ in range(3))
+    q[:, 270:275] *= 64.0
+    options = {"causal": True, "softcap": 20.0, "deterministic": "batch"}
+    with hopper_attention(monkeypatch, 1):
+        whole = flash_attention(q, k, v, **options)
+        part = flash_attention(q[:, 276:], k, v, **options)
+    assert torch.equal(whole[:, 276:], part)
+    assert len(blocks) == 2
+
+
 def test_small_scores() -> None:
     q = torch.empty(1, 8, 1, 64)
 
