@@ -27,6 +27,7 @@
 //   flash_attention_fp8_sm90_e4m3_hdim{N}_{full|causal}          scales of tensors or heads
 //   flash_attention_fp8_sm90_e4m3_hdim{N}_{full|causal}_long     the same, for more keys
 //   flash_attention_fp8_sm90_e4m3_hdim{N}_{full|causal}_blocks   k's or v's of blocks
+//   flash_attention_fp8_sm90_e4m3_hdim{N}_any                    causal or not, by keys_ahead
 // head_dim is any multiple of 16 up to N. Tensor maps of four dimensions, innermost first:
 // head_dim, tokens, heads, batch (1 where varlen); boxes of 128 columns by 64 rows (Q) or kBlockN
 // rows (K, V), 128-byte swizzle, zeros outside.
@@ -72,7 +73,7 @@ __device__ __forceinline__ void flash_attention(const Parameters& p) {
             const int lane_idx = threadIdx.x % 32;
             Transposer<C> transposer{p, shared, warp - 1, lane_idx};
             transposer.run();
-            if (C::kMask == Mask::kCausal || p.has_foreign_rows || p.cu_seqlens_q) {
+            if (C::kMask != Mask::kFull || p.has_foreign_rows || p.cu_seqlens_q) {
                 write_empty_tiles<C>(p, threadIdx.x - 32);
             }
         } else if (threadIdx.x == 0) {
@@ -106,7 +107,7 @@ __device__ __forceinline__ void flash_attention(const Parameters& p) {
             int64_t v_scale_block_stride, int batch_size, int num_heads, int num_kv_heads,     \
             int head_dim, int seqlen_q, int seqlen_k, int total_q, int total_k,                \
             int heads_per_q_scale, int heads_per_group, int has_foreign_rows, int is_out_fp16, \
-            float softmax_scale) {                                                             \
+            float softmax_scale, int keys_ahead) {                                             \
             using C = Config<HEAD_DIM, CONSUMERS, BLOCK_N, Mask::MASK, Scales::SCALES>;        \
             flash_attention<C>({.out = out,                                                    \
                                 .lse = lse,                                                    \
@@ -147,7 +148,8 @@ __device__ __forceinline__ void flash_attention(const Parameters& p) {
                                 .heads_per_group = heads_per_group,                            \
                                 .has_foreign_rows = has_foreign_rows,                          \
                                 .is_out_fp16 = is_out_fp16,                                    \
-                                .softmax_scale = softmax_scale});                              \
+                                .softmax_scale = softmax_scale,                                \
+                                .keys_ahead = keys_ahead});                                    \
         })
 
 #define EXPORT_MASKS(HEAD_DIM, SUFFIX, SCALES, CONSUMERS, BLOCK_N)                        \
@@ -157,9 +159,11 @@ __device__ __forceinline__ void flash_attention(const Parameters& p) {
 EXPORT_MASKS(64, , kHeads, 3, 128)
 EXPORT_MASKS(64, _long, kHeads, 3, 160)
 EXPORT_MASKS(64, _blocks, kBlocks, 2, 128)
+EXPORT_FLASH_ATTENTION_FP8(96, any, kAny, kHeads, 3, 128)
 EXPORT_MASKS(128, , kHeads, 2, 128)
 EXPORT_MASKS(128, _long, kHeads, 3, 96)
 EXPORT_MASKS(128, _blocks, kBlocks, 2, 128)
+EXPORT_FLASH_ATTENTION_FP8(192, any, kAny, kHeads, 2, 128)
 EXPORT_MASKS(256, , kHeads, 2, 96)
 EXPORT_MASKS(256, _blocks, kBlocks, 2, 64)
 

@@ -189,9 +189,9 @@ struct Consumer : Rows<C> {
     __device__ __forceinline__ int walk(const Tile& tile) {
         int accumulate = 0;
         int block = tile.block_end - 2;
-        if constexpr (C::kMask == Mask::kCausal) {
+        if constexpr (C::kMask != Mask::kFull) {
             // Blocks from `masked` on have keys that the warpgroup's first row does not see.
-            const int first_row = tile.row_begin + 64 * consumer + tile.offset();
+            const int first_row = tile.row_begin + 64 * consumer + diagonal_of<C>(this->p, tile);
             const int visible = max(0, min(tile.seqlen_k, first_row + 1));
             const int masked = max(tile.block_begin, visible / C::kBlockN);
 #pragma unroll 1

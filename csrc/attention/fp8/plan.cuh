@@ -12,7 +12,8 @@ namespace kernel_hub::attention::fp8 {
 
 using sm90::facts_of, sm90::Place;
 
-enum class Mask { kFull, kCausal };
+// kAny: which of the two it is, the launch says.
+enum class Mask { kFull, kCausal, kAny };
 // Where K and V have scales of their own: each head, or each kScaleTokens tokens of it.
 enum class Scales { kHeads, kBlocks };
 
@@ -53,7 +54,7 @@ struct Config : sm90::Warpgroups<kConsumers_> {
     // more than 128 keys a block it is slower: a warp waits while a product takes its fragments.
     static constexpr bool kQInRegisters = kHeadDim == 128 && kConsumers == 2 && kBlockN == 128;
     static_assert(kSharedBytes <= 226 * 1024, "shared memory of an SM, less what is not dynamic");
-    static_assert(kBlockN % 32 == 0 && kHeadDim % 64 == 0, "products are 32 deep");
+    static_assert(kBlockN % 32 == 0 && kHeadDim % 32 == 0, "products are 32 deep");
     static_assert(kScales == Scales::kHeads || kScaleTokens % kBlockN == 0, "one scale a block");
 };
 
@@ -80,6 +81,7 @@ struct Parameters {
     int has_foreign_rows;    // keys past a sequence's end belong to something else
     int is_out_fp16;
     float softmax_scale;
+    int keys_ahead;  // Mask::kAny: that a query sees behind its own place; causal: 0
 };
 
 // One tile, as the loader tells the others: 48 bytes of shared memory.
@@ -193,6 +195,12 @@ __device__ __forceinline__ void report_lengths(const Parameters& p, int batch) {
     report(p.flag, (is_outside_q ? kQueriesOutside : 0) | (is_outside_k ? table_k : 0));
 }
 
+// The last key that the first query of a tile's sequence sees, where all were there.
+template <class C>
+__device__ __forceinline__ int diagonal_of(const Parameters& p, const Tile& tile) {
+    return tile.offset() + (C::kMask == Mask::kAny ? p.keys_ahead : 0);
+}
+
 // Tile number `index` of the schedule, without its scales; row_begin is beyond seqlen_q where the
 // sequence is shorter than the longest. Causal: within a group of heads whose keys and values stay
 // in the L2, the tiles with the most keys come first.
@@ -204,7 +212,7 @@ __device__ __forceinline__ Tile locate(const Parameters& p, int index) {
     const int size = min(p.heads_per_group, p.batch_size * p.num_heads - first);
     const int rest = index - first * num_rows;
     int row, pair;
-    if constexpr (C::kMask == Mask::kCausal) {
+    if (C::kMask == Mask::kCausal || (C::kMask == Mask::kAny && p.keys_ahead == 0)) {
         row = num_rows - 1 - rest / size;
         pair = first + rest % size;
     } else {
@@ -221,9 +229,9 @@ __device__ __forceinline__ Tile locate(const Parameters& p, int index) {
     tile.seqlen_k = find_keys(p, tile.batch).count;
     // The keys that some row of the tile sees.
     int key_end = tile.seqlen_k;
-    if (C::kMask == Mask::kCausal) {
+    if (C::kMask != Mask::kFull) {
         const int row_end = min(tile.row_begin + C::kBlockM, tile.seqlen_q);
-        key_end = min(key_end, row_end + tile.offset());
+        key_end = min(key_end, row_end + diagonal_of<C>(p, tile));
     }
     tile.block_begin = 0;
     tile.block_end = key_end > 0 ? (key_end + C::kBlockN - 1) / C::kBlockN : 0;

@@ -110,16 +110,27 @@ struct Loader {
         v.advance();
     }
 
+    // Whether the next tile is asked for before a tile, not a few blocks before its end.
+    // NOTE: who is busy for long would hold a tile that another could begin. Where the loader has
+    // 32 registers, the answer would go to local memory at once, and be waited for.
+    static constexpr int kBlocksAhead = 4;
+    __device__ __forceinline__ bool asks_first() const {
+        return C::kConsumers == 3 ? C::kHeadDim == 64 : p.seqlen_k <= kBlocksAhead * C::kBlockN;
+    }
+
     __device__ __forceinline__ void run() {
         const int num_rows = (p.seqlen_q + C::kBlockM - 1) / C::kBlockM;
         const int num_tiles = num_rows * p.batch_size * p.num_heads;
-        int index = blockIdx.x;
-        while (index < num_tiles) {
-            // Asked for ahead: the answer takes a while.
-            const int following = gridDim.x + atomicAdd(p.tile_counter, 1);
+        // The next tile is asked for ahead, as the answer takes a while.
+        for (int index = blockIdx.x, ticket = 0; index < num_tiles; index = gridDim.x + ticket) {
+            if (asks_first()) {
+                ticket = atomicAdd(p.tile_counter, 1);
+            }
             Tile tile = locate<C>(p, index);
-            index = following;
             if (tile.row_begin >= tile.seqlen_q || tile.is_empty()) {
+                if (!asks_first()) {
+                    ticket = atomicAdd(p.tile_counter, 1);
+                }
                 continue;
             }
             const int kv_begin = p.cu_seqlens_k ? p.cu_seqlens_k[tile.batch] : 0;
@@ -133,6 +144,9 @@ struct Loader {
             }
 #pragma unroll 1
             for (int block = tile.block_end - 1; block >= tile.block_begin; --block) {
+                if (!asks_first() && block == min(tile.block_end, kBlocksAhead) - 1) {
+                    ticket = atomicAdd(p.tile_counter, 1);
+                }
                 const int row = kv_begin + block * C::kBlockN;
                 const BlockScales scales = ahead;
                 if constexpr (C::kScales == Scales::kBlocks) {
@@ -175,7 +189,7 @@ struct Transposer {
     Place<C::kStages> v, vt;
     Place<kTileSlots> slot;
 
-    static constexpr int kColumns = 64;  // of a warp's turn
+    static constexpr int kColumns = C::kHeadDim % 64 == 0 ? 64 : 32;  // of a warp's turn
     static constexpr int kTurns = C::kBlockN / 32 * (C::kHeadDim / kColumns);
 
     __device__ __forceinline__ void transpose() const {

@@ -83,7 +83,7 @@ struct Rows {
         for (int r = 0; r < 2; ++r) {
             int end = tile.seqlen_k - column;
             if (kDiagonal) {
-                end = min(end, tile.row_begin + row + 8 * r + tile.offset() + 1 - column);
+                end = min(end, tile.row_begin + row + 8 * r + diagonal_of<C>(p, tile) + 1 - column);
             }
 #pragma unroll
             for (int j = 0; j < C::kBlockN / 8; ++j) {
@@ -98,7 +98,7 @@ struct Rows {
     }
 
     __device__ __forceinline__ void mask_first(const Tile& tile, int block) {
-        if constexpr (C::kMask == Mask::kCausal) {
+        if constexpr (C::kMask != Mask::kFull) {
             mask<true>(tile, block);
         } else if ((block + 1) * C::kBlockN > tile.seqlen_k) {
             mask<false>(tile, block);

@@ -37,6 +37,11 @@ struct Consumer : Rows<C> {
                                         int consumer_)
         : Base(p_, shared_, consumer_) {}
 
+    // Whether blocks with masks tell small scores from others.
+    // NOTE: with three consumers there are registers too few; at d192 it is not worth its 15 KB.
+    static constexpr bool kTellsMasked =
+        C::kMask == Mask::kWindow && !C::kSplit && C::kConsumers == 2 && C::kHeadDim != 192;
+
     // Issues scores = Q K^T.
     __device__ __forceinline__ void issue_scores() {
         // Where there are many, ptxas would prepare Q's descriptors before the loop and keep them
@@ -106,7 +111,7 @@ struct Consumer : Rows<C> {
     }
 
     // Scores of `block` under the product of the block before it, in the same tile.
-    template <bool kMasked, bool kCapped = false>
+    template <bool kMasked, bool kTells = false>
     __device__ __forceinline__ void step(const Range& tile, int block, int accumulate) {
         wait_k();
         take_turn();
@@ -117,7 +122,7 @@ struct Consumer : Rows<C> {
         wgmma_wait<1>();
         hold_registers(scores);
         release_k(block == tile.block_begin);
-        this->template weigh<false, kMasked, kCapped>(tile, block);
+        this->template weigh<false, kMasked, kTells>(tile, block);
         hold_registers(scores);
         wgmma_wait<0>();
         hold_registers(output);
@@ -276,7 +281,7 @@ struct Consumer : Rows<C> {
             while (true) {
 #pragma unroll 1
                 for (; block >= masked; --block) {
-                    step<true>(tile, block, accumulate);
+                    step<true, kTellsMasked>(tile, block, accumulate);
                     accumulate = 1;
                 }
                 // NOTE: a loop of its own: asked in the other one, it costs windows 3 %.
@@ -317,7 +322,7 @@ struct Consumer : Rows<C> {
         hold_registers(scores);
         const int block = next.block_end - 1;
         release_k(block == next.block_begin);
-        this->template weigh<true, true>(next, block);
+        this->template weigh<true, true, kTellsMasked>(next, block);
         hold_registers(scores);
         wgmma_wait<0>();
         hold_registers(output);

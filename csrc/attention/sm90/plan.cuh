@@ -100,7 +100,7 @@ struct Parameters {
     // scale_log2 tanh(cap_scale_log2 score / (2 log2(e))) for |score| <= small_score: a polynomial
     // of odd powers, from the first on.
     float small_score;
-    float tanh_terms[5];
+    float tanh_terms[4];
     Packing packing;
 };
 
@@ -118,7 +118,7 @@ struct Parameters {
     int total_k
 #define ATTENTION_SCORES                                                                           \
     int has_foreign_rows, int sink_type, float scale_log2, float cap_scale_log2,                   \
-    float small_score, float tanh_1, float tanh_3, float tanh_5, float tanh_7, float tanh_9
+    float small_score, float tanh_1, float tanh_3, float tanh_5, float tanh_7
 #define ATTENTION_INPUT_ARGUMENTS                                                                  \
     .out = out, .lse = lse, .flag = flag, .q = &q, .k = &k, .v = &v, .cu_seqlens_q = cu_seqlens_q, \
     .cu_seqlens_k = cu_seqlens_k, .cache_seqlens = cache_seqlens, .block_table = block_table,      \
@@ -134,7 +134,7 @@ struct Parameters {
 #define ATTENTION_SCORE_ARGUMENTS                                                                  \
     .has_foreign_rows = has_foreign_rows, .sink_type = sink_type, .scale_log2 = scale_log2,        \
     .cap_scale_log2 = cap_scale_log2, .small_score = small_score,                                  \
-    .tanh_terms = {tanh_1, tanh_3, tanh_5, tanh_7, tanh_9}
+    .tanh_terms = {tanh_1, tanh_3, tanh_5, tanh_7}
 // clang-format on
 
 // One tile, as the producer tells the consumers: 32 bytes of shared memory.

@@ -1,40 +1,13 @@
 // flash_attention_sm90.cu: what a consumer holds, and does to its rows: masks, softmax, output.
 #pragma once
 
+#include "attention/sm90/pieces.cuh"
 #include "attention/sm90/plan.cuh"
 #include "kernel_hub/math.cuh"
 #include "kernel_hub/mbarrier.cuh"
 #include "kernel_hub/wgmma.cuh"
 
 namespace kernel_hub::attention::sm90 {
-
-// What a consumer keeps of a tile: the rest it reads again where it needs it.
-struct Range {
-    // Of the thread's first row, or split of the tile's first token: the key that stands under the
-    // query; none: kOver.
-    int diagonal;
-    int seqlen_k, block_begin, block_end;
-
-    static constexpr int kOver = -2147483647;
-    __device__ __forceinline__ bool is_valid() const { return diagonal != kOver; }
-};
-
-// A piece of a tile in memory (split): sums as the threads hold them, 16 rows after 16 rows, four
-// of a lane together; then of each row the shift of its exponents and the sum of its probabilities.
-// width: of the sums of a row.
-constexpr int kPieceRows = 128;
-
-__device__ __forceinline__ float* piece_begin(float* pieces, int slot, int width) {
-    return pieces + static_cast<int64_t>(slot) * (kPieceRows * (width + 2));
-}
-__device__ __forceinline__ float4* piece_sums(float* pieces, int slot, int width, int strip,
-                                              int lane_idx) {
-    return reinterpret_cast<float4*>(piece_begin(pieces, slot, width)) + strip * 4 * width +
-           lane_idx;
-}
-__device__ __forceinline__ float2* piece_rows(float* pieces, int slot, int width) {
-    return reinterpret_cast<float2*>(piece_begin(pieces, slot, width) + kPieceRows * width);
-}
 
 // A consumer's registers: its places in the rings, scores, probabilities and output of 64 rows.
 template <class C>
@@ -107,16 +80,24 @@ struct Rows {
         }
     }
 
-    // Whether the scores of the tile's queries in this warp are small_score at most.
-    __device__ __forceinline__ bool are_small(const Range& tile) const {
+    // Whether this warp's scores of the tile's queries and the sequence's keys are small_score at
+    // most. kMasked: not all of the block's keys may be the sequence's.
+    // NOTE: what lies beyond a sequence must not choose the way to its result.
+    template <bool kMasked>
+    __device__ __forceinline__ bool are_small(const Range& tile, int block) const {
+        const int end = tile.seqlen_k - block * C::kBlockN - 2 * (lane_idx % 4);
         bool are = true;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             float even = 0.f, odd = 0.f;
 #pragma unroll
             for (int j = 0; j < C::kBlockN / 8; ++j) {
-                even = fmaxf(even, fabsf(scores[4 * j + 2 * r]));
-                odd = fmaxf(odd, fabsf(scores[4 * j + 2 * r + 1]));
+                if (!kMasked || 8 * j < end) {
+                    even = fmaxf(even, fabsf(scores[4 * j + 2 * r]));
+                }
+                if (!kMasked || 8 * j + 1 < end) {
+                    odd = fmaxf(odd, fabsf(scores[4 * j + 2 * r + 1]));
+                }
             }
             const int ahead = C::kSplit ? token[r] : 8 * r;
             const bool is_query =
@@ -129,28 +110,44 @@ struct Rows {
     // The exponent of a small score with softcap, less `shift`.
     __device__ __forceinline__ float small_exponent(float score, float shift) const {
         const float square = score * score;
-        float factor = p.tanh_terms[4];
+        float factor = p.tanh_terms[3];
 #pragma unroll
-        for (int i = 3; i >= 0; --i) {
+        for (int i = 2; i >= 0; --i) {
             factor = fmaf(factor, square, p.tanh_terms[i]);
         }
         return fmaf(score, factor, -shift);
     }
 
-    // Scores of a block become probabilities. kCapped: with softcap; masked ones ask for it.
-    // NOTE: where masks hide some, tanh is the one for any score: what lies beyond a sequence must
-    // not choose the way to its result.
-    template <bool kFirst, bool kMasked, bool kCapped = false>
+    // Scores of a block become probabilities. kTells: with softcap, small scores are told from
+    // others. Blocks without masks are capped where kTells says so, masked ones ask for it.
+    template <bool kFirst, bool kMasked, bool kTells = false>
     __device__ __forceinline__ void weigh(const Range& tile, int block) {
-        if constexpr (kCapped) {
-            if (are_small(tile)) {
-                softmax<kFirst>(
-                    [&](float score, float shift) { return small_exponent(score, shift); });
+        float unit = p.scale_log2;  // of the scores' exponents
+        if constexpr (kTells && !kMasked) {
+            const auto small = [&](float score, float shift) {
+                return small_exponent(score, shift);
+            };
+            if constexpr (C::kConsumers == 2 && !C::kSplit) {
+                float largest[2];
+                if (find_small(tile, largest)) {
+                    softmax<kFirst, true>(small, largest);
+                    return;
+                }
+            } else if (are_small<false>(tile, block)) {
+                softmax<kFirst>(small);
                 return;
             }
             cap();
         } else if (kMasked && C::kMask == Mask::kWindow && p.cap_scale_log2 != 0.f) {
-            cap();
+            if (kTells && are_small<true>(tile, block)) {
+#pragma unroll
+                for (int i = 0; i < C::kBlockN / 2; ++i) {
+                    scores[i] = small_exponent(scores[i], 0.f);
+                }
+                unit = 1.f;
+            } else {
+                cap();
+            }
         }
         if constexpr (kMasked && C::kMask == Mask::kFull) {
             if ((block + 1) * C::kBlockN > tile.seqlen_k) {
@@ -159,29 +156,74 @@ struct Rows {
         } else if constexpr (kMasked) {
             mask<true, C::kMask == Mask::kWindow>(tile, block);
         }
-        softmax<kFirst>(
-            [&](float score, float shift) { return fmaf(score, p.scale_log2, -shift); });
+        softmax<kFirst>([&](float score, float shift) { return fmaf(score, unit, -shift); });
+    }
+
+    // The largest score of the thread's row r.
+    __device__ __forceinline__ float largest_of(int r) const {
+        // Two chains: one alone would be bound by its latency.
+        float even = scores[2 * r], odd = scores[2 * r + 1];
+#pragma unroll
+        for (int j = 1; j < C::kBlockN / 8; ++j) {
+            even = max_nan(even, scores[4 * j + 2 * r]);
+            odd = max_nan(odd, scores[4 * j + 2 * r + 1]);
+        }
+        float largest = max_nan(even, odd);
+        largest = max_nan(largest, __shfl_xor_sync(kAllLanes, largest, 1));
+        return max_nan(largest, __shfl_xor_sync(kAllLanes, largest, 2));
+    }
+
+    // Whether this warp's scores of the tile's queries are small_score at most; `largest` becomes
+    // those of the thread's rows. By bits: as signed numbers the largest score above 0 is the
+    // largest, as unsigned ones the least below 0, and one instruction takes two more of them.
+    __device__ __forceinline__ bool find_small(const Range& tile, float (&largest)[2]) const {
+        const unsigned most = __float_as_uint(p.small_score);
+        bool are = true, must_ask = false;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            int above[2] = {0, 0};
+            unsigned below[2] = {0, 0};
+#pragma unroll
+            for (int j = 0; j < C::kBlockN / 8; ++j) {
+                const unsigned a = __float_as_uint(scores[4 * j + 2 * r]);
+                const unsigned b = __float_as_uint(scores[4 * j + 2 * r + 1]);
+                int& high = above[j % 2];
+                unsigned& low = below[j % 2];
+                const int high_a = static_cast<int>(a), high_b = static_cast<int>(b);
+                high = j < 2 ? max(high_a, high_b) : max(max(high, high_a), high_b);
+                low = j < 2 ? max(a, b) : max(max(low, a), b);
+            }
+            int high = max(above[0], above[1]);
+            const unsigned low = max(below[0], below[1]);
+            const bool is_query = tile.diagonal + 8 * r < tile.seqlen_k;
+            are &= !is_query || (high <= static_cast<int>(most) && low <= (most ^ 0x80000000u));
+            high = max(high, __shfl_xor_sync(kAllLanes, high, 1));
+            high = max(high, __shfl_xor_sync(kAllLanes, high, 2));
+            largest[r] = __uint_as_float(static_cast<uint32_t>(high));
+            // Of scores below 0 alone it is not the largest one; nothing asks for that one where
+            // the shift is above 0.
+            must_ask |= high < 0 && row_shift[r] < 0.f;
+        }
+        if (!__all_sync(kAllLanes, are)) {
+            return false;
+        }
+        if (__any_sync(kAllLanes, must_ask)) {
+            largest[0] = largest_of(0);
+            largest[1] = largest_of(1);
+        }
+        return true;
     }
 
     // scores become 2^(exponent(score, 0) - shift), where exponent(s, t) = exponent(s, 0) - t grows
     // with s; row_shift and row_sum follow. The shift is the row's largest exponent, or one up to
     // kRescaleBits below it, so that the output is rarely rescaled.
-    template <bool kFirst, typename F>
-    __device__ __forceinline__ void softmax(F exponent) {
+    // kGiven: with the rows' largest scores.
+    template <bool kFirst, bool kGiven = false, typename F>
+    __device__ __forceinline__ void softmax(F exponent, const float* given = nullptr) {
         bool grew = false;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            // Two chains: one alone would be bound by its latency.
-            float even = scores[2 * r], odd = scores[2 * r + 1];
-#pragma unroll
-            for (int j = 1; j < C::kBlockN / 8; ++j) {
-                even = max_nan(even, scores[4 * j + 2 * r]);
-                odd = max_nan(odd, scores[4 * j + 2 * r + 1]);
-            }
-            float largest = max_nan(even, odd);
-            largest = max_nan(largest, __shfl_xor_sync(kAllLanes, largest, 1));
-            largest = max_nan(largest, __shfl_xor_sync(kAllLanes, largest, 2));
-            largest = exponent(largest, 0.f);
+            float largest = exponent(kGiven ? given[r] : largest_of(r), 0.f);
             if constexpr (!kFirst) {
                 largest = max_nan(largest, row_shift[r]);
                 const bool keep = largest - row_shift[r] <= kRescaleBits;

@@ -115,8 +115,15 @@ __device__ __forceinline__ Tile describe(const Parameters& p, int row, int batch
     return tile;
 }
 
-// Walks through the schedule. Causal: the tiles with the most keys first, within groups of heads
-// whose keys and values stay in the L2.
+// Whether later tiles of a sequence see more keys.
+template <class C>
+__device__ __forceinline__ bool grows_downwards(const Parameters& p) {
+    return C::kMask == Mask::kCausal ||
+           (C::kMask == Mask::kWindow && p.window_left < 0 && p.window_right >= 0);
+}
+
+// Walks through the schedule. Where later tiles see more keys, those with the most come first,
+// within groups of heads whose keys and values stay in the L2.
 template <class C>
 struct Schedule {
     const Parameters& p;
@@ -173,7 +180,7 @@ struct Schedule {
             return false;
         }
         int row, pair;
-        if constexpr (C::kMask == Mask::kCausal) {
+        if (grows_downwards<C>(p)) {
             const int group = index / (heads_per_group * num_rows);
             const int first = group * heads_per_group;
             const int size = min(heads_per_group, num_pairs - first);

@@ -25,6 +25,8 @@ CUBIN = "flash_attention_fp8_sm90"
 SCALE_TOKENS = 128
 OUT_DTYPES = (torch.bfloat16, torch.float16)
 _OP = "flash_attention"
+_ANY = "any"  # causal or not, as the launch says
+_ALL_KEYS = 1 << 29  # ahead of a query: its sum with two lengths stays in 32 bits
 
 
 class Scales(NamedTuple):
@@ -78,12 +80,14 @@ BODIES = (
     Body("causal_long", 64, 1 << 14),
     Body("full_blocks", 64),
     Body("causal_blocks", 64),
+    Body(_ANY, 96, 1024),
     Body("full", 128),
     Body("full_long", 128, 2048),
     Body("causal", 128),
     Body("causal_long", 128, 8192),
     Body("full_blocks", 128),
     Body("causal_blocks", 128),
+    Body(_ANY, 192),
     Body("full", 256),
     Body("causal", 256),
     Body("full_blocks", 256),
@@ -124,13 +128,12 @@ def check_problem(problem: Problem) -> None:
 
 def choose(head_dim: int, is_causal: bool, has_blocks: bool, seqlen_k: int) -> Body:
     """The row of BODIES for such a problem."""
-    suffix = ("causal" if is_causal else "full") + ("_blocks" if has_blocks else "")
+    mask = "causal" if is_causal else "full"
+    suffixes = (f"{mask}_blocks",) if has_blocks else (mask, f"{mask}_long", _ANY)
     fitting = [
         body
         for body in BODIES
-        if body.suffix.removesuffix("_long") == suffix
-        and body.head_dim >= head_dim
-        and body.least_keys <= seqlen_k
+        if body.suffix in suffixes and body.head_dim >= head_dim and body.least_keys <= seqlen_k
     ]
     return min(fitting, key=lambda body: (body.head_dim, -body.least_keys))
 
@@ -172,6 +175,7 @@ def plan(problem: Problem, scales: Scales, out: torch.Tensor, lse: torch.Tensor 
         num_kv_heads, head_dim, seqlen_q, seqlen_k, *problem.totals,
         num_heads // max(1, q_scale_heads), heads_a_group(problem, seqlen_k),
         int(has_tables or seqlen_k == 0), int(out.dtype == torch.float16), problem.softmax_scale,
+        0 if problem.window_right == 0 else _ALL_KEYS,
     )  # fmt: skip
     grid = (min(num_tiles, device_of(q.device).num_sms), 1, 1)
     function = common.shipped(CUBIN, body.name) if num_tiles else nothing

@@ -18,7 +18,9 @@ from attention_split_random import EMULATED, random_split_case
 from emulated_attention import hopper_attention
 from ways import Way
 
+from kernel_hub.ops import flash_attention
 from kernel_hub.ops.attention.problem import Problem
+from kernel_hub.testing.reference_attention import reference_attention
 
 SM90: Any = importlib.import_module("kernel_hub.ops.attention.forward_sm90")
 SPLIT: Any = importlib.import_module("kernel_hub.ops.attention.forward_split_sm90")
@@ -83,6 +85,56 @@ def test_softcap(blocks: list[int], monkeypatch: pytest.MonkeyPatch, softcap: fl
         run(case, "cpu")
         lengths = {"lengths_q": (70, 3, 0), "lengths_k": (290, 0, 60)}
         run(dataclasses.replace(case, layout="varlen", causal=True, **lengths), "cpu")
+    assert len(blocks) == 2
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_softcap_beside_large_scores(
+    blocks: list[int], monkeypatch: pytest.MonkeyPatch, causal: bool
+) -> None:
+    # The way to a sequence's tanh is its own: that of small scores, whatever lies behind it.
+    generator = torch.Generator().manual_seed(11)
+    q, k, v = (torch.randn(140, 3, 128, generator=generator).bfloat16() for _ in range(3))
+    lengths = torch.tensor([0, 70, 140], dtype=torch.int32)
+    outs = []
+    with hopper_attention(monkeypatch, 1):
+        for magnitude in (1.0, 64.0):
+            k[70:] *= magnitude
+            outs.append(
+                flash_attention(
+                    q, k, v, cu_seqlens_q=lengths, cu_seqlens_k=lengths, max_seqlen_q=70,
+                    max_seqlen_k=70, causal=causal, softcap=20.0,
+                )
+            )  # fmt: skip
+    assert torch.equal(outs[0][:70], outs[1][:70])
+    assert not torch.equal(outs[0][70:], outs[1][70:])
+    assert len(blocks) == 2
+
+
+def test_softcap_of_scores_below_zero(blocks: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    # Blocks whose largest score is below 0, far above their others and those to their right.
+    q = torch.ones(1, 70, 2, 128, dtype=torch.float16)
+    k, v = torch.empty_like(q).resize_(1, 400, 2, 128), torch.randn(1, 400, 2, 128).half()
+    for begin, score in ((0, -0.5), (128, -10.0), (256, -24.0)):
+        k[:, begin:] = score / 128**0.5
+    k[:, ::2] = -24.0 / 128**0.5
+    with hopper_attention(monkeypatch, 2):
+        out, lse = flash_attention(q, k, v, softcap=50.0, return_lse=True)
+    truth, truth_lse = reference_attention(q, k, v, softcap=50.0)
+    torch.testing.assert_close(out.double(), truth, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(lse.double(), truth_lse.double(), rtol=0, atol=1e-4)
+    assert len(blocks) == 1
+
+
+def test_softcap_alone_and_in_batches(blocks: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    # deterministic="batch" takes no short way: that one is chosen for all rows of a warp.
+    q, k, v = (torch.randn(1, 300, 2, 128).bfloat16() for _ in range(3))
+    q[:, 270:275] *= 64.0
+    options = {"causal": True, "softcap": 20.0, "deterministic": "batch"}
+    with hopper_attention(monkeypatch, 1):
+        whole = flash_attention(q, k, v, **options)
+        part = flash_attention(q[:, 276:], k, v, **options)
+    assert torch.equal(whole[:, 276:], part)
     assert len(blocks) == 2
 
 
