@@ -115,11 +115,8 @@ def test_the_plans_of_products_name_every_variant() -> None:
 def test_the_plans_of_attention_name_every_variant() -> None:
     sm90 = exported("flash_attention_sm90", "")
     assert {body.name(BF16) for body in forward_sm90.BODIES} == {n for n in sm90 if "bf16" in n}
-    split = [
-        forward_split_sm90.Body(*x)
-        for x in itertools.product(("causal", "window"), forward_split_sm90.WIDTHS)
-    ]
-    named = {body.name(BF16, what) for body in split for what in ("", "merge")}
+    named = {body.name(BF16) for body in forward_split_sm90.BODIES}
+    named.add(forward_split_sm90.merge_name(BF16))
     assert named == {n for n in exported("flash_attention_split_sm90", "") if "bf16" in n}
     assert {body.name for body in forward_fp8.BODIES} == exported("flash_attention_fp8_sm90", "")
     backward = CUBINS["flash_attention_backward"].values()

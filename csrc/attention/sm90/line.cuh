@@ -23,6 +23,26 @@ struct Stretch {
     int at;            // of its first in the line
 };
 
+// Whole blocks among so many keys, of which there are less than 2^31.
+template <class C>
+__device__ __forceinline__ int blocks_in(const Parameters& p, int keys) {
+    if constexpr (C::kBlockN != 0) {
+        return keys / C::kBlockN;
+    } else {
+        return static_cast<int>(static_cast<uint64_t>(keys / 16) * p.packing.reciprocal_n >> 32);
+    }
+}
+
+// Blocks that so many keys lie in.
+template <class C>
+__device__ __forceinline__ int blocks_over(const Parameters& p, int keys) {
+    if constexpr (C::kBlockN != 0) {
+        return (keys + C::kBlockN - 1) / C::kBlockN;
+    } else {
+        return keys > 0 ? blocks_in<C>(p, keys - 1) + 1 : 0;
+    }
+}
+
 // What a sequence has to do.
 template <class C>
 struct Sequence {
@@ -40,12 +60,12 @@ struct Sequence {
         packs = p.packing.packs(p.num_heads / p.num_kv_heads);
         const int rows = min(seqlen_q, p.seqlen_q);
         tiles = (rows + p.packing.tokens - 1) / p.packing.tokens * packs;
-        width = (seqlen_k + C::kBlockN - 1) / C::kBlockN;
+        width = blocks_over<C>(p, seqlen_k);
         if (C::kMask == Mask::kWindow && p.window_left >= 0) {
-            width -= max(0, seqlen_k - seqlen_q - p.window_left) / C::kBlockN;
+            width -= blocks_in<C>(p, max(0, seqlen_k - seqlen_q - p.window_left));
             if (p.window_right >= 0) {
                 const int span = p.packing.tokens + p.window_left + p.window_right;
-                width = min(width, (span + C::kBlockN - 2) / C::kBlockN + 1);
+                width = min(width, blocks_over<C>(p, span - 1) + 1);
             }
         }
         width = p.packing.least_blocks == 0 ? min(width, 1) : width;
@@ -95,10 +115,10 @@ struct Sequence {
             end = max(0, min(end, row_end + found.offset() + p.window_right));
         }
         if (C::kMask == Mask::kWindow && p.window_left >= 0) {
-            begin = max(0, found.row_begin + found.offset() - p.window_left) / C::kBlockN;
+            begin = blocks_in<C>(p, max(0, found.row_begin + found.offset() - p.window_left));
         }
         found.block_begin = begin + s.begin;
-        found.block_end = (end + C::kBlockN - 1) / C::kBlockN;
+        found.block_end = blocks_over<C>(p, end);
         if (p.packing.least_blocks != 0) {
             found.block_end = min(found.block_end, found.block_begin + s.count);
         }

@@ -156,8 +156,8 @@ __device__ __forceinline__ bool is_left(const Parameters& p, int tile, int block
 
 // A strip of 16 rows by 32 columns of a tile, by `team` warps, each with every team-th piece.
 template <class C>
-__device__ __forceinline__ void merge_strip(const Parameters& p, int blocks, int team, int width,
-                                            int tile, int strip, int column, short* slots,
+__device__ __forceinline__ void merge_strip(const Parameters& p, const Pieces& pieces, int blocks,
+                                            int team, int tile, int strip, int column, short* slots,
                                             float (*sums)[20][32]) {
     using T = typename C::T;
     const int lane_idx = threadIdx.x % 32, warp_idx = threadIdx.x / 32, member = warp_idx % team;
@@ -190,9 +190,8 @@ __device__ __forceinline__ void merge_strip(const Parameters& p, int blocks, int
             const int index = first + i * team;
             const bool is_there = index < count;
             const int slot = is_there ? slots[index] : 0;
-            const float2* states = piece_rows(p.packing.partials, slot, width) + row;
-            const float4* values =
-                piece_sums(p.packing.partials, slot, width, strip, lane_idx) + 128 * column;
+            const float2* states = pieces.states(slot) + row;
+            const float4* values = pieces.sums(slot, strip, lane_idx) + 128 * column;
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 rows[i][r] = is_there ? states[8 * r] : make_float2(-INFINITY, 0.f);
@@ -271,13 +270,10 @@ __device__ __forceinline__ void merge_strip(const Parameters& p, int blocks, int
 
 // Strips are numbered through `scan` tiles (32 at most; 1 where a team has several warps), strips
 // of a tile, columns. A lane looks at a tile: where there are many, nearly all are written already.
-// width: of the rows of pieces.
 template <class C>
-__device__ __forceinline__ void merge_pieces(const Parameters& p, int blocks, int team, int scan,
-                                             int width) {
-    constexpr int kStrips = C::kBlockM / 16;
-    static_assert(C::kBlockM == kPieceRows, "pieces");
-    const int columns = width / 32;
+__device__ __forceinline__ void merge_pieces(const Parameters& p, const Pieces& pieces, int blocks,
+                                             int team, int scan) {
+    const int columns = pieces.width / 32, strips = pieces.rows / 16;
     __shared__ short slots[kMergeWarps][kMergeSlots];
     __shared__ float sums[kMergeWarps][20][32];
     const int lane_idx = threadIdx.x % 32, warp_idx = threadIdx.x / 32;
@@ -285,8 +281,8 @@ __device__ __forceinline__ void merge_pieces(const Parameters& p, int blocks, in
         report_lengths(p);
     }
     const int unit = (blockIdx.x * kMergeWarps + warp_idx) / team;
-    const int column = unit % columns, strip = unit / columns % kStrips;
-    const int first = unit / columns / kStrips * scan;
+    const int column = unit % columns, strip = unit / columns % strips;
+    const int first = unit / columns / strips * scan;
     // NOTE: before any return: this launch must not end before the one it merges for.
     if (has_device_lengths(p) || scan > 1) {
         wait_for_launch_before();
@@ -297,7 +293,7 @@ __device__ __forceinline__ void merge_pieces(const Parameters& p, int blocks, in
     }
 #pragma unroll 1
     for (; left != 0; left &= left - 1) {
-        merge_strip<C>(p, blocks, team, width, first + __ffs(left) - 1, strip, column,
+        merge_strip<C>(p, pieces, blocks, team, first + __ffs(left) - 1, strip, column,
                        slots[warp_idx], sums);
     }
 }

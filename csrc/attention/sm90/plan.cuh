@@ -52,7 +52,16 @@ struct Config : Warpgroups<kConsumers_> {
     static_assert(kBlockN % 16 == 0 && kHeadDim % 16 == 0, "products are 16 deep");
     static_assert(kHeadDimV % 32 == 0, "the output is written 32 columns at a time");
     static_assert(kVPanels <= kPanels, "the loader counts the panels of K");
-    static_assert(64 * (kConsumers - 1) <= kBlockN, "at most one block is left out");
+    static_assert(!kTrims || 64 * (kConsumers - 1) <= kBlockN, "at most one block is left out");
+};
+
+// Split only: the merge, of pieces of any size over blocks of any number of keys.
+template <typename T_>
+struct MergeConfig {
+    using T = T_;
+    static constexpr int kBlockN = 0;  // Packing::reciprocal_n
+    // NOTE: the window's code is right for the others: without a left bound it is the same.
+    static constexpr Mask kMask = Mask::kWindow;
 };
 
 // Split only: how heads and tokens share the rows of a tile, and where pieces of tiles go.
@@ -63,6 +72,8 @@ struct Packing {
     int least_blocks;  // blocks of keys of a share, at least; 0: tiles are not cut
     float* partials;   // of each block, kSlots pieces
     int* line;         // where each sequence begins in the line, and the share behind them
+    // The merge's: ceil(2^32 / (keys of a block / 16)), exact for blocks of up to 256.
+    uint32_t reciprocal_n = 0;
 
     static constexpr int kSlots = 3;
     __device__ __forceinline__ int token_of(int row) const { return row * reciprocal >> 16; }

@@ -21,20 +21,20 @@ struct Range {
 
 // A piece of a tile in memory (split): sums as the threads hold them, 16 rows after 16 rows, four
 // of a lane together; then of each row the shift of its exponents and the sum of its probabilities.
-// width: of the sums of a row.
-constexpr int kPieceRows = 128;
+struct Pieces {
+    float* begin;
+    int rows, width;  // of a piece, and of the sums of a row
 
-__device__ __forceinline__ float* piece_begin(float* pieces, int slot, int width) {
-    return pieces + static_cast<int64_t>(slot) * (kPieceRows * (width + 2));
-}
-__device__ __forceinline__ float4* piece_sums(float* pieces, int slot, int width, int strip,
-                                              int lane_idx) {
-    return reinterpret_cast<float4*>(piece_begin(pieces, slot, width)) + strip * 4 * width +
-           lane_idx;
-}
-__device__ __forceinline__ float2* piece_rows(float* pieces, int slot, int width) {
-    return reinterpret_cast<float2*>(piece_begin(pieces, slot, width) + kPieceRows * width);
-}
+    __device__ __forceinline__ float* piece(int slot) const {
+        return begin + static_cast<int64_t>(slot) * (rows * (width + 2));
+    }
+    __device__ __forceinline__ float4* sums(int slot, int strip, int lane_idx) const {
+        return reinterpret_cast<float4*>(piece(slot)) + strip * 4 * width + lane_idx;
+    }
+    __device__ __forceinline__ float2* states(int slot) const {
+        return reinterpret_cast<float2*>(piece(slot) + rows * width);
+    }
+};
 
 // A consumer's registers: its places in the rings, scores, probabilities and output of 64 rows.
 template <class C>
@@ -285,8 +285,7 @@ struct Rows {
         if (slot >= 0) {
             factor[r] = 1.f;
             if (lane_idx % 4 == 0) {
-                piece_rows(p.packing.partials, slot, C::kHeadDimV)[row + 8 * r] =
-                    make_float2(row_shift[r], sum);
+                pieces().states(slot)[row + 8 * r] = make_float2(row_shift[r], sum);
             }
             return;
         }
@@ -299,13 +298,17 @@ struct Rows {
         }
     }
 
+    __device__ __forceinline__ Pieces pieces() const {
+        return {p.packing.partials, C::kBlockM, C::kHeadDimV};
+    }
+
     // Split: a piece's sums.
     __device__ __forceinline__ void store_piece(const Tile& tile, int slot) const {
         // Warps whose rows are none have nothing that anyone reads.
         if (tile.row_begin + p.packing.token_of(row - lane_idx / 4) >= tile.seqlen_q) {
             return;
         }
-        float4* sums = piece_sums(p.packing.partials, slot, C::kHeadDimV, row / 16, lane_idx);
+        float4* sums = pieces().sums(slot, row / 16, lane_idx);
 #pragma unroll
         for (int i = 0; i < C::kHeadDimV / 8; ++i) {
             sums[32 * i] =

@@ -14,7 +14,10 @@ from .problem import Problem
 LEAST_BLOCKS = 2  # of a share: a piece costs as much as one to begin and to merge
 # Of a multiprocessor: of the kernels in shares, and of whole tiles by the mean of head_dim and v's
 # own.
-_FLOPS_A_US = {64: 3.8e6, 128: 5.7e6, 256: 6.2e6}
+_FLOPS_A_US = {  # by width and rows
+    (64, 128): 3.8e6, (96, 128): 4.5e6, (96, 192): 5.0e6, (128, 128): 5.7e6, (192, 128): 6.0e6,
+    (256, 128): 6.2e6,
+}  # fmt: skip
 _WHOLE_FLOPS_A_US = {64: 3.9e6, 96: 4.5e6, 128: 5.7e6, 160: 6.0e6, 192: 6.2e6, 256: 6.6e6}
 _FULL_FLOPS_A_US = 4.3e6  # of 64 columns without masks, in tiles of 192 rows
 _BYTES_A_US = 4.2e6
@@ -90,7 +93,13 @@ class PackedTile(NamedTuple):
     @property
     def unit_us(self) -> float:
         """Of a block of keys."""
-        return 4 * self.block_m * self.block_n * self.width / _FLOPS_A_US[self.width]
+        rate = _FLOPS_A_US[self.width, self.block_m]
+        return 4 * self.block_m * self.block_n * self.width / rate
+
+    @property
+    def pieces_us(self) -> float:
+        """Of pieces from each multiprocessor, out, in again and merged."""
+        return _PIECES_US * self.width / 128 * self.block_m / 128
 
 
 def blocks_seen(sizes: Sizes, tokens: int, block_n: int) -> int:
@@ -220,7 +229,7 @@ def split_us(sizes: Sizes, tile: PackedTile, num_sms: int) -> float:
     work = max(share * tile.unit_us + stretches * stretch_us, num_bytes / rate + 2 * stretch_us)
     blocks = min(num_sms, tiles * seen_mean / share)
     pieces = min(blocks + tiles, 2 * blocks) / num_sms
-    return _begin_us(sizes) + work + pieces * _PIECES_US * tile.width / 128
+    return _begin_us(sizes) + work + pieces * tile.pieces_us
 
 
 def sizes_of(problem: Problem) -> tuple[Sizes, ...]:

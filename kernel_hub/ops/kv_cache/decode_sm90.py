@@ -59,7 +59,7 @@ def applies(given: DecodeGiven, variant: Variant) -> bool:
         return False
     if not (sm90.applies(problem, given.out) and split.can_take(problem)):
         return False
-    return bool(choice) or split.problem_us(problem) < decode_us(problem, variant.rows)
+    return bool(choice) or split.best_way(problem).us < decode_us(problem, variant.rows)
 
 
 def decode_us(problem: Problem, block_rows: int) -> float:

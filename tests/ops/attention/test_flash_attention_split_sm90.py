@@ -55,11 +55,20 @@ def pieces(hopper_way: Way, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[in
     yield taken(monkeypatch, SPLIT, lambda planned, *_: int(planned.grid[0]))
 
 
+def force_rows(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """Tiles of so many rows, where there are such."""
+    others = [body for body in SPLIT.BODIES if body.stated.sizes["block_m"] != rows]
+    kept = [body for body in SPLIT.BODIES if body not in others]
+    kept += [x for x in others if (x.mask, x.head_dim) not in {(y.mask, y.head_dim) for y in kept}]
+    monkeypatch.setattr(SPLIT, "BODIES", kept)
+
+
 @pytest.mark.parametrize("index", range(EMULATED_DRAWN))
 def test_drawn_emulated(pieces: list[int], monkeypatch: pytest.MonkeyPatch, index: int) -> None:
     generator = random.Random(f"emulated {index}")
     monkeypatch.setattr(COSTS, "LEAST_BLOCKS", generator.choice((1, 2, 3)))
     monkeypatch.setattr(SPLIT, "cuts_tiles", generator.choice((True, True, False)))
+    force_rows(monkeypatch, generator.choice((128, 192)))
     with hopper_attention(monkeypatch, generator.choice((1, 2, 3, 7, 13, 61))):
         run(random_split_case(generator, EMULATED), "cpu")
     assert pieces
@@ -89,6 +98,23 @@ def test_lines_emulated(
     assert pieces
 
 
+@pytest.mark.parametrize("head_dim", [72, 96, 136, 192])
+@pytest.mark.parametrize("rows", [128, 192])
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_widths_between_emulated(
+    pieces: list[int], monkeypatch: pytest.MonkeyPatch, head_dim: int, rows: int, is_cut: bool
+) -> None:
+    monkeypatch.setattr(SPLIT, "cuts_tiles", is_cut)
+    force_rows(monkeypatch, rows)
+    case = Case(
+        num_heads=6, num_kv_heads=2, head_dim=head_dim, causal=True, seed=head_dim, layout="paged",
+        page_size=32, lengths_q=(150,) * 3, lengths_k=(900, 150, 431), sinks="fp32", twice=True,
+    )  # fmt: skip
+    with hopper_attention(monkeypatch, 5):
+        run(case, "cpu")
+    assert pieces
+
+
 @pytest.mark.parametrize("group", [1, 3, 5, 7, 16, 71])
 @pytest.mark.parametrize("is_cut", [True, False])
 def test_groups_emulated(
@@ -110,7 +136,7 @@ def test_merges_that_look_at_many_tiles(
 ) -> None:
     """Of most tiles nothing is left to do; some have pieces, some see no keys."""
     monkeypatch.setattr(SPLIT, "cuts_tiles", is_cut)
-    scans = taken(monkeypatch, SPLIT, lambda planned, *_: int(planned.maps.merge.numbers[-2]))
+    scans = taken(monkeypatch, SPLIT, lambda planned, *_: int(planned.maps.merge.numbers[-4]))
     lengths_k = tuple(0 if i % 7 == 3 else 90 + 40 * i for i in range(19))
     case = Case(
         num_heads=4, num_kv_heads=2, head_dim=head_dim, causal=True, layout="paged", page_size=64,
@@ -134,9 +160,12 @@ def test_many_tiles_that_share_keys_are_whole() -> None:
 @pytest.mark.parametrize("head_dim", [64, 128, 256, 72, 192])
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("window", [(-1, -1), (300, 20)])
+@pytest.mark.parametrize("rows", [128, 192])
 def test_every_kernel(
-    forced: list[str], dtype: str, head_dim: int, window: tuple[int, int]
-) -> None:
+    forced: list[str], monkeypatch: pytest.MonkeyPatch, dtype: str, head_dim: int,
+    window: tuple[int, int], rows: int,
+) -> None:  # fmt: skip
+    force_rows(monkeypatch, rows)
     case = Case(
         dtype=dtype, head_dim=head_dim, num_heads=14, num_kv_heads=2, window_size=window, twice=True
     )

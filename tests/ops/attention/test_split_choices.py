@@ -100,7 +100,7 @@ STEPS = [
 
 
 def way_of(problem: Problem) -> str:
-    return "shares" if SPLIT.cuts(problem) else "tiles"
+    return "shares" if SPLIT.best_way(problem).is_cut else "tiles"
 
 
 @pytest.mark.parametrize("choice", MEASURED + EXPECTED, ids=str)
@@ -117,7 +117,7 @@ def test_steps_take(choice: Choice) -> None:
     problem = choice.problem
     rows = choice.seqlen_q * choice.heads[0] // choice.heads[1]
     variant = decode_plan.choose_variant(choice.head_dim, 2, rows, False)
-    assert SPLIT.problem_us(problem) < decode_sm90.decode_us(problem, variant.rows)
+    assert SPLIT.best_way(problem).us < decode_sm90.decode_us(problem, variant.rows)
     assert way_of(problem) == choice.way
 
 
