@@ -27,27 +27,28 @@
 
 namespace kernel_hub::attention::sm90 {
 
-#define EXPORT_SPLIT(DTYPE, T, HEAD_DIM, VARIANT, MASK, CONSUMERS, BLOCK_N)                    \
-    DESCRIBED(                                                                                 \
-        flash_attention_split_sm90_##DTYPE##_hdim##HEAD_DIM##_##VARIANT,                       \
-        "x: as many blocks as multiprocessors, or as shares",                                  \
-        (facts_of<Config<T, HEAD_DIM, CONSUMERS, BLOCK_N, Mask::MASK, true>>()),               \
-        extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)                 \
-        flash_attention_split_sm90_##DTYPE##_hdim##HEAD_DIM##_##VARIANT(                       \
-            T* out, float* lse, int* flag, float* partials, int* line, ATTENTION_INPUTS,       \
-            ATTENTION_SHAPE, int window_left, int window_right, int heads, int tokens,         \
-            int reciprocal, int least_blocks, int num_pages, int page_size, int box_rows,      \
-            ATTENTION_SCORES) {                                                                \
-            using C = Config<T, HEAD_DIM, CONSUMERS, BLOCK_N, Mask::MASK, true>;               \
-            const Packing packing = {heads, tokens, reciprocal, least_blocks, partials, line}; \
-            flash_attention_sm90<C>({ATTENTION_INPUT_ARGUMENTS, ATTENTION_SHAPE_ARGUMENTS,     \
-                                     ATTENTION_SCORE_ARGUMENTS, .packing = packing});          \
+#define EXPORT_SPLIT(DTYPE, T, HEAD_DIM, VARIANT, MASK, CONSUMERS, BLOCK_N)                \
+    DESCRIBED(                                                                             \
+        flash_attention_split_sm90_##DTYPE##_hdim##HEAD_DIM##_##VARIANT,                   \
+        "x: as many blocks as multiprocessors, or as shares",                              \
+        (facts_of<Config<T, HEAD_DIM, CONSUMERS, BLOCK_N, Mask::MASK, true>>()),           \
+        extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)             \
+        flash_attention_split_sm90_##DTYPE##_hdim##HEAD_DIM##_##VARIANT(                   \
+            T* out, float* lse, int* flag, float* partials, int* line, ATTENTION_INPUTS,   \
+            ATTENTION_SHAPE, int window_left, int window_right, int heads, int tokens,     \
+            int reciprocal, int least_blocks, int longest, int num_pages, int page_size,   \
+            int box_rows, ATTENTION_SCORES) {                                              \
+            using C = Config<T, HEAD_DIM, CONSUMERS, BLOCK_N, Mask::MASK, true>;           \
+            const Packing packing = {heads,   tokens,   reciprocal, least_blocks,          \
+                                     longest, partials, line};                             \
+            flash_attention_sm90<C>({ATTENTION_INPUT_ARGUMENTS, ATTENTION_SHAPE_ARGUMENTS, \
+                                     ATTENTION_SCORE_ARGUMENTS, .packing = packing});      \
         })
 
 #define EXPORT_MERGE(DTYPE, T)                                                                     \
     DESCRIBED(                                                                                     \
         flash_attention_split_sm90_##DTYPE##_merge,                                                \
-        "x: 8 / team strips of 16 rows by 32 columns, each of scan tiles",                         \
+        "x: 8 / team strips of 16 rows of scan tiles, each by some columns",                       \
         (.threads = 256, .shared_bytes = 0),                                                       \
         extern "C" __global__ void                                                                 \
         __launch_bounds__(256, 2) flash_attention_split_sm90_##DTYPE##_merge(                      \
@@ -57,16 +58,12 @@ namespace kernel_hub::attention::sm90 {
             int64_t lse_batch_stride, int64_t lse_head_stride, int batch_size, int num_heads,      \
             int num_kv_heads, int head_dim_v, int seqlen_q, int seqlen_k, int total_q,             \
             int total_k, int window_left, int window_right, int heads, int tokens, int reciprocal, \
-            int least_blocks, int sink_type, int blocks, int team, int scan, int width, int rows,  \
-            int reciprocal_n) {                                                                    \
+            int least_blocks, int longest, int sink_type, int blocks, int team, int scan,          \
+            int strips, int stride, int width, int rows, int reciprocal_n) {                       \
             using C = MergeConfig<T>;                                                              \
-            const Packing packing = {heads,                                                        \
-                                     tokens,                                                       \
-                                     reciprocal,                                                   \
-                                     least_blocks,                                                 \
-                                     partials,                                                     \
-                                     line,                                                         \
-                                     static_cast<uint32_t>(reciprocal_n)};                         \
+            const Packing packing = {                                                              \
+                heads,   tokens,   reciprocal, least_blocks,                                       \
+                longest, partials, line,       static_cast<uint32_t>(reciprocal_n)};               \
             merge_pieces<C>({.out = out,                                                           \
                              .lse = lse,                                                           \
                              .flag = flag,                                                         \
@@ -91,7 +88,7 @@ namespace kernel_hub::attention::sm90 {
                              .window_right = window_right,                                         \
                              .sink_type = sink_type,                                               \
                              .packing = packing},                                                  \
-                            {partials, rows, width}, blocks, team, scan);                          \
+                            {partials, rows, width}, blocks, team, scan, strips, stride);          \
         })
 
 #define EXPORT_MASKS(DTYPE, T, HEAD_DIM, BLOCK_N)                 \

@@ -1,19 +1,23 @@
-// flash_attention_split_sm90.cu: the work of a launch as one line of units, cut into equal shares.
+// flash_attention_split_sm90.cu: the work of a launch as one line of units, dealt to its blocks.
 //
-// A tile is packing.tokens tokens of packing.heads heads of a group; a unit is kBlockN keys of it,
-// or where tiles are not cut (packing.least_blocks 0) all that it sees. Then each block takes every
-// gridDim-th tile, so that those that run at a time read the same keys: with shares longer than a
-// tile, each block reads keys of its own from memory, of many kv heads at a time.
+// A tile is packing.tokens tokens of packing.heads heads of a group. Of what it sees, a unit is
+//   in shares: kBlockN keys; each block takes a stretch of the line, all of them equally long;
+//   in parts:  an equal part, of `longest` blocks of keys at most; a block takes one of them;
+//   in turn:   all (parts without a limit); a block takes every gridDim-th, so that those that run
+//              at a time read the same keys: with shares longer than a tile, each block reads keys
+//              of its own from memory, of many kv heads at a time.
+// Parts are longer than shares, and are fewer pieces: a share may have the ends of two tiles.
 // Tiles of a sequence are as wide as its widest. In the line come, outermost first: sequences, kv
-// heads, chunks of a share's length of keys, tiles, units: blocks that run side by side read the
-// same keys. A block takes one share; what it has of a tile in one stretch is a piece, which goes
-// to memory unless it is the whole tile.
+// heads, chunks of keys (of a share's length, or a part), tiles, units: blocks that run side by
+// side read the same keys. What a block has of a tile in one stretch is a piece, which goes to
+// memory unless it is the whole tile.
 //
 // NOTE: chunks are half a share or longer, so that of a block's pieces at most one lies inside its
 // share: Packing::kSlots is 3.
 #pragma once
 
 #include "attention/sm90/plan.cuh"
+#include "kernel_hub/math.cuh"
 
 namespace kernel_hub::attention::sm90 {
 
@@ -43,15 +47,21 @@ __device__ __forceinline__ int blocks_over(const Parameters& p, int keys) {
     }
 }
 
+__device__ __forceinline__ int parts_of(int blocks, int longest) {
+    return (blocks + longest - 1) / longest;
+}
+
 // What a sequence has to do.
 template <class C>
 struct Sequence {
     int q_begin, seqlen_q, seqlen_k;
     int tiles;                      // that share the keys of a kv head
     int width;                      // units of a tile, at most
+    int unit;                       // blocks of keys of a unit
     int packs;                      // tiles of the same tokens
     int chunk, chunks, last_begin;  // units: of a chunk, ..., where the last one begins
 
+    // In blocks of keys; `deal` makes units of them.
     __device__ __forceinline__ Sequence(const Parameters& p, int batch) {
         const RowRange queries = find_queries(p, batch);
         q_begin = queries.start;
@@ -68,7 +78,17 @@ struct Sequence {
                 width = min(width, blocks_over<C>(p, span - 1) + 1);
             }
         }
-        width = p.packing.least_blocks == 0 ? min(width, 1) : width;
+        unit = 1;
+    }
+
+    // longest, share: Packing's, found, and of the line.
+    __device__ __forceinline__ void deal(int longest, int share) {
+        if (longest != 1 && width > 0) {
+            const int blocks = width;
+            width = C::kHasParts ? parts_of(blocks, longest) : 1;
+            unit = C::kHasParts ? (blocks + width - 1) / width : blocks;
+        }
+        cut(share);
     }
 
     __device__ __forceinline__ int units(const Parameters& p) const {
@@ -117,17 +137,17 @@ struct Sequence {
         if (C::kMask == Mask::kWindow && p.window_left >= 0) {
             begin = blocks_in<C>(p, max(0, found.row_begin + found.offset() - p.window_left));
         }
-        found.block_begin = begin + s.begin;
-        found.block_end = blocks_over<C>(p, end);
-        if (p.packing.least_blocks != 0) {
-            found.block_end = min(found.block_end, found.block_begin + s.count);
-        }
+        found.block_begin = begin + s.begin * unit;
+        found.block_end = min(blocks_over<C>(p, end), found.block_begin + s.count * unit);
         return found;
     }
 };
 
 // Where a piece goes that is `count` units from `at` on in the line.
 __device__ __forceinline__ int slot_of(int at, int count, int share) {
+    if (share == 1) {
+        return at;
+    }
     const int block = at / share;
     const int inner = at == block * share ? 0 : at + count == (block + 1) * share ? 2 : 1;
     return block * Packing::kSlots + inner;
@@ -137,20 +157,74 @@ __device__ __forceinline__ bool has_device_lengths(const Parameters& p) {
     return p.cu_seqlens_q || p.cu_seqlens_k || p.cache_seqlens;
 }
 
-__device__ __forceinline__ int share_of(const Parameters& p, int units, int blocks) {
-    const int least = p.packing.least_blocks;
-    return least == 0 ? 1 : max(least, (units + blocks - 1) / blocks);
+__device__ __forceinline__ int share_of(const Parameters& p, int longest, int units, int blocks) {
+    return longest != 1 ? 1 : max(p.packing.least_blocks, (units + blocks - 1) / blocks);
 }
 
-// Finds where each sequence begins. Every thread of the block; ends with a barrier. The first block
-// writes it down for the merge.
+// Finds packing.longest: the shortest parts of which there is one a block, if shares are no more
+// than so many blocks of keys shorter; else 1. Every thread of the block, each with a sequence:
+// `tiles` of so many blocks of keys.
+__device__ __forceinline__ int find_longest(const Parameters& p, Line& line, int tiles,
+                                            int blocks) {
+    const int more = -p.packing.longest, warp_idx = threadIdx.x / 32;
+    if (threadIdx.x <= Line::kTried) {
+        line.sums[threadIdx.x] = 0;
+    }
+    __syncthreads();
+    const bool is_leader = threadIdx.x % 32 == 0 && 32 * warp_idx < p.batch_size;
+    const unsigned sum = __reduce_add_sync(kAllLanes, static_cast<unsigned>(tiles * blocks));
+    if (is_leader) {
+        atomicAdd(&line.sums[Line::kTried], static_cast<int>(sum));
+    }
+    __syncthreads();
+    const int share = max(2, share_of(p, 1, line.sums[Line::kTried], gridDim.x));
+    if (32 * warp_idx < p.batch_size) {
+#pragma unroll 1
+        for (int i = 0; i <= more; ++i) {
+            const unsigned parts = __reduce_add_sync(
+                kAllLanes, static_cast<unsigned>(tiles * parts_of(blocks, share + i)));
+            if (is_leader) {
+                atomicAdd(&line.sums[i], static_cast<int>(parts));
+            }
+        }
+    }
+    __syncthreads();
+    int found = 0;
+    while (found <= more && line.sums[found] > gridDim.x) {
+        ++found;
+    }
+    return found <= more ? share + found : 1;
+}
+
+// Finds where each sequence begins, or where lengths are not on the device the units of the first.
+// Every thread of the block; who reads it needs a barrier. The first block writes it down for the
+// merge.
 template <class C>
 __device__ __forceinline__ void make_line(const Parameters& p, Line& line) {
-    if (!has_device_lengths(p)) {
+    const bool has_lengths = has_device_lengths(p);
+    int longest = p.packing.longest, blocks = 0, tiles = 0;
+    if (threadIdx.x < (has_lengths ? p.batch_size : 1)) {
+        const Sequence<C> sequence(p, threadIdx.x);
+        blocks = sequence.width;
+        tiles = p.num_kv_heads * sequence.tiles;
+    }
+    if (C::kHasParts && longest <= 0) {
+        longest = find_longest(p, line, tiles, blocks);
+    }
+    line.longest = longest;
+    if (C::kHasParts) {
+        blocks = parts_of(blocks, longest);
+    } else if (longest != 1) {
+        blocks = min(blocks, 1);
+    }
+    if (threadIdx.x < (has_lengths ? p.batch_size : 1)) {
+        line.begin[threadIdx.x] = tiles * blocks;
+    }
+    if (!has_lengths) {
         return;
     }
-    if (threadIdx.x < p.batch_size) {
-        line.begin[threadIdx.x] = Sequence<C>(p, threadIdx.x).units(p);
+    if (blockIdx.x == 0 && threadIdx.x == 0) {
+        p.packing.line[p.batch_size + 1] = longest;
     }
     __syncthreads();
     if (threadIdx.x < 32) {
@@ -174,7 +248,6 @@ __device__ __forceinline__ void make_line(const Parameters& p, Line& line) {
             sum += __shfl_sync(~0u, end, 31);
         }
     }
-    __syncthreads();
 }
 
 // Walks through a block's share, or shares.
@@ -182,16 +255,12 @@ template <class C>
 struct Walker {
     const Parameters& p;
     const Line& line;
-    int at, end, share, units, batch = 0;
+    int at, end, longest, share, units, batch = 0;
 
     __device__ __forceinline__ Walker(const Parameters& p_, const Line& line_)
-        : p(p_), line(line_) {
-        if (has_device_lengths(p)) {
-            units = line.begin[p.batch_size];
-        } else {
-            units = Sequence<C>(p, 0).units(p) * p.batch_size;
-        }
-        share = share_of(p, units, gridDim.x);
+        : p(p_), line(line_), longest(line_.longest) {
+        units = has_device_lengths(p) ? line.begin[p.batch_size] : line.begin[0] * p.batch_size;
+        share = share_of(p, longest, units, gridDim.x);
         at = blockIdx.x * share;
         end = min(at + share, units);
         // The last sequence that begins at `at` or before it.
@@ -224,12 +293,12 @@ struct Walker {
                 }
                 begin = line.begin[batch];
             } else {
-                const int own = Sequence<C>(p, 0).units(p);
+                const int own = line.begin[0];
                 batch = at / own;
                 begin = batch * own;
             }
             Sequence<C> sequence(p, batch);
-            sequence.cut(share);
+            sequence.deal(longest, share);
             int rest = at - begin;
             const int kv_head = rest / (sequence.tiles * sequence.width);
             rest -= kv_head * sequence.tiles * sequence.width;

@@ -31,6 +31,7 @@ struct Config : Warpgroups<kConsumers_> {
     static constexpr int kBlockN = kBlockN_;
     static constexpr Mask kMask = kMask_;
     static constexpr bool kSplit = kSplit_;
+    static constexpr bool kHasParts = kMask != Mask::kWindow;  // whose estimates are coarse
     static constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;
     static constexpr int kVPanels = (kHeadDimV + kPanelColumns - 1) / kPanelColumns;
     static constexpr int kStages = 2;
@@ -62,6 +63,7 @@ struct MergeConfig {
     static constexpr int kBlockN = 0;  // Packing::reciprocal_n
     // NOTE: the window's code is right for the others: without a left bound it is the same.
     static constexpr Mask kMask = Mask::kWindow;
+    static constexpr bool kHasParts = true;
 };
 
 // Split only: how heads and tokens share the rows of a tile, and where pieces of tiles go.
@@ -69,9 +71,12 @@ struct Packing {
     int heads;         // row = token heads + head; divides the group, or there is one kv head
     int tokens;        // of a tile
     int reciprocal;    // ceil(2^16 / heads)
-    int least_blocks;  // blocks of keys of a share, at least; 0: tiles are not cut
-    float* partials;   // of each block, kSlots pieces
-    int* line;         // where each sequence begins in the line, and the share behind them
+    int least_blocks;  // blocks of keys of a share, at least
+    // Blocks of keys of a part, at most (line.cuh); 1: shares. Where it is not positive, lengths on
+    // the device decide: parts, unless shares are more than -longest blocks shorter.
+    int longest;
+    float* partials;  // of each block, kSlots pieces
+    int* line;        // where each sequence begins in the line, its end, and `longest`, found
     // The merge's: ceil(2^32 / (keys of a block / 16)), exact for blocks of up to 256.
     uint32_t reciprocal_n = 0;
 
@@ -170,7 +175,11 @@ struct Order {
 // Split only: the work of a launch is a line of units, kBlockN keys of a tile each (line.cuh).
 struct Line {
     static constexpr int kMost = 256;  // sequences whose lengths are on the device
-    int begin[kMost + 1];              // of each sequence's units; then their number
+    static constexpr int kTried = 8;   // lengths of parts, at most
+    // Of each sequence's units, then their number; one alone: the units of each.
+    int begin[kMost + 1];
+    int longest;           // Packing's, found
+    int sums[kTried + 1];  // while it is
 };
 
 // `value`, with its origin hidden: quotients by it are computed where they are used, not prepared

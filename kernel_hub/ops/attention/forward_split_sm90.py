@@ -23,6 +23,8 @@ from .problem import Problem, lse_strides_of, packed_tensor_map, strides_of, ten
 choice: bool | None = None
 # Whether tiles are cut: None where it is faster. For tests.
 cuts_tiles: bool | None = None
+# Blocks of keys by which parts may be longer than shares; None: by their costs. For tests.
+most_longer: int | None = None
 
 CUBIN = "flash_attention_split_sm90"
 _SLOTS = 3  # Packing::kSlots
@@ -33,6 +35,7 @@ _MAX_HEADS = 1 << 15
 _MAX_SMS = 256
 _MAX_UNITS = 1 << 30
 _NO_MASK = 1 << 29
+_SHARES, _WHOLE = 1, 1 << 30  # Packing::longest: units are blocks of keys, or tiles
 
 
 class Packed(NamedTuple):
@@ -48,7 +51,7 @@ class Packed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """One compiled tile shape: `flash_attention_split_sm90_{dtype}_hdim{head_dim}_{mask}{suffix}`."""
+    """One compiled tile shape: `{CUBIN}_{dtype}_hdim{head_dim}_{mask}{suffix}`."""
 
     mask: str
     head_dim: int
@@ -73,7 +76,7 @@ BODIES = (
 
 
 class Way(NamedTuple):
-    """A kernel for a problem; about how long it takes in equal shares, and in whole tiles in turn."""
+    """A kernel for a problem; about how long it takes in shares or parts, and in tiles in turn."""
 
     body: Body
     tile: costs.PackedTile
@@ -134,14 +137,22 @@ def applies(problem: Problem, whole: Stated, width: int) -> bool:
     if choice:
         return True
     sizes, num_sms = costs.sizes_of(problem), device_of(problem.q.device).num_sms
-    block_m, block_n = whole.sizes["block_m"], whole.sizes["block_n"]
+    block_m = whole.sizes["block_m"]
     # Tiles of a prompt differ in their keys, which the others' schedule orders where there are
     # more than multiprocessors.
     tiles = -(-sizes[0].seqlen_q // block_m) * sizes[0].batch_size * sizes[0].num_heads
     if sizes[0].is_prompt and tiles >= num_sms:
         return False
-    theirs = _mean(costs.whole_us(each, width, block_m, block_n, num_sms) for each in sizes)
-    return best_way(problem).us < theirs
+    return best_way(problem).us < whole_us(problem, whole, width)
+
+
+def whole_us(problem: Problem, whole: Stated, width: int) -> float:
+    """About how long forward_sm90's kernel takes; arguments as those of `applies`."""
+    num_sms = device_of(problem.q.device).num_sms
+    block_m, block_n = whole.sizes["block_m"], whole.sizes["block_n"]
+    return _mean(
+        costs.whole_us(each, width, block_m, block_n, num_sms) for each in costs.sizes_of(problem)
+    )
 
 
 def _mean(estimates: Iterable[float]) -> float:
@@ -177,6 +188,24 @@ def _scan(tiles: int, merge_blocks: int, num_blocks: int, num_sms: int, is_cut: 
     return scan
 
 
+def _columns(columns: int, strips: int, num_sms: int) -> int:
+    """How many warps share the columns of a strip of the merge: all strips in one wave."""
+    most = max(1, _MERGES_AN_SM * _MERGE_WARPS * num_sms // strips)
+    return min(columns, 1 << most.bit_length() - 1)
+
+
+def _longest(problem: Problem, tile: costs.PackedTile, tiles: int, num_blocks: int) -> int:
+    """Packing::longest: parts of tiles, one a block, where they are hardly longer than shares."""
+    longer = tile.longer if most_longer is None else most_longer
+    if longer < 0 or tiles > num_blocks or problem.window[0] >= 0 or problem.softcap != 0:
+        return _SHARES
+    if problem.has_lengths:
+        return -longer
+    seen = -(-problem.seqlens[1] // tile.block_n)
+    longest = max(2, -(-seen // (num_blocks // tiles)))
+    return longest if longest <= costs.share_of(tiles * seen, num_blocks) + longer else _SHARES
+
+
 def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launch:
     """The launch, where `applies`; its `maps` is a `Packed`, with the merge in it."""
     q, k = problem.q, problem.k
@@ -192,17 +221,21 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launc
     tiles *= problem.batch_size * num_kv_heads
     num_sms = device_of(q.device).num_sms
     team = 1
-    least_blocks = costs.LEAST_BLOCKS if is_cut else 0
+    least_blocks, longest = costs.LEAST_BLOCKS, _WHOLE
     num_blocks = min(num_sms, tiles)
     if is_cut:
         sizes = costs.sizes_of(problem)[0]._replace(seqlen_k=seqlen_k)
         seen = costs.blocks_seen(sizes, tokens, block_n)
         num_blocks = min(num_sms, -(-tiles * (seen + 1) // least_blocks))
         share = costs.share_of(tiles * seen, num_blocks)
+        longest = _longest(problem, tile, tiles, num_blocks)
         while team < _MERGE_WARPS and seen > team * _AT_ONCE * share:
             team *= 2
-    # Warps of the merge for a tile.
-    warps = team * (block_m // 16) * (body.head_dim // 32)
+    # Warps of the merge for a tile: for each 16 of its rows, and `stride` for their columns.
+    strips = -(-heads * min(tokens, seqlen_q) // 16)
+    columns = body.head_dim // 32
+    stride = columns if team > 1 else _columns(columns, tiles * strips, num_sms)
+    warps = team * strips * stride
     merge_blocks = -(-tiles * warps // _MERGE_WARPS)
     scan = 1
     if team == 1:
@@ -216,7 +249,7 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launc
     places = (*strides_of(out), *lse_strides_of(lse))
     common_numbers = (
         problem.batch_size, num_heads, num_kv_heads, problem.v.shape[-1], seqlen_q, seqlen_k,
-        *problem.totals, left, right, heads, tokens, -(-(1 << 16) // heads), least_blocks,
+        *problem.totals, left, right, heads, tokens, -(-(1 << 16) // heads), least_blocks, longest,
     )  # fmt: skip
     tables = problem.cu_seqlens_k, table, problem.cache_seqlens
     numbers = (
@@ -231,13 +264,13 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launc
         (-(-scans * warps // _MERGE_WARPS), 1, 1),
         launch_facts(CUBIN, merger).block, 0,
         (
-            *places, *common_numbers, problem.sink_type, num_blocks, team, scan, body.head_dim,
-            block_m, -(-(1 << 36) // block_n),
+            *places, *common_numbers, problem.sink_type, num_blocks, team, scan, strips, stride,
+            body.head_dim, block_m, -(-(1 << 36) // block_n),
         ),
         options={"programmatic": True},
     )  # fmt: skip
     floats = num_blocks * _SLOTS * block_m * (body.head_dim + 2) if is_cut else 0
-    ints = problem.batch_size + 1 if problem.has_lengths else 0
+    ints = problem.batch_size + 2 if problem.has_lengths else 0
     packed = Packed(heads, tokens, box_rows, floats, ints, merge)
     function = common.shipped(CUBIN, body.name(q.dtype))
     return Launch(function, (num_blocks, 1, 1), stated.block, stated.shared_bytes, numbers, packed)

@@ -32,6 +32,7 @@ _START_US, _LENGTHS_US = 4.5, 3.6
 _TILE_US, _COLUMNS_US, _STRETCH = 2.0, 1.4, 0.67
 _PIECES_US = 3.1
 _L2_BYTES = 36e6
+_MOST_LONGER = 7  # Line::kTried - 1
 # Of lengths that only the device knows, all are as long as the longest, or all but that one are
 # about this part of it: where caches differ, few are as long.
 _RAGGED, _EVEN = 0.4, 0.9
@@ -95,6 +96,13 @@ class PackedTile(NamedTuple):
         """Of a block of keys."""
         rate = _FLOPS_A_US[self.width, self.block_m]
         return 4 * self.block_m * self.block_n * self.width / rate
+
+    @property
+    def longer(self) -> int:
+        """Blocks of keys that a part, of which a block takes one, may have more than a share, which
+        has the ends of two tiles."""
+        more = (_STRETCH * _tile_us(self.width) + self.pieces_us / 2) / self.unit_us
+        return min(_MOST_LONGER, int(more))
 
     @property
     def pieces_us(self) -> float:

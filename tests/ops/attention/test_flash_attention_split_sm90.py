@@ -69,6 +69,7 @@ def test_drawn_emulated(pieces: list[int], monkeypatch: pytest.MonkeyPatch, inde
     monkeypatch.setattr(COSTS, "LEAST_BLOCKS", generator.choice((1, 2, 3)))
     monkeypatch.setattr(SPLIT, "cuts_tiles", generator.choice((True, True, False)))
     force_rows(monkeypatch, generator.choice((128, 192)))
+    monkeypatch.setattr(SPLIT, "most_longer", generator.choice((-1, 0, 3, 7, 7)))
     with hopper_attention(monkeypatch, generator.choice((1, 2, 3, 7, 13, 61))):
         run(random_split_case(generator, EMULATED), "cpu")
     assert pieces
@@ -136,7 +137,7 @@ def test_merges_that_look_at_many_tiles(
 ) -> None:
     """Of most tiles nothing is left to do; some have pieces, some see no keys."""
     monkeypatch.setattr(SPLIT, "cuts_tiles", is_cut)
-    scans = taken(monkeypatch, SPLIT, lambda planned, *_: int(planned.maps.merge.numbers[-4]))
+    scans = taken(monkeypatch, SPLIT, lambda planned, *_: int(planned.maps.merge.numbers[-6]))
     lengths_k = tuple(0 if i % 7 == 3 else 90 + 40 * i for i in range(19))
     case = Case(
         num_heads=4, num_kv_heads=2, head_dim=head_dim, causal=True, layout="paged", page_size=64,
