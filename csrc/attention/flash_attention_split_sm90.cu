@@ -48,7 +48,7 @@ namespace kernel_hub::attention::sm90 {
 #define EXPORT_MERGE(DTYPE, T)                                                                     \
     DESCRIBED(                                                                                     \
         flash_attention_split_sm90_##DTYPE##_merge,                                                \
-        "x: 8 / team strips of 16 rows of scan tiles, each by some columns",                       \
+        "x: 8 / team strips of 16 rows of scan tiles, by 32 columns",                              \
         (.threads = 256, .shared_bytes = 0),                                                       \
         extern "C" __global__ void                                                                 \
         __launch_bounds__(256, 2) flash_attention_split_sm90_##DTYPE##_merge(                      \
@@ -59,7 +59,7 @@ namespace kernel_hub::attention::sm90 {
             int num_kv_heads, int head_dim_v, int seqlen_q, int seqlen_k, int total_q,             \
             int total_k, int window_left, int window_right, int heads, int tokens, int reciprocal, \
             int least_blocks, int longest, int sink_type, int blocks, int team, int scan,          \
-            int strips, int stride, int width, int rows, int reciprocal_n) {                       \
+            int groups, int strips, int width, int rows, int reciprocal_n) {                       \
             using C = MergeConfig<T>;                                                              \
             const Packing packing = {                                                              \
                 heads,   tokens,   reciprocal, least_blocks,                                       \
@@ -88,7 +88,7 @@ namespace kernel_hub::attention::sm90 {
                              .window_right = window_right,                                         \
                              .sink_type = sink_type,                                               \
                              .packing = packing},                                                  \
-                            {partials, rows, width}, blocks, team, scan, strips, stride);          \
+                            {partials, rows, width}, blocks, team, scan, groups, strips);          \
         })
 
 #define EXPORT_MASKS(DTYPE, T, HEAD_DIM, BLOCK_N)                 \

@@ -3,7 +3,8 @@
 // A tile is packing.tokens tokens of packing.heads heads of a group. Of what it sees, a unit is
 //   in shares: kBlockN keys; each block takes a stretch of the line, all of them equally long;
 //   in parts:  an equal part, of `longest` blocks of keys at most; a block takes one of them;
-//   in turn:   all (parts without a limit); a block takes every gridDim-th, so that those that run
+//   in turn:   all that it sees, or where lengths are on the device parts of no more than a share;
+//              a block takes one of each round, the longest sequences first, so that those that run
 //              at a time read the same keys: with shares longer than a tile, each block reads keys
 //              of its own from memory, of many kv heads at a time.
 // Parts are longer than shares, and are fewer pieces: a share may have the ends of two tiles.
@@ -12,8 +13,9 @@
 // side read the same keys. What a block has of a tile in one stretch is a piece, which goes to
 // memory unless it is the whole tile.
 //
-// NOTE: chunks are half a share or longer, so that of a block's pieces at most one lies inside its
-// share: Packing::kSlots is 3.
+// NOTE: in turn, pieces are the first units of the line, and less than two a block: of w > s blocks
+// there are less than 2 w / s parts. NOTE: chunks are half a share or longer, so that of a block's
+// pieces at most one lies inside its share: Packing::kSlots is 3.
 #pragma once
 
 #include "attention/sm90/plan.cuh"
@@ -161,39 +163,64 @@ __device__ __forceinline__ int share_of(const Parameters& p, int longest, int un
     return longest != 1 ? 1 : max(p.packing.least_blocks, (units + blocks - 1) / blocks);
 }
 
-// Finds packing.longest: the shortest parts of which there is one a block, if shares are no more
-// than so many blocks of keys shorter; else 1. Every thread of the block, each with a sequence:
-// `tiles` of so many blocks of keys.
-__device__ __forceinline__ int find_longest(const Parameters& p, Line& line, int tiles,
-                                            int blocks) {
-    const int more = -p.packing.longest, warp_idx = threadIdx.x / 32;
+// The blocks of keys of a share. Every thread of the block, each with a sequence: `tiles` of so
+// many blocks of keys.
+__device__ __forceinline__ int find_share(const Parameters& p, Line& line, int tiles, int blocks) {
     if (threadIdx.x <= Line::kTried) {
         line.sums[threadIdx.x] = 0;
     }
     __syncthreads();
-    const bool is_leader = threadIdx.x % 32 == 0 && 32 * warp_idx < p.batch_size;
     const unsigned sum = __reduce_add_sync(kAllLanes, static_cast<unsigned>(tiles * blocks));
-    if (is_leader) {
+    if (threadIdx.x % 32 == 0 && threadIdx.x < p.batch_size) {
         atomicAdd(&line.sums[Line::kTried], static_cast<int>(sum));
     }
     __syncthreads();
-    const int share = max(2, share_of(p, 1, line.sums[Line::kTried], gridDim.x));
-    if (32 * warp_idx < p.batch_size) {
+    return max(2, share_of(p, 1, line.sums[Line::kTried], gridDim.x));
+}
+
+// The shortest parts of which there is one a block, if they are no more than so many blocks of keys
+// longer than a share; else 1. As above.
+__device__ __forceinline__ int find_longest(const Parameters& p, Line& line, int tiles, int blocks,
+                                            int share, int more) {
+    if (threadIdx.x / 32 * 32 < p.batch_size) {
 #pragma unroll 1
         for (int i = 0; i <= more; ++i) {
             const unsigned parts = __reduce_add_sync(
                 kAllLanes, static_cast<unsigned>(tiles * parts_of(blocks, share + i)));
-            if (is_leader) {
+            if (threadIdx.x % 32 == 0) {
                 atomicAdd(&line.sums[i], static_cast<int>(parts));
             }
         }
     }
     __syncthreads();
     int found = 0;
-    while (found <= more && line.sums[found] > gridDim.x) {
+    while (found <= more && line.sums[found] > static_cast<int>(gridDim.x)) {
         ++found;
     }
     return found <= more ? share + found : 1;
+}
+
+// How many sequences have more blocks of keys, or as many and come before. As above.
+__device__ __forceinline__ int find_rank(const Parameters& p, Line& line, int blocks) {
+    const int own = threadIdx.x;
+    if (own < Line::kMost) {
+        line.begin[own] = own < p.batch_size ? blocks : -1;
+    }
+    __syncthreads();
+    int rank = 0;
+    if (own < p.batch_size) {
+#pragma unroll 1
+        for (int first = 0; first < p.batch_size; first += 4) {
+            const int4 four = *reinterpret_cast<const int4*>(line.begin + first);
+            const int others[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                rank += others[i] > blocks || (others[i] == blocks && first + i < own);
+            }
+        }
+    }
+    __syncthreads();
+    return rank;
 }
 
 // Finds where each sequence begins, or where lengths are not on the device the units of the first.
@@ -208,8 +235,15 @@ __device__ __forceinline__ void make_line(const Parameters& p, Line& line) {
         blocks = sequence.width;
         tiles = p.num_kv_heads * sequence.tiles;
     }
-    if (C::kHasParts && longest <= 0) {
-        longest = find_longest(p, line, tiles, blocks);
+    int rank = threadIdx.x;
+    if (has_lengths && longest != 1) {
+        const int share = find_share(p, line, tiles, blocks);
+        if (longest > 1) {
+            rank = find_rank(p, line, blocks);
+            longest = C::kHasParts ? share : longest;
+        } else if (C::kHasParts) {
+            longest = find_longest(p, line, tiles, blocks, share, min(-longest, share / 3));
+        }
     }
     line.longest = longest;
     if (C::kHasParts) {
@@ -218,7 +252,8 @@ __device__ __forceinline__ void make_line(const Parameters& p, Line& line) {
         blocks = min(blocks, 1);
     }
     if (threadIdx.x < (has_lengths ? p.batch_size : 1)) {
-        line.begin[threadIdx.x] = tiles * blocks;
+        line.begin[rank] = tiles * blocks;
+        line.batch[rank] = threadIdx.x;
     }
     if (!has_lengths) {
         return;
@@ -242,7 +277,7 @@ __device__ __forceinline__ void make_line(const Parameters& p, Line& line) {
             if (i <= p.batch_size) {
                 line.begin[i] = sum + end - own;
                 if (blockIdx.x == 0) {
-                    p.packing.line[i] = sum + end - own;
+                    p.packing.line[i < p.batch_size ? line.batch[i] : i] = sum + end - own;
                 }
             }
             sum += __shfl_sync(~0u, end, 31);
@@ -255,13 +290,15 @@ template <class C>
 struct Walker {
     const Parameters& p;
     const Line& line;
-    int at, end, longest, share, units, batch = 0;
+    int first, place, at, end, longest, share, units, batch = 0;  // first: of the round
 
     __device__ __forceinline__ Walker(const Parameters& p_, const Line& line_)
         : p(p_), line(line_), longest(line_.longest) {
         units = has_device_lengths(p) ? line.begin[p.batch_size] : line.begin[0] * p.batch_size;
         share = share_of(p, longest, units, gridDim.x);
-        at = blockIdx.x * share;
+        first = 0;
+        place = blockIdx.x;
+        at = place * share;
         end = min(at + share, units);
         // The last sequence that begins at `at` or before it.
         int behind = has_device_lengths(p) ? p.batch_size : 1;
@@ -279,11 +316,15 @@ struct Walker {
 #pragma unroll 1
         while (true) {
             if (at >= end) {
-                at += (gridDim.x - 1) * share;
+                // Every second round from its other end: who had the longest has the shortest.
+                first += gridDim.x * share;
+                place = gridDim.x - 1 - place;
+                at = first + place * share;
                 end = min(at + share, units);
-                if (at >= units) {
+                if (first >= units) {
                     return false;
                 }
+                continue;
             }
             int begin;
             if (has_device_lengths(p)) {
@@ -297,7 +338,8 @@ struct Walker {
                 batch = at / own;
                 begin = batch * own;
             }
-            Sequence<C> sequence(p, batch);
+            const int found = has_device_lengths(p) ? line.batch[batch] : batch;
+            Sequence<C> sequence(p, found);
             sequence.deal(longest, share);
             int rest = at - begin;
             const int kv_head = rest / (sequence.tiles * sequence.width);
@@ -311,7 +353,7 @@ struct Walker {
             rest -= which * width;
             const Stretch s{sequence.chunk_begin(index) + rest, min(width - rest, end - at), at};
             const int slot = sequence.is_whole(s) ? -1 : slot_of(at, s.count, share);
-            tile = sequence.describe(p, batch, kv_head, which, s, slot);
+            tile = sequence.describe(p, found, kv_head, which, s, slot);
             at += s.count;
             if (!tile.is_empty()) {
                 return true;

@@ -160,12 +160,12 @@ __device__ __forceinline__ bool is_left(const Parameters& p, int tile, int block
            sequence.describe(p, at.batch, at.kv_head, at.which, s, 0).is_empty();
 }
 
-// Strips of 16 rows by 32 columns of a tile, every `stride`-th from `column` on, by `team` warps,
-// each with every team-th piece.
+// A strip of 16 rows by 32 columns of a tile, by `team` warps, each with every team-th piece.
+// NOTE: several columns a warp, in fewer waves, take longer: steps of 4 us one after the other.
 template <class C>
-__device__ __forceinline__ void merge_strips(const Parameters& p, const Pieces& pieces, int blocks,
-                                             int team, int tile, int strip, int column, int stride,
-                                             short* slots, float (*sums)[20][32]) {
+__device__ __forceinline__ void merge_strip(const Parameters& p, const Pieces& pieces, int blocks,
+                                            int team, int tile, int strip, int column, short* slots,
+                                            float (*sums)[20][32]) {
     using T = typename C::T;
     const int lane_idx = threadIdx.x % 32, warp_idx = threadIdx.x / 32, member = warp_idx % team;
     const TileIndex at(p, tile);
@@ -186,105 +186,102 @@ __device__ __forceinline__ void merge_strips(const Parameters& p, const Pieces& 
         count = find_pieces(p, sequence, batch, kv_head, which, begin, share, slots);
     }
     wait_for_launch_before();
+    Merged merged;
 #pragma unroll 1
-    for (; column < pieces.width / 32; column += stride) {
-        Merged merged;
-#pragma unroll 1
-        for (int first = member; first < count; first += kAtOnce * team) {
-            float2 rows[kAtOnce][2];
-            float4 parts[kAtOnce][4];
+    for (int first = member; first < count; first += kAtOnce * team) {
+        float2 rows[kAtOnce][2];
+        float4 parts[kAtOnce][4];
 #pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) {
-                const int index = first + i * team;
-                const bool is_there = index < count;
-                const int slot = is_there ? slots[index] : 0;
-                const float2* states = pieces.states(slot) + row;
-                const float4* values = pieces.sums(slot, strip, lane_idx) + 128 * column;
-#pragma unroll
-                for (int r = 0; r < 2; ++r) {
-                    rows[i][r] = is_there ? states[8 * r] : make_float2(-INFINITY, 0.f);
-                }
-#pragma unroll
-                for (int j = 0; j < 4; ++j) {
-                    parts[i][j] = is_there ? values[32 * j] : make_float4(0.f, 0.f, 0.f, 0.f);
-                }
-            }
-            merged.add(rows, parts);
-        }
-        if (team > 1) {
-            auto& own = sums[warp_idx];
-#pragma unroll
-            for (int i = 0; i < 16; ++i) {
-                own[i][lane_idx] = merged.values[i];
-            }
+        for (int i = 0; i < kAtOnce; ++i) {
+            const int index = first + i * team;
+            const bool is_there = index < count;
+            const int slot = is_there ? slots[index] : 0;
+            const float2* states = pieces.states(slot) + row;
+            const float4* values = pieces.sums(slot, strip, lane_idx) + 128 * column;
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                own[16 + r][lane_idx] = merged.shift[r];
-                own[18 + r][lane_idx] = merged.sum[r];
+                rows[i][r] = is_there ? states[8 * r] : make_float2(-INFINITY, 0.f);
             }
-            __syncthreads();
-            if (member != 0) {
-                return;
-            }
-#pragma unroll 1
-            for (int i = 1; i < min(team, count); ++i) {
-                const auto& other = sums[warp_idx + i];
-                float2 rows[1][2];
-                float4 parts[1][4];
 #pragma unroll
-                for (int r = 0; r < 2; ++r) {
-                    rows[0][r] = make_float2(other[16 + r][lane_idx], other[18 + r][lane_idx]);
-                }
-#pragma unroll
-                for (int j = 0; j < 4; ++j) {
-                    parts[0][j] =
-                        make_float4(other[4 * j][lane_idx], other[4 * j + 1][lane_idx],
-                                    other[4 * j + 2][lane_idx], other[4 * j + 3][lane_idx]);
-                }
-                merged.add(rows, parts);
+            for (int j = 0; j < 4; ++j) {
+                parts[i][j] = is_there ? values[32 * j] : make_float4(0.f, 0.f, 0.f, 0.f);
             }
         }
-        if (count < 0) {
-            return;
+        merged.add(rows, parts);
+    }
+    if (team > 1) {
+        auto& own = sums[warp_idx];
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+            own[i][lane_idx] = merged.values[i];
         }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const int token_in = p.packing.token_of(row + 8 * r), token_idx = token + token_in;
-            const int head = (kv_head * packs + which % packs) * p.packing.heads + row + 8 * r -
-                             token_in * p.packing.heads;
-            const bool is_inside =
-                head < p.num_heads && token_in < p.packing.tokens && token_idx < sequence.seqlen_q;
-            float shift = merged.shift[r], sum = merged.sum[r];
-            const float factor =
-                add_sink(find_sink(p, batch, min(head, p.num_heads - 1)), shift, sum);
-            T* out = static_cast<T*>(p.out) + batch * p.out_batch_stride +
-                     (sequence.q_begin + token_idx) * p.out_token_stride + head * p.out_head_stride;
-            uint32_t words[4];
+            own[16 + r][lane_idx] = merged.shift[r];
+            own[18 + r][lane_idx] = merged.sum[r];
+        }
+        __syncthreads();
+        if (member != 0) {
+            return;
+        }
+#pragma unroll 1
+        for (int i = 1; i < min(team, count); ++i) {
+            const auto& other = sums[warp_idx + i];
+            float2 rows[1][2];
+            float4 parts[1][4];
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                rows[0][r] = make_float2(other[16 + r][lane_idx], other[18 + r][lane_idx]);
+            }
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-                words[j] = pack2<T>(merged.values[4 * j + 2 * r] * factor,
-                                    merged.values[4 * j + 2 * r + 1] * factor);
+                parts[0][j] = make_float4(other[4 * j][lane_idx], other[4 * j + 1][lane_idx],
+                                          other[4 * j + 2][lane_idx], other[4 * j + 3][lane_idx]);
             }
-            transpose_in_quad(words, lane_idx);
-            const int first_column = 32 * column + 8 * (lane_idx % 4);
-            if (is_inside && first_column < p.head_dim_v) {
-                *reinterpret_cast<uint4*>(out + first_column) =
-                    make_uint4(words[0], words[1], words[2], words[3]);
-            }
-            if (p.lse && is_inside && column == 0 && lane_idx % 4 == 0) {
-                p.lse[batch * p.lse_batch_stride + head * p.lse_head_stride + sequence.q_begin +
-                      token_idx] = shift * kLn2 + __logf(sum);
-            }
+            merged.add(rows, parts);
+        }
+    }
+    if (count < 0) {
+        return;
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int token_in = p.packing.token_of(row + 8 * r), token_idx = token + token_in;
+        const int head = (kv_head * packs + which % packs) * p.packing.heads + row + 8 * r -
+                         token_in * p.packing.heads;
+        const bool is_inside =
+            head < p.num_heads && token_in < p.packing.tokens && token_idx < sequence.seqlen_q;
+        float shift = merged.shift[r], sum = merged.sum[r];
+        const float factor = add_sink(find_sink(p, batch, min(head, p.num_heads - 1)), shift, sum);
+        T* out = static_cast<T*>(p.out) + batch * p.out_batch_stride +
+                 (sequence.q_begin + token_idx) * p.out_token_stride + head * p.out_head_stride;
+        uint32_t words[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            words[j] = pack2<T>(merged.values[4 * j + 2 * r] * factor,
+                                merged.values[4 * j + 2 * r + 1] * factor);
+        }
+        transpose_in_quad(words, lane_idx);
+        const int first_column = 32 * column + 8 * (lane_idx % 4);
+        if (is_inside && first_column < p.head_dim_v) {
+            *reinterpret_cast<uint4*>(out + first_column) =
+                make_uint4(words[0], words[1], words[2], words[3]);
+        }
+        if (p.lse && is_inside && column == 0 && lane_idx % 4 == 0) {
+            p.lse[batch * p.lse_batch_stride + head * p.lse_head_stride + sequence.q_begin +
+                  token_idx] = shift * kLn2 + __logf(sum);
         }
     }
 }
 
-// Warps, or teams of several, are numbered through `scan` tiles (32 at most; 1 where a team has
-// several warps), strips of a tile (those that have rows), `stride` columns (all where a team has
-// several warps). A lane looks at a tile: where there are many, nearly all are written already.
+// Warps, or teams of several, are numbered through groups of `scan` tiles (32 at most; 1 where a
+// team has several warps), strips of a tile (those that have rows), columns. A lane looks at a
+// tile: where there are many, nearly all are written already. A group is every groups-th: tiles
+// that have pieces are neighbours.
 template <class C>
 __device__ __forceinline__ void merge_pieces(const Parameters& p, const Pieces& pieces, int blocks,
-                                             int team, int scan, int strips, int stride) {
+                                             int team, int scan, int groups, int strips) {
+    const int columns = pieces.width / 32;
     __shared__ short slots[kMergeWarps][kMergeSlots];
     __shared__ float sums[kMergeWarps][20][32];
     const int lane_idx = threadIdx.x % 32, warp_idx = threadIdx.x / 32;
@@ -292,18 +289,19 @@ __device__ __forceinline__ void merge_pieces(const Parameters& p, const Pieces& 
         report_lengths(p);
     }
     const int unit = (blockIdx.x * kMergeWarps + warp_idx) / team;
-    const int column = unit % stride, strip = unit / stride % strips;
-    const int first = unit / stride / strips * scan;
+    const int column = unit % columns, strip = unit / columns % strips;
+    const int first = unit / columns / strips;
     unsigned left = 1;
     if (scan > 1) {
         // NOTE: before any return: this launch must not end before the one it merges for.
         wait_for_launch_before();
-        left = __ballot_sync(kAllLanes, lane_idx < scan && is_left<C>(p, first + lane_idx, blocks));
+        left = __ballot_sync(kAllLanes,
+                             lane_idx < scan && is_left<C>(p, first + lane_idx * groups, blocks));
     }
 #pragma unroll 1
     for (; left != 0; left &= left - 1) {
-        merge_strips<C>(p, pieces, blocks, team, first + __ffs(left) - 1, strip, column, stride,
-                        slots[warp_idx], sums);
+        merge_strip<C>(p, pieces, blocks, team, first + (__ffs(left) - 1) * groups, strip, column,
+                       slots[warp_idx], sums);
     }
 }
 

@@ -73,10 +73,11 @@ struct Packing {
     int reciprocal;    // ceil(2^16 / heads)
     int least_blocks;  // blocks of keys of a share, at least
     // Blocks of keys of a part, at most (line.cuh); 1: shares. Where it is not positive, lengths on
-    // the device decide: parts, unless shares are more than -longest blocks shorter.
+    // the device decide: parts, unless shares are more than -longest blocks shorter, or a quarter
+    // of parts. More than 1 is a share where lengths are on the device.
     int longest;
     float* partials;  // of each block, kSlots pieces
-    int* line;        // where each sequence begins in the line, its end, and `longest`, found
+    int* line;        // where each sequence begins in the line, its end, `longest` as found
     // The merge's: ceil(2^32 / (keys of a block / 16)), exact for blocks of up to 256.
     uint32_t reciprocal_n = 0;
 
@@ -177,9 +178,10 @@ struct Line {
     static constexpr int kMost = 256;  // sequences whose lengths are on the device
     static constexpr int kTried = 8;   // lengths of parts, at most
     // Of each sequence's units, then their number; one alone: the units of each.
-    int begin[kMost + 1];
-    int longest;           // Packing's, found
-    int sums[kTried + 1];  // while it is
+    alignas(16) int begin[kMost + 1];
+    unsigned char batch[kMost];  // the sequences in their order
+    int longest;                 // Packing's, found
+    int sums[kTried + 1];        // while it is
 };
 
 // `value`, with its origin hidden: quotients by it are computed where they are used, not prepared

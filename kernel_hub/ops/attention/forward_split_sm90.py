@@ -188,12 +188,6 @@ def _scan(tiles: int, merge_blocks: int, num_blocks: int, num_sms: int, is_cut: 
     return scan
 
 
-def _columns(columns: int, strips: int, num_sms: int) -> int:
-    """How many warps share the columns of a strip of the merge: all strips in one wave."""
-    most = max(1, _MERGES_AN_SM * _MERGE_WARPS * num_sms // strips)
-    return min(columns, 1 << most.bit_length() - 1)
-
-
 def _longest(problem: Problem, tile: costs.PackedTile, tiles: int, num_blocks: int) -> int:
     """Packing::longest: parts of tiles, one a block, where they are hardly longer than shares."""
     longer = tile.longer if most_longer is None else most_longer
@@ -203,7 +197,8 @@ def _longest(problem: Problem, tile: costs.PackedTile, tiles: int, num_blocks: i
         return -longer
     seen = -(-problem.seqlens[1] // tile.block_n)
     longest = max(2, -(-seen // (num_blocks // tiles)))
-    return longest if longest <= costs.share_of(tiles * seen, num_blocks) + longer else _SHARES
+    share = costs.share_of(tiles * seen, num_blocks)
+    return longest if longest <= share + min(longer, share // 3) else _SHARES
 
 
 def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launch:
@@ -231,11 +226,9 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launc
         longest = _longest(problem, tile, tiles, num_blocks)
         while team < _MERGE_WARPS and seen > team * _AT_ONCE * share:
             team *= 2
-    # Warps of the merge for a tile: for each 16 of its rows, and `stride` for their columns.
+    # Warps of the merge for a tile: for each 16 of its rows and 32 columns.
     strips = -(-heads * min(tokens, seqlen_q) // 16)
-    columns = body.head_dim // 32
-    stride = columns if team > 1 else _columns(columns, tiles * strips, num_sms)
-    warps = team * strips * stride
+    warps = team * strips * (body.head_dim // 32)
     merge_blocks = -(-tiles * warps // _MERGE_WARPS)
     scan = 1
     if team == 1:
@@ -264,12 +257,13 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launc
         (-(-scans * warps // _MERGE_WARPS), 1, 1),
         launch_facts(CUBIN, merger).block, 0,
         (
-            *places, *common_numbers, problem.sink_type, num_blocks, team, scan, strips, stride,
+            *places, *common_numbers, problem.sink_type, num_blocks, team, scan, scans, strips,
             body.head_dim, block_m, -(-(1 << 36) // block_n),
         ),
         options={"programmatic": True},
     )  # fmt: skip
-    floats = num_blocks * _SLOTS * block_m * (body.head_dim + 2) if is_cut else 0
+    has_pieces = is_cut or (problem.has_lengths and body.mask == "causal")
+    floats = num_blocks * _SLOTS * block_m * (body.head_dim + 2) if has_pieces else 0
     ints = problem.batch_size + 2 if problem.has_lengths else 0
     packed = Packed(heads, tokens, box_rows, floats, ints, merge)
     function = common.shipped(CUBIN, body.name(q.dtype))

@@ -39,8 +39,10 @@ _RAGGED, _EVEN = 0.4, 0.9
 # Steps of up to so many queries, and pages, come with lengths in any case; who adds them to a plain
 # cache and more queries has some that are shorter than their room.
 _MOST_DECODED = 16
-_LATE = 1.5  # standard deviations: the last of many multiprocessors after their mean
+_LATE = 0.6  # of the longest part, by rounds of them: the last multiprocessor after their mean
 _ORDERED = 0.25  # of a round that tiles which differ wait for the last, the longest first
+# What a part saves against a share, which has the ends of two tiles: of columns nothing, and 128.
+_PART_US, _PART_COLUMNS_US = 3.0, 3.0
 _SHORT = 4  # stretches more in the share with the shortest tiles
 
 
@@ -98,11 +100,14 @@ class PackedTile(NamedTuple):
         return 4 * self.block_m * self.block_n * self.width / rate
 
     @property
+    def part_saves_us(self) -> float:
+        """What a part, of which a block takes one, saves against a share."""
+        return _PART_US + _PART_COLUMNS_US * self.width / 128 * self.block_m / 128
+
+    @property
     def longer(self) -> int:
-        """Blocks of keys that a part, of which a block takes one, may have more than a share, which
-        has the ends of two tiles."""
-        more = (_STRETCH * _tile_us(self.width) + self.pieces_us / 2) / self.unit_us
-        return min(_MOST_LONGER, int(more))
+        """Blocks of keys that a part may have more than a share."""
+        return min(_MOST_LONGER, int(self.part_saves_us / self.unit_us))
 
     @property
     def pieces_us(self) -> float:
@@ -143,10 +148,10 @@ def _tile_us(width: int) -> float:
 
 def _rounds_us(
     sizes: Sizes, tiles: int, tokens: int, unit_us: float, tile_us: float, block_n: int,
-    num_sms: int, is_sorted: bool,
+    num_sms: int, is_cut: bool,
 ) -> float:  # fmt: skip
-    """Whole tiles on all multiprocessors; is_sorted: the longest first, and the next one where
-    there is room, else every num_sms-th of one."""
+    """Whole tiles on all multiprocessors, the longest first: the next one where there is room, or
+    is_cut: in rounds, the long ones in parts."""
     rounds, seen = tiles / num_sms, blocks_seen(sizes, tokens, block_n)
     one = seen * unit_us + tile_us
     if rounds <= 1:
@@ -156,20 +161,16 @@ def _rounds_us(
         less = min(sizes.seqlen_q, sizes.mean) / 2 / block_n
     if sizes.evenness > _EVEN:
         most = math.ceil(rounds) * ((seen - less) * unit_us + tile_us)
-        if is_sorted and less > 0:  # the last round is of the shortest
+        if not is_cut and less > 0:  # the last round is of the shortest
             shortest = math.ceil(rounds) * ((seen - 2 * less) * unit_us + tile_us)
             mean = (rounds + _ORDERED) * ((seen - less) * unit_us + tile_us)
             most = min(most, max(shortest, mean))
         return max(one, most)
-    late = 0.0
-    if not is_sorted:
-        # Of a sequence, with the tiles that the rounds leave over, a multiprocessor has a tile or
-        # none; the squares of lengths spread evenly by their logarithms are half the evenness.
-        chance = tiles / sizes.batch_size / num_sms % 1
-        variance = sizes.batch_size * chance * (1 - chance) * sizes.evenness / 2
-        late = _LATE * seen * math.sqrt(variance)
     mean = max(1.0, seen * sizes.evenness - less)
-    return max(one, (rounds * mean + late) * unit_us + rounds * tile_us)
+    if is_cut:  # into parts of a multiprocessor's mean; who had long ones has short ones next
+        longest = min(seen, rounds * mean)
+        return (rounds * mean + _LATE * longest / rounds) * unit_us + rounds * tile_us
+    return max(one, rounds * (mean * unit_us + tile_us))
 
 
 def whole_us(sizes: Sizes, width: int, block_m: int, block_n: int, num_sms: int) -> float:
@@ -179,7 +180,7 @@ def whole_us(sizes: Sizes, width: int, block_m: int, block_n: int, num_sms: int)
     flops = _WHOLE_FLOPS_A_US[width] if has_mask or width > 64 else _FULL_FLOPS_A_US
     unit_us = 4 * block_m * block_n * width / flops
     work = _rounds_us(
-        sizes, tiles, block_m, unit_us, _tile_us(width), block_n, num_sms, is_sorted=True
+        sizes, tiles, block_m, unit_us, _tile_us(width), block_n, num_sms, is_cut=False
     )
     return _START_US + max(work, _all_bytes(sizes) / _BYTES_A_US)
 
@@ -198,7 +199,7 @@ def tiles_us(sizes: Sizes, tile: PackedTile, num_sms: int) -> float:
     tiles, tokens = _tiles(sizes, tile)
     tile_us = _tile_us(tile.width)
     work = _rounds_us(
-        sizes, tiles, tokens, tile.unit_us, tile_us, tile.block_n, num_sms, is_sorted=False
+        sizes, tiles, tokens, tile.unit_us, tile_us, tile.block_n, num_sms, is_cut=True
     )
     return _begin_us(sizes) + max(work, _all_bytes(sizes) / _BYTES_A_US)
 
@@ -237,7 +238,21 @@ def split_us(sizes: Sizes, tile: PackedTile, num_sms: int) -> float:
     work = max(share * tile.unit_us + stretches * stretch_us, num_bytes / rate + 2 * stretch_us)
     blocks = min(num_sms, tiles * seen_mean / share)
     pieces = min(blocks + tiles, 2 * blocks) / num_sms
+    longest = _longest_part(sizes, tiles, share, seen_mean, num_sms)
+    if sizes.window_left < 0 and longest <= share + min(tile.longer, share // 3):
+        work = max(longest * tile.unit_us + 2 * stretch_us, num_bytes / rate + 2 * stretch_us)
+        pieces = min(1.0, pieces)
     return _begin_us(sizes) + work + pieces * tile.pieces_us
+
+
+def _longest_part(sizes: Sizes, tiles: int, share: int, seen_mean: float, num_sms: int) -> float:
+    """Blocks of keys of a part, where there is one a block: about, where lengths differ."""
+    if tiles > num_sms:
+        return math.inf
+    if sizes.evenness > _EVEN:
+        return math.ceil(seen_mean / (num_sms // tiles))
+    # Each tile's last part is about half of one.
+    return share * num_sms / max(1.0, num_sms - tiles / 2)
 
 
 def sizes_of(problem: Problem) -> tuple[Sizes, ...]:
@@ -260,6 +275,11 @@ def sizes_of(problem: Problem) -> tuple[Sizes, ...]:
     )  # fmt: skip
     if is_known:
         return (sizes,)
+    if problem.block_table is not None:
+        # All pages that there are, if sequences share none.
+        held = problem.k.shape[0] * problem.k.shape[1] / batch_size
+        if held < _EVEN * mean:
+            return (sizes._replace(mean=max(held, min(mean, seqlen_q))),)
     ragged = max(mean * (_RAGGED + (1 - _RAGGED) / batch_size), min(mean, seqlen_q))
     differing = sizes._replace(mean=ragged)
     if problem.block_table is None and problem.cu_seqlens_k is None and seqlen_q > _MOST_DECODED:

@@ -130,6 +130,23 @@ def test_groups_emulated(
     assert max(pieces) > 1 or not is_cut
 
 
+@pytest.mark.parametrize("window", [(-1, -1), (2000, 0)])
+@pytest.mark.parametrize("layout", ["cache", "varlen_cache"])
+def test_long_tiles_in_turn_are_cut(
+    pieces: list[int], monkeypatch: pytest.MonkeyPatch, layout: str, window: tuple[int, int]
+) -> None:
+    """Into parts of a share at most, which go to memory; windows' are not."""
+    monkeypatch.setattr(SPLIT, "cuts_tiles", False)
+    rooms = taken(monkeypatch, SPLIT, lambda planned, *_: int(planned.maps.floats))
+    case = Case(
+        num_heads=2, num_kv_heads=2, causal=True, layout=layout, twice=True, window_size=window,
+        lengths_q=(40,) * 12, lengths_k=(100, 2900, 0, 70, 1500, 130, 64, 5, 300, 129, 80, 700),
+    )  # fmt: skip
+    with hopper_attention(monkeypatch, 5):
+        run(case, "cpu")
+    assert all(rooms) if window == (-1, -1) else not any(rooms)
+
+
 @pytest.mark.parametrize("is_cut", [True, False])
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_merges_that_look_at_many_tiles(
@@ -270,6 +287,17 @@ def test_lengths_on_the_device_may_differ() -> None:
     packed = torch.tensor([0, 2432], dtype=torch.int32)
     varlen = problem._replace(k=k[0], v=k[0], cu_seqlens_k=packed)
     assert [each.mean for each in COSTS.sizes_of(varlen)] == [2432 / 6]
+
+
+def test_pages_bound_what_caches_hold() -> None:
+    q = torch.empty(6, 35, 16, 80, dtype=torch.bfloat16)
+    table, lengths = torch.zeros(6, 38, dtype=torch.int32), torch.zeros(6, dtype=torch.int32)
+    options: dict[str, Any] = {"block_table": table, "cache_seqlens": lengths}
+    for pages, means in ((6 * 38, 2), (6 * 38 // 2, 1), (6, 1)):
+        k = torch.empty(pages, 64, 16, 80, dtype=torch.bfloat16)
+        found = COSTS.sizes_of(Problem(q, k, k, 6, 35, 38 * 64, 0.1, -1, 0, **options))
+        assert len(found) == means
+        assert means == 2 or found[0].mean == max(35, pages * 64 / 6)
 
 
 @pytest.mark.parametrize("group", range(1, 130))
