@@ -79,6 +79,7 @@ def test_what_plans_repeat_of_the_sources(tmp_path: Path) -> None:
         pytest.skip(str(missing))
     asserted = {
         "Packing::kSlots": forward_split_sm90._SLOTS,
+        "Packing::kAsTheyCome": forward_split_sm90._AS_THEY_COME,
         "Line::kMost": forward_split_sm90._MAX_BATCH,
     }
     source = tmp_path / "repeated.cu"

@@ -236,13 +236,14 @@ __device__ __forceinline__ void make_line(const Parameters& p, Line& line) {
         tiles = p.num_kv_heads * sequence.tiles;
     }
     int rank = threadIdx.x;
-    if (has_lengths && longest != 1) {
+    if (has_lengths && longest != 1 && longest != Packing::kAsTheyCome) {
         const int share = find_share(p, line, tiles, blocks);
         if (longest > 1) {
             rank = find_rank(p, line, blocks);
             longest = C::kHasParts ? share : longest;
         } else if (C::kHasParts) {
-            longest = find_longest(p, line, tiles, blocks, share, min(-longest, share / 3));
+            const int more = min(-longest, (share - p.packing.least_blocks) / 2);
+            longest = find_longest(p, line, tiles, blocks, share, more);
         }
     }
     line.longest = longest;

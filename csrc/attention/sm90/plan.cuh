@@ -73,8 +73,9 @@ struct Packing {
     int reciprocal;    // ceil(2^16 / heads)
     int least_blocks;  // blocks of keys of a share, at least
     // Blocks of keys of a part, at most (line.cuh); 1: shares. Where it is not positive, lengths on
-    // the device decide: parts, unless shares are more than -longest blocks shorter, or a quarter
-    // of parts. More than 1 is a share where lengths are on the device.
+    // the device decide: parts, if they are no more than -longest blocks longer than shares, and
+    // no more than half of what those have above least_blocks. More than 1, but for kAsTheyCome,
+    // is a share where lengths are on the device, and the sequences are sorted.
     int longest;
     float* partials;  // of each block, kSlots pieces
     int* line;        // where each sequence begins in the line, its end, `longest` as found
@@ -82,6 +83,7 @@ struct Packing {
     uint32_t reciprocal_n = 0;
 
     static constexpr int kSlots = 3;
+    static constexpr int kAsTheyCome = 1 << 29;
     __device__ __forceinline__ int token_of(int row) const { return row * reciprocal >> 16; }
     // Tiles of the same tokens.
     __device__ __forceinline__ int packs(int group) const { return (group + heads - 1) / heads; }

@@ -135,10 +135,11 @@ def fits(problem: Problem, out: torch.Tensor) -> bool:
     )
 
 
-def whole_us(problem: Problem) -> float:
-    """About how long whole tiles take, of a problem that fits."""
+def whole_us(problem: Problem) -> tuple[float, ...]:
+    """About how long whole tiles take, of a problem that fits, for each of `sizes_of` it."""
     body = _choose(problem)
-    return math.inf if body is None else split.whole_us(problem, body.stated, body.mean_width)
+    assert body is not None, problem.widest_head
+    return split.whole_us(problem, body.stated, body.mean_width)
 
 
 def heads_a_group(problem: Problem, seqlen_k: int) -> int:

@@ -23,8 +23,8 @@ from .problem import Problem, lse_strides_of, packed_tensor_map, strides_of, ten
 choice: bool | None = None
 # Whether tiles are cut: None where it is faster. For tests.
 cuts_tiles: bool | None = None
-# Blocks of keys by which parts may be longer than shares; None: by their costs. For tests.
-most_longer: int | None = None
+# Whether shares may be parts. For tests.
+has_parts = True
 
 CUBIN = "flash_attention_split_sm90"
 _SLOTS = 3  # Packing::kSlots
@@ -35,7 +35,9 @@ _MAX_HEADS = 1 << 15
 _MAX_SMS = 256
 _MAX_UNITS = 1 << 30
 _NO_MASK = 1 << 29
-_SHARES, _WHOLE = 1, 1 << 30  # Packing::longest: units are blocks of keys, or tiles
+# Packing::longest: units are blocks of keys, or tiles, sorted by their lengths or as they come.
+_SHARES, _SORTED, _AS_THEY_COME = 1, 1 << 30, 1 << 29
+_SHORT_BLOCKS = 3  # of keys: to sort such tiles takes longer than it saves
 
 
 class Packed(NamedTuple):
@@ -143,16 +145,16 @@ def applies(problem: Problem, whole: Stated, width: int) -> bool:
     tiles = -(-sizes[0].seqlen_q // block_m) * sizes[0].batch_size * sizes[0].num_heads
     if sizes[0].is_prompt and tiles >= num_sms:
         return False
-    return best_way(problem).us < whole_us(problem, whole, width)
+    return best_way(problem).us < _mean(whole_us(problem, whole, width))
 
 
-def whole_us(problem: Problem, whole: Stated, width: int) -> float:
-    """About how long forward_sm90's kernel takes; arguments as those of `applies`."""
+def whole_us(problem: Problem, whole: Stated, width: int) -> tuple[float, ...]:
+    """About how long forward_sm90's kernel takes, for each of `sizes_of` the problem; arguments as
+    those of `applies`."""
     num_sms = device_of(problem.q.device).num_sms
     block_m, block_n = whole.sizes["block_m"], whole.sizes["block_n"]
-    return _mean(
-        costs.whole_us(each, width, block_m, block_n, num_sms) for each in costs.sizes_of(problem)
-    )
+    every = costs.sizes_of(problem)
+    return tuple(costs.whole_us(each, width, block_m, block_n, num_sms) for each in every)
 
 
 def _mean(estimates: Iterable[float]) -> float:
@@ -190,15 +192,15 @@ def _scan(tiles: int, merge_blocks: int, num_blocks: int, num_sms: int, is_cut: 
 
 def _longest(problem: Problem, tile: costs.PackedTile, tiles: int, num_blocks: int) -> int:
     """Packing::longest: parts of tiles, one a block, where they are hardly longer than shares."""
-    longer = tile.longer if most_longer is None else most_longer
-    if longer < 0 or tiles > num_blocks or problem.window[0] >= 0 or problem.softcap != 0:
+    sizes = costs.sizes_of(problem)[0]
+    if not (has_parts and costs.has_parts(sizes, tiles, num_blocks) and problem.softcap == 0):
         return _SHARES
     if problem.has_lengths:
-        return -longer
+        return -costs.MOST_LONGER
     seen = -(-problem.seqlens[1] // tile.block_n)
     longest = max(2, -(-seen // (num_blocks // tiles)))
     share = costs.share_of(tiles * seen, num_blocks)
-    return longest if longest <= share + min(longer, share // 3) else _SHARES
+    return longest if longest <= share + costs.longer_of(share) else _SHARES
 
 
 def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launch:
@@ -216,11 +218,12 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launc
     tiles *= problem.batch_size * num_kv_heads
     num_sms = device_of(q.device).num_sms
     team = 1
-    least_blocks, longest = costs.LEAST_BLOCKS, _WHOLE
+    least_blocks = costs.LEAST_BLOCKS
     num_blocks = min(num_sms, tiles)
+    sizes = costs.sizes_of(problem)[0]._replace(seqlen_k=seqlen_k)
+    seen = costs.blocks_seen(sizes, tokens, block_n)
+    longest = _SORTED if seen > _SHORT_BLOCKS else _AS_THEY_COME
     if is_cut:
-        sizes = costs.sizes_of(problem)[0]._replace(seqlen_k=seqlen_k)
-        seen = costs.blocks_seen(sizes, tokens, block_n)
         num_blocks = min(num_sms, -(-tiles * (seen + 1) // least_blocks))
         share = costs.share_of(tiles * seen, num_blocks)
         longest = _longest(problem, tile, tiles, num_blocks)
@@ -262,7 +265,8 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launc
         ),
         options={"programmatic": True},
     )  # fmt: skip
-    has_pieces = is_cut or (problem.has_lengths and body.mask == "causal")
+    is_mixed = longest == _SORTED and problem.has_lengths and body.mask == "causal"
+    has_pieces = is_cut or is_mixed
     floats = num_blocks * _SLOTS * block_m * (body.head_dim + 2) if has_pieces else 0
     ints = problem.batch_size + 2 if problem.has_lengths else 0
     packed = Packed(heads, tokens, box_rows, floats, ints, merge)

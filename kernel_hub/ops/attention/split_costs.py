@@ -15,7 +15,7 @@ LEAST_BLOCKS = 2  # of a share: a piece costs as much as one to begin and to mer
 # Of a multiprocessor: of the kernels in shares, and of whole tiles by the mean of head_dim and v's
 # own.
 _FLOPS_A_US = {  # by width and rows
-    (64, 128): 3.8e6, (96, 128): 4.5e6, (96, 192): 5.0e6, (128, 128): 5.7e6, (192, 128): 6.0e6,
+    (64, 128): 3.7e6, (96, 128): 4.8e6, (96, 192): 5.4e6, (128, 128): 5.8e6, (192, 128): 6.5e6,
     (256, 128): 6.2e6,
 }  # fmt: skip
 _WHOLE_FLOPS_A_US = {64: 3.9e6, 96: 4.5e6, 128: 5.7e6, 160: 6.0e6, 192: 6.2e6, 256: 6.6e6}
@@ -32,17 +32,19 @@ _START_US, _LENGTHS_US = 4.5, 3.6
 _TILE_US, _COLUMNS_US, _STRETCH = 2.0, 1.4, 0.67
 _PIECES_US = 3.1
 _L2_BYTES = 36e6
-_MOST_LONGER = 7  # Line::kTried - 1
+# Blocks of keys by which a part, of which a block takes one, may be longer than a share, which has
+# the ends of two tiles: Line::kTried - 1, and half of what a share is above that of the least.
+MOST_LONGER = 7
+_MOST_PARTED = 0.75  # tiles by multiprocessors: with more there is hardly one to cut
 # Of lengths that only the device knows, all are as long as the longest, or all but that one are
 # about this part of it: where caches differ, few are as long.
 _RAGGED, _EVEN = 0.4, 0.9
 # Steps of up to so many queries, and pages, come with lengths in any case; who adds them to a plain
 # cache and more queries has some that are shorter than their room.
 _MOST_DECODED = 16
-_LATE = 0.6  # of the longest part, by rounds of them: the last multiprocessor after their mean
+_APART = 1.07  # shares of many tiles of sequences that differ
+_LATE = 0.75  # of the longest part, by rounds of them: the last multiprocessor after their mean
 _ORDERED = 0.25  # of a round that tiles which differ wait for the last, the longest first
-# What a part saves against a share, which has the ends of two tiles: of columns nothing, and 128.
-_PART_US, _PART_COLUMNS_US = 3.0, 3.0
 _SHORT = 4  # stretches more in the share with the shortest tiles
 
 
@@ -100,16 +102,6 @@ class PackedTile(NamedTuple):
         return 4 * self.block_m * self.block_n * self.width / rate
 
     @property
-    def part_saves_us(self) -> float:
-        """What a part, of which a block takes one, saves against a share."""
-        return _PART_US + _PART_COLUMNS_US * self.width / 128 * self.block_m / 128
-
-    @property
-    def longer(self) -> int:
-        """Blocks of keys that a part may have more than a share."""
-        return min(_MOST_LONGER, int(self.part_saves_us / self.unit_us))
-
-    @property
     def pieces_us(self) -> float:
         """Of pieces from each multiprocessor, out, in again and merged."""
         return _PIECES_US * self.width / 128 * self.block_m / 128
@@ -127,6 +119,16 @@ def blocks_seen(sizes: Sizes, tokens: int, block_n: int) -> int:
 def share_of(units: int, num_blocks: int) -> int:
     """The units of a block's share, as the kernel finds them."""
     return max(LEAST_BLOCKS, -(-units // num_blocks))
+
+
+def longer_of(share: int) -> int:
+    """Blocks of keys that a part may have more than a share, as the kernel finds them."""
+    return min(MOST_LONGER, max(0, share - LEAST_BLOCKS) // 2)
+
+
+def has_parts(sizes: Sizes, tiles: int, num_blocks: int) -> bool:
+    """Whether tiles may be cut into parts, one a block."""
+    return tiles <= _MOST_PARTED * num_blocks and sizes.window_left < 0
 
 
 def key_bytes(sizes: Sizes) -> float:
@@ -201,7 +203,11 @@ def tiles_us(sizes: Sizes, tile: PackedTile, num_sms: int) -> float:
     work = _rounds_us(
         sizes, tiles, tokens, tile.unit_us, tile_us, tile.block_n, num_sms, is_cut=True
     )
-    return _begin_us(sizes) + max(work, _all_bytes(sizes) / _BYTES_A_US)
+    pieces = 0.0
+    if sizes.evenness <= _EVEN:  # of those that are longer than a multiprocessor's mean
+        pieces = min(1.0, num_sms / tiles / sizes.evenness)
+    work = max(work, _all_bytes(sizes) / _BYTES_A_US)
+    return _begin_us(sizes) + work + pieces * tile.pieces_us
 
 
 def _begin_us(sizes: Sizes) -> float:
@@ -236,10 +242,11 @@ def split_us(sizes: Sizes, tile: PackedTile, num_sms: int) -> float:
     rate = _BYTES_A_US * (1 - _NARROW * max(0.0, 1 - sizes.head_dim / 128))
     rate *= _ASKEW if sizes.head_dim % 64 else 1.0
     work = max(share * tile.unit_us + stretches * stretch_us, num_bytes / rate + 2 * stretch_us)
+    work *= _APART if tiles > num_sms and sizes.has_lengths else 1.0
     blocks = min(num_sms, tiles * seen_mean / share)
     pieces = min(blocks + tiles, 2 * blocks) / num_sms
     longest = _longest_part(sizes, tiles, share, seen_mean, num_sms)
-    if sizes.window_left < 0 and longest <= share + min(tile.longer, share // 3):
+    if has_parts(sizes, tiles, num_sms) and longest <= share + longer_of(share):
         work = max(longest * tile.unit_us + 2 * stretch_us, num_bytes / rate + 2 * stretch_us)
         pieces = min(1.0, pieces)
     return _begin_us(sizes) + work + pieces * tile.pieces_us
@@ -247,10 +254,8 @@ def split_us(sizes: Sizes, tile: PackedTile, num_sms: int) -> float:
 
 def _longest_part(sizes: Sizes, tiles: int, share: int, seen_mean: float, num_sms: int) -> float:
     """Blocks of keys of a part, where there is one a block: about, where lengths differ."""
-    if tiles > num_sms:
-        return math.inf
     if sizes.evenness > _EVEN:
-        return math.ceil(seen_mean / (num_sms // tiles))
+        return math.ceil(seen_mean / max(1, num_sms // tiles))
     # Each tile's last part is about half of one.
     return share * num_sms / max(1.0, num_sms - tiles / 2)
 

@@ -22,11 +22,11 @@ from .decode_plan import DecodeGiven, Variant
 choice: bool | None = None
 
 # What the cost model knows of an H200 (docs/notes/flash_attention_split_sm90.md): a launch and its
-# merge, and what a decode kernel reads whose blocks of rows each read the cache.
-_START_US, _BYTES_A_US = 12.0, 3.0e6
+# merge, and what a decode kernel reads of whose blocks of rows each reads the cache, or one alone.
+_START_US, _BYTES_A_US, _ONE_BYTES_A_US = 12.0, 3.0e6, 4.0e6
 # Above so many columns whole tiles of several tokens may be faster than one block of rows of the
-# decode kernel, where both estimates say so: they are coarse.
-_NARROW, _WHOLE_MARGIN = 128, 1.3
+# decode kernel: where they are by so much, whatever the lengths.
+_NARROW, _WHOLE_MARGIN = 128, 1.15
 
 
 def problem_of(given: DecodeGiven) -> Problem:
@@ -64,10 +64,13 @@ def applies(given: DecodeGiven, variant: Variant) -> bool:
         return False
     if choice:
         return True
-    ours_us = decode_us(problem, variant.rows)
-    if rows > variant.rows and split.best_way(problem).us < ours_us:
-        return True
-    return q.shape[-1] > _NARROW and _WHOLE_MARGIN * sm90.whole_us(problem) < ours_us
+    if rows > variant.rows:
+        return split.best_way(problem).us < decode_us(problem, variant.rows)
+    reads_us = (costs.key_bytes(each) / _ONE_BYTES_A_US for each in costs.sizes_of(problem))
+    return all(
+        _WHOLE_MARGIN * whole_us < _START_US + each
+        for whole_us, each in zip(sm90.whole_us(problem), reads_us, strict=True)
+    )
 
 
 def decode_us(problem: Problem, block_rows: int) -> float:

@@ -69,7 +69,7 @@ def test_drawn_emulated(pieces: list[int], monkeypatch: pytest.MonkeyPatch, inde
     monkeypatch.setattr(COSTS, "LEAST_BLOCKS", generator.choice((1, 2, 3)))
     monkeypatch.setattr(SPLIT, "cuts_tiles", generator.choice((True, True, False)))
     force_rows(monkeypatch, generator.choice((128, 192)))
-    monkeypatch.setattr(SPLIT, "most_longer", generator.choice((-1, 0, 3, 7, 7)))
+    monkeypatch.setattr(SPLIT, "has_parts", generator.choice((True, True, False)))
     with hopper_attention(monkeypatch, generator.choice((1, 2, 3, 7, 13, 61))):
         run(random_split_case(generator, EMULATED), "cpu")
     assert pieces
