@@ -283,7 +283,7 @@ def test_lengths_on_the_device_may_differ() -> None:
         COSTS.split_us(each, tile, H200_SMS) / COSTS.whole_us(each, 96, 128, 128, H200_SMS)
         for each in (alike, ragged)
     ]
-    assert gains[1] < 1 and gains[0] > 1.3
+    assert gains[1] < 1 and gains[0] > 1.2
     packed = torch.tensor([0, 2432], dtype=torch.int32)
     varlen = problem._replace(k=k[0], v=k[0], cu_seqlens_k=packed)
     assert [each.mean for each in COSTS.sizes_of(varlen)] == [2432 / 6]
