@@ -20,6 +20,7 @@ from kernel_hub.ops.attention import (
     forward_fp8,
     forward_sm90,
     forward_split_sm90,
+    split_costs,
 )
 from kernel_hub.ops.core.device import SM90, launch_facts
 from kernel_hub.ops.matmul import grouped_plan, linear_fp8_plan, linear_plan, paired_plan, tiles
@@ -80,6 +81,7 @@ def test_what_plans_repeat_of_the_sources(tmp_path: Path) -> None:
     asserted = {
         "Packing::kSlots": forward_split_sm90._SLOTS,
         "Packing::kAsTheyCome": forward_split_sm90._AS_THEY_COME,
+        "Packing::kStep": split_costs.STEP,
         "Line::kMost": forward_split_sm90._MAX_BATCH,
     }
     source = tmp_path / "repeated.cu"

@@ -178,15 +178,16 @@ __device__ __forceinline__ int find_share(const Parameters& p, Line& line, int t
     return max(2, share_of(p, 1, line.sums[Line::kTried], gridDim.x));
 }
 
-// The shortest parts of which there is one a block, if they are no more than so many blocks of keys
+// About the shortest parts of which there is one a block, if they are no more than so many steps
 // longer than a share; else 1. As above.
 __device__ __forceinline__ int find_longest(const Parameters& p, Line& line, int tiles, int blocks,
                                             int share, int more) {
+    const int step = 1 + share / Packing::kStep;
     if (threadIdx.x / 32 * 32 < p.batch_size) {
 #pragma unroll 1
         for (int i = 0; i <= more; ++i) {
             const unsigned parts = __reduce_add_sync(
-                kAllLanes, static_cast<unsigned>(tiles * parts_of(blocks, share + i)));
+                kAllLanes, static_cast<unsigned>(tiles * parts_of(blocks, share + i * step)));
             if (threadIdx.x % 32 == 0) {
                 atomicAdd(&line.sums[i], static_cast<int>(parts));
             }
@@ -197,7 +198,7 @@ __device__ __forceinline__ int find_longest(const Parameters& p, Line& line, int
     while (found <= more && line.sums[found] > static_cast<int>(gridDim.x)) {
         ++found;
     }
-    return found <= more ? share + found : 1;
+    return found <= more ? share + found * step : 1;
 }
 
 // How many sequences have more blocks of keys, or as many and come before. As above.

@@ -73,9 +73,10 @@ struct Packing {
     int reciprocal;    // ceil(2^16 / heads)
     int least_blocks;  // blocks of keys of a share, at least
     // Blocks of keys of a part, at most (line.cuh); 1: shares. Where it is not positive, lengths on
-    // the device decide: parts, if they are no more than -longest blocks longer than shares, and
-    // no more than half of what those have above least_blocks. More than 1, but for kAsTheyCome,
-    // is a share where lengths are on the device, and the sequences are sorted.
+    // the device decide: parts, if they are no more than -longest steps longer than shares, and no
+    // more of them than half of what those have above least_blocks; a step is one, and one more
+    // for each kStep of a share. More than 1, but for kAsTheyCome, is a share where lengths are on
+    // the device, and the sequences are sorted.
     int longest;
     float* partials;  // of each block, kSlots pieces
     int* line;        // where each sequence begins in the line, its end, `longest` as found
@@ -84,6 +85,7 @@ struct Packing {
 
     static constexpr int kSlots = 3;
     static constexpr int kAsTheyCome = 1 << 29;
+    static constexpr int kStep = 64;
     __device__ __forceinline__ int token_of(int row) const { return row * reciprocal >> 16; }
     // Tiles of the same tokens.
     __device__ __forceinline__ int packs(int group) const { return (group + heads - 1) / heads; }

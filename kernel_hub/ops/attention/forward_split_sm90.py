@@ -193,7 +193,11 @@ def _scan(tiles: int, merge_blocks: int, num_blocks: int, num_sms: int, is_cut: 
 def _longest(problem: Problem, tile: costs.PackedTile, tiles: int, num_blocks: int) -> int:
     """Packing::longest: parts of tiles, one a block, where they are hardly longer than shares."""
     sizes = costs.sizes_of(problem)[0]
-    if not (has_parts and costs.has_parts(sizes, tiles, num_blocks) and problem.softcap == 0):
+    if not (
+        has_parts
+        and costs.has_parts(sizes, tiles, num_blocks, tile.block_n)
+        and problem.softcap == 0
+    ):
         return _SHARES
     if problem.has_lengths:
         return -costs.MOST_LONGER

@@ -32,18 +32,23 @@ _START_US, _LENGTHS_US = 4.5, 3.6
 _TILE_US, _COLUMNS_US, _STRETCH = 2.0, 1.4, 0.67
 _PIECES_US = 3.1
 _L2_BYTES = 36e6
-# Blocks of keys by which a part, of which a block takes one, may be longer than a share, which has
-# the ends of two tiles: Line::kTried - 1, and half of what a share is above that of the least.
-MOST_LONGER = 7
-_MOST_PARTED = 0.75  # tiles by multiprocessors: with more there is hardly one to cut
+# Steps by which a part, of which a block takes one, may be longer than a share, which has the ends
+# of two tiles: Line::kTried - 1, and half of what a share is above that of the least. A step is a
+# block of keys, and another for each STEP of a share.
+MOST_LONGER, STEP = 7, 64
+# Tiles by multiprocessors: with more there is hardly one to cut, and to look for it takes longer
+# than it saves, but of so many blocks of keys.
+_MOST_PARTED, _LONG_BLOCKS = 0.75, 64
 # Of lengths that only the device knows, all are as long as the longest, or all but that one are
 # about this part of it: where caches differ, few are as long.
 _RAGGED, _EVEN = 0.4, 0.9
 # Steps of up to so many queries, and pages, come with lengths in any case; who adds them to a plain
 # cache and more queries has some that are shorter than their room.
 _MOST_DECODED = 16
-_APART = 1.07  # shares of many tiles of sequences that differ
-_LATE = 0.75  # of the longest part, by rounds of them: the last multiprocessor after their mean
+_APART = 0.12  # shares of many tiles are so much slower
+# Of the longest part, by rounds of them: the last multiprocessor after their mean; where tiles are
+# few, each that is cut is two parts, and of those some have two.
+_LATE, _FEW_LATE, _FEW_ROUNDS = 0.75, 1.2, 1.6
 _ORDERED = 0.25  # of a round that tiles which differ wait for the last, the longest first
 _SHORT = 4  # stretches more in the share with the shortest tiles
 
@@ -67,6 +72,11 @@ class Sizes(NamedTuple):
     def evenness(self) -> float:
         """The mean of lengths by the longest; of a window's keys each sequence has all."""
         return 1.0 if self.window_left >= 0 else self.mean / max(self.seqlen_k, 1)
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether lengths differ much."""
+        return self.evenness <= _EVEN
 
     @property
     def is_prompt(self) -> bool:
@@ -123,12 +133,14 @@ def share_of(units: int, num_blocks: int) -> int:
 
 def longer_of(share: int) -> int:
     """Blocks of keys that a part may have more than a share, as the kernel finds them."""
-    return min(MOST_LONGER, max(0, share - LEAST_BLOCKS) // 2)
+    steps = min(MOST_LONGER, max(0, share - LEAST_BLOCKS) // 2)
+    return steps * (1 + share // STEP)
 
 
-def has_parts(sizes: Sizes, tiles: int, num_blocks: int) -> bool:
+def has_parts(sizes: Sizes, tiles: int, num_blocks: int, block_n: int) -> bool:
     """Whether tiles may be cut into parts, one a block."""
-    return tiles <= _MOST_PARTED * num_blocks and sizes.window_left < 0
+    is_long = sizes.seqlen_k > _LONG_BLOCKS * block_n
+    return sizes.window_left < 0 and tiles <= num_blocks * (1.0 if is_long else _MOST_PARTED)
 
 
 def key_bytes(sizes: Sizes) -> float:
@@ -161,7 +173,7 @@ def _rounds_us(
     less = 0.0
     if sizes.window_left < 0 <= sizes.window_right:  # half see fewer keys
         less = min(sizes.seqlen_q, sizes.mean) / 2 / block_n
-    if sizes.evenness > _EVEN:
+    if not sizes.is_ragged:
         most = math.ceil(rounds) * ((seen - less) * unit_us + tile_us)
         if not is_cut and less > 0:  # the last round is of the shortest
             shortest = math.ceil(rounds) * ((seen - 2 * less) * unit_us + tile_us)
@@ -171,7 +183,8 @@ def _rounds_us(
     mean = max(1.0, seen * sizes.evenness - less)
     if is_cut:  # into parts of a multiprocessor's mean; who had long ones has short ones next
         longest = min(seen, rounds * mean)
-        return (rounds * mean + _LATE * longest / rounds) * unit_us + rounds * tile_us
+        late = _LATE / rounds + _FEW_LATE * max(0.0, _FEW_ROUNDS - rounds)
+        return (rounds * mean + late * longest) * unit_us + rounds * tile_us
     return max(one, rounds * (mean * unit_us + tile_us))
 
 
@@ -204,7 +217,7 @@ def tiles_us(sizes: Sizes, tile: PackedTile, num_sms: int) -> float:
         sizes, tiles, tokens, tile.unit_us, tile_us, tile.block_n, num_sms, is_cut=True
     )
     pieces = 0.0
-    if sizes.evenness <= _EVEN:  # of those that are longer than a multiprocessor's mean
+    if sizes.is_ragged:  # of those that are longer than a multiprocessor's mean
         pieces = min(1.0, num_sms / tiles / sizes.evenness)
     work = max(work, _all_bytes(sizes) / _BYTES_A_US)
     return _begin_us(sizes) + work + pieces * tile.pieces_us
@@ -242,11 +255,11 @@ def split_us(sizes: Sizes, tile: PackedTile, num_sms: int) -> float:
     rate = _BYTES_A_US * (1 - _NARROW * max(0.0, 1 - sizes.head_dim / 128))
     rate *= _ASKEW if sizes.head_dim % 64 else 1.0
     work = max(share * tile.unit_us + stretches * stretch_us, num_bytes / rate + 2 * stretch_us)
-    work *= _APART if tiles > num_sms and sizes.has_lengths else 1.0
+    work *= 1 + _APART * min(1.0, max(0.0, tiles / num_sms - 1))
     blocks = min(num_sms, tiles * seen_mean / share)
     pieces = min(blocks + tiles, 2 * blocks) / num_sms
     longest = _longest_part(sizes, tiles, share, seen_mean, num_sms)
-    if has_parts(sizes, tiles, num_sms) and longest <= share + longer_of(share):
+    if has_parts(sizes, tiles, num_sms, tile.block_n) and longest <= share + longer_of(share):
         work = max(longest * tile.unit_us + 2 * stretch_us, num_bytes / rate + 2 * stretch_us)
         pieces = min(1.0, pieces)
     return _begin_us(sizes) + work + pieces * tile.pieces_us
@@ -254,7 +267,7 @@ def split_us(sizes: Sizes, tile: PackedTile, num_sms: int) -> float:
 
 def _longest_part(sizes: Sizes, tiles: int, share: int, seen_mean: float, num_sms: int) -> float:
     """Blocks of keys of a part, where there is one a block: about, where lengths differ."""
-    if sizes.evenness > _EVEN:
+    if not sizes.is_ragged:
         return math.ceil(seen_mean / max(1, num_sms // tiles))
     # Each tile's last part is about half of one.
     return share * num_sms / max(1.0, num_sms - tiles / 2)

@@ -25,7 +25,7 @@ choice: bool | None = None
 # merge, and what a decode kernel reads of whose blocks of rows each reads the cache, or one alone.
 _START_US, _BYTES_A_US, _ONE_BYTES_A_US = 12.0, 3.0e6, 4.0e6
 # Above so many columns whole tiles of several tokens may be faster than one block of rows of the
-# decode kernel: where they are by so much, whatever the lengths.
+# decode kernel, by so much: where lengths are known to differ.
 _NARROW, _WHOLE_MARGIN = 128, 1.15
 
 
@@ -66,11 +66,11 @@ def applies(given: DecodeGiven, variant: Variant) -> bool:
         return True
     if rows > variant.rows:
         return split.best_way(problem).us < decode_us(problem, variant.rows)
-    reads_us = (costs.key_bytes(each) / _ONE_BYTES_A_US for each in costs.sizes_of(problem))
-    return all(
-        _WHOLE_MARGIN * whole_us < _START_US + each
-        for whole_us, each in zip(sm90.whole_us(problem), reads_us, strict=True)
-    )
+    *others, sizes = costs.sizes_of(problem)
+    if others or not sizes.is_ragged:
+        return False
+    ours_us = _START_US + costs.key_bytes(sizes) / _ONE_BYTES_A_US
+    return _WHOLE_MARGIN * sm90.whole_us(problem)[0] < ours_us
 
 
 def decode_us(problem: Problem, block_rows: int) -> float:
