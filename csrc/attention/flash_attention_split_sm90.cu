@@ -1,25 +1,26 @@
 // Attention forward on Hopper for few queries over many keys: what flash_attention_sm90.cu
-// computes, with the work cut into equal shares along the keys.
+// computes, with the work cut along the keys: into equal shares, or parts, or long tiles alone.
 //
 // A tile is block_m rows: `tokens` tokens of `heads` query heads that share a kv head (row = token
 // heads + head), so that K and V are read once for them; masks go by the token. A launch's tiles
-// and their blocks of keys are one line (sm90/line.cuh), of which each block takes an equal share,
-// whatever the lengths on the device are. A tile that lies in one share is written as it is; else
-// its pieces, fp32 sums with the shift and the sum of their exponents, go to memory, and
-// ..._merge adds them up in the order of the keys: the same bits every time. It also writes the
-// rows that see no keys. Pieces have no sinks: those join the sum of a whole tile, or the merge's.
+// and their blocks of keys are one line (sm90/line.cuh), dealt to the blocks by the lengths on the
+// device. A tile that one block has is written as it is; else its pieces, fp32 sums with the shift
+// and the sum of their exponents, go to memory, and ..._merge adds them up in the order of the
+// keys: the same bits every time. It also writes the rows that see no keys. Pieces have no sinks:
+// those join the sum of a whole tile, or the merge's.
 //
 // Parallelisation, shared memory and products of a block: flash_attention_sm90.cu. The merge: 16
 // rows by 32 columns a warp, or `team` warps where a tile has many pieces.
 //
 //   flash_attention_split_sm90_{dtype}_hdim{N}_causal   window_right only; 2^29: no mask
+//   ..._causal_rows192 (96)                             the same in tiles of 192 rows
 //   ..._window (64, 128, 256)                           both sides, either of them open; softcap
 //   flash_attention_split_sm90_{dtype}_merge            after each; grid and blocks of theirs
 // Tensor maps as there, but for q: head_dim, heads, tokens, batch; boxes of 64 columns by `heads`
 // by `tokens`.
 // Source: Dao et al., "Flash-Decoding", 2023; Osama et al., "Stream-K", 2023.
 //
-// kernel_hub: allow-local-memory: 16 bytes at head_dim 256, in the warp that loads
+// kernel_hub: allow-local-memory: 16 bytes at head_dim 256, in the warps that load
 
 #include "attention/sm90/block.cuh"
 #include "attention/sm90/merge.cuh"
