@@ -163,9 +163,9 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
         case.batch_size, case.num_heads, case.num_kv_heads, case.seqlen_q, case.seqlen_k,
         case.window_left, 0 if case.causal else -1, case.seqlen_k, case.head_dim,
     )  # fmt: skip
-    width = next(each for each in split.WIDTHS if each >= case.head_dim)
-    block = split.Body("causal", width).stated.sizes
-    tile = costs.PackedTile(width, block["block_m"], block["block_n"])
+    body = next(each for each in split.BODIES if each.head_dim >= case.head_dim)
+    block = body.stated.sizes
+    tile = costs.PackedTile(body.head_dim, block["block_m"], block["block_n"])
     sms = device_of(sets[0]["q"].device).num_sms
     row["floor"] = round(floor, 1)
     row["estimates"] = [

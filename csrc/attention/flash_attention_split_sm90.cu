@@ -1,25 +1,26 @@
 // Attention forward on Hopper for few queries over many keys: what flash_attention_sm90.cu
-// computes, with the work cut into equal shares along the keys.
+// computes, with the work cut along the keys: into equal shares, or parts, or long tiles alone.
 //
 // A tile is block_m rows: `tokens` tokens of `heads` query heads that share a kv head (row = token
 // heads + head), so that K and V are read once for them; masks go by the token. A launch's tiles
-// and their blocks of keys are one line (sm90/line.cuh), of which each block takes an equal share,
-// whatever the lengths on the device are. A tile that lies in one share is written as it is; else
-// its pieces, fp32 sums with the shift and the sum of their exponents, go to memory, and
-// ..._merge adds them up in the order of the keys: the same bits every time. It also writes the
-// rows that see no keys. Pieces have no sinks: those join the sum of a whole tile, or the merge's.
+// and their blocks of keys are one line (sm90/line.cuh), dealt to the blocks by the lengths on the
+// device. A tile that one block has is written as it is; else its pieces, fp32 sums with the shift
+// and the sum of their exponents, go to memory, and ..._merge adds them up in the order of the
+// keys: the same bits every time. It also writes the rows that see no keys. Pieces have no sinks:
+// those join the sum of a whole tile, or the merge's.
 //
 // Parallelisation, shared memory and products of a block: flash_attention_sm90.cu. The merge: 16
 // rows by 32 columns a warp, or `team` warps where a tile has many pieces.
 //
 //   flash_attention_split_sm90_{dtype}_hdim{N}_causal   window_right only; 2^29: no mask
-//   ..._window                                          both sides, either of them open; softcap
-//   ..._merge (128, 256)                                after either; grid and blocks of theirs
+//   ..._causal_rows192 (96)                             the same in tiles of 192 rows
+//   ..._window (64, 128, 256)                           both sides, either of them open; softcap
+//   flash_attention_split_sm90_{dtype}_merge            after each; grid and blocks of theirs
 // Tensor maps as there, but for q: head_dim, heads, tokens, batch; boxes of 64 columns by `heads`
 // by `tokens`.
 // Source: Dao et al., "Flash-Decoding", 2023; Osama et al., "Stream-K", 2023.
 //
-// kernel_hub: allow-local-memory: 16 bytes at head_dim 256, in the warp that loads
+// kernel_hub: allow-local-memory: 16 bytes at head_dim 256, in the warps that load
 
 #include "attention/sm90/block.cuh"
 #include "attention/sm90/merge.cuh"
@@ -27,40 +28,43 @@
 
 namespace kernel_hub::attention::sm90 {
 
-#define EXPORT_SPLIT(DTYPE, T, HEAD_DIM, VARIANT, MASK, BLOCK_N)                                   \
-    DESCRIBED(                                                                                     \
-        flash_attention_split_sm90_##DTYPE##_hdim##HEAD_DIM##_##VARIANT,                           \
-        "x: as many blocks as multiprocessors, or as shares",                                      \
-        (facts_of<Config<T, HEAD_DIM, 2, BLOCK_N, Mask::MASK, true>>()),                           \
-        extern "C" __global__ void                                                                 \
-        __launch_bounds__(384, 1) flash_attention_split_sm90_##DTYPE##_hdim##HEAD_DIM##_##VARIANT( \
-            T* out, float* lse, int* flag, float* partials, int* line, ATTENTION_INPUTS,           \
-            ATTENTION_SHAPE, int window_left, int window_right, int heads, int tokens,             \
-            int reciprocal, int least_blocks, int num_pages, int page_size, int box_rows,          \
-            ATTENTION_SCORES) {                                                                    \
-            using C = Config<T, HEAD_DIM, 2, BLOCK_N, Mask::MASK, true>;                           \
-            const Packing packing = {heads, tokens, reciprocal, least_blocks, partials, line};     \
-            flash_attention_sm90<C>({ATTENTION_INPUT_ARGUMENTS, ATTENTION_SHAPE_ARGUMENTS,         \
-                                     ATTENTION_SCORE_ARGUMENTS, .packing = packing});              \
+#define EXPORT_SPLIT(DTYPE, T, HEAD_DIM, VARIANT, MASK, CONSUMERS, BLOCK_N)                \
+    DESCRIBED(                                                                             \
+        flash_attention_split_sm90_##DTYPE##_hdim##HEAD_DIM##_##VARIANT,                   \
+        "x: as many blocks as multiprocessors, or as shares",                              \
+        (facts_of<Config<T, HEAD_DIM, CONSUMERS, BLOCK_N, Mask::MASK, true>>()),           \
+        extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)             \
+        flash_attention_split_sm90_##DTYPE##_hdim##HEAD_DIM##_##VARIANT(                   \
+            T* out, float* lse, int* flag, float* partials, int* line, ATTENTION_INPUTS,   \
+            ATTENTION_SHAPE, int window_left, int window_right, int heads, int tokens,     \
+            int reciprocal, int least_blocks, int longest, int num_pages, int page_size,   \
+            int box_rows, ATTENTION_SCORES) {                                              \
+            using C = Config<T, HEAD_DIM, CONSUMERS, BLOCK_N, Mask::MASK, true>;           \
+            const Packing packing = {heads,   tokens,   reciprocal, least_blocks,          \
+                                     longest, partials, line};                             \
+            flash_attention_sm90<C>({ATTENTION_INPUT_ARGUMENTS, ATTENTION_SHAPE_ARGUMENTS, \
+                                     ATTENTION_SCORE_ARGUMENTS, .packing = packing});      \
         })
 
-// NOTE: the window's code is right for the others: without a left bound it is the same.
-#define EXPORT_MERGE(DTYPE, T, HEAD_DIM, BLOCK_N)                                                  \
+#define EXPORT_MERGE(DTYPE, T)                                                                     \
     DESCRIBED(                                                                                     \
-        flash_attention_split_sm90_##DTYPE##_hdim##HEAD_DIM##_merge,                               \
-        "x: 8 / team strips of 16 rows by 32 columns, each of scan tiles",                         \
+        flash_attention_split_sm90_##DTYPE##_merge,                                                \
+        "x: 8 / team strips of 16 rows of scan tiles, by 32 columns",                              \
         (.threads = 256, .shared_bytes = 0),                                                       \
         extern "C" __global__ void                                                                 \
-        __launch_bounds__(256, 2) flash_attention_split_sm90_##DTYPE##_hdim##HEAD_DIM##_merge(     \
+        __launch_bounds__(256, 2) flash_attention_split_sm90_##DTYPE##_merge(                      \
             T* out, float* lse, int* flag, float* partials, int* line, const int* cu_seqlens_q,    \
             const int* cu_seqlens_k, const int* cache_seqlens, const void* sinks,                  \
             int64_t out_batch_stride, int64_t out_token_stride, int64_t out_head_stride,           \
             int64_t lse_batch_stride, int64_t lse_head_stride, int batch_size, int num_heads,      \
             int num_kv_heads, int head_dim_v, int seqlen_q, int seqlen_k, int total_q,             \
             int total_k, int window_left, int window_right, int heads, int tokens, int reciprocal, \
-            int least_blocks, int sink_type, int blocks, int team, int scan, int width) {          \
-            using C = Config<T, HEAD_DIM, 2, BLOCK_N, Mask::kWindow, true>;                        \
-            const Packing packing = {heads, tokens, reciprocal, least_blocks, partials, line};     \
+            int least_blocks, int longest, int sink_type, int blocks, int team, int scan,          \
+            int groups, int strips, int width, int rows, int reciprocal_n) {                       \
+            using C = MergeConfig<T>;                                                              \
+            const Packing packing = {                                                              \
+                heads,   tokens,   reciprocal, least_blocks,                                       \
+                longest, partials, line,       static_cast<uint32_t>(reciprocal_n)};               \
             merge_pieces<C>({.out = out,                                                           \
                              .lse = lse,                                                           \
                              .flag = flag,                                                         \
@@ -85,20 +89,21 @@ namespace kernel_hub::attention::sm90 {
                              .window_right = window_right,                                         \
                              .sink_type = sink_type,                                               \
                              .packing = packing},                                                  \
-                            blocks, team, scan, width);                                            \
+                            {partials, rows, width}, blocks, team, scan, groups, strips);          \
         })
 
-#define EXPORT_HEAD_DIM(DTYPE, T, HEAD_DIM, BLOCK_N)           \
-    EXPORT_SPLIT(DTYPE, T, HEAD_DIM, causal, kCausal, BLOCK_N) \
-    EXPORT_SPLIT(DTYPE, T, HEAD_DIM, window, kWindow, BLOCK_N)
+#define EXPORT_MASKS(DTYPE, T, HEAD_DIM, BLOCK_N)                 \
+    EXPORT_SPLIT(DTYPE, T, HEAD_DIM, causal, kCausal, 2, BLOCK_N) \
+    EXPORT_SPLIT(DTYPE, T, HEAD_DIM, window, kWindow, 2, BLOCK_N)
 
-// A merge is of blocks of so many keys: that of 128 takes pieces of 64 columns too.
-#define EXPORT_HEAD_DIMS(DTYPE, T)      \
-    EXPORT_HEAD_DIM(DTYPE, T, 64, 128)  \
-    EXPORT_HEAD_DIM(DTYPE, T, 128, 128) \
-    EXPORT_HEAD_DIM(DTYPE, T, 256, 80)  \
-    EXPORT_MERGE(DTYPE, T, 128, 128)    \
-    EXPORT_MERGE(DTYPE, T, 256, 80)
+#define EXPORT_HEAD_DIMS(DTYPE, T)                             \
+    EXPORT_MASKS(DTYPE, T, 64, 128)                            \
+    EXPORT_SPLIT(DTYPE, T, 96, causal, kCausal, 2, 128)        \
+    EXPORT_SPLIT(DTYPE, T, 96, causal_rows192, kCausal, 3, 96) \
+    EXPORT_MASKS(DTYPE, T, 128, 128)                           \
+    EXPORT_SPLIT(DTYPE, T, 192, causal, kCausal, 2, 112)       \
+    EXPORT_MASKS(DTYPE, T, 256, 80)                            \
+    EXPORT_MERGE(DTYPE, T)
 
 EXPORT_HEAD_DIMS(fp16, __half)
 EXPORT_HEAD_DIMS(bf16, __nv_bfloat16)

@@ -23,6 +23,7 @@ def in_shares(patch: pytest.MonkeyPatch, hopper_way: Way) -> Iterator[list[str]]
     """The functions of the launches that they took."""
     found = taken(patch, SPLIT, lambda planned, *_: str(planned.function.name))
     patch.setattr(decode_sm90, "choice", True)
+    patch.setattr(SPLIT, "choice", True)
     few = contextlib.nullcontext() if hopper_way.is_gpu else hopper_attention(patch, 7)
     with few:
         forget_all()

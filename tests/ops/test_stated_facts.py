@@ -20,6 +20,7 @@ from kernel_hub.ops.attention import (
     forward_fp8,
     forward_sm90,
     forward_split_sm90,
+    split_costs,
 )
 from kernel_hub.ops.core.device import SM90, launch_facts
 from kernel_hub.ops.matmul import grouped_plan, linear_fp8_plan, linear_plan, paired_plan, tiles
@@ -79,6 +80,8 @@ def test_what_plans_repeat_of_the_sources(tmp_path: Path) -> None:
         pytest.skip(str(missing))
     asserted = {
         "Packing::kSlots": forward_split_sm90._SLOTS,
+        "Packing::kAsTheyCome": forward_split_sm90._AS_THEY_COME,
+        "Packing::kStep": split_costs.STEP,
         "Line::kMost": forward_split_sm90._MAX_BATCH,
     }
     source = tmp_path / "repeated.cu"
@@ -115,11 +118,8 @@ def test_the_plans_of_products_name_every_variant() -> None:
 def test_the_plans_of_attention_name_every_variant() -> None:
     sm90 = exported("flash_attention_sm90", "")
     assert {body.name(BF16) for body in forward_sm90.BODIES} == {n for n in sm90 if "bf16" in n}
-    split = [
-        forward_split_sm90.Body(*x)
-        for x in itertools.product(("causal", "window"), forward_split_sm90.WIDTHS)
-    ]
-    named = {body.name(BF16, what) for body in split for what in ("", "merge")}
+    named = {body.name(BF16) for body in forward_split_sm90.BODIES}
+    named.add(forward_split_sm90.merge_name(BF16))
     assert named == {n for n in exported("flash_attention_split_sm90", "") if "bf16" in n}
     assert {body.name for body in forward_fp8.BODIES} == exported("flash_attention_fp8_sm90", "")
     backward = CUBINS["flash_attention_backward"].values()

@@ -71,8 +71,11 @@ __device__ __forceinline__ void flash_attention_sm90(const Parameters& p) {
             } else {
                 loader.run();
             }
-        } else if (C::kSplit) {
+        } else if constexpr (C::kSplit) {
             allow_next_launch();  // the merge, which writes what sees no keys
+            if (warp_idx == 2) {
+                deal_share<C>(p, shared);
+            }
         } else if (C::kMask != Mask::kFull || p.has_foreign_rows || p.cu_seqlens_q) {
             write_empty_tiles<C>(p);
         }

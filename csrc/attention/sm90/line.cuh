@@ -1,19 +1,25 @@
-// flash_attention_split_sm90.cu: the work of a launch as one line of units, cut into equal shares.
+// flash_attention_split_sm90.cu: the work of a launch as one line of units, dealt to its blocks.
 //
-// A tile is packing.tokens tokens of packing.heads heads of a group; a unit is kBlockN keys of it,
-// or where tiles are not cut (packing.least_blocks 0) all that it sees. Then each block takes every
-// gridDim-th tile, so that those that run at a time read the same keys: with shares longer than a
-// tile, each block reads keys of its own from memory, of many kv heads at a time.
+// A tile is packing.tokens tokens of packing.heads heads of a group. Of what it sees, a unit is
+//   in shares: kBlockN keys; each block takes a stretch of the line, all of them equally long;
+//   in parts:  an equal part, of `longest` blocks of keys at most; a block takes one of them;
+//   in turn:   all that it sees, or where lengths are on the device parts of no more than a share;
+//              a block takes one of each round, the longest sequences first, so that those that run
+//              at a time read the same keys: with shares longer than a tile, each block reads keys
+//              of its own from memory, of many kv heads at a time.
+// Parts are longer than shares, and are fewer pieces: a share may have the ends of two tiles.
 // Tiles of a sequence are as wide as its widest. In the line come, outermost first: sequences, kv
-// heads, chunks of a share's length of keys, tiles, units: blocks that run side by side read the
-// same keys. A block takes one share; what it has of a tile in one stretch is a piece, which goes
-// to memory unless it is the whole tile.
+// heads, chunks of keys (of a share's length, or a part), tiles, units: blocks that run side by
+// side read the same keys. What a block has of a tile in one stretch is a piece, which goes to
+// memory unless it is the whole tile.
 //
-// NOTE: chunks are half a share or longer, so that of a block's pieces at most one lies inside its
-// share: Packing::kSlots is 3.
+// NOTE: in turn, pieces are the first units of the line, and less than two a block: of w > s blocks
+// there are less than 2 w / s parts. NOTE: chunks are half a share or longer, so that of a block's
+// pieces at most one lies inside its share: Packing::kSlots is 3.
 #pragma once
 
 #include "attention/sm90/plan.cuh"
+#include "kernel_hub/math.cuh"
 
 namespace kernel_hub::attention::sm90 {
 
@@ -23,15 +29,41 @@ struct Stretch {
     int at;            // of its first in the line
 };
 
+// Whole blocks among so many keys, of which there are less than 2^31.
+template <class C>
+__device__ __forceinline__ int blocks_in(const Parameters& p, int keys) {
+    if constexpr (C::kBlockN != 0) {
+        return keys / C::kBlockN;
+    } else {
+        return static_cast<int>(static_cast<uint64_t>(keys / 16) * p.packing.reciprocal_n >> 32);
+    }
+}
+
+// Blocks that so many keys lie in.
+template <class C>
+__device__ __forceinline__ int blocks_over(const Parameters& p, int keys) {
+    if constexpr (C::kBlockN != 0) {
+        return (keys + C::kBlockN - 1) / C::kBlockN;
+    } else {
+        return keys > 0 ? blocks_in<C>(p, keys - 1) + 1 : 0;
+    }
+}
+
+__device__ __forceinline__ int parts_of(int blocks, int longest) {
+    return (blocks + longest - 1) / longest;
+}
+
 // What a sequence has to do.
 template <class C>
 struct Sequence {
     int q_begin, seqlen_q, seqlen_k;
     int tiles;                      // that share the keys of a kv head
     int width;                      // units of a tile, at most
+    int unit;                       // blocks of keys of a unit
     int packs;                      // tiles of the same tokens
     int chunk, chunks, last_begin;  // units: of a chunk, ..., where the last one begins
 
+    // In blocks of keys; `deal` makes units of them.
     __device__ __forceinline__ Sequence(const Parameters& p, int batch) {
         const RowRange queries = find_queries(p, batch);
         q_begin = queries.start;
@@ -40,15 +72,25 @@ struct Sequence {
         packs = p.packing.packs(p.num_heads / p.num_kv_heads);
         const int rows = min(seqlen_q, p.seqlen_q);
         tiles = (rows + p.packing.tokens - 1) / p.packing.tokens * packs;
-        width = (seqlen_k + C::kBlockN - 1) / C::kBlockN;
+        width = blocks_over<C>(p, seqlen_k);
         if (C::kMask == Mask::kWindow && p.window_left >= 0) {
-            width -= max(0, seqlen_k - seqlen_q - p.window_left) / C::kBlockN;
+            width -= blocks_in<C>(p, max(0, seqlen_k - seqlen_q - p.window_left));
             if (p.window_right >= 0) {
                 const int span = p.packing.tokens + p.window_left + p.window_right;
-                width = min(width, (span + C::kBlockN - 2) / C::kBlockN + 1);
+                width = min(width, blocks_over<C>(p, span - 1) + 1);
             }
         }
-        width = p.packing.least_blocks == 0 ? min(width, 1) : width;
+        unit = 1;
+    }
+
+    // longest, share: Packing's, found, and of the line.
+    __device__ __forceinline__ void deal(int longest, int share) {
+        if (longest != 1 && width > 0) {
+            const int blocks = width;
+            width = C::kHasParts ? parts_of(blocks, longest) : 1;
+            unit = C::kHasParts ? (blocks + width - 1) / width : blocks;
+        }
+        cut(share);
     }
 
     __device__ __forceinline__ int units(const Parameters& p) const {
@@ -95,19 +137,19 @@ struct Sequence {
             end = max(0, min(end, row_end + found.offset() + p.window_right));
         }
         if (C::kMask == Mask::kWindow && p.window_left >= 0) {
-            begin = max(0, found.row_begin + found.offset() - p.window_left) / C::kBlockN;
+            begin = blocks_in<C>(p, max(0, found.row_begin + found.offset() - p.window_left));
         }
-        found.block_begin = begin + s.begin;
-        found.block_end = (end + C::kBlockN - 1) / C::kBlockN;
-        if (p.packing.least_blocks != 0) {
-            found.block_end = min(found.block_end, found.block_begin + s.count);
-        }
+        found.block_begin = begin + s.begin * unit;
+        found.block_end = min(blocks_over<C>(p, end), found.block_begin + s.count * unit);
         return found;
     }
 };
 
 // Where a piece goes that is `count` units from `at` on in the line.
 __device__ __forceinline__ int slot_of(int at, int count, int share) {
+    if (share == 1) {
+        return at;
+    }
     const int block = at / share;
     const int inner = at == block * share ? 0 : at + count == (block + 1) * share ? 2 : 1;
     return block * Packing::kSlots + inner;
@@ -117,20 +159,109 @@ __device__ __forceinline__ bool has_device_lengths(const Parameters& p) {
     return p.cu_seqlens_q || p.cu_seqlens_k || p.cache_seqlens;
 }
 
-__device__ __forceinline__ int share_of(const Parameters& p, int units, int blocks) {
-    const int least = p.packing.least_blocks;
-    return least == 0 ? 1 : max(least, (units + blocks - 1) / blocks);
+__device__ __forceinline__ int share_of(const Parameters& p, int longest, int units, int blocks) {
+    return longest != 1 ? 1 : max(p.packing.least_blocks, (units + blocks - 1) / blocks);
 }
 
-// Finds where each sequence begins. Every thread of the block; ends with a barrier. The first block
-// writes it down for the merge.
+// The blocks of keys of a share. Every thread of the block, each with a sequence: `tiles` of so
+// many blocks of keys.
+__device__ __forceinline__ int find_share(const Parameters& p, Line& line, int tiles, int blocks) {
+    if (threadIdx.x <= Line::kTried) {
+        line.sums[threadIdx.x] = 0;
+    }
+    __syncthreads();
+    const unsigned sum = __reduce_add_sync(kAllLanes, static_cast<unsigned>(tiles * blocks));
+    if (threadIdx.x % 32 == 0 && threadIdx.x < p.batch_size) {
+        atomicAdd(&line.sums[Line::kTried], static_cast<int>(sum));
+    }
+    __syncthreads();
+    return max(2, share_of(p, 1, line.sums[Line::kTried], gridDim.x));
+}
+
+// About the shortest parts of which there is one a block, if they are no more than so many steps
+// longer than a share; else 1. As above.
+__device__ __forceinline__ int find_longest(const Parameters& p, Line& line, int tiles, int blocks,
+                                            int share, int more) {
+    const int step = 1 + share / Packing::kStep;
+    if (threadIdx.x / 32 * 32 < p.batch_size) {
+#pragma unroll 1
+        for (int i = 0; i <= more; ++i) {
+            const unsigned parts = __reduce_add_sync(
+                kAllLanes, static_cast<unsigned>(tiles * parts_of(blocks, share + i * step)));
+            if (threadIdx.x % 32 == 0) {
+                atomicAdd(&line.sums[i], static_cast<int>(parts));
+            }
+        }
+    }
+    __syncthreads();
+    int found = 0;
+    while (found <= more && line.sums[found] > static_cast<int>(gridDim.x)) {
+        ++found;
+    }
+    return found <= more ? share + found * step : 1;
+}
+
+// How many sequences have more blocks of keys, or as many and come before. As above.
+__device__ __forceinline__ int find_rank(const Parameters& p, Line& line, int blocks) {
+    const int own = threadIdx.x;
+    if (own < Line::kMost) {
+        line.begin[own] = own < p.batch_size ? blocks : -1;
+    }
+    __syncthreads();
+    int rank = 0;
+    if (own < p.batch_size) {
+#pragma unroll 1
+        for (int first = 0; first < p.batch_size; first += 4) {
+            const int4 four = *reinterpret_cast<const int4*>(line.begin + first);
+            const int others[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                rank += others[i] > blocks || (others[i] == blocks && first + i < own);
+            }
+        }
+    }
+    __syncthreads();
+    return rank;
+}
+
+// Finds where each sequence begins, or where lengths are not on the device the units of the first.
+// Every thread of the block; who reads it needs a barrier. The first block writes it down for the
+// merge.
 template <class C>
 __device__ __forceinline__ void make_line(const Parameters& p, Line& line) {
-    if (!has_device_lengths(p)) {
+    const bool has_lengths = has_device_lengths(p);
+    int longest = p.packing.longest, blocks = 0, tiles = 0;
+    if (threadIdx.x < (has_lengths ? p.batch_size : 1)) {
+        const Sequence<C> sequence(p, threadIdx.x);
+        blocks = sequence.width;
+        tiles = p.num_kv_heads * sequence.tiles;
+    }
+    int rank = threadIdx.x;
+    if (has_lengths && longest != 1 && longest != Packing::kAsTheyCome) {
+        const int share = find_share(p, line, tiles, blocks);
+        if (longest > 1) {
+            rank = find_rank(p, line, blocks);
+            longest = C::kHasParts ? share : longest;
+        } else if (C::kHasParts) {
+            const int more = min(-longest, (share - p.packing.least_blocks) / 2);
+            longest = find_longest(p, line, tiles, blocks, share, more);
+        }
+    }
+    line.longest = longest;
+    if (C::kHasParts) {
+        blocks = parts_of(blocks, longest);
+    } else if (longest != 1) {
+        blocks = min(blocks, 1);
+    }
+    if (threadIdx.x < (has_lengths ? p.batch_size : 1)) {
+        line.begin[rank] = tiles * blocks;
+        line.batch[rank] = threadIdx.x;
+    }
+    if (!has_lengths) {
         return;
     }
-    if (threadIdx.x < p.batch_size) {
-        line.begin[threadIdx.x] = Sequence<C>(p, threadIdx.x).units(p);
+    if (blockIdx.x == 0 && threadIdx.x == 0) {
+        p.packing.line[p.batch_size + 1] = longest;
     }
     __syncthreads();
     if (threadIdx.x < 32) {
@@ -148,13 +279,12 @@ __device__ __forceinline__ void make_line(const Parameters& p, Line& line) {
             if (i <= p.batch_size) {
                 line.begin[i] = sum + end - own;
                 if (blockIdx.x == 0) {
-                    p.packing.line[i] = sum + end - own;
+                    p.packing.line[i < p.batch_size ? line.batch[i] : i] = sum + end - own;
                 }
             }
             sum += __shfl_sync(~0u, end, 31);
         }
     }
-    __syncthreads();
 }
 
 // Walks through a block's share, or shares.
@@ -162,17 +292,15 @@ template <class C>
 struct Walker {
     const Parameters& p;
     const Line& line;
-    int at, end, share, units, batch = 0;
+    int first, place, at, end, longest, share, units, batch = 0;  // first: of the round
 
     __device__ __forceinline__ Walker(const Parameters& p_, const Line& line_)
-        : p(p_), line(line_) {
-        if (has_device_lengths(p)) {
-            units = line.begin[p.batch_size];
-        } else {
-            units = Sequence<C>(p, 0).units(p) * p.batch_size;
-        }
-        share = share_of(p, units, gridDim.x);
-        at = blockIdx.x * share;
+        : p(p_), line(line_), longest(line_.longest) {
+        units = has_device_lengths(p) ? line.begin[p.batch_size] : line.begin[0] * p.batch_size;
+        share = share_of(p, longest, units, gridDim.x);
+        first = 0;
+        place = blockIdx.x;
+        at = place * share;
         end = min(at + share, units);
         // The last sequence that begins at `at` or before it.
         int behind = has_device_lengths(p) ? p.batch_size : 1;
@@ -190,11 +318,15 @@ struct Walker {
 #pragma unroll 1
         while (true) {
             if (at >= end) {
-                at += (gridDim.x - 1) * share;
+                // Every second round from its other end: who had the longest has the shortest.
+                first += gridDim.x * share;
+                place = gridDim.x - 1 - place;
+                at = first + place * share;
                 end = min(at + share, units);
-                if (at >= units) {
+                if (first >= units) {
                     return false;
                 }
+                continue;
             }
             int begin;
             if (has_device_lengths(p)) {
@@ -204,12 +336,13 @@ struct Walker {
                 }
                 begin = line.begin[batch];
             } else {
-                const int own = Sequence<C>(p, 0).units(p);
+                const int own = line.begin[0];
                 batch = at / own;
                 begin = batch * own;
             }
-            Sequence<C> sequence(p, batch);
-            sequence.cut(share);
+            const int found = has_device_lengths(p) ? line.batch[batch] : batch;
+            Sequence<C> sequence(p, found);
+            sequence.deal(longest, share);
             int rest = at - begin;
             const int kv_head = rest / (sequence.tiles * sequence.width);
             rest -= kv_head * sequence.tiles * sequence.width;
@@ -222,7 +355,7 @@ struct Walker {
             rest -= which * width;
             const Stretch s{sequence.chunk_begin(index) + rest, min(width - rest, end - at), at};
             const int slot = sequence.is_whole(s) ? -1 : slot_of(at, s.count, share);
-            tile = sequence.describe(p, batch, kv_head, which, s, slot);
+            tile = sequence.describe(p, found, kv_head, which, s, slot);
             at += s.count;
             if (!tile.is_empty()) {
                 return true;

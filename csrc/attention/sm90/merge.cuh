@@ -122,15 +122,22 @@ struct TileIndex {
     }
 };
 
-// Where a sequence begins in the line, and a block's share of it.
+// Deals the units of a sequence; where it begins in the line, and a block's share of it.
 template <class C>
-__device__ __forceinline__ void find_in_line(const Parameters& p, const Sequence<C>& sequence,
-                                             int batch, int blocks, int& begin, int& share) {
+__device__ __forceinline__ void find_in_line(const Parameters& p, Sequence<C>& sequence, int batch,
+                                             int blocks, int& begin, int& share) {
     const bool has_line = has_device_lengths(p);
-    const int own = sequence.units(p);
-    const int units = has_line ? p.packing.line[p.batch_size] : own * p.batch_size;
-    begin = has_line ? p.packing.line[batch] : own * batch;
-    share = share_of(p, units, blocks);
+    const int* line = p.packing.line;
+    const int longest = has_line ? line[p.batch_size + 1] : p.packing.longest;
+    int units = has_line ? line[p.batch_size] : 0;
+    begin = has_line ? line[batch] : 0;
+    if (!has_line) {
+        const int own = p.num_kv_heads * sequence.tiles * parts_of(sequence.width, longest);
+        units = own * p.batch_size;
+        begin = own * batch;
+    }
+    share = share_of(p, longest, units, blocks);
+    sequence.deal(longest, share);
 }
 
 // Whether the first kernel did not write a tile: it has pieces, or sees no keys.
@@ -146,7 +153,6 @@ __device__ __forceinline__ bool is_left(const Parameters& p, int tile, int block
     }
     int begin, share;
     find_in_line(p, sequence, at.batch, blocks, begin, share);
-    sequence.cut(share);
     const int first = begin + sequence.place(at.kv_head, 0, at.which);
     const Stretch s{0, sequence.width, first};
     return sequence.chunks > 1 || sequence.width == 0 ||
@@ -155,31 +161,31 @@ __device__ __forceinline__ bool is_left(const Parameters& p, int tile, int block
 }
 
 // A strip of 16 rows by 32 columns of a tile, by `team` warps, each with every team-th piece.
+// NOTE: several columns a warp, in fewer waves, take longer: steps of 4 us one after the other.
 template <class C>
-__device__ __forceinline__ void merge_strip(const Parameters& p, int blocks, int team, int width,
-                                            int tile, int strip, int column, short* slots,
+__device__ __forceinline__ void merge_strip(const Parameters& p, const Pieces& pieces, int blocks,
+                                            int team, int tile, int strip, int column, short* slots,
                                             float (*sums)[20][32]) {
     using T = typename C::T;
     const int lane_idx = threadIdx.x % 32, warp_idx = threadIdx.x / 32, member = warp_idx % team;
     const TileIndex at(p, tile);
-    const int batch = at.batch, kv_head = at.kv_head, which = at.which, packs = at.packs;
-    const int token = which / packs * p.packing.tokens;
+    const int batch = min(at.batch, p.batch_size - 1), kv_head = at.kv_head, which = at.which;
+    const int packs = at.packs, token = which / packs * p.packing.tokens;
     const int row = 16 * strip + lane_idx / 4;
+    Sequence<C> sequence(p, batch);
     int count = -1;
-    int q_begin = 0, seqlen_q = 0;
-    if (batch < p.batch_size) {
-        Sequence<C> sequence(p, batch);
-        q_begin = sequence.q_begin;
-        seqlen_q = sequence.seqlen_q;
-        if (which < sequence.tiles && 16 * strip < p.packing.heads * p.packing.tokens &&
-            token + p.packing.token_of(16 * strip) < seqlen_q) {
-            int begin, share;
-            find_in_line(p, sequence, batch, blocks, begin, share);
-            sequence.cut(share);
-            count = find_pieces(p, sequence, batch, kv_head, which, begin, share, slots);
-        }
+    const bool has_rows = at.batch < p.batch_size && which < sequence.tiles &&
+                          16 * strip < p.packing.heads * p.packing.tokens &&
+                          token + p.packing.token_of(16 * strip) < sequence.seqlen_q;
+    if (has_device_lengths(p)) {
+        wait_for_launch_before();  // for the line; without one all is known without it
     }
-    wait_for_launch_before();  // without a line all until here is known without it
+    if (has_rows) {
+        int begin, share;
+        find_in_line(p, sequence, batch, blocks, begin, share);
+        count = find_pieces(p, sequence, batch, kv_head, which, begin, share, slots);
+    }
+    wait_for_launch_before();
     Merged merged;
 #pragma unroll 1
     for (int first = member; first < count; first += kAtOnce * team) {
@@ -190,9 +196,8 @@ __device__ __forceinline__ void merge_strip(const Parameters& p, int blocks, int
             const int index = first + i * team;
             const bool is_there = index < count;
             const int slot = is_there ? slots[index] : 0;
-            const float2* states = piece_rows(p.packing.partials, slot, width) + row;
-            const float4* values =
-                piece_sums(p.packing.partials, slot, width, strip, lane_idx) + 128 * column;
+            const float2* states = pieces.states(slot) + row;
+            const float4* values = pieces.sums(slot, strip, lane_idx) + 128 * column;
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 rows[i][r] = is_there ? states[8 * r] : make_float2(-INFINITY, 0.f);
@@ -245,11 +250,11 @@ __device__ __forceinline__ void merge_strip(const Parameters& p, int blocks, int
         const int head = (kv_head * packs + which % packs) * p.packing.heads + row + 8 * r -
                          token_in * p.packing.heads;
         const bool is_inside =
-            head < p.num_heads && token_in < p.packing.tokens && token_idx < seqlen_q;
+            head < p.num_heads && token_in < p.packing.tokens && token_idx < sequence.seqlen_q;
         float shift = merged.shift[r], sum = merged.sum[r];
         const float factor = add_sink(find_sink(p, batch, min(head, p.num_heads - 1)), shift, sum);
         T* out = static_cast<T*>(p.out) + batch * p.out_batch_stride +
-                 (q_begin + token_idx) * p.out_token_stride + head * p.out_head_stride;
+                 (sequence.q_begin + token_idx) * p.out_token_stride + head * p.out_head_stride;
         uint32_t words[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
@@ -263,21 +268,20 @@ __device__ __forceinline__ void merge_strip(const Parameters& p, int blocks, int
                 make_uint4(words[0], words[1], words[2], words[3]);
         }
         if (p.lse && is_inside && column == 0 && lane_idx % 4 == 0) {
-            p.lse[batch * p.lse_batch_stride + head * p.lse_head_stride + q_begin + token_idx] =
-                shift * kLn2 + __logf(sum);
+            p.lse[batch * p.lse_batch_stride + head * p.lse_head_stride + sequence.q_begin +
+                  token_idx] = shift * kLn2 + __logf(sum);
         }
     }
 }
 
-// Strips are numbered through `scan` tiles (32 at most; 1 where a team has several warps), strips
-// of a tile, columns. A lane looks at a tile: where there are many, nearly all are written already.
-// width: of the rows of pieces.
+// Warps, or teams of several, are numbered through groups of `scan` tiles (32 at most; 1 where a
+// team has several warps), strips of a tile (those that have rows), columns. A lane looks at a
+// tile: where there are many, nearly all are written already. A group is every groups-th: tiles
+// that have pieces are neighbours.
 template <class C>
-__device__ __forceinline__ void merge_pieces(const Parameters& p, int blocks, int team, int scan,
-                                             int width) {
-    constexpr int kStrips = C::kBlockM / 16;
-    static_assert(C::kBlockM == kPieceRows, "pieces");
-    const int columns = width / 32;
+__device__ __forceinline__ void merge_pieces(const Parameters& p, const Pieces& pieces, int blocks,
+                                             int team, int scan, int groups, int strips) {
+    const int columns = pieces.width / 32;
     __shared__ short slots[kMergeWarps][kMergeSlots];
     __shared__ float sums[kMergeWarps][20][32];
     const int lane_idx = threadIdx.x % 32, warp_idx = threadIdx.x / 32;
@@ -285,19 +289,18 @@ __device__ __forceinline__ void merge_pieces(const Parameters& p, int blocks, in
         report_lengths(p);
     }
     const int unit = (blockIdx.x * kMergeWarps + warp_idx) / team;
-    const int column = unit % columns, strip = unit / columns % kStrips;
-    const int first = unit / columns / kStrips * scan;
-    // NOTE: before any return: this launch must not end before the one it merges for.
-    if (has_device_lengths(p) || scan > 1) {
-        wait_for_launch_before();
-    }
+    const int column = unit % columns, strip = unit / columns % strips;
+    const int first = unit / columns / strips;
     unsigned left = 1;
     if (scan > 1) {
-        left = __ballot_sync(kAllLanes, lane_idx < scan && is_left<C>(p, first + lane_idx, blocks));
+        // NOTE: before any return: this launch must not end before the one it merges for.
+        wait_for_launch_before();
+        left = __ballot_sync(kAllLanes,
+                             lane_idx < scan && is_left<C>(p, first + lane_idx * groups, blocks));
     }
 #pragma unroll 1
     for (; left != 0; left &= left - 1) {
-        merge_strip<C>(p, blocks, team, width, first + __ffs(left) - 1, strip, column,
+        merge_strip<C>(p, pieces, blocks, team, first + (__ffs(left) - 1) * groups, strip, column,
                        slots[warp_idx], sums);
     }
 }

@@ -18,19 +18,19 @@ struct Range {
 
 // A piece of a tile in memory (split): sums as the threads hold them, 16 rows after 16 rows, four
 // of a lane together; then of each row the shift of its exponents and the sum of its probabilities.
-// width: of the sums of a row.
-constexpr int kPieceRows = 128;
+struct Pieces {
+    float* begin;
+    int rows, width;  // of a piece, and of the sums of a row
 
-__device__ __forceinline__ float* piece_begin(float* pieces, int slot, int width) {
-    return pieces + static_cast<int64_t>(slot) * (kPieceRows * (width + 2));
-}
-__device__ __forceinline__ float4* piece_sums(float* pieces, int slot, int width, int strip,
-                                              int lane_idx) {
-    return reinterpret_cast<float4*>(piece_begin(pieces, slot, width)) + strip * 4 * width +
-           lane_idx;
-}
-__device__ __forceinline__ float2* piece_rows(float* pieces, int slot, int width) {
-    return reinterpret_cast<float2*>(piece_begin(pieces, slot, width) + kPieceRows * width);
-}
+    __device__ __forceinline__ float* piece(int slot) const {
+        return begin + static_cast<int64_t>(slot) * (rows * (width + 2));
+    }
+    __device__ __forceinline__ float4* sums(int slot, int strip, int lane_idx) const {
+        return reinterpret_cast<float4*>(piece(slot)) + strip * 4 * width + lane_idx;
+    }
+    __device__ __forceinline__ float2* states(int slot) const {
+        return reinterpret_cast<float2*>(piece(slot) + rows * width);
+    }
+};
 
 }  // namespace kernel_hub::attention::sm90

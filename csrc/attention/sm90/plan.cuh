@@ -31,6 +31,7 @@ struct Config : Warpgroups<kConsumers_> {
     static constexpr int kBlockN = kBlockN_;
     static constexpr Mask kMask = kMask_;
     static constexpr bool kSplit = kSplit_;
+    static constexpr bool kHasParts = kMask != Mask::kWindow;  // whose estimates are coarse
     static constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;
     static constexpr int kVPanels = (kHeadDimV + kPanelColumns - 1) / kPanelColumns;
     static constexpr int kStages = 2;
@@ -52,7 +53,17 @@ struct Config : Warpgroups<kConsumers_> {
     static_assert(kBlockN % 16 == 0 && kHeadDim % 16 == 0, "products are 16 deep");
     static_assert(kHeadDimV % 32 == 0, "the output is written 32 columns at a time");
     static_assert(kVPanels <= kPanels, "the loader counts the panels of K");
-    static_assert(64 * (kConsumers - 1) <= kBlockN, "at most one block is left out");
+    static_assert(!kTrims || 64 * (kConsumers - 1) <= kBlockN, "at most one block is left out");
+};
+
+// Split only: the merge, of pieces of any size over blocks of any number of keys.
+template <typename T_>
+struct MergeConfig {
+    using T = T_;
+    static constexpr int kBlockN = 0;  // Packing::reciprocal_n
+    // NOTE: the window's code is right for the others: without a left bound it is the same.
+    static constexpr Mask kMask = Mask::kWindow;
+    static constexpr bool kHasParts = true;
 };
 
 // Split only: how heads and tokens share the rows of a tile, and where pieces of tiles go.
@@ -60,11 +71,21 @@ struct Packing {
     int heads;         // row = token heads + head; divides the group, or there is one kv head
     int tokens;        // of a tile
     int reciprocal;    // ceil(2^16 / heads)
-    int least_blocks;  // blocks of keys of a share, at least; 0: tiles are not cut
-    float* partials;   // of each block, kSlots pieces
-    int* line;         // where each sequence begins in the line, and the share behind them
+    int least_blocks;  // blocks of keys of a share, at least
+    // Blocks of keys of a part, at most (line.cuh); 1: shares. Where it is not positive, lengths on
+    // the device decide: parts, if they are no more than -longest steps longer than shares, and no
+    // more of them than half of what those have above least_blocks; a step is one, and one more
+    // for each kStep of a share. More than 1, but for kAsTheyCome, is a share where lengths are on
+    // the device, and the sequences are sorted.
+    int longest;
+    float* partials;  // of each block, kSlots pieces
+    int* line;        // where each sequence begins in the line, its end, `longest` as found
+    // The merge's: ceil(2^32 / (keys of a block / 16)), exact for blocks of up to 256.
+    uint32_t reciprocal_n = 0;
 
     static constexpr int kSlots = 3;
+    static constexpr int kAsTheyCome = 1 << 29;
+    static constexpr int kStep = 64;
     __device__ __forceinline__ int token_of(int row) const { return row * reciprocal >> 16; }
     // Tiles of the same tokens.
     __device__ __forceinline__ int packs(int group) const { return (group + heads - 1) / heads; }
@@ -159,7 +180,12 @@ struct Order {
 // Split only: the work of a launch is a line of units, kBlockN keys of a tile each (line.cuh).
 struct Line {
     static constexpr int kMost = 256;  // sequences whose lengths are on the device
-    int begin[kMost + 1];              // of each sequence's units; then their number
+    static constexpr int kTried = 8;   // lengths of parts, at most
+    // Of each sequence's units, then their number; one alone: the units of each.
+    alignas(16) int begin[kMost + 1];
+    unsigned char batch[kMost];  // the sequences in their order
+    int longest;                 // Packing's, found
+    int sums[kTried + 1];        // while it is
 };
 
 // `value`, with its origin hidden: quotients by it are computed where they are used, not prepared

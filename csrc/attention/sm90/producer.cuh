@@ -11,6 +11,38 @@
 
 namespace kernel_hub::attention::sm90 {
 
+// The next tile, to all that read the ring. A whole warp.
+template <class C>
+__device__ __forceinline__ void publish_tile(const Shared<C>& shared, const Place<kTileSlots>& slot,
+                                             const Tile& tile) {
+    mbarrier_wait(shared.tile_empty(slot.stage), slot.parity ^ 1);
+    if (threadIdx.x % 32 == 0) {
+        int4* words = reinterpret_cast<int4*>(shared.tiles + slot.stage);
+        words[0] = make_int4(tile.row_begin, tile.head, tile.batch, tile.q_begin);
+        words[1] = make_int4(tile.seqlen_q, tile.seqlen_k, tile.block_begin, tile.block_end);
+        mbarrier_arrive(shared.tile_full(slot.stage));
+    }
+}
+
+// Split: the pieces of the block's share, one after another. A warp that loads nothing: finding the
+// next one takes about as long as a block of keys.
+template <class C>
+__device__ __forceinline__ void deal_share(const Parameters& p, const Shared<C>& shared) {
+    Walker<C> walker(p, *shared.line);
+    Place<kTileSlots> slot;
+    bool is_found = true;
+    while (is_found) {
+        Tile tile;
+        is_found = walker.next(tile);
+        if (!is_found) {
+            tile = {};
+            tile.row_begin = -1;
+        }
+        publish_tile(shared, slot, tile);
+        slot.advance();
+    }
+}
+
 // A whole warp brings the blocks of K (and Q, and finds the tiles) or of V into their ring; one
 // lane starts the copies. Two such warps run the same code.
 template <class C>
@@ -139,14 +171,8 @@ struct Loader {
         }
     }
 
-    __device__ __forceinline__ void publish(const Tile& tile) {
-        mbarrier_wait(shared.tile_empty(slot.stage), slot.parity ^ 1);
-        if (lane_idx == 0) {
-            int4* words = reinterpret_cast<int4*>(shared.tiles + slot.stage);
-            words[0] = make_int4(tile.row_begin, tile.head, tile.batch, tile.q_begin);
-            words[1] = make_int4(tile.seqlen_q, tile.seqlen_k, tile.block_begin, tile.block_end);
-            mbarrier_arrive(shared.tile_full(slot.stage));
-        }
+    __device__ __forceinline__ void publish(const Tile& tile) const {
+        publish_tile(shared, slot, tile);
     }
 
     // Split: the rows of all consumers in one copy a panel.
@@ -240,20 +266,11 @@ struct Loader {
         publish(tile);
     }
 
-    // Split: the pieces of the block's share, one after another.
+    // Split: what `deal_share` finds.
     __device__ __forceinline__ void run_share() {
-        Walker<C> walker(p, *shared.line);
-        Tile tile;
         while (true) {
-            if (!has_values) {
-                if (!walker.next(tile)) {
-                    tile = {};
-                    tile.row_begin = -1;
-                }
-                publish(tile);
-            }
             mbarrier_wait(shared.tile_full(slot.stage), slot.parity);
-            tile = shared.read_tile(slot.stage);
+            const Tile tile = shared.read_tile(slot.stage);
             __syncwarp();
             mbarrier_arrive_if(shared.tile_empty(slot.stage), lane_idx == 0);
             slot.advance();

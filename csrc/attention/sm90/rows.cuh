@@ -327,8 +327,7 @@ struct Rows {
         if (slot >= 0) {
             factor[r] = 1.f;
             if (lane_idx % 4 == 0) {
-                piece_rows(p.packing.partials, slot, C::kHeadDimV)[row + 8 * r] =
-                    make_float2(row_shift[r], sum);
+                pieces().states(slot)[row + 8 * r] = make_float2(row_shift[r], sum);
             }
             return;
         }
@@ -341,13 +340,17 @@ struct Rows {
         }
     }
 
+    __device__ __forceinline__ Pieces pieces() const {
+        return {p.packing.partials, C::kBlockM, C::kHeadDimV};
+    }
+
     // Split: a piece's sums.
     __device__ __forceinline__ void store_piece(const Tile& tile, int slot) const {
         // Warps whose rows are none have nothing that anyone reads.
         if (tile.row_begin + p.packing.token_of(row - lane_idx / 4) >= tile.seqlen_q) {
             return;
         }
-        float4* sums = piece_sums(p.packing.partials, slot, C::kHeadDimV, row / 16, lane_idx);
+        float4* sums = pieces().sums(slot, row / 16, lane_idx);
 #pragma unroll
         for (int i = 0; i < C::kHeadDimV / 8; ++i) {
             sums[32 * i] =

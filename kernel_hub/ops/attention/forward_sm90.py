@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -52,6 +53,11 @@ class Body:
     def head_dim_v(self) -> int:
         """Columns of v and out."""
         return self.own_head_dim_v or self.head_dim
+
+    @property
+    def mean_width(self) -> int:
+        """Of head_dim and head_dim_v."""
+        return (self.head_dim + self.head_dim_v) // 2
 
     @property
     def stated(self) -> Stated:
@@ -146,6 +152,13 @@ def fits(problem: Problem, out: torch.Tensor) -> bool:
     )
 
 
+def whole_us(problem: Problem) -> tuple[float, ...]:
+    """About how long whole tiles take, of a problem that fits, for each of `sizes_of` it."""
+    body = _choose(problem)
+    assert body is not None, problem.widest_head
+    return split.whole_us(problem, body.stated, body.mean_width)
+
+
 def heads_a_group(problem: Problem, seqlen_k: int) -> int:
     """How many (batch, head) pairs are scheduled together, so that their K and V stay in the L2."""
     num_heads, head_dim = problem.q.shape[-2:]
@@ -167,7 +180,7 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launc
         raise TensorError(f"flash_attention: head_dim {head_dim}: no kernel of Hopper's for it")
     # Shares are of a launch: whole tiles alone add keys in an order that is the row's own.
     may_split = not problem.batch_invariant
-    if may_split and split.applies(problem, body.stated, (body.head_dim + body.head_dim_v) // 2):
+    if may_split and split.applies(problem, body.stated, body.mean_width):
         return split.plan(problem, out, lse)
     table = problem.block_table
     page_size = k.shape[1] if table is not None else 1
@@ -219,12 +232,20 @@ def launch(
     out: torch.Tensor, lse: torch.Tensor | None, options: Options,
 ) -> None:  # fmt: skip
     """Run what `plan` made of tensors of these shapes and strides, dtypes and devices."""
-    function, grid, block, shared_bytes, numbers, packed, _ = planned
-    flag = bounds.flag("flash_attention", q)
     tables = (
         options.cu_seqlens_q, options.cu_seqlens_k, options.cache_seqlens, options.block_table,
         options.sinks,
     )  # fmt: skip
+    run(planned, maps, q, out, lse, bounds.flag("flash_attention", q), tables)
+
+
+def run(
+    planned: Launch, maps: tuple[bytes, ...], q: torch.Tensor, out: torch.Tensor,
+    lse: torch.Tensor | None, flag: torch.Tensor | None, tables: tuple[Any, Any, Any, Any, Any],
+) -> None:  # fmt: skip
+    """The same of an op's own flag and tables: cu_seqlens_q, cu_seqlens_k, cache_seqlens,
+    block_table, sinks."""
+    function, grid, block, shared_bytes, numbers, packed, _ = planned
     if isinstance(packed, split.Packed):
         split.launch(planned, maps, q, out, lse, flag, tables)
         return

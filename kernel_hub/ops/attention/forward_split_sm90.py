@@ -23,10 +23,10 @@ from .problem import Problem, lse_strides_of, packed_tensor_map, strides_of, ten
 choice: bool | None = None
 # Whether tiles are cut: None where it is faster. For tests.
 cuts_tiles: bool | None = None
+# Whether shares may be parts. For tests.
+has_parts = True
 
 CUBIN = "flash_attention_split_sm90"
-WIDTHS = (64, 128, 256)
-_LEAST_MERGE = 128  # the merge of 128 columns takes 64 too
 _SLOTS = 3  # Packing::kSlots
 _MERGE_WARPS, _AT_ONCE = 8, 4  # merge.cuh: of a block; pieces that a warp has on their way
 _MERGES_AN_SM, _MOST_SCANNED = 2, 32  # blocks of the merge; tiles that a warp of it looks at
@@ -35,6 +35,9 @@ _MAX_HEADS = 1 << 15
 _MAX_SMS = 256
 _MAX_UNITS = 1 << 30
 _NO_MASK = 1 << 29
+# Packing::longest: units are blocks of keys, or tiles, sorted by their lengths or as they come.
+_SHARES, _SORTED, _AS_THEY_COME = 1, 1 << 30, 1 << 29
+_SHORT_BLOCKS = 3  # of keys: to sort such tiles takes longer than it saves
 
 
 class Packed(NamedTuple):
@@ -50,43 +53,79 @@ class Packed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """One compiled tile shape: `flash_attention_split_sm90_{dtype}_hdim{head_dim}_{mask}`."""
+    """One compiled tile shape: `{CUBIN}_{dtype}_hdim{head_dim}_{mask}{suffix}`."""
 
     mask: str
     head_dim: int
+    suffix: str = ""
 
     @property
     def stated(self) -> Stated:
         """Threads, shared memory, block_m (rows) and block_n (keys) of a tile."""
         return launch_facts(CUBIN, self.name(torch.bfloat16))
 
-    def name(self, dtype: torch.dtype, what: str = "") -> str:
-        """The function's name; what: "merge" is the second kernel."""
-        head_dim = max(_LEAST_MERGE, self.head_dim) if what else self.head_dim
-        return f"{CUBIN}_{common.DTYPE_TOKENS[dtype]}_hdim{head_dim}_{what or self.mask}"
+    def name(self, dtype: torch.dtype) -> str:
+        """The function's name."""
+        token = common.DTYPE_TOKENS[dtype]
+        return f"{CUBIN}_{token}_hdim{self.head_dim}_{self.mask}{self.suffix}"
 
 
-def body_of(problem: Problem) -> Body:
-    """The kernel for a problem."""
-    is_windowed = problem.window[0] >= 0 or problem.softcap != 0
-    width = next(each for each in WIDTHS if each >= problem.widest_head)
-    return Body("window" if is_windowed else "causal", width)
+BODIES = (
+    *(Body("causal", width) for width in (64, 96, 128, 192, 256)),
+    Body("causal", 96, "_rows192"),
+    *(Body("window", width) for width in (64, 128, 256)),
+)
+
+
+class Way(NamedTuple):
+    """A kernel for a problem; about how long it takes in shares or parts, and in tiles in turn."""
+
+    body: Body
+    tile: costs.PackedTile
+    shares_us: float
+    tiles_us: float
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether tiles are cut into pieces: else each block takes whole ones in turn."""
+        return self.shares_us <= self.tiles_us if cuts_tiles is None else cuts_tiles
+
+    @property
+    def us(self) -> float:
+        """About how long it takes."""
+        return self.shares_us if self.is_cut else self.tiles_us
+
+
+def merge_name(dtype: torch.dtype) -> str:
+    """The second kernel, of all bodies."""
+    return f"{CUBIN}_{common.DTYPE_TOKENS[dtype]}_merge"
+
+
+def bodies_of(problem: Problem) -> list[Body]:
+    """The kernels for a problem: of one width."""
+    mask = "window" if problem.window[0] >= 0 or problem.softcap != 0 else "causal"
+    fitting = [x for x in BODIES if x.mask == mask and x.head_dim >= problem.widest_head]
+    least = min(body.head_dim for body in fitting)
+    return [body for body in fitting if body.head_dim == least]
 
 
 def can_take(problem: Problem) -> bool:
     """Whether these kernels take a problem that forward_sm90's take."""
-    device, (_, tile) = device_of(problem.q.device), _tile(problem)
+    device = device_of(problem.q.device)
     batch_size, (seqlen_q, seqlen_k) = problem.batch_size, problem.seqlens
     num_heads, num_kv_heads = problem.q.shape[-2], problem.k.shape[-2]
     if problem.cu_seqlens_k is not None:
         seqlen_k = max(seqlen_k, problem.totals[1])
-    tiles = tile.pack(max(1, seqlen_q), num_heads // num_kv_heads)[2]
+    units = 0
+    for tile in (_tile(problem, body) for body in bodies_of(problem)):
+        tiles = tile.pack(max(1, seqlen_q), num_heads // num_kv_heads)[2]
+        units = max(units, batch_size * num_kv_heads * tiles * (-(-seqlen_k // tile.block_n) + 1))
     return (
         (batch_size <= _MAX_BATCH or not problem.has_lengths)
         and num_heads < _MAX_HEADS
         and device.num_sms <= _MAX_SMS
         and min(batch_size, seqlen_q, seqlen_k) > 0
-        and batch_size * num_kv_heads * tiles * (-(-seqlen_k // tile.block_n) + 1) <= _MAX_UNITS
+        and units <= _MAX_UNITS
     )
 
 
@@ -100,14 +139,22 @@ def applies(problem: Problem, whole: Stated, width: int) -> bool:
     if choice:
         return True
     sizes, num_sms = costs.sizes_of(problem), device_of(problem.q.device).num_sms
-    block_m, block_n = whole.sizes["block_m"], whole.sizes["block_n"]
+    block_m = whole.sizes["block_m"]
     # Tiles of a prompt differ in their keys, which the others' schedule orders where there are
     # more than multiprocessors.
     tiles = -(-sizes[0].seqlen_q // block_m) * sizes[0].batch_size * sizes[0].num_heads
     if sizes[0].is_prompt and tiles >= num_sms:
         return False
-    theirs = _mean(costs.whole_us(each, width, block_m, block_n, num_sms) for each in sizes)
-    return problem_us(problem) < theirs
+    return best_way(problem).us < _mean(whole_us(problem, whole, width))
+
+
+def whole_us(problem: Problem, whole: Stated, width: int) -> tuple[float, ...]:
+    """About how long forward_sm90's kernel takes, for each of `sizes_of` the problem; arguments as
+    those of `applies`."""
+    num_sms = device_of(problem.q.device).num_sms
+    block_m, block_n = whole.sizes["block_m"], whole.sizes["block_n"]
+    every = costs.sizes_of(problem)
+    return tuple(costs.whole_us(each, width, block_m, block_n, num_sms) for each in every)
 
 
 def _mean(estimates: Iterable[float]) -> float:
@@ -116,35 +163,23 @@ def _mean(estimates: Iterable[float]) -> float:
     return math.prod(every) ** (1 / len(every))
 
 
-def _tile(problem: Problem) -> tuple[Body, costs.PackedTile]:
-    body = body_of(problem)
+def _tile(problem: Problem, body: Body) -> costs.PackedTile:
     sizes = body.stated.sizes
     # The TMA fills up heads that there are none of; windows ask whose scores are small.
     is_alone = problem.k.shape[-2] == 1 and body.mask == "causal"
-    return body, costs.PackedTile(body.head_dim, sizes["block_m"], sizes["block_n"], is_alone)
+    return costs.PackedTile(body.head_dim, sizes["block_m"], sizes["block_n"], is_alone)
 
 
-def _ways_us(problem: Problem) -> tuple[float, float]:
-    """About how long it takes in equal shares, and in whole tiles in turn."""
-    _, tile = _tile(problem)
+def best_way(problem: Problem) -> Way:
+    """The fastest, by their costs."""
     num_sms, sizes = device_of(problem.q.device).num_sms, costs.sizes_of(problem)
-    return (
-        _mean(costs.split_us(each, tile, num_sms) for each in sizes),
-        _mean(costs.tiles_us(each, tile, num_sms) for each in sizes),
-    )
-
-
-def problem_us(problem: Problem) -> float:
-    """About how long a problem takes."""
-    return min(_ways_us(problem))
-
-
-def cuts(problem: Problem) -> bool:
-    """Whether tiles are cut into pieces: else each block takes whole ones in turn."""
-    if cuts_tiles is not None:
-        return cuts_tiles
-    shares, tiles = _ways_us(problem)
-    return shares <= tiles
+    ways = []
+    for body in bodies_of(problem):
+        tile = _tile(problem, body)
+        shares = _mean(costs.split_us(each, tile, num_sms) for each in sizes)
+        tiles = _mean(costs.tiles_us(each, tile, num_sms) for each in sizes)
+        ways.append(Way(body, tile, shares, tiles))
+    return min(ways, key=lambda way: way.us)
 
 
 def _scan(tiles: int, merge_blocks: int, num_blocks: int, num_sms: int, is_cut: bool) -> int:
@@ -155,6 +190,23 @@ def _scan(tiles: int, merge_blocks: int, num_blocks: int, num_sms: int, is_cut: 
     return scan
 
 
+def _longest(problem: Problem, tile: costs.PackedTile, tiles: int, num_blocks: int) -> int:
+    """Packing::longest: parts of tiles, one a block, where they are hardly longer than shares."""
+    sizes = costs.sizes_of(problem)[0]
+    if not (
+        has_parts
+        and costs.has_parts(sizes, tiles, num_blocks, tile.block_n)
+        and problem.softcap == 0
+    ):
+        return _SHARES
+    if problem.has_lengths:
+        return -costs.MOST_LONGER
+    seen = -(-problem.seqlens[1] // tile.block_n)
+    longest = max(2, -(-seen // (num_blocks // tiles)))
+    share = costs.share_of(tiles * seen, num_blocks)
+    return longest if longest <= share + costs.longer_of(share) else _SHARES
+
+
 def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launch:
     """The launch, where `applies`; its `maps` is a `Packed`, with the merge in it."""
     q, k = problem.q, problem.k
@@ -163,23 +215,27 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launc
     group = num_heads // num_kv_heads
     seqlen_q, seqlen_k = problem.seqlens
     left, right = problem.window
-    body, tile = _tile(problem)
+    way = best_way(problem)
+    body, tile, is_cut = way.body, way.tile, way.is_cut
     stated, block_m, block_n = body.stated, tile.block_m, tile.block_n
     heads, tokens, tiles = tile.pack(seqlen_q, group)
     tiles *= problem.batch_size * num_kv_heads
     num_sms = device_of(q.device).num_sms
-    is_cut, team = cuts(problem), 1
-    least_blocks = costs.LEAST_BLOCKS if is_cut else 0
+    team = 1
+    least_blocks = costs.LEAST_BLOCKS
     num_blocks = min(num_sms, tiles)
+    sizes = costs.sizes_of(problem)[0]._replace(seqlen_k=seqlen_k)
+    seen = costs.blocks_seen(sizes, tokens, block_n)
+    longest = _SORTED if seen > _SHORT_BLOCKS else _AS_THEY_COME
     if is_cut:
-        sizes = costs.sizes_of(problem)[0]._replace(seqlen_k=seqlen_k)
-        seen = costs.blocks_seen(sizes, tokens, block_n)
         num_blocks = min(num_sms, -(-tiles * (seen + 1) // least_blocks))
         share = costs.share_of(tiles * seen, num_blocks)
+        longest = _longest(problem, tile, tiles, num_blocks)
         while team < _MERGE_WARPS and seen > team * _AT_ONCE * share:
             team *= 2
-    # Warps of the merge for a tile.
-    warps = team * (block_m // 16) * (body.head_dim // 32)
+    # Warps of the merge for a tile: for each 16 of its rows and 32 columns.
+    strips = -(-heads * min(tokens, seqlen_q) // 16)
+    warps = team * strips * (body.head_dim // 32)
     merge_blocks = -(-tiles * warps // _MERGE_WARPS)
     scan = 1
     if team == 1:
@@ -193,7 +249,7 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launc
     places = (*strides_of(out), *lse_strides_of(lse))
     common_numbers = (
         problem.batch_size, num_heads, num_kv_heads, problem.v.shape[-1], seqlen_q, seqlen_k,
-        *problem.totals, left, right, heads, tokens, -(-(1 << 16) // heads), least_blocks,
+        *problem.totals, left, right, heads, tokens, -(-(1 << 16) // heads), least_blocks, longest,
     )  # fmt: skip
     tables = problem.cu_seqlens_k, table, problem.cache_seqlens
     numbers = (
@@ -202,16 +258,21 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launc
         page_size, box_rows, int(any(each is not None for each in tables)), problem.sink_type,
         *problem.exponents, *problem.small_scores,
     )  # fmt: skip
-    merge_name = body.name(q.dtype, "merge")
+    merger = merge_name(q.dtype)
     merge = Launch(
-        common.shipped(CUBIN, merge_name),
+        common.shipped(CUBIN, merger),
         (-(-scans * warps // _MERGE_WARPS), 1, 1),
-        launch_facts(CUBIN, merge_name).block, 0,
-        (*places, *common_numbers, problem.sink_type, num_blocks, team, scan, body.head_dim),
+        launch_facts(CUBIN, merger).block, 0,
+        (
+            *places, *common_numbers, problem.sink_type, num_blocks, team, scan, scans, strips,
+            body.head_dim, block_m, -(-(1 << 36) // block_n),
+        ),
         options={"programmatic": True},
     )  # fmt: skip
-    floats = num_blocks * _SLOTS * block_m * (body.head_dim + 2) if is_cut else 0
-    ints = problem.batch_size + 1 if problem.has_lengths else 0
+    is_mixed = longest == _SORTED and problem.has_lengths and body.mask == "causal"
+    has_pieces = is_cut or is_mixed
+    floats = num_blocks * _SLOTS * block_m * (body.head_dim + 2) if has_pieces else 0
+    ints = problem.batch_size + 2 if problem.has_lengths else 0
     packed = Packed(heads, tokens, box_rows, floats, ints, merge)
     function = common.shipped(CUBIN, body.name(q.dtype))
     return Launch(function, (num_blocks, 1, 1), stated.block, stated.shared_bytes, numbers, packed)

@@ -14,7 +14,10 @@ from .problem import Problem
 LEAST_BLOCKS = 2  # of a share: a piece costs as much as one to begin and to merge
 # Of a multiprocessor: of the kernels in shares, and of whole tiles by the mean of head_dim and v's
 # own.
-_FLOPS_A_US = {64: 3.8e6, 128: 5.7e6, 256: 6.2e6}
+_FLOPS_A_US = {  # by width and rows
+    (64, 128): 3.7e6, (96, 128): 4.8e6, (96, 192): 5.4e6, (128, 128): 5.8e6, (192, 128): 6.5e6,
+    (256, 128): 6.2e6,
+}  # fmt: skip
 _WHOLE_FLOPS_A_US = {64: 3.9e6, 96: 4.5e6, 128: 5.7e6, 160: 6.0e6, 192: 6.2e6, 256: 6.6e6}
 _FULL_FLOPS_A_US = 4.3e6  # of 64 columns without masks, in tiles of 192 rows
 _BYTES_A_US = 4.2e6
@@ -29,13 +32,23 @@ _START_US, _LENGTHS_US = 4.5, 3.6
 _TILE_US, _COLUMNS_US, _STRETCH = 2.0, 1.4, 0.67
 _PIECES_US = 3.1
 _L2_BYTES = 36e6
+# Steps by which a part, of which a block takes one, may be longer than a share, which has the ends
+# of two tiles: Line::kTried - 1, and half of what a share is above that of the least. A step is a
+# block of keys, and another for each STEP of a share.
+MOST_LONGER, STEP = 7, 64
+# Tiles by multiprocessors: with more there is hardly one to cut, and to look for it takes longer
+# than it saves, but of so many blocks of keys.
+_MOST_PARTED, _LONG_BLOCKS = 0.75, 64
 # Of lengths that only the device knows, all are as long as the longest, or all but that one are
 # about this part of it: where caches differ, few are as long.
 _RAGGED, _EVEN = 0.4, 0.9
 # Steps of up to so many queries, and pages, come with lengths in any case; who adds them to a plain
 # cache and more queries has some that are shorter than their room.
 _MOST_DECODED = 16
-_LATE = 1.5  # standard deviations: the last of many multiprocessors after their mean
+_APART = 0.12  # shares of many tiles are so much slower
+# Of the longest part, by rounds of them: the last multiprocessor after their mean; where tiles are
+# few, each that is cut is two parts, and of those some have two.
+_LATE, _FEW_LATE, _FEW_ROUNDS = 0.75, 1.2, 1.6
 _ORDERED = 0.25  # of a round that tiles which differ wait for the last, the longest first
 _SHORT = 4  # stretches more in the share with the shortest tiles
 
@@ -59,6 +72,11 @@ class Sizes(NamedTuple):
     def evenness(self) -> float:
         """The mean of lengths by the longest; of a window's keys each sequence has all."""
         return 1.0 if self.window_left >= 0 else self.mean / max(self.seqlen_k, 1)
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether lengths differ much."""
+        return self.evenness <= _EVEN
 
     @property
     def is_prompt(self) -> bool:
@@ -90,7 +108,13 @@ class PackedTile(NamedTuple):
     @property
     def unit_us(self) -> float:
         """Of a block of keys."""
-        return 4 * self.block_m * self.block_n * self.width / _FLOPS_A_US[self.width]
+        rate = _FLOPS_A_US[self.width, self.block_m]
+        return 4 * self.block_m * self.block_n * self.width / rate
+
+    @property
+    def pieces_us(self) -> float:
+        """Of pieces from each multiprocessor, out, in again and merged."""
+        return _PIECES_US * self.width / 128 * self.block_m / 128
 
 
 def blocks_seen(sizes: Sizes, tokens: int, block_n: int) -> int:
@@ -105,6 +129,18 @@ def blocks_seen(sizes: Sizes, tokens: int, block_n: int) -> int:
 def share_of(units: int, num_blocks: int) -> int:
     """The units of a block's share, as the kernel finds them."""
     return max(LEAST_BLOCKS, -(-units // num_blocks))
+
+
+def longer_of(share: int) -> int:
+    """Blocks of keys that a part may have more than a share, as the kernel finds them."""
+    steps = min(MOST_LONGER, max(0, share - LEAST_BLOCKS) // 2)
+    return steps * (1 + share // STEP)
+
+
+def has_parts(sizes: Sizes, tiles: int, num_blocks: int, block_n: int) -> bool:
+    """Whether tiles may be cut into parts, one a block."""
+    is_long = sizes.seqlen_k > _LONG_BLOCKS * block_n
+    return sizes.window_left < 0 and tiles <= num_blocks * (1.0 if is_long else _MOST_PARTED)
 
 
 def key_bytes(sizes: Sizes) -> float:
@@ -126,10 +162,10 @@ def _tile_us(width: int) -> float:
 
 def _rounds_us(
     sizes: Sizes, tiles: int, tokens: int, unit_us: float, tile_us: float, block_n: int,
-    num_sms: int, is_sorted: bool,
+    num_sms: int, is_cut: bool,
 ) -> float:  # fmt: skip
-    """Whole tiles on all multiprocessors; is_sorted: the longest first, and the next one where
-    there is room, else every num_sms-th of one."""
+    """Whole tiles on all multiprocessors, the longest first: the next one where there is room, or
+    is_cut: in rounds, the long ones in parts."""
     rounds, seen = tiles / num_sms, blocks_seen(sizes, tokens, block_n)
     one = seen * unit_us + tile_us
     if rounds <= 1:
@@ -137,22 +173,19 @@ def _rounds_us(
     less = 0.0
     if sizes.window_left < 0 <= sizes.window_right:  # half see fewer keys
         less = min(sizes.seqlen_q, sizes.mean) / 2 / block_n
-    if sizes.evenness > _EVEN:
+    if not sizes.is_ragged:
         most = math.ceil(rounds) * ((seen - less) * unit_us + tile_us)
-        if is_sorted and less > 0:  # the last round is of the shortest
+        if not is_cut and less > 0:  # the last round is of the shortest
             shortest = math.ceil(rounds) * ((seen - 2 * less) * unit_us + tile_us)
             mean = (rounds + _ORDERED) * ((seen - less) * unit_us + tile_us)
             most = min(most, max(shortest, mean))
         return max(one, most)
-    late = 0.0
-    if not is_sorted:
-        # Of a sequence, with the tiles that the rounds leave over, a multiprocessor has a tile or
-        # none; the squares of lengths spread evenly by their logarithms are half the evenness.
-        chance = tiles / sizes.batch_size / num_sms % 1
-        variance = sizes.batch_size * chance * (1 - chance) * sizes.evenness / 2
-        late = _LATE * seen * math.sqrt(variance)
     mean = max(1.0, seen * sizes.evenness - less)
-    return max(one, (rounds * mean + late) * unit_us + rounds * tile_us)
+    if is_cut:  # into parts of a multiprocessor's mean; who had long ones has short ones next
+        longest = min(seen, rounds * mean)
+        late = _LATE / rounds + _FEW_LATE * max(0.0, _FEW_ROUNDS - rounds)
+        return (rounds * mean + late * longest) * unit_us + rounds * tile_us
+    return max(one, rounds * (mean * unit_us + tile_us))
 
 
 def whole_us(sizes: Sizes, width: int, block_m: int, block_n: int, num_sms: int) -> float:
@@ -162,7 +195,7 @@ def whole_us(sizes: Sizes, width: int, block_m: int, block_n: int, num_sms: int)
     flops = _WHOLE_FLOPS_A_US[width] if has_mask or width > 64 else _FULL_FLOPS_A_US
     unit_us = 4 * block_m * block_n * width / flops
     work = _rounds_us(
-        sizes, tiles, block_m, unit_us, _tile_us(width), block_n, num_sms, is_sorted=True
+        sizes, tiles, block_m, unit_us, _tile_us(width), block_n, num_sms, is_cut=False
     )
     return _START_US + max(work, _all_bytes(sizes) / _BYTES_A_US)
 
@@ -181,9 +214,13 @@ def tiles_us(sizes: Sizes, tile: PackedTile, num_sms: int) -> float:
     tiles, tokens = _tiles(sizes, tile)
     tile_us = _tile_us(tile.width)
     work = _rounds_us(
-        sizes, tiles, tokens, tile.unit_us, tile_us, tile.block_n, num_sms, is_sorted=False
+        sizes, tiles, tokens, tile.unit_us, tile_us, tile.block_n, num_sms, is_cut=True
     )
-    return _begin_us(sizes) + max(work, _all_bytes(sizes) / _BYTES_A_US)
+    pieces = 0.0
+    if sizes.is_ragged:  # of those that are longer than a multiprocessor's mean
+        pieces = min(1.0, num_sms / tiles / sizes.evenness)
+    work = max(work, _all_bytes(sizes) / _BYTES_A_US)
+    return _begin_us(sizes) + work + pieces * tile.pieces_us
 
 
 def _begin_us(sizes: Sizes) -> float:
@@ -218,9 +255,22 @@ def split_us(sizes: Sizes, tile: PackedTile, num_sms: int) -> float:
     rate = _BYTES_A_US * (1 - _NARROW * max(0.0, 1 - sizes.head_dim / 128))
     rate *= _ASKEW if sizes.head_dim % 64 else 1.0
     work = max(share * tile.unit_us + stretches * stretch_us, num_bytes / rate + 2 * stretch_us)
+    work *= 1 + _APART * min(1.0, max(0.0, tiles / num_sms - 1))
     blocks = min(num_sms, tiles * seen_mean / share)
     pieces = min(blocks + tiles, 2 * blocks) / num_sms
-    return _begin_us(sizes) + work + pieces * _PIECES_US * tile.width / 128
+    longest = _longest_part(sizes, tiles, share, seen_mean, num_sms)
+    if has_parts(sizes, tiles, num_sms, tile.block_n) and longest <= share + longer_of(share):
+        work = max(longest * tile.unit_us + 2 * stretch_us, num_bytes / rate + 2 * stretch_us)
+        pieces = min(1.0, pieces)
+    return _begin_us(sizes) + work + pieces * tile.pieces_us
+
+
+def _longest_part(sizes: Sizes, tiles: int, share: int, seen_mean: float, num_sms: int) -> float:
+    """Blocks of keys of a part, where there is one a block: about, where lengths differ."""
+    if not sizes.is_ragged:
+        return math.ceil(seen_mean / max(1, num_sms // tiles))
+    # Each tile's last part is about half of one.
+    return share * num_sms / max(1.0, num_sms - tiles / 2)
 
 
 def sizes_of(problem: Problem) -> tuple[Sizes, ...]:
@@ -243,6 +293,11 @@ def sizes_of(problem: Problem) -> tuple[Sizes, ...]:
     )  # fmt: skip
     if is_known:
         return (sizes,)
+    if problem.block_table is not None:
+        # All pages that there are, if sequences share none.
+        held = problem.k.shape[0] * problem.k.shape[1] / batch_size
+        if held < _EVEN * mean:
+            return (sizes._replace(mean=max(held, min(mean, seqlen_q))),)
     ragged = max(mean * (_RAGGED + (1 - _RAGGED) / batch_size), min(mean, seqlen_q))
     differing = sizes._replace(mean=ragged)
     if problem.block_table is None and problem.cu_seqlens_k is None and seqlen_q > _MOST_DECODED:

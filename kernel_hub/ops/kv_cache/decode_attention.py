@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from ...errors import KernelHubError
-from ..attention import forward_split_sm90
+from ..attention import forward_sm90
 from ..core import bounds, common
 from ..core.device import device_of
 from ..core.launch import Launch, Plans
@@ -296,7 +296,7 @@ def _cuda_into(arguments: tuple[Any, ...], is_given: bool = True) -> None:
         flag = bounds.flag(_OP, q)
         if maps:
             tables = (None, None, cache_seqlens, block_table, sinks)
-            forward_split_sm90.launch(main, maps, q, out, lse, flag, tables)
+            forward_sm90.run(main, maps, q, out, lse, flag, tables)
         else:
             function(
                 grid, block, shared_bytes, None,

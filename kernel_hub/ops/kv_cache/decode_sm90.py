@@ -1,13 +1,12 @@
-"""Decode steps of many rows on Hopper: when attention's kernels of equal shares take them.
+"""Decode steps of many rows on Hopper: when attention's kernels take them.
 
 Knows the `DecodeGiven` of a step and the `Problem` of attention; how such a launch is planned and
-run is `attention/forward_split_sm90.py`.
+run is `attention/forward_sm90.py`.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 
@@ -23,8 +22,11 @@ from .decode_plan import DecodeGiven, Variant
 choice: bool | None = None
 
 # What the cost model knows of an H200 (docs/notes/flash_attention_split_sm90.md): a launch and its
-# merge, and what a decode kernel reads whose blocks of rows each read the cache.
-_START_US, _BYTES_A_US = 12.0, 3.0e6
+# merge, and what a decode kernel reads of whose blocks of rows each reads the cache, or one alone.
+_START_US, _BYTES_A_US, _ONE_BYTES_A_US = 12.0, 3.0e6, 4.0e6
+# Above so many columns whole tiles of several tokens may be faster than one block of rows of the
+# decode kernel, by so much: where lengths are known to differ.
+_NARROW, _WHOLE_MARGIN = 128, 1.15
 
 
 def problem_of(given: DecodeGiven) -> Problem:
@@ -47,7 +49,8 @@ def applies(given: DecodeGiven, variant: Variant) -> bool:
     q, k_cache = given.q, given.k_cache
     rows = q.shape[1] * (q.shape[2] // k_cache.shape[2])
     # One block of rows reads the cache once, as they do.
-    if choice is False or (choice is None and rows <= variant.rows):
+    is_one = rows <= variant.rows and (q.shape[1] == 1 or q.shape[-1] <= _NARROW)
+    if choice is False or (choice is None and is_one):
         return False
     extras = (given.k, given.cos, given.qkv_bias)
     if any(x is not None for x in extras) or given.num_splits:
@@ -59,7 +62,15 @@ def applies(given: DecodeGiven, variant: Variant) -> bool:
         return False
     if not (sm90.applies(problem, given.out) and split.can_take(problem)):
         return False
-    return bool(choice) or split.problem_us(problem) < decode_us(problem, variant.rows)
+    if choice:
+        return True
+    if rows > variant.rows:
+        return split.best_way(problem).us < decode_us(problem, variant.rows)
+    *others, sizes = costs.sizes_of(problem)
+    if others or not sizes.is_ragged:
+        return False
+    ours_us = _START_US + costs.key_bytes(sizes) / _ONE_BYTES_A_US
+    return _WHOLE_MARGIN * sm90.whole_us(problem)[0] < ours_us
 
 
 def decode_us(problem: Problem, block_rows: int) -> float:
@@ -74,10 +85,11 @@ def plan(given: DecodeGiven) -> Launch:
     """The launch, where `applies`, with lse or without."""
     batch_size, seqlen_q, num_heads, _ = given.q.shape
     lse = torch.empty(batch_size, num_heads, seqlen_q, device="meta")
-    return split.plan(problem_of(given), given.out, lse)
+    problem = problem_of(given)
+    is_narrow = given.q.shape[-1] <= _NARROW
+    return (split if is_narrow else sm90).plan(problem, given.out, lse)
 
 
 def maps(planned: Launch, given: DecodeGiven) -> tuple[bytes, ...]:
     """What depends on addresses: the descriptors of q and the caches."""
-    packed: Any = planned.maps
-    return split.maps(packed, given.q, given.k_cache, given.v_cache)
+    return sm90.maps(planned, given.q, given.k_cache, given.v_cache)

@@ -67,8 +67,31 @@ def test_every_kernel(shares: tuple[Way, list[str]], dtype: torch.dtype, head_di
     step = Step(way, [300, 0, 5, 129], dtype, heads=(16, 2), head_dim=head_dim, seqlen_q=7)
     step.check()
     step.check(window_size=(70, 0), softcap=20.0)
-    width = next(width for width in SPLIT.WIDTHS if width >= head_dim)
-    assert [name.rpartition("hdim")[2] for name in taken] == [f"{width}_causal", f"{width}_window"]
+    widths = [
+        min(
+            body.head_dim
+            for body in SPLIT.BODIES
+            if body.mask == mask and body.head_dim >= head_dim
+        )
+        for mask in ("causal", "window")
+    ]
+    named = [name.rpartition("hdim")[2].removesuffix("_rows192") for name in taken]
+    assert named == [f"{widths[0]}_causal", f"{widths[1]}_window"]
+
+
+@pytest.mark.parametrize("head_dim", [136, 224, 256])
+def test_whole_tiles(hopper_way: Way, monkeypatch: pytest.MonkeyPatch, head_dim: int) -> None:
+    """Of wide heads, by the kernels without shares."""
+    with in_shares(monkeypatch, hopper_way) as taken:
+        monkeypatch.setattr(SPLIT, "choice", False)
+        lengths = [300, 0, 5, 129]
+        for page_size in (0, 64):
+            step = Step(
+                hopper_way, lengths, heads=(4, 4), head_dim=head_dim, seqlen_q=7,
+                page_size=page_size,
+            )  # fmt: skip
+            step.check()
+    assert not taken
 
 
 def test_a_plan_made_without_lse_writes_it(shares: tuple[Way, list[str]]) -> None:
@@ -219,6 +242,6 @@ def test_what_is_chosen_of_drawn_sizes(h200: None, lot: int) -> None:
     assert is_chosen(tokens=tokens, page_size=generator.choice((16, 64, 256)), **sizes) == is_theirs
     block_rows = decode_plan.choose_variant(head_dim, 2, group * seqlen_q, False).rows
     if group * seqlen_q <= block_rows:
-        assert not is_theirs
+        assert not is_theirs or (seqlen_q > 1 and head_dim > 128)  # by whole tiles
     elif is_theirs:  # the more there is to read again, the more so
         assert is_chosen(tokens=4 * tokens, **sizes)
