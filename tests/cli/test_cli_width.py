@@ -73,9 +73,9 @@ def test_many_kernels_are_summed_up_on_a_terminal_alone(kernel_hub_cli: Run) -> 
 
 
 def test_rows_too_wide_are_stacked() -> None:
-    lines = on_a_terminal("inspect", "flash_attention_backward_sm90")
+    lines = on_a_terminal("inspect", "flash_attention_fp8_sm90")
     assert max(map(len, lines)) <= WIDTH
-    assert "flash_attention_backward_sm90_fp16_hdim128_rows64" in lines
+    assert "flash_attention_fp8_sm90_e4m3_hdim256_full_blocks" in lines
 
 
 def test_commands_and_code_are_not_broken(tmp_path: Path) -> None:
