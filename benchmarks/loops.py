@@ -46,7 +46,7 @@ def hold(module: Any, **tensors: torch.Tensor) -> Any:
     return module
 
 
-class GptFast(torch.nn.Module):
+class GptFast(torch.nn.Module):  # type: ignore[misc]
     """Greedy steps of `batch` sequences of one length, whose caches have room for `room` tokens.
 
     A module, as a graph makes no copies of what one holds.
@@ -119,7 +119,7 @@ class GptFast(torch.nn.Module):
     def next_of(self, tokens: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         return functional.linear(self.hidden(tokens, position), self.head).argmax(-1)
 
-    @torch.no_grad()
+    @torch.no_grad()  # type: ignore[untyped-decorator]
     def generate(self, tokens: list[int], position: int, count: int) -> list[list[int]]:
         """The tokens of `count` steps, `tokens` at `position` before them."""
         now = torch.tensor(tokens, device=self.head.device)
@@ -167,7 +167,7 @@ class NanoVllm(GptFast):
         tables = {"seqused_k": lengths, "page_table": self.table}
         return self.fa3(q[:, None], layer.k, layer.v, **options, **tables)[0]
 
-    @torch.no_grad()
+    @torch.no_grad()  # type: ignore[untyped-decorator]
     def generate(self, tokens: list[int], position: int, count: int) -> list[list[int]]:
         found = [tokens]
         for place in range(position, position + count):
