@@ -52,6 +52,7 @@ def test_gradients(way: Way, layout: str, pair: tuple[int, int]) -> None:
 def bodies(hopper_way: Way, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The functions of the launches that Hopper's kernels took, a tile a block."""
     monkeypatch.setattr(SPLIT, "choice", False)
+    monkeypatch.setattr(SM90, "_SHORT", 0)  # short sequences too
     forget_all()
     yield taken(monkeypatch, SM90, lambda planned, *_: str(planned.function.name))
 

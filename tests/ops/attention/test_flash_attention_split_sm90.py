@@ -27,6 +27,7 @@ from kernel_hub.ops.attention.problem import Problem
 from kernel_hub.ops.core.device import has_wgmma
 from kernel_hub.ops.core.launch import forget_all
 
+SM90: Any = importlib.import_module("kernel_hub.ops.attention.forward_sm90")
 SPLIT: Any = importlib.import_module("kernel_hub.ops.attention.forward_split_sm90")
 COSTS: Any = importlib.import_module("kernel_hub.ops.attention.split_costs")
 H200_SMS = 132
@@ -41,6 +42,7 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         pytest.skip("not compute capability 9.0")
     found = taken(monkeypatch, SPLIT, lambda planned, *_: str(planned.function.name))
     monkeypatch.setattr(SPLIT, "choice", True)
+    monkeypatch.setattr(SM90, "_SHORT", 0)  # short sequences too
     forget_all()
     yield found
     forget_all()
