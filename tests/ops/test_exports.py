@@ -187,8 +187,9 @@ def test_copy_blocks(chosen: set[str]) -> None:
 
 def test_mla_decode(chosen: set[str]) -> None:
     step, plan = module("kv_cache.mla_decode")._step, module("kv_cache.mla_plan")
-    for dtype, capability in itertools.product(DTYPES[:2], [(8, 0), (9, 0)]):
-        q, cache = meta(64, 1, 16, 576, dtype=dtype), meta(64, 4096, 576, dtype=dtype)
+    few_and_many = (16, 32, 128)
+    for dtype, heads, capability in itertools.product(DTYPES[:2], few_and_many, [(8, 0), (9, 0)]):
+        q, cache = meta(64, 1, heads, 576, dtype=dtype), meta(64, 4096, 576, dtype=dtype)
         given = plan.MlaGiven(q, cache, None, None, 0.1, 0, q[..., :512])
         with pretend(PlannedGpu(capability, 132)):
             assert step(given).merge.numbers
