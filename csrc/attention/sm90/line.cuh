@@ -210,15 +210,7 @@ __device__ __forceinline__ int find_rank(const Parameters& p, Line& line, int bl
     __syncthreads();
     int rank = 0;
     if (own < p.batch_size) {
-#pragma unroll 1
-        for (int first = 0; first < p.batch_size; first += 4) {
-            const int4 four = *reinterpret_cast<const int4*>(line.begin + first);
-            const int others[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                rank += others[i] > blocks || (others[i] == blocks && first + i < own);
-            }
-        }
+        rank = rank_among(line.begin, p.batch_size, own, blocks);
     }
     __syncthreads();
     return rank;

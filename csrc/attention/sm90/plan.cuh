@@ -188,6 +188,23 @@ struct Line {
     int sums[kTried + 1];        // while it is
 };
 
+// How many of so many values, 16-byte aligned and filled up with -1, are more than the own-th, or
+// as much and before it.
+__device__ __forceinline__ int rank_among(const int* values, int count, int own, int value) {
+    int rank = 0;
+    // Four at a time: each read waits for the one before it.
+#pragma unroll 1
+    for (int first = 0; first < count; first += 4) {
+        const int4 four = *reinterpret_cast<const int4*>(values + first);
+        const int others[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            rank += others[i] > value || (others[i] == value && first + i < own);
+        }
+    }
+    return rank;
+}
+
 // `value`, with its origin hidden: quotients by it are computed where they are used, not prepared
 // before the loop and then held in registers, of which the loading warp has none to spare.
 __device__ __forceinline__ int fresh(int value) {

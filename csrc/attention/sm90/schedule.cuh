@@ -58,16 +58,7 @@ __device__ __forceinline__ void make_order(const Parameters& p, Order& order) {
     }
     __syncthreads();
     if (is_one) {
-        // Four at a time: each read waits for the one before it.
-#pragma unroll 1
-        for (int first = 0; first < p.batch_size; first += 4) {
-            const int4 four = *reinterpret_cast<const int4*>(order.end + first);
-            const int others[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                rank += others[i] > keys || (others[i] == keys && first + i < batch);
-            }
-        }
+        rank = rank_among(order.end, p.batch_size, batch, keys);
     }
     __syncthreads();
     if (is_one) {
