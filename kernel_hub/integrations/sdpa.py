@@ -220,7 +220,8 @@ def _quick(door: Callable[..., Any]) -> Callable[..., Any]:
         at, key = run.addresses_and_key(q, k, v, None, options, (run.sm90.is_enabled,))
         plan = _plans.get(key)
         maps = None if plan is None else plan.spans.apart.get(at)
-        if plan is None or maps is None or dropout_p or return_debug_mask or more:
+        is_other = dropout_p or return_debug_mask or more or _is_debugging()
+        if plan is None or maps is None or is_other:
             options_given = {"scale": scale, **more}
             found = door(keyset, q, k, v, dropout_p, is_causal, return_debug_mask, **options_given)
             if plan is None and q.dtype is not torch.float32 and q.dim() == 4:
@@ -230,8 +231,6 @@ def _quick(door: Callable[..., Any]) -> Callable[..., Any]:
                     made = common.emptied(_empty_like(met.out).transpose(1, 2))
                     _plans.keep(key, met._replace(out=made))
             return found
-        if _is_debugging():
-            return door(keyset, q, k, v, 0.0, is_causal, scale=scale)
         out, lse = _empty_like(plan.out), _empty_like(plan.lse)
         run.launch(plan.launch, maps, q, k, v, out, lse, options)
         with _lock:
