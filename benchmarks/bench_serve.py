@@ -70,7 +70,7 @@ def alone(engine: Any, num_clients: int, num_tokens: int) -> list[float]:
 def served(engine: Any, interval_s: float | None, num_clients: int, num_tokens: int) -> list[float]:
     """Of one run of the clients; threads change every `interval_s`, None: as the server says."""
     from kernel_hub.engine.server import serve
-    from kernel_hub.engine.server.app import ServerLimits
+    from kernel_hub.engine.server.serve import ServerLimits
 
     listener = serve.bound("127.0.0.1", 0, ServerLimits())
     url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1/completions"

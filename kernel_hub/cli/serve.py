@@ -16,14 +16,14 @@ from .parts.model import add_model, opened
 if TYPE_CHECKING:
     import socket
 
-    from ..engine.server.app import ServerLimits
+    from ..engine.server.serve import ServerLimits
 
 NAME = "serve"
 HELP = "serve a model over HTTP as OpenAI's clients ask: completions, chats, streams"
 EXAMPLE = "kernel-hub serve ./Qwen3-8B --port 8000"
 KEY = "KERNEL_HUB_API_KEY"
 
-LIMITS = {  # of engine/server/app.py, where their defaults are: option, type, what it is
+LIMITS = {  # of engine/server/serve.py, where their defaults are: option, type, what it is
     "body_bytes": ("--max-body-bytes", int, "of a body, beyond which it is refused (413)"),
     "waiting": ("--max-waiting", int, "requests, beyond which others are refused (429)"),
     "read_s": ("--read-timeout", float, "seconds for a client to send a body"),
@@ -71,12 +71,13 @@ def _port(text: str) -> int:
 def run(args: argparse.Namespace) -> int:
     try:
         from ..engine.server import serve
-        from ..engine.server.app import ServerLimits
     except ModuleNotFoundError as error:
         raise MissingPackageError(
             f"kernel-hub serve needs {error.name}: pip install 'kernel_hub[serve]'"
         ) from error
-    limits = ServerLimits(**{name: value for name in LIMITS if (value := getattr(args, name))})
+    limits = serve.ServerLimits(
+        **{name: value for name in LIMITS if (value := getattr(args, name))}
+    )
     key = args.api_key or os.environ.get(KEY) or None
     is_first = os.environ.get("RANK", "0") == "0"
     # Before the model, which takes longer to find that the port is another's.

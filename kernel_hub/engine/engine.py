@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 
@@ -18,7 +18,7 @@ from .config import NAMED, ModelConfig
 from .model import Model
 from .pages import Pages
 from .parallel import Group
-from .requests import Delta, Request, SamplingParams, TokenLogprob
+from .requests import Delta, Generated, Request, SamplingParams, TokenLogprob
 from .runner import Draws, Runner
 from .text import Bytes, TextStream, Tokenizer
 from .weights import Random, Safetensors, check_world, expected, load
@@ -31,16 +31,6 @@ _LIMITS: dict[str, tuple[float, float]] = {  # inclusive; two whole numbers: of 
     "seed": (-(2**63), 2**63 - 1),
 }  # fmt: skip
 _GREEDY = SamplingParams(temperature=0.0)
-
-
-class Generated(NamedTuple):
-    """A whole answer."""
-
-    text: str
-    tokens: tuple[int, ...]
-    logprobs: tuple[TokenLogprob, ...]
-    finish_reason: str | None
-    error: str | None = None
 
 
 def _check_invariant(place: torch.device, world: int, page_size: int) -> None:
@@ -334,14 +324,7 @@ class Engine:
             for delta in self.step():
                 if delta.request_id in found:
                     found[delta.request_id].append(delta)
-        return [
-            Generated(
-                "".join(d.text for d in deltas), tuple(t for d in deltas for t in d.tokens),
-                tuple(p for d in deltas for p in d.logprobs), deltas[-1].finish_reason,
-                deltas[-1].error,
-            )
-            for deltas in found.values()
-        ]  # fmt: skip
+        return [Generated.of(deltas) for deltas in found.values()]
 
     def follow(self) -> None:
         """On ranks other than 0: run what rank 0 plans, until it closes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -53,3 +54,21 @@ class Delta(NamedTuple):
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"
     error: str | None = None
+
+
+class Generated(NamedTuple):
+    """A whole answer."""
+
+    text: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    finish_reason: str | None
+    error: str | None = None
+
+    @classmethod
+    def of(cls, deltas: Sequence[Delta]) -> Generated:
+        """What these have said together."""
+        text = "".join(d.text for d in deltas)
+        tokens = tuple(t for d in deltas for t in d.tokens)
+        logprobs = tuple(p for d in deltas for p in d.logprobs)
+        return cls(text, tokens, logprobs, deltas[-1].finish_reason, deltas[-1].error)

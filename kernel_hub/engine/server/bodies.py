@@ -70,14 +70,10 @@ class Sampled(Body):
     stop_token_ids: Tokens | None = None
     ignore_eos: bool | None = None
 
-    def params(self, nth: int, **more: Any) -> SamplingParams:
-        """These as the engine takes them, of the nth choice of a prompt."""
-        names = SamplingParams.__dataclass_fields__.keys() & type(self).model_fields
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
-        given |= {name: tuple(given[name]) for name in ("stop", "stop_token_ids") if name in given}
-        if self.seed is not None:
-            given["seed"] = (self.seed + nth) % 2**63
-        return SamplingParams(**{**given, **more})
+    def params(self) -> dict[str, Any]:
+        """What is given of `SamplingParams`."""
+        given = self.model_dump(include={*SamplingParams.__dataclass_fields__}, exclude_none=True)
+        return {x: tuple(y) if isinstance(y, list) else y for x, y in given.items()}
 
 
 class Completion(Sampled):
@@ -134,3 +130,8 @@ class Chat(Sampled):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+
+    def params(self) -> dict[str, Any]:
+        most = self.max_completion_tokens or self.max_tokens
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return super().params() | {"max_tokens": most, "logprobs": logprobs}

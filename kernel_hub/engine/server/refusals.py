@@ -8,6 +8,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from ...errors import PromptTooLongError, RequestError
+from ..worker import EngineError
 
 TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 HEADERS = {
@@ -16,14 +17,13 @@ HEADERS = {
 }  # fmt: skip
 
 
-class ApiError(Exception):
+class ApiError(HTTPException):
     """An HTTP status, and beside it the error object."""
 
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None
     ) -> None:
-        super().__init__(message)
-        self.status = status
+        super().__init__(status, message, HEADERS.get(status))
         kind = "server_error" if status >= 500 else TYPES.get(status, "invalid_request_error")
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
@@ -32,25 +32,25 @@ async def refused(request: Request, error: Exception) -> Response:
     """The answer to anything that was raised on the way to another."""
     if isinstance(error, ClientDisconnect):
         return Response(status_code=499)  # that nobody reads
-    if isinstance(error, HTTPException):
+    if isinstance(error, HTTPException) and not isinstance(error, ApiError):
         error = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}.")
-    elif isinstance(error, RequestError):  # the engine's, or a chat template's
+    told = api_error(error)
+    return JSONResponse(told.body, told.status_code, told.headers)
+
+
+def api_error(error: Exception) -> ApiError:
+    """As what clients are told of it."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, EngineError):
+        return ApiError(500, str(error), code="engine_error")
+    if isinstance(error, RequestError):  # the engine's, or a chat template's
         is_long = isinstance(error, PromptTooLongError)
-        code = "context_length_exceeded" if is_long else "invalid_value"
-        error = ApiError(400, str(error), error.argument, code)
-    elif isinstance(error, ValidationError):
-        error = _invalid(error)
-    elif not isinstance(error, ApiError):
-        error = ApiError(500, f"The server failed: {type(error).__name__}.")
-    return JSONResponse(error.body, error.status, HEADERS.get(error.status))
-
-
-HANDLERS = dict.fromkeys((HTTPException, ClientDisconnect, Exception), refused)
-HANDLERS |= dict.fromkeys((ApiError, ValidationError, RequestError), refused)
-
-
-def _invalid(error: ValidationError) -> ApiError:
-    """Of the first thing that is wrong with a body, what it is."""
+        kind = "context_length_exceeded" if is_long else "invalid_value"
+        return ApiError(400, str(error), error.argument, kind)
+    if not isinstance(error, ValidationError):
+        return ApiError(500, f"The server failed: {type(error).__name__}.")
+    # Of a body, the first thing that is wrong.
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     kind, said = first["type"], first["msg"]
     # Of a union, the way names the type that was tried.
@@ -64,3 +64,7 @@ def _invalid(error: ValidationError) -> ApiError:
     }
     message, code = known.get(kind, (f"Invalid value for '{param}': {said}.", "invalid_value"))
     return ApiError(400, message, param, code)
+
+
+CAUGHT = (HTTPException, ClientDisconnect, ValidationError, RequestError, EngineError, Exception)
+HANDLERS = dict.fromkeys(CAUGHT, refused)

@@ -18,8 +18,10 @@ KEY = "sk-by-lot"
 class Served:
     """One that runs. `client()` is httpx's, `openai()` and `async_openai()` are OpenAI's."""
 
-    def __init__(self, engine: Any, server: Any, port: int, thread: threading.Thread) -> None:
-        self.engine, self.server, self.thread = engine, server, thread
+    def __init__(
+        self, engine: Any, server: Any, loop: Any, port: int, thread: threading.Thread
+    ) -> None:
+        self.engine, self.server, self.loop, self.thread = engine, server, loop, thread
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
         self.tasks_before = self.num_tasks()
@@ -44,9 +46,7 @@ class Served:
         async def count() -> int:
             return len(asyncio.all_tasks())
 
-        return asyncio.run_coroutine_threadsafe(count(), self.server.service._worker._loop).result(
-            10
-        )
+        return asyncio.run_coroutine_threadsafe(count(), self.loop).result(10)
 
     def until(self, holds: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:
         ends = time.monotonic() + timeout_s
@@ -56,10 +56,9 @@ class Served:
 
     def is_idle(self) -> bool:
         """Nothing of any request is left: none runs, no page is used, no task waits."""
-        service = self.server.service
-        worker, stats = service._worker, service._worker.stats
+        worker, stats = self.server.worker, self.server.worker.stats
         used = stats["running"] + stats["waiting"] + stats["pages_used"]
-        of_server = len(worker._answers) + len(worker._held) + service.num_open
+        of_server = len(worker._answers) + len(worker._held) + self.server.num_open
         return not used and not of_server and not self.engine.has_work
 
     def settles(self) -> None:
@@ -72,7 +71,7 @@ class Served:
 def served(engine: Any = None, api_key: str | None = KEY, **limits: Any) -> Iterator[Served]:
     """Runs until the block ends, then drains, and all of it must be gone in time."""
     from kernel_hub.engine.server import serve
-    from kernel_hub.engine.server.app import ServerLimits
+    from kernel_hub.engine.server.serve import ServerLimits
 
     engine = engine or ByteEngine()
     listener = serve.bound("127.0.0.1", 0, ServerLimits(**limits))
@@ -80,9 +79,12 @@ def served(engine: Any = None, api_key: str | None = KEY, **limits: Any) -> Iter
     made: list[Any] = []
     failed: list[BaseException] = []
 
+    def ready(server: Any) -> None:
+        made.append((server, asyncio.get_running_loop()))
+
     def run() -> None:
         try:
-            serve.serve(engine, listener, ServerLimits(**limits), api_key, made.append)
+            serve.serve(engine, listener, ServerLimits(**limits), api_key, ready)
         except BaseException as error:
             failed.append(error)
             raise
@@ -93,7 +95,7 @@ def served(engine: Any = None, api_key: str | None = KEY, **limits: Any) -> Iter
     while not made:
         assert thread.is_alive() and time.monotonic() < ends, f"the server does not start: {failed}"
         time.sleep(0.01)
-    here = Served(engine, made[0], port, thread)
+    here = Served(engine, *made[0], port, thread)
     try:
         yield here
     finally:

@@ -79,7 +79,7 @@ def test_a_client_that_reads_slowly_gets_all_of_it_and_holds_up_nobody() -> None
         quick = here.openai().completions.create(**LONG)
         assert quick.usage.completion_tokens == 480 and time.monotonic() - started < 25
         here.until(lambda: not here.engine.has_work, "its pages are free before it has read", 30)
-        assert here.server.service._worker.waiting == 0, "who only reads does not wait"
+        assert here.server.worker.waiting == 0, "who only reads does not wait"
         said = b""
         while b"data: [DONE]\n\n" not in said:
             part = slow.recv(1 << 16)
@@ -121,7 +121,7 @@ def test_overload_is_said_with_a_time() -> None:
     engine = ByteEngine(step_s=0.02, most_running=1)
     with served(engine, waiting=2) as here:
         held = [raw(here, plain())]
-        here.until(lambda: here.server.service._worker.stats["running"] == 1, "one runs")
+        here.until(lambda: here.server.worker.stats["running"] == 1, "one runs")
         for number in (1, 2):
             held.append(raw(here, plain()))
             here.until(lambda n=number: len(engine.waiting) == n, "others wait")  # type: ignore[misc]
@@ -143,7 +143,7 @@ def test_bodies_that_do_not_come_are_no_way_around_it() -> None:
             client.sendall(
                 f"{head}Content-Type: application/json\r\nContent-Length: 9\r\n\r\n".encode()
             )
-        here.until(lambda: here.server.service.num_open == 2, "their heads are read")
+        here.until(lambda: here.server.num_open == 2, "their heads are read")
         with pytest.raises(openai.RateLimitError):
             here.openai().completions.create(model="bytes", prompt="a")
         for client in hung:
@@ -301,7 +301,7 @@ import sys
 sys.path[:0] = [{here!r}]
 from byte_engine import ByteEngine
 from kernel_hub.engine.server import serve
-from kernel_hub.engine.server.app import ServerLimits
+from kernel_hub.engine.server.serve import ServerLimits
 listener = serve.bound("127.0.0.1", 0, ServerLimits())
 ready = lambda server: print(listener.getsockname()[1], flush=True)
 serve.serve(ByteEngine(step_s=0.01), listener, ServerLimits(drain_s={drain_s}), ready=ready)

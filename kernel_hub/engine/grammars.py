@@ -1,0 +1,63 @@
+"""JSON answers by llguidance (extra `grammar`): which tokens may follow, by a schema."""
+
+from __future__ import annotations
+
+import json
+from functools import cached_property
+from typing import Any
+
+from ..errors import RequestError
+
+
+class Grammar:
+    """A request's place in a grammar, as `SamplingParams` takes it."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher, self.accept = matcher, matcher.consume_token
+
+    def bitmask(self, out: Any) -> None:
+        """A token t that may follow is bit t % 32 of word t // 32."""
+        self._matcher.unsafe_compute_mask_ptr(out.ctypes.data, 4 * len(out))
+
+
+class Grammars:
+    """Grammars over an engine's vocabulary, which is read when the first is asked for."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def json(self, schema: Any, count: int) -> list[Grammar]:
+        """For `count` requests. Raises RequestError, ImportError without llguidance."""
+        from llguidance import LLMatcher
+
+        grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
+        first = LLMatcher(self._vocabulary, grammar, log_level=0)
+        if first.is_error():
+            said = f"This schema can not be followed: {first.get_error().splitlines()[0]}"
+            raise RequestError(said, argument="schema")
+        return [Grammar(first), *(Grammar(first.deep_copy()) for _ in range(count - 1))]
+
+    @cached_property
+    def _vocabulary(self) -> Any:
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        engine, ends = self._engine, sorted(self._engine.eos_token_ids)
+        if not ends:
+            raise RequestError("The model has no token to end JSON with.")
+        if engine.tokenizer is not None:
+            return LLTokenizer(engine.tokenizer.to_str(), n_vocab=engine.vocab_size, eos_token=ends)
+        return LLTokenizer(TokenizerWrapper(_Bytes(engine.vocab_size, ends[0])), eos_token=ends)
+
+
+class _Bytes:
+    """The vocabulary of a model without a tokenizer, as llguidance asks for it."""
+
+    bos_token_id = None
+
+    def __init__(self, size: int, eos: int) -> None:
+        self.tokens = [bytes([i]) if i < 256 else b"" for i in range(size)]
+        self.tokens[eos] = b"<eos>"
+        self.eos_token_id, self.special_token_ids = eos, [eos]
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)

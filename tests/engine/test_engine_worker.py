@@ -1,0 +1,97 @@
+"""The engine behind a thread of its own, as programs of asyncio ask it; and JSON by a schema."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="the ops are torch ops")
+
+from kernel_hub.engine.engine import Engine
+from kernel_hub.engine.grammars import Grammars
+from kernel_hub.engine.requests import Generated, Request, SamplingParams
+from kernel_hub.engine.worker import EngineError, Worker
+from kernel_hub.errors import RequestError
+
+PARAMS = SamplingParams(max_tokens=12, temperature=0.0)
+
+
+def made() -> Engine:
+    return Engine.random("tiny", device="cpu", page_size=16, cache_tokens=512)
+
+
+async def answered(worker: Worker, *requests: Request) -> list[Generated]:
+    """Whole answers, in the order of the requests."""
+    found: dict[str, list[Any]] = {one.id: [] for one in requests}
+    try:
+        async for delta in worker.deltas(requests):
+            if delta:
+                found[delta.request_id].append(delta)
+    finally:
+        worker.leave(requests)
+    return [Generated.of(deltas) for deltas in found.values()]
+
+
+def test_answers_are_those_of_the_engine_alone() -> None:
+    prompts = [b"abc", b"de" * 20, b"f"]
+    wanted = made().generate([list(prompt) for prompt in prompts], PARAMS)
+    worker = Worker(made(), 60.0)
+
+    async def all_at_once() -> list[list[Generated]]:
+        asked = [Request(f"{i}", tuple(prompt), PARAMS) for i, prompt in enumerate(prompts)]
+        return await asyncio.gather(answered(worker, *asked[:2]), answered(worker, asked[2]))
+
+    (first, second), (third,) = asyncio.run(all_at_once())
+    assert [first, second, third] == wanted
+    worker.stop(10.0)
+    assert not worker.ill and worker.waiting == 0
+
+
+def test_who_leaves_and_what_is_refused() -> None:
+    engine = made()
+    worker, long = Worker(engine, 60.0), SamplingParams(max_tokens=300)
+
+    async def ask() -> None:
+        leaves = [Request("leaves", (1, 2), long)]
+        deltas = worker.deltas(leaves)
+        assert await anext(deltas) is None
+        assert await anext(deltas)
+        worker.leave(leaves)
+        with pytest.raises(RequestError, match="prompt"):
+            await answered(worker, Request("empty", ()))
+        with pytest.raises(EngineError, match="told to"):
+            waits = asyncio.ensure_future(answered(worker, Request("waits", (1,), long)))
+            while not worker.waiting:
+                await asyncio.sleep(0.001)
+            worker.fail_all(EngineError("told to"))
+            await waits
+        assert (await answered(worker, Request("stays", (1, 2), PARAMS)))[0].tokens
+
+    asyncio.run(ask())
+    worker.stop(10.0)
+    assert engine.stats()["pages_used"] == 0 and not engine.has_work
+
+
+def test_json_by_a_schema_without_a_server() -> None:
+    pytest.importorskip("llguidance", reason="the grammars of JSON answers")
+    config = {
+        "model_type": "qwen3", "vocab_size": 300, "hidden_size": 64, "intermediate_size": 128,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+        "max_position_embeddings": 256, "eos_token_id": 257,
+    }  # fmt: skip
+    engine = Engine.random(config, device="cpu")
+    schema = {
+        "type": "object", "additionalProperties": False, "required": ["yes"],
+        "properties": {"yes": {"enum": [True, 17]}}, "x-guidance": {"whitespace_flexible": False},
+    }  # fmt: skip
+    params = [
+        SamplingParams(max_tokens=60, seed=seed, grammar=grammar)
+        for seed, grammar in enumerate(Grammars(engine).json(schema, 3))
+    ]
+    for answer in engine.generate(["a"] * 3, params):
+        assert json.loads(answer.text)["yes"] in (True, 17), answer
+    with pytest.raises(RequestError, match="nonsense"):
+        Grammars(engine).json({"type": "nonsense"}, 1)
