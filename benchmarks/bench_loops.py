@@ -78,7 +78,7 @@ class Ours:
 
     def cached(self, name: str, count: int) -> list[tuple[Any, Any]]:
         """Keys and values of the first tokens of a request, layer by layer."""
-        pages = list(self.engine._live[name].sequence.pages)
+        pages = list(self.engine._live[name].pages)
         return [
             (k[pages].flatten(0, 1)[:count], v[pages].flatten(0, 1)[:count])
             for k, v in self.engine.runner.cache

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from collections.abc import Sequence as List
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -12,7 +13,6 @@ from typing import Any, Literal
 import torch
 
 from ..errors import ModelError, PromptTooLongError, RankError, RequestError, listed
-from . import scheduler
 from .batch import batch_of
 from .config import NAMED, ModelConfig
 from .model import Model
@@ -20,6 +20,7 @@ from .pages import Pages
 from .parallel import Group
 from .requests import Delta, Generated, Request, SamplingParams, TokenLogprob
 from .runner import Draws, Runner
+from .scheduler import Scheduler, Sequence
 from .text import Bytes, TextStream, Tokenizer
 from .weights import Random, Safetensors, check_world, expected, load
 
@@ -45,17 +46,10 @@ def _check_invariant(place: torch.device, world: int, page_size: int) -> None:
 
 
 @dataclass
-class _Live:
-    sequence: scheduler.Sequence
-    stream: TextStream
-    ends: frozenset[int]  # tokens after which it is over
-
-
-@dataclass
 class _Flight:
     """A pass under way: for whom it draws, from which place on, how many, and of how many rows."""
 
-    rows: list[tuple[scheduler.Sequence, int, int, int]]
+    rows: list[tuple[Sequence, int, int, int]]
     drawn: Draws
     is_awaited: bool  # what the next pass does depends on these tokens
 
@@ -100,10 +94,10 @@ class Engine:
         self.max_model_len = min(model.max_len, num_pages * page_size)
         max_pages = -(-self.max_model_len // page_size)
         self.runner = Runner(model, num_pages, page_size, max_pages, max_tokens_a_pass, max_batch)
-        self._scheduler = scheduler.Scheduler(
+        self._scheduler = Scheduler(
             Pages(num_pages, page_size), max_batch, max_tokens_a_pass, self.max_model_len, drafts
         )
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, Sequence] = {}
         self._flight: _Flight | None = None
         self._over: list[Delta] = []  # of requests that ended between two steps
         self._counts = dict.fromkeys(("prompt_tokens", "generated_tokens", "steps"), 0)
@@ -137,10 +131,10 @@ class Engine:
     def encode(self, text: str) -> list[int]:
         return self.text.encode(text)
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: List[int]) -> str:
         return self.text.decode(ids)
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], **more: Any) -> list[int]:
+    def chat(self, messages: List[Mapping[str, Any]], **more: Any) -> list[int]:
         """The prompt of a conversation; `more`: what its template takes (tools, say)."""
         return self.text.chat(messages, **more)
 
@@ -163,11 +157,11 @@ class Engine:
         wanted = room if params.max_tokens is None else min(params.max_tokens, room)
         seed = random.getrandbits(63) if params.seed is None else params.seed
         most = len(request.prompt) + wanted
-        sequence = scheduler.Sequence(request, list(request.prompt), seed, most)
+        sequence = Sequence(request, list(request.prompt), seed, most)
+        sequence.stream = TextStream(self.text.decode, params.stop)
         ends = frozenset() if params.ignore_eos else self.eos_token_ids
-        self._live[request.id] = _Live(
-            sequence, TextStream(self.text.decode, params.stop), ends.union(params.stop_token_ids)
-        )
+        sequence.ends = ends.union(params.stop_token_ids)
+        self._live[request.id] = sequence
         self._scheduler.waiting.append(sequence)
         self._counts["prompt_tokens"] += len(request.prompt)
 
@@ -177,7 +171,7 @@ class Engine:
             self._end(request_id, "abort")
 
     def _end(self, request_id: str, reason: str, error: Exception | None = None) -> None:
-        self._scheduler.end(self._live.pop(request_id).sequence)
+        self._scheduler.end(self._live.pop(request_id))
         said = None if error is None else f"{type(error).__name__}: {error}"
         self._over.append(Delta(request_id, (), "", (), reason, said))
 
@@ -202,7 +196,7 @@ class Engine:
         over, self._over = self._over, []
         return [*deltas, *over]
 
-    def _each_alone(self, planned: list[scheduler.Sequence], failure: Exception) -> list[Delta]:
+    def _each_alone(self, planned: list[Sequence], failure: Exception) -> list[Delta]:
         """Passes of one request instead of theirs together, which failed; those that fail end."""
         deltas = list[Delta]()
         for sequence in filter(self._lives, planned):
@@ -216,12 +210,11 @@ class Engine:
                 self._end(sequence.request.id, "error", error)
         return deltas
 
-    def _lives(self, sequence: scheduler.Sequence) -> bool:
+    def _lives(self, sequence: Sequence) -> bool:
         """Not ended while a pass of it was under way, its name perhaps given again."""
-        found = self._live.get(sequence.request.id)
-        return found is not None and found.sequence is sequence
+        return self._live.get(sequence.request.id) is sequence
 
-    def _begun(self, planned: list[scheduler.Sequence]) -> _Flight:
+    def _begun(self, planned: list[Sequence]) -> _Flight:
         """Give the device a pass of them."""
         batch = batch_of(planned, self.vocab_size, self._scheduler.pages.num_pages)
         try:
@@ -266,22 +259,22 @@ class Engine:
         return deltas
 
     def _taken(
-        self, sequence: scheduler.Sequence, place: int, drawn: list[int], likely: list[TokenLogprob]
+        self, sequence: Sequence, place: int, drawn: list[int], likely: list[TokenLogprob]
     ) -> Delta:
         """Of the drawn tokens those whose drafts were right, as far as the request goes."""
         request, params = sequence.request, sequence.request.params
-        live, new, text, reason = self._live[request.id], list[int](), "", None
+        stream, new, text, reason = sequence.stream, list[int](), "", None
         for i, token in enumerate(drawn):
             if i and sequence.drafts[i - 1] != drawn[i - 1]:
                 break
             new.append(token)
             if params.grammar is not None and params.grammar.accept(token) is False:
                 raise RequestError(f"the grammar does not take token {token}, which it allowed")
-            if token in live.ends:
+            if token in sequence.ends:
                 reason = "stop"
             else:
-                text += live.stream.push(token)
-                if live.stream.is_stopped:
+                text += stream.push(token)
+                if stream.is_stopped:
                     reason = "stop"
                 elif place + len(new) >= sequence.most:
                     reason = "length"
@@ -290,8 +283,8 @@ class Engine:
         self._scheduler.drawn(sequence, place, new, len(drawn) - len(new))
         self._counts["generated_tokens"] += len(new)
         if reason is not None:
-            if not live.stream.is_stopped:
-                text += live.stream.flush()
+            if not stream.is_stopped:
+                text += stream.flush()
             self._scheduler.end(sequence)
             del self._live[request.id]
         shown = () if params.logprobs is None else tuple(
@@ -310,8 +303,8 @@ class Engine:
         }  # fmt: skip
 
     def generate(
-        self, prompts: Sequence[str] | Sequence[Sequence[int]],
-        params: SamplingParams | Sequence[SamplingParams] = _GREEDY,
+        self, prompts: List[str] | List[List[int]],
+        params: SamplingParams | List[SamplingParams] = _GREEDY,
     ) -> list[Generated]:  # fmt: skip
         """Whole answers to prompts, texts or token ids; all at once, in their order."""
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params

@@ -40,7 +40,9 @@ class Sequence:
     digests: list[bytes] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)  # guessed, to be verified in the next pass
     chunk: int = 0  # tokens of the pass that is under way, drafts included
-    prompt_words: Any = None  # as runner.py has made them
+    prompt_words: Any = None  # as batch.py has made them
+    stream: Any = None  # its text, as engine.py has made it
+    ends: frozenset[int] = frozenset()  # tokens after which it is over, engine.py's too
     _seen: dict[tuple[int, ...], int] = field(default_factory=dict)
     _indexed: int = NGRAM
 
