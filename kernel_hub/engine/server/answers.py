@@ -119,8 +119,10 @@ class Answer:
     def _logprobs(self, index: int, scores: Iterable[TokenLogprob]) -> Json:
         def entry(token: int, logprob: float) -> Json:
             text = self._engine.decode([token])
-            known = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
-            return {"token": text, "logprob": max(LEAST, logprob), "bytes": known}
+            told = {"token": text, "logprob": max(LEAST, logprob)}
+            if self._is_chat:
+                told["bytes"] = None if "\N{REPLACEMENT CHARACTER}" in text else [*text.encode()]
+            return told
 
         found = [(entry(one.token, one.logprob), [entry(*e) for e in one.top]) for one in scores]
         if self._is_chat:

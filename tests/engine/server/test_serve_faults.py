@@ -277,6 +277,23 @@ def test_draining_answers_what_runs_and_takes_nothing_new() -> None:
         assert not here.thread.is_alive()
 
 
+def test_what_is_still_being_read_when_it_drains_is_refused() -> None:
+    body = json.dumps(plain()).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    with served() as here, socket.create_connection(("127.0.0.1", here.port)) as client:
+        client.sendall(head.encode())
+        here.until(lambda: here.server.num_open == 1, "its head is read")
+        here.server.drain()
+        here.until(lambda: httpx.get(f"{here.url}/health").status_code == 503, "/health says so")
+        client.sendall(body)
+        assert b" 503 " in client.recv(100)
+        here.thread.join(10)
+        assert not here.thread.is_alive() and not here.engine.stats_now()["steps"]
+
+
 def test_draining_ends_what_takes_too_long() -> None:
     engine = ByteEngine(step_s=0.05)
     with served(engine, drain_s=0.5) as here, ThreadPoolExecutor(2) as pool:
