@@ -10,15 +10,18 @@
 // window_left to i + shift + window_right, shift = seqlen_k - seqlen_q.
 //
 // Three kernels. Their workspace is laid out in blocks of kBlockM query rows (each sequence starts
-// a new block): row values [head][row], sums of dq [head][block][panel of 64 columns or what is
-// left][16 rows][8 columns][fragment].
+// a new block): sums of dq [head][block][panel of 64 columns or what is left][16 rows][8 columns]
+// [fragment], row values [head][row].
 //   ..._delta    a block 16 rows of a head: delta, lse in units of log 2, zeros for the sums of dq
 //   (main)       a block 128 keys, of wide heads 64: loops over `heads_per_block` query heads (the
 //                whole group, or one, where dk and dv are then those of one query head and summed
 //                afterwards) and over the blocks of kBlockM queries that see the keys
-//   ..._convert  a block 16 rows of a head: dq from the sums
-// Each waits for the launch before it, first of all; under the main kernel no next one begins.
-// dk and dv have one order of summation. dq has one where `turns` is given: a block then adds its
+//   ..._convert  a block 16 rows of a head: dq from the sums; or dk or dv from its parts
+// Each waits for the launch before it: the main kernel once it has set up and asked for its first
+// tiles, which are older than that launch. Under the main kernel's end the next one begins.
+// Of narrow heads (kGoesOn) a block takes one work after another, by a counter, and q and dout of
+// the next one come while the last one ends: 3 us of the 7 that a work costs beside its rounds.
+// dk and dv have one order of summation. dq has one where there are turns: a block then adds its
 // part of a query block after the blocks of higher keys, which are scheduled before it. Else the
 // keys that most queries see come first, within groups of heads whose q, dout and dq stay in the
 // L2.
@@ -44,7 +47,7 @@
 //
 // Shared memory: k, v [keys]; q, dout [2 stages, at 256 one of dout][kBlockM]; ds
 // [2][kBlockM][keys] and, of wide heads, p [keys][kBlockM]; dq in fp32; lse and delta
-// [stages][kBlockM]; mbarriers; Work. Panels of 64 columns (128 bytes) in the TMA's 128-byte
+// [stages][kBlockM]; mbarriers; two works. Panels of 64 columns (128 bytes) in the TMA's 128-byte
 // swizzle; head_dim is filled up with zeros by the TMA. Tensor maps as those of
 // flash_attention_sm90.cu, in boxes of kBlockM rows (q, dout) or the block's keys (k, v).
 //
@@ -64,20 +67,40 @@
 
 namespace kernel_hub::attention::backward::sm90 {
 
+// The works of a block; where there are several, as its first warp finds them. By whole warps.
+template <class C, class Do>
+__device__ __forceinline__ void each_work(const BackwardShared<C>& shared, Do&& work_on) {
+    if constexpr (!C::kGoesOn) {
+        work_on(shared.work(0));
+    } else {
+#pragma unroll 1
+        for (int nth = 0;; ++nth) {
+            mbarrier_wait(shared.work_full(nth), nth / 2 % 2);
+            const BackwardWork& work = shared.work(nth);
+            if (work.num_iterations < 0) {
+                break;
+            }
+            work_on(work);
+            __syncwarp();
+            mbarrier_arrive_if(shared.work_empty(nth), read_thread_idx() % 32 == 0);
+        }
+    }
+}
+
 template <class C>
 __device__ __forceinline__ void attention_backward_sm90(
     const BackwardParameters<typename C::T>& p) {
-    // The next launch begins when this one ends: its blocks would be in the way of this one's.
-    wait_for_launch_before();
     BackwardShared<C> shared;
     shared.base = (shared_address(dynamic_shared()) + 1023) / 1024 * 1024;
-    BackwardWork& work = *reinterpret_cast<BackwardWork*>(shared_pointer(shared.base + C::kWork));
-    BackwardWork mine = {};
-    if (!mine.template find<C>(p)) {
+    BackwardWork only = {};
+    if (!C::kGoesOn && !only.template find<C>(p, blockIdx.x)) {
+        wait_for_launch_before();
         return;
     }
     if (threadIdx.x == 0) {
-        work = mine;
+        if (!C::kGoesOn) {
+            shared.work(0) = only;
+        }
         tma_prefetch_map(p.q);
         tma_prefetch_map(p.k);
         tma_prefetch_map(p.v);
@@ -93,22 +116,26 @@ __device__ __forceinline__ void attention_backward_sm90(
     if (warpgroup == 0) {
         release_registers<C::kProducerRegisters>();
         const int warp_idx = __shfl_sync(kAllLanes, threadIdx.x / 32, 0);
-        if (work.num_iterations == 0) {
-        } else if (warp_idx == 0) {
+        if (warp_idx == 0) {
             BackwardProducer<C> producer{p, shared, static_cast<int>(threadIdx.x)};
-            producer.run(work);
+            producer.run();
         } else if (warp_idx <= C::kConsumers) {
-            add_dq<C>(p, shared, work, warp_idx - 1);
+            wait_for_launch_before();  // which zeroes the sums
+            each_work(shared,
+                      [&](const BackwardWork& work) { add_dq<C>(p, shared, work, warp_idx - 1); });
         }
     } else {
         acquire_registers<C::kConsumerRegisters>();
         if constexpr (C::kHasRoles) {
             RoleConsumer<C> consumer(p, shared);
-            consumer.run(work, warpgroup == 1);
+            each_work(shared,
+                      [&](const BackwardWork& work) { consumer.run(work, warpgroup == 1); });
         } else {
             BackwardConsumer<C> consumer(p, shared, warpgroup - 1);
-            consumer.run(work);
+            each_work(shared, [&](const BackwardWork& work) { consumer.run(work); });
         }
+        // Not before: the next launch's blocks would be in the way of this one's.
+        allow_next_launch();
     }
 }
 
@@ -118,28 +145,25 @@ __device__ __forceinline__ void attention_backward_sm90(
         "x: blocks of block_n keys of every sequence and head of dk and dv",                       \
         (facts_of<BackwardConfig<T, HEAD_DIM, BLOCK_M>>()),                                        \
         extern "C" __global__ void __launch_bounds__(384, 1) flash_attention_backward_sm90_##NAME( \
-            T* dk, T* dv, float* dq_sums, int* turns, int* flag,                                   \
-            const __grid_constant__ CUtensorMap q, const __grid_constant__ CUtensorMap k,          \
-            const __grid_constant__ CUtensorMap v, const __grid_constant__ CUtensorMap dout,       \
-            const float* lse_log2, const float* delta, const int* cu_seqlens_q,                    \
+            T* dk, T* dv, float* workspace, int* flag, const __grid_constant__ CUtensorMap q,      \
+            const __grid_constant__ CUtensorMap k, const __grid_constant__ CUtensorMap v,          \
+            const __grid_constant__ CUtensorMap dout, const int* cu_seqlens_q,                     \
             const int* cu_seqlens_k, const int* cache_seqlens, int64_t dk_batch_stride,            \
             int64_t dk_row_stride, int64_t dk_head_stride, int64_t dv_batch_stride,                \
             int64_t dv_row_stride, int64_t dv_head_stride, int64_t num_blocks_q, int num_blocks,   \
             int num_pairs, int pairs_per_group, int seqlen_q, int seqlen_k, int total_q,           \
             int total_k, int num_heads, int group, int heads_per_block, int head_dim,              \
-            int window_left, int window_right, float softmax_scale) {                              \
+            int window_left, int window_right, int has_turns, float softmax_scale) {               \
             attention_backward_sm90<BackwardConfig<T, HEAD_DIM, BLOCK_M>>(                         \
                 {.dk = {dk, dk_batch_stride, dk_row_stride, dk_head_stride},                       \
                  .dv = {dv, dv_batch_stride, dv_row_stride, dv_head_stride},                       \
-                 .dq_sums = dq_sums,                                                               \
-                 .turns = turns,                                                                   \
+                 .workspace = {workspace, num_heads * num_blocks_q * BLOCK_M, HEAD_DIM,            \
+                               has_turns != 0},                                                    \
                  .flag = flag,                                                                     \
                  .q = &q,                                                                          \
                  .k = &k,                                                                          \
                  .v = &v,                                                                          \
                  .dout = &dout,                                                                    \
-                 .lse = lse_log2,                                                                  \
-                 .delta = delta,                                                                   \
                  .cu_seqlens_q = cu_seqlens_q,                                                     \
                  .cu_seqlens_k = cu_seqlens_k,                                                     \
                  .cache_seqlens = cache_seqlens,                                                   \
@@ -160,44 +184,56 @@ __device__ __forceinline__ void attention_backward_sm90(
                  .softmax_scale = softmax_scale});                                                 \
         })
 
-#define EXPORT_DELTA(NAME, T, HEAD_DIM)                                                         \
-    DESCRIBED(                                                                                  \
-        flash_attention_backward_sm90_##NAME##_delta,                                           \
-        "x: tiles of 16 query rows of every sequence, y: heads",                                \
-        (.threads = 128, .shared_bytes = 0, .block_m = 16),                                     \
-        extern "C" __global__ void                                                              \
-        __launch_bounds__(128) flash_attention_backward_sm90_##NAME##_delta(                    \
-            float* delta, float* lse_log2, float* dq_sums, int* turns, int* flag, const T* out, \
-            const T* dout, const float* lse, const int* cu_seqlens_q, int64_t out_batch_stride, \
-            int64_t out_row_stride, int64_t out_head_stride, int64_t dout_batch_stride,         \
-            int64_t dout_row_stride, int64_t dout_head_stride, int64_t lse_batch_stride,        \
-            int64_t lse_head_stride, int64_t num_blocks_q, int num_tiles, int seqlen_q,         \
-            int total_q, int head_dim, int padded_head_dim, int block_m) {                      \
-            attention_delta_sm90<T, HEAD_DIM / kPanelColumns>(                                  \
-                delta, lse_log2, dq_sums, turns, flag,                                          \
-                {out, out_batch_stride, out_row_stride, out_head_stride},                       \
-                {dout, dout_batch_stride, dout_row_stride, dout_head_stride}, lse,              \
-                lse_batch_stride, lse_head_stride,                                              \
-                {cu_seqlens_q, num_blocks_q, num_tiles, seqlen_q, total_q, head_dim,            \
-                 padded_head_dim, block_m});                                                    \
+#define EXPORT_DELTA(NAME, T, HEAD_DIM)                                                           \
+    DESCRIBED(                                                                                    \
+        flash_attention_backward_sm90_##NAME##_delta,                                             \
+        "x: tiles of 16 query rows of every sequence, y: heads",                                  \
+        (.threads = 128, .shared_bytes = 0, .block_m = 16),                                       \
+        extern "C" __global__ void                                                                \
+        __launch_bounds__(128) flash_attention_backward_sm90_##NAME##_delta(                      \
+            float* workspace, int* flag, const T* out, const T* dout, const float* lse,           \
+            const int* cu_seqlens_q, int64_t out_batch_stride, int64_t out_row_stride,            \
+            int64_t out_head_stride, int64_t dout_batch_stride, int64_t dout_row_stride,          \
+            int64_t dout_head_stride, int64_t lse_batch_stride, int64_t lse_head_stride,          \
+            int64_t num_blocks_q, int num_tiles, int seqlen_q, int total_q, int head_dim,         \
+            int padded_head_dim, int block_m, int has_turns) {                                    \
+            attention_delta_sm90<T, HEAD_DIM / kPanelColumns>(                                    \
+                {workspace, gridDim.y * num_blocks_q * block_m, padded_head_dim, has_turns != 0}, \
+                flag, {out, out_batch_stride, out_row_stride, out_head_stride},                   \
+                {dout, dout_batch_stride, dout_row_stride, dout_head_stride}, lse,                \
+                lse_batch_stride, lse_head_stride,                                                \
+                {cu_seqlens_q, num_blocks_q, num_tiles, seqlen_q, total_q, head_dim,              \
+                 padded_head_dim, block_m});                                                      \
         })
 
-#define EXPORT_CONVERT(NAME, T)                                                                  \
-    DESCRIBED(                                                                                   \
-        flash_attention_backward_sm90_##NAME##_convert,                                          \
-        "x: tiles of 16 query rows of every sequence, y: heads",                                 \
-        (.threads = 128, .shared_bytes = 0, .block_m = 16),                                      \
-        extern "C" __global__ void                                                               \
-        __launch_bounds__(128) flash_attention_backward_sm90_##NAME##_convert(                   \
-            T* dq, const float* dq_sums, const int* cu_seqlens_q, int64_t dq_batch_stride,       \
-            int64_t dq_row_stride, int64_t dq_head_stride, int64_t num_blocks_q, int num_tiles,  \
-            int seqlen_q, int total_q, int head_dim, int padded_head_dim, int block_m,           \
-            float softmax_scale) {                                                               \
-            attention_convert_sm90<T>({dq, dq_batch_stride, dq_row_stride, dq_head_stride},      \
-                                      dq_sums,                                                   \
-                                      {cu_seqlens_q, num_blocks_q, num_tiles, seqlen_q, total_q, \
-                                       head_dim, padded_head_dim, block_m},                      \
-                                      softmax_scale);                                            \
+#define EXPORT_CONVERT(NAME, T)                                                                    \
+    DESCRIBED(                                                                                     \
+        flash_attention_backward_sm90_##NAME##_convert,                                            \
+        "x: tiles of 16 query rows of every sequence, y: heads",                                   \
+        (.threads = 128, .shared_bytes = 0, .block_m = 16),                                        \
+        extern "C" __global__ void                                                                 \
+        __launch_bounds__(128) flash_attention_backward_sm90_##NAME##_convert(                     \
+            T* dq, const float* dq_sums, const int* cu_seqlens_q, T* dk, T* dv, const T* dk_parts, \
+            const T* dv_parts, int64_t dq_batch_stride, int64_t dq_row_stride,                     \
+            int64_t dq_head_stride, int64_t num_blocks_q, int num_tiles, int seqlen_q,             \
+            int total_q, int head_dim, int padded_head_dim, int block_m, int num_blocks,           \
+            int num_heads, int64_t dk_batch_stride, int64_t dk_row_stride, int64_t dk_head_stride, \
+            int64_t dv_batch_stride, int64_t dv_row_stride, int64_t dv_head_stride, int num_parts, \
+            int num_kv_heads, int num_key_rows, int batch_key_rows, float softmax_scale) {         \
+            attention_convert_sm90<T>({dq, dq_batch_stride, dq_row_stride, dq_head_stride},        \
+                                      dq_sums,                                                     \
+                                      {cu_seqlens_q, num_blocks_q, num_tiles, seqlen_q, total_q,   \
+                                       head_dim, padded_head_dim, block_m},                        \
+                                      num_blocks, num_heads,                                       \
+                                      {{dk, dk_batch_stride, dk_row_stride, dk_head_stride},       \
+                                       {dv, dv_batch_stride, dv_row_stride, dv_head_stride},       \
+                                       dk_parts,                                                   \
+                                       dv_parts,                                                   \
+                                       num_parts,                                                  \
+                                       num_kv_heads,                                               \
+                                       num_key_rows,                                               \
+                                       batch_key_rows},                                            \
+                                      softmax_scale);                                              \
         })
 
 // head_dim, then kBlockM.

@@ -6,18 +6,20 @@ Checks nothing and allocates only the workspace: the public op has checked, and 
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import torch
 
 from ..core import common
 from ..core.device import PlannedGpu, Stated, device_of, launch_facts
-from ..core.launch import Memory, Plans
+from ..core.launch import Memory, Plans, nothing
 from . import backward_sm90 as sm90
-from .backward_sm90 import BackwardLaunch, BackwardPlan
+from .backward_sm90 import BackwardLaunch, BackwardPlan, Tables
 from .problem import Gradients, Problem, lse_strides_of, strides_of
 
 CUBIN = "flash_attention_backward"
+_empty_like = torch.empty_like
 _LOW_BITS = common.VEC_BYTES - 1
 
 # Query heads of a group are parted among blocks until there are so many of them a multiprocessor.
@@ -54,7 +56,7 @@ def backward(
     problem: Problem, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dq: torch.Tensor,
     dk: torch.Tensor, dv: torch.Tensor, *, deterministic: bool,
     plans: Memory[BackwardPlan] | None = None,
-) -> None:  # fmt: skip
+) -> BackwardPlan | None:  # fmt: skip
     """Write the gradients of (out * dout).sum() into dq, dk, dv; every row of every sequence.
 
     dq: like problem.q; out, dout: with v's head_dim; dk, dv: like problem.k and v (not paged); any
@@ -62,10 +64,11 @@ def backward(
     lse: (batch_size, num_heads, seqlen_q) or (num_heads, total_q), fp32, natural logarithm.
     deterministic: dq too has the same bits in every run; dk and dv always have.
     plans: those of problems like this one, on GPUs like this one.
+    Returns the plan of a call with such strides and addresses so aligned, if it was that alone.
     """
     if problem.q.shape[-1] != problem.v.shape[-1]:
         _backward_widened(problem, Gradients(out, lse, dout, dq, dk, dv), deterministic)
-        return
+        return None
     if dout.stride(-1) != 1:
         dout = dout.contiguous()
     if lse.stride(-1) != 1:
@@ -83,25 +86,51 @@ def backward(
     if low_bits:
         low_bits = tuple([address & _LOW_BITS for address in (*addresses, *written)])
     key = (
-        low_bits, sm90.is_enabled, deterministic, out.stride(), lse.stride(), dout.stride(),
-        dq.stride(), dk.stride(), dv.stride(),
+        low_bits, sm90.is_enabled, deterministic, q.stride(), k.stride(), v.stride(),
+        out.stride(), lse.stride(), dout.stride(), dq.stride(), dk.stride(), dv.stride(),
     )  # fmt: skip
     plan = plans.get(key)
     if plan is None:
         plan = plans.keep(key, _plan(device_of(q.device), problem, given, deterministic))
-    if plan.parts is not None:
+    tables = Tables(
+        problem.flag, problem.cu_seqlens_q, problem.cu_seqlens_k, problem.cache_seqlens,
+        problem.alibi_slopes,
+    )  # fmt: skip
+    launch(plan, problem[:3], given, tables, addresses)
+    return plan
+
+
+def launch(
+    plan: BackwardPlan, qkv: tuple[torch.Tensor, ...], given: tuple[torch.Tensor, ...],
+    tables: Tables, addresses: tuple[int, ...],
+) -> None:  # fmt: skip
+    """What was planned. given: as `Gradients`; addresses: those of q, k, v and dout."""
+    made = None
+    if (like := plan.parts) is not None:
         # What no kernel writes, past the end of a sequence, must be 0 in the sum.
-        has_gaps = problem.cu_seqlens_k is not None or problem.cache_seqlens is not None
-        make = torch.zeros if has_gaps else torch.empty
-        parts = [make(plan.parts, dtype=dk.dtype, device=dk.device) for _ in (dk, dv)]
-        given = given._replace(dk=parts[0], dv=parts[1])
+        has_gaps = tables.cu_seqlens_k is not None or tables.cache_seqlens is not None
+        make = torch.zeros_like if has_gaps else _empty_like
+        made = make(like), make(like)
     if plan.boxes:
-        sm90.launch(plan, problem, given, addresses)
-    else:
-        plan.run(problem, given, (q, k, v, dout), (problem.alibi_slopes,))
-    if plan.parts is not None:
-        for grad, of_heads in ((dk, given.dk), (dv, given.dv)):
+        sm90.launch(plan, qkv, given, made, tables, addresses)
+        return
+    (delta, lse_log2, sums, turns) = [None if x is None else _empty_like(x) for x in plan.workspace]
+    out, lse, dout, dq, dk, dv = given
+    flag, cu_q, cu_k, cache_seqlens, alibi_slopes = tables
+    _run(plan.before, (delta, lse_log2, sums, turns, flag, out, dout, lse, cu_q))
+    _run(plan.main, (
+        *(made or (dk, dv)), sums, turns, flag, *qkv, dout, lse_log2, delta, alibi_slopes, cu_q,
+        cu_k, cache_seqlens,
+    ))  # fmt: skip
+    _run(plan.after, (dq, sums, cu_q))
+    if made is not None:
+        for grad, of_heads in zip((dk, dv), made, strict=True):
             torch.sum(of_heads, -2, out=grad)
+
+
+def _run(step: BackwardLaunch, params: tuple[Any, ...]) -> None:
+    function, grid, block, shared_bytes, numbers = step
+    function(grid, block, shared_bytes, None, (*params, *numbers))
 
 
 def _backward_widened(problem: Problem, given: Gradients, deterministic: bool) -> None:
@@ -149,12 +178,11 @@ def _plan(
     parts, heads_a_block = None, num_heads // num_kv_heads
     if num_heads > num_kv_heads and key_blocks * num_kv_heads < 2 * device.num_sms:
         group, heads_a_block = heads_a_block, _heads_a_block(key_blocks, problem, device.num_sms)
-        parts = (*problem.k.shape[:-1], group // heads_a_block, head_dim)
-        like = torch.empty(parts, dtype=given.dk.dtype, device="meta").flatten(-3, -2)
-        given = given._replace(dk=like, dv=like)
+        parts = given.dk.new_empty((*problem.k.shape[:-1], group // heads_a_block, head_dim))
     make = sm90.plan if is_hopper else functools.partial(_portable_plan, variant)
-    plan = make(problem, given, heads_a_block=heads_a_block, deterministic=deterministic)
-    return plan._replace(parts=parts)
+    return make(
+        problem, given, heads_a_block=heads_a_block, parts=parts, deterministic=deterministic
+    )
 
 
 def _heads_a_block(key_blocks: int, problem: Problem, num_sms: int) -> int:
@@ -176,12 +204,14 @@ def _is_aligned(*tensors: torch.Tensor) -> bool:
 
 
 def _portable_plan(
-    variant: str, problem: Problem, given: Gradients, *, heads_a_block: int, deterministic: bool,
+    variant: str, problem: Problem, given: Gradients, *, heads_a_block: int,
+    parts: torch.Tensor | None, deterministic: bool,
 ) -> BackwardPlan:  # fmt: skip
-    """The launches with `variant` as the main kernel. dk and dv have one head for each
-    heads_a_block query heads."""
+    """The launches with `variant` as the main kernel, of what `sm90.plan` is told."""
     q, k, v = problem.q, problem.k, problem.v
     out, lse, dout, dq, dk, dv = given
+    if parts is not None:
+        dk = dv = parts.flatten(-3, -2)
     batch_size, num_heads, head_dim = problem.batch_size, q.shape[-2], q.shape[-1]
     seqlen_q, seqlen_k = problem.max_seqlen_q, problem.max_seqlen_k
     total_q, total_k = problem.totals
@@ -197,22 +227,18 @@ def _portable_plan(
     num_rows = num_heads * num_tiles * tile_rows
 
     rows_grid = (row_blocks * batch_size, num_heads, 1)
-    before = main = after = None
-    if rows_grid[0] * num_heads > 0:
-        place = num_tiles, row_blocks, seqlen_q, total_q, head_dim, padded
-        before = BackwardLaunch(
-            common.shipped(CUBIN, f"{CUBIN}_{token}_delta"), rows_grid, rows.block,
-            rows.shared_bytes,
-            (
-                *strides_of(out), *strides_of(dout), *lse_strides_of(lse), *place,
-                int(_is_aligned(out, dout)),
-            ),
-        )  # fmt: skip
-        after = BackwardLaunch(
-            common.shipped(CUBIN, f"{CUBIN}_{token}_convert"), rows_grid, rows.block,
-            rows.shared_bytes,
-            (*strides_of(dq), *place, int(_is_aligned(dq)), float(problem.softmax_scale)),
-        )  # fmt: skip
+    place = num_tiles, row_blocks, seqlen_q, total_q, head_dim, padded
+    before = _launch_of(
+        f"{CUBIN}_{token}_delta", rows_grid, rows,
+        (
+            *strides_of(out), *strides_of(dout), *lse_strides_of(lse), *place,
+            int(_is_aligned(out, dout)),
+        ),
+    )  # fmt: skip
+    after = _launch_of(
+        f"{CUBIN}_{token}_convert", rows_grid, rows,
+        (*strides_of(dq), *place, int(_is_aligned(dq)), float(problem.softmax_scale)),
+    )  # fmt: skip
 
     key_blocks = -(-seqlen_k // tiles.sizes["block_n"])
     slopes = problem.alibi_slopes
@@ -221,20 +247,32 @@ def _portable_plan(
     is_plain = (
         is_aligned and slopes is None and problem.softcap == 0.0 and problem.softmax_scale > 0.0
     )
-    if key_blocks * batch_size * num_heads > 0:
-        name = f"{CUBIN}_{token}_{variant}{'' if is_plain else '_general'}"
-        main = BackwardLaunch(
-            common.shipped(CUBIN, name),
-            (key_blocks * batch_size, num_heads // heads_a_block, 1), tiles.block,
-            tiles.shared_bytes,
-            (
-                *strides_of(dk), *strides_of(dv), *strides_of(q), *strides_of(k), *strides_of(v),
-                *strides_of(dout), slopes_stride,
-                num_tiles, key_blocks, seqlen_q, seqlen_k, total_q, total_k,
-                num_heads // k.shape[-2], heads_a_block, head_dim,
-                problem.window_left, problem.window_right, int(is_aligned),
-                float(problem.softmax_scale), float(problem.softcap),
-            ),
-        )  # fmt: skip
-    num_turns = num_heads * num_tiles if deterministic else 0
-    return BackwardPlan(before, main, after, num_rows * padded, num_rows, num_turns)
+    main = _launch_of(
+        f"{CUBIN}_{token}_{variant}{'' if is_plain else '_general'}",
+        (key_blocks * batch_size, num_heads // heads_a_block, 1), tiles,
+        (
+            *strides_of(dk), *strides_of(dv), *strides_of(q), *strides_of(k), *strides_of(v),
+            *strides_of(dout), slopes_stride,
+            num_tiles, key_blocks, seqlen_q, seqlen_k, total_q, total_k,
+            num_heads // k.shape[-2], heads_a_block, head_dim,
+            problem.window_left, problem.window_right, int(is_aligned),
+            float(problem.softmax_scale), float(problem.softcap),
+        ),
+    )  # fmt: skip
+    row_values = q.new_empty((num_rows,), dtype=torch.float32)
+    sums = q.new_empty((num_rows * padded,), dtype=torch.float32)
+    turns = None
+    if deterministic:
+        turns = common.emptied(q.new_empty((num_heads * num_tiles,), dtype=torch.int32))
+    rows_like = common.emptied(row_values)
+    return BackwardPlan(
+        before, main, after, (rows_like, rows_like, common.emptied(sums), turns),
+        parts=None if parts is None else common.emptied(parts),
+    )  # fmt: skip
+
+
+def _launch_of(
+    name: str, grid: tuple[int, int, int], facts: Stated, numbers: tuple[Any, ...]
+) -> BackwardLaunch:
+    function = common.shipped(CUBIN, name) if math.prod(grid) else nothing
+    return BackwardLaunch(function, grid, facts.block, facts.shared_bytes, numbers)

@@ -5,14 +5,13 @@ Knows the canonical `Problem` and the kernels of csrc/attention/flash_attention_
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
+import math
 from typing import Any, NamedTuple
 
 import torch
 
 from ..core import common
-from ..core.device import Stated, launch_facts
+from ..core.device import Stated, device_of, launch_facts
 from ..core.launch import Memory
 from .problem import (
     SCALES,
@@ -24,6 +23,8 @@ from .problem import (
     tensor_map,
 )  # fmt: skip
 
+_empty_like = torch.empty_like
+
 # False: the portable kernels take everything. For tests and benchmarks.
 is_enabled = True
 
@@ -33,8 +34,6 @@ _L2_BYTES = 32 << 20
 # Columns of shared memory's rows.
 _PANEL = 64
 _LEAST_HEAD_DIM = 40
-# Each kernel waits for the one before it, first of all.
-_FOLLOWING = {"programmatic": True}
 # That of the kernel's 32-bit sums of two lengths and a window, and of its grid.
 _MAX_TOKENS = 1 << 28
 _MAX_HEADS = 65535
@@ -42,10 +41,14 @@ _MAX_BLOCKS = 1 << 30
 
 
 class Body(NamedTuple):
-    """One compiled tile shape: `flash_attention_backward_sm90_{dtype}_hdim{head_dim}`."""
+    """One compiled tile shape: `flash_attention_backward_sm90_{dtype}_hdim{head_dim}`.
+
+    goes_on: its blocks take works until there are no more, and are one a multiprocessor.
+    """
 
     head_dim: int
     block_m: int
+    goes_on: bool = False
 
     @property
     def stated(self) -> Stated:
@@ -68,7 +71,8 @@ class Body(NamedTuple):
 
 
 BODIES = (
-    Body(64, 128), Body(96, 64), Body(128, 64), Body(160, 64), Body(192, 64), Body(256, 64),
+    Body(64, 128, goes_on=True), Body(96, 64, goes_on=True), Body(128, 64), Body(160, 64),
+    Body(192, 64), Body(256, 64),
 )  # fmt: skip
 
 
@@ -80,61 +84,35 @@ class BackwardLaunch(NamedTuple):
     block: tuple[int, int, int]
     shared_bytes: int
     numbers: tuple[Any, ...]
-    options: Mapping[str, Any] = MappingProxyType({})  # keywords of the launch
 
-    def __call__(self, params: tuple[Any, ...]) -> None:
-        """Launch, with the tensors before the numbers."""
-        self.function(
-            self.grid, self.block, self.shared_bytes, None, (*params, *self.numbers),
-            **self.options,
-        )  # fmt: skip
+
+class Tables(NamedTuple):
+    """What lies on the device beside q, k, v and what is given of their gradients."""
+
+    flag: torch.Tensor | None
+    cu_seqlens_q: torch.Tensor | None
+    cu_seqlens_k: torch.Tensor | None
+    cache_seqlens: torch.Tensor | None
+    alibi_slopes: torch.Tensor | None
 
 
 class BackwardPlan(NamedTuple):
     """All of a backward that its layouts and options say.
 
     before: what the rows of queries need, then main, over blocks of keys, then after, which rounds
-    dq; each None where it has nothing to do. num_sums, num_rows, num_turns: elements of the
-    workspace. boxes: rows of the tensor maps of q and of k; () where kernels take pointers. maps:
-    those of addresses that were met.
-    parts: the shape of dk and dv of single query heads (..., num_kv_heads, heads of a group,
-    head_dim), whose sums the gradients are; or None.
+    dq. workspace: what each piece of it is made like. boxes: rows of the tensor maps of q and of k;
+    () where kernels take pointers. maps: those of addresses that were met.
+    parts: what dk and dv of single query heads (..., num_kv_heads, heads of a group, head_dim),
+    whose sums the gradients are, are made like; or None.
     """
 
-    before: BackwardLaunch | None
-    main: BackwardLaunch | None
-    after: BackwardLaunch | None
-    num_sums: int
-    num_rows: int
-    num_turns: int
+    before: BackwardLaunch
+    main: BackwardLaunch
+    after: BackwardLaunch
+    workspace: tuple[torch.Tensor | None, ...]
     boxes: tuple[int, ...] = ()
-    parts: tuple[int, ...] | None = None
+    parts: torch.Tensor | None = None
     maps: Memory[tuple[bytes, ...]] = Memory()
-
-    def run(
-        self, problem: Problem, given: Gradients, operands: tuple[Any, ...],
-        more: tuple[Any, ...] = (),
-    ) -> None:  # fmt: skip
-        """Launch. operands: q, k, v and dout as the main kernel takes them; more: what it takes
-        besides, before the tables."""
-        out, lse, dout, dq, dk, dv = given
-        device, flag = dq.device, problem.flag
-        cu_q, cu_k = problem.cu_seqlens_q, problem.cu_seqlens_k
-        sums = torch.empty(self.num_sums, device=device, dtype=torch.float32)
-        delta = torch.empty(self.num_rows, device=device, dtype=torch.float32)
-        lse_log2 = torch.empty_like(delta)
-        turns = None
-        if self.num_turns:
-            turns = torch.empty(self.num_turns, device=device, dtype=torch.int32)
-        if (step := self.before) is not None:
-            step((delta, lse_log2, sums, turns, flag, out, dout, lse, cu_q))
-        if (step := self.main) is not None:
-            step((
-                dk, dv, sums, turns, flag, *operands, lse_log2, delta, *more, cu_q, cu_k,
-                problem.cache_seqlens,
-            ))  # fmt: skip
-        if (step := self.after) is not None:
-            step((dq, sums, cu_q))
 
 
 def choose(head_dim: int) -> Body | None:
@@ -165,6 +143,7 @@ def fits(problem: Problem, given: Gradients) -> bool:
     return (
         q.dtype in common.HALF
         and body is not None
+        and min(problem.batch_size, problem.max_seqlen_q, problem.max_seqlen_k) > 0
         and problem.alibi_slopes is None
         and problem.block_table is None
         and problem.softcap == 0
@@ -177,13 +156,16 @@ def fits(problem: Problem, given: Gradients) -> bool:
 
 
 def plan(
-    problem: Problem, given: Gradients, *, heads_a_block: int, deterministic: bool
-) -> BackwardPlan:
-    """The launches where `applies`. dk and dv have one head for each heads_a_block query heads."""
+    problem: Problem, given: Gradients, *, heads_a_block: int, parts: torch.Tensor | None,
+    deterministic: bool,
+) -> BackwardPlan:  # fmt: skip
+    """The launches where `applies`. One head of the main kernel's dk and dv for each heads_a_block
+    query heads; parts: what they are made like if they are not the gradients themselves."""
     q, k = problem.q, problem.k
     out, lse, dout, dq, dk, dv = given
     cu_q = problem.cu_seqlens_q
     batch_size, head_dim, num_heads = problem.batch_size, q.shape[-1], q.shape[-2]
+    num_kv_heads = k.shape[-2]
     seqlen_q, seqlen_k = problem.max_seqlen_q, problem.max_seqlen_k
     total_q, total_k = problem.totals
     is_causal = problem.window_right >= 0
@@ -199,22 +181,31 @@ def plan(
     if cu_q is not None:
         num_blocks_q = q.shape[0] // body.block_m + batch_size
     num_rows = num_heads * num_blocks_q * body.block_m
+    has_turns = int(deterministic)
+    num_words = num_rows * (body.head_dim + 2) + 1 + 2 * has_turns * num_heads * num_blocks_q
+    workspace = torch.empty(num_words, dtype=torch.float32, device=q.device)
 
     row_tiles = blocks_q * body.block_m // rows.sizes["block_m"]
-    rows_grid = (row_tiles * batch_size, num_heads, 1)
-    before = main = after = None
-    if rows_grid[0] * num_heads > 0:
-        place = (
-            num_blocks_q, row_tiles, seqlen_q, total_q, head_dim, body.head_dim, body.block_m
-        )  # fmt: skip
-        before = BackwardLaunch(
-            common.shipped(CUBIN, delta), rows_grid, rows.block, rows.shared_bytes,
-            (*strides_of(out), *strides_of(dout), *lse_strides_of(lse), *place), _FOLLOWING,
-        )  # fmt: skip
-        after = BackwardLaunch(
-            common.shipped(CUBIN, convert), rows_grid, rows.block, rows.shared_bytes,
-            (*strides_of(dq), *place, float(problem.softmax_scale)), _FOLLOWING,
-        )  # fmt: skip
+    num_tiles = row_tiles * batch_size
+    place = num_blocks_q, row_tiles, seqlen_q, total_q, head_dim, body.head_dim, body.block_m
+    before = BackwardLaunch(
+        common.shipped(CUBIN, delta), (num_tiles, num_heads, 1), rows.block, rows.shared_bytes,
+        (*strides_of(out), *strides_of(dout), *lse_strides_of(lse), *place, has_turns),
+    )  # fmt: skip
+    # The last kernel also adds up parts of dk and dv, by more blocks of as many rows.
+    num_key_rows = math.prod(k.shape[:-2])
+    grid = (num_tiles, num_heads, 1)
+    if parts is not None:
+        key_tiles = -(-num_key_rows // rows.sizes["block_m"])
+        grid = (max(num_tiles, key_tiles), num_heads + 2 * num_kv_heads, 1)
+    after = BackwardLaunch(
+        common.shipped(CUBIN, convert), grid, rows.block, rows.shared_bytes,
+        (
+            *strides_of(dq), *place, num_tiles, num_heads, *strides_of(dk), *strides_of(dv),
+            num_heads // num_kv_heads // heads_a_block, num_kv_heads, num_key_rows, k.shape[-3],
+            float(problem.softmax_scale),
+        ),
+    )  # fmt: skip
 
     key_blocks = body.key_blocks(problem)
     num_pairs = batch_size * num_heads // heads_a_block
@@ -223,32 +214,62 @@ def plan(
     if is_causal and not deterministic:
         pair_bytes = (2 * q.element_size() + 4) * heads_a_block * seqlen_q * body.head_dim
         pairs_a_group = max(1, min(num_pairs, _L2_BYTES // max(1, pair_bytes)))
-    if key_blocks * num_pairs > 0:
-        main = BackwardLaunch(
-            common.shipped(CUBIN, name), (key_blocks * num_pairs, 1, 1), stated.block,
-            stated.shared_bytes,
-            (
-                *strides_of(dk), *strides_of(dv),
-                num_blocks_q, key_blocks, num_pairs, pairs_a_group, seqlen_q, seqlen_k,
-                total_q, total_k, num_heads, num_heads // k.shape[-2], heads_a_block, head_dim,
-                problem.window_left, problem.window_right, float(problem.softmax_scale),
-            ),
-            _FOLLOWING,
-        )  # fmt: skip
-    num_turns = 2 * num_heads * num_blocks_q if deterministic else 0
+    if parts is not None:
+        dk = dv = parts.flatten(-3, -2)
+    num_blocks = key_blocks * num_pairs
+    if body.goes_on:
+        num_blocks = min(num_blocks, device_of(q.device).num_sms)
+    main = BackwardLaunch(
+        common.shipped(CUBIN, name), (num_blocks, 1, 1), stated.block,
+        stated.shared_bytes,
+        (
+            *strides_of(dk), *strides_of(dv),
+            num_blocks_q, key_blocks, num_pairs, pairs_a_group, seqlen_q, seqlen_k,
+            total_q, total_k, num_heads, num_heads // num_kv_heads, heads_a_block, head_dim,
+            problem.window_left, problem.window_right, has_turns, float(problem.softmax_scale),
+        ),
+    )  # fmt: skip
     boxes = body.block_m, stated.sizes["block_n"]
     return BackwardPlan(
-        before, main, after, num_rows * body.head_dim, num_rows, num_turns, boxes, maps=Memory()
-    )
+        before, main, after, (common.emptied(workspace),), boxes,
+        None if parts is None else common.emptied(parts), Memory(),
+    )  # fmt: skip
 
 
 def launch(
-    plan: BackwardPlan, problem: Problem, given: Gradients, addresses: tuple[int, ...]
-) -> None:
-    """The three kernels of a plan, q, k, v and dout, which lie at `addresses`, by tensor maps."""
-    operands = plan.maps.get(addresses)
+    plan: BackwardPlan, qkv: tuple[torch.Tensor, ...], given: tuple[torch.Tensor, ...],
+    made: tuple[torch.Tensor, torch.Tensor] | None, tables: Tables, addresses: tuple[int, ...],
+) -> None:  # fmt: skip
+    """The three kernels of a plan, q, k, v and dout, which lie at `addresses`, by tensor maps.
+
+    given: as `Gradients`; made: parts of dk and dv where the plan has parts."""
+    before, main, after, (like,), boxes, _, maps = plan
+    out, lse, dout, dq, dk, dv = given
+    flag, cu_seqlens_q, cu_seqlens_k, cache_seqlens, _ = tables
+    operands = maps.get(addresses)
     if operands is None:
-        tensors, (rows, keys) = (*problem[:3], given.dout), plan.boxes
-        made = zip(tensors, (rows, keys, keys, rows), strict=True)
-        operands = plan.maps.keep(addresses, tuple([tensor_map(x, box) for x, box in made]))
-    plan.run(problem, given, operands)
+        rows, keys = boxes
+        pairs = zip((*qkv, dout), (rows, keys, keys, rows), strict=True)
+        operands = maps.keep(addresses, tuple([tensor_map(x, box) for x, box in pairs]))
+    workspace = _empty_like(like)
+    dk_parts, dv_parts = made or (None, None)
+    # Each kernel waits for the one before it.
+    function, grid, block, shared_bytes, numbers = before
+    function(
+        grid, block, shared_bytes, None,
+        (workspace, flag, out, dout, lse, cu_seqlens_q, *numbers), programmatic=True,
+    )  # fmt: skip
+    function, grid, block, shared_bytes, numbers = main
+    function(
+        grid, block, shared_bytes, None,
+        (
+            *(made or (dk, dv)), workspace, flag, *operands, cu_seqlens_q, cu_seqlens_k,
+            cache_seqlens, *numbers,
+        ),
+        programmatic=True,
+    )  # fmt: skip
+    function, grid, block, shared_bytes, numbers = after
+    function(
+        grid, block, shared_bytes, None,
+        (dq, workspace, cu_seqlens_q, dk, dv, dk_parts, dv_parts, *numbers), programmatic=True,
+    )  # fmt: skip

@@ -12,16 +12,20 @@ import torch
 from ...errors import KernelHubError
 from ..core import bounds, common
 from ..core.launch import Launch, Memory, Plans
-from . import backward_portable, cpu, forward_portable
+from . import backward_portable, backward_sm90, cpu, forward_portable
 from . import checks as checks
 from . import forward_sm90 as sm90
+from .backward_sm90 import BackwardPlan, Tables
 from .problem import Options, Problem
 
 _empty_like = torch.empty_like
 _lse_like = torch.empty_like  # by a name of its own, for tests
 _float32 = torch.float32
 
+_LOW_BITS = common.VEC_BYTES - 1
+
 cuda_backward = backward_portable.backward
+launch_backward = backward_portable.launch
 cpu_backward = cpu.backward
 
 
@@ -33,7 +37,8 @@ class AttentionPlan(NamedTuple):
     lse: torch.Tensor | None  # and this, where it is needed
     launch: Launch
     spans: common.Spans  # for each set of addresses that was met, its tensor maps
-    gradients: Memory[backward_portable.BackwardPlan]
+    gradients: Memory[BackwardPlan]
+    known_gradients: Memory[BackwardPlan]  # of outs and gradients that were made for a call alone
 
 
 _plans: Plans[AttentionPlan] = Plans()
@@ -210,7 +215,7 @@ def attention_plan(
 ) -> AttentionPlan:  # fmt: skip
     """The plan of a call. made, lse: what was made for it alone; None where there is none."""
     like = [None if x is None else common.emptied(x) for x in (made, lse)]
-    return AttentionPlan(numbers, like[0], like[1], launch, spans, Memory())
+    return AttentionPlan(numbers, like[0], like[1], launch, spans, Memory(), Memory())
 
 
 def cpu_forward(
@@ -252,9 +257,28 @@ def backward(
 ) -> None:  # fmt: skip
     """Write the gradients of q, k and v; rows outside every sequence become 0.
 
-    plan: that of the forward, if the caller has it."""
-    checks.check_has_gradient(op, qkv[0])
+    plan: that of the forward which made out and lse, if the caller has it; grads are then this
+    library's own too."""
     (q, k, v), (dq, dk, dv) = qkv, grads
+    key = None
+    if plan is not None:
+        addresses = q.data_ptr(), k.data_ptr(), v.data_ptr(), dout.data_ptr()
+        low_bits = addresses[0] | addresses[1] | addresses[2] | addresses[3] | out.data_ptr()
+        # Hooks of saved tensors may have brought back what lies otherwise.
+        key = (
+            low_bits & _LOW_BITS, backward_sm90.is_enabled, deterministic, q.stride(), k.stride(),
+            v.stride(), out.stride(), dout.stride(), dq.stride(),
+        )  # fmt: skip
+        known = plan.known_gradients.get(key)
+        if known is not None and not common.is_debugging():
+            _, cu_seqlens_q, cu_seqlens_k, cache_seqlens, _ = tables = Tables(
+                bounds.flag("flash_attention", q), options.cu_seqlens_q, options.cu_seqlens_k,
+                options.cache_seqlens, options.alibi_slopes,
+            )  # fmt: skip
+            _clear(grads, cu_seqlens_q is not None, not cu_seqlens_k is cache_seqlens is None)
+            launch_backward(known, qkv, (out, lse, dout, *grads), tables, addresses)
+            return
+    checks.check_has_gradient(op, q)
     if plan is None:  # it may still be there
         plan = plan_of(q, k, v, True, options)
     numbers = checks.resolve(op, q, k, v, options) if plan is None else plan.numbers
@@ -262,16 +286,29 @@ def backward(
     is_debugging = common.is_debugging() and checks.read_tables(op, problem)
     has_queries, has_keys = q.numel() > 0, k.numel() > 0
     # Only the lengths on the device say which rows no kernel writes.
-    if problem.cu_seqlens_q is not None or not (has_queries and has_keys):
-        dq.zero_()
-    if not (problem.cu_seqlens_k is problem.cache_seqlens is None and has_queries):
-        dk.zero_()
-        dv.zero_()
+    has_ragged_keys = not problem.cu_seqlens_k is problem.cache_seqlens is None
+    _clear(
+        grads, problem.cu_seqlens_q is not None or not (has_queries and has_keys),
+        has_ragged_keys or not has_queries,
+    )  # fmt: skip
     if not (has_queries and has_keys):
         return
-    (cuda_backward if q.is_cuda else cpu_backward)(
-        problem, out, lse, _gradient_rows(dout), dq, dk, dv, deterministic=deterministic,
+    rows = _gradient_rows(dout)
+    made = (cuda_backward if q.is_cuda else cpu_backward)(
+        problem, out, lse, rows, dq, dk, dv, deterministic=deterministic,
         plans=None if plan is None else plan.gradients,
     )  # fmt: skip
+    if key is not None and made is not None and rows is dout and key[0] == 0:
+        assert plan is not None
+        plan.known_gradients.keep(key, made)
     if is_debugging:
         bounds.report(q)
+
+
+def _clear(grads: tuple[torch.Tensor, ...], of_queries: bool, of_keys: bool) -> None:
+    dq, dk, dv = grads
+    if of_queries:
+        dq.zero_()
+    if of_keys:
+        dk.zero_()
+        dv.zero_()

@@ -226,12 +226,12 @@ def _attended(
     return_lse: bool, options: Options,
 ) -> Any:  # fmt: skip
     """out, or (out, lse), with what the gradients of `inputs` need of them."""
-    out, lse, ctx.plan = run.attended(_OP, *qkv, None, True, options)
+    out, lse, plan = run.attended(_OP, *qkv, None, True, options)
     # Those whose writes torch counts: saved like any tensor that the gradients depend on.
     tables = [x for x in options.tables if x is not None and not x.is_inference()]
     ctx.save_for_backward(*inputs, out, lse, *tables)
     ctx.set_materialize_grads(False)
-    ctx.options, ctx.deterministic = options, deterministic
+    ctx.call = deterministic, options, plan
     if not return_lse:  # a result less for autograd to follow: 5 us
         return out
     ctx.mark_non_differentiable(lse)
@@ -240,10 +240,10 @@ def _attended(
 
 def _write(ctx: Any, dout: torch.Tensor, qkv: _Heads, given: Any, grads: _Heads) -> None:
     """The gradients, by a launch; given: out and lse, then tables."""
-    out, lse = given[:2]
-    run.backward(_OP, dout, qkv, out, lse, grads, ctx.deterministic, ctx.options, ctx.plan)
+    run.backward(_OP, dout, qkv, given[0], given[1], grads, *ctx.call)
 
 
+@common.bare_backward
 class Attention(torch.autograd.Function):  # type: ignore[misc]
     """out, or (out, lse), of q, k, v."""
 
@@ -261,13 +261,15 @@ class Attention(torch.autograd.Function):  # type: ignore[misc]
         dout = DOUT.in_memory(dout)
         q, k, v, *given = ctx.saved_tensors
         if torch.is_grad_enabled():  # somebody wants the gradients' gradients: that op refuses
-            rest = (*given[:2], *ctx.options, ctx.deterministic)
+            deterministic, options, _ = ctx.call
+            rest = (*given[:2], *options, deterministic)
             return (*backward_op(dout, q, k, v, *rest), None, None, None)
         grads = _new_grad(q), _new_grad(k), _new_grad(v)
         _write(ctx, dout, (q, k, v), given, grads)
         return (*grads, None, None, None)
 
 
+@common.bare_backward
 class PackedAttention(torch.autograd.Function):  # type: ignore[misc]
     """The same of one tensor (..., num_heads + 2 * num_kv_heads, head_dim)."""
 
@@ -285,7 +287,8 @@ class PackedAttention(torch.autograd.Function):  # type: ignore[misc]
         dout = DOUT.in_memory(dout)
         qkv, *given = ctx.saved_tensors
         if torch.is_grad_enabled():
-            rest = (*given[:2], *ctx.heads, *ctx.options, ctx.deterministic)
+            deterministic, options, _ = ctx.call
+            rest = (*given[:2], *ctx.heads, *options, deterministic)
             grad = packed_backward_op(dout, qkv, *rest)
         else:
             grad = _new_grad(qkv)

@@ -29,6 +29,7 @@ from .operands import FOREIGN as FOREIGN
 from .operands import PLAIN_TYPES as PLAIN_TYPES
 from .operands import Operands as Operands
 from .operands import bare_apply as bare_apply
+from .operands import bare_backward as bare_backward
 from .operands import check_tensor as check_tensor
 from .operands import forward_ad as forward_ad
 from .operands import gradient_refusal as gradient_refusal

@@ -155,6 +155,15 @@ def bare_apply(function: Any) -> Any:
     return super(torch.autograd.Function, function).apply
 
 
+def bare_backward(function: Any) -> Any:
+    """A decorator of an autograd.Function whose backward torch calls from C, without looking in
+    Python for a vjp first. 2 us."""
+    of_graph = getattr(function, "_backward_cls", None)  # no public name of torch's
+    if of_graph is not None:
+        of_graph.apply = function.backward
+    return function
+
+
 def gradient_refusal(op: str, argument: str) -> TensorError:
     """Where autograd would follow an argument, and nothing computes its gradient."""
     return TensorError(

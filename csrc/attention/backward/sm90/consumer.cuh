@@ -266,7 +266,9 @@ struct BackwardConsumer {
         } else {
             walk<C::kDqRegisters>(work, dk, dv);
         }
-        store(p.dv, dv, 1.0f, work);
+        if (work.num_iterations == 0) {
+            store(p.dv, dv, 1.0f, work);
+        }
         store(p.dk, dk, p.softmax_scale, work);
     }
 
@@ -284,25 +286,29 @@ struct BackwardConsumer {
         float scores[kScores], dp[kScores];
         leave_undefined(scores);
         leave_undefined(dp);
-        mbarrier_wait(shared.k_full(), 0);
-        mbarrier_wait(shared.q_full(0), 0);
-        issue_scores(scores, C::kK, C::kQ, 0);
-        mbarrier_wait(shared.v_full(), 0);
-        mbarrier_wait(shared.dout_full(0), 0);
+        const int first = work.template first<C>(), parity = C::kGoesOn ? work.keys_parity : 0;
+        mbarrier_wait(shared.k_full(), parity);
+        issue_scores_of(first, scores);
+        mbarrier_wait(shared.v_full(), parity);
         Rows v;
         take_rows(v, C::kV);
-        issue_scores(dp, v, C::kV, C::kDout, 0);
-        const bool must_hide = work.is_masked(m);
-        wgmma_wait<1>();
-        hold_registers(scores);
-        exponentials(scores, work, must_hide, m * kBlockM, 0);
+        {
+            const int stage = first % 2;
+            mbarrier_wait(shared.dout_full(stage), first / 2 % 2);
+            issue_scores(dp, v, C::kV, C::kDout, stage);
+            const bool must_hide = work.is_masked(m);
+            wgmma_wait<1>();
+            hold_registers(scores);
+            exponentials(scores, work, must_hide, m * kBlockM, stage);
+        }
         wgmma_wait<0>();
         hold_registers(dp);
         Words ds_words;
 #pragma unroll 1
-        for (int i = 0;;) {
+        for (int i = first;;) {
             int stage = i % 2;
-            const bool is_last = i + 1 == work.num_iterations;
+            const bool is_first = i == work.template first<C>();
+            const bool is_last = i == work.template last<C>();
             mine16 = keep(mine16);
             Words p_words;
             pack(scores, p_words);
@@ -316,7 +322,7 @@ struct BackwardConsumer {
             }
             float dq[kCount];
             leave_undefined(dq);
-            mbarrier_wait_unless(i == 0, shared.ds_full(stage ^ 1), (i + 1) / 2 % 2 ^ 1);
+            mbarrier_wait_unless(is_first, shared.ds_full(stage ^ 1), (i + 1) / 2 % 2 ^ 1);
             issue_dq(dq, stage ^ 1);
             issue_sums(dk, ds_words, C::kQ, stage);
             if constexpr (C::kScoresFirst) {
@@ -324,7 +330,7 @@ struct BackwardConsumer {
             }
             wgmma_wait<1 + C::kScoresFirst>();
             hold_registers(dq);
-            if (i > 0) {
+            if (!is_first) {
                 mbarrier_arrive_if(shared.ds_empty(stage ^ 1), is_first_lane());
                 leave_dq(dq, i - 1);
             }
@@ -349,24 +355,32 @@ struct BackwardConsumer {
         }
         float dq[kCount];
         leave_undefined(dq);
-        const int stage = (work.num_iterations - 1) % 2;
-        const int last = work.num_iterations - 1;
-        mbarrier_wait_unless(last == 0, shared.ds_full(stage ^ 1), (last + 1) / 2 % 2 ^ 1);
+        const int last = work.template last<C>(), stage = last % 2;
+        const bool is_only = work.num_iterations == 1;
+        mbarrier_wait_unless(is_only, shared.ds_full(stage ^ 1), (last + 1) / 2 % 2 ^ 1);
         issue_dq(dq, stage ^ 1);
         issue_sums(dk, ds_words, C::kQ, stage);
         wgmma_wait<1>();
         hold_registers(dq);
-        if (last > 0) {
+        if (!is_only) {
+            if (C::kGoesOn) {
+                mbarrier_arrive_if(shared.ds_empty(stage ^ 1), is_first_lane());
+            }
             leave_dq(dq, last - 1);
         }
         mbarrier_wait(shared.ds_full(stage), last / 2 % 2);
         leave_undefined(dq);
         issue_dq(dq, stage);
+        store(p.dv, dv, 1.0f, work);
         wgmma_wait<0>();
         hold_registers(dq);
-        leave_dq(dq, last);
-        wgmma_wait<0>();
         hold_registers(dk);
+        if (C::kGoesOn) {
+            mbarrier_arrive_if(shared.ds_empty(stage), is_first_lane());
+            mbarrier_arrive_if(shared.q_empty(stage), is_first_lane());
+            mbarrier_arrive_if(shared.kv_empty(), is_first_lane());
+        }
+        leave_dq(dq, last);
     }
 };
 

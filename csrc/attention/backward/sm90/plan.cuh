@@ -21,6 +21,9 @@ struct BackwardConfig {
     // Wide heads leave a consumer the registers for one sum of 64 keys: both work on the same keys,
     // one for dv and the other for dk.
     static constexpr bool kHasRoles = kHeadDim > 128;
+    // Whether a block goes on with other works (at 128 there are no registers for it): q and dout
+    // of the next one come while the last one ends.
+    static constexpr bool kGoesOn = kHeadDim < 128;
     static constexpr int kConsumers = 2, kThreads = 128 * (1 + kConsumers);
     static constexpr int kBlockN = kHasRoles ? 64 : 128;
     static constexpr int kStages = 2, kDoutStages = kHeadDim > 192 ? 1 : 2;
@@ -66,8 +69,9 @@ struct BackwardConfig {
     static constexpr int kDqBytes = 128 * 4 * kDqRegisters;  // of a consumer, fp32
     static constexpr int kProbs = kDs + 2 * kDsBytes, kDq = kProbs + kProbBytes;
     static constexpr int kLse = kDq + kConsumers * kDqBytes, kDelta = kLse + kStages * kRowBytes;
-    static constexpr int kBarriers = kDelta + kDoutStages * kRowBytes, kWork = kBarriers + 192;
-    static constexpr int kSharedBytes = kWork + 128 + 1024;  // Work, and room to align them
+    static constexpr int kBarriers = kDelta + kDoutStages * kRowBytes, kWorks = kBarriers + 192;
+    static constexpr int kWorkBytes = 128;
+    static constexpr int kSharedBytes = kWorks + 2 * kWorkBytes + 1024;  // room to align them
 
     static_assert(kBlockM == 64 || (kSplitsRows && kHeadDim == 64),
                   "a part of dq is 64 rows of one panel");
@@ -80,14 +84,28 @@ struct BackwardConfig {
     static_assert(kSharedBytes <= 227 * 1024, "shared memory of an SM");
 };
 
+// What the kernels leave each other, part by part in one piece of memory: `num_rows` rows of the
+// sums of dq, of lse in units of log 2 and of delta, a counter, then two turns a block of queries.
+struct Workspace {
+    float *dq_sums, *lse, *delta;
+    int* taken;  // works of the main kernel's blocks after their first ones
+    int* turns;  // or null
+
+    __device__ __forceinline__ Workspace(float* memory, int64_t num_rows, int padded_head_dim,
+                                         bool has_turns)
+        : dq_sums(memory),
+          lse(memory + num_rows * padded_head_dim),
+          delta(lse + num_rows),
+          taken(reinterpret_cast<int*>(delta + num_rows)),
+          turns(has_turns ? taken + 1 : nullptr) {}
+};
+
 template <typename T>
 struct BackwardParameters {
     Heads<T> dk, dv;
-    float* dq_sums;
-    int* turns;  // or null
-    int* flag;   // what tables led outside (bounds.cuh), or null
+    Workspace workspace;
+    int* flag;  // what tables led outside (bounds.cuh), or null
     const CUtensorMap *q, *k, *v, *dout;
-    const float *lse, *delta;
     const int *cu_seqlens_q, *cu_seqlens_k, *cache_seqlens;
     int64_t num_blocks_q;    // of a head, in the workspace
     int num_blocks;          // of keys, of the longest sequence
@@ -98,6 +116,8 @@ struct BackwardParameters {
     int num_heads, group, heads_per_block, head_dim, window_left, window_right;
     float softmax_scale;
 };
+
+struct BackwardWork;
 
 // The barriers, and where things lie.
 template <class C>
@@ -136,18 +156,34 @@ struct BackwardShared {
     // With roles: p of a block is there; has been read.
     __device__ __forceinline__ uint32_t probs_full() const { return barrier(9 + 4 * C::kStages); }
     __device__ __forceinline__ uint32_t probs_empty() const { return barrier(10 + 4 * C::kStages); }
-    static constexpr int kCount = 9 + 4 * C::kStages + (C::kHasRoles ? 2 : 0);
+    // k and v have been read.
+    __device__ __forceinline__ uint32_t kv_empty() const { return barrier(11 + 4 * C::kStages); }
+    // What the block does next is known; has been done.
+    __device__ __forceinline__ uint32_t work_full(int nth) const {
+        return barrier(12 + 4 * C::kStages + nth % 2);
+    }
+    __device__ __forceinline__ uint32_t work_empty(int nth) const {
+        return barrier(14 + 4 * C::kStages + nth % 2);
+    }
+    static constexpr int kCount = 16 + 4 * C::kStages;
+
+    __device__ __forceinline__ BackwardWork& work(int nth) const;
 
     // How many arrivals complete a phase: for ds and what is emptied, one per warp of the
     // consumers; with roles, for ds and p one per warp of the consumer that makes or reads it.
     static __device__ __forceinline__ int arrivals(int i) {
         const bool is_ds_full = i == 3 + 4 * C::kStages || i == 4 + 4 * C::kStages;
-        if (C::kHasRoles && (is_ds_full || i >= 9 + 4 * C::kStages)) {
+        const bool is_of_probs = i == 9 + 4 * C::kStages || i == 10 + 4 * C::kStages;
+        if (C::kHasRoles && (is_ds_full || is_of_probs)) {
             return 4;
+        }
+        if (i >= 14 + 4 * C::kStages) {
+            return 5 * C::kConsumers;  // with the warps that add up dq
         }
         const bool is_q_empty = i >= 3 + C::kStages && i < 3 + 2 * C::kStages;
         const bool is_empty_or_ds = i >= 3 + 3 * C::kStages && i < 7 + 4 * C::kStages;
-        return is_q_empty || is_empty_or_ds ? 4 * C::kConsumers : 1;
+        const bool is_kv_empty = i == 11 + 4 * C::kStages;
+        return is_q_empty || is_empty_or_ds || is_kv_empty ? 4 * C::kConsumers : 1;
     }
 };
 
@@ -164,8 +200,20 @@ struct BackwardWork : Work {
     int head_idx;        // of dk and dv
     int first_head;      // of q
     int first_block;     // of queries: the sequence's first one in a head's part of the workspace
-    int num_iterations;  // blocks of queries, over all heads
+    int num_iterations;  // blocks of queries, over all heads; -1: there is no more work
     int plain_begin, num_plain;  // the blocks of queries that see all of the keys
+    // Of the count over all that the block works on, where it goes on; and whether it is an odd one
+    // of those with a query.
+    int first_iteration, last_iteration, keys_parity;
+
+    template <class C>
+    __device__ __forceinline__ int first() const {
+        return C::kGoesOn ? first_iteration : 0;
+    }
+    template <class C>
+    __device__ __forceinline__ int last() const {
+        return C::kGoesOn ? last_iteration : num_iterations - 1;
+    }
 
     __device__ __forceinline__ bool is_masked(int m) const {
         return static_cast<unsigned>(m - plain_begin) >= static_cast<unsigned>(num_plain);
@@ -174,11 +222,11 @@ struct BackwardWork : Work {
     // False: there is nothing to do. With turns, the last keys of a sequence come first: what a
     // block waits for is scheduled before it, and causal blocks wait least.
     template <class C>
-    __device__ __forceinline__ bool find(const BackwardParameters<typename C::T>& p) {
+    __device__ __forceinline__ bool find(const BackwardParameters<typename C::T>& p, int index) {
         const int group_blocks = p.pairs_per_group * p.num_blocks;
-        const int first_pair = static_cast<int>(blockIdx.x) / group_blocks * p.pairs_per_group;
+        const int first_pair = index / group_blocks * p.pairs_per_group;
         const int group_size = min(p.pairs_per_group, p.num_pairs - first_pair);
-        const int rest = blockIdx.x - first_pair * p.num_blocks;
+        const int rest = index - first_pair * p.num_blocks;
         const int heads = p.num_heads / p.heads_per_block;
         const int nth = rest / group_size, pair = first_pair + rest % group_size;
         batch_idx = pair / heads;
@@ -188,7 +236,7 @@ struct BackwardWork : Work {
         const Sequence queries(p.cu_seqlens_q, batch_idx, p.seqlen_q, p.total_q);
         const Sequence keys(p.cu_seqlens_k, batch_idx, p.seqlen_k, p.total_k);
         report(p.flag, threadIdx.x == 0 ? keys_outside(keys, p.cache_seqlens, batch_idx) : 0);
-        const int first_key = (p.turns ? p.num_blocks - 1 - nth : nth) * C::kBlockN;
+        const int first_key = (p.workspace.turns ? p.num_blocks - 1 - nth : nth) * C::kBlockN;
         if (first_key >= keys.seqlen) {
             return false;
         }
@@ -220,5 +268,11 @@ struct BackwardWork : Work {
     }
 };
 static_assert(sizeof(BackwardWork) <= 128, "its room in shared memory");
+
+template <class C>
+__device__ __forceinline__ BackwardWork& BackwardShared<C>::work(int nth) const {
+    return *reinterpret_cast<BackwardWork*>(
+        shared_pointer(base + C::kWorks + nth % 2 * C::kWorkBytes));
+}
 
 }  // namespace kernel_hub::attention::backward::sm90

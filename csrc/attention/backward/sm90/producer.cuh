@@ -2,6 +2,8 @@
 #pragma once
 
 #include "attention/backward/sm90/plan.cuh"
+#include "kernel_hub/dependent_launch.cuh"
+#include "kernel_hub/math.cuh"
 #include "kernel_hub/mbarrier.cuh"
 #include "kernel_hub/ptx.cuh"
 #include "kernel_hub/tma.cuh"
@@ -17,6 +19,10 @@ struct BackwardProducer {
     const BackwardShared<C>& shared;
     int lane_idx;
     uint32_t foreign_parity = 0;
+    int stage = 0, dout_stage = 0;
+    uint32_t parity = 1, dout_parity = 1;
+    int num_loaded = 0;  // works with a query
+    bool has_waited = false;
 
     // A tile of kRows rows, of which `num_rows` are the sequence's and `row_values` (or null) holds
     // a number each; the rest is cleared where it may hold what is not the sequence's: 0 times a
@@ -24,7 +30,8 @@ struct BackwardProducer {
     template <int kRows>
     __device__ __forceinline__ void load(uint32_t target, const CUtensorMap* map, uint32_t full,
                                          int row, int head_idx, int batch_idx, int num_rows,
-                                         uint32_t values_target, const float* row_values) {
+                                         uint32_t values_target, const float* row_values,
+                                         bool values_later = false) {
         constexpr int kPanel = kRows * kPanelBytes;
         const bool has_foreign = num_rows < kRows;
         if (lane_idx == 0) {
@@ -36,7 +43,7 @@ struct BackwardProducer {
                 tma_load_4d(target + panel * kPanel, map, counted, panel * kPanelColumns, row,
                             head_idx, batch_idx);
             }
-            if (row_values) {
+            if (row_values && !values_later) {
                 bulk_load(values_target, row_values, 4 * kRows, counted);
             }
         }
@@ -56,54 +63,146 @@ struct BackwardProducer {
         }
     }
 
-    __device__ __forceinline__ void run(const BackwardWork& work) {
+    // What the launch before makes: lse, delta, the zeros that dq is added to and the counter.
+    __device__ __forceinline__ void wait_once() {
+        if (!has_waited) {
+            wait_for_launch_before();
+            has_waited = true;
+        }
+    }
+
+    __device__ __forceinline__ void run() {
+        if constexpr (C::kGoesOn) {
+            find_and_load();
+        } else if (shared.work(0).num_iterations > 0) {
+            load_all(shared.work(0));
+        }
+        wait_once();
+    }
+
+    // The works of the block, one after another.
+    __device__ __forceinline__ void find_and_load() {
+        const int num_works = p.num_blocks * p.num_pairs;
+        int index = blockIdx.x, first_iteration = 0;
+#pragma unroll 1
+        for (int nth = 0;; ++nth) {
+            BackwardWork& work = shared.work(nth);
+            if (nth > 1) {
+                mbarrier_wait(shared.work_empty(nth), nth / 2 % 2 ^ 1);
+            }
+#pragma unroll 1
+            while (index < num_works) {
+                bool is_there = false;
+                if (lane_idx == 0) {
+                    is_there = work.template find<C>(p, index);
+                }
+                if (__shfl_sync(kAllLanes, is_there, 0)) {
+                    break;
+                }
+                index = take(num_works);
+            }
+            if (lane_idx == 0) {
+                if (index >= num_works) {
+                    work.num_iterations = -1;
+                }
+                work.first_iteration = first_iteration;
+                work.last_iteration = first_iteration + work.num_iterations - 1;
+                work.keys_parity = num_loaded % 2;
+            }
+            __syncwarp();
+            mbarrier_arrive_if(shared.work_full(nth), lane_idx == 0);
+            if (index >= num_works) {
+                break;
+            }
+            if (work.num_iterations > 0) {
+                load_all(work);
+            }
+            first_iteration += work.num_iterations;
+            index = take(num_works);
+        }
+    }
+
+    // The next work that no block has; num_works or more: none.
+    __device__ __forceinline__ int take(int num_works) {
+        wait_once();
+        if (num_works <= static_cast<int>(gridDim.x)) {
+            return num_works;
+        }
+        int taken = 0;
+        if (lane_idx == 0) {
+            taken = gridDim.x + atomicAdd(p.workspace.taken, 1);
+        }
+        return __shfl_sync(kAllLanes, taken, 0);
+    }
+
+    __device__ __forceinline__ void load_keys(const BackwardWork& work, bool is_v) {
+        const bool is_varlen = p.cu_seqlens_k != nullptr;
+        const int keys = is_varlen || p.cache_seqlens ? work.window.num_keys : C::kBlockN;
+        load<C::kBlockN>(shared.base + (is_v ? C::kV : C::kK), is_v ? p.v : p.k,
+                         is_v ? shared.v_full() : shared.k_full(), work.first_key_row,
+                         work.first_head / p.group, is_varlen ? 0 : work.batch_idx, keys, 0,
+                         nullptr);
+    }
+
+    __device__ __forceinline__ void load_all(const BackwardWork& work) {
         const bool is_varlen_q = p.cu_seqlens_q != nullptr;
-        const bool is_varlen_k = p.cu_seqlens_k != nullptr;
-        const int keys = is_varlen_k || p.cache_seqlens ? work.window.num_keys : C::kBlockN;
-        const int kv_head = work.first_head / p.group;
-        const int kv_batch = is_varlen_k ? 0 : work.batch_idx;
         const int q_batch = is_varlen_q ? 0 : work.batch_idx;
-        int stage = 0, dout_stage = 0;
-        uint32_t parity = 1, dout_parity = 1;
         bool is_first = true;
+        // Those of the work before, which still reads them.
+        const bool has_keys = C::kGoesOn && num_loaded > 0;
+        if (is_varlen_q || p.cu_seqlens_k) {
+            wait_once();
+        }
+        const bool values_later = !has_waited;
+        int head_idx = work.first_head, m = work.first_m;
 #pragma unroll 1
-        for (int i = 0; i < p.heads_per_block; ++i) {
-            const int head_idx = work.first_head + i;
-#pragma unroll 1
-            for (int m = work.first_m; m < work.end_m; ++m) {
-                const int first_query = m * C::kBlockM;
-                const int row = work.first_row + first_query;
-                const int rows = is_varlen_q ? work.seqlen_q - first_query : C::kBlockM;
-                const int64_t values =
-                    (head_idx * p.num_blocks_q + work.first_block + m) * C::kBlockM;
-                if (is_first) {
-                    load<C::kBlockN>(shared.base + C::kK, p.k, shared.k_full(), work.first_key_row,
-                                     kv_head, kv_batch, keys, 0, nullptr);
-                }
-                mbarrier_wait(shared.q_empty(stage), parity);
-                load<C::kBlockM>(shared.base + C::kQ + stage * C::kQBytes, p.q,
-                                 shared.q_full(stage), row, head_idx, q_batch, rows,
-                                 shared.base + C::kLse + stage * C::kRowBytes, p.lse + values);
-                if (is_first) {
-                    load<C::kBlockN>(shared.base + C::kV, p.v, shared.v_full(), work.first_key_row,
-                                     kv_head, kv_batch, keys, 0, nullptr);
-                    is_first = false;
-                }
-                mbarrier_wait(shared.dout_empty(dout_stage), dout_parity);
-                load<C::kBlockM>(shared.base + C::kDout + dout_stage * C::kQBytes, p.dout,
-                                 shared.dout_full(dout_stage), row, head_idx, q_batch, rows,
-                                 shared.base + C::kDelta + dout_stage * C::kRowBytes,
-                                 p.delta + values);
-                if (++stage == C::kStages) {
-                    stage = 0;
-                    parity ^= 1;
-                }
-                if (++dout_stage == C::kDoutStages) {
-                    dout_stage = 0;
-                    dout_parity ^= 1;
+        for (int left = work.num_iterations; left > 0; --left) {
+            const int first_query = m * C::kBlockM;
+            const int row = work.first_row + first_query;
+            const int rows = is_varlen_q ? work.seqlen_q - first_query : C::kBlockM;
+            const int64_t values = (head_idx * p.num_blocks_q + work.first_block + m) * C::kBlockM;
+            if (is_first && !has_keys) {
+                load_keys(work, false);
+            }
+            mbarrier_wait(shared.q_empty(stage), parity);
+            load<C::kBlockM>(shared.base + C::kQ + stage * C::kQBytes, p.q, shared.q_full(stage),
+                             row, head_idx, q_batch, rows,
+                             shared.base + C::kLse + stage * C::kRowBytes, p.workspace.lse + values,
+                             is_first && values_later);
+            if (is_first && !has_keys) {
+                load_keys(work, true);
+            }
+            mbarrier_wait(shared.dout_empty(dout_stage), dout_parity);
+            load<C::kBlockM>(shared.base + C::kDout + dout_stage * C::kQBytes, p.dout,
+                             shared.dout_full(dout_stage), row, head_idx, q_batch, rows,
+                             shared.base + C::kDelta + dout_stage * C::kRowBytes,
+                             p.workspace.delta + values, is_first && values_later);
+            if (is_first && values_later) {
+                wait_once();
+                if (lane_idx == 0) {
+                    bulk_load(shared.base + C::kLse, p.workspace.lse + values, C::kRowBytes,
+                              shared.q_full(0));
+                    bulk_load(shared.base + C::kDelta, p.workspace.delta + values, C::kRowBytes,
+                              shared.dout_full(0));
                 }
             }
+            if (is_first && has_keys) {
+                mbarrier_wait(shared.kv_empty(), num_loaded % 2 ^ 1);
+                load_keys(work, false);
+                load_keys(work, true);
+            }
+            is_first = false;
+            work.advance(head_idx, m);
+            if (++stage == C::kStages) {
+                stage = 0;
+                parity ^= 1;
+            }
+            if (++dout_stage == C::kDoutStages) {
+                dout_stage = 0;
+                dout_parity ^= 1;
+            }
         }
+        ++num_loaded;
     }
 };
 
@@ -124,8 +223,8 @@ __device__ __forceinline__ void add_dq(const BackwardParameters<typename C::T>& 
         for (int part = 0; part < num_parts; ++part) {
             named_barrier_sync(Shared::kDqBarrier + consumer, Shared::kDqThreads);
             if (is_first_lane) {
-                int* turn = p.turns + 2 * block + consumer;
-                if (p.turns && part == 0) {
+                int* turn = p.workspace.turns + 2 * block + consumer;
+                if (p.workspace.turns && part == 0) {
                     // How many blocks of higher keys these queries see.
                     const int last_query = (m + 1) * C::kBlockM - 1;
                     const int earlier = min(
@@ -138,13 +237,14 @@ __device__ __forceinline__ void add_dq(const BackwardParameters<typename C::T>& 
                     fence_proxy_async_global();
                 }
                 const int panel = C::panel_of(consumer * C::kFirstParts + part);
-                bulk_reduce_add(
-                    p.dq_sums + block * (C::kBlockM * C::kHeadDim) + panel * (C::kDqBytes / 4),
-                    shared.base + C::kDq + consumer * C::kDqBytes, C::part_bytes(panel));
+                bulk_reduce_add(p.workspace.dq_sums + block * (C::kBlockM * C::kHeadDim) +
+                                    panel * (C::kDqBytes / 4),
+                                shared.base + C::kDq + consumer * C::kDqBytes,
+                                C::part_bytes(panel));
                 tma_store_commit();
                 tma_store_wait<0>();
                 mbarrier_arrive(shared.dq_empty(consumer));
-                if (p.turns && part + 1 == num_parts) {
+                if (p.workspace.turns && part + 1 == num_parts) {
                     tma_store_wait_all<0>();
                     fence_proxy_async_global();
                     __threadfence();

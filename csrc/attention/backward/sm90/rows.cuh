@@ -47,13 +47,15 @@ struct RowTile {
 // delta, lse in units of log 2, zeros for the sums of dq, 0 for the turns; also in the rows that
 // fill up a sequence's last block of block_m. Eight threads a row of up to kPanels panels.
 template <typename T, int kPanels>
-__device__ __forceinline__ void attention_delta_sm90(float* delta, float* lse_log2, float* dq_sums,
-                                                     int* turns, int* flag,
+__device__ __forceinline__ void attention_delta_sm90(const Workspace& workspace, int* flag,
                                                      const Heads<const T>& out,
                                                      const Heads<const T>& dout, const float* lse,
                                                      int64_t lse_batch_stride,
                                                      int64_t lse_head_stride, const RowBlocks& p) {
     follow_launch_before();
+    if (blockIdx.x + blockIdx.y + threadIdx.x == 0) {
+        *workspace.taken = 0;
+    }
     const RowTile tile(p);
     report_if(flag, tile.is_outside && threadIdx.x == 0, kQueriesOutside);
     if (tile.first_query - tile.first >= tile.seqlen) {
@@ -71,16 +73,16 @@ __device__ __forceinline__ void attention_delta_sm90(float* delta, float* lse_lo
         out_bits[i] = is_there ? ld_global(out_row + column) : make_uint4(0, 0, 0, 0);
         dout_bits[i] = is_there ? ld_global(dout_row + column) : make_uint4(0, 0, 0, 0);
     }
-    float* sums = dq_sums + tile.first_row * p.padded;
+    float* sums = workspace.dq_sums + tile.first_row * p.padded;
 #pragma unroll
     for (int i = 0; i < kPanels * kPanelColumns / kSumsAStep; ++i) {
         if (i * kSumsAStep < p.padded) {
             st_global(sums + 4 * (i * kRowThreads + threadIdx.x), make_uint4(0, 0, 0, 0));
         }
     }
-    if (turns && threadIdx.x == 0 && tile.first == 0) {
-        turns[2 * (tile.first_row / p.block_m)] = 0;
-        turns[2 * (tile.first_row / p.block_m) + 1] = 0;
+    if (workspace.turns && threadIdx.x == 0 && tile.first == 0) {
+        workspace.turns[2 * (tile.first_row / p.block_m)] = 0;
+        workspace.turns[2 * (tile.first_row / p.block_m) + 1] = 0;
     }
     float sum = 0.0f;
 #pragma unroll
@@ -105,16 +107,63 @@ __device__ __forceinline__ void attention_delta_sm90(float* delta, float* lse_lo
                                     tile.head_idx * lse_head_stride + tile.token + query];
             row_lse = value == -INFINITY ? INFINITY : value * kLog2e;
         }
-        delta[tile.first_row + row_idx] = sum;
-        lse_log2[tile.first_row + row_idx] = row_lse;
+        workspace.delta[tile.first_row + row_idx] = sum;
+        workspace.lse[tile.first_row + row_idx] = row_lse;
     }
 }
 
-// dq from its sums; a thread two rows of one fragment at a time.
+// dk and dv where the main kernel made those of parts of a group: contiguous (rows, heads, parts,
+// head_dim), the rows those of dk's batches one after another.
+template <typename T>
+struct Parts {
+    Heads<T> dk, dv;
+    const T *dk_parts, *dv_parts;
+    int count, num_heads, num_rows, batch_rows;
+};
+
+// 16 rows of a head of dk or dv, of which there are as many again after the heads of q.
+template <typename T>
+__device__ __forceinline__ void add_parts(const Parts<T>& p, int nth, int head_dim) {
+    const bool is_dv = nth >= p.num_heads;
+    const int head_idx = is_dv ? nth - p.num_heads : nth;
+    const int row = blockIdx.x * kTileRows + threadIdx.x / 8;
+    if (row >= p.num_rows) {
+        return;
+    }
+    const T* parts = (is_dv ? p.dv_parts : p.dk_parts) +
+                     (static_cast<int64_t>(row) * p.num_heads + head_idx) * p.count * head_dim;
+    T* to = (is_dv ? p.dv : p.dk).at(row / p.batch_rows, row % p.batch_rows, head_idx);
+#pragma unroll 1
+    for (int column = threadIdx.x % 8 * 8; column < head_dim; column += kPanelColumns) {
+        float sums[8] = {};
+#pragma unroll 4
+        for (int i = 0; i < p.count; ++i) {
+            float values[8];
+            unpack<T>(ld_global(parts + i * head_dim + column), values);
+#pragma unroll
+            for (int e = 0; e < 8; ++e) {
+                sums[e] += values[e];
+            }
+        }
+        st_global(to + column, pack<T>(sums));
+    }
+}
+
+// dq from its sums; a thread two rows of one fragment at a time. Blocks after those of q's heads
+// add up parts of dk and dv.
 template <typename T>
 __device__ __forceinline__ void attention_convert_sm90(const Heads<T>& dq, const float* dq_sums,
-                                                       const RowBlocks& p, float softmax_scale) {
+                                                       const RowBlocks& p, int num_tiles,
+                                                       int num_heads, const Parts<T>& parts,
+                                                       float softmax_scale) {
     follow_launch_before();
+    if (static_cast<int>(blockIdx.y) >= num_heads) {
+        add_parts(parts, blockIdx.y - num_heads, p.head_dim);
+        return;
+    }
+    if (static_cast<int>(blockIdx.x) >= num_tiles) {
+        return;
+    }
     const RowTile tile(p);
     if (tile.first_query >= tile.seqlen) {
         return;
