@@ -24,6 +24,7 @@ COPIES = {
 }
 # What the tests of documents say behind a block's language, for which a block is none to the site.
 _NEEDS = re.compile(r"^( *```[a-z]+) .*$", re.MULTILINE)
+_ITEM = re.compile(r"- |\d+\. |\|")
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 
 # Page of the reference -> title, what it is about, and the names it shows.
@@ -146,4 +147,16 @@ def linked(markdown: str, source: str, page: str) -> str:
         link = posixpath.relpath(to, posixpath.dirname(page) or ".")
         return f"{mark}[{text}]({link}{'#' if anchor else ''}{anchor})"
 
-    return _LINK.sub(place, _NEEDS.sub(r"\1", markdown))
+    return _LINK.sub(place, _apart(_NEEDS.sub(r"\1", markdown)))
+
+
+def _apart(markdown: str) -> str:
+    """Lists and tables that follow a paragraph at once, which GitHub takes, after a blank line."""
+    lines, is_code = [""], False
+    for line in markdown.split("\n"):
+        begins = _ITEM.match(line) and not _ITEM.match(lines[-1])
+        if begins and not is_code and lines[-1].strip() and not lines[-1].startswith((" ", "#")):
+            lines.append("")
+        is_code ^= line.lstrip().startswith("```")
+        lines.append(line)
+    return "\n".join(lines[1:])
