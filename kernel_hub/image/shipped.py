@@ -165,7 +165,13 @@ def open_image(filename: Any, package: str | None) -> Image:
     if name in collection.manifest.cubins:
         return ShippedImage(collection, name)
     if (is_path or filename.endswith(SOURCES)) and package is None:
-        return open_file(Path(filename))
+        try:
+            return open_file(Path(filename))
+        except CubinNotFoundError as error:
+            if (stem := Path(filename).stem) not in collection.manifest.cubins:
+                raise
+            text = f"{error}. A shipped cubin goes by its name: {collection.package} has {stem!r}"
+            raise CubinNotFoundError(text) from error
     shipped = listed(nearest(name, collection.manifest.cubins))
     raise CubinNotFoundError(
         f"{collection.package} ships no cubin {name!r}; it ships: {shipped}. "
@@ -190,7 +196,10 @@ def open_file(path: Path) -> ForeignImage:
     try:
         status = path.stat()
     except (OSError, ValueError) as error:  # ValueError: a null byte
-        raise CubinNotFoundError(_nothing_at(path, error)) from error
+        text = _nothing_at(path, error)
+        if path.suffix in SOURCES:
+            text += f". Kernel.from_source(Path({str(path)!r})) compiles a file of CUDA C++"
+        raise CubinNotFoundError(text) from error
     if path.suffix in SOURCES:
         raise CubinCorruptError(
             f"{path} is a file of CUDA C++: Kernel.from_source(Path({str(path)!r})) compiles it "
