@@ -68,6 +68,7 @@ class ShippedImage:
         self._collection = collection
         self._entries: Mapping[str, CubinEntry] = collection.manifest.cubins[name]
         self._name = name
+        self._specs: dict[str, _EntrySpecs] = {}  # by architecture
         self.label = f"{collection.package}'s cubin {name!r}"
 
     def names(self) -> Sequence[str]:
@@ -80,8 +81,11 @@ class ShippedImage:
         # The newest architecture stands for all: signatures are the same, resources nearly.
         for entry in reversed(list(self._entries.values())):
             if name in entry.functions:
-                return _entry_spec(entry, name)
+                return self._specs_of(entry)[name]
         raise FunctionNotFoundError.among(name, self.names(), self.label)
+
+    def _specs_of(self, entry: CubinEntry) -> _EntrySpecs:
+        return self._specs.setdefault(entry.arch, _EntrySpecs(entry))
 
     def choose(self, compute_capability: tuple[int, int]) -> Chosen:
         entry, rejected = fitting(compute_capability, self._entries.values())
@@ -99,7 +103,7 @@ class ShippedImage:
             "cubin",
             f"{self.label} ({entry.file})",
             lambda: self._collection.read(entry),
-            _EntrySpecs(entry),
+            self._specs_of(entry),
             entry.minimum_driver,
             True,
         )
@@ -110,11 +114,14 @@ class _EntrySpecs(Mapping[str, FunctionSpec]):
 
     def __init__(self, entry: CubinEntry) -> None:
         self._entry = entry
+        self._made: dict[str, FunctionSpec] = {}
 
     def __getitem__(self, name: str) -> FunctionSpec:
-        if name not in self._entry.functions:
-            raise KeyError(name)
-        return _entry_spec(self._entry, name)
+        if name not in self._made:
+            if name not in self._entry.functions:
+                raise KeyError(name)
+            self._made[name] = _entry_spec(self._entry, name)
+        return self._made[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entry.functions)
