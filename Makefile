@@ -58,9 +58,9 @@ lint: python
 	"$$bin/mypy" tools; \
 	"$$bin/mypy" benchmarks
 
-# Links that lead nowhere fail it (mkdocs.yml).
+# Links that lead nowhere fail it (mkdocs.yml), unless it is --quiet, which hides them from itself.
 docs: python
-	@$(call with_python,docs); NO_MKDOCS_2_WARNING=1 "$$py" -m mkdocs build --quiet $(ARGS) && \
+	@$(call with_python,docs); NO_MKDOCS_2_WARNING=1 "$$py" -m mkdocs build $(ARGS) && \
 	  echo "open build/site/index.html"
 
 dev: python

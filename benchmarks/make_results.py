@@ -94,6 +94,12 @@ class Family(NamedTuple):
         return self.name.startswith(DRAWN)
 
     @property
+    def title(self) -> str:
+        """Its name; of those drawn by lot, which are in several files, the seed too."""
+        _, is_seed, seed = self.file.rpartition("_s")
+        return f"{self.name}, seed {seed}" if is_seed and self.is_drawn else self.name
+
+    @property
     def ratios(self) -> list[float]:
         """Of the cases that have one."""
         return [ratio for case in self.cases if (ratio := case.ratio()) is not None]
@@ -199,7 +205,7 @@ def document(families: list[Family]) -> str:
     for family in families:
         versions = ", ".join(f"{name} {version}" for name, version in family.versions.items())
         body = drawn_lines(family) if family.is_drawn else family_table(family)
-        lines += [f"## {family.name}", "", *body, ""]
+        lines += [f"## {family.title}", "", *body, ""]
         lines += [f"{family.gpu}, driver {family.driver}; {versions}.", ""]
         lines += [f"Reproduce: `{family.command}`", ""]
     behind = lost(families)

@@ -58,8 +58,11 @@ def svg(families: Mapping[str, Sequence[float]], title: str) -> str:
         x = _x(ratio)
         lines.append(f'<line x1="{x}" x2="{x}" y1="{_TOP - 8}" y2="{bottom}" stroke="{colour}"/>')
         lines.append(_text(x, bottom + 14, f"{ratio:g}", f'text-anchor="middle" fill="{_INK}"'))
-    below = "time over the best peer's (left of 1: ahead); a dot a case, the bar their mean"
-    lines.append(_text(_x(1), bottom + 29, below, f'text-anchor="middle" fill="{_INK}"'))
+    below = (
+        "time over the best peer's (left of 1: ahead); a dot a case, the bar their mean; "
+        f"beyond {_LEAST} and {_MOST}: at the edge"
+    )
+    lines.append(_text(_WIDTH / 2, bottom + 29, below, f'text-anchor="middle" fill="{_INK}"'))
     for i, (name, ratios) in enumerate(families.items()):
         lines += _family(name, ratios, _TOP + _ROW * (i + 0.5))
     return "\n".join([*lines, "</svg>", ""])

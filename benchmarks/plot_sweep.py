@@ -14,7 +14,8 @@ from typing import Any
 
 from kernel_hub.measure import results
 
-_WIDTH, _LEFT, _RIGHT, _TOP, _PANEL, _GAP = 800, 56, 16, 34, 170, 44
+_WIDTH, _LEFT, _RIGHT, _TOP, _PANEL, _GAP = 800, 56, 24, 34, 170, 44
+_STEP_X = 128  # between two lines of a grid
 _COLOURS = {"kernel_hub": "#1a7f37"}
 _PEER, _INK, _PALE = "#bc4c00", "#1f2328", "#d0d7de"
 CASE = re.compile(r"(\d+x\d+) m(\d+) \w+")
@@ -45,29 +46,36 @@ def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
 
 def _panel(weight: str, lines: Lines, top: float) -> list[str]:
     """The grid, then a line a contender."""
-    most_x = max(x for points in lines.values() for x, _ in points)
+    most_x = -(-max(x for points in lines.values() for x, _ in points) // _STEP_X) * _STEP_X
     most_y = 1.05 * max(y for points in lines.values() for _, y in points)
     right, bottom = _WIDTH - _RIGHT, top + _PANEL
 
     def place(x: float, y: float) -> tuple[float, float]:
         return _LEFT + x / most_x * (right - _LEFT), bottom - y / most_y * _PANEL
 
-    found = [_text(_LEFT, top - 6, f"{weight}, us")]
+    found = [_text(_LEFT, top - 6, f"weight (n x k) {weight.replace('x', ' x ')}, us")]
     for i in range(int(most_y / _step(most_y)) + 1):
         _, y = place(0, i * _step(most_y))
         found.append(f'<path d="M{_LEFT} {y:.1f}H{right}" stroke="{_PALE}"/>')
         found.append(_text(_LEFT - 6, y + 4, f"{i * _step(most_y):g}", "end"))
-    for i in range(int(most_x / 128) + 1):
-        x, _ = place(128 * i, 0)
+    for i in range(most_x // _STEP_X + 1):
+        x, _ = place(_STEP_X * i, 0)
         found.append(f'<path d="M{x:.1f} {top}V{bottom}" stroke="{_PALE}"/>')
-        found.append(_text(x, bottom + 15, f"{128 * i}", "middle"))
+        found.append(_text(x, bottom + 15, f"{_STEP_X * i}", "middle"))
     for name, points in lines.items():
         path = " ".join("{:.1f},{:.1f}".format(*place(*point)) for point in points)
         colour = _COLOURS.get(name, _PEER)
+        dot = f"url(#{_dot(colour)})"  # a measurement; between them lines alone
         found.append(
-            f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>'
+            f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5" '
+            f'marker-start="{dot}" marker-mid="{dot}" marker-end="{dot}"/>'
         )
     return found
+
+
+def _dot(colour: str) -> str:
+    """The name of the dots of that colour."""
+    return f"dot_{colour.removeprefix('#')}"
 
 
 def svg(found: Mapping[str, Lines], title: str) -> str:
@@ -80,11 +88,14 @@ def svg(found: Mapping[str, Lines], title: str) -> str:
         f'<rect width="{_WIDTH}" height="{height}" fill="#ffffff"/>',
         _text(_LEFT, 16, title),
     ]
-    for i, name in enumerate(names):
-        x = _WIDTH - 120 * (len(names) - i)
+    for colour in dict.fromkeys(_COLOURS.get(name, _PEER) for name in names):
         lines.append(
-            f'<path d="M{x} 12h24" stroke="{_COLOURS.get(name, _PEER)}" stroke-width="3"/>'
+            f'<marker id="{_dot(colour)}" viewBox="-2 -2 4 4" markerWidth="3" markerHeight="3">'
+            f'<circle r="1.6" fill="{colour}"/></marker>'
         )
+    for i, name in enumerate(names):
+        x, colour = _WIDTH - 120 * (len(names) - i), _COLOURS.get(name, _PEER)
+        lines.append(f'<path d="M{x} 12h24" stroke="{colour}" stroke-width="3"/>')
         lines.append(_text(x + 30, 16, name))
     for i, (weight, each) in enumerate(found.items()):
         lines += _panel(weight, each, _TOP + i * (_PANEL + _GAP) + 14)

@@ -144,7 +144,8 @@ class Kernel:
             raise ParamsError(f"keep={keep!r:.80}: True, False or None")
         found = image.names()
         available = Symbols(found or ())
-        if isinstance(signatures, Mapping):
+        # Of None, too, Mapping asks all its subclasses: half a millisecond with torch's.
+        if signatures is not None and isinstance(signatures, Mapping):
             signatures = {available.find(name): given for name, given in signatures.items()}
         self._image = DeclaredImage(image, signatures) if signatures else image
         self._loader = loader.Loader(self._image, probe, keep)

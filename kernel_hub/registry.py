@@ -90,8 +90,13 @@ class Registry:
         return f"<Registry of {self._package}: {', '.join(self)}>"
 
     def has(self, name: str, *, arch: Any = None, dtype: str | None = None) -> bool:
-        """Whether a cubin of that name is shipped, built for `arch`, with functions of `dtype`."""
+        """Whether a cubin of that name is shipped, built for `arch`, with functions of `dtype`.
+
+        Raises ParamsError for what is no architecture or no dtype token.
+        """
         token = None if arch is None else token_of(arch)
+        if dtype is not None and dtype not in DTYPE_TOKENS:
+            raise ParamsError(f"dtype={dtype!r:.80}: one of {', '.join(DTYPE_TOKENS)}")
         entries = open_collection(self._package).manifest.cubins.get(name, {})
         return any(
             (token is None or names_target(token, entry.target))

@@ -67,6 +67,8 @@ def test_missing_files_and_names() -> None:
         Kernel("/nowhere/x.cubin")
     with pytest.raises(CubinNotFoundError, match="folder"):
         Kernel(Path("/tmp"))
+    with pytest.raises(CubinNotFoundError, match=r"from_source\(Path\('rope.cu'\)\).* has 'rope'$"):
+        Kernel("rope.cu")
     with pytest.raises(TypeError, match="filename"):
         Kernel(7)
     assert Kernel("launch_probe.cubin").function_names == Kernel("launch_probe").function_names

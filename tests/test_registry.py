@@ -57,6 +57,8 @@ def test_has_answers_for_an_architecture_and_a_dtype() -> None:
     assert registry.has("linear_sm90", arch="90a") and not registry.has("linear_sm90", arch=(8, 0))
     with pytest.raises(ParamsError, match="no architecture"):
         registry.has("rms_norm", arch="hopper")
+    with pytest.raises(ParamsError, match="dtype='half': one of fp16, bf16"):
+        registry.has("rms_norm", dtype="half")
 
 
 def test_a_kernel_is_pinned_by_its_digest() -> None:

@@ -35,13 +35,18 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows with versions")
 
 
-def check_ready(*, plot: bool) -> None:
-    """Raise KernelHubError for what is missing, before minutes are spent."""
-    driver.get().primary_context(0)
+def check_ready(args: argparse.Namespace) -> None:
+    """Raise KernelHubError for what is missing or wrong, before minutes are spent."""
     if importlib.util.find_spec("torch") is None:
         raise KernelHubError("the benchmarks need torch with CUDA: pip install torch")
-    if plot and importlib.util.find_spec("matplotlib") is None:
+    if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise KernelHubError("--plot needs matplotlib: pip install matplotlib")
+    if args.op:
+        from ..measure import beside
+
+        beside.sizes_of(args.op, args.shape)
+        beside.peers_of(args.op, args.against)
+    driver.get().primary_context(0)
 
 
 def measure_op(args: argparse.Namespace) -> list[ResultRow]:
@@ -124,7 +129,7 @@ def draw(rows: list[ResultRow], file: Path, title: str) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    check_ready(plot=args.plot is not None)
+    check_ready(args)
     from ..measure import results
 
     rows = measure_op(args) if args.op else measure_launches(args.rounds or 60)

@@ -248,8 +248,9 @@ def _rate(result: Result) -> tuple[str, str]:
 
 def _print_resolver() -> None:
     console.heading("on a GPU of these compute capabilities, these cubins would be loaded")
-    gpus = [f"{major}.{minor} ({names})" for (major, minor), names in KNOWN_GPUS.items()]
-    console.table(["cubin", *gpus], resolver_rows(), wraps=gpus)
+    gpus = {f"{major}.{minor}": names for (major, minor), names in KNOWN_GPUS.items()}
+    console.table(["cubin", *gpus], resolver_rows())
+    console.note("; ".join(f"{capability}: {names}" for capability, names in gpus.items()))
 
 
 def _print_way_on(report: DemoReport) -> None:

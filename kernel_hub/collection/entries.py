@@ -174,6 +174,7 @@ class JsonObject:
 
 
 _PARAM = ("name", "type", "size_bytes", "offset_bytes")
+_PARAM_TYPES: list[type] = [str, str, int, int]
 # What a function's entry leaves out from format 2 on, being so of most.
 UNSAID = {
     "static_shared_bytes": 0, "local_bytes": 0, "max_threads": None, "required_block": None,
@@ -218,14 +219,15 @@ class _Numbered(Generic[T]):
 
 def _params(raw: object, where: str) -> tuple[ParamEntry, ...]:
     rows = JsonObject({"params": raw}, where).array("params")
-    return tuple(
-        _param(dict(zip(_PARAM, row, strict=False)) if type(row) is list else row, f"{where}[{i}]")
-        for i, row in enumerate(rows)
-    )
+    return tuple([_param(row, where, i) for i, row in enumerate(rows)])
 
 
-def _param(raw: object, where: str) -> ParamEntry:
-    read = JsonObject(raw, where)
+def _param(raw: object, where: str, number: int) -> ParamEntry:
+    if type(raw) is list:
+        if [*map(type, raw)] == _PARAM_TYPES and raw[2] >= 0 <= raw[3]:  # 0.2 us for 8
+            return ParamEntry(*raw)
+        raw = dict(zip(_PARAM, raw, strict=False))
+    read = JsonObject(raw, f"{where}[{number}]")
     return ParamEntry(
         read.text("name"), read.text("type"), read.number("size_bytes"), read.number("offset_bytes")
     )
@@ -276,7 +278,7 @@ def _cubin(name: str, arch: str, raw: object, where: str, shared: Shared | None)
     read = JsonObject(decoded(raw, where), where)
     functions: Mapping[str, Any] = read.table("functions")
     if rest:
-        functions = EntryLines(rest, f"{where}.functions")
+        functions = EntryLines(rest, slice(0, len(rest)), b"  ", f"{where}.functions")
     flags = read.array("flags")
     if not all(isinstance(flag, str) for flag in flags):
         raise read.bad("flags", "a list of text")

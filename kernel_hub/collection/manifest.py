@@ -38,7 +38,7 @@ from .entries import (
     Shared,
     archs_of,
 )
-from .manifest_text import Lines, loads, split
+from .manifest_text import EntryLines, Lines, loads
 from .packages import locations_of
 
 if TYPE_CHECKING:  # importlib.resources costs milliseconds, needed for zip imports alone
@@ -94,7 +94,7 @@ class Manifest(NamedTuple):
         checked = JsonObject(files, f"{where}.files")
 
         def archs(name: str, value: Any) -> dict[str, CubinEntry]:
-            return archs_of(name, data[value] if isinstance(value, slice) else value, where, shared)
+            return archs_of(name, value, where, shared)
 
         return cls(Lazy(table, archs), {name: checked.text(name, SHA256) for name in files})
 
@@ -124,8 +124,7 @@ def _own_layout(
     if not data.endswith(_TAIL.encode()):
         return None
     if data.startswith(_HEAD_1.encode()):
-        table = split(data, len(_HEAD_1), end, b"")
-        return None if table is None else ({}, None, table)
+        return {}, None, EntryLines(data, slice(len(_HEAD_1), end), b"", f"{where}.cubins")
     if not data.startswith(_HEAD.encode()):
         return None
     # No mark is inside a string: JSON text holds no line break there.
@@ -137,9 +136,7 @@ def _own_layout(
         marks.append((at, at + len(mark)))
         at += len(mark) - 1
     (files_end, params_at), (params_end, launches_at), (launches_end, cubins_at) = marks
-    table = split(data, cubins_at, end, b"")
-    if table is None:
-        return None
+    table = EntryLines(data, slice(cubins_at, end), b"", f"{where}.cubins")
     params = Lines(data, slice(params_at, params_end))
     launches = Lines(data, slice(launches_at, launches_end))
     files = loads(data[len(_HEAD) : files_end], f"{where}.files")

@@ -57,18 +57,37 @@ class Lines(Sequence[object]):
 
 
 class EntryLines(Mapping[str, object]):
-    """As `Lines`, of a JSON object: name -> bytes. `text` has no braces, and an indent of 2."""
+    """As `Lines`, of the JSON object without its braces in `text[part]`: name -> bytes.
 
-    def __init__(self, text: bytes, where: str) -> None:
-        self._text, self._where = text, where
+    indent: before each name. One entry is found by its name; all are cut up where they are listed.
+    """
+
+    def __init__(self, text: bytes, part: slice, indent: bytes, where: str) -> None:
+        self._text, self._part, self._where = text, part, where
+        self._indent = indent
 
     @cached_property
     def _all(self) -> Mapping[str, object]:
-        parts = split(self._text, 0, len(self._text), b"  ")
+        parts = split(self._text, self._part.start, self._part.stop, self._indent)
         if parts is None:
-            table: dict[str, object] = loads(b"{" + self._text + b"}", self._where)
+            table: dict[str, object] = loads(b"{%b}" % self._text[self._part], self._where)
             return table
         return {name: self._text[part] for name, part in parts.items()}
+
+    def _found(self, name: str) -> bytes | None:
+        """The entry of that name where it lies as `split` would find it."""
+        text, start, stop = self._text, self._part.start, self._part.stop
+        mark = b'%b"%b": {' % (self._indent, name.encode(errors="replace"))
+        if not _NAME.fullmatch(name):
+            return None
+        at = text.rfind(b",\n" + mark, start, stop) + 2  # the last of a name counts
+        if at == 1:
+            if not text.startswith(mark, start):
+                return None
+            at = start
+        end = text.find(b',\n%b"' % self._indent, at, stop)
+        entry = text[at + len(mark) - 1 : stop if end < 0 else end]
+        return entry if entry.endswith(b"}") else None
 
     def __len__(self) -> int:
         return len(self._all)
@@ -77,6 +96,8 @@ class EntryLines(Mapping[str, object]):
         return iter(self._all)
 
     def __getitem__(self, name: str) -> object:
+        if "_all" not in self.__dict__ and (found := self._found(name)) is not None:
+            return found
         return self._all[name]
 
 

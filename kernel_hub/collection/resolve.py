@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import CubinNotFoundError
@@ -28,6 +29,7 @@ class Resolution(NamedTuple):
     rejected: dict[str, str]
 
 
+@lru_cache(maxsize=64)
 def parse_target(target: str) -> tuple[int, int, str]:
     """'sm_90a' -> (9, 0, 'a')."""
     match = _TARGET.fullmatch(target)

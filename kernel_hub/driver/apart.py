@@ -27,8 +27,16 @@ def run(function: Callable[..., T], *args: Any) -> T:
     Ctrl-C is raised here at once, and the thread goes on to its end: what the function does must be
     found by whoever asks again. A process that ends waits for it.
     """
+    return begin(function, *args)()
+
+
+def begin(function: Callable[..., T], *args: Any) -> Callable[[], T]:
+    """Start `function(*args)` as `run` does and go on; the result waits for what `run` gives.
+
+    Where there is no other thread to have, it is done when the result is asked.
+    """
     if getattr(_local, "is_apart", False) or sys.is_finalizing():
-        return function(*args)
+        return partial(function, *args)
     task = [partial(contextvars.copy_context().run, function, *args)]
     result: list[T] = []
     failure: list[BaseException] = []
@@ -51,15 +59,19 @@ def run(function: Callable[..., T], *args: Any) -> T:
     try:
         _thread.start_new_thread(work, ())
     except RuntimeError:  # the interpreter is ending, or the system has no thread to give
-        return function(*args)
-    with done:
-        pass
-    if failure:
-        try:
-            raise failure[0]
-        finally:
-            failure.clear()  # its traceback holds this frame
-    return result.pop()
+        return partial(function, *args)
+
+    def found() -> T:
+        with done:
+            pass
+        if failure:
+            try:
+                raise failure[0]
+            finally:
+                failure.clear()  # its traceback holds this frame
+        return result.pop()
+
+    return found
 
 
 @atexit.register

@@ -68,6 +68,7 @@ class ShippedImage:
         self._collection = collection
         self._entries: Mapping[str, CubinEntry] = collection.manifest.cubins[name]
         self._name = name
+        self._specs: dict[str, _EntrySpecs] = {}  # by architecture
         self.label = f"{collection.package}'s cubin {name!r}"
 
     def names(self) -> Sequence[str]:
@@ -80,8 +81,11 @@ class ShippedImage:
         # The newest architecture stands for all: signatures are the same, resources nearly.
         for entry in reversed(list(self._entries.values())):
             if name in entry.functions:
-                return _entry_spec(entry, name)
+                return self._specs_of(entry)[name]
         raise FunctionNotFoundError.among(name, self.names(), self.label)
+
+    def _specs_of(self, entry: CubinEntry) -> _EntrySpecs:
+        return self._specs.setdefault(entry.arch, _EntrySpecs(entry))
 
     def choose(self, compute_capability: tuple[int, int]) -> Chosen:
         entry, rejected = fitting(compute_capability, self._entries.values())
@@ -99,7 +103,7 @@ class ShippedImage:
             "cubin",
             f"{self.label} ({entry.file})",
             lambda: self._collection.read(entry),
-            _EntrySpecs(entry),
+            self._specs_of(entry),
             entry.minimum_driver,
             True,
         )
@@ -110,11 +114,14 @@ class _EntrySpecs(Mapping[str, FunctionSpec]):
 
     def __init__(self, entry: CubinEntry) -> None:
         self._entry = entry
+        self._made: dict[str, FunctionSpec] = {}
 
     def __getitem__(self, name: str) -> FunctionSpec:
-        if name not in self._entry.functions:
-            raise KeyError(name)
-        return _entry_spec(self._entry, name)
+        if name not in self._made:
+            if name not in self._entry.functions:
+                raise KeyError(name)
+            self._made[name] = _entry_spec(self._entry, name)
+        return self._made[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entry.functions)
@@ -165,7 +172,13 @@ def open_image(filename: Any, package: str | None) -> Image:
     if name in collection.manifest.cubins:
         return ShippedImage(collection, name)
     if (is_path or filename.endswith(SOURCES)) and package is None:
-        return open_file(Path(filename))
+        try:
+            return open_file(Path(filename))
+        except CubinNotFoundError as error:
+            if (stem := Path(filename).stem) not in collection.manifest.cubins:
+                raise
+            text = f"{error}. A shipped cubin goes by its name: {collection.package} has {stem!r}"
+            raise CubinNotFoundError(text) from error
     shipped = listed(nearest(name, collection.manifest.cubins))
     raise CubinNotFoundError(
         f"{collection.package} ships no cubin {name!r}; it ships: {shipped}. "
@@ -190,7 +203,10 @@ def open_file(path: Path) -> ForeignImage:
     try:
         status = path.stat()
     except (OSError, ValueError) as error:  # ValueError: a null byte
-        raise CubinNotFoundError(_nothing_at(path, error)) from error
+        text = _nothing_at(path, error)
+        if path.suffix in SOURCES:
+            text += f". Kernel.from_source(Path({str(path)!r})) compiles a file of CUDA C++"
+        raise CubinNotFoundError(text) from error
     if path.suffix in SOURCES:
         raise CubinCorruptError(
             f"{path} is a file of CUDA C++: Kernel.from_source(Path({str(path)!r})) compiles it "

@@ -15,7 +15,7 @@ import struct
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from .. import driver as _driver
@@ -83,7 +83,7 @@ class DeviceFunction:
         self.context = driver.primary_context(device)
         self.handle = handle
         self.spec = spec
-        self.params = params = spec.params or ()
+        self.params = spec.params or ()
         self.limits = limits
         self.argument = ctypes.c_void_p.from_param(handle)
         self.keep = keep
@@ -97,9 +97,6 @@ class DeviceFunction:
         self._lock = threading.Lock()
         # What a launch may use of dynamic shared memory without a further opt-in.
         self.shared_ready = max(0, _OPT_IN_FROM - limits.static_shared_bytes)
-        text, self._offsets, self._end = layout(params, PARAMS_AT)
-        self._pack_plain = struct.Struct(f"<Q24x{text}").pack_into
-        self._pack_apart = partial(_pack_apart, struct.Struct(f"<{text}").pack_into)
 
     def options_pool(
         self,
@@ -144,6 +141,14 @@ class DeviceFunction:
                 asked=f"allowing cluster={cluster} for {self.limits.function}",
             )
 
+    @cached_property
+    def _layout(self) -> tuple[Any, Any, list[int], int]:
+        """What packs stream and parameters where they lie together, and where attributes lie in
+        between; offsets; the end. Made for a slot: the C launcher needs none of it."""
+        text, offsets, end = layout(self.params, PARAMS_AT)
+        plain = struct.Struct(f"<Q24x{text}").pack_into
+        return plain, partial(_pack_apart, struct.Struct(f"<{text}").pack_into), offsets, end
+
     def new_slot(self, pool: Pool) -> list[Any]:
         """A slot that no geometry was written into."""
         if os.getpid() != self.driver.pid:
@@ -152,8 +157,9 @@ class DeviceFunction:
             raise LaunchConfigError(
                 f"{self.limits.function} was unloaded: take the function of its Kernel anew"
             )
+        pack_plain, pack_apart, offsets, end = self._layout
         attributes = pool.options.encode()
-        attributes_at = self._end + (-self._end % 8)
+        attributes_at = end + (-end % 8)
         buffer = bytearray(attributes_at + len(attributes))
         buffer[attributes_at:] = attributes
         base = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
@@ -161,10 +167,10 @@ class DeviceFunction:
             count = len(attributes) // ATTRIBUTE_BYTES
             CONFIG.pack_into(buffer, 0, *[0] * 7, 0, base + attributes_at, count)
         values = (ctypes.c_void_p * max(1, len(self.params)))(
-            *[base + offset for offset in self._offsets]
+            *[base + offset for offset in offsets]
         )
         config = ctypes.byref(ctypes.c_char.from_buffer(buffer))
-        pack = self._pack_apart if attributes else self._pack_plain
+        pack = pack_apart if attributes else pack_plain
         return [_UNKNOWN, _UNKNOWN, -1, buffer, pack, config, ctypes.byref(values)]
 
     @property
@@ -232,6 +238,12 @@ class DeviceFunction:
         if type(shared_bytes) is int and self.shared_ready < shared_bytes <= most:
             with contextlib.suppress(CudaDriverError):
                 self._opt_in(shared_bytes)
+
+    def attribute(self, number: int) -> int:
+        """A CUfunction_attribute."""
+        value = ctypes.c_int()
+        self.driver.call("cuFuncGetAttribute", ctypes.byref(value), number, self.handle)
+        return value.value
 
     def occupancy(self, threads: int, shared_bytes: int) -> int:
         """Blocks an SM holds at once."""

@@ -135,9 +135,17 @@ class KernelFunction(partial):  # type: ignore[type-arg]
     def __eq__(self, other: object) -> bool:
         return self is other
 
-    def load(self, device: Any = None) -> KernelFunction:
-        """Load on `device` (None: the current one) now, as a graph capture needs it before."""
-        self._state(self._device(device), 0)
+    def load(self, device: Any = None, *others: Self, wait: bool = True) -> Self:
+        """Load on `device` (None: the current one) now, as a graph capture needs it before.
+
+        others: functions loaded behind it, which is quicker than each by itself. wait: False only
+        begins it; the first launch waits, and says what was wrong.
+        """
+        number, functions = self._device(device), (self, *others)
+        if not all(number in function._states for function in functions):
+            loaded = apart.begin(lambda: [function._state(number, 0) for function in functions])
+            if wait:
+                loaded()
         return self
 
     def attributes(self, device: Any = None) -> dict[str, Any]:
@@ -148,7 +156,7 @@ class KernelFunction(partial):  # type: ignore[type-arg]
         """
         state = self._state(self._device(device), 0)
         limits = state.limits
-        read = partial(_function_attribute, state)
+        read = state.attribute
         return {
             "num_regs": read(4),
             "local_bytes": read(3),
@@ -199,7 +207,9 @@ class KernelFunction(partial):  # type: ignore[type-arg]
 
     def _state(self, device: int, stream: Any) -> DeviceFunction:
         """The function on `device`, loaded once."""
-        state = self._states.get(device)
+        if (state := self._states.get(device)) is None:
+            with self._lock:  # it may be loading
+                state = self._states.get(device)
         if state is None:
             hook_fork()
             state = apart.run(self._load, device, interop.stream_handle(stream, device))
@@ -207,8 +217,7 @@ class KernelFunction(partial):  # type: ignore[type-arg]
 
     def _load(self, device: int, stream: int) -> DeviceFunction:
         with self._lock:
-            state = self._states.get(device)
-            if state is None:
+            if (state := self._states.get(device)) is None:
                 state = self._loader.function(self._spec, device, stream)
                 if self._spec.params is None:
                     self._spec = state.spec
@@ -389,9 +398,3 @@ def _pointer_device(address: int) -> int:
     device = ctypes.c_int()
     code = driver.try_call("cuPointerGetAttribute", ctypes.byref(device), 9, address)
     return device.value if code == 0 else interop.current_device()
-
-
-def _function_attribute(state: DeviceFunction, attribute: int) -> int:
-    value = ctypes.c_int()
-    state.driver.call("cuFuncGetAttribute", ctypes.byref(value), attribute, state.handle)
-    return value.value

@@ -34,7 +34,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(launch, "run", run)
     monkeypatch.setattr(launch, "import_milliseconds", lambda: ROWS[3:])
-    monkeypatch.setattr(bench, "check_ready", lambda **_: None)
+    monkeypatch.setattr(bench, "check_ready", lambda _: None)
 
 
 def test_it_needs_a_gpu(no_driver: None, kernel_hub_cli: Run) -> None:
@@ -93,7 +93,7 @@ def test_an_op(
         ResultRow(*case, "torch", 4.0, 3.0, 5.0, "us", 2.0, "kernel_hub", "WRONG: torch"),
     ]
     asked = []
-    monkeypatch.setattr(bench, "check_ready", lambda **_: None)
+    monkeypatch.setattr(bench, "check_ready", lambda _: None)
     monkeypatch.setattr(bench, "measure_op", lambda args: asked.append(args) or rows)
     ran = kernel_hub_cli("bench", "rope", "--shape", "tokens=3", "--against", "torch")
     assert (asked[0].op, asked[0].shape, asked[0].against) == ("rope", "tokens=3", "torch")

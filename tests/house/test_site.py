@@ -40,6 +40,8 @@ def test_arguments_become_a_list() -> None:
         ("[examples/](examples)", "README.md", "index.md", "examples/"),
         ("[b](https://x.y)", "README.md", "index.md", "[b](https://x.y)"),
         ("[c](benchmarks/RESULTS.md)", "README.md", "index.md", "[c](results.md)"),
+        ("a:\n- b\n- c", "README.md", "index.md", "a:\n\n- b\n- c"),
+        ("```python gpu needs=torch\nx\n```", "docs/a.md", "a.md", "```python\nx\n```"),
     ],
 )
 def test_links(text: str, source: str, page: str, expected: str) -> None:

@@ -16,6 +16,7 @@ from fakecuda.helpers import BLOCK, GRID, PROBE_CUBIN, arrays, make_stream
 from in_threads import in_threads
 
 from kernel_hub import Kernel, KernelFunction, driver
+from kernel_hub.driver import apart
 from kernel_hub.driver.cuda_results import RESULTS, STICKY
 from kernel_hub.errors import (
     CubinCorruptError,
@@ -52,6 +53,28 @@ def test_digest_mismatch_is_found_at_load(
     with pytest.raises(CubinCorruptError, match=entry.sha256[:12]):
         read(changed, entry)
     assert fakecuda.calls("cuLibraryLoadData") == 0
+
+
+def test_a_load_that_was_begun_is_waited_for(fakecuda: FakeCuda) -> None:
+    kernel = Kernel("launch_probe")
+    functions = kernel.launch_probe_5, kernel.launch_probe_12
+    fakecuda.set_latency("cuLibraryLoadData", 50_000)
+    functions[0].load(0, functions[1], wait=False)
+    functions[0](GRID, BLOCK, 0, None, [*arrays(), 1024, 0.5])
+    functions[0].load(0, functions[1])
+    assert fakecuda.calls("cuLibraryLoadData") == 1 and fakecuda.launch_count == 1
+    assert all(0 in function._states for function in functions)
+
+
+def test_a_load_that_was_begun_and_failed_is_said_by_the_launch(fakecuda: FakeCuda) -> None:
+    function = Kernel("launch_probe").launch_probe_5
+    fakecuda.fail("cuLibraryLoadData", 2, count=2)
+    function.load(0, wait=False)
+    apart.wait()
+    with pytest.raises(CudaDriverError, match="loading kernel_hub's cubin 'launch_probe'"):
+        function.load(0)
+    function(GRID, BLOCK, 0, None, [*arrays(), 1024, 0.5])
+    assert fakecuda.launch_count == 1
 
 
 def test_an_old_driver_is_named(make_fakecuda: Callable[..., FakeCuda]) -> None:

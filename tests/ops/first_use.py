@@ -2,10 +2,11 @@
 
     PYTHONPATH=. python tests/ops/first_use.py [--against OTHER_TREE] [--rounds 3] [--where]
 
-torch is imported once; each call is made by a fork of it, in which torch has run a product
-and a backward of its own first. Least of the rounds, in ms: the import of kernel_hub's ops, the
-call, the same call once more. --where: of a round under a profiler, what the driver's calls take,
-and functions: ms with and without those that they call, how often.
+Each call is made by a process of its own, in which torch has run a product and a backward first;
+several get ready at a time, and then run one after the other. Least and median of the rounds, in
+ms: the import of kernel_hub's ops, the call, the same call once more. --where: of a round under a
+profiler, what the driver's calls take, and functions: ms with and without those that they call,
+how often.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ import importlib
 import json
 import os
 import pstats
+import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -121,8 +124,8 @@ def _where(calls: Calls, driver: dict[str, list[float]]) -> list[str]:
     return lines
 
 
-def _child(tree: Path, name: str, is_profiled: bool) -> tuple[dict[str, float], list[str]]:
-    sys.path.insert(0, str(tree))
+def _child(name: str, is_profiled: bool) -> None:
+    """A process of one call: ready when it says so, done at a line of its input."""
     _warm()
     kept: list[Any] = []
 
@@ -131,36 +134,60 @@ def _child(tree: Path, name: str, is_profiled: bool) -> tuple[dict[str, float], 
 
     calls = CASES[name](lambda: kept[0])
     torch.cuda.synchronize()
+    print("ready", flush=True)
+    sys.stdin.readline()
     found = {"import": _ms(load)}
+    lines: list[str] = []
     if is_profiled:
-        return {}, _where(calls, _driver_times())
-    for each, call in calls:
-        found[each] = _ms(call)
-        torch.cuda.synchronize()
-    for each, call in calls:
-        found[f"{each} again"] = _ms(call)
-    return found, []
+        lines = _where(calls, _driver_times())
+    else:
+        for each, call in calls:
+            found[each] = _ms(call)
+            torch.cuda.synchronize()
+        for each, call in calls:
+            found[f"{each} again"] = _ms(call)
+    print(json.dumps([found, lines]), flush=True)
 
 
-def _forked(tree: Path, name: str, is_profiled: bool = False) -> tuple[dict[str, float], list[str]]:
-    read, write = os.pipe()
-    child = os.fork()
-    if not child:
-        status = 1
-        try:
-            os.close(read)
-            with os.fdopen(write, "w") as pipe:
-                json.dump(_child(tree, name, is_profiled), pipe)
-            status = 0
-        finally:
-            os._exit(status)
-    os.close(write)
-    with os.fdopen(read) as pipe:
-        text = pipe.read()
-    if os.waitpid(child, 0)[1]:
-        sys.exit(f"{name} of {tree} failed")
-    times, lines = json.loads(text)
-    return times, lines
+class _Process(NamedTuple):
+    """A call that is going to be made."""
+
+    tree: Path
+    name: str
+    is_profiled: bool
+
+    def start(self) -> subprocess.Popen[str]:
+        command = [sys.executable, __file__, "--child", self.name, *["--where"] * self.is_profiled]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": f"{self.tree}:{os.environ.get('PYTHONPATH', '')}",
+        }
+        return subprocess.Popen(
+            command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+
+
+def _ask(process: subprocess.Popen[str], line: str = "") -> str:
+    assert process.stdin is not None and process.stdout is not None
+    if line:
+        process.stdin.write(line)
+        process.stdin.flush()
+    answer = process.stdout.readline()
+    if not answer:
+        sys.exit(f"{process.args} failed")
+    return answer
+
+
+def _made(asked: list[_Process], at_once: int) -> Iterator[tuple[_Process, Any, list[str]]]:
+    """What each measured."""
+    for first in range(0, len(asked), at_once):
+        wave = [(each, each.start()) for each in asked[first : first + at_once]]
+        for _, process in wave:
+            _ask(process)
+        for each, process in wave:
+            found, lines = json.loads(_ask(process, "go\n"))
+            process.communicate()
+            yield each, found, lines
 
 
 def main() -> None:
@@ -169,20 +196,28 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", action="append", choices=CASES, help="may be repeated")
     parser.add_argument("--where", action="store_true", help="what the time goes to")
+    parser.add_argument("--at-once", type=int, default=4, help="processes that get ready together")
+    parser.add_argument("--child", choices=CASES, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.child:
+        return _child(options.child, options.where)
     trees = [*([options.against.resolve()] if options.against else []), OWN]
     for tree in trees:  # as pip does
         compileall.compile_dir(tree / "kernel_hub", quiet=2)
-    for name in options.only or CASES:
-        for tree in trees:
-            least: dict[str, float] = {}
-            for _ in range(options.rounds):
-                for key, ms in _forked(tree, name)[0].items():
-                    least[key] = min(ms, least.get(key, ms))
-            said = ", ".join(f"{key} {ms:.2f}" for key, ms in least.items())
-            print(f"{name}, ms, {tree.name}: {said}", flush=True)
-        if options.where:
-            print("\n".join(_forked(OWN, name, True)[1]), flush=True)
+    names = options.only or list(CASES)
+    asked = [_Process(t, n, False) for n in names for _ in range(options.rounds) for t in trees]
+    times: dict[tuple[str, Path], dict[str, list[float]]] = {}
+    for each, found, _ in _made(asked, options.at_once):
+        rows = times.setdefault((each.name, each.tree), {})
+        for key, ms in found.items():
+            rows.setdefault(key, []).append(ms)
+        if len(rows["import"]) == options.rounds:
+            said = [f"{k} {min(ms):.2f} {statistics.median(ms):.2f}" for k, ms in rows.items()]
+            print(f"{each.name}, ms, {each.tree.name}: {', '.join(said)}", flush=True)
+    if options.where:
+        for each, _, lines in _made([_Process(OWN, n, True) for n in names], options.at_once):
+            print("\n".join([each.name, *lines]), flush=True)
+    return None
 
 
 if __name__ == "__main__":

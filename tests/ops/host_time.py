@@ -220,8 +220,16 @@ def _peers() -> Makers:
     return {f"torch: {name}": maker for name, maker in made.items()}
 
 
-def _nothing(*arguments: Any, **options: Any) -> None:
-    """A launch."""
+class _Nothing:
+    """A function whose launches do nothing."""
+
+    def __call__(self, *arguments: Any, **options: Any) -> None:
+        """A launch."""
+
+    load = __call__
+
+
+_nothing = _Nothing()
 
 
 def _go_the_gpus_way() -> None:

@@ -22,6 +22,9 @@ COPIES = {
     "results.md": "benchmarks/RESULTS.md",
     "changelog.md": "CHANGELOG.md",
 }
+# What the tests of documents say behind a block's language, for which a block is none to the site.
+_NEEDS = re.compile(r"^( *```[a-z]+) .*$", re.MULTILINE)
+_ITEM = re.compile(r"- |\d+\. |\|")
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 
 # Page of the reference -> title, what it is about, and the names it shows.
@@ -78,7 +81,10 @@ def reference() -> dict[str, str]:
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """The order of the pages; guides that are there."""
-    guides = ["launching", "formats", "doors", "models", "engine", "troubleshooting"]
+    guides = [
+        "launching", "formats", "doors", "models", "engine", "serving", "batch_invariance",
+        "memory", "troubleshooting",
+    ]  # fmt: skip
     trust = ["cubin_trust", "security"]
     inside = ["architecture", "reading_the_kernels", "adding_a_kernel"]
 
@@ -87,7 +93,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
     notes = sorted(f"notes/{path.name}" for path in (ROOT / "docs/notes").glob("*.md"))
     config.nav = [
-        {"Start": ["index.md", "zh.md"]},
+        {"Start": [{"README": "index.md"}, {"中文": "zh.md"}]},
         {"Guides": there(guides)},
         {"Ops": [{op: f"reference/ops/{op}.md"} for op in sorted(ops())]},
         {"Runtime": [{title: f"reference/{page}.md"} for page, (title, _) in RUNTIME.items()]},
@@ -141,4 +147,16 @@ def linked(markdown: str, source: str, page: str) -> str:
         link = posixpath.relpath(to, posixpath.dirname(page) or ".")
         return f"{mark}[{text}]({link}{'#' if anchor else ''}{anchor})"
 
-    return _LINK.sub(place, markdown)
+    return _LINK.sub(place, _apart(_NEEDS.sub(r"\1", markdown)))
+
+
+def _apart(markdown: str) -> str:
+    """Lists and tables that follow a paragraph at once, which GitHub takes, after a blank line."""
+    lines, is_code = [""], False
+    for line in markdown.split("\n"):
+        begins = _ITEM.match(line) and not _ITEM.match(lines[-1])
+        if begins and not is_code and lines[-1].strip() and not lines[-1].startswith((" ", "#")):
+            lines.append("")
+        is_code ^= line.lstrip().startswith("```")
+        lines.append(line)
+    return "\n".join(lines[1:])

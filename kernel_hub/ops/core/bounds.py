@@ -12,7 +12,7 @@ import threading
 import torch
 
 from ...errors import TensorError
-from .counters import lasting_zeros
+from .counters import zeros_apart
 
 # (table, what was expected of it), in the order of the bits of csrc/include/kernel_hub/bounds.cuh,
 # then of those that one room alone reads, in its own headers.
@@ -60,7 +60,7 @@ def _make(op: str, like: torch.Tensor) -> torch.Tensor | None:
             elif torch.cuda.is_current_stream_capturing():
                 return None
             else:
-                words = lasting_zeros(_MOST_OPS, like.device)
+                words = zeros_apart(_MOST_OPS, like.device)
             _words[index] = words
         if op not in _ops:
             _ops.append(op)

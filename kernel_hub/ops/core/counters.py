@@ -54,18 +54,18 @@ def lasting_zeros(count: int, device: torch.device) -> torch.Tensor:
     """`count` int32 zeros of a GPU that stay for good, for launches on any stream."""
     _keep_reserve(device)
     found = _of_reserve(device, count)
-    return _zeros_apart(count, device) if found is None else found[:count]
+    return zeros_apart(count, device) if found is None else found[:count]
 
 
 def _keep_reserve(device: torch.device) -> None:
     if device.index not in _reserves:
-        _reserves[device.index] = _zeros_apart(_RESERVE, device)
+        _reserves[device.index] = zeros_apart(_RESERVE, device)
 
 
-def _zeros_apart(count: int, device: torch.device) -> torch.Tensor:
-    """Zeros for which a thread of their own asks: the caller's may be in inference mode, or about
-    to record a graph (torch.compile's "reduce-overhead"), whose pool would own what is allocated
-    meanwhile.
+def zeros_apart(count: int, device: torch.device) -> torch.Tensor:
+    """`count` int32 zeros for which a thread of their own asks: the caller's may be in inference
+    mode, or about to record a graph (torch.compile's "reduce-overhead"), whose pool would own what
+    is allocated meanwhile.
     """
     made: list[torch.Tensor] = []
     failed: list[BaseException] = []

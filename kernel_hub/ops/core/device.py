@@ -42,10 +42,12 @@ def launch_facts(cubin: str, function: str, compute_capability: tuple[int, int] 
     For one that has no such kernel, and whose launch says so, what the newest that has it states.
     """
     every = open_collection().manifest.cubins[cubin].values()
-    entries = [entry for entry in every if function in entry.functions]
-    assert entries, f"{cubin} has no {function}"
-    entry, _ = fitting(compute_capability, entries)
-    entry = entry or max(entries, key=lambda other: parse_target(other.target))
+    entry, _ = fitting(compute_capability, every)
+    if entry is None or function not in entry.functions:
+        entries = [entry for entry in every if function in entry.functions]
+        assert entries, f"{cubin} has no {function}"
+        entry, _ = fitting(compute_capability, entries)
+        entry = entry or max(entries, key=lambda other: parse_target(other.target))
     facts = entry.functions[function].launch
     assert facts is not None and facts.block is not None and facts.shared_bytes is not None, (
         f"{function} of {cubin}.cu stands in no DESCRIBED that says its block and shared memory"

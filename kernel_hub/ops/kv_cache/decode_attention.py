@@ -49,6 +49,7 @@ _OPTIONAL = "k v block_table cos sin qkv_bias k_scale v_scale alibi_slopes sinks
 _operands = common.Operands(_OP, _REQUIRED, _OPTIONAL)
 # Caches are written where there are new tokens.
 _LIE = f"{_REQUIRED} {_OPTIONAL}"
+_REQUIRED_TENSORS = len(_REQUIRED.split())
 _TENSORS = len(_LIE.split()) - 1  # of `DecodeGiven`, before its numbers
 _appends = common.Writes(_OP, _LIE, "k_cache v_cache out")
 _reads = common.Writes(_OP, _LIE, "out")
@@ -122,8 +123,6 @@ def decode_attention(
     backward. Raises TensorError naming the argument that does not fit.
     Source: Dao et al., "Flash-Decoding for long-context inference", 2023.
     """
-    if softmax_scale is None:
-        softmax_scale = 1.0 / math.sqrt(common.last_size(q) or 1)
     if rotary_dim is None:
         rotary_dim = 0 if cos is None else 2 * common.last_size(cos)
     else:
@@ -131,12 +130,13 @@ def decode_attention(
     left = right = -1
     if not (type(window_size) is tuple and window_size == (-1, -1)):
         left, right = common.check_window(_OP, window_size)
-    # As the kernels take them; whether they are finite is checked with the shapes.
-    if type(softmax_scale) is not float:
+    # As the kernels take them; whether they are finite, or too many, is checked with the shapes.
+    if type(softmax_scale) is not float and softmax_scale is not None:
         softmax_scale = common.check_number(_OP, "softmax_scale", softmax_scale)
     if type(softcap) is not float:
         softcap = common.check_number(_OP, "softcap", softcap)
-    num_splits = common.check_count(_OP, "num_splits", num_splits)
+    if type(num_splits) is not int:
+        num_splits = common.check_count(_OP, "num_splits", num_splits)
     tensors = (
         q, k_cache, v_cache, cache_seqlens, k, v, block_table, cos, sin, qkv_bias, k_scale,
         v_scale, alibi_slopes, sinks,
@@ -145,11 +145,11 @@ def decode_attention(
     is_eager = _operands.are_plain(tensors[:4], (*tensors[4:], out))
     is_debugging = common.is_debugging()
     if not is_eager or is_debugging:
-        checks.check(DecodeGiven(*tensors, *options, out), right)
+        checks.check(_given(*tensors, *options, out), right)
     if is_eager and is_debugging:
-        checks.check_values(DecodeGiven(*tensors, *options, out))
+        checks.check_values(_given(*tensors, *options, out))
     if deterministic is not False and common.is_batch(_OP, deterministic):
-        return decode_alone(DecodeGiven(*tensors, *options, out), right, return_lse)
+        return decode_alone(_given(*tensors, *options, out), right, return_lse)
     given = out
     try:
         if out is None:
@@ -158,13 +158,13 @@ def decode_attention(
         if return_lse:
             lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
         if not is_eager:
-            _op(*tensors, *options, out, lse)
+            _op(*_given(*tensors, *options, out, lse))
         else:
             into = _cuda_into if q.is_cuda else _cpu_into
             into((*tensors, *options, out, lse), given is not None)
     except common.FOREIGN:
         _operands.check_tensors(tensors[:4], (*tensors[4:], given))  # names what has no memory
-        checks.check(DecodeGiven(*tensors, *options, given), right)
+        checks.check(_given(*tensors, *options, given), right)
         common.check_flag(_OP, "return_lse", return_lse)
         raise
     if is_eager and k is not None:
@@ -172,6 +172,14 @@ def decode_attention(
     elif is_eager and given is not None:
         common.written((out,))
     return out if lse is None else (out, lse)
+
+
+def _given(*arguments: Any) -> DecodeGiven:
+    """Those of a call, whose softmax_scale may be None: its plan alone asks what that is."""
+    given = DecodeGiven(*arguments)
+    if given.softmax_scale is None:
+        return given._replace(softmax_scale=1.0 / math.sqrt(common.last_size(given.q) or 1))
+    return given
 
 
 def _step(given: DecodeGiven, is_aligned: bool) -> Step:
@@ -201,6 +209,11 @@ def _step(given: DecodeGiven, is_aligned: bool) -> Step:
     blocks = plans.blocks_for(variant, caches, head_dim, device.num_sms)
     split = plans.choose_split(caches, variant.unit, num_splits, blocks, device.num_sms)
     token = common.DTYPE_TOKENS[q.dtype]
+    function, merging = common.shipped(variant.cubin, variant.name(token)), []
+    if split.num_merges:
+        merging = [common.shipped(variant.merging_cubin, f"decode_attention_{token}_merge")]
+    if q.is_cuda and not torch.cuda.is_current_stream_capturing():
+        function.load(q.get_device(), *merging, wait=False)  # under what follows here
     strides = (*out.stride()[:3], *q.stride()[:3])
     new = [(0, 0, 0) if x is None else x.stride()[:3] for x in (k, v)]
     aligned = is_aligned and common.is_aligned(
@@ -227,13 +240,11 @@ def _step(given: DecodeGiven, is_aligned: bool) -> Step:
             sink_type,
         )  # fmt: skip
         merge = Launch(
-            common.shipped(variant.cubin, f"decode_attention_{token}_merge"),
-            plans.merge_grid(split, min(rows, variant.rows), head_dim),
+            merging[0], plans.merge_grid(split, min(rows, variant.rows), head_dim),
             plans.merge_stated().block,
             numbers=merge_numbers, options=how,
         )  # fmt: skip
-    function, grid = common.shipped(variant.cubin, variant.name(token)), (split.num_blocks, 1, 1)
-    main = Launch(function, grid, *variant.stated[:2], numbers, options=how)
+    main = Launch(function, (split.num_blocks, 1, 1), *variant.stated[:2], numbers, options=how)
     partials: tuple[torch.Tensor, ...] = ()
     if split.num_merges:
         lse = torch.empty(split.num_blocks * variant.rows, dtype=torch.float32, device=q.device)
@@ -270,23 +281,37 @@ def _cuda_into(arguments: tuple[Any, ...], is_given: bool = True) -> None:
     (q, k_cache, v_cache, cache_seqlens, k, v, block_table, cos, sin, qkv_bias, k_scale, v_scale,
      alibi_slopes, sinks, interleaved, rotary_dim, softmax_scale, window_left, softcap, num_splits,
      out, lse) = arguments  # fmt: skip
-    # An out that the op made has q's layout and meets nothing.
-    tensors = arguments[:_TENSORS] if not is_given else (*arguments[:_TENSORS], out)
-    addresses = tuple([x.data_ptr() for x in tensors if x is not None])
-    key = (
-        interleaved, rotary_dim, softmax_scale, window_left, softcap, num_splits, q.get_device(),
-        *[None if x is None else (x.dtype, x.shape, x.stride()) for x in tensors],
+    at: tuple[int, ...] = (
+        q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), cache_seqlens.data_ptr()
     )  # fmt: skip
+    key: tuple[Any, ...] = (
+        interleaved, rotary_dim, softmax_scale, window_left, softcap, num_splits, q.get_device(),
+        q.dtype, q.shape, q.stride(), k_cache.dtype, k_cache.shape, k_cache.stride(),
+        v_cache.dtype, v_cache.shape, v_cache.stride(), cache_seqlens.dtype, cache_seqlens.shape,
+        cache_seqlens.stride(),
+    )  # fmt: skip
+    # An out that the op made has q's layout and meets nothing.
+    if k is v is cos is sin is qkv_bias is k_scale is v_scale is alibi_slopes is sinks is None:
+        if block_table is not None:
+            at += (block_table.data_ptr(),)
+            key += (block_table.dtype, block_table.shape, block_table.stride())
+        if is_given:
+            at += (out.data_ptr(),)
+            key += (None, out.dtype, out.shape, out.stride())
+    else:
+        others = (*arguments[_REQUIRED_TENSORS:_TENSORS], out if is_given else None)
+        at += tuple([x.data_ptr() for x in others if x is not None])
+        key += tuple([None if x is None else (x.dtype, x.shape, x.stride()) for x in others])
     plan = _plans.get(key)
     if plan is None:
-        given = DecodeGiven(*arguments)
+        given = _given(*arguments)
         checks.check(given)
         writes = _reads if k is None else _appends
-        spans = writes.spans(*tensors) if is_given else writes.spans(*tensors, None)
+        spans = writes.spans(*given[:_TENSORS], out if is_given else None)
         plan = _plans.keep(key, DecodePlan({}, spans))
-    step = plan.spans.apart.get(addresses)
+    step = plan.spans.apart.get(at)
     if step is None:
-        step = _met(DecodeGiven(*arguments), plan, addresses)
+        step = _met(_given(*arguments), plan, at)
     main, merge, partials, maps = step
     function, grid, block, shared_bytes, numbers, _, how = main
     partial_out = partial_lse = None
@@ -312,7 +337,7 @@ def _cuda_into(arguments: tuple[Any, ...], is_given: bool = True) -> None:
             merge.function(merge.grid, merge.block, 0, None, params, **how)
     except KernelHubError:
         # The launch checks devices and dtypes; this names them.
-        checks.check(DecodeGiven(*arguments))
+        checks.check(_given(*arguments))
         raise
     if common.is_debugging():
         bounds.report(q)
@@ -320,7 +345,7 @@ def _cuda_into(arguments: tuple[Any, ...], is_given: bool = True) -> None:
 
 def _cpu_into(arguments: tuple[Any, ...], is_given: bool = True) -> None:
     """The same on the CPU, by torch."""
-    given = DecodeGiven(*arguments)
+    given = _given(*arguments)
     checks.check(given)
     if is_given or given.k is not None:
         writes = _reads if given.k is None else _appends

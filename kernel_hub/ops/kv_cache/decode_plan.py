@@ -37,7 +37,8 @@ class DecodeGiven(NamedTuple):
 
 MAX_SEQLEN_Q = 16
 MAX_HEAD_DIM, MAX_HEAD_DIM_FP32 = 256, 128
-CUBIN, CUBIN_FP32 = "decode_attention", "decode_attention_fp32"
+CUBIN = "decode_attention"
+_OF_CACHE = {1: f"{CUBIN}_e4m3", 2: CUBIN, 4: f"{CUBIN}_fp32"}  # by bytes of an element
 MAX_MERGE_BLOCKS = 264
 # Blocks on this part of the multiprocessors read at full speed.
 FULL = 0.85
@@ -58,7 +59,7 @@ FINE_BYTES = 30 << 20
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One kernel of csrc/kv_cache/decode_attention.cu, or that of decode_attention_fp32.cu."""
+    """One kernel of csrc/kv_cache/decode_attention.cu, or of its twins for other caches."""
 
     suffix: str
     head_dim: int
@@ -67,7 +68,12 @@ class Variant:
     @property
     def cubin(self) -> str:
         """Where it is."""
-        return CUBIN_FP32 if self.cache_bytes == 4 else CUBIN
+        return _OF_CACHE[self.cache_bytes]
+
+    @property
+    def merging_cubin(self) -> str:
+        """Where what merges its parts is."""
+        return CUBIN if self.cache_bytes == 1 else self.cubin
 
     def name(self, token: str) -> str:
         """Of queries of that dtype."""
@@ -117,7 +123,8 @@ def choose_variant(head_dim: int, cache_bytes: int, rows: int, is_general: bool)
     wanted = 16 if rows <= 16 or is_general else 32
     fitting = [v for v in VARIANTS if v.head_dim >= head_dim and v.cache_bytes == cache_bytes]
     # The smallest head_dim; then the blocks of rows wanted, where there are such.
-    return min(fitting, key=lambda v: (v.head_dim, v.rows != wanted))
+    least = min(v.head_dim for v in fitting)
+    return min((v for v in fitting if v.head_dim == least), key=lambda v: v.rows != wanted)
 
 
 @dataclass(frozen=True, slots=True)

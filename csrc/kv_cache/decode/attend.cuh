@@ -1,0 +1,223 @@
+// The body of decode_attention.cu and decode_attention_e4m3.cu, where it is described: a worker's
+// units of one item, and its kernels.
+
+#pragma once
+
+#include "kernel_hub/dependent_launch.cuh"
+#include "kernel_hub/launch_facts.cuh"
+#include "kernel_hub/math.cuh"
+#include "kernel_hub/mma.cuh"
+#include "kv_cache/decode/args.cuh"
+#include "kv_cache/decode/merge.cuh"
+#include "kv_cache/decode/rows.cuh"
+#include "kv_cache/decode/tiles.cuh"
+#include "kv_cache/decode/work.cuh"
+
+namespace kernel_hub::kv_cache::decode {
+
+template <typename Config, typename Args>
+__device__ __forceinline__ void attend(const Args& args, const Segment& segment,
+                                       const Extent& extent, uint8_t* shared) {
+    using T = typename Config::T;
+    using Cache = typename Config::Cache;
+    using P = std::conditional_t<Config::kQuantised, __half, T>;
+    constexpr int kTile = Config::kTile, kSlots = Config::kSlots, kRowTiles = Config::kRowTiles;
+    constexpr int kTilesAhead = kSlots / 2;  // whose keys are under way before the loop
+    constexpr bool kOdd = kSlots % 2 != 0;
+    const int lane_idx = threadIdx.x & 31, warp_idx = threadIdx.x >> 5;
+    uint8_t* queries = shared + Config::kAreaBytes;
+    const uint32_t ring = shared_address(shared) + warp_idx * (kSlots * Config::kSlotBytes);
+
+    const int first_token = segment.first_unit * Config::kUnit + warp_idx * kTile;
+    const int end_token =
+        min((segment.first_unit + segment.num_units) * Config::kUnit, extent.num_tokens);
+    const int num_tiles =
+        first_token < end_token ? (end_token - first_token + Config::kUnit - 1) / Config::kUnit : 0;
+
+    TileLoader<Config, Args> loader = {args};
+    loader.head = lane_idx < 16 ? args.k_cache + segment.kv_head * args.k_cache_head_stride
+                                : args.v_cache + segment.kv_head * args.v_cache_head_stride;
+    loader.batch_idx = segment.batch_idx;
+    loader.token = first_token + (lane_idx & 15);
+    loader.end_token = end_token;
+    loader.ring = ring;
+    loader.slot = 0;
+    loader.lane_idx = lane_idx;
+    loader.is_outside = false;
+    loader.look_up();
+
+    // Start the first tiles, and write queries and new tokens: in this order, so that the copies
+    // are under way meanwhile, unless they take what is written.
+    const int first_new = max(extent.length - args.seqlen_q, segment.first_unit * Config::kUnit);
+    const bool is_short = args.k != nullptr && first_new < end_token &&
+                          first_new / Config::kUnit - segment.first_unit < kTilesAhead;
+#pragma unroll 1
+    for (int phase = 0; phase < 2; ++phase) {
+        if ((phase == 0) == is_short) {
+            prepare_rows<Config>(args, segment, extent, queries);
+            __syncthreads();
+        } else {
+#pragma unroll 1
+            for (int i = 0; i < (kSlots - 1) / 2; ++i) {
+                loader.advance();
+                loader.template issue<false>();
+                loader.template issue<true>();
+            }
+            if constexpr (!kOdd) {
+                loader.advance();
+                loader.template issue<false>();
+            }
+        }
+    }
+
+    uint32_t query_tiles[Config::kQueryInRegisters ? Config::kHeadDim / 16 : 1][4];
+    if constexpr (Config::kQueryInRegisters) {
+#pragma unroll
+        for (int k = 0; k < Config::kHeadDim / 16; ++k) {
+            load_query<Config>(shared_address(queries), 0, k, lane_idx, query_tiles[k]);
+        }
+    }
+    auto query = [&](int r, int k, uint32_t (&a)[4]) {
+        if constexpr (Config::kQueryInRegisters) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                a[i] = query_tiles[k][i];
+            }
+        } else {
+            load_query<Config>(shared_address(queries), r, k, lane_idx, a);
+        }
+    };
+
+    // Keys that a row sees: those below its end; in a window, from its end - window.
+    const int window = args.window_left < 0 ? 1 << 30 : args.window_left + 1;
+    const int group = args.num_heads / args.num_kv_heads;
+    const int lane_row = segment.row_block * Config::kRows + (lane_idx >> 2);
+    auto end_of = [&](int i) {
+        const int token = min((lane_row + 8 * i) / group, args.seqlen_q - 1);
+        return min(extent.length - args.seqlen_q + token + 1, extent.num_tokens);
+    };
+    float slope[2] = {0.0f, 0.0f};
+    if (Config::kGeneral && args.alibi_slopes != nullptr) {
+        const float* slopes = args.alibi_slopes + segment.batch_idx * args.alibi_batch_stride +
+                              segment.kv_head * group;
+        slope[0] = __ldg(slopes + lane_row % group);
+        slope[1] = __ldg(slopes + (lane_row + 8) % group);
+    }
+    const int common_end = min(extent.length - args.seqlen_q + 1, extent.num_tokens);
+    const float k_scale = args.k_scale == nullptr ? 1.0f : __ldg(args.k_scale + segment.kv_head);
+    const float score_scale = args.softmax_scale * k_scale;
+    // Otherwise the scores of a tile are only scaled, in the exponential. A scale below 0 would
+    // turn their order round there.
+    const bool is_general =
+        Config::kGeneral && (args.window_left >= 0 || args.softcap > 0.0f ||
+                             args.alibi_slopes != nullptr || args.softmax_scale <= 0.0f);
+    const float scale_log2 = is_general ? 1.0f : score_scale * kLog2e;
+
+    Accumulator<Config> sums;
+    sums.clear();
+    int slot = 0, token0 = first_token;
+#pragma unroll 1
+    for (int tile = 0; tile < num_tiles; ++tile, token0 += Config::kUnit) {
+        cp_async_wait<kSlots - 2>();
+        __syncwarp();
+        if constexpr (kOdd) {
+            loader.advance();
+            loader.template issue<false>();
+        } else {
+            loader.template issue<true>();
+        }
+        float scores[kRowTiles][kTile / 8][4] = {};
+        multiply_keys<Config>(query, ring + slot * Config::kSlotBytes, lane_idx, scores);
+        slot = slot + 1 == kSlots ? 0 : slot + 1;
+
+        if (is_general || token0 + kTile > common_end) {
+            const int key0 = token0 + 2 * (lane_idx & 3);
+#pragma unroll
+            for (int i = 0; i < 2 * kRowTiles; ++i) {
+                const int end = end_of(i);
+#pragma unroll
+                for (int j = 0; j < kTile / 8; ++j) {
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        float& score = scores[i / 2][j][2 * (i % 2) + e];
+                        const int distance = end - 1 - (key0 + 8 * j + e);
+                        if (is_general) {
+                            score = capped(score * score_scale, args.softcap) -
+                                    slope[i % 2] * static_cast<float>(distance);
+                            score = distance < window ? score * kLog2e : -INFINITY;
+                        }
+                        score = distance >= 0 ? score : -INFINITY;
+                    }
+                }
+            }
+        }
+
+        // One step of the running softmax.
+        uint32_t probabilities[kRowTiles][kTile / 16][4];
+#pragma unroll
+        for (int i = 0; i < 2 * kRowTiles; ++i) {
+            const int r = i / 2, h = i % 2;
+            float largest = sums.row_max[i];
+#pragma unroll
+            for (int j = 0; j < kTile / 8; ++j) {
+                largest = fmaxf(largest, fmaxf(scores[r][j][2 * h], scores[r][j][2 * h + 1]));
+            }
+            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+            const float base = largest == -INFINITY ? 0.0f : largest * scale_log2;
+            const float shrink = exp2_approx(sums.row_max[i] * scale_log2 - base);
+            sums.row_max[i] = largest;
+            float sum = 0.0f;
+#pragma unroll
+            for (int j = 0; j < kTile / 8; ++j) {
+                const float low = exp2_approx(scores[r][j][2 * h] * scale_log2 - base);
+                const float high = exp2_approx(scores[r][j][2 * h + 1] * scale_log2 - base);
+                sum += low + high;
+                probabilities[r][j / 2][2 * (j % 2) + h] = pack2<P>(low, high);
+            }
+            sums.row_sum[i] = sums.row_sum[i] * shrink + sum;
+#pragma unroll
+            for (int j = 0; j < Config::kHeadDim / 8; ++j) {
+                sums.out[r][j][2 * h] *= shrink;
+                sums.out[r][j][2 * h + 1] *= shrink;
+            }
+        }
+
+        cp_async_wait<kSlots - 2>();
+        __syncwarp();
+        if constexpr (kOdd) {
+            loader.template issue<true>();
+        } else {
+            loader.advance();
+            loader.template issue<false>();
+        }
+        multiply_values<Config, P>(probabilities, ring + slot * Config::kSlotBytes, lane_idx, sums);
+        slot = slot + 1 == kSlots ? 0 : slot + 1;
+    }
+    cp_async_wait<0>();
+    report_if(args.flag, loader.is_outside, kPagesOutside);
+    __syncthreads();
+    write_segment<Config>(args, segment, sums, scale_log2, reinterpret_cast<float*>(shared));
+}
+
+template <typename Config, typename Args>
+__device__ __forceinline__ void decode_attention(const Args& args) {
+    for_segment<Config>(args, [&](const Segment& segment, const Extent& extent) {
+        attend<Config>(args, segment, extent, dynamic_shared());
+    });
+}
+
+#define EXPORT_DECODE_ATTENTION(DTYPE, T, CACHE, HEAD_DIM, FLAGS, TILE, SLOTS, ROW_TILES,     \
+                                MIN_BLOCKS)                                                   \
+    DESCRIBED(                                                                                \
+        decode_attention_##DTYPE##_hdim##HEAD_DIM##FLAGS,                                     \
+        "x: parts of (sequence, kv head, block_m rows) as num_splits and parallel cut them",  \
+        (facts_of<DecodeConfig<T, CACHE, HEAD_DIM, TILE, SLOTS, ROW_TILES>>(MIN_BLOCKS)),     \
+        extern "C" __global__ void                                                            \
+        __launch_bounds__(128, MIN_BLOCKS) decode_attention_##DTYPE##_hdim##HEAD_DIM##FLAGS(  \
+            DECODE_PARAMS(T, CACHE)) {                                                        \
+            const DecodeArgs<T, CACHE> args = {DECODE_ARGUMENTS};                             \
+            decode_attention<DecodeConfig<T, CACHE, HEAD_DIM, TILE, SLOTS, ROW_TILES>>(args); \
+        })
+
+}  // namespace kernel_hub::kv_cache::decode

@@ -1,0 +1,53 @@
+"""Entries of a manifest's text: one found by its name is what it is among all of them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kernel_hub.collection.manifest_text import EntryLines, decoded
+
+INNER = '{"text": "a,\\n \\"b\\": {", "of": {"b": 1}}'
+
+
+def lines(text: bytes, indent: bytes = b" ") -> EntryLines:
+    return EntryLines(b"before " + text + b" behind", slice(7, 7 + len(text)), indent, "here")
+
+
+def both_ways(text: bytes, name: str) -> tuple[object, object]:
+    """(found by its name, found among all)."""
+    alone, listed = lines(text), lines(text)
+    assert len(listed)
+    return decoded(alone[name], "here"), decoded(listed[name], "here")
+
+
+@pytest.mark.parametrize("name", ["a", "b", "ab", "b.c"])
+def test_an_entry_is_the_same_alone_and_among_all(name: str) -> None:
+    text = ",\n".join(f' "{each}": {INNER}' for each in ("ab", "a", "b.c", "b")).encode()
+    alone, listed = both_ways(text, name)
+    assert alone == listed == json.loads(INNER)
+    assert name in lines(text) and "c" not in lines(text) and "of" not in lines(text)
+
+
+def test_the_last_of_a_name_counts() -> None:
+    text = b' "a": {"x": 1},\n "b": {"x": 2},\n "a": {"x": 3}'
+    assert both_ways(text, "a") == ({"x": 3}, {"x": 3})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'"a": {"x": 1}, "b": {"x": 2}',
+        b'  "a":{"x": 1},\n  "b" : {"x": 2}',
+        b' "a": 1,\n "b": {"x": 2}',
+    ],
+)
+def test_other_layouts_are_decoded_whole(text: bytes) -> None:
+    assert both_ways(text, "b") == ({"x": 2}, {"x": 2})
+    assert list(lines(text)) == ["a", "b"]
+
+
+@pytest.mark.parametrize("name", ["", 'a": {"x', "no", "a\n"])
+def test_what_is_not_there(name: str) -> None:
+    assert name not in lines(b' "a": {"x": 1}')
