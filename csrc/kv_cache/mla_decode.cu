@@ -247,13 +247,13 @@ __device__ __forceinline__ void mla_decode(const LatentArgs<T>& args, const T* k
             sum += sums[w * C::kRows + row];
         }
         const float factor = sum == 0.0f ? 0.0f : __fdividef(1.0f, sum);
-        const auto target = LatentRow<T>::of(args, part, row);
+        const auto target = LatentRow<T>::of(args, part, row, part.is_whole);
         target.template store<C::kColumns / 8>(
             warp_idx * C::kColumns + 2 * (lane_idx & 3), [&](int j) {
                 return make_float2(output[j][2 * h] * factor, output[j][2 * h + 1] * factor);
             });
         if (warp_idx == 0 && (lane_idx & 3) == 0) {
-            write_lse(args, part, row, row_max[h], sum);
+            write_lse(args, part, row, row_max[h], sum, part.is_whole);
         }
     }
 }

@@ -4,10 +4,13 @@
 // A block is 64 rows (token num_heads + head), and a cluster of two 128, whose tokens each brings
 // half of to both: a read of the L2 less, whose rate is what binds there. A tile of the cache, 64
 // tokens by 576, is loaded once and is key and value. A block a multiprocessor takes one part of
-// the work (see decode_attention.cu, whose second kernel merges parts) after the other, while its
-// producer already loads for the next.
+// the work after the other, while its producer already loads for the next. Parts are equal places
+// of the line of all items (latent_line.cuh), and the block that has the end of an item merges it
+// (latent_merge.cuh); or where there are few items for the blocks, or num_splits is given, what
+// decode_attention.cu cuts, whose second kernel merges them.
 //
-// Parallelisation: two warps load by TMA, a stage each, two warpgroups compute. Tiles come in
+// Parallelisation: a warp finds the parts, two load by TMA, a stage each, and bring the next tile
+// into the L2 meanwhile, two warpgroups compute. Tiles come in
 // pairs: warpgroup 0 has the scores of the even tile, warpgroup 1 those of the odd; each has half
 // of the output's columns, 64 x 256 in 128 registers, of both tiles, so neither computes anything
 // twice. An even tile's probabilities go to the other warpgroup multiplied by what the odd tile's
@@ -33,38 +36,23 @@
 #include "kernel_hub/launch_facts.cuh"
 #include "kv_cache/decode/sm90/latent_consumer.cuh"
 #include "kv_cache/decode/sm90/latent_few.cuh"
+#include "kv_cache/decode/sm90/latent_parts.cuh"
 #include "kv_cache/decode/sm90/latent_shared.cuh"
 
 namespace kernel_hub::kv_cache::decode::sm90 {
-
-// Calls `body` with each part of the block, one of `num_blocks` of a cluster, which share parts:
-// each has kRows of their rows.
-template <int kRows, typename T, typename Body>
-__device__ __forceinline__ void for_each_part(const LatentArgs<T>& args, int num_blocks, int rank,
-                                              Body&& body) {
-#pragma unroll 1
-    for (int index = blockIdx.x / num_blocks; index < args.num_workers;
-         index += gridDim.x / num_blocks) {
-        LatentPart part = find_part<LatentStages::kTile>(args, index, kRows * num_blocks);
-        if (part.batch_idx >= 0) {
-            const int before = rank * kRows;
-            part.first_row += before, part.slot += before;
-            part.num_rows = min(part.num_rows - before, kRows);
-            body(part);
-        }
-    }
-}
 
 template <typename T>
 __device__ __forceinline__ void mla_decode_sm90(const LatentArgs<T>& args, const CUtensorMap* map,
                                                 int box_rows) {
     using C = LatentStages;
     const LatentShared shared = LatentShared::here();
+    LatentParts parts = {C::kParts, 0};
     if (threadIdx.x == 0) {
         tma_prefetch_map(map);
         for (int i = 0; i < C::kFulls + C::kEmpties; ++i) {
             mbarrier_init(shared.full(0, 0) + 8 * i, i < C::kFulls ? 1 : shared.num_blocks);
         }
+        parts.init(8 + 2);  // the warps that compute and load
         fence_mbarrier_init();
     }
     // NOTE: in this order: what may start next reads cache_seqlens before it waits.
@@ -73,27 +61,29 @@ __device__ __forceinline__ void mla_decode_sm90(const LatentArgs<T>& args, const
     __syncthreads();
     cluster_arrive_relaxed();
     cluster_wait();
-    const auto for_each = [&](auto&& body) {
-        for_each_part<C::kRows>(args, shared.num_blocks, shared.rank, body);
-    };
+    LatentPart part;
     const int warp_idx = warp_index();
     if (warp_idx >= 8) {
         release_registers<C::kProducerRegisters>();
         if (warp_idx < 10) {
             LatentProducer<T> producer = {args, map, box_rows, shared, warp_idx - 8, 0};
-            for_each([&](const LatentPart& part) {
-                report_if(args.flag, part.is_outside && threadIdx.x % 32 == 0, kLengthsOutside);
+            while (parts.take(part)) {
                 producer.load(part);
-            });
+            }
+        } else if (warp_idx == 10) {
+            find_parts<C::kRows, 2 * C::kTile, true>(args, parts, shared.num_blocks, shared.rank);
         }
     } else {
         acquire_registers<C::kConsumerRegisters>();
-        if (warp_idx < 4) {
-            LatentConsumer<T, 0> consumer(args, shared);
-            for_each([&](const LatentPart& part) { consumer.attend(part); });
-        } else {
-            LatentConsumer<T, 1> consumer(args, shared);
-            for_each([&](const LatentPart& part) { consumer.attend(part); });
+        uint32_t parity = 0;
+        while (parts.take(part)) {
+            if (warp_idx < 4) {
+                LatentConsumer<T, 0> consumer(args, shared, parity);
+                parity = consumer.attend(part);
+            } else {
+                LatentConsumer<T, 1> consumer(args, shared, parity);
+                parity = consumer.attend(part);
+            }
         }
     }
     // What another block brings, or says of its stages, arrives before this one ends.
@@ -106,44 +96,50 @@ __device__ __forceinline__ void mla_decode_few_sm90(const LatentArgs<T>& args,
                                                     const CUtensorMap* map, int box_rows) {
     using Ring = LatentRing<kRows>;
     const Ring ring = {shared_address(dynamic_shared()), 0, 0};
+    LatentParts parts = {Ring::kParts, 0};
     if (threadIdx.x == 0) {
         tma_prefetch_map(map);
         for (int i = 0; i < 2 * Ring::kSlots; ++i) {
             mbarrier_init(ring.full(i), 1);
         }
+        parts.init(4 + 1);  // the warps that compute and load
         fence_mbarrier_init();
     }
     // NOTE: in this order: what may start next reads cache_seqlens before it waits.
     wait_for_launch_before();
     allow_next_launch();
     __syncthreads();
-    LatentRingProducer<T, kRows> producer = {args, map, box_rows, ring};
-    LatentRingConsumer<T, kRows> consumer(args, ring);
-    for_each_part<kRows>(args, 1, 0, [&](const LatentPart& part) {
-        if (warp_index() == 4) {
-            report_if(args.flag, part.is_outside && threadIdx.x % 32 == 0, kLengthsOutside);
-            producer.load(part);
-        } else {
+    LatentPart part;
+    if (warp_index() < 4) {
+        LatentRingConsumer<T, kRows> consumer(args, ring);
+        while (parts.take(part)) {
             consumer.attend(part);
         }
-    });
+    } else if (warp_index() == 4) {
+        LatentRingProducer<T, kRows> producer = {args, map, box_rows, ring};
+        while (parts.take(part)) {
+            producer.load(part);
+        }
+    } else {
+        find_parts<kRows, Ring::kTile, Ring::kHasLine>(args, parts, 1, 0);
+    }
 }
 
-#define EXPORT_MLA_DECODE(NAME, T, FACTS, BODY)                                                 \
-    DESCRIBED(                                                                                  \
-        NAME, "x: at most a block a multiprocessor, num_workers parts of a cluster each",       \
-        (.threads = FACTS::kThreads, .shared_bytes = FACTS::kSharedBytes, .blocks_per_sm = 1,   \
-         .block_m = FACTS::kRows, .block_n = FACTS::kTile),                                     \
-        extern "C" __global__ void __launch_bounds__(FACTS::kThreads, 1) NAME(                  \
-            T* out, float* lse, float* partial_out, float* partial_lse, int* flag,              \
-            const __grid_constant__ CUtensorMap kv_cache, const T* q, const int* cache_seqlens, \
-            const int* block_table, int64_t out_batch_stride, int64_t out_token_stride,         \
-            int64_t out_head_stride, int64_t q_batch_stride, int64_t q_token_stride,            \
-            int64_t q_head_stride, int64_t block_table_stride, int batch_size, int seqlen_q,    \
-            int num_heads, int num_pages, int page_size, int max_tokens, int num_splits,        \
-            int parallel, int num_workers, int box_rows, float softmax_scale) {                 \
-            const LatentArgs<T> args = {LATENT_ARGUMENTS};                                      \
-            BODY(args, &kv_cache, box_rows);                                                    \
+#define EXPORT_MLA_DECODE(NAME, T, FACTS, BODY)                                                  \
+    DESCRIBED(                                                                                   \
+        NAME, "x: at most a block a multiprocessor, num_workers parts of a cluster each",        \
+        (.threads = FACTS::kThreads, .shared_bytes = FACTS::kSharedBytes, .blocks_per_sm = 1,    \
+         .block_m = FACTS::kRows, .block_n = FACTS::kTile),                                      \
+        extern "C" __global__ void __launch_bounds__(FACTS::kThreads, 1) NAME(                   \
+            T* out, float* lse, float* partial_out, float* partial_lse, int* flag, int* tickets, \
+            const __grid_constant__ CUtensorMap kv_cache, const T* q, const int* cache_seqlens,  \
+            const int* block_table, int64_t out_batch_stride, int64_t out_token_stride,          \
+            int64_t out_head_stride, int64_t q_batch_stride, int64_t q_token_stride,             \
+            int64_t q_head_stride, int64_t block_table_stride, int batch_size, int seqlen_q,     \
+            int num_heads, int num_pages, int page_size, int max_tokens, int num_splits,         \
+            int parallel, int num_workers, int box_rows, float softmax_scale) {                  \
+            const LatentArgs<T> args = {LATENT_ARGUMENTS, tickets};                              \
+            BODY(args, &kv_cache, box_rows);                                                     \
         })
 #define EXPORT_EVERY_ROWS(DTYPE, T)                                              \
     EXPORT_MLA_DECODE(mla_decode_sm90_##DTYPE, T, LatentStages, mla_decode_sm90) \

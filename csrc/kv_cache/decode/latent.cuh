@@ -29,6 +29,7 @@ struct LatentArgs {
     int batch_size, seqlen_q, num_heads, num_pages, page_size, max_tokens;
     int num_splits, parallel, num_workers;
     float softmax_scale;
+    int* tickets;  // of the line's parts (sm90/latent_line.cuh), zeros; null: there is no line
 };
 
 // The same of a kernel's parameters.
@@ -46,6 +47,15 @@ struct LatentPart {
     int first_token, end_token;  // of the cache
     int length;                  // that the sequence says
     bool is_whole, is_outside;
+    int index, num_parts;        // on a line, of the item; else 0
+    int first_place, item_rows;  // of the item
+
+    // The slot of another part of the item. A place of a line has at most two parts of items: the
+    // end of one, or its middle, and the beginning of one.
+    __device__ __forceinline__ int slot_of(int other) const {
+        const auto before = [this](int k) { return 2 * (first_place + k) + (k == 0); };
+        return slot + (before(other) - before(index)) * item_rows;
+    }
 
     // Keys of the part that a row of the block sees: those before this.
     template <typename Args>
@@ -98,20 +108,20 @@ __device__ __forceinline__ LatentPart find_part(const Args& args, int index, int
     return part;
 }
 
-// Where a row of a block goes: to `out`, or to the partials.
+// Where a row of a block goes: to `out` where it is the item's, or to the partials.
 template <typename T>
 struct LatentRow {
     T* out;          // null: a partial
     float* partial;  // or the row is not there
 
     static __device__ __forceinline__ LatentRow of(const LatentArgs<T>& args,
-                                                   const LatentPart& part, int row) {
+                                                   const LatentPart& part, int row, bool is_whole) {
         if (row >= part.num_rows) {
             return {nullptr, nullptr};
         }
         const int token = (part.first_row + row) / args.num_heads;
         const int head = (part.first_row + row) % args.num_heads;
-        if (!part.is_whole) {
+        if (!is_whole) {
             return {nullptr, args.partial_out + static_cast<int64_t>(part.slot + row) * kLatentDim};
         }
         return {args.out + part.batch_idx * args.out_batch_stride + token * args.out_token_stride +
@@ -136,16 +146,16 @@ struct LatentRow {
     }
 };
 
-// log(sum exp) of a row, from a maximum and a sum in base 2.
+// log(sum exp) of a row, from a maximum and a sum in base 2; is_whole: of the item.
 template <typename T>
 __device__ __forceinline__ void write_lse(const LatentArgs<T>& args, const LatentPart& part,
-                                          int row, float row_max, float row_sum) {
+                                          int row, float row_max, float row_sum, bool is_whole) {
     if (row >= part.num_rows) {
         return;
     }
     // A row without keys has a maximum of -inf.
     const float log2_sum = row_max + __logf(row_sum) * kLog2e;
-    if (!part.is_whole) {
+    if (!is_whole) {
         args.partial_lse[part.slot + row] = log2_sum;
     } else if (args.lse != nullptr) {
         const int token = (part.first_row + row) / args.num_heads;

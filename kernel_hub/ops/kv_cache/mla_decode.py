@@ -9,6 +9,7 @@ import torch
 
 from ...errors import KernelHubError
 from ..core import bounds, common, tensor_maps
+from ..core.counters import counters
 from ..core.device import device_of
 from ..core.launch import Launch, Plans
 from . import mla_checks as checks
@@ -21,12 +22,15 @@ class MlaStep(NamedTuple):
     """A launch, the merge behind it where caches may be split, and what lies between.
 
     boxes: of the tensor map that the launch takes for the cache, if it does.
+    num_tickets: counters by which a block knows that parts before its own are there, which it
+        merges itself; then there is no launch behind.
     """
 
     main: Launch
     merge: Launch = Launch()
     partial_rows: int = 0
     boxes: tensor_maps.Boxes | None = None
+    num_tickets: int = 0
 
 
 _plans: Plans[tuple[MlaStep, common.Spans]] = Plans()
@@ -127,7 +131,11 @@ def _step(given: MlaGiven) -> MlaStep:
     pages, page_size = kv_cache.shape[:2]
     max_tokens = page_size * (1 if block_table is None else block_table.shape[1])
     items = -(-rows // block_m)  # of a sequence
-    split = plans.choose_split(batch_size * items, max_tokens, tile, num_splits, places)
+    line = plans.choose_line(batch_size * items, max_tokens, variant, num_splits, places)
+    if line is None:
+        split = plans.choose_split(batch_size * items, max_tokens, tile, num_splits, places)
+    else:
+        split = plans.Split(0, line.even, line.uneven, 0)
     strides = (*out.stride()[:3], *q.stride()[:3])
     sizes = (
         batch_size, seqlen_q, num_heads, pages, page_size, max_tokens, split.num_splits,
@@ -146,7 +154,8 @@ def _step(given: MlaGiven) -> MlaStep:
         boxes = tensor_maps.Boxes(
             (pages, 1, page_size, KEY_DIM), (steps[0], KEY_DIM, steps[1], 1), (1, 1, box_rows, 64)
         )
-        grid = (min(split.num_blocks, places) * cluster, 1, 1)
+        blocks = split.num_blocks if line is None else line.most
+        grid = (min(blocks, places) * cluster, 1, 1)
         numbers = (*strides, table_stride, *sizes, box_rows, softmax_scale)
     else:
         numbers = (*kv_cache.stride()[:2], *strides, table_stride, *sizes, softmax_scale)
@@ -167,7 +176,9 @@ def _step(given: MlaGiven) -> MlaStep:
     function = common.shipped(variant.cubin, variant.function(token))
     in_clusters = {"cluster": (cluster, 1, 1)} if cluster > 1 else {}
     main = Launch(function, grid, *variant.stated[:2], numbers, options={**how, **in_clusters})
-    return MlaStep(main, merge, split.num_blocks * block_m, boxes)
+    partials = split.num_blocks if line is None else line.partials
+    num_tickets = 0 if line is None else line.partials * cluster
+    return MlaStep(main, merge, partials * block_m, boxes, num_tickets)
 
 
 def _met(given: MlaGiven, step: MlaStep, spans: common.Spans, addresses: tuple[int, ...]) -> Any:
@@ -204,9 +215,13 @@ def _cuda_into(arguments: tuple[Any, ...], is_given: bool = True) -> None:
     made = spans.apart.get(addresses)
     if made is None:
         made = _met(MlaGiven(*arguments), step, spans, addresses)
-    (function, grid, block, shared_bytes, numbers, _, how), merge, partial_rows, _ = step
+    main, merge, partial_rows, boxes, num_tickets = step
+    function, grid, block, shared_bytes, numbers, _, how = main
     partial_out = partial_lse = None
-    if merge.numbers:
+    tickets: tuple[Any, ...] = ()
+    if boxes is not None:
+        tickets = (counters(q.device, num_tickets) if num_tickets else None,)
+    if merge.numbers or num_tickets:
         count = partial_rows * LATENT_DIM
         partial_out = torch.empty(count + partial_rows, dtype=torch.float32, device=q.device)
         partial_lse = partial_out[count:]
@@ -214,8 +229,8 @@ def _cuda_into(arguments: tuple[Any, ...], is_given: bool = True) -> None:
         function(
             grid, block, shared_bytes, None,
             (
-                out, lse, partial_out, partial_lse, bounds.flag(_OP, q), made or kv_cache, q,
-                cache_seqlens, block_table, *numbers,
+                out, lse, partial_out, partial_lse, bounds.flag(_OP, q), *tickets,
+                made or kv_cache, q, cache_seqlens, block_table, *numbers,
             ),
             **how,
         )  # fmt: skip

@@ -22,6 +22,9 @@ _SHORT_TILES = 16
 _MOST_PARTS = 4  # a block, where items are cut for several
 _MERGE_BLOCKS = 1024
 _ALL_UNITS = 1 << 30  # Work::shares_of: as many shares as `parallel` says
+# Parts of a mean item up to which the block with its end merges them: of 16 rows, of 64. More are
+# merged by a launch of many blocks.
+_FEW_PARTS, _FEW_PARTS_64 = 4, 5
 
 
 class MlaGiven(NamedTuple):
@@ -54,6 +57,16 @@ class MlaVariant:
         """Threads, shared memory, block_m (rows) and block_n (tokens of a tile)."""
         return launch_facts(self.cubin, self.function("bf16"))
 
+    @property
+    def has_line(self) -> bool:
+        """Whether it can cut all items as one line: of 32 rows it can't."""
+        return self.is_sm90 and self.rows != 32
+
+    @property
+    def line_unit(self) -> int:
+        """Tokens at whose multiples a line is cut: those that are computed at a time."""
+        return self.stated.sizes["block_n"] * (1 if self.rows else 2)
+
     def cluster_of(self, rows: int) -> int:
         """Blocks that share their tokens: two where that leaves none of them without rows."""
         blocks = -(-rows // self.stated.sizes["block_m"])
@@ -78,6 +91,45 @@ def choose_variant(given: MlaGiven, device: PlannedGpu) -> MlaVariant:
         return PORTABLE
     rows = given.q.shape[1] * given.q.shape[2]
     return next((few for few in SM90_FEW if rows <= few.rows), SM90)
+
+
+class Line(NamedTuple):
+    """Items one after the other, cut into equal places (csrc/kv_cache/decode/sm90/latent_line.cuh).
+
+    even: how many where lengths are nearly the same; uneven: else.
+    """
+
+    even: int
+    uneven: int
+
+    @property
+    def most(self) -> int:
+        """Places."""
+        return max(self)
+
+    @property
+    def partials(self) -> int:
+        """Parts of items that are cut: the end of one and the beginning of another a place."""
+        return 2 * self.most
+
+
+def choose_line(
+    items: int, tokens: int, variant: MlaVariant, num_splits: int, blocks: int
+) -> Line | None:
+    """Whether items are cut as a line, and how: not where they are so few that one is many parts,
+    which a block alone would take long to merge."""
+    few = _FEW_PARTS if variant.rows else _FEW_PARTS_64
+    if not variant.has_line or num_splits > 0 or few * items < blocks:
+        return None
+    units = max(1, -(-tokens // variant.line_unit))
+
+    def time_of(parts: int) -> int:
+        return -(-items * parts // blocks) * (-(-units // parts) + 1) + (parts > 1)
+
+    # Whole items, or equal parts; or places that cut items anywhere, each with two parts.
+    parts = min(range(1, min(units, few) + 1), key=time_of)
+    is_cut = time_of(parts) > -(-items * units // blocks) + 4
+    return Line(blocks if is_cut else items * parts, blocks)
 
 
 def choose_split(items: int, tokens: int, tile: int, num_splits: int, blocks: int) -> Split:

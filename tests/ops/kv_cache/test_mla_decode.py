@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import math
 import random
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from ways import Way
 
 from kernel_hub.errors import TensorError
 from kernel_hub.ops import mla_decode
+from kernel_hub.ops.core.device import PlannedGpu, pretend
 from kernel_hub.ops.core.launch import forget_all
 from kernel_hub.ops.kv_cache import mla_plan
 
@@ -81,6 +83,75 @@ def test_more_parts_than_blocks_on_hopper(hopper_way: Way, num_splits: int) -> N
     # A block has several parts, of one tile and of more, some of sequences without keys.
     lengths = [200, 0, 64, 390, -1, 129, 1]
     LatentStep(hopper_way, lengths, num_heads=3, num_splits=num_splits).check()
+
+
+@pytest.mark.parametrize(
+    "num_heads, lengths",
+    [
+        (3, [200, 0, 64, 390, -1, 129, 1]),
+        (3, [130, 1, 1300]),
+        (9, [500, 490, 470]),
+        (70, [330, 70, 900]),
+        (128, [700, 10, 0, 60]),
+    ],
+)
+def test_a_line_on_hopper(
+    hopper_way: Way, num_heads: int, lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Blocks with the end of an item, whole ones and the beginning of another; the next launch's
+    # tickets are zeros again, and its bits the same.
+    taken: list[torch.Tensor] = []
+
+    def kept(device: torch.device, count: int) -> torch.Tensor:
+        taken[:] = taken or [torch.zeros(count, dtype=torch.int32, device=device)]
+        assert len(taken[0]) == count
+        return taken[0]
+
+    module = importlib.import_module("kernel_hub.ops.kv_cache.mla_decode")
+    monkeypatch.setattr(module, "counters", kept)
+    monkeypatch.setattr(mla_plan, "_FEW_PARTS", 999)
+    monkeypatch.setattr(mla_plan, "_FEW_PARTS_64", 999)
+    forget_all()
+    step = LatentStep(hopper_way, lengths, num_heads=num_heads)
+    first = step.check()
+    assert not bool(taken[0].any())
+    for found, expected in zip(step.run(), first, strict=True):
+        same_bits(found, expected)
+    assert not bool(taken[0].any())
+
+
+def test_more_parts_than_are_merged_at_once_on_hopper(
+    hopper_way: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # 39 parts of one item, in groups of 16; on a GPU as many as it has multiprocessors.
+    monkeypatch.setattr(mla_plan, "_FEW_PARTS", 999)
+    forget_all()
+    with contextlib.nullcontext() if hopper_way.is_gpu else pretend(PlannedGpu((9, 0), 40)):
+        most = 64 * (140 if hopper_way.is_gpu else 40)
+        LatentStep(hopper_way, [most - 3, 30], num_heads=3).check()
+
+
+@pytest.mark.parametrize(
+    "items, tokens, few, even",
+    [
+        (64, 4096, True, 128),
+        (128, 1024, True, 128),
+        (132, 4096, True, 132),
+        (100, 4096, True, 132),
+        (64, 4096, False, 64),
+        (16, 4096, False, 64),
+        (12, 4096, False, None),
+        (32, 4096, True, None),
+    ],
+)
+def test_lines_of_uniform_caches(items: int, tokens: int, few: bool, even: int | None) -> None:
+    variant, blocks = (mla_plan.SM90_FEW[0], 132) if few else (mla_plan.SM90, 66)
+    line = mla_plan.choose_line(items, tokens, variant, 0, blocks)
+    assert (line and line.even) == even
+    assert line is None or line.uneven == blocks
+    assert mla_plan.choose_line(items, tokens, variant, 3, blocks) is None
+    for other in (mla_plan.PORTABLE, mla_plan.SM90_FEW[1]):
+        assert mla_plan.choose_line(items, tokens, other, 0, blocks) is None
 
 
 def test_pages_of_the_slower_kernel(hopper_way: Way) -> None:

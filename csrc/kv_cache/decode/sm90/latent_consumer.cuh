@@ -5,13 +5,14 @@
 #include "kernel_hub/math.cuh"
 #include "kernel_hub/mma.cuh"
 #include "kernel_hub/wgmma.cuh"
+#include "kv_cache/decode/sm90/latent_merge.cuh"
 #include "kv_cache/decode/sm90/latent_shared.cuh"
 
 namespace kernel_hub::kv_cache::decode::sm90 {
 
-// Side 0 has the even tiles' scores and columns 0 .. 255 of the output, side 1 the odd tiles' and
-// the rest. Probabilities are exchanged: an even tile's are of its own maximum for side 0, of the
-// pair's for side 1, so that neither waits for the other's scores before its first product.
+// Side 0 has the even tiles' scores and columns 0 .. 255 of the output, side 1 the odd ones' and
+// the rest. An even tile's probabilities are of its own maximum for side 0, of the pair's for
+// side 1.
 template <typename T, int kSide>
 struct LatentConsumer {
     using C = LatentStages;
@@ -26,12 +27,13 @@ struct LatentConsumer {
     uint32_t probs[C::kTile / 16][4];
     float row_max[2], row_sum[2];
 
-    __device__ __forceinline__ LatentConsumer(const LatentArgs<T>& args_, LatentShared shared_)
+    __device__ __forceinline__ LatentConsumer(const LatentArgs<T>& args_, LatentShared shared_,
+                                              uint32_t parity_)
         : args(args_),
           shared(shared_),
           thread_idx(threadIdx.x & 127),
           lane_idx(threadIdx.x & 31),
-          parity(0),
+          parity(parity_),
           queries_low(low_of(shared.base + C::kQueries, 16)),
           keys_low(low_of(shared.stage(kSide), 16)),
           values_low{
@@ -54,24 +56,29 @@ struct LatentConsumer {
         return reinterpret_cast<float*>(dynamic_shared() + C::kSums) + side * C::kRows;
     }
 
-    // All consumers' threads: the block's queries, zeros where there are no rows.
+    // All consumers' warps, a row at a time: the block's queries, zeros where there are no rows.
     __device__ __forceinline__ void load_queries(const LatentPart& part) const {
         constexpr int kChunks = kKeyDim / 8;
         named_barrier_sync(kJoin, 256);  // the queries before are no longer read
-#pragma unroll 3
-        for (int job = threadIdx.x; job < C::kRows * kChunks; job += 256) {
-            const int row = job / kChunks, chunk = job % kChunks;
-            const int token = (part.first_row + row) / args.num_heads;
-            const int head = (part.first_row + row) % args.num_heads;
-            uint4 value = make_uint4(0, 0, 0, 0);
-            if (row < part.num_rows) {
-                value = __ldg(reinterpret_cast<const uint4*>(
-                    args.q + part.batch_idx * args.q_batch_stride + token * args.q_token_stride +
-                    head * args.q_head_stride + chunk * 8));
+#pragma unroll 1
+        for (int row = warp_index(); row < C::kRows; row += 8) {
+            const bool is_there = row < part.num_rows;
+            const T* from = args.q;
+            if (is_there) {
+                const int token = (part.first_row + row) / args.num_heads;
+                const int head = (part.first_row + row) % args.num_heads;
+                from += part.batch_idx * args.q_batch_stride + token * args.q_token_stride +
+                        head * args.q_head_stride;
             }
-            *reinterpret_cast<uint4*>(dynamic_shared() + C::kQueries + chunk / 8 * C::kPanelBytes +
-                                      row * 128 + ((chunk % 8) ^ (row & 7)) * 16) = value;
+#pragma unroll
+            for (int chunk = lane_idx; chunk < kChunks; chunk += 32) {
+                cp_async_16(shared.base + C::kQueries + chunk / 8 * C::kPanelBytes + row * 128 +
+                                ((chunk ^ row) & 7) * 16,
+                            from + chunk * 8, is_there);
+            }
         }
+        cp_async_commit();
+        cp_async_wait<0>();
         fence_proxy_async();
         named_barrier_sync(kJoin, 256);
     }
@@ -177,8 +184,7 @@ struct LatentConsumer {
         }
     }
 
-    // Scores become probabilities of the maxima given, which also become those of the sums.
-    // Returns what the output is to be multiplied by.
+    // Scores become probabilities of the maxima given. Returns what the output shrinks by.
     __device__ __forceinline__ float2 exponentiate(const float (&largest)[2]) {
         float shrink[2];
 #pragma unroll
@@ -198,7 +204,6 @@ struct LatentConsumer {
         return make_float2(shrink[0], shrink[1]);
     }
 
-    // The probabilities as an A fragment.
     __device__ __forceinline__ void pack_probs(uint32_t (&packed)[C::kTile / 16][4]) const {
 #pragma unroll
         for (int i = 0; i < C::kTile / 16; ++i) {
@@ -240,9 +245,8 @@ struct LatentConsumer {
         named_barrier_arrive(kSide == 0 ? kEvenMaxima : kOddMaxima, 256);
     }
 
-    // Waits for the scores of this side's tile: the panels of its own half first, the rope panel
-    // last. The product before is waited for first, and its stage released: what is asked for then
-    // is what the scores wait for longest.
+    // Waits for the scores of this side's tile, the panels of its own half first; before that for
+    // the product before, to release its stage: the scores wait longest for what is asked for then.
     __device__ __forceinline__ void multiply_keys(const LatentPart& part, int token0,
                                                   bool is_first) {
         const int rows = part.end_token - token0;
@@ -266,7 +270,6 @@ struct LatentConsumer {
         hold_registers(scores);
     }
 
-    // The even tile's side.
     __device__ __forceinline__ void attend_even(float (&largest)[2]) {
         largest[0] = fmaxf(largest[0], row_max[0]);
         largest[1] = fmaxf(largest[1], row_max[1]);
@@ -300,7 +303,6 @@ struct LatentConsumer {
         issue_others();
     }
 
-    // The odd tile's.
     __device__ __forceinline__ void attend_odd(float (&largest)[2]) {
         named_barrier_sync(kEvenMaxima, 256);
         largest[0] = fmaxf(largest[0], maxima(0)[row_of(0)]);
@@ -317,8 +319,8 @@ struct LatentConsumer {
         release(1);
     }
 
-    // A part, from its queries to its rows.
-    __device__ __forceinline__ void attend(const LatentPart& part) {
+    // A part, from its queries to its rows. Returns the next one's parity.
+    __device__ __forceinline__ uint32_t attend(const LatentPart& part) {
         const float scale_log2 = args.softmax_scale * kLog2e;
         load_queries(part);
 #pragma unroll
@@ -346,6 +348,7 @@ struct LatentConsumer {
             release(kOther);
         }
         write(part);
+        return parity;
     }
 
     __device__ __forceinline__ void write(const LatentPart& part) {
@@ -358,19 +361,37 @@ struct LatentConsumer {
             }
         }
         named_barrier_sync(kJoin, 256);
+        float factors[2], log2_sums[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int row = row_of(i);
-            const float sum = sums(0)[row] + sums(1)[row];
-            const float factor = sum == 0.0f ? 0.0f : __fdividef(1.0f, sum);
-            const auto target = LatentRow<T>::of(args, part, row);
-            target.template store<C::kHalfDim / 8>(
+            const float sum = sums(0)[row_of(i)] + sums(1)[row_of(i)];
+            factors[i] = sum == 0.0f ? 0.0f : __fdividef(1.0f, sum);
+            log2_sums[i] = row_max[i] + __logf(sum) * kLog2e;
+        }
+#pragma unroll
+        for (int e = 0; e < C::kHalfDim / 2; ++e) {
+            output[e] *= factors[e / 2 % 2];
+        }
+        bool is_whole = part.is_whole;
+        const bool has_rows = kSide == 0 && (lane_idx & 3) == 0;
+        if (part.num_parts > 1) {
+            const LatentMerge<C::kRows, 256, C::kHalfDim / 2, 2, T> merge = {args};
+            is_whole = merge.merge(
+                part, log2_sums, [&](int e) -> float& { return output[e]; },
+                [](int e) { return e / 2 % 2; }, [&](int i) { return row_of(i); }, has_rows);
+            if (!is_whole) {
+                return;
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const auto to = LatentRow<T>::of(args, part, row_of(i), is_whole);
+            to.template store<C::kHalfDim / 8>(
                 kSide * C::kHalfDim + 2 * (lane_idx & 3), [&](int j) {
-                    return make_float2(output[4 * j + 2 * i] * factor,
-                                       output[4 * j + 2 * i + 1] * factor);
+                    return make_float2(output[4 * j + 2 * i], output[4 * j + 2 * i + 1]);
                 });
-            if (kSide == 0 && (lane_idx & 3) == 0) {
-                write_lse(args, part, row, row_max[i], sum);
+            if (has_rows) {
+                write_lse(args, part, row_of(i), log2_sums[i], 1.0f, is_whole);
             }
         }
     }

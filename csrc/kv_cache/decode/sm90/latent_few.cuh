@@ -4,6 +4,7 @@
 
 #include "kernel_hub/mma.cuh"
 #include "kernel_hub/wgmma.cuh"
+#include "kv_cache/decode/sm90/latent_merge.cuh"
 #include "kv_cache/decode/sm90/latent_ring.cuh"
 
 namespace kernel_hub::kv_cache::decode::sm90 {
@@ -275,6 +276,7 @@ struct LatentRingConsumer {
             }
         }
         named_barrier_sync(kJoin, 128);
+        float log2_sums[kMine];
 #pragma unroll
         for (int i = 0; i < kMine; ++i) {
             const int row = row_of(i);
@@ -289,11 +291,29 @@ struct LatentRingConsumer {
                 output[p][i / 2 * 4 + i % 2] *= factor;
                 output[p][i / 2 * 4 + 2 + i % 2] *= factor;
             }
-            if (threadIdx.x < 4) {
-                write_lse(args, part, row, row_max[i], sum);
+            log2_sums[i] = row_max[i] + __logf(sum) * kLog2e;
+        }
+        bool is_whole = part.is_whole;
+        if constexpr (Ring::kHasLine) {
+            if (part.num_parts > 1) {
+                const LatentMerge<kRows, 128, kRows * 4, kMine, T> merge = {args};
+                is_whole = merge.merge(
+                    part, log2_sums,
+                    [&](int e) -> float& { return output[e / (kRows / 2)][e % (kRows / 2)]; },
+                    [](int e) { return e % (kRows / 2) / 4 * 2 + e % 2; },
+                    [&](int i) { return row_of(i); }, threadIdx.x < 4);
+                if (!is_whole) {
+                    return;
+                }
             }
         }
-        if (part.is_whole) {
+#pragma unroll
+        for (int i = 0; i < kMine; ++i) {
+            if (threadIdx.x < 4) {
+                write_lse(args, part, row_of(i), log2_sums[i], 1.0f, is_whole);
+            }
+        }
+        if (is_whole) {
             write_out(part);
             return;
         }
@@ -301,7 +321,7 @@ struct LatentRingConsumer {
         const int column = 16 * warp_idx + lane_idx / 4;
 #pragma unroll
         for (int i = 0; i < kMine; ++i) {
-            const auto target = LatentRow<T>::of(args, part, row_of(i));
+            const auto target = LatentRow<T>::of(args, part, row_of(i), false);
             if (target.partial == nullptr) {
                 continue;
             }
@@ -318,7 +338,7 @@ struct LatentRingConsumer {
         const int column = 16 * warp_idx + 2 * (lane_idx & 3);
 #pragma unroll
         for (int j = 0; j < kRows / 8; ++j) {
-            const auto target = LatentRow<T>::of(args, part, 8 * j + lane_idx / 4);
+            const auto target = LatentRow<T>::of(args, part, 8 * j + lane_idx / 4, true);
 #pragma unroll
             for (int p = 0; p < kLatentDim / 64; ++p) {
 #pragma unroll

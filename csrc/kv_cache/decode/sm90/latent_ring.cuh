@@ -9,17 +9,21 @@ namespace kernel_hub::kv_cache::decode::sm90 {
 // and what the warps tell each other of every row. A tile is 9 panels, its rope panel first.
 template <int kRows_>
 struct LatentRing {
-    static constexpr int kRows = kRows_, kTile = 64, kThreads = 160;
+    static constexpr int kRows = kRows_, kTile = 64, kThreads = 192;
+    // 32 rows leave too few registers to merge in.
+    static constexpr bool kHasLine = kRows == 16;
     static constexpr int kPanels = kKeyDim / 64, kPanelBytes = kTile * 128;
     static constexpr int kQueryBytes = kRows * 128;  // of a panel
     static constexpr int kWordsBytes = 4 * kRows * 4;
-    static constexpr int kFixedBytes = (kPanels + 1) * kQueryBytes + 2 * kWordsBytes;
+    static constexpr int kFixedBytes =
+        (kPanels + 1) * kQueryBytes + 2 * kWordsBytes + LatentParts::kBytes;
     // Not all of the 227 KiB: blocks of the merge wait beside this one.
     static constexpr int kSlots = ((210 << 10) - kFixedBytes) / (kPanelBytes + 16);
     static constexpr int kQueries = kSlots * kPanelBytes, kProbs = kQueries + kPanels * kQueryBytes;
     static constexpr int kMaxima = kProbs + kQueryBytes, kSums = kMaxima + kWordsBytes;
     static constexpr int kBarriers = kSums + kWordsBytes;
-    static constexpr int kSharedBytes = kBarriers + 16 * kSlots;
+    static constexpr int kParts = kBarriers + 16 * kSlots;
+    static constexpr int kSharedBytes = kParts + LatentParts::kBytes;
     static_assert(kSlots >= 2 * kPanels, "loads go on under a tile's products");
 
     uint32_t base;

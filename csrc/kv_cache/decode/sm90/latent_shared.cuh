@@ -6,7 +6,7 @@
 #include "kernel_hub/mbarrier.cuh"
 #include "kernel_hub/tma.cuh"
 #include "kernel_hub/warpgroup.cuh"
-#include "kv_cache/decode/latent.cuh"
+#include "kv_cache/decode/sm90/latent_parts.cuh"
 
 namespace kernel_hub::kv_cache::decode::sm90 {
 
@@ -21,8 +21,9 @@ struct LatentStages {
     static constexpr int kQueries = 2 * kStageBytes, kMaxima = kQueries + kStageBytes;
     static constexpr int kSums = kMaxima + 2 * kRows * 4, kBarriers = kSums + 2 * kRows * 4;
     static constexpr int kFulls = 2 * kPanels, kEmpties = 2 * 2;
-    static constexpr int kSharedBytes = kBarriers + 8 * (kFulls + kEmpties);
-    static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+    static constexpr int kParts = kBarriers + 8 * (kFulls + kEmpties);
+    static constexpr int kSharedBytes = kParts + LatentParts::kBytes;
+    static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
     static_assert(kProducerRegisters + 2 * kConsumerRegisters <= 504,
                   "acquire_registers would wait for ever");
     static_assert(kSharedBytes <= 227 << 10, "a block of sm_90 has 227 KiB of shared memory");
@@ -133,9 +134,26 @@ struct LatentProducer {
                 }
                 __syncwarp();
             }
+            prefetch(is_box ? page : -1, table == nullptr ? token : token % args.page_size, boxes);
             parity ^= 1;
         }
         report_if(args.flag, is_outside, kPagesOutside);
+    }
+
+    // Brings the stage's next tile into the L2, whose latency is shorter: of it a lane knows a box.
+    __device__ __forceinline__ void prefetch(int page, int row, int boxes) const {
+        const bool is_leader = elect_one();
+#pragma unroll 1
+        for (int b = 0; b < boxes; ++b) {
+            const int box_page = __shfl_sync(~0u, page, b), box_row = __shfl_sync(~0u, row, b);
+            if (is_leader && is_index(box_page, args.num_pages)) {
+#pragma unroll 1
+                for (int p = shared.rank; p < C::kPanels; p += shared.num_blocks) {
+                    tma_prefetch_4d(map, p * C::kPanelColumns, box_row, 0, box_page);
+                }
+            }
+            __syncwarp();
+        }
     }
 };
 

@@ -1,0 +1,156 @@
+// mla_decode_sm90.cu: the line, a cut of all items into equal places whatever their lengths.
+#pragma once
+
+#include "kv_cache/decode/latent.cuh"
+
+namespace kernel_hub::kv_cache::decode::sm90 {
+
+// Items lie one after the other, each of what a part takes besides (kPartUnits) and its units of
+// kUnit tokens, and equal places are cut from that: a block has the beginning of an item, whole
+// ones, and the end of another, and takes them in this order, from the right to the left, so that
+// what it merges with its last part has long been written by the block before. Where lengths are
+// nearly the same, every item counts as the longest, so that as many places as items, or twice as
+// many, cut none of them at an odd end.
+// args.parallel: places where lengths are nearly the same; args.num_workers: else.
+template <int kUnit, typename T>
+class LatentLine {
+  public:
+    // By all lanes of a warp, as is `next`; each lane adds a run of sequences.
+    __device__ __forceinline__ LatentLine(const LatentArgs<T>& args, int item_rows)
+        : args_(args),
+          items_((args.seqlen_q * args.num_heads + item_rows - 1) / item_rows),
+          item_rows_(item_rows) {
+        const int lane_idx = threadIdx.x & 31;
+        const int run = (args.batch_size + 31) / 32;
+        run_first_ = min(lane_idx * run, args.batch_size);
+        const int last = min(run_first_ + run, args.batch_size);
+        int64_t units = 0;
+        int most = 0;
+#pragma unroll 1
+        for (int b = run_first_; b < last; ++b) {
+            const int more = extent_of(b).num_units;
+            units += more;
+            most = max(most, more);
+        }
+        const int64_t mine = units;
+#pragma unroll
+        for (int mask = 16; mask > 0; mask /= 2) {
+            units += __shfl_xor_sync(~0u, units, mask);
+            most = max(most, __shfl_xor_sync(~0u, most, mask));
+        }
+        const bool is_even = static_cast<int64_t>(most) * 8 * args.batch_size <= 9 * units;
+        even_units_ = is_even ? most : 0;
+        const int count = last - run_first_;
+        const int64_t length = (is_even ? static_cast<int64_t>(most) * count
+                                        : mine + static_cast<int64_t>(kPartUnits) * count) *
+                               items_;
+        run_end_ = length;
+#pragma unroll
+        for (int distance = 1; distance < 32; distance *= 2) {
+            const int64_t before = __shfl_sync(~0u, run_end_, lane_idx - distance);
+            run_end_ += lane_idx >= distance ? before : 0;
+        }
+        run_begin_ = run_end_ - length;
+        length_ = __shfl_sync(~0u, run_end_, 31);
+        // No place is without a unit.
+        places_ = static_cast<int>(
+            min(static_cast<int64_t>(is_even ? args.parallel : args.num_workers), length_));
+    }
+
+    // The next part of the block, which is one of `num_blocks`; false: there is none.
+    __device__ __forceinline__ bool next(LatentPart& part, int block_idx, int num_blocks) {
+        while (true) {
+            if (at_ <= begin_) {
+                place_ = place_ < 0 ? block_idx : place_ + num_blocks;
+                if (place_ >= places_) {
+                    return false;
+                }
+                enter();
+            } else {
+                if (--item_ < 0) {
+                    item_ = items_ - 1;
+                    --batch_idx_;
+                }
+                at_ -= stride_of(extent_of(batch_idx_));
+            }
+            const Extent extent = extent_of(batch_idx_);
+            const int first = unit_at(begin_ - at_, extent), last = unit_at(end_ - at_, extent);
+            if (first < last) {
+                part = part_of(extent, at_, first, last);
+                return true;
+            }
+        }
+    }
+
+  private:
+    static constexpr int kPartUnits = kUnit == 64 ? 4 : 3;
+
+    __device__ __forceinline__ Extent extent_of(int batch_idx) const {
+        Extent extent = {};
+        extent.length = min(max(__ldg(args_.cache_seqlens + batch_idx), 0), kMostTokens);
+        extent.is_outside = extent.length > args_.max_tokens;
+        extent.num_tokens = min(extent.length, args_.max_tokens);
+        extent.num_units = max((extent.num_tokens + kUnit - 1) / kUnit, 1);
+        return extent;
+    }
+    __device__ __forceinline__ int besides() const { return even_units_ > 0 ? 0 : kPartUnits; }
+    __device__ __forceinline__ int stride_of(const Extent& extent) const {
+        return even_units_ > 0 ? even_units_ : extent.num_units + kPartUnits;
+    }
+    // Finds the last item of a place.
+    __device__ __forceinline__ void enter() {
+        begin_ = place_ * length_ / places_;
+        end_ = (place_ + 1) * length_ / places_;
+        const int64_t last = end_ - 1;
+        const int owner = __ffs(__ballot_sync(~0u, run_begin_ <= last && last < run_end_)) - 1;
+        batch_idx_ = __shfl_sync(~0u, run_first_, owner);
+        at_ = __shfl_sync(~0u, run_begin_, owner);
+        int stride = stride_of(extent_of(batch_idx_));
+        while (at_ + static_cast<int64_t>(stride) * items_ <= last) {
+            at_ += static_cast<int64_t>(stride) * items_;
+            stride = stride_of(extent_of(++batch_idx_));
+        }
+        item_ = static_cast<int>((last - at_) / stride);
+        at_ += static_cast<int64_t>(item_) * stride;
+    }
+    // The units of an item before a point of the line, counted from its beginning.
+    __device__ __forceinline__ int unit_at(int64_t point, const Extent& extent) const {
+        return static_cast<int>(max(min(point - besides(), static_cast<int64_t>(extent.num_units)),
+                                    static_cast<int64_t>(0)));
+    }
+    // The place that has the unit before a point.
+    __device__ __forceinline__ int place_before(int64_t point) const {
+        return static_cast<int>((point * places_ + length_ - 1) / length_) - 1;
+    }
+    __device__ __forceinline__ LatentPart part_of(const Extent& extent, int64_t at, int first,
+                                                  int last) const {
+        LatentPart part = {};
+        part.batch_idx = batch_idx_;
+        part.first_row = item_ * item_rows_;
+        part.num_rows = min(args_.seqlen_q * args_.num_heads - part.first_row, item_rows_);
+        part.first_token = first * kUnit;
+        part.end_token = min(last * kUnit, extent.num_tokens);
+        part.length = extent.length;
+        part.is_whole = first == 0 && last == extent.num_units;
+        part.is_outside = extent.is_outside;
+        part.item_rows = item_rows_;
+        if (!part.is_whole) {
+            part.first_place = place_before(at + besides() + 1);
+            part.num_parts = place_before(at + besides() + extent.num_units) - part.first_place + 1;
+            part.index = place_ - part.first_place;
+            part.slot = (2 * place_ + (part.index == 0)) * item_rows_;
+        }
+        return part;
+    }
+
+    const LatentArgs<T>& args_;
+    int items_, item_rows_, places_;  // items of a sequence
+    int even_units_;                  // what every item counts as; 0: as what it is
+    int64_t length_;
+    int run_first_;  // the lane's first sequence
+    int64_t run_begin_, run_end_;
+    int place_ = -1, batch_idx_ = 0, item_ = 0;
+    int64_t at_ = 0, begin_ = 0, end_ = 0;  // of the item, of the place
+};
+
+}  // namespace kernel_hub::kv_cache::decode::sm90

@@ -1,0 +1,117 @@
+// mla_decode_sm90.cu: the parts of an item of a line, merged in the block that has its end.
+#pragma once
+
+#include "kernel_hub/math.cuh"
+#include "kernel_hub/warpgroup.cuh"
+#include "kv_cache/decode/sm90/latent_shared.cuh"
+
+namespace kernel_hub::kv_cache::decode::sm90 {
+
+// By the consumers' threads, the block's first, of which each has kCount values of kMine rows: a
+// partial lies as they have it. at(e): value e, of their row row_of(e); block_row(i): its row of
+// the block.
+//
+// The last part of a group of kFan waits for those before it and adds them to what it has, in
+// order; then the last of as many groups. What is waited for is of a place before, whose block has
+// begun earlier, and takes its places in order: it needs nothing of this one.
+template <int kRows, int kThreads, int kCount, int kMine, typename T>
+struct LatentMerge {
+    static constexpr int kFan = 16;
+    static constexpr int kAtOnce = kRows == 16 ? 16 : 8;  // vectors
+    const LatentArgs<T>& args;
+
+    // Whether the thread's values and their log2(sum exp) are now those of the whole item; else
+    // they lie among the partials.
+    template <typename At, typename RowOf, typename BlockRow>
+    __device__ __forceinline__ bool merge(const LatentPart& part, float (&log2_sums)[kMine],
+                                          At&& at, RowOf&& row_of, BlockRow&& block_row,
+                                          bool has_rows) const {
+#pragma unroll 1
+        for (int step = 1; step < part.num_parts; step *= kFan) {
+            const int group = part.index / (kFan * step) * (kFan * step);
+            const int end = min(group + kFan * step, part.num_parts) - 1;
+            if (part.index != end) {
+                float4* to = vectors(part.slot);
+#pragma unroll
+                for (int i = 0; i < kCount / 4; ++i) {
+                    to[i * kThreads] =
+                        make_float4(at(4 * i), at(4 * i + 1), at(4 * i + 2), at(4 * i + 3));
+                }
+#pragma unroll
+                for (int i = 0; i < kMine; ++i) {
+                    if (has_rows) {
+                        args.partial_lse[part.slot + block_row(i)] = log2_sums[i];
+                    }
+                }
+                __threadfence();
+                named_barrier_sync(kJoin, kThreads);
+                if (threadIdx.x == 0) {
+                    atomicExch(args.tickets + part.slot / kRows, 1);
+                }
+                return false;
+            }
+            const int others = (end - group) / step;
+            wait_for(part, group + step - 1, step, others);
+#pragma unroll 1
+            for (int k = 0; k < others; ++k) {
+                const int slot = part.slot_of(group + step * (k + 1) - 1);
+                float own[kMine], theirs[kMine];
+#pragma unroll
+                for (int i = 0; i < kMine; ++i) {
+                    theirs[i] = __ldcg(args.partial_lse + slot + block_row(i));
+                }
+#pragma unroll
+                for (int i = 0; i < kMine; ++i) {
+                    const float largest = fmaxf(log2_sums[i], theirs[i]);
+                    own[i] = exp2_approx(log2_sums[i] - base_of(largest));
+                    theirs[i] = exp2_approx(theirs[i] - base_of(largest));
+                    const float sum = own[i] + theirs[i];
+                    const float factor = sum == 0.0f ? 0.0f : __fdividef(1.0f, sum);
+                    own[i] *= factor, theirs[i] *= factor;
+                    log2_sums[i] = largest + __logf(sum) * kLog2e;
+                }
+                const float4* from = vectors(slot);
+#pragma unroll
+                for (int first = 0; first < kCount / 4; first += kAtOnce) {
+                    // NOTE: else ptxas reads all of them before it uses one, and spills.
+                    asm volatile("" ::: "memory");
+                    float4 values[kAtOnce];
+#pragma unroll
+                    for (int i = 0; i < kAtOnce; ++i) {
+                        values[i] = __ldcg(from + (first + i) * kThreads);
+                    }
+#pragma unroll
+                    for (int i = 0; i < kAtOnce; ++i) {
+                        const float each[4] = {values[i].x, values[i].y, values[i].z, values[i].w};
+#pragma unroll
+                        for (int e = 0; e < 4; ++e) {
+                            float& value = at(4 * (first + i) + e);
+                            const int row = row_of(4 * (first + i) + e);
+                            value = value * own[row] + each[e] * theirs[row];
+                        }
+                    }
+                }
+            }
+        }
+        return true;
+    }
+
+    __device__ __forceinline__ float4* vectors(int slot) const {
+        return reinterpret_cast<float4*>(args.partial_out +
+                                         static_cast<int64_t>(slot) * kLatentDim) +
+               threadIdx.x;
+    }
+    // Waits for parts first, first + step, ...; leaves zeros for the next launch.
+    __device__ __forceinline__ void wait_for(const LatentPart& part, int first, int step,
+                                             int count) const {
+        if (threadIdx.x < count) {
+            int* ticket = args.tickets + part.slot_of(first + step * threadIdx.x) / kRows;
+            while (atomicExch(ticket, 0) == 0) {
+            }
+            __threadfence();
+        }
+        named_barrier_sync(kJoin, kThreads);
+    }
+};
+
+}  // namespace kernel_hub::kv_cache::decode::sm90

@@ -1,0 +1,86 @@
+// mla_decode_sm90.cu: the warp that finds the block's parts, and what it tells the others.
+#pragma once
+
+#include "kernel_hub/mbarrier.cuh"
+#include "kernel_hub/shared_size.cuh"
+#include "kv_cache/decode/sm90/latent_line.cuh"
+
+namespace kernel_hub::kv_cache::decode::sm90 {
+
+constexpr int kSplitUnit = 64;  // tokens at whose multiples caches are cut where there is no line
+
+// Two parts in shared memory: one that the block computes, and the next.
+struct LatentParts {
+    static constexpr int kDepth = 2, kPartBytes = 64;
+    static constexpr int kBytes = kDepth * (kPartBytes + 16);
+    static_assert(sizeof(LatentPart) <= kPartBytes, "a part has its place");
+
+    int where;  // in shared memory
+    int turn;
+
+    __device__ __forceinline__ LatentPart* place() const {
+        return reinterpret_cast<LatentPart*>(dynamic_shared() + where + turn % 2 * kPartBytes);
+    }
+    __device__ __forceinline__ uint32_t full(int i) const {
+        return shared_address(dynamic_shared()) + where + kDepth * kPartBytes + 8 * i;
+    }
+    __device__ __forceinline__ uint32_t empty(int i) const { return full(kDepth + i); }
+    // By one thread. num_readers: warps that take each part.
+    __device__ __forceinline__ void init(int num_readers) const {
+        for (int i = 0; i < kDepth; ++i) {
+            mbarrier_init(full(i), 1);
+            mbarrier_init(empty(i), num_readers);
+        }
+    }
+    // By all lanes of a warp, both.
+    __device__ __forceinline__ void put(const LatentPart& part) {
+        mbarrier_wait(empty(turn % 2), (turn / 2 & 1) ^ 1);
+        if (threadIdx.x % 32 == 0) {
+            *place() = part;
+        }
+        mbarrier_arrive_if(full(turn % 2), threadIdx.x % 32 == 0);
+        ++turn;
+    }
+    // False: it was the last.
+    __device__ __forceinline__ bool take(LatentPart& part) {
+        mbarrier_wait(full(turn % 2), turn / 2 & 1);
+        part = *place();
+        __syncwarp();
+        mbarrier_arrive_if(empty(turn % 2), threadIdx.x % 32 == 0);
+        ++turn;
+        return part.batch_idx >= 0;
+    }
+};
+
+// By all lanes of a warp: finds the parts of the block, one of `num_blocks` of a cluster, which
+// share them: each has kRows of their rows. kUnit: tokens at whose multiples a line is cut.
+template <int kRows, int kUnit, bool kHasLine, typename T>
+__device__ __forceinline__ void find_parts(const LatentArgs<T>& args, LatentParts parts,
+                                           int num_blocks, int rank) {
+    const int first = blockIdx.x / num_blocks, step = gridDim.x / num_blocks;
+    const auto put = [&](LatentPart part) {
+        report_if(args.flag, part.is_outside && threadIdx.x % 32 == 0, kLengthsOutside);
+        part.first_row += rank * kRows, part.slot += rank * kRows;
+        part.num_rows = min(part.num_rows - rank * kRows, kRows);
+        parts.put(part);
+    };
+    LatentPart part;
+    if (kHasLine && args.tickets != nullptr) {
+        LatentLine<kUnit, T> line(args, kRows * num_blocks);
+        while (line.next(part, first, step)) {
+            put(part);
+        }
+    } else {
+#pragma unroll 1
+        for (int index = first; index < args.num_workers; index += step) {
+            part = find_part<kSplitUnit>(args, index, kRows * num_blocks);
+            if (part.batch_idx >= 0) {
+                put(part);
+            }
+        }
+    }
+    part.batch_idx = -1;
+    parts.put(part);
+}
+
+}  // namespace kernel_hub::kv_cache::decode::sm90
