@@ -15,7 +15,7 @@ from emulated import EmulatedFunction
 
 from kernel_hub.arrays import tensor_map
 from kernel_hub.ops.core import tensor_maps
-from kernel_hub.ops.core.device import launch_facts
+from kernel_hub.ops.core.device import launch_sizes
 from kernel_hub.ops.core.tensor_maps import Boxes
 
 _MAX_RANK = 5
@@ -47,7 +47,7 @@ class HopperFunction(EmulatedFunction):
 
     def __init__(self, cubin: str, name: str) -> None:
         super().__init__(cubin, name)
-        sizes = launch_facts(cubin, name).sizes if cubin.endswith("_sm90") else {}
+        sizes = launch_sizes(cubin, name) if cubin.endswith("_sm90") else {}
         for field in ("cluster_m", "cluster_n", "splits"):
             self._cluster *= max(1, sizes.get(field, 1))
 

@@ -22,6 +22,8 @@ CSRC = sass.RECORD.parents[2] / "csrc"
 MOST_GROWTH = 1.05
 # Kernels that only read and write rows, beside those that multiply.
 ROWS_ONLY = ("_delta", "_convert", "_merge", "sample")
+# Of few rows a warp: their products are mma.sync, which are not counted.
+OF_WARPS = ("decode_attention_sm90",)
 RECORD = "python tests/ops/record_sass.py"
 
 CUBINS = {entry.name: entry for entry in sass.hopper_cubins()}
@@ -37,7 +39,7 @@ def test_what_is_recorded_is_of_these_functions(cubin: str) -> None:
     found = sass.recorded().get(cubin, {})
     assert found.keys() == CUBINS[cubin].functions.keys(), RECORD
     for name, row in found.items():
-        assert bool(row["loops"]) != name.endswith(ROWS_ONLY), name
+        assert bool(row["loops"]) != (name.endswith(ROWS_ONLY) or cubin in OF_WARPS), name
 
 
 @pytest.mark.skipif(
@@ -55,7 +57,7 @@ def test_machine_code(cubin: str) -> None:
     wanted = "QGMMA" if "fp8" in cubin else "HGMMA"
     (job,) = make_jobs(find_sources(CSRC)[cubin], ["sm90"], "0", CSRC)
     for name, function in functions.items():
-        if name.endswith(ROWS_ONLY):
+        if name.endswith(ROWS_ONLY) or cubin in OF_WARPS:
             assert not function.products and not function.loops, name
         else:
             assert wanted in function.products, f"{name} has {sorted(function.products)}"

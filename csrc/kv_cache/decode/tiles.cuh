@@ -7,6 +7,7 @@
 #include "kernel_hub/launch_facts.cuh"
 #include "kernel_hub/math.cuh"
 #include "kernel_hub/mma.cuh"
+#include "kernel_hub/narrow_copy.cuh"
 
 namespace kernel_hub::kv_cache::decode {
 
@@ -237,9 +238,15 @@ struct TileLoader {
         for (int i = 0; i < Config::kTile; i += kRowsAtOnce) {
             const int from = (i + first_row) % 16 + (kValues ? 16 : 0);
             const uint64_t source = __shfl_sync(~0u, reinterpret_cast<uint64_t>(row[i / 16]), from);
-            cp_async_16(target + swizzled<kChunks>(i + first_row, chunk),
-                        reinterpret_cast<const void*>(source + chunk * 16),
-                        source != 0 && chunk < num_chunks, read_once_policy());
+            const uint32_t place = target + swizzled<kChunks>(i + first_row, chunk);
+            const void* const bytes = reinterpret_cast<const void*>(source + chunk * 16);
+            const bool is_inside = source != 0 && chunk < num_chunks;
+            // head_dim 96, which goes here too, has rows of 192 bytes.
+            if constexpr (Config::kRowBytes == 256) {
+                cp_async_16_narrow(place, bytes, is_inside, read_once_policy());
+            } else {
+                cp_async_16(place, bytes, is_inside, read_once_policy());
+            }
         }
         cp_async_commit();
         slot = slot + 1 == Config::kSlots ? 0 : slot + 1;

@@ -41,6 +41,21 @@ def launch_facts(cubin: str, function: str, compute_capability: tuple[int, int] 
 
     For one that has no such kernel, and whose launch says so, what the newest that has it states.
     """
+    facts = _facts(cubin, function, compute_capability)
+    assert facts is not None and facts.block is not None and facts.shared_bytes is not None, (
+        f"{function} of {cubin}.cu stands in no DESCRIBED that says its block and shared memory"
+    )
+    return Stated(facts.block, facts.shared_bytes, facts.sizes)
+
+
+def launch_sizes(cubin: str, function: str) -> Mapping[str, int]:
+    """The sizes alone, of a kernel for Hopper whose blocks may be of several sizes too."""
+    facts = _facts(cubin, function, SM90)
+    assert facts is not None, f"{function} of {cubin}.cu stands in no DESCRIBED"
+    return facts.sizes
+
+
+def _facts(cubin: str, function: str, compute_capability: tuple[int, int]) -> Any:
     every = open_collection().manifest.cubins[cubin].values()
     entry, _ = fitting(compute_capability, every)
     if entry is None or function not in entry.functions:
@@ -48,11 +63,7 @@ def launch_facts(cubin: str, function: str, compute_capability: tuple[int, int] 
         assert entries, f"{cubin} has no {function}"
         entry, _ = fitting(compute_capability, entries)
         entry = entry or max(entries, key=lambda other: parse_target(other.target))
-    facts = entry.functions[function].launch
-    assert facts is not None and facts.block is not None and facts.shared_bytes is not None, (
-        f"{function} of {cubin}.cu stands in no DESCRIBED that says its block and shared memory"
-    )
-    return Stated(facts.block, facts.shared_bytes, facts.sizes)
+    return entry.functions[function].launch
 
 
 def capability_of(arch: str) -> tuple[int, int]:

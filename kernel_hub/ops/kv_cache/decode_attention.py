@@ -15,6 +15,7 @@ from ..core.device import device_of
 from ..core.launch import Launch, Plans
 from . import decode_checks as checks
 from . import decode_plan as plans
+from . import decode_short as short
 from . import decode_sm90 as sm90
 from .decode_batch import decode_alone
 from .decode_cpu import decode_attention as _reference
@@ -231,6 +232,9 @@ def _step(given: DecodeGiven, is_aligned: bool) -> Step:
         split.fine_units, device.num_sms, window_left, sink_type, softmax_scale, softcap,
     )  # fmt: skip
     how = {"programmatic": True} if device.overlaps_launches else {}
+    shape = short.shape_for(given, caches)
+    if shape[0]:
+        return Step(short.plan(given, max_tokens, shape, numbers))
     merge = Launch()
     if split.num_merges:
         merge_numbers = (
