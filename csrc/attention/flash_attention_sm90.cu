@@ -77,7 +77,7 @@ namespace kernel_hub::attention::sm90 {
     EXPORT_BODY(DTYPE, T, hdim192_v128, 192, 128, causal, kCausal, 2, 128) \
     EXPORT_FLASH_ATTENTION(DTYPE, T, 256, full, kFull, 2, 80)              \
     EXPORT_FLASH_ATTENTION(DTYPE, T, 256, causal, kCausal, 2, 64)          \
-    EXPORT_FLASH_ATTENTION(DTYPE, T, 256, window, kWindow, 2, 80)
+    EXPORT_FLASH_ATTENTION(DTYPE, T, 256, window, kWindow, 2, 64)
 
 EXPORT_HEAD_DIMS(fp16, __half)
 EXPORT_HEAD_DIMS(bf16, __nv_bfloat16)

@@ -13,7 +13,7 @@
 // rows by 32 columns a warp, or `team` warps where a tile has many pieces.
 //
 //   flash_attention_split_sm90_{dtype}_hdim{N}_causal   window_right only; 2^29: no mask
-//   ..._causal_rows192 (96)                             the same in tiles of 192 rows
+//   ..._causal_rows192 (64, 96)                         the same in tiles of 192 rows
 //   ..._window (64, 128, 256)                           both sides, either of them open; softcap
 //   flash_attention_split_sm90_{dtype}_merge            after each; grid and blocks of theirs
 // Tensor maps as there, but for q: head_dim, heads, tokens, batch; boxes of 64 columns by `heads`
@@ -28,22 +28,23 @@
 
 namespace kernel_hub::attention::sm90 {
 
-#define EXPORT_SPLIT(DTYPE, T, HEAD_DIM, VARIANT, MASK, CONSUMERS, BLOCK_N)                \
-    DESCRIBED(                                                                             \
-        flash_attention_split_sm90_##DTYPE##_hdim##HEAD_DIM##_##VARIANT,                   \
-        "x: as many blocks as multiprocessors, or as shares",                              \
-        (facts_of<Config<T, HEAD_DIM, CONSUMERS, BLOCK_N, Mask::MASK, true>>()),           \
-        extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)             \
-        flash_attention_split_sm90_##DTYPE##_hdim##HEAD_DIM##_##VARIANT(                   \
-            T* out, float* lse, int* flag, float* partials, int* line, ATTENTION_INPUTS,   \
-            ATTENTION_SHAPE, int window_left, int window_right, int heads, int tokens,     \
-            int reciprocal, int least_blocks, int longest, int num_pages, int page_size,   \
-            int box_rows, ATTENTION_SCORES) {                                              \
-            using C = Config<T, HEAD_DIM, CONSUMERS, BLOCK_N, Mask::MASK, true>;           \
-            const Packing packing = {heads,   tokens,   reciprocal, least_blocks,          \
-                                     longest, partials, line};                             \
-            flash_attention_sm90<C>({ATTENTION_INPUT_ARGUMENTS, ATTENTION_SHAPE_ARGUMENTS, \
-                                     ATTENTION_SCORE_ARGUMENTS, .packing = packing});      \
+#define EXPORT_SPLIT(DTYPE, T, HEAD_DIM, VARIANT, MASK, CONSUMERS, BLOCK_N)                   \
+    DESCRIBED(                                                                                \
+        flash_attention_split_sm90_##DTYPE##_hdim##HEAD_DIM##_##VARIANT,                      \
+        "x: as many blocks as multiprocessors, or as shares",                                 \
+        (facts_of<Config<T, HEAD_DIM, CONSUMERS, BLOCK_N, Mask::MASK, true>>()),              \
+        extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMERS), 1)                \
+        flash_attention_split_sm90_##DTYPE##_hdim##HEAD_DIM##_##VARIANT(                      \
+            T* out, float* lse, int* flag, float* partials, int* line, ATTENTION_INPUTS,      \
+            int* tile_counter, ATTENTION_SHAPE, int window_left, int window_right, int heads, \
+            int tokens, int reciprocal, int least_blocks, int longest, int num_pages,         \
+            int page_size, int box_rows, ATTENTION_SCORES) {                                  \
+            using C = Config<T, HEAD_DIM, CONSUMERS, BLOCK_N, Mask::MASK, true>;              \
+            const Packing packing = {heads,   tokens,   reciprocal, least_blocks,             \
+                                     longest, partials, line};                                \
+            flash_attention_sm90<C>({ATTENTION_INPUT_ARGUMENTS, .tile_counter = tile_counter, \
+                                     ATTENTION_SHAPE_ARGUMENTS, ATTENTION_SCORE_ARGUMENTS,    \
+                                     .packing = packing});                                    \
         })
 
 #define EXPORT_MERGE(DTYPE, T)                                                                     \
@@ -96,13 +97,14 @@ namespace kernel_hub::attention::sm90 {
     EXPORT_SPLIT(DTYPE, T, HEAD_DIM, causal, kCausal, 2, BLOCK_N) \
     EXPORT_SPLIT(DTYPE, T, HEAD_DIM, window, kWindow, 2, BLOCK_N)
 
-#define EXPORT_HEAD_DIMS(DTYPE, T)                             \
-    EXPORT_MASKS(DTYPE, T, 64, 128)                            \
-    EXPORT_SPLIT(DTYPE, T, 96, causal, kCausal, 2, 128)        \
-    EXPORT_SPLIT(DTYPE, T, 96, causal_rows192, kCausal, 3, 96) \
-    EXPORT_MASKS(DTYPE, T, 128, 128)                           \
-    EXPORT_SPLIT(DTYPE, T, 192, causal, kCausal, 2, 112)       \
-    EXPORT_MASKS(DTYPE, T, 256, 80)                            \
+#define EXPORT_HEAD_DIMS(DTYPE, T)                              \
+    EXPORT_MASKS(DTYPE, T, 64, 128)                             \
+    EXPORT_SPLIT(DTYPE, T, 64, causal_rows192, kCausal, 3, 112) \
+    EXPORT_SPLIT(DTYPE, T, 96, causal, kCausal, 2, 128)         \
+    EXPORT_SPLIT(DTYPE, T, 96, causal_rows192, kCausal, 3, 96)  \
+    EXPORT_MASKS(DTYPE, T, 128, 128)                            \
+    EXPORT_SPLIT(DTYPE, T, 192, causal, kCausal, 2, 112)        \
+    EXPORT_MASKS(DTYPE, T, 256, 80)                             \
     EXPORT_MERGE(DTYPE, T)
 
 EXPORT_HEAD_DIMS(fp16, __half)

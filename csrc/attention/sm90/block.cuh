@@ -49,6 +49,9 @@ __device__ __forceinline__ void flash_attention_sm90(const Parameters& p) {
             mbarrier_init(shared.tile_full(i), 1);
             mbarrier_init(shared.tile_empty(i), 4 * C::kConsumers + 2);
         }
+        if constexpr (C::kSplit) {
+            mbarrier_init(shared.asked(), 1);
+        }
         fence_mbarrier_init();
     }
     if constexpr (C::kSplit) {

@@ -3,19 +3,20 @@
 // A tile is packing.tokens tokens of packing.heads heads of a group. Of what it sees, a unit is
 //   in shares: kBlockN keys; each block takes a stretch of the line, all of them equally long;
 //   in parts:  an equal part, of `longest` blocks of keys at most; a block takes one of them;
-//   in turn:   all that it sees, or where lengths are on the device parts of no more than a share;
-//              a block takes one of each round, the longest sequences first, so that those that run
-//              at a time read the same keys: with shares longer than a tile, each block reads keys
-//              of its own from memory, of many kv heads at a time.
+//   in turn:   all that it sees, or where lengths are on the device parts of no more than a share,
+//              the longest first; a block takes one of each round, or where lengths differ draws
+//              the next (Parameters::tile_counter), so that those that run at a time read the same
+//              keys: with shares longer than a tile, each block reads keys of its own from memory,
+//              of many kv heads at a time.
 // Parts are longer than shares, and are fewer pieces: a share may have the ends of two tiles.
 // Tiles of a sequence are as wide as its widest. In the line come, outermost first: sequences, kv
-// heads, chunks of keys (of a share's length, or a part), tiles, units: blocks that run side by
-// side read the same keys. What a block has of a tile in one stretch is a piece, which goes to
-// memory unless it is the whole tile.
+// heads, chunks of keys (of a share's length, or a part), tiles, the last one first, units: blocks
+// that run side by side read the same keys. What a block has of a tile in one stretch is a piece,
+// which goes to memory unless it is the whole tile.
 //
-// NOTE: in turn, pieces are the first units of the line, and less than two a block: of w > s blocks
-// there are less than 2 w / s parts. NOTE: chunks are half a share or longer, so that of a block's
-// pieces at most one lies inside its share: Packing::kSlots is 3.
+// NOTE: in turn, a piece and all that comes before it is half a share or longer, as of w > s blocks
+// a part has more than s / 2: they are less than two a block. NOTE: chunks are half a share or
+// longer, so that of a block's pieces at most one lies inside its share: Packing::kSlots is 3.
 #pragma once
 
 #include "attention/sm90/plan.cuh"
@@ -113,9 +114,11 @@ struct Sequence {
     __device__ __forceinline__ int chunk_width(int index) const {
         return chunk_begin(index + 1) - chunk_begin(index);
     }
-    // Where the units of a tile of kv head `kv_head` begin in the sequence's part of the line.
+    // Where the units of a tile of kv head `kv_head` begin in the sequence's part of the line: the
+    // last tile first, which sees the most keys.
     __device__ __forceinline__ int place(int kv_head, int index, int tile) const {
-        return (kv_head * width + chunk_begin(index)) * tiles + tile * chunk_width(index);
+        return (kv_head * width + chunk_begin(index)) * tiles +
+               (tiles - 1 - tile) * chunk_width(index);
     }
     __device__ __forceinline__ bool is_whole(const Stretch& s) const {
         return chunks == 1 && s.begin == 0 && s.count == width;
@@ -201,7 +204,8 @@ __device__ __forceinline__ int find_longest(const Parameters& p, Line& line, int
     return found <= more ? share + found * step : 1;
 }
 
-// How many sequences have more blocks of keys, or as many and come before. As above.
+// How many sequences have longer parts, of so many blocks of keys, or as long ones and come before.
+// As above.
 __device__ __forceinline__ int find_rank(const Parameters& p, Line& line, int blocks) {
     const int own = threadIdx.x;
     if (own < Line::kMost) {
@@ -232,7 +236,8 @@ __device__ __forceinline__ void make_line(const Parameters& p, Line& line) {
     if (has_lengths && longest != 1 && longest != Packing::kAsTheyCome) {
         const int share = find_share(p, line, tiles, blocks);
         if (longest > 1) {
-            rank = find_rank(p, line, blocks);
+            const int parts = C::kHasParts ? max(1, parts_of(blocks, share)) : 1;
+            rank = find_rank(p, line, (blocks + parts - 1) / parts);
             longest = C::kHasParts ? share : longest;
         } else if (C::kHasParts) {
             const int more = min(-longest, (share - p.packing.least_blocks) / 2);
@@ -285,11 +290,14 @@ struct Walker {
     const Parameters& p;
     const Line& line;
     int first, place, at, end, longest, share, units, batch = 0;  // first: of the round
+    bool is_drawn;  // units, from the counter, but for the block's first
 
     __device__ __forceinline__ Walker(const Parameters& p_, const Line& line_)
         : p(p_), line(line_), longest(line_.longest) {
         units = has_device_lengths(p) ? line.begin[p.batch_size] : line.begin[0] * p.batch_size;
         share = share_of(p, longest, units, gridDim.x);
+        is_drawn = has_device_lengths(p) && p.packing.longest > Packing::kAsTheyCome &&
+                   units > static_cast<int>(gridDim.x);
         first = 0;
         place = blockIdx.x;
         at = place * share;
@@ -309,6 +317,16 @@ struct Walker {
     __device__ __forceinline__ bool next(Tile& tile) {
 #pragma unroll 1
         while (true) {
+            if (at >= end && is_drawn) {
+                // Where a piece goes is its unit's, whoever drew it: the same bits every time.
+                const int ticket = threadIdx.x % 32 == 0 ? atomicAdd(p.tile_counter, 1) : 0;
+                at = gridDim.x + __shfl_sync(kAllLanes, ticket, 0);
+                end = at + 1;
+                if (at >= units) {
+                    return false;
+                }
+                continue;
+            }
             if (at >= end) {
                 // Every second round from its other end: who had the longest has the shortest.
                 first += gridDim.x * share;
@@ -343,8 +361,8 @@ struct Walker {
             const int index = unit >= sequence.last_begin ? last : min(unit / share, last - 1);
             rest -= sequence.chunk_begin(index) * sequence.tiles;
             const int width = sequence.chunk_width(index);
-            const int which = rest / width;
-            rest -= which * width;
+            const int before = rest / width, which = sequence.tiles - 1 - before;
+            rest -= before * width;
             const Stretch s{sequence.chunk_begin(index) + rest, min(width - rest, end - at), at};
             const int slot = sequence.is_whole(s) ? -1 : slot_of(at, s.count, share);
             tile = sequence.describe(p, found, kv_head, which, s, slot);

@@ -35,7 +35,11 @@ struct Config : Warpgroups<kConsumers_> {
     static constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;
     static constexpr int kVPanels = (kHeadDimV + kPanelColumns - 1) / kPanelColumns;
     static constexpr int kStages = 2;
-    static constexpr int kQStages = 1;
+    // Split: the next tile's queries come under the products of this one, where there is room.
+    static constexpr int kQStages = kSplit && kConsumers == 2 && kHeadDim <= 128 ? 2 : 1;
+    // Whether the largest score of a row is found by bits: where the tensor cores are bound least.
+    static constexpr bool kByBits =
+        kHeadDim <= 96 && kMask != Mask::kWindow && (kHeadDim > 64 || kMask == Mask::kCausal);
     // Whether a warpgroup leaves out a tile's first block where it sees nothing of it; with blocks
     // wider than that it sees something of each.
     static constexpr bool kTrims =
@@ -230,7 +234,8 @@ struct Shared {
     static constexpr int kVEmpty = kVFull + C::kStages;
     static constexpr int kTileFull = kVEmpty + C::kStages;
     static constexpr int kTileEmpty = kTileFull + kTileSlots;
-    static constexpr int kCount = kTileEmpty + kTileSlots;
+    static constexpr int kAsked = kTileEmpty + kTileSlots;  // split
+    static constexpr int kCount = kAsked + C::kSplit;
 
     __device__ __forceinline__ Tile read_tile(int slot) const {
         const int4 a = ld_shared_volatile(tiles_address + slot * sizeof(Tile));
@@ -265,6 +270,7 @@ struct Shared {
     __device__ __forceinline__ uint32_t tile_empty(int slot) const {
         return barrier(kTileEmpty + slot);
     }
+    __device__ __forceinline__ uint32_t asked() const { return barrier(kAsked); }
 };
 
 }  // namespace kernel_hub::attention::sm90

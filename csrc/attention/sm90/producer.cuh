@@ -24,14 +24,30 @@ __device__ __forceinline__ void publish_tile(const Shared<C>& shared, const Plac
     }
 }
 
+// The last block to come here leaves the counter as it found it. One thread of each.
+__device__ __forceinline__ void give_back(int* tile_counter) {
+    __threadfence();
+    const unsigned last = gridDim.x - 1;
+    if (atomicInc(reinterpret_cast<unsigned*>(tile_counter + 1), last) == last) {
+        atomicExch(tile_counter, 0);
+    }
+}
+
 // Split: the pieces of the block's share, one after another. A warp that loads nothing: finding the
-// next one takes about as long as a block of keys.
+// next one takes about as long as a block of keys. Those that are drawn it asks for when the
+// loader of K does: who is busy for long would hold one that another could begin.
 template <class C>
 __device__ __forceinline__ void deal_share(const Parameters& p, const Shared<C>& shared) {
     Walker<C> walker(p, *shared.line);
     Place<kTileSlots> slot;
-    bool is_found = true;
+    Place<1> asked;
+    bool is_found = true, is_first = true;
     while (is_found) {
+        if (walker.is_drawn && !is_first) {
+            mbarrier_wait(shared.asked(), asked.parity);
+            asked.advance();
+        }
+        is_first = false;
         Tile tile;
         is_found = walker.next(tile);
         if (!is_found) {
@@ -40,6 +56,9 @@ __device__ __forceinline__ void deal_share(const Parameters& p, const Shared<C>&
         }
         publish_tile(shared, slot, tile);
         slot.advance();
+    }
+    if (walker.is_drawn && threadIdx.x % 32 == 0) {
+        give_back(p.tile_counter);
     }
 }
 
@@ -184,10 +203,11 @@ struct Loader {
         }
         if (elect_one()) {
             const int rows = p.packing.heads * p.packing.tokens;
+            const uint32_t target = shared.q + q.stage * (C::kConsumers * C::kQBytes);
             mbarrier_arrive_expect_tx(shared.q_full(q.stage, 0), C::kPanels * rows * 128);
 #pragma unroll
             for (int panel = 0; panel < C::kPanels; ++panel) {
-                tma_load_4d(shared.q + panel * C::kQPanelStride, p.q, shared.q_full(q.stage, 0),
+                tma_load_4d(target + panel * C::kQPanelStride, p.q, shared.q_full(q.stage, 0),
                             panel * kPanelColumns, tile.head & 0xffff, row, batch);
             }
         }
@@ -237,8 +257,12 @@ struct Loader {
         }
         // A few blocks before the answer is needed. NOTE: not at the tile's beginning: who is busy
         // for long would hold a tile that another could begin (5 % at 16k, causal, head_dim 256).
-        if (!C::kSplit && block == min(tile.block_end - 1, tile.block_begin + 3)) {
-            take_ticket();
+        if (block == min(tile.block_end - 1, tile.block_begin + 3)) {
+            if constexpr (C::kSplit) {
+                mbarrier_arrive_if(shared.asked(), lane_idx == 0);
+            } else {
+                take_ticket();
+            }
         }
     }
 
@@ -299,13 +323,8 @@ struct Loader {
             load(tile);
             index = gridDim.x + __shfl_sync(kAllLanes, ticket, 0);
         }
-        // The last block to come here leaves the counter as it found it.
         if (!has_values && lane_idx == 0) {
-            __threadfence();
-            const unsigned last = gridDim.x - 1;
-            if (atomicInc(reinterpret_cast<unsigned*>(p.tile_counter + 1), last) == last) {
-                atomicExch(p.tile_counter, 0);
-            }
+            give_back(p.tile_counter);
         }
     }
 

@@ -214,6 +214,33 @@ struct Rows {
         return true;
     }
 
+    // The largest scores of the thread's rows, by bits as in find_small: where all are below 0, and
+    // the shift too, they are asked for again.
+    template <bool kFirst>
+    __device__ __forceinline__ void find_largest(float (&largest)[2]) const {
+        bool must_ask = false;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            int above[2] = {0, 0};
+#pragma unroll
+            for (int j = 0; j < C::kBlockN / 8; ++j) {
+                const int a = __float_as_int(scores[4 * j + 2 * r]);
+                const int b = __float_as_int(scores[4 * j + 2 * r + 1]);
+                int& high = above[j % 2];
+                high = j < 2 ? max(a, b) : max(max(high, a), b);
+            }
+            int high = max(above[0], above[1]);
+            high = max(high, __shfl_xor_sync(kAllLanes, high, 1));
+            high = max(high, __shfl_xor_sync(kAllLanes, high, 2));
+            largest[r] = __int_as_float(high);
+            must_ask |= high < 0 && (kFirst || row_shift[r] < 0.f);
+        }
+        if (__any_sync(kAllLanes, must_ask)) {
+            largest[0] = largest_of(0);
+            largest[1] = largest_of(1);
+        }
+    }
+
     // scores become 2^(exponent(score, 0) - shift), where exponent(s, t) = exponent(s, 0) - t grows
     // with s; row_shift and row_sum follow. The shift is the row's largest exponent, or one up to
     // kRescaleBits below it, so that the output is rarely rescaled.
@@ -221,9 +248,18 @@ struct Rows {
     template <bool kFirst, bool kGiven = false, typename F>
     __device__ __forceinline__ void softmax(F exponent, const float* given = nullptr) {
         bool grew = false;
+        float own[2];
+        if constexpr (!kGiven && C::kByBits) {
+            find_largest<kFirst>(own);
+        }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            float largest = exponent(kGiven ? given[r] : largest_of(r), 0.f);
+            float largest;
+            if constexpr (kGiven || C::kByBits) {
+                largest = exponent(kGiven ? given[r] : own[r], 0.f);
+            } else {
+                largest = exponent(largest_of(r), 0.f);
+            }
             if constexpr (!kFirst) {
                 largest = max_nan(largest, row_shift[r]);
                 const bool keep = largest - row_shift[r] <= kRescaleBits;

@@ -181,7 +181,7 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launc
     # Shares are of a launch: whole tiles alone add keys in an order that is the row's own.
     may_split = not problem.batch_invariant
     if may_split and split.applies(problem, body.stated, body.mean_width):
-        return split.plan(problem, out, lse)
+        return split.plan(problem, out, lse, body.stated.sizes["block_m"])
     table = problem.block_table
     page_size = k.shape[1] if table is not None else 1
     # A block of keys is whole boxes, and so is a page.

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core import common
+from ..core.counters import counters
 from ..core.device import Stated, device_of, launch_facts
 from ..core.launch import Launch
 from . import split_costs as costs
@@ -28,6 +29,7 @@ has_parts = True
 
 CUBIN = "flash_attention_split_sm90"
 _SLOTS = 3  # Packing::kSlots
+NUM_COUNTERS = 2  # the next unit that is drawn, blocks that are done
 _MERGE_WARPS, _AT_ONCE = 8, 4  # merge.cuh: of a block; pieces that a warp has on their way
 _MERGES_AN_SM, _MOST_SCANNED = 2, 32  # blocks of the merge; tiles that a warp of it looks at
 _MAX_BATCH = 256  # Line::kMost
@@ -48,7 +50,7 @@ class Packed(NamedTuple):
     box_rows: int
     floats: int  # of the workspace: pieces
     ints: int  # and the line
-    merge: Launch
+    merge: Launch | None  # None: nothing is left to it
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,7 @@ class Body:
 
 BODIES = (
     *(Body("causal", width) for width in (64, 96, 128, 192, 256)),
-    Body("causal", 96, "_rows192"),
+    *(Body("causal", width, "_rows192") for width in (64, 96)),
     *(Body("window", width) for width in (64, 128, 256)),
 )
 
@@ -138,14 +140,20 @@ def applies(problem: Problem, whole: Stated, width: int) -> bool:
         return False
     if choice:
         return True
-    sizes, num_sms = costs.sizes_of(problem), device_of(problem.q.device).num_sms
-    block_m = whole.sizes["block_m"]
-    # Tiles of a prompt differ in their keys, which the others' schedule orders where there are
-    # more than multiprocessors.
-    tiles = -(-sizes[0].seqlen_q // block_m) * sizes[0].batch_size * sizes[0].num_heads
-    if sizes[0].is_prompt and tiles >= num_sms:
-        return False
+    block_m, block_n = whole.sizes["block_m"], whole.sizes["block_n"]
+    if is_crowded(problem, block_m):
+        num_sms, sizes = device_of(problem.q.device).num_sms, costs.sizes_of(problem)
+        every = (costs.whole_prompts_us(x, width, block_m, block_n, num_sms) for x in sizes)
+        return best_way(problem, block_m).us < _mean(every)
     return best_way(problem).us < _mean(whole_us(problem, whole, width))
+
+
+def is_crowded(problem: Problem, block_m: int) -> bool:
+    """Whether a problem is of prompts, with tiles of so many rows for all multiprocessors: these
+    differ in their keys, which forward_sm90's schedule orders."""
+    sizes = costs.sizes_of(problem)[0]
+    tiles = -(-sizes.seqlen_q // block_m) * sizes.batch_size * sizes.num_heads
+    return sizes.is_prompt and tiles >= device_of(problem.q.device).num_sms
 
 
 def whole_us(problem: Problem, whole: Stated, width: int) -> tuple[float, ...]:
@@ -170,12 +178,16 @@ def _tile(problem: Problem, body: Body) -> costs.PackedTile:
     return costs.PackedTile(body.head_dim, sizes["block_m"], sizes["block_n"], is_alone)
 
 
-def best_way(problem: Problem) -> Way:
-    """The fastest, by their costs."""
+def best_way(problem: Problem, whole_rows: int = 0) -> Way:
+    """The fastest, by their costs; whole_rows: of the tiles that a prompt would have elsewhere."""
     num_sms, sizes = device_of(problem.q.device).num_sms, costs.sizes_of(problem)
-    ways = []
+    ways, is_packed = [], whole_rows > 0 and is_crowded(problem, whole_rows)
     for body in bodies_of(problem):
         tile = _tile(problem, body)
+        if is_packed:
+            tiles = _mean(costs.packed_prompts_us(each, tile, num_sms) for each in sizes)
+            ways.append(Way(body, tile, math.inf, tiles))
+            continue
         shares = _mean(costs.split_us(each, tile, num_sms) for each in sizes)
         tiles = _mean(costs.tiles_us(each, tile, num_sms) for each in sizes)
         ways.append(Way(body, tile, shares, tiles))
@@ -207,15 +219,18 @@ def _longest(problem: Problem, tile: costs.PackedTile, tiles: int, num_blocks: i
     return longest if longest <= share + costs.longer_of(share) else _SHARES
 
 
-def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launch:
-    """The launch, where `applies`; its `maps` is a `Packed`, with the merge in it."""
+def plan(
+    problem: Problem, out: torch.Tensor, lse: torch.Tensor | None, whole_rows: int = 0
+) -> Launch:  # fmt: skip
+    """The launch, where `applies`; its `maps` is a `Packed`, with the merge in it. whole_rows: as
+    `best_way` takes them."""
     q, k = problem.q, problem.k
     num_heads = q.shape[-2]
     num_kv_heads = k.shape[-2]
     group = num_heads // num_kv_heads
     seqlen_q, seqlen_k = problem.seqlens
     left, right = problem.window
-    way = best_way(problem)
+    way = best_way(problem, whole_rows)
     body, tile, is_cut = way.body, way.tile, way.is_cut
     stated, block_m, block_n = body.stated, tile.block_m, tile.block_n
     heads, tokens, tiles = tile.pack(seqlen_q, group)
@@ -231,11 +246,19 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launc
         num_blocks = min(num_sms, -(-tiles * (seen + 1) // least_blocks))
         share = costs.share_of(tiles * seen, num_blocks)
         longest = _longest(problem, tile, tiles, num_blocks)
-        while team < _MERGE_WARPS and seen > team * _AT_ONCE * share:
-            team *= 2
-    # Warps of the merge for a tile: for each 16 of its rows and 32 columns.
+    # Warps of the merge for a tile: for each 16 of its rows and 32 columns, or a team of them where
+    # it has many pieces, as long as all run at a time.
     strips = -(-heads * min(tokens, seqlen_q) // 16)
-    warps = team * strips * (body.head_dim // 32)
+    columns = body.head_dim // 32
+    if is_cut:
+        most = _MERGES_AN_SM * num_sms * _MERGE_WARPS
+        while (
+            team < _MERGE_WARPS
+            and seen > team * _AT_ONCE * share
+            and 2 * team * tiles * strips * columns <= most
+        ):
+            team *= 2
+    warps = team * strips * columns
     merge_blocks = -(-tiles * warps // _MERGE_WARPS)
     scan = 1
     if team == 1:
@@ -259,7 +282,7 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launc
         *problem.exponents, *problem.small_scores,
     )  # fmt: skip
     merger = merge_name(q.dtype)
-    merge = Launch(
+    merge: Launch | None = Launch(
         common.shipped(CUBIN, merger),
         (-(-scans * warps // _MERGE_WARPS), 1, 1),
         launch_facts(CUBIN, merger).block, 0,
@@ -269,6 +292,9 @@ def plan(problem: Problem, out: torch.Tensor, lse: torch.Tensor | None) -> Launc
         ),
         options={"programmatic": True},
     )  # fmt: skip
+    sees_keys = right < 0 or right == _NO_MASK or seqlen_k >= seqlen_q
+    if not is_cut and not problem.has_lengths and sees_keys:
+        merge = None
     is_mixed = longest == _SORTED and problem.has_lengths and body.mask == "causal"
     has_pieces = is_cut or is_mixed
     floats = num_blocks * _SLOTS * block_m * (body.head_dim + 2) if has_pieces else 0
@@ -302,9 +328,14 @@ def launch(
     line = room[packed.floats :].view(torch.int32) if packed.ints else None
     planned.function(
         planned.grid, planned.block, planned.shared_bytes, None,
-        (out, lse, flag, room, line, *maps, *tables, *planned.numbers),
+        (
+            out, lse, flag, room, line, *maps, *tables, counters(q.device, NUM_COUNTERS),
+            *planned.numbers,
+        ),
     )  # fmt: skip
     merge = packed.merge
+    if merge is None:
+        return
     merge.function(
         merge.grid, merge.block, 0, None,
         (out, lse, flag, room, line, *tables[:3], tables[4], *merge.numbers),

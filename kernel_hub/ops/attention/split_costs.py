@@ -15,8 +15,8 @@ LEAST_BLOCKS = 2  # of a share: a piece costs as much as one to begin and to mer
 # Of a multiprocessor: of the kernels in shares, and of whole tiles by the mean of head_dim and v's
 # own.
 _FLOPS_A_US = {  # by width and rows
-    (64, 128): 3.7e6, (96, 128): 4.8e6, (96, 192): 5.4e6, (128, 128): 5.8e6, (192, 128): 6.5e6,
-    (256, 128): 6.2e6,
+    (64, 128): 3.7e6, (64, 192): 4.3e6, (96, 128): 4.8e6, (96, 192): 5.4e6, (128, 128): 5.8e6,
+    (192, 128): 6.5e6, (256, 128): 6.2e6,
 }  # fmt: skip
 _WHOLE_FLOPS_A_US = {64: 3.9e6, 96: 4.5e6, 128: 5.7e6, 160: 6.0e6, 192: 6.2e6, 256: 6.6e6}
 _FULL_FLOPS_A_US = 4.3e6  # of 64 columns without masks, in tiles of 192 rows
@@ -41,21 +41,25 @@ MOST_LONGER, STEP = 7, 64
 _MOST_PARTED, _LONG_BLOCKS = 0.75, 64
 # Of lengths that only the device knows, all are as long as the longest, or all but that one are
 # about this part of it: where caches differ, few are as long.
-_RAGGED, _EVEN = 0.4, 0.9
+_RAGGED, _EVEN = 0.36, 0.9
 # Steps of up to so many queries, and pages, come with lengths in any case; who adds them to a plain
 # cache and more queries has some that are shorter than their room.
 _MOST_DECODED = 16
 _APART = 0.12  # shares of many tiles are so much slower
 # Of the longest part, by rounds of them: the last multiprocessor after their mean; where tiles are
 # few, each that is cut is two parts, and of those some have two.
-_LATE, _FEW_LATE, _FEW_ROUNDS = 0.75, 1.2, 1.6
+_LATE, _FEW_LATE, _FEW_ROUNDS = 0.4, 0.4, 1.6
 _ORDERED = 0.25  # of a round that tiles which differ wait for the last, the longest first
+# Of prompts: what is left of a tile's beginning and end where whole tiles differ; of the longest
+# what the mean tile sees more than the mean; in turn where they are surely faster; a tile's rows.
+_QUICK, _LONGER, _SURELY, _LEAST_ROWS = 0.6, 0.34, 0.97, 128
 _SHORT = 4  # stretches more in the share with the shortest tiles
 
 
 class Sizes(NamedTuple):
     """A problem, as plans see it. mean: keys of a sequence; seqlen_k: of the longest. head_dim: the
-    mean of q's and v's. has_lengths: tables say how long each is."""
+    mean of q's and v's. has_lengths: tables say how long each is; is_varlen: of
+    queries too, and seqlen_q is their mean."""
 
     batch_size: int
     num_heads: int
@@ -67,6 +71,7 @@ class Sizes(NamedTuple):
     mean: float
     head_dim: float
     has_lengths: bool = False
+    is_varlen: bool = False
 
     @property
     def evenness(self) -> float:
@@ -188,12 +193,16 @@ def _rounds_us(
     return max(one, rounds * (mean * unit_us + tile_us))
 
 
+def _whole_unit_us(sizes: Sizes, width: int, block_m: int, block_n: int) -> float:
+    has_mask = max(sizes.window_left, sizes.window_right) >= 0
+    flops = _WHOLE_FLOPS_A_US[width] if has_mask or width > 64 else _FULL_FLOPS_A_US
+    return 4 * block_m * block_n * width / flops
+
+
 def whole_us(sizes: Sizes, width: int, block_m: int, block_n: int, num_sms: int) -> float:
     """forward_sm90's: a block a tile, each walking through all keys."""
     tiles = -(-sizes.seqlen_q // block_m) * sizes.batch_size * sizes.num_heads
-    has_mask = max(sizes.window_left, sizes.window_right) >= 0
-    flops = _WHOLE_FLOPS_A_US[width] if has_mask or width > 64 else _FULL_FLOPS_A_US
-    unit_us = 4 * block_m * block_n * width / flops
+    unit_us = _whole_unit_us(sizes, width, block_m, block_n)
     work = _rounds_us(
         sizes, tiles, block_m, unit_us, _tile_us(width), block_n, num_sms, is_cut=False
     )
@@ -221,6 +230,53 @@ def tiles_us(sizes: Sizes, tile: PackedTile, num_sms: int) -> float:
         pieces = min(1.0, num_sms / tiles / sizes.evenness)
     work = max(work, _all_bytes(sizes) / _BYTES_A_US)
     return _begin_us(sizes) + work + pieces * tile.pieces_us
+
+
+def whole_prompts_us(
+    sizes: Sizes, width: int, block_m: int, block_n: int, num_sms: int
+) -> float:  # fmt: skip
+    """forward_sm90's, of prompts that have tiles for all multiprocessors."""
+    tiles = _parts(sizes, block_m) * sizes.batch_size * sizes.num_heads
+    unit_us = _whole_unit_us(sizes, width, block_m, block_n)
+    tile_us = _tile_us(width) * (_QUICK if sizes.has_lengths else 1.0)
+    return _START_US + _prompts_us(sizes, tiles, unit_us, tile_us, block_n, num_sms)
+
+
+def packed_prompts_us(sizes: Sizes, tile: PackedTile, num_sms: int) -> float:
+    """The same in turn, of packed heads or more rows; infinite where they would be forward_sm90's
+    tiles, or it knows a better order."""
+    group = sizes.num_heads // sizes.num_kv_heads
+    is_full = sizes.window_left < 0 and sizes.window_right < 0
+    has_more = (sizes.has_lengths and group > 1) or (
+        tile.width > 64 and tile.block_m > _LEAST_ROWS and (is_full or sizes.has_lengths)
+    )
+    if sizes.window_left >= 0 or not has_more:
+        return math.inf
+    heads, tokens, _ = tile.pack(sizes.seqlen_q, group)
+    tiles = _parts(sizes, tokens) * -(-group // heads) * sizes.batch_size * sizes.num_kv_heads
+    tile_us = _tile_us(tile.width)
+    work = _prompts_us(sizes, tiles, tile.unit_us, tile_us, tile.block_n, num_sms)
+    return (_begin_us(sizes) + work) / _SURELY
+
+
+def _parts(sizes: Sizes, tokens: int) -> float:
+    """Of so many tokens, of a prompt: where they differ, the last one is half full."""
+    parts = sizes.seqlen_q / tokens
+    return max(1.0, parts + 0.5) if sizes.is_varlen else math.ceil(parts)
+
+
+def _prompts_us(
+    sizes: Sizes, tiles: float, unit_us: float, tile_us: float, block_n: int, num_sms: int
+) -> float:
+    seen = sizes.mean
+    if sizes.is_varlen:  # long prompts have more tiles
+        seen += _LONGER * (sizes.seqlen_k - seen)
+    if sizes.window_right >= 0:
+        seen -= min(seen, seen if sizes.is_varlen else sizes.seqlen_q) / 2
+    blocks, rounds = max(1.0, seen / block_n + 0.5), tiles / num_sms
+    if not sizes.has_lengths and sizes.window_right < 0:
+        blocks, rounds = math.ceil(seen / block_n), math.ceil(rounds)
+    return rounds * (blocks * unit_us + tile_us)
 
 
 def _begin_us(sizes: Sizes) -> float:
@@ -290,6 +346,7 @@ def sizes_of(problem: Problem) -> tuple[Sizes, ...]:
     sizes = Sizes(
         batch_size, num_heads, num_kv_heads, seqlen_q, seqlen_k, *problem.window, mean,
         (problem.q.shape[-1] + problem.v.shape[-1]) / 2, problem.has_lengths,
+        problem.cu_seqlens_q is not None,
     )  # fmt: skip
     if is_known:
         return (sizes,)

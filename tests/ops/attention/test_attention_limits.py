@@ -31,10 +31,10 @@ HEAD_DIMS = range(16, 257, 8)
 REGISTERS = 64 * KIB
 # The portable kernels of all architectures, and Hopper's own beside them.
 MAX_CUBIN_BYTES, MAX_HOPPER_BYTES = 15.5 * KIB * KIB, 3.35 * KIB * KIB
-MAX_SPLIT_BYTES = 2.15 * KIB * KIB
+MAX_SPLIT_BYTES = 2.4 * KIB * KIB
 CUBINS = ("flash_attention", "flash_attention_backward", "decode_attention")
 HOPPER = "flash_attention_sm90"
-SPLIT_LOCAL_BYTES = 16  # at head_dim 256, as its source says
+SPLIT_LOCAL_BYTES = 16  # in the warps that load
 SM90: Any = importlib.import_module("kernel_hub.ops.attention.forward_sm90")
 SPLIT: Any = importlib.import_module("kernel_hub.ops.attention.forward_split_sm90")
 DTYPES = (torch.float16, torch.bfloat16)
@@ -217,12 +217,12 @@ def test_the_split_kernels_fit_and_are_all_used(monkeypatch: pytest.MonkeyPatch)
         q = torch.zeros(1, length, 2, head_dim, dtype=dtype)
         for window in ((-1, -1), (-1, 0), (2, -1), (100, 100)):
             main = SM90.plan(Problem(q, q, q, 1, length, length, 1.0, *window), q, None)
-            for each in (main, main.maps.merge):
+            for each in filter(None, (main, main.maps.merge)):
                 each.function(each.grid, each.block, each.shared_bytes)
     assert {launch.function for launch in recorder.launches} == set(entries)
     for launch in recorder.launches:
         entry = entry_of("sm90", launch)
-        assert entry.local_bytes <= SPLIT_LOCAL_BYTES * ("hdim256" in launch.function), launch
+        assert entry.local_bytes <= SPLIT_LOCAL_BYTES * ("window" in launch.function), launch
         check_hopper(launch, entry)
 
 

@@ -63,8 +63,8 @@ class Choice(NamedTuple):
 # us: whole tiles, shares, tiles in turn (docs/notes/flash_attention_split_sm90.md).
 MEASURED = [
     Choice("tiles", 64, 64, 29_723, (4, 4), 80, 256),  # 688, 1141, 682
-    Choice("shares", 35, 29, 1603, (16, 4), page_size=64),  # 44.4, 38.2, 38.7
-    Choice("whole", 5, 411, 4608, (20, 5)),  # 77.0, 93.4, 100
+    Choice("tiles", 35, 29, 1603, (16, 4), page_size=64),  # 44.0, 40.1, 36.0
+    Choice("tiles", 5, 411, 4608, (20, 5)),  # 83.8, 100, 77.0
     Choice("whole", 7, 743, 10_432, (16, 16)),  # 287, 397, 360
     Choice("tiles", 64, 82, 1840, (32, 8), page_size=64),  # 416, 401, 337
     Choice("tiles", 48, 33, 33_052, (71, 1), 64, 128),  # 7526, 2372, 2435
@@ -82,7 +82,8 @@ MEASURED = [
 # Caches that differ: their lengths are on the device.
 RAGGED = [
     Choice("tiles", 31, 64, 14_784, (32, 8), is_causal=False),  # 450, 384, 271
-    Choice("tiles", 19, 48, 13_120, (64, 4), 64),  # 440, 245, 203
+    Choice("tiles", 19, 48, 13_120, (64, 4), 64),  # 342, 177, 129
+    Choice("tiles", 23, 77, 4032, (8, 8), 192),  # 78.6, 76.5, 64.2
     Choice("tiles", 53, 283, 21_760, (8, 1), page_size=256),  # 697, 682, 567
     Choice("tiles", 51, 64, 19_664, (16, 8), page_size=16),  # 423, 341, 340
     Choice("shares", 12, 192, 14_912, (2, 1)),  # 162, 38.5 (parts 33.8), 83.3
@@ -108,17 +109,60 @@ STEPS = [
 ]
 
 
-def way_of(problem: Problem) -> str:
-    return "shares" if SPLIT.best_way(problem).is_cut else "tiles"
+class Prompts(NamedTuple):
+    """Prompts of `mean` tokens on average; longest: 0 where all are of one length, side by side."""
+
+    way: str
+    batch_size: int
+    mean: int
+    longest: int
+    heads: tuple[int, int]
+    head_dim: int = 128
+    is_causal: bool = True
+
+    @property
+    def problem(self) -> Problem:
+        num_heads, num_kv_heads = self.heads
+        half: Any = {"device": "meta", "dtype": torch.bfloat16}
+        batch_size, longest = self.batch_size, self.longest or self.mean
+        tokens = (batch_size * self.mean,) if self.longest else (batch_size, self.mean)
+        bounds = torch.empty(batch_size + 1, dtype=torch.int32, device="meta")
+        k = torch.empty(*tokens, num_kv_heads, self.head_dim, **half)
+        tables = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds} if self.longest else {}
+        return Problem(
+            torch.empty(*tokens, num_heads, self.head_dim, **half), k, k, batch_size, longest,
+            longest, self.head_dim**-0.5, -1, 0 if self.is_causal else -1, **tables,
+        )  # fmt: skip
 
 
-@pytest.mark.parametrize("choice", MEASURED + RAGGED + EXPECTED, ids=str)
-def test_attention_takes(choice: Choice) -> None:
+# us: whole tiles, tiles in turn; of packed heads, or of 192 rows.
+PROMPTS = [
+    Prompts("tiles", 128, 31, 112, (24, 1)),  # 84.1, 40.5
+    Prompts("tiles", 128, 54, 194, (20, 4)),  # 79.4, 52.9
+    Prompts("tiles", 128, 110, 473, (64, 4), 64),  # 275, 193
+    Prompts("tiles", 128, 32, 107, (64, 4), 64),  # 166, 55.1
+    Prompts("whole", 99, 337, 1190, (6, 1)),  # 94.7, 115
+    Prompts("whole", 85, 168, 640, (2, 1), 256),  # 28.7, 36.1
+    Prompts("whole", 20, 341, 963, (20, 5)),  # 62.1, 79.0
+    Prompts("whole", 128, 130, 551, (16, 16), 80),  # 108, 114
+    Prompts("tiles", 11, 832, 0, (2, 2), 88, False),  # 26.8, 20.5
+    Prompts("tiles", 1, 21_456, 0, (2, 2), 72, False),  # 661, 560
+    Prompts("tiles", 72, 178, 0, (8, 8), 72, False),  # 45.0, 31.9
+    Prompts("whole", 161, 241, 0, (2, 2), 88, False),  # 34.2, 43.9
+    Prompts("whole", 7, 1883, 0, (2, 2), 72, False),  # 47.2, 58.8
+]
+
+
+def way_of(problem: Problem, whole_rows: int = 0) -> str:
+    return "shares" if SPLIT.best_way(problem, whole_rows).is_cut else "tiles"
+
+
+@pytest.mark.parametrize("choice", MEASURED + RAGGED + EXPECTED + PROMPTS, ids=str)
+def test_attention_takes(choice: Choice | Prompts) -> None:
     problem = choice.problem
     body = SM90._choose(problem)
-    width = (body.head_dim + body.head_dim_v) // 2
-    way = way_of(problem) if SPLIT.applies(problem, body.stated, width) else "whole"
-    assert way == choice.way
+    applies = SPLIT.applies(problem, body.stated, body.mean_width)
+    assert (way_of(problem, body.stated.sizes["block_m"]) if applies else "whole") == choice.way
 
 
 @pytest.mark.parametrize("choice", STEPS, ids=str)
