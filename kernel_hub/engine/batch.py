@@ -137,7 +137,8 @@ def padded(arrays: Arrays, rows: int) -> Arrays:
 def shape_of(batch: Batch) -> GraphShape | None:
     """Of the graph that has room for a pass; None: it has none, or more rows are asked for."""
     n, num_chunks = batch.num_decodes, len(batch.samples) - batch.num_decodes
-    shape = room(n, batch.width, num_chunks, len(batch.inputs["ids"]) - n * batch.width)
+    prompt, pages = len(batch.inputs["ids"]) - n * batch.width, batch.inputs["block_table"].shape[1]
+    shape = room(n, batch.width, num_chunks, prompt, pages)
     if shape is None or ("rows" in batch.inputs) != bool(num_chunks):
         return None
     return shape if sum(batch.samples) <= shape.decodes * shape.width + shape.chunks else None
@@ -156,7 +157,7 @@ def empty() -> Batch:
 
 def spread(batch: Batch, shape: GraphShape) -> tuple[Arrays, np.ndarray]:
     """The inputs of a pass with padding behind its decodes and behind its chunks; and its table."""
-    inputs, n, (decodes, width, chunks, prompt) = batch.inputs, batch.num_decodes, shape
+    inputs, n, (decodes, width, chunks, prompt, _) = batch.inputs, batch.num_decodes, shape
 
     def spread_(name: str, fill: int = 0, each: int = 1, last: int = chunks) -> np.ndarray:
         a, n_ = inputs[name], n * each

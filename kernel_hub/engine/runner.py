@@ -234,11 +234,12 @@ class Runner:
     def _captured(self, shape: GraphShape, arrays: Arrays) -> _Graph:
         """The graph of a shape, by a pass of padding alone: arrays are those."""
         flat, given = self._staged(arrays)
-        size, width, chunks, prompt = shape
+        size, width, chunks, prompt, pages = shape
         inputs = Ragged(
             **{name: given.pop(name) for name in Ragged._fields if name in given},
             block_table=torch.zeros(
-                (size + chunks, self.max_pages + MOST_WIDE), dtype=torch.int32, device=flat.device
+                (size + chunks, pages or self.max_pages + MOST_WIDE),
+                dtype=torch.int32, device=flat.device,
             ),
             num_decodes=size, max_chunk=prompt or width, width=width,
         )  # fmt: skip

@@ -16,6 +16,9 @@ _DECODES = (0, 8, 16, 32, 48, 64, 96, 128, 192, 256)
 _ROWS = (128, 192, 256, 320, 384, 512)
 _CHUNKS = 8
 MOST_ROWS = _ALONE[-1]  # of a graph that only decodes
+# Where few decode and all are short, the table says so: it is all that a plan of attention knows of
+# lengths, and it has a launch of its own for short ones (docs/notes/decode_attention.md).
+_FEW, _SHORT_PAGES = 8, 32
 # Rows of a pass with answers. 256 are two tiles of 128, and multiplied in less than twice the time
 # in which the weights are read, whatever the model; twice the rows take twice a pass at most.
 _BESIDE, _HALF = 256, 128
@@ -29,6 +32,7 @@ class GraphShape(NamedTuple):
     width: int  # tokens of each of those
     chunks: int = 0
     prompt: int = 0  # tokens of the chunks together
+    pages: int = 0  # of each; 0: as many as any may have
 
 
 def _up(sizes: tuple[int, ...], wanted: int) -> int | None:
@@ -36,11 +40,14 @@ def _up(sizes: tuple[int, ...], wanted: int) -> int | None:
     return next((size for size in sizes if wanted <= size), None)
 
 
-def room(decodes: int, width: int, chunks: int, prompt: int) -> GraphShape | None:
+def room(decodes: int, width: int, chunks: int, prompt: int, pages: int) -> GraphShape | None:
     """The graph for a pass of that size, if there is one."""
     if not chunks:
         size = _up(_ALONE, decodes)
-        return GraphShape(size, width) if size and size * width <= MOST_ROWS else None
+        if size is None or size * width > MOST_ROWS:
+            return None
+        is_short = width == 1 and size <= _FEW and pages <= _SHORT_PAGES
+        return GraphShape(size, width, pages=_SHORT_PAGES if is_short else 0)
     size = _up(_DECODES, decodes)
     if size is None or chunks > _CHUNKS:
         return None
@@ -58,6 +65,8 @@ def all_of(max_batch: int, max_tokens: int) -> Iterator[GraphShape]:
     for less, size in reversed([*pairwise((0, *_ALONE))]):
         if less < max_batch:
             yield GraphShape(size, 1)
+            if size <= _FEW:
+                yield GraphShape(size, 1, pages=_SHORT_PAGES)
 
 
 def beside(decodes: int, backlog: int) -> int:

@@ -90,7 +90,7 @@ def ran(
         chunks = [s.chunk for s in planned if s.chunk > 1]
         draws = [s for s in planned if s.samples]
         decoding, prompt = len(planned) - len(chunks), sum(chunks)
-        shape = room(decoding, 1, len(chunks), prompt)
+        shape = room(decoding, 1, len(chunks), prompt, 100)
         took = pass_us(
             decoding + prompt if shape is None else shape.decodes + shape.prompt,
             prompt, sum(s.computed + s.chunk for s in planned), len(draws),

@@ -137,6 +137,22 @@ def test_graphs_are_no_other_passes(seed: int) -> None:
             assert [t for t, _ in one.top] == [t for t, _ in two.top]
 
 
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_text_that_grows_out_of_a_short_table_goes_on_in_another_graph(seed: int) -> None:
+    """Of 32 pages of 16 tokens; alone, or beside one that stays short."""
+    lot, told = random.Random(seed), []
+    prompts = [[lot.randrange(256) for _ in range(n)] for n in (lot.randint(490, 511), 40)[:seed]]
+    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    for has_graphs in (True, False):
+        engine = Engine.random("tiny", device="cpu", cache_tokens=1024, page_size=16)
+        engine.runner.has_graphs = has_graphs
+        told.append([each.tokens for each in engine.generate(prompts, params)])
+        if has_graphs:
+            alone = [shape for shape in engine.runner._graphs if not shape.chunks]
+            assert {shape.pages for shape in alone} == {0, 32}
+    assert told[0] == told[1]
+
+
 @pytest.mark.parametrize("seed", [1, 2, 3, 4])
 def test_chunks_of_prompts_beside_decodes_are_graphs(seed: int) -> None:
     """Requests that come one by one, prompts cut or whole, several in a pass, none or all drawn."""

@@ -52,7 +52,7 @@ def test_passes_beside_decodes_fill_graphs(seed: int) -> None:
     beside = [(decodes, prompt) for decodes, prompt in passes if decodes and prompt]
     rows = []
     for decodes, prompt in beside:
-        shape = shapes.room(decodes, 1, 1, prompt)
+        shape = shapes.room(decodes, 1, 1, prompt, 100)
         rows.append((shape.decodes + shape.prompt, prompt / shape.prompt) if shape else (2048, 1.0))
     small = [share for most, share in rows if most <= 256]
     assert len(small) > len(rows) / 3 and sum(share == 1 for share in small) > len(small) / 2
@@ -62,7 +62,8 @@ def test_passes_beside_decodes_fill_graphs(seed: int) -> None:
 @pytest.mark.parametrize("max_batch, max_tokens", [(1, 100), (5, 7), (9, 100), (64, 300)])
 def test_all_shapes_are_those_that_passes_ask_for(max_batch: int, max_tokens: int) -> None:
     wanted = {
-        shapes.room(decodes, 1, bool(prompt), prompt)
+        shapes.room(decodes, 1, bool(prompt), prompt, pages)
+        for pages in (1, 32, 33)
         for decodes in range(max_batch + 1)
         for prompt in range(max(0, max_tokens - decodes) + 1)
         if decodes or prompt
@@ -76,7 +77,7 @@ def test_what_goes_beside_fills_the_rows_of_a_graph(decodes: int) -> None:
     """At most 256 of them, or twice those that decode."""
     for backlog in (0, 5000, 9000, 40_000):
         prompt = shapes.beside(decodes, backlog)
-        shape = shapes.room(decodes, 1, 1, prompt)
+        shape = shapes.room(decodes, 1, 1, prompt, 100)
         if backlog < 16 * 512 and decodes <= 256:
             assert shape is not None and shape.prompt == prompt
             assert shape.decodes + prompt == (256 if decodes <= 128 else 512)

@@ -213,7 +213,8 @@ def _step(given: DecodeGiven, is_aligned: bool) -> Step:
     function, merging = common.shipped(variant.cubin, variant.name(token)), []
     if split.num_merges:
         merging = [common.shipped(variant.merging_cubin, f"decode_attention_{token}_merge")]
-    if q.is_cuda and not torch.cuda.is_current_stream_capturing():
+    shape = short.shape_for(given, caches)
+    if q.is_cuda and not shape[0] and not torch.cuda.is_current_stream_capturing():
         function.load(q.get_device(), *merging, wait=False)  # under what follows here
     strides = (*out.stride()[:3], *q.stride()[:3])
     new = [(0, 0, 0) if x is None else x.stride()[:3] for x in (k, v)]
@@ -232,7 +233,6 @@ def _step(given: DecodeGiven, is_aligned: bool) -> Step:
         split.fine_units, device.num_sms, window_left, sink_type, softmax_scale, softcap,
     )  # fmt: skip
     how = {"programmatic": True} if device.overlaps_launches else {}
-    shape = short.shape_for(given, caches)
     if shape[0]:
         return Step(short.plan(given, max_tokens, shape, numbers))
     merge = Launch()
