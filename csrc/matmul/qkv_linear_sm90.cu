@@ -271,18 +271,19 @@ struct QkvEndingSm90 : QkvEnding<T> {
 #define EXPORT_QKV_LINEAR(NAME, T, BOXES, ...)                                                     \
     DESCRIBED(                                                                                     \
         NAME, "x: as many clusters as run at once, or as there are tiles of block_m x block_n",    \
-        (facts_of<Config<__VA_ARGS__>>(Config<__VA_ARGS__>::kBiasAt)),                             \
-        extern "C" __global__ void __cluster_dims__(Config<__VA_ARGS__>::kClusterSize, 1, 1)       \
-        __launch_bounds__(Config<__VA_ARGS__>::kThreads, Config<__VA_ARGS__>::kMinBlocks) NAME(    \
-            T* q, T* k_cache, T* v_cache, int* flag, const __grid_constant__ CUtensorMap a_map,    \
-            const __grid_constant__ CUtensorMap a_tail, const __grid_constant__ CUtensorMap b_map, \
-            QKV_TABLES(T), QKV_STRIDES, int m, int k, QKV_NUMBERS, int pairs_per_run,              \
-            int run_blocks, int block_step, int block_distance, int groups_per_block,              \
-            int box_rows, int group) {                                                             \
+        (facts_of<PairedConfig<__VA_ARGS__>>(PairedConfig<__VA_ARGS__>::kBiasAt)),                 \
+        extern "C" __global__ void __cluster_dims__(PairedConfig<__VA_ARGS__>::kClusterSize, 1, 1) \
+        __launch_bounds__(PairedConfig<__VA_ARGS__>::kThreads,                                     \
+                          PairedConfig<__VA_ARGS__>::kMinBlocks)                                   \
+        NAME(T* q, T* k_cache, T* v_cache, int* flag, const __grid_constant__ CUtensorMap a_map,   \
+             const __grid_constant__ CUtensorMap a_tail,                                           \
+             const __grid_constant__ CUtensorMap b_map, QKV_TABLES(T), QKV_STRIDES, int m, int k,  \
+             QKV_NUMBERS, int pairs_per_run, int run_blocks, int block_step, int block_distance,   \
+             int groups_per_block, int box_rows, int group) {                                      \
             [[maybe_unused]] const PairedBoxes swapped_boxes{&b_map, groups_per_block, box_rows};  \
             const BlockBoxes block_boxes{&b_map, pairs_per_run, run_blocks, block_step,            \
                                          block_distance};                                          \
-            paired_linear_sm90<T, Config<__VA_ARGS__>>(                                            \
+            paired_linear_sm90<T, PairedConfig<__VA_ARGS__>>(                                      \
                 QkvEndingSm90<T>{{QKV_ENDING(head_dim, rotary_dim, paired_dim, is_interleaved)},   \
                                  block_boxes},                                                     \
                 &a_map, &a_tail, BOXES, m, (num_heads + 2 * num_kv_heads) * (head_dim / 16), k,    \
@@ -302,6 +303,7 @@ EXPORT_BOTH(swapped_64x16_c11_b2, swapped_boxes, kSwapped, 1, 1, 16, 10, 1, 1, 1
 EXPORT_BOTH(swapped_64x16_c11_k4_b2, swapped_boxes, kSwapped, 1, 1, 16, 10, 1, 1, 4, 0, 2)
 EXPORT_BOTH(swapped_64x32_c11_b2, swapped_boxes, kSwapped, 1, 1, 32, 8, 1, 1, 1, 0, 2)
 EXPORT_BOTH(swapped_64x32_c11_k4_b2, swapped_boxes, kSwapped, 1, 1, 32, 8, 1, 1, 4, 0, 2)
+EXPORT_BOTH(swapped_48x64_c11, swapped_boxes, kSwapped, 1, 1, 64, 15, 1, 1, 1, 0, 1, 48)
 EXPORT_BOTH(swapped_64x64_c11, swapped_boxes, kSwapped, 1, 1, 64, 13, 1, 1, 1, 0, 1)
 EXPORT_BOTH(swapped_64x64_c11_k2, swapped_boxes, kSwapped, 1, 1, 64, 13, 1, 1, 2, 0, 1)
 EXPORT_BOTH(swapped_64x64_c11_k4, swapped_boxes, kSwapped, 1, 1, 64, 13, 1, 1, 4, 0, 1)

@@ -115,14 +115,15 @@ struct GatedEndingSm90 : GatedEnding<T> {
 #define EXPORT_SWIGLU_LINEAR(NAME, T, ...)                                                         \
     DESCRIBED(                                                                                     \
         NAME, "x: as many clusters as run at once, or as there are tiles of block_m x block_n",    \
-        (facts_of<Config<__VA_ARGS__>>(Config<__VA_ARGS__>::kBiasAt)),                             \
-        extern "C" __global__ void __cluster_dims__(Config<__VA_ARGS__>::kClusterSize, 1, 1)       \
-        __launch_bounds__(Config<__VA_ARGS__>::kThreads, Config<__VA_ARGS__>::kMinBlocks) NAME(    \
-            T* out, const __grid_constant__ CUtensorMap a_map,                                     \
-            const __grid_constant__ CUtensorMap a_tail, const __grid_constant__ CUtensorMap b_map, \
-            int64_t out_stride, int m, int columns, int k, int box_rows, int group, int kind,      \
-            float alpha, float limit) {                                                            \
-            paired_linear_sm90<T, Config<__VA_ARGS__>>(                                            \
+        (facts_of<PairedConfig<__VA_ARGS__>>(PairedConfig<__VA_ARGS__>::kBiasAt)),                 \
+        extern "C" __global__ void __cluster_dims__(PairedConfig<__VA_ARGS__>::kClusterSize, 1, 1) \
+        __launch_bounds__(PairedConfig<__VA_ARGS__>::kThreads,                                     \
+                          PairedConfig<__VA_ARGS__>::kMinBlocks)                                   \
+        NAME(T* out, const __grid_constant__ CUtensorMap a_map,                                    \
+             const __grid_constant__ CUtensorMap a_tail,                                           \
+             const __grid_constant__ CUtensorMap b_map, int64_t out_stride, int m, int columns,    \
+             int k, int box_rows, int group, int kind, float alpha, float limit) {                 \
+            paired_linear_sm90<T, PairedConfig<__VA_ARGS__>>(                                      \
                 GatedEndingSm90<T>(out, out_stride, m, columns, kind, alpha, limit), &a_map,       \
                 &a_tail, PairedBoxes{&b_map, columns / 8, box_rows}, m, columns / 8, k, group);    \
         })
@@ -145,6 +146,7 @@ EXPORT_BOTH(swapped_64x64_c11_k2, kSwapped, 1, 1, 64, 13, 1, 1, 2, 0, 1)
 EXPORT_BOTH(swapped_64x64_c11_k4, kSwapped, 1, 1, 64, 13, 1, 1, 4, 0, 1)
 EXPORT_BOTH(swapped_64x128_c11, kSwapped, 1, 1, 128, 9, 1, 1, 1, 0, 1)
 EXPORT_BOTH(swapped_64x128_c11_k2, kSwapped, 1, 1, 128, 9, 1, 1, 2, 0, 1)
+EXPORT_BOTH(swapped_112x64_c11_b2, kSwapped, 2, 1, 64, 5, 1, 1, 1, 0, 2, 112)
 EXPORT_BOTH(swapped_128x128_c21, kSwapped, 2, 1, 128, 7, 2, 1, 1, 0, 1)
 EXPORT_BOTH(swapped_128x160_c21, kSwapped, 2, 1, 160, 6, 2, 1, 1, 0, 1)
 EXPORT_BOTH(swapped_128x192_c21, kSwapped, 2, 1, 192, 5, 2, 1, 1, 0, 1)

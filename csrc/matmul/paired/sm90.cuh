@@ -27,6 +27,38 @@ namespace kernel_hub::matmul::paired {
 
 using namespace sm90;  // the ring and the tiles of linear_sm90.cu
 
+// A variant: as Config of matmul/sm90/tiles.cuh, but a swapped tile may have fewer rows than its
+// consumers multiply, any multiple of 16, so that there is about one for each multiprocessor.
+template <Sharing kSharing, int kConsumers_, int kPieces_, int kPieceN_, int kStages_,
+          int kClusterM_, int kClusterN_, int kSplits_, int kBoxes_, int kMinBlocks_,
+          int kRows = 64 * kConsumers_>
+struct PairedConfig : Config<kSharing, kConsumers_, kPieces_, kPieceN_, kStages_, kClusterM_,
+                             kClusterN_, kSplits_, kBoxes_, kMinBlocks_> {
+    static constexpr int kBlockM = kRows;
+    static constexpr uint32_t kTileBytesM = kBlockM * kRowBytes;
+    static constexpr uint32_t kStageBytes = kTileBytesM + PairedConfig::kTileBytesN;
+    static constexpr uint32_t kBarriersAt = kStages_ * kStageBytes;
+    static constexpr uint32_t kBiasAt = kBarriersAt + 16 * kStages_;  // the end: there is none
+
+    // The row of a tile at which a consumer's 64 begin: of a last one that has fewer of its own,
+    // among those of the one before it, or with some of what lies behind the tile.
+    __device__ static __forceinline__ int first_row(int consumer) {
+        return kBlockM % 64 == 0 ? 64 * consumer : min(64 * consumer, max(0, kBlockM - 64));
+    }
+    // Whether a consumer writes a row of a tile that it multiplies.
+    __device__ static __forceinline__ bool owns(int consumer, int row) {
+        return kBlockM % 64 == 0 || (row >= 64 * consumer && row < kBlockM);
+    }
+
+    static_assert(kBoxes_ == 0, "results leave from registers");
+    static_assert(kBlockM > 64 * (kConsumers_ - 1) && kBlockM <= 64 * kConsumers_,
+                  "every consumer has rows of its own");
+    static_assert(kBlockM % 64 == 0 || (PairedConfig::kSwaps && kSplits_ == 1 && kBlockM % 16 == 0),
+                  "warps that own no rows stay away where they are written");
+    static_assert(kBlockM >= 64 || kStageBytes >= 64 * kRowBytes,
+                  "64 rows from the last stage's first on are the block's memory");
+};
+
 // Rows of b for tiles by groups of 16 (8 rows and their partners): where boxes lie in the tensor
 // map, and how many rows each has (a multiple of 16).
 // NOTE: no division in a step: it made the producer the slowest part of all.
@@ -262,7 +294,7 @@ __device__ __forceinline__ void paired_linear_sm90(const Ending& ending, const C
             acquire_registers<C::kConsumerRegisters>();
         }
         const int consumer = warpgroup - 1, thread = threadIdx.x % 128;
-        const uint32_t rows = descriptor_low(ring_base + consumer * 64 * kRowBytes, 16);
+        const uint32_t rows = descriptor_low(ring_base + C::first_row(consumer) * kRowBytes, 16);
         const uint32_t columns = descriptor_low(ring_base + C::kTileBytesM, 16);
         const int num_tiles = raster.rows * raster.columns;
         if constexpr (C::kSwaps) {
@@ -273,8 +305,11 @@ __device__ __forceinline__ void paired_linear_sm90(const Ending& ending, const C
              tile += gridDim.x / C::kClusterSize) {
             int tile_m, tile_n;
             raster.place(tile, tile_m, tile_n);
-            const int row =
-                (tile_m * C::kClusterM + rank) * C::kBlockM + consumer * 64 + thread / 32 * 16;
+            const int row_in_tile = C::first_row(consumer) + thread / 32 * 16;
+            const int tile_row = (tile_m * C::kClusterM + rank) * C::kBlockM;
+            // NOTE: added up in two orders, so that whole tiles have the code they had.
+            const int row = C::kBlockM % 64 == 0 ? tile_row + consumer * 64 + thread / 32 * 16
+                                                 : tile_row + row_in_tile;
             const int column = tile_n * C::kBlockN;
             typename Ending::Prepared prepared;
             float acc[C::kPieces][C::kSums];
@@ -293,7 +328,9 @@ __device__ __forceinline__ void paired_linear_sm90(const Ending& ending, const C
                 cluster_arrive();
                 cluster_wait();
             } else if constexpr (C::kSwaps) {
-                ending.template write_swapped<C::kSums>(column, row / 16, acc[0]);
+                if (C::owns(consumer, row_in_tile)) {
+                    ending.template write_swapped<C::kSums>(column, row / 16, acc[0]);
+                }
             } else if constexpr (Ending::kChooses) {
                 ending.choose([&](const auto& writer) {
                     write_groups<C, Ending>(writer, row + thread % 32 / 4, column / 16, acc,

@@ -55,14 +55,15 @@ _NAMES = {
         *("swapped_64x16_c11_b2", "swapped_64x16_c11_k4_b2", "swapped_64x32_c11_b2"),
         *("swapped_64x64_c11_b2", "swapped_64x64_c11", "swapped_64x64_c11_k2"),
         *("swapped_64x64_c11_k4", "swapped_64x128_c11", "swapped_64x128_c11_k2"),
+        "swapped_112x64_c11_b2",
         *("swapped_128x128_c21", "swapped_128x160_c21", "swapped_128x192_c21"),
         "swapped_128x224_c21",
     ),
     "qkv_linear": (
         *("128x256_c21", "128x320_c21", "128x192_c21", "128x128_c21", "128x128_c11"),
         *("swapped_64x16_c11_b2", "swapped_64x16_c11_k4_b2", "swapped_64x32_c11_b2"),
-        *("swapped_64x32_c11_k4_b2", "swapped_64x64_c11", "swapped_64x64_c11_k2"),
-        *("swapped_64x64_c11_k4", "swapped_64x128_c11"),
+        *("swapped_64x32_c11_k4_b2", "swapped_48x64_c11", "swapped_64x64_c11"),
+        *("swapped_64x64_c11_k2", "swapped_64x64_c11_k4", "swapped_64x128_c11"),
     ),
 }
 
@@ -153,10 +154,13 @@ def choose(
         if may_part and (m > 16 or batch_invariant):
             return APART
         return _choose_portable(op, capability, num_sms, m, n, batch_invariant)
+    costs = TABLES[op].costs("sm90")  # a variant without figures is taken where it was measured
     taking = (
         variant
         for variant in HOPPER[op]
-        if variant.takes(m, k) and (variant.splits == 1 or not batch_invariant)
+        if variant.name in costs
+        and variant.takes(m, k)
+        and (variant.splits == 1 or not batch_invariant)
     )
     cost_us, best = min(
         ((variant.cost_us(num_sms, m, n, k), variant) for variant in taking), key=lambda x: x[0]
