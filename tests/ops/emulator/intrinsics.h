@@ -175,14 +175,9 @@ inline float __int_as_float(int bits) {
 }
 inline int __float_as_int(float value) {
     int bits;
-    std::memcpy(&bits, &value, sizeof(bits));
+    memcpy(&bits, &value, 4);
     return bits;
 }
-
-inline float __int_as_float(int bits) {
-    return __uint_as_float(static_cast<uint32_t>(bits));
-}
-
 inline uint32_t __float_as_uint(float value) {
     uint32_t bits;
     memcpy(&bits, &value, 4);
