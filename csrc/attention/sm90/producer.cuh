@@ -24,15 +24,6 @@ __device__ __forceinline__ void publish_tile(const Shared<C>& shared, const Plac
     }
 }
 
-// The last block to come here leaves the counter as it found it. One thread of each.
-__device__ __forceinline__ void give_back(int* tile_counter) {
-    __threadfence();
-    const unsigned last = gridDim.x - 1;
-    if (atomicInc(reinterpret_cast<unsigned*>(tile_counter + 1), last) == last) {
-        atomicExch(tile_counter, 0);
-    }
-}
-
 // Split: the pieces of the block's share, one after another. A warp that loads nothing: finding the
 // next one takes about as long as a block of keys. Those that are drawn it asks for when the
 // loader of K does: who is busy for long would hold one that another could begin.

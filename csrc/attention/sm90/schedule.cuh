@@ -113,6 +113,15 @@ __device__ __forceinline__ bool grows_downwards(const Parameters& p) {
            (C::kMask == Mask::kWindow && p.window_left < 0 && p.window_right >= 0);
 }
 
+// The last block to come here leaves the counter as it found it. One thread of each.
+__device__ __forceinline__ void give_back(int* tile_counter) {
+    __threadfence();
+    const unsigned last = gridDim.x - 1;
+    if (atomicInc(reinterpret_cast<unsigned*>(tile_counter + 1), last) == last) {
+        atomicExch(tile_counter, 0);
+    }
+}
+
 // Walks through the schedule. Where later tiles see more keys, those with the most come first,
 // within groups of heads whose keys and values stay in the L2.
 template <class C>

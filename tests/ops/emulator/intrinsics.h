@@ -173,6 +173,11 @@ inline float __uint_as_float(uint32_t bits) {
 inline float __int_as_float(int bits) {
     return __uint_as_float(static_cast<uint32_t>(bits));
 }
+inline int __float_as_int(float value) {
+    int bits;
+    memcpy(&bits, &value, 4);
+    return bits;
+}
 inline uint32_t __float_as_uint(float value) {
     uint32_t bits;
     memcpy(&bits, &value, 4);
