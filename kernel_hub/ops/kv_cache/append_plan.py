@@ -131,7 +131,8 @@ def _normed_launch(given: AppendGiven, is_aligned: bool, heads: tuple[int, int, 
     weight = given.k_norm_weight if given.q_norm_weight is None else given.q_norm_weight
     flags = (
         interleaved, cos is not None and cos.dtype == torch.float32,
-        weight is not None and weight.dtype == torch.float32, given.k_cache.dtype == torch.float8_e4m3fn,
+        weight is not None and weight.dtype == torch.float32,
+        given.k_cache.dtype == torch.float8_e4m3fn,
     )  # fmt: skip
     variant = "vec" if aligned else "scalar"
     name = f"append_kv_normed_{common.DTYPE_TOKENS[k.dtype]}_{variant}"
