@@ -12,11 +12,10 @@
 // Parallelisation: threadIdx.x walks a head; threadIdx.y pairs of heads, two query heads or the key
 // and the value of one head (the first q_threads take the queries); threadIdx.z the tokens of a
 // block; blocks of tokens along gridDim.x. A thread works out where its token goes, and reads its
-// cosines and sines, once for all its pairs. No shared memory.
-//   vec      16 bytes (half-split: of each of two parts) of both heads at a time: head_dim and
-//            rotary_dim multiples of the vector (half-split: of two), blockDim.x as many as there
-//            are, everything aligned to a vector
-//   scalar   any size, any alignment
+// cosines and sines, once for all its pairs. No shared memory. Vectors only: 16 bytes (half-split:
+// of each of two parts) of both heads at a time, head_dim and rotary_dim multiples of the vector
+// (half-split: of two), blockDim.x as many as there are, everything aligned to a vector. Other
+// sizes and alignments are append_kv_normed.cu's, without weights.
 // Queries in place are allowed: each element is read, then written, by one thread.
 // Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021; Kwon et
 // al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", 2023.
@@ -38,15 +37,12 @@ enum class Rotation { kNone, kHalf, kInterleaved };
 // take half the registers of floats.
 template <typename Table, int kCount>
 struct Entries {
-    static constexpr int kWords = kCount == 1 ? 1 : kCount * static_cast<int>(sizeof(Table)) / 4;
+    static constexpr int kWords = kCount * static_cast<int>(sizeof(Table)) / 4;
     uint32_t words[kWords];
 
     __device__ __forceinline__ void load(const Table* entries) {
-        static_assert(kCount == 1 || kWords % 4 == 0 || kWords == 2,
-                      "entries are read 16 or 8 bytes at a time, or one by one");
-        if constexpr (kCount == 1) {
-            words[0] = __float_as_uint(to_float(__ldg(entries)));
-        } else if constexpr (kWords == 2) {
+        static_assert(kWords % 4 == 0 || kWords == 2, "entries are read 16 or 8 bytes at a time");
+        if constexpr (kWords == 2) {
             const uint2 bits = __ldg(reinterpret_cast<const uint2*>(entries));
             words[0] = bits.x, words[1] = bits.y;
         } else {
@@ -66,13 +62,9 @@ struct Entries {
         }
     }
     __device__ __forceinline__ void unpack(float (&values)[kCount]) const {
-        if constexpr (kCount == 1) {
-            values[0] = __uint_as_float(words[0]);
-        } else {
 #pragma unroll
-            for (int i = 0; i < kWords; ++i) {
-                Word<Table>::unpack(words[i], values + i * Word<Table>::kElems);
-            }
+        for (int i = 0; i < kWords; ++i) {
+            Word<Table>::unpack(words[i], values + i * Word<Table>::kElems);
         }
     }
 };
@@ -101,8 +93,7 @@ template <typename T, typename Cache, typename Table, int kPairs, int kParts, in
 __device__ __forceinline__ void finish_head(typename Access<T, kWidth>::Bits (&bits)[kParts],
                                             bool is_rotated, const Entries<Table, kPairs>& c,
                                             const Entries<Table, kPairs>& s, T* out, Cache* cache,
-                                            float inverse_scale, int first, int second,
-                                            bool has_second) {
+                                            float inverse_scale, int first, int second) {
     using HeadAccess = Access<T, kWidth>;
     constexpr bool kIsQuantised = !std::is_same<T, Cache>::value;
     float values[kParts][kWidth];
@@ -116,19 +107,12 @@ __device__ __forceinline__ void finish_head(typename Access<T, kWidth>::Bits (&b
         rotate(values, c, s);
 #pragma unroll
         for (int part = 0; part < kParts; ++part) {
-            if constexpr (kWidth == 1) {
-                bits[part] = from_float<T>(values[part][0]);
-            } else {
-                bits[part] = pack<T>(values[part]);
-            }
+            bits[part] = pack<T>(values[part]);
         }
     }
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
         const int at = part == 0 ? first : second;
-        if (part == 1 && !has_second) {
-            break;
-        }
         if (out != nullptr) {
             HeadAccess::write_bits(out + at, bits[part]);
         }
@@ -159,8 +143,8 @@ __device__ __forceinline__ void append_kv(Rows<T*> out_q, Rows<T*> out_k, Rows<C
     constexpr bool kIsQuantised = !std::is_same<T, Cache>::value;
     // Two parts: kWidth pairs, one element of each in either part. One part: the pairs lie side by
     // side in an access, or there are none.
-    constexpr bool kIsPaired = kRotation == Rotation::kInterleaved && kWidth > 1;
-    constexpr int kParts = kIsPaired || kRotation == Rotation::kNone ? 1 : 2;
+    constexpr bool kIsPaired = kRotation == Rotation::kInterleaved;
+    constexpr int kParts = kRotation == Rotation::kHalf ? 2 : 1;
     constexpr int kPairs = kIsPaired ? kWidth / 2 : kWidth;
 
     const int token_idx = blockIdx.x * blockDim.z + threadIdx.z;
@@ -184,8 +168,8 @@ __device__ __forceinline__ void append_kv(Rows<T*> out_q, Rows<T*> out_k, Rows<C
 
     const int half = rotary_dim / 2;
     const int span = kParts == 2 ? (head_dim + 1) / 2 : head_dim;
-    // One round for the vector variants, whose blockDim.x covers the head.
-    const int step = kWidth > 1 ? (1 << 30) : blockDim.x;
+    // One round: blockDim.x covers the head.
+    const int step = 1 << 30;
     bool is_placed = false, is_stored = false, is_odd = false, is_known = true;
     int64_t position = 0;
     int row = 0;
@@ -198,12 +182,10 @@ __device__ __forceinline__ void append_kv(Rows<T*> out_q, Rows<T*> out_k, Rows<C
             kRotation != Rotation::kNone && at < (kParts == 2 ? half : rotary_dim);
         int first = at, second = at;
         if constexpr (kParts == 2) {
-            const bool is_half = kRotation == Rotation::kHalf;
             const int behind = rotary_dim + 2 * (at - half);
-            first = !is_rotary ? behind : is_half ? at : 2 * at;
-            second = !is_rotary ? behind + kWidth : is_half ? half + at : 2 * at + 1;
+            first = is_rotary ? at : behind;
+            second = is_rotary ? half + at : behind + kWidth;
         }
-        const bool has_second = kParts == 2 && (kWidth > 1 || second < head_dim);
         Entries<Table, kPairs> c, s;
 
         for (int unit = first_unit; unit < num_units; unit += unit_step) {
@@ -212,12 +194,12 @@ __device__ __forceinline__ void append_kv(Rows<T*> out_q, Rows<T*> out_k, Rows<C
             const T* b = b_head + unit * b_stride;
             typename HeadAccess::Bits bits_a[kParts], bits_b[kParts];
             bits_a[0] = HeadAccess::read(a + first);
-            if (has_second) {
+            if constexpr (kParts == 2) {
                 bits_a[kParts - 1] = HeadAccess::read(a + second);
             }
             if (has_b) {
                 bits_b[0] = HeadAccess::read(b + first);
-                if (has_second) {
+                if constexpr (kParts == 2) {
                     bits_b[kParts - 1] = HeadAccess::read(b + second);
                 }
             }
@@ -274,13 +256,12 @@ __device__ __forceinline__ void append_kv(Rows<T*> out_q, Rows<T*> out_k, Rows<C
             }
             finish_head<T, Cache, Table, kPairs, kParts, kWidth>(
                 bits_a, is_rotary, c, s, a_out,
-                is_stored ? k_row + unit * k_cache.head_stride : nullptr, k_inverse, first, second,
-                has_second);
+                is_stored ? k_row + unit * k_cache.head_stride : nullptr, k_inverse, first, second);
             if (has_b) {
                 finish_head<T, Cache, Table, kPairs, kParts, kWidth>(
                     bits_b, is_rotary && is_query, c, s, b_out,
                     is_stored ? v_row + unit * v_cache.head_stride : nullptr, v_inverse, first,
-                    second, has_second);
+                    second);
             }
         }
     }
@@ -296,14 +277,14 @@ __device__ __forceinline__ void append_kv(Rows<T*> out_q, Rows<T*> out_k, Rows<C
 // NOTE: blocks are of at most 256 threads. Two of 320 leave each thread 96 registers, with no
 // spill: of the blocks of 96 that many tokens take, seven fit a multiprocessor, with 124 registers
 // five.
-#define EXPORT_APPEND_KV(NAME, T, CACHE, TABLE, ROTATION, VARIANT, WIDTH)                          \
+#define EXPORT_APPEND_KV(NAME, T, CACHE, TABLE, ROTATION)                                          \
     DESCRIBED(                                                                                     \
-        append_kv_##NAME##_##VARIANT, "x: tokens in steps of blockDim.z", (.shared_bytes = 0),     \
-        extern "C" __global__ void __launch_bounds__(320, 2) append_kv_##NAME##_##VARIANT(         \
+        append_kv_##NAME##_vec, "x: tokens in steps of blockDim.z", (.shared_bytes = 0),           \
+        extern "C" __global__ void __launch_bounds__(320, 2) append_kv_##NAME##_vec(               \
             T* out_q, T* out_k, CACHE* k_cache, CACHE* v_cache, int* flag, const T* q, const T* k, \
             const T* v, const TABLE* cos, const TABLE* sin, ROUTING_TABLES, const float* k_scale,  \
             const float* v_scale, APPEND_LAYOUT) {                                                 \
-            append_kv<T, CACHE, TABLE, Rotation::ROTATION, WIDTH>(                                 \
+            append_kv<T, CACHE, TABLE, Rotation::ROTATION, kVecElems<T>>(                          \
                 {out_q, out_q_batch_stride, out_q_token_stride, out_q_head_stride},                \
                 {out_k, out_k_batch_stride, out_k_token_stride, out_k_head_stride},                \
                 {k_cache, k_cache_page_stride, k_cache_row_stride, k_cache_head_stride},           \
@@ -315,15 +296,11 @@ __device__ __forceinline__ void append_kv(Rows<T*> out_q, Rows<T*> out_k, Rows<C
                 num_kv_heads, head_dim, rotary_dim, max_position, q_threads);                      \
         })
 
-#define EXPORT_APPEND_KV_VARIANTS(NAME, T, CACHE, TABLE, ROTATION)       \
-    EXPORT_APPEND_KV(NAME, T, CACHE, TABLE, ROTATION, vec, kVecElems<T>) \
-    EXPORT_APPEND_KV(NAME, T, CACHE, TABLE, ROTATION, scalar, 1)
+#define EXPORT_APPEND_KV_CACHES(NAME, T, TABLE, ROTATION) \
+    EXPORT_APPEND_KV(NAME, T, T, TABLE, ROTATION)         \
+    EXPORT_APPEND_KV(NAME##_to_e4m3, T, __nv_fp8_e4m3, TABLE, ROTATION)
 
-#define EXPORT_APPEND_KV_CACHES(NAME, T, TABLE, ROTATION)  \
-    EXPORT_APPEND_KV_VARIANTS(NAME, T, T, TABLE, ROTATION) \
-    EXPORT_APPEND_KV_VARIANTS(NAME##_to_e4m3, T, __nv_fp8_e4m3, TABLE, ROTATION)
-
-// {op}_{dtype}[_table32]_{layout}[_to_e4m3]_{variant}: table32 = fp32 cosines and sines with 16-bit
+// {op}_{dtype}[_table32]_{layout}[_to_e4m3]_vec: table32 = fp32 cosines and sines with 16-bit
 // tensors; to_e4m3 = a quantised cache.
 EXPORT_APPEND_KV_CACHES(fp16_plain, __half, __half, kNone)
 EXPORT_APPEND_KV_CACHES(fp16_half, __half, __half, kHalf)

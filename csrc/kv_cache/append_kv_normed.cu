@@ -13,7 +13,8 @@
 //   vec      a head in registers, read once: two vectors of 16 bytes a thread, in which every pair
 //            of a rotation lies; head_dim a multiple of two vectors, rotary_dim of one (half-split:
 //            of two)
-//   scalar   any size, any alignment; a head is read twice
+//   scalar   any size, any alignment; a head that is normed is read twice. Without weights it is
+//            also the append of heads that are not normed, where append_kv.cu has no vectors
 // What calls differ by besides (the layout of a rotation, the types of its tables, the weights and
 // the caches) are parameters: branches that whole launches take alike.
 // Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019; Henry et al.,
@@ -148,7 +149,9 @@ __device__ __forceinline__ void append_normed(const NormedArgs<T>& args) {
             head_a.keep_packed();
             head_b.keep_packed();
         } else {
-            for (int at = first_at; at < span; at += blockDim.x) {
+            // Nothing to sum where a head is not to be normed.
+            const int end = weight.values == nullptr ? 0 : span;
+            for (int at = first_at; at < end; at += blockDim.x) {
                 parts = parts_at<kWidth>(args, at);
                 load();
                 sum_a += head_a.sum_of_squares();
@@ -200,7 +203,9 @@ __device__ __forceinline__ void append_normed(const NormedArgs<T>& args) {
                 }
                 float values[2][kWidth];
                 head_a.unpack(values);
-                if (!is_value) {
+                // What is neither normed nor turned stays the bits it is, a nan's too.
+                const bool stays = kWidth == 1 && weight.values == nullptr && !parts.turns_first;
+                if (!is_value && !stays) {
                     head_a.finish(values, args, parts, inverse, weight, angles, shared_angles);
                 }
                 if (out != nullptr) {

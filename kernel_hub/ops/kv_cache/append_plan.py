@@ -86,13 +86,17 @@ def launch_of(given: AppendGiven, is_aligned: bool) -> Launch:
         pairs_at_once = elems // 2 if interleaved else elems
         table_elems = min(common.VEC_BYTES // cos.element_size(), pairs_at_once)
         aligned = aligned and cos.stride(0) % table_elems == 0
-    width = head_dim // unit if aligned else min(32, head_dim)
+    if not aligned:
+        launch = _normed_launch(given, False, heads)
+        # No weights before them, no eps and offset behind: only a call that norms gives these.
+        whole: tuple[Any, ...] = (None, None, *launch.numbers, 0.0, 0.0)
+        return launch._replace(numbers=whole)
+    width = head_dim // unit
     q_threads, kv_threads, block_tokens = _choose(width, *heads)
     table = "" if cos is None or cos.dtype == k.dtype else "_table32"
     cache = "" if given.k_cache.dtype == k.dtype else "_to_e4m3"
-    variant = "vec" if aligned else "scalar"
     function = common.shipped(
-        "append_kv", f"append_kv_{common.DTYPE_TOKENS[k.dtype]}{table}_{layout}{cache}_{variant}"
+        "append_kv", f"append_kv_{common.DTYPE_TOKENS[k.dtype]}{table}_{layout}{cache}_vec"
     )
     grid = (-(-num_tokens // block_tokens), 1, 1)
     block = (width, q_threads + kv_threads, block_tokens)
@@ -101,7 +105,10 @@ def launch_of(given: AppendGiven, is_aligned: bool) -> Launch:
 
 
 def _normed_launch(given: AppendGiven, is_aligned: bool, heads: tuple[int, int, int]) -> Launch:
-    """Of the kernels that norm: what others are variants for are parameters here."""
+    """Of the kernels that norm: what others are variants for are parameters here.
+
+    Their scalar ones also append heads that are not normed and that no vectors fit.
+    """
     k, cos, rotary_dim, interleaved = given.k, given.cos, given.rotary_dim, given.interleaved
     head_dim = k.shape[-1]
     strides, sizes = _numbers(given)
@@ -124,7 +131,8 @@ def _normed_launch(given: AppendGiven, is_aligned: bool, heads: tuple[int, int, 
     weight = given.k_norm_weight if given.q_norm_weight is None else given.q_norm_weight
     flags = (
         interleaved, cos is not None and cos.dtype == torch.float32,
-        weight.dtype == torch.float32, given.k_cache.dtype == torch.float8_e4m3fn,
+        weight is not None and weight.dtype == torch.float32,
+        given.k_cache.dtype == torch.float8_e4m3fn,
     )  # fmt: skip
     variant = "vec" if aligned else "scalar"
     name = f"append_kv_normed_{common.DTYPE_TOKENS[k.dtype]}_{variant}"

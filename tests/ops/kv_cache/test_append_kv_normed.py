@@ -76,6 +76,28 @@ def test_by_lot(way: Way, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     call.check()
 
 
+@pytest.mark.parametrize("layout", ["plain", "half", "interleaved"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_unaligned_caches_have_the_same_bits(way: Way, dtype: torch.dtype, layout: str) -> None:
+    """As those that vectors are written to, in other kernels."""
+    for cache, table32 in itertools.product((None, E4M3), (False, True)):
+        vec, scalar = (
+            Append(way, "paged", dtype, layout=layout, cache=cache, table32=table32, shift=shift)
+            for shift in (0, 3)
+        )
+        for call in (vec, scalar):
+            call.run()
+            call.check()
+        for mine, theirs in zip(
+            (*vec.caches, vec.out_q, vec.out_k),
+            (*scalar.caches, scalar.out_q, scalar.out_k),
+            strict=True,
+        ):
+            if mine is not None and theirs is not None:
+                mine_bytes, their_bytes = (x.tensor.view(torch.uint8) for x in (mine, theirs))
+                assert torch.equal(mine_bytes, their_bytes)
+
+
 def test_packed_and_in_place(way: Way) -> None:
     """Slices of a projection in; queries and keys written over themselves."""
     for head_dim, mode in itertools.product((64, 18), MODES):
