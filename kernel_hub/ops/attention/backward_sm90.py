@@ -183,7 +183,7 @@ def plan(
     num_rows = num_heads * num_blocks_q * body.block_m
     has_turns = int(deterministic)
     num_words = num_rows * (body.head_dim + 2) + 1 + 2 * has_turns * num_heads * num_blocks_q
-    workspace = torch.empty(num_words, dtype=torch.float32, device=q.device)
+    workspace = q.new_empty((num_words,), dtype=torch.float32)
 
     row_tiles = blocks_q * body.block_m // rows.sizes["block_m"]
     num_tiles = row_tiles * batch_size

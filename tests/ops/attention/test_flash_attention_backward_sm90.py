@@ -37,7 +37,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The head_dims of the launches that the Hopper kernels took."""
     if not has_wgmma(torch.cuda.get_device_capability()):
         pytest.skip("not compute capability 9.0")
-    yield taken(monkeypatch, SM90, lambda plan, problem, *given: int(problem.q.shape[-1]))
+    yield taken(monkeypatch, SM90, lambda plan, qkv, *given: int(qkv[0].shape[-1]))
 
 
 @pytest.mark.gpu
