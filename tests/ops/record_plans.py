@@ -69,6 +69,7 @@ class _Cubin(dict[str, Any]):
                 [self._cubin, name, list(grid), list(block), shared, shown, sorted(how.items())]
             )
 
+        launch.load = lambda *_, **how: None  # type: ignore[attr-defined]
         self[name] = launch
         return launch
 

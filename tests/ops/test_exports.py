@@ -192,7 +192,8 @@ def test_mla_decode(chosen: set[str]) -> None:
         q, cache = meta(64, 1, heads, 576, dtype=dtype), meta(64, 4096, 576, dtype=dtype)
         given = plan.MlaGiven(q, cache, None, None, 0.1, 0, q[..., :512])
         with pretend(PlannedGpu(capability, 132)):
-            assert step(given).merge.numbers
+            made = step(given)  # on Hopper most are merged where they are made
+        assert made.merge.numbers or capability == (9, 0)
     kernels = exported("mla_decode") | exported("mla_decode_sm90")
     assert chosen == kernels | {f"decode_attention_{x}_merge" for x in ("fp16", "bf16")}
 
