@@ -24,6 +24,8 @@ _MOST_BLOCKS = 8  # a cluster of 16 waits for a place
 # Of all items, and of an item that is one of more than two a multiprocessor: longer ones are cut
 # evenly by the other kernel.
 _SHORT_TOKENS, _SHORT_BYTES, _CROWDED_BYTES = 2048, 70 << 20, 128 << 10
+# Of an item of one block, whose longest is waited for: 15 us a thousand.
+_ALONE_TOKENS = 1024
 
 
 def can_take(given: DecodeGiven) -> bool:
@@ -80,6 +82,8 @@ def best_shape(caches: Caches, num_sms: int, is_forced: bool = False) -> tuple[i
         blocks *= 2
     if blocks == 1 and caches.token_bytes <= 256 and items <= num_sms and tokens > 64:
         return 4, 2  # of head_dim 64 four blocks share one
+    if blocks == 1 and tokens > _ALONE_TOKENS and not is_forced:
+        return 0, 0
     return 4, blocks
 
 
