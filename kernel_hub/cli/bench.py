@@ -37,16 +37,17 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def check_ready(args: argparse.Namespace) -> None:
     """Raise KernelHubError for what is missing or wrong, before minutes are spent."""
-    if importlib.util.find_spec("torch") is None:
-        raise KernelHubError("the benchmarks need torch with CUDA: pip install torch")
-    if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise KernelHubError("--plot needs matplotlib: pip install matplotlib")
-    if args.op:
+    has_torch = importlib.util.find_spec("torch") is not None
+    if args.op and has_torch:
         from ..measure import beside
 
         beside.sizes_of(args.op, args.shape)
         beside.peers_of(args.op, args.against)
     driver.get().primary_context(0)
+    if not has_torch:
+        raise KernelHubError("the benchmarks need torch with CUDA: pip install torch")
+    if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise KernelHubError("--plot needs matplotlib: pip install matplotlib")
 
 
 def measure_op(args: argparse.Namespace) -> list[ResultRow]:

@@ -57,9 +57,13 @@ def begin(function: Callable[..., T], *args: Any) -> Callable[[], T]:
     # Not threading.Thread: Ctrl-C inside its start() can keep a lock that the new thread needs;
     # that thread never begins, and the process never ends.
     try:
+        _running.add(done)  # `wait` may be called before the thread begins
         _thread.start_new_thread(work, ())
-    except RuntimeError:  # the interpreter is ending, or the system has no thread to give
-        return partial(function, *args)
+    except BaseException as error:
+        _running.discard(done)  # what has begun all the same says so itself
+        if isinstance(error, RuntimeError):  # ending, or the system has no thread to give
+            return partial(function, *args)
+        raise
 
     def found() -> T:
         with done:
