@@ -143,4 +143,4 @@ def test_the_sweep() -> None:
     }  # fmt: skip
     drawn = ElementTree.fromstring(lot.plot_sweep.svg(panels, "linear"))
     lines = [x.get("points") for x in drawn.iter() if x.tag.endswith("polyline")]
-    assert len(lines) == 6 and lines[0] == "602.0,120.9 784.0,88.5"
+    assert len(lines) == 6 and lines[0] == "72.9,120.9 78.5,88.5"
