@@ -214,9 +214,9 @@ def _step(given: DecodeGiven, is_aligned: bool) -> Step:
     if split.num_merges:
         merging = [common.shipped(variant.merging_cubin, f"decode_attention_{token}_merge")]
     shape = short.shape_for(given, caches)
-    if q.is_cuda and not shape[0] and torch.cuda.is_initialized():
-        if not torch.cuda.is_current_stream_capturing():
-            function.load(q.get_device(), *merging, wait=False)  # under what follows here
+    is_begun = q.is_cuda and torch.cuda.is_initialized()
+    if is_begun and not shape[0] and not torch.cuda.is_current_stream_capturing():
+        function.load(q.get_device(), *merging, wait=False)  # under what follows here
     strides = (*out.stride()[:3], *q.stride()[:3])
     new = [(0, 0, 0) if x is None else x.stride()[:3] for x in (k, v)]
     aligned = is_aligned and common.is_aligned(
