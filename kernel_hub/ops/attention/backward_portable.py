@@ -154,12 +154,11 @@ def _backward_widened(problem: Problem, given: Gradients, deterministic: bool) -
 
 
 def _layout_of(problem: Problem) -> tuple[Any, ...]:
-    """What plans depend on besides the GPU and the tensors of `Gradients`."""
-    q, k, v = problem[:3]
+    """What plans depend on besides the GPU and how tensors lie."""
+    q, k = problem[:2]
     slopes = problem.alibi_slopes
     return (
-        q.dtype, q.shape, k.shape, q.stride(), k.stride(), v.stride(),
-        problem.numbers, None if slopes is None else slopes.stride(),
+        q.dtype, q.shape, k.shape, problem.numbers, None if slopes is None else slopes.stride(),
         problem.cu_seqlens_q is None, problem.cu_seqlens_k is None,
         problem.cache_seqlens is None, problem.block_table is None,
     )  # fmt: skip
