@@ -81,9 +81,7 @@ __device__ __forceinline__ void rotate(float (&values)[kParts][kWidth],
     for (int j = 0; j < kPairs; ++j) {
         float& a = kParts == 2 ? values[0][j] : values[0][2 * j];
         float& b = kParts == 2 ? values[kParts - 1][j] : values[0][2 * j + 1];
-        const float rotated = a * c[j] - b * s[j];
-        b = b * c[j] + a * s[j];
-        a = rotated;
+        turn(a, b, c[j], s[j]);
     }
 }
 

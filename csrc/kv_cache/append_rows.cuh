@@ -32,4 +32,11 @@ struct Rows {
     int slot_bytes, int q_threads
 // clang-format on
 
+// Turns a pair by an angle. The products that are fused are named: the same bits in every kernel.
+__device__ __forceinline__ void turn(float& a, float& b, float c, float s) {
+    const float turned = fmaf(a, c, -__fmul_rn(b, s));
+    b = fmaf(b, c, __fmul_rn(a, s));
+    a = turned;
+}
+
 }  // namespace kernel_hub::kv_cache

@@ -6,6 +6,7 @@
 #include "kernel_hub/mma.cuh"
 #include "kernel_hub/shared_reads.cuh"
 #include "kernel_hub/vec.cuh"
+#include "kv_cache/append_rows.cuh"
 
 namespace kernel_hub::kv_cache {
 
@@ -178,12 +179,6 @@ struct Angles {
         }
     }
 };
-
-__device__ __forceinline__ void turn(float& a, float& b, float c, float s) {
-    const float turned = a * c - b * s;
-    b = b * c + a * s;
-    a = turned;
-}
 
 // Turns a pair, the whole of a thread's two parts.
 template <typename T, typename Args>

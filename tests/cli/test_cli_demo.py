@@ -347,6 +347,7 @@ def test_on_a_gpu(torch: Any, kernel_hub_cli: Run) -> None:
 
 
 @pytest.mark.gpu
+@alone
 def test_numpy_on_a_gpu(kernel_hub_cli: Run) -> None:
     report = json.loads(kernel_hub_cli("demo", "--numpy", "--json").out)
     assert (report["ok"], report["device"]) == (True, "cuda")
