@@ -4,7 +4,8 @@ Kernel time by CUDA-graph replays over inputs rotated past the L2; each contende
 against fp64 first. All contenders read the same inputs and allocate their outputs themselves, in
 the capture, from one memory pool, so that all write the same addresses; three pools are averaged
 over, and the order is drawn anew each round (kernel_hub/measure/timing.py). FlashInfer's residual
-norm is in place only. Writes benchmarks/results/<gpu>_rms_norm.json.
+norm is in place only. --joined bias,e4m3: with that joined to it, too. Writes
+benchmarks/results/<gpu>_rms_norm.json.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from kernel_hub.measure import timing
 from kernel_hub.testing import reference
 
 EPS = 1e-6
+QUANTISED = {torch.float8_e4m3fn: 448, torch.int8: 127}
+JOINED = ("bias", "fp32 weight", "after", "e4m3", "int8")
 
 
 def formula(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -125,11 +128,70 @@ def norm_residual(dtype: torch.dtype, tokens: int, hidden: int) -> Case:
     )
 
 
+def quantised_formula(x: torch.Tensor, weight: torch.Tensor, to: torch.dtype) -> Any:
+    """What torch.compile is given for rows into e4m3 or int8."""
+    s, most = x.float(), QUANTISED[to]
+    normed = s * torch.rsqrt(s.pow(2).mean(-1, keepdim=True) + EPS) * weight.float()
+    scale = normed.abs().amax(-1, keepdim=True).clamp_min(1e-12) / most
+    scaled = (normed / scale).clamp(-most, most)
+    return (scaled.round() if to == torch.int8 else scaled).to(to), scale.squeeze(-1)
+
+
+def joined(kind: str, dtype: torch.dtype, tokens: int, hidden: int) -> Case:
+    """A norm with something joined to it: one of JOINED."""
+    to = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}.get(kind, dtype)
+    num_bytes = tokens * hidden * ((1 + (kind == "after")) * dtype.itemsize + to.itemsize)
+    x = torch.randn(timing.num_sets(num_bytes), tokens, hidden, device="cuda", dtype=dtype)
+    r = torch.randn_like(x) if kind == "after" else x
+    weight, bias = (torch.randn(hidden, device="cuda", dtype=dtype) for _ in range(2))
+    weight = weight.float() if kind == "fp32 weight" else weight
+    sets, is_quantised = range(len(x)), to in QUANTISED
+
+    def outputs(found: Any) -> list[torch.Tensor]:
+        return [found[0].float() * found[1].float()[:, None]] if is_quantised else [found]
+
+    def ours(i: int) -> Any:
+        if kind == "after":
+            return ops.rms_norm(x[i], weight, EPS, residual=r[i], adds_after=True)
+        more = {"bias": bias} if kind == "bias" else {"out_dtype": to if is_quantised else None}
+        return ops.rms_norm(x[i], weight, EPS, **more)
+
+    def eager(a: torch.Tensor, b: torch.Tensor) -> Any:
+        if is_quantised:
+            return quantised_formula(a, weight, to)
+        s = a.float()
+        normed = s * torch.rsqrt(s.pow(2).mean(-1, keepdim=True) + EPS) * weight.float()
+        added = b.float() if kind == "after" else bias.float() if kind == "bias" else 0.0
+        return (normed + added).to(a.dtype)
+
+    def each(function: Callable[..., Any]) -> Contender:
+        return Contender([partial(function, x[i], r[i]) for i in sets], outputs)
+
+    checked, residual = x[0][:CHECKED_TOKENS], r[0][:CHECKED_TOKENS]
+    more: dict[str, Any] = {"bias": bias} if kind == "bias" else {}
+    more |= {"residual": residual, "adds_after": True} if kind == "after" else {}
+    truth, own = (
+        reference.rms_norm(checked, weight, EPS, dtype=wide, **more)
+        for wide in (torch.float64, dtype)
+    )
+    return Case(
+        f"rms_norm {kind} {tokens} x {hidden}",
+        num_bytes,
+        Contender([partial(ours, i) for i in sets], outputs),
+        [truth],
+        outputs(quantised_formula(checked, weight, to)) if is_quantised else [own],
+        {"torch": lambda: each(eager), "torch.compile": lambda: each(compiled(eager))},
+    )
+
+
 def main() -> int:
     """Measure, write, print."""
-    options = row_arguments(__doc__, {"hidden": "4096,8192"}, hidden="2048,4096,8192,16384")
+    lists = {"hidden": "2048,4096,8192,16384", "joined": ""}
+    options = row_arguments(__doc__, {"hidden": "4096,8192"}, **lists)
 
-    cases = cases_of((norm, norm_residual), options.hidden, options)
+    kinds: tuple[Callable[[torch.dtype, int, int], Case], ...]
+    kinds = (norm, norm_residual, *[partial(joined, kind) for kind in options.joined if kind])
+    cases = cases_of(kinds, options.hidden, options)
     with torch.no_grad():
         return run_cases("rms_norm", cases, options)
 

@@ -60,6 +60,11 @@ def _norm(lots: random.Random, model: Model) -> _Kind:
     return lots.choice((module.norm, module.norm_residual)), (model.hidden,)
 
 
+def _joined(lots: random.Random, model: Model) -> _Kind:
+    module = _of("rms_norm")
+    return partial(module.joined, lots.choice(module.JOINED)), (model.hidden,)
+
+
 def _layer_norm(lots: random.Random, model: Model) -> _Kind:
     kind = lots.choice(("plain", "residual", "e4m3"))
     return partial(_of("layer_norm").norm, kind), (model.hidden,)
@@ -180,6 +185,7 @@ _MAKERS: dict[str, Callable[[random.Random, Model], _Kind]] = {
     "copy_blocks": _plain("copy_blocks", "copying", 1, 16, 64, 256),
     "cu_seqlens": _plain("cu_seqlens", "placing", 1, 17, 300, 1000),
     "pad_input": _pads,
+    "rms_norm_joined": _joined,
 }
 FAMILIES = tuple(_MAKERS)
 _OF_FP32 = ("sample", "verify_draft", "verify_tree")

@@ -88,6 +88,9 @@ def decode(device: str) -> None:
             if softcap == 0:
                 options["sinks"] = torch.zeros(8, device=device, dtype=dtype)
             ops.decode_attention(q, *pages, cache_seqlens=lengths, return_lse=True, **options)
+            if seqlen_q == 1 and head_dim == 128 and not (is_e4m3 or softcap or num_splits):
+                alone = {"block_table": table, "deterministic": "batch"}
+                ops.decode_attention(q, *pages, cache_seqlens=lengths, **alone)
             new = {"k": q[:, :, :2], "v": q[:, :, 2:4], "cos": angles, "sin": angles}
             ops.decode_attention(q, *pages, cache_seqlens=lengths, **new, **options)
     for head_dim, seqlen_q, num_splits in itertools.product((40, 128), (1, 16), (0, 1, 3)):

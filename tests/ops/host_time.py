@@ -24,6 +24,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import host_peers
+
 CALLS = 20
 E4M3 = "float8_e4m3fn"
 
@@ -109,6 +111,47 @@ def _cases() -> Makers:
         slots = torch.arange(4)
         return lambda: ops.append_kv(*new, *caches, slot_mapping=slots)
 
+    def layer_norm() -> Any:
+        x, weight, bias = half(4, 512), half(512), half(512)
+        return lambda: ops.layer_norm(x, weight, bias)
+
+    def of_rows(op: Any, size: int = 512, **how: Any) -> Any:
+        x = half(4, size)
+        return lambda: op(x, **how)
+
+    def embedding() -> Any:
+        ids, weight = torch.arange(4), half(64, 512)
+        return lambda: ops.embedding(ids, weight)
+
+    def moe_route() -> Any:
+        logits = half(4, 8)
+        return lambda: ops.moe_route(logits, 2, renormalise=True)
+
+    def moe_permute() -> Any:
+        x, experts = half(4, 512), torch.arange(8, dtype=torch.int32).view(4, 2)
+        return lambda: ops.moe_permute(x, experts, 8)
+
+    def moe_combine() -> Any:
+        rows, places = half(8, 512), torch.arange(8, dtype=torch.int32).view(4, 2)
+        weights = torch.rand(4, 2)
+        return lambda: ops.moe_combine(rows, places, weights)
+
+    def merge_states() -> Any:
+        a, b, lse_a, lse_b = half(4, 8, 64), half(4, 8, 64), torch.rand(8, 4), torch.rand(8, 4)
+        return lambda: ops.merge_states(a, lse_a, b, lse_b)
+
+    def pad_input() -> Any:
+        x, starts = half(8, 512), torch.tensor([0, 3, 8], dtype=torch.int32)
+        return lambda: ops.pad_input(x, starts, 5)
+
+    def copy_blocks() -> Any:
+        caches, pairs = [half(8, 16, 2, 64) for _ in "kv"], torch.tensor([[0, 1], [2, 3]])
+        return lambda: ops.copy_blocks(*caches, pairs)
+
+    def cu_seqlens() -> Any:
+        lengths = torch.tensor([3, 5, 1, 9], dtype=torch.int32)
+        return lambda: ops.cu_seqlens(lengths)
+
     def sample() -> Any:
         logits, seed = torch.randn(4, 4096), torch.zeros(4, dtype=torch.int64)
         return lambda: ops.sample(logits, seed=seed, offset=seed)
@@ -147,77 +190,22 @@ def _cases() -> Makers:
         "sample": sample,
         "softmax": softmax,
         "softmax out": lambda: softmax(has_out=True),
+        "log_softmax": lambda: of_rows(ops.log_softmax),
+        "layer_norm": layer_norm,
+        "silu_and_mul": lambda: of_rows(ops.silu_and_mul, 1024),
+        "gelu_and_mul": lambda: of_rows(ops.gelu_and_mul, 1024),
+        "gelu": lambda: of_rows(ops.gelu),
+        "relu_squared": lambda: of_rows(ops.relu_squared),
+        "quantize_e4m3": lambda: of_rows(ops.quantize_e4m3),
+        "embedding": embedding,
+        "moe_route": moe_route,
+        "moe_permute": moe_permute,
+        "moe_combine": moe_combine,
+        "merge_states": merge_states,
+        "pad_input": pad_input,
+        "copy_blocks": copy_blocks,
+        "cu_seqlens": cu_seqlens,
     }
-
-
-def _peers() -> Makers:
-    """What torch has for some of these calls, on a GPU."""
-    import torch
-    from torch.nn import functional
-
-    def half(*shape: int) -> Any:
-        return torch.randn(*shape).to(torch.bfloat16)
-
-    def attention(grad: bool = False) -> Any:
-        q, k, v = (half(1, 248, 4, 64).requires_grad_(grad) for _ in range(3))
-        dout = half(1, 248, 4, 64)
-
-        def call() -> None:
-            turned = [x.transpose(1, 2) for x in (q, k, v)]
-            out = functional.scaled_dot_product_attention(*turned, is_causal=True).transpose(1, 2)
-            if grad:
-                torch.autograd.grad(out, (q, k, v), dout)
-
-        return call
-
-    def trivial() -> Any:
-        q, k, v = (half(1, 248, 4, 64).requires_grad_() for _ in range(3))
-        dout = half(1, 248, 4, 64)
-
-        class Trivial(torch.autograd.Function):  # type: ignore[misc]
-            @staticmethod
-            def forward(ctx: Any, q: Any, k: Any, v: Any) -> Any:
-                ctx.save_for_backward(q, k, v)
-                return torch.empty_like(q)
-
-            @staticmethod
-            def backward(ctx: Any, dout: Any) -> Any:
-                return tuple(torch.empty_like(x) for x in ctx.saved_tensors)
-
-        return lambda: torch.autograd.grad(Trivial.apply(q, k, v), (q, k, v), dout)
-
-    def linear() -> Any:
-        a, b = half(16, 512), half(256, 512)
-        return lambda: functional.linear(a, b)
-
-    def linear_e4m3() -> Any:
-        a, b = (half(*shape).to(torch.float8_e4m3fn) for shape in ((16, 512), (256, 512)))
-        scales = {"scale_a": torch.ones(16, 1), "scale_b": torch.ones(1, 256)}
-        return lambda: torch._scaled_mm(a, b.t(), **scales, out_dtype=torch.bfloat16)
-
-    def batched() -> Any:
-        a, b = half(4, 32, 128), half(4, 64, 128)
-        return lambda: torch.bmm(a, b.transpose(1, 2))
-
-    def grouped() -> Any:
-        ends = torch.tensor([8, 16, 32, 64], dtype=torch.int32)
-        a, b = half(64, 128), half(4, 256, 128)
-        return lambda: torch._grouped_mm(a, b.transpose(1, 2), offs=ends)
-
-    def rms_norm() -> Any:
-        x, weight = half(4, 512), half(512)
-        return lambda: functional.rms_norm(x, (512,), weight)
-
-    def softmax() -> Any:
-        x = half(4, 512)
-        return lambda: torch.softmax(x, -1)
-
-    made: Makers = {
-        "attention": attention, "attention + backward": lambda: attention(True),
-        "a Function of nothing": trivial, "linear": linear, "linear e4m3": linear_e4m3,
-        "batched": batched, "grouped": grouped, "rms_norm": rms_norm, "softmax": softmax,
-    }  # fmt: skip
-    return {f"torch: {name}": maker for name, maker in made.items()}
 
 
 class _Nothing:
@@ -271,7 +259,7 @@ def _serve(names: list[str], is_gpu: bool, is_silent: bool) -> None:
         torch.set_num_threads(1)
         _go_the_gpus_way()
     calls = {}
-    cases = {**_cases(), **_peers()} if is_gpu else _cases()
+    cases = {**_cases(), **host_peers.makers()} if is_gpu else _cases()
     for name in names or cases:
         try:
             with torch.device("cuda" if is_gpu else "cpu"):

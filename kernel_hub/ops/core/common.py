@@ -34,6 +34,7 @@ from .operands import check_tensor as check_tensor
 from .operands import forward_ad as forward_ad
 from .operands import gradient_refusal as gradient_refusal
 from .operands import is_batched as is_batched
+from .operands import is_quick as is_quick
 from .operands import transform as transform
 from .operands import unwrap_if_dead as unwrap_if_dead
 from .overlap import Spans as Spans

@@ -149,6 +149,20 @@ class Operands:
         self.check_tensors(required, optional)
 
 
+def is_quick(x: Any) -> bool:
+    """Whether a call that has this tensor alone is one of a GPU's memory that a plan knows all of:
+    eager, no gradient to follow, no mode. What is not is for `Operands.are_plain`."""
+    return (
+        not _is_tracing()
+        and type(x) in PLAIN_TYPES
+        and x.is_cuda
+        and transform() is None
+        and forward_ad._current_level < 0
+        and not x.is_neg()
+        and not (x.requires_grad and _is_grad_enabled())
+    )
+
+
 def bare_apply(function: Any) -> Any:
     """`function.apply` of an autograd.Function but for what torch does in Python before it: its
     transforms were refused, its dead wrappers unwrapped (`unwrap_if_dead`). 3 us of 9."""

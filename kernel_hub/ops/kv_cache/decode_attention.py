@@ -150,7 +150,7 @@ def decode_attention(
     if is_eager and is_debugging:
         checks.check_values(_given(*tensors, *options, out))
     if deterministic is not False and common.is_batch(_OP, deterministic):
-        return decode_alone(_given(*tensors, *options, out), right, return_lse)
+        return decode_alone(_given(*tensors, *options, out), right, return_lse, bool(is_eager))
     given = out
     try:
         if out is None:

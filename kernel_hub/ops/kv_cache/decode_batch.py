@@ -8,13 +8,14 @@ from ...errors import TensorError
 from ..attention.flash_attention import flash_attention
 from ..core import common
 from . import decode_checks as checks
+from . import decode_ordered
 from .decode_plan import MAX_SEQLEN_Q, DecodeGiven
 
 _OP = "decode_attention"
 _NOT_TAKEN = ("k", "v", "cos", "sin", "qkv_bias", "k_scale", "v_scale")
 
 
-def decode_alone(given: DecodeGiven, right: int, return_lse: bool) -> Any:
+def decode_alone(given: DecodeGiven, right: int, return_lse: bool, is_eager: bool) -> Any:
     """out, or (out, lse). right: of the window."""
     q = given.q
     for argument in _NOT_TAKEN:
@@ -25,6 +26,9 @@ def decode_alone(given: DecodeGiven, right: int, return_lse: bool) -> Any:
         expected = "0 where deterministic is 'batch'"
         raise common.refuse(_OP, "num_splits", expected, given.num_splits)
     try:
+        found = decode_ordered.run(given, right, return_lse) if is_eager else None
+        if found is not None:
+            return found
         if q.shape[1] > MAX_SEQLEN_Q or given.k_cache.dtype != q.dtype:
             checks.check(given, right)
             expected = f"the dtype of q, {q.dtype}, where deterministic is 'batch'"

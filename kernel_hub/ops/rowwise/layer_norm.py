@@ -9,6 +9,8 @@ import torch
 from ..core import common
 from .norm import Norm, NormGiven, Outs
 
+_is_quick, _MOST = common.is_quick, common.MAX_NUMBER
+
 
 def layer_norm(
     x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None,
@@ -48,6 +50,22 @@ def layer_norm(
     """
     batch_invariant = deterministic is not False and common.is_batch(_norm.op, deterministic)
     given = NormGiven(x, weight, bias, residual, eps, weight_offset, adds_after, batch_invariant)
+    if (
+        residual is out_dtype is out is out_scale is residual_out is None
+        and adds_after is False
+        and type(eps) is type(weight_offset) is float
+        and 0.0 <= eps <= _MOST
+        and -_MOST <= weight_offset <= _MOST
+        and _is_quick(x)
+        and (weight is None or _is_quick(weight))
+        and (bias is None or _is_quick(bias))
+    ):
+        try:
+            return _norm.cuda_plain(x, weight, bias, eps, weight_offset, batch_invariant)
+        except common.FOREIGN:
+            _norm.operands.check_tensors((x,), (weight, bias, None, None, None, None))
+            _norm.check(given, Outs(None, None, None))
+            raise
     found: torch.Tensor | tuple[torch.Tensor, ...] = _norm(
         given, out_dtype, Outs(out, out_scale, residual_out)
     )

@@ -50,7 +50,7 @@ def choose(
         return "vec1", threads, 128 // threads
     if vecs > 4 * 1024:
         return "loop", 512, 1
-    few = _is_few(vecs, rows, num_sms)
+    few = is_few(vecs, rows, num_sms)
     if batch_invariant or few:
         widest = (256, 1024)
     elif has_residual:
@@ -67,7 +67,7 @@ def choose(
     return f"vec{per_thread}", threads, max(2, 128 // threads) if several else 1
 
 
-def _is_few(vecs: int, rows: int, num_sms: int) -> bool:
+def is_few(vecs: int, rows: int, num_sms: int) -> bool:
     """Whether rows of `vecs` vectors do not fill the GPU, a vector a thread."""
     return rows <= 256 or (
         _NARROW < vecs <= 256 and rows * 32 * -(-vecs // 32) <= _AT_ONCE * num_sms
@@ -111,6 +111,7 @@ class Norm:
         self.normed = normed
         # A bare tuple of a launch: unpacking it takes 40 ns less.
         self.plans: Plans[tuple[tuple[Any, ...], common.Spans]] = Plans()
+        self.plain_plans: Plans[tuple[Any, ...]] = Plans()
         names = ["x", "weight", "bias", "residual", "out", "out_scale", "residual_out"]
         self.num_required = 1 + needs_weight
         self.operands = common.Operands(
@@ -161,6 +162,33 @@ class Norm:
         asked = (True, made.out.dtype in QUANTISED, adds_before)
         found = tuple([out for out, is_asked in zip(made, asked, strict=True) if is_asked])
         return found if len(found) > 1 else found[0]
+
+    def cuda_plain(
+        self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float,
+        weight_offset: float, batch_invariant: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        """A CUDA tensor into a new one of its dtype, without a residual: the quick way through
+        eager calls."""
+        low_bits, layout = x.data_ptr(), [x.dtype, x.shape, x.is_contiguous() or x.stride()]
+        for parameter in (weight, bias):
+            if parameter is None:
+                layout.append(None)
+            else:
+                low_bits |= parameter.data_ptr()
+                layout += parameter.dtype, parameter.shape, parameter.stride()
+        low_bits &= 15
+        key = (low_bits, x.get_device(), batch_invariant, *layout)
+        plan = self.plain_plans.get(key)
+        if plan is None:
+            given = NormGiven(x, weight, bias, None, eps, weight_offset, False, batch_invariant)
+            self.check(given, _NO_OUTS)
+            found = self.plan(given, Outs(_empty_like(x), None, None), low_bits)
+            plan = self.plain_plans.keep(key, tuple(found))
+        function, grid, block, shared_bytes, numbers, _, options = plan
+        out = _empty_like(x)
+        params = (out, None, None, x, None, weight, bias, *numbers, eps, weight_offset)
+        function(grid, block, shared_bytes, None, params, **options)
+        return out
 
     def check_asked(self, given: NormGiven, out_dtype: Any, outs: Outs) -> None:
         """What of the results is asked for must be what there is."""

@@ -13,8 +13,7 @@ from ...errors import KernelHubError, TensorError
 from ..core import common
 from ..core.device import device_of
 from ..core.launch import Launch, Plans
-from .norm import QUANTISED, Norm, NormGiven, Outs, scalar_choice
-from .norm import choose as _choose
+from .norm import QUANTISED, Norm, NormGiven, Outs, choose, is_few, scalar_choice
 
 _OP = "rms_norm"
 # What a call's shapes, strides and alignment were checked and planned to be.
@@ -33,6 +32,9 @@ _transform, _forward_ad = common.transform, common.forward_ad
 _written = common.written
 _empty_like = torch.empty_like
 _MOST = common.MAX_NUMBER
+# Up to so many rows with a residual each has threads enough for all that it reads at once: a vector
+# of each from so many vectors in all on, else two.
+_SOME_ROWS, _WIDE, _MANY_VECS = 1024, (256, 1024), 160_000
 
 
 def rms_norm(
@@ -161,6 +163,17 @@ def _check(x: Any, residual: Any, weight: Any, out: Any = None, residual_out: An
             common.check_like(_OP, argument, value, x.shape, x)
             if argument != "residual":
                 common.check_output(_OP, argument, value)
+
+
+def _choose(
+    vecs: int, rows: int, has_residual: bool, batch_invariant: bool = False, num_sms: int = 0
+) -> tuple[str, int, int]:
+    """As `choose` of norm.py; some rows with a residual as docs/notes/rms_norm.md has measured."""
+    is_some = has_residual and rows <= _SOME_ROWS and _WIDE[0] <= vecs <= _WIDE[1]
+    if not is_some or batch_invariant or is_few(vecs, rows, num_sms):
+        return choose(vecs, rows, has_residual, batch_invariant, num_sms)
+    each = 1 if rows * vecs >= _MANY_VECS else 2
+    return f"vec{each}", 32 * -(-vecs // (32 * each)), 1
 
 
 def _plan(

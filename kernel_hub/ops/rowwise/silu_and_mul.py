@@ -6,13 +6,7 @@ from typing import Any
 
 import torch
 
-from ..core import common
-from .gated import Gated, cuda_into
-
-_PLAIN_TYPES = common.PLAIN_TYPES
-_is_tracing = torch.compiler.is_dynamo_compiling
-_is_grad_enabled = torch.is_grad_enabled
-_transform, _forward_ad = common.transform, common.forward_ad
+from .gated import Gated
 
 
 def silu_and_mul(
@@ -38,32 +32,7 @@ def silu_and_mul(
     naming the argument that does not fit.
     Source: Shazeer, "GLU Variants Improve Transformer", 2020.
     """
-    try:
-        if (
-            out is out_dtype is out_scale is None
-            and not _is_tracing()
-            and type(x) in _PLAIN_TYPES
-            and x.is_cuda
-            # What `Operands` asks of every other call.
-            and _transform() is None
-            and _forward_ad._current_level < 0
-            and not x.is_neg()
-            and not (_is_grad_enabled() and x.requires_grad)
-        ):
-            return _cuda(x)
-    except RuntimeError:
-        _gated.check(x)  # names what has no memory or no strides
-        raise
     return _gated(x, (), out_dtype, out, out_scale)
-
-
-def _cuda(x: torch.Tensor) -> torch.Tensor:
-    """The product of a CUDA tensor into a new one: the quick way through eager calls."""
-    if x.dim() == 0 or x.shape[-1] % 2:
-        _gated.check(x)
-    out = _gated.new_out(x)
-    cuda_into(_gated, x, (), out, None, False)
-    return out
 
 
 def _formula(x: torch.Tensor) -> torch.Tensor:

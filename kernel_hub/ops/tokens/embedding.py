@@ -34,6 +34,8 @@ class EmbeddingGiven(NamedTuple):
 
 
 _plans: Plans[tuple[tuple[Any, ...], common.Spans]] = Plans()
+_plain_plans: Plans[tuple[Any, ...]] = Plans()
+_empty_like, _is_quick = torch.empty_like, common.is_quick
 _operands = common.Operands(_OP, "ids weight", "position_weight positions out")
 _writes = common.Writes(_OP, "out ids weight position_weight positions", "out")
 
@@ -73,13 +75,24 @@ def embedding(
     Source: Vaswani et al., "Attention Is All You Need", 2017, 3.4; Shoeybi et al., "Megatron-LM",
     2019, for slices of the vocabulary.
     """
-    scale = None if scale is None else common.check_number(_OP, "scale", scale)
-    first_id = common.check_count(_OP, "first_id", first_id)
-    if vocab_size is not None:
-        vocab_size = common.check_count(_OP, "vocab_size", vocab_size)
+    is_plain = (
+        scale is position_weight is positions is vocab_size is out is None
+        and type(first_id) is int
+        and first_id == 0
+        and _is_quick(weight)
+        and _is_quick(ids)
+        and not common.is_debugging()
+    )
+    if not is_plain:
+        scale = None if scale is None else common.check_number(_OP, "scale", scale)
+        first_id = common.check_count(_OP, "first_id", first_id)
+        if vocab_size is not None:
+            vocab_size = common.check_count(_OP, "vocab_size", vocab_size)
     given = EmbeddingGiven(ids, weight, scale, position_weight, positions, first_id, vocab_size)
     is_given = out is not None
     try:
+        if is_plain:
+            return _cuda_plain(ids, weight)
         if not _operands.are_plain((ids, weight), (position_weight, positions, out)):
             _check(*given, out)
             return _registered.run(given, out)
@@ -191,6 +204,27 @@ def _plan(given: EmbeddingGiven, out: Any, low_bits: int) -> Launch:
     grid, block = (-(-tokens // block_tokens), blocks, 1), (width, block_tokens, 1)
     options = device_of(weight.device).following
     return Launch(function, grid, block, numbers=numbers, options=options)
+
+
+def _cuda_plain(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Rows of a CUDA tensor into a new one: the quick way through eager calls."""
+    key = (
+        ids.dtype, ids.shape, ids.is_contiguous() or ids.stride(), weight.dtype, weight.shape,
+        weight.is_contiguous() or weight.stride(), weight.data_ptr() & 15, weight.device,
+        ids.device,
+    )  # fmt: skip
+    plan = _plain_plans.get(key)
+    if plan is None:
+        given = EmbeddingGiven(ids, weight, None, None, None, 0, None)
+        _check(*given)
+        like = _new(ids, weight)
+        launch = _plan(given, like, key[6])
+        plan = _plain_plans.keep(key, (*launch[:5], launch.options, common.emptied(like)))
+    function, grid, block, shared_bytes, numbers, options, like = plan
+    out = _empty_like(like)
+    params = (out, bounds.flag(_OP, weight), ids, weight, None, None, *numbers)
+    function(grid, block, shared_bytes, None, params, **options)
+    return out
 
 
 def _cuda_into(

@@ -107,6 +107,11 @@ def test_few_rows_are_those_that_run_at_once() -> None:
     assert choose(160, 1000, False, False, 132) == ("vec2", 96, 1)
     assert choose(160, 1000, True, False, 132) == ("vec4", 64, 2)
     assert choose(257, 300, False, False, 132)[0] == "vec2"
+    # Some wide rows with a residual: as many threads as read at once.
+    assert choose(640, 403, True, False, 132) == ("vec1", 640, 1)
+    assert choose(512, 300, True, False, 132) == ("vec2", 256, 1)
+    assert choose(512, 300, True, True, 132) == choose(512, 1, True, True, 132)
+    assert choose(512, 1025, True, False, 132)[0] == "vec4"
 
 
 @pytest.mark.parametrize("hidden", [16, 129, 4096])

@@ -1,0 +1,126 @@
+"""Decode steps by clusters that keep attention's order: the bits of whole tiles, which are those of
+a prompt's rows (csrc/kv_cache/decode_ordered_sm90.cu)."""
+
+from __future__ import annotations
+
+import random
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from bits import same_bits
+from emulated_attention import hopper_attention
+from ways import Way
+
+from kernel_hub.ops import decode_attention
+from kernel_hub.ops.kv_cache import decode_ordered as ordered
+
+DRAWN = 60
+
+
+def given_of(
+    way: Way, lengths: tuple[int, ...], heads: tuple[int, int], head_dim: int, page_size: int,
+    dtype: torch.dtype = torch.bfloat16, scale: float = 3.0,
+) -> dict[str, Any]:  # fmt: skip
+    """A step's arguments; without pages where page_size is 0."""
+    batch_size, most, table = len(lengths), max(*lengths, 1), None
+    shape = (batch_size, most + 3)
+    if page_size:
+        num_pages = -(-most // page_size)
+        places = torch.randperm(batch_size * num_pages, generator=torch.Generator().manual_seed(0))
+        table = places.int().view(batch_size, num_pages).to(way.device)
+        shape = (batch_size * num_pages, page_size)
+    k, v = (way.randn(*shape, heads[1], head_dim, dtype=dtype, seed=i) for i in (1, 2))
+    q = (way.randn(batch_size, 1, heads[0], head_dim, seed=3) * scale).to(dtype)
+    seqlens = torch.tensor(lengths, dtype=torch.int32, device=way.device)
+    return {"q": q, "k_cache": k, "v_cache": v, "cache_seqlens": seqlens, "block_table": table}
+
+
+def found_by(
+    way: Way, patch: pytest.MonkeyPatch, given: dict[str, Any], choice: bool, **more: Any
+) -> Any:  # fmt: skip
+    """(out, lse) by these kernels or by whole tiles."""
+    planned: list[Any] = []
+    plan = ordered.plan
+    with patch.context() as inner, nullcontext() if way.is_gpu else hopper_attention(inner, 3):
+        if not way.is_gpu:
+            inner.setattr(ordered, "applies", ordered.fits)
+        inner.setattr(ordered, "choice", choice)
+        inner.setattr(ordered, "plan", lambda step: planned.append(step) or plan(step))
+        inner.setattr(ordered, "_plans", type(ordered._plans)())
+        found = decode_attention(**given, return_lse=True, deterministic="batch", **more)
+    assert bool(planned) == choice
+    return found
+
+
+def check(way: Way, patch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
+    out = torch.full_like(given["q"], float("nan"))
+    found = found_by(way, patch, given, True, out=out)
+    assert found[0] is out
+    whole = found_by(way, patch, given, False)
+    for name, a, b in zip(("out", "lse"), found, whole, strict=True):
+        same_bits(a, b, name=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("lengths", "heads", "head_dim", "page_size"),
+    [
+        ((130,), (4, 1), 128, 16), ((1, 129, 0, -1, 700), (8, 2), 128, 64),
+        ((300, 128), (7, 1), 128, 0), ((1500,), (2, 2), 128, 32), ((4500,), (3, 1), 128, 16),
+    ],
+)  # fmt: skip
+def test_bits(
+    hopper_way: Way, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype,
+    lengths: tuple[int, ...], heads: tuple[int, int], head_dim: int, page_size: int,
+) -> None:  # fmt: skip
+    """4,500 keys are more than a cluster takes at once."""
+    given = given_of(hopper_way, lengths, heads, head_dim, page_size, dtype)
+    check(hopper_way, monkeypatch, given)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("index", range(DRAWN))
+def test_drawn(hopper_way: Way, monkeypatch: pytest.MonkeyPatch, index: int) -> None:
+    if not hopper_way.is_gpu:
+        pytest.skip("many long caches")
+    lot = random.Random(f"decode ordered {index}")
+    kv_heads, most = lot.choice((1, 2, 8)), lot.choice((40, 300, 2000, 9000, 20_000))
+    lengths = tuple(lot.randrange(-1, most) for _ in range(lot.choice((1, 1, 2, 5, 20))))
+    heads = (kv_heads * lot.choice((1, 2, 4, 5, 7, 8)), kv_heads)
+    given = given_of(
+        hopper_way, lengths, heads, 128, lot.choice((0, 16, 48, 64)),
+        lot.choice((torch.bfloat16, torch.float16)), lot.choice((0.5, 3.0)),
+    )  # fmt: skip
+    check(hopper_way, monkeypatch, given)
+
+
+def test_pages_that_are_not_there(hopper_way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are zeros, and nothing outside the caches is read."""
+    given = given_of(hopper_way, (300, 200), (4, 2), 128, 16)
+    given["block_table"][0, 3], given["block_table"][1, 1] = -1, 1 << 20
+    check(hopper_way, monkeypatch, given)
+
+
+@pytest.mark.parametrize(
+    "odd", ["softcap", "window", "group", "pages", "head_dim", "alignment", "tokens"]
+)
+def test_steps_for_whole_tiles(hopper_way: Way, monkeypatch: pytest.MonkeyPatch, odd: str) -> None:
+    heads = (18, 2) if odd == "group" else (4, 2)
+    given = given_of(
+        hopper_way, (40, 20), heads, 64 if odd == "head_dim" else 128, 8 if odd == "pages" else 16
+    )
+    more: dict[str, Any] = {"softcap": 5.0} if odd == "softcap" else {}
+    if odd == "window":
+        more = {"window_size": (3, 0)}
+    if odd == "tokens":
+        given["q"] = given["q"].repeat(1, 2, 1, 1)
+    if odd == "alignment":
+        given["q"] = torch.cat([given["q"][..., :4], given["q"]], -1)[..., 4:]
+    filled = [given.get(name) for name in ("q", "k_cache", "v_cache", "cache_seqlens")]
+    step = ordered.DecodeGiven(
+        *filled, None, None, given["block_table"], *[None] * 7, False, 0, 0.1,
+        more.get("window_size", (-1, 0))[0], more.get("softcap", 0.0), 0, None,
+    )  # fmt: skip
+    assert not (ordered.fits(step) and step.q.data_ptr() % 16 == 0)
