@@ -32,6 +32,7 @@ from . import (
     verify,
 )
 from .parts import completion
+from .parts.console import Parser, complain
 
 COMMANDS = (
     listing,
@@ -57,6 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv[:1] == [build.NAME]:  # its options are the builder's own to parse
         return build.run(argv[1:])
     parser, commands = _parser()
+    if not argv:
+        parser.print_help(sys.stderr)
+        parser.exit(ERROR)
     if argv[:1] == ["--completion"]:
         return _complete(parser, commands, argv[1:])
     args, unknown = parser.parse_known_args(argv)
@@ -67,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # a closed pipe shows here, not at exit
         return code
     except KernelHubError as error:
-        print(f"kernel-hub {args.command}: {error}", file=sys.stderr)
+        complain(f"kernel-hub {args.command}: {error}")
         return ERROR
     except BrokenPipeError:
         # The reader (head, less) has seen enough; keep the interpreter's last flush quiet.
@@ -76,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.filename is None:
             raise
-        print(f"kernel-hub {args.command}: {error.filename}: {error.strerror}", file=sys.stderr)
+        complain(f"kernel-hub {args.command}: {error.filename}: {error.strerror}")
         return ERROR
     except KeyboardInterrupt:
         print(f"kernel-hub {args.command}: interrupted", file=sys.stderr)
@@ -112,7 +116,7 @@ def _complete(
 
 def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
     """The command line, and the parser of each command."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="kernel-hub",
         description="Prebuilt CUDA kernels: what is shipped, what runs here, and how fast.",
     )
