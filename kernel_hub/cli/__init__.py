@@ -6,6 +6,7 @@ A command module has NAME, HELP, EXAMPLE, `arguments(parser)` and `run(args) -> 
 from __future__ import annotations
 
 import argparse
+import ast
 import os
 import sys
 from collections.abc import Sequence
@@ -104,6 +105,7 @@ def _complete(
     words = {
         inspect.NAME: cubins,
         export.NAME: cubins,
+        bench.NAME: _ops(),
         tune.NAME: sorted(
             path.stem for path in Path(tuning.__file__).with_name("shipped").glob("*.json")
         ),
@@ -112,6 +114,20 @@ def _complete(
     found = completion.completed(commands, helps, words, values)
     print(completion.script(asked[0], found), end="")
     return 0
+
+
+def _ops() -> list[str]:
+    """The names of the ops as they are written: importing them takes torch, and seconds."""
+    try:
+        text = Path(__file__).parent.with_name("ops").joinpath("__init__.py").read_text()
+    except OSError:  # a zip import
+        return []
+    (names,) = (
+        node.value
+        for node in ast.parse(text).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
+    return list(ast.literal_eval(names))
 
 
 def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
