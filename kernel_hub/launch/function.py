@@ -186,8 +186,8 @@ class KernelFunction(partial):  # type: ignore[type-arg]
 
     def bind(
         self,
-        gridDim: Any,
-        blockDim: Any,
+        gridDim: Any = ...,
+        blockDim: Any = ...,
         sharedMemBytes: int = NOT_GIVEN,
         stream: Any = None,
         params: Any = None,
@@ -331,8 +331,8 @@ def _call_signature(
 
 
 def _first_launch(
-    gridDim: Any,
-    blockDim: Any,
+    gridDim: Any = ...,
+    blockDim: Any = ...,
     sharedMemBytes: Any = NOT_GIVEN,
     stream: Any = None,
     params: Any = (),
