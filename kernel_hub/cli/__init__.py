@@ -151,6 +151,6 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
         )
         module.arguments(command)
         command.set_defaults(run=module.run, usage=command)
-    found = dict(commands.choices)
+    found: dict[str, argparse.ArgumentParser] = dict(commands.choices)
     commands.add_parser(build.NAME, help=build.HELP)
     return parser, found
