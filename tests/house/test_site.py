@@ -32,6 +32,13 @@ def test_arguments_become_a_list() -> None:
     assert found.endswith(end)
 
 
+def test_what_an_op_returns_is_that_of_its_overloads() -> None:
+    returned = load("docstrings").returned
+    assert returned("flash_attention") == "Tensor | tuple[Tensor, Tensor]"
+    assert returned("rms_norm") == "Tensor | tuple[Tensor, Tensor] | tuple[Tensor, ...]"
+    assert returned("linear") is None
+
+
 @pytest.mark.parametrize(
     ("text", "source", "page", "expected"),
     [
