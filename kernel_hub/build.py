@@ -327,8 +327,8 @@ def _compile_all(jobs: list[Job], nvcc: Nvcc, num_jobs: int) -> Iterator[tuple[J
                 print(f"error: {result}", file=sys.stderr, flush=True)
             else:
                 entry, image = result
-                kib = len(image) / 1024
-                counted = f"{len(entry.functions)} functions, {kib:.0f} KiB, {seconds:.1f} s"
+                kib, many = len(image) / 1024, len(entry.functions)
+                counted = f"{many} function{'s' * (many != 1)}, {kib:.0f} KiB, {seconds:.1f} s"
                 print(f"{head}: {counted}", flush=True)
                 if messages:
                     print(messages, flush=True)

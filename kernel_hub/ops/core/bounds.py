@@ -12,7 +12,8 @@ from collections.abc import Callable
 
 import torch
 
-from ...errors import TensorError
+from ...collection.manifest import open_collection
+from ...errors import KernelHubError, TensorError
 from .counters import zeros_begun
 from .device import is_at_hand
 
@@ -53,10 +54,15 @@ def flag(op: str, like: torch.Tensor) -> torch.Tensor | None:
 
 
 def begin(like: torch.Tensor) -> None:
-    """Have what `flag` gives made meanwhile: a first call has other things to do before it."""
+    """Have what `flag` gives made, and the manifest read, under what a first call does before."""
     index = like.get_device()
     if index not in _words and index not in _begun and is_at_hand(like):
-        _begun[index] = zeros_begun(_MOST_OPS, like.device)
+        _begun[index] = zeros_begun(_MOST_OPS, like.device, _read_ahead)
+
+
+def _read_ahead() -> None:
+    with contextlib.suppress(KernelHubError):  # the launch says what is wrong
+        open_collection()
 
 
 def _make(op: str, like: torch.Tensor) -> torch.Tensor | None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from .launch import nothing
+
 Taken = tuple[int | None, torch.Tensor]  # the index of its device, zeros
 _sets: dict[tuple[int | None, int, int], torch.Tensor] = {}
 # Zeros of each device that no launch has yet, for captured launches.
@@ -62,14 +64,17 @@ def _keep_reserve(device: torch.device) -> None:
         _reserves[device.index] = zeros_begun(_RESERVE, device)()
 
 
-def zeros_begun(count: int, device: torch.device) -> Callable[[], torch.Tensor]:
+def zeros_begun(
+    count: int, device: torch.device, before: Callable[[], object] = nothing
+) -> Callable[[], torch.Tensor]:
     """What waits for `count` int32 zeros, and gives them. A thread of their own asks for them: the
     caller's may be in inference mode, or about to record a graph (torch.compile's
-    "reduce-overhead"), whose pool would own what is allocated meanwhile.
+    "reduce-overhead"), whose pool would own what is allocated meanwhile. It does `before` first.
     """
     from ...driver import apart
 
     def make() -> torch.Tensor:
+        before()
         made = torch.zeros(count, dtype=torch.int32, device=device)
         torch.cuda.current_stream(device).synchronize()
         return made

@@ -219,12 +219,14 @@ def _step(given: DecodeGiven, is_aligned: bool) -> Step:
         blocks = plans.blocks_for(variant, caches, head_dim, device.num_sms)
         split = plans.choose_split(caches, variant.unit, num_splits, blocks, device.num_sms)
     token = common.DTYPE_TOKENS[q.dtype]
-    if not shape[0]:  # short.plan's cubin is small: a thread takes longer beside this one
+    if shape[0]:
+        functions = [common.shipped(short.CUBIN, short.name(given))]
+    else:
         functions = [common.shipped(variant.cubin, variant.name(token))]
         if split.num_merges:
             merging = f"decode_attention_{token}_merge"
             functions.append(common.shipped(variant.merging_cubin, merging))
-        common.load_ahead(q, *functions)
+    common.load_ahead(q, *functions)
     strides = (*out.stride()[:3], *q.stride()[:3])
     new = [(0, 0, 0) if x is None else x.stride()[:3] for x in (k, v)]
     aligned = is_aligned and common.is_aligned(

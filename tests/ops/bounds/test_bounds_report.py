@@ -237,8 +237,9 @@ def test_every_index_of_an_op_has_a_name() -> None:
 def test_flags_that_were_begun_are_those_that_launches_get(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
 
-    def begun(count: int, device: object) -> Callable[[], torch.Tensor]:
+    def begun(count: int, device: object, before: Any = None) -> Callable[[], torch.Tensor]:
         made.append(count)
+        assert before is None or before() is None
         return lambda: torch.zeros(count, dtype=torch.int32)
 
     class Like:
