@@ -49,9 +49,9 @@ _ANNOUNCED = re.compile(
 Entries = dict[tuple[str, str], CubinEntry]  # by (name, arch)
 
 
-def main(argv: Sequence[str] | None = None, prog: str = "python -m kernel_hub.build") -> int:
-    """Builds, or with --check compares; returns the exit status."""
-    args = _parse(argv, prog)
+def main(argv: Sequence[str] | None = None, command: argparse.ArgumentParser | None = None) -> int:
+    """Builds, or with --check compares; returns the exit status. command: what `parser` made."""
+    args = _parse(argv, command or parser("python -m kernel_hub.build"))
     try:
         nvcc = find_nvcc()
         jobs, wanted = _plan(args.csrc, args.arch, args.only, nvcc)
@@ -82,9 +82,11 @@ def places(start: Path) -> tuple[Path, Path] | None:
     return (root / "csrc", root / "cubins") if (root / "csrc").is_dir() else None
 
 
-def parser(prog: str) -> argparse.ArgumentParser:
+def parser(
+    prog: str, make: type[argparse.ArgumentParser] = argparse.ArgumentParser
+) -> argparse.ArgumentParser:
     """The builder's command line."""
-    parser = argparse.ArgumentParser(
+    parser = make(
         prog=prog,
         description="Build csrc/**/*.cu into cubins/ and write cubins/manifest.json. "
         "$NVCC names the compiler to use.",
@@ -93,7 +95,8 @@ def parser(prog: str) -> argparse.ArgumentParser:
         "--csrc",
         type=Path,
         metavar="DIR",
-        help="folder of the .cu files (default: that of the project here, else of the checkout)",
+        help="folder of the .cu files, together with --out (default: that of the project here, "
+        "else of the checkout)",
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder to write to (likewise)")
     parser.add_argument(
@@ -121,9 +124,13 @@ def parser(prog: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _parse(argv: Sequence[str] | None, prog: str) -> argparse.Namespace:
-    made = parser(prog)
+def _parse(argv: Sequence[str] | None, made: argparse.ArgumentParser) -> argparse.Namespace:
     args = made.parse_args(argv)
+    if args.csrc is not None and args.out is None:
+        made.error(
+            f"--csrc {args.csrc} without --out: say where to write (a project's own cubins would "
+            "lose those that have no source there)"
+        )
     if args.csrc is None or args.out is None:
         found = places(Path.cwd())
         if found is None:
@@ -320,8 +327,8 @@ def _compile_all(jobs: list[Job], nvcc: Nvcc, num_jobs: int) -> Iterator[tuple[J
                 print(f"error: {result}", file=sys.stderr, flush=True)
             else:
                 entry, image = result
-                kib = len(image) / 1024
-                counted = f"{len(entry.functions)} functions, {kib:.0f} KiB, {seconds:.1f} s"
+                kib, many = len(image) / 1024, len(entry.functions)
+                counted = f"{many} function{'s' * (many != 1)}, {kib:.0f} KiB, {seconds:.1f} s"
                 print(f"{head}: {counted}", flush=True)
                 if messages:
                     print(messages, flush=True)

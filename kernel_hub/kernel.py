@@ -174,6 +174,8 @@ class Kernel:
         return self[name]
 
     def __getitem__(self, name: str) -> KernelFunction:
+        if (known := self._functions.get(name)) is not None:
+            return known  # without the lock, which a load holds
         with self._lock:
             symbol = name if name in self._functions else self._symbol(name)
             if symbol not in self._functions:

@@ -75,6 +75,7 @@ class Handle:
     def __init__(self, device: int, *args: Any, asked: str, size_bytes: int = 0) -> None:
         self._device = device
         self._driver = driver = _driver.get()
+        driver.primary_context(device)  # or there is nothing to give back, and no device to ask
         drain()
         self._kept = kept = _Kept(driver, device, self._destroy, size_bytes, self._waits)
         self._cell = kept.cell

@@ -39,7 +39,7 @@ _TORCH_TOKENS = {
     "bool": "bool",
     **{f"{sign}int{bits}": f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)},
 }
-
+_TORCH_NAMES = {token: name for name, token in _TORCH_TOKENS.items()}
 
 FIRST_ADDRESS = 4096  # no object lies in the first page
 END_OF_ADDRESSES = 1 << 63  # nor in the system's half
@@ -68,10 +68,7 @@ def torch_dtype(token: str | None) -> Any:
     torch = loaded_torch()
     if torch is None or token is None:
         return None
-    for name, known in _TORCH_TOKENS.items():
-        if known == token:
-            return getattr(torch, name, None)
-    return None
+    return getattr(torch, _TORCH_NAMES.get(token, ""), None)
 
 
 def torch_token(dtype: object) -> str | None:

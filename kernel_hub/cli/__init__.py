@@ -6,6 +6,7 @@ A command module has NAME, HELP, EXAMPLE, `arguments(parser)` and `run(args) -> 
 from __future__ import annotations
 
 import argparse
+import ast
 import os
 import sys
 from collections.abc import Sequence
@@ -32,6 +33,7 @@ from . import (
     verify,
 )
 from .parts import completion
+from .parts.console import Parser, complain
 
 COMMANDS = (
     listing,
@@ -57,6 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv[:1] == [build.NAME]:  # its options are the builder's own to parse
         return build.run(argv[1:])
     parser, commands = _parser()
+    if not argv:
+        parser.print_help(sys.stderr)
+        parser.exit(ERROR)
     if argv[:1] == ["--completion"]:
         return _complete(parser, commands, argv[1:])
     args, unknown = parser.parse_known_args(argv)
@@ -67,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # a closed pipe shows here, not at exit
         return code
     except KernelHubError as error:
-        print(f"kernel-hub {args.command}: {error}", file=sys.stderr)
+        complain(f"kernel-hub {args.command}: {error}")
         return ERROR
     except BrokenPipeError:
         # The reader (head, less) has seen enough; keep the interpreter's last flush quiet.
@@ -76,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.filename is None:
             raise
-        print(f"kernel-hub {args.command}: {error.filename}: {error.strerror}", file=sys.stderr)
+        complain(f"kernel-hub {args.command}: {error.filename}: {error.strerror}")
         return ERROR
     except KeyboardInterrupt:
         print(f"kernel-hub {args.command}: interrupted", file=sys.stderr)
@@ -100,6 +105,7 @@ def _complete(
     words = {
         inspect.NAME: cubins,
         export.NAME: cubins,
+        bench.NAME: _ops(),
         tune.NAME: sorted(
             path.stem for path in Path(tuning.__file__).with_name("shipped").glob("*.json")
         ),
@@ -110,9 +116,23 @@ def _complete(
     return 0
 
 
+def _ops() -> list[str]:
+    """The names of the ops as they are written: importing them takes torch, and seconds."""
+    try:
+        text = Path(__file__).parent.with_name("ops").joinpath("__init__.py").read_text()
+    except OSError:  # a zip import
+        return []
+    (names,) = (
+        node.value
+        for node in ast.parse(text).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
+    return list(ast.literal_eval(names))
+
+
 def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
     """The command line, and the parser of each command."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="kernel-hub",
         description="Prebuilt CUDA kernels: what is shipped, what runs here, and how fast.",
     )
@@ -131,6 +151,6 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
         )
         module.arguments(command)
         command.set_defaults(run=module.run, usage=command)
-    found = dict(commands.choices)
+    found: dict[str, argparse.ArgumentParser] = dict(commands.choices)
     commands.add_parser(build.NAME, help=build.HELP)
     return parser, found

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from .parts.console import Parser
+
 NAME = "build"
 HELP = "build .cu files into a package's cubins (needs nvcc)"
 
@@ -13,11 +15,11 @@ def parser() -> argparse.ArgumentParser:
     """The builder's command line."""
     from ..build import parser
 
-    return parser("kernel-hub build")
+    return parser("kernel-hub build", Parser)
 
 
 def run(argv: Sequence[str]) -> int:
     """Hand `argv` to the builder."""
     from ..build import main
 
-    return main(argv, "kernel-hub build")
+    return main(argv, parser())

@@ -81,7 +81,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def render(name: str, kind: Kind = NUMPY) -> dict[str, str]:
     """Path inside the package's folder -> text. Raises KernelHubError for an unusable name."""
-    if not _PACKAGE_NAME.fullmatch(name) or keyword.iskeyword(name) or name == "kernel_hub":
+    if keyword.iskeyword(name):
+        raise KernelHubError(f"{name!r} cannot name a package: it is a word of Python's own")
+    if not _PACKAGE_NAME.fullmatch(name) or name == "kernel_hub":
         raise KernelHubError(
             f"{name!r} cannot name a package: use lower-case letters, digits and underscores, "
             "starting with a letter"

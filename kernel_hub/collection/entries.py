@@ -112,7 +112,7 @@ class Lazy(Mapping[str, T]):
         return len(self._raw)
 
     def __contains__(self, key: object) -> bool:  # Mapping's own would make the value
-        return key in self._raw
+        return key in self._made or key in self._raw
 
     def __repr__(self) -> str:
         return f"<{len(self)}: {', '.join(self)}>"
@@ -210,10 +210,13 @@ class _Numbered(Generic[T]):
     def of(self, read: JsonObject, key: str) -> T:
         number = read.number(key)
         if number not in self._made:
-            if number >= len(self._raw):
-                raise read.bad(key, f"a number below {len(self._raw)}, of the list {self._name}")
+            try:
+                raw = self._raw[number]
+            except IndexError:
+                last = f"a number below {len(self._raw)}, of the list {self._name}"
+                raise read.bad(key, last) from None
             where = f"{self._where}: {self._name}[{number}]"
-            self._made[number] = self._make(decoded(self._raw[number], where), where)
+            self._made[number] = self._make(decoded(raw, where), where)
         return self._made[number]
 
 

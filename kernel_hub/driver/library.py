@@ -19,12 +19,36 @@ from .cuda_results import NO_DEVICE, RESULTS, STICKY, STUB_LIBRARY
 from .prototypes import (
     COMPUTE_CAPABILITY_MAJOR,
     COMPUTE_CAPABILITY_MINOR,
-    OPTIONAL,
-    REQUIRED,
+    FUNCTIONS,
+    NEWEST,
     TYPES,
 )
 
 LIBRARY_VARIABLE = "KERNEL_HUB_LIBCUDA"
+
+
+class _Functions(dict[str, Any]):
+    """The driver's functions by name, found and typed when one is first asked for: a first launch
+    asks for a third of them."""
+
+    def __init__(self, library: ctypes.CDLL, path: str) -> None:
+        super().__init__()
+        self._library, self._path = library, path
+
+    def __missing__(self, name: str) -> Any:
+        letters = FUNCTIONS[name]
+        try:
+            function = self._library[name]
+        except AttributeError:
+            raise DriverNotFoundError(
+                f"{self._path} has no {name}: kernel_hub needs a driver of CUDA 12.0 or later "
+                "(525 and up). Update the NVIDIA driver.",
+                tried=[self._path],
+            ) from None
+        function.argtypes = [TYPES[letter] for letter in letters]
+        function.restype = c_int
+        self[name] = function
+        return function
 
 
 class Driver:
@@ -34,9 +58,8 @@ class Driver:
         self.path = path
         self.pid = os.getpid()
         self._library = library
-        self._functions: dict[str, Any] = {}
-        self._bind(REQUIRED, required=True)
-        self._bind(OPTIONAL, required=False)
+        self._functions = _Functions(library, path)
+        self._functions[NEWEST]  # or it is too old, which is said here
         # Untyped twin: prebuilt byref()/from_param arguments skip the per-argument conversion.
         self.launch_ex = library["cuLaunchKernelEx"]
         self.launch_ex_address = ctypes.cast(self.launch_ex, c_void_p).value or 0
@@ -54,22 +77,6 @@ class Driver:
         self._has_logs = self.has("cuLogsCurrent") and self.has("cuLogsDumpToMemory")
         if self._has_logs and self._functions["cuLogsCurrent"](byref(self._log_position), 0):
             self._has_logs = False
-
-    def _bind(self, table: dict[str, str], *, required: bool) -> None:
-        for name, letters in table.items():
-            try:
-                function = self._library[name]
-            except AttributeError:
-                if not required:
-                    continue
-                raise DriverNotFoundError(
-                    f"{self.path} has no {name}: kernel_hub needs a driver of CUDA 12.0 or later "
-                    "(525 and up). Update the NVIDIA driver.",
-                    tried=[self.path],
-                ) from None
-            function.argtypes = [TYPES[letter] for letter in letters]
-            function.restype = c_int
-            self._functions[name] = function
 
     def _initialise(self) -> None:
         code = self._functions["cuInit"](0)
@@ -94,7 +101,7 @@ class Driver:
 
     def has(self, name: str) -> bool:
         """Whether this driver exports `name` (newer calls are optional)."""
-        return name in self._functions
+        return name in self._functions or hasattr(self._library, name)
 
     def call(self, name: str, *args: Any, asked: str = "") -> None:
         """Run a driver function; a nonzero result raises with `asked` as the context."""

@@ -14,7 +14,8 @@ TYPES: dict[str, Any] = {
     "z": c_size_t,
     "s": c_char_p,
 }
-# Present in every driver that can load cubin libraries (12.0 and later).
+# Present in every driver that can load cubin libraries (12.0 and later), which has NEWEST.
+NEWEST = "cuLibraryLoadData"
 REQUIRED = {
     "cuInit": "u",
     "cuDriverGetVersion": "p",
@@ -83,6 +84,7 @@ OPTIONAL = {
     "cuLogsCurrent": "pu",  # 12.9
     "cuLogsDumpToMemory": "pppu",  # 12.9
 }
+FUNCTIONS = {**REQUIRED, **OPTIONAL}
 
 # Device attributes (CUdevice_attribute) used by the layers above.
 MAX_GRID_DIM = (5, 6, 7)

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..arrays.interop import loaded_torch
 from ..collection.manifest import open_collection
 from ..errors import KernelHubError
+from ..signature.c_types import TypeInfo
 from ..signature.params import Param
 from .geometry import CONFIG, PORTABLE_CLUSTER
 
@@ -193,22 +194,8 @@ def _knows_layout(type_is: Any) -> bool:
     """Whether C finds an object's type where it looks, seen on objects of this very Python."""
     kinds = (int, float, tuple, list, bytes)
     samples = [
-        0,
-        -1,
-        2**70,
-        True,
-        0.5,
-        (),
-        (1, 2),
-        [],
-        [None],
-        None,
-        "text",
-        b"",
-        {},
-        object(),
-        int,
-    ]
+        0, -1, 2**70, True, 0.5, (), (1, 2), [], [None], None, "text", b"", {}, object(), int,
+    ]  # fmt: skip
     return object.__basicsize__ == 2 * ctypes.sizeof(c_void_p) and all(
         bool(type_is(sample, number)) == (type(sample) is kind)
         for sample in samples
@@ -259,15 +246,19 @@ def why_not() -> str:
 
 
 def _param(param: Param, dtype: Any) -> _Param | None:
-    info = param.info
-    if param.code.endswith("s"):  # of no size that a number has
-        return _Param(_BYTES, param.size_bytes)
+    return _param_of(param.code, param.size_bytes, param.info, dtype)
+
+
+@lru_cache(maxsize=256)  # of a kernel's sixty most are alike
+def _param_of(code: str, size_bytes: int, info: TypeInfo | None, dtype: Any) -> _Param | None:
+    if code.endswith("s"):  # of no size that a number has
+        return _Param(_BYTES, size_bytes)
     if info is None:
         # Eight bytes of unknown meaning: a tensor is the one value that goes in unasked.
-        return _Param(_POINTER, 8, 0, 1, None) if param.size_bytes == 8 else None
+        return _Param(_POINTER, 8, 0, 1, None) if size_bytes == 8 else None
     if info.kind == "pointer":
-        code = _DLPACK_DTYPE[info.dtype] if info.dtype else 0
-        return _Param(_POINTER, 8, 0, 1, id(dtype) if info.dtype else None, code)
+        kind = _DLPACK_DTYPE[info.dtype] if info.dtype else 0
+        return _Param(_POINTER, 8, 0, 1, id(dtype) if info.dtype else None, kind)
     if info.kind in ("int", "uint"):
         bits = 8 * info.size_bytes
         if info.kind == "uint" and bits == 64:

@@ -144,8 +144,8 @@ class KernelFunction(partial):  # type: ignore[type-arg]
         number, functions = self._device(device), (self, *others)
         if not all(number in function._states for function in functions):
             loaded = apart.begin(lambda: [function._state(number, 0) for function in functions])
-            if wait:
-                loaded()
+            # The first launch asks for the C launcher: its library is opened under the load.
+            _ = loaded() if wait else native_available()
         return self
 
     def attributes(self, device: Any = None) -> dict[str, Any]:
@@ -186,8 +186,8 @@ class KernelFunction(partial):  # type: ignore[type-arg]
 
     def bind(
         self,
-        gridDim: Any,
-        blockDim: Any,
+        gridDim: Any = ...,
+        blockDim: Any = ...,
         sharedMemBytes: int = NOT_GIVEN,
         stream: Any = None,
         params: Any = None,
@@ -331,8 +331,8 @@ def _call_signature(
 
 
 def _first_launch(
-    gridDim: Any,
-    blockDim: Any,
+    gridDim: Any = ...,
+    blockDim: Any = ...,
     sharedMemBytes: Any = NOT_GIVEN,
     stream: Any = None,
     params: Any = (),

@@ -24,9 +24,8 @@ _NO_TORCH = type("_NoTorch", (), {})  # stands for torch's types while torch is 
 PACK_ERRORS = (struct.error, OverflowError)
 
 # **options and not keyword-only names: five absent ones cost a dict look-up each (60 ns).
-SIGNATURE = (
-    f"gridDim, blockDim, sharedMemBytes={NOT_GIVEN}, stream=None, params=(), *more, **options"
-)
+_GIVEN = f"gridDim=..., blockDim=..., sharedMemBytes={NOT_GIVEN}, stream=None, params=()"
+SIGNATURE = f"{_GIVEN}, *more, **options"
 
 
 def launcher_source(

@@ -190,6 +190,8 @@ def _flag(value: Any, name: str, where: str) -> bool:
 
 def dims(value: Any, name: str, where: str) -> tuple[int, int, int]:
     """An int or 1 to 3 ints as (x, y, z)."""
+    if value is ...:  # the launchers' default, so that a wrong keyword is named before this is
+        raise ParamsError(f"{name} of {where} is missing: an int or 1 to 3 ints")
     if isinstance(value, (tuple, list)):
         if not 1 <= len(value) <= 3:
             raise LaunchConfigError(f"{name}={value!r} of {where}: 1 to 3 ints, got {len(value)}")

@@ -249,7 +249,9 @@ class Param(NamedTuple):
         if wanted == "pointer":  # a raw 64-bit address, its maker vouches for it
             fits = kind in ("pointer", "uint", "int")
         if not fits or size_bytes != self.size_bytes:
-            raise self.refuse(f"{found} ({size_bytes} bytes)")
+            number = {**dict.fromkeys(integers, "int"), "float": "float"}.get(wanted)
+            advice = f"{number}(value) goes in, or a scalar of {self.size_bytes} bytes"
+            raise self.refuse(f"{found} ({size_bytes} bytes)", advice if number else "")
 
     def _raw(self, data: bytes, found: str) -> Any:
         if len(data) != self.size_bytes:

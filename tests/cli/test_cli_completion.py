@@ -46,6 +46,7 @@ CASES = [
     ("list --arch ", {"sm80", "sm89", "sm90"}),
     ("build --che", {"--check"}),
     ("tune linear_", {"linear_fp8"}),
+    ("bench verify_", {"verify_draft", "verify_tree"}),
     ("verify --", {"--help", "--package", "--json"}),
 ]
 

@@ -47,6 +47,13 @@ def test_a_wrong_command_line_is_exit_code_2(argv: list[str]) -> None:
     assert stopped.value.code == 2
 
 
+def test_without_a_command_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([])
+    said = capsys.readouterr().err
+    assert all(f"    {module.NAME} " in said for module in cli.COMMANDS)
+
+
 def test_an_error_is_one_message_and_exit_code_2() -> None:
     done = python("-m", "kernel_hub", "inspect", "launch_prob")
     assert done.returncode == 2

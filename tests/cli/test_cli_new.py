@@ -84,6 +84,11 @@ def test_it_writes_the_package(kernel_hub_cli: Run, tmp_path: Path) -> None:
     assert ran.out.count("wrote ") == len(files)
 
 
+def test_a_word_of_python_is_said_to_be_one(kernel_hub_cli: Run, tmp_path: Path) -> None:
+    ran = kernel_hub_cli("new", "lambda", "--into", str(tmp_path))
+    assert "'lambda' cannot name a package: it is a word of Python's own" in ran.err
+
+
 def test_it_overwrites_nothing(kernel_hub_cli: Run, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     ran = kernel_hub_cli("new", "mine", "--into", str(tmp_path))

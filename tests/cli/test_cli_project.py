@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from cli_run import ROOT, Run
 
-from kernel_hub import build
+from kernel_hub import build, cli
 from kernel_hub.cli import new
 
 
@@ -23,7 +23,7 @@ def project(tmp_path: Path) -> Path:
 
 def asked(monkeypatch: pytest.MonkeyPatch, folder: Path, *argv: str) -> tuple[Path, Path]:
     monkeypatch.chdir(folder)
-    args = build._parse(argv, "build")
+    args = build._parse(argv, build.parser("build"))
     return args.csrc, args.out
 
 
@@ -62,6 +62,18 @@ def test_an_installed_kernel_hub_builds_nothing_into_site_packages(
     assert "kernel-hub build: error: no sources here: run it in a project" in built(tmp_path)
     assert "/nowhere/nvcc" in built(project)
     assert not (site / "cubins").exists()
+
+
+def test_sources_without_a_place_for_their_cubins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a project they would take the place of its own."""
+    new.write("my_op", tmp_path)
+    monkeypatch.chdir(tmp_path / "my_op")
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["build", "--csrc", str(tmp_path)])
+    assert stopped.value.code == 2
+    assert f"--csrc {tmp_path} without --out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", [["build"], ["export", "rope", "--to"], ["new", "x", "--into"]])

@@ -21,7 +21,7 @@ from kernel_hub.collection.manifest import open_collection
 WIDTH = 80
 
 
-def on_a_terminal(*arguments: str, **env: str) -> list[str]:
+def on_a_terminal(*arguments: str, code: int = 0, **env: str) -> list[str]:
     """The lines that `kernel-hub` writes to a terminal of 24 x 80, less their colours."""
     main, other = pty.openpty()
     fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", 24, WIDTH, 0, 0))
@@ -40,7 +40,7 @@ def on_a_terminal(*arguments: str, **env: str) -> list[str]:
         except OSError:  # Linux: the other end is closed
             pass
     os.close(main)
-    assert running.returncode == 0, written.decode()
+    assert running.returncode == code, written.decode()
     return re.sub(r"\x1b\[[0-9;]*m", "", written.decode()).replace("\r", "").splitlines()
 
 
@@ -55,6 +55,26 @@ def test_cubins_in_80_columns(command: str) -> None:
     assert all(name in firsts for name in CUBINS)
     (said,) = [line for line in lines if line.startswith("all of these: ")]
     assert "package kernel_hub" in said
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["list", "--arch", "hopper"],
+        ["inspect", "rope", "--function", "rope_fp3"],
+        ["build", "--csrc", "/nowhere"],
+        ["lits"],
+    ],
+    ids=" ".join,
+)
+def test_what_is_wrong_breaks_between_words(command: list[str]) -> None:
+    lines = on_a_terminal(*command, code=2)
+    assert len(lines) > 1 and max(map(len, lines)) <= WIDTH
+    piped = subprocess.run(
+        [sys.executable, "-m", "kernel_hub", *command],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert " ".join(lines).split() == piped.stderr.split(), "a word was broken"
 
 
 def test_many_kernels_are_summed_up_on_a_terminal_alone(kernel_hub_cli: Run) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 
 import pytest
 
-from kernel_hub.collection.manifest_text import EntryLines, decoded
+from kernel_hub.collection.manifest_text import EntryLines, Lines, decoded
 
 INNER = '{"text": "a,\\n \\"b\\": {", "of": {"b": 1}}'
 
@@ -51,3 +52,35 @@ def test_other_layouts_are_decoded_whole(text: bytes) -> None:
 @pytest.mark.parametrize("name", ["", 'a": {"x', "no", "a\n"])
 def test_what_is_not_there(name: str) -> None:
     assert name not in lines(b' "a": {"x": 1}')
+
+
+def test_the_few_of_a_list_that_are_looked_for_are_those_it_is_cut_into() -> None:
+    draw = random.Random(20261127)
+    for _ in range(300):
+        rows = [
+            b"".join(draw.choices([b"a", b",", b"\n", b"{}"], k=draw.randrange(1, 6)))
+            for _ in range(draw.randrange(12))
+        ]
+        before, behind = draw.choice([b"", b",\n", b"[\n"]), draw.choice([b"", b",\nx", b"\n]"])
+        inner = b",\n".join(rows)
+        part = slice(len(before), len(before) + len(inner))
+        cut = inner.split(b",\n") if inner else []
+        found = Lines(before + inner + behind, part)
+        for number in range(-1, len(cut) + 2):
+            assert _entry(found, number) == _entry(cut, number), (inner, number)
+        assert list(found) == cut and len(found) == len(cut)
+
+
+def _entry(entries: object, number: int) -> object:
+    try:
+        return entries[number]  # type: ignore[index]
+    except IndexError:
+        return IndexError
+
+
+def test_of_a_long_list_one_is_found_without_cutting_it() -> None:
+    found = Lines(b",\n".join(b"%d" % number for number in range(1000)), slice(0, 4888))
+    assert found[700] == b"700" and found._entries is None
+    for number in range(20):  # many are asked for: then it is worth it
+        assert found[number] == b"%d" % number
+    assert found._entries is not None

@@ -43,6 +43,14 @@ def test_the_stand_in_has_every_function(fakecuda: FakeCuda) -> None:
     assert drv.path == fakecuda.path
 
 
+def test_a_function_is_found_when_it_is_asked_for(fakecuda: FakeCuda) -> None:
+    drv = driver.get()
+    assert drv.has("cuEventCreate") and "cuEventCreate" not in drv._functions
+    assert drv.try_call("cuEventCreate", None, 0) != 0  # typed: None is a null pointer
+    assert "cuEventCreate" in drv._functions and len(drv._functions) < 12
+    assert not drv.has("cuNothing")
+
+
 def test_nothing_is_asked_of_a_driver_that_nobody_calls() -> None:
     package = Path(driver.__file__).parent.parent
     text = "".join(path.read_text(encoding="utf-8") for path in package.rglob("*.py"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -32,6 +33,13 @@ def test_arguments_become_a_list() -> None:
     assert found.endswith(end)
 
 
+def test_what_an_op_returns_is_that_of_its_overloads() -> None:
+    returned = load("docstrings").returned
+    assert returned("flash_attention") == "Tensor | tuple[Tensor, Tensor]"
+    assert returned("rms_norm") == "Tensor | tuple[Tensor, Tensor] | tuple[Tensor, ...]"
+    assert returned("linear") is None
+
+
 @pytest.mark.parametrize(
     ("text", "source", "page", "expected"),
     [
@@ -46,6 +54,32 @@ def test_arguments_become_a_list() -> None:
 )
 def test_links(text: str, source: str, page: str, expected: str) -> None:
     assert load("pages").linked(text, source, page) == expected
+
+
+def test_notebooks_are_pages() -> None:
+    pages = load("pages")
+    there = {f"docs/notebooks/{path.name}" for path in (ROOT / "docs/notebooks").glob("*.ipynb")}
+    assert there == {source for source in pages.COPIES.values() if source.endswith(".ipynb")}
+    text = "[a](docs/notebooks/patch_a_model.ipynb)"
+    assert pages.linked(text, "README.md", "index.md") == "[a](notebooks/patch_a_model.md)"
+
+
+def test_a_notebook_as_markdown(tmp_path: Path) -> None:
+    output = {"output_type": "stream", "name": "stdout", "text": ["1\n", "2\n"]}
+    cells = [
+        {"cell_type": "markdown", "source": ["# Title\n", "words"]},
+        {"cell_type": "code", "source": ["print(1)\n", "print(2)"], "outputs": [output]},
+        {"cell_type": "code", "source": ["x = 1"], "outputs": []},
+    ]
+    file = tmp_path / "a.ipynb"
+    file.write_text(json.dumps({"cells": cells}))
+    expected = "# Title\nwords\n\n```python\nprint(1)\nprint(2)\n```\n\n```text\n1\n2\n```\n\n"
+    as_markdown = load("notebooks").as_markdown
+    assert as_markdown(file) == f"{expected}```python\nx = 1\n```\n"
+    cells[1]["outputs"] = [{"output_type": "display_data", "data": {"image/png": "…"}}]
+    file.write_text(json.dumps({"cells": cells}))
+    with pytest.raises(ValueError, match="an output that is no text: display_data"):
+        as_markdown(file)
 
 
 def test_every_op_has_a_page() -> None:

@@ -6,6 +6,7 @@ import ctypes
 import multiprocessing
 import os
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -64,6 +65,19 @@ def test_a_load_that_was_begun_is_waited_for(fakecuda: FakeCuda) -> None:
     functions[0].load(0, functions[1])
     assert fakecuda.calls("cuLibraryLoadData") == 1 and fakecuda.launch_count == 1
     assert all(0 in function._states for function in functions)
+
+
+def test_a_function_that_is_known_is_given_while_it_loads(fakecuda: FakeCuda) -> None:
+    kernel = Kernel("launch_probe")
+    function = kernel["launch_probe_5"]
+    fakecuda.set_latency("cuLibraryLoadData", 1_000_000)
+    function.load(0, wait=False)
+    while not fakecuda.calls("cuLibraryLoadData"):
+        time.sleep(0.001)
+    began = time.monotonic()
+    assert kernel["launch_probe_5"] is function
+    assert time.monotonic() - began < 0.5, "it waited for the load"
+    apart.wait()
 
 
 def test_a_load_that_was_begun_and_failed_is_said_by_the_launch(fakecuda: FakeCuda) -> None:

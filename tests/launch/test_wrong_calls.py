@@ -3,6 +3,8 @@ what was found, what to do."""
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 from fakecuda import FakeCuda
 
-from kernel_hub import DeviceArray, Kernel, KernelFunction
+from kernel_hub import DeviceArray, Event, Kernel, KernelFunction, Stream
 from kernel_hub.errors import (
     CubinCorruptError,
     CubinNotFoundError,
@@ -58,6 +60,41 @@ def test_params_one_by_one(f: KernelFunction, out: tuple[Any, ...]) -> None:
         with pytest.raises(ParamsError, match="got 9 arguments by position, it takes 5: gridDim, "):
             f(4, 256, 0, None, *out)
         f(4, 256, 0, None, out)
+
+
+def test_grid_and_block_by_other_names(f: KernelFunction, out: tuple[Any, ...]) -> None:
+    ways: tuple[Callable[..., object], ...] = (f, f.bind)
+    for _ in range(2):
+        for way in ways:
+            with pytest.raises(ParamsError, match="grid is gridDim= here; block is blockDim= here"):
+                way(grid=4, block=256, params=out)
+            with pytest.raises(ParamsError, match=r"gridDim of launch_probe_5 .*is missing: an"):
+                way(params=out)
+        f(4, 256, 0, None, out)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "number"), [(3, np.int64(3), "int"), (4, np.float64(2), "float")]
+)
+def test_a_scalar_of_another_width(
+    f: KernelFunction, out: tuple[Any, ...], place: int, value: Any, number: str
+) -> None:
+    given = [*out]
+    given[place] = value
+    with pytest.raises(ParamsError, match=rf"; {number}\(value\) goes in, or a scalar of 4 bytes"):
+        f(4, 256, 0, None, given)
+
+
+def test_a_stream_of_a_gpu_that_is_not_there(
+    fakecuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", seen.append)
+    for make in (Stream, Event):
+        with pytest.raises(CudaDriverError, match="asked for device 9; there are 1"):
+            make(device=9)
+    gc.collect()
+    assert not seen, "what was never made was given back"
 
 
 @pytest.mark.parametrize(

@@ -101,8 +101,9 @@ def _driver_times() -> dict[str, list[float]]:
         return call
 
     opened: Any = importlib.import_module("kernel_hub.driver").get()
-    for name, real in opened._functions.items():
-        opened._functions[name] = timed(name, real)
+    prototypes: Any = importlib.import_module("kernel_hub.driver.prototypes")
+    for name in filter(opened.has, prototypes.FUNCTIONS):
+        opened._functions[name] = timed(name, opened._functions[name])
     return found
 
 

@@ -1,8 +1,11 @@
-"""Docstrings of this project as Markdown: lines like `x, y: what they are` become a list."""
+"""Docstrings of this project as Markdown: lines like `x, y: what they are` become a list. What ops
+return is said where their source says Any."""
 
 from __future__ import annotations
 
 import re
+import runpy
+from pathlib import Path
 from typing import Any
 
 import griffe
@@ -32,6 +35,15 @@ def as_markdown(text: str) -> str:
     return "\n".join(lines)
 
 
+_OVERLOADS = runpy.run_path(str(Path(__file__).parents[1] / "op_types.py"))["OVERLOADS"]
+
+
+def returned(op: str) -> str | None:
+    """All that the overloads of an op return; None where it has none."""
+    kinds = [kind for _, found in _OVERLOADS.get(op, ()) for kind in found.split(" | ")]
+    return " | ".join(dict.fromkeys(kinds)) or None
+
+
 class Arguments(griffe.Extension):  # type: ignore[misc, unused-ignore]
     """Rewrites each docstring as it is read."""
 
@@ -39,3 +51,5 @@ class Arguments(griffe.Extension):  # type: ignore[misc, unused-ignore]
         """Of modules, classes, functions and attributes."""
         if obj.docstring is not None:
             obj.docstring.value = as_markdown(obj.docstring.value)
+        if isinstance(obj, griffe.Function) and str(obj.returns) == "Any":
+            obj.returns = returned(obj.name) or obj.returns

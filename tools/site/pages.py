@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import posixpath
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,15 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[2]
+# In the order they are read.
+NOTEBOOKS = {
+    "launch_a_cubin": "A cubin launched",
+    "triton_without_triton": "Triton without Triton",
+    "patch_a_model": "A model patched",
+}
 # Page -> what of the repository it is.
 COPIES = {
+    **{f"notebooks/{name}.md": f"docs/notebooks/{name}.ipynb" for name in NOTEBOOKS},
     "index.md": "README.md",
     "zh.md": "README.zh-CN.md",
     "results.md": "benchmarks/RESULTS.md",
@@ -95,6 +103,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     config.nav = [
         {"Start": [{"README": "index.md"}, {"中文": "zh.md"}]},
         {"Guides": there(guides)},
+        {"Notebooks": [{title: f"notebooks/{name}.md"} for name, title in NOTEBOOKS.items()]},
         {"Ops": [{op: f"reference/ops/{op}.md"} for op in sorted(ops())]},
         {"Runtime": [{title: f"reference/{page}.md"} for page, (title, _) in RUNTIME.items()]},
         {"Results": "results.md"},
@@ -109,7 +118,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that no file of docs/ is, and pictures that pages show."""
     for page, source in COPIES.items():
         if (ROOT / source).is_file():
-            text = linked((ROOT / source).read_text("utf-8"), source, page)
+            text = linked(_read(ROOT / source), source, page)
             files.append(File.generated(config, page, content=text))
     for page, text in reference().items():
         files.append(File.generated(config, page, content=text))
@@ -118,6 +127,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             File.generated(config, f"pictures/{picture.name}", content=picture.read_bytes())
         )
     return files
+
+
+def _read(source: Path) -> str:
+    if source.suffix == ".ipynb":
+        made = runpy.run_path(str(Path(__file__).with_name("notebooks.py")))
+        return str(made["as_markdown"](source))
+    return source.read_text("utf-8")
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
@@ -138,7 +154,7 @@ def linked(markdown: str, source: str, page: str) -> str:
         path, _, anchor = target.partition("#")
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
         to = {origin: copy for copy, origin in COPIES.items()}.get(path)
-        if path.startswith("docs/") and (ROOT / path).is_file():
+        if to is None and path.startswith("docs/") and (ROOT / path).is_file():
             to = path.removeprefix("docs/")
         elif path.startswith("benchmarks/results/") and path.endswith(".svg"):
             to = f"pictures/{posixpath.basename(path)}"

@@ -5,13 +5,14 @@ Pipes and files always get the plain text: it does not wrap and greps well.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn, TextIO
 
 from ...progress import is_rich
 from ...progress import progress as progress
@@ -175,8 +176,26 @@ def note(text: str, *, wraps: bool = True) -> None:
 
     wraps: no for what people copy (commands), or what has columns of its own.
     """
-    if not (wraps and sys.stdout.isatty()):
-        print(text)
+    _print_lines(text, sys.stdout, wraps)
+
+
+def complain(text: str) -> None:
+    """The same on stderr, of what is wrong."""
+    _print_lines(text, sys.stderr, True)
+
+
+class Parser(argparse.ArgumentParser):
+    """A command line whose complaints break between words too."""
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        complain(f"{self.prog}: error: {message}")
+        self.exit(2)
+
+
+def _print_lines(text: str, stream: TextIO, wraps: bool) -> None:
+    if not (wraps and stream.isatty()):
+        print(text, file=stream)
         return
     width = shutil.get_terminal_size().columns
     for line in text.split("\n"):
@@ -185,7 +204,8 @@ def note(text: str, *, wraps: bool = True) -> None:
             textwrap.fill(
                 line.lstrip(), width, initial_indent=start, subsequent_indent=f"{start}    ",
                 break_long_words=False, break_on_hyphens=False,
-            )
+            ),
+            file=stream,
         )  # fmt: skip
 
 

@@ -149,7 +149,7 @@ class TritonFunction(KernelFunction):
 
     def bind(
         self,
-        gridDim: Any,
+        gridDim: Any = ...,
         blockDim: Any = None,
         sharedMemBytes: Any = None,
         stream: Any = None,

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Callable
 
 import torch
 
-from ...errors import TensorError
-from .counters import zeros_apart
+from ...collection.manifest import open_collection
+from ...errors import KernelHubError, TensorError
+from .counters import zeros_begun
+from .device import is_at_hand
 
 # (table, what was expected of it), in the order of the bits of csrc/include/kernel_hub/bounds.cuh,
 # then of those that one room alone reads, in its own headers.
@@ -35,6 +38,7 @@ TABLES = (
 )
 _MOST_OPS = 64
 _words: dict[int, torch.Tensor] = {}  # by device; an int an op
+_begun: dict[int, Callable[[], torch.Tensor]] = {}  # words that nobody waited for yet
 _flags: dict[tuple[str, int], torch.Tensor] = {}
 _ops: list[str] = []
 _lock = threading.Lock()
@@ -49,6 +53,18 @@ def flag(op: str, like: torch.Tensor) -> torch.Tensor | None:
     return _make(op, like) if found is None else found
 
 
+def begin(like: torch.Tensor) -> None:
+    """Have what `flag` gives made, and the manifest read, under what a first call does before."""
+    index = like.get_device()
+    if index not in _words and index not in _begun and is_at_hand(like):
+        _begun[index] = zeros_begun(_MOST_OPS, like.device, _read_ahead)
+
+
+def _read_ahead() -> None:
+    with contextlib.suppress(KernelHubError):  # the launch says what is wrong
+        open_collection()
+
+
 def _make(op: str, like: torch.Tensor) -> torch.Tensor | None:
     index = like.get_device()
     is_inference = torch.is_inference_mode_enabled()  # `take` may write it in any mode
@@ -60,7 +76,7 @@ def _make(op: str, like: torch.Tensor) -> torch.Tensor | None:
             elif torch.cuda.is_current_stream_capturing():
                 return None
             else:
-                words = zeros_apart(_MOST_OPS, like.device)
+                words = (_begun.pop(index, None) or zeros_begun(_MOST_OPS, like.device))()
             _words[index] = words
         if op not in _ops:
             _ops.append(op)

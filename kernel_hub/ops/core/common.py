@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ...errors import TensorError
+from .device import is_at_hand
 from .numbers import MAX_NUMBER as MAX_NUMBER
 from .numbers import MAX_SIZE as MAX_SIZE
 from .numbers import check_choice as check_choice
@@ -72,6 +73,12 @@ def shipped(cubin: str, function: str) -> Any:
     from ...registry import own
 
     return own[cubin][function]
+
+
+def load_ahead(like: torch.Tensor, *functions: Any) -> None:
+    """Begin to load these on the GPU of `like`, under what is left to do before their launch."""
+    if is_at_hand(like):
+        functions[0].load(like.get_device(), *functions[1:], wait=False)
 
 
 def check_data(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+from .launch import nothing
 
 Taken = tuple[int | None, torch.Tensor]  # the index of its device, zeros
 _sets: dict[tuple[int | None, int, int], torch.Tensor] = {}
@@ -54,35 +56,30 @@ def lasting_zeros(count: int, device: torch.device) -> torch.Tensor:
     """`count` int32 zeros of a GPU that stay for good, for launches on any stream."""
     _keep_reserve(device)
     found = _of_reserve(device, count)
-    return zeros_apart(count, device) if found is None else found[:count]
+    return zeros_begun(count, device)() if found is None else found[:count]
 
 
 def _keep_reserve(device: torch.device) -> None:
     if device.index not in _reserves:
-        _reserves[device.index] = zeros_apart(_RESERVE, device)
+        _reserves[device.index] = zeros_begun(_RESERVE, device)()
 
 
-def zeros_apart(count: int, device: torch.device) -> torch.Tensor:
-    """`count` int32 zeros for which a thread of their own asks: the caller's may be in inference
-    mode, or about to record a graph (torch.compile's "reduce-overhead"), whose pool would own what
-    is allocated meanwhile.
+def zeros_begun(
+    count: int, device: torch.device, before: Callable[[], object] = nothing
+) -> Callable[[], torch.Tensor]:
+    """What waits for `count` int32 zeros, and gives them. A thread of their own asks for them: the
+    caller's may be in inference mode, or about to record a graph (torch.compile's
+    "reduce-overhead"), whose pool would own what is allocated meanwhile. It does `before` first.
     """
-    made: list[torch.Tensor] = []
-    failed: list[BaseException] = []
+    from ...driver import apart
 
-    def make() -> None:
-        try:
-            made.append(torch.zeros(count, dtype=torch.int32, device=device))
-            torch.cuda.current_stream(device).synchronize()
-        except BaseException as error:  # noqa: BLE001 - it is the caller's
-            failed.append(error)
+    def make() -> torch.Tensor:
+        before()
+        made = torch.zeros(count, dtype=torch.int32, device=device)
+        torch.cuda.current_stream(device).synchronize()
+        return made
 
-    thread = threading.Thread(target=make)
-    thread.start()
-    thread.join()
-    if failed:
-        raise failed[0]
-    return made[0]
+    return apart.begin(make)
 
 
 def _stream_id(device: torch.device) -> int:

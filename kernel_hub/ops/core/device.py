@@ -106,6 +106,13 @@ class PlannedGpu(NamedTuple):
         return {"programmatic": True} if self.overlaps_launches else {}
 
 
+def is_at_hand(like: torch.Tensor) -> bool:
+    """Whether something may be begun on the GPU of `like` ahead of a launch: torch has begun with
+    it, and no graph is captured."""
+    is_begun = like.is_cuda and torch.cuda.is_initialized()
+    return is_begun and not torch.cuda.is_current_stream_capturing()
+
+
 # What CPU tensors are planned for, where tests run kernels in an emulator.
 EMULATED = PlannedGpu(SM80, 7)
 _pretended: PlannedGpu | None = None

@@ -15,6 +15,7 @@ from .refusals import refuse
 _NUMBERS = (int, float, INTEGER, FLOATING, torch.SymInt, torch.SymFloat)
 _COUNTS = (int, INTEGER, torch.SymInt)
 _FLAGS = (bool, int, BOOL, torch.SymBool, type(None))
+_TOKENS = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "e4m3": "float8_e4m3fn"}
 _NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*")
 # Sizes are C ints on the device, and an index may pass the end by one block's span.
 MAX_SIZE = 2**30
@@ -103,9 +104,11 @@ def check_dtype(op: str, argument: str, value: Any, dtypes: Sequence[torch.dtype
     """`value` must be one of `dtypes`, or None."""
     if value is not None and (not isinstance(value, torch.dtype) or value not in dtypes):
         found = f"{value!r:.60}"
-        names = {str(dtype).removeprefix("torch."): dtype for dtype in dtypes}
-        if isinstance(value, str) and value.removeprefix("torch.") in names:
-            found = f"the text {value!r}: pass {names[value.removeprefix('torch.')]}, no text"
+        if isinstance(value, str):
+            text = value.removeprefix("torch.")
+            meant = getattr(torch, _TOKENS.get(text, text), None)
+            if isinstance(meant, torch.dtype):
+                found = f"the text {value!r}: pass {meant}, no text"
         raise refuse(op, argument, " or ".join(map(str, dtypes)), found)
 
 

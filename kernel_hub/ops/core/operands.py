@@ -203,7 +203,10 @@ def check_tensor(op: str, argument: str, value: Any) -> None:
         if isinstance(value, NDARRAY):
             found = f"a NumPy array of {value.dtype}, shape {value.shape}: torch.from_numpy(it)"
             raise refuse(op, argument, "a torch tensor", found)
-        raise refuse(op, argument, "a torch tensor", f"{type(value).__name__} {value!r:.60}")
+        found = f"{type(value).__name__} {value!r:.60}"
+        if isinstance(value, (list, tuple, int, float)) and argument != "out":
+            found += ": torch.tensor(it, dtype=…, device=…) makes one"
+        raise refuse(op, argument, "a torch tensor", found)
     if not _is_tracing() and (odd := _oddity(value)):
         raise refuse(op, argument, *odd)
 

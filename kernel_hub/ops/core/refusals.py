@@ -29,5 +29,9 @@ def named(dtypes: Iterable[torch.dtype]) -> str:
 
 def refuse(op: str, argument: str, expected: str, found: object) -> TensorError:
     """The TensorError for `argument` of `op`."""
-    shown = say(found) if isinstance(found, torch.Tensor) else found
+    shown = found
+    if isinstance(found, torch.Tensor):
+        shown = say(found)
+        if expected == "dtype int32" and found.dtype == torch.int64:
+            expected += f" ({argument}.int())"
     return TensorError(f"{op}: {argument}: expected {expected}, found {shown}")

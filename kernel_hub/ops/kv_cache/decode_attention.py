@@ -191,32 +191,42 @@ def _step(given: DecodeGiven, is_aligned: bool) -> Step:
     num_kv_heads = k_cache.shape[2]
     if q.numel() == 0:
         return Step(Launch())
-    rows = seqlen_q * (num_heads // num_kv_heads)
-    # A scale below 0 turns the order of scores round, which only the general kernel bears.
-    is_general = (
-        window_left >= 0 or softcap > 0.0 or alibi_slopes is not None or softmax_scale <= 0.0
-    )
-    variant = plans.choose_variant(head_dim, k_cache.element_size(), rows, is_general)
-    if sm90.applies(given, variant):
-        return Step(sm90.plan(given))
     page_size = k_cache.shape[1]
     max_tokens = page_size if block_table is None else page_size * block_table.shape[1]
-    items = batch_size * num_kv_heads * -(-rows // variant.rows)
+    items = batch_size * num_kv_heads
     device = device_of(q.device)
     seen = max_tokens if window_left < 0 else min(max_tokens, window_left + seqlen_q)
     token_bytes = 2 * head_dim * k_cache.element_size()
     num_bytes = batch_size * num_kv_heads * seen * token_bytes
     caches = plans.Caches(items, max_tokens, seen, token_bytes, num_bytes)
-    blocks = plans.blocks_for(variant, caches, head_dim, device.num_sms)
-    split = plans.choose_split(caches, variant.unit, num_splits, blocks, device.num_sms)
+    split = plans.Split(1, items, items, 0)
+    # An item of these is one block of rows: what the others state is not read before, which would
+    # be for nothing in a first call.
+    shape = (0, 0) if sm90.choice else short.shape_for(given, caches)
+    rows = seqlen_q * (num_heads // num_kv_heads)
+    if not shape[0]:
+        # A scale below 0 turns the order of scores round, which only the general kernel bears.
+        is_general = (
+            window_left >= 0 or softcap > 0.0 or alibi_slopes is not None or softmax_scale <= 0.0
+        )
+        variant = plans.choose_variant(head_dim, k_cache.element_size(), rows, is_general)
+        if sm90.applies(given, variant):
+            return Step(sm90.plan(given))
+        items *= -(-rows // variant.rows)
+        caches = caches._replace(items=items)
+        if sm90.choice:
+            shape = short.shape_for(given, caches)
+        blocks = plans.blocks_for(variant, caches, head_dim, device.num_sms)
+        split = plans.choose_split(caches, variant.unit, num_splits, blocks, device.num_sms)
     token = common.DTYPE_TOKENS[q.dtype]
-    function, merging = common.shipped(variant.cubin, variant.name(token)), []
-    if split.num_merges:
-        merging = [common.shipped(variant.merging_cubin, f"decode_attention_{token}_merge")]
-    shape = short.shape_for(given, caches)
-    is_begun = q.is_cuda and torch.cuda.is_initialized()
-    if is_begun and not shape[0] and not torch.cuda.is_current_stream_capturing():
-        function.load(q.get_device(), *merging, wait=False)  # under what follows here
+    if shape[0]:
+        functions = [common.shipped(short.CUBIN, short.name(given))]
+    else:
+        functions = [common.shipped(variant.cubin, variant.name(token))]
+        if split.num_merges:
+            merging = f"decode_attention_{token}_merge"
+            functions.append(common.shipped(variant.merging_cubin, merging))
+    common.load_ahead(q, *functions)
     strides = (*out.stride()[:3], *q.stride()[:3])
     new = [(0, 0, 0) if x is None else x.stride()[:3] for x in (k, v)]
     aligned = is_aligned and common.is_aligned(
@@ -245,11 +255,11 @@ def _step(given: DecodeGiven, is_aligned: bool) -> Step:
             sink_type,
         )  # fmt: skip
         merge = Launch(
-            merging[0], plans.merge_grid(split, min(rows, variant.rows), head_dim),
+            functions[1], plans.merge_grid(split, min(rows, variant.rows), head_dim),
             plans.merge_stated().block,
             numbers=merge_numbers, options=how,
         )  # fmt: skip
-    main = Launch(function, (split.num_blocks, 1, 1), *variant.stated[:2], numbers, options=how)
+    main = Launch(functions[0], (split.num_blocks, 1, 1), *variant.stated[:2], numbers, options=how)
     partials: tuple[torch.Tensor, ...] = ()
     if split.num_merges:
         lse = torch.empty(split.num_blocks * variant.rows, dtype=torch.float32, device=q.device)
@@ -309,6 +319,7 @@ def _cuda_into(arguments: tuple[Any, ...], is_given: bool = True) -> None:
         key += tuple([None if x is None else (x.dtype, x.shape, x.stride()) for x in others])
     plan = _plans.get(key)
     if plan is None:
+        bounds.begin(q)
         given = _given(*arguments)
         checks.check(given)
         writes = _reads if k is None else _appends

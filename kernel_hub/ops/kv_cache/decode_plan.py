@@ -124,7 +124,8 @@ def choose_variant(head_dim: int, cache_bytes: int, rows: int, is_general: bool)
     fitting = [v for v in VARIANTS if v.head_dim >= head_dim and v.cache_bytes == cache_bytes]
     # The smallest head_dim; then the blocks of rows wanted, where there are such.
     least = min(v.head_dim for v in fitting)
-    return min((v for v in fitting if v.head_dim == least), key=lambda v: v.rows != wanted)
+    least_fitting = [v for v in fitting if v.head_dim == least]
+    return next((v for v in least_fitting if v.rows == wanted), least_fitting[0])
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import torch
 
 from ..core import common
 from ..core.device import device_of
+from .checks import turned
 from .grouped_launch import GroupedLaunch, OperandLayout, check_rows, launch_of
 from .grouped_plan import TABLES, GroupedProblem, choose, too_large
 from .product import ProductOp, launch
@@ -54,9 +55,7 @@ def _batch_of(a: Any, b: Any) -> tuple[int, ...]:
 
 
 def _check(a: Any, b: Any, out: Any, out_dtype: Any) -> None:
-    common.check_data(_OP, "a", a)
-    if a.dtype not in _DTYPES:
-        raise common.refuse(_OP, "a", "dtype float16 or bfloat16", a)
+    common.check_data(_OP, "a", a, _DTYPES)
     if a.dim() < 2:
         raise common.refuse(_OP, "a", "at least two dimensions (..., m, k)", a)
     m, k = a.shape[-2:]
@@ -66,6 +65,8 @@ def _check(a: Any, b: Any, out: Any, out_dtype: Any) -> None:
     if b.dim() < 2:
         raise common.refuse(_OP, "b", "at least two dimensions (..., n, k)", b)
     n = b.shape[-2]
+    if b.shape[-1] != k == n:
+        raise common.refuse(_OP, "b", f"shape (..., n, {k}){turned('b', b)}", b)
     common.check_like(_OP, "b", b, (*b.shape[:-1], k), a)
     batch = _batch_of(a, b)
     num_matrices = math.prod(batch)

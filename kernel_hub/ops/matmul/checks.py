@@ -28,11 +28,16 @@ def check_weight(
     if value.dim() != rank or value.shape[-1] != k:
         expected = f"shape ({leading}, {k})"
         if value.dim() == rank and value.shape[-2] == k:
-            turned = f"{argument}.mT" if rank > 2 else f"{argument}.T"
-            contiguous = "" if value.stride(-2) == 1 else ".contiguous()"
-            expected += f", a row an output (it looks transposed: pass {turned}{contiguous})"
+            expected += turned(argument, value)
         raise common.refuse(op, argument, expected, value)
     common.check_like(op, argument, value, value.shape, of)
+
+
+def turned(argument: str, value: torch.Tensor) -> str:
+    """What is said of a `value` with the rows of k where its columns should be."""
+    other = f"{argument}.mT" if value.dim() > 2 else f"{argument}.T"
+    contiguous = "" if value.stride(-2) == 1 else ".contiguous()"
+    return f", a row an output (it looks transposed: pass {other}{contiguous})"
 
 
 def check_results(

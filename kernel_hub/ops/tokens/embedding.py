@@ -112,6 +112,9 @@ def _check(
     ids: Any, weight: Any, scale: Any, position_weight: Any, positions: Any, first_id: Any,
     vocab_size: Any, out: Any = None,
 ) -> None:  # fmt: skip
+    tables = [isinstance(x, torch.Tensor) and x.is_floating_point() for x in (ids, weight)]
+    if tables == [True, False]:
+        raise common.refuse(_OP, "ids", "whole numbers: the ids come first, then the table", ids)
     common.check_data(_OP, "weight", weight)
     if weight.dim() != 2:
         raise common.refuse(_OP, "weight", "two dimensions (num_rows, hidden_size)", weight)

@@ -232,3 +232,34 @@ def test_every_kernel_that_reads_indices_has_a_flag() -> None:
 
 def test_every_index_of_an_op_has_a_name() -> None:
     assert {name for name, _ in bounds.TABLES} == INDICES
+
+
+def test_flags_that_were_begun_are_those_that_launches_get(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def begun(count: int, device: object, before: Any = None) -> Callable[[], torch.Tensor]:
+        made.append(count)
+        assert before is None or before() is None
+        return lambda: torch.zeros(count, dtype=torch.int32)
+
+    class Like:
+        is_cuda, device = True, "cuda:5"
+
+        def get_device(self) -> int:
+            return 5
+
+    like: Any = Like()
+    for name in ("_words", "_flags", "_begun"):
+        monkeypatch.setattr(bounds, name, {})
+    monkeypatch.setattr(bounds, "zeros_begun", begun)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    bounds.begin(like)
+    assert not made, "torch has not begun with CUDA, or captures: what is made now is the graph's"
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    bounds.begin(like)
+    bounds.begin(like)
+    flags = [bounds.flag(op, like) for op in ("rope", "sample", "rope")]
+    bounds.begin(like)
+    assert len(made) == 1 and flags[0] is flags[2] is not None
+    assert flags[1] is not None and flags[0].data_ptr() != flags[1].data_ptr()
