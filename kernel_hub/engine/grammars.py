@@ -13,7 +13,13 @@ class Grammar:
     """A request's place in a grammar, as `SamplingParams` takes it."""
 
     def __init__(self, matcher: Any) -> None:
-        self._matcher, self.accept = matcher, matcher.consume_token
+        self._matcher = matcher
+
+    def accept(self, token: int) -> bool:
+        """Raises RequestError where llguidance gives up, as a schema is too large for it."""
+        if not self._matcher.consume_token(token):
+            raise _refusal(self._matcher)
+        return True
 
     def bitmask(self, out: Any) -> None:
         """A token t that may follow is bit t % 32 of word t // 32."""
@@ -33,8 +39,7 @@ class Grammars:
         grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
         first = LLMatcher(self._vocabulary, grammar, log_level=0)
         if first.is_error():
-            said = f"This schema can not be followed: {first.get_error().splitlines()[0]}"
-            raise RequestError(said, argument="schema")
+            raise _refusal(first)
         return [Grammar(first), *(Grammar(first.deep_copy()) for _ in range(count - 1))]
 
     @cached_property
@@ -47,6 +52,11 @@ class Grammars:
         if engine.tokenizer is not None:
             return LLTokenizer(engine.tokenizer.to_str(), n_vocab=engine.vocab_size, eos_token=ends)
         return LLTokenizer(TokenizerWrapper(_Bytes(engine.vocab_size, ends[0])), eos_token=ends)
+
+
+def _refusal(matcher: Any) -> RequestError:
+    said = matcher.get_error().splitlines()[0]
+    return RequestError(f"This schema can not be followed: {said}", argument="schema")
 
 
 class _Bytes:

@@ -95,3 +95,7 @@ def test_json_by_a_schema_without_a_server() -> None:
         assert json.loads(answer.text)["yes"] in (True, 17), answer
     with pytest.raises(RequestError, match="nonsense"):
         Grammars(engine).json({"type": "nonsense"}, 1)
+    (large,) = Grammars(engine).json({"type": "string", "pattern": "^(a{1000}){1000}$"}, 1)
+    (answer,) = engine.generate(["a"], SamplingParams(max_tokens=9, grammar=large))
+    assert answer.finish_reason == "error" and "too many expressions" in (answer.error or "")
+    assert "\n" not in (answer.error or "") and engine.generate(["a"])[0].error is None
