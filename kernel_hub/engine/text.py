@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,9 @@ class TextStream:
 
     def __init__(self, decode: Callable[[Iterable[int]], str], stop: Sequence[str]) -> None:
         self._decode, self._stop = decode, tuple(stop)
+        # Most tokens have none of the characters that a stop string begins with.
+        first = "".join(each[0] for each in stop)
+        self._first = re.compile(f"[{re.escape(first)}]").search if stop else lambda text: None
         # The last tokens, of which the first are there for what joins them to those behind them.
         self._tokens: list[int] = []
         self._num_old, self._shown = 0, 0  # of them; characters of their text that were handed on
@@ -113,7 +117,7 @@ class TextStream:
 
     def _checked(self, text: str) -> str:
         """Less what may become a stop string, and what comes after one."""
-        if not self._stop:
+        if not self._held and not self._first(text):
             return text
         self._held += text
         ends = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]

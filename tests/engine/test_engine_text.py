@@ -12,7 +12,7 @@ pytest.importorskip("torch", reason="the engine is torch's")
 
 from kernel_hub.engine.text import Bytes, TextStream
 
-ALPHABET = "aab€🙂é "
+ALPHABET = "aab€🙂é ]^-\\&["
 
 
 def test_streams_by_lot() -> None:
