@@ -223,3 +223,29 @@ def test_a_poisoned_request_hurts_itself_alone(here: Served) -> None:
             list(made)
         assert caught.value.code == "engine_error"
     assert client.completions.create(**TEXT, max_tokens=3).usage.completion_tokens <= 3
+
+
+def test_a_million_errors_are_one() -> None:
+    """Each would be told in turn, by the thread that answers everybody."""
+    from pydantic import ValidationError
+
+    from kernel_hub.engine.server.bodies import Chat, Completion
+    from kernel_hub.engine.server.refusals import MOST_ERRORS, api_error
+
+    many: list[Any] = [{}] * 5000
+    for kind, good, more in (
+        (Completion, TEXT, {"prompt": [[""] * 5000]}), (Completion, TEXT, {"prompt": [""] * 5000}),
+        (Completion, TEXT, {"stop_token_ids": [""] * 5000}), (Chat, CHAT, {"tools": [""] * 5000}),
+        (Chat, CHAT, {"messages": many}), (Chat, CHAT, {"stop": many}),
+        (Chat, CHAT, {"messages": [{"role": "user", "content": many}]}),
+        (Chat, CHAT, {"messages": [{"role": "user", "tool_calls": [""] * 5000}]}),
+    ):  # fmt: skip
+        with pytest.raises(ValidationError) as caught:
+            kind.model_validate_json(json.dumps({**good, **more}))
+        assert caught.value.error_count() < 300, more.keys()
+    for more in ({"logit_bias": dict.fromkeys("x" * i for i in range(MOST_ERRORS + 2))},
+                 dict.fromkeys("x" * i for i in range(1, MOST_ERRORS + 2))):  # fmt: skip
+        with pytest.raises(ValidationError) as caught:
+            Completion.model_validate_json(json.dumps({**TEXT, **more}))
+        error = api_error(caught.value)
+        assert error.status_code == 400 and "places" in error.detail
