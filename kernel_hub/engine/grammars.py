@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import threading
+from concurrent.futures import Future
 from functools import cached_property
 from typing import Any
 
 from ..errors import RequestError
+
+# llguidance reads a schema by recursion, which ends the process where a stack ends, and some small
+# schemas for hours: it has a thread with a stack for the largest, which is left if it takes long.
+MOST_BYTES, STACK_BYTES, MOST_S = 64 << 10, 256 << 20, 5.0
 
 
 class Grammar:
@@ -30,17 +36,30 @@ class Grammars:
     """Grammars over an engine's vocabulary, which is read when the first is asked for."""
 
     def __init__(self, engine: Any) -> None:
-        self._engine = engine
+        self._engine, self._reader = engine, threading.Thread()
 
     def json(self, schema: Any, count: int) -> list[Grammar]:
         """For `count` requests. Raises RequestError, ImportError without llguidance."""
-        from llguidance import LLMatcher
-
-        grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
-        first = LLMatcher(self._vocabulary, grammar, log_level=0)
-        if first.is_error():
-            raise _refusal(first)
-        return [Grammar(first), *(Grammar(first.deep_copy()) for _ in range(count - 1))]
+        text, first = json.dumps(schema), Future[Any]()
+        if len(text) > MOST_BYTES:
+            said = f"This schema can not be followed: it is larger than {MOST_BYTES} bytes"
+            raise RequestError(said, argument="schema")
+        if self._reader.is_alive():
+            raise RequestError("Another schema is still being read: try again later.")
+        args, before = (text, self._vocabulary, first), threading.stack_size(STACK_BYTES)
+        try:
+            self._reader = threading.Thread(target=_read, args=args, daemon=True)
+            self._reader.start()
+        finally:
+            threading.stack_size(before)
+        self._reader.join(MOST_S)
+        if self._reader.is_alive():
+            said = f"This schema can not be followed: reading it takes over {MOST_S:g} s"
+            raise RequestError(said, argument="schema")
+        matcher = first.result()
+        if matcher.is_error():
+            raise _refusal(matcher)
+        return [Grammar(matcher), *(Grammar(matcher.deep_copy()) for _ in range(count - 1))]
 
     @cached_property
     def _vocabulary(self) -> Any:
@@ -52,6 +71,16 @@ class Grammars:
         if engine.tokenizer is not None:
             return LLTokenizer(engine.tokenizer.to_str(), n_vocab=engine.vocab_size, eos_token=ends)
         return LLTokenizer(TokenizerWrapper(_Bytes(engine.vocab_size, ends[0])), eos_token=ends)
+
+
+def _read(text: str, vocabulary: Any, found: Future[Any]) -> None:
+    try:
+        from llguidance import LLMatcher
+
+        grammar = LLMatcher.grammar_from_json_schema(text)
+        found.set_result(LLMatcher(vocabulary, grammar, log_level=0))
+    except BaseException as error:  # noqa: BLE001 - told to who waits
+        found.set_exception(error)
 
 
 def _refusal(matcher: Any) -> RequestError:
