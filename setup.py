@@ -162,7 +162,7 @@ setup(
             *ENGINE,
             "starlette>=0.40",
             "uvicorn>=0.30",
-            "pydantic>=2.7",
+            "pydantic>=2.8",
             "prometheus-client>=0.20",
         ],
         # JSON by a schema; one wheel for every Python, and nothing comes with it.

@@ -9,7 +9,9 @@ step, each pass read before the next is planned. Prompts come one a step and end
 Floor: over all products, attention, norms and sampling the sum of max(bytes / memory rate,
 FLOP / matrix rate), at the rates given. The prompt of 8,192 beside the rate at which this card
 multiplies when it has been busy (a product of 8192^3 by torch); decodes with 512 tokens of a prompt
-beside a prompt of as many tokens and the decodes' attention, each alone.
+beside a prompt of as many tokens and the decodes' attention, each alone. The engine takes so many
+beside decodes where a backlog asks for it (engine/shapes.py): that case has one, and room in a pass
+for no more. --case: these alone, in the order of all.
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import torch
@@ -56,11 +58,14 @@ PASSES = (
     *(Pass(1, 1024), Pass(1, 8192), Pass(16, 1024), Pass(16, 8192), Pass(33, 3072)),
     *(Pass(64, 1024), Pass(64, 4096), Pass(200, 1024)),
     *(Pass(0, 0, 777), Pass(0, 0, 2048), Pass(0, 0, 8192)),
-    *(Pass(0, 0, 576), Pass(64, 1024, 512)),
+    *(Pass(64, 1024, 192), Pass(0, 0, 576), Pass(64, 1024, 512)),
 )
-MIXED = PASSES[-2:]  # as many tokens, alone and beside decodes
+CASES = {str(each): each for each in PASSES}
+ALONE, MIXED = PASSES[-2:]  # as many tokens, alone and beside decodes
 LONG = Pass(0, 0, 8192)
 CACHE_TOKENS = 450_000
+MOST_TOKENS = 8192  # of a pass
+BACKLOG = 40  # prompts of 512 tokens that wait: as much as a sixteenth of fills a pass
 
 
 def floor_us(
@@ -105,31 +110,32 @@ class Clock:
     """When the device begins and ends the passes of an engine: from the first copy to the last."""
 
     def __init__(self, engine: Any) -> None:
-        self.began: list[Any] = []
-        self.ended: list[Any] = []
+        self.passes: list[tuple[Any, Any]] = []
         real_run, real_staged = engine.runner.run, engine.runner._staged
 
         def staged(arrays: Any) -> Any:
             found = real_staged(arrays)
-            self._mark(self.began)
+            self._began = _now()
             return found
 
         def run(batch: Any) -> Any:
             drawn = real_run(batch)
-            self._mark(self.ended)
+            self.passes.append((self._began, _now()))
             return drawn
 
         engine.runner._staged, engine.runner.run = staged, run
 
-    def _mark(self, events: list[Any]) -> None:
-        events.append(torch.cuda.Event(enable_timing=True))
-        events[-1].record()
-
-    def idle_us(self, count: int) -> list[float]:
-        """Between the last `count` passes, from the end of one to the start of the next."""
+    def idle_us(self, places: Iterable[int]) -> list[float]:
+        """Before the passes at these places, from the end of the one before each."""
         torch.cuda.synchronize()
-        pairs = zip(self.ended[-count - 1 : -1], self.began[-count:], strict=True)
+        pairs = ((self.passes[i - 1][1], self.passes[i][0]) for i in places)
         return [1e3 * end.elapsed_time(begin) for end, begin in pairs]
+
+
+def _now() -> Any:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def request(lot: random.Random, name: str, length: int, vocab_size: int, most: int) -> Request:
@@ -146,24 +152,24 @@ def stepped(engine: Any) -> list[Any]:
 
 
 def steps(
-    engine: Any, clock: Clock, prompts: list[Request], count: int, is_in_step: bool
+    engine: Any, clock: Clock, prompts: Iterator[Request], count: int, is_in_step: bool
 ) -> tuple[list[float], list[float], list[Any]]:
     """Microseconds from step to step, the device's idle ones between, what the steps said.
 
-    is_in_step: each pass is read before the next is planned.
+    prompts: one a step. is_in_step: each pass is read before the next is planned.
     """
     began, said = [time.perf_counter()], list[Any]()
     for i in range(count + WARM):
-        if prompts:
-            engine.submit(prompts.pop())
+        for prompt in islice(prompts, 1):
+            engine.submit(prompt)
         if is_in_step and engine._flight is not None:
             engine._flight.is_awaited = True
         found = stepped(engine)
         began.append(time.perf_counter())
         if i >= WARM:
             said.append(found)
-    walls = [(after - before) * 1e6 for before, after in pairwise(began)]
-    return walls[WARM:], clock.idle_us(count), said
+    walls, made = [(after - before) * 1e6 for before, after in pairwise(began)], len(clock.passes)
+    return walls[WARM:], clock.idle_us(range(made - count, made)), said
 
 
 def busy_rate(rounds: int) -> float:
@@ -188,12 +194,12 @@ def run(options: argparse.Namespace) -> int:
     config = {**NAMED[options.model], "num_hidden_layers": options.layers}
     described, report = ModelConfig.from_dict(config), Report("engine", options)
     engine = Engine.random(
-        config, max_model_len=16384, max_tokens_a_pass=8192, seed=options.seed,
+        config, max_model_len=16384, max_tokens_a_pass=MOST_TOKENS, seed=options.seed,
         cache_tokens=CACHE_TOKENS,
     )  # fmt: skip
     engine.text, clock, vocab_size = Words(engine.vocab_size), Clock(engine), engine.vocab_size
     took: dict[Pass, float] = {}
-    for x in PASSES:
+    for x in (each for name, each in CASES.items() if name in (options.case or CASES)):
         lot = random.Random(f"{options.seed} {x}")
         lengths = [lot.randint(x.context * 2 // 3, x.context * 4 // 3) for _ in range(x.decodes)]
         for i, length in enumerate(lengths):
@@ -201,14 +207,17 @@ def run(options: argparse.Namespace) -> int:
         while x.decodes and len(stepped(engine)) < x.decodes:  # until all of them answer
             pass
         chunks = [1] * x.decodes + [x.prompt] * (x.prompt > 0)
+        engine._scheduler.max_tokens = sum(chunks) if x == MIXED else MOST_TOKENS
         before = lengths + [0] * (x.prompt > 0)
         floor = floor_us(described, chunks, before, options.tb_per_s * 1e6, options.tflops * 1e6)
         found: dict[str, list[float]] = {}
         for name in (OURS, IN_STEP):
-            prompts = [
+            prompts = (
                 request(lot, f"{name} {i}", x.prompt, vocab_size, 1)
-                for i in range((options.rounds + WARM) * (x.prompt > 0))
-            ]
+                for i in range((options.rounds + WARM + BACKLOG) * (x.prompt > 0))
+            )
+            for prompt in islice(prompts, BACKLOG * (x == MIXED)):
+                engine.submit(prompt)
             walls, idle, said = steps(engine, clock, prompts, options.rounds, name == IN_STEP)
             found |= {name: walls, f"{name}, idle": idle}
             tokens = [token for deltas in said for delta in deltas for token in delta.tokens]
@@ -216,8 +225,10 @@ def run(options: argparse.Namespace) -> int:
                 0 <= token < vocab_size for token in tokens
             ):
                 report.failures.append(f"{x}, {name}: {[len(d) for d in said]}, {tokens[:8]}")
-        for i in range(x.decodes):
-            engine.abort(f"decode {i}")
+            for left in [each for each in engine._live if not each.startswith("decode")]:
+                engine.abort(left)
+        for left in list(engine._live):
+            engine.abort(left)
         while engine.has_work:
             stepped(engine)
         medians = report.case(str(x), {**found, FLOOR: [floor]}, "us", ratio_to=FLOOR)
@@ -234,9 +245,9 @@ def run(options: argparse.Namespace) -> int:
             share = floor_us(described, chunks, before, float("inf"), rate) / took[x]
             print(f"{x!s:22} {share:.3f} of {rate / 1e6:.0f} TFLOP/s, the busy card's")
             report.ahead("a long prompt, the busy card's products", share)
-        elif x == MIXED[-1]:
+        elif x == MIXED and ALONE in took:
             texts = [[lot.randrange(vocab_size) for _ in range(length)] for length in lengths]
-            parts = took[MIXED[0]], attention_us(engine, texts, options.rounds)
+            parts = took[ALONE], attention_us(engine, texts, options.rounds)
             print(f"{x!s:22} {took[x] / sum(parts):.3f} x (prompt alone {parts[0]:.1f} us + "
                   f"attention alone {parts[1]:.1f} us)")  # fmt: skip
             report.ahead("decodes beside a prompt", sum(parts) / took[x])
@@ -246,6 +257,7 @@ def run(options: argparse.Namespace) -> int:
 def main() -> int:
     def more(parser: argparse.ArgumentParser) -> None:
         model_arguments(parser)
+        parser.add_argument("--case", action="append", choices=CASES, help="may be repeated")
         parser.add_argument("--seed", type=int, default=1)
         parser.add_argument("--tb-per-s", type=float, default=4.69, help="of memory, measured")
         parser.add_argument("--tflops", type=float, default=801.0, help="of products, measured")

@@ -2,20 +2,27 @@
 8B-shaped model with random weights; beside the engine's own loop, and beside threads that change
 every 5 ms, as Python's do.
 
-From the start of a step to the start of the next; the clients are another process.
+    python benchmarks/bench_serve.py [--quick] [--rounds 5] [--clients 1,64] [--answer 256]
+
+From the start of a step to the start of the next; how long the device is idle between their passes;
+and what this process's processors work in a step, the clients being another process.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+from bench_engine import Clock, Words
 from harness import OURS, Report, arguments
 
 QUICK = {"rounds": 1, "layers": 4}
@@ -36,18 +43,32 @@ threads = [threading.Thread(target=ask, args=(number,)) for number in range(num_
 """
 
 
+@dataclass
+class Steps:
+    """Those of which all clients have a part, in microseconds of each."""
+
+    period: list[float] = field(default_factory=list)
+    idle: list[float] = field(default_factory=list)  # of the device, before a pass
+    busy: list[float] = field(default_factory=list)  # of this process's processors
+
+
 @contextlib.contextmanager
-def periods(engine: Any, num_clients: int) -> Iterator[list[float]]:
-    """Microseconds from start to start of steps of which all clients have a part."""
-    found: list[float] = []
-    real, began = engine.step, [0.0]
+def watched(engine: Any, clock: Clock, num_clients: int) -> Iterator[Steps]:
+    """A step counts from its start to the start of the next."""
+    found, places, real = Steps(), list[int](), engine.step
+    began: tuple[float, float] | None = None
 
     def step() -> Any:
-        now = time.perf_counter()
-        if began[0]:
-            found.append((now - began[0]) * 1e6)
+        nonlocal began
+        now = time.perf_counter(), time.process_time()
+        if began is not None:
+            found.period.append((now[0] - began[0]) * 1e6)
+            found.busy.append((now[1] - began[1]) * 1e6)
+        was_full, before = began is not None, len(clock.passes)
         deltas = real()
-        began[0] = now if len(deltas) == num_clients else 0.0
+        began = now if len(deltas) == num_clients else None
+        if was_full and began is not None and len(clock.passes) == before + 1:
+            places.append(before)
         return deltas
 
     engine.step = step
@@ -55,19 +76,23 @@ def periods(engine: Any, num_clients: int) -> Iterator[list[float]]:
         yield found
     finally:
         engine.step = real
+        found.idle += clock.idle_us(places)
+        clock.passes.clear()
 
 
-def alone(engine: Any, num_clients: int, num_tokens: int) -> list[float]:
+def alone(engine: Any, clock: Clock, num_clients: int, num_tokens: int) -> Steps:
     """Of the engine's own loop, asked for the same."""
     from kernel_hub.engine.requests import SamplingParams
 
     params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, stop=("never said",))
-    with periods(engine, num_clients) as found:
+    with watched(engine, clock, num_clients) as found:
         engine.generate([[1 + number] * 128 for number in range(num_clients)], params)
     return found
 
 
-def served(engine: Any, interval_s: float | None, num_clients: int, num_tokens: int) -> list[float]:
+def served(
+    engine: Any, clock: Clock, num_clients: int, num_tokens: int, interval_s: float | None
+) -> Steps:
     """Of one run of the clients; threads change every `interval_s`, None: as the server says."""
     from kernel_hub.engine.server import serve
     from kernel_hub.engine.server.serve import ServerLimits
@@ -78,7 +103,7 @@ def served(engine: Any, interval_s: float | None, num_clients: int, num_tokens: 
     here = threading.Thread(
         target=serve.serve, args=(engine, listener, ServerLimits()), kwargs={"ready": made.append}
     )
-    with periods(engine, num_clients) as found:
+    with watched(engine, clock, num_clients) as found:
         here.start()
         while not made:
             time.sleep(0.01)
@@ -97,25 +122,41 @@ def run(options: argparse.Namespace) -> int:
 
     config = {**NAMED["llama-3-8b"], "num_hidden_layers": options.layers}
     engine = Engine.random(config, name="served")
-    report = Report("serve", options)
-    for num_clients in (1, 64):
-        samples: dict[str, list[float]] = {ALONE: [], PYTHONS: [], OURS: []}
+    engine.text, clock, report = Words(engine.vocab_size), Clock(engine), Report("serve", options)
+    ways: dict[str, Callable[..., Steps]] = {
+        ALONE: alone, PYTHONS: partial(served, interval_s=5e-3),
+        OURS: partial(served, interval_s=None),
+    }  # fmt: skip
+    for num_clients in map(int, options.clients):
+        samples: dict[str, list[float]] = {}
+        for way in ways.values():  # makes graphs
+            way(engine, clock, num_clients, 4)
         for _ in range(options.rounds):
-            samples[ALONE] += alone(engine, num_clients, options.tokens)
-            for name, interval_s in ((PYTHONS, 5e-3), (OURS, None)):
-                samples[name] += served(engine, interval_s, num_clients, options.tokens)
-        case = f"step b{num_clients}"
-        medians = report.case(case, samples, "us", ratio_to=ALONE)
-        print(case, {name: round(value, 1) for name, value in medians.items()}, flush=True)
+            for name, way in ways.items():
+                steps = way(engine, clock, num_clients, options.answer)
+                for kind, each in zip(
+                    ("", ", idle", ", processors"), vars(steps).values(), strict=True
+                ):
+                    samples.setdefault(name + kind, []).extend(each)
+        medians = report.case(f"step b{num_clients}", samples, "us", ratio_to=ALONE)
+        for name in ways:
+            idle = statistics.quantiles(samples[f"{name}, idle"], n=20)
+            print(
+                f"step b{num_clients} {name:20} {medians[name]:8.1f} us, the device idle "
+                f"{medians[f'{name}, idle']:.1f} (asked 100; 95 of 100 below {idle[-1]:.1f}, mean "
+                f"{statistics.mean(samples[f'{name}, idle']):.1f}), processors "
+                f"{medians[f'{name}, processors']:.1f}",
+                flush=True,
+            )
     return report.done()
 
 
 def main() -> int:
     def more(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--layers", type=int, default=32)
-        parser.add_argument("--tokens", type=int, default=256, help="of an answer")
+        parser.add_argument("--answer", type=int, default=256, help="tokens of each")
 
-    return run(arguments(__doc__, rounds=5, quick=QUICK, more=more))
+    return run(arguments(__doc__, rounds=5, quick=QUICK, more=more, clients="1,64"))
 
 
 if __name__ == "__main__":

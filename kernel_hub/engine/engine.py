@@ -144,7 +144,6 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises RequestError naming what of it does not fit."""
-        params = _checked(request, self.vocab_size)
         if request.id in self._live:
             raise RequestError(f"a request {request.id!r} is under way already", argument="id")
         room = self.max_model_len - len(request.prompt)
@@ -154,6 +153,7 @@ class Engine:
                 f"{self.max_model_len} that the model and its cache have room for",
                 argument="prompt",
             )
+        params = _checked(request, self.vocab_size)  # looks at every token
         wanted = room if params.max_tokens is None else min(params.max_tokens, room)
         seed = random.getrandbits(63) if params.seed is None else params.seed
         most = len(request.prompt) + wanted

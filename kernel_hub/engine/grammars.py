@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import json
+import threading
+from concurrent.futures import Future
 from functools import cached_property
 from typing import Any
 
 from ..errors import RequestError
+
+# llguidance reads a schema by recursion, which ends the process where a stack ends, and some small
+# schemas for hours: it has a thread with a stack for the largest, which is left if it takes long.
+MOST_BYTES, STACK_BYTES, MOST_S = 64 << 10, 256 << 20, 5.0
 
 
 class Grammar:
     """A request's place in a grammar, as `SamplingParams` takes it."""
 
     def __init__(self, matcher: Any) -> None:
-        self._matcher, self.accept = matcher, matcher.consume_token
+        self._matcher = matcher
+
+    def accept(self, token: int) -> bool:
+        """Raises RequestError where llguidance gives up, as a schema is too large for it."""
+        if not self._matcher.consume_token(token):
+            raise _refusal(self._matcher)
+        return True
 
     def bitmask(self, out: Any) -> None:
         """A token t that may follow is bit t % 32 of word t // 32."""
@@ -24,18 +36,30 @@ class Grammars:
     """Grammars over an engine's vocabulary, which is read when the first is asked for."""
 
     def __init__(self, engine: Any) -> None:
-        self._engine = engine
+        self._engine, self._reader = engine, threading.Thread()
 
     def json(self, schema: Any, count: int) -> list[Grammar]:
         """For `count` requests. Raises RequestError, ImportError without llguidance."""
-        from llguidance import LLMatcher
-
-        grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
-        first = LLMatcher(self._vocabulary, grammar, log_level=0)
-        if first.is_error():
-            said = f"This schema can not be followed: {first.get_error().splitlines()[0]}"
+        text, first = json.dumps(schema), Future[Any]()
+        if len(text) > MOST_BYTES:
+            said = f"This schema can not be followed: it is larger than {MOST_BYTES} bytes"
             raise RequestError(said, argument="schema")
-        return [Grammar(first), *(Grammar(first.deep_copy()) for _ in range(count - 1))]
+        if self._reader.is_alive():
+            raise RequestError("Another schema is still being read: try again later.")
+        args, before = (text, self._vocabulary, first), threading.stack_size(STACK_BYTES)
+        try:
+            self._reader = threading.Thread(target=_read, args=args, daemon=True)
+            self._reader.start()
+        finally:
+            threading.stack_size(before)
+        self._reader.join(MOST_S)
+        if self._reader.is_alive():
+            said = f"This schema can not be followed: reading it takes over {MOST_S:g} s"
+            raise RequestError(said, argument="schema")
+        matcher = first.result()
+        if matcher.is_error():
+            raise _refusal(matcher)
+        return [Grammar(matcher), *(Grammar(matcher.deep_copy()) for _ in range(count - 1))]
 
     @cached_property
     def _vocabulary(self) -> Any:
@@ -47,6 +71,21 @@ class Grammars:
         if engine.tokenizer is not None:
             return LLTokenizer(engine.tokenizer.to_str(), n_vocab=engine.vocab_size, eos_token=ends)
         return LLTokenizer(TokenizerWrapper(_Bytes(engine.vocab_size, ends[0])), eos_token=ends)
+
+
+def _read(text: str, vocabulary: Any, found: Future[Any]) -> None:
+    try:
+        from llguidance import LLMatcher
+
+        grammar = LLMatcher.grammar_from_json_schema(text)
+        found.set_result(LLMatcher(vocabulary, grammar, log_level=0))
+    except BaseException as error:  # noqa: BLE001 - told to who waits
+        found.set_exception(error)
+
+
+def _refusal(matcher: Any) -> RequestError:
+    said = matcher.get_error().splitlines()[0]
+    return RequestError(f"This schema can not be followed: {said}", argument="schema")
 
 
 class _Bytes:

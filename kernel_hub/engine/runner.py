@@ -81,8 +81,9 @@ class Runner:
     def run(self, batch: Batch) -> Draws:
         """Give the device a pass. Its ids may name rows of the pass before: vocab_size + row."""
         num_rows = sum(batch.samples)
-        if self.has_graphs and (shape := shape_of(batch)) and self._has_graph(shape):
-            logits, ids = self._replayed(batch, shape)
+        shape = shape_of(batch) if self.has_graphs else None
+        if shape is not None and (graph := self._graph(shape)) is not None:
+            logits, ids = self._replayed(batch, shape, graph)
         else:
             rows = num_rows + -num_rows % self.model.group.world
             sampling = padded({**batch.sampling, **batch.more}, rows)
@@ -112,7 +113,7 @@ class Runner:
         with self.model.group.progress(len(wanted), "graphs") as advance:
             for shape in wanted:
                 advance(f"{shape.decodes} decodes, {shape.prompt} tokens of prompts")
-                self._has_graph(shape)
+                self._graph(shape)
 
     def close(self) -> None:
         """Let the graphs go."""
@@ -202,25 +203,28 @@ class Runner:
         inputs, table = spread(batch, shape)
         return padded(batch.sampling, rows) | inputs, table, rows
 
-    def _has_graph(self, shape: GraphShape) -> bool:
-        """Whether there is one, captured now where memory has room for its logits.
+    def _graph(self, shape: GraphShape) -> _Graph | None:
+        """Captured now where memory has room; else the one of wide tables, if it is there."""
+        if shape not in self._graphs:
+            plain, _, rows = self._plain(empty(), shape)
+            if not self._has_room(rows):
+                return self._graphs.get(shape._replace(pages=0))
+            self._graphs[shape] = self._captured(shape, plain)
+        return self._graphs[shape]
 
-        Processes of several must say the same, and have less of them each: they do not ask.
-        """
-        if shape in self._graphs:
+    def _has_room(self, rows: int) -> bool:
+        """For a graph of so many rows of logits. Several processes must say the same, so yes."""
+        if not self._is_cuda or self.model.group.world > 1:
             return True
-        plain, _, rows = self._plain(empty(), shape)
-        if self._is_cuda and self.model.group.world == 1:
-            free, _ = torch.cuda.mem_get_info(self.model.device)
-            if free < _SPARE_BYTES + 8 * rows * self.model.config.vocab_size:
-                return False
-        self._graphs[shape] = self._captured(shape, plain)
-        return True
+        free, _ = torch.cuda.mem_get_info(self.model.device)
+        return free >= _SPARE_BYTES + 8 * rows * self.model.config.vocab_size
 
-    def _replayed(self, batch: Batch, shape: GraphShape) -> tuple[torch.Tensor, torch.Tensor]:
+    def _replayed(
+        self, batch: Batch, shape: GraphShape, graph: _Graph
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """A pass by the graph of a shape; where it has less, padding."""
         plain, table, rows = self._plain(batch, shape)
-        graph, more = self._graphs[shape], {**padded(batch.more, rows), **batch.sparse}
+        more = {**padded(batch.more, rows), **batch.sparse}
         flat, given = self._staged({**plain, "block_table": table, **more})
         graph.flat.copy_(flat[: len(graph.flat)])
         graph.block_table[: table.shape[0], : table.shape[1]].copy_(given["block_table"])

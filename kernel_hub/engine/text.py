@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from .config import package, read_json
 
 _HALF = "\ufffd"  # what a character's bytes decode to before all are there
 _WINDOW = 4  # tokens that are decoded again with each new one, and about as many before them
+_MOST_HELD = 64  # tokens after which what is no character yet is not going to be one
 
 
 class Bytes:
@@ -86,7 +88,9 @@ class TextStream:
 
     def __init__(self, decode: Callable[[Iterable[int]], str], stop: Sequence[str]) -> None:
         self._decode, self._stop = decode, tuple(stop)
-        self._starts = tuple(sorted({s[:n] for s in stop for n in range(1, len(s))}, key=len))
+        # Most tokens have none of the characters that a stop string begins with.
+        first = "".join(each[0] for each in stop)
+        self._first = re.compile(f"[{re.escape(first)}]").search if stop else lambda text: None
         # The last tokens, of which the first are there for what joins them to those behind them.
         self._tokens: list[int] = []
         self._num_old, self._shown = 0, 0  # of them; characters of their text that were handed on
@@ -97,7 +101,7 @@ class TextStream:
         """What may be shown after one more token."""
         self._tokens.append(token)
         fresh = self._decode(self._tokens)
-        stable = fresh.rstrip(_HALF)
+        stable = fresh.rstrip(_HALF) if len(self._tokens) <= _MOST_HELD else fresh
         found = stable[self._shown :]
         self._shown = max(self._shown, len(stable))
         if stable == fresh and len(self._tokens) - self._num_old >= _WINDOW:
@@ -113,7 +117,7 @@ class TextStream:
 
     def _checked(self, text: str) -> str:
         """Less what may become a stop string, and what comes after one."""
-        if not self._stop:
+        if not self._held and not self._first(text):
             return text
         self._held += text
         ends = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
@@ -121,9 +125,13 @@ class TextStream:
             self.is_stopped = True
             found, self._held = self._held[: min(ends)], ""
             return found
-        keep = 0
-        if self._held.endswith(self._starts):
-            keep = max(len(start) for start in self._starts if self._held.endswith(start))
-        shown = len(self._held) - keep
+        shown = min(map(self._begun, self._stop))
         found, self._held = self._held[:shown], self._held[shown:]
         return found
+
+    def _begun(self, stop: str) -> int:
+        """Where in what is held the stop string may have begun; its end: nowhere."""
+        held, at = self._held, max(0, len(self._held) - len(stop) + 1)
+        while (at := held.find(stop[0], at)) >= 0 and not stop.startswith(held[at:]):
+            at += 1
+        return at if at >= 0 else len(held)

@@ -20,6 +20,7 @@ torch = pytest.importorskip("torch", reason="the engine is torch's")
 from kernel_hub.engine.engine import Engine  # noqa: E402
 from kernel_hub.engine.requests import Request, SamplingParams  # noqa: E402
 from kernel_hub.engine.runner import Runner  # noqa: E402
+from kernel_hub.engine.shapes import GraphShape  # noqa: E402
 
 
 class Recorded:
@@ -151,6 +152,27 @@ def test_a_text_that_grows_out_of_a_short_table_goes_on_in_another_graph(seed: i
             alone = [shape for shape in engine.runner._graphs if not shape.chunks]
             assert {shape.pages for shape in alone} == {0, 32}
     assert told[0] == told[1]
+
+
+def test_a_short_table_without_room_for_its_graph_goes_by_the_wide_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And without either, by no graph."""
+    lot, told, replays = random.Random(5), [], []
+    prompts = [[lot.randrange(256) for _ in range(lot.randint(1, 30))] for _ in range(2)]
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    for kept in (2, 1, 0):  # of both, as many as memory has room for
+        engine = Engine.random("tiny", device="cpu", max_batch=2, cache_tokens=1024, page_size=16)
+        runner = engine.runner
+        runner.has_graphs, room = True, iter([True] * kept)
+        monkeypatch.setattr(runner, "_has_room", lambda rows, room=room: next(room, False))
+        for pages in (0, 32):
+            runner._graph(GraphShape(2, 1, pages=pages))
+        before = Recorded.replays
+        told.append([each.tokens for each in engine.generate(prompts, params)])
+        replays.append(Recorded.replays - before)
+        assert len(runner._graphs) == kept
+    assert told[0] == told[1] == told[2] and replays[0] == replays[1] > 5 and not replays[2]
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3, 4])

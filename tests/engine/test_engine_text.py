@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
+from typing import Any
 
 import pytest
 
@@ -10,7 +12,7 @@ pytest.importorskip("torch", reason="the engine is torch's")
 
 from kernel_hub.engine.text import Bytes, TextStream
 
-ALPHABET = "aab€🙂é "
+ALPHABET = "aab€🙂é ]^-\\&["
 
 
 def test_streams_by_lot() -> None:
@@ -44,6 +46,36 @@ def test_bytes_that_are_no_text_are_withheld_and_shown_at_the_end() -> None:
     stream = TextStream(Bytes().decode, ())
     assert [stream.push(token) for token in "é€".encode()[:-1]] == ["", "é", "", ""]
     assert stream.flush() == "\ufffd"
+
+
+def test_bytes_that_never_become_text_are_not_decoded_again_and_again() -> None:
+    """A token that a client biases; and behind them text is text again."""
+    most, stream = 0, TextStream(lambda ids: Bytes().decode(counted(ids)), ("zz",))
+
+    def counted(ids: Any) -> Any:
+        nonlocal most
+        most = max(most, len(ids))
+        return ids
+
+    shown = [stream.push(token) for token in b"ab" + b"\x80" * 3000 + "é!".encode()]
+    assert "".join(shown) + stream.flush() == "ab" + "\ufffd" * 3000 + "é!"
+    assert most < 100 and not any(shown[4:50]) and any(shown[50:100])
+
+
+def test_long_stop_strings_take_no_more_than_themselves() -> None:
+    """Also where all of a text may be their beginning."""
+    stops = ["a" * 20_000, "ab" * 10_000, "a" * 30 + "b"]
+    tracemalloc.start()
+    try:
+        stream, pieces = TextStream(Bytes().decode, stops), list[str]()
+        for text in ("a" * 29, "c", "a" * 40, "b", "a"):
+            pieces.append("".join(stream.push(token) for token in text.encode()))
+            if stream.is_stopped:
+                break
+        assert pieces == ["", "a" * 29 + "c", "", "a" * 10]
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_any_bytes_come_out_as_they_decode_at_once() -> None:

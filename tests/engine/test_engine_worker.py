@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,3 +99,46 @@ def test_json_by_a_schema_without_a_server() -> None:
         assert json.loads(answer.text)["yes"] in (True, 17), answer
     with pytest.raises(RequestError, match="nonsense"):
         Grammars(engine).json({"type": "nonsense"}, 1)
+    (large,) = Grammars(engine).json({"type": "string", "pattern": "^(a{1000}){1000}$"}, 1)
+    (answer,) = engine.generate(["a"], SamplingParams(max_tokens=9, grammar=large))
+    assert answer.finish_reason == "error" and "too many expressions" in (answer.error or "")
+    assert "\n" not in (answer.error or "") and engine.generate(["a"])[0].error is None
+
+
+CHAIN = 900  # each in the one before: deep enough for the stack of an ordinary thread
+
+
+def test_schemas_that_take_everything_are_refused() -> None:
+    """In a process of its own, which they would end; and those that take for ever, in time."""
+    pytest.importorskip("llguidance", reason="the grammars of JSON answers")
+    code = f"""
+import threading
+from kernel_hub.engine import grammars
+from kernel_hub.engine.engine import Engine
+from kernel_hub.engine.requests import SamplingParams
+from kernel_hub.errors import RequestError
+config = {{"model_type": "qwen3", "vocab_size": 300, "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "max_position_embeddings": 256, "eos_token_id": 257}}
+engine = Engine.random(config, device="cpu")
+made = grammars.Grammars(engine)
+to = "#/$defs/x"
+chain = {{f"x{{i}}": {{"properties": {{"": {{"$ref": f"{{to}}{{i + 1}}"}}}}}} for i in range({CHAIN})}}
+(deep,) = made.json({{"$defs": chain | {{"x{CHAIN}": {{}}}}, "$ref": "#/$defs/x0"}}, 1)
+print(engine.generate(["a"], SamplingParams(max_tokens=20, grammar=deep))[0].error)
+grammars.MOST_S = 0.5
+slow = {{"allOf": [{{"type": "string", "pattern": f".*{{i}}.*"}} for i in range(1500)]}}
+for schema in (slow, {{"type": "object"}}, {{"enum": ["x" * 70_000]}}):
+    try:
+        made.json(schema, 1)
+    except RequestError as error:
+        print(error)
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert [line.partition(": ")[2] or line for line in ran.stdout.splitlines()] == [
+        "None", "reading it takes over 0.5 s", "try again later.", "it is larger than 65536 bytes",
+    ], ran.stdout  # fmt: skip

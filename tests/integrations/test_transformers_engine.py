@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch", reason="the ops are torch ops")
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("safetensors", reason="models are read by safetensors")
 
+from lots import Lots  # noqa: E402
 from tiny_models import FAMILIES, is_older, logits_of, model_of, truth_of  # noqa: E402
 
 from kernel_hub.engine.engine import Engine  # noqa: E402
@@ -69,17 +70,23 @@ def check_answers(model: Any, engine: Engine, prompts: list[list[int]], count: i
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(family: str, tmp_path: Path) -> None:
     """Prompts longer than a window and a pass, beside short ones, in a cache of small pages."""
-    lot = random.Random(family)
+    lot = Lots(f"engine {family}")
     dtype = lot.choice([torch.bfloat16, torch.float16])
     # All experts: where two are as good, rounding would choose.
-    model = saved(family, tmp_path, dtype, **ALL_EXPERTS.get(family, {}))
+    more = {"seed": lot.randrange(2**31), **ALL_EXPERTS.get(family, {})}
+    model = saved(family, tmp_path, dtype, **more)
     engine = Engine.from_pretrained(
-        tmp_path, dtype=dtype, device="cpu", page_size=16, max_tokens_a_pass=lot.choice([48, 512])
-    )
+        tmp_path, dtype=dtype, device="cpu", page_size=16, max_tokens_a_pass=lot.choice([48, 512]),
+        drafts=lot.choice([0, 3]),
+    )  # fmt: skip
     prompts = [
         [lot.randrange(1, VOCAB) for _ in range(length)] for length in (1, 17, lot.randint(60, 120))
     ]
-    check_answers(model, engine, prompts, 12)
+    try:
+        check_answers(model, engine, prompts, 12)
+        check_answers(model, engine, prompts, 5)  # behind prefixes that the cache holds
+    except AssertionError as error:
+        raise AssertionError(str(lot)) from error
 
 
 @pytest.mark.parametrize("family", ALL_EXPERTS)

@@ -83,7 +83,13 @@ def model_of(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **m
             base = parameter if parameter.dim() == 1 else torch.zeros(())
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_((base + scale * noise).to(dtype).float())
-    return model.to(dtype).eval()
+    # As `from_pretrained` leaves them: rounded frequencies are further off with every place.
+    exact = {name: x for name, x in model.named_buffers() if name.endswith("inv_freq")}
+    model = model.to(dtype).eval()
+    for name, frequencies in exact.items():
+        module, _, own = name.rpartition(".")
+        setattr(model.get_submodule(module), own, frequencies)
+    return model
 
 
 def with_attention(model: Any, name: str) -> Any:

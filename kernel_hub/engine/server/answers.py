@@ -13,11 +13,11 @@ from ...errors import RequestError
 from ..grammars import Grammars
 from ..requests import Delta, Generated, Request, SamplingParams, TokenLogprob
 from ..worker import EngineError
-from .bodies import Chat, Completion, Format
+from .bodies import MOST_CHOICES, Chat, Completion, Format
 from .refusals import ApiError, api_error
 
 Json = dict[str, Any]
-MOST_CHOICES = 128
+ENCODED = json.JSONEncoder(separators=(",", ":")).encode
 LEAST = -9999.0  # JSON has no -inf and no nan
 
 
@@ -36,10 +36,11 @@ class Answer:
         self._engine, self._is_chat, formatted = engine, kind is Chat, None
         if isinstance(asked, Chat):
             tools = None if asked.tool_choice == "none" else asked.tools
-            prompts = [engine.chat([one.plain() for one in asked.messages], tools=tools)]
+            prompts = [tuple(engine.chat([one.plain() for one in asked.messages], tools=tools))]
             begins, formatted = [""], asked.response_format
         else:
-            prompts = [engine.encode(x) if isinstance(x, str) else x for x in asked.prompt]
+            given = (engine.encode(x) if isinstance(x, str) else x for x in asked.prompt)
+            prompts = [*map(tuple, given)]
             begins = [""] * len(prompts)
             if asked.echo:
                 begins = [x if isinstance(x, str) else engine.decode(x) for x in asked.prompt]
@@ -58,13 +59,13 @@ class Answer:
             "object": chat if self._is_chat else "text_completion",
             "created": int(time.time()), "model": asked.model,
         }  # fmt: skip
-        self.requests, given = list[Request](), asked.params()
+        self.requests, knobs = list[Request](), asked.params()
         for index, grammar in enumerate(_grammars(grammars, formatted, len(self._begins))):
             of, nth = divmod(index, num_each)
             if asked.seed is not None:
-                given["seed"] = (asked.seed + nth) % 2**63
-            name, params = f"{self._head['id']}-{index}", SamplingParams(**given, grammar=grammar)
-            self.requests.append(Request(name, tuple(prompts[of]), params))
+                knobs["seed"] = (asked.seed + nth) % 2**63
+            name, params = f"{self._head['id']}-{index}", SamplingParams(**knobs, grammar=grammar)
+            self.requests.append(Request(name, prompts[of], params))
 
     def whole(self, deltas: Iterable[Delta]) -> Json:
         """The object of an answer that is not streamed."""
@@ -139,7 +140,7 @@ class Answer:
 
 
 def _event(what: Json) -> str:
-    return f"data: {json.dumps(what, separators=(',', ':'))}\n\n"
+    return f"data: {ENCODED(what)}\n\n"
 
 
 def check_model(engine: Any, name: str) -> None:

@@ -9,6 +9,8 @@ from pydantic_core import PydanticCustomError
 
 from ..requests import SamplingParams
 
+MOST_CHOICES = 128  # of one body
+
 
 def _listed(value: Any) -> Any:
     """One is a list of one: a string, or the token ids of one prompt."""
@@ -32,10 +34,17 @@ def _needs(other: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+Bias = Annotated[float, Field(ge=-100, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Positive = Annotated[int, Field(ge=1)]
+Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 Text = Annotated[str, Field(min_length=1)]
-Tokens = Annotated[list[int], Field(min_length=1)]
+Token = Annotated[int, Field(ge=0, lt=2**31)]
+First = Field(fail_fast=True)  # of a list's errors: a million of them take seconds to tell
+Some = Field(fail_fast=True, min_length=1)
+Tokens = Annotated[list[Token], Some]
+Prompts = Annotated[list[Text | Tokens], Some, BeforeValidator(_listed)]
+Stops = Annotated[list[Stop], First, BeforeValidator(_listed)]
 
 
 class Body(BaseModel):
@@ -53,15 +62,15 @@ class Sampled(Body):
     model: str
     stream: bool | None = None
     stream_options: Annotated[StreamOptions, _needs("stream")] | None = None
-    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     max_tokens: Positive | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Annotated[dict[int, Bias], Field(max_length=1024)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Annotated[list[Text], BeforeValidator(_listed), Field(max_length=4)] | None = None
+    stop: Annotated[Stops, Field(max_length=4)] | None = None
     user: str | None = None
     # Not OpenAI's: `extra_body=` of its client.
     top_k: Annotated[int, Field(ge=0)] | None = None
@@ -77,10 +86,12 @@ class Sampled(Body):
 
 
 class Completion(Sampled):
-    max_tokens: Positive | None = 16  # OpenAI's default
-    prompt: Annotated[list[Text | Tokens], BeforeValidator(_listed), Field(min_length=1)]
+    prompt: Annotated[Prompts, Field(max_length=MOST_CHOICES)]
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
     echo: bool | None = None
+
+    def params(self) -> dict[str, Any]:
+        return {"max_tokens": 16, **super().params()}  # OpenAI's default
 
 
 class Part(Body):
@@ -92,9 +103,9 @@ class Message(Body):
     model_config = ConfigDict(extra="ignore")  # clients send back what they were answered, whole
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[Part], BeforeValidator(_parts)] | None = None
+    content: Annotated[list[Part], First, BeforeValidator(_parts)] | None = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Annotated[list[dict[str, Any]], First] | None = None
     tool_call_id: str | None = None
 
     def plain(self) -> dict[str, Any]:
@@ -116,12 +127,12 @@ class Format(Body):
 
 
 class Chat(Sampled):
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Some]
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20), _needs("logprobs")] | None = None
     response_format: Format | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[dict[str, Any]], First] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     # They change nothing of what is answered here.
     parallel_tool_calls: bool | None = None

@@ -11,6 +11,7 @@ from ...errors import PromptTooLongError, RequestError
 from ..worker import EngineError
 
 TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+MOST_ERRORS = 1000  # of a body, which are all looked at for the first
 HEADERS = {
     401: {"WWW-Authenticate": "Bearer"}, 408: {"Connection": "close"},
     429: {"Retry-After": "1"}, 503: {"Retry-After": "5"},
@@ -50,6 +51,8 @@ def api_error(error: Exception) -> ApiError:
         return ApiError(400, str(error), error.argument, kind)
     if not isinstance(error, ValidationError):
         return ApiError(500, f"The server failed: {type(error).__name__}.")
+    if error.error_count() > MOST_ERRORS:
+        return ApiError(400, f"The body is wrong in {error.error_count()} places.")
     # Of a body, the first thing that is wrong.
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     kind, said = first["type"], first["msg"]

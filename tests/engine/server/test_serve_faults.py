@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from byte_engine import ByteEngine  # noqa: E402
 from served_here import KEY, Served, served  # noqa: E402
 
 ENDLESS = {"ignore_eos": True}
+HANG_S = 120.0  # after which what should have come is not coming, however busy the machine is
 LONG: dict[str, Any] = {
     "model": "bytes", "prompt": "abc", "max_tokens": 480, "extra_body": ENDLESS
 }  # fmt: skip
@@ -105,14 +107,15 @@ def test_a_client_that_hangs_is_left() -> None:
 
 
 def test_clients_that_hang_do_not_hold_up_the_end() -> None:
-    with served(drain_s=0.3) as here:
+    """Who is waited for is not cut for ten minutes: the end comes first."""
+    with served(drain_s=0.3, write_s=600.0) as here:
         hung = [raw(here, plain(stream=True, logprobs=5, n=24), 2048) for _ in range(2)]
         here.until(lambda: here.engine.has_work, "it runs")
-        here.until(lambda: not here.engine.has_work, "it has run", 30)
-        started = time.monotonic()
+        here.until(lambda: not here.engine.has_work, "it has run", HANG_S)
+        assert here.server.num_open == 2, "both have yet to read"
         here.server.drain()
-        here.thread.join(20)
-        assert time.monotonic() - started < 10
+        here.thread.join(HANG_S)
+        assert not here.thread.is_alive()
         for client in hung:
             client.close()
 
@@ -319,49 +322,59 @@ sys.path[:0] = [{here!r}]
 from byte_engine import ByteEngine
 from kernel_hub.engine.server import serve
 from kernel_hub.engine.server.serve import ServerLimits
+engine = ByteEngine(step_s=0.01, most_running=16)
+engine.max_model_len = 10**6
 listener = serve.bound("127.0.0.1", 0, ServerLimits())
 ready = lambda server: print(listener.getsockname()[1], flush=True)
-serve.serve(ByteEngine(step_s=0.01), listener, ServerLimits(drain_s={drain_s}), ready=ready)
+serve.serve(engine, listener, ServerLimits(drain_s={drain_s}), ready=ready)
 print("gone", flush=True)
 """
 
 
-@pytest.mark.parametrize(("signals", "drain_s", "within_s"), [(1, 1.0, 9.0), (2, 600.0, 9.0)])
-def test_a_process_under_load_ends_in_time(signals: int, drain_s: float, within_s: float) -> None:
+@pytest.mark.parametrize(("signals", "drain_s"), [(1, 1.0), (2, 600.0)])
+def test_a_process_under_load_ends_in_time(signals: int, drain_s: float) -> None:
+    """In a small part of what its answers, or its drain, would take."""
     code = PROCESS.format(here=str(Path(__file__).parent), drain_s=drain_s)
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
     )  # fmt: skip
     assert process.stdout is not None
-    port, ends = int(process.stdout.readline()), [0]
-    stop = threading.Event()
+    url = f"http://127.0.0.1:{int(process.stdout.readline())}"
+    stop, begun, ends = threading.Event(), set[int](), [0]
 
     def load(number: int) -> None:
-        """Asks again and again, whole or streamed, until told to stop or refused."""
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
+        """Asks again and again until told to stop: for short answers, or one of 15 minutes."""
+        body = plain(stream=number % 2 == 0, max_tokens=3 if number < 6 else 90_000)
+        with httpx.Client(base_url=url, timeout=HANG_S) as client:
             while not stop.is_set():
                 with contextlib.suppress(httpx.TransportError):
-                    answer = client.post("/v1/completions", json=plain(stream=number % 2 == 0))
+                    with client.stream("POST", "/v1/completions", json=body) as answer:
+                        assert answer.status_code in (200, 500, 503), answer.read()
+                        for _ in answer.iter_raw():
+                            begun.add(number)
                     ends[0] += 1
-                    assert answer.status_code in (200, 500, 503), answer.text
+
+    def until(holds: Callable[[], bool], what: str) -> None:
+        gives_up = time.monotonic() + HANG_S
+        while not holds():
+            assert time.monotonic() < gives_up and process.poll() is None, what
+            time.sleep(0.01)
 
     with ThreadPoolExecutor(12) as pool:
         asked = [pool.submit(load, number) for number in range(12)]
-        time.sleep(1.0)
-        started = time.monotonic()
         try:
-            for _ in range(signals):
+            until(lambda: ends[0] > 20 and begun.issuperset((6, 8, 10)), "short and long run")
+            process.send_signal(signal.SIGTERM)
+            if signals == 2:
+                until(lambda: httpx.get(f"{url}/health").status_code == 503, "/health says so")
                 process.send_signal(signal.SIGTERM)
-                time.sleep(0.3)
-            said, errors = process.communicate(timeout=30)
+            said, errors = process.communicate(timeout=HANG_S)
         finally:
             stop.set()
             process.kill()
-        took = time.monotonic() - started
         for one in asked:
-            one.result(30)
-    assert took < within_s, f"{took:.1f} s"
+            one.result(HANG_S)
     assert "Traceback" not in errors, errors
     if signals == 1:
         assert process.returncode == 0 and "gone" in said, errors

@@ -116,6 +116,21 @@ def test_several_prompts_and_choices_keep_their_places(client: Any) -> None:
     assert one.choices[0].text.startswith("one")
 
 
+def test_choices_of_a_prompt_share_it(here: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long one is there once, whatever `n` is."""
+    taken, real = list[Any](), here.engine.submit
+
+    def submit(request: Any) -> None:
+        taken.append(request)
+        real(request)
+
+    monkeypatch.setattr(here.engine, "submit", submit)
+    asked = {"model": "bytes", "prompt": ["one", [1, 2, 3]], "n": 4, "max_tokens": 1}
+    here.openai().completions.create(**asked)
+    here.openai().chat.completions.create(model="bytes", messages=SAID, n=4, max_tokens=1)
+    assert len(taken) == 12 and len({id(one.prompt) for one in taken}) == 3
+
+
 def test_logprobs_of_completions(client: Any) -> None:
     asked = {"model": "bytes", "prompt": "abc", "temperature": 0, "max_tokens": 25, "logprobs": 3}
     made = client.completions.create(**asked)

@@ -65,6 +65,10 @@ BAD = [
     ("completions", {"prompt": []}, "prompt", "invalid_value"),
     ("completions", {"prompt": ""}, "prompt.0", "invalid_value"),
     ("completions", {"prompt": [1, 99999]}, "prompt", "invalid_value"),
+    ("completions", {"prompt": [1, -1], "echo": True}, "prompt.0", "invalid_value"),
+    ("completions", {"prompt": [2**80], "echo": True}, "prompt.0", "invalid_value"),
+    ("completions", {"prompt": ["x"] * 129}, "prompt", "invalid_value"),
+    ("completions", {"stop": ["a", "b" * 1001]}, "stop.1", "invalid_value"),
     ("completions", {"prompt": "x" * 600}, "prompt", "context_length_exceeded"),
     ("completions", {"echo": True, "logprobs": 1}, "echo", None),
     ("completions", {"stream_options": {"include_usage": True}}, "stream_options", None),
@@ -105,6 +109,14 @@ def test_bad_parameters(
             assert param is None or error["param"] == param, error
 
 
+def test_too_many_biases(here: Served) -> None:
+    """Each takes its time in every step, for all."""
+    for count, said in ((1025, "at most 1024 items"), (1024, "expected token ids below 260")):
+        body = {**TEXT, "logit_bias": dict.fromkeys(range(count), 1)}
+        error = refused(here.client().post("/v1/completions", json=body), 400)
+        assert error["param"] == "logit_bias" and said in error["message"]
+
+
 @pytest.mark.parametrize("missing", ["model", "prompt"])
 def test_missing_parameters(here: Served, missing: str) -> None:
     body = {name: value for name, value in TEXT.items() if name != missing}
@@ -131,8 +143,10 @@ def test_nulls_are_as_if_not_given(here: Served) -> None:
         "seed": None, "stop": None, "logit_bias": None, "user": None, "logprobs": None,
         "echo": None, "presence_penalty": None, "frequency_penalty": None, "max_tokens": None,
     }  # fmt: skip
-    answer = here.client().post("/v1/completions", json={**TEXT, **nothing})
+    body = {**TEXT, **nothing, "ignore_eos": True}
+    answer = here.client().post("/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["completion_tokens"] == 16
 
 
 def test_other_types_of_bodies(here: Served) -> None:
@@ -209,3 +223,29 @@ def test_a_poisoned_request_hurts_itself_alone(here: Served) -> None:
             list(made)
         assert caught.value.code == "engine_error"
     assert client.completions.create(**TEXT, max_tokens=3).usage.completion_tokens <= 3
+
+
+def test_a_million_errors_are_one() -> None:
+    """Each would be told in turn, by the thread that answers everybody."""
+    from pydantic import ValidationError
+
+    from kernel_hub.engine.server.bodies import Chat, Completion
+    from kernel_hub.engine.server.refusals import MOST_ERRORS, api_error
+
+    many: list[Any] = [{}] * 5000
+    for kind, good, more in (
+        (Completion, TEXT, {"prompt": [[""] * 5000]}), (Completion, TEXT, {"prompt": [""] * 5000}),
+        (Completion, TEXT, {"stop_token_ids": [""] * 5000}), (Chat, CHAT, {"tools": [""] * 5000}),
+        (Chat, CHAT, {"messages": many}), (Chat, CHAT, {"stop": many}),
+        (Chat, CHAT, {"messages": [{"role": "user", "content": many}]}),
+        (Chat, CHAT, {"messages": [{"role": "user", "tool_calls": [""] * 5000}]}),
+    ):  # fmt: skip
+        with pytest.raises(ValidationError) as caught:
+            kind.model_validate_json(json.dumps({**good, **more}))
+        assert caught.value.error_count() < 300, more.keys()
+    for more in ({"logit_bias": dict.fromkeys("x" * i for i in range(MOST_ERRORS + 2))},
+                 dict.fromkeys("x" * i for i in range(1, MOST_ERRORS + 2))):  # fmt: skip
+        with pytest.raises(ValidationError) as caught:
+            Completion.model_validate_json(json.dumps({**TEXT, **more}))
+        error = api_error(caught.value)
+        assert error.status_code == 400 and "places" in error.detail
