@@ -196,24 +196,26 @@ def _step(given: DecodeGiven, is_aligned: bool) -> Step:
     is_general = (
         window_left >= 0 or softcap > 0.0 or alibi_slopes is not None or softmax_scale <= 0.0
     )
-    variant = plans.choose_variant(head_dim, k_cache.element_size(), rows, is_general)
-    if sm90.applies(given, variant):
-        return Step(sm90.plan(given))
+    device = device_of(q.device)
+    variant = plans.choose_variant(
+        head_dim, k_cache.element_size(), rows, is_general, device.has_wgmma
+    )
     page_size = k_cache.shape[1]
     max_tokens = page_size if block_table is None else page_size * block_table.shape[1]
     items = batch_size * num_kv_heads * -(-rows // variant.rows)
-    device = device_of(q.device)
     seen = max_tokens if window_left < 0 else min(max_tokens, window_left + seqlen_q)
     token_bytes = 2 * head_dim * k_cache.element_size()
     num_bytes = batch_size * num_kv_heads * seen * token_bytes
     caches = plans.Caches(items, max_tokens, seen, token_bytes, num_bytes)
+    shape = short.shape_for(given)
+    if (sm90.choice or not shape[0]) and sm90.applies(given, variant):
+        return Step(sm90.plan(given))
     blocks = plans.blocks_for(variant, caches, head_dim, device.num_sms)
     split = plans.choose_split(caches, variant.unit, num_splits, blocks, device.num_sms)
     token = common.DTYPE_TOKENS[q.dtype]
     function, merging = common.shipped(variant.cubin, variant.name(token)), []
     if split.num_merges:
         merging = [common.shipped(variant.merging_cubin, f"decode_attention_{token}_merge")]
-    shape = short.shape_for(given, caches)
     is_begun = q.is_cuda and torch.cuda.is_initialized()
     if is_begun and not shape[0] and not torch.cuda.is_current_stream_capturing():
         function.load(q.get_device(), *merging, wait=False)  # under what follows here
