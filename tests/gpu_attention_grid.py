@@ -2,6 +2,8 @@
 
     python tests/gpu_attention_grid.py --cases 2000 --seed 7 [--op forward|backward|decode|all]
 
+--op short: decode steps that are a cluster an item, in clusters of any shape.
+
 Case i of a seed is always the same: a failure prints the command that runs it alone. Ends with what
 was covered and the worst error in units of what is allowed; the exit status is 1 where one failed.
 """
@@ -17,16 +19,19 @@ import grids
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/ops")]
-OPS = ("all", "forward", "backward", "decode")
+OPS = ("all", "forward", "backward", "decode", "short")
 DECODE_SHARE = 0.3
+SHAPES = tuple((warps, blocks) for warps in (4, 8) for blocks in (1, 2, 4, 8))
 
 
 def draw(op: str, seed: int, index: int) -> Any:
     """Case `index` of a seed."""
     from attention_random import random_case
-    from decode_cases import random_decode_case
+    from decode_cases import random_decode_case, random_short_case
 
     generator = random.Random(f"{seed} {index}")
+    if op == "short":
+        return random_short_case(generator)
     if op == "decode" or (op == "all" and generator.random() < DECODE_SHARE):
         return random_decode_case(generator)
     share = {"forward": 0.0, "backward": 1.0, "all": 0.4}[op]
@@ -50,7 +55,15 @@ def main(arguments: list[str] | None = None) -> int:
 
         forward_sm90.is_enabled = backward_sm90.is_enabled = False
 
-    def run(_: int, case: Any) -> float:
+    from kernel_hub.ops.core.launch import forget_all
+    from kernel_hub.ops.kv_cache import decode_short
+
+    def run(index: int, case: Any) -> float:
+        if options.op == "short":
+            shapes = SHAPES if case.head_dim <= decode_short.MAX_EIGHT_WARPS else SHAPES[:4]
+            shape = random.Random(f"shape {options.seed} {index}").choice(shapes)
+            decode_short.shape_for = lambda _: shape
+            forget_all()
         return (run_attention if isinstance(case, Case) else run_decode)(case, options.device)
 
     return grids.main(

@@ -7,7 +7,7 @@ garbage; the caches may change only where new tokens go.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -105,6 +105,20 @@ def random_decode_case(generator: random.Random) -> DecodeCase:
         seed=generator.randrange(1 << 30),
         sinks=generator.choice(("", "", "fp32", "bf16", "fp16")),
     )
+
+
+def random_short_case(generator: random.Random) -> DecodeCase:
+    """Attention alone, as the kernels of a cluster an item take it: any rows, pages of whole
+    tiles."""
+    case = random_decode_case(generator)
+    head_dim = generator.choice((64, 128, 192, 256, 8 * generator.randrange(2, 33)))
+    return replace(
+        case, dtype=generator.choice(("fp16", "bf16")), is_e4m3=False, has_scales=False,
+        head_dim=head_dim, num_heads=case.num_kv_heads * generator.choice((1, 2, 5, 7, 8, 24)),
+        seqlen_q=generator.randrange(1, 17), page_size=16 * generator.randrange(1, 17),
+        appends=False, rotary_dim=0, has_bias=False, window_left=-1, softcap=0.0, alibi="",
+        num_splits=0,
+    )  # fmt: skip
 
 
 def run_decode(case: DecodeCase, device: str) -> float:

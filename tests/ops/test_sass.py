@@ -23,7 +23,7 @@ MOST_GROWTH = 1.05
 # Kernels that only read and write rows, beside those that multiply.
 ROWS_ONLY = ("_delta", "_convert", "_merge", "sample")
 # Of few rows a warp: their products are mma.sync, which are not counted.
-OF_WARPS = ("decode_attention_sm90", "decode_ordered_sm90")
+OF_WARPS = ("decode_attention_sm90", "decode_attention_wide_sm90", "decode_ordered_sm90")
 RECORD = "python tests/ops/record_sass.py"
 
 CUBINS = {entry.name: entry for entry in sass.hopper_cubins()}

@@ -55,6 +55,7 @@ __device__ __forceinline__ void flash_attention_sm90(const Parameters& p) {
         fence_mbarrier_init();
     }
     if constexpr (C::kSplit) {
+        wait_for_launch_before();
         make_line<C>(p, order);
     } else if (has_order(p)) {
         make_order<C>(p, order);

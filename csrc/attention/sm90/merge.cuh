@@ -186,6 +186,7 @@ __device__ __forceinline__ void merge_strip(const Parameters& p, const Pieces& p
         count = find_pieces(p, sequence, batch, kv_head, which, begin, share, slots);
     }
     wait_for_launch_before();
+    allow_next_launch();
     Merged merged;
 #pragma unroll 1
     for (int first = member; first < count; first += kAtOnce * team) {

@@ -230,12 +230,15 @@ struct TileLoader {
     // Start the copies of this tile's keys (or values) into the next slot.
     template <bool kValues>
     __device__ __forceinline__ void issue() {
-        constexpr int kChunks = Config::kChunks, kRowsAtOnce = 32 / kChunks;
-        const int chunk = lane_idx % kChunks, first_row = lane_idx / kChunks;
+        // Lanes go on where those before end: with 24 chunks every third time at a row's first.
+        constexpr int kChunks = Config::kChunks;
+        constexpr int kTimes = kChunks % 3 == 0 ? 3 : 1, kRowsAtOnce = 32 * kTimes / kChunks;
         const int num_chunks = args.head_dim * static_cast<int>(sizeof(Cache)) / 16;
         const uint32_t target = ring + slot * Config::kSlotBytes;
 #pragma unroll
-        for (int i = 0; i < Config::kTile; i += kRowsAtOnce) {
+        for (int n = 0; n < Config::kTile * kChunks / 32; ++n) {
+            const int i = n / kTimes * kRowsAtOnce, flat = n % kTimes * 32 + lane_idx;
+            const int chunk = flat % kChunks, first_row = flat / kChunks;
             const int from = (i + first_row) % 16 + (kValues ? 16 : 0);
             const uint64_t source = __shfl_sync(~0u, reinterpret_cast<uint64_t>(row[i / 16]), from);
             const uint32_t place = target + swizzled<kChunks>(i + first_row, chunk);

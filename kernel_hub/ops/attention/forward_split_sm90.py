@@ -301,7 +301,10 @@ def plan(
     ints = problem.batch_size + 2 if problem.has_lengths else 0
     packed = Packed(heads, tokens, box_rows, floats, ints, merge)
     function = common.shipped(CUBIN, body.name(q.dtype))
-    return Launch(function, (num_blocks, 1, 1), stated.block, stated.shared_bytes, numbers, packed)
+    return Launch(
+        function, (num_blocks, 1, 1), stated.block, stated.shared_bytes, numbers, packed,
+        {"programmatic": True},
+    )  # fmt: skip
 
 
 def maps(
@@ -332,6 +335,7 @@ def launch(
             out, lse, flag, room, line, *maps, *tables, counters(q.device, NUM_COUNTERS),
             *planned.numbers,
         ),
+        **planned.options,
     )  # fmt: skip
     merge = packed.merge
     if merge is None:

@@ -200,27 +200,28 @@ def _step(given: DecodeGiven, is_aligned: bool) -> Step:
     num_bytes = batch_size * num_kv_heads * seen * token_bytes
     caches = plans.Caches(items, max_tokens, seen, token_bytes, num_bytes)
     split = plans.Split(1, items, items, 0)
-    # An item of these is one block of rows: what the others state is not read before, which would
-    # be for nothing in a first call.
-    shape = (0, 0) if sm90.choice else short.shape_for(given, caches)
+    # What the others state is not read before: for nothing in a first call, if it is not for them.
+    shape = (0, 0) if sm90.choice else short.shape_for(given)
     rows = seqlen_q * (num_heads // num_kv_heads)
     if not shape[0]:
         # A scale below 0 turns the order of scores round, which only the general kernel bears.
         is_general = (
             window_left >= 0 or softcap > 0.0 or alibi_slopes is not None or softmax_scale <= 0.0
         )
-        variant = plans.choose_variant(head_dim, k_cache.element_size(), rows, is_general)
+        variant = plans.choose_variant(
+            head_dim, k_cache.element_size(), rows, is_general, device.has_wgmma
+        )
         if sm90.applies(given, variant):
             return Step(sm90.plan(given))
         items *= -(-rows // variant.rows)
         caches = caches._replace(items=items)
         if sm90.choice:
-            shape = short.shape_for(given, caches)
+            shape = short.shape_for(given)
         blocks = plans.blocks_for(variant, caches, head_dim, device.num_sms)
         split = plans.choose_split(caches, variant.unit, num_splits, blocks, device.num_sms)
     token = common.DTYPE_TOKENS[q.dtype]
     if shape[0]:
-        functions = [common.shipped(short.CUBIN, short.name(given))]
+        functions = [common.shipped(short.cubin_of(given), short.name(given))]
     else:
         functions = [common.shipped(variant.cubin, variant.name(token))]
         if split.num_merges:

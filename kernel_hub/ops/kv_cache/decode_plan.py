@@ -38,6 +38,7 @@ class DecodeGiven(NamedTuple):
 MAX_SEQLEN_Q = 16
 MAX_HEAD_DIM, MAX_HEAD_DIM_FP32 = 256, 128
 CUBIN = "decode_attention"
+WIDE_CUBIN = f"{CUBIN}_wide_sm90"
 _OF_CACHE = {1: f"{CUBIN}_e4m3", 2: CUBIN, 4: f"{CUBIN}_fp32"}  # by bytes of an element
 MAX_MERGE_BLOCKS = 264
 # Blocks on this part of the multiprocessors read at full speed.
@@ -64,16 +65,17 @@ class Variant:
     suffix: str
     head_dim: int
     cache_bytes: int  # of an element
+    is_sm90: bool = False  # Hopper alone has it
 
     @property
     def cubin(self) -> str:
         """Where it is."""
-        return _OF_CACHE[self.cache_bytes]
+        return WIDE_CUBIN if self.is_sm90 else _OF_CACHE[self.cache_bytes]
 
     @property
     def merging_cubin(self) -> str:
         """Where what merges its parts is."""
-        return CUBIN if self.cache_bytes == 1 else self.cubin
+        return CUBIN if self.cache_bytes <= 2 else self.cubin
 
     def name(self, token: str) -> str:
         """Of queries of that dtype."""
@@ -109,6 +111,7 @@ VARIANTS = (
             (256, token),
         )
     ),
+    Variant("", 192, 2, is_sm90=True),
     Variant("", MAX_HEAD_DIM_FP32, 4),
 )  # fmt: skip
 
@@ -118,10 +121,16 @@ def merge_stated() -> Stated:
     return launch_facts(CUBIN, f"{CUBIN}_bf16_merge")
 
 
-def choose_variant(head_dim: int, cache_bytes: int, rows: int, is_general: bool) -> Variant:
-    """The kernel for `rows` rows (seqlen_q x group); is_general: window, softcap or alibi."""
+def choose_variant(
+    head_dim: int, cache_bytes: int, rows: int, is_general: bool, is_sm90: bool = False
+) -> Variant:
+    """The kernel for `rows` rows (seqlen_q x group); is_general: window, softcap or alibi;
+    is_sm90: on Hopper."""
     wanted = 16 if rows <= 16 or is_general else 32
-    fitting = [v for v in VARIANTS if v.head_dim >= head_dim and v.cache_bytes == cache_bytes]
+    fitting = [
+        v for v in VARIANTS
+        if v.head_dim >= head_dim and v.cache_bytes == cache_bytes and v.is_sm90 <= is_sm90
+    ]  # fmt: skip
     # The smallest head_dim; then the blocks of rows wanted, where there are such.
     least = min(v.head_dim for v in fitting)
     least_fitting = [v for v in fitting if v.head_dim == least]

@@ -1,35 +1,54 @@
 """Decode steps on Hopper whose items, a cluster each, are merged in the launch itself
-(csrc/kv_cache/decode_attention_sm90.cu): when, and by how many blocks."""
+(csrc/kv_cache/decode_attention_sm90.cu and its twin for many rows or columns): when, and by how
+many blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import math
+from collections.abc import Mapping, Sequence
 
 import torch
 
+from ..attention import forward_split_sm90 as split
+from ..attention import split_costs as costs
 from ..core import common
 from ..core.device import device_of, launch_sizes
 from ..core.launch import Launch
-from .decode_plan import Caches, DecodeGiven
+from .decode_plan import WIDE_CUBIN, DecodeGiven
+from .decode_sm90 import problem_of
 
 # Whether these kernels are used: None where they are faster, True wherever they can. For tests.
 choice: bool | None = None
 
 CUBIN = "decode_attention_sm90"
-MAX_HEAD_DIM, PAGE_MULTIPLE = 128, 16
+MAX_HEAD_DIM, PAGE_MULTIPLE = 256, 16
 _VECTOR, _OUT_VECTOR = 8, 4  # elements that are read, or written, at once
+_ROWS, _MOST_ROWS, _WIDTHS = 16, 32, (64, 128, 256)  # of a block, the widest of the fewer rows
 _SENT_BYTES = 24  # four columns of a row, its maximum and its sum
 _BARRIER_BYTES = 8
+_TILE, MAX_EIGHT_WARPS = 16, 128  # tokens of a warp's tile; columns of blocks of eight warps
 _MOST_BLOCKS = 8  # a cluster of 16 waits for a place
-# Of all items, and of an item that is one of more than two a multiprocessor: longer ones are cut
-# evenly by the other kernel.
-_SHORT_TOKENS, _SHORT_BYTES, _CROWDED_BYTES = 2048, 70 << 20, 128 << 10
-# Of an item of one block, whose longest is waited for: 15 us a thousand.
-_ALONE_TOKENS = 1024
+# About how long they take, fitted to an H100 (docs/notes/decode_attention.md), by width and rows of
+# a block: a launch; a warp's tile; a round of blocks more than run at a time, and how many of four
+# warps share a multiprocessor. Then its part of all tiles; keys and values; twice the blocks of a
+# cluster.
+_TIMES = {
+    (64, 16): (2.0, 0.33, 1.1, 4), (128, 16): (2.0, 0.6, 2.6, 3), (64, 32): (4.4, 0.56, 4.0, 3),
+    (128, 32): (4.4, 1.0, 5.2, 2), (256, 16): (4.4, 0.66, 3.7, 1),
+}  # fmt: skip
+_WORK_US, _BYTES_A_US, _CLUSTER_US = 0.076, 4.8e6, 0.65
+_PLACES = {1: 1.0, 2: 0.5, 4: 31 / 132, 8: 15 / 132}  # of clusters, a multiprocessor
+# Where parts, whose number is any, are no better: tokens of an item, as clusters of few do not fill
+# the GPU; bytes of all, and where lengths are known to differ, which parts of one length do not
+# bear; or of an item.
+_LONGEST, _WIDE_LONGEST, _LEAST_LONGEST, _LONGEST_OF_ITEM = 8192, 3072, 2048, 512
+_MOST_BYTES, _RAGGED_BYTES, _CROWDED_BYTES = 96 << 20, 256 << 20, 128 << 10
+_PARTS_WIDTH, _FEW_LONGEST = 192, 4096  # where `few_shape` was measured
 
 
 def can_take(given: DecodeGiven) -> bool:
-    """Whether the step is one that they compute: attention alone, of few rows."""
+    """Whether the step is one that they compute: attention alone."""
     q, k_cache, out = given.q, given.k_cache, given.out
     extras = (given.k, given.cos, given.qkv_bias, given.alibi_slopes)
     if any(x is not None for x in extras) or given.num_splits:
@@ -42,9 +61,8 @@ def can_take(given: DecodeGiven) -> bool:
         return False
     return (
         device_of(q.device).has_wgmma
-        and rows_of(given) <= sizes_of(given)["block_m"]
         and q.shape[0] < 1 << 16
-        and k_cache.shape[2] < 1 << 16
+        and k_cache.shape[2] * row_blocks(given) < 1 << 16
         and q.data_ptr() % common.VEC_BYTES == 0
         and out.data_ptr() % common.VEC_BYTES == 0
         and common.is_aligned(_VECTOR, *q.stride()[:3])
@@ -57,43 +75,92 @@ def rows_of(given: DecodeGiven) -> int:
     return int(given.q.shape[1] * (given.q.shape[2] // given.k_cache.shape[2]))
 
 
-def shape_for(given: DecodeGiven, caches: Caches) -> tuple[int, int]:
+def block_rows(given: DecodeGiven) -> int:
+    """Rows that a cluster takes."""
+    is_few = rows_of(given) <= _ROWS or given.q.shape[-1] > _WIDTHS[1]
+    return _ROWS if is_few else _MOST_ROWS
+
+
+def is_small(given: DecodeGiven) -> bool:
+    """Whether a step is of few rows and columns."""
+    return rows_of(given) <= _ROWS and given.q.shape[-1] <= _WIDTHS[1]
+
+
+def row_blocks(given: DecodeGiven) -> int:
+    """Blocks of rows of a kv head, an item each."""
+    return -(-rows_of(given) // block_rows(given))
+
+
+def shape_for(given: DecodeGiven) -> tuple[int, int]:
     """(warps of a block, blocks of a cluster); (0, 0): the step is not for these kernels."""
     if choice is False or not can_take(given):
         return 0, 0
-    return best_shape(caches, device_of(given.q.device).num_sms, choice is True)
-
-
-def best_shape(caches: Caches, num_sms: int, is_forced: bool = False) -> tuple[int, int]:
-    """The same of caches that these kernels can take, as measured on an H200
-    (docs/notes/decode_attention.md). is_forced: however slow.
-
-    A block of four warps shares a multiprocessor with two more, one of eight has it alone, and
-    clusters of those find no room where they are many.
-    """
-    items, tokens = caches.items, caches.tokens
-    if not is_forced and not _is_short(caches, num_sms):
+    num_sms, problem = device_of(given.q.device).num_sms, problem_of(given)
+    items = given.q.shape[0] * given.k_cache.shape[2] * row_blocks(given)
+    every = costs.sizes_of(problem)
+    room, most = every[0].seqlen_k, _MOST_BYTES
+    us, shape = best_shape(every, sizes_of(given), items, num_sms)
+    if is_small(given) and 2 * items <= num_sms and room <= _FEW_LONGEST:
+        shape = few_shape(items, room, num_sms)
+    if choice:
+        return shape
+    if len(every) == 1 and every[0].is_ragged:
+        most = _RAGGED_BYTES
+    is_short = 4 * room * given.q.shape[-1] <= _CROWDED_BYTES
+    longest = max(_LEAST_LONGEST, _LONGEST_OF_ITEM * items * (1 if is_small(given) else 2))
+    longest = min(longest, _WIDE_LONGEST if width_of(given) == _WIDTHS[-1] else _LONGEST)
+    if room > longest or (costs.key_bytes(every[0]) > most and not is_short):
         return 0, 0
-    is_few, is_long = 16 * items <= num_sms, tokens > 1024
-    if (is_few and tokens > 512) or (is_long and num_sms < 4 * items and 2 * items <= num_sms):
+    # The kernel of parts has no columns that are not there.
+    if (
+        width_of(given) == _WIDTHS[-1]
+        and given.q.shape[-1] <= _PARTS_WIDTH
+        and items > num_sms // 2
+    ):
+        return 0, 0
+    # Attention's tiles of more rows read a cache less often.
+    is_others = not is_small(given) and split.can_take(problem)
+    return (0, 0) if is_others and split.best_way(problem).us < us else shape
+
+
+def few_shape(items: int, tokens: int, num_sms: int) -> tuple[int, int]:
+    """That of the smallest kernels where a cluster of two finds room for every item, as measured
+    on an H200 (docs/notes/decode_attention.md): no round but the first."""
+    is_few = 16 * items <= num_sms
+    if (is_few and tokens > 512) or (tokens > 1024 and num_sms < 4 * items):
         return 8, 8 if is_few else 2
     blocks = 1
     while blocks < _MOST_BLOCKS and 2 * blocks * items <= num_sms and 64 * blocks < tokens:
         blocks *= 2
-    if blocks == 1 and caches.token_bytes <= 256 and items <= num_sms and tokens > 64:
-        return 4, 2  # of head_dim 64 four blocks share one
-    if blocks == 1 and tokens > _ALONE_TOKENS and not is_forced:
-        return 0, 0
     return 4, blocks
 
 
-def _is_short(caches: Caches, num_sms: int) -> bool:
-    items, tokens = caches.items, caches.tokens
-    if items > num_sms:  # one block each
-        most = _CROWDED_BYTES if items > 2 * num_sms else _CROWDED_BYTES // 2
-        return tokens * caches.token_bytes <= most
-    fills = num_sms // 2 < 16 * items <= num_sms  # by one cluster of eight each
-    return tokens <= _SHORT_TOKENS * (2 if fills else 1) and caches.num_bytes <= _SHORT_BYTES
+def best_shape(
+    every: Sequence[costs.Sizes], sizes: Mapping[str, int], items: int, num_sms: int
+) -> tuple[float, tuple[int, int]]:
+    """About how long the fastest shape takes, and which it is.
+
+    every: what the caches may be; sizes: of the kernel; items: clusters.
+    """
+    width, rows = sizes["head_dim"], sizes["block_m"]
+    start_us, tile_us, round_us, beside = _TIMES[width, rows]
+    ways = []
+    for warps, blocks in itertools.product((4, 8), _PLACES):
+        if warps == 8 and width > MAX_EIGHT_WARPS:
+            continue
+        places = num_sms * _PLACES[blocks] * (beside if warps == 4 else 1)
+        begin_us = start_us + _CLUSTER_US * math.log2(blocks)
+        us = 1.0
+        for each in every:
+            tiles = -(-each.seqlen_k // (_TILE * warps * blocks))
+            work = items * each.mean / _TILE / num_sms
+            # Of lengths that differ, a round's short ones make room for the next.
+            rounds = items / places if each.is_ragged else math.ceil(items / places)
+            one_us = begin_us + tile_us * tiles + round_us * max(0.0, rounds - 1)
+            one_us += _WORK_US * work + costs.key_bytes(each) / _BYTES_A_US
+            us *= one_us ** (1 / len(every))
+        ways.append((us, (warps, blocks)))
+    return min(ways)
 
 
 def plan(
@@ -102,7 +169,8 @@ def plan(
     """The launch, which takes the parameters of the other kernel."""
     warps, blocks = shape
     return Launch(
-        common.shipped(CUBIN, name(given)), (blocks, given.k_cache.shape[2], given.q.shape[0]),
+        common.shipped(cubin_of(given), name(given)),
+        (blocks, given.k_cache.shape[2] * row_blocks(given), given.q.shape[0]),
         (32 * warps, 1, 1), shared_bytes(sizes_of(given), tokens, rows_of(given), shape), numbers,
         options={"programmatic": True, "cluster": (blocks, 1, 1)},
     )  # fmt: skip
@@ -110,21 +178,36 @@ def plan(
 
 def name(given: DecodeGiven) -> str:
     """The function for a step."""
-    width = 64 if given.q.shape[-1] <= 64 else 128
-    return f"{CUBIN}_{common.DTYPE_TOKENS[given.q.dtype]}_hdim{width}"
+    suffix = "" if block_rows(given) == _ROWS else "_rows32"
+    token = common.DTYPE_TOKENS[given.q.dtype]
+    return f"{cubin_of(given)}_{token}_hdim{width_of(given)}{suffix}"
+
+
+def cubin_of(given: DecodeGiven) -> str:
+    """Where it is."""
+    return CUBIN if is_small(given) else WIDE_CUBIN
+
+
+def width_of(given: DecodeGiven) -> int:
+    """Its head_dim."""
+    return next(width for width in _WIDTHS if width >= given.q.shape[-1])
 
 
 def sizes_of(given: DecodeGiven) -> Mapping[str, int]:
     """What it states."""
-    return launch_sizes(CUBIN, name(given))
+    return launch_sizes(cubin_of(given), name(given))
 
 
 def shared_bytes(sizes: Mapping[str, int], tokens: int, rows: int, shape: tuple[int, int]) -> int:
-    """Of a block: a ring no longer than the cache, or what the warps merge; what is sent to it."""
+    """Of a block: a ring no longer than the cache, or what the warps merge; queries; what is sent
+    to it."""
     warps, blocks = shape
-    tile, width = sizes["block_n"], sizes["head_dim"]
+    tile, width, block_rows = sizes["block_n"], sizes["head_dim"], sizes["block_m"]
     pairs = sizes["stages"] if tokens > blocks * warps * tile else 1
     ring = pairs * 2 * tile * width * sizes["element_bytes"]
-    merged = sizes["block_m"] * (width + 10) * 4
-    share = -(-rows * width // _OUT_VECTOR // blocks)
-    return warps * max(ring, merged) + blocks * share * _SENT_BYTES + _BARRIER_BYTES
+    merged = block_rows * (width + 10) * 4
+    queries = block_rows * width * sizes["element_bytes"]
+    if block_rows == _ROWS and width < _WIDTHS[-1]:
+        queries = 0  # in registers
+    share = -(-min(rows, block_rows) * width // _OUT_VECTOR // blocks) if blocks > 1 else 0
+    return queries + warps * max(ring, merged) + blocks * share * _SENT_BYTES + _BARRIER_BYTES

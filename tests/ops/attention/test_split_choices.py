@@ -169,7 +169,7 @@ def test_attention_takes(choice: Choice | Prompts) -> None:
 def test_steps_take(choice: Choice) -> None:
     problem = choice.problem
     rows = choice.seqlen_q * choice.heads[0] // choice.heads[1]
-    variant = decode_plan.choose_variant(choice.head_dim, 2, rows, False)
+    variant = decode_plan.choose_variant(choice.head_dim, 2, rows, False, is_sm90=True)
     assert SPLIT.best_way(problem).us < decode_sm90.decode_us(problem, variant.rows)
     assert way_of(problem) == choice.way
 

@@ -95,13 +95,15 @@ def test_what_debugging_checks(way: Way, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_every_kernel_is_chosen() -> None:
     chosen = {
-        decode_plan.choose_variant(head_dim, cache_bytes, rows, is_general)
+        decode_plan.choose_variant(head_dim, cache_bytes, rows, is_general, is_sm90)
         for cache_bytes in (1, 2, 4)
         for head_dim in range(16, 129 if cache_bytes == 4 else 257, 8)
         for rows in (1, 16, 17, 128)
         for is_general in (False, True)
+        for is_sm90 in (False, True)
     }
     assert chosen == set(decode_plan.VARIANTS)
+    assert decode_plan.choose_variant(192, 2, 1, False).head_dim == 256
 
 
 @pytest.mark.parametrize("items", [1, 2, 8, 32, 64, 100, 120, 132, 200, 512, 4096])
@@ -131,7 +133,7 @@ def split_on_h200(
     batch: int, kv_heads: int, tokens: int, head_dim: int = 128, window: int = 1 << 30
 ) -> decode_plan.Split:
     """Of steps with one row a kv head."""
-    variant = decode_plan.choose_variant(head_dim, 2, 1, False)
+    variant = decode_plan.choose_variant(head_dim, 2, 1, False, is_sm90=True)
     items, seen = batch * kv_heads, min(tokens, window)
     caches = decode_plan.Caches(items, tokens, seen, 4 * head_dim, 4 * head_dim * seen * items)
     blocks = decode_plan.blocks_for(variant, caches, head_dim, 132)
@@ -156,7 +158,7 @@ def test_who_stays_whole() -> None:
 
 
 def test_who_has_two_blocks_a_multiprocessor() -> None:
-    assert split_on_h200(4, 8, 124_426, 192).parallel == 256
+    assert split_on_h200(4, 8, 124_426, 224).parallel == 256
     assert split_on_h200(4, 8, 124_426, 128).parallel == 128  # enough under way
     assert split_on_h200(16, 8, 124_426, 192).parallel == 128  # many items
     assert split_on_h200(4, 8, 1024, 192).num_splits == 4  # little to read

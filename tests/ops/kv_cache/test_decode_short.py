@@ -14,9 +14,11 @@ from decode_step import E4M3, Step, check_nan_stays, check_replays
 from drawn_sinks import KINDS, draw_sinks
 from ways import Way
 
+from kernel_hub.ops.core.device import PlannedGpu
+from kernel_hub.ops.core.device import pretend as plan_for
 from kernel_hub.ops.core.launch import Launch, forget_all
 from kernel_hub.ops.kv_cache import decode_short
-from kernel_hub.ops.kv_cache.decode_plan import Caches
+from kernel_hub.ops.kv_cache.decode_plan import DecodeGiven
 
 
 @pytest.fixture
@@ -38,23 +40,24 @@ def in_shape(patch: pytest.MonkeyPatch, warps: int, blocks: int) -> None:
     """Every step in clusters of so many."""
     patch.setattr(
         decode_short, "shape_for",
-        lambda given, _: (warps, blocks) if decode_short.can_take(given) else (0, 0),
+        lambda given: (warps, blocks) if decode_short.can_take(given) else (0, 0),
     )  # fmt: skip
     forget_all()
 
 
 def drawn(lot: random.Random, way: Way) -> Step:
     """A small step of any kind that they take."""
-    heads = lot.choice(((4, 2), (8, 1), (3, 3), (16, 1), (10, 2)))
-    seqlen_q = lot.choice([n for n in (1, 1, 2, 5, 16) if n * heads[0] // heads[1] <= 16])
+    heads = lot.choice(((4, 2), (8, 1), (3, 3), (16, 1), (10, 2), (24, 1), (14, 2)))
+    seqlen_q = lot.choice((1, 1, 2, 5, 16))
     room = lot.choice((64, 320, 700, 2500 if way.is_gpu else 1300))
     lengths = [lot.choice((0, 1, seqlen_q, 63, 64, room, lot.randrange(room), lot.randrange(room)))
                for _ in range(lot.choice((1, 2, 5)))]  # fmt: skip
     lengths = [min(length, room) for length in lengths]
+    head_dim = lot.choice((16, 64, 80, 128, 192, 256))
     return Step(
         way, lengths, lot.choice((torch.float16, torch.bfloat16)), heads=heads, seqlen_q=seqlen_q,
-        head_dim=lot.choice((16, 64, 80, 128)), page_size=lot.choice((0, 16, 48, 64, 256)),
-        max_seqlen=room, seed=lot.randrange(1 << 20),
+        head_dim=head_dim, page_size=lot.choice((0, 16, 48, 64, 256)), max_seqlen=room,
+        seed=lot.randrange(1 << 20),
     )  # fmt: skip
 
 
@@ -65,6 +68,8 @@ def test_by_lot(
     lot = random.Random(f"decode short {number}")
     in_shape(monkeypatch, lot.choice((4, 8)), lot.choice((1, 2, 4, 8)))
     step = drawn(lot, hopper_way)
+    if step.head_dim > 128:
+        in_shape(monkeypatch, 4, lot.choice((1, 2, 4, 8)))
     options = {}
     if lot.random() < 0.4:
         kind = lot.choice(list(KINDS))
@@ -80,35 +85,61 @@ def test_by_lot(
 @pytest.mark.parametrize("warps", [4, 8])
 @pytest.mark.parametrize("blocks", [1, 2, 4, 8])
 @pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("seqlen_q", [1, 9], ids=["rows4", "rows36"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_every_kernel_in_clusters(
     hopper_way: Way, monkeypatch: pytest.MonkeyPatch, planned: list[Launch], dtype: torch.dtype,
-    head_dim: int, blocks: int, warps: int,
+    seqlen_q: int, head_dim: int, blocks: int, warps: int,
 ) -> None:  # fmt: skip
     in_shape(monkeypatch, warps, blocks)
-    Step(hopper_way, [300, 0, 5, 129], dtype, heads=(8, 2), head_dim=head_dim).check()
+    Step(
+        hopper_way, [300, 0, 5, 129], dtype, heads=(8, 2), seqlen_q=seqlen_q, head_dim=head_dim
+    ).check()
     assert [launch.options["cluster"] for launch in planned] == [(blocks, 1, 1)]
 
 
-def shape_on_h200(items: int, tokens: int, head_dim: int = 128) -> tuple[int, int]:
-    token_bytes = 4 * head_dim
-    caches = Caches(items, tokens, tokens, token_bytes, items * tokens * token_bytes)
-    return decode_short.best_shape(caches, 132)
+def shape_of(
+    batch_size: int, seqlen_q: int, tokens: int, heads: tuple[int, int], head_dim: int = 128,
+    mean: int = 0,
+) -> tuple[int, int]:  # fmt: skip
+    """Of a step on 132 multiprocessors; mean: of lengths, where pages say it."""
+    num_heads, num_kv_heads = heads
+    half: Any = {"device": "meta", "dtype": torch.bfloat16}
+    rooms, table = (batch_size, tokens), None
+    if mean:
+        rooms = (batch_size * -(-mean // 16), 16)
+        table = torch.empty(batch_size, -(-tokens // 16), dtype=torch.int32, device="meta")
+    q = torch.empty(batch_size, seqlen_q, num_heads, head_dim, **half)
+    cache = torch.empty(*rooms, num_kv_heads, head_dim, **half)
+    lengths = torch.empty(batch_size, dtype=torch.int32, device="meta")
+    given = DecodeGiven(
+        q, cache, cache, lengths, *[None] * 2, table, *[None] * 7, False, 0, head_dim**-0.5, -1,
+        0.0, 0, q,
+    )  # fmt: skip
+    with plan_for(PlannedGpu((9, 0), 132)):
+        return decode_short.shape_for(given)
 
 
 def test_which() -> None:
-    """Of an H200: what was fastest there; nothing where the other kernel is."""
-    assert shape_on_h200(8, 1024) == shape_on_h200(8, 4096) == (8, 8)
-    assert shape_on_h200(8, 512) == (4, 8)
-    assert shape_on_h200(16, 1024) == (4, 8)
-    assert shape_on_h200(32, 2048) == (4, 4)
-    assert shape_on_h200(64, 1024) == (4, 2)
-    assert shape_on_h200(64, 2048) == (8, 2)
-    assert shape_on_h200(128, 1024) == (4, 1)
-    assert shape_on_h200(128, 1024, 64) == (4, 2)
-    assert shape_on_h200(338, 192, 64) == shape_on_h200(512, 128) == (4, 1)
-    for items, tokens in ((8, 4160), (4, 4096), (32, 4096), (128, 2048), (200, 512), (512, 512)):
-        assert shape_on_h200(items, tokens) == (0, 0)
+    """What was fastest, or hardly slower; nothing where another kernel is."""
+    # Few items, on an H200.
+    assert shape_of(1, 1, 1024, (32, 8)) == shape_of(1, 1, 4096, (32, 8)) == (8, 8)
+    assert shape_of(1, 1, 512, (32, 8)) == shape_of(2, 1, 1024, (32, 8)) == (4, 8)
+    assert shape_of(8, 1, 1024, (32, 8)) == (4, 2)
+    assert shape_of(8, 1, 2048, (32, 8)) == (8, 2)
+    # More, more rows or columns, on an H100.
+    assert shape_of(169, 1, 192, (16, 2), 64) == shape_of(64, 1, 128, (32, 8)) == (4, 1)
+    assert shape_of(3, 8, 684, (10, 2)) == (8, 8)
+    assert shape_of(59, 1, 199, (24, 1)) == (8, 2)
+    assert shape_of(64, 10, 448, (16, 2), 64) == (4, 1)
+    assert shape_of(1, 1, 459, (2, 1), 256) == (4, 8)
+    assert shape_of(5, 3, 1188, (8, 8), 192) == (4, 4)
+    # Long items of few, many bytes, rows that attention's tiles read once, columns of parts.
+    assert shape_of(1, 1, 4160, (32, 8)) == shape_of(16, 1, 2048, (32, 8)) == (0, 0)
+    assert shape_of(137, 14, 369, (24, 8)) == shape_of(25, 1, 1133, (4, 4), 192) == (0, 0)
+    # Lengths that differ: no longest one of a block's is waited for.
+    assert shape_of(16, 1, 2048, (32, 8), mean=700) == (4, 4)
+    assert shape_of(20, 1, 1664, (16, 4), mean=600)[1] >= 2
 
 
 def test_finished_rows_and_wrong_lengths(hopper_way: Way, planned: list[Launch]) -> None:
@@ -130,8 +161,6 @@ def test_a_nan_in_a_query_stays_in_its_row(hopper_way: Way, planned: list[Launch
 def test_what_they_do_not_take(hopper_way: Way, planned: list[Launch]) -> None:
     lengths = [130, 5]
     Step(hopper_way, lengths, append=True).check()
-    Step(hopper_way, lengths, head_dim=256).check()
-    Step(hopper_way, lengths, heads=(40, 2)).check()
     Step(hopper_way, lengths, page_size=8).check()
     Step(hopper_way, lengths, cache_dtype=E4M3).check()
     step = Step(hopper_way, lengths)

@@ -188,7 +188,7 @@ def is_chosen(
         None, None, None, None, False, 0, head_dim**-0.5, window_left, 0.0, 0, torch.empty_like(q),
     )  # fmt: skip
     rows = seqlen_q * (num_heads // num_kv_heads)
-    variant = decode_plan.choose_variant(head_dim, 2, rows, window_left >= 0)
+    variant = decode_plan.choose_variant(head_dim, 2, rows, window_left >= 0, is_sm90=True)
     return decode_sm90.applies(given, variant)
 
 
@@ -240,7 +240,7 @@ def test_what_is_chosen_of_drawn_sizes(h200: None, lot: int) -> None:
     is_theirs = is_chosen(tokens=tokens, **sizes)
     # A launch serves all lengths: what is on the device is asked by nobody (it is on none here).
     assert is_chosen(tokens=tokens, page_size=generator.choice((16, 64, 256)), **sizes) == is_theirs
-    block_rows = decode_plan.choose_variant(head_dim, 2, group * seqlen_q, False).rows
+    block_rows = decode_plan.choose_variant(head_dim, 2, group * seqlen_q, False, is_sm90=True).rows
     if group * seqlen_q <= block_rows:
         assert not is_theirs or (seqlen_q > 1 and head_dim > 128)  # by whole tiles
     elif is_theirs:  # the more there is to read again, the more so
