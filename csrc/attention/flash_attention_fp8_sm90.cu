@@ -159,7 +159,7 @@ __device__ __forceinline__ void flash_attention(const Parameters& p) {
 EXPORT_MASKS(64, , kHeads, 3, 128)
 EXPORT_MASKS(64, _long, kHeads, 3, 160)
 EXPORT_MASKS(64, _blocks, kBlocks, 2, 128)
-EXPORT_FLASH_ATTENTION_FP8(96, any, kAny, kHeads, 3, 128)
+EXPORT_MASKS(96, , kHeads, 3, 128)
 EXPORT_MASKS(128, , kHeads, 2, 128)
 EXPORT_MASKS(128, _long, kHeads, 3, 96)
 EXPORT_MASKS(128, _blocks, kBlocks, 2, 128)

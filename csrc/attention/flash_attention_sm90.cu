@@ -70,7 +70,9 @@ namespace kernel_hub::attention::sm90 {
 #define EXPORT_HEAD_DIMS(DTYPE, T)                                         \
     EXPORT_MASKS(DTYPE, T, 64, 3, 128)                                     \
     EXPORT_FLASH_ATTENTION(DTYPE, T, 64, causal_short, kCausal, 2, 128)    \
-    EXPORT_MASKS(DTYPE, T, 96, 2, 128)                                     \
+    EXPORT_FLASH_ATTENTION(DTYPE, T, 96, full, kFull, 2, 128)              \
+    EXPORT_FLASH_ATTENTION(DTYPE, T, 96, causal, kCausal, 3, 96)           \
+    EXPORT_FLASH_ATTENTION(DTYPE, T, 96, window, kWindow, 2, 128)          \
     EXPORT_MASKS(DTYPE, T, 128, 2, 128)                                    \
     EXPORT_MASKS(DTYPE, T, 192, 2, 112)                                    \
     EXPORT_BODY(DTYPE, T, hdim192_v128, 192, 128, full, kFull, 2, 128)     \

@@ -111,11 +111,11 @@ struct Loader {
     }
 
     // Whether the next tile is asked for before a tile, not a few blocks before its end.
-    // NOTE: who is busy for long would hold a tile that another could begin. Where the loader has
-    // 32 registers, the answer would go to local memory at once, and be waited for.
+    // NOTE: who is busy for long would hold a tile that another could begin; where a tile has no
+    // more blocks than this, the answer would be waited for.
     static constexpr int kBlocksAhead = 4;
     __device__ __forceinline__ bool asks_first() const {
-        return C::kConsumers == 3 ? C::kHeadDim == 64 : p.seqlen_k <= kBlocksAhead * C::kBlockN;
+        return p.seqlen_k <= kBlocksAhead * C::kBlockN;
     }
 
     __device__ __forceinline__ void run() {
@@ -136,27 +136,36 @@ struct Loader {
             const int kv_begin = p.cu_seqlens_k ? p.cu_seqlens_k[tile.batch] : 0;
             const int kv_batch = p.cu_seqlens_k ? 0 : tile.batch;
             const int kv_head = tile.head / (p.num_heads / p.num_kv_heads);
-            const int q_batch = p.cu_seqlens_q ? 0 : tile.batch;
             read_scales(tile, kv_head);
+            const int last = tile.block_end - 1;
+            int row = kv_begin + last * C::kBlockN;
             BlockScales ahead = {1.f, 1.f};
             if constexpr (C::kScales == Scales::kBlocks) {
-                ahead = read_block_scales(tile, kv_head, tile.block_end - 1);
+                ahead = read_block_scales(tile, kv_head, last);
+            }
+            // NOTE: the first block is apart, so that the loop holds nothing of the tile but where
+            // its keys lie: with three consumers a loader has 32 registers.
+            load_k(row, kv_head, kv_batch, ahead);
+            publish(tile);
+            load_q(tile.q_begin + tile.row_begin, tile.head, p.cu_seqlens_q ? 0 : tile.batch);
+            if constexpr (C::kScales == Scales::kBlocks) {
+                ahead = read_block_scales(tile, kv_head, max(last - 1, 0));
+            }
+            load_v(row, kv_head, kv_batch);
+            if (!asks_first() && last < kBlocksAhead) {
+                ticket = atomicAdd(p.tile_counter, 1);
             }
 #pragma unroll 1
-            for (int block = tile.block_end - 1; block >= tile.block_begin; --block) {
-                if (!asks_first() && block == min(tile.block_end, kBlocksAhead) - 1) {
+            for (int block = last - 1; block >= 0; --block) {
+                if (!asks_first() && block == kBlocksAhead - 1) {
                     ticket = atomicAdd(p.tile_counter, 1);
                 }
-                const int row = kv_begin + block * C::kBlockN;
+                row -= C::kBlockN;
                 const BlockScales scales = ahead;
                 if constexpr (C::kScales == Scales::kBlocks) {
                     ahead = read_block_scales(tile, kv_head, max(block - 1, 0));
                 }
                 load_k(row, kv_head, kv_batch, scales);
-                if (block == tile.block_end - 1) {
-                    publish(tile);
-                    load_q(tile.q_begin + tile.row_begin, tile.head, q_batch);
-                }
                 load_v(row, kv_head, kv_batch);
             }
         }

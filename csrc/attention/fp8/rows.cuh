@@ -140,13 +140,15 @@ struct Rows {
         }
     }
 
-    // scores become 2^(scale_log2 score - shift + kProbBits - value_bits); row_shift and row_sum
-    // follow. The shift is the row's largest exponent.
-    template <bool kFirst>
-    __device__ __forceinline__ void softmax(float output_factor) {
-        constexpr bool kBlocks = C::kScales == Scales::kBlocks;
-        const float bits = kBlocks ? kProbBits - value_bits : kProbBits;
-        const float weight = kBlocks ? power_of_two(value_bits) : 1.f;
+    // The larger one of two values, in all lanes of a row.
+    template <typename T, typename F>
+    __device__ __forceinline__ static T largest_in_quad(T value, F larger) {
+        value = larger(value, __shfl_xor_sync(kAllLanes, value, 1));
+        return larger(value, __shfl_xor_sync(kAllLanes, value, 2));
+    }
+
+    // The largest scores of the thread's rows.
+    __device__ __forceinline__ void compare(float (&largest)[2]) const {
         // Four chains: fewer would be bound by their latency.
         float largest_of[4] = {scores[0], scores[1], scores[2], scores[3]};
 #pragma unroll
@@ -158,14 +160,49 @@ struct Rows {
         }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            float largest = max_nan(largest_of[2 * r], largest_of[2 * r + 1]);
-            largest = max_nan(largest, __shfl_xor_sync(kAllLanes, largest, 1));
-            largest = max_nan(largest, __shfl_xor_sync(kAllLanes, largest, 2));
-            largest_of[2 * r] = largest * scale_log2;
+            largest[r] = largest_in_quad(max_nan(largest_of[2 * r], largest_of[2 * r + 1]),
+                                         [](float a, float b) { return max_nan(a, b); });
         }
+    }
+
+    // The same, by bits: as signed numbers the largest score above 0 is the largest, and one
+    // instruction takes two more of them. Where all of a row are below 0, and its shift too, they
+    // are compared; of a first block, which may have few keys, always.
+    template <bool kFirst>
+    __device__ __forceinline__ void find_largest(float (&largest)[2]) const {
+        bool must_compare = kFirst;
+#pragma unroll
+        for (int r = 0; r < 2 && !kFirst; ++r) {
+            int above[2] = {0, 0};
+#pragma unroll
+            for (int j = 0; j < C::kBlockN / 8; ++j) {
+                const int a = __float_as_int(scores[4 * j + 2 * r]);
+                const int b = __float_as_int(scores[4 * j + 2 * r + 1]);
+                int& high = above[j % 2];
+                high = j < 2 ? max(a, b) : max(max(high, a), b);
+            }
+            const int high =
+                largest_in_quad(max(above[0], above[1]), [](int a, int b) { return max(a, b); });
+            largest[r] = __int_as_float(high);
+            must_compare |= high < 0 && row_shift[r] < 0.f;
+        }
+        if (kFirst || __any_sync(kAllLanes, must_compare)) {
+            compare(largest);
+        }
+    }
+
+    // scores become 2^(scale_log2 score - shift + kProbBits - value_bits); row_shift and row_sum
+    // follow. The shift is the row's largest exponent.
+    template <bool kFirst>
+    __device__ __forceinline__ void softmax(float output_factor) {
+        constexpr bool kBlocks = C::kScales == Scales::kBlocks;
+        const float bits = kBlocks ? kProbBits - value_bits : kProbBits;
+        const float weight = kBlocks ? power_of_two(value_bits) : 1.f;
+        float largest_of[2];
+        find_largest<kFirst>(largest_of);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            float largest = largest_of[2 * r];
+            float largest = largest_of[r] * scale_log2;
             if constexpr (!kFirst) {
                 largest = max_nan(largest, row_shift[r]);
                 const bool grew = kBlocks && output_factor != 1.f;

@@ -40,7 +40,7 @@ struct Consumer : Rows<C> {
     // Whether blocks with masks tell small scores from others.
     // NOTE: with three consumers there are registers too few; at d192 it is not worth its 15 KB.
     static constexpr bool kTellsMasked =
-        C::kMask == Mask::kWindow && !C::kSplit && C::kConsumers == 2 && C::kHeadDim != 192;
+        C::kMask == Mask::kWindow && C::kFindsSmall && C::kHeadDim != 192;
 
     // Issues scores = Q K^T.
     __device__ __forceinline__ void issue_scores() {
@@ -246,7 +246,8 @@ struct Consumer : Rows<C> {
         hold_registers(scores);
         const int block = tile.block_end - 1;
         release_k(block == tile.block_begin);
-        this->template weigh<true, true>(tile, block);
+        // NOTE: as `cross` does: which of a block's tiles is its first may differ from run to run.
+        this->template weigh<true, true, kTellsMasked>(tile, block);
         this->pack_probs();
     }
 

@@ -43,7 +43,9 @@ struct Config : Warpgroups<kConsumers_> {
     // Whether a warpgroup leaves out a tile's first block where it sees nothing of it; with blocks
     // wider than that it sees something of each.
     static constexpr bool kTrims =
-        !kSplit && kMask == Mask::kCausal && (kConsumers > 2 || kBlockN < 128);
+        !kSplit && kMask == Mask::kCausal && (kConsumers > 2) == (kBlockN >= 128);
+    // Whether registers are left to find small scores by bits.
+    static constexpr bool kFindsSmall = !kSplit && (kConsumers == 2 || kBlockN <= 96);
     static constexpr int kQPanelBytes = 64 * 128;
     static constexpr int kQBytes = kPanels * kQPanelBytes;  // of one consumer
     // Split: the rows of all consumers lie together, as one copy brings them.

@@ -205,9 +205,10 @@ struct Loader {
         q.advance();
     }
 
+    // NOTE: one consumer after another: with three of them, and two panels, registers are too few.
     __device__ __forceinline__ void load_q(const Tile& tile) {
         const int row = tile.q_begin + tile.row_begin, batch = p.cu_seqlens_q ? 0 : tile.batch;
-#pragma unroll
+#pragma unroll 1
         for (int consumer = 0; consumer < C::kConsumers; ++consumer) {
             const uint32_t full = shared.q_full(q.stage, consumer);
             mbarrier_wait(shared.q_empty(q.stage, consumer), q.parity ^ 1);

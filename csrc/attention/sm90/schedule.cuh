@@ -106,11 +106,10 @@ __device__ __forceinline__ Tile describe(const Parameters& p, int row, int batch
     return tile;
 }
 
-// Whether later tiles of a sequence see more keys.
+// Whether the first tiles of a sequence see the fewest keys.
 template <class C>
 __device__ __forceinline__ bool grows_downwards(const Parameters& p) {
-    return C::kMask == Mask::kCausal ||
-           (C::kMask == Mask::kWindow && p.window_left < 0 && p.window_right >= 0);
+    return C::kMask == Mask::kCausal || (C::kMask == Mask::kWindow && p.window_right >= 0);
 }
 
 // The last block to come here leaves the counter as it found it. One thread of each.
@@ -122,8 +121,8 @@ __device__ __forceinline__ void give_back(int* tile_counter) {
     }
 }
 
-// Walks through the schedule. Where later tiles see more keys, those with the most come first,
-// within groups of heads whose keys and values stay in the L2.
+// Walks through the schedule. Where the first tiles see the fewest keys, they come last, within
+// groups of heads whose keys and values stay in the L2.
 template <class C>
 struct Schedule {
     const Parameters& p;

@@ -1,6 +1,8 @@
 // flash_attention_sm90.cu: what a consumer holds, and does to its scores: masks, softmax.
 #pragma once
 
+#include <type_traits>
+
 #include "attention/sm90/pieces.cuh"
 #include "attention/sm90/plan.cuh"
 #include "kernel_hub/math.cuh"
@@ -8,6 +10,32 @@
 #include "kernel_hub/wgmma.cuh"
 
 namespace kernel_hub::attention::sm90 {
+
+// What is known of the largest scores of rows: nothing, the scores, or that no exponent is below
+// one.
+enum class Given { kNothing, kLargest, kBound };
+// How large the scores of a warp are.
+enum class Found { kAny, kSmall, kTiny };
+
+// Exponents with softcap of scores up to kBound of small_score, where a shorter polynomial is as
+// exact (5e-7) and, with a softcap that is not large, all exponents are so near to each other that
+// no row's largest need be known.
+struct Tiny {
+    float terms[3];
+    float least;  // exponent
+
+    static constexpr float kTanh = 0.26f;          // of the softcap
+    static constexpr float kBound = kTanh / 0.5f;  // problem.py: _SMALL_TANH
+    // Of scale_log2: exponents are at most 2 kTanh times it, and kRescaleBits, above a row's shift.
+    // fp16 does not hold that.
+    static constexpr float kMostScale = 80.f;
+
+    __device__ __forceinline__ float operator()(float score, float shift) const {
+        const float square = score * score;
+        const float factor = fmaf(fmaf(terms[2], square, terms[1]), square, terms[0]);
+        return fmaf(score, factor, -shift);
+    }
+};
 
 // A consumer's registers: its places in the rings, scores, probabilities and output of 64 rows.
 template <class C>
@@ -118,6 +146,13 @@ struct Scores {
         return fmaf(score, factor, -shift);
     }
 
+    __device__ __forceinline__ Tiny tiny_scores() const {
+        return {{p.tanh_terms[0] * (0.9999995f / 0.99999946f),
+                 p.tanh_terms[1] * (0.3332001f / 0.33326318f),
+                 p.tanh_terms[2] * (0.1280271f / 0.13190297f)},
+                -Tiny::kTanh * p.scale_log2};
+    }
+
     // Scores of a block become probabilities. kTells: with softcap, small scores are told from
     // others. Blocks without masks are capped where kTells says so, masked ones ask for it.
     template <bool kFirst, bool kMasked, bool kTells = false>
@@ -127,10 +162,16 @@ struct Scores {
             const auto small = [&](float score, float shift) {
                 return small_exponent(score, shift);
             };
-            if constexpr (C::kConsumers == 2 && !C::kSplit) {
+            if constexpr (C::kFindsSmall) {
                 float largest[2];
-                if (find_small(tile, largest)) {
-                    softmax<kFirst, true>(small, largest);
+                const Found found = find_small(tile, largest);
+                if (found == Found::kTiny) {
+                    const Tiny tiny = tiny_scores();
+                    softmax<kFirst, Given::kBound>(tiny, &tiny.least);
+                    return;
+                }
+                if (found == Found::kSmall) {
+                    softmax<kFirst, Given::kLargest>(small, largest);
                     return;
                 }
             } else if (are_small<false>(tile, block)) {
@@ -173,12 +214,12 @@ struct Scores {
         return max_nan(largest, __shfl_xor_sync(kAllLanes, largest, 2));
     }
 
-    // Whether this warp's scores of the tile's queries are small_score at most; `largest` becomes
-    // those of the thread's rows. By bits: as signed numbers the largest score above 0 is the
-    // largest, as unsigned ones the least below 0, and one instruction takes two more of them.
-    __device__ __forceinline__ bool find_small(const Range& tile, float (&largest)[2]) const {
-        const unsigned most = __float_as_uint(p.small_score);
-        bool are = true, must_ask = false;
+    // How large this warp's scores of the tile's queries are; where they are small, `largest`
+    // becomes those of the thread's rows. By bits: as signed numbers the largest score above 0 is
+    // the largest, as unsigned ones the least below 0, and one instruction takes two more of them.
+    __device__ __forceinline__ Found find_small(const Range& tile, float (&largest)[2]) const {
+        int high[2];
+        unsigned low[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             int above[2] = {0, 0};
@@ -187,36 +228,53 @@ struct Scores {
             for (int j = 0; j < C::kBlockN / 8; ++j) {
                 const unsigned a = __float_as_uint(scores[4 * j + 2 * r]);
                 const unsigned b = __float_as_uint(scores[4 * j + 2 * r + 1]);
-                int& high = above[j % 2];
-                unsigned& low = below[j % 2];
+                int& most = above[j % 2];
+                unsigned& least = below[j % 2];
                 const int high_a = static_cast<int>(a), high_b = static_cast<int>(b);
-                high = j < 2 ? max(high_a, high_b) : max(max(high, high_a), high_b);
-                low = j < 2 ? max(a, b) : max(max(low, a), b);
+                most = j < 2 ? max(high_a, high_b) : max(max(most, high_a), high_b);
+                least = j < 2 ? max(a, b) : max(max(least, a), b);
             }
-            int high = max(above[0], above[1]);
-            const unsigned low = max(below[0], below[1]);
-            const bool is_query = tile.diagonal + 8 * r < tile.seqlen_k;
-            are &= !is_query || (high <= static_cast<int>(most) && low <= (most ^ 0x80000000u));
-            high = max(high, __shfl_xor_sync(kAllLanes, high, 1));
-            high = max(high, __shfl_xor_sync(kAllLanes, high, 2));
-            largest[r] = __uint_as_float(static_cast<uint32_t>(high));
+            high[r] = max(above[0], above[1]);
+            low[r] = max(below[0], below[1]);
+        }
+        const auto are_within = [&](float bound) {
+            const unsigned most = __float_as_uint(bound);
+            bool are = true;
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const bool is_query = tile.diagonal + 8 * r < tile.seqlen_k;
+                are &= !is_query ||
+                       (high[r] <= static_cast<int>(most) && low[r] <= (most ^ 0x80000000u));
+            }
+            return __all_sync(kAllLanes, are);
+        };
+        if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+            if (p.scale_log2 <= Tiny::kMostScale && are_within(Tiny::kBound * p.small_score)) {
+                return Found::kTiny;
+            }
+        }
+        if (!are_within(p.small_score)) {
+            return Found::kAny;
+        }
+        bool must_ask = false;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            high[r] = max(high[r], __shfl_xor_sync(kAllLanes, high[r], 1));
+            high[r] = max(high[r], __shfl_xor_sync(kAllLanes, high[r], 2));
+            largest[r] = __int_as_float(high[r]);
             // Of scores below 0 alone it is not the largest one; nothing asks for that one where
             // the shift is above 0.
-            must_ask |= high < 0 && row_shift[r] < 0.f;
-        }
-        if (!__all_sync(kAllLanes, are)) {
-            return false;
+            must_ask |= high[r] < 0 && row_shift[r] < 0.f;
         }
         if (__any_sync(kAllLanes, must_ask)) {
             largest[0] = largest_of(0);
             largest[1] = largest_of(1);
         }
-        return true;
+        return Found::kSmall;
     }
 
     // The largest scores of the thread's rows, by bits as in find_small: where all are below 0, and
     // the shift too, they are asked for again.
-    template <bool kFirst>
     __device__ __forceinline__ void find_largest(float (&largest)[2]) const {
         bool must_ask = false;
 #pragma unroll
@@ -233,7 +291,7 @@ struct Scores {
             high = max(high, __shfl_xor_sync(kAllLanes, high, 1));
             high = max(high, __shfl_xor_sync(kAllLanes, high, 2));
             largest[r] = __int_as_float(high);
-            must_ask |= high < 0 && (kFirst || row_shift[r] < 0.f);
+            must_ask |= high < 0 && row_shift[r] < 0.f;
         }
         if (__any_sync(kAllLanes, must_ask)) {
             largest[0] = largest_of(0);
@@ -244,19 +302,23 @@ struct Scores {
     // scores become 2^(exponent(score, 0) - shift), where exponent(s, t) = exponent(s, 0) - t grows
     // with s; row_shift and row_sum follow. The shift is the row's largest exponent, or one up to
     // kRescaleBits below it, so that the output is rarely rescaled.
-    // kGiven: with the rows' largest scores.
-    template <bool kFirst, bool kGiven = false, typename F>
+    // given: the rows' largest scores, or the bound of all exponents.
+    template <bool kFirst, Given kGiven = Given::kNothing, typename F>
     __device__ __forceinline__ void softmax(F exponent, const float* given = nullptr) {
+        // Rows of a first block may have few keys, all scores of which are below 0.
+        constexpr bool kByBits = kGiven == Given::kNothing && C::kByBits && !kFirst;
         bool grew = false;
         float own[2];
-        if constexpr (!kGiven && C::kByBits) {
-            find_largest<kFirst>(own);
+        if constexpr (kByBits) {
+            find_largest(own);
         }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             float largest;
-            if constexpr (kGiven || C::kByBits) {
-                largest = exponent(kGiven ? given[r] : own[r], 0.f);
+            if constexpr (kGiven == Given::kBound) {
+                largest = *given;
+            } else if constexpr (kGiven == Given::kLargest || kByBits) {
+                largest = exponent(kGiven == Given::kLargest ? given[r] : own[r], 0.f);
             } else {
                 largest = exponent(largest_of(r), 0.f);
             }

@@ -47,12 +47,14 @@ class Scales(NamedTuple):
 class Body:
     """One compiled tile shape: `flash_attention_fp8_sm90_e4m3_hdim{head_dim}_{suffix}`.
 
-    least_keys: of the longest sequence, for it to be the faster one.
+    least_keys: of the longest sequence, for it to be the faster one; least_rows: of queries of all
+    heads, of which larger tiles need more for all multiprocessors.
     """
 
     suffix: str
     head_dim: int
     least_keys: int = 0
+    least_rows: int = 0
 
     @property
     def stated(self) -> Stated:
@@ -80,10 +82,12 @@ BODIES = (
     Body("causal_long", 64, 1 << 14),
     Body("full_blocks", 64),
     Body("causal_blocks", 64),
-    Body(_ANY, 96, 1024),
+    Body("full", 96, 1024),
+    Body("causal", 96, 1024),
     Body("full", 128),
     Body("full_long", 128, 2048),
     Body("causal", 128),
+    Body("causal_long", 128, 2560, least_rows=96 << 10),
     Body("causal_long", 128, 8192),
     Body("full_blocks", 128),
     Body("causal_blocks", 128),
@@ -126,14 +130,17 @@ def check_problem(problem: Problem) -> None:
         raise common.refuse(_OP, "q", expected, problem.q)
 
 
-def choose(head_dim: int, is_causal: bool, has_blocks: bool, seqlen_k: int) -> Body:
+def choose(head_dim: int, is_causal: bool, has_blocks: bool, seqlen_k: int, rows: int) -> Body:
     """The row of BODIES for such a problem."""
     mask = "causal" if is_causal else "full"
     suffixes = (f"{mask}_blocks",) if has_blocks else (mask, f"{mask}_long", _ANY)
     fitting = [
         body
         for body in BODIES
-        if body.suffix in suffixes and body.head_dim >= head_dim and body.least_keys <= seqlen_k
+        if body.suffix in suffixes
+        and body.head_dim >= head_dim
+        and body.least_keys <= seqlen_k
+        and body.least_rows <= rows
     ]
     return min(fitting, key=lambda body: (body.head_dim, -body.least_keys))
 
@@ -163,7 +170,8 @@ def plan(problem: Problem, scales: Scales, out: torch.Tensor, lse: torch.Tensor 
     num_kv_heads = k.shape[-2]
     seqlen_q, seqlen_k = problem.seqlens
     has_tables = problem.cu_seqlens_k is not None or problem.cache_seqlens is not None
-    body = choose(head_dim, problem.window_right == 0, scales.has_blocks_of_keys, seqlen_k)
+    is_causal, rows = problem.window_right == 0, q.numel() // head_dim
+    body = choose(head_dim, is_causal, scales.has_blocks_of_keys, seqlen_k, rows)
     stated = body.stated
     num_tiles = -(-seqlen_q // stated.sizes["block_m"]) * problem.batch_size * num_heads
     q_scale_heads = num_heads

@@ -27,6 +27,9 @@ is_enabled = True
 CUBIN = "flash_attention_sm90"
 _BOX_ROWS = 8  # the fewest keys a copy brings: the swizzle repeats after so many rows
 _FEW, _SHORT = 32, 256  # tokens
+# Tokens of a sequence, the mean; columns of narrow heads, and of wide ones, of which two that share
+# keys are as if they did not: packed rows are better for others.
+_LITTLE, _NARROW, _WIDE = 64, 32, 128
 NUM_COUNTERS = 2  # the next tile, blocks that are done
 # K and V of the heads that run together stay in the L2 (60 MB on an H200).
 _L2_BYTES = 32 << 20
@@ -114,19 +117,32 @@ def applies(problem: Problem, out: torch.Tensor) -> bool:
 
 
 def is_short(problem: Problem) -> bool:
-    """Whether the portable kernels are quicker: short sequences of head_dim up to 64 that see all
-    keys, which tiles of 192 queries leave half empty (docs/notes/flash_attention_sm90.md)."""
-    tables = problem.cu_seqlens_q, problem.cu_seqlens_k, problem.cache_seqlens, problem.block_table
-    return (
-        problem.seqlens[0] >= _FEW
-        and max(problem.seqlens) <= _SHORT
-        and max(problem.q.shape[-1], problem.v.shape[-1]) <= 64
-        and problem.window == (-1, -1)
-        and problem.softcap == 0
-        and problem.sinks is None
-        and not problem.batch_invariant
-        and all(table is None for table in tables)
+    """Whether the portable kernels are quicker: tiles of 128 or 192 queries are half empty, and no
+    two blocks share a multiprocessor (docs/notes/flash_attention_sm90.md)."""
+    longest = max(problem.seqlens)
+    others = problem.cache_seqlens, problem.block_table, problem.sinks
+    if longest > _SHORT or problem.batch_invariant or any(x is not None for x in others):
+        return False
+    head_dim = problem.widest_head
+    if _mean_tokens(problem) <= _LITTLE:
+        return problem.q.shape[-2] <= (1 + (head_dim > _WIDE)) * problem.k.shape[-2]
+    if problem.has_lengths or problem.seqlens[0] < _FEW or head_dim > 64:
+        return False
+    left, right = problem.window  # causal ones have tiles of 128 queries
+    return head_dim <= _NARROW or (problem.softcap == 0 and (left >= 0 or right < 0))
+
+
+def _mean_tokens(problem: Problem) -> float:
+    """Of a sequence: queries or keys, whichever are more."""
+    tables, every = (
+        (problem.cu_seqlens_q, problem.cu_seqlens_k),
+        zip(problem.seqlens, problem.totals, strict=True),
     )
+    means = (
+        longest if table is None else min(longest, total / problem.batch_size)
+        for table, (longest, total) in zip(tables, every, strict=True)
+    )
+    return max(means)
 
 
 def fits(problem: Problem, out: torch.Tensor) -> bool:

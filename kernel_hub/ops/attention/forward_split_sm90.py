@@ -142,6 +142,8 @@ def applies(problem: Problem, whole: Stated, width: int) -> bool:
         return True
     block_m, block_n = whole.sizes["block_m"], whole.sizes["block_n"]
     if is_crowded(problem, block_m):
+        if problem.softcap != 0 and not problem.has_lengths:
+            return False  # they ask of masked blocks whether their scores are small
         num_sms, sizes = device_of(problem.q.device).num_sms, costs.sizes_of(problem)
         every = (costs.whole_prompts_us(x, width, block_m, block_n, num_sms) for x in sizes)
         return best_way(problem, block_m).us < _mean(every)

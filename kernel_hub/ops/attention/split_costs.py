@@ -54,6 +54,10 @@ _ORDERED = 0.25  # of a round that tiles which differ wait for the last, the lon
 # what the mean tile sees more than the mean; in turn where they are surely faster; a tile's rows.
 _QUICK, _LONGER, _SURELY, _LEAST_ROWS = 0.6, 0.34, 0.97, 128
 _SHORT = 4  # stretches more in the share with the shortest tiles
+# Of prompts that `_sees_few` says: their tokens, without a window; a launch; a tile, and what 128
+# columns of it add, whole and of packed heads in turn; tiles of a sequence that are looked at.
+_FEW_TOKENS, _LOOKED_AT = 1280, 64
+_FEW_START_US, _FEW_TILE_US, _FEW_TURN_US = 6.7, (0.6, 1.5), (0.9, 2.1)
 
 
 class Sizes(NamedTuple):
@@ -238,6 +242,8 @@ def whole_prompts_us(
     """forward_sm90's, of prompts that have tiles for all multiprocessors."""
     tiles = _parts(sizes, block_m) * sizes.batch_size * sizes.num_heads
     unit_us = _whole_unit_us(sizes, width, block_m, block_n)
+    if _sees_few(sizes):
+        return _few_us(sizes, tiles, block_m, unit_us, _FEW_TILE_US, width, block_n, num_sms)
     tile_us = _tile_us(width) * (_QUICK if sizes.has_lengths else 1.0)
     return _START_US + _prompts_us(sizes, tiles, unit_us, tile_us, block_n, num_sms)
 
@@ -250,13 +256,43 @@ def packed_prompts_us(sizes: Sizes, tile: PackedTile, num_sms: int) -> float:
     has_more = (sizes.has_lengths and group > 1) or (
         tile.width > 64 and tile.block_m > _LEAST_ROWS and (is_full or sizes.has_lengths)
     )
-    if sizes.window_left >= 0 or not has_more:
+    if not _sees_few(sizes) and (sizes.window_left >= 0 or not has_more):
         return math.inf
     heads, tokens, _ = tile.pack(sizes.seqlen_q, group)
     tiles = _parts(sizes, tokens) * -(-group // heads) * sizes.batch_size * sizes.num_kv_heads
+    if _sees_few(sizes):
+        us = _few_us(
+            sizes, tiles, tokens, tile.unit_us, _FEW_TURN_US, tile.width, tile.block_n, num_sms
+        )
+        return us / _SURELY
     tile_us = _tile_us(tile.width)
     work = _prompts_us(sizes, tiles, tile.unit_us, tile_us, tile.block_n, num_sms)
     return (_begin_us(sizes) + work) / _SURELY
+
+
+def _sees_few(sizes: Sizes) -> bool:
+    """Whether heads may be packed, of prompts of one length that see few blocks of keys."""
+    is_alike = sizes.num_heads > sizes.num_kv_heads and not sizes.has_lengths
+    return is_alike and (sizes.window_left >= 0 or sizes.seqlen_q <= _FEW_TOKENS)
+
+
+def _few_us(
+    sizes: Sizes, tiles: float, tokens: int, unit_us: float, tile_us: tuple[float, float],
+    width: int, block_n: int, num_sms: int,
+) -> float:  # fmt: skip
+    """Of tiles of so many tokens, which see few blocks of keys: where they lie in them counts."""
+    left, right = sizes.window_left, sizes.window_right
+    # An odd step meets every place of a tile in a block of keys.
+    firsts = range(0, sizes.seqlen_q, tokens * (sizes.seqlen_q // tokens // _LOOKED_AT | 1))
+    seen = 0
+    for first in firsts:
+        at = first + int(sizes.mean) - sizes.seqlen_q
+        end = at + min(tokens, sizes.seqlen_q - first) + right
+        end = min(end, sizes.seqlen_k) if right >= 0 else sizes.seqlen_k
+        begin = max(0, at - left) if left >= 0 else 0
+        seen += max(0, -(-end // block_n) - begin // block_n)
+    each = seen / len(firsts) * unit_us + tile_us[0] + tile_us[1] * width / 128
+    return _FEW_START_US + math.ceil(tiles / num_sms) * each
 
 
 def _parts(sizes: Sizes, tokens: int) -> float:

@@ -157,12 +157,14 @@ def test_what_the_launch_needs() -> None:
 
 
 def test_the_table_holds_every_case() -> None:
-    numbers = itertools.product(range(16, 257, 16), [False, True], [False, True], [0, 900, 1 << 20])
+    numbers = itertools.product(
+        range(16, 257, 16), [False, True], [False, True], [0, 900, 3000, 1 << 20], [900, 1 << 20]
+    )
     chosen = set()
-    for head_dim, causal, blocks, keys in numbers:
-        body = FP8.choose(head_dim, causal, blocks, keys)
+    for head_dim, causal, blocks, keys, rows in numbers:
+        body = FP8.choose(head_dim, causal, blocks, keys, rows)
         chosen.add(body)
-        assert body.head_dim >= head_dim and body.least_keys <= keys
+        assert body.head_dim >= head_dim and body.least_keys <= keys and body.least_rows <= rows
         assert body.suffix.startswith(("causal" if causal else "full", "any"))
         assert ("blocks" in body.suffix) == blocks
         assert body.stated.shared_bytes <= 226 * 1024

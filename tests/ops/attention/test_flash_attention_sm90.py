@@ -113,6 +113,26 @@ def test_softcap(hopper: list[str], head_dim: int, softcap: float) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [72, 128, 256])
+def test_softcap_gives_the_same_bits(hopper: list[str], head_dim: int) -> None:
+    # Tiles without keys come first, so that the first one of a block is drawn.
+    generator = torch.Generator("cuda").manual_seed(head_dim)
+    shapes = (40, 198, 16, head_dim), (40, 12, 4, head_dim), (40, 12, 4, head_dim)
+    q, k, v = (
+        torch.randn(shape, device="cuda", generator=generator).bfloat16() for shape in shapes
+    )
+    lengths = torch.randint(0, 13, (40,), device="cuda", generator=generator, dtype=torch.int32)
+    options = {"causal": True, "softcap": 20.0, "cache_seqlens": lengths, "return_lse": True}
+    first = flash_attention(q, k, v, **options)
+    for _ in range(50):
+        for name, a, b in zip(
+            ("out", "lse"), first, flash_attention(q, k, v, **options), strict=True
+        ):
+            same_bits(a, b, name=name)
+    assert len(hopper) == 51
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 192, 256])
 def test_blocks_on_the_diagonal(hopper: list[str], head_dim: int) -> None:
     # Every place of the diagonal in a block of keys, and tiles whose first rows see no keys.
@@ -292,17 +312,29 @@ def test_cpu_tensors_never_take_them() -> None:
 
 
 def test_short_sequences_are_the_portable_kernels() -> None:
-    """Of head_dim up to 64 that see all keys, as far as the host knows."""
+    """Of little sequences, and of short ones of narrow heads, as far as the host knows."""
 
     def problem(seqlen_q: int, seqlen_k: int, head_dim: int = 64, **options: Any) -> Problem:
         q, k = (torch.zeros(1, n, 2, head_dim).half() for n in (seqlen_q, seqlen_k))
         return Problem(q, k, k, 1, seqlen_q, seqlen_k, 0.1, **options)
 
-    assert SM90.is_short(problem(50, 50)) and SM90.is_short(problem(256, 77, 40))
+    def varlen(longest: int, total: int, group: int = 1, head_dim: int = 96) -> Problem:
+        bounds = torch.zeros(9, dtype=torch.int32)
+        q, k = (torch.zeros(total, n, head_dim).half() for n in (4 * group, 4))
+        return Problem(q, k, k, 8, longest, longest, 0.1, cu_seqlens_q=bounds, cu_seqlens_k=bounds)
+
+    window = {"window_left": 60, "window_right": 0}
+    for short in (
+        problem(64, 64), problem(16, 50), problem(256, 77, 40), problem(200, 200, **window),
+        problem(200, 200, 32, softcap=2.0), problem(50, 50, 256, window_right=0),
+        varlen(200, 8 * 64), varlen(60, 400, 2, 256),
+    ):  # fmt: skip
+        assert SM90.is_short(short)
     lengths = torch.zeros(1, dtype=torch.int32)
     for other in (
-        problem(257, 257), problem(50, 300), problem(16, 50), problem(50, 50, 72),
-        problem(50, 50, window_right=0), problem(50, 50, softcap=2.0),
+        problem(257, 257), problem(50, 300), problem(16, 65), problem(65, 65, 72),
+        problem(65, 65, window_right=0), problem(65, 65, softcap=2.0), varlen(257, 8 * 64),
+        varlen(200, 8 * 65), varlen(60, 400, 2), varlen(60, 400, 4, 256),
         problem(50, 50, cache_seqlens=lengths), problem(50, 50, batch_invariant=True),
     ):  # fmt: skip
         assert not SM90.is_short(other)

@@ -111,6 +111,25 @@ def test_softcap_beside_large_scores(
     assert len(blocks) == 2
 
 
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_softcap_in_every_turn(
+    blocks: list[int], monkeypatch: pytest.MonkeyPatch, head_dim: int
+) -> None:
+    # The scores of a block's first tile come under no product: which tile that is may be drawn.
+    generator = torch.Generator().manual_seed(5)
+    q, k, v = (
+        torch.randn(1, 90, 1, head_dim, generator=generator).bfloat16().expand(-1, -1, 2, -1)
+        for _ in range(3)
+    )
+    with hopper_attention(monkeypatch, 1):
+        out, lse = flash_attention(
+            *(x.contiguous() for x in (q, k, v)), causal=True, softcap=20.0, return_lse=True
+        )
+    assert torch.equal(out[:, :, 0], out[:, :, 1])
+    assert torch.equal(lse[:, 0], lse[:, 1])
+    assert blocks == [1]
+
+
 def test_softcap_of_scores_below_zero(blocks: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     # Blocks whose largest score is below 0, far above their others and those to their right.
     q = torch.ones(1, 70, 2, 128, dtype=torch.float16)

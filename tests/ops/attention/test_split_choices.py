@@ -119,6 +119,7 @@ class Prompts(NamedTuple):
     heads: tuple[int, int]
     head_dim: int = 128
     is_causal: bool = True
+    window_left: int = -1
 
     @property
     def problem(self) -> Problem:
@@ -131,7 +132,7 @@ class Prompts(NamedTuple):
         tables = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds} if self.longest else {}
         return Problem(
             torch.empty(*tokens, num_heads, self.head_dim, **half), k, k, batch_size, longest,
-            longest, self.head_dim**-0.5, -1, 0 if self.is_causal else -1, **tables,
+            longest, self.head_dim**-0.5, self.window_left, 0 if self.is_causal else -1, **tables,
         )  # fmt: skip
 
 
@@ -150,6 +151,19 @@ PROMPTS = [
     Prompts("tiles", 72, 178, 0, (8, 8), 72, False),  # 45.0, 31.9
     Prompts("whole", 161, 241, 0, (2, 2), 88, False),  # 34.2, 43.9
     Prompts("whole", 7, 1883, 0, (2, 2), 72, False),  # 47.2, 58.8
+    Prompts("tiles", 71, 42, 0, (32, 8), 128, False),  # 63.0, 31.9
+    Prompts("tiles", 40, 137, 0, (24, 8)),  # 67.1, 45.1
+    Prompts("tiles", 12, 260, 0, (40, 8)),  # 57.0, 43.7
+    Prompts("tiles", 30, 140, 0, (32, 8), 64),  # 44.7, 31.8
+    Prompts("tiles", 14, 1173, 0, (32, 8)),  # 337, 315
+    Prompts("whole", 30, 100, 0, (32, 8)),  # 30.2, 30.8
+    Prompts("whole", 17, 78, 0, (8, 4), 256, False),  # 12.8, 16.3
+    Prompts("tiles", 11, 130, 0, (20, 4), window_left=64),  # 22.6, 15.9
+    Prompts("tiles", 83, 141, 0, (28, 4), window_left=64),  # 145, 95.0
+    Prompts("tiles", 53, 138, 0, (32, 4), 64, window_left=127),  # 70.8, 50.6
+    Prompts("whole", 6, 818, 0, (28, 4), window_left=127),  # 48.6, 55.9
+    Prompts("whole", 10, 1307, 0, (20, 4), window_left=127),  # 85.9, 108
+    Prompts("whole", 19, 968, 0, (16, 8), 256, window_left=127),  # 181, 200
 ]
 
 
